@@ -5,6 +5,7 @@
     .venv/bin/python benchmarks/speculation.py grid --shape llama-3.2-1b --weights int8 --head --batches 1 4   # a head's time
     .venv/bin/python benchmarks/speculation.py quoting --shape llama-3.2-1b --weights int8   # lookup where answers quote
     .venv/bin/python benchmarks/speculation.py quoting                                       # the bundled model's own text
+    .venv/bin/python benchmarks/speculation.py citing                                        # a grammar that makes it quote
     .venv/bin/python benchmarks/speculation.py drafters                                      # those that ship with it
 
 Where a random model cannot say anything worth guessing, acceptance is scripted: the drafter knows the answer, errs at the
@@ -16,10 +17,11 @@ says whether it is at least 0.97 of it: yes, no, or not decided.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter, process_time
@@ -36,7 +38,7 @@ from diptych.engine.drafters import OpenDrafter, OpenEagle, eagle_of, shipped
 from diptych.engine.llm import LLM
 from diptych.engine.load import bundled_dir, load
 from diptych.ground.config import EngineConfig, SchedulerConfig, engine_config
-from diptych.ground.request import Request, SamplingParams
+from diptych.ground.request import Request, SamplingParams, StructuredSpec
 from diptych.lab.experiment import Stage
 from diptych.lab.rounds import DISTURBED, Effort, Verdict, measure, pairs
 from diptych.lab.scripted import Race
@@ -63,6 +65,15 @@ QUESTIONS = (
     f"Copy the following.\n{PASSAGE}",
     PASSAGE * 2 + "The ferry leaves",
 )
+LINES = (
+    "The ferry leaves the harbour at seven in the morning and returns at nine in the evening.",
+    "On Sundays and on holidays the first ferry leaves at ten, and the last one comes back at six.",
+    "Bicycles travel free of charge, but there is room for no more than twelve of them at a time.",
+    "Dogs must be kept on a lead while they are on deck, and are not allowed in the dining room.",
+    "Children under six years travel free, and those under fourteen pay half of the price.",
+    "Tickets are sold at the harbour office and on board, where they can be paid for in cash alone.",
+)
+CITED = 4  # lines of an answer
 
 
 def proposer(context_tokens: int = 32_768, n_steps: int = 20_000) -> None:
@@ -225,7 +236,30 @@ def quoting(options: argparse.Namespace) -> None:
             f"{stage.name}, batch 1, scripted acceptance {QUOTING}: {gain.text()} x (goal: 2.5); {lane.n_steps} steps"
         )
         return
-    versus_off(options, {"lookup": {"speculate": "lookup"}, "auto": {"speculate": "auto"}})
+    versus_off(options, {"lookup": {"speculate": "lookup"}, "auto": {"speculate": "auto"}}, params=looping(options))
+
+
+def citing(options: argparse.Namespace) -> None:
+    """The bundled model cites lines of its prompt, word for word, as a regular expression demands: the model chooses which
+    lines and how they fall into tokens, the grammar lets nothing else pass, and lookup finds what it reads off the prompt.
+    """
+    line = f"({'|'.join(line.replace('.', '[.]') for line in LINES)})"
+    source = r'\{"lines":\[' + ",".join([f'"{line}"'] * CITED) + r"\]\}"
+    questions = [
+        f"{text}\nWhich of these lines answer the question {question} Cite {CITED}, word for word, as JSON.\n"
+        for text in ("\n".join(LINES), json.dumps(LINES))
+        for question in ("when the ferry leaves?", "what a ticket costs?")
+    ]
+    for temperature in (0.0, 0.8):
+        print(f"temperature {temperature}")
+        params = SamplingParams(
+            max_tokens=CITED * 64,
+            temperature=temperature,
+            seed=1,
+            structured=StructuredSpec(kind="regex", source=source),
+        )
+        ways = {kind: {"speculate": kind} for kind in ("lookup", "auto")}
+        versus_off(options, ways, questions=questions, params=params)
 
 
 def drafters(options: argparse.Namespace) -> None:
@@ -233,14 +267,24 @@ def drafters(options: argparse.Namespace) -> None:
     kinds = ("lookup", *shipped(bundled_dir()), "auto")
     for temperature in (0.0, 0.8):
         print(f"temperature {temperature}")
-        versus_off(options, {kind: {"speculate": kind} for kind in kinds}, temperature=temperature)
+        versus_off(options, {kind: {"speculate": kind} for kind in kinds}, params=looping(options, temperature))
 
 
-def versus_off(options: argparse.Namespace, ways: dict[str, dict[str, str]], *, temperature: float = 0.0) -> None:
+def looping(options: argparse.Namespace, temperature: float = 0.0) -> SamplingParams:
+    """Answers of one length, whatever they come to."""
+    return SamplingParams(max_tokens=options.answer or ANSWER, temperature=temperature, seed=1, ignore_eos=True)
+
+
+def versus_off(
+    options: argparse.Namespace,
+    ways: dict[str, dict[str, str]],
+    *,
+    params: SamplingParams,
+    questions: Sequence[str] = QUESTIONS,
+) -> None:
     """Decode time of the same answers, each way in turn."""
     loaded = load(str(bundled_dir()), engine_config(weights=options.weights))
     config = replace(EngineConfig(), max_context_tokens=1024, kv_memory_bytes=1 << 28)
-    params = SamplingParams(max_tokens=options.answer or ANSWER, temperature=temperature, seed=1, ignore_eos=True)
     runs: list[Callable[[], float]] = []
     told: list[tuple[int, int, int]] = []
     wanted = None
@@ -248,9 +292,9 @@ def versus_off(options: argparse.Namespace, ways: dict[str, dict[str, str]], *, 
         llm = LLM(loaded, config, **settings)
 
         def decode_s(llm: LLM = llm) -> float:
-            return sum(llm.generate([question], params)[0].timings.decode_s for question in QUESTIONS)
+            return sum(llm.generate([question], params)[0].timings.decode_s for question in questions)
 
-        done = [llm.generate([question], params)[0] for question in QUESTIONS]
+        done = [llm.generate([question], params)[0] for question in questions]
         answers = [one.choices[0].token_ids for one in done]
         assert wanted in (None, answers), "speculation changed an answer"
         wanted = answers
@@ -269,7 +313,7 @@ def versus_off(options: argparse.Namespace, ways: dict[str, dict[str, str]], *, 
 def main() -> None:
     """Run one case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", choices=("proposer", "grid", "quoting", "drafters"))
+    parser.add_argument("case", choices=("proposer", "grid", "quoting", "citing", "drafters"))
     parser.add_argument(
         "--shape", choices=tuple(SHAPES), help="random weights of this shape (default: the bundled model)"
     )
@@ -291,7 +335,7 @@ def main() -> None:
     if options.case == "proposer":
         proposer()
     else:
-        {"grid": grid, "quoting": quoting, "drafters": drafters}[options.case](options)
+        {"grid": grid, "quoting": quoting, "citing": citing, "drafters": drafters}[options.case](options)
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ def test_speculation_never_costs_much_at_any_batch_and_acceptance(batch, accepta
 def test_what_the_price_refuses_is_asked_rarely():
     """At a full batch, guessing and asking at every step cost more than they ever gave."""
     loop = Loop(64, 0.9, lambda shape: 1e-5 * shape.n_tokens).steps(300)
-    assert loop.gain == pytest.approx(1.0)
+    assert loop.gain == pytest.approx(1.0, abs=1e-3), "a few drafts now and then, to see what they cost"
     assert loop.n_guessed < 300 * 64 / 10
     asked = loop.n_asked - 300  # the loop's own, of `observe`
     assert asked < 300

@@ -19,7 +19,7 @@ from diptych.compute.drafter import DraftModel
 from diptych.compute.ops import cpu_kernels
 from diptych.control.speculation import NOTHING, EveryGuess
 from diptych.engine.drafters import open_drafters
-from diptych.engine.drafting import Drafting
+from diptych.engine.drafting import Drafting, Draftings
 from diptych.engine.llm import LLM, Completion
 from diptych.engine.load import LoadedModel, load, size_pool
 from diptych.ground.config import EngineConfig, engine_config
@@ -346,19 +346,15 @@ def test_a_step_that_asks_nothing_of_a_drafter_does_not_call_it(tiny_dir: Path) 
         def propose(self, chunks, token_ids, tables_CM, states=None):
             return {chunks[0].seq_id: [7]}
 
-    drafting = Drafting(Noting(), vocab_size=100)  # type: ignore[arg-type]
+    drafting = Draftings([Drafting(Noting(), vocab_size=100)])  # type: ignore[arg-type]
 
     def step(token_id: int, wanted: int | None) -> None:
         chunk = Chunk(1, Phase.DECODE, token_id, (token_id,), 0, (), True, wanted)
         plan = StepPlan(step_id=token_id, chunks=(chunk,))
         results = (ChunkResult(seq_id=1, token_ids=(token_id + 1,)),)
-        drafting.follow(plan)
-        if drafting.is_asked(plan):
-            drafting.taps_of(plan)
-            (done,) = drafting.propose(plan, results, lambda seq_ids: np.zeros((1, 1), dtype=np.int32))
-            assert done.draft_token_ids == (7,)
-        else:
-            drafting.miss(plan, results)
+        drafting.begin(plan)
+        (done,) = drafting.end(plan, results, lambda seq_ids: np.zeros((1, 1), dtype=np.int32), None)
+        assert done.draft_token_ids == ((7,) if wanted else ())
 
     for token_id in range(10):
         step(token_id, None)
@@ -367,5 +363,5 @@ def test_a_step_that_asks_nothing_of_a_drafter_does_not_call_it(tiny_dir: Path) 
     assert calls == [("follow", token_id + 1) for token_id in range(11)]
     for token_id in range(11, 20):
         step(token_id, None)
-    drafting.follow(StepPlan(step_id=20, chunks=(), ended_seq_ids=(1,)))
+    drafting.begin(StepPlan(step_id=20, chunks=(), ended_seq_ids=(1,)))
     assert calls[11:] == [*(("follow", token_id + 1) for token_id in range(11, 20)), ("end", 1)], "in their order"

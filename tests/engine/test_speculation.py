@@ -103,6 +103,26 @@ def test_answers_are_those_without(exact: LoadedModel, name: str, errs: float) -
         assert [[c.token_ids for c in d.choices] for d in again] == [[c.token_ids for c in d.choices] for d in wanted]
 
 
+def test_what_a_grammar_quotes_lookup_finds_in_the_prompt(exact: LoadedModel) -> None:
+    """Structured output whose values are sentences of the prompt: the drafter that is shipped, under masks, at both ends of
+    temperature, and drafts that run into the end of the grammar.
+    """
+    config = tiny_config()
+    lines = [
+        "The ferry leaves the harbour at seven in the morning",
+        "On Sundays the first ferry leaves at ten, not at seven",
+    ]
+    prompt = "\n".join(lines) + "\nCite two lines:\n"
+    grammar = StructuredSpec(kind="regex", source=f"({'|'.join(lines)})\n({'|'.join(lines)})\n")
+    off, on = LLM(exact, config), unpriced(LLM(exact, config, speculate="lookup", max_draft_tokens=6))
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_tokens=200, temperature=temperature, seed=3, structured=grammar, n=2)
+        (wanted,), (got,) = off.generate([prompt], params), on.generate([prompt], params)
+        assert said(got) == said(wanted)
+        assert all(choice.text.split("\n")[0] in lines for choice in got.choices), "the grammar has its way"
+        assert got.usage.accepted_tokens > 10
+
+
 def test_lookup_itself_saves_steps_and_changes_nothing(exact: LoadedModel) -> None:
     """The drafter that is shipped, on a text that repeats itself."""
     config = tiny_config()

@@ -223,7 +223,8 @@ class PagedDrafter(Drafter):
             if followed is None:
                 continue
             if given:
-                followed.token_ids[chunk.end_pos - len(chunk.draft_token_ids) :] = given
+                n_known = 1 if chunk.phase is Phase.DECODE else len(chunk.token_ids)  # drafts stand behind them
+                followed.token_ids[chunk.start_pos + n_known :] = given
             if chunk.new_block_ids and chunk.first_new_block == 0:  # its first chunk, or the first after a preemption
                 followed.computed = followed.base = 0
                 followed.found, followed.fed = chunk.start_pos, []

@@ -15,6 +15,8 @@ from diptych.control.step_draft import StepDraft
 from diptych.ground.config import MOST_DRAFT_ROWS, SchedulerConfig
 from diptych.ground.shape import StepShape
 
+Found = tuple[int, Sequence, Speculation]  # a decode chunk by its place, whose sequence has drafters
+
 
 class DraftPlanner:
     """See the module. Only `Scheduler` calls it."""
@@ -24,6 +26,7 @@ class DraftPlanner:
         self.guesser = guesser
         self._config = config
         self._pool = pool
+        self.is_needed = False  # some sequence in decode has drafters
         # Steps to come of as many sequences in which nobody guesses or is asked, and those that passed so: where
         # speculation does not pay, a step of half a millisecond must not notice that it is there.
         self._idle_steps = 0
@@ -35,6 +38,7 @@ class DraftPlanner:
         self._idle_steps = 0
         if seq.speculation is None:
             seq.speculation = self.guesser.begin(seq.request, self.depths)
+        self.is_needed = self.is_needed or seq.speculation is not None
 
     def add(self, draft: StepDraft, planned: Mapping[int, Sequence], *, promised_blocks: int) -> None:
         """Lengthen decode chunks by guesses, out of what everybody else has left, and ask the executor for the next ones.
@@ -49,12 +53,20 @@ class DraftPlanner:
         if self._n_idled:
             self.depths.idle(self._n_idled, self._idle_decodes)
             self._n_idled = 0
+        found: list[Found] = []
+        for i in range(n_decodes):  # decode chunks come first
+            seq = planned[draft.chunks[i].seq_id]
+            if seq.speculation is not None:
+                found.append((i, seq, seq.speculation))
+        if not found:
+            self.is_needed = False
+            return
         plain = draft.shape
-        self._send(draft, planned, promised_blocks)
+        self._send(draft, found, promised_blocks)
         if self.guesser.asks_executor and self.depths.is_asking():
-            self._ask(draft, planned, plain)
+            self._ask(draft, found, plain)
         self._idle_decodes = n_decodes
-        is_guessing = any(speculation.is_guessing for _, speculation in draft.speculations)
+        is_guessing = any(speculation.is_guessing for _, _, speculation in found)
         self._idle_steps = self.depths.idle_steps(n_decodes, is_guessing=is_guessing)
 
     def wanted_behind(self, seq: Sequence, end: int) -> Wanted | None:
@@ -74,32 +86,31 @@ class DraftPlanner:
             self._pool.drop(seq.block_ids.pop())
         seq.table_sent = min(seq.table_sent, n_kept)
 
-    def _send(self, draft: StepDraft, planned: Mapping[int, Sequence], promised_blocks: int) -> None:
+    def _send(self, draft: StepDraft, speculating: list[Found], promised_blocks: int) -> None:
         n_decodes = len(draft.decode_request_ids)
         is_due = self.depths.is_due(n_decodes)  # where the price said no of late, most steps are not: guesses cost time
         if self.guesser.memory is not None:
             self.guesser.memory.read()
-        found: list[tuple[int, Speculation, list[int]]] = []
-        for i, speculation in draft.speculations:
+        found: list[tuple[Found, list[int]]] = []
+        for one in speculating:
+            _, seq, speculation = one
             if is_due or speculation.has_drafts_at_hand:
-                guess = speculation.propose(planned[draft.chunks[i].seq_id].token_ids)
+                guess = speculation.propose(seq.token_ids)
                 if guess:
-                    found.append((i, speculation, guess))
+                    found.append((one, guess))
         if not found:
             if is_due:
                 self.depths.silent(draft.shape, n_decodes)
             return
         n_free = max(0, self._pool.available_blocks - promised_blocks)
-        guesses: dict[int, list[int]] = {}
         priced: list[Priced] = [NO_GUESS] * n_decodes
-        for i, speculation, guess in found:
+        for (i, seq, speculation), guess in found:
             chunk = draft.chunks[i]
-            seq = planned[chunk.seq_id]
             room = (len(seq.block_ids) + n_free) * self._pool.block_tokens - chunk.end_pos
             n = min(1 + MOST_DRAFT_ROWS // n_decodes, len(guess), room, seq.max_output_tokens - seq.output_tokens - 1)
             if n > 0:
-                guesses[i], priced[i] = guess, speculation.priced(n)
-        if not guesses:
+                priced[i] = speculation.priced(n)
+        if not any(n for _, n, _ in priced):
             return
         depths = self.depths.choose(
             priced,
@@ -109,10 +120,9 @@ class DraftPlanner:
         )
         if not any(depths):
             return
-        for i, depth in enumerate(depths):
-            if depth:
-                seq = planned[draft.chunks[i].seq_id]
-                depths[i] = self._lengthen(draft, i, seq, guesses[i][:depth], promised_blocks)
+        for (i, seq, _), guess in found:
+            if depths[i]:
+                depths[i] = self._lengthen(draft, i, seq, guess[: depths[i]], promised_blocks)
         draft.shape = draft.shape.with_drafts(depths)
         draft.left_tokens -= sum(depths)
 
@@ -130,7 +140,7 @@ class DraftPlanner:
         )
         return len(guess)
 
-    def _ask(self, draft: StepDraft, planned: Mapping[int, Sequence], plain: StepShape) -> None:
+    def _ask(self, draft: StepDraft, speculating: list[Found], plain: StepShape) -> None:
         """Say who of the executor's drafters is to make how many drafts behind each decode chunk: those that would pay most in
         a step like this.
 
@@ -138,8 +148,7 @@ class DraftPlanner:
         """
         n_decodes = len(draft.decode_request_ids)
         options: list[list[Priced]] = [[] for _ in range(n_decodes)]
-        for i, speculation in draft.speculations:
-            seq = planned[draft.chunks[i].seq_id]
+        for i, seq, speculation in speculating:
             left = seq.max_output_tokens - seq.output_tokens - 2  # behind a token of this step and one of the next
             options[i] = speculation.askable(max(0, min(1 + MOST_DRAFT_ROWS // n_decodes, left)))
         wanted = self.depths.ask(

@@ -457,7 +457,7 @@ class EngineCore:
                 start_sending(self._scheduler, seq)
             else:
                 self._scheduler.start_decode(seq)
-        elif seq.speculation is not None:
+        elif seq.speculation is not None and seq.speculation.is_open:
             seq.speculation.learn(result.token_ids)
         n_drafted = len(chunk.token_ids) - 1 if chunk.phase is Phase.DECODE else 0
         for k, token_id in enumerate(result.token_ids):
@@ -485,8 +485,9 @@ class EngineCore:
                 self._forget_if_over(seq.request.request_id)
                 return events
         self._scheduler.register_computed(seq)
-        if seq.speculation is not None:
-            seq.speculation.hand(chunk.drafter, result.draft_token_ids)
+        speculation = seq.speculation
+        if speculation is not None and (result.draft_token_ids or speculation.is_open):
+            speculation.hand(chunk.drafter, result.draft_token_ids)
         if n_drafted:
             self._scheduler.drafts.take_back(seq)
             events.append(DraftEvent(seq.request.request_id, seq.index, now_s, step_id, n_drafted, n_accepted))

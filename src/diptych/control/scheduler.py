@@ -159,7 +159,7 @@ class Scheduler:
             self._plan_decodes(draft)
             if self.waiting or self.prefilling:
                 self._plan_prefills(draft)
-        if draft.speculations:
+        if self.drafts.is_needed and draft.decode_request_ids:
             self.drafts.add(draft, self.planned, promised_blocks=self._promised_blocks)
         if not draft.chunks:
             return None, draft.preempted
@@ -221,8 +221,6 @@ class Scheduler:
                 seq.table_sent = len(seq.block_ids)
             draft.chunks.append(Chunk(seq.seq_id, decode, start, (seq.token_ids[-1],), first_new, new_block_ids, True))
             shapes.append(ChunkShape(decode, 1, start, True, 1, seq.adapter))
-            if seq.speculation is not None:
-                draft.speculations.append((len(shapes) - 1, seq.speculation))
             draft.decode_request_ids.append(seq.request.request_id)
             seq.is_in_flight = True
             self.planned[seq.seq_id] = seq

@@ -193,7 +193,17 @@ class _Source:
 class Speculation:
     """The drafters of one sequence. Every guess is judged, sent or not, so that a bad time ends by itself."""
 
-    __slots__ = ("_best", "_depths", "_guesser", "_handed", "_most_drafts", "_sources")
+    __slots__ = (
+        "_best",
+        "_depths",
+        "_guesser",
+        "_guessing",
+        "_handed",
+        "_most_drafts",
+        "_sources",
+        "has_drafts_at_hand",
+        "is_open",
+    )
 
     def __init__(self, guesser: Guesser, depths: Depths, sources: list[_Source], most_drafts: int) -> None:
         self._guesser = guesser
@@ -204,18 +214,16 @@ class Speculation:
         for source in sources:
             if isinstance(source.drafter, Handed):
                 self._handed[source.drafter.number] = source
+        self._guessing = [one for one in sources if not isinstance(one.drafter, Handed)]
         self._best: _Source | None = None
         self._most_drafts = most_drafts
-
-    @property
-    def has_drafts_at_hand(self) -> bool:
-        """Whether the executor has made some, which have been paid for."""
-        return any(drafter.token_ids for drafter in self._handing())
+        self.has_drafts_at_hand = False  # the executor has made some, which have been paid for
+        self.is_open = False  # `learn` and `hand` have something to do: most steps need not call them
 
     @property
     def is_guessing(self) -> bool:
         """Whether any of its drafters guesses by itself."""
-        return len(self._sources) > len(self._handed) - self._handed.count(None)
+        return bool(self._guessing)
 
     def _handing(self) -> list[Handed]:
         """Those of the executor's drafters that did not misbehave."""
@@ -225,11 +233,12 @@ class Speculation:
         """Take the guess that the executor's drafter of this number made behind the newest token."""
         for drafter in self._handing():
             drafter.token_ids = draft_token_ids if drafter.number == number else ()
+        self.is_open = self.has_drafts_at_hand = bool(draft_token_ids)
 
     def propose(self, token_ids: SequenceOf[int]) -> list[int]:
         """The guess that is worth most, [] for none."""
         found = []
-        for source in self._sources:
+        for source in self._sources if self.has_drafts_at_hand else self._guessing:
             self._guesser.ask(source, token_ids, self._most_drafts)
             if source.guess:
                 found.append(source)
@@ -239,7 +248,7 @@ class Speculation:
         best = found[0]
         if len(found) > 1:
             best = found[self._depths.best([(one.estimate, len(one.guess), one.confidence) for one in found])]
-        self._best = best
+        self._best, self.is_open = best, True
         return best.guess
 
     def priced(self, n: int) -> Priced:

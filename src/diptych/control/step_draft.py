@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from diptych.control.speculation import Speculation
 from diptych.ground.events import Event
 from diptych.ground.shape import StepShape
 from diptych.ground.step import BlockCopy, Chunk, SequenceStart
@@ -25,4 +24,3 @@ class StepDraft:
         self.preempted: list[Event] = []
         self.scheduled: list[Event] = []
         self.decode_request_ids: list[str] = []
-        self.speculations: list[tuple[int, Speculation]] = []  # of decode chunks that have drafters, by chunk

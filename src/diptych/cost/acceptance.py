@@ -43,19 +43,17 @@ class Acceptance:
         self._pool = pool
         self.on_kept: Callable[[int], None] | None = None  # learns of drafts that were verified and held
         self._n_verdicts = [_FIRST_WEIGHT] * N_CONFIDENCES  # the first rates count as so many
-        # of draft j where all before it were right; a new sequence begins with what others have learned
+        # of draft j where all before it were right, as far as any was judged; a new sequence begins with what others taught
         self._rates: list[list[float]] = (
-            [[_FIRST_RATE] * MOST_DEPTH for _ in range(N_CONFIDENCES)]
-            if pool is None
-            else [list(rates) for rates in pool._rates]
+            [[_FIRST_RATE] for _ in range(N_CONFIDENCES)] if pool is None else [list(rates) for rates in pool._rates]
         )
 
     def chances(self, n: int, confidence: int = 0) -> list[float]:
         """The chance of each of n drafts to be kept: falling, and cut where it is hopeless."""
         chances: list[float] = []
-        chance = 1.0
-        for rate in self._rates[confidence][:n]:
-            chance *= rate
+        chance, rates = 1.0, self._rates[confidence]
+        for j in range(n):
+            chance *= rates[j] if j < len(rates) else _deeper(rates)
             if chance < LEAST_CHANCE:
                 break
             chances.append(chance)
@@ -80,7 +78,14 @@ class Acceptance:
 
 
 def _move(rates: list[float], n_right: int, n_judged: int, weight: float) -> None:
+    if n_judged > len(rates):
+        rates += [_deeper(rates)] * (n_judged - len(rates))
     for j in range(n_right):
         rates[j] += weight * (1.0 - rates[j])
     if n_right < n_judged:
         rates[n_right] -= weight * rates[n_right]
+
+
+def _deeper(rates: list[float]) -> float:
+    """Of a draft deeper than any that was judged: where those before hold nearly always, nobody would go there at less."""
+    return max(rates[-1], _FIRST_RATE)

@@ -16,7 +16,7 @@ from diptych.cost.acceptance import MOST_DEPTH, Acceptance
 from diptych.ground.shape import StepShape
 
 _FIRST_DEPTH = 3  # asked of the executor's drafter behind a prompt, before anything is known of it
-_WAIT = (8, 512)  # steps until a sequence that was given up is tried again, at first and at most
+_WAIT = (8, 1024)  # steps until a sequence that was given up is tried again, at first and at most
 _LONGEST_TRIAL = 6  # right guesses in a row lift a chance that was 0.1 to 0.66
 
 

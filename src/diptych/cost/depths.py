@@ -44,6 +44,11 @@ class Ratio:
         """Whether any was measured."""
         return bool(self._latest)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether as many were as count."""
+        return len(self._latest) == _LATEST
+
     def add(self, ratio: float, like: float | None = None) -> None:
         """Take in one measurement; like: what the first is expected to be near to, where anything is. A first that is far
         longer is not believed before a second: it may have been disturbed, or cold.

@@ -26,20 +26,18 @@ _SURE = 3  # steps without drafts of one size, until they are believed
 _STAKE = 0.5  # of what the purse holds may go to a size that was never measured
 _FINEST = 8  # sizes from one power of two to the next
 _FADE = 0.998  # per measured step: an old measurement is tried again some day
-_BLIND = (16, 64)  # steps with drafts until one goes without, to see what that takes: at first, at most
 _EAGER, _EVERY = 16, 4  # all of the first steps without drafts are looked at, then one in so many
 
 
 class _Size:
     """Steps of about so many sequences: what they take without drafts, and by what drafts multiply it, by rows."""
 
-    __slots__ = ("blind_in", "every", "n_plain", "n_seen", "rows", "seconds", "times")
+    __slots__ = ("n_plain", "n_seen", "rows", "seconds", "times")
 
     def __init__(self) -> None:
         self.seconds = Ratio(LOWEST)  # of a step without drafts
         self.n_plain = 0
         self.n_seen = 0
-        self.blind_in = self.every = _BLIND[0]
         self.rows: list[int] = []  # that were measured with drafts, rising
         self.times: dict[int, tuple[Ratio, int]] = {}  # of those rows; and `n_seen` when they were measured last
 
@@ -119,14 +117,7 @@ class MeasuredDraftPrices(DraftPrices):
         self.rows_purse.fill(size.seconds.value, n)
         stake = _STAKE * self.rows_purse.balance_s / size.seconds.value
         most_rows = min(most_rows, size.most_rows(n, stake) - n)
-        depths = super().choose(guesses, shape=shape, most_rows=most_rows, limit_s=limit_s)
-        if any(depths):
-            size.blind_in -= 1
-            if size.blind_in < 0:
-                size.blind_in = size.every = min(2 * size.every, _BLIND[1])
-                self._sent = None
-                return [0] * n
-        return depths
+        return super().choose(guesses, shape=shape, most_rows=most_rows, limit_s=limit_s)
 
     def _most_s(self, shape: StepShape, depths: Sequence[int], longer_s: float) -> float:
         """Of rows that were never measured what they might take at worst, and more."""
@@ -140,7 +131,8 @@ class MeasuredDraftPrices(DraftPrices):
         """See DraftPrices; steps with prefill say nothing of drafts, and those that the executor's drafter reads little."""
         if shape.decode_tokens and not shape.prefill_tokens:
             n = shape.n_sequences
-            size = self._sizes.setdefault(_slot(n), _Size())
+            slot = _slot(n)
+            size = self._sizes.get(slot) or self._sizes.setdefault(slot, _Size())
             if shape.decode_tokens == n:
                 if not self._asker.has_asked or not size.is_known or self.rows_purse.is_empty:
                     size.add_plain(measured_s)

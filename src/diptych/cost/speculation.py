@@ -22,16 +22,26 @@ from diptych.cost.asking import Asked, DrafterCost, Purse
 from diptych.cost.depths import DISTURBED, FARTHEST, LOWEST, Ratio, choose_depths
 from diptych.ground.shape import StepShape
 
-_GUESS_S = 10e-6  # of one guess and the questions around it, where nobody says
-_REST = 16  # steps for which a price that said no is believed, unless chances rise
+_GUESS_S = 12e-6  # of one guess and the questions around it, where nobody says
+_ROUND = (
+    5  # times that takes what is done once in a step with guesses; both measured behind steps that empty the caches
+)
+_REST = 16, 4  # steps and guesses for which a price that said no is believed, unless chances rise
 _RISEN = 1.1
-_PROBE = (2, 64)  # refusals from one probe to the next, at first and at last
+_PROBE = (1, 16)  # refusals from one probe to the next, at first and at last
 _PROBE_DEPTH = 2
 _SILENCE = 16  # steps in which nobody had a guess, until guesses are made as rarely as they are dear
-_PROBE_PRICE = 6.0  # of a step without drafts; before anything is learned each row may be thought to cost a step
-_SHARE = 0.005  # of a step's time that guesses in vain may take
-_PLAIN_EVERY = 8
+_STAKE = 0.5  # of what the purse holds may go to one of them
+_SHARE = 0.005  # of the time of steps that guesses may take which the price refuses
+_SILENT_SHARE = 0.01  # the same of looking for one: text that begins to quote is not to wait long
+_RAREST = 64  # steps from one guess to the next
+_PLAIN_ALL, _PLAIN_EVERY = (
+    8,
+    16,
+)  # steps behind drafts that are all looked at, then one of so many, where their size is known
+_LONG_S = 0.01  # a step that takes longer does not notice that it is looked at
 _BLIND = (4, 64)  # steps with drafts until one of their size goes without, to see what that takes: at first, at most
+_LOWER = 0.93  # of what a step without drafts was thought to take: the next goes without, too, until that is known
 _LIKE_TOKENS = 256  # of context: within them drafts multiply the time of a step by the same
 _LIKE_STEPS = 64  # measured, until what was remembered is predicted again
 _FADE = 0.998  # per step without drafts, and for two with: an old measurement is tried again some day
@@ -63,12 +73,15 @@ class _Refusal:
         self.probes_in = 0  # refusals until some drafts are verified anyway, to see what they cost
         self.probe_every = _PROBE[0]
 
-    def is_blind(self) -> bool:
-        """Whether a step is to go without drafts that would pay: what it takes without is known from such steps alone."""
+    def is_blind(self, *, is_known: bool) -> bool:
+        """Whether a step is to go without drafts that would pay: what it takes without is known from such steps alone.
+
+        is_known: whether any of the size was seen; what was seen may have been disturbed, or be old.
+        """
         self.left_blind -= 1
         if self.left_blind > 0:
             return False
-        self.blind_in = self.left_blind = min(2 * self.blind_in, _BLIND[1])
+        self.blind_in = self.left_blind = _BLIND[1] if is_known else min(2 * self.blind_in, _BLIND[1])
         return True
 
     @property
@@ -114,7 +127,10 @@ class DraftPrices:
         # measured over predicted, by `_size` of rows: of decode steps without drafts and with; and of the drafter
         self._plain: dict[int, Ratio] = {}
         self._verify: dict[int, Ratio] = {}
-        self._n_plain = 0
+        self._settled: set[int] = (
+            set()
+        )  # sequences of steps without drafts that are known, and short: of many some say enough
+        self._n_plain = 0  # of them, since the last with drafts
         self._longer: dict[tuple[int, int, int], float] = {}  # see _times_longer
         self._n_learned = 0
         # of the planned step's drafts the executor's share; its price without drafts, with them, and the most it is to take
@@ -160,8 +176,9 @@ class DraftPrices:
         """Nobody had a guess: after many such steps guesses are made as rarely as they are dear."""
         refusal = self._refusals.setdefault(n_decodes.bit_length(), _Refusal())
         refusal.n_silent += 1
-        if refusal.n_silent % _SILENCE == 0:
-            refusal.every = refusal.guesses_in = self._rarely(n_decodes, shape)
+        if refusal.n_silent >= _SILENCE:
+            every = min(2 * refusal.every, self._rarely(n_decodes, shape, _SILENT_SHARE))
+            refusal.every = refusal.guesses_in = every
 
     def idle_steps(self, n_decodes: int, *, is_guessing: bool) -> int:
         """For how many steps like the one just planned nothing would be guessed (by those that guess here) or asked."""
@@ -181,9 +198,9 @@ class DraftPrices:
             refusal.asks_in -= n_steps
             refusal.guesses_in -= n_steps
 
-    def _rarely(self, n_decodes: int, shape: StepShape) -> int:
-        """Steps from one guess to the next, so that guesses in vain take their share of the time and no more."""
-        return min(_REST, ceil(n_decodes * self._guess_s / (_SHARE * self._predict_s(shape))))
+    def _rarely(self, n_decodes: int, shape: StepShape, share: float) -> int:
+        """Steps from one guess to the next, so that guesses in vain take this share of the time and no more."""
+        return min(_RAREST, ceil((_ROUND + n_decodes) * self._guess_s / (share * self._predict_s(shape))))
 
     def choose(
         self, guesses: Sequence[tuple[Acceptance, int, int]], *, shape: StepShape, most_rows: int, limit_s: float | None
@@ -195,25 +212,29 @@ class DraftPrices:
         """
         refusal = self._refusals.setdefault(len(guesses).bit_length(), _Refusal())
         refusal.n_silent = 0
+        if not refusal.worth:
+            refusal.every = 1
         self.rows_purse.pass_steps(1)
         if not shape.prefill_tokens:
             self.rows_purse.fill(self._price_s(shape, [0] * len(guesses)), len(guesses))
         if self.rows_purse.is_empty:
             return [0] * len(guesses)
-        guess_s = self._guess_s * sum(n > 0 for _, n, _ in guesses)
+        guess_s = self._guess_s * (_ROUND + sum(n > 0 for _, n, _ in guesses))
 
         def price_s(depths: Sequence[int]) -> float:  # who drafts guesses in every step
             return self._price_s(shape, depths) + (guess_s if any(depths) else 0.0)
 
-        depths = self._decide(guesses, refusal, price_s, most_rows, limit_s)
+        depths, is_refused = self._decide(guesses, refusal, price_s, most_rows, limit_s)
         size = _size(shape.n_sequences)
-        if any(depths) and self._verify and size not in self._plain and refusal.is_blind():
+        if any(depths) and self._verify and refusal.is_blind(is_known=size in self._plain):
             return [0] * len(guesses)
-        if refusal.worth and refusal.asks_in == _REST:  # the price said no just now
-            refusal.every = refusal.guesses_in = self._rarely(len(guesses), shape)
+        if is_refused:
+            refusal.every = refusal.guesses_in = self._rarely(len(guesses), shape, _SHARE)
+            refusal.asks_in = max(_REST[0], _REST[1] * refusal.every)
             chances = [estimate.chances(n, confidence) if n else [] for estimate, n, confidence in guesses]
             probe = refusal.probe(chances, most_rows)
-            most_s = min(_PROBE_PRICE * price_s(depths), limit_s or inf)
+            stake_s = _STAKE * self.rows_purse.balance_s
+            most_s = min(price_s(depths) + stake_s, limit_s or inf)
             if any(probe) and price_s(probe) <= most_s:
                 depths = probe
         if any(depths):
@@ -253,8 +274,8 @@ class DraftPrices:
         price_s: Callable[[list[int]], float],
         most_rows: int,
         limit_s: float | None,
-    ) -> list[int]:
-        """The depths that pay, after what was refused of late."""
+    ) -> tuple[list[int], bool]:
+        """The depths that pay, after what was refused of late; and whether the price says no just now."""
         least = 0.0 if refusal.asks_in <= 0 else refusal.worth * _RISEN
         chances = [estimate.chances(n, confidence) if n else [] for estimate, n, confidence in guesses]
         chances = [row if sum(row) > least else [] for row in chances]
@@ -264,25 +285,28 @@ class DraftPrices:
             depths = choose_depths(chances, n_sure=len(guesses), most_rows=most_rows, price_s=price_s, limit_s=limit_s)
         if any(depths):
             refusal.worth = 0.0
-        elif worth or refusal.asks_in <= 0:
-            refusal.worth, refusal.asks_in = max(worth, LEAST_CHANCE), _REST
-        return depths
+            return depths, False
+        is_refused = worth > 0.0 or refusal.asks_in <= 0
+        if is_refused:
+            refusal.worth = max(worth, LEAST_CHANCE)
+        return depths, is_refused
 
     def observe(self, shape: StepShape, measured_s: float) -> None:
         """Learn how far off predictions are for steps with and without drafts; steps with prefill say nothing of it."""
-        if (
-            self._sent is None
-            and not self._asker.has_asked
-            and shape.n_tokens == shape.n_sequences == shape.decode_tokens
-        ):
-            self._n_plain += 1  # in a row; of a long row some say enough
-            if self._n_plain > _PLAIN_EVERY and self._n_plain % _PLAIN_EVERY:
-                return
-        else:
+        weight = 1
+        if self._sent is not None or self._asker.has_asked:
             self._n_plain = 0
+        elif shape.n_tokens in self._settled and shape.n_sequences == shape.decode_tokens == shape.n_tokens:
+            self._n_plain += 1
+            if self._n_plain > _PLAIN_ALL:
+                if self._n_plain % _PLAIN_EVERY:
+                    return
+                weight = _PLAIN_EVERY
         if self._sent is not None:
             (share, plain_s, longer_s, most_s), self._sent = self._sent, None
             took_s = longer_s if shape.prefill_tokens else min(measured_s, most_s)
+            if measured_s < _LOWER * plain_s:  # with drafts in it
+                self._doubt(shape)
             self.purse.pay(share * max(0.0, took_s - plain_s))
             self.rows_purse.pay(max(0.0, took_s - plain_s))
         if not (self._pools or self._asker.is_needed) or shape.prefill_tokens or not shape.decode_tokens:
@@ -290,20 +314,32 @@ class DraftPrices:
         self._n_learned += 1
         if self._n_learned < _LIKE_STEPS or self._n_learned % _LIKE_STEPS == 0:
             self._longer.clear()
-        ratio = measured_s / max(self._predict_s(shape), 1e-12)
+        predicted_s = max(self._predict_s(shape), 1e-12)
+        ratio = measured_s / predicted_s
         if shape.decode_tokens == shape.n_sequences:
             if self._asker.has_asked:  # the drafter reads what the step computes
-                plain_s = measured_s / ratio * self._plain_ratio(shape)
+                plain_s = predicted_s * self._plain_ratio(shape)
                 self.purse.pay(min(max(0.0, measured_s - plain_s), (FARTHEST - 1.0) * plain_s))
                 return
-            self._plain.setdefault(_size(shape.decode_tokens), Ratio(LOWEST)).add(ratio)
-            self._fade(shape, _FADE if self._n_plain <= _PLAIN_EVERY else _FADE**_PLAIN_EVERY)
+            known = self._plain.setdefault(_size(shape.decode_tokens), Ratio(LOWEST))
+            if known.is_known and ratio < _LOWER * known.value:
+                self._doubt(shape)
+            known.add(ratio)
+            if known.is_settled and predicted_s < _LONG_S:
+                self._settled.add(shape.decode_tokens)
+            self._fade(shape, _FADE**weight)
         else:
             rows = _size(shape.decode_tokens)
             like = self._ratio(shape, rows)
             if self._n_learned % _SENT_EVERY == 0:
                 self._fade(shape, _FADE ** (_SENT_EVERY // 2))
             self._verify.setdefault(rows, Ratio()).add(ratio, like)
+
+    def _doubt(self, shape: StepShape) -> None:
+        """Steps of so many sequences take less without drafts than was thought: the next is one."""
+        refusal = self._refusals.get(shape.n_sequences.bit_length())
+        if refusal is not None:
+            refusal.left_blind = 1
 
     def _fade(self, shape: StepShape, kept: float) -> None:
         """Believe what steps with drafts took a little less."""

@@ -23,7 +23,7 @@ from diptych.ground.step import Chunk, ChunkResult, StepPlan
 logger = logging.getLogger("diptych.engine")
 
 _MOST_MISSED = 64  # steps
-_Step = tuple[tuple[Chunk, ...], tuple[ChunkResult, ...]]
+Step = tuple[tuple[Chunk, ...], tuple[ChunkResult, ...]]
 Tables = Callable[[Iterable[int]], np.ndarray]  # the block tables of these sequences
 
 
@@ -58,20 +58,19 @@ class Drafting:
         self._observe = observe
         self._number = number
         self._clock = clock or MonotonicClock()
-        self._missed: list[_Step] = []  # that nobody has told it of yet
+        self._missed: list[Step] = []  # that nobody has told it of yet
         self.failures = 0
         self.refused_tokens = 0
 
-    def is_asked(self, plan: StepPlan) -> bool:
-        """Whether it is to read or guess behind any chunk of the step. Where it is not, `miss` is all it hears of it."""
-        if self._drafter is None:
-            return False
-        return any(chunk.wanted_drafts is not None and chunk.drafter == self._number for chunk in plan.chunks)
+    @property
+    def number(self) -> int:
+        """By which chunks name it. Of a step in which none does, `miss` is all it hears."""
+        return self._number
 
-    def miss(self, plan: StepPlan, results: tuple[ChunkResult, ...]) -> None:
-        """What a step gave that it was not asked about. It is told when it is needed: most steps need not notice it."""
+    def miss(self, steps: Sequence[Step]) -> None:
+        """What steps gave that it was not asked about. It is told when it is needed: most steps need not notice it."""
         if self._drafter is not None:
-            self._missed.append((plan.chunks, results))
+            self._missed += steps
             if len(self._missed) >= _MOST_MISSED:
                 self._guard(self._catch_up)
 
@@ -97,7 +96,7 @@ class Drafting:
 
     def follow(self, plan: StepPlan) -> None:
         """Sequences that ended and began, and the step's copies."""
-        if self._drafter is None or not (plan.ended_seq_ids or plan.starts or plan.copies):
+        if self._drafter is None:
             return
         drafter = self._drafter
 
@@ -196,6 +195,7 @@ class Draftings:
     def __init__(self, drafters: Sequence[Drafting]) -> None:
         self._all = tuple(drafters)
         self._asked: dict[int, Taps | None] = {}  # in this step: what each reads of the model, by its place
+        self._missed: list[Step] = []  # in which none was asked
 
     @property
     def failures(self) -> int:
@@ -216,9 +216,14 @@ class Draftings:
         """Sequences that ended and began, and the step's copies. Answers what is to be read of the model in this step, None
         where that is nothing.
         """
-        for one in self._all:
-            one.follow(plan)
-        self._asked = {i: one.taps_of(plan) for i, one in enumerate(self._all) if one.is_asked(plan)}
+        asked = {chunk.drafter for chunk in plan.chunks if chunk.wanted_drafts is not None}
+        is_news = bool(plan.ended_seq_ids or plan.starts or plan.copies)
+        if asked or is_news:
+            self._tell()
+        if is_news:
+            for one in self._all:
+                one.follow(plan)
+        self._asked = {i: one.taps_of(plan) for i, one in enumerate(self._all) if one.number in asked and one.is_on}
         read = [taps for taps in self._asked.values() if taps is not None]
         if len(read) <= 1:
             return read[0] if read else None
@@ -228,10 +233,16 @@ class Draftings:
         self, plan: StepPlan, results: tuple[ChunkResult, ...], tables_of: Tables, taps: Taps | None
     ) -> tuple[ChunkResult, ...]:
         """The results with the drafts that chunks wanted. taps: what `begin` asked for, with its states."""
+        step = plan.chunks, results
+        if not self._asked:
+            self._missed.append(step)
+            if len(self._missed) >= _MOST_MISSED:
+                self._tell()
+            return results
         drafted = results
         for i, one in enumerate(self._all):
             if i not in self._asked:
-                one.miss(plan, results)
+                one.miss([step])
                 continue
             own = self._asked[i]
             if own is not None and own is not taps:
@@ -240,6 +251,12 @@ class Draftings:
                 own.states = taps.states[[taps.numbers.index(number) for number in own.numbers]]
             drafted = one.propose(plan, drafted, tables_of, own)
         return drafted
+
+    def _tell(self) -> None:
+        """What was missed by all."""
+        missed, self._missed = self._missed, []
+        for one in self._all:
+            one.miss(missed)
 
     @property
     def has_asked(self) -> bool:
