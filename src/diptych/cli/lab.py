@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,7 @@ from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
-from diptych.lab.calibrate import BUDGET_S
+from diptych.lab.calibrate import USUAL_EFFORT
 from diptych.lab.calibrate import calibrate as run_calibration
 from diptych.lab.experiment import Experiment, Outcome, Stage, Verdict
 from diptych.lab.experiments import EXPERIMENTS, QUICK
@@ -121,7 +122,9 @@ def lab(
 def calibrate(
     backend: options.Backend = "auto",
     threads: options.Threads = None,
-    repeat: Annotated[int, typer.Option(min=1, help="rounds at least: each times every step once")] = 5,
+    repeat: Annotated[
+        int, typer.Option(min=1, help="rounds at least: each times every step once")
+    ] = USUAL_EFFORT.rounds,
     out: Annotated[
         Path | None, typer.Option(help="write the profile here instead of where the planner reads it")
     ] = None,
@@ -134,7 +137,7 @@ def calibrate(
         profile = run_calibration(
             compute,
             progress=status.update,
-            effort=Effort(rounds=repeat, budget_s=BUDGET_S),
+            effort=replace(USUAL_EFFORT, rounds=repeat),
             path=out,
             takes_busy=busy,
         )

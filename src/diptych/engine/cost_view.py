@@ -26,8 +26,8 @@ class CostView:
             quant,
             weight_bytes=mean_bytes(others or model.formats),
             expert_weight_bytes=mean_bytes(experts) if experts else None,
-            mix=mix_of(others),
-            expert_mix=mix_of(experts),
+            mix=mix_of(others, usual=model.weights_format),
+            expert_mix=mix_of(experts, usual=model.weights_format),
         )
         self.kv = kv_spec(model.kv_format)
 

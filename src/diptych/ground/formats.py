@@ -171,9 +171,9 @@ def mean_bytes(formats: Mapping[str, int]) -> float:
     return sum(engine_weights(name)[0].bytes * n for name, n in formats.items()) / sum(formats.values())
 
 
-def mix_of(formats: Mapping[str, int]) -> tuple[Stored, ...]:
-    """The formats of weights of which there are so many each; nothing where there are less than two."""
-    if len(formats) < 2:
+def mix_of(formats: Mapping[str, int], *, usual: str) -> tuple[Stored, ...]:
+    """The formats of weights of which there are so many each; nothing where all are in the usual one."""
+    if formats.keys() <= {usual}:
         return ()
     kinds = {name: engine_weights(name) for name in formats}
     return tuple(Stored(n / sum(formats.values()), kinds[name][0].bytes, kinds[name][1]) for name, n in formats.items())

@@ -105,7 +105,7 @@ CACHED = 1.3  # times the memory's rate from which on a size counts as held by a
 # Shares of a measured rate that a kernel may be fitted to. Rates drift while they are measured, so one may seem to pass its
 # ceiling; beyond these the steps it was fitted to told nothing of it.
 LEAST_SHARE, MOST_SHARE = 0.02, 1.5
-BUDGET_S = 4.0  # of rounds for each model, so that all of it takes less than a minute
+USUAL_EFFORT = Effort(rounds=4, budget_s=4.0)  # for each model, so that all of it takes less than a minute
 FORMATS = {"cpu": ("bf16", "int8", "int4"), "torch": ("fp32", "bf16")}
 KV_FORMATS = ("int8", "fp8")  # beside the one that the engine chooses
 
@@ -128,16 +128,15 @@ def calibrate(
     compute: ComputeConfig,
     *,
     progress: Progress,
-    effort: Effort | None = None,
+    effort: Effort = USUAL_EFFORT,
     path: Path | None = None,
     takes_busy: bool = False,
 ) -> dict[str, Any]:
     """Measure, fit, write the profile and return it. `path` None: the place the engine and the planner read.
 
-    effort: for each of the models timed; without it five rounds or BUDGET_S. takes_busy: keep what was measured beside other
+    effort: for each of the models timed. takes_busy: keep what was measured beside other
     programs; otherwise that is a ConfigError, and what was known of the machine stays.
     """
-    effort = effort or Effort(budget_s=BUDGET_S)
     brief = replace(effort, budget_s=effort.budget_s / 2)
     samples: list[TimedStep] = []
     adapted: dict[str, tuple[str, AdaptedSteps]] = {}  # by compute dtype, with the weights beside them

@@ -4,8 +4,9 @@
     level = level_of(predictor, ladder.climb())
     level.predict_s(shape), level.host
 
-Sixteen requests come one by one, with prompts of seven sizes, and between two of them the engine decodes. So a second of it
-has prompts of each size beside few and many sequences, and decode of 1 to 16. Behind them an idle engine is woken some times.
+Sixteen requests come one by one, with prompts that make steps of seven sizes, and between two of them the engine decodes. So
+half a second of it has prompts of each size beside few and many sequences, and decode of 1 to 16. Behind them an idle engine is
+woken some times.
 
 A profile says how steps of one size stand to those of another, on any model; a ladder says what some of them take in this
 minute. A shared machine may be a tenth slower ten minutes later, and a profile's form has errors of its own.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
@@ -32,7 +33,8 @@ from diptych.lab.served import Served, undisturbed
 from diptych.metrics import StepRecord
 from diptych.sim.counterfactual import times_of
 
-SIZES = (16, 45, 90, 150, 210, 256, 640)
+# Rows of a step with a prompt: as odd as prompts are, but for a usual budget, which a step fills to the last row.
+SIZES = (30, 45, 90, 150, 210, 256, 600)
 SEQUENCES = 16
 DECODES = 8  # between two requests
 IDLE_S, WOKEN_TOKENS, WAKES = 0.015, 90, 5
@@ -61,9 +63,15 @@ class Ladder:
 
     def climb(self) -> Climb:
         """Less than a second on a model of ten million weights; a step takes what it takes."""
+        # all of them end with the same step; made before, as what makes a prompt is not the engine's
+        requests = [
+            self._request(size - number, new_tokens=(SEQUENCES - number) * (1 + DECODES))
+            for number, size in enumerate(islice(cycle(SIZES), SEQUENCES))
+        ]
+        prompts = [self._request(WOKEN_TOKENS, new_tokens=1) for _ in range(WAKES)]
         with undisturbed():
-            steps = self._climb()
-            woken_s = tuple(self._wake_s() for _ in range(WAKES))
+            steps = self._climb(requests)
+            woken_s = tuple(self._wake_s(one) for one in prompts)
         return Climb(
             steps=tuple(
                 (shape, kept_s, step.device_s)
@@ -74,61 +82,60 @@ class Ladder:
             woken_s=woken_s,
         )
 
-    def _climb(self) -> list[StepRecord]:
+    def _climb(self, requests: Sequence[Request]) -> list[StepRecord]:
         served = self._served
         served.steps.clear()
-        for number, size in enumerate(islice(cycle(SIZES), SEQUENCES)):
-            # all of them end with the same step
-            self._submit(size, new_tokens=(SEQUENCES - number) * (1 + DECODES), arrival_s=served.clock.now_s())
+        for request in requests:
+            served.stepper.submit(replace(request, arrival_s=served.clock.now_s()))
             for _ in range(1 + DECODES):
                 served.stepper.step()
         return list(served.steps)
 
-    def _wake_s(self) -> float:
+    def _wake_s(self, request: Request) -> float:
         served = self._served
         due_s = served.clock.now_s() + IDLE_S
         sleep_s(IDLE_S)
-        self._submit(WOKEN_TOKENS, new_tokens=1, arrival_s=due_s)
+        served.stepper.submit(replace(request, arrival_s=due_s))
         served.stepper.step()
         served.stepper.step()  # there is nothing left to do
         return served.steps[-1].end_s - due_s
 
-    def _submit(self, n_tokens: int, *, new_tokens: int, arrival_s: float) -> None:
+    def _request(self, n_tokens: int, *, new_tokens: int) -> Request:
         self._n_requests += 1
-        self._served.stepper.submit(
-            Request(
-                request_id=f"{self._n_requests}",
-                prompt_token_ids=tuple(self._random.choices(range(self._vocab_size), k=n_tokens)),
-                sampling=SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True),
-                arrival_s=arrival_s,
-            )
+        return Request(
+            request_id=f"{self._n_requests}",
+            prompt_token_ids=tuple(self._random.choices(range(self._vocab_size), k=n_tokens)),
+            sampling=SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True),
+            arrival_s=0.0,
         )
 
 
 def host_of(climbs: Sequence[Climb]) -> Host:
-    """What the scheduler, the executor and the sampler add to steps: the median of each kind of step.
-
-    What is left of a whole climb is what its prompts cost, requests that come and go included.
+    """What the scheduler, the executor and the sampler add to steps: the median of each kind of step. A request that comes
+    takes its time behind the step before, and counts as its prompt's.
     """
-    rest_s: dict[tuple[int, int], list[float]] = {}  # by decoding sequences and prompt tokens
-    for climb in climbs:
-        for shape, kept_s, kernels_s in climb.steps[:-1]:  # with the last all requests end
-            rest_s.setdefault((shape.decode_tokens, shape.prefill_tokens), []).append(kept_s - kernels_s)
-    kinds = {kind: statistics.median(each) for kind, each in rest_s.items()}
-    decode = [(n, rest) for (n, prompt), rest in kinds.items() if not prompt]
-    sequence_s, step_s = (max(0.0, value) for value in _line(decode))
-    prompts = [(prompt, rest - n * sequence_s) for (n, prompt), rest in kinds.items() if prompt]
-    prompt_token_s = max(0.0, _line(prompts)[0])
-    known = Host(step_s=step_s, sequence_s=sequence_s, prompt_token_s=prompt_token_s)
-    left = [
-        sum(kept_s - kernels_s - known.time_s(shape) for shape, kept_s, kernels_s in climb.steps) for climb in climbs
+    steps = [
+        (shape, kept_s - kernels_s, after is not None and after[0].prefill_tokens > 0)
+        for climb in climbs
+        for (shape, kept_s, kernels_s), after in zip(climb.steps, [*climb.steps[1:], None], strict=True)
     ]
-    return Host(
-        step_s=step_s,
-        sequence_s=sequence_s,
-        prompt_s=max(0.0, statistics.median(left) / SEQUENCES),
-        prompt_token_s=prompt_token_s,
+    decode = _medians((shape.decode_tokens, rest_s) for shape, rest_s, _ in steps if not shape.prefill_tokens)
+    sequence_s, step_s = (max(0.0, value) for value in _line(decode))
+    known = Host(step_s=step_s, sequence_s=sequence_s)
+    reading = _medians(
+        (shape.prefill_tokens, rest_s - known.time_s(shape)) for shape, rest_s, _ in steps if shape.prefill_tokens
     )
+    prompt_token_s, prompt_s = (max(0.0, value) for value in _line(reading))
+    coming = [rest_s - known.time_s(shape) for shape, rest_s, is_joined in steps if is_joined]
+    return replace(known, prompt_token_s=prompt_token_s, prompt_s=prompt_s + max(0.0, statistics.median(coming)))
+
+
+def _medians(pairs: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The median of what belongs to each number."""
+    seen: dict[int, list[float]] = {}
+    for number, value in pairs:
+        seen.setdefault(number, []).append(value)
+    return [(number, statistics.median(each)) for number, each in sorted(seen.items())]
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -144,27 +151,24 @@ class Level:
     def __init__(self, predictor: CalibratedModel, climbs: Sequence[Climb]) -> None:
         self._predictor = predictor
         self.host = host_of(climbs)
-        seen: dict[tuple[bool, int], list[float]] = {}  # by phase, and sequences that decode or tokens of the prompt
-        for climb in climbs:
-            for shape, _, kernels_s in climb.steps:
-                kind = (shape.prefill_tokens > 0, shape.prefill_tokens or shape.decode_tokens)
-                seen.setdefault(kind, []).append(kernels_s / self._kernels_s(shape))
-        self._sizes = {
-            is_prompt: np.log([size for one, size in sorted(seen) if one is is_prompt]) for is_prompt in (False, True)
-        }
-        self._times = {
-            is_prompt: np.array([statistics.median(seen[kind]) for kind in sorted(seen) if kind[0] is is_prompt])
-            for is_prompt in (False, True)
-        }
+        kernels = [
+            (shape, kernels_s / self._kernels_s(shape)) for climb in climbs for shape, _, kernels_s in climb.steps
+        ]
+        # of steps with prompts and of those without: the log of rows, and times the profile's price
+        self._times: dict[bool, tuple[np.ndarray, np.ndarray]] = {}
+        for has_prompt in (False, True):
+            found = _medians(
+                (shape.n_tokens, times) for shape, times in kernels if (shape.prefill_tokens > 0) is has_prompt
+            )
+            rows, times = zip(*found, strict=True)
+            self._times[has_prompt] = np.log(rows), np.array(times)
         usual_s = self.predict_s(StepShape.prefill(batch=1, new_tokens=WOKEN_TOKENS))
         woken_s = statistics.median(woken_s for climb in climbs for woken_s in climb.woken_s)
         self.host = replace(self.host, wake_s=max(0.0, woken_s - usual_s))
 
     def predict_s(self, shape: StepShape) -> float:
         """Seconds of a step."""
-        is_prompt = shape.prefill_tokens > 0
-        size = np.log(shape.prefill_tokens or shape.decode_tokens)
-        times = float(np.interp(size, self._sizes[is_prompt], self._times[is_prompt]))
+        times = float(np.interp(np.log(shape.n_tokens), *self._times[shape.prefill_tokens > 0]))
         return times * self._kernels_s(shape) + self.host.time_s(shape)
 
     def _kernels_s(self, shape: StepShape) -> float:

@@ -37,7 +37,6 @@ from diptych.lab.rounds import DISTURBED, Others
 from diptych.lab.served import Served, drive, undisturbed
 from diptych.metrics import EventBook, Sample, percentile
 from diptych.sim.engine import SimulatedEngine
-from diptych.sim.executor import PredictedExecutor
 from diptych.sim.recorded import rerun
 from diptych.workload import LengthRange, WorkloadSpec, requests_of
 
@@ -46,7 +45,7 @@ USUAL_PROMPT, USUAL_OUTPUT = LengthRange(low=32, high=320), LengthRange(low=16, 
 MEDIAN_LIMIT, P99_LIMIT = 0.05, 0.15
 MEASURES = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")
 LEAST_QUIET = 3  # rounds with which a verdict is given
-CLIMBS = 3  # of the ladder before each run
+CLIMBS = 2  # of the ladder before each run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,17 +126,29 @@ def run_on_engine(
 
 
 def simulate(
-    situation: Situation, requests: Sequence[Request], predict_s: Predict, *, level: Level | None = None
+    situation: Situation,
+    requests: Sequence[Request],
+    predict_s: Predict,
+    *,
+    time_s: Predict | None = None,
+    wake_s: float,
 ) -> EventBook:
-    """Serve it on a virtual clock. level: how long steps take, where that is not what the scheduler is told."""
+    """Serve it on a virtual clock. time_s: how long steps take, where that is not what the scheduler is told; wake_s: and the
+    first behind a time without work longer.
+    """
     ended: list[str] = []
 
     def note(events: list[Event]) -> None:
         ended.extend(event.request_id for event in events if isinstance(event, FinishEvent))
 
-    engine = SimulatedEngine(situation.config(), situation.blocks, predict_s=predict_s, on_events=note)
-    if level is not None:
-        engine.stepper.executor = PredictedExecutor(level.predict_s, engine.clock, wake_s=level.host.wake_s)
+    engine = SimulatedEngine(
+        situation.config(),
+        situation.blocks,
+        predict_s=predict_s,
+        time_s=time_s,
+        wake_s=wake_s,
+        on_events=note,
+    )
     drive(engine.stepper, engine.clock, requests, ended, users=situation.users, wait=engine.clock.advance)
     return engine.book
 
@@ -291,7 +302,7 @@ def compare(
     told: Callable[[str], object] = lambda run: None,
 ) -> Iterator[Compared]:
     """Every situation after its last round. predictor: of this machine; the stall budget asks it too. told: of each run."""
-    predict_s, vocab_size = predictor.predict_s, model.spec.vocab_size
+    predict_s, host, vocab_size = predictor.predict_s, predictor.calibration.host, model.spec.vocab_size
     ladder, others = Ladder(model, predictor), Others()
     ladder.climb()
     rate = capacity_per_s(model, predict_s, n_requests=n_requests)
@@ -299,17 +310,19 @@ def compare(
 
     def run_round(one: Compared, seed: int) -> Round:
         requests = one.situation.requests(n_requests, capacity_per_s=rate, vocab_size=vocab_size, seed=seed)
-        level = Level(predictor, [ladder.climb() for _ in range(CLIMBS)])
         others.share()
+        level = Level(predictor, [ladder.climb() for _ in range(CLIMBS)])
         run = run_on_engine(model, one.situation, requests, predict_s)
         share = others.share()
         return Round(
             seed=seed,
             measured=numbers(run.book),
-            simulated=numbers(simulate(one.situation, requests, predict_s, level=level)),
-            by_profile=numbers(simulate(one.situation, requests, predict_s)),
+            simulated=numbers(
+                simulate(one.situation, requests, predict_s, time_s=level.predict_s, wake_s=level.host.wake_s)
+            ),
+            by_profile=numbers(simulate(one.situation, requests, predict_s, wake_s=host.wake_s)),
             parts=parts_of(run.steps, level.predict_s, level.host.time_s),
-            profile_parts=parts_of(run.steps, predict_s, predictor.calibration.host.time_s),
+            profile_parts=parts_of(run.steps, predict_s, host.time_s),
             others=share,
         )
 

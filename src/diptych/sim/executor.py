@@ -39,15 +39,15 @@ class PredictedExecutor:
         self._predict_s = predict_s
         self._clock = clock
         self._wake_s = wake_s
-        self._end_s = -inf  # of the last step
+        self._worked_until_s = -inf
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Let the plan's predicted time pass."""
         step_s = self._predict_s(plan.shape)
-        if self._wake_s and not plan.shape.decode_tokens and self._clock.now_s() - self._end_s > IDLE_S:
+        if self._wake_s and not plan.shape.decode_tokens and self._clock.now_s() - self._worked_until_s > IDLE_S:
             step_s += self._wake_s
         self._clock.advance(step_s)
-        self._end_s = self._clock.now_s()
+        self._worked_until_s = self._clock.now_s()
         drawn = (DRAWN_TOKEN,)
         is_drafted = plan.shape.n_tokens > plan.shape.n_sequences  # or holds a prompt; else nobody looks
         results = tuple(
