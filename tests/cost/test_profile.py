@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -14,11 +16,11 @@ from diptych.cost.components import cost_of
 from diptych.cost.planner import Question, make_plan
 from diptych.cost.profile import load_profile, profile_path, read_profile
 from diptych.cost.setup import own_quant, setup_of
-from diptych.cost.tables import model_spec, quant_spec
+from diptych.cost.tables import kv_spec, model_spec, quant_spec
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
-from diptych.ground.shape import StepShape
-from diptych.ground.specs import Flag, KVSpec
+from diptych.ground.shape import ChunkShape, StepShape
+from diptych.ground.specs import Flag, KVSpec, Stored
 from diptych.ground.step import Chunk, StepPlan
 
 PROFILE = {
@@ -211,3 +213,85 @@ def test_local_hardware_reads_the_stored_profile(tmp_path, monkeypatch):
     profile_path().write_text("[]")
     with pytest.raises(ConfigError, match="not a JSON object"):
         load_profile()
+
+
+CACHE = {"bytes": 3e8, "bytes_per_s": 2e11, "eb": {"bf16": 0.5, "int8": 0.4, "int4": 0.3}, "kv_eb": 0.4}
+
+
+def test_keys_and_values_beside_cached_weights_are_read_from_the_cache():
+    """Attention over a short context came out at the memory's rate where weights were the cache's: decode of the bundled model
+    was predicted 10 to 17 % too long from a few hundred tokens on. What does not fit in beside the weights stays memory's.
+    """
+    model, quant = model_spec("smollm2-135m"), quant_spec("bf16")
+    sharp = PROFILE | {"p": 60.0, "attention": PROFILE["attention"] | {"decode_ef": 1e3}}  # reading alone
+    measured, unknown = (
+        CalibratedModel.from_profile(sharp | {"cache": {k: v for k, v in CACHE.items() if k in keys}}, model, quant)
+        for keys in (CACHE.keys(), CACHE.keys() - {"kv_eb"})
+    )
+    kv_bytes = cost_of(model, StepShape.decode(batch=1, context_tokens=1000), quant=quant, kv=KVSpec()).kv_bytes
+    few, many = (StepShape.decode(batch=batch, context_tokens=1000) for batch in (1, 16))
+    gained_s = unknown.predict_s(few) - measured.predict_s(few)
+    assert gained_s == pytest.approx(kv_bytes / (5e10 * 0.7) - kv_bytes / (2e11 * 0.4), rel=0.01)
+    assert 16 * kv_bytes + 134_515_008 * 2 > CACHE["bytes"]
+    assert measured.predict_s(many) == unknown.predict_s(many)
+    for shape in (few, many, StepShape.prefill(batch=1, new_tokens=300)):
+        assert measured.predict(shape).total_s == pytest.approx(measured.predict_s(shape))
+    border = StepShape.decode(batch=1, context_tokens=int((3e8 - 134_515_008 * 2) / (kv_bytes / 1001)) - 3)
+    run = measured.predict_run_s(border, 6)
+    assert run == [pytest.approx(measured.predict_s(border.later(step))) for step in range(6)]
+    assert max(after - before for before, after in pairwise(run)) > 1e-4  # somewhere it falls out of the cache
+
+
+def test_narrow_keys_and_values_have_attention_of_their_own():
+    """A profile had one share of the peak inside attention, that of bf16: int8 KV was predicted twice as fast in decode, by its
+    bytes alone, where unpacking them takes what reading half as much saves.
+    """
+    model, quant = model_spec("smollm2-135m"), quant_spec("bf16")
+    attention = PROFILE["attention"] | {"kv_eb": 1e3, "int8": {"prefill_ef": 0.2, "decode_ef": 0.1}}
+    step = StepShape.decode(batch=1, context_tokens=4000)
+
+    def attention_s(kv: str) -> float:
+        profile = PROFILE | {"attention": attention}
+        return CalibratedModel.from_profile(profile, model, quant, kv=kv_spec(kv)).predict(step).parts_s["attention"]
+
+    assert attention_s("int8") == pytest.approx(3 * attention_s("bf16"), rel=1e-3)
+    assert attention_s("fp8") == pytest.approx(attention_s("bf16"), rel=1e-3)
+    with pytest.raises(ConfigError, match="decode_ef"):
+        read_profile(PROFILE | {"attention": attention | {"int8": {"prefill_ef": 0.2}}})
+
+
+def test_layers_of_two_formats_are_each_priced_as_what_they_are():
+    """A checkpoint with attention in bf16 and the rest in int8 was priced as int8 with more bytes: its prompts came out as fast
+    as if all were multiplied in int8.
+    """
+    model = model_spec("smollm2-135m")
+    int8 = replace(quant_spec("w8a8"), head_weight_bytes=1.0)
+    mixed = replace(int8, weight_bytes=1.25, mix=(Stored(0.75, 1.0, "int8"), Stored(0.25, 2.0, "bf16")))
+    prompt, token = StepShape.prefill(batch=1, new_tokens=2048), StepShape.decode(batch=1, context_tokens=2)
+    predictors = [CalibratedModel.from_profile(PROFILE | {"p": 60.0}, model, quant) for quant in (int8, mixed)]
+    one, two = (predictor.predict(prompt).compute_s for predictor in predictors)
+    flops = sum(
+        part.flops
+        for part in cost_of(model, prompt, quant=int8, kv=KVSpec()).components
+        if part.name not in ("scores", "values", "head")
+    )
+    assert two - one == pytest.approx(0.25 * flops * (1 / (1e12 * 0.85) - 1 / (2e12 * 0.7)), rel=1e-3)
+    n_bytes = [cost_of(model, token, quant=quant, kv=KVSpec()).component("mlp").weight_bytes for quant in (int8, mixed)]
+    assert n_bytes[1] == pytest.approx(1.25 * n_bytes[0])
+    one, two = (predictor.predict(token).memory_s for predictor in predictors)
+    body = sum(part.weight_bytes for part in cost_of(model, token, quant=int8, kv=KVSpec()).components) - 49152 * 576
+    assert two - one == pytest.approx(0.25 * body * (2 / (5e10 * 0.9) - 1 / (5e10 * 0.8)), rel=0.02)
+
+
+def test_prompts_read_both_ways_have_twice_the_pairs():
+    """They were priced as causal ones: an embedding of 2,000 tokens meets all keys with each of them."""
+    both = StepShape([ChunkShape(Phase.PREFILL, 2000, 0, False, 1, None, True)])
+    causal = StepShape.prefill(batch=1, new_tokens=2000, samples=False)
+    assert both.prefill_pairs == 2000 * 2000
+    assert causal.prefill_pairs == 2000 * 2001 // 2
+    assert both.shapes[0].pairs(None) == both.prefill_pairs
+    assert both.shapes[0].pairs(100) == sum(min(i + 1, 100) + min(2000 - i, 100) - 1 for i in range(2000))
+    predictor = CalibratedModel.from_profile(PROFILE, model_spec("smollm2-135m"), quant_spec("bf16"))
+    attention = [predictor.predict(shape).parts_s["attention"] for shape in (both, causal)]
+    assert attention[0] > 1.9 * attention[1]
+    assert predictor.predict_s(both) == pytest.approx(predictor.predict(both).total_s)

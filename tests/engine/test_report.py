@@ -118,6 +118,42 @@ def test_a_backend_that_is_faster_for_a_phase_is_named(
     assert "prefill: the best" not in report.table()
 
 
+def test_a_profile_of_another_number_of_threads_says_so(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A profile of two threads priced the steps of one: half of what they took, and the stall budget believed it."""
+    profile, own = tmp_path / "hardware.json", loaded.model.threads
+    monkeypatch.setattr(load_room, "profile_path", lambda: profile)
+    monkeypatch.setattr(load_room, "load_profile", lambda: json.loads(profile.read_text()))
+    profile.write_text(json.dumps({"threads": own + 1}))
+    words = f"measured with {own + 1} threads, not with {own} thread"
+    assert words in (load_room.profile_gap(loaded.model) or "")
+    assert load_room.local_predictor(loaded.model) is None
+    for fits in ({"threads": own}, {}):  # one from before there was such an entry
+        profile.write_text(json.dumps(fits))
+        assert load_room.profile_gap(loaded.model) is None
+
+
+def test_layers_and_experts_of_several_formats_are_seen_as_they_are(loaded: LoadedModel) -> None:
+    """Bytes were averaged over all, experts too: those of a mixture in mxfp4 beside attention in bf16 cost too much each, the
+    attention too little.
+    """
+    kept = "group4-g32-bf16-e2m1"
+    model = SimpleNamespace(
+        spec=loaded.model.spec, weights_format=kept, head_format="bf16", kv_format="bf16",
+        formats={kept: 900, "bf16": 60, "int8": 40}, expert_formats={kept: 900},
+    )  # fmt: skip
+    quant = CostView(model).quant  # type: ignore[arg-type]
+    assert quant.expert_bytes == pytest.approx(4.5 / 8)
+    assert quant.weight_bytes == pytest.approx(1.6)
+    assert quant.mix == ((0.6, 2.0, "bf16"), (0.4, 1.0, "int8"))
+    assert (quant.expert_mix, quant.head_compute) == ((), "bf16")
+    model.formats = {kept: 900, "bf16": 100}  # one format, and not that in which most weights are multiplied
+    assert CostView(model).quant.mix == ((1.0, 2.0, "bf16"),)  # type: ignore[arg-type]
+    model.formats, model.expert_formats = {kept: 10}, {}
+    assert CostView(model).quant.mix == ()  # type: ignore[arg-type]
+
+
 def test_speculation_is_told_as_tokens_per_step_and_what_it_gained(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

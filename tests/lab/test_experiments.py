@@ -311,7 +311,10 @@ def test_calibration_writes_a_profile_the_planner_reads(tmp_path: Path, monkeypa
     """Measured, fitted, stored: and every constant the planner wants is there and possible."""
     small = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1,
              "num_hidden_layers": 2, "vocab_size": 512}  # fmt: skip
-    monkeypatch.setattr(calibration, "PROBE_MODEL", calibration.PROBE_MODEL | small)
+    for name in ("PROBE_MODEL", "SMALL_MODEL"):
+        monkeypatch.setattr(calibration, name, getattr(calibration, name) | small)
+    monkeypatch.setattr(calibration, "ATTENTION_STEPS", calibration.ATTENTION_STEPS[2:4])
+    monkeypatch.setattr(calibration, "CLIMBS", 1)
     path = tmp_path / "hardware.json"
     calibration.calibrate(
         ComputeConfig(threads=1),
@@ -325,7 +328,11 @@ def test_calibration_writes_a_profile_the_planner_reads(tmp_path: Path, monkeypa
     assert fitted.is_local
     assert fitted.decode_residual.rows >= 7
     assert fitted.prefill_residual.rows >= 8
-    elsewhere = load_profile(path)["elsewhere"]
+    assert fitted.decode.attention_ef_of.keys() == {"int8", "fp8"}
+    assert fitted.host.step_s > 0.0
+    profile = load_profile(path)
+    assert (profile["threads"], profile["host"].keys() >= {"wake_s"}) == (1, True)
+    elsewhere = profile["elsewhere"]
     assert (elsewhere["backend"], elsewhere["weights"]) == ("torch", "bf16")
     assert min(elsewhere["prefill"], elsewhere["decode"]) > 0.0
 

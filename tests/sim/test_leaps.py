@@ -50,6 +50,7 @@ def stream(rate_per_s: float = 20.0) -> Load:
     ("service", "load"),
     [
         (Service.of(H100), users),
+        (Service.of(H100), lambda: users(replace(USERS, n_users=1, think_s=0.0))),
         (Service.of(H100, n_engines=3), users),
         (Service.of(H100, n_engines=2, kv_tokens=4000), users),
         (Service.of(H100), lambda: users(replace(USERS, is_midway=True))),
@@ -58,14 +59,14 @@ def stream(rate_per_s: float = 20.0) -> Load:
         (Service.of(H100, max_running_sequences=16, stall_budget_s=0.02), lambda: stream(90.0)),
         (Service.of(GEMMA, max_running_sequences=8), stream),
     ],
-    ids=["users", "three", "tight", "midway", "tight stream", "no cache", "full", "windows"],
+    ids=["users", "one who asks on", "three", "tight", "midway", "tight stream", "no cache", "full", "windows"],
 )
 def test_leaps_change_nothing(service: Service, load: object) -> None:
-    """Every latency to the last bit; sums over several engines are added in another order."""
-    seen = []
+    """Every latency to the last bit, idle engines woken too; sums over several engines are added in another order."""
+    seen, groups = [], [replace(one, wake_s=3e-3) for one in service.groups()]
     for leaps in (False, True):
         tally = Tally(Limits())
-        cluster = Cluster(service.groups(), tally=tally, router=service.router, leaps=leaps)
+        cluster = Cluster(groups, tally=tally, router=service.router, leaps=leaps)
         cluster.run(load())  # type: ignore[operator]
         for member in cluster.members:
             member.engine.core.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,7 @@ from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
-from diptych.lab.calibrate import BUDGET_S
+from diptych.lab.calibrate import USUAL_EFFORT
 from diptych.lab.calibrate import calibrate as run_calibration
 from diptych.lab.experiment import Experiment, Outcome, Stage, Verdict
 from diptych.lab.experiments import EXPERIMENTS, QUICK
@@ -121,7 +122,9 @@ def lab(
 def calibrate(
     backend: options.Backend = "auto",
     threads: options.Threads = None,
-    repeat: Annotated[int, typer.Option(min=1, help="rounds at least: each times every step once")] = 5,
+    repeat: Annotated[
+        int, typer.Option(min=1, help="rounds at least: each times every step once")
+    ] = USUAL_EFFORT.rounds,
     out: Annotated[
         Path | None, typer.Option(help="write the profile here instead of where the planner reads it")
     ] = None,
@@ -134,7 +137,7 @@ def calibrate(
         profile = run_calibration(
             compute,
             progress=status.update,
-            effort=Effort(rounds=repeat, budget_s=BUDGET_S),
+            effort=replace(USUAL_EFFORT, rounds=repeat),
             path=out,
             takes_busy=busy,
         )
@@ -267,28 +270,33 @@ def _print_compared(found: list[Compared]) -> None:
         table.add_column(name, justify="left" if name == "load" else "right", no_wrap=True)
     for one in found:
         decisions = "differ" if one.differences else "same"
-        for is_paced, name in ((False, one.situation.name), (True, "  paced")):
-            errors = [f"{one.error(measure, is_paced=is_paced):+.1%}" for measure in MEASURES]
-            verdict = one.verdict(is_paced=is_paced)
-            table.add_row(name, "" if is_paced else decisions, *errors, f"[{COLOUR[verdict]}]{verdict.value}[/]")
+        for by_profile, name in ((False, one.situation.name), (True, "  by the profile alone")):
+            errors = [f"{one.error(measure, by_profile=by_profile):+.1%}" for measure in MEASURES]
+            verdict = one.verdict(by_profile=by_profile)
+            table.add_row(name, "" if by_profile else decisions, *errors, f"[{COLOUR[verdict]}]{verdict.value}[/]")
         apart = ["-" if share is None else f"{share:.1%}" for share in map(one.apart, MEASURES)]
         aside = f"{one.set_aside} again" if one.set_aside else ""
         table.add_row("  two runs apart by", "", *apart, aside, style="dim")
     console.print(table)
-    print("errors are simulated / measured - 1; paced: at the pace of the run before")
-    print("steps: the median of single ones; then means over all, measured, and predicted / measured - 1")
+    print(
+        "errors are simulated / measured - 1, with step times of a ladder right before each run; then by the profile alone"
+    )
+    print("steps, means over all: measured, and predicted / measured - 1 (by the profile alone)")
     for one in found:
         for phase, words in ((Phase.DECODE, "decode"), (Phase.PREFILL, "prompts")):
-            parts, single = one.parts.phases[phase], one.step_error(phase)
+            parts, alone = (one.parts(by_profile=by_profile).phases[phase] for by_profile in (False, True))
             if parts.steps:
-                told = "-" if single is None else f"{single:+.1%}"
                 times = ", ".join(
-                    f"{name} {1e3 * part.measured_s / parts.steps:.2f} ms {part.error:+.1%}"
-                    for name, part in (("kernels", parts.kernels), ("host", parts.host))
+                    f"{name} {1e3 * part.measured_s / parts.steps:.2f} ms {part.error:+.1%} ({profile.error:+.1%})"
+                    for name, part, profile in (
+                        ("kernels", parts.kernels, alone.kernels),
+                        ("host", parts.host, alone.host),
+                        ("both", parts.total, alone.total),
+                    )
                 )
-                print(f"  {one.situation.name}: {words}, {parts.steps} steps {told}, {times}")
-    counts = [sum(one.verdict(is_paced=is_paced) is Verdict.HOLDS for one in found) for is_paced in (False, True)]
+                print(f"  {one.situation.name}: {words}, {parts.steps} steps, {times}")
+    counts = [sum(one.verdict(by_profile=by_profile) is Verdict.HOLDS for one in found) for by_profile in (False, True)]
     print(
-        f"{counts[0]} of {len(found)} hold, {counts[1]} of them paced: "
+        f"{counts[0]} of {len(found)} hold, {counts[1]} by the profile alone: "
         f"the same decisions, within {MEDIAN_LIMIT:.0%} at p50 and {P99_LIMIT:.0%} at p99"
     )

@@ -148,6 +148,7 @@ class Model(ABC):
     backend_name: str
     weights_format: str  # fp32 | bf16 | int8 | int4 | a kept format's name: of most weights of the layers
     formats: Mapping[str, int]  # weights of the layers by format
+    expert_formats: Mapping[str, int]  # those of experts among them
     head_format: str  # of the output projection
     kv_format: str
     revision: str

@@ -341,7 +341,8 @@ class Scheduler:
             return limit
 
         def is_within(n_tokens: int) -> bool:
-            chunk = ChunkShape(Phase.PREFILL, n_tokens, start, seq.samples_at(start + n_tokens), 1, seq.adapter)
+            samples = seq.samples_at(start + n_tokens)
+            chunk = ChunkShape(Phase.PREFILL, n_tokens, start, samples, 1, seq.adapter, seq.is_whole)
             return predict_s(draft.shape.plus(chunk)) <= limit_s
 
         if seq.is_whole:  # the budget cannot be kept by cutting it, only by letting it go alone
@@ -372,7 +373,8 @@ class Scheduler:
             drafter=0 if wanted is None else wanted[0],
         )
         draft.chunks.append(chunk)
-        draft.shape = draft.shape.plus(ChunkShape(Phase.PREFILL, n_tokens, start, chunk.samples, 1, seq.adapter))
+        shape = ChunkShape(Phase.PREFILL, n_tokens, start, chunk.samples, 1, seq.adapter, seq.is_whole)
+        draft.shape = draft.shape.plus(shape)
         draft.left_tokens -= n_tokens
         seq.table_sent = len(seq.block_ids)
         seq.is_in_flight = True

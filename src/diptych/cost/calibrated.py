@@ -17,7 +17,7 @@ True
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -32,7 +32,7 @@ from diptych.cost.reach import Gap, gaps_of, interval, load_gaps, load_spread_sq
 from diptych.cost.roofline import compute_dtype, link_rate, longest, peak_flops_per_s, ring_bytes
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
-from diptych.ground.specs import HardwareSpec, KVSpec, QuantSpec, StepCost
+from diptych.ground.specs import HardwareSpec, KVSpec, QuantSpec, StepCost, Stored
 from diptych.models.spec import ModelSpec, MoeSpec
 
 
@@ -97,6 +97,9 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int, *, is_our
     )
 
 
+_Windows = tuple[tuple[int | None, float, float, float], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class _Terms:
     """One phase's constants, divided out for one model: seconds per unit of work."""
@@ -113,7 +116,9 @@ class _Terms:
     expert_row_s: float
     head_weights_s: float
     head_row_s: float
-    windows: tuple[tuple[int | None, float, float, float], ...]  # window, s per kv token, s per pair (prefill, decode)
+    # window, s per kv token, s per pair (prefill, decode); the same of keys and values that lie in the cache
+    windows: _Windows
+    near_windows: _Windows
     cached_row_s: float  # MLA: expanding one cached latent
     link_base_s: float
     link_row_s: float
@@ -152,8 +157,12 @@ class CalibratedModel:
         is_one = calibration.decode is calibration.prefill  # as in a fit, which builds thousands of these
         self._decode = self._prefill if is_one else self._terms(calibration.decode)
         # attention of one token that a plain decode step reads and meets once: a step takes a multiple of it. None: windows
-        whole = [(kv_s, pair_s) for window, kv_s, _, pair_s in self._decode.windows if window is None]
-        self._token_s = pnorm(*whole[0], self._decode.p) if len(whole) == len(self._decode.windows) == 1 else None
+        is_whole = [window for window, *_ in self._decode.windows] == [None]
+        self._token_s, self._near_token_s = (
+            pnorm(windows[0][1], windows[0][3], self._decode.p) if is_whole else None
+            for windows in (self._decode.windows, self._decode.near_windows)
+        )
+        self._near_tokens = self._tokens_beside_weights()
         self._attended = {window: _Attended(window) for window, *_ in self._decode.windows if window is not None}
         self._reach = tuple(
             self._gaps(coverage) for coverage in (calibration.prefill_coverage, calibration.decode_coverage)
@@ -191,9 +200,24 @@ class CalibratedModel:
         cache = self.calibration.cache
         if cache is None:
             return False
-        units = self._units
-        n_experts = 0 if self.model.moe is None else self.model.moe.n_experts
-        return units.dense_bytes + n_experts * units.expert_bytes + units.head_bytes <= cache.bytes
+        return self._weight_bytes <= cache.bytes
+
+    @property
+    def _weight_bytes(self) -> float:
+        units, n_experts = self._units, 0 if self.model.moe is None else self.model.moe.n_experts
+        return units.dense_bytes + n_experts * units.expert_bytes + units.head_bytes
+
+    def _tokens_beside_weights(self) -> float:
+        """Tokens whose keys and values lie in the cache with all the weights; below 0 where not even those do."""
+        cache = self.calibration.cache
+        if cache is None or not self.weights_are_cached:
+            return -1.0
+        return (cache.bytes - self._weight_bytes) / sum(kv_bytes for _, kv_bytes, *_ in self._units.windows)
+
+    def _windows(self, terms: _Terms, shape: StepShape) -> _Windows:
+        """Attention's prices: the cache's where what the step reads of keys and values fits in beside the weights."""
+        is_near = shape.decode_context_tokens + shape.prefill_context_tokens <= self._near_tokens
+        return terms.near_windows if is_near else terms.windows
 
     @classmethod
     def from_profile(
@@ -206,19 +230,36 @@ class CalibratedModel:
     def _terms(self, c: Constants) -> _Terms:
         units, hardware, quant = self._units, self.hardware, self.quant
         bandwidth = hardware.memory_bytes_per_s
-        rate = peak_flops_per_s(hardware, quant.compute) * c.compute_fraction(compute_dtype(hardware, quant.compute))
+        flop_s = self._flop_s(quant.mix, c.compute_fraction)
+        head_flop_s = self._flop_s(
+            (Stored(1.0, quant.head_bytes, quant.head_compute or quant.compute),), c.compute_fraction
+        )
         is_unpacked = compute_dtype(hardware, quant.compute) != quant.compute  # e.g. fp8 weights on an A100
         multiplied_in = compute_dtype(hardware, quant.compute)
-        expert_rate = peak_flops_per_s(hardware, quant.compute) * c.expert_fraction(multiplied_in)
-        attention_rate = peak_flops_per_s(hardware, quant.attention_compute) * c.attention_ef
+        attention_rate = peak_flops_per_s(hardware, quant.attention_compute) * c.attention_fraction(self.kv.name)
         adapter_share = c.adapter_fraction(multiplied_in)
         adapter_width = adapter_bytes(quant, is_ours=self.calibration.is_local)
-        kv_rate = bandwidth * c.kv_eb
+        cache = self.calibration.cache
+        near_rate = bandwidth * c.kv_eb if cache is None or cache.kv_eb is None else cache.bytes_per_s * cache.kv_eb
         link = link_rate(hardware, self.tp * self.layout.dp) * c.link_fraction
         layout, parts = self.layout, self.layout.parts
         exchange_row_s, exchanges = self._exchange(link)
 
-        def weights_s(n_bytes: float, weights: str) -> float:
+        def windows_at(kv_rate: float) -> _Windows:
+            return tuple(
+                (
+                    window,
+                    kv_bytes / kv_rate / parts,
+                    pair_flops / attention_rate / parts,
+                    absorbed / attention_rate / parts,
+                )
+                for window, kv_bytes, pair_flops, absorbed in units.windows
+            )
+
+        def weights_s(n_bytes: float, weights: str, mix: tuple[Stored, ...] = ()) -> float:
+            if mix:
+                each = [(one.share * one.bytes, weight_class(one.bytes, quant.name)) for one in mix]
+                return sum(n_bytes * part / sum(part for part, _ in each) * weights_s(1.0, name) for part, name in each)
             if self.weights_are_cached and self.calibration.cache is not None:
                 return n_bytes / self.calibration.cache.weights_rate(_read_as(weights, is_unpacked=is_unpacked))
             return n_bytes / (bandwidth * c.weight_fraction(_read_as(weights, is_unpacked=is_unpacked)))
@@ -229,25 +270,18 @@ class CalibratedModel:
             prompt_s=c.prompt_s / parts,
             prompt_token_s=c.prompt_token_s / parts,
             p=c.p,
-            dense_weights_s=weights_s(units.dense_bytes, units.dense_class),
-            expert_s=weights_s(units.expert_bytes, units.expert_class) / layout.dp,
-            row_s=units.row_flops / rate / parts,
+            dense_weights_s=weights_s(units.dense_bytes, units.dense_class, quant.mix),
+            expert_s=weights_s(units.expert_bytes, units.expert_class, quant.expert_mix) / layout.dp,
+            row_s=units.row_flops * flop_s / parts,
             row_activation_s=(
                 units.row_activation_bytes / c.activation_bytes_per_s / parts if c.activation_bytes_per_s else 0.0
             ),
-            expert_row_s=units.expert_row_flops / expert_rate / parts,
+            expert_row_s=units.expert_row_flops * self._flop_s(quant.expert_mix, c.expert_fraction) / parts,
             head_weights_s=weights_s(units.head_bytes, units.head_class),
-            head_row_s=units.head_row_flops / rate / parts,
-            windows=tuple(
-                (
-                    window,
-                    kv_bytes / kv_rate / parts,
-                    pair_flops / attention_rate / parts,
-                    absorbed / attention_rate / parts,
-                )
-                for window, kv_bytes, pair_flops, absorbed in units.windows
-            ),
-            cached_row_s=units.expand_flops / rate / parts,
+            head_row_s=units.head_row_flops * head_flop_s / parts,
+            windows=windows_at(bandwidth * c.kv_eb),
+            near_windows=windows_at(near_rate),
+            cached_row_s=units.expand_flops * flop_s / parts,
             link_base_s=(units.all_reduces + exchanges) * c.allreduce_s + (layout.pp > 1) * layout.pp * HOP_S,
             link_row_s=ring_bytes(units.row_link_bytes, self.tp) / link / parts + exchange_row_s,
             link_logits_row_s=ring_bytes(units.logits_link_bytes, self.tp) / link / parts,
@@ -255,6 +289,14 @@ class CalibratedModel:
             adapter_base_s=self.model.n_layers * c.adapter_layer_s,
             adapter_parameter_s=weights_s(adapter_width, units.dense_class) / self.tp,
             adapter_product_s=2.0 / (peak_flops_per_s(hardware, quant.compute) * adapter_share * self.tp) / parts,
+        )
+
+    def _flop_s(self, mix: tuple[Stored, ...], fraction: Callable[[str], float]) -> float:
+        """Seconds of one operation in products of weights so stored."""
+        hardware, whole = self.hardware, (Stored(1.0, self.quant.weight_bytes, self.quant.compute),)
+        return sum(
+            one.share / (peak_flops_per_s(hardware, one.compute) * fraction(compute_dtype(hardware, one.compute)))
+            for one in mix or whole
         )
 
     def _exchange(self, link: float) -> tuple[float, int]:
@@ -274,7 +316,7 @@ class CalibratedModel:
         linear = self._linear(terms, work)
         prefill_kv_s = prefill_pair_s = decode_kv_s = decode_pair_s = 0.0
         reads, writes = self._crowded(work)
-        for window, kv_s, pair_s, absorbed_pair_s in terms.windows:
+        for window, kv_s, pair_s, absorbed_pair_s in self._windows(terms, work):
             for shape in work.shapes:
                 if shape.is_decode:
                     decode_kv_s += writes * shape.count * shape.kv_read_tokens(window) * kv_s
@@ -365,7 +407,7 @@ class CalibratedModel:
         if known is None and is_decode and rows == logits:
             self._decode_rows_s[rows] = device_s
         prefill_kv_s = prefill_pair_s = decode_kv_s = decode_pair_s = 0.0
-        for window, kv_s, pair_s, absorbed_pair_s in terms.windows:
+        for window, kv_s, pair_s, absorbed_pair_s in self._windows(terms, shape):
             seen = self._attended[window].of(shape) if window is not None else _all_of(shape)
             prefill_kv_s += seen[0] * kv_s
             prefill_pair_s += seen[1] * pair_s
@@ -384,8 +426,10 @@ class CalibratedModel:
 
     def predict_run_s(self, shape: StepShape, n_steps: int) -> list[float]:
         """`predict_s(shape.later(k))` for k below n_steps, of a step that only decodes one token of each sequence."""
-        terms, rows, token_s = self._decode, shape.n_tokens, self._token_s
-        if token_s is None:
+        terms, rows, tokens = self._decode, shape.n_tokens, shape.decode_context_tokens
+        is_near = tokens + (n_steps - 1) * rows <= self._near_tokens
+        token_s = self._near_token_s if is_near else self._token_s
+        if token_s is None or (not is_near and tokens <= self._near_tokens):  # or some of them read from either
             return [self.predict_s(shape.later(step)) for step in range(n_steps)]
         device_s = self._decode_rows_s.get(rows)
         if device_s is None:
@@ -395,7 +439,6 @@ class CalibratedModel:
         if shape.adapters:
             device_s += _adapters_s(terms, shape)
         base_s, sequences_s = terms.base_s, rows * terms.sequence_s
-        tokens = shape.decode_context_tokens
         contexts = range(tokens, tokens + n_steps * rows, rows)
         if launch_p == 1.0:
             return [base_s + (device_s + writes * (context * token_s) + link_s) + sequences_s for context in contexts]

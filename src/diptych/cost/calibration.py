@@ -26,7 +26,8 @@ class Constants:
     """What one software on one device achieves in one phase.
 
     eb: fraction of memory bandwidth by weight format; ef: fraction of peak by compute dtype; both fall back to "other".
-    p: exponent of the p-norm (large: a sharp maximum). kv_eb, attention_ef: the same fractions inside attention.
+    p: exponent of the p-norm (large: a sharp maximum). kv_eb, attention_ef: the same fractions inside attention;
+    attention_ef_of: by KV format, where one was measured apart, since what is stored narrow is unpacked first.
     step_s, layer_s, sequence_s: launch and host time per step, per layer, per sequence; prompt_s, prompt_token_s: host time
     per prompt chunk and per token of it, on top of that (`Host`); moe_layer_s: on top of layer_s
     in layers with experts. allreduce_s: latency of one all-reduce; link_fraction: achieved share of the link.
@@ -55,6 +56,7 @@ class Constants:
     expert_ef: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     adapter_layer_s: float = 0.0
     adapter_ef: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    attention_ef_of: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     activation_bytes_per_s: float | None = None
 
     def weight_fraction(self, weight_format: str) -> float:
@@ -69,6 +71,10 @@ class Constants:
         """Achieved share of the peak in expert GEMMs in this dtype."""
         found = self.expert_ef.get(dtype)
         return EXPERT_SHARE * self.compute_fraction(dtype) if found is None else found
+
+    def attention_fraction(self, kv_format: str) -> float:
+        """Achieved share of the peak inside attention over keys and values of this format."""
+        return self.attention_ef_of.get(kv_format, self.attention_ef)
 
     def adapter_fraction(self, dtype: str) -> float:
         """Achieved share of the peak in low-rank products beside matrices of this dtype."""
@@ -107,11 +113,15 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cache:
-    """The last-level cache: models whose weights fit in `bytes` read them at bytes_per_s, of which eb is achieved."""
+    """The last-level cache: models whose weights fit in `bytes` read them at bytes_per_s, of which eb is achieved.
+
+    kv_eb: the same for keys and values that fit in beside such weights; None: where nobody measured it, they are memory's.
+    """
 
     bytes: float
     bytes_per_s: float
     eb: Mapping[str, float]
+    kv_eb: float | None = None
 
     def weights_rate(self, weight_format: str) -> float:
         """Achieved bytes per second when reading weights of this format."""
@@ -123,13 +133,15 @@ class Host:
     """Time of the scheduler, the executor and the sampler around the kernels of a step.
 
     prompt_s: of each prompt chunk on top of sequence_s, what its request costs when it comes and goes included;
-    prompt_token_s: of each of its tokens, which are looked up in the prefix cache and put there.
+    prompt_token_s: of each of its tokens, which are looked up in the prefix cache and put there. wake_s: what the first step
+    takes longer behind a time without work, kernels included; no price of a shape has it.
     """
 
     step_s: float = 0.0
     sequence_s: float = 0.0
     prompt_s: float = 0.0
     prompt_token_s: float = 0.0
+    wake_s: float = 0.0
 
     def time_s(self, shape: StepShape) -> float:
         """Of one step."""

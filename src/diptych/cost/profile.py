@@ -1,24 +1,26 @@
 """The measured profile of a machine: the JSON that `diptych lab calibrate` writes and the planner and engine read.
 
-    {"schema": 1, "device": "...", "kind": "cpu", "backend": "cpu", "kernels": "avx512", "date": "2026-01-31",
+    {"schema": 1, "device": "...", "kind": "cpu", "backend": "cpu", "kernels": "avx512", "threads": 2, "date": "2026-01-31",
      "provenance": "diptych lab calibrate ...",
      "memory_bytes_per_s": 4.7e10, "memory_bytes": 1.6e10, "flops_per_s": {"fp32": ..., "bf16": ..., "int8": ...},
      "t0_s": 1e-4, "layer_s": 2e-5, "sequence_s": 5e-6, "p": 3.0,
      "eb": {"bf16": 0.95, "int8": 0.9}, "ef": {"bf16": 0.9},
-     "attention": {"kv_eb": 0.8, "prefill_ef": 0.5, "decode_ef": 0.3},
+     "attention": {"kv_eb": 0.8, "prefill_ef": 0.5, "decode_ef": 0.3, "int8": {"prefill_ef": 0.5, "decode_ef": 0.2}},
      "adapters": {"layer_s": 1e-6, "prefill_ef": {"bf16": 0.3}, "decode_ef": {"bf16": 0.2}},
      "activation_bytes_per_s": 4e10,
-     "host": {"step_s": 1e-4, "sequence_s": 1e-5, "prompt_s": 2e-4, "prompt_token_s": 2e-7},
-     "cache": {"bytes": 3.2e7, "bytes_per_s": 1.5e11, "eb": {"bf16": 0.5}},
+     "host": {"step_s": 1e-4, "sequence_s": 1e-5, "prompt_s": 2e-4, "prompt_token_s": 2e-7,
+              "wake_s": 3e-4},
+     "cache": {"bytes": 3.2e7, "bytes_per_s": 1.5e11, "eb": {"bf16": 0.5}, "kv_eb": 0.4},
      "elsewhere": {"backend": "torch", "weights": "bf16", "prefill": 0.7, "decode": 0.4},
      "residuals": {"prefill": {"low": -0.05, "high": 0.08, "median_error": 0.03, "rows": 12}, "decode": {...}}}
 
 Rates in `flops_per_s` and `memory_bytes_per_s` are measured ceilings; eb and ef are the engine's share of them.
 t0_s, layer_s and sequence_s are of the kernels, `host` of the scheduler and the sampler around them; a predicted step has
-both. activation_bytes_per_s is of rows between the products: norms, rotations, other number formats. Another backend or
-kernel set than `backend` and `kernels` takes no times from it. `elsewhere`: how many times as fast another backend took a step
-of each phase. `activation_bytes_per_s`, `adapters`, `host`, `cache` and `elsewhere` may be absent; `cache` holds for models
-whose weights all fit in its bytes.
+both. activation_bytes_per_s is of rows between the products: norms, rotations, other number formats. `attention` has entries
+of KV formats other than the one measured with everything else. Another backend, kernel set or number of threads than
+`backend`, `kernels` and `threads` takes no times from it. `elsewhere`: how many times as fast another backend took a step
+of each phase. `activation_bytes_per_s`, `adapters`, `host`, `cache`, `threads` and `elsewhere` may be absent; `cache` holds for
+models whose weights all fit in its bytes.
 """
 
 from __future__ import annotations
@@ -115,6 +117,9 @@ def _constants(profile: Mapping[str, Any], attention: Mapping[str, Any], attenti
         p=_positive(profile, "p"),
         kv_eb=_positive(attention, "kv_eb"),
         attention_ef=_positive(attention, attention_key),
+        attention_ef_of=MappingProxyType(
+            {name: _positive(entry, attention_key) for name, entry in attention.items() if isinstance(entry, Mapping)}
+        ),
         adapter_layer_s=_at_least_zero(adapters, "layer_s"),
         adapter_ef=MappingProxyType(_rates(adapters, attention_key) if adapters else {}),
         activation_bytes_per_s=_positive(profile, "activation_bytes_per_s")
@@ -128,7 +133,10 @@ def _host(profile: Mapping[str, Any]) -> Host:
     if not isinstance(entry, Mapping):
         raise ConfigError("hardware profile: host is not an object", hint=_HINT)
     return Host(
-        **{name: _at_least_zero(entry, name) for name in ("step_s", "sequence_s", "prompt_s", "prompt_token_s")}
+        **{
+            name: _at_least_zero(entry, name)
+            for name in ("step_s", "sequence_s", "prompt_s", "prompt_token_s", "wake_s")
+        }
     )
 
 
@@ -142,6 +150,7 @@ def _cache(profile: Mapping[str, Any]) -> Cache | None:
         bytes=_positive(entry, "bytes"),
         bytes_per_s=_positive(entry, "bytes_per_s"),
         eb=MappingProxyType(_rates(entry, "eb")),
+        kv_eb=_positive(entry, "kv_eb") if "kv_eb" in entry else None,
     )
 
 

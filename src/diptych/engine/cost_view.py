@@ -10,7 +10,7 @@ from dataclasses import replace
 from diptych.compute.runner import Model
 from diptych.cost.components import PhaseCost, cost_of
 from diptych.cost.tables import kv_spec
-from diptych.ground.formats import engine_quant, mean_bytes
+from diptych.ground.formats import engine_quant, mean_bytes, mix_of
 from diptych.ground.shape import StepShape
 
 
@@ -20,7 +20,15 @@ class CostView:
     def __init__(self, model: Model) -> None:
         self.spec = model.spec
         quant = engine_quant(model.weights_format, model.head_format)
-        self.quant = replace(quant, weight_bytes=mean_bytes(model.formats))
+        experts = model.expert_formats
+        others = {name: n - experts.get(name, 0) for name, n in model.formats.items() if n > experts.get(name, 0)}
+        self.quant = replace(
+            quant,
+            weight_bytes=mean_bytes(others or model.formats),
+            expert_weight_bytes=mean_bytes(experts) if experts else None,
+            mix=mix_of(others, usual=model.weights_format),
+            expert_mix=mix_of(experts, usual=model.weights_format),
+        )
         self.kv = kv_spec(model.kv_format)
 
     def cost(self, work: StepShape) -> PhaseCost:

@@ -239,6 +239,8 @@ def profile_gap(model: Model) -> str | None:
     if measured == own:
         measured, own = profile.get("kernels", model.instruction_set), model.instruction_set
     if measured == own:
+        measured, own = (f"{n} thread{'s' * (n != 1)}" for n in (profile.get("threads", model.threads), model.threads))
+    if measured == own:
         return None
     return f"this machine was measured with {measured}, not with {own} (diptych lab calibrate)"
 

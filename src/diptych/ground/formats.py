@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from diptych.ground.specs import KVSpec, QuantSpec
+from diptych.ground.specs import KVSpec, QuantSpec, Stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +171,14 @@ def mean_bytes(formats: Mapping[str, int]) -> float:
     return sum(engine_weights(name)[0].bytes * n for name, n in formats.items()) / sum(formats.values())
 
 
+def mix_of(formats: Mapping[str, int], *, usual: str) -> tuple[Stored, ...]:
+    """The formats of weights of which there are so many each; nothing where all are in the usual one."""
+    if formats.keys() <= {usual}:
+        return ()
+    kinds = {name: engine_weights(name) for name in formats}
+    return tuple(Stored(n / sum(formats.values()), kinds[name][0].bytes, kinds[name][1]) for name, n in formats.items())
+
+
 def engine_quant(weights: str, head: str) -> QuantSpec:
     """How the engine stores and multiplies weights of that format, with the output projection in `head`."""
     body, compute = engine_weights(weights)
@@ -179,18 +187,28 @@ def engine_quant(weights: str, head: str) -> QuantSpec:
         weight_bytes=body.bytes,
         head_weight_bytes=engine_weights(head)[0].bytes,
         compute=compute,
+        head_compute=engine_weights(head)[1],
         attention_compute="fp32" if weights == "fp32" else "bf16",
     )
 
 
-def _quant(name: str, body: str, *, head: str | None = None, experts: str | None = None, **fields: str) -> QuantSpec:
+def _quant(
+    name: str,
+    body: str,
+    *,
+    head: str | None = None,
+    experts: str | None = None,
+    compute: str = "bf16",
+    attention_compute: str = "bf16",
+) -> QuantSpec:
     return QuantSpec(
         name=name,
         weight_bytes=FORMATS[body].bytes,
         head_weight_bytes=None if head is None else FORMATS[head].bytes,
         expert_weight_bytes=None if experts is None else FORMATS[experts].bytes,
         activation_bytes=FORMATS[body].bytes if body == "fp32" else 2.0,
-        **fields,
+        compute=compute,
+        attention_compute=attention_compute,
     )
 
 

@@ -27,7 +27,8 @@ class ChunkShape(NamedTuple):
     """`count` sequences that each compute `new_tokens` tokens from position `start_pos` on.
 
     samples: whether logits are wanted: of the last row of a prefill chunk, of all rows of a decode chunk (its token and its
-    drafts). adapter: that all of them have. A named tuple: the scheduler makes one per chunk and step.
+    drafts). adapter: that all of them have. both_ways: each token attends to all of the chunk's, behind it too. A named tuple:
+    the scheduler makes one per chunk and step.
     """
 
     phase: Phase
@@ -36,6 +37,7 @@ class ChunkShape(NamedTuple):
     samples: bool
     count: int = 1  # type: ignore[assignment]  # in place of tuple.count
     adapter: AdapterShape | None = None
+    both_ways: bool = False
 
     @property
     def is_decode(self) -> bool:
@@ -48,7 +50,11 @@ class ChunkShape(NamedTuple):
         return self.start_pos + self.new_tokens
 
     def pairs(self, window: int | None) -> int:
-        """(query, key) pairs of one sequence: causal, and at most `window` keys per query."""
+        """(query, key) pairs of one sequence: causal, and at most `window` keys per query; both_ways: as many behind it."""
+        causal = self._causal_pairs(window)
+        return 2 * causal - self.new_tokens if self.both_ways else causal
+
+    def _causal_pairs(self, window: int | None) -> int:
         start, end = self.start_pos, self.start_pos + self.new_tokens
         if window is None or end <= window:
             return _triangle(end) - _triangle(start)
@@ -96,7 +102,7 @@ class StepShape:
     decode_pairs: int  # (query, key) pairs of decode, without any window
     prefill_start_tokens: int  # positions that stood before the prefill chunks
     prefill_context_tokens: int  # the same with the new ones
-    prefill_pairs: int  # (query, key) pairs of prefill, causal, without any window
+    prefill_pairs: int  # (query, key) pairs of prefill, causal or both ways, without any window
     adapters: frozenset[AdapterShape]  # that some chunk has
     adapted_products: int  # rows times the parameters of their adapters, over all rows
 
@@ -106,7 +112,7 @@ class StepShape:
         self.before = before
         decode = context = seen = rows = logits = sequences = prefill_context = prefill_start = pairs = 0
         products, has_adapters = 0, False
-        for phase, new_tokens, start_pos, samples, count, adapter in self._own:
+        for phase, new_tokens, start_pos, samples, count, adapter, both_ways in self._own:
             sequences += count
             tokens = new_tokens * count
             if adapter is not None:
@@ -122,7 +128,11 @@ class StepShape:
                 rows += tokens
                 prefill_start += count * start_pos
                 prefill_context += count * (start_pos + new_tokens)
-                pairs += tokens * start_pos + count * _triangle(new_tokens)
+                pairs += (
+                    tokens * (start_pos + new_tokens)
+                    if both_ways
+                    else tokens * start_pos + count * _triangle(new_tokens)
+                )
         if before is not None:
             decode += before.decode_tokens
             context += before.decode_context_tokens
@@ -190,7 +200,7 @@ class StepShape:
     def own_tokens_within(self, window: int) -> int:
         """Keys that the chunks of `own` read through a window, where each is one token of decode."""
         moved = self._moved + 1
-        return sum([min(start + moved, window) * count for _, _, start, _, count, _ in self._own])
+        return sum([min(start + moved, window) * count for _, _, start, _, count, *_ in self._own])
 
     def plus(self, other: ChunkShape | StepShape) -> StepShape:
         """One step that does both."""

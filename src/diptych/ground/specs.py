@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
+from typing import NamedTuple
 
 
 class Flag(Enum):
@@ -69,12 +70,21 @@ class HardwareSpec:
         return Flag.UNVERIFIED
 
 
+class Stored(NamedTuple):
+    """Weights in one of several formats: their share of all, bytes of one, and the dtype in which they are multiplied."""
+
+    share: float
+    bytes: float
+    compute: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantSpec:
     """How weights are stored and in which dtype they are multiplied.
 
     Bytes are per parameter with scales included (int4 in groups of 32 with bf16 scale and zero: 0.625).
-    head_weight_bytes / expert_weight_bytes: None means the same as `weight_bytes`.
+    head_weight_bytes / expert_weight_bytes: None means the same as `weight_bytes`; head_compute: the same as `compute`.
+    mix, expert_mix: of layers, and of experts, whose weights are in several formats; empty: in one, which the rest says.
     """
 
     name: str
@@ -82,6 +92,9 @@ class QuantSpec:
     head_weight_bytes: float | None = None
     expert_weight_bytes: float | None = None
     compute: str = "bf16"
+    head_compute: str | None = None
+    mix: tuple[Stored, ...] = ()
+    expert_mix: tuple[Stored, ...] = ()
     attention_compute: str = "bf16"
     activation_bytes: float = 2.0
 

@@ -12,9 +12,8 @@ import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,13 @@ from diptych.cost.fit import residual_of
 from diptych.cost.profile import SCHEMA, profile_path
 from diptych.engine.cost_view import CostView
 from diptych.ground.clock import wall_time_s
-from diptych.ground.config import ComputeConfig, EngineConfig
+from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
 from diptych.lab.adapters import AdaptedSteps, adapted_steps, constants_of
-from diptych.lab.drive import Engines
 from diptych.lab.fingerprint import fingerprint
+from diptych.lab.ladder import Ladder, Level
 from diptych.lab.probe import StepProbe
 from diptych.lab.rounds import Effort, Estimate, measure
 
@@ -71,6 +70,8 @@ SMALL_MODEL: dict[str, Any] = PROBE_MODEL | {
     "num_key_value_heads": 1,
     "vocab_size": 4096,
 }
+# Hardly any weights beside heads and contexts: a step is attention, over keys and values that lie in the cache.
+ATTENTION_MODEL: dict[str, Any] = PROBE_MODEL | {"hidden_size": 128, "intermediate_size": 64, "vocab_size": 256}
 # Hardly any arithmetic: what is left of a step is launch and bookkeeping.
 EMPTY_MODEL: dict[str, Any] = PROBE_MODEL | {
     "hidden_size": 64,
@@ -96,13 +97,17 @@ USUAL_STEP = StepShape.decode(batch=4, context_tokens=64)  # what an engine does
 EMPTY_STEPS = [StepShape.decode(batch=1, context_tokens=16), StepShape.decode(batch=16, context_tokens=16)]
 SMALL_STEPS = [*(StepShape.decode(batch=b, context_tokens=c) for b, c in ((1, 64), (1, 512), (4, 64), (16, 64))),
                *(_rows(n) for n in (8, 40, 75, 120, 190, 256, 500)), _rows(40, 256), _rows(100, 600)]  # fmt: skip
+ATTENTION_STEPS = [*(StepShape.decode(batch=b, context_tokens=c) for b, c in ((1, 2048), (8, 1024), (16, 256))),
+                   _rows(256, 1792), _rows(512, 4096)]  # fmt: skip
+CLIMBS = 5  # of the ladder that tells the host's time
 CACHE_MIB = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # sizes whose read rate shows where the caches end
 CACHED = 1.3  # times the memory's rate from which on a size counts as held by a cache; a shared one is no faster
 # Shares of a measured rate that a kernel may be fitted to. Rates drift while they are measured, so one may seem to pass its
 # ceiling; beyond these the steps it was fitted to told nothing of it.
 LEAST_SHARE, MOST_SHARE = 0.02, 1.5
-BUDGET_S = 4.0  # of rounds for each model, so that all of it takes less than a minute
+USUAL_EFFORT = Effort(rounds=4, budget_s=4.0)  # for each model, so that all of it takes less than a minute
 FORMATS = {"cpu": ("bf16", "int8", "int4"), "torch": ("fp32", "bf16")}
+KV_FORMATS = ("int8", "fp8")  # beside the one that the engine chooses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,20 +128,20 @@ def calibrate(
     compute: ComputeConfig,
     *,
     progress: Progress,
-    effort: Effort | None = None,
+    effort: Effort = USUAL_EFFORT,
     path: Path | None = None,
     takes_busy: bool = False,
 ) -> dict[str, Any]:
     """Measure, fit, write the profile and return it. `path` None: the place the engine and the planner read.
 
-    effort: for each of the models timed; without it five rounds or BUDGET_S. takes_busy: keep what was measured beside other
+    effort: for each of the models timed. takes_busy: keep what was measured beside other
     programs; otherwise that is a ConfigError, and what was known of the machine stays.
     """
-    effort = effort or Effort(budget_s=BUDGET_S)
     brief = replace(effort, budget_s=effort.budget_s / 2)
     samples: list[TimedStep] = []
     adapted: dict[str, tuple[str, AdaptedSteps]] = {}  # by compute dtype, with the weights beside them
     ceilings: dict[str, Ceilings] = {}
+    kv_formats: list[str] = []
     cache: dict[str, float] | None = None
     elsewhere: dict[str, float | str] = {}
     backend = kernels = ""
@@ -167,16 +172,26 @@ def calibrate(
             empty = random_model(EMPTY_MODEL, config, seed=0)
             samples += _sample(empty, EMPTY_STEPS, brief, takes_busy=takes_busy)
             empty.close()
+    if backend == "cpu":
+        for kv in dict.fromkeys((compute.kv, *KV_FORMATS)):
+            progress(f"measuring attention, KV {kv}")
+            with closing(random_model(ATTENTION_MODEL, replace(compute, weights="bf16", kv=kv), seed=0)) as model:
+                kv_formats.append(model.kv_format)
+                samples += _sample(
+                    model, ATTENTION_STEPS, replace(effort, budget_s=effort.budget_s / 4), takes_busy=takes_busy
+                )
     progress("fitting")
     profile = _profile(ceilings, backend, kernels=kernels, placement=placement)
     if cache is not None:
-        profile["cache"] = cache | {"eb": dict.fromkeys(ceilings, 0.6)}
+        profile["cache"] = cache | {"eb": dict.fromkeys(ceilings, 0.6), "kv_eb": 0.5}
     if backend == "cpu":  # the only one of which two widths are measured
         profile["activation_bytes_per_s"] = 1e10
+    attention = profile["attention"]
+    attention |= {kv: {key: attention[key] for key in ("prefill_ef", "decode_ef")} for kv in kv_formats[1:]}
     profile = _fit(profile, samples)
     progress("measuring the host")
     with closing(random_model(SMALL_MODEL, replace(compute, weights="bf16"), seed=0)) as model:
-        profile["host"] = _host(model, profile, brief)
+        profile["host"] = _host(model, profile)
     profile["adapters"] = constants_of(
         {dtype: steps for dtype, (_, steps) in adapted.items()},
         profile["flops_per_s"],
@@ -219,52 +234,17 @@ def _elsewhere(
     return found
 
 
-def _host(model: Model, profile: dict[str, Any], effort: Effort) -> dict[str, float]:
+def _host(model: Model, profile: dict[str, Any]) -> dict[str, float]:
     """What the scheduler, the executor and the sampler add to a step where a profile is known.
 
-    Four kinds of steps say four numbers: decode of one and of many sequences, prompts of one block and of many. The model has
-    weights, which push out of the caches what the host reads: beside an empty one all of this seems to cost a third less.
+    The model has weights, which push out of the caches what the host reads: beside an empty one all of this seems to cost a
+    third less.
     """
-    many, short, long, new_tokens, n_prompts = 16, 16, 256, 32, 8
     view = CostView(model)
     predictor = CalibratedModel.from_profile(profile, view.spec, view.quant, kv=view.kv)
-    engines = Engines(model, EngineConfig(), predictor=predictor, context_tokens=2 * long, n_tokens=2 * long * many)
-    driver = engines.driver()
-    driver.back_memory()
-
-    def per_step_s(n_steps: int, run: Callable[[], object]) -> float:
-        begin_s, device_s = driver.clock.now_s(), driver.device_s
-        run()
-        return (driver.clock.now_s() - begin_s - (driver.device_s - device_s)) / n_steps
-
-    def decode_s(batch: int) -> float:
-        for i in range(batch):
-            driver.submit(f"{i}", driver.prompt(8), new_tokens=new_tokens)
-        driver.step()  # the prompts
-        return per_step_s(new_tokens - 1, driver.run)
-
-    def prompt_s(n_tokens: int) -> float:
-        prompts = [driver.prompt(n_tokens) for _ in range(n_prompts)]
-
-        def run() -> None:
-            for prompt in prompts:  # which come and go one by one: a step each
-                driver.submit("0", prompt, new_tokens=1)
-                driver.run()
-
-        return per_step_s(n_prompts, run)
-
-    rounds = measure(
-        [partial(decode_s, 1), partial(decode_s, many), partial(prompt_s, short), partial(prompt_s, long)], effort
-    )
-    one_s, many_s, short_s, long_s = (rounds.point(i).value for i in range(4))
-    sequence_s = max(0.0, many_s - one_s) / (many - 1)
-    token_s = max(0.0, long_s - short_s) / (long - short)
-    return {
-        "step_s": max(0.0, one_s - sequence_s),
-        "sequence_s": sequence_s,
-        "prompt_s": max(0.0, short_s - one_s - short * token_s),
-        "prompt_token_s": token_s,
-    }
+    ladder = Ladder(model, predictor)
+    ladder.climb()
+    return asdict(Level(predictor, [ladder.climb() for _ in range(CLIMBS)]).host)
 
 
 def _cache(placement: Placement, memory_bytes_per_s: float) -> dict[str, float] | None:
@@ -300,7 +280,8 @@ def _profile(ceilings: dict[str, Ceilings], backend: str, *, kernels: str, place
         "backend": backend,
         "kernels": kernels,
         "date": datetime.fromtimestamp(wall_time_s(), UTC).date().isoformat(),
-        "provenance": f"diptych {__version__} lab calibrate, {backend} backend",
+        "threads": placement.threads,
+        "provenance": f"diptych {__version__} lab calibrate, {backend} backend, {placement.threads} threads",
         "memory_bytes_per_s": max(one.read_bytes_per_s for one in ceilings.values()),
         "memory_bytes": float(psutil.virtual_memory().total),
         "flops_per_s": rates,
@@ -327,7 +308,9 @@ def _fit(profile: dict[str, Any], samples: Sequence[TimedStep]) -> dict[str, Any
     def residuals(values: np.ndarray) -> np.ndarray:
         for (table, key), value in zip(_cells(profile, places), np.exp(values), strict=True):
             table[key] = float(value)
-        ratios = [_predicted_s(profile, sample) / sample.measured.value for sample in samples]
+        ratios = [
+            said / sample.measured.value for said, sample in zip(_predicted_s(profile, samples), samples, strict=True)
+        ]
         return np.concatenate([np.log(ratios), 0.02 * (values - start)])
 
     damping, current = 1e-2, residuals(logs)
@@ -343,13 +326,15 @@ def _fit(profile: dict[str, Any], samples: Sequence[TimedStep]) -> dict[str, Any
         else:
             damping *= 8.0
     residuals(logs)
+    _take_unread(profile, samples)
     cache = profile.get("cache")
     if cache is not None:  # which is never slower than the memory behind it, though a few short steps may say so
         for weights, share in profile["eb"].items():
             least = share * profile["memory_bytes_per_s"] / cache["bytes_per_s"]
             cache["eb"][weights] = max(cache["eb"][weights], least)
     for phase in Phase:
-        ratios = [s.measured.value / _predicted_s(profile, s) for s in samples if s.phase is phase]
+        predicted = zip(samples, _predicted_s(profile, samples), strict=True)
+        ratios = [sample.measured.value / said for sample, said in predicted if sample.phase is phase]
         summary = residual_of(ratios)
         profile["residuals"][phase.value] = {
             "low": summary.low, "high": summary.high, "median_error": summary.median_error, "rows": summary.rows
@@ -358,8 +343,11 @@ def _fit(profile: dict[str, Any], samples: Sequence[TimedStep]) -> dict[str, Any
 
 
 def _places(profile: dict[str, Any]) -> list[tuple[str, ...]]:
-    tables: list[tuple[str, ...]] = [(name, key) for name in ("eb", "ef", "attention") for key in profile[name]]
-    tables += [("cache", "eb", key) for key in profile.get("cache", {}).get("eb", ())]
+    tables: list[tuple[str, ...]] = [(name, key) for name in ("eb", "ef") for key in profile[name]]
+    for key, value in profile["attention"].items():
+        tables += [("attention", key, one) for one in value] if isinstance(value, dict) else [("attention", key)]
+    if "cache" in profile:
+        tables += [("cache", "kv_eb"), *(("cache", "eb", key) for key in profile["cache"]["eb"])]
     rates = [("activation_bytes_per_s",)] if "activation_bytes_per_s" in profile else []
     return [("t0_s",), ("layer_s",), ("sequence_s",), ("p",), *rates, *tables]
 
@@ -374,6 +362,23 @@ def _cells(profile: dict[str, Any], places: Sequence[tuple[str, ...]]) -> list[t
     return cells
 
 
-def _predicted_s(profile: dict[str, Any], sample: TimedStep) -> float:
-    view = sample.view
-    return CalibratedModel.from_profile(profile, view.spec, view.quant, kv=view.kv).predict(sample.work).total_s
+def _predicted_s(profile: dict[str, Any], samples: Sequence[TimedStep]) -> list[float]:
+    models = {id(sample.view): _model_of(profile, sample.view) for sample in samples}
+    return [models[id(sample.view)].predict_s(sample.work) for sample in samples]
+
+
+def _model_of(profile: dict[str, Any], view: CostView) -> CalibratedModel:
+    return CalibratedModel.from_profile(profile, view.spec, view.quant, kv=view.kv)
+
+
+def _take_unread(profile: dict[str, Any], samples: Sequence[TimedStep]) -> None:
+    """Formats of which every probe lay in the cache were never read from memory: they reach what others do there, or what
+    they do in the cache where that is less.
+    """
+    cache, eb = profile.get("cache"), profile["eb"]
+    read = {one.view.quant.name for one in samples if not _model_of(profile, one.view).weights_are_cached} & eb.keys()
+    if cache is None or not read:
+        return
+    usual = statistics.mean(eb[name] for name in read)
+    for name in eb.keys() - read:
+        eb[name] = min(usual, cache["eb"][name] * cache["bytes_per_s"] / profile["memory_bytes_per_s"])

@@ -47,6 +47,14 @@ class PhaseParts:
     kernels: Part = field(default_factory=Part)
     host: Part = field(default_factory=Part)
 
+    @property
+    def total(self) -> Part:
+        """Both parts."""
+        whole = Part()
+        for one in (self.kernels, self.host):
+            whole.add(one.measured_s, one.predicted_s)
+        return whole
+
 
 @dataclass(slots=True)
 class Parts:
@@ -67,8 +75,7 @@ class Parts:
         """All of it: the time in which there was work."""
         whole = Part()
         for one in self.phases.values():
-            whole.add(one.kernels.measured_s, one.kernels.predicted_s)
-            whole.add(one.host.measured_s, one.host.predicted_s)
+            whole.add(one.total.measured_s, one.total.predicted_s)
         return whole
 
 

@@ -2,61 +2,50 @@
 
     for one in compare(model, predictor, rounds=6): print(one.situation.name, one.error("ttft_p50"))
 
-A run of each load is recorded, and the simulation given its step times must make the same decisions. Then rounds: each runs the
-engine and simulates the same load with predicted step times, from the same clients, so that a closed loop's next request
-follows the simulated answer. Rounds alternate over all loads. Two rounds behind one another
-have the same requests, the next two others. A simulation is held against the run of its own requests, and what counts is the
-median of these ratios over the rounds; how far two runs of the same requests stand apart is what no prediction can be held to.
+A run of each load is recorded, and the simulation given its step times must make the same decisions. Then rounds: each climbs
+the ladder of steps (`lab/ladder.py`), which says what this machine takes in this minute, then runs the engine, and simulates
+the same load with step times so predicted, from the same clients, so that a closed loop's next request follows the simulated
+answer. Rounds alternate over all loads. Two rounds behind one another have the same requests, the next two others. A simulation
+is held against the run of its own requests, and what counts is the median of these ratios over the rounds; how far two runs of
+the same requests stand apart is what no prediction can be held to.
 A round during which other programs (or other guests of the host) used the cores is set aside and run again.
 
-The engine is brought to where a server is when it serves: the memory of its KV pool is there, and objects that stay are out of
-the collector's way. Clients of a closed loop live on the engine's thread: what they cost is in the host's part of a step.
-
 Two things can be wrong, the steps' prices and what is made of them, so the prices are judged alone, too, by their parts
-(`lab/parts.py`); and each load is simulated a second time at the machine's pace: the profile's prices times what the steps of
-the run before took against them.
+(`lab/parts.py`); and each load is simulated a second time by the profile alone, as old as it is: what the two differ by is the
+machine's drift since then and the profile's form.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 from diptych.compute.runner import Model
-from diptych.compute.sampler import Sampler
-from diptych.control.loop import EngineCore
-from diptych.control.recording import Recorder
 from diptych.control.scheduler import Predict
 from diptych.cost.calibrated import CalibratedModel
-from diptych.engine.executor import ModelExecutor
-from diptych.ground.clock import Clock, MonotonicClock, sleep_s
+from diptych.ground.clock import sleep_s
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.events import Event, FinishEvent
-from diptych.ground.phase import Phase
 from diptych.ground.request import Request
-from diptych.ground.shape import StepShape
 from diptych.lab.experiment import Verdict
+from diptych.lab.ladder import Ladder, Level
 from diptych.lab.parts import Parts, parts_of
 from diptych.lab.rounds import DISTURBED, Others
-from diptych.metrics import EventBook, Sample, StepRecord, percentile
-from diptych.sim.counterfactual import times_of
+from diptych.lab.served import Served, drive, undisturbed
+from diptych.metrics import EventBook, Sample, percentile
 from diptych.sim.engine import SimulatedEngine
-from diptych.sim.executor import PredictedExecutor
 from diptych.sim.recorded import rerun
-from diptych.stepper import Stepper, serve
 from diptych.workload import LengthRange, WorkloadSpec, requests_of
 
 ROOMY = BlockConfig(n_blocks=2048, block_tokens=16)
 USUAL_PROMPT, USUAL_OUTPUT = LengthRange(low=32, high=320), LengthRange(low=16, high=64)
 MEDIAN_LIMIT, P99_LIMIT = 0.05, 0.15
-Wait = Callable[[float], object]
 MEASURES = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")
-LEAST_STEPS = 5  # of a phase, whose median is believed
 LEAST_QUIET = 3  # rounds with which a verdict is given
+CLIMBS = 2  # of the ladder before each run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,106 +115,40 @@ SITUATIONS = (
 )
 
 
-class Served:
-    """One run of the real engine. is_recorded: every call to its core is kept, for `lines`.
-
-    Times are taken of runs that are not: what is kept is memory that the next step cannot use again.
-    """
-
-    def __init__(self, model: Model, situation: Situation, predict_s: Predict, *, is_recorded: bool) -> None:
-        blocks = situation.blocks
-        self.clock = MonotonicClock()
-        self.steps: list[StepRecord] = []
-        self.book = EventBook(on_step=self.steps.append)
-        self.ended: list[str] = []
-        self.core = EngineCore(situation.config(), blocks, model_revision=model.revision, predict_s=predict_s)
-        self._recorder = Recorder(self.core) if is_recorded else None
-        kv = model.make_kv(blocks.n_blocks, blocks.block_tokens)
-        sampler = Sampler(model.spec.vocab_size, model.device, drawing=model)
-        executor = ModelExecutor(model, kv, sampler, clock=self.clock)
-        executor.back_memory(lambda: False)
-        self.stepper = Stepper(self._recorder or self.core, executor, self.clock, fold=self._fold)
-
-    def lines(self) -> list[str]:
-        """The recording."""
-        assert self._recorder is not None
-        return self._recorder.lines()
-
-    def _fold(self, events: list[Event]) -> None:
-        self.book.fold(events)
-        self.ended += [event.request_id for event in events if isinstance(event, FinishEvent)]
-
-
-def drive(
-    stepper: Stepper, clock: Clock, requests: Sequence[Request], ended: list[str], *, users: int | None, wait: Wait
-) -> None:
-    """Put requests through: when they are due, or one after the other for each user as answers come."""
-    begin_s = clock.now_s()
-    if users is None:
-        serve(stepper, [replace(one, arrival_s=begin_s + one.arrival_s) for one in requests], wait=wait)
-        return
-    coming = iter(requests)
-
-    def send(n: int) -> None:
-        for _ in range(n):
-            request = next(coming, None)
-            if request is not None:
-                stepper.submit(replace(request, arrival_s=clock.now_s()))
-
-    send(users)
-    n_seen = len(ended)
-    while stepper.step():
-        send(len(ended) - n_seen)
-        n_seen = len(ended)
-
-
 def run_on_engine(
     model: Model, situation: Situation, requests: Sequence[Request], predict_s: Predict, *, is_recorded: bool = False
 ) -> Served:
     """Serve the load on the real engine."""
-    run = Served(model, situation, predict_s, is_recorded=is_recorded)
-    gc.collect()
-    gc.freeze()  # as a server does; a collection of all that is loaded takes as long as a hundred steps
-    try:
+    run = Served(model, situation.config(), situation.blocks, predict_s, is_recorded=is_recorded)
+    with undisturbed():
         drive(run.stepper, run.clock, requests, run.ended, users=situation.users, wait=sleep_s)
-    finally:
-        gc.unfreeze()
     return run
 
 
-class Pace:
-    """How many times the predicted time steps took lately, by phase: what `compare` learns from one run for the next."""
-
-    def __init__(self, predict_s: Predict) -> None:
-        self._predict_s = predict_s
-        self.times = dict.fromkeys(Phase, 1.0)
-
-    def learn(self, steps: Sequence[StepRecord]) -> dict[Phase, float]:
-        """From a run; returns what it alone says. A phase of which it had few steps keeps its pace."""
-        ratios: dict[Phase, list[float]] = {phase: [] for phase in Phase}
-        for shape, time_s in times_of((one.begin_s, one.end_s, one.shape) for one in steps):
-            ratios[shape.phase].append(time_s / self._predict_s(shape))
-        found = {phase: percentile(each, 50.0) or 1.0 for phase, each in ratios.items() if len(each) >= LEAST_STEPS}
-        self.times |= found
-        return found
-
-    def predict_s(self, shape: StepShape) -> float:
-        """Seconds of a step."""
-        return self._predict_s(shape) * self.times[shape.phase]
-
-
 def simulate(
-    situation: Situation, requests: Sequence[Request], predict_s: Predict, *, time_s: Predict | None = None
+    situation: Situation,
+    requests: Sequence[Request],
+    predict_s: Predict,
+    *,
+    time_s: Predict | None = None,
+    wake_s: float,
 ) -> EventBook:
-    """Serve it on a virtual clock. time_s: how long steps take, where that is not what the scheduler is told."""
+    """Serve it on a virtual clock. time_s: how long steps take, where that is not what the scheduler is told; wake_s: and the
+    first behind a time without work longer.
+    """
     ended: list[str] = []
 
     def note(events: list[Event]) -> None:
         ended.extend(event.request_id for event in events if isinstance(event, FinishEvent))
 
-    engine = SimulatedEngine(situation.config(), situation.blocks, predict_s=predict_s, on_events=note)
-    if time_s is not None:
-        engine.stepper.executor = PredictedExecutor(time_s, engine.clock)
+    engine = SimulatedEngine(
+        situation.config(),
+        situation.blocks,
+        predict_s=predict_s,
+        time_s=time_s,
+        wake_s=wake_s,
+        on_events=note,
+    )
     drive(engine.stepper, engine.clock, requests, ended, users=situation.users, wait=engine.clock.advance)
     return engine.book
 
@@ -244,16 +167,16 @@ def numbers(book: EventBook) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One run and its simulations, by measure. seed: of its requests. steps: measured over predicted time of its steps, by
-    phase. others: share of the cores that went to others meanwhile.
+    """One run and its simulations, by measure: with times of the ladder right before it, and of the profile alone; the parts of
+    its steps beside both. seed: of its requests. others: share of the cores that went to others meanwhile.
     """
 
     seed: int
     measured: dict[str, float]
     simulated: dict[str, float]
-    paced: dict[str, float]
-    steps: dict[Phase, float] = field(default_factory=dict)
+    by_profile: dict[str, float]
     parts: Parts = field(default_factory=Parts)
+    profile_parts: Parts = field(default_factory=Parts)
     others: float = 0.0
 
 
@@ -266,10 +189,10 @@ class Compared:
     differences: list[str] = field(default_factory=list)
     set_aside: int = 0
 
-    def error(self, measure: str, *, is_paced: bool = False) -> float:
+    def error(self, measure: str, *, by_profile: bool = False) -> float:
         """Simulated / measured - 1: the median of rounds."""
         ratios = [
-            (one.paced if is_paced else one.simulated)[measure] / one.measured[measure]
+            (one.by_profile if by_profile else one.simulated)[measure] / one.measured[measure]
             for one in self.rounds
             if one.measured[measure]
         ]
@@ -284,17 +207,11 @@ class Compared:
         ]
         return _middle([max(pair) / min(pair) for pair in pairs]) - 1.0 if pairs else None
 
-    def step_error(self, phase: Phase) -> float | None:
-        """Predicted / measured - 1 of single steps of a phase: the profile's part in all other errors. None of too few."""
-        ratios = [one.steps[phase] for one in self.rounds if phase in one.steps]
-        return 1.0 / _middle(ratios) - 1.0 if ratios else None
-
-    @property
-    def parts(self) -> Parts:
+    def parts(self, *, by_profile: bool = False) -> Parts:
         """Of all rounds."""
         whole = Parts()
         for one in self.rounds:
-            whole.add(one.parts)
+            whole.add(one.profile_parts if by_profile else one.parts)
         return whole
 
     @property
@@ -302,14 +219,14 @@ class Compared:
         """Whether enough rounds were undisturbed."""
         return sum(one.others <= DISTURBED for one in self.rounds) >= min(LEAST_QUIET, len(self.rounds))
 
-    def verdict(self, *, is_paced: bool = False) -> Verdict:
+    def verdict(self, *, by_profile: bool = False) -> Verdict:
         """HOLDS: the same decisions, medians within MEDIAN_LIMIT, 99th percentiles within P99_LIMIT.
 
         WITHHELD where other programs ran beside nearly every round; other decisions fail whatever ran.
         """
         if not self.is_quiet and not self.differences:
             return Verdict.WITHHELD
-        errors = {name: abs(self.error(name, is_paced=is_paced)) for name in MEASURES}
+        errors = {name: abs(self.error(name, by_profile=by_profile)) for name in MEASURES}
         holds = not self.differences and all(errors[name] <= limit_of(name) for name in MEASURES)
         return Verdict.HOLDS if holds else Verdict.FAILS
 
@@ -318,12 +235,9 @@ class Compared:
         return {
             "name": self.situation.name,
             "verdict": self.verdict().value,
-            "verdict_paced": self.verdict(is_paced=True).value,
-            "step_errors": {phase.value: self.step_error(phase) for phase in Phase},
-            "parts": {
-                phase.value: {"steps": one.steps, "kernels": asdict(one.kernels), "host": asdict(one.host)}
-                for phase, one in self.parts.phases.items()
-            },
+            "verdict_by_profile": self.verdict(by_profile=True).value,
+            "parts": _parts_json(self.parts()),
+            "parts_by_profile": _parts_json(self.parts(by_profile=True)),
             "differences": self.differences,
             "rounds": len(self.rounds),
             "set_aside": self.set_aside,
@@ -332,12 +246,19 @@ class Compared:
                     "measured_s": _middle([one.measured[name] for one in self.rounds]),
                     "simulated_s": _middle([one.simulated[name] for one in self.rounds]),
                     "error": self.error(name),
-                    "paced": self.error(name, is_paced=True),
+                    "by_profile": self.error(name, by_profile=True),
                     "apart": self.apart(name),
                 }
                 for name in MEASURES
             },
         }
+
+
+def _parts_json(parts: Parts) -> dict[str, Any]:
+    return {
+        phase.value: {"steps": one.steps, "kernels": asdict(one.kernels), "host": asdict(one.host)}
+        for phase, one in parts.phases.items()
+    }
 
 
 def limit_of(measure: str) -> float:
@@ -349,7 +270,7 @@ def _middle(values: Sequence[float]) -> float:
     return percentile(values, 50.0) or 1.0
 
 
-def capacity_per_s(model: Model, predict_s: Predict, *, n_requests: int, pace: Pace) -> float:
+def capacity_per_s(model: Model, predict_s: Predict, *, n_requests: int) -> float:
     """Requests a second when all of an open loop's come at once: the median of three bursts, the first thrown away."""
     situation = replace(next(one for one in SITUATIONS if one.of_capacity), of_capacity=None)
     rates = []
@@ -358,7 +279,6 @@ def capacity_per_s(model: Model, predict_s: Predict, *, n_requests: int, pace: P
         requests = situation.requests(n_requests, capacity_per_s=1.0, vocab_size=vocab_size, seed=seed)
         run = run_on_engine(model, situation, requests, predict_s)
         samples = [one.sample() for one in run.book.records.values()]
-        pace.learn(run.steps)
         rates.append(len(samples) / (max(one.end_s for one in samples) - min(one.start_s for one in samples)))
     return percentile(rates[1:], 50.0) or 1.0
 
@@ -382,23 +302,27 @@ def compare(
     told: Callable[[str], object] = lambda run: None,
 ) -> Iterator[Compared]:
     """Every situation after its last round. predictor: of this machine; the stall budget asks it too. told: of each run."""
-    predict_s, vocab_size = predictor.predict_s, model.spec.vocab_size
-    pace, others = Pace(predict_s), Others()
-    rate = capacity_per_s(model, predict_s, n_requests=n_requests, pace=pace)
+    predict_s, host, vocab_size = predictor.predict_s, predictor.calibration.host, model.spec.vocab_size
+    ladder, others = Ladder(model, predictor), Others()
+    ladder.climb()
+    rate = capacity_per_s(model, predict_s, n_requests=n_requests)
     found = [Compared(situation=situation) for situation in situations]
 
     def run_round(one: Compared, seed: int) -> Round:
         requests = one.situation.requests(n_requests, capacity_per_s=rate, vocab_size=vocab_size, seed=seed)
         others.share()
+        level = Level(predictor, [ladder.climb() for _ in range(CLIMBS)])
         run = run_on_engine(model, one.situation, requests, predict_s)
         share = others.share()
         return Round(
             seed=seed,
             measured=numbers(run.book),
-            simulated=numbers(simulate(one.situation, requests, predict_s)),
-            paced=numbers(simulate(one.situation, requests, predict_s, time_s=pace.predict_s)),
-            steps=pace.learn(run.steps),
-            parts=parts_of(run.steps, predict_s, predictor.calibration.host.time_s),
+            simulated=numbers(
+                simulate(one.situation, requests, predict_s, time_s=level.predict_s, wake_s=level.host.wake_s)
+            ),
+            by_profile=numbers(simulate(one.situation, requests, predict_s, wake_s=host.wake_s)),
+            parts=parts_of(run.steps, level.predict_s, level.host.time_s),
+            profile_parts=parts_of(run.steps, predict_s, host.time_s),
             others=share,
         )
 

@@ -37,6 +37,7 @@ class Group:
     """`n_engines` alike. decodes False: they read prompts and hand them over.
 
     predict_run_s: of so many steps that decode, each one position further; the same numbers as predict_s has (None: asked).
+    wake_s: what the first step behind a time without work takes longer.
     """
 
     n_engines: int
@@ -44,6 +45,7 @@ class Group:
     blocks: BlockConfig
     predict_s: Callable[[StepShape], float]
     predict_run_s: Callable[[StepShape, int], list[float]] | None = None
+    wake_s: float = 0.0
     decodes: bool = True
     drafts: StatedDrafts | None = None
 
@@ -104,6 +106,7 @@ class Cluster:
                     group.blocks,
                     predict_s=group.predict_s,
                     predict_run_s=group.predict_run_s,
+                    wake_s=group.wake_s,
                     seed=seed + i,
                     work=work,
                     drafts=group.drafts,

@@ -29,7 +29,8 @@ _as_bytes = Struct("q").pack
 class SimulatedEngine:
     """Owns its clock, its core and its book. on_events, on_step: called after the book has taken them in.
 
-    drafts: how speculation goes; None: there is none.
+    drafts: how speculation goes; None: there is none. time_s: how long steps take, where that is not what the scheduler is told
+    (predict_s). wake_s: what the first step behind a time without work takes longer.
     """
 
     def __init__(
@@ -38,6 +39,8 @@ class SimulatedEngine:
         blocks: BlockConfig,
         *,
         predict_s: Callable[[StepShape], float],
+        time_s: Callable[[StepShape], float] | None = None,
+        wake_s: float = 0.0,
         seed: int = 0,
         drafts: StatedDrafts | None = None,
         on_events: Callable[[list[Event]], object] | None = None,
@@ -60,7 +63,8 @@ class SimulatedEngine:
         )
         self.core.pool.next_digest = _next_digest
         self._on_events = on_events
-        self.stepper = Stepper(self.core, PredictedExecutor(predict_s, self.clock), self.clock, fold=self._fold)
+        executor = PredictedExecutor(time_s or predict_s, self.clock, wake_s=wake_s)
+        self.stepper = Stepper(self.core, executor, self.clock, fold=self._fold)
 
     def serve(self, requests: Iterable[Request]) -> None:
         """Let requests, in order of arrival_s, come and be answered."""

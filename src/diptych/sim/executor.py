@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 
 from diptych.ground.clock import VirtualClock
 from diptych.ground.shape import StepShape
 from diptych.ground.step import ChunkResult, StepPlan, StepResult
 
 DRAWN_TOKEN = 0  # every token that a simulated step draws
+IDLE_S = 1e-3  # without work, after which an engine has to be woken
 
 
 class Remembered:
@@ -28,16 +30,24 @@ class Remembered:
 
 
 class PredictedExecutor:
-    """Moves the clock by predict_s(shape) per step; every token it draws is DRAWN_TOKEN, and drafts of it hold."""
+    """Moves the clock by predict_s(shape) per step; every token it draws is DRAWN_TOKEN, and drafts of it hold.
 
-    def __init__(self, predict_s: Callable[[StepShape], float], clock: VirtualClock) -> None:
+    wake_s: what a step takes longer before which there was nothing to do: threads sleep then, and caches are others'.
+    """
+
+    def __init__(self, predict_s: Callable[[StepShape], float], clock: VirtualClock, *, wake_s: float = 0.0) -> None:
         self._predict_s = predict_s
         self._clock = clock
+        self._wake_s = wake_s
+        self._worked_until_s = -inf
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Let the plan's predicted time pass."""
         step_s = self._predict_s(plan.shape)
+        if self._wake_s and not plan.shape.decode_tokens and self._clock.now_s() - self._worked_until_s > IDLE_S:
+            step_s += self._wake_s
         self._clock.advance(step_s)
+        self._worked_until_s = self._clock.now_s()
         drawn = (DRAWN_TOKEN,)
         is_drafted = plan.shape.n_tokens > plan.shape.n_sequences  # or holds a prompt; else nobody looks
         results = tuple(

@@ -148,7 +148,8 @@ class Pool:
 
     def group(self, *, decodes: bool) -> Group:
         """These engines for a cluster."""
-        model: _Predictor = self.setup.model_of_time()
+        calibrated = self.setup.model_of_time()
+        model: _Predictor = calibrated
         if self.pace != 1.0:
             model = _Paced(model, self.pace)
         return Group(
@@ -157,6 +158,7 @@ class Pool:
             blocks=self.blocks,
             predict_s=model.predict_s,
             predict_run_s=model.predict_run_s,
+            wake_s=calibrated.calibration.host.wake_s,
             decodes=decodes,
             drafts=self.drafts,
         )

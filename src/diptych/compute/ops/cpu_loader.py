@@ -190,6 +190,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self.packed: dict[str, int] = {}  # key -> number in the program, of all that was packed
         self.kept: dict[str, KeptFormat] = {}  # key -> format, of those that kept their values
         self.n_values: Counter[str] = Counter()  # format -> weights of the layers that were packed in it
+        self.n_expert_values: Counter[str] = Counter()  # those of experts among them
         self.plain: dict[str, WeightTensor] = {}  # used in their own form
         self.exponents: dict[str, torch.Tensor] = {}  # likewise, of what may be balanced: see `balance.exponents_of`
         self.orders: dict[str, torch.Tensor] = {}  # key -> `WeightTensor.order` of those that have one
@@ -327,9 +328,10 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         """
         stored = [(*expert.gate_up.weights, *expert.down.weights) for expert in experts]
         keep = all(self._is_alike(of_experts) for of_experts in zip(*stored, strict=True))
-        joined = None if spec.joins_apart else spec.activation
+        joined, before = None if spec.joins_apart else spec.activation, self.n_values.copy()
         gate_up = tuple(self._gated_own(expert.gate_up, joined, role, keep=keep) for expert in experts)
         down = tuple(self._pack_own(expert.down, self.weights_format, role, keep=keep) for expert in experts)
+        self.n_expert_values += self.n_values - before
         for e, expert in enumerate(experts):
             self.sites.note_expert(e, (expert.gate_up, gate_up[e]), (expert.down, down[e]))
         return ExpertsHandle(
@@ -342,8 +344,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
     def head(self, tensor: WeightTensor, *, role: Role | None = None) -> LinearHandle:
         """The output projection, packed."""
-        parts, weights_format = LinearParts(weights=(tensor,)), head_format(self.weights_format)
-        handle = self._pack_own(parts, weights_format, role)
+        handle = self._pack_own(LinearParts(weights=(tensor,)), head_format(self.weights_format), role)
         self.sites.note_head(tensor, handle)
         return handle
 

@@ -75,6 +75,7 @@ class CpuModel(Model):
         self._sites, self._exponents = loader.sites, loader.exponents
         self.weights_format = loader.main_format
         self.formats = dict(loader.n_values)
+        self.expert_formats = dict(loader.n_expert_values)
         self.kv_format = loader.kv_format
         self.head_format = weights.head.format
         self.weight_bytes = int(self.program.weight_bytes)

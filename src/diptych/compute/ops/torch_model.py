@@ -75,6 +75,7 @@ class TorchModel(Model):
             self.weights_format = _auto_format(blueprint)
         self.head_format = self.weights_format
         self.formats = {self.weights_format: 1}
+        self.expert_formats: dict[str, int] = {}
         self._dtype = DTYPES[self.weights_format]
         self.kv_format = _choose("kv", config.kv, self.weights_format)
         loader = TorchLoader(device, self._dtype)

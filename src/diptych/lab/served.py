@@ -1,0 +1,102 @@
+"""The real engine under a load, without text and HTTP: every step with its times, and the requests' records.
+
+    run = Served(model, config, blocks, predict_s)
+    drive(run.stepper, run.clock, requests, run.ended, users=4, wait=sleep_s)
+    run.steps, run.book
+
+The engine is brought to where a server is when it serves: the memory of its KV pool is there, and `undisturbed` keeps objects
+that stay out of the collector's way. Clients of a closed loop live on the engine's thread.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from diptych.compute.runner import Model
+from diptych.compute.sampler import Sampler
+from diptych.control.loop import EngineCore
+from diptych.control.recording import Recorder
+from diptych.control.scheduler import Predict
+from diptych.engine.executor import ModelExecutor
+from diptych.ground.clock import Clock, MonotonicClock
+from diptych.ground.config import BlockConfig, SchedulerConfig
+from diptych.ground.events import Event, FinishEvent
+from diptych.ground.request import Request
+from diptych.metrics import EventBook, StepRecord
+from diptych.stepper import Stepper, serve
+
+Wait = Callable[[float], object]
+
+
+class Served:
+    """One run of the real engine. is_recorded: every call to its core is kept, for `lines`.
+
+    Times are taken of runs that are not: what is kept is memory that the next step cannot use again.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: SchedulerConfig,
+        blocks: BlockConfig,
+        predict_s: Predict,
+        *,
+        is_recorded: bool = False,
+    ) -> None:
+        self.clock = MonotonicClock()
+        self.steps: list[StepRecord] = []
+        self.book = EventBook(on_step=self.steps.append)
+        self.ended: list[str] = []
+        self.core = EngineCore(config, blocks, model_revision=model.revision, predict_s=predict_s)
+        self._recorder = Recorder(self.core) if is_recorded else None
+        kv = model.make_kv(blocks.n_blocks, blocks.block_tokens)
+        sampler = Sampler(model.spec.vocab_size, model.device, drawing=model)
+        executor = ModelExecutor(model, kv, sampler, clock=self.clock)
+        executor.back_memory(lambda: False)
+        self.stepper = Stepper(self._recorder or self.core, executor, self.clock, fold=self._fold)
+
+    def lines(self) -> list[str]:
+        """The recording."""
+        assert self._recorder is not None
+        return self._recorder.lines()
+
+    def _fold(self, events: list[Event]) -> None:
+        self.book.fold(events)
+        self.ended += [event.request_id for event in events if isinstance(event, FinishEvent)]
+
+
+def drive(
+    stepper: Stepper, clock: Clock, requests: Sequence[Request], ended: list[str], *, users: int | None, wait: Wait
+) -> None:
+    """Put requests through: when they are due, or one after the other for each user as answers come."""
+    begin_s = clock.now_s()
+    if users is None:
+        serve(stepper, [replace(one, arrival_s=begin_s + one.arrival_s) for one in requests], wait=wait)
+        return
+    coming = iter(requests)
+
+    def send(n: int) -> None:
+        for _ in range(n):
+            request = next(coming, None)
+            if request is not None:
+                stepper.submit(replace(request, arrival_s=clock.now_s()))
+
+    send(users)
+    n_seen = len(ended)
+    while stepper.step():
+        send(len(ended) - n_seen)
+        n_seen = len(ended)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """As a server does: a collection of all that is loaded takes as long as a hundred steps."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
