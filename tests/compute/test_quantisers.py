@@ -1,0 +1,93 @@
+"""Checkpoints that GPTQModel and llm-compressor wrote give the very values that these tools read in them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from bitsandbytes_files import DIGESTS, digest
+from coded_files import logits_of
+from diptych.compute.coded import CodedCheckpoint
+from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.models.config import HfConfig, read_json
+from diptych.models.quantised import quantisation_of
+from quantiser_files import DATA, KINDS, MORE_KINDS, quantise, tool_of
+
+HELD = {
+    "gptq-4": "group4-g32-f16",
+    "gptq-4-act-order": "group4-g32-f16-zeros",
+    "gptq-8-act-order": "group8-g32-f16-wide",
+    "awq": "group4-g32-f16-zeros",
+    "w4a16": "group4-g32-bf16-zeros",
+    "w8a8": "int8",
+    "fp8-channel": "bf16",
+    "fp8-block": "bf16",
+}
+
+
+def matrices(path: Path) -> dict[str, torch.Tensor]:
+    """Every quantised matrix in fp32, as Diptych reads it."""
+    config = read_json(path / "config.json")
+    how = quantisation_of(HfConfig(config))
+    assert how is not None
+    checkpoint = CodedCheckpoint(path, how, dtype=torch.float32)
+    inner, ffn = config["hidden_size"], config["intermediate_size"]
+    kv = config["num_key_value_heads"] * config["head_dim"]
+    rows = {"gate": ffn, "up": ffn, "k": kv, "v": kv}
+    with safe_open(path / "model.safetensors", "pt") as file:
+        names = {name[: name.index("_proj.")] for name in file.keys() if "_proj." in name}  # noqa: SIM118
+    return {
+        f"{name}_proj.weight": checkpoint.tensor(
+            f"{name}_proj.weight", rows.get(name.split(".")[-1], inner), ffn if name.endswith("down") else inner
+        ).read()
+        for name in names
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_has_the_values_that_its_own_tool_reads(kind: str) -> None:
+    """Our own packing loops could be wrong together with our reader; these files were written by somebody else."""
+    expected = json.loads((DATA / kind / DIGESTS).read_text())
+    assert len(expected) == 7
+    assert {name: digest(values) for name, values in matrices(DATA / kind).items()} == expected
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_run_and_the_log_says_as_what(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """With everything else that these tools write into a config."""
+    if not instruction_sets():
+        pytest.skip("the native kernels are not installed")
+    exact = logits_of(DATA / kind, backend="torch", weights="fp32")
+    with caplog.at_level(logging.INFO, logger="diptych.compute"):
+        got = logits_of(DATA / kind, backend="cpu")
+    assert exact.std() > 0.3
+    assert (got - exact).abs().mean() < 0.02 * exact.std()
+    said = next(record.getMessage() for record in caplog.records if "weights stored=" in record.getMessage())
+    assert f"kept={HELD[kind]}:100.0%" in said
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [*KINDS, *MORE_KINDS])
+def test_what_the_tools_write_now_is_read(kind: str, tmp_path: Path) -> None:
+    """Fresh from the package, with the logits of the plain checkpoint of its values."""
+    pytest.importorskip(tool_of(kind))
+    coded, values = quantise(tmp_path, kind)
+    got = matrices(coded)
+    assert len(got) == 7
+    for name, expected in values.items():
+        assert torch.equal(got[name], expected), name
+    plain = tmp_path / "plain"
+    shutil.copytree(tmp_path / "original", plain)
+    others = {name: tensor for name, tensor in load_file(coded / "model.safetensors").items() if "_proj." not in name}
+    save_file({**others, **values}, plain / "model.safetensors", metadata={"format": "pt"})
+    both = (logits_of(path, backend="torch", weights="fp32") for path in (coded, plain))
+    assert torch.allclose(*both, atol=1e-5)

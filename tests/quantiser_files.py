@@ -1,0 +1,152 @@
+"""Checkpoints that GPTQModel and llm-compressor quantised: small ones that they wrote (tests/data/quantisers), and fresh ones.
+
+    python tests/quantiser_files.py tests/data/quantisers     # how those were made: the kinds of the tool that is installed
+
+Both tools are large and hold to versions of torch and transformers of their own, so only slow tests that make fresh
+checkpoints import them, where somebody has installed them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models
+
+from bitsandbytes_files import DIGESTS, digest
+from checkpoints import make_checkpoint
+
+DATA = Path(__file__).parent / "data" / "quantisers"
+GROUP = 32
+FIELDS: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
+}  # fmt: skip
+GPTQMODEL: dict[str, dict[str, Any]] = {
+    "gptq-4": {"bits": 4, "sym": True, "desc_act": False, "act_group_aware": False},
+    "gptq-4-act-order": {"bits": 4, "sym": False, "desc_act": True, "act_group_aware": False},
+    "gptq-8-act-order": {"bits": 8, "sym": True, "desc_act": True, "act_group_aware": False},
+    "awq": {"bits": 4, "sym": False, "method": "awq", "format": "gemm"},
+}
+MORE_OF_GPTQMODEL: dict[str, dict[str, Any]] = {
+    "gptq-4 v2": {"bits": 4, "sym": False, "desc_act": False, "format": "gptq_v2", "act_group_aware": False},
+    "gptq-4 group aware": {"bits": 4, "sym": True, "desc_act": False, "act_group_aware": True},
+    "gptq-8 asymmetric": {"bits": 8, "sym": False, "desc_act": False, "act_group_aware": False},
+    "awq symmetric": {"bits": 4, "sym": True, "method": "awq", "format": "gemm"},
+}
+COMPRESSED: dict[str, dict[str, Any]] = {
+    "w4a16": {"num_bits": 4, "strategy": "group", "group_size": GROUP, "symmetric": False},
+    "w8a8": {"num_bits": 8, "strategy": "channel"},
+    "fp8-channel": {"num_bits": 8, "type": "float", "strategy": "channel"},
+    "fp8-block": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
+}
+MORE_COMPRESSED: dict[str, dict[str, Any]] = {
+    "w4a16 symmetric": {"num_bits": 4, "strategy": "group", "group_size": GROUP, "actorder": "weight"},
+    "w8a16": {"num_bits": 8, "strategy": "group", "group_size": GROUP, "symmetric": False},
+    "fp8": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+}
+KINDS = {**GPTQMODEL, **COMPRESSED}
+MORE_KINDS = {**MORE_OF_GPTQMODEL, **MORE_COMPRESSED}
+
+
+def tool_of(kind: str) -> str:
+    """The package that writes it."""
+    return "gptqmodel" if kind in GPTQMODEL | MORE_OF_GPTQMODEL else "llmcompressor"
+
+
+def quantise(folder: Path, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    """(the checkpoint, its matrices in fp32 as the tool dequantises them)."""
+    # GPTQModel's AWQ looks at 64 outputs at a time; a block of fp8 that the matrix ends within
+    own = {"awq": {"intermediate_size": 128, "num_key_value_heads": 4}, "fp8-block": {"intermediate_size": 160}}
+    original = make_checkpoint(
+        "llama", folder / "original", dtype=torch.bfloat16, **{**FIELDS, **own.get(kind.split()[0], {})}
+    )
+    _write_tokenizer(original)
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(3, FIELDS["vocab_size"], (1, 64), generator=generator) for _ in range(16)]
+    by = _by_gptqmodel if tool_of(kind) == "gptqmodel" else _by_llmcompressor
+    return folder / "coded", by(original, folder / "coded", (KINDS | MORE_KINDS)[kind], rows)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """Neither tool goes on without one."""
+    words = models.WordLevel({f"{i}": i for i in range(FIELDS["vocab_size"])}, unk_token="0")
+    special = {"bos_token": "1", "eos_token": "2", "pad_token": "0", "unk_token": "0"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **special).save_pretrained(folder)
+
+
+def _by_gptqmodel(
+    original: Path, target: Path, how: dict[str, Any], rows: list[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # of fewer it makes no pool
+    import gptqmodel
+    from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
+
+    config = gptqmodel.QuantizeConfig(**{"group_size": GROUP, **how})
+    model = gptqmodel.GPTQModel.load(str(original), config, device="cpu", dtype=torch.float16)
+    model.quantize([{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows], batch_size=1)
+    model.save(str(target))
+    # in the file's own type: it would take the scales to bf16
+    read = gptqmodel.GPTQModel.load(str(target), device="cpu", backend=gptqmodel.BACKEND.TORCH, dtype=torch.float16)
+    values = {}
+    for name, module in read.model.named_modules():
+        if not hasattr(module, "qweight"):
+            continue
+        module.scales = module.scales.float()
+        if how.get("method") == "awq":
+            weight = dequantize_gemm(module.qweight, module.qzeros, module.scales, module.bits, module.group_size)
+        else:
+            weight = module.dequantize_weight()
+        values[f"{name}.weight"] = weight.T.float().contiguous()
+    return values
+
+
+def _by_llmcompressor(
+    original: Path, target: Path, how: dict[str, Any], rows: list[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    import datasets
+    import llmcompressor
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from llmcompressor.modifiers import gptq, quantization
+
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**how))
+    if how["num_bits"] == 8 and how["strategy"] != "group":
+        scheme.input_activations = QuantizationArgs(
+            num_bits=8, type=how.get("type", "int"), strategy="token", dynamic=True
+        )
+    modifier = gptq.GPTQModifier if how["strategy"] == "group" else quantization.QuantizationModifier
+    model = transformers.AutoModelForCausalLM.from_pretrained(original, dtype=torch.bfloat16)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(original)
+    calibration = datasets.Dataset.from_dict({"input_ids": [row[0].tolist() for row in rows]})
+    recipe = modifier(config_groups={"group_0": scheme}, ignore=["lm_head"])
+    llmcompressor.oneshot(
+        model=model, tokenizer=tokenizer, dataset=calibration, recipe=recipe, num_calibration_samples=len(rows)
+    )
+    model.save_pretrained(target, save_compressed=True)
+    form = json.loads((target / "config.json").read_text())["quantization_config"]["format"]
+    compressor = BaseCompressor.get_value_from_registry(form)
+    tensors, values = load_file(target / "model.safetensors"), {}
+    for name in [name.removesuffix("weight_scale") for name in tensors if name.endswith("weight_scale")]:
+        state = {key.removeprefix(name): tensor for key, tensor in tensors.items() if key.startswith(name)}
+        state["weight_scale"] = state["weight_scale"].float()
+        values[f"{name}weight"] = compressor.decompress(state, scheme)["weight"].float().contiguous()
+    return values
+
+
+if __name__ == "__main__":
+    for kind in [kind for kind in KINDS if importlib.util.find_spec(tool_of(kind)) is not None]:
+        target = Path(sys.argv[1]) / kind
+        coded, values = quantise(target / "made", kind)
+        for name in ("config.json", "model.safetensors"):
+            shutil.copyfile(coded / name, target / name)
+        shutil.rmtree(target / "made")
+        (target / DIGESTS).write_text(json.dumps({name: digest(one) for name, one in values.items()}, indent=1) + "\n")
