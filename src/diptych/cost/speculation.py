@@ -34,7 +34,7 @@ _SILENCE = 16  # steps in which nobody had a guess and no draft held, until gues
 _LOOKS = 2  # steps in which one is looked for behind a guess, however long it was silent before
 _STAKE = 0.5  # of what the purse holds may go to one of them
 _SHARE = 0.005  # of the time of steps that guesses may take which the price refuses
-_SILENT_SHARE = 0.01  # the same of looking for one: text that begins to quote is not to wait long
+_SILENT_SHARE = 0.02  # the same of looking for one: text that begins to quote is not to wait long
 _RAREST = 64  # steps from one guess to the next
 _PLAIN_ALL, _PLAIN_EVERY = (
     8,
