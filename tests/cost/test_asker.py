@@ -135,3 +135,14 @@ def test_a_cold_first_forward_does_not_end_a_drafter_whose_time_is_known(times):
     world.draft_s = [0.1]
     world.steps(100)
     assert sum(map(bool, world.asked[-50:])) > 40
+
+
+def test_what_is_taken_once_is_not_priced_for_each_draft():
+    """What fusion and the first forward take was learned as a factor, at a depth of one: two drafts seemed to take four."""
+    cost = DrafterCost(draft_s=lambda shape, depths: 0.1 * max(depths), is_measured=True)
+    prices = DraftPrices(flat, drafters=[cost])
+    shape = StepShape([ChunkShape(Phase.DECODE, 1, 100, True)])
+    for _ in range(20):
+        prices.observe_drafting(shape, [1], 0.1 + 0.3, n_read=1)
+    (candidate,) = prices._asker._candidates
+    assert candidate.draft_s(shape, [7]) == pytest.approx(0.3 + 7 * 0.1)

@@ -249,3 +249,48 @@ def test_what_a_step_takes_without_drafts_is_seen_at_its_own_size():
     for _ in range(50):
         loop.prices.observe(StepShape.decode(batch=1, context_tokens=100), 0.3)
     assert loop.steps(300).gain > 0.9
+
+
+def test_depth_that_was_never_judged_is_as_likely_as_the_last():
+    """Where nine of ten held, the next deeper was taken for 0.6 and hardly ever drafted."""
+    own = Acceptance()
+    for _ in range(200):
+        own.learn(2, 2)
+    assert own.chances(8)[7] > 0.5
+    for _ in range(50):
+        own.learn(2, 3)
+    assert len(own.chances(8)) == 2, "the third never held"
+
+
+def test_steps_without_drafts_are_looked_at_rarely_where_they_are_known():
+    """To learn what they take was a hundredth of a small model's step; another size is looked at all the same."""
+    n_looked = 0
+
+    def counted(shape: StepShape) -> float:
+        nonlocal n_looked
+        n_looked += 1
+        return 1e-3
+
+    prices = DraftPrices(counted)
+    prices.begin("lookup")
+    for _ in range(40):
+        prices.observe(StepShape.decode(batch=4, context_tokens=100), 1e-3)
+    n_looked = 0
+    for _ in range(160):
+        prices.observe(StepShape.decode(batch=4, context_tokens=100), 1e-3)
+    assert n_looked <= 20
+    prices.observe(StepShape.decode(batch=5, context_tokens=100), 1e-3)
+    assert n_looked <= 22
+
+
+def test_drafts_that_seem_to_take_less_than_nothing_are_doubted():
+    """What a step takes without drafts was measured while others used the machine; then every step had drafts, which seemed
+    to pay, and what it takes without was never seen again.
+    """
+    loop = Loop(4, 0.8, lambda shape: 1e-3 * shape.n_tokens**1.3)
+    for _ in range(20):
+        loop.prices.observe(StepShape.decode(batch=4, context_tokens=100), 2.3 * 1e-3 * 4**1.3)
+    loop.steps(40)
+    tokens, seconds = loop.tokens, loop.seconds
+    loop.steps(200)
+    assert (loop.tokens - tokens) / (loop.seconds - seconds) >= 0.97 * 4 / (1e-3 * 4**1.3)

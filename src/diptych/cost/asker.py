@@ -30,17 +30,18 @@ _BETTER = 1.1  # what another drafter must give over the one that is followed: t
 class _Candidate:
     """One drafter: what it costs, and what is known of all sequences of a kind."""
 
-    __slots__ = ("cost", "pools", "times")
+    __slots__ = ("cost", "pools", "rest", "times")
 
     def __init__(self, cost: DrafterCost) -> None:
         self.cost = cost
-        self.times = Ratio()  # measured over what it is thought to take
+        self.times = Ratio()  # measured over what it is thought to take, where that is a guess
+        self.rest = Ratio()  # else seconds beyond its forwards, which are measured: once, however many drafts it makes
         self.pools: dict[int, Asked] = {}  # by kind of request
 
     @property
     def is_known(self) -> bool:
         """Whether its time was measured where it was asked, if it takes any."""
-        return self.times.is_known or self.cost.draft_s is None
+        return self.times.is_known or self.rest.is_known or self.cost.draft_s is None
 
     @property
     def is_priced(self) -> bool:
@@ -50,7 +51,15 @@ class _Candidate:
     def draft_s(self, shape: StepShape, depths: Sequence[int]) -> float:
         if self.cost.draft_s is None or not any(depths):
             return 0.0
-        return self.cost.draft_s(shape, depths) * self.times.value
+        rest_s = self.rest.value if self.rest.is_known else 0.0
+        return self.cost.draft_s(shape, depths) * self.times.value + rest_s
+
+    def learn(self, drafting_s: float, measured_s: float) -> None:
+        """Drafts took so long that were thought to take drafting_s by `cost`."""
+        if self.cost.is_measured:
+            self.rest.add(max(0.0, measured_s - drafting_s), drafting_s / 2.0)
+        else:
+            self.times.add(measured_s / max(drafting_s, 1e-12))
 
 
 class Asker:
@@ -175,9 +184,9 @@ class Asker:
         cost, expected_s, is_priced = candidate.cost, read_s, candidate.is_priced
         if any(depths) and cost.draft_s is not None:
             drafting_s = cost.draft_s(shape, depths)
-            expected_s = drafting_s * candidate.times.value
+            expected_s = candidate.draft_s(shape, depths)
             if n_read <= _FEW_TOKENS * len(depths):
-                candidate.times.add(measured_s / max(drafting_s, 1e-12), 1.0 if cost.is_measured else None)
+                candidate.learn(drafting_s, measured_s)
             elif cost.read_s is not None:
                 expected_s += cost.read_s(n_read)
         took_s = min(measured_s, DISTURBED * expected_s) if is_priced else measured_s

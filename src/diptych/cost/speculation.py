@@ -30,10 +30,11 @@ _REST = 16, 4  # steps and guesses for which a price that said no is believed, u
 _RISEN = 1.1
 _PROBE = (1, 16)  # refusals from one probe to the next, at first and at last
 _PROBE_DEPTH = 2
-_SILENCE = 16  # steps in which nobody had a guess, until guesses are made as rarely as they are dear
+_SILENCE = 16  # steps in which nobody had a guess and no draft held, until guesses are made as rarely as they are dear
+_LOOKS = 2  # steps in which one is looked for behind a guess, however long it was silent before
 _STAKE = 0.5  # of what the purse holds may go to one of them
 _SHARE = 0.005  # of the time of steps that guesses may take which the price refuses
-_SILENT_SHARE = 0.01  # the same of looking for one: text that begins to quote is not to wait long
+_SILENT_SHARE = 0.02  # the same of looking for one: text that begins to quote is not to wait long
 _RAREST = 64  # steps from one guess to the next
 _PLAIN_ALL, _PLAIN_EVERY = (
     8,
@@ -65,7 +66,7 @@ class _Refusal:
 
     def __init__(self) -> None:
         self.blind_in = self.left_blind = _BLIND[0]  # steps with drafts until one goes without, and those left of them
-        self.n_silent = 0  # steps in a row in which nobody had a guess
+        self.n_silent = 0  # steps in which nobody had a guess, since a draft held
         self.worth = 0.0  # the most that was refused; 0: nothing was
         self.asks_in = 0  # steps until the price is asked whatever the worth
         self.every = 1  # steps from one guess to the next
@@ -133,21 +134,27 @@ class DraftPrices:
         self._n_plain = 0  # of them, since the last with drafts
         self._longer: dict[tuple[int, int, int], float] = {}  # see _times_longer
         self._n_learned = 0
+        self._has_held = False  # a draft, since the last choice
         # of the planned step's drafts the executor's share; its price without drafts, with them, and the most it is to take
         self._sent: tuple[float, float, float, float] | None = None
 
     def begin(self, name: str, kind: int = 0) -> Acceptance:
         """Of a new sequence with this drafter; each kind of request has chances of its own."""
         estimate = Acceptance(self._pools.setdefault((name, kind), Acceptance()))
-        estimate.on_kept = self.rows_purse.gain
+        estimate.on_kept = self._held
         return estimate
 
     def begin_asked(self, names: Sequence[str], kind: int = 0) -> list[Asked]:
         """The same with the executor's drafters, by number: one of them follows the sequence, where any pays."""
         estimates = self._asker.begin(len(names), kind)
         for estimate in estimates:
-            estimate.on_kept = self.rows_purse.gain
+            estimate.on_kept = self._held
         return estimates
+
+    def _held(self, n_kept: int) -> None:
+        """So many drafts of a sequence held."""
+        self.rows_purse.gain(n_kept)
+        self._has_held = True
 
     def best(self, guesses: Sequence[tuple[Acceptance, int, int]]) -> int:
         """Which of these guesses for one sequence is worth most."""
@@ -211,7 +218,8 @@ class DraftPrices:
         shape: of the step without drafts, decode chunks first. limit_s: longest that a step with drafts may take.
         """
         refusal = self._refusals.setdefault(len(guesses).bit_length(), _Refusal())
-        refusal.n_silent = 0
+        refusal.n_silent = 0 if self._has_held else min(refusal.n_silent, _SILENCE - _LOOKS)
+        self._has_held = False
         if not refusal.worth:
             refusal.every = 1
         self.rows_purse.pass_steps(1)

@@ -217,9 +217,11 @@ class Draftings:
         where that is nothing.
         """
         asked = {chunk.drafter for chunk in plan.chunks if chunk.wanted_drafts is not None}
-        is_news = bool(plan.ended_seq_ids or plan.starts or plan.copies)
-        if asked or is_news:
-            self._tell()
+        is_news = plan.ended_seq_ids or plan.starts or plan.copies
+        if not asked and not is_news:  # most steps, where nobody pays
+            self._asked = {}
+            return None
+        self._tell()
         if is_news:
             for one in self._all:
                 one.follow(plan)
