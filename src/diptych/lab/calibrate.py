@@ -28,7 +28,7 @@ from diptych.compute.ops.cpus import Placement
 from diptych.compute.runner import Model, random_model
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.fit import residual_of
-from diptych.cost.profile import SCHEMA, profile_path
+from diptych.cost.profile import SCHEMA, profile_path, read_profile
 from diptych.engine.cost_view import CostView
 from diptych.ground.clock import wall_time_s
 from diptych.ground.config import ComputeConfig
@@ -363,12 +363,18 @@ def _cells(profile: dict[str, Any], places: Sequence[tuple[str, ...]]) -> list[t
 
 
 def _predicted_s(profile: dict[str, Any], samples: Sequence[TimedStep]) -> list[float]:
-    models = {id(sample.view): _model_of(profile, sample.view) for sample in samples}
+    models = _models(profile, samples)
     return [models[id(sample.view)].predict_s(sample.work) for sample in samples]
 
 
-def _model_of(profile: dict[str, Any], view: CostView) -> CalibratedModel:
-    return CalibratedModel.from_profile(profile, view.spec, view.quant, kv=view.kv)
+def _models(profile: dict[str, Any], samples: Sequence[TimedStep]) -> dict[int, CalibratedModel]:
+    """By view, of which there are few: making one takes as long as pricing a hundred steps."""
+    hardware, calibration = read_profile(profile)
+    views = {id(sample.view): sample.view for sample in samples}
+    return {
+        number: CalibratedModel(view.spec, hardware, view.quant, calibration=calibration, kv=view.kv)
+        for number, view in views.items()
+    }
 
 
 def _take_unread(profile: dict[str, Any], samples: Sequence[TimedStep]) -> None:
@@ -376,7 +382,8 @@ def _take_unread(profile: dict[str, Any], samples: Sequence[TimedStep]) -> None:
     they do in the cache where that is less.
     """
     cache, eb = profile.get("cache"), profile["eb"]
-    read = {one.view.quant.name for one in samples if not _model_of(profile, one.view).weights_are_cached} & eb.keys()
+    models = _models(profile, samples)
+    read = {one.view.quant.name for one in samples if not models[id(one.view)].weights_are_cached} & eb.keys()
     if cache is None or not read:
         return
     usual = statistics.mean(eb[name] for name in read)
