@@ -141,7 +141,6 @@ def calibrate(
     samples: list[TimedStep] = []
     adapted: dict[str, tuple[str, AdaptedSteps]] = {}  # by compute dtype, with the weights beside them
     ceilings: dict[str, Ceilings] = {}
-    kv_formats: list[str] = []
     cache: dict[str, float] | None = None
     elsewhere: dict[str, float | str] = {}
     backend = kernels = ""
@@ -173,21 +172,15 @@ def calibrate(
             samples += _sample(empty, EMPTY_STEPS, brief, takes_busy=takes_busy)
             empty.close()
     if backend == "cpu":
-        for kv in dict.fromkeys((compute.kv, *KV_FORMATS)):
-            progress(f"measuring attention, KV {kv}")
-            with closing(random_model(ATTENTION_MODEL, replace(compute, weights="bf16", kv=kv), seed=0)) as model:
-                kv_formats.append(model.kv_format)
-                samples += _sample(
-                    model, ATTENTION_STEPS, replace(effort, budget_s=effort.budget_s / 4), takes_busy=takes_busy
-                )
+        samples += _attention(compute, effort, progress, takes_busy=takes_busy)
     progress("fitting")
     profile = _profile(ceilings, backend, kernels=kernels, placement=placement)
     if cache is not None:
         profile["cache"] = cache | {"eb": dict.fromkeys(ceilings, 0.6), "kv_eb": 0.5}
     if backend == "cpu":  # the only one of which two widths are measured
         profile["activation_bytes_per_s"] = 1e10
-    attention = profile["attention"]
-    attention |= {kv: {key: attention[key] for key in ("prefill_ef", "decode_ef")} for kv in kv_formats[1:]}
+        attention = profile["attention"]
+        attention |= {kv: {key: attention[key] for key in ("prefill_ef", "decode_ef")} for kv in KV_FORMATS}
     profile = _fit(profile, samples)
     progress("measuring the host")
     with closing(random_model(SMALL_MODEL, replace(compute, weights="bf16"), seed=0)) as model:
@@ -218,6 +211,16 @@ def _sample(model: Model, steps: Sequence[StepShape], effort: Effort, *, takes_b
             hint="stop them and run it again, or keep such a profile with --busy",
         )
     return [TimedStep(view=view, work=work, measured=rounds.point(i)) for i, work in enumerate(steps)]
+
+
+def _attention(compute: ComputeConfig, effort: Effort, progress: Progress, *, takes_busy: bool) -> list[TimedStep]:
+    """Steps that are hardly anything else, over every KV format."""
+    brief, samples = replace(effort, budget_s=effort.budget_s / 4), []
+    for kv in (compute.kv, *KV_FORMATS):
+        progress(f"measuring attention, KV {kv}")
+        with closing(random_model(ATTENTION_MODEL, replace(compute, weights="bf16", kv=kv), seed=0)) as model:
+            samples += _sample(model, ATTENTION_STEPS, brief, takes_busy=takes_busy)
+    return samples
 
 
 def _elsewhere(
