@@ -28,7 +28,7 @@ from diptych.compute.ops.cpus import Placement
 from diptych.compute.runner import Model, random_model
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.fit import residual_of
-from diptych.cost.profile import SCHEMA, profile_path
+from diptych.cost.profile import SCHEMA, profile_path, read_profile
 from diptych.engine.cost_view import CostView
 from diptych.ground.clock import wall_time_s
 from diptych.ground.config import ComputeConfig
@@ -141,7 +141,6 @@ def calibrate(
     samples: list[TimedStep] = []
     adapted: dict[str, tuple[str, AdaptedSteps]] = {}  # by compute dtype, with the weights beside them
     ceilings: dict[str, Ceilings] = {}
-    kv_formats: list[str] = []
     cache: dict[str, float] | None = None
     elsewhere: dict[str, float | str] = {}
     backend = kernels = ""
@@ -173,21 +172,15 @@ def calibrate(
             samples += _sample(empty, EMPTY_STEPS, brief, takes_busy=takes_busy)
             empty.close()
     if backend == "cpu":
-        for kv in dict.fromkeys((compute.kv, *KV_FORMATS)):
-            progress(f"measuring attention, KV {kv}")
-            with closing(random_model(ATTENTION_MODEL, replace(compute, weights="bf16", kv=kv), seed=0)) as model:
-                kv_formats.append(model.kv_format)
-                samples += _sample(
-                    model, ATTENTION_STEPS, replace(effort, budget_s=effort.budget_s / 4), takes_busy=takes_busy
-                )
+        samples += _attention(compute, effort, progress, takes_busy=takes_busy)
     progress("fitting")
     profile = _profile(ceilings, backend, kernels=kernels, placement=placement)
     if cache is not None:
         profile["cache"] = cache | {"eb": dict.fromkeys(ceilings, 0.6), "kv_eb": 0.5}
     if backend == "cpu":  # the only one of which two widths are measured
         profile["activation_bytes_per_s"] = 1e10
-    attention = profile["attention"]
-    attention |= {kv: {key: attention[key] for key in ("prefill_ef", "decode_ef")} for kv in kv_formats[1:]}
+        attention = profile["attention"]
+        attention |= {kv: {key: attention[key] for key in ("prefill_ef", "decode_ef")} for kv in KV_FORMATS}
     profile = _fit(profile, samples)
     progress("measuring the host")
     with closing(random_model(SMALL_MODEL, replace(compute, weights="bf16"), seed=0)) as model:
@@ -218,6 +211,16 @@ def _sample(model: Model, steps: Sequence[StepShape], effort: Effort, *, takes_b
             hint="stop them and run it again, or keep such a profile with --busy",
         )
     return [TimedStep(view=view, work=work, measured=rounds.point(i)) for i, work in enumerate(steps)]
+
+
+def _attention(compute: ComputeConfig, effort: Effort, progress: Progress, *, takes_busy: bool) -> list[TimedStep]:
+    """Steps that are hardly anything else, over every KV format."""
+    brief, samples = replace(effort, budget_s=effort.budget_s / 4), []
+    for kv in (compute.kv, *KV_FORMATS):
+        progress(f"measuring attention, KV {kv}")
+        with closing(random_model(ATTENTION_MODEL, replace(compute, weights="bf16", kv=kv), seed=0)) as model:
+            samples += _sample(model, ATTENTION_STEPS, brief, takes_busy=takes_busy)
+    return samples
 
 
 def _elsewhere(
@@ -363,12 +366,18 @@ def _cells(profile: dict[str, Any], places: Sequence[tuple[str, ...]]) -> list[t
 
 
 def _predicted_s(profile: dict[str, Any], samples: Sequence[TimedStep]) -> list[float]:
-    models = {id(sample.view): _model_of(profile, sample.view) for sample in samples}
+    models = _models(profile, samples)
     return [models[id(sample.view)].predict_s(sample.work) for sample in samples]
 
 
-def _model_of(profile: dict[str, Any], view: CostView) -> CalibratedModel:
-    return CalibratedModel.from_profile(profile, view.spec, view.quant, kv=view.kv)
+def _models(profile: dict[str, Any], samples: Sequence[TimedStep]) -> dict[int, CalibratedModel]:
+    """By view, of which there are few: making one takes as long as pricing a hundred steps."""
+    hardware, calibration = read_profile(profile)
+    views = {id(sample.view): sample.view for sample in samples}
+    return {
+        number: CalibratedModel(view.spec, hardware, view.quant, calibration=calibration, kv=view.kv)
+        for number, view in views.items()
+    }
 
 
 def _take_unread(profile: dict[str, Any], samples: Sequence[TimedStep]) -> None:
@@ -376,7 +385,8 @@ def _take_unread(profile: dict[str, Any], samples: Sequence[TimedStep]) -> None:
     they do in the cache where that is less.
     """
     cache, eb = profile.get("cache"), profile["eb"]
-    read = {one.view.quant.name for one in samples if not _model_of(profile, one.view).weights_are_cached} & eb.keys()
+    models = _models(profile, samples)
+    read = {one.view.quant.name for one in samples if not models[id(one.view)].weights_are_cached} & eb.keys()
     if cache is None or not read:
         return
     usual = statistics.mean(eb[name] for name in read)

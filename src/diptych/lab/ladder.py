@@ -38,6 +38,7 @@ SIZES = (30, 45, 90, 150, 210, 256, 600)
 SEQUENCES = 16
 DECODES = 8  # between two requests
 IDLE_S, WOKEN_TOKENS, WAKES = 0.015, 90, 5
+ODD = 1.5  # times its usual time, from which on a step was disturbed
 CONFIG = SchedulerConfig(max_step_tokens=1024, max_running_sequences=SEQUENCES)
 BLOCKS = BlockConfig(n_blocks=512, block_tokens=16)
 
@@ -157,19 +158,27 @@ class Level:
         # of steps with prompts and of those without: the log of rows, and times the profile's price
         self._times: dict[bool, tuple[np.ndarray, np.ndarray]] = {}
         for has_prompt in (False, True):
-            found = _medians(
-                (shape.n_tokens, times) for shape, times in kernels if (shape.prefill_tokens > 0) is has_prompt
-            )
-            rows, times = zip(*found, strict=True)
-            self._times[has_prompt] = np.log(rows), np.array(times)
+            found = _medians((shape.n_tokens, times) for shape, times in kernels if _has_prompt(shape) is has_prompt)
+            rows, usual = (np.array(each, dtype=float) for each in zip(*found, strict=True))
+            # an answer's time is the mean of its steps, small delays among them; of a long one no more than ODD is believed
+            over = [
+                times / np.interp(shape.n_tokens, rows, usual)
+                for shape, times in kernels
+                if _has_prompt(shape) is has_prompt
+            ]
+            self._times[has_prompt] = np.log(rows), usual * float(np.minimum(over, ODD).mean())
         usual_s = self.predict_s(StepShape.prefill(batch=1, new_tokens=WOKEN_TOKENS))
         woken_s = statistics.median(woken_s for climb in climbs for woken_s in climb.woken_s)
         self.host = replace(self.host, wake_s=max(0.0, woken_s - usual_s))
 
     def predict_s(self, shape: StepShape) -> float:
         """Seconds of a step."""
-        times = float(np.interp(np.log(shape.n_tokens), *self._times[shape.prefill_tokens > 0]))
+        times = float(np.interp(np.log(shape.n_tokens), *self._times[_has_prompt(shape)]))
         return times * self._kernels_s(shape) + self.host.time_s(shape)
 
     def _kernels_s(self, shape: StepShape) -> float:
         return self._predictor.predict_s(shape) - self._predictor.calibration.host.time_s(shape)
+
+
+def _has_prompt(shape: StepShape) -> bool:
+    return shape.prefill_tokens > 0
