@@ -25,6 +25,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from diptych.cluster.autoscale import Autoscaler, probe
 from diptych.cluster.core import ClusterCore
+from diptych.cluster.link import DoorLink, InOrder
 from diptych.cluster.messages import Batch, Facts, ToWorker
 from diptych.cluster.runner import WorkerRunner
 from diptych.cluster.worker import Worker
@@ -136,6 +137,7 @@ class _Actor:
             machine=node,
         )
         self._runner = WorkerRunner(worker, clock=clock)
+        self._told = InOrder(self._runner.post)
         loaded.model.on_loss(self._runner.fail)
         start_in_spare_time(lambda: machinery.executor.back_memory(lambda: False), name="diptych-memory", daemon=True)
 
@@ -158,10 +160,10 @@ class _Actor:
         """The other workers' handles."""
         self._peers |= peers
 
-    def tell(self, incarnation: str, message: ToWorker) -> None:
+    def tell(self, incarnation: str, number: int, message: ToWorker) -> None:
         """From the door."""
         if incarnation == self._incarnation:
-            self._runner.post(message)
+            self._told.put(number, message)
 
     def give(self, message: ToWorker) -> None:
         """From another worker. Keys and values are looked at where they lie, be it in the object store or in a slot."""
@@ -248,17 +250,6 @@ class PoolConfig:
     def names(self) -> list[str]:
         """Of the workers, those that decode first."""
         return [f"decode-{i}" for i in range(self.decode)] + [f"prefill-{i}" for i in range(self.prefill)]
-
-
-class _Link:
-    """The door's way to one incarnation of a worker."""
-
-    def __init__(self, actor: Any, incarnation: str) -> None:
-        self._actor, self._incarnation = actor, incarnation
-
-    def send(self, message: ToWorker) -> None:
-        """See cluster.core.Link."""
-        self._actor.tell.remote(self._incarnation, message)
 
 
 class RayCluster:
@@ -362,7 +353,7 @@ class RayCluster:
 
     def _attach(self, name: str, clock_ahead_s: float) -> None:
         hello = self.hellos[name]
-        link = _Link(self.actors[name], hello.incarnation)
+        link = DoorLink(self.actors[name], hello.incarnation)
         self.core.attach(
             link,
             hello.facts,
