@@ -12,7 +12,7 @@ from tests.checkpoints import make_checkpoint
 from tests.cluster.local import Fault, LocalCluster, flipped, no_fault
 from tests.engine.conftest import tiny_config
 
-from diptych.cluster.messages import Done, Parcel, Read, ToWorker
+from diptych.cluster.messages import Done, Parcel, Read, StopReading, ToWorker
 from diptych.compute.kv_store import KVPayload
 from diptych.engine.llm import LLM, Completion
 from diptych.engine.load import LoadedModel, bundled_dir, load
@@ -368,6 +368,25 @@ def test_an_abort_leaves_nothing_behind_anywhere(loaded: LoadedModel, n_steps: i
         engine.step()
     cluster.check()
     assert all(worker.counts().core.waiting == 0 for worker in cluster.workers.values())
+
+
+def test_a_reader_that_did_not_hear_hears_it_with_its_first_parcel(loaded: LoadedModel) -> None:
+    """Blocks of a prompt that nobody waits for were held until all of it was read: the word had come before what it stops."""
+    unheard: Fault = lambda message: [] if isinstance(message, StopReading) else [(0, message)]  # noqa: E731
+    cluster = LocalCluster(loaded, tiny_config("cpu"), fault=unheard)
+    engine = cluster.engine
+    (prompt,) = prompts((239,))  # five steps
+    one = engine.submit(engine.make_request(prompt, SAMPLED, arrival_s=engine.clock.now_s()), lambda delta: None)
+    while not cluster.workers["prefill-0"].counts().sent_tokens:
+        engine.step()
+    engine.abort(one.request.request_id)
+    engine.step()
+    cluster.fault = no_fault
+    engine.step()
+    engine.step()
+    assert cluster.workers["prefill-0"].counts().reading == 0
+    assert cluster.workers["prefill-0"].counts().sent_tokens < 200
+    cluster.check()
 
 
 def test_a_pool_too_small_for_all_serves_all(loaded: LoadedModel) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 
@@ -20,6 +21,7 @@ from diptych.ground.clock import sleep_s
 from diptych.ground.config import EngineConfig, quiet_ray
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.ground.request import SamplingParams
+from diptych.ground.version import VERSION
 from server_process import CLOCK, ServerProcess, check_account
 from span_receiver import SpanReceiver
 
@@ -255,3 +257,21 @@ def test_a_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError, match=r"no Ray cluster at auto: .*Could not find") as caught:
         rays.RayCluster("bundled", EngineConfig(), rays.PoolConfig(address="auto"))
     assert "ray start --head" in str(caught.value.hint)
+
+
+def test_an_address_where_nobody_listens_is_named_at_once() -> None:
+    """Ray tried for minutes, and wrote lines of its own meanwhile."""
+    rays = importlib.import_module("diptych.cluster.rays")
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"no Ray cluster at {address}: .*refused"):
+            rays.RayCluster("bundled", EngineConfig(), rays.PoolConfig(address=address))
+
+
+def test_a_worker_of_another_version_is_refused() -> None:
+    """It was taken, and what it did not understand was lost: clients waited for ever."""
+    rays = importlib.import_module("diptych.cluster.rays")
+    rays.check_version("decode-0", VERSION)
+    with pytest.raises(LoadError, match=f"worker decode-1 runs Diptych 0.0.9; this server is {re.escape(VERSION)}"):
+        rays.check_version("decode-1", "0.0.9")

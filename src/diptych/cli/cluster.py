@@ -12,7 +12,7 @@ from diptych.server.config import ServerConfig
 from diptych.server.run import run_server
 
 if TYPE_CHECKING:
-    from diptych.cluster.rays import PoolConfig
+    from diptych.cluster.pool_config import PoolConfig
 
 
 def pools_of(

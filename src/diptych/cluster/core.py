@@ -239,6 +239,7 @@ class ClusterCore:
         worker.n_lost += 1  # what it may still have said does not count
         worker.seen.clear()
         self._tell_lost(name)
+        logger.info("worker ended name=%s", name)
 
     def deliver(self, name: str, batch: Batch) -> None:
         """Take in what a worker said; any thread may. What one said before it was lost does not count after it."""

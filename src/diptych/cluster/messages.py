@@ -75,12 +75,14 @@ class StopReading:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
     """Computed blocks of a request, from `first_block` on. digests: of the chain of tokens that ends with each block.
+    reader: who computed them.
 
     lineage: of the model that computed them; the header's revision also says with which kernels. seat: where the bytes lie that
     the payload then has not.
     """
 
     request_id: str
+    reader: str
     lineage: str
     first_block: int
     digests: tuple[bytes, ...]

@@ -11,6 +11,7 @@ listens on loopback; between machines give it a network of its own.
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,9 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from diptych.cluster.autoscale import Autoscaler, probe
 from diptych.cluster.core import ClusterCore
+from diptych.cluster.link import DoorLink, InOrder
 from diptych.cluster.messages import Batch, Facts, ToWorker
+from diptych.cluster.pool_config import PoolConfig
 from diptych.cluster.runner import WorkerRunner
 from diptych.cluster.worker import Worker
 from diptych.compute.structured import GrammarCompiler
@@ -52,6 +55,7 @@ from diptych.ground.config import EngineConfig
 from diptych.ground.errors import ConfigError, EngineError, LoadError, RequestError
 from diptych.ground.hosts import is_loopback
 from diptych.ground.spare_time import start_in_spare_time
+from diptych.ground.version import VERSION
 from diptych.models.spec import ModelSpec
 
 logger = logging.getLogger("diptych.cluster")
@@ -59,8 +63,8 @@ logger = logging.getLogger("diptych.cluster")
 POLL_S = 0.5  # a worker that has nothing to say says so as often
 HUNG_S = 30.0  # a process that says nothing for so long, not even that there is nothing to say, is given up
 LOOK_S = 1.0  # between looks at the load, where pools follow it
+CONNECT_S = 5.0
 START_S = 600.0  # a large model takes minutes to load
-OBJECT_STORE_BYTES = 256 * 2**20  # blocks stay in it for milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +97,7 @@ class Hello:
     the load and nothing is predicted.
     """
 
+    version: str
     incarnation: str
     facts: Facts
     card: ModelCard
@@ -136,6 +141,7 @@ class _Actor:
             machine=node,
         )
         self._runner = WorkerRunner(worker, clock=clock)
+        self._told = InOrder(self._runner.post)
         loaded.model.on_loss(self._runner.fail)
         start_in_spare_time(lambda: machinery.executor.back_memory(lambda: False), name="diptych-memory", daemon=True)
 
@@ -144,6 +150,7 @@ class _Actor:
         model = self._loaded.model
         card = ModelCard(**{name: getattr(model, name) for name in ModelCard.__dataclass_fields__})
         return Hello(
+            version=VERSION,
             incarnation=self._incarnation,
             facts=self._facts,
             card=card,
@@ -158,10 +165,10 @@ class _Actor:
         """The other workers' handles."""
         self._peers |= peers
 
-    def tell(self, incarnation: str, message: ToWorker) -> None:
+    def tell(self, incarnation: str, number: int, message: ToWorker) -> None:
         """From the door."""
         if incarnation == self._incarnation:
-            self._runner.post(message)
+            self._told.put(number, message)
 
     def give(self, message: ToWorker) -> None:
         """From another worker. Keys and values are looked at where they lie, be it in the object store or in a slot."""
@@ -194,71 +201,6 @@ def actor_class(process: type[_Actor] = _Actor) -> Any:
 
 
 WorkerActor = actor_class()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolConfig:
-    """How many workers. prefill: those that read for the others; decode: those that answer, with prefill = 0 all they do.
-
-    takes_other_kernels: see `cluster.worker`. otlp_traces_endpoint: see `engine.spans`. address: of a Ray cluster that runs
-    ("auto" finds one); None: one is started here, on loopback, and ends with this process.
-    max_prefill, max_decode: pools grow up to these and shrink again, so that workers have target_queue_s of predicted work
-    each; None: they stay as they are. calm_s: see `cluster.autoscale`.
-    """
-
-    prefill: int = 0
-    decode: int = 1
-    address: str | None = None
-    local_prefill_tokens: int = 64
-    takes_other_kernels: bool = False
-    object_store_bytes: int = OBJECT_STORE_BYTES
-    otlp_traces_endpoint: str | None = None
-    max_prefill: int | None = None
-    max_decode: int | None = None
-    target_queue_s: float = 2.0
-    calm_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        """Refuse what answers nobody."""
-        if self.decode < 1 or self.prefill < 0:
-            raise ConfigError(f"{self.decode} workers decode and {self.prefill} prefill; at least 1 must decode")
-        for pool, (least, most) in self.bounds.items():
-            if not 1 <= least <= most:
-                raise ConfigError(
-                    f"pool {pool} begins with {least} workers and may have {most}; it must begin with 1 at least and "
-                    f"with {most} at most"
-                )
-        if self.target_queue_s <= 0.0 or self.calm_s < 0.0:
-            raise ConfigError(
-                f"target_queue_s is {self.target_queue_s} and calm_s {self.calm_s}; they must be more than 0, and 0 or more"
-            )
-
-    @property
-    def bounds(self) -> dict[str, tuple[int, int]]:
-        """Of pools that follow their load, the fewest and the most workers."""
-        pools = {"prefill": (self.prefill, self.max_prefill), "decode": (self.decode, self.max_decode)}
-        return {pool: (least, most) for pool, (least, most) in pools.items() if most is not None}
-
-    @property
-    def most(self) -> int:
-        """Workers that there may be at one time."""
-        return (self.max_prefill or self.prefill) + (self.max_decode or self.decode)
-
-    @property
-    def names(self) -> list[str]:
-        """Of the workers, those that decode first."""
-        return [f"decode-{i}" for i in range(self.decode)] + [f"prefill-{i}" for i in range(self.prefill)]
-
-
-class _Link:
-    """The door's way to one incarnation of a worker."""
-
-    def __init__(self, actor: Any, incarnation: str) -> None:
-        self._actor, self._incarnation = actor, incarnation
-
-    def send(self, message: ToWorker) -> None:
-        """See cluster.core.Link."""
-        self._actor.tell.remote(self._incarnation, message)
 
 
 class RayCluster:
@@ -308,8 +250,9 @@ class RayCluster:
         options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "namespace": "diptych"}
         if self._pools.address is not None:
             try:
+                _knock(self._pools.address)
                 ray.init(address=self._pools.address, **options)
-            except (ConnectionError, ValueError) as error:
+            except (OSError, ValueError) as error:
                 raise ConfigError(
                     f"no Ray cluster at {self._pools.address}: {_reason(error)}",
                     hint="ray start --head begins one, RAY_AUTH_MODE=token has its key sent (docs/cluster.md); without "
@@ -357,12 +300,13 @@ class RayCluster:
                     f"worker {name} did not start: {_reason(error)}",
                     hint="is the model on every node under that path, and has the cluster a CPU for every worker?",
                 ) from error
+            check_version(name, self.hellos[name].version)
         for actor in self.actors.values():
             actor.meet.remote(self.actors)
 
     def _attach(self, name: str, clock_ahead_s: float) -> None:
         hello = self.hellos[name]
-        link = _Link(self.actors[name], hello.incarnation)
+        link = DoorLink(self.actors[name], hello.incarnation)
         self.core.attach(
             link,
             hello.facts,
@@ -423,6 +367,7 @@ class RayCluster:
             raise RequestError(
                 "pools follow the load here", hint="leave out --max-prefill, --max-decode and --max-workers"
             )
+        logger.info("pool=%s wanted=%d", pool, number)
         self._thread(partial(self._scale_to, pool, number), f"diptych-scale-{pool}")
 
     def _thread(self, target: Callable[[], object], name: str) -> None:
@@ -573,6 +518,21 @@ def with_memory(config: EngineConfig, share: int) -> EngineConfig:
         return config
     available = memory_of(torch.device("cpu")).available_bytes
     return replace(config, kv_memory_bytes=int(available * KV_MEMORY_SHARE / share))
+
+
+def _knock(address: str) -> None:
+    """OSError where nobody listens at host:port: Ray itself tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+
+
+def check_version(name: str, version: str) -> None:
+    """LoadError where a worker runs another Diptych than the door: what they say to each other has changed, or may have."""
+    if version != VERSION:
+        raise LoadError(
+            f"worker {name} runs Diptych {version}; this server is {VERSION}", hint="install one version on every node"
+        )
 
 
 def _clock_ahead_s(actor: Any, clock: Clock) -> float:

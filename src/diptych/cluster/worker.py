@@ -346,6 +346,8 @@ class Worker:
         coming = self._coming.get(parcel.request_id)
         if coming is None:
             self._refused["late"] += 1
+            # it may not have heard: what is long goes another way, and was overtaken by what was said after it
+            self._send(parcel.reader, StopReading(request_id=parcel.request_id, answer_to=self.name))
             return
         begin_s = self._clock.now_s()
         coming.lease_s = begin_s + (self._lease_s if coming.done is None else self._late_s)
@@ -537,6 +539,7 @@ class Worker:
             payload, seat = self._export(block_ids[first:until], order)
             parcel = Parcel(
                 request_id=order.request_id,
+                reader=self.name,
                 lineage=self._lineage,
                 first_block=first,
                 digests=tuple(reading.digests[first:until]),
