@@ -5,7 +5,8 @@
 The bundled model is rounded to groups and laid out as GPTQ does, by the packing of the tests. All divergences are KL, in nats
 a token: of the file, KL(original || the file's values), both computed in fp32 by torch; of the engine, KL(the file's values
 in fp32 || engine). `bf16` is the engine over the same values in bf16, so it pays for the 16-bit cache, attention, head and
-rows that every format of the engine shares, and for weights of 16 bits.
+rows that every format of the engine shares, and for weights of 16 bits. The last column has the cache in bf16 on all sides, in
+what the file costs too: what keeping the values adds by itself.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -62,8 +64,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     options = parser.parse_args()
     exact = ComputeConfig(backend="torch", weights="fp32", kv="fp32")
-    original = logprobs(BUNDLED / "diptych-10m", exact, options.tokens)
-    table = Table("file", "its own", *(f"added, {name}" for name in ENGINES))
+    same_cache = replace(exact, kv="bf16")
+    original, original_cached = (
+        logprobs(BUNDLED / "diptych-10m", compute, options.tokens) for compute in (exact, same_cache)
+    )
+    table = Table("file", "its own", *(f"added, {name}" for name in ENGINES), "kept, over the same cache")
     for bits in options.bits:
         for group in options.groups:
             with tempfile.TemporaryDirectory() as folder:
@@ -71,8 +76,11 @@ def main() -> None:
                 coded, plain = quantised_checkpoints(BUNDLED / "diptych-10m", Path(folder), layout)
                 values = logprobs(plain, exact, options.tokens)
                 own = divergence(original, values)
-                added = [divergence(values, logprobs(coded, compute, options.tokens)) for compute in ENGINES.values()]
-            cells = [f"{one:.2e} ({100 * one / own:.1f} %)" for one in added]
+                got = [logprobs(coded, compute, options.tokens) for compute in ENGINES.values()]
+                cached = logprobs(plain, same_cache, options.tokens)
+            added = [(divergence(values, one), own) for one in got]
+            added.append((divergence(cached, got[0]), divergence(original_cached, cached)))
+            cells = [f"{one:.2e} ({100 * one / of:.1f} %)" for one, of in added]
             table.add_row(f"{bits} bits, groups of {group}", f"{own:.2e}", *cells)
     Console().print(table)
 

@@ -12,6 +12,8 @@ from checkpoints import make_checkpoint
 from coded_files import Layout, awq, gptq, quantised_checkpoints
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.runner import load_model
+from diptych.engine.load import bundled_dir
+from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.config import ComputeConfig
 
 pytestmark = [
@@ -51,3 +53,28 @@ def test_cut_of_the_work_changes_no_bit(folders: dict[str, Path], layout: str, k
     for chunk in (1, 5, 16):
         assert not alone(model, tokens, chunk).differs_from(whole), chunk
     assert not beside(model, tokens, 3, 1).differs_from(whole)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, 128), pytest.param(4, 32, marks=pytest.mark.slow)])
+def test_keeping_values_adds_a_tenth_of_what_the_file_s_rounding_cost(bits: int, group: int, tmp_path: Path) -> None:
+    """KL over real text against the file's values in fp32, the cache in bf16 on both sides, as all formats have it.
+
+    Rows of 8 bits (`activations="int8"`) would add more than weights of 8 bits cost themselves: the bound can be missed.
+    """
+    bundled = bundled_dir()
+    tokens = Tokenizer.from_dir(bundled).encode((bundled.parent / "heldout.txt").read_text())[:512]
+    coded, plain = quantised_checkpoints(bundled, tmp_path, gptq(bits, group, symmetric=bits == 8))
+
+    def logprobs(path: Path, **compute: str) -> torch.Tensor:
+        model = load_model(path, ComputeConfig(**compute))
+        return torch.log_softmax(alone(model, tokens, None).logits.double(), dim=-1)
+
+    def divergence(expected: torch.Tensor, got: torch.Tensor) -> float:
+        return float((expected.exp() * (expected - got)).sum(-1).mean())
+
+    exact = {"backend": "torch", "device": "cpu", "weights": "fp32", "kv": "bf16"}
+    values = logprobs(plain, **exact)
+    own = divergence(logprobs(bundled, **exact), values)
+    assert divergence(values, logprobs(coded, backend="cpu")) < 0.1 * own
+    if bits == 8:
+        assert divergence(values, logprobs(coded, backend="cpu", activations="int8")) > own
