@@ -31,6 +31,7 @@ ARCHITECTURES = {
     "internlm3": "llama", "olmo3": "olmo2", "exaone4": "exaone4", "ministral3": "mistral3", "dots1": "dots1",
     "llama4": "llama4",
     "youtu": "deepseek2", "glm4_moe_lite": "deepseek2", "command-r-plus": "command-r", "stablelm-2-12b": "stablelm",
+    "minicpm3": "minicpm3",
 }  # fmt: skip
 # what a GGUF file cannot say, so that the model must be without it
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -49,6 +50,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots1": {"sliding_window": None},
     # chunks are longer than any prompt here, and the last layer has no positions
     "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "no_rope_layer_interval": 4},
+    # llama.cpp has the numbers of the one size in its code; values are as wide as the model over its heads
+    "minicpm3": {"v_head_dim": 16, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
     "deepseek_v2": {
         "rope_parameters": {
             "rope_type": "yarn",
@@ -214,16 +217,20 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
 
 
 def write_latent(out: gguf.GGUFWriter, config: Any) -> None:
-    """Heads as wide as latents, of which one serves all queries."""
-    out.add_head_count_kv(1)
+    """Heads as wide as latents, of which one serves all queries; of MiniCPM3 as the mathematics has them."""
     out.add_rope_dimension_count(config.qk_rope_head_dim)
+    out.add_kv_lora_rank(config.kv_lora_rank)
+    if config.q_lora_rank:
+        out.add_q_lora_rank(config.q_lora_rank)
+    if config.model_type == "minicpm3":
+        out.add_head_count_kv(config.num_key_value_heads)
+        out.add_key_length(config.qk_nope_head_dim + config.qk_rope_head_dim)
+        return
+    out.add_head_count_kv(1)
     out.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
     out.add_value_length(config.kv_lora_rank)
     out.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
     out.add_value_length_mla(config.v_head_dim)
-    out.add_kv_lora_rank(config.kv_lora_rank)
-    if config.q_lora_rank:
-        out.add_q_lora_rank(config.q_lora_rank)
 
 
 def write_scales(out: gguf.GGUFWriter, config: Any) -> None:
@@ -288,7 +295,7 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
             tensors |= {f"{root}gate_proj.weight": gate, f"{root}up_proj.weight": up}
         elif name.endswith("experts.down_proj"):
             tensors[f"{name}.weight"] = values.transpose(-1, -2) if is_transposed else values
-        elif name.endswith("kv_b_proj.weight"):
+        elif name.endswith("kv_b_proj.weight") and config.model_type != "minicpm3":
             keys, heads = values.view(config.num_attention_heads, -1, config.kv_lora_rank).split(
                 [config.qk_nope_head_dim, config.v_head_dim], dim=1
             )

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tests.checkpoints import make_reference
 from tests.gguf_files import write_gguf
 
 from diptych.cost.parameters import parameter_count
@@ -21,6 +22,7 @@ from diptych.engine.load import BUNDLED_MODEL, bundled_dir
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.ground.request import SamplingParams
 
+FP32 = {"backend": "torch", "weights": "fp32", "kv": "fp32"}
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -36,11 +38,12 @@ def write_bundled(
     *,
     name: str = BUNDLED_MODEL,
     swapped: int | None = None,
+    model: transformers.PreTrainedModel | None = None,
     **writer: object,
 ) -> Path:
     """A bundled model as one GGUF file, with its tokenizer and template. pooling: what an embedding model says.
 
-    swapped: the id of a token that changes places with the next.
+    swapped: the id of a token that changes places with the next. model: another, with the same words.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(bundled_dir(name))
 
@@ -59,7 +62,7 @@ def write_bundled(
         if pooling is not None:
             out.add_pooling_type(gguf.PoolingType(pooling))
 
-    return write_gguf(bundled_reference(name), path, choose=lambda name: kind, add_words=add_words, **writer)
+    return write_gguf(model or bundled_reference(name), path, choose=lambda name: kind, add_words=add_words, **writer)
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +107,40 @@ def test_a_file_may_be_an_embedding_model(whole: Path, tmp_path: Path) -> None:
         assert float(np.dot(vector, state / state.norm())) > 0.999, pooling
     with pytest.raises(UnsupportedModel, match=r"pooling_type .* is 4"):
         LLM(str(write_bundled(tmp_path / "rank.gguf", pooling=4)))
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("window", [12, 64])
+def test_a_file_may_be_an_embedding_model_that_attends_both_ways(window: int, tmp_path: Path) -> None:
+    """EmbeddingGemma: the file has the window as published, half of it to either side, and layers for the vectors or none."""
+    text = (
+        "The fox went into the woods, and nobody saw it for a week; then it came back and slept in the barn until noon."
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(bundled_dir())
+    fields = {"use_bidirectional_attention": True, "sliding_window": window, "query_pre_attn_scalar": 24}
+    model = make_reference("gemma3", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **fields)
+    with torch.no_grad():
+        state = model.model(torch.tensor([tokenizer(text)["input_ids"]])).last_hidden_state[0].mean(0)
+    how = {
+        "called": "gemma-embedding",
+        "metadata": {"attention.sliding_window": window, "attention.causal": False},
+        "model": model,
+    }
+    path = write_bundled(tmp_path / "m.gguf", "F32", pooling=1, **how)
+    for settings in (FP32, {"backend": "cpu"}):
+        vector = LLM(str(path), threads=1, **settings).embed(text)[0].vector
+        assert float(np.dot(vector, state / state.norm())) > (0.99999 if "kv" in settings else 0.999)
+    dense = [
+        np.random.default_rng(i).normal(size=size).astype(np.float32) for i, size in enumerate([(96, 64), (48, 96)])
+    ]
+    added = {f"dense_{i + 2}.weight": weight for i, weight in enumerate(dense)}
+    write_bundled(path, "F32", pooling=1, change=lambda tensors: tensors | added, **how)
+    vector = LLM(str(path), threads=1, **FP32).embed(text)[0].vector
+    behind = dense[1] @ (dense[0] @ state.numpy())
+    assert float(np.dot(vector, behind / np.linalg.norm(behind))) > 0.99999
+    write_bundled(path, "F32", pooling=1, change=lambda tensors: tensors | {"dense_2.weight": dense[1]}, **how)
+    with pytest.raises(LoadError, match=r"dense_2\.weight .* has shape \[48, 96\]; \[48, 64\] is expected"):
+        LLM(str(path))
 
 
 def test_planner_and_engine_count_alike(whole: Path) -> None:

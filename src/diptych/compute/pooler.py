@@ -28,6 +28,7 @@ from diptych.ground.bounds import whole
 from diptych.ground.errors import EngineError, LoadError, SequenceError, UnsupportedModel
 from diptych.ground.request import Pool, Pooling
 from diptych.models.config import read_json
+from diptych.models.gguf_architectures import architecture_of
 from diptych.models.gguf_file import open_gguf
 from diptych.models.spec import ModelSpec
 
@@ -100,6 +101,18 @@ def read_dense(directory: Path, n_inputs: int) -> Dense:
     bias = _numbers(source.tensor("linear.bias", n_outputs).read()) if config.get("bias", True) else None
     weight = _numbers(source.tensor("linear.weight", n_outputs, n_inputs).read())
     return Dense(weight_ND=weight, bias_N=bias, is_tanh=activation == "Tanh")
+
+
+def read_dense_of_gguf(path: Path, n_inputs: int) -> tuple[Dense, ...]:
+    """The layers for pooled states in a GGUF file, products alone as in llama.cpp; empty where it has none. LoadError."""
+    file = open_gguf(path)
+    source = GgufCheckpoint(file, dtype=torch.float32, table_dtype=torch.float32)
+    layers: list[Dense] = []
+    for name in [name for name in architecture_of(file).dense if name in file.tensors]:
+        weight = _numbers(source.tensor(name, file.tensors[name].shape[0], n_inputs).read())
+        layers.append(Dense(weight_ND=weight, bias_N=None, is_tanh=False))
+        n_inputs = len(weight)
+    return tuple(layers)
 
 
 def _open(directory: Path) -> Source:

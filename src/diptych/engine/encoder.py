@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from diptych.compute.pooler import Dense, Tail, read_classes, read_dense, read_head_rows, read_tail
+from diptych.compute.pooler import Dense, Tail, read_classes, read_dense, read_dense_of_gguf, read_head_rows, read_tail
 from diptych.engine.text.template import ChatTemplate, RenderedPrompt
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.bounds import Bound, ids, shown
@@ -332,7 +332,8 @@ def open_encoder(
     tail = read_tail(directory, spec)
     prompts = ",".join(sorted(said.reading.prompts)) or "none"
     if isinstance(said, EmbeddingSpec):
-        dense = _read_layers(said.dense, spec.hidden)
+        width = spec.hidden
+        dense = _read_layers(said.dense, width) if directory.is_dir() else read_dense_of_gguf(directory, width)
         logger.info(
             "embeddings pool=%s normalised=%s width=%d both_ways=%s prompts=%s",
             said.pool.value, said.is_normalised, len(dense[-1].weight_ND) if dense else spec.hidden, said.both_ways, prompts,

@@ -312,7 +312,9 @@ class _Keys:
                     f"{key} in {self._file.path} is {shown}; it changes the mathematics, and {self._prefix[:-1]} here has no "
                     "such key", hint="the file is of a newer model than this version knows",
                 )  # fmt: skip
-        if self._file.metadata.get(self.full("attention.causal"), True) is not True:
+        if self._file.metadata.get(self.full("attention.causal"), True) not in kind.values.get(
+            "attention.causal", (True,)
+        ):
             raise LoadError(
                 f"{self.full('attention.causal')} in {self._file.path} is false; only causal models are run"
             )
@@ -325,6 +327,8 @@ def place_of(name: str, kind: GgufArchitecture) -> Place | None:
     if name in AT_THE_ENDS:
         is_norm = name == "model.norm.weight"
         return Place(name=AT_THE_ENDS[name], added=kind.norm_added if is_norm else 0.0)
+    if name in kind.dense:
+        return Place(name=name)
     layer = LAYER.match(name)
     if layer is None:
         return None
@@ -372,9 +376,11 @@ def load_gguf_spec(path: Path) -> ModelSpec:
 
 
 def is_beside(name: str, file: GgufFile) -> bool:
-    """Whether a tensor is none of the model's weights: it says how positions turn, or belongs to layers that only draft."""
+    """Whether a tensor is none of the decoder's: how positions turn, layers that only draft, or for pooled states."""
     block = BLOCK.match(name)
-    return ROPE_TENSOR.match(name) is not None or (block is not None and int(block[1]) >= n_layers_of(file))
+    if block is not None and int(block[1]) >= n_layers_of(file):
+        return True
+    return ROPE_TENSOR.match(name) is not None or name in architecture_of(file).dense
 
 
 def count_parameters(file: GgufFile) -> int:

@@ -59,6 +59,7 @@ class GgufArchitecture:
     is_permuted: rows of q and k lie in the order of llama.cpp's own rotation. norm_added: by the converter to every norm.
     window_every: every so many-th layer attends to everything where the file does not say which.
     wide_layers: of the one size whose scores are scaled otherwise. yarn: what the family's yarn has beside the file's.
+    dense: layers that a pooled state goes through, in order, where the file has them.
     """
 
     architecture: str
@@ -74,6 +75,7 @@ class GgufArchitecture:
     window_every: int | None = None
     wide_layers: int | None = None
     yarn: Mapping[str, Any] = field(default_factory=dict)
+    dense: tuple[str, ...] = ()
 
 
 Q_BIAS, O_BIAS, UP_BIAS, Q_NORM = "attn_q.bias", "attn_output.bias", "ffn_up.bias", "attn_q_norm.weight"
@@ -82,6 +84,14 @@ LLAMA = GgufArchitecture(
 )
 MIXTRAL = GgufArchitecture(architecture="MixtralForCausalLM", keys=EXPERTS, is_permuted=True)
 GEMMA: dict[str, Any] = {"keys": {**WINDOWED, **CAPPED}, "norms": AROUND, "norm_added": 1.0}
+GEMMA3 = GgufArchitecture(architecture="Gemma3ForCausalLM", wide_layers=62, window_every=6, **GEMMA)
+GEMMA_EMBEDDING = replace(
+    GEMMA3,
+    keys={**GEMMA3.keys, **{f"dense_{i}_feat_{side}": "" for i in (2, 3) for side in ("in", "out")}},
+    fixed={"use_bidirectional_attention": True},
+    values={"attention.causal": (False, True)},
+    dense=("dense_2.weight", "dense_3.weight"),
+)
 # a Granite without positions says so where others say how they were trained
 GRANITE: dict[str, Any] = {"is_permuted": True, "values": {"rope.scaling.finetuned": (True,)}}
 DEEPSEEK_V2 = GgufArchitecture(
@@ -97,6 +107,8 @@ YOUTU = GgufArchitecture(
     fixed={"q_lora_rank": None},
     present={"attention_bias": "attn_kv_a_mqa.bias"},
 )
+# what it scales stands in no file: in llama.cpp as in the class
+MINICPM3 = GgufArchitecture(architecture="MiniCPM3ForCausalLM", keys=LATENT, fixed={"q_lora_rank": None})
 OLMO2 = GgufArchitecture(architecture="Olmo2ForCausalLM", norms=AFTER)
 OLMO3 = GgufArchitecture(architecture="Olmo3ForCausalLM", norms=AFTER, keys=WINDOWED, window_every=4)
 DEEPSEEK_V3 = replace(DEEPSEEK_V2, architecture="DeepseekV3ForCausalLM", values={"expert_gating_func": (0, SIGMOID)})
@@ -128,7 +140,8 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "gemma": GgufArchitecture(architecture="GemmaForCausalLM", norm_added=1.0),
     # wide_layers: the one size whose scores are scaled by the width of the model over its heads (llama.cpp knows it so too)
     "gemma2": GgufArchitecture(architecture="Gemma2ForCausalLM", wide_layers=46, window_every=2, **GEMMA),
-    "gemma3": GgufArchitecture(architecture="Gemma3ForCausalLM", wide_layers=62, window_every=6, **GEMMA),
+    "gemma3": GEMMA3,
+    "gemma-embedding": GEMMA_EMBEDDING,
     # with windows it is OLMo 3
     "olmo2": OLMO2,
     "olmoe": GgufArchitecture(architecture="OlmoeForCausalLM", keys=EXPERTS),
@@ -208,6 +221,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         yarn={"truncate": False},
     ),
     "deepseek2": DEEPSEEK_V2,
+    "minicpm3": MINICPM3,
 }  # fmt: skip
 
 

@@ -135,7 +135,7 @@ def read_gguf_pooling(config: HfConfig) -> EmbeddingSpec | None:
             f"pooling_type in {config.path} is {kind!r}; 1 (mean) and 3 (last token) are supported",
             hint="2 is for models that attend both ways, 4 for a head that ranks; ask for --task generate to read it without",
         )
-    return EmbeddingSpec(pool=GGUF_POOLS[kind])
+    return EmbeddingSpec(pool=GGUF_POOLS[kind], both_ways=sees_both_ways(config))
 
 
 def sees_both_ways(config: HfConfig) -> bool:
