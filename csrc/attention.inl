@@ -105,13 +105,13 @@ struct Span {
   int64_t pairs;       // token pairs in [0, end * 8) that hold at least one key seen
 };
 
+#include "attention_ahead.inl"
+
 // Where the groups of one tile lie; `span` is what some row of the task may see.
 struct Tile {
   const uint16_t* keys[kTileGroups];
   const uint16_t* values[kTileGroups];
-  const char* next_keys[kTileGroups];    // what the memory should fetch meanwhile, as many bytes as keys and values take in the cache
-  const char* next_values[kTileGroups];
-  bool has_next = true;
+  Ahead* ahead;
   int64_t start;  // position of the tile's first key
   Span span;
   const float* key_scales = nullptr;  // [256] of a cache of bytes
@@ -127,12 +127,6 @@ struct SequenceView {
   int64_t kv_head;
   int64_t last_key;  // no row of the task sees past it
 };
-
-// Of 2 n bytes of numbers of 16 bits, n are in a cache of bytes: every other line is there.
-DIPTYCH_INLINE void fetch(const char* at, int64_t offset, bool has_bytes) {
-  if (!has_bytes) __builtin_prefetch(at + offset, 0, 2);
-  else if (offset % 128 == 0) __builtin_prefetch(at + offset / 2, 0, 2);
-}
 
 // What a row's product with V becomes: values [R, dv] = old * keep + product * unit * take; without `keep` product * unit is stored as it
 // is, without `unit` the product stands for itself.
@@ -181,30 +175,36 @@ DIPTYCH_INLINE F32 hide_and_max(float* scores, const Span& seen, int64_t lo, int
 
 // weights = exp2(score * unit - most) rounded to bf16; returns their sum, lane by lane.
 DIPTYCH_INLINE F32 weigh_scores(const float* scores, Input* weights, const Span& seen, float unit, float most,
-                                const float* value_scales) {
+                                const float* value_scales, Ahead& ahead, int64_t steps) {
   const F32 shift = set1(most == -__builtin_inff() ? 0.0f : -most), factor = set1(unit);
   F32 sum = zero();
+  Ahead::Cursor cursor = ahead.cursor;
   for (int64_t g = seen.first; g < seen.end; ++g) {
+    cursor.step(steps);
     F32 p = weight_exp2_lanes(fma(load(scores + g * 16), factor, shift));
     sum = add(sum, p);
     if (value_scales) p = mul(p, load(value_scales + g * 16));
     store_inputs(weights + g * 16, p);
   }
+  ahead.cursor = cursor;
   return sum;
 }
 
 #if defined(DIPTYCH_WHOLE)
 // The same as whole numbers of 16 bits behind one scale for the row: what stands before them is at most `most_scale`.
 DIPTYCH_INLINE F32 weigh_scores_whole(const float* scores, uint16_t* weights, const Span& seen, float unit, float most,
-                                      const float* value_scales, float most_scale) {
+                                      const float* value_scales, float most_scale, Ahead& ahead, int64_t steps) {
   const F32 shift = set1(most == -__builtin_inff() ? 0.0f : -most), factor = set1(unit);
   const F32 levels = set1(most_scale > 1e-30f ? kWeightLevels / most_scale : 0.0f);
   F32 sum = zero();
+  Ahead::Cursor cursor = ahead.cursor;
   for (int64_t g = seen.first; g < seen.end; ++g) {
+    cursor.step(steps);
     const F32 p = weight_exp2_lanes(fma(load(scores + g * 16), factor, shift));
     sum = add(sum, p);
     store_i16(weights + g * 16, mul(p, mul(load(value_scales + g * 16), levels)));
   }
+  ahead.cursor = cursor;
   return sum;
 }
 
@@ -257,28 +257,34 @@ struct GroupWalk {
   }
 };
 
-// `following` and `following_token`: the keys that are read after this tile's, null when nobody knows.
-DIPTYCH_INLINE void find_groups(const SequenceView& view, Tile& tile, const SequenceView* following, int64_t following_token) {
+DIPTYCH_INLINE void find_groups(const SequenceView& view, Tile& tile) {
   const KvShape& kv = view.call->kv.shape;
-  const int64_t dv = kv.value_dim(), d = kv.head_dim;
-  const Span span = tile.span;
-  GroupWalk walk(view, tile.start + span.first * 16);
-  for (int64_t g = span.first;;) {
-    tile.keys[g] = reinterpret_cast<const uint16_t*>(walk.head.keys) + walk.offset * d;
-    tile.values[g] = reinterpret_cast<const uint16_t*>(walk.head.values) + walk.offset * dv;
-    // While this tile's keys are read the same place of its values is fetched, and then the following keys.
-    tile.next_keys[g] = reinterpret_cast<const char*>(tile.values[g]);
-    tile.next_values[g] = reinterpret_cast<const char*>(tile.keys[g]);
-    if (++g == span.end) break;
+  GroupWalk walk(view, tile.start + tile.span.first * 16);
+  for (int64_t g = tile.span.first;;) {
+    tile.keys[g] = reinterpret_cast<const uint16_t*>(walk.head.keys) + walk.offset * kv.head_dim;
+    tile.values[g] = reinterpret_cast<const uint16_t*>(walk.head.values) + walk.offset * kv.value_dim();
+    if (++g == tile.span.end) break;
     walk.step();
   }
-  if (following == nullptr) return;
-  GroupWalk next(*following, following_token);
-  for (int64_t g = span.first; g < span.end; ++g) {
-    tile.next_values[g] = reinterpret_cast<const char*>(next.head.keys) + next.offset * d * 2;
-    following_token += 16;
-    if (following_token > following->last_key) break;
-    next.step();
+}
+
+// The keys and values from `token` to its tile's end.
+DIPTYCH_INLINE void find_next(const SequenceView& view, int64_t token, Ahead& ahead) {
+  const KvShape& kv = view.call->kv.shape;
+  const int64_t key = kv.head_dim * kv.element_bytes(), value = kv.value_dim() * kv.element_bytes();
+  const int64_t tile_end = (token / kTileTokens + 1) * kTileTokens;
+  const int64_t end = view.last_key < tile_end ? view.last_key / 16 * 16 + 16 : tile_end;
+  while (token < end) {
+    const int64_t block = token / kv.block_tokens, offset = token - block * kv.block_tokens;
+    const int64_t n = end - token < kv.block_tokens - offset ? end - token : kv.block_tokens - offset;
+    const KvHead head = view.call->kv.head(view.blocks[block], view.kv_head);
+    ahead.add(head.keys + offset * key, n * key);
+    if (kv.has_values) ahead.add(head.values + offset * value, n * value);
+    if (kv.format != KvFormat::bf16) {
+      ahead.add(head.key_scales + offset, n * 4);
+      if (kv.has_values) ahead.add(head.value_scales + offset, n * 4);
+    }
+    token += n;
   }
 }
 
@@ -302,6 +308,13 @@ DIPTYCH_INLINE void widen_bytes(KvFormat format, const int8_t* x, int64_t n, uin
 #else
       widen_i8(x + i, out + i);
 #endif
+}
+
+// Steps of the work on a tile: a vector that is multiplied is one, and weighing 16 keys takes a row as long as so many products.
+constexpr int64_t kStepsToWeigh = 17;
+
+DIPTYCH_INLINE int64_t steps_of(const Span& span, int64_t d, int64_t dv) {
+  return (span.end - span.first) * (d / 2 + dv / 2 + kStepsToWeigh);
 }
 
 // From this many turns of a task's rows over a tile on it is better widened once: what it then takes is stored and read again, past
@@ -338,22 +351,6 @@ DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch,
   tile.is_whole = is_whole(kv.format);
   if (tile.is_whole && tile.span.first == 0 && tile.span.pairs == kTileTokens / 2) tile.most_value_scale = most_scale(tile.value_scales, 0, kTileTokens);
 #endif
-}
-
-// What is widened after this tile: its bytes come while this one's products are made, its scales at once.
-DIPTYCH_INLINE void find_next(Tile& tile, const SequenceView* following, int64_t following_token) {
-  tile.has_next = following != nullptr;
-  if (following == nullptr) return;
-  const KvShape& kv = following->call->kv.shape;
-  GroupWalk next(*following, following_token);
-  for (int64_t g = 0; g < kTileGroups; ++g) {
-    tile.next_keys[g] = reinterpret_cast<const char*>(next.head.keys) + next.offset * kv.head_dim;
-    tile.next_values[g] = kv.has_values ? reinterpret_cast<const char*>(next.head.values) + next.offset * kv.value_dim() : tile.next_keys[g];
-    __builtin_prefetch(next.head.key_scales + next.offset, 0, 2);
-    __builtin_prefetch(next.head.value_scales + next.offset, 0, 2);
-    following_token += 16;
-    if (following_token <= following->last_key) next.step();
-  }
 }
 
 #include "attention_latent.inl"
@@ -397,17 +394,19 @@ DIPTYCH_INLINE void write_row(const AttentionCall& call, int64_t token, int64_t 
 
 DIPTYCH_INLINE void weigh_all_scores(const Scratch& scratch, int64_t n, const Tile& tile, const Span& seen, const float* units,
                                      const float* most, const float* most_scales, F32* sums) {
+  const int64_t steps = kStepsToWeigh / n;
   for (int64_t r = 0; r < n; ++r) {
     const float* scores = scratch.scores + r * kTileTokens;
 #if defined(DIPTYCH_WHOLE)
     if (tile.is_whole) {
-      sums[r] = weigh_scores_whole(scores, scratch.whole_weights() + r * kTileTokens, seen, units[r], most[r], tile.value_scales, most_scales[r]);
+      sums[r] = weigh_scores_whole(scores, scratch.whole_weights() + r * kTileTokens, seen, units[r], most[r], tile.value_scales, most_scales[r],
+                                   *tile.ahead, steps);
       continue;
     }
 #else
     (void)most_scales;
 #endif
-    sums[r] = weigh_scores(scores, scratch.weights + r * kTileTokens, seen, units[r], most[r], tile.value_scales);
+    sums[r] = weigh_scores(scores, scratch.weights + r * kTileTokens, seen, units[r], most[r], tile.value_scales, *tile.ahead, steps);
   }
 }
 
@@ -435,8 +434,7 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
     if (seen.first < tile.span.first) seen.first = tile.span.first;
     if (high < seen.pairs * 2) seen.pairs = (high + 1) / 2;
     if ((high + 15) / 16 < seen.end) seen.end = (high + 15) / 16;
-    const bool fetches = r0 == 0 && tile.has_next;
-    if (seen.end > seen.first) score(scratch, r0, n, d, tile, seen, fetches);
+    if (seen.end > seen.first) score(scratch, r0, n, d, tile, seen);
     // Pass by pass over all rows, so that the reductions of one row hide behind those of the others.
     F32 lanes[kRows];
     float most[16], sum[16], keeps[16], takes[16], units[kRows], value_units[kRows] = {};
@@ -456,11 +454,11 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
     const float* unit = tile.is_whole ? value_units : nullptr;
     if (partial) {
       float* out = partial + r0 * (dv + 2);
-      weigh(scratch, n, tile, seen, dv, fetches, {unit, nullptr, nullptr, out + 2, dv + 2});
+      weigh(scratch, n, tile, seen, dv, {unit, nullptr, nullptr, out + 2, dv + 2});
       for (int64_t r = 0; r < n; ++r) out[r * (dv + 2)] = most[r], out[r * (dv + 2) + 1] = sum[r];
     } else {
       join(scratch.state_max + r0, scratch.state_sum + r0, most, sum, n, keeps, takes);
-      weigh(scratch, n, tile, seen, dv, fetches, {unit, keeps, takes, scratch.state_values + r0 * dv, dv});
+      weigh(scratch, n, tile, seen, dv, {unit, keeps, takes, scratch.state_values + r0 * dv, dv});
     }
   }
 }
@@ -514,12 +512,16 @@ static void attention(const AttentionCall& call, const AttentionTask& task, cons
       const int64_t start = following->tile_begin * kTileTokens, first = first_key(call, *following) / 16 * 16;
       after_token = first > start ? first : start;
     }
-    if (call.kv.shape.format != KvFormat::bf16) {
-      widen_tile(view, scratch, rows.n, tile);
-      find_next(tile, after, after_token);
-    } else {
-      find_groups(view, tile, after, after_token);
+    Ahead ahead;
+    tile.ahead = &ahead;
+    if (after) {
+      find_next(*after, after_token, ahead);
+      ahead.start(steps_of(tile.span, d, dv) * ((rows.n + kRows - 1) / kRows));
     }
+    if (call.kv.shape.format != KvFormat::bf16)
+      widen_tile(view, scratch, rows.n, tile);
+    else
+      find_groups(view, tile);
     if (!call.kv.shape.has_values) values_of_keys(view, scratch, tile);
     float* partial = nullptr;
     if (task.is_split) partial = call.partials + task.partial_begin + (t - task.first_tile) * rows.n * (dv + 2);

@@ -23,6 +23,5 @@ DIPTYCH_INLINE void values_of_keys(const SequenceView& view, const Scratch& scra
     for (int64_t p = 0; p < kGroupTokens / 2; ++p)
       std::memset(values + p * 2 * dv + 2 * d, 0, static_cast<size_t>(dv - d) * 4);
     tile.values[g] = values;
-    if (tile.key_scales == nullptr) tile.next_keys[g] = reinterpret_cast<const char*>(keys);
   }
 }

@@ -49,16 +49,17 @@ DIPTYCH_INLINE void add_pair(F32 (&acc)[R][Z], X x, Y y) {
 #endif
 
 template <class Kind, int R, int Z>
-DIPTYCH_INLINE void score_columns(const InputOf<Kind>* q, int64_t d, const uint16_t* const* keys, const char* const* next, const float* scales,
+DIPTYCH_INLINE void score_columns(const InputOf<Kind>* q, int64_t d, const uint16_t* const* keys, const float* scales, Ahead& ahead,
                                   float* out) {
+  Ahead::Cursor cursor = ahead.cursor;
   typename Kind::Sum acc[R][Z];
   for (int r = 0; r < R; ++r)
     for (int z = 0; z < Z; ++z) clear(acc[r][z]);
   for (int64_t i = 0; i < d / 2; ++i) {
-    if (next)
-      for (int z = 0; z < Z; ++z) fetch(next[z], i * 64, scales != nullptr);
+    cursor.step(Z);
     add_pair(acc, [&](int r) { return q + r * d + 2 * i; }, [&](int z) { return stored<Kind>(keys[z]) + i * 32; });
   }
+  ahead.cursor = cursor;
   for (int r = 0; r < R; ++r)
     for (int z = 0; z < Z; ++z) {
       const F32 sum = numbers(acc[r][z]);
@@ -88,22 +89,21 @@ DIPTYCH_INLINE int64_t vectors_at_once(int64_t n) {
 }
 
 template <class Kind, int R>
-static void score_rows(const InputOf<Kind>* q, int64_t d, const Tile& tile, const Span& seen, bool fetches, float* scores) {
+static void score_rows(const InputOf<Kind>* q, int64_t d, const Tile& tile, const Span& seen, float* scores) {
   for (int64_t g = seen.first; g < seen.end;) {
     const int64_t z = vectors_at_once<Kind, R>(seen.end - g);
-    const char* const* next = fetches ? tile.next_keys + g : nullptr;
     const float* scales = tile.key_scales ? tile.key_scales + g * 16 : nullptr;
     switch (z) {
 #if defined(DIPTYCH_AVX512)
       case 4:
-        if constexpr (columns_of<Kind, R>() >= 4) score_columns<Kind, R, 4>(q, d, tile.keys + g, next, scales, scores + g * 16);
+        if constexpr (columns_of<Kind, R>() >= 4) score_columns<Kind, R, 4>(q, d, tile.keys + g, scales, *tile.ahead, scores + g * 16);
         break;
-      case 3: score_columns<Kind, R, 3>(q, d, tile.keys + g, next, scales, scores + g * 16); break;
+      case 3: score_columns<Kind, R, 3>(q, d, tile.keys + g, scales, *tile.ahead, scores + g * 16); break;
 #endif
 #if defined(DIPTYCH_AVX512) || defined(DIPTYCH_AVX2)
-      case 2: score_columns<Kind, R, 2>(q, d, tile.keys + g, next, scales, scores + g * 16); break;
+      case 2: score_columns<Kind, R, 2>(q, d, tile.keys + g, scales, *tile.ahead, scores + g * 16); break;
 #endif
-      default: score_columns<Kind, R, 1>(q, d, tile.keys + g, next, scales, scores + g * 16);
+      default: score_columns<Kind, R, 1>(q, d, tile.keys + g, scales, *tile.ahead, scores + g * 16);
     }
     g += z;
   }
@@ -111,20 +111,20 @@ static void score_rows(const InputOf<Kind>* q, int64_t d, const Tile& tile, cons
 
 template <class Kind, int R, int Z>
 DIPTYCH_INLINE void weigh_columns(const InputOf<Kind>* weights, const Tile& tile, const Span& seen, int64_t column, int64_t dv,
-                                  bool fetches, const Joined& to) {
+                                  const Joined& to) {
   typename Kind::Sum acc[R][Z];
   for (int r = 0; r < R; ++r)
     for (int z = 0; z < Z; ++z) clear(acc[r][z]);
+  Ahead::Cursor cursor = tile.ahead->cursor;
   for (int64_t g = seen.first; g < seen.end; ++g) {
     const auto* v = stored<Kind>(tile.values[g]) + column * 2;
-    int64_t next = column * 4;
     const int64_t left = seen.pairs - g * 8, pairs = left < 8 ? left : 8;
-    for (int64_t p = 0; p < pairs; ++p, v += 2 * dv, next += 4 * dv) {
-      if (fetches)
-        for (int z = 0; z < Z; ++z) fetch(tile.next_values[g], next + z * 64, tile.key_scales != nullptr);
+    for (int64_t p = 0; p < pairs; ++p, v += 2 * dv) {
+      cursor.step(Z);
       add_pair(acc, [&](int r) { return weights + r * kTileTokens + g * 16 + 2 * p; }, [&](int z) { return v + z * 32; });
     }
   }
+  tile.ahead->cursor = cursor;
   // Unrolled, or the sums would lie in memory in the loop above, too.
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
@@ -138,20 +138,20 @@ DIPTYCH_INLINE void weigh_columns(const InputOf<Kind>* weights, const Tile& tile
 }
 
 template <class Kind, int R>
-static void weigh_rows(const InputOf<Kind>* weights, const Tile& tile, const Span& seen, int64_t dv, bool fetches, const Joined& to) {
+static void weigh_rows(const InputOf<Kind>* weights, const Tile& tile, const Span& seen, int64_t dv, const Joined& to) {
   for (int64_t column = 0; column < dv;) {
     const int64_t z = vectors_at_once<Kind, R>((dv - column) / 16);
     switch (z) {
 #if defined(DIPTYCH_AVX512)
       case 4:
-        if constexpr (columns_of<Kind, R>() >= 4) weigh_columns<Kind, R, 4>(weights, tile, seen, column, dv, fetches, to);
+        if constexpr (columns_of<Kind, R>() >= 4) weigh_columns<Kind, R, 4>(weights, tile, seen, column, dv, to);
         break;
-      case 3: weigh_columns<Kind, R, 3>(weights, tile, seen, column, dv, fetches, to); break;
+      case 3: weigh_columns<Kind, R, 3>(weights, tile, seen, column, dv, to); break;
 #endif
 #if defined(DIPTYCH_AVX512) || defined(DIPTYCH_AVX2)
-      case 2: weigh_columns<Kind, R, 2>(weights, tile, seen, column, dv, fetches, to); break;
+      case 2: weigh_columns<Kind, R, 2>(weights, tile, seen, column, dv, to); break;
 #endif
-      default: weigh_columns<Kind, R, 1>(weights, tile, seen, column, dv, fetches, to);
+      default: weigh_columns<Kind, R, 1>(weights, tile, seen, column, dv, to);
     }
     column += 16 * z;
   }
@@ -160,36 +160,36 @@ static void weigh_rows(const InputOf<Kind>* weights, const Tile& tile, const Spa
 // By the number of rows, 1 to kRows.
 template <class Kind, int... kN>
 DIPTYCH_INLINE void score_by(std::integer_sequence<int, kN...>, int64_t n, const InputOf<Kind>* q, int64_t d, const Tile& tile,
-                             const Span& seen, bool fetches, float* scores) {
-  using Rows = void (*)(const InputOf<Kind>*, int64_t, const Tile&, const Span&, bool, float*);
+                             const Span& seen, float* scores) {
+  using Rows = void (*)(const InputOf<Kind>*, int64_t, const Tile&, const Span&, float*);
   static constexpr Rows kByRows[] = {score_rows<Kind, kN + 1>...};
-  kByRows[n - 1](q, d, tile, seen, fetches, scores);
+  kByRows[n - 1](q, d, tile, seen, scores);
 }
 template <class Kind, int... kN>
 DIPTYCH_INLINE void weigh_by(std::integer_sequence<int, kN...>, int64_t n, const InputOf<Kind>* weights, const Tile& tile, const Span& seen,
-                             int64_t dv, bool fetches, const Joined& to) {
-  using Rows = void (*)(const InputOf<Kind>*, const Tile&, const Span&, int64_t, bool, const Joined&);
+                             int64_t dv, const Joined& to) {
+  using Rows = void (*)(const InputOf<Kind>*, const Tile&, const Span&, int64_t, const Joined&);
   static constexpr Rows kByRows[] = {weigh_rows<Kind, kN + 1>...};
-  kByRows[n - 1](weights, tile, seen, dv, fetches, to);
+  kByRows[n - 1](weights, tile, seen, dv, to);
 }
 
-DIPTYCH_INLINE void score(const Scratch& scratch, int64_t row, int64_t n, int64_t d, const Tile& tile, const Span& seen, bool fetches) {
+DIPTYCH_INLINE void score(const Scratch& scratch, int64_t row, int64_t n, int64_t d, const Tile& tile, const Span& seen) {
   constexpr std::make_integer_sequence<int, kRows> any{};
 #if defined(DIPTYCH_BYTES)
-  if (tile.is_bytes) return score_by<Bytes>(any, n, scratch.whole_queries() + row * d, d, tile, seen, fetches, scratch.scores);
+  if (tile.is_bytes) return score_by<Bytes>(any, n, scratch.whole_queries() + row * d, d, tile, seen, scratch.scores);
 #endif
 #if defined(DIPTYCH_WHOLE)
-  if (tile.is_whole) return score_by<Whole>(any, n, scratch.whole_queries() + row * d, d, tile, seen, fetches, scratch.scores);
+  if (tile.is_whole) return score_by<Whole>(any, n, scratch.whole_queries() + row * d, d, tile, seen, scratch.scores);
 #endif
-  score_by<Numbers>(any, n, scratch.queries + row * d, d, tile, seen, fetches, scratch.scores);
+  score_by<Numbers>(any, n, scratch.queries + row * d, d, tile, seen, scratch.scores);
 }
-DIPTYCH_INLINE void weigh(const Scratch& scratch, int64_t n, const Tile& tile, const Span& seen, int64_t dv, bool fetches, const Joined& to) {
+DIPTYCH_INLINE void weigh(const Scratch& scratch, int64_t n, const Tile& tile, const Span& seen, int64_t dv, const Joined& to) {
   constexpr std::make_integer_sequence<int, kRows> any{};
 #if defined(DIPTYCH_BYTES)
-  if (tile.is_bytes) return weigh_by<Bytes>(any, n, scratch.whole_weights(), tile, seen, dv, fetches, to);
+  if (tile.is_bytes) return weigh_by<Bytes>(any, n, scratch.whole_weights(), tile, seen, dv, to);
 #endif
 #if defined(DIPTYCH_WHOLE)
-  if (tile.is_whole) return weigh_by<Whole>(any, n, scratch.whole_weights(), tile, seen, dv, fetches, to);
+  if (tile.is_whole) return weigh_by<Whole>(any, n, scratch.whole_weights(), tile, seen, dv, to);
 #endif
-  weigh_by<Numbers>(any, n, scratch.weights, tile, seen, dv, fetches, to);
+  weigh_by<Numbers>(any, n, scratch.weights, tile, seen, dv, to);
 }

@@ -25,7 +25,7 @@ DIPTYCH_INLINE void each(Function&& function) {
 }
 
 template <int Z>
-static void score_columns(const uint16_t* q, int64_t d, const uint16_t* const* keys, const char* const* next, bool has_bytes, float* out) {
+static void score_columns(const uint16_t* q, int64_t d, const uint16_t* const* keys, Ahead& ahead, float* out) {
   const int64_t stride = query_stride(d) * 2, whole = d / kTileDims, rest = d % kTileDims / 2;  // of rows of pairs
   each<Z>([](auto z) { tile_zero<z>(); });
   for (int64_t step = 0; step < whole; ++step) {
@@ -33,8 +33,7 @@ static void score_columns(const uint16_t* q, int64_t d, const uint16_t* const* k
     each<Z>([&](auto z) {
       tile_load<5>(keys[z] + step * kTileBytes / 2, kTileRowBytes);
       dot_bf16<z, 4, 5>();
-      if (next)
-        for (int64_t line = 0; line < kTileRows; ++line) fetch(next[z], step * kTileBytes + line * 64, has_bytes);
+      ahead.cursor.step(kTileRows);
     });
   }
   if (rest != 0) {
@@ -50,17 +49,15 @@ static void score_columns(const uint16_t* q, int64_t d, const uint16_t* const* k
 }
 
 // The rows' scores of the groups seen; rows beyond the n asked for are written too.
-DIPTYCH_INLINE void score(const Scratch& scratch, int64_t row, int64_t n, int64_t d, const Tile& tile, const Span& seen, bool fetches) {
+DIPTYCH_INLINE void score(const Scratch& scratch, int64_t row, int64_t n, int64_t d, const Tile& tile, const Span& seen) {
   const uint16_t* q = scratch.queries + row * query_stride(d);
   float* scores = scratch.scores;
   for (int64_t g = seen.first; g < seen.end; g += 4) {
-    const char* const* next = fetches ? tile.next_keys + g : nullptr;
-    const bool has_bytes = tile.key_scales != nullptr;
     switch (seen.end - g) {
-      case 1: score_columns<1>(q, d, tile.keys + g, next, has_bytes, scores + g * 16); break;
-      case 2: score_columns<2>(q, d, tile.keys + g, next, has_bytes, scores + g * 16); break;
-      case 3: score_columns<3>(q, d, tile.keys + g, next, has_bytes, scores + g * 16); break;
-      default: score_columns<4>(q, d, tile.keys + g, next, has_bytes, scores + g * 16);
+      case 1: score_columns<1>(q, d, tile.keys + g, *tile.ahead, scores + g * 16); break;
+      case 2: score_columns<2>(q, d, tile.keys + g, *tile.ahead, scores + g * 16); break;
+      case 3: score_columns<3>(q, d, tile.keys + g, *tile.ahead, scores + g * 16); break;
+      default: score_columns<4>(q, d, tile.keys + g, *tile.ahead, scores + g * 16);
     }
   }
   for (int64_t r = 0; tile.key_scales != nullptr && r < n; ++r)
@@ -70,7 +67,7 @@ DIPTYCH_INLINE void score(const Scratch& scratch, int64_t row, int64_t n, int64_
 
 // fresh [16, 64]: weights V of Z vectors of dimensions.
 template <int Z>
-static void weigh_columns(const uint16_t* weights, const Tile& tile, const Span& seen, int64_t column, int64_t dv, bool fetches, float* fresh) {
+static void weigh_columns(const uint16_t* weights, const Tile& tile, const Span& seen, int64_t column, int64_t dv, float* fresh) {
   each<Z>([](auto z) { tile_zero<z>(); });
   for (int64_t g = seen.first; g < seen.end; ++g) {
     const int64_t left = seen.pairs - g * 8, pairs = left < 8 ? left : 8;
@@ -91,23 +88,22 @@ static void weigh_columns(const uint16_t* weights, const Tile& tile, const Span&
         tile_load<7>(padded, kTileRowBytes);
       }
       dot_bf16<z, 6, 7>();
-      if (fetches)
-        for (int64_t p = 0; p < pairs; ++p) fetch(tile.next_values[g], column * 4 + z * 64 + p * dv * 4, tile.key_scales != nullptr);
+      tile.ahead->cursor.step(kGroupTokens / 2);
     });
   }
   each<Z>([&](auto z) { tile_store<z>(fresh + z * 16, 64 * 4); });
 }
 
-DIPTYCH_INLINE void weigh(const Scratch& scratch, int64_t n, const Tile& tile, const Span& seen, int64_t dv, bool fetches, const Joined& to) {
+DIPTYCH_INLINE void weigh(const Scratch& scratch, int64_t n, const Tile& tile, const Span& seen, int64_t dv, const Joined& to) {
   const uint16_t* weights = scratch.weights;
   alignas(64) float fresh[kRows * 64];
   for (int64_t column = 0; column < dv; column += 64) {
     const int64_t vectors = dv - column < 64 ? (dv - column) / 16 : 4;
     switch (vectors) {
-      case 1: weigh_columns<1>(weights, tile, seen, column, dv, fetches, fresh); break;
-      case 2: weigh_columns<2>(weights, tile, seen, column, dv, fetches, fresh); break;
-      case 3: weigh_columns<3>(weights, tile, seen, column, dv, fetches, fresh); break;
-      default: weigh_columns<4>(weights, tile, seen, column, dv, fetches, fresh);
+      case 1: weigh_columns<1>(weights, tile, seen, column, dv, fresh); break;
+      case 2: weigh_columns<2>(weights, tile, seen, column, dv, fresh); break;
+      case 3: weigh_columns<3>(weights, tile, seen, column, dv, fresh); break;
+      default: weigh_columns<4>(weights, tile, seen, column, dv, fresh);
     }
     for (int64_t r = 0; r < n; ++r)
       for (int64_t z = 0; z < vectors; ++z) {
