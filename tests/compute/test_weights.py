@@ -179,7 +179,7 @@ def test_pickled_weights_are_not_read(path: Path) -> None:
 
 
 def test_folder_that_is_not_there() -> None:
-    with pytest.raises(LoadError, match="no such folder"):
+    with pytest.raises(LoadError, match="no such folder or file"):
         resolve_model_dir("./nowhere/at/all")
 
 

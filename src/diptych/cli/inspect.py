@@ -231,7 +231,7 @@ def _show_contents(console: Any, contents: Contents) -> None:
     table = plain_table(title, "part", "stored as", "tensors", "parameters", "bytes", "bits each")
     for group in contents.groups:
         table.add_row(group.part, group.stored, str(group.tensors), _count(group.parameters), f"{amount(group.nbytes)}B",
-                      f"{group.bits:.2f}")  # fmt: skip
+                      f"{group.bits:.2f}" if group.parameters else "")  # fmt: skip
     console.print(table)
 
 

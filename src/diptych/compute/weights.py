@@ -60,7 +60,10 @@ def resolve_model_dir(name: str | Path) -> Path:
     if path.is_file():
         raise LoadError(f"{path} is a file; a checkpoint is a folder with config.json and *.safetensors")
     if str(name).count("/") > 1 or str(name).startswith((".", "/", "~")):
-        raise LoadError(f"no such folder: {path}")
+        raise LoadError(
+            f"no such folder or file: {path}",
+            hint="a model is a folder with config.json, a GGUF file, or a name on the Hugging Face hub",
+        )
     errors = import_module("huggingface_hub.errors")  # brings an HTTP client, which a folder on disk does not need
     try:
         return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=list(HUB_PATTERNS)))
