@@ -11,6 +11,7 @@ import hashlib
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,15 @@ def digest(values: torch.Tensor) -> str:
     return hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest()
 
 
+def ship(kind: str, target: Path, quantise: Callable[[Path, str], tuple[Path, dict[str, torch.Tensor]]]) -> None:
+    """What a tool makes of a kind, as a fixture: config, tensors, and the digests of the values that it reads itself."""
+    coded, values = quantise(target / "made", kind)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(coded / name, target / name)
+    shutil.rmtree(target / "made")
+    (target / DIGESTS).write_text(json.dumps({name: digest(one) for name, one in values.items()}, indent=1) + "\n")
+
+
 if __name__ == "__main__":
     for kind in KINDS:
-        target = Path(sys.argv[1]) / kind
-        coded, values = quantise(target / "made", kind)
-        for name in ("config.json", "model.safetensors"):
-            shutil.copyfile(coded / name, target / name)
-        shutil.rmtree(target / "made")
-        (target / DIGESTS).write_text(json.dumps({name: digest(one) for name, one in values.items()}, indent=1) + "\n")
+        ship(kind, Path(sys.argv[1]) / kind, quantise)

@@ -8,6 +8,7 @@ torch's own casts, AWQ and GPTQ by the packing loops of AutoAWQ 0.2.9 (`awq/modu
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 from collections.abc import Callable
@@ -15,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from checkpoints import make_checkpoint
+from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from stepping import Stepper
@@ -36,6 +39,21 @@ def logits_of(path: Path, **config: Any) -> torch.Tensor:
         return Stepper(model).prefill("it", TOKENS).clone()
     finally:
         model.close()
+
+
+def said_in_use(path: Path, caplog: pytest.LogCaptureFixture, tolerance: float) -> str:
+    """What the log says of a checkpoint's weights, after its logits on the cpu backend stood near those in fp32.
+
+    tolerance: of the mean difference, in standard deviations of the logits.
+    """
+    if not instruction_sets():
+        pytest.skip("the native kernels are not installed")
+    exact = logits_of(path, backend="torch", weights="fp32")
+    with caplog.at_level(logging.INFO, logger="diptych.compute"):
+        got = logits_of(path, backend="cpu")
+    assert exact.std() > 0.3
+    assert (got - exact).abs().mean() < tolerance * exact.std()
+    return next(record.getMessage() for record in caplog.records if "weights stored=" in record.getMessage())
 
 
 @dataclass(frozen=True)

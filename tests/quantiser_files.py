@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 
-from bitsandbytes_files import DIGESTS, digest
+from bitsandbytes_files import ship
 from checkpoints import make_checkpoint
 
 DATA = Path(__file__).parent / "data" / "quantisers"
@@ -144,9 +143,4 @@ def _by_llmcompressor(
 
 if __name__ == "__main__":
     for kind in [kind for kind in KINDS if importlib.util.find_spec(tool_of(kind)) is not None]:
-        target = Path(sys.argv[1]) / kind
-        coded, values = quantise(target / "made", kind)
-        for name in ("config.json", "model.safetensors"):
-            shutil.copyfile(coded / name, target / name)
-        shutil.rmtree(target / "made")
-        (target / DIGESTS).write_text(json.dumps({name: digest(one) for name, one in values.items()}, indent=1) + "\n")
+        ship(kind, Path(sys.argv[1]) / kind, quantise)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bitsandbytes_files import DATA, DIGESTS, KINDS, MORE_KINDS, digest, quantise
-from coded_files import logits_of
+from coded_files import logits_of, said_in_use
 from diptych.compute.coded import CodedCheckpoint
-from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig, read_json
 from diptych.models.quantised import quantisation_of
@@ -64,14 +62,7 @@ def test_eight_bits_are_fractions_of_the_largest_of_a_row() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_run_and_the_log_says_as_what(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """NF4 is a table of fractions that no kernel has, so bf16, and why; rows of int8 are kept."""
-    if not instruction_sets():
-        pytest.skip("the native kernels are not installed")
-    exact = logits_of(DATA / kind, backend="torch", weights="fp32")
-    with caplog.at_level(logging.INFO, logger="diptych.compute"):
-        got = logits_of(DATA / kind, backend="cpu")
-    assert exact.std() > 0.3
-    assert (got - exact).abs().mean() < 0.01 * exact.std()
-    said = next(record.getMessage() for record in caplog.records if "weights stored=" in record.getMessage())
+    said = said_in_use(DATA / kind, caplog, 0.01)
     assert f"stored=bitsandbytes-{kind}:100.0%" in said
     assert ("kept=group8-g128-f32-wide:100.0%" if kind == "int8" else f"fractions of {kind}; bf16 rounds") in said
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -13,9 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from bitsandbytes_files import DIGESTS, digest
-from coded_files import logits_of
+from coded_files import logits_of, said_in_use
 from diptych.compute.coded import CodedCheckpoint
-from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.models.config import HfConfig, read_json
 from diptych.models.quantised import quantisation_of
 from quantiser_files import DATA, KINDS, MORE_KINDS, quantise, tool_of
@@ -63,14 +61,7 @@ def test_a_checkpoint_has_the_values_that_its_own_tool_reads(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_run_and_the_log_says_as_what(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """With everything else that these tools write into a config."""
-    if not instruction_sets():
-        pytest.skip("the native kernels are not installed")
-    exact = logits_of(DATA / kind, backend="torch", weights="fp32")
-    with caplog.at_level(logging.INFO, logger="diptych.compute"):
-        got = logits_of(DATA / kind, backend="cpu")
-    assert exact.std() > 0.3
-    assert (got - exact).abs().mean() < 0.02 * exact.std()
-    said = next(record.getMessage() for record in caplog.records if "weights stored=" in record.getMessage())
+    said = said_in_use(DATA / kind, caplog, 0.02)
     assert f"kept={HELD[kind]}:100.0%" in said
 
 
