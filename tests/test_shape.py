@@ -18,6 +18,7 @@ CHUNKS = st.lists(
         start_pos=st.integers(0, 30),
         samples=st.booleans(),
         count=st.integers(1, 3),
+        both_ways=st.booleans(),
     ),
     max_size=8,
 )
@@ -31,7 +32,9 @@ def brute(chunks: list[ChunkShape], phase: Phase) -> tuple[int, int, int, int]:
             rows += chunk.count * chunk.new_tokens
             start += chunk.count * chunk.start_pos
             end += chunk.count * chunk.end_pos
-            pairs += chunk.count * sum(position + 1 for position in range(chunk.start_pos, chunk.end_pos))
+            sees_all = chunk.both_ways and phase is Phase.PREFILL
+            positions = range(chunk.start_pos, chunk.end_pos)
+            pairs += chunk.count * sum(chunk.end_pos if sees_all else position + 1 for position in positions)
     return rows, start, end, pairs
 
 

@@ -75,6 +75,7 @@ class ModelCard:
     backend_name: str
     weights_format: str
     formats: Mapping[str, int]
+    expert_formats: Mapping[str, int]
     head_format: str
     kv_format: str
     revision: str
@@ -456,15 +457,16 @@ class RayCluster:
                 if self._is_closing.is_set() or name not in self.actors:
                     return
                 self._do(partial(self.core.lost, name, _reason(error)))
-                self._await_return(name, is_hung=isinstance(error, GetTimeoutError))
-                continue
+                if self._is_back(name, is_hung=isinstance(error, GetTimeoutError)):
+                    continue
+                return
             if batch is not None:
                 self.core.deliver(name, batch)
             if batch is not None or self.core.is_waiting:
                 self.llm.wake()
 
-    def _await_return(self, name: str, *, is_hung: bool) -> None:
-        """Ray starts the actor again; what failed inside, or hangs, is killed for it first."""
+    def _is_back(self, name: str, *, is_hung: bool) -> bool:
+        """Ray starts the actor again; what failed inside, or hangs, is killed for it first. False: it is not to come back."""
         before = self.hellos[name].incarnation
         if is_hung:
             ray.kill(self.actors[name], no_restart=False)
@@ -475,16 +477,20 @@ class RayCluster:
                 logger.debug("worker not back name=%s: %s", name, _reason(error))
                 self._is_closing.wait(POLL_S / 2)
                 continue
-            if (
-                hello.incarnation == before
-            ):  # its process lives, but its engine has failed, or it did not answer for long
+            if hello.incarnation == before:  # its process lives: its engine has failed, or it did not answer for long
                 ray.kill(self.actors[name], no_restart=False)
                 self._is_closing.wait(POLL_S / 2)
                 continue
+            try:
+                check_version(name, hello.version)  # its node may have got another meanwhile
+            except LoadError as error:
+                logger.error("worker stays out: %s; %s, and start the server again", error.message, error.hint)
+                return False
             self.hellos[name] = hello
             self.actors[name].meet.remote(self.actors)
             self._do(partial(self._attach, name, _clock_ahead_s(self.actors[name], self.clock)))
-            return
+            return True
+        return False
 
     def _do(self, action: Callable[[], object]) -> None:
         self.core.ask(action)
