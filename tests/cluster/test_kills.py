@@ -141,19 +141,22 @@ def test_pools_grow_and_shrink_under_load(pools: ServerProcess, one: LLM) -> Non
     pools.check_balance()
 
 
-def test_a_worker_that_comes_back_as_another_version_stays_out() -> None:
+def test_a_worker_that_comes_back_as_another_version_stays_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was taken back, and what it did not understand was lost; those that are left answer."""
-    script = Path(__file__).with_name("updated_node_server.py")
+    script, is_back = Path(__file__).with_name("updated_node_server.py"), tmp_path / "is-back"
+    monkeypatch.setenv("DIPTYCH_TEST_UPDATED", str(is_back))
     with ServerProcess("--workers", "2", *OPTIONS, script=script) as server:
         wait_for(lambda: len(worker_pids(server)) == 2, "both are up", 120)
         before = worker_pids(server)
         os.kill(before["decode-0"], signal.SIGKILL)
         wait_for(lambda: server.metric("diptych_worker_deaths_total") == 1, "the death was seen")
+        wait_for(is_back.exists, "it is back")
         for n in range(4):
             stream = Stream(server, f"{n} {WORDS}", max_tokens=200, ignore_eos=True)
             stream.thread.join(timeout=60)
             assert stream.error is None
             assert stream.end["usage"]["completion_tokens"] == 200
+        assert list(worker_pids(server)) == ["decode-1"]
         server.check_balance()
         code, errors = server.stop()
         assert code == 0

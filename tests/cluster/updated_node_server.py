@@ -1,12 +1,14 @@
 """`diptych serve` before workers that come back as another version, as on a node that was updated meanwhile.
 
-python tests/cluster/updated_node_server.py serve --workers 2
+DIPTYCH_TEST_UPDATED=/tmp/it-is-back python tests/cluster/updated_node_server.py serve --workers 2
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 from diptych.cli import main
 from diptych.ground.config import quiet_ray
@@ -20,8 +22,10 @@ from diptych.cluster import rays  # noqa: E402
 class UpdatedProcess(rays._Actor):
     def hello(self) -> rays.Hello:
         said = super().hello()
-        is_back = ray.get_runtime_context().was_current_actor_reconstructed
-        return replace(said, version="0.0.9") if is_back else said
+        if not ray.get_runtime_context().was_current_actor_reconstructed:
+            return said
+        Path(os.environ["DIPTYCH_TEST_UPDATED"]).touch()
+        return replace(said, version="0.0.9")
 
 
 if __name__ == "__main__":
