@@ -130,3 +130,23 @@ def test_a_service_of_one_machine_leaves_other_rays_alone(cluster: Cluster) -> N
         assert not {node.node_id for node in cluster.list_all_nodes()} & set(nodes_of(server).values())
         with server.client() as http:
             http.post("/v1/completions", json=body(WORDS)).raise_for_status()
+
+
+def test_pools_run_where_and_on_what_is_said_of_each(cluster: Cluster, one: LLM) -> None:
+    """Two kinds of machines are the point of pools: each has its own, with threads of its own, and the text is the same."""
+    places = {"prefill-0": "reader", "decode-0": "writer"}
+    nodes = {worker: cluster.add_node(**NODE, resources={name: 1}).node_id for worker, name in places.items()}
+    pools = ("--prefill", "1", "--decode", "1", "--ray-address", cluster.address, *OPTIONS)
+    with ServerProcess(*pools, "--prefill-on", "node=reader,threads=2", "--decode-on", "node=writer") as server:
+        assert nodes_of(server) == nodes
+        with server.client() as http:
+            answer = http.post("/v1/completions", json=body(WORDS * 40)).json()
+        wanted = one.generate([WORDS * 40], SamplingParams(max_tokens=40, temperature=0.0))[0]
+        assert answer["choices"][0]["text"] == wanted.choices[0].text
+        assert answer["timings"]["transfer_n"] > 0
+        code, errors = server.stop()
+        assert code == 0, errors
+        told = dict(re.findall(r"worker engine name=(\S+) .* threads=(\d)", errors))
+        assert told == {"prefill-0": "2", "decode-0": "1"}
+    with pytest.raises(RuntimeError, match=r"need 1 of Ray.* resource nowhere; its nodes have 0"):
+        ServerProcess(*pools, "--decode-on", "node=nowhere")

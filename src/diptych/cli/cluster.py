@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import socket
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from diptych.cluster.pool_config import PoolConfig, PoolPlace
 from diptych.ground.config import EngineConfig, quiet_ray
 from diptych.ground.errors import ConfigError
 from diptych.server.config import ServerConfig
 from diptych.server.run import run_server
-
-if TYPE_CHECKING:
-    from diptych.cluster.pool_config import PoolConfig
 
 
 def pools_of(
@@ -20,6 +18,8 @@ def pools_of(
     decode: int | None,
     workers: int | None,
     *,
+    prefill_on: str | None = None,
+    decode_on: str | None = None,
     address: str | None,
     local_prefill_tokens: int,
     takes_other_kernels: bool,
@@ -38,6 +38,11 @@ def pools_of(
             raise ConfigError(
                 f"{given[0]} bounds a pool that is not there", hint="add --workers 1, or --prefill and --decode"
             )
+        if prefill_on or decode_on:
+            raise ConfigError(
+                f"{'--prefill-on' if prefill_on else '--decode-on'} is said of a pool that is not there",
+                hint="add --prefill 1 and --decode 1",
+            )
         return None
     if (max_workers is not None) if workers is None else (max_prefill is not None or max_decode is not None):
         raise ConfigError(f"{given[0]} bounds a pool that is not there", hint="--max-workers goes with --workers")
@@ -48,9 +53,12 @@ def pools_of(
     if prefill and decode is None:
         raise ConfigError(f"{prefill} workers prefill and none decodes", hint="add --decode 1 or more")
     number = workers if workers is not None else decode if decode is not None else 1
-    config: PoolConfig = _rays(is_local=address is None).PoolConfig(
+    _rays(is_local=address is None)  # who asks for workers and has no ray is told before anything loads
+    return PoolConfig(
         prefill=prefill,
         decode=number,
+        prefill_on=PoolPlace.of(prefill_on),
+        decode_on=PoolPlace.of(decode_on),
         address=address,
         local_prefill_tokens=local_prefill_tokens,
         takes_other_kernels=takes_other_kernels,
@@ -60,7 +68,6 @@ def pools_of(
         target_queue_s=target_queue_s,
         calm_s=calm_s,
     )
-    return config
 
 
 def serve(model: str, engine: EngineConfig, pools: PoolConfig, config: ServerConfig, listener: socket.socket) -> int:

@@ -75,6 +75,10 @@ def serve(
         int | None, typer.Option(help="workers that decode, each an engine of its own (needs ray)")
     ] = None,
     workers: Annotated[int | None, typer.Option(help="engines that do both, behind one router (needs ray)")] = None,
+    prefill_on: Annotated[
+        str | None, typer.Option(help="what those that read run on: threads=N,device=NAME,node=RESOURCE (of Ray)")
+    ] = None,
+    decode_on: Annotated[str | None, typer.Option(help="the same of those that decode")] = None,
     max_prefill: Annotated[int | None, typer.Option(help="have up to so many that read, as the load needs")] = None,
     max_decode: Annotated[int | None, typer.Option(help="have up to so many that decode, as the load needs")] = None,
     max_workers: Annotated[int | None, typer.Option(help="have up to so many workers, as the load needs")] = None,
@@ -133,6 +137,8 @@ def serve(
         prefill,
         decode,
         workers,
+        prefill_on=prefill_on,
+        decode_on=decode_on,
         address=ray_address,
         local_prefill_tokens=local_prefill_tokens,
         takes_other_kernels=take_kv_of_other_kernels,

@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
+from diptych.ground.config import EngineConfig
 from diptych.ground.errors import ConfigError
 
 OBJECT_STORE_BYTES = 256 * 2**20  # blocks stay in it for milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPlace:
+    """What the workers of one pool run on, where it is not what all do.
+
+    node: a custom resource of Ray's (`ray start --resources '{"reader": 2}'`), of which each worker takes one.
+    """
+
+    threads: int | None = None
+    device: str | None = None
+    node: str | None = None
+
+    @classmethod
+    def of(cls, text: str | None) -> PoolPlace:
+        """From "threads=8,device=cuda,node=reader", any of them. Raises ConfigError for what is no such list."""
+        said = {}
+        for part in filter(None, (text or "").split(",")):
+            name, _, value = part.partition("=")
+            if name not in cls.__dataclass_fields__ or not value or name in said:
+                raise ConfigError(
+                    f"a pool cannot run on {part!r}",
+                    hint="name threads=N, device=NAME, node=RESOURCE, each once at most",
+                )
+            said[name] = value
+        threads = said.get("threads", "1")
+        if not threads.isdecimal() or int(threads) < 1:
+            raise ConfigError(f"a pool cannot run on threads={threads}; it must be a whole number of at least 1")
+        return cls(
+            threads=int(threads) if "threads" in said else None, device=said.get("device"), node=said.get("node")
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
     """How many workers. prefill: those that read for the others; decode: those that answer, with prefill = 0 all they do.
 
+    prefill_on, decode_on: what they run on, where it is not what the engine's configuration says of all.
     takes_other_kernels: see `cluster.worker`. otlp_traces_endpoint: see `engine.spans`. address: of a Ray cluster that runs
     ("auto" finds one); None: one is started here, on loopback, and ends with this process.
     max_prefill, max_decode: pools grow up to these and shrink again, so that workers have target_queue_s of predicted work
@@ -21,6 +55,8 @@ class PoolConfig:
 
     prefill: int = 0
     decode: int = 1
+    prefill_on: PoolPlace = PoolPlace()
+    decode_on: PoolPlace = PoolPlace()
     address: str | None = None
     local_prefill_tokens: int = 64
     takes_other_kernels: bool = False
@@ -41,6 +77,14 @@ class PoolConfig:
                     f"pool {pool} begins with {least} workers and may have {most}; it must begin with 1 at least and "
                     f"with {most} at most"
                 )
+        for pool, place in self.places.items():
+            if place.node is not None and self.address is None:
+                raise ConfigError(
+                    f"pool {pool} runs on node={place.node}, and there is one machine",
+                    hint="--ray-address names a cluster whose nodes have such a resource",
+                )
+            if place != PoolPlace() and not self.most_of(pool):
+                raise ConfigError(f"pool {pool} has no workers that could run on anything", hint=f"add --{pool} 1")
         if self.target_queue_s <= 0.0 or self.calm_s < 0.0:
             raise ConfigError(
                 f"target_queue_s is {self.target_queue_s} and calm_s {self.calm_s}; they must be more than 0, and 0 or more"
@@ -55,7 +99,40 @@ class PoolConfig:
     @property
     def most(self) -> int:
         """Workers that there may be at one time."""
-        return (self.max_prefill or self.prefill) + (self.max_decode or self.decode)
+        return self.most_of("prefill") + self.most_of("decode")
+
+    def most_of(self, pool: str) -> int:
+        """Of one pool."""
+        return (self.max_prefill or self.prefill) if pool == "prefill" else (self.max_decode or self.decode)
+
+    @property
+    def places(self) -> Mapping[str, PoolPlace]:
+        """What the workers of each pool run on; a worker's name begins with its pool's."""
+        return {"prefill": self.prefill_on, "decode": self.decode_on}
+
+    def engines(self, config: EngineConfig, *, cores: int) -> dict[str, EngineConfig]:
+        """The engine of each pool's workers.
+
+        Several on one machine share its cores, less what a pool was given, and none is pinned where another may be.
+        """
+        compute = config.compute
+        if self.address is None and self.most > 1:
+            if compute.numa == "auto":
+                compute = replace(compute, numa="off")
+            given = {pool: place.threads for pool, place in self.places.items() if place.threads is not None}
+            others = self.most - sum(map(self.most_of, given))
+            if compute.threads is None and others:
+                left = cores - sum(self.most_of(pool) * threads for pool, threads in given.items())
+                compute = replace(compute, threads=max(1, left // others // compute.tp) * compute.tp)
+        return {
+            pool: replace(
+                config,
+                compute=replace(
+                    compute, threads=place.threads or compute.threads, device=place.device or compute.device
+                ),
+            )
+            for pool, place in self.places.items()
+        }
 
     @property
     def names(self) -> list[str]:

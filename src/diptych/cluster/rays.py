@@ -14,6 +14,7 @@ import logging
 import socket
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -219,10 +220,11 @@ class RayCluster:
         )
         self.actors: dict[str, Any] = {}
         self.hellos: dict[str, Hello] = {}
+        self._model, self._config = model, config
+        self._engines = pools.engines(config, cores=psutil.cpu_count(logical=False) or 1)
         begin_s = self.clock.now_s()
         self._start_ray()
         try:
-            self._model, self._config = model, shared(config, pools.most, is_local=pools.address is None)
             self._start(pools.names)
             for name in pools.names:
                 self._attach(name, _clock_ahead_s(self.actors[name], self.clock))
@@ -270,7 +272,7 @@ class RayCluster:
             ray.init(
                 address="local",  # not one that somebody else has started on this machine
                 num_cpus=1,  # workers of this machine ask for none: they divide its cores as --threads says
-                num_gpus=0,
+                num_gpus=None if any(self._needs(pool) for pool in self._engines) else 0,  # None: Ray counts them
                 object_store_memory=self._pools.object_store_bytes,
                 include_dashboard=False,
                 _node_ip_address="127.0.0.1",
@@ -289,10 +291,19 @@ class RayCluster:
     def _start(self, names: Sequence[str]) -> None:
         is_local = self._pools.address is None
         share = self._pools.most if is_local else 1
+        needs = {name: self._needs(name.partition("-")[0]) for name in [*self.actors, *names]}
+        check_there_is(sum((Counter(one) for one in needs.values()), Counter()), ray.cluster_resources())
         for name in names:
             self.actors[name] = WorkerActor.options(
-                num_cpus=0 if is_local else 1, max_restarts=-1, max_task_retries=0, scheduling_strategy="SPREAD"
-            ).remote(name, self._model, self._config, share, self._pools, logger.getEffectiveLevel())
+                num_cpus=0 if is_local else 1,
+                num_gpus=needs[name].get("GPU", 0),
+                resources={of_ray: n for of_ray, n in needs[name].items() if of_ray != "GPU"},
+                max_restarts=-1,
+                max_task_retries=0,
+                scheduling_strategy="SPREAD",
+            ).remote(
+                name, self._model, self._engines[name.partition("-")[0]], share, self._pools, logger.getEffectiveLevel()
+            )
         for name in names:
             try:
                 self.hellos[name] = ray.get(self.actors[name].hello.remote(), timeout=START_S)
@@ -305,9 +316,19 @@ class RayCluster:
         for actor in self.actors.values():
             actor.meet.remote(self.actors)
 
+    def _needs(self, pool: str) -> dict[str, int]:
+        """What a worker takes of Ray's resources, besides a CPU."""
+        node = self._pools.places[pool].node
+        needs = {} if node is None else {node: 1}
+        return needs | {"GPU": 1} if self._engines[pool].compute.device.startswith("cuda") else needs
+
     def _attach(self, name: str, clock_ahead_s: float) -> None:
         hello = self.hellos[name]
-        link = DoorLink(self.actors[name], hello.incarnation)
+        card, link = hello.card, DoorLink(self.actors[name], hello.incarnation)
+        logger.info(
+            "worker engine name=%s backend=%s kernels=%s threads=%d",
+            name, card.backend_name, card.instruction_set, card.threads,
+        )  # fmt: skip
         self.core.attach(
             link,
             hello.facts,
@@ -398,7 +419,7 @@ class RayCluster:
                 self._start(new)
             except LoadError as error:
                 logger.error("pool=%s does not grow: %s", pool, error.message)
-                for name in new:
+                for name in self.actors.keys() & set(new):
                     ray.kill(self.actors.pop(name))
                 return
             for name in new:
@@ -426,7 +447,8 @@ class RayCluster:
             ray.kill(actor)
 
     def _tell_whether_it_pays(self) -> None:
-        hello, pools = self.hellos[self._pools.names[0]], self._pools
+        pools, hello = self._pools, self.hellos[self._pools.names[0]]
+        hello = next((one for one in self.hellos.values() if one.speeds is None), hello)
         if hello.speeds is None and not pools.prefill:
             logger.warning(
                 "workers on one machine do not pay: they share its cores and read all weights each; one engine answers as many"
@@ -504,20 +526,6 @@ class RayCluster:
             pass
 
 
-def shared(config: EngineConfig, n_workers: int, *, is_local: bool) -> EngineConfig:
-    """Several engines on one machine share its cores, and none is pinned where another may be."""
-    if not is_local or n_workers == 1:
-        return config
-    cores = psutil.cpu_count(logical=False) or 1
-    compute = config.compute
-    if compute.threads is None:
-        per_rank = max(1, cores // n_workers // compute.tp)
-        compute = replace(compute, threads=per_rank * compute.tp)
-    if compute.numa == "auto":
-        compute = replace(compute, numa="off")
-    return replace(config, compute=compute)
-
-
 def with_memory(config: EngineConfig, share: int) -> EngineConfig:
     """One engine's part of the memory that one alone would take."""
     if config.kv_memory_bytes is not None or share == 1:
@@ -531,6 +539,16 @@ def _knock(address: str) -> None:
     host, _, port = address.rpartition(":")
     if port.isdigit() and "/" not in host:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+
+
+def check_there_is(needed: Mapping[str, int], resources: Mapping[str, float]) -> None:
+    """LoadError where Ray would wait for a node that it does not have."""
+    for name, number in needed.items():
+        if resources.get(name, 0) < number:
+            raise LoadError(
+                f"the workers need {number} of Ray's resource {name}; its nodes have {resources.get(name, 0):g}",
+                hint=f"""ray start --resources '{{"{name}": 1}}' gives a node some""" if name != "GPU" else None,
+            )
 
 
 def check_version(name: str, version: str) -> None:

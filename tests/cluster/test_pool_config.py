@@ -1,0 +1,62 @@
+"""What pools are made of: sizes, and what the workers of each run on."""
+
+from __future__ import annotations
+
+import pytest
+
+from diptych.cluster.pool_config import PoolConfig, PoolPlace
+from diptych.ground.config import ComputeConfig, EngineConfig
+from diptych.ground.errors import ConfigError
+
+
+def threads_of(
+    pools: PoolConfig, *, cores: int, threads: int | None = None, tp: int = 1
+) -> tuple[int | None, int | None]:
+    engines = pools.engines(EngineConfig(compute=ComputeConfig(threads=threads, tp=tp)), cores=cores)
+    return engines["prefill"].compute.threads, engines["decode"].compute.threads
+
+
+def test_workers_of_one_machine_share_the_cores_that_no_pool_was_given() -> None:
+    assert threads_of(PoolConfig(prefill=1, decode=3), cores=16) == (4, 4)
+    assert threads_of(PoolConfig(prefill=1, decode=3), cores=16, tp=4) == (4, 4)
+    assert threads_of(PoolConfig(prefill=1, decode=3), cores=16, threads=2) == (2, 2)
+    assert threads_of(PoolConfig(prefill=1, decode=3, prefill_on=PoolPlace(threads=10)), cores=16) == (10, 2)
+    assert threads_of(PoolConfig(prefill=1, decode=1, prefill_on=PoolPlace(threads=10)), cores=4) == (10, 1)
+    assert threads_of(PoolConfig(prefill=1, decode=1, max_decode=2, decode_on=PoolPlace(threads=3)), cores=8) == (2, 3)
+    both = PoolConfig(prefill=1, decode=1, prefill_on=PoolPlace(threads=5), decode_on=PoolPlace(threads=3))
+    assert threads_of(both, cores=8) == (5, 3)
+    assert threads_of(PoolConfig(prefill=1, decode=3, address="auto"), cores=16) == (None, None), "a node each, perhaps"
+
+
+def test_each_pool_has_its_own_device() -> None:
+    pools = PoolConfig(prefill=1, decode=1, prefill_on=PoolPlace.of("device=cuda:1,threads=2"))
+    engines = pools.engines(EngineConfig(), cores=4)
+    assert (engines["prefill"].compute.device, engines["prefill"].compute.threads) == ("cuda:1", 2)
+    assert engines["decode"].compute.device == "auto"
+
+
+def test_a_pool_runs_on_what_is_said_of_it() -> None:
+    assert PoolPlace.of(None) == PoolPlace.of("") == PoolPlace()
+    assert PoolPlace.of("threads=8,device=cuda,node=reader") == PoolPlace(threads=8, device="cuda", node="reader")
+
+
+@pytest.mark.parametrize("text", ["threads", "threads=", "cores=3", "threads=1,threads=2", "node=a,,x"])
+def test_what_is_no_such_list_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="a pool cannot run on") as caught:
+        PoolPlace.of(text)
+    assert "threads=N, device=NAME, node=RESOURCE" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("threads", ["0", "-1", "two", "1.5"])
+def test_threads_are_a_number(threads: str) -> None:
+    with pytest.raises(ConfigError, match=f"threads={threads}; it must be a whole number of at least 1"):
+        PoolPlace.of(f"threads={threads}")
+
+
+def test_what_is_said_of_nobody_is_refused() -> None:
+    with pytest.raises(ConfigError, match="pool prefill has no workers"):
+        PoolConfig(decode=2, prefill_on=PoolPlace(threads=2))
+    with pytest.raises(ConfigError, match="pool decode runs on node=fast, and there is one machine"):
+        PoolConfig(decode=2, decode_on=PoolPlace(node="fast"))
+    with pytest.raises(ConfigError, match="device is 'tpu'"):
+        PoolConfig(decode=2, decode_on=PoolPlace(device="tpu")).engines(EngineConfig(), cores=2)
