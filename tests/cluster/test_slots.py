@@ -49,10 +49,14 @@ def test_what_one_writes_the_other_reads_where_it_lies() -> None:
 
 
 def test_nobody_waits_for_a_slot() -> None:
-    """All in use: None. Those of a worker that is gone, or that nobody gave back in time, are used again."""
+    """All in use: None. Those of a worker that is gone, or that nobody gave back in time, are used again.
+
+    What a dead worker had was counted as in use until somebody took it.
+    """
     slots = Slots("a", 2, 100)
     assert [slots.take(name, 0.0, 30.0) is not None for name in ("b", "c", "b")] == [True, True, False]
     slots.lost("c")
+    assert slots.n_in_use == 1
     assert slots.take("d", 1.0, 31.0) is not None
     assert slots.take("d", 1.0, 31.0) is None
     assert slots.take("d", 30.0, 60.0) is not None, "the time of the first is over"

@@ -95,7 +95,7 @@ class Slots:
         """That worker is gone, and gives nothing back."""
         for slot, (name, _) in enumerate(self._holders):
             if name == holder:
-                self._holders[slot] = "", 0.0
+                self._holders[slot], self._uses[slot] = ("", 0.0), 0
 
     @property
     def n_in_use(self) -> int:
