@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
 from diptych.cluster.pool_config import PoolConfig, PoolPlace
@@ -60,3 +62,13 @@ def test_what_is_said_of_nobody_is_refused() -> None:
         PoolConfig(decode=2, decode_on=PoolPlace(node="fast"))
     with pytest.raises(ConfigError, match="device is 'tpu'"):
         PoolConfig(decode=2, decode_on=PoolPlace(device="tpu")).engines(EngineConfig(), cores=2)
+
+
+def test_memory_is_divided_where_it_is_shared() -> None:
+    """Workers of one machine share its memory; a GPU is one worker's, and the machine's memory says nothing of it."""
+    rays = importlib.import_module("diptych.cluster.rays")
+    one, on_gpu = EngineConfig(), EngineConfig(compute=ComputeConfig(device="cuda"))
+    assert rays.with_memory(one, 1) is one
+    assert rays.with_memory(on_gpu, 2) is on_gpu
+    half, quarter = (rays.with_memory(one, share).kv_memory_bytes for share in (2, 4))
+    assert 1.8 < half / quarter < 2.2

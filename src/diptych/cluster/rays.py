@@ -527,8 +527,8 @@ class RayCluster:
 
 
 def with_memory(config: EngineConfig, share: int) -> EngineConfig:
-    """One engine's part of the memory that one alone would take."""
-    if config.kv_memory_bytes is not None or share == 1:
+    """One engine's part of the memory that one alone would take; a GPU is a worker's own."""
+    if config.kv_memory_bytes is not None or share == 1 or config.compute.device.startswith("cuda"):
         return config
     available = memory_of(torch.device("cpu")).available_bytes
     return replace(config, kv_memory_bytes=int(available * KV_MEMORY_SHARE / share))
