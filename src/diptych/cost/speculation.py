@@ -22,10 +22,9 @@ from diptych.cost.asking import Asked, DrafterCost, Purse
 from diptych.cost.depths import DISTURBED, FARTHEST, LOWEST, Ratio, choose_depths
 from diptych.ground.shape import StepShape
 
+# Both measured behind steps that empty the caches.
 _GUESS_S = 12e-6  # of one guess and the questions around it, where nobody says
-_ROUND = (
-    5  # times that takes what is done once in a step with guesses; both measured behind steps that empty the caches
-)
+_ROUND = 5  # times that takes what is done once in a step with guesses
 _REST = 16, 4  # steps and guesses for which a price that said no is believed, unless chances rise
 _RISEN = 1.1
 _PROBE = (1, 16)  # refusals from one probe to the next, at first and at last
@@ -36,10 +35,8 @@ _STAKE = 0.5  # of what the purse holds may go to one of them
 _SHARE = 0.005  # of the time of steps that guesses may take which the price refuses
 _SILENT_SHARE = 0.02  # the same of looking for one: text that begins to quote is not to wait long
 _RAREST = 64  # steps from one guess to the next
-_PLAIN_ALL, _PLAIN_EVERY = (
-    8,
-    16,
-)  # steps behind drafts that are all looked at, then one of so many, where their size is known
+_PLAIN_ALL = 8  # steps behind drafts that are all looked at, where their size is known
+_PLAIN_EVERY = 16  # of which one is, then
 _LONG_S = 0.01  # a step that takes longer does not notice that it is looked at
 _BLIND = (4, 64)  # steps with drafts until one of their size goes without, to see what that takes: at first, at most
 _LOWER = 0.93  # of what a step without drafts was thought to take: the next goes without, too, until that is known
@@ -128,9 +125,8 @@ class DraftPrices:
         # measured over predicted, by `_size` of rows: of decode steps without drafts and with; and of the drafter
         self._plain: dict[int, Ratio] = {}
         self._verify: dict[int, Ratio] = {}
-        self._settled: set[int] = (
-            set()
-        )  # sequences of steps without drafts that are known, and short: of many some say enough
+        # sequences of steps without drafts that are known, and short: of many some say enough
+        self._settled: set[int] = set()
         self._n_plain = 0  # of them, since the last with drafts
         self._longer: dict[tuple[int, int, int], float] = {}  # see _times_longer
         self._n_learned = 0
