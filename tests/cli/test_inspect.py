@@ -156,11 +156,27 @@ def test_what_it_says_is_held_is_what_the_engine_holds(name: str, tmp_path: Path
 
 @pytest.mark.native
 def test_what_the_engine_would_refuse_is_said(tmp_path: Path) -> None:
-    """A tensor that nobody asks for: the files are described all the same."""
+    """A tensor that nobody asks for: the files are described all the same, and a script sees that it will not be loaded."""
     path = coded(tmp_path, awq(64))
     tensors = load_file(path / "model.safetensors")
     save_file({**tensors, "model.layers.0.strange.weight": torch.ones(4)}, path / "model.safetensors")
-    assert "strange" in facts_of(str(path), "h100-80gb-sxm")["refusal"]
+    done = run(str(path), "--hardware", "h100-80gb-sxm", "--json")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the engine does not load it: ")
+    facts = json.loads(done.stdout)
+    assert "strange" in facts["refusal"]
+    assert facts["contents"]["container"] == "safetensors"
+
+
+def test_a_config_alone_is_planned_and_nothing_is_refused(tmp_path: Path) -> None:
+    """To know the memory before the download; weights beside a config of another name are not its own."""
+    for name in ("config.json", "other.json"):
+        (tmp_path / name).write_text((bundled_dir() / "config.json").read_text())
+        facts = facts_of(str(tmp_path / name), "h100-80gb-sxm")
+        assert (facts["contents"], facts["refusal"]) == (None, None)
+        (tmp_path / "model.safetensors").write_bytes((bundled_dir() / "model.safetensors").read_bytes())
+    facts = facts_of(str(tmp_path / "config.json"), "h100-80gb-sxm")
+    assert facts["contents"].file_bytes == (tmp_path / "model.safetensors").stat().st_size
 
 
 def test_text_and_json_say_the_same(tmp_path: Path) -> None:

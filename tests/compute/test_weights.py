@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from checkpoints import CLASSES, MORE, make_checkpoint
@@ -22,6 +23,7 @@ from diptych.compute.weights import Checkpoint, resolve_model_dir
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError, UnsupportedModel
 from diptych.models.families import SUPPORTED, WRAPPERS
+from diptych.models.files import INDEX_FILE
 
 REFERENCE = ComputeConfig(backend="torch", device="cpu", weights="fp32")
 LAST = "model.layers.2.mlp.down_proj.weight"
@@ -168,7 +170,7 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
 def test_index_may_not_point_outside_its_folder(tmp_path: Path) -> None:
     """An index is data from the network; a path in it must not open other files."""
     path = make_checkpoint("olmo2", tmp_path, max_shard_size="60KB")
-    index = path / weights.INDEX_FILE
+    index = path / INDEX_FILE
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../../secret.safetensors"}}))
     assert "outside" in refusal(path)
 
@@ -197,17 +199,19 @@ def test_offline_hub_name_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_hub_download_takes_no_code_and_no_pickles(monkeypatch: pytest.MonkeyPatch, original: Path) -> None:
-    asked = {}
+    """Nor the weights a second time: gpt-oss and Mistral publish them in a layout of their own too, which came along."""
+    theirs = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "chat_template.jinja", "model.py",
+              "pytorch_model.bin", "original/model.safetensors", "consolidated.safetensors", "metal/model.bin"]  # fmt: skip
+    fetched = []
 
-    def download(name: str, *, allow_patterns: list[str]) -> str:
-        asked[name] = allow_patterns
+    def download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        found = filter_repo_objects(theirs, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        fetched.append((name, list(found)))
         return str(original)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve_model_dir("someone/some-model") == original
-    patterns = asked["someone/some-model"]
-    assert "*.safetensors" in patterns
-    assert not any(pattern.endswith((".py", ".bin", ".pth", ".pt", "*")) for pattern in patterns)
+    assert fetched == [("someone/some-model", theirs[:4])]
 
 
 def test_progress_rises_to_the_total(original: Path) -> None:

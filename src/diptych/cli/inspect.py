@@ -27,6 +27,7 @@ from diptych.ground.errors import ConfigError, LoadError
 from diptych.ground.formats import engine_quant, head_format, mean_bytes
 from diptych.ground.specs import QuantSpec
 from diptych.models.contents import Contents, contents_of
+from diptych.models.files import has_weights
 from diptych.models.gguf_file import find_gguf
 from diptych.models.spec import ModelSpec
 
@@ -52,32 +53,42 @@ def app(args: Sequence[str] | None = None, prog_name: str = "diptych inspect") -
         print(dump(facts))
     else:
         _show(facts)
+    if facts["refusal"] is not None:
+        raise LoadError(f"the engine does not load it: {facts['refusal']}", hint=facts["refusal_hint"])
 
 
 def facts_of(name: str, hardware: str) -> dict[str, Any]:
     """Everything the command says. Raises LoadError and ConfigError."""
-    spec, path = find_model(name), model_path(name)
+    spec, path = find_model(name), _files(model_path(name))
     contents = None if path is None else contents_of(path)
-    held, refusal = (None, None) if path is None or not spec.is_run else _held(path)
+    held, refused = (None, None) if path is None or not spec.is_run else _held(path)
     kept = held.main_format if held is not None else None if contents is None else contents.kept
     formats = SHOWN_WEIGHTS if kept in (None, *SHOWN_WEIGHTS) else (kept, *SHOWN_WEIGHTS)
     return {
         "model": _model(spec),
         "contents": contents,
         "held": held,
-        "refusal": refusal,
+        "refusal": None if refused is None else refused.message,
+        "refusal_hint": None if refused is None else refused.hint,
         "words": None if path is None else _words(path),
         "memory": _memory(spec, formats, held),
         **_phases(spec, hardware, formats, held),
     }
 
 
-def _held(path: Path) -> tuple[Held | None, str | None]:
+def _files(path: Path | None) -> Path | None:
+    """The GGUF file or the folder to look into; None where a config is all there is."""
+    if path is None or path.suffix != ".json":
+        return path
+    return path.parent if path.name == "config.json" and has_weights(path.parent) else None
+
+
+def _held(path: Path) -> tuple[Held | None, LoadError | None]:
     """What the engine holds of it, or why it would not load it."""
     try:
         return what_is_held(find_gguf(path) or path), None
     except LoadError as error:
-        return None, error.message
+        return None, error
 
 
 def _model(spec: ModelSpec) -> dict[str, Any]:
@@ -203,8 +214,6 @@ def _show(facts: dict[str, Any]) -> None:
         console.print(
             "in memory as the files have it: " + ", ".join(f"{name} {amount(n).strip()}B" for name, n in parts)
         )
-    elif facts["refusal"] is not None:
-        console.print(f"the engine does not load it: {facts['refusal']}")
     _show_memory(console, facts["memory"])
     _show_phases(console, facts)
 

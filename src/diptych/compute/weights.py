@@ -32,14 +32,16 @@ from safetensors import SafetensorError, safe_open
 from diptych.compute.ops.contract import WeightTensor
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import mean_bytes
-from diptych.models.config import read_json
+from diptych.models.files import A_MODEL, no_model, safetensors_header, weight_files
 
 logger = logging.getLogger("diptych.compute")
 
 # what a model needs and nothing else: no Python files, no pickled weights
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+# the same weights a second time, in their makers' own layouts (Mistral's, gpt-oss's)
+HUB_IGNORED = ("consolidated*", "original/*")
+NO_HUB_NAMES = (".gguf", ".safetensors", ".json")
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-INDEX_FILE = "model.safetensors.index.json"
 SAMPLE_BYTES = 256  # of the end of each file, into the revision: tells two fine-tunes of one shape apart
 SAMPLED_VALUES = 64  # of the middle of each tensor, likewise
 # random tensors repeat a block of this many values (a prime, so that rows differ): a 7B shape in seconds, not minutes
@@ -58,15 +60,16 @@ def resolve_model_dir(name: str | Path) -> Path:
     if path.is_dir():
         return path
     if path.is_file():
-        raise LoadError(f"{path} is a file; a checkpoint is a folder with config.json and *.safetensors")
-    if str(name).count("/") > 1 or str(name).startswith((".", "/", "~")):
-        raise LoadError(
-            f"no such folder or file: {path}",
-            hint="a model is a folder with config.json, a GGUF file, or a name on the Hugging Face hub",
-        )
+        raise no_model(path)
+    if str(name).count("/") > 1 or str(name).startswith((".", "/", "~")) or path.suffix in NO_HUB_NAMES:
+        raise LoadError(f"no such folder or file: {path}", hint=A_MODEL)
     errors = import_module("huggingface_hub.errors")  # brings an HTTP client, which a folder on disk does not need
     try:
-        return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=list(HUB_PATTERNS)))
+        return Path(
+            huggingface_hub.snapshot_download(
+                str(name), allow_patterns=list(HUB_PATTERNS), ignore_patterns=list(HUB_IGNORED)
+            )
+        )
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise LoadError(f"{name} is neither a folder nor a model on the hub: {_first_line(error)}") from error
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as error:
@@ -214,8 +217,8 @@ class Checkpoint:
         self._given_back: list[torch.Tensor] = []  # whose pages went back then
         self.unchecked: list[Saved] = []
         self.progress: Progress | None = None
-        for file_name in self._file_names():
-            self._open(file_name)
+        for path in weight_files(directory):
+            self._open(path)
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds a tensor of that name."""
@@ -369,44 +372,22 @@ class Checkpoint:
         shape: Sequence[int] = self._files[self._file_of[name]].get_slice(name).get_shape()
         return shape
 
-    def _file_names(self) -> list[str]:
-        index = self.directory / INDEX_FILE
-        if index.is_file():
-            weight_map = read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict) or not weight_map:
-                raise LoadError(f"{index} has no weight_map")
-            names = sorted({str(value) for value in weight_map.values()})
-            if any(Path(name).name != name for name in names):
-                raise LoadError(f"{index} names a file outside its folder")
-            return names
-        if (self.directory / "model.safetensors").is_file():
-            return ["model.safetensors"]
-        names = sorted(path.name for path in self.directory.glob("*.safetensors"))
-        if len(names) != 1:
-            raise LoadError(
-                f"{self.directory} holds {len(names)} safetensors files and no index; one file or an index is needed",
-                hint="pickled checkpoints (*.bin, *.pth) are not read; convert them to safetensors",
-            )
-        return names
-
-    def _open(self, file_name: str) -> None:
-        path = self.directory / file_name
-        if not path.is_file():
-            raise LoadError(f"{INDEX_FILE} names {file_name}, which is missing from {self.directory}")
+    def _open(self, path: Path) -> None:
         try:
             file = safe_open(str(path), framework="pt")
             names = list(file.keys())
         except (SafetensorError, OSError) as error:
+            safetensors_header(path)  # says more
             raise LoadError(
                 f"{path} is damaged or cut short ({path.stat().st_size} bytes): {_first_line(error)}",
                 hint="download the file again",
             ) from error
-        self._files[file_name] = file
+        self._files[path.name] = file
         self._file_bytes += path.stat().st_size
         for name in names:
             if name in self._file_of:
-                raise LoadError(f"tensor {name} is in both {self._file_of[name]} and {file_name}")
-            self._file_of[name] = file_name
+                raise LoadError(f"tensor {name} is in both {self._file_of[name]} and {path.name}")
+            self._file_of[name] = path.name
 
 
 class RandomTensor(WeightTensor):

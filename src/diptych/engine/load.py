@@ -44,6 +44,7 @@ from diptych.ground.config import SETTINGS, BlockConfig, ComputeConfig, EngineCo
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
+from diptych.models.files import no_model
 from diptych.models.gguf_file import find_gguf
 from diptych.models.named import SHAPES
 from diptych.models.spec import ModelSpec
@@ -100,12 +101,15 @@ def model_dir(name: str) -> Path:
     if gguf is not None:
         return gguf
     try:
-        return resolve_model_dir(name)
+        folder = resolve_model_dir(name)
     except LoadError as error:
         if name not in SHAPES:
             raise
         hint = f"{name} is a shape: bench and lab take it, with random weights, as --shape {name}"
         raise LoadError(error.message, hint=hint) from error
+    if not (folder / "config.json").exists():
+        raise no_model(folder)
+    return folder
 
 
 def load(

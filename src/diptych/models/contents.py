@@ -16,10 +16,10 @@ from typing import Any
 
 from diptych.ground.formats import GGUF_KEPT, KEPT_MXFP4
 from diptych.models.config import HfConfig, read_json
+from diptych.models.files import has_weights, safetensors_header, weight_files
 from diptych.models.gguf import ROPE_TENSOR, is_beside
 from diptych.models.gguf_file import GgufFile, find_gguf, open_gguf
 from diptych.models.quantised import Quantisation, quantisation_of
-from diptych.models.stored import safetensors_header
 
 # parts of names -> the part of the model, the first that fits; of safetensors and of GGUF files
 PARTS: tuple[tuple[str, str], ...] = (
@@ -80,9 +80,8 @@ def contents_of(path: Path) -> Contents:
     gguf = find_gguf(path)
     if gguf is not None:
         return _gguf(gguf)
-    folder = path if path.is_dir() else path.parent
-    files = sorted(folder.glob("*.safetensors"))
-    config = folder / "config.json"
+    files = weight_files(path) if has_weights(path) else []
+    config = path / "config.json"
     raw = read_json(config) if config.is_file() else {}
     is_own = (
         isinstance(raw.get("quantization_config"), dict) and raw["quantization_config"].get("quant_method") == "diptych"

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from diptych.ground.errors import LoadError
+from diptych.models.files import BEGIN_BYTES, begins_otherwise
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -238,8 +239,9 @@ class _Part:
         self.path = path
         self.mapped = _map(path)
         cursor = _Cursor(path, self.mapped)
-        if cursor.bytes(4) != MAGIC:
-            raise LoadError(f"{path} does not begin with {MAGIC.decode()}", hint="download the file again")
+        if self.mapped[: len(MAGIC)] != MAGIC[: len(self.mapped)]:
+            raise begins_otherwise(path, self.mapped[:BEGIN_BYTES], MAGIC.decode())
+        cursor.take(len(MAGIC))
         version = cursor.number("I")
         if version not in VERSIONS:
             is_big = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
@@ -402,10 +404,12 @@ class _Cursor:
 def _map(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as file:
+            if file.seek(0, 2) == 0:
+                raise LoadError(f"{path} has 0 bytes", hint="download the file again")
             # pages are private, so that tensors over them count as writable for numpy and torch; nobody writes to them
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except (OSError, ValueError) as error:  # ValueError: an empty file
-        raise LoadError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except OSError as error:
+        raise LoadError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def shortest(value: float) -> float:

@@ -19,6 +19,7 @@ from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.config import HfConfig, read_json
 from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, PRICED, SUPPORTED, WRAPPERS
 from diptych.models.family import Family
+from diptych.models.files import no_model
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL
 from diptych.models.refused import reason_for
 from diptych.models.rope import ROPE_KEYS, latent_stretch, make_rope, position_limit, rope_section
@@ -104,7 +105,9 @@ def _base_stretch(config: HfConfig, hidden: int) -> float:
 
 
 def load_model_file(path: Path) -> ModelSpec:
-    """The model of a config.json, or of a folder that holds one."""
+    """The model of a config.json, or of a folder that holds one. LoadError for another file or folder."""
+    if path.exists() and not (path.suffix == ".json" or (path / "config.json").exists()):
+        raise no_model(path)
     file = path / "config.json" if path.is_dir() else path
     name = file.resolve().parent.name if file.name == "config.json" else file.stem
     return read_model(HfConfig(read_json(file), path=str(file)), name=name)

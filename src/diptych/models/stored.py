@@ -4,20 +4,19 @@ but names, shapes and sizes. The check that a price is the price of the model th
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
 from typing import Any
 
 from diptych.ground.errors import LoadError
-from diptych.models.config import MAX_JSON_BYTES, read_json
+from diptych.models.config import read_json
 from diptych.models.families import BY_MODEL_TYPE
+from diptych.models.files import INDEX_FILE, safetensors_header, weight_files
 from diptych.models.gguf import count_parameters
 from diptych.models.gguf_file import open_gguf
 from diptych.models.spec import ModelSpec
 
-INDEX_FILE = "model.safetensors.index.json"
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PLAIN = ("F32", "BF16", "F16")
 LAYER = re.compile(r"\blayers\.(\d+)\.")
@@ -54,11 +53,10 @@ def check_gguf(path: Path, expected: int) -> None:
 
 
 def _in_headers(folder: Path, spec: ModelSpec) -> int | None:
-    files = sorted(folder.glob("*.safetensors"))
-    if (folder / INDEX_FILE).is_file():
-        named = read_json(folder / INDEX_FILE).get("weight_map")
-        if not isinstance(named, dict) or {path.name for path in files} != {str(name) for name in named.values()}:
-            return None
+    try:
+        files = weight_files(folder)
+    except LoadError:  # none, or not all of them
+        return None
     tensors = [
         (name, tensor) for path in files for name, tensor in safetensors_header(path).items() if name != "__metadata__"
     ]
@@ -72,26 +70,6 @@ def _in_headers(folder: Path, spec: ModelSpec) -> int | None:
             continue  # buffers, vision, and layers for speculation
         count += math.prod(tensor.get("shape", ()))
     return count
-
-
-def safetensors_header(path: Path) -> dict[str, Any]:
-    """Names, dtypes, shapes and places, whole numbers all of them: 8 bytes of length, then JSON (the safetensors format)."""
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if size > MAX_JSON_BYTES:
-                raise ValueError(f"a header of {size} bytes")
-            header = json.loads(file.read(size))
-        for name, tensor in header.items():
-            if name == "__metadata__" and isinstance(tensor, dict):
-                continue
-            begin, end = tensor["data_offsets"]
-            numbers = (begin, end, *tensor["shape"])
-            if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers) or begin > end:
-                raise ValueError(f"the shape or the place of tensor {name} is none")
-    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
-        raise LoadError(f"{path} is damaged or cut short: {error}", hint="download the file again") from error
-    return dict(header)
 
 
 def _in_index(folder: Path, config: dict[str, Any]) -> int | None:
