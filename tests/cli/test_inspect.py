@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -136,7 +137,10 @@ def quantised_folder(folder: Path) -> Path:
 @pytest.mark.native
 @pytest.mark.parametrize("name", HOLDERS)
 def test_what_it_says_is_held_is_what_the_engine_holds(name: str, tmp_path: Path) -> None:
-    """To the byte, by format. gpt-oss was priced as 4 bits all over, with attention and embeddings that are bf16."""
+    """To the byte, by format. gpt-oss was priced as 4 bits all over, with attention and embeddings that are bf16.
+
+    Other formats were the planner's: fp32 norms as 16 bits, an fp32 embedding as half of what it takes.
+    """
     path = HOLDERS[name](tmp_path)
     facts = facts_of(str(path), "h100-80gb-sxm")
     model = load_model(path, ComputeConfig(backend="cpu", threads=1))
@@ -148,7 +152,13 @@ def test_what_it_says_is_held_is_what_the_engine_holds(name: str, tmp_path: Path
     assert Counter(held.dense) + Counter(held.experts) == Counter(model.formats)
     assert (held.main_format, held.head_format) == (model.weights_format, model.head_format)
     assert facts["memory"]["weight_bytes"][held.main_format] == sum(held.nbytes.values())
+    if name in ("gpt-oss MXFP4", "fp32, tied", "AWQ"):
+        for weights in ("bf16", "int8", "int4"):
+            with closing(load_model(path, ComputeConfig(backend="cpu", weights=weights, threads=1))) as asked:
+                nbytes = asked.program.weight_bytes + asked.program.table_bytes
+            assert facts["memory"]["weight_bytes"][weights] == nbytes, weights
     if name == "gpt-oss MXFP4":
+        assert not [group for group in facts["contents"].groups if group.part == "mlp"]
         assert set(held.dense) == {"bf16"}
         assert set(held.experts) == {model.weights_format}
     model.close()

@@ -1,13 +1,13 @@
 """`diptych inspect MODEL`: what a file or a folder holds, the memory it will need, and both phases on this machine.
 
-Headers are read, no matrix is: the answer comes in seconds for any size. What memory the weights take as the files have them is
-counted by the engine's own loader (`compute.held`); other formats and both phases are the planner's.
+Headers are read, no matrix is: the answer comes in seconds for any size. What memory the weights take, as the files have them
+and in other formats, is counted by the engine's own loader (`compute.held`); both phases are the planner's.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def facts_of(name: str, hardware: str) -> dict[str, Any]:
         "refusal": None if refused is None else refused.message,
         "refusal_hint": None if refused is None else refused.hint,
         "words": None if path is None else _words(path),
-        "memory": _memory(spec, formats, held),
+        "memory": _memory(spec, {weights: _weight_bytes(spec, weights, path, held) for weights in formats}),
         **_phases(spec, hardware, formats, held),
     }
 
@@ -137,10 +137,19 @@ def _named_words(tokenizer: Tokenizer, template: ChatTemplate) -> dict[str, Any]
     }
 
 
-def _memory(spec: ModelSpec, formats: Sequence[str], held: Held | None) -> dict[str, Any]:
-    weight_bytes = {weights: engine_weight_bytes(spec, weights) for weights in formats}
-    if held is not None:
-        weight_bytes[held.main_format] = sum(held.nbytes.values())
+def _weight_bytes(spec: ModelSpec, weights: str, path: Path | None, held: Held | None) -> float:
+    """What the engine would hold of the files; what it would hold of such a model, where they are not at hand or refused."""
+    if path is None or held is None:
+        return engine_weight_bytes(spec, weights)
+    if weights != held.main_format:
+        try:
+            held = what_is_held(find_gguf(path) or path, weights) or held
+        except (ConfigError, LoadError):  # packed in another format
+            return engine_weight_bytes(spec, weights)
+    return sum(held.nbytes.values())
+
+
+def _memory(spec: ModelSpec, weight_bytes: Mapping[str, float]) -> dict[str, Any]:
     contexts = sorted({*(n for n in SHOWN_CONTEXTS if n < spec.max_context_tokens), spec.max_context_tokens})
     return {
         "weight_bytes": weight_bytes,

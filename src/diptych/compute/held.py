@@ -37,11 +37,11 @@ class Held:
     head_format: str
 
 
-def what_is_held(path: Path) -> Held | None:
-    """Of a model's file or folder, where nothing is asked for. None without the kernels; raises as loading does."""
+def what_is_held(path: Path, weights: str = "auto") -> Held | None:
+    """Of a model's file or folder, by the format that is asked for. None without the kernels; raises as loading does."""
     if not is_available()[0]:
         return None
-    opened = open_blueprint(path, ComputeConfig(backend="cpu", threads=1))
+    opened = open_blueprint(path, ComputeConfig(backend="cpu", weights=weights, threads=1))
     blueprint, source = opened.blueprint, opened.blueprint.source
     loader = _Measure(opened.config, source)
     if isinstance(source, QuantisedCheckpoint):  # of which only who packs asks for everything

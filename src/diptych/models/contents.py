@@ -28,7 +28,7 @@ PARTS: tuple[tuple[str, str], ...] = (
     ("embed_tokens", "embedding"), ("token_embd", "embedding"), ("wte", "embedding"), ("lm_head", "head"),
     ("norm", "norms"), ("layernorm", "norms"), ("gate_inp", "router"), ("exp_probs", "router"),
     ("experts", "experts"), ("_exps", "experts"), ("_shexp", "experts"), ("mlp.gate.", "router"),
-    ("moe.gate.", "router"), ("attn", "attention"), ("mlp", "mlp"),
+    ("moe.gate.", "router"), ("mlp.router.", "router"), ("attn", "attention"), ("mlp", "mlp"),
     ("ffn", "mlp"), ("output.weight", "head"),
 )  # fmt: skip
 ORDER = ("embedding", "head", "attention", "mlp", "router", "experts", "norms", "positions", "other")
