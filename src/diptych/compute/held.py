@@ -15,8 +15,9 @@ from typing import Any
 
 from diptych.compute.decoder_loader import load_decoder
 from diptych.compute.ops.contract import LinearParts, WeightTensor
+from diptych.compute.ops.cpu_handles import LinearHandle, TableHandle, is_table_too
 from diptych.compute.ops.cpu_kernels import is_available
-from diptych.compute.ops.cpu_loader import CpuLoader, LinearHandle, TableHandle, is_table_too
+from diptych.compute.ops.cpu_loader import CpuLoader
 from diptych.compute.quant import QuantisedCheckpoint
 from diptych.compute.runner import open_blueprint
 from diptych.compute.weights import Source
@@ -45,15 +46,15 @@ def what_is_held(path: Path, weights: str = "auto") -> Held | None:
     blueprint, source = opened.blueprint, opened.blueprint.source
     loader = _Measure(opened.config, source)
     if isinstance(source, QuantisedCheckpoint):  # of which only who packs asks for everything
-        weights = load_decoder(source, loader, blueprint.spec)
+        handles = load_decoder(source, loader, blueprint.spec)
     else:
-        weights = blueprint.load(loader)
+        handles = blueprint.load(loader)
     return Held(
         nbytes=dict(loader.nbytes),
         dense=dict(loader.n_values - loader.of_experts),
         experts=dict(loader.of_experts),
         main_format=loader.main_format,
-        head_format=weights.head.format,
+        head_format=handles.head.format,
     )
 
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diptych.compute.ops.cpu_loader import INT4_GROUP, CpuLoader
+from diptych.compute.ops.cpu_handles import INT4_GROUP
+from diptych.compute.ops.cpu_loader import CpuLoader
 from diptych.compute.quant import PACKED_LAYOUT, QuantisedCheckpoint, TensorSource, write_tensors
 from diptych.ground.errors import LoadError
 from diptych.ground.version import VERSION

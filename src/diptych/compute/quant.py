@@ -26,7 +26,8 @@ import xxhash
 
 from diptych.compute.model import draw_blueprint
 from diptych.compute.ops.contract import WeightTensor
-from diptych.compute.ops.cpu_loader import INT4_GROUP, CpuLoader
+from diptych.compute.ops.cpu_handles import INT4_GROUP
+from diptych.compute.ops.cpu_loader import CpuLoader
 from diptych.compute.weights import Checkpoint, FileTensor, Progress, Saved, resolve_model_dir
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError, ConfigError, LoadError

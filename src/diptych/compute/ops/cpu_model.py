@@ -19,9 +19,10 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore
 from diptych.compute.model import Best, Blueprint, Model, Want
 from diptych.compute.ops.contract import Taps
+from diptych.compute.ops.cpu_handles import LinearHandle
 from diptych.compute.ops.cpu_kernels import _cpu, cache_sizes
 from diptych.compute.ops.cpu_kv import CpuKVStore
-from diptych.compute.ops.cpu_loader import CpuLoader, LinearHandle
+from diptych.compute.ops.cpu_loader import CpuLoader
 from diptych.compute.ops.cpu_recorder import CpuOps
 from diptych.compute.ops.shares import Rank
 from diptych.compute.sampler import Weighed

@@ -12,14 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diptych.compute.ops.contract import Ops, QkNorm
-from diptych.compute.ops.cpu_loader import (
-    AttentionHandle,
-    CpuLoader,
-    ExpertsHandle,
-    LinearHandle,
-    TableHandle,
-    VectorHandle,
-)
+from diptych.compute.ops.cpu_handles import AttentionHandle, ExpertsHandle, LinearHandle, TableHandle, VectorHandle
+from diptych.compute.ops.cpu_loader import CpuLoader
 from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, Activation, Scores
 
 # how gate and up are joined where that is an operation of its own: the slope of the sigmoid, a limit, what is added to up

@@ -1,0 +1,155 @@
+"""What the cpu backend's loader hands out in place of tensors: numbers in a native program, and the kernels' shapes of them.
+
+A handle is opaque to the walk (`compute.decoder`); the recorder beside the loader opens it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from diptych.compute.ops.contract import Activation, AttentionSpec, Role, WeightTensor
+from diptych.compute.ops.cpu_kernels import _cpu
+from diptych.compute.ops.cpu_parts import Rows
+from diptych.compute.ops.shares import OwnHeads
+from diptych.ground.formats import ENGINE_WEIGHTS, KeptFormat
+from diptych.models.spec import MoeSpec
+
+# inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
+INT4_GROUP = ENGINE_WEIGHTS["int4"][0].group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearHandle:
+    """A packed weight: its number in the program, its key there, the name of its format (a `KeptFormat`'s too), its shape.
+
+    Where ranks divide a model, the weight is the rank's outputs of n_outputs: is_gathered says that they go to `column` and the
+    following of a row that all ranks write. pieces: several weights that write one row, or gate and up. index
+    None: others have all of it.
+    rows: which of n_outputs the packed weight has, in its order; None: all. begin: the first output of the tensors in `key`.
+    order: the name of the order in which it has its inputs, in `CpuLoader.input_orders`; empty: as they come.
+    """
+
+    index: int | None
+    key: str
+    format: str
+    n_inputs: int
+    n_outputs: int
+    activation: Activation | None = None
+    role: Role | None = None
+    column: int = 0
+    is_gathered: bool = False
+    pieces: tuple[LinearHandle, ...] = ()
+    rows: Rows | None = None
+    begin: int = 0
+    order: str = ""
+
+    def own_rows(self, begin: int, end: int) -> tuple[int, list[slice]]:
+        """Where in the packed weight its part of outputs [begin, end) begins, and which of them that is, counted from begin."""
+        first, at = 0, 0
+        found: list[slice] = []
+        for low, high in ((0, end),) if self.rows is None else self.rows:
+            own = slice(max(low, begin) - begin, min(high, end) - begin)
+            if own.start < own.stop:
+                first = first if found else at + own.start + begin - low
+                found.append(own)
+            at += high - low
+        return first, found
+
+    @property
+    def rows_format(self) -> str:
+        """The form of the rows it multiplies: int8 and int4 weights share one."""
+        if self.format.startswith("group"):
+            return KeptFormat.named(self.format).rows
+        return "bf16" if self.format == "bf16" else "int8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VectorHandle:
+    """The numbers of a norm's weight and bias (-1: none), and whether it takes the mean away."""
+
+    index: int
+    bias: int = -1
+    is_centred: bool = False
+
+    @property
+    def kind(self) -> dict[str, Any]:
+        """What distinguishes it from an RMSNorm, as the program's operations take it."""
+        return {"bias": self.bias, "is_centred": self.is_centred}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableHandle:
+    """An embedding table's number and shape."""
+
+    index: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentHandle:
+    """A norm's number, and packed weights by head: what takes queries to the latent, and latents to outputs."""
+
+    norm: int
+    keys: tuple[LinearHandle, ...]
+    values: tuple[LinearHandle, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionHandle:
+    """A layer's attention: the rank's heads (None: it has none) and their native shape, rotary table and norms by number."""
+
+    spec: AttentionSpec
+    own: OwnHeads | None
+    shape: Any
+    rope: int | None
+    q_norm: int | None
+    k_norm: int | None
+    sinks: int = -1
+    latent: LatentHandle | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsHandle:
+    """A mixture's packed weights."""
+
+    spec: MoeSpec
+    router: LinearHandle
+    choice_bias: int
+    gate_up: tuple[LinearHandle, ...]
+    down: tuple[LinearHandle, ...]
+
+
+def native_shape(weights: KeptFormat | str, n: int, k: int, *, is_gated: bool = False, has_bias: bool = False) -> Any:
+    """The kernels' description of a packed weight [n, k] in that format."""
+    common = {"n": n, "k": k, "is_gated": is_gated, "has_bias": has_bias}
+    if isinstance(weights, str):
+        return _cpu.LinearShape(format=weights, group=INT4_GROUP, **common)
+    return _cpu.LinearShape(
+        format=weights.kind,
+        group=weights.group or INT4_GROUP,
+        scale=weights.scale,
+        grid=weights.grid,
+        is_wide=weights.is_wide,
+        **common,
+    )
+
+
+def attention_shape(spec: AttentionSpec, own: OwnHeads) -> Any:
+    """The kernels' description of a rank's heads."""
+    return _cpu.AttentionShape(
+        n_heads=own.n_heads,
+        n_kv_heads=own.n_kv_heads,
+        head_dim=spec.head_dim,
+        scale=spec.scale,
+        window=spec.window,
+        softcap=spec.softcap,
+        is_chunked=spec.is_chunked,
+    )
+
+
+def is_table_too(head: LinearHandle, tensor: WeightTensor) -> bool:
+    """Whether a packed head has the very numbers of the embedding that it is tied to."""
+    return head.format == "bf16" and tensor.dtype == torch.bfloat16
