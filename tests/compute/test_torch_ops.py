@@ -25,7 +25,8 @@ from diptych.compute.ops.contract import (
     QkNorm,
     RopeSpec,
 )
-from diptych.compute.ops.torch_ops import TorchAttention, TorchLoader, TorchNorm, TorchOps
+from diptych.compute.ops.torch_loader import TorchAttention, TorchLoader, TorchNorm
+from diptych.compute.ops.torch_ops import TorchOps
 from diptych.models.spec import MlaSpec, MoeSpec, Scores
 
 CPU = torch.device("cpu")

@@ -15,7 +15,8 @@ from diptych.compute.kv_store import KVStore, TorchKVStore
 from diptych.compute.model import Blueprint, Model, Want
 from diptych.compute.ops.contract import Taps
 from diptych.compute.ops.cpus import Placement
-from diptych.compute.ops.torch_ops import TorchAdapter, TorchLoader, TorchOps
+from diptych.compute.ops.torch_loader import TorchLoader
+from diptych.compute.ops.torch_ops import TorchAdapter, TorchOps
 from diptych.compute.sampler import PlainDrawing, Weighed
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, ExecutorError

@@ -1,0 +1,187 @@
+"""The torch backend's loader: a checkpoint's tensors on a device, in the handles that `torch_ops` computes with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from diptych.compute.adapters import Sites
+from diptych.compute.ops.contract import (
+    Activation,
+    AttentionSpec,
+    ExpertParts,
+    LinearParts,
+    Loader,
+    NormParts,
+    Role,
+    WeightTensor,
+)
+from diptych.models.spec import MoeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLinear:
+    """W [N, K] and b [N]; activation for gated ones."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    activation: Activation | None = None
+    role: Role | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchNorm:
+    """weight and bias [D] fp32; a centred norm takes the mean away."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    is_centred: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLatent:
+    """norm over the latent, keys [H, kv_rank, nope_dim], values [H, v_dim, kv_rank]."""
+
+    norm: TorchNorm
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TorchAttention:
+    """A layer's attention: its spec and, where it has them, norms over [d] or [H*d] and [K*d], and sinks [H] fp32."""
+
+    spec: AttentionSpec
+    q_norm: TorchNorm | None
+    k_norm: TorchNorm | None
+    sinks: torch.Tensor | None = None
+    latent: TorchLatent | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchExperts:
+    """router [E, D], choice_bias [E] fp32, gate_up and down per expert."""
+
+    spec: MoeSpec
+    router: TorchLinear
+    choice_bias: torch.Tensor | None
+    gate_up: tuple[TorchLinear, ...]
+    down: tuple[TorchLinear, ...]
+
+
+class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, TorchExperts]):
+    """Puts weights on the device in the compute dtype. A single tensor that already is there in that dtype is not copied."""
+
+    is_balancing = False
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device = device
+        self._dtype = dtype
+        self.weight_bytes = 0
+        self.sites = Sites()
+
+    def table(self, tensor: WeightTensor, *, head: TorchLinear | None) -> torch.Tensor:
+        """[V, D] in the compute dtype: the head's own matrix where tied."""
+        return tensor.read().to(device=self._device, dtype=self._dtype) if head is None else head.weight
+
+    def norm(self, parts: NormParts, *, offset: float = 0.0) -> TorchNorm:
+        """[D] fp32."""
+        bias = None if parts.bias is None else self._vector(parts.bias)
+        return TorchNorm(self._vector(parts.weight, offset), bias, parts.is_centred)
+
+    def linear(self, parts: LinearParts, *, role: Role | None = None) -> TorchLinear:
+        """The parts stacked into one matrix."""
+        linear = self._stacked(parts, role=role)
+        self.sites.note(parts, linear)
+        return linear
+
+    def gated(self, parts: LinearParts, activation: Activation, *, role: Role | None = None) -> TorchLinear:
+        """Gate rows first, then up rows."""
+        linear = self._stacked(parts, activation, role=role)
+        self.sites.note(parts, linear)
+        return linear
+
+    def attention(
+        self,
+        spec: AttentionSpec,
+        *,
+        q_norm: WeightTensor | None,
+        k_norm: WeightTensor | None,
+        norm_offset: float = 0.0,
+        sinks: WeightTensor | None = None,
+    ) -> TorchAttention:
+        """The spec beside the norms' weights."""
+        return TorchAttention(
+            spec,
+            None if q_norm is None else self.norm(NormParts(weight=q_norm), offset=norm_offset),
+            None if k_norm is None else self.norm(NormParts(weight=k_norm), offset=norm_offset),
+            None if sinks is None else self._vector(sinks),
+        )
+
+    def latent_attention(
+        self,
+        spec: AttentionSpec,
+        *,
+        norm: NormParts,
+        keys: tuple[LinearParts, ...],
+        values: tuple[LinearParts, ...],
+    ) -> TorchAttention:
+        """The heads' matrices stacked."""
+        stacked = (torch.stack([self._stack(parts.weights) for parts in both]) for both in (keys, values))
+        return TorchAttention(spec, None, None, latent=TorchLatent(self.norm(norm), *stacked))
+
+    def router(self, parts: LinearParts) -> TorchLinear:
+        """As any other."""
+        return self._stacked(parts)
+
+    def experts(
+        self,
+        spec: MoeSpec,
+        *,
+        router: LinearParts,
+        choice_bias: WeightTensor | None,
+        experts: tuple[ExpertParts, ...],
+        role: Role | None = None,
+    ) -> TorchExperts:
+        """One pair of matrices per expert."""
+        gate_up = tuple(self._stacked(expert.gate_up, spec.activation, role=role) for expert in experts)
+        down = tuple(self._stacked(expert.down, role=role) for expert in experts)
+        for e, expert in enumerate(experts):
+            self.sites.note_expert(e, (expert.gate_up, gate_up[e]), (expert.down, down[e]))
+        bias = None if choice_bias is None else self._vector(choice_bias)
+        return TorchExperts(spec, self.router(router), bias, gate_up, down)
+
+    def head(self, tensor: WeightTensor, *, role: Role | None = None) -> TorchLinear:
+        """[V, D] in the compute dtype."""
+        linear = TorchLinear(self._place(tensor.read()), None, role=role)
+        self.sites.note_head(tensor, linear)
+        return linear
+
+    def _stacked(
+        self, parts: LinearParts, activation: Activation | None = None, *, role: Role | None = None
+    ) -> TorchLinear:
+        weight = self._stack(parts.weights)
+        return TorchLinear(weight, self._stack(parts.biases) if parts.biases else None, activation, role)
+
+    def _vector(self, tensor: WeightTensor, offset: float = 0.0) -> torch.Tensor:
+        vector = tensor.read().to(device=self._device, dtype=torch.float32) + offset
+        self.weight_bytes += vector.nbytes
+        return vector
+
+    def _stack(self, tensors: tuple[WeightTensor, ...]) -> torch.Tensor:
+        if len(tensors) == 1:
+            return self._place(tensors[0].read())
+        shape = (sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:])
+        stacked = torch.empty(shape, dtype=self._dtype, device=self._device)
+        row = 0
+        for tensor in tensors:
+            stacked[row : row + tensor.shape[0]] = tensor.read()
+            row += tensor.shape[0]
+        self.weight_bytes += stacked.nbytes
+        return stacked
+
+    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+        placed = tensor.to(device=self._device, dtype=self._dtype)
+        self.weight_bytes += placed.nbytes
+        return placed
