@@ -29,6 +29,9 @@ void finish_tile(const LinearCall& call, int64_t panel, Range strips, Range rows
 void linear_by_matrix(const LinearCall& call, const MatrixTiles& tiles, int thread, int threads);
 void linear_by_groups(const LinearCall& call, const GroupTiles& tiles, int thread, int threads);
 
+// What each thread that multiplies m rows by a weight in groups works in; 0 for the other formats.
+int64_t group_scratch_bytes(const KernelSet& set, const LinearShape& shape, int64_t m);
+
 // Pieces of a panel: one strip (two where gated) for few rows where a thread has so few panels that the last ones would not be
 // shared evenly, else the panel.
 constexpr int64_t kFewPanels = 64;

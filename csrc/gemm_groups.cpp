@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "gemm_driver.h"
+#include "kernel_sets.h"
 
 namespace diptych {
 namespace {
@@ -169,22 +170,39 @@ void run_expanded(const Job& job, int thread, int threads) {
   }
 }
 
+// Whether few rows meet the codes as they are packed.
+bool is_direct(const PackedLinear& w, const GroupTiles& tiles, int64_t m) {
+  return m <= kDirectPasses * kDirectRows && direct_tile(tiles, w.shape, 1) != nullptr;
+}
+
+// Parts of a thread's memory for a call of m rows, in bytes; acc, steps, two of scales, three of pointers, rows.
+struct Memory {
+  int64_t acc, steps, scales, pointers, rows;
+  int64_t bytes() const { return acc + steps + 2 * scales + 3 * pointers + rows; }
+};
+
+Memory memory_of(const PackedLinear& w, const GroupTiles& tiles, int64_t m) {
+  const ExpandedTile& tile = w.shape.wide ? tiles.expanded_wide : tiles.expanded;
+  const int64_t block_rows = std::min(m, kBlockRows) + kMaxTileRows;
+  return {block_rows * kPanelLanes * 4, tile.strips * kExpandedBytes, tile.strips * kExpandedScales * 4, round_up(block_rows * 8, kStepBytes),
+          is_direct(w, tiles, m) ? 0 : block_rows * (w.k_padded / w.shape.group) * static_cast<int64_t>(sizeof(RowOfGroup))};
+}
+
 }  // namespace
 
+int64_t group_scratch_bytes(const KernelSet& set, const LinearShape& shape, int64_t m) {
+  return is_grouped(shape.format) ? memory_of(view_packed(shape, nullptr), *set.groups, m).bytes() : 0;
+}
+
 void linear_by_groups(const LinearCall& call, const GroupTiles& tiles, int thread, int threads) {
-  const LinearShape& shape = call.w.shape;
-  const ExpandedTile& tile = shape.wide ? tiles.expanded_wide : tiles.expanded;
-  const bool is_direct = call.m <= kDirectPasses * kDirectRows && direct_tile(tiles, shape, 1) != nullptr;
-  const int64_t groups = call.w.k_padded / shape.group, block_rows = std::min(call.m, kBlockRows) + kMaxTileRows;
-  const int64_t steps_bytes = tile.strips * kExpandedBytes, scales_bytes = tile.strips * kExpandedScales * 4;
-  const int64_t acc_bytes = block_rows * kPanelLanes * 4, pointers_bytes = round_up(block_rows * 8, kStepBytes);
-  const int64_t rows_bytes = is_direct ? 0 : block_rows * groups * static_cast<int64_t>(sizeof(RowOfGroup));
-  uint8_t* next = linear_scratch(3 * pointers_bytes + rows_bytes + acc_bytes + steps_bytes + 2 * scales_bytes);
+  const ExpandedTile& tile = call.w.shape.wide ? tiles.expanded_wide : tiles.expanded;
+  const Memory memory = memory_of(call.w, tiles, call.m);
+  uint8_t* next = linear_scratch(memory.bytes());
   auto take = [&](auto*& part, int64_t bytes) { part = reinterpret_cast<std::decay_t<decltype(part)>>(next), next += bytes; };
-  Job job{call, tiles, tile, groups, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
-  take(job.acc, acc_bytes), take(job.steps, steps_bytes), take(job.scales, scales_bytes), take(job.minima, scales_bytes);
-  take(job.x_of, pointers_bytes), take(job.scales_of, pointers_bytes), take(job.sums_of, pointers_bytes), take(job.rows, rows_bytes);
-  is_direct ? run_direct(job, thread, threads) : run_expanded(job, thread, threads);
+  Job job{call, tiles, tile, call.w.k_padded / call.w.shape.group, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+  take(job.acc, memory.acc), take(job.steps, memory.steps), take(job.scales, memory.scales), take(job.minima, memory.scales);
+  take(job.x_of, memory.pointers), take(job.scales_of, memory.pointers), take(job.sums_of, memory.pointers), take(job.rows, memory.rows);
+  is_direct(call.w, tiles, call.m) ? run_direct(job, thread, threads) : run_expanded(job, thread, threads);
 }
 
 }  // namespace diptych

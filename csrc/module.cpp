@@ -14,6 +14,7 @@
 #include <tuple>
 #include <utility>
 
+#include "gemm_driver.h"
 #include "module.h"
 #include "program.h"
 
@@ -454,6 +455,8 @@ void bind_program(nb::module_& m) {
       .def("add_random_linear", &Program::add_random_linear, nb::arg("shape"), nb::arg("seed"), nb::arg("amplitude"), nb::call_guard<nb::gil_scoped_release>())
       .def("add_packed_linear", &Program::add_packed_linear, nb::arg("shape"))
       .def("read_packed", &read_packed, nb::arg("saved"))
+      .def("group_scratch_bytes", [](const Program& p, const LinearShape& shape, int64_t rows) { return group_scratch_bytes(p.kernels(), shape, rows); },
+           nb::arg("shape"), nb::arg("rows"))
       .def("add_packed_part", &add_packed_part, nb::arg("shape"), nb::arg("whole"), nb::arg("rows"), nb::arg("blob"))
       .def("add_random_part", &add_random_part, nb::arg("shape"), nb::arg("whole"), nb::arg("rows"), nb::arg("seed"), nb::arg("amplitude"))
       .def("join", &Program::join, nb::keep_alive<1, 2>(), nb::arg("team"))

@@ -18,11 +18,14 @@ from bitsandbytes_files import DATA as BITSANDBYTES
 from checkpoints import make_checkpoint
 from coded_files import Layout, awq, block_fp8, compressed, gptq, mxfp4_checkpoint, quantised_checkpoints
 from diptych.cli.inspect import facts_of
+from diptych.compute.ops.cpu_handles import native_shape
+from diptych.compute.ops.cpu_kernels import _cpu, instruction_sets
 from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model
 from diptych.cost.memory import engine_weight_bytes
 from diptych.engine.load import bundled_dir
 from diptych.ground.config import ComputeConfig
+from diptych.ground.formats import KeptFormat
 from diptych.models.contents import contents_of
 from gguf_files import gguf_reference, write_gguf
 
@@ -152,6 +155,7 @@ def test_what_it_says_is_held_is_what_the_engine_holds(name: str, tmp_path: Path
     assert Counter(held.dense) + Counter(held.experts) == Counter(model.formats)
     assert (held.main_format, held.head_format) == (model.weights_format, model.head_format)
     assert facts["memory"]["weight_bytes"][held.main_format] == sum(held.nbytes.values())
+    assert bool(held.scratch) == any(kind.startswith("group") for kind in held.nbytes)
     if name in ("gpt-oss MXFP4", "fp32, tied", "AWQ"):
         for weights in ("bf16", "int8", "int4"):
             with closing(load_model(path, ComputeConfig(backend="cpu", weights=weights, threads=1))) as asked:
@@ -162,6 +166,21 @@ def test_what_it_says_is_held_is_what_the_engine_holds(name: str, tmp_path: Path
         assert set(held.dense) == {"bf16"}
         assert set(held.experts) == {model.weights_format}
     model.close()
+
+
+@pytest.mark.native
+def test_what_threads_work_in_is_as_large_as_the_widest_layer_makes_it() -> None:
+    """Up to 2.3 MB for each thread stood in no figure: 264 rows and a tile, their sums and where each group of theirs lies."""
+    program = _cpu.Program(instruction_sets()[0], 1)
+
+    def of(n_inputs: int, rows: int, kind: str = "group4-g32-f16") -> int:
+        weights = kind if kind == "int8" else KeptFormat.named(kind)
+        return int(program.group_scratch_bytes(native_shape(weights, 64, n_inputs), rows))
+
+    assert 0 < of(4096, 1) < of(4096, 264) == of(4096, 2**20)
+    assert of(16_384, 264) - of(8192, 264) == 2 * (of(8192, 264) - of(4096, 264))
+    assert of(4096, 264, "group4-g128-f16") < of(4096, 264)
+    assert of(4096, 264, "int8") == 0
 
 
 @pytest.mark.native

@@ -25,13 +25,18 @@ from diptych.ground.config import ComputeConfig
 
 # beside the formats: norms and the like, and an embedding that is not the head
 VECTORS, TABLE = "fp32 vectors", "embedding"
+MANY_ROWS = 2**20  # more than any kernel takes at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """nbytes: by format, VECTORS and TABLE. dense, experts: weights of the layers by format, of experts and of all others."""
+    """nbytes: by format, VECTORS and TABLE. dense, experts: weights of the layers by format, of experts and of all others.
+
+    scratch: what the threads that multiply in groups work in, all of them together, once a long prompt has passed.
+    """
 
     nbytes: Mapping[str, int]
+    scratch: int
     dense: Mapping[str, int]
     experts: Mapping[str, int]
     main_format: str
@@ -42,7 +47,7 @@ def what_is_held(path: Path, weights: str = "auto") -> Held | None:
     """Of a model's file or folder, by the format that is asked for. None without the kernels; raises as loading does."""
     if not is_available()[0]:
         return None
-    opened = open_blueprint(path, ComputeConfig(backend="cpu", weights=weights, threads=1))
+    opened = open_blueprint(path, ComputeConfig(backend="cpu", weights=weights))
     blueprint, source = opened.blueprint, opened.blueprint.source
     loader = _Measure(opened.config, source)
     if isinstance(source, QuantisedCheckpoint):  # of which only who packs asks for everything
@@ -51,6 +56,7 @@ def what_is_held(path: Path, weights: str = "auto") -> Held | None:
         handles = blueprint.load(loader)
     return Held(
         nbytes=dict(loader.nbytes),
+        scratch=loader.scratch * loader.placement.threads,
         dense=dict(loader.n_values - loader.of_experts),
         experts=dict(loader.of_experts),
         main_format=loader.main_format,
@@ -64,6 +70,7 @@ class _Measure(CpuLoader):
     def __init__(self, config: ComputeConfig, source: Source) -> None:
         super().__init__(config, source)
         self.nbytes: Counter[str] = Counter()
+        self.scratch = 0  # of one thread: that of its largest layer
         self.of_experts: Counter[str] = Counter()
 
     def experts(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,6 +93,7 @@ class _Measure(CpuLoader):
     def _add(self, shape: Any, *args: Any) -> tuple[int, bool]:
         weights_format: str = args[-2]
         self.nbytes[weights_format] += shape.packed_bytes
+        self.scratch = max(self.scratch, self.program.group_scratch_bytes(shape, MANY_ROWS))
         return 0, True
 
     def _note_exponents(self, key: str, parts: LinearParts, *, is_packed: bool) -> None:
