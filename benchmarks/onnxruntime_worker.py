@@ -36,19 +36,18 @@ class OnnxRuntime(PeerWorker):
     """One model, and the generator of the batch at hand."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._model: Any = None
         self._generator: Any = None
         self._n_prompts = 0
 
-    def load(self, checkpoint: str, weights: str, threads: int, precision: str) -> dict[str, Any]:
+    def load(self, checkpoint: str, weights: str, threads: int) -> dict[str, Any]:
         """Convert where needed, and load."""
         config = genai.Config(str(converted(Path(checkpoint), weights)))
         session = {"intra_op_num_threads": threads, "inter_op_num_threads": 1}
         config.overlay(json.dumps({"model": {"decoder": {"session_options": session}}}))
         self._model = genai.Model(config)
         details = {**session, "accuracy_level": 4, "block_size": BLOCK[weights]}
-        return {"engine": "onnxruntime-genai", "version": genai.__version__, "details": details}
+        return {"engine": "onnxruntime-genai", "version": genai.__version__, "details": details, "ways": self.ways}
 
     def logits(self, prompt: list[int], probe: list[int]) -> dict[str, Any]:
         """Of the prompt's last row."""
