@@ -72,14 +72,11 @@ PEERS = {
     "onnxruntime": PeerKind(
         script="onnxruntime_worker.py",
         package="onnxruntime-genai",
-        lacks={
-            "bf16": "it has no bf16 on a CPU",
-            MIX: "its continuous batching needs PagedAttention, which ONNX Runtime has not on a CPU",
-        },
+        lacks={MIX: "its continuous batching needs PagedAttention, which ONNX Runtime has not on a CPU"},
     ),
 }
 
-console = Console(stderr=True, highlight=False)
+console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 140)
 
 
 class Peer:
@@ -351,9 +348,7 @@ def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=Path,
         help="a file of turns: what it lacks of --repeat rounds is measured and added, and the table is of all that it holds",
     )
-    parser.add_argument(
-        "--prepare", action="store_true", help="convert, load, compare logits and try settings; measure nothing"
-    )
+    parser.add_argument("--prepare", action="store_true", help="convert, load, compare logits; measure nothing")
     parser.add_argument(
         "--pause", action="store_true", help="all loaded and warm, wait for a line on standard input before each round"
     )
@@ -389,7 +384,7 @@ def tried_lines(peers: dict[str, dict[str, Any]]) -> list[str]:
         for name, facts in entry.items():
             rates = [
                 f"{way}: {trial['prefill_tokens_per_s']:.0f} and {trial['decode_tokens_per_s']:.1f}"
-                for way, trial in facts["tried"].items()
+                for way, trial in facts.get("tried", {}).items()
             ]
             if len(rates) > 1:
                 lines.append(f"{name}, {weights}, prefill and decode tok/s as tried once: {'; '.join(rates)}")
@@ -434,8 +429,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             facts["threads"] = together.threads
             facts["peers"][weights] = together.peer_facts
             facts["logits_correlation"][weights] = together.check()
+            if arguments.prepare:
+                continue
             together.settle(arguments.cases, new_tokens=arguments.new_tokens)
-            for case in arguments.cases if not arguments.prepare else ():
+            for case in arguments.cases:
                 console.print(f"{weights}, {case}")
                 rounds = together.measure(
                     case, new_tokens=arguments.new_tokens, repeats=arguments.repeat, kept=measured
