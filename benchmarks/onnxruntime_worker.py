@@ -1,7 +1,8 @@
 """onnxruntime-genai as a peer (peer_worker.py says what a worker answers).
 
 Its own builder converts and quantises the checkpoint, once (kept in DIR/onnxruntime-WEIGHTS), with activations in int8
-(accuracy level 4). It has no bf16 on a CPU, and its generator runs one batch of equally long sequences from begin to end.
+(accuracy level 4). It has no bf16 on a CPU: what is not quantised runs in fp32. Its generator runs one batch of equally long
+sequences from begin to end.
 """
 
 from __future__ import annotations
@@ -21,13 +22,11 @@ BLOCK = {"int8": 128, "int4": 64}  # weights that share a scale
 
 def converted(checkpoint: Path, weights: str) -> Path:
     """The folder of the model in ONNX, made when it is missing."""
-    if weights not in BLOCK:
-        raise ValueError(f"weights is {weights!r}; onnxruntime-genai has int8 and int4 on a CPU")
 
     def make(directory: Path) -> None:
-        options = ["accuracy_level=4", f"block_size={BLOCK[weights]}"]
-        builder = ["-m", "onnxruntime_genai.models.builder", "-i", checkpoint, "-o", directory]
-        python(*builder, "-p", weights, "-e", "cpu", "-c", checkpoint / "cache", "--extra_options", *options)
+        builder = ["-m", "onnxruntime_genai.models.builder", "-i", checkpoint, "-o", directory, "-e", "cpu"]
+        options = ["--extra_options", "accuracy_level=4", f"block_size={BLOCK[weights]}"] if weights in BLOCK else []
+        python(*builder, "-p", weights if weights in BLOCK else "fp32", "-c", checkpoint / "cache", *options)
 
     return made_once(checkpoint / f"onnxruntime-{weights}", make)
 
@@ -36,19 +35,18 @@ class OnnxRuntime(PeerWorker):
     """One model, and the generator of the batch at hand."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._model: Any = None
         self._generator: Any = None
         self._n_prompts = 0
 
-    def load(self, checkpoint: str, weights: str, threads: int, precision: str) -> dict[str, Any]:
+    def load(self, checkpoint: str, weights: str, threads: int) -> dict[str, Any]:
         """Convert where needed, and load."""
         config = genai.Config(str(converted(Path(checkpoint), weights)))
         session = {"intra_op_num_threads": threads, "inter_op_num_threads": 1}
         config.overlay(json.dumps({"model": {"decoder": {"session_options": session}}}))
         self._model = genai.Model(config)
-        details = {**session, "accuracy_level": 4, "block_size": BLOCK[weights]}
-        return {"engine": "onnxruntime-genai", "version": genai.__version__, "details": details}
+        details = {**session, "accuracy_level": 4, "block_size": BLOCK.get(weights)}
+        return {"engine": "onnxruntime-genai", "version": genai.__version__, "details": details, "ways": self.ways}
 
     def logits(self, prompt: list[int], probe: list[int]) -> dict[str, Any]:
         """Of the prompt's last row."""

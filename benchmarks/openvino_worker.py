@@ -1,7 +1,8 @@
 """OpenVINO GenAI as a peer (peer_worker.py says what a worker answers).
 
 The checkpoint is exported by optimum-intel and compressed by NNCF, both once (kept in DIR/openvino-WEIGHTS), and run by the
-engine of its own server: continuous batching over paged attention, activations quantised in groups of 128.
+engine of its own server: continuous batching over paged attention, activations quantised in groups of 128. What is
+not quantised is computed in bf16 or in fp32, whichever is faster: on some processors that have it, bf16 runs at half rate.
 """
 
 from __future__ import annotations
@@ -49,33 +50,44 @@ def exported(checkpoint: Path, weights: str) -> Path:
 
 
 class OpenVino(PeerWorker):
-    """One model and the engine that runs it."""
+    """One model, and the engine that runs it in the precision at hand."""
+
+    ways = ("bf16", "f32")
 
     def __init__(self) -> None:
-        super().__init__()
         self._directory = Path()
         self._settings: dict[str, Any] = {}
+        self._way = ""
         self._engine: Any = None
         self._handles: list[Any] = []
         self._n_requests = 0
 
-    def load(self, checkpoint: str, weights: str, threads: int, precision: str) -> dict[str, Any]:
+    def load(self, checkpoint: str, weights: str, threads: int) -> dict[str, Any]:
         """Export where needed, and compile."""
         self._directory = exported(Path(checkpoint), weights)
-        self._settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": precision}
+        self._settings = {"INFERENCE_NUM_THREADS": threads}
         if weights != "bf16":
             self._settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = ACTIVATION_GROUP
+        details = {name: str(value) for name, value in self._settings.items()}
+        return {"engine": "openvino-genai", "version": genai.__version__, "details": details, "ways": self.ways}
+
+    def prepare(self, way: str, prompts: list[list[int]], lengths: list[int]) -> None:
+        """The engine in this precision; the last one is kept."""
+        if way == self._way:
+            return
+        self._engine = None  # its memory goes first
         scheduler = genai.SchedulerConfig()
         scheduler.max_num_batched_tokens = STEP_TOKENS
         scheduler.cache_size = CACHE_GB
         scheduler.enable_prefix_caching = False
-        self._engine = genai.ContinuousBatchingPipeline(str(self._directory), scheduler, "CPU", self._settings)
-        details = {name: str(value) for name, value in self._settings.items()}
-        return {"engine": "openvino-genai", "version": genai.__version__, "details": details}
+        settings = {**self._settings, "INFERENCE_PRECISION_HINT": way}
+        self._engine = genai.ContinuousBatchingPipeline(str(self._directory), scheduler, "CPU", settings)
+        self._way = way
 
     def logits(self, prompt: list[int], probe: list[int]) -> dict[str, Any]:
         """By the same model without the engine."""
-        request = ov.Core().compile_model(self._directory / MODEL, "CPU", self._settings).create_infer_request()
+        settings = {**self._settings, "INFERENCE_PRECISION_HINT": "bf16"}
+        request = ov.Core().compile_model(self._directory / MODEL, "CPU", settings).create_infer_request()
         ids = np.array([prompt], dtype=np.int64)
         inputs = {
             "input_ids": ids,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -122,13 +122,26 @@ def table_of(rows: Sequence[Row], *, title: str) -> Table:
     return table
 
 
-def kept_turns(path: Path, new: Mapping[Case, Sequence[Turn]]) -> dict[Case, list[Turn]]:
-    """Adds turns to the file, a line of JSON each, and returns all that it holds: each is compared with those of its round."""
+Kept = Mapping[Case, Sequence[Turn]]
+
+
+def rounds_of(turns: Sequence[Turn], engines: Iterable[str]) -> int:
+    """The rounds in which each of these engines had its turn."""
+    found = [{turn.round for turn in turns if turn.engine == engine} for engine in engines]
+    return len(set.intersection(*found)) if found else 0
+
+
+def keep_turns(path: Path, new: Kept) -> None:
+    """Adds turns to the file, a line of JSON each."""
     with path.open("a") as file:
         for case, turns in new.items():
             file.writelines(json.dumps({"case": asdict(case), "turn": asdict(turn)}) + "\n" for turn in turns)
+
+
+def kept_turns(path: Path) -> dict[Case, list[Turn]]:
+    """All that the file holds: each turn is compared with those of its round."""
     found: dict[Case, list[Turn]] = {}
-    for line in path.read_text().splitlines():
+    for line in path.read_text().splitlines() if path.exists() else ():
         entry = json.loads(line)
         turn = entry["turn"]
         found.setdefault(Case(**entry["case"]), []).append(Turn(**{**turn, "rates": Rates(**turn["rates"])}))

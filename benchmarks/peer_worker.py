@@ -1,11 +1,13 @@
 """What every peer's worker shares: the protocol, one JSON request per line on standard input, one JSON answer per line on
 standard output, and the clock.
 
-    {"op": "load", "checkpoint": DIR, "weights": "int8", "threads": 2, "precision": "bf16"} -> {"engine", "version", "details"}
-    {"op": "logits", "prompt": [ids], "probe": [ids]}            -> {"logits": [one per probed id, up to one constant]}
-    {"op": "warm", "prompts": [[ids], ...], "new_tokens": N}     -> {}, before the first run of a shape
-    {"op": "run", "prompts": [[ids], ...], "new_tokens": N}      -> {"prefill_s", "decode_s", "decode_tokens"}
-    {"op": "mix", "prompts": [[ids], ...], "new_tokens": [N...]} -> {"wall_s", "output_tokens"}
+    {"op": "load", "checkpoint": DIR, "weights": "int8", "threads": 2} -> {"engine", "version", "details", "ways": [names]}
+    {"op": "logits", "prompt": [ids], "probe": [ids]}                  -> {"logits": [one per probed id, up to one constant]}
+    {"op": "warm", "prompts": [[ids], ...], "ways": [names]}           -> {}
+    {"op": "run", "prompts": [[ids], ...], "new_tokens": N, "way": name}      -> {"prefill_s", "decode_s", "decode_tokens"}
+    {"op": "mix", "prompts": [[ids], ...], "new_tokens": [N...], "way": name} -> {"wall_s", "output_tokens"}
+
+A way is one of an engine's settings; peers.py tries them all and measures those that were fastest.
 
 An error is answered as {"error": text}. Workers run in environments of their own and import nothing of Diptych.
 """
@@ -24,19 +26,16 @@ from pathlib import Path
 from typing import Any
 
 WAKING_TOKENS = 16  # of each prompt
+WARM_TOKENS = 4  # written
 
 
 class PeerWorker(ABC):
     """One engine: subclasses load it and step it; the clock is here, the same for all."""
 
-    # settings: the first turn of a shape tries all of them, later turns those that won a phase
     ways: tuple[str, ...] = ("default",)
 
-    def __init__(self) -> None:
-        self._winners: dict[tuple[object, ...], dict[str, None]] = {}
-
     @abstractmethod
-    def load(self, checkpoint: str, weights: str, threads: int, precision: str) -> dict[str, Any]:
+    def load(self, checkpoint: str, weights: str, threads: int) -> dict[str, Any]:
         """Convert the checkpoint where needed (once), and load it."""
 
     @abstractmethod
@@ -54,37 +53,26 @@ class PeerWorker(ABC):
     def step(self) -> Iterable[int]:
         """One step of the engine: the number of the request of every token that was written."""
 
-    def warm(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-        """Untimed, in every setting: what is compiled, and memory that is touched, for a shape of work."""
-        for way in self.ways:
-            self.prepare(way, prompts, [new_tokens] * len(prompts))
-            self._write(prompts, [min(new_tokens, 4)] * len(prompts))
+    def warm(self, prompts: list[list[int]], ways: list[str]) -> dict[str, Any]:
+        """Untimed: what is compiled, and memory that is touched, for a shape of work."""
+        lengths = [WARM_TOKENS] * len(prompts)
+        for way in ways:
+            self.prepare(way, prompts, lengths)
+            self._write(prompts, lengths)
         return {}
 
-    def run(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    def run(self, prompts: list[list[int]], new_tokens: int, way: str) -> dict[str, Any]:
         """Prompts to their first token, then all together, after a few tokens that wake the engine."""
         lengths = [new_tokens] * len(prompts)
-        shape = ("run", len(prompts), len(prompts[0]))
-        taken_s = {}
-        for way in self._winners.get(shape, self.ways):
-            self.prepare(way, prompts, lengths)
-            self._write([prompt[:WAKING_TOKENS] for prompt in prompts], [2] * len(prompts))
-            first_s, total_s, at_first = self._write(prompts, lengths)
-            taken_s[way] = (first_s, (total_s - first_s) / (sum(lengths) - at_first))
-        prefill, decode = (min(taken_s, key=lambda way, n=n: taken_s[way][n]) for n in range(2))
-        self._winners[shape] = dict.fromkeys((prefill, decode))
-        return {"prefill_s": taken_s[prefill][0], "decode_s": taken_s[decode][1], "decode_tokens": 1}
+        self.prepare(way, prompts, lengths)
+        self._write([prompt[:WAKING_TOKENS] for prompt in prompts], [2] * len(prompts))
+        first_s, total_s, at_first = self._write(prompts, lengths)
+        return {"prefill_s": first_s, "decode_s": total_s - first_s, "decode_tokens": sum(lengths) - at_first}
 
-    def mix(self, prompts: list[list[int]], new_tokens: list[int]) -> dict[str, Any]:
+    def mix(self, prompts: list[list[int]], new_tokens: list[int], way: str) -> dict[str, Any]:
         """All requests at once, each with its own length."""
-        shape = ("mix", len(prompts))
-        taken_s = {}
-        for way in self._winners.get(shape, self.ways):
-            self.prepare(way, prompts, new_tokens)
-            taken_s[way] = self._write(prompts, new_tokens)[1]
-        best = min(taken_s, key=lambda way: taken_s[way])
-        self._winners[shape] = dict.fromkeys([best])
-        return {"wall_s": taken_s[best], "output_tokens": sum(new_tokens)}
+        self.prepare(way, prompts, new_tokens)
+        return {"wall_s": self._write(prompts, new_tokens)[1], "output_tokens": sum(new_tokens)}
 
     def _write(self, prompts: list[list[int]], lengths: list[int]) -> tuple[float, float, int]:
         """(seconds until every prompt has its first token, seconds in all, tokens written until then)."""

