@@ -17,11 +17,12 @@ import numpy as np
 import torch
 
 from diptych.compute.batch import ForwardBatch
+from diptych.compute.drawing import not_finite
 from diptych.compute.kv_store import KVPayload, KVStore
 from diptych.compute.model import Best, Model, Want
 from diptych.compute.ops.contract import Taps
 from diptych.compute.pooler import Pooler
-from diptych.compute.sampler import SampledToken, Sampler, not_finite
+from diptych.compute.sampler import SampledToken, Sampler
 from diptych.engine.drafting import Draftings
 from diptych.ground.clock import Clock
 from diptych.ground.errors import EngineError, ExecutorError, InternalError
