@@ -133,6 +133,8 @@ class Sampler:
         state = self._states[start.seq_id] = _SequenceState(start, grammar, vocab_size=self._vocab_size)
         for token_id in start.output_token_ids:
             state.advance(token_id)
+        if grammar is not None:
+            grammar.begin_fill()
 
     def end(self, seq_id: int) -> None:
         """Forget a sequence; unknown ids are fine."""
@@ -148,6 +150,24 @@ class Sampler:
         """Whether every one of these sequences takes the arg-max of its raw logits and wants nothing else of them."""
         return self._states.keys().isdisjoint(seq_ids)
 
+    def forced(self, seq_id: int, n: int) -> tuple[int, ...]:
+        """The tokens, n at most, that the sequence's grammar forces behind what was drawn; they are known without a model."""
+        state = self._states.get(seq_id)
+        return () if state is None or state.grammar is None else tuple(state.grammar.forced(n))
+
+    def n_forced(self, seq_id: int, position: int, drafts: Sequence[int]) -> int:
+        """Of the 1 + len(drafts) rows of a sequence from `position` on, how many, from the first, need no logits: their tokens
+        are forced, or they stand behind a draft that is not what is forced. `verify` draws them without.
+        """
+        state = self._states.get(seq_id)
+        if state is None or state.grammar is None or state.params.logprobs is not None:
+            return 0
+        if position != state.n_prompt + len(state.output_ids):
+            return 0  # drawn again
+        forced = state.grammar.forced(1 + len(drafts))
+        is_wrong = any(draft != token_id for draft, token_id in zip(drafts, forced, strict=False))
+        return 1 + len(drafts) if is_wrong else len(forced)
+
     def sample(
         self, logits_RV: torch.Tensor, seq_ids: Sequence[int], positions: Sequence[int]
     ) -> list[SampledToken | EngineError]:
@@ -160,60 +180,85 @@ class Sampler:
         return [token for token in drawn if token is not None]
 
     def verify(
-        self, logits_RV: torch.Tensor, seq_ids: Sequence[int], positions: Sequence[int], drafts: Sequence[int | None]
+        self,
+        logits_RV: torch.Tensor,
+        seq_ids: Sequence[int],
+        positions: Sequence[int],
+        drafts: Sequence[int | None],
+        rows: Sequence[int | None] | None = None,
     ) -> list[SampledToken | EngineError | None]:
-        """As `sample`, where a sequence may have several rows, one behind the other at positions in order.
+        """As `sample`, where a sequence may have several draws, one behind the other at positions in order.
 
-        drafts: for each row the token that the sequence's next row stands behind, None for its last. The first row whose token
-        is another ends its sequence's run, as do an error and a complete grammar: the rows behind it give None and change
+        drafts: for each draw the token that the sequence's next stands behind, None for its last. The first whose token is
+        another ends its sequence's run, as do an error and a complete grammar: the draws behind it give None and change
         nothing, so penalties, counts and grammars only ever stand behind tokens that hold.
+        rows: of the logits, for each draw; None: it needs none (`n_forced`). Left out: one row for each.
         """
-        states = self._states
-        rows = [states.get(seq_id) for seq_id in seq_ids] if states else ()
-        if not any(rows):
-            return _runs(self._best(logits_RV), drafts)
-        plain = [i for i, state in enumerate(rows) if state is None]
+        states = [self._states.get(seq_id) for seq_id in seq_ids] if self._states else ()
+        if not any(states):
+            return _runs(self._best(logits_RV if rows is None else logits_RV[rows]), drafts)
+        at: Sequence[int | None] = range(len(seq_ids)) if rows is None else rows
         drawn: list[SampledToken | EngineError | None] = [None] * len(seq_ids)
+        plain = [i for i, state in enumerate(states) if state is None]
         if plain:
             # numpy copies on this thread; torch would wait for threads of its own, behind those of the kernels
-            plain_RV = torch.from_numpy(logits_RV.numpy()[plain]) if self._is_cpu else logits_RV[plain]
+            picked = [at[i] for i in plain]
+            plain_RV = torch.from_numpy(logits_RV.numpy()[picked]) if self._is_cpu else logits_RV[picked]
             run = _runs(self._best(plain_RV), [drafts[i] for i in plain])
             for i, token in zip(plain, run, strict=True):
                 drawn[i] = token
-        others = [i for i, state in enumerate(rows) if state is not None]
-        # one copy to the CPU for all rows that need more than an arg-max; none where the logits are there already
-        values_RV = _on_cpu(logits_RV if len(others) == len(rows) or self._is_cpu else logits_RV[others])
-        places = {i: i if len(values_RV) == len(rows) else place for place, i in enumerate(others)}
-        weighed = self._weigh_rows(values_RV, rows, places, positions)
+        others = {i: at[i] for i, state in enumerate(states) if state is not None}
+        if not self._is_cpu:  # one copy for all rows that need more than an arg-max
+            picked = [row for row in others.values() if row is not None]
+            logits_RV, places = logits_RV[picked], {row: place for place, row in enumerate(picked)}
+            others = {i: None if row is None else places[row] for i, row in others.items()}
+        self._draw_each(_on_cpu(logits_RV), others, seq_ids, positions, drafts, states, drawn)
+        return drawn
+
+    def _draw_each(
+        self,
+        values_RV: np.ndarray,
+        places: Mapping[int, int | None],
+        seq_ids: Sequence[int],
+        positions: Sequence[int],
+        drafts: Sequence[int | None],
+        states: Sequence[_SequenceState | None],
+        drawn: list[SampledToken | EngineError | None],
+    ) -> None:
+        """The draws of `verify` that have a state, one by one into `drawn`. places: of each its row of values_RV."""
+        weighed = self._weigh_rows(values_RV, states, places, positions)
         over: int | None = None  # the sequence whose run has ended: what else it has here stands behind a wrong token
         for i, place in places.items():
-            state = rows[i]
+            state = states[i]
             assert state is not None
             if seq_ids[i] == over:
                 continue
+            logits_V = None if place is None else values_RV[place]
             try:
-                drawn[i] = self._sample_row(values_RV[place], state, positions[i], weighed.get(i))
+                drawn[i] = self._sample_row(logits_V, state, positions[i], weighed.get(i))
             except EngineError as error:
                 drawn[i] = error
             except Exception as error:
                 # one sequence's options met a bug of ours; its neighbours must not pay for it
                 logger.error("draw failed seq_id=%d", seq_ids[i], exc_info=error)
                 drawn[i] = SequenceError(f"no token could be drawn: {type(error).__name__}: {error}")
-            over = None if drafts[i] is None or _holds(drawn[i], drafts[i]) else seq_ids[i]
-        return drawn
+            goes_on = drafts[i] is not None and _holds(drawn[i], drafts[i])
+            over = None if goes_on or drafts[i] is None else seq_ids[i]
+            if state.grammar is not None and not goes_on:
+                state.grammar.begin_fill()
 
     def _weigh_rows(
         self,
         values_RV: np.ndarray,
-        rows: Sequence[_SequenceState | None],
-        places: Mapping[int, int],
+        states: Sequence[_SequenceState | None],
+        places: Mapping[int, int | None],
         positions: Sequence[int],
     ) -> dict[int, Weighed]:
         """The draws of all rows whose logits are taken as they are, in one call."""
         ready: list[int] = []
         temperatures, quantiles = [], []
         for i in places:
-            state = rows[i]
+            state = states[i]
             if (
                 state is None
                 or not wants_total(state.params, self._vocab_size)
@@ -241,29 +286,33 @@ class Sampler:
         ]
 
     def _sample_row(
-        self, logits_V: np.ndarray, state: _SequenceState, position: int, weighed: Weighed | None
+        self, logits_V: np.ndarray | None, state: _SequenceState, position: int, weighed: Weighed | None
     ) -> SampledToken:
-        n_output = position - state.n_prompt
-        if not 0 <= n_output <= len(state.output_ids):
-            raise InternalError(f"draw at position {position}; known are {state.n_prompt + len(state.output_ids)}")
-        if n_output < len(state.output_ids):
-            state.truncate(n_output)
+        _stand_at(state, position)
         params = state.params
-        row_V = _processed(logits_V, state, n_output, self._scratch)
-        if params.is_greedy:
-            token_id = int(row_V.argmax())
-            finite(float(row_V[token_id]))
-        else:
-            noise = uniform(state.seed, position)
-            if weighed is None and wants_total(params, self._vocab_size):
-                (weighed,) = self._drawing.weigh(row_V[None], [0], [params.temperature], [noise])
-            token_id = draw_token(row_V, params, noise, self._scratch, weighed)
+        forced = None if state.grammar is None else state.grammar.forced_token_id
+        token_id = self._drawn(logits_V, state, position, weighed) if forced is None else forced
         logprobs = None
         if params.logprobs is not None:
+            assert logits_V is not None
             logprobs = token_logprobs(logits_V, token_id, params.logprobs, self._scratch)
         state.advance(token_id)
         is_complete = state.grammar is not None and state.grammar.is_complete
         return SampledToken(token_id=token_id, logprobs=logprobs, is_complete=is_complete)
+
+    def _drawn(self, logits_V: np.ndarray | None, state: _SequenceState, position: int, weighed: Weighed | None) -> int:
+        """A token by the row's options."""
+        assert logits_V is not None
+        params = state.params
+        row_V = _processed(logits_V, state, position - state.n_prompt, self._scratch)
+        if params.is_greedy:
+            token_id = int(row_V.argmax())
+            finite(float(row_V[token_id]))
+            return token_id
+        noise = uniform(state.seed, position)
+        if weighed is None and wants_total(params, self._vocab_size):
+            (weighed,) = self._drawing.weigh(row_V[None], [0], [params.temperature], [noise])
+        return draw_token(row_V, params, noise, self._scratch, weighed)
 
     def prompt_logprobs(self, logits_CV: torch.Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
         """For each row of `logits_CV` [C,V] fp32 the log-probability of the prompt token that follows it."""
@@ -271,6 +320,15 @@ class Sampler:
             token_logprobs(_on_cpu(logits_V), token_id, top, self._scratch)
             for logits_V, token_id in zip(logits_CV, token_ids, strict=True)
         ]
+
+
+def _stand_at(state: _SequenceState, position: int) -> None:
+    """Forget what was drawn for `position` and behind it; it is the next to be drawn."""
+    n_output = position - state.n_prompt
+    if not 0 <= n_output <= len(state.output_ids):
+        raise InternalError(f"draw at position {position}; known are {state.n_prompt + len(state.output_ids)}")
+    if n_output < len(state.output_ids):
+        state.truncate(n_output)
 
 
 def _holds(drawn: SampledToken | EngineError | None, draft: int | None) -> bool:
