@@ -202,7 +202,7 @@ class Sampler:
         plain = [i for i, state in enumerate(states) if state is None]
         if plain:
             # numpy copies on this thread; torch would wait for threads of its own, behind those of the kernels
-            picked = [at[i] for i in plain]
+            picked = [row for i in plain if (row := at[i]) is not None]
             plain_RV = torch.from_numpy(logits_RV.numpy()[picked]) if self._is_cpu else logits_RV[picked]
             run = _runs(self._best(plain_RV), [drafts[i] for i in plain])
             for i, token in zip(plain, run, strict=True):
@@ -256,21 +256,23 @@ class Sampler:
     ) -> dict[int, Weighed]:
         """The draws of all rows whose logits are taken as they are, in one call."""
         ready: list[int] = []
-        temperatures, quantiles = [], []
-        for i in places:
+        taken, temperatures, quantiles = [], [], []
+        for i, place in places.items():
             state = states[i]
             if (
                 state is None
+                or place is None
                 or not wants_total(state.params, self._vocab_size)
                 or _changes_logits(state, positions[i] - state.n_prompt)
             ):
                 continue
             ready.append(i)
+            taken.append(place)
             temperatures.append(state.params.temperature)
             quantiles.append(uniform(state.seed, positions[i]))
         if not ready:
             return {}
-        weighed = self._drawing.weigh(values_RV, [places[i] for i in ready], temperatures, quantiles)
+        weighed = self._drawing.weigh(values_RV, taken, temperatures, quantiles)
         return dict(zip(ready, weighed, strict=True))
 
     def _best(self, logits_RV: torch.Tensor) -> list[SampledToken | EngineError]:
