@@ -155,6 +155,76 @@ def test_rollback_returns_to_the_same_masks():
     assert len(masks) > 3
 
 
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("regex", '(The first line, word for word|The second "line", and more of it|Tea){3}'),
+        (
+            "json_schema",
+            {"type": "object", "properties": {"name": {"enum": ["value", "alpha"]}, "kind": {"const": "x, true"}}},
+        ),
+        ("choice", ["alpha and more", "alpha and less", "beta"]),
+    ],
+)
+def test_what_is_forced_is_what_the_masks_of_llguidance_admit(kind, source):
+    """Runs of forced tokens are found at once and remembered: each mask, forwards and backwards, is the library's own."""
+    grammar = COMPILER.compile(spec(kind, source))
+    rng = random.Random(3)
+    n_forced = 0
+    for _ in range(8):
+        state, known = grammar.begin(), []
+        for _ in range(60):
+            other = grammar.matcher.deep_copy()
+            assert other.consume_tokens(known)
+            bits = np.unpackbits(np.frombuffer(other.compute_bitmask(), dtype=np.uint8), bitorder="little")[:WIDTH]
+            allowed = np.flatnonzero(state.allowed())
+            assert set(np.flatnonzero(bits)) - set(EOS) == set(allowed) - set(EOS)
+            forced = state.forced(16)
+            if forced:
+                assert allowed.tolist() == forced[:1]
+                n_forced += 1
+            choices = [int(i) for i in allowed if i not in EOS]
+            if not choices:
+                break
+            if len(known) > 5 and rng.random() < 0.2:
+                back = rng.randint(1, 5)
+                state.rollback(back)
+                del known[-back:]
+                continue
+            known.append(rng.choice(choices))
+            state.advance(known[-1])
+    assert n_forced > 20
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("wrong_at", [None, 0, 3])
+def test_forced_tokens_are_drawn_without_logits(temperature, wrong_at):
+    """Rows whose token the grammar alone decides are not asked of the model; what is drawn is what all logits give."""
+    params = SamplingParams(structured=spec("regex", "(The top value|A low second)[a-z]+"), temperature=temperature)
+    samplers = [Sampler(WIDTH, grammars=COMPILER) for _ in range(2)]
+    for sampler in samplers:
+        sampler.begin(SequenceStart(seq_id=1, prompt_token_ids=(9,), sampling=params, seed=4, eos_token_ids=EOS))
+    logits_RV = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(2))
+    first = [sampler.sample(logits_RV[:1], [1], [1])[0].token_id for sampler in samplers]
+    assert first[0] == first[1]
+    one, other = samplers
+    drafts = list(one.forced(1, 16))
+    n_forced = len(drafts)
+    assert 4 < n_forced < 16
+    if wrong_at is not None:
+        drafts[wrong_at] += 1
+    n_skipped = one.n_forced(1, 2, drafts)
+    assert n_skipped == (n_forced if wrong_at is None else n_forced + 1)
+    place, behind = [1] * (n_forced + 1), [*drafts, None]
+    at = list(range(2, n_forced + 3))
+    rows = [None] * n_skipped + list(range(n_forced + 1 - n_skipped))
+    drawn = one.verify(logits_RV[n_skipped : n_forced + 1], place, at, behind, rows)
+    assert drawn == other.verify(logits_RV[: n_forced + 1], place, at, behind)
+    assert len([token for token in drawn if token is not None]) == (n_forced + 1 if wrong_at is None else wrong_at + 1)
+    assert one.n_forced(1, 2, ()) == 0, "what is drawn again is drawn from logits"
+    assert one.n_forced(2, 2, ()) == 0, "nobody's"
+
+
 def test_sampler_rolls_the_grammar_back_too():
     """The same position drawn again with other logits must follow the grammar from there."""
     sampler = Sampler(WIDTH, grammars=COMPILER)

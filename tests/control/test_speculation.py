@@ -17,6 +17,7 @@ from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.events import TokenEvent
 from diptych.ground.phase import Phase
+from diptych.ground.request import StructuredSpec
 from diptych.ground.shape import StepShape
 from diptych.ground.step import ChunkResult, StepPlan, StepResult
 
@@ -310,6 +311,56 @@ def test_drafts_of_the_executor_come_up_and_go_down(lies):
     else:
         assert n_steps < 20
     assert replay(recorder.lines(), depths=free()) == []
+
+
+def test_what_a_grammar_forces_comes_up_and_goes_down():
+    """It is known without asking anybody, wakes a planner that sleeps, and overrules whoever guesses otherwise."""
+    prompt = tuple(range(40))
+    text = [*prompt, *greedy(prompt, 200)]
+
+    class Forcing(ToyExecutor):
+        """Forces ten tokens of every forty, the first behind the 90th."""
+
+        def execute(self, plan: StepPlan) -> StepResult:
+            result = super().execute(plan)
+            handed = []
+            for chunk, one in zip(plan.chunks, result.results, strict=True):
+                known = chunk.end_pos - len(chunk.draft_token_ids) + len(one.token_ids)
+                n = 10 - known % 40 if known > 90 and known % 40 < 10 else 0
+                handed.append(replace(one, forced_token_ids=tuple(text[known : known + n])))
+            return replace(result, results=tuple(handed))
+
+    class Wrong:
+        confidence = 0
+
+        def propose(self, token_ids, n: int) -> list[int]:
+            return [text[len(token_ids)] + 1] * n if len(token_ids) + 1 < len(text) else []
+
+    structured = StructuredSpec(kind="regex", source="a")
+
+    def steps(speculate: str) -> list[tuple[int, ...]]:
+        config = SchedulerConfig(speculate=speculate, max_draft_tokens=6)
+        blocks = BlockConfig(n_blocks=64, block_tokens=8)
+        drafters = {"wrong": lambda request: Wrong()}
+        prices = DraftPrices(lambda shape: 1.0 + 0.05 * shape.n_tokens)
+        core = EngineCore(config, blocks, model_revision="toy", depths=prices, drafters=drafters)
+        recorder, executor = Recorder(core), Forcing(64, 8)
+        recorder.submit(request(prompt, max_tokens=200, structured=structured))
+        came, drafted = [], []
+        while core.has_work:
+            plan, _ = recorder.begin_step(0.0)
+            drafted += [chunk.draft_token_ids for chunk in plan.chunks if chunk.draft_token_ids]
+            events = recorder.end_step(plan, executor.execute(plan), 1.0)
+            came += [event.token_id for event in events if isinstance(event, TokenEvent)]
+            core.check()
+        assert came == text[40:]
+        return drafted
+
+    answer = " ".join(map(str, text))
+    held = [drafts for drafts in steps("lookup") if " ".join(map(str, drafts)) in answer]
+    assert [len(drafts) for drafts in held].count(6) >= 3
+    assert sum(map(len, held)) >= 27, "ten are forced three times: six drafts and what is drawn, then three"
+    assert all(len(set(drafts)) == 1 for drafts in steps("off")), "off is off"
 
 
 @pytest.mark.parametrize("junk", [(VOCAB,), (-1,), (1.5,), (0,) * 99, "text", 7, ([],)])

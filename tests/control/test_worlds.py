@@ -16,8 +16,9 @@ from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import CapacityError, PromptTooLong
 from diptych.ground.events import FinishEvent, PreemptEvent, TokenEvent
 from diptych.ground.phase import FinishReason, Phase
-from diptych.ground.request import Request
+from diptych.ground.request import Request, StructuredSpec
 from diptych.ground.shape import StepShape
+from diptych.ground.step import StepResult
 from diptych.metrics import EventBook
 
 from .toy import VOCAB, ToyExecutor, greedy, prefill_tokens, request, toy_kv, toy_next
@@ -49,6 +50,28 @@ class KnowingDrafter:
         if self.rng.random() < 0.005:
             raise OSError("a drafter died")
         return drafts
+
+
+class ForcingToy(ToyExecutor):
+    """Says of requests with a grammar what comes next at four of every seven positions, as a grammar that forces it does."""
+
+    def execute(self, plan) -> StepResult:
+        result = super().execute(plan)
+        forced = [self._forced(chunk, one) for chunk, one in zip(plan.chunks, result.results, strict=True)]
+        results = [replace(one, forced_token_ids=some) for one, some in zip(result.results, forced, strict=True)]
+        return replace(result, results=tuple(results))
+
+    def _forced(self, chunk, one) -> tuple[int, ...]:
+        known = chunk.end_pos - len(chunk.draft_token_ids) + len(one.token_ids)
+        forced: list[int] = []
+        if self.starts[chunk.seq_id].sampling.structured is None or not one.token_ids:
+            return ()
+        contents = [self._read(self.tables[chunk.seq_id], position) for position in range(known - 1)]
+        contents.append(toy_kv(contents[-1], one.token_ids[-1], known - 1))
+        while (known + len(forced)) % 7 < 4:
+            forced.append(toy_next(contents))
+            contents.append(toy_kv(contents[-1], forced[-1], len(contents)))
+        return tuple(forced)
 
 
 def toy_seconds(shape) -> float:
@@ -325,6 +348,9 @@ def asked_otherwise(rng: random.Random, wanted: Request) -> Request:
     if rng.random() < 0.3:
         wanted = replace(wanted, sampling=replace(wanted.sampling, max_draft_tokens=rng.choice((0, 1, 3))))
     if rng.random() < 0.3:
+        grammar = StructuredSpec(kind="regex", source="forced here and there")
+        wanted = replace(wanted, sampling=replace(wanted.sampling, structured=grammar))
+    if rng.random() < 0.3:
         answer = greedy(wanted.prompt_token_ids, wanted.sampling.max_tokens)
         kept = [token_id for token_id in answer if rng.random() < 0.9] + [rng.randrange(VOCAB) for _ in range(5)]
         wanted = replace(wanted, prediction_token_ids=tuple(kept))
@@ -335,7 +361,9 @@ def run_speculating(seed: int) -> Referee:
     """The same world with a drafter: every rule holds, and nothing it proposes reaches an answer."""
     rng = random.Random(seed)
     depths = DraftPrices(toy_seconds) if rng.random() < 0.8 else EveryGuess(rng.choice((2, 8, 64)))
-    referee = Referee(seed, depths=depths, drafters={"knowing": lambda request: KnowingDrafter(rng)})
+    settings = {"speculate": rng.choice(("off", "lookup"))}
+    referee = Referee(seed, settings, depths=depths, drafters={"knowing": lambda request: KnowingDrafter(rng)})
+    referee.executor = ForcingToy(referee.world.blocks.n_blocks, referee.world.blocks.block_tokens)
     referee.world.arrivals = [(step, asked_otherwise(rng, wanted)) for step, wanted in referee.world.arrivals]
     try:
         referee.run()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.engine.conftest import tiny_config
 
+from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore
 from diptych.compute.ops import cpu_kernels
 from diptych.control.blocks import root_digest
@@ -23,6 +24,7 @@ from diptych.ground.request import SamplingParams, StructuredSpec
 BASE = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 SAMPLED = replace(BASE, temperature=0.9, seed=7)
 PROMPTS = ["One two three four, one two three four, one two", "The capital of France is", [5, 6, 7] * 20, "a"]
+FORCED = StructuredSpec(kind="regex", source="(The ferry leaves at seven|On Sundays it leaves at ten)[.] [a-z]+ [.]")
 CASES = {
     "greedy": BASE,
     "logprobs": replace(BASE, logprobs=3),
@@ -37,6 +39,8 @@ CASES = {
     "min_tokens": replace(BASE, ignore_eos=False, min_tokens=9),
     "choices": replace(SAMPLED, n=3),
     "json": replace(SAMPLED, ignore_eos=False, structured=StructuredSpec(kind="json_object", source="")),
+    "forced": replace(BASE, ignore_eos=False, structured=FORCED),
+    "forced_logprobs": replace(SAMPLED, ignore_eos=False, structured=FORCED, logprobs=2),
     "regex": replace(BASE, ignore_eos=False, structured=StructuredSpec(kind="regex", source="(one|two|three){4}")),
 }
 
@@ -121,6 +125,37 @@ def test_what_a_grammar_quotes_lookup_finds_in_the_prompt(exact: LoadedModel) ->
         assert said(got) == said(wanted)
         assert all(choice.text.split("\n")[0] in lines for choice in got.choices), "the grammar has its way"
         assert got.usage.accepted_tokens > 10
+
+
+@pytest.mark.parametrize("speculate", ["lookup", "draft"])
+def test_what_a_grammar_forces_is_drafted_and_asks_for_no_logits(
+    exact: LoadedModel, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, speculate: str
+) -> None:
+    """Text that stands nowhere in the prompt, and that no drafter of tensors need guess."""
+    grammar = StructuredSpec(
+        kind="regex", source="It is forbidden to (lean out|smoke) while the train is moving[.] [a-z]{5}"
+    )
+    params = SamplingParams(max_tokens=60, temperature=0.8, seed=3, structured=grammar)
+    others = replace(BASE, max_tokens=40)
+    asked: list[int] = []
+    forward = exact.model.forward
+
+    def counted(batch: ForwardBatch, *rest: object, **named: object) -> object:
+        asked.append(len(batch.logits_rows_R))
+        return forward(batch, *rest, **named)
+
+    monkeypatch.setattr(exact.model, "forward", counted)
+    off = LLM(exact, tiny_config())
+    wanted = off.generate(["Rules:", "a"], [params, others])
+    n_off = sum(asked)
+    drafting = {"draft_model": str(tiny_dir)} if speculate == "draft" else {}
+    llm = unpriced(LLM(exact, tiny_config(), speculate=speculate, **drafting))
+    got = llm.generate(["Rules:", "a"], [params, others])
+    assert [said(done) for done in got] == [said(done) for done in wanted]
+    usage = got[0].usage
+    assert usage.accepted_tokens > 0.6 * usage.output_tokens
+    n_drawn = sum(done.usage.output_tokens for done in wanted)
+    assert n_off < n_drawn - 0.6 * usage.output_tokens, "forced rows need no logits, drafted or not"
 
 
 def test_lookup_itself_saves_steps_and_changes_nothing(exact: LoadedModel) -> None:

@@ -21,10 +21,10 @@ from diptych.compute.adapters import Adapter
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.decoder import DecoderWeights, run_decoder
 from diptych.compute.decoder_loader import family_named, head_name, load_decoder, prefix_of
+from diptych.compute.drawing import Weighed
 from diptych.compute.kv_store import KVStore
 from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Loader, Ops, Stream, Table, Taps, Vector
 from diptych.compute.ops.cpus import Placement
-from diptych.compute.sampler import Weighed
 from diptych.compute.weights import Source
 from diptych.ground.errors import EngineError, UnsupportedModel
 from diptych.ground.version import VERSION

@@ -1,7 +1,8 @@
 """Structured output: a JSON schema, regex, choice or grammar becomes a mask over the next token, through llguidance.
 
 Owns the bounds on what a client may ask to compile, the cache of compiled grammars, and each sequence's matcher.
-Masks are filled by a worker thread as soon as a token is known, so that they are ready when the next logits are.
+Masks of large vocabularies are filled by a worker thread as soon as a token is known, so that they are ready when the next
+logits are. Where only one text can follow, no mask is filled: its tokens are forced.
 
 A model that thinks may do so first: the constraint holds for what comes behind the thinking tag.
 
@@ -41,6 +42,7 @@ MAX_COMPILE_S = 2.0
 KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
 
 _MAX_CACHED = 256
+_QUICK_TOKENS = 16_384  # a mask over so few takes 5 to 15 us, and 30 by another thread
 # Whitespace between JSON tokens is free but bounded: an unbounded run is where weak models get lost.
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\t]{0,32}"}
 # [256, 8]: for each byte of a mask, which of its eight tokens (lowest bit first) may not come
@@ -193,6 +195,9 @@ class CompiledGrammar:
 class GrammarState:
     """Where one sequence stands in its grammar. Used by one thread; only the mask is filled by another.
 
+    Text that the grammar forces is not asked of a model: its tokens, as the tokenizer cuts it, are known for a whole run at a
+    time (`forced`), and each mask in it admits one token. What is forced follows from the tokens so far alone.
+
     A grammar can turn out too complex while it is followed (llguidance bounds the work per token). Then `advance`,
     `mask` and `allowed` raise GrammarError: what was written until there is no whole sentence of it.
     """
@@ -205,10 +210,15 @@ class GrammarState:
         self._flags = np.empty((self._words.nbytes, 8), dtype=bool)
         self._only_eos = np.zeros(grammar.vocab_size, dtype=bool)
         self._only_eos[list(grammar.eos_token_ids)] = True
-        self._n_tokens = 0
         self._filling: Future[None] | None = None
+        self._is_filled = False  # for the tokens so far
+        self._runs: list[
+            tuple[list[int], int]
+        ] = []  # before each token so far: the forced run, and how much of it had come
+        self._run: list[int] = []
+        self._come = 0
         self.is_complete = False  # nothing more can be accepted but an end of text
-        self._begin_fill()
+        self._look()
 
     @property
     def is_accepting(self) -> bool:
@@ -216,49 +226,80 @@ class GrammarState:
         self._settle()
         return bool(self._matcher.is_accepting())
 
+    @property
+    def forced_token_id(self) -> int | None:
+        """The one token that may come next, where the text is forced."""
+        return self._run[self._come] if self._come < len(self._run) else None
+
+    def forced(self, n: int) -> list[int]:
+        """The next tokens, n at most, as far as they are forced."""
+        return self._run[self._come : self._come + n]
+
     def advance(self, token_id: int) -> None:
-        """Take one output token and begin to compute the mask after it, beside whatever runs next."""
+        """Take one output token."""
         self._settle()
         self._matcher.consume_token(token_id)
-        self._n_tokens += 1
+        self._runs.append((self._run, self._come))
         self._check()
-        self._begin_fill()
+        if token_id == self.forced_token_id:
+            self._come += 1
+        else:
+            self._run, self._come = [], 0
+        self._look()
 
     def rollback(self, n_tokens: int) -> None:
         """Forget the last `n_tokens` tokens."""
         if n_tokens == 0:
             return
-        assert 0 < n_tokens <= self._n_tokens, (n_tokens, self._n_tokens)
+        assert 0 < n_tokens <= len(self._runs), (n_tokens, len(self._runs))
         self._settle()
         if not self._matcher.rollback(n_tokens):
             raise InternalError(f"grammar cannot roll back {n_tokens} tokens: {self._matcher.get_error()}")
-        self._n_tokens -= n_tokens
-        self._begin_fill()
+        self._run, self._come = self._runs[-n_tokens]
+        del self._runs[-n_tokens:]
+        self._look()
 
     def allowed(self) -> np.ndarray:
         """[V] bool: which tokens may come next. End-of-text only where the output may end."""
-        self._settle()
-        if self.is_complete:
-            return self._only_eos
-        bits = np.unpackbits(self._words.view(np.uint8), count=self._vocab_size, bitorder="little")
-        return bits.view(bool)
+        return ~self._forbidden()
 
     def mask(self, logits_V: np.ndarray) -> None:
         """Set the logits (fp32) of tokens that may not come next to -inf, in place. Some token stays allowed."""
+        np.putmask(logits_V, self._forbidden(), -np.inf)
+
+    def begin_fill(self) -> None:
+        """Compute the mask beside whatever runs next, where it will be needed and takes longer than to say so."""
+        is_worth = self._vocab_size > _QUICK_TOKENS and self.forced_token_id is None
+        if is_worth and not (self._is_filled or self.is_complete or self._filling):
+            self._filling = self._submit(self._fill)
+
+    def _look(self) -> None:
+        """What is known without a mask of what may come next."""
+        self._is_filled = False
+        self.is_complete = bool(self._matcher.is_stopped())
+        if self._come == len(self._run) and not self.is_complete:
+            self._run, self._come = self._matcher.compute_ff_tokens(), 0
+
+    def _forbidden(self) -> np.ndarray:
+        """[V] bool: which tokens may not come next."""
         self._settle()
         if self.is_complete:
-            logits_V[~self._only_eos] = -np.inf
-            return
+            return ~self._only_eos
+        flags_V = self._flags.reshape(-1)[: self._vocab_size]
+        if self.forced_token_id is not None:
+            flags_V[:] = True
+            flags_V[self.forced_token_id] = False
+            return flags_V
+        if not self._is_filled:
+            self._fill()
+            self._check()
         # a table of eight flags per byte fills a buffer we keep; unpackbits would allocate a vocabulary each time
         np.take(_FORBIDDEN, self._words.view(np.uint8), axis=0, out=self._flags, mode="clip")
-        np.putmask(logits_V, self._flags.reshape(-1)[: self._vocab_size], -np.inf)
-
-    def _begin_fill(self) -> None:
-        self.is_complete = bool(self._matcher.is_stopped())
-        self._filling = None if self.is_complete else self._submit(self._fill)
+        return flags_V
 
     def _fill(self) -> None:
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        self._is_filled = True
 
     def _settle(self) -> None:
         """Wait until the worker has filled the mask: the matcher is used by one thread at a time."""
@@ -270,7 +311,7 @@ class GrammarState:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise GrammarError(
-                f"the grammar cannot be followed after {self._n_tokens} tokens: {_reason(self._matcher)}",
+                f"the grammar cannot be followed after {len(self._runs)} tokens: {_reason(self._matcher)}",
                 hint="simplify it: it is too complex, or nothing can follow what it allowed",
             )
 

@@ -40,6 +40,10 @@ class DraftPlanner:
             seq.speculation = self.guesser.begin(seq.request, self.depths)
         self.is_needed = self.is_needed or seq.speculation is not None
 
+    def wake(self) -> None:
+        """Some sequence has drafts at hand that nobody was asked for."""
+        self._idle_steps = 0
+
     def add(self, draft: StepDraft, planned: Mapping[int, Sequence], *, promised_blocks: int) -> None:
         """Lengthen decode chunks by guesses, out of what everybody else has left, and ask the executor for the next ones.
 

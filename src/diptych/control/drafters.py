@@ -237,15 +237,17 @@ class Prediction:
 
 
 class Handed:
-    """The guess that came up with a sequence's last result: made by the executor's drafter of this number, with tensors."""
+    """The guess that came up with a sequence's last result: made by the executor's drafter of this number, with tensors, or
+    what its grammar forces (None).
+    """
 
     __slots__ = ("confidence", "number", "token_ids")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int | None) -> None:
         self.number = number
         self.token_ids: tuple[int, ...] = ()
-        self.confidence = FRESH
+        self.confidence = FRESH if number is not None else FOLLOWED
 
     def propose(self, token_ids: SequenceOf[int], n: int) -> list[int]:
-        """See Drafter."""
-        return list(self.token_ids)
+        """See Drafter. What is forced may be more than is wanted; a drafter that says more than it was asked misbehaves."""
+        return list(self.token_ids if self.number is not None else self.token_ids[:n])

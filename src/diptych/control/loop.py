@@ -486,8 +486,10 @@ class EngineCore:
                 return events
         self._scheduler.register_computed(seq)
         speculation = seq.speculation
-        if speculation is not None and (result.draft_token_ids or speculation.is_open):
-            speculation.hand(chunk.drafter, result.draft_token_ids)
+        if speculation is not None and (result.draft_token_ids or result.forced_token_ids or speculation.is_open):
+            speculation.hand(chunk.drafter, result.draft_token_ids, result.forced_token_ids)
+            if speculation.has_drafts_at_hand:
+                self._scheduler.drafts.wake()
         if n_drafted:
             self._scheduler.drafts.take_back(seq)
             events.append(DraftEvent(seq.request.request_id, seq.index, now_s, step_id, n_drafted, n_accepted))

@@ -50,8 +50,11 @@ class Estimate(Protocol):
 class Depths(Protocol):
     """Says how many guesses are worth their rows."""
 
-    def begin(self, name: str, kind: int) -> Any:
-        """The Estimate of a new sequence with the drafter of this name and a request of this kind; handed back to `choose`."""
+    def begin(self, name: str, kind: int, *, is_sure: bool = False) -> Any:
+        """The Estimate of a new sequence with the drafter of this name and a request of this kind; handed back to `choose`.
+
+        is_sure: its drafts are known to hold.
+        """
         ...
 
     def begin_asked(self, names: SequenceOf[str], kind: int) -> list[Any]:
@@ -119,7 +122,7 @@ class EveryGuess:
     def __init__(self, rows: int = UNPRICED_ROWS) -> None:
         self._rows = rows
 
-    def begin(self, name: str, kind: int) -> Any:
+    def begin(self, name: str, kind: int, *, is_sure: bool = False) -> Any:
         """See Depths."""
         return _Unjudged()
 
@@ -196,6 +199,7 @@ class Speculation:
     __slots__ = (
         "_best",
         "_depths",
+        "_forced",
         "_guesser",
         "_guessing",
         "_handed",
@@ -211,9 +215,13 @@ class Speculation:
         self._sources = sources
         # of the executor's drafters, by number; None for one that is off
         self._handed: list[_Source | None] = [None] * guesser.n_executor_drafters
+        self._forced: _Source | None = None  # by the grammar
         for source in sources:
             if isinstance(source.drafter, Handed):
-                self._handed[source.drafter.number] = source
+                if source.drafter.number is None:
+                    self._forced = source
+                else:
+                    self._handed[source.drafter.number] = source
         self._guessing = [one for one in sources if not isinstance(one.drafter, Handed)]
         self._best: _Source | None = None
         self._most_drafts = most_drafts
@@ -229,11 +237,15 @@ class Speculation:
         """Those of the executor's drafters that did not misbehave."""
         return [one.drafter for one in self._handed if one is not None and isinstance(one.drafter, Handed)]
 
-    def hand(self, number: int, draft_token_ids: tuple[int, ...]) -> None:
-        """Take the guess that the executor's drafter of this number made behind the newest token."""
+    def hand(self, number: int, draft_token_ids: tuple[int, ...], forced_token_ids: tuple[int, ...] = ()) -> None:
+        """Take the guess that the executor's drafter of this number made behind the newest token, and what is forced there."""
         for drafter in self._handing():
             drafter.token_ids = draft_token_ids if drafter.number == number else ()
-        self.is_open = self.has_drafts_at_hand = bool(draft_token_ids)
+        if self._forced is None:
+            forced_token_ids = ()
+        elif isinstance(self._forced.drafter, Handed):
+            self._forced.drafter.token_ids = forced_token_ids
+        self.is_open = self.has_drafts_at_hand = bool(draft_token_ids or forced_token_ids)
 
     def propose(self, token_ids: SequenceOf[int]) -> list[int]:
         """The guess that is worth most, [] for none."""
@@ -245,6 +257,9 @@ class Speculation:
         if not found:
             self._best = None
             return []
+        if self._forced in found and len(found) > 1:  # who says otherwise is wrong, and who says less says nothing new
+            forced = self._forced.guess
+            found = [one for one in found if one.guess[: len(forced)] == forced]
         best = found[0]
         if len(found) > 1:
             best = found[self._depths.best([(one.estimate, len(one.guess), one.confidence) for one in found])]
@@ -322,6 +337,7 @@ class Guesser:
         self._executor_drafters = tuple(executor_drafters)
         self._n_vocab = n_vocab
         self._most_drafts = config.max_draft_tokens
+        self._follows_grammars = config.speculate != "off"
         self._faults: dict[str, int] = {}
         if drafters is None:
             drafters = {"lookup": self._lookup} if config.speculate in ("lookup", "auto") else {}
@@ -343,12 +359,15 @@ class Guesser:
         if request.prediction_token_ids:
             makers = {"prediction": _prediction} | makers
         most_drafts = self.most_drafts(request)
-        if not most_drafts or not (makers or self.asks_executor):
+        is_forced = self._follows_grammars and request.sampling.structured is not None
+        if not most_drafts or not (makers or self.asks_executor or is_forced):
             return None
         kind = _kind_of(request)
         sources = [
             _Source(name, make(request), depths.begin(name, kind)) for name, make in makers.items() if self._is_on(name)
         ]
+        if is_forced:
+            sources.append(_Source("grammar", Handed(None), depths.begin("grammar", kind, is_sure=True)))
         if self.asks_executor:
             names = self._executor_drafters
             for number, estimate in enumerate(depths.begin_asked(names, kind)):

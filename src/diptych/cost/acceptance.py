@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 MOST_DEPTH = 16  # drafts of one sequence and step
 N_CONFIDENCES = 3  # how sure a drafter is of a guess, in its own scale from 0: each learned apart
 LEAST_CHANCE = 0.02
-_FIRST_RATE = 0.6
+FIRST_RATE = 0.6
 _FIRST_WEIGHT = 4
 _FORGET = 0.15  # weight of a sequence's newest verdict
 _FORGET_ALL = 0.02  # the same over all sequences
@@ -39,13 +39,14 @@ class Acceptance:
 
     __slots__ = ("_n_verdicts", "_pool", "_rates", "on_kept")
 
-    def __init__(self, pool: Acceptance | None = None) -> None:
+    def __init__(self, pool: Acceptance | None = None, *, first_rate: float = FIRST_RATE) -> None:
+        """first_rate: of each draft, before any was judged."""
         self._pool = pool
         self.on_kept: Callable[[int], None] | None = None  # learns of drafts that were verified and held
         self._n_verdicts = [_FIRST_WEIGHT] * N_CONFIDENCES  # the first rates count as so many
         # of draft j where all before it were right, as far as any was judged; a new sequence begins with what others taught
         self._rates: list[list[float]] = (
-            [[_FIRST_RATE] for _ in range(N_CONFIDENCES)] if pool is None else [list(rates) for rates in pool._rates]
+            [[first_rate] for _ in range(N_CONFIDENCES)] if pool is None else [list(rates) for rates in pool._rates]
         )
 
     def chances(self, n: int, confidence: int = 0) -> list[float]:
@@ -88,4 +89,4 @@ def _move(rates: list[float], n_right: int, n_judged: int, weight: float) -> Non
 
 def _deeper(rates: list[float]) -> float:
     """Of a draft deeper than any that was judged: where those before hold nearly always, nobody would go there at less."""
-    return max(rates[-1], _FIRST_RATE)
+    return max(rates[-1], FIRST_RATE)

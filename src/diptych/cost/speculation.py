@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from math import ceil, inf
 from typing import TypedDict, Unpack
 
-from diptych.cost.acceptance import LEAST_CHANCE, Acceptance
+from diptych.cost.acceptance import FIRST_RATE, LEAST_CHANCE, Acceptance
 from diptych.cost.asker import LONGEST_IDLE, Asker, Option, Wanted
 from diptych.cost.asking import Asked, DrafterCost, Purse
 from diptych.cost.depths import DISTURBED, FARTHEST, LOWEST, Ratio, choose_depths
@@ -134,9 +134,10 @@ class DraftPrices:
         # of the planned step's drafts the executor's share; its price without drafts, with them, and the most it is to take
         self._sent: tuple[float, float, float, float] | None = None
 
-    def begin(self, name: str, kind: int = 0) -> Acceptance:
-        """Of a new sequence with this drafter; each kind of request has chances of its own."""
-        estimate = Acceptance(self._pools.setdefault((name, kind), Acceptance()))
+    def begin(self, name: str, kind: int = 0, *, is_sure: bool = False) -> Acceptance:
+        """Of a new sequence with this drafter; each kind of request has chances of its own. is_sure: they begin with 1."""
+        pool = self._pools.setdefault((name, kind), Acceptance(first_rate=1.0 if is_sure else FIRST_RATE))
+        estimate = Acceptance(pool)
         estimate.on_kept = self._held
         return estimate
 

@@ -8,7 +8,7 @@ Prompts of which states are wanted have their rows tapped behind the last layer 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from math import isfinite
 from typing import Any
@@ -17,13 +17,15 @@ import numpy as np
 import torch
 
 from diptych.compute.batch import ForwardBatch
+from diptych.compute.drawing import not_finite
 from diptych.compute.kv_store import KVPayload, KVStore
 from diptych.compute.model import Best, Model, Want
 from diptych.compute.ops.contract import Taps
 from diptych.compute.pooler import Pooler
-from diptych.compute.sampler import SampledToken, Sampler, not_finite
+from diptych.compute.sampler import SampledToken, Sampler
 from diptych.engine.drafting import Draftings
 from diptych.ground.clock import Clock
+from diptych.ground.config import MOST_DRAFTS
 from diptych.ground.errors import EngineError, ExecutorError, InternalError
 from diptych.ground.phase import Phase
 from diptych.ground.request import Pooling
@@ -56,6 +58,7 @@ class ModelExecutor:
         self._free_rows = list(range(7, -1, -1))
         self._starts: dict[int, SequenceStart] = {}
         self._n_adapted = 0  # sequences with an adapter
+        self._n_structured = 0  # those with a grammar
         self._n_both_ways = 0  # sequences whose tokens attend to all of them
         self._failed: dict[int, EngineError] = {}  # sequences that cannot go on, until control has ended them
 
@@ -93,7 +96,8 @@ class ModelExecutor:
             if plan.copies:
                 self._kv.copy_blocks([(copy.source_block_id, copy.target_block_id) for copy in plan.copies])
             drafted = None if self.drafting is None else self.drafting.begin(plan)
-            batch = self._batch(plan)
+            forced = self._forced_rows(plan)
+            batch = self._batch(plan, forced)
             needs_logits = self._needs_logits(plan)
             taps = self._with_last(plan, drafted)
             ends: dict[str, Any] = {} if taps is None else {"taps": taps}
@@ -101,7 +105,7 @@ class ModelExecutor:
             if needs_logits:
                 logits_RV = self._model.forward(batch, self._kv, Want.LOGITS, **ends)
                 device_s = self._clock.now_s() - forward_s
-                results = self._read_logits(plan, logits_RV)
+                results = self._read_logits(plan, logits_RV, forced)
             else:
                 best = self._model.forward(batch, self._kv, Want.BEST, **ends)
                 device_s = self._clock.now_s() - forward_s
@@ -129,6 +133,7 @@ class ModelExecutor:
             start = self._starts.pop(seq_id, None)
             if start is not None:
                 self._n_adapted -= start.adapter is not None
+                self._n_structured -= start.sampling.structured is not None
                 self._n_both_ways -= _is_both_ways(start)
                 self._sampler.end(seq_id)
                 if self._pooler is not None:
@@ -137,6 +142,7 @@ class ModelExecutor:
         for start in plan.starts:
             self._starts[start.seq_id] = start
             self._n_adapted += start.adapter is not None
+            self._n_structured += start.sampling.structured is not None
             self._n_both_ways += _is_both_ways(start)
             self._rows[start.seq_id] = self._take_row()
             try:
@@ -195,7 +201,20 @@ class ModelExecutor:
             self._free_rows = list(range(2 * n_rows - 1, n_rows - 1, -1))
         return self._free_rows.pop()
 
-    def _batch(self, plan: StepPlan) -> ForwardBatch:
+    def _forced_rows(self, plan: StepPlan) -> dict[int, int]:
+        """By sequence, of the rows that draw, how many from the first need no logits, as its grammar says what they give."""
+        if not self._n_structured:
+            return {}
+        forced: dict[int, int] = {}
+        for chunk in plan.chunks:
+            if chunk.samples and not self._wants_prompt_logprobs(chunk):
+                drafts = chunk.draft_token_ids
+                n = self._sampler.n_forced(chunk.seq_id, chunk.end_pos - len(drafts), drafts)
+                if n:
+                    forced[chunk.seq_id] = n
+        return forced
+
+    def _batch(self, plan: StepPlan, forced: Mapping[int, int]) -> ForwardBatch:
         token_ids: list[int] = []
         starts, ends = [0], []
         table_rows: list[int] = []
@@ -206,8 +225,8 @@ class ModelExecutor:
             ends.append(chunk.end_pos)
             table_rows.append(self._rows[chunk.seq_id])
             if chunk.phase is Phase.DECODE or self._wants_prompt_logprobs(chunk):
-                logits_rows += range(starts[-2], starts[-1])
-            elif chunk.samples:
+                logits_rows += range(starts[-2] + forced.get(chunk.seq_id, 0), starts[-1])
+            elif chunk.samples and chunk.seq_id not in forced:
                 logits_rows.append(starts[-1] - 1)
         return ForwardBatch(
             token_ids_T=np.array(token_ids, dtype=np.int32),
@@ -246,8 +265,10 @@ class ModelExecutor:
             return True
         return any(self._wants_prompt_logprobs(chunk) for chunk in plan.chunks)
 
-    def _read_logits(self, plan: StepPlan, logits_RV: torch.Tensor) -> tuple[ChunkResult, ...]:
-        sampling_rows: list[int] = []
+    def _read_logits(
+        self, plan: StepPlan, logits_RV: torch.Tensor, forced: Mapping[int, int]
+    ) -> tuple[ChunkResult, ...]:
+        rows: list[int | None] = []  # of each draw
         seq_ids: list[int] = []
         positions: list[int] = []
         drafts: list[int | None] = []
@@ -255,6 +276,8 @@ class ModelExecutor:
         row = 0
         for chunk in plan.chunks:
             drafted = chunk.draft_token_ids
+            n_forced = forced.get(chunk.seq_id, 0)
+            n_drawn = 1 + len(drafted) - n_forced if chunk.samples else 0
             if self._wants_prompt_logprobs(chunk):
                 n_rows = len(chunk.token_ids)
                 try:
@@ -262,19 +285,20 @@ class ModelExecutor:
                 except EngineError as error:
                     self._failed[chunk.seq_id] = error
             else:
-                n_rows = 1 + len(drafted) if chunk.samples else 0
+                n_rows = n_drawn
             row += n_rows
             if chunk.samples and chunk.seq_id not in self._failed:
-                n_drawn = 1 + len(drafted)
-                sampling_rows += range(row - n_drawn, row)
-                seq_ids += [chunk.seq_id] * n_drawn
+                rows += [None] * n_forced
+                rows += range(row - n_drawn, row)
+                seq_ids += [chunk.seq_id] * (n_forced + n_drawn)
                 positions += range(chunk.end_pos - len(drafted), chunk.end_pos + 1)
                 drafts += (*drafted, None)
-        if len(sampling_rows) != len(logits_RV):
-            logits_RV = logits_RV[sampling_rows]
         drawn: dict[int, list[SampledToken]] = {}
         late: dict[int, EngineError] = {}  # of rows behind drafts that hold: what the sequence's next step ends with
-        tokens = self._sampler.verify(logits_RV, seq_ids, positions, drafts) if seq_ids else []
+        is_each = not forced and len(rows) == len(logits_RV)  # row for row
+        tokens = (
+            self._sampler.verify(logits_RV, seq_ids, positions, drafts, None if is_each else rows) if seq_ids else []
+        )
         for seq_id, token in zip(seq_ids, tokens, strict=True):
             if isinstance(token, SampledToken):
                 drawn.setdefault(seq_id, []).append(token)
@@ -298,6 +322,7 @@ class ModelExecutor:
             logprobs=tuple([token.logprobs for token in tokens if token.logprobs is not None]),
             prompt_logprobs=prompt_logprobs,
             is_complete=bool(tokens) and tokens[-1].is_complete,
+            forced_token_ids=self._sampler.forced(seq_id, MOST_DRAFTS) if self._n_structured else (),
         )
 
     def _take_best(self, plan: StepPlan, best: Best) -> tuple[ChunkResult, ...]:

@@ -27,6 +27,7 @@ MODEL_DRAFTERS = ("draft", "medusa", "eagle")  # what the executor runs, from a 
 TASKS = ("auto", "generate", "embed", "score")
 SPECULATE = ("off", "lookup", *MODEL_DRAFTERS, "auto")
 PACKED_CACHE_BYTES = 32 * 2**30  # a dozen models of the sizes that a CPU serves
+MOST_DRAFTS = 16  # of one sequence and step
 MOST_DRAFT_ROWS = 128  # of all sequences of a step: beyond it a step is bound by arithmetic on every machine we know
 _NAME = re.compile(r"[a-z0-9_]{1,32}")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,4})?")
@@ -52,7 +53,7 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "lookup_memory_tokens": Bound(
             int, 0, 2**24, "tokens of recent answers in which lookup looks, too, by cache salt (0: none)"
         ),
-        "max_draft_tokens": Bound(int, 1, 16, "most tokens guessed ahead for one sequence and step"),
+        "max_draft_tokens": Bound(int, 1, MOST_DRAFTS, "most tokens guessed ahead for one sequence and step"),
         "n_blocks": Bound(int, 1, 2**31 - 1, "blocks of the KV pool"),
         "block_tokens": Bound(int, 1, 2**20, "tokens of a KV block"),
         "threads": Bound(
@@ -90,7 +91,7 @@ class SchedulerConfig:
     enable_prefix_cache: bool = True
     speculate: str = "off"
     lookup_memory_tokens: int = 0
-    max_draft_tokens: int = 16
+    max_draft_tokens: int = MOST_DRAFTS
     prefills_alone: bool = False
 
     def __post_init__(self) -> None:

@@ -136,6 +136,7 @@ class ChunkResult:
     [start_pos + 1, end_pos], the last prompt token at most. A chunk from position 0 also has None for token 0, before which
     nothing stands. Control hands each position out once.
     `draft_token_ids`: guesses at what follows `token_ids`, at most as many as the chunk wanted, for the next chunk to verify.
+    `forced_token_ids`: what must follow them by the sequence's grammar, MOST_DRAFTS tokens of it at most.
     `state`: [D] fp32 in native order, the pooled state of a prompt that asked for it, with its last chunk.
     `error`: why this sequence cannot go on; the others of the step are untouched, and nothing else here counts.
     """
@@ -146,6 +147,7 @@ class ChunkResult:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     is_complete: bool = False
     draft_token_ids: tuple[int, ...] = ()
+    forced_token_ids: tuple[int, ...] = ()
     state: bytes | None = None
     error: EngineError | None = None
 

@@ -16,6 +16,7 @@ import torch
 
 from diptych.compute.adapters import Adapter, LowRank, Site
 from diptych.compute.batch import ForwardBatch
+from diptych.compute.drawing import Weighed
 from diptych.compute.kv_store import KVStore
 from diptych.compute.model import Best, Blueprint, Model, Want
 from diptych.compute.ops.contract import Taps
@@ -25,7 +26,6 @@ from diptych.compute.ops.cpu_kv import CpuKVStore
 from diptych.compute.ops.cpu_loader import CpuLoader
 from diptych.compute.ops.cpu_recorder import CpuOps
 from diptych.compute.ops.shares import Rank
-from diptych.compute.sampler import Weighed
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, ExecutorError, LoadError
 

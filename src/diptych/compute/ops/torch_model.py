@@ -11,13 +11,13 @@ import torch
 
 from diptych.compute.adapters import Adapter, LowRank, by_linear
 from diptych.compute.batch import ForwardBatch
+from diptych.compute.drawing import PlainDrawing, Weighed
 from diptych.compute.kv_store import KVStore, TorchKVStore
 from diptych.compute.model import Blueprint, Model, Want
 from diptych.compute.ops.contract import Taps
 from diptych.compute.ops.cpus import Placement
 from diptych.compute.ops.torch_loader import TorchLoader
 from diptych.compute.ops.torch_ops import TorchAdapter, TorchOps
-from diptych.compute.sampler import PlainDrawing, Weighed
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, ExecutorError
 
