@@ -103,13 +103,16 @@ class DraftNote(NamedTuple):
 
 
 class TransferNote(NamedTuple):
-    """Prompt tokens [start, end) came from another engine at at_s; it had read them for read_s, transfer_s before."""
+    """Prompt tokens [start, end) came from another engine at at_s; it had read them for read_s, transfer_s before.
+    predicted_s: what was expected of the steps it read in.
+    """
 
     at_s: float
     start: int
     end: int
     read_s: float
     transfer_s: float
+    predicted_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -237,7 +240,10 @@ class RequestRecord:
         self.recomputed_tokens += event.recomputed_tokens
         if self.first_token_s is None:
             end = start + event.transferred_tokens
-            self.transfers.append(TransferNote(event.at_s, start, end, read_s - planned_s, event.at_s - read_s))
+            note = TransferNote(
+                event.at_s, start, end, read_s - planned_s, event.at_s - read_s, predicted_s=event.predicted_s
+            )
+            self.transfers.append(note)
 
     def _fold_token(self, event: TokenEvent, step: StepNote | None) -> None:
         if self.first_token_s is None:

@@ -92,11 +92,14 @@ class Parcel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """Everything that was to be read has been sent, or cannot be. queue_s: until it began; read_s: from there on."""
+    """Everything that was to be read has been sent, or cannot be. queue_s: until it began; read_s: from there on;
+    predicted_s: what was expected of the steps it was read in.
+    """
 
     request_id: str
     queue_s: float
     read_s: float
+    predicted_s: float | None = None
     fault: str | None = None
 
 

@@ -381,7 +381,13 @@ class RayCluster:
             writes=card.spec.has_head,
             encodes=encoder is not None,
         )
-        return AsyncLLM(loaded, self._config, engine=engine)
+        llm = AsyncLLM(loaded, self._config, engine=engine)
+        llm.unpredicted = self._unpredicted
+        return llm
+
+    def _unpredicted(self) -> str | None:
+        gaps = ((name, hello.gap) for name, hello in list(self.hellos.items()))
+        return next((f"{name}: {gap}" for name, gap in gaps if gap is not None), None)
 
     def _scale(self, pool: str, number: int) -> None:
         """Begin to have a pool of that many workers; returns at once."""

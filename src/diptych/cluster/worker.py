@@ -91,6 +91,17 @@ class _Reading:
     begin_s: float | None = None
     end_s: float | None = None
     fault: str | None = None
+    predicted_s: float | None = 0.0  # what was expected of the steps it was read in
+    step_id: int | None = None  # the last of them
+
+    def scheduled(self, step: StepBeginEvent) -> None:
+        """A chunk of it is in this step; another may have been before."""
+        if self.begin_s is None:
+            self.begin_s = step.at_s
+        if step.step_id != self.step_id:
+            self.step_id = step.step_id
+            both = (self.predicted_s, step.predicted_s)
+            self.predicted_s = None if None in both else sum(one or 0.0 for one in both)
 
 
 class Worker:
@@ -132,6 +143,7 @@ class Worker:
         self._mapped = Mapped()
         self._stepper = Stepper(self.core, self._executor, clock, fold=self._fold, observe=machinery.observe)
         self._events: list[Event] = []
+        self._step: StepBeginEvent | None = None  # in flight, or the last
         self._unplaced: deque[tuple[float, Submit]] = (
             deque()
         )  # no blocks could be held for them yet, and until when to try
@@ -216,12 +228,15 @@ class Worker:
         """Keep what the door is to know; what is read for others is theirs to count."""
         for event in events:
             self._spans.fold(event)
+            if isinstance(event, StepBeginEvent):
+                self._step = event
             if isinstance(event, StepBeginEvent | StepEndEvent) or event.request_id not in self._reading:
                 self._events.append(event)
                 continue
             reading = self._reading[event.request_id]
-            if isinstance(event, ScheduledEvent) and reading.begin_s is None:
-                reading.begin_s = event.at_s
+            if isinstance(event, ScheduledEvent):
+                assert self._step is not None, "a chunk is in a step"
+                reading.scheduled(self._step)
             elif isinstance(event, FinishEvent):
                 reading.fault = "reader_failed" if event.reason is FinishReason.ERROR else "reader_stopped"
                 reading.end_s = event.at_s
@@ -440,6 +455,7 @@ class Worker:
                 begin_s=coming.begin_s,
                 queue_s=None if done is None else done.queue_s,
                 read_s=None if done is None else done.read_s,
+                predicted_s=None if done is None else done.predicted_s,
             )
             self._events.append(told)
 
@@ -523,6 +539,7 @@ class Worker:
                 request_id=order.request_id,
                 queue_s=begin_s - reading.arrival_s,
                 read_s=reading.end_s - begin_s,
+                predicted_s=reading.predicted_s,
                 fault=reading.fault,
             )
             self._send(order.answer_to, done)

@@ -14,7 +14,7 @@ from typing import Any, Self
 from diptych.control.stats import CoreStats, WorkerStats
 from diptych.engine.engine import Engine, OpenRequest, OutputDelta
 from diptych.engine.holder import EngineHolder
-from diptych.engine.load import LoadedModel, Progress, make_engine, opened
+from diptych.engine.load import LoadedModel, Progress, make_engine, opened, profile_gap
 from diptych.engine.prompts import Prompt
 from diptych.ground.config import EngineConfig
 from diptych.ground.errors import CapacityError, EngineError, ExecutorError
@@ -127,6 +127,9 @@ class AsyncLLM:
         )
         self.failure: BaseException | None = None
         self.is_draining = False
+        # why the measured profile of this machine predicts no steps; None where it does
+        gap = profile_gap(self.loaded.model) if engine is None else None
+        self.unpredicted: Callable[[], str | None] = lambda: gap
         self.scale: Callable[[str, int], object] | None = None  # have a pool grow or shrink, where there are pools
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], object]] = deque()

@@ -148,7 +148,8 @@ class TransferEvent:
 
     Tokens whose keys and values are here now: cached_tokens were before, transferred_tokens came, recomputed_tokens count in
     neither, having been accounted for on a third engine. queue_s, read_s: until the other engine began, and from then until
-    it had read all of it; begin_s: when it was asked. None: it never said so.
+    it had read all of it; begin_s: when it was asked; predicted_s: what was expected of the steps it read in. None: it never
+    said so.
     """
 
     request_id: str
@@ -159,6 +160,7 @@ class TransferEvent:
     begin_s: float | None = None
     queue_s: float | None = None
     read_s: float | None = None
+    predicted_s: float | None = None
 
 
 Event = (

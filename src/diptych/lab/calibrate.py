@@ -37,7 +37,7 @@ from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
 from diptych.lab.adapters import AdaptedSteps, adapted_steps, constants_of
 from diptych.lab.fingerprint import fingerprint
-from diptych.lab.ladder import Ladder, Level
+from diptych.lab.ladder import Form, Ladder
 from diptych.lab.probe import StepProbe
 from diptych.lab.rounds import Effort, Estimate, measure
 
@@ -247,7 +247,7 @@ def _host(model: Model, profile: dict[str, Any]) -> dict[str, float]:
     predictor = CalibratedModel.from_profile(profile, view.spec, view.quant, kv=view.kv)
     ladder = Ladder(model, predictor)
     ladder.climb()
-    return asdict(Level(predictor, [ladder.climb() for _ in range(CLIMBS)]).host)
+    return asdict(Form(predictor, [ladder.climb() for _ in range(CLIMBS)]).host)
 
 
 def _cache(placement: Placement, memory_bytes_per_s: float) -> dict[str, float] | None:

@@ -1,56 +1,67 @@
 """What steps of every size take right now: one small load through the very engine, the same every time.
 
     ladder = Ladder(model, predictor)
-    level = level_of(predictor, ladder.climb())
-    level.predict_s(shape), level.host
+    climbs = [ladder.climb() for _ in range(5)]
+    form = Form(predictor, climbs)
+    form.at(climbs[-1:]).predict_s(shape), form.host
 
 Sixteen requests come one by one, with prompts that make steps of seven sizes, and between two of them the engine decodes. So
-half a second of it has prompts of each size beside few and many sequences, and decode of 1 to 16. Behind them an idle engine is
-woken some times.
+half a second of it has prompts of each size beside few and many sequences, and decode of 1 to 16, right behind a prompt and
+when the caches hold its weights again; they end one by one. Behind them an idle engine is woken some times.
 
 A profile says how steps of one size stand to those of another, on any model; a ladder says what some of them take in this
-minute. A shared machine may be a tenth slower ten minutes later, and a profile's form has errors of its own.
+minute. A shared machine may be a tenth slower ten minutes later, and a profile's form has errors of its own: the first decode
+step behind a prompt takes a tenth longer than the ninth, the second still half of that.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 
 import numpy as np
 
 from diptych.compute.runner import Model
+from diptych.control.scheduler import Predict
 from diptych.cost.calibrated import CalibratedModel
-from diptych.cost.calibration import Host
+from diptych.cost.calibration import Host, prompts_in
 from diptych.ground.clock import sleep_s
 from diptych.ground.config import BlockConfig, SchedulerConfig
+from diptych.ground.phase import Phase
 from diptych.ground.request import Request, SamplingParams
 from diptych.ground.shape import StepShape
 from diptych.lab.served import Served, undisturbed
-from diptych.metrics import StepRecord
-from diptych.sim.counterfactual import times_of
 
 # Rows of a step with a prompt: as odd as prompts are, but for a usual budget, which a step fills to the last row.
 SIZES = (30, 45, 90, 150, 210, 256, 600)
 SEQUENCES = 16
-DECODES = 8  # between two requests
+DECODES = (24, *(SEQUENCES - 1) * (12,))  # behind each request; one sequence alone decodes longest
 IDLE_S, WOKEN_TOKENS, WAKES = 0.015, 90, 5
+SETTLED = 9  # steps behind one with a prompt, from which on decode is as quick as it gets: a prompt fills the caches
 ODD = 1.5  # times its usual time, from which on a step was disturbed
+Climbed = tuple[StepShape, float, float]  # and the seconds that it kept the engine, and those of its kernels
 CONFIG = SchedulerConfig(max_step_tokens=1024, max_running_sequences=SEQUENCES)
 BLOCKS = BlockConfig(n_blocks=512, block_tokens=16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Climb:
-    """One time up. steps: (shape, seconds until the next step could begin, seconds of kernels in it). woken_s: from the
+    """One time up. steps: see Climbed. woken_s: from the
     instant a prompt of WOKEN_TOKENS was due, the engine being idle, to its token.
     """
 
-    steps: tuple[tuple[StepShape, float, float], ...]
+    steps: tuple[Climbed, ...]
     woken_s: tuple[float, ...]
+
+    @property
+    def is_ending(self) -> list[bool]:
+        """Of each step, whether a request ends with it."""
+        sequences = [0, *(shape.n_sequences for shape, *_ in self.steps[::-1])]
+        return [after < own for after, own in pairwise(sequences)][::-1]
 
 
 class Ladder:
@@ -64,33 +75,35 @@ class Ladder:
 
     def climb(self) -> Climb:
         """Less than a second on a model of ten million weights; a step takes what it takes."""
-        # all of them end with the same step; made before, as what makes a prompt is not the engine's
+        # made before, as what makes a prompt is not the engine's
+        first = self._request(WOKEN_TOKENS, new_tokens=SETTLED)
+        # they end one by one, the last that came first
         requests = [
-            self._request(size - number, new_tokens=(SEQUENCES - number) * (1 + DECODES))
+            self._request(size - number, new_tokens=sum(1 + n for n in DECODES[number:]) + SEQUENCES - number)
             for number, size in enumerate(islice(cycle(SIZES), SEQUENCES))
         ]
         prompts = [self._request(WOKEN_TOKENS, new_tokens=1) for _ in range(WAKES)]
         with undisturbed():
-            steps = self._climb(requests)
+            steps = self._climb(first, requests)
             woken_s = tuple(self._wake_s(one) for one in prompts)
-        return Climb(
-            steps=tuple(
-                (shape, kept_s, step.device_s)
-                for step, (shape, kept_s) in zip(
-                    steps, times_of((s.begin_s, s.end_s, s.shape) for s in steps), strict=True
-                )
-            ),
-            woken_s=woken_s,
-        )
+        return Climb(steps=steps, woken_s=woken_s)
 
-    def _climb(self, requests: Sequence[Request]) -> list[StepRecord]:
+    def _climb(self, first: Request, requests: Sequence[Request]) -> tuple[Climbed, ...]:
         served = self._served
+        self._submit(first)  # wakes the engine, and is over before the others come
+        while served.stepper.step():
+            pass
         served.steps.clear()
-        for request in requests:
-            served.stepper.submit(replace(request, arrival_s=served.clock.now_s()))
-            for _ in range(1 + DECODES):
+        served.coming_s.clear()
+        for request, n_decodes in zip(requests, DECODES, strict=True):
+            self._submit(request)
+            for _ in range(1 + n_decodes):
                 served.stepper.step()
-        return list(served.steps)
+        while served.stepper.step():
+            pass
+        return tuple(
+            (step.shape, kept_s, step.device_s) for step, kept_s in zip(served.steps, served.kept_s(), strict=True)
+        )
 
     def _wake_s(self, request: Request) -> float:
         served = self._served
@@ -100,6 +113,9 @@ class Ladder:
         served.stepper.step()
         served.stepper.step()  # there is nothing left to do
         return served.steps[-1].end_s - due_s
+
+    def _submit(self, request: Request) -> None:
+        self._served.stepper.submit(replace(request, arrival_s=self._served.clock.now_s()))
 
     def _request(self, n_tokens: int, *, new_tokens: int) -> Request:
         self._n_requests += 1
@@ -111,24 +127,24 @@ class Ladder:
         )
 
 
-def host_of(climbs: Sequence[Climb]) -> Host:
-    """What the scheduler, the executor and the sampler add to steps: the median of each kind of step. A request that comes
-    takes its time behind the step before, and counts as its prompt's.
+def host_of(climbs: Iterable[Climb]) -> tuple[Host, float]:
+    """What the scheduler, the executor and the sampler add to steps: the median of each kind of step. And, in it, what the end
+    of a request takes behind its last step: it counts as its prompt's, as its coming does.
     """
-    steps = [
-        (shape, kept_s - kernels_s, after is not None and after[0].prefill_tokens > 0)
-        for climb in climbs
-        for (shape, kept_s, kernels_s), after in zip(climb.steps, [*climb.steps[1:], None], strict=True)
-    ]
-    decode = _medians((shape.decode_tokens, rest_s) for shape, rest_s, _ in steps if not shape.prefill_tokens)
+    steps: list[tuple[StepShape, float]] = []
+    ending: list[tuple[StepShape, float]] = []
+    for climb in climbs:
+        for (shape, kept_s, kernels_s), is_ending in zip(climb.steps, climb.is_ending, strict=True):
+            (ending if is_ending else steps).append((shape, kept_s - kernels_s))
+    decode = _medians((shape.decode_tokens, rest_s) for shape, rest_s in steps if not shape.prefill_tokens)
     sequence_s, step_s = (max(0.0, value) for value in _line(decode))
     known = Host(step_s=step_s, sequence_s=sequence_s)
     reading = _medians(
-        (shape.prefill_tokens, rest_s - known.time_s(shape)) for shape, rest_s, _ in steps if shape.prefill_tokens
+        (shape.prefill_tokens, rest_s - known.time_s(shape)) for shape, rest_s in steps if shape.prefill_tokens
     )
     prompt_token_s, prompt_s = (max(0.0, value) for value in _line(reading))
-    coming = [rest_s - known.time_s(shape) for shape, rest_s, is_joined in steps if is_joined]
-    return replace(known, prompt_token_s=prompt_token_s, prompt_s=prompt_s + max(0.0, statistics.median(coming)))
+    end_s = max(0.0, statistics.median(rest_s - known.time_s(shape) for shape, rest_s in ending))
+    return replace(known, prompt_token_s=prompt_token_s, prompt_s=prompt_s + end_s), end_s
 
 
 def _medians(pairs: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -146,39 +162,126 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return float(slope), float(height)
 
 
-class Level:
-    """Prices of a profile, the kernels' times what they took on the way up a ladder, and the host's time of that engine."""
+class Form:
+    """What many climbs say together of steps, beside a profile's prices: by size, by how far behind a prompt, and how they
+    scatter.
+
+    A climb has two or three prompts of a size, which stand as far apart as machines move; so a minute is told by one number for
+    each phase, its pace, and what sizes make of it by all climbs.
+    """
 
     def __init__(self, predictor: CalibratedModel, climbs: Sequence[Climb]) -> None:
         self._predictor = predictor
-        self.host = host_of(climbs)
-        kernels = [
-            (shape, kernels_s / self._kernels_s(shape)) for climb in climbs for shape, _, kernels_s in climb.steps
-        ]
-        # of steps with prompts and of those without: the log of rows, and times the profile's price
-        self._times: dict[bool, tuple[np.ndarray, np.ndarray]] = {}
-        for has_prompt in (False, True):
-            found = _medians((shape.n_tokens, times) for shape, times in kernels if _has_prompt(shape) is has_prompt)
-            rows, usual = (np.array(each, dtype=float) for each in zip(*found, strict=True))
-            # an answer's time is the mean of its steps, small delays among them; of a long one no more than ODD is believed
-            over = [
-                times / np.interp(shape.n_tokens, rows, usual)
-                for shape, times in kernels
-                if _has_prompt(shape) is has_prompt
-            ]
-            self._times[has_prompt] = np.log(rows), usual * float(np.minimum(over, ODD).mean())
-        usual_s = self.predict_s(StepShape.prefill(batch=1, new_tokens=WOKEN_TOKENS))
-        woken_s = statistics.median(woken_s for climb in climbs for woken_s in climb.woken_s)
-        self.host = replace(self.host, wake_s=max(0.0, woken_s - usual_s))
+        self.host, end_s = host_of(climbs)
+        self._sizes = dict.fromkeys(Phase, (np.zeros(1), np.zeros(1)))
+        self._behind = [0.0] * SETTLED
+        for _ in range(2):  # a climb's pace is what is left beside its sizes, and sizes what is left beside the pace
+            self._fit(climbs)
+        at = [(self.at([climb]), climb) for climb in climbs]
+        # as they followed one another: a slow spell lasts for some steps
+        self.spread: dict[Phase, list[float]] = {phase: [] for phase in Phase}
+        for level, climb in at:
+            usual_s = level.usual()
+            for (shape, kept_s, _), is_ending in zip(climb.steps, climb.is_ending, strict=True):
+                times = (kept_s + end_s * prompts_in(shape)) / usual_s(shape)  # where its price has it
+                if not is_ending:
+                    self.spread[shape.phase].append(times)
+        # an answer's time is the mean of its steps, small delays among them; of a long one no more than ODD is believed
+        self.mean = {
+            phase: statistics.fmean(min(times, ODD) for times in spread) for phase, spread in self.spread.items()
+        }
+        woken = StepShape.prefill(batch=1, new_tokens=WOKEN_TOKENS)
+        waking = [woken_s - level.expected()(woken) for level, climb in at for woken_s in climb.woken_s]
+        self.host = replace(self.host, wake_s=max(0.0, statistics.median(waking)))
 
-    def predict_s(self, shape: StepShape) -> float:
-        """Seconds of a step."""
-        times = float(np.interp(np.log(shape.n_tokens), *self._times[_has_prompt(shape)]))
-        return times * self._kernels_s(shape) + self.host.time_s(shape)
+    def at(self, climbs: Sequence[Climb]) -> Level:
+        """Prices at the pace of these climbs."""
+        paces = [self._pace(climb) for climb in climbs]
+        return Level(self, {phase: statistics.fmean(pace[phase] for pace in paces) for phase in Phase})
+
+    def usual_s(self, shape: StepShape, since: int, pace: float) -> float:
+        """Seconds of a step, the median, that is so many behind the last one with a prompt, which is 0."""
+        kernels_s = self._kernels_s(shape) * math.exp(pace + self._size(shape) + self._late(since))
+        return kernels_s + self.host.time_s(shape)
+
+    def _fit(self, climbs: Sequence[Climb]) -> None:
+        noted = [(self._pace(climb), *step) for climb in climbs for step in self._noted(climb)]
+        for phase in Phase:
+            found = _medians(
+                (shape.n_tokens, times - pace[phase])
+                for pace, shape, since, times in noted
+                if shape.phase is phase and not 0 < since < SETTLED
+            )
+            rows, usual = (np.array(each, dtype=float) for each in zip(*found, strict=True))
+            self._sizes[phase] = np.log(rows), usual
+        late = _medians(
+            (since, times - pace[Phase.DECODE] - self._size(shape))
+            for pace, shape, since, times in noted
+            if 0 < since < SETTLED
+        )
+        for since, times in late:
+            self._behind[since] = times
+
+    def _pace(self, climb: Climb) -> dict[Phase, float]:
+        """By phase, the log of how many times the profile's price steps take beside their size and place."""
+        left: dict[Phase, list[float]] = {phase: [] for phase in Phase}
+        for shape, since, times in self._noted(climb):
+            left[shape.phase].append(times - self._size(shape) - self._late(since))
+        return {phase: statistics.median(times) for phase, times in left.items()}
+
+    def _size(self, shape: StepShape) -> float:
+        return float(np.interp(math.log(shape.n_tokens), *self._sizes[shape.phase]))
+
+    def _late(self, since: int) -> float:
+        return self._behind[since] if since < SETTLED else 0.0
+
+    def _noted(self, climb: Climb) -> list[tuple[StepShape, int, float]]:
+        """Steps, how far each is behind a prompt, and the log of how many times the profile's price its kernels took."""
+        count = Since()
+        return [
+            (shape, count(shape), math.log(kernels_s / self._kernels_s(shape))) for shape, _, kernels_s in climb.steps
+        ]
 
     def _kernels_s(self, shape: StepShape) -> float:
         return self._predictor.predict_s(shape) - self._predictor.calibration.host.time_s(shape)
 
 
-def _has_prompt(shape: StepShape) -> bool:
-    return shape.prefill_tokens > 0
+class Since:
+    """Counts steps behind the last one with a prompt, which is 0. Before any prompt everything has settled."""
+
+    def __init__(self) -> None:
+        self._n = SETTLED - 1
+
+    def __call__(self, shape: StepShape) -> int:
+        """Of the next step."""
+        self._n = 0 if shape.prefill_tokens else self._n + 1
+        return self._n
+
+
+class Level:
+    """Prices of steps in one minute. What prices a step must be asked of one after the other."""
+
+    def __init__(self, form: Form, pace: Mapping[Phase, float]) -> None:
+        self._form = form
+        self._pace = pace
+
+    def usual(self) -> Predict:
+        """Seconds of the next step: the median."""
+        count = Since()
+        return lambda shape: self._form.usual_s(shape, count(shape), self._pace[shape.phase])
+
+    def expected(self) -> Predict:
+        """The mean."""
+        usual_s = self.usual()
+        return lambda shape: usual_s(shape) * self._form.mean[shape.phase]
+
+    def drawn(self, seed: int) -> Predict:
+        """Scattered as the climbs' steps were: what a step took there over its price, from somewhere on, in the order in which
+        they came.
+        """
+        usual_s, start = self.usual(), random.Random(seed)
+        spread = {
+            phase: islice(cycle(values), start.randrange(len(values)), None)
+            for phase, values in self._form.spread.items()
+        }
+        return lambda shape: usual_s(shape) * next(spread[shape.phase])

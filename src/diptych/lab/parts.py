@@ -1,22 +1,22 @@
 """Where the time of a served load went, beside what the cost model says of each part.
 
-    parts = parts_of(steps, predict_s, host_s)
+    parts = parts_of(run, predict_s, host_s)
     parts.phases[Phase.DECODE].kernels.error
 
 A run's wall time is its steps (begin to commit), what the host does between two of them, and the time without work. The
 kernels' part of a step is what the executor counts; all else while there is work is the host's: the scheduler, the
-executor's tables, the sampler, the commit, and, in a closed loop, the clients, who live on the same thread.
+executor's tables, the sampler, the commit, the coming of requests, and, in a closed loop, the clients, who live on the same
+thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
-from diptych.metrics import StepRecord
-from diptych.sim.counterfactual import times_of
+from diptych.lab.served import Served
 
 Seconds = Callable[[StepShape], float]
 
@@ -79,13 +79,15 @@ class Parts:
         return whole
 
 
-def parts_of(steps: Sequence[StepRecord], predict_s: Seconds, host_s: Seconds) -> Parts:
-    """What steps took, by phase and part. host_s: the host's part of predict_s."""
+def parts_of(run: Served, predict_s: Seconds, host_s: Seconds) -> Parts:
+    """What its steps took, by phase and part. What a request costs when it comes is its prompt's, whenever that is.
+    host_s: the host's part of predict_s.
+    """
     parts = Parts()
-    kept = times_of((one.begin_s, one.end_s, one.shape) for one in steps)
-    for step, (shape, kept_s) in zip(steps, kept, strict=True):
-        mine, predicted_host_s = parts.phases[shape.phase], host_s(shape)
+    for step, kept_s, coming_s in zip(run.steps, run.kept_s(), run.coming_s, strict=True):
+        mine, predicted_host_s = parts.phases[step.shape.phase], host_s(step.shape)
         mine.steps += 1
-        mine.kernels.add(step.device_s, predict_s(shape) - predicted_host_s)
-        mine.host.add(kept_s - step.device_s, predicted_host_s)
+        mine.kernels.add(step.device_s, predict_s(step.shape) - predicted_host_s)
+        mine.host.add(kept_s - coming_s - step.device_s, predicted_host_s)
+        parts.phases[Phase.PREFILL].host.add(coming_s, 0.0)
     return parts

@@ -2,7 +2,7 @@
 
     run = Served(model, config, blocks, predict_s)
     drive(run.stepper, run.clock, requests, run.ended, users=4, wait=sleep_s)
-    run.steps, run.book
+    run.steps, run.book, run.kept_s()
 
 The engine is brought to where a server is when it serves: the memory of its KV pool is there, and `undisturbed` keeps objects
 that stay out of the collector's way. Clients of a closed loop live on the engine's thread.
@@ -26,6 +26,7 @@ from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.events import Event, FinishEvent
 from diptych.ground.request import Request
 from diptych.metrics import EventBook, StepRecord
+from diptych.sim.counterfactual import times_of
 from diptych.stepper import Stepper, serve
 
 Wait = Callable[[float], object]
@@ -48,7 +49,8 @@ class Served:
     ) -> None:
         self.clock = MonotonicClock()
         self.steps: list[StepRecord] = []
-        self.book = EventBook(on_step=self.steps.append)
+        self.coming_s: list[float] = []  # what requests cost that came before each step
+        self.book = EventBook(on_step=self._note)
         self.ended: list[str] = []
         self.core = EngineCore(config, blocks, model_revision=model.revision, predict_s=predict_s)
         self._recorder = Recorder(self.core) if is_recorded else None
@@ -56,16 +58,44 @@ class Served:
         sampler = Sampler(model.spec.vocab_size, model.device, drawing=model)
         executor = ModelExecutor(model, kv, sampler, clock=self.clock)
         executor.back_memory(lambda: False)
-        self.stepper = Stepper(self._recorder or self.core, executor, self.clock, fold=self._fold)
+        self.stepper = _TimedStepper(self._recorder or self.core, executor, self.clock, fold=self._fold)
 
     def lines(self) -> list[str]:
         """The recording."""
         assert self._recorder is not None
         return self._recorder.lines()
 
+    def kept_s(self) -> list[float]:
+        """How long each step kept the engine: the host's work until the next one begins included, where that decodes (else the
+        engine may have been idle), and the coming of requests charged to the step that they came before.
+        """
+        kept = [kept_s for _, kept_s in times_of((one.begin_s, one.end_s, one.shape) for one in self.steps)]
+        for i, coming_s in enumerate(self.coming_s):
+            kept[i] += coming_s
+            if i and self.steps[i].shape.decode_tokens:
+                kept[i - 1] -= coming_s
+        return kept
+
+    def _note(self, step: StepRecord) -> None:
+        self.steps.append(step)
+        self.coming_s.append(self.stepper.coming_s)
+        self.stepper.coming_s = 0.0
+
     def _fold(self, events: list[Event]) -> None:
         self.book.fold(events)
         self.ended += [event.request_id for event in events if isinstance(event, FinishEvent)]
+
+
+class _TimedStepper(Stepper):
+    """Adds up what requests take when they come."""
+
+    coming_s = 0.0
+
+    def submit(self, request: Request) -> None:
+        """As ever."""
+        begin_s = self.clock.now_s()
+        super().submit(request)
+        self.coming_s += self.clock.now_s() - begin_s
 
 
 def drive(

@@ -2,12 +2,13 @@
 
     for one in compare(model, predictor, rounds=6): print(one.situation.name, one.error("ttft_p50"))
 
-A run of each load is recorded, and the simulation given its step times must make the same decisions. Then rounds: each climbs
-the ladder of steps (`lab/ladder.py`), which says what this machine takes in this minute, then runs the engine, and simulates
-the same load with step times so predicted, from the same clients, so that a closed loop's next request follows the simulated
-answer. Rounds alternate over all loads. Two rounds behind one another have the same requests, the next two others. A simulation
-is held against the run of its own requests, and what counts is the median of these ratios over the rounds; how far two runs of
-the same requests stand apart is what no prediction can be held to.
+A run of each load is recorded, and the simulation given its step times must make the same decisions. Then rounds, in turns over
+all loads: ladder, engine, ladder, engine, ladder, both runs with the same requests, the next round's with others. The ladder of
+steps (`lab/ladder.py`) right before a run and right behind it says what this machine takes in this minute, and the load is
+simulated with step times so predicted, scattered as the ladder's were, from the same clients, so that a closed loop's next
+request follows the simulated answer. A simulation is held against the run of its own requests, and what counts is the median of
+these ratios over all runs. How far two runs of the same requests stand apart, right behind one another, is what no prediction
+can be held to: where that is more than the goal allows, a prediction that misses it is not judged.
 A round during which other programs (or other guests of the host) used the cores is set aside and run again.
 
 Two things can be wrong, the steps' prices and what is made of them, so the prices are judged alone, too, by their parts
@@ -31,7 +32,7 @@ from diptych.ground.errors import ConfigError
 from diptych.ground.events import Event, FinishEvent
 from diptych.ground.request import Request
 from diptych.lab.experiment import Verdict
-from diptych.lab.ladder import Ladder, Level
+from diptych.lab.ladder import Climb, Form, Ladder
 from diptych.lab.parts import Parts, parts_of
 from diptych.lab.rounds import DISTURBED, Others
 from diptych.lab.served import Served, drive, undisturbed
@@ -45,7 +46,7 @@ USUAL_PROMPT, USUAL_OUTPUT = LengthRange(low=32, high=320), LengthRange(low=16, 
 MEDIAN_LIMIT, P99_LIMIT = 0.05, 0.15
 MEASURES = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")
 LEAST_QUIET = 3  # rounds with which a verdict is given
-CLIMBS = 2  # of the ladder before each run
+DRAWS = 5  # simulations of a run, each with a scatter of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +200,9 @@ class Compared:
         return _middle(ratios) - 1.0
 
     def apart(self, measure: str) -> float | None:
-        """How far two runs of the same requests stand apart, as a share: the median of such pairs. None without one."""
+        """By how much the engine misses itself: how far two runs of the same requests stand apart, as a share, the median of
+        such pairs. None without one.
+        """
         pairs = [
             (one.measured[measure], two.measured[measure])
             for one, two in pairwise(self.rounds)
@@ -219,16 +222,23 @@ class Compared:
         """Whether enough rounds were undisturbed."""
         return sum(one.others <= DISTURBED for one in self.rounds) >= min(LEAST_QUIET, len(self.rounds))
 
+    def can_tell(self, measure: str) -> bool:
+        """Whether the engine's runs stand no further apart than a prediction of this measure may."""
+        apart = self.apart(measure)
+        return apart is None or apart <= limit_of(measure)
+
     def verdict(self, *, by_profile: bool = False) -> Verdict:
         """HOLDS: the same decisions, medians within MEDIAN_LIMIT, 99th percentiles within P99_LIMIT.
 
-        WITHHELD where other programs ran beside nearly every round; other decisions fail whatever ran.
+        WITHHELD where other programs ran beside nearly every round, or all that is missed is what the engine misses by itself;
+        other decisions fail whatever ran.
         """
-        if not self.is_quiet and not self.differences:
+        if self.differences:
+            return Verdict.FAILS
+        missed = [name for name in MEASURES if abs(self.error(name, by_profile=by_profile)) > limit_of(name)]
+        if not self.is_quiet or (missed and not any(map(self.can_tell, missed))):
             return Verdict.WITHHELD
-        errors = {name: abs(self.error(name, by_profile=by_profile)) for name in MEASURES}
-        holds = not self.differences and all(errors[name] <= limit_of(name) for name in MEASURES)
-        return Verdict.HOLDS if holds else Verdict.FAILS
+        return Verdict.FAILS if missed else Verdict.HOLDS
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -248,6 +258,7 @@ class Compared:
                     "error": self.error(name),
                     "by_profile": self.error(name, by_profile=True),
                     "apart": self.apart(name),
+                    "can_tell": self.can_tell(name),
                 }
                 for name in MEASURES
             },
@@ -292,52 +303,95 @@ def chosen(names: Sequence[str]) -> list[Situation]:
     return [one for one in SITUATIONS if not names or any(name in one.name for name in names)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """The engine's. climbs: of the ladder, right before and right behind it."""
+
+    seed: int
+    requests: Sequence[Request]
+    served: Served
+    climbs: tuple[Climb, Climb]
+    others: float
+
+
+class _Machine:
+    """The engine and the ladder on one model, in turns."""
+
+    def __init__(self, model: Model, predictor: CalibratedModel) -> None:
+        self._model, self._predict_s = model, predictor.predict_s
+        self._ladder, self._others = Ladder(model, predictor), Others()
+        self._ladder.climb()  # for the first time
+        self.climbs: list[Climb] = []
+
+    def climb(self) -> Climb:
+        self.climbs.append(self._ladder.climb())
+        return self.climbs[-1]
+
+    def runs(self, situation: Situation, requests: Sequence[Request], *, seed: int) -> list[_Run]:
+        """Two of the same requests, behind one another."""
+        made, before = [], self.climb()
+        for _ in range(2):
+            self._others.share()
+            served = run_on_engine(self._model, situation, requests, self._predict_s)
+            share, after = self._others.share(), self.climb()
+            made.append(_Run(seed=seed, requests=requests, served=served, climbs=(before, after), others=share))
+            before = after
+        return made
+
+
 def compare(
     model: Model,
     predictor: CalibratedModel,
     *,
     n_requests: int = 48,
-    rounds: int = 6,
+    rounds: int = 5,
     situations: Iterable[Situation] = SITUATIONS,
     told: Callable[[str], object] = lambda run: None,
 ) -> Iterator[Compared]:
-    """Every situation after its last round. predictor: of this machine; the stall budget asks it too. told: of each run."""
-    predict_s, host, vocab_size = predictor.predict_s, predictor.calibration.host, model.spec.vocab_size
-    ladder, others = Ladder(model, predictor), Others()
-    ladder.climb()
+    """Every situation, when all have run. predictor: of this machine; the stall budget asks it too. told: of each round."""
+    predict_s, vocab_size = predictor.predict_s, model.spec.vocab_size
+    machine = _Machine(model, predictor)
     rate = capacity_per_s(model, predict_s, n_requests=n_requests)
+
+    def requests_of_round(one: Compared, seed: int) -> list[Request]:
+        return one.situation.requests(n_requests, capacity_per_s=rate, vocab_size=vocab_size, seed=seed)
+
     found = [Compared(situation=situation) for situation in situations]
-
-    def run_round(one: Compared, seed: int) -> Round:
-        requests = one.situation.requests(n_requests, capacity_per_s=rate, vocab_size=vocab_size, seed=seed)
-        others.share()
-        level = Level(predictor, [ladder.climb() for _ in range(CLIMBS)])
-        run = run_on_engine(model, one.situation, requests, predict_s)
-        share = others.share()
-        return Round(
-            seed=seed,
-            measured=numbers(run.book),
-            simulated=numbers(
-                simulate(one.situation, requests, predict_s, time_s=level.predict_s, wake_s=level.host.wake_s)
-            ),
-            by_profile=numbers(simulate(one.situation, requests, predict_s, wake_s=host.wake_s)),
-            parts=parts_of(run.steps, level.predict_s, level.host.time_s),
-            profile_parts=parts_of(run.steps, predict_s, host.time_s),
-            others=share,
-        )
-
     for one in found:
         told(f"decisions: {one.situation.name}")
-        requests = one.situation.requests(n_requests, capacity_per_s=rate, vocab_size=vocab_size, seed=0)
-        run = run_on_engine(model, one.situation, requests, predict_s, is_recorded=True)
+        run = run_on_engine(model, one.situation, requests_of_round(one, 0), predict_s, is_recorded=True)
         one.differences += rerun(run.lines(), predict_s=predict_s)
-    for number in range(rounds):
-        for one in found:
+    runs: list[list[_Run]] = [[] for _ in found]
+    for seed in range(rounds):
+        for one, mine in zip(found, runs, strict=True):
             told(one.situation.name)
-            done = run_round(one, number // 2)
-            if done.others > DISTURBED and one.set_aside < rounds:
+            requests = requests_of_round(one, seed)
+            pair = machine.runs(one.situation, requests, seed=seed)
+            if any(run.others > DISTURBED for run in pair):
                 one.set_aside += 1
-                done = run_round(one, number // 2)
-            one.rounds.append(done)
-            if number == rounds - 1:
-                yield one
+                pair = machine.runs(one.situation, requests, seed=seed)
+            mine += pair
+    form = Form(predictor, machine.climbs)
+    for one, mine in zip(found, runs, strict=True):
+        told(f"simulating: {one.situation.name}")
+        one.rounds += [_judged(one.situation, run, form, predictor) for run in mine]
+        yield one
+
+
+def _judged(situation: Situation, run: _Run, form: Form, predictor: CalibratedModel) -> Round:
+    """A run beside its simulations: the median of DRAWS by the climbs around it, and one by the profile alone."""
+    predict_s, host = predictor.predict_s, predictor.calibration.host
+    level, served = form.at(run.climbs), run.served
+    draws = [
+        numbers(simulate(situation, run.requests, predict_s, time_s=level.drawn(draw), wake_s=form.host.wake_s))
+        for draw in range(DRAWS)
+    ]
+    return Round(
+        seed=run.seed,
+        measured=numbers(served.book),
+        simulated={name: _middle([one[name] for one in draws]) for name in MEASURES},
+        by_profile=numbers(simulate(situation, run.requests, predict_s, wake_s=host.wake_s)),
+        parts=parts_of(served, level.expected(), form.host.time_s),
+        profile_parts=parts_of(served, predict_s, host.time_s),
+        others=run.others,
+    )

@@ -6,7 +6,7 @@ measured prefill; predictions and the roofline stand beside. Nothing here reads 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +56,10 @@ class Accountant:
         ceilings: Ceilings | None,
         cold_start_s: float,
         cache_block_tokens: int | None,
+        unpredicted: Callable[[], str | None],
     ) -> None:
+        """unpredicted: why no profile predicts steps; None where one does."""
+        self._unpredicted = unpredicted
         self._work = work
         self._view = view
         self._ceilings = ceilings
@@ -132,16 +135,21 @@ class Accountant:
             },
         }
 
-    def _predicted(self, account: Account) -> dict[str, float | None]:
-        """What the scheduler expected of the steps this request took part in, others' work included."""
-        record, first_s = account.record, account.record.first_token_s
-        expected = [
+    def _predicted(self, account: Account) -> dict[str, float | str | None]:
+        """What the machine's profile says of the steps this request took part in, here and where its prompt was read, others'
+        work included. Without a profile engines guess for their budgets, too long rather than too short: that is no prediction.
+        """
+        record, first_s, reason = account.record, account.record.first_token_s, self._unpredicted()
+        expected = [one.predicted_s for one in record.transfers]
+        expected += [
             chunk.step.predicted_s for chunk in record.chunks if first_s is None or chunk.step.begin_s < first_s
         ]
-        is_known = bool(expected) and all(value is not None for value in expected)
+        known = [value for value in expected if value is not None]
+        is_known = reason is None and bool(known) and len(known) == len(expected)
         return {
-            "prefill_ms": _ms(sum(value or 0.0 for value in expected)) if is_known else None,
+            "prefill_ms": _ms(sum(known)) if is_known else None,
             "decode_ms": _ms(record.decode_predicted_s) if is_known else None,
+            "reason": reason,
         }
 
     def _roofline(self, account: Account) -> dict[str, Any]:

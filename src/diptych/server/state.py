@@ -75,6 +75,7 @@ class ServerState:
                 ceilings=ceilings,
                 cold_start_s=loaded.load_s,
                 cache_block_tokens=self.model.block_tokens if engine.config.scheduler.enable_prefix_cache else None,
+                unpredicted=engine.unpredicted,
             ),
         )
         taken = next(

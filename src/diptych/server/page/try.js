@@ -77,7 +77,7 @@ function report(usage, timings) {
   const text = (ms) => (ms === null ? "-" : milliseconds(ms / 1e3));
   const phases = make("div", { className: "phases" }, bar("queue", own.queue_ms, all), bar("prefill", own.prefill_ms, all), ...(own.transfer_ms > 0 ? [bar("transfer", own.transfer_ms, all)] : []), bar("decode", Math.max(0, own.decode_ms - own.stall_ms), all), bar("stall", own.stall_ms, all));
   const line = `first token after ${text(own.ttft_ms)} = queue ${text(own.queue_ms)} + prefill ${text(own.prefill_ms)}${own.transfer_ms > 0 ? ` + transfer ${text(own.transfer_ms)}` : ""} · decode ${text(own.decode_ms)}${own.stall_ms > 0 ? `, of it stalled ${text(own.stall_ms)}` : ""}`;
-  const head = ["", "tokens", "measured", "rate", "expected of its steps", "ceiling allows"];
+  const head = ["", "tokens", "measured", "rate", "predicted of its steps", "ceiling allows"];
   const rows = [
     ["prefill", `${timings.prompt_n} (+${timings.cache_n} cached)`, text(own.prefill_ms), `${short(timings.prompt_per_second)} tok/s`, text(own.predicted.prefill_ms), text(own.roofline.prefill_ms)],
     ["decode", `${timings.predicted_n}`, text(own.decode_ms), `${short(timings.predicted_per_second)} tok/s`, text(own.predicted.decode_ms), text(own.roofline.decode_ms)],
@@ -92,6 +92,7 @@ function report(usage, timings) {
   const table = (titles, lines) => make("div", { className: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, ...titles.map((title) => make("th", {}, title)))), make("tbody", {}, ...lines.map((cells) => make("tr", {}, ...cells.map((cell) => make("td", {}, cell)))))));
   el("try-report").replaceChildren(
     make("h3", {}, "where the time went"), phases, make("p", { className: "note" }, line), table(head, rows),
+    ...(own.predicted.reason === null ? [] : [make("p", { className: "note" }, `no prediction: ${own.predicted.reason}`)]),
     make("h3", {}, "time to first token by part of the prompt"), table(["part", "tokens", "cached", "prefill", ""], segments),
   );
 }
