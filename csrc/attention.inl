@@ -180,7 +180,7 @@ DIPTYCH_INLINE F32 weigh_scores(const float* scores, Input* weights, const Span&
   F32 sum = zero();
   Ahead::Cursor cursor = ahead.cursor;
   for (int64_t g = seen.first; g < seen.end; ++g) {
-    cursor.step(steps);
+    cursor.weighed(steps);
     F32 p = weight_exp2_lanes(fma(load(scores + g * 16), factor, shift));
     sum = add(sum, p);
     if (value_scales) p = mul(p, load(value_scales + g * 16));
@@ -199,7 +199,7 @@ DIPTYCH_INLINE F32 weigh_scores_whole(const float* scores, uint16_t* weights, co
   F32 sum = zero();
   Ahead::Cursor cursor = ahead.cursor;
   for (int64_t g = seen.first; g < seen.end; ++g) {
-    cursor.step(steps);
+    cursor.weighed(steps);
     const F32 p = weight_exp2_lanes(fma(load(scores + g * 16), factor, shift));
     sum = add(sum, p);
     store_i16(weights + g * 16, mul(p, mul(load(value_scales + g * 16), levels)));
@@ -310,23 +310,27 @@ DIPTYCH_INLINE void widen_bytes(KvFormat format, const int8_t* x, int64_t n, uin
 #endif
 }
 
+// From this many turns of a task's rows over a tile on it is better widened once: what it then takes is stored and read again, past
+// the first cache. Of 7 rows, one turn, widening took a third of the time.
+constexpr int64_t kManyTurns = 4;
+
+DIPTYCH_INLINE int64_t turns_of(int64_t rows) { return (rows + kRows - 1) / kRows; }
+
 // Steps of the work on a tile: a vector that is multiplied is one, and weighing 16 keys takes a row as long as so many products.
 constexpr int64_t kStepsToWeigh = 17;
 
-DIPTYCH_INLINE int64_t steps_of(const Span& span, int64_t d, int64_t dv) {
-  return (span.end - span.first) * (d / 2 + dv / 2 + kStepsToWeigh);
+// Many turns take long enough that all lines are asked for while keys are weighed: asking in the products too made them a twentieth slower.
+DIPTYCH_INLINE void start(Ahead& ahead, const Span& span, int64_t d, int64_t dv, int64_t rows) {
+  const int64_t turns = turns_of(rows), vectors = (span.end - span.first) * turns;
+  ahead.start(turns < kManyTurns ? vectors * (d / 2 + dv / 2) : 0, vectors * kStepsToWeigh);
 }
-
-// From this many turns of a task's rows over a tile on it is better widened once: what it then takes is stored and read again, past
-// the first cache. Of 7 rows, one turn, widening took a third of the time.
-constexpr int64_t kTurnsToWiden = 4;
 
 // A cache of bytes: the tile's keys and values as bf16 or whole numbers, exact; their scales go to scores and weights.
 DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch, int64_t rows, Tile& tile) {
   const KvShape& kv = view.call->kv.shape;
   const int64_t d = kv.head_dim, dv = kv.value_dim();
 #if defined(DIPTYCH_BYTES)
-  tile.is_bytes = is_whole(kv.format) && kv.has_values && rows < kTurnsToWiden * kRows;
+  tile.is_bytes = is_whole(kv.format) && kv.has_values && turns_of(rows) < kManyTurns;
 #else
   (void)rows;
 #endif
@@ -422,7 +426,7 @@ DIPTYCH_INLINE TaskRows rows_of(const AttentionCall& call, const AttentionTask& 
 DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, const Tile& tile, const Scratch& scratch,
                              float* partial) {
   const int64_t d = call.shape.head_dim, dv = call.kv.shape.value_dim();
-  const int64_t parts = (rows.n + kRows - 1) / kRows, most = (rows.n + parts - 1) / parts;  // nine rows: five and four
+  const int64_t parts = turns_of(rows.n), most = (rows.n + parts - 1) / parts;  // nine rows: five and four
   for (int64_t r0 = 0; r0 < rows.n; r0 += most) {
     const int64_t n = rows.n - r0 < most ? rows.n - r0 : most;
     // Only the groups that these few rows see: what is left out would have added exact zeros.
@@ -516,7 +520,7 @@ static void attention(const AttentionCall& call, const AttentionTask& task, cons
     tile.ahead = &ahead;
     if (after) {
       find_next(*after, after_token, ahead);
-      ahead.start(steps_of(tile.span, d, dv) * ((rows.n + kRows - 1) / kRows));
+      start(ahead, tile.span, d, dv, rows.n);
     }
     if (call.kv.shape.format != KvFormat::bf16)
       widen_tile(view, scratch, rows.n, tile);

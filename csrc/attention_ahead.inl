@@ -1,52 +1,95 @@
-// What the memory brings while a tile is worked on: the lines of the tile that comes after it, in the order of their addresses and evenly
-// over all of the work. In the products alone they would come in bursts, and the memory would rest while weights are made.
+// What the memory brings while a tile is worked on: the lines of the tile that comes after it, evenly over the work and from several
+// places in turn. A core waits for few lines of its own at a time; the processor's own prefetcher of L2 runs ahead of each page that is
+// read upwards, the further the slower that page is read.
 class Ahead {
  public:
   // [begin, begin + bytes), joined to what was added before where they touch.
   DIPTYCH_FORCED void add(const void* begin, int64_t bytes) {
-    const char* first = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(begin) / 64 * 64);
-    const char* end = reinterpret_cast<const char*>((reinterpret_cast<uintptr_t>(begin) + static_cast<uintptr_t>(bytes) + 63) / 64 * 64);
+    const char* first = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(begin) / kLine * kLine);
+    const char* end = reinterpret_cast<const char*>((reinterpret_cast<uintptr_t>(begin) + static_cast<uintptr_t>(bytes) + kLine - 1) / kLine * kLine);
     const bool touches = n_ != 0 && first >= pieces_[n_ - 1].at && first <= pieces_[n_ - 1].end;
     if (!touches) pieces_[n_++] = {first, first};
     Piece& last = pieces_[n_ - 1];
     if (end <= last.end) return;
-    lines_ += (end - last.end) / 64;
+    lines_ += (end - last.end) / kLine;
     last.end = end;
   }
-  // All of it within so many steps.
-  void start(int64_t steps) {
-    if (n_ != 0) cursor = {pieces_, pieces_ + n_, pieces_->at, pieces_->end, (lines_ * kLine + steps - 1) / steps, 0};
+  // All of it within so many steps of products and of weighing.
+  void start(int64_t products, int64_t weighing) {
+    if (n_ == 0) return;
+    const int64_t pace = (lines_ * kShares + products + weighing - 1) / (products + weighing);
+    cursor = {this, {}, 0, 0, products != 0 ? pace : 0, pace, 0};
+    if (n_ <= kAtOnce / 2) cut_pieces(kAtOnce / n_);
+    cursor.take(next_stretch());
   }
 
-  struct Piece {
-    const char* at;
-    const char* end;
+  struct Stretch {
+    int64_t places, bytes;  // so many bytes at each of so many places, ahead->at_once_
   };
-  static constexpr int64_t kLine = 256;  // of the shares of a line that a step asks for
   // Where it stands, copied into a loop's own registers and back.
   struct Cursor {
-    const Piece* piece;
-    const Piece* pieces_end;
-    const char* at;
-    const char* end;
-    int64_t pace, due;  // shares of a line: for a step, and of the steps made
+    Ahead* ahead;
+    Stretch stretch;
+    int64_t place, offset;             // the next line of the stretch
+    int64_t product_pace, weigh_pace;  // shares of a line for a step
+    int64_t due;                       // and of the steps made
 
-    DIPTYCH_FORCED void step(int64_t steps) {
-      for (due += pace * steps; due >= kLine; due -= kLine) {
-        __builtin_prefetch(at, 0, 2);
-        at += 64;
-        if (at != end) continue;
-        if (++piece == pieces_end) {
-          pace = due = 0;
-          return;
-        }
-        at = piece->at, end = piece->end;
+    DIPTYCH_FORCED void multiplied(int64_t steps) { go(product_pace * steps); }
+    DIPTYCH_FORCED void weighed(int64_t steps) { go(weigh_pace * steps); }
+
+    DIPTYCH_FORCED void take(Stretch next) {
+      stretch = next, offset = 0;
+      if (next.bytes == 0) product_pace = weigh_pace = due = 0;  // all is asked for
+    }
+
+   private:
+    DIPTYCH_FORCED void go(int64_t shares) {
+      for (due += shares; due >= kShares; due -= kShares) {
+        __builtin_prefetch(ahead->at_once_[place] + offset, 0, 2);
+        if (++place != stretch.places) continue;
+        place = 0;
+        if ((offset += kLine) == stretch.bytes) take(ahead->next_stretch());
       }
     }
   };
   Cursor cursor = {};  // asks for nothing
 
  private:
+  struct Piece {
+    const char* at;
+    const char* end;
+  };
+  static constexpr int64_t kLine = 64, kShares = 256, kAtOnce = 8;
+
+  void cut_pieces(int64_t parts) {
+    for (int64_t i = n_ - 1; i >= 0; --i) {
+      const Piece whole = pieces_[i];
+      const int64_t lines = (whole.end - whole.at) / kLine;
+      for (int64_t part = 0; part < parts; ++part)
+        pieces_[i * parts + part] = {whole.at + lines * part / parts * kLine, whole.at + lines * (part + 1) / parts * kLine};
+    }
+    n_ *= parts;
+  }
+
+  // The next places, as far as the shortest of the pieces goes; none where all are taken.
+  __attribute__((noinline)) Stretch next_stretch() {
+    Stretch stretch = {};
+    for (; first_ < n_ && pieces_[first_].at == pieces_[first_].end; ++first_) {
+    }
+    const int64_t end = n_ - first_ < kAtOnce ? n_ : first_ + kAtOnce;
+    for (int64_t i = first_; i < end; ++i) {
+      const int64_t left = pieces_[i].end - pieces_[i].at;
+      if (left != 0 && (stretch.bytes == 0 || left < stretch.bytes)) stretch.bytes = left;
+    }
+    for (int64_t i = first_; i < end; ++i) {
+      if (pieces_[i].at == pieces_[i].end) continue;
+      at_once_[stretch.places++] = pieces_[i].at;
+      pieces_[i].at += stretch.bytes;
+    }
+    return stretch;
+  }
+
   Piece pieces_[4 * (kTileGroups + 1)];  // keys, values and both scales of each block that a tile touches
-  int64_t n_ = 0, lines_ = 0;
+  int64_t first_ = 0, n_ = 0, lines_ = 0;
+  const char* at_once_[kAtOnce];
 };

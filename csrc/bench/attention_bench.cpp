@@ -1,5 +1,5 @@
 // Attention alone: prefill against the bf16 peak, decode against the read ceiling, both measured in the same run.
-//   attention_bench [threads [part of a case's name [bf16 | int8 | fp8]]]
+//   attention_bench [--threads N] [--case PART_OF_A_NAME] [--formats bf16,int8,fp8] [--repeats N] [--clock cpu]
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -26,8 +26,10 @@ const Case kCases[] = {
     {"0.5b decode 16 x 200", 14, 2, 64, 16, 200, 1}, {"1b decode 16 x 200", 32, 8, 64, 16, 200, 1},
     {"0.5b decode 8k", 14, 2, 64, 1, 8192, 1},      {"1b decode 8k", 32, 8, 64, 1, 8192, 1},
     {"0.5b decode 32k", 14, 2, 64, 1, 32768, 1},    {"1b decode 32k", 32, 8, 64, 1, 32768, 1},
-    {"0.5b prefill 32k", 14, 2, 64, 1, 32768, 2048}, {"0.5b decode cached", 14, 2, 64, 1, 1024, 1}, {"1b decode cached", 32, 8, 64, 1, 512, 1},
-    {"d128 decode 8k", 16, 8, 128, 1, 8192, 1},
+    {"0.5b prefill 32k", 14, 2, 64, 1, 32768, 2048}, {"0.5b decode cached", 14, 2, 64, 1, 1024, 1},
+    {"1b decode cached", 32, 8, 64, 1, 512, 1},
+    {"d128 decode 8k", 16, 8, 128, 1, 8192, 1},     {"d128 decode 32k", 16, 8, 128, 1, 32768, 1},
+    {"0.5b chunk at 32k", 14, 2, 64, 1, 32768, 512}, {"d128 chunk at 32k", 16, 8, 128, 1, 32768, 512},
 };
 
 const char* name_of(KvFormat format) { return format == KvFormat::bf16 ? "bf16" : format == KvFormat::int8 ? "int8" : "fp8"; }
@@ -53,7 +55,7 @@ void fill(const KvCache& kv) {
       }
 }
 
-void run_case(ThreadPool& pool, const Case& c, KvFormat format, double read, double peak) {
+void run_case(ThreadPool& pool, const Case& c, KvFormat format, int repeats, double read, double peak) {
   const int64_t blocks = (c.context + 31) / 32, tokens = c.sequences * c.new_tokens;
   KvShape kv_shape;
   kv_shape.n_blocks = blocks * c.sequences, kv_shape.block_tokens = 32, kv_shape.n_kv_heads = c.n_kv_heads;
@@ -82,7 +84,7 @@ void run_case(ThreadPool& pool, const Case& c, KvFormat format, double read, dou
   PageBuffer scratch(stride * pool.size());
 
   double best = 1e9;
-  for (int repeat = 0; repeat < (std::strstr(c.name, "cached") ? 200 : 7); ++repeat) {
+  for (int repeat = 0; repeat < (std::strstr(c.name, "cached") ? 30 * repeats : repeats); ++repeat) {
     std::vector<std::atomic<int32_t>> next(kv_shape.n_layers);
     const double begin = now_s();
     pool.run([&](int thread, int threads) {
@@ -120,10 +122,24 @@ void run_case(ThreadPool& pool, const Case& c, KvFormat format, double read, dou
 
 int main(int argc, char** argv) {
   using namespace diptych;
-  ThreadPool pool(argc > 1 ? std::atoi(argv[1]) : 0);
-  for (const KvFormat format : {KvFormat::bf16, KvFormat::int8, KvFormat::fp8})
+  int threads = 0, repeats = 7;
+  std::string part;
+  std::vector<std::string> formats = {"bf16", "int8", "fp8"};
+  for (int i = 1; i + 1 < argc; i += 2) {
+    const std::string key = argv[i], value = argv[i + 1];
+    if (key == "--threads") threads = std::atoi(value.c_str());
+    if (key == "--case") part = value;
+    if (key == "--formats") formats = split(value);
+    if (key == "--repeats") repeats = std::atoi(value.c_str());
+    if (key == "--clock" && value == "cpu") cpu_threads = 1;  // with --threads 1
+  }
+  ThreadPool pool(threads);
+  for (const KvFormat format : {KvFormat::bf16, KvFormat::int8, KvFormat::fp8}) {
+    if (std::find(formats.begin(), formats.end(), name_of(format)) == formats.end()) continue;
     for (const Case& c : kCases)
-      if ((argc < 3 || std::strstr(c.name, argv[2])) && (argc < 4 || std::strcmp(argv[3], name_of(format)) == 0))
-        run_case(pool, c, format, measure_read_bytes_per_s(pool, int64_t{256} << 20, 3), measure_ops_per_s(&CeilingLoops::bf16_burst, pool, 3));
+      if (std::strstr(c.name, part.c_str()))
+        run_case(pool, c, format, repeats, measure_read_bytes_per_s(pool, int64_t{256} << 20, 3),
+                 measure_ops_per_s(&CeilingLoops::bf16_burst, pool, 3));
+  }
   return 0;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -90,6 +91,7 @@ def test_generate_reads_standard_input() -> None:
         (("generate", "hi", "--kv-memory-bytes", "1000"), "1000 bytes"),
         (("bench", "--shape", "no-such-shape"), "no-such-shape"),
         (("bench", "--prompt-tokens", "x"), "--prompt-tokens"),
+        (("bench", "--behind", "500"), "480 would be"),
         (("bench", "mix", "--prompt-tokens", "9:3"), "LOW:HIGH"),
         (("lab", "--only", "nothing"), "no experiment 'nothing'"),
     ],
@@ -105,20 +107,31 @@ def test_bad_input_names_the_value_and_exits_2(arguments: tuple[str, ...], messa
 def test_bench_json_has_the_promised_shape() -> None:
     """Scripts read these names."""
     done = diptych(
-        "bench", "--prompt-tokens", "16,32", "--new-tokens", "4", "--batch", "1,2", "--repeat", "2", "--json"
+        "bench",
+        "--prompt-tokens",
+        "16,32",
+        "--new-tokens",
+        "4",
+        "--batch",
+        "1,2",
+        "--behind",
+        "0,544",
+        "--repeat",
+        "2",
+        "--json",
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert {"model", "backend", "weights", "threads", "ceilings", "results", "load_s", "peak_rss_bytes"} <= set(report)
     assert {"read_bytes_per_s", "flops_per_s"} <= set(report["ceilings"])
-    assert [(p["phase"], p["prompt_tokens"], p["batch"]) for p in report["results"]] == [
-        (phase, length, batch) for length in (16, 32) for batch in (1, 2) for phase in ("prefill", "decode")
+    assert [(p["behind_tokens"], p["prompt_tokens"], p["batch"], p["phase"]) for p in report["results"]] == [
+        *itertools.product((0, 544), (16, 32), (1, 2), ("prefill", "decode"))
     ]
     for point in report["results"]:
         rate = point["tokens_per_s"]
         assert 0 < rate["min"] <= rate["median"] <= rate["max"]
         assert point["fraction_of_ceiling"] > 0
-        assert point["context_tokens"] >= point["prompt_tokens"]
+        assert point["context_tokens"] >= point["behind_tokens"] + point["prompt_tokens"]
 
 
 @pytest.mark.parametrize("extra", [(), ("--rate", "50", "--speculate", "draft")])

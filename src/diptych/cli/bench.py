@@ -37,6 +37,9 @@ def bench(
     prompt_tokens: Annotated[str, typer.Option(help="prompt lengths, comma-separated")] = "512",
     new_tokens: Annotated[int, typer.Option(min=1, help="tokens written per sequence")] = 64,
     batch: Annotated[str, typer.Option(help="batch sizes, comma-separated")] = "1",
+    behind: Annotated[
+        str, typer.Option(help="tokens that stand before each prompt and are not read, comma-separated: a long context")
+    ] = "0",
     repeat: Repeat = 5,
     *,
     engine: dict[str, Any],
@@ -48,11 +51,13 @@ def bench(
     config = engine_config(**engine)
     name, built, load_s, loaded = _load(model, shape, config)
     lengths, batches = _numbers("--prompt-tokens", prompt_tokens), _numbers("--batch", batch)
+    contexts = _numbers("--behind", behind, least=0)
     static = StaticBench(built, name=name, load_s=load_s, config=config, loaded=loaded)
     with console.status("measuring") as status:
         report = static.run(
             prompt_tokens=lengths,
             batches=batches,
+            behind_tokens=contexts,
             new_tokens=new_tokens,
             repeats=repeat,
             progress=lambda text: status.update(f"measuring {text}"),
@@ -116,13 +121,13 @@ def _load(model: str, shape: str | None, config: EngineConfig) -> tuple[str, Mod
     return shape, built, clock.now_s() - begin_s, None
 
 
-def _numbers(name: str, text: str) -> list[int]:
+def _numbers(name: str, text: str, *, least: int = 1) -> list[int]:
     try:
         values = [int(part) for part in text.split(",")]
     except ValueError:
         values = []
-    if not values or min(values) < 1:
-        raise ConfigError(f"{name} is {text!r}; it must be whole numbers of at least 1, comma-separated")
+    if not values or min(values) < least:
+        raise ConfigError(f"{name} is {text!r}; it must be whole numbers of at least {least}, comma-separated")
     return values
 
 

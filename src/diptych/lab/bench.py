@@ -1,12 +1,14 @@
 """Measures the two phases apart, through the same scheduler, executor and sampler that serve requests.
 
 Each point is a static batch: B prompts prefilled to their first token, then decoded together. Rates are medians over
-repeats; every point carries the bandwidth measured just before and after it, and its share of the roofline.
+repeats; every point carries the bandwidth measured just before and after it, and its share of the roofline. A long context
+need not be read first: blocks of a short prompt are taken in for it as if another engine had handed them over.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import resource
 import statistics
@@ -14,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from diptych.compute.ceilings import Ceilings, machine_ceilings, read_ceiling
+from diptych.compute.kv_store import KVPayload
 from diptych.compute.runner import Model
 from diptych.control.loop import EngineCore
 from diptych.engine.cost_view import CostView
@@ -21,7 +24,9 @@ from diptych.engine.executor import ModelExecutor
 from diptych.engine.load import LoadedModel, make_machinery
 from diptych.ground.clock import Clock, MonotonicClock
 from diptych.ground.config import EngineConfig
-from diptych.ground.events import Event
+from diptych.ground.errors import CapacityError, ConfigError
+from diptych.ground.events import ArrivalEvent, Event
+from diptych.ground.handoff import HandOff
 from diptych.ground.phase import Phase
 from diptych.ground.request import Request, SamplingParams
 from diptych.ground.shape import StepShape
@@ -30,6 +35,7 @@ from diptych.stepper import Stepper
 
 Progress = Callable[[str], None]
 MAX_STEP_TOKENS = 16384
+SAMPLE_TOKENS = 512  # read once, for the blocks that stand behind a prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +56,15 @@ class Spread:
 class PhasePoint:
     """One phase of one static batch. fraction_of_ceiling: time the roofline allows over the time measured, median of runs.
 
-    bound: the roof that it is of, "memory", "cache" or "arithmetic". context_tokens: per sequence, at the middle of the phase.
+    bound: the roof that it is of, "memory", "cache" or "arithmetic". behind_tokens: of each sequence, whose keys and values
+    were there before. context_tokens: per sequence, at the end of prefill and at the middle of decode.
     read_bytes_per_s: the bandwidth measured around this point, of the cache where one holds the weights.
     """
 
     phase: str
     batch: int
     prompt_tokens: int
+    behind_tokens: int
     context_tokens: int
     new_tokens: int
     tokens_per_s: Spread
@@ -118,19 +126,32 @@ class StaticBench:
         self._cost = CostView(model)
 
     def run(
-        self, *, prompt_tokens: Sequence[int], batches: Sequence[int], new_tokens: int, repeats: int, progress: Progress
+        self,
+        *,
+        prompt_tokens: Sequence[int],
+        batches: Sequence[int],
+        new_tokens: int,
+        repeats: int,
+        progress: Progress,
+        behind_tokens: Sequence[int] = (0,),
     ) -> BenchReport:
-        """Measure every prompt length at every batch size."""
+        """Measure every prompt length at every batch size, behind every number of tokens (whole blocks, else ConfigError)."""
+        block_tokens = self._config.block_tokens
+        for behind in behind_tokens:
+            if behind % block_tokens:
+                nearest = behind // block_tokens * block_tokens
+                raise ConfigError(
+                    f"{behind} tokens behind a prompt are no whole blocks of {block_tokens}", hint=f"{nearest} would be"
+                )
         ceilings = machine_ceilings(self._model)
         points: list[PhasePoint] = []
-        for length in prompt_tokens:
-            for batch in batches:
-                progress(f"prompt {length} x batch {batch}")
-                # arithmetic does not change its speed, but a measurement of it may be disturbed: keep the best
-                again = machine_ceilings(self._model)
-                if again.flops_per_s > ceilings.flops_per_s:
-                    ceilings = again
-                points += self._point(length, batch, new_tokens, repeats, ceilings)
+        for behind, length, batch in itertools.product(behind_tokens, prompt_tokens, batches):
+            progress(f"prompt {length} x batch {batch}" + (f" behind {behind}" if behind else ""))
+            # arithmetic does not change its speed, but a measurement of it may be disturbed: keep the best
+            again = machine_ceilings(self._model)
+            if again.flops_per_s > ceilings.flops_per_s:
+                ceilings = again
+            points += self._point(behind, length, batch, new_tokens, repeats, ceilings)
         return BenchReport(
             model=self._name,
             backend=self._model.backend_name,
@@ -143,8 +164,10 @@ class StaticBench:
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
 
-    def _point(self, length: int, batch: int, new_tokens: int, repeats: int, ceilings: Ceilings) -> list[PhasePoint]:
-        context = length + new_tokens
+    def _point(
+        self, behind: int, length: int, batch: int, new_tokens: int, repeats: int, ceilings: Ceilings
+    ) -> list[PhasePoint]:
+        context = behind + length + new_tokens
         config = replace(
             self._config,
             max_context_tokens=max(context, 2),
@@ -158,25 +181,30 @@ class StaticBench:
         )
         machinery = make_machinery(self._model, config, clock=self._clock, loaded=self._loaded)
         static = _StaticBatch(machinery.core, machinery.executor, self._clock)
-        static.run(self._prompts(length, batch), min(new_tokens, 4))  # warms caches and grows the buffers
+        if behind:
+            static.read_sample(self._prompts(min(behind, SAMPLE_TOKENS), 1)[0])
+        static.run(
+            self._prompts(behind + length, batch), min(new_tokens, 4), behind
+        )  # warms caches and grows the buffers
         runs, around = [], [read_ceiling(self._model)]
         for _ in range(repeats):
-            run = static.run(self._prompts(length, batch), new_tokens)
+            run = static.run(self._prompts(behind + length, batch), new_tokens, behind)
             around.append(read_ceiling(self._model))
             # memory changes speed within seconds on shared machines, so each run has a ceiling of its own
             run.read_bytes_per_s = 0.5 * (around[-2] + around[-1])
             runs.append(run)
-        prefill = StepShape.prefill(batch=batch, new_tokens=length)
-        points = [self._phase_point(Phase.PREFILL, length, batch, 1, runs, [prefill], ceilings)]
+        prefill = StepShape.prefill(batch=batch, new_tokens=length, cached_tokens=behind)
+        points = [self._phase_point(Phase.PREFILL, behind, length, batch, 1, runs, [prefill], ceilings)]
         if new_tokens > 1:
-            decode = [StepShape.decode(batch=batch, context_tokens=length + i) for i in range(1, new_tokens)]
-            points.append(self._phase_point(Phase.DECODE, length, batch, new_tokens, runs, decode, ceilings))
+            decode = [StepShape.decode(batch=batch, context_tokens=behind + length + i) for i in range(1, new_tokens)]
+            points.append(self._phase_point(Phase.DECODE, behind, length, batch, new_tokens, runs, decode, ceilings))
         gc.collect()  # the pool of this point goes before the next one's comes
         return points
 
     def _phase_point(
         self,
         phase: Phase,
+        behind: int,
         length: int,
         batch: int,
         new_tokens: int,
@@ -200,7 +228,8 @@ class StaticBench:
             phase=phase.value,
             batch=batch,
             prompt_tokens=length,
-            context_tokens=length if is_prefill else length + new_tokens // 2,
+            behind_tokens=behind,
+            context_tokens=behind + length + (0 if is_prefill else new_tokens // 2),
             new_tokens=new_tokens,
             tokens_per_s=Spread.of([n / time_s for n, time_s in zip(tokens, times_s, strict=True)]),
             fraction_of_ceiling=statistics.median(b_s / time_s for b_s, time_s in zip(bounds_s, times_s, strict=True)),
@@ -224,17 +253,35 @@ class _StaticBatch:
         self._executor = executor
         self._clock = clock
         self._n = 0
+        self._sample: KVPayload | None = None
 
-    def run(self, prompts: list[tuple[int, ...]], new_tokens: int) -> _Run:
-        sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+    def read_sample(self, prompt: tuple[int, ...]) -> None:
+        """Read one prompt of whole blocks, for what `run` takes in behind its own."""
+        stepper = Stepper(self._core, self._executor, self._clock, fold=lambda _: None)
+        request = self._request(prompt, 2, self._clock.now_s())
+        self._core.submit_prefill(request)
+        while self._core.blocks_of(request.request_id)[1] < len(prompt):
+            stepper.step()
+        self._sample = self._executor.export_blocks(self._core.blocks_of(request.request_id)[0])
+        self._core.sent(request.request_id)
+
+    def run(self, prompts: list[tuple[int, ...]], new_tokens: int, behind: int = 0) -> _Run:
+        """The first `behind` tokens of each prompt are not read: their keys and values are the sample's, again and again."""
         events: list[Event] = []
         stepper = Stepper(self._core, self._executor, self._clock, fold=events.extend)
+        requests = [self._request(prompt, new_tokens, self._clock.now_s()) for prompt in prompts]
+        for request in requests if behind else ():
+            self._take_in(request, behind)
         begin_s = self._clock.now_s()
-        for prompt in prompts:
-            self._n += 1
-            stepper.submit(
-                Request(request_id=f"bench-{self._n}", prompt_token_ids=prompt, sampling=sampling, arrival_s=begin_s)
-            )
+        for request in requests:
+            if behind:
+                prompt_tokens = len(request.prompt_token_ids)
+                events.append(
+                    ArrivalEvent(request_id=request.request_id, at_s=begin_s, prompt_tokens=prompt_tokens, n=1)
+                )
+                events += self._core.settle(request.request_id, behind, begin_s)
+            else:
+                stepper.submit(request)
         while stepper.step():
             pass
         end_s = self._clock.now_s()
@@ -249,3 +296,21 @@ class _StaticBatch:
             device_s=book.device_s,
             total_s=end_s - begin_s,
         )
+
+    def _request(self, prompt: tuple[int, ...], new_tokens: int, at_s: float) -> Request:
+        self._n += 1
+        sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+        return Request(request_id=f"bench-{self._n}", prompt_token_ids=prompt, sampling=sampling, arrival_s=at_s)
+
+    def _take_in(self, request: Request, behind: int) -> None:
+        sample = self._sample
+        assert sample is not None
+        if self._core.reserve(HandOff.of(request)) is None:
+            raise CapacityError(
+                f"the KV pool has no room for the {behind} tokens behind every prompt", hint="lower --batch"
+            )
+        block_ids = self._core.blocks_of(request.request_id)[0][: behind // sample.header.block_tokens]
+        for first in range(0, len(block_ids), len(sample.checksums)):
+            some = block_ids[first : first + len(sample.checksums)]
+            part = replace(sample, checksums=sample.checksums[: len(some)], data_NB=sample.data_NB[: len(some)])
+            self._executor.import_blocks(some, part)

@@ -1,0 +1,35 @@
+"""Static batches: what stands behind a prompt is taken in, not read."""
+
+from __future__ import annotations
+
+import pytest
+
+from diptych.engine.executor import ModelExecutor
+from diptych.engine.load import load
+from diptych.ground.config import EngineConfig
+from diptych.ground.step import StepPlan, StepResult
+from diptych.lab.bench import SAMPLE_TOKENS, StaticBench
+
+
+def test_tokens_behind_a_prompt_are_taken_in_and_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind more tokens than the sample has, each prompt of 16 is one chunk of 16, and decode stands behind all of them."""
+    shapes = []
+
+    def execute(executor: ModelExecutor, plan: StepPlan) -> StepResult:
+        shapes.append(plan.shape)
+        return run(executor, plan)
+
+    run = ModelExecutor.execute
+    monkeypatch.setattr(ModelExecutor, "execute", execute)
+    config = EngineConfig()
+    loaded = load("bundled", config)
+    static = StaticBench(loaded.model, name=loaded.name, load_s=0.0, config=config)
+    behind = SAMPLE_TOKENS + 32
+    report = static.run(
+        prompt_tokens=[16], batches=[2], new_tokens=3, repeats=1, progress=lambda _: None, behind_tokens=[behind]
+    )
+    assert [point.context_tokens for point in report.results] == [behind + 16, behind + 17]
+    prefill, decode = shapes[-3].shapes, shapes[-1].shapes
+    assert [(chunk.new_tokens, chunk.start_pos) for chunk in prefill] == [(16, behind)] * 2
+    assert [(chunk.new_tokens, chunk.start_pos) for chunk in decode] == [(1, behind + 17)] * 2
+    assert sum(shape.prefill_tokens for shape in shapes) == SAMPLE_TOKENS + 2 * 2 * 16
