@@ -3,6 +3,7 @@
     .venv/bin/python benchmarks/speculation.py proposer
     .venv/bin/python benchmarks/speculation.py grid --shape qwen2.5-0.5b --weights int8      # auto, every cell, against off
     .venv/bin/python benchmarks/speculation.py grid --shape llama-3.2-1b --weights int8 --head --batches 1 4   # a head's time
+    .venv/bin/python benchmarks/speculation.py grid --shape llama-3.2-1b --weights int8 --draft --batches 1      # a model's
     .venv/bin/python benchmarks/speculation.py quoting --shape llama-3.2-1b --weights int8   # lookup where answers quote
     .venv/bin/python benchmarks/speculation.py quoting                                       # the bundled model's own text
     .venv/bin/python benchmarks/speculation.py citing                                        # a grammar that makes it quote
@@ -24,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from time import perf_counter, process_time
 
 import torch
@@ -34,14 +36,15 @@ from diptych.compute.weights import RandomSource
 from diptych.control.speculation import Guesser
 from diptych.cost.acceptance import chances_at, expected_tokens
 from diptych.cost.speculation import DraftPrices
-from diptych.engine.drafters import OpenDrafter, OpenEagle, eagle_of, shipped
+from diptych.engine.drafters import OpenDrafter, OpenDraftModel, OpenEagle, eagle_of, shipped
 from diptych.engine.llm import LLM
 from diptych.engine.load import bundled_dir, load
 from diptych.ground.config import EngineConfig, SchedulerConfig, engine_config
 from diptych.ground.request import Request, SamplingParams, StructuredSpec
+from diptych.ground.step import StepPlan, StepResult
 from diptych.lab.experiment import Stage
 from diptych.lab.rounds import DISTURBED, Effort, Verdict, measure, pairs
-from diptych.lab.scripted import Race
+from diptych.lab.scripted import Lane, Race
 from diptych.models.named import SHAPES
 
 BEGIN_S = perf_counter()
@@ -54,6 +57,10 @@ PROMPT, ANSWER = 128, 128  # tokens, where nobody says
 GRID_TOKENS = 1024  # of all answers of a cell of the grid together, and of all prompts; 32 of each sequence at least
 LONG_S = 2.0  # a run that takes longer warms itself up
 HEAD_DRAFTS = 8
+# of --draft: JackFram/llama-68m, with the words of the model that it drafts for
+DRAFT_SHAPE = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 2, "head_dim": 64} | dict.fromkeys(
+    ("num_attention_heads", "num_key_value_heads"), 12
+)
 DRAFT_WORDS = 32_000  # of EAGLE-3 heads as they are published
 SEED = 1
 PASSAGE = (
@@ -149,17 +156,16 @@ def lengths(batch: int, options: argparse.Namespace) -> tuple[int, int]:
 def grid(options: argparse.Namespace) -> None:
     """As many drafts as pay against none, in every cell. Scripted acceptance.
 
-    --head: drafts come from a random EAGLE-3 head in the published layout, run by the executor behind every draw; beside each
-    gain at batch 1 stands what plain arithmetic allows.
+    --head: drafts come from a random EAGLE-3 head in the published layout, run by the executor behind every draw; --draft: from
+    a random model of DRAFT_SHAPE. At batch 1 it says what plain arithmetic allows, and where a step's time went.
     """
     stage = stage_of(options, max(sum(lengths(batch, options)) for batch in options.batches))
     print(f"{stage.name}, {stage.model.weights_format}: speed with as many drafts as pay over off; acceptance scripted")
-    opened = eagle_head(stage, options) if options.head else None
+    opened = opened_drafter(stage, options)
     if opened is not None:
         share, words = opened.model.weight_bytes / stage.model.weight_bytes, opened.model.spec.vocab_size
-        print(
-            f"  drafted by a random EAGLE-3 head over {words} words, its time included: it reads {share:.1%} of the model"
-        )
+        name = "EAGLE-3 head" if options.head else "model of JackFram/llama-68m's shape"
+        print(f"  drafted by a random {name} over {words} words, its time included: it reads {share:.1%} of the model")
     effort = Effort(rounds=options.rounds, budget_s=UNDECIDED_TIMES * options.budget)
     verdicts: Counter[Verdict] = Counter()
     for batch in options.batches:
@@ -181,6 +187,8 @@ def grid(options: argparse.Namespace) -> None:
             if found.verdict is Verdict.OPEN:
                 most += f"; it may be {max(0.0, GOAL - found.gain.low):.3f} below {GOAL} and no more"
             print(f"  batch {batch:>2}, acceptance {acceptance:<4}: {found.text()}; {held}{most}{busy}", flush=True)
+            if opened is not None and batch == 1:
+                print(f"    {parts(race.plain, lane, opened)}", flush=True)
     told = ", ".join(f"{verdict.value} {verdicts[verdict]}" for verdict in Verdict)
     print(f"at least {GOAL} of off, cells: {told}")
 
@@ -199,6 +207,49 @@ class RandomEagle(RandomSource):
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Of what was asked for."""
         return self._shapes[name]
+
+
+def parts(plain: Lane, lane: Lane, opened: OpenDrafter) -> str:
+    """Where the time of a step goes, medians of one run of each: kernels, drafter, and the host around and between them."""
+    told = []
+    for name, one in (("without", plain), ("with", lane)):
+        steps: list[tuple[float, StepPlan, StepResult]] = []
+        one.driver.watch(lambda plan, result, s=steps, d=one.driver: s.append((d.clock.now_s(), plan, result)))
+        one.token_s()
+        drafting = [
+            (steps[i][0] - steps[i - 1][0], plan, result)
+            for i, (_, plan, result) in enumerate(steps)
+            if i and not plan.shape.prefill_tokens and (plan.n_tokens > 1) == (one is lane)
+        ]
+        if not drafting:
+            return "no step with drafts"
+        wall_s, device_s, host_s, draft_s = (
+            median(times) for times in zip(*((s, r.device_s, r.host_s, r.draft_s) for s, _, r in drafting), strict=True)
+        )
+        rest_s = median(s - r.device_s - r.host_s - r.draft_s for s, _, r in drafting)
+        text = f"a step {name} drafts {1e3 * wall_s:.2f} ms: kernels {1e3 * device_s:.2f}"
+        if one is lane:
+            rows = median(plan.n_tokens for _, plan, _ in drafting)
+            n = median(chunk.wanted_drafts or 0 for _, plan, _ in drafting for chunk in plan.chunks)
+            forward_s = opened.times.estimate_s(drafting[-1][1].shape.with_drafts([1 - drafting[-1][1].n_tokens]))
+            text += (
+                f" for {rows:g} rows, drafter {1e3 * draft_s:.2f} for {n:g} drafts ({1e3 * forward_s:.2f} a forward)"
+            )
+        told.append(f"{text}, host {1e3 * host_s:.2f}, between steps {1e3 * rest_s:.2f}")
+    return "; ".join(told)
+
+
+def opened_drafter(stage: Stage, options: argparse.Namespace) -> OpenDrafter | None:
+    """The drafter of tensors that the options name."""
+    if options.head:
+        return eagle_head(stage, options)
+    if not options.draft:
+        return None
+    if options.shape is None:
+        raise SystemExit("--draft is for a --shape; the bundled model has a draft model of its own: drafters")
+    model = random_model(SHAPES[options.shape] | DRAFT_SHAPE, stage.config.compute, seed=SEED + 1, beside=stage.model)
+    config = engine_config(stage.config, max_draft_tokens=HEAD_DRAFTS)
+    return OpenDraftModel(model=model, config=config, kind="draft", vocab_size=stage.model.spec.vocab_size)
 
 
 def eagle_head(stage: Stage, options: argparse.Namespace) -> OpenDrafter:
@@ -303,6 +354,7 @@ def versus_off(
         told.append((sum(u.output_tokens for u in usages), n_drafted, n_held))
         runs.append(decode_s)
     rounds = measure(runs, Effort(rounds=options.rounds, budget_s=options.budget))
+    print(f"  off: {rounds.of(lambda t: told[0][0] / t[0]).text()} tok/s")
     for i, name in enumerate(ways):
         gain = rounds.of(lambda t, i=i: t[0] / t[1 + i])  # type: ignore[misc]
         n_tokens, n_drafted, n_held = told[1 + i]
@@ -318,6 +370,10 @@ def main() -> None:
         "--shape", choices=tuple(SHAPES), help="random weights of this shape (default: the bundled model)"
     )
     parser.add_argument("--head", action="store_true", help="grid: drafts of a random EAGLE-3 head, at its own time")
+    drafter = (
+        "grid: drafts of a small random model, at its own time; it reads again what a real one would have guessed right"
+    )
+    parser.add_argument("--draft", action="store_true", help=drafter)
     words = "--head: words that it drafts, 0 for the model's; default: %(default)s, as heads are published"
     parser.add_argument("--draft-vocabulary", type=int, default=DRAFT_WORDS, help=words)
     parser.add_argument("--weights", default="auto")

@@ -179,6 +179,7 @@ def test_what_is_forced_is_what_the_masks_of_llguidance_admit(kind, source):
             bits = np.unpackbits(np.frombuffer(other.compute_bitmask(), dtype=np.uint8), bitorder="little")[:WIDTH]
             allowed = np.flatnonzero(state.allowed())
             assert set(np.flatnonzero(bits)) - set(EOS) == set(allowed) - set(EOS)
+            assert all(state.admits(i) == (i in allowed) for i in rng.sample(range(WIDTH), 12))
             forced = state.forced(16)
             if forced:
                 assert allowed.tolist() == forced[:1]
@@ -194,6 +195,26 @@ def test_what_is_forced_is_what_the_masks_of_llguidance_admit(kind, source):
             known.append(rng.choice(choices))
             state.advance(known[-1])
     assert n_forced > 20
+
+
+def test_a_greedy_token_is_the_likeliest_that_is_admitted():
+    """The likeliest of all is taken where it is admitted, and a mask is laid on the row only where it is not: same token."""
+    sampler, state = Sampler(WIDTH, grammars=COMPILER), COMPILER.compile(spec("json_object", "")).begin()
+    params = SamplingParams(structured=spec("json_object", ""), temperature=0.0)
+    sampler.begin(SequenceStart(seq_id=1, prompt_token_ids=(9,), sampling=params, seed=0, eos_token_ids=EOS))
+    noise = torch.Generator().manual_seed(1)
+    n_admitted = 0
+    for step in range(80):
+        row = torch.round(torch.randn(1, WIDTH, generator=noise) * 2)  # many are equal
+        allowed = state.allowed()
+        likeliest = int(row[0].argmax())
+        n_admitted += bool(allowed[likeliest])
+        token_id = sampler.sample(row, [1], [1 + step])[0].token_id
+        assert token_id == int(np.where(allowed, row[0].numpy(), -np.inf).argmax())
+        state.advance(token_id)
+        if state.is_complete:
+            break
+    assert 3 < n_admitted < step - 3
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

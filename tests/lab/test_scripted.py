@@ -28,7 +28,7 @@ def test_a_drafter_that_runs_is_right_as_often_as_was_said(acceptance: float, le
     engines = Engines(model, config, predictor=None, context_tokens=128, n_tokens=256)
     race = Race(engines, batch=2, prompt_tokens=20, new_tokens=40)
     lane = race.drafting_lane(opened, acceptance=acceptance)
-    lane._driver.core._scheduler.drafts.depths = EveryGuess(rows=64)  # whatever this machine's time
+    lane.driver.core._scheduler.drafts.depths = EveryGuess(rows=64)  # whatever this machine's time
     lane.token_s()
     assert lane.answers == race.plain.answers
     assert least * lane.drafted_tokens <= lane.accepted_tokens <= lane.drafted_tokens

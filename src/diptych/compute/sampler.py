@@ -305,7 +305,12 @@ class Sampler:
     def _drawn(self, logits_V: np.ndarray | None, state: _SequenceState, position: int, weighed: Weighed | None) -> int:
         """A token by the row's options."""
         assert logits_V is not None
-        params = state.params
+        params, grammar = state.params, state.grammar
+        if params.is_greedy and grammar is not None and not _changes_beside_grammar(state, position - state.n_prompt):
+            likeliest = int(logits_V.argmax())
+            finite(float(logits_V[likeliest]))
+            if grammar.admits(likeliest):  # as nearly always: no mask need be laid on the row
+                return likeliest
         row_V = _processed(logits_V, state, position - state.n_prompt, self._scratch)
         if params.is_greedy:
             token_id = int(row_V.argmax())
@@ -355,8 +360,11 @@ def _bans_end(state: _SequenceState, n_output: int) -> bool:
 
 
 def _changes_logits(state: _SequenceState, n_output: int) -> bool:
-    is_free = state.penalty is None and state.bias is None and state.grammar is None
-    return not is_free or _bans_end(state, n_output)
+    return state.grammar is not None or _changes_beside_grammar(state, n_output)
+
+
+def _changes_beside_grammar(state: _SequenceState, n_output: int) -> bool:
+    return state.penalty is not None or state.bias is not None or _bans_end(state, n_output)
 
 
 def _processed(logits_V: np.ndarray, state: _SequenceState, n_output: int, scratch: Scratch) -> np.ndarray:

@@ -263,6 +263,16 @@ class GrammarState:
         """[V] bool: which tokens may come next. End-of-text only where the output may end."""
         return ~self._forbidden()
 
+    def admits(self, token_id: int) -> bool:
+        """Whether this token may come next."""
+        self._settle()
+        if self.is_complete:
+            return bool(self._only_eos[token_id])
+        if self.forced_token_id is not None:
+            return token_id == self.forced_token_id
+        self._fill_now()
+        return bool(self._words[token_id >> 5] >> (token_id & 31) & 1)
+
     def mask(self, logits_V: np.ndarray) -> None:
         """Set the logits (fp32) of tokens that may not come next to -inf, in place. Some token stays allowed."""
         np.putmask(logits_V, self._forbidden(), -np.inf)
@@ -290,12 +300,15 @@ class GrammarState:
             flags_V[:] = True
             flags_V[self.forced_token_id] = False
             return flags_V
-        if not self._is_filled:
-            self._fill()
-            self._check()
+        self._fill_now()
         # a table of eight flags per byte fills a buffer we keep; unpackbits would allocate a vocabulary each time
         np.take(_FORBIDDEN, self._words.view(np.uint8), axis=0, out=self._flags, mode="clip")
         return flags_V
+
+    def _fill_now(self) -> None:
+        if not self._is_filled:
+            self._fill()
+            self._check()
 
     def _fill(self) -> None:
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)

@@ -233,19 +233,16 @@ class Speculation:
         """Whether any of its drafters guesses by itself."""
         return bool(self._guessing)
 
-    def _handing(self) -> list[Handed]:
-        """Those of the executor's drafters that did not misbehave."""
-        return [one.drafter for one in self._handed if one is not None and isinstance(one.drafter, Handed)]
-
     def hand(self, number: int, draft_token_ids: tuple[int, ...], forced_token_ids: tuple[int, ...] = ()) -> None:
         """Take the guess that the executor's drafter of this number made behind the newest token, and what is forced there."""
-        for drafter in self._handing():
-            drafter.token_ids = draft_token_ids if drafter.number == number else ()
-        if self._forced is None:
-            forced_token_ids = ()
-        elif isinstance(self._forced.drafter, Handed):
-            self._forced.drafter.token_ids = forced_token_ids
-        self.is_open = self.has_drafts_at_hand = bool(draft_token_ids or forced_token_ids)
+        self.is_open = self.has_drafts_at_hand = False
+        for source in self._sources:
+            drafter = source.drafter
+            if isinstance(drafter, Handed):
+                own = draft_token_ids if drafter.number == number else ()
+                drafter.token_ids = forced_token_ids if source is self._forced else own
+                if drafter.token_ids:
+                    self.is_open = self.has_drafts_at_hand = True
 
     def propose(self, token_ids: SequenceOf[int]) -> list[int]:
         """The guess that is worth most, [] for none."""

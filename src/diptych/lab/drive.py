@@ -28,7 +28,7 @@ from diptych.ground.config import BlockConfig, EngineConfig, SchedulerConfig
 from diptych.ground.events import Event, TokenEvent
 from diptych.ground.request import Request, SamplingParams
 from diptych.ground.shape import StepShape
-from diptych.ground.step import Executor
+from diptych.ground.step import Executor, StepPlan, StepResult
 from diptych.metrics import EventBook
 from diptych.sim.executor import PredictedExecutor
 from diptych.stepper import Observe, Stepper
@@ -77,6 +77,18 @@ class Driver:
         self.token_s[name], self.token_ids[name] = [], []
         self._stepper.submit(request)
         return request.arrival_s
+
+    def watch(self, seen: Callable[[StepPlan, StepResult], object]) -> None:
+        """From now on every step and what it took is shown to somebody."""
+        executor = self._executor
+
+        class Watched:
+            def execute(self, plan: StepPlan) -> StepResult:
+                result = executor.execute(plan)
+                seen(plan, result)
+                return result
+
+        self._stepper.executor = Watched()
 
     def step(self) -> None:
         """One step; times of its tokens are noted."""

@@ -123,7 +123,7 @@ class Lane:
     """One way to decode the same answers. Its engine keeps what it has learned from one run to the next."""
 
     def __init__(self, driver: Driver, prompts: SequenceOf[tuple[int, ...]], new_tokens: int) -> None:
-        self._driver = driver
+        self.driver = driver
         self._prompts = prompts
         self._new_tokens = new_tokens
         self._n_runs = 0
@@ -132,7 +132,7 @@ class Lane:
 
     def token_s(self) -> float:
         """Seconds of decode per token of one sequence, from the step in which the last prompt was read."""
-        driver = self._driver
+        driver = self.driver
         names = [f"{self._n_runs}-{i}" for i in range(len(self._prompts))]
         self._n_runs += 1
         for name, prompt in zip(names, self._prompts, strict=True):
