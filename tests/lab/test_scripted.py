@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
+from statistics import mean, pstdev
 
 import pytest
 
 from diptych.compute.runner import random_model
 from diptych.control.speculation import EveryGuess
+from diptych.cost.acceptance import chances_at, expected_tokens
 from diptych.engine.drafters import OpenDraftModel
 from diptych.engine.load import bundled_dir, load
 from diptych.ground.config import ComputeConfig, EngineConfig, SchedulerConfig
 from diptych.lab.drive import Engines
-from diptych.lab.scripted import Race
+from diptych.lab.scripted import Luck, Race, ScriptedDrafter
 
 
 @pytest.mark.parametrize(("acceptance", "least"), [(1.0, 1.0), (0.5, 0.1)])
@@ -34,3 +37,21 @@ def test_a_drafter_that_runs_is_right_as_often_as_was_said(acceptance: float, le
     assert least * lane.drafted_tokens <= lane.accepted_tokens <= lane.drafted_tokens
     assert (lane.accepted_tokens == lane.drafted_tokens) == (acceptance == 1.0)
     assert lane.drafted_tokens > 30
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.8, 0.95])
+def test_an_answer_takes_as_many_steps_as_the_rate_says(acceptance: float) -> None:
+    """Errors drawn one by one made a short answer take a third more steps or fewer, and a median of pairs tell the luck."""
+    luck = Luck(Random(3))
+    answer = list(range(64))
+    steps = []
+    for _ in range(200):
+        drafter, at, n_steps = ScriptedDrafter(answer, start=0, acceptance=acceptance, luck=luck), 0, 0
+        while at < len(answer):
+            drafts = drafter.propose(answer[:at], 4)
+            held = next((j for j, draft in enumerate(drafts) if draft != answer[at + j]), len(drafts))
+            at, n_steps = at + held + 1, n_steps + 1
+        steps.append(n_steps)
+    wanted = 64 / expected_tokens(chances_at(acceptance, 4))
+    assert mean(steps) == pytest.approx(wanted, rel=0.06)
+    assert pstdev(steps) < 0.07 * wanted
