@@ -17,7 +17,7 @@ from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
 from diptych.lab.calibrate import EMPTY_MODEL
 from diptych.lab.experiment import Verdict
-from diptych.lab.ladder import DECODES, SEQUENCES, SETTLED, SIZES, WOKEN_TOKENS, Climb, Form, Ladder
+from diptych.lab.ladder import DECODES, SEQUENCES, SETTLED, SIZES, WOKEN_TOKENS, Climb, Form, Ladder, Scatter
 from diptych.lab.parts import parts_of
 from diptych.lab.served import Served
 from diptych.lab.simulated import SITUATIONS, Compared, Round, chosen, numbers, simulate
@@ -237,15 +237,31 @@ def test_decode_right_behind_a_prompt_takes_longer() -> None:
 
 def test_simulated_steps_scatter_as_the_ladders_did() -> None:
     """A mean alone has no tail: the worst answers of a load came out at what all of them take."""
-    climbs = [climb(kernels=pace, host=HOST, late=3.0)] * 2
+    climbs = [climb(kernels=pace, host=HOST, late=1.4)] * 2
     level = Form(Priced(), climbs).at(climbs)
     shape, usual_s = StepShape.decode(batch=1, context_tokens=40), level.usual()
     price, again, other = level.drawn(1), level.drawn(1), level.drawn(2)
-    drawn = [price(shape) for _ in range(400)]
-    assert drawn == [again(shape) for _ in range(400)]
-    assert drawn != [other(shape) for _ in range(400)]
-    assert sum(step_s > 2.0 * usual_s(shape) for step_s in drawn) == pytest.approx(400 / 7, abs=8)
+    drawn = [price(shape) for _ in range(2000)]
+    assert drawn == [again(shape) for _ in range(2000)]
+    assert drawn != [other(shape) for _ in range(2000)]
+    assert sum(step_s > 1.2 * usual_s(shape) for step_s in drawn) == pytest.approx(2000 / 7, rel=0.15)
     assert min(drawn) == pytest.approx(usual_s(shape))
+    expected = level.expected()
+    assert sum(drawn) == pytest.approx(sum(expected(shape) for _ in range(2000)), rel=0.02)
+
+
+def test_a_lost_core_is_lost_for_a_time_and_once_in_so_much_time() -> None:
+    """Steps of 10 ms lost theirs for 5 ms in every tenth of a second. As a share of steps ten times as short would have lost it
+    for half a millisecond, and as often as steps come ten times too often.
+    """
+    scatter = Scatter()
+    for number in range(100):
+        scatter.add(0.010, 0.0151 if number % 10 == 9 else 0.010)
+    price = scatter.drawn(0.003)
+    drawn = [price(0.001) for _ in range(5000)]
+    assert sorted(drawn)[-50:] == pytest.approx([0.0061] * 50)
+    assert sorted(drawn)[:-50] == pytest.approx([0.001] * 4950)
+    assert scatter.mean == pytest.approx(1.05)  # of each no more than half a step is believed
 
 
 def test_an_idle_engine_is_woken_once() -> None:

@@ -266,7 +266,7 @@ def simulated(
 
 def _apart(one: Compared, measure: str) -> str:
     share = one.apart(measure)
-    return "-" if share is None else f"{share:.1%}{'' if one.can_tell(measure) else ' (!)'}"
+    return "-" if share is None else f"{share:.1%}{'' if one.can_tell(measure) else '!'}"
 
 
 def _print_compared(found: list[Compared]) -> None:
@@ -281,11 +281,11 @@ def _print_compared(found: list[Compared]) -> None:
             table.add_row(name, "" if by_profile else decisions, *errors, f"[{COLOUR[verdict]}]{verdict.value}[/]")
         apart = [_apart(one, measure) for measure in MEASURES]
         aside = f"{one.set_aside} again" if one.set_aside else ""
-        table.add_row("  the engine misses itself by", "", *apart, aside, style="dim")
+        table.add_row("  engine misses itself by", "", *apart, aside, style="dim")
     console.print(table)
     print("errors are simulated / measured - 1, with step times of a ladder around each run; then by the profile alone")
     print(
-        "(!): two runs of the same requests stand further apart than a prediction may, which then is not judged by that"
+        "!: two runs of the same requests stand further apart than a prediction may, which then is not judged by that"
     )
     print("steps, means over all: measured, and predicted / measured - 1 (by the profile alone)")
     for one in found:

@@ -19,7 +19,8 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice, pairwise
 
@@ -178,18 +179,14 @@ class Form:
         for _ in range(2):  # a climb's pace is what is left beside its sizes, and sizes what is left beside the pace
             self._fit(climbs)
         at = [(self.at([climb]), climb) for climb in climbs]
-        # as they followed one another: a slow spell lasts for some steps
-        self.spread: dict[Phase, list[float]] = {phase: [] for phase in Phase}
+        self.scatter = {phase: Scatter() for phase in Phase}
         for level, climb in at:
             usual_s = level.usual()
             for (shape, kept_s, _), is_ending in zip(climb.steps, climb.is_ending, strict=True):
-                times = (kept_s + end_s * prompts_in(shape)) / usual_s(shape)  # where its price has it
+                price_s = usual_s(shape)
                 if not is_ending:
-                    self.spread[shape.phase].append(times)
-        # an answer's time is the mean of its steps, small delays among them; of a long one no more than ODD is believed
-        self.mean = {
-            phase: statistics.fmean(min(times, ODD) for times in spread) for phase, spread in self.spread.items()
-        }
+                    taken_s = kept_s + end_s * prompts_in(shape)  # where its price has it
+                    self.scatter[shape.phase].add(price_s, taken_s)
         woken = StepShape.prefill(batch=1, new_tokens=WOKEN_TOKENS)
         waking = [woken_s - level.expected()(woken) for level, climb in at for woken_s in climb.woken_s]
         self.host = replace(self.host, wake_s=max(0.0, statistics.median(waking)))
@@ -197,7 +194,7 @@ class Form:
     def at(self, climbs: Sequence[Climb]) -> Level:
         """Prices at the pace of these climbs."""
         paces = [self._pace(climb) for climb in climbs]
-        return Level(self, {phase: statistics.fmean(pace[phase] for pace in paces) for phase in Phase})
+        return Level(self, {phase: statistics.median(pace[phase] for pace in paces) for phase in Phase})
 
     def usual_s(self, shape: StepShape, since: int, pace: float) -> float:
         """Seconds of a step, the median, that is so many behind the last one with a prompt, which is 0."""
@@ -246,6 +243,49 @@ class Form:
         return self._predictor.predict_s(shape) - self._predictor.calibration.host.time_s(shape)
 
 
+class Scatter:
+    """How steps took longer or shorter than their price, one after the other: a slow spell lasts for some steps.
+
+    Most are off by a share of it. Some lose their core, for as long as somebody else has it: such a delay is an absolute time
+    and comes once in so much time, whether steps are long or short.
+    """
+
+    def __init__(self) -> None:
+        self._ends_s: list[float] = []  # of the steps on a line on which each lasts as long as its price
+        self._times: list[float] = []  # taken over price
+        self._late_s: list[float] = []  # by which step it was delayed
+        self._capped_s = 0.0
+
+    def add(self, price_s: float, taken_s: float) -> None:
+        """The next step."""
+        is_delayed = taken_s > ODD * price_s
+        self._ends_s.append((self._ends_s[-1] if self._ends_s else 0.0) + price_s)
+        self._times.append(1.0 if is_delayed else taken_s / price_s)
+        self._late_s.append(taken_s - price_s if is_delayed else 0.0)
+        self._capped_s += min(taken_s, ODD * price_s)
+
+    @property
+    def mean(self) -> float:
+        """Taken over price, of all together; of a long delay no more than ODD is believed."""
+        return self._capped_s / self._ends_s[-1]
+
+    def drawn(self, start: float) -> Callable[[float], float]:
+        """Seconds of steps of these prices, one after the other, from `start` of the line on."""
+        n, whole_s = len(self._ends_s), self._ends_s[-1]
+        at_s, place = start * whole_s, bisect_right(self._ends_s, start * whole_s)
+
+        def taken_s(price_s: float) -> float:
+            nonlocal at_s, place
+            times, late_s = self._times[place % n], 0.0
+            at_s += price_s
+            while self._ends_s[place % n] + place // n * whole_s <= at_s:
+                late_s += self._late_s[place % n]
+                place += 1
+            return times * price_s + late_s
+
+        return taken_s
+
+
 class Since:
     """Counts steps behind the last one with a prompt, which is 0. Before any prompt everything has settled."""
 
@@ -273,15 +313,10 @@ class Level:
     def expected(self) -> Predict:
         """The mean."""
         usual_s = self.usual()
-        return lambda shape: usual_s(shape) * self._form.mean[shape.phase]
+        return lambda shape: usual_s(shape) * self._form.scatter[shape.phase].mean
 
     def drawn(self, seed: int) -> Predict:
-        """Scattered as the climbs' steps were: what a step took there over its price, from somewhere on, in the order in which
-        they came.
-        """
+        """Scattered as the climbs' steps were."""
         usual_s, start = self.usual(), random.Random(seed)
-        spread = {
-            phase: islice(cycle(values), start.randrange(len(values)), None)
-            for phase, values in self._form.spread.items()
-        }
-        return lambda shape: usual_s(shape) * next(spread[shape.phase])
+        drawn = {phase: scatter.drawn(start.random()) for phase, scatter in self._form.scatter.items()}
+        return lambda shape: drawn[shape.phase](usual_s(shape))

@@ -46,7 +46,7 @@ USUAL_PROMPT, USUAL_OUTPUT = LengthRange(low=32, high=320), LengthRange(low=16, 
 MEDIAN_LIMIT, P99_LIMIT = 0.05, 0.15
 MEASURES = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")
 LEAST_QUIET = 3  # rounds with which a verdict is given
-DRAWS = 5  # simulations of a run, each with a scatter of its own
+DRAWS = 9  # simulations of a run, each with a scatter of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,12 +305,12 @@ def chosen(names: Sequence[str]) -> list[Situation]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """The engine's. climbs: of the ladder, right before and right behind it."""
+    """The engine's. climbs: of the ladder, around it and the other run of the same requests."""
 
     seed: int
     requests: Sequence[Request]
     served: Served
-    climbs: tuple[Climb, Climb]
+    climbs: Sequence[Climb]
     others: float
 
 
@@ -329,13 +329,13 @@ class _Machine:
 
     def runs(self, situation: Situation, requests: Sequence[Request], *, seed: int) -> list[_Run]:
         """Two of the same requests, behind one another."""
-        made, before = [], self.climb()
+        made, climbs = [], [self.climb()]
         for _ in range(2):
             self._others.share()
             served = run_on_engine(self._model, situation, requests, self._predict_s)
-            share, after = self._others.share(), self.climb()
-            made.append(_Run(seed=seed, requests=requests, served=served, climbs=(before, after), others=share))
-            before = after
+            share = self._others.share()
+            climbs.append(self.climb())
+            made.append(_Run(seed=seed, requests=requests, served=served, climbs=climbs, others=share))
         return made
 
 

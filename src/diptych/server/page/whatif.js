@@ -49,10 +49,16 @@ function show(found) {
   const longest = Math.max(...rows.map((row) => row.ttft_ms ?? 0), 1e-9);
   const slowest = Math.max(...rows.map((row) => row.tpot_ms ?? 0), 1e-9);
   el("what-if-rows").replaceChildren(...rows.map((row) => line(row, longest, slowest)));
-  const off = found.measured.ttft_ms ? found.outcomes[0].ttft_ms / found.measured.ttft_ms - 1 : 0;
   const notes = found.outcomes.filter((row) => row.note).map((row) => `${row.words}: ${row.note}.`);
-  const trust = `Run again as it was, TTFT comes out ${Math.round(Math.abs(off) * 100)} % ${off < 0 ? "below" : "above"} what was measured: trust the others as far.`;
-  el("what-if-note").textContent = [trust, ...notes].join(" ");
+  const off = ["ttft_ms", "tpot_ms"].map((key) => apart(key, found.outcomes[0], found.measured)).filter(Boolean);
+  const trust = `Run again as it was, ${off.join(" and ")} what was measured: trust the others as far.`;
+  el("what-if-note").textContent = [...(off.length ? [trust] : []), ...notes].join(" ");
+}
+
+function apart(key, again, measured) {
+  if (!measured[key] || again[key] === null || again[key] === undefined) return "";
+  const off = again[key] / measured[key] - 1;
+  return `${key.slice(0, 4).toUpperCase()} comes out ${Math.round(Math.abs(off) * 100)} % ${off < 0 ? "below" : "above"}`;
 }
 
 function line(row, longest, slowest) {
