@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -26,8 +26,10 @@ from diptych.ground.request import Request, SamplingParams
 from diptych.ground.shape import StepShape
 from diptych.models.named import SHAPES
 
-# components of the cost model that the counters hold under another name
+# what the counters and the components of the cost model name apart, as one kind
 KINDS = {
+    "gate_up": "mlp",
+    "down": "mlp",
     "scores": "attention",
     "values": "attention",
     "norms": "norm",
@@ -50,6 +52,15 @@ class Steps:
     def kind(self, name: str) -> float:
         """Median of one kind of operation."""
         return median(one.get(name, 0.0) for one in self.kinds)
+
+
+def by_kind(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Sums of what belongs together."""
+    sums: dict[str, float] = {}
+    for name, value in parts:
+        kind = KINDS.get(name, name)
+        sums[kind] = sums.get(kind, 0.0) + value
+    return sums
 
 
 def measure(model: CpuModel, *, batch: int, context: int, n_steps: int) -> Steps:
@@ -83,16 +94,13 @@ def measure(model: CpuModel, *, batch: int, context: int, n_steps: int) -> Steps
             steps.tables_and_draw.append(t2 - t1 - result.device_s)
             steps.end.append(t3 - t2)
             steps.kernels.append(result.device_s)
-            steps.kinds.append({name: 1e-9 * ns for name, ns in model.nanoseconds().items()})
+            steps.kinds.append(by_kind((name, 1e-9 * ns) for name, ns in model.nanoseconds().items()))
 
 
 def print_table(model: CpuModel, steps: Steps, *, batch: int, context: int, read_bytes_per_s: float) -> None:
     """One row a part, in microseconds."""
     cost = CostView(model).cost(StepShape.decode(batch=batch, context_tokens=context + len(steps.kernels) // 2))
-    bytes_of: dict[str, float] = {}
-    for component in cost.components:
-        name = KINDS.get(component.name, component.name)
-        bytes_of[name] = bytes_of.get(name, 0.0) + component.bytes
+    bytes_of = by_kind((component.name, component.bytes) for component in cost.components)
     kernels_s, bound_s = median(steps.kernels), cost.bytes / read_bytes_per_s
     host = {
         "begin_step": median(steps.begin),

@@ -521,7 +521,7 @@ extern const LinearKernels kLinear = {
 extern const GroupTiles kGroupTiles = {
     {DIPTYCH_DIRECT(Codes::linear), DIPTYCH_DIRECT(Codes::linear16), DIPTYCH_DIRECT(Codes::table), DIPTYCH_DIRECT(Codes::bytes), DIPTYCH_DIRECT(Codes::wide)},
     {6, 2, tile_expanded<6, 2, false>}, {6, 2, tile_expanded<6, 2, true>}, ready_rows,
-    expand_groups, quantize_groups,
+    expand_groups, quantize_groups, {8, 2, tile_expanded<8, 2, false>},
 };
 #endif
 

@@ -158,10 +158,10 @@ void run_expanded(const Job& job, int thread, int threads) {
     auto count = [&](int64_t group) { return std::min(per_block, job.groups - group); };
     Block block{tasks.current() % panels, 0, 0, count(0)};
     for (int64_t left = kPanelStrips / job.tile.strips * ((job.groups + per_block - 1) / per_block); left > 0; --left) {
-      Block next = block;
-      next.group += per_block;
-      if (next.group >= job.groups) next.group = 0, next.strip += job.tile.strips;
-      if (next.strip == kPanelStrips) next.strip = 0, next.panel = tasks.following() % panels;
+      Block next = block;  // all strips of some groups before the next groups: that part of x stays in L2, all of K may not
+      next.strip += job.tile.strips;
+      if (next.strip == kPanelStrips) next.strip = 0, next.group += per_block;
+      if (next.group >= job.groups) next.group = 0, next.panel = tasks.following() % panels;
       next.count = count(next.group);
       run_block(job, block, next, {begin, end});
       block = next;
@@ -173,7 +173,8 @@ void run_expanded(const Job& job, int thread, int threads) {
 
 void linear_by_groups(const LinearCall& call, const GroupTiles& tiles, int thread, int threads) {
   const LinearShape& shape = call.w.shape;
-  const ExpandedTile& tile = shape.wide ? tiles.expanded_wide : tiles.expanded;
+  const bool is_long = shape.group == kMaxGroup && tiles.expanded_long.run != nullptr;
+  const ExpandedTile& tile = shape.wide ? tiles.expanded_wide : is_long ? tiles.expanded_long : tiles.expanded;
   const bool is_direct = call.m <= kDirectPasses * kDirectRows && direct_tile(tiles, shape, 1) != nullptr;
   const int64_t groups = call.w.k_padded / shape.group, block_rows = std::min(call.m, kBlockRows) + kMaxTileRows;
   const int64_t steps_bytes = tile.strips * kExpandedBytes, scales_bytes = tile.strips * kExpandedScales * 4;

@@ -198,6 +198,7 @@ struct GroupTiles {
   ReadyRows ready;
   ExpandGroups expand;
   QuantizeGroups quantize;
+  ExpandedTile expanded_long = {};  // for groups of kMaxGroup, where another tile is best for them
 };
 
 // rows [count] of n_words words each -> out [n_words][tile_rows], zero where row >= count.
