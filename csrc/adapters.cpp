@@ -291,7 +291,7 @@ void AdaptedRows::shrink_whole(const KernelSet& set, const Some& some, const Ada
     args.units = site.stride / 4;
     args.strip_bytes = args.units * kStepBytes;
     args.strip = args.next = args.next_strip = site.a8 + block * args.strip_bytes;
-    args.ahead_bytes = std::min(kAheadBytes, args.strip_bytes);
+    args.is_stream = true;
     args.acc = sums;
     shape.run(args);
     last.w = &lanes, last.lanes = last.outputs = kStripLanes, last.rows = rows, last.acc = sums, last.store = Store::f32;

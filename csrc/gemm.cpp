@@ -134,8 +134,7 @@ void run_piece(const Job& job, const Piece& piece, int64_t begin, int64_t end) {
   args.strip_bytes = is_expanded ? job.cut.units_per_block * kStepBytes : strip_bytes;
   args.group = job.w.shape.group;
   args.group_sums = job.sums;
-  const bool is_balanced = strips == 1 && job.shape.rows >= kBalancedRows && job.w.shape.format != Format::int4;
-  args.ahead_bytes = tiles > 1 || is_expanded ? 0 : is_balanced ? kBalancedAheadBytes : kAheadBytes;
+  args.is_stream = tiles == 1 && !is_expanded;
   for (int64_t strip = piece.strips.begin; strip < piece.strips.end; strip += strips) {
     const uint8_t* base = job.w.panels + piece.panel * job.w.panel_bytes + strip * strip_bytes;
     const bool is_last = strip + strips == piece.strips.end;
@@ -230,7 +229,7 @@ void linear(const KernelSet& set, const PackedLinear& w, const Rows& x, const in
   uint8_t* expanded = expanded_bytes > 0 ? memory + acc_bytes + round_up(words_bytes, 64) : nullptr;
   uint8_t* words = memory + acc_bytes;
   const Job job{call, cut, shape, memory, words, reinterpret_cast<int32_t*>(words), expanded};
-  const int64_t pieces = shape.strips == 1 ? pieces_per_panel(w, threads) : 1, strips = kPanelStrips / pieces, n_pieces = pieces * w.n_panels;
+  const int64_t pieces = std::min(pieces_per_panel(w, threads), kPanelStrips / shape.strips), strips = kPanelStrips / pieces, n_pieces = pieces * w.n_panels;
   int64_t ready = -1;
   for (Tasks tasks(blocks * n_pieces, *w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
     const int64_t block = tasks.current() / n_pieces, begin = block * block_rows, end = std::min(m, begin + block_rows);

@@ -6,6 +6,8 @@
 #include <immintrin.h>
 
 #include <initializer_list>
+#include <type_traits>
+#include <utility>
 
 #include "avx512_math.h"
 
@@ -16,44 +18,52 @@ constexpr int kVectors = kPanelLanes / 16;
 constexpr int kUnroll = 4;  // steps between two rounds of prefetches
 constexpr int64_t kCacheLine = 64;
 
-// Reading ahead (see TileArgs) into L1 or L2, or not at all; `turn` is called once in every kUnroll steps.
-enum class Reach { none, l1, l2 };
-// Few rows: L2 takes more lines under way than L1 (Intel, two cores: 86 to 89 against 82 to 84 % of the bandwidth at one row of int4, 88 against 80 at
-// four of int8). Not tried on AMD, which has its own below: there a lone row does best by the processor's prefetchers.
-#if defined(__AVX512BF16__)
-constexpr Reach kFewReach = Reach::l1;
-#else
-constexpr Reach kFewReach = Reach::l2;
-#endif
+// Reading ahead (see TileArgs): not at all, into one cache, or into L2 far before and from there into L1 shortly before (`both`). `turn` is
+// called once in every kUnroll steps.
+// AMD: a lone row does best by the processor's prefetchers. From 6 rows on a bf16 or int8 tile computes about as long as the memory needs: it
+// reads further, into L2, and leaves L1 to x (10 to 15 points of the limit at 8 to 16 rows).
+// Intel: L2 takes more lines under way than L1. The dot products of several rows fill the scheduler before it has seen many lines, so that
+// loads which find their line in L2 still wait for it: asking for L1 too gave 5 rows of int8 7 % and one row of int4 6 % (Xeon, two cores).
+enum class Reach { none, l1, l2, both };
+constexpr int64_t ahead_bytes(Reach reach) { return reach == Reach::both ? 8192 : reach == Reach::l2 ? 6144 : 4096; }
+constexpr int64_t kNearBytes = 2048;  // of `both`, into L1
+
 template <int kStrips, Reach kReach>
 struct Ahead {
   const uint8_t* next;
+  const uint8_t* near;
   const uint8_t* next_strip;
   const int64_t strip_bytes;
   const int64_t lines;   // per turn, second way
   int64_t turns_left;    // in the own strips, first way
   const bool is_stream;
+  // Without a branch: GCC 12 keeps a tile's sums in memory behind one.
   Ahead(const TileArgs& args, int64_t turns, int64_t block_bytes)
-      : next(args.ahead_bytes != 0 ? args.strip + args.ahead_bytes : args.next),
+      : next(args.is_stream ? args.strip + ahead_bytes(kReach) : args.next),
+        near(args.strip + kNearBytes),
         next_strip(args.next_strip),
         strip_bytes(args.strip_bytes),
         lines((args.next_bytes / kCacheLine + turns - 1) / turns),
-        turns_left(turns - turns * args.ahead_bytes / block_bytes),
-        is_stream(args.ahead_bytes != 0) {}
+        turns_left(turns - turns * ahead_bytes(kReach) / block_bytes),
+        is_stream(args.is_stream) {}
   static inline void prefetch(const uint8_t* line) {
-    _mm_prefetch(reinterpret_cast<const char*>(line), kReach == Reach::l2 ? _MM_HINT_T1 : _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(line), kReach == Reach::l1 ? _MM_HINT_T0 : _MM_HINT_T1);
   }
   inline void line() {
     if constexpr (kReach == Reach::none) return;
     prefetch(next);
     next += kCacheLine;
+    near += kCacheLine;
   }
   inline void turn() {
     if constexpr (kReach == Reach::none) return;
     if (is_stream) {
       if (turns_left-- == 0) next = next_strip;
-      for (int step = 0; step < kUnroll; ++step, next += kCacheLine)
-        for (int v = 0; v < kStrips; ++v) prefetch(next + v * strip_bytes);
+      for (int step = 0; step < kUnroll; ++step, next += kCacheLine, near += kCacheLine)
+        for (int v = 0; v < kStrips; ++v) {
+          prefetch(next + v * strip_bytes);
+          if constexpr (kReach == Reach::both) _mm_prefetch(reinterpret_cast<const char*>(near + v * strip_bytes), _MM_HINT_T0);
+        }
     } else {
       for (int64_t line = 0; line < lines; ++line, next += kCacheLine) prefetch(next);
     }
@@ -83,19 +93,26 @@ inline void add_dot(__m512& sum, __m512i w, __m512i x) { add_dot_bf16(sum, w, x)
 #endif
 inline void add_dot(__m512i& sum, __m512i w, __m512i x) { add_dot_int8(sum, w, x); }
 
+template <typename Sum>
+constexpr bool kIsWhole = std::is_integral_v<std::remove_reference_t<decltype(std::declval<Sum>()[0])>>;
+
 // bf16 (Sum = __m512) and int8 (Sum = __m512i): one dot instruction per word and vector.
-template <typename Sum, int kRows, int kStrips, bool kInterleaved, Reach kFew = kFewReach>
+template <typename Sum, int kRows, int kStrips, bool kInterleaved, Reach kReach>
 void tile_dot(const TileArgs& args) {
-  Sum sums[kRows][kStrips];
+  // Whole numbers may be added in any order: where rows are few, two chains, as one waits for its own sums (5 cycles a step).
+  constexpr int kChains = kIsWhole<Sum> && kRows * kStrips <= 8 ? 2 : 1;
+  Sum sums[kChains][kRows][kStrips];
   Sum* acc = static_cast<Sum*>(args.acc);
 #pragma GCC unroll 24
   for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 4
-    for (int v = 0; v < kStrips; ++v) sums[row][v] = args.resume ? acc[row * kVectors + v] : Sum{};
+    for (int v = 0; v < kStrips; ++v) {
+      sums[kChains - 1][row][v] = Sum{};
+      sums[0][row][v] = args.resume ? acc[row * kVectors + v] : Sum{};
+    }
   const Words<kRows, kInterleaved> x(args);
   const uint8_t* w = args.strip;
   const int64_t strip_bytes = args.strip_bytes;
-  constexpr Reach kReach = kStrips > 1 ? Reach::l1 : kRows < kBalancedRows ? kFew : Reach::l2;
   Ahead<kStrips, kReach> ahead(args, args.units / kUnroll, args.units * kStepBytes);
   for (int64_t at = 0; at < args.units; at += kUnroll) {
     ahead.turn();
@@ -108,14 +125,17 @@ void tile_dot(const TileArgs& args) {
       for (int row = 0; row < kRows; ++row) {
         const __m512i word = x.get(row, at + step);
 #pragma GCC unroll 4
-        for (int v = 0; v < kStrips; ++v) add_dot(sums[row][v], lanes[v], word);
+        for (int v = 0; v < kStrips; ++v) add_dot(sums[step % kChains][row][v], lanes[v], word);
       }
     }
   }
 #pragma GCC unroll 24
   for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 4
-    for (int v = 0; v < kStrips; ++v) acc[row * kVectors + v] = sums[row][v];
+    for (int v = 0; v < kStrips; ++v) {
+      if constexpr (kChains == 2) sums[0][row][v] = _mm512_add_epi32(sums[0][row][v], sums[1][row][v]);
+      acc[row * kVectors + v] = sums[0][row][v];
+    }
 }
 
 // The heads of one int4 group, spread over the bytes of each lane's word.
@@ -141,7 +161,7 @@ struct Grid {
 
 // bf16 by fp32: on Intel an FMA does half the work of vdpbf16ps in a quarter of its time. Each word of W is widened to its two inputs,
 // first the even, then the odd; x comes widened.
-template <int kRows, int kStrips>
+template <int kRows, int kStrips, Reach kReach>
 void tile_widened(const TileArgs& args) {
   __m512 sums[kRows][kStrips];
   __m512* acc = static_cast<__m512*>(args.acc);
@@ -153,7 +173,7 @@ void tile_widened(const TileArgs& args) {
   const uint8_t* w = args.strip;
   const int64_t strip_bytes = args.strip_bytes;
   const __m512i odd = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-  Ahead<kStrips, (kStrips > 1 ? Reach::l1 : Reach::l2)> ahead(args, args.units / kUnroll, args.units * kStepBytes);
+  Ahead<kStrips, kReach> ahead(args, args.units / kUnroll, args.units * kStepBytes);
   for (int64_t at = 0; at < args.units; at += kUnroll) {
     ahead.turn();
 #pragma GCC unroll 4
@@ -450,23 +470,20 @@ void transpose_words(const uint32_t* words, int64_t stride, int64_t n_words, uin
 #include "gemm_groups_avx512.inl"
 #endif
 
-constexpr XForm form_of(bool interleaved) { return interleaved ? XForm::words : XForm::rows; }
-
-// A few rows by their pointers, more interleaved. From 7 rows on the address registers run short.
-#define DIPTYCH_NARROW(kFew, ...)                                                                          \
-  {                                                                                                        \
-    {1, 1, form_of(1 > kFew), __VA_ARGS__ 1, 1, (1 > kFew)>}, {2, 1, form_of(2 > kFew), __VA_ARGS__ 2, 1, (2 > kFew)>},  \
-    {3, 1, form_of(3 > kFew), __VA_ARGS__ 3, 1, (3 > kFew)>}, {4, 1, form_of(4 > kFew), __VA_ARGS__ 4, 1, (4 > kFew)>},  \
-    {5, 1, form_of(5 > kFew), __VA_ARGS__ 5, 1, (5 > kFew)>}, {6, 1, form_of(6 > kFew), __VA_ARGS__ 6, 1, (6 > kFew)>},  \
-    {8, 1, XForm::words, __VA_ARGS__ 8, 1, true>}, {10, 1, XForm::words, __VA_ARGS__ 10, 1, true>},                        \
-    {12, 1, XForm::words, __VA_ARGS__ 12, 1, true>}, {14, 1, XForm::words, __VA_ARGS__ 14, 1, true>},                      \
-    {16, 1, XForm::words, __VA_ARGS__ 16, 1, true>}, {18, 1, XForm::words, __VA_ARGS__ 18, 1, true>},                      \
-    {20, 1, XForm::words, __VA_ARGS__ 20, 1, true>}, {22, 1, XForm::words, __VA_ARGS__ 22, 1, true>},                      \
-    {24, 1, XForm::words, __VA_ARGS__ 24, 1, true>},                                                               \
+// A few rows by their pointers, more interleaved: from 7 rows on the address registers run short. kFew, kMany: how rows to 5 and from 6 on read ahead.
+#define DIPTYCH_TILE(n, reach, ...) {n, 1, (n > 6 ? XForm::words : XForm::rows), __VA_ARGS__ n, 1, (n > 6), reach>}
+#define DIPTYCH_NARROW(kFew, kMany, ...)                                                                                       \
+  {                                                                                                                            \
+    DIPTYCH_TILE(1, kFew, __VA_ARGS__), DIPTYCH_TILE(2, kFew, __VA_ARGS__), DIPTYCH_TILE(3, kFew, __VA_ARGS__),                \
+    DIPTYCH_TILE(4, kFew, __VA_ARGS__), DIPTYCH_TILE(5, kFew, __VA_ARGS__), DIPTYCH_TILE(6, kMany, __VA_ARGS__),               \
+    DIPTYCH_TILE(8, kMany, __VA_ARGS__), DIPTYCH_TILE(10, kMany, __VA_ARGS__), DIPTYCH_TILE(12, kMany, __VA_ARGS__),           \
+    DIPTYCH_TILE(14, kMany, __VA_ARGS__), DIPTYCH_TILE(16, kMany, __VA_ARGS__), DIPTYCH_TILE(18, kMany, __VA_ARGS__),          \
+    DIPTYCH_TILE(20, kMany, __VA_ARGS__), DIPTYCH_TILE(22, kMany, __VA_ARGS__), DIPTYCH_TILE(24, kMany, __VA_ARGS__),          \
   }
 
 #if !defined(__AVX512BF16__)
-#define DIPTYCH_WIDENED(rows) {rows, 1, XForm::widened, tile_widened<rows, 1>}
+// Few rows of bf16 take two strips: one chain of sums, whose order is fixed, takes 8 cycles a step.
+#define DIPTYCH_WIDENED(n) {n, (n > 6 ? 1 : 2), XForm::widened, tile_widened<n, (n > 6 ? 1 : 2), Reach::both>}
 #define DIPTYCH_NARROW_WIDENED                                                                                             \
   {                                                                                                                        \
     DIPTYCH_WIDENED(1), DIPTYCH_WIDENED(2), DIPTYCH_WIDENED(3), DIPTYCH_WIDENED(4), DIPTYCH_WIDENED(5), DIPTYCH_WIDENED(6), \
@@ -475,11 +492,9 @@ constexpr XForm form_of(bool interleaved) { return interleaved ? XForm::words : 
   }
 #endif
 
-// The same but for the tiles of one row and of 2 to 6 (or 5, where 6 are balanced).
-template <typename... Runs>
-constexpr Tiles with_few(Tiles tiles, Runs... runs) {
-  int at = 0;
-  ((tiles.narrow[at++].run = runs), ...);
+// The same but for the tile of one row.
+constexpr Tiles with_one(Tiles tiles, TileKernel run) {
+  tiles.narrow[0].run = run;
   return tiles;
 }
 
@@ -488,16 +503,17 @@ constexpr Tiles with_few(Tiles tiles, Runs... runs) {
 namespace DIPTYCH_ISA {
 
 #if defined(__AVX512BF16__)
-extern const Tiles kBf16Tiles = with_few({DIPTYCH_NARROW(6, tile_dot<__m512, ), {6, 4, XForm::rows, tile_dot<__m512, 6, 4, false>}},
-                                             tile_dot<__m512, 1, 1, false, Reach::none>);
+extern const Tiles kBf16Tiles = with_one({DIPTYCH_NARROW(Reach::l1, Reach::l2, tile_dot<__m512, ), {6, 4, XForm::rows, tile_dot<__m512, 6, 4, false, Reach::l1>}},
+                                         tile_dot<__m512, 1, 1, false, Reach::none>);
 extern const LinearKernels kLinear = {
     interleave_rows, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
     sum_groups, quantize_group, expand_int4,
 };
 #else
-extern const Tiles kBf16Tiles = {DIPTYCH_NARROW_WIDENED, {12, 2, XForm::widened, tile_widened<12, 2>}};
-extern const Tiles kInt8Tiles = {DIPTYCH_NARROW(6, tile_dot<__m512i, ), {6, 4, XForm::rows, tile_dot<__m512i, 6, 4, false>}};
-extern const Tiles kInt4Tiles = {DIPTYCH_NARROW(6, tile_int4<), {}};
+constexpr TileShape kWideInt8 = {6, 4, XForm::rows, tile_dot<__m512i, 6, 4, false, Reach::l1>};
+extern const Tiles kBf16Tiles = {DIPTYCH_NARROW_WIDENED, {12, 2, XForm::widened, tile_widened<12, 2, Reach::l1>}};
+extern const Tiles kInt8Tiles = {DIPTYCH_NARROW(Reach::both, Reach::both, tile_dot<__m512i, ), kWideInt8};
+extern const Tiles kInt4Tiles = {DIPTYCH_NARROW(Reach::both, Reach::l1, tile_int4<), {}};
 extern const LinearKernels kLinear = {
     interleave_rows, widen_rows, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
     sum_groups, quantize_group, expand_int4,
@@ -505,7 +521,7 @@ extern const LinearKernels kLinear = {
 extern const GroupTiles kGroupTiles = {
     {DIPTYCH_DIRECT(Codes::linear), DIPTYCH_DIRECT(Codes::linear16), DIPTYCH_DIRECT(Codes::table), DIPTYCH_DIRECT(Codes::bytes), DIPTYCH_DIRECT(Codes::wide)},
     {6, 2, tile_expanded<6, 2, false>}, {6, 2, tile_expanded<6, 2, true>}, ready_rows,
-    expand_groups, quantize_groups,
+    expand_groups, quantize_groups, {8, 2, tile_expanded<8, 2, false>},
 };
 #endif
 
@@ -513,9 +529,9 @@ extern const GroupTiles kGroupTiles = {
 
 #if !defined(__AVX512BF16__)
 namespace avx512 {  // its tiles of int8 and int4 need no BF16, so they are compiled here
-#define DIPTYCH_FEW_L1(...) __VA_ARGS__ 2, 1, false, Reach::l1>, __VA_ARGS__ 3, 1, false, Reach::l1>, __VA_ARGS__ 4, 1, false, Reach::l1>, __VA_ARGS__ 5, 1, false, Reach::l1>
-extern const Tiles kInt8Tiles = with_few(avx512_fma::kInt8Tiles, tile_dot<__m512i, 1, 1, false, Reach::none>, DIPTYCH_FEW_L1(tile_dot<__m512i, ));
-extern const Tiles kInt4Tiles = with_few(avx512_fma::kInt4Tiles, tile_int4<1, 1, false, Reach::none>, DIPTYCH_FEW_L1(tile_int4<), tile_int4<6, 1, false, Reach::l1>);
+extern const Tiles kInt8Tiles = with_one({DIPTYCH_NARROW(Reach::l1, Reach::l2, tile_dot<__m512i, ), avx512_fma::kWideInt8},
+                                         tile_dot<__m512i, 1, 1, false, Reach::none>);
+extern const Tiles kInt4Tiles = with_one({DIPTYCH_NARROW(Reach::l1, Reach::l1, tile_int4<), {}}, tile_int4<1, 1, false, Reach::none>);
 }  // namespace avx512
 #endif
 

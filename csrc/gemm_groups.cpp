@@ -159,10 +159,10 @@ void run_expanded(const Job& job, int thread, int threads) {
     auto count = [&](int64_t group) { return std::min(per_block, job.groups - group); };
     Block block{tasks.current() % panels, 0, 0, count(0)};
     for (int64_t left = kPanelStrips / job.tile.strips * ((job.groups + per_block - 1) / per_block); left > 0; --left) {
-      Block next = block;
-      next.group += per_block;
-      if (next.group >= job.groups) next.group = 0, next.strip += job.tile.strips;
-      if (next.strip == kPanelStrips) next.strip = 0, next.panel = tasks.following() % panels;
+      Block next = block;  // all strips of some groups before the next groups: that part of x stays in L2, all of K may not
+      next.strip += job.tile.strips;
+      if (next.strip == kPanelStrips) next.strip = 0, next.group += per_block;
+      if (next.group >= job.groups) next.group = 0, next.panel = tasks.following() % panels;
       next.count = count(next.group);
       run_block(job, block, next, {begin, end});
       block = next;
@@ -175,6 +175,11 @@ bool is_direct(const PackedLinear& w, const GroupTiles& tiles, int64_t m) {
   return m <= kDirectPasses * kDirectRows && direct_tile(tiles, w.shape, 1) != nullptr;
 }
 
+const ExpandedTile& tile_of(const LinearShape& shape, const GroupTiles& tiles) {
+  const bool is_long = shape.group == kMaxGroup && tiles.expanded_long.run != nullptr;
+  return shape.wide ? tiles.expanded_wide : is_long ? tiles.expanded_long : tiles.expanded;
+}
+
 // Parts of a thread's memory for a call of m rows, in bytes; acc, steps, two of scales, three of pointers, rows.
 struct Memory {
   int64_t acc, steps, scales, pointers, rows;
@@ -182,7 +187,7 @@ struct Memory {
 };
 
 Memory memory_of(const PackedLinear& w, const GroupTiles& tiles, int64_t m) {
-  const ExpandedTile& tile = w.shape.wide ? tiles.expanded_wide : tiles.expanded;
+  const ExpandedTile& tile = tile_of(w.shape, tiles);
   const int64_t block_rows = std::min(m, kBlockRows) + kMaxTileRows;
   return {block_rows * kPanelLanes * 4, tile.strips * kExpandedBytes, tile.strips * kExpandedScales * 4, round_up(block_rows * 8, kStepBytes),
           is_direct(w, tiles, m) ? 0 : block_rows * (w.k_padded / w.shape.group) * static_cast<int64_t>(sizeof(RowOfGroup))};
@@ -195,7 +200,7 @@ int64_t group_scratch_bytes(const KernelSet& set, const LinearShape& shape, int6
 }
 
 void linear_by_groups(const LinearCall& call, const GroupTiles& tiles, int thread, int threads) {
-  const ExpandedTile& tile = call.w.shape.wide ? tiles.expanded_wide : tiles.expanded;
+  const ExpandedTile& tile = tile_of(call.w.shape, tiles);
   const Memory memory = memory_of(call.w, tiles, call.m);
   uint8_t* next = linear_scratch(memory.bytes());
   auto take = [&](auto*& part, int64_t bytes) { part = reinterpret_cast<std::decay_t<decltype(part)>>(next), next += bytes; };

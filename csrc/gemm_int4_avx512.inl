@@ -2,7 +2,7 @@
 
 // int4, the whole K. Sums of whole numbers may be cut at will, so few rows take the nibbles as they are and weigh each group's sum:
 // sum (unit q + zero) x = unit sum q x + zero sum x. That is a few operations a row and group.
-template <int kRows, Reach kFew>
+template <int kRows, Reach kReach>
 void tile_int4_few(const TileArgs& args) {
   __m512i sums[kRows];
 #pragma GCC unroll 8
@@ -10,7 +10,7 @@ void tile_int4_few(const TileArgs& args) {
   const Words<kRows, false> x(args);
   const int64_t words = args.group / 4, step_bytes = args.group / 8 * kStepBytes;
   const uint8_t *w = args.strip, *heads = w;
-  Ahead<1, kFew> ahead(args, args.units * (words / 8), args.units * step_bytes);
+  Ahead<1, kReach> ahead(args, args.units * (words / 8), args.units * step_bytes);
   int64_t at = 0;
   for (int64_t group = 0; group < args.units; ++group) {
     if (group % 2 == 0) {
@@ -49,10 +49,10 @@ void tile_int4_few(const TileArgs& args) {
 }
 
 // More rows: each step becomes two vectors of int8 in registers, for all of them.
-template <int kRows, int kStrips, bool kInterleaved, Reach kFew = kFewReach>
+template <int kRows, int kStrips, bool kInterleaved, Reach kReach>
 void tile_int4(const TileArgs& args) {
   static_assert(kStrips == 1);
-  if constexpr (!kInterleaved) return tile_int4_few<kRows, kFew>(args);
+  if constexpr (!kInterleaved) return tile_int4_few<kRows, kReach>(args);
   constexpr int kChains = kRows <= 8 ? 2 : 1;
   __m512i sums[kChains][kRows];
 #pragma GCC unroll 2
@@ -62,7 +62,7 @@ void tile_int4(const TileArgs& args) {
   const Words<kRows, kInterleaved> x(args);
   const int64_t words = args.group / 4, step_bytes = args.group / 8 * kStepBytes;
   const uint8_t *w = args.strip, *heads = w;
-  Ahead<1, Reach::l1> ahead(args, args.units * (words / 8), args.units * step_bytes);
+  Ahead<1, kReach> ahead(args, args.units * (words / 8), args.units * step_bytes);
   int64_t at = 0;
   for (int64_t group = 0; group < args.units; ++group) {
     if (group % 2 == 0) {

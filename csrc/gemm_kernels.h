@@ -25,13 +25,6 @@ constexpr int64_t kHeadBytes = kStripLanes * 2;       // unit and zero of one in
 constexpr int64_t kMaxGroup = 128;                    // the largest group of any format
 constexpr int kMaxTileRows = 24;                      // the highest register tile of any set
 
-// How far a tile that takes W from memory reads ahead. From kBalancedRows on a bf16 or int8 tile computes about as long as the
-// memory needs: it reads further, into L2, and leaves L1 to x (10 to 15 points of the limit at 8 to 16 rows). Where fewer rows
-// read to is a set's own (Reach in gemm_avx512.inl).
-constexpr int kBalancedRows = 6;
-constexpr int64_t kAheadBytes = 4096;
-constexpr int64_t kBalancedAheadBytes = 6144;
-
 // One register tile: rows x (16 * strips) lanes over one block of K. acc [rows][64] (row stride 64, whatever the strips) is fp32
 // (bf16) or int32 (int8, int4), 64-byte aligned; with resume it holds the partial sums of the earlier blocks of K, otherwise
 // it is only written. int4 tiles take the whole K.
@@ -45,9 +38,9 @@ struct TileArgs {
   int64_t group;                          // int4
   void* acc;
   bool resume;
-  // Reading ahead, in one of two ways. A tile that takes W from memory in one pass runs `ahead_bytes` before itself in each
+  // Reading ahead, in one of two ways. A tile that takes W from memory in one pass (a stream) runs some KiB before itself in each
   // strip and turns to next_strip where its own ends; tiles that share W in cache bring in [next, next + next_bytes) between them.
-  int64_t ahead_bytes;        // multiple of 64; 0: the second way
+  bool is_stream;
   const uint8_t* next_strip;  // first strip of the following tile
   const uint8_t* next;
   int64_t next_bytes;
@@ -205,6 +198,7 @@ struct GroupTiles {
   ReadyRows ready;
   ExpandGroups expand;
   QuantizeGroups quantize;
+  ExpandedTile expanded_long = {};  // for groups of kMaxGroup, where another tile is best for them
 };
 
 // rows [count] of n_words words each -> out [n_words][tile_rows], zero where row >= count.
@@ -248,7 +242,7 @@ using SumGroups = void (*)(const int8_t* x, int64_t group, int64_t groups, int32
 // One weight format's. Every shape gives the same bits. int4 has no wide shape, and where it has no narrow one either, or too many
 // rows for them, it is expanded to int8 first.
 struct Tiles {
-  TileShape narrow[kMaxShapes];  // one strip wide, ascending rows, ended by rows == 0: W passes once, as one stream
+  TileShape narrow[kMaxShapes];  // one strip wide (or two), ascending rows, ended by rows == 0: W passes once, as one stream
   TileShape wide;                // for many rows: the best reuse of W from cache
   const MatrixTiles* matrix = nullptr;  // instead of both from its least_rows on
 };

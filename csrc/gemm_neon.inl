@@ -30,8 +30,9 @@ constexpr uint8_t kWeightFlip = 0;  // products of u8 and s8
 constexpr uint8_t kWeightFlip = 0x80;
 #endif
 
+constexpr int64_t kAheadBytes = 4096;
 inline void read_ahead(const uint8_t* w, int64_t at, const TileArgs& args) {
-  if (args.ahead_bytes != 0) __builtin_prefetch(w + at + args.ahead_bytes, 0, 3);
+  if (args.is_stream) __builtin_prefetch(w + at + kAheadBytes, 0, 3);
 }
 
 inline int32_t word_at(const uint8_t* x) {

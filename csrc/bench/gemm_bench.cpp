@@ -64,9 +64,9 @@ Ceilings measure_ceilings(ThreadPool& pool, const PageBuffer& buffer) {
 
 struct ModelShape {
   const char* name;
-  int64_t hidden, ffn, qkv;
+  int64_t hidden, ffn, qkv, vocabulary;
 };
-constexpr ModelShape kShapes[] = {{"0.5b", 896, 4864, 1152}, {"1b", 2048, 8192, 3072}};
+constexpr ModelShape kShapes[] = {{"0.5b", 896, 4864, 1152, 151936}, {"1b", 2048, 8192, 3072, 128256}};
 
 struct Layer {
   PackedLinear qkv, out, gate_up, down;
@@ -161,6 +161,61 @@ double pass_s(ThreadPool& pool, const ModelShape& shape, const Model& model, con
   });
 }
 
+// Each linear layer by itself, as many copies as no cache holds, the numbers of rows in turns: what more rows cost beside the first.
+struct LayerShape {
+  const char* name;
+  int64_t n, k;
+  bool gated;
+};
+
+struct Copies {
+  Model model;
+  std::vector<PackedLinear> views;
+};
+
+Copies make_copies(ThreadPool& pool, const LayerShape& layer, Format format, int64_t group, bool wide, int64_t bytes) {
+  Copies copies;
+  while (copies.model.bytes < bytes)
+    copies.views.push_back(make_linear(pool, copies.model, {format, layer.n, layer.k, group, layer.gated, false, {}, wide}));
+  return copies;
+}
+
+struct LayerBuffers {
+  PageBuffer memory;
+  Rows x;
+  float* out;
+};
+
+LayerBuffers make_layer_buffers(const PackedLinear& w, int64_t m) {
+  LayerBuffers buffers;
+  const RowsKind kind = rows_kind(w.shape);
+  const int64_t x_bytes = (rows_bytes(kind, m, w.shape.k) + 4095) / 4096 * 4096, out_bytes = m * w.n_outputs * 4;
+  buffers.memory = PageBuffer(x_bytes + out_bytes);
+  buffers.x = view_rows(kind, m, w.shape.k, buffers.memory.data());
+  buffers.out = reinterpret_cast<float*>(buffers.memory.data() + x_bytes);
+  std::vector<float> x(m * w.shape.k);
+  for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>((i * 7919) % 2001) * 1e-3f - 1.0f;
+  prepare_rows(kSet, buffers.x, x.data(), w.shape.k, 0, m);
+  return buffers;
+}
+
+double layer_s(ThreadPool& pool, const Copies& copies, const LayerBuffers& b) {
+  const double start = now_s();
+  pool.run([&](int thread, int threads) {
+    const Epilogue store{Store::f32, Activation::silu, b.out, copies.views[0].n_outputs, nullptr, nullptr};
+    for (size_t i = 0; i < copies.views.size(); ++i) {
+      linear(kSet, copies.views[i], b.x, nullptr, b.x.m, store, thread, threads);
+      meet(pool, first_weights(copies.views[(i + 1) % copies.views.size()], thread, threads));
+    }
+  });
+  return (now_s() - start) / static_cast<double>(copies.views.size());
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
 struct Options {
   std::string shape = "0.5b";
   int threads = 0;
@@ -169,6 +224,7 @@ struct Options {
   int repeats = 5;
   std::vector<int64_t> rows = {1, 2, 4, 8, 12, 16, 24, 32, 64, 512, 2048};
   std::vector<std::string> formats = {"bf16", "int8", "int4"};
+  std::vector<std::string> layers;  // each by itself; none: whole layers of the model
 };
 
 Format format_of(const std::string& name) {
@@ -220,6 +276,31 @@ void run_format(ThreadPool& pool, const ModelShape& shape, const std::string& na
   }
 }
 
+void run_layers(ThreadPool& pool, const ModelShape& shape, const std::string& name, const Options& options) {
+  const LayerShape layers[] = {{"qkv", shape.qkv, shape.hidden, false},
+                               {"out", shape.hidden, shape.hidden, false},
+                               {"gate_up", 2 * shape.ffn, shape.hidden, true},
+                               {"down", shape.hidden, shape.ffn, false},
+                               {"head", shape.vocabulary, shape.hidden, false}};
+  for (const LayerShape& layer : layers) {
+    if (std::find(options.layers.begin(), options.layers.end(), layer.name) == options.layers.end()) continue;
+    const Copies copies = make_copies(pool, layer, format_of(name), options.group, name == "group8w", options.megabytes << 20);
+    std::vector<LayerBuffers> buffers;
+    for (int64_t m : options.rows) buffers.push_back(make_layer_buffers(copies.views[0], m));
+    std::vector<std::vector<double>> seconds(options.rows.size());
+    for (int i = 0; i < options.repeats; ++i)
+      for (size_t at = 0; at < buffers.size(); ++at) seconds[at].push_back(layer_s(pool, copies, buffers[at]));
+    const double bytes = static_cast<double>(copies.model.bytes) / static_cast<double>(copies.views.size());
+    std::printf("%-5s %-6s %-7s", shape.name, name.c_str(), layer.name);
+    for (size_t at = 0; at < buffers.size(); ++at) {
+      const double taken = median(seconds[at]);
+      std::printf("  %ld: %.1f us %.1f GB/s %.3f", options.rows[at], taken * 1e6, bytes / taken * 1e-9, taken / median(seconds[0]));
+    }
+    std::printf("\n");
+    std::fflush(stdout);
+  }
+}
+
 Options parse(int argc, char** argv) {
   Options options;
   for (int i = 1; i + 1 < argc; i += 2) {
@@ -231,6 +312,7 @@ Options parse(int argc, char** argv) {
     if (key == "--megabytes") options.megabytes = std::atoi(value.c_str());
     if (key == "--repeats") options.repeats = std::atoi(value.c_str());
     if (key == "--formats") options.formats = split(value);
+    if (key == "--layers") options.layers = split(value);
     if (key == "--rows") options.rows = whole_numbers(value);
   }
   return options;
@@ -247,7 +329,8 @@ int main_(int argc, char** argv) {
   std::printf("%-5s %-5s %5s %10s %7s %6s %8s %6s %8s\n", "shape", "fmt", "rows", "us/layer", "GB/s", "", "Gop/s", "", "of limit");
   for (const ModelShape& shape : kShapes)
     if (options.shape == shape.name)
-      for (const std::string& format : options.formats) run_format(pool, shape, format, options, buffer);
+      for (const std::string& format : options.formats)
+        options.layers.empty() ? run_format(pool, shape, format, options, buffer) : run_layers(pool, shape, format, options);
   return 0;
 }
 
