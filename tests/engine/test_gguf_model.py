@@ -88,6 +88,7 @@ def test_the_folder_of_one_file_and_a_split_file_are_the_model_too(whole: Path, 
     write_bundled(tmp_path / "split.gguf", split_max_tensors=20)
     parts = sorted(tmp_path.glob("*.gguf"))
     assert len(parts) > 2
+    assert {find_model(str(part)).name for part in parts} == {"split"}  # it was called by the part that was named
     assert answer(str(parts[0])) == answer(str(tmp_path)) == answer(str(whole.parent))
     parts[1].rename(tmp_path / "elsewhere")
     with pytest.raises(LoadError, match=f"1 of {len(parts)} parts are missing"):

@@ -21,7 +21,7 @@ from typing import Any
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.gguf_architectures import DEEPSEEK_V2, USUAL, GgufArchitecture, architecture_of
-from diptych.models.gguf_file import GgufArray, GgufFile, GgufTensor, open_gguf
+from diptych.models.gguf_file import PART, GgufArray, GgufFile, GgufTensor, open_gguf
 from diptych.models.read import read_model
 from diptych.models.spec import ModelSpec
 
@@ -371,8 +371,8 @@ def joined_place(place: Place, n_rows: int, tensors: Mapping[str, GgufTensor]) -
 
 def load_gguf_spec(path: Path) -> ModelSpec:
     """The model of a GGUF file, as the planner sees it. LoadError where it holds another number of parameters than it says."""
-    file = open_gguf(path)
-    return read_model(HfConfig(read_config(file), path=str(path)), name=path.stem)
+    file, part = open_gguf(path), PART.match(path.name)
+    return read_model(HfConfig(read_config(file), path=str(path)), name=path.stem if part is None else part["stem"])
 
 
 def is_beside(name: str, file: GgufFile) -> bool:
