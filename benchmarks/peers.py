@@ -49,7 +49,6 @@ CASES: dict[str, tuple[int, int]] = {
 # two engines that quantise differently still agree this well; a wrong graph does not
 LEAST_CORRELATION = {"bf16": 0.999, "int8": 0.99, "int4": 0.7}
 PROBES = 2048
-WARM_PROMPT = 128  # tokens at most of each prompt that warms an engine up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +213,7 @@ class SideBySide:
         return found
 
     def settle(self, cases: Sequence[str], *, new_tokens: int) -> None:
-        """Each peer's fastest settings, tried in the shape of `single` where nobody has yet, and a short run of each case."""
+        """Each peer's fastest settings, tried in the shape of `single` where nobody has yet, and each case once to warm up."""
         for name, peer in self._peers.items():
             facts = self.peer_facts[name]
             key = f"{facts['engine']} {facts['version']}, {self._weights}, {self.threads} threads, {new_tokens} tokens"
@@ -225,15 +224,15 @@ class SideBySide:
                 self._trials.keep(key, tried)
             fastest = self._ways[name] = fastest_of(tried)
             facts |= {"fastest": asdict(fastest), "tried": {way: asdict(trial) for way, trial in tried.items()}}
-            for length, batch in (CASES[case] for case in cases if case in CASES):
-                ways = list(dict.fromkeys((fastest.prefill, fastest.decode)))
-                peer.ask("warm", prompts=self._prompts(min(length, WARM_PROMPT), batch), ways=ways)
+            ways = list(dict.fromkeys((fastest.prefill, fastest.decode, fastest.total)))
+            for shape in dict.fromkeys(case if case in CASES else "batch16" for case in cases):
+                peer.ask("warm", prompts=self._prompts(*CASES[shape]), ways=ways)
 
     def _try(self, name: str, way: str, new_tokens: int) -> Trial:
         length, batch = CASES["single"]
         console.print(f"trying {name}, {self._weights}: {way}")
         prompts = self._prompts(length, batch)
-        self._peers[name].ask("warm", prompts=[prompt[:WARM_PROMPT] for prompt in prompts], ways=[way])
+        self._peers[name].ask("warm", prompts=prompts, ways=[way])  # the first time takes OpenVINO twice as long
         run = self._peers[name].ask("run", prompts=prompts, new_tokens=new_tokens, way=way)
         return Trial(
             prefill_tokens_per_s=batch * length / run["prefill_s"],
@@ -332,7 +331,9 @@ def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", default="qwen2.5-0.5b", choices=shapes)
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--weights", nargs="+", default=["int8", "int4", "bf16"], choices=list(LEAST_CORRELATION))
-    parser.add_argument("--cases", nargs="+", default=[*CASES, MIX], choices=[*CASES, MIX])
+    parser.add_argument(
+        "--cases", nargs="+", default=[(name, None) for name in (*CASES, MIX)], type=case_of, metavar="CASE[:TURNS]"
+    )
     parser.add_argument("--new-tokens", type=int, default=32, help="written per sequence, at least 2")
     parser.add_argument("--repeat", type=int, default=3, help="turns of each engine; medians are reported")
     parser.add_argument("--threads", type=int, help="of each engine (default: the CPUs this process may use)")
@@ -356,7 +357,18 @@ def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.new_tokens < 2 or arguments.repeat < 1:
         parser.error("--new-tokens must be at least 2 and --repeat at least 1")
+    arguments.cases = {name: turns or arguments.repeat for name, turns in arguments.cases}
     return arguments
+
+
+def case_of(text: str) -> tuple[str, int | None]:
+    """A case, and its own number of turns where one is said: "single:5"."""
+    name, _, turns = text.partition(":")
+    if name not in (*CASES, MIX):
+        raise argparse.ArgumentTypeError(f"the case is {name!r}; there are {', '.join((*CASES, MIX))}")
+    if turns and not (turns.isdecimal() and int(turns) >= 1):
+        raise argparse.ArgumentTypeError(f"the turns of {name} are {turns!r}; at least 1 is needed")
+    return name, int(turns) if turns else None
 
 
 def command_of(name: str, environments: Path) -> list[str]:
@@ -431,12 +443,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             facts["logits_correlation"][weights] = together.check()
             if arguments.prepare:
                 continue
-            together.settle(arguments.cases, new_tokens=arguments.new_tokens)
-            for case in arguments.cases:
+            together.settle(list(arguments.cases), new_tokens=arguments.new_tokens)
+            for case, repeats in arguments.cases.items():
                 console.print(f"{weights}, {case}")
-                rounds = together.measure(
-                    case, new_tokens=arguments.new_tokens, repeats=arguments.repeat, kept=measured
-                )
+                rounds = together.measure(case, new_tokens=arguments.new_tokens, repeats=repeats, kept=measured)
                 for point, turns in rounds:
                     measured.setdefault(point, []).extend(turns)
                     if arguments.add_to is not None:  # at once, as a run may be cut short

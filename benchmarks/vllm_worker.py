@@ -2,7 +2,8 @@
 
 bf16 is the checkpoint itself. int8 and int4 are copies in compressed-tensors' forms, rounded to the nearest, which needs no
 calibration: w8a8 (weights per channel, activations per token) and w4a16 (groups of 128), the head among them; made once and
-kept in DIR/vllm-WEIGHTS. The engine is stepped from here, with its default compilation and processes, tcmalloc preloaded.
+kept in DIR/vllm-WEIGHTS. The engine is stepped from here, with its default compilation and processes, tcmalloc and the OpenMP
+that it asks for preloaded.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from peer_worker import PeerWorker, made_once, serve
 from safetensors.torch import load_file, save_file
 from vllm import EngineArgs, LLMEngine, SamplingParams
 
-STEP_TOKENS = 8192  # of one step: a prompt of any case is read whole
+STEP_TOKENS = 2048  # of one step: a prompt of any case is read whole, and its start, which runs such a step, is short
 LONGEST = 4096  # tokens of a sequence
 CACHE_GB = 4
 GROUP = 128  # weights of int4 that share a scale
@@ -94,6 +95,11 @@ def tcmalloc() -> str:
     return found
 
 
+def intel_openmp() -> list[str]:
+    """Comes with vLLM where it has one, which is on x86-64."""
+    return [str(path) for path in Path(sys.prefix, "lib").glob("libiomp5.so")]
+
+
 class Vllm(PeerWorker):
     """One engine, stepped by hand."""
 
@@ -112,7 +118,7 @@ class Vllm(PeerWorker):
             "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
-            "LD_PRELOAD": tcmalloc(),
+            "LD_PRELOAD": ":".join([tcmalloc(), *intel_openmp()]),
         }
         os.environ.update(settings)  # vLLM and its processes read them when they start
         arguments = EngineArgs(

@@ -196,6 +196,15 @@ def test_a_peer_without_its_package_is_refused_with_what_installs_it(tmp_path):
         peers.command_of("vllm", tmp_path)
 
 
+def test_a_case_may_have_turns_of_its_own(capsys):
+    assert peers.arguments_of(["--cases", "single:5", "mix", "--repeat", "2"]).cases == {"single": 5, "mix": 2}
+    assert peers.arguments_of([]).cases == dict.fromkeys(("single", "long", "batch16", "mix"), 3)
+    for wrong, said in (("twice", "there are single, long"), ("single:0", "at least 1")):
+        with pytest.raises(SystemExit):
+            peers.arguments_of(["--cases", wrong])
+        assert said in capsys.readouterr().err
+
+
 def test_what_a_peer_lacks_is_said():
     notes = peers.left_out(["openvino", "onnxruntime"], ["bf16", "int8", "single", "mix"])
     assert [note.partition(":")[0] for note in notes] == ["onnxruntime is not measured in mix"]
