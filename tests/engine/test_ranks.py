@@ -283,6 +283,24 @@ def test_a_linked_rank_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyP
     other.communicate(timeout=10)
 
 
+def test_a_message_that_nobody_reads_ends_with_the_rank() -> None:
+    """Rank 0 waited STEP_S for a rank that fell silent behind a step, before it asked for its next message."""
+    address = free_address()
+    other = threading.Thread(target=lambda: carriers.append(Carrier(address, 1, 2)))
+    carriers: list[Carrier] = []
+    other.start()
+    carrier = Carrier(address, 0, 2)
+    other.join()
+    posted: list[bool] = []
+    post = threading.Thread(target=lambda: posted.append(carrier.post(linked.STEP, b"a step")))
+    post.start()
+    carrier.give_up()
+    post.join(linked.STEP_S / 2)
+    carrier.end()
+    assert posted == [False]
+    assert carrier.error == "a rank was given up"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("victim", [0, 1])

@@ -294,6 +294,7 @@ def read_all(url: str, path: str, out: list[str]) -> None:
 def test_a_crash_ends_every_stream_with_an_error_of_its_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never quietly: the last event says what happened, in the words that the client reads."""
     monkeypatch.setitem(os.environ, "CRASH_AT_STEP", "40")
+    monkeypatch.setitem(os.environ, "CRASH_WITH", str(len(PROTOCOLS)))
     script = Path(__file__).parent / "crashing_server.py"
     assert sys.executable
     with ServerProcess("--max-queue-s", "0", "--kv-memory-bytes", "67108864", script=script) as process:

@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import queue
 import re
 import socket
 import struct
@@ -58,6 +59,9 @@ class Carrier:
         self.error = ""
         self.is_ending = threading.Event()
         self._is_given_up = threading.Event()
+        self._to_send: queue.SimpleQueue[list[torch.Tensor] | None] = queue.SimpleQueue()
+        self._sent: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
+        self._sender: threading.Thread | None = None
         self._kind = int(Verb.LOAD)
         self._token = torch.zeros(1, dtype=torch.uint8)
         self._store = _store(host, port, number, size, join_s)
@@ -165,12 +169,35 @@ class Carrier:
         if len(data) > len(begin):
             pieces.append(torch.frombuffer(bytearray(data[len(begin) :]), dtype=torch.uint8))
 
-        def send() -> None:
-            for piece in pieces:
-                for work in [self._calls.send([piece], other, 0) for other in range(1, self.size)]:
-                    work.wait(timedelta(seconds=STEP_S))  # who has met at the last message reads the next
+        return self._try(lambda: self._send(pieces))
 
-        return self._try(send)
+    def _send(self, pieces: list[torch.Tensor]) -> None:
+        """Until all ranks read them, or one is given up. By a thread of its own: nothing ends the wait for a reader who fell
+        silent before it asked, and a wait in pieces closes all connections.
+        """
+        if self._sender is None:
+            self._sender = threading.Thread(target=self._send_each, daemon=True, name="diptych-sender")
+            self._sender.start()
+        self._to_send.put(pieces)
+        while not self._is_given_up.is_set():
+            with contextlib.suppress(queue.Empty):
+                error = self._sent.get(timeout=LOOK.total_seconds())
+                if error is not None:
+                    raise error
+                return
+        raise RuntimeError("a rank was given up")
+
+    def _send_each(self) -> None:
+        """What comes to be sent, until None comes."""
+        for pieces in iter(self._to_send.get, None):
+            error = None
+            try:
+                for piece in pieces:
+                    for work in [self._calls.send([piece], other, 0) for other in range(1, self.size)]:
+                        work.wait(timedelta(seconds=STEP_S))  # who has met at the last message reads the next
+            except RuntimeError as failure:
+                error = failure
+            self._sent.put(error)
 
     def next(self) -> tuple[int, bytes] | None:
         """Rank 0's next message, however long it takes."""
@@ -220,6 +247,10 @@ class Carrier:
     def give_up(self) -> None:
         """A rank is gone: whoever waits for it here stops, at the latest after LOOK. It may have closed nothing."""
         self._is_given_up.set()
+
+    def end(self) -> None:
+        """Nothing is sent any more."""
+        self._to_send.put(None)
 
     def say_error(self, text: str) -> None:
         """Where rank 0 finds it, if that is still there."""
@@ -325,8 +356,9 @@ class LinkedRanks(Ranks):
 
 def _end_linked(watch: Any, team: Any, fd: int, carrier: Carrier) -> None:
     watch.is_ending = True
-    carrier.is_ending.set()
+    carrier.is_ending.set()  # whoever closes now is not lost
     if not team.is_broken:
         carrier.post(int(Verb.END), b"")
+    carrier.end()
     team.break_up()
     os.close(fd)
