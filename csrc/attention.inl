@@ -180,7 +180,7 @@ DIPTYCH_INLINE F32 weigh_scores(const float* scores, Input* weights, const Span&
   F32 sum = zero();
   Ahead::Cursor cursor = ahead.cursor;
   for (int64_t g = seen.first; g < seen.end; ++g) {
-    cursor.weighed(steps);
+    cursor.step(steps);
     F32 p = weight_exp2_lanes(fma(load(scores + g * 16), factor, shift));
     sum = add(sum, p);
     if (value_scales) p = mul(p, load(value_scales + g * 16));
@@ -199,7 +199,7 @@ DIPTYCH_INLINE F32 weigh_scores_whole(const float* scores, uint16_t* weights, co
   F32 sum = zero();
   Ahead::Cursor cursor = ahead.cursor;
   for (int64_t g = seen.first; g < seen.end; ++g) {
-    cursor.weighed(steps);
+    cursor.step(steps);
     const F32 p = weight_exp2_lanes(fma(load(scores + g * 16), factor, shift));
     sum = add(sum, p);
     store_i16(weights + g * 16, mul(p, mul(load(value_scales + g * 16), levels)));
@@ -319,10 +319,8 @@ DIPTYCH_INLINE int64_t turns_of(int64_t rows) { return (rows + kRows - 1) / kRow
 // Steps of the work on a tile: a vector that is multiplied is one, and weighing 16 keys takes a row as long as so many products.
 constexpr int64_t kStepsToWeigh = 17;
 
-// Many turns take long enough that all lines are asked for while keys are weighed: asking in the products too made them a twentieth slower.
-DIPTYCH_INLINE void start(Ahead& ahead, const Span& span, int64_t d, int64_t dv, int64_t rows) {
-  const int64_t turns = turns_of(rows), vectors = (span.end - span.first) * turns;
-  ahead.start(turns < kManyTurns ? vectors * (d / 2 + dv / 2) : 0, vectors * kStepsToWeigh);
+DIPTYCH_INLINE int64_t steps_of(const Span& span, int64_t d, int64_t dv) {
+  return (span.end - span.first) * (d / 2 + dv / 2 + kStepsToWeigh);
 }
 
 // A cache of bytes: the tile's keys and values as bf16 or whole numbers, exact; their scales go to scores and weights.
@@ -518,9 +516,10 @@ static void attention(const AttentionCall& call, const AttentionTask& task, cons
     }
     Ahead ahead;
     tile.ahead = &ahead;
-    if (after) {
+    // Many turns take so long that the processor's own prefetchers do: asking made prompts of 512 tokens a tenth slower.
+    if (after && turns_of(rows.n) < kManyTurns) {
       find_next(*after, after_token, ahead);
-      start(ahead, tile.span, d, dv, rows.n);
+      ahead.start(steps_of(tile.span, d, dv) * turns_of(rows.n));
     }
     if (call.kv.shape.format != KvFormat::bf16)
       widen_tile(view, scratch, rows.n, tile);

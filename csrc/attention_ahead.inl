@@ -14,11 +14,10 @@ class Ahead {
     lines_ += (end - last.end) / kLine;
     last.end = end;
   }
-  // All of it within so many steps of products and of weighing.
-  void start(int64_t products, int64_t weighing) {
+  // All of it within so many steps.
+  void start(int64_t steps) {
     if (n_ == 0) return;
-    const int64_t pace = (lines_ * kShares + products + weighing - 1) / (products + weighing);
-    cursor = {this, {}, 0, 0, products != 0 ? pace : 0, pace, 0};
+    cursor = {this, {}, 0, 0, (lines_ * kShares + steps - 1) / steps, 0};
     if (n_ <= kAtOnce / 2) cut_pieces(kAtOnce / n_);
     cursor.take(next_stretch());
   }
@@ -30,21 +29,16 @@ class Ahead {
   struct Cursor {
     Ahead* ahead;
     Stretch stretch;
-    int64_t place, offset;             // the next line of the stretch
-    int64_t product_pace, weigh_pace;  // shares of a line for a step
-    int64_t due;                       // and of the steps made
-
-    DIPTYCH_FORCED void multiplied(int64_t steps) { go(product_pace * steps); }
-    DIPTYCH_FORCED void weighed(int64_t steps) { go(weigh_pace * steps); }
+    int64_t place, offset;  // the next line of the stretch
+    int64_t pace, due;      // shares of a line: for a step, and of the steps made
 
     DIPTYCH_FORCED void take(Stretch next) {
       stretch = next, offset = 0;
-      if (next.bytes == 0) product_pace = weigh_pace = due = 0;  // all is asked for
+      if (next.bytes == 0) pace = due = 0;  // all is asked for
     }
 
-   private:
-    DIPTYCH_FORCED void go(int64_t shares) {
-      for (due += shares; due >= kShares; due -= kShares) {
+    DIPTYCH_FORCED void step(int64_t steps) {
+      for (due += pace * steps; due >= kShares; due -= kShares) {
         __builtin_prefetch(ahead->at_once_[place] + offset, 0, 2);
         if (++place != stretch.places) continue;
         place = 0;

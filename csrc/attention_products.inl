@@ -56,7 +56,7 @@ DIPTYCH_INLINE void score_columns(const InputOf<Kind>* q, int64_t d, const uint1
   for (int r = 0; r < R; ++r)
     for (int z = 0; z < Z; ++z) clear(acc[r][z]);
   for (int64_t i = 0; i < d / 2; ++i) {
-    cursor.multiplied(Z);
+    cursor.step(Z);
     add_pair(acc, [&](int r) { return q + r * d + 2 * i; }, [&](int z) { return stored<Kind>(keys[z]) + i * 32; });
   }
   ahead.cursor = cursor;
@@ -120,7 +120,7 @@ DIPTYCH_INLINE void weigh_columns(const InputOf<Kind>* weights, const Tile& tile
     const auto* v = stored<Kind>(tile.values[g]) + column * 2;
     const int64_t left = seen.pairs - g * 8, pairs = left < 8 ? left : 8;
     for (int64_t p = 0; p < pairs; ++p, v += 2 * dv) {
-      cursor.multiplied(Z);
+      cursor.step(Z);
       add_pair(acc, [&](int r) { return weights + r * kTileTokens + g * 16 + 2 * p; }, [&](int z) { return v + z * 32; });
     }
   }

@@ -33,7 +33,7 @@ static void score_columns(const uint16_t* q, int64_t d, const uint16_t* const* k
     each<Z>([&](auto z) {
       tile_load<5>(keys[z] + step * kTileBytes / 2, kTileRowBytes);
       dot_bf16<z, 4, 5>();
-      ahead.cursor.multiplied(kTileRows);
+      ahead.cursor.step(kTileRows);
     });
   }
   if (rest != 0) {
@@ -88,7 +88,7 @@ static void weigh_columns(const uint16_t* weights, const Tile& tile, const Span&
         tile_load<7>(padded, kTileRowBytes);
       }
       dot_bf16<z, 6, 7>();
-      tile.ahead->cursor.multiplied(kGroupTokens / 2);
+      tile.ahead->cursor.step(kGroupTokens / 2);
     });
   }
   each<Z>([&](auto z) { tile_store<z>(fresh + z * 16, 64 * 4); });
