@@ -97,7 +97,7 @@ void tile_direct(const GroupArgs& args) {
 // Expanded strips. A group's whole sums are registers and begin with what the levels' offset of 128 adds too much; sums over the groups
 // are registers too: six rows of two strips take 24, and with two strips W takes a third of L1 instead of two thirds, which is worth
 // more than the loads of x that four would save. That is 12 chains of dot products where 10 are always under way, so whatever is late is
-// felt: in long groups eight rows, whose sums over the groups are in part on the stack, gain 3 to 5 % (in groups of 64 they lose as much).
+// felt: in long groups eight rows, whose sums over the groups are in part on the stack, gain a few percent (in groups of 64 they lose some).
 // A group ends in one multiplication for each scale and sum; what else it needs of a row is made for all groups before, as
 // broadcasts from memory take no port of those that multiply. Narrow sums begin at 3 * 2^22 as a float's bits too, and so are floats
 // when they end: one fma instead of a conversion and a product. Wide rows pass twice: the sums of their high halves are shifted, and go
