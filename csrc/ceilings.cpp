@@ -88,13 +88,18 @@ extern const CeilingLoops kCeilings = {fp32_burst, fp32_burst, int32_burst, read
 }
 
 double measure_read_bytes_per_s(ThreadPool& pool, int64_t bytes, int repeats) {
-  const auto read_all = loops_of_machine(&CeilingLoops::read_all).front();
   const PageBuffer buffer(bytes);
   // Untouched pages may all be one page of zeros, which would be read from the cache.
   pool.run([&](int thread, int threads) {
     const Range part = share(bytes, thread, threads, 4096);
     std::memset(buffer.data() + part.begin, 1, static_cast<size_t>(part.end - part.begin));
   });
+  return measure_read_bytes_per_s(pool, buffer, repeats);
+}
+
+double measure_read_bytes_per_s(ThreadPool& pool, const PageBuffer& buffer, int repeats) {
+  const auto read_all = loops_of_machine(&CeilingLoops::read_all).front();
+  const int64_t bytes = buffer.bytes();
   const int64_t passes = (kLeastRead + bytes - 1) / bytes;
   double best = 0;
   // Which of the two is faster depends on the machine and its neighbours, so both are tried.

@@ -8,6 +8,8 @@
 
 namespace diptych {
 
+class PageBuffer;  // gemm.h
+
 // A kernel set's loops, for one thread. Bursts return the operations done (a multiply and an add are two). Null: nothing of its own.
 struct CeilingLoops {
   double (*fp32_burst)(int64_t rounds);
@@ -18,6 +20,8 @@ struct CeilingLoops {
 
 // Best of `repeats` passes over a fresh buffer of `bytes`, which should exceed every cache several times.
 double measure_read_bytes_per_s(ThreadPool& pool, int64_t bytes, int repeats);
+// The same over a buffer that has been written to.
+double measure_read_bytes_per_s(ThreadPool& pool, const PageBuffer& buffer, int repeats);
 
 // Best of `repeats` bursts of each set that this machine runs.
 double measure_ops_per_s(double (*CeilingLoops::* burst)(int64_t), ThreadPool& pool, int repeats);

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "../ceilings.h"
 #include "../gemm.h"
 #include "../kernel_sets.h"
 #include "../thread_pool.h"
@@ -33,33 +34,12 @@ struct Ceilings {
   double bytes_per_s = 0, bf16_per_s = 0, int8_per_s = 0;
 };
 
-double measure_bandwidth(ThreadPool& pool, const PageBuffer& buffer) {
-  double best = 0;
-  for (int64_t ahead : {0, 2048}) {
-    const double seconds = best_of(2, [&] {
-      pool.run([&](int thread, int threads) {
-        const Range part = share(buffer.bytes(), thread, threads, 4096);
-        kSet.ceilings->read_all(buffer.data() + part.begin, part.end - part.begin, ahead);
-      });
-    });
-    best = std::max(best, static_cast<double>(buffer.bytes()) / seconds);
-  }
-  return best;
-}
+double measure_bandwidth(ThreadPool& pool, const PageBuffer& buffer) { return measure_read_bytes_per_s(pool, buffer, 2); }
 
-double measure_burst(ThreadPool& pool, double (*burst)(int64_t)) {
-  double operations = 0;
-  const double seconds = best_of(3, [&] {
-    pool.run([&](int thread, int threads) {
-      const double done = burst(100000);
-      if (thread == 0) operations = done * threads;
-    });
-  });
-  return operations / seconds;
-}
+double measure_burst(ThreadPool& pool, double (*CeilingLoops::* burst)(int64_t)) { return measure_ops_per_s(burst, pool, 3); }
 
 Ceilings measure_ceilings(ThreadPool& pool, const PageBuffer& buffer) {
-  return {measure_bandwidth(pool, buffer), measure_burst(pool, kSet.ceilings->bf16_burst), measure_burst(pool, kSet.ceilings->int8_burst)};
+  return {measure_bandwidth(pool, buffer), measure_burst(pool, &CeilingLoops::bf16_burst), measure_burst(pool, &CeilingLoops::int8_burst)};
 }
 
 struct ModelShape {
@@ -245,7 +225,7 @@ Sample measure(ThreadPool& pool, const ModelShape& shape, const Model& model, co
                double layer_bytes, double operations, int64_t layers, const PageBuffer& buffer) {
   const int64_t m = buffers.hidden.m;
   Sample sample;
-  sample.peak = measure_burst(pool, format == Format::bf16 ? kSet.ceilings->bf16_burst : kSet.ceilings->int8_burst);
+  sample.peak = measure_burst(pool, format == Format::bf16 ? &CeilingLoops::bf16_burst : &CeilingLoops::int8_burst);
   const double before = measure_bandwidth(pool, buffer);
   sample.seconds = pass_s(pool, shape, model, buffers, m, layers, 2) / static_cast<double>(layers);
   sample.bytes_per_s = 0.5 * (before + measure_bandwidth(pool, buffer));
