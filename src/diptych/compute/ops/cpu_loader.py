@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -92,9 +93,17 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self._unread: list[tuple[int, Saved]] = []  # packed weights whose bytes `finish` reads
 
     def finish(self) -> None:
-        """Packed weights come from their file, checked as they are copied, on all threads, with all else to be checked."""
+        """Packed weights come from their file, checked as they are copied, on all threads, with all else to be checked.
+
+        That runs aside, so that the source's `meanwhile` has the interpreter even if it never lets go of it.
+        """
         read = [*self._unread, *((-1, saved) for saved in self.source.unchecked)]
-        for damaged in self.program.read_packed([(index, saved.values, saved.in_pass) for index, saved in read]):
+        packed = [(index, saved.values, saved.in_pass) for index, saved in read]
+        with ThreadPoolExecutor(max_workers=1) as aside:
+            reading = aside.submit(self.program.read_packed, packed)
+            if self.source.meanwhile is not None:
+                self.source.meanwhile()
+        for damaged in reading.result():
             raise read[damaged][1].damage()
         self.source.unchecked.clear()
         self._unread.clear()
