@@ -318,7 +318,8 @@ void AdaptedRows::shrink_some(const KernelSet& set, const Some& some, const Adap
     float* out[kBlock];
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t row = calls.row(rows_[first + i]);
-      inputs[i] = wide != nullptr ? wide + i * x.k_padded : reinterpret_cast<const uint16_t*>(x.data + row * x.stride_bytes);
+      const uint8_t* own = x.data + row * rows_of_one(x.kind) * x.stride_bytes;  // of a pair the first: A has no more bits
+      inputs[i] = wide != nullptr ? wide + i * x.k_padded : reinterpret_cast<const uint16_t*>(own);
       if (wide != nullptr) widen_groups(*set.linear, x, row, wide + i * x.k_padded);
       out[i] = const_cast<float*>(shrunk_.data()) + (first + i) * stride_ + rank;
     }

@@ -34,6 +34,7 @@ struct Job : LinearCall {
   uint8_t* words;     // interleaved shapes: the tiles of the current block of rows, one after the other
   int32_t* sums;      // int4 shapes that are not: x summed by group, [rows of the shape][groups]
   uint8_t* expanded;  // int4 met by int8 tiles: one block of the shape's strips, else null
+  int64_t tile_rows;  // the shape's rows, which divide no pair
   int64_t words_per_row() const { return cut.units * cut.unit_words; }
 };
 
@@ -75,11 +76,11 @@ const TileShape& choose_shape(const KernelSet& set, int64_t m, Format& format) {
   return 2 * half.rows < round_up(m, wide.rows) ? half : wide;
 }
 
-int64_t count_tiles(const Job& job, int64_t rows) { return (rows + job.shape.rows - 1) / job.shape.rows; }
+int64_t count_tiles(const Job& job, int64_t rows) { return (rows + job.tile_rows - 1) / job.tile_rows; }
 
-// Rows of one tile of [begin, end): the shape's rows, fewer in the last.
+// Rows of one tile of [begin, end), fewer in the last.
 Range tile_rows(const Job& job, int64_t begin, int64_t end, int64_t tile) {
-  return {begin + tile * job.shape.rows, std::min(end, begin + (tile + 1) * job.shape.rows)};
+  return {begin + tile * job.tile_rows, std::min(end, begin + (tile + 1) * job.tile_rows)};
 }
 
 // The rows of every tile of [begin, end) as interleaved words.
@@ -176,6 +177,14 @@ void finish_rows(const LinearCall& call, int64_t first_row, FinishArgs& args) {
   call.kernels.finish(args);
 }
 
+// Sums of pairs in place of those of their rows; each of these is whole, so that all are added in one order.
+void add_pairs(float* sums, int64_t pairs, int64_t lanes) {
+  for (int64_t i = 0; i < pairs; ++i) {
+    const float* own = sums + 2 * i * kPanelLanes;
+    for (int64_t lane = 0; lane < lanes; ++lane) sums[i * kPanelLanes + lane] = own[lane] + own[kPanelLanes + lane];
+  }
+}
+
 }  // namespace
 
 void finish_tile(const LinearCall& call, int64_t panel, Range strips, Range rows, uint8_t* acc) {
@@ -189,6 +198,10 @@ void finish_tile(const LinearCall& call, int64_t panel, Range strips, Range rows
   args.rows = rows.end - rows.begin;
   args.outputs = std::min(args.lanes / lanes_per_output, call.w.n_outputs - first_output);
   if (args.outputs <= 0) return;  // padding
+  if (call.x.kind == RowsKind::bf16_pair) {
+    rows = {rows.begin / 2, rows.end / 2}, args.rows /= 2;
+    add_pairs(reinterpret_cast<float*>(acc), args.rows, args.lanes);
+  }
   args.acc = acc;
   args.store = epilogue.store;
   args.activation = epilogue.activation;
@@ -211,24 +224,27 @@ void finish_tile(const LinearCall& call, int64_t panel, Range strips, Range rows
 void linear(const KernelSet& set, const PackedLinear& w, const Rows& x, const int32_t* x_rows, int64_t m,
             const Epilogue& epilogue, int thread, int threads) {
   if (m <= 0) return;
+  const int64_t rows_of_one = diptych::rows_of_one(x.kind);
+  m *= rows_of_one;
   const LinearCall call{*set.linear, w, x, x_rows, m, epilogue};
   if (is_grouped(w.shape.format)) return linear_by_groups(call, *set.groups, thread, threads);
   const MatrixTiles* matrix = set.tiles[static_cast<int>(w.shape.format)]->matrix;
   if (matrix != nullptr && m >= matrix->least_rows) return linear_by_matrix(call, *matrix, thread, threads);
   Format tile_format = w.shape.format;
   const TileShape& shape = choose_shape(set, m, tile_format);
-  const int64_t tiles = (m + shape.rows - 1) / shape.rows;
-  const int64_t blocks = (m + kBlockRows - 1) / kBlockRows;
-  const int64_t block_rows = (tiles + blocks - 1) / blocks * shape.rows;
+  const int64_t tile_rows = shape.rows / rows_of_one * rows_of_one;
+  const int64_t tiles = (m + tile_rows - 1) / tile_rows;
+  const int64_t blocks = (m + kBlockRows - 1) / kBlockRows, block_tiles = (tiles + blocks - 1) / blocks;
+  const int64_t block_rows = block_tiles * tile_rows, sums_rows = block_tiles * shape.rows;
   const KBlocks cut = cut_inputs(w, tile_format, shape, tiles == 1);
-  const int64_t acc_bytes = block_rows * kPanelLanes * 4;
+  const int64_t acc_bytes = sums_rows * kPanelLanes * 4;
   const bool has_sums = tile_format == Format::int4 && !shape.interleaved();
-  const int64_t words_bytes = shape.interleaved() ? block_rows * cut.units * cut.unit_words * 4 : has_sums ? shape.rows * cut.units * 4 : 0;
+  const int64_t words_bytes = shape.interleaved() ? sums_rows * cut.units * cut.unit_words * 4 : has_sums ? shape.rows * cut.units * 4 : 0;
   const int64_t expanded_bytes = tile_format != w.shape.format ? shape.strips * cut.units_per_block * kStepBytes : 0;
   uint8_t* memory = linear_scratch(acc_bytes + round_up(words_bytes, 64) + expanded_bytes);
   uint8_t* expanded = expanded_bytes > 0 ? memory + acc_bytes + round_up(words_bytes, 64) : nullptr;
   uint8_t* words = memory + acc_bytes;
-  const Job job{call, cut, shape, memory, words, reinterpret_cast<int32_t*>(words), expanded};
+  const Job job{call, cut, shape, memory, words, reinterpret_cast<int32_t*>(words), expanded, tile_rows};
   const int64_t pieces = std::min(pieces_per_panel(w, threads), kPanelStrips / shape.strips), strips = kPanelStrips / pieces, n_pieces = pieces * w.n_panels;
   int64_t ready = -1;
   for (Tasks tasks(blocks * n_pieces, *w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
@@ -259,7 +275,7 @@ constexpr int64_t kInputPad = kMaxGroup;  // x is zero up to there, whatever the
 // Rows one after the other, one cache line more than their data so that a power-of-two K does not put all rows of a tile in the
 // same cache sets.
 int64_t row_stride(RowsKind kind, int64_t k) {
-  return round_up(k, kInputPad) * (kind == RowsKind::bf16 || is_wide(kind) ? 2 : 1) + 64;
+  return round_up(k, kInputPad) * (is_bf16(kind) || is_wide(kind) ? 2 : 1) + 64;
 }
 
 int64_t count_groups(RowsKind kind, int64_t k) { return group_of(kind) == 0 ? 1 : round_up(k, kInputPad) / group_of(kind); }
@@ -267,8 +283,8 @@ int64_t count_groups(RowsKind kind, int64_t k) { return group_of(kind) == 0 ? 1 
 }  // namespace
 
 int64_t rows_bytes(RowsKind kind, int64_t m, int64_t k) {
-  const int64_t data = m * row_stride(kind, k);
-  return kind == RowsKind::bf16 ? data : data + 2 * round_up(m * count_groups(kind, k) * 4, 64);
+  const int64_t data = m * rows_of_one(kind) * row_stride(kind, k);
+  return is_bf16(kind) ? data : data + 2 * round_up(m * count_groups(kind, k) * 4, 64);
 }
 
 Rows view_rows(RowsKind kind, int64_t m, int64_t k, void* memory) {
@@ -279,7 +295,7 @@ Rows view_rows(RowsKind kind, int64_t m, int64_t k, void* memory) {
   rows.k_padded = round_up(k, kInputPad);
   rows.stride_bytes = row_stride(kind, k);
   rows.data = static_cast<uint8_t*>(memory);
-  if (kind == RowsKind::bf16) return rows;
+  if (is_bf16(kind)) return rows;
   rows.groups = count_groups(kind, k);
   uint8_t* next = rows.data + m * rows.stride_bytes;
   rows.scales = reinterpret_cast<float*>(next);
@@ -296,9 +312,23 @@ const void* reordered(const Rows& rows, const void* x) {
   return out;
 }
 
+// What rounding x to bf16 took away, as bf16.
+void round_rest(const LinearKernels& kernels, const float* x, int64_t k, const uint16_t* rounded, uint16_t* out) {
+  for (int64_t begin = 0; begin < k; begin += kMaxGroup) {
+    const int64_t count = std::min(kMaxGroup, k - begin);
+    float rest[kMaxGroup];
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t bits = static_cast<uint32_t>(rounded[begin + i]) << 16;
+      std::memcpy(rest + i, &bits, 4);
+      rest[i] = x[begin + i] - rest[i];
+    }
+    kernels.round_inputs(rest, count, out + begin);
+  }
+}
+
 void prepare_source(const KernelSet& set, const Rows& rows, int64_t row, const void* x, Source source) {
   const LinearKernels& kernels = *set.linear;
-  uint8_t* data = rows.data + row * rows.stride_bytes;
+  uint8_t* data = rows.data + row * rows_of_one(rows.kind) * rows.stride_bytes;
   if (rows.order != nullptr) x = source == Source::bf16 ? reordered<uint16_t>(rows, x) : reordered<float>(rows, x);
   if (const int64_t group = group_of(rows.kind); group != 0) {
     int8_t* high = reinterpret_cast<int8_t*>(data);
@@ -317,6 +347,11 @@ void prepare_source(const KernelSet& set, const Rows& rows, int64_t row, const v
     kernels.round_inputs(static_cast<const float*>(x), rows.k, out);
   }
   std::memset(out + rows.k, 0, 2 * (rows.k_padded - rows.k));
+  if (rows.kind == RowsKind::bf16_pair) {
+    uint16_t* rest = out + rows.stride_bytes / 2;
+    std::memset(rest, 0, 2 * rows.k_padded);
+    if (source == Source::f32) round_rest(kernels, static_cast<const float*>(x), rows.k, out, rest);
+  }
 }
 
 }  // namespace

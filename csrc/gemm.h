@@ -149,14 +149,17 @@ void read_bf16_row(const PackedLinear& w, int64_t row, uint16_t* out);
 // ---- activations -------------------------------------------------------------------------------------------------
 
 // What the rows of x become for a weight format: int8 and int4 share one kind. group: int8 with a scale for each group. wide: two
-// int8 for each input with a scale for each group, x ~ scale * (128 high + low).
+// int8 for each input with a scale for each group, x ~ scale * (128 high + low). bf16_pair: two rows of bf16, x ~ one + the next, for
+// weights in bf16; their two products with a lane are added.
 enum class RowsKind : int32_t {
-  bf16 = 0, int8 = 1, group16 = 2, group32 = 3, group64 = 4, group128 = 5, wide16 = 6, wide32 = 7, wide64 = 8, wide128 = 9
+  bf16 = 0, int8 = 1, group16 = 2, group32 = 3, group64 = 4, group128 = 5, wide16 = 6, wide32 = 7, wide64 = 8, wide128 = 9, bf16_pair = 10
 };
 
-inline bool is_wide(RowsKind kind) { return kind >= RowsKind::wide16; }
+inline bool is_bf16(RowsKind kind) { return kind == RowsKind::bf16 || kind == RowsKind::bf16_pair; }
+inline bool is_wide(RowsKind kind) { return kind >= RowsKind::wide16 && kind <= RowsKind::wide128; }
+inline int64_t rows_of_one(RowsKind kind) { return kind == RowsKind::bf16_pair ? 2 : 1; }  // rows in memory for each of x
 inline int64_t group_of(RowsKind kind) {  // 0: the whole row
-  if (kind < RowsKind::group16) return 0;
+  if (kind < RowsKind::group16 || is_bf16(kind)) return 0;
   return int64_t{16} << (static_cast<int>(kind) - static_cast<int>(is_wide(kind) ? RowsKind::wide16 : RowsKind::group16));
 }
 inline RowsKind rows_kind(const LinearShape& shape) {
@@ -169,10 +172,10 @@ inline RowsKind rows_kind(Format format, int64_t group = 64) { return rows_kind(
 
 struct Rows {
   RowsKind kind = RowsKind::bf16;
-  int64_t m = 0, k = 0;
+  int64_t m = 0, k = 0;         // of x
   int64_t k_padded = 0;         // k rounded up to 128; [k, k_padded) is zero
   int64_t stride_bytes = 0;     // from row to row
-  uint8_t* data = nullptr;      // [m, stride_bytes]: bf16 or s8; wide: the high halves [k_padded], then the low ones
+  uint8_t* data = nullptr;      // [m (pairs: 2 m), stride_bytes]: bf16 or s8; wide: the high halves [k_padded], then the low ones
   const int32_t* order = nullptr;  // [k]: input i is x[order[i]]; null: as they come
   int64_t groups = 1;           // with a scale of their own, k_padded / group; 1: the whole row
   float* scales = nullptr;      // [m, groups]     x ~ scale * q, |q| at most 127, scale = max|x| / 127; wide: 127 * 128

@@ -14,7 +14,7 @@ struct LinearCall {
   const PackedLinear& w;
   const Rows& x;
   const int32_t* x_rows;
-  int64_t m;
+  int64_t m;  // rows in memory
   const Epilogue& epilogue;
   int64_t row_of(int64_t i) const { return x_rows != nullptr ? x_rows[i] : i; }
 };
@@ -22,7 +22,7 @@ struct LinearCall {
 // Of one thread, 64-byte aligned, contents undefined, until the next call on it.
 uint8_t* linear_scratch(int64_t bytes);
 
-// The epilogue of some strips of a panel for rows [begin, end) of the call, at most kMaxTileRows. acc: the first row's sums at the first
+// The epilogue of some strips of a panel for rows [begin, end) of the call, at most kMaxTileRows, of pairs both. acc: the first row's sums at the first
 // strip; they may be overwritten.
 void finish_tile(const LinearCall& call, int64_t panel, Range strips, Range rows, uint8_t* acc);
 

@@ -12,17 +12,22 @@ namespace {
 
 #include "gemm_generic.inl"
 
-// The scalar tiles are 1 row x 16 lanes.
-void tile_bf16(const TileArgs& args) {
-  float* sums = static_cast<float*>(args.acc);
+void row_bf16(const TileArgs& args, int row) {
+  float* sums = static_cast<float*>(args.acc) + row * kPanelLanes;
   if (!args.resume) std::memset(sums, 0, sizeof(float) * kStripLanes);
-  const uint16_t* x = reinterpret_cast<const uint16_t*>(args.x[0]);
+  const uint16_t* x = reinterpret_cast<const uint16_t*>(args.x[row]);
   for (int64_t step = 0; step < args.units; ++step) {
     const uint16_t* w = reinterpret_cast<const uint16_t*>(args.strip + step * kStepBytes);
     const float x0 = from_bf16(x[step * 2]), x1 = from_bf16(x[step * 2 + 1]);
     for (int lane = 0; lane < kStripLanes; ++lane)
       sums[lane] = (sums[lane] + from_bf16(w[lane * 2]) * x0) + from_bf16(w[lane * 2 + 1]) * x1;
   }
+}
+
+// The scalar tiles are 1 row x 16 lanes, of bf16 2 too, as rows may come in pairs.
+template <int kRows>
+void tile_bf16(const TileArgs& args) {
+  for (int row = 0; row < kRows; ++row) row_bf16(args, row);
 }
 
 void tile_int8(const TileArgs& args) {
@@ -42,7 +47,7 @@ void tile_int8(const TileArgs& args) {
 
 namespace scalar {
 
-extern const Tiles kBf16Tiles = {{{1, 1, XForm::rows, tile_bf16}}, {1, 1, XForm::rows, tile_bf16}};
+extern const Tiles kBf16Tiles = {{{1, 1, XForm::rows, tile_bf16<1>}, {2, 1, XForm::rows, tile_bf16<2>}}, {2, 1, XForm::rows, tile_bf16<2>}};
 extern const Tiles kInt8Tiles = {{{1, 1, XForm::rows, tile_int8}}, {1, 1, XForm::rows, tile_int8}};
 extern const Tiles kInt4Tiles = {};
 extern const LinearKernels kLinear = {

@@ -57,7 +57,8 @@ RowsKind rows_kind_of(const std::string& name) {
   return named<RowsKind>("kind of rows", name, {{"bf16", RowsKind::bf16}, {"int8", RowsKind::int8},
                                                 {"group16", RowsKind::group16}, {"group32", RowsKind::group32}, {"group64", RowsKind::group64},
                                                 {"group128", RowsKind::group128}, {"wide16", RowsKind::wide16}, {"wide32", RowsKind::wide32},
-                                                {"wide64", RowsKind::wide64}, {"wide128", RowsKind::wide128}});
+                                                {"wide64", RowsKind::wide64}, {"wide128", RowsKind::wide128},
+                                                {"bf16_pair", RowsKind::bf16_pair}});
 }
 
 Store store_of(const std::string& name) {
@@ -424,7 +425,7 @@ void bind_operations(nb::class_<Program>& program) {
         if (op.n_groups < 1 || experts % op.n_groups != 0 || op.groups_per_token < 1 || op.groups_per_token > op.n_groups || op.group_best < 1 || op.group_best > kMostGroupBest || op.group_best > experts / op.n_groups ||
             top_k > experts / op.n_groups * op.groups_per_token) throw std::invalid_argument("the groups of experts are wrong");
         if (op.gate_up.size() != op.down.size() || top_k < 1 || top_k > static_cast<int64_t>(op.down.size())) throw std::invalid_argument("top_k or the experts are wrong");
-        if (!op.up.empty() && (op.up.size() != op.down.size() || !op.has_hidden || op.joins_apart)) throw std::invalid_argument("gate and up apart need as many weights, and a buffer");
+        if (!op.up.empty() && (op.up.size() != op.down.size() || op.has_hidden == op.joins_apart)) throw std::invalid_argument("gate and up apart need as many weights, and a buffer");
         p.record(Category::moe, std::move(op));
       }, nb::kw_only(), nb::arg("router"), nb::arg("router_rows"), nb::arg("scores"), nb::arg("gate_up"), nb::arg("down"), nb::arg("rows"), nb::arg("hidden").none(),
          nb::arg("hidden_rows"), nb::arg("expanded"), nb::arg("out"), nb::arg("top_k"), nb::arg("renormalises"), nb::arg("activation"),

@@ -101,7 +101,7 @@ constexpr int64_t kMostGroupBest = 4;
 struct MoeOp {
   int router, router_rows, scores;           // router weight, its input, [T, E] fp32
   std::vector<int> gate_up, down;            // one packed weight per expert
-  std::vector<int> up;                       // the same, where gate_up is gate alone; else empty
+  std::vector<int> up;                       // the same, where gate_up is gate alone (or a rank's part of it); else empty
   int rows, up_rows;                         // input of the experts, and in the form that `up` reads
   int hidden, hidden_rows;                   // [T * k, F]; hidden_rows alone when the gate writes it directly
   bool has_hidden;

@@ -105,9 +105,10 @@ void Program::Run::run_experts(const std::vector<int>& weights, const Rows& rows
 void Program::Run::gate_experts(const MoeOp& op, size_t index, int thread, int threads) const {
   const bool is_direct = !op.joins_apart && !op.has_hidden;
   const int out = op.joins_apart ? op.wide : op.has_hidden ? op.hidden : op.hidden_rows;
-  const Store store = is_direct ? Store::bf16 : op.up.empty() ? Store::f32 : Store::gate_f32;
+  const Store store = is_direct ? Store::bf16 : op.up.empty() || op.joins_apart ? Store::f32 : Store::gate_f32;
   if (!op.up.empty()) {
-    run_experts(op.up, buffer(op.up_rows).rows, true, epilogue_to(out, Store::f32, op.activation, op.hidden_column), thread, threads);
+    const int64_t column = op.hidden_column + (op.joins_apart ? program.linears_[op.gate_up[0]].n_outputs : 0);
+    run_experts(op.up, buffer(op.up_rows).rows, true, epilogue_to(out, Store::f32, op.activation, column), thread, threads);
     barrier(thread);
   }
   run_experts(op.gate_up, buffer(op.rows).rows, true, epilogue_to(out, store, op.activation, op.hidden_column), thread, threads);

@@ -80,7 +80,9 @@ void Program::note_meetings(const OpBody& body) {
   auto columns = [&](int buffer, int64_t begin, int64_t n) { note(buffer, Part::columns, begin, begin + n); };
   const bool meets = meets_.back() != 0;
   if (const auto* op = std::get_if<MoeOp>(&body)) {
-    columns(op->joins_apart ? op->wide : op->has_hidden ? op->hidden : op->hidden_rows, op->hidden_column, linears_[op->gate_up[0]].n_outputs);
+    const int64_t beside = op->joins_apart && !op->up.empty() ? linears_[op->up[0]].n_outputs : 0;
+    columns(op->joins_apart ? op->wide : op->has_hidden ? op->hidden : op->hidden_rows, op->hidden_column,
+            linears_[op->gate_up[0]].n_outputs + beside);
     columns(op->expanded, op->column, linears_[op->down[0]].n_outputs);
     note(op->out, Part::rows, 0, 0);
   } else if (const auto* op = std::get_if<HeadOp>(&body)) {

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections import namedtuple
 from pathlib import Path
 
@@ -270,3 +271,27 @@ def test_a_fault_of_the_checkpoint_is_said_by_the_checkpoint(tmp_path: Path, fol
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(LoadError, match="damaged or cut short"):
         load(path)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_else_a_start_reads_is_asked_in_time(
+    is_first: bool, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is packed, else while packed weights are copied; what it refuses is no fault of the entry."""
+    path = make_checkpoint("llama", tmp_path / "model", dtype=torch.bfloat16)
+    config = ComputeConfig(backend="cpu", weights="int8", threads=1)
+    if is_first:
+        monkeypatch.setattr(runner, "build_cpu_model", lambda *_, **__: pytest.fail("packed first"))
+    else:
+        load(path)
+        asked: list[str] = []
+        load_model(path, config, meanwhile=lambda: asked.append(threading.current_thread().name))
+        assert asked == [threading.current_thread().name]
+    before = entries(folder)
+
+    def refuse() -> None:
+        raise LoadError("no tokenizer.json")
+
+    with pytest.raises(LoadError, match=r"no tokenizer\.json"):
+        load_model(path, config, meanwhile=refuse)
+    assert entries(folder) == before

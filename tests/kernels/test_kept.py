@@ -55,7 +55,7 @@ def test_cut_of_the_work_changes_no_bit(folders: dict[str, Path], layout: str, k
     assert not beside(model, tokens, 3, 1).differs_from(whole)
 
 
-@pytest.mark.parametrize(("bits", "group"), [(8, 128), pytest.param(4, 32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("bits", "group"), [(8, 32), (8, 128), pytest.param(4, 32, marks=pytest.mark.slow)])
 def test_keeping_values_adds_a_tenth_of_what_the_file_s_rounding_cost(bits: int, group: int, tmp_path: Path) -> None:
     """KL over real text against the file's values in fp32, the cache in bf16 on both sides, as all formats have it.
 

@@ -241,6 +241,24 @@ def test_blocks_of_a_gguf_file_are_divided(tmp_path: Path, kind: str) -> None:
         model.close()
 
 
+def test_experts_that_weigh_their_input_keep_gate_and_up_in_two_types(tmp_path: Path) -> None:
+    """Llama 4's: all became bf16. Of three ranks one has a part of gate, one of both, one of up."""
+    reference = gguf_reference("llama4", num_hidden_layers=2, intermediate_size=96, intermediate_size_mlp=96)
+    kinds = {"ffn_up_exps": "Q8_0", "ffn_gate_exps": "Q4_0", "blk": "Q4_0"}
+    path = write_gguf(
+        reference, tmp_path / "m.gguf", choose=lambda name: next((kinds[part] for part in kinds if part in name), "F16")
+    )
+    one = load_model(path, CONFIG)
+    assert set(one.formats) == {"group4-g32-f16", "group8-g32-f16-wide"}  # type: ignore[attr-defined]
+    whole = alone(one, prompt(40), None)
+    exact = alone(load_model(path, ComputeConfig(backend="torch", device="cpu", weights="fp32")), prompt(40), None)
+    assert (whole.logits - exact.logits).std() < 0.05 * exact.logits.std()
+    for ranks in (2, 3):
+        model = over(path, CONFIG, ranks)
+        assert not alone(model, prompt(40), 7).differs_from(whole)
+        model.close()
+
+
 def test_experts_in_blocks_of_mxfp4_are_divided(tmp_path: Path) -> None:
     """The experts of gpt-oss, by their width, with the blocks and scales that lie there."""
     path, _ = mxfp4_checkpoint(tmp_path)

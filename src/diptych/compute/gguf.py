@@ -23,7 +23,7 @@ import torch
 
 from diptych.compute.gguf_codes import codes_of
 from diptych.compute.ops.contract import Codes, WeightTensor
-from diptych.compute.weights import FLOAT_DTYPES, SAMPLE_BYTES, Progress, Saved, give_pages_back
+from diptych.compute.weights import FLOAT_DTYPES, SAMPLE_BYTES, Meanwhile, Progress, Saved, give_pages_back
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import GGUF_KEPT, KeptFormat, mean_bytes
 from diptych.models.gguf import Place, is_beside, joined_place, place_of
@@ -77,6 +77,7 @@ class GgufCheckpoint:
         self.file = file
         self.progress: Progress | None = None
         self.unchecked: list[Saved] = []
+        self.meanwhile: Meanwhile | None = None
         self._kind = architecture_of(file)
         self._dtype = dtype
         self._table_dtype = table_dtype

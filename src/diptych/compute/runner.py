@@ -31,7 +31,7 @@ from diptych.compute.ops.shares import copies_of_kv
 from diptych.compute.ops.torch_model import build_torch_model, torch_device
 from diptych.compute.packed_cache import PackedCache
 from diptych.compute.quant import QuantisedCheckpoint, stored_weights
-from diptych.compute.weights import Checkpoint, Progress, RandomSource, resolve_model_dir
+from diptych.compute.weights import Checkpoint, Meanwhile, Progress, RandomSource, resolve_model_dir
 from diptych.ground.config import ComputeConfig, packed_cache
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.config import HfConfig, read_json
@@ -56,6 +56,7 @@ def load_model(
     max_context_tokens: int | None = None,
     progress: Progress | None = None,
     check: Callable[[ModelSpec], None] = lambda spec: None,
+    meanwhile: Meanwhile = lambda: None,
     beside: Model | None = None,
 ) -> Model:
     """A checkpoint folder, a GGUF file or a hub name as a Model.
@@ -63,9 +64,12 @@ def load_model(
     beside: a model that never runs while this one does; its threads are used.
     max_context_tokens: the longest sequence the engine will run, which some rotary scalings depend on; None: the model's.
     progress: called with (bytes read, bytes in all). check: called before the weights are read, and may refuse.
+    meanwhile: reads what else a start needs, while packed weights are copied, which needs no interpreter, or before anything is
+    packed. It may be called twice, and may refuse.
     Raises LoadError, UnsupportedModel or ConfigError.
     """
     if config.tp > 1:
+        meanwhile()
         return _load_over_ranks(
             path_or_name, config, max_context_tokens=max_context_tokens, progress=progress, check=check
         )
@@ -79,7 +83,7 @@ def load_model(
         check(blueprint.spec)
         return build(blueprint, config, beside=beside, on_packed=on_packed)
 
-    model = _built_once(built, checkpoint, hf_config, config)
+    model = _built_once(built, checkpoint, hf_config, config, meanwhile)
     if checkpoint.is_keeping:
         checkpoint.log_formats(model.formats)
     return model
@@ -178,11 +182,16 @@ def _built_once(
     checkpoint: Checkpoint | GgufCheckpoint,
     hf_config: Mapping[str, Any],
     config: ComputeConfig,
+    meanwhile: Meanwhile,
 ) -> Model:
     """The model from packed weights that an earlier start kept, else from the checkpoint, whose packed weights are kept."""
     kept = packed_cache()
     is_packing = choose_backend(config)[0] == "cpu" and cpu_kernels.is_available()[0]
-    if kept is None or not is_packing or isinstance(checkpoint, QuantisedCheckpoint):
+    if is_packing and isinstance(checkpoint, QuantisedCheckpoint):
+        checkpoint.meanwhile = meanwhile
+        return built(checkpoint)
+    if kept is None or not is_packing:
+        meanwhile()
         return built(checkpoint)
     cache = PackedCache(folder=kept[0], limit_bytes=kept[1])
     is_plain = config.weights == "auto" and not checkpoint.is_keeping
@@ -190,13 +199,17 @@ def _built_once(
     key = cache.key(checkpoint.paths, hf_config, weights, choose_instruction_set(config.instruction_set))
     packed = cache.find(key)
     if packed is not None:
+        packed.meanwhile = meanwhile
         try:
             model = built(packed)
         except LoadError as error:  # a checksum that does not hold; a fault of the checkpoint itself will be said again
+            meanwhile()  # or a fault of its own, which costs no entry
             cache.drop(key, error.message)
         else:
             logger.info("packed weights of an earlier start used entry=%s", packed.directory)
             return model
+    else:
+        meanwhile()
     return built(checkpoint, lambda loader: cache.store(key, loader, checkpoint))
 
 

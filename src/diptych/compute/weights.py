@@ -49,6 +49,7 @@ RANDOM_BLOCK = 1_048_573
 # mapped pages of tensors already read are given back whenever this much has been read since the last time
 RESIDENT_BYTES = 8 * 2**20
 Progress = Callable[[int, int], None]
+Meanwhile = Callable[[], object]
 
 
 def resolve_model_dir(name: str | Path) -> Path:
@@ -117,11 +118,13 @@ class Source(Protocol):
     is_keeping: whether it may hold matrices whose values a kernel keeps (`WeightTensor.kept`).
     unchecked: what was handed out before its checksum was taken, for a loader to check with all it reads, on all threads;
     `finish` checks what is left.
+    meanwhile: called once by a loader while it copies packed weights, which needs no interpreter.
     """
 
     is_balanceable: bool
     is_keeping: bool
     unchecked: list[Saved]
+    meanwhile: Meanwhile | None
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
@@ -216,6 +219,7 @@ class Checkpoint:
         self._resident: list[torch.Tensor] = []  # read since pages were last given back
         self._given_back: list[torch.Tensor] = []  # whose pages went back then
         self.unchecked: list[Saved] = []
+        self.meanwhile: Meanwhile | None = None
         self.progress: Progress | None = None
         for path in weight_files(directory):
             self._open(path)
@@ -422,6 +426,7 @@ class RandomSource:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self.unchecked: list[Saved] = []
+        self.meanwhile: Meanwhile | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def has(self, name: str) -> bool:

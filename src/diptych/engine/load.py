@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -119,14 +119,16 @@ def load(
     clock = clock or MonotonicClock()
     begin_s = clock.now_s()
     directory = model_dir(name)
-    tokenizer, template = words_of(directory)
+    words = cache(lambda: words_of(directory))
     model = load_model(
         directory,
         config.compute,
         max_context_tokens=config.max_context_tokens,
         progress=progress,
         check=lambda spec: _check_pool(spec, config),
+        meanwhile=words,
     )
+    tokenizer, template = words()
     encoder = open_encoder(directory, model.hf_config, tokenizer, template, task=config.task, spec=model.spec)
     served_name = BUNDLED_MODEL if name == "bundled" else name
     checkpoint_s = clock.now_s() - begin_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -92,9 +93,17 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self._unread: list[tuple[int, Saved]] = []  # packed weights whose bytes `finish` reads
 
     def finish(self) -> None:
-        """Packed weights come from their file, checked as they are copied, on all threads, with all else to be checked."""
+        """Packed weights come from their file, checked as they are copied, on all threads, with all else to be checked.
+
+        That runs aside, so that the source's `meanwhile` has the interpreter even if it never lets go of it.
+        """
         read = [*self._unread, *((-1, saved) for saved in self.source.unchecked)]
-        for damaged in self.program.read_packed([(index, saved.values, saved.in_pass) for index, saved in read]):
+        packed = [(index, saved.values, saved.in_pass) for index, saved in read]
+        with ThreadPoolExecutor(max_workers=1) as aside:
+            reading = aside.submit(self.program.read_packed, packed)
+            if self.source.meanwhile is not None:
+                self.source.meanwhile()
+        for damaged in reading.result():
             raise read[damaged][1].damage()
         self.source.unchecked.clear()
         self._unread.clear()
@@ -254,9 +263,13 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self, parts: LinearParts, activation: Activation | None, role: Role | None, *, keep: bool = True
     ) -> LinearHandle:
         """The same of gate and up; as plain outputs where no activation joins them."""
+        runs = self._runs(parts) if keep else [parts]
+        if activation is None and len(runs) == 2 and role is not None:
+            begin, end = self.rank.share(parts.n_outputs)
+            handle = self._joined(parts, role, ((begin, end),))
+            return replace(handle, n_outputs=parts.n_outputs, column=begin, is_gathered=self.rank.size > 1)
         if activation is None:
             return self._pack_own(parts, self.weights_format, role, keep=keep)
-        runs = self._runs(parts) if keep else [parts]
         if len(runs) == 2:
             return self._gated_apart(runs[0], runs[1], activation, role)
         if self.rank.size == 1 or role is None:
@@ -297,6 +310,8 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             is_gathered=is_gathered,
         )
         if own is None:
+            for run in self._runs(parts):
+                self._count_elsewhere(run)
             return replace(nobody, pieces=(nobody,) * len(widths)) if is_gathered else nobody
         heads = (
             (own.first_head, own.n_heads, spec.n_heads),
@@ -327,10 +342,17 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
                 is_all = is_whole and run.n_outputs == parts.n_outputs
                 pieces.append(replace(piece, rows=None if is_all else own, begin=begin, column=column))
                 column += piece.n_outputs
+            else:
+                self._count_elsewhere(run)
             begin = end
         if len(pieces) == 1:
             return pieces[0]
         return replace(pieces[0], n_outputs=column, rows=rows, pieces=tuple(pieces))
+
+    def _count_elsewhere(self, parts: LinearParts) -> None:
+        """What only other ranks have: all say the same of the model's formats, and `has_wide_rows` is one answer."""
+        kept = self._kept(parts)
+        self.n_values[self.weights_format if kept is None else kept.name] += parts.n_outputs * parts.n_inputs
 
     def _runs(self, parts: LinearParts) -> list[LinearParts]:
         """Neighbours that are kept alike, or not at all; one where there is a bias for several tensors together."""
@@ -350,6 +372,11 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
     def main_format(self) -> str:
         """The format of most weights of the layers."""
         return self.n_values.most_common(1)[0][0] if self.n_values else self.weights_format
+
+    @property
+    def has_wide_rows(self) -> bool:
+        """Whether most layers meet rows of 15 bits: then a head's rows in bf16 would cost as much as all their codes do."""
+        return self.main_format.endswith("-wide")
 
     def _is_alike(self, parts: Sequence[WeightTensor]) -> bool:
         """Whether one format and order holds the stored values of all parts, or none of them is kept."""

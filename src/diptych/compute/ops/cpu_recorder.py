@@ -68,6 +68,7 @@ class CpuOps(
         self._n_inputs = 0
         self._is_team = loader.rank.size > 1
         self._orders = loader.input_orders
+        self._has_wide_rows = loader.has_wide_rows
 
     def embed(self, table: TableHandle | LinearHandle, *, scale: float) -> ResidualStream:
         """x = scale * rows of the table, or of the packed head that serves as one."""
@@ -361,7 +362,7 @@ class CpuOps(
         scale: float = 1.0,
     ) -> Value:
         """Norm, projection and softcap of the wanted rows, straight into the caller's logits."""
-        rows = self._rows_buffer("head", x.width, weight)
+        rows = self._rows_buffer("head", x.width, weight, is_head=True)
         index = None if norm is None else norm.index
         kind = {} if norm is None else norm.kind
         self.program.head(
@@ -388,9 +389,17 @@ class CpuOps(
         return self._buffer(role, width, lambda width: self.program.add_f32(width, is_shared=is_shared), is_shared)
 
     def _rows_buffer(
-        self, role: str, width: int, weight: LinearHandle, rows_per_token: int = 1, is_shared: bool = False
+        self,
+        role: str,
+        width: int,
+        weight: LinearHandle,
+        rows_per_token: int = 1,
+        is_shared: bool = False,
+        is_head: bool = False,
     ) -> int:
         kind, order = weight.rows_format, self._orders.get(weight.order)
+        if is_head and kind == "bf16" and self._has_wide_rows:
+            kind = "bf16_pair"
         return self._buffer(
             f"{role} rows",
             width,
