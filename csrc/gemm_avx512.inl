@@ -18,14 +18,15 @@ constexpr int kVectors = kPanelLanes / 16;
 constexpr int kUnroll = 4;  // steps between two rounds of prefetches
 constexpr int64_t kCacheLine = 64;
 
-// Reading ahead (see TileArgs): not at all, into one cache, or into L2 far before and from there into L1 shortly before (`both`). `turn` is
-// called once in every kUnroll steps.
-// AMD: a lone row does best by the processor's prefetchers. From 6 rows on a bf16 or int8 tile computes about as long as the memory needs: it
-// reads further, into L2, and leaves L1 to x (10 to 15 points of the limit at 8 to 16 rows).
+// Reading ahead (see TileArgs): not at all, into one cache (`far`: into L2 like `l2`, from further off), or into L2 far before and from
+// there into L1 shortly before (`both`). `turn` is called once in every kUnroll steps.
+// AMD: a lone row of bf16 and one or two of int8 do best by the processor's prefetchers. With more rows a tile computes for a good part of
+// the time that the memory needs: it reads into L2 and leaves L1 to x (10 to 15 points of the limit at 8 to 16 rows). int4 does so at any
+// number of rows, and further: two rows from memory at 50 GB/s 43 GB/s by 10 KiB, 22 by 4 KiB into L1, 26 by 4 KiB into L2.
 // Intel: L2 takes more lines under way than L1. The dot products of several rows fill the scheduler before it has seen many lines, so that
 // loads which find their line in L2 still wait for it: asking for L1 too gave 5 rows of int8 7 % and one row of int4 6 % (Xeon, two cores).
-enum class Reach { none, l1, l2, both };
-constexpr int64_t ahead_bytes(Reach reach) { return reach == Reach::both ? 8192 : reach == Reach::l2 ? 6144 : 4096; }
+enum class Reach { none, l1, l2, far, both };
+constexpr int64_t ahead_bytes(Reach reach) { return reach == Reach::far ? 10240 : reach == Reach::both ? 8192 : reach == Reach::l2 ? 6144 : 4096; }
 constexpr int64_t kNearBytes = 2048;  // of `both`, into L1
 
 template <int kStrips, Reach kReach>
@@ -492,9 +493,10 @@ void transpose_words(const uint32_t* words, int64_t stride, int64_t n_words, uin
   }
 #endif
 
-// The same but for the tile of one row.
-constexpr Tiles with_one(Tiles tiles, TileKernel run) {
-  tiles.narrow[0].run = run;
+// The same but for the tiles of the fewest rows.
+constexpr Tiles with_fewest(Tiles tiles, std::initializer_list<TileKernel> runs) {
+  TileShape* shape = tiles.narrow;
+  for (const TileKernel run : runs) (shape++)->run = run;
   return tiles;
 }
 
@@ -503,8 +505,8 @@ constexpr Tiles with_one(Tiles tiles, TileKernel run) {
 namespace DIPTYCH_ISA {
 
 #if defined(__AVX512BF16__)
-extern const Tiles kBf16Tiles = with_one({DIPTYCH_NARROW(Reach::l1, Reach::l2, tile_dot<__m512, ), {6, 4, XForm::rows, tile_dot<__m512, 6, 4, false, Reach::l1>}},
-                                         tile_dot<__m512, 1, 1, false, Reach::none>);
+extern const Tiles kBf16Tiles = with_fewest({DIPTYCH_NARROW(Reach::l2, Reach::l2, tile_dot<__m512, ), {6, 4, XForm::rows, tile_dot<__m512, 6, 4, false, Reach::l1>}},
+                                            {tile_dot<__m512, 1, 1, false, Reach::none>});
 extern const LinearKernels kLinear = {
     interleave_rows, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
     sum_groups, quantize_group, expand_int4,
@@ -529,9 +531,9 @@ extern const GroupTiles kGroupTiles = {
 
 #if !defined(__AVX512BF16__)
 namespace avx512 {  // its tiles of int8 and int4 need no BF16, so they are compiled here
-extern const Tiles kInt8Tiles = with_one({DIPTYCH_NARROW(Reach::l1, Reach::l2, tile_dot<__m512i, ), avx512_fma::kWideInt8},
-                                         tile_dot<__m512i, 1, 1, false, Reach::none>);
-extern const Tiles kInt4Tiles = with_one({DIPTYCH_NARROW(Reach::l1, Reach::l1, tile_int4<), {}}, tile_int4<1, 1, false, Reach::none>);
+extern const Tiles kInt8Tiles = with_fewest({DIPTYCH_NARROW(Reach::l2, Reach::l2, tile_dot<__m512i, ), avx512_fma::kWideInt8},
+                                            {tile_dot<__m512i, 1, 1, false, Reach::none>, tile_dot<__m512i, 2, 1, false, Reach::none>});
+extern const Tiles kInt4Tiles = {DIPTYCH_NARROW(Reach::far, Reach::far, tile_int4<), {}};
 }  // namespace avx512
 #endif
 
