@@ -194,8 +194,9 @@ class RequestRecord:
     def fold(self, event: Event, step: StepNote | None = None) -> None:
         """Take in one event of this request; `step` is the step in flight or just ending."""
         if isinstance(event, TokenEvent):
-            self._fold_token(event, step)
-        elif isinstance(event, ScheduledEvent):
+            self.fold_token(event, step)
+            return
+        if isinstance(event, ScheduledEvent):
             self._fold_scheduled(event, step)
         elif isinstance(event, PreemptEvent):
             self.preempted_s.append(event.at_s)
@@ -245,25 +246,28 @@ class RequestRecord:
             )
             self.transfers.append(note)
 
-    def _fold_token(self, event: TokenEvent, step: StepNote | None) -> None:
+    def fold_token(self, event: TokenEvent, step: StepNote | None) -> None:
+        """As `fold`, of what nearly all events are: its way is short."""
+        _, index, at_s, _, position, step_id, _ = event
+        if at_s > self.last_event_s:
+            self.last_event_s = at_s
         if self.first_token_s is None:
-            self.first_token_s, self.first_index = event.at_s, event.index
-        choice = self.choices.get(event.index)
+            self.first_token_s, self.first_index = at_s, index
+        choice = self.choices.get(index)
         if choice is None:
-            choice = self.choices[event.index] = ChoiceRecord()
-        choice.token_times_s.append(event.at_s)
-        is_new_step = step is not None and step.step_id == event.step_id != self._last_decode_step
-        if event.position == 0 or step is None or not is_new_step:
+            choice = self.choices[index] = ChoiceRecord()
+        choice.token_times_s.append(at_s)
+        if position == 0 or step is None or step.step_id != step_id or step_id == self._last_decode_step:
             return
-        self._last_decode_step = event.step_id
+        self._last_decode_step = step_id
         self.decode_predicted_s += step.predicted_s or 0.0
-        own = self._own_prefill[1] if self._own_prefill[0] == event.step_id else 0
+        own = self._own_prefill[1] if self._own_prefill[0] == step_id else 0
         others = step.prefill_tokens - own
         if others > 0:
             share = others / (step.prefill_tokens + step.decode_tokens)
-            self.shared_steps.append(SharedStep(step, event.at_s, share))
+            self.shared_steps.append(SharedStep(step, at_s, share))
         elif own == 0:
-            self._calm_steps_s.append(event.at_s - step.begin_s)
+            self._calm_steps_s.append(at_s - step.begin_s)
 
     def decoded(self, index: int, ends_s: Sequence[float], steps_s: Sequence[float]) -> None:
         """One token of a choice at each of these instants, from steps that took so long and decoded only."""
@@ -385,8 +389,13 @@ class EventBook:
 
     def fold(self, events: Iterable[Event]) -> None:
         """Take in events in the order in which control gave them."""
+        records = self.records
         for event in events:
-            if isinstance(event, StepBeginEvent):
+            if isinstance(event, TokenEvent):
+                record = records.get(event.request_id)
+                if record is not None:
+                    record.fold_token(event, self._step)
+            elif isinstance(event, StepBeginEvent):
                 self._begin = event
                 self._step = StepNote(
                     event.step_id, event.at_s, event.predicted_s, event.prefill_tokens, event.decode_tokens
@@ -394,7 +403,7 @@ class EventBook:
             elif isinstance(event, StepEndEvent):
                 self._end_step(event)
             elif isinstance(event, ArrivalEvent):
-                self.records[event.request_id] = RequestRecord(
+                records[event.request_id] = RequestRecord(
                     request_id=event.request_id,
                     arrival_s=event.at_s,
                     prompt_tokens=event.prompt_tokens,
@@ -407,7 +416,7 @@ class EventBook:
                 elif isinstance(event, DraftEvent):
                     self._drafted_tokens += event.drafted_tokens
                     self._accepted_tokens += event.accepted_tokens
-                record = self.records.get(event.request_id)
+                record = records.get(event.request_id)
                 if record is not None:
                     record.fold(event, self._step)
 

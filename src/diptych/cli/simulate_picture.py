@@ -13,6 +13,8 @@ from diptych.lab.style import DECODE, FAILED, GREY, PREFILL, log_axis
 from diptych.sim.service import Report
 
 MIXED = "#8a7a5c"  # steps that hold both phases
+HEADROOM = 1.2  # above the highest value, for the legend
+SHORTEST = 0.01  # of the shortest other latency, from which on queues are drawn: most of them are next to nothing
 
 
 def draw(report: Report, path: Path) -> None:
@@ -49,15 +51,15 @@ def _filled(axes: Axes, report: Report) -> None:
     step_s = [max(one.prefill_s + one.decode_s + one.mixed_s, 1e-12) for one in bins]
     shares = [one.kv_share_s / s for one, s in zip(bins, step_s, strict=True)]
     axes.plot(_times(report), shares, color=GREY, lw=1, label="KV in use (left)")
-    axes.set(title="KV pool and sequences of an engine", xlabel="s", ylim=(0, max(0.05, *shares) * 1.05))
+    axes.set(title="KV pool and sequences of an engine", xlabel="s", ylim=(0, max(0.05, *shares) * HEADROOM))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     counts = axes.twinx()
     for name, colour in (("running", DECODE), ("waiting", FAILED)):
         values = [getattr(one, f"{name}_s") / s for one, s in zip(bins, step_s, strict=True)]
         counts.plot(_times(report), values, color=colour, lw=1, label=f"{name} (right)")
-    counts.set_ylim(bottom=0)
+    counts.set_ylim(0, HEADROOM * counts.dataLim.y1 or 1.0)
     handles = [*axes.get_lines(), *counts.get_lines()]
-    axes.legend(handles=handles, fontsize=8, loc="upper right")
+    axes.legend(handles=handles, fontsize=8, loc="upper right", ncols=3)
 
 
 def _line(axes: Axes, report: Report) -> None:
@@ -66,23 +68,26 @@ def _line(axes: Axes, report: Report) -> None:
         _times(report), [one.arrivals / bin_s for one in bins], color=PREFILL, lw=1, label="requests per second (left)"
     )
     axes.set(title="load and output", xlabel="s")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, HEADROOM * axes.dataLim.y1 or 1.0)
     tokens = axes.twinx()
     rate = [one.output_tokens / bin_s for one in bins]
     tokens.plot(_times(report), rate, color=DECODE, lw=1, label="output tokens per second (right)")
-    tokens.set_ylim(bottom=0)
-    axes.legend(handles=[*axes.get_lines(), *tokens.get_lines()], fontsize=8, loc="upper right")
+    tokens.set_ylim(0, HEADROOM * tokens.dataLim.y1 or 1.0)
+    axes.legend(handles=[*axes.get_lines(), *tokens.get_lines()], fontsize=8, loc="upper right", ncols=2)
 
 
 def _latency(axes: Axes, report: Report) -> None:
     looks = {"ttft": (PREFILL, "-"), "queue": (GREY, ":"), "tpot": (DECODE, "-"), "itl": (DECODE, ":")}
+    first_s = min([report.curves[name][0][0] for name in ("ttft", "tpot", "itl") if report.curves[name]], default=0.0)
     for name, (colour, line) in looks.items():
-        curve = [(value * 1e3, share) for value, share in report.curves[name] if value > 0.0]
+        curve = [(value * 1e3, share) for value, share in report.curves[name] if value > SHORTEST * first_s]
         if curve:
-            axes.plot(*zip(*curve, strict=True), color=colour, ls=line, label=name)
+            label = "queue" if name == "queue" else name.upper()
+            axes.plot(*zip(*curve, strict=True), color=colour, ls=line, label=label)
     for name, limit_s in (("ttft", report.limits.ttft_s), ("tpot", report.limits.tpot_s)):
         if limit_s is not None:
-            axes.axvline(limit_s * 1e3, color=looks[name][0], lw=0.8, alpha=0.6)
-    axes.set(title="share of values at or below (limits: upright lines)", xlabel="ms", ylim=(0, 1.02))
+            label = f"limit on {name.upper()}"
+            axes.axvline(limit_s * 1e3, color=looks[name][0], lw=0.8, ls="--", alpha=0.6, label=label)
+    axes.set(title="latencies: share of values at or below", xlabel="ms", ylim=(0, 1.02))
     log_axis(axes.xaxis)
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=8, loc="best")

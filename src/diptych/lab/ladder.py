@@ -5,13 +5,15 @@
     form = Form(predictor, climbs)
     form.at(climbs[-1:]).predict_s(shape), form.host
 
-Sixteen requests come one by one, with prompts that make steps of seven sizes, and between two of them the engine decodes. So
-half a second of it has prompts of each size beside few and many sequences, and decode of 1 to 16, right behind a prompt and
-when the caches hold its weights again; they end one by one. Behind them an idle engine is woken some times.
+Seven requests come one after the other has ended, with prompts of seven sizes; then sixteen one by one, and between two of
+them the engine decodes. So half a second of it has prompts of each size alone and beside few and many sequences, and decode of
+1 to 16, right behind a prompt and when the caches hold its weights again; they end one by one. Behind them an idle engine is
+woken some times.
 
 A profile says how steps of one size stand to those of another, on any model; a ladder says what some of them take in this
-minute. A shared machine may be a tenth slower ten minutes later, and a profile's form has errors of its own: the first decode
-step behind a prompt takes a tenth longer than the ninth, the second still half of that.
+minute. A shared machine may be a tenth slower ten minutes later, and a profile's form has errors of its own: a prompt displaces
+weights from the caches, and the first decode steps behind it bring them back. That takes its time whatever else a step does: of
+a model of 20 MB on a Zen 4 0.28, 0.16, 0.1 ms and less, two thirds of a step of one sequence and a tenth of one of sixteen.
 """
 
 from __future__ import annotations
@@ -38,9 +40,11 @@ from diptych.ground.shape import StepShape
 from diptych.lab.served import Served, undisturbed
 
 # Rows of a step with a prompt: as odd as prompts are, but for a usual budget, which a step fills to the last row.
-SIZES = (30, 45, 90, 150, 210, 256, 600)
+# Few sequences, which notice most what a prompt displaces, come behind middling ones: from 90 rows on it is hardly more.
+SIZES = (30, 150, 90, 210, 256, 45, 600)
 SEQUENCES = 16
 DECODES = (24, *(SEQUENCES - 1) * (12,))  # behind each request; one sequence alone decodes longest
+ALONE = 13  # tokens of each request that comes alone
 IDLE_S, WOKEN_TOKENS, WAKES = 0.015, 90, 5
 SETTLED = 9  # steps behind one with a prompt, from which on decode is as quick as it gets: a prompt fills the caches
 ODD = 1.5  # times its usual time, from which on a step was disturbed
@@ -78,6 +82,7 @@ class Ladder:
         """Less than a second on a model of ten million weights; a step takes what it takes."""
         # made before, as what makes a prompt is not the engine's
         first = self._request(WOKEN_TOKENS, new_tokens=SETTLED)
+        alone = [self._request(size, new_tokens=ALONE) for size in SIZES]
         # they end one by one, the last that came first
         requests = [
             self._request(size - number, new_tokens=sum(1 + n for n in DECODES[number:]) + SEQUENCES - number)
@@ -85,17 +90,19 @@ class Ladder:
         ]
         prompts = [self._request(WOKEN_TOKENS, new_tokens=1) for _ in range(WAKES)]
         with undisturbed():
-            steps = self._climb(first, requests)
+            steps = self._climb(first, alone, requests)
             woken_s = tuple(self._wake_s(one) for one in prompts)
         return Climb(steps=steps, woken_s=woken_s)
 
-    def _climb(self, first: Request, requests: Sequence[Request]) -> tuple[Climbed, ...]:
+    def _climb(self, first: Request, alone: Sequence[Request], requests: Sequence[Request]) -> tuple[Climbed, ...]:
         served = self._served
-        self._submit(first)  # wakes the engine, and is over before the others come
-        while served.stepper.step():
-            pass
+        self._serve(first)  # wakes the engine, and is over before the others come
         served.steps.clear()
         served.coming_s.clear()
+        ends = set()  # steps behind which nothing runs, so that nothing tells what the end took: they are left out
+        for request in alone:
+            self._serve(request)
+            ends.add(len(served.steps) - 1)
         for request, n_decodes in zip(requests, DECODES, strict=True):
             self._submit(request)
             for _ in range(1 + n_decodes):
@@ -103,8 +110,15 @@ class Ladder:
         while served.stepper.step():
             pass
         return tuple(
-            (step.shape, kept_s, step.device_s) for step, kept_s in zip(served.steps, served.kept_s(), strict=True)
+            (step.shape, kept_s, step.device_s)
+            for i, (step, kept_s) in enumerate(zip(served.steps, served.kept_s(), strict=True))
+            if i not in ends
         )
+
+    def _serve(self, request: Request) -> None:
+        self._submit(request)
+        while self._served.stepper.step():
+            pass
 
     def _wake_s(self, request: Request) -> float:
         served = self._served
@@ -163,9 +177,21 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return float(slope), float(height)
 
 
+def _by_rows(found: Iterable[tuple[StepShape, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """The logarithms of how many rows steps had, and the median of what belongs to each."""
+    rows, usual = zip(*_medians((shape.n_tokens, value) for shape, value in found), strict=True)
+    return np.log(rows), np.array(usual)
+
+
+def _smoothed(values: np.ndarray) -> np.ndarray:
+    """The median of each with its neighbours, as a climb has one step of most; it has many of one sequence alone, the first."""
+    threes = [values[min(max(i - 1, 0), len(values) - 3) :][:3] for i in range(1, len(values))]
+    return np.array([values[0], *map(np.median, threes)])
+
+
 class Form:
-    """What many climbs say together of steps, beside a profile's prices: by size, by how far behind a prompt, and how they
-    scatter.
+    """What many climbs say together of steps, beside a profile's prices: by size, by how far behind a prompt beside how many
+    sequences, and how they scatter.
 
     A climb has two or three prompts of a size, which stand as far apart as machines move; so a minute is told by one number for
     each phase, its pace, and what sizes make of it by all climbs.
@@ -175,7 +201,7 @@ class Form:
         self._predictor = predictor
         self.host, end_s = host_of(climbs)
         self._sizes = dict.fromkeys(Phase, (np.zeros(1), np.zeros(1)))
-        self._behind = [0.0] * SETTLED
+        self._behind = [(np.zeros(1), np.zeros(1))] * SETTLED
         for _ in range(2):  # a climb's pace is what is left beside its sizes, and sizes what is left beside the pace
             self._fit(climbs)
         at = [(self.at([climb]), climb) for climb in climbs]
@@ -198,39 +224,37 @@ class Form:
 
     def usual_s(self, shape: StepShape, since: int, pace: float) -> float:
         """Seconds of a step, the median, that is so many behind the last one with a prompt, which is 0."""
-        kernels_s = self._kernels_s(shape) * math.exp(pace + self._size(shape) + self._late(since))
+        kernels_s = self._kernels_s(shape) * math.exp(pace + self._size(shape) + self._late(shape, since))
         return kernels_s + self.host.time_s(shape)
 
     def _fit(self, climbs: Sequence[Climb]) -> None:
         noted = [(self._pace(climb), *step) for climb in climbs for step in self._noted(climb)]
         for phase in Phase:
-            found = _medians(
-                (shape.n_tokens, times - pace[phase])
+            self._sizes[phase] = _by_rows(
+                (shape, times - pace[phase])
                 for pace, shape, since, times in noted
                 if shape.phase is phase and not 0 < since < SETTLED
             )
-            rows, usual = (np.array(each, dtype=float) for each in zip(*found, strict=True))
-            self._sizes[phase] = np.log(rows), usual
-        late = _medians(
-            (since, times - pace[Phase.DECODE] - self._size(shape))
-            for pace, shape, since, times in noted
-            if 0 < since < SETTLED
-        )
-        for since, times in late:
-            self._behind[since] = times
+        for place in range(1, SETTLED):
+            rows, late = _by_rows(
+                (shape, times - pace[Phase.DECODE] - self._size(shape))
+                for pace, shape, since, times in noted
+                if since == place
+            )
+            self._behind[place] = rows, _smoothed(late)
 
     def _pace(self, climb: Climb) -> dict[Phase, float]:
         """By phase, the log of how many times the profile's price steps take beside their size and place."""
         left: dict[Phase, list[float]] = {phase: [] for phase in Phase}
         for shape, since, times in self._noted(climb):
-            left[shape.phase].append(times - self._size(shape) - self._late(since))
+            left[shape.phase].append(times - self._size(shape) - self._late(shape, since))
         return {phase: statistics.median(times) for phase, times in left.items()}
 
     def _size(self, shape: StepShape) -> float:
         return float(np.interp(math.log(shape.n_tokens), *self._sizes[shape.phase]))
 
-    def _late(self, since: int) -> float:
-        return self._behind[since] if since < SETTLED else 0.0
+    def _late(self, shape: StepShape, since: int) -> float:
+        return float(np.interp(math.log(shape.n_tokens), *self._behind[since])) if 0 < since < SETTLED else 0.0
 
     def _noted(self, climb: Climb) -> list[tuple[StepShape, int, float]]:
         """Steps, how far each is behind a prompt, and the log of how many times the profile's price its kernels took."""

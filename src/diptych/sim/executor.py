@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from diptych.ground.clock import VirtualClock
+from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
 from diptych.ground.step import ChunkResult, StepPlan, StepResult
 
 DRAWN_TOKEN = 0  # every token that a simulated step draws
+MOST_KEPT = 4096  # results, one for each sequence: a decode step gives what the one before gave
 IDLE_S = 1e-3  # without work, after which an engine has to be woken
 
 
@@ -40,6 +42,7 @@ class PredictedExecutor:
         self._clock = clock
         self._wake_s = wake_s
         self._worked_until_s = -inf
+        self._drawn: dict[int, ChunkResult] = {}  # by sequence: what its decode steps without drafts give
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Let the plan's predicted time pass."""
@@ -48,16 +51,22 @@ class PredictedExecutor:
             step_s += self._wake_s
         self._clock.advance(step_s)
         self._worked_until_s = self._clock.now_s()
-        drawn = (DRAWN_TOKEN,)
-        is_drafted = plan.shape.n_tokens > plan.shape.n_sequences  # or holds a prompt; else nobody looks
+        drawn = self._drawn
+        if len(drawn) > MOST_KEPT:
+            drawn.clear()
         results = tuple(
-            ChunkResult(
-                seq_id=chunk.seq_id,
-                token_ids=() if not chunk.samples else _run_of(chunk.draft_token_ids) if is_drafted else drawn,
-            )
-            for chunk in plan.chunks
+            [
+                drawn.get(chunk.seq_id) or self._draw(chunk.seq_id)
+                if chunk.phase is Phase.DECODE and len(chunk.token_ids) == 1
+                else ChunkResult(seq_id=chunk.seq_id, token_ids=_run_of(chunk.draft_token_ids) if chunk.samples else ())
+                for chunk in plan.chunks
+            ]
         )
         return StepResult(step_id=plan.step_id, results=results, device_s=step_s, host_s=0.0)
+
+    def _draw(self, seq_id: int) -> ChunkResult:
+        result = self._drawn[seq_id] = ChunkResult(seq_id=seq_id, token_ids=(DRAWN_TOKEN,))
+        return result
 
 
 def _run_of(drafts: Sequence[int]) -> tuple[int, ...]:
