@@ -444,12 +444,13 @@ class EngineCore:
         """As `_commit`, of a chunk that is the newest token and no draft: nearly all are, so its way is short."""
         (token_id,) = result.token_ids
         known, scheduler, request_id = seq.token_ids, self._scheduler, seq.request.request_id
-        seq.advance(len(known))
+        computed = len(known)
+        seq.advance(computed)
         known.append(token_id)
-        n = len(known) - seq.prompt_tokens
+        n = computed + 1 - seq.prompt_tokens
         logprobs = result.logprobs[0] if result.logprobs else None
         events.append(_new(TokenEvent, (request_id, seq.index, now_s, token_id, n - 1, step_id, logprobs)))
-        if seq.computed_tokens // scheduler.pool.block_tokens > len(seq.serials):
+        if computed // scheduler.pool.block_tokens > len(seq.serials):
             scheduler.register_computed(seq)
         if n >= seq.max_output_tokens or token_id in seq.stop_ids or result.is_complete:
             reason, stop_token_id = self._stop(seq, token_id, is_complete=result.is_complete)

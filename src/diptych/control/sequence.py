@@ -129,4 +129,5 @@ class Sequence:
     def advance(self, computed_tokens: int) -> None:
         """Set how far KV reaches, and remember the peak."""
         self.computed_tokens = computed_tokens
-        self.peak_computed_tokens = max(self.peak_computed_tokens, computed_tokens)
+        if computed_tokens > self.peak_computed_tokens:
+            self.peak_computed_tokens = computed_tokens
