@@ -40,6 +40,9 @@ DIPTYCH_INLINE void take_inputs(const uint16_t* x, int64_t n, Input* out) { std:
 #define DIPTYCH_WHOLE 1
 #if defined(DIPTYCH_AVX512)
 #define DIPTYCH_BYTES 1  // bytes are widened in the registers that multiply
+#if defined(__AVX512BF16__)
+#define DIPTYCH_BESIDE 1  // what comes is asked for as AMD's processors like it: Intel's without tiles take the set without BF16
+#endif
 #endif
 #endif
 
@@ -105,7 +108,33 @@ struct Span {
   int64_t pairs;       // token pairs in [0, end * 8) that hold at least one key seen
 };
 
-#include "attention_ahead.inl"
+struct SequenceView {
+  const AttentionCall* call;
+  const int32_t* blocks;
+  int64_t kv_head;
+  int64_t last_key;  // no row of the task sees past it
+};
+
+// Walks the groups of 16 tokens of a sequence from `token` on, without a division per group.
+struct GroupWalk {
+  const SequenceView& view;
+  int64_t block, offset;
+  KvHead head;
+
+  DIPTYCH_FORCED GroupWalk(const SequenceView& v, int64_t token) : view(v) {
+    const int64_t block_tokens = v.call->kv.shape.block_tokens;
+    block = token / block_tokens, offset = token - block * block_tokens;
+    head = v.call->kv.head(v.blocks[block], v.kv_head);
+  }
+  DIPTYCH_FORCED void step() {
+    offset += 16;
+    if (offset != view.call->kv.shape.block_tokens) return;
+    ++block, offset = 0;
+    head = view.call->kv.head(view.blocks[block], view.kv_head);
+  }
+};
+
+class Ahead;
 
 // Where the groups of one tile lie; `span` is what some row of the task may see.
 struct Tile {
@@ -117,16 +146,34 @@ struct Tile {
   const float* key_scales = nullptr;  // [256] of a cache of bytes
   const float* value_scales = nullptr;
   bool is_whole = false;         // keys and values are whole numbers
-  bool is_bytes = false;         // and lie in the cache as they are: keys and values point to bytes
+  bool is_bytes = false;         // they lie in the cache as they are: keys and values point to bytes
   float most_value_scale = 0.0f;  // of all 256 keys, where the rows see them all
 };
 
-struct SequenceView {
-  const AttentionCall* call;
-  const int32_t* blocks;
-  int64_t kv_head;
-  int64_t last_key;  // no row of the task sees past it
-};
+// From this many turns of a task's rows over a tile on it is better widened once: what it then takes is stored and read again, past
+// the first cache. Of 7 rows, one turn, widening took a third of the time.
+constexpr int64_t kManyTurns = 4;
+// The same of fp8.
+#if defined(__AVX512BF16__)
+constexpr int64_t kManyTurnsOfFp8 = kManyTurns;
+#else
+constexpr int64_t kManyTurnsOfFp8 = 2;  // each turn widens twice, from eight bits to sixteen and to fp32
+#endif
+
+DIPTYCH_INLINE int64_t turns_of(int64_t rows) { return (rows + kRows - 1) / kRows; }
+
+// Steps of the work on a tile: a vector that is multiplied is one, and weighing 16 keys takes a row as long as so many products.
+constexpr int64_t kStepsToWeigh = 17;
+
+DIPTYCH_INLINE int64_t steps_of(const Span& span, int64_t d, int64_t dv) {
+  return (span.end - span.first) * (d / 2 + dv / 2 + kStepsToWeigh);
+}
+
+#if defined(DIPTYCH_BESIDE)
+#include "attention_beside.inl"
+#else
+#include "attention_ahead.inl"
+#endif
 
 // What a row's product with V becomes: values [R, dv] = old * keep + product * unit * take; without `keep` product * unit is stored as it
 // is, without `unit` the product stands for itself.
@@ -238,25 +285,6 @@ DIPTYCH_INLINE float whole_query(const uint16_t* x, int64_t d, uint16_t* out) {
 
 // ---- one task ----
 
-// Walks the groups of 16 tokens of a sequence from `token` on, without a division per group.
-struct GroupWalk {
-  const SequenceView& view;
-  int64_t block, offset;
-  KvHead head;
-
-  DIPTYCH_FORCED GroupWalk(const SequenceView& v, int64_t token) : view(v) {
-    const int64_t block_tokens = v.call->kv.shape.block_tokens;
-    block = token / block_tokens, offset = token - block * block_tokens;
-    head = v.call->kv.head(v.blocks[block], v.kv_head);
-  }
-  DIPTYCH_FORCED void step() {
-    offset += 16;
-    if (offset != view.call->kv.shape.block_tokens) return;
-    ++block, offset = 0;
-    head = view.call->kv.head(view.blocks[block], view.kv_head);
-  }
-};
-
 DIPTYCH_INLINE void find_groups(const SequenceView& view, Tile& tile) {
   const KvShape& kv = view.call->kv.shape;
   GroupWalk walk(view, tile.start + tile.span.first * 16);
@@ -265,26 +293,6 @@ DIPTYCH_INLINE void find_groups(const SequenceView& view, Tile& tile) {
     tile.values[g] = reinterpret_cast<const uint16_t*>(walk.head.values) + walk.offset * kv.value_dim();
     if (++g == tile.span.end) break;
     walk.step();
-  }
-}
-
-// The keys and values from `token` to its tile's end.
-DIPTYCH_INLINE void find_next(const SequenceView& view, int64_t token, Ahead& ahead) {
-  const KvShape& kv = view.call->kv.shape;
-  const int64_t key = kv.head_dim * kv.element_bytes(), value = kv.value_dim() * kv.element_bytes();
-  const int64_t tile_end = (token / kTileTokens + 1) * kTileTokens;
-  const int64_t end = view.last_key < tile_end ? view.last_key / 16 * 16 + 16 : tile_end;
-  while (token < end) {
-    const int64_t block = token / kv.block_tokens, offset = token - block * kv.block_tokens;
-    const int64_t n = end - token < kv.block_tokens - offset ? end - token : kv.block_tokens - offset;
-    const KvHead head = view.call->kv.head(view.blocks[block], view.kv_head);
-    ahead.add(head.keys + offset * key, n * key);
-    if (kv.has_values) ahead.add(head.values + offset * value, n * value);
-    if (kv.format != KvFormat::bf16) {
-      ahead.add(head.key_scales + offset, n * 4);
-      if (kv.has_values) ahead.add(head.value_scales + offset, n * 4);
-    }
-    token += n;
   }
 }
 
@@ -300,7 +308,7 @@ DIPTYCH_INLINE bool is_whole(KvFormat format) {
 
 DIPTYCH_INLINE void widen_bytes(KvFormat format, const int8_t* x, int64_t n, uint16_t* out) {
   if (format == KvFormat::fp8)
-    for (int64_t i = 0; i < n; i += 32) widen_e4m3(x + i, out + i);
+    for (int64_t i = 0; i < n; i += 32) widen_e4m3(reinterpret_cast<const E4m3*>(x + i), out + i);
   else
     for (int64_t i = 0; i < n; i += 32)
 #if defined(DIPTYCH_WHOLE)
@@ -310,25 +318,12 @@ DIPTYCH_INLINE void widen_bytes(KvFormat format, const int8_t* x, int64_t n, uin
 #endif
 }
 
-// From this many turns of a task's rows over a tile on it is better widened once: what it then takes is stored and read again, past
-// the first cache. Of 7 rows, one turn, widening took a third of the time.
-constexpr int64_t kManyTurns = 4;
-
-DIPTYCH_INLINE int64_t turns_of(int64_t rows) { return (rows + kRows - 1) / kRows; }
-
-// Steps of the work on a tile: a vector that is multiplied is one, and weighing 16 keys takes a row as long as so many products.
-constexpr int64_t kStepsToWeigh = 17;
-
-DIPTYCH_INLINE int64_t steps_of(const Span& span, int64_t d, int64_t dv) {
-  return (span.end - span.first) * (d / 2 + dv / 2 + kStepsToWeigh);
-}
-
 // A cache of bytes: the tile's keys and values as bf16 or whole numbers, exact; their scales go to scores and weights.
 DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch, int64_t rows, Tile& tile) {
   const KvShape& kv = view.call->kv.shape;
   const int64_t d = kv.head_dim, dv = kv.value_dim();
 #if defined(DIPTYCH_BYTES)
-  tile.is_bytes = is_whole(kv.format) && kv.has_values && turns_of(rows) < kManyTurns;
+  tile.is_bytes = kv.has_values && turns_of(rows) < (kv.format == KvFormat::fp8 ? kManyTurnsOfFp8 : kManyTurns);
 #else
   (void)rows;
 #endif
@@ -462,6 +457,7 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
       join(scratch.state_max + r0, scratch.state_sum + r0, most, sum, n, keeps, takes);
       weigh(scratch, n, tile, seen, dv, {unit, keeps, takes, scratch.state_values + r0 * dv, dv});
     }
+    tile.ahead->end_turn();
   }
 }
 
@@ -516,15 +512,11 @@ static void attention(const AttentionCall& call, const AttentionTask& task, cons
     }
     Ahead ahead;
     tile.ahead = &ahead;
-    // Many turns take so long that the processor's own prefetchers do: asking made prompts of 512 tokens a tenth slower.
-    if (after && turns_of(rows.n) < kManyTurns) {
-      find_next(*after, after_token, ahead);
-      ahead.start(steps_of(tile.span, d, dv) * turns_of(rows.n));
-    }
     if (call.kv.shape.format != KvFormat::bf16)
       widen_tile(view, scratch, rows.n, tile);
     else
       find_groups(view, tile);
+    ask_ahead(view, after, after_token, rows.n, tile, ahead);
     if (!call.kv.shape.has_values) values_of_keys(view, scratch, tile);
     float* partial = nullptr;
     if (task.is_split) partial = call.partials + task.partial_begin + (t - task.first_tile) * rows.n * (dv + 2);

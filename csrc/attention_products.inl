@@ -12,9 +12,12 @@ struct Whole { using Sum = I32; using In = uint16_t; using Stored = uint16_t; };
 #endif
 #if defined(DIPTYCH_BYTES)
 struct Bytes { using Sum = I32; using In = uint16_t; using Stored = int8_t; };
+struct Eights { using Sum = F32; using In = Input; using Stored = E4m3; };  // fp8: the numbers that it would be widened to
 #endif
 template <class Kind>
 using InputOf = typename Kind::In;
+template <class Kind>
+constexpr int kBytesOf = 32 * sizeof(typename Kind::Stored);  // of one vector
 template <class Kind>
 DIPTYCH_INLINE const typename Kind::Stored* stored(const uint16_t* x) { return reinterpret_cast<const typename Kind::Stored*>(x); }
 
@@ -37,9 +40,13 @@ DIPTYCH_INLINE void add_pair(Sum (&acc)[R][Z], X x, Y y) {
 // fit the registers.
 template <int R, int Z, class X, class Y>
 DIPTYCH_INLINE void add_pair(F32 (&acc)[R][Z], X x, Y y) {
+  constexpr bool is_costly = std::is_same_v<decltype(y(0)), const E4m3*>;  // to widen twice
+  Pairs pairs[Z];
+  if constexpr (is_costly)
+    for (int z = 0; z < Z; ++z) pairs[z] = load_pairs(y(z));
   for (int half = 0; half < 2; ++half) {
     F32 wide[Z];
-    for (int z = 0; z < Z; ++z) wide[z] = widen_half(load_pairs(y(z)), half);
+    for (int z = 0; z < Z; ++z) wide[z] = widen_half(is_costly ? pairs[z] : load_pairs(y(z)), half);
     for (int r = 0; r < R; ++r) {
       const F32 b = set1(x(r)[half]);
       for (int z = 0; z < Z; ++z) acc[r][z] = fma(b, wide[z], acc[r][z]);
@@ -48,18 +55,31 @@ DIPTYCH_INLINE void add_pair(F32 (&acc)[R][Z], X x, Y y) {
 }
 #endif
 
+#if defined(DIPTYCH_AVX512) && defined(__AVX512BF16__)
+// A dot takes its row's pair from memory, as those of bf16 do: then four vectors of seven rows fit the registers.
+template <int R, int Z, class X, class Y>
+DIPTYCH_INLINE void add_pair(I32 (&acc)[R][Z], X x, Y y) {
+  Pairs pairs[Z];
+  for (int z = 0; z < Z; ++z) pairs[z] = load_pairs(y(z));
+  for (int r = 0; r < R; ++r)
+    for (int z = 0; z < Z; ++z) add_dot_int16_of(acc[r][z].v, x(r), pairs[z].v);
+}
+#endif
+
 template <class Kind, int R, int Z>
-DIPTYCH_INLINE void score_columns(const InputOf<Kind>* q, int64_t d, const uint16_t* const* keys, const float* scales, Ahead& ahead,
-                                  float* out) {
-  Ahead::Cursor cursor = ahead.cursor;
+DIPTYCH_INLINE void score_columns(const InputOf<Kind>* q, int64_t d, const Tile& tile, int64_t group, float* out) {
+  const uint16_t* const* keys = tile.keys + group;
+  const float* scales = tile.key_scales ? tile.key_scales + group * 16 : nullptr;
+  Ahead::Cursor cursor = tile.ahead->cursor;
+  cursor.to_keys(group);
   typename Kind::Sum acc[R][Z];
   for (int r = 0; r < R; ++r)
     for (int z = 0; z < Z; ++z) clear(acc[r][z]);
   for (int64_t i = 0; i < d / 2; ++i) {
-    cursor.step(Z);
+    cursor.template step_keys<Z, kBytesOf<Kind>>(i);
     add_pair(acc, [&](int r) { return q + r * d + 2 * i; }, [&](int z) { return stored<Kind>(keys[z]) + i * 32; });
   }
-  ahead.cursor = cursor;
+  tile.ahead->cursor = cursor;
   for (int r = 0; r < R; ++r)
     for (int z = 0; z < Z; ++z) {
       const F32 sum = numbers(acc[r][z]);
@@ -69,8 +89,11 @@ DIPTYCH_INLINE void score_columns(const InputOf<Kind>* q, int64_t d, const uint1
 
 template <class Kind, int R>
 constexpr int columns_of() {
+#if defined(DIPTYCH_AVX512)
+  if (std::is_same_v<Kind, Eights>) return R <= 5 ? 4 : 3;  // what widens stands beside the sums
+#endif
 #if defined(DIPTYCH_AVX512) && defined(__AVX512BF16__)
-  return R <= (std::is_same_v<Kind, Numbers> ? 7 : 6) ? 4 : 3;  // a dot of bf16 takes its row's pair from memory
+  return R <= 7 ? 4 : 3;  // a dot takes its row's pair from memory
 #elif defined(DIPTYCH_AVX512)
   return R <= 6 ? 4 : 3;  // widened vectors, or a row's pair, stand beside the sums
 #elif defined(DIPTYCH_AVX2)
@@ -92,18 +115,17 @@ template <class Kind, int R>
 static void score_rows(const InputOf<Kind>* q, int64_t d, const Tile& tile, const Span& seen, float* scores) {
   for (int64_t g = seen.first; g < seen.end;) {
     const int64_t z = vectors_at_once<Kind, R>(seen.end - g);
-    const float* scales = tile.key_scales ? tile.key_scales + g * 16 : nullptr;
     switch (z) {
 #if defined(DIPTYCH_AVX512)
       case 4:
-        if constexpr (columns_of<Kind, R>() >= 4) score_columns<Kind, R, 4>(q, d, tile.keys + g, scales, *tile.ahead, scores + g * 16);
+        if constexpr (columns_of<Kind, R>() >= 4) score_columns<Kind, R, 4>(q, d, tile, g, scores + g * 16);
         break;
-      case 3: score_columns<Kind, R, 3>(q, d, tile.keys + g, scales, *tile.ahead, scores + g * 16); break;
+      case 3: score_columns<Kind, R, 3>(q, d, tile, g, scores + g * 16); break;
 #endif
 #if defined(DIPTYCH_AVX512) || defined(DIPTYCH_AVX2)
-      case 2: score_columns<Kind, R, 2>(q, d, tile.keys + g, scales, *tile.ahead, scores + g * 16); break;
+      case 2: score_columns<Kind, R, 2>(q, d, tile, g, scores + g * 16); break;
 #endif
-      default: score_columns<Kind, R, 1>(q, d, tile.keys + g, scales, *tile.ahead, scores + g * 16);
+      default: score_columns<Kind, R, 1>(q, d, tile, g, scores + g * 16);
     }
     g += z;
   }
@@ -118,9 +140,10 @@ DIPTYCH_INLINE void weigh_columns(const InputOf<Kind>* weights, const Tile& tile
   Ahead::Cursor cursor = tile.ahead->cursor;
   for (int64_t g = seen.first; g < seen.end; ++g) {
     const auto* v = stored<Kind>(tile.values[g]) + column * 2;
-    const int64_t left = seen.pairs - g * 8, pairs = left < 8 ? left : 8;
+    const int64_t left = seen.pairs - g * 8, pairs = left < 8 ? left : 8, element = kBytesOf<Kind> / 32;
+    cursor.to_values(g, column * 2 * element, 2 * dv * element);
     for (int64_t p = 0; p < pairs; ++p, v += 2 * dv) {
-      cursor.step(Z);
+      cursor.template step_values<Z, kBytesOf<Kind>>();
       add_pair(acc, [&](int r) { return weights + r * kTileTokens + g * 16 + 2 * p; }, [&](int z) { return v + z * 32; });
     }
   }
@@ -131,7 +154,7 @@ DIPTYCH_INLINE void weigh_columns(const InputOf<Kind>* weights, const Tile& tile
 #pragma GCC unroll 4
     for (int z = 0; z < Z; ++z) {
       float* at = to.out + r * to.stride + column + z * 16;
-      const F32 product = std::is_same_v<Kind, Numbers> ? numbers(acc[r][z]) : mul(numbers(acc[r][z]), set1(to.unit[r]));
+      const F32 product = std::is_same_v<typename Kind::Sum, F32> ? numbers(acc[r][z]) : mul(numbers(acc[r][z]), set1(to.unit[r]));
       store(at, to.keep ? fma(load(at), set1(to.keep[r]), mul(product, set1(to.take[r]))) : product);
     }
   }
@@ -176,6 +199,7 @@ DIPTYCH_INLINE void weigh_by(std::integer_sequence<int, kN...>, int64_t n, const
 DIPTYCH_INLINE void score(const Scratch& scratch, int64_t row, int64_t n, int64_t d, const Tile& tile, const Span& seen) {
   constexpr std::make_integer_sequence<int, kRows> any{};
 #if defined(DIPTYCH_BYTES)
+  if (tile.is_bytes && !tile.is_whole) return score_by<Eights>(any, n, scratch.queries + row * d, d, tile, seen, scratch.scores);
   if (tile.is_bytes) return score_by<Bytes>(any, n, scratch.whole_queries() + row * d, d, tile, seen, scratch.scores);
 #endif
 #if defined(DIPTYCH_WHOLE)
@@ -186,6 +210,7 @@ DIPTYCH_INLINE void score(const Scratch& scratch, int64_t row, int64_t n, int64_
 DIPTYCH_INLINE void weigh(const Scratch& scratch, int64_t n, const Tile& tile, const Span& seen, int64_t dv, const Joined& to) {
   constexpr std::make_integer_sequence<int, kRows> any{};
 #if defined(DIPTYCH_BYTES)
+  if (tile.is_bytes && !tile.is_whole) return weigh_by<Eights>(any, n, scratch.weights, tile, seen, dv, to);
   if (tile.is_bytes) return weigh_by<Bytes>(any, n, scratch.whole_weights(), tile, seen, dv, to);
 #endif
 #if defined(DIPTYCH_WHOLE)

@@ -37,6 +37,10 @@ inline void add_dot_bf16(__m512& sum, __m512i pairs, __m512i w) {
 inline void add_dot_int16(__m512i& sum, __m512i pairs, __m512i w) {
   __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(pairs), "v"(w));
 }
+inline void add_dot_int16_of(__m512i& sum, const uint16_t* pair, __m512i w) {  // the same pair for all
+  typedef int32_t __attribute__((may_alias, aligned(2))) Pair;
+  __asm__("vpdpwssd %1%{1to16%}, %2, %0" : "+v"(sum) : "m"(*reinterpret_cast<const Pair*>(pair)), "v"(w));
+}
 inline void add_dot_int8(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
 }

@@ -27,6 +27,8 @@ namespace DIPTYCH_ISA {
 
 constexpr int64_t kLanes = 16;
 
+struct E4m3 { uint8_t code; };  // as a cache holds them
+
 // ---- scalar bf16 (round to nearest even; NaN stays NaN) ----
 
 DIPTYCH_INLINE float bf16_to_f32(uint16_t x) {
@@ -150,17 +152,20 @@ DIPTYCH_INLINE void widen_i8_whole(const int8_t* p, uint16_t* out) {
   _mm512_storeu_si512(out, _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
 }
 
-// 32 E4M3 -> 32 bf16, exact
-DIPTYCH_INLINE void widen_e4m3(const int8_t* p, uint16_t* out) {
-  const __m512i small = _mm512_castsi128_si512(_mm_setr_epi16(0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
-  const __m512i code = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  const __m512i magnitude = _mm512_and_si512(code, _mm512_set1_epi16(0x7f));
-  __m512i number = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(0x3c00));
-  number = _mm512_mask_permutexvar_epi16(number, _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8)), magnitude, small);
-  number = _mm512_mask_mov_epi16(number, _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f)), _mm512_set1_epi16(0x7fc0));
-  const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(0x80)), 8);
-  _mm512_storeu_si512(out, _mm512_or_si512(number, sign));
+// 32 E4M3 -> 32 bf16, exact. A number is its magnitude shifted to bf16's place and 120 more in the exponent; what is none (NaN) or has no
+// exponent comes out of a table, by the low five bits of its code, which no two of these share.
+DIPTYCH_INLINE Pairs load_pairs(const E4m3* p) {
+  const __m512i rare = _mm512_inserti32x4(_mm512_castsi128_si512(_mm_setr_epi16(0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60)),
+                                          _mm_set1_epi16(0x7fc0), 3);
+  const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i magnitudes = _mm256_and_si256(codes, _mm256_set1_epi8(0x7f));
+  const __mmask32 is_rare = _mm256_cmple_epi8_mask(_mm256_add_epi8(magnitudes, _mm256_set1_epi8(1)), _mm256_set1_epi8(8));  // NaN: -128
+  const __m512i wide = _mm512_cvtepu8_epi16(magnitudes);
+  __m512i number = _mm512_add_epi16(_mm512_slli_epi16(wide, 4), _mm512_set1_epi16(0x3c00));
+  number = _mm512_mask_permutexvar_epi16(number, is_rare, wide, rare);
+  return {_mm512_mask_add_epi16(number, _mm256_movepi8_mask(codes), number, _mm512_set1_epi16(static_cast<int16_t>(0x8000)))};
 }
+DIPTYCH_INLINE void widen_e4m3(const E4m3* p, uint16_t* out) { _mm512_storeu_si512(out, load_pairs(p).v); }
 
 #elif defined(DIPTYCH_AVX2)
 
@@ -489,8 +494,8 @@ DIPTYCH_INLINE void widen_i8_whole(const int8_t* p, uint16_t* out) { for (int i 
 #endif
 
 #if !defined(DIPTYCH_AVX512)
-DIPTYCH_INLINE void widen_e4m3(const int8_t* p, uint16_t* out) {
-  for (int i = 0; i < 32; ++i) out[i] = e4m3_to_bf16(static_cast<uint8_t>(p[i]));
+DIPTYCH_INLINE void widen_e4m3(const E4m3* p, uint16_t* out) {
+  for (int i = 0; i < 32; ++i) out[i] = e4m3_to_bf16(p[i].code);
 }
 #endif
 

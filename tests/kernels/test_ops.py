@@ -86,6 +86,44 @@ def test_attention_over_an_int8_cache_is_finer_than_bf16(isa: str) -> None:
     assert (got - expected).abs().max() < 4e-4 * expected.abs().max()
 
 
+def test_every_code_of_fp8_is_its_number_for_few_rows_and_for_many(isa: str) -> None:
+    """Many rows meet a tile that was widened before, few rows its codes, which are widened in the registers that multiply."""
+    heads, d, n_tokens, size = 7, 64, 300, {"n_heads": 7, "head_dim": 64, "block_tokens": 32}
+    batch, n_blocks = make_batch(EdgeShape(name="", sequences=((0, n_tokens),), **size))
+    n = n_blocks * 32
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(448.0)
+    keys = codes.repeat(n * d // 256 + 1)[: n * d].view(1, n, d).clone()
+    # Each exponent has columns of its own, of one sign: numbers without one (below 2^-6) stand beside nothing larger.
+    column, token = torch.arange(d), torch.arange(n)[:, None]
+    values = codes[column // 32 * 128 + column % 16 * 8 + token % 8][None].clone()
+    keys[..., 0] = values[..., 15] = 448.0  # of every token, so that its scale is 1 and each code stays what it is
+    kv = cpu._cpu.KvCache(n_layers=1, n_blocks=n_blocks, block_tokens=32, n_kv_heads=1, head_dim=d, format="fp8")
+    kv.write(0, np.arange(n_blocks, dtype=np.int32), keys, values)
+    native = cpu._cpu.AttentionShape(scale=2e-4, n_heads=heads, n_kv_heads=1, head_dim=d)
+    qkv = rounded(noise(40, (heads + 2) * d, seed=3))
+    qkv[:, -d:] = 0.0
+
+    def last_rows(fresh: int) -> torch.Tensor:
+        bench = Bench(isa, qkv[-fresh:].contiguous(), threads=1)
+        q, out = bench.program.add_bf16(heads * d), bench.program.add_f32(heads * d)
+        bench.program.rotate(
+            qkv=bench.x, q=q, layer=0, shape=native, rope=None, q_norm=None, k_norm=None,
+            has_full_width_norm=False, norm_eps=1e-6,
+        )  # fmt: skip
+        bench.program.attention(q=q, out=out, layer=0, shape=native, sinks=-1)
+        shape = EdgeShape(name="", sequences=((n_tokens - fresh, fresh),), **size)
+        return bench.run(out, heads * d, make_batch(shape)[0], kv)
+
+    many = last_rows(40)
+    for fresh in (1, 2, 3):
+        assert torch.equal(last_rows(fresh), many[-fresh:]), f"{fresh} tokens"
+    k, v = torch.empty(1, n_tokens, d), torch.empty(1, n_tokens, d)
+    kv.read(0, batch.block_table_SM[0], k, v)
+    assert len(torch.unique(v)) > 250
+    weights = torch.softmax(qkv[-1, : heads * d].view(heads, d) @ k[0].T * 2e-4, -1)
+    assert ((many[-1].view(heads, d) - weights @ v[0]).abs() <= 4e-3 * (weights @ v[0].abs())).all()
+
+
 def attended(
     isa: str,
     shape: EdgeShape,
