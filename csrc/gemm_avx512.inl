@@ -20,9 +20,9 @@ constexpr int64_t kCacheLine = 64;
 
 // Reading ahead (see TileArgs): not at all, into one cache (`far`: into L2 like `l2`, from further off), or into L2 far before and from
 // there into L1 shortly before (`both`). `turn` is called once in every kUnroll steps.
-// AMD: a lone row of bf16 and one or two of int8 do best by the processor's prefetchers. With more rows a tile computes for a good part of
-// the time that the memory needs: it reads into L2 and leaves L1 to x (10 to 15 points of the limit at 8 to 16 rows). int4 does so at any
-// number of rows, and further: two rows from memory at 50 GB/s 43 GB/s by 10 KiB, 22 by 4 KiB into L1, 26 by 4 KiB into L2.
+// AMD: a lone row, and two of int8, do best by the processor's prefetchers. With more rows a tile computes for a good part of the time that
+// the memory needs: it reads into L2 and leaves L1 to x (10 to 15 points of the limit at 8 to 16 rows). int4 reads further: two rows from
+// memory at 50 GB/s 43 GB/s by 10 KiB, 22 by 4 KiB into L1, 26 by 4 KiB into L2.
 // Intel: L2 takes more lines under way than L1. The dot products of several rows fill the scheduler before it has seen many lines, so that
 // loads which find their line in L2 still wait for it: asking for L1 too gave 5 rows of int8 7 % and one row of int4 6 % (Xeon, two cores).
 enum class Reach { none, l1, l2, far, both };
@@ -533,7 +533,7 @@ extern const GroupTiles kGroupTiles = {
 namespace avx512 {  // its tiles of int8 and int4 need no BF16, so they are compiled here
 extern const Tiles kInt8Tiles = with_fewest({DIPTYCH_NARROW(Reach::l2, Reach::l2, tile_dot<__m512i, ), avx512_fma::kWideInt8},
                                             {tile_dot<__m512i, 1, 1, false, Reach::none>, tile_dot<__m512i, 2, 1, false, Reach::none>});
-extern const Tiles kInt4Tiles = {DIPTYCH_NARROW(Reach::far, Reach::far, tile_int4<), {}};
+extern const Tiles kInt4Tiles = with_fewest({DIPTYCH_NARROW(Reach::far, Reach::far, tile_int4<), {}}, {tile_int4<1, 1, false, Reach::none>});
 }  // namespace avx512
 #endif
 
