@@ -266,7 +266,12 @@ def simulated(
 
 def _apart(one: Compared, measure: str) -> str:
     share = one.apart(measure)
-    return "-" if share is None else f"{share:.1%}{'' if one.can_tell(measure) else '!'}"
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _interval(one: Compared, measure: str) -> str:
+    ratio = one.ratio(measure)
+    return f"{100 * (ratio.low - 1):+.1f} to {100 * (ratio.high - 1):+.1f}"
 
 
 def _print_compared(found: list[Compared]) -> None:
@@ -279,14 +284,14 @@ def _print_compared(found: list[Compared]) -> None:
             errors = [f"{one.error(measure, by_profile=by_profile):+.1%}" for measure in MEASURES]
             verdict = one.verdict(by_profile=by_profile)
             table.add_row(name, "" if by_profile else decisions, *errors, f"[{COLOUR[verdict]}]{verdict.value}[/]")
+            if not by_profile:
+                table.add_row("", "95 %", *(_interval(one, measure) for measure in MEASURES), style="dim")
         apart = [_apart(one, measure) for measure in MEASURES]
         aside = f"{one.set_aside} again" if one.set_aside else ""
         table.add_row("  engine misses itself by", "", *apart, aside, style="dim")
     console.print(table)
     print("errors are simulated / measured - 1, with step times of a ladder around each run; then by the profile alone")
-    print(
-        "!: two runs of the same requests stand further apart than a prediction may, which then is not judged by that"
-    )
+    print("95 %: the interval of that median in percent; a miss whose interval reaches the goal is not judged")
     print("steps, means over all: measured, and predicted / measured - 1 (by the profile alone)")
     for one in found:
         for phase, words in ((Phase.DECODE, "decode"), (Phase.PREFILL, "prompts")):
