@@ -3,7 +3,8 @@
     python benchmarks/decode_step.py --shape qwen2.5-0.5b --weights bf16 int8 int4 --batch 1 --context 512
 
 Random weights, through scheduler, executor and sampler. Medians over the steps of one run between two measurements of the
-bandwidth, the counters of the cpu backend beside the clock; a kind's time ends when the threads have met behind it.
+bandwidth and of how far the threads are apart (where these differ a host moved them meanwhile: run again), the counters of the
+cpu backend beside the clock; a kind's time ends when the threads have met behind it.
 `--batch 5` says what a draft of four costs in the layers, though with five contexts instead of one.
 """
 
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from diptych.compute.ceilings import read_ceiling
+from diptych.compute.ops.cpu_kernels import measure_signal_s
 from diptych.compute.ops.cpu_model import CpuModel
 from diptych.compute.runner import random_model
 from diptych.engine.cost_view import CostView
@@ -144,10 +146,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         assert isinstance(model, CpuModel)
         for batch in args.batch:
             measure(model, batch=batch, context=64, n_steps=2)  # caches, buffers, memory of the pool
-            before = read_ceiling(model)
+            before, apart_s = read_ceiling(model), measure_signal_s(model.placement)
             steps = measure(model, batch=batch, context=args.context, n_steps=args.steps)
             read = 0.5 * (before + read_ceiling(model))
-            print(f"\n{args.shape} {weights}, batch {batch}, {args.context} tokens before")
+            apart = " and ".join(f"{1e9 * one_s:.0f}" for one_s in (apart_s, measure_signal_s(model.placement)))
+            print(f"\n{args.shape} {weights}, batch {batch}, {args.context} tokens before, threads {apart} ns apart")
             print_table(model, steps, batch=batch, context=args.context, read_bytes_per_s=read)
 
 

@@ -1,8 +1,10 @@
 #include "ceilings.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
+#include <thread>
 #include <vector>
 
 #include "gemm.h"
@@ -12,6 +14,8 @@ namespace diptych {
 namespace {
 
 constexpr int64_t kBurstRounds = 100000;  // a few milliseconds
+constexpr int kSignalRounds = 1000;  // of a walk
+constexpr int kSignalSpins = 10000;  // from which on a thread has lost its core
 constexpr int64_t kLeastRead = 16 << 20;  // less than this is read again and again, so that starting the threads takes no part of the time
 
 // The scalar twins: what plain loops reach with the baseline instruction set.
@@ -113,6 +117,23 @@ double measure_read_bytes_per_s(ThreadPool& pool, const PageBuffer& buffer, int 
     best = std::max(best, static_cast<double>(bytes * passes) / seconds);
   }
   return best;
+}
+
+double measure_signal_s(ThreadPool& pool, int repeats) {
+  const uint32_t threads = static_cast<uint32_t>(pool.size()), hops = kSignalRounds * threads;
+  if (threads == 1) return 0;
+  struct alignas(64) Word { std::atomic<uint32_t> hop{0}; } word;
+  const double seconds = best_s(repeats, [&] {
+    word.hop.store(0);
+    pool.run([&](int thread, int) {
+      for (uint32_t hop = static_cast<uint32_t>(thread); hop < hops; hop += threads) {
+        for (int spin = 0; word.hop.load(std::memory_order_acquire) != hop; ++spin)
+          if (spin > kSignalSpins) std::this_thread::yield();
+        word.hop.store(hop + 1, std::memory_order_release);
+      }
+    });
+  });
+  return seconds / hops;
 }
 
 double measure_ops_per_s(double (*CeilingLoops::* burst)(int64_t), ThreadPool& pool, int repeats) {

@@ -26,4 +26,8 @@ double measure_read_bytes_per_s(ThreadPool& pool, const PageBuffer& buffer, int 
 // Best of `repeats` bursts of each set that this machine runs.
 double measure_ops_per_s(double (*CeilingLoops::* burst)(int64_t), ThreadPool& pool, int repeats);
 
+// How long a thread waits for what another has just written: best of `repeats` walks of a word round all threads, in seconds a hop; 0 of one
+// thread. Threads that share a cache are some 40 ns apart, those that do not 150 and more: every meeting of threads costs a few of these.
+double measure_signal_s(ThreadPool& pool, int repeats);
+
 }  // namespace diptych

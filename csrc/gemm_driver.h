@@ -76,9 +76,12 @@ class Tasks {
     for (; visited_ < parts_; ++visited_, part_ = (part_ + 1) % parts_) {
       const bool is_own = visited_ == 0;
       const Range range = share(count_, part_, parts_);
-      const uint64_t taken = balance_.parts[part_].taken.fetch_add(is_own ? half_ : kFromBack, std::memory_order_relaxed);
-      const int64_t front = static_cast<int64_t>(taken % kFromBack), back = static_cast<int64_t>(taken / kFromBack);
-      const int64_t left = range.end - range.begin - front - back;
+      std::atomic<uint64_t>& part_taken = balance_.parts[part_].taken;
+      auto left_of = [&](uint64_t taken) { return range.end - range.begin - taken_from_front(taken) - taken_from_back(taken); };
+      // Another's part is looked at first: taking from it in vain would take its line away from a core far off.
+      if (!is_own && left_of(part_taken.load(std::memory_order_relaxed)) <= 0) continue;
+      const uint64_t taken = part_taken.fetch_add(is_own ? half_ : kFromBack, std::memory_order_relaxed);
+      const int64_t front = taken_from_front(taken), back = taken_from_back(taken), left = left_of(taken);
       if (left <= 0) continue;
       part_end_ = range.end;
       current_ = is_own ? range.begin + front : range.end - 1 - back;
@@ -89,6 +92,8 @@ class Tasks {
     }
   }
   static constexpr uint64_t kFromBack = uint64_t{1} << 32;
+  static int64_t taken_from_front(uint64_t taken) { return static_cast<int64_t>(taken % kFromBack); }
+  static int64_t taken_from_back(uint64_t taken) { return static_cast<int64_t>(taken / kFromBack); }
   Balance& balance_;
   int64_t count_, half_, current_ = 0, end_ = 0, following_ = 0, part_end_ = 0;
   int threads_, parts_, part_, visited_ = 0;  // visited_: parts that were found empty

@@ -9,12 +9,15 @@ void tile_int4_few(const TileArgs& args) {
   for (int row = 0; row < kRows; ++row) sums[row] = _mm512_setzero_si512();
   const Words<kRows, false> x(args);
   const int64_t words = args.group / 4, step_bytes = args.group / 8 * kStepBytes;
-  const uint8_t *w = args.strip, *heads = w;
+  const uint8_t* w = args.strip;
   Ahead<1, kReach> ahead(args, args.units * (words / 8), args.units * step_bytes);
+  // Of two groups, loaded in the order of addresses: reached for behind its groups, that line made the prefetchers lose the stream
+  // (a twentieth of a lone row's time, where the threads share no cache and memory gives each of them all it can take).
+  __m512i heads = _mm512_setzero_si512();
   int64_t at = 0;
   for (int64_t group = 0; group < args.units; ++group) {
     if (group % 2 == 0) {
-      heads = w;
+      heads = _mm512_load_si512(w);
       w += 2 * kHeadBytes;
       ahead.line();
     }
@@ -25,7 +28,9 @@ void tile_int4_few(const TileArgs& args) {
       ahead.turn();
 #pragma GCC unroll 4
       for (int step = 0; step < kUnroll; ++step, at += 2, w += kStepBytes) {
-        const __m512i nibbles = _mm512_load_si512(w), low = _mm512_and_si512(nibbles, _mm512_set1_epi8(15));
+        __m512i nibbles = _mm512_load_si512(w);
+        __asm__("" : "+v"(nibbles));  // once: GCC would load them for both halves
+        const __m512i low = _mm512_and_si512(nibbles, _mm512_set1_epi8(15));
         const __m512i high = _mm512_and_si512(_mm512_srli_epi16(nibbles, 4), _mm512_set1_epi8(15));
 #pragma GCC unroll 8
         for (int row = 0; row < kRows; ++row) add_dot_int8(low_sums[row], low, x.get(row, at));
@@ -33,8 +38,8 @@ void tile_int4_few(const TileArgs& args) {
         for (int row = 0; row < kRows; ++row) add_dot_int8(high_sums[row], high, x.get(row, at + 1));
       }
     }
-    const uint8_t* head = heads + group % 2 * kHeadBytes;
-    const __m512i both = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(head)));
+    const __m256i head = group % 2 == 0 ? _mm512_castsi512_si256(heads) : _mm512_extracti64x4_epi64(heads, 1);
+    const __m512i both = _mm512_cvtepu16_epi32(head);
     const __m512i unit = _mm512_and_si512(both, _mm512_set1_epi32(0xff)), zero = _mm512_srli_epi32(both, 8);
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {

@@ -96,6 +96,10 @@ void bind_ceilings(nb::module_& m) {
     ThreadPool pool(threads, std::move(cpus));
     return measure_read_bytes_per_s(pool, bytes, repeats);
   }, nb::arg("bytes"), nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("measure_signal_s", [](int threads, std::vector<int> cpus, int repeats) {
+    ThreadPool pool(threads, std::move(cpus));
+    return measure_signal_s(pool, repeats);
+  }, nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
   m.def("measure_ops_per_s", [](const std::string& dtype, int threads, std::vector<int> cpus, int repeats) {
     ThreadPool pool(threads, std::move(cpus));
     if (dtype == "fp32") return measure_ops_per_s(&CeilingLoops::fp32_burst, pool, repeats);

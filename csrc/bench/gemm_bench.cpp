@@ -304,8 +304,8 @@ int main_(int argc, char** argv) {
   PageBuffer buffer(int64_t{256} << 20);
   std::memset(buffer.data(), 1, buffer.bytes());
   const Ceilings top = measure_ceilings(pool, buffer);
-  std::printf("%s   threads %d   read %.1f GB/s   bf16 %.0f Gop/s   int8 %.0f Gop/s\n", kSet.name, pool.size(), top.bytes_per_s * 1e-9,
-              top.bf16_per_s * 1e-9, top.int8_per_s * 1e-9);
+  std::printf("%s   threads %d, %.0f ns apart   read %.1f GB/s   bf16 %.0f Gop/s   int8 %.0f Gop/s\n", kSet.name, pool.size(),
+              measure_signal_s(pool, 3) * 1e9, top.bytes_per_s * 1e-9, top.bf16_per_s * 1e-9, top.int8_per_s * 1e-9);
   std::printf("%-5s %-5s %5s %10s %7s %6s %8s %6s %8s\n", "shape", "fmt", "rows", "us/layer", "GB/s", "", "Gop/s", "", "of limit");
   for (const ModelShape& shape : kShapes)
     if (options.shape == shape.name)

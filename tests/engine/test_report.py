@@ -11,7 +11,7 @@ import pytest
 from tests.engine.conftest import tiny_config
 from tests.engine.test_speculation import unpriced
 
-from diptych.compute.ceilings import Ceilings
+from diptych.compute.ceilings import Ceilings, is_measured_natively, machine_ceilings
 from diptych.compute.ops import cpu_kernels
 from diptych.engine import load as load_room
 from diptych.engine import report as report_room
@@ -79,6 +79,14 @@ def test_a_phase_above_its_ceiling_says_which_one(loaded: LoadedModel) -> None:
         told = [line.strip() for line in report.table().splitlines() if "above 100%" in line]
         assert len(told) == len(says)
         assert all(line.startswith(begin) for line, begin in zip(told, says, strict=True))
+
+
+def test_ceilings_say_how_far_the_threads_are_apart(loaded: LoadedModel) -> None:
+    """A host that moves two threads to different caches halves or doubles the bandwidth: for long nobody could tell why."""
+    ceilings = machine_ceilings(loaded.model)
+    assert bool(ceilings.signal_s) == (is_measured_natively(loaded.model) and loaded.model.threads > 1)
+    assert "threads 170 ns apart" in replace(ceilings, signal_s=170e-9).words()
+    assert "apart" not in replace(ceilings, signal_s=0.0).words()
 
 
 def test_kernels_that_are_not_the_processors_best_are_named(

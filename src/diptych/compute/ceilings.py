@@ -11,7 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from diptych.compute.ops.cpu_kernels import is_available, measure_ops_per_s, measure_read_bytes_per_s
+from diptych.compute.ops.cpu_kernels import (
+    is_available,
+    measure_ops_per_s,
+    measure_read_bytes_per_s,
+    measure_signal_s,
+)
 from diptych.compute.runner import Model
 from diptych.ground.clock import MonotonicClock
 from diptych.ground.formats import engine_weights
@@ -32,7 +37,9 @@ TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Ceilings:
     """Best of several tries. flops_per_s is for the dtype in which the model's linear layers multiply, by the best instruction
     that the machine has for it, whichever the model uses. read_bytes_per_s: of the memory; cached_bytes_per_s: at which as
-    many bytes are read as the weights have, where that is a cache's rate.
+    many bytes are read as the weights have, where that is a cache's rate. signal_s: how long a thread waits for what another
+    has just written. Some 40 ns where threads share a cache; 150 and more where they do not, and a virtual machine's host may
+    move them from one to the other: then each has the memory's link of its own chip, and every meeting of threads costs more.
     """
 
     read_bytes_per_s: float
@@ -40,6 +47,7 @@ class Ceilings:
     compute_dtype: str
     threads: int
     cached_bytes_per_s: float | None = None
+    signal_s: float | None = None
 
     @property
     def roof(self) -> str:
@@ -58,7 +66,8 @@ class Ceilings:
             if self.cached_bytes_per_s is None
             else f" from memory, {self.cached_bytes_per_s / 1e9:.1f} from the cache that holds the weights"
         )
-        return f"{self.read_bytes_per_s / 1e9:.1f} GB/s{cached}, {self.flops_per_s / 1e9:.0f} Gop/s"
+        apart = f", threads {self.signal_s * 1e9:.0f} ns apart" if self.signal_s else ""
+        return f"{self.read_bytes_per_s / 1e9:.1f} GB/s{cached}, {self.flops_per_s / 1e9:.0f} Gop/s{apart}"
 
 
 def compute_dtype(weights_format: str) -> str:
@@ -82,6 +91,7 @@ def machine_ceilings(model: Model) -> Ceilings:
             compute_dtype=dtype,
             threads=model.threads,
             cached_bytes_per_s=_cached_bytes_per_s(model, memory),
+            signal_s=measure_signal_s(model.placement),
         )
     return Ceilings(  # a GPU, or a CPU without the kernels: what torch reaches
         read_bytes_per_s=_torch_read_bytes_per_s(model.device),

@@ -97,6 +97,11 @@ def measure_read_bytes_per_s(n_bytes: int, placement: Placement, repeats: int) -
     return float(_cpu.measure_read_bytes_per_s(n_bytes, placement.threads, placement.cpus, repeats))
 
 
+def measure_signal_s(placement: Placement, repeats: int = 3) -> float:
+    """How long one of these threads waits for what another has just written, seconds; 0 of a thread alone."""
+    return float(_cpu.measure_signal_s(placement.threads, placement.cpus, repeats))
+
+
 def measure_ops_per_s(dtype: str, placement: Placement, repeats: int = 25) -> float:
     """The best rate at which these threads multiply `dtype` (fp32, bf16, int8) by any instruction, from registers."""
     return float(_cpu.measure_ops_per_s(dtype, placement.threads, placement.cpus, repeats))
