@@ -13,7 +13,7 @@ from diptych.ground.errors import InternalError
 from diptych.ground.events import Event, FinishEvent, StepEndEvent
 from diptych.ground.shape import StepShape
 from diptych.metrics import StepRecord
-from diptych.sim.drafts import StatedDrafts
+from diptych.sim.drafts import Drafts
 from diptych.sim.engine import SimulatedEngine
 from diptych.sim.executor import DRAWN_TOKEN
 from diptych.sim.film import Film
@@ -39,7 +39,7 @@ class Member:
         wake_s: float = 0.0,
         seed: int,
         work: Work,
-        drafts: StatedDrafts | None = None,
+        drafts: Drafts | None = None,
     ) -> None:
         self.engine = SimulatedEngine(
             config,
