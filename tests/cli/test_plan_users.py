@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from diptych.cli.layouts import devices_of, prices_of
 from diptych.cli.plan import app
-from diptych.sim.capacity import Trial, run_one
+from diptych.ground.errors import ConfigError
+from diptych.metrics import Limits
+from diptych.sim.capacity import Ask, Trial, run_one
 from diptych.sim.service import Report
+from diptych.workload import LengthRange
 
 # answers of a few tokens keep hundreds of simulated requests cheap
 SMALL = ["llama-3.1-8b", "--users", "40", "--prompt", "200:600", "--output", "4:16", "--turns", "3", "--think", "4s"]
@@ -106,6 +110,10 @@ def test_what_does_not_hold_for_longer_is_marked_and_not_bought(
         (["--users", "9", "--hardware", "toaster"], "toaster"),
         (["--users", "9", "--hardware", "l40s", "--price", "l40s=free"], "cannot read --price 'l40s=free'"),
         (["--users", "9", "--hardware", "l40s", "--price", "l40s=-1"], "--price of l40s is -1"),
+        (
+            ["--users", "9", "--hardware", "l40s", "--price", "a100-80gb-sxm=1"],
+            "names a100-80gb-sxm, which is not among l40s",
+        ),
         (["--users", "9", "--tp", "0"], "--tp is '0'"),
         (["--users", "9", "--link", "fast"], "cannot read the link 'fast'"),
         (["--users", "9", "--ep", "8", *DEVICES], "llama-3.1-8b has no experts to be parallel"),
@@ -124,6 +132,42 @@ def test_impossible_questions_are_refused(capsys: pytest.CaptureFixture[str], ar
     assert printed.out == ""
     assert words in printed.err
     assert "Traceback" not in printed.err
+
+
+def test_prices_of_any_device(capsys: pytest.CaptureFixture[str]) -> None:
+    """A price makes a device one to choose from; this machine can have one, too."""
+    assert prices_of(["local=1", "H100=2"]) == {"local": 1.0, "h100-80gb-sxm": 2.0}
+    priced = devices_of(None, {"m2-max-38": 0.5, "local": 1.0})
+    assert {"m2-max-38", "local", "l40s"} <= {*priced}
+    assert "m2-max-38" not in devices_of(None, {})
+    assert answer(capsys, "--processes", "1", "--price", "L40S=7")["best"]["cost"] % 7 == 0  # type: ignore[index]
+
+
+def test_a_million_users_are_checked_without_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their histories were written out, 20 GB of them, to see whether the numbers were possible."""
+
+    def made(*_: object) -> object:
+        raise AssertionError
+
+    monkeypatch.setattr("diptych.sim.capacity.UsersLoad", made)
+    limits, length = Limits(ttft_s=1.0, tpot_s=0.1), LengthRange(low=50, high=350)
+    Ask(n_users=1_000_000, think_s=30.0, turns=8, message=length, output=length, limits=limits)
+    with pytest.raises(ConfigError, match="users is 0"):
+        Ask(n_users=0, think_s=30.0, turns=8, message=length, output=length, limits=limits)
+
+
+def test_an_engine_with_room_to_spare_is_not_taken_to_be_full(capsys: pytest.CaptureFixture[str]) -> None:
+    """One engine held all who asked, so the search looked no further; pools were bisected up to three times as many, and
+    seemed to cost less from twice the users on.
+    """
+    few = ["--users", "4", "--processes", "1"]
+    found = answer(capsys, *few)
+    assert found["colocated"][0]["users_per_engine"] == 4  # type: ignore[index]
+    assert found["crossover_users"] is None
+    app([*SMALL, *DEVICES, *few])
+    page = capsys.readouterr().out
+    assert "4 or more" in page
+    assert "two pools cost more than engines that do both, and for up to a hundred times as many" in page
 
 
 def test_a_model_that_fits_nowhere_says_so(capsys: pytest.CaptureFixture[str]) -> None:

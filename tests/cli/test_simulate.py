@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from diptych.cli.simulate import app
+from diptych.ground.config import BlockConfig, SchedulerConfig
+from diptych.sim.journal import head_line
 
 SERVICE = ["llama-3.1-8b", "--hardware", "h100-80gb-sxm"]
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
@@ -24,6 +26,14 @@ def trace(tmp_path: Path, text: str, name: str = "t.csv") -> list[str]:
 def mooncake(at_ms: float, **changes: object) -> str:
     row = {"timestamp": at_ms, "input_length": 1100, "output_length": 9, "hash_ids": [0, 1, 2]}
     return json.dumps(row | changes) + "\n"
+
+
+def journal(**changes: object) -> str:
+    """One of a server, of one request."""
+    seen = {"queue_s": 0.0, "prefill_s": 0.1, "ttft_s": 0.1, "tpot_s": 0.1}
+    request = {"id": "ab", "arrival_s": 1.0, "came_s": 1.0, "end_s": 2.0, "prompt_tokens": 64, "cached_tokens": 0}
+    request |= {"output_tokens": [5], "max_tokens": 5, "priority": 0, "blocks": [1, 2], "seen": seen}
+    return f"{head_line(SchedulerConfig(), BlockConfig(n_blocks=9))}\n{json.dumps({'request': request | changes})}\n"
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
@@ -139,6 +149,37 @@ def test_two_pools_are_a_service(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(capsys, *pools, *load, "--cells", "2")["n_complete"] == 40
 
 
+def test_a_picture_that_cannot_be_written_costs_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    """The page of a long simulation was lost with it."""
+    with pytest.raises(SystemExit):
+        app([*SERVICE, "--rate", "8/s", "--requests", "9", "--picture", "/nowhere/p.png"])
+    printed = capsys.readouterr()
+    assert "9 completed" in printed.out
+    assert "cannot write the picture /nowhere/p.png" in printed.err
+
+
+def test_every_token_has_its_place_in_the_timeline(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rejected drafts counted as output, and so did a token for every prompt that was handed over."""
+    load = ["--rate", "8/s", "--requests", "40", "--shared-prefix", "640"]
+    pools = ["--prefill-hardware", "h100", "--link", "50GB/s", "--local-prefill", "0s"]
+    for service in ([], ["--speculate", "4"], pools, [*pools, "--speculate", "4"], ["--kv-tokens", "5000"]):
+        found = answer(capsys, *load, *service)
+        bins = found["timeline"]["bins"]  # type: ignore[index]
+        assert sum(one["output_tokens"] for one in bins) == found["output_tokens"], service
+        assert found["prefix_query_tokens"] == found["prompt_tokens"], "a prompt is looked up once, wherever it is read"
+        assert found["prefix_hit_tokens"] == found["cached_tokens"] > 0
+
+
+def test_both_pools_lie_on_their_devices_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    """The pool that prefills had the experts of every device whole, whatever was asked."""
+    layout = ["--hardware", "h200-141gb-sxm", "--prefill-hardware", "h200-141gb-sxm", "--tp", "4", "--ep", "4"]
+    app(["qwen3-30b-a3b", *layout, "--link", "50GB/s", "--rate", "8/s", "--requests", "4", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert [pool["setup"] for pool in found["service"]["pools"]] == [
+        "qwen3-30b-a3b bf16 on 4 x h200-141gb-sxm (tp 4 ep 4)"
+    ] * 2
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -151,6 +192,15 @@ def test_two_pools_are_a_service(capsys: pytest.CaptureFixture[str]) -> None:
         ("{]\n", "line 1 cannot be read"),
         ('{"core": 1}\n', "line 1 cannot be read"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has 0 requests; a trace needs at least 1"),
+        (journal(arrival_s="soon"), "line 2 cannot be read: arrival_s is 'soon'; it must be a number"),
+        (journal(prompt_tokens=-5), "line 2 cannot be read: prompt_tokens is -5; it must be a whole number"),
+        (journal(output_tokens=[10**12]), "line 2 cannot be read: it has [0, 1000000000000] tokens"),
+        (journal(blocks=["a"]), "line 2 cannot be read: its blocks are ['a']"),
+        (journal(drafts=[[[1, 2]]]), "line 2 cannot be read"),
+        (journal(seen={}), "line 2 cannot be read"),
+        (journal().replace('"request": {', '"request": {}, "": {'), "line 2 cannot be read"),
+        (journal().replace('"id"', '"name"'), "line 2 cannot be read: it has no 'id'"),
+        (journal() + '{"step": [1]}\n', "line 3 cannot be read"),
         ("a,b\n1,2\n", "has no column ContextTokens, GeneratedTokens, TIMESTAMP"),
     ],
 )
@@ -196,6 +246,19 @@ def test_a_damaged_trace_is_told_by_line(
         (["--users", "3", "--turns", "100000000"], "turns is 100000000"),
         (["--users", "3", "--lora", "4:0"], "--lora is 0"),
         (["--users", "3", "--lora", "many"], "cannot read 'many' in --lora"),
+        (["--rate", "1/s", "--block-tokens", "0"], "block tokens is 0"),
+        (["--rate", "1/s", "--prefixes", "4"], "a load without --shared-prefix does not read --prefixes"),
+        (["--rate", "1/s", "--processes", "4"], "a service of one cell does not read --processes"),
+        (
+            ["--rate", "1/s", "--prefills-alone", "--stall-budget", "9ms"],
+            "--prefills-alone does not read --stall-budget",
+        ),
+        (["--rate", "1/s", "--acceptance", "0.9"], "a service without --speculate does not read --acceptance"),
+        (
+            ["--rate", "1/s", "--prefill-hardware", "l40s", "--link", "1GB/s", "--prefill-tp", "0"],
+            "tensor parallel degree is 0",
+        ),
+        (["--rate", "1/s", "--hardware", "local", "--stack", "vllm"], "the stack is 'vllm'; this machine is priced by"),
     ],
 )
 def test_impossible_options_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
 
-from diptych.cluster.pool_config import PoolConfig, PoolPlace
+from diptych.cluster.pool_config import OnCores, PoolConfig, PoolPlace, crowding
 from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.errors import ConfigError
 
@@ -72,3 +73,43 @@ def test_memory_is_divided_where_it_is_shared() -> None:
     assert rays.with_memory(on_gpu, 2) is on_gpu
     half, quarter = (rays.with_memory(one, share).kv_memory_bytes for share in (2, 4))
     assert 1.8 < half / quarter < 2.2
+
+
+def test_workers_with_more_threads_than_cores_are_told_of() -> None:
+    """Two pools of all cores each: either is predicted as if it were alone, and is half as fast when both work."""
+    both = [OnCores("decode-0", "a", 8, 8), OnCores("prefill-0", "a", 8, 8)]
+    assert crowding(both) == "workers compete: 16 threads (decode-0 8, prefill-0 8) on 8 cores of one machine"
+    assert crowding([OnCores("decode-0", "a", 4, 8), OnCores("prefill-0", "a", 4, 8)]) is None
+    assert crowding([OnCores("decode-0", "a", 8, 8), OnCores("prefill-0", "b", 8, 8)]) is None, "a node each"
+    assert crowding([OnCores("decode-0", "a", 8, 8), OnCores("prefill-0", "a", 8, None)]) is None, "one is on a GPU"
+    assert crowding([OnCores("decode-0", "a", 16, 8)]) is None, (
+        "what one engine does with its threads is its own matter"
+    )
+    assert crowding([]) is None
+
+
+def test_crowded_workers_have_no_prediction_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    """A profile of two threads spoke of both workers, and answers told times that no crowded worker keeps."""
+    rays = importlib.import_module("diptych.cluster.rays")
+    cluster = object.__new__(rays.RayCluster)
+
+    def hello(name: str, threads: int, gap: str | None) -> SimpleNamespace:
+        facts, card = SimpleNamespace(name=name, node="a"), SimpleNamespace(threads=threads)
+        return SimpleNamespace(facts=facts, card=card, cores=2, gap=gap)
+
+    cluster.actors = {"decode-0": None, "prefill-0": None}
+    cluster.hellos = {name: hello(name, 1, None) for name in cluster.actors}
+    assert cluster._unpredicted() is None
+    assert not cluster._tell_crowding()
+    assert not caplog.records
+    cluster.hellos = {name: hello(name, 2, None) for name in cluster.actors}
+    words = "workers compete: 4 threads (decode-0 2, prefill-0 2) on 2 cores of one machine"
+    assert cluster._unpredicted() == words
+    assert cluster._tell_crowding()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert words in caplog.text
+    assert "threads=N in --prefill-on" in caplog.text
+    cluster.hellos["decode-0"] = hello("decode-0", 2, "never measured")
+    assert cluster._unpredicted() == "decode-0: never measured"
+    del cluster.actors["prefill-0"]  # its pool shrank
+    assert cluster._crowding() is None

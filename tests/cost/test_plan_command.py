@@ -9,8 +9,10 @@ import sys
 import pytest
 
 from diptych.cli.plan import app
+from diptych.cli.plan_json import dump
 from diptych.cost.tables import device_names, model_names
 from diptych.engine.load import bundled_dir
+from diptych.ground.shape import StepShape
 
 
 def run(capsys, *arguments: str) -> str:
@@ -170,3 +172,9 @@ def test_plan_loads_no_tensor_library():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "[]"
     assert "time to first token" in done.stdout
+
+
+def test_a_step_of_a_row_is_told_chunk_by_chunk():
+    """`plan accuracy --json` ended in a traceback: the row that a summary names has the step that was timed."""
+    (told,) = json.loads(dump({"work": StepShape.decode(batch=3, context_tokens=9)}))["work"]
+    assert (told["phase"], told["new_tokens"], told["start_pos"], told["count"]) == ("decode", 1, 8, 3)

@@ -1,11 +1,15 @@
-"""Options of commands that price a model: how one copy lies on its devices, beside --tp; and its adapters."""
+"""Options of commands that price a model: how one copy lies on its devices, beside --tp; its adapters; what devices cost."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 
 from diptych.cost.adapters import Loras
 from diptych.cost.layout import Layout
+from diptych.cost.tables import device_names, device_spec
+from diptych.ground.bounds import Bound
+from diptych.ground.errors import ConfigError
 
 
 def layout_options(parser: argparse.ArgumentParser) -> None:
@@ -35,3 +39,35 @@ def lora_option(parser: argparse.ArgumentParser) -> None:
 def loras_of(options: argparse.Namespace) -> Loras | None:
     """What it says."""
     return None if options.lora is None else Loras.parse(options.lora)
+
+
+def prices_of(entries: list[str] | None) -> dict[str, float]:
+    """USD an hour of one device by its name in the table, from NAME=USD. ConfigError for what is no price, or no device."""
+    prices: dict[str, float] = {}
+    for entry in entries or ():
+        name, _, text = entry.partition("=")
+        try:
+            value = float(text)
+        except ValueError:
+            raise ConfigError(f"cannot read --price {entry!r}", hint="for example --price h100=2.50") from None
+        Bound(float, 0.0, None, "USD", is_low_open=True).take(f"--price of {name}", value, ConfigError)
+        prices[table_name(name)] = value
+    return prices
+
+
+def table_name(device: str) -> str:
+    """A device's name in the table, by any of its names; `local` is this machine."""
+    return device if device == "local" else device_spec(device.lower()).name
+
+
+def devices_of(text: str | None, prices: Collection[str]) -> list[str]:
+    """The devices to choose from: those named, else all that have a price. ConfigError for a price of any other."""
+    named = [name.strip() for name in (text or "").split(",") if name.strip()]
+    if not named:
+        priced = [name for name in device_names() if name in prices or device_spec(name).usd_per_hour is not None]
+        return priced + [name for name in prices if name == "local"]
+    chosen = {table_name(name) for name in named}
+    for name in prices:
+        if name not in chosen:
+            raise ConfigError(f"--price names {name}, which is not among {', '.join(named)}", hint="leave it out")
+    return named

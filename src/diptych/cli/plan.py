@@ -21,14 +21,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from diptych.cli.layouts import layout_of, layout_options, lora_option, loras_of
+from diptych.cli.layouts import devices_of, layout_of, layout_options, lora_option, loras_of, prices_of
 from diptych.cli.written import errors_told, refuse_unread, written
 from diptych.cost.advice import chunk_for, pools_for, speculation_advice, what_ifs
 from diptych.cost.planner import Plan, Question, make_plan
 from diptych.cost.setup import Setup, setup_of
 from diptych.cost.sizing import TRIED_TP, Answer, parse_ask, parse_duration_s, size
 from diptych.cost.stacks import stack_names
-from diptych.cost.tables import data_text, device_names, device_spec, model_names
+from diptych.cost.tables import data_text, device_names, model_names
+from diptych.ground.bounds import Bound
 from diptych.ground.errors import ConfigError
 from diptych.ground.formats import QUANTS
 
@@ -120,14 +121,21 @@ def _answer(options: argparse.Namespace, *, given: dict[str, str]) -> None:
         if options.services:
             _services(options, given)
             return
+        if options.neutral and options.refit is not None:
+            raise ConfigError("--refit writes the constants of every software's own form, which --neutral leaves out")
         _accuracy(options.rows, options.refit, options.as_json, is_neutral=options.neutral)
     elif kind == "compare":
         _compare(options, words[1:])
     elif kind == "--ask":
-        names = _split(options.devices or options.hardware) or _priced_devices()
+        if options.devices and options.hardware:
+            raise ConfigError("--devices and --hardware both name devices to choose from", hint="give one of them")
+        prices = prices_of(options.price)
+        names = devices_of(options.devices or options.hardware, prices)
+        if options.budget is not None:
+            Bound(float, 0.0, None, "USD", is_low_open=True).take("--budget", options.budget, ConfigError)
         splits = (options.tp,) if "tp" in given else TRIED_TP
         setups, not_tried = _setups(_model(words), names, options, splits)
-        answer = size(setups, parse_ask(options.ask), prices=_prices(options.price), budget_usd_per_hour=options.budget)
+        answer = size(setups, parse_ask(options.ask), prices=prices, budget_usd_per_hour=options.budget)
         _show_answer(answer, not_tried, options.as_json)
     elif len(_batches(options)) > 1:
         _compare(options, words)
@@ -158,7 +166,7 @@ def _kind(options: argparse.Namespace) -> str:
 
 def _batches(options: argparse.Namespace) -> list[int]:
     parts = _split(options.batch)
-    if not parts or not all(part.isdigit() for part in parts):
+    if not parts or not all(part.isascii() and part.isdigit() for part in parts):
         raise ConfigError(f"--batch is {options.batch!r}; it must be a number of sequences, or several with commas")
     return [int(part) for part in parts]
 
@@ -263,7 +271,10 @@ def _accuracy(rows_file: Path | None, refit_file: Path | None, as_json: bool, *,
     if refit_file is not None:
         entries = accuracy.refit(near, far)
         lines = ",\n".join(json.dumps(entry) for entry in entries)
-        refit_file.write_text(f'{{\n"schema": 1,\n"calibrations": [\n{lines}\n]\n}}\n', "utf-8")
+        try:
+            refit_file.write_text(f'{{\n"schema": 1,\n"calibrations": [\n{lines}\n]\n}}\n', "utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {refit_file}: {error.strerror}") from None
     if as_json:
         content = {
             "summaries": summaries,
@@ -315,21 +326,6 @@ def _setups(
                 except ConfigError as error:
                     not_tried.setdefault(error.message, []).append(f"{tp} x {base.label}")
     return found, not_tried
-
-
-def _priced_devices() -> list[str]:
-    return [name for name in device_names() if device_spec(name).usd_per_hour is not None]
-
-
-def _prices(entries: list[str] | None) -> dict[str, float]:
-    prices: dict[str, float] = {}
-    for entry in entries or []:
-        name, _, value = entry.partition("=")
-        try:
-            prices[device_spec(name).name] = float(value)
-        except ValueError:
-            raise ConfigError(f"cannot read --price {entry!r}", hint="for example --price h100-80gb-sxm=2.50") from None
-    return prices
 
 
 def _model(words: list[str]) -> str:

@@ -9,6 +9,8 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
+from diptych.ground.shape import StepShape
+
 
 def dump(value: Any) -> str:
     """Indented JSON text."""
@@ -23,6 +25,8 @@ def plain(value: Any) -> Any:
         return value.value
     if isinstance(value, Mapping):
         return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, StepShape):
+        return [plain(one._asdict()) for one in value.shapes]
     if isinstance(value, list | tuple):
         return [plain(entry) for entry in value]
     if isinstance(value, float) and not math.isfinite(value):

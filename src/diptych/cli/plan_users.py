@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -19,14 +19,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from diptych.cli.layouts import layout_of, layout_options
+from diptych.cli.layouts import devices_of, layout_of, layout_options, prices_of, table_name
 from diptych.cli.plan_json import dump
 from diptych.cli.simulate import MAX_USERS, limits_of, seconds
 from diptych.cli.users_text import as_json, show
 from diptych.cli.written import errors_told
 from diptych.cost.setup import Setup, setup_of
 from diptych.cost.sizing import TRIED_TP
-from diptych.cost.tables import device_names, device_spec
+from diptych.cost.tables import device_spec
 from diptych.ground.bounds import Bound
 from diptych.ground.errors import ConfigError
 from diptych.sim.capacity import Ask
@@ -87,8 +87,10 @@ def _answer(options: argparse.Namespace) -> None:
         good_share=options.share,
         seed=options.seed,
     )
-    price_of, unit = _prices(options)
-    pools, left_out = _candidates(options)
+    prices = prices_of(options.price)
+    names = devices_of(options.hardware, prices)
+    price_of, unit = _price_of(names, prices)
+    pools, left_out = _candidates(options, names)
     processes = _cores() if options.processes is None else options.processes
     with _progress() as tell:
         found = search(ask, pools, link=parse_link(options.link), price_of=price_of, processes=processes, tell=tell)
@@ -97,21 +99,17 @@ def _answer(options: argparse.Namespace) -> None:
         if picture is not None:
             pareto = import_module("diptych.sim.pareto")
             points = pareto.sweep(ask, pools, found, processes=processes, tell=tell)
-    if picture is not None:
-        import_module("diptych.cli.users_picture").draw(found, points, picture)
     if options.as_json:
         print(dump(as_json(found, unit, left_out, points)))
     else:
         show(found, unit, left_out)
-    if picture is not None:
+    if picture is not None:  # last, so that one that cannot be written costs no answer
+        import_module("diptych.cli.users_picture").draw(found, points, picture)
         print(f"picture: {picture}", file=sys.stderr)
 
 
-def _candidates(options: argparse.Namespace) -> tuple[list[Pool], dict[str, str]]:
+def _candidates(options: argparse.Namespace, names: list[str]) -> tuple[list[Pool], dict[str, str]]:
     """Every device and split that can hold the model, and why the others cannot."""
-    names = [name.strip() for name in (options.hardware or "").split(",") if name.strip()]
-    if not names:
-        names = [name for name in device_names() if device_spec(name).usd_per_hour is not None]
     splits, layout = TRIED_TP if options.tp is None else _degrees(options.tp), layout_of(options)
     pools: list[Pool] = []
     left_out: dict[str, str] = {}
@@ -144,25 +142,15 @@ def _degrees(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _prices(options: argparse.Namespace) -> tuple[PriceOf, str]:
+def _price_of(names: list[str], prices: Mapping[str, float]) -> tuple[PriceOf, str]:
     """What one device costs, and in what: USD per hour where all prices are known, else every device counts 1."""
-    given: dict[str, float] = {}
-    for entry in options.price or ():
-        name, _, value = entry.partition("=")
-        try:
-            given[device_spec(name).name] = float(value)
-        except ValueError:
-            raise ConfigError(f"cannot read --price {entry!r}", hint="for example --price h100=2.50") from None
-        Bound(float, 0.0, None, "USD", is_low_open=True).take(
-            f"--price of {name}", given[device_spec(name).name], ConfigError
-        )
-    names = [name.strip() for name in (options.hardware or "").split(",") if name.strip()]
-    known = dict(given)
-    for name in names if names else device_names():
-        if name != "local" and device_spec(name).usd_per_hour is not None:
-            known.setdefault(device_spec(name).name, device_spec(name).usd_per_hour or 0.0)
-    if names and not all(name != "local" and device_spec(name).name in known for name in names):
-        return lambda setup: 1.0, "devices"
+    known = dict(prices)
+    for name in map(table_name, names):
+        usd = None if name == "local" else device_spec(name).usd_per_hour
+        if usd is not None:
+            known.setdefault(name, usd)
+        elif name not in known:
+            return lambda setup: 1.0, "devices"
 
     def price_of(setup: Setup) -> float:
         return known[setup.hardware.name]

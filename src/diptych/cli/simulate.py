@@ -69,10 +69,14 @@ def app(args: Sequence[str] | None = None, prog_name: str = "diptych simulate") 
             raise ConfigError(f"a load is one of --trace, --rate and --users; given: {given}")
         given_options = written(_parser(prog_name), args)
         refuse_unread(f"--{kinds[0]}", given_options, READS[kinds[0]] | _SERVICE)
-        if options.speculate is None:
-            refuse_unread(
-                "a load without --speculate", given_options, given_options.keys() - {"acceptance", "draft_cost"}
-            )
+        for is_read, words, names in (
+            (options.speculate is not None, "a service without --speculate", {"acceptance", "draft_cost"}),
+            (options.shared_prefix > 0, "a load without --shared-prefix", {"prefixes"}),
+            (options.cells != 1, "a service of one cell", {"processes"}),
+            (not options.prefills_alone, "--prefills-alone", {"stall_budget"}),
+        ):
+            if not is_read:
+                refuse_unread(words, given_options, given_options.keys() - names)
         _simulate(options, kinds[0])
 
 
@@ -189,13 +193,12 @@ def _simulate(options: argparse.Namespace, kind: str) -> None:
             film=film,
             progress=tell,
         )
-    if options.picture is not None:
-        import_module("diptych.cli.simulate_picture").draw(report, options.picture)
     if options.as_json:
         print(dump(as_json(report, note)))
     else:
         show(report, note)
-    if options.picture is not None:
+    if options.picture is not None:  # last, so that one that cannot be written costs no answer
+        import_module("diptych.cli.simulate_picture").draw(report, options.picture)
         print(f"picture: {options.picture}", file=sys.stderr)
 
 
@@ -209,15 +212,14 @@ def _service(options: argparse.Namespace, pool: Pool) -> Service:
                     f"{option} is of a pool that prefills", hint="name its device: --prefill-hardware NAME"
                 )
         return Service(pool=pool, router=options.router)
-    if options.link is None:
-        raise ConfigError("two pools need a link that carries keys and values", hint="for example --link 50GB/s,10us")
     setup = setup_of(
         options.model,
         options.prefill_hardware,
         weights=options.weights,
         kv=options.kv,
-        tp=options.prefill_tp or options.tp,
+        tp=options.tp if options.prefill_tp is None else options.prefill_tp,
         stack=options.stack,
+        layout=layout_of(options),
         loras=loras_of(options),
     )
     readers = Pool.of(
@@ -232,7 +234,7 @@ def _service(options: argparse.Namespace, pool: Pool) -> Service:
         pool=pool,
         router=options.router,
         readers=readers,
-        link=parse_link(options.link),
+        link=None if options.link is None else parse_link(options.link),
         local_prefill_s=LOCAL_PREFILL_S if local is None else seconds(local, "local prefill"),
     )
 

@@ -114,7 +114,8 @@ def _latencies(console: Console, report: Report) -> None:
         if found is not None:
             values = (found.mean, found.p50, found.p90, found.p95, found.p99, found.max)
             table.add_row(name, *(duration(value) for value in values))
-    console.print(table)
+    if table.rows:
+        console.print(table)
 
 
 def _engines(console: Console, report: Report) -> None:

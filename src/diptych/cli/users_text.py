@@ -110,7 +110,7 @@ def show(found: Answer, unit: str, left_out: Mapping[str, str]) -> None:
     unit_short = "USD/h" if unit.startswith("USD") else unit
     table = plain_table("", "layout", "users each", unit_short, "good", "longer", "TTFT p95", "TPOT p95")
     for layout in (*found.colocated, *found.pools):
-        table.add_row(*_row(layout))
+        table.add_row(*_row(layout, ask.n_users))
     console.print(table)
     if any(layout.holds is False for layout in (*found.colocated, *found.pools)):
         console.print(f"(no): less than {ask.good_share:.0%} of requests are good, so it is not what to buy")
@@ -151,9 +151,11 @@ def _words(service: Service) -> str:
     return " and ".join(parts)
 
 
-def _row(layout: Layout) -> tuple[str, ...]:
-    report = layout.report or layout.longer
-    users = "-" if layout.users_each is None else f"{'about ' if layout.is_rough else ''}{layout.users_each:,}"
+def _row(layout: Layout, n_users: int) -> tuple[str, ...]:
+    report, users = layout.report or layout.longer, "-"
+    if layout.users_each is not None:  # the search looked no further than those who ask
+        more = " or more" if layout.users_each >= n_users else ""
+        users = f"{'about ' if layout.is_rough else ''}{layout.users_each:,}{more}"
     cost = f"{layout.cost:.4g}"
     name = ", ".join(
         f"{'' if part == 'both phases' else part + ' '}{pool.n_devices} x {pool.setup.hardware.name}"

@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from diptych.ground.config import EngineConfig
 from diptych.ground.errors import ConfigError
 
 OBJECT_STORE_BYTES = 256 * 2**20  # blocks stay in it for milliseconds
+
+
+class OnCores(NamedTuple):
+    """What a worker runs on: threads on the cores of a node. cores None: it computes on something else."""
+
+    name: str
+    node: str
+    threads: int
+    cores: int | None
+
+
+def crowding(workers: Iterable[OnCores]) -> str | None:
+    """Whose threads are more than the cores of their node, in words; None where each can have one of its own.
+
+    A prediction knows a worker that has its cores to itself, so it speaks of none of these.
+    """
+    nodes: dict[str, list[OnCores]] = {}
+    for one in workers:
+        nodes.setdefault(one.node, []).append(one)
+    for some in nodes.values():
+        computing = [one for one in some if one.cores is not None]
+        threads, cores = sum(one.threads for one in computing), max((one.cores or 0 for one in computing), default=0)
+        if len(computing) > 1 and threads > cores:
+            each = ", ".join(f"{one.name} {one.threads}" for one in computing)
+            return f"workers compete: {threads} threads ({each}) on {cores} core{'s' * (cores != 1)} of one machine"
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

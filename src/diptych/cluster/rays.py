@@ -29,7 +29,7 @@ from diptych.cluster.autoscale import Autoscaler, probe
 from diptych.cluster.core import ClusterCore
 from diptych.cluster.link import DoorLink, InOrder
 from diptych.cluster.messages import Batch, Facts, ToWorker
-from diptych.cluster.pool_config import PoolConfig
+from diptych.cluster.pool_config import OnCores, PoolConfig, crowding
 from diptych.cluster.runner import WorkerRunner
 from diptych.cluster.worker import Worker
 from diptych.compute.structured import GrammarCompiler
@@ -96,7 +96,7 @@ class Hello:
     """A worker is ready. incarnation: another one after every start; what is meant for an older one is not for it.
 
     speeds: of this machine, where a profile predicts them; gap: why none does. probed: this worker's own, where pools follow
-    the load and nothing is predicted.
+    the load and nothing is predicted. cores: of its node, where its model is computed on them.
     """
 
     version: str
@@ -107,6 +107,7 @@ class Hello:
     now_s: float
     speeds: Speeds | None
     gap: str | None
+    cores: int | None
     probed: Speeds | None = None
 
 
@@ -160,6 +161,7 @@ class _Actor:
             now_s=self._clock.now_s(),
             speeds=self._speeds,
             gap=profile_gap(model),
+            cores=psutil.cpu_count(logical=False) if model.device.type == "cpu" else None,
             probed=self._probed,
         )
 
@@ -230,7 +232,7 @@ class RayCluster:
                 self._attach(name, _clock_ahead_s(self.actors[name], self.clock))
             self.llm = self._make_llm(begin_s)
             self.llm.scale = self._scale
-            if pools.address is None:
+            if not self._tell_crowding() and pools.address is None:
                 self._tell_whether_it_pays()
         except BaseException:
             self.close()
@@ -387,7 +389,17 @@ class RayCluster:
 
     def _unpredicted(self) -> str | None:
         gaps = ((name, hello.gap) for name, hello in list(self.hellos.items()))
-        return next((f"{name}: {gap}" for name, gap in gaps if gap is not None), None)
+        return next((f"{name}: {gap}" for name, gap in gaps if gap is not None), self._crowding())
+
+    def _crowding(self) -> str | None:
+        there = [self.hellos[name] for name in list(self.actors) if name in self.hellos]
+        return crowding(OnCores(one.facts.name, one.facts.node, one.card.threads, one.cores) for one in there)
+
+    def _tell_crowding(self) -> bool:
+        words = self._crowding()
+        if words is not None:
+            logger.warning("%s; each is slower than predicted. Fewer --threads, or threads=N in --prefill-on", words)
+        return words is not None
 
     def _scale(self, pool: str, number: int) -> None:
         """Begin to have a pool of that many workers; returns at once."""
@@ -430,6 +442,8 @@ class RayCluster:
                 return
             for name in new:
                 self._do(partial(self._attach, name, _clock_ahead_s(self.actors[name], self.clock)))
+            if new:
+                self._tell_crowding()
             for name in gone:
                 self._do(partial(self.core.drain, name))
             self._await_done()

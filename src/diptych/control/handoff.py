@@ -40,7 +40,8 @@ def settle(scheduler: Scheduler, seq: Sequence, n_tokens: int) -> tuple[int, int
     assert cached <= n_tokens < seq.known_tokens, (cached, n_tokens, seq.known_tokens)
     while len(seq.block_ids) * pool.block_tokens > n_tokens:
         pool.drop(seq.block_ids.pop())
-    scheduler.count_hits(seq, len(seq.serials))
+    if seq.block_ids:  # else it is looked up once more when it is admitted, and counted then
+        scheduler.count_hits(seq, len(seq.serials))
     seq.advance(n_tokens)
     scheduler.register_computed(seq)
     seq.move(Status.WAITING)

@@ -327,7 +327,7 @@ class Scheduler:
             seq.block_ids.append(entry.block_id)
             seq.serials.append(entry.serial)
         seq.computed_tokens += len(hits) * self.pool.block_tokens  # the peak moves at commit, when the chunk has run
-        if not seq.has_started:
+        if not seq.has_started and len(seq.block_ids) == len(hits):  # what `settle` left it was counted there
             self.count_hits(seq, len(hits))
 
     def count_hits(self, seq: Sequence, n_blocks: int) -> None:

@@ -16,6 +16,7 @@ from diptych.cost.profile import load_profile, read_profile
 from diptych.cost.roofline import compute_dtype, link_rate
 from diptych.cost.stacks import calibration_for
 from diptych.cost.tables import device_spec, kv_spec, model_spec, quant_spec
+from diptych.ground.errors import ConfigError
 from diptych.ground.formats import ENGINE_WEIGHTS, engine_quant, head_format
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import HardwareSpec, KVSpec, QuantSpec
@@ -136,6 +137,11 @@ def _table_name(name: str) -> str:
 def find_hardware(name: str, *, stack: str | None = None) -> tuple[HardwareSpec, Calibration]:
     """A device by table name with its calibration, or this machine (`local`) with its measured profile."""
     if name == "local":
+        if stack is not None:
+            raise ConfigError(
+                f"the stack is {stack!r}; this machine is priced by its own measurements, of no other software",
+                hint="leave --stack out, or name the device",
+            )
         return read_profile(load_profile())
     hardware = device_spec(name.lower())
     return hardware, calibration_for(hardware, stack=stack)

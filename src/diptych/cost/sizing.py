@@ -159,7 +159,7 @@ def parse_rate(text: str) -> float:
 
 
 def _count(text: str, what: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise ConfigError(f"{what} is {text!r}; it must be a whole number of tokens of at least 1")
     return int(text)
 

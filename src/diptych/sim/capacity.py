@@ -53,27 +53,28 @@ class Ask:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse a share that is none; the load checks the rest."""
+        """Refuse a share that is none; the users check the rest."""
         if not 0.0 < self.good_share < 1.0:
             raise ConfigError(f"the share that must be good is {self.good_share:g}; it must be between 0 and 1")
         if self.limits.ttft_s is None or self.limits.tpot_s is None:
             raise ConfigError("a capacity needs limits on both phases", hint="for example --slo ttft=1s,tpot=80ms")
-        self.load(self.n_users, 1)
+        self._users(self.n_users, 1)
 
     def load(self, n_users: int, n_requests: int) -> UsersLoad:
         """So many of them, until so many requests have come."""
-        return UsersLoad(
-            UsersSpec(
-                n_users=n_users,
-                n_requests=n_requests,
-                think_s=self.think_s,
-                turns=self.turns,
-                message=self.message,
-                output=self.output,
-                system_tokens=self.system_tokens,
-                seed=self.seed,
-                is_midway=True,
-            )
+        return UsersLoad(self._users(n_users, n_requests))
+
+    def _users(self, n_users: int, n_requests: int) -> UsersSpec:
+        return UsersSpec(
+            n_users=n_users,
+            n_requests=n_requests,
+            think_s=self.think_s,
+            turns=self.turns,
+            message=self.message,
+            output=self.output,
+            system_tokens=self.system_tokens,
+            seed=self.seed,
+            is_midway=True,
         )
 
     @property

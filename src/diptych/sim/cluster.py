@@ -24,7 +24,7 @@ from diptych.ground.handoff import HandOff
 from diptych.ground.request import READ_ONLY, Request
 from diptych.ground.shape import StepShape
 from diptych.metrics import RequestRecord, StepRecord
-from diptych.sim.drafts import StatedDrafts
+from diptych.sim.drafts import Drafts
 from diptych.sim.link import Link, Ports
 from diptych.sim.load import Due, Load
 from diptych.sim.member import Member
@@ -47,7 +47,7 @@ class Group:
     predict_run_s: Callable[[StepShape, int], list[float]] | None = None
     wake_s: float = 0.0
     decodes: bool = True
-    drafts: StatedDrafts | None = None
+    drafts: Drafts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

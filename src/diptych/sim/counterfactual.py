@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from diptych.control.loop import EngineCore
 from diptych.cost.components import kv_bytes_of_context
@@ -30,10 +30,12 @@ from diptych.ground.specs import KVSpec, QuantSpec
 from diptych.ground.step import Chunk, ChunkResult, StepPlan, StepResult
 from diptych.metrics import EventBook, RequestRecord
 from diptych.models.spec import ModelSpec
+from diptych.sim.drafts import RecordedDrafts, Verified
 from diptych.sim.executor import DRAWN_TOKEN
 from diptych.stepper import Stepper
 
 LEAST_STEPS = 12  # of the minutes, for their times to teach anything
+_WRONG_TOKEN = 1 << 60  # in place of a draft that did not hold: of no text, nor of a journal
 LINK_BYTES_PER_S = 12.5e9  # between pools: 100 Gb/s
 KINDS = ("cached", "chunk", "stall-budget", "pools", "device")
 USUAL_CHANGES = ("cached", "chunk=512", "stall-budget=20ms", "pools", "device=h100-80gb-sxm")
@@ -98,12 +100,20 @@ class Seen:
         return cls(queue_s=timings.queue_s, prefill_s=timings.prefill_s, ttft_s=timings.ttft_s, tpot_s=timings.tpot_s)
 
 
+class Drafted(NamedTuple):
+    """Behind so many tokens of an answer a step verified so many drafts, whoever made them; the first so many held."""
+
+    place: int
+    n_drafted: int
+    n_accepted: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
     """One request of the minutes: the tokens each choice wrote, what the prefix cache had for it, when it was over, its times.
 
     came_s: to the scheduler, which is later than it came to the service. end_s: None while it is open. cached_tokens: before
-    its first chunk.
+    its first chunk. drafts: of each choice; none where nobody guessed, or where the file is of an earlier version.
     """
 
     request: Request
@@ -112,6 +122,21 @@ class Past:
     cached_tokens: int
     end_s: float | None
     seen: Seen
+    drafts: tuple[tuple[Drafted, ...], ...] = ()
+
+    def verified(self) -> list[Verified]:
+        """What steps verified, for the same request to be run again."""
+        drafts = self.drafts or ((),) * len(self.outputs)
+        return [
+            Verified(
+                outputs,
+                {
+                    place: (*outputs[place : place + accepted], *(_WRONG_TOKEN,) * (drafted - accepted))
+                    for place, drafted, accepted in some
+                },
+            )
+            for outputs, some in zip(self.outputs, drafts, strict=False)
+        ]
 
 
 def past_of(request: Request, outputs: Iterable[Sequence[int]], record: RequestRecord, *, came_s: float) -> Past:
@@ -123,7 +148,22 @@ def past_of(request: Request, outputs: Iterable[Sequence[int]], record: RequestR
         cached_tokens=record.cached_tokens,
         end_s=record.end_s,
         seen=Seen.of(record),
+        drafts=drafts_of(record),
     )
+
+
+def drafts_of(record: RequestRecord) -> tuple[tuple[Drafted, ...], ...]:
+    """Of each choice; the tokens of a step have the time at which its drafts were judged."""
+    if not record.drafts:
+        return ()
+    found: list[tuple[Drafted, ...]] = []
+    for index in range(record.n):
+        times_s = record.token_times_s(index)
+        mine = [note for note in record.drafts if note.index == index]
+        found.append(
+            tuple(Drafted(bisect_left(times_s, one.at_s), one.drafted_tokens, one.accepted_tokens) for one in mine)
+        )
+    return tuple(found)
 
 
 def times_of(steps: Iterable[tuple[float, float, StepShape]]) -> tuple[tuple[StepShape, float], ...]:
@@ -227,8 +267,8 @@ class Counterfactual:
             link_s, note = _link(minutes)
             seen = _pools(minutes, target, time_s, link_s)
             return Outcome(change=change, seen=seen, cached_tokens=target.cached_tokens, note=note)
-        again = _Again(config, minutes, time_s=time_s, budget_s=budget_s)
-        record = again.run(minutes.around(target), target, is_cached=kind == "cached")
+        again = _Again(config, minutes, minutes.around(target), time_s=time_s, budget_s=budget_s)
+        record = again.run(target, is_cached=kind == "cached")
         return Outcome(change=change, seen=Seen.of(record), cached_tokens=record.cached_tokens, note=note)
 
 
@@ -275,18 +315,33 @@ def setup_on(minutes: Minutes, device: str) -> Setup:
 
 
 class _Again:
-    """One engine on a virtual clock that gets recorded requests and draws what they drew."""
+    """One engine on a virtual clock that gets recorded requests, draws what they drew and verifies what was verified."""
 
-    def __init__(self, config: SchedulerConfig, minutes: Minutes, *, time_s: Predict, budget_s: Predict) -> None:
+    def __init__(
+        self, config: SchedulerConfig, minutes: Minutes, pasts: Sequence[Past], *, time_s: Predict, budget_s: Predict
+    ) -> None:
         self.clock = VirtualClock()
         self.book = EventBook()
         self._blocks = minutes.blocks
-        core = EngineCore(config, minutes.blocks, model_revision="again", predict_s=budget_s, seed=minutes.seed)
+        self._pasts = pasts
+        drafts = RecordedDrafts()
+        for past in pasts:
+            drafts.expect(past.request.request_id, past.verified())
+        core = EngineCore(
+            drafts.configured(config),
+            minutes.blocks,
+            model_revision="again",
+            predict_s=budget_s,
+            seed=minutes.seed,
+            depths=drafts.depths(budget_s),
+            drafters=drafts.drafters(minutes.seed),
+        )
         self._executor = _Drawn(time_s, self.clock)
         self.stepper = Stepper(core, self._executor, self.clock, fold=self.book.fold)
 
-    def run(self, pasts: Sequence[Past], target: Past, *, is_cached: bool = False) -> RequestRecord:
+    def run(self, target: Past, *, is_cached: bool = False) -> RequestRecord:
         """Serve them until the target is over."""
+        pasts = self._pasts
         begin_s = min(past.request.arrival_s for past in pasts)
         self._executor.is_free = True
         for number, request in enumerate(_warm(pasts, target if is_cached else None, self._blocks.block_tokens)):
@@ -366,7 +421,7 @@ def _again(past: Past, arrival_s: float) -> Request:
         ignore_eos=sampling.n == 1 or sampling.ignore_eos,
         stop_token_ids=() if sampling.n == 1 else sampling.stop_token_ids,
     )
-    return replace(past.request, arrival_s=arrival_s, sampling=plain, segments=())
+    return replace(past.request, arrival_s=arrival_s, sampling=plain, segments=(), prediction_token_ids=())
 
 
 def _warm(pasts: Sequence[Past], target: Past | None, block_tokens: int) -> Iterator[Request]:
@@ -400,10 +455,10 @@ def _link(minutes: Minutes) -> tuple[Callable[[int], float], str]:
 def _pools(minutes: Minutes, target: Past, time_s: Predict, link_s: Callable[[int], float]) -> Seen:
     """One engine reads prompts and draws first tokens, another decodes; a hand-off costs it no arithmetic."""
     around = minutes.around(target)
-    readers = [replace(past, outputs=tuple(tokens[:1] for tokens in past.outputs)) for past in around]
-    reading = _Again(minutes.config, minutes, time_s=time_s, budget_s=time_s)
+    readers = [replace(past, outputs=tuple(tokens[:1] for tokens in past.outputs), drafts=()) for past in around]
+    reading = _Again(minutes.config, minutes, readers, time_s=time_s, budget_s=time_s)
     begin_s = around[0].request.arrival_s
-    reading.run(readers, readers[-1])  # those behind the target decode beside it
+    reading.run(readers[-1])  # those behind the target decode beside it
     record = reading.book.records[target.request.request_id]
     first = Seen.of(record)
     if first.ttft_s is None or len(max(target.outputs, key=len)) < 2:
@@ -417,14 +472,14 @@ def _pools(minutes: Minutes, target: Past, time_s: Predict, link_s: Callable[[in
         prompt = past.request.prompt_token_ids + past.outputs[0][:1]
         at_s = begin_s + first_s + link_s(len(prompt))
         request = replace(past.request, prompt_token_ids=prompt, arrival_s=at_s, segments=())
-        handed.append(
-            replace(past, request=request, came_s=at_s, outputs=tuple(o[1:] for o in past.outputs), cached_tokens=0)
-        )
+        drafts = tuple(tuple(one._replace(place=one.place - 1) for one in some) for some in past.drafts)
+        outputs = tuple(tokens[1:] for tokens in past.outputs)
+        handed.append(replace(past, request=request, came_s=at_s, outputs=outputs, cached_tokens=0, drafts=drafts))
     handed.sort(key=lambda past: past.request.arrival_s)
     config = replace(minutes.config, max_step_tokens=1 << 20, stall_budget_s=None)
-    decoding = _Again(config, minutes, time_s=lambda shape: _decode_s(shape, time_s), budget_s=time_s)
+    decoding = _Again(config, minutes, handed, time_s=lambda shape: _decode_s(shape, time_s), budget_s=time_s)
     mine = next(past for past in handed if past.request.request_id == target.request.request_id)
-    later = decoding.run(handed, mine)
+    later = decoding.run(mine)
     n_tokens = len(target.outputs[0]) - 1
     end_s = later.end_s or 0.0
     wait_s = mine.request.arrival_s - begin_s - (record.first_token_s or 0.0)

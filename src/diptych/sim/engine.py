@@ -8,18 +8,16 @@ summary = summarize([record.sample() for record in engine.book.records.values()]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from struct import Struct
 
 from diptych.control.ahead import ForeseeingCore
-from diptych.cost.speculation import DraftPrices
 from diptych.ground.clock import VirtualClock
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.events import Event
 from diptych.ground.request import Request
 from diptych.ground.shape import StepShape
 from diptych.metrics import EventBook, StepRecord
-from diptych.sim.drafts import StatedDrafts
+from diptych.sim.drafts import Drafts
 from diptych.sim.executor import PredictedExecutor, Remembered
 from diptych.stepper import Stepper, serve
 
@@ -42,15 +40,14 @@ class SimulatedEngine:
         time_s: Callable[[StepShape], float] | None = None,
         wake_s: float = 0.0,
         seed: int = 0,
-        drafts: StatedDrafts | None = None,
+        drafts: Drafts | None = None,
         on_events: Callable[[list[Event]], object] | None = None,
         on_step: Callable[[StepRecord], object] | None = None,
     ) -> None:
         self.clock = VirtualClock()
         self.book = EventBook(on_step=on_step)
         if drafts is not None:
-            predict_s = drafts.timed(predict_s)
-            config = replace(config, max_draft_tokens=drafts.draft_tokens)
+            predict_s, config = drafts.timed(predict_s), drafts.configured(config)
         predict_s = Remembered(predict_s)
         self.core = ForeseeingCore(
             config,
@@ -58,7 +55,7 @@ class SimulatedEngine:
             model_revision="simulated",
             predict_s=predict_s,
             seed=seed,
-            depths=DraftPrices(predict_s),
+            depths=None if drafts is None else drafts.depths(predict_s),
             drafters={} if drafts is None else drafts.drafters(seed),
         )
         self.core.pool.next_digest = _next_digest

@@ -9,7 +9,8 @@ around one request (`journal_minutes`). Three kinds of line:
 
 Tokens do not stand in it. A full block of prompt and answer is a number made with a key that is drawn at the start and never
 written: two blocks have one number where they, all before them, adapter and salt are equal, which is what a prefix cache
-sees; nobody can try texts against it. So is an adapter's. A request's id is a digest, found by who knows the id.
+sees; nobody can try texts against it. So is an adapter's. A request's id is a digest, found by who knows the id. Of drafts it
+says how many were verified behind how many tokens, and how many held.
 """
 
 from __future__ import annotations
@@ -23,19 +24,22 @@ from pathlib import Path
 from typing import Any
 
 from diptych.control.recording import decode, encode
+from diptych.ground.bounds import Bound, shown
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError, EngineError
 from diptych.ground.phase import Phase
 from diptych.ground.request import AdapterRef, CacheScope, Request, SamplingParams
 from diptych.ground.shape import ChunkShape, StepShape
-from diptych.sim.counterfactual import Machine, Minutes, Past, Seen, times_of
+from diptych.sim.counterfactual import Drafted, Machine, Minutes, Past, Seen, times_of
 from diptych.sim.load import OpenLoad
 from diptych.sim.recorded import unreadable
-from diptych.workload import WorkloadItem
+from diptych.workload import MOST_TOKENS, WorkloadItem
 
 _KEY = "diptych_journal"
 _ID_BYTES, _BLOCK_BYTES = 8, 6
 _OWN_BASE = 1 << 56  # of tokens that no other request shares; block numbers are below 1 << 48
+_SECONDS = Bound(float, -1e12, 1e12, "seconds")
+_TOKENS = Bound(int, 1, MOST_TOKENS, "tokens")
 AROUND_S = 120.0  # of a journal, before and after a request that is asked about
 
 
@@ -103,6 +107,7 @@ def request_line(past: Past, names: BlockNames) -> str:
                 "blocks": names.of(tokens, request.cache_scope),
                 "seen": asdict(seen),
             }
+            | ({"drafts": past.drafts} if any(past.drafts) else {})
         }
     )
 
@@ -172,7 +177,7 @@ def journal_minutes(path: Path, request_id: str, *, machine: Machine | None = No
     steps: list[tuple[float, float, StepShape]] = []
     for number, (kind, entry) in enumerate(_lines(path)):
         if kind == "step" and begin_s <= entry[0] <= end_s:
-            steps.append((entry[0], entry[1], _shape(entry)))
+            steps.append((entry[0], entry[1], _shape(entry[2])))
         elif kind == "request" and entry["arrival_s"] <= end_s and (entry["end_s"] or end_s) >= begin_s:
             pasts.append(_past(entry, number, blocks.block_tokens, _adapter(entry, adapters)))
     minutes = Minutes(
@@ -194,22 +199,51 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
                 number += 1
                 if not line.endswith("\n"):
                     return
-                entry = json.loads(line)
-                if _KEY in entry:
-                    if entry[_KEY] != 1:
-                        raise ValueError(f"its format is {entry[_KEY]}; this version reads 1")
-                    yield "head", {"config": decode(entry["config"]), "blocks": decode(entry["blocks"])}
-                else:
-                    ((kind, content),) = entry.items()
-                    yield kind, content
+                yield _line(json.loads(line))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, LookupError, AttributeError, EngineError) as error:
         raise unreadable(path.name, number, error) from None
 
 
-def _shape(entry: Sequence[Any]) -> StepShape:
-    _, _, decoding, context, chunks = entry
+def _line(entry: dict[str, Any]) -> tuple[str, Any]:
+    """What a line is, and what it says. ValueError, TypeError or KeyError where it is none, EngineError for a number."""
+    if _KEY in entry:
+        if entry[_KEY] != 1:
+            raise ValueError(f"its format is {entry[_KEY]}; this version reads 1")
+        return "head", {"config": decode(entry["config"]), "blocks": decode(entry["blocks"])}
+    ((kind, content),) = entry.items()
+    if kind == "step":
+        begin_s, end_s, decoding, context, chunks = content
+        for name, instant_s in (("its begin", begin_s), ("its end", end_s)):
+            _SECONDS.take(name, instant_s, ConfigError)
+        return kind, (begin_s, end_s, (decoding, context, chunks))
+    if kind == "request":
+        _check(content)
+    return kind, content
+
+
+def _check(request: dict[str, Any]) -> None:
+    """Refuse what no engine has written."""
+    for name in ("arrival_s", "came_s", "end_s"):
+        if name != "end_s" or request[name] is not None:
+            _SECONDS.take(name, request[name], ConfigError)
+    _TOKENS.take("prompt_tokens", request["prompt_tokens"], ConfigError)
+    drafts = [Drafted(*one) for some in request.get("drafts", ()) for one in some]
+    counts = [request["cached_tokens"], *request["output_tokens"], *(n for one in drafts for n in one)]
+    if not all(type(n) is int and 0 <= n <= MOST_TOKENS for n in counts):
+        raise ValueError(f"it has {shown(counts)} tokens; each must be a whole number from 0 to {MOST_TOKENS}")
+    if not all(type(block) is int and 0 <= block < 1 << 8 * _BLOCK_BYTES for block in request["blocks"]):
+        raise ValueError(
+            f"its blocks are {shown(request['blocks'])}; they must be whole numbers of {_BLOCK_BYTES} bytes"
+        )
+    Seen(**request["seen"])
+    for name in ("id", "max_tokens", "priority"):
+        request[name]
+
+
+def _shape(step: Sequence[Any]) -> StepShape:
+    decoding, context, chunks = step
     shapes = []
     if decoding:
         mean, left = divmod(context, decoding)
@@ -249,6 +283,7 @@ def _past(entry: dict[str, Any], number: int, block_tokens: int, adapter: Adapte
         cached_tokens=entry["cached_tokens"],
         end_s=entry["end_s"],
         seen=Seen(**entry["seen"]),
+        drafts=tuple(tuple(Drafted(*one) for one in some) for some in entry.get("drafts", ())),
     )
 
 

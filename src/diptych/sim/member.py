@@ -13,7 +13,7 @@ from diptych.ground.errors import InternalError
 from diptych.ground.events import Event, FinishEvent, StepEndEvent
 from diptych.ground.shape import StepShape
 from diptych.metrics import StepRecord
-from diptych.sim.drafts import StatedDrafts
+from diptych.sim.drafts import Drafts
 from diptych.sim.engine import SimulatedEngine
 from diptych.sim.executor import DRAWN_TOKEN
 from diptych.sim.film import Film
@@ -39,7 +39,7 @@ class Member:
         wake_s: float = 0.0,
         seed: int,
         work: Work,
-        drafts: StatedDrafts | None = None,
+        drafts: Drafts | None = None,
     ) -> None:
         self.engine = SimulatedEngine(
             config,
@@ -102,6 +102,12 @@ class Member:
             records[request_id].decoded(index, ends_s, steps_s)
         return True
 
+    def _output_tokens(self, record: StepRecord) -> int:
+        if self.on_prefill is not None:  # the first token behind a prompt that is handed over is drawn where it goes to
+            return 0
+        rejected = record.drafted_tokens - record.accepted_tokens
+        return record.shape.n_logits_rows - rejected
+
     def _foresee(self, run: DecodeRun) -> float:
         ends_s = [*accumulate(self._predict_run_s(run.shape, run.n_steps), initial=self.engine.clock.now_s())][1:]
         self._run, self._ends_s = run, ends_s
@@ -132,6 +138,7 @@ class Member:
             record.end_s,
             record.time_s,
             record.shape,
+            output_tokens=self._output_tokens(record),
             kv_share=self._kv_share,
             running=running,
             waiting=waiting,

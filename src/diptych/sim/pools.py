@@ -17,7 +17,7 @@ from diptych.cost.parameters import kv_bytes_stored
 from diptych.cost.places import places
 from diptych.cost.setup import Setup
 from diptych.ground.bounds import Bound
-from diptych.ground.config import BlockConfig, SchedulerConfig
+from diptych.ground.config import BlockConfig, SchedulerConfig, at_least
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
 from diptych.sim.cluster import Group, Wire
@@ -109,6 +109,7 @@ class Pool:
         Raises ConfigError where the weights do not fit, and for impossible numbers.
         """
         Bound(int, 1, MAX_ENGINES, "engines").take("engines", n_engines, ConfigError)
+        at_least("block tokens", block_tokens, 1)
         blocks = _blocks(setup, kv_tokens, block_tokens)
         context = min(setup.model.max_context_tokens or UNKNOWN_CONTEXT, blocks.n_blocks * block_tokens)
         predict_s = setup.model_of_time().predict_s

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from diptych.ground.shape import StepShape
 from diptych.ground.step import StepPlan, StepResult
 from diptych.metrics import Limits
 from diptych.sim.cluster import Cluster, Group
-from diptych.sim.counterfactual import Machine, Minutes, Past, Seen, times_of
+from diptych.sim.counterfactual import Drafted, Machine, Minutes, Past, Seen, times_of
+from diptych.sim.drafts import RecordedDrafts, Verified
 from diptych.sim.load import Due
 from diptych.sim.tally import Tally
 
@@ -79,12 +81,27 @@ class Recorded:
             found.append(mine)
         return found
 
+    def verified(self) -> dict[int, Verified]:
+        """Of each sequence what it wrote, and what steps verified behind how many tokens of it."""
+        found: dict[int, tuple[list[int], dict[int, SequenceOf[int]]]] = {}
+        for (_, plan), result in zip(self.plans, self.results, strict=False):
+            for chunk, one in zip(plan.chunks, result.results, strict=True):
+                outputs, guesses = found.setdefault(one.seq_id, ([], {}))
+                if chunk.draft_token_ids:
+                    guesses[len(outputs)] = chunk.draft_token_ids
+                outputs += one.token_ids
+        return {seq_id: Verified(*one) for seq_id, one in found.items()}
+
+    def drafts(self) -> RecordedDrafts:
+        """What was verified, for the same requests."""
+        made, verified = RecordedDrafts(), self.verified()
+        for (_, request), sequences in zip(self.requests, self.sequences(), strict=True):
+            made.expect(request.request_id, [verified[one] for one in sequences if one in verified])
+        return made
+
     def output_tokens(self) -> list[int]:
         """Of each request its longest choice, at least 1."""
-        written: dict[int, int] = {}
-        for result in self.results:
-            for one in result.results:
-                written[one.seq_id] = written.get(one.seq_id, 0) + len(one.token_ids)
+        written = {seq_id: len(one.outputs) for seq_id, one in self.verified().items()}
         return [max((1, *(written.get(one, 0) for one in sequences))) for sequences in self.sequences()]
 
 
@@ -166,7 +183,8 @@ def recorded_load(path: Path, *, limit: int | None = None, speed: float = 1.0) -
         sampling = replace(
             request.sampling, max_tokens=tokens, min_tokens=0, ignore_eos=True, stop=(), stop_token_ids=()
         )
-        requests.append((at_s, replace(request, request_id=str(number), arrival_s=at_s, sampling=sampling)))
+        plain = replace(request, request_id=str(number), arrival_s=at_s, sampling=sampling, prediction_token_ids=())
+        requests.append((at_s, plain))
     return RecordedLoad(requests)
 
 
@@ -188,7 +206,7 @@ class _Rerun:
         if not self.n_missing:
             raise ConfigError(f"recorded nothing\nsimulated {plan}")
         place, known = self._recorded.plans[self._n_steps]
-        if plan != known:
+        if _unasked(plan) != _unasked(known):
             raise ConfigError(f"recorded {known}\nsimulated {plan}")
         result, begins_s = self._recorded.results[self._n_steps], self._recorded.begins_s
         self._n_steps += 1
@@ -197,11 +215,19 @@ class _Rerun:
         return result
 
 
+def _unasked(plan: StepPlan) -> StepPlan:
+    """Without what the executor's drafters were asked for: their guesses are the recorded ones, and nobody asks again."""
+    if all(chunk.wanted_drafts is None for chunk in plan.chunks):
+        return plan
+    chunks = tuple(chunk._replace(wanted_drafts=None, drafter=0) for chunk in plan.chunks)
+    return replace(plan, chunks=chunks)
+
+
 def rerun(lines: list[str], *, predict_s: Predict | None = None) -> list[str]:
     """Simulate a recorded run with its own arrivals and step times; one line of text for the first plan that differs.
 
-    predict_s: what its stall budget asked; None where it had none to ask. ConfigError for a run in which requests were ended
-    from outside.
+    predict_s: what its stall budget asked; None where it had none to ask. Drafts are those of the run. ConfigError for
+    a run in which requests were ended from outside.
     """
     recorded = read_recording(iter(lines))
     if recorded.other_calls:
@@ -209,7 +235,13 @@ def rerun(lines: list[str], *, predict_s: Predict | None = None) -> list[str]:
         raise ConfigError(
             f"the run has calls of {calls}; only one that served its requests to their end can be simulated"
         )
-    group = Group(n_engines=1, config=recorded.config, blocks=recorded.blocks, predict_s=predict_s or _at_once)
+    group = Group(
+        n_engines=1,
+        config=recorded.config,
+        blocks=recorded.blocks,
+        predict_s=predict_s or _at_once,
+        drafts=recorded.drafts(),
+    )
     cluster = Cluster([group], tally=Tally(Limits()), seed=recorded.seed, leaps=False)
     engine = cluster.members[0].engine
     executor = engine.stepper.executor = _Rerun(recorded, engine.clock)
@@ -223,6 +255,16 @@ def rerun(lines: list[str], *, predict_s: Predict | None = None) -> list[str]:
 def _at_once(shape: StepShape) -> float:
     """Fits every stall budget, as no prediction does."""
     return 0.0
+
+
+def _drafted(one: Verified) -> tuple[Drafted, ...]:
+    """How many of each guess held, as far as its answer went."""
+    outputs = one.outputs
+    found = []
+    for place, guess in one.guesses.items():
+        pairs = zip(guess, outputs[place:], strict=False)
+        found.append(Drafted(place, len(guess), sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))))
+    return tuple(found)
 
 
 def minutes_of(lines: Iterator[str], *, name: str = "the recording", machine: Machine | None = None) -> Minutes:
@@ -241,7 +283,7 @@ def minutes_of(lines: Iterator[str], *, name: str = "the recording", machine: Ma
             chunks.setdefault(chunk.seq_id, (begin_s, chunk.start_pos))
         for one in result.results:
             tokens.setdefault(one.seq_id, []).extend((end_s, token_id) for token_id in one.token_ids)
-    pasts = []
+    pasts, verified = [], recorded.verified()
     for (_, request), sequences in zip(recorded.requests, recorded.sequences(), strict=True):
         if not sequences:
             continue  # refused, or never begun
@@ -266,6 +308,7 @@ def minutes_of(lines: Iterator[str], *, name: str = "the recording", machine: Ma
                 cached_tokens=cached,
                 end_s=over_s,
                 seen=seen,
+                drafts=tuple(_drafted(verified[one]) if one in verified else () for one in sequences),
             )
         )
     return Minutes(

@@ -6,7 +6,7 @@ answer = search(ask, pools, link=Link(bytes_per_s=50e9), price_of=lambda setup: 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from diptych.cost.setup import Setup
@@ -47,6 +47,7 @@ Tell = Callable[[str, int, int], object]  # what is being done, steps done, step
 N_STAGES = 7
 CONFIRMED = 4  # layouts, the cheapest ones, that are simulated for longer
 MOST_USERS = 4000  # simulated together
+FARTHEST = 100  # times the users, for the crossover
 MOST_RAISED = 3  # engines added, one by one, where nothing holds for longer
 
 
@@ -145,11 +146,14 @@ def search(
         twice = mapped(
             run_one, [Trial(service=best.service, ask=ask, n_users=2 * ask.n_users, n_requests=WHOLE)]
         )  # begins meanwhile
-        changed = _changed(ask, best, colocated[0], margin, [one for one in pools[:1] if one.holds], mapped)
+        beyond = _beyond(ask, colocated, pools)
+        held = mapped(bisect_one, beyond.values())  # begins meanwhile, too
+        changed = _changed(ask, best, colocated[0], margin, mapped)
         say("twice the users", 6, N_STAGES)
         (doubled,) = twice
+        users_held = dict(zip(beyond, held, strict=True))
     assert best.longer is not None
-    users, message = _crossover(ask, colocated, pools, changed.in_pools, chosen, price_of)
+    users, message = _crossover(ask, colocated, pools, users_held, chosen, price_of)
     return Answer(
         ask=ask,
         n_cells=n_cells,
@@ -277,35 +281,61 @@ def _with_one_more(layout: Layout, price_of: PriceOf) -> Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Changed:
-    """What one change makes of a layout. in_pools: users that the cheapest pools hold as they are; 0 without any."""
+    """What one change makes of a layout."""
 
     engines_uncached: int | None
     if_quick: Service
     if_slow: Service | None
-    in_pools: int
 
 
-def _changed(
-    ask: Ask, best: Layout, colocated: Layout, margin: tuple[float, float], pools: list[Layout], mapped: Mapped
-) -> _Changed:
-    """Engines without a prefix cache; of what to buy with shorter and with longer steps; users that pools hold."""
+def _beyond(ask: Ask, colocated: list[Layout], pools: list[Layout]) -> dict[int, Bisection]:
+    """By the layout's identity: how many users it holds as it is, for the crossover: the cheapest pools, and engines of which
+    one holds all who ask. Of these the search looked no further, and what they could hold besides is what makes them cheap.
+    """
+    alone = [one for one in colocated if one.holds and (one.users_each or 0) >= ask.n_users]
+    found = {
+        id(one): Bisection(
+            service=with_engines(one.service, 1),
+            ask=ask,
+            guess=fluid_users(one.service.pool, ask),
+            n_requests=SHORT,
+            close=ROUGH,
+            most=FARTHEST * ask.n_users,
+            known=ask.n_users,
+        )
+        for one in alone
+    }
+    for one in pools[:1]:
+        if one.holds:
+            found[id(one)] = Bisection(
+                service=one.service,
+                ask=ask,
+                guess=max(ask.n_users, _fluid_pools(one.service, ask)) if alone else ask.n_users,
+                n_requests=LONG,
+                close=FINE,
+                most=(FARTHEST if alone else 3) * ask.n_users,
+                known=0
+                if one.report is None or one.report.good_share < ask.good_share
+                else ask.n_users,  # from its fit
+            )
+    return found
+
+
+def _fluid_pools(service: Service, ask: Ask) -> float:
+    """Users of two pools without queues."""
+    decoder, reader = service.pool, service.readers
+    assert reader is not None
+    is_local = _reads_in(decoder, ask) <= service.local_prefill_s
+    decodes = decoder.n_engines * fluid_users(decoder, ask, reads=is_local)
+    return decodes if is_local else min(decodes, reader.n_engines * fluid_users(reader, ask, decodes=False))
+
+
+def _changed(ask: Ask, best: Layout, colocated: Layout, margin: tuple[float, float], mapped: Mapped) -> _Changed:
+    """Engines without a prefix cache; and what to buy with shorter and with longer steps."""
 
     def held(service: Service, guess: float, most: int, n_requests: int = SHORT) -> Bisection:
         return Bisection(service=service, ask=ask, guess=guess, n_requests=n_requests, close=ROUGH, most=most)
 
-    paired = [
-        Bisection(
-            service=one.service,
-            ask=ask,
-            guess=ask.n_users,
-            n_requests=LONG,
-            close=FINE,
-            most=3 * ask.n_users,
-            known=0 if one.report is None or one.report.good_share < ask.good_share else ask.n_users,  # from its fit
-        )
-        for one in pools
-    ]
-    held_in_pools = mapped(bisect_one, paired)
     each = colocated.users_each or 1
     asked = [held(with_engines(uncached(colocated.service), 1), each / 2, ask.n_users)]
     for pace in margin:
@@ -315,7 +345,6 @@ def _changed(
         else:
             asked.append(held(service, ask.n_users / pace, 4 * ask.n_users, n_requests=WHOLE))
     without, quick, slow = mapped(bisect_one, asked)
-    in_pools = next(held_in_pools, 0)
     if best.service.readers is None:  # one engine was bisected, of a service that holds
         n = best.service.n_engines
         quick, slow = n * quick, n * slow
@@ -324,7 +353,6 @@ def _changed(
         engines_uncached=None if n_without is None else max(n_without, colocated.service.n_engines),
         if_quick=_grown(best.service, min(1.0, ask.n_users / max(1, quick))),
         if_slow=_grown(best.service, max(1.0, ask.n_users / slow)) if slow * MAX_ENGINES >= ask.n_users else None,
-        in_pools=in_pools,
     )
 
 
@@ -436,15 +464,24 @@ def _margin(layout: Layout) -> tuple[float, float]:
 
 
 def _crossover(
-    ask: Ask, colocated: list[Layout], pools: list[Layout], in_pools: int, chosen: Sequence[Pool], price_of: PriceOf
+    ask: Ask,
+    colocated: list[Layout],
+    pools: list[Layout],
+    held: Mapping[int, int],
+    chosen: Sequence[Pool],
+    price_of: PriceOf,
 ) -> tuple[int | None, int | None]:
     """(users, tokens of a message) from which two pools cost less; both None where not one of either kind holds.
 
-    At the users asked for this is what the table says.
+    At the users asked for this is what the table says. held: users by the identity of a layout, where they were counted.
     """
-    alone = [_seen(ask, one, (one.users_each or 1) * one.service.n_engines) for one in colocated if one.holds]
+    alone = [
+        _seen(ask, one, held.get(id(one), (one.users_each or 1) * one.service.n_engines))
+        for one in colocated
+        if one.holds
+    ]
     # the cheapest was bisected; of the others no more is known than that they hold
-    paired = [_seen(ask, one, ask.n_users if place else in_pools) for place, one in enumerate(pools) if one.holds]
+    paired = [_seen(ask, one, held.get(id(one), ask.n_users)) for one in pools if one.holds]
     if not alone or not paired:
         return None, None
     excess = min(map(per_user, paired)) / min(map(per_user, alone))

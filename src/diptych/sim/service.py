@@ -192,8 +192,9 @@ def _run(
         tally=tally,
         refused=cluster.refused,
         preemptions=[sum(one.preemptions for one in part) for part in (cores[:n_decoders], cores[n_decoders:])],
-        query_tokens=sum(one.prefix_queries_tokens for one in cores),
-        hit_tokens=sum(one.prefix_hits_tokens for one in cores),
+        # engines that only read look for a prompt that was looked for where it is answered
+        query_tokens=sum(one.prefix_queries_tokens for one in cores[:n_decoders]),
+        hit_tokens=sum(one.prefix_hits_tokens for one in cores[:n_decoders]),
     )
 
 

@@ -54,11 +54,6 @@ class Stream:
         for key, count in other._buckets.items():
             self._buckets[key] = self._buckets.get(key, 0) + count
 
-    def share_within(self, limit: float) -> float:
-        """The share of values at or below a limit, as exact as the percentiles."""
-        within = self._zeros + sum(count for key, count in self._buckets.items() if self._value(key) <= limit)
-        return within / self.n if self.n else 1.0
-
     def distribution(self) -> Distribution | None:
         """The numbers; None of nothing."""
         if not self.n:

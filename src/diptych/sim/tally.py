@@ -35,9 +35,17 @@ class Work:
         return self.prefill_s + self.decode_s + self.mixed_s
 
     def stepped(
-        self, end_s: float, time_s: float, shape: StepShape, *, kv_share: float, running: int, waiting: int
+        self,
+        end_s: float,
+        time_s: float,
+        shape: StepShape,
+        *,
+        output_tokens: int,
+        kv_share: float,
+        running: int,
+        waiting: int,
     ) -> None:
-        """A step ended. kv_share: of the engine's pool, held while it ran."""
+        """A step ended. output_tokens: that it gave. kv_share: of the engine's pool, held while it ran."""
         if not self.from_s <= end_s <= self.until_s:
             return
         self.n_steps += 1
@@ -51,7 +59,7 @@ class Work:
         stretch.kv_share_s += kv_share * time_s
         stretch.running_s += running * time_s
         stretch.waiting_s += waiting * time_s
-        stretch.output_tokens += shape.n_logits_rows
+        stretch.output_tokens += output_tokens
         if shape.decode_tokens == 0:
             stretch.prefill_s += time_s
             self.prefill_s += time_s
@@ -215,12 +223,23 @@ class Tally:
             getattr(self, name).take(getattr(other, name))
         for mine, theirs in zip(self.work, other.work, strict=True):
             mine.take(theirs)
-        counts = ("n_arrived", "n_complete", "n_failed", "n_good", "n_late_ttft", "n_late_tpot", "n_late_e2e")
+        counts = (
+            "n_before",
+            "n_arrived",
+            "n_complete",
+            "n_failed",
+            "n_good",
+            "n_late_ttft",
+            "n_late_tpot",
+            "n_late_e2e",
+        )
         tokens = ("prompt_tokens", "cached_tokens", "output_tokens", "recomputed_tokens", "n_sent", "sent_bytes")
         for name in (*counts, *tokens):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.first_arrival_s = min(self.first_arrival_s, other.first_arrival_s)
         self.last_end_s = max(self.last_end_s, other.last_end_s)
+        if self.close_s is not None and other.close_s is not None:
+            self.close_s = max(self.close_s, other.close_s)
 
 
 def _is_over(value: float | None, limit: float | None) -> bool:
