@@ -274,6 +274,27 @@ struct Names {
   void operator()(const MeetOp& op) const { buffers({op.out}); }
 };
 
+// Rows of two for each of x are written a whole row at a time and read by products over all rows: a list would name halves of pairs, and
+// an output stored as rows would fill one half.
+struct Pairs {
+  const std::vector<Buffer>& all;
+  void refuse(std::initializer_list<int> numbers, const char* where) const {
+    for (const int number : numbers)
+      if (all[number].kind == BufferKind::rows && all[number].rows_kind == RowsKind::bf16_pair)
+        throw std::invalid_argument("buffer " + std::to_string(number) + " holds rows of bf16_pair, which cannot be " + where);
+  }
+
+  void operator()(const LinearOp& op) const { refuse({op.out}, "an operation's output"); }
+  void operator()(const AttentionOp& op) const { refuse({op.out}, "an operation's output"); }
+  void operator()(const MoeOp& op) const {
+    refuse({op.rows, op.hidden_rows}, "read by a list of rows");
+    if (!op.up.empty()) refuse({op.up_rows}, "read by a list of rows");
+  }
+  void operator()(const HeadsOp& op) const { refuse({op.rows}, "read by a list of rows"), refuse({op.out}, "an operation's output"); }
+  template <typename Op>
+  void operator()(const Op&) const {}
+};
+
 }  // namespace
 
 // All ranks meet behind what writes a shared buffer, so nobody reads it too early. Nobody writes it too early either if they have met
@@ -308,6 +329,7 @@ void Program::join(Team& team) {
 
 void Program::record(Category category, OpBody body) {
   std::visit(Names{{buffers_.size(), linears_.size(), vectors_.size(), tables_.size(), ropes_.size()}}, body);
+  std::visit(Pairs{buffers_}, body);
   check_order(body);
   note_meetings(body);
   int plan = 0;

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -62,6 +63,30 @@ def test_joined_tensors_are_taken_apart(family: str, kind: str, tmp_path: Path) 
     path = write_gguf(reference, tmp_path / "model.gguf", choose=lambda name: kind, change=joined)
     golden = ask_reference(reference, path, new_tokens=8)
     check_golden(load_model(path, REFERENCE), golden, chunk=7)
+
+
+def test_experts_of_gpt_oss_may_have_gate_and_up_in_two_types(tmp_path: Path) -> None:
+    """As mixed files have it: each by its own blocks, with its own bias. The reference has the values that the blocks hold."""
+    reference = gguf_reference("gpt_oss")
+    kinds = {"gate": gguf.GGMLQuantizationType.Q4_0, "up": gguf.GGMLQuantizationType.Q8_0}
+    with torch.no_grad():
+        for name, values in reference.named_parameters():
+            if name.endswith("experts.gate_up_proj"):  # [expert, inputs, outputs], gate and up in turn
+                for first, kind in enumerate(kinds.values()):
+                    part = values[..., first::2].transpose(1, 2).contiguous().numpy()
+                    held = gguf.dequantize(gguf.quantize(part, kind), kind)
+                    values[..., first::2] = torch.from_numpy(held).transpose(1, 2)
+    path = write_gguf(
+        reference,
+        tmp_path / "model.gguf",
+        choose=lambda name: next(
+            (kind.name for part, kind in kinds.items() if f"ffn_{part}_exps.weight" in name), "F32"
+        ),
+    )
+    assert {tensor.type.name for name, tensor in open_gguf(path).tensors.items() if name.endswith("exps.weight")} == {
+        "Q4_0", "Q8_0", "F32",
+    }  # fmt: skip
+    check_golden(load_model(path, REFERENCE), ask_reference(reference, path, new_tokens=4), chunk=7)
 
 
 def test_llama_4_with_128_experts_norms_no_queries(tmp_path: Path) -> None:

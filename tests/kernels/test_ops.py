@@ -536,3 +536,40 @@ def test_an_operation_on_what_is_not_there_is_refused() -> None:
         cpu._cpu.KvCache(n_layers=1, n_blocks=1, block_tokens=16, n_kv_heads=1, head_dim=2, format="fp4")
     with pytest.raises(ValueError, match="this machine has"):
         cpu._cpu.Program("abacus", 1)
+
+
+def test_rows_in_pairs_are_refused_where_rows_come_by_a_list() -> None:
+    """Experts' and heads' lists name rows, and memory has two for each: halves of other rows were read, without a word."""
+    program = cpu._cpu.Program(BEST, 1)
+    y, wide, pairs, rows = (
+        program.add_f32(32),
+        program.add_f32(64, 2),
+        *map(program.add_rows, ("bf16_pair", "bf16"), (32, 32)),
+    )
+    weight = program.add_linear(cpu._cpu.LinearShape(format="bf16", n=32, k=32), [noise(32, 32, seed=1)])
+    experts = {
+        "router": weight, "router_rows": rows, "scores": y, "gate_up": [weight] * 2, "down": [weight] * 2, "rows": rows,
+        "hidden": None, "hidden_rows": rows, "expanded": y, "out": y, "top_k": 1, "renormalises": False, "activation": "silu",
+    }  # fmt: skip
+    heads = {
+        "weights": [weight],
+        "x": y,
+        "head_stride": 32,
+        "rows": rows,
+        "out": y,
+        "out_head_stride": 32,
+        "store": "f32",
+    }
+    for record, good, wrong in (
+        (program.moe, experts, {"rows": pairs}), (program.moe, experts, {"hidden_rows": pairs}),
+        (program.moe, experts, {"up": [weight] * 2, "up_rows": pairs, "wide": wide}), (program.heads, heads, {"rows": pairs}),
+    ):  # fmt: skip
+        with pytest.raises(
+            ValueError, match=f"buffer {pairs} holds rows of bf16_pair, which cannot be read by a list of rows"
+        ):
+            record(**good | wrong)
+        record(**good)
+    linear = {"category": "qkv", "weight": weight, "rows": pairs}
+    with pytest.raises(ValueError, match="cannot be an operation's output"):
+        program.linear(**linear, out=pairs, store="bf16")
+    program.linear(**linear, out=y, store="f32")

@@ -241,9 +241,20 @@ def test_blocks_of_a_gguf_file_are_divided(tmp_path: Path, kind: str) -> None:
         model.close()
 
 
-def test_experts_that_weigh_their_input_keep_gate_and_up_in_two_types(tmp_path: Path) -> None:
-    """Llama 4's: all became bf16. Of three ranks one has a part of gate, one of both, one of up."""
-    reference = gguf_reference("llama4", num_hidden_layers=2, intermediate_size=96, intermediate_size_mlp=96)
+EXPERTS_JOINED_APART = {
+    "llama4": {"num_hidden_layers": 2, "intermediate_size": 96, "intermediate_size_mlp": 96},
+    "gpt_oss": {
+        "num_hidden_layers": 2,
+        "intermediate_size": 96,
+        "num_local_experts": 3,
+    },  # all chosen: no choice is near
+}
+
+
+@pytest.mark.parametrize("family", EXPERTS_JOINED_APART)
+def test_experts_that_are_joined_apart_keep_gate_and_up_in_two_types(family: str, tmp_path: Path) -> None:
+    """Llama 4's, and gpt-oss's with a bias of each. Of three ranks one has a part of gate, one of both, one of up."""
+    reference = gguf_reference(family, **EXPERTS_JOINED_APART[family])
     kinds = {"ffn_up_exps": "Q8_0", "ffn_gate_exps": "Q4_0", "blk": "Q4_0"}
     path = write_gguf(
         reference, tmp_path / "m.gguf", choose=lambda name: next((kinds[part] for part in kinds if part in name), "F16")

@@ -18,7 +18,7 @@ from checkpoints import make_checkpoint
 from coded_files import Layout, awq, compressed, gptq, mxfp4_checkpoint, quantised_checkpoints
 from diptych.compute.held import what_is_held
 from diptych.cost.setup import find_model
-from diptych.ground.errors import ConfigError, LoadError, UnsupportedModel
+from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.contents import contents_of
 
 FIELDS = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32}
@@ -83,21 +83,24 @@ def storm(folder: Path, name: str, n: int, seed: int) -> int:
     wrong = folder / "wrong"
     shutil.copytree(path, wrong)
     files = sorted(one for one in path.iterdir() if one.suffix in (".json", ".safetensors"))
-    rng, refused = random.Random(seed), 0
+    rng, refused, nameless = random.Random(seed), 0, list[str]()
     for number in range(n):
         source = rng.choice([*files, path / "config.json"])
         target, whole = wrong / source.name, source.read_bytes()
         target.write_bytes(mutated(whole, rng) if source.suffix == ".json" else with_header(whole, rng))
+        said = str(wrong)
         try:
             contents_of(wrong)
             find_model(str(wrong))
             what_is_held(wrong)
-        except (LoadError, UnsupportedModel, ConfigError):
+        except (LoadError, ConfigError) as error:
             refused += 1
+            said = error.message
         except Exception as error:
             raise AssertionError(f"{name}, mutation {number} of seed {seed}, {source.name}: {error!r}") from error
         finally:
             target.write_bytes(whole)
+        assert str(wrong) in said, f"which folder? {said}"
     return refused
 
 

@@ -75,6 +75,7 @@ class GgufCheckpoint:
 
     def __init__(self, file: GgufFile, *, dtype: torch.dtype, table_dtype: torch.dtype) -> None:
         self.file = file
+        self.origin = str(file.path)
         self.progress: Progress | None = None
         self.unchecked: list[Saved] = []
         self.meanwhile: Meanwhile | None = None

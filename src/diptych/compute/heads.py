@@ -162,7 +162,7 @@ class MedusaBlueprint(Blueprint):
     medusa: MedusaSpec
     target: TargetTensors
 
-    def load(self, loader: AnyLoader) -> MedusaWeights:  # type: ignore[override]
+    def _load(self, loader: AnyLoader) -> MedusaWeights:  # type: ignore[override]
         """Every tensor of the heads."""
         medusa, source = self.medusa, self.source
         shared = None if medusa.has_own_head else loader.linear(LinearParts(weights=(self.target.head(),)))
@@ -223,7 +223,7 @@ class EagleBlueprint(Blueprint):
     eagle: EagleSpec
     target: TargetTensors
 
-    def load(self, loader: AnyLoader) -> EagleWeights:  # type: ignore[override]
+    def _load(self, loader: AnyLoader) -> EagleWeights:  # type: ignore[override]
         """Every tensor of the head, and the model's where it has none of its own."""
         spec, source = self.spec, self.source
         own_table, own_head = source.has("embed_tokens.weight"), source.has("lm_head.weight")
@@ -345,7 +345,7 @@ class FusionBlueprint(Blueprint):
         """Width of what is given."""
         return len(self.eagle.taps) * self.eagle.target_hidden
 
-    def load(self, loader: AnyLoader) -> FusionWeights:  # type: ignore[override]
+    def _load(self, loader: AnyLoader) -> FusionWeights:  # type: ignore[override]
         """One projection."""
         width, source = self.spec.hidden, self.source
         bias = (source.tensor("fc.bias", width),) if source.has("fc.bias") else ()

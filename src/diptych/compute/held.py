@@ -22,6 +22,7 @@ from diptych.compute.quant import QuantisedCheckpoint
 from diptych.compute.runner import open_blueprint
 from diptych.compute.weights import Source
 from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import told_of
 
 # beside the formats: norms and the like, and an embedding that is not the head
 VECTORS, TABLE = "fp32 vectors", "embedding"
@@ -51,7 +52,8 @@ def what_is_held(path: Path, weights: str = "auto") -> Held | None:
     blueprint, source = opened.blueprint, opened.blueprint.source
     loader = _Measure(opened.config, source)
     if isinstance(source, QuantisedCheckpoint):  # of which only who packs asks for everything
-        handles = load_decoder(source, loader, blueprint.spec)
+        with told_of(source.origin):
+            handles = load_decoder(source, loader, blueprint.spec)
     else:
         handles = blueprint.load(loader)
     return Held(

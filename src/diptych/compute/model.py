@@ -26,7 +26,7 @@ from diptych.compute.kv_store import KVStore
 from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Loader, Ops, Stream, Table, Taps, Vector
 from diptych.compute.ops.cpus import Placement
 from diptych.compute.weights import Source
-from diptych.ground.errors import EngineError, UnsupportedModel
+from diptych.ground.errors import EngineError, UnsupportedModel, told_of
 from diptych.ground.version import VERSION
 from diptych.models.config import HfConfig
 from diptych.models.read import read_model, refuse_unrun
@@ -61,6 +61,12 @@ class Blueprint:
         self, loader: Loader[Table, Vector, Linear, Heads, Experts]
     ) -> DecoderWeights[Table, Vector, Linear, Heads, Experts]:
         """Hand every tensor to the loader and refuse a checkpoint that holds more than the config calls for."""
+        with told_of(self.source.origin):
+            return self._load(loader)
+
+    def _load(
+        self, loader: Loader[Table, Vector, Linear, Heads, Experts]
+    ) -> DecoderWeights[Table, Vector, Linear, Heads, Experts]:
         weights = load_decoder(self.source, loader, self.spec)
         loader.finish()
         # layers behind the last are there to draft

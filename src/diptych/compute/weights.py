@@ -114,6 +114,7 @@ class Saved:
 class Source(Protocol):
     """Where a model's weights come from: a checkpoint, one that was packed before, or random numbers.
 
+    origin: the folder or the file, as errors name it.
     is_balanceable: whether its numbers may be read and scaled (`compute.balance`) before they are packed.
     is_keeping: whether it may hold matrices whose values a kernel keeps (`WeightTensor.kept`).
     unchecked: what was handed out before its checksum was taken, for a loader to check with all it reads, on all threads;
@@ -121,6 +122,7 @@ class Source(Protocol):
     meanwhile: called once by a loader while it copies packed weights, which needs no interpreter.
     """
 
+    origin: str
     is_balanceable: bool
     is_keeping: bool
     unchecked: list[Saved]
@@ -209,6 +211,7 @@ class Checkpoint:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.origin = str(directory)
         self._files: dict[str, Any] = {}  # file name -> open handle
         self._file_of: dict[str, str] = {}  # tensor name -> file name
         self._used: dict[str, int] = {}  # tensor name -> bytes
@@ -420,6 +423,7 @@ class RandomTensor(WeightTensor):
 class RandomSource:
     """A checkpoint that is not there: every tensor exists, in bf16, as a pure function of (seed, name)."""
 
+    origin = "random weights"
     is_balanceable = False  # even already, and a backend may make numbers of its own
     is_keeping = False
 

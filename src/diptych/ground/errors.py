@@ -10,6 +10,9 @@ hint: shorten the prompt
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class EngineError(Exception):
     """The root. `param` names the request field at fault, where there is one."""
@@ -31,6 +34,17 @@ class LoadError(EngineError):
 
 class UnsupportedModel(LoadError):
     """The architecture is not one this engine implements."""
+
+
+@contextmanager
+def told_of(place: object) -> Iterator[None]:
+    """A LoadError from inside names `place`, a folder or a file: who reads a tensor may know nothing but its name."""
+    try:
+        yield
+    except LoadError as error:
+        if str(place) in error.message:
+            raise
+        raise type(error)(f"{place}: {error.message}", hint=error.hint) from error
 
 
 class RequestError(EngineError):

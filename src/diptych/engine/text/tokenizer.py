@@ -18,7 +18,7 @@ from typing import Any
 
 import tokenizers
 
-from diptych.ground.errors import LoadError, PromptTooLong, RequestError
+from diptych.ground.errors import LoadError, PromptTooLong, RequestError, told_of
 from diptych.models.config import read_json
 
 _NAMED_SPECIAL_TOKENS = (
@@ -86,7 +86,8 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         config = read_json_object(folder / "tokenizer_config.json")
-        _add_missing_tokens(backend, config, read_json_object(folder / "added_tokens.json"))
+        with told_of(folder):
+            _add_missing_tokens(backend, config, read_json_object(folder / "added_tokens.json"))
         return cls(backend, config, _eos_token_ids(folder, backend, config))
 
     # Walks over the whole vocabulary take a tenth of a second each for 150,000 entries; a first token needs none of them.
