@@ -307,15 +307,24 @@ DIPTYCH_INLINE bool is_whole(KvFormat format) {
 }
 
 DIPTYCH_INLINE void widen_bytes(KvFormat format, const int8_t* x, int64_t n, uint16_t* out) {
-  if (format == KvFormat::fp8)
-    for (int64_t i = 0; i < n; i += 32) widen_e4m3(reinterpret_cast<const E4m3*>(x + i), out + i);
-  else
-    for (int64_t i = 0; i < n; i += 32)
+  int64_t i = 0;
+  if (format == KvFormat::fp8) {
+#if defined(DIPTYCH_BESIDE)
+    for (; i + 64 <= n; i += 64) {
+      Pairs former, latter;
+      widen_64_e4m3(x + i, former.v, latter.v);
+      _mm512_storeu_si512(out + i, former.v), _mm512_storeu_si512(out + i + 32, latter.v);
+    }
+#endif
+    for (; i < n; i += 32) widen_e4m3(reinterpret_cast<const E4m3*>(x + i), out + i);
+  } else {
+    for (; i < n; i += 32)
 #if defined(DIPTYCH_WHOLE)
       widen_i8_whole(x + i, out + i);
 #else
       widen_i8(x + i, out + i);
 #endif
+  }
 }
 
 // A cache of bytes: the tile's keys and values as bf16 or whole numbers, exact; their scales go to scores and weights.

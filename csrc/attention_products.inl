@@ -64,6 +64,22 @@ DIPTYCH_INLINE void add_pair(I32 (&acc)[R][Z], X x, Y y) {
   for (int r = 0; r < R; ++r)
     for (int z = 0; z < Z; ++z) add_dot_int16_of(acc[r][z].v, x(r), pairs[z].v);
 }
+
+// 64 codes of fp8 are widened at once: acc[r][first] += x(r) * the former half, acc[r][second] += x(r)[step] * the latter.
+template <class Kind>
+constexpr bool kWidensTwo = std::is_same_v<Kind, Eights>;
+template <int R, int Z, class X>
+DIPTYCH_INLINE void add_two(F32 (&acc)[R][Z], int first, int second, X x, int step, const E4m3* codes) {
+  Pairs former, latter;
+  widen_64_e4m3(codes, former.v, latter.v);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) add_dot_bf16_of(acc[r][first].v, x(r), former.v);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) add_dot_bf16_of(acc[r][second].v, x(r) + step, latter.v);
+}
+#else
+template <class Kind>
+constexpr bool kWidensTwo = false;
 #endif
 
 template <class Kind, int R, int Z>
@@ -75,7 +91,14 @@ DIPTYCH_INLINE void score_columns(const InputOf<Kind>* q, int64_t d, const Tile&
   typename Kind::Sum acc[R][Z];
   for (int r = 0; r < R; ++r)
     for (int z = 0; z < Z; ++z) clear(acc[r][z]);
-  for (int64_t i = 0; i < d / 2; ++i) {
+  int64_t i = 0;
+  if constexpr (kWidensTwo<Kind>)
+    for (; i + 2 <= d / 2; i += 2) {
+      for (int half = 0; half < 2; ++half) cursor.template step_keys<Z, kBytesOf<Kind>>(i + half);
+#pragma GCC unroll 4
+      for (int z = 0; z < Z; ++z) add_two(acc, z, z, [&](int r) { return q + r * d + 2 * i; }, 2, stored<Kind>(keys[z]) + i * 32);
+    }
+  for (; i < d / 2; ++i) {
     cursor.template step_keys<Z, kBytesOf<Kind>>(i);
     add_pair(acc, [&](int r) { return q + r * d + 2 * i; }, [&](int z) { return stored<Kind>(keys[z]) + i * 32; });
   }
@@ -89,12 +112,11 @@ DIPTYCH_INLINE void score_columns(const InputOf<Kind>* q, int64_t d, const Tile&
 
 template <class Kind, int R>
 constexpr int columns_of() {
-#if defined(DIPTYCH_AVX512)
-  if (std::is_same_v<Kind, Eights>) return R <= 5 ? 4 : 3;  // what widens stands beside the sums
-#endif
 #if defined(DIPTYCH_AVX512) && defined(__AVX512BF16__)
-  return R <= 7 ? 4 : 3;  // a dot takes its row's pair from memory
+  if (R > 7) return kWidensTwo<Kind> ? 2 : 3;
+  return 4;  // a dot takes its row's pair from memory
 #elif defined(DIPTYCH_AVX512)
+  if (std::is_same_v<Kind, Eights>) return R <= 5 ? 4 : 3;  // what widens stands beside the sums
   return R <= 6 ? 4 : 3;  // widened vectors, or a row's pair, stand beside the sums
 #elif defined(DIPTYCH_AVX2)
   return 2;
@@ -144,7 +166,13 @@ DIPTYCH_INLINE void weigh_columns(const InputOf<Kind>* weights, const Tile& tile
     cursor.to_values(g, column * 2 * element, 2 * dv * element);
     for (int64_t p = 0; p < pairs; ++p, v += 2 * dv) {
       cursor.template step_values<Z, kBytesOf<Kind>>();
-      add_pair(acc, [&](int r) { return weights + r * kTileTokens + g * 16 + 2 * p; }, [&](int z) { return v + z * 32; });
+      const auto x = [&](int r) { return weights + r * kTileTokens + g * 16 + 2 * p; };
+      if constexpr (kWidensTwo<Kind> && Z % 2 == 0) {
+#pragma GCC unroll 2
+        for (int z = 0; z < Z; z += 2) add_two(acc, z, z + 1, x, 0, v + z * 32);
+      } else {
+        add_pair(acc, x, [&](int z) { return v + z * 32; });
+      }
     }
   }
   tile.ahead->cursor = cursor;

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "e4m3.h"
+
 namespace diptych {
 namespace {
 
@@ -44,6 +46,49 @@ inline void add_dot_int16_of(__m512i& sum, const uint16_t* pair, __m512i w) {  /
 inline void add_dot_int8(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
 }
+
+#if defined(__AVX512BF16__)
+inline void add_dot_bf16_of(__m512& sum, const uint16_t* pair, __m512i w) {  // the same pair for all
+  typedef int32_t __attribute__((may_alias, aligned(2))) Pair;
+  __asm__("vdpbf16ps %1%{1to16%}, %2, %0" : "+v"(sum) : "m"(*reinterpret_cast<const Pair*>(pair)), "v"(w));
+}
+
+// Both bytes of a bf16 by the low seven bits of its E4M3 code: the sets with BF16 have VBMI too (kernel_sets.cpp).
+struct alignas(64) E4m3Tables {
+  uint64_t order[8] = {0, 4, 1, 5, 2, 6, 3, 7};  // of eight codes each, so that bytes interleaved within 128 bits stand in order
+  uint8_t low[128] = {}, high[128] = {};
+  uint32_t sign = 0x80808080u;
+  constexpr E4m3Tables() {
+    for (int code = 0; code < 128; ++code) {
+      const uint16_t number = e4m3_to_bf16(static_cast<uint8_t>(code));
+      low[code] = static_cast<uint8_t>(number & 0xff), high[code] = static_cast<uint8_t>(number >> 8);
+    }
+  }
+};
+inline constexpr E4m3Tables kE4m3Tables;
+
+// 64 codes -> 64 bf16, exact. As assembly, which reads tables where they lie: in registers they would take those of the sums. Zen 4
+// hides all of it behind 14 dots: lookups and interleaving go to ports that these leave free.
+inline void widen_64_e4m3(const void* codes, __m512i& first, __m512i& second) {
+  __m512i high;
+  typedef __m512i_u __attribute__((may_alias)) Codes;
+  const auto at = [](const uint8_t* table) -> const __m512i& { return *reinterpret_cast<const __m512i*>(table); };
+  __asm__(
+      "vmovdqa64 %[order], %[first]\n\t"
+      "vpermq %[codes], %[first], %[first]\n\t"
+      "vmovdqa64 %[low], %[second]\n\t"
+      "vpermt2b %[low_behind], %[first], %[second]\n\t"
+      "vmovdqa64 %[high_table], %[high]\n\t"
+      "vpermt2b %[high_behind], %[first], %[high]\n\t"
+      "vpternlogd $0xf8, %[sign]%{1to16%}, %[first], %[high]\n\t"  // high | (codes & sign)
+      "vpunpcklbw %[high], %[second], %[first]\n\t"
+      "vpunpckhbw %[high], %[second], %[second]"
+      : [first] "=&v"(first), [second] "=&v"(second), [high] "=&v"(high)
+      : [codes] "m"(*static_cast<const Codes*>(codes)), [order] "m"(kE4m3Tables.order), [sign] "m"(kE4m3Tables.sign),
+        [low] "m"(at(kE4m3Tables.low)), [low_behind] "m"(at(kE4m3Tables.low + 64)),
+        [high_table] "m"(at(kE4m3Tables.high)), [high_behind] "m"(at(kE4m3Tables.high + 64)));
+}
+#endif
 
 // 2^t to 2e-7 relative, t held to [-126, 126]. The polynomial is the degree 5 fit of 2^f on [-0.5, 0.5]; adding 1.5 * 2^23 finds the
 // whole part, whose low bits then join the exponent.

@@ -32,7 +32,7 @@ DIPTYCH_E4M3 uint8_t to_e4m3(float x) {
   return static_cast<uint8_t>(sign | code);
 }
 
-DIPTYCH_E4M3 uint16_t e4m3_to_bf16(uint8_t code) {
+DIPTYCH_E4M3 constexpr uint16_t e4m3_to_bf16(uint8_t code) {
   constexpr uint16_t kSmall[8] = {0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};  // m 2^-9
   const uint32_t magnitude = code & 0x7fu;
   const uint32_t number = magnitude < 8 ? kSmall[magnitude] : magnitude == 0x7f ? 0x7fc0u : (magnitude << 4) + 0x3c00u;

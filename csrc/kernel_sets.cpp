@@ -10,7 +10,8 @@ namespace {
 #if defined(__x86_64__)
 constexpr Capabilities kAvx512FmaNeeds = {Capability::avx2,     Capability::fma,      Capability::f16c,     Capability::avx512f,
                                           Capability::avx512bw, Capability::avx512dq, Capability::avx512vl, Capability::avx512_vnni};
-constexpr Capabilities kAvx512Needs = kAvx512FmaNeeds | Capabilities{Capability::avx512_bf16};
+// What has BF16 has VBMI too, but for Cooper Lake, which takes avx512_fma anyway.
+constexpr Capabilities kAvx512Needs = kAvx512FmaNeeds | Capabilities{Capability::avx512_bf16, Capability::avx512vbmi};
 constexpr Capabilities kTileNeeds = {Capability::amx_tile, Capability::amx_int8, Capability::amx_bf16};
 #endif
 
