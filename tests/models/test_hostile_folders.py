@@ -83,7 +83,7 @@ def storm(folder: Path, name: str, n: int, seed: int) -> int:
     wrong = folder / "wrong"
     shutil.copytree(path, wrong)
     files = sorted(one for one in path.iterdir() if one.suffix in (".json", ".safetensors"))
-    rng, refused, nameless = random.Random(seed), 0, list[str]()
+    rng, refused = random.Random(seed), 0
     for number in range(n):
         source = rng.choice([*files, path / "config.json"])
         target, whole = wrong / source.name, source.read_bytes()
