@@ -79,7 +79,7 @@ void widen_groups(const LinearKernels& kernels, const Rows& x, int64_t row, uint
   const int8_t* q = reinterpret_cast<const int8_t*>(x.data + row * x.stride_bytes);
   const int64_t group = group_of(x.kind);
   for (int64_t begin = 0; begin < x.k_padded; begin += group) {
-    const float scale = x.scales[row * x.groups + begin / group];
+    const float scale = x.scales[row] * x.powers[row * x.groups + begin / group];
     float values[kMaxGroup];
     for (int64_t i = 0; i < group; ++i) {
       const int32_t high = q[begin + i];

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "gemm_driver.h"
 #include "kernel_sets.h"
@@ -284,7 +285,9 @@ int64_t count_groups(RowsKind kind, int64_t k) { return group_of(kind) == 0 ? 1 
 
 int64_t rows_bytes(RowsKind kind, int64_t m, int64_t k) {
   const int64_t data = m * rows_of_one(kind) * row_stride(kind, k);
-  return is_bf16(kind) ? data : data + 2 * round_up(m * count_groups(kind, k) * 4, 64);
+  if (is_bf16(kind)) return data;
+  const int64_t of_groups = round_up(m * count_groups(kind, k) * 4, 64);
+  return data + round_up(m * 4, 64) + (group_of(kind) == 0 ? 1 : 2) * of_groups;
 }
 
 Rows view_rows(RowsKind kind, int64_t m, int64_t k, void* memory) {
@@ -298,8 +301,9 @@ Rows view_rows(RowsKind kind, int64_t m, int64_t k, void* memory) {
   if (is_bf16(kind)) return rows;
   rows.groups = count_groups(kind, k);
   uint8_t* next = rows.data + m * rows.stride_bytes;
-  rows.scales = reinterpret_cast<float*>(next);
-  rows.sums = reinterpret_cast<int32_t*>(next + round_up(m * rows.groups * 4, 64));
+  auto take = [&](auto*& part, int64_t count) { part = reinterpret_cast<std::decay_t<decltype(part)>>(next), next += round_up(count * 4, 64); };
+  take(rows.scales, m), take(rows.sums, m * rows.groups);
+  if (group_of(kind) != 0) take(rows.powers, m * rows.groups);
   return rows;
 }
 
@@ -333,7 +337,8 @@ void prepare_source(const KernelSet& set, const Rows& rows, int64_t row, const v
   if (const int64_t group = group_of(rows.kind); group != 0) {
     int8_t* high = reinterpret_cast<int8_t*>(data);
     int8_t* low = is_wide(rows.kind) ? high + rows.k_padded : nullptr;
-    set.groups->quantize(x, source, rows.k, group, high, low, rows.scales + row * rows.groups, rows.sums + row * rows.groups);
+    const int64_t first = row * rows.groups;
+    set.groups->quantize(x, source, rows.k, group, high, low, rows.scales + row, rows.powers + first, rows.sums + first);
     return;
   }
   if (rows.kind == RowsKind::int8) {

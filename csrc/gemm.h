@@ -1,7 +1,7 @@
 // Linear layers y = x W^T + b for bf16, int8 and int4 weights, the same code for one row (decode) and thousands (prefill).
 //
 // Weights that somebody else quantised (AWQ, GPTQ, GGUF ...) keep their values: group4 and group8, of 4 and 8 bits with a scale of its
-// own for each group of inputs, met by rows of int8 with a scale of their own for each group.
+// own for each group of inputs, met by rows of int8 with a scale and, for each group, a power of two below it.
 //
 // The promise: output (row, lane) depends on that row of x and that lane of W alone. Not one bit changes with the number
 // of rows, the other rows, the thread count or the way the work is cut, because every output lane adds its products
@@ -148,8 +148,8 @@ void read_bf16_row(const PackedLinear& w, int64_t row, uint16_t* out);
 
 // ---- activations -------------------------------------------------------------------------------------------------
 
-// What the rows of x become for a weight format: int8 and int4 share one kind. group: int8 with a scale for each group. wide: two
-// int8 for each input with a scale for each group, x ~ scale * (128 high + low). bf16_pair: two rows of bf16, x ~ one + the next, for
+// What the rows of x become for a weight format: int8 and int4 share one kind. group: int8 with a power of two for each group beside
+// the scale. wide: two int8 for each input likewise, x ~ scale * power * (128 high + low). bf16_pair: two rows of bf16, x ~ one + the next, for
 // weights in bf16; their two products with a lane are added.
 enum class RowsKind : int32_t {
   bf16 = 0, int8 = 1, group16 = 2, group32 = 3, group64 = 4, group128 = 5, wide16 = 6, wide32 = 7, wide64 = 8, wide128 = 9, bf16_pair = 10
@@ -177,8 +177,9 @@ struct Rows {
   int64_t stride_bytes = 0;     // from row to row
   uint8_t* data = nullptr;      // [m (pairs: 2 m), stride_bytes]: bf16 or s8; wide: the high halves [k_padded], then the low ones
   const int32_t* order = nullptr;  // [k]: input i is x[order[i]]; null: as they come
-  int64_t groups = 1;           // with a scale of their own, k_padded / group; 1: the whole row
-  float* scales = nullptr;      // [m, groups]     x ~ scale * q, |q| at most 127, scale = max|x| / 127; wide: 127 * 128
+  int64_t groups = 1;           // with a power of their own, k_padded / group; 1: the whole row
+  float* scales = nullptr;      // [m]             x ~ scale * q, |q| at most 127, scale = max|x| / 127; wide: 127 * 128
+  float* powers = nullptr;      // [m, groups]     of groups: x ~ scale * power * q; null without
   int32_t* sums = nullptr;      // [m, groups]     sum of q
 };
 

@@ -300,19 +300,20 @@ void finish_as(const FinishArgs& args) {
     bias[v] = biases != nullptr ? _mm512_load_ps(biases + v * 16) : _mm512_setzero_ps();
   }
   for (int v = 0; v < kStored; ++v) masks[v] = head(args.outputs - v * 16);
-  const bool has_bias = biases != nullptr, has_own = args.bias_stride != 0;
+  const bool has_bias = biases != nullptr, has_own = args.bias_stride != 0, has_row_scale = is_grouped(w.shape.format);
   const Activation activation = args.activation;
   for (int64_t row = 0; row < args.rows; ++row) {
     __m512 y[kLanes];
     const float* acc = static_cast<const float*>(args.acc) + row * kPanelLanes;
     const __m512i offset = kWhole ? _mm512_set1_epi32(128 * *args.row_sums[row]) : _mm512_setzero_si512();
-    const __m512 row_scale = kWhole ? _mm512_set1_ps(*args.row_scales[row]) : _mm512_setzero_ps();
+    const __m512 row_scale = kWhole || has_row_scale ? _mm512_set1_ps(*args.row_scales[row]) : _mm512_setzero_ps();
     if (has_own)
       for (int v = 0; v < kLanes; ++v) bias[v] = _mm512_load_ps(biases + row * kPanelLanes + v * 16);
     for (int v = 0; v < kLanes; ++v) {
       y[v] = _mm512_load_ps(acc + v * 16);
       if constexpr (kWhole)
         y[v] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_castps_si512(y[v]), offset)), _mm512_mul_ps(row_scale, scales[v]));
+      else if (has_row_scale) y[v] = _mm512_mul_ps(y[v], row_scale);
       if (has_bias) y[v] = _mm512_add_ps(y[v], bias[v]);
     }
     if constexpr (kGated)
@@ -520,20 +521,26 @@ extern const LinearKernels kLinear = {
     interleave_rows, widen_rows, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
     sum_groups, quantize_group, expand_int4,
 };
+constexpr DirectTiles kDirectTiles = {DIPTYCH_DIRECT(Codes::linear), DIPTYCH_DIRECT(Codes::linear16), DIPTYCH_DIRECT(Codes::table),
+                                      DIPTYCH_DIRECT(Codes::bytes), DIPTYCH_DIRECT(Codes::wide)};
+#define DIPTYCH_EXPANDED(rows, strips, is_wide, end) {rows, strips, tile_expanded<rows, strips, is_wide, end>}
 extern const GroupTiles kGroupTiles = {
-    {DIPTYCH_DIRECT(Codes::linear), DIPTYCH_DIRECT(Codes::linear16), DIPTYCH_DIRECT(Codes::table), DIPTYCH_DIRECT(Codes::bytes), DIPTYCH_DIRECT(Codes::wide)},
-    {6, 2, tile_expanded<6, 2, false>}, {6, 2, tile_expanded<6, 2, true>}, ready_rows,
-    expand_groups, quantize_groups, {8, 2, tile_expanded<8, 2, false>},
+    kDirectTiles, DIPTYCH_EXPANDED(6, 2, false, End::by_products), DIPTYCH_EXPANDED(6, 2, true, End::by_products), ready_rows<End::by_products>,
+    expand_groups, quantize_groups, DIPTYCH_EXPANDED(8, 2, false, End::by_products),
 };
 #endif
 
 }  // namespace DIPTYCH_ISA
 
 #if !defined(__AVX512BF16__)
-namespace avx512 {  // its tiles of int8 and int4 need no BF16, so they are compiled here
+namespace avx512 {  // its tiles of int8, int4 and groups need no BF16, so they are compiled here
 extern const Tiles kInt8Tiles = with_fewest({DIPTYCH_NARROW(Reach::l2, Reach::l2, tile_dot<__m512i, ), avx512_fma::kWideInt8},
                                             {tile_dot<__m512i, 1, 1, false, Reach::none>, tile_dot<__m512i, 2, 1, false, Reach::none>});
 extern const Tiles kInt4Tiles = with_fewest({DIPTYCH_NARROW(Reach::far, Reach::far, tile_int4<), {}}, {tile_int4<1, 1, false, Reach::none>});
+extern const GroupTiles kGroupTiles = {
+    avx512_fma::kDirectTiles, DIPTYCH_EXPANDED(3, 4, false, End::by_exponents), DIPTYCH_EXPANDED(3, 4, true, End::by_exponents), ready_rows<End::by_exponents>,
+    expand_groups, quantize_groups,
+};
 }  // namespace avx512
 #endif
 

@@ -81,6 +81,7 @@ Lanes scaled(const FinishArgs& args, int64_t row, int64_t strip) {
   Lanes y;
   if (!has_lane_scales(w.shape.format)) {
     y = static_cast<const Lanes*>(args.acc)[at];
+    if (is_grouped(w.shape.format)) y = y * *args.row_scales[row];
   } else {
     const Whole sum = static_cast<const Whole*>(args.acc)[at] - 128 * *args.row_sums[row];
     y = __builtin_convertvector(sum, Lanes) * (*args.row_scales[row] * *reinterpret_cast<const Lanes*>(w.scales + lane));

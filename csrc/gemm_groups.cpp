@@ -18,7 +18,7 @@ struct Job : LinearCall {
   int64_t groups;  // of a strip
   // Of one block of rows; the spare rows of its last tile repeat the last one.
   const uint8_t** x_of;
-  const float** scales_of;
+  const float** powers_of;
   const int32_t** sums_of;
   RowOfGroup* rows;  // [tiles][groups][rows of the tile], of expanded strips
   float* acc;        // [rows][64]
@@ -35,7 +35,7 @@ void point_at_rows(const Job& job, Range rows, int64_t height) {
   for (int64_t i = 0; i < count; ++i) {
     const int64_t from = job.row_of(std::min(rows.begin + i, rows.end - 1));
     job.x_of[i] = job.x.data + from * job.x.stride_bytes;
-    job.scales_of[i] = job.x.scales + from * job.x.groups;
+    job.powers_of[i] = job.x.powers + from * job.x.groups;
     job.sums_of[i] = job.x.sums + from * job.x.groups;
   }
 }
@@ -70,7 +70,7 @@ void run_direct(const Job& job, int thread, int threads) {
         args.groups = job.groups;
         args.strip = job.w.panels + panel * job.w.panel_bytes + (first + strip) * job.strip_bytes();
         args.acc = job.acc + begin * kPanelLanes + strip * kStripLanes;
-        args.x = job.x_of + begin, args.x_scales = job.scales_of + begin, args.x_sums = job.sums_of + begin;
+        args.x = job.x_of + begin, args.x_powers = job.powers_of + begin, args.x_sums = job.sums_of + begin;
         direct_tile(job.tiles, job.shape(), end - begin)(args);
       }
     finish_tile(job, panel, {first, first + strips}, {0, job.m}, reinterpret_cast<uint8_t*>(job.acc));
@@ -111,7 +111,7 @@ void ready_block(const Job& job, Range rows) {
   const int64_t height = job.tile.rows;
   point_at_rows(job, rows, height);
   for (int64_t i = 0; i < rows.end - rows.begin; i += height)
-    job.tiles.ready(job.scales_of + i, job.sums_of + i, height, job.groups, job.shape().wide, job.rows + i * job.groups);
+    job.tiles.ready(job.powers_of + i, job.sums_of + i, height, job.groups, job.shape().wide, job.rows + i * job.groups);
 }
 
 // A block against rows [begin, end).
@@ -137,6 +137,7 @@ void run_block(const Job& job, const Block& block, const Block& next, Range rows
     ahead.turn();
     const int64_t row = tile * job.tile.rows;
     args.x = job.x_of + row;
+    args.next_x = job.x_of + (tile + 1 < tiles ? row + job.tile.rows : 0);
     args.rows = job.rows + row * job.groups + group * job.tile.rows;
     float* acc = job.acc + row * kPanelLanes;
     args.acc = acc + strip * kStripLanes;
@@ -206,7 +207,7 @@ void linear_by_groups(const LinearCall& call, const GroupTiles& tiles, int threa
   auto take = [&](auto*& part, int64_t bytes) { part = reinterpret_cast<std::decay_t<decltype(part)>>(next), next += bytes; };
   Job job{call, tiles, tile, call.w.k_padded / call.w.shape.group, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
   take(job.acc, memory.acc), take(job.steps, memory.steps), take(job.scales, memory.scales), take(job.minima, memory.scales);
-  take(job.x_of, memory.pointers), take(job.scales_of, memory.pointers), take(job.sums_of, memory.pointers), take(job.rows, memory.rows);
+  take(job.x_of, memory.pointers), take(job.powers_of, memory.pointers), take(job.sums_of, memory.pointers), take(job.rows, memory.rows);
   is_direct(call.w, tiles, call.m) ? run_direct(job, thread, threads) : run_expanded(job, thread, threads);
 }
 

@@ -38,12 +38,12 @@ void expand_groups(const LinearShape& shape, const uint8_t* strip, int64_t first
   }
 }
 
-inline void ready_rows(const float* const* x_scales, const int32_t* const* x_sums, int64_t rows, int64_t groups, bool, RowOfGroup* out) {
+inline void ready_rows(const float* const* x_powers, const int32_t* const* x_sums, int64_t rows, int64_t groups, bool, RowOfGroup* out) {
   for (int64_t group = 0; group < groups; ++group)
     for (int64_t row = 0; row < rows; ++row) {
-      const float scale = x_scales[row][group];
+      const float power = x_powers[row][group];
       const int32_t sum = x_sums[row][group];
-      *out++ = {-128 * sum, scale, 0.0f, scale * static_cast<float>(sum)};
+      *out++ = {-128 * sum, {power}, 0.0f, power * static_cast<float>(sum)};
     }
 }
 
@@ -73,21 +73,32 @@ void tile_groups(const GroupArgs& args) {
       Whole sum = *reinterpret_cast<const Whole*>(sums + row * kPanelLanes);
       if constexpr (kWide) sum = (sum << kLowBits) + *reinterpret_cast<const Whole*>(low_sums + row * kPanelLanes);
       sum = sum + of.start;
-      *acc = fused(__builtin_convertvector(sum, Lanes) * of.scale, scale, *acc);
-      if (args.minima != nullptr) *acc = fused(fill(of.sum_scale), reinterpret_cast<const Lanes*>(args.minima)[g], *acc);
+      *acc = fused(__builtin_convertvector(sum, Lanes) * of.power, scale, *acc);
+      if (args.minima != nullptr) *acc = fused(fill(of.sum), reinterpret_cast<const Lanes*>(args.minima)[g], *acc);
     }
   }
 }
 
 template <LoadInputs kLoad, AbsMax kMost, QuantizeInt8 kQuantize>
-void quantize_groups(const void* x, Source source, int64_t count, int64_t group, int8_t* out, int8_t* low, float* scales, int32_t* sums) {
-  float values[kMaxGroup];
+void quantize_groups(const void* x, Source source, int64_t count, int64_t group, int8_t* out, int8_t* low, float* scale, float* powers,
+                     int32_t* sums) {
+  float values[kMaxGroup], most = 0.0f;
   const float top = low == nullptr ? 127.0f : kMostWide;
-  for (int64_t begin = 0; begin < round_up(count, kMaxGroup); begin += group, out += group) {
-    const int64_t left = count - begin, present = left < 0 ? 0 : left < group ? left : group;
-    if (present > 0) kLoad(x, source, begin, present, values);
+  const int64_t groups = round_up(count, kMaxGroup) / group;
+  auto load = [&](int64_t g) {
+    const int64_t left = count - g * group, present = left < 0 ? 0 : left < group ? left : group;
+    if (present > 0) kLoad(x, source, g * group, present, values);
     std::memset(values + present, 0, sizeof(float) * static_cast<size_t>(group - present));
-    const float highest = kMost(values, group), inverse = steps_per_unit(highest, top);
+  };
+  for (int64_t g = 0; g < groups; ++g) {
+    load(g);
+    powers[g] = kMost(values, group);
+    most = powers[g] > most ? powers[g] : most;
+  }
+  for (int64_t g = 0; g < groups; ++g, out += group) {
+    load(g);
+    powers[g] = power_of_group(most, powers[g]);
+    const float inverse = steps_per_unit(most * powers[g], top);
     int32_t sum = 0;
     if (low == nullptr) {
       kQuantize(values, group, inverse, out);
@@ -100,7 +111,7 @@ void quantize_groups(const void* x, Source source, int64_t count, int64_t group,
         sum += q;
       }
     }
-    *scales++ = short_scale(highest / top);
-    *sums++ = sum;
+    sums[g] = sum;
   }
+  *scale = most / top;
 }

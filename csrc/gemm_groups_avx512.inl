@@ -78,13 +78,13 @@ void tile_direct(const GroupArgs& args) {
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
       const int32_t x_sum = args.x_sums[row][group];
-      const float x_scale = args.x_scales[row][group];
+      const float power = args.x_powers[row][group];
       if constexpr (kCodes == Codes::wide) high_sums[row] = _mm512_slli_epi32(high_sums[row], kLowBits);
       __m512i whole = _mm512_add_epi32(low_sums[row], high_sums[row]);
       if (has_zeros) whole = _mm512_sub_epi32(whole, _mm512_mullo_epi32(zero, _mm512_set1_epi32(x_sum)));
-      sums[row] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(x_scale)), scale, sums[row]);
+      sums[row] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(power)), scale, sums[row]);
       if (shape.grid.offset == Offset::minima)
-        sums[row] = _mm512_fmadd_ps(_mm512_set1_ps(x_scale * static_cast<float>(x_sum)), _mm512_load_ps(offsets), sums[row]);
+        sums[row] = _mm512_fmadd_ps(_mm512_set1_ps(power * static_cast<float>(x_sum)), _mm512_load_ps(offsets), sums[row]);
     }
   }
 #pragma GCC unroll 8
@@ -95,22 +95,30 @@ void tile_direct(const GroupArgs& args) {
   {tile_direct<codes, 1>, tile_direct<codes, 2>, tile_direct<codes, 3>, tile_direct<codes, 4>, tile_direct<codes, 5>, tile_direct<codes, 6>}
 
 // Expanded strips. A group's whole sums are registers and begin with what the levels' offset of 128 adds too much; sums over the groups
-// are registers too: six rows of two strips take 24, and with two strips W takes a third of L1 instead of two thirds, which is worth
-// more than the loads of x that four would save. That is 12 chains of dot products where 10 are always under way, so whatever is late is
-// felt: in long groups eight rows, whose sums over the groups are in part on the stack, gain a few percent (in groups of 64 they lose some).
-// A group ends in one multiplication for each scale and sum; what else it needs of a row is made for all groups before, as
-// broadcasts from memory take no port of those that multiply. Narrow sums begin at 3 * 2^22 as a float's bits too, and so are floats
-// when they end: one fma instead of a conversion and a product. Wide rows pass twice: the sums of their high halves are shifted, and go
-// on with the low ones.
+// are registers too, so that both leave 12 chains of dot products. What a group needs of a row is made for all groups before: broadcasts
+// from memory take no port of those that multiply. Wide rows pass twice: the sums of their high halves are shifted, and go on with the
+// low ones. How a sum becomes a float and meets the group's power and scale, by what the ports are short of (the bits are the same):
+//   by_products   one fma instead of conversion and product: the sum begins at 3 * 2^22 as a float's bits too, and so is a float when
+//                 it ends. Two operations a sum, where all share the ports of the dot products (Intel).
+//   by_exponents  the power joins the exponent of the scale; sums are converted. Three, but only the fma takes a port of the dot products
+//                 where conversions and additions have ports of their own (AMD).
+enum class End { by_products, by_exponents };
 constexpr int32_t kFloatBits = 0x4b400000;
 constexpr float kFloatStart = 12582912.0f;
 
-void ready_rows(const float* const* x_scales, const int32_t* const* x_sums, int64_t rows, int64_t groups, bool wide, RowOfGroup* out) {
+inline int32_t bits_of(float value) { return _mm_cvtsi128_si32(_mm_castps_si128(_mm_set_ss(value))); }
+
+template <End kEnd>
+void ready_rows(const float* const* x_powers, const int32_t* const* x_sums, int64_t rows, int64_t groups, bool wide, RowOfGroup* out) {
   for (int64_t group = 0; group < groups; ++group)
     for (int64_t row = 0; row < rows; ++row, ++out) {
-      const float scale = x_scales[row][group];
+      const float power = x_powers[row][group];
       const int32_t sum = x_sums[row][group];
-      *out = {wide ? -sum : kFloatBits - 128 * sum, scale, -kFloatStart * scale, scale * static_cast<float>(sum)};
+      out->start = wide ? -sum : (kEnd == End::by_products ? kFloatBits : 0) - 128 * sum;
+      out->offset = -kFloatStart * power;
+      out->sum = power * static_cast<float>(sum);
+      if (kEnd == End::by_products) out->power = power;
+      else out->step = bits_of(power) - bits_of(1.0f);
     }
 }
 
@@ -133,9 +141,39 @@ DIPTYCH_FORCED void add_group(__m512i (&whole)[kRows][kStrips], const uint8_t* w
   }
 }
 
-template <int kRows, int kStrips, bool kWide, bool kMinima>
+// One group of the rows of the next tile, into L1.
+template <int kRows, bool kWide>
+DIPTYCH_FORCED void bring_rows(const GroupArgs& args, int64_t from) {
+  for (const int64_t end = from + args.shape->group; from < end; from += kCacheLine)
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+      _mm_prefetch(reinterpret_cast<const char*>(args.next_x[row] + from), _MM_HINT_T0);
+      if constexpr (kWide) _mm_prefetch(reinterpret_cast<const char*>(args.next_x[row] + from + args.low), _MM_HINT_T0);
+    }
+}
+
+// The sums of one group of a row join those of the groups before.
+template <int kStrips, bool kWide, bool kMinima, End kEnd>
+DIPTYCH_FORCED void end_group(__m512 (&sums)[kStrips], const __m512i (&whole)[kStrips], const RowOfGroup& row, const float* scales, const float* minima) {
+  const __m512 power = _mm512_set1_ps(row.power), offset = _mm512_set1_ps(row.offset);
+  const __m512i step = _mm512_set1_epi32(row.step);
+#pragma GCC unroll 4
+  for (int v = 0; v < kStrips; ++v) {
+    const __m512 scale = _mm512_load_ps(scales + v * kExpandedScales);
+    if constexpr (kEnd == End::by_exponents) {
+      const __m512 both = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(scale), step));
+      sums[v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[v]), both, sums[v]);
+    } else {
+      const __m512 scaled = kWide ? _mm512_mul_ps(_mm512_cvtepi32_ps(whole[v]), power) : _mm512_fmadd_ps(_mm512_castsi512_ps(whole[v]), power, offset);
+      sums[v] = _mm512_fmadd_ps(scaled, scale, sums[v]);
+    }
+    if constexpr (kMinima) sums[v] = _mm512_fmadd_ps(_mm512_set1_ps(row.sum), _mm512_load_ps(minima + v * kExpandedScales), sums[v]);
+  }
+}
+
+template <int kRows, int kStrips, bool kWide, bool kMinima, End kEnd>
 inline void run_expanded(const GroupArgs& args) {
-  const int64_t groups = args.groups, inputs = args.shape->group;
+  const int64_t groups = args.groups, inputs = args.shape->group, low = args.low;
   const uint8_t* x[kRows];
   __m512 sums[kRows][kStrips];
   float* const acc = args.acc;
@@ -145,11 +183,11 @@ inline void run_expanded(const GroupArgs& args) {
 #pragma GCC unroll 4
     for (int v = 0; v < kStrips; ++v) sums[row][v] = args.resume ? _mm512_load_ps(acc + row * kPanelLanes + v * kStripLanes) : _mm512_setzero_ps();
   }
-  const int64_t low = args.low;
   const uint8_t* w = args.steps;
   const RowOfGroup* rows = args.rows;
   const float *scales = args.scales, *minima = args.minima;
   for (int64_t group = 0; group < groups; ++group, w += inputs / 4 * kStepBytes, rows += kRows, scales += kStripLanes, minima += kMinima ? kStripLanes : 0) {
+    if constexpr (kEnd == End::by_exponents) bring_rows<kRows, kWide>(args, (args.first + group) * inputs);
     __m512i whole[kRows][kStrips];
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row)
@@ -164,17 +202,7 @@ inline void run_expanded(const GroupArgs& args) {
       add_group(whole, w, x, group * inputs + low, inputs);
     }
 #pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row) {
-      const __m512 x_scale = _mm512_set1_ps(rows[row].scale), offset = _mm512_set1_ps(rows[row].offset);
-#pragma GCC unroll 4
-      for (int v = 0; v < kStrips; ++v) {
-        const __m512 scaled = kWide ? _mm512_mul_ps(_mm512_cvtepi32_ps(whole[row][v]), x_scale)
-                                    : _mm512_fmadd_ps(_mm512_castsi512_ps(whole[row][v]), x_scale, offset);
-        sums[row][v] = _mm512_fmadd_ps(scaled, _mm512_load_ps(scales + v * kExpandedScales), sums[row][v]);
-        if constexpr (kMinima)
-          sums[row][v] = _mm512_fmadd_ps(_mm512_set1_ps(rows[row].sum_scale), _mm512_load_ps(minima + v * kExpandedScales), sums[row][v]);
-      }
-    }
+    for (int row = 0; row < kRows; ++row) end_group<kStrips, kWide, kMinima, kEnd>(sums[row], whole[row], rows[row], scales, minima);
   }
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row)
@@ -182,9 +210,9 @@ inline void run_expanded(const GroupArgs& args) {
     for (int v = 0; v < kStrips; ++v) _mm512_store_ps(acc + row * kPanelLanes + v * kStripLanes, sums[row][v]);
 }
 
-template <int kRows, int kStrips, bool kWide>
+template <int kRows, int kStrips, bool kWide, End kEnd>
 void tile_expanded(const GroupArgs& args) {
-  args.minima == nullptr ? run_expanded<kRows, kStrips, kWide, false>(args) : run_expanded<kRows, kStrips, kWide, true>(args);
+  args.minima == nullptr ? run_expanded<kRows, kStrips, kWide, false, kEnd>(args) : run_expanded<kRows, kStrips, kWide, true, kEnd>(args);
 }
 
 void expand_groups(const LinearShape& shape, const uint8_t* strip, int64_t first, int64_t count, uint8_t* steps, float* scales, float* minima) {
@@ -192,42 +220,51 @@ void expand_groups(const LinearShape& shape, const uint8_t* strip, int64_t first
   const int64_t n_steps = shape.group / inputs_per_step(shape.format);
   for (int64_t g = first; g < first + count; ++g) {
     const GroupPlace place = place_of_group(shape, g);
-    _mm512_store_ps(scales + (g - first) * kStripLanes, load_scales(strip + place.scales, shape.grid.scale));
+    const __m512 scale = load_scales(strip + place.scales, shape.grid.scale);
+    const __mmask16 is_zero = _mm512_cmp_ps_mask(scale, _mm512_setzero_ps(), _CMP_EQ_OQ);
+    _mm512_store_ps(scales + (g - first) * kStripLanes, _mm512_mask_mov_ps(scale, is_zero, _mm512_set1_ps(1.0f)));
+    uint8_t* const begin = steps;
     if (shape.grid.offset == Offset::minima) _mm512_store_ps(minima + (g - first) * kStripLanes, _mm512_load_ps(strip + place.offsets));
     const uint8_t* from = strip + place.steps;
     if (shape.format == Format::group8) {
       for (int64_t step = 0; step < n_steps; ++step, from += kStepBytes, steps += kStepBytes) _mm512_store_si512(steps, _mm512_load_si512(from));
-      continue;
+    } else {
+      __m512i zero = _mm512_setzero_si512();  // of each lane, in all its bytes
+      if (shape.grid.offset == Offset::zeros) {
+        const __m512i zeros = _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(strip + place.offsets)));
+        zero = _mm512_mullo_epi32(zeros, _mm512_set1_epi32(0x01010101));
+      }
+      for (int64_t step = 0; step < n_steps; ++step, from += kStepBytes, steps += 2 * kStepBytes) {
+        const __m512i packed = _mm512_load_si512(from), mask = _mm512_set1_epi8(15);
+        const __m512i low = _mm512_and_si512(packed, mask), high = _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask);
+        _mm512_store_si512(steps, _mm512_sub_epi8(_mm512_shuffle_epi8(levels, low), zero));
+        _mm512_store_si512(steps + kStepBytes, _mm512_sub_epi8(_mm512_shuffle_epi8(levels, high), zero));
+      }
     }
-    __m512i zero = _mm512_setzero_si512();  // of each lane, in all its bytes
-    if (shape.grid.offset == Offset::zeros) {
-      const __m512i zeros = _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(strip + place.offsets)));
-      zero = _mm512_mullo_epi32(zeros, _mm512_set1_epi32(0x01010101));
-    }
-    for (int64_t step = 0; step < n_steps; ++step, from += kStepBytes, steps += 2 * kStepBytes) {
-      const __m512i packed = _mm512_load_si512(from), mask = _mm512_set1_epi8(15);
-      const __m512i low = _mm512_and_si512(packed, mask), high = _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask);
-      _mm512_store_si512(steps, _mm512_sub_epi8(_mm512_shuffle_epi8(levels, low), zero));
-      _mm512_store_si512(steps + kStepBytes, _mm512_sub_epi8(_mm512_shuffle_epi8(levels, high), zero));
-    }
+    if (is_zero != 0)  // zero has no exponent that a power could join: levels of zero, with another scale
+      for (uint8_t* step = begin; step < steps; step += kStepBytes) _mm512_mask_storeu_epi32(step, is_zero, _mm512_set1_epi8(static_cast<char>(0x80)));
   }
 }
 
 template <typename Value>
-inline void quantize_groups_of(const Value* x, int64_t count, int64_t group, int8_t* out, int8_t* low, float* scales, int32_t* sums) {
-  const int64_t vectors = group / 16;
+inline void quantize_groups_of(const Value* x, int64_t count, int64_t group, int8_t* out, int8_t* low, float* scale, float* powers, int32_t* sums) {
+  const int64_t vectors = group / 16, groups = round_up(count, kMaxGroup) / group;
   const float top = low == nullptr ? 127.0f : kMostWide;
-  for (int64_t begin = 0; begin < round_up(count, kMaxGroup); begin += group) {
-    __m512 values[kMaxGroup / 16], most = _mm512_setzero_ps();
-    for (int64_t v = 0; v < vectors; ++v) {
-      values[v] = load_some(x + begin + 16 * v, head(count - begin - 16 * v));
-      most = _mm512_max_ps(most, _mm512_abs_ps(values[v]));
-    }
-    const float highest = _mm512_reduce_max_ps(most);
-    const __m512 inverse = _mm512_set1_ps(steps_per_unit(highest, top));
+  float most = 0.0f;
+  for (int64_t g = 0; g < groups; ++g) {
+    __m512 of_group = _mm512_setzero_ps();
+    for (int64_t i = g * group; i < (g + 1) * group; i += 16) of_group = _mm512_max_ps(of_group, _mm512_abs_ps(load_some(x + i, head(count - i))));
+    powers[g] = _mm512_reduce_max_ps(of_group);
+    most = powers[g] > most ? powers[g] : most;
+  }
+  for (int64_t g = 0; g < groups; ++g) {
+    const int64_t begin = g * group;
+    powers[g] = power_of_group(most, powers[g]);
+    const __m512 inverse = _mm512_set1_ps(steps_per_unit(most * powers[g], top));
     __m512i sum = _mm512_setzero_si512();
     for (int64_t v = 0; v < vectors; ++v) {
-      const __m512i level = _mm512_cvtps_epi32(_mm512_mul_ps(values[v], inverse));
+      const __m512 values = load_some(x + begin + 16 * v, head(count - begin - 16 * v));
+      const __m512i level = _mm512_cvtps_epi32(_mm512_mul_ps(values, inverse));
       sum = _mm512_add_epi32(sum, level);
       __m512i high = level;
       if (low != nullptr) {
@@ -237,12 +274,12 @@ inline void quantize_groups_of(const Value* x, int64_t count, int64_t group, int
       }
       _mm_store_si128(reinterpret_cast<__m128i*>(out + begin + 16 * v), _mm512_cvtsepi32_epi8(high));
     }
-    *scales++ = short_scale(highest / top);
-    *sums++ = _mm512_reduce_add_epi32(sum);
+    sums[g] = _mm512_reduce_add_epi32(sum);
   }
+  *scale = most / top;
 }
 
-void quantize_groups(const void* x, Source source, int64_t count, int64_t group, int8_t* out, int8_t* low, float* scales, int32_t* sums) {
-  if (source == Source::bf16) return quantize_groups_of(static_cast<const uint16_t*>(x), count, group, out, low, scales, sums);
-  quantize_groups_of(static_cast<const float*>(x), count, group, out, low, scales, sums);
+void quantize_groups(const void* x, Source source, int64_t count, int64_t group, int8_t* out, int8_t* low, float* scale, float* powers, int32_t* sums) {
+  if (source == Source::bf16) return quantize_groups_of(static_cast<const uint16_t*>(x), count, group, out, low, scale, powers, sums);
+  quantize_groups_of(static_cast<const float*>(x), count, group, out, low, scale, powers, sums);
 }

@@ -123,30 +123,39 @@ constexpr int8_t kLevels[4][16] = {
 inline const int8_t* levels_of(const LinearShape& shape) { return kLevels[static_cast<int>(shape.grid.levels)]; }
 
 // A tile over whole groups: acc [rows][64] fp32, 64-byte aligned. For each group in ascending order, of each row and lane:
-//   sum = whole sum of level * q;   acc = fma(float(sum) * x_scale, scale, acc);   acc = fma(x_scale * float(sum of q), minimum, acc)
-// the last with minima only. Every tile of every set computes exactly that. q of wide rows is 128 high + low, of 15 bits: their sums
-// fit 32 bits, those of other rows 22 and a sign.
+//   sum = whole sum of level * q;   acc = fma(float(sum) * power, scale, acc);   acc = fma(power * float(sum of q), minimum, acc)
+// the last with minima only. Every tile of every set computes exactly that; the row's scale is left to the epilogue. q of wide rows is
+// 128 high + low, of 15 bits: their sums fit 32 bits, those of other rows 22 and a sign.
 constexpr int kLowBits = 7;
 constexpr float kMostWide = 127 * 128;   // the highest q of wide rows; low halves reach from -64 to 63
 
-// Scales of rows have 22 significant bits, so that 3 * 2^22 times one is exact: a tile may take the float of a sum from the
-// mantissa of 3 * 2^22 + sum.
-DIPTYCH_FORCED float short_scale(float scale) {
-  uint32_t bits;
-  std::memcpy(&bits, &scale, 4);
-  bits &= ~uint32_t{3};
-  std::memcpy(&scale, &bits, 4);
-  return scale;
+// A power moves exponents and rounds nothing, so a tile may multiply it into the sum or into the weights' scale. Both stay normal numbers:
+// packed scales below kLeastScale are zero, as the values of rows are, and no group lies further below its row than kMostHalvings.
+constexpr int kMostHalvings = 24;
+constexpr float kLeastScale = 0x1p-100f;
+
+// The largest magnitudes of a row and of one of its groups -> 2^-n, the least with which the row's grid reaches over the group.
+DIPTYCH_FORCED float power_of_group(float row, float group) {
+  int32_t of_row, of_group;
+  std::memcpy(&of_row, &row, 4), std::memcpy(&of_group, &group, 4);
+  const int32_t halvings = (of_row - of_group) >> 23, held = halvings < 0 ? 0 : halvings > kMostHalvings ? kMostHalvings : halvings;
+  const int32_t bits = (127 - held) << 23;
+  float power;
+  std::memcpy(&power, &bits, 4);
+  return power;
 }
 
 // What a tile over expanded strips wants of a row and group, made once for all strips that the row meets.
 struct RowOfGroup {
-  int32_t start;    // of a whole sum: what the levels' offset of 128 adds too much, and what else the set's tile begins with
-  float scale;
-  float offset;     // what the tile's float of a whole sum, times scale, has too much
-  float sum_scale;  // of a minimum
+  int32_t start;   // of a whole sum: what the levels' offset of 128 adds too much, and what else the set's tile begins with
+  union {
+    float power;
+    int32_t step;  // of a scale's exponent, in its place
+  };
+  float offset;    // what the tile's float of a whole sum, times power, has too much
+  float sum;       // power times the sum of q: of a minimum
 };
-using ReadyRows = void (*)(const float* const* x_scales, const int32_t* const* x_sums, int64_t rows, int64_t groups, bool wide, RowOfGroup* out);
+using ReadyRows = void (*)(const float* const* x_powers, const int32_t* const* x_sums, int64_t rows, int64_t groups, bool wide, RowOfGroup* out);
 
 struct GroupArgs {
   const LinearShape* shape;
@@ -155,13 +164,14 @@ struct GroupArgs {
   int64_t groups;
   float* acc;
   // direct tiles: one packed strip, whole
-  const float* const* x_scales;
+  const float* const* x_powers;
   const int32_t* const* x_sums;
   const uint8_t* strip;
   // others: groups [first, first + groups) of expanded strips [kExpandedBytes], u8 = level + 128 in steps of int8, and of each their
   // scales [kExpandedScales], [groups][16], and minima likewise or null
   int64_t first;
   bool resume;                     // acc holds the sums of earlier groups
+  const uint8_t* const* next_x;    // of the tile that follows: its rows can be brought into L1
   const RowOfGroup* rows;          // [groups][rows of the tile]
   const uint8_t* steps;
   const float* scales;
@@ -172,14 +182,14 @@ using GroupKernel = void (*)(const GroupArgs& args);
 // Groups [first, first + count) of a strip as GroupArgs reads them; minima is not written where there are none.
 using ExpandGroups = void (*)(const LinearShape& shape, const uint8_t* strip, int64_t first, int64_t count, uint8_t* steps, float* scales,
                               float* minima);
-// A row of activations as quantize_row does it, each group by itself: scales, sums [count rounded up to kMaxGroup / group]. out: q, or
-// of wide rows the high halves, with the low ones in `low`.
-using QuantizeGroups = void (*)(const void* x, Source source, int64_t count, int64_t group, int8_t* out, int8_t* low, float* scales,
-                                int32_t* sums);
+// A row of activations as Rows describes it: powers, sums [count rounded up to kMaxGroup / group]. out: q, or of wide rows the high
+// halves, with the low ones in `low`.
+using QuantizeGroups = void (*)(const void* x, Source source, int64_t count, int64_t group, int8_t* out, int8_t* low, float* scale,
+                                float* powers, int32_t* sums);
 
 // Over expanded strips: computes all its rows.
 struct ExpandedTile {
-  int64_t rows, strips;  // strips 1 or 2
+  int64_t rows, strips;
   GroupKernel run;
 };
 
@@ -214,8 +224,8 @@ struct FinishArgs {
   int64_t rows;
   int64_t outputs;                        // of these lanes: as many (gated: half), fewer at the end
   const void* acc;                        // as TileArgs, at the first lane
-  const float* row_scales[kMaxTileRows];  // int8 and int4: one value each; the sums of the others are fp32 and whole
-  const int32_t* row_sums[kMaxTileRows];
+  const float* row_scales[kMaxTileRows];  // one value each; unused with bf16
+  const int32_t* row_sums[kMaxTileRows];  // int8 and int4
   void* out[kMaxTileRows];                // where these outputs of each row go, fp32 or bf16
   float row_weights[kMaxTileRows];        // add_f32
   Store store;

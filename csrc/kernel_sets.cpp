@@ -26,7 +26,7 @@ const KernelSet kSets[] = {
 #endif
     {"avx512", kAvx512Needs, {Capability::full_rate_bf16},
      {&avx512::kBf16Tiles, &avx512::kInt8Tiles, &avx512::kInt4Tiles},
-     &avx512_fma::kGroupTiles,
+     &avx512::kGroupTiles,
      &avx512::kLinear, &avx512::kAttention, &avx512::kStep, &avx512::kCeilings},
     {"avx512_fma", kAvx512FmaNeeds, {},
      {&avx512_fma::kBf16Tiles, &avx512_fma::kInt8Tiles, &avx512_fma::kInt4Tiles},

@@ -1,5 +1,6 @@
 // Packing of weights that are quantised already: codes, scales and offsets -> panels of 64 lanes (layout in gemm_kernels.h).
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -66,6 +67,9 @@ void pack_strip(const LinearKernels& kernels, const LinearShape& shape, const Co
       uint8_t* offset_at = out + place.offsets + lane * offset;
       std::memset(scale_at, 0, static_cast<size_t>(scale)), std::memset(offset_at, 0, static_cast<size_t>(offset));
       if (row.codes != nullptr) std::memcpy(scale_at, row.scales + g * scale, static_cast<size_t>(scale));
+      float value;
+      kernels.load_inputs(scale_at, shape.grid.scale, 0, 1, &value);
+      if (std::fabs(value) < kLeastScale) std::memset(scale_at, 0, static_cast<size_t>(scale));
       if (row.offsets != nullptr) std::memcpy(offset_at, row.offsets + g * offset, static_cast<size_t>(offset));
       load_words(shape, row, g * shape.group, words + lane * kStride);
     }

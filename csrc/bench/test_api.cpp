@@ -67,7 +67,8 @@ EXPORT void kernels_prepare(const KernelSet* set, int kind, int64_t m, int64_t k
   for (int64_t row = 0; low != nullptr && row < m; ++row) std::memcpy(low + row * k, rows.data + row * rows.stride_bytes + rows.k_padded, k);
   const int64_t element = rows.kind == RowsKind::bf16 ? 2 : 1;
   for (int64_t row = 0; row < m; ++row) std::memcpy(q + row * k * element, rows.data + row * rows.stride_bytes, k * element);
-  if (rows.kind != RowsKind::bf16) std::memcpy(scales, rows.scales, m * rows.groups * sizeof(float));
+  for (int64_t i = 0; rows.kind != RowsKind::bf16 && i < m * rows.groups; ++i)
+    scales[i] = rows.scales[i / rows.groups] * (rows.powers == nullptr ? 1.0f : rows.powers[i]);
 }
 
 // out [., out_stride] is fp32 or bf16 as store says. row_ids, out_rows [m] and weights [m] may be null.

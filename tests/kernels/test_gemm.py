@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -170,6 +170,9 @@ def encode(w: np.ndarray, format_name: str, group: int) -> Codes:
     return Codes(np.ascontiguousarray(codes.reshape(n, -1)[:, :k]), bits, stored)
 
 
+encode_codes = encode  # what `pack` is given, another in a test of odd scales
+
+
 def pack_codes(kernels, isa, format_name, parts, *, group, gated, bias, threads) -> Packed:
     number, scale_type, offset, levels = KINDS[format_name]
     n, k = sum(len(p) for p in parts), parts[0].shape[1]
@@ -178,7 +181,7 @@ def pack_codes(kernels, isa, format_name, parts, *, group, gated, bias, threads)
         [number, n, k, group, gated, bias is not None, SOURCES[scale_type], offset, levels, is_wide], np.int64
     )
     blob = aligned(kernels.kernels_packed_bytes(address(shape)))
-    stored = [encode(part, format_name, group) for part in parts]
+    stored = [encode_codes(part, format_name, group) for part in parts]
     table = np.array(
         [[p.codes.ctypes.data, p.scales.ctypes.data, p.offsets.ctypes.data if p.offsets is not None else 0, len(p.codes)]
          for p in stored],
@@ -380,16 +383,41 @@ def test_groups_stand_for_the_values_of_their_codes(kernels, isa, format_name, g
 @pytest.mark.parametrize("format_name", ["group4", "group4-zeros", "group4-table", "group8-minima", "group8-wide"])
 def test_rows_of_groups_are_exact_products_at_every_group_size(kernels, isa, format_name, group):
     """The other tests have groups of 32; heads of four groups lie otherwise at 64 and 128, and a channel of large values must
-    take the levels of its own group alone.
+    take the levels of its own group alone: the others' steps are the row's, halved as often as the group allows.
     """
     x, w, bias = world(24, 9, 70, 900)
     x[:, 5] *= 1000.0
     packed = pack(kernels, isa, format_name, [w], bias=bias, group=group)
     exact, scale = reference(packed, format_name, x)
     assert np.all(np.abs(packed.apply(x) - exact) <= scale * 900 * 2.0**-24)
-    seen = prepared(kernels, isa, format_name, x, group)[:, group:]
     levels = 127 * 128 if format_name == "group8-wide" else 127
-    assert np.abs(seen - x[:, group:]).max() <= np.abs(x[:, group:]).max() / levels * 0.501
+    of_row = np.abs(x).max(1)
+    for begin in range(0, 900, group):
+        part = x[:, begin : begin + group]
+        step = of_row * 2.0 ** -np.floor(np.log2(of_row / np.abs(part).max(1))) / levels
+        assert np.all(step <= 2.0 * np.abs(part).max(1) / levels * (1 + 1e-6))
+        seen = prepared(kernels, isa, format_name, x, group)[:, begin : begin + group]
+        assert np.all(np.abs(seen - part) <= 0.501 * step[:, None])
+
+
+@pytest.mark.parametrize("m", [2, 40])
+def test_scales_next_to_nothing_give_nothing(kernels, isa, m, monkeypatch):
+    """Where a group's power of two joins the exponent of a scale, one of 2^-110 would come out beyond all numbers."""
+
+    def fading(w: np.ndarray, format_name: str, group: int) -> Codes:
+        stored = encode(w, format_name, group)
+        scales = from_bf16(stored.scales)
+        scales[:, 1], scales[:, 2], scales[:, 3] = 2.0**-110, 0.0, -scales[:, 3]
+        return replace(stored, scales=to_bf16(scales))
+
+    x, w, _ = world(26, m, 70, 300)
+    x[:, 32:128] *= 2.0**-20
+    with monkeypatch.context() as patched:
+        patched.setitem(globals(), "encode_codes", fading)
+        packed = pack(kernels, isa, "group4-fp4", [w])
+    assert not packed.unpacked()[:, 32:96].any()
+    exact, scale = reference(packed, "group4-fp4", x)
+    assert np.all(np.abs(packed.apply(x) - exact) <= scale * 300 * 2.0**-24)
 
 
 @pytest.mark.parametrize("format_name", ["bf16", "int8", "group4", "group8-wide"])
