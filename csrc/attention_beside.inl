@@ -10,9 +10,9 @@ class Ahead {
     const char* at;
     int64_t stride;
 
-    DIPTYCH_FORCED void to_keys(int64_t group) { places = ahead->is_asking ? ahead->beside_keys + group : nullptr; }
+    DIPTYCH_FORCED void to_keys(int64_t group) { places = ahead->is_asking && ahead->narrower == 0 ? ahead->beside_keys + group : nullptr; }
     DIPTYCH_FORCED void to_values(int64_t group, int64_t offset, int64_t bytes) {
-      at = ahead->is_asking ? ahead->beside_values[group] + offset : nullptr, stride = bytes;
+      at = ahead->is_asking ? ahead->beside_values[group] + (offset >> ahead->narrower) : nullptr, stride = bytes >> ahead->narrower;
     }
     // Beside Z vectors of kBytes, the i-th of each group: a line holds one or two of them.
     template <int Z, int kBytes>
@@ -39,14 +39,15 @@ class Ahead {
   const char* beside_keys[kTileGroups];
   const char* beside_values[kTileGroups];
   bool is_asking = false;
+  int narrower = 0;  // 1: a cache of bytes is asked for beside vectors of 16 bits, which are twice as many, and beside values alone
 };
 
 // Of a task of so many rows, behind whose tile the keys from `after_token` come.
 DIPTYCH_INLINE void ask_ahead(const SequenceView& view, const SequenceView* after, int64_t after_token, int64_t rows, const Tile& tile, Ahead& ahead) {
   const KvShape& kv = view.call->kv.shape;
   const bool is_widened = kv.format != KvFormat::bf16 && !tile.is_bytes;  // then what is multiplied lies in scratch
-  if (is_widened || turns_of(rows) >= kManyTurns) return;
-  ahead.is_asking = true;
+  if ((is_widened && kv.has_values) || turns_of(rows) >= kManyTurns) return;
+  ahead.is_asking = true, ahead.narrower = is_widened ? 1 : 0;
   const int64_t key = kv.head_dim * kv.element_bytes();
   for (int64_t g = tile.span.first; g < tile.span.end; ++g) {
     ahead.beside_keys[g] = reinterpret_cast<const char*>(kv.has_values ? tile.values[g] : tile.keys[g]);
