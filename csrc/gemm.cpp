@@ -373,10 +373,4 @@ void prepare_rows(const KernelSet& set, const Rows& rows, const uint16_t* x, int
   for (int64_t row = begin; row < end; ++row) prepare_source(set, rows, row, x + row * x_stride, Source::bf16);
 }
 
-void clear_padding(const Rows& rows, int64_t begin, int64_t end) {
-  const int64_t element = rows.kind == RowsKind::bf16 ? 2 : 1;
-  for (int64_t row = begin; row < end; ++row)
-    std::memset(rows.data + row * rows.stride_bytes + rows.k * element, 0, (rows.k_padded - rows.k) * element);
-}
-
 }  // namespace diptych

@@ -185,7 +185,7 @@ struct Rows {
 
 int64_t rows_bytes(RowsKind kind, int64_t m, int64_t k);  // a multiple of 64
 
-// memory: rows_bytes(...) bytes, 64-byte aligned.
+// memory: rows_bytes(...) bytes, 64-byte aligned; zeros where an epilogue will write the rows (in bf16: it leaves [k, k_padded) alone).
 Rows view_rows(RowsKind kind, int64_t m, int64_t k, void* memory);
 
 // Row `row` from x [k] fp32 (a fused norm calls this with its result while that is still in L1). bf16 rounds to nearest even.
@@ -195,18 +195,11 @@ void prepare_row(const KernelSet& set, const Rows& rows, int64_t row, const floa
 void prepare_rows(const KernelSet& set, const Rows& rows, const float* x, int64_t x_stride, int64_t begin, int64_t end);
 void prepare_rows(const KernelSet& set, const Rows& rows, const uint16_t* x, int64_t x_stride, int64_t begin, int64_t end);
 
-// bf16 kind only: the row's storage, for producers that write bf16 themselves; they leave [k, k_padded) alone after
-// clear_padding has zeroed it once.
-inline uint16_t* bf16_row(const Rows& rows, int64_t row) {
-  return reinterpret_cast<uint16_t*>(rows.data + row * rows.stride_bytes);
-}
-void clear_padding(const Rows& rows, int64_t begin, int64_t end);
-
 // ---- the product -------------------------------------------------------------------------------------------------
 
 enum class Store : int32_t {
   f32 = 0,      // out[row] = y
-  bf16 = 1,     // out[row] = bf16(y); out may be bf16_row storage of the next Rows (out_stride = stride_bytes / 2)
+  bf16 = 1,     // out[row] = bf16(y); out may be the data of Rows in bf16 (out_stride = stride_bytes / 2)
   add_f32 = 2,  // out[row] += weight * y, fp32: residual stream, or the gated sum of experts
   gate_f32 = 3, // out[row] = act(y) * out[row], fp32: gate and up packed apart, y the gate and up where it lies
 };

@@ -43,7 +43,7 @@ inline void ready_rows(const float* const* x_powers, const int32_t* const* x_sum
     for (int64_t row = 0; row < rows; ++row) {
       const float power = x_powers[row][group];
       const int32_t sum = x_sums[row][group];
-      *out++ = {-128 * sum, {power}, 0.0f, power * static_cast<float>(sum)};
+      *out++ = {-128 * sum, power, 0.0f, power * static_cast<float>(sum)};
     }
 }
 

@@ -96,29 +96,24 @@ void tile_direct(const GroupArgs& args) {
 
 // Expanded strips. A group's whole sums are registers and begin with what the levels' offset of 128 adds too much; sums over the groups
 // are registers too, so that both leave 12 chains of dot products. What a group needs of a row is made for all groups before: broadcasts
-// from memory take no port of those that multiply. Wide rows pass twice: the sums of their high halves are shifted, and go on with the
-// low ones. How a sum becomes a float and meets the group's power and scale, by what the ports are short of (the bits are the same):
-//   by_products   one fma instead of conversion and product: the sum begins at 3 * 2^22 as a float's bits too, and so is a float when
-//                 it ends. Two operations a sum, where all share the ports of the dot products (Intel).
-//   by_exponents  the power joins the exponent of the scale; sums are converted. Three, but only the fma takes a port of the dot products
-//                 where conversions and additions have ports of their own (AMD).
-enum class End { by_products, by_exponents };
-constexpr int32_t kFloatBits = 0x4b400000;
+// from memory take no port of those that multiply. A sum begins as the bits of the float 3 * 2^22 * power, too, whose last place is
+// worth the row's power: the float that it ends as, less that start, is sum * power, in one operation. Wide rows pass twice: the sums of
+// their high halves are shifted, and go on with the low ones. They leave no room for a start and are converted; then the power is
+// multiplied into the sum, or added to the exponent of the scale where additions have ports of their own.
+enum class Ports { shared, apart };  // of additions and conversions with dot products and multiplications: Intel, AMD
 constexpr float kFloatStart = 12582912.0f;
 
 inline int32_t bits_of(float value) { return _mm_cvtsi128_si32(_mm_castps_si128(_mm_set_ss(value))); }
 
-template <End kEnd>
-void ready_rows(const float* const* x_powers, const int32_t* const* x_sums, int64_t rows, int64_t groups, bool wide, RowOfGroup* out) {
+inline void ready_rows(const float* const* x_powers, const int32_t* const* x_sums, int64_t rows, int64_t groups, bool wide, RowOfGroup* out) {
   for (int64_t group = 0; group < groups; ++group)
     for (int64_t row = 0; row < rows; ++row, ++out) {
       const float power = x_powers[row][group];
       const int32_t sum = x_sums[row][group];
-      out->start = wide ? -sum : (kEnd == End::by_products ? kFloatBits : 0) - 128 * sum;
-      out->offset = -kFloatStart * power;
+      out->offset = kFloatStart * power;
+      out->start = wide ? -sum : bits_of(out->offset) - 128 * sum;
+      out->power = power;
       out->sum = power * static_cast<float>(sum);
-      if (kEnd == End::by_products) out->power = power;
-      else out->step = bits_of(power) - bits_of(1.0f);
     }
 }
 
@@ -153,25 +148,26 @@ DIPTYCH_FORCED void bring_rows(const GroupArgs& args, int64_t from) {
 }
 
 // The sums of one group of a row join those of the groups before.
-template <int kStrips, bool kWide, bool kMinima, End kEnd>
+template <int kStrips, bool kWide, bool kMinima, Ports kPorts>
 DIPTYCH_FORCED void end_group(__m512 (&sums)[kStrips], const __m512i (&whole)[kStrips], const RowOfGroup& row, const float* scales, const float* minima) {
   const __m512 power = _mm512_set1_ps(row.power), offset = _mm512_set1_ps(row.offset);
-  const __m512i step = _mm512_set1_epi32(row.step);
+  const __m512i step = _mm512_set1_epi32(bits_of(row.power) - bits_of(1.0f));  // of a scale's exponent, in its place
 #pragma GCC unroll 4
   for (int v = 0; v < kStrips; ++v) {
     const __m512 scale = _mm512_load_ps(scales + v * kExpandedScales);
-    if constexpr (kEnd == End::by_exponents) {
+    if constexpr (!kWide) {
+      sums[v] = _mm512_fmadd_ps(_mm512_sub_ps(_mm512_castsi512_ps(whole[v]), offset), scale, sums[v]);
+    } else if constexpr (kPorts == Ports::apart) {
       const __m512 both = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(scale), step));
       sums[v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[v]), both, sums[v]);
     } else {
-      const __m512 scaled = kWide ? _mm512_mul_ps(_mm512_cvtepi32_ps(whole[v]), power) : _mm512_fmadd_ps(_mm512_castsi512_ps(whole[v]), power, offset);
-      sums[v] = _mm512_fmadd_ps(scaled, scale, sums[v]);
+      sums[v] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(whole[v]), power), scale, sums[v]);
     }
     if constexpr (kMinima) sums[v] = _mm512_fmadd_ps(_mm512_set1_ps(row.sum), _mm512_load_ps(minima + v * kExpandedScales), sums[v]);
   }
 }
 
-template <int kRows, int kStrips, bool kWide, bool kMinima, End kEnd>
+template <int kRows, int kStrips, bool kWide, bool kMinima, Ports kPorts>
 inline void run_expanded(const GroupArgs& args) {
   const int64_t groups = args.groups, inputs = args.shape->group, low = args.low;
   const uint8_t* x[kRows];
@@ -187,7 +183,7 @@ inline void run_expanded(const GroupArgs& args) {
   const RowOfGroup* rows = args.rows;
   const float *scales = args.scales, *minima = args.minima;
   for (int64_t group = 0; group < groups; ++group, w += inputs / 4 * kStepBytes, rows += kRows, scales += kStripLanes, minima += kMinima ? kStripLanes : 0) {
-    if constexpr (kEnd == End::by_exponents) bring_rows<kRows, kWide>(args, (args.first + group) * inputs);
+    if constexpr (kPorts == Ports::apart) bring_rows<kRows, kWide>(args, (args.first + group) * inputs);
     __m512i whole[kRows][kStrips];
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row)
@@ -202,7 +198,7 @@ inline void run_expanded(const GroupArgs& args) {
       add_group(whole, w, x, group * inputs + low, inputs);
     }
 #pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row) end_group<kStrips, kWide, kMinima, kEnd>(sums[row], whole[row], rows[row], scales, minima);
+    for (int row = 0; row < kRows; ++row) end_group<kStrips, kWide, kMinima, kPorts>(sums[row], whole[row], rows[row], scales, minima);
   }
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row)
@@ -210,9 +206,9 @@ inline void run_expanded(const GroupArgs& args) {
     for (int v = 0; v < kStrips; ++v) _mm512_store_ps(acc + row * kPanelLanes + v * kStripLanes, sums[row][v]);
 }
 
-template <int kRows, int kStrips, bool kWide, End kEnd>
+template <int kRows, int kStrips, bool kWide, Ports kPorts>
 void tile_expanded(const GroupArgs& args) {
-  args.minima == nullptr ? run_expanded<kRows, kStrips, kWide, false, kEnd>(args) : run_expanded<kRows, kStrips, kWide, true, kEnd>(args);
+  args.minima == nullptr ? run_expanded<kRows, kStrips, kWide, false, kPorts>(args) : run_expanded<kRows, kStrips, kWide, true, kPorts>(args);
 }
 
 void expand_groups(const LinearShape& shape, const uint8_t* strip, int64_t first, int64_t count, uint8_t* steps, float* scales, float* minima) {

@@ -148,11 +148,8 @@ DIPTYCH_FORCED float power_of_group(float row, float group) {
 // What a tile over expanded strips wants of a row and group, made once for all strips that the row meets.
 struct RowOfGroup {
   int32_t start;   // of a whole sum: what the levels' offset of 128 adds too much, and what else the set's tile begins with
-  union {
-    float power;
-    int32_t step;  // of a scale's exponent, in its place
-  };
-  float offset;    // what the tile's float of a whole sum, times power, has too much
+  float power;
+  float offset;    // what the tile's float of a whole sum has too much
   float sum;       // power times the sum of q: of a minimum
 };
 using ReadyRows = void (*)(const float* const* x_powers, const int32_t* const* x_sums, int64_t rows, int64_t groups, bool wide, RowOfGroup* out);

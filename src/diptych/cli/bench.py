@@ -11,6 +11,7 @@ from rich.table import Table
 from diptych.cli import options
 from diptych.cli.bench_serve import serve
 from diptych.cli.options import console, engine_config, loading_bar
+from diptych.cli.tables import page
 from diptych.compute.ceilings import ABOVE
 from diptych.compute.runner import Model, random_model
 from diptych.engine.load import LoadedModel, load
@@ -156,10 +157,10 @@ def _print_static(report: BenchReport) -> None:
             f"{_rate(rate.min)}..{_rate(rate.max)}", f"{point.fraction_of_ceiling:.0%}", f"{point.read_bytes_per_s / 1e9:.1f}",
             f"{point.host_fraction:.1%}",
         )  # fmt: skip
-    console.print(table)
+    page().print(table)
     for phase, bound in dict.fromkeys((p.phase, p.bound) for p in report.results if p.fraction_of_ceiling > 1.0):
-        console.print(f"{phase} above 100%: {ABOVE[bound]}")
-    console.print(f"load {report.load_s:.2f} s · peak memory {report.peak_rss_bytes / 2**20:.0f} MiB")
+        page().print(f"{phase} above 100%: {ABOVE[bound]}")
+    page().print(f"load {report.load_s:.2f} s · peak memory {report.peak_rss_bytes / 2**20:.0f} MiB")
 
 
 def _rate(tokens_per_s: float) -> str:
@@ -168,11 +169,11 @@ def _rate(tokens_per_s: float) -> str:
 
 def _print_mix(report: MixReport) -> None:
     rate, ceilings = report.output_tokens_per_s, report.ceilings
-    console.print(
+    page().print(
         f"{report.model} · {report.backend} · {report.weights} · {report.requests} requests in {report.wall_s:.2f} s: "
         f"{rate.median:.1f} output tok/s ({rate.min:.1f}..{rate.max:.1f}), "
         f"{report.total_tokens_per_s.median:.1f} tok/s with prompts; medians of {report.repeats}, ceilings "
         f"{ceilings.words()} {ceilings.compute_dtype}"
     )
     for name, values in (("TTFT", report.ttft_s), ("ITL", report.itl_s)):
-        console.print(f"  {name} " + ", ".join(f"{q} {value * 1e3:.1f} ms" for q, value in values.items()))
+        page().print(f"  {name} " + ", ".join(f"{q} {value * 1e3:.1f} ms" for q, value in values.items()))

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from diptych.cli import options
 from diptych.cli.options import check_writable, console, engine_config, loading_bar
+from diptych.cli.tables import page
 from diptych.compute.runner import random_model
 from diptych.cost.profile import profile_path
 from diptych.cost.setup import BUNDLED
@@ -100,7 +101,7 @@ def lab(
             _print(experiment, outcome)
 
         try:
-            page = run.run(experiments, on_result=tell)
+            written = run.run(experiments, on_result=tell)
         except KeyboardInterrupt:
             console.print(
                 f"stopped by Ctrl-C: {len(finished)} of {len(experiments)} experiments are finished"
@@ -115,7 +116,7 @@ def lab(
             f"{', '.join(run.kept)}; another --out measures them anew",
             soft_wrap=True,
         )
-    console.print(f"report: {page} ({clock.now_s() - begin_s:.0f} s)")
+    console.print(f"report: {written} ({clock.now_s() - begin_s:.0f} s)")
 
 
 @app.command()
@@ -142,18 +143,18 @@ def calibrate(
             takes_busy=busy,
         )
     rates = ", ".join(f"{name} {rate / 1e9:.0f} Gop/s" for name, rate in profile["flops_per_s"].items())
-    console.print(f"{profile['device']}: {profile['memory_bytes_per_s'] / 1e9:.1f} GB/s read, {rates}")
+    page().print(f"{profile['device']}: {profile['memory_bytes_per_s'] / 1e9:.1f} GB/s read, {rates}")
     elsewhere = profile.get("elsewhere", {})
     for phase in (phase for phase in profile["residuals"] if elsewhere.get(phase, 0.0) > FASTER):
-        console.print(
+        page().print(
             f"  {phase}: the {elsewhere['backend']} backend is {elsewhere[phase]:.1f} times as fast with bf16 weights"
         )
     for phase, residual in profile["residuals"].items():
-        console.print(
+        page().print(
             f"  {phase}: median error {residual['median_error']:.1%}, measured/predicted - 1 from {residual['low']:+.0%} "
             f"to {residual['high']:+.0%} over {residual['rows']} steps"
         )
-    console.print(f"written to {out or profile_path()}")
+    page().print(f"written to {out or profile_path()}")
 
 
 @app.command()
@@ -189,7 +190,7 @@ def quality(
             f"{row.perplexity_over_bf16:+.2%}",
             f"{row.kl_nats:.6f}",
         )
-    console.print(table)
+    page().print(table)
 
 
 def _stage(
@@ -277,7 +278,7 @@ def _interval(one: Compared, measure: str) -> str:
 def _print_compared(found: list[Compared]) -> None:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("load", "plans", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "verdict"):
-        table.add_column(name, justify="left" if name == "load" else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name == "load" else "right", no_wrap=name == "load", overflow="fold")
     for one in found:
         decisions = "differ" if one.differences else "same"
         for by_profile, name in ((False, one.situation.name), (True, "  by the profile alone")):
@@ -289,7 +290,7 @@ def _print_compared(found: list[Compared]) -> None:
         apart = [_apart(one, measure) for measure in MEASURES]
         aside = f"{one.set_aside} again" if one.set_aside else ""
         table.add_row("  engine misses itself by", "", *apart, aside, style="dim")
-    console.print(table)
+    page().print(table)
     print("errors are simulated / measured - 1, with step times of a ladder around each run; then by the profile alone")
     print("95 %: the interval of that median in percent; a miss whose interval reaches the goal is not judged")
     print("steps, means over all: measured, and predicted / measured - 1 (by the profile alone)")
