@@ -21,6 +21,8 @@ from diptych.ground.specs import Flag, HardwareSpec, KVSpec, Provenance, QuantSp
 from diptych.models.named import ALIASES, ROWS, named_model
 from diptych.models.spec import ModelSpec
 
+CONSUMER = ("ampere-consumer", "ada-consumer", "blackwell-consumer")  # architectures of cards for people's own machines
+
 
 def model_names() -> tuple[str, ...]:
     """Names of all models in the table, in its order."""
