@@ -1,7 +1,8 @@
 """How right services are: every published service that states its load, run by the real scheduler, and constants for it
 that were fitted without its model, or without its device.
 
-    errors = held_out_errors(rows)          # rows of `cost/services.py`
+    cases = [case for case in cases_of(rows) if case is not None]    # rows of `cost/services.py`
+    judged = judge(possible(cases), [], held_out="model")
 """
 
 from __future__ import annotations
