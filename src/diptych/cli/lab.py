@@ -12,7 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from diptych.cli import options
-from diptych.cli.options import check_writable, console, engine_config, loading_bar
+from diptych.cli.options import check_writable, console, engine_config, given, loading_bar, refuse_before
+from diptych.cli.written import refuse_unread
 from diptych.compute.runner import random_model
 from diptych.cost.profile import profile_path
 from diptych.cost.setup import BUNDLED
@@ -72,13 +73,19 @@ def lab(
 ) -> None:
     """Run the experiments on the two phases and write one page with pictures, a CSV and a JSON."""
     if context.invoked_subcommand is not None:
+        refuse_before(context, "lab")
         return
     if show_list:
+        refuse_unread("--list", given(context), {"show_list"})
         for one in EXPERIMENTS:
             print(f"{one.name:<22}{one.claim}")
         return
     if quick and only:
         raise ConfigError("--quick chooses the experiments, and so does --only", hint="give one of them")
+    if quick:
+        written = given(context)
+        refuse_unread("--quick", written, written.keys() - {"repeat", "budget"})
+    options.refuse_both(context, shape)
     experiments = list(QUICK) if quick else choose(only or [])
     if quick and model == "bundled" and shape is None:
         shape = BUNDLED_SHAPE  # the trained model ends at 4,096 positions
