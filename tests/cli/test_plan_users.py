@@ -209,3 +209,15 @@ def test_conversations_that_may_outgrow_the_context_are_told(capsys: pytest.Capt
          "--hardware", "h100-80gb-sxm", "--tp", "1", "--processes", "1"])  # fmt: skip
     page = capsys.readouterr().out
     assert "note: a conversation may have 140,232 tokens, and the context holds 131,072" in page
+
+
+def test_a_hint_is_that_of_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two laptops that nothing joins were told to get a larger device or a larger --tp."""
+    with pytest.raises(SystemExit):
+        app(["llama-3.1-8b", "--users", "9", "--hardware", "m2-max-38", "--tp", "2"])
+    told = capsys.readouterr().err
+    assert "m2-max-38 has no link to a second device" in told
+    assert "larger" not in told
+    with pytest.raises(SystemExit):
+        app(["accuracy", "rows.csv"])
+    assert "rows of one's own: --rows FILE.csv" in capsys.readouterr().err

@@ -118,10 +118,10 @@ def _answer(options: argparse.Namespace, *, given: dict[str, str]) -> None:
     kind = _kind(options)
     refuse_unread(kind, given, READS[kind] | {"as_json"})
     if kind == "--list":
-        _no_more(words)
+        _no_more(words, "--list takes no model")
         _list(options.as_json)
     elif kind == "accuracy":
-        _no_more(words[1:])
+        _no_more(words[1:], "rows of one's own: --rows FILE.csv")
         if options.services:
             _services(options, given)
             return
@@ -339,9 +339,9 @@ def _model(words: list[str]) -> str:
     return words[0]
 
 
-def _no_more(words: list[str]) -> None:
+def _no_more(words: list[str], hint: str | None = None) -> None:
     if words:
-        raise ConfigError(f"did not expect {' '.join(words)!r}", hint="several models are joined with commas")
+        raise ConfigError(f"did not expect {' '.join(words)!r}", hint=hint or "several models are joined with commas")
 
 
 def _device(hardware: str | None) -> str:
