@@ -8,7 +8,7 @@ import re
 import pytest
 
 from diptych.cli.plan_text import show_accuracy
-from diptych.cost.accuracy import (
+from diptych.cost.fitting.accuracy import (
     ServiceError,
     leave_one_model_out,
     near_rows,
@@ -17,9 +17,9 @@ from diptych.cost.accuracy import (
     summarise,
     uncovered,
 )
-from diptych.cost.forms import NEUTRAL_FORMS
-from diptych.cost.held_out import check, hold_back
-from diptych.cost.rows import read_rows, read_service_rows, text_of
+from diptych.cost.fitting.forms import NEUTRAL_FORMS
+from diptych.cost.fitting.held_out import check, hold_back
+from diptych.cost.fitting.rows import read_rows, read_service_rows, text_of
 from diptych.cost.setup import setup_of
 from diptych.cost.tables import data_text, device_spec
 from diptych.ground.errors import ConfigError

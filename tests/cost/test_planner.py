@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from diptych.cost.acceptance import chances_at, expected_tokens
 from diptych.cost.adapters import Loras
 from diptych.cost.advice import chunk_for, pools_for, speculation, speculation_advice, what_ifs
 from diptych.cost.components import kv_bytes_of_context, kv_bytes_per_token
+from diptych.cost.drafts.acceptance import chances_at, expected_tokens
 from diptych.cost.exchange import gathered
 from diptych.cost.memory import capacity_of
 from diptych.cost.planner import Question, compute_bound_batch, make_plan, quadratic_prompt_tokens

@@ -250,7 +250,7 @@ def _compare(options: argparse.Namespace, words: list[str]) -> None:
 
 def _accuracy(rows_file: Path | None, refit_file: Path | None, as_json: bool, *, is_neutral: bool) -> None:
     """Leave one model out, on the file's rows or on the built-in copy; other rows only help to fit."""
-    accuracy, reader = import_module("diptych.cost.accuracy"), import_module("diptych.cost.rows")
+    accuracy, reader = import_module("diptych.cost.fitting.accuracy"), import_module("diptych.cost.fitting.rows")
     text = data_text("published_rows.csv")
     known = reader.read_rows(text)[0]
     if rows_file is not None:
@@ -260,7 +260,7 @@ def _accuracy(rows_file: Path | None, refit_file: Path | None, as_json: bool, *,
     if not rows and not service:
         raise ConfigError(f"{rows_file} has no row that describes one timed step on a known device")
     auxiliary = [*reader.read_rows(data_text("auxiliary_rows.csv"))[0], *(row for row in known if row not in rows)]
-    forms = import_module("diptych.cost.forms")
+    forms = import_module("diptych.cost.fitting.forms")
     errors = accuracy.leave_one_model_out(
         rows, auxiliary=auxiliary, forms=forms.NEUTRAL_FORMS if is_neutral else forms.FORMS
     )
@@ -268,7 +268,7 @@ def _accuracy(rows_file: Path | None, refit_file: Path | None, as_json: bool, *,
     uncovered = accuracy.uncovered(rows)
     holding = []
     if not is_neutral:
-        held_out = import_module("diptych.cost.held_out")
+        held_out = import_module("diptych.cost.fitting.held_out")
         everything = [*rows, *auxiliary]
         near, far = accuracy.near_rows(accuracy.leave_one_model_out(everything)), held_out.hold_back(everything)
         holding = held_out.check(near, far)

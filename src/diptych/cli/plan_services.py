@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from diptych.cli.tables import page, plain_table
-from diptych.cost.rows import read_service_rows, text_of
-from diptych.cost.services import MeasuredService, is_deployments, of_published, read_deployments
+from diptych.cost.fitting.rows import read_service_rows, text_of
+from diptych.cost.fitting.services import MeasuredService, is_deployments, of_published, read_deployments
 from diptych.cost.tables import data_text
 from diptych.sim.truth import Case, Judged, cases_of, judge, possible, summarise_services
 from diptych.sim.workers import Mapped, workers

@@ -20,8 +20,8 @@ from diptych.ground.specs import HardwareSpec
 from diptych.metrics import percentile
 
 if TYPE_CHECKING:  # the fits behind it are needed by `plan accuracy` alone
-    from diptych.cost.accuracy import ErrorSummary, ServiceError
-    from diptych.cost.held_out import Holding
+    from diptych.cost.fitting.accuracy import ErrorSummary, ServiceError
+    from diptych.cost.fitting.held_out import Holding
 
 
 def _ratio(value: float) -> str:

@@ -6,9 +6,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from diptych.cost.acceptance import MOST_DEPTH, chances_at, expected_tokens, speedup
 from diptych.cost.components import layer_kv_bytes
-from diptych.cost.depths import choose_depths
+from diptych.cost.drafts.acceptance import MOST_DEPTH, chances_at, expected_tokens, speedup
+from diptych.cost.drafts.depths import choose_depths
 from diptych.cost.memory import capacity_of
 from diptych.cost.parameters import kv_bytes_stored
 from diptych.cost.planner import Question, decode_work_of, prefill_work_of
@@ -161,7 +161,7 @@ def speculation_advice(setup: Setup, question: Question) -> SpeculationAdvice:
 
 
 def speculation(setup: Setup, question: Question, batch: int) -> Speculation:
-    """The engine's own arithmetic (`cost.speculation`); drafting a token for all sequences costs a share of a decode step."""
+    """The engine's own arithmetic (`cost.drafts.prices`); drafting a token for all sequences costs a share of a decode step."""
     predict_s = setup.model_of_time().predict_s
     plain = setup.asked(StepShape((_plain_decode(question, 1),) * batch))
     plain_s = predict_s(plain)

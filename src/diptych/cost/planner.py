@@ -13,9 +13,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from diptych.cost.acceptance import MOST_DEPTH
 from diptych.cost.calibration import ADAPTER_SHARE
 from diptych.cost.components import PhaseCost, cost_of, expected_experts, kv_bytes_per_token
+from diptych.cost.drafts.acceptance import MOST_DEPTH
 from diptych.cost.exchange import GLOO_MEETING_S, SHARED_MEETING_S, all_reduced, gathered
 from diptych.cost.layout import PLAIN
 from diptych.cost.memory import Capacity, capacity_of

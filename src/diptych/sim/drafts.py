@@ -19,7 +19,7 @@ from random import Random
 from typing import NamedTuple, Protocol
 
 from diptych.control.speculation import Depths, EveryGuess, NewDrafter
-from diptych.cost.speculation import DraftPrices
+from diptych.cost.drafts.prices import DraftPrices
 from diptych.ground.bounds import Bound
 from diptych.ground.config import MOST_DRAFT_ROWS, SchedulerConfig
 from diptych.ground.errors import ConfigError

@@ -1,7 +1,7 @@
 """Published numbers of running services that state their load: so many streams, prompts and answers of known lengths.
 
 Two formats are read: deployment rows (TTFT and TPOT of one service per row, the columns of ai-dynamo/aiconfigurator's
-silicon samples) and the service rows among published ones (`cost/rows.py`). What cannot be simulated is counted by reason.
+silicon samples) and the service rows among published ones (`rows.py`). What cannot be simulated is counted by reason.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from diptych.cost.fitting.recipes import USUAL, Run, Scheduling, scheduling_of
+from diptych.cost.fitting.rows import Line, ServiceRow, lines_of
 from diptych.cost.layout import PLAIN, Layout
-from diptych.cost.recipes import USUAL, Run, Scheduling, scheduling_of
-from diptych.cost.rows import Line, ServiceRow, lines_of
 from diptych.cost.setup import find_model
 from diptych.cost.tables import device_spec
 from diptych.ground.errors import ConfigError

@@ -8,7 +8,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from diptych.cost.calibration import Constants
-from diptych.cost.fit import FRACTION, TIME, Free, StackForm
+from diptych.cost.fitting.fit import FRACTION, TIME, Free, StackForm
 from diptych.cost.tables import CONSUMER
 from diptych.ground.phase import Phase
 

@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.calibration import Calibration, Constants, Residual
+from diptych.cost.fitting.rows import PublishedRow
 from diptych.cost.linear import solve
-from diptych.cost.rows import PublishedRow
 from diptych.cost.tables import device_spec, model_spec, quant_spec
 from diptych.ground.phase import Phase
 

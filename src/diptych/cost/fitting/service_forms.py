@@ -1,6 +1,6 @@
 """How the services of each software are modelled: which constants are fitted to published services.
 
-One form for all software; how their schedulers differ is in `cost/recipes.py`. Starting values are those of `cost/forms.py`,
+One form for all software; how their schedulers differ is in `recipes.py`. Starting values are those of `forms.py`,
 and serve as priors.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from diptych.cost.calibration import Constants
-from diptych.cost.fit import FRACTION, TIME, Free, with_values
+from diptych.cost.fitting.fit import FRACTION, TIME, Free, with_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
