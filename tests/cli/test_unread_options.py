@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from diptych.cli import bench, bench_serve, lab, plan, serve
+from diptych.cli import bench, bench_serve, embed, generate, lab, plan, serve, simulate
 from diptych.ground.errors import ConfigError
 
 
@@ -23,6 +24,7 @@ from diptych.ground.errors import ConfigError
         (lab.app, ["--quick", "--repeat", "9", "--budget", "3"], "--quick does not read --repeat, --budget"),
         (lab.app, ["--shape", "llama-1b", "-m", "bundled"], "--shape llama-1b has random weights"),
         (bench_serve.app, ["--explain", "--json"], "--explain words the numbers of the page"),
+        (embed.app, ["a text", "--speculate", "lookup"], "--speculate lookup drafts tokens, and an embedding writes none"),
         (serve.app, ["--log-level", "loud"], "--log-level is 'loud'; it must be one of debug, info, warning, error"),
         (serve.app, ["--local-prefill-tokens", "9"], "a server without --prefill does not read --local-prefill-tokens"),
         (serve.app, ["--take-kv-of-other-kernels"], "one engine in this process does not read --take-kv-of-other-kernels"),
@@ -53,3 +55,16 @@ def test_plan_reads_what_it_takes(
     with pytest.raises(SystemExit):
         plan.app(["llama-3.1-8b", *arguments] if "--list" in arguments else ["llama-3.1-8b", "-d", "l40s", *arguments])
     assert words in capsys.readouterr().err
+
+
+def test_a_trace_has_no_seed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Nothing of it is drawn, but whether drafts hold."""
+    with pytest.raises(SystemExit):
+        simulate.app(["llama-3.1-8b", "-d", "l40s", "--trace", str(tmp_path / "t.csv"), "--seed", "3"])
+    assert "a trace without --speculate does not read --seed" in capsys.readouterr().err
+
+
+def test_no_report_is_none_in_json_either() -> None:
+    """`--json --quiet` measured the ceilings and printed the report."""
+    told = CliRunner().invoke(generate.app, ["The", "--max-tokens", "2", "--json", "-q"])
+    assert set(json.loads(told.stdout)) == {"choices", "usage", "timings"}

@@ -5,7 +5,7 @@ A `Setup` is everything that fixes the answer; `make_plan` computes the whole pa
 >>> from diptych.cost.setup import setup_of
 >>> plan = make_plan(setup_of("llama-3.1-8b", "a100-80gb-sxm"), Question(prompt_tokens=2048, batch=1))
 >>> round(plan.kv_equals_weights_batch)
-56
+53
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The named devices, read from `data/devices.json`, and the look-up of models and number formats by name.
 
->>> device_spec("a100-80gb-sxm").memory_bytes_per_s
-2039000000000.0
+>>> device_spec("a100-80gb-sxm").memory_bytes_per_s / 1e9
+2039.0
 """
 
 from __future__ import annotations
