@@ -34,8 +34,8 @@ from diptych.compute.heads import TargetTensors
 from diptych.compute.runner import random_model
 from diptych.compute.weights import RandomSource
 from diptych.control.speculation import Guesser
-from diptych.cost.acceptance import chances_at, expected_tokens
-from diptych.cost.speculation import DraftPrices
+from diptych.cost.drafts.acceptance import chances_at, expected_tokens
+from diptych.cost.drafts.prices import DraftPrices
 from diptych.engine.drafters import OpenDrafter, OpenDraftModel, OpenEagle, eagle_of, shipped
 from diptych.engine.llm import LLM
 from diptych.engine.load import bundled_dir, load

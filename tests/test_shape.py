@@ -70,3 +70,18 @@ def test_a_step_of_thousands_of_prompts_is_no_recursion() -> None:
         shape = shape.plus(ChunkShape(Phase.PREFILL, 1, 0, True))
     assert shape == StepShape([ChunkShape(Phase.PREFILL, 1, 0, True)] * 5000)
     assert len(repr(shape)) > 5000
+
+
+@given(st.lists(st.integers(0, 10_000), max_size=9), st.integers(0, 40))
+def test_tokens_that_are_counted_beforehand_are_the_same_shape(starts: list[int], n_steps: int) -> None:
+    """A step of nothing but tokens is put together without looking at each; every sum is that of its chunks."""
+    chunks = [ChunkShape(Phase.DECODE, 1, start, True) for start in starts]
+    quick, plain = StepShape.tokens(chunks, sum(starts) + len(starts)), StepShape(chunks)
+    more = ChunkShape(Phase.PREFILL, 5, 7, True)
+    for one, other in (
+        (quick, plain),
+        (quick.later(n_steps), plain.later(n_steps)),
+        (quick.plus(more), plain.plus(more)),
+    ):
+        for name in StepShape.__slots__:
+            assert getattr(one, name) == getattr(other, name), name

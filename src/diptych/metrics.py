@@ -269,11 +269,9 @@ class RequestRecord:
         elif own == 0:
             self._calm_steps_s.append(at_s - step.begin_s)
 
-    def decoded(self, index: int, ends_s: Sequence[float], steps_s: Sequence[float]) -> None:
-        """One token of a choice at each of these instants, from steps that took so long and decoded only."""
+    def decoded(self, index: int, ends_s: Sequence[float]) -> None:
+        """One token of a choice at each of these instants, for a book that notes no steps."""
         self.choices[index].token_times_s += ends_s
-        self._calm_steps_s += steps_s
-        self.decode_predicted_s += sum(steps_s)
         self.last_event_s = ends_s[-1]
 
     def usage(self, *, reasoning_tokens: int = 0) -> Usage:
@@ -377,14 +375,17 @@ class EventBook:
     """Folds the event log of an engine into one record per request and, for `on_step`, one per step.
 
     on_step: those that are called with every step that ends. Nobody in it: no StepRecord is made.
+    notes_steps: whether records keep what steps a request's tokens came from, which its stall is told by.
     """
 
-    def __init__(self, *, on_step: Callable[[StepRecord], object] | None = None) -> None:
+    def __init__(self, *, on_step: Callable[[StepRecord], object] | None = None, notes_steps: bool = True) -> None:
         self.records: dict[str, RequestRecord] = {}
         self.device_s = 0.0  # the executor's, over all steps
         self.on_step = [] if on_step is None else [on_step]
         self._begin: StepBeginEvent | None = None
         self._step: StepNote | None = None
+        self._notes_steps = notes_steps
+        self._noted: StepNote | None = None  # the same, where tokens are to know it
         self._drafted_tokens = self._accepted_tokens = 0  # of the step in flight
 
     def fold(self, events: Iterable[Event]) -> None:
@@ -394,12 +395,13 @@ class EventBook:
             if isinstance(event, TokenEvent):
                 record = records.get(event.request_id)
                 if record is not None:
-                    record.fold_token(event, self._step)
+                    record.fold_token(event, self._noted)
             elif isinstance(event, StepBeginEvent):
                 self._begin = event
                 self._step = StepNote(
                     event.step_id, event.at_s, event.predicted_s, event.prefill_tokens, event.decode_tokens
                 )
+                self._noted = self._step if self._notes_steps else None
             elif isinstance(event, StepEndEvent):
                 self._end_step(event)
             elif isinstance(event, ArrivalEvent):

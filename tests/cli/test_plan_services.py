@@ -9,8 +9,8 @@ import pytest
 
 from diptych.cli import plan, plan_services
 from diptych.cost.calibration import Constants
-from diptych.cost.fit import Free
-from diptych.cost.service_forms import ServiceForm
+from diptych.cost.fitting.fit import Free
+from diptych.cost.fitting.service_forms import ServiceForm
 from diptych.sim import truth
 
 HEAD = (

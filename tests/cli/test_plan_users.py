@@ -12,7 +12,7 @@ from diptych.cli.layouts import devices_of, prices_of
 from diptych.cli.plan import app
 from diptych.ground.errors import ConfigError
 from diptych.metrics import Limits
-from diptych.sim.capacity import Ask, Trial, run_one
+from diptych.sim.capacity import Ask, Bisection, Trial, bisect_one, run_one
 from diptych.sim.service import Report
 from diptych.workload import LengthRange
 
@@ -121,6 +121,11 @@ def test_what_does_not_hold_for_longer_is_marked_and_not_bought(
         (["--users", "9", "--dp-attention", "2", *DEVICES], "no experts to share"),
         (["--users", "9", "--pp", "0"], "pipeline parallel degree is 0"),
         (["--users", "9", "--processes", "0", *DEVICES], "processes is 0"),
+        (
+            ["--users", "9", "--turns", "100", "--prompt", "2000:3000", *DEVICES],
+            "a conversation has 205,200 tokens at least (100 turns of 2000 and 50, 200 before them); the context holds 131,072",
+        ),
+        (["--users", "9", *DEVICES, "--price", "l40s=1", "--price", "L40S=2"], "says twice what l40s costs: 1 and 2"),
     ],
 )
 def test_impossible_questions_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
@@ -175,3 +180,44 @@ def test_a_model_that_fits_nowhere_says_so(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         app(["llama-3.1-70b", "--users", "9", "--hardware", "l40s", "--tp", "1"])
     assert "leaves room for 0 tokens of KV" in capsys.readouterr().err
+
+
+def test_a_device_of_which_too_many_are_needed_leaves_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one device that would need more than 1,024 engines ended the search for all of them."""
+    monkeypatch.setattr("diptych.sim.search.MAX_ENGINES", 30)
+    rough = bisect_one
+
+    def weak(asked: Bisection) -> int:
+        return 1 if asked.service.pool.setup.hardware.name == "l4" else rough(asked)
+
+    monkeypatch.setattr("diptych.sim.search.bisect_one", weak)
+    arguments = [*SMALL, "--hardware", "l40s,l4", "--tp", "1", "--processes", "1"]
+    app([*arguments, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["too_weak"] == ["llama-3.1-8b bf16 on l4"]
+    assert {pool["setup"] for one in found["colocated"] for pool in one["pools"]} == {"llama-3.1-8b bf16 on l40s"}
+    app(arguments)
+    assert "note: more than 1,024 x (llama-3.1-8b bf16 on l4) would be needed" in capsys.readouterr().out
+
+
+def test_conversations_that_may_outgrow_the_context_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """What the context cannot hold is refused in the simulation, and the answer said nothing of it."""
+    longer = ["--prompt", "100:70000", "--turns", "2", "--output", "4:16", "--think", "60s"]
+    app(["llama-3.1-8b", "--users", "4", *longer, "--slo", "ttft=60s,tpot=2s", "--share", "0.5",
+         "--hardware", "h100-80gb-sxm", "--tp", "1", "--processes", "1"])  # fmt: skip
+    page = capsys.readouterr().out
+    assert "note: a conversation may have 140,232 tokens, and the context holds 131,072" in page
+
+
+def test_a_hint_is_that_of_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two laptops that nothing joins were told to get a larger device or a larger --tp."""
+    with pytest.raises(SystemExit):
+        app(["llama-3.1-8b", "--users", "9", "--hardware", "m2-max-38", "--tp", "2"])
+    told = capsys.readouterr().err
+    assert "m2-max-38 has no link to a second device" in told
+    assert "larger" not in told
+    with pytest.raises(SystemExit):
+        app(["accuracy", "rows.csv"])
+    assert "rows of one's own: --rows FILE.csv" in capsys.readouterr().err

@@ -280,3 +280,11 @@ def test_the_planner_knows_how_much_a_block_takes(name: str, kv_format: str) -> 
     planned_bytes = kv_bytes_of_context(spec, kv_spec(kv_format), 32)
     assert planned_bytes <= kernel_bytes <= planned_bytes + 63 * spec.n_kv_heads * spec.n_layers
     assert kernel_bytes == planned_bytes or kv_format != "bf16"
+
+
+def test_a_block_keeps_what_windows_no_longer_see() -> None:
+    """`inspect` and `plan --hardware local` counted a window of most layers of Gemma 3, a sixth of what the engine holds."""
+    spec = find_model("gemma-3-1b")
+    held = cpu_kernels.kv_bytes_per_block(spec, "bf16", 32_768)
+    assert kv_bytes_of_context(spec, kv_spec("bf16"), 32_768, is_ours=True) == held
+    assert kv_bytes_of_context(spec, kv_spec("bf16"), 32_768) < held / 4

@@ -11,8 +11,8 @@ from diptych.control.drafters import FOLLOWED, FRESH, LIKELY, AnswerMemory, Look
 from diptych.control.loop import EngineCore
 from diptych.control.recording import Recorder, replay
 from diptych.control.speculation import EveryGuess, Guesser
-from diptych.cost.asking import DrafterCost
-from diptych.cost.speculation import DraftPrices
+from diptych.cost.drafts.asking import DrafterCost
+from diptych.cost.drafts.prices import DraftPrices
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.events import TokenEvent

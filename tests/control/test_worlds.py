@@ -11,7 +11,7 @@ from diptych.control.loop import EngineCore
 from diptych.control.policy import MIN_PREFILL_TOKENS
 from diptych.control.recording import Recorder, replay
 from diptych.control.speculation import EveryGuess
-from diptych.cost.speculation import DraftPrices
+from diptych.cost.drafts.prices import DraftPrices
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import CapacityError, PromptTooLong
 from diptych.ground.events import FinishEvent, PreemptEvent, TokenEvent

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
-from diptych.cost.accuracy import leave_one_model_out, near_rows, refit, service_errors, summarise, uncovered
-from diptych.cost.forms import NEUTRAL_FORMS
-from diptych.cost.held_out import check, hold_back
-from diptych.cost.rows import read_rows, read_service_rows
+from diptych.cli.plan_text import show_accuracy
+from diptych.cost.fitting.accuracy import (
+    ServiceError,
+    leave_one_model_out,
+    near_rows,
+    refit,
+    service_errors,
+    summarise,
+    uncovered,
+)
+from diptych.cost.fitting.forms import NEUTRAL_FORMS
+from diptych.cost.fitting.held_out import check, hold_back
+from diptych.cost.fitting.rows import read_rows, read_service_rows, text_of
 from diptych.cost.setup import setup_of
 from diptych.cost.tables import data_text, device_spec
 from diptych.ground.errors import ConfigError
@@ -167,3 +177,50 @@ def test_every_shipped_row_names_its_source(rows, auxiliary):
     for row in [*rows, *auxiliary]:
         assert row.source.split(": ", 1)[1].strip()
         assert device_spec(row.device)
+
+
+HEAD = "system,hardware,model,precision,tp,batch,prompt,gen,phase,value,unit,source"
+ROW = "gpt-fast,A100-80,llama-2-7b,bf16,1,1,5,200,decode,{},{},a test"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (ROW.format("fast", "ms"), "line 3 of the rows: value is 'fast'; it must be a number greater than 0"),
+        (ROW.format("0", "tok/s"), "line 3 of the rows: value is '0'"),
+        (ROW.format("nan", "ms"), "line 3 of the rows: value is 'nan'"),
+        ("gpt-fast,A100-80,llama-2-7b", "line 3 of the rows ends before precision"),
+        ('"' + "x" * 200_000, "line 3 of the rows is no CSV: field larger than field limit"),
+    ],
+)
+def test_damaged_rows_are_told_by_line(line, words):
+    """Each ended in a traceback."""
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        read_rows("\n".join((HEAD, ROW.format("9.5", "ms"), line)))
+
+
+def test_a_number_that_is_none_leaves_a_row_out():
+    """A superscript counted as a digit, and an answer of no tokens divided by nothing."""
+    odd = ROW.format("9", "ms").replace(",1,1,5,", ",²,1,5,")
+    assert read_rows("\n".join((HEAD, odd))) == ([], 1)
+    empty = "gpt-fast,A100-80,llama-2-7b,bf16,1,1,5,0,TPOT,9,ms,a test"
+    assert read_service_rows("\n".join((HEAD, empty))) == []
+
+
+def test_a_rows_file_that_is_no_text_is_refused(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_bytes(b"\xff\xfe" + HEAD.encode("utf-16-le"))
+    with pytest.raises(ConfigError, match="it is no UTF-8 text"):
+        text_of(file)
+    with pytest.raises(ConfigError, match="cannot read"):
+        text_of(tmp_path)
+
+
+def test_the_median_of_an_even_number_lies_between_two(capsys):
+    """Of 22 services the twelfth was called the median."""
+    text = data_text("published_rows.csv")
+    rows = [row for row in read_service_rows(text) if row.measure == "tpot"][:2]
+    errors = [ServiceError(row=row, predicted=row.measured * by, low=0.0, high=1e9)
+              for row, by in zip(rows, (1.1, 1.3), strict=True)]  # fmt: skip
+    show_accuracy([], errors, [], uncovered=0, left_out=0)
+    assert "median 20% over 2 rows" in capsys.readouterr().out

@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 from tests.cost.test_asking import World, flat
 
-from diptych.cost.acceptance import chances_at, expected_tokens
-from diptych.cost.asking import Asking, DrafterCost
-from diptych.cost.speculation import DraftPrices
+from diptych.cost.drafts.acceptance import chances_at, expected_tokens
+from diptych.cost.drafts.asking import Asking, DrafterCost
+from diptych.cost.drafts.prices import DraftPrices
 from diptych.ground.phase import Phase
 from diptych.ground.shape import ChunkShape, StepShape
 

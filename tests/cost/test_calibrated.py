@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from diptych.cost.calibrated import CalibratedModel, pnorm
 from diptych.cost.calibration import Calibration, Constants
 from diptych.cost.components import cost_of
-from diptych.cost.fit import NO_RESIDUAL, Free, StackForm, fit, predicted_s, residual_of
+from diptych.cost.fitting.fit import NO_RESIDUAL, Free, StackForm, fit, predicted_s, residual_of
+from diptych.cost.fitting.rows import PublishedRow
 from diptych.cost.roofline import roofline
-from diptych.cost.rows import PublishedRow
 from diptych.cost.stacks import calibration_for
 from diptych.cost.tables import device_spec, model_spec, quant_spec
 from diptych.ground.phase import Phase

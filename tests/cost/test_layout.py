@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from diptych.cost.adapters import Loras
 from diptych.cost.layout import Layout
 from diptych.cost.memory import capacity_of
 from diptych.cost.setup import setup_of
@@ -85,3 +86,43 @@ def test_impossible_layouts_are_refused(model, tp, layout, words):
     """What, the number, the limit."""
     with pytest.raises(ConfigError, match=words):
         setup(model, tp=tp, **layout)
+
+
+def test_devices_without_a_link_have_no_stages():
+    """`--pp 2` on a laptop took a link of one byte a second: 1.8 years to the first token."""
+    with pytest.raises(ConfigError, match="m2-max-38 has no link to a second device; pipeline parallel 2"):
+        setup("llama-3.1-8b", device="m2-max-38", weights="bf16", pp=2)
+    with pytest.raises(ConfigError, match="tensor times attention-data parallel is 16; at most 8"):
+        setup(tp=2, dp=8, ep=8)
+    assert setup("llama-3.1-8b", device="h100-80gb-sxm", weights="bf16", tp=8, pp=4).n_devices == 32
+
+
+def test_a_sequence_that_fits_no_stage_alone_fits_all_of_them():
+    """Each stage holds its layers of it: 43 GB of keys and values on eight devices with 20 GB to spare each."""
+    stages = setup("llama-3.1-70b", device="l40s", weights="bf16", pp=8)
+    found = capacity_of(stages, context_tokens=131_072, batch=1)
+    assert found.free_kv_bytes < 131_072 * 327_680 < 8 * found.free_kv_bytes
+    assert found.max_batch == 8 * found.free_kv_bytes // (131_072 * 327_680)
+    assert found.is_fitting
+    seven, eight = (capacity_of(setup(dp=2, ep=2, tp=4), context_tokens=4096, batch=batch) for batch in (7, 8))
+    assert seven.max_context_tokens == eight.max_context_tokens < 163_840, (
+        "one of two groups has four of seven sequences"
+    )
+
+
+def test_a_stage_holds_the_adapters_of_its_layers():
+    """All adapters were counted on every stage."""
+    one, two = (
+        setup_of("llama-3.1-70b", "h100-80gb-sxm", tp=4, layout=Layout(pp=pp), loras=Loras(count=8, rank=64))
+        for pp in (1, 2)
+    )
+    assert two.adapter_bytes == pytest.approx(one.adapter_bytes / 2)
+
+
+def test_what_was_priced_before_changes_no_price():
+    """Eight rows of eight sequences keep eight groups at work, eight of two sequences only two: one was remembered as both."""
+    fresh, used = setup(dp=8, ep=8).model_of_time(), setup(dp=8, ep=8).model_of_time()
+    drafted = StepShape.decode(batch=2, context_tokens=512).with_drafts([3])
+    assert drafted.n_tokens == 8
+    used.predict_s(StepShape.decode(batch=8, context_tokens=512))
+    assert used.predict_s(drafted) == fresh.predict_s(drafted) == pytest.approx(fresh.predict(drafted).total_s)

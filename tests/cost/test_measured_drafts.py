@@ -11,10 +11,10 @@ from itertools import repeat
 
 import pytest
 
-from diptych.cost.acceptance import MOST_DEPTH, chances_at, expected_tokens
-from diptych.cost.asking import Purse
-from diptych.cost.measured_drafts import MeasuredDraftPrices
-from diptych.cost.speculation import DraftPrices
+from diptych.cost.drafts.acceptance import MOST_DEPTH, chances_at, expected_tokens
+from diptych.cost.drafts.asking import Purse
+from diptych.cost.drafts.measured import MeasuredDraftPrices
+from diptych.cost.drafts.prices import DraftPrices
 from diptych.cost.step_time import StepTimeModel
 from diptych.ground.phase import Phase
 from diptych.ground.shape import ChunkShape, StepShape

@@ -178,3 +178,31 @@ def test_a_step_of_a_row_is_told_chunk_by_chunk():
     """`plan accuracy --json` ended in a traceback: the row that a summary names has the step that was timed."""
     (told,) = json.loads(dump({"work": StepShape.decode(batch=3, context_tokens=9)}))["work"]
     assert (told["phase"], told["new_tokens"], told["start_pos"], told["count"]) == ("decode", 1, 8, 3)
+
+
+def test_several_of_anything_make_a_table(capsys):
+    """Two devices were one of an unknown name, and so were two models and two formats, where two batches were a table."""
+    for several in (("-d", "l40s,rtx-4090"), ("-d", "l40s", "--weights", "bf16,int4")):
+        assert run(capsys, "llama-2-7b", *several).count("note") >= 2
+    text = run(capsys, "llama-2-7b,qwen3-8b", "-d", "l40s")
+    assert "llama-2-7b bf16 on l40s" in text
+    assert "qwen3-8b bf16 on l40s" in text
+
+
+def test_a_rate_is_read_as_elsewhere(capsys):
+    """--ask and simulate take 3/s, and here it was no number."""
+    plan = json.loads(run(capsys, "llama-2-7b", "-d", "l40s", "--rate", "40/min", "--json"))["plan"]
+    assert plan["question"]["requests_per_s"] == pytest.approx(40 / 60)
+    assert "rate is '-1'" in fails(capsys, "llama-2-7b", "-d", "l40s", "--rate", "-1")
+
+
+@pytest.mark.parametrize("name", ["group4-g0-f16", "group4-g32-xyz", "group4-gx-f16", "group8-g48-f16"])
+def test_a_format_that_no_kernel_has_is_no_name(capsys, name):
+    """A group of none divided by it, and a scale of no type was priced as one of 16 bits."""
+    assert f"unknown weight format '{name}'" in fails(capsys, "llama-2-7b", "-d", "l40s", "--weights", name)
+
+
+def test_a_limit_has_its_unit(capsys):
+    ask = "ttft=0.5ms,tpot=50ms,rate=3/s,in=1500,out=200"
+    text = run(capsys, "llama-3.1-8b", "--ask", ask, "--devices", "l40s", "--tp", "1", "--weights", "bf16")
+    assert "the limit is 0.5 ms" in " ".join(text.split())

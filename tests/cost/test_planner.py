@@ -6,14 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from diptych.cost.acceptance import chances_at, expected_tokens
+from diptych.cost.adapters import Loras
 from diptych.cost.advice import chunk_for, pools_for, speculation, speculation_advice, what_ifs
-from diptych.cost.components import kv_bytes_of_context
+from diptych.cost.components import kv_bytes_of_context, kv_bytes_per_token
+from diptych.cost.drafts.acceptance import chances_at, expected_tokens
+from diptych.cost.exchange import gathered
 from diptych.cost.memory import capacity_of
 from diptych.cost.planner import Question, compute_bound_batch, make_plan, quadratic_prompt_tokens
 from diptych.cost.setup import find_model, setup_of
 from diptych.ground.errors import ConfigError
-from diptych.ground.shape import StepShape
+from diptych.ground.phase import Phase
+from diptych.ground.shape import ChunkShape, StepShape
 from diptych.ground.specs import Bottleneck
 
 
@@ -156,12 +159,35 @@ def test_an_impossible_stall_budget_gives_no_chunk():
     assert entry.decode_only_s > 0.001
 
 
-def test_kv_reread_of_chunks_equals_the_series():
-    """KVtok S (S - C) / (2 C), against the sum over chunks."""
+@pytest.mark.parametrize("cached", [0, 1000])
+def test_kv_reread_of_chunks_is_what_each_finds_before_it(cached):
+    """A series for lengths that chunks divide said 322 MB where four chunks read 474, and left out what was cached."""
     setup = setup_of("llama-3.1-8b", "a100-80gb-sxm")
-    entry = chunk_for(setup, Question(batch=1, prompt_tokens=4096, stall_budget_s=0.08))
-    chunk = entry.chunk_tokens
-    assert entry.kv_reread_bytes == pytest.approx(131_072 * 4096 * (4096 - chunk) / (2 * chunk))
+    entry = chunk_for(setup, Question(batch=1, prompt_tokens=4096, cached_tokens=cached, stall_budget_s=0.08))
+    starts = range(cached, 4096, entry.chunk_tokens)
+    assert (4096 - cached) % entry.chunk_tokens
+    assert entry.kv_reread_bytes == 131_072 * sum(starts[1:])
+
+
+def test_chunks_read_their_window_again_and_no_more():
+    """Every layer was taken to read all that stands before it: of Gemma 3 five in six see 1,024 tokens."""
+    setup = setup_of("gemma-3-27b", "h100-80gb-sxm")
+    entry = chunk_for(setup, Question(prompt_tokens=32_768, stall_budget_s=0.1))
+    all_of_it = kv_bytes_per_token(setup.model, setup.kv) * sum(range(0, 32_768, entry.chunk_tokens))
+    assert 0.1 * all_of_it < entry.kv_reread_bytes < 0.5 * all_of_it
+
+
+def test_a_prompt_of_very_many_chunks_is_summed_by_some(monkeypatch):
+    """A million tokens by the sixteen took a minute; what lies between evenly spread chunks is as those are."""
+    setup = setup_of("llama-3.1-8b", "a100-80gb-sxm")
+    question = Question(prompt_tokens=40_000, stall_budget_s=0.021)
+    every = chunk_for(setup, question)
+    assert 500 < len(range(0, 40_000, every.chunk_tokens)) < 2048
+    monkeypatch.setattr("diptych.cost.advice.MOST_CHUNKS", 64)
+    few = chunk_for(setup, question)
+    assert few.ttft_s != every.ttft_s
+    assert few.ttft_s == pytest.approx(every.ttft_s, rel=0.005)
+    assert few.kv_reread_bytes == pytest.approx(every.kv_reread_bytes, rel=0.005)
 
 
 def test_pools_follow_prefill_tax_and_traffic():
@@ -181,6 +207,7 @@ def test_pools_follow_prefill_tax_and_traffic():
     ("change", "words"),
     [
         ({"batch": 0}, "batch is 0"),
+        ({"batch": 1_000_000}, "batch is 1000000; it must be at most 65536"),
         ({"prompt_tokens": -5}, "prompt_tokens is -5"),
         ({"cached_tokens": 2048}, "cached_tokens is 2048"),
         ({"acceptance": 1.5}, "acceptance is 1.5"),
@@ -198,6 +225,10 @@ def test_context_beyond_the_model_is_refused():
     """Llama-2 ends at 4096 tokens; a plan for 8192 would be about another model."""
     with pytest.raises(ConfigError, match="at most 4096"):
         make_plan(setup_of("llama-2-7b", "a100-80gb-sxm"), Question(prompt_tokens=8192))
+    with pytest.raises(ConfigError, match="the context is 4156 tokens, 3900 of the prompt and 256 of the answer"):
+        make_plan(setup_of("llama-2-7b", "a100-80gb-sxm"), Question(prompt_tokens=3900))  # its middle is at 4,028
+    make_plan(setup_of("llama-2-7b", "a100-80gb-sxm"), Question(prompt_tokens=3840))
+    make_plan(setup_of("llama-2-7b", "a100-80gb-sxm"), Question(prompt_tokens=2048, context_tokens=4096))
 
 
 def test_cached_tokens_shorten_the_prefill():
@@ -227,3 +258,25 @@ def test_the_bundled_model_is_known():
 def test_hub_names_find_their_row(hub, table):
     """The owner and endings like -Instruct do not change the shape."""
     assert find_model(hub).name == table
+
+
+def test_speculation_verifies_rows_of_all_adapters():
+    """Drafts were priced as if all sequences had the first of four adapters, and the last batch as if they had none."""
+    plain, adapted = (
+        setup_of("llama-3.1-8b", "l40s", loras=None if count is None else Loras(count=count, rank=256))
+        for count in (None, 16)
+    )
+    question = Question(batch=16, acceptance=0.8, context_tokens=256)
+    step = adapted.asked(StepShape((ChunkShape(Phase.DECODE, 5, 255, True, 16),)))
+    assert speculation(adapted, question, 16).verify_s == pytest.approx(adapted.model_of_time().predict_s(step))
+    assert speculation_advice(adapted, question).most_batch != speculation_advice(plain, question).most_batch
+
+
+def test_gathering_is_told_of_the_weights_that_are_asked_about():
+    """int8 rows are shared in fp32: the note always said what bf16 weights gather."""
+    notes = [" ".join(make_plan(setup_of("llama-3.1-8b", "h100-80gb-sxm", weights=name, tp=2), Question()).notes)
+             for name in ("bf16", "int8")]  # fmt: skip
+    model = find_model("llama-3.1-8b")
+    for note, name in zip(notes, ("bf16", "int8"), strict=True):
+        assert f"{gathered(model, tp=2, weights=name).row_bytes / 1e3:,.0f} kB" in note
+    assert notes[0] != notes[1]

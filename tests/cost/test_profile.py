@@ -12,8 +12,10 @@ from diptych.cli.plan_picture import draw
 from diptych.cost.adapters import Loras
 from diptych.cost.advice import _variants
 from diptych.cost.calibrated import CalibratedModel
-from diptych.cost.components import cost_of
-from diptych.cost.planner import Question, make_plan
+from diptych.cost.components import cost_of, kv_bytes_per_token
+from diptych.cost.memory import capacity_of, engine_weight_bytes
+from diptych.cost.parameters import kv_bytes_stored
+from diptych.cost.planner import Question, make_plan, quadratic_prompt_tokens
 from diptych.cost.profile import load_profile, profile_path, read_profile
 from diptych.cost.setup import own_quant, setup_of
 from diptych.cost.tables import kv_spec, model_spec, quant_spec
@@ -158,6 +160,8 @@ def test_local_numbers_are_flagged_measured_and_say_when():
         ("p", 0.0, "p is 0.0"),
         ("attention.kv_eb", None, "kv_eb is None"),
         ("residuals.decode", None, "no residuals for decode"),
+        ("residuals", [1], "no residuals for prefill"),
+        ("residuals.decode.rows", float("inf"), "rows is inf"),
         ("residuals.prefill.low", 0.5, "from 0.5 to 0.08"),
         ("layer_s", -1e-5, "layer_s is -1e-05"),
     ],
@@ -295,3 +299,26 @@ def test_prompts_read_both_ways_have_twice_the_pairs():
     attention = [predictor.predict(shape).parts_s["attention"] for shape in (both, causal)]
     assert attention[0] > 1.9 * attention[1]
     assert predictor.predict_s(both) == pytest.approx(predictor.predict(both).total_s)
+
+
+def test_this_machine_holds_what_its_engine_holds(tmp_path, monkeypatch):
+    """Beside int8 weights the embedding stays in 16 bits, and a block keeps the KV of all layers: neither was counted."""
+    monkeypatch.setenv("DIPTYCH_HOME", str(tmp_path))
+    profile_path().write_text(json.dumps(PROFILE))
+    for weights in ("bf16", "int8", "int4"):
+        small = setup_of("qwen2.5-0.5b", "local", weights=weights)
+        held = capacity_of(small, context_tokens=1024, batch=1)
+        assert held.weight_bytes == engine_weight_bytes(small.model, weights)
+    windowed = setup_of("gemma-3-1b", "local")
+    found = capacity_of(windowed, context_tokens=32_768, batch=1)
+    each = 32_768 * kv_bytes_per_token(windowed.model, windowed.kv)
+    assert found.max_batch == found.free_kv_bytes // each
+    assert kv_bytes_stored(windowed.model, windowed.kv, 32_768, is_ours=True) == each
+
+
+def test_latents_are_multiplied_as_this_machine_does(tmp_path, monkeypatch):
+    """Our prefill works on the latents, whose products are wider: attention catches up with the layers at shorter prompts."""
+    monkeypatch.setenv("DIPTYCH_HOME", str(tmp_path))
+    profile_path().write_text(json.dumps(PROFILE))
+    ours, theirs = (quadratic_prompt_tokens(setup_of("deepseek-v2-lite", name)) for name in ("local", "h100-80gb-sxm"))
+    assert ours == pytest.approx(theirs * (128 + 64 + 128) / (512 + 64 + 512))

@@ -43,6 +43,10 @@ def test_ask_is_read_with_units():
         ("ttft=500ms,tpot=50ms,rate=0/s,in=1500,out=200", "rate is '0/s'"),
         ("ttft=500ms,tpot=50ms,rate=3/s,in=1.5,out=200", "in is '1.5'"),
         ("price=1", "cannot read 'price=1'"),
+        ("ttft=1s,ttft=2s,tpot=50ms,rate=3/s,in=15,out=20", "says ttft twice: 1s and 2s"),
+        (f"ttft=1s,tpot=50ms,rate={'9' * 400},in=15,out=20", "rate is '999"),
+        (f"ttft={'9' * 400}s,tpot=50ms,rate=3/s,in=15,out=20", "ttft is '999"),
+        (f"ttft=1s,tpot=50ms,rate=3/s,in={'9' * 5000},out=20", "1 to 1,000,000,000"),
     ],
 )
 def test_a_wrong_ask_is_refused_by_part(text, words):

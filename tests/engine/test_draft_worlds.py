@@ -18,7 +18,7 @@ from tests.control.toy import ToyExecutor, toy_kv, toy_next
 from diptych.compute.draft_store import DraftStore
 from diptych.compute.drafter import DraftModel
 from diptych.control.speculation import EveryGuess
-from diptych.cost.speculation import DraftPrices
+from diptych.cost.drafts.prices import DraftPrices
 from diptych.ground.clock import MonotonicClock
 from diptych.ground.step import StepPlan, StepResult
 

@@ -10,7 +10,7 @@ import pytest
 
 from diptych.compute.runner import random_model
 from diptych.control.speculation import EveryGuess
-from diptych.cost.acceptance import chances_at, expected_tokens
+from diptych.cost.drafts.acceptance import chances_at, expected_tokens
 from diptych.engine.drafters import OpenDraftModel
 from diptych.engine.load import bundled_dir, load
 from diptych.ground.config import ComputeConfig, EngineConfig, SchedulerConfig

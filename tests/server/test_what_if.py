@@ -105,6 +105,16 @@ def test_the_command_asks_a_recording(tmp_path: Path) -> None:
         (["--request", "x", "--tools", "tools.json"], "--tools belongs to --messages"),
         (["--request", "x", "--recording", "run.jsonl", "--url", "http://h"], "two places to look"),
         (["--request", "x", "--recording", "/nowhere.jsonl"], "cannot read /nowhere.jsonl"),
+        (["--request", "x", "--backend", "cpu"], "--request does not read --backend"),
+        (["--request", "x", "--model", "bundled", "--weights", "int8"], "--request does not read --model, --weights"),
+        (
+            ["--request", "x", "--recording", "r", "--backend", "cpu"],
+            "--request with --recording does not read --backend",
+        ),
+        (["--request", "x", "--recording", "r", "--api-key", "k"], "does not read --api-key"),
+        (["--messages", "c", "--url", "http://h", "-m", "x"], "--messages with --url does not read --model"),
+        (["--messages", "c", "--url", "http://h", "--backend", "cpu"], "does not read --backend"),
+        (["--messages", "c", "--api-key", "k"], "--messages does not read --api-key"),
     ],
 )
 def test_options_that_do_not_belong_together_are_refused(options: list[str], words: str) -> None:

@@ -103,3 +103,21 @@ def test_what_cannot_be_asked_is_refused() -> None:
         engines_for(1_000_000, 2)
     with pytest.raises(ConfigError, match="more than 1024 engines"):
         engines_for(5, 0)
+
+
+def test_histories_beyond_the_pool_are_no_users() -> None:
+    """What a sequence is beyond the pool counted as cached tokens below none: "cached_tokens is -29232"."""
+    long = replace(ASK, turns=1000, message=LengthRange(low=1000, high=1000), limits=Limits(ttft_s=9.0, tpot_s=0.5))
+    assert long.history_tokens > H100.kv_tokens
+    assert fluid_users(H100, long) == 0.0
+
+
+def test_long_prompts_with_short_answers_have_users() -> None:
+    """The fluid model has a sequence decode at every moment: with answers of a token or two nobody was within limits."""
+    brief = replace(ASK, message=LengthRange(low=7000, high=9000), output=LengthRange(low=1, high=2), think_s=20.0)
+    brief = replace(brief, limits=Limits(ttft_s=2.0, tpot_s=0.5))
+    users = fluid_users(H100, brief)
+    assert 10.0 < users < 200.0
+    assert fluid_users(H100, replace(brief, think_s=40.0)) > users
+    assert bisected(Service(pool=H100), brief) > users / 2
+    assert fluid_users(H100, replace(brief, limits=Limits(ttft_s=2.0, tpot_s=1e-4))) == 0.0

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from diptych.cost.recipes import Scheduling
+from diptych.cost.fitting.recipes import Scheduling
 from diptych.cost.setup import setup_of
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from diptych.cost.adapters import Loras
 from diptych.cost.advice import speculation
 from diptych.cost.planner import Question
 from diptych.cost.setup import setup_of
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
+from diptych.ground.phase import Phase
+from diptych.ground.shape import ChunkShape, StepShape
 from diptych.sim.drafts import StatedDrafts
 from diptych.sim.engine import SimulatedEngine
 from diptych.workload import LengthRange, WorkloadSpec, requests_of
@@ -91,3 +94,13 @@ def test_impossible_numbers_are_refused(values: dict[str, float]) -> None:
     """By name and limit."""
     with pytest.raises(ConfigError):
         StatedDrafts(**{"draft_tokens": 4, "acceptance": 0.5, **values})  # type: ignore[arg-type]
+
+
+def test_drafting_costs_a_part_of_the_step_that_the_adapters_are_in() -> None:
+    """The decode step of which a draft costs a share was one without adapters, and the planner's has them."""
+    setup = setup_of("llama-3.1-8b", "l40s", loras=Loras(count=4, rank=256))
+    predict_s = setup.model_of_time().predict_s
+    plain = setup.asked(StepShape([ChunkShape(Phase.DECODE, 1, 500, True)] * 4))
+    drafted = plain.with_drafts([3, 0, 1, 2])
+    timed = StatedDrafts(draft_tokens=4, acceptance=0.8, draft_cost=0.1).timed(predict_s)
+    assert timed(drafted) == pytest.approx(predict_s(drafted) + 0.3 * predict_s(plain))

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from diptych.sim.growth import Engines, cost_of, crossover_users, per_user
+from diptych.cost.setup import setup_of
+from diptych.metrics import Limits
+from diptych.sim.capacity import Ask
+from diptych.sim.growth import Engines, Message, cost_of, crossover_message, crossover_users, per_user
+from diptych.sim.pools import Pool
+from diptych.workload import LengthRange
 
 
 @pytest.mark.parametrize("held", [1, 770, 1000, 4000])
@@ -39,3 +44,32 @@ def test_pools_that_pay_later_are_found_later() -> None:
     assert cost_of(pair, found) < cost_of(alone, found)
     dear = (Engines.seen(1, 6.0, held=1000, n_users=1000), Engines.seen(1, 6.0, held=1000, n_users=1000))
     assert crossover_users([alone], [dear], 1000) is None
+
+
+def asked(turns: int, high: int) -> Ask:
+    return Ask(
+        n_users=100,
+        think_s=10.0,
+        turns=turns,
+        message=LengthRange(low=high, high=high),
+        output=LengthRange(low=50, high=100),
+        limits=Limits(ttft_s=1.0, tpot_s=0.08),
+        system_tokens=200,
+    )
+
+
+@pytest.mark.parametrize(("turns", "high", "most"), [(8, 1000, 16_000), (8, 8000, 16_000), (16, 5000, 5000)])
+def test_messages_are_made_longer_as_far_as_a_conversation_fits(turns: int, high: int, most: int) -> None:
+    """Sixty-four times the length went beyond the context without a word, and beyond any prompt the answer was lost."""
+    pools = [Pool.of(setup_of("llama-3.1-8b", "h100-80gb-sxm"))]
+    assert pools[0].scheduler.max_context_tokens == 131_072
+    found = crossover_message(asked(turns, high), pools, lambda setup: 1.0, excess=1e9)
+    assert found == Message(None, most)
+    assert turns * (most + 100) + 200 <= 131_072 < turns * (2 * most + 100) + 200
+
+
+def test_a_length_that_pays_is_found_before_the_context_ends() -> None:
+    pools = [Pool.of(setup_of("llama-3.1-8b", "h100-80gb-sxm"))]
+    assert crossover_message(asked(2, 500), pools, lambda setup: 1.0, excess=1e-9) == Message(1000)
+    short = crossover_message(asked(2, 10), pools, lambda setup: 1.0, excess=1e9)
+    assert short == Message(None), "all lengths were looked at"

@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 
 from diptych.cost.calibration import Constants
-from diptych.cost.fit import Free
+from diptych.cost.fitting.fit import Free
+from diptych.cost.fitting.recipes import Scheduling
+from diptych.cost.fitting.service_forms import ServiceForm, put_in
+from diptych.cost.fitting.services import MeasuredService, ServiceLoad, read_deployments
 from diptych.cost.layout import Layout
-from diptych.cost.recipes import Scheduling
-from diptych.cost.service_forms import ServiceForm, put_in
-from diptych.cost.services import MeasuredService, ServiceLoad, read_deployments
 from diptych.cost.tables import data_text
 from diptych.ground.errors import ConfigError
 from diptych.sim import truth

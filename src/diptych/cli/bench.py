@@ -10,7 +10,7 @@ from rich.table import Table
 
 from diptych.cli import options
 from diptych.cli.bench_serve import serve
-from diptych.cli.options import console, engine_config, loading_bar
+from diptych.cli.options import console, engine_config, loading_bar, refuse_before
 from diptych.cli.tables import page
 from diptych.compute.ceilings import ABOVE
 from diptych.compute.runner import Model, random_model
@@ -48,8 +48,10 @@ def bench(
 ) -> None:
     """Measure prefill and decode apart, for each prompt length and batch size."""
     if context.invoked_subcommand is not None:
+        refuse_before(context, "bench")
         return
     config = engine_config(**engine)
+    options.refuse_both(context, shape)
     name, built, load_s, loaded = _load(model, shape, config)
     lengths, batches = _numbers("--prompt-tokens", prompt_tokens), _numbers("--batch", batch)
     contexts = _numbers("--behind", behind, least=0)
@@ -72,6 +74,7 @@ def bench(
 @app.command()
 @options.takes(engine=options.BACKEND)
 def mix(
+    context: typer.Context,
     model: options.Model = "bundled",
     shape: options.Shape = None,
     requests: Annotated[int, typer.Option(min=1, help="how many requests")] = 32,
@@ -100,6 +103,7 @@ def mix(
         rate_per_s=rate,
         seed=seed,
     )
+    options.refuse_both(context, shape)
     name, built, _, loaded = _load(model, shape, config)
     with console.status("running the mix") as status:
         report = run_mix(built, config, spec, name=name, repeats=repeat, progress=status.update, loaded=loaded)

@@ -52,6 +52,8 @@ def serve(
         raise ConfigError("both --rate and --concurrency are set; give one (open loop or closed loop)")
     if rate is not None and rate <= 0:
         raise ConfigError(f"rate is {rate}; it must be greater than 0")
+    if explain and as_json:
+        raise ConfigError("--explain words the numbers of the page, and --json prints none", hint="give one of them")
     if endpoint not in ("completions", "chat"):
         raise ConfigError(f"endpoint is {endpoint!r}; it must be completions or chat")
     config = LoadConfig(

@@ -13,6 +13,7 @@ from diptych.cli.options import console, engine_config, loading_bar
 from diptych.compute.ceilings import machine_ceilings
 from diptych.engine.llm import LLM
 from diptych.engine.report import PhaseObserver, phase_report
+from diptych.ground.errors import ConfigError
 from diptych.ground.events import Usage
 
 app = typer.Typer(add_completion=False)
@@ -32,6 +33,10 @@ def embed(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no phase report")] = False,
 ) -> None:
     """Write the vector of each TEXT, and report the one phase there is."""
+    if engine["speculate"] != "off":
+        raise ConfigError(
+            f"--speculate {engine['speculate']} drafts tokens, and an embedding writes none", hint="leave it out"
+        )
     config = engine_config(task=task, **engine)
     given = [line.rstrip("\n") for line in sys.stdin if line.strip()] if texts == ["-"] else texts
     with loading_bar(f"loading {model}") as progress:

@@ -14,7 +14,8 @@ import httpx
 import typer
 
 from diptych.cli import options, what_if
-from diptych.cli.options import engine_config, loading_bar
+from diptych.cli.options import engine_config, given, loading_bar
+from diptych.cli.written import refuse_unread
 from diptych.compute.ceilings import machine_ceilings
 from diptych.engine.cost_view import CostView
 from diptych.engine.load import LoadedModel, load, local_predictor
@@ -31,10 +32,18 @@ from diptych.server.text_bodies import TemplateBody
 
 app = typer.Typer(add_completion=False)
 TIMEOUT_S = 600.0
+# what each kind of answer reads: any other option given with it is refused, as it would change nothing
+READS = {
+    "--messages": {"messages", "tools", "model", "backend", "weights", "as_json"},
+    "--messages with --url": {"messages", "tools", "url", "api_key", "as_json"},
+    "--request": {"request", "changes", "url", "api_key", "as_json"},
+    "--request with --recording": {"request", "changes", "recording", "model", "weights", "as_json"},
+}
 
 
 @app.command(name="explain")
 def explain_command(
+    context: typer.Context,
     messages: Annotated[
         Path | None, typer.Option(help="a JSON file: a list of messages, or an object with messages (and tools)")
     ] = None,
@@ -66,12 +75,16 @@ def explain_command(
     if request is not None:
         if tools is not None:
             raise ConfigError("--tools belongs to --messages; a request has its own")
+        if recording is not None and server is not None:
+            raise ConfigError("--recording and --url are two places to look; give one")
+        _refuse_unread("--request" if recording is None else "--request with --recording", context)
         found = _what_if(request, changes or [], recording, model, weights, server=server, key=key)
         print(json.dumps(found) if as_json else what_if.text_of(found))
         return
     assert messages is not None
     if changes or recording is not None:
         raise ConfigError("--what-if and --recording ask about one request; give --request ID")
+    _refuse_unread("--messages" if server is None else "--messages with --url", context)
     body = read_body(messages, tools)
     if server is not None:
         explanation = measured(body, server, key)
@@ -81,6 +94,10 @@ def explain_command(
             loaded = load(model, config, progress=progress)
         explanation = predicted(body, loaded, block_tokens=config.block_tokens)
     print(json.dumps(explanation.as_json()) if as_json else text_of(explanation))
+
+
+def _refuse_unread(kind: str, context: typer.Context) -> None:
+    refuse_unread(kind, given(context), READS[kind])
 
 
 def _what_if(
@@ -95,8 +112,6 @@ def _what_if(
 ) -> dict[str, Any]:
     if recording is None:
         return what_if.asked_of_server(request, changes, url=server or "http://127.0.0.1:8000", key=key)
-    if server is not None:
-        raise ConfigError("--recording and --url are two places to look; give one")
     return what_if.asked_of_recording(request, changes, recording=recording, model=model, weights=weights)
 
 

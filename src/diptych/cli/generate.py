@@ -79,7 +79,8 @@ def _tell(llm: LLM, observer: PhaseObserver, done: Completion, *, as_json: bool,
     if done.error is not None:
         raise done.error
     if as_json:
-        _write(json.dumps(_as_json(done, _report(llm, observer, done)), ensure_ascii=False) + "\n")
+        report = None if quiet else _report(llm, observer, done)
+        _write(json.dumps(_as_json(done, report), ensure_ascii=False) + "\n")
         return
     if streams:
         _write("\n")
@@ -97,7 +98,7 @@ def _report(llm: LLM, observer: PhaseObserver, done: Completion) -> PhaseReport:
     return phase_report(llm.loaded, observer, ceilings=ceilings, usage=done.usage, timings=done.timings)
 
 
-def _as_json(done: Completion, report: PhaseReport) -> dict[str, object]:
+def _as_json(done: Completion, report: PhaseReport | None) -> dict[str, object]:
     choices = [
         {
             "index": choice.index,
@@ -107,12 +108,8 @@ def _as_json(done: Completion, report: PhaseReport) -> dict[str, object]:
         }
         for choice in done.choices
     ]
-    return {
-        "choices": choices,
-        "usage": asdict(done.usage),
-        "timings": asdict(done.timings),
-        "report": report.as_json(),
-    }
+    found: dict[str, object] = {"choices": choices, "usage": asdict(done.usage), "timings": asdict(done.timings)}
+    return found if report is None else found | {"report": report.as_json()}
 
 
 def _write(text: str) -> None:

@@ -154,7 +154,8 @@ def _memory(spec: ModelSpec, weight_bytes: Mapping[str, float]) -> dict[str, Any
     return {
         "weight_bytes": weight_bytes,
         "kv_bytes": {
-            kv: {str(context): kv_bytes_stored(spec, kv_spec(kv), context) for context in contexts} for kv in SHOWN_KV
+            kv: {str(context): kv_bytes_stored(spec, kv_spec(kv), context, is_ours=spec.is_run) for context in contexts}
+            for kv in SHOWN_KV
         },
     }
 
@@ -176,7 +177,10 @@ def _phases(spec: ModelSpec, hardware: str, formats: Sequence[str], held: Held |
             raise
         return {"phases": {}, "phases_missing": error.message, "hint": error.hint}
     plans = {}
-    question = replace(QUESTION, prompt_tokens=min(QUESTION.prompt_tokens, spec.max_context_tokens // 2))
+    half = max(1, spec.max_context_tokens // 2)
+    question = replace(
+        QUESTION, prompt_tokens=min(QUESTION.prompt_tokens, half), output_tokens=min(QUESTION.output_tokens, half)
+    )
     for weights in formats:
         quant = _quant(weights, held)
         if quant.compute in device.flops_per_s:

@@ -12,8 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from diptych.cli import options
-from diptych.cli.options import check_writable, console, engine_config, loading_bar
+from diptych.cli.options import check_writable, console, engine_config, given, loading_bar, refuse_before
 from diptych.cli.tables import page
+from diptych.cli.written import refuse_unread
 from diptych.compute.runner import random_model
 from diptych.cost.profile import profile_path
 from diptych.cost.setup import BUNDLED
@@ -73,13 +74,19 @@ def lab(
 ) -> None:
     """Run the experiments on the two phases and write one page with pictures, a CSV and a JSON."""
     if context.invoked_subcommand is not None:
+        refuse_before(context, "lab")
         return
     if show_list:
+        refuse_unread("--list", given(context), {"show_list"})
         for one in EXPERIMENTS:
             print(f"{one.name:<22}{one.claim}")
         return
     if quick and only:
         raise ConfigError("--quick chooses the experiments, and so does --only", hint="give one of them")
+    if quick:
+        written = given(context)
+        refuse_unread("--quick", written, written.keys() - {"repeat", "budget"})
+    options.refuse_both(context, shape)
     experiments = list(QUICK) if quick else choose(only or [])
     if quick and model == "bundled" and shape is None:
         shape = BUNDLED_SHAPE  # the trained model ends at 4,096 positions
@@ -101,7 +108,7 @@ def lab(
             _print(experiment, outcome)
 
         try:
-            written = run.run(experiments, on_result=tell)
+            report = run.run(experiments, on_result=tell)
         except KeyboardInterrupt:
             console.print(
                 f"stopped by Ctrl-C: {len(finished)} of {len(experiments)} experiments are finished"
@@ -116,7 +123,7 @@ def lab(
             f"{', '.join(run.kept)}; another --out measures them anew",
             soft_wrap=True,
         )
-    console.print(f"report: {written} ({clock.now_s() - begin_s:.0f} s)")
+    console.print(f"report: {report} ({clock.now_s() - begin_s:.0f} s)")
 
 
 @app.command()

@@ -51,7 +51,10 @@ def prices_of(entries: list[str] | None) -> dict[str, float]:
         except ValueError:
             raise ConfigError(f"cannot read --price {entry!r}", hint="for example --price h100=2.50") from None
         Bound(float, 0.0, None, "USD", is_low_open=True).take(f"--price of {name}", value, ConfigError)
-        prices[table_name(name)] = value
+        device = table_name(name)
+        if device in prices:
+            raise ConfigError(f"--price says twice what {device} costs: {prices[device]:g} and {value:g} USD")
+        prices[device] = value
     return prices
 
 

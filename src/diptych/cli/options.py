@@ -235,6 +235,34 @@ def loading_bar(label: str) -> Iterator[ProgressCall]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def given(context: typer.Context) -> dict[str, str]:
+    """Options that a person wrote, by what they set: {"tp": "--tp"}."""
+    found: dict[str, str] = {}
+    for one in context.command.params:
+        source = None if one.name is None else context.get_parameter_source(one.name)
+        if one.name is not None and source is not None and source.name == "COMMANDLINE":
+            found[one.name] = next((name for name in one.opts if name.startswith("--")), one.name)
+    return found
+
+
+def refuse_before(context: typer.Context, command: str) -> None:
+    """Raise ConfigError for options of a command that stand before its subcommand, which has options of its own."""
+    names = list(given(context).values())
+    if names:
+        raise ConfigError(
+            f"{', '.join(names)} before {context.invoked_subcommand} would change nothing: it is read by {command!r} alone",
+            hint=f"write it behind {context.invoked_subcommand}, if that has it",
+        )
+
+
+def refuse_both(context: typer.Context, shape: str | None) -> None:
+    """Raise ConfigError where a model is named beside a shape, which has no weights but random ones."""
+    if shape is not None and "model" in given(context):
+        raise ConfigError(
+            f"--shape {shape} has random weights, and --model weights of its own", hint="give one of them"
+        )
+
+
 def check_writable(path: Path | None) -> None:
     """Raise OSError now rather than after minutes of measuring, when a file cannot be written at `path`."""
     if path is not None:

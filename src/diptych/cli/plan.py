@@ -26,7 +26,7 @@ from diptych.cli.written import errors_told, refuse_unread, written
 from diptych.cost.advice import chunk_for, pools_for, speculation_advice, what_ifs
 from diptych.cost.planner import Plan, Question, make_plan
 from diptych.cost.setup import Setup, setup_of
-from diptych.cost.sizing import TRIED_TP, Answer, parse_ask, parse_duration_s, size
+from diptych.cost.sizing import TRIED_TP, Answer, parse_ask, parse_duration_s, parse_rate, size
 from diptych.cost.stacks import stack_names
 from diptych.cost.tables import data_text, device_names, model_names
 from diptych.ground.bounds import Bound
@@ -69,16 +69,19 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
         usage=f"{prog_name} MODEL --hardware NAME [options]\n"
         f"       {prog_name} MODEL --ask ttft=500ms,tpot=50ms,rate=3/s,in=1500,out=200 [--devices NAME,NAME]\n"
         f"       {prog_name} MODEL --users 1000 --think 30s --turns 8 --slo ttft=1s,tpot=80ms [--hardware NAME,NAME]\n"
-        f"       {prog_name} compare MODEL[,MODEL] --hardware NAME[,NAME]\n"
+        f"       {prog_name} compare MODEL[,MODEL] --hardware NAME[,NAME] [--weights FORMAT[,FORMAT]] [--batch N[,N]]\n"
         f"       {prog_name} accuracy [--rows FILE.csv] [--neutral]\n"
         f"       {prog_name} --list",
     )
     add = parser.add_argument
     add("words", nargs="*", metavar="MODEL", help="a name, a config.json, a folder with one, or `bundled` (default)")
-    add("--hardware", "-d", metavar="NAME", help="device name, or `local` (default): this machine as measured")
     add(
-        "--weights", "-w", metavar="FORMAT", help="weight format (default bf16); several with commas for --ask, compare"
+        "--hardware",
+        "-d",
+        metavar="NAME",
+        help="device, or `local` (default): this machine as measured; several: a table",
     )
+    add("--weights", "-w", metavar="FORMAT", help="weight format (default bf16); several with commas")
     add("--kv", default="bf16", metavar="FORMAT", help="KV cache format: bf16, fp8, int8, int4, fp32")
     add("--tp", type=int, default=1, metavar="N", help="devices that share one copy of the model")
     layout_options(parser)
@@ -91,7 +94,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
     add("--output", "-o", type=int, default=256, metavar="N", help="tokens of the answer")
     add("--context", type=int, metavar="N", help="context of the decode step (default: the middle of the answer)")
     add("--stall-budget", default="50ms", metavar="TIME", help="longest step while others decode")
-    add("--rate", type=float, default=1.0, metavar="R", help="requests per second, for one pool or two")
+    add("--rate", default="1/s", metavar="R", help="requests per second, such as 3/s or 40/min, for one pool or two")
     add("--speculate", type=int, default=4, metavar="N", help="tokens drafted per sequence and verify step")
     add("--acceptance", type=float, default=0.7, metavar="A", help="chance that a drafted token is right")
     add("--draft-cost", type=float, default=0.05, metavar="C", help="cost of one drafted token, in decode steps")
@@ -115,9 +118,10 @@ def _answer(options: argparse.Namespace, *, given: dict[str, str]) -> None:
     kind = _kind(options)
     refuse_unread(kind, given, READS[kind] | {"as_json"})
     if kind == "--list":
+        _no_more(words, "--list takes no model")
         _list(options.as_json)
     elif kind == "accuracy":
-        _no_more(words[1:])
+        _no_more(words[1:], "rows of one's own: --rows FILE.csv")
         if options.services:
             _services(options, given)
             return
@@ -137,7 +141,10 @@ def _answer(options: argparse.Namespace, *, given: dict[str, str]) -> None:
         setups, not_tried = _setups(_model(words), names, options, splits)
         answer = size(setups, parse_ask(options.ask), prices=prices, budget_usd_per_hour=options.budget)
         _show_answer(answer, not_tried, options.as_json)
-    elif len(_batches(options)) > 1:
+    elif len(_batches(options)) > 1 or any(
+        "," in text for text in (*words, options.hardware or "", options.weights or "")
+    ):
+        refuse_unread("a table of several answers", given, READS["compare"] | {"as_json"})
         _compare(options, words)
     else:
         setup = setup_of(
@@ -180,7 +187,7 @@ def _planned(options: argparse.Namespace, setup: Setup, batch: int) -> Plan:
         batch=batch,
         context_tokens=options.context,
         stall_budget_s=parse_duration_s(options.stall_budget, "stall budget"),
-        requests_per_s=options.rate,
+        requests_per_s=parse_rate(options.rate),
         draft_tokens=options.speculate,
         acceptance=options.acceptance,
         draft_cost=options.draft_cost,
@@ -243,20 +250,17 @@ def _compare(options: argparse.Namespace, words: list[str]) -> None:
 
 def _accuracy(rows_file: Path | None, refit_file: Path | None, as_json: bool, *, is_neutral: bool) -> None:
     """Leave one model out, on the file's rows or on the built-in copy; other rows only help to fit."""
-    accuracy, reader = import_module("diptych.cost.accuracy"), import_module("diptych.cost.rows")
+    accuracy, reader = import_module("diptych.cost.fitting.accuracy"), import_module("diptych.cost.fitting.rows")
     text = data_text("published_rows.csv")
     known = reader.read_rows(text)[0]
     if rows_file is not None:
-        try:
-            text = rows_file.read_text("utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot read {rows_file}: {error.strerror}") from None
+        text = reader.text_of(rows_file)
     rows, left_out = reader.read_rows(text)
     service = accuracy.service_errors(reader.read_service_rows(text))
     if not rows and not service:
         raise ConfigError(f"{rows_file} has no row that describes one timed step on a known device")
     auxiliary = [*reader.read_rows(data_text("auxiliary_rows.csv"))[0], *(row for row in known if row not in rows)]
-    forms = import_module("diptych.cost.forms")
+    forms = import_module("diptych.cost.fitting.forms")
     errors = accuracy.leave_one_model_out(
         rows, auxiliary=auxiliary, forms=forms.NEUTRAL_FORMS if is_neutral else forms.FORMS
     )
@@ -264,7 +268,7 @@ def _accuracy(rows_file: Path | None, refit_file: Path | None, as_json: bool, *,
     uncovered = accuracy.uncovered(rows)
     holding = []
     if not is_neutral:
-        held_out = import_module("diptych.cost.held_out")
+        held_out = import_module("diptych.cost.fitting.held_out")
         everything = [*rows, *auxiliary]
         near, far = accuracy.near_rows(accuracy.leave_one_model_out(everything)), held_out.hold_back(everything)
         holding = held_out.check(near, far)
@@ -335,9 +339,9 @@ def _model(words: list[str]) -> str:
     return words[0]
 
 
-def _no_more(words: list[str]) -> None:
+def _no_more(words: list[str], hint: str | None = None) -> None:
     if words:
-        raise ConfigError(f"did not expect {' '.join(words)!r}", hint="several models are joined with commas")
+        raise ConfigError(f"did not expect {' '.join(words)!r}", hint=hint or "several models are joined with commas")
 
 
 def _device(hardware: str | None) -> str:

@@ -12,10 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from diptych.cli.tables import page, plain_table
-from diptych.cost.rows import read_service_rows
-from diptych.cost.services import MeasuredService, is_deployments, of_published, read_deployments
+from diptych.cost.fitting.rows import read_service_rows, text_of
+from diptych.cost.fitting.services import MeasuredService, is_deployments, of_published, read_deployments
 from diptych.cost.tables import data_text
-from diptych.ground.errors import ConfigError
 from diptych.sim.truth import Case, Judged, cases_of, judge, possible, summarise_services
 from diptych.sim.workers import Mapped, workers
 
@@ -58,10 +57,7 @@ def _fits(tell: Tell, held_out: str) -> Tell:
 
 
 def _of_file(path: Path) -> tuple[list[MeasuredService], Counter[str]]:
-    try:
-        text = path.read_text("utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    text = text_of(path)
     if is_deployments(text):
         return read_deployments(text)
     return of_published(read_service_rows(text)), Counter()

@@ -17,10 +17,11 @@ from diptych.cost.tables import device_names, device_spec, model_names, model_sp
 from diptych.ground.formats import KV_FORMATS, QUANTS
 from diptych.ground.phase import Phase
 from diptych.ground.specs import HardwareSpec
+from diptych.metrics import percentile
 
 if TYPE_CHECKING:  # the fits behind it are needed by `plan accuracy` alone
-    from diptych.cost.accuracy import ErrorSummary, ServiceError
-    from diptych.cost.held_out import Holding
+    from diptych.cost.fitting.accuracy import ErrorSummary, ServiceError
+    from diptych.cost.fitting.held_out import Holding
 
 
 def _ratio(value: float) -> str:
@@ -405,9 +406,9 @@ def _service_table(console: Console, service: Sequence[ServiceError]) -> None:
             row.label, row.device, row.measure, *cells, f"{entry.error:+.0%}", "holds" if entry.is_held else "no"
         )
     console.print(table)
-    sizes = sorted(abs(entry.error) for entry in service)
+    median = percentile([abs(entry.error) for entry in service], 50)
     held = sum(entry.is_held for entry in service)
-    console.print(f"median {sizes[len(sizes) // 2]:.0%} over {len(sizes)} rows; the 80 % interval holds {held} of them")
+    console.print(f"median {median:.0%} over {len(service)} rows; the 80 % interval holds {held} of them")
 
 
 def show_list() -> None:

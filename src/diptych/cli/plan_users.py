@@ -112,7 +112,7 @@ def _candidates(options: argparse.Namespace, names: list[str]) -> tuple[list[Poo
     """Every device and split that can hold the model, and why the others cannot."""
     splits, layout = TRIED_TP if options.tp is None else _degrees(options.tp), layout_of(options)
     pools: list[Pool] = []
-    left_out: dict[str, str] = {}
+    left_out: dict[str, ConfigError] = {}
     for name in names:
         base = setup_of(options.model, name, weights=options.weights, kv=options.kv, stack=options.stack)
         before = len(pools)
@@ -120,14 +120,14 @@ def _candidates(options: argparse.Namespace, names: list[str]) -> tuple[list[Poo
             try:
                 pools.append(Pool.of(replace(base, tp=tp, layout=layout)))
             except ConfigError as error:
-                left_out.setdefault(base.label, error.message)
+                left_out.setdefault(base.label, error)
         if len(pools) > before:
             left_out.pop(base.label, None)
     if not pools:
-        raise ConfigError(
-            "; ".join(left_out.values()), hint="a larger device, a larger --tp or a smaller weight format"
-        )
-    return pools, left_out
+        errors = left_out.values()
+        hints = dict.fromkeys(error.hint for error in errors if error.hint)
+        raise ConfigError("; ".join(error.message for error in errors), hint="; ".join(hints) or None)
+    return pools, {label: error.message for label, error in left_out.items()}
 
 
 def _cores() -> int:

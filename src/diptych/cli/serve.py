@@ -11,7 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from diptych.cli import cluster, options
-from diptych.cli.options import engine_config, loading_bar
+from diptych.cli.options import engine_config, given, loading_bar
+from diptych.cli.written import refuse_unread
+from diptych.cluster.pool_config import PoolConfig
 from diptych.compute.ceilings import machine_ceilings
 from diptych.engine.async_llm import AsyncLLM
 from diptych.ground.config import BOUNDS as CONFIG
@@ -27,6 +29,7 @@ LOG_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.W
 @app.command()
 @options.takes(settings=options.ENGINE, loras=options.LORAS)
 def serve(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(help="'bundled', a checkpoint folder, a GGUF file, or a hub name")
     ] = "bundled",
@@ -129,9 +132,9 @@ def serve(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
 ) -> None:
     """Serve MODEL until SIGTERM or Ctrl-C, then let open requests finish."""
-    logging.basicConfig(
-        level=LOG_LEVELS.get(log_level.lower(), logging.INFO), format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
+    if log_level.lower() not in LOG_LEVELS:
+        raise ConfigError(f"--log-level is {log_level!r}; it must be one of {', '.join(LOG_LEVELS)}")
+    logging.basicConfig(level=LOG_LEVELS[log_level.lower()], format="%(asctime)s %(levelname)s %(name)s %(message)s")
     model = _one_of(model, named_model)
     pools = cluster.pools_of(
         prefill,
@@ -148,6 +151,9 @@ def serve(
         max_workers=max_workers,
         target_queue_s=target_queue_s,
         calm_s=calm_s,
+    )
+    _refuse_unread(
+        given(context), pools, is_recording=record is not None, has_loras=bool(loras["lora"]) or runtime_lora
     )
     config = ServerConfig(
         host=host,
@@ -187,6 +193,25 @@ def serve(
         llm = AsyncLLM.from_pretrained(model, replace(engine, scheduler=scheduler), progress=progress)
     ceilings = machine_ceilings(llm.loaded.model)
     raise typer.Exit(run_server(llm, config, listener, ceilings=ceilings))
+
+
+def _refuse_unread(written: dict[str, str], pools: PoolConfig | None, *, is_recording: bool, has_loras: bool) -> None:
+    """Raise ConfigError for options of what is not there."""
+    grows = pools is not None and (pools.max_prefill, pools.max_decode) != (None, None)
+    for is_read, kind, names in (
+        (pools is not None, "one engine in this process", {"take_kv_of_other_kernels"}),
+        (
+            pools is not None and (pools.prefill or pools.max_prefill),
+            "a server without --prefill",
+            {"local_prefill_tokens"},
+        ),
+        (grows, "a server whose workers stay as many as they are", {"target_queue_s", "calm_s"}),
+        (pools is None, "a server before workers", {"keep_minutes"}),
+        (is_recording, "a server without --record", {"max_record_bytes"}),
+        (has_loras, "a server without --lora and --runtime-lora", {"max_loras", "max_lora_rank"}),
+    ):
+        if not is_read:
+            refuse_unread(kind, written, written.keys() - names)
 
 
 def _one_of(model: str, named: str | None) -> str:

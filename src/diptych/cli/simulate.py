@@ -74,6 +74,7 @@ def app(args: Sequence[str] | None = None, prog_name: str = "diptych simulate") 
             (options.shared_prefix > 0, "a load without --shared-prefix", {"prefixes"}),
             (options.cells != 1, "a service of one cell", {"processes"}),
             (not options.prefills_alone, "--prefills-alone", {"stall_budget"}),
+            (kinds[0] != "trace" or options.speculate is not None, "a trace without --speculate", {"seed"}),
         ):
             if not is_read:
                 refuse_unread(words, given_options, given_options.keys() - names)

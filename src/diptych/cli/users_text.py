@@ -8,7 +8,7 @@ from typing import Any
 from diptych.cli.plan_json import plain
 from diptych.cli.tables import duration, page, plain_table
 from diptych.cost.layout import PLAIN
-from diptych.sim.pools import Service
+from diptych.sim.pools import MAX_ENGINES, Service
 from diptych.sim.search import Answer, Layout
 from diptych.sim.service import Report
 
@@ -29,6 +29,7 @@ def as_json(found: Answer, unit: str, left_out: Mapping[str, str], points: objec
         "colocated": [_layout(layout) for layout in found.colocated],
         "pools": [_layout(layout) for layout in found.pools],
         "too_slow": list(found.too_slow),
+        "too_weak": list(found.too_weak),
         "left_out": dict(left_out),
         "prefill_share_of_busy_time": found.prefill_share,
         "engines_without_prefix_cache": found.engines_uncached,
@@ -37,6 +38,7 @@ def as_json(found: Answer, unit: str, left_out: Mapping[str, str], points: objec
         "step_time_margin": list(found.margin),
         "crossover_users": found.crossover_users,
         "crossover_message_tokens": found.crossover_message_tokens,
+        "most_message_tokens": found.most_message_tokens,
         "pareto": plain(points),
     }
 
@@ -130,6 +132,17 @@ def show(found: Answer, unit: str, left_out: Mapping[str, str]) -> None:
     console.print(f"how sure: {_sure(found)}")
     for name in found.too_slow:
         console.print(f"note: {name} misses the limits with a single user")
+    for name in found.too_weak:
+        console.print(f"note: more than {MAX_ENGINES:,} x ({name}) would be needed")
+    context, longest = (
+        best.service.pool.scheduler.max_context_tokens,
+        ask.conversation_tokens(ask.message.high, ask.output.high),
+    )
+    if longest > context:
+        console.print(
+            f"note: a conversation may have {longest:,} tokens, and the context holds {context:,}: a message that it cannot "
+            "hold is refused, which counts as missed"
+        )
     for name, why in left_out.items():
         console.print(f"note: {name}: {why}")
     for source in dict.fromkeys(pool.setup.calibration.source for pool in best.service.pools):
@@ -194,6 +207,11 @@ def _crossover(found: Answer) -> str:
     tokens = found.crossover_message_tokens
     if tokens is not None:
         words += f"; or with messages of {tokens:,} tokens and more (an estimate without queues)"
+    elif found.most_message_tokens is not None:
+        words += (
+            f"; messages longer than {found.most_message_tokens:,} tokens were not looked at, as "
+            f"{found.ask.turns} turns of them fit no context"
+        )
     return words
 
 

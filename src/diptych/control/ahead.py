@@ -15,6 +15,8 @@ from diptych.control.sequence import Sequence
 from diptych.ground.phase import Phase
 from diptych.ground.shape import ChunkShape, StepShape
 
+_new = tuple.__new__  # of a NamedTuple, in half the time
+
 
 class DecodeRun(NamedTuple):
     """`n_steps` steps, the first of this shape and each one position further than the one before.
@@ -81,7 +83,11 @@ def _foreseen(scheduler: Scheduler, *, token_id: int, limit: int) -> DecodeRun |
         del new_blocks[len(new_blocks) // 2 :]
         if not new_blocks:
             return None
-    shape = StepShape([ChunkShape(Phase.DECODE, 1, seq.computed_tokens, True, 1, seq.adapter) for seq in decoding])
+    chunks = [_new(ChunkShape, (Phase.DECODE, 1, seq.computed_tokens, True, 1, seq.adapter, False)) for seq in decoding]
+    if any(seq.adapter is not None for seq in decoding):
+        shape = StepShape(chunks)
+    else:
+        shape = StepShape.tokens(chunks, sum([seq.computed_tokens for seq in decoding]) + len(decoding))
     choices = tuple([(seq.request.request_id, seq.index) for seq in decoding])
     return DecodeRun(len(new_blocks), shape, choices, new_blocks)
 

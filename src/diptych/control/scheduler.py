@@ -207,6 +207,7 @@ class Scheduler:
         """One token for every decoding sequence. Nearly all only write into a block that they hold: keep that way short."""
         block_tokens, references, decode = self.pool.block_tokens, self.pool.references, Phase.DECODE
         shapes: list[ChunkShape] = []
+        context, is_adapted = 0, False
         chunks, request_ids, planned = draft.chunks, draft.decode_request_ids, self.planned
         for seq in tuple(self.decoding):
             if seq.status is not Status.DECODE:
@@ -226,12 +227,14 @@ class Scheduler:
                 _new(Chunk, (seq_id, decode, start, (seq.token_ids[-1],), first_new, new_block_ids, True, None, 0))
             )
             shapes.append(_new(ChunkShape, (decode, 1, start, True, 1, seq.adapter, False)))
+            context += start + 1
+            is_adapted = is_adapted or seq.adapter is not None
             request_ids.append(seq.request.request_id)
             seq.is_in_flight = True
             planned[seq_id] = seq
         if shapes:
             draft.left_tokens -= len(shapes)
-            draft.shape = StepShape(shapes)
+            draft.shape = StepShape(shapes) if is_adapted else StepShape.tokens(shapes, context)
 
     def _make_room(self, seq: Sequence, draft: StepDraft) -> bool:
         """Preempt until the next token of this decoding sequence finds a block; False when it had to go itself."""

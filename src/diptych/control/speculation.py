@@ -2,7 +2,7 @@
 
 A draft costs speed or gains it and never changes an answer: the executor draws every token by the usual rule, and a draft
 is kept only while it equals what was drawn. Everything here is integers; what guesses are worth is `Depths`, which the
-engine fills with `diptych.cost.speculation` and a bare core with `EveryGuess`.
+engine fills with `diptych.cost.drafts.prices` and a bare core with `EveryGuess`.
 
     guesser = Guesser(SchedulerConfig(speculate="lookup"), n_vocab=4096)
     speculation = guesser.begin(request, depths)     # None for a request that wants no drafts

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from diptych.cost.acceptance import MOST_DEPTH, chances_at, expected_tokens, speedup
-from diptych.cost.depths import choose_depths
+from diptych.cost.components import layer_kv_bytes
+from diptych.cost.drafts.acceptance import MOST_DEPTH, chances_at, expected_tokens, speedup
+from diptych.cost.drafts.depths import choose_depths
 from diptych.cost.memory import capacity_of
 from diptych.cost.parameters import kv_bytes_stored
 from diptych.cost.planner import Question, decode_work_of, prefill_work_of
@@ -25,11 +26,12 @@ WHAT_IF_WEIGHTS = ("bf16", "fp8", "int8", "int4")
 WHAT_IF_TP = (2, 4, 8)
 SHOWN_BATCHES = (1, 4, 16, 64)
 MOST_BATCH = 4096
+MOST_CHUNKS = 2048  # of a prompt that are priced one by one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """The same question under one change. `obstacle`: why it cannot be done; the numbers are then None."""
+    """The same question under one change. `obstacle`: why it cannot be done; where no memory is lacking, without numbers."""
 
     change: str
     ttft_s: float | None = None
@@ -159,10 +161,9 @@ def speculation_advice(setup: Setup, question: Question) -> SpeculationAdvice:
 
 
 def speculation(setup: Setup, question: Question, batch: int) -> Speculation:
-    """The engine's own arithmetic (`cost.speculation`); drafting a token for all sequences costs a share of a decode step."""
+    """The engine's own arithmetic (`cost.drafts.prices`); drafting a token for all sequences costs a share of a decode step."""
     predict_s = setup.model_of_time().predict_s
-    plain = decode_work_of(setup, replace(question, batch=1))
-    plain = StepShape(plain.shapes * batch)
+    plain = setup.asked(StepShape((_plain_decode(question, 1),) * batch))
     plain_s = predict_s(plain)
 
     def draft_s(depths: Sequence[int]) -> float:
@@ -201,9 +202,9 @@ def _most_batch(setup: Setup, question: Question) -> int | None:
     predict_s = setup.model_of_time().predict_s
 
     def gains(batch: int) -> bool:
-        plain = ChunkShape(Phase.DECODE, 1, question.decode_context_tokens - 1, True, batch)
-        plain_s = predict_s(StepShape((plain,)))
-        verify_s = predict_s(StepShape((plain._replace(new_tokens=1 + question.draft_tokens),)))
+        plain = _plain_decode(question, batch)
+        plain_s = predict_s(setup.asked(StepShape((plain,))))
+        verify_s = predict_s(setup.asked(StepShape((plain._replace(new_tokens=1 + question.draft_tokens),))))
         verify_s += question.draft_tokens * question.draft_cost * plain_s
         return speedup(chances, plain_s=plain_s, verify_s=verify_s) > 1.0
 
@@ -216,6 +217,10 @@ def _most_batch(setup: Setup, question: Question) -> int | None:
         middle = (low + high) // 2
         low, high = (middle, high) if gains(middle) else (low, middle)
     return low
+
+
+def _plain_decode(question: Question, batch: int) -> ChunkShape:
+    return ChunkShape(Phase.DECODE, 1, question.decode_context_tokens - 1, True, batch)
 
 
 def chunk_for(setup: Setup, question: Question) -> ChunkAdvice:
@@ -234,28 +239,55 @@ def chunk_for(setup: Setup, question: Question) -> ChunkAdvice:
         return predictor.predict(decode.plus(setup.asked(StepShape((shape,))))).total_s
 
     chunk = bisect_right(range(1, prompt + 1), question.stall_budget_s, key=step_s)  # 0: none is short enough
-    reread = kv_bytes_stored(setup.model, setup.kv, 1) * prompt * (prompt - chunk) / (2 * chunk) if chunk else 0.0
+    starts = range(question.cached_tokens, question.prompt_tokens, chunk or prompt)
     return ChunkAdvice(
         stall_budget_s=question.stall_budget_s,
         decode_only_s=predictor.predict(decode).total_s,
         chunk_tokens=chunk,
         step_s=step_s(chunk or 1),
-        ttft_s=_chunked_ttft_s(setup, question, decode, chunk) if chunk else float("inf"),
+        ttft_s=_chunked_ttft_s(setup, question, decode, starts) if chunk else float("inf"),
         whole_step_s=step_s(prompt),
-        kv_reread_bytes=reread,
+        kv_reread_bytes=_reread_bytes(setup, question, starts),
     )
 
 
-def _chunked_ttft_s(setup: Setup, question: Question, decode: StepShape, chunk: int) -> float:
+def _chunk_at(question: Question, starts: range, start: int) -> ChunkShape:
+    end = min(start + starts.step, question.prompt_tokens)
+    is_last = end == question.prompt_tokens
+    return ChunkShape(phase=Phase.PREFILL, new_tokens=end - start, start_pos=start, samples=is_last)
+
+
+def _chunked_ttft_s(setup: Setup, question: Question, decode: StepShape, starts: range) -> float:
     predictor = setup.model_of_time()
-    total_s, start = 0.0, question.cached_tokens
-    while start < question.prompt_tokens:
-        size = min(chunk, question.prompt_tokens - start)
-        is_last = start + size == question.prompt_tokens
-        shape = ChunkShape(phase=Phase.PREFILL, new_tokens=size, start_pos=start, samples=is_last)
-        total_s += predictor.predict(decode.plus(setup.asked(StepShape((shape,))))).total_s
-        start += size
-    return total_s
+
+    def step_s(start: int) -> float:
+        shape = _chunk_at(question, starts, start)
+        return predictor.predict(decode.plus(setup.asked(StepShape((shape,))))).total_s
+
+    return _over(starts, step_s)
+
+
+def _reread_bytes(setup: Setup, question: Question, starts: range) -> float:
+    """Keys and values that chunks read and the prompt in one piece would not."""
+
+    def read_bytes(shape: ChunkShape) -> float:
+        return sum(
+            n * shape.kv_read_tokens(layer.attention.window) * layer_kv_bytes(layer.attention, setup.kv, 1)
+            for layer, n in setup.model.layer_groups
+        )
+
+    new_tokens = question.prompt_tokens - question.cached_tokens
+    whole = ChunkShape(Phase.PREFILL, new_tokens, question.cached_tokens, samples=True)
+    return _over(starts, lambda start: read_bytes(_chunk_at(question, starts, start))) - read_bytes(whole)
+
+
+def _over(starts: range, value: Callable[[int], float]) -> float:
+    """The sum over all chunks; of very many by some that are evenly spread, as those behind one another differ little."""
+    n = len(starts)
+    if n <= MOST_CHUNKS:
+        return sum(map(value, starts))
+    spread = (starts[round(i * (n - 1) / (MOST_CHUNKS - 1))] for i in range(MOST_CHUNKS))
+    return sum(map(value, spread)) * n / MOST_CHUNKS
 
 
 def pools_for(setup: Setup, question: Question) -> PoolAdvice:
@@ -270,7 +302,7 @@ def pools_for(setup: Setup, question: Question) -> PoolAdvice:
     per_request_s = question.output_tokens * decode_s / batch
     tax_s = batch / question.output_tokens * prefill_s
     tax_share = tax_s / (decode_s + tax_s)
-    kv_bytes = kv_bytes_stored(setup.model, setup.kv, question.prompt_tokens)
+    kv_bytes = kv_bytes_stored(setup.model, setup.kv, question.prompt_tokens, is_ours=setup.calibration.is_local)
     link = setup.hardware.link_bytes_per_s
     network_s = kv_bytes / NETWORK_BYTES_PER_S
     return PoolAdvice(

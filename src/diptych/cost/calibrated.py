@@ -168,7 +168,8 @@ class CalibratedModel:
             self._gaps(coverage) for coverage in (calibration.prefill_coverage, calibration.decode_coverage)
         )
         self._spreads = tuple(squared(gaps) for gaps in self._reach)
-        self._decode_rows_s: dict[int, float] = {}  # by rows, which are few numbers: what plain decode steps share
+        # by sequences and rows, which are few numbers: what decode steps share
+        self._decode_rows_s: dict[tuple[int, int], float] = {}
 
     def _gaps(self, coverage: Coverage | None) -> tuple[Gap, ...]:
         if coverage is None:  # measured on this machine
@@ -402,10 +403,11 @@ class CalibratedModel:
             return self.predict_run_s(shape, 1)[0]
         terms = self._decode if is_decode else self._prefill
         p, rows, logits = terms.p, shape.n_tokens, shape.n_logits_rows
-        known = self._decode_rows_s.get(rows) if is_decode and rows == logits else None
+        key = shape.n_sequences, rows
+        known = self._decode_rows_s.get(key) if is_decode and rows == logits else None
         device_s = self._rows_s(terms, shape) if known is None else known
         if known is None and is_decode and rows == logits:
-            self._decode_rows_s[rows] = device_s
+            self._decode_rows_s[key] = device_s
         prefill_kv_s = prefill_pair_s = decode_kv_s = decode_pair_s = 0.0
         for window, kv_s, pair_s, absorbed_pair_s in self._windows(terms, shape):
             seen = self._attended[window].of(shape) if window is not None else _all_of(shape)
@@ -431,9 +433,9 @@ class CalibratedModel:
         token_s = self._near_token_s if is_near else self._token_s
         if token_s is None or (not is_near and tokens <= self._near_tokens):  # or some of them read from either
             return [self.predict_s(shape.later(step)) for step in range(n_steps)]
-        device_s = self._decode_rows_s.get(rows)
+        device_s = self._decode_rows_s.get((rows, rows))
         if device_s is None:
-            device_s = self._decode_rows_s[rows] = self._rows_s(terms, shape)
+            device_s = self._decode_rows_s[rows, rows] = self._rows_s(terms, shape)
         launch_p, writes = terms.launch_p, self._crowded(shape)[1]
         link_s = terms.link_base_s + writes * rows * terms.link_row_s + rows * terms.link_logits_row_s
         if shape.adapters:

@@ -3,6 +3,7 @@
 >>> Constants(eb={"bf16": 0.82}).weight_fraction("int8")
 Traceback (most recent call last):
 diptych.ground.errors.ConfigError: the calibration has no achieved fraction for int8 and no fallback
+hint: it has those of bf16
 """
 
 from __future__ import annotations
@@ -180,5 +181,8 @@ class Calibration:
 def _pick(fractions: Mapping[str, float], key: str) -> float:
     found = fractions.get(key, fractions.get("other"))
     if found is None:
-        raise ConfigError(f"the calibration has no achieved fraction for {key} and no fallback")
+        raise ConfigError(
+            f"the calibration has no achieved fraction for {key} and no fallback",
+            hint=f"it has those of {', '.join(sorted(fractions))}",
+        )
     return found

@@ -160,16 +160,23 @@ def kv_bytes_per_token(model: ModelSpec, kv: KVSpec, *, tp: int = 1) -> float:
     return sum(n * layer_kv_bytes(layer.attention, kv, tp) for layer, n in model.layer_groups)
 
 
-def kv_bytes_of_context(model: ModelSpec, kv: KVSpec, context_tokens: int, *, tp: int = 1) -> float:
-    """KV bytes one sequence holds at a context, rounded up to blocks; windowed layers keep only their window."""
+def kv_bytes_of_context(
+    model: ModelSpec, kv: KVSpec, context_tokens: int, *, tp: int = 1, is_ours: bool = False
+) -> float:
+    """KV bytes one sequence holds at a context, rounded up to blocks; see `kv_bytes_of_tokens`."""
     blocks = -(-context_tokens // kv.block_tokens) * kv.block_tokens
-    return kv_bytes_of_tokens(model, kv, blocks, tp)
+    return kv_bytes_of_tokens(model, kv, blocks, tp, is_ours=is_ours)
 
 
-def kv_bytes_of_tokens(model: ModelSpec, kv: KVSpec, tokens: int, tp: int) -> float:
-    """KV bytes of one sequence over all layers on one device; windowed layers keep only their window."""
+def kv_bytes_of_tokens(model: ModelSpec, kv: KVSpec, tokens: int, tp: int, *, is_ours: bool = False) -> float:
+    """KV bytes of one sequence over all layers on one device; windowed layers keep only their window.
+
+    is_ours: a block of Diptych's engine holds all layers' keys and values of its tokens, so all of them keep all.
+    """
     return sum(
-        n * min(tokens, layer.attention.window or tokens) * layer_kv_bytes(layer.attention, kv, tp)
+        n
+        * (tokens if is_ours else min(tokens, layer.attention.window or tokens))
+        * layer_kv_bytes(layer.attention, kv, tp)
         for layer, n in model.layer_groups
     )
 

@@ -18,7 +18,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from diptych.cost.roofline import link_rate, no_link
 from diptych.ground.errors import ConfigError
+from diptych.ground.specs import HardwareSpec
 from diptych.models.spec import ModelSpec
 
 HOP_S = 10e-6  # between stages, beside the bytes: a point-to-point message of NCCL
@@ -76,6 +78,12 @@ class Layout:
         if self.pp > model.n_layers:
             raise ConfigError(f"{model.name} has {model.n_layers} layers; they cannot stand on {self.pp} stages")
 
+    def check_links(self, hardware: HardwareSpec, tp: int) -> None:
+        """Refuse devices that cannot be joined so. A stage is within the reach of the fast link, several need not be."""
+        link_rate(hardware, tp * self.dp, what=WORDS["tp"] if self.dp == 1 else f"tensor times {WORDS['dp']}")
+        if self.pp > 1 and hardware.link_bytes_per_s is None:
+            raise no_link(hardware, f"{WORDS['pp']} {self.pp}")
+
     def crowding(self, model: ModelSpec, rows: float) -> float:
         """How many times its even share of the tokens the busiest group of experts gets.
 
@@ -89,4 +97,9 @@ class Layout:
 
 
 PLAIN = Layout()
-WORDS = {"dp": "attention-data parallel", "ep": "expert parallel", "pp": "pipeline parallel"}
+WORDS = {
+    "tp": "tensor parallel",
+    "dp": "attention-data parallel",
+    "ep": "expert parallel",
+    "pp": "pipeline parallel",
+}

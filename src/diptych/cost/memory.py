@@ -9,6 +9,7 @@ from diptych.cost.components import LOGIT_BYTES, kv_bytes_of_context
 from diptych.cost.parameters import weight_bytes_stored
 from diptych.cost.setup import Setup
 from diptych.ground.formats import engine_quant, head_format
+from diptych.ground.specs import QuantSpec
 from diptych.models.spec import MlpSpec, ModelSpec
 
 # The part of memory an engine may use; the rest is the runtime's, the allocator's and other programs'.
@@ -36,34 +37,49 @@ class Capacity:
 
 def capacity_of(setup: Setup, *, context_tokens: int, batch: int) -> Capacity:
     """What one of the setup's devices holds. 0 sequences or tokens mean that nothing fits."""
-    hardware, model = setup.hardware, setup.model
-    weights = weight_bytes_stored(model, setup.quant, tp=setup.tp, layout=setup.layout) + setup.adapter_bytes
+    hardware, layout = setup.hardware, setup.layout
+    weights = _weight_bytes(setup) + setup.adapter_bytes
     activations = activation_bytes_of(setup)
     reserve = GPU_RESERVE_BYTES if hardware.kind in ("gpu", "tpu", "accelerator") else 0.0
     free = hardware.memory_bytes * MEMORY_SHARE - weights - activations - reserve
-    parts = setup.layout.parts  # groups hold sequences of their own, stages their layers of all
-    max_batch = max(int(free // kv_bytes_of_context(model, setup.kv, context_tokens, tp=setup.tp)), 0) * parts
-    longest = _longest_context(setup, free * setup.layout.pp / max(batch / setup.layout.dp, 1.0))
+    group_free = free * layout.pp  # stages hold their layers of all sequences, groups sequences of their own
+    max_batch = max(int(group_free // _kv_bytes(setup, context_tokens)), 0) * layout.dp
+    longest = _longest_context(setup, group_free / max(-(-batch // layout.dp), 1))
     return Capacity(
         memory_bytes=hardware.memory_bytes,
         weight_bytes=weights,
         activation_bytes=activations,
         free_kv_bytes=max(free, 0.0),
-        kv_tokens=max(int(free * parts // (kv_bytes_of_context(model, setup.kv, 4096, tp=setup.tp) / 4096)), 0),
+        kv_tokens=max(int(free * layout.parts // (_kv_bytes(setup, 4096) / 4096)), 0),
         max_batch=max_batch,
         max_context_tokens=longest,
         is_fitting=max_batch >= batch,
     )
 
 
-def engine_weight_bytes(model: ModelSpec, weights: str) -> float:
-    """Bytes of all weights in the engine's format of that name, with the embedding, which stays in 16 bits (32 for fp32).
+def _weight_bytes(setup: Setup) -> float:
+    """Of one device; this machine's as the engine holds them."""
+    if setup.calibration.is_local:
+        return _held_bytes(setup.model, setup.quant) / setup.tp
+    return weight_bytes_stored(setup.model, setup.quant, tp=setup.tp, layout=setup.layout)
 
-    A tied embedding is the head itself where both have 16 or 32 bits.
+
+def _kv_bytes(setup: Setup, context_tokens: int) -> float:
+    return kv_bytes_of_context(setup.model, setup.kv, context_tokens, tp=setup.tp, is_ours=setup.calibration.is_local)
+
+
+def engine_weight_bytes(model: ModelSpec, weights: str) -> float:
+    """Bytes of all weights in the engine's format of that name."""
+    return _held_bytes(model, engine_quant(weights, head_format(weights)))
+
+
+def _held_bytes(model: ModelSpec, quant: QuantSpec) -> float:
+    """With the embedding, which the engine keeps in 16 bits (32 for fp32). A tied one is the head itself where both have 16
+    or 32 bits.
     """
-    quant, table = engine_quant(weights, head_format(weights)), model.vocab_size * model.hidden
+    table = model.vocab_size * model.hidden
     stored = weight_bytes_stored(model, quant)
-    plain = 4.0 if weights == "fp32" else 2.0
+    plain = 4.0 if quant.name == "fp32" else 2.0
     if model.is_tied:
         return stored if quant.head_bytes >= 2.0 else stored + table * plain
     return stored + table * (plain - quant.head_bytes)
@@ -85,7 +101,7 @@ def _longest_context(setup: Setup, free_bytes: float) -> int:
     limit = setup.model.max_context_tokens or MAX_CONTEXT_SEARCHED
 
     def fits(tokens: int) -> bool:
-        return kv_bytes_of_context(setup.model, setup.kv, tokens, tp=setup.tp) <= free_bytes
+        return _kv_bytes(setup, tokens) <= free_bytes
 
     if fits(limit):
         return limit

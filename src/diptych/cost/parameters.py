@@ -56,11 +56,14 @@ def linear_parameter_count(model: ModelSpec) -> int:
     return total
 
 
-def attention_flops_per_pair(model: ModelSpec) -> float:
-    """FLOPs of one query and one key in all layers: a dot product for the score and one for the value, each head."""
+def attention_flops_per_pair(model: ModelSpec, *, on_latents: bool = False) -> float:
+    """FLOPs of one query and one key in all layers: a dot product for the score and one for the value, each head.
+
+    on_latents: where they are latent attention's, as in our engine's prefill.
+    """
     return float(
         sum(
-            2 * n * layer.attention.n_heads * sum(attention_widths(layer.attention, on_latents=False))
+            2 * n * layer.attention.n_heads * sum(attention_widths(layer.attention, on_latents=on_latents))
             for layer, n in model.layer_groups
         )
     )
@@ -80,9 +83,9 @@ def weight_bytes_stored(model: ModelSpec, quant: QuantSpec, *, tp: int = 1, layo
     return stored / tp / layout.pp
 
 
-def kv_bytes_stored(model: ModelSpec, kv: KVSpec, context_tokens: int) -> float:
+def kv_bytes_stored(model: ModelSpec, kv: KVSpec, context_tokens: int, *, is_ours: bool = False) -> float:
     """KV bytes of one sequence over the whole model, unsplit and unrounded (what a hand-off must move)."""
-    return kv_bytes_of_tokens(model, kv, context_tokens, 1)
+    return kv_bytes_of_tokens(model, kv, context_tokens, 1, is_ours=is_ours)
 
 
 def _attention_matrices(model: ModelSpec, attention: AttentionLayer) -> int:

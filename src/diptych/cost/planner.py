@@ -5,7 +5,7 @@ A `Setup` is everything that fixes the answer; `make_plan` computes the whole pa
 >>> from diptych.cost.setup import setup_of
 >>> plan = make_plan(setup_of("llama-3.1-8b", "a100-80gb-sxm"), Question(prompt_tokens=2048, batch=1))
 >>> round(plan.kv_equals_weights_batch)
-56
+53
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from diptych.cost.acceptance import MOST_DEPTH
 from diptych.cost.calibration import ADAPTER_SHARE
 from diptych.cost.components import PhaseCost, cost_of, expected_experts, kv_bytes_per_token
+from diptych.cost.drafts.acceptance import MOST_DEPTH
 from diptych.cost.exchange import GLOO_MEETING_S, SHARED_MEETING_S, all_reduced, gathered
 from diptych.cost.layout import PLAIN
 from diptych.cost.memory import Capacity, capacity_of
@@ -31,6 +31,8 @@ from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import Bottleneck, HardwareSpec, StepCost
+
+MOST_SEQUENCES = 65_536  # of one step, that are asked about and looked at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +58,9 @@ class Question:
         for name in ("prompt_tokens", "output_tokens", "batch", "draft_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.draft_tokens > MOST_DEPTH:
-            raise ConfigError(f"draft_tokens is {self.draft_tokens}; it must be at most {MOST_DEPTH}")
+        for name, most in (("draft_tokens", MOST_DEPTH), ("batch", MOST_SEQUENCES)):
+            if getattr(self, name) > most:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at most {most}")
         if not 0 <= self.cached_tokens < self.prompt_tokens:
             raise ConfigError(f"cached_tokens is {self.cached_tokens}; it must be from 0 to {self.prompt_tokens - 1}")
         if self.context_tokens is not None and self.context_tokens < 1:
@@ -154,7 +157,7 @@ class Plan:
 def make_plan(setup: Setup, question: Question) -> Plan:
     """Everything about one setup. Raises ConfigError for an impossible split or context."""
     context = question.decode_context_tokens
-    _check_context(setup, max(question.prompt_tokens, context))
+    _check_context(setup, question)
     prefill_work, decode_work = prefill_work_of(setup, question), decode_work_of(setup, question)
     prefill = phase_plan(setup, prefill_work)
     decode = phase_plan(setup, decode_work)
@@ -267,7 +270,7 @@ def component_lines(cost: PhaseCost, bound: StepCost, ridge: float) -> tuple[Com
 def compute_bound_batch(setup: Setup) -> float | None:
     """Rows at which the linear layers of a decode step turn compute bound at the machine's peak.
 
-    Dense models: F w / (2 M). Mixtures: more, because experts are read for few rows each. None: beyond 65,536.
+    Dense models: F w / (2 M). Mixtures: more, because experts are read for few rows each. None: beyond MOST_SEQUENCES.
     """
     unit = _cost(setup, StepShape.decode(batch=1, context_tokens=1))
     parts = [unit.component(name) for name in ("qkv", "o", "mlp", "router", "experts", "shared_experts")]
@@ -283,7 +286,7 @@ def compute_bound_batch(setup: Setup) -> float | None:
         touched = expected_experts(moe.n_experts, moe.experts_per_token, rows, skew=moe.skew)
         return rows * row_s >= (dense + touched * per_expert) / bandwidth
 
-    rows = range(1, 65_537)
+    rows = range(1, MOST_SEQUENCES + 1)
     found = bisect_left(rows, True, key=is_compute_bound)
     return None if found == len(rows) else float(rows[found])
 
@@ -298,7 +301,8 @@ def kv_equals_weights_batch(setup: Setup, context_tokens: int, batch: int) -> fl
 
 def quadratic_prompt_tokens(setup: Setup) -> float:
     """Prompt length at which causal attention costs as many FLOPs as the linear layers (no windows): P / (L H h)."""
-    return 4.0 * linear_parameter_count(setup.model) / attention_flops_per_pair(setup.model)
+    pair_flops = attention_flops_per_pair(setup.model, on_latents=setup.calibration.is_local)
+    return 4.0 * linear_parameter_count(setup.model) / pair_flops
 
 
 def sensitivity_of(setup: Setup, prefill: StepShape, decode: StepShape) -> Sensitivity:
@@ -343,7 +347,9 @@ def notes_of(setup: Setup) -> tuple[str, ...]:
             f"adapters were not measured: their products are taken to reach {ADAPTER_SHARE:g} of what other matrices do"
         )
     if setup.tp > 1:
-        reduced, whole = all_reduced(setup.model, tp=setup.tp), gathered(setup.model, tp=setup.tp)
+        quant = setup.quant
+        reduced = all_reduced(setup.model, tp=setup.tp, activation_bytes=quant.activation_bytes)
+        whole = gathered(setup.model, tp=setup.tp, weights=quant.name)
         notes.append(
             f"priced with {reduced.meetings} all-reduces a step, {reduced.row_bytes / 1e3:,.0f} kB a token and device; "
             f"gathering, which keeps the bits of one device, would meet {whole.meetings} times for "
@@ -353,10 +359,18 @@ def notes_of(setup: Setup) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _check_context(setup: Setup, tokens: int) -> None:
-    limit = setup.model.max_context_tokens
-    if limit is not None and tokens > limit:
-        raise ConfigError(
-            f"the context is {tokens} tokens; {setup.model.name} accepts at most {limit}",
-            hint="lower --prompt, --output or --context",
-        )
+def _check_context(setup: Setup, question: Question) -> None:
+    """The prompt and the whole answer fit, or the context of the one decode step that was asked for."""
+    limit, prompt, output = setup.model.max_context_tokens, question.prompt_tokens, question.output_tokens
+    for tokens, what in (
+        (prompt, f"the prompt is {prompt} tokens"),
+        (question.context_tokens or 0, f"the context is {question.context_tokens} tokens"),
+        (
+            0 if question.context_tokens else prompt + output,
+            f"the context is {prompt + output} tokens, {prompt} of the prompt and {output} of the answer",
+        ),
+    ):
+        if tokens > limit:
+            raise ConfigError(
+                f"{what}; {setup.model.name} accepts at most {limit}", hint="lower --prompt, --output or --context"
+            )

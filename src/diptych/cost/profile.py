@@ -54,7 +54,7 @@ def load_profile(path: Path | None = None) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(
             f"this machine has not been measured: there is no {path}",
-            hint="run `diptych lab calibrate` (under a minute), then use --hardware local",
+            hint="run `diptych lab calibrate` (under a minute), or name a device: --hardware NAME",
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the hardware profile {path}: {error}", hint=_HINT) from None
@@ -155,13 +155,15 @@ def _cache(profile: Mapping[str, Any]) -> Cache | None:
 
 
 def _residual(profile: Mapping[str, Any], phase: str) -> Residual:
-    entry = profile.get("residuals", {}).get(phase)
+    residuals = profile.get("residuals")
+    entry = residuals.get(phase) if isinstance(residuals, Mapping) else None
     if not isinstance(entry, Mapping):
         raise ConfigError(f"hardware profile has no residuals for {phase}", hint=_HINT)
     low, high = _number(entry, "low"), _number(entry, "high")
     if not -1.0 < low <= high:
         raise ConfigError(f"hardware profile: residuals of {phase} run from {low} to {high}", hint=_HINT)
-    return Residual(low=low, high=high, median_error=_number(entry, "median_error"), rows=int(_number(entry, "rows")))
+    rows = int(_at_least_zero(entry, "rows"))
+    return Residual(low=low, high=high, median_error=_number(entry, "median_error"), rows=rows)
 
 
 def _rates(profile: Mapping[str, Any], key: str) -> dict[str, float]:

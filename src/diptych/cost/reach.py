@@ -1,7 +1,7 @@
 """How far an answer stands from the rows behind its constants, and how much wider its interval is for it.
 
 Every axis on which a question leaves the measured rows is a `Gap`. Its spread is how far predictions went wrong when rows
-were held back along that axis (`cost/held_out.py`), in natural-log units at 80 %; the spreads of several gaps and the
+were held back along that axis (`cost/fitting/held_out.py`), in natural-log units at 80 %; the spreads of several gaps and the
 residual of the fit add as squares.
 
 >>> from diptych.cost.calibration import Coverage

@@ -45,15 +45,20 @@ def ring_bytes(payload_bytes: float, tp: int) -> float:
     return 2.0 * (tp - 1) / tp * payload_bytes
 
 
-def link_rate(hardware: HardwareSpec, tp: int) -> float:
-    """Bytes per second between devices; ConfigError when they cannot be joined."""
-    if tp > 1 and hardware.link_bytes_per_s is None:
-        raise ConfigError(f"{hardware.name} has no link to a second device; tensor parallel {tp} is not possible")
-    if tp > hardware.max_linked_devices:
+def link_rate(hardware: HardwareSpec, n_devices: int, *, what: str = "tensor parallel") -> float:
+    """Bytes per second between devices; ConfigError when so many cannot be joined. what: makes them so many."""
+    if n_devices > 1 and hardware.link_bytes_per_s is None:
+        raise no_link(hardware, f"{what} {n_devices}")
+    if n_devices > hardware.max_linked_devices:
         raise ConfigError(
-            f"tensor parallel is {tp}; at most {hardware.max_linked_devices} {hardware.name} are joined by a fast link"
+            f"{what} is {n_devices}; at most {hardware.max_linked_devices} {hardware.name} are joined by a fast link"
         )
     return hardware.link_bytes_per_s or 1.0
+
+
+def no_link(hardware: HardwareSpec, what: str) -> ConfigError:
+    """The error for devices that nothing joins."""
+    return ConfigError(f"{hardware.name} has no link to a second device; {what} is not possible")
 
 
 def roofline(cost: PhaseCost, hardware: HardwareSpec, quant: QuantSpec) -> StepCost:

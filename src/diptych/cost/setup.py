@@ -13,7 +13,7 @@ from diptych.cost.components import check_tp
 from diptych.cost.layout import PLAIN, Layout
 from diptych.cost.parameters import parameter_count
 from diptych.cost.profile import load_profile, read_profile
-from diptych.cost.roofline import compute_dtype, link_rate
+from diptych.cost.roofline import compute_dtype
 from diptych.cost.stacks import calibration_for
 from diptych.cost.tables import device_spec, kv_spec, model_spec, quant_spec
 from diptych.ground.errors import ConfigError
@@ -49,7 +49,7 @@ class Setup:
         """Refuse a split the model or the device cannot do."""
         check_tp(self.model, self.tp)
         self.layout.check(self.model, self.tp)
-        link_rate(self.hardware, self.tp * self.layout.dp)
+        self.layout.check_links(self.hardware, self.tp)
         compute_dtype(self.hardware, self.quant.compute)
 
     def model_of_time(self) -> CalibratedModel:
@@ -74,7 +74,7 @@ class Setup:
         if self.loras is None:
             return 0.0
         n_parameters = self.loras.count * self.loras.parameters(self.model)
-        return adapter_bytes(self.quant, is_ours=self.calibration.is_local) * n_parameters / self.tp
+        return adapter_bytes(self.quant, is_ours=self.calibration.is_local) * n_parameters / self.tp / self.layout.pp
 
     @property
     def n_devices(self) -> int:

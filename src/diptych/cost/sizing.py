@@ -19,6 +19,7 @@ from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.memory import capacity_of
 from diptych.cost.roofline import compute_dtype
 from diptych.cost.setup import Setup
+from diptych.ground.bounds import shown
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
@@ -29,6 +30,7 @@ MAX_INSTANCES = 64
 MAX_LOAD = 0.9  # share of time in prefills beyond which the queue is not stable in practice
 MAX_BATCH = 4096  # sequences of one instance
 MAX_ROUNDS = 40
+MOST_TOKENS = 10**9  # of a prompt or an answer: no context is as long
 TAIL_WAITS = 3.0  # 95th percentile of an exponential tail, in mean waits
 
 
@@ -122,6 +124,8 @@ def parse_ask(text: str) -> Ask:
                 f"cannot read {part.strip()!r} in --ask",
                 hint="for example ttft=500ms,tpot=50ms,rate=3/s,in=1500,out=200",
             )
+        if key in parts:
+            raise ConfigError(f"--ask says {key} twice: {parts[key]} and {value}", hint="give one of them")
         parts[key] = value
     missing = [key for key in ("ttft", "tpot", "rate", "in", "out") if key not in parts]
     if missing:
@@ -144,8 +148,8 @@ def _duration_s(text: str, what: str) -> float:
     # a bare number would be read as milliseconds by one half of its writers and as seconds by the other
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s|min)", text)
     value = float(found[1]) * _UNITS[found[2]] if found else 0.0
-    if not value > 0.0:
-        raise ConfigError(f"{what} is {text!r}; it must be a positive time with its unit, such as 500ms or 0.5s")
+    if not 0.0 < value < math.inf:
+        raise ConfigError(f"{what} is {shown(text)}; it must be a positive time with its unit, such as 500ms or 0.5s")
     return value
 
 
@@ -153,14 +157,14 @@ def parse_rate(text: str) -> float:
     """Requests per second from 3/s, 40/min or 900/h; a bare number is per second. ConfigError for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(?:/(s|min|h))?", text)
     value = float(found[1]) / {"s": 1.0, "min": 60.0, "h": 3600.0}[found[2] or "s"] if found else 0.0
-    if not value > 0.0:
-        raise ConfigError(f"rate is {text!r}; it must be a positive number of requests such as 3/s or 40/min")
+    if not 0.0 < value < math.inf:
+        raise ConfigError(f"rate is {shown(text)}; it must be a positive number of requests such as 3/s or 40/min")
     return value
 
 
 def _count(text: str, what: str) -> int:
-    if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise ConfigError(f"{what} is {text!r}; it must be a whole number of tokens of at least 1")
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text[:20]) <= MOST_TOKENS:
+        raise ConfigError(f"{what} is {shown(text)}; it must be a whole number of tokens, 1 to {MOST_TOKENS:,}")
     return int(text)
 
 
@@ -344,11 +348,11 @@ def _reason(verdict: Judgement, load: Load | None, ask: Ask, max_batch: int) -> 
         return f"prefills or decodes cannot keep up at the {end} end of the interval"
     if load.ttft_s > ask.ttft_s:
         return (
-            f"TTFT is {load.ttft_s * 1e3:.0f} ms at the {end} end of the interval; the limit is {ask.ttft_s * 1e3:.0f}"
+            f"TTFT is {load.ttft_s * 1e3:.0f} ms at the {end} end of the interval; the limit is {ask.ttft_s * 1e3:g} ms"
         )
     if load.tpot_s > ask.tpot_s:
         return (
-            f"TPOT is {load.tpot_s * 1e3:.1f} ms at the {end} end of the interval; the limit is {ask.tpot_s * 1e3:.1f}"
+            f"TPOT is {load.tpot_s * 1e3:.1f} ms at the {end} end of the interval; the limit is {ask.tpot_s * 1e3:g} ms"
         )
     return f"{_peak_batch(load):.0f} sequences at the {end} end of the interval; {max_batch} fit in memory"
 

@@ -14,13 +14,12 @@ from types import MappingProxyType
 from typing import Any
 
 from diptych.cost.calibration import Calibration, Constants, Coverage, Residual
-from diptych.cost.tables import data_text, unknown_name
+from diptych.cost.tables import CONSUMER, data_text, unknown_name
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
 from diptych.ground.specs import HardwareSpec
 
 _RECENT = ("hopper", "blackwell", "blackwell-ultra")
-_CONSUMER = ("ampere-consumer", "ada-consumer", "blackwell-consumer")
 # stack to use when a stack has rows of the other phase only
 _PARTNER = {("gpt-fast", Phase.PREFILL): "tensorrt-llm-2024", ("tensorrt-llm-2024", Phase.DECODE): "gpt-fast"}
 
@@ -36,7 +35,7 @@ def default_stack(hardware: HardwareSpec) -> str:
         return "llama.cpp-metal"
     if hardware.kind == "cpu":
         return "llama.cpp-cpu"
-    if hardware.architecture in _CONSUMER:
+    if hardware.architecture in CONSUMER:
         return "llama.cpp-cuda"
     return "tensorrt-llm" if hardware.architecture in _RECENT else "gpt-fast"
 

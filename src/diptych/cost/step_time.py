@@ -17,6 +17,7 @@ A shape carries these sums, and the normal equations have five unknowns: every c
 
 from __future__ import annotations
 
+from diptych.cost.linear import solve
 from diptych.ground.shape import StepShape
 
 # Units of the five features, so that coefficients are seconds of comparable size.
@@ -131,20 +132,8 @@ def _add(xx: list[list[float]], xy: list[float], x: list[float], seconds: float,
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Gaussian elimination with pivoting; a positive semi-definite matrix, made definite by a trace of its diagonal."""
-    n = len(right)
-    rows = [[*matrix[i], right[i]] for i in range(n)]
-    for i in range(n):
-        rows[i][i] += 1e-9 * matrix[i][i] + 1e-300
-    for i in range(n):
-        pivot = max(range(i, n), key=lambda k: abs(rows[k][i]))
-        rows[i], rows[pivot] = rows[pivot], rows[i]
-        for k in range(i + 1, n):
-            factor = rows[k][i] / rows[i][i]
-            for j in range(i, n + 1):
-                rows[k][j] -= factor * rows[i][j]
-    solution = [0.0] * n
-    for i in reversed(range(n)):
-        rest = sum(rows[i][j] * solution[j] for j in range(i + 1, n))
-        solution[i] = (rows[i][n] - rest) / rows[i][i]
-    return solution
+    """Of a positive semi-definite matrix, made definite by a trace of its diagonal."""
+    rows = [list(row) for row in matrix]
+    for i, row in enumerate(rows):
+        row[i] += 1e-9 * row[i] + 1e-300
+    return solve(rows, right)

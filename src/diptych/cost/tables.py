@@ -1,7 +1,7 @@
 """The named devices, read from `data/devices.json`, and the look-up of models and number formats by name.
 
->>> device_spec("a100-80gb-sxm").memory_bytes_per_s
-2039000000000.0
+>>> device_spec("a100-80gb-sxm").memory_bytes_per_s / 1e9
+2039.0
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from diptych.ground.formats import KV_FORMATS, QUANT_ALIASES, QUANTS, engine_qua
 from diptych.ground.specs import Flag, HardwareSpec, KVSpec, Provenance, QuantSpec
 from diptych.models.named import ALIASES, ROWS, named_model
 from diptych.models.spec import ModelSpec
+
+CONSUMER = ("ampere-consumer", "ada-consumer", "blackwell-consumer")  # architectures of cards for people's own machines
 
 
 def model_names() -> tuple[str, ...]:

@@ -22,10 +22,10 @@ from diptych.compute.weights import resolve_model_dir
 from diptych.control.loop import EngineCore
 from diptych.control.scheduler import Predict
 from diptych.cost.calibrated import CalibratedModel
-from diptych.cost.measured_drafts import MeasuredDraftPrices
+from diptych.cost.drafts.measured import MeasuredDraftPrices
+from diptych.cost.drafts.prices import DraftPrices
 from diptych.cost.places import MAX_STEP_S, Places, places
 from diptych.cost.profile import load_profile, profile_path
-from diptych.cost.speculation import DraftPrices
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.adapters import Adapters
 from diptych.engine.cost_view import CostView

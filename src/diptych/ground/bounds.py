@@ -3,7 +3,7 @@
 A number may come as Python's, NumPy's or any other registered kind; it leaves as an `int` or a `float`, so that nothing
 behind the door meets a surprise. Booleans and strings are no numbers. The caller says which error a bad value is.
 
->>> Bound(int, 1, 64, "number of answers").take("n", 3, ConfigError)
+>>> Bound(int, 1, 64, "number of answers").take("n", 3, EngineError)
 3
 """
 

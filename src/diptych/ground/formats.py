@@ -47,6 +47,7 @@ FORMATS: dict[str, NumberFormat] = {
     )
 }
 
+KEPT_SCALES = ("f16", "bf16", "f32")
 KEPT_GRIDS = ("signed", "zeros", "minima", "iq4_nl", "e2m1")
 GROUPS = (128, 64, 32, 16)  # that the kernels have, the cheapest first
 WIDE_BITS = 6  # of codes that rows of 8 bits would cost more than their own rounding did (numbers in LAB.md)
@@ -86,9 +87,16 @@ class KeptFormat:
         if kind == "int8" and not rest:
             return cls(kind=kind)
         grid, is_wide = rest[2] if len(rest) == 3 else "signed", name.endswith("-wide")
-        if kind not in ("group4", "group8") or len(rest) not in (2, 3) or grid not in KEPT_GRIDS:
+        groups = {f"g{group}": group for group in GROUPS}
+        if (
+            kind not in ("group4", "group8")
+            or len(rest) not in (2, 3)
+            or rest[0] not in groups
+            or rest[1] not in KEPT_SCALES
+            or grid not in KEPT_GRIDS
+        ):
             raise ValueError(f"{name!r} names no format of kept weights")
-        return cls(kind=kind, group=int(rest[0].removeprefix("g")), scale=rest[1], grid=grid, is_wide=is_wide)
+        return cls(kind=kind, group=groups[rest[0]], scale=rest[1], grid=grid, is_wide=is_wide)
 
     @property
     def number(self) -> NumberFormat:

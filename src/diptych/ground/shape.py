@@ -174,6 +174,20 @@ class StepShape:
         _at_least("context_tokens", context_tokens, 1)
         return cls((ChunkShape(Phase.DECODE, 1, context_tokens - 1, True, batch),))
 
+    @classmethod
+    def tokens(cls, chunks: Sequence[ChunkShape], context_tokens: int) -> StepShape:
+        """Decode chunks of one sequence and token each, none with an adapter, that read so many positions together: what
+        nearly all steps are made of, without counting them one by one.
+        """
+        n = len(chunks)
+        made = cls.__new__(cls)
+        made._own, made._moved, made.before = tuple(chunks), 0, None
+        made.n_tokens = made.n_logits_rows = made.n_sequences = made.decode_tokens = n
+        made.decode_context_tokens = made.decode_pairs = context_tokens
+        made.prefill_start_tokens = made.prefill_context_tokens = made.prefill_pairs = 0
+        made.adapters, made.adapted_products = _NO_ADAPTERS, 0
+        return made
+
     def later(self, n_steps: int) -> StepShape:
         """What a step of decode chunks, one token each, becomes when it has run so many times over. Costs O(1)."""
         assert self.before is None, self

@@ -27,7 +27,7 @@ from diptych.compute.ops.cpu_kernels import measure_ops_per_s, measure_read_byte
 from diptych.compute.ops.cpus import Placement
 from diptych.compute.runner import Model, random_model
 from diptych.cost.calibrated import CalibratedModel
-from diptych.cost.fit import residual_of
+from diptych.cost.fitting.fit import residual_of
 from diptych.cost.profile import SCHEMA, profile_path, read_profile
 from diptych.engine.cost_view import CostView
 from diptych.ground.clock import wall_time_s

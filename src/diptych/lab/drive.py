@@ -18,7 +18,7 @@ from diptych.control.loop import EngineCore
 from diptych.control.scheduler import Predict
 from diptych.control.speculation import Depths, NewDrafter
 from diptych.cost.calibrated import CalibratedModel
-from diptych.cost.speculation import DraftPrices
+from diptych.cost.drafts.prices import DraftPrices
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.drafters import OpenDrafter
 from diptych.engine.executor import ModelExecutor

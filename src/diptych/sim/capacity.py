@@ -1,6 +1,6 @@
 """How many devices a number of users needs: the simulator, searched.
 
-    answer = Search(ask, processes=2).run(candidates)      # candidates: setups, one for each device and split worth trying
+    answer = search(ask, candidates, ...)      # `sim.search`; candidates: pools, one for each device and split worth trying
 
 A layout is judged by simulating people in mid-conversation, their histories cached, until so many requests have come: it
 holds when the asked share of them meets the limits. One that cannot any more is given up (`run_if_good`). Steps of the search:
@@ -92,6 +92,20 @@ class Ask:
         """Before a message, on average."""
         return self.system_tokens + (self.turns - 1) / 2 * (self.message_tokens + self.output_tokens)
 
+    def conversation_tokens(self, message_tokens: int, output_tokens: int) -> int:
+        """Of one whose messages and answers all have these lengths, the last answer included."""
+        return self.system_tokens + self.turns * (message_tokens + output_tokens)
+
+    def check_context(self, context_tokens: int) -> None:
+        """Refuse conversations of which none fits: every one of them would end in a refusal, whatever is bought."""
+        shortest = self.conversation_tokens(self.message.low, self.output.low)
+        if shortest > context_tokens:
+            raise ConfigError(
+                f"a conversation has {shortest:,} tokens at least ({self.turns} turns of {self.message.low} and "
+                f"{self.output.low}, {self.system_tokens} before them); the context holds {context_tokens:,}",
+                hint="fewer --turns, shorter messages (--prompt) or answers (--output)",
+            )
+
     def cycle_s(self, tpot_s: float) -> float:
         """From one message of a user to the next."""
         return self.think_s + self.output_tokens * tpot_s
@@ -131,11 +145,24 @@ def fluid_users(pool: Pool, ask: Ask, *, reads: bool = True, decodes: bool = Tru
         return 0.0
     if not decodes:
         return MAX_LOAD / prefill_s(0.5) * ask.cycle_s(tpot_s)
-    low, high = 0, min(pool.scheduler.max_running_sequences or 1, max(1, pool.kv_tokens // context))
+    low, high = 0, min(pool.scheduler.max_running_sequences or 1, pool.kv_tokens // context)
     while low < high:
         batch = (low + high + 1) // 2
         low, high = (batch, high) if users(batch) else (low, batch - 1)
-    return users(low) if low else 0.0
+    return users(low) if low else _one_by_one(pool, ask, context, prefill_s)
+
+
+def _one_by_one(pool: Pool, ask: Ask, context: int, prefill_s: Callable[[float], float]) -> float:
+    """Users where prompts take nearly all the time, so that less than one sequence decodes on average; 0 as `fluid_users`."""
+    decode_s = pool.setup.model_of_time().predict_s(StepShape.decode(batch=1, context_tokens=context))
+    assert ask.limits.tpot_s is not None
+    if decode_s > ask.limits.tpot_s or pool.kv_tokens < context:
+        return 0.0
+    held, share = 0.0, float(pool.scheduler.enable_prefix_cache)
+    for _ in range(4):
+        held = MAX_LOAD / (prefill_s(share) + ask.output_tokens * decode_s) * ask.cycle_s(decode_s)
+        share = min(share, (pool.kv_tokens - context) / max(1.0, held * ask.history_tokens))
+    return held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

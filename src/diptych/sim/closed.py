@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 
-from diptych.cost.recipes import USUAL, Scheduling
+from diptych.cost.fitting.recipes import USUAL, Scheduling
 from diptych.ground.config import BlockConfig, SchedulerConfig, at_least
 from diptych.ground.errors import ConfigError
 from diptych.ground.events import Event, FinishEvent, TokenEvent

@@ -447,7 +447,7 @@ def _link(minutes: Minutes) -> tuple[Callable[[int], float], str]:
         return lambda tokens: 0.0, "one engine for each phase; the cache moves at once, as the model is not known"
     rate = f"{LINK_BYTES_PER_S * 8 / 1e9:g} Gb/s"
     return (
-        lambda tokens: kv_bytes_of_context(machine.model, machine.kv, tokens) / LINK_BYTES_PER_S,
+        lambda tokens: kv_bytes_of_context(machine.model, machine.kv, tokens, is_ours=True) / LINK_BYTES_PER_S,
         f"one engine for each phase, as large as this one; the cache moves at {rate}",
     )
 

@@ -19,12 +19,12 @@ from random import Random
 from typing import NamedTuple, Protocol
 
 from diptych.control.speculation import Depths, EveryGuess, NewDrafter
-from diptych.cost.speculation import DraftPrices
+from diptych.cost.drafts.prices import DraftPrices
 from diptych.ground.bounds import Bound
 from diptych.ground.config import MOST_DRAFT_ROWS, SchedulerConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import Request
-from diptych.ground.shape import ChunkShape, StepShape
+from diptych.ground.shape import StepShape
 from diptych.sim.executor import DRAWN_TOKEN
 
 _WRONG_TOKEN = 1
@@ -90,7 +90,7 @@ class StatedDrafts:
             deepest = max((one.new_tokens for one in shape.shapes if one.is_decode), default=1) - 1
             if not deepest:
                 return predict_s(shape)
-            plain = [ChunkShape(one.phase, 1, one.start_pos, True, one.count) for one in shape.shapes if one.is_decode]
+            plain = [one._replace(new_tokens=1) for one in shape.shapes if one.is_decode]
             return predict_s(shape) + deepest * self.draft_cost * predict_s(StepShape(plain))
 
         return with_drafting

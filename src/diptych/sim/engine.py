@@ -28,7 +28,7 @@ class SimulatedEngine:
     """Owns its clock, its core and its book. on_events, on_step: called after the book has taken them in.
 
     drafts: how speculation goes; None: there is none. time_s: how long steps take, where that is not what the scheduler is told
-    (predict_s). wake_s: what the first step behind a time without work takes longer.
+    (predict_s). wake_s: what the first step behind a time without work takes longer. notes_steps: see `EventBook`.
     """
 
     def __init__(
@@ -43,9 +43,10 @@ class SimulatedEngine:
         drafts: Drafts | None = None,
         on_events: Callable[[list[Event]], object] | None = None,
         on_step: Callable[[StepRecord], object] | None = None,
+        notes_steps: bool = True,
     ) -> None:
         self.clock = VirtualClock()
-        self.book = EventBook(on_step=on_step)
+        self.book = EventBook(on_step=on_step, notes_steps=notes_steps)
         if drafts is not None:
             predict_s, config = drafts.timed(predict_s), drafts.configured(config)
         predict_s = Remembered(predict_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from diptych.cost.setup import Setup
 from diptych.sim.capacity import Ask, fluid_users
@@ -61,14 +62,23 @@ def crossover_users(colocated: Sequence[Grown], pools: Sequence[Grown], n_users:
     return found
 
 
-def crossover_message(
-    ask: Ask, pools: Sequence[Pool], price_of: Callable[[Setup], float], *, excess: float
-) -> int | None:
-    """The shortest message, of some times the asked length, for which two pools of the fluid model cost less per user.
+class Message(NamedTuple):
+    """The shortest message, in tokens, from which two pools cost less; None where none does that was looked at.
+
+    most_tokens: the longest that was looked at, where longer ones make conversations beyond every context.
+    """
+
+    tokens: int | None
+    most_tokens: int | None = None
+
+
+def crossover_message(ask: Ask, pools: Sequence[Pool], price_of: Callable[[Setup], float], *, excess: float) -> Message:
+    """Of some times the asked length; what pools cost per user is the fluid model's.
 
     excess: what two pools cost now by the simulation, over what engines that do both cost. The fluid model knows no queue
     and no hand-off, so it says how this ratio changes with the length, and not what it is.
     """
+    context = max(pool.scheduler.max_context_tokens for pool in pools)
 
     def ratio(longer: Ask) -> float:
         one = min(_fluid_per_user(pool, fluid_users(pool, longer), price_of) for pool in pools)
@@ -80,13 +90,17 @@ def crossover_message(
 
     now = ratio(ask)
     if not math.isfinite(now) or now == 0.0:
-        return None
+        return Message(None)
+    before = ask
     for times in LONGER:
         message = replace(ask.message, low=ask.message.low * times, high=ask.message.high * times)
+        if ask.conversation_tokens(message.high, ask.output.high) > context:
+            return Message(None, int(before.message_tokens))
         longer = replace(ask, message=message)
         if excess * ratio(longer) / now < 1.0:
-            return int(longer.message_tokens)
-    return None
+            return Message(int(longer.message_tokens))
+        before = longer
+    return Message(None)
 
 
 def _fluid_per_user(pool: Pool, users: float, price_of: Callable[[Setup], float]) -> float:

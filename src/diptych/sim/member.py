@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, islice
 
 from diptych.control.ahead import DecodeRun
 from diptych.ground.config import BlockConfig, SchedulerConfig
@@ -50,6 +50,7 @@ class Member:
             drafts=drafts,
             on_events=self._on_events,
             on_step=self._on_step,
+            notes_steps=False,  # the tally asks no request for its stall, and a note of each token is dear
         )
         self.is_busy = False
         self.leaps = True
@@ -96,10 +97,9 @@ class Member:
         held = islice(accumulate(run.new_blocks, initial=held_blocks), 1, None)
         self._work.decoded(begin_s, ends_s, held, of=pool.n_blocks, n=running, waiting=waiting)
         clock.move_to(ends_s[-1])
-        steps_s = [end_s - before_s for before_s, end_s in pairwise([begin_s, *ends_s])]
         records = self.engine.book.records
         for request_id, index in run.choices:
-            records[request_id].decoded(index, ends_s, steps_s)
+            records[request_id].decoded(index, ends_s)
         return True
 
     def _output_tokens(self, record: StepRecord) -> int:

@@ -236,7 +236,8 @@ class Service:
 
     def kv_bytes(self, tokens: int) -> float:
         """Of so many leading tokens of a prompt: what a hand-off must move."""
-        return kv_bytes_stored(self.pool.setup.model, self.pool.setup.kv, tokens)
+        setup = self.pool.setup
+        return kv_bytes_stored(setup.model, setup.kv, tokens, is_ours=setup.calibration.is_local)
 
     def groups(self) -> list[Group]:
         """The pools for a cluster, in their order."""

@@ -36,7 +36,7 @@ from diptych.sim.capacity import (
     uncached,
     with_engines,
 )
-from diptych.sim.growth import Engines, Grown, crossover_message, crossover_users, per_user
+from diptych.sim.growth import Engines, Grown, Message, crossover_message, crossover_users, per_user
 from diptych.sim.link import Link
 from diptych.sim.pools import MAX_ENGINES, Pool, Service
 from diptych.sim.service import Report
@@ -79,7 +79,8 @@ class Answer:
     without a prefix cache. if_quick, if_slow: best, if steps are as short or as long as the prediction's 80 % interval, None
     where no number would do; margin: its (low, high) factors. doubled: best with twice the users; confirmed: with these for
     longer. crossover_users: from where on pools cost less; crossover_message_tokens: how long messages would have to be
-    (None: nowhere that was looked, or for users here already).
+    (None: nowhere that was looked, or for users here already); most_message_tokens: the longest that were looked at, where
+    longer ones fit no context. too_weak: setups of which more than MAX_ENGINES would be needed.
     """
 
     ask: Ask
@@ -88,6 +89,7 @@ class Answer:
     colocated: tuple[Layout, ...]
     pools: tuple[Layout, ...]
     too_slow: tuple[str, ...]  # setups that miss the limits with a single user
+    too_weak: tuple[str, ...]
     prefill_share: float
     engines_uncached: int | None
     if_quick: Service
@@ -97,6 +99,7 @@ class Answer:
     confirmed: Report
     crossover_users: int | None
     crossover_message_tokens: int | None
+    most_message_tokens: int | None
 
 
 def search(
@@ -112,6 +115,7 @@ def search(
 
     Where users are more than MOST_USERS, they are cells of equal size that are alike, and one of them is simulated.
     """
+    ask.check_context(max((pool.scheduler.max_context_tokens for pool in candidates), default=0))
     n_cells = -(-ask.n_users // MOST_USERS)
     ask = replace(ask, n_users=-(-ask.n_users // n_cells))
     say = tell or (lambda words, done, of: None)
@@ -154,6 +158,7 @@ def search(
         users_held = dict(zip(beyond, held, strict=True))
     assert best.longer is not None
     users, message = _crossover(ask, colocated, pools, users_held, chosen, price_of)
+    shown = {one.service.pool.setup.label for one in colocated}
     return Answer(
         ask=ask,
         n_cells=n_cells,
@@ -161,6 +166,7 @@ def search(
         colocated=tuple(colocated),
         pools=tuple(pools),
         too_slow=too_slow,
+        too_weak=tuple(pool.setup.label for pool in chosen if pool.setup.label not in shown),
         prefill_share=prefill_share(best.longer),
         engines_uncached=changed.engines_uncached,
         if_quick=changed.if_quick,
@@ -169,7 +175,8 @@ def search(
         doubled=doubled,
         confirmed=best.longer,
         crossover_users=users,
-        crossover_message_tokens=message,
+        crossover_message_tokens=message.tokens,
+        most_message_tokens=message.most_tokens,
     )
 
 
@@ -366,7 +373,11 @@ def _grown(service: Service, times: float) -> Service:
 def _colocated(
     ask: Ask, pools: Sequence[Pool], users: dict[int, int], fine: dict[int, int], mapped: Mapped, price_of: PriceOf
 ) -> list[Layout]:
-    """Every device's layout; those of the finalists simulated whole, with one engine more where they do not hold."""
+    """Every device's layout; those of the finalists simulated whole, with one engine more where they do not hold.
+
+    A device of which more are needed than can be simulated has none. ConfigError where all are such.
+    """
+    pools = [pool for pool in pools if ask.n_users <= users[id(pool)] * MAX_ENGINES] or pools
     sized = [with_engines(Service(pool=pool), engines_for(ask.n_users, users[id(pool)])) for pool in pools]
     finalists = [place for place, pool in enumerate(pools) if id(pool) in fine]
     fits = [
@@ -398,7 +409,7 @@ def _pool_fits(ask: Ask, pools: Sequence[Pool], link: Link, price_of: PriceOf) -
             service = pooled(reader, decoder, link)
             is_local = _reads_in(decoder, ask) <= service.local_prefill_s
             reads, decodes = fluid_users(reader, ask, decodes=False), fluid_users(decoder, ask, reads=is_local)
-            if reads < 1.0 or decodes < 1.0:
+            if min(reads, decodes) < max(1.0, ask.n_users / MAX_ENGINES):
                 continue
             service = with_engines(service, engines_for(ask.n_users, decodes), engines_for(ask.n_users, reads))
             pairs.append((cost_per_hour(service, price_of), service))
@@ -470,8 +481,8 @@ def _crossover(
     held: Mapping[int, int],
     chosen: Sequence[Pool],
     price_of: PriceOf,
-) -> tuple[int | None, int | None]:
-    """(users, tokens of a message) from which two pools cost less; both None where not one of either kind holds.
+) -> tuple[int | None, Message]:
+    """(users, messages) from which two pools cost less; none where not one of either kind holds.
 
     At the users asked for this is what the table says. held: users by the identity of a layout, where they were counted.
     """
@@ -483,9 +494,9 @@ def _crossover(
     # the cheapest was bisected; of the others no more is known than that they hold
     paired = [_seen(ask, one, held.get(id(one), ask.n_users)) for one in pools if one.holds]
     if not alone or not paired:
-        return None, None
+        return None, Message(None)
     excess = min(map(per_user, paired)) / min(map(per_user, alone))
-    message = crossover_message(ask, chosen, price_of, excess=excess) if excess > 1.0 else None
+    message = crossover_message(ask, chosen, price_of, excess=excess) if excess > 1.0 else Message(None)
     return crossover_users(alone, paired, ask.n_users), message
 
 

@@ -1,7 +1,8 @@
 """How right services are: every published service that states its load, run by the real scheduler, and constants for it
 that were fitted without its model, or without its device.
 
-    errors = held_out_errors(rows)          # rows of `cost/services.py`
+    cases = [case for case in cases_of(rows) if case is not None]    # rows of `cost/fitting/services.py`
+    judged = judge(possible(cases), [], held_out="model")
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from itertools import compress
 from types import MappingProxyType
 
 from diptych.cost.calibration import Calibration, Constants
-from diptych.cost.fit import NO_RESIDUAL, SHARE, gauss_newton, quantile, rank
+from diptych.cost.fitting.fit import NO_RESIDUAL, SHARE, gauss_newton, quantile, rank
+from diptych.cost.fitting.service_forms import SERVICE_FORMS, ServiceConstants, ServiceForm, put_in
+from diptych.cost.fitting.services import MeasuredService, ServiceLoad
 from diptych.cost.layout import Layout
 from diptych.cost.memory import capacity_of
-from diptych.cost.service_forms import SERVICE_FORMS, ServiceConstants, ServiceForm, put_in
-from diptych.cost.services import MeasuredService, ServiceLoad
 from diptych.cost.setup import Setup, find_model
 from diptych.cost.tables import device_spec, kv_spec, quant_spec
 from diptych.ground.errors import ConfigError

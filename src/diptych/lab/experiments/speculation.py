@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import sqrt
 
 from diptych.control.speculation import EveryGuess
-from diptych.cost.acceptance import chances_at, expected_tokens
+from diptych.cost.drafts.acceptance import chances_at, expected_tokens
 from diptych.engine.drafters import shipped
 from diptych.engine.llm import LLM
 from diptych.ground.config import EngineConfig

@@ -1,20 +1,18 @@
 """Published numbers of running services that state their load: so many streams, prompts and answers of known lengths.
 
 Two formats are read: deployment rows (TTFT and TPOT of one service per row, the columns of ai-dynamo/aiconfigurator's
-silicon samples) and the service rows among published ones (`cost/rows.py`). What cannot be simulated is counted by reason.
+silicon samples) and the service rows among published ones (`rows.py`). What cannot be simulated is counted by reason.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from diptych.cost.fitting.recipes import USUAL, Run, Scheduling, scheduling_of
+from diptych.cost.fitting.rows import Line, ServiceRow, lines_of
 from diptych.cost.layout import PLAIN, Layout
-from diptych.cost.recipes import USUAL, Run, Scheduling, scheduling_of
-from diptych.cost.rows import ServiceRow
 from diptych.cost.setup import find_model
 from diptych.cost.tables import device_spec
 from diptych.ground.errors import ConfigError
@@ -95,13 +93,9 @@ def is_deployments(text: str) -> bool:
 
 def read_deployments(text: str) -> tuple[list[MeasuredService], Counter[str]]:
     """The services of a CSV, and how many rows were left out for what reason. ConfigError when columns are missing."""
-    reader = csv.DictReader(io.StringIO(text))
-    missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
-    if missing:
-        raise ConfigError(f"the rows file has no column {', '.join(missing)}")
     found: list[MeasuredService] = []
     left_out: Counter[str] = Counter()
-    for entry in reader:
+    for entry in lines_of(text, NEEDED):
         try:
             found.append(_service(entry))
         except _LeftOut as why:
@@ -130,12 +124,13 @@ class _LeftOut(Exception):
     """Why a row is not used."""
 
 
-def _service(entry: dict[str, str]) -> MeasuredService:
+def _service(entry: Line) -> MeasuredService:
     if entry["mode"] != "agg":
         raise _LeftOut("pools of prefill and decode")
     if entry["pp_size"] not in ("", "1"):
         raise _LeftOut("pipeline parallel")
-    if not entry["concurrency"].isdigit() or not int(entry["concurrency"]):
+    streams, input_tokens, output_tokens = (entry.whole(name) for name in ("concurrency", "isl", "osl"))
+    if not streams or not input_tokens or not output_tokens:
         raise _LeftOut("no load stated")
     try:
         device = device_spec(_DEVICES.get(entry["system"], entry["system"])).name
@@ -151,9 +146,9 @@ def _service(entry: dict[str, str]) -> MeasuredService:
         model=model,
         weights=quant,
         tp=tp * layout.dp,
-        streams=int(entry["concurrency"]),
-        input_tokens=int(entry["isl"]),
-        output_tokens=int(entry["osl"]),
+        streams=streams,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
         measured=entry["measured"],
     )
     if run.drafted:
@@ -174,18 +169,18 @@ def _service(entry: dict[str, str]) -> MeasuredService:
         tp=tp,
         layout=layout,
         load=load,
-        ttft_s=float(entry["silicon_ttft_ms"]) / 1e3,
-        tpot_s=float(entry["silicon_tpot_ms"]) / 1e3,
+        ttft_s=entry.positive("silicon_ttft_ms") / 1e3,
+        tpot_s=entry.positive("silicon_tpot_ms") / 1e3,
         source="ai-dynamo/aiconfigurator silicon samples",
     )
 
 
-def _split(entry: dict[str, str]) -> tuple[int, Layout]:
+def _split(entry: Line) -> tuple[int, Layout]:
     """Tensor parallel and the rest. Rows of N devices, expert parallel, are written with one degree as N x N:
 
     experts N x N beside a tensor or attention-data parallel of N x N (TensorRT-LLM, SGLang), or both at N (vLLM).
     """
-    tp, dp, wide, ep = (max(1, int(entry[f"{name}_size"] or 1)) for name in ("tp", "attention_dp", "moe_tp", "moe_ep"))
+    tp, dp, wide, ep = (entry.whole(f"{name}_size") or 1 for name in ("tp", "attention_dp", "moe_tp", "moe_ep"))
     if wide == ep > 1 and ep * ep in (tp, dp):
         return (ep, Layout(ep=ep)) if dp == 1 else (1, Layout(dp=ep, ep=ep))
     if tp > 1 and dp > 1 and ep == tp * dp:

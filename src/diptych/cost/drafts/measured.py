@@ -8,7 +8,7 @@ So whatever rows cost, and whatever text comes, a load takes at every moment
 
     T <= (1 + EARNED) T_off + FIRST_STEPS step_s + (what one step takes longer than it might at worst)
 
-with EARNED and FIRST_STEPS of `cost/asking.py`; T_off and step_s are what the same tokens and one step take without drafts.
+with EARNED and FIRST_STEPS of `asking.py`; T_off and step_s are what the same tokens and one step take without drafts.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 from typing import Unpack
 
-from diptych.cost.acceptance import Acceptance
-from diptych.cost.depths import DISTURBED, LOWEST, Ratio
-from diptych.cost.speculation import DraftCosts, DraftPrices
+from diptych.cost.drafts.acceptance import Acceptance
+from diptych.cost.drafts.depths import DISTURBED, LOWEST, Ratio
+from diptych.cost.drafts.prices import DraftCosts, DraftPrices
 from diptych.ground.shape import StepShape
 
 _SURE = 3  # steps without drafts of one size, until they are believed

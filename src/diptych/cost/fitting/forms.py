@@ -8,14 +8,10 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from diptych.cost.calibration import Constants
-from diptych.cost.fit import Free, StackForm
+from diptych.cost.fitting.fit import FRACTION, TIME, Free, StackForm
+from diptych.cost.tables import CONSUMER
 from diptych.ground.phase import Phase
 
-_FRACTION = (0.02, 0.95)
-_TIME = (1e-7, 1.0)
-
-
-_CONSUMER = ("ampere-consumer", "ada-consumer", "blackwell-consumer")
 _DATACENTER = ("volta", "turing", "ampere", "ada", "hopper", "blackwell", "blackwell-ultra")
 
 
@@ -33,11 +29,11 @@ FORMS: tuple[StackForm, ...] = (
         phase=Phase.DECODE,
         fixed=Constants(eb=_table(other=0.8), ef=_table(other=0.7), p=3.0, kv_eb=0.8, attention_ef=0.4),
         free=(
-            Free(path="layer_s", start=50e-6, limits=_TIME),
-            Free(path="eb.bf16", start=0.82, limits=_FRACTION),
-            Free(path="eb.int8", start=0.68, limits=_FRACTION),
-            Free(path="eb.int4", start=0.59, limits=_FRACTION),
-            Free(path="allreduce_s", start=10e-6, limits=_TIME),
+            Free(path="layer_s", start=50e-6, limits=TIME),
+            Free(path="eb.bf16", start=0.82, limits=FRACTION),
+            Free(path="eb.int8", start=0.68, limits=FRACTION),
+            Free(path="eb.int4", start=0.59, limits=FRACTION),
+            Free(path="allreduce_s", start=10e-6, limits=TIME),
         ),
     ),
     StackForm(
@@ -45,12 +41,12 @@ FORMS: tuple[StackForm, ...] = (
         phase=Phase.PREFILL,
         fixed=Constants(eb=_table(other=0.8), p=2.0, kv_eb=0.8, attention_ef=0.45, allreduce_s=10e-6),
         free=(
-            Free(path="layer_s", start=60e-6, limits=_TIME),
-            Free(path="ef.fp8", start=0.55, limits=_FRACTION),
-            Free(path="ef.bf16", start=0.75, limits=_FRACTION),
-            Free(path="expert_ef.fp8", start=0.22, limits=_FRACTION),
-            Free(path="expert_ef.bf16", start=0.3, limits=_FRACTION),
-            Free(path="link_fraction", start=0.6, limits=_FRACTION, width=0.3),  # kernel tables: 0.6 to 0.83
+            Free(path="layer_s", start=60e-6, limits=TIME),
+            Free(path="ef.fp8", start=0.55, limits=FRACTION),
+            Free(path="ef.bf16", start=0.75, limits=FRACTION),
+            Free(path="expert_ef.fp8", start=0.22, limits=FRACTION),
+            Free(path="expert_ef.bf16", start=0.3, limits=FRACTION),
+            Free(path="link_fraction", start=0.6, limits=FRACTION, width=0.3),  # kernel tables: 0.6 to 0.83
         ),
     ),
     StackForm(
@@ -58,11 +54,11 @@ FORMS: tuple[StackForm, ...] = (
         phase=Phase.PREFILL,
         fixed=Constants(eb=_table(other=0.8), p=3.0, kv_eb=0.8, attention_ef=0.45, allreduce_s=10e-6),
         free=(
-            Free(path="layer_s", start=40e-6, limits=_TIME, width=0.5),
-            Free(path="ef.fp8", start=0.6, limits=_FRACTION, width=0.15),
-            Free(path="ef.bf16", start=0.77, limits=_FRACTION, width=0.15),  # kernel tables: 0.77 to 0.80
-            Free(path="expert_ef.fp8", start=0.22, limits=_FRACTION),
-            Free(path="link_fraction", start=0.6, limits=_FRACTION, width=0.3),
+            Free(path="layer_s", start=40e-6, limits=TIME, width=0.5),
+            Free(path="ef.fp8", start=0.6, limits=FRACTION, width=0.15),
+            Free(path="ef.bf16", start=0.77, limits=FRACTION, width=0.15),  # kernel tables: 0.77 to 0.80
+            Free(path="expert_ef.fp8", start=0.22, limits=FRACTION),
+            Free(path="link_fraction", start=0.6, limits=FRACTION, width=0.3),
         ),
     ),
     StackForm(
@@ -70,12 +66,12 @@ FORMS: tuple[StackForm, ...] = (
         phase=Phase.DECODE,
         fixed=Constants(eb=_UNPACKED, ef=_table(other=0.6), p=3.0, attention_ef=0.4),
         free=(
-            Free(path="layer_s", start=25e-6, limits=_TIME),
-            Free(path="sequence_s", start=10e-6, limits=_TIME),
-            Free(path="eb.bf16", start=0.85, limits=_FRACTION),
-            Free(path="eb.fp8", start=0.8, limits=_FRACTION),
-            Free(path="kv_eb", start=0.8, limits=_FRACTION, width=0.3),
-            Free(path="allreduce_s", start=6e-6, limits=_TIME),
+            Free(path="layer_s", start=25e-6, limits=TIME),
+            Free(path="sequence_s", start=10e-6, limits=TIME),
+            Free(path="eb.bf16", start=0.85, limits=FRACTION),
+            Free(path="eb.fp8", start=0.8, limits=FRACTION),
+            Free(path="kv_eb", start=0.8, limits=FRACTION, width=0.3),
+            Free(path="allreduce_s", start=6e-6, limits=TIME),
         ),
     ),
     StackForm(
@@ -83,10 +79,10 @@ FORMS: tuple[StackForm, ...] = (
         phase=Phase.PREFILL,
         fixed=Constants(eb=_table(other=0.8), p=3.0, kv_eb=0.8, attention_ef=0.45, allreduce_s=10e-6),
         free=(
-            Free(path="layer_s", start=40e-6, limits=_TIME, width=0.5),
-            Free(path="ef.other", start=0.75, limits=_FRACTION, width=0.15),
-            Free(path="expert_ef.bf16", start=0.3, limits=_FRACTION),
-            Free(path="link_fraction", start=0.6, limits=_FRACTION, width=0.3),
+            Free(path="layer_s", start=40e-6, limits=TIME, width=0.5),
+            Free(path="ef.other", start=0.75, limits=FRACTION, width=0.15),
+            Free(path="expert_ef.bf16", start=0.3, limits=FRACTION),
+            Free(path="link_fraction", start=0.6, limits=FRACTION, width=0.3),
         ),
     ),
     StackForm(
@@ -94,12 +90,12 @@ FORMS: tuple[StackForm, ...] = (
         phase=Phase.DECODE,
         fixed=Constants(eb=_UNPACKED, ef=_table(other=0.6), p=3.0, attention_ef=0.4),
         free=(
-            Free(path="layer_s", start=40e-6, limits=_TIME),
-            Free(path="sequence_s", start=20e-6, limits=_TIME),
-            Free(path="eb.bf16", start=0.85, limits=_FRACTION),
-            Free(path="eb.fp8", start=0.8, limits=_FRACTION),
-            Free(path="kv_eb", start=0.8, limits=_FRACTION, width=0.3),
-            Free(path="allreduce_s", start=10e-6, limits=_TIME),
+            Free(path="layer_s", start=40e-6, limits=TIME),
+            Free(path="sequence_s", start=20e-6, limits=TIME),
+            Free(path="eb.bf16", start=0.85, limits=FRACTION),
+            Free(path="eb.fp8", start=0.8, limits=FRACTION),
+            Free(path="kv_eb", start=0.8, limits=FRACTION, width=0.3),
+            Free(path="allreduce_s", start=10e-6, limits=TIME),
         ),
     ),
     # No CUDA graphs: launches run ahead of the device, each sequence costs host time.
@@ -108,9 +104,9 @@ FORMS: tuple[StackForm, ...] = (
         phase=Phase.DECODE,
         fixed=Constants(ef=_table(other=0.6), p=3.0, kv_eb=0.5),
         free=(
-            Free(path="layer_s", start=400e-6, limits=_TIME),
-            Free(path="sequence_s", start=0.33e-3, limits=_TIME),
-            Free(path="eb.other", start=0.66, limits=_FRACTION),
+            Free(path="layer_s", start=400e-6, limits=TIME),
+            Free(path="sequence_s", start=0.33e-3, limits=TIME),
+            Free(path="eb.other", start=0.66, limits=FRACTION),
         ),
         per_device=True,
     ),
@@ -119,10 +115,10 @@ FORMS: tuple[StackForm, ...] = (
         phase=Phase.PREFILL,
         fixed=Constants(eb=_table(other=0.7), p=2.0, kv_eb=0.7, launch_p=4.0),
         free=(
-            Free(path="layer_s", start=400e-6, limits=_TIME),
-            Free(path="ef.other", start=0.65, limits=_FRACTION),
-            Free(path="attention_ef", start=0.3, limits=_FRACTION, width=0.3),
-            Free(path="link_fraction", start=0.3, limits=_FRACTION),
+            Free(path="layer_s", start=400e-6, limits=TIME),
+            Free(path="ef.other", start=0.65, limits=FRACTION),
+            Free(path="attention_ef", start=0.3, limits=FRACTION, width=0.3),
+            Free(path="link_fraction", start=0.3, limits=FRACTION),
         ),
         per_device=True,
     ),
@@ -130,22 +126,22 @@ FORMS: tuple[StackForm, ...] = (
         stack="llama.cpp-metal",
         phase=Phase.DECODE,
         fixed=Constants(ef=_table(other=0.7), p=8.0, kv_eb=0.8),
-        free=(Free(path="layer_s", start=170e-6, limits=_TIME), Free(path="eb.other", start=0.92, limits=_FRACTION)),
+        free=(Free(path="layer_s", start=170e-6, limits=TIME), Free(path="eb.other", start=0.92, limits=FRACTION)),
     ),
     StackForm(
         stack="llama.cpp-metal",
         phase=Phase.PREFILL,
         fixed=Constants(eb=_table(other=0.9), p=8.0, kv_eb=0.8, attention_ef=0.4),
         free=(
-            Free(path="layer_s", start=100e-6, limits=_TIME),
-            Free(path="ef.other", start=0.72, limits=_FRACTION),
-            Free(path="expert_ef.bf16", start=0.6, limits=_FRACTION),
+            Free(path="layer_s", start=100e-6, limits=TIME),
+            Free(path="ef.other", start=0.72, limits=FRACTION),
+            Free(path="expert_ef.bf16", start=0.6, limits=FRACTION),
         ),
     ),
     *(
         form
         for architectures, int8_fraction, launch_s, experts in (
-            (_CONSUMER, 0.22, 30e-6, (Free(path="expert_ef.int8", start=0.088, limits=_FRACTION),)),
+            (CONSUMER, 0.22, 30e-6, (Free(path="expert_ef.int8", start=0.088, limits=FRACTION),)),
             (_DATACENTER, 0.085, 70e-6, ()),  # no row of a mixture: experts by what other software reaches
         )
         for form in (
@@ -154,9 +150,9 @@ FORMS: tuple[StackForm, ...] = (
                 phase=Phase.DECODE,
                 fixed=Constants(ef=_table(other=0.5), p=4.0, kv_eb=0.8),
                 free=(
-                    Free(path="layer_s", start=launch_s, limits=_TIME, width=0.3),
-                    Free(path="moe_layer_s", start=40e-6, limits=_TIME),
-                    Free(path="eb.other", start=0.8, limits=_FRACTION, width=0.2),
+                    Free(path="layer_s", start=launch_s, limits=TIME, width=0.3),
+                    Free(path="moe_layer_s", start=40e-6, limits=TIME),
+                    Free(path="eb.other", start=0.8, limits=FRACTION, width=0.2),
                 ),
                 architectures=architectures,
             ),
@@ -165,7 +161,7 @@ FORMS: tuple[StackForm, ...] = (
                 stack="llama.cpp-cuda",
                 phase=Phase.PREFILL,
                 fixed=Constants(eb=_table(other=0.8), ef=_table(other=0.6), p=4.0, attention_ef=0.3, layer_s=60e-6),
-                free=(Free(path="ef.int8", start=int8_fraction, limits=_FRACTION), *experts),
+                free=(Free(path="ef.int8", start=int8_fraction, limits=FRACTION), *experts),
                 architectures=architectures,
             ),
         )
@@ -174,13 +170,13 @@ FORMS: tuple[StackForm, ...] = (
         stack="llama.cpp-cpu",
         phase=Phase.DECODE,
         fixed=Constants(ef=_table(other=0.5), p=4.0, kv_eb=0.7),
-        free=(Free(path="eb.other", start=0.8, limits=_FRACTION),),
+        free=(Free(path="eb.other", start=0.8, limits=FRACTION),),
     ),
     StackForm(
         stack="llama.cpp-cpu",
         phase=Phase.PREFILL,
         fixed=Constants(eb=_table(other=0.8), p=4.0, attention_ef=0.3),
-        free=(Free(path="ef.other", start=0.5, limits=_FRACTION),),
+        free=(Free(path="ef.other", start=0.5, limits=FRACTION),),
     ),
 )
 
@@ -191,11 +187,11 @@ def _neutral(stack: str, phase: Phase) -> StackForm:
         phase=phase,
         fixed=Constants(p=3.0, kv_eb=0.8, attention_ef=0.4),
         free=(
-            Free(path="layer_s", start=50e-6, limits=_TIME),
-            Free(path="eb.other", start=0.8, limits=_FRACTION),
-            Free(path="ef.other", start=0.6, limits=_FRACTION),
-            Free(path="allreduce_s", start=10e-6, limits=_TIME),
-            Free(path="link_fraction", start=0.6, limits=_FRACTION),
+            Free(path="layer_s", start=50e-6, limits=TIME),
+            Free(path="eb.other", start=0.8, limits=FRACTION),
+            Free(path="ef.other", start=0.6, limits=FRACTION),
+            Free(path="allreduce_s", start=10e-6, limits=TIME),
+            Free(path="link_fraction", start=0.6, limits=FRACTION),
         ),
     )
 

@@ -14,11 +14,11 @@ from typing import Any
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.calibration import Constants
 from diptych.cost.components import cost_of
-from diptych.cost.fit import StackForm, fit, predicted_s, quantile
-from diptych.cost.forms import FORMS
-from diptych.cost.held_out import NEAR, HeldRow, coverage_of, residuals_of, widths_of
+from diptych.cost.fitting.fit import StackForm, fit, predicted_s, quantile
+from diptych.cost.fitting.forms import FORMS
+from diptych.cost.fitting.held_out import NEAR, HeldRow, coverage_of, residuals_of, widths_of
+from diptych.cost.fitting.rows import PublishedRow, ServiceRow
 from diptych.cost.roofline import roofline
-from diptych.cost.rows import PublishedRow, ServiceRow
 from diptych.cost.stacks import calibration_for
 from diptych.cost.tables import device_spec, model_spec, quant_spec
 from diptych.ground.phase import Phase

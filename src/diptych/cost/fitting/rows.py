@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from diptych.cost.tables import device_spec, model_spec
+from diptych.ground.bounds import shown
 from diptych.ground.errors import ConfigError
 from diptych.ground.formats import QUANT_ALIASES, QUANTS
 from diptych.ground.phase import Phase
@@ -102,7 +106,7 @@ def read_rows(text: str) -> tuple[list[PublishedRow], int]:
     """All usable rows of a CSV, and how many were left out. ConfigError when columns are missing."""
     rows: list[PublishedRow] = []
     left_out = 0
-    for entry in _entries(text):
+    for entry in lines_of(text, REQUIRED):
         row = _row(entry)
         if row is None:
             left_out += 1
@@ -113,70 +117,109 @@ def read_rows(text: str) -> tuple[list[PublishedRow], int]:
 
 def read_service_rows(text: str) -> list[ServiceRow]:
     """The rows of a CSV that tell a whole service's speed at a known number of streams."""
-    return [row for row in map(_service_row, _entries(text)) if row is not None]
+    return [row for row in map(_service_row, lines_of(text, REQUIRED)) if row is not None]
 
 
-def _entries(text: str) -> list[dict[str, str]]:
+def text_of(path: Path) -> str:
+    """A file of rows. ConfigError where it cannot be read."""
+    try:
+        return path.read_text("utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {path}: it is no UTF-8 text ({error})") from None
+
+
+class Line(dict[str, str]):
+    """One line of a CSV by its columns. number: in the file, for complaints."""
+
+    number: int
+
+    def whole(self, name: str) -> int | None:
+        """A whole number; None for any other text."""
+        text = self[name]
+        return int(text) if text.isascii() and text.isdigit() else None
+
+    def positive(self, name: str) -> float:
+        """A number above 0. ConfigError for any other text."""
+        try:
+            value = float(self[name])
+        except ValueError:
+            value = math.nan
+        if not 0.0 < value < math.inf:
+            raise ConfigError(
+                f"line {self.number} of the rows: {name} is {shown(self[name])}; it must be a number greater than 0"
+            )
+        return value
+
+
+def lines_of(text: str, needed: Sequence[str]) -> Iterator[Line]:
+    """The lines of a CSV. ConfigError where columns are missing, in the head or in a line."""
     reader = csv.DictReader(io.StringIO(text))
-    missing = [name for name in REQUIRED if name not in (reader.fieldnames or ())]
-    if missing:
-        raise ConfigError(f"the rows file has no column {', '.join(missing)}", hint=f"needed: {', '.join(REQUIRED)}")
-    return list(reader)
+    try:
+        missing = [name for name in needed if name not in (reader.fieldnames or ())]
+        if missing:
+            raise ConfigError(f"the rows file has no column {', '.join(missing)}", hint=f"needed: {', '.join(needed)}")
+        for entry in reader:
+            short = [name for name in needed if entry[name] is None]
+            if short:
+                raise ConfigError(f"line {reader.line_num} of the rows ends before {short[0]}")
+            line = Line(entry)
+            line.number = reader.line_num
+            yield line
+    except csv.Error as error:
+        raise ConfigError(f"line {reader.line_num + 1} of the rows is no CSV: {error}") from None
 
 
-def _what(entry: dict[str, str]) -> dict[str, Any] | None:
+def _what(entry: Line) -> dict[str, Any] | None:
     """The fields of `_Row`; None where one of them is not known here."""
     stack = _stack(entry["system"], entry["hardware"])
     device, model = _device(entry["hardware"], stack), _model(entry["model"])
     quant = _quant(entry["precision"], stack)
-    if stack is None or device is None or model is None or quant is None or not entry["tp"].isdigit():
+    tp = entry.whole("tp")
+    if stack is None or device is None or model is None or quant is None or not tp:
         return None
     source = f"{entry['system']}: {entry.get('source', '')}"
-    return {"stack": stack, "device": device, "model": model, "quant": quant, "tp": int(entry["tp"]), "source": source}
+    return {"stack": stack, "device": device, "model": model, "quant": quant, "tp": tp, "source": source}
 
 
-def _service_row(entry: dict[str, str]) -> ServiceRow | None:
+def _service_row(entry: Line) -> ServiceRow | None:
     measure = {"TTFT": "ttft", "TPOT": "tpot", "throughput": "throughput"}.get(entry["phase"])
     what = _what(entry)
-    numbers = [entry[name] for name in ("batch", "prompt", "gen")]
-    if measure is None or what is None or not all(number.isdigit() for number in numbers):
+    batch, prompt, generated = (entry.whole(name) for name in ("batch", "prompt", "gen"))
+    if measure is None or what is None or not batch or not prompt or not generated:
         return None
-    if measure == "ttft" and entry["batch"] != "1":
+    if measure == "ttft" and batch != 1:
         return None
-    batch, prompt, generated = (int(number) for number in numbers)
     return ServiceRow(
         **what,
         measure=measure,
         batch=batch,
         input_tokens=prompt,
         output_tokens=generated,
-        measured=float(entry["value"]) / (1e3 if entry["unit"] == "ms" else 1.0),
+        measured=entry.positive("value") / (1e3 if entry["unit"] == "ms" else 1.0),
     )
 
 
-def _row(entry: dict[str, str]) -> PublishedRow | None:
+def _row(entry: Line) -> PublishedRow | None:
     phase = {"prefill": Phase.PREFILL, "decode": Phase.DECODE, "decode batch": Phase.DECODE}.get(entry["phase"])
     what = _what(entry)
-    if phase is None or what is None or not entry["batch"].isdigit():
+    batch, (prompt, generated) = (
+        entry.whole("batch"),
+        (entry.whole(name) if entry[name] else 0 for name in ("prompt", "gen")),
+    )
+    if phase is None or what is None or batch is None or prompt is None or generated is None:
         return None
-    if not (entry["prompt"] or "0").isdigit() or not (entry["gen"] or "0").isdigit():
-        return None
-    batch, prompt, generated = int(entry["batch"]), int(entry["prompt"] or 0), int(entry["gen"] or 0)
     tokens = batch * (prompt if phase is Phase.PREFILL else 1)
-    measured_s = _seconds(float(entry["value"]), entry["unit"], tokens)
-    if measured_s is None or tokens == 0:
+    if tokens == 0 or entry["unit"] not in ("ms", "tok/s"):
         return None
+    value = entry.positive("value")
+    measured_s = value / 1e3 if entry["unit"] == "ms" else tokens / value
     if phase is Phase.PREFILL:
         work = StepShape.prefill(batch=batch, new_tokens=prompt)
     else:
         work = StepShape.decode(batch=batch, context_tokens=max(prompt + generated // 2, 2))
     return PublishedRow(**what, phase=phase, work=work, measured_s=measured_s)
-
-
-def _seconds(value: float, unit: str, tokens: int) -> float | None:
-    if unit == "ms":
-        return value / 1e3
-    return tokens / value if unit == "tok/s" else None
 
 
 def _stack(system: str, hardware: str) -> str | None:

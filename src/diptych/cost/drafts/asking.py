@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from math import ceil
 
-from diptych.cost.acceptance import MOST_DEPTH, Acceptance
+from diptych.cost.drafts.acceptance import MOST_DEPTH, Acceptance
 from diptych.ground.shape import StepShape
 
 _FIRST_DEPTH = 3  # asked of the executor's drafter behind a prompt, before anything is known of it

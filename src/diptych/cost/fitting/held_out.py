@@ -14,11 +14,11 @@ from functools import partial
 from types import MappingProxyType
 
 from diptych.cost.calibration import Constants, Coverage, Residual
-from diptych.cost.fit import SHARE, StackForm, fit, predicted_s, quantile, rank, residual_of
-from diptych.cost.forms import FORMS
+from diptych.cost.fitting.fit import SHARE, StackForm, fit, predicted_s, quantile, rank, residual_of
+from diptych.cost.fitting.forms import FORMS
+from diptych.cost.fitting.rows import PublishedRow
 from diptych.cost.reach import ASSUMED, AXES, Gap, gaps_of, interval, load_gaps, squared, width_of
 from diptych.cost.roofline import compute_dtype
-from diptych.cost.rows import PublishedRow
 from diptych.cost.tables import device_spec, model_spec, quant_spec
 from diptych.ground.phase import Phase
 

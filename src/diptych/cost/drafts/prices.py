@@ -1,13 +1,13 @@
 """How many guesses at coming tokens are worth their rows: one arithmetic for engine, planner, simulator.
 
 A step that verifies d drafts behind a sequence's token computes d rows more and hands out 1 + (drafts that hold) tokens.
-Draft j holds with the chance c_j (`cost/acceptance.py`). So a step gives n + sum of c_j tokens in price(rows) seconds, and
+Draft j holds with the chance c_j (`acceptance.py`). So a step gives n + sum of c_j tokens in price(rows) seconds, and
 more drafts are worth it while tokens per second rise: `choose_depths`.
 
 `DraftPrices` chooses depths by predicted time. Guesses are judged whether or not they were verified, which costs no row.
 Where the price says no, it is asked rarely, guesses are made as rarely as they are dear, and very rarely a few drafts are
 verified all the same: a price that nobody ever paid may be wrong. The executor's drafters cost time before they guess: which
-of them is asked about whom is `cost/asker.py`, and what that may cost `cost/asking.py`.
+of them is asked about whom is `asker.py`, and what that may cost `asking.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from math import ceil, inf
 from typing import TypedDict, Unpack
 
-from diptych.cost.acceptance import FIRST_RATE, LEAST_CHANCE, Acceptance
-from diptych.cost.asker import LONGEST_IDLE, Asker, Option, Wanted
-from diptych.cost.asking import Asked, DrafterCost, Purse
-from diptych.cost.depths import DISTURBED, FARTHEST, LOWEST, Ratio, choose_depths
+from diptych.cost.drafts.acceptance import FIRST_RATE, LEAST_CHANCE, Acceptance
+from diptych.cost.drafts.asker import LONGEST_IDLE, Asker, Option, Wanted
+from diptych.cost.drafts.asking import Asked, DrafterCost, Purse
+from diptych.cost.drafts.depths import DISTURBED, FARTHEST, LOWEST, Ratio, choose_depths
 from diptych.ground.shape import StepShape
 
 # Both measured behind steps that empty the caches.

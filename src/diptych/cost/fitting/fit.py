@@ -2,9 +2,6 @@
 
 Each free constant is a positive number with a starting value that also serves as a weak prior: a constant that no row
 can see stays where it started. Outliers are damped (Huber), so that one odd row does not bend the others.
-
->>> solve([[2.0, 0.0], [0.0, 4.0]], [2.0, 4.0])
-[1.0, 1.0]
 """
 
 from __future__ import annotations
@@ -16,7 +13,8 @@ from types import MappingProxyType
 
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.calibration import Calibration, Constants, Residual
-from diptych.cost.rows import PublishedRow
+from diptych.cost.fitting.rows import PublishedRow
+from diptych.cost.linear import solve
 from diptych.cost.tables import device_spec, model_spec, quant_spec
 from diptych.ground.phase import Phase
 
@@ -25,6 +23,7 @@ HUBER = 0.08  # residuals beyond 8 % count linearly, not squared
 MAX_ROUNDS = 25
 SHARE = 0.8  # of rows that an interval is to hold
 TABLES = ("eb", "ef", "expert_ef")  # fields of Constants that are tables by format or dtype
+FRACTION, TIME = (0.02, 0.95), (1e-7, 1.0)  # limits of shares of a peak, and of seconds
 NO_RESIDUAL = Residual(low=0.0, high=0.0, median_error=0.0, rows=0)
 
 
@@ -172,23 +171,6 @@ def _step(columns: Sequence[Sequence[float]], residuals: Sequence[float], dampin
             matrix[i][j] = sum(w * a * b for w, a, b in zip(weights, columns[i], columns[j], strict=True))
         matrix[i][i] = matrix[i][i] * (1.0 + damping) + 1e-9
     return solve(matrix, target)
-
-
-def solve(matrix: Sequence[Sequence[float]], target: Sequence[float]) -> list[float]:
-    """Solution of a small linear system by elimination with pivoting."""
-    size = len(target)
-    rows = [[*row, value] for row, value in zip(matrix, target, strict=True)]
-    for column in range(size):
-        pivot = max(range(column, size), key=lambda i: abs(rows[i][column]))
-        rows[column], rows[pivot] = rows[pivot], rows[column]
-        for i in range(column + 1, size):
-            factor = rows[i][column] / rows[column][column]
-            rows[i] = [a - factor * b for a, b in zip(rows[i], rows[column], strict=True)]
-    found = [0.0] * size
-    for i in reversed(range(size)):
-        known = sum(rows[i][j] * found[j] for j in range(i + 1, size))
-        found[i] = (rows[i][size] - known) / rows[i][i]
-    return found
 
 
 def quantile(values: Sequence[float], share: float) -> float:

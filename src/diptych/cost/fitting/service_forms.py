@@ -1,6 +1,6 @@
 """How the services of each software are modelled: which constants are fitted to published services.
 
-One form for all software; how their schedulers differ is in `cost/recipes.py`. Starting values are those of `cost/forms.py`,
+One form for all software; how their schedulers differ is in `recipes.py`. Starting values are those of `forms.py`,
 and serve as priors.
 """
 
@@ -10,10 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from diptych.cost.calibration import Constants
-from diptych.cost.fit import Free, with_values
-
-_FRACTION = (0.02, 0.95)
-_TIME = (1e-7, 1.0)
+from diptych.cost.fitting.fit import FRACTION, TIME, Free, with_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,28 +52,28 @@ def put_in(form: ServiceForm, values: Sequence[float]) -> ServiceConstants:
 
 
 _FREE = (
-    Free(path="decode.step_s", start=0.5e-3, limits=_TIME, width=1.0),
-    Free(path="prefill.step_s", start=5e-3, limits=_TIME, width=1.0),
-    Free(path="decode.layer_s", start=30e-6, limits=_TIME, width=0.4),
-    Free(path="prefill.layer_s", start=60e-6, limits=_TIME, width=0.7),
+    Free(path="decode.step_s", start=0.5e-3, limits=TIME, width=1.0),
+    Free(path="prefill.step_s", start=5e-3, limits=TIME, width=1.0),
+    Free(path="decode.layer_s", start=30e-6, limits=TIME, width=0.4),
+    Free(path="prefill.layer_s", start=60e-6, limits=TIME, width=0.7),
     # decode is replayed from a graph; prompts are launched kernel by kernel, and a layer with experts has dozens of them
-    Free(path="decode.moe_layer_s", start=20e-6, limits=_TIME, width=0.5),
-    Free(path="prefill.moe_layer_s", start=400e-6, limits=_TIME, width=1.0),
-    Free(path="both.sequence_s", start=10e-6, limits=_TIME, width=1.0),
-    Free(path="both.eb.bf16", start=0.8, limits=_FRACTION, width=0.2),
-    Free(path="both.eb.fp8", start=0.75, limits=_FRACTION, width=0.2),
-    Free(path="both.eb.int4", start=0.6, limits=_FRACTION, width=0.3),
-    Free(path="both.ef.bf16", start=0.65, limits=_FRACTION, width=0.3),
-    Free(path="both.ef.fp8", start=0.5, limits=_FRACTION, width=0.3),
-    Free(path="both.ef.fp4", start=0.4, limits=_FRACTION, width=0.4),
-    Free(path="both.expert_ef.bf16", start=0.3, limits=_FRACTION, width=0.7),
-    Free(path="both.expert_ef.fp8", start=0.25, limits=_FRACTION, width=0.7),
-    Free(path="both.expert_ef.fp4", start=0.15, limits=_FRACTION, width=0.7),
-    Free(path="both.kv_eb", start=0.7, limits=_FRACTION, width=0.3),
-    Free(path="both.attention_ef", start=0.4, limits=_FRACTION, width=0.3),
-    Free(path="both.allreduce_s", start=10e-6, limits=_TIME, width=0.7),
-    Free(path="both.link_fraction", start=0.75, limits=_FRACTION, width=0.2),
-    Free(path="request_s", start=15e-3, limits=_TIME, width=1.0),
+    Free(path="decode.moe_layer_s", start=20e-6, limits=TIME, width=0.5),
+    Free(path="prefill.moe_layer_s", start=400e-6, limits=TIME, width=1.0),
+    Free(path="both.sequence_s", start=10e-6, limits=TIME, width=1.0),
+    Free(path="both.eb.bf16", start=0.8, limits=FRACTION, width=0.2),
+    Free(path="both.eb.fp8", start=0.75, limits=FRACTION, width=0.2),
+    Free(path="both.eb.int4", start=0.6, limits=FRACTION, width=0.3),
+    Free(path="both.ef.bf16", start=0.65, limits=FRACTION, width=0.3),
+    Free(path="both.ef.fp8", start=0.5, limits=FRACTION, width=0.3),
+    Free(path="both.ef.fp4", start=0.4, limits=FRACTION, width=0.4),
+    Free(path="both.expert_ef.bf16", start=0.3, limits=FRACTION, width=0.7),
+    Free(path="both.expert_ef.fp8", start=0.25, limits=FRACTION, width=0.7),
+    Free(path="both.expert_ef.fp4", start=0.15, limits=FRACTION, width=0.7),
+    Free(path="both.kv_eb", start=0.7, limits=FRACTION, width=0.3),
+    Free(path="both.attention_ef", start=0.4, limits=FRACTION, width=0.3),
+    Free(path="both.allreduce_s", start=10e-6, limits=TIME, width=0.7),
+    Free(path="both.link_fraction", start=0.75, limits=FRACTION, width=0.2),
+    Free(path="request_s", start=15e-3, limits=TIME, width=1.0),
 )
 
 SERVICE_FORMS = tuple(

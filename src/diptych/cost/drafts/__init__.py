@@ -1,0 +1,3 @@
+"""What drafts are worth: chances (`acceptance`), depths by price (`depths`), the engine's prices (`prices`, without a profile
+`measured`), and which of the executor's drafters is asked (`asker`), out of what purse (`asking`).
+"""
