@@ -118,6 +118,18 @@ def test_thinking_and_tool_marks_stay_visible(tmp_path):
         ({"tokenizer.json": "{}"}, "cannot be read"),
         ({"tokenizer.json": byte_level_json(), "tokenizer_config.json": "["}, "tokenizer_config.json cannot be read"),
         ({"tokenizer.json": byte_level_json(), "config.json": '{"eos_token_id": "x"}'}, "eos_token_id"),
+        (
+            {"tokenizer.json": byte_level_json(), "added_tokens.json": '{"<a>": "x"}'},
+            "does not map texts and ids: Value",
+        ),
+        (
+            {"tokenizer.json": byte_level_json(), "tokenizer_config.json": '{"added_tokens_decoder": [1]}'},
+            "does not map",
+        ),
+        (
+            {"tokenizer.json": byte_level_json(), "tokenizer_config.json": '{"added_tokens_decoder": {"300": {}}}'},
+            "KeyError",
+        ),
     ],
 )
 def test_damaged_folders_are_refused_with_words(tmp_path, files, words):
