@@ -57,6 +57,15 @@ def write(path: Path) -> Path:
 Q8 = gguf.GGMLQuantizationType.Q8_0
 
 
+def test_a_header_is_walked_once_while_somebody_holds_it(tmp_path: Path) -> None:
+    """Weights and words are read by different rooms; half a million texts of a vocabulary were passed over twice."""
+    path = write(tmp_path / "m.gguf")
+    held = open_gguf(path)
+    assert open_gguf(path).mapped(0) is held.mapped(0)
+    os.replace(write(tmp_path / "other.gguf"), path)
+    assert open_gguf(path).mapped(0) is not held.mapped(0)
+
+
 def test_types_have_the_sizes_of_the_package() -> None:
     """A block of one byte more reads every tensor behind it wrongly."""
     known = {int(kind): (kind.name, *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}

@@ -22,6 +22,7 @@ from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from diptych.ground.errors import LoadError
 from diptych.models.files import BEGIN_BYTES, begins_otherwise
@@ -81,6 +82,8 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 BOOL, STRING, ARRAY = 7, 8, 9
 FLOAT = "f"
 LARGEST_FLOAT = 3.4028235e38
+# parts that somebody holds, by path, number, inode, size and time
+_HELD: WeakValueDictionary[tuple[str, int, int, int, int], _Part] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +101,14 @@ class GgufTensor:
 class GgufArray:
     """An array in the metadata, read when asked: a planner needs no vocabulary."""
 
-    def __init__(self, path: Path, mapped: mmap.mmap, kind: int, count: int, begin: int) -> None:
+    def __init__(
+        self, path: Path, mapped: mmap.mmap, kind: int, count: int, begin: int, ends: array[int] | None = None
+    ) -> None:
         self._path = path
         self._mapped = mapped
         self._kind = kind
         self._begin = begin
+        self._ends = ends  # of texts, from `begin` on
         self.count = count
 
     @property
@@ -120,6 +126,11 @@ class GgufArray:
         if self._kind == BOOL:
             return [bool(value) for value in found]
         return [shortest(value) for value in found] if SCALARS[self._kind] == FLOAT else found.tolist()
+
+    def stored(self) -> tuple[bytes, array[int]]:
+        """Texts as they lie in the file, each with the 8 bytes of its length before it, and where in that each of them ends."""
+        ends = self._ends or array("Q")
+        return self._mapped[self._begin : self._begin + (ends[-1] if ends else 0)], ends
 
     def _texts(self) -> list[str]:
         mapped, at, read = self._mapped, self._begin, struct.Struct("<Q").unpack_from
@@ -141,7 +152,7 @@ class GgufFile:
         self.paths = tuple(part.path for part in parts)
         self.metadata: dict[str, Any] = parts[0].metadata
         self.tensors: dict[str, GgufTensor] = {}
-        self._maps = [part.mapped for part in parts]
+        self._parts = parts  # held, so that who opens the file meanwhile gets them too
         for part in parts:
             for tensor in part.tensors:
                 if tensor.name in self.tensors:
@@ -156,11 +167,11 @@ class GgufFile:
     @property
     def file_bytes(self) -> int:
         """Bytes of all parts."""
-        return sum(len(mapped) for mapped in self._maps)
+        return sum(len(part.mapped) for part in self._parts)
 
     def mapped(self, part: int) -> mmap.mmap:
         """The bytes of a part."""
-        return self._maps[part]
+        return self._parts[part].mapped
 
     def floats(self, name: str) -> list[float] | None:
         """The values of a small F32 tensor; None where there is none. LoadError where it has another type."""
@@ -172,7 +183,7 @@ class GgufFile:
                 f"tensor {name} in {self.path} is {tensor.type.name} {list(tensor.shape)}; one row of F32 is read"
             )
         values = array("f")
-        values.frombytes(self._maps[tensor.part][tensor.begin : tensor.begin + tensor.nbytes])
+        values.frombytes(self.mapped(tensor.part)[tensor.begin : tensor.begin + tensor.nbytes])
         return [shortest(value) for value in values]
 
 
@@ -204,7 +215,7 @@ def find_gguf(path: Path) -> Path | None:
 
 def open_gguf(path: Path) -> GgufFile:
     """Map a GGUF file, or all parts of the split file that `path` is one of, and read the headers. Raises LoadError."""
-    first = _Part(path, 0)
+    first = _part(path, 0)
     count = first.metadata.get("split.count", 1)
     if count in (0, 1):
         return GgufFile([first])
@@ -220,7 +231,7 @@ def open_gguf(path: Path) -> GgufFile:
         raise LoadError(
             f"{len(missing)} of {count} parts are missing, the first is {missing[0]}", hint="download them too"
         )
-    parts = [_Part(name, number) for number, name in enumerate(names)]
+    parts = [_part(name, number) for number, name in enumerate(names)]
     for number, part in enumerate(parts):
         found = part.metadata.get("split.no"), part.metadata.get("split.count")
         if found != (number, count):
@@ -230,6 +241,19 @@ def open_gguf(path: Path) -> GgufFile:
     if expected != len(file.tensors):
         raise LoadError(f"{path} names {expected} tensors; its {count} parts hold {len(file.tensors)}")
     return file
+
+
+def _part(path: Path, number: int) -> _Part:
+    """A part, whose header is walked once while anybody holds it: weights and words of a model lie in one file."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise LoadError(f"{path} cannot be read: {error.strerror}") from error
+    key = (str(path), number, status.st_ino, status.st_size, status.st_mtime_ns)
+    found = _HELD.get(key)
+    if found is None:
+        found = _HELD[key] = _Part(path, number)
+    return found
 
 
 class _Part:
@@ -350,21 +374,23 @@ class _Cursor:
         if kind != ARRAY:
             raise LoadError(f"{key} in {self._path} has type {kind}; types 0 to {max(SCALARS)} are known")
         inner, count = self.number("I"), self.number("Q")
-        begin = self.at
+        begin, ends = self.at, None
         if inner in SCALARS:
             self.take(count * struct.calcsize(f"<{SCALARS[inner]}"))
         elif inner == STRING:
-            self._pass_strings(key, count)
+            ends = self._pass_strings(key, count)
         else:
             raise LoadError(f"{key} in {self._path} is an array of type {inner}; numbers and texts are read")
-        return GgufArray(self._path, self._mapped, inner, count, begin)
+        return GgufArray(self._path, self._mapped, inner, count, begin, ends)
 
-    def _pass_strings(self, key: str, count: int) -> None:
+    def _pass_strings(self, key: str, count: int) -> array[int]:
+        """Where each of them ends, from here on."""
         self._strings += count
         if self._strings > MOST_STRINGS:
             raise LoadError(f"{key} in {self._path} has {count} texts; at most {MOST_STRINGS} are read in all")
         mapped, last, read = self._mapped, len(self._mapped) - 8, struct.Struct("<Q").unpack_from
-        at = self.at
+        ends = array("Q")
+        begin = at = self.at
         for _ in range(count):  # a vocabulary has half a million: nothing but this in the loop
             if at > last:
                 break
@@ -372,10 +398,12 @@ class _Cursor:
             if n > MOST_TEXT_BYTES:
                 raise LoadError(f"a text of {key} in {self._path} has {n} bytes; at most {MOST_TEXT_BYTES} are read")
             at += 8 + n
+            ends.append(at - begin)
         else:
             self.take(at - self.at)
-            return
+            return ends
         self.take(at + 8 - self.at)  # says where the file ended
+        return ends
 
     def tensor(self) -> tuple[str, tuple[int, ...], BlockType, int]:
         """The next tensor's name, shape, type, and offset into the data."""
