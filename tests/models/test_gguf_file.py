@@ -174,8 +174,9 @@ def test_a_header_that_lies_is_refused_by_what_it_says(data: bytes, message: str
     """Counts and offsets come from whoever made the file."""
     path = tmp_path / "m.gguf"
     path.write_bytes(data)
-    with pytest.raises(LoadError, match=message):
+    with pytest.raises(LoadError, match=message) as refused:
         open_gguf(path)
+    assert refused.value.hint
 
 
 def mutated(data: bytes, rng: random.Random, n_header: int) -> bytes:

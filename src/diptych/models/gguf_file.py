@@ -82,6 +82,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 BOOL, STRING, ARRAY = 7, 8, 9
 FLOAT = "f"
 LARGEST_FLOAT = 3.4028235e38
+DAMAGED = "the file is damaged, or no GGUF file as others write it; download it again"
 # parts that somebody holds, by path, number, inode, size and time
 _HELD: WeakValueDictionary[tuple[str, int, int, int, int], _Part] = WeakValueDictionary()
 
@@ -156,7 +157,7 @@ class GgufFile:
         for part in parts:
             for tensor in part.tensors:
                 if tensor.name in self.tensors:
-                    raise LoadError(f"tensor {tensor.name} is twice in {self.path}")
+                    raise LoadError(f"tensor {tensor.name} is twice in {self.path}", hint=DAMAGED)
                 self.tensors[tensor.name] = tensor
 
     @property
@@ -235,11 +236,17 @@ def open_gguf(path: Path) -> GgufFile:
     for number, part in enumerate(parts):
         found = part.metadata.get("split.no"), part.metadata.get("split.count")
         if found != (number, count):
-            raise LoadError(f"{part.path} says it is part {found[0]} of {found[1]}; its name says {number} of {count}")
+            raise LoadError(
+                f"{part.path} says it is part {found[0]} of {found[1]}; its name says {number} of {count}",
+                hint="give each part its own name back",
+            )
     file = GgufFile(parts)
     expected = file.metadata.get("split.tensors.count", len(file.tensors))
     if expected != len(file.tensors):
-        raise LoadError(f"{path} names {expected} tensors; its {count} parts hold {len(file.tensors)}")
+        raise LoadError(
+            f"{path} names {expected} tensors; its {count} parts hold {len(file.tensors)}",
+            hint="the parts are of different files; download them again",
+        )
     return file
 
 
@@ -251,8 +258,12 @@ def _part(path: Path, number: int) -> _Part:
         raise LoadError(f"{path} cannot be read: {error.strerror}") from error
     key = (str(path), number, status.st_ino, status.st_size, status.st_mtime_ns)
     found = _HELD.get(key)
-    if found is None:
+    if found is not None:
+        return found
+    try:
         found = _HELD[key] = _Part(path, number)
+    except LoadError as error:
+        raise LoadError(error.message, hint=error.hint or DAMAGED) from error
     return found
 
 
@@ -270,7 +281,10 @@ class _Part:
         if version not in VERSIONS:
             is_big = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
             what = "is big-endian" if is_big else f"has GGUF version {version}"
-            raise LoadError(f"{path} {what}; little-endian versions {' and '.join(map(str, VERSIONS))} are read")
+            raise LoadError(
+                f"{path} {what}; little-endian versions {' and '.join(map(str, VERSIONS))} are read",
+                hint="take another file of the model, or convert its Hugging Face checkpoint again with llama.cpp",
+            )
         n_tensors = cursor.count("tensors", MOST_TENSORS)
         n_keys = cursor.count("metadata keys", MOST_KEYS)
         self.metadata: dict[str, Any] = {}
@@ -420,6 +434,7 @@ class _Cursor:
             raise LoadError(
                 f"tensor {name} in {self._path} has type {UNREAD_TYPES.get(number, number)}; "
                 f"{', '.join(known.name for known in BLOCK_TYPES.values())} are read",
+                hint="take a file of the model in one of these types",
             )
         if not all(0 < n < 2**40 for n in shape) or shape[-1] % block_type.elements:
             raise LoadError(
