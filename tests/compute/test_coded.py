@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint
-from coded_files import awq, block_fp8, compressed, gptq, logits_of, quantised_checkpoints
+from coded_files import awq, block_fp8, compressed, gptq, logits_of, quantised_checkpoints, whole_fp8
 from diptych.compute.coded import CodedCheckpoint
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.ground.errors import LoadError
@@ -60,6 +60,8 @@ LAYOUTS: dict[str, tuple[Any, str | None]] = {
     ),
     "fp8 blocks": (lambda: block_fp8(), None),
     "fp8 small blocks": (lambda: block_fp8(32, 16), None),
+    "fp8 blocks in powers of two": (lambda: block_fp8(32, 16, in_powers=True), None),
+    "fp8 whole": (lambda: whole_fp8(), None),
 }
 
 

@@ -174,12 +174,12 @@ def _fp8(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation
         raise LoadError(f"{prefix}.weight is fp8 and has no scale beside it", hint="the checkpoint is incomplete")
     found, nbytes = raw.header(scale)[0], _nbytes(raw, f"{prefix}.weight") + _nbytes(raw, scale)
     rows, inputs = how.block or (128, 128)
-    _require(raw, scale, found, *_FLOATS)
+    _require(raw, scale, found, *_FLOATS, "F8_E8M0")
     if found in ((), (1,), (1, 1)):
         return ScaledMatrix(f"{prefix}.weight", raw, scale, (n, k), "fp8-tensor", nbytes)
     if found in ((n,), (n, 1)):
         return ScaledMatrix(f"{prefix}.weight", raw, scale, (1, k), "fp8-channel", nbytes)
-    _require(raw, scale, (-(-n // rows), -(-k // inputs)), *_FLOATS)
+    _require(raw, scale, (-(-n // rows), -(-k // inputs)), *_FLOATS, "F8_E8M0")
     return ScaledMatrix(f"{prefix}.weight", raw, scale, (rows, inputs), f"fp8-{rows}x{inputs}", nbytes)
 
 
@@ -326,7 +326,7 @@ def _require(raw: RawTensors, name: str, shape: tuple[int, ...], *dtypes: str) -
         )
 
 
-_ITEM_BITS = {"I32": 32, "F32": 32, "I64": 64, "F16": 16, "BF16": 16, "I8": 8, "U8": 8, "F8_E4M3": 8}
+_ITEM_BITS = {"I32": 32, "F32": 32, "I64": 64, "F16": 16, "BF16": 16, "I8": 8, "U8": 8, "F8_E4M3": 8, "F8_E8M0": 8}
 
 
 def _nbytes(raw: RawTensors, name: str) -> int:

@@ -20,7 +20,7 @@ CT_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quant
 CODES = ("qweight", "weight_packed")
 BESIDE_CODES = (
     "qzeros", "scales", "g_idx", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_scale_inv",
-    "input_scale", "input_zero_point", "weight.absmax", "weight.quant_map", "weight.nested_absmax",
+    "input_scale", "input_zero_point", "activation_scale", "weight.absmax", "weight.quant_map", "weight.nested_absmax",
     "weight.nested_quant_map", "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4", "SCB",
     "weight_format",
 )  # fmt: skip
