@@ -160,6 +160,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "size that overflows": (header(tensors=1, rest=tensor(b"t", (2**33, 2**33), 0, 0)), "t in .* reaches to byte"),
     "half a block": (header(tensors=1, rest=tensor(b"t", (48, 2), 8, 0)), "a multiple of 32"),
     "unread type": (header(tensors=1, rest=tensor(b"t", (32,), 9, 0)), "has type Q8_1; F32"),
+    "type of old": (header(tensors=1, rest=tensor(b"t", (32,), 31, 0)), "has type Q4_0_4_4; F32"),
     "offset between": (header(tensors=1, rest=tensor(b"t", (1,), 0, 5) + bytes(64)), "which is no multiple of 32"),
     "offset behind the end": (header(tensors=1, rest=tensor(b"t", (1,), 0, 2**60)), "t in .* reaches to byte"),
     "one in another": (header(tensors=2, rest=tensor(b"t", (16,), 0, 0) + tensor(b"u", (16,), 0, 32) + bytes(256)),
