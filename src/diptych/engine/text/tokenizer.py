@@ -313,6 +313,7 @@ def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, config: Mapping[
             found += [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(value, bool) or not isinstance(value, int) for value in found):
         raise LoadError(f"eos_token_id of {folder} is {found}; it must be a whole number or a list of them")
+    found = [value for value in found if 0 <= value < 2**31]  # some files say -1 for none
     text = token_text(config.get("eos_token"))
     token_id = backend.token_to_id(text) if text is not None else None
     return found if token_id is None else [*found, token_id]
