@@ -245,7 +245,7 @@ def _lines(found: GgufArray) -> str | None:
     if not found.is_text or not found.count:
         return None
     stored, ends = found.stored()
-    begins = np.concatenate(([0], np.frombuffer(ends, dtype=np.uint64)[:-1])).astype(np.int64)
+    begins = np.concatenate(([0], np.frombuffer(ends, dtype=np.int64)[:-1]))
     letters, is_text = np.frombuffer(stored, dtype=np.uint8).copy(), np.ones(len(stored), dtype=bool)
     letters[begins] = ord("\n")  # in the place of the first byte of each length
     for i in range(1, 8):
