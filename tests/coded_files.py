@@ -174,8 +174,11 @@ def compressed(form: str, inputs: dict[str, Any] | None = None, **weights: Any) 
     )  # fmt: skip
 
 
-def block_fp8(rows: int = 128, inputs: int = 128) -> Layout:
-    """As DeepSeek-V3 and Qwen3 publish it: E4M3 with `weight_scale_inv` for each block (inference/kernel.py of DeepSeek-V3)."""
+def block_fp8(rows: int = 128, inputs: int = 128, *, in_powers: bool = False) -> Layout:
+    """As DeepSeek-V3 and Qwen3 publish it: E4M3 with `weight_scale_inv` for each block (inference/kernel.py of DeepSeek-V3).
+
+    in_powers: scales in E8M0, which transformers reads too.
+    """
 
     def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         n, k = w.shape
@@ -183,12 +186,26 @@ def block_fp8(rows: int = 128, inputs: int = 128) -> Layout:
         padded[:n, :k] = w
         blocks = padded.view(-1, rows, padded.shape[1] // inputs, inputs)
         scales = blocks.abs().amax((1, 3)) / 448.0
+        scales = torch.exp2(torch.log2(scales).ceil()) if in_powers else scales
         wide = scales.repeat_interleave(rows, 0).repeat_interleave(inputs, 1)[:n, :k]
         quantised = (w / wide).to(torch.float8_e4m3fn)
-        return {"weight": quantised, "weight_scale_inv": scales}, quantised.float() * wide
+        stored = scales.to(torch.float8_e8m0fnu) if in_powers else scales
+        return {"weight": quantised, "weight_scale_inv": stored}, quantised.float() * wide
 
     config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [rows, inputs]}
     return Layout(config, write)
+
+
+def whole_fp8() -> Layout:
+    """As Mistral publishes it: a scale for each matrix, and one for its inputs (FP8Linear of transformers, static)."""
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        scale = (w.abs().amax() / 448.0).to(torch.bfloat16)
+        quantised = (w / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+        beside = {"weight_scale_inv": scale, "activation_scale": torch.tensor(0.01, dtype=torch.bfloat16)}
+        return {"weight": quantised, **beside}, quantised.float() * scale.float()
+
+    return Layout({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}, write)
 
 
 def quantised_checkpoints(original: Path, folder: Path, layout: Layout) -> tuple[Path, Path]:

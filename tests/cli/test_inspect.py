@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -47,6 +48,15 @@ def test_every_tensor_of_a_gguf_file_is_counted_once(family: str, tmp_path: Path
     assert next(group.bits for group in groups if group.stored == "Q8_0") == 8.5
     assert not [group for group in groups if group.part == "other"]
     assert any(group.part == "experts" for group in groups) == (family in ("qwen3_moe", "qwen2_moe"))
+
+
+def test_an_end_that_the_tokenizer_has_not_is_named_by_its_number(tmp_path: Path) -> None:
+    """It was a TypeError behind the model's description."""
+    folder = Path(shutil.copytree(bundled_dir(), tmp_path / "copy"))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 5000}')
+    done = run(str(folder))
+    assert done.returncode == 0
+    assert "token 5000" in done.stdout
 
 
 @pytest.mark.native

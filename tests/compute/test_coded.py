@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint
-from coded_files import awq, block_fp8, compressed, gptq, logits_of, quantised_checkpoints
+from coded_files import awq, block_fp8, compressed, gptq, logits_of, quantised_checkpoints, whole_fp8
 from diptych.compute.coded import CodedCheckpoint
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.ground.errors import LoadError
@@ -60,6 +60,8 @@ LAYOUTS: dict[str, tuple[Any, str | None]] = {
     ),
     "fp8 blocks": (lambda: block_fp8(), None),
     "fp8 small blocks": (lambda: block_fp8(32, 16), None),
+    "fp8 blocks in powers of two": (lambda: block_fp8(32, 16, in_powers=True), None),
+    "fp8 whole": (lambda: whole_fp8(), None),
 }
 
 
@@ -202,6 +204,51 @@ def test_a_damaged_file_is_refused(original: Path, tmp_path: Path, change: Any, 
     damaged(coded, change)
     with pytest.raises(LoadError, match=message):
         logits_of(coded, backend="torch", weights="fp32")
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "message"),
+    [
+        ("awq", lambda t: t.pop(f"{DOWN}qzeros"), "qzeros is missing"),
+        ("gptq act-order", lambda t: t.pop(f"{DOWN}g_idx"), "g_idx is missing"),
+        ("w4a16 asymmetric", lambda t: t.pop(f"{DOWN}weight_zero_point"), "weight_zero_point is missing"),
+        ("w4a16", lambda t: t.update({f"{DOWN}weight_g_idx": torch.arange(40)}), r"weight_g_idx is I64 \[40\]"),
+        ("w4a16", lambda t: t.update({f"{DOWN}weight_scale": t[f"{DOWN}weight_scale"][:, :2].clone()}),
+         "a scale for each 48 of 96 inputs; quantization_config names 32"),
+        ("w8a8", lambda t: t.update({f"{DOWN}weight_zero_point": torch.zeros(3, dtype=torch.int8)}),
+         r"weight_zero_point is I8 \[3\]"),
+        ("fp8 rows", lambda t: t.update({f"{DOWN}weight_scale": t[f"{DOWN}weight_scale"].to(torch.uint8)}),
+         "weight_scale is U8"),
+    ],
+)  # fmt: skip
+def test_what_the_config_says_of_a_matrix_lies_beside_it(
+    layout: str, change: Any, message: str, original: Path, tmp_path: Path
+) -> None:
+    """Codes without their zero points, their order or their groups were read as others are: noise, in silence."""
+    coded, _ = made(layout, original, tmp_path)
+    damaged(coded, change)
+    with pytest.raises(LoadError, match=message):
+        logits_of(coded, backend="torch", weights="fp32")
+
+
+def test_outputs_that_words_do_not_hold_are_refused(tmp_path: Path) -> None:
+    """A RuntimeError of tensors of 92 and 88 came through."""
+    original = make_checkpoint("mistral", tmp_path / "original", dtype=torch.bfloat16, intermediate_size=92)
+    coded, _ = quantised_checkpoints(original, tmp_path, awq(-1))
+    with pytest.raises(LoadError, match=r"(gate|up)_proj has 92 outputs, of which words of 32 bits hold 8 each"):
+        logits_of(coded, backend="torch", weights="fp32")
+
+
+def test_a_bias_of_zeros_beside_codes_is_none(tmp_path: Path) -> None:
+    """AutoGPTQ's files have one beside every matrix, whatever the family: hundreds of them were refused as unknown tensors."""
+    original = make_checkpoint("mistral", tmp_path / "original", dtype=torch.bfloat16)
+    coded, plain = quantised_checkpoints(original, tmp_path, gptq(4, 32, symmetric=True))
+    damaged(coded, lambda tensors: tensors.update({f"{DOWN}bias": torch.zeros(64, dtype=torch.float16)}))
+    config: dict[str, Any] = {"backend": "torch", "weights": "fp32"}
+    assert torch.equal(logits_of(coded, **config), logits_of(plain, **config))
+    damaged(coded, lambda tensors: tensors.update({f"{DOWN}bias": torch.ones(64, dtype=torch.float16)}))
+    with pytest.raises(LoadError, match=r"does not call for, the first is .*down_proj\.bias"):
+        logits_of(coded, **config)
 
 
 def test_a_group_that_does_not_divide_the_inputs_is_refused(original: Path, tmp_path: Path) -> None:

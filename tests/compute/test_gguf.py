@@ -65,6 +65,14 @@ def test_joined_tensors_are_taken_apart(family: str, kind: str, tmp_path: Path) 
     check_golden(load_model(path, REFERENCE), golden, chunk=7)
 
 
+def test_joined_tensors_have_the_rows_that_the_metadata_give_them(tmp_path: Path) -> None:
+    """With another number of heads k and v were cut out of the wrong places."""
+    metadata = {"attention.head_count_kv": 1}
+    path = write_gguf(gguf_reference("glm"), tmp_path / "model.gguf", change=joined, metadata=metadata)
+    with pytest.raises(LoadError, match=r"attn_qkv.* joins 128 rows; its metadata calls for 0 to 63 and 96 to 111 and"):
+        load_model(path, REFERENCE)
+
+
 def test_experts_of_gpt_oss_may_have_gate_and_up_in_two_types(tmp_path: Path) -> None:
     """As mixed files have it: each by its own blocks, with its own bias. The reference has the values that the blocks hold."""
     reference = gguf_reference("gpt_oss")
@@ -149,6 +157,7 @@ def test_layers_that_only_draft_are_left_alone(tmp_path: Path) -> None:
         ("deepseek_v2", {"rope.dimension_count": 500}, r"rope\.dimension_count is 500 of heads of"),
         ("cohere2", {"attention.sliding_window_pattern": -1}, "sliding_window_pattern is -1"),
         ("cohere2", {"rope.freq_base_swa": 7.0}, "freq_base_swa is 7.0"),
+        ("qwen2", {"rope.scaling.alpha": 1000.0}, r"rope\.scaling\.alpha .* is 1000"),
         ("llama4", {"attention.sliding_window": 0}, "sliding_window .* is 0"),
         ("llama", {"nextn_predict_layers": 3}, "3 blocks, of which 3 draft"),
         ("llama", {"attention.key_length": 0}, "are 0 wide"),  # was a division by zero

@@ -19,10 +19,11 @@ from checkpoints import make_checkpoint
 from coded_files import awq, gptq, quantised_checkpoints
 from diptych.compute import packed_cache, quant, runner
 from diptych.compute.model import Model
-from diptych.compute.packed_cache import FILE, PackedCache
+from diptych.compute.packed_cache import PackedCache
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError
+from diptych.models.files import WHOLE_FILE
 from gguf_files import gguf_reference, write_gguf
 from stepping import Stepper
 from thread_ranks import load_over_threads
@@ -59,7 +60,7 @@ def test_a_second_start_has_the_bits_of_the_first(family: str, weights: str, tmp
     path = make_checkpoint(family, tmp_path / "model", tie_word_embeddings=family == "llama", dtype=torch.bfloat16)
     first = load(path, weights)
     (entry,) = entries(folder)
-    before = (entry / FILE).stat()
+    before = (entry / WHOLE_FILE).stat()
     second = load(path, weights)
     assert torch.equal(logits(first), logits(second))
     assert (first.revision, first.n_parameters, first.weight_bytes) == (
@@ -68,7 +69,7 @@ def test_a_second_start_has_the_bits_of_the_first(family: str, weights: str, tmp
         second.weight_bytes,
     )
     assert [path.name for path in entries(folder)] == [entry.name]
-    assert (entry / FILE).stat().st_mtime_ns == before.st_mtime_ns, "it was written again"
+    assert (entry / WHOLE_FILE).stat().st_mtime_ns == before.st_mtime_ns, "it was written again"
 
 
 @pytest.mark.parametrize(("family", "layout"), [("llama", "awq"), ("mixtral", "awq"), ("llama", "act-order")])
@@ -157,7 +158,7 @@ def test_a_damaged_entry_is_thrown_away_and_made_again(damage: str, tmp_path: Pa
     """A disk that forgets a bit must not change an answer, nor keep a model from starting."""
     path = make_checkpoint("llama", tmp_path / "model")
     expected = logits(load(path))
-    file = entries(folder)[0] / FILE
+    file = entries(folder)[0] / WHOLE_FILE
     data = bytearray(file.read_bytes())
     data[-100] ^= 4
     file.write_bytes({"a bit": data, "a cut": data[:-5000], "no header": b""}[damage])
@@ -177,7 +178,7 @@ def test_each_byte_is_checked_whether_it_is_copied_or_used_in_place(
     expected = logits(load(path))
     assert torch.equal(expected, logits(load(path)))
     assert "thrown away" not in caplog.text
-    file = entries(folder)[0] / FILE
+    file = entries(folder)[0] / WHOLE_FILE
     data = bytearray(file.read_bytes())
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     sizes = {one: np.subtract(*header[one]["data_offsets"][::-1]) for one in header if one.startswith("packed:")}
@@ -194,12 +195,12 @@ def test_the_folder_stays_within_its_bound(tmp_path: Path, folder: Path, monkeyp
     paths = [make_checkpoint("llama", tmp_path / str(seed), seed=seed) for seed in range(3)]
     load(paths[0])
     (entry,) = entries(folder)
-    monkeypatch.setenv("DIPTYCH_PACKED_CACHE", str(int(2.5 * (entry / FILE).stat().st_size)))
+    monkeypatch.setenv("DIPTYCH_PACKED_CACHE", str(int(2.5 * (entry / WHOLE_FILE).stat().st_size)))
     os.utime(entry, (1, 1))
     load(paths[1])
     left = folder / f"{packed_cache.UNFINISHED}abc-{_ended_process()}"
     left.mkdir()
-    (left / FILE).write_bytes(b"half")
+    (left / WHOLE_FILE).write_bytes(b"half")
     load(paths[2])
     assert len(entries(folder)) == 2
     assert not left.exists()

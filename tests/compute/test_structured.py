@@ -66,6 +66,16 @@ def write(spec: StructuredSpec, *, seed: int, max_tokens: int = 400, **options: 
     return TOKENIZER.decode(ids), False
 
 
+def test_an_end_that_the_model_cannot_write_ends_no_grammar() -> None:
+    """Some configs name an id behind the model's vocabulary: every constrained answer failed."""
+    ends = (0, WIDTH + 7)
+    sampler = Sampler(WIDTH, grammars=GrammarCompiler(Tokenizer(TOKENIZER, {}, ends), WIDTH))
+    params = SamplingParams(structured=spec("regex", "ab"), max_tokens=9, temperature=0.0)
+    sampler.begin(SequenceStart(seq_id=1, prompt_token_ids=(9,), sampling=params, seed=0, eos_token_ids=ends))
+    drawn = [sampler.sample(torch.zeros(1, WIDTH), [1], [1 + step])[0].token_id for step in range(2)]
+    assert TOKENIZER.decode(drawn) == "ab"
+
+
 def spec(kind: str, source: object) -> StructuredSpec:
     return StructuredSpec(kind=kind, source=source if isinstance(source, str) else json.dumps(source))
 

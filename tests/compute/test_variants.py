@@ -65,6 +65,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ERNIE with experts on some layers": ("ernie4_5_moe", {"num_hidden_layers": 4, "moe_layer_interval": 2,
                                                            "moe_layer_end_index": 2}),
     "GLM-4.5 Air": ("glm4_moe", {"use_qk_norm": False, "attention_bias": True, "n_group": 1, "topk_group": 1}),
+    "HyperCLOVA X with a large epsilon": ("hyperclovax", {"rms_norm_eps": 0.05}),
+    "EXAONE that windows no layer": ("exaone4", {"layer_types": ["full_attention"] * 4}),
     "gpt-oss without windows": ("gpt_oss", {"layer_types": ["full_attention"] * 3}),
     "DeepSeek V2": ("deepseek_v2", {"q_lora_rank": 24, "topk_method": "group_limited_greedy", "n_group": 4,
                                     "topk_group": 2, "routed_scaling_factor": 4.0}),

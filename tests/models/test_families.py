@@ -158,6 +158,17 @@ def windows_of(config: Any) -> tuple[int | None, ...]:
     return tuple(None if kind == "full_attention" else window for kind in types)
 
 
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen2_moe", "dots1"])
+def test_windows_without_layer_types_are_where_the_class_has_them(name: str) -> None:
+    """Qwen2-MoE's lie before max_window_layers, on every other layer; they were put behind it, on all."""
+    family = BY_MODEL_TYPE[name]
+    fields = {**small(family), "num_hidden_layers": 5, "sliding_window": 9, "max_window_layers": 3}
+    fields |= {} if name == "dots1" else {"use_sliding_window": True}
+    config = config_of(family, **fields)
+    assert set(windows_of(config)) == {None, 9}
+    assert read(family, fields).windows == windows_of(config)
+
+
 @pytest.mark.parametrize("family", RUN, ids=lambda family: family.name)
 @pytest.mark.parametrize("fields", ["all left out", "small"])
 def test_the_count_is_what_the_loader_loads(family: Family, fields: str) -> None:

@@ -57,6 +57,15 @@ def write(path: Path) -> Path:
 Q8 = gguf.GGMLQuantizationType.Q8_0
 
 
+def test_a_header_is_walked_once_while_somebody_holds_it(tmp_path: Path) -> None:
+    """Weights and words are read by different rooms; half a million texts of a vocabulary were passed over twice."""
+    path = write(tmp_path / "m.gguf")
+    held = open_gguf(path)
+    assert open_gguf(path).mapped(0) is held.mapped(0)
+    os.replace(write(tmp_path / "other.gguf"), path)
+    assert open_gguf(path).mapped(0) is not held.mapped(0)
+
+
 def test_types_have_the_sizes_of_the_package() -> None:
     """A block of one byte more reads every tensor behind it wrongly."""
     known = {int(kind): (kind.name, *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
@@ -151,6 +160,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "size that overflows": (header(tensors=1, rest=tensor(b"t", (2**33, 2**33), 0, 0)), "t in .* reaches to byte"),
     "half a block": (header(tensors=1, rest=tensor(b"t", (48, 2), 8, 0)), "a multiple of 32"),
     "unread type": (header(tensors=1, rest=tensor(b"t", (32,), 9, 0)), "has type Q8_1; F32"),
+    "type of old": (header(tensors=1, rest=tensor(b"t", (32,), 31, 0)), "has type Q4_0_4_4; F32"),
     "offset between": (header(tensors=1, rest=tensor(b"t", (1,), 0, 5) + bytes(64)), "which is no multiple of 32"),
     "offset behind the end": (header(tensors=1, rest=tensor(b"t", (1,), 0, 2**60)), "t in .* reaches to byte"),
     "one in another": (header(tensors=2, rest=tensor(b"t", (16,), 0, 0) + tensor(b"u", (16,), 0, 32) + bytes(256)),
@@ -165,8 +175,9 @@ def test_a_header_that_lies_is_refused_by_what_it_says(data: bytes, message: str
     """Counts and offsets come from whoever made the file."""
     path = tmp_path / "m.gguf"
     path.write_bytes(data)
-    with pytest.raises(LoadError, match=message):
+    with pytest.raises(LoadError, match=message) as refused:
         open_gguf(path)
+    assert refused.value.hint
 
 
 def mutated(data: bytes, rng: random.Random, n_header: int) -> bytes:

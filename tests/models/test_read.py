@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -201,6 +202,8 @@ def test_an_architecture_under_another_model_type_is_refused() -> None:
         ("mistral", {"layer_types": ["sliding_attention", "full_attention"] * 2}, "layer_types"),
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok in config.json is 5"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("gemma", {"hidden_act": "relu", "hidden_activation": "gelu_pytorch_tanh"}, "hidden_act .* is 'relu'; no op"),
         ("phi3", {"rope_scaling": {**LONGROPE, "long_factor": [2.0]}, "max_position_embeddings": 8192}, "short_factor"),
     ],
     ids=str,
@@ -248,6 +251,28 @@ def test_phi3_calls_longrope_yarn() -> None:
     asked = read("phi3", 256, "short", **fields).attention.rope
     assert asked is not None
     assert asked.divisors == (1.0,) * 8
+
+
+def test_windowed_layers_keep_a_base_of_their_own() -> None:
+    """Where the newer layout leaves bases out they are the class's, 1e4 within windows; 1e6 was taken for both."""
+    ropes = {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {"rope_type": "default"}}
+    spec = read("gemma3_text", num_hidden_layers=6, sliding_window=8, rope_parameters=ropes)
+    bases = {layer.attention.window: layer.attention.rope.theta for layer in spec.layers if layer.attention.rope}
+    theirs = transformers.Gemma3TextConfig(rope_parameters=ropes).rope_parameters
+    assert bases == {8: theirs["sliding_attention"]["rope_theta"], None: theirs["full_attention"]["rope_theta"]}
+    assert bases == {8: 1e4, None: 1e6}
+
+
+def test_of_two_layouts_the_older_counts() -> None:
+    """transformers takes rope_scaling where a file has both; the newer was taken here."""
+    both = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+    }
+    theirs = transformers.LlamaConfig(**copy.deepcopy(both)).rope_parameters
+    rope = read("llama", **both).attention.rope
+    assert rope is not None
+    assert (rope.kind, rope.factor, rope.theta) == (theirs["rope_type"], theirs["factor"], theirs["rope_theta"])
 
 
 def test_longrope_is_not_asked_of_a_model_without() -> None:

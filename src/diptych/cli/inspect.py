@@ -131,7 +131,7 @@ def _named_words(tokenizer: Tokenizer, template: ChatTemplate) -> dict[str, Any]
         "kind": tokenizer.piece_kind.value,
         "tokens": tokenizer.vocab_size,
         "bos": tokenizer.bos_token,
-        "ends": [tokenizer.token(token_id) for token_id in tokenizer.eos_token_ids],
+        "ends": [tokenizer.token(token_id) or f"token {token_id}" for token_id in tokenizer.eos_token_ids],
         "has_template": not template.is_default,
         "template_reads_tools": template.names("tools"),
     }

@@ -23,7 +23,7 @@ from diptych.compute.ops.contract import Codes, WeightTensor
 from diptych.compute.weights import Checkpoint, FileTensor
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import mean_bytes
-from diptych.models.quantised import Quantisation
+from diptych.models.quantised import CODES, Quantisation
 
 logger = logging.getLogger("diptych.compute")
 
@@ -80,9 +80,7 @@ class CodedCheckpoint(Checkpoint):
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor, plain or quantised, that a plain checkpoint would call so."""
-        return self.holds(name) or any(
-            self.holds(name.removesuffix("weight") + suffix) for suffix in ("qweight", "weight_packed")
-        )
+        return self.holds(name) or any(self.holds(name.removesuffix("weight") + suffix) for suffix in CODES)
 
     def tensor(self, name: str, *shape: int) -> FileTensor | CodedTensor:  # type: ignore[override]
         """The tensor of that name, checked against the shape the config gives. Raises LoadError."""
@@ -110,7 +108,12 @@ class CodedCheckpoint(Checkpoint):
                 f"config.json in {self.directory} says that weights are quantised ({self.how.method}), and none of them is",
                 hint="remove quantization_config, or download the files that belong to it",
             )
-        super().finish(is_ignored)
+        super().finish(lambda name: is_ignored(name) or self._is_no_bias(name))
+
+    def _is_no_bias(self, name: str) -> bool:
+        """Whether it is one of zeros beside a quantised matrix: AutoGPTQ wrote those for every matrix without a bias."""
+        matrix = f"{name.removesuffix('.bias')}.weight"
+        return name.endswith(".bias") and matrix in self._matrices and not bool(self.read(name).any())
 
     @property
     def n_parameters(self) -> int:

@@ -26,7 +26,7 @@ from diptych.compute.coded_matrices import (
     TableState,
 )
 from diptych.ground.errors import LoadError
-from diptych.models.quantised import Quantisation
+from diptych.models.quantised import BESIDE_CODES, CODES, Quantisation
 
 # AutoAWQ packs column 8 c + AWQ_ORDER[i] of eight into nibble i of a word
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -39,7 +39,7 @@ def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quant
     if how.method == "gptq" and raw.holds(f"{prefix}.qweight"):
         return _gptq(raw, prefix, shape, how)
     if raw.holds(f"{prefix}.weight_packed"):
-        return _packed(raw, prefix, shape)
+        return _packed(raw, prefix, shape, how)
     weight = f"{prefix}.weight"
     if not raw.holds(weight):
         return None
@@ -49,7 +49,7 @@ def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quant
     if dtype == "F8_E4M3":
         return _fp8(raw, prefix, shape, how)
     if dtype == "I8":
-        return _int8(raw, prefix, shape)
+        return _int8(raw, prefix, shape, how)
     return None
 
 
@@ -59,10 +59,12 @@ def _awq(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation
     group = k if how.group is None else how.group
     if k % group != 0:
         raise LoadError(f"{prefix} has {k} inputs, which groups of {group} do not divide", hint=_CONTRADICTION)
+    if n % 8:
+        raise LoadError(f"{prefix} has {n} outputs, of which words of 32 bits hold 8 each", hint=_CONTRADICTION)
     groups = k // group
     _require(raw, f"{prefix}.qweight", (k, n // 8), "I32")
     _require(raw, f"{prefix}.scales", (groups, n), *_FLOATS)
-    has_zeros = raw.holds(f"{prefix}.qzeros")
+    has_zeros = how.has_zeros or raw.holds(f"{prefix}.qzeros")
     if has_zeros:
         _require(raw, f"{prefix}.qzeros", (groups, n // 8), "I32")
     order = torch.argsort(torch.tensor(AWQ_ORDER))
@@ -93,7 +95,7 @@ def _gptq(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisatio
     _require(raw, f"{prefix}.qweight", (k // per_word, n), "I32")
     _require(raw, f"{prefix}.qzeros", (groups, n // per_word), "I32")
     _require(raw, f"{prefix}.scales", (groups, n), *_FLOATS)
-    if raw.holds(f"{prefix}.g_idx"):
+    if how.has_order or raw.holds(f"{prefix}.g_idx"):
         _require(raw, f"{prefix}.g_idx", (k,), "I32", "I64")
 
     def codes() -> torch.Tensor:
@@ -109,7 +111,7 @@ def _gptq(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisatio
     return CodedMatrix(prefix, shape, bits, f"gptq-{bits}", codes, parts, _all_bytes(raw, prefix))
 
 
-def _packed(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> CodedMatrix:
+def _packed(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> CodedMatrix:
     """weight_packed [n, k * bits / 32], weight_scale [n, G], weight_zero_point [n * bits / 32, G]; 2^(bits-1) was added."""
     n, k = shape
     found, dtype = raw.header(f"{prefix}.weight_packed")
@@ -119,11 +121,13 @@ def _packed(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> CodedMatrix
             f"tensor {prefix}.weight_packed is {dtype} {list(found)}; {n} by {k} codes of 4 or 8 bits are expected",
             hint=_CONTRADICTION,
         )
-    scales, group = _row_scales(raw, prefix, shape)
-    zero_name, per_word = f"{prefix}.weight_zero_point", 32 // bits
-    has_zeros = raw.holds(zero_name)
+    scales, group = _row_scales(raw, prefix, shape, how)
+    zero_name, per_word, order = f"{prefix}.weight_zero_point", 32 // bits, f"{prefix}.weight_g_idx"
+    has_zeros = how.has_zeros or raw.holds(zero_name)
     if has_zeros:
         _require(raw, zero_name, (-(-n // per_word), k // group), "I32")
+    if raw.holds(order):
+        _require(raw, order, (k,), "I32", "I64")
 
     def codes() -> torch.Tensor:
         return unpack_words(raw.stored(f"{prefix}.weight_packed"), bits).flatten(1)[:, :k]
@@ -134,21 +138,24 @@ def _packed(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> CodedMatrix
             if has_zeros
             else None
         )
-        index = _index(raw, f"{prefix}.weight_g_idx", group, k // group)
+        index = _index(raw, order, group, k // group)
         return CodedParts(scales=scales(), zeros=zeros, group=group, index=index)
 
     return CodedMatrix(prefix, shape, bits, f"pack-quantized-{bits}", codes, parts, _all_bytes(raw, prefix))
 
 
-def _int8(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> CodedMatrix:
+def _int8(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> CodedMatrix:
     """weight int8 [n, k], weight_scale [n, G] or one, weight_zero_point likewise."""
     _require(raw, f"{prefix}.weight", shape, "I8")
-    scales, group = _row_scales(raw, prefix, shape)
+    scales, group = _row_scales(raw, prefix, shape, how)
     zero_name = f"{prefix}.weight_zero_point"
+    has_zeros = how.has_zeros or raw.holds(zero_name)
+    if has_zeros:
+        _require(raw, zero_name, raw.header(f"{prefix}.weight_scale")[0], "I8", "I32")
 
     def parts() -> CodedParts:
         zeros = None
-        if raw.holds(zero_name):
+        if has_zeros:
             zeros = (raw.stored(zero_name).to(torch.int32) + 128).reshape(-1, shape[1] // group).expand(shape[0], -1)
         return CodedParts(scales=scales(), zeros=zeros, group=group)
 
@@ -167,11 +174,12 @@ def _fp8(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation
         raise LoadError(f"{prefix}.weight is fp8 and has no scale beside it", hint="the checkpoint is incomplete")
     found, nbytes = raw.header(scale)[0], _nbytes(raw, f"{prefix}.weight") + _nbytes(raw, scale)
     rows, inputs = how.block or (128, 128)
+    _require(raw, scale, found, *_FLOATS, "F8_E8M0")
     if found in ((), (1,), (1, 1)):
         return ScaledMatrix(f"{prefix}.weight", raw, scale, (n, k), "fp8-tensor", nbytes)
     if found in ((n,), (n, 1)):
         return ScaledMatrix(f"{prefix}.weight", raw, scale, (1, k), "fp8-channel", nbytes)
-    _require(raw, scale, (-(-n // rows), -(-k // inputs)), *_FLOATS)
+    _require(raw, scale, (-(-n // rows), -(-k // inputs)), *_FLOATS, "F8_E8M0")
     return ScaledMatrix(f"{prefix}.weight", raw, scale, (rows, inputs), f"fp8-{rows}x{inputs}", nbytes)
 
 
@@ -256,20 +264,16 @@ _TABLES = ("nf4", "fp4")
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _MOST_STATE_BYTES = 4096
 _CONTRADICTION = "config.json contradicts the weights; they must come from the same model"
-_SUFFIXES = (
-    "qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape",
-    "weight_g_idx", "weight_scale_inv", "input_scale", "input_zero_point", "weight.absmax", "weight.quant_map",
-    "weight.nested_absmax", "weight.nested_quant_map", "weight.quant_state.bitsandbytes__nf4",
-    "weight.quant_state.bitsandbytes__fp4", "SCB", "weight_format",
-)  # fmt: skip
 
 
 def companions(raw: RawTensors, prefix: str) -> list[str]:
     """All tensors of the file that belong to the matrix."""
-    return [name for name in (f"{prefix}.{suffix}" for suffix in _SUFFIXES) if raw.holds(name)]
+    return [name for name in (f"{prefix}.{suffix}" for suffix in ("weight", *CODES, *BESIDE_CODES)) if raw.holds(name)]
 
 
-def _row_scales(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> tuple[Callable[[], torch.Tensor], int]:
+def _row_scales(
+    raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation
+) -> tuple[Callable[[], torch.Tensor], int]:
     """(weight_scale [n, G] when asked, inputs that share one). compressed-tensors: G of a row, or one for all."""
     n, k = shape
     name = f"{prefix}.weight_scale"
@@ -280,6 +284,12 @@ def _row_scales(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> tuple[C
     if found not in ((), (1,), (n,), (n, groups)) or groups < 1 or k % groups != 0:
         raise LoadError(
             f"tensor {name} has shape {list(found)}; {n} rows of {k} inputs in equal groups are expected",
+            hint=_CONTRADICTION,
+        )
+    if groups > 1 and k // groups not in how.groups:
+        named = " or ".join(map(str, how.groups)) or "whole rows"
+        raise LoadError(
+            f"tensor {name} has a scale for each {k // groups} of {k} inputs; quantization_config names {named}",
             hint=_CONTRADICTION,
         )
     _require(raw, name, found, *_FLOATS)
@@ -316,7 +326,7 @@ def _require(raw: RawTensors, name: str, shape: tuple[int, ...], *dtypes: str) -
         )
 
 
-_ITEM_BITS = {"I32": 32, "F32": 32, "I64": 64, "F16": 16, "BF16": 16, "I8": 8, "U8": 8, "F8_E4M3": 8}
+_ITEM_BITS = {"I32": 32, "F32": 32, "I64": 64, "F16": 16, "BF16": 16, "I8": 8, "U8": 8, "F8_E4M3": 8, "F8_E8M0": 8}
 
 
 def _nbytes(raw: RawTensors, name: str) -> int:

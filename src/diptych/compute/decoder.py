@@ -72,13 +72,13 @@ def run_decoder(
 ) -> Hidden:
     """Logits [R, V] of the step that `ops` stands for.
 
-    Where what a layer adds is scaled, x is the residual stream over that scale: norms see the same but for their eps.
+    Where what a layer adds is scaled, x is the residual stream over that scale: norms of x see the same but for their eps.
     """
     scale = spec.residual_scale
     eps = spec.norm_eps / scale**2
     x = ops.embed(weights.embedding, scale=spec.embed_scale / scale)
     for number, layer in enumerate(weights.layers):
-        x = run_layer(ops, x, layer, eps=eps)
+        x = run_layer(ops, x, layer, eps=eps, added_eps=spec.norm_eps)
         ops.tap(x, number)
     return ops.head(x, weights.norm, weights.head, eps=eps, softcap=spec.logit_softcap, scale=spec.logit_scale)
 
@@ -89,21 +89,22 @@ def run_layer(
     weights: LayerWeights[Vector, Linear, Heads, Experts],
     *,
     eps: float,
+    added_eps: float,
 ) -> Stream:
-    """x + attention(x), then + mlp(x), each with the norms the layer has before and after it."""
+    """x + attention(x), then + mlp(x), each with the norms the layer has before and after it. added_eps: of those after."""
     h = x if weights.input_norm is None else ops.norm(x, weights.input_norm, eps=eps)
     if weights.is_parallel:
         assert weights.dense is not None
         gate_up, down = weights.dense
         beside = ops.linear_gate(h, gate_up)  # before anything is added to x, which h is made of
         return ops.linear_add(beside, down, ops.linear_add(run_attention(ops, h, weights), weights.o, x))
-    x = add_normed(ops, x, run_attention(ops, h, weights), weights.o, weights.post_attention_norm, eps=eps)
+    x = add_normed(ops, x, run_attention(ops, h, weights), weights.o, weights.post_attention_norm, eps=added_eps)
     h = x if weights.pre_mlp_norm is None else ops.norm(x, weights.pre_mlp_norm, eps=eps)
     if weights.dense is None:
         assert weights.experts is not None
         return run_experts(ops, h, weights.experts, weights.shared, x)
     gate_up, down = weights.dense
-    return add_normed(ops, x, ops.linear_gate(h, gate_up), down, weights.post_mlp_norm, eps=eps)
+    return add_normed(ops, x, ops.linear_gate(h, gate_up), down, weights.post_mlp_norm, eps=added_eps)
 
 
 def add_normed(

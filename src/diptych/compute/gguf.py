@@ -84,6 +84,9 @@ class GgufCheckpoint:
         self._table_dtype = table_dtype
         self._used: dict[str, tuple[int, ...]] = {}  # our name -> shape
         self._places: set[str] = set()  # their names of tensors asked for
+        self._parts: dict[
+            tuple[str, int | None], set[tuple[int, int]]
+        ] = {}  # rows asked for of tensors that join several
         self._read_bytes = 0
         self._read: set[Place] = set()
         self._resident: list[torch.Tensor] = []
@@ -117,6 +120,8 @@ class GgufCheckpoint:
             )
         self._used[name] = shape
         self._places.add(stored.name)
+        if place.begin is not None:
+            self._parts.setdefault((stored.name, place.expert), set()).add((place.begin, place.begin + shape[0]))
         dtype = FLOAT_DTYPES.get(stored.type.name)
         if dtype is None or place.heads is not None or place.added:
             is_table = stored.name == "token_embd.weight"
@@ -222,6 +227,14 @@ class GgufCheckpoint:
                 f"the first is {unused[0]}",
                 hint="the file is of a newer or another model than its architecture says",
             )
+        for (name, expert), parts in self._parts.items():
+            held = self.file.tensors[name].shape[0 if expert is None else 1]
+            if sum(end - begin for begin, end in parts) != held:
+                raise LoadError(
+                    f"tensor {name} in {self.file.path} joins {held} rows; its metadata calls for "
+                    f"{' and '.join(f'{begin} to {end - 1}' for begin, end in sorted(parts))} of them",
+                    hint="the file's metadata contradicts its tensors",
+                )
         for tensor in self._resident:
             give_pages_back(tensor)
         if self.progress is not None:

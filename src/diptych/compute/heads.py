@@ -306,7 +306,7 @@ class EagleBlueprint(Blueprint):
         words = e if weights.input_norm is None else ops.norm(e, weights.input_norm, eps=spec.norm_eps)
         if self.eagle.version == 1:
             x = ops.linear_add(words, weights.fuse[0], ops.start(x, weights.fuse[1]))
-            x = run_layer(ops, x, weights.layer, eps=spec.norm_eps)
+            x = run_layer(ops, x, weights.layer, eps=spec.norm_eps, added_eps=spec.norm_eps)
         else:
             x = self._layer(ops, weights, words, x)
         ops.tap(x, 0)

@@ -24,10 +24,10 @@ from diptych.compute.ops.cpu_loader import CpuLoader
 from diptych.compute.quant import PACKED_LAYOUT, QuantisedCheckpoint, TensorSource, write_tensors
 from diptych.ground.errors import LoadError
 from diptych.ground.version import VERSION
+from diptych.models.files import WHOLE_FILE
 
 logger = logging.getLogger("diptych.compute")
 
-FILE = "model.safetensors"
 UNFINISHED = ".unfinished-"
 SAMPLES, SAMPLE_BYTES = 16, 4096  # of each file, spread over it; whether it changed at all its times and its inode say
 # smaller weights are packed in less time than it takes to explain why a folder has grown
@@ -74,7 +74,7 @@ class PackedCache:
     def find(self, key: str) -> CachedCheckpoint | None:
         """The entry, mapped; None where there is none. A damaged one is thrown away."""
         entry = self.folder / key
-        if not (entry / FILE).is_file():
+        if not (entry / WHOLE_FILE).is_file():
             return None
         try:
             found = CachedCheckpoint(entry)
@@ -102,10 +102,10 @@ class PackedCache:
                             shutil.disk_usage(self.folder).free)  # fmt: skip
                 return
             self._make_room(nbytes)
-            write_tensors(unfinished / FILE, loader, source, fingerprint=source.fingerprint())
+            write_tensors(unfinished / WHOLE_FILE, loader, source, fingerprint=source.fingerprint())
             unfinished.rename(self.folder / key)
         except OSError as error:
-            if not (self.folder / key / FILE).is_file():  # else another process was faster
+            if not (self.folder / key / WHOLE_FILE).is_file():  # else another process was faster
                 logger.warning("packed weights not kept folder=%s reason=%s", self.folder, error.strerror or error)
         else:
             logger.info("packed weights kept entry=%s bytes=%d", self.folder / key, nbytes)

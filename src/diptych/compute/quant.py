@@ -33,13 +33,13 @@ from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
 from diptych.ground.formats import KeptFormat
 from diptych.models.config import HfConfig, read_json
-from diptych.models.contents import EXPONENTS, INPUT_ORDER
+from diptych.models.contents import EXPONENTS, INPUT_ORDER, PACKED
+from diptych.models.files import INDEX_FILE, WHOLE_FILE
 from diptych.models.read import reads_mxfp4
 
 METHOD = "diptych"
 # raised when the packed form of csrc/pack.cpp changes, or the form in which weights are packed: 3: balanced (compute.balance)
 PACKED_LAYOUT = 3
-PREFIX = "packed:"
 CHECKSUMS = "xxh3_64"  # in the file's metadata: tensor name -> XXH3-64 of its bytes
 KEPT = (
     "kept_formats"  # in the file's metadata: packed weight -> the format of its values, where they are the file's own
@@ -48,7 +48,7 @@ ALIGNMENT = 64
 LARGE_BYTES = 2**20  # of a tensor that is checked with the others
 TENSOR_TYPES = {torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 COPIED = ("*.json", "*.jinja", "tokenizer.model", "LICENSE*")
-NOT_COPIED = ("config.json", "model.safetensors.index.json")
+NOT_COPIED = ("config.json", INDEX_FILE)
 
 
 def stored_weights(hf_config: Mapping[str, Any]) -> str | None:
@@ -160,7 +160,7 @@ class QuantisedCheckpoint(Checkpoint):
 
     def find_packed(self, key: str, nbytes: int) -> Saved | None:
         """The packed bytes as a view of the mapped file; None when the weight is not packed under this key."""
-        name = PREFIX + key
+        name = PACKED + key
         if name not in self._file_of:
             return None
         packed = super().read(name)
@@ -172,7 +172,7 @@ class QuantisedCheckpoint(Checkpoint):
     @property
     def n_parameters(self) -> int:
         """Elements of all tensors asked for in their unpacked shapes."""
-        plain = sum(math.prod(self._shape(name)) for name in self._used if not name.startswith(PREFIX))
+        plain = sum(math.prod(self._shape(name)) for name in self._used if not name.startswith(PACKED))
         return plain + sum(math.prod(self._packed[name]) for name in self._packed_used)
 
 
@@ -249,7 +249,7 @@ def _write_folder(
         for path in sorted(checkpoint.directory.glob(pattern)):
             if path.name not in NOT_COPIED:
                 shutil.copyfile(path, directory / path.name)
-    written = write_tensors(directory / "model.safetensors", loader, checkpoint)
+    written = write_tensors(directory / WHOLE_FILE, loader, checkpoint)
     section = {"quant_method": METHOD, "weights": weights, "packed_layout": PACKED_LAYOUT, "group": INT4_GROUP}
     text = json.dumps({**hf_config, "quantization_config": section}, indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
@@ -272,10 +272,10 @@ def write_tensors(path: Path, loader: CpuLoader, source: TensorSource, **metadat
     """The safetensors file, tensor by tensor, so that no second copy of the weights is held; returns its bytes."""
     shapes = {name: source.shape_of(name) for key in loader.packed for name in _stored_names(key)}
     parts: dict[str, Callable[[], torch.Tensor]] = {
-        PREFIX + key: partial(_blob, loader, index) for key, index in loader.packed.items()
+        PACKED + key: partial(_blob, loader, index) for key, index in loader.packed.items()
     }
-    parts |= {PREFIX + key + EXPONENTS: partial(_raw, exponents) for key, exponents in loader.exponents.items()}
-    parts |= {PREFIX + key + INPUT_ORDER: partial(_raw, order) for key, order in loader.orders.items()}
+    parts |= {PACKED + key + EXPONENTS: partial(_raw, exponents) for key, exponents in loader.exponents.items()}
+    parts |= {PACKED + key + INPUT_ORDER: partial(_raw, order) for key, order in loader.orders.items()}
     parts |= {name: tensor.read for name, tensor in loader.plain.items()}
     header: dict[str, Any] = {}
     checksums = {}

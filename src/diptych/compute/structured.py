@@ -85,7 +85,7 @@ class _Speller:
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
         self.tokens = [vocabulary.token_bytes(token_id) for token_id in range(vocab_size)]
         self.special_token_ids = sorted(vocabulary.mark_token_ids)
-        self.eos_token_id = next(iter(vocabulary.eos_token_ids), 0)
+        self.eos_token_id = next(iter(_ends(vocabulary, vocab_size)), 0)
         self._marks = vocabulary.mark_token_ids
         self._encode = tokenizers.Tokenizer.from_str(vocabulary.json_text).encode
         self.cut: Callable[[str], list[int]] | None = None
@@ -97,6 +97,11 @@ class _Speller:
         return ids if is_plain else self.cut(text)
 
 
+def _ends(vocabulary: Vocabulary, vocab_size: int) -> list[int]:
+    """Tokens that end an answer, of those that the model can write: files name others too."""
+    return [token_id for token_id in vocabulary.eos_token_ids if token_id < vocab_size]
+
+
 def _ll_tokenizer(vocabulary: Vocabulary, vocab_size: int) -> llguidance.LLTokenizer:
     if vocabulary.vocab_size > vocab_size:
         raise LoadError(
@@ -106,7 +111,7 @@ def _ll_tokenizer(vocabulary: Vocabulary, vocab_size: int) -> llguidance.LLToken
     try:
         speller = _Speller(vocabulary, vocab_size)
         made = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(speller), eos_token=list(vocabulary.eos_token_ids) or None
+            llguidance.TokenizerWrapper(speller), eos_token=_ends(vocabulary, vocab_size) or None
         )
     except Exception as error:  # the libraries raise what their Rust sides give
         raise LoadError(f"tokenizer cannot be used for structured output: {error}") from error
@@ -154,7 +159,8 @@ class GrammarCompiler:
             raise GrammarError(
                 f"{spec.kind} took more than {MAX_COMPILE_S:g} s to compile", hint="simplify it", param=spec.kind
             ) from None
-        compiled = CompiledGrammar(matcher, self._vocab_size, self._vocabulary.eos_token_ids, self._mask_pool.submit)
+        ends = _ends(self._vocabulary, self._vocab_size)
+        compiled = CompiledGrammar(matcher, self._vocab_size, ends, self._mask_pool.submit)
         with self._lock:
             self._in_use[spec] = compiled
             self._keep(spec, compiled)

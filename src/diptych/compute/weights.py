@@ -19,6 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -479,7 +480,12 @@ def give_pages_back(tensor: torch.Tensor) -> None:
         return
     begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE  # a neighbour's bytes on the same page come back too
     nbytes = tensor.data_ptr() + tensor.nbytes - begin
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
+    _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)  # each makes a class of its own, and a start gives pages back some hundred times
 
 
 def _first_line(error: BaseException) -> str:

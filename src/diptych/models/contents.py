@@ -19,7 +19,7 @@ from diptych.models.config import HfConfig, read_json
 from diptych.models.files import has_weights, safetensors_header, weight_files
 from diptych.models.gguf import ROPE_TENSOR, is_beside
 from diptych.models.gguf_file import GgufFile, find_gguf, open_gguf
-from diptych.models.quantised import Quantisation, quantisation_of
+from diptych.models.quantised import BESIDE_CODES, CODES, Quantisation, quantisation_of
 
 # parts of names -> the part of the model, the first that fits; of safetensors and of GGUF files
 PARTS: tuple[tuple[str, str], ...] = (
@@ -32,12 +32,6 @@ PARTS: tuple[tuple[str, str], ...] = (
     ("ffn", "mlp"), ("output.weight", "head"),
 )  # fmt: skip
 ORDER = ("embedding", "head", "attention", "mlp", "router", "experts", "norms", "positions", "other")
-ELEMENT_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "I64": 64, "I32": 32, "I16": 16,
-                "I8": 8, "U8": 8}  # fmt: skip
-CODES = (".qweight", ".weight_packed")
-BESIDE = (".qzeros", ".scales", ".g_idx", ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx",
-          ".weight_scale_inv", ".input_scale", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map",
-          ".bitsandbytes__nf4", ".bitsandbytes__fp4", ".SCB", ".weight_format")  # fmt: skip
 EXPONENTS = "|exponents"  # behind such a name: by what channels were balanced, which is no parameter
 INPUT_ORDER = "|order"  # likewise: in which order a weight has its inputs
 PACKED = "packed:"  # what `diptych quantize` writes before the names of the tensors that it packed together
@@ -131,13 +125,17 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
             count, stored = 2 * count, "MXFP4"
         elif name.endswith("_scales") and stored == "U8":
             count, stored = 0, "MXFP4 scales"
-        elif how is not None and name.endswith(CODES) and stored == "I32":
+        elif how is not None and name.endswith(_endings(CODES)) and stored == "I32":
             count, stored = count * 32 // (how.bits or 4), f"{how.method} {how.bits or 4} bit"
         elif how is not None and f"{name}.absmax" in header:  # of bitsandbytes, two codes to a byte
             count, stored = 2 * nbytes, f"{how.method} 4 bit"
-        elif how is not None and name.endswith(BESIDE):  # scales and zeros are no parameters
+        elif how is not None and name.endswith(_endings(BESIDE_CODES)):  # scales and zeros are no parameters
             count, stored = 0, f"{how.method} scales"
         yield name, stored, count, nbytes
+
+
+def _endings(parts: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f".{part}" for part in parts)
 
 
 def _contents(container: str, files: list[Path], file_bytes: int, entries: Any) -> Contents:

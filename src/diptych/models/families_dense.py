@@ -16,11 +16,10 @@ from diptych.models.families_shared import (
 from diptych.models.family import Family, TensorNames
 from diptych.models.spec import Norms, QkNorm
 
-GEMMA = {**USUAL, "hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True,
-         "attention_bias": False}  # fmt: skip
-GEMMA_2 = {**GEMMA, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
-           "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None,
-           "final_logit_softcapping": None}  # fmt: skip
+GEMMA = {**USUAL, "head_dim": 256, "tie_word_embeddings": True, "attention_bias": False}
+GEMMA_2 = {**GEMMA, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304, "intermediate_size": 9216,
+           "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "query_pre_attn_scalar": 256,
+           "sliding_window": 4096, "layer_types": None, "final_logit_softcapping": None}  # fmt: skip
 GLM = {**USUAL, "vocab_size": 151_552, "intermediate_size": 13_696, "num_hidden_layers": 40, "head_dim": 128,
        "num_key_value_heads": 2, "max_position_embeddings": 131_072, "rms_norm_eps": 1.5625e-07,
        "partial_rotary_factor": 0.5, "attention_bias": True}  # fmt: skip
@@ -98,11 +97,12 @@ DENSE: tuple[Family, ...] = (
         longrope_names=("su", "yarn"),
         names=TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
     ),
-    # its configs say gelu and mean the form with tanh
+    # its configs say gelu and mean the form with tanh; what they say of hidden_activation beside it is not looked at
     Family(
         name="gemma", architectures=("GemmaForCausalLM",),
         keys={**GEMMA, "vocab_size": 256_000, "hidden_size": 3072, "intermediate_size": 24_576, "num_hidden_layers": 28,
-              "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 8192},
+              "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 8192,
+              "hidden_act": "gelu_pytorch_tanh"},
         fixed=CAUSAL,
         norm_offset=1.0, has_scaled_embedding=True,
         gelu_means_tanh=True,

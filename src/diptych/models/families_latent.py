@@ -8,8 +8,7 @@ from diptych.models.families_shared import CHOSEN_BY_SIGMOID, USUAL
 from diptych.models.family import Family
 
 LATENT = {**USUAL, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-          "v_head_dim": 128, "moe_layer_freq": 1, "attention_bias": False, "routed_scaling_factor": 1.0,
-          "n_group": 1, "topk_group": 1}  # fmt: skip
+          "v_head_dim": 128, "attention_bias": False, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}  # fmt: skip
 LIKE_DEEPSEEK: dict[str, Any] = {"is_interleaved": "rope_interleave", "o_bias": "attention_bias"}
 
 LATENT_ATTENTION: tuple[Family, ...] = (

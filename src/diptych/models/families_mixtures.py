@@ -36,6 +36,7 @@ MIXTURES: tuple[Family, ...] = (
               "num_key_value_heads": 16, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
               "num_experts_per_tok": 4, "num_experts": 60, "qkv_bias": True},
         qkv_bias="qkv_bias",
+        windows_begin=True,
         has_shared_gate=True,
         names=TensorNames(shared="shared_expert"),
     ),

@@ -62,13 +62,14 @@ class Family:
 
     keys: every key read, with its class default; None: from the others. fixed: known keys and the values they may have.
     renamed: this class's name of a key -> the name used here. full_every: without layer_types, every so many-th layer
-    attends to everything, full_first: beginning with the first. local_theta: the key with the rotary base of windowed layers,
-    which then have no scaling. longrope_names: rope types that mean longrope here. turns_windowed_only: layers that attend to
-    everything have no rotary positions; turns_full_alone: unless all do. attends_in_chunks: what is `sliding_window` here is
-    the length of chunks that layers with rotary positions attend within; scales_queries: queries of the other layers are
-    scaled by position. positions_offset: learned positions, and how many come first. parallel_key: the key that says whether
-    attention and MLP run side by side, with the norm that `Norms.PARALLEL` has. built_as: the class of another family with
-    which transformers builds this one.
+    attends to everything, full_first: beginning with the first; windows_begin: every other layer before max_window_layers is
+    windowed, not all behind it. local_theta: the key with the rotary base of windowed layers, which then have no scaling.
+    longrope_names: rope types that mean longrope here. turns_windowed_only: layers that attend to everything have no rotary
+    positions; turns_full_alone: unless the model has no window. attends_in_chunks: what is `sliding_window` here is the length
+    of chunks that layers with rotary positions attend within; scales_queries: queries of the other layers are scaled by
+    position. positions_offset: learned positions, and how many come first. parallel_key: the key that says whether attention
+    and MLP run side by side, with the norm that `Norms.PARALLEL` has. built_as: the class of another family with which
+    transformers builds this one.
     prefixes: where tensors may begin, tried in order; ignored: parts of names of tensors that nobody needs.
     """
 
@@ -98,6 +99,7 @@ class Family:
     has_sinks: bool = False
     full_every: int | None = None
     full_first: bool = False
+    windows_begin: bool = False
     local_theta: str | None = None
     longrope_names: tuple[str, ...] = ("su",)
     is_interleaved: bool | str = False

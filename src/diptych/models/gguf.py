@@ -48,7 +48,8 @@ CHANGING: Mapping[str, tuple[Any, ...]] = {
         "router_logit_softcapping", "expert_count", "expert_shared_count", "expert_shared_feed_forward_length",
         "leading_dense_block_count", "moe_every_n_layers", "interleave_moe_layer_step", "full_attention_interval",
         "use_parallel_residual", "ssm.state_size", "swin_norm", "num_loops", "attention.value_length_mla",
-        "rope.dimension_sections", "rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_ext_factor",
+        "rope.dimension_sections", "rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_ext_factor", "rope.scaling.alpha",
+        "attention.temperature_length", "expert_group_scale", "experts_per_group", "swiglu_clamp_exp", "swiglu_clamp_shexp",
     ), (0,)),
 }  # fmt: skip
 IN_LAYER = {

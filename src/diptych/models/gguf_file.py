@@ -22,6 +22,7 @@ from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from diptych.ground.errors import LoadError
 from diptych.models.files import BEGIN_BYTES, begins_otherwise
@@ -75,12 +76,16 @@ BLOCK_TYPES: dict[int, BlockType] = {
         (39, "MXFP4", 32, 17),
     )
 }  # fmt: skip
-UNREAD_TYPES = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 40: "NVFP4"}
+UNREAD_TYPES = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 31: "Q4_0_4_4", 32: "Q4_0_4_8",
+                33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 40: "NVFP4"}  # fmt: skip
 # ids in the metadata -> struct and array codes
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 BOOL, STRING, ARRAY = 7, 8, 9
 FLOAT = "f"
 LARGEST_FLOAT = 3.4028235e38
+DAMAGED = "the file is damaged, or no GGUF file as others write it; download it again"
+# parts that somebody holds, by path, number, inode, size and time
+_HELD: WeakValueDictionary[tuple[str, int, int, int, int], _Part] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +103,14 @@ class GgufTensor:
 class GgufArray:
     """An array in the metadata, read when asked: a planner needs no vocabulary."""
 
-    def __init__(self, path: Path, mapped: mmap.mmap, kind: int, count: int, begin: int) -> None:
+    def __init__(
+        self, path: Path, mapped: mmap.mmap, kind: int, count: int, begin: int, ends: array[int] | None = None
+    ) -> None:
         self._path = path
         self._mapped = mapped
         self._kind = kind
         self._begin = begin
+        self._ends = ends  # of texts, from `begin` on
         self.count = count
 
     @property
@@ -120,6 +128,11 @@ class GgufArray:
         if self._kind == BOOL:
             return [bool(value) for value in found]
         return [shortest(value) for value in found] if SCALARS[self._kind] == FLOAT else found.tolist()
+
+    def stored(self) -> tuple[bytes, array[int]]:
+        """Texts as they lie in the file, each with the 8 bytes of its length before it, and where in that each of them ends."""
+        ends = self._ends or array("Q")
+        return self._mapped[self._begin : self._begin + (ends[-1] if ends else 0)], ends
 
     def _texts(self) -> list[str]:
         mapped, at, read = self._mapped, self._begin, struct.Struct("<Q").unpack_from
@@ -141,11 +154,11 @@ class GgufFile:
         self.paths = tuple(part.path for part in parts)
         self.metadata: dict[str, Any] = parts[0].metadata
         self.tensors: dict[str, GgufTensor] = {}
-        self._maps = [part.mapped for part in parts]
+        self._parts = parts  # held, so that who opens the file meanwhile gets them too
         for part in parts:
             for tensor in part.tensors:
                 if tensor.name in self.tensors:
-                    raise LoadError(f"tensor {tensor.name} is twice in {self.path}")
+                    raise LoadError(f"tensor {tensor.name} is twice in {self.path}", hint=DAMAGED)
                 self.tensors[tensor.name] = tensor
 
     @property
@@ -156,11 +169,11 @@ class GgufFile:
     @property
     def file_bytes(self) -> int:
         """Bytes of all parts."""
-        return sum(len(mapped) for mapped in self._maps)
+        return sum(len(part.mapped) for part in self._parts)
 
     def mapped(self, part: int) -> mmap.mmap:
         """The bytes of a part."""
-        return self._maps[part]
+        return self._parts[part].mapped
 
     def floats(self, name: str) -> list[float] | None:
         """The values of a small F32 tensor; None where there is none. LoadError where it has another type."""
@@ -172,7 +185,7 @@ class GgufFile:
                 f"tensor {name} in {self.path} is {tensor.type.name} {list(tensor.shape)}; one row of F32 is read"
             )
         values = array("f")
-        values.frombytes(self._maps[tensor.part][tensor.begin : tensor.begin + tensor.nbytes])
+        values.frombytes(self.mapped(tensor.part)[tensor.begin : tensor.begin + tensor.nbytes])
         return [shortest(value) for value in values]
 
 
@@ -204,7 +217,7 @@ def find_gguf(path: Path) -> Path | None:
 
 def open_gguf(path: Path) -> GgufFile:
     """Map a GGUF file, or all parts of the split file that `path` is one of, and read the headers. Raises LoadError."""
-    first = _Part(path, 0)
+    first = _part(path, 0)
     count = first.metadata.get("split.count", 1)
     if count in (0, 1):
         return GgufFile([first])
@@ -220,16 +233,39 @@ def open_gguf(path: Path) -> GgufFile:
         raise LoadError(
             f"{len(missing)} of {count} parts are missing, the first is {missing[0]}", hint="download them too"
         )
-    parts = [_Part(name, number) for number, name in enumerate(names)]
+    parts = [_part(name, number) for number, name in enumerate(names)]
     for number, part in enumerate(parts):
         found = part.metadata.get("split.no"), part.metadata.get("split.count")
         if found != (number, count):
-            raise LoadError(f"{part.path} says it is part {found[0]} of {found[1]}; its name says {number} of {count}")
+            raise LoadError(
+                f"{part.path} says it is part {found[0]} of {found[1]}; its name says {number} of {count}",
+                hint="give each part its own name back",
+            )
     file = GgufFile(parts)
     expected = file.metadata.get("split.tensors.count", len(file.tensors))
     if expected != len(file.tensors):
-        raise LoadError(f"{path} names {expected} tensors; its {count} parts hold {len(file.tensors)}")
+        raise LoadError(
+            f"{path} names {expected} tensors; its {count} parts hold {len(file.tensors)}",
+            hint="the parts are of different files; download them again",
+        )
     return file
+
+
+def _part(path: Path, number: int) -> _Part:
+    """A part, whose header is walked once while anybody holds it: weights and words of a model lie in one file."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise LoadError(f"{path} cannot be read: {error.strerror}") from error
+    key = (str(path), number, status.st_ino, status.st_size, status.st_mtime_ns)
+    found = _HELD.get(key)
+    if found is not None:
+        return found
+    try:
+        found = _HELD[key] = _Part(path, number)
+    except LoadError as error:
+        raise LoadError(error.message, hint=error.hint or DAMAGED) from error
+    return found
 
 
 class _Part:
@@ -246,7 +282,10 @@ class _Part:
         if version not in VERSIONS:
             is_big = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
             what = "is big-endian" if is_big else f"has GGUF version {version}"
-            raise LoadError(f"{path} {what}; little-endian versions {' and '.join(map(str, VERSIONS))} are read")
+            raise LoadError(
+                f"{path} {what}; little-endian versions {' and '.join(map(str, VERSIONS))} are read",
+                hint="take another file of the model, or convert its Hugging Face checkpoint again with llama.cpp",
+            )
         n_tensors = cursor.count("tensors", MOST_TENSORS)
         n_keys = cursor.count("metadata keys", MOST_KEYS)
         self.metadata: dict[str, Any] = {}
@@ -350,21 +389,23 @@ class _Cursor:
         if kind != ARRAY:
             raise LoadError(f"{key} in {self._path} has type {kind}; types 0 to {max(SCALARS)} are known")
         inner, count = self.number("I"), self.number("Q")
-        begin = self.at
+        begin, ends = self.at, None
         if inner in SCALARS:
             self.take(count * struct.calcsize(f"<{SCALARS[inner]}"))
         elif inner == STRING:
-            self._pass_strings(key, count)
+            ends = self._pass_strings(key, count)
         else:
             raise LoadError(f"{key} in {self._path} is an array of type {inner}; numbers and texts are read")
-        return GgufArray(self._path, self._mapped, inner, count, begin)
+        return GgufArray(self._path, self._mapped, inner, count, begin, ends)
 
-    def _pass_strings(self, key: str, count: int) -> None:
+    def _pass_strings(self, key: str, count: int) -> array[int]:
+        """Where each of them ends, from here on."""
         self._strings += count
         if self._strings > MOST_STRINGS:
             raise LoadError(f"{key} in {self._path} has {count} texts; at most {MOST_STRINGS} are read in all")
         mapped, last, read = self._mapped, len(self._mapped) - 8, struct.Struct("<Q").unpack_from
-        at = self.at
+        ends = array("Q")
+        begin = at = self.at
         for _ in range(count):  # a vocabulary has half a million: nothing but this in the loop
             if at > last:
                 break
@@ -372,10 +413,12 @@ class _Cursor:
             if n > MOST_TEXT_BYTES:
                 raise LoadError(f"a text of {key} in {self._path} has {n} bytes; at most {MOST_TEXT_BYTES} are read")
             at += 8 + n
+            ends.append(at - begin)
         else:
             self.take(at - self.at)
-            return
+            return ends
         self.take(at + 8 - self.at)  # says where the file ended
+        return ends
 
     def tensor(self) -> tuple[str, tuple[int, ...], BlockType, int]:
         """The next tensor's name, shape, type, and offset into the data."""
@@ -392,6 +435,7 @@ class _Cursor:
             raise LoadError(
                 f"tensor {name} in {self._path} has type {UNREAD_TYPES.get(number, number)}; "
                 f"{', '.join(known.name for known in BLOCK_TYPES.values())} are read",
+                hint="take a file of the model in one of these types",
             )
         if not all(0 < n < 2**40 for n in shape) or shape[-1] % block_type.elements:
             raise LoadError(

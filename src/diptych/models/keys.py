@@ -40,11 +40,11 @@ CHANGING: frozenset[str] = frozenset((
     "linear_attn_config", "linear_num_key_heads", "full_attention_interval", "attention_chunk_size", "scale_emb",
     "scale_depth", "dim_model_base", "block_configs", "num_zero_experts", "moe_num_experts", "moe_k", "residual_scale",
     "altup_num_inputs", "hidden_size_per_layer_input", "num_kv_shared_layers", "index_topk", "attention_multiplier",
-    "interleave_moe_layer_step", "attn_temperature_tuning", "no_rope_layers", "use_qk_norm",
+    "interleave_moe_layer_step", "attn_temperature_tuning", "no_rope_layers", "use_qk_norm", "moe_layer_freq",
 ))  # fmt: skip
 # values with which such a key says: as usual
 NEUTRAL: Mapping[str, Any] = MappingProxyType({
     "partial_rotary_factor": 1.0, "rope_pct": 1.0, "rotary_pct": 1.0, "embedding_multiplier": 1.0,
     "logits_scaling": 1.0, "logit_scale": 1.0, "residual_multiplier": 1.0, "routed_scaling_factor": 1.0,
-    "n_group": 1, "topk_group": 1, "decoder_sparse_step": 1, "no_rope_layer_interval": None,
+    "n_group": 1, "topk_group": 1, "decoder_sparse_step": 1, "no_rope_layer_interval": None, "moe_layer_freq": 1,
 })  # fmt: skip

@@ -16,6 +16,14 @@ from diptych.models.config import HfConfig
 
 METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes")
 CT_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
+# how the tensors end in which one matrix lies: its codes, and what belongs to them and is no parameter
+CODES = ("qweight", "weight_packed")
+BESIDE_CODES = (
+    "qzeros", "scales", "g_idx", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_scale_inv",
+    "input_scale", "input_zero_point", "activation_scale", "weight.absmax", "weight.quant_map", "weight.nested_absmax",
+    "weight.nested_quant_map", "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4", "SCB",
+    "weight_format",
+)  # fmt: skip
 HINT = "use the unquantised checkpoint and choose the weight format with --weights"
 
 
@@ -23,9 +31,10 @@ HINT = "use the unquantised checkpoint and choose the weight format with --weigh
 class Quantisation:
     """How a checkpoint was quantised.
 
-    bits, group: of all matrices (awq, gptq; group None: a whole row); of compressed-tensors of most, and the tensors say it.
-    block: rows and inputs that share a scale (fp8), None without. zero_added: to every zero point as it is stored (gptq's first
-    layout: 1). kept: the kernels' format that will hold most matrices, as far as the config says.
+    bits, group: of all matrices (awq, gptq; group None: a whole row). groups: of compressed-tensors, how many inputs may share
+    a scale where a row has several. block: rows and inputs that share a scale (fp8), None without. has_zeros: each matrix has
+    zero points beside it; has_order: it says in which group each input is. zero_added: to every zero point as it is stored
+    (gptq's first layout: 1). kept: the kernels' format that will hold most matrices, as far as the config says.
     note: what is read otherwise than its publisher runs it, for the log.
     """
 
@@ -33,7 +42,10 @@ class Quantisation:
     kept: KeptFormat | None = None
     bits: int | None = None
     group: int | None = None
+    groups: tuple[int, ...] = ()
     block: tuple[int, int] | None = None
+    has_zeros: bool = False
+    has_order: bool = False
     zero_added: int = 0
     note: str = ""
 
@@ -98,6 +110,7 @@ def _awq(section: HfConfig) -> Quantisation:
         method="awq",
         bits=_one_of(section, bits, (4,), 4),
         group=inputs,
+        has_zeros=not is_symmetric,
         kept=_kept(4, inputs, "f16", is_symmetric=is_symmetric),
     )
 
@@ -111,6 +124,8 @@ def _gptq(section: HfConfig) -> Quantisation:
         method="gptq",
         bits=bits,
         group=group,
+        has_zeros=True,
+        has_order=section.flag("desc_act", False) and group is not None,
         zero_added=1 if layout == "gptq" else 0,
         kept=_kept(bits, group, "f16", is_symmetric=section.flag("sym", True)),
     )
@@ -128,25 +143,39 @@ def _compressed_tensors(section: HfConfig) -> Quantisation:
         _refuse(section, "transform_config", "rotations of activations are not run")
     groups = section.section("config_groups")
     note, block, bits, kept = "", None, None, None
-    for name, group in groups.raw.items():
-        scheme = HfConfig(group if isinstance(group, Mapping) else {}, path=f"{name} of {groups.path}")
+    sizes: list[int] = []
+    zeros: list[bool] = []
+    for name in groups.raw:
+        scheme = groups.section(name)
         _one_of(scheme, "format", (None, *CT_FORMATS), None)
         if scheme.raw.get("output_activations") is not None:
             _refuse(scheme, "output_activations", "outputs are not quantised here")
         weights, inputs = scheme.section("weights"), scheme.section("input_activations")
         kind = _one_of(weights, "type", ("int", "float"), "int")
         _one_of(weights, "num_bits", (4, 8) if kind == "int" else (8,), 8)
-        _one_of(weights, "strategy", ("tensor", "channel", "group", "block", None), None)
+        strategy = _one_of(weights, "strategy", ("tensor", "channel", "group", "block", None), None)
         if kind == "int":
             bits = weights.integer("num_bits", 8)
-            group = weights.optional_integer("group_size") if weights.raw.get("strategy") == "group" else None
+            size = weights.raw.get("group_size")
+            has_groups = strategy == "group" or (strategy is None and size not in (None, -1))
+            group = weights.optional_integer("group_size") if has_groups else None
+            sizes += [] if group is None else [group]
+            zeros.append(not weights.flag("symmetric", True))
             kept = _kept(bits, group, "bf16", is_symmetric=weights.flag("symmetric", True))
             if bits == 8 and group is None and inputs.raw and weights.flag("symmetric", True):
                 kept = KeptFormat(kind="int8")
         block = _block(weights, "block_structure") or block
         if inputs.raw and not inputs.raw.get("dynamic", False):
             note = "scales of activations in the file are not used: they are found for each row"
-    return Quantisation(method="compressed-tensors", bits=bits, block=block, kept=kept, note=note)
+    return Quantisation(
+        method="compressed-tensors",
+        bits=bits,
+        groups=tuple(dict.fromkeys(sizes)),
+        block=block,
+        has_zeros=bool(zeros) and all(zeros),
+        kept=kept,
+        note=note,
+    )
 
 
 def _block(section: HfConfig, name: str) -> tuple[int, int] | None:

@@ -247,12 +247,11 @@ def _rope_sections(config: HfConfig, family: Family) -> list[HfConfig]:
     full = rope_section(config, **settings)
     if family.local_theta is None:
         return [full]
-    local = config
-    if not isinstance(config.section("rope_parameters").raw.get("sliding_attention"), dict):
-        # in the older layout windowed layers have their own base and no scaling
-        kept = {k: v for k, v in config.raw.items() if k not in ROPE_KEYS}
-        local = HfConfig({**kept, "rope_theta": config.number(family.local_theta)}, path=config.path)
-    return [full, rope_section(local, layer_type="sliding_attention", **settings)]
+    # windowed layers have a base of their own, and no scaling but what the newer layout gives them
+    local = {key: value for key, value in config.raw.items() if key not in ROPE_KEYS}
+    local["rope_parameters"] = config.section("rope_parameters").section("sliding_attention").raw
+    local["rope_theta"] = config.number(family.local_theta)
+    return [full, rope_section(HfConfig(local, path=config.path), **settings)]
 
 
 def _layers(config: HfConfig, family: Family, ropes: list[Rope], head_dim: int) -> tuple[LayerSpec, ...]:
@@ -365,8 +364,8 @@ def _windows(config: HfConfig, family: Family, n_layers: int) -> list[int | None
         first = 0 if family.full_first else pattern - 1
         windows = [None if i % pattern == first else window for i in range(n_layers)]
     elif "max_window_layers" in family.keys:
-        first = config.integer("max_window_layers", low=0)
-        windows = [window if i >= first else None for i in range(n_layers)]
+        bound, begins = config.integer("max_window_layers", low=0), family.windows_begin
+        windows = [window if (i < bound and i % 2 == 0 if begins else i >= bound) else None for i in range(n_layers)]
     elif "no_rope_layers" in family.keys:
         windows = [window if turns is family.attends_in_chunks else None for turns in _no_rope(config, n_layers)]
     else:
@@ -383,7 +382,8 @@ def _windows(config: HfConfig, family: Family, n_layers: int) -> list[int | None
 
 def _turns(config: HfConfig, family: Family, windows: list[int | None]) -> list[bool]:
     """Whether each layer has rotary positions."""
-    if family.turns_windowed_only and not (family.turns_full_alone and not any(windows)):
+    has_no_window = config.raw.get("sliding_window") is None
+    if family.turns_windowed_only and not (family.turns_full_alone and has_no_window):
         return [window is not None for window in windows]
     return _no_rope(config, len(windows))
 
@@ -425,7 +425,7 @@ def _moe_layers(config: HfConfig, n_layers: int) -> frozenset[int]:
     if named is not None:
         return frozenset(named) & frozenset(range(n_layers))
     dense = config.integers("mlp_only_layers") or []
-    step = config.integer("decoder_sparse_step", config.integer("moe_layer_freq", 1))
+    step = config.integer("decoder_sparse_step", 1)
     kinds = config.raw.get("mlp_layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) < n_layers or set(kinds) - {"dense", "sparse"}:

@@ -39,18 +39,17 @@ STRETCHING = ("linear", "dynamic", "yarn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def rope_section(
-    config: HfConfig, *, aliases: tuple[str, ...] = (), layer_type: str = "full_attention", is_partial: bool = False
-) -> HfConfig:
+def rope_section(config: HfConfig, *, aliases: tuple[str, ...] = (), is_partial: bool = False) -> HfConfig:
     """The rotary settings in one flat object with rope_theta, rope_type and the trained length filled in.
 
-    aliases: names that mean longrope in this family. is_partial: whether it may turn a part of each head only.
+    Of layers that attend to everything, where windowed ones have others. Where both layouts are there, the older counts, as in
+    transformers. aliases: names that mean longrope in this family. is_partial: whether it may turn a part of each head only.
     """
-    given = config.section("rope_parameters")
-    given = given if given.raw else config.section("rope_scaling")
-    if any(isinstance(given.raw.get(kind), dict) for kind in LAYER_TYPES):
-        given = given.section(layer_type)
-    raw = dict(given.raw)
+    newer, older = config.section("rope_parameters"), config.section("rope_scaling")
+    if _is_by_layer(newer):
+        raw = {**newer.section("full_attention").raw, **older.raw}
+    else:
+        raw = dict((older.section("full_attention") if _is_by_layer(older) else older).raw or newer.raw)
     raw.setdefault("rope_theta", config.number("rope_theta"))
     if config.raw.get("partial_rotary_factor") is not None:
         raw.setdefault("partial_rotary_factor", config.raw["partial_rotary_factor"])
@@ -70,6 +69,10 @@ def rope_section(
             f"partial_rotary_factor in {section.path} is {raw['partial_rotary_factor']!r}; this family turns whole heads"
         )
     return section
+
+
+def _is_by_layer(section: HfConfig) -> bool:
+    return any(isinstance(section.raw.get(kind), dict) for kind in LAYER_TYPES)
 
 
 def position_limit(config: HfConfig, rope: HfConfig | None, max_context_tokens: int | None) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 import pytest
 
-from diptych.engine.text.gguf_vocabulary import gguf_template, gguf_tokenizer
+from diptych.engine.text.gguf_vocabulary import Vocabulary, gguf_template, gguf_tokenizer
 from diptych.engine.text.tokenizer import PieceKind
 from diptych.ground.errors import LoadError
 from diptych.models.gguf_file import open_gguf
@@ -58,6 +58,22 @@ def test_splits_of_models_without_recorded_texts(name: str, tmp_path: Path) -> N
     file.metadata["tokenizer.ggml.pre"] = name
     before = [40, 6, 3069, 910, 220, 40792, 23877, 229, 4826, 66, 21410, 4299, 220]
     assert gguf_tokenizer(file).encode(DIGITS, add_special_tokens=False) == before + SPLIT_DIGITS[name] + BEHIND_DIGITS
+
+
+def test_tokens_and_merges_may_hold_the_ends_of_lines(tmp_path: Path) -> None:
+    """Texts are read a line each where none of them holds two; Gemma's do. The first of equal tokens counts."""
+    tokens, merges = ["a", "\n", "\n\n", "b", "a", ""], ["\n \n", "a b"]
+    for number, kept in enumerate((merges, merges[1:])):
+        out = gguf.GGUFWriter(str(tmp_path / f"{number}.gguf"), "llama")
+        out.add_token_list(tokens)
+        out.add_token_merges(kept)
+        out.write_header_to_file()
+        out.write_kv_data_to_file()
+        out.close()
+        words = Vocabulary(open_gguf(tmp_path / f"{number}.gguf"))
+        assert words.tokens == [*tokens[:5], "[EMPTY_5]"]
+        assert words.ids == {"a": 0, "\n": 1, "\n\n": 2, "b": 3, "[EMPTY_5]": 5}
+        assert words.merges() == [tuple(merge.split(" ")) for merge in kept]
 
 
 @pytest.mark.slow

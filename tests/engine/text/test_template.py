@@ -189,6 +189,14 @@ def test_every_place_of_a_template_is_read(tmp_path):
         ChatTemplate.from_dir(folder)
 
 
+@pytest.mark.parametrize("listed", [[{"name": "default", "template": 3}], [{"name": "default"}], ["text"]])
+def test_a_list_of_templates_holds_names_and_texts(tmp_path, listed):
+    """A number in a template's place was a TypeError of another room."""
+    folder = checkpoint(tmp_path, byte_level_json(), config={"chat_template": listed})
+    with pytest.raises(LoadError, match="is a list without name and template"):
+        ChatTemplate.from_dir(folder)
+
+
 def test_model_without_template_gets_the_plain_one(tmp_path):
     """Base models can be chatted with, and say that the template is not theirs."""
     template = ChatTemplate.from_dir(checkpoint(tmp_path, byte_level_json()))

@@ -50,6 +50,12 @@ def test_eos_ids_come_from_every_place(tmp_path):
     assert tokenizer.eos_token_ids == (0, 5, 3, 2)
 
 
+def test_an_end_that_is_no_token_is_none(tmp_path):
+    """Configs say -1 for none, which was the last token of the vocabulary to some and too little to others."""
+    folder = checkpoint(tmp_path, byte_level_json(), generation_config={"eos_token_id": [-1, 3, 2**40]})
+    assert Tokenizer.from_dir(folder).eos_token_ids == (3,)
+
+
 def test_tokens_known_only_to_the_config_are_added(tmp_path):
     """Some checkpoints list added tokens in tokenizer_config.json or added_tokens.json alone."""
     size = Tokenizer.from_dir(checkpoint(tmp_path / "a", byte_level_json())).vocab_size
@@ -118,6 +124,18 @@ def test_thinking_and_tool_marks_stay_visible(tmp_path):
         ({"tokenizer.json": "{}"}, "cannot be read"),
         ({"tokenizer.json": byte_level_json(), "tokenizer_config.json": "["}, "tokenizer_config.json cannot be read"),
         ({"tokenizer.json": byte_level_json(), "config.json": '{"eos_token_id": "x"}'}, "eos_token_id"),
+        (
+            {"tokenizer.json": byte_level_json(), "added_tokens.json": '{"<a>": "x"}'},
+            "does not map texts and ids: Value",
+        ),
+        (
+            {"tokenizer.json": byte_level_json(), "tokenizer_config.json": '{"added_tokens_decoder": [1]}'},
+            "does not map",
+        ),
+        (
+            {"tokenizer.json": byte_level_json(), "tokenizer_config.json": '{"added_tokens_decoder": {"300": {}}}'},
+            "KeyError",
+        ),
     ],
 )
 def test_damaged_folders_are_refused_with_words(tmp_path, files, words):

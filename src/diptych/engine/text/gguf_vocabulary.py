@@ -15,6 +15,7 @@ import logging
 from enum import IntEnum
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
@@ -30,6 +31,7 @@ LONGEST_PIECE_CHARS = 256  # of a SentencePiece vocabulary: each is tried at eve
 MOST_TOKENS = 2_097_152
 KEY = "tokenizer.ggml."
 TEMPLATE_KEY = "tokenizer.chat_template"
+LETTERS = bytes(set(range(256)) - set(b" \n"))
 
 ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -135,29 +137,37 @@ class Vocabulary:
     def __init__(self, file: GgufFile) -> None:
         self.file = file
         self.model = self._text("model")
-        tokens = self._array("tokens")
-        if not tokens or len(tokens) > MOST_TOKENS or not all(isinstance(token, str) for token in tokens):
+        found = self._found("tokens")
+        if found is None or not found.is_text or not 0 < found.count <= MOST_TOKENS:
             raise LoadError(
-                f"{KEY}tokens of {file.path} holds {len(tokens or ())} tokens; 1 to {MOST_TOKENS} texts are read",
+                f"{KEY}tokens of {file.path} holds {0 if found is None else found.count} tokens; "
+                f"1 to {MOST_TOKENS} texts are read",
                 hint="the file has no vocabulary of its own; take one that has",
             )
-        # an empty token has no text to be found by
-        self.tokens: list[str] = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
+        lines = _lines(found)
+        tokens: list[str] = found.values() if lines is None else lines.split("\n")
+        if not all(tokens):  # an empty token has no text to be found by
+            tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
+        self.tokens = tokens
         self.kinds: list[Any] = self._array("token_type") or [Kind.NORMAL] * len(tokens)
         if len(self.kinds) < len(tokens):
             raise LoadError(f"{KEY}token_type of {file.path} has {len(self.kinds)} entries for {len(tokens)} tokens")
-        self.ids: dict[str, int] = {}
-        for i, token in enumerate(self.tokens):
-            self.ids.setdefault(token, i)
+        self.ids = dict(zip(tokens, range(len(tokens)), strict=True))
+        if len(self.ids) < len(tokens):  # of equal tokens the first counts
+            self.ids |= dict(zip(reversed(tokens), range(len(tokens) - 1, -1, -1), strict=True))
         table = file.tensors.get("token_embd.weight")
         if table is not None and len(tokens) > table.shape[0]:
             raise LoadError(f"{file.path} has {len(tokens)} tokens and an embedding of {table.shape[0]}")
 
-    def _array(self, name: str) -> list[Any] | None:
+    def _found(self, name: str) -> GgufArray | None:
         value = self.file.metadata.get(KEY + name)
         if value is not None and not isinstance(value, GgufArray):
             raise LoadError(f"{KEY}{name} of {self.file.path} is {value!r}; it must be an array")
-        return None if value is None else value.values()
+        return value
+
+    def _array(self, name: str) -> list[Any] | None:
+        found = self._found(name)
+        return None if found is None else found.values()
 
     def _text(self, name: str) -> str:
         value = self.file.metadata.get(KEY + name, "")
@@ -186,11 +196,16 @@ class Vocabulary:
 
     def merges(self) -> list[tuple[str, str]]:
         """The pairs in the file."""
-        found = self._array("merges")
-        if found is None:
+        stored = self._found("merges")
+        if stored is None:
             raise LoadError(
                 f"{KEY}merges is missing from {self.file.path}", hint="the file is damaged; download it again"
             )
+        lines = _lines(stored)
+        if lines is not None and lines.encode().translate(None, LETTERS) == (b" \n" * stored.count)[:-1]:
+            words = lines.replace(" ", "\n").split("\n")
+            return list(zip(words[::2], words[1::2], strict=True))
+        found = stored.values()
         pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else () for merge in found]
         wrong = next((i for i, pair in enumerate(pairs) if len(pair) != 2), None)
         if wrong is not None:
@@ -223,6 +238,23 @@ class Vocabulary:
                     ranked.append((-scores[i], i, ids[left], ids[right]))
         ranked.sort()
         return [(self.tokens[left], self.tokens[right]) for _, _, left, right in ranked]
+
+
+def _lines(found: GgufArray) -> str | None:
+    """All texts, a line each; None where that cannot be. No step of the interpreter for each: a file has half a million."""
+    if not found.is_text or not found.count:
+        return None
+    stored, ends = found.stored()
+    begins = np.concatenate(([0], np.frombuffer(ends, dtype=np.int64)[:-1]))
+    letters, is_text = np.frombuffer(stored, dtype=np.uint8).copy(), np.ones(len(stored), dtype=bool)
+    letters[begins] = ord("\n")  # in the place of the first byte of each length
+    for i in range(1, 8):
+        is_text[begins + i] = False
+    try:
+        lines = letters[is_text].tobytes()[1:].decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+    return lines if lines.count("\n") == found.count - 1 else None
 
 
 def gguf_tokenizer(file: GgufFile) -> Tokenizer:
@@ -307,13 +339,15 @@ def _sentencepiece(words: Vocabulary) -> tokenizers.Tokenizer:
 
 def _add_tokens(backend: tokenizers.Tokenizer, words: Vocabulary) -> None:
     """Control tokens as special ones, user's tokens as plain ones: text that spells one of these is it, before any merge."""
-    unknown = words.special("unknown")
-    special, plain = [], []
-    for token, i in words.ids.items():
-        if words.kinds[i] == Kind.CONTROL or i == unknown:
-            special.append(tokenizers.AddedToken(token, normalized=False, special=True))
-        elif words.kinds[i] == Kind.USER_DEFINED:
-            plain.append(tokenizers.AddedToken(token, normalized=False, special=False))
+    unknown, marked = words.special("unknown"), {int(Kind.CONTROL), int(Kind.USER_DEFINED)}
+    special: list[tokenizers.AddedToken] = []
+    plain: list[tokenizers.AddedToken] = []
+    for i in [i for i, kind in enumerate(words.kinds) if kind in marked or i == unknown]:
+        if i >= len(words.tokens) or words.ids[words.tokens[i]] != i:
+            continue  # another token has that name
+        is_special = words.kinds[i] == Kind.CONTROL or i == unknown
+        token = tokenizers.AddedToken(words.tokens[i], normalized=False, special=is_special)
+        (special if is_special else plain).append(token)
     backend.add_special_tokens(special)
     backend.add_tokens(plain)
 

@@ -204,10 +204,13 @@ def _template_sources(folder: Path) -> dict[str, str]:
         if isinstance(value, str):
             sources["default"] = value
         elif isinstance(value, list):
-            try:
-                sources |= {entry["name"]: entry["template"] for entry in value}
-            except (TypeError, KeyError) as error:
-                raise LoadError(f"chat_template of {folder} is a list without name and template") from error
+            for entry in value:
+                name, text = (
+                    (entry.get(key) for key in ("name", "template")) if isinstance(entry, dict) else (None, None)
+                )
+                if not isinstance(name, str) or not isinstance(text, str):
+                    raise LoadError(f"chat_template of {folder} is a list without name and template")
+                sources[name] = text
         elif isinstance(value, dict):
             sources |= {str(name): str(template) for name, template in value.items()}
     files = {"default": folder / "chat_template.jinja"}

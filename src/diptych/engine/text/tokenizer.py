@@ -273,12 +273,13 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], added: Mapping[str, Any]) -> None:
     """Add tokens that only tokenizer_config.json or added_tokens.json know, at the ids those files say."""
-    wanted: dict[int, tokenizers.AddedToken] = {}
-    for text, token_id in added.items():
-        wanted[int(token_id)] = tokenizers.AddedToken(text, special=False, normalized=False)
-    for token_id, entry in (config.get("added_tokens_decoder") or {}).items():
-        flags = {name: bool(entry.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
-        wanted[int(token_id)] = tokenizers.AddedToken(entry["content"], special=bool(entry.get("special")), **flags)
+    try:
+        wanted = _named_tokens(config, added)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise LoadError(
+            f"added_tokens.json, or added_tokens_decoder in tokenizer_config.json, does not map texts and ids: {error!r}",
+            hint="download the file again",
+        ) from error
     present = backend.get_added_tokens_decoder()
     for token_id, token in sorted(wanted.items()):
         if token_id in present:
@@ -289,6 +290,16 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
             raise LoadError(
                 f"added token {token.content!r} has id {token_id} in tokenizer_config.json but {got} in tokenizer.json"
             )
+
+
+def _named_tokens(config: Mapping[str, Any], added: Mapping[str, Any]) -> dict[int, tokenizers.AddedToken]:
+    wanted: dict[int, tokenizers.AddedToken] = {}
+    for text, token_id in added.items():
+        wanted[int(token_id)] = tokenizers.AddedToken(text, special=False, normalized=False)
+    for token_id, entry in (config.get("added_tokens_decoder") or {}).items():
+        flags = {name: bool(entry.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
+        wanted[int(token_id)] = tokenizers.AddedToken(entry["content"], special=bool(entry.get("special")), **flags)
+    return wanted
 
 
 def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> list[int]:
@@ -302,6 +313,7 @@ def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, config: Mapping[
             found += [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(value, bool) or not isinstance(value, int) for value in found):
         raise LoadError(f"eos_token_id of {folder} is {found}; it must be a whole number or a list of them")
+    found = [value for value in found if 0 <= value < 2**31]  # some files say -1 for none
     text = token_text(config.get("eos_token"))
     token_id = backend.token_to_id(text) if text is not None else None
     return found if token_id is None else [*found, token_id]
