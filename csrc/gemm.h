@@ -146,6 +146,9 @@ void unpack_rows(const PackedLinear& w, int64_t first_row, int64_t n_rows, float
 // out [k_padded].
 void read_bf16_row(const PackedLinear& w, int64_t row, uint16_t* out);
 
+// Likewise of weights in groups, as fp32.
+void read_group_row(const PackedLinear& w, int64_t row, float* out);
+
 // ---- activations -------------------------------------------------------------------------------------------------
 
 // What the rows of x become for a weight format: int8 and int4 share one kind. group: int8 with a power of two for each group beside

@@ -133,23 +133,49 @@ void pack_random_codes(const KernelSet& set, const LinearShape& shape, uint64_t 
   pack_codes(set, shape, &part, 1, bias.data(), blob, thread, threads);
 }
 
-float group_weight_at(const PackedLinear& w, int64_t lane, int64_t k) {
-  const LinearShape& shape = w.shape;
-  const uint8_t* strip = w.panels + lane / kStripLanes * (w.panel_bytes / kPanelStrips);
-  const int64_t within = lane % kStripLanes, inside = k % shape.group;
-  const GroupPlace place = place_of_group(shape, k / shape.group);
-  float scale, minimum = 0.0f;
-  scalar::kLinear.load_inputs(strip + place.scales, shape.grid.scale, within, 1, &scale);
-  int level;
-  if (shape.format == Format::group8) {
-    level = strip[place.steps + inside / 4 * kStepBytes + within * 4 + inside % 4] - 128;
-  } else {
-    const uint8_t pair = strip[place.steps + inside / 8 * kStepBytes + within * 4 + inside % 4];
-    level = levels_of(shape)[inside % 8 < 4 ? pair & 15 : pair >> 4];
+namespace {
+
+// One group of one lane of packed weights.
+struct LaneGroup {
+  LaneGroup(const PackedLinear& w, int64_t lane, int64_t group) : shape(w.shape), levels(levels_of(w.shape)) {
+    const uint8_t* strip = w.panels + lane / kStripLanes * (w.panel_bytes / kPanelStrips);
+    const int64_t within = lane % kStripLanes;
+    const GroupPlace place = place_of_group(shape, group);
+    words = strip + place.steps + within * 4;
+    scalar::kLinear.load_inputs(strip + place.scales, shape.grid.scale, within, 1, &scale);
+    zero = shape.format == Format::group8 ? 128 : 0;
+    if (shape.grid.offset == Offset::zeros) zero += strip[place.offsets + within];
+    if (shape.grid.offset == Offset::minima) std::memcpy(&minimum, strip + place.offsets + within * 4, 4);
   }
-  if (shape.grid.offset == Offset::zeros) level -= strip[place.offsets + within];
-  if (shape.grid.offset == Offset::minima) std::memcpy(&minimum, strip + place.offsets + within * 4, 4);
-  return scale * static_cast<float>(level) + minimum;
+  float at(int64_t inside) const {
+    int level;
+    if (shape.format == Format::group8) {
+      level = words[inside / 4 * kStepBytes + inside % 4];
+    } else {
+      const uint8_t pair = words[inside / 8 * kStepBytes + inside % 4];
+      level = levels[inside % 8 < 4 ? pair & 15 : pair >> 4];
+    }
+    return scale * static_cast<float>(level - zero) + minimum;
+  }
+
+  const LinearShape& shape;
+  const int8_t* levels;
+  const uint8_t* words;
+  float scale = 0.0f, minimum = 0.0f;
+  int zero;
+};
+
+}  // namespace
+
+float group_weight_at(const PackedLinear& w, int64_t lane, int64_t k) {
+  return LaneGroup(w, lane, k / w.shape.group).at(k % w.shape.group);
+}
+
+void read_group_row(const PackedLinear& w, int64_t row, float* out) {
+  for (int64_t group = 0; group < count_groups(w.shape); ++group) {
+    const LaneGroup lane(w, row, group);
+    for (int64_t i = 0; i < w.shape.group; ++i) *out++ = lane.at(i);
+  }
 }
 
 }  // namespace diptych

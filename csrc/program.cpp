@@ -345,7 +345,8 @@ void Program::record(Category category, OpBody body) {
   if (const auto* op = std::get_if<EmbedOp>(&body)) table_rows_ = std::min(table_rows_, tables_.at(op->table).rows);
   if (const auto* op = std::get_if<TiedEmbedOp>(&body)) {
     const LinearShape& shape = linears_.at(op->head).shape;
-    if (shape.format != Format::bf16 || shape.gated) throw std::invalid_argument("a tied embedding needs a bf16 head");
+    const bool has_rows = shape.format == Format::bf16 || is_grouped(shape.format);
+    if (!has_rows || shape.gated) throw std::invalid_argument("a tied embedding needs a head in bf16 or in groups");
     if (shape.k != buffers_.at(op->x).width) throw std::invalid_argument("a tied embedding is not as wide as its buffer");
     table_rows_ = std::min(table_rows_, op->vocab);
   }
@@ -418,7 +419,7 @@ void Program::reserve(int64_t tokens) {
     for (const Op& op : ops_) {
       if (const auto* attention = std::get_if<AttentionOp>(&op.body))
         bytes = std::max(bytes, kernels_.attention->scratch_bytes(attention->shape));
-      if (const auto* embed = std::get_if<TiedEmbedOp>(&op.body)) bytes = std::max(bytes, linears_[embed->head].k_padded * 2);
+      if (const auto* embed = std::get_if<TiedEmbedOp>(&op.body)) bytes = std::max(bytes, linears_[embed->head].k_padded * 4);
       if (const auto* norm = std::get_if<AddNormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
       if (const auto* norm = std::get_if<NormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
       if (const auto* prepare = std::get_if<PrepareOp>(&op.body)) bytes = std::max(bytes, buffers_[prepare->x].width * 4 + 64);

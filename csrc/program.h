@@ -85,7 +85,7 @@ struct RopeTable {
 // ---- operations; numbers name buffers (x, y, rows, ...), weights, vectors, tables ----
 
 struct EmbedOp { int table, x; float scale; };
-struct TiedEmbedOp {                                          // rows of a packed bf16 weight: the vocabulary from `first` on
+struct TiedEmbedOp {                                          // rows of a packed weight, in bf16 or groups: the vocabulary from `first` on
   int head, x;
   float scale;
   int64_t first, vocab;

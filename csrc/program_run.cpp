@@ -55,13 +55,17 @@ void Program::Run::run(const EmbedOp& op, size_t, int thread, int threads) const
 void Program::Run::run(const TiedEmbedOp& op, size_t, int thread, int threads) const {
   const PackedLinear& head = program.linears_[op.head];
   const Buffer& x = buffer(op.x);
-  uint16_t* row = reinterpret_cast<uint16_t*>(scratch(thread));
+  const bool is_bf16 = head.shape.format == Format::bf16;
   const Range part = share(step.n_tokens, thread, threads);
   for (int64_t t = part.begin; t < part.end; ++t) {
     const int64_t token = step.token_ids[t] - op.first;
     if (token < 0 || token >= head.n_outputs) continue;  // another rank has it
-    read_bf16_row(head, token, row);
-    kernels.embed_row(row, Source::bf16, x.width, op.scale, x.f32() + t * x.width);
+    if (is_bf16) {
+      read_bf16_row(head, token, reinterpret_cast<uint16_t*>(scratch(thread)));
+    } else {
+      read_group_row(head, token, reinterpret_cast<float*>(scratch(thread)));
+    }
+    kernels.embed_row(scratch(thread), is_bf16 ? Source::bf16 : Source::f32, x.width, op.scale, x.f32() + t * x.width);
   }
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from worlds import KERNEL_SETS, alone, beside, prompt
@@ -15,11 +16,14 @@ from diptych.compute.runner import load_model
 from diptych.engine.load import bundled_dir
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.config import ComputeConfig
+from gguf_files import Tensors, gguf_reference, quantised, write_gguf
+from stepping import Stepper
 
 pytestmark = [
     pytest.mark.native,
     pytest.mark.skipif(not instruction_sets(), reason="the native kernels are not installed"),
 ]
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32, "num_hidden_layers": 1}
 LAYOUTS: dict[str, tuple[str, Layout]] = {
     "zeros": ("llama", awq(32)),
     "bytes": ("gemma2", gptq(8, -1, symmetric=False)),
@@ -78,3 +82,35 @@ def test_keeping_values_adds_a_tenth_of_what_the_file_s_rounding_cost(bits: int,
     assert divergence(values, logprobs(coded, backend="cpu")) < 0.1 * own
     if bits == 8:
         assert divergence(values, logprobs(coded, backend="cpu", activations="int8")) > own
+
+
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_1", "Q4_K", "Q6_K", "IQ4_NL", "MXFP4"])
+def test_an_embedding_in_blocks_lies_in_the_head_that_it_is_tied_to(kind: str, kernels: str, tmp_path: Path) -> None:
+    """A table of its own took as much again as the head; not one bit may tell, whether tokens come at once or one by one."""
+    if kernels not in instruction_sets():
+        pytest.skip(f"this CPU cannot run {kernels}")
+    reference, blocks = gguf_reference("llama", tie_word_embeddings=True, **WIDE), gguf.GGMLQuantizationType[kind]
+
+    def apart(tensors: Tensors) -> Tensors:
+        table = tensors["token_embd.weight"]
+        return tensors | {
+            "token_embd.weight": gguf.dequantize(quantised(table, blocks), blocks),
+            "output.weight": table,
+        }
+
+    tied = write_gguf(
+        reference, tmp_path / "tied.gguf", choose=lambda name: kind if name == "token_embd.weight" else "F32"
+    )
+    two = write_gguf(
+        reference, tmp_path / "two.gguf", choose=lambda name: kind if name == "output.weight" else "F32", change=apart
+    )
+    tokens, logits, sizes = list(range(3, 60)), [], []
+    for path in (tied, two):
+        model = load_model(path, ComputeConfig(backend="cpu", threads=2, instruction_set=kernels))
+        steppers = [Stepper(model), Stepper(model)]
+        logits += [steppers[0].prefill("it", tokens, chunk=None), steppers[1].prefill("it", tokens, chunk=1)]
+        sizes.append(model.program.table_bytes)
+        model.close()
+    assert all(torch.equal(answer, logits[0]) for answer in logits)
+    assert sizes[0] == 0 < sizes[1]

@@ -151,5 +151,6 @@ def attention_shape(spec: AttentionSpec, own: OwnHeads) -> Any:
 
 
 def is_table_too(head: LinearHandle, tensor: WeightTensor) -> bool:
-    """Whether a packed head has the very numbers of the embedding that it is tied to."""
-    return head.format == "bf16" and tensor.dtype == torch.bfloat16
+    """Whether a packed head has the very numbers of the embedding that it is tied to, at least as fine."""
+    is_kept = head.format.startswith("group") and not head.order  # codes and scales of the file, inputs where they were
+    return is_kept or (head.format == "bf16" and tensor.dtype == torch.bfloat16)

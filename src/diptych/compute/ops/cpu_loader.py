@@ -111,7 +111,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
     def table(self, tensor: WeightTensor, *, head: LinearHandle | None) -> TableHandle | LinearHandle:
         """The embedding [V, D]: the head where that holds the same numbers, else rows of the checkpoint's own pages.
 
-        An int8 head has lost bits, and so has a bf16 head of a 32-bit or fp16 tensor.
+        A head of our own int8 or int4 has lost bits, and so has a bf16 head of a 32-bit or fp16 tensor.
         """
         if head is not None and is_table_too(head, tensor):
             return head
