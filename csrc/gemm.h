@@ -61,7 +61,7 @@ struct LinearShape {
   bool gated = false;    // W = gate rows then up rows, n even; the epilogue gives act(gate) * up, n / 2 outputs
   bool has_bias = false;
   Grid grid = {};        // group4 and group8
-  bool wide = false;     // group8: met by rows of 15 bits, as rows of 8 bits cost more than the weights' own rounding did
+  bool wide = false;     // in groups: met by rows of 15 bits, where rows of 8 bits cost more than the weights' own rounding did
 };
 
 // Rows [begin, begin + rows) of W from one tensor, concatenated along n in the order given (q, k, v / gate, up).

@@ -521,11 +521,9 @@ extern const LinearKernels kLinear = {
     interleave_rows, widen_rows, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
     sum_groups, quantize_group, expand_int4,
 };
-constexpr DirectTiles kDirectTiles = {DIPTYCH_DIRECT(Codes::linear), DIPTYCH_DIRECT(Codes::linear16), DIPTYCH_DIRECT(Codes::table),
-                                      DIPTYCH_DIRECT(Codes::bytes), DIPTYCH_DIRECT(Codes::wide)};
 #define DIPTYCH_EXPANDED(rows, strips, is_wide, ports) {rows, strips, tile_expanded<rows, strips, is_wide, ports>}
 extern const GroupTiles kGroupTiles = {
-    kDirectTiles, DIPTYCH_EXPANDED(6, 2, false, Ports::shared), DIPTYCH_EXPANDED(6, 2, true, Ports::shared), ready_rows,
+    {kDirectTiles<false>, kDirectTiles<true>}, DIPTYCH_EXPANDED(6, 2, false, Ports::shared), DIPTYCH_EXPANDED(6, 2, true, Ports::shared), ready_rows,
     expand_groups, quantize_groups, DIPTYCH_EXPANDED(8, 2, false, Ports::shared),
 };
 #endif
@@ -538,7 +536,7 @@ extern const Tiles kInt8Tiles = with_fewest({DIPTYCH_NARROW(Reach::l2, Reach::l2
                                             {tile_dot<__m512i, 1, 1, false, Reach::none>, tile_dot<__m512i, 2, 1, false, Reach::none>});
 extern const Tiles kInt4Tiles = with_fewest({DIPTYCH_NARROW(Reach::far, Reach::far, tile_int4<), {}}, {tile_int4<1, 1, false, Reach::none>});
 extern const GroupTiles kGroupTiles = {
-    avx512_fma::kDirectTiles, DIPTYCH_EXPANDED(3, 4, false, Ports::apart), DIPTYCH_EXPANDED(3, 4, true, Ports::apart), ready_rows,
+    {kDirectTiles<false>, kDirectTiles<true>}, DIPTYCH_EXPANDED(3, 4, false, Ports::apart), DIPTYCH_EXPANDED(3, 4, true, Ports::apart), ready_rows,
     expand_groups, quantize_groups,
 };
 }  // namespace avx512

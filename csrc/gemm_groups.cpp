@@ -49,8 +49,8 @@ GroupArgs args_of(const Job& job) {
 
 // Of so many rows, or null.
 GroupKernel direct_tile(const GroupTiles& tiles, const LinearShape& shape, int64_t rows) {
-  const DirectTiles& direct = tiles.direct;
-  if (shape.format == Format::group8) return (shape.wide ? direct.wide : direct.bytes)[rows - 1];
+  const DirectTiles& direct = tiles.direct[shape.wide];
+  if (shape.format == Format::group8) return direct.bytes[rows - 1];
   const bool is_linear = shape.grid.levels == Table4::signed4 || shape.grid.levels == Table4::unsigned4;
   if (shape.group == 16) return is_linear ? direct.linear16[rows - 1] : nullptr;
   return (is_linear ? direct.linear : direct.table)[rows - 1];

@@ -7,9 +7,8 @@ inline void read_ahead(const uint8_t* at) {
   _mm_prefetch(reinterpret_cast<const char*>(at + kNearBytes), _MM_HINT_T0);
 }
 
-// How a packed step becomes operands: nibbles as they are (in groups of 16 or larger ones), nibbles by a table of levels, or bytes, met
-// by rows of one or two halves.
-enum class Codes { linear, linear16, table, bytes, wide };
+// How a packed step becomes operands: nibbles as they are (in groups of 16 or larger ones), nibbles by a table of levels, or bytes.
+enum class Codes { linear, linear16, table, bytes };
 
 inline __m512 load_scales(const uint8_t* scales, Source source) {
   if (source == Source::f32) return _mm512_load_ps(scales);
@@ -23,13 +22,14 @@ inline __m512i load_levels(const LinearShape& shape) {
   return _mm512_broadcast_i32x4(_mm_xor_si128(levels, _mm_set1_epi8(static_cast<char>(0x80))));
 }
 
-// Few rows meet one strip as it is packed. sum (code - zero) q = sum code q - zero sum q, whole numbers.
-template <Codes kCodes, int kRows>
+// Few rows meet one strip as it is packed. sum (code - zero) q = sum code q - zero sum q, whole numbers. A row has two chains of sums:
+// of wide rows those of its low and its high halves.
+template <Codes kCodes, bool kWide, int kRows>
 void tile_direct(const GroupArgs& args) {
   const LinearShape& shape = *args.shape;
   const int64_t words = shape.group / 4, head_bytes = bytes_of_group_head(shape), scale_bytes = kStripLanes * bytes_of_scale(shape);
   const int64_t offset_bytes = kStripLanes * bytes_of_offset(shape);
-  constexpr bool kNibbles = kCodes == Codes::linear || kCodes == Codes::linear16, kIsBytes = kCodes == Codes::bytes || kCodes == Codes::wide;
+  constexpr bool kNibbles = kCodes == Codes::linear || kCodes == Codes::linear16, kIsBytes = kCodes == Codes::bytes;
   constexpr int kSteps = kCodes == Codes::linear16 ? 2 : 4;
   const __m512i levels = kCodes == Codes::table ? load_levels(shape) : _mm512_setzero_si512();
   const int32_t middle = !kNibbles ? 128 : shape.grid.levels == Table4::signed4 ? 8 : 0;
@@ -54,19 +54,22 @@ void tile_direct(const GroupArgs& args) {
         read_ahead(w);
         const __m512i packed = _mm512_load_si512(w);
         auto word = [&](int row, int64_t i) { return _mm512_set1_epi32(*reinterpret_cast<const int*>(x[row] + i * 4)); };
-        if constexpr (kCodes == Codes::wide) {
+        auto add = [&](const __m512i& codes, int64_t i, bool is_even) __attribute__((always_inline)) {
 #pragma GCC unroll 8
-          for (int row = 0; row < kRows; ++row) add_dot_int8(low_sums[row], packed, word(row, at + low_words)), add_dot_int8(high_sums[row], packed, word(row, at));
-        } else if constexpr (kCodes == Codes::bytes) {
-#pragma GCC unroll 8
-          for (int row = 0; row < kRows; ++row) add_dot_int8(step % 2 == 0 ? low_sums[row] : high_sums[row], packed, word(row, at));
+          for (int row = 0; row < kRows; ++row) {
+            if constexpr (kWide) {
+              add_dot_int8(low_sums[row], codes, word(row, i + low_words)), add_dot_int8(high_sums[row], codes, word(row, i));
+            } else {
+              add_dot_int8(is_even ? low_sums[row] : high_sums[row], codes, word(row, i));
+            }
+          }
+        };
+        if constexpr (kIsBytes) {
+          add(packed, at, step % 2 == 0);
         } else {
           __m512i low = _mm512_and_si512(packed, _mm512_set1_epi8(15)), high = _mm512_and_si512(_mm512_srli_epi16(packed, 4), _mm512_set1_epi8(15));
           if constexpr (kCodes == Codes::table) low = _mm512_shuffle_epi8(levels, low), high = _mm512_shuffle_epi8(levels, high);
-#pragma GCC unroll 8
-          for (int row = 0; row < kRows; ++row) add_dot_int8(low_sums[row], low, word(row, at));
-#pragma GCC unroll 8
-          for (int row = 0; row < kRows; ++row) add_dot_int8(high_sums[row], high, word(row, at + 1));
+          add(low, at, true), add(high, at + 1, false);
         }
       }
     }
@@ -79,7 +82,7 @@ void tile_direct(const GroupArgs& args) {
     for (int row = 0; row < kRows; ++row) {
       const int32_t x_sum = args.x_sums[row][group];
       const float power = args.x_powers[row][group];
-      if constexpr (kCodes == Codes::wide) high_sums[row] = _mm512_slli_epi32(high_sums[row], kLowBits);
+      if constexpr (kWide) high_sums[row] = _mm512_slli_epi32(high_sums[row], kLowBits);
       __m512i whole = _mm512_add_epi32(low_sums[row], high_sums[row]);
       if (has_zeros) whole = _mm512_sub_epi32(whole, _mm512_mullo_epi32(zero, _mm512_set1_epi32(x_sum)));
       sums[row] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(power)), scale, sums[row]);
@@ -92,7 +95,11 @@ void tile_direct(const GroupArgs& args) {
 }
 
 #define DIPTYCH_DIRECT(codes) \
-  {tile_direct<codes, 1>, tile_direct<codes, 2>, tile_direct<codes, 3>, tile_direct<codes, 4>, tile_direct<codes, 5>, tile_direct<codes, 6>}
+  {tile_direct<codes, kWide, 1>, tile_direct<codes, kWide, 2>, tile_direct<codes, kWide, 3>, tile_direct<codes, kWide, 4>, \
+   tile_direct<codes, kWide, 5>, tile_direct<codes, kWide, 6>}
+template <bool kWide>
+constexpr DirectTiles kDirectTiles = {DIPTYCH_DIRECT(Codes::linear), DIPTYCH_DIRECT(Codes::linear16), DIPTYCH_DIRECT(Codes::table),
+                                      DIPTYCH_DIRECT(Codes::bytes)};
 
 // Expanded strips. A group's whole sums are registers and begin with what the levels' offset of 128 adds too much; sums over the groups
 // are registers too, so that both leave 12 chains of dot products. What a group needs of a row is made for all groups before: broadcasts

@@ -196,11 +196,10 @@ struct DirectTiles {
   GroupKernel linear16[kDirectRows];  //   in groups of 16
   GroupKernel table[kDirectRows];     // group4 with others, in larger groups
   GroupKernel bytes[kDirectRows];     // group8
-  GroupKernel wide[kDirectRows];      //   met by wide rows
 };
 
 struct GroupTiles {
-  DirectTiles direct;
+  DirectTiles direct[2];  // of wide rows the second
   ExpandedTile expanded, expanded_wide;
   ReadyRows ready;
   ExpandGroups expand;

@@ -341,7 +341,7 @@ void bind_shapes(nb::module_& m) {
         if (n < 1 || k < 1 || (is_gated && n % 2 != 0)) throw std::invalid_argument("n and k must be at least 1, and n even where it is gated");
         const bool has_least = format == "group4" || format == "group8";
         if (group != 32 && group != 64 && group != 128 && !(group == 16 && has_least)) throw std::invalid_argument("group must be 32, 64 or 128, or 16 of group4 and group8");
-        if (is_wide && format != "group8") throw std::invalid_argument("wide rows meet group8 alone");
+        if (is_wide && !has_least) throw std::invalid_argument("wide rows meet group4 and group8 alone");
         new (self) LinearShape{format_of(format), n, k, group, is_gated, has_bias, grid_of(format, scale, grid), is_wide};
       }, nb::kw_only(), nb::arg("format"), nb::arg("n"), nb::arg("k"), nb::arg("group") = 64, nb::arg("is_gated") = false, nb::arg("has_bias") = false,
          nb::arg("scale") = "f32", nb::arg("grid") = "signed", nb::arg("is_wide") = false)

@@ -1,6 +1,6 @@
 // Microbenchmark of the linear layers: every format and row count on the layers of a model shape, beside the machine's
 // ceilings measured in the same run.   gemm_bench [--shape 0.5b|1b] [--threads N] [--rows 1,16,512] [--formats bf16,int8] [--group 64] [--clock cpu]
-// group8w: group8 met by wide rows
+// group4w, group8w: met by wide rows
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -208,12 +208,11 @@ struct Options {
 };
 
 Format format_of(const std::string& name) {
-  return name == "bf16"     ? Format::bf16
-         : name == "int8"   ? Format::int8
-         : name == "group4" ? Format::group4
-         : name == "group8" ? Format::group8
-         : name == "group8w" ? Format::group8
-                            : Format::int4;
+  return name == "bf16"                 ? Format::bf16
+         : name == "int8"               ? Format::int8
+         : name.rfind("group4", 0) == 0 ? Format::group4
+         : name.rfind("group8", 0) == 0 ? Format::group8
+                                        : Format::int4;
 }
 
 // One measurement between two of the bandwidth: memory here changes speed within seconds.
@@ -235,7 +234,7 @@ Sample measure(ThreadPool& pool, const ModelShape& shape, const Model& model, co
 
 void run_format(ThreadPool& pool, const ModelShape& shape, const std::string& name, const Options& options, const PageBuffer& buffer) {
   const Format format = format_of(name);
-  const Model model = make_model(pool, shape, format, options.group, name == "group8w", options.megabytes << 20);
+  const Model model = make_model(pool, shape, format, options.group, name.back() == 'w', options.megabytes << 20);
   const double layer_bytes = static_cast<double>(model.bytes) / model.layers.size();
   const double layer_weights = static_cast<double>(model.weights) / model.layers.size();
   for (int64_t m : options.rows) {
@@ -264,7 +263,7 @@ void run_layers(ThreadPool& pool, const ModelShape& shape, const std::string& na
                                {"head", shape.vocabulary, shape.hidden, false}};
   for (const LayerShape& layer : layers) {
     if (std::find(options.layers.begin(), options.layers.end(), layer.name) == options.layers.end()) continue;
-    const Copies copies = make_copies(pool, layer, format_of(name), options.group, name == "group8w", options.megabytes << 20);
+    const Copies copies = make_copies(pool, layer, format_of(name), options.group, name.back() == 'w', options.megabytes << 20);
     std::vector<LayerBuffers> buffers;
     for (int64_t m : options.rows) buffers.push_back(make_layer_buffers(copies.views[0], m));
     std::vector<std::vector<double>> seconds(options.rows.size());

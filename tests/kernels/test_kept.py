@@ -7,6 +7,7 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
+from test_balance import reparametrised
 from worlds import KERNEL_SETS, alone, beside, prompt
 
 from checkpoints import make_checkpoint
@@ -44,13 +45,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_cut_of_the_work_changes_no_bit(folders: dict[str, Path], layout: str, kernels: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "activations"), [*((layout, "auto") for layout in LAYOUTS), ("zeros", "int15"), ("experts", "int15")]
+)
+def test_cut_of_the_work_changes_no_bit(folders: dict[str, Path], layout: str, activations: str, kernels: str) -> None:
     """Few rows meet packed codes and many rows expanded ones; the sums of groups must be the same numbers in the same order."""
     if kernels not in instruction_sets():
         pytest.skip(f"this CPU cannot run {kernels}")
-    model = load_model(folders[layout], ComputeConfig(backend="cpu", threads=2, instruction_set=kernels))
+    config = ComputeConfig(backend="cpu", threads=2, instruction_set=kernels, activations=activations)
+    model = load_model(folders[layout], config)
     assert model.weights_format.startswith("group")
+    assert model.weights_format.endswith("-wide") or activations == "auto"
     tokens = prompt(40)
     whole = alone(model, tokens, None)
     assert whole.logits.std() > 0.1
@@ -59,29 +64,48 @@ def test_cut_of_the_work_changes_no_bit(folders: dict[str, Path], layout: str, k
     assert not beside(model, tokens, 3, 1).differs_from(whole)
 
 
+EXACT = {"backend": "torch", "device": "cpu", "weights": "fp32", "kv": "bf16"}
+
+
+def logprobs(path: Path, tokens: list[int], **compute: str) -> torch.Tensor:
+    model = load_model(path, ComputeConfig(**compute))
+    return torch.log_softmax(alone(model, tokens, None).logits.double(), dim=-1)
+
+
+def divergence(expected: torch.Tensor, got: torch.Tensor) -> float:
+    return float((expected.exp() * (expected - got)).sum(-1).mean())
+
+
+def held_out(n: int) -> list[int]:
+    bundled = bundled_dir()
+    return Tokenizer.from_dir(bundled).encode((bundled.parent / "heldout.txt").read_text())[:n]
+
+
 @pytest.mark.parametrize(("bits", "group"), [(8, 32), (8, 128), pytest.param(4, 32, marks=pytest.mark.slow)])
 def test_keeping_values_adds_a_tenth_of_what_the_file_s_rounding_cost(bits: int, group: int, tmp_path: Path) -> None:
     """KL over real text against the file's values in fp32, the cache in bf16 on both sides, as all formats have it.
 
     Rows of 8 bits (`activations="int8"`) would add more than weights of 8 bits cost themselves: the bound can be missed.
     """
-    bundled = bundled_dir()
-    tokens = Tokenizer.from_dir(bundled).encode((bundled.parent / "heldout.txt").read_text())[:512]
-    coded, plain = quantised_checkpoints(bundled, tmp_path, gptq(bits, group, symmetric=bits == 8))
-
-    def logprobs(path: Path, **compute: str) -> torch.Tensor:
-        model = load_model(path, ComputeConfig(**compute))
-        return torch.log_softmax(alone(model, tokens, None).logits.double(), dim=-1)
-
-    def divergence(expected: torch.Tensor, got: torch.Tensor) -> float:
-        return float((expected.exp() * (expected - got)).sum(-1).mean())
-
-    exact = {"backend": "torch", "device": "cpu", "weights": "fp32", "kv": "bf16"}
-    values = logprobs(plain, **exact)
-    own = divergence(logprobs(bundled, **exact), values)
-    assert divergence(values, logprobs(coded, backend="cpu")) < 0.1 * own
+    tokens = held_out(512)
+    coded, plain = quantised_checkpoints(bundled_dir(), tmp_path, gptq(bits, group, symmetric=bits == 8))
+    values = logprobs(plain, tokens, **EXACT)
+    own = divergence(logprobs(bundled_dir(), tokens, **EXACT), values)
+    assert divergence(values, logprobs(coded, tokens, backend="cpu")) < 0.1 * own
     if bits == 8:
-        assert divergence(values, logprobs(coded, backend="cpu", activations="int8")) > own
+        assert divergence(values, logprobs(coded, tokens, backend="cpu", activations="int8")) > own
+
+
+def test_rows_of_15_bits_keep_a_file_of_4_bits_whose_channels_stand_out(tmp_path: Path) -> None:
+    """Codes that are kept cannot be balanced: channels of 64 times the rest take their groups' levels in rows of 8 bits."""
+    tokens = held_out(256)
+    planted = reparametrised(bundled_dir(), tmp_path / "planted", factor=64.0)
+    coded, plain = quantised_checkpoints(planted, tmp_path / "coded", gptq(4, 128, symmetric=True))
+    values = logprobs(plain, tokens, **EXACT)
+    own = divergence(logprobs(planted, tokens, **EXACT), values)
+    added = [divergence(values, logprobs(coded, tokens, backend="cpu", activations=rows)) for rows in ("auto", "int15")]
+    assert added[1] < 0.02 * own
+    assert added[0] > 0.2 * own
 
 
 @pytest.mark.parametrize("kernels", KERNEL_SETS)

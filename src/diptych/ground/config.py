@@ -22,7 +22,7 @@ BACKENDS = ("auto", "cpu", "torch")
 WEIGHT_FORMATS = ("auto", *ENGINE_WEIGHTS)
 KV_FORMATS = ("auto", *ENGINE_KV)
 LONGROPE_FACTORS = ("auto", "short", "long")
-ACTIVATIONS = ("auto", "int8")
+ACTIVATIONS = ("auto", "int8", "int15")
 MODEL_DRAFTERS = ("draft", "medusa", "eagle")  # what the executor runs, from a checkpoint of their own
 TASKS = ("auto", "generate", "embed", "score")
 SPECULATE = ("off", "lookup", *MODEL_DRAFTERS, "auto")
@@ -126,8 +126,9 @@ class ComputeConfig:
     cpu backend's kernel set, `auto` being the best that this processor runs; other names are checked when the model is loaded.
     tp: processes (ranks) that divide the outputs of every projection, on one machine; threads are those of all of them.
     tp_address: HOST:PORT where rank 0 listens for ranks on other machines, one on each; threads are then those of this one.
-    activations: what meets 8-bit weights that somebody else quantised; auto: 15 bits, which cost no more than a tenth of what
-    those weights lost, and up to twice the time of prefill; int8: 8 bits.
+    activations: what meets weights in groups that somebody else quantised; int15: 15 bits, which cost next to nothing but up to
+    twice the time of prefill; int8: 8 bits; auto: 15 for codes of 6 bits and more, to which 8 would do more than a tenth of what
+    those codes lost, else 8.
     longrope: which factors turn keys in models that have two sets; auto: long beyond the trained length, else short.
     """
 

@@ -59,8 +59,8 @@ class KeptFormat:
 
     group: inputs that share a scale of type `scale` (f16, bf16, f32). grid: what a code q stands for, over s the scale:
     signed s (q - 8) or s (q - 128), zeros s (q - z) with z of 8 bits, minima s q + m with m of 32, or one of two tables.
-    int8 has a scale per row, in fp32, and neither group nor grid. is_wide (group8): it meets rows of 15 bits, in two halves,
-    instead of 8.
+    int8 has a scale per row, in fp32, and neither group nor grid. is_wide (in groups): it meets rows of 15 bits, in two
+    halves, instead of 8.
 
     >>> KeptFormat.named("group4-g128-f16-zeros").number.bytes * 8
     4.1875

@@ -79,7 +79,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self._heads: dict[int, tuple[AttentionSpec, OwnHeads | None]] = {}  # by layer
         self.is_balancing = self.weights_format != "bf16" and source.is_balanceable
         self.is_keeping = config.weights == "auto"
-        self._meets_narrow_rows = config.activations == "int8"
+        self._asked_wide = {"int8": False, "int15": True}.get(config.activations)  # None: as each format has them
         self.packed: dict[str, int] = {}  # key -> number in the program, of all that was packed
         self.kept: dict[str, KeptFormat] = {}  # key -> format, of those that kept their values
         self.n_values: Counter[str] = Counter()  # format -> weights of the layers that were packed in it
@@ -385,7 +385,9 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
     def _kept(self, parts: LinearParts) -> KeptFormat | None:
         """What holds the stored values of all parts."""
         kept = parts.weights[0].kept if self.is_keeping and self._is_alike(parts.weights) else None
-        return replace(kept, is_wide=False) if kept is not None and self._meets_narrow_rows else kept
+        if kept is None or kept.kind == "int8" or self._asked_wide is None:
+            return kept
+        return replace(kept, is_wide=self._asked_wide)
 
     def _pack(
         self,
