@@ -127,8 +127,8 @@ class ComputeConfig:
     tp: processes (ranks) that divide the outputs of every projection, on one machine; threads are those of all of them.
     tp_address: HOST:PORT where rank 0 listens for ranks on other machines, one on each; threads are then those of this one.
     activations: what meets weights in groups that somebody else quantised; int15: 15 bits, which cost next to nothing but up to
-    twice the time of prefill; int8: 8 bits; auto: 15 for codes of 6 bits and more, to which 8 would do more than a tenth of what
-    those codes lost, else 8.
+    twice the time of prefill; int8: 8 bits; auto: 15 for codes of 6 bits and more, to which 8 would add more than a tenth of
+    what they lost, else 8.
     longrope: which factors turn keys in models that have two sets; auto: long beyond the trained length, else short.
     """
 
