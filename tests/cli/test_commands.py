@@ -134,16 +134,6 @@ def test_bench_json_has_the_promised_shape() -> None:
         assert point["context_tokens"] >= point["behind_tokens"] + point["prompt_tokens"]
 
 
-def test_what_was_measured_is_standard_output_in_words_too() -> None:
-    """Tables went to standard error, 80 characters wide, so that a file held nothing and a log cut numbers."""
-    done = diptych("bench", "--prompt-tokens", "16", "--new-tokens", "4", "--repeat", "1")
-    assert done.returncode == 0, done.stderr
-    for word in ("prefill", "decode", "tok/s", "peak memory"):
-        assert word in done.stdout
-    mix = diptych("bench", "mix", "--requests", "3", "--prompt-tokens", "4:8", "--new-tokens", "2:4", "--repeat", "1")
-    assert "output tok/s" in mix.stdout, mix.stderr
-
-
 @pytest.mark.parametrize("extra", [(), ("--rate", "50", "--speculate", "draft")])
 def test_mix_json_has_the_promised_shape(extra: tuple[str, ...]) -> None:
     """All at once and at a Poisson rate, every request answered; the bundled drafter was not found without --draft-model."""

@@ -202,6 +202,7 @@ def test_a_device_of_which_too_many_are_needed_leaves_the_others(
     assert "note: more than 1,024 x (llama-3.1-8b bf16 on l4) would be needed" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_conversations_that_may_outgrow_the_context_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     """What the context cannot hold is refused in the simulation, and the answer said nothing of it."""
     longer = ["--prompt", "100:70000", "--turns", "2", "--output", "4:16", "--think", "60s"]

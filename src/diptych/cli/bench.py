@@ -161,7 +161,7 @@ def _print_static(report: BenchReport) -> None:
             f"{_rate(rate.min)}..{_rate(rate.max)}", f"{point.fraction_of_ceiling:.0%}", f"{point.read_bytes_per_s / 1e9:.1f}",
             f"{point.host_fraction:.1%}",
         )  # fmt: skip
-    page().print(table)
+    page().print(table, soft_wrap=False)
     for phase, bound in dict.fromkeys((p.phase, p.bound) for p in report.results if p.fraction_of_ceiling > 1.0):
         page().print(f"{phase} above 100%: {ABOVE[bound]}")
     page().print(f"load {report.load_s:.2f} s · peak memory {report.peak_rss_bytes / 2**20:.0f} MiB")

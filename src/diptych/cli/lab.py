@@ -197,7 +197,7 @@ def quality(
             f"{row.perplexity_over_bf16:+.2%}",
             f"{row.kl_nats:.6f}",
         )
-    page().print(table)
+    page().print(table, soft_wrap=False)
 
 
 def _stage(
@@ -297,7 +297,7 @@ def _print_compared(found: list[Compared]) -> None:
         apart = [_apart(one, measure) for measure in MEASURES]
         aside = f"{one.set_aside} again" if one.set_aside else ""
         table.add_row("  engine misses itself by", "", *apart, aside, style="dim")
-    page().print(table)
+    page().print(table, soft_wrap=False)
     print("errors are simulated / measured - 1, with step times of a ladder around each run; then by the profile alone")
     print("95 %: the interval of that median in percent; a miss whose interval reaches the goal is not judged")
     print("steps, means over all: measured, and predicted / measured - 1 (by the profile alone)")
