@@ -68,6 +68,10 @@ def test_accounts_add_up_wherever_they_are_told(server: ServerProcess, speculati
     assert by_depth == sorted(by_depth, reverse=True), "a draft holds only where those before it do"
 
 
+# Guesses are made while they pay, by the times of this machine: a step that the host disturbed can keep an answer from them.
+TRIES = 8
+
+
 def test_a_prediction_is_honoured_where_nobody_else_guesses(server: ServerProcess) -> None:
     """OpenAI's predicted outputs: `prediction` was taken without a word and without any use."""
     client = client_of(server)
@@ -76,19 +80,27 @@ def test_a_prediction_is_honoured_where_nobody_else_guesses(server: ServerProces
     assert "draft_n" not in plain.model_dump()["timings"]
     for content in (text, [{"type": "text", "text": text[:40]}, {"type": "text", "text": text[40:]}]):
         prediction = {"type": "content", "content": content}
-        answer = client.chat.completions.create(model="diptych-10m", messages=CHAT, prediction=prediction, **OPTIONS)
-        assert answer.choices[0].message.content == text
+        for _ in range(TRIES):
+            answer = client.chat.completions.create(
+                model="diptych-10m", messages=CHAT, prediction=prediction, **OPTIONS
+            )
+            assert answer.choices[0].message.content == text
+            if answer.usage.completion_tokens_details.accepted_prediction_tokens > 0:
+                break
         assert answer.usage.completion_tokens_details.accepted_prediction_tokens > 0
-    chunks = list(
-        client.chat.completions.create(
-            model="diptych-10m",
-            messages=CHAT,
-            prediction={"type": "content", "content": text},
-            stream=True,
-            stream_options={"include_usage": True},
-            **OPTIONS,
+    for _ in range(TRIES):
+        chunks = list(
+            client.chat.completions.create(
+                model="diptych-10m",
+                messages=CHAT,
+                prediction={"type": "content", "content": text},
+                stream=True,
+                stream_options={"include_usage": True},
+                **OPTIONS,
+            )
         )
-    )
+        if chunks[-1].usage.completion_tokens_details.accepted_prediction_tokens > 0:
+            break
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
     usage = chunks[-1].usage
     assert usage.completion_tokens == plain.usage.completion_tokens
