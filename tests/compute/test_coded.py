@@ -16,7 +16,7 @@ from checkpoints import make_checkpoint
 from coded_files import awq, block_fp8, compressed, gptq, logits_of, quantised_checkpoints, whole_fp8
 from diptych.compute.coded import CodedCheckpoint
 from diptych.compute.ops.cpu_kernels import instruction_sets
-from diptych.ground.errors import LoadError
+from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.config import HfConfig, read_json
 from diptych.models.quantised import quantisation_of
 
@@ -129,6 +129,16 @@ def test_kept_weights_answer_as_their_values_do(
     assert f"kept={kept or 'bf16'}:100.0%" in said
     assert kept is not None or "no kernel" in said
     assert re.search(r"at \d+\.\d\d bits per weight", said)
+
+
+@pytest.mark.native
+def test_rows_of_15_bits_are_refused_where_the_publisher_has_8(original: Path, tmp_path: Path) -> None:
+    """The option would change nothing."""
+    if not instruction_sets():
+        pytest.skip("the native kernels are not installed")
+    coded, _ = made("w8a8", original, tmp_path)
+    with pytest.raises(ConfigError, match=r"activations is int15, and .* is W8A8"):
+        logits_of(coded, backend="cpu", activations="int15")
 
 
 @pytest.mark.native

@@ -385,8 +385,13 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
     def _kept(self, parts: LinearParts) -> KeptFormat | None:
         """What holds the stored values of all parts."""
         kept = parts.weights[0].kept if self.is_keeping and self._is_alike(parts.weights) else None
-        if kept is None or kept.kind == "int8" or self._asked_wide is None:
+        if kept is None or self._asked_wide is None:
             return kept
+        if kept.kind == "int8" and self._asked_wide:
+            raise ConfigError(
+                f"activations is int15, and {parts.weights[0].name} is W8A8, which is met by rows of 8 bits alone",
+                hint="activations auto or int8",
+            )
         return replace(kept, is_wide=self._asked_wide)
 
     def _pack(
