@@ -1,9 +1,9 @@
 """llama.cpp as a peer (peer_worker.py says what a worker answers).
 
-The checkpoint is written as GGUF in bf16 and quantised by llama.cpp itself (Q8_0 for int8, Q4_0, which it repacks for the
-processor, for int4), both once (kept in DIR/llama-cpp-WEIGHTS). Batches go to `llama_decode` as its server's do: the next token
-of every running sequence, then prompts as far as the batch reaches. With or without flash attention, and with the file mapped
-(its default) or read into huge pages, whichever is faster for the shape.
+The checkpoint is written as GGUF in bf16 and quantised by llama.cpp itself, both once (kept in DIR/llama-cpp-WEIGHTS): Q8_0 for
+int8, Q4_0, which it repacks for the processor, for int4, or one of its own mixtures. Batches go to `llama_decode` as its
+server's do: the next token of every running sequence, then prompts as far as the batch reaches. With flash attention or without
+it, and with the file mapped (its default) or read into huge pages, whichever is faster for the shape.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ FLASH = {"flash attention": ll.LLAMA_FLASH_ATTN_TYPE_ENABLED, "no flash attentio
 DEFAULT, HUGE = "file mapped", "huge pages"
 TUNABLE = "glibc.malloc.hugetlb=1"  # what is allocated asks for huge pages, as the system's setting `madvise` wants it
 PR_SET_THP_DISABLE = 41  # linux/prctl.h
-QUANTISED = {"int8": ll.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": ll.LLAMA_FTYPE_MOSTLY_Q4_0}
+QUANTISED = {
+    "int8": ll.LLAMA_FTYPE_MOSTLY_Q8_0,
+    "int4": ll.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "q3_k_m": ll.LLAMA_FTYPE_MOSTLY_Q3_K_M,
+    "q4_k_m": ll.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+    "q5_k_m": ll.LLAMA_FTYPE_MOSTLY_Q5_K_M,
+    "q6_k": ll.LLAMA_FTYPE_MOSTLY_Q6_K,
+}
 ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}
 MODEL = "model.gguf"
 
@@ -71,7 +78,7 @@ def write_gguf(checkpoint: Path, path: Path) -> None:
     out.add_key_length(head_dim)
     out.add_value_length(head_dim)
     out.add_rope_dimension_count(head_dim)
-    out.add_rope_freq_base(config["rope_theta"])
+    out.add_rope_freq_base(config.get("rope_theta", 10000.0))
     out.add_layer_norm_rms_eps(config["rms_norm_eps"])
     for name, raw in deserialize((checkpoint / "model.safetensors").read_bytes()):
         tensor = np.frombuffer(raw["data"], np.uint16).reshape(raw["shape"])  # the bits of bf16
@@ -105,6 +112,10 @@ class LlamaCpp(PeerWorker):
         self._pending: list[list[int]] = []  # of each sequence: tokens that the model has not read
         self._left: list[int] = []  # of each sequence: tokens to write
         self._read: list[int] = []  # of each sequence: tokens read
+
+    def convert(self, checkpoint: str, weights: str) -> dict[str, Any]:
+        """The file that `load` would open."""
+        return {"path": str(converted(Path(checkpoint), weights))}
 
     def load(self, checkpoint: str, weights: str, threads: int) -> dict[str, Any]:
         """Convert where needed, and load."""

