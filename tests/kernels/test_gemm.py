@@ -50,15 +50,25 @@ STORE_F32, STORE_BF16, ADD_F32 = 0, 1, 2
 SILU, GELU_TANH = 0, 1
 
 
+def made(name: str) -> Path:
+    """A file of csrc/bench/Makefile: with the kernels that the installation has built, unless a source is newer than they."""
+    build, source = BENCH.parents[1] / "build", BENCH.parent
+    machine = platform.machine()
+    out, options = build / ("kernels-arm64" if machine in ("aarch64", "arm64") else "kernels"), []
+    newest = max(path.stat().st_mtime for path in (*source.glob("*.*"), source.parent / "CMakeLists.txt"))
+    for archive in build.glob(f"cp*-linux_{machine}/libdiptych_kernels.a"):
+        if archive.stat().st_mtime > newest:
+            out, options = archive.parent / "kernels", [f"KERNELS={archive}"]
+    command = ["make", "-s", "-j2", "-C", str(BENCH), f"OUT={out}", *options, str(out / name)]
+    subprocess.run(command, check=True, capture_output=True)
+    return out / name
+
+
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def kernels() -> ctypes.CDLL:
     if shutil.which("make") is None or shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("needs make and a C++ compiler")
-    is_arm = platform.machine() in ("aarch64", "arm64")
-    out = BENCH.parents[1] / "build" / ("kernels-arm64" if is_arm else "kernels")
-    library = out / "libdiptych_kernels.so"
-    subprocess.run(["make", "-s", "-j2", "-C", str(BENCH), f"OUT={out}", str(library)], check=True, capture_output=True)
-    loaded = ctypes.CDLL(str(library))
+    loaded = ctypes.CDLL(str(made("libdiptych_kernels.so")))
     loaded.kernels_packed_bytes.restype = ctypes.c_int64
     loaded.kernels_pool_check.restype = ctypes.c_int64
     loaded.kernels_find.restype = ctypes.c_void_p
@@ -355,9 +365,7 @@ def test_what_is_compiled_for_amx_has_the_bits_of_its_twin(kernels):
     """Registers, addresses and configurations of the instructions themselves: emulated where the processor has none."""
     if "amx_twin" not in runnable(kernels):
         pytest.skip("this CPU has no AVX-512")
-    check = BENCH.parents[1] / "build" / "kernels" / "amx_check"
-    subprocess.run(["make", "-s", "-j2", "-C", str(BENCH), str(check)], check=True, capture_output=True)
-    run = subprocess.run([check, "3"], capture_output=True, text=True, check=False)
+    run = subprocess.run([made("amx_check"), "3"], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
