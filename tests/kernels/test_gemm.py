@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import shutil
 import subprocess
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from built_kernels import made
 from worlds import KERNEL_SETS
 
 pytestmark = pytest.mark.native
 
-BENCH = Path(__file__).resolve().parents[2] / "csrc" / "bench"
 SOURCES = {"f32": 0, "bf16": 1, "f16": 2}
 NO_OFFSET, ZEROS, MINIMA = 0, 1, 2
 SIGNED, UNSIGNED, IQ4_NL, E2M1 = 0, 1, 2, 3
@@ -48,20 +46,6 @@ GROUPED = tuple(name for name in KINDS if name.startswith("group"))
 WHOLE = ("int8", "int4")  # sums are exact over the whole K
 STORE_F32, STORE_BF16, ADD_F32 = 0, 1, 2
 SILU, GELU_TANH = 0, 1
-
-
-def made(name: str) -> Path:
-    """A file of csrc/bench/Makefile: with the kernels that the installation has built, unless a source is newer than they."""
-    build, source = BENCH.parents[1] / "build", BENCH.parent
-    machine = platform.machine()
-    out, options = build / ("kernels-arm64" if machine in ("aarch64", "arm64") else "kernels"), []
-    newest = max(path.stat().st_mtime for path in (*source.glob("*.*"), source.parent / "CMakeLists.txt"))
-    for archive in build.glob(f"cp*-linux_{machine}/libdiptych_kernels.a"):
-        if archive.stat().st_mtime > newest:
-            out, options = archive.parent / "kernels", [f"KERNELS={archive}"]
-    command = ["make", "-s", "-j2", "-C", str(BENCH), f"OUT={out}", *options, str(out / name)]
-    subprocess.run(command, check=True, capture_output=True)
-    return out / name
 
 
 @pytest.fixture(scope="module")
