@@ -140,7 +140,7 @@ def every_task() -> Iterator[ServerProcess]:
         assert "Traceback" not in errors, errors
 
 
-@pytest.mark.timeout(3600)  # a minute alone; others may be using the cores
+@pytest.mark.timeout(3600)  # half a minute alone; others may be using the cores
 def test_no_request_makes_a_server_error(every_task: ServerProcess) -> None:
     check_modes(every_task, examples=20)
 
