@@ -1,6 +1,6 @@
 // Linear layers y = x W^T + b for bf16, int8 and int4 weights, the same code for one row (decode) and thousands (prefill).
 //
-// Weights that somebody else quantised (AWQ, GPTQ, GGUF ...) keep their values: group4 and group8, of 4 and 8 bits with a scale of its
+// Weights that somebody else quantised (AWQ, GPTQ, GGUF ...) keep their values: group4, group6 and group8, of so many bits with a scale of its
 // own for each group of inputs, met by rows of int8 with a scale and, for each group, a power of two below it.
 //
 // The promise: output (row, lane) depends on that row of x and that lane of W alone. Not one bit changes with the number
@@ -34,33 +34,36 @@ struct KernelSet;  // kernel_sets.h
 
 constexpr int64_t kPanelLanes = 64;  // output lanes of one packed panel
 
-enum class Format : int32_t { bf16 = 0, int8 = 1, int4 = 2, group4 = 3, group8 = 4 };
+enum class Format : int32_t { bf16 = 0, int8 = 1, int4 = 2, group4 = 3, group8 = 4, group6 = 5 };
 enum class Source : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
 
 // How many steps of a grid one unit is, where the largest magnitude of its numbers takes `top` steps. Numbers so small that the
 // inverse would not be finite (2^-100: products of a closed gate, say) are zero on every grid.
 DIPTYCH_FORCED float steps_per_unit(float highest, float top) { return highest > 0x1p-100f ? top / highest : 0.0f; }
 
-inline bool is_grouped(Format format) { return format == Format::group4 || format == Format::group8; }
+inline bool is_grouped(Format format) { return format == Format::group4 || format == Format::group6 || format == Format::group8; }
 
 // What a group's codes stand for: weight = scale * (level - zero) or scale * level + minimum; level of a group8 code c is c - 128, of a
-// group4 code by `levels`. Scales are kept in the type of the file that they come from.
+// group6 code c - 32 (with minima c), of a group4 code by `levels`. Scales are kept in the type of the file that they come from. Nested
+// ones, as of GGUF's blocks of 256, are whole numbers of 8 bits, and so are their minima, times an f16 of each that kNestedInputs share.
 enum class Offset : int32_t { none = 0, zeros = 1, minima = 2 };  // zeros: u8, group4 with unsigned levels only; minima: fp32
 enum class Table4 : int32_t { signed4 = 0, unsigned4 = 1, iq4_nl = 2, e2m1 = 3 };  // c - 8; c; GGUF's table; twice those of fp4 E2M1
+constexpr int64_t kNestedInputs = 256, kMaxNestedGroup = 64;
 struct Grid {
   Source scale = Source::f16;
   Offset offset = Offset::none;
   Table4 levels = Table4::signed4;
+  bool nested = false;  // then `scale` is f16
 };
 
 struct LinearShape {
   Format format = Format::bf16;
   int64_t n = 0;         // output lanes of W as the checkpoint counts them (gated: gate and up together)
   int64_t k = 0;         // inputs
-  int64_t group = 64;    // int4, group4, group8: inputs that share a grid: 32, 64 or 128, of group4 and group8 16 too; ignored otherwise
+  int64_t group = 64;    // int4, groups: inputs that share a grid: 32, 64 or 128, in groups 16 too; ignored otherwise
   bool gated = false;    // W = gate rows then up rows, n even; the epilogue gives act(gate) * up, n / 2 outputs
   bool has_bias = false;
-  Grid grid = {};        // group4 and group8
+  Grid grid = {};        // in groups
   bool wide = false;     // in groups: met by rows of 15 bits, where rows of 8 bits cost more than the weights' own rounding did
 };
 
@@ -90,12 +93,13 @@ int64_t packed_bytes(const LinearShape& shape);
 void pack_linear(const KernelSet& set, const LinearShape& shape, const WeightPart* parts, int64_t n_parts, const float* bias,
                  void* blob, int thread, int threads);
 
-// As WeightPart, of weights that are quantised already: group4, group8, and int8 (codes of 128 + q, one scale a row, no offset).
+// As WeightPart, of weights that are quantised already: in groups, and int8 (codes of 128 + q, one scale a row, no offset).
 struct CodePart {
   const uint8_t* codes;  // [rows, k], one to a byte
-  const void* scales;    // [rows, groups] in shape.grid.scale
-  const void* offsets;   // [rows, groups] u8 or fp32 as shape.grid.offset says, or null
+  const void* scales;    // [rows, groups] in shape.grid.scale; nested: s8
+  const void* offsets;   // [rows, groups] u8 or fp32 as shape.grid.offset says, or null; nested: s8
   int64_t rows;
+  const void* factors = nullptr;  // nested: f16 [rows, blocks of kNestedInputs, 2], of scales and of offsets
 };
 void pack_codes(const KernelSet& set, const LinearShape& shape, const CodePart* parts, int64_t n_parts, const float* bias, void* blob,
                 int thread, int threads);

@@ -1,4 +1,4 @@
-// Weights in groups (group4, group8), in portable C++ for every set: included inside the anonymous namespace of its file after
+// Weights in groups (group4, group6, group8), in portable C++ for every set: included inside the anonymous namespace of its file after
 // lanes.inl and its int8 tiles. Whole sums of a group come from the set's own int8 tile, over strips expanded to its form.
 
 // a * b + c, rounded once, in every lane.
@@ -8,21 +8,52 @@ inline Lanes fused(const Lanes& a, const Lanes& b, const Lanes& c) {
   return sum;
 }
 
+// Of 16 lanes. `minimum` is left alone where there is none.
+template <LoadInputs kLoad>
+void load_grid(const LinearShape& shape, const uint8_t* strip, const GroupPlace& place, float* scale, float* minimum) {
+  const bool has_minima = shape.grid.offset == Offset::minima;
+  if (!shape.grid.nested) {
+    kLoad(strip + place.scales, shape.grid.scale, 0, kStripLanes, scale);
+    if (has_minima) std::memcpy(minimum, strip + place.offsets, sizeof(float) * kStripLanes);
+    return;
+  }
+  float factors[2 * kStripLanes];
+  kLoad(strip + place.factors, Source::f16, 0, 2 * kStripLanes, factors);
+  for (int64_t lane = 0; lane < kStripLanes; ++lane) {
+    scale[lane] = factors[lane] * static_cast<int8_t>(strip[place.scales + lane]);
+    if (has_minima) minimum[lane] = factors[kStripLanes + lane] * static_cast<int8_t>(strip[place.offsets + lane]);
+  }
+}
+
+// 16 inputs of a lane's byte: nibbles of the first eight and of the last, then all their fifth and sixth bits, two by two.
+inline void join_sixes(const uint8_t* from, int64_t byte, uint8_t* out) {
+  const uint8_t first = from[byte], last = from[kStepBytes + byte], high = from[2 * kStepBytes + byte];
+  out[0] = static_cast<uint8_t>((first & 15) | (high << 4 & 48)), out[1] = static_cast<uint8_t>(first >> 4 | (high << 2 & 48));
+  out[2] = static_cast<uint8_t>((last & 15) | (high & 48)), out[3] = static_cast<uint8_t>(last >> 4 | (high >> 2 & 48));
+}
+
 template <LoadInputs kLoad>
 void expand_groups(const LinearShape& shape, const uint8_t* strip, int64_t first, int64_t count, uint8_t* steps, float* scales, float* minima) {
   const int8_t* levels = levels_of(shape);
   const int64_t n_steps = shape.group / inputs_per_step(shape.format);
   for (int64_t g = first; g < first + count; ++g, scales += kStripLanes) {
     const GroupPlace place = place_of_group(shape, g);
-    kLoad(strip + place.scales, shape.grid.scale, 0, kStripLanes, scales);
-    if (shape.grid.offset == Offset::minima) {
-      std::memcpy(minima, strip + place.offsets, sizeof(float) * kStripLanes);
-      minima += kStripLanes;
-    }
+    load_grid<kLoad>(shape, strip, place, scales, minima);
+    if (shape.grid.offset == Offset::minima) minima += kStripLanes;
     const uint8_t* from = strip + place.steps;
     if (shape.format == Format::group8) {
       std::memcpy(steps, from, static_cast<size_t>(n_steps * kStepBytes));
       steps += n_steps * kStepBytes;
+      continue;
+    }
+    if (shape.format == Format::group6) {
+      const int base = 128 - middle_of_sixes(shape);
+      for (int64_t i = 0; i < shape.group; i += 16, from += 3 * kStepBytes, steps += 4 * kStepBytes)
+        for (int64_t byte = 0; byte < kStepBytes; ++byte) {
+          uint8_t codes[4];
+          join_sixes(from, byte, codes);
+          for (int64_t step = 0; step < 4; ++step) steps[step * kStepBytes + byte] = static_cast<uint8_t>(codes[step] + base);
+        }
       continue;
     }
     uint8_t table[kStripLanes][16];  // u8 of a code, by lane

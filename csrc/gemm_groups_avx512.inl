@@ -7,14 +7,56 @@ inline void read_ahead(const uint8_t* at) {
   _mm_prefetch(reinterpret_cast<const char*>(at + kNearBytes), _MM_HINT_T0);
 }
 
-// How a packed step becomes operands: nibbles as they are (in groups of 16 or larger ones), nibbles by a table of levels, or bytes.
-enum class Codes { linear, linear16, table, bytes };
+// How packed steps become operands: nibbles as they are (in groups of 16 or larger ones), nibbles by a table of levels, bytes, or nibbles
+// with two bits of another step.
+enum class Codes { linear, linear16, table, bytes, sixes };
 
-inline __m512 load_scales(const uint8_t* scales, Source source) {
-  if (source == Source::f32) return _mm512_load_ps(scales);
-  const __m256i bits = _mm256_load_si256(reinterpret_cast<const __m256i*>(scales));
-  return source == Source::f16 ? _mm512_cvtph_ps(bits) : widen_bf16(bits);
-}
+inline __m512 load_halves(const uint8_t* at) { return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(at))); }
+
+// Of a group of 16 lanes, from its head.
+struct Scales {
+  explicit Scales(const LinearShape& shape)
+      : source_(shape.grid.scale), nested_(shape.grid.nested), scale_bytes_(kStripLanes * bytes_of_scale(shape)),
+        offset_bytes_(kStripLanes * bytes_of_offset(shape)), scales_(bytes_of_factors(shape)), offsets_(scales_ + kHeadGroups * scale_bytes_) {}
+  void enter(const uint8_t* head) {
+    head_ = head;
+    if (nested_) factors_[0] = load_halves(head), factors_[1] = load_halves(head + 2 * kStripLanes);
+  }
+  __m512 scale(int64_t within) const {
+    const uint8_t* at = head_ + scales_ + within * scale_bytes_;
+    if (nested_) return times(factors_[0], at);
+    if (source_ == Source::f32) return _mm512_load_ps(at);
+    return source_ == Source::f16 ? load_halves(at) : widen_bf16(_mm256_load_si256(reinterpret_cast<const __m256i*>(at)));
+  }
+  const uint8_t* offset(int64_t within) const { return head_ + offsets_ + within * offset_bytes_; }
+  __m512 minimum(int64_t within) const { return nested_ ? times(factors_[1], offset(within)) : _mm512_load_ps(offset(within)); }
+
+ private:
+  static __m512 times(const __m512& factor, const uint8_t* at) {
+    return _mm512_mul_ps(factor, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(at)))));
+  }
+  const Source source_;
+  const bool nested_;
+  const int64_t scale_bytes_, offset_bytes_, scales_, offsets_;
+  const uint8_t* head_ = nullptr;
+  __m512 factors_[2];
+};
+
+// The codes of 16 inputs, from three steps.
+struct Sixes {
+  explicit Sixes(const uint8_t* w) {
+    const __m512i first = _mm512_load_si512(w), last = _mm512_load_si512(w + kStepBytes), high = _mm512_load_si512(w + 2 * kStepBytes);
+    codes[0] = join(first, _mm512_slli_epi16(high, 4)), codes[1] = join(_mm512_srli_epi16(first, 4), _mm512_slli_epi16(high, 2));
+    codes[2] = join(last, high), codes[3] = join(_mm512_srli_epi16(last, 4), _mm512_srli_epi16(high, 2));
+  }
+  __m512i codes[4];
+
+ private:
+  static __m512i join(const __m512i& nibbles, const __m512i& high) {
+    const __m512i both = _mm512_ternarylogic_epi32(_mm512_set1_epi8(15), nibbles, high, 0xca);  // bits of the mask from nibbles
+    return _mm512_and_si512(both, _mm512_set1_epi8(63));
+  }
+};
 
 // The 16 levels + 128 in every part of a register.
 inline __m512i load_levels(const LinearShape& shape) {
@@ -27,30 +69,29 @@ inline __m512i load_levels(const LinearShape& shape) {
 template <Codes kCodes, bool kWide, int kRows>
 void tile_direct(const GroupArgs& args) {
   const LinearShape& shape = *args.shape;
-  const int64_t words = shape.group / 4, head_bytes = bytes_of_group_head(shape), scale_bytes = kStripLanes * bytes_of_scale(shape);
-  const int64_t offset_bytes = kStripLanes * bytes_of_offset(shape);
-  constexpr bool kNibbles = kCodes == Codes::linear || kCodes == Codes::linear16, kIsBytes = kCodes == Codes::bytes;
-  constexpr int kSteps = kCodes == Codes::linear16 ? 2 : 4;
+  const int64_t words = shape.group / 4, head_bytes = bytes_of_group_head(shape);
+  constexpr bool kNibbles = kCodes == Codes::linear || kCodes == Codes::linear16, kIsBytes = kCodes == Codes::bytes, kIsSixes = kCodes == Codes::sixes;
+  constexpr int kSteps = kIsSixes ? 1 : kCodes == Codes::linear16 ? 2 : 4;
   const __m512i levels = kCodes == Codes::table ? load_levels(shape) : _mm512_setzero_si512();
-  const int32_t middle = !kNibbles ? 128 : shape.grid.levels == Table4::signed4 ? 8 : 0;
+  const int32_t middle = kIsSixes ? middle_of_sixes(shape) : !kNibbles ? 128 : shape.grid.levels == Table4::signed4 ? 8 : 0;
   const int64_t low_words = args.low / 4;
-  const uint8_t *x[kRows], *w = args.strip, *head = w;
+  Scales scales(shape);
+  const uint8_t *x[kRows], *w = args.strip;
   __m512 sums[kRows];
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row) x[row] = args.x[row], sums[row] = _mm512_setzero_ps();
   int64_t at = 0;
   for (int64_t group = 0; group < args.groups; ++group) {
     if (group % kHeadGroups == 0) {
-      head = w;
-      w += head_bytes;
-      for (int64_t line = 0; line < head_bytes; line += kCacheLine) read_ahead(head + line);
+      scales.enter(w);
+      for (const uint8_t* end = w + head_bytes; w < end; w += kCacheLine) read_ahead(w);
     }
     __m512i low_sums[kRows], high_sums[kRows];
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) low_sums[row] = _mm512_set1_epi32(-middle * args.x_sums[row][group]), high_sums[row] = _mm512_setzero_si512();
     for (const int64_t end = at + words; at < end;) {
 #pragma GCC unroll 4
-      for (int step = 0; step < kSteps; ++step, at += kIsBytes ? 1 : 2, w += kStepBytes) {
+      for (int step = 0; step < kSteps; ++step, at += kIsSixes ? 4 : kIsBytes ? 1 : 2, w += kIsSixes ? 3 * kStepBytes : kStepBytes) {
         read_ahead(w);
         const __m512i packed = _mm512_load_si512(w);
         auto word = [&](int row, int64_t i) { return _mm512_set1_epi32(*reinterpret_cast<const int*>(x[row] + i * 4)); };
@@ -64,7 +105,12 @@ void tile_direct(const GroupArgs& args) {
             }
           }
         };
-        if constexpr (kIsBytes) {
+        if constexpr (kIsSixes) {
+          read_ahead(w + kStepBytes), read_ahead(w + 2 * kStepBytes);
+          const Sixes sixes(w);
+#pragma GCC unroll 4
+          for (int i = 0; i < 4; ++i) add(sixes.codes[i], at + i, i % 2 == 0);
+        } else if constexpr (kIsBytes) {
           add(packed, at, step % 2 == 0);
         } else {
           __m512i low = _mm512_and_si512(packed, _mm512_set1_epi8(15)), high = _mm512_and_si512(_mm512_srli_epi16(packed, 4), _mm512_set1_epi8(15));
@@ -74,10 +120,10 @@ void tile_direct(const GroupArgs& args) {
       }
     }
     const int64_t within = group % kHeadGroups;
-    const uint8_t* offsets = head + kHeadGroups * scale_bytes + within * offset_bytes;
-    const __m512 scale = load_scales(head + within * scale_bytes, shape.grid.scale);
-    const bool has_zeros = kNibbles && shape.grid.offset == Offset::zeros;
-    const __m512i zero = has_zeros ? _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(offsets))) : _mm512_setzero_si512();
+    const __m512 scale = scales.scale(within);
+    const bool has_zeros = kNibbles && shape.grid.offset == Offset::zeros, has_minima = shape.grid.offset == Offset::minima;
+    const __m512i zero = has_zeros ? _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(scales.offset(within)))) : _mm512_setzero_si512();
+    const __m512 minimum = has_minima ? scales.minimum(within) : _mm512_setzero_ps();
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
       const int32_t x_sum = args.x_sums[row][group];
@@ -86,8 +132,7 @@ void tile_direct(const GroupArgs& args) {
       __m512i whole = _mm512_add_epi32(low_sums[row], high_sums[row]);
       if (has_zeros) whole = _mm512_sub_epi32(whole, _mm512_mullo_epi32(zero, _mm512_set1_epi32(x_sum)));
       sums[row] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(power)), scale, sums[row]);
-      if (shape.grid.offset == Offset::minima)
-        sums[row] = _mm512_fmadd_ps(_mm512_set1_ps(power * static_cast<float>(x_sum)), _mm512_load_ps(offsets), sums[row]);
+      if (has_minima) sums[row] = _mm512_fmadd_ps(_mm512_set1_ps(power * static_cast<float>(x_sum)), minimum, sums[row]);
     }
   }
 #pragma GCC unroll 8
@@ -99,7 +144,7 @@ void tile_direct(const GroupArgs& args) {
    tile_direct<codes, kWide, 5>, tile_direct<codes, kWide, 6>}
 template <bool kWide>
 constexpr DirectTiles kDirectTiles = {DIPTYCH_DIRECT(Codes::linear), DIPTYCH_DIRECT(Codes::linear16), DIPTYCH_DIRECT(Codes::table),
-                                      DIPTYCH_DIRECT(Codes::bytes)};
+                                      DIPTYCH_DIRECT(Codes::bytes), DIPTYCH_DIRECT(Codes::sixes)};
 
 // Expanded strips. A group's whole sums are registers and begin with what the levels' offset of 128 adds too much; sums over the groups
 // are registers too, so that both leave 12 chains of dot products. What a group needs of a row is made for all groups before: broadcasts
@@ -221,16 +266,25 @@ void tile_expanded(const GroupArgs& args) {
 void expand_groups(const LinearShape& shape, const uint8_t* strip, int64_t first, int64_t count, uint8_t* steps, float* scales, float* minima) {
   const __m512i levels = load_levels(shape);
   const int64_t n_steps = shape.group / inputs_per_step(shape.format);
+  Scales scales_of(shape);
   for (int64_t g = first; g < first + count; ++g) {
     const GroupPlace place = place_of_group(shape, g);
-    const __m512 scale = load_scales(strip + place.scales, shape.grid.scale);
+    scales_of.enter(strip + place.factors);
+    const int64_t within = g % kHeadGroups;
+    const __m512 scale = scales_of.scale(within);
     const __mmask16 is_zero = _mm512_cmp_ps_mask(scale, _mm512_setzero_ps(), _CMP_EQ_OQ);
     _mm512_store_ps(scales + (g - first) * kStripLanes, _mm512_mask_mov_ps(scale, is_zero, _mm512_set1_ps(1.0f)));
     uint8_t* const begin = steps;
-    if (shape.grid.offset == Offset::minima) _mm512_store_ps(minima + (g - first) * kStripLanes, _mm512_load_ps(strip + place.offsets));
+    if (shape.grid.offset == Offset::minima) _mm512_store_ps(minima + (g - first) * kStripLanes, scales_of.minimum(within));
     const uint8_t* from = strip + place.steps;
     if (shape.format == Format::group8) {
       for (int64_t step = 0; step < n_steps; ++step, from += kStepBytes, steps += kStepBytes) _mm512_store_si512(steps, _mm512_load_si512(from));
+    } else if (shape.format == Format::group6) {
+      const __m512i base = _mm512_set1_epi8(static_cast<char>(128 - middle_of_sixes(shape)));
+      for (int64_t i = 0; i < shape.group; i += 16, from += 3 * kStepBytes) {
+        const Sixes sixes(from);
+        for (int step = 0; step < 4; ++step, steps += kStepBytes) _mm512_store_si512(steps, _mm512_add_epi8(sixes.codes[step], base));
+      }
     } else {
       __m512i zero = _mm512_setzero_si512();  // of each lane, in all its bytes
       if (shape.grid.offset == Offset::zeros) {

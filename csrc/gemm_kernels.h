@@ -8,7 +8,10 @@
 //         int4 is int8 written shorter: the u8 of int8 is unit * q + zero, whole numbers, one unit and zero per lane and group.
 //         Groups come in pairs: a line of heads (16 lanes of {u8 unit, u8 zero} for each of the two), then their steps.
 //   group4, group8  words as int4's and int8's (of codes). Four groups follow their heads: a line or more of scales [4][16] in the file's
-//         type, then zeros [4][16] u8 or minima [4][16] fp32; the last four may be fewer, their heads are not.
+//         type, then zeros [4][16] u8 or minima [4][16] fp32; the last four may be fewer, their heads are not. Nested: a line of factors
+//         f16 [2][16], scales [4][16] s8, minima [4][16] s8.
+//   group6  as group4, and of each two such words (16 inputs) a third: bits 2 i and 2 i + 1 of its bytes are the codes' fifth and sixth,
+//         of nibble i of the four.
 // Gated weights interleave 16 gate lanes with the 16 up lanes of the same features.
 #pragma once
 
@@ -104,9 +107,10 @@ struct MatrixTiles {
   MatrixBlocking blocking;
 };
 
-// ---- group4 and group8 ----
+// ---- groups ----
 
 constexpr int64_t kHeadGroups = 4;   // groups that share a head
+static_assert(kHeadGroups * kMaxNestedGroup == kNestedInputs, "a head has one factor");
 constexpr int kDirectRows = 6;       // the most rows that meet the codes as they are packed
 constexpr int64_t kBlockInputs = 512;  // of the strips that are expanded at one time; whole heads of every group size
 constexpr int64_t kMostExpanded = kBlockInputs / 16;  // groups of those
@@ -120,6 +124,8 @@ constexpr int8_t kLevels[4][16] = {
     {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},  // kvalues_iq4nl of llama.cpp
     {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},                    // twice E2M1 of the OCP microscaling formats
 };
+// What a group6 code has more than its level.
+inline int middle_of_sixes(const LinearShape& shape) { return shape.grid.offset == Offset::minima ? 0 : 32; }
 inline const int8_t* levels_of(const LinearShape& shape) { return kLevels[static_cast<int>(shape.grid.levels)]; }
 
 // A tile over whole groups: acc [rows][64] fp32, 64-byte aligned. For each group in ascending order, of each row and lane:
@@ -196,6 +202,7 @@ struct DirectTiles {
   GroupKernel linear16[kDirectRows];  //   in groups of 16
   GroupKernel table[kDirectRows];     // group4 with others, in larger groups
   GroupKernel bytes[kDirectRows];     // group8
+  GroupKernel sixes[kDirectRows];     // group6
 };
 
 struct GroupTiles {
@@ -291,36 +298,40 @@ inline int64_t lane_of_row(const LinearShape& shape, int64_t row) {
   return feature / 16 * 32 + feature % 16 + (row < features ? 0 : 16);
 }
 
-inline int64_t inputs_per_step(Format format) {
-  return format == Format::bf16 ? 2 : format == Format::int8 || format == Format::group8 ? 4 : 8;
+inline int64_t bits_of(Format format) {
+  return format == Format::bf16 ? 16 : format == Format::int8 || format == Format::group8 ? 8 : format == Format::group6 ? 6 : 4;
 }
+inline int64_t inputs_per_step(Format format) { return 32 / bits_of(format); }  // but of group6, whose three steps hold 16
+// Of a strip's steps that hold so many inputs.
+inline int64_t bytes_of_steps(Format format, int64_t inputs) { return inputs * kStripLanes * bits_of(format) / 8; }
 inline int64_t padded_inputs(const LinearShape& shape) {
   return round_up(shape.k, shape.format == Format::int4 || is_grouped(shape.format) ? shape.group : 32);
 }
-inline int64_t bytes_of_scale(const LinearShape& shape) { return shape.grid.scale == Source::f32 ? 4 : 2; }
+inline int64_t bytes_of_scale(const LinearShape& shape) { return shape.grid.nested ? 1 : shape.grid.scale == Source::f32 ? 4 : 2; }
 inline int64_t bytes_of_offset(const LinearShape& shape) {
-  return shape.grid.offset == Offset::none ? 0 : shape.grid.offset == Offset::zeros ? 1 : 4;
+  return shape.grid.offset == Offset::none ? 0 : shape.grid.offset == Offset::zeros || shape.grid.nested ? 1 : 4;
 }
 
-// Where the parts of a group lie in its strip.
+// Where the parts of a group lie in its strip. A head begins with the factors of what is nested, f16 [2][16]: of scales, of minima.
 struct GroupPlace {
-  int64_t scales, offsets, steps;
+  int64_t factors, scales, offsets, steps;
 };
+inline int64_t bytes_of_factors(const LinearShape& shape) { return shape.grid.nested ? 2 * kStripLanes * 2 : 0; }
 inline int64_t bytes_of_group_head(const LinearShape& shape) {
-  return kHeadGroups * kStripLanes * (bytes_of_scale(shape) + bytes_of_offset(shape));
+  return bytes_of_factors(shape) + kHeadGroups * kStripLanes * (bytes_of_scale(shape) + bytes_of_offset(shape));
 }
-inline int64_t bytes_of_group_steps(const LinearShape& shape) { return shape.group / inputs_per_step(shape.format) * kStepBytes; }
+inline int64_t bytes_of_group_steps(const LinearShape& shape) { return bytes_of_steps(shape.format, shape.group); }
 inline GroupPlace place_of_group(const LinearShape& shape, int64_t group) {
   const int64_t head = bytes_of_group_head(shape), steps = bytes_of_group_steps(shape), within = group % kHeadGroups;
-  const int64_t begin = group / kHeadGroups * (head + kHeadGroups * steps);
-  return {begin + within * kStripLanes * bytes_of_scale(shape),
-          begin + kHeadGroups * kStripLanes * bytes_of_scale(shape) + within * kStripLanes * bytes_of_offset(shape),
+  const int64_t begin = group / kHeadGroups * (head + kHeadGroups * steps), scales = begin + bytes_of_factors(shape);
+  return {begin, scales + within * kStripLanes * bytes_of_scale(shape),
+          scales + kHeadGroups * kStripLanes * bytes_of_scale(shape) + within * kStripLanes * bytes_of_offset(shape),
           begin + head + within * steps};
 }
 
 inline int64_t bytes_of_strip(const LinearShape& shape) {
   const int64_t k = padded_inputs(shape);
-  const int64_t steps = k / inputs_per_step(shape.format) * kStepBytes;
+  const int64_t steps = bytes_of_steps(shape.format, k);
   if (is_grouped(shape.format)) return steps + (k / shape.group + kHeadGroups - 1) / kHeadGroups * bytes_of_group_head(shape);
   return shape.format == Format::int4 ? steps + (k / shape.group + 1) / 2 * 2 * kHeadBytes : steps;
 }

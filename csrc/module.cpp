@@ -37,20 +37,21 @@ void require_matrix(const AnyArray& array) {
 }
 
 Format format_of(const std::string& name) {
-  return named<Format>("weight format", name, {{"bf16", Format::bf16}, {"int8", Format::int8}, {"int4", Format::int4}, {"group4", Format::group4}, {"group8", Format::group8}});
+  return named<Format>("weight format", name, {{"bf16", Format::bf16}, {"int8", Format::int8}, {"int4", Format::int4}, {"group4", Format::group4}, {"group6", Format::group6}, {"group8", Format::group8}});
 }
 
 Grid grid_of(const std::string& format, const std::string& scale, const std::string& grid) {
-  const bool is_bytes = format != "group4";
   const auto [offset, levels] = named<std::pair<Offset, Table4>>("grid", grid, {
       {"signed", {Offset::none, Table4::signed4}},
       {"zeros", {Offset::zeros, Table4::unsigned4}},
-      {"minima", {Offset::minima, is_bytes ? Table4::signed4 : Table4::unsigned4}},
+      {"minima", {Offset::minima, format == "group4" ? Table4::unsigned4 : Table4::signed4}},
       {"iq4_nl", {Offset::none, Table4::iq4_nl}},
       {"e2m1", {Offset::none, Table4::e2m1}},
   });
-  if (is_bytes && offset != Offset::minima && levels != Table4::signed4) throw std::invalid_argument(format + " has no grid " + grid);
-  return {named<Source>("type of scales", scale, {{"f32", Source::f32}, {"bf16", Source::bf16}, {"f16", Source::f16}}), offset, levels};
+  if (format != "group4" && offset != Offset::minima && levels != Table4::signed4) throw std::invalid_argument(format + " has no grid " + grid);
+  const bool is_nested = scale == "s8";
+  if (is_nested && offset == Offset::zeros) throw std::invalid_argument("nested scales have no zeros beside them");
+  return {named<Source>("type of scales", scale, {{"f32", Source::f32}, {"bf16", Source::bf16}, {"f16", Source::f16}, {"s8", Source::f16}}), offset, levels, is_nested};
 }
 
 RowsKind rows_kind_of(const std::string& name) {
@@ -92,32 +93,40 @@ int add_linear(Program& program, const LinearShape& shape, const std::vector<Any
   return program.add_linear(shape, parts, bias_data);
 }
 
-// Codes [rows, k], scales and offsets [rows, groups] of one tensor.
-using Coded = std::tuple<BytesTable, AnyArray, std::optional<AnyArray>>;
+// Codes [rows, k], scales and offsets [rows, groups] of one tensor; where they are nested, factors f16 [rows, blocks * 2].
+using Coded = std::tuple<BytesTable, AnyArray, std::optional<AnyArray>, std::optional<AnyArray>>;
+
+bool is_s8(const AnyArray& array) { return array.dtype().code == static_cast<uint8_t>(nb::dlpack::dtype_code::Int) && array.dtype().bits == 8; }
 
 int add_coded_linear(Program& program, const LinearShape& shape, const std::vector<Coded>& arrays, std::optional<F32Vector> bias) {
   std::vector<CodePart> parts;
   int64_t rows = 0;
   const int64_t groups = is_grouped(shape.format) ? (shape.k + shape.group - 1) / shape.group : 1;
-  for (const auto& [codes, scales, offsets] : arrays) {
+  const bool is_nested = shape.grid.nested;
+  for (const auto& [codes, scales, offsets, factors] : arrays) {
     const int64_t n = static_cast<int64_t>(codes.shape(0));
-    auto require = [&](const AnyArray& array) {
+    auto require = [&](const AnyArray& array, int64_t width) {
       // the stride along an axis of one entry says nothing
-      const bool is_whole = array.ndim() == 2 && static_cast<int64_t>(array.shape(0)) == n && static_cast<int64_t>(array.shape(1)) == groups &&
-                            (groups == 1 || array.stride(1) == 1) && (n == 1 || array.stride(0) == groups);
+      const bool is_whole = array.ndim() == 2 && static_cast<int64_t>(array.shape(0)) == n && static_cast<int64_t>(array.shape(1)) == width &&
+                            (width == 1 || array.stride(1) == 1) && (n == 1 || array.stride(0) == width);
       if (!is_whole)
-        throw std::invalid_argument("scales and offsets must be contiguous, one for each row and group");
+        throw std::invalid_argument("scales and offsets must be contiguous, one for each row and group, and factors two for each row and block");
     };
     if (static_cast<int64_t>(codes.shape(1)) != shape.k) throw std::invalid_argument("the codes' second axis is not k");
-    require(scales);
-    if (source_of(scales) != shape.grid.scale) throw std::invalid_argument("the scales have another type than the shape says");
+    require(scales, groups);
+    if (is_nested ? !is_s8(scales) : source_of(scales) != shape.grid.scale) throw std::invalid_argument("the scales have another type than the shape says");
+    if (factors.has_value() != is_nested) throw std::invalid_argument("nested scales have factors, and others none");
+    if (factors) {
+      require(*factors, 2 * ((shape.k + kNestedInputs - 1) / kNestedInputs));
+      if (source_of(*factors) != Source::f16) throw std::invalid_argument("factors are f16");
+    }
     if (offsets.has_value() != (shape.grid.offset != Offset::none)) throw std::invalid_argument("the offsets and the shape's grid disagree");
     if (offsets) {
-      require(*offsets);
-      const size_t bits = shape.grid.offset == Offset::zeros ? 8 : 32;
+      require(*offsets, groups);
+      const size_t bits = shape.grid.offset == Offset::zeros || is_nested ? 8 : 32;
       if (offsets->dtype().bits != bits) throw std::invalid_argument("the offsets have another type than the shape's grid");
     }
-    parts.push_back({codes.data(), scales.data(), offsets ? offsets->data() : nullptr, n});
+    parts.push_back({codes.data(), scales.data(), offsets ? offsets->data() : nullptr, n, factors ? factors->data() : nullptr});
     rows += n;
   }
   if (rows != shape.n) throw std::invalid_argument("the parts' rows do not add up to n");
@@ -339,9 +348,10 @@ void bind_shapes(nb::module_& m) {
       .def("__init__", [](LinearShape* self, const std::string& format, int64_t n, int64_t k, int64_t group, bool is_gated, bool has_bias,
                           const std::string& scale, const std::string& grid, bool is_wide) {
         if (n < 1 || k < 1 || (is_gated && n % 2 != 0)) throw std::invalid_argument("n and k must be at least 1, and n even where it is gated");
-        const bool has_least = format == "group4" || format == "group8";
-        if (group != 32 && group != 64 && group != 128 && !(group == 16 && has_least)) throw std::invalid_argument("group must be 32, 64 or 128, or 16 of group4 and group8");
-        if (is_wide && !has_least) throw std::invalid_argument("wide rows meet group4 and group8 alone");
+        const bool has_least = is_grouped(format_of(format));
+        if (group != 32 && group != 64 && group != 128 && !(group == 16 && has_least)) throw std::invalid_argument("group must be 32, 64 or 128, or 16 of weights in groups");
+        if (scale == "s8" && (!has_least || group > kMaxNestedGroup)) throw std::invalid_argument("nested scales are of weights in groups of at most 64");
+        if (is_wide && !has_least) throw std::invalid_argument("wide rows meet weights in groups alone");
         new (self) LinearShape{format_of(format), n, k, group, is_gated, has_bias, grid_of(format, scale, grid), is_wide};
       }, nb::kw_only(), nb::arg("format"), nb::arg("n"), nb::arg("k"), nb::arg("group") = 64, nb::arg("is_gated") = false, nb::arg("has_bias") = false,
          nb::arg("scale") = "f32", nb::arg("grid") = "signed", nb::arg("is_wide") = false)

@@ -145,7 +145,7 @@ void pack_panel(const LinearKernels& kernels, const LinearShape& shape, const So
     case Format::bf16: pack_bf16(kernels, shape, rows, scratch, out); break;
     case Format::int8: pack_int8(kernels, shape, rows, scratch, out, scales); break;
     case Format::int4: pack_int4(kernels, shape, rows, scratch, out, scales); break;
-    case Format::group4: case Format::group8: break;  // of codes only: pack_codes
+    case Format::group4: case Format::group6: case Format::group8: break;  // of codes only: pack_codes
   }
 }
 
@@ -233,7 +233,7 @@ void check_part(const LinearShape& shape, const LinearShape& whole, const std::v
     if (range.begin < 0 || range.begin > range.end || range.end > whole.n) throw std::invalid_argument("no such rows");
     n += range.end - range.begin;
   }
-  if (n != shape.n || shape.k != whole.k || shape.format != whole.format || shape.group != whole.group || shape.grid.scale != whole.grid.scale ||
+  if (n != shape.n || shape.k != whole.k || shape.format != whole.format || shape.group != whole.group || shape.grid.scale != whole.grid.scale || shape.grid.nested != whole.grid.nested ||
       shape.grid.offset != whole.grid.offset || shape.grid.levels != whole.grid.levels || shape.gated != whole.gated || shape.has_bias != whole.has_bias)
     throw std::invalid_argument("a part of a weight has its rows and all else of the whole");
   for (int64_t lane = 0; lane < packed_lanes(shape); lane += kStripLanes) strip_of_whole(shape, whole, rows, lane);

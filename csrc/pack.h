@@ -13,10 +13,10 @@ struct Blob {
 
 Blob lay_out(const LinearShape& shape, void* blob);
 
-// pack_random's of group4 and group8.
+// pack_random's in groups.
 void pack_random_codes(const KernelSet& set, const LinearShape& shape, uint64_t seed, float amplitude, void* blob, int thread, int threads);
 
-// What a packed code of group4 or group8 stands for.
+// What a packed code of a group stands for.
 float group_weight_at(const PackedLinear& w, int64_t lane, int64_t k);
 
 }  // namespace diptych

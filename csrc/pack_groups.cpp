@@ -15,11 +15,16 @@ struct CodeRow {
   const uint8_t* codes = nullptr;
   const uint8_t* scales = nullptr;
   const uint8_t* offsets = nullptr;
+  const uint8_t* factors = nullptr;
 };
 
 int64_t count_groups(const LinearShape& shape) {
   return is_grouped(shape.format) ? padded_inputs(shape) / shape.group : 1;
 }
+
+constexpr int64_t kFactorsBytes = 4;  // of one row's kNestedInputs: two f16
+
+int64_t count_nests(const LinearShape& shape) { return (shape.k + kNestedInputs - 1) / kNestedInputs; }
 
 CodeRow find_row(const LinearShape& shape, const CodePart* parts, int64_t n_parts, int64_t lane) {
   CodeRow found;
@@ -31,6 +36,7 @@ CodeRow find_row(const LinearShape& shape, const CodePart* parts, int64_t n_part
     found.codes = parts[part].codes + row * shape.k;
     found.scales = static_cast<const uint8_t*>(parts[part].scales) + row * groups * bytes_of_scale(shape);
     if (parts[part].offsets != nullptr) found.offsets = static_cast<const uint8_t*>(parts[part].offsets) + row * groups * bytes_of_offset(shape);
+    if (parts[part].factors != nullptr) found.factors = static_cast<const uint8_t*>(parts[part].factors) + row * count_nests(shape) * kFactorsBytes;
     return found;
   }
   return found;
@@ -45,11 +51,15 @@ void load_words(const LinearShape& shape, const CodeRow& row, int64_t begin, uin
     std::memcpy(words, codes, static_cast<size_t>(shape.group));
     return;
   }
-  for (int64_t i = 0; i < shape.group; i += 8, ++words) {
+  uint32_t pairs = 0;  // of group6: the fifth and sixth bits of 16 inputs
+  for (int64_t i = 0; i < shape.group; i += 8) {
     uint32_t low, high;
     std::memcpy(&low, codes + i, 4);
     std::memcpy(&high, codes + i + 4, 4);
-    *words = (low & 0x0f0f0f0fu) | (high & 0x0f0f0f0fu) << 4;
+    *words++ = (low & 0x0f0f0f0fu) | (high & 0x0f0f0f0fu) << 4;
+    if (shape.format != Format::group6) continue;
+    const uint32_t own = (low >> 4 & 0x03030303u) | (high >> 4 & 0x03030303u) << 2;
+    if (i % 16 == 0) pairs = own; else *words++ = pairs | own << 4;
   }
 }
 
@@ -67,13 +77,19 @@ void pack_strip(const LinearKernels& kernels, const LinearShape& shape, const Co
       uint8_t* offset_at = out + place.offsets + lane * offset;
       std::memset(scale_at, 0, static_cast<size_t>(scale)), std::memset(offset_at, 0, static_cast<size_t>(offset));
       if (row.codes != nullptr) std::memcpy(scale_at, row.scales + g * scale, static_cast<size_t>(scale));
-      float value;
-      kernels.load_inputs(scale_at, shape.grid.scale, 0, 1, &value);
-      if (std::fabs(value) < kLeastScale) std::memset(scale_at, 0, static_cast<size_t>(scale));
+      if (shape.grid.nested) {  // no f16 times a whole number comes below kLeastScale
+        uint8_t* factor_at = out + place.factors + lane * 2;
+        for (int64_t i = 0; i < 2 && g % kHeadGroups == 0; ++i, factor_at += 2 * kStripLanes)
+          if (row.codes != nullptr) std::memcpy(factor_at, row.factors + g * shape.group / kNestedInputs * kFactorsBytes + 2 * i, 2); else std::memset(factor_at, 0, 2);
+      } else {
+        float value;
+        kernels.load_inputs(scale_at, shape.grid.scale, 0, 1, &value);
+        if (std::fabs(value) < kLeastScale) std::memset(scale_at, 0, static_cast<size_t>(scale));
+      }
       if (row.offsets != nullptr) std::memcpy(offset_at, row.offsets + g * offset, static_cast<size_t>(offset));
       load_words(shape, row, g * shape.group, words + lane * kStride);
     }
-    kernels.transpose_words(words, kStride, shape.group / inputs_per_step(shape.format), out + place.steps);
+    kernels.transpose_words(words, kStride, bytes_of_group_steps(shape) / kStepBytes, out + place.steps);
   }
 }
 
@@ -123,12 +139,15 @@ void pack_random_codes(const KernelSet& set, const LinearShape& shape, uint64_t 
   std::vector<uint8_t> codes(shape.n * shape.k), zeros(shape.n * groups, 8);
   std::vector<float> scales(shape.n * groups, amplitude / (shape.format == Format::group8 ? 128.0f : 8.0f)), minima(shape.n * groups);
   std::vector<uint16_t> halves(shape.n * groups, shape.grid.scale == Source::bf16 ? 0x3c00 : 0x2000);  // 2^-7
+  std::vector<uint8_t> ones(shape.n * groups, 1);
   for (size_t i = 0; i < codes.size(); ++i) {
     seed = seed * 6364136223846793005ull + 1442695040888963407ull;
-    codes[i] = static_cast<uint8_t>(seed >> (shape.format == Format::group8 ? 56 : 60));
+    codes[i] = static_cast<uint8_t>(seed >> (64 - bits_of(shape.format)));
   }
   const void* offsets = shape.grid.offset == Offset::none ? nullptr : shape.grid.offset == Offset::zeros ? static_cast<const void*>(zeros.data()) : minima.data();
-  const CodePart part{codes.data(), shape.grid.scale == Source::f32 ? static_cast<const void*>(scales.data()) : halves.data(), offsets, shape.n};
+  const CodePart part = shape.grid.nested
+      ? CodePart{codes.data(), ones.data(), shape.grid.offset == Offset::none ? nullptr : ones.data(), shape.n, halves.data()}
+      : CodePart{codes.data(), shape.grid.scale == Source::f32 ? static_cast<const void*>(scales.data()) : halves.data(), offsets, shape.n};
   const std::vector<float> bias(shape.n);
   pack_codes(set, shape, &part, 1, bias.data(), blob, thread, threads);
 }
@@ -142,15 +161,30 @@ struct LaneGroup {
     const int64_t within = lane % kStripLanes;
     const GroupPlace place = place_of_group(shape, group);
     words = strip + place.steps + within * 4;
-    scalar::kLinear.load_inputs(strip + place.scales, shape.grid.scale, within, 1, &scale);
-    zero = shape.format == Format::group8 ? 128 : 0;
+    zero = shape.format == Format::group8 ? 128 : shape.format == Format::group6 ? middle_of_sixes(shape) : 0;
     if (shape.grid.offset == Offset::zeros) zero += strip[place.offsets + within];
+    if (shape.grid.nested) {
+      const auto nested = [&](int64_t which, int64_t at) {
+        float factor;
+        scalar::kLinear.load_inputs(strip + place.factors, Source::f16, which * kStripLanes + within, 1, &factor);
+        return factor * static_cast<int8_t>(strip[at + within]);
+      };
+      scale = nested(0, place.scales);
+      if (shape.grid.offset == Offset::minima) minimum = nested(1, place.offsets);
+      return;
+    }
+    scalar::kLinear.load_inputs(strip + place.scales, shape.grid.scale, within, 1, &scale);
     if (shape.grid.offset == Offset::minima) std::memcpy(&minimum, strip + place.offsets + within * 4, 4);
   }
   float at(int64_t inside) const {
     int level;
     if (shape.format == Format::group8) {
       level = words[inside / 4 * kStepBytes + inside % 4];
+    } else if (shape.format == Format::group6) {
+      const uint8_t* three = words + inside / 16 * 3 * kStepBytes + inside % 4;
+      const int64_t step = inside % 16 / 4;
+      const int nibbles = three[step / 2 * kStepBytes], high = three[2 * kStepBytes] >> 2 * step & 3;
+      level = (step % 2 == 0 ? nibbles & 15 : nibbles >> 4) | high << 4;
     } else {
       const uint8_t pair = words[inside / 8 * kStepBytes + inside % 4];
       level = levels[inside % 8 < 4 ? pair & 15 : pair >> 4];

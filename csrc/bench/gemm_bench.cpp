@@ -1,6 +1,6 @@
 // Microbenchmark of the linear layers: every format and row count on the layers of a model shape, beside the machine's
 // ceilings measured in the same run.   gemm_bench [--shape 0.5b|1b] [--threads N] [--rows 1,16,512] [--formats bf16,int8] [--group 64] [--clock cpu]
-// group4w, group8w: met by wide rows
+// group4, group6 and group8 with w: met by wide rows; with n: nested scales (groups of up to 64); with m: with minima
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -68,14 +68,14 @@ PackedLinear make_linear(ThreadPool& pool, Model& model, LinearShape shape) {
 }
 
 // As many layers as hold `bytes`, so that no cache holds the model.
-Model make_model(ThreadPool& pool, const ModelShape& shape, Format format, int64_t group, bool wide, int64_t bytes) {
+Model make_model(ThreadPool& pool, const ModelShape& shape, Format format, int64_t group, const Grid& grid, bool wide, int64_t bytes) {
   Model model;
   while (model.bytes < bytes) {
     Layer layer;
-    layer.qkv = make_linear(pool, model, {format, shape.qkv, shape.hidden, group, false, true, {}, wide});
-    layer.out = make_linear(pool, model, {format, shape.hidden, shape.hidden, group, false, false, {}, wide});
-    layer.gate_up = make_linear(pool, model, {format, 2 * shape.ffn, shape.hidden, group, true, false, {}, wide});
-    layer.down = make_linear(pool, model, {format, shape.hidden, shape.ffn, group, false, false, {}, wide});
+    layer.qkv = make_linear(pool, model, {format, shape.qkv, shape.hidden, group, false, true, grid, wide});
+    layer.out = make_linear(pool, model, {format, shape.hidden, shape.hidden, group, false, false, grid, wide});
+    layer.gate_up = make_linear(pool, model, {format, 2 * shape.ffn, shape.hidden, group, true, false, grid, wide});
+    layer.down = make_linear(pool, model, {format, shape.hidden, shape.ffn, group, false, false, grid, wide});
     model.layers.push_back(layer);
   }
   return model;
@@ -153,10 +153,10 @@ struct Copies {
   std::vector<PackedLinear> views;
 };
 
-Copies make_copies(ThreadPool& pool, const LayerShape& layer, Format format, int64_t group, bool wide, int64_t bytes) {
+Copies make_copies(ThreadPool& pool, const LayerShape& layer, Format format, int64_t group, const Grid& grid, bool wide, int64_t bytes) {
   Copies copies;
   while (copies.model.bytes < bytes)
-    copies.views.push_back(make_linear(pool, copies.model, {format, layer.n, layer.k, group, layer.gated, false, {}, wide}));
+    copies.views.push_back(make_linear(pool, copies.model, {format, layer.n, layer.k, group, layer.gated, false, grid, wide}));
   return copies;
 }
 
@@ -212,7 +212,17 @@ Format format_of(const std::string& name) {
          : name == "int8"               ? Format::int8
          : name.rfind("group4", 0) == 0 ? Format::group4
          : name.rfind("group8", 0) == 0 ? Format::group8
+         : name.rfind("group6", 0) == 0 ? Format::group6
                                         : Format::int4;
+}
+
+bool has_mark(const std::string& name, char mark) { return name.rfind("group", 0) == 0 && name.find(mark, 6) != std::string::npos; }
+bool is_wide(const std::string& name) { return has_mark(name, 'w'); }
+Grid grid_of(const std::string& name) {
+  Grid grid;
+  grid.nested = has_mark(name, 'n');
+  if (has_mark(name, 'm')) grid.offset = Offset::minima, grid.levels = Table4::unsigned4;
+  return grid;
 }
 
 // One measurement between two of the bandwidth: memory here changes speed within seconds.
@@ -234,7 +244,7 @@ Sample measure(ThreadPool& pool, const ModelShape& shape, const Model& model, co
 
 void run_format(ThreadPool& pool, const ModelShape& shape, const std::string& name, const Options& options, const PageBuffer& buffer) {
   const Format format = format_of(name);
-  const Model model = make_model(pool, shape, format, options.group, name.back() == 'w', options.megabytes << 20);
+  const Model model = make_model(pool, shape, format, options.group, grid_of(name), is_wide(name), options.megabytes << 20);
   const double layer_bytes = static_cast<double>(model.bytes) / model.layers.size();
   const double layer_weights = static_cast<double>(model.weights) / model.layers.size();
   for (int64_t m : options.rows) {
@@ -263,7 +273,7 @@ void run_layers(ThreadPool& pool, const ModelShape& shape, const std::string& na
                                {"head", shape.vocabulary, shape.hidden, false}};
   for (const LayerShape& layer : layers) {
     if (std::find(options.layers.begin(), options.layers.end(), layer.name) == options.layers.end()) continue;
-    const Copies copies = make_copies(pool, layer, format_of(name), options.group, name.back() == 'w', options.megabytes << 20);
+    const Copies copies = make_copies(pool, layer, format_of(name), options.group, grid_of(name), is_wide(name), options.megabytes << 20);
     std::vector<LayerBuffers> buffers;
     for (int64_t m : options.rows) buffers.push_back(make_layer_buffers(copies.views[0], m));
     std::vector<std::vector<double>> seconds(options.rows.size());

@@ -15,9 +15,9 @@ namespace {
 
 using namespace diptych;
 
-LinearShape make_shape(const int64_t* v) {  // format, n, k, group, gated, has_bias, scale, offset, levels, wide
+LinearShape make_shape(const int64_t* v) {  // format, n, k, group, gated, has_bias, scale, offset, levels, wide, nested
   return {static_cast<Format>(v[0]), v[1], v[2], v[3], v[4] != 0, v[5] != 0,
-          {static_cast<Source>(v[6]), static_cast<Offset>(v[7]), static_cast<Table4>(v[8])}, v[9] != 0};
+          {static_cast<Source>(v[6]), static_cast<Offset>(v[7]), static_cast<Table4>(v[8]), v[10] != 0}, v[9] != 0};
 }
 
 }  // namespace
@@ -41,12 +41,12 @@ EXPORT void kernels_pack(const KernelSet* set, const int64_t* shape, const int64
   pool.run([&](int thread, int count) { pack_linear(*set, make_shape(shape), list.data(), n_parts, bias, blob, thread, count); });
 }
 
-// parts: n_parts times (codes, scales, offsets, rows)
+// parts: n_parts times (codes, scales, offsets, rows, factors)
 EXPORT void kernels_pack_codes(const KernelSet* set, const int64_t* shape, const int64_t* parts, int64_t n_parts, const float* bias, void* blob, int threads) {
   std::vector<CodePart> list;
   for (int64_t i = 0; i < n_parts; ++i) {
-    const int64_t* p = parts + 4 * i;
-    list.push_back({reinterpret_cast<const uint8_t*>(p[0]), reinterpret_cast<const void*>(p[1]), reinterpret_cast<const void*>(p[2]), p[3]});
+    const int64_t* p = parts + 5 * i;
+    list.push_back({reinterpret_cast<const uint8_t*>(p[0]), reinterpret_cast<const void*>(p[1]), reinterpret_cast<const void*>(p[2]), p[3], reinterpret_cast<const void*>(p[4])});
   }
   ThreadPool pool(threads);
   pool.run([&](int thread, int count) { pack_codes(*set, make_shape(shape), list.data(), n_parts, bias, blob, thread, count); });

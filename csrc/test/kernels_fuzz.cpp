@@ -48,7 +48,7 @@ class World {
     m.n_experts = pick(0, 3) == 0 ? pick(2, 6) : 0;
     m.top_k = m.n_experts ? pick(1, m.n_experts) : 0;
     m.window = pick(0, 1) ? pick(1, 300) : INT64_MAX;
-    m.weights = static_cast<Format>(pick(0, 4)), m.group = is_grouped(m.weights) ? 16 << pick(0, 3) : 32 << pick(0, 2), m.is_wide = is_grouped(m.weights) && pick(0, 1) == 1, m.kv = static_cast<KvFormat>(pick(0, 2));
+    m.weights = static_cast<Format>(pick(0, 5)), m.group = is_grouped(m.weights) ? 16 << pick(0, 3) : 32 << pick(0, 2), m.is_wide = is_grouped(m.weights) && pick(0, 1) == 1, m.kv = static_cast<KvFormat>(pick(0, 2));
     m.activation = static_cast<Activation>(pick(0, 1));
     m.has_softcap = pick(0, 3) == 0, m.has_norms = pick(0, 1), m.has_full_norm = pick(0, 1);
     m.n_adapters = pick(0, 3);
@@ -89,7 +89,7 @@ class Recorder {
   Recorder(Program& program, World& world, const Model& m, const std::vector<float>& table) : p_(program), w_(world), m_(m) {
     x_ = plain_buffer(p_, BufferKind::f32, m.hidden);
     const int head = linear(m.vocab, m.hidden);
-    if (m.weights == Format::bf16 && w_.pick(0, 1))
+    if ((m.weights == Format::bf16 || is_grouped(m.weights)) && w_.pick(0, 1))
       p_.record(Category::embed, TiedEmbedOp{head, x_, 1.0f, 0, m.vocab});
     else
       p_.record(Category::embed, EmbedOp{p_.add_table({reinterpret_cast<const uint8_t*>(table.data()), Source::f32, m.vocab, m.hidden}), x_, 1.0f});
@@ -201,11 +201,12 @@ class Recorder {
     LinearShape shape{m_.weights, n, k, m_.group, is_gated, w_.pick(0, 1) == 1, {}, m_.is_wide};
     const float bound = 1.7f / std::max(1.0f, __builtin_sqrtf(static_cast<float>(k)));
     if (is_grouped(shape.format)) {
-      const bool is_bytes = shape.format == Format::group8;
+      const bool is_table = shape.format == Format::group4;
       shape.grid.scale = static_cast<Source>(w_.pick(0, 2));
-      const int64_t kind = w_.pick(0, is_bytes ? 1 : 4);
+      const int64_t kind = w_.pick(0, is_table ? 4 : 1);
       shape.grid.offset = kind == 1 ? Offset::minima : kind == 2 ? Offset::zeros : Offset::none;
-      if (!is_bytes) shape.grid.levels = kind == 1 || kind == 2 ? Table4::unsigned4 : kind == 3 ? Table4::iq4_nl : kind == 4 ? Table4::e2m1 : Table4::signed4;
+      if (kind != 2 && w_.pick(0, 1)) shape.grid.nested = true, shape.grid.scale = Source::f16;
+      if (is_table) shape.grid.levels = kind == 1 || kind == 2 ? Table4::unsigned4 : kind == 3 ? Table4::iq4_nl : kind == 4 ? Table4::e2m1 : Table4::signed4;
       dense_.push_back(p_.add_random_linear(shape, static_cast<uint64_t>(w_.pick(0, 1 << 30)), bound));
       return dense_.back();
     }

@@ -38,11 +38,18 @@ def test_codes_are_the_values_of_the_gguf_package(kind: str) -> None:
     expected = dequantize(raw, number)
     kept, codes = KEPT[kind], codes_of(torch.from_numpy(raw), kind)
     assert codes.codes.shape == (6, 4 * elements)
-    assert codes.scales.dtype == {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}[kept.scale]
+    assert codes.scales.dtype == {"f16": torch.float16, "bf16": torch.bfloat16, "s8": torch.int8}[kept.scale]
     stored = codes.codes.numpy()
-    levels = stored.astype(np.int64) - 128 if kept.kind == "group8" else LEVELS[kept.grid][stored]
-    values = codes.scales.float().numpy().repeat(kept.group, 1) * levels.astype(np.float32)
-    if kept.grid == "minima":
-        assert codes.offsets is not None
-        values = values + codes.offsets.numpy().repeat(kept.group, 1)
+    assert stored.max() < 2 ** int(kept.kind.removeprefix("group"))
+    middle = {"group6": 0 if kept.grid == "minima" else 32, "group8": 128}.get(kept.kind)
+    levels = LEVELS[kept.grid][stored] if middle is None else stored.astype(np.int64) - middle
+    scales, minima = codes.scales.float(), None if codes.offsets is None else codes.offsets.float()
+    assert (codes.factors is not None) == (kept.scale == "s8")
+    if codes.factors is not None:
+        by_group = codes.factors.float().view(6, 4, 2).repeat_interleave(256 // kept.group, 1)
+        scales, minima = scales * by_group[..., 0], None if minima is None else minima * by_group[..., 1]
+    values = scales.numpy().repeat(kept.group, 1) * levels.astype(np.float32)
+    assert (minima is not None) == (kept.grid == "minima")
+    if minima is not None:
+        values = values + minima.numpy().repeat(kept.group, 1)
     assert np.array_equal(values, expected)

@@ -115,8 +115,8 @@ def test_joined_projections_of_several_types_keep_their_values(
     )
     with caplog.at_level("INFO", logger="diptych"):
         first = load(path, "auto")
-    assert first.formats == {"group4-g32-f32-minima": 2 * 256 * (256 + 128 + 256 + copies * 256),
-                             "group8-g16-f32-wide": 2 * 256 * (128 + copies * 512)}  # fmt: skip
+    assert first.formats == {"group4-g32-s8-minima": 2 * 256 * (256 + 128 + 256 + copies * 256),
+                             "group6-g16-s8-wide": 2 * 256 * (128 + copies * 512)}  # fmt: skip
     assert "because the kernels hold the file's values\n" in caplog.text
     whole = logits(first)
     exact = logits(load_model(path, ComputeConfig(backend="torch", device="cpu", weights="fp32")))

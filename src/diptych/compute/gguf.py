@@ -165,10 +165,12 @@ class GgufCheckpoint:
         step = max(1, 8 * PIECE_VALUES // shape[1])
         parts = [codes_of(blocks[begin : begin + step], stored.type.name) for begin in range(0, shape[0], step)]
         offsets = [part.offsets for part in parts if part.offsets is not None]
+        factors = [part.factors for part in parts if part.factors is not None]
         return Codes(
             codes=torch.cat([part.codes for part in parts]),
             scales=torch.cat([part.scales for part in parts]),
             offsets=torch.cat(offsets) if offsets else None,
+            factors=torch.cat(factors) if factors else None,
         )
 
     def _opened(self, place: Place) -> tuple[GgufTensor, torch.Tensor]:

@@ -27,7 +27,7 @@ def codes_of(blocks: torch.Tensor, kind: str) -> Codes:
     codes = values ^ 128 if kind == "Q8_0" else torch.cat((values & 15, values >> 4), -1)
     if kind in ("Q5_0", "Q5_1"):
         high = _bits(blocks[..., -20:-16])
-        codes = codes + (high << 4) + (112 if kind == "Q5_0" else 128)  # 128 + (q - 16), 128 + q
+        codes = codes + (high << 4) + (16 if kind == "Q5_0" else 0)  # 32 + (q - 16), q
     scales = halved_powers(blocks[..., 0]) if kind == "MXFP4" else _halves(blocks[..., :2])
     minima = _halves(blocks[..., 2:4]).float() if kind in ("Q4_1", "Q5_1") else None
     return Codes(codes=codes.flatten(1), scales=scales, offsets=minima)
@@ -51,7 +51,6 @@ def halved_powers(exponents: torch.Tensor) -> torch.Tensor:
 
 def _fours_and_fives(blocks: torch.Tensor, *, is_fifth: bool) -> Codes:
     """d, dmin (fp16), 12 bytes of eight scales and minima of 6 bits, of Q5_K 32 bytes of fifth bits, 128 bytes of nibbles."""
-    d, dmin = (_halves(blocks[..., at : at + 2]).float()[..., None] for at in (0, 2))
     low, middle, high = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), -1)
     minima = torch.cat((middle & 63, (high >> 4) | ((middle >> 2) & 48)), -1)
@@ -59,10 +58,8 @@ def _fours_and_fives(blocks: torch.Tensor, *, is_fifth: bool) -> Codes:
     codes = torch.stack((nibbles & 15, nibbles >> 4), -2).flatten(-3, -2)  # [n, blocks, 8, 32]
     if is_fifth:
         fifth = blocks[..., 16:48][..., None, :] >> torch.arange(8, dtype=torch.uint8)[:, None]
-        codes = codes + ((fifth & 1) << 4) + 128
-    return Codes(
-        codes=codes.flatten(1), scales=(d * scales.float()).flatten(1), offsets=-(dmin * minima.float()).flatten(1)
-    )
+        codes = codes + ((fifth & 1) << 4)
+    return _nested(codes, blocks[..., :2], scales, blocks[..., 2:4], minima)
 
 
 def _sixes(blocks: torch.Tensor) -> Codes:
@@ -72,9 +69,7 @@ def _sixes(blocks: torch.Tensor) -> Codes:
     low, high = blocks[..., :128].unflatten(-1, (2, 1, 64)), blocks[..., 128:192].unflatten(-1, (2, 1, 32))
     nibbles = torch.cat((low & 15, low >> 4), -2).flatten(-2)  # [n, blocks, 2, 128]
     twos = _shifted(high, 2).flatten(-2)
-    codes = nibbles + (twos << 4) + 96  # 128 + (q - 32)
-    scales = blocks[..., 192:208].contiguous().view(torch.int8).float()
-    return Codes(codes=codes.flatten(1), scales=(_halves(blocks[..., 208:]).float()[..., None] * scales).flatten(1))
+    return _nested(nibbles + (twos << 4), blocks[..., 208:], blocks[..., 192:208])  # 32 + (q - 32)
 
 
 def _threes(blocks: torch.Tensor) -> Codes:
@@ -86,16 +81,13 @@ def _threes(blocks: torch.Tensor) -> Codes:
     codes = twos + (third << 2) + 4  # 8 + (q - 4)
     low, high = blocks[..., 96:104], blocks[..., 104:108]
     sixes = torch.cat((low & 15, low >> 4), -1) | (_shifted(high[..., None, :], 2).flatten(-2) << 4)
-    scales = _halves(blocks[..., 108:]).float()[..., None] * (sixes.float() - 32)
-    return Codes(codes=codes.flatten(1), scales=scales.flatten(1))
+    return _nested(codes, blocks[..., 108:], sixes - 32)
 
 
 def _twos(blocks: torch.Tensor) -> Codes:
     """16 bytes of a scale and a minimum of 4 bits each, 64 bytes of codes, d and dmin (fp16)."""
-    d, dmin = (_halves(blocks[..., at : at + 2]).float()[..., None] for at in (80, 82))
     codes = _shifted(blocks[..., 16:80].unflatten(-1, (2, 1, 32)), 2)
-    scales, minima = d * (blocks[..., :16] & 15).float(), -(dmin * (blocks[..., :16] >> 4).float())
-    return Codes(codes=codes.flatten(1), scales=scales.flatten(1), offsets=minima.flatten(1))
+    return _nested(codes, blocks[..., 80:82], blocks[..., :16] & 15, blocks[..., 82:84], blocks[..., :16] >> 4)
 
 
 def _tables(blocks: torch.Tensor) -> Codes:
@@ -105,8 +97,25 @@ def _tables(blocks: torch.Tensor) -> Codes:
     twos = ((high[..., None] >> torch.arange(0, 8, 2, dtype=torch.uint8)) & 3).flatten(-2)
     nibbles = blocks[..., 8:].unflatten(-1, (8, 16))
     codes = torch.cat((nibbles & 15, nibbles >> 4), -1)
-    scales = _halves(blocks[..., :2]).float()[..., None] * ((fours | (twos << 4)).float() - 32)
-    return Codes(codes=codes.flatten(1), scales=scales.flatten(1))
+    return _nested(codes, blocks[..., :2], (fours | (twos << 4)) - 32)
+
+
+def _nested(
+    codes: torch.Tensor,
+    d: torch.Tensor,
+    scales: torch.Tensor,
+    dmin: torch.Tensor | None = None,
+    minima: torch.Tensor | None = None,
+) -> Codes:
+    """Of blocks of 256: whole numbers, uint8 that may be signed, times d, and others times -dmin (fp16 of two bytes)."""
+    factor = _halves(d)
+    least = torch.zeros_like(factor) if dmin is None else -_halves(dmin)
+    return Codes(
+        codes=codes.flatten(1),
+        scales=scales.contiguous().view(torch.int8).flatten(1),
+        offsets=None if minima is None else minima.contiguous().view(torch.int8).flatten(1),
+        factors=torch.stack((factor, least), -1).flatten(1),
+    )
 
 
 def _shifted(stored: torch.Tensor, bits: int) -> torch.Tensor:

@@ -61,7 +61,9 @@ class PackedCache:
     def key(self, files: Sequence[Path], hf_config: Mapping[str, Any], *decides: str) -> str:
         """The name of the entry for these files, this config, and what else `decides`: formats, kernel set."""
         digest = hashlib.sha256(json.dumps(hf_config, sort_keys=True).encode())
-        digest.update(f"{VERSION} {PACKED_LAYOUT} exponents orders tied {INT4_GROUP} {' '.join(decides)}\n".encode())
+        digest.update(
+            f"{VERSION} {PACKED_LAYOUT} exponents orders tied nested {INT4_GROUP} {' '.join(decides)}\n".encode()
+        )
         for path in files:
             with path.open("rb") as file:
                 status = os.fstat(file.fileno())

@@ -50,9 +50,7 @@ class ReorderedTensor(WeightTensor):
 
     def codes(self) -> Codes:
         """A copy."""
-        codes = self._tensor.codes()
-        offsets = None if codes.offsets is None else codes.offsets[self._rows]
-        return Codes(codes=codes.codes[self._rows], scales=codes.scales[self._rows], offsets=offsets)
+        return self._tensor.codes().rows(self._rows)
 
 
 class JoinedTensor(WeightTensor):

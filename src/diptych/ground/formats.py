@@ -47,7 +47,8 @@ FORMATS: dict[str, NumberFormat] = {
     )
 }
 
-KEPT_SCALES = ("f16", "bf16", "f32")
+KEPT_BITS = {"group4": 4, "group6": 6, "group8": 8}
+KEPT_SCALES = ("f16", "bf16", "f32", "s8")
 KEPT_GRIDS = ("signed", "zeros", "minima", "iq4_nl", "e2m1")
 GROUPS = (128, 64, 32, 16)  # that the kernels have, the cheapest first
 WIDE_BITS = 6  # of codes that rows of 8 bits would cost more than their own rounding did (numbers in LAB.md)
@@ -55,10 +56,11 @@ WIDE_BITS = 6  # of codes that rows of 8 bits would cost more than their own rou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptFormat:
-    """How the cpu backend holds weights that somebody else quantised, without loss: 'group4', 'group8', or its own 'int8'.
+    """How the cpu backend holds weights that somebody else quantised, without loss: in groups of codes, or in its own 'int8'.
 
-    group: inputs that share a scale of type `scale` (f16, bf16, f32). grid: what a code q stands for, over s the scale:
-    signed s (q - 8) or s (q - 128), zeros s (q - z) with z of 8 bits, minima s q + m with m of 32, or one of two tables.
+    group: inputs that share a scale of type `scale`: f16, bf16, f32, or s8, a whole number of 8 bits times an f16 that
+    256 inputs share. grid: what a code q stands for, over s the scale: signed s (q - 8), s (q - 32) or s (q - 128), zeros
+    s (q - z) with z of 8 bits, minima s q + m with m of 32 (beside s8 nested as the scales are), or one of two tables.
     int8 has a scale per row, in fp32, and neither group nor grid. is_wide (in groups): it meets rows of 15 bits, in two
     halves, instead of 8.
 
@@ -89,7 +91,7 @@ class KeptFormat:
         grid, is_wide = rest[2] if len(rest) == 3 else "signed", name.endswith("-wide")
         groups = {f"g{group}": group for group in GROUPS}
         if (
-            kind not in ("group4", "group8")
+            kind not in KEPT_BITS
             or len(rest) not in (2, 3)
             or rest[0] not in groups
             or rest[1] not in KEPT_SCALES
@@ -103,10 +105,12 @@ class KeptFormat:
         """What it takes."""
         if self.kind == "int8":
             return FORMATS["int8"]
-        offset_bits = {"zeros": 8, "minima": 32}.get(self.grid, 0)
-        scale_bits = 32 if self.scale == "f32" else 16
-        bits = 4 if self.kind == "group4" else 8
-        return NumberFormat(name=self.name, bits=bits, group=self.group, group_bits=scale_bits + offset_bits)
+        is_nested = self.scale == "s8"  # with a group's part of two f16, which four groups have as they are packed
+        offset_bits = {"zeros": 8, "minima": 8 if is_nested else 32}.get(self.grid, 0)
+        scale_bits = {"f32": 32, "s8": 8 + 8}.get(self.scale, 16)
+        return NumberFormat(
+            name=self.name, bits=KEPT_BITS[self.kind], group=self.group, group_bits=scale_bits + offset_bits
+        )
 
     @property
     def rows(self) -> str:
@@ -125,22 +129,22 @@ def _of_gguf(kind: str, scale: str, grid: str = "signed", *, group: int = 32, bi
 
 KEPT_MXFP4 = _of_gguf("group4", "bf16", "e2m1")
 
-# Types of GGUF whose blocks are held as they are (`compute.gguf_codes`). Those of blocks of 256 have scales of 16 bits times 4
-# to 8, which fp32 holds. The other types lie on lattices or have three values: nothing holds those.
+# Types of GGUF whose blocks are held as they are (`compute.gguf_codes`). The other types lie on lattices or have three
+# values: nothing holds those.
 GGUF_KEPT: dict[str, KeptFormat] = {
     "Q4_0": _of_gguf("group4", "f16"),
     "Q4_1": _of_gguf("group4", "f16", "minima"),
-    "Q5_0": _of_gguf("group8", "f16"),
-    "Q5_1": _of_gguf("group8", "f16", "minima"),
+    "Q5_0": _of_gguf("group6", "f16"),
+    "Q5_1": _of_gguf("group6", "f16", "minima"),
     "Q8_0": _of_gguf("group8", "f16", bits=8),
     "IQ4_NL": _of_gguf("group4", "f16", "iq4_nl"),
     "MXFP4": KEPT_MXFP4,
-    "Q4_K": _of_gguf("group4", "f32", "minima"),
-    "Q5_K": _of_gguf("group8", "f32", "minima"),
-    "Q6_K": _of_gguf("group8", "f32", group=16, bits=6),
-    "Q3_K": _of_gguf("group4", "f32", group=16),
-    "Q2_K": _of_gguf("group4", "f32", "minima", group=16),
-    "IQ4_XS": _of_gguf("group4", "f32", "iq4_nl"),
+    "Q4_K": _of_gguf("group4", "s8", "minima"),
+    "Q5_K": _of_gguf("group6", "s8", "minima"),
+    "Q6_K": _of_gguf("group6", "s8", group=16, bits=6),
+    "Q3_K": _of_gguf("group4", "s8", group=16),
+    "Q2_K": _of_gguf("group4", "s8", "minima", group=16),
+    "IQ4_XS": _of_gguf("group4", "s8", "iq4_nl"),
 }
 
 

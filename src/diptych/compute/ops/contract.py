@@ -98,12 +98,23 @@ class Codes:
     """A matrix [n, k] as its file quantised it, in the terms of a `KeptFormat`.
 
     codes: uint8 [n, k], one to a byte (8 bits: 128 + level). scales [n, groups] in the format's type; offsets [n, groups]:
-    uint8 zeros, float32 minima, or None.
+    uint8 zeros, float32 minima, or None. Of scale `s8` both are int8, and `factors` float16 [n, 2 blocks of 256 inputs] has
+    what the scales and then what the minima of a block are multiplied by.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     offsets: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
+
+    def rows(self, own: slice | torch.Tensor) -> Codes:
+        """Some of them."""
+        return Codes(
+            codes=self.codes[own],
+            scales=self.scales[own],
+            offsets=None if self.offsets is None else self.offsets[own],
+            factors=None if self.factors is None else self.factors[own],
+        )
 
 
 class WeightTensor(Protocol):

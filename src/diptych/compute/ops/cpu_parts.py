@@ -25,20 +25,21 @@ def own_rows(tensors: tuple[WeightTensor, ...], rows: Rows) -> Iterator[tuple[We
 
 
 def native_codes(tensors: tuple[WeightTensor, ...], rows: Rows) -> list[tuple[Any, ...]]:
-    """Codes, scales and offsets of rows of the stack: each row has its own."""
+    """Codes, scales, offsets and factors of rows of the stack: each row has its own."""
     read: dict[str, Codes] = {}
     native = []
     for part, own in own_rows(tensors, rows):
         if part.name not in read:
             read[part.name] = part.codes()
-        codes = read[part.name]
-        if not bool(torch.isfinite(codes.scales[own].to(torch.float32)).all()):
+        codes = read[part.name].rows(own)
+        floats = codes.scales if codes.factors is None else codes.factors
+        if not bool(torch.isfinite(floats.to(torch.float32)).all()):
             raise LoadError(
                 f"tensor {part.name} has a scale that is not finite",
                 hint="the checkpoint is damaged; download it again",
             )
-        offsets = None if codes.offsets is None else codes.offsets[own].contiguous()
-        native.append((codes.codes[own].contiguous(), codes.scales[own].contiguous(), offsets))
+        parts = (codes.codes, codes.scales, codes.offsets, codes.factors)
+        native.append(tuple(None if one is None else one.contiguous() for one in parts))
     return native
 
 
