@@ -45,15 +45,16 @@ inline bool is_grouped(Format format) { return format == Format::group4 || forma
 
 // What a group's codes stand for: weight = scale * (level - zero) or scale * level + minimum; level of a group8 code c is c - 128, of a
 // group6 code c - 32 (with minima c), of a group4 code by `levels`. Scales are kept in the type of the file that they come from. Nested
-// ones, as of GGUF's blocks of 256, are whole numbers of 8 bits, and so are their minima, times an f16 of each that kNestedInputs share.
+// ones, as of GGUF's blocks of 256, are whole numbers of 8 bits, and so are their minima, times a factor of each that kNestedInputs share.
 enum class Offset : int32_t { none = 0, zeros = 1, minima = 2 };  // zeros: u8, group4 with unsigned levels only; minima: fp32
-enum class Table4 : int32_t { signed4 = 0, unsigned4 = 1, iq4_nl = 2, e2m1 = 3 };  // c - 8; c; GGUF's table; twice those of fp4 E2M1
+// c - 8; c; tables of GGUF's types, of e2m1 twice the values of fp4
+enum class Table4 : int32_t { signed4 = 0, unsigned4 = 1, iq4_nl = 2, e2m1 = 3, iq2 = 4, iq3_xxs = 5, iq3_s = 6, iq1 = 7 };
 constexpr int64_t kNestedInputs = 256, kMaxNestedGroup = 64;
 struct Grid {
   Source scale = Source::f16;
   Offset offset = Offset::none;
   Table4 levels = Table4::signed4;
-  bool nested = false;  // then `scale` is f16
+  bool nested = false;  // then `scale` is of the factors: f16 of scales and of minima, or f32 where there are no minima
 };
 
 struct LinearShape {
@@ -99,7 +100,7 @@ struct CodePart {
   const void* scales;    // [rows, groups] in shape.grid.scale; nested: s8
   const void* offsets;   // [rows, groups] u8 or fp32 as shape.grid.offset says, or null; nested: s8
   int64_t rows;
-  const void* factors = nullptr;  // nested: f16 [rows, blocks of kNestedInputs, 2], of scales and of offsets
+  const void* factors = nullptr;  // nested: [rows, blocks of kNestedInputs] pairs of f16, of scales and of offsets, or f32
 };
 void pack_codes(const KernelSet& set, const LinearShape& shape, const CodePart* parts, int64_t n_parts, const float* bias, void* blob,
                 int thread, int threads);

@@ -52,7 +52,7 @@ GroupKernel direct_tile(const GroupTiles& tiles, const LinearShape& shape, int64
   const DirectTiles& direct = tiles.direct[shape.wide];
   if (shape.format != Format::group4) return (shape.format == Format::group8 ? direct.bytes : direct.sixes)[rows - 1];
   const bool is_linear = shape.grid.levels == Table4::signed4 || shape.grid.levels == Table4::unsigned4;
-  if (shape.group == 16) return is_linear ? direct.linear16[rows - 1] : nullptr;
+  if (shape.group == 16) return (is_linear ? direct.linear16 : direct.table16)[rows - 1];
   return (is_linear ? direct.linear : direct.table)[rows - 1];
 }
 

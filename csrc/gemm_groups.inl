@@ -18,7 +18,7 @@ void load_grid(const LinearShape& shape, const uint8_t* strip, const GroupPlace&
     return;
   }
   float factors[2 * kStripLanes];
-  kLoad(strip + place.factors, Source::f16, 0, 2 * kStripLanes, factors);
+  kLoad(strip + place.factors, shape.grid.scale, 0, has_minima ? 2 * kStripLanes : kStripLanes, factors);
   for (int64_t lane = 0; lane < kStripLanes; ++lane) {
     scale[lane] = factors[lane] * static_cast<int8_t>(strip[place.scales + lane]);
     if (has_minima) minimum[lane] = factors[kStripLanes + lane] * static_cast<int8_t>(strip[place.offsets + lane]);

@@ -7,9 +7,9 @@ inline void read_ahead(const uint8_t* at) {
   _mm_prefetch(reinterpret_cast<const char*>(at + kNearBytes), _MM_HINT_T0);
 }
 
-// How packed steps become operands: nibbles as they are (in groups of 16 or larger ones), nibbles by a table of levels, bytes, or nibbles
-// with two bits of another step.
-enum class Codes { linear, linear16, table, bytes, sixes };
+// How packed steps become operands: nibbles as they are or by a table of levels (in groups of 16 or larger ones), bytes, or nibbles with
+// two bits of another step.
+enum class Codes { linear, linear16, table, table16, bytes, sixes };
 
 inline __m512 load_halves(const uint8_t* at) { return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(at))); }
 
@@ -20,7 +20,9 @@ struct Scales {
         offset_bytes_(kStripLanes * bytes_of_offset(shape)), scales_(bytes_of_factors(shape)), offsets_(scales_ + kHeadGroups * scale_bytes_) {}
   void enter(const uint8_t* head) {
     head_ = head;
-    if (nested_) factors_[0] = load_halves(head), factors_[1] = load_halves(head + 2 * kStripLanes);
+    if (!nested_) return;
+    if (source_ == Source::f32) factors_[0] = _mm512_load_ps(head);
+    else factors_[0] = load_halves(head), factors_[1] = load_halves(head + 2 * kStripLanes);
   }
   __m512 scale(int64_t within) const {
     const uint8_t* at = head_ + scales_ + within * scale_bytes_;
@@ -71,8 +73,9 @@ void tile_direct(const GroupArgs& args) {
   const LinearShape& shape = *args.shape;
   const int64_t words = shape.group / 4, head_bytes = bytes_of_group_head(shape);
   constexpr bool kNibbles = kCodes == Codes::linear || kCodes == Codes::linear16, kIsBytes = kCodes == Codes::bytes, kIsSixes = kCodes == Codes::sixes;
-  constexpr int kSteps = kIsSixes ? 1 : kCodes == Codes::linear16 ? 2 : 4;
-  const __m512i levels = kCodes == Codes::table ? load_levels(shape) : _mm512_setzero_si512();
+  constexpr bool kIsTable = kCodes == Codes::table || kCodes == Codes::table16;
+  constexpr int kSteps = kIsSixes ? 1 : kCodes == Codes::linear16 || kCodes == Codes::table16 ? 2 : 4;
+  const __m512i levels = kIsTable ? load_levels(shape) : _mm512_setzero_si512();
   const int32_t middle = kIsSixes ? middle_of_sixes(shape) : !kNibbles ? 128 : shape.grid.levels == Table4::signed4 ? 8 : 0;
   const int64_t low_words = args.low / 4;
   Scales scales(shape);
@@ -114,7 +117,7 @@ void tile_direct(const GroupArgs& args) {
           add(packed, at, step % 2 == 0);
         } else {
           __m512i low = _mm512_and_si512(packed, _mm512_set1_epi8(15)), high = _mm512_and_si512(_mm512_srli_epi16(packed, 4), _mm512_set1_epi8(15));
-          if constexpr (kCodes == Codes::table) low = _mm512_shuffle_epi8(levels, low), high = _mm512_shuffle_epi8(levels, high);
+          if constexpr (kIsTable) low = _mm512_shuffle_epi8(levels, low), high = _mm512_shuffle_epi8(levels, high);
           add(low, at, true), add(high, at + 1, false);
         }
       }
@@ -143,7 +146,7 @@ void tile_direct(const GroupArgs& args) {
   {tile_direct<codes, kWide, 1>, tile_direct<codes, kWide, 2>, tile_direct<codes, kWide, 3>, tile_direct<codes, kWide, 4>, \
    tile_direct<codes, kWide, 5>, tile_direct<codes, kWide, 6>}
 template <bool kWide>
-constexpr DirectTiles kDirectTiles = {DIPTYCH_DIRECT(Codes::linear), DIPTYCH_DIRECT(Codes::linear16), DIPTYCH_DIRECT(Codes::table),
+constexpr DirectTiles kDirectTiles = {DIPTYCH_DIRECT(Codes::linear), DIPTYCH_DIRECT(Codes::linear16), DIPTYCH_DIRECT(Codes::table), DIPTYCH_DIRECT(Codes::table16),
                                       DIPTYCH_DIRECT(Codes::bytes), DIPTYCH_DIRECT(Codes::sixes)};
 
 // Expanded strips. A group's whole sums are registers and begin with what the levels' offset of 128 adds too much; sums over the groups

@@ -8,8 +8,8 @@
 //         int4 is int8 written shorter: the u8 of int8 is unit * q + zero, whole numbers, one unit and zero per lane and group.
 //         Groups come in pairs: a line of heads (16 lanes of {u8 unit, u8 zero} for each of the two), then their steps.
 //   group4, group8  words as int4's and int8's (of codes). Four groups follow their heads: a line or more of scales [4][16] in the file's
-//         type, then zeros [4][16] u8 or minima [4][16] fp32; the last four may be fewer, their heads are not. Nested: a line of factors
-//         f16 [2][16], scales [4][16] s8, minima [4][16] s8.
+//         type, then zeros [4][16] u8 or minima [4][16] fp32; the last four may be fewer, their heads are not. Nested: a line of factors,
+//         f16 [2][16] or f32 [16], scales [4][16] s8, minima [4][16] s8.
 //   group6  as group4, and of each two such words (16 inputs) a third: bits 2 i and 2 i + 1 of its bytes are the codes' fifth and sixth,
 //         of nibble i of the four.
 // Gated weights interleave 16 gate lanes with the 16 up lanes of the same features.
@@ -118,11 +118,15 @@ constexpr int64_t kExpandedBytes = kBlockInputs / 4 * kStepBytes;        // from
 constexpr int64_t kExpandedScales = kMostExpanded * kStripLanes;         // likewise of their scales, and of their minima
 
 // The level of a code of group4, but for zeros.
-constexpr int8_t kLevels[4][16] = {
+constexpr int8_t kLevels[8][16] = {
     {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
     {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
     {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},  // kvalues_iq4nl of llama.cpp
     {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},                    // twice E2M1 of the OCP microscaling formats
+    {8, 25, 43, 0, 0, 0, 0, 0, -8, -25, -43, 0, 0, 0, 0, 0},                      // magnitudes of ggml's lattices, the sign in the highest bit
+    {4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62},
+    {1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15},
+    {-7, 1, 9, 0, 0, 0, 0, 0, -9, -1, 7, 0, 0, 0, 0, 0},                          // eight times -1, 0, 1 and an eighth more or less
 };
 // What a group6 code has more than its level.
 inline int middle_of_sixes(const LinearShape& shape) { return shape.grid.offset == Offset::minima ? 0 : 32; }
@@ -201,6 +205,7 @@ struct DirectTiles {
   GroupKernel linear[kDirectRows];    // group4 with linear levels
   GroupKernel linear16[kDirectRows];  //   in groups of 16
   GroupKernel table[kDirectRows];     // group4 with others, in larger groups
+  GroupKernel table16[kDirectRows];   //   in groups of 16
   GroupKernel bytes[kDirectRows];     // group8
   GroupKernel sixes[kDirectRows];     // group6
 };
@@ -312,11 +317,11 @@ inline int64_t bytes_of_offset(const LinearShape& shape) {
   return shape.grid.offset == Offset::none ? 0 : shape.grid.offset == Offset::zeros || shape.grid.nested ? 1 : 4;
 }
 
-// Where the parts of a group lie in its strip. A head begins with the factors of what is nested, f16 [2][16]: of scales, of minima.
+// Where the parts of a group lie in its strip. A head begins with the factors of what is nested.
 struct GroupPlace {
   int64_t factors, scales, offsets, steps;
 };
-inline int64_t bytes_of_factors(const LinearShape& shape) { return shape.grid.nested ? 2 * kStripLanes * 2 : 0; }
+inline int64_t bytes_of_factors(const LinearShape& shape) { return shape.grid.nested ? kStripLanes * 4 : 0; }
 inline int64_t bytes_of_group_head(const LinearShape& shape) {
   return bytes_of_factors(shape) + kHeadGroups * kStripLanes * (bytes_of_scale(shape) + bytes_of_offset(shape));
 }

@@ -47,11 +47,16 @@ Grid grid_of(const std::string& format, const std::string& scale, const std::str
       {"minima", {Offset::minima, format == "group4" ? Table4::unsigned4 : Table4::signed4}},
       {"iq4_nl", {Offset::none, Table4::iq4_nl}},
       {"e2m1", {Offset::none, Table4::e2m1}},
+      {"iq2", {Offset::none, Table4::iq2}},
+      {"iq3_xxs", {Offset::none, Table4::iq3_xxs}},
+      {"iq3_s", {Offset::none, Table4::iq3_s}},
+      {"iq1", {Offset::none, Table4::iq1}},
   });
   if (format != "group4" && offset != Offset::minima && levels != Table4::signed4) throw std::invalid_argument(format + " has no grid " + grid);
   const bool is_nested = scale == "s8";
   if (is_nested && offset == Offset::zeros) throw std::invalid_argument("nested scales have no zeros beside them");
-  return {named<Source>("type of scales", scale, {{"f32", Source::f32}, {"bf16", Source::bf16}, {"f16", Source::f16}, {"s8", Source::f16}}), offset, levels, is_nested};
+  const Source factors = offset == Offset::minima ? Source::f16 : Source::f32;
+  return {named<Source>("type of scales", scale, {{"f32", Source::f32}, {"bf16", Source::bf16}, {"f16", Source::f16}, {"s8", factors}}), offset, levels, is_nested};
 }
 
 RowsKind rows_kind_of(const std::string& name) {
@@ -93,7 +98,7 @@ int add_linear(Program& program, const LinearShape& shape, const std::vector<Any
   return program.add_linear(shape, parts, bias_data);
 }
 
-// Codes [rows, k], scales and offsets [rows, groups] of one tensor; where they are nested, factors f16 [rows, blocks * 2].
+// Codes [rows, k], scales and offsets [rows, groups] of one tensor; where they are nested, factors [rows, blocks], of f16 two for each.
 using Coded = std::tuple<BytesTable, AnyArray, std::optional<AnyArray>, std::optional<AnyArray>>;
 
 bool is_s8(const AnyArray& array) { return array.dtype().code == static_cast<uint8_t>(nb::dlpack::dtype_code::Int) && array.dtype().bits == 8; }
@@ -110,15 +115,15 @@ int add_coded_linear(Program& program, const LinearShape& shape, const std::vect
       const bool is_whole = array.ndim() == 2 && static_cast<int64_t>(array.shape(0)) == n && static_cast<int64_t>(array.shape(1)) == width &&
                             (width == 1 || array.stride(1) == 1) && (n == 1 || array.stride(0) == width);
       if (!is_whole)
-        throw std::invalid_argument("scales and offsets must be contiguous, one for each row and group, and factors two for each row and block");
+        throw std::invalid_argument("scales and offsets must be contiguous, one for each row and group, and factors for each row and block");
     };
     if (static_cast<int64_t>(codes.shape(1)) != shape.k) throw std::invalid_argument("the codes' second axis is not k");
     require(scales, groups);
     if (is_nested ? !is_s8(scales) : source_of(scales) != shape.grid.scale) throw std::invalid_argument("the scales have another type than the shape says");
     if (factors.has_value() != is_nested) throw std::invalid_argument("nested scales have factors, and others none");
     if (factors) {
-      require(*factors, 2 * ((shape.k + kNestedInputs - 1) / kNestedInputs));
-      if (source_of(*factors) != Source::f16) throw std::invalid_argument("factors are f16");
+      require(*factors, (shape.grid.scale == Source::f16 ? 2 : 1) * ((shape.k + kNestedInputs - 1) / kNestedInputs));
+      if (source_of(*factors) != shape.grid.scale) throw std::invalid_argument("factors are f16 beside minima, else f32");
     }
     if (offsets.has_value() != (shape.grid.offset != Offset::none)) throw std::invalid_argument("the offsets and the shape's grid disagree");
     if (offsets) {

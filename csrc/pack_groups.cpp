@@ -22,7 +22,7 @@ int64_t count_groups(const LinearShape& shape) {
   return is_grouped(shape.format) ? padded_inputs(shape) / shape.group : 1;
 }
 
-constexpr int64_t kFactorsBytes = 4;  // of one row's kNestedInputs: two f16
+constexpr int64_t kFactorsBytes = 4;  // of one row's kNestedInputs: two f16, or an f32
 
 int64_t count_nests(const LinearShape& shape) { return (shape.k + kNestedInputs - 1) / kNestedInputs; }
 
@@ -77,10 +77,13 @@ void pack_strip(const LinearKernels& kernels, const LinearShape& shape, const Co
       uint8_t* offset_at = out + place.offsets + lane * offset;
       std::memset(scale_at, 0, static_cast<size_t>(scale)), std::memset(offset_at, 0, static_cast<size_t>(offset));
       if (row.codes != nullptr) std::memcpy(scale_at, row.scales + g * scale, static_cast<size_t>(scale));
-      if (shape.grid.nested) {  // no f16 times a whole number comes below kLeastScale
-        uint8_t* factor_at = out + place.factors + lane * 2;
-        for (int64_t i = 0; i < 2 && g % kHeadGroups == 0; ++i, factor_at += 2 * kStripLanes)
-          if (row.codes != nullptr) std::memcpy(factor_at, row.factors + g * shape.group / kNestedInputs * kFactorsBytes + 2 * i, 2); else std::memset(factor_at, 0, 2);
+      if (shape.grid.nested) {  // no f16, or an eighth of one, comes below kLeastScale
+        const int64_t width = shape.grid.scale == Source::f32 ? 4 : 2, count = g % kHeadGroups == 0 ? kFactorsBytes / width : 0;
+        for (int64_t i = 0; i < count; ++i) {
+          uint8_t* factor_at = out + place.factors + (i * kStripLanes + lane) * width;
+          std::memset(factor_at, 0, static_cast<size_t>(width));
+          if (row.codes != nullptr) std::memcpy(factor_at, row.factors + g * shape.group / kNestedInputs * kFactorsBytes + i * width, static_cast<size_t>(width));
+        }
       } else {
         float value;
         kernels.load_inputs(scale_at, shape.grid.scale, 0, 1, &value);
@@ -138,15 +141,17 @@ void pack_random_codes(const KernelSet& set, const LinearShape& shape, uint64_t 
   const int64_t groups = count_groups(shape);
   std::vector<uint8_t> codes(shape.n * shape.k), zeros(shape.n * groups, 8);
   std::vector<float> scales(shape.n * groups, amplitude / (shape.format == Format::group8 ? 128.0f : 8.0f)), minima(shape.n * groups);
-  std::vector<uint16_t> halves(shape.n * groups, shape.grid.scale == Source::bf16 ? 0x3c00 : 0x2000);  // 2^-7
+  std::vector<uint16_t> halves(shape.n * std::max(groups, 2 * count_nests(shape)), shape.grid.scale == Source::bf16 ? 0x3c00 : 0x2000);  // 2^-7
   std::vector<uint8_t> ones(shape.n * groups, 1);
+  std::vector<float> factors(shape.n * count_nests(shape), 0x1p-7f);
   for (size_t i = 0; i < codes.size(); ++i) {
     seed = seed * 6364136223846793005ull + 1442695040888963407ull;
     codes[i] = static_cast<uint8_t>(seed >> (64 - bits_of(shape.format)));
   }
   const void* offsets = shape.grid.offset == Offset::none ? nullptr : shape.grid.offset == Offset::zeros ? static_cast<const void*>(zeros.data()) : minima.data();
   const CodePart part = shape.grid.nested
-      ? CodePart{codes.data(), ones.data(), shape.grid.offset == Offset::none ? nullptr : ones.data(), shape.n, halves.data()}
+      ? CodePart{codes.data(), ones.data(), shape.grid.offset == Offset::none ? nullptr : ones.data(), shape.n,
+                 shape.grid.scale == Source::f32 ? static_cast<const void*>(factors.data()) : halves.data()}
       : CodePart{codes.data(), shape.grid.scale == Source::f32 ? static_cast<const void*>(scales.data()) : halves.data(), offsets, shape.n};
   const std::vector<float> bias(shape.n);
   pack_codes(set, shape, &part, 1, bias.data(), blob, thread, threads);
@@ -166,7 +171,7 @@ struct LaneGroup {
     if (shape.grid.nested) {
       const auto nested = [&](int64_t which, int64_t at) {
         float factor;
-        scalar::kLinear.load_inputs(strip + place.factors, Source::f16, which * kStripLanes + within, 1, &factor);
+        scalar::kLinear.load_inputs(strip + place.factors, shape.grid.scale, which * kStripLanes + within, 1, &factor);
         return factor * static_cast<int8_t>(strip[at + within]);
       };
       scale = nested(0, place.scales);

@@ -220,7 +220,7 @@ bool has_mark(const std::string& name, char mark) { return name.rfind("group", 0
 bool is_wide(const std::string& name) { return has_mark(name, 'w'); }
 Grid grid_of(const std::string& name) {
   Grid grid;
-  grid.nested = has_mark(name, 'n');
+  if (has_mark(name, 'n')) grid.nested = true, grid.scale = has_mark(name, 'm') ? Source::f16 : Source::f32;
   if (has_mark(name, 'm')) grid.offset = Offset::minima, grid.levels = Table4::unsigned4;
   return grid;
 }

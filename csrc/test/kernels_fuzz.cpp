@@ -203,10 +203,10 @@ class Recorder {
     if (is_grouped(shape.format)) {
       const bool is_table = shape.format == Format::group4;
       shape.grid.scale = static_cast<Source>(w_.pick(0, 2));
-      const int64_t kind = w_.pick(0, is_table ? 4 : 1);
+      const int64_t kind = w_.pick(0, is_table ? 8 : 1);
       shape.grid.offset = kind == 1 ? Offset::minima : kind == 2 ? Offset::zeros : Offset::none;
-      if (kind != 2 && w_.pick(0, 1)) shape.grid.nested = true, shape.grid.scale = Source::f16;
-      if (is_table) shape.grid.levels = kind == 1 || kind == 2 ? Table4::unsigned4 : kind == 3 ? Table4::iq4_nl : kind == 4 ? Table4::e2m1 : Table4::signed4;
+      if (kind != 2 && w_.pick(0, 1)) shape.grid.nested = m_.group <= kMaxNestedGroup, shape.grid.scale = kind == 1 ? Source::f16 : Source::f32;
+      if (is_table) shape.grid.levels = kind == 1 || kind == 2 ? Table4::unsigned4 : kind == 3 ? Table4::iq4_nl : kind == 4 ? Table4::e2m1 : kind > 4 ? static_cast<Table4>(kind - 1) : Table4::signed4;
       dense_.push_back(p_.add_random_linear(shape, static_cast<uint64_t>(w_.pick(0, 1 << 30)), bound));
       return dense_.back();
     }

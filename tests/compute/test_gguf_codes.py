@@ -9,6 +9,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from diptych.compute.gguf_codes import codes_of
+from diptych.compute.gguf_lattices import LEVELS as LATTICE_LEVELS
 from diptych.ground.formats import GGUF_KEPT as KEPT
 
 LEVELS = {
@@ -16,9 +17,11 @@ LEVELS = {
     "minima": np.arange(16),
     "iq4_nl": np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]),
     "e2m1": np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]),
+    **{grid: np.array(levels) for grid, levels in LATTICE_LEVELS.items() if grid != "signed"},
 }
 # where a block's fp16 numbers lie
-HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "MXFP4": (), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q3_K": (108,),
+HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "MXFP4": (), "IQ1_M": (), "TQ1_0": (52,), "TQ2_0": (64,),
+          "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q3_K": (108,),
           "Q2_K": (80, 82)}  # fmt: skip
 
 
@@ -32,6 +35,10 @@ def test_codes_are_the_values_of_the_gguf_package(kind: str) -> None:
     for half in HALVES.get(kind, (0,)):
         scales = random.uniform(-2, 2, (6, 4)).astype(np.float16)
         blocks[..., half : half + 2] = scales[..., None].view(np.uint8)
+    if kind == "IQ1_M":  # d in the upper bits of the last four numbers of 16
+        words = np.ascontiguousarray(blocks[..., -8:]).view("<u2")
+        pieces = random.uniform(-2, 2, (6, 4)).astype(np.float16).view(np.uint16)[..., None] >> np.arange(0, 16, 4) & 15
+        blocks[..., -8:] = (words & 0x0FFF | (pieces << 12).astype(np.uint16)).view(np.uint8)
     if kind == "MXFP4":
         blocks[0, :, 0] = (0, 1, 2, 250)  # the smallest have no exponent left in bf16
     raw = blocks.reshape(6, -1)
@@ -46,7 +53,7 @@ def test_codes_are_the_values_of_the_gguf_package(kind: str) -> None:
     scales, minima = codes.scales.float(), None if codes.offsets is None else codes.offsets.float()
     assert (codes.factors is not None) == (kept.scale == "s8")
     if codes.factors is not None:
-        by_group = codes.factors.float().view(6, 4, 2).repeat_interleave(256 // kept.group, 1)
+        by_group = codes.factors.float().view(6, 4, -1).repeat_interleave(256 // kept.group, 1)
         scales, minima = scales * by_group[..., 0], None if minima is None else minima * by_group[..., 1]
     values = scales.numpy().repeat(kept.group, 1) * levels.astype(np.float32)
     assert (minima is not None) == (kept.grid == "minima")

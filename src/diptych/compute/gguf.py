@@ -282,15 +282,12 @@ class GgufCheckpoint:
             if len(tensor.shape) > 1:
                 values[tensor.type] += math.prod(tensor.shape)
         total = sum(formats.values())
-        unkept = sorted(kind.name for kind in values if not kind.is_plain and kind.name not in GGUF_KEPT)
-        is_kept = any(name.startswith("group") for name in formats)
         why = "the backend multiplies that"
-        if is_kept:
-            mixed = ["experts that join several formats, or plain ones"] if "bf16" in formats and not unkept else []
-            lost = ", ".join([*unkept, *mixed])
-            why = "the kernels hold the file's values" + (f", but not those of {lost}" if lost else "")
+        if any(name.startswith("group") for name in formats):
+            lost = ", but not those of experts that join several formats, or plain ones" if "bf16" in formats else ""
+            why = f"the kernels hold the file's values{lost}"
         elif any(not kind.is_plain for kind in values):
-            why = f"no kernel holds {', '.join(unkept)}" if unkept else "that was asked for"
+            why = "that was asked for"
         logger.info(
             "weights stored=%s at %.2f bits per weight, kept=%s at %.2f, because %s",
             " ".join(f"{kind.name}:{n / values.total():.1%}" for kind, n in values.most_common()),

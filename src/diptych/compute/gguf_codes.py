@@ -12,11 +12,14 @@ from functools import partial
 
 import torch
 
+from diptych.compute.gguf_lattices import LATTICES, codes_of_lattice
 from diptych.compute.ops.contract import Codes
 
 
 def codes_of(blocks: torch.Tensor, kind: str) -> Codes:
     """Rows of blocks [n, bytes] uint8 as codes of GGUF_KEPT[kind]."""
+    if kind in LATTICES:
+        return codes_of_lattice(blocks, kind)
     if kind in SUPER_BLOCKS:
         size, taken_apart = SUPER_BLOCKS[kind]
         return taken_apart(blocks.view(len(blocks), -1, size))
@@ -109,12 +112,12 @@ def _nested(
 ) -> Codes:
     """Of blocks of 256: whole numbers, uint8 that may be signed, times d, and others times -dmin (fp16 of two bytes)."""
     factor = _halves(d)
-    least = torch.zeros_like(factor) if dmin is None else -_halves(dmin)
+    factors = factor.float() if dmin is None else torch.stack((factor, -_halves(dmin)), -1).flatten(1)
     return Codes(
         codes=codes.flatten(1),
         scales=scales.contiguous().view(torch.int8).flatten(1),
         offsets=None if minima is None else minima.contiguous().view(torch.int8).flatten(1),
-        factors=torch.stack((factor, least), -1).flatten(1),
+        factors=factors,
     )
 
 

@@ -49,7 +49,7 @@ FORMATS: dict[str, NumberFormat] = {
 
 KEPT_BITS = {"group4": 4, "group6": 6, "group8": 8}
 KEPT_SCALES = ("f16", "bf16", "f32", "s8")
-KEPT_GRIDS = ("signed", "zeros", "minima", "iq4_nl", "e2m1")
+KEPT_GRIDS = ("signed", "zeros", "minima", "iq4_nl", "e2m1", "iq2", "iq3_xxs", "iq3_s", "iq1")
 GROUPS = (128, 64, 32, 16)  # that the kernels have, the cheapest first
 WIDE_BITS = 6  # of codes that rows of 8 bits would cost more than their own rounding did (numbers in LAB.md)
 
@@ -58,9 +58,9 @@ WIDE_BITS = 6  # of codes that rows of 8 bits would cost more than their own rou
 class KeptFormat:
     """How the cpu backend holds weights that somebody else quantised, without loss: in groups of codes, or in its own 'int8'.
 
-    group: inputs that share a scale of type `scale`: f16, bf16, f32, or s8, a whole number of 8 bits times an f16 that
+    group: inputs that share a scale of type `scale`: f16, bf16, f32, or s8, a whole number of 8 bits times a factor that
     256 inputs share. grid: what a code q stands for, over s the scale: signed s (q - 8), s (q - 32) or s (q - 128), zeros
-    s (q - z) with z of 8 bits, minima s q + m with m of 32 (beside s8 nested as the scales are), or one of two tables.
+    s (q - z) with z of 8 bits, minima s q + m with m of 32 (beside s8 nested as the scales are), or an entry of a table.
     int8 has a scale per row, in fp32, and neither group nor grid. is_wide (in groups): it meets rows of 15 bits, in two
     halves, instead of 8.
 
@@ -105,7 +105,7 @@ class KeptFormat:
         """What it takes."""
         if self.kind == "int8":
             return FORMATS["int8"]
-        is_nested = self.scale == "s8"  # with a group's part of two f16, which four groups have as they are packed
+        is_nested = self.scale == "s8"  # with a group's part of the factors, which four groups have as they are packed
         offset_bits = {"zeros": 8, "minima": 8 if is_nested else 32}.get(self.grid, 0)
         scale_bits = {"f32": 32, "s8": 8 + 8}.get(self.scale, 16)
         return NumberFormat(
@@ -129,8 +129,7 @@ def _of_gguf(kind: str, scale: str, grid: str = "signed", *, group: int = 32, bi
 
 KEPT_MXFP4 = _of_gguf("group4", "bf16", "e2m1")
 
-# Types of GGUF whose blocks are held as they are (`compute.gguf_codes`). The other types lie on lattices or have three
-# values: nothing holds those.
+# Types of GGUF whose blocks are held as they are (`compute.gguf_codes`, `compute.gguf_lattices`).
 GGUF_KEPT: dict[str, KeptFormat] = {
     "Q4_0": _of_gguf("group4", "f16"),
     "Q4_1": _of_gguf("group4", "f16", "minima"),
@@ -145,6 +144,15 @@ GGUF_KEPT: dict[str, KeptFormat] = {
     "Q3_K": _of_gguf("group4", "s8", group=16),
     "Q2_K": _of_gguf("group4", "s8", "minima", group=16),
     "IQ4_XS": _of_gguf("group4", "s8", "iq4_nl"),
+    "IQ3_S": _of_gguf("group4", "s8", "iq3_s"),
+    "IQ3_XXS": _of_gguf("group4", "s8", "iq3_xxs"),
+    "IQ2_S": _of_gguf("group4", "s8", "iq2", group=16),
+    "IQ2_XS": _of_gguf("group4", "s8", "iq2", group=16),
+    "IQ2_XXS": _of_gguf("group4", "s8", "iq2"),
+    "IQ1_M": _of_gguf("group4", "s8", "iq1", group=16),
+    "IQ1_S": _of_gguf("group4", "s8", "iq1"),
+    "TQ1_0": _of_gguf("group4", "s8", group=64),
+    "TQ2_0": _of_gguf("group4", "s8", group=64),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +47,10 @@ from diptych.ground.errors import ConfigError
 from diptych.ground.formats import KeptFormat, head_format
 from diptych.models.contents import EXPONENTS
 from diptych.models.spec import MoeSpec, QkNorm
+
+logger = logging.getLogger("diptych.compute")
+
+STANDS_OUT = 32.0  # from there rows of 8 bits leave what lies beside a large channel three bits or less
 
 
 class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, AttentionHandle, ExpertsHandle]):
@@ -91,6 +96,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self.sites = Sites()
         self._ropes: dict[RopeSpec, int] = {}
         self._unread: list[tuple[int, Saved]] = []  # packed weights whose bytes `finish` reads
+        self._largest = (0.0, "")  # how far a norm's largest channel stands out of its middle one, and which norm's
 
     def finish(self) -> None:
         """Packed weights come from their file, checked as they are copied, on all threads, with all else to be checked.
@@ -107,6 +113,19 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             raise read[damaged][1].damage()
         self.source.unchecked.clear()
         self._unread.clear()
+        self._warn_of_large_channels()
+
+    def _warn_of_large_channels(self) -> None:
+        """Rows of 8 bits have few levels beside such a channel, and codes that are kept cannot be balanced."""
+        times, norm = self._largest
+        is_narrow = any(name.startswith("group") and not name.endswith("-wide") for name in self.n_values)
+        if times < STANDS_OUT or not is_narrow or self._asked_wide is not None:
+            return
+        logger.warning(
+            "a channel of %s is %d times as large as the middle one: activations of 8 bits have few levels beside it, "
+            "and cost more than the file's own quantisation may (--activations int15 takes 15)",
+            norm, round(times),
+        )  # fmt: skip
 
     def table(self, tensor: WeightTensor, *, head: LinearHandle | None) -> TableHandle | LinearHandle:
         """The embedding [V, D]: the head where that holds the same numbers, else rows of the checkpoint's own pages.
@@ -123,12 +142,20 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
     def norm(self, parts: NormParts, *, offset: float = 0.0) -> VectorHandle:
         """Weight plus offset, and bias, as fp32."""
         bias = -1 if parts.bias is None else self._vector(parts.bias)
-        return VectorHandle(index=self._vector(parts.weight, offset), bias=bias, is_centred=parts.is_centred)
+        values = self._values(parts.weight, offset)
+        middle = float(values.abs().median())
+        times = float(values.abs().max()) / middle if middle > 0.0 else 0.0
+        self._largest = max(self._largest, (times, parts.weight.name))
+        return VectorHandle(
+            index=int(self.program.add_vector(values.contiguous())), bias=bias, is_centred=parts.is_centred
+        )
+
+    def _values(self, tensor: WeightTensor, offset: float = 0.0) -> torch.Tensor:
+        self.plain |= {one.name: one for one in tensor.stored}
+        return tensor.read().detach().to(torch.float32).reshape(-1) + offset
 
     def _vector(self, tensor: WeightTensor, offset: float = 0.0, *, rows: slice = slice(None)) -> int:
-        self.plain |= {one.name: one for one in tensor.stored}
-        values = tensor.read().detach().to(torch.float32).reshape(-1)[rows] + offset
-        return int(self.program.add_vector(values.contiguous()))
+        return int(self.program.add_vector(self._values(tensor, offset)[rows].contiguous()))
 
     def linear(self, parts: LinearParts, *, role: Role | None = None) -> LinearHandle:
         """A projection in the weights' format."""
