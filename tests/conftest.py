@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,10 @@ from diptych.ground.events import DraftEvent, Event, TokenEvent
 from diptych.ground.phase import Phase
 from diptych.ground.step import StepPlan, StepResult
 from diptych.metrics import RequestRecord
+
+# Before torch is loaded, here and in what tests start: tests run beside each other, and on tensors of a few kilobytes threads
+# of torch wait for each other longer than they compute.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _end_step, _usage = EngineCore.end_step, RequestRecord.usage
 

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +16,7 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from diptych.ground.clock import MonotonicClock, sleep_s
+from started import Started
 
 CLOCK = MonotonicClock()
 START_TIMEOUT_S = 180.0
@@ -32,19 +32,12 @@ class ServerProcess:
     running: ClassVar[list[ServerProcess]] = []
 
     def __init__(self, *arguments: str, script: Path | None = None, key: str | None = None) -> None:
-        begin = [str(script)] if script is not None else ["-m", "diptych"]
-        command = [sys.executable, *begin, "serve", "--port", "0", "--backend", BACKEND, "--threads", "1", *arguments]
+        command = ["serve", "--port", "0", "--backend", BACKEND, "--threads", "1", *arguments]
         if key is not None:
             command += ["--api-key", key]
         self.key = key
         self._clients: list[httpx.Client | OpenAI] = []
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        self.process = Started(*command, script=script, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self.url = self._url()
         ServerProcess.running.append(self)
         self.host, _, port = self.url.removeprefix("http://").rpartition(":")

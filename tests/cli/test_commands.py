@@ -13,11 +13,9 @@ from typing import IO
 
 import pytest
 
+from started import run
+
 RUN = [sys.executable, "-m", "diptych"]
-
-
-def diptych(*arguments: str, text: str | None = None, timeout: int = 240) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*RUN, *arguments], input=text, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 def test_help_lists_the_commands_without_loading_a_tensor_library() -> None:
@@ -30,7 +28,7 @@ def test_help_lists_the_commands_without_loading_a_tensor_library() -> None:
 
 def test_unknown_command_is_named_with_the_nearest() -> None:
     """A typing error should cost one look."""
-    done = diptych("generat")
+    done = run("generat")
     assert done.returncode == 2
     assert "no command 'generat'" in done.stderr
     assert "diptych generate" in done.stderr
@@ -38,7 +36,7 @@ def test_unknown_command_is_named_with_the_nearest() -> None:
 
 def test_generate_continues_a_fact_and_reports_both_phases() -> None:
     """The main job on the bundled model: text on standard output, the account on standard error."""
-    done = diptych("generate", "The capital of France is", "--max-tokens", "8")
+    done = run("generate", "The capital of France is", "--max-tokens", "8")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("The capital of France is Paris")
     for word in (
@@ -60,7 +58,7 @@ def test_generate_json_adds_up(tmp_path: Path) -> None:
     """One object that a script can read; its numbers agree with each other."""
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("Once upon a time")
-    done = diptych("generate", "--prompt-file", str(prompt), "--max-tokens", "12", "--ignore-eos", "--json", "--n", "2",
+    done = run("generate", "--prompt-file", str(prompt), "--max-tokens", "12", "--ignore-eos", "--json", "--n", "2",
                    "--temperature", "0.8", "--seed", "3")  # fmt: skip
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
@@ -74,7 +72,10 @@ def test_generate_json_adds_up(tmp_path: Path) -> None:
 
 def test_generate_reads_standard_input() -> None:
     """A prompt of - makes the command a filter."""
-    done = diptych("generate", "-", "--max-tokens", "4", "--quiet", text="The capital of France is")
+    done = subprocess.run(
+        [*RUN, "generate", "-", "--max-tokens", "4", "--quiet"],
+        input="The capital of France is", capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("The capital of France is Paris")
     assert "phase report" not in done.stderr
@@ -98,7 +99,7 @@ def test_generate_reads_standard_input() -> None:
 )
 def test_bad_input_names_the_value_and_exits_2(arguments: tuple[str, ...], message: str) -> None:
     """An error a user can act on, never a traceback."""
-    done = diptych(*arguments)
+    done = run(*arguments)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -106,7 +107,7 @@ def test_bad_input_names_the_value_and_exits_2(arguments: tuple[str, ...], messa
 
 def test_bench_json_has_the_promised_shape() -> None:
     """Scripts read these names."""
-    done = diptych(
+    done = run(
         "bench",
         "--prompt-tokens",
         "16,32",
@@ -137,7 +138,7 @@ def test_bench_json_has_the_promised_shape() -> None:
 @pytest.mark.parametrize("extra", [(), ("--rate", "50", "--speculate", "draft")])
 def test_mix_json_has_the_promised_shape(extra: tuple[str, ...]) -> None:
     """All at once and at a Poisson rate, every request answered; the bundled drafter was not found without --draft-model."""
-    done = diptych("bench", "mix", "--requests", "6", "--prompt-tokens", "4:40", "--new-tokens", "2:9", "--repeat", "2",
+    done = run("bench", "mix", "--requests", "6", "--prompt-tokens", "4:40", "--new-tokens", "2:9", "--repeat", "2",
                    "--json", *extra)  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -180,7 +181,7 @@ def test_chat_keeps_its_history_in_the_cache_and_survives_ctrl_c() -> None:
 
 
 def test_embed_writes_a_vector_per_line_and_reports_one_phase() -> None:
-    done = diptych("embed", "-", "--dimensions", "4", text="once upon a time\n\nbread\n")
+    done = run("embed", "-", "--dimensions", "4", input="once upon a time\n\nbread\n")
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["text"] for line in lines] == ["once upon a time", "bread"]
@@ -188,6 +189,6 @@ def test_embed_writes_a_vector_per_line_and_reports_one_phase() -> None:
         assert len(line["embedding"]) == 4
         assert sum(value * value for value in line["embedding"]) == pytest.approx(1.0, abs=1e-5)
     assert "no decode" in done.stderr
-    refused = diptych("embed", "a", "--dimensions", "0")
+    refused = run("embed", "a", "--dimensions", "0")
     assert refused.returncode == 2
     assert "dimensions is 0" in refused.stderr

@@ -10,19 +10,17 @@ from pathlib import Path
 
 import pytest
 
+import started
 from diptych.ground.clock import MonotonicClock, sleep_s
+from started import Started
 
-RUN = [sys.executable, "-m", "diptych"]
 CLOCK = MonotonicClock()
 FULL = Path("/dev/full")
 PLAN = ("plan", "llama-3.1-8b", "--hardware", "h100-80gb-sxm")
 
 
 def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"COLUMNS": "80", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [*RUN, *arguments], stderr=subprocess.PIPE, text=True, timeout=240, check=False, env=environment, **options
-    )  # type: ignore[call-overload,no-any-return]
+    return started.run(*arguments, env=os.environ | {"COLUMNS": "80", "HF_HUB_OFFLINE": "1"}, **options)
 
 
 @pytest.mark.skipif(not FULL.is_char_device(), reason="no /dev/full here")
@@ -60,7 +58,7 @@ def test_files_that_cannot_be_written_are_named_before_measuring(tmp_path: Path)
     file = tmp_path / "file"
     file.write_text("")
     for arguments in (("lab", "--only", "kv-cache", "-o", str(file)), ("lab", "calibrate", "--out", str(file / "x"))):
-        done = run(*arguments, stdout=subprocess.PIPE)
+        done = run(*arguments)
         assert done.returncode == 2
         assert f"error: cannot read or write {file}" in done.stderr
         assert "Traceback" not in done.stderr
@@ -70,25 +68,22 @@ def test_a_prompt_that_is_refused_is_not_printed(tmp_path: Path) -> None:
     """A megabyte of prompt stood above the one line that said why it was refused."""
     prompt = tmp_path / "long.txt"
     prompt.write_text("word " * 9000)
-    done = run("generate", "--prompt-file", str(prompt), stdout=subprocess.PIPE)
+    done = run("generate", "--prompt-file", str(prompt))
     assert (done.returncode, done.stdout) == (2, "")
     assert "tokens; a context of 4096 takes at most 4095" in done.stderr
 
 
 def test_a_context_that_ends_the_answer_is_said_before() -> None:
     """`--max-tokens` beyond the context was clipped in silence."""
-    done = run("generate", "hi", "--max-tokens", "300", "--max-context-tokens", "8", "-q", stdout=subprocess.PIPE)
+    done = run("generate", "hi", "--max-tokens", "300", "--max-context-tokens", "8", "-q")
     assert done.returncode == 0
     assert "the context holds 8 tokens and the prompt takes 1, so at most 7 are written, not 300" in done.stderr
 
 
 def test_ctrl_c_in_generate_reports_what_there_was() -> None:
     """The text stopped, and with it everything that was measured was gone."""
-    with subprocess.Popen(
-        [*RUN, "generate", "Once", "--max-tokens", "4000", "--ignore-eos"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell inherit it ignored
-    ) as process:  # fmt: skip
+    command = ("generate", "Once", "--max-tokens", "4000", "--ignore-eos")
+    with Started(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.read(60)  # many tokens: it is decoding
         process.send_signal(signal.SIGINT)
@@ -102,15 +97,12 @@ def test_ctrl_c_in_generate_reports_what_there_was() -> None:
 def test_ctrl_c_in_the_lab_keeps_what_was_finished(tmp_path: Path) -> None:
     """A real signal within an experiment: a report of those before it, a word on resuming, and a run that does so."""
     command = ("lab", "--longest-tokens", "128", "--repeat", "2", "-o", str(tmp_path), "--only", "kv-cache")
-    assert run(*command, "--budget", "0", stdout=subprocess.PIPE).returncode == 0
+    assert run(*command, "--budget", "0").returncode == 0
     saved = tmp_path / "kv-cache.json"
     saved.write_text(saved.read_text().replace('"is_noisy": true', '"is_noisy": false'))  # else it is measured again
     (tmp_path / "results.json").unlink()
-    with subprocess.Popen(
-        [*RUN, *command, "--only", "decode-position", "--budget", "600"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as process:  # fmt: skip
+    more = ("--only", "decode-position", "--budget", "600")
+    with Started(*command, *more, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         deadline_s = CLOCK.now_s() + 200
         while not (tmp_path / "results.json").exists():  # written when kv-cache was taken over
             assert process.poll() is None
@@ -124,7 +116,7 @@ def test_ctrl_c_in_the_lab_keeps_what_was_finished(tmp_path: Path) -> None:
     assert "Traceback" not in err
     assert "kv-cache" in (tmp_path / "report.html").read_text()
     assert not (tmp_path / "decode-position.json").exists()
-    again = run(*command, "--only", "decode-position", "--budget", "0", stdout=subprocess.PIPE)
+    again = run(*command, "--only", "decode-position", "--budget", "0")
     assert again.returncode == 0
     assert "1 of 2 results were found" in again.stderr
     assert (tmp_path / "decode-position.json").exists()
@@ -132,9 +124,8 @@ def test_ctrl_c_in_the_lab_keeps_what_was_finished(tmp_path: Path) -> None:
 
 def test_options_are_checked_before_standard_input_is_read() -> None:
     """`generate - --temperature nan` waited for the end of a standard input that nobody closed."""
-    with subprocess.Popen(
-        [*RUN, "generate", "-", "--temperature", "nan"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    command = ("generate", "-", "--temperature", "nan")
+    with Started(*command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             assert process.wait(timeout=60) == 2
         finally:
@@ -145,7 +136,7 @@ def test_options_are_checked_before_standard_input_is_read() -> None:
 
 def test_chat_reports_no_cold_start() -> None:
     """The third turn's report said 64.4 ms "from a cold start" for 3.8: the loading was counted in each."""
-    done = run("chat", "--max-tokens", "4", stdout=subprocess.PIPE, input="hi\nhi\n/report\n")
+    done = run("chat", "--max-tokens", "4", input="hi\nhi\n/report\n")
     assert done.returncode == 0
     assert "TTFT" in done.stderr
     assert "load" not in done.stderr
@@ -167,7 +158,7 @@ def test_chat_reports_no_cold_start() -> None:
 )
 def test_messages_lead_on(arguments: tuple[str, ...], message: str) -> None:
     """Each hint must be one that works when it is followed."""
-    done = run(*arguments, stdout=subprocess.PIPE)
+    done = run(*arguments)
     assert done.returncode == 2
     assert message in done.stderr
     assert "ConnectError" not in done.stderr
@@ -177,7 +168,7 @@ def test_a_gguf_file_is_known_by_its_first_bytes(tmp_path: Path) -> None:
     """Whatever it is called; to be told of "a folder" would not help."""
     file = tmp_path / "model.bin"
     file.write_bytes(b"GGUF\x03\x00\x00\x00")
-    done = run("generate", "hi", "-m", str(file), stdout=subprocess.PIPE)
+    done = run("generate", "hi", "-m", str(file))
     assert done.returncode == 2
     assert "reaches to byte 16; the file has 8" in done.stderr
 
@@ -185,7 +176,7 @@ def test_a_gguf_file_is_known_by_its_first_bytes(tmp_path: Path) -> None:
 @pytest.mark.native
 def test_the_bundled_model_is_quantised_by_its_name(tmp_path: Path) -> None:
     """`bundled` is a model for every other command."""
-    done = run("quantize", "bundled", "-o", str(tmp_path / "q"), stdout=subprocess.PIPE)
+    done = run("quantize", "bundled", "-o", str(tmp_path / "q"))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "q" / "model.safetensors").stat().st_size > 1e6
 

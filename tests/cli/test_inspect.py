@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
@@ -29,10 +27,7 @@ from diptych.ground.config import ComputeConfig
 from diptych.ground.formats import KeptFormat
 from diptych.models.contents import contents_of
 from gguf_files import gguf_reference, write_gguf
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "diptych", "inspect", *arguments], capture_output=True, text=True)
+from started import run
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe", "phi3", "qwen2_moe"])
@@ -54,7 +49,7 @@ def test_an_end_that_the_tokenizer_has_not_is_named_by_its_number(tmp_path: Path
     """It was a TypeError behind the model's description."""
     folder = Path(shutil.copytree(bundled_dir(), tmp_path / "copy"))
     (folder / "generation_config.json").write_text('{"eos_token_id": 5000}')
-    done = run(str(folder))
+    done = run("inspect", str(folder))
     assert done.returncode == 0
     assert "token 5000" in done.stdout
 
@@ -199,7 +194,7 @@ def test_what_the_engine_would_refuse_is_said(tmp_path: Path) -> None:
     path = coded(tmp_path, awq(64))
     tensors = load_file(path / "model.safetensors")
     save_file({**tensors, "model.layers.0.strange.weight": torch.ones(4)}, path / "model.safetensors")
-    done = run(str(path), "--hardware", "h100-80gb-sxm", "--json")
+    done = run("inspect", str(path), "--hardware", "h100-80gb-sxm", "--json")
     assert done.returncode == 2
     assert done.stderr.startswith("error: the engine does not load it: ")
     facts = json.loads(done.stdout)
@@ -220,12 +215,12 @@ def test_a_config_alone_is_planned_and_nothing_is_refused(tmp_path: Path) -> Non
 
 def test_text_and_json_say_the_same(tmp_path: Path) -> None:
     """One for people, one for programs."""
-    said = run("bundled", "--hardware", "h100-80gb-sxm", "--json")
+    said = run("inspect", "bundled", "--hardware", "h100-80gb-sxm", "--json")
     assert said.returncode == 0, said.stderr
     facts = json.loads(said.stdout)
     assert facts["words"]["ends"] == ["<|im_end|>", "<|endoftext|>"]
     assert facts["phases"]["bf16"]["decode_bound"]
-    text = run("bundled", "--hardware", "h100-80gb-sxm").stdout
+    text = run("inspect", "bundled", "--hardware", "h100-80gb-sxm").stdout
     for shown in (
         "LlamaForCausalLM",
         "10.13 M parameters",
@@ -247,6 +242,6 @@ def test_a_name_of_the_table_needs_no_file() -> None:
 def test_what_is_no_model_is_said(tmp_path: Path) -> None:
     """One line, and an exit of 2, as for every command."""
     (tmp_path / "m.gguf").write_bytes(b"GGUF\x01")
-    done = run(str(tmp_path / "m.gguf"))
+    done = run("inspect", str(tmp_path / "m.gguf"))
     assert (done.returncode, done.stderr.count("\n")) == (2, 2)
     assert "reaches to byte 8; the file has 5" in done.stderr

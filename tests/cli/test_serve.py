@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from started import run
 
 
 @pytest.mark.parametrize(
@@ -15,8 +15,7 @@ import pytest
 )
 def test_a_model_may_be_named_as_elsewhere(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
     """The page on models said `serve --model`, which was no option: refused as a mistyped `--decode`."""
-    command = [sys.executable, "-m", "diptych", "serve", *arguments, "--port", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    done = run("serve", *arguments, "--port", "0", cwd=tmp_path)
     assert done.returncode == 2
     assert said in done.stderr
     assert "No such option" not in done.stderr

@@ -189,6 +189,17 @@ def test_no_size_is_drafted_before_it_was_seen_without():
         assert any(world.rows)
 
 
+@pytest.mark.parametrize("times", [4.0, 10.0, 100.0])
+@pytest.mark.parametrize("cost", ["free", "by tiles of eight", "by the row"])
+def test_a_disturbed_first_try_is_no_price(cost, times):
+    """One step with drafts that took ten times as long emptied the purse: none was tried in the next 412."""
+    for begin in range(8):
+        world = World(COSTS[cost], 1, 0.9)
+        world.busy = iter([1.0] * begin + [times] + [1.0] * 30)
+        world.steps(begin + 31)
+        assert sum(map(bool, world.rows[-20:])) >= 10, begin
+
+
 def test_rows_are_tried_twice_as_many_at_a_time():
     """Never from nothing to all that the drafter has."""
     rows = [n for n in World(COSTS["free"], 1, 0.95).steps(40).rows if n]

@@ -13,6 +13,7 @@ from diptych.cli.plan_json import dump
 from diptych.cost.tables import device_names, model_names
 from diptych.engine.load import bundled_dir
 from diptych.ground.shape import StepShape
+from started import Started
 
 
 def run(capsys, *arguments: str) -> str:
@@ -112,8 +113,7 @@ def test_several_batches_make_a_table_with_its_distance_from_the_rows(capsys):
 
 def test_a_closed_pipe_ends_as_in_other_commands():
     """`diptych plan ... | head` ended with 1, as if something had failed."""
-    command = [sys.executable, "-m", "diptych", "plan", "--list"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = Started("plan", "--list", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert (process.wait(30), process.stderr.read()) == (141, "")
     process.stderr.close()

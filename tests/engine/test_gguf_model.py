@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from diptych.engine.llm import LLM
 from diptych.engine.load import BUNDLED_MODEL, bundled_dir
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.ground.request import SamplingParams
+from started import run
 
 FP32 = {"backend": "torch", "weights": "fp32", "kv": "fp32"}
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
@@ -155,16 +154,13 @@ def test_planner_and_engine_count_alike(whole: Path) -> None:
 @pytest.mark.native
 def test_the_commands_take_a_file(whole: Path) -> None:
     """`--model model.gguf` with nothing else."""
-    run = [sys.executable, "-m", "diptych"]
-    done = subprocess.run(
-        [*run, "generate", "Once", "-m", str(whole), "--max-tokens", "4"], capture_output=True, text=True
-    )
+    done = run("generate", "Once", "-m", str(whole), "--max-tokens", "4")
     assert done.returncode == 0, done.stderr
-    planned = subprocess.run([*run, "plan", str(whole), "--hardware", "h100-80gb-sxm"], capture_output=True, text=True)
+    planned = run("plan", str(whole), "--hardware", "h100-80gb-sxm")
     assert planned.returncode == 0, planned.stderr
     cut = whole.with_name("cut.bin")
     cut.write_bytes(whole.read_bytes()[:100_000])
-    done = subprocess.run([*run, "generate", "Once", "-m", str(cut)], capture_output=True, text=True)
+    done = run("generate", "Once", "-m", str(cut))
     cut.unlink()
     assert done.returncode == 2
     assert "was cut short or damaged; download it again" in done.stderr

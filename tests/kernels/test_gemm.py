@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import shutil
 import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import linear_layers
 import numpy as np
 import pytest
+from built_kernels import made
 from linear_layers import (
     ADD_F32,
     FORMATS,
@@ -40,18 +39,12 @@ from worlds import KERNEL_SETS
 
 pytestmark = pytest.mark.native
 
-BENCH = Path(__file__).resolve().parents[2] / "csrc" / "bench"
-
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def kernels() -> ctypes.CDLL:
     if shutil.which("make") is None or shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("needs make and a C++ compiler")
-    is_arm = platform.machine() in ("aarch64", "arm64")
-    out = BENCH.parents[1] / "build" / ("kernels-arm64" if is_arm else "kernels")
-    library = out / "libdiptych_kernels.so"
-    subprocess.run(["make", "-s", "-j2", "-C", str(BENCH), f"OUT={out}", str(library)], check=True, capture_output=True)
-    loaded = ctypes.CDLL(str(library))
+    loaded = ctypes.CDLL(str(made("libdiptych_kernels.so")))
     loaded.kernels_packed_bytes.restype = ctypes.c_int64
     loaded.kernels_pool_check.restype = ctypes.c_int64
     loaded.kernels_find.restype = ctypes.c_void_p
@@ -164,9 +157,7 @@ def test_what_is_compiled_for_amx_has_the_bits_of_its_twin(kernels):
     """Registers, addresses and configurations of the instructions themselves: emulated where the processor has none."""
     if "amx_twin" not in runnable(kernels):
         pytest.skip("this CPU has no AVX-512")
-    check = BENCH.parents[1] / "build" / "kernels" / "amx_check"
-    subprocess.run(["make", "-s", "-j2", "-C", str(BENCH), str(check)], check=True, capture_output=True)
-    run = subprocess.run([check, "3"], capture_output=True, text=True, check=False)
+    run = subprocess.run([made("amx_check"), "3"], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
 
 

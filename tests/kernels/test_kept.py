@@ -127,12 +127,10 @@ HEADS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kernels", KERNEL_SETS)
-@pytest.mark.parametrize("kind", HEADS)
-def test_an_embedding_in_blocks_lies_in_the_head_that_it_is_tied_to(kind: str, kernels: str, tmp_path: Path) -> None:
-    """A table of its own took as much again as the head; not one bit may tell, whether tokens come at once or one by one."""
-    if kernels not in instruction_sets():
-        pytest.skip(f"this CPU cannot run {kernels}")
+@pytest.fixture(scope="module", params=HEADS)
+def tied_and_apart(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A file whose embedding in blocks is the head, and one with the same values in two tables."""
+    kind, folder = request.param, tmp_path_factory.mktemp(request.param)
     reference, blocks = gguf_reference("llama", tie_word_embeddings=True, **WIDE), gguf.GGMLQuantizationType[kind]
 
     def apart(tensors: Tensors) -> Tensors:
@@ -142,14 +140,23 @@ def test_an_embedding_in_blocks_lies_in_the_head_that_it_is_tied_to(kind: str, k
             "output.weight": table,
         }
 
-    tied = write_gguf(
-        reference, tmp_path / "tied.gguf", choose=lambda name: kind if name == "token_embd.weight" else "F32"
+    return (
+        write_gguf(reference, folder / "tied.gguf", choose=lambda name: kind if name == "token_embd.weight" else "F32"),
+        write_gguf(
+            reference, folder / "two.gguf", choose=lambda name: kind if name == "output.weight" else "F32", change=apart
+        ),
     )
-    two = write_gguf(
-        reference, tmp_path / "two.gguf", choose=lambda name: kind if name == "output.weight" else "F32", change=apart
-    )
+
+
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
+def test_an_embedding_in_blocks_lies_in_the_head_that_it_is_tied_to(
+    tied_and_apart: tuple[Path, Path], kernels: str
+) -> None:
+    """A table of its own took as much again as the head; not one bit may tell, whether tokens come at once or one by one."""
+    if kernels not in instruction_sets():
+        pytest.skip(f"this CPU cannot run {kernels}")
     tokens, logits, sizes = list(range(3, 60)), [], []
-    for path in (tied, two):
+    for path in tied_and_apart:
         model = load_model(path, ComputeConfig(backend="cpu", threads=2, instruction_set=kernels))
         steppers = [Stepper(model), Stepper(model)]
         logits += [steppers[0].prefill("it", tokens, chunk=None), steppers[1].prefill("it", tokens, chunk=1)]

@@ -250,6 +250,10 @@ class ModelSpec:
         if len(mixtures) > 1:
             raise UnsupportedModel(f"{self.name} has {len(mixtures)} kinds of mixtures of experts; one is supported")
 
+    def __hash__(self) -> int:
+        """Of what tells most models apart: of all layers it would take longer than pricing a step."""
+        return hash((self.name, self.architecture, self.hidden, self.vocab_size, len(self.layers)))
+
     @cached_property
     def layer_groups(self) -> tuple[tuple[LayerSpec, int], ...]:
         """The layers that differ in more than their rotary positions, in order, each with how many there are."""

@@ -6,9 +6,11 @@ they might cost at worst (every row as dear as the last) is in a purse. Out of i
 than steps without, and into it go the time of a token for each draft that holds and a hundredth of the time that decode takes.
 So whatever rows cost, and whatever text comes, a load takes at every moment
 
-    T <= (1 + EARNED) T_off + FIRST_STEPS step_s + (what one step takes longer than it might at worst)
+    T <= (1 + EARNED) T_off + FIRST_STEPS step_s + (what first steps of a size take longer than they might at worst)
 
-with EARNED and FIRST_STEPS of `asking.py`; T_off and step_s are what the same tokens and one step take without drafts.
+with EARNED and FIRST_STEPS of `asking.py`; T_off and step_s are what the same tokens and one step take without drafts. A first
+step that takes half as long again as that, or longer, is paid for and believed as the worst: the next tells whether the machine
+was disturbed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Unpack
 
 from diptych.cost.drafts.acceptance import Acceptance
-from diptych.cost.drafts.depths import DISTURBED, LOWEST, Ratio
+from diptych.cost.drafts.depths import FARTHEST, LOWEST, Ratio
 from diptych.cost.drafts.prices import DraftCosts, DraftPrices
 from diptych.ground.shape import StepShape
 
@@ -61,8 +63,8 @@ class _Size:
             self.times[slot][0].add(times)
             self.times[slot] = self.times[slot][0], self.n_seen
             return
-        known = Ratio()
-        known.add(times, self.worst(n_sequences, rows))
+        known, worst = Ratio(), self.worst(n_sequences, rows)
+        known.add(times, worst / FARTHEST if times > FARTHEST * worst else None)
         self.times[slot] = known, self.n_seen
         insort(self.rows, slot)
 
@@ -119,13 +121,14 @@ class MeasuredDraftPrices(DraftPrices):
         most_rows = min(most_rows, size.most_rows(n, stake) - n)
         return super().choose(guesses, shape=shape, most_rows=most_rows, limit_s=limit_s)
 
-    def _most_s(self, shape: StepShape, depths: Sequence[int], longer_s: float) -> float:
-        """Of rows that were never measured what they might take at worst, and more."""
+    def _most_s(self, shape: StepShape, depths: Sequence[int], longer_s: float) -> tuple[float, float]:
+        """Of rows that were never measured by what they might take at worst."""
         n, rows = len(depths), len(depths) + sum(depths)
         size = self._sizes[_slot(n)]
         if _slot(rows) in size.times:
             return super()._most_s(shape, depths, longer_s)
-        return DISTURBED * size.seconds.value * size.worst(n, rows)
+        worst_s = size.seconds.value * size.worst(n, rows)
+        return FARTHEST * worst_s, worst_s
 
     def observe(self, shape: StepShape, measured_s: float) -> None:
         """See DraftPrices; steps with prefill say nothing of drafts, and those that the executor's drafter reads little."""

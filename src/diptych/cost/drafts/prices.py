@@ -131,8 +131,8 @@ class DraftPrices:
         self._longer: dict[tuple[int, int, int], float] = {}  # see _times_longer
         self._n_learned = 0
         self._has_held = False  # a draft, since the last choice
-        # of the planned step's drafts the executor's share; its price without drafts, with them, and the most it is to take
-        self._sent: tuple[float, float, float, float] | None = None
+        # of the planned step's drafts the executor's share; its price without drafts, with them, and `_most_s`
+        self._sent: tuple[float, float, float, tuple[float, float]] | None = None
 
     def begin(self, name: str, kind: int = 0, *, is_sure: bool = False) -> Acceptance:
         """Of a new sequence with this drafter; each kind of request has chances of its own. is_sure: they begin with 1."""
@@ -267,10 +267,13 @@ class DraftPrices:
         plain_s, longer_s = self._price_s(shape, [0] * len(depths)), self._price_s(shape, depths)
         self._sent = rows / sum(depths), plain_s, longer_s, self._most_s(shape, depths, longer_s)
 
-    def _most_s(self, shape: StepShape, depths: Sequence[int], longer_s: float) -> float:
-        """What a step of this price takes at most, beyond which it was the machine that did something else."""
+    def _most_s(self, shape: StepShape, depths: Sequence[int], longer_s: float) -> tuple[float, float]:
+        """What a step of this price takes at most, beyond which it was the machine that did something else; and what is paid
+        for it then.
+        """
         is_known = _size(shape.decode_tokens + sum(depths)) in self._verify
-        return (FARTHEST if is_known else DISTURBED) * longer_s
+        most_s = (FARTHEST if is_known else DISTURBED) * longer_s
+        return most_s, most_s
 
     def _decide(
         self,
@@ -308,8 +311,8 @@ class DraftPrices:
                     return
                 weight = _PLAIN_EVERY
         if self._sent is not None:
-            (share, plain_s, longer_s, most_s), self._sent = self._sent, None
-            took_s = longer_s if shape.prefill_tokens else min(measured_s, most_s)
+            (share, plain_s, longer_s, (most_s, disturbed_s)), self._sent = self._sent, None
+            took_s = longer_s if shape.prefill_tokens else measured_s if measured_s <= most_s else disturbed_s
             if measured_s < _LOWER * plain_s:  # with drafts in it
                 self._doubt(shape)
             self.purse.pay(share * max(0.0, took_s - plain_s))
