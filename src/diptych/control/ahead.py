@@ -46,6 +46,19 @@ class ForeseeingCore(EngineCore):
         self._ended_seq_ids = []
         self._is_torn = False
 
+    @property
+    def room(self) -> tuple[int, ...]:
+        """What `reserve` looks at beside the prompt: as long as this stays, so does its answer to one."""
+        scheduler, pool = self._scheduler, self.pool
+        return (
+            len(scheduler.waiting),
+            len(scheduler.decoding),
+            scheduler.promised_blocks,
+            pool.available_blocks,
+            pool.n_drops,
+            pool.n_registered,
+        )
+
     def warm(self, token_ids: tuple[int, ...]) -> None:
         """Put the full blocks of these tokens into the prefix cache, as if a sequence had left them.
 

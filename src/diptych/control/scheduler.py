@@ -64,6 +64,11 @@ class Scheduler:
         self._predicted_s: float | None = None  # of the last plan, where it mixes the phases
 
     @property
+    def promised_blocks(self) -> int:
+        """Blocks that prompts being read will still take."""
+        return self._promised_blocks
+
+    @property
     def n_running(self) -> int:
         """Sequences in prefill or decode."""
         return len(self.prefilling) + len(self.decoding)
