@@ -90,16 +90,16 @@ def test_a_device_holds_the_weights_that_it_reads(name, tp):
 
 
 def test_rows_of_a_mixture_are_held_once_for_each_expert():
-    """Its buffers were those of one expert: 8,192 tokens of 8 experts each need 0.7 GB on one device, and 0.1 was counted."""
+    """Its buffers were those of one expert: 8,192 tokens of 8 experts each need 0.5 GB on one device, and 0.1 was counted."""
     setup = setup_of("qwen3-30b-a3b", "h100-80gb-sxm")
     logits = 256 * setup.model.vocab_size * 4
-    assert activation_bytes_of(setup) - logits == 8192 * (3 * 2048 + 8 * 2 * (2048 + 768)) * 2
+    assert activation_bytes_of(setup) - logits == 8192 * (3 * 2048 + 8 * (2048 + 2 * 768)) * 2
     sliced, whole, apart = (
         activation_bytes_of(replace(setup, tp=tp, layout=Layout(**layout)))
         for tp, layout in ((4, {}), (4, {"ep": 4}), (1, {"dp": 4, "ep": 4}))
     )
-    assert sliced - logits / 4 == 8192 * (3 * 2048 + 8 * 2 * (2048 + 768 / 4)) * 2
-    assert whole - logits / 4 == 8192 * (3 * 2048 + 8 / 4 * 2 * (2048 + 768)) * 2
+    assert sliced - logits / 4 == 8192 * (3 * 2048 + 8 * (2048 + 2 * 768 / 4)) * 2
+    assert whole - logits / 4 == 8192 * (3 * 2048 + 8 / 4 * (2048 + 2 * 768)) * 2
     assert apart == activation_bytes_of(setup)  # as many tokens in each of four groups
 
 

@@ -96,8 +96,8 @@ def activation_bytes_of(setup: Setup) -> float:
 
 
 def _mlp_width(setup: Setup, mlp: MlpSpec | MoeSpec) -> float:
-    """Values of one token between gate and down: those two of an MLP; of experts, for each that the token has, its row as
-    they read it and as they leave it, too.
+    """Values of one token: gate and up of an MLP; of a mixture those of each expert that the token has, and what each leaves,
+    which is summed when all have.
     """
     if isinstance(mlp, MlpSpec):
         return 2 * mlp.ffn / setup.tp
@@ -105,7 +105,7 @@ def _mlp_width(setup: Setup, mlp: MlpSpec | MoeSpec) -> float:
     groups = max(layout.ep, layout.dp)  # that have whole experts, and each its part of all tokens' rows
     rows = mlp.experts_per_token * layout.dp / groups
     slices = setup.tp * layout.dp / groups
-    return max(rows * 2 * (setup.model.hidden + mlp.expert_ffn / slices), 2 * mlp.shared_ffn / setup.tp)
+    return max(rows * (setup.model.hidden + 2 * mlp.expert_ffn / slices), 2 * mlp.shared_ffn / setup.tp)
 
 
 def _longest_context(setup: Setup, free_bytes: float) -> int:
