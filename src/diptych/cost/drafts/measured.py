@@ -8,7 +8,7 @@ So whatever rows cost, and whatever text comes, a load takes at every moment
 
     T <= (1 + EARNED) T_off + FIRST_STEPS step_s + (what one step takes longer than it might at worst)
 
-with EARNED and FIRST_STEPS of `asking.py`; T_off and step_s are what the same tokens and one step take without drafts.
+with EARNED and FIRST_STEPS of `drafter_trials.py`; T_off and step_s are what the same tokens and one step take without drafts.
 """
 
 from __future__ import annotations
