@@ -2,7 +2,8 @@
 
 Steps in which nothing is left to decide: every running sequence decodes one token and guesses none, none ends, blocks
 suffice. `ForeseeingCore` says how many there are, and leaves everything as that many steps would have left it, block ids
-and prefix index included. `tests/control/test_ahead.py` holds that on random loads. No engine that computes loads this.
+and prefix index included. Of other steps `draw_in_rows` leaves the decode rows out of plan, results and events.
+`tests/control/test_ahead.py` holds both on random loads. No engine that computes loads this.
 """
 
 from __future__ import annotations
