@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from diptych.control.ahead import ForeseeingCore
 from diptych.ground.config import BlockConfig, SchedulerConfig
+from diptych.ground.events import Event, StepBeginEvent, TokenEvent
+from diptych.ground.phase import Phase
 from diptych.ground.request import Request, SamplingParams
 from diptych.ground.step import ChunkResult, StepPlan, StepResult
 
@@ -61,6 +64,54 @@ def test_a_run_leaves_what_its_steps_leave(seed: int, n_blocks: int, *, caching:
             assert slow.stats() == quick.stats()
     quick.check()
     assert n_skipped > 20
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("n_blocks", "caching"), [(400, True), (30, True), (30, False)])
+@pytest.mark.parametrize("alone", [False, True])
+def test_steps_in_rows_leave_what_steps_leave(seed: int, n_blocks: int, *, caching: bool, alone: bool) -> None:
+    """The same prompts, copies, preemptions, ends and blocks; every token that has no chunk and no event is told of."""
+    rng = random.Random(seed)
+    plain, quick = (core_of(n_blocks, enable_prefix_cache=caching, prefills_alone=alone) for _ in range(2))
+    told: list[tuple[str, int, float]] = []
+    quick.draw_in_rows(0, lambda rows, at_s: told.extend((seq.request.request_id, seq.index, at_s) for seq in rows))
+    n_told = 0
+    for number in range(25):
+        coming = request(rng, number)
+        if not number % 5:
+            coming = replace(
+                coming, sampling=replace(coming.sampling, stop_token_ids=(0,), max_tokens=9, min_tokens=3, n=2)
+            )
+        for core in (plain, quick):
+            core.submit(coming)
+        for now in range(rng.randint(1, 30)):
+            (left, begun), (right, begun_too) = (core.begin_step(float(now)) for core in (plain, quick))
+            begins = StepBeginEvent
+            assert [one for one in begun if type(one) is not begins] == [
+                one for one in begun_too if type(one) is not begins
+            ]
+            if left is None or right is None:
+                assert left is right
+                break
+            assert left.shape == right.shape
+            prompts = tuple(chunk for chunk in left.chunks if chunk.phase is Phase.PREFILL)
+            assert replace(left, chunks=prompts, known_shape=left.shape) == right
+            ended, ended_too = end_of(plain, left, now), end_of(quick, right, now)
+            decoded = {chunk.seq_id for chunk in left.chunks} - {chunk.seq_id for chunk in prompts}
+            n_told += len(decoded)
+            tokens = [one for one in ended if type(one) is TokenEvent][: len(decoded)]
+            assert [(one.request_id, one.index, one.at_s) for one in tokens] == told
+            assert [one for one in ended if one not in tokens] == ended_too
+            told.clear()
+            assert plain.stats() == quick.stats()
+    quick.check()
+    assert n_told > 100
+
+
+def end_of(core: ForeseeingCore, plan: StepPlan, now: int) -> list[Event]:
+    results = [ChunkResult(seq_id=one.seq_id, token_ids=(0,) if one.samples else ()) for one in plan.chunks]
+    result = StepResult(step_id=plan.step_id, results=tuple(results), device_s=0.0, host_s=0.0)
+    return core.end_step(plan, result, now + 0.5)
 
 
 def test_nothing_is_foreseen_where_something_is_to_be_decided() -> None:

@@ -11,7 +11,7 @@ from diptych.control.drafters import FOLLOWED, FRESH, LIKELY, AnswerMemory, Look
 from diptych.control.loop import EngineCore
 from diptych.control.recording import Recorder, replay
 from diptych.control.speculation import EveryGuess, Guesser
-from diptych.cost.drafts.asking import DrafterCost
+from diptych.cost.drafts.drafter_trials import DrafterCost
 from diptych.cost.drafts.prices import DraftPrices
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError

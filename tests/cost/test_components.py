@@ -15,6 +15,7 @@ from diptych.cost.components import (
     expected_experts,
     kv_bytes_of_context,
     kv_bytes_per_token,
+    ring_bytes,
 )
 from diptych.cost.parameters import attention_flops_per_pair, kv_bytes_stored, linear_parameter_count, parameter_count
 from diptych.cost.tables import model_spec, quant_spec
@@ -197,7 +198,15 @@ def test_shards_add_up_to_the_whole(name, tp):
     assert shard.kv_bytes * tp == pytest.approx(one.kv_bytes)
     assert one.total("link_bytes") == 0
     body = shard.total("link_bytes") - shard.component("head").link_bytes
-    assert body == 2 * model.n_layers * 4 * model.hidden * 2
+    assert body == pytest.approx(ring_bytes(2 * model.n_layers * 4 * model.hidden * 2, tp))
+
+
+@pytest.mark.parametrize(("tp", "share"), [(2, 1 / 2), (4, 3 / 4), (8, 7 / 8)])
+def test_logits_are_gathered_from_all_devices(tp, share):
+    """Each lacks what the others have, in 16 bits; they were charged as an all-reduce of one device's part."""
+    model = model_spec("llama-3.1-8b")
+    cost = cost_of(model, StepShape.decode(batch=4, context_tokens=512), quant=BF16, kv=KV, tp=tp)
+    assert cost.component("head").link_bytes == share * 4 * model.vocab_size * 2
 
 
 def test_an_uneven_split_is_refused_with_the_number():

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from diptych.cost.drafts.acceptance import MOST_DEPTH, Acceptance, chances_at, expected_tokens
-from diptych.cost.drafts.asking import DrafterCost
 from diptych.cost.drafts.depths import choose_depths
+from diptych.cost.drafts.drafter_trials import DrafterCost
 from diptych.cost.drafts.prices import DraftPrices
 from diptych.ground.phase import Phase
 from diptych.ground.shape import ChunkShape, StepShape

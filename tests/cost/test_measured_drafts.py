@@ -12,7 +12,7 @@ from itertools import repeat
 import pytest
 
 from diptych.cost.drafts.acceptance import MOST_DEPTH, chances_at, expected_tokens
-from diptych.cost.drafts.asking import Purse
+from diptych.cost.drafts.drafter_trials import Purse
 from diptych.cost.drafts.measured import MeasuredDraftPrices
 from diptych.cost.drafts.prices import DraftPrices
 from diptych.cost.step_time import StepTimeModel

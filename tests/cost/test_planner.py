@@ -8,16 +8,19 @@ import pytest
 
 from diptych.cost.adapters import Loras
 from diptych.cost.advice import chunk_for, pools_for, speculation, speculation_advice, what_ifs
-from diptych.cost.components import kv_bytes_of_context, kv_bytes_per_token
+from diptych.cost.components import BF16, cost_of, kv_bytes_of_context, kv_bytes_per_token
 from diptych.cost.drafts.acceptance import chances_at, expected_tokens
 from diptych.cost.exchange import gathered
-from diptych.cost.memory import capacity_of
+from diptych.cost.layout import Layout
+from diptych.cost.memory import activation_bytes_of, capacity_of
+from diptych.cost.parameters import weight_bytes_stored
 from diptych.cost.planner import Question, compute_bound_batch, make_plan, quadratic_prompt_tokens
 from diptych.cost.setup import find_model, setup_of
+from diptych.cost.tables import model_spec
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
 from diptych.ground.shape import ChunkShape, StepShape
-from diptych.ground.specs import Bottleneck
+from diptych.ground.specs import Bottleneck, KVSpec
 
 
 def test_a_plan_answers_for_both_phases():
@@ -73,6 +76,31 @@ def test_capacity_is_tight():
     above = kv_bytes_of_context(setup.model, setup.kv, capacity.max_context_tokens + 1)
     assert 4 * longest <= capacity.free_kv_bytes < 4 * above
     assert each == 1008 * 819_200
+
+
+@pytest.mark.parametrize(
+    ("name", "tp"), [("qwen2.5-7b", 28), ("deepseek-v3", 8), ("qwen3-30b-a3b", 16), ("qwen3-8b", 4)]
+)
+def test_a_device_holds_the_weights_that_it_reads(name, tp):
+    """Those that stand on every device were counted once: K and V of few heads, what makes latents, routers and norms."""
+    model, every = model_spec(name), StepShape.decode(batch=65_536, context_tokens=1)  # each expert has rows
+    read = cost_of(model, every, quant=BF16, kv=KVSpec(), tp=tp).weight_bytes
+    table = 0.0 if model.is_tied else model.vocab_size * model.hidden * 2.0 / tp
+    assert weight_bytes_stored(model, BF16, tp=tp) == pytest.approx(read + table, rel=1e-4)
+
+
+def test_rows_of_a_mixture_are_held_once_for_each_expert():
+    """Its buffers were those of one expert: 8,192 tokens of 8 experts each need 0.5 GB on one device, and 0.1 was counted."""
+    setup = setup_of("qwen3-30b-a3b", "h100-80gb-sxm")
+    logits = 256 * setup.model.vocab_size * 4
+    assert activation_bytes_of(setup) - logits == 8192 * (3 * 2048 + 8 * (2048 + 2 * 768)) * 2
+    sliced, whole, apart = (
+        activation_bytes_of(replace(setup, tp=tp, layout=Layout(**layout)))
+        for tp, layout in ((4, {}), (4, {"ep": 4}), (1, {"dp": 4, "ep": 4}))
+    )
+    assert sliced - logits / 4 == 8192 * (3 * 2048 + 8 * (2048 + 2 * 768 / 4)) * 2
+    assert whole - logits / 4 == 8192 * (3 * 2048 + 8 / 4 * (2048 + 2 * 768)) * 2
+    assert apart == activation_bytes_of(setup)  # as many tokens in each of four groups
 
 
 def test_a_model_that_does_not_fit_is_said_so():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.components import BF16, cost_of
-from diptych.cost.roofline import balance, compute_dtype, link_rate, ring_bytes, roofline
+from diptych.cost.roofline import balance, compute_dtype, link_rate, roofline
+from diptych.cost.stacks import calibration_for
 from diptych.cost.tables import device_spec, model_spec, quant_spec
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
@@ -66,9 +70,23 @@ def test_a_dtype_a_device_lacks_falls_to_the_next_wider():
         compute_dtype(h100, "fp64")
 
 
+def test_a_head_in_16_bits_is_multiplied_in_16_bits():
+    """fp4 leaves the head as it is; it was charged at the rate of fp4, a quarter of its time."""
+    b200, fp4, work = device_spec("b200-180gb"), quant_spec("fp4"), StepShape.decode(batch=4096, context_tokens=1)
+    model = model_spec("llama-3.1-8b")
+    cost = cost_of(model, work, quant=fp4, kv=KV)
+    head_s = roofline(cost, b200, fp4).parts_s["head"]
+    assert head_s == 2 * 4096 * model.hidden * model.vocab_size / b200.flops_per_s["bf16"]
+    calibration = calibration_for(b200)
+    as_it_was, is_now = (
+        CalibratedModel(model, b200, quant, calibration=calibration).predict_s(work)
+        for quant in (replace(fp4, head_compute="fp4"), fp4)
+    )
+    assert as_it_was + head_s / 2 < is_now
+
+
 def test_links_are_checked():
     """A laptop chip has no second device; 16 GPUs do not share one NVLink island."""
-    assert ring_bytes(8.0, 4) == 12.0
     with pytest.raises(ConfigError, match="no link"):
         link_rate(device_spec("m2-max-38"), 2)
     with pytest.raises(ConfigError, match="at most 8"):

@@ -90,7 +90,7 @@ def _answer(options: argparse.Namespace) -> None:
     prices = prices_of(options.price)
     names = devices_of(options.hardware, prices)
     price_of, unit = _price_of(names, prices)
-    pools, left_out = _candidates(options, names)
+    pools, left_out = _candidates(options, names, block_tokens=ask.block_tokens)
     processes = _cores() if options.processes is None else options.processes
     with _progress() as tell:
         found = search(ask, pools, link=parse_link(options.link), price_of=price_of, processes=processes, tell=tell)
@@ -108,7 +108,9 @@ def _answer(options: argparse.Namespace) -> None:
         print(f"picture: {picture}", file=sys.stderr)
 
 
-def _candidates(options: argparse.Namespace, names: list[str]) -> tuple[list[Pool], dict[str, str]]:
+def _candidates(
+    options: argparse.Namespace, names: list[str], *, block_tokens: int
+) -> tuple[list[Pool], dict[str, str]]:
     """Every device and split that can hold the model, and why the others cannot."""
     splits, layout = TRIED_TP if options.tp is None else _degrees(options.tp), layout_of(options)
     pools: list[Pool] = []
@@ -118,7 +120,7 @@ def _candidates(options: argparse.Namespace, names: list[str]) -> tuple[list[Poo
         before = len(pools)
         for tp in splits:
             try:
-                pools.append(Pool.of(replace(base, tp=tp, layout=layout)))
+                pools.append(Pool.of(replace(base, tp=tp, layout=layout), block_tokens=block_tokens))
             except ConfigError as error:
                 left_out.setdefault(base.label, error)
         if len(pools) > before:

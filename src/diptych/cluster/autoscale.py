@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from diptych.cost.apart import BATCH, PROMPT_TOKENS, Speeds
+from diptych.cost.shared_machine import BATCH, PROMPT_TOKENS, Speeds
 from diptych.engine.load import Machinery
 from diptych.ground.clock import Clock
 from diptych.ground.errors import InternalError

@@ -33,7 +33,7 @@ from diptych.cluster.pool_config import OnCores, PoolConfig, crowding
 from diptych.cluster.runner import WorkerRunner
 from diptych.cluster.worker import Worker
 from diptych.compute.structured import GrammarCompiler
-from diptych.cost.apart import Speeds, judge
+from diptych.cost.shared_machine import Speeds, judge
 from diptych.engine.adapters import Adapters
 from diptych.engine.async_llm import AsyncLLM
 from diptych.engine.encoder import open_encoder

@@ -2,18 +2,23 @@
 
 Steps in which nothing is left to decide: every running sequence decodes one token and guesses none, none ends, blocks
 suffice. `ForeseeingCore` says how many there are, and leaves everything as that many steps would have left it, block ids
-and prefix index included. `tests/control/test_ahead.py` holds that on random loads. No engine that computes loads this.
+and prefix index included. Of other steps `draw_in_rows` leaves the decode rows out of plan, results and events.
+`tests/control/test_ahead.py` holds both on random loads. No engine that computes loads this.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from diptych.control.loop import EngineCore
 from diptych.control.scheduler import Scheduler
 from diptych.control.sequence import Sequence
-from diptych.ground.phase import Phase
+from diptych.control.step_draft import StepDraft
+from diptych.ground.events import Event
+from diptych.ground.phase import Phase, Status
 from diptych.ground.shape import ChunkShape, StepShape
+from diptych.ground.step import StepPlan, StepResult
 
 _new = tuple.__new__  # of a NamedTuple, in half the time
 
@@ -30,8 +35,100 @@ class DecodeRun(NamedTuple):
     new_blocks: list[int]
 
 
+class _InRows(Scheduler):
+    """A scheduler that may leave decode chunks out of its plans: they are in the shape, and their sequences in `rows`.
+
+    rows: None where plans are to be whole.
+    """
+
+    rows: list[Sequence] | None = None
+
+    def _plan_decodes(self, draft: StepDraft) -> None:
+        rows = self.rows
+        if rows is None:
+            super()._plan_decodes(draft)
+            return
+        block_tokens, references, decode = self.pool.block_tokens, self.pool.references, Phase.DECODE
+        shapes: list[ChunkShape] = []
+        context, is_adapted = 0, False
+        for seq in tuple(self.decoding):
+            if seq.status is not Status.DECODE:
+                continue  # preempted for an earlier one
+            start, block_ids = seq.computed_tokens, seq.block_ids
+            i = start // block_tokens
+            if i >= len(block_ids) or references(block_ids[i]) > 1:
+                if not self._make_room(seq, draft):
+                    continue
+                self._take_blocks(seq, start, start + 1, draft)
+                seq.table_sent = len(seq.block_ids)
+            shapes.append(_new(ChunkShape, (decode, 1, start, True, 1, seq.adapter, False)))
+            context += start + 1
+            is_adapted = is_adapted or seq.adapter is not None
+            seq.is_in_flight = True
+            rows.append(seq)
+        if shapes:
+            draft.left_tokens -= len(shapes)
+            draft.shape = StepShape(shapes) if is_adapted else StepShape.tokens(shapes, context)
+
+
 class ForeseeingCore(EngineCore):
-    """An `EngineCore` whose caller knows every token beforehand."""
+    """An `EngineCore` whose caller knows every token beforehand.
+
+    on_rows: told of the sequences that a step gives a token each, and when, in place of their chunks, results and
+    `TokenEvent`s; None: they have those. Only without speculation.
+    """
+
+    on_rows: Callable[[list[Sequence], float], object] | None = None
+    _drawn = 0
+
+    def draw_in_rows(self, token_id: int, on_rows: Callable[[list[Sequence], float], object] | None) -> None:
+        """From the next step on: every token drawn is token_id. None: as any other core."""
+        assert self._plan is None, "the step before has not ended"
+        self.on_rows, self._drawn = on_rows, token_id
+
+    def begin_step(self, now_s: float) -> tuple[StepPlan | None, list[Event]]:
+        """As any core's."""
+        self._in_rows.rows = None if self.on_rows is None else []
+        return super().begin_step(now_s)
+
+    def end_step(self, plan: StepPlan, result: StepResult, now_s: float) -> list[Event]:
+        """As any core's."""
+        rows = self._in_rows.rows
+        if not rows or self.on_rows is None:
+            return super().end_step(plan, result, now_s)
+        self._is_torn = True
+        self.on_rows(rows, now_s)
+        return [*self._commit_rows(rows, now_s), *super().end_step(plan, result, now_s)]
+
+    def _new_scheduler(self, kind: type[Scheduler] = _InRows) -> Scheduler:
+        return super()._new_scheduler(kind)
+
+    @property
+    def _in_rows(self) -> _InRows:
+        assert isinstance(self._scheduler, _InRows)
+        return self._scheduler
+
+    def _commit_rows(self, rows: list[Sequence], now_s: float) -> list[Event]:
+        """As `_commit_decode` for each, without its `TokenEvent`."""
+        events: list[Event] = []
+        scheduler, token_id = self._scheduler, self._drawn
+        block_tokens = scheduler.pool.block_tokens
+        for seq in rows:
+            seq.is_in_flight = False
+            known = seq.token_ids
+            computed = len(known)
+            seq.computed_tokens = computed
+            if computed > seq.peak_computed_tokens:
+                seq.peak_computed_tokens = computed
+            known.append(token_id)
+            if computed // block_tokens > len(seq.serials):
+                scheduler.register_computed(seq)
+            if computed + 1 - seq.prompt_tokens >= seq.max_output_tokens or token_id in seq.stop_ids:
+                reason, stop_token_id = self._stop(seq, token_id, is_complete=False)
+                if reason is not None:
+                    events.append(self._end(seq, now_s, reason, stop_token_id=stop_token_id))
+                    self._forget_if_over(seq.request.request_id)
+        return events
 
     def foreseen(self, *, token_id: int, limit: int) -> DecodeRun | None:
         """The steps from now on that only decode, `limit` at most, where every token drawn is token_id; None for none."""
@@ -45,6 +142,19 @@ class ForeseeingCore(EngineCore):
         self._next_step_id += n_steps
         self._ended_seq_ids = []
         self._is_torn = False
+
+    @property
+    def room(self) -> tuple[int, ...]:
+        """What `reserve` looks at beside the prompt: as long as this stays, so does its answer to one."""
+        scheduler, pool = self._scheduler, self.pool
+        return (
+            len(scheduler.waiting),
+            len(scheduler.decoding),
+            scheduler.promised_blocks,
+            pool.available_blocks,
+            pool.n_drops,
+            pool.n_registered,
+        )
 
     def warm(self, token_ids: tuple[int, ...]) -> None:
         """Put the full blocks of these tokens into the prefix cache, as if a sequence had left them.

@@ -85,6 +85,11 @@ class BlockPool:
         return len(self._free) + len(self._idle)
 
     @property
+    def n_registered(self) -> int:
+        """Blocks that entered the prefix index so far."""
+        return self._next_serial // self.n_blocks if self.n_blocks else 0
+
+    @property
     def free_blocks(self) -> int:
         """Blocks with worthless contents."""
         return len(self._free)

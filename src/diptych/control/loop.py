@@ -298,12 +298,12 @@ class EngineCore:
         self._is_torn = False
         return events
 
-    def _new_scheduler(self) -> Scheduler:
+    def _new_scheduler(self, kind: type[Scheduler] = Scheduler) -> Scheduler:
         blocks, config = self.block_config, self.config
         pool = BlockPool(
             n_blocks=blocks.n_blocks, block_tokens=blocks.block_tokens, is_caching=config.enable_prefix_cache
         )
-        return Scheduler(
+        return kind(
             config,
             pool,
             model_revision=self.model_revision,
@@ -353,8 +353,7 @@ class EngineCore:
             else:
                 events += self._commit(seq, chunk, chunk_result, plan.step_id, now_s)
         self._scheduler.took(result.device_s + result.host_s)
-        end = StepEndEvent(step_id=plan.step_id, at_s=now_s, device_s=result.device_s, host_s=result.host_s)
-        events.append(end)
+        events.append(StepEndEvent(plan.step_id, now_s, result.device_s, result.host_s))
         self._is_torn = False
         return events
 

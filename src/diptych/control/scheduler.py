@@ -64,6 +64,11 @@ class Scheduler:
         self._predicted_s: float | None = None  # of the last plan, where it mixes the phases
 
     @property
+    def promised_blocks(self) -> int:
+        """Blocks that prompts being read will still take."""
+        return self._promised_blocks
+
+    @property
     def n_running(self) -> int:
         """Sequences in prefill or decode."""
         return len(self.prefilling) + len(self.decoding)
@@ -162,7 +167,7 @@ class Scheduler:
                 self._plan_prefills(draft)
         if self.drafts.is_needed and draft.decode_request_ids:
             self.drafts.add(draft, self.planned, promised_blocks=self._promised_blocks)
-        if not draft.chunks:
+        if not draft.shape.n_tokens:
             return None, draft.preempted
         plan = StepPlan(
             step_id=step_id,
@@ -200,7 +205,7 @@ class Scheduler:
         """Prompts while there are any to read and room for them, else decode."""
         if self.waiting or self.prefilling:
             self._plan_prefills(draft)
-        if not draft.chunks:
+        if not draft.shape.n_tokens:
             self._plan_decodes(draft)
 
     def _plan_decodes(self, draft: StepDraft) -> None:

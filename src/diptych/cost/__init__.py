@@ -10,7 +10,7 @@ Standard library and floor 0 only: importing this package loads no tensor librar
   published software (`stacks`) or this machine's (`profile`); `reach` (how much wider an interval is far from the rows);
   `step_time` (learned from an engine's own steps, where nothing else is known);
 * answers: `planner` (both phases of a setup), `advice` (what would change), `sizing` (the cheapest setup), `places` (sequences
-  at one time), `apart` (whether workers pay on one machine);
+  at one time), `shared_machine` (whether workers pay on it);
 * `drafts`: how many guesses at coming tokens are worth their rows;
 * `fitting`: constants from published rows, and how wrong they are: for `diptych plan accuracy` alone.
 """

@@ -29,7 +29,7 @@ from diptych.cost.components import ATTENTION, attention_widths, cost_of, expect
 from diptych.cost.layout import HOP_S, PLAIN, Layout
 from diptych.cost.profile import read_profile
 from diptych.cost.reach import Gap, gaps_of, interval, load_gaps, load_spread_squared, squared
-from diptych.cost.roofline import compute_dtype, link_rate, longest, peak_flops_per_s, ring_bytes
+from diptych.cost.roofline import compute_dtype, link_rate, longest, peak_flops_per_s
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import HardwareSpec, KVSpec, QuantSpec, StepCost, Stored
@@ -284,8 +284,8 @@ class CalibratedModel:
             near_windows=windows_at(near_rate),
             cached_row_s=units.expand_flops * flop_s / parts,
             link_base_s=(units.all_reduces + exchanges) * c.allreduce_s + (layout.pp > 1) * layout.pp * HOP_S,
-            link_row_s=ring_bytes(units.row_link_bytes, self.tp) / link / parts + exchange_row_s,
-            link_logits_row_s=ring_bytes(units.logits_link_bytes, self.tp) / link / parts,
+            link_row_s=units.row_link_bytes / link / parts + exchange_row_s,
+            link_logits_row_s=units.logits_link_bytes / link / parts,
             launch_p=c.launch_p,
             adapter_base_s=self.model.n_layers * c.adapter_layer_s,
             adapter_parameter_s=weights_s(adapter_width, units.dense_class) / self.tp,

@@ -29,7 +29,9 @@ LOGIT_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """One component over `layers` layers. activation_bytes: unfused, in plus out; fused kernels move fewer."""
+    """One component over `layers` layers. activation_bytes: unfused, in plus out; fused kernels move fewer. link_bytes: that a
+    device sends to the others.
+    """
 
     name: str
     flops: float = 0.0
@@ -113,6 +115,16 @@ class PhaseCost:
             if component.name == name:
                 return component
         return Component(name=name)
+
+
+def ring_bytes(payload_bytes: float, tp: int) -> float:
+    """Bytes each of `tp` devices sends in a ring all-reduce of `payload_bytes`."""
+    return 2.0 * (tp - 1) / tp * payload_bytes
+
+
+def gathered_bytes(payload_bytes: float, tp: int) -> float:
+    """The same in a ring all-gather, where each has its part of `payload_bytes` at first."""
+    return (tp - 1) / tp * payload_bytes
 
 
 def expected_experts(n_experts: int, experts_per_token: int, n_tokens: int, *, skew: float = 0.0) -> float:
@@ -257,7 +269,7 @@ def _layer(sizes: _Sizes) -> tuple[Component, ...]:
 
 
 def _all_reduce_bytes(sizes: _Sizes) -> float:
-    return sizes.n * sizes.model.hidden * sizes.a if sizes.tp > 1 else 0.0
+    return ring_bytes(sizes.n * sizes.model.hidden * sizes.a, sizes.tp)
 
 
 def _linear(sizes: _Sizes, name: str, n_in: float, n_out: float, *, bias: float = 0.0, link: float = 0.0) -> Component:
@@ -418,7 +430,10 @@ def _embedding(sizes: _Sizes) -> Component:
 
 
 def _head(sizes: _Sizes) -> Component:
-    """The LM head runs only on the rows that need logits; the weights are read when there is at least one."""
+    """The LM head runs only on the rows that need logits; the weights are read when there is at least one.
+
+    Logits are gathered as the product writes them, before they are widened for the sampler.
+    """
     model, rows = sizes.model, sizes.work.n_logits_rows
     vocab = model.vocab_size / sizes.tp
     return Component(
@@ -426,5 +441,5 @@ def _head(sizes: _Sizes) -> Component:
         flops=2.0 * rows * model.hidden * vocab,
         weight_bytes=model.hidden * vocab * sizes.quant.head_bytes if rows else 0.0,
         activation_bytes=rows * (model.hidden * sizes.a + vocab * LOGIT_BYTES),
-        link_bytes=rows * vocab * LOGIT_BYTES if sizes.tp > 1 else 0.0,
+        link_bytes=gathered_bytes(rows * model.vocab_size * sizes.a, sizes.tp),
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diptych.cost.roofline import ring_bytes
+from diptych.cost.components import gathered_bytes, ring_bytes
 from diptych.models.spec import LayerSpec, ModelSpec, MoeSpec, Norms, QkNorm
 
 FP32, BF16 = 4, 2
@@ -45,7 +45,7 @@ def gathered(model: ModelSpec, *, tp: int, weights: str = "bf16") -> Exchange:
         return Exchange(meetings=0, row_bytes=0.0)
     layers = [_gathered(layer, model.hidden, FP32 if weights != "bf16" else BF16) for layer in model.layers]
     width = sum(row_bytes for _, row_bytes in layers) + model.hidden * FP32
-    return Exchange(meetings=sum(meetings for meetings, _ in layers) + 2, row_bytes=(tp - 1) / tp * width)
+    return Exchange(meetings=sum(meetings for meetings, _ in layers) + 2, row_bytes=gathered_bytes(width, tp))
 
 
 def _gathered(layer: LayerSpec, hidden: int, value_bytes: int) -> tuple[int, float]:

@@ -10,7 +10,7 @@ from diptych.cost.parameters import weight_bytes_stored
 from diptych.cost.setup import Setup
 from diptych.ground.formats import engine_quant, head_format
 from diptych.ground.specs import QuantSpec
-from diptych.models.spec import MlpSpec, ModelSpec
+from diptych.models.spec import MlpSpec, ModelSpec, MoeSpec
 
 # The part of memory an engine may use; the rest is the runtime's, the allocator's and other programs'.
 MEMORY_SHARE = 0.9
@@ -86,15 +86,26 @@ def _held_bytes(model: ModelSpec, quant: QuantSpec) -> float:
 
 
 def activation_bytes_of(setup: Setup) -> float:
-    """Buffers of the largest step: residual, normed input, projections, MLP, and logits of a few rows."""
+    """Buffers of the largest step: residual, normed input, projections, the widest of MLPs, and logits of a few rows."""
     model = setup.model
     tokens = min(MAX_STEP_TOKENS, model.max_context_tokens or MAX_STEP_TOKENS)
     attention = max(layer.attention.n_heads * layer.attention.head_dim for layer, _ in model.layer_groups)
-    ffn = max(
-        layer.mlp.ffn if isinstance(layer.mlp, MlpSpec) else layer.mlp.expert_ffn for layer, _ in model.layer_groups
-    )
-    width = 3 * model.hidden + 2 * max(ffn, attention) / setup.tp
+    mlp = max(_mlp_width(setup, layer.mlp) for layer, _ in model.layer_groups)
+    width = 3 * model.hidden + max(mlp, 2 * attention / setup.tp)
     return tokens * width * setup.quant.activation_bytes + 256 * model.vocab_size * LOGIT_BYTES / setup.tp
+
+
+def _mlp_width(setup: Setup, mlp: MlpSpec | MoeSpec) -> float:
+    """Values of one token: gate and up of an MLP; of a mixture those of each expert that the token has, and what each leaves,
+    which is summed when all have.
+    """
+    if isinstance(mlp, MlpSpec):
+        return 2 * mlp.ffn / setup.tp
+    layout = setup.layout
+    groups = max(layout.ep, layout.dp)  # that have whole experts, and each its part of all tokens' rows
+    rows = mlp.experts_per_token * layout.dp / groups
+    slices = setup.tp * layout.dp / groups
+    return max(rows * (setup.model.hidden + 2 * mlp.expert_ffn / slices), 2 * mlp.shared_ffn / setup.tp)
 
 
 def _longest_context(setup: Setup, free_bytes: float) -> int:

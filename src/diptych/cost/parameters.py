@@ -72,14 +72,16 @@ def attention_flops_per_pair(model: ModelSpec, *, on_latents: bool = False) -> f
 def weight_bytes_stored(model: ModelSpec, quant: QuantSpec, *, tp: int = 1, layout: Layout = PLAIN) -> float:
     """Bytes of weights one device must hold: all experts, split evenly (embedding and head too).
 
+    What is not split stands on each: norms, routers, what makes latents, a KV head where heads are fewer than devices.
     Attention-data parallel splits the experts alone, stages of a pipeline all.
     """
     counts = parameters_by_component(model)
     ends = counts["embedding"] + counts["head"]
     inner = sum(counts.values()) - ends - counts["experts"]
     small = counts["norms"] + counts["router"]
+    repeated = sum(n * _repeated(model, layer.attention, tp) for layer, n in model.layer_groups)
     stored = ends * quant.head_bytes + counts["experts"] * quant.expert_bytes / layout.dp
-    stored += (inner - small) * quant.weight_bytes + small * 2.0
+    stored += (inner - small + repeated) * quant.weight_bytes + small * tp * 2.0
     return stored / tp / layout.pp
 
 
@@ -96,6 +98,15 @@ def _attention_matrices(model: ModelSpec, attention: AttentionLayer) -> int:
     q = hidden * heads * q_head if mla.q_rank is None else mla.q_rank * (hidden + heads * q_head)
     latent = hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
     return q + latent + heads * mla.v_dim * hidden
+
+
+def _repeated(model: ModelSpec, attention: AttentionLayer, tp: int) -> int:
+    """Parameters of projections that tp devices hold together beyond one of each."""
+    mla = attention.mla
+    if mla is not None:
+        return (tp - 1) * model.hidden * ((mla.q_rank or 0) + mla.kv_rank + mla.rope_dim)
+    copies = max(tp - attention.n_kv_heads, 0)
+    return 2 * copies * attention.head_dim * (model.hidden + attention.has_qkv_bias)
 
 
 def _attention(model: ModelSpec, spec: AttentionLayer) -> int:

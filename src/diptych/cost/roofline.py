@@ -40,11 +40,6 @@ def balance(hardware: HardwareSpec, dtype: str) -> float:
     return peak_flops_per_s(hardware, dtype) / hardware.memory_bytes_per_s
 
 
-def ring_bytes(payload_bytes: float, tp: int) -> float:
-    """Bytes each of `tp` devices sends in a ring all-reduce of `payload_bytes`."""
-    return 2.0 * (tp - 1) / tp * payload_bytes
-
-
 def link_rate(hardware: HardwareSpec, n_devices: int, *, what: str = "tensor parallel") -> float:
     """Bytes per second between devices; ConfigError when so many cannot be joined. what: makes them so many."""
     if n_devices > 1 and hardware.link_bytes_per_s is None:
@@ -64,18 +59,19 @@ def no_link(hardware: HardwareSpec, what: str) -> ConfigError:
 def roofline(cost: PhaseCost, hardware: HardwareSpec, quant: QuantSpec) -> StepCost:
     """The least time one step can take on `cost.tp` devices."""
     linear = peak_flops_per_s(hardware, quant.compute)
-    attention = peak_flops_per_s(hardware, quant.attention_compute)
+    peaks = dict.fromkeys(ATTENTION, peak_flops_per_s(hardware, quant.attention_compute))
+    peaks["head"] = peak_flops_per_s(hardware, quant.head_compute or quant.compute)
     compute_s = memory_s = total_s = link_bytes = 0.0
     parts: dict[str, float] = {}
     for part in cost.components:
-        part_compute_s = part.flops / (attention if part.name in ATTENTION else linear)
+        part_compute_s = part.flops / peaks.get(part.name, linear)
         part_memory_s = part.bytes / hardware.memory_bytes_per_s
         compute_s += part_compute_s
         memory_s += part_memory_s
         parts[part.name] = max(part_compute_s, part_memory_s)
         total_s += parts[part.name]
         link_bytes += part.link_bytes
-    link_s = ring_bytes(link_bytes, cost.tp) / link_rate(hardware, cost.tp)
+    link_s = link_bytes / link_rate(hardware, cost.tp)
     total_s += link_s
     return StepCost(
         compute_s=compute_s,

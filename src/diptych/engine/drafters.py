@@ -22,8 +22,8 @@ from diptych.compute.model import Model
 from diptych.compute.runner import build, load_model, open_blueprint
 from diptych.compute.sampler import Sampler
 from diptych.compute.weights import resolve_model_dir
-from diptych.cost.drafts.asking import DrafterCost
 from diptych.cost.drafts.depths import FARTHEST
+from diptych.cost.drafts.drafter_trials import DrafterCost
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.engine.text.words import tokenizer_of

@@ -219,6 +219,7 @@ def _quant(
     head: str | None = None,
     experts: str | None = None,
     compute: str = "bf16",
+    head_compute: str | None = None,
     attention_compute: str = "bf16",
 ) -> QuantSpec:
     return QuantSpec(
@@ -228,6 +229,7 @@ def _quant(
         expert_weight_bytes=None if experts is None else FORMATS[experts].bytes,
         activation_bytes=FORMATS[body].bytes if body == "fp32" else 2.0,
         compute=compute,
+        head_compute=head_compute,
         attention_compute=attention_compute,
     )
 
@@ -242,7 +244,7 @@ QUANTS: dict[str, QuantSpec] = {
         _quant("int8", "int8"),
         _quant("w8a8", "int8", compute="int8"),
         _quant("int4", "int4-g32"),
-        _quant("fp4", "nvfp4", head="bf16", compute="fp4"),
+        _quant("fp4", "nvfp4", head="bf16", compute="fp4", head_compute="bf16"),
         _quant("mxfp4", "bf16", experts="mxfp4"),
         _quant("mxfp4-gguf", "q8_0", experts="mxfp4", compute="int8"),
         _quant("q8_0", "q8_0", compute="int8"),

@@ -26,7 +26,7 @@ from diptych.metrics import Limits
 from diptych.sim.link import Link
 from diptych.sim.load import UsersLoad, UsersSpec
 from diptych.sim.pools import MAX_ENGINES, Pool, Service
-from diptych.sim.service import Report, simulate, simulate_if_good
+from diptych.sim.service import Report, is_good, simulate, simulate_if_good
 from diptych.workload import LengthRange
 
 SCREENED, FINALISTS = 4, 2  # layouts that are simulated, and that are simulated long
@@ -35,6 +35,7 @@ LONGEST = 3000  # of the one that confirms the answer, two for each user where t
 WARM_SHARE = 0.25  # of them come before the count begins, while engines fill
 ROUGH, FINE = 0.15, 0.06  # how close a bisection ends, relative
 MOST_FITS = 6  # simulations to find the numbers of engines of a layout
+BLOCK_TOKENS, MOST_BLOCKS = 32, 1024  # of a conversation; what its last one leaves empty is a thousandth of it
 MAX_LOAD = 0.9  # of a prefill engine's time; beyond, its queue is what limits
 
 
@@ -95,6 +96,15 @@ class Ask:
     def conversation_tokens(self, message_tokens: int, output_tokens: int) -> int:
         """Of one whose messages and answers all have these lengths, the last answer included."""
         return self.system_tokens + self.turns * (message_tokens + output_tokens)
+
+    @property
+    def block_tokens(self) -> int:
+        """Of the KV blocks that are simulated: a server's, or as many times more as keep conversations within MOST_BLOCKS.
+
+        A block costs the simulator a microsecond or two each time that somebody takes it, fills it or looks for it.
+        """
+        blocks = -(-self.conversation_tokens(self.message.high, self.output.high) // BLOCK_TOKENS)
+        return BLOCK_TOKENS << max(0, (-(-blocks // MOST_BLOCKS) - 1).bit_length())
 
     def check_context(self, context_tokens: int) -> None:
         """Refuse conversations of which none fits: every one of them would end in a refusal, whatever is bought."""
@@ -189,6 +199,12 @@ class Trial:
         load = ask.load(self.n_users, self.n_requests)
         return simulate_if_good(self.service, load, limits=ask.limits, good_share=ask.good_share, from_s=self._from_s)
 
+    def holds(self) -> bool:
+        """Whether the asked share of them does, and no more."""
+        ask = self.ask
+        load = ask.load(self.n_users, self.n_requests)
+        return is_good(self.service, load, limits=ask.limits, good_share=ask.good_share, from_s=self._from_s)
+
     @property
     def _from_s(self) -> float:
         assert self.ask.limits.tpot_s is not None
@@ -218,7 +234,7 @@ class Bisection:
         while high - low > 1 and high - low > self.close * max(low, 1):
             if (
                 at == self.known
-                or Trial(service=self.service, ask=self.ask, n_users=at, n_requests=self.n_requests).run_if_good()
+                or Trial(service=self.service, ask=self.ask, n_users=at, n_requests=self.n_requests).holds()
             ):
                 low = at
             else:

@@ -28,6 +28,7 @@ from diptych.sim.drafts import Drafts
 from diptych.sim.link import Link, Ports
 from diptych.sim.load import Due, Load
 from diptych.sim.member import Member
+from diptych.sim.outlook import Outlook
 from diptych.sim.price import PredictedPrice
 from diptych.sim.tally import Tally
 
@@ -70,6 +71,7 @@ class _Journey:
     end_tokens: int = 0
     arrives_s: float = 0.0
     read_s: float | None = None  # when its last chunk was computed
+    room: tuple[int, ...] | None = None  # where it is answered, when there was none for it last
 
     @property
     def reading_id(self) -> str:
@@ -134,16 +136,25 @@ class Cluster:
         self._steps: list[tuple[float, int, int]] = []  # when, whose, and its number where that changed meanwhile
         self._load: Load | None = None
         self._n_left = 0  # requests to come
-        self._good_share, self._is_lost = 0.0, False  # asked for; certainly missed
+        self._outlook: Outlook | None = None
 
     def run(
-        self, load: Load, *, progress: Callable[[int, float], object] | None = None, good_share: float = 0.0
+        self,
+        load: Load,
+        *,
+        progress: Callable[[int, float], object] | None = None,
+        good_share: float = 0.0,
+        is_won_enough: bool = False,
     ) -> None:
         """Serve the whole load. progress(requests that are over, seconds simulated) is called now and then.
 
-        good_share: given up as soon as it is certain that less than this share of the load's requests will be good.
+        good_share: given up as soon as it is certain that less than this share of the load's requests will be good;
+        is_won_enough: or that as many will be.
         """
-        self._load, self._n_left, self._good_share = load, load.n_requests, good_share
+        self._load, self._n_left = load, load.n_requests
+        outlook = None
+        if good_share:
+            outlook = self._outlook = Outlook(self.tally, n_requests=load.n_requests, good_share=good_share)
         decoders = [member.engine.core for member in self.members if member.on_prefill is None]
         for number, token_ids in enumerate(load.histories()):
             decoders[number % len(decoders)].warm(token_ids)
@@ -169,8 +180,10 @@ class Cluster:
             if progress is not None and self.n_over >= n_told:
                 progress(self.n_over, at_s)
                 n_told = self.n_over + 64
-            if self._is_lost:
-                return
+            if outlook is not None:
+                outlook.passed(at_s)
+                if outlook.is_lost or (is_won_enough and outlook.is_won):
+                    return
         if self._journeys:
             raise InternalError(f"{len(self._journeys)} prompts were read and never answered")
 
@@ -197,8 +210,8 @@ class Cluster:
             return
         record = self._records.pop(event.request_id)
         self.tally.finished(record)
-        assert self._load is not None
-        self._is_lost = self.tally.most_good_share(self._load.n_requests) < self._good_share
+        if self._outlook is not None:
+            self._outlook.over(record.request_id)
         self._router.forget(event.request_id, output_tokens=record.output_tokens)
         self._follow(self._open.pop(event.request_id), event.at_s, record.output_tokens)
 
@@ -227,6 +240,7 @@ class Cluster:
             return
         self._open[request.request_id] = request
         if route.prefill == route.decode:
+            self._look_out_for(request)
             self._wake(route.decode, at_s)
             return
         arrival = ArrivalEvent(
@@ -236,8 +250,13 @@ class Cluster:
             n=request.sampling.n,
         )
         member.engine.book.fold([arrival])
+        self._look_out_for(request)
         self._unplaced[route.decode].append(_Journey(request, route))
         self._place(route.decode, at_s)
+
+    def _look_out_for(self, request: Request) -> None:
+        if self._outlook is not None and self.tally.counts(request.arrival_s):
+            self._outlook.came(self._records[request.request_id], request.sampling.max_tokens)
 
     def _again(self, i: int) -> None:
         """Its run of steps was cut short: it goes on from where it was cut."""
@@ -265,10 +284,14 @@ class Cluster:
         waiting, member = self._unplaced[i], self.members[i]
         if waiting and member.settle(at_s):
             self._again(i)
+        core = member.engine.core
         while waiting:
             journey = waiting[0]
-            cached_tokens = member.engine.core.reserve(HandOff.of(journey.request))
+            if journey.room == core.room:
+                return
+            cached_tokens = core.reserve(HandOff.of(journey.request))
             if cached_tokens is None:
+                journey.room = core.room
                 return
             waiting.popleft()
             self._ask(journey, cached_tokens, at_s)

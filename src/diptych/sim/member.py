@@ -8,6 +8,7 @@ from collections.abc import Callable
 from itertools import accumulate, islice
 
 from diptych.control.ahead import DecodeRun
+from diptych.control.sequence import Sequence
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import InternalError
 from diptych.ground.events import Event, FinishEvent, StepEndEvent
@@ -59,6 +60,7 @@ class Member:
         self.on_finish: Callable[[FinishEvent], object] | None = None
         self.on_prefill: Callable[[StepRecord], object] | None = None
         self.film: Film | None = None  # while there is one every step is walked through
+        self._draws_in_rows = drafts is None
         self._predict_s = predict_s
         self._predict_run_s = predict_run_s or self._one_by_one
         self._work = work
@@ -74,6 +76,7 @@ class Member:
         run = core.foreseen(token_id=DRAWN_TOKEN, limit=self._limit) if self.leaps and self.film is None else None
         if run is not None and run.n_steps > 1:
             return self._foresee(run)
+        core.draw_in_rows(DRAWN_TOKEN, self._on_rows if self._draws_in_rows and self.film is None else None)
         if self.engine.stepper.step():
             return clock.now_s()
         if core.has_work and not core.waits_for_others:
@@ -101,6 +104,11 @@ class Member:
         for request_id, index in run.choices:
             records[request_id].decoded(index, ends_s)
         return True
+
+    def _on_rows(self, rows: list[Sequence], end_s: float) -> None:
+        records, ends_s = self.engine.book.records, (end_s,)
+        for seq in rows:
+            records[seq.request.request_id].decoded(seq.index, ends_s)
 
     def _output_tokens(self, record: StepRecord) -> int:
         if self.on_prefill is not None:  # the first token behind a prompt that is handed over is drawn where it goes to

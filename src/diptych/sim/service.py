@@ -166,6 +166,14 @@ def simulate_if_good(
     return report if report.good_share >= good_share else None
 
 
+def is_good(
+    service: Service, load: Load, *, limits: Limits, good_share: float, from_s: float = 0.0, seed: int = 0
+) -> bool:
+    """Whether at least this share of requests is good; simulated until that is certain."""
+    seen = _run(service, load, limits, from_s, seed, good_share=good_share, is_won_enough=True)
+    return seen.tally.good_share >= good_share
+
+
 def _run(
     service: Service,
     load: Load,
@@ -176,6 +184,7 @@ def _run(
     progress: Told | None = None,
     film: TextIO | None = None,
     good_share: float = 0.0,
+    is_won_enough: bool = False,
 ) -> _Seen:
     tally = Tally(limits, n_groups=len(service.pools), from_s=from_s)
     cluster = Cluster(service.groups(), tally=tally, router=service.router, wire=service.wire(), seed=seed)
@@ -183,7 +192,7 @@ def _run(
     if film is not None:
         filmed.film = Film(film, service.pool.setup, filmed.engine)
     with _rare_collections():
-        cluster.run(load, progress=progress, good_share=good_share)
+        cluster.run(load, progress=progress, good_share=good_share, is_won_enough=is_won_enough)
     if filmed.film is not None:  # it was over before the minute was
         filmed.film.close(filmed.engine.clock.now_s())
     cores = [member.engine.core.stats() for member in cluster.members]
@@ -251,7 +260,7 @@ def _report(service: Service, seen: _Seen, usd_per_hour: float | None) -> Report
         refused=dict(sorted(seen.refused.items())),
         requests_per_s=tally.n_complete * per_s,
         goodput_requests_per_s=tally.n_good * per_s,
-        good_share=tally.n_good / tally.n_arrived if tally.n_arrived else 0.0,
+        good_share=tally.good_share,
         late_share={name: n / tally.n_complete if tally.n_complete else 0.0 for name, n in late.items()},
         prompt_tokens=tally.prompt_tokens,
         cached_tokens=tally.cached_tokens,

@@ -147,7 +147,7 @@ class Tally:
 
     def arrived(self, at_s: float) -> None:
         """A request came, whatever becomes of it."""
-        if at_s < self._from_s:
+        if not self.counts(at_s):
             self.n_before += 1
             return
         self.n_arrived += 1
@@ -167,10 +167,26 @@ class Tally:
         """Requests that are over and missed a limit, or failed."""
         return self.n_complete + self.n_failed - self.n_good
 
-    def most_good_share(self, n_requests: int) -> float:
-        """Of so many requests in all, those before from_s among them: the share that is good if all that are left are."""
+    @property
+    def good_share(self) -> float:
+        """Of all that came."""
+        return self.n_good / self.n_arrived if self.n_arrived else 0.0
+
+    def most_good_share(self, n_requests: int, *, n_late: int = 0) -> float:
+        """Of so many requests in all, those before from_s among them: the share that is good if all that are left are, but for
+        n_late that are open and have missed a limit.
+        """
         n = n_requests - self.n_before
-        return (n - self.n_bad) / n if n else 0.0
+        return (n - self.n_bad - n_late) / n if n else 0.0
+
+    def least_good_share(self, n_requests: int) -> float:
+        """The same if none is that is left."""
+        n = n_requests - self.n_before
+        return self.n_good / n if n else 0.0
+
+    def counts(self, arrival_s: float) -> bool:
+        """Whether a request that came then is counted."""
+        return arrival_s >= self._from_s
 
     @property
     def steps_s(self) -> float:
@@ -192,7 +208,7 @@ class Tally:
         """A request is over."""
         end_s = record.end_s
         assert end_s is not None
-        if record.arrival_s < self._from_s:
+        if not self.counts(record.arrival_s):
             return
         self.last_end_s = max(self.last_end_s, end_s)
         if any(reason not in (FinishReason.STOP, FinishReason.LENGTH) for reason in record.reasons):

@@ -7,7 +7,7 @@ more drafts are worth it while tokens per second rise: `choose_depths`.
 `DraftPrices` chooses depths by predicted time. Guesses are judged whether or not they were verified, which costs no row.
 Where the price says no, it is asked rarely, guesses are made as rarely as they are dear, and very rarely a few drafts are
 verified all the same: a price that nobody ever paid may be wrong. The executor's drafters cost time before they guess: which
-of them is asked about whom is `asker.py`, and what that may cost `asking.py`.
+of them is asked about whom is `drafter_choice.py`, and what that may cost `drafter_trials.py`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from math import ceil, inf
 from typing import TypedDict, Unpack
 
 from diptych.cost.drafts.acceptance import FIRST_RATE, LEAST_CHANCE, Acceptance
-from diptych.cost.drafts.asker import LONGEST_IDLE, Asker, Option, Wanted
-from diptych.cost.drafts.asking import Asked, DrafterCost, Purse
 from diptych.cost.drafts.depths import DISTURBED, FARTHEST, LOWEST, Ratio, choose_depths
+from diptych.cost.drafts.drafter_choice import LONGEST_IDLE, Asker, Option, Wanted
+from diptych.cost.drafts.drafter_trials import Asked, DrafterCost, Purse
 from diptych.ground.shape import StepShape
 
 # Both measured behind steps that empty the caches.

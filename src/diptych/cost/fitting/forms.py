@@ -22,6 +22,24 @@ def _table(**entries: float) -> MappingProxyType[str, float]:
 # Weight-only formats reach less bandwidth; these two come from the gpt-fast rows.
 _UNPACKED = _table(other=0.8, int8=0.68, int4=0.59)
 
+
+def _from_graphs(stack: str, *, layer_s: float, sequence_s: float, allreduce_s: float) -> StackForm:
+    """Decode in batches, replayed from a graph; where the launches start."""
+    return StackForm(
+        stack=stack,
+        phase=Phase.DECODE,
+        fixed=Constants(eb=_UNPACKED, ef=_table(other=0.6), p=3.0, attention_ef=0.4),
+        free=(
+            Free(path="layer_s", start=layer_s, limits=TIME),
+            Free(path="sequence_s", start=sequence_s, limits=TIME),
+            Free(path="eb.bf16", start=0.85, limits=FRACTION),
+            Free(path="eb.fp8", start=0.8, limits=FRACTION),
+            Free(path="kv_eb", start=0.8, limits=FRACTION, width=0.3),
+            Free(path="allreduce_s", start=allreduce_s, limits=TIME),
+        ),
+    )
+
+
 FORMS: tuple[StackForm, ...] = (
     # CUDA graphs, one launch constant per layer, achieved bandwidth by weight format, one all-reduce latency.
     StackForm(
@@ -61,19 +79,7 @@ FORMS: tuple[StackForm, ...] = (
             Free(path="link_fraction", start=0.6, limits=FRACTION, width=0.3),
         ),
     ),
-    StackForm(
-        stack="tensorrt-llm",
-        phase=Phase.DECODE,
-        fixed=Constants(eb=_UNPACKED, ef=_table(other=0.6), p=3.0, attention_ef=0.4),
-        free=(
-            Free(path="layer_s", start=25e-6, limits=TIME),
-            Free(path="sequence_s", start=10e-6, limits=TIME),
-            Free(path="eb.bf16", start=0.85, limits=FRACTION),
-            Free(path="eb.fp8", start=0.8, limits=FRACTION),
-            Free(path="kv_eb", start=0.8, limits=FRACTION, width=0.3),
-            Free(path="allreduce_s", start=6e-6, limits=TIME),
-        ),
-    ),
+    _from_graphs("tensorrt-llm", layer_s=25e-6, sequence_s=10e-6, allreduce_s=6e-6),
     StackForm(
         stack="vllm",
         phase=Phase.PREFILL,
@@ -85,19 +91,7 @@ FORMS: tuple[StackForm, ...] = (
             Free(path="link_fraction", start=0.6, limits=FRACTION, width=0.3),
         ),
     ),
-    StackForm(
-        stack="vllm",
-        phase=Phase.DECODE,
-        fixed=Constants(eb=_UNPACKED, ef=_table(other=0.6), p=3.0, attention_ef=0.4),
-        free=(
-            Free(path="layer_s", start=40e-6, limits=TIME),
-            Free(path="sequence_s", start=20e-6, limits=TIME),
-            Free(path="eb.bf16", start=0.85, limits=FRACTION),
-            Free(path="eb.fp8", start=0.8, limits=FRACTION),
-            Free(path="kv_eb", start=0.8, limits=FRACTION, width=0.3),
-            Free(path="allreduce_s", start=10e-6, limits=TIME),
-        ),
-    ),
+    _from_graphs("vllm", layer_s=40e-6, sequence_s=20e-6, allreduce_s=10e-6),
     # No CUDA graphs: launches run ahead of the device, each sequence costs host time.
     StackForm(
         stack="vllm-2023",

@@ -12,6 +12,7 @@ was read in those recipes and in the documentation of the engines, and none of i
   `--scheduler-recv-interval N` it looks for new requests only every N steps while it decodes.
 * TensorRT-LLM takes a request only if KV for its whole answer is free (`GUARANTEED_NO_EVICT`). With `batch_wait_timeout_iters`
   N and `batch_wait_max_tokens_ratio` R, prompts wait N steps for R of `max_num_tokens` to come together while others decode.
+* Keys and values are held in 8 bits where the recipe or the checkpoint asks for it, else in 16, whatever the weights.
 * Runs of the recipes named `-mtp` draft tokens (multi-token prediction); how many of them held, nobody states.
 
     scheduling_of(run).poll_steps
@@ -24,6 +25,7 @@ from dataclasses import dataclass, replace
 USUAL_STEP_TOKENS = 8192  # of a step, where nobody says: what all three engines take on such devices
 # lengths of InferenceX's runs: drawn from 0.8 of the stated one up to it (`--random-range-ratio 0.8`), ten requests per stream,
 # `--request-rate inf --max-concurrency N`
+_BLACKWELL = ("b200", "b300", "gb200", "gb300")
 INFERENCE_X_LENGTHS = ((1024, 1024), (1024, 8192), (8192, 1024))
 
 
@@ -70,6 +72,27 @@ class Run:
     def is_inference_x(self) -> bool:
         """Whether its date and lengths are those of one of InferenceX's."""
         return bool(self.measured) and (self.input_tokens, self.output_tokens) in INFERENCE_X_LENGTHS
+
+    @property
+    def kv(self) -> str:
+        """The format of keys and values: what its recipe asks for, else what the checkpoint does.
+
+        NVIDIA's checkpoints, all of those in 4 bits among them, ask for 8 bits. Others ask for nothing, which is 16 bits.
+        """
+        if self.weights in ("bf16", "int4"):
+            return "bf16"
+        if self.weights == "fp4":
+            return "fp8"
+        is_blackwell = self.device.startswith(_BLACKWELL)
+        if self.weights == "mxfp4":
+            return "fp8" if is_blackwell else "bf16"
+        if self.stack == "tensorrt-llm":
+            return "bf16" if self.model == "qwen3-235b-a22b" and not self.measured else "fp8"
+        if self.stack == "sglang":
+            return "fp8" if is_blackwell else "bf16"
+        # MiniMax-M2.5: on B200 and B300 since the recipe of vLLM 0.19, of 3 April 2026; on H200 since 12 May
+        is_asked = self.model == "minimax-m2" and is_blackwell and not self.version.startswith("0.17")
+        return "fp8" if is_asked or self.model.startswith("llama-3.1") else "bf16"
 
     @property
     def drafted(self) -> bool:

@@ -70,12 +70,8 @@ class MeasuredService:
     ttft_s: float | None = None
     tpot_s: float | None = None
     output_tokens_per_s: float | None = None
+    kv: str = "bf16"
     source: str = ""
-
-    @property
-    def kv(self) -> str:
-        """Format of the KV cache; nobody states it. The recipes of 8 and 4 bit checkpoints ask for 8 bits."""
-        return "bf16" if self.quant in ("bf16", "int4") else "fp8"
 
     @property
     def label(self) -> str:
@@ -171,6 +167,7 @@ def _service(entry: Line) -> MeasuredService:
         load=load,
         ttft_s=entry.positive("silicon_ttft_ms") / 1e3,
         tpot_s=entry.positive("silicon_tpot_ms") / 1e3,
+        kv=run.kv,
         source="ai-dynamo/aiconfigurator silicon samples",
     )
 
@@ -216,6 +213,7 @@ def of_published(rows: Iterable[ServiceRow]) -> list[MeasuredService]:
             ttft_s=row.measured if row.measure == "ttft" else None,
             tpot_s=row.measured if row.measure == "tpot" else None,
             output_tokens_per_s=row.measured if row.measure == "throughput" else None,
+            kv="bf16" if row.quant in ("bf16", "int4") else "fp8",
             source=row.source,
         )
         for row in rows

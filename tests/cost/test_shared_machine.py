@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diptych.cost.apart import BATCH, OUTPUT_TOKENS, Speeds, judge
+from diptych.cost.shared_machine import BATCH, OUTPUT_TOKENS, Speeds, judge
 
 
 def test_a_reader_more_pays_where_the_writer_waits_for_memory() -> None:

@@ -1,15 +1,15 @@
 """Several drafters of one executor: the one that gives most for its time is followed, and the others cost next to nothing.
 
-Time and acceptance are scripted, as in `test_asking.py`.
+Time and acceptance are scripted, as in `test_drafter_trials.py`.
 """
 
 from __future__ import annotations
 
 import pytest
-from tests.cost.test_asking import World, flat
+from tests.cost.test_drafter_trials import World, flat
 
 from diptych.cost.drafts.acceptance import chances_at, expected_tokens
-from diptych.cost.drafts.asking import Asking, DrafterCost
+from diptych.cost.drafts.drafter_trials import Asking, DrafterCost
 from diptych.cost.drafts.prices import DraftPrices
 from diptych.ground.phase import Phase
 from diptych.ground.shape import ChunkShape, StepShape

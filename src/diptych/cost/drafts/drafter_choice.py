@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from diptych.cost.drafts.asking import Asked, Asking, DrafterCost, Purse
 from diptych.cost.drafts.depths import DISTURBED, Ratio, choose_depths
+from diptych.cost.drafts.drafter_trials import Asked, Asking, DrafterCost, Purse
 from diptych.ground.shape import StepShape
 
 Option = tuple[Asked, int, int]  # of one drafter for one chunk: its estimate, how many drafts have room, its confidence

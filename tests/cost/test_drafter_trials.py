@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 import pytest
 
 from diptych.cost.drafts.acceptance import MOST_DEPTH, chances_at, expected_tokens
-from diptych.cost.drafts.asking import Asked, Asking, DrafterCost, Purse
+from diptych.cost.drafts.drafter_trials import Asked, Asking, DrafterCost, Purse
 from diptych.cost.drafts.prices import DraftPrices
 from diptych.ground.phase import Phase
 from diptych.ground.shape import ChunkShape, StepShape

@@ -2,7 +2,7 @@
 
 A sequence is given up where the price of drafts says no: nothing is asked, read or kept up with. It is tried again rarely,
 and more rarely each time. A new sequence begins with what others of its kind have taught. Who is asked is chosen in
-`asker.py`.
+`drafter_choice.py`.
 """
 
 from __future__ import annotations
