@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-NATIVE := CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h)
+NATIVE := CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h csrc/*.inl)
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PROMPT ?= Once upon a time

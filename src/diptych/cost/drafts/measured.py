@@ -8,9 +8,9 @@ So whatever rows cost, and whatever text comes, a load takes at every moment
 
     T <= (1 + EARNED) T_off + FIRST_STEPS step_s + (what first steps of a size take longer than they might at worst)
 
-with EARNED and FIRST_STEPS of `drafter_trials.py`; T_off and step_s are what the same tokens and one step take without drafts. A first
-step that takes half as long again as that, or longer, is paid for and believed as the worst: the next tells whether the machine
-was disturbed.
+with EARNED and FIRST_STEPS of `drafter_trials.py`; T_off and step_s are what the same tokens and one step take without drafts.
+A first step that takes half as long again as that worst, or longer, is paid for and believed as the worst: the next tells
+whether the machine was disturbed.
 """
 
 from __future__ import annotations
