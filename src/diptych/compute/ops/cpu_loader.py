@@ -142,13 +142,10 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
     def norm(self, parts: NormParts, *, offset: float = 0.0) -> VectorHandle:
         """Weight plus offset, and bias, as fp32."""
         bias = -1 if parts.bias is None else self._vector(parts.bias)
-        values = self._values(parts.weight, offset)
-        middle = float(values.abs().median())
-        times = float(values.abs().max()) / middle if middle > 0.0 else 0.0
-        self._largest = max(self._largest, (times, parts.weight.name))
-        return VectorHandle(
-            index=int(self.program.add_vector(values.contiguous())), bias=bias, is_centred=parts.is_centred
-        )
+        sizes = self._values(parts.weight, offset).abs()
+        middle = float(sizes.median())
+        self._largest = max(self._largest, (float(sizes.max()) / middle if middle > 0.0 else 0.0, parts.weight.name))
+        return VectorHandle(index=self._vector(parts.weight, offset), bias=bias, is_centred=parts.is_centred)
 
     def _values(self, tensor: WeightTensor, offset: float = 0.0) -> torch.Tensor:
         self.plain |= {one.name: one for one in tensor.stored}
