@@ -9,7 +9,7 @@
 namespace diptych {
 namespace {
 
-constexpr int64_t kDirectPasses = 2;     // of few rows over a strip, before expanding it is cheaper
+constexpr int64_t kDirectPasses = 4;     // of few rows over a strip, before expanding it is cheaper
 constexpr int64_t kBlockRows = 264;      // their fp32 sums of a panel and some groups of x lie in L2
 
 struct Job : LinearCall {
@@ -56,7 +56,7 @@ GroupKernel direct_tile(const GroupTiles& tiles, const LinearShape& shape, int64
   return (is_linear ? direct.linear : direct.table)[rows - 1];
 }
 
-// A strip passes once or twice, from memory and then from cache.
+// A strip passes once or a few times, from memory and then from cache.
 void run_direct(const Job& job, int thread, int threads) {
   const int64_t pieces = pieces_per_panel(job.w, threads), strips = kPanelStrips / pieces;
   const int64_t passes = (job.m + kDirectRows - 1) / kDirectRows;
@@ -73,7 +73,8 @@ void run_direct(const Job& job, int thread, int threads) {
         args.x = job.x_of + begin, args.x_powers = job.powers_of + begin, args.x_sums = job.sums_of + begin;
         direct_tile(job.tiles, job.shape(), end - begin)(args);
       }
-    finish_tile(job, panel, {first, first + strips}, {0, job.m}, reinterpret_cast<uint8_t*>(job.acc));
+    for (int64_t row = 0; row < job.m; row += kMaxTileRows)
+      finish_tile(job, panel, {first, first + strips}, {row, std::min<int64_t>(row + kMaxTileRows, job.m)}, reinterpret_cast<uint8_t*>(job.acc + row * kPanelLanes));
   }
 }
 

@@ -144,7 +144,7 @@ void tile_direct(const GroupArgs& args) {
 
 #define DIPTYCH_DIRECT(codes) \
   {tile_direct<codes, kWide, 1>, tile_direct<codes, kWide, 2>, tile_direct<codes, kWide, 3>, tile_direct<codes, kWide, 4>, \
-   tile_direct<codes, kWide, 5>, tile_direct<codes, kWide, 6>}
+   tile_direct<codes, kWide, 5>, tile_direct<codes, kWide, 6>, tile_direct<codes, kWide, 7>, tile_direct<codes, kWide, 8>}
 template <bool kWide>
 constexpr DirectTiles kDirectTiles = {DIPTYCH_DIRECT(Codes::linear), DIPTYCH_DIRECT(Codes::linear16), DIPTYCH_DIRECT(Codes::table), DIPTYCH_DIRECT(Codes::table16),
                                       DIPTYCH_DIRECT(Codes::bytes), DIPTYCH_DIRECT(Codes::sixes)};

@@ -111,7 +111,7 @@ struct MatrixTiles {
 
 constexpr int64_t kHeadGroups = 4;   // groups that share a head
 static_assert(kHeadGroups * kMaxNestedGroup == kNestedInputs, "a head has one factor");
-constexpr int kDirectRows = 6;       // the most rows that meet the codes as they are packed
+constexpr int kDirectRows = 8;       // the most rows that meet the codes as they are packed
 constexpr int64_t kBlockInputs = 512;  // of the strips that are expanded at one time; whole heads of every group size
 constexpr int64_t kMostExpanded = kBlockInputs / 16;  // groups of those
 constexpr int64_t kExpandedBytes = kBlockInputs / 4 * kStepBytes;        // from strip to strip
