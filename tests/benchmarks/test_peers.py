@@ -20,7 +20,7 @@ from diptych.compute.ceilings import Ceilings
 from diptych.compute.runner import load_model
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.config import ComputeConfig
-from diptych.ground.errors import ExecutorError
+from diptych.ground.errors import ConfigError, ExecutorError
 
 TINY = {
     "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -208,6 +208,20 @@ def test_a_case_may_have_turns_of_its_own(capsys):
 def test_what_a_peer_lacks_is_said():
     notes = peers.left_out(["openvino", "onnxruntime"], ["bf16", "int8", "single", "mix"])
     assert [note.partition(":")[0] for note in notes] == ["onnxruntime is not measured in mix"]
+    assert peers.left_out(["vllm", "llama-cpp"], ["q4_k_m"]) == [
+        "vllm is not measured in q4_k_m: the file is llama.cpp's"
+    ]
+
+
+def test_a_mixture_of_gguf_is_refused_where_nobody_writes_it(tmp_path):
+    shape = tmp_path / "smollm2-135m-seed0"
+    shape.mkdir()
+    (shape / "model.safetensors").touch()
+    (shape / "tokenizer.json").touch()
+    arguments = peers.arguments_of(["--shape", "smollm2-135m", "--checkpoints", str(tmp_path), "--weights", "q4_k_m"])
+    arguments.peers = []
+    with pytest.raises(ConfigError, match="q4_k_m is written by"):
+        peers.run(arguments)
 
 
 class TwoWays(peer_worker.PeerWorker):

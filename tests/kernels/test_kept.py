@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_balance import reparametrised
 from worlds import KERNEL_SETS, alone, beside, prompt
 
 from checkpoints import make_checkpoint
 from coded_files import Layout, awq, gptq, quantised_checkpoints
-from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.compute.ops.cpu_kernels import _cpu, instruction_sets
 from diptych.compute.runner import load_model
 from diptych.engine.load import bundled_dir
 from diptych.engine.text.tokenizer import Tokenizer
@@ -119,6 +121,27 @@ def test_rows_of_15_bits_keep_a_file_of_4_bits_whose_channels_stand_out(
     assert added[1] < 0.02 * own
     assert added[0] > 0.2 * own
     assert said == [True, False]
+
+
+@pytest.mark.parametrize(("norm", "is_told"), [("input_layernorm", True), ("post_attention_layernorm", False)])
+def test_large_channels_are_told_of_norms_that_projections_read(
+    norm: str, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Gemma norms what attention and MLP give, too, by weights that spread far; no row is made of that."""
+    original = make_checkpoint("gemma2", tmp_path / "original", dtype=torch.bfloat16, num_hidden_layers=2)
+    tensors = load_file(original / "model.safetensors")
+    tensors[f"model.layers.1.{norm}.weight"][3] = 100.0
+    save_file(tensors, original / "model.safetensors", metadata={"format": "pt"})
+    coded, _ = quantised_checkpoints(original, tmp_path, gptq(4, 32, symmetric=True))
+    load_model(coded, ComputeConfig(backend="cpu", threads=1)).close()
+    assert ("as large as the middle one" in caplog.text) == is_told
+
+
+@pytest.mark.parametrize(("given", "said"), [({"group": 128}, "at most 64"), ({"grid": "zeros"}, "no zeros")])
+def test_nested_scales_that_no_head_holds_are_refused(given: dict[str, Any], said: str) -> None:
+    """Four groups share a line of factors, each of 256 inputs."""
+    with pytest.raises(ValueError, match=said):
+        _cpu.LinearShape(format="group4", n=32, k=512, scale="s8", **({"group": 32} | given))
 
 
 # every table of levels, every width, with minima and without, scales as they are and nested

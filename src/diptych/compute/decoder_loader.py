@@ -121,7 +121,8 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         if isinstance(mlp, MlpSpec):  # where it reads the norm that attention reads, that stays as it is
             before_mlp, dense = self.mlp(mlp, before_mlp)
         before, attention, qkv, o = self.heads(before, is_shared=is_parallel)
-        input_norm, post_attention_norm, post_mlp_norm = (self.norm(norm) for norm in (before, after, after_mlp))
+        input_norm = self.norm(before)
+        post_attention_norm, post_mlp_norm = (self.norm(norm, is_read=False) for norm in (after, after_mlp))
         if isinstance(mlp, MoeSpec):
             before_mlp, experts, shared = self._experts(mlp, before_mlp)
         return LayerWeights(
@@ -323,9 +324,9 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         """A norm over the residual width."""
         return None if name is None else norm_parts(self.source, f"{self.prefix}{name}", self.spec)
 
-    def norm(self, parts: NormParts | None) -> Vector | None:
+    def norm(self, parts: NormParts | None, *, is_read: bool = True) -> Vector | None:
         """A norm's handle; None where there is none."""
-        return None if parts is None else self.loader.norm(parts, offset=self.spec.norm_offset)
+        return None if parts is None else self.loader.norm(parts, offset=self.spec.norm_offset, is_read=is_read)
 
     def mlp(
         self, mlp: MlpSpec, norm: NormParts | None, root: str | None = None

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from diptych.compute.gguf_codes import codes_of
+from diptych.compute.gguf_lattices import LATTICES
 from diptych.compute.ops.contract import Codes, WeightTensor
 from diptych.compute.weights import FLOAT_DTYPES, SAMPLE_BYTES, Meanwhile, Progress, Saved, give_pages_back
 from diptych.ground.errors import LoadError
@@ -162,7 +163,7 @@ class GgufCheckpoint:
         """A tensor's blocks taken apart, some rows at a time; `kept` says what they are."""
         stored, raw = self._opened(place)
         blocks = raw.view(-1, shape[1] // stored.type.elements * stored.type.nbytes)[self._rows_of(place, shape[0])]
-        step = max(1, 8 * PIECE_VALUES // shape[1])
+        step = max(1, (1 if stored.type.name in LATTICES else 8) * PIECE_VALUES // shape[1])
         parts = [codes_of(blocks[begin : begin + step], stored.type.name) for begin in range(0, shape[0], step)]
         offsets = [part.offsets for part in parts if part.offsets is not None]
         factors = [part.factors for part in parts if part.factors is not None]

@@ -51,7 +51,7 @@ def codes_of_lattice(blocks: torch.Tensor, kind: str) -> Codes:
     return Codes(
         codes=torch.from_numpy(codes.reshape(len(blocks), -1)),
         scales=torch.from_numpy(scales.reshape(len(blocks), -1)),
-        factors=torch.from_numpy(d.astype(np.float32) * unit),
+        factors=torch.from_numpy(d.astype(np.float32)) * float(unit),
     )
 
 

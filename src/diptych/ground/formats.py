@@ -51,6 +51,7 @@ KEPT_BITS = {"group4": 4, "group6": 6, "group8": 8}
 KEPT_SCALES = ("f16", "bf16", "f32", "s8")
 KEPT_GRIDS = ("signed", "zeros", "minima", "iq4_nl", "e2m1", "iq2", "iq3_xxs", "iq3_s", "iq1")
 GROUPS = (128, 64, 32, 16)  # that the kernels have, the cheapest first
+MOST_NESTED = 64  # inputs of a group with scales of s8: four share their factor
 WIDE_BITS = 6  # of codes that rows of 8 bits would cost more than their own rounding did (numbers in LAB.md)
 
 
@@ -96,6 +97,7 @@ class KeptFormat:
             or rest[0] not in groups
             or rest[1] not in KEPT_SCALES
             or grid not in KEPT_GRIDS
+            or (rest[1] == "s8" and (groups[rest[0]] > MOST_NESTED or grid == "zeros"))
         ):
             raise ValueError(f"{name!r} names no format of kept weights")
         return cls(kind=kind, group=groups[rest[0]], scale=rest[1], grid=grid, is_wide=is_wide)

@@ -139,12 +139,13 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         values = values if values.is_contiguous() else values.contiguous()
         return TableHandle(index=self.program.add_table(values.detach()), width=tensor.shape[1])
 
-    def norm(self, parts: NormParts, *, offset: float = 0.0) -> VectorHandle:
+    def norm(self, parts: NormParts, *, offset: float = 0.0, is_read: bool = True) -> VectorHandle:
         """Weight plus offset, and bias, as fp32."""
         bias = -1 if parts.bias is None else self._vector(parts.bias)
         sizes = self._values(parts.weight, offset).abs()
         middle = float(sizes.median())
-        self._largest = max(self._largest, (float(sizes.max()) / middle if middle > 0.0 else 0.0, parts.weight.name))
+        if is_read and middle > 0.0:
+            self._largest = max(self._largest, (float(sizes.max()) / middle, parts.weight.name))
         return VectorHandle(index=self._vector(parts.weight, offset), bias=bias, is_centred=parts.is_centred)
 
     def _values(self, tensor: WeightTensor, offset: float = 0.0) -> torch.Tensor:

@@ -85,8 +85,9 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         """[V, D] in the compute dtype: the head's own matrix where tied."""
         return tensor.read().to(device=self._device, dtype=self._dtype) if head is None else head.weight
 
-    def norm(self, parts: NormParts, *, offset: float = 0.0) -> TorchNorm:
+    def norm(self, parts: NormParts, *, offset: float = 0.0, is_read: bool = True) -> TorchNorm:
         """[D] fp32."""
+        del is_read
         bias = None if parts.bias is None else self._vector(parts.bias)
         return TorchNorm(self._vector(parts.weight, offset), bias, parts.is_centred)
 
