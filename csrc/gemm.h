@@ -1,6 +1,6 @@
 // Linear layers y = x W^T + b for bf16, int8 and int4 weights, the same code for one row (decode) and thousands (prefill).
 //
-// Weights that somebody else quantised (AWQ, GPTQ, GGUF ...) keep their values: group4, group6 and group8, of so many bits with a scale of its
+// Weights that somebody else quantised (AWQ, GPTQ, GGUF ...) keep their values: group2 to group8, of so many bits with a scale of its
 // own for each group of inputs, met by rows of int8 with a scale and, for each group, a power of two below it.
 //
 // The promise: output (row, lane) depends on that row of x and that lane of W alone. Not one bit changes with the number
@@ -34,26 +34,26 @@ struct KernelSet;  // kernel_sets.h
 
 constexpr int64_t kPanelLanes = 64;  // output lanes of one packed panel
 
-enum class Format : int32_t { bf16 = 0, int8 = 1, int4 = 2, group4 = 3, group8 = 4, group6 = 5 };
+enum class Format : int32_t { bf16 = 0, int8 = 1, int4 = 2, group4 = 3, group8 = 4, group6 = 5, group2 = 6, group3 = 7, group5 = 8 };
 enum class Source : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
 
 // How many steps of a grid one unit is, where the largest magnitude of its numbers takes `top` steps. Numbers so small that the
 // inverse would not be finite (2^-100: products of a closed gate, say) are zero on every grid.
 DIPTYCH_FORCED float steps_per_unit(float highest, float top) { return highest > 0x1p-100f ? top / highest : 0.0f; }
 
-inline bool is_grouped(Format format) { return format == Format::group4 || format == Format::group6 || format == Format::group8; }
+inline bool is_grouped(Format format) { return format >= Format::group4; }
 
-// What a group's codes stand for: weight = scale * (level - zero) or scale * level + minimum; level of a group8 code c is c - 128, of a
-// group6 code c - 32 (with minima c), of a group4 code by `levels`. Scales are kept in the type of the file that they come from. Nested
-// ones, as of GGUF's blocks of 256, are whole numbers of 8 bits, and so are their minima, times a factor of each that kNestedInputs share.
-enum class Offset : int32_t { none = 0, zeros = 1, minima = 2 };  // zeros: u8, group4 with unsigned levels only; minima: fp32
-// c - 8; c; tables of GGUF's types, of e2m1 twice the values of fp4
-enum class Table4 : int32_t { signed4 = 0, unsigned4 = 1, iq4_nl = 2, e2m1 = 3, iq2 = 4, iq3_xxs = 5, iq3_s = 6, iq1 = 7 };
-constexpr int64_t kNestedInputs = 256, kMaxNestedGroup = 64;
+// What a group's codes stand for: weight = scale * (level - zero) or scale * level + minimum. Scales are kept in the type of the file that
+// they come from. Nested ones, as of GGUF's blocks of 256, are whole numbers of 8 bits, and so are their minima, times a factor of each that
+// kNestedInputs share.
+enum class Offset : int32_t { none = 0, zeros = 1, minima = 2 };  // zeros: u8, group4 with plain levels only; minima: fp32
+// Of a code: itself less half of their number; itself; tables, iq2 and iq1 for group3 and the others for group4, e2m1's of twice its values.
+enum class Levels : int32_t { centred = 0, plain = 1, iq4_nl = 2, e2m1 = 3, iq2 = 4, iq3_xxs = 5, iq3_s = 6, iq1 = 7 };
+constexpr int64_t kNestedInputs = 256, kMaxNestedGroup = 64;  // a line of s8 scales is of four groups or more
 struct Grid {
   Source scale = Source::f16;
   Offset offset = Offset::none;
-  Table4 levels = Table4::signed4;
+  Levels levels = Levels::centred;
   bool nested = false;  // then `scale` is of the factors: f16 of scales and of minima, or f32 where there are no minima
 };
 

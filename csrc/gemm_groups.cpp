@@ -1,4 +1,4 @@
-// The driver of the linear layers for weights in groups (group4, group6, group8). Few rows meet the codes as they are packed, strip after strip,
+// The driver of the linear layers for weights in groups (group2 to group8). Few rows meet the codes as they are packed, strip after strip,
 // in one stream. More rows: some groups of a few strips are expanded to the form of int8, which lies in L1 while the rows of a block
 // pass over it. Nothing here touches the order of a sum: it ascends over the groups, wherever they are cut.
 #include <type_traits>
@@ -49,11 +49,7 @@ GroupArgs args_of(const Job& job) {
 
 // Of so many rows, or null.
 GroupKernel direct_tile(const GroupTiles& tiles, const LinearShape& shape, int64_t rows) {
-  const DirectTiles& direct = tiles.direct[shape.wide];
-  if (shape.format != Format::group4) return (shape.format == Format::group8 ? direct.bytes : direct.sixes)[rows - 1];
-  const bool is_linear = shape.grid.levels == Table4::signed4 || shape.grid.levels == Table4::unsigned4;
-  if (shape.group == 16) return (is_linear ? direct.linear16 : direct.table16)[rows - 1];
-  return (is_linear ? direct.linear : direct.table)[rows - 1];
+  return tiles.direct[shape.wide].of[static_cast<int>(form_of(shape))][rows - 1];
 }
 
 // A strip passes once or a few times, from memory and then from cache.
@@ -91,7 +87,7 @@ const uint8_t* strip_of(const Job& job, const Block& block, int64_t i) {
 class ReadingAhead {
  public:
   ReadingAhead(const Job& job, const Block& next, int64_t turns) : strips_(job.tile.strips), strip_bytes_(job.strip_bytes()) {
-    const int64_t head = bytes_of_group_head(job.shape()) / kHeadGroups, begin = place_of_group(job.shape(), next.group).factors;
+    const int64_t head = bytes_of_group_head(job.shape()) / groups_of_head(job.shape()), begin = place_of_group(job.shape(), next.group).factors;
     const int64_t lines = next.count * (head + bytes_of_group_steps(job.shape())) / kStepBytes;
     at_ = strip_of(job, next, 0) + begin;
     end_ = at_ + lines * kStepBytes;

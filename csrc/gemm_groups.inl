@@ -1,4 +1,4 @@
-// Weights in groups (group4, group6, group8), in portable C++ for every set: included inside the anonymous namespace of its file after
+// Weights in groups (group2 to group8), in portable C++ for every set: included inside the anonymous namespace of its file after
 // lanes.inl and its int8 tiles. Whole sums of a group come from the set's own int8 tile, over strips expanded to its form.
 
 // a * b + c, rounded once, in every lane.
@@ -25,46 +25,39 @@ void load_grid(const LinearShape& shape, const uint8_t* strip, const GroupPlace&
   }
 }
 
-// 16 inputs of a lane's byte: nibbles of the first eight and of the last, then all their fifth and sixth bits, two by two.
-inline void join_sixes(const uint8_t* from, int64_t byte, uint8_t* out) {
-  const uint8_t first = from[byte], last = from[kStepBytes + byte], high = from[2 * kStepBytes + byte];
-  out[0] = static_cast<uint8_t>((first & 15) | (high << 4 & 48)), out[1] = static_cast<uint8_t>(first >> 4 | (high << 2 & 48));
-  out[2] = static_cast<uint8_t>((last & 15) | (high & 48)), out[3] = static_cast<uint8_t>(last >> 4 | (high >> 2 & 48));
+// A step of a unit of 16 inputs as codes, one to a byte.
+inline void take_codes(const LinearShape& shape, const uint8_t* unit, const uint8_t* tops, int64_t step, uint8_t* out) {
+  const auto take = [&](const uint8_t* from, int64_t shift, uint8_t mask) {
+    for (int64_t byte = 0; byte < kStepBytes; ++byte) out[byte] = static_cast<uint8_t>(from[byte] >> shift & mask);
+  };
+  switch (shape.format) {
+    case Format::group8: take(unit + step * kStepBytes, 0, 255); break;
+    case Format::group2: case Format::group3: take(unit, 2 * step, 3); break;
+    default: take(unit + step / 2 * kStepBytes, step % 2 * 4, 15);
+  }
+  if (shape.format == Format::group6)
+    for (int64_t byte = 0; byte < kStepBytes; ++byte) out[byte] |= static_cast<uint8_t>((unit[2 * kStepBytes + byte] >> 2 * step & 3) << 4);
+  if (has_tops(shape.format))
+    for (int64_t byte = 0; byte < kStepBytes; ++byte) out[byte] |= static_cast<uint8_t>((tops[step * 8 + byte / 8] >> byte % 8 & 1) << (bits_of(shape.format) - 1));
 }
 
 template <LoadInputs kLoad>
 void expand_groups(const LinearShape& shape, const uint8_t* strip, int64_t first, int64_t count, uint8_t* steps, float* scales, float* minima) {
-  const int8_t* levels = levels_of(shape);
-  const int64_t n_steps = shape.group / inputs_per_step(shape.format);
+  const int8_t* table = is_table(shape) ? table_of(shape) : nullptr;
   for (int64_t g = first; g < first + count; ++g, scales += kStripLanes) {
     const GroupPlace place = place_of_group(shape, g);
     load_grid<kLoad>(shape, strip, place, scales, minima);
     if (shape.grid.offset == Offset::minima) minima += kStripLanes;
-    const uint8_t* from = strip + place.steps;
-    if (shape.format == Format::group8) {
-      std::memcpy(steps, from, static_cast<size_t>(n_steps * kStepBytes));
-      steps += n_steps * kStepBytes;
-      continue;
-    }
-    if (shape.format == Format::group6) {
-      const int base = 128 - middle_of_sixes(shape);
-      for (int64_t i = 0; i < shape.group; i += 16, from += 3 * kStepBytes, steps += 4 * kStepBytes)
-        for (int64_t byte = 0; byte < kStepBytes; ++byte) {
-          uint8_t codes[4];
-          join_sixes(from, byte, codes);
-          for (int64_t step = 0; step < 4; ++step) steps[step * kStepBytes + byte] = static_cast<uint8_t>(codes[step] + base);
-        }
-      continue;
-    }
-    uint8_t table[kStripLanes][16];  // u8 of a code, by lane
-    for (int64_t lane = 0; lane < kStripLanes; ++lane) {
-      const int zero = shape.grid.offset == Offset::zeros ? strip[place.offsets + lane] : 0;
-      for (int code = 0; code < 16; ++code) table[lane][code] = static_cast<uint8_t>(levels[code] - zero + 128);
-    }
-    for (int64_t step = 0; step < n_steps; ++step, from += kStepBytes, steps += 2 * kStepBytes)
-      for (int64_t byte = 0; byte < kStepBytes; ++byte) {
-        steps[byte] = table[byte / 4][from[byte] & 15];
-        steps[kStepBytes + byte] = table[byte / 4][from[byte] >> 4];
+    uint8_t bases[kStepBytes];  // u8 of level 0, by lane
+    for (int64_t byte = 0; byte < kStepBytes; ++byte)
+      bases[byte] = static_cast<uint8_t>(128 - middle_of(shape) - (shape.grid.offset == Offset::zeros ? strip[place.offsets + byte / 4] : 0));
+    const uint8_t *unit = strip + place.steps, *tops = strip + place.tops;
+    for (int64_t i = 0; i < shape.group; i += 16, unit += bytes_of_steps(shape.format, 16), tops += 4 * 8)
+      for (int64_t step = 0; step < 4; ++step, steps += kStepBytes) {
+        take_codes(shape, unit, tops, step, steps);
+        if (table != nullptr)
+          for (int64_t byte = 0; byte < kStepBytes; ++byte) steps[byte] = static_cast<uint8_t>(table[steps[byte]]);
+        for (int64_t byte = 0; byte < kStepBytes; ++byte) steps[byte] = static_cast<uint8_t>(steps[byte] + bases[byte]);
       }
   }
 }

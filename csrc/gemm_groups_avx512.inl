@@ -7,17 +7,13 @@ inline void read_ahead(const uint8_t* at) {
   _mm_prefetch(reinterpret_cast<const char*>(at + kNearBytes), _MM_HINT_T0);
 }
 
-// How packed steps become operands: nibbles as they are or by a table of levels (in groups of 16 or larger ones), bytes, or nibbles with
-// two bits of another step.
-enum class Codes { linear, linear16, table, table16, bytes, sixes };
-
 inline __m512 load_halves(const uint8_t* at) { return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(at))); }
 
 // Of a group of 16 lanes, from its head.
 struct Scales {
   explicit Scales(const LinearShape& shape)
       : source_(shape.grid.scale), nested_(shape.grid.nested), scale_bytes_(kStripLanes * bytes_of_scale(shape)),
-        offset_bytes_(kStripLanes * bytes_of_offset(shape)), scales_(bytes_of_factors(shape)), offsets_(scales_ + kHeadGroups * scale_bytes_) {}
+        offset_bytes_(kStripLanes * bytes_of_offset(shape)), scales_(place_of_head(shape, 0).scales), offsets_(place_of_head(shape, 0).offsets) {}
   void enter(const uint8_t* head) {
     head_ = head;
     if (!nested_) return;
@@ -44,87 +40,87 @@ struct Scales {
   __m512 factors_[2];
 };
 
-// The codes of 16 inputs, from three steps.
-struct Sixes {
-  explicit Sixes(const uint8_t* w) {
-    const __m512i first = _mm512_load_si512(w), last = _mm512_load_si512(w + kStepBytes), high = _mm512_load_si512(w + 2 * kStepBytes);
-    codes[0] = join(first, _mm512_slli_epi16(high, 4)), codes[1] = join(_mm512_srli_epi16(first, 4), _mm512_slli_epi16(high, 2));
-    codes[2] = join(last, high), codes[3] = join(_mm512_srli_epi16(last, 4), _mm512_srli_epi16(high, 2));
+constexpr bool is_table(CodeForm form) { return form == CodeForm::threes_table || form == CodeForm::fours_table; }
+constexpr bool has_tops(CodeForm form) { return form == CodeForm::threes || form == CodeForm::threes_table || form == CodeForm::fives; }
+constexpr int steps_of_16(CodeForm form) {
+  switch (form) {
+    case CodeForm::bytes: return 4;
+    case CodeForm::sixes: return 3;
+    case CodeForm::fours: case CodeForm::fours_table: case CodeForm::fives: return 2;
+    default: return 1;
   }
-  __m512i codes[4];
+}
 
- private:
-  static __m512i join(const __m512i& nibbles, const __m512i& high) {
-    const __m512i both = _mm512_ternarylogic_epi32(_mm512_set1_epi8(15), nibbles, high, 0xca);  // bits of the mask from nibbles
+// Step `word` of the four of 16 inputs, as codes or by the table as levels + 128.
+template <CodeForm kForm>
+DIPTYCH_FORCED __m512i operand_of(const uint8_t* unit, const uint8_t* tops, int word, const __m512i& table) {
+  const auto step = [&](int i) __attribute__((always_inline)) { return _mm512_load_si512(unit + i * kStepBytes); };
+  if constexpr (kForm == CodeForm::bytes) return step(word);
+  constexpr bool kIsPairs = kForm == CodeForm::twos || kForm == CodeForm::threes || kForm == CodeForm::threes_table;
+  const __m512i packed = step(kIsPairs ? 0 : word / 2);
+  const int shift = kIsPairs ? 2 * word : word % 2 * 4;
+  const __m512i shifted = shift == 0 ? packed : _mm512_srli_epi16(packed, static_cast<unsigned>(shift));
+  if constexpr (kForm == CodeForm::sixes) {
+    const __m512i pairs = step(2), high = word == 3 ? _mm512_srli_epi16(pairs, 2) : _mm512_slli_epi16(pairs, static_cast<unsigned>(4 - 2 * word));
+    const __m512i both = _mm512_ternarylogic_epi32(_mm512_set1_epi8(15), shifted, high, 0xca);  // bits of the mask from nibbles
     return _mm512_and_si512(both, _mm512_set1_epi8(63));
   }
-};
+  __m512i codes = _mm512_and_si512(shifted, _mm512_set1_epi8(kIsPairs ? 3 : 15));
+  if constexpr (has_tops(kForm))
+    codes = _mm512_mask_add_epi8(codes, _load_mask64(reinterpret_cast<__mmask64*>(const_cast<uint8_t*>(tops + word * 8))), codes, _mm512_set1_epi8(kIsPairs ? 4 : 16));
+  return is_table(kForm) ? _mm512_shuffle_epi8(table, codes) : codes;
+}
 
 // The 16 levels + 128 in every part of a register.
-inline __m512i load_levels(const LinearShape& shape) {
-  const __m128i levels = _mm_loadu_si128(reinterpret_cast<const __m128i*>(levels_of(shape)));
+inline __m512i load_table(const LinearShape& shape) {
+  const __m128i levels = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table_of(shape)));
   return _mm512_broadcast_i32x4(_mm_xor_si128(levels, _mm_set1_epi8(static_cast<char>(0x80))));
 }
 
 // Few rows meet one strip as it is packed. sum (code - zero) q = sum code q - zero sum q, whole numbers. A row has two chains of sums:
 // of wide rows those of its low and its high halves.
-template <Codes kCodes, bool kWide, int kRows>
+template <CodeForm kForm, bool kWide, int kRows>
 void tile_direct(const GroupArgs& args) {
   const LinearShape& shape = *args.shape;
-  const int64_t words = shape.group / 4, head_bytes = bytes_of_group_head(shape);
-  constexpr bool kNibbles = kCodes == Codes::linear || kCodes == Codes::linear16, kIsBytes = kCodes == Codes::bytes, kIsSixes = kCodes == Codes::sixes;
-  constexpr bool kIsTable = kCodes == Codes::table || kCodes == Codes::table16;
-  constexpr int kSteps = kIsSixes ? 1 : kCodes == Codes::linear16 || kCodes == Codes::table16 ? 2 : 4;
-  const __m512i levels = kIsTable ? load_levels(shape) : _mm512_setzero_si512();
-  const int32_t middle = kIsSixes ? middle_of_sixes(shape) : !kNibbles ? 128 : shape.grid.levels == Table4::signed4 ? 8 : 0;
+  const int64_t words = shape.group / 4, head_groups = groups_of_head(shape);
+  const GroupPlace head = place_of_head(shape, 0);
+  const __m512i table = is_table(kForm) ? load_table(shape) : _mm512_setzero_si512();
+  const int32_t middle = is_table(kForm) ? 128 : middle_of(shape);
   const int64_t low_words = args.low / 4;
   Scales scales(shape);
-  const uint8_t *x[kRows], *w = args.strip;
+  const uint8_t *x[kRows], *w = args.strip, *tops = nullptr;
   __m512 sums[kRows];
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row) x[row] = args.x[row], sums[row] = _mm512_setzero_ps();
   int64_t at = 0;
   for (int64_t group = 0; group < args.groups; ++group) {
-    if (group % kHeadGroups == 0) {
-      scales.enter(w);
-      for (const uint8_t* end = w + head_bytes; w < end; w += kCacheLine) read_ahead(w);
+    const int64_t within = group & (head_groups - 1);
+    if (within == 0) {
+      scales.enter(w), tops = w + head.tops;
+      for (const uint8_t* end = w + head.steps; w < end; w += kCacheLine) read_ahead(w);
     }
     __m512i low_sums[kRows], high_sums[kRows];
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) low_sums[row] = _mm512_set1_epi32(-middle * args.x_sums[row][group]), high_sums[row] = _mm512_setzero_si512();
-    for (const int64_t end = at + words; at < end;) {
+    for (const int64_t end = at + words; at < end; at += 4, w += steps_of_16(kForm) * kStepBytes, tops += has_tops(kForm) ? 4 * 8 : 0) {
 #pragma GCC unroll 4
-      for (int step = 0; step < kSteps; ++step, at += kIsSixes ? 4 : kIsBytes ? 1 : 2, w += kIsSixes ? 3 * kStepBytes : kStepBytes) {
-        read_ahead(w);
-        const __m512i packed = _mm512_load_si512(w);
-        auto word = [&](int row, int64_t i) { return _mm512_set1_epi32(*reinterpret_cast<const int*>(x[row] + i * 4)); };
-        auto add = [&](const __m512i& codes, int64_t i, bool is_even) __attribute__((always_inline)) {
+      for (int step = 0; step < steps_of_16(kForm); ++step) read_ahead(w + step * kStepBytes);
+#pragma GCC unroll 4
+      for (int step = 0; step < 4; ++step) {
+        const __m512i operand = operand_of<kForm>(w, tops, step, table);
+        const auto word = [&](int row, int64_t i) __attribute__((always_inline)) { return _mm512_set1_epi32(*reinterpret_cast<const int*>(x[row] + i * 4)); };
 #pragma GCC unroll 8
-          for (int row = 0; row < kRows; ++row) {
-            if constexpr (kWide) {
-              add_dot_int8(low_sums[row], codes, word(row, i + low_words)), add_dot_int8(high_sums[row], codes, word(row, i));
-            } else {
-              add_dot_int8(is_even ? low_sums[row] : high_sums[row], codes, word(row, i));
-            }
+        for (int row = 0; row < kRows; ++row) {
+          if constexpr (kWide) {
+            add_dot_int8(low_sums[row], operand, word(row, at + step + low_words)), add_dot_int8(high_sums[row], operand, word(row, at + step));
+          } else {
+            add_dot_int8(step % 2 == 0 ? low_sums[row] : high_sums[row], operand, word(row, at + step));
           }
-        };
-        if constexpr (kIsSixes) {
-          read_ahead(w + kStepBytes), read_ahead(w + 2 * kStepBytes);
-          const Sixes sixes(w);
-#pragma GCC unroll 4
-          for (int i = 0; i < 4; ++i) add(sixes.codes[i], at + i, i % 2 == 0);
-        } else if constexpr (kIsBytes) {
-          add(packed, at, step % 2 == 0);
-        } else {
-          __m512i low = _mm512_and_si512(packed, _mm512_set1_epi8(15)), high = _mm512_and_si512(_mm512_srli_epi16(packed, 4), _mm512_set1_epi8(15));
-          if constexpr (kIsTable) low = _mm512_shuffle_epi8(levels, low), high = _mm512_shuffle_epi8(levels, high);
-          add(low, at, true), add(high, at + 1, false);
         }
       }
     }
-    const int64_t within = group % kHeadGroups;
     const __m512 scale = scales.scale(within);
-    const bool has_zeros = kNibbles && shape.grid.offset == Offset::zeros, has_minima = shape.grid.offset == Offset::minima;
+    const bool has_zeros = kForm == CodeForm::fours && shape.grid.offset == Offset::zeros, has_minima = shape.grid.offset == Offset::minima;
     const __m512i zero = has_zeros ? _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(scales.offset(within)))) : _mm512_setzero_si512();
     const __m512 minimum = has_minima ? scales.minimum(within) : _mm512_setzero_ps();
 #pragma GCC unroll 8
@@ -142,12 +138,13 @@ void tile_direct(const GroupArgs& args) {
   for (int row = 0; row < kRows; ++row) _mm512_store_ps(args.acc + row * kPanelLanes, sums[row]);
 }
 
-#define DIPTYCH_DIRECT(codes) \
-  {tile_direct<codes, kWide, 1>, tile_direct<codes, kWide, 2>, tile_direct<codes, kWide, 3>, tile_direct<codes, kWide, 4>, \
-   tile_direct<codes, kWide, 5>, tile_direct<codes, kWide, 6>, tile_direct<codes, kWide, 7>, tile_direct<codes, kWide, 8>}
+#define DIPTYCH_DIRECT(form) \
+  {tile_direct<form, kWide, 1>, tile_direct<form, kWide, 2>, tile_direct<form, kWide, 3>, tile_direct<form, kWide, 4>, \
+   tile_direct<form, kWide, 5>, tile_direct<form, kWide, 6>, tile_direct<form, kWide, 7>, tile_direct<form, kWide, 8>}
 template <bool kWide>
-constexpr DirectTiles kDirectTiles = {DIPTYCH_DIRECT(Codes::linear), DIPTYCH_DIRECT(Codes::linear16), DIPTYCH_DIRECT(Codes::table), DIPTYCH_DIRECT(Codes::table16),
-                                      DIPTYCH_DIRECT(Codes::bytes), DIPTYCH_DIRECT(Codes::sixes)};
+constexpr DirectTiles kDirectTiles = {{DIPTYCH_DIRECT(CodeForm::twos), DIPTYCH_DIRECT(CodeForm::threes), DIPTYCH_DIRECT(CodeForm::threes_table),
+                                       DIPTYCH_DIRECT(CodeForm::fours), DIPTYCH_DIRECT(CodeForm::fours_table), DIPTYCH_DIRECT(CodeForm::fives),
+                                       DIPTYCH_DIRECT(CodeForm::sixes), DIPTYCH_DIRECT(CodeForm::bytes)}};
 
 // Expanded strips. A group's whole sums are registers and begin with what the levels' offset of 128 adds too much; sums over the groups
 // are registers too, so that both leave 12 chains of dot products. What a group needs of a row is made for all groups before: broadcasts
@@ -266,41 +263,38 @@ void tile_expanded(const GroupArgs& args) {
   args.minima == nullptr ? run_expanded<kRows, kStrips, kWide, false, kPorts>(args) : run_expanded<kRows, kStrips, kWide, true, kPorts>(args);
 }
 
+// Of one group. zero: of each lane, in all its bytes.
+template <CodeForm kForm>
+uint8_t* expand_codes(const LinearShape& shape, const uint8_t* unit, const uint8_t* tops, const __m512i& table, const __m512i& zero, uint8_t* out) {
+  const __m512i base = is_table(kForm) ? zero : _mm512_sub_epi8(zero, _mm512_set1_epi8(static_cast<char>(128 - middle_of(shape))));
+  for (int64_t i = 0; i < shape.group; i += 16, unit += steps_of_16(kForm) * kStepBytes, tops += 4 * 8)
+#pragma GCC unroll 4
+    for (int step = 0; step < 4; ++step, out += kStepBytes) _mm512_store_si512(out, _mm512_sub_epi8(operand_of<kForm>(unit, tops, step, table), base));
+  return out;
+}
+constexpr uint8_t* (*kExpandCodes[kCodeForms])(const LinearShape&, const uint8_t*, const uint8_t*, const __m512i&, const __m512i&, uint8_t*) = {
+    expand_codes<CodeForm::twos>, expand_codes<CodeForm::threes>, expand_codes<CodeForm::threes_table>, expand_codes<CodeForm::fours>,
+    expand_codes<CodeForm::fours_table>, expand_codes<CodeForm::fives>, expand_codes<CodeForm::sixes>, expand_codes<CodeForm::bytes>};
+
 void expand_groups(const LinearShape& shape, const uint8_t* strip, int64_t first, int64_t count, uint8_t* steps, float* scales, float* minima) {
-  const __m512i levels = load_levels(shape);
-  const int64_t n_steps = shape.group / inputs_per_step(shape.format);
+  const __m512i table = load_table(shape);
+  const auto expand = kExpandCodes[static_cast<int>(form_of(shape))];
   Scales scales_of(shape);
   for (int64_t g = first; g < first + count; ++g) {
     const GroupPlace place = place_of_group(shape, g);
     scales_of.enter(strip + place.factors);
-    const int64_t within = g % kHeadGroups;
+    const int64_t within = g & (groups_of_head(shape) - 1);
     const __m512 scale = scales_of.scale(within);
     const __mmask16 is_zero = _mm512_cmp_ps_mask(scale, _mm512_setzero_ps(), _CMP_EQ_OQ);
     _mm512_store_ps(scales + (g - first) * kStripLanes, _mm512_mask_mov_ps(scale, is_zero, _mm512_set1_ps(1.0f)));
-    uint8_t* const begin = steps;
     if (shape.grid.offset == Offset::minima) _mm512_store_ps(minima + (g - first) * kStripLanes, scales_of.minimum(within));
-    const uint8_t* from = strip + place.steps;
-    if (shape.format == Format::group8) {
-      for (int64_t step = 0; step < n_steps; ++step, from += kStepBytes, steps += kStepBytes) _mm512_store_si512(steps, _mm512_load_si512(from));
-    } else if (shape.format == Format::group6) {
-      const __m512i base = _mm512_set1_epi8(static_cast<char>(128 - middle_of_sixes(shape)));
-      for (int64_t i = 0; i < shape.group; i += 16, from += 3 * kStepBytes) {
-        const Sixes sixes(from);
-        for (int step = 0; step < 4; ++step, steps += kStepBytes) _mm512_store_si512(steps, _mm512_add_epi8(sixes.codes[step], base));
-      }
-    } else {
-      __m512i zero = _mm512_setzero_si512();  // of each lane, in all its bytes
-      if (shape.grid.offset == Offset::zeros) {
-        const __m512i zeros = _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(strip + place.offsets)));
-        zero = _mm512_mullo_epi32(zeros, _mm512_set1_epi32(0x01010101));
-      }
-      for (int64_t step = 0; step < n_steps; ++step, from += kStepBytes, steps += 2 * kStepBytes) {
-        const __m512i packed = _mm512_load_si512(from), mask = _mm512_set1_epi8(15);
-        const __m512i low = _mm512_and_si512(packed, mask), high = _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask);
-        _mm512_store_si512(steps, _mm512_sub_epi8(_mm512_shuffle_epi8(levels, low), zero));
-        _mm512_store_si512(steps + kStepBytes, _mm512_sub_epi8(_mm512_shuffle_epi8(levels, high), zero));
-      }
+    __m512i zero = _mm512_setzero_si512();
+    if (shape.grid.offset == Offset::zeros) {
+      const __m512i zeros = _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(strip + place.offsets)));
+      zero = _mm512_mullo_epi32(zeros, _mm512_set1_epi32(0x01010101));
     }
+    uint8_t* const begin = steps;
+    steps = expand(shape, strip + place.steps, strip + place.tops, table, zero, steps);
     if (is_zero != 0)  // zero has no exponent that a power could join: levels of zero, with another scale
       for (uint8_t* step = begin; step < steps; step += kStepBytes) _mm512_mask_storeu_epi32(step, is_zero, _mm512_set1_epi8(static_cast<char>(0x80)));
   }

@@ -8,10 +8,13 @@
 //         int4 is int8 written shorter: the u8 of int8 is unit * q + zero, whole numbers, one unit and zero per lane and group.
 //         Groups come in pairs: a line of heads (16 lanes of {u8 unit, u8 zero} for each of the two), then their steps.
 //   group4, group8  words as int4's and int8's (of codes). Four groups follow their heads: a line or more of scales [4][16] in the file's
-//         type, then zeros [4][16] u8 or minima [4][16] fp32; the last four may be fewer, their heads are not. Nested: a line of factors,
-//         f16 [2][16] or f32 [16], scales [4][16] s8, minima [4][16] s8.
+//         type, then zeros [4][16] u8 or minima [4][16] fp32; the last four may be fewer, their heads are not. Nested: as many groups as have
+//         256 inputs, heads of a line of factors, f16 [2][16] or f32 [16], scales [groups][16] s8, minima likewise.
 //   group6  as group4, and of each two such words (16 inputs) a third: bits 2 i and 2 i + 1 of its bytes are the codes' fifth and sixth,
 //         of nibble i of the four.
+//   group2  word = 16 inputs: bits 2 i and 2 i + 1 of byte j are input k + 4 i + j.
+//   group3, group5  as group2 and group4, with the highest bits at the end of the heads, [groups][inputs / 4] words of 64 bits: bit
+//         4 lane + j is input 4 i + j.
 // Gated weights interleave 16 gate lanes with the 16 up lanes of the same features.
 #pragma once
 
@@ -109,28 +112,23 @@ struct MatrixTiles {
 
 // ---- groups ----
 
-constexpr int64_t kHeadGroups = 4;   // groups that share a head
-static_assert(kHeadGroups * kMaxNestedGroup == kNestedInputs, "a head has one factor");
 constexpr int kDirectRows = 8;       // the most rows that meet the codes as they are packed
 constexpr int64_t kBlockInputs = 512;  // of the strips that are expanded at one time; whole heads of every group size
 constexpr int64_t kMostExpanded = kBlockInputs / 16;  // groups of those
 constexpr int64_t kExpandedBytes = kBlockInputs / 4 * kStepBytes;        // from strip to strip
 constexpr int64_t kExpandedScales = kMostExpanded * kStripLanes;         // likewise of their scales, and of their minima
 
-// The level of a code of group4, but for zeros.
-constexpr int8_t kLevels[8][16] = {
-    {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
-    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+// Levels of a code where they are in a table.
+constexpr int8_t kTables[6][16] = {
     {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},  // kvalues_iq4nl of llama.cpp
     {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},                    // twice E2M1 of the OCP microscaling formats
-    {8, 25, 43, 0, 0, 0, 0, 0, -8, -25, -43, 0, 0, 0, 0, 0},                      // magnitudes of ggml's lattices, the sign in the highest bit
+    {8, 25, 43, 0, -8, -25, -43, 0},                                              // magnitudes of ggml's lattices, the sign in the highest bit
     {4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62},
     {1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15},
-    {-7, 1, 9, 0, 0, 0, 0, 0, -9, -1, 7, 0, 0, 0, 0, 0},                          // eight times -1, 0, 1 and an eighth more or less
+    {-7, 1, 9, 0, -9, -1, 7, 0},                                                  // eight times -1, 0, 1 and an eighth more or less
 };
-// What a group6 code has more than its level.
-inline int middle_of_sixes(const LinearShape& shape) { return shape.grid.offset == Offset::minima ? 0 : 32; }
-inline const int8_t* levels_of(const LinearShape& shape) { return kLevels[static_cast<int>(shape.grid.levels)]; }
+inline bool is_table(const LinearShape& shape) { return shape.grid.levels > Levels::plain; }
+inline const int8_t* table_of(const LinearShape& shape) { return kTables[is_table(shape) ? static_cast<int>(shape.grid.levels) - 2 : 0]; }
 
 // A tile over whole groups: acc [rows][64] fp32, 64-byte aligned. For each group in ascending order, of each row and lane:
 //   sum = whole sum of level * q;   acc = fma(float(sum) * power, scale, acc);   acc = fma(power * float(sum of q), minimum, acc)
@@ -200,14 +198,23 @@ struct ExpandedTile {
   GroupKernel run;
 };
 
-// One strip, by rows - 1; null: none.
+// How a tile makes operands of codes.
+enum class CodeForm { twos, threes, threes_table, fours, fours_table, fives, sixes, bytes };
+constexpr int kCodeForms = 8;
+inline CodeForm form_of(const LinearShape& shape) {
+  switch (shape.format) {
+    case Format::group2: return CodeForm::twos;
+    case Format::group3: return is_table(shape) ? CodeForm::threes_table : CodeForm::threes;
+    case Format::group5: return CodeForm::fives;
+    case Format::group6: return CodeForm::sixes;
+    case Format::group8: return CodeForm::bytes;
+    default: return is_table(shape) ? CodeForm::fours_table : CodeForm::fours;
+  }
+}
+
+// One strip, by form and rows - 1; null: none.
 struct DirectTiles {
-  GroupKernel linear[kDirectRows];    // group4 with linear levels
-  GroupKernel linear16[kDirectRows];  //   in groups of 16
-  GroupKernel table[kDirectRows];     // group4 with others, in larger groups
-  GroupKernel table16[kDirectRows];   //   in groups of 16
-  GroupKernel bytes[kDirectRows];     // group8
-  GroupKernel sixes[kDirectRows];     // group6
+  GroupKernel of[kCodeForms][kDirectRows];
 };
 
 struct GroupTiles {
@@ -304,11 +311,23 @@ inline int64_t lane_of_row(const LinearShape& shape, int64_t row) {
 }
 
 inline int64_t bits_of(Format format) {
-  return format == Format::bf16 ? 16 : format == Format::int8 || format == Format::group8 ? 8 : format == Format::group6 ? 6 : 4;
+  switch (format) {
+    case Format::bf16: return 16;
+    case Format::int8: case Format::group8: return 8;
+    case Format::group6: return 6;
+    case Format::group5: return 5;
+    case Format::group3: return 3;
+    case Format::group2: return 2;
+    default: return 4;
+  }
 }
-inline int64_t inputs_per_step(Format format) { return 32 / bits_of(format); }  // but of group6, whose three steps hold 16
+// What a code has more than its level.
+inline int32_t middle_of(const LinearShape& shape) { return shape.grid.levels == Levels::centred ? 1 << (bits_of(shape.format) - 1) : 0; }
+inline bool has_tops(Format format) { return format == Format::group3 || format == Format::group5; }  // bits that lie in the heads
+inline int64_t bits_in_steps(Format format) { return bits_of(format) - has_tops(format); }
+inline int64_t inputs_per_step(Format format) { return 32 / bits_in_steps(format); }  // but of group6, whose three steps hold 16
 // Of a strip's steps that hold so many inputs.
-inline int64_t bytes_of_steps(Format format, int64_t inputs) { return inputs * kStripLanes * bits_of(format) / 8; }
+inline int64_t bytes_of_steps(Format format, int64_t inputs) { return inputs * kStripLanes * bits_in_steps(format) / 8; }
 inline int64_t padded_inputs(const LinearShape& shape) {
   return round_up(shape.k, shape.format == Format::int4 || is_grouped(shape.format) ? shape.group : 32);
 }
@@ -319,25 +338,32 @@ inline int64_t bytes_of_offset(const LinearShape& shape) {
 
 // Where the parts of a group lie in its strip. A head begins with the factors of what is nested.
 struct GroupPlace {
-  int64_t factors, scales, offsets, steps;
+  int64_t factors, scales, offsets, tops, steps;
 };
+inline int64_t groups_of_head(const LinearShape& shape) { return shape.grid.nested ? kNestedInputs / shape.group : 4; }  // a power of two
 inline int64_t bytes_of_factors(const LinearShape& shape) { return shape.grid.nested ? kStripLanes * 4 : 0; }
+inline int64_t bytes_of_tops(const LinearShape& shape) { return has_tops(shape.format) ? shape.group / 4 * 8 : 0; }  // of a group
 inline int64_t bytes_of_group_head(const LinearShape& shape) {
-  return bytes_of_factors(shape) + kHeadGroups * kStripLanes * (bytes_of_scale(shape) + bytes_of_offset(shape));
+  return bytes_of_factors(shape) + groups_of_head(shape) * (kStripLanes * (bytes_of_scale(shape) + bytes_of_offset(shape)) + bytes_of_tops(shape));
 }
 inline int64_t bytes_of_group_steps(const LinearShape& shape) { return bytes_of_steps(shape.format, shape.group); }
+// Of a head and its first group, then of a group within it.
+inline GroupPlace place_of_head(const LinearShape& shape, int64_t begin) {
+  const int64_t groups = groups_of_head(shape), scales = begin + bytes_of_factors(shape), offsets = scales + groups * kStripLanes * bytes_of_scale(shape);
+  return {begin, scales, offsets, offsets + groups * kStripLanes * bytes_of_offset(shape), begin + bytes_of_group_head(shape)};
+}
 inline GroupPlace place_of_group(const LinearShape& shape, int64_t group) {
-  const int64_t head = bytes_of_group_head(shape), steps = bytes_of_group_steps(shape), within = group % kHeadGroups;
-  const int64_t begin = group / kHeadGroups * (head + kHeadGroups * steps), scales = begin + bytes_of_factors(shape);
-  return {begin, scales + within * kStripLanes * bytes_of_scale(shape),
-          scales + kHeadGroups * kStripLanes * bytes_of_scale(shape) + within * kStripLanes * bytes_of_offset(shape),
-          begin + head + within * steps};
+  const int64_t groups = groups_of_head(shape), steps = bytes_of_group_steps(shape), within = group % groups;
+  GroupPlace place = place_of_head(shape, group / groups * (bytes_of_group_head(shape) + groups * steps));
+  place.scales += within * kStripLanes * bytes_of_scale(shape), place.offsets += within * kStripLanes * bytes_of_offset(shape);
+  place.tops += within * bytes_of_tops(shape), place.steps += within * steps;
+  return place;
 }
 
 inline int64_t bytes_of_strip(const LinearShape& shape) {
   const int64_t k = padded_inputs(shape);
   const int64_t steps = bytes_of_steps(shape.format, k);
-  if (is_grouped(shape.format)) return steps + (k / shape.group + kHeadGroups - 1) / kHeadGroups * bytes_of_group_head(shape);
+  if (is_grouped(shape.format)) return steps + (k / shape.group + groups_of_head(shape) - 1) / groups_of_head(shape) * bytes_of_group_head(shape);
   return shape.format == Format::int4 ? steps + (k / shape.group + 1) / 2 * 2 * kHeadBytes : steps;
 }
 // Where the head and the first step of one int4 group lie in its strip.

@@ -37,22 +37,26 @@ void require_matrix(const AnyArray& array) {
 }
 
 Format format_of(const std::string& name) {
-  return named<Format>("weight format", name, {{"bf16", Format::bf16}, {"int8", Format::int8}, {"int4", Format::int4}, {"group4", Format::group4}, {"group6", Format::group6}, {"group8", Format::group8}});
+  return named<Format>("weight format", name, {{"bf16", Format::bf16}, {"int8", Format::int8}, {"int4", Format::int4},
+                                                 {"group2", Format::group2}, {"group3", Format::group3}, {"group4", Format::group4},
+                                                 {"group5", Format::group5}, {"group6", Format::group6}, {"group8", Format::group8}});
 }
 
 Grid grid_of(const std::string& format, const std::string& scale, const std::string& grid) {
-  const auto [offset, levels] = named<std::pair<Offset, Table4>>("grid", grid, {
-      {"signed", {Offset::none, Table4::signed4}},
-      {"zeros", {Offset::zeros, Table4::unsigned4}},
-      {"minima", {Offset::minima, format == "group4" ? Table4::unsigned4 : Table4::signed4}},
-      {"iq4_nl", {Offset::none, Table4::iq4_nl}},
-      {"e2m1", {Offset::none, Table4::e2m1}},
-      {"iq2", {Offset::none, Table4::iq2}},
-      {"iq3_xxs", {Offset::none, Table4::iq3_xxs}},
-      {"iq3_s", {Offset::none, Table4::iq3_s}},
-      {"iq1", {Offset::none, Table4::iq1}},
+  const auto [offset, levels] = named<std::pair<Offset, Levels>>("grid", grid, {
+      {"signed", {Offset::none, Levels::centred}},
+      {"zeros", {Offset::zeros, Levels::plain}},
+      {"minima", {Offset::minima, format == "group8" ? Levels::centred : Levels::plain}},
+      {"iq4_nl", {Offset::none, Levels::iq4_nl}},
+      {"e2m1", {Offset::none, Levels::e2m1}},
+      {"iq2", {Offset::none, Levels::iq2}},
+      {"iq3_xxs", {Offset::none, Levels::iq3_xxs}},
+      {"iq3_s", {Offset::none, Levels::iq3_s}},
+      {"iq1", {Offset::none, Levels::iq1}},
   });
-  if (format != "group4" && offset != Offset::minima && levels != Table4::signed4) throw std::invalid_argument(format + " has no grid " + grid);
+  const bool is_of_threes = levels == Levels::iq2 || levels == Levels::iq1;
+  const bool is_of_fours = offset == Offset::zeros || (levels > Levels::plain && !is_of_threes);
+  if ((is_of_threes && format != "group3") || (is_of_fours && format != "group4")) throw std::invalid_argument(format + " has no grid " + grid);
   const bool is_nested = scale == "s8";
   if (is_nested && offset == Offset::zeros) throw std::invalid_argument("nested scales have no zeros beside them");
   const Source factors = offset == Offset::minima ? Source::f16 : Source::f32;

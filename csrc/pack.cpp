@@ -145,7 +145,7 @@ void pack_panel(const LinearKernels& kernels, const LinearShape& shape, const So
     case Format::bf16: pack_bf16(kernels, shape, rows, scratch, out); break;
     case Format::int8: pack_int8(kernels, shape, rows, scratch, out, scales); break;
     case Format::int4: pack_int4(kernels, shape, rows, scratch, out, scales); break;
-    case Format::group4: case Format::group6: case Format::group8: break;  // of codes only: pack_codes
+    default: break;  // of codes only: pack_codes
   }
 }
 

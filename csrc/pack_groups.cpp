@@ -42,55 +42,59 @@ CodeRow find_row(const LinearShape& shape, const CodePart* parts, int64_t n_part
   return found;
 }
 
-// Words of inputs [begin, begin + group) of one row, zero past k.
-void load_words(const LinearShape& shape, const CodeRow& row, int64_t begin, uint32_t* words) {
-  uint8_t codes[kMaxGroup] = {};
-  const int64_t present = row.codes == nullptr ? 0 : std::clamp<int64_t>(shape.k - begin, 0, shape.group);
-  if (present > 0) std::memcpy(codes, row.codes + begin, static_cast<size_t>(present));
-  if (shape.format == Format::group8) {
-    std::memcpy(words, codes, static_cast<size_t>(shape.group));
-    return;
+// 16 codes as words of the steps; out: as many as there are steps.
+void join_codes(Format format, const uint8_t* codes, uint32_t* out) {
+  uint32_t words[4];
+  std::memcpy(words, codes, sizeof(words));
+  const auto pick = [&](int i, int from, uint32_t mask) { return words[i] >> from & mask * 0x01010101u; };
+  switch (format) {
+    case Format::group8: std::copy(words, words + 4, out); return;
+    case Format::group2: case Format::group3: out[0] = pick(0, 0, 3) | pick(1, 0, 3) << 2 | pick(2, 0, 3) << 4 | pick(3, 0, 3) << 6; return;
+    default: out[0] = pick(0, 0, 15) | pick(1, 0, 15) << 4, out[1] = pick(2, 0, 15) | pick(3, 0, 15) << 4;
   }
-  uint32_t pairs = 0;  // of group6: the fifth and sixth bits of 16 inputs
-  for (int64_t i = 0; i < shape.group; i += 8) {
-    uint32_t low, high;
-    std::memcpy(&low, codes + i, 4);
-    std::memcpy(&high, codes + i + 4, 4);
-    *words++ = (low & 0x0f0f0f0fu) | (high & 0x0f0f0f0fu) << 4;
-    if (shape.format != Format::group6) continue;
-    const uint32_t own = (low >> 4 & 0x03030303u) | (high >> 4 & 0x03030303u) << 2;
-    if (i % 16 == 0) pairs = own; else *words++ = pairs | own << 4;
+  if (format == Format::group6) out[2] = pick(0, 4, 3) | pick(1, 4, 3) << 2 | pick(2, 4, 3) << 4 | pick(3, 4, 3) << 6;
+}
+
+// The words of one group of one lane, and its highest bits where they lie apart.
+void join_group(const LinearShape& shape, const CodeRow& row, int64_t group, int64_t lane, uint32_t* words, uint8_t* tops) {
+  uint8_t codes[kMaxGroup] = {};  // zero past k
+  const int64_t begin = group * shape.group, present = row.codes == nullptr ? 0 : std::clamp<int64_t>(shape.k - begin, 0, shape.group);
+  if (present > 0) std::memcpy(codes, row.codes + begin, static_cast<size_t>(present));
+  for (int64_t i = 0; i < shape.group; i += 16, words += bytes_of_steps(shape.format, 16) / kStepBytes) join_codes(shape.format, codes + i, words);
+  if (!has_tops(shape.format)) return;
+  const int64_t top = bits_of(shape.format) - 1;
+  for (int64_t i = 0; i < shape.group; ++i) tops[i / 4 * 8 + lane / 2] |= static_cast<uint8_t>((codes[i] >> top & 1) << (lane % 2 * 4 + i % 4));
+}
+
+// What a head holds of one lane of a group.
+void put_grid(const LinearKernels& kernels, const LinearShape& shape, const CodeRow& row, int64_t group, int64_t lane, uint8_t* out) {
+  if (row.codes == nullptr) return;
+  const GroupPlace place = place_of_group(shape, group);
+  const int64_t scale = bytes_of_scale(shape), offset = bytes_of_offset(shape);
+  uint8_t* scale_at = out + place.scales + lane * scale;
+  std::memcpy(scale_at, row.scales + group * scale, static_cast<size_t>(scale));
+  if (row.offsets != nullptr) std::memcpy(out + place.offsets + lane * offset, row.offsets + group * offset, static_cast<size_t>(offset));
+  if (!shape.grid.nested) {
+    float value;
+    kernels.load_inputs(scale_at, shape.grid.scale, 0, 1, &value);
+    if (std::fabs(value) < kLeastScale) std::memset(scale_at, 0, static_cast<size_t>(scale));
+  } else if (group % groups_of_head(shape) == 0) {  // no f16, or an eighth of one, comes below kLeastScale
+    const int64_t width = shape.grid.scale == Source::f32 ? 4 : 2;
+    for (int64_t i = 0; i < kFactorsBytes / width; ++i)
+      std::memcpy(out + place.factors + (i * kStripLanes + lane) * width, row.factors + group / groups_of_head(shape) * kFactorsBytes + i * width, static_cast<size_t>(width));
   }
 }
 
 void pack_strip(const LinearKernels& kernels, const LinearShape& shape, const CodeRow* rows, uint8_t* out) {
   constexpr int64_t kStride = kMaxGroup / 4;
   alignas(64) uint32_t words[kStripLanes * kStride];
-  const int64_t groups = count_groups(shape), scale = bytes_of_scale(shape), offset = bytes_of_offset(shape);
-  const int64_t last_head = (groups - 1) / kHeadGroups * kHeadGroups;
-  std::memset(out + place_of_group(shape, last_head).scales, 0, static_cast<size_t>(bytes_of_group_head(shape)));
+  const int64_t groups = count_groups(shape);
   for (int64_t g = 0; g < groups; ++g) {
     const GroupPlace place = place_of_group(shape, g);
+    if (g % groups_of_head(shape) == 0) std::memset(out + place.factors, 0, static_cast<size_t>(bytes_of_group_head(shape)));
     for (int64_t lane = 0; lane < kStripLanes; ++lane) {
-      const CodeRow& row = rows[lane];
-      uint8_t* scale_at = out + place.scales + lane * scale;
-      uint8_t* offset_at = out + place.offsets + lane * offset;
-      std::memset(scale_at, 0, static_cast<size_t>(scale)), std::memset(offset_at, 0, static_cast<size_t>(offset));
-      if (row.codes != nullptr) std::memcpy(scale_at, row.scales + g * scale, static_cast<size_t>(scale));
-      if (shape.grid.nested) {  // no f16, or an eighth of one, comes below kLeastScale
-        const int64_t width = shape.grid.scale == Source::f32 ? 4 : 2, count = g % kHeadGroups == 0 ? kFactorsBytes / width : 0;
-        for (int64_t i = 0; i < count; ++i) {
-          uint8_t* factor_at = out + place.factors + (i * kStripLanes + lane) * width;
-          std::memset(factor_at, 0, static_cast<size_t>(width));
-          if (row.codes != nullptr) std::memcpy(factor_at, row.factors + g * shape.group / kNestedInputs * kFactorsBytes + i * width, static_cast<size_t>(width));
-        }
-      } else {
-        float value;
-        kernels.load_inputs(scale_at, shape.grid.scale, 0, 1, &value);
-        if (std::fabs(value) < kLeastScale) std::memset(scale_at, 0, static_cast<size_t>(scale));
-      }
-      if (row.offsets != nullptr) std::memcpy(offset_at, row.offsets + g * offset, static_cast<size_t>(offset));
-      load_words(shape, row, g * shape.group, words + lane * kStride);
+      put_grid(kernels, shape, rows[lane], g, lane, out);
+      join_group(shape, rows[lane], g, lane, words + lane * kStride, out + place.tops);
     }
     kernels.transpose_words(words, kStride, bytes_of_group_steps(shape) / kStepBytes, out + place.steps);
   }
@@ -161,12 +165,12 @@ namespace {
 
 // One group of one lane of packed weights.
 struct LaneGroup {
-  LaneGroup(const PackedLinear& w, int64_t lane, int64_t group) : shape(w.shape), levels(levels_of(w.shape)) {
+  LaneGroup(const PackedLinear& w, int64_t lane, int64_t group) : shape(w.shape), within(lane % kStripLanes) {
     const uint8_t* strip = w.panels + lane / kStripLanes * (w.panel_bytes / kPanelStrips);
-    const int64_t within = lane % kStripLanes;
     const GroupPlace place = place_of_group(shape, group);
     words = strip + place.steps + within * 4;
-    zero = shape.format == Format::group8 ? 128 : shape.format == Format::group6 ? middle_of_sixes(shape) : 0;
+    tops = strip + place.tops;
+    zero = middle_of(shape);
     if (shape.grid.offset == Offset::zeros) zero += strip[place.offsets + within];
     if (shape.grid.nested) {
       const auto nested = [&](int64_t which, int64_t at) {
@@ -181,25 +185,29 @@ struct LaneGroup {
     scalar::kLinear.load_inputs(strip + place.scales, shape.grid.scale, within, 1, &scale);
     if (shape.grid.offset == Offset::minima) std::memcpy(&minimum, strip + place.offsets + within * 4, 4);
   }
-  float at(int64_t inside) const {
-    int level;
-    if (shape.format == Format::group8) {
-      level = words[inside / 4 * kStepBytes + inside % 4];
-    } else if (shape.format == Format::group6) {
-      const uint8_t* three = words + inside / 16 * 3 * kStepBytes + inside % 4;
-      const int64_t step = inside % 16 / 4;
-      const int nibbles = three[step / 2 * kStepBytes], high = three[2 * kStepBytes] >> 2 * step & 3;
-      level = (step % 2 == 0 ? nibbles & 15 : nibbles >> 4) | high << 4;
-    } else {
-      const uint8_t pair = words[inside / 8 * kStepBytes + inside % 4];
-      level = levels[inside % 8 < 4 ? pair & 15 : pair >> 4];
+  int code(int64_t inside) const {
+    const int64_t word = inside % 16 / 4;
+    const uint8_t* unit = words + bytes_of_steps(shape.format, inside / 16 * 16) + inside % 4;
+    const auto pair = [&](const uint8_t* at) { return *at >> 2 * word & 3; };
+    const auto nibble = [&] { return unit[word / 2 * kStepBytes] >> word % 2 * 4 & 15; };
+    const auto top = [&] { return tops[inside / 4 * 8 + within / 2] >> (within % 2 * 4 + inside % 4) & 1; };
+    switch (shape.format) {
+      case Format::group8: return unit[word * kStepBytes];
+      case Format::group6: return nibble() | pair(unit + 2 * kStepBytes) << 4;
+      case Format::group5: return nibble() | top() << 4;
+      case Format::group3: return pair(unit) | top() << 2;
+      case Format::group2: return pair(unit);
+      default: return nibble();
     }
+  }
+  float at(int64_t inside) const {
+    const int found = code(inside), level = is_table(shape) ? table_of(shape)[found] : found;
     return scale * static_cast<float>(level - zero) + minimum;
   }
 
   const LinearShape& shape;
-  const int8_t* levels;
-  const uint8_t* words;
+  const int64_t within;
+  const uint8_t *words, *tops;
   float scale = 0.0f, minimum = 0.0f;
   int zero;
 };

@@ -1,6 +1,6 @@
 // Microbenchmark of the linear layers: every format and row count on the layers of a model shape, beside the machine's
 // ceilings measured in the same run.   gemm_bench [--shape 0.5b|1b] [--threads N] [--rows 1,16,512] [--formats bf16,int8] [--group 64] [--clock cpu]
-// group4, group6 and group8 with w: met by wide rows; with n: nested scales (groups of up to 64); with m: with minima
+// group2 to group8 with w: met by wide rows; with n: nested scales (groups of up to 64); with m: with minima
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -213,6 +213,9 @@ Format format_of(const std::string& name) {
          : name.rfind("group4", 0) == 0 ? Format::group4
          : name.rfind("group8", 0) == 0 ? Format::group8
          : name.rfind("group6", 0) == 0 ? Format::group6
+         : name.rfind("group5", 0) == 0 ? Format::group5
+         : name.rfind("group3", 0) == 0 ? Format::group3
+         : name.rfind("group2", 0) == 0 ? Format::group2
                                         : Format::int4;
 }
 
@@ -221,7 +224,7 @@ bool is_wide(const std::string& name) { return has_mark(name, 'w'); }
 Grid grid_of(const std::string& name) {
   Grid grid;
   if (has_mark(name, 'n')) grid.nested = true, grid.scale = has_mark(name, 'm') ? Source::f16 : Source::f32;
-  if (has_mark(name, 'm')) grid.offset = Offset::minima, grid.levels = Table4::unsigned4;
+  if (has_mark(name, 'm')) grid.offset = Offset::minima, grid.levels = format_of(name) == Format::group8 ? Levels::centred : Levels::plain;
   return grid;
 }
 

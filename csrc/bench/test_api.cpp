@@ -17,7 +17,7 @@ using namespace diptych;
 
 LinearShape make_shape(const int64_t* v) {  // format, n, k, group, gated, has_bias, scale, offset, levels, wide, nested
   return {static_cast<Format>(v[0]), v[1], v[2], v[3], v[4] != 0, v[5] != 0,
-          {static_cast<Source>(v[6]), static_cast<Offset>(v[7]), static_cast<Table4>(v[8]), v[10] != 0}, v[9] != 0};
+          {static_cast<Source>(v[6]), static_cast<Offset>(v[7]), static_cast<Levels>(v[8]), v[10] != 0}, v[9] != 0};
 }
 
 }  // namespace

@@ -48,7 +48,7 @@ class World {
     m.n_experts = pick(0, 3) == 0 ? pick(2, 6) : 0;
     m.top_k = m.n_experts ? pick(1, m.n_experts) : 0;
     m.window = pick(0, 1) ? pick(1, 300) : INT64_MAX;
-    m.weights = static_cast<Format>(pick(0, 5)), m.group = is_grouped(m.weights) ? 16 << pick(0, 3) : 32 << pick(0, 2), m.is_wide = is_grouped(m.weights) && pick(0, 1) == 1, m.kv = static_cast<KvFormat>(pick(0, 2));
+    m.weights = static_cast<Format>(pick(0, 8)), m.group = is_grouped(m.weights) ? 16 << pick(0, 3) : 32 << pick(0, 2), m.is_wide = is_grouped(m.weights) && pick(0, 1) == 1, m.kv = static_cast<KvFormat>(pick(0, 2));
     m.activation = static_cast<Activation>(pick(0, 1));
     m.has_softcap = pick(0, 3) == 0, m.has_norms = pick(0, 1), m.has_full_norm = pick(0, 1);
     m.n_adapters = pick(0, 3);
@@ -201,12 +201,15 @@ class Recorder {
     LinearShape shape{m_.weights, n, k, m_.group, is_gated, w_.pick(0, 1) == 1, {}, m_.is_wide};
     const float bound = 1.7f / std::max(1.0f, __builtin_sqrtf(static_cast<float>(k)));
     if (is_grouped(shape.format)) {
-      const bool is_table = shape.format == Format::group4;
       shape.grid.scale = static_cast<Source>(w_.pick(0, 2));
-      const int64_t kind = w_.pick(0, is_table ? 8 : 1);
-      shape.grid.offset = kind == 1 ? Offset::minima : kind == 2 ? Offset::zeros : Offset::none;
-      if (kind != 2 && w_.pick(0, 1)) shape.grid.nested = m_.group <= kMaxNestedGroup, shape.grid.scale = kind == 1 ? Source::f16 : Source::f32;
-      if (is_table) shape.grid.levels = kind == 1 || kind == 2 ? Table4::unsigned4 : kind == 3 ? Table4::iq4_nl : kind == 4 ? Table4::e2m1 : kind > 4 ? static_cast<Table4>(kind - 1) : Table4::signed4;
+      const std::vector<Levels> tables = shape.format == Format::group4   ? std::vector{Levels::iq4_nl, Levels::e2m1, Levels::iq3_xxs, Levels::iq3_s}
+                                         : shape.format == Format::group3 ? std::vector{Levels::iq2, Levels::iq1}
+                                                                          : std::vector<Levels>{};
+      const int64_t zeros = shape.format == Format::group4, kind = w_.pick(0, static_cast<int>(1 + zeros + static_cast<int64_t>(tables.size())));
+      shape.grid.offset = kind == 1 ? Offset::minima : kind == 2 && zeros ? Offset::zeros : Offset::none;
+      if (kind > 1 + zeros) shape.grid.levels = tables[static_cast<size_t>(kind - 2 - zeros)];
+      else if (kind > 0 && shape.format != Format::group8) shape.grid.levels = Levels::plain;
+      if (shape.grid.offset != Offset::zeros && w_.pick(0, 1)) shape.grid.nested = m_.group <= kMaxNestedGroup, shape.grid.scale = kind == 1 ? Source::f16 : Source::f32;
       dense_.push_back(p_.add_random_linear(shape, static_cast<uint64_t>(w_.pick(0, 1 << 30)), bound));
       return dense_.back();
     }

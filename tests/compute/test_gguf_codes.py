@@ -12,9 +12,7 @@ from diptych.compute.gguf_codes import codes_of
 from diptych.compute.gguf_lattices import LEVELS as LATTICE_LEVELS
 from diptych.ground.formats import GGUF_KEPT as KEPT
 
-LEVELS = {
-    "signed": np.arange(-8, 8),
-    "minima": np.arange(16),
+TABLES = {
     "iq4_nl": np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]),
     "e2m1": np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]),
     **{grid: np.array(levels) for grid, levels in LATTICE_LEVELS.items() if grid != "signed"},
@@ -47,9 +45,10 @@ def test_codes_are_the_values_of_the_gguf_package(kind: str) -> None:
     assert codes.codes.shape == (6, 4 * elements)
     assert codes.scales.dtype == {"f16": torch.float16, "bf16": torch.bfloat16, "s8": torch.int8}[kept.scale]
     stored = codes.codes.numpy()
-    assert stored.max() < 2 ** int(kept.kind.removeprefix("group"))
-    middle = {"group6": 0 if kept.grid == "minima" else 32, "group8": 128}.get(kept.kind)
-    levels = LEVELS[kept.grid][stored] if middle is None else stored.astype(np.int64) - middle
+    bits = int(kept.kind.removeprefix("group"))
+    assert stored.max() < 2**bits
+    middle = 2 ** (bits - 1) if kept.grid == "signed" else 0
+    levels = TABLES[kept.grid][stored] if kept.grid in TABLES else stored.astype(np.int64) - middle
     scales, minima = codes.scales.float(), None if codes.offsets is None else codes.offsets.float()
     assert (codes.factors is not None) == (kept.scale == "s8")
     if codes.factors is not None:

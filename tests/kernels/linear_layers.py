@@ -10,35 +10,41 @@ import numpy as np
 SOURCES = {"f32": 0, "bf16": 1, "f16": 2, "s8": 2}  # s8: whole numbers times an f16, which is the type that is told
 NESTED_INPUTS = 256
 NO_OFFSET, ZEROS, MINIMA = 0, 1, 2
-SIGNED, UNSIGNED, IQ4_NL, E2M1 = 0, 1, 2, 3
+CENTRED, PLAIN, IQ4_NL, E2M1, IQ2 = 0, 1, 2, 3, 4
 IQ4_NL_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-LEVELS = {
-    SIGNED: np.arange(-8, 8),
-    UNSIGNED: np.arange(16),
+BITS = {3: 4, 4: 8, 5: 6, 6: 2, 7: 3, 8: 5}
+TABLES = {
     IQ4_NL: np.array(IQ4_NL_LEVELS),
     E2M1: np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]),
+    IQ2: np.array([8, 25, 43, 0, -8, -25, -43, 0]),
 }
 # name -> Format, and in groups the type of scales, the kind of offset and the levels
 KINDS = {
     "bf16": (0,),
     "int8": (1,),
     "int4": (2,),
-    "group4": (3, "f16", NO_OFFSET, SIGNED),
-    "group4-zeros": (3, "bf16", ZEROS, UNSIGNED),
-    "group4-minima": (3, "f16", MINIMA, UNSIGNED),
+    "group4": (3, "f16", NO_OFFSET, CENTRED),
+    "group4-zeros": (3, "bf16", ZEROS, PLAIN),
+    "group4-minima": (3, "f16", MINIMA, PLAIN),
     "group4-table": (3, "f32", NO_OFFSET, IQ4_NL),
     "group4-fp4": (3, "bf16", NO_OFFSET, E2M1),
-    "group8": (4, "f16", NO_OFFSET, SIGNED),
-    "group8-minima": (4, "f32", MINIMA, SIGNED),
-    "group4-zeros-wide": (3, "bf16", ZEROS, UNSIGNED),
+    "group8": (4, "f16", NO_OFFSET, CENTRED),
+    "group8-minima": (4, "f32", MINIMA, CENTRED),
+    "group4-zeros-wide": (3, "bf16", ZEROS, PLAIN),
     "group4-table-wide": (3, "f32", NO_OFFSET, IQ4_NL),
-    "group8-wide": (4, "f32", MINIMA, SIGNED),
-    "group6": (5, "f16", NO_OFFSET, SIGNED),
-    "group6-minima": (5, "f16", MINIMA, SIGNED),
-    "group4-nested": (3, "s8", MINIMA, UNSIGNED),
+    "group8-wide": (4, "f32", MINIMA, CENTRED),
+    "group6": (5, "f16", NO_OFFSET, CENTRED),
+    "group6-minima": (5, "f16", MINIMA, PLAIN),
+    "group4-nested": (3, "s8", MINIMA, PLAIN),
     "group4-nested-table": (3, "s8", NO_OFFSET, IQ4_NL),
-    "group6-nested": (5, "s8", MINIMA, SIGNED),
-    "group6-nested-wide": (5, "s8", NO_OFFSET, SIGNED),
+    "group6-nested": (5, "s8", MINIMA, PLAIN),
+    "group6-nested-wide": (5, "s8", NO_OFFSET, CENTRED),
+    "group2-nested": (6, "s8", MINIMA, PLAIN),
+    "group2-wide": (6, "f16", NO_OFFSET, CENTRED),
+    "group3": (7, "bf16", NO_OFFSET, CENTRED),
+    "group3-nested-table": (7, "s8", NO_OFFSET, IQ2),
+    "group5": (8, "f16", NO_OFFSET, CENTRED),
+    "group5-nested-wide": (8, "s8", MINIMA, PLAIN),
 }
 FORMATS = (
     "bf16",
@@ -136,9 +142,11 @@ class Codes:
 
 def levels_of(format_name: str) -> np.ndarray:
     """What the codes stand for, but for scale and offset."""
-    number, _, offset, levels = KINDS[format_name]
-    whole = {4: np.arange(-128, 128), 5: np.arange(64) if offset == MINIMA else np.arange(-32, 32)}
-    return whole[number] if number in whole else LEVELS[levels]
+    number, _, _, levels = KINDS[format_name]
+    if levels in TABLES:
+        return TABLES[levels]
+    codes = np.arange(1 << BITS[number])
+    return codes - len(codes) // 2 if levels == CENTRED else codes
 
 
 def nested(values: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
@@ -183,7 +191,7 @@ def encode(w: np.ndarray, format_name: str, group: int) -> Codes:
     shift = Codes(bits, bits, offsets, factors).grid(format_name, group)[1]
     shift = np.zeros_like(kept) if shift is None else -shift * kept if offset == ZEROS else shift
     wanted = (by_group - shift[..., None]) / kept[..., None]
-    if levels in (SIGNED, UNSIGNED):
+    if levels in (CENTRED, PLAIN):
         codes = np.clip(np.rint(wanted - grid.min()), 0, len(grid) - 1).astype(np.uint8)
     else:
         codes = np.abs(wanted[..., None] - grid).argmin(-1).astype(np.uint8)

@@ -30,7 +30,7 @@ def codes_of(blocks: torch.Tensor, kind: str) -> Codes:
     codes = values ^ 128 if kind == "Q8_0" else torch.cat((values & 15, values >> 4), -1)
     if kind in ("Q5_0", "Q5_1"):
         high = _bits(blocks[..., -20:-16])
-        codes = codes + (high << 4) + (16 if kind == "Q5_0" else 0)  # 32 + (q - 16), q
+        codes = codes + (high << 4)
     scales = halved_powers(blocks[..., 0]) if kind == "MXFP4" else _halves(blocks[..., :2])
     minima = _halves(blocks[..., 2:4]).float() if kind in ("Q4_1", "Q5_1") else None
     return Codes(codes=codes.flatten(1), scales=scales, offsets=minima)
@@ -81,7 +81,7 @@ def _threes(blocks: torch.Tensor) -> Codes:
     """
     third = ((blocks[..., None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1).flatten(-2)
     twos = _shifted(blocks[..., 32:96].unflatten(-1, (2, 1, 32)), 2).flatten(-3)
-    codes = twos + (third << 2) + 4  # 8 + (q - 4)
+    codes = twos + (third << 2)
     low, high = blocks[..., 96:104], blocks[..., 104:108]
     sixes = torch.cat((low & 15, low >> 4), -1) | (_shifted(high[..., None, :], 2).flatten(-2) << 4)
     return _nested(codes, blocks[..., 108:], sixes - 32)

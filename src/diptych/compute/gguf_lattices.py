@@ -1,8 +1,8 @@
 """Blocks of ggml's lattices and of its types of three values, as codes that a kernel holds: no value is rounded.
 
 A lattice type stores which entry of a table of 8 or 4 magnitudes comes next, and signs. Whatever the table, a value is one of
-at most 16 whole numbers times a group's scale, which is a whole number times the block's d: 4 bits a weight and the scale hold
-it. The entries come from the `gguf` package, by its own dequantisation of blocks whose d is 1.
+at most 16 whole numbers, of the smaller types 6 or 3, times a group's scale, which is a whole number times the block's d: 4, 3
+or 2 bits a weight and the scale hold it. The entries come from the `gguf` package, by its own dequantisation of blocks whose d is 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ Bytes = np.ndarray  # uint8 [n, blocks, bytes of a block]
 class Lattice:
     """nbytes of a block; d_at: of its d, fp16 (None: in four pieces); numbers: of its groups; eighths: of d that one is worth.
 
-    A group's scale is 2 s + 1 times so many eighths of d, with s from `numbers`; where there are none it is d.
+    A group's scale is 2 s + 1 times so many eighths of d, with s from `numbers`; where there are none it is -d, so that codes of two
+    bits reach from -1 to 2, which damaged blocks of TQ2_0 have.
     """
 
     nbytes: int
@@ -44,7 +45,7 @@ def codes_of_lattice(blocks: torch.Tensor, kind: str) -> Codes:
     values = _dequantised(plain, kind).reshape(len(blocks), -1, BLOCK // kept.group, kept.group)
     shape = values.shape[:3]
     numbers = np.zeros(shape, np.uint8) if lattice.numbers is None else lattice.numbers(plain)
-    scales = np.ones(shape, np.int8) if lattice.numbers is None else (2 * numbers + 1).astype(np.int8)
+    scales = np.full(shape, -1, np.int8) if lattice.numbers is None else (2 * numbers + 1).astype(np.int8)
     unit = np.float32(lattice.eighths / 8)
     levels = values / (scales * unit)[..., None]  # whole numbers, exactly
     codes = _CODES[kept.grid][levels.astype(np.int16) + 128]
@@ -102,11 +103,11 @@ LATTICES: dict[str, Lattice] = {
 }
 
 LEVELS: dict[str, tuple[int, ...]] = {  # of the kernels' tables, by code; where two codes have one level, either
-    "signed": tuple(range(-8, 8)),
-    "iq2": (8, 25, 43, 0, 0, 0, 0, 0, -8, -25, -43),
+    "signed": tuple(range(-2, 2)),
+    "iq2": (8, 25, 43, 0, -8, -25, -43),
     "iq3_xxs": (4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62),
     "iq3_s": (1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15),
-    "iq1": (-7, 1, 9, 0, 0, 0, 0, 0, -9, -1, 7),
+    "iq1": (-7, 1, 9, 0, -9, -1, 7),
 }
 
 

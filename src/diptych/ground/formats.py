@@ -47,11 +47,15 @@ FORMATS: dict[str, NumberFormat] = {
     )
 }
 
-KEPT_BITS = {"group4": 4, "group6": 6, "group8": 8}
+KEPT_BITS = {f"group{bits}": bits for bits in (2, 3, 4, 5, 6, 8)}
 KEPT_SCALES = ("f16", "bf16", "f32", "s8")
-KEPT_GRIDS = ("signed", "zeros", "minima", "iq4_nl", "e2m1", "iq2", "iq3_xxs", "iq3_s", "iq1")
+KEPT_GRIDS = {  # by kind; the others have signed and minima alone
+    "group3": ("signed", "minima", "iq2", "iq1"),
+    "group4": ("signed", "zeros", "minima", "iq4_nl", "e2m1", "iq3_xxs", "iq3_s"),
+}
 GROUPS = (128, 64, 32, 16)  # that the kernels have, the cheapest first
-MOST_NESTED = 64  # inputs of a group with scales of s8: four share their factor
+MOST_NESTED = 64  # inputs of a group with scales of s8
+NESTED_INPUTS = 256  # that share a factor
 WIDE_BITS = 6  # of codes that rows of 8 bits would cost more than their own rounding did (numbers in LAB.md)
 
 
@@ -60,8 +64,7 @@ class KeptFormat:
     """How the cpu backend holds weights that somebody else quantised, without loss: in groups of codes, or in its own 'int8'.
 
     group: inputs that share a scale of type `scale`: f16, bf16, f32, or s8, a whole number of 8 bits times a factor that
-    256 inputs share. grid: what a code q stands for, over s the scale: signed s (q - 8), s (q - 32) or s (q - 128), zeros
-    s (q - z) with z of 8 bits, minima s q + m with m of 32 (beside s8 nested as the scales are), or an entry of a table.
+    256 inputs share. grid: what a code q stands for, over s the scale: signed s (q - 2^(bits - 1)), zeros s (q - z) with z of 8 bits, minima s q + m with m of 32 (beside s8 nested as the scales are), or an entry of a table.
     int8 has a scale per row, in fp32, and neither group nor grid. is_wide (in groups): it meets rows of 15 bits, in two
     halves, instead of 8.
 
@@ -96,7 +99,7 @@ class KeptFormat:
             or len(rest) not in (2, 3)
             or rest[0] not in groups
             or rest[1] not in KEPT_SCALES
-            or grid not in KEPT_GRIDS
+            or grid not in KEPT_GRIDS.get(kind, ("signed", "minima"))
             or (rest[1] == "s8" and (groups[rest[0]] > MOST_NESTED or grid == "zeros"))
         ):
             raise ValueError(f"{name!r} names no format of kept weights")
@@ -107,9 +110,9 @@ class KeptFormat:
         """What it takes."""
         if self.kind == "int8":
             return FORMATS["int8"]
-        is_nested = self.scale == "s8"  # with a group's part of the factors, which four groups have as they are packed
+        is_nested = self.scale == "s8"
         offset_bits = {"zeros": 8, "minima": 8 if is_nested else 32}.get(self.grid, 0)
-        scale_bits = {"f32": 32, "s8": 8 + 8}.get(self.scale, 16)
+        scale_bits = {"f32": 32, "s8": 8 + 32 * self.group // NESTED_INPUTS}.get(self.scale, 16)
         return NumberFormat(
             name=self.name, bits=KEPT_BITS[self.kind], group=self.group, group_bits=scale_bits + offset_bits
         )
@@ -135,26 +138,26 @@ KEPT_MXFP4 = _of_gguf("group4", "bf16", "e2m1")
 GGUF_KEPT: dict[str, KeptFormat] = {
     "Q4_0": _of_gguf("group4", "f16"),
     "Q4_1": _of_gguf("group4", "f16", "minima"),
-    "Q5_0": _of_gguf("group6", "f16"),
-    "Q5_1": _of_gguf("group6", "f16", "minima"),
+    "Q5_0": _of_gguf("group5", "f16"),
+    "Q5_1": _of_gguf("group5", "f16", "minima"),
     "Q8_0": _of_gguf("group8", "f16", bits=8),
     "IQ4_NL": _of_gguf("group4", "f16", "iq4_nl"),
     "MXFP4": KEPT_MXFP4,
     "Q4_K": _of_gguf("group4", "s8", "minima"),
-    "Q5_K": _of_gguf("group6", "s8", "minima"),
+    "Q5_K": _of_gguf("group5", "s8", "minima"),
     "Q6_K": _of_gguf("group6", "s8", group=16, bits=6),
-    "Q3_K": _of_gguf("group4", "s8", group=16),
-    "Q2_K": _of_gguf("group4", "s8", "minima", group=16),
+    "Q3_K": _of_gguf("group3", "s8", group=16),
+    "Q2_K": _of_gguf("group2", "s8", "minima", group=16),
     "IQ4_XS": _of_gguf("group4", "s8", "iq4_nl"),
     "IQ3_S": _of_gguf("group4", "s8", "iq3_s"),
     "IQ3_XXS": _of_gguf("group4", "s8", "iq3_xxs"),
-    "IQ2_S": _of_gguf("group4", "s8", "iq2", group=16),
-    "IQ2_XS": _of_gguf("group4", "s8", "iq2", group=16),
-    "IQ2_XXS": _of_gguf("group4", "s8", "iq2"),
-    "IQ1_M": _of_gguf("group4", "s8", "iq1", group=16),
-    "IQ1_S": _of_gguf("group4", "s8", "iq1"),
-    "TQ1_0": _of_gguf("group4", "s8", group=64),
-    "TQ2_0": _of_gguf("group4", "s8", group=64),
+    "IQ2_S": _of_gguf("group3", "s8", "iq2", group=16),
+    "IQ2_XS": _of_gguf("group3", "s8", "iq2", group=16),
+    "IQ2_XXS": _of_gguf("group3", "s8", "iq2"),
+    "IQ1_M": _of_gguf("group3", "s8", "iq1", group=16),
+    "IQ1_S": _of_gguf("group3", "s8", "iq1"),
+    "TQ1_0": _of_gguf("group2", "s8", group=64),
+    "TQ2_0": _of_gguf("group2", "s8", group=64),
 }
 
 
