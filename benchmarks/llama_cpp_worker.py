@@ -33,6 +33,7 @@ PR_SET_THP_DISABLE = 41  # linux/prctl.h
 QUANTISED = {
     "int8": ll.LLAMA_FTYPE_MOSTLY_Q8_0,
     "int4": ll.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "q2_k": ll.LLAMA_FTYPE_MOSTLY_Q2_K,
     "q3_k_m": ll.LLAMA_FTYPE_MOSTLY_Q3_K_M,
     "q4_k_m": ll.LLAMA_FTYPE_MOSTLY_Q4_K_M,
     "q5_k_m": ll.LLAMA_FTYPE_MOSTLY_Q5_K_M,

@@ -49,7 +49,7 @@ CASES: dict[str, tuple[int, int]] = {
 # two engines that quantise differently still agree this well; a wrong graph does not
 LEAST_CORRELATION = {"bf16": 0.999, "int8": 0.99, "int4": 0.7}
 # llama.cpp quantises, and Diptych reads the very file: only their activations are rounded differently
-GGUF_MIXTURES = ("q3_k_m", "q4_k_m", "q5_k_m", "q6_k")
+GGUF_MIXTURES = ("q2_k", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k")
 LEAST_CORRELATION |= dict.fromkeys(GGUF_MIXTURES, 0.99)
 NO_GGUF = dict.fromkeys(GGUF_MIXTURES, "the file is llama.cpp's")
 PROBES = 2048

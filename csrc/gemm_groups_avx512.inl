@@ -103,11 +103,15 @@ void tile_direct(const GroupArgs& args) {
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) low_sums[row] = _mm512_set1_epi32(-middle * args.x_sums[row][group]), high_sums[row] = _mm512_setzero_si512();
     for (const int64_t end = at + words; at < end; at += 4, w += steps_of_16(kForm) * kStepBytes, tops += has_tops(kForm) ? 4 * 8 : 0) {
-#pragma GCC unroll 4
-      for (int step = 0; step < steps_of_16(kForm); ++step) read_ahead(w + step * kStepBytes);
+      __m512i sixes[4];  // three steps make four operands, which GCC would load again for each
 #pragma GCC unroll 4
       for (int step = 0; step < 4; ++step) {
-        const __m512i operand = operand_of<kForm>(w, tops, step, table);
+        if (step < steps_of_16(kForm)) read_ahead(w + step * kStepBytes);
+        if (kForm == CodeForm::sixes) sixes[step] = operand_of<kForm>(w, tops, step, table);
+      }
+#pragma GCC unroll 4
+      for (int step = 0; step < 4; ++step) {
+        const __m512i operand = kForm == CodeForm::sixes ? sixes[step] : operand_of<kForm>(w, tops, step, table);
         const auto word = [&](int row, int64_t i) __attribute__((always_inline)) { return _mm512_set1_epi32(*reinterpret_cast<const int*>(x[row] + i * 4)); };
 #pragma GCC unroll 8
         for (int row = 0; row < kRows; ++row) {

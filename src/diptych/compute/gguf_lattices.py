@@ -1,8 +1,9 @@
 """Blocks of ggml's lattices and of its types of three values, as codes that a kernel holds: no value is rounded.
 
 A lattice type stores which entry of a table of 8 or 4 magnitudes comes next, and signs. Whatever the table, a value is one of
-at most 16 whole numbers, of the smaller types 6 or 3, times a group's scale, which is a whole number times the block's d: 4, 3
-or 2 bits a weight and the scale hold it. The entries come from the `gguf` package, by its own dequantisation of blocks whose d is 1.
+at most 16 whole numbers, of the smaller types 6 or 4, times a group's scale, which is a whole number times the block's d: 4, 3
+or 2 bits a weight and the scale hold it. The entries come from the `gguf` package, by its own dequantisation of blocks whose d
+is 1.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ Bytes = np.ndarray  # uint8 [n, blocks, bytes of a block]
 class Lattice:
     """nbytes of a block; d_at: of its d, fp16 (None: in four pieces); numbers: of its groups; eighths: of d that one is worth.
 
-    A group's scale is 2 s + 1 times so many eighths of d, with s from `numbers`; where there are none it is -d, so that codes of two
-    bits reach from -1 to 2, which damaged blocks of TQ2_0 have.
+    A group's scale is 2 s + 1 times so many eighths of d, with s from `numbers`; where there are none it is -d, so that codes
+    of two bits reach from -1 to 2, which is what a block of TQ2_0 can say.
     """
 
     nbytes: int

@@ -64,7 +64,8 @@ class KeptFormat:
     """How the cpu backend holds weights that somebody else quantised, without loss: in groups of codes, or in its own 'int8'.
 
     group: inputs that share a scale of type `scale`: f16, bf16, f32, or s8, a whole number of 8 bits times a factor that
-    256 inputs share. grid: what a code q stands for, over s the scale: signed s (q - 2^(bits - 1)), zeros s (q - z) with z of 8 bits, minima s q + m with m of 32 (beside s8 nested as the scales are), or an entry of a table.
+    256 inputs share. grid: what a code q stands for, over s the scale: signed s (q - 2^(bits - 1)), zeros s (q - z) with z of
+    8 bits, minima s q + m with m of 32 (beside s8 nested as the scales are), or an entry of a table.
     int8 has a scale per row, in fp32, and neither group nor grid. is_wide (in groups): it meets rows of 15 bits, in two
     halves, instead of 8.
 
