@@ -115,8 +115,9 @@ def test_joined_projections_of_several_types_keep_their_values(
     )
     with caplog.at_level("INFO", logger="diptych"):
         first = load(path, "auto")
+    is_fine = copies > 1  # more than half of the codes have 6 bits, and rows of 8 would be seen beside what they lost
     assert first.formats == {"group4-g32-s8-minima": 2 * 256 * (256 + 128 + 256 + copies * 256),
-                             "group6-g16-s8-wide": 2 * 256 * (128 + copies * 512)}  # fmt: skip
+                             "group6-g16-s8" + "-wide" * is_fine: 2 * 256 * (128 + copies * 512)}  # fmt: skip
     assert "because the kernels hold the file's values\n" in caplog.text
     whole = logits(first)
     exact = logits(load_model(path, ComputeConfig(backend="torch", device="cpu", weights="fp32")))

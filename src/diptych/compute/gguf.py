@@ -26,7 +26,7 @@ from diptych.compute.gguf_lattices import LATTICES
 from diptych.compute.ops.contract import Codes, WeightTensor
 from diptych.compute.weights import FLOAT_DTYPES, SAMPLE_BYTES, Meanwhile, Progress, Saved, give_pages_back
 from diptych.ground.errors import LoadError
-from diptych.ground.formats import GGUF_KEPT, KeptFormat, mean_bytes
+from diptych.ground.formats import KeptFormat, gguf_kept, mean_bytes
 from diptych.models.gguf import Place, is_beside, joined_place, place_of
 from diptych.models.gguf_architectures import architecture_of
 from diptych.models.gguf_file import BlockType, GgufFile, GgufTensor
@@ -157,7 +157,9 @@ class GgufCheckpoint:
 
     def kept(self, place: Place) -> KeptFormat | None:
         """What holds a tensor's blocks."""
-        return None if place.added else GGUF_KEPT.get(self.file.tensors[place.name].type.name)
+        if place.added:
+            return None
+        return gguf_kept(self.file.tensors[place.name].type.name, self.file.layer_values)
 
     def codes(self, place: Place, shape: tuple[int, ...]) -> Codes:
         """A tensor's blocks taken apart, some rows at a time; `kept` says what they are."""

@@ -9,7 +9,7 @@ Standard library only. Bytes include scales: bits of a parameter plus its part o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diptych.ground.specs import KVSpec, QuantSpec, Stored
 
@@ -57,6 +57,7 @@ GROUPS = (128, 64, 32, 16)  # that the kernels have, the cheapest first
 MOST_NESTED = 64  # inputs of a group with scales of s8
 NESTED_INPUTS = 256  # that share a factor
 WIDE_BITS = 6  # of codes that rows of 8 bits would cost more than their own rounding did (numbers in LAB.md)
+FINE_BITS = 5  # of a file's codes on the average, below which what its coarser ones lost hides that (likewise)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +161,17 @@ GGUF_KEPT: dict[str, KeptFormat] = {
     "TQ1_0": _of_gguf("group2", "s8", group=64),
     "TQ2_0": _of_gguf("group2", "s8", group=64),
 }
+
+
+def gguf_kept(kind: str, values: Mapping[str, int]) -> KeptFormat | None:
+    """What holds blocks of that type in a file with so many values of each type in its layers; None where nothing does."""
+    kept = GGUF_KEPT.get(kind)
+    if kept is None or not kept.is_wide:
+        return kept
+    missing = sum(
+        count * (FINE_BITS - KEPT_BITS[GGUF_KEPT[one].kind]) for one, count in values.items() if one in GGUF_KEPT
+    )
+    return replace(kept, is_wide=missing <= 0)
 
 
 def group_held(stored: int) -> int | None:

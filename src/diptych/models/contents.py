@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diptych.ground.formats import GGUF_KEPT, KEPT_MXFP4
+from diptych.ground.formats import KEPT_MXFP4, gguf_kept
 from diptych.models.config import HfConfig, read_json
 from diptych.models.files import has_weights, safetensors_header, weight_files
 from diptych.models.gguf import ROPE_TENSOR, is_beside
@@ -96,11 +95,8 @@ def _gguf(path: Path) -> Contents:
     file = open_gguf(path)
     entries = ((_named(t.name, file), t.type.name, math.prod(t.shape), t.nbytes) for t in file.tensors.values())
     contents = _contents("GGUF", list(file.paths), file.file_bytes, entries)
-    layers: Counter[str] = Counter()
-    for tensor in file.tensors.values():
-        if tensor.name.startswith("blk.") and len(tensor.shape) > 1:
-            layers[tensor.type.name] += math.prod(tensor.shape)
-    kept = GGUF_KEPT.get(layers.most_common(1)[0][0]) if layers else None
+    layers = file.layer_values
+    kept = gguf_kept(layers.most_common(1)[0][0], layers) if layers else None
     return contents if kept is None else replace(contents, kept=kept.name)
 
 

@@ -19,7 +19,9 @@ import mmap
 import re
 import struct
 from array import array
+from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -170,6 +172,15 @@ class GgufFile:
     def file_bytes(self) -> int:
         """Bytes of all parts."""
         return sum(len(part.mapped) for part in self._parts)
+
+    @cached_property
+    def layer_values(self) -> Counter[str]:
+        """Values of each type in the matrices of layers."""
+        found: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            if tensor.name.startswith("blk.") and len(tensor.shape) > 1:
+                found[tensor.type.name] += math.prod(tensor.shape)
+        return found
 
     def mapped(self, part: int) -> mmap.mmap:
         """The bytes of a part."""
