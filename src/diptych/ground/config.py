@@ -128,7 +128,7 @@ class ComputeConfig:
     tp_address: HOST:PORT where rank 0 listens for ranks on other machines, one on each; threads are then those of this one.
     activations: what meets weights in groups that somebody else quantised; int15: 15 bits, which cost next to nothing but up to
     twice the time of prefill; int8: 8 bits; auto: 15 for codes of 6 bits and more, to which 8 would add more than a tenth of
-    what they lost, else 8, as beside a GGUF file's coarser codes. W8A8 with a scale per row has the 8 bits of its publisher alone.
+    what they lost, else 8, as beside a GGUF file's coarser codes. W8A8 with a scale per row has its publisher's 8 bits alone.
     longrope: which factors turn keys in models that have two sets; auto: long beyond the trained length, else short.
     """
 
