@@ -45,7 +45,7 @@ inline bool is_grouped(Format format) { return format >= Format::group4; }
 
 // What a group's codes stand for: weight = scale * (level - zero) or scale * level + minimum. Scales are kept in the type of the file that
 // they come from. Nested ones, as of GGUF's blocks of 256, are whole numbers of 8 bits, and so are their minima, times a factor of each that
-// kNestedInputs share.
+// kNestedInputs share; or, as NVFP4's, E4M3 of 8 bits without a sign.
 enum class Offset : int32_t { none = 0, zeros = 1, minima = 2 };  // zeros: u8, group4 with plain levels only; minima: fp32
 // Of a code: itself less half of their number; itself; tables, iq2 and iq1 for group3 and the others for group4, e2m1's of twice its values.
 enum class Levels : int32_t { centred = 0, plain = 1, iq4_nl = 2, e2m1 = 3, iq2 = 4, iq3_xxs = 5, iq3_s = 6, iq1 = 7 };
@@ -55,6 +55,7 @@ struct Grid {
   Offset offset = Offset::none;
   Levels levels = Levels::centred;
   bool nested = false;  // then `scale` is of the factors: f16 of scales and of minima, or f32 where there are no minima
+  bool e4m3 = false;    // nested and without minima: the scales' type
 };
 
 struct LinearShape {
@@ -97,7 +98,7 @@ void pack_linear(const KernelSet& set, const LinearShape& shape, const WeightPar
 // As WeightPart, of weights that are quantised already: in groups, and int8 (codes of 128 + q, one scale a row, no offset).
 struct CodePart {
   const uint8_t* codes;  // [rows, k], one to a byte
-  const void* scales;    // [rows, groups] in shape.grid.scale; nested: s8
+  const void* scales;    // [rows, groups] in shape.grid.scale; nested: s8 or E4M3
   const void* offsets;   // [rows, groups] u8 or fp32 as shape.grid.offset says, or null; nested: s8
   int64_t rows;
   const void* factors = nullptr;  // nested: [rows, blocks of kNestedInputs] pairs of f16, of scales and of offsets, or f32

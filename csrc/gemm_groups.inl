@@ -20,8 +20,8 @@ void load_grid(const LinearShape& shape, const uint8_t* strip, const GroupPlace&
   float factors[2 * kStripLanes];
   kLoad(strip + place.factors, shape.grid.scale, 0, has_minima ? 2 * kStripLanes : kStripLanes, factors);
   for (int64_t lane = 0; lane < kStripLanes; ++lane) {
-    scale[lane] = factors[lane] * static_cast<int8_t>(strip[place.scales + lane]);
-    if (has_minima) minimum[lane] = factors[kStripLanes + lane] * static_cast<int8_t>(strip[place.offsets + lane]);
+    scale[lane] = factors[lane] * nested_value(shape, strip[place.scales + lane]);
+    if (has_minima) minimum[lane] = factors[kStripLanes + lane] * nested_value(shape, strip[place.offsets + lane]);
   }
 }
 

@@ -12,7 +12,7 @@ inline __m512 load_halves(const uint8_t* at) { return _mm512_cvtph_ps(_mm256_loa
 // Of a group of 16 lanes, from its head.
 struct Scales {
   explicit Scales(const LinearShape& shape)
-      : source_(shape.grid.scale), nested_(shape.grid.nested), scale_bytes_(kStripLanes * bytes_of_scale(shape)),
+      : source_(shape.grid.scale), nested_(shape.grid.nested), e4m3_(shape.grid.e4m3), scale_bytes_(kStripLanes * bytes_of_scale(shape)),
         offset_bytes_(kStripLanes * bytes_of_offset(shape)), scales_(place_of_head(shape, 0).scales), offsets_(place_of_head(shape, 0).offsets) {}
   void enter(const uint8_t* head) {
     head_ = head;
@@ -30,11 +30,14 @@ struct Scales {
   __m512 minimum(int64_t within) const { return nested_ ? times(factors_[1], offset(within)) : _mm512_load_ps(offset(within)); }
 
  private:
-  static __m512 times(const __m512& factor, const uint8_t* at) {
-    return _mm512_mul_ps(factor, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(at)))));
+  __m512 times(const __m512& factor, const uint8_t* at) const {
+    const __m128i stored = _mm_load_si128(reinterpret_cast<const __m128i*>(at));
+    if (!e4m3_) return _mm512_mul_ps(factor, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(stored)));
+    const __m512 small = _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(stored), 7));  // its fields are f16's, whose exponents begin 8 lower
+    return _mm512_mul_ps(factor, _mm512_mul_ps(small, _mm512_set1_ps(256.0f)));
   }
   const Source source_;
-  const bool nested_;
+  const bool nested_, e4m3_;
   const int64_t scale_bytes_, offset_bytes_, scales_, offsets_;
   const uint8_t* head_ = nullptr;
   __m512 factors_[2];

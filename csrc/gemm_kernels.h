@@ -9,7 +9,7 @@
 //         Groups come in pairs: a line of heads (16 lanes of {u8 unit, u8 zero} for each of the two), then their steps.
 //   group4, group8  words as int4's and int8's (of codes). Four groups follow their heads: a line or more of scales [4][16] in the file's
 //         type, then zeros [4][16] u8 or minima [4][16] fp32; the last four may be fewer, their heads are not. Nested: as many groups as have
-//         256 inputs, heads of a line of factors, f16 [2][16] or f32 [16], scales [groups][16] s8, minima likewise.
+//         256 inputs, heads of a line of factors, f16 [2][16] or f32 [16], scales [groups][16] s8 or E4M3, minima likewise.
 //   group6  as group4, and of each two such words (16 inputs) a third: bits 2 i and 2 i + 1 of its bytes are the codes' fifth and sixth,
 //         of nibble i of the four.
 //   group2  word = 16 inputs: bits 2 i and 2 i + 1 of byte j are input k + 4 i + j.
@@ -136,6 +136,16 @@ inline const int8_t* table_of(const LinearShape& shape) { return kTables[is_tabl
 // 128 high + low, of 15 bits: their sums fit 32 bits, those of other rows 22 and a sign.
 constexpr int kLowBits = 7;
 constexpr float kMostWide = 127 * 128;   // the highest q of wide rows; low halves reach from -64 to 63
+
+// A nested scale or minimum without its factor.
+DIPTYCH_FORCED float nested_value(const LinearShape& shape, uint8_t stored) {
+  if (!shape.grid.e4m3) return static_cast<float>(static_cast<int8_t>(stored));
+  const int32_t exponent = stored >> 3 & 15, mantissa = stored & 7;
+  const int32_t bits = exponent == 0 ? 0 : (exponent + 120) << 23 | mantissa << 20;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return exponent == 0 ? static_cast<float>(mantissa) * 0x1p-9f : value;
+}
 
 // A power moves exponents and rounds nothing, so a tile may multiply it into the sum or into the weights' scale. Both stay normal numbers:
 // packed scales below kLeastScale are zero, as the values of rows are, and no group lies further below its row than kMostHalvings.

@@ -57,10 +57,11 @@ Grid grid_of(const std::string& format, const std::string& scale, const std::str
   const bool is_of_threes = levels == Levels::iq2 || levels == Levels::iq1;
   const bool is_of_fours = offset == Offset::zeros || (levels > Levels::plain && !is_of_threes);
   if ((is_of_threes && format != "group3") || (is_of_fours && format != "group4")) throw std::invalid_argument(format + " has no grid " + grid);
-  const bool is_nested = scale == "s8";
+  const bool is_e4m3 = scale == "e4m3", is_nested = scale == "s8" || is_e4m3;
   if (is_nested && offset == Offset::zeros) throw std::invalid_argument("nested scales have no zeros beside them");
+  if (is_e4m3 && offset != Offset::none) throw std::invalid_argument("scales of E4M3 have no minima beside them");
   const Source factors = offset == Offset::minima ? Source::f16 : Source::f32;
-  return {named<Source>("type of scales", scale, {{"f32", Source::f32}, {"bf16", Source::bf16}, {"f16", Source::f16}, {"s8", factors}}), offset, levels, is_nested};
+  return {named<Source>("type of scales", scale, {{"f32", Source::f32}, {"bf16", Source::bf16}, {"f16", Source::f16}, {"s8", factors}, {"e4m3", factors}}), offset, levels, is_nested, is_e4m3};
 }
 
 RowsKind rows_kind_of(const std::string& name) {
@@ -105,7 +106,10 @@ int add_linear(Program& program, const LinearShape& shape, const std::vector<Any
 // Codes [rows, k], scales and offsets [rows, groups] of one tensor; where they are nested, factors [rows, blocks], of f16 two for each.
 using Coded = std::tuple<BytesTable, AnyArray, std::optional<AnyArray>, std::optional<AnyArray>>;
 
-bool is_s8(const AnyArray& array) { return array.dtype().code == static_cast<uint8_t>(nb::dlpack::dtype_code::Int) && array.dtype().bits == 8; }
+// s8, or E4M3 as its bits.
+bool is_byte(const AnyArray& array, bool is_e4m3) {
+  return array.dtype().code == static_cast<uint8_t>(is_e4m3 ? nb::dlpack::dtype_code::UInt : nb::dlpack::dtype_code::Int) && array.dtype().bits == 8;
+}
 
 int add_coded_linear(Program& program, const LinearShape& shape, const std::vector<Coded>& arrays, std::optional<F32Vector> bias) {
   std::vector<CodePart> parts;
@@ -123,7 +127,7 @@ int add_coded_linear(Program& program, const LinearShape& shape, const std::vect
     };
     if (static_cast<int64_t>(codes.shape(1)) != shape.k) throw std::invalid_argument("the codes' second axis is not k");
     require(scales, groups);
-    if (is_nested ? !is_s8(scales) : source_of(scales) != shape.grid.scale) throw std::invalid_argument("the scales have another type than the shape says");
+    if (is_nested ? !is_byte(scales, shape.grid.e4m3) : source_of(scales) != shape.grid.scale) throw std::invalid_argument("the scales have another type than the shape says");
     if (factors.has_value() != is_nested) throw std::invalid_argument("nested scales have factors, and others none");
     if (factors) {
       require(*factors, (shape.grid.scale == Source::f16 ? 2 : 1) * ((shape.k + kNestedInputs - 1) / kNestedInputs));
@@ -359,7 +363,7 @@ void bind_shapes(nb::module_& m) {
         if (n < 1 || k < 1 || (is_gated && n % 2 != 0)) throw std::invalid_argument("n and k must be at least 1, and n even where it is gated");
         const bool has_least = is_grouped(format_of(format));
         if (group != 32 && group != 64 && group != 128 && !(group == 16 && has_least)) throw std::invalid_argument("group must be 32, 64 or 128, or 16 of weights in groups");
-        if (scale == "s8" && (!has_least || group > kMaxNestedGroup)) throw std::invalid_argument("nested scales are of weights in groups of at most 64");
+        if ((scale == "s8" || scale == "e4m3") && (!has_least || group > kMaxNestedGroup)) throw std::invalid_argument("nested scales are of weights in groups of at most 64");
         if (is_wide && !has_least) throw std::invalid_argument("wide rows meet weights in groups alone");
         new (self) LinearShape{format_of(format), n, k, group, is_gated, has_bias, grid_of(format, scale, grid), is_wide};
       }, nb::kw_only(), nb::arg("format"), nb::arg("n"), nb::arg("k"), nb::arg("group") = 64, nb::arg("is_gated") = false, nb::arg("has_bias") = false,

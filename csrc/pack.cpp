@@ -233,8 +233,9 @@ void check_part(const LinearShape& shape, const LinearShape& whole, const std::v
     if (range.begin < 0 || range.begin > range.end || range.end > whole.n) throw std::invalid_argument("no such rows");
     n += range.end - range.begin;
   }
-  if (n != shape.n || shape.k != whole.k || shape.format != whole.format || shape.group != whole.group || shape.grid.scale != whole.grid.scale || shape.grid.nested != whole.grid.nested ||
-      shape.grid.offset != whole.grid.offset || shape.grid.levels != whole.grid.levels || shape.gated != whole.gated || shape.has_bias != whole.has_bias)
+  const Grid &grid = shape.grid, &other = whole.grid;
+  const bool is_alike = grid.scale == other.scale && grid.nested == other.nested && grid.e4m3 == other.e4m3 && grid.offset == other.offset && grid.levels == other.levels;
+  if (n != shape.n || shape.k != whole.k || shape.format != whole.format || shape.group != whole.group || !is_alike || shape.gated != whole.gated || shape.has_bias != whole.has_bias)
     throw std::invalid_argument("a part of a weight has its rows and all else of the whole");
   for (int64_t lane = 0; lane < packed_lanes(shape); lane += kStripLanes) strip_of_whole(shape, whole, rows, lane);
 }

@@ -78,7 +78,7 @@ void put_grid(const LinearKernels& kernels, const LinearShape& shape, const Code
     float value;
     kernels.load_inputs(scale_at, shape.grid.scale, 0, 1, &value);
     if (std::fabs(value) < kLeastScale) std::memset(scale_at, 0, static_cast<size_t>(scale));
-  } else if (group % groups_of_head(shape) == 0) {  // no f16, or an eighth of one, comes below kLeastScale
+  } else if (group % groups_of_head(shape) == 0) {  // no f16, or an eighth of one, comes below kLeastScale, and no global scale of fp32 that a loader lets pass
     const int64_t width = shape.grid.scale == Source::f32 ? 4 : 2;
     for (int64_t i = 0; i < kFactorsBytes / width; ++i)
       std::memcpy(out + place.factors + (i * kStripLanes + lane) * width, row.factors + group / groups_of_head(shape) * kFactorsBytes + i * width, static_cast<size_t>(width));
@@ -146,7 +146,7 @@ void pack_random_codes(const KernelSet& set, const LinearShape& shape, uint64_t 
   std::vector<uint8_t> codes(shape.n * shape.k), zeros(shape.n * groups, 8);
   std::vector<float> scales(shape.n * groups, amplitude / (shape.format == Format::group8 ? 128.0f : 8.0f)), minima(shape.n * groups);
   std::vector<uint16_t> halves(shape.n * std::max(groups, 2 * count_nests(shape)), shape.grid.scale == Source::bf16 ? 0x3c00 : 0x2000);  // 2^-7
-  std::vector<uint8_t> ones(shape.n * groups, 1);
+  std::vector<uint8_t> ones(shape.n * groups, shape.grid.e4m3 ? 0x38 : 1);
   std::vector<float> factors(shape.n * count_nests(shape), 0x1p-7f);
   for (size_t i = 0; i < codes.size(); ++i) {
     seed = seed * 6364136223846793005ull + 1442695040888963407ull;
@@ -176,7 +176,7 @@ struct LaneGroup {
       const auto nested = [&](int64_t which, int64_t at) {
         float factor;
         scalar::kLinear.load_inputs(strip + place.factors, shape.grid.scale, which * kStripLanes + within, 1, &factor);
-        return factor * static_cast<int8_t>(strip[at + within]);
+        return factor * nested_value(shape, strip[at + within]);
       };
       scale = nested(0, place.scales);
       if (shape.grid.offset == Offset::minima) minimum = nested(1, place.offsets);

@@ -143,17 +143,32 @@ def gptq(bits: int, group: int, *, symmetric: bool, act_order: bool = False, ver
 def compressed(form: str, inputs: dict[str, Any] | None = None, **weights: Any) -> Layout:
     """By compressed-tensors' own compressor and its own dequantisation."""
     from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     args = QuantizationArgs(**weights)
     activations = None if inputs is None else QuantizationArgs(**inputs)
     scheme = QuantizationScheme(targets=["Linear"], weights=args, input_activations=activations)
     compressor = BaseCompressor.get_value_from_registry(form)
 
+    def write_nvfp4(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        whole = generate_gparam(w.amin().float(), w.amax().float())
+        by_group = w.unflatten(-1, (-1, args.group_size))
+        scale, _ = calculate_qparams(by_group.amin(-1), by_group.amax(-1), args, global_scale=whole)
+        coded = compressor.compress({"weight": w, "weight_scale": scale, "weight_global_scale": whole}, scheme)
+        levels = unpack_fp4_from_uint8(
+            coded["weight_packed"], *w.shape, dtype=torch.float32
+        )  # `decompress` rounds to bf16
+        values = dequantize(levels, coded["weight_scale"].float(), args=args, dtype=torch.float32, global_scale=whole)
+        return coded | {"input_global_scale": torch.tensor([3.0])}, values
+
     def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         n, k = w.shape
         w = w.to(torch.bfloat16)
+        if args.strategy == "tensor_group":
+            return write_nvfp4(w)
         if args.strategy == "block":
             rows, columns = args.block_structure
             blocks = w.view(n // rows, rows, k // columns, columns).transpose(1, 2)
@@ -165,7 +180,8 @@ def compressed(form: str, inputs: dict[str, Any] | None = None, **weights: Any) 
         scale, zero_point = calculate_qparams(low, high, args)
         state = {"weight": w, "weight_scale": scale, "weight_zero_point": zero_point}
         coded = compressor.compress(state, scheme)
-        return coded, compressor.decompress({**coded, "weight_scale": scale.float()}, scheme)["weight"].float()
+        given = coded if coded["weight_scale"].dtype == torch.uint8 else {**coded, "weight_scale": scale.float()}
+        return coded, compressor.decompress(given, scheme)["weight"].float()
 
     section = scheme.model_dump(mode="json", exclude_none=True)
     return Layout(

@@ -153,6 +153,8 @@ def tame_blocks(kind: gguf.GGMLQuantizationType, shape: tuple[int, ...], seed: i
     where = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2)}.get(kind.name, (0,))
     for at in where:
         blocks[:, at : at + 2] = scale
+    if kind.name == "NVFP4":  # 2^-6 to 2^-5
+        blocks[:, :4] = np.random.default_rng(seed + 1).integers(8, 16, (len(blocks), 4))
     if kind.name == "IQ1_M":  # its scale lies in the upper half of every second byte
         blocks[:, 49::2] = blocks[:, 49::2] & 15 | np.array([0, 0, 4, 1], dtype=np.uint8) << 4
     return blocks.reshape(*shape[:-1], -1)

@@ -210,6 +210,7 @@ class Recorder {
       if (kind > 1 + zeros) shape.grid.levels = tables[static_cast<size_t>(kind - 2 - zeros)];
       else if (kind > 0 && shape.format != Format::group8) shape.grid.levels = Levels::plain;
       if (shape.grid.offset != Offset::zeros && w_.pick(0, 1)) shape.grid.nested = m_.group <= kMaxNestedGroup, shape.grid.scale = kind == 1 ? Source::f16 : Source::f32;
+      shape.grid.e4m3 = shape.grid.nested && kind != 1 && w_.pick(0, 1);
       dense_.push_back(p_.add_random_linear(shape, static_cast<uint64_t>(w_.pick(0, 1 << 30)), bound));
       return dense_.back();
     }

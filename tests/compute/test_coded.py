@@ -26,6 +26,7 @@ native = [
 ]
 CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel"}
 DYNAMIC = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "dynamic": "local", "group_size": 16}
 # layout -> how it is made, and what holds it
 LAYOUTS: dict[str, tuple[Any, str | None]] = {
     "awq": (lambda: awq(32), "group4-g32-f16-zeros"),
@@ -57,6 +58,24 @@ LAYOUTS: dict[str, tuple[Any, str | None]] = {
             "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[16, 32], dynamic=False
         ),
         None,
+    ),
+    "w4a4 nvfp4": (
+        lambda: compressed(
+            "nvfp4-pack-quantized",
+            FP4,
+            num_bits=4,
+            type="float",
+            strategy="tensor_group",
+            group_size=16,
+            scale_dtype=torch.float8_e4m3fn,
+        ),
+        "group4-g16-e4m3-e2m1",
+    ),
+    "w4a16 mxfp4": (
+        lambda: compressed(
+            "mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8
+        ),
+        "group4-g32-bf16-e2m1",
     ),
     "fp8 blocks": (lambda: block_fp8(), None),
     "fp8 small blocks": (lambda: block_fp8(32, 16), None),
@@ -111,7 +130,18 @@ def test_every_layout_gives_the_values_of_its_own_formula(layout: str, original:
 
 @pytest.mark.native
 @pytest.mark.parametrize(
-    "layout", ["awq", "awq rows", "gptq 8 asymmetric", "gptq 8 rows", "gptq act-order", "w8a8", "fp8 blocks"]
+    "layout",
+    [
+        "awq",
+        "awq rows",
+        "gptq 8 asymmetric",
+        "gptq 8 rows",
+        "gptq act-order",
+        "w8a8",
+        "w4a4 nvfp4",
+        "w4a16 mxfp4",
+        "fp8 blocks",
+    ],
 )
 def test_kept_weights_answer_as_their_values_do(
     layout: str, original: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -163,6 +193,38 @@ def test_another_format_may_be_asked_for(original: Path, tmp_path: Path) -> None
         )
 
 
+def test_fp4_of_modelopt_is_that_of_compressed_tensors_by_other_names(original: Path, tmp_path: Path) -> None:
+    """The library's own converter goes from these names to its own; a scale of the whole that divides would be far off."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.entrypoints.convert.converters import ModelOptNvfp4Converter
+
+    coded, plain = made("w4a4 nvfp4", original, tmp_path)
+    tensors, renamed = load_file(coded / "model.safetensors"), {}
+    for name, tensor in tensors.items():
+        stem, _, ending = name.rpartition(".")
+        of_modelopt = {
+            "weight_packed": "weight",
+            "weight_global_scale": "weight_scale_2",
+            "input_global_scale": "input_scale",
+        }
+        is_whole = ending in ("weight_global_scale", "input_global_scale")
+        renamed[f"{stem}.{of_modelopt.get(ending, ending)}"] = 1 / tensor.reshape(()) if is_whole else tensor
+    renamed["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(0.5)
+    save_file(renamed, coded / "model.safetensors", metadata={"format": "pt"})
+    config = read_json(coded / "config.json")
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4",
+                                     "kv_cache_scheme": {"num_bits": 8, "type": "float"}}  # fmt: skip
+    (coded / "config.json").write_text(json.dumps(config))
+    back = ModelOptNvfp4Converter(targets=[r"re:.*_proj$"]).process(dict(renamed))
+    assert torch.equal(back[f"{DOWN}weight_packed"], tensors[f"{DOWN}weight_packed"])
+    checkpoint = opened(coded)
+    for name, values in load_file(plain / "model.safetensors").items():
+        assert torch.allclose(checkpoint.tensor(name, *values.shape).read().float(), values.float(), rtol=1e-6), name
+    checkpoint.finish(lambda name: False)
+    exact = logits_of(plain, backend="torch", weights="fp32")
+    assert (logits_of(coded, backend="torch", weights="fp32") - exact).abs().max() < 1e-4 * exact.abs().max()
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -173,7 +235,8 @@ def test_another_format_may_be_asked_for(original: Path, tmp_path: Path) -> None
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size .* is 0"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format .* is 'marlin'"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format .* is 'marlin-24'"),
-        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "nvfp4"),
+        ({"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}, "mxfp8"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo .* is 'FP8'"),
         ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
@@ -227,6 +290,12 @@ def test_a_damaged_file_is_refused(original: Path, tmp_path: Path, change: Any, 
          "a scale for each 48 of 96 inputs; quantization_config names 32"),
         ("w8a8", lambda t: t.update({f"{DOWN}weight_zero_point": torch.zeros(3, dtype=torch.int8)}),
          r"weight_zero_point is I8 \[3\]"),
+        ("w4a4 nvfp4", lambda t: t.pop(f"{DOWN}weight_global_scale"), "weight_global_scale is missing"),
+        ("w4a4 nvfp4", lambda t: t.update({f"{DOWN}weight_global_scale": torch.zeros(1)}), r"weight_global_scale is 0\.0"),
+        ("w4a4 nvfp4", lambda t: t.update({f"{DOWN}weight_scale": (-t[f"{DOWN}weight_scale"].float()).to(torch.float8_e4m3fn)}),
+         "weight_scale has a scale that is negative"),
+        ("w4a4 nvfp4", lambda t: t.update({f"{DOWN}weight_packed": t[f"{DOWN}weight_packed"][:, 1:].clone()}),
+         "weight_packed is U8"),
         ("fp8 rows", lambda t: t.update({f"{DOWN}weight_scale": t[f"{DOWN}weight_scale"].to(torch.uint8)}),
          "weight_scale is U8"),
     ],

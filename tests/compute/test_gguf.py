@@ -13,13 +13,14 @@ import transformers
 from golden import ask_reference, check_golden
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.runner import load_model
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError
 from diptych.models.gguf import count_parameters, load_gguf_spec
 from diptych.models.gguf_file import BLOCK_TYPES, open_gguf
-from gguf_files import ARCHITECTURES, Tensors, gguf_reference, joined, write_gguf
+from gguf_files import ARCHITECTURES, Tensors, gguf_reference, joined, quantised, write_gguf
 from stepping import Stepper
 
 REFERENCE = ComputeConfig(backend="torch", device="cpu", weights="fp32")
@@ -204,6 +205,51 @@ def test_every_type_gives_the_logits_that_transformers_reads_out_of_the_file(kin
     logits = Stepper(load_model(path, REFERENCE)).prefill("it", prompt[0].tolist(), chunk=None)
     assert expected.std() > 1e-3
     assert (logits - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("family", ["qwen2", "mixtral"])
+def test_nvfp4_has_scales_of_whole_matrices_beside_it(family: str, tmp_path: Path) -> None:
+    """Of experts one each. Without them, as files of other programs may be, it is read too."""
+    scales = np.array([0.5, 3.0, 0.25, 2.0], np.float32)
+    nvfp4 = gguf.GGMLQuantizationType.NVFP4
+
+    def is_coded(name: str, tensors: Tensors) -> bool:
+        return name.startswith("blk.") and tensors[name].ndim > 1 and "gate_inp" not in name
+
+    def with_scales(tensors: Tensors) -> Tensors:
+        found = dict(tensors)
+        for name in tensors:
+            if is_coded(name, tensors):
+                stem = name.removesuffix("weight")
+                found[f"{stem}scale"] = scales[: tensors[name].shape[0]] if tensors[name].ndim == 3 else scales[1:2]
+                found[f"{stem}input_scale"] = scales[:1]
+        return found
+
+    def valued(tensors: Tensors) -> Tensors:
+        found = dict(tensors)
+        for name, values in tensors.items():
+            if is_coded(name, tensors):
+                whole = scales[: len(values), None, None] if values.ndim == 3 else scales[1]
+                found[name] = gguf.dequantize(quantised(values, nvfp4), nvfp4) * whole
+        return found
+
+    experts = (
+        {"num_local_experts": 4, "num_experts_per_tok": 4} if family == "mixtral" else {}
+    )  # all: no choice is near
+    reference = gguf_reference(family, **WIDE, **experts)
+    coded = write_gguf(
+        reference, tmp_path / "coded.gguf", change=with_scales,
+        choose=lambda name: "NVFP4" if name.startswith("blk.") and "gate_inp" not in name else "F32",
+    )  # fmt: skip
+    plain = write_gguf(reference, tmp_path / "plain.gguf", change=valued)
+    prompt = list(range(3, 40))
+    exact = Stepper(load_model(plain, REFERENCE)).prefill("it", prompt, chunk=None)
+    assert torch.equal(Stepper(load_model(coded, REFERENCE)).prefill("it", prompt, chunk=None), exact)
+    if instruction_sets():
+        model = load_model(coded, ComputeConfig(backend="cpu", threads=1))
+        assert set(model.formats) == {"group4-g16-e4m3-e2m1"}  # type: ignore[attr-defined]
+        assert (Stepper(model).prefill("it", prompt, chunk=None) - exact).std() < 0.05 * exact.std()
 
 
 @pytest.mark.native

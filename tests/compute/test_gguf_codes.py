@@ -18,7 +18,7 @@ TABLES = {
     **{grid: np.array(levels) for grid, levels in LATTICE_LEVELS.items() if grid != "signed"},
 }
 # where a block's fp16 numbers lie
-HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "MXFP4": (), "IQ1_M": (), "TQ1_0": (52,), "TQ2_0": (64,),
+HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "MXFP4": (), "NVFP4": (), "IQ1_M": (), "TQ1_0": (52,), "TQ2_0": (64,),
           "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q3_K": (108,),
           "Q2_K": (80, 82)}  # fmt: skip
 
@@ -37,22 +37,30 @@ def test_codes_are_the_values_of_the_gguf_package(kind: str) -> None:
         words = np.ascontiguousarray(blocks[..., -8:]).view("<u2")
         pieces = random.uniform(-2, 2, (6, 4)).astype(np.float16).view(np.uint16)[..., None] >> np.arange(0, 16, 4) & 15
         blocks[..., -8:] = (words & 0x0FFF | (pieces << 12).astype(np.uint16)).view(np.uint8)
+    if kind == "NVFP4":
+        blocks[..., :4] &= 127  # no signs
+        blocks[0, 0, :4] = (0, 1, 126, 127)  # the least, the largest, and what is none
     if kind == "MXFP4":
         blocks[0, :, 0] = (0, 1, 2, 250)  # the smallest have no exponent left in bf16
     raw = blocks.reshape(6, -1)
     expected = dequantize(raw, number)
     kept, codes = KEPT[kind], codes_of(torch.from_numpy(raw), kind)
     assert codes.codes.shape == (6, 4 * elements)
-    assert codes.scales.dtype == {"f16": torch.float16, "bf16": torch.bfloat16, "s8": torch.int8}[kept.scale]
+    assert (
+        codes.scales.dtype
+        == {"f16": torch.float16, "bf16": torch.bfloat16, "s8": torch.int8, "e4m3": torch.uint8}[kept.scale]
+    )
     stored = codes.codes.numpy()
     bits = int(kept.kind.removeprefix("group"))
     assert stored.max() < 2**bits
     middle = 2 ** (bits - 1) if kept.grid == "signed" else 0
     levels = TABLES[kept.grid][stored] if kept.grid in TABLES else stored.astype(np.int64) - middle
-    scales, minima = codes.scales.float(), None if codes.offsets is None else codes.offsets.float()
-    assert (codes.factors is not None) == (kept.scale == "s8")
+    stored_scales = codes.scales.view(torch.float8_e4m3fn) if kept.scale == "e4m3" else codes.scales
+    scales, minima = stored_scales.float(), None if codes.offsets is None else codes.offsets.float()
+    assert (codes.factors is not None) == (kept.scale in ("s8", "e4m3"))
     if codes.factors is not None:
-        by_group = codes.factors.float().view(6, 4, -1).repeat_interleave(256 // kept.group, 1)
+        by_block = codes.factors.float().view(6, codes.codes.shape[1] // 256, -1)
+        by_group = by_block.repeat_interleave(256 // kept.group, 1)
         scales, minima = scales * by_group[..., 0], None if minima is None else minima * by_group[..., 1]
     values = scales.numpy().repeat(kept.group, 1) * levels.astype(np.float32)
     assert (minima is not None) == (kept.grid == "minima")

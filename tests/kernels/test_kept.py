@@ -147,7 +147,7 @@ def test_nested_scales_that_no_head_holds_are_refused(given: dict[str, Any], sai
 # every table of levels, every width, with minima and without, scales as they are and nested
 HEADS = (
     "Q8_0", "Q4_0", "Q4_1", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ1_S",
-    "IQ2_XS", "IQ3_XXS", "IQ3_S", "IQ4_NL", "MXFP4", "TQ1_0",
+    "IQ2_XS", "IQ3_XXS", "IQ3_S", "IQ4_NL", "MXFP4", "NVFP4", "TQ1_0",
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import torch
 from diptych.compute.coded_matrices import (
     CodedMatrix,
     CodedParts,
+    Fp4Matrix,
     Matrix,
     RawTensors,
     ScaledMatrix,
@@ -39,13 +40,16 @@ def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quant
     if how.method == "gptq" and raw.holds(f"{prefix}.qweight"):
         return _gptq(raw, prefix, shape, how)
     if raw.holds(f"{prefix}.weight_packed"):
-        return _packed(raw, prefix, shape, how)
+        is_fp4 = raw.header(f"{prefix}.weight_packed")[1] == "U8"
+        return (_fp4 if is_fp4 else _packed)(raw, prefix, shape, how)
     weight = f"{prefix}.weight"
     if not raw.holds(weight):
         return None
     if how.method == "bitsandbytes":
         return _bitsandbytes(raw, prefix, shape)
     dtype = raw.header(weight)[1]
+    if how.method == "modelopt" and dtype == "U8":
+        return _fp4(raw, prefix, shape, how)
     if dtype == "F8_E4M3":
         return _fp8(raw, prefix, shape, how)
     if dtype == "I8":
@@ -163,6 +167,32 @@ def _int8(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisatio
         return raw.stored(f"{prefix}.weight").view(torch.uint8) ^ 128
 
     return CodedMatrix(prefix, shape, 8, "int-quantized-8", codes, parts, _all_bytes(raw, prefix), meets_int8_rows=True)
+
+
+def _fp4(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> Fp4Matrix:
+    """weight_packed, or modelopt's weight, u8 [n, k / 2], the lower nibble first.
+
+    NVFP4: weight_scale E4M3 [n, k / 16] and one scale of all, weight_global_scale, which divides, or modelopt's weight_scale_2,
+    which multiplies. MXFP4: weight_scale u8 [n, k / 32], exponents.
+    """
+    n, k = shape
+    codes, scale = (
+        f"{prefix}.weight" if how.method == "modelopt" else f"{prefix}.weight_packed",
+        f"{prefix}.weight_scale",
+    )
+    found = raw.header(scale)[1] if raw.holds(scale) else "F8_E4M3"
+    group = 32 if found in ("U8", "F8_E8M0") else 16
+    if k % group:
+        raise LoadError(f"{prefix} has {k} inputs, which groups of {group} do not divide", hint=_CONTRADICTION)
+    _require(raw, codes, (n, k // 2), "U8")
+    _require(raw, scale, (n, k // group), "F8_E4M3", "U8", "F8_E8M0")
+    whole = None
+    if group == 16:
+        whole = f"{prefix}.weight_scale_2" if how.method == "modelopt" else f"{prefix}.weight_global_scale"
+        found_whole = raw.header(whole)[0] if raw.holds(whole) else (1,)
+        _require(raw, whole, () if found_whole == () else (1,), "F32")
+    divides = how.method != "modelopt"
+    return Fp4Matrix(prefix, raw, codes, scale, whole, divides=divides, stored_bytes=_all_bytes(raw, prefix))
 
 
 def _fp8(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> ScaledMatrix:

@@ -14,10 +14,14 @@ from typing import Protocol
 
 import torch
 
+from diptych.compute.gguf_codes import halved_powers
 from diptych.compute.ops.contract import Codes
 from diptych.ground.errors import LoadError
-from diptych.ground.formats import WIDE_BITS, KeptFormat, group_held
+from diptych.ground.formats import KEPT_MXFP4, KEPT_NVFP4, NESTED_INPUTS, WIDE_BITS, KeptFormat, group_held
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+NAN_E4M3 = 0x7F  # the bits of the first that is no scale: behind it are the negative ones
+MOST_HALVINGS = 64  # so that no scale of a group leaves what the kernels hold
 SCALE_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
@@ -207,6 +211,84 @@ class ScaledMatrix:
         by_row = torch.arange(self._raw.header(self._name)[0][0])[rows] // self._block[0]
         by_input = torch.arange(values.shape[1]) // self._block[1]
         return values * scales[by_row.clamp(max=len(scales) - 1)][:, by_input.clamp(max=scales.shape[1] - 1)]
+
+
+class Fp4Matrix:
+    """E2M1 values in groups: value = q * scale, a power of two (groups of 32) or E4M3 times one of the whole matrix (16).
+
+    whole: the tensor of the latter; divides: the group's scale is divided by it.
+    """
+
+    order: torch.Tensor | None = None
+    why = ""
+
+    def __init__(
+        self,
+        name: str,
+        raw: RawTensors,
+        codes: str,
+        scales: str,
+        whole: str | None,
+        *,
+        divides: bool,
+        stored_bytes: int,
+    ) -> None:
+        self.name, self._raw, self._codes, self._scales, self._whole, self._divides = (
+            name,
+            raw,
+            codes,
+            scales,
+            whole,
+            divides,
+        )
+        self.kept: KeptFormat | None = KEPT_MXFP4 if whole is None else KEPT_NVFP4
+        self.label, self.stored_bytes = "mxfp4" if whole is None else "nvfp4", stored_bytes
+
+    def codes(self) -> Codes:
+        """The kernels' levels are twice E2M1's."""
+        codes = self._unpacked(slice(None))
+        if self._whole is None:
+            return Codes(codes=codes, scales=halved_powers(self._bytes(slice(None))))
+        factor = self._factor
+        n_factors = -(-codes.shape[1] // NESTED_INPUTS)
+        half = (0.5 / factor if self._divides else 0.5 * factor).expand(len(codes), n_factors)
+        return Codes(codes=codes, scales=self._bytes(slice(None)), factors=half.contiguous())
+
+    def values(self, rows: slice) -> torch.Tensor:
+        """fp32."""
+        codes, stored = self._unpacked(rows), self._bytes(rows)
+        if self._whole is None:
+            scales = 2 * halved_powers(stored).float()
+        else:
+            scales = stored.view(torch.float8_e4m3fn).float()
+            scales = scales / self._factor if self._divides else scales * self._factor
+        values = torch.tensor(E2M1, dtype=torch.float32)[codes.long()].view(len(codes), scales.shape[1], -1)
+        return (values * scales[..., None]).flatten(1)
+
+    def _unpacked(self, rows: slice) -> torch.Tensor:
+        pairs = self._raw.stored(self._codes)[rows]
+        return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
+
+    def _bytes(self, rows: slice) -> torch.Tensor:
+        """Scales as their bits. LoadError for E4M3 that is negative or not finite."""
+        stored = self._raw.stored(self._scales).view(torch.uint8)[rows].contiguous()
+        if self._whole is not None and bool((stored >= NAN_E4M3).any()):
+            raise LoadError(
+                f"{self._scales} has a scale that is negative or not finite",
+                hint="the checkpoint is damaged; download it again",
+            )
+        return stored
+
+    @cached_property
+    def _factor(self) -> torch.Tensor:
+        assert self._whole is not None
+        factor = self._raw.stored(self._whole).float().reshape(())
+        if not 2.0**-MOST_HALVINGS < float(factor) < 2.0**MOST_HALVINGS:
+            raise LoadError(
+                f"{self._whole} is {float(factor)}; a scale between 2^-{MOST_HALVINGS} and 2^{MOST_HALVINGS} is expected",
+                hint="the checkpoint is damaged; download it again",
+            )
+        return factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,15 @@ logger = logging.getLogger("diptych.compute")
 PIECE_VALUES = 2**19
 
 
+LEAST_SCALE = 2.0**-64
+
+
+def _scales_of(tensor: GgufTensor) -> tuple[str, ...]:
+    """The names of what NVFP4 may have beside a matrix: its scale, and that of its inputs, which are rounded otherwise here."""
+    stem = tensor.name.removesuffix("weight")
+    return (f"{stem}scale", f"{stem}input_scale") if tensor.type.name == "NVFP4" else ()
+
+
 class GgufTensorView(WeightTensor):
     """A WeightTensor in a GGUF file. dtype: of what `read` gives."""
 
@@ -120,7 +129,7 @@ class GgufCheckpoint:
                 hint="the file's metadata contradicts its tensors",
             )
         self._used[name] = shape
-        self._places.add(stored.name)
+        self._places |= {stored.name, *_scales_of(stored)}
         if place.begin is not None:
             self._parts.setdefault((stored.name, place.expert), set()).add((place.begin, place.begin + shape[0]))
         dtype = FLOAT_DTYPES.get(stored.type.name)
@@ -142,7 +151,7 @@ class GgufCheckpoint:
         """The values of a checked tensor, or some rows and the first columns of it; counts towards progress once."""
         stored, raw = self._opened(place)
         n_columns = shape[-1] if n_columns is None else min(n_columns, shape[-1])
-        order = self._rows_of(place, shape[0])
+        order, place_scale = self._rows_of(place, shape[0]), self._scale_of(place)
         plain = FLOAT_DTYPES.get(stored.type.name)
         if plain is not None:
             values = raw.view(plain).view(-1, *shape[1:])[order][rows]
@@ -151,7 +160,8 @@ class GgufCheckpoint:
             blocks = raw.view(-1, shape[-1] // stored.type.elements * stored.type.nbytes)
             blocks = blocks[order][rows] if len(shape) > 1 else blocks
             blocks = blocks[:, : -(-n_columns // stored.type.elements) * stored.type.nbytes]
-            values = dequantised(blocks, stored.type, dtype)[:, :n_columns]
+            values = dequantised(blocks, stored.type, dtype if place_scale == 1.0 else torch.float32)[:, :n_columns]
+            values = values if place_scale == 1.0 else (values * place_scale).to(dtype)
             values = values if len(shape) > 1 else values[0]
         return values if not place.added else values.to(torch.float32) - place.added
 
@@ -173,8 +183,25 @@ class GgufCheckpoint:
             codes=torch.cat([part.codes for part in parts]),
             scales=torch.cat([part.scales for part in parts]),
             offsets=torch.cat(offsets) if offsets else None,
-            factors=torch.cat(factors) if factors else None,
+            factors=torch.cat(factors) * self._scale_of(place) if factors else None,
         )
+
+    def _scale_of(self, place: Place) -> float:
+        """What a matrix of NVFP4 is multiplied by as a whole, or each of its experts. LoadError for what is no such number."""
+        found = next(
+            (name for name in _scales_of(self.file.tensors[place.name])[:1] if name in self.file.tensors), None
+        )
+        if found is None:
+            return 1.0
+        scales = self.file.floats(found) or []
+        index = 0 if place.expert is None or len(scales) == 1 else place.expert
+        if index >= len(scales) or not LEAST_SCALE < scales[index] < 1 / LEAST_SCALE:
+            raise LoadError(
+                f"{found} in {self.file.path} has {len(scales)} scales, {scales[index:][:1]} of matrix {index}; positive "
+                f"numbers between {LEAST_SCALE} and {1 / LEAST_SCALE} are expected",
+                hint="the file is damaged; download it again",
+            )
+        return scales[index]
 
     def _opened(self, place: Place) -> tuple[GgufTensor, torch.Tensor]:
         """The tensor and its bytes, mapped; those of the one before go back, and progress is told."""

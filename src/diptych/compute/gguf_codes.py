@@ -14,12 +14,15 @@ import torch
 
 from diptych.compute.gguf_lattices import LATTICES, codes_of_lattice
 from diptych.compute.ops.contract import Codes
+from diptych.ground.formats import NESTED_INPUTS
 
 
 def codes_of(blocks: torch.Tensor, kind: str) -> Codes:
     """Rows of blocks [n, bytes] uint8 as codes of GGUF_KEPT[kind]."""
     if kind in LATTICES:
         return codes_of_lattice(blocks, kind)
+    if kind == "NVFP4":
+        return _floats_of_four(blocks.view(len(blocks), -1, 36))
     if kind in SUPER_BLOCKS:
         size, taken_apart = SUPER_BLOCKS[kind]
         return taken_apart(blocks.view(len(blocks), -1, size))
@@ -50,6 +53,15 @@ def halved_powers(exponents: torch.Tensor) -> torch.Tensor:
     wide = exponents.to(torch.int32)
     small = torch.tensor(0x20, dtype=torch.int32) << wide.clamp(max=1)
     return torch.where(wide < 2, small, (wide - 1) << 7).to(torch.int16).view(torch.bfloat16)
+
+
+def _floats_of_four(blocks: torch.Tensor) -> Codes:
+    """4 bytes of E4M3 without signs, of 16 inputs each, 32 of nibbles: of 16 inputs the first eight below the last."""
+    nibbles = blocks[..., 4:].unflatten(-1, (4, 8))
+    codes = torch.cat((nibbles & 15, nibbles >> 4), -1).flatten(1)
+    scales = (blocks[..., :4] & 127).flatten(1)
+    factors = torch.full((len(blocks), -(-codes.shape[1] // NESTED_INPUTS)), 0.5)  # the levels are twice E2M1's
+    return Codes(codes=codes, scales=torch.where(scales == 127, 0, scales), factors=factors)
 
 
 def _fours_and_fives(blocks: torch.Tensor, *, is_fifth: bool) -> Codes:

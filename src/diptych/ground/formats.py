@@ -48,13 +48,14 @@ FORMATS: dict[str, NumberFormat] = {
 }
 
 KEPT_BITS = {f"group{bits}": bits for bits in (2, 3, 4, 5, 6, 8)}
-KEPT_SCALES = ("f16", "bf16", "f32", "s8")
+KEPT_SCALES = ("f16", "bf16", "f32", "s8", "e4m3")
+NESTED_SCALES = ("s8", "e4m3")
 KEPT_GRIDS = {  # by kind; the others have signed and minima alone
     "group3": ("signed", "minima", "iq2", "iq1"),
     "group4": ("signed", "zeros", "minima", "iq4_nl", "e2m1", "iq3_xxs", "iq3_s"),
 }
 GROUPS = (128, 64, 32, 16)  # that the kernels have, the cheapest first
-MOST_NESTED = 64  # inputs of a group with scales of s8
+MOST_NESTED = 64  # inputs of a group with nested scales
 NESTED_INPUTS = 256  # that share a factor
 WIDE_BITS = 6  # of codes that rows of 8 bits would cost more than their own rounding did (numbers in LAB.md)
 FINE_BITS = 5  # of a file's codes on the average, below which what its coarser ones lost hides that (likewise)
@@ -64,9 +65,10 @@ FINE_BITS = 5  # of a file's codes on the average, below which what its coarser 
 class KeptFormat:
     """How the cpu backend holds weights that somebody else quantised, without loss: in groups of codes, or in its own 'int8'.
 
-    group: inputs that share a scale of type `scale`: f16, bf16, f32, or s8, a whole number of 8 bits times a factor that
-    256 inputs share. grid: what a code q stands for, over s the scale: signed s (q - 2^(bits - 1)), zeros s (q - z) with z of
-    8 bits, minima s q + m with m of 32 (beside s8 nested as the scales are), or an entry of a table.
+    group: inputs that share a scale of type `scale`: f16, bf16, f32, or nested, times a factor that 256 inputs share: s8, a
+    whole number of 8 bits, or e4m3, a float of 8. grid: what a code q stands for, over s the scale: signed
+    s (q - 2^(bits - 1)), zeros s (q - z) with z of 8 bits, minima s q + m with m of 32 (beside s8 nested as the scales are),
+    or an entry of a table.
     int8 has a scale per row, in fp32, and neither group nor grid. is_wide (in groups): it meets rows of 15 bits, in two
     halves, instead of 8.
 
@@ -102,7 +104,8 @@ class KeptFormat:
             or rest[0] not in groups
             or rest[1] not in KEPT_SCALES
             or grid not in KEPT_GRIDS.get(kind, ("signed", "minima"))
-            or (rest[1] == "s8" and (groups[rest[0]] > MOST_NESTED or grid == "zeros"))
+            or (rest[1] in NESTED_SCALES and (groups[rest[0]] > MOST_NESTED or grid == "zeros"))
+            or (rest[1] == "e4m3" and grid == "minima")
         ):
             raise ValueError(f"{name!r} names no format of kept weights")
         return cls(kind=kind, group=groups[rest[0]], scale=rest[1], grid=grid, is_wide=is_wide)
@@ -112,9 +115,9 @@ class KeptFormat:
         """What it takes."""
         if self.kind == "int8":
             return FORMATS["int8"]
-        is_nested = self.scale == "s8"
+        is_nested = self.scale in NESTED_SCALES
         offset_bits = {"zeros": 8, "minima": 8 if is_nested else 32}.get(self.grid, 0)
-        scale_bits = {"f32": 32, "s8": 8 + 32 * self.group // NESTED_INPUTS}.get(self.scale, 16)
+        scale_bits = 8 + 32 * self.group // NESTED_INPUTS if is_nested else 32 if self.scale == "f32" else 16
         return NumberFormat(
             name=self.name, bits=KEPT_BITS[self.kind], group=self.group, group_bits=scale_bits + offset_bits
         )
@@ -135,6 +138,7 @@ def _of_gguf(kind: str, scale: str, grid: str = "signed", *, group: int = 32, bi
 
 
 KEPT_MXFP4 = _of_gguf("group4", "bf16", "e2m1")
+KEPT_NVFP4 = _of_gguf("group4", "e4m3", "e2m1", group=16)
 
 # Types of GGUF whose blocks are held as they are (`compute.gguf_codes`, `compute.gguf_lattices`).
 GGUF_KEPT: dict[str, KeptFormat] = {
@@ -160,6 +164,7 @@ GGUF_KEPT: dict[str, KeptFormat] = {
     "IQ1_S": _of_gguf("group3", "s8", "iq1"),
     "TQ1_0": _of_gguf("group2", "s8", group=64),
     "TQ2_0": _of_gguf("group2", "s8", group=64),
+    "NVFP4": KEPT_NVFP4,
 }
 
 

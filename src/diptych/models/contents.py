@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -123,11 +123,16 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
             count, stored = 0, "MXFP4 scales"
         elif how is not None and name.endswith(_endings(CODES)) and stored == "I32":
             count, stored = count * 32 // (how.bits or 4), f"{how.method} {how.bits or 4} bit"
-        elif how is not None and f"{name}.absmax" in header:  # of bitsandbytes, two codes to a byte
+        elif how is not None and stored == "U8" and _has_pairs(name, header):
             count, stored = 2 * nbytes, f"{how.method} 4 bit"
         elif how is not None and name.endswith(_endings(BESIDE_CODES)):  # scales and zeros are no parameters
             count, stored = 0, f"{how.method} scales"
         yield name, stored, count, nbytes
+
+
+def _has_pairs(name: str, header: Mapping[str, Any]) -> bool:
+    """Whether two codes of 4 bits lie in each byte: bitsandbytes, and fp4 of compressed-tensors and modelopt."""
+    return name.endswith(".weight_packed") or f"{name}.absmax" in header or f"{name}_scale_2" in header
 
 
 def _endings(parts: tuple[str, ...]) -> tuple[str, ...]:

@@ -11,18 +11,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from diptych.ground.errors import LoadError
-from diptych.ground.formats import WIDE_BITS, KeptFormat, group_held
+from diptych.ground.formats import KEPT_MXFP4, KEPT_NVFP4, WIDE_BITS, KeptFormat, group_held
 from diptych.models.config import HfConfig
 
-METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes")
-CT_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
+METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "modelopt")
+CT_FORMATS = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense",
+    "nvfp4-pack-quantized", "mxfp4-pack-quantized",
+)  # fmt: skip
+FP4_KEPT = {16: KEPT_NVFP4, 32: KEPT_MXFP4}  # by the inputs that share a scale
 # how the tensors end in which one matrix lies: its codes, and what belongs to them and is no parameter
 CODES = ("qweight", "weight_packed")
 BESIDE_CODES = (
     "qzeros", "scales", "g_idx", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_scale_inv",
     "input_scale", "input_zero_point", "activation_scale", "weight.absmax", "weight.quant_map", "weight.nested_absmax",
     "weight.nested_quant_map", "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4", "SCB",
-    "weight_format",
+    "weight_format", "weight_global_scale", "weight_scale_2", "input_global_scale", "k_scale", "v_scale",
 )  # fmt: skip
 HINT = "use the unquantised checkpoint and choose the weight format with --weights"
 
@@ -60,7 +64,7 @@ def quantisation_of(config: HfConfig) -> Quantisation | None:
     section = HfConfig(raw, path=f"quantization_config of {config.path}")
     method = raw.get("quant_method")
     readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors, "fp8": _fp8,
-               "bitsandbytes": _bitsandbytes}  # fmt: skip
+               "bitsandbytes": _bitsandbytes, "modelopt": _modelopt}  # fmt: skip
     read = readers.get(str(method))
     if read is None:
         raise LoadError(
@@ -152,8 +156,13 @@ def _compressed_tensors(section: HfConfig) -> Quantisation:
             _refuse(scheme, "output_activations", "outputs are not quantised here")
         weights, inputs = scheme.section("weights"), scheme.section("input_activations")
         kind = _one_of(weights, "type", ("int", "float"), "int")
-        _one_of(weights, "num_bits", (4, 8) if kind == "int" else (8,), 8)
-        strategy = _one_of(weights, "strategy", ("tensor", "channel", "group", "block", None), None)
+        width = _one_of(weights, "num_bits", (4, 8), 8)
+        strategy = _one_of(weights, "strategy", ("tensor", "channel", "group", "tensor_group", "block", None), None)
+        if kind == "float" and width == 4:
+            kept = FP4_KEPT[_one_of(weights, "group_size", tuple(FP4_KEPT), None)]
+            if _has_inputs_of_4_bits(scheme):
+                note = "activations have 8 bits, and scales for them in the file are not used"
+            continue
         if kind == "int":
             bits = weights.integer("num_bits", 8)
             size = weights.raw.get("group_size")
@@ -175,6 +184,22 @@ def _compressed_tensors(section: HfConfig) -> Quantisation:
         has_zeros=bool(zeros) and all(zeros),
         kept=kept,
         note=note,
+    )
+
+
+def _has_inputs_of_4_bits(scheme: HfConfig) -> bool:
+    """Whether its publisher rounds activations to 4 bits, too."""
+    return scheme.section("input_activations").raw.get("num_bits") == 4
+
+
+def _modelopt(section: HfConfig) -> Quantisation:
+    """NVIDIA's TensorRT Model Optimizer: NVFP4, whose groups have 16 inputs, with a scale for each matrix."""
+    _one_of(section, "quant_algo", ("nvfp4",), None)
+    return Quantisation(
+        method="modelopt",
+        bits=4,
+        kept=KEPT_NVFP4,
+        note="activations have 8 bits; scales for them and for a cache of 8 bits in the file are not used",
     )
 
 
