@@ -215,7 +215,10 @@ class _Run:
 
     def _closed_for(self) -> int:
         scheduling, now, came = self._loop.scheduling, self._n_steps, self._open[self._door[0].request_id].came
-        closed_for = max((self._polled - now) % scheduling.poll_steps, came + scheduling.ahead_steps - now, 0)
+        polls_in = (self._polled - now) % scheduling.poll_steps
+        if 0 < scheduling.poll_prompts <= len(self._door):
+            polls_in = 0
+        closed_for = max(polls_in, came + scheduling.ahead_steps - now, 0)
         if scheduling.gather_steps:
             n_running = self._engine.core.running_and_waiting[0]
             gathered = n_running + sum(len(request.prompt_token_ids) for request in self._door)

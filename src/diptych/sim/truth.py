@@ -56,12 +56,13 @@ def case_of(row: MeasuredService) -> Case:
     load = row.load
     setup = _setup(row.model, row.device, row.quant, row.kv, row.tp, row.layout)
     longest = load.input_tokens + load.output_tokens
-    pool = capacity_of(setup, context_tokens=longest, batch=1).kv_tokens
+    pool = capacity_of(setup, context_tokens=longest, batch=1, rule=row.memory).kv_tokens
     mean = longest * (1.0 + load.spread) / 2.0
     is_short_of_kv = pool < load.streams * mean
     scheduling = load.scheduling
     if is_short_of_kv and scheduling.reserves_answers:
-        scheduling = replace(scheduling, max_running=max(int(_rounded(pool) / mean), 1))
+        places = max(int(_rounded(pool) / mean), 1)
+        scheduling = replace(scheduling, max_running=min(places, scheduling.max_running or places))
     is_short = load.streams * load.output_tokens <= LONG_TOKENS
     loop = ClosedLoop(
         streams=load.streams,
