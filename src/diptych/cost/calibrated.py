@@ -301,9 +301,10 @@ class CalibratedModel:
 
     def _flop_s(self, mix: tuple[Stored, ...], fraction: Callable[[str], float]) -> float:
         """Seconds of one operation in products of weights so stored."""
-        hardware, whole = self.hardware, (Stored(1.0, self.quant.weight_bytes, self.quant.compute),)
+        hardware, whole = self.hardware, (Stored(1.0, self.quant.weight_bytes, self.quant.compute, self.quant.pace),)
         return sum(
-            one.share / (peak_flops_per_s(hardware, one.compute) * fraction(compute_dtype(hardware, one.compute)))
+            one.share
+            / (peak_flops_per_s(hardware, one.compute) * fraction(compute_dtype(hardware, one.compute)) * one.pace)
             for one in mix or whole
         )
 
