@@ -185,10 +185,9 @@ def _of_tensorrt_llm(run: Run, layout: Layout) -> Scheduling:
         found = replace(found, step_tokens=16_384)
         if run.lengths == (1024, 1024) and run.devices < 8:
             found = replace(found, gather_steps=20, gather_tokens=int(0.9 * 16_384))
-    if layout.dp > 1:
-        found = replace(
-            found, poll_steps=60 if run.model == "deepseek-v3" else 50, poll_prompts=math.ceil(_to_have_all(layout.dp))
-        )
+    is_deepseek = run.model == "deepseek-v3"
+    if layout.dp > 1 and (is_deepseek or run.is_blackwell):  # gpt-oss on H200 asks for no balance
+        return replace(found, poll_steps=60 if is_deepseek else 50, poll_prompts=math.ceil(_to_have_all(layout.dp)))
     return found
 
 
