@@ -251,6 +251,40 @@ def test_fp8_weights_on_a_device_without_fp8_are_unpacked():
     assert times[0] == pytest.approx(times[1], rel=1e-9)
 
 
+def test_values_of_4_bits_are_unpacked_where_no_device_multiplies_them():
+    """B200 reads fp4 as it multiplies it, H200 unpacks it like int4; constants that know int4 only price both by that."""
+    step = StepShape.decode(batch=1, context_tokens=1)
+
+    def slower(device: str, **shares: float) -> float:
+        constants = replace(PERFECT, eb=MappingProxyType({"other": 1.0, **shares}))
+        whole, some = (
+            predictor("llama-3.1-8b", device, constants=each, weights="fp4").predict(step).total_s
+            for each in (PERFECT, constants)
+        )
+        return some / whole
+
+    assert slower("b200-180gb", fp4=1.0, int4=0.25) == pytest.approx(1.0)
+    assert slower("b200-180gb", fp4=0.25, int4=1.0) == slower("h200-141gb-sxm", fp4=1.0, int4=0.25) > 3.0
+    assert slower("b200-180gb", int4=0.25) == slower("h200-141gb-sxm", int4=0.25)
+
+
+def test_experts_of_mxfp4_meet_rows_of_8_bits_where_devices_multiply_fp4():
+    """Prompts took the time of 16-bit rows on every device, twice what the experts' products need on B200."""
+    prompt = StepShape.prefill(batch=1, new_tokens=8192)
+
+    def products_s(device: str, experts: str) -> float:
+        shares = MappingProxyType({"bf16": 1.0, "fp8": 1.0} | {experts: 1e-3})
+        perfect = replace(PERFECT, expert_ef=MappingProxyType({"bf16": 1.0, "fp8": 1.0}))
+        slow = replace(perfect, expert_ef=shares)
+        return (
+            predictor("gpt-oss-120b", device, constants=slow, weights="mxfp4").predict(prompt).total_s
+            / predictor("gpt-oss-120b", device, constants=perfect, weights="mxfp4").predict(prompt).total_s
+        )
+
+    assert products_s("b200-180gb", "bf16") == products_s("h200-141gb-sxm", "fp8") == 1.0
+    assert min(products_s("b200-180gb", "fp8"), products_s("h200-141gb-sxm", "bf16")) > 100.0
+
+
 def test_first_token_of_a_one_token_prompt_counts_as_prefill():
     """A prompt of one token starts at position 0: it has no cache and is not a decode step."""
     assert StepShape.prefill(batch=1, new_tokens=1).phase is Phase.PREFILL

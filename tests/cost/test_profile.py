@@ -20,6 +20,7 @@ from diptych.cost.profile import load_profile, profile_path, read_profile
 from diptych.cost.setup import own_quant, setup_of
 from diptych.cost.tables import kv_spec, model_spec, quant_spec
 from diptych.ground.errors import ConfigError
+from diptych.ground.formats import engine_quant, mix_of
 from diptych.ground.phase import Phase
 from diptych.ground.shape import ChunkShape, StepShape
 from diptych.ground.specs import Flag, KVSpec, Stored
@@ -50,6 +51,28 @@ def damaged(path: str, value: object) -> dict:
     else:
         target[last] = value
     return copy
+
+
+def test_products_of_weights_in_groups_take_the_ends_of_their_groups() -> None:
+    """A profile measures int4, int8 and bf16: a prompt on a file in Q4_K_M was said to take two thirds of what it took."""
+    model, prompt = model_spec("llama-3.2-1b"), StepShape.prefill(batch=1, new_tokens=512)
+    profile = PROFILE | {"ef": {"bf16": 0.7, "int8": 0.7}, "attention": {**PROFILE["attention"], "prefill_ef": 1e3}}
+
+    def seconds(quant) -> float:
+        return CalibratedModel.from_profile(profile, model, quant).predict_s(prompt)
+
+    whole = seconds(engine_quant("int8", "int8"))
+    groups = {
+        "group4-g32-f16": 0.85,
+        "group4-g128-f16": 0.96,
+        "group4-g32-s8-minima": 0.76,
+        "group8-g32-f16-wide": 0.44,
+    }
+    for name, rate in groups.items():
+        assert whole / seconds(engine_quant(name, "int8")) == pytest.approx(rate, abs=0.02)
+    formats = {"group4-g32-s8-minima": 830, "group6-g16-s8-wide": 143}
+    mixed = replace(engine_quant("group4-g32-s8-minima", "int8"), mix=mix_of(formats, usual="group4-g32-s8-minima"))
+    assert whole / seconds(mixed) == pytest.approx(1.0 / (0.853 / 0.76 + 0.147 / 0.39), abs=0.02)
 
 
 def test_profile_predicts_a_plan():

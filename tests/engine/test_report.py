@@ -21,6 +21,7 @@ from diptych.engine.load import LoadedModel
 from diptych.engine.report import PhaseObserver, phase_report
 from diptych.ground.request import SamplingParams
 from diptych.ground.shape import StepShape
+from diptych.ground.specs import Stored
 
 CEILINGS = Ceilings(read_bytes_per_s=1e10, flops_per_s=1e11, compute_dtype="fp32", threads=1)
 
@@ -154,10 +155,10 @@ def test_layers_and_experts_of_several_formats_are_seen_as_they_are(loaded: Load
     quant = CostView(model).quant  # type: ignore[arg-type]
     assert quant.expert_bytes == pytest.approx(4.5 / 8)
     assert quant.weight_bytes == pytest.approx(1.6)
-    assert quant.mix == ((0.6, 2.0, "bf16"), (0.4, 1.0, "int8"))
+    assert quant.mix == (Stored(0.6, 2.0, "bf16"), Stored(0.4, 1.0, "int8"))
     assert (quant.expert_mix, quant.head_compute) == ((), "bf16")
     model.formats = {kept: 900, "bf16": 100}  # one format, and not that in which most weights are multiplied
-    assert CostView(model).quant.mix == ((1.0, 2.0, "bf16"),)  # type: ignore[arg-type]
+    assert CostView(model).quant.mix == (Stored(1.0, 2.0, "bf16"),)  # type: ignore[arg-type]
     model.formats, model.expert_formats = {kept: 10}, {}
     assert CostView(model).quant.mix == ()  # type: ignore[arg-type]
 

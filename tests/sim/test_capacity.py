@@ -163,8 +163,9 @@ def test_long_prompts_with_short_answers_have_users() -> None:
     """The fluid model has a sequence decode at every moment: with answers of a token or two nobody was within limits."""
     brief = replace(ASK, message=LengthRange(low=7000, high=9000), output=LengthRange(low=1, high=2), think_s=20.0)
     brief = replace(brief, limits=Limits(ttft_s=2.0, tpot_s=0.5))
-    users = fluid_users(H100, brief)
+    pool = replace(H100, blocks=replace(H100.blocks, n_blocks=405_376 // H100.blocks.block_tokens))
+    users = fluid_users(pool, brief)
     assert 10.0 < users < 200.0
-    assert fluid_users(H100, replace(brief, think_s=40.0)) > users
-    assert bisected(Service(pool=H100), brief) > users / 2
-    assert fluid_users(H100, replace(brief, limits=Limits(ttft_s=2.0, tpot_s=1e-4))) == 0.0
+    assert fluid_users(pool, replace(brief, think_s=40.0)) > users
+    assert bisected(Service(pool=pool), brief) > users / 2
+    assert fluid_users(pool, replace(brief, limits=Limits(ttft_s=2.0, tpot_s=1e-4))) == 0.0

@@ -144,6 +144,23 @@ def test_a_scheduler_that_looks_rarely_lets_requests_wait_half_the_time_between(
     assert waited == pytest.approx(10 * (1 - first_wave), rel=0.4)
 
 
+def test_one_that_looks_rarely_looks_sooner_where_enough_have_come() -> None:
+    """TensorRT-LLM's groups of attention-data parallel start prompts when each has one, and else every so many steps."""
+    often, rarely, sooner, never = (
+        schedule(**options)
+        for options in (
+            {},
+            {"poll_steps": 40},
+            {"poll_steps": 40, "poll_prompts": 2},
+            {"poll_steps": 40, "poll_prompts": 9},
+        )
+    )
+    assert never == rarely
+    waits = [one.times(second_each).ttft_s for one in (often, sooner, rarely)]
+    assert waits == sorted(waits)
+    assert waits[0] < 0.8 * waits[1] < 0.8 * 0.8 * waits[2]
+
+
 def test_prompts_wait_for_others_until_there_are_enough() -> None:
     """TensorRT-LLM's `batch_wait_timeout_iters`: 15 steps, or until so many tokens have come together."""
     at_once, gathered = schedule(), schedule(gather_steps=15, gather_tokens=10_000)

@@ -164,7 +164,7 @@ def test_a_user_who_is_refused_begins_anew() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     """What, the number, the limit."""
-    with pytest.raises(ConfigError, match=r"leaves room for 0 tokens of KV: of 80 GB, weights take 141"):
+    with pytest.raises(ConfigError, match=r"leaves room for 0 tokens of KV: of 85.52 GB, weights take 141"):
         Service.of(setup_of("llama-3.1-70b", "h100-80gb-sxm"))
     with pytest.raises(ConfigError, match=r"engines is 100000"):
         Service.of(H100, n_engines=100_000)

@@ -15,6 +15,7 @@ from diptych.cost.fitting.recipes import Scheduling
 from diptych.cost.fitting.service_forms import ServiceForm, put_in
 from diptych.cost.fitting.services import MeasuredService, ServiceLoad, read_deployments
 from diptych.cost.layout import Layout
+from diptych.cost.memory import MemoryRule, capacity_of
 from diptych.cost.tables import data_text
 from diptych.ground.errors import ConfigError
 from diptych.sim import truth
@@ -87,6 +88,17 @@ def test_intervals_come_from_other_models(world: list[MeasuredService]) -> None:
         assert (one.high > 2 * one.predicted) == (one.case.row.model != "qwen3-8b")
 
 
+def test_models_weigh_alike_in_an_interval_and_few_of_them_say_less() -> None:
+    """Quantiles of rows were those of the models with most of them: of SGLang's numbers, six of ten lay within 80 %."""
+    assert truth._bounds([[3.0] * 1000, *([1.0] for _ in range(9))]) == (1.0, 3.0)
+    ratios = [1.0 + i / 1000 for i in range(1000)]
+    one, few, many = (truth._bounds([ratios] * n) for n in (1, 3, 40))
+    assert one == (1.0, 1.999)
+    assert 1.05 < few[0] < 1.07 < many[0] < 1.1
+    assert 1.9 < many[1] < 1.93 < few[1] < 1.95
+    assert truth._bounds([]) == (1.0, 1.0)
+
+
 def test_a_series_with_rows_beyond_all_peaks_is_not_believed(world: list[MeasuredService]) -> None:
     """As of 416 streams with prompts of 15,000 tokens on two devices: cached prompts, or copies that nobody stated."""
     cases = [case_of(row) for row in world]
@@ -126,16 +138,26 @@ def test_rows_are_read_with_their_load_and_counted_by_reason() -> None:
         row_of(), row_of(), row_of(concurrency=8), other, row_of(mode="disagg"), row_of(concurrency=""),
         row_of(attention_dp_size=4), row_of(model_path="nobody/unknown"), row_of(measured="", isl=2048),
         row_of(backend="trtllm", tp_size=64, moe_tp_size=8, moe_ep_size=8),
+        row_of(tp_size=4, attention_dp_size=4, moe_tp_size=1, moe_ep_size=16),
+        row_of(tp_size=1, attention_dp_size="", moe_tp_size=2, isl=1000),
+        row_of(backend="trtllm", tp_size=4, attention_dp_size="", moe_tp_size=2, moe_ep_size=2, isl=1000),
     )  # fmt: skip
     assert [(one.stack, one.tp, one.load.spread, one.load.input_tokens) for one in rows] == [
         ("vllm", 2, 0.8, 1024),
         ("vllm", 2, 0.8, 1024),
         ("vllm", 2, 1.0, 2048),
         ("tensorrt-llm", 8, 0.8, 1024),
+        ("vllm", 4, 0.8, 1024),
+        ("vllm", 1, 1.0, 1000),
+        ("tensorrt-llm", 4, 1.0, 1000),
     ]
     assert (rows[0].ttft_s, rows[0].tpot_s, rows[0].quant) == (0.05, 0.008, "mxfp4")
-    assert rows[3].load.scheduling == Scheduling(step_tokens=20_000, ahead_steps=2, reserves_answers=True)
-    assert [one.layout for one in rows] == [Layout(), Layout(dp=4), Layout(), Layout(ep=8)]
+    assert rows[3].load.scheduling == Scheduling(
+        step_tokens=20_000, ahead_steps=2, reserves_answers=True, max_running=512
+    )
+    assert [one.layout for one in rows] == [
+        Layout(), Layout(dp=4), Layout(), Layout(ep=8), Layout(ep=4), Layout(dp=2), Layout(ep=2),
+    ]  # fmt: skip
     assert sorted(left_out.values()) == [1, 1, 1, 1, 2]
     with pytest.raises(ConfigError, match="no column"):
         read_deployments("a,b\n1,2\n")
@@ -151,13 +173,82 @@ def test_rows_are_run_as_their_recipes_say() -> None:
     drafted = row_of(backend="trtllm", backend_version="1.2.0rc6.post3", system="b200_sxm", **deepseek)
     rows, left_out = read(sglang, sglang | {"system": "h200_sxm"}, llama, llama | {"osl": 500}, drafted)
     assert [one.load.scheduling for one in rows] == [
-        Scheduling(step_tokens=32_768, ahead_steps=2, prefills_alone=True, poll_steps=30),
-        Scheduling(step_tokens=32_768, ahead_steps=2, prefills_alone=True),
+        Scheduling(step_tokens=32_768, ahead_steps=2, prefills_alone=True, poll_steps=30, max_running=128),
+        Scheduling(step_tokens=32_768, ahead_steps=2, prefills_alone=True, max_running=512),
         Scheduling(step_tokens=16_384, ahead_steps=2, reserves_answers=True, gather_steps=20, gather_tokens=14_745),
         Scheduling(reserves_answers=True),
     ]
     assert [one.load.spread for one in rows] == [0.8, 0.8, 0.8, 1.0]
     assert list(left_out) == ["drafts of tokens (multi-token prediction), of which nobody states how many held"]
+
+
+DEEPSEEK = {
+    "backend": "trtllm", "model_path": "deepseek-ai/DeepSeek-R1", "system": "b200_sxm", "precision": "fp8",
+    "tp_size": 8, "moe_tp_size": 8,
+}  # fmt: skip
+MINIMAX = {"model_path": "MiniMaxAI/MiniMax-M2.5", "system": "b200_sxm", "precision": "fp8"}
+
+
+def test_recipes_are_those_of_their_day() -> None:
+    """Two prompts in a step of vLLM on Blackwell since 3 April; prompts that wait together for DeepSeek since 29 January."""
+    old, new, hopper = (
+        read(row_of(**MINIMAX, measured=day) | system)[0][0]
+        for day, system in (("2026-03-11", {}), ("2026-04-08", {}), ("2026-03-27", {"system": "h200_sxm"}))
+    )
+    assert [one.load.scheduling.step_tokens for one in (old, new, hopper)] == [8192, 2048, 8192]
+    assert [one.memory for one in (old, new, hopper)] == [MemoryRule(share=0.95), MemoryRule(), MemoryRule(share=0.95)]
+    assert [one.layout for one in (old, new, hopper)] == [Layout(ep=2), Layout(), Layout(ep=2)]
+    early, late, small = (
+        read(row_of(**DEEPSEEK, backend_version="x", concurrency=streams, measured=day))[0][0]
+        for day, streams in (("2025-12-15", 64), ("2026-02-05", 64), ("2026-02-05", 16))
+    )
+    assert early.load.scheduling == Scheduling(step_tokens=1152, ahead_steps=2, reserves_answers=True)
+    assert late.load.scheduling == replace(early.load.scheduling, step_tokens=8192, gather_steps=40, gather_tokens=6553)
+    assert small.load.scheduling == replace(early.load.scheduling, step_tokens=8192)
+    assert early.memory == MemoryRule(share=0.8, is_of_free=True)
+
+
+def test_recipes_of_2025_chose_their_layout_by_the_streams() -> None:
+    """Rows of November 2025 say tensor parallel whatever ran; 64 streams had attention-data parallel, which looks rarely."""
+    few, many = (
+        read(row_of(**DEEPSEEK, backend_version="", concurrency=streams, measured="2025-11-02"))[0][0]
+        for streams in (16, 64)
+    )
+    assert (few.tp, few.layout, few.load.scheduling.poll_steps) == (8, Layout(ep=8), 1)
+    assert (many.tp, many.layout) == (1, Layout(dp=8, ep=8))
+    assert many.load.scheduling == Scheduling(
+        step_tokens=8 * 1152, ahead_steps=2, reserves_answers=True, poll_steps=60, poll_prompts=22
+    )
+    halves = row_of(**MINIMAX, concurrency=256, measured="2026-04-22", tp_size=2, attention_dp_size=2) | {
+        "precision": "fp4", "moe_tp_size": 1, "moe_ep_size": 4,
+    }  # fmt: skip
+    short, long = (read(halves | lengths)[0][0] for lengths in ({}, {"isl": 8192}))
+    assert (short.layout, short.load.scheduling.step_tokens) == (Layout(dp=2, ep=2), 4096)
+    assert (long.layout, long.load.scheduling.step_tokens) == (Layout(ep=2), 16_384)
+
+
+def test_a_row_without_a_date_that_states_its_whole_split_is_a_recipes() -> None:
+    """They repeat dated ones, number for number, and were run as streams of equal lengths."""
+    dated, repeated, others = row_of(), row_of(measured=""), row_of(measured="", attention_dp_size="")
+    rows, left_out = read(dated, repeated, others)
+    assert [one.load.spread for one in rows] == [0.8, 1.0]
+    assert left_out["the same row once more"] == 1
+
+
+def test_a_pool_is_what_the_engine_gives_itself() -> None:
+    """SGLang's share holds weights and KV alone; TensorRT-LLM's is of what the rest leaves."""
+    row = service("llama-3.1-8b", "h100-80gb-sxm", 4)
+    rules = (MemoryRule(), MemoryRule(share=0.95), MemoryRule(has_buffers=False), MemoryRule(is_of_free=True))
+    usual, most, beside, of_free = (
+        capacity_of(case_of(row).setup, context_tokens=320, batch=1, rule=rule) for rule in rules
+    )
+    buffers = usual.activation_bytes + 2e9
+    assert most.free_kv_bytes - usual.free_kv_bytes == pytest.approx(0.05 * usual.memory_bytes)
+    assert beside.free_kv_bytes - usual.free_kv_bytes == pytest.approx(buffers)
+    assert of_free.free_kv_bytes == pytest.approx(0.9 * (usual.memory_bytes - usual.weight_bytes - buffers))
+    crowded = replace(row, load=replace(row.load, input_tokens=60_000, streams=8))
+    assert case_of(crowded).is_short_of_kv
+    assert not case_of(replace(crowded, memory=MemoryRule(share=0.98, has_buffers=False))).is_short_of_kv
 
 
 def test_keys_and_values_are_held_as_recipes_and_checkpoints_ask() -> None:

@@ -97,6 +97,8 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int, *, is_our
     )
 
 
+FP4 = ("fp4", "mxfp4")  # formats with values that some devices multiply as they are
+
 _Windows = tuple[tuple[int | None, float, float, float], ...]
 
 
@@ -236,6 +238,7 @@ class CalibratedModel:
             (Stored(1.0, quant.head_bytes, quant.head_compute or quant.compute),), c.compute_fraction
         )
         is_unpacked = compute_dtype(hardware, quant.compute) != quant.compute  # e.g. fp8 weights on an A100
+        has_fp4 = "fp4" in hardware.flops_per_s
         multiplied_in = compute_dtype(hardware, quant.compute)
         attention_rate = peak_flops_per_s(hardware, quant.attention_compute) * c.attention_fraction(self.kv.name)
         adapter_share = c.adapter_fraction(multiplied_in)
@@ -262,8 +265,12 @@ class CalibratedModel:
                 each = [(one.share * one.bytes, weight_class(one.bytes, quant.name)) for one in mix]
                 return sum(n_bytes * part / sum(part for part, _ in each) * weights_s(1.0, name) for part, name in each)
             if self.weights_are_cached and self.calibration.cache is not None:
-                return n_bytes / self.calibration.cache.weights_rate(_read_as(weights, is_unpacked=is_unpacked))
-            return n_bytes / (bandwidth * c.weight_fraction(_read_as(weights, is_unpacked=is_unpacked)))
+                return n_bytes / self.calibration.cache.weights_rate(
+                    _read_as(weights, is_unpacked=is_unpacked, has_fp4=has_fp4)
+                )
+            return n_bytes / (
+                bandwidth * c.weight_fraction(_read_as(weights, is_unpacked=is_unpacked, has_fp4=has_fp4))
+            )
 
         return _Terms(
             base_s=c.step_s + self.model.n_layers * c.layer_s + units.moe_layers * c.moe_layer_s,
@@ -277,13 +284,13 @@ class CalibratedModel:
             row_activation_s=(
                 units.row_activation_bytes / c.activation_bytes_per_s / parts if c.activation_bytes_per_s else 0.0
             ),
-            expert_row_s=units.expert_row_flops * self._flop_s(quant.expert_mix, c.expert_fraction) / parts,
+            expert_row_s=units.expert_row_flops * self._flop_s(experts_of(quant, hardware), c.expert_fraction) / parts,
             head_weights_s=weights_s(units.head_bytes, units.head_class),
             head_row_s=units.head_row_flops * head_flop_s / parts,
             windows=windows_at(bandwidth * c.kv_eb),
             near_windows=windows_at(near_rate),
             cached_row_s=units.expand_flops * flop_s / parts,
-            link_base_s=(units.all_reduces + exchanges) * c.allreduce_s + (layout.pp > 1) * layout.pp * HOP_S,
+            link_base_s=(units.all_reduces + exchanges) * self._meeting_s(c) + (layout.pp > 1) * layout.pp * HOP_S,
             link_row_s=units.row_link_bytes / link / parts + exchange_row_s,
             link_logits_row_s=units.logits_link_bytes / link / parts,
             launch_p=c.launch_p,
@@ -294,11 +301,17 @@ class CalibratedModel:
 
     def _flop_s(self, mix: tuple[Stored, ...], fraction: Callable[[str], float]) -> float:
         """Seconds of one operation in products of weights so stored."""
-        hardware, whole = self.hardware, (Stored(1.0, self.quant.weight_bytes, self.quant.compute),)
+        hardware, whole = self.hardware, (Stored(1.0, self.quant.weight_bytes, self.quant.compute, self.quant.pace),)
         return sum(
-            one.share / (peak_flops_per_s(hardware, one.compute) * fraction(compute_dtype(hardware, one.compute)))
+            one.share
+            / (peak_flops_per_s(hardware, one.compute) * fraction(compute_dtype(hardware, one.compute)) * one.pace)
             for one in mix or whole
         )
+
+    def _meeting_s(self, c: Constants) -> float:
+        """Latency of one message that all devices of a layer wait for."""
+        devices = self.tp * self.layout.dp
+        return c.allreduce_s * math.pow(max(devices, 2) / 2.0, c.allreduce_growth)
 
     def _exchange(self, link: float) -> tuple[float, int]:
         """Between groups and stages: seconds of a row of the whole step, and messages of a step that wait for one another."""
@@ -561,12 +574,25 @@ def weight_class(weight_bytes: float, name: str) -> str:
         return "fp32"
     if weight_bytes >= 1.5:
         return "bf16"
-    return "int8" if weight_bytes >= 0.9 else "int4"
+    if weight_bytes >= 0.9:
+        return "int8"
+    return "fp4" if name in FP4 else "int4"
 
 
-def _read_as(weights: str, *, is_unpacked: bool) -> str:
-    """The format whose achieved bandwidth applies: one the device cannot multiply is unpacked on the way, like int8."""
+def _read_as(weights: str, *, is_unpacked: bool, has_fp4: bool) -> str:
+    """The format whose achieved bandwidth applies: one the device cannot multiply is unpacked on the way, like int8 or int4."""
+    if weights == "fp4":
+        return weights if has_fp4 else "int4"
     return "int8" if is_unpacked and weights == "fp8" else weights
+
+
+def experts_of(quant: QuantSpec, hardware: HardwareSpec) -> tuple[Stored, ...]:
+    """How experts are multiplied: those of mxfp4 meet rows of 8 bits where the device multiplies fp4, as vLLM and TensorRT-LLM
+    have them there (W4A8); on others they are unpacked to 16 bits (W4A16).
+    """
+    if quant.name == "mxfp4" and "fp4" in hardware.flops_per_s:
+        return (Stored(1.0, quant.expert_bytes, "fp8"),)
+    return quant.expert_mix
 
 
 def _longest(work: StepShape) -> int:

@@ -31,7 +31,8 @@ class Constants:
     attention_ef_of: by KV format, where one was measured apart, since what is stored narrow is unpacked first.
     step_s, layer_s, sequence_s: launch and host time per step, per layer, per sequence; prompt_s, prompt_token_s: host time
     per prompt chunk and per token of it, on top of that (`Host`); moe_layer_s: on top of layer_s
-    in layers with experts. allreduce_s: latency of one all-reduce; link_fraction: achieved share of the link.
+    in layers with experts. allreduce_s: latency of one all-reduce (of two devices; of more, times
+    the power allreduce_growth of their number over two, as all wait for the last); link_fraction: achieved share of the link.
     launch_p: exponent that joins launch and device time: 1 adds them, a large one lets the longer hide the other.
     expert_ef: share of the peak in expert GEMMs by compute dtype; where no mixture was measured in a dtype, experts reach
     EXPERT_SHARE of what the other matrices do. adapter_layer_s, adapter_ef: the same of low-rank products, per layer of a step
@@ -52,6 +53,7 @@ class Constants:
     kv_eb: float = 0.8
     attention_ef: float = 0.4
     allreduce_s: float = 0.0
+    allreduce_growth: float = 0.0
     link_fraction: float = 0.6
     launch_p: float = 1.0
     expert_ef: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
@@ -61,7 +63,9 @@ class Constants:
     activation_bytes_per_s: float | None = None
 
     def weight_fraction(self, weight_format: str) -> float:
-        """Achieved share of memory bandwidth when reading weights of this format."""
+        """Achieved share of memory bandwidth when reading weights of this format; of fp4 int4's where it was not measured."""
+        if weight_format == "fp4" and "fp4" not in self.eb:
+            weight_format = "int4"
         return _pick(self.eb, weight_format)
 
     def compute_fraction(self, dtype: str) -> float:

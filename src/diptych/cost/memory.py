@@ -22,6 +22,28 @@ MAX_CONTEXT_SEARCHED = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRule:
+    """What of a device's memory an engine takes for itself.
+
+    share: of all memory, weights among it; is_of_free: of what the weights and the buffers leave, for KV alone.
+    has_buffers: whether a share of all memory holds the buffers too, which lie beside it else.
+    """
+
+    share: float = MEMORY_SHARE
+    is_of_free: bool = False
+    has_buffers: bool = True
+
+    def free(self, memory: float, *, weights: float, buffers: float) -> float:
+        """Bytes for keys and values; below 0 where the rest does not fit."""
+        if self.is_of_free:
+            return (memory - weights - buffers) * self.share
+        return memory * self.share - weights - (buffers if self.has_buffers else 0.0)
+
+
+USUAL_RULE = MemoryRule()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
     """Bytes of one device, and what fits. None: the weights alone do not fit, or nothing limits the context."""
 
@@ -35,13 +57,13 @@ class Capacity:
     is_fitting: bool
 
 
-def capacity_of(setup: Setup, *, context_tokens: int, batch: int) -> Capacity:
+def capacity_of(setup: Setup, *, context_tokens: int, batch: int, rule: MemoryRule = USUAL_RULE) -> Capacity:
     """What one of the setup's devices holds. 0 sequences or tokens mean that nothing fits."""
     hardware, layout = setup.hardware, setup.layout
     weights = _weight_bytes(setup) + setup.adapter_bytes
     activations = activation_bytes_of(setup)
     reserve = GPU_RESERVE_BYTES if hardware.kind in ("gpu", "tpu", "accelerator") else 0.0
-    free = hardware.memory_bytes * MEMORY_SHARE - weights - activations - reserve
+    free = rule.free(hardware.memory_bytes, weights=weights, buffers=activations + reserve)
     group_free = free * layout.pp  # stages hold their layers of all sequences, groups sequences of their own
     max_batch = max(int(group_free // _kv_bytes(setup, context_tokens)), 0) * layout.dp
     longest = _longest_context(setup, group_free / max(-(-batch // layout.dp), 1))

@@ -50,10 +50,14 @@ FORMATS: dict[str, NumberFormat] = {
 KEPT_BITS = {f"group{bits}": bits for bits in (2, 3, 4, 5, 6, 8)}
 KEPT_SCALES = ("f16", "bf16", "f32", "s8", "e4m3")
 NESTED_SCALES = ("s8", "e4m3")
+OFFSET_GRIDS = ("zeros", "minima")
 KEPT_GRIDS = {  # by kind; the others have signed and minima alone
     "group3": ("signed", "minima", "iq2", "iq1"),
     "group4": ("signed", "zeros", "minima", "iq4_nl", "e2m1", "iq3_xxs", "iq3_s"),
 }
+# Dot products of four inputs that the end of a group costs, as kernels on Zen 4 were measured at 512 rows (LAB.md): groups of
+# 32, 64 and 128 have 0.85, 0.92 and 0.96 of int4's rate, of 32 with minima 0.76; wide ones of 16 and 32 0.39 and 0.44
+END, END_OFFSETS, END_WIDE = 1.4, 2.5, 2.25
 GROUPS = (128, 64, 32, 16)  # that the kernels have, the cheapest first
 MOST_NESTED = 64  # inputs of a group with nested scales
 NESTED_INPUTS = 256  # that share a factor
@@ -132,6 +136,14 @@ class KeptFormat:
         """The dtype in which its products are priced: two of int8 for each input take as long as one of bf16."""
         return "bf16" if self.is_wide else "int8"
 
+    @property
+    def pace(self) -> float:
+        """The part of that dtype's rate that is left: what ends a group takes as long as END dot products, beside its own."""
+        if self.kind == "int8":
+            return 1.0
+        dots = self.group / 4 * (2 if self.is_wide else 1)
+        return dots / (dots + (END_WIDE if self.is_wide else END if self.grid not in OFFSET_GRIDS else END_OFFSETS))
+
 
 def _of_gguf(kind: str, scale: str, grid: str = "signed", *, group: int = 32, bits: int = 0) -> KeptFormat:
     return KeptFormat(kind=kind, group=group, scale=scale, grid=grid, is_wide=bits >= WIDE_BITS)
@@ -202,6 +214,11 @@ def engine_weights(name: str) -> tuple[NumberFormat, str]:
     return kept.number, kept.compute
 
 
+def engine_pace(name: str) -> float:
+    """The part of its dtype's rate that products with weights of that format of the engine have."""
+    return 1.0 if name in ENGINE_WEIGHTS else KeptFormat.named(name).pace
+
+
 def head_format(weights: str) -> str:
     """The format of the output projection beside weights of that format: every token's probabilities pass through it."""
     if weights not in ENGINE_WEIGHTS:
@@ -218,8 +235,11 @@ def mix_of(formats: Mapping[str, int], *, usual: str) -> tuple[Stored, ...]:
     """The formats of weights of which there are so many each; nothing where all are in the usual one."""
     if formats.keys() <= {usual}:
         return ()
+    n_all = sum(formats.values())
     kinds = {name: engine_weights(name) for name in formats}
-    return tuple(Stored(n / sum(formats.values()), kinds[name][0].bytes, kinds[name][1]) for name, n in formats.items())
+    return tuple(
+        Stored(n / n_all, kinds[name][0].bytes, kinds[name][1], engine_pace(name)) for name, n in formats.items()
+    )
 
 
 def engine_quant(weights: str, head: str) -> QuantSpec:
@@ -231,6 +251,7 @@ def engine_quant(weights: str, head: str) -> QuantSpec:
         head_weight_bytes=engine_weights(head)[0].bytes,
         compute=compute,
         head_compute=engine_weights(head)[1],
+        pace=engine_pace(weights),
         attention_compute="fp32" if weights == "fp32" else "bf16",
     )
 

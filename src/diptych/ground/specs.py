@@ -71,11 +71,15 @@ class HardwareSpec:
 
 
 class Stored(NamedTuple):
-    """Weights in one of several formats: their share of all, bytes of one, and the dtype in which they are multiplied."""
+    """Weights in one of several formats: their share of all, bytes of one, and the dtype in which they are multiplied.
+
+    pace: the part of that dtype's rate that they leave, whose sums end with every group.
+    """
 
     share: float
     bytes: float
     compute: str
+    pace: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +88,7 @@ class QuantSpec:
 
     Bytes are per parameter with scales included (int4 in groups of 32 with bf16 scale and zero: 0.625).
     head_weight_bytes / expert_weight_bytes: None means the same as `weight_bytes`; head_compute: the same as `compute`.
+    pace: of the products of what is in no mix (`Stored`).
     mix, expert_mix: of layers, and of experts, whose weights are in several formats; empty: in one, which the rest says.
     """
 
@@ -93,6 +98,7 @@ class QuantSpec:
     expert_weight_bytes: float | None = None
     compute: str = "bf16"
     head_compute: str | None = None
+    pace: float = 1.0
     mix: tuple[Stored, ...] = ()
     expert_mix: tuple[Stored, ...] = ()
     attention_compute: str = "bf16"

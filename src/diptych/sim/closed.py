@@ -108,10 +108,8 @@ def schedule_of(loop: ClosedLoop) -> Schedule:
     run.serve()
     kinds, numbers = _kinds(run.steps)
     n_steps = sum(count for _, count in run.steps)
-    reading, writing = (
-        [0.0] * (n_steps + 1),
-        [0.0] * (n_steps + 1),
-    )  # weight of the requests that do, by changes at each step
+    # weight of the requests that do, by changes at each step
+    reading, writing = [0.0] * (n_steps + 1), [0.0] * (n_steps + 1)
     for wave, weight in _waves(run.served, loop):
         writers = sum(one.output_tokens > 1 for one in wave)
         for one in wave:
@@ -176,9 +174,7 @@ class _Run:
         self._open: dict[str, _Served] = {}
         self._n_sent = self._n_steps = 0
         self._door: deque[Request] = deque()  # sent, and not yet seen by the scheduler
-        self._waited_from = self._polled = (
-            0  # steps that were over when the first of them came, and when it last looked
-        )
+        self._polled = 0  # steps that were over when the scheduler last looked
         self._engine = SimulatedEngine(
             config, blocks, predict_s=_one_second, on_events=self._on_events, on_step=self._on_step
         )
@@ -215,7 +211,10 @@ class _Run:
 
     def _closed_for(self) -> int:
         scheduling, now, came = self._loop.scheduling, self._n_steps, self._open[self._door[0].request_id].came
-        closed_for = max((self._polled - now) % scheduling.poll_steps, came + scheduling.ahead_steps - now, 0)
+        polls_in = (self._polled - now) % scheduling.poll_steps
+        if 0 < scheduling.poll_prompts <= len(self._door):
+            polls_in = 0
+        closed_for = max(polls_in, came + scheduling.ahead_steps - now, 0)
         if scheduling.gather_steps:
             n_running = self._engine.core.running_and_waiting[0]
             gathered = n_running + sum(len(request.prompt_token_ids) for request in self._door)

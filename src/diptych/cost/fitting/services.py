@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from diptych.cost.fitting.recipes import USUAL, Run, Scheduling, scheduling_of
+from diptych.cost.fitting.recipes import USUAL, Run, Scheduling, layout_of, memory_of, scheduling_of
 from diptych.cost.fitting.rows import Line, ServiceRow, lines_of
 from diptych.cost.layout import PLAIN, Layout
+from diptych.cost.memory import USUAL_RULE, MemoryRule
 from diptych.cost.setup import find_model
 from diptych.cost.tables import device_spec
 from diptych.ground.errors import ConfigError
@@ -71,6 +72,7 @@ class MeasuredService:
     tpot_s: float | None = None
     output_tokens_per_s: float | None = None
     kv: str = "bf16"
+    memory: MemoryRule = USUAL_RULE
     source: str = ""
 
     @property
@@ -141,14 +143,17 @@ def _service(entry: Line) -> MeasuredService:
         device=device,
         model=model,
         weights=quant,
-        tp=tp * layout.dp,
+        devices=tp * layout.dp,
+        layout=layout,
         streams=streams,
         input_tokens=input_tokens,
         output_tokens=output_tokens,
         measured=entry["measured"],
+        is_complete=bool(entry["attention_dp_size"]),
     )
     if run.drafted:
         raise _LeftOut("drafts of tokens (multi-token prediction), of which nobody states how many held")
+    layout = layout_of(run)
     load = ServiceLoad(
         streams=run.streams,
         input_tokens=run.input_tokens,
@@ -162,12 +167,13 @@ def _service(entry: Line) -> MeasuredService:
         device=device,
         model=model,
         quant=quant,
-        tp=tp,
+        tp=run.devices // layout.dp,
         layout=layout,
         load=load,
         ttft_s=entry.positive("silicon_ttft_ms") / 1e3,
         tpot_s=entry.positive("silicon_tpot_ms") / 1e3,
         kv=run.kv,
+        memory=memory_of(run),
         source="ai-dynamo/aiconfigurator silicon samples",
     )
 
@@ -175,13 +181,18 @@ def _service(entry: Line) -> MeasuredService:
 def _split(entry: Line) -> tuple[int, Layout]:
     """Tensor parallel and the rest. Rows of N devices, expert parallel, are written with one degree as N x N:
 
-    experts N x N beside a tensor or attention-data parallel of N x N (TensorRT-LLM, SGLang), or both at N (vLLM).
+    experts N x N beside a tensor or attention-data parallel of N x N (TensorRT-LLM, SGLang). vLLM's have N for both of these
+    and experts N x N, and are tensor parallel: 15 of them repeat rows, number for number, that say so. What of vLLM's is
+    attention-data parallel its recipe says (`layout_of`). A row that is silent about attention-data parallel has as much of it
+    as its experts have devices beyond tensor parallel.
     """
     tp, dp, wide, ep = (entry.whole(f"{name}_size") or 1 for name in ("tp", "attention_dp", "moe_tp", "moe_ep"))
-    if wide == ep > 1 and ep * ep in (tp, dp):
+    if wide == ep > 1 and ep * ep in (tp, dp) and entry["attention_dp_size"]:
         return (ep, Layout(ep=ep)) if dp == 1 else (1, Layout(dp=ep, ep=ep))
     if tp > 1 and dp > 1 and ep == tp * dp:
-        return 1, Layout(dp=dp, ep=dp)
+        return tp, Layout(ep=tp)
+    if not entry["attention_dp_size"] and wide * ep > tp and wide * ep % tp == 0:
+        dp = wide * ep // tp
     return tp, Layout(dp=dp, ep=ep)
 
 
