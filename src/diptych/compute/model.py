@@ -227,6 +227,10 @@ class Model(ABC):
         self.forward(_one_chunk(n, n + 1), kv, Want.BEST)
 
     @abstractmethod
+    def settle(self) -> None:
+        """The start is over: weights in a mapped file may move to memory, beside the steps, which see no difference."""
+
+    @abstractmethod
     def argmax(self, logits_RV: torch.Tensor) -> Sequence[int]:
         """The likeliest id of each row of logits on `device`, the lowest among equals; that of a NaN where there is one."""
 

@@ -35,7 +35,12 @@ WORTH_BYTES = 256 * 2**20
 
 
 class CachedCheckpoint(QuantisedCheckpoint):
-    """An entry of the cache. It stands for the checkpoint that it was made from, also in the model's revision."""
+    """An entry of the cache. It stands for the checkpoint that it was made from, also in the model's revision.
+
+    Its file is written once, under another name, and never again; who throws it away leaves it to those that have it mapped.
+    """
+
+    is_lasting = True
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -44,6 +49,9 @@ class CachedCheckpoint(QuantisedCheckpoint):
     def fingerprint(self) -> str:
         """That of the checkpoint that was packed."""
         return self._origin
+
+    def _give_pages_back(self) -> None:
+        """They stay: what is read here is used here."""
 
     def differ(self, name: str, other: str) -> bool:
         """Whether both were packed: of a tied head nothing is kept but the embedding."""
