@@ -42,7 +42,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cache's folder; every model is worth keeping."""
     monkeypatch.setenv("DIPTYCH_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(runner, "PackedCache", lambda **fields: PackedCache(**fields, worth_bytes=0))
+    monkeypatch.setattr(packed_cache, "Thread", AtOnce)
     return tmp_path / "home" / "packed"
+
+
+class AtOnce(threading.Thread):
+    """Has ended when it has begun."""
+
+    def start(self) -> None:
+        super().start()
+        self.join()
 
 
 def entries(folder: Path) -> list[Path]:
@@ -329,6 +338,32 @@ def test_no_room_keeps_no_entry_and_the_model_runs(
 def _fail(path: Path, *_: object, **__: object) -> int:
     path.write_bytes(b"begun")
     raise OSError(28, "No space left on device")
+
+
+def test_a_first_start_does_not_wait_for_its_entry(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing takes as long as packing: the answer was late by that. The model may go meanwhile."""
+    path = make_checkpoint("llama", tmp_path / "model")
+    expected = logits(load(path))
+    shutil.rmtree(folder)
+    monkeypatch.setattr(packed_cache, "Thread", threading.Thread)
+    written, may_write = packed_cache.write_tensors, threading.Event()
+
+    def late(*arguments: object, **fields: object) -> int:
+        assert may_write.wait(60)
+        return written(*arguments, **fields)
+
+    monkeypatch.setattr(packed_cache, "write_tensors", late)
+    model = load(path)
+    (writer,) = (one for one in threading.enumerate() if one.name == "packed weights")
+    assert torch.equal(expected, logits(model))
+    assert not any((entry / WHOLE_FILE).exists() for entry in entries(folder))
+    model.close()
+    may_write.set()
+    writer.join()
+    assert torch.equal(expected, logits(load(path)))
+    assert len(entries(folder)) == 1
 
 
 def test_two_processes_at_once_leave_one_entry(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
