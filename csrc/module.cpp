@@ -165,6 +165,11 @@ std::vector<Range> ranges_of(const RowRanges& rows) {
   return ranges;
 }
 
+int add_mapped_linear(Program& program, const LinearShape& shape, Bytes blob) {
+  if (static_cast<int64_t>(blob.shape(0)) != packed_bytes(shape)) throw std::invalid_argument("the packed weight has another size");
+  return program.add_mapped_linear(shape, blob.data());
+}
+
 int add_packed_part(Program& program, const LinearShape& shape, const LinearShape& whole, const RowRanges& rows, Bytes blob) {
   if (static_cast<int64_t>(blob.shape(0)) != packed_bytes(whole)) throw std::invalid_argument("the packed weight has another size");
   nb::gil_scoped_release release;
@@ -478,6 +483,9 @@ void bind_program(nb::module_& m) {
       .def("add_coded_linear", &add_coded_linear, nb::arg("shape"), nb::arg("parts"), nb::arg("bias").none() = nb::none())
       .def("add_random_linear", &Program::add_random_linear, nb::arg("shape"), nb::arg("seed"), nb::arg("amplitude"), nb::call_guard<nb::gil_scoped_release>())
       .def("add_packed_linear", &Program::add_packed_linear, nb::arg("shape"))
+      .def("add_mapped_linear", &add_mapped_linear, nb::keep_alive<1, 3>(), nb::arg("shape"), nb::arg("blob"))
+      .def("settle", &Program::settle)
+      .def_prop_ro("is_settling", &Program::is_settling)
       .def("read_packed", &read_packed, nb::arg("saved"))
       .def("group_scratch_bytes", [](const Program& p, const LinearShape& shape, int64_t rows) { return group_scratch_bytes(p.kernels(), shape, rows); },
            nb::arg("shape"), nb::arg("rows"))

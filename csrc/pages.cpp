@@ -44,6 +44,11 @@ void allow_memory(const void* begin, int64_t bytes) {
 #endif
 }
 
+void advise(const void* data, int64_t bytes, int advice) {
+  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)), address = reinterpret_cast<uintptr_t>(data);
+  madvise(reinterpret_cast<void*>(address / page * page), static_cast<size_t>(address % page) + bytes, advice);
+}
+
 }  // namespace
 
 // Mapped with room to align to a huge page; a walk over weights then misses the TLB once per 2 MiB instead of per 4 KiB.
@@ -95,17 +100,16 @@ bool PageBuffer::interleave(const std::vector<int>& nodes) const {
 #endif
 }
 
-MappedPages::MappedPages(const void* data, int64_t bytes) {
-  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)), address = reinterpret_cast<uintptr_t>(data);
-  begin_ = reinterpret_cast<void*>(address / page * page);
-  bytes_ = static_cast<int64_t>(address % page) + bytes;
+void ask_for_pages(const void* data, int64_t bytes) {
 #if defined(__linux__)
   constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ, which older headers lack
-  madvise(begin_, bytes_, kPopulateRead);
+  advise(data, bytes, kPopulateRead);
+#else
+  (void)data, (void)bytes;
 #endif
 }
 
-MappedPages::~MappedPages() { madvise(begin_, bytes_, MADV_DONTNEED); }
+void give_pages_back(const void* data, int64_t bytes) { advise(data, bytes, MADV_DONTNEED); }
 
 PageBuffer::PageBuffer(PageBuffer&& other) noexcept { *this = std::move(other); }
 

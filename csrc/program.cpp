@@ -62,13 +62,18 @@ uint8_t* Program::reserve_weights(int64_t bytes) {
 
 namespace {
 
-// The checksum of bytes of a mapped file, copied unless out is null. Their pages are asked for many at a time, as a fault for each
-// few costs as much as the copy, and go back behind it.
+// The checksum of bytes of a mapped file, copied unless out is null or data. Their pages go back behind it, but of what stays in
+// use there.
 uint64_t read_saved(uint8_t* out, const uint8_t* data, int64_t bytes) {
   constexpr int64_t kPiece = 2 << 20;
   Xxh3Copy pass(bytes);
   for (int64_t at = 0; at < bytes; at += kPiece) {
     const int64_t n = std::min(kPiece, bytes - at);
+    if (out == data) {
+      ask_for_pages(data + at, n);
+      pass.read(data + at, n);
+      continue;
+    }
     const MappedPages pages(data + at, n);
     out == nullptr ? pass.read(data + at, n) : pass.copy_past_caches(out + at, data + at, n);
   }
@@ -107,6 +112,35 @@ int Program::add_packed_linear(const LinearShape& shape) {
   return static_cast<int>(linears_.size()) - 1;
 }
 
+int Program::add_mapped_linear(const LinearShape& shape, const uint8_t* blob) {
+  if (reinterpret_cast<uintptr_t>(blob) % 64 != 0) throw std::invalid_argument("a packed weight begins between multiples of 64 bytes");
+  linears_.push_back(view_packed(shape, blob));
+  mapped_.push_back(static_cast<int>(linears_.size()) - 1);
+  return mapped_.back();
+}
+
+void Program::settle() {
+  if (mapped_.empty()) return;
+  std::vector<Settling::Weight> weights;
+  for (int i : mapped_) {
+    const int64_t bytes = packed_bytes(linears_[i].shape);
+    weights.push_back({i, blob_at(i), reserve_weights(bytes), bytes});
+  }
+  mapped_.clear();
+  settling_ = std::make_unique<Settling>(std::move(weights));
+}
+
+void Program::take_settled() {
+  if (settling_ == nullptr) return;
+  const bool was_last = settling_->take([&](const Settling::Weight& weight) {
+    PackedLinear& linear = linears_[weight.linear];
+    auto balance = std::move(linear.balance);
+    linear = view_packed(linear.shape, weight.to);
+    linear.balance = std::move(balance);
+  });
+  if (was_last) settling_ = nullptr;
+}
+
 std::vector<int> Program::read_packed(const std::vector<Saved>& saved) {
   for (const Saved& one : saved)
     if ((one.checksum && !Xxh3Copy::takes(one.bytes)) || (one.linear >= 0 && one.bytes != packed_bytes(linears_.at(one.linear).shape)))
@@ -122,7 +156,7 @@ std::vector<int> Program::read_packed(const std::vector<Saved>& saved) {
       uint8_t* const out = one.linear < 0 ? nullptr : const_cast<uint8_t*>(blob_at(one.linear));
       if (one.checksum)
         is_other[order[i]] = read_saved(out, one.data, one.bytes) != *one.checksum;
-      else if (out != nullptr)
+      else if (out != nullptr && out != one.data)
         std::memcpy(out, one.data, static_cast<size_t>(one.bytes));
     }
   });

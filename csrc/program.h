@@ -28,6 +28,7 @@
 #include "gemm.h"
 #include "kernel_sets.h"
 #include "kv_cache.h"
+#include "settling.h"
 #include "team.h"
 #include "thread_pool.h"
 
@@ -173,7 +174,8 @@ struct Routing {
   void resize(int64_t tokens, int64_t top_k, int64_t n_experts);
 };
 
-// Bytes of a mapped file, whose pages go back when they were read: of a packed weight, or (-1) of something used where it is.
+// Bytes of a mapped file, whose pages go back when they were read, unless a packed weight lies there: of such a weight, or (-1) of
+// something else that is used where it is.
 struct Saved {
   int linear;
   const uint8_t* data;
@@ -192,8 +194,13 @@ class Program {
   int add_coded_linear(const LinearShape& shape, const std::vector<CodePart>& parts, const float* bias);
   int add_random_linear(const LinearShape& shape, uint64_t seed, float amplitude);
   int add_packed_linear(const LinearShape& shape);
-  // Copies packed bytes to their weights, or only reads them, with their checksums, each on a thread; the numbers in `saved` of
-  // those whose checksum is another. Throws std::invalid_argument where sizes are not the weights'.
+  // Packed already, and used where it lies, in a mapped file. Throws std::invalid_argument where that is no multiple of 64 bytes.
+  int add_mapped_linear(const LinearShape& shape, const uint8_t* blob);
+  // Has mapped weights copied to the program's own memory, behind what runs; call it once, after `read_packed`.
+  void settle();
+  bool is_settling() const { return settling_ != nullptr; }
+  // Copies packed bytes to their weights, or only reads them where they are used, with their checksums, each on a thread; the
+  // numbers in `saved` of those whose checksum is another. Throws std::invalid_argument where sizes are not the weights'.
   std::vector<int> read_packed(const std::vector<Saved>& saved);
   // Rows of a larger weight, which was packed whole, or is random. Throws std::invalid_argument where they cut a strip of it.
   int add_packed_part(const LinearShape& shape, const LinearShape& whole, const std::vector<Range>& rows, const uint8_t* blob);
@@ -270,6 +277,7 @@ class Program {
   bool is_rank_0() const { return team_ == nullptr || team_->rank() == 0; }
   void check(const Step& step, const KvCache& kv) const;
   uint8_t* reserve_weights(int64_t bytes);
+  void take_settled();
   void reserve(int64_t tokens);
   void reserve_routing(const MoeOp& op, int64_t tokens);
   void number_head_rows(int64_t heads, int64_t tokens);
@@ -282,6 +290,8 @@ class Program {
   std::vector<PageBuffer> weight_pages_;
   int64_t weights_left_ = 0;  // bytes of the last of them that nothing has taken
   std::vector<PackedLinear> linears_;
+  std::vector<int> mapped_;                 // those that are used in a mapped file
+  std::unique_ptr<Settling> settling_;      // to where they move; ends before the memory it writes to
   std::vector<std::vector<float>> vectors_;
   std::vector<Table> tables_;
   std::vector<RopeTable> ropes_;

@@ -390,6 +390,7 @@ void Program::execute(const Step& step, KvCache& kv, Want want, const Results& r
 
 void Program::compute(const Step& step, KvCache& kv, const Results& results) {
   if (team_ != nullptr && team_->is_linked() && written_.empty()) throw std::logic_error("a rank does not know what the others write");
+  take_settled();
   reserve(step.n_tokens);
   place_tokens(step, kv.shape().block_tokens);
   plan_attention(step);

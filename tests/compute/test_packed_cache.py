@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from checkpoints import make_checkpoint
 from coded_files import awq, gptq, quantised_checkpoints
 from diptych.compute import packed_cache, quant, runner
 from diptych.compute.model import Model
+from diptych.compute.ops import cpu_loader
+from diptych.compute.ops.cpus import Placement
 from diptych.compute.packed_cache import PackedCache
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
@@ -30,6 +34,7 @@ from thread_ranks import load_over_threads
 
 pytestmark = pytest.mark.native
 PROMPT = list(range(3, 60))
+MAPS = Path("/proc/self/maps")
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +42,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cache's folder; every model is worth keeping."""
     monkeypatch.setenv("DIPTYCH_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(runner, "PackedCache", lambda **fields: PackedCache(**fields, worth_bytes=0))
+    monkeypatch.setattr(packed_cache, "Thread", AtOnce)
     return tmp_path / "home" / "packed"
+
+
+class AtOnce(threading.Thread):
+    """Has ended when it has begun."""
+
+    def start(self) -> None:
+        super().start()
+        self.join()
 
 
 def entries(folder: Path) -> list[Path]:
@@ -191,6 +205,90 @@ def test_each_byte_is_checked_whether_it_is_copied_or_used_in_place(
     assert f"reason=tensor {name} in" in caplog.text
 
 
+@pytest.mark.skipif(not MAPS.exists(), reason="the system does not list what is mapped")
+@pytest.mark.parametrize("nodes", [(0,), (0, 1)])
+def test_packed_weights_are_used_where_they_are_mapped(
+    nodes: tuple[int, ...], tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their copy waited for a gigabyte of memory. Threads of several nodes have one, dealt out."""
+    path = make_checkpoint("llama", tmp_path / "model")
+    first = load(path)
+    monkeypatch.setattr(cpu_loader, "choose_cpus", lambda *_: Placement(threads=1, cpus=(), nodes=nodes))
+    second = load(path)
+    (entry,) = entries(folder)
+    assert _mapped_file(first) == ""
+    assert _mapped_file(second) == ("" if len(nodes) > 1 else str(entry / WHOLE_FILE))
+    assert torch.equal(logits(first), logits(second))
+
+
+def _mapped_file(model: Model) -> str:
+    """That the model's first weight lies in, or nothing."""
+    address = model.program.packed_blob(0).ctypes.data  # type: ignore[attr-defined]
+    for line in MAPS.read_text().splitlines():
+        begin, end = (int(one, 16) for one in line.split()[0].split("-"))
+        if begin <= address < end:
+            return line.partition("/")[1] + line.partition("/")[2]
+    return "nowhere"
+
+
+@pytest.mark.skipif(not MAPS.exists(), reason="the system does not list what is mapped")
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_weights_move_from_the_mapped_file_between_steps(family: str, tmp_path: Path, folder: Path) -> None:
+    """A file that is cut while a server runs on it would end the server; no step may see a weight of which a part has moved."""
+    path = make_checkpoint(family, tmp_path / "model", tie_word_embeddings=True, dtype=torch.bfloat16)
+    expected, model = logits(load(path, "bf16")), load(path, "bf16")
+    (entry,) = entries(folder)
+    assert _mapped_file(model) == str(entry / WHOLE_FILE)
+    model.settle()
+    model.settle()  # once is enough
+    end_s = time.monotonic() + 60.0
+    is_moving = True
+    while is_moving and time.monotonic() < end_s:
+        is_moving = _mapped_file(model) != ""
+        assert torch.equal(expected, logits(model))
+    assert _mapped_file(model) == ""
+    while model.program.is_settling and time.monotonic() < end_s:  # type: ignore[attr-defined]
+        assert torch.equal(expected, logits(model))
+    os.truncate(entry / WHOLE_FILE, 0)
+    assert torch.equal(expected, logits(model))
+
+
+def test_a_model_may_go_before_its_weights_have_moved(tmp_path: Path, folder: Path) -> None:
+    """What copies them must not outlive where they come from and go to."""
+    path = make_checkpoint("llama", tmp_path / "model")
+    load(path)
+    for _ in range(20):
+        model = load(path)
+        model.settle()
+        model.close()
+
+
+def test_an_entry_that_is_thrown_away_lasts_as_long_as_its_models(tmp_path: Path, folder: Path) -> None:
+    """Another process makes room, or has found damage: who runs on its weights goes on."""
+    path = make_checkpoint("llama", tmp_path / "model")
+    expected = logits(load(path))
+    model = load(path)
+    shutil.rmtree(folder)
+    load(path)  # written again, beside the one in use
+    gc.collect()
+    assert torch.equal(expected, logits(model))
+
+
+def test_weights_that_do_not_lie_as_they_were_written_are_no_entry(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernels read whole lines of the cache; a header of another length moves every tensor, and no checksum says so."""
+    path = make_checkpoint("llama", tmp_path / "model")
+    expected = logits(load(path))
+    file = entries(folder)[0] / WHOLE_FILE
+    data = file.read_bytes()
+    n = int.from_bytes(data[:8], "little")
+    file.write_bytes((n + 4).to_bytes(8, "little") + data[8 : 8 + n] + b"    " + data[8 + n :])
+    assert torch.equal(expected, logits(load(path)))
+    assert "packed weights thrown away" in caplog.text
+    assert file.read_bytes() == data
+
+
 def test_the_folder_stays_within_its_bound(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was unused for longest goes first, and what a killed process left goes with it."""
     paths = [make_checkpoint("llama", tmp_path / str(seed), seed=seed) for seed in range(3)]
@@ -241,6 +339,32 @@ def test_no_room_keeps_no_entry_and_the_model_runs(
 def _fail(path: Path, *_: object, **__: object) -> int:
     path.write_bytes(b"begun")
     raise OSError(28, "No space left on device")
+
+
+def test_a_first_start_does_not_wait_for_its_entry(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing takes as long as packing: the answer was late by that. The model may go meanwhile."""
+    path = make_checkpoint("llama", tmp_path / "model")
+    expected = logits(load(path))
+    shutil.rmtree(folder)
+    monkeypatch.setattr(packed_cache, "Thread", threading.Thread)
+    written, may_write = packed_cache.write_tensors, threading.Event()
+
+    def late(*arguments: object, **fields: object) -> int:
+        assert may_write.wait(60)
+        return written(*arguments, **fields)
+
+    monkeypatch.setattr(packed_cache, "write_tensors", late)
+    model = load(path)
+    (writer,) = (one for one in threading.enumerate() if one.name == "packed weights")
+    assert torch.equal(expected, logits(model))
+    assert not any((entry / WHOLE_FILE).exists() for entry in entries(folder))
+    model.close()
+    may_write.set()
+    writer.join()
+    assert torch.equal(expected, logits(load(path)))
+    assert len(entries(folder)) == 1
 
 
 def test_two_processes_at_once_leave_one_entry(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,17 @@ def test_memory_for_no_block_is_told_in_bytes(kv_memory_bytes: int) -> None:
     assert "a block of 32 tokens has 98304 bytes" in (caught.value.hint or "")
 
 
+def test_weights_in_a_mapped_file_are_no_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system counts their pages as free, and a pool that took them would have every step read the disk."""
+    machine = psutil.virtual_memory()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(memory, "PROCESS_STATUS", tmp_path / "status")
+    assert memory_of(CPU).available_bytes == machine.available
+    (tmp_path / "status").write_text("Name:\tpython\nVmRSS:\t  9000 kB\nRssFile:\t    2000 kB\nThreads:\t1\n")
+    assert memory_of(CPU).available_bytes == machine.available - 2000 * 1024
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_containers_limit_is_the_machines(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the machine's free memory is more than the container's whole, and its end."""
@@ -113,6 +124,10 @@ def test_a_containers_limit_is_the_machines(version: int, tmp_path: Path, monkey
     (folder / "memory.stat").write_text(f"anon 1\n{file_bytes} 50000000\n")
     assert memory_of(CPU).total_bytes == 300_000_000
     assert memory_of(CPU).available_bytes == 100_000_000
+    stat = {"inactive_file": 50_000_000, "active_file": 30_000_000, "mapped_file": 65_000_000}
+    names = {name: f"total_{name}" for name in stat} if version == 1 else {"mapped_file": "file_mapped"}
+    (folder / "memory.stat").write_text("".join(f"{names.get(name, name)} {n}\n" for name, n in stat.items()))
+    assert memory_of(CPU).available_bytes == 65_000_000, "a file in use is no room"
     (folder / limit).write_text("max\n")
     (folder.parent / limit).write_text("200000000\n")  # the group around it
     (folder.parent / used).write_text("250000000\n")

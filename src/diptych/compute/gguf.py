@@ -82,6 +82,7 @@ class GgufCheckpoint:
 
     is_balanceable = True
     is_keeping = True
+    is_lasting = False
 
     def __init__(self, file: GgufFile, *, dtype: torch.dtype, table_dtype: torch.dtype) -> None:
         self.file = file

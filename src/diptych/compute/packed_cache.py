@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from diptych.compute.ops.cpu_handles import INT4_GROUP
@@ -35,7 +36,12 @@ WORTH_BYTES = 256 * 2**20
 
 
 class CachedCheckpoint(QuantisedCheckpoint):
-    """An entry of the cache. It stands for the checkpoint that it was made from, also in the model's revision."""
+    """An entry of the cache. It stands for the checkpoint that it was made from, also in the model's revision.
+
+    Its file is written once, under another name, and never again; who throws it away leaves it to those that have it mapped.
+    """
+
+    is_lasting = True
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -44,6 +50,9 @@ class CachedCheckpoint(QuantisedCheckpoint):
     def fingerprint(self) -> str:
         """That of the checkpoint that was packed."""
         return self._origin
+
+    def _give_pages_back(self) -> None:
+        """They stay: what is read here is used here."""
 
     def differ(self, name: str, other: str) -> bool:
         """Whether both were packed: of a tied head nothing is kept but the embedding."""
@@ -92,10 +101,17 @@ class PackedCache:
         shutil.rmtree(self.folder / key, ignore_errors=True)
 
     def store(self, key: str, loader: CpuLoader, source: TensorSource) -> None:
-        """Write what `loader` packed. Says in the log, and raises nothing, where it is not worth it or there is no room."""
+        """Write what `loader` packed, if that is worth it, while the start goes on: it takes as long as packing did.
+
+        A process that is over before ends when it is written.
+        """
         nbytes = int(loader.program.weight_bytes) + int(loader.program.table_bytes)
         if nbytes < self.worth_bytes:
             return
+        Thread(target=self._write, args=(key, loader, source, nbytes), name="packed weights").start()
+
+    def _write(self, key: str, loader: CpuLoader, source: TensorSource, nbytes: int) -> None:
+        """Says in the log, and raises nothing, where there is no room."""
         unfinished = self.folder / f"{UNFINISHED}{uuid.uuid4().hex}-{os.getpid()}"
         try:
             unfinished.mkdir(parents=True)
@@ -109,6 +125,8 @@ class PackedCache:
         except OSError as error:
             if not (self.folder / key / WHOLE_FILE).is_file():  # else another process was faster
                 logger.warning("packed weights not kept folder=%s reason=%s", self.folder, error.strerror or error)
+        except LoadError as error:  # the checkpoint is another meanwhile
+            logger.warning("packed weights not kept folder=%s reason=%s", self.folder, error.message)
         else:
             logger.info("packed weights kept entry=%s bytes=%d", self.folder / key, nbytes)
         finally:

@@ -15,10 +15,11 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import torch
@@ -45,6 +46,7 @@ KEPT = (
     "kept_formats"  # in the file's metadata: packed weight -> the format of its values, where they are the file's own
 )
 ALIGNMENT = 64
+PIECE_BYTES = 2**21  # a huge page
 LARGE_BYTES = 2**20  # of a tensor that is checked with the others
 TENSOR_TYPES = {torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 COPIED = ("*.json", "*.jinja", "tokenizer.model", "LICENSE*")
@@ -295,14 +297,32 @@ def write_tensors(path: Path, loader: CpuLoader, source: TensorSource, **metadat
     }  # fmt: skip
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for read in parts.values():
-            file.write(_bytes_of(read()).data)
-        file.flush()
+    with path.open("wb", buffering=0) as file:
+        _write_in_pieces(
+            file, chain((len(text).to_bytes(8, "little"), text), (_bytes_of(read()).data for read in parts.values()))
+        )
         os.fsync(file.fileno())
     return path.stat().st_size
+
+
+def _write_in_pieces(file: BinaryIO, parts: Iterable[bytes | memoryview]) -> None:
+    """Each piece at a multiple of its size: what a file system keeps of it in memory can then be mapped as huge pages."""
+    piece, held = bytearray(PIECE_BYTES), 0
+    for part in parts:
+        left = memoryview(part)
+        while left:
+            n = min(len(left), PIECE_BYTES - held)
+            piece[held : held + n] = left[:n]
+            held, left = held + n, left[n:]
+            if held == PIECE_BYTES:
+                _write_all(file, memoryview(piece))
+                held = 0
+    _write_all(file, memoryview(piece)[:held])
+
+
+def _write_all(file: BinaryIO, piece: memoryview) -> None:
+    while piece:  # a disk that is nearly full takes a part, and says so at the next
+        piece = piece[file.write(piece) :]
 
 
 def _blob(loader: CpuLoader, index: int) -> torch.Tensor:

@@ -64,7 +64,7 @@ def load_model(
     beside: a model that never runs while this one does; its threads are used.
     max_context_tokens: the longest sequence the engine will run, which some rotary scalings depend on; None: the model's.
     progress: called with (bytes read, bytes in all). check: called before the weights are read, and may refuse.
-    meanwhile: reads what else a start needs, while packed weights are copied, which needs no interpreter, or before anything is
+    meanwhile: reads what else a start needs, while packed weights are read, which needs no interpreter, or before anything is
     packed. It may be called twice, and may refuse.
     Raises LoadError, UnsupportedModel or ConfigError.
     """

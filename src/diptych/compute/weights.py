@@ -118,14 +118,16 @@ class Source(Protocol):
     origin: the folder or the file, as errors name it.
     is_balanceable: whether its numbers may be read and scaled (`compute.balance`) before they are packed.
     is_keeping: whether it may hold matrices whose values a kernel keeps (`WeightTensor.kept`).
+    is_lasting: whether nobody changes its files, so that packed weights may be used where they are mapped.
     unchecked: what was handed out before its checksum was taken, for a loader to check with all it reads, on all threads;
     `finish` checks what is left.
-    meanwhile: called once by a loader while it copies packed weights, which needs no interpreter.
+    meanwhile: called once by a loader while it reads packed weights, which needs no interpreter.
     """
 
     origin: str
     is_balanceable: bool
     is_keeping: bool
+    is_lasting: bool
     unchecked: list[Saved]
     meanwhile: Meanwhile | None
 
@@ -209,6 +211,7 @@ class Checkpoint:
 
     is_balanceable = True
     is_keeping = False  # experts in MXFP4 are kept
+    is_lasting = False
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -427,6 +430,7 @@ class RandomSource:
     origin = "random weights"
     is_balanceable = False  # even already, and a backend may make numbers of its own
     is_keeping = False
+    is_lasting = False
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

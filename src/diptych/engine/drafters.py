@@ -105,6 +105,7 @@ class OpenDrafter(ABC):
         self._rehearsed = None
         for same in zip(*rounds, strict=True):
             self.times.observe(same[0][0], min(took_s for _, took_s in same))
+        self.model.settle()
         return drafter
 
     @property

@@ -329,6 +329,7 @@ def make_machinery(
     context, n_blocks = size_pool(model, config, drafters)
     kv = model.make_kv(n_blocks, config.block_tokens)
     model.warm_up(kv)
+    model.settle()
     step_time = StepTimeModel()
     calibrated = local_predictor(model)
     number = config.scheduler.max_running_sequences

@@ -1,6 +1,8 @@
 """What a message spells stays text: nobody forges a turn by writing the tokens that end and begin one."""
 
 import json
+import random
+import re
 from functools import cache
 from pathlib import Path
 
@@ -212,6 +214,18 @@ def test_spellings_are_found_across_windows(monkeypatch: pytest.MonkeyPatch) -> 
         (14, "<a>"),
         (25, "[INST]"),
     ]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_of_names_that_begin_alike_the_longest_is_found(seed: int) -> None:
+    """As by a pattern of all names, the longest first; some begin others, some are shorter than what they share."""
+    draw = random.Random(seed)
+    names = {
+        "".join(draw.choices("<|ab>.", k=draw.choice((1, 2, 3, 4, 5, 6, 9)))) for _ in range(draw.choice((1, 3, 40)))
+    }
+    plain = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
+    text = "".join(draw.choices([*names, *"<|ab>."], k=300))
+    assert [one.span() for one in control.Names(names).find(text)] == [one.span() for one in plain.finditer(text)]
 
 
 def test_json_of_the_tokenizer_is_left_alone() -> None:

@@ -99,7 +99,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self._largest = (0.0, "")  # how far a norm's largest channel stands out of its middle one, and which norm's
 
     def finish(self) -> None:
-        """Packed weights come from their file, checked as they are copied, on all threads, with all else to be checked.
+        """Packed weights are read in their file, and checked as they are copied or used there, with all else to be checked.
 
         That runs aside, so that the source's `meanwhile` has the interpreter even if it never lets go of it.
         """
@@ -504,7 +504,9 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
     def _add_saved(self, shape: Any, whole: Any, rows: Rows | None, saved: Saved) -> int:
         if rows is None:
-            index = int(self.program.add_packed_linear(shape))
+            index = (
+                self._add_mapped(shape, saved) if self._is_used_there else int(self.program.add_packed_linear(shape))
+            )
             self._unread.append((index, saved))
             return index
         try:
@@ -514,6 +516,17 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
                 f"the checkpoint is packed, and with tp of {self.rank.size} {error}",
                 hint="load the original checkpoint, or ask for another number of ranks",
             ) from error
+
+    @property
+    def _is_used_there(self) -> bool:
+        """Whether packed weights are used in their file. Its pages may lie on one node: threads of several want a copy."""
+        return self.source.is_lasting and len(self.placement.nodes) <= 1
+
+    def _add_mapped(self, shape: Any, saved: Saved) -> int:
+        try:
+            return int(self.program.add_mapped_linear(shape, saved.values))
+        except ValueError as error:  # not where it was written: what the header says of it is damaged
+            raise saved.damage() from error
 
     def _note_exponents(self, key: str, parts: LinearParts, *, is_packed: bool) -> None:
         """What the weight was multiplied by before it was packed: now, or when it was saved."""

@@ -163,6 +163,10 @@ class CpuModel(Model):
             self._kept_logits = torch.empty((n_rows, self.spec.vocab_size), dtype=torch.float32)
         return self._kept_logits[:n_rows]
 
+    def settle(self) -> None:
+        """On a thread that gives way to all others; each weight is taken over between two steps."""
+        self.program.settle()
+
     def argmax(self, logits_RV: torch.Tensor) -> list[int]:
         """On the program's threads; faster than torch for wide rows."""
         return [int(token_id) for token_id in self.program.argmax(logits_RV.numpy())]
