@@ -21,6 +21,17 @@ Settling::~Settling() {
   process_ == getpid() ? thread_.join() : thread_.detach();
 }
 
+// Nothing between two pieces where no step begins; beside steps some tens of milliseconds, so that a copy costs them little.
+void Settling::give_way() const {
+  constexpr std::chrono::milliseconds kIdle{100}, kLongest{40}, kShort{2};
+  const auto begin = Clock::now();
+  while (!is_ending_.load(std::memory_order_relaxed)) {
+    const auto now = Clock::now();
+    if (now.time_since_epoch() - step_.load(std::memory_order_relaxed) > kIdle || now - begin > kLongest) return;
+    std::this_thread::sleep_for(kShort);
+  }
+}
+
 void Settling::copy_all() {
 #if defined(__linux__)
   setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), 19);
@@ -30,6 +41,7 @@ void Settling::copy_all() {
     const Weight& weight = weights_[i];
     Xxh3Copy pass(weight.bytes);
     for (int64_t at = 0; at < weight.bytes; at += kPiece) {
+      give_way();
       if (is_ending_.load(std::memory_order_relaxed)) return;
       const int64_t n = std::min(kPiece, weight.bytes - at);
       ask_for_pages(weight.from + at, n);
