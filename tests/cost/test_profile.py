@@ -9,6 +9,8 @@ from itertools import pairwise
 import pytest
 
 from diptych.cli.plan_picture import draw
+from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.compute.runner import load_model
 from diptych.cost.adapters import Loras
 from diptych.cost.advice import _variants
 from diptych.cost.calibrated import CalibratedModel
@@ -19,12 +21,14 @@ from diptych.cost.planner import Question, make_plan, quadratic_prompt_tokens
 from diptych.cost.profile import load_profile, profile_path, read_profile
 from diptych.cost.setup import own_quant, setup_of
 from diptych.cost.tables import kv_spec, model_spec, quant_spec
+from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError
-from diptych.ground.formats import engine_quant, mix_of
+from diptych.ground.formats import engine_quant, mean_bytes, mix_of
 from diptych.ground.phase import Phase
 from diptych.ground.shape import ChunkShape, StepShape
 from diptych.ground.specs import Flag, KVSpec, Stored
 from diptych.ground.step import Chunk, StepPlan
+from gguf_files import gguf_reference, write_gguf
 
 PROFILE = {
     "schema": 1, "device": "test machine", "kind": "cpu", "date": "2026-01-31", "provenance": "a test",
@@ -214,6 +218,28 @@ def test_adapters_cost_what_was_measured_on_this_machine():
     for damage in ([], {"layer_s": -1.0}, {"layer_s": 0.0}):
         with pytest.raises(ConfigError, match=r"adapters|layer_s|prefill_ef"):
             read_profile(PROFILE | {"adapters": damage or [1]})
+
+
+@pytest.mark.native
+def test_a_quantised_file_is_priced_on_this_machine_as_the_engine_holds_it(tmp_path, monkeypatch):
+    """`plan m.gguf` priced 16-bit weights, three times the bytes; other devices go on with what they would store."""
+    if not instruction_sets():
+        pytest.skip("the native kernels are not installed")
+    monkeypatch.setenv("DIPTYCH_HOME", str(tmp_path))
+    profile_path().write_text(json.dumps(PROFILE))
+    wide = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32}
+    path = write_gguf(
+        gguf_reference("llama", **wide), tmp_path / "m.gguf",
+        choose=lambda name: "Q6_K" if "attn_v" in name else "Q4_K" if "blk" in name else "F16",
+    )  # fmt: skip
+    held = load_model(path, ComputeConfig(backend="cpu", threads=1)).formats
+    setup = setup_of(str(path), "local", weights=None)
+    assert len(held) == 2
+    assert setup.quant.name in held
+    assert setup.quant.weight_bytes == mean_bytes(held) < 0.7
+    assert setup.quant.head_weight_bytes == 2.0
+    assert setup_of(str(path), "local").quant.name == "bf16"
+    assert setup_of(str(path), "h100-80gb-sxm", weights=None).quant.name == "bf16"
 
 
 def test_local_hardware_reads_the_stored_profile(tmp_path, monkeypatch):

@@ -81,7 +81,12 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
         metavar="NAME",
         help="device, or `local` (default): this machine as measured; several: a table",
     )
-    add("--weights", "-w", metavar="FORMAT", help="weight format (default bf16); several with commas")
+    add(
+        "--weights",
+        "-w",
+        metavar="FORMAT",
+        help="weight format (default bf16, with `local` a quantised file's own); several with commas",
+    )
     add("--kv", default="bf16", metavar="FORMAT", help="KV cache format: bf16, fp8, int8, int4, fp32")
     add("--tp", type=int, default=1, metavar="N", help="devices that share one copy of the model")
     layout_options(parser)
@@ -150,7 +155,7 @@ def _answer(options: argparse.Namespace, *, given: dict[str, str]) -> None:
         setup = setup_of(
             _model(words),
             _device(options.hardware),
-            weights=options.weights or "bf16",
+            weights=options.weights,
             kv=options.kv,
             tp=options.tp,
             stack=options.stack,
@@ -239,7 +244,7 @@ def _compare(options: argparse.Namespace, words: list[str]) -> None:
         )
         for model in models
         for name in names
-        for weights in _split(options.weights) or ["bf16"]
+        for weights in (_split(options.weights) or (None,))
         for batch in _batches(options)
     ]
     if options.as_json:

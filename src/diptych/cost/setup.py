@@ -17,9 +17,11 @@ from diptych.cost.roofline import compute_dtype
 from diptych.cost.stacks import calibration_for
 from diptych.cost.tables import device_spec, kv_spec, model_spec, quant_spec
 from diptych.ground.errors import ConfigError
-from diptych.ground.formats import ENGINE_WEIGHTS, engine_quant, head_format
+from diptych.ground.formats import ENGINE_WEIGHTS, engine_quant, head_format, mean_bytes
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import HardwareSpec, KVSpec, QuantSpec
+from diptych.models.contents import contents_of
+from diptych.models.files import has_weights
 from diptych.models.gguf import load_gguf_spec
 from diptych.models.gguf_file import SUFFIX, find_gguf
 from diptych.models.read import load_model_file
@@ -152,24 +154,42 @@ def own_quant(name: str) -> QuantSpec:
     return engine_quant(name, head_format(name)) if name in ENGINE_WEIGHTS else quant_spec(name)
 
 
+def stored_quant(name: str) -> QuantSpec | None:
+    """How the engine holds the files of a model that are quantised; None for plain ones, and where none are at hand."""
+    path = model_path(name)
+    if path is not None and path.name == "config.json":
+        path = path.parent
+    if path is None or not (find_gguf(path) is not None or (path.is_dir() and has_weights(path))):
+        return None
+    contents = contents_of(path)
+    if contents.kept is None or not contents.formats:
+        return None if contents.kept is None else own_quant(contents.kept)
+    return replace(engine_quant(contents.kept, contents.head), weight_bytes=mean_bytes(contents.formats))
+
+
 def setup_of(
     model: str,
     hardware: str,
     *,
-    weights: str = "bf16",
+    weights: str | None = "bf16",
     kv: str = "bf16",
     tp: int = 1,
     stack: str | None = None,
     layout: Layout = PLAIN,
     loras: Loras | None = None,
 ) -> Setup:
-    """A setup from names. Raises ConfigError with the nearest names for an unknown one."""
-    quant = quant_spec(weights)  # its name is refused before anything is read
+    """A setup from names; weights None: on this machine as a quantised model's files have them, else in 16 bits.
+
+    Raises ConfigError with the nearest names for an unknown one.
+    """
+    quant = quant_spec(weights or "bf16")  # its name is refused before anything is read
     device, calibration = find_hardware(hardware, stack=stack)
+    if calibration.is_local:
+        quant = (stored_quant(model) if weights is None else None) or own_quant(weights or "bf16")
     return Setup(
         model=find_model(model),
         hardware=device,
-        quant=own_quant(weights) if calibration.is_local else quant,
+        quant=quant,
         kv=kv_spec(kv),
         tp=tp,
         calibration=calibration,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,19 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """The files of a model. container: 'GGUF' or 'safetensors'; groups: by part, then by stored type."""
+    """The files of a model. container: 'GGUF' or 'safetensors'; groups: by part, then by stored type.
+
+    formats, head: in which the engine holds the matrices of layers, with so many values each, and the output projection, where
+    `kept` says that it keeps what they are.
+    """
 
     container: str
     files: tuple[str, ...]
     file_bytes: int
     groups: tuple[Group, ...]
     kept: str | None = None  # the format in which a kernel keeps the values of most matrices
+    formats: Mapping[str, int] = field(default_factory=dict)
+    head: str = "bf16"
 
     @property
     def bits(self) -> float:
@@ -83,9 +90,10 @@ def contents_of(path: Path) -> Contents:
     how = None if is_own or parsed.is_mxfp4 else quantisation_of(parsed)
     entries = (entry for file in files for entry in _safetensors(file, how))
     contents = _contents("safetensors", files, sum(file.stat().st_size for file in files), entries)
-    if parsed.is_mxfp4:
-        return replace(contents, kept=KEPT_MXFP4.name)
-    return contents if how is None or how.kept is None else replace(contents, kept=how.kept.name)
+    kept = KEPT_MXFP4 if parsed.is_mxfp4 else None if how is None else how.kept
+    if is_own:
+        return replace(contents, kept=raw["quantization_config"].get("weights"))
+    return contents if kept is None else replace(contents, kept=kept.name, formats={kept.name: 1})
 
 
 Entry = tuple[str, str, int, int]  # name, stored type, parameters, bytes
@@ -96,8 +104,19 @@ def _gguf(path: Path) -> Contents:
     entries = ((_named(t.name, file), t.type.name, math.prod(t.shape), t.nbytes) for t in file.tensors.values())
     contents = _contents("GGUF", list(file.paths), file.file_bytes, entries)
     layers = file.layer_values
-    kept = gguf_kept(layers.most_common(1)[0][0], layers) if layers else None
-    return contents if kept is None else replace(contents, kept=kept.name)
+
+    def held(kind: str) -> str:
+        kept = gguf_kept(kind, layers)
+        return "bf16" if kept is None else kept.name
+
+    main = held(layers.most_common(1)[0][0]) if layers else "bf16"
+    if main == "bf16":
+        return contents
+    head = file.tensors.get("output.weight") or file.tensors.get("token_embd.weight")
+    formats: Counter[str] = Counter()
+    for kind, count in layers.items():
+        formats[held(kind)] += count
+    return replace(contents, kept=main, formats=formats, head="bf16" if head is None else held(head.type.name))
 
 
 def _named(name: str, file: GgufFile) -> str:
