@@ -243,6 +243,9 @@ def test_nvfp4_has_scales_of_whole_matrices_beside_it(family: str, tmp_path: Pat
         choose=lambda name: "NVFP4" if name.startswith("blk.") and "gate_inp" not in name else "F32",
     )  # fmt: skip
     plain = write_gguf(reference, tmp_path / "plain.gguf", change=valued)
+    assert count_parameters(open_gguf(coded)) == count_parameters(open_gguf(plain)), (
+        "inspect and plan refuse another number"
+    )
     prompt = list(range(3, 40))
     exact = Stepper(load_model(plain, REFERENCE)).prefill("it", prompt, chunk=None)
     assert torch.equal(Stepper(load_model(coded, REFERENCE)).prefill("it", prompt, chunk=None), exact)

@@ -27,7 +27,7 @@ from diptych.compute.ops.contract import Codes, WeightTensor
 from diptych.compute.weights import FLOAT_DTYPES, SAMPLE_BYTES, Meanwhile, Progress, Saved, give_pages_back
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import KeptFormat, gguf_kept, mean_bytes
-from diptych.models.gguf import Place, is_beside, joined_place, place_of
+from diptych.models.gguf import Place, is_beside, joined_place, place_of, scales_beside
 from diptych.models.gguf_architectures import architecture_of
 from diptych.models.gguf_file import BlockType, GgufFile, GgufTensor
 
@@ -38,12 +38,6 @@ PIECE_VALUES = 2**19
 
 
 LEAST_SCALE = 2.0**-64
-
-
-def _scales_of(tensor: GgufTensor) -> tuple[str, ...]:
-    """The names of what NVFP4 may have beside a matrix: its scale, and that of its inputs, which are rounded otherwise here."""
-    stem = tensor.name.removesuffix("weight")
-    return (f"{stem}scale", f"{stem}input_scale") if tensor.type.name == "NVFP4" else ()
 
 
 class GgufTensorView(WeightTensor):
@@ -130,7 +124,7 @@ class GgufCheckpoint:
                 hint="the file's metadata contradicts its tensors",
             )
         self._used[name] = shape
-        self._places |= {stored.name, *_scales_of(stored)}
+        self._places |= {stored.name, *scales_beside(stored)}
         if place.begin is not None:
             self._parts.setdefault((stored.name, place.expert), set()).add((place.begin, place.begin + shape[0]))
         dtype = FLOAT_DTYPES.get(stored.type.name)
@@ -190,7 +184,7 @@ class GgufCheckpoint:
     def _scale_of(self, place: Place) -> float:
         """What a matrix of NVFP4 is multiplied by as a whole, or each of its experts. LoadError for what is no such number."""
         found = next(
-            (name for name in _scales_of(self.file.tensors[place.name])[:1] if name in self.file.tensors), None
+            (name for name in scales_beside(self.file.tensors[place.name])[:1] if name in self.file.tensors), None
         )
         if found is None:
             return 1.0

@@ -384,6 +384,17 @@ def is_beside(name: str, file: GgufFile) -> bool:
     return ROPE_TENSOR.match(name) is not None or name in architecture_of(file).dense
 
 
+def scales_beside(tensor: GgufTensor) -> tuple[str, ...]:
+    """The names of what NVFP4 may have beside a matrix: its scale, and that of its inputs, which are rounded otherwise here."""
+    stem = tensor.name.removesuffix("weight")
+    return (f"{stem}scale", f"{stem}input_scale") if tensor.type.name == "NVFP4" else ()
+
+
 def count_parameters(file: GgufFile) -> int:
     """Elements of all tensors that are the model's."""
-    return sum(math.prod(tensor.shape) for name, tensor in file.tensors.items() if not is_beside(name, file))
+    scales = {name for tensor in file.tensors.values() for name in scales_beside(tensor)}
+    return sum(
+        math.prod(tensor.shape)
+        for name, tensor in file.tensors.items()
+        if name not in scales and not is_beside(name, file)
+    )
