@@ -236,6 +236,10 @@ def test_fp4_of_modelopt_is_that_of_compressed_tensors_by_other_names(original: 
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format .* is 'marlin'"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format .* is 'marlin-24'"),
         ({"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}, "mxfp8"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": FP4 | {"symmetric": False}}}},
+            "symmetric .* is False",
+        ),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo .* is 'FP8'"),
         ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),

@@ -243,6 +243,13 @@ def test_nvfp4_has_scales_of_whole_matrices_beside_it(family: str, tmp_path: Pat
         choose=lambda name: "NVFP4" if name.startswith("blk.") and "gate_inp" not in name else "F32",
     )  # fmt: skip
     plain = write_gguf(reference, tmp_path / "plain.gguf", change=valued)
+    for wrong in (np.zeros(1, np.float32), np.ones(3, np.float32)):
+        bad = write_gguf(
+            reference, tmp_path / "bad.gguf", change=lambda t, wrong=wrong: t | {"blk.0.attn_q.scale": wrong},
+            choose=lambda name: "NVFP4" if "attn_q" in name else "F32",
+        )  # fmt: skip
+        with pytest.raises(LoadError, match=r"attn_q\.scale in .* has [13] scales for 1 matrices"):
+            load_model(bad, REFERENCE)
     assert count_parameters(open_gguf(coded)) == count_parameters(open_gguf(plain)), (
         "inspect and plan refuse another number"
     )

@@ -16,12 +16,11 @@ import torch
 
 from diptych.compute.gguf_codes import halved_powers
 from diptych.compute.ops.contract import Codes
+from diptych.compute.views import FP4_VALUES
 from diptych.ground.errors import LoadError
-from diptych.ground.formats import KEPT_MXFP4, KEPT_NVFP4, NESTED_INPUTS, WIDE_BITS, KeptFormat, group_held
+from diptych.ground.formats import KEPT_MXFP4, KEPT_NVFP4, LEAST_WHOLE, NESTED_INPUTS, WIDE_BITS, KeptFormat, group_held
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 NAN_E4M3 = 0x7F  # the bits of the first that is no scale: behind it are the negative ones
-MOST_HALVINGS = 64  # so that no scale of a group leaves what the kernels hold
 SCALE_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
@@ -233,14 +232,8 @@ class Fp4Matrix:
         divides: bool,
         stored_bytes: int,
     ) -> None:
-        self.name, self._raw, self._codes, self._scales, self._whole, self._divides = (
-            name,
-            raw,
-            codes,
-            scales,
-            whole,
-            divides,
-        )
+        self.name, self._raw = name, raw
+        self._codes, self._scales, self._whole, self._divides = codes, scales, whole, divides
         self.kept: KeptFormat | None = KEPT_MXFP4 if whole is None else KEPT_NVFP4
         self.label, self.stored_bytes = "mxfp4" if whole is None else "nvfp4", stored_bytes
 
@@ -262,7 +255,7 @@ class Fp4Matrix:
         else:
             scales = stored.view(torch.float8_e4m3fn).float()
             scales = scales / self._factor if self._divides else scales * self._factor
-        values = torch.tensor(E2M1, dtype=torch.float32)[codes.long()].view(len(codes), scales.shape[1], -1)
+        values = torch.tensor(FP4_VALUES, dtype=torch.float32)[codes.long()].view(len(codes), scales.shape[1], -1)
         return (values * scales[..., None]).flatten(1)
 
     def _unpacked(self, rows: slice) -> torch.Tensor:
@@ -283,9 +276,9 @@ class Fp4Matrix:
     def _factor(self) -> torch.Tensor:
         assert self._whole is not None
         factor = self._raw.stored(self._whole).float().reshape(())
-        if not 2.0**-MOST_HALVINGS < float(factor) < 2.0**MOST_HALVINGS:
+        if not LEAST_WHOLE < float(factor) < 1 / LEAST_WHOLE:
             raise LoadError(
-                f"{self._whole} is {float(factor)}; a scale between 2^-{MOST_HALVINGS} and 2^{MOST_HALVINGS} is expected",
+                f"{self._whole} is {float(factor)}; a scale between {LEAST_WHOLE} and {1 / LEAST_WHOLE} is expected",
                 hint="the checkpoint is damaged; download it again",
             )
         return factor

@@ -26,7 +26,7 @@ from diptych.compute.gguf_lattices import LATTICES
 from diptych.compute.ops.contract import Codes, WeightTensor
 from diptych.compute.weights import FLOAT_DTYPES, SAMPLE_BYTES, Meanwhile, Progress, Saved, give_pages_back
 from diptych.ground.errors import LoadError
-from diptych.ground.formats import KeptFormat, gguf_kept, mean_bytes
+from diptych.ground.formats import LEAST_WHOLE, KeptFormat, gguf_kept, mean_bytes
 from diptych.models.gguf import Place, is_beside, joined_place, place_of, scales_beside
 from diptych.models.gguf_architectures import architecture_of
 from diptych.models.gguf_file import BlockType, GgufFile, GgufTensor
@@ -35,9 +35,6 @@ logger = logging.getLogger("diptych.compute")
 
 # values dequantised at one time: few enough that what numpy makes on the way stays in the cache (measured: 2**18 to 2**20)
 PIECE_VALUES = 2**19
-
-
-LEAST_SCALE = 2.0**-64
 
 
 class GgufTensorView(WeightTensor):
@@ -189,11 +186,12 @@ class GgufCheckpoint:
         if found is None:
             return 1.0
         scales = self.file.floats(found) or []
+        matrices = 1 if place.expert is None else self.file.tensors[place.name].shape[0]
         index = 0 if place.expert is None or len(scales) == 1 else place.expert
-        if index >= len(scales) or not LEAST_SCALE < scales[index] < 1 / LEAST_SCALE:
+        if len(scales) not in (1, matrices) or not LEAST_WHOLE < scales[index] < 1 / LEAST_WHOLE:
             raise LoadError(
-                f"{found} in {self.file.path} has {len(scales)} scales, {scales[index:][:1]} of matrix {index}; positive "
-                f"numbers between {LEAST_SCALE} and {1 / LEAST_SCALE} are expected",
+                f"{found} in {self.file.path} has {len(scales)} scales for {matrices} matrices, {scales[index:][:1]} of "
+                f"matrix {index}; numbers between {LEAST_WHOLE} and {1 / LEAST_WHOLE} are expected",
                 hint="the file is damaged; download it again",
             )
         return scales[index]

@@ -162,8 +162,10 @@ def stored_quant(name: str) -> QuantSpec | None:
     if path is None or not (find_gguf(path) is not None or (path.is_dir() and has_weights(path))):
         return None
     contents = contents_of(path)
-    if contents.kept is None or not contents.formats:
-        return None if contents.kept is None else own_quant(contents.kept)
+    if contents.kept is None:
+        return None
+    if not contents.formats:
+        return own_quant(contents.kept)
     return replace(engine_quant(contents.kept, contents.head), weight_bytes=mean_bytes(contents.formats))
 
 

@@ -150,6 +150,9 @@ def _of_gguf(kind: str, scale: str, grid: str = "signed", *, group: int = 32, bi
 
 
 KEPT_MXFP4 = _of_gguf("group4", "bf16", "e2m1")
+LEAST_WHOLE = (
+    2.0**-64
+)  # of one scale of a whole matrix, and the inverse of the largest: no group's leaves what the kernels hold
 KEPT_NVFP4 = _of_gguf("group4", "e4m3", "e2m1", group=16)
 
 # Types of GGUF whose blocks are held as they are (`compute.gguf_codes`, `compute.gguf_lattices`).

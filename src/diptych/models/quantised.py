@@ -160,6 +160,7 @@ def _compressed_tensors(section: HfConfig) -> Quantisation:
         strategy = _one_of(weights, "strategy", ("tensor", "channel", "group", "tensor_group", "block", None), None)
         if kind == "float" and width == 4:
             kept = FP4_KEPT[_one_of(weights, "group_size", tuple(FP4_KEPT), None)]
+            _one_of(weights, "symmetric", (True,), True)
             if _has_inputs_of_4_bits(scheme):
                 note = "activations have 8 bits, and scales for them in the file are not used"
             continue
