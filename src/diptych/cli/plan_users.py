@@ -60,7 +60,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
     add("--slo", default="ttft=1s,tpot=80ms", metavar="LIMITS", help="of a good request (default ttft=1s,tpot=80ms)")
     add("--share", type=float, default=0.95, metavar="S", help="of requests that must be good (default 0.95)")
     add("--hardware", "-d", metavar="NAME[,NAME]", help="devices to choose from (default: all with a price)")
-    add("--weights", "-w", default="bf16", metavar="FORMAT", help="weight format (default bf16)")
+    add("--weights", "-w", metavar="FORMAT", help="weight format (default bf16, with `local` a quantised file's own)")
     add("--kv", default="bf16", metavar="FORMAT", help="KV cache format (default bf16)")
     add("--tp", metavar="N[,N]", help="devices that share one copy (default: 1, 2, 4 and 8 are tried)")
     layout_options(parser)
