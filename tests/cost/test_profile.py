@@ -14,6 +14,7 @@ from diptych.compute.runner import load_model
 from diptych.cost.adapters import Loras
 from diptych.cost.advice import _variants
 from diptych.cost.calibrated import CalibratedModel
+from diptych.cost.calibration import Cache
 from diptych.cost.components import cost_of, kv_bytes_per_token
 from diptych.cost.memory import capacity_of, engine_weight_bytes
 from diptych.cost.parameters import kv_bytes_stored
@@ -101,8 +102,19 @@ def test_weights_that_fit_the_cache_are_read_from_it():
     weights = 134_515_008 * 2
     gained_s = seconds("smollm2-135m", PROFILE) - seconds("smollm2-135m", PROFILE | {"cache": cache})
     assert gained_s == pytest.approx(weights / (5e10 * 0.9) - weights / (2e11 * 0.5), rel=0.01)
-    too_small = cache | {"bytes": 2.6e8}
+    too_small = cache | {"bytes": weights / 8}
     assert seconds("smollm2-135m", PROFILE | {"cache": too_small}) == seconds("smollm2-135m", PROFILE)
+
+
+def test_weights_a_little_larger_than_the_cache_are_read_from_it_in_part():
+    """24 MiB in a cache of 21 were priced at a third of the measured rate, the memory's; what is found there falls slowly."""
+    cache = Cache(bytes=100.0, bytes_per_s=1.0, eb={})
+    shares = [cache.share_of(n) for n in (50.0, 100.0, 101.0, 150.0, 300.0, 500.0, 800.0, 1e6)]
+    assert shares[:2] == [1.0, 1.0]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[2] == pytest.approx(1.0, abs=0.02), "no cliff where weights stop to fit"
+    assert shares[3:6] == pytest.approx([0.62, 0.24, 0.086], abs=0.01)
+    assert shares[6:] == [0.0, 0.0]
 
 
 def test_the_roof_of_cached_weights_is_the_caches(monkeypatch, tmp_path, capsys):
@@ -123,7 +135,12 @@ def test_the_roof_of_cached_weights_is_the_caches(monkeypatch, tmp_path, capsys)
     picture = (tmp_path / "plan.svg").read_text()
     assert "roof of the memory, 50 GB/s" in picture
     assert "roof of the cache, 286 MiB at 200 GB/s" in picture
-    assert decode({"cache": cache | {"bytes": 2.6e8}}).decode.bound_s == plain.decode.bound_s
+    assert decode({"cache": cache | {"bytes": 3e7}}).decode.bound_s == plain.decode.bound_s
+    partly = decode({"cache": cache | {"bytes": 2.2e8}})
+    assert roofed.decode.bound_s < partly.decode.bound_s < plain.decode.bound_s
+    assert any("79% of the weights still lie in the 210 MiB of cache" in note for note in partly.notes)
+    draw(partly, tmp_path / "plan.svg")
+    assert "roof of the two in turns" in (tmp_path / "plan.svg").read_text()
 
 
 def test_a_step_holds_the_hosts_time_once():

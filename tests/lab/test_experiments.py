@@ -16,6 +16,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
+from diptych.cost.calibration import Cache
 from diptych.cost.profile import load_profile, read_profile
 from diptych.engine.load import bundled_dir, load
 from diptych.ground.clock import VirtualClock, sleep_s
@@ -210,6 +211,32 @@ def test_a_cache_level_is_found_below_twice_the_rate_of_memory() -> None:
     assert cache_level({1: 140e9, 2: 130e9, 4: 37e9}, 36e9)["bytes"] == 2 * 2.0**20
 
 
+def test_sizes_that_lie_in_a_cache_in_part_are_no_level_of_their_own() -> None:
+    """175 GB/s up to 16 MiB, then ever less: the level was said to be 64 MiB at 50 GB/s, and no fitted share could reach what
+    small models read.
+    """
+    rates = {
+        1: 202e9,
+        4: 178e9,
+        8: 177e9,
+        12: 175e9,
+        16: 174e9,
+        24: 108e9,
+        32: 75e9,
+        48: 52e9,
+        64: 43e9,
+        96: 36e9,
+        192: 33e9,
+    }
+    level = cache_level(rates, 33e9)
+    assert level["bytes_per_s"] == pytest.approx(175e9, rel=0.02)
+    cache = Cache(eb={}, **level)
+    assert 20 * 2**20 < cache.bytes < 28 * 2**20
+    for mib in (16, 32, 48, 64):  # and so it says what was read
+        share = cache.share_of(mib * 2**20)
+        assert 1 / (share / cache.bytes_per_s + (1 - share) / 33e9) == pytest.approx(rates[mib], rel=0.25)
+
+
 def test_the_roofline_says_which_roof_and_draws_the_one_of_the_cache(stage: Stage) -> None:
     """Dots stood above the roof beside "the claim holds": a model that fits a cache is not read from memory."""
     outcome = choose(["roofline"])[0].run(stage)
@@ -311,7 +338,7 @@ def test_calibration_writes_a_profile_the_planner_reads(tmp_path: Path, monkeypa
     """Measured, fitted, stored: and every constant the planner wants is there and possible."""
     small = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1,
              "num_hidden_layers": 2, "vocab_size": 512}  # fmt: skip
-    for name in ("PROBE_MODEL", "SMALL_MODEL"):
+    for name in ("PROBE_MODEL", "DEEP_MODEL", "SMALL_MODEL"):
         monkeypatch.setattr(calibration, name, getattr(calibration, name) | small)
     monkeypatch.setattr(calibration, "ATTENTION_STEPS", calibration.ATTENTION_STEPS[2:4])
     monkeypatch.setattr(calibration, "CLIMBS", 1)

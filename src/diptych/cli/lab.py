@@ -138,7 +138,7 @@ def calibrate(
     ] = None,
     busy: Annotated[bool, typer.Option("--busy", help="keep it though other programs were busy")] = False,
 ) -> None:
-    """Measure this machine in under a minute; the planner, the reports and the scheduler then use the profile."""
+    """Measure this machine in about a minute; the planner, the reports and the scheduler then use the profile."""
     check_writable(out)
     compute = ComputeConfig(backend=backend, threads=threads)
     with console.status("") as status:

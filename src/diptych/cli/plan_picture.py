@@ -46,6 +46,8 @@ def _roofline(axis: Axes, plan: Plan) -> None:
         line for report in (plan.prefill, plan.decode) for line in report.components if line.intensity and line.flops
     ]
     reached = [plan.prefill.intensity, plan.decode.intensity, *(line.intensity or 1.0 for line in lines)]
+    if bandwidth not in roofs.values():
+        roofs[f"two in turns, {bandwidth / 1e9:,.3g} GB/s"] = bandwidth
     least, most = min(reached) / 2.0, max(*reached, *(peak / rate for rate in roofs.values())) * 2.0
     for name, rate in roofs.items():
         is_own = rate == bandwidth

@@ -84,7 +84,7 @@ def machine_ceilings(model: Model) -> Ceilings:
     """Both ceilings of the device the model runs on, with as many threads as it uses; takes some tenths of a second."""
     dtype = compute_dtype(model.weights_format)
     if is_measured_natively(model):
-        memory = measure_read_bytes_per_s(READ_BYTES, model.placement, REPEATS)
+        memory = memory_ceiling(model)
         return Ceilings(
             read_bytes_per_s=memory,
             flops_per_s=measure_ops_per_s(dtype, model.placement),
@@ -103,9 +103,14 @@ def machine_ceilings(model: Model) -> Ceilings:
 
 def read_ceiling(model: Model) -> float:
     """Only the bandwidth of the roof, quickly: for use just before and after a measured point."""
+    memory = memory_ceiling(model)
+    return (_cached_bytes_per_s(model, memory) if is_measured_natively(model) else None) or memory
+
+
+def memory_ceiling(model: Model) -> float:
+    """Only the bandwidth of the memory, whatever the size of the model."""
     if is_measured_natively(model):
-        memory = measure_read_bytes_per_s(READ_BYTES, model.placement, REPEATS)
-        return _cached_bytes_per_s(model, memory) or memory
+        return measure_read_bytes_per_s(READ_BYTES, model.placement, REPEATS)
     return _torch_read_bytes_per_s(model.device)
 
 

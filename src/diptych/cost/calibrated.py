@@ -198,12 +198,10 @@ class CalibratedModel:
         return interval(residual, self._spreads[is_decode] + load)
 
     @property
-    def weights_are_cached(self) -> bool:
-        """Whether all weights fit the last-level cache that was measured on this machine, so that memory is never asked."""
+    def cached_share(self) -> float:
+        """How much of the weights lies in the last-level cache that was measured on this machine; 1: memory is never asked."""
         cache = self.calibration.cache
-        if cache is None:
-            return False
-        return self._weight_bytes <= cache.bytes
+        return 0.0 if cache is None else cache.share_of(self._weight_bytes)
 
     @property
     def _weight_bytes(self) -> float:
@@ -213,7 +211,7 @@ class CalibratedModel:
     def _tokens_beside_weights(self) -> float:
         """Tokens whose keys and values lie in the cache with all the weights; below 0 where not even those do."""
         cache = self.calibration.cache
-        if cache is None or not self.weights_are_cached:
+        if cache is None or self.cached_share < 1.0:
             return -1.0
         return (cache.bytes - self._weight_bytes) / sum(kv_bytes for _, kv_bytes, *_ in self._units.windows)
 
@@ -243,7 +241,7 @@ class CalibratedModel:
         attention_rate = peak_flops_per_s(hardware, quant.attention_compute) * c.attention_fraction(self.kv.name)
         adapter_share = c.adapter_fraction(multiplied_in)
         adapter_width = adapter_bytes(quant, is_ours=self.calibration.is_local)
-        cache = self.calibration.cache
+        cache, near_share = self.calibration.cache, self.cached_share
         near_rate = bandwidth * c.kv_eb if cache is None or cache.kv_eb is None else cache.bytes_per_s * cache.kv_eb
         link = link_rate(hardware, self.tp * self.layout.dp) * c.link_fraction
         layout, parts = self.layout, self.layout.parts
@@ -264,13 +262,11 @@ class CalibratedModel:
             if mix:
                 each = [(one.share * one.bytes, weight_class(one.bytes, quant.name)) for one in mix]
                 return sum(n_bytes * part / sum(part for part, _ in each) * weights_s(1.0, name) for part, name in each)
-            if self.weights_are_cached and self.calibration.cache is not None:
-                return n_bytes / self.calibration.cache.weights_rate(
-                    _read_as(weights, is_unpacked=is_unpacked, has_fp4=has_fp4)
-                )
-            return n_bytes / (
-                bandwidth * c.weight_fraction(_read_as(weights, is_unpacked=is_unpacked, has_fp4=has_fp4))
-            )
+            read_as = _read_as(weights, is_unpacked=is_unpacked, has_fp4=has_fp4)
+            far_s = n_bytes / (bandwidth * c.weight_fraction(read_as))
+            if cache is None or near_share == 0.0:
+                return far_s
+            return near_share * n_bytes / cache.weights_rate(read_as) + (1.0 - near_share) * far_s
 
         return _Terms(
             base_s=c.step_s + self.model.n_layers * c.layer_s + units.moe_layers * c.moe_layer_s,

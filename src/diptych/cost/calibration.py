@@ -20,6 +20,9 @@ from diptych.ground.shape import StepShape
 EXPERT_SHARE = 0.4
 # The same for low-rank products: our kernels reach 0.15 (int8, 16 rows) to 0.6 (int8, a prompt) of what they do elsewhere.
 ADAPTER_SHARE = 0.35
+# Of weights of so many times a cache's bytes nothing is found there any more when they are read again from the front. Measured
+# on a cache shared with others (Zen 4): 0.86 of 24 MiB were found, 0.45 of 48, 0.16 of 96.
+CACHE_REACH = 8.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +121,7 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cache:
-    """The last-level cache: models whose weights fit in `bytes` read them at bytes_per_s, of which eb is achieved.
+    """The last-level cache: what of a model's weights lies in `bytes` is read at bytes_per_s, of which eb is achieved.
 
     kv_eb: the same for keys and values that fit in beside such weights; None: where nobody measured it, they are memory's.
     """
@@ -127,6 +130,11 @@ class Cache:
     bytes_per_s: float
     eb: Mapping[str, float]
     kv_eb: float | None = None
+
+    def share_of(self, n_bytes: float) -> float:
+        """How much of weights that are read from front to back, step after step, is still in the cache."""
+        times = n_bytes / self.bytes
+        return 1.0 if times <= 1.0 else max(0.0, (CACHE_REACH - times) / (CACHE_REACH - 1.0)) / times
 
     def weights_rate(self, weight_format: str) -> float:
         """Achieved bytes per second when reading weights of this format."""

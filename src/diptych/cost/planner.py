@@ -237,12 +237,13 @@ def phase_plan(setup: Setup, work: StepShape) -> PhasePlan:
 
 
 def roof_of(setup: Setup) -> HardwareSpec:
-    """The machine whose roof is this model's: reads are those of the measured cache that holds the weights, where one does."""
+    """The machine whose roof is this model's: what of the weights lies in the measured cache is read from there."""
     predictor = setup.model_of_time()
-    cache = predictor.calibration.cache
-    if cache is None or not predictor.weights_are_cached:
+    cache, share, memory = predictor.calibration.cache, predictor.cached_share, setup.hardware.memory_bytes_per_s
+    if cache is None or share == 0.0:
         return setup.hardware
-    return replace(setup.hardware, memory_bytes_per_s=max(cache.bytes_per_s, setup.hardware.memory_bytes_per_s))
+    rate = 1.0 / (share / max(cache.bytes_per_s, memory) + (1.0 - share) / memory)
+    return replace(setup.hardware, memory_bytes_per_s=rate)
 
 
 def component_lines(cost: PhaseCost, bound: StepCost, ridge: float) -> tuple[ComponentLine, ...]:
@@ -334,11 +335,15 @@ def notes_of(setup: Setup) -> tuple[str, ...]:
         if setup.hardware.flag_of(name).value == "unverified":
             notes.append(f"the {text} of {setup.hardware.name} is unverified")
     cache = setup.calibration.cache
-    if cache is not None and setup.model_of_time().weights_are_cached:
-        rates = (one.memory_bytes_per_s / 1e9 for one in (roof_of(setup), setup.hardware))
+    share = setup.model_of_time().cached_share
+    if cache is not None and share > 0.0:
+        of_cache, of_memory = (one.memory_bytes_per_s / 1e9 for one in (roof_of(setup), setup.hardware))
+        size = f"the {cache.bytes / 2**20:,.0f} MiB of cache that were measured"
         notes.append(
-            f"the weights fit the {cache.bytes / 2**20:,.0f} MiB of cache that were measured, so the roof is the cache's: "
-            "{:.0f} GB/s, not the memory's {:.0f}".format(*rates)
+            f"the weights fit {size}, so the roof is the cache's: {of_cache:.0f} GB/s, not the memory's {of_memory:.0f}"
+            if share == 1.0
+            else f"{share:.0%} of the weights still lie in {size} when they are read again, so the roof is "
+            f"{of_cache:.0f} GB/s, not the memory's {of_memory:.0f}"
         )
     if setup.model.moe is not None:
         notes.append("experts: uniform routing assumed; skewed routing touches fewer experts per step")

@@ -54,7 +54,7 @@ def load_profile(path: Path | None = None) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(
             f"this machine has not been measured: there is no {path}",
-            hint="run `diptych lab calibrate` (under a minute), or name a device: --hardware NAME",
+            hint="run `diptych lab calibrate` (about a minute), or name a device: --hardware NAME",
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the hardware profile {path}: {error}", hint=_HINT) from None

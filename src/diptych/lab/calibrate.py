@@ -1,8 +1,8 @@
-"""Measures this machine in under a minute and writes its hardware profile (the JSON of `diptych.cost.profile`).
+"""Measures this machine in about a minute and writes its hardware profile (the JSON of `diptych.cost.profile`).
 
-What is timed: the two ceilings; steps of a small random model in each weight format over rows (1 to 1024) and contexts,
-which hold the GEMM, attention of both phases and the head; steps so small that only launch is left; and
-where the last-level cache ends, with steps of a model that fits in it.
+What is timed: the two ceilings; steps of random models in each weight format over rows (1 to 1024) and contexts, which hold
+the GEMM, attention of both phases and the head, decode where the weights are many times what a cache holds; steps so small
+that only launch is left; and where the last-level cache ends, with steps of a model that fits in it.
 What is fitted: launch constants, achieved fractions of both ceilings, the sharpness of the roofline's knee.
 """
 
@@ -22,11 +22,12 @@ import numpy as np
 import psutil
 
 from diptych import __version__
-from diptych.compute.ceilings import Ceilings, machine_ceilings
+from diptych.compute.ceilings import Ceilings, machine_ceilings, memory_ceiling
 from diptych.compute.ops.cpu_kernels import measure_ops_per_s, measure_read_bytes_per_s
 from diptych.compute.ops.cpus import Placement
 from diptych.compute.runner import Model, random_model
 from diptych.cost.calibrated import CalibratedModel
+from diptych.cost.calibration import CACHE_REACH
 from diptych.cost.fitting.fit import residual_of
 from diptych.cost.profile import SCHEMA, profile_path, read_profile
 from diptych.engine.cost_view import CostView
@@ -60,6 +61,9 @@ PROBE_MODEL: dict[str, Any] = {
     "hidden_act": "silu",
     "tie_word_embeddings": True,
 }
+# The same, of which decode reads more than any cache holds, in every format: of weights of three times a cache a fifth is still
+# found there, and a share of the memory's rate fitted to such steps (int4, 77 MB) priced 1B parameters a fifth too short.
+DEEP_MODEL: dict[str, Any] = PROBE_MODEL | {"num_hidden_layers": 32}
 # Weights that fit a last-level cache in every format: what small models, the bundled one among them, are read from. Its rows
 # are narrow, too: what happens to them between the products (norms, rotations, number formats) is a tenth of a prompt's time
 # here, a quarter in int8, and hardly any of it in wide ones, so that prompts of both models tell the two apart.
@@ -101,7 +105,10 @@ ATTENTION_STEPS = [*(StepShape.decode(batch=b, context_tokens=c) for b, c in ((1
                    _rows(256, 1792), _rows(512, 4096)]  # fmt: skip
 CLIMBS = 5  # of the ladder that tells the host's time
 CACHE_MIB = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # sizes whose read rate shows where the caches end
+BEYOND_MIB = 256  # read from memory
+CACHE_ROUNDS, CACHE_READS = 3, 8
 CACHED = 1.3  # times the memory's rate from which on a size counts as held by a cache; a shared one is no faster
+LEVEL = 1.25  # times another's rate within which two sizes count as read from one level
 # Shares of a measured rate that a kernel may be fitted to. Rates drift while they are measured, so one may seem to pass its
 # ceiling; beyond these the steps it was fitted to told nothing of it.
 LEAST_SHARE, MOST_SHARE = 0.02, 1.5
@@ -112,11 +119,12 @@ KV_FORMATS = ("int8", "fp8")  # beside the one that the engine chooses
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedStep:
-    """One timed step of one model."""
+    """One timed step of one model, and how fast memory was read then: a virtual machine's has more than one pace."""
 
     view: CostView
     work: StepShape
     measured: Estimate
+    read_bytes_per_s: float
 
     @property
     def phase(self) -> Phase:
@@ -141,6 +149,7 @@ def calibrate(
     samples: list[TimedStep] = []
     adapted: dict[str, tuple[str, AdaptedSteps]] = {}  # by compute dtype, with the weights beside them
     ceilings: dict[str, Ceilings] = {}
+    paces: list[float] = []  # of the memory beside what reads it
     cache: dict[str, float] | None = None
     elsewhere: dict[str, float | str] = {}
     backend = kernels = ""
@@ -153,28 +162,31 @@ def calibrate(
         model = random_model(PROBE_MODEL, config, seed=0)
         backend, kernels, placement = model.backend_name, model.instruction_set, model.placement
         ceilings[weights] = machine_ceilings(model)
+        memory = ceilings[weights].read_bytes_per_s
         if backend == "cpu" and cache is None:
-            cache = _cache(model.placement, ceilings[weights].read_bytes_per_s)
-        taken = _sample(model, DECODE_STEPS + PREFILL_STEPS, effort, takes_busy=takes_busy)
-        samples += taken
+            cache = _cache(model.placement)
+        samples += _sample(model, PREFILL_STEPS, brief, memory, takes_busy=takes_busy)
         dtype = CostView(model).quant.compute
         if dtype not in adapted:  # over int4, too, rows are int8
             adapted[dtype] = weights, adapted_steps(model, brief)
         model.close()
+        with closing(random_model(DEEP_MODEL, config, seed=0)) as deep:
+            samples += _sample(deep, DECODE_STEPS, brief, takes_busy=takes_busy)
+            paces.append(samples[-1].read_bytes_per_s)
         if backend == "cpu" and weights == "bf16":
-            elsewhere = _elsewhere(taken, config, effort, takes_busy=takes_busy)
+            elsewhere = _elsewhere(samples, config, brief, takes_busy=takes_busy)
         if backend == "cpu":
             small = random_model(SMALL_MODEL, config, seed=0)
-            samples += _sample(small, SMALL_STEPS, brief, takes_busy=takes_busy)
+            samples += _sample(small, SMALL_STEPS, brief, memory, takes_busy=takes_busy)
             small.close()
         if weights == "bf16":
             empty = random_model(EMPTY_MODEL, config, seed=0)
-            samples += _sample(empty, EMPTY_STEPS, brief, takes_busy=takes_busy)
+            samples += _sample(empty, EMPTY_STEPS, brief, memory, takes_busy=takes_busy)
             empty.close()
     if backend == "cpu":
-        samples += _attention(compute, effort, progress, takes_busy=takes_busy)
+        samples += _attention(compute, effort, progress, statistics.median(paces), takes_busy=takes_busy)
     progress("fitting")
-    profile = _profile(ceilings, backend, kernels=kernels, placement=placement)
+    profile = _profile(ceilings, statistics.median(paces), backend, kernels=kernels, placement=placement)
     if cache is not None:
         profile["cache"] = cache | {"eb": dict.fromkeys(ceilings, 0.6), "kv_eb": 0.5}
     if backend == "cpu":  # the only one of which two widths are measured
@@ -199,27 +211,39 @@ def calibrate(
     return profile
 
 
-def _sample(model: Model, steps: Sequence[StepShape], effort: Effort, *, takes_busy: bool) -> list[TimedStep]:
+def _sample(
+    model: Model, steps: Sequence[StepShape], effort: Effort, read_bytes_per_s: float | None = None, *, takes_busy: bool
+) -> list[TimedStep]:
+    """The steps in turns, so that a slow spell of the machine does not bend the fit at some sizes and not at others.
+
+    read_bytes_per_s: of the memory; None: read in the same turns.
+    """
     longest = max(sum((s.start_pos + s.new_tokens + 32) * s.count for s in work.shapes) for work in steps)
     probe, view = StepProbe(model, max_tokens=longest), CostView(model)
-    # in turns, so that a slow spell of the machine does not bend the fit at some sizes and not at others
     samplers = [probe.usual(work, behind=None if work.phase is Phase.DECODE else USUAL_STEP) for work in steps]
+    if read_bytes_per_s is None:
+        samplers.append(lambda: 1.0 / memory_ceiling(model))
     rounds = measure(samplers, effort)
     if rounds.is_disturbed and not takes_busy:
         raise ConfigError(
             f"other programs used {rounds.others:.0%} of the cores while this machine was measured; nothing was written",
             hint="stop them and run it again, or keep such a profile with --busy",
         )
-    return [TimedStep(view=view, work=work, measured=rounds.point(i)) for i, work in enumerate(steps)]
+    rate = read_bytes_per_s or 1.0 / rounds.point(len(steps)).value
+    return [
+        TimedStep(view=view, work=work, measured=rounds.point(i), read_bytes_per_s=rate) for i, work in enumerate(steps)
+    ]
 
 
-def _attention(compute: ComputeConfig, effort: Effort, progress: Progress, *, takes_busy: bool) -> list[TimedStep]:
+def _attention(
+    compute: ComputeConfig, effort: Effort, progress: Progress, read_bytes_per_s: float, *, takes_busy: bool
+) -> list[TimedStep]:
     """Steps that are hardly anything else, over every KV format."""
     brief, samples = replace(effort, budget_s=effort.budget_s / 4), []
     for kv in (compute.kv, *KV_FORMATS):
         progress(f"measuring attention, KV {kv}")
         with closing(random_model(ATTENTION_MODEL, replace(compute, weights="bf16", kv=kv), seed=0)) as model:
-            samples += _sample(model, ATTENTION_STEPS, brief, takes_busy=takes_busy)
+            samples += _sample(model, ATTENTION_STEPS, brief, read_bytes_per_s, takes_busy=takes_busy)
     return samples
 
 
@@ -227,13 +251,13 @@ def _elsewhere(
     own: Sequence[TimedStep], config: ComputeConfig, effort: Effort, *, takes_busy: bool
 ) -> dict[str, float | str]:
     """How many times as fast the torch backend goes through a step of each phase, with the same weights."""
-    steps = (DECODE_STEPS[0], _HALF_A_THOUSAND)
-    with closing(random_model(PROBE_MODEL, replace(config, backend="torch"), seed=0)) as model:
-        theirs = _sample(model, steps, effort, takes_busy=takes_busy)
-        found: dict[str, float | str] = {"backend": model.backend_name, "weights": model.weights_format}
-    for step in theirs:
-        ours = next(sample for sample in own if sample.work is step.work)
-        found[step.phase.value] = ours.measured.value / step.measured.value
+    found: dict[str, float | str] = {}
+    for shape, work in ((DEEP_MODEL, DECODE_STEPS[0]), (PROBE_MODEL, _HALF_A_THOUSAND)):
+        with closing(random_model(shape, replace(config, backend="torch"), seed=0)) as model:
+            (theirs,) = _sample(model, [work], effort, own[0].read_bytes_per_s, takes_busy=takes_busy)
+            found |= {"backend": model.backend_name, "weights": model.weights_format}
+        ours = next(sample for sample in own if sample.work is work)
+        found[work.phase.value] = ours.measured.value / theirs.measured.value
     return found
 
 
@@ -250,26 +274,40 @@ def _host(model: Model, profile: dict[str, Any]) -> dict[str, float]:
     return asdict(Form(predictor, [ladder.climb() for _ in range(CLIMBS)]).host)
 
 
-def _cache(placement: Placement, memory_bytes_per_s: float) -> dict[str, float] | None:
-    """The largest size that is read markedly faster than memory, and its level's rate; None without any.
-
-    The rate is the median over the sizes of that level: those up to it that are read at less than 1.6 times its own rate.
+def _cache(placement: Placement) -> dict[str, float] | None:
+    """The cache behind which memory begins, as `cache_level` finds it. Sizes are read in turns with memory: a virtual machine's
+    memory changes its rate between two looks, and in the faster state seems a cache to who knows the slower.
     """
-    return cache_level(
-        {mib: measure_read_bytes_per_s(mib * 2**20, placement, 20) for mib in CACHE_MIB}, memory_bytes_per_s
-    )
+    rates = [
+        [measure_read_bytes_per_s(mib * 2**20, placement, CACHE_READS) for mib in (*CACHE_MIB, BEYOND_MIB)]
+        for _ in range(CACHE_ROUNDS)
+    ]
+    *held, memory = (statistics.median(of_size) for of_size in zip(*rates, strict=True))
+    return cache_level(dict(zip(CACHE_MIB, held, strict=True)), memory)
 
 
 def cache_level(rates: Mapping[int, float], memory_bytes_per_s: float) -> dict[str, float] | None:
-    """The outermost cache in a table of read rates by MiB; sizes behind the first that memory must serve are chance."""
+    """The outermost cache in a table of read rates by MiB: its bytes, and the rate of what fits in. None without any.
+
+    It reaches to the outermost size that is read about as quickly as one of half the size; larger ones that are still quicker
+    than memory lie in it in part, and say where it ends (`Cache.share_of`, solved for its bytes). Sizes behind the first that
+    memory must serve are chance.
+    """
     held = list(takewhile(lambda mib: rates[mib] >= CACHED * memory_bytes_per_s, sorted(rates)))
     if not held:
         return None
-    level = [rates[mib] for mib in held if rates[mib] < 1.6 * rates[held[-1]]]
-    return {"bytes": float(held[-1] * 2**20), "bytes_per_s": statistics.median(level)}
+    level = [mib for mib in held if any(rates[less] <= LEVEL * rates[mib] for less in held if 2 * less <= mib)]
+    last = level[-1] if level else held[-1]
+    rate = statistics.median(rates[mib] for mib in held if mib <= last and rates[mib] <= LEVEL * rates[last])
+    to_memory = rate / memory_bytes_per_s - 1.0  # seconds of a byte, in those of the level
+    shares = {mib: 1.0 - (rate / rates[mib] - 1.0) / to_memory for mib in held if mib > last}
+    ends = [mib * (1.0 + (CACHE_REACH - 1.0) * share) / CACHE_REACH for mib, share in shares.items() if share < 1.0]
+    return {"bytes": max(last, statistics.median(ends) if ends else 0.0) * 2.0**20, "bytes_per_s": rate}
 
 
-def _profile(ceilings: dict[str, Ceilings], backend: str, *, kernels: str, placement: Placement) -> dict[str, Any]:
+def _profile(
+    ceilings: dict[str, Ceilings], read_bytes_per_s: float, backend: str, *, kernels: str, placement: Placement
+) -> dict[str, Any]:
     """The profile before fitting: measured ceilings, and starting values for everything else."""
     rates = {one.compute_dtype: one.flops_per_s for one in ceilings.values()}
     if "fp32" not in rates:  # a peak that the engine never uses on this backend; the planner wants one
@@ -285,7 +323,7 @@ def _profile(ceilings: dict[str, Ceilings], backend: str, *, kernels: str, place
         "date": datetime.fromtimestamp(wall_time_s(), UTC).date().isoformat(),
         "threads": placement.threads,
         "provenance": f"diptych {__version__} lab calibrate, {backend} backend, {placement.threads} threads",
-        "memory_bytes_per_s": max(one.read_bytes_per_s for one in ceilings.values()),
+        "memory_bytes_per_s": read_bytes_per_s,
         "memory_bytes": float(psutil.virtual_memory().total),
         "flops_per_s": rates,
         "t0_s": 5e-5,
@@ -329,7 +367,6 @@ def _fit(profile: dict[str, Any], samples: Sequence[TimedStep]) -> dict[str, Any
         else:
             damping *= 8.0
     residuals(logs)
-    _take_unread(profile, samples)
     cache = profile.get("cache")
     if cache is not None:  # which is never slower than the memory behind it, though a few short steps may say so
         for weights, share in profile["eb"].items():
@@ -371,24 +408,18 @@ def _predicted_s(profile: dict[str, Any], samples: Sequence[TimedStep]) -> list[
 
 
 def _models(profile: dict[str, Any], samples: Sequence[TimedStep]) -> dict[int, CalibratedModel]:
-    """By view, of which there are few: making one takes as long as pricing a hundred steps."""
-    hardware, calibration = read_profile(profile)
-    views = {id(sample.view): sample.view for sample in samples}
-    return {
-        number: CalibratedModel(view.spec, hardware, view.quant, calibration=calibration, kv=view.kv)
-        for number, view in views.items()
-    }
-
-
-def _take_unread(profile: dict[str, Any], samples: Sequence[TimedStep]) -> None:
-    """Formats of which every probe lay in the cache were never read from memory: they reach what others do there, or what
-    they do in the cache where that is less.
+    """By view, of which there are few: making one takes as long as pricing a hundred steps. Each of the memory's pace of then,
+    or shares of it would differ between formats by what the machine did while one of them was measured.
     """
-    cache, eb = profile.get("cache"), profile["eb"]
-    models = _models(profile, samples)
-    read = {one.view.quant.name for one in samples if not models[id(one.view)].weights_are_cached} & eb.keys()
-    if cache is None or not read:
-        return
-    usual = statistics.mean(eb[name] for name in read)
-    for name in eb.keys() - read:
-        eb[name] = min(usual, cache["eb"][name] * cache["bytes_per_s"] / profile["memory_bytes_per_s"])
+    hardware, calibration = read_profile(profile)
+    firsts = {id(sample.view): sample for sample in reversed(samples)}
+    return {
+        number: CalibratedModel(
+            sample.view.spec,
+            replace(hardware, memory_bytes_per_s=sample.read_bytes_per_s),
+            sample.view.quant,
+            calibration=calibration,
+            kv=sample.view.kv,
+        )
+        for number, sample in firsts.items()
+    }
