@@ -9,7 +9,7 @@
 namespace diptych {
 namespace {
 
-constexpr int64_t kDirectPasses = 4;     // of few rows over a strip, before expanding it is cheaper
+constexpr int64_t kDirectPasses = 8, kWidePasses = 5;  // of few rows over a strip, before expanding it is cheaper
 constexpr int64_t kBlockRows = 264;      // their fp32 sums of a panel and some groups of x lie in L2
 
 struct Job : LinearCall {
@@ -20,7 +20,7 @@ struct Job : LinearCall {
   const uint8_t** x_of;
   const float** powers_of;
   const int32_t** sums_of;
-  RowOfGroup* rows;  // [tiles][groups][rows of the tile], of expanded strips
+  RowOfGroup* rows;  // [tiles][groups][rows of the tile]
   float* acc;        // [rows][64]
   uint8_t* steps;    // one block of the tile's strips, expanded
   float* scales;
@@ -52,21 +52,28 @@ GroupKernel direct_tile(const GroupTiles& tiles, const LinearShape& shape, int64
   return tiles.direct[shape.wide].of[static_cast<int>(form_of(shape))][rows - 1];
 }
 
+// Of one tile.
+void ready_rows(const Job& job, Range rows, bool is_direct) {
+  job.tiles.ready(job.shape(), is_direct, job.powers_of + rows.begin, job.sums_of + rows.begin, rows.end - rows.begin, job.groups, job.rows + rows.begin * job.groups);
+}
+
 // A strip passes once or a few times, from memory and then from cache.
 void run_direct(const Job& job, int thread, int threads) {
   const int64_t pieces = pieces_per_panel(job.w, threads), strips = kPanelStrips / pieces;
   const int64_t passes = (job.m + kDirectRows - 1) / kDirectRows;
+  auto rows_of = [&](int64_t pass) { return Range{job.m * pass / passes, job.m * (pass + 1) / passes}; };
   point_at_rows(job, {0, job.m}, 1);
+  for (int64_t pass = 0; pass < passes; ++pass) ready_rows(job, rows_of(pass), true);
   for (Tasks tasks(pieces * job.w.n_panels, *job.w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
     const int64_t panel = tasks.current() / pieces, first = tasks.current() % pieces * strips;
     for (int64_t strip = 0; strip < strips; ++strip)
       for (int64_t pass = 0; pass < passes; ++pass) {
-        const int64_t begin = job.m * pass / passes, end = job.m * (pass + 1) / passes;
+        const auto [begin, end] = rows_of(pass);
         GroupArgs args = args_of(job);
         args.groups = job.groups;
         args.strip = job.w.panels + panel * job.w.panel_bytes + (first + strip) * job.strip_bytes();
         args.acc = job.acc + begin * kPanelLanes + strip * kStripLanes;
-        args.x = job.x_of + begin, args.x_powers = job.powers_of + begin, args.x_sums = job.sums_of + begin;
+        args.x = job.x_of + begin, args.rows = job.rows + begin * job.groups;
         direct_tile(job.tiles, job.shape(), end - begin)(args);
       }
     for (int64_t row = 0; row < job.m; row += kMaxTileRows)
@@ -107,8 +114,7 @@ class ReadingAhead {
 void ready_block(const Job& job, Range rows) {
   const int64_t height = job.tile.rows;
   point_at_rows(job, rows, height);
-  for (int64_t i = 0; i < rows.end - rows.begin; i += height)
-    job.tiles.ready(job.powers_of + i, job.sums_of + i, height, job.groups, job.shape().wide, job.rows + i * job.groups);
+  for (int64_t i = 0; i < rows.end - rows.begin; i += height) ready_rows(job, {i, i + height}, false);
 }
 
 // A block against rows [begin, end).
@@ -170,7 +176,7 @@ void run_expanded(const Job& job, int thread, int threads) {
 
 // Whether few rows meet the codes as they are packed.
 bool is_direct(const PackedLinear& w, const GroupTiles& tiles, int64_t m) {
-  return m <= kDirectPasses * kDirectRows && direct_tile(tiles, w.shape, 1) != nullptr;
+  return m <= (w.shape.wide ? kWidePasses : kDirectPasses) * kDirectRows && direct_tile(tiles, w.shape, 1) != nullptr;
 }
 
 const ExpandedTile& tile_of(const LinearShape& shape, const GroupTiles& tiles) {
@@ -188,7 +194,7 @@ Memory memory_of(const PackedLinear& w, const GroupTiles& tiles, int64_t m) {
   const ExpandedTile& tile = tile_of(w.shape, tiles);
   const int64_t block_rows = std::min(m, kBlockRows) + kMaxTileRows;
   return {block_rows * kPanelLanes * 4, tile.strips * kExpandedBytes, tile.strips * kExpandedScales * 4, round_up(block_rows * 8, kStepBytes),
-          is_direct(w, tiles, m) ? 0 : block_rows * (w.k_padded / w.shape.group) * static_cast<int64_t>(sizeof(RowOfGroup))};
+          block_rows * (w.k_padded / w.shape.group) * static_cast<int64_t>(sizeof(RowOfGroup))};
 }
 
 }  // namespace

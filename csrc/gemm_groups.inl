@@ -62,7 +62,7 @@ void expand_groups(const LinearShape& shape, const uint8_t* strip, int64_t first
   }
 }
 
-inline void ready_rows(const float* const* x_powers, const int32_t* const* x_sums, int64_t rows, int64_t groups, bool, RowOfGroup* out) {
+inline void ready_rows(const LinearShape&, bool, const float* const* x_powers, const int32_t* const* x_sums, int64_t rows, int64_t groups, RowOfGroup* out) {
   for (int64_t group = 0; group < groups; ++group)
     for (int64_t row = 0; row < rows; ++row) {
       const float power = x_powers[row][group];

@@ -80,6 +80,28 @@ inline __m512i load_table(const LinearShape& shape) {
   return _mm512_broadcast_i32x4(_mm_xor_si128(levels, _mm_set1_epi8(static_cast<char>(0x80))));
 }
 
+// A sum begins as the bits of the float 3 * 2^22 * power, too, whose last place is worth the row's power: the float that it ends as, less
+// that start, is sum * power, in one operation. Wide rows have no room for a start.
+constexpr float kFloatStart = 12582912.0f;
+
+inline int32_t bits_of(float value) { return _mm_cvtsi128_si32(_mm_castps_si128(_mm_set_ss(value))); }
+
+inline void ready_rows(const LinearShape& shape, bool is_direct, const float* const* x_powers, const int32_t* const* x_sums, int64_t rows, int64_t groups,
+                       RowOfGroup* out) {
+  const int32_t base = !is_direct ? shape.wide ? 1 : 128 : is_table(shape) ? 128 : middle_of(shape);  // 1: shifted behind the high halves
+  const bool keeps_sum = is_direct && shape.grid.offset == Offset::zeros;
+  for (int64_t group = 0; group < groups; ++group)
+    for (int64_t row = 0; row < rows; ++row, ++out) {
+      const float power = x_powers[row][group];
+      const int32_t sum = x_sums[row][group];
+      out->offset = kFloatStart * power;
+      out->start = (shape.wide ? 0 : bits_of(out->offset)) - base * sum;
+      out->power = power;
+      if (keeps_sum) std::memcpy(&out->sum, &sum, sizeof(sum));
+      else out->sum = power * static_cast<float>(sum);
+    }
+}
+
 // Few rows meet one strip as it is packed. sum (code - zero) q = sum code q - zero sum q, whole numbers. A row has two chains of sums:
 // of wide rows those of its low and its high halves.
 template <CodeForm kForm, bool kWide, int kRows>
@@ -88,15 +110,16 @@ void tile_direct(const GroupArgs& args) {
   const int64_t words = shape.group / 4, head_groups = groups_of_head(shape);
   const GroupPlace head = place_of_head(shape, 0);
   const __m512i table = is_table(kForm) ? load_table(shape) : _mm512_setzero_si512();
-  const int32_t middle = is_table(kForm) ? 128 : middle_of(shape);
   const int64_t low_words = args.low / 4;
+  const bool has_zeros = kForm == CodeForm::fours && shape.grid.offset == Offset::zeros, has_minima = shape.grid.offset == Offset::minima;
+  const RowOfGroup* of = args.rows;
   Scales scales(shape);
   const uint8_t *x[kRows], *w = args.strip, *tops = nullptr;
   __m512 sums[kRows];
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row) x[row] = args.x[row], sums[row] = _mm512_setzero_ps();
   int64_t at = 0;
-  for (int64_t group = 0; group < args.groups; ++group) {
+  for (int64_t group = 0; group < args.groups; ++group, of += kRows) {
     const int64_t within = group & (head_groups - 1);
     if (within == 0) {
       scales.enter(w), tops = w + head.tops;
@@ -104,7 +127,7 @@ void tile_direct(const GroupArgs& args) {
     }
     __m512i low_sums[kRows], high_sums[kRows];
 #pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row) low_sums[row] = _mm512_set1_epi32(-middle * args.x_sums[row][group]), high_sums[row] = _mm512_setzero_si512();
+    for (int row = 0; row < kRows; ++row) low_sums[row] = _mm512_set1_epi32(of[row].start), high_sums[row] = _mm512_setzero_si512();
     for (const int64_t end = at + words; at < end; at += 4, w += steps_of_16(kForm) * kStepBytes, tops += has_tops(kForm) ? 4 * 8 : 0) {
       __m512i sixes[4];  // three steps make four operands, which GCC would load again for each
 #pragma GCC unroll 4
@@ -127,18 +150,17 @@ void tile_direct(const GroupArgs& args) {
       }
     }
     const __m512 scale = scales.scale(within);
-    const bool has_zeros = kForm == CodeForm::fours && shape.grid.offset == Offset::zeros, has_minima = shape.grid.offset == Offset::minima;
     const __m512i zero = has_zeros ? _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(scales.offset(within)))) : _mm512_setzero_si512();
     const __m512 minimum = has_minima ? scales.minimum(within) : _mm512_setzero_ps();
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
-      const int32_t x_sum = args.x_sums[row][group];
-      const float power = args.x_powers[row][group];
       if constexpr (kWide) high_sums[row] = _mm512_slli_epi32(high_sums[row], kLowBits);
       __m512i whole = _mm512_add_epi32(low_sums[row], high_sums[row]);
-      if (has_zeros) whole = _mm512_sub_epi32(whole, _mm512_mullo_epi32(zero, _mm512_set1_epi32(x_sum)));
-      sums[row] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(power)), scale, sums[row]);
-      if (has_minima) sums[row] = _mm512_fmadd_ps(_mm512_set1_ps(power * static_cast<float>(x_sum)), minimum, sums[row]);
+      if (has_zeros) whole = _mm512_sub_epi32(whole, _mm512_mullo_epi32(zero, _mm512_set1_epi32(bits_of(of[row].sum))));
+      const __m512 value = kWide ? _mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(of[row].power))
+                                 : _mm512_sub_ps(_mm512_castsi512_ps(whole), _mm512_set1_ps(of[row].offset));
+      sums[row] = _mm512_fmadd_ps(value, scale, sums[row]);
+      if (has_minima) sums[row] = _mm512_fmadd_ps(_mm512_set1_ps(of[row].sum), minimum, sums[row]);
     }
   }
 #pragma GCC unroll 8
@@ -155,26 +177,10 @@ constexpr DirectTiles kDirectTiles = {{DIPTYCH_DIRECT(CodeForm::twos), DIPTYCH_D
 
 // Expanded strips. A group's whole sums are registers and begin with what the levels' offset of 128 adds too much; sums over the groups
 // are registers too, so that both leave 12 chains of dot products. What a group needs of a row is made for all groups before: broadcasts
-// from memory take no port of those that multiply. A sum begins as the bits of the float 3 * 2^22 * power, too, whose last place is
-// worth the row's power: the float that it ends as, less that start, is sum * power, in one operation. Wide rows pass twice: the sums of
-// their high halves are shifted, and go on with the low ones. They leave no room for a start and are converted; then the power is
-// multiplied into the sum, or added to the exponent of the scale where additions have ports of their own.
+// from memory take no port of those that multiply. Wide rows pass twice: the sums of their high halves are shifted, and go on with the low
+// ones. They are converted; then the power is multiplied into the sum, or added to the exponent of the scale where additions have ports of
+// their own.
 enum class Ports { shared, apart };  // of additions and conversions with dot products and multiplications: Intel, AMD
-constexpr float kFloatStart = 12582912.0f;
-
-inline int32_t bits_of(float value) { return _mm_cvtsi128_si32(_mm_castps_si128(_mm_set_ss(value))); }
-
-inline void ready_rows(const float* const* x_powers, const int32_t* const* x_sums, int64_t rows, int64_t groups, bool wide, RowOfGroup* out) {
-  for (int64_t group = 0; group < groups; ++group)
-    for (int64_t row = 0; row < rows; ++row, ++out) {
-      const float power = x_powers[row][group];
-      const int32_t sum = x_sums[row][group];
-      out->offset = kFloatStart * power;
-      out->start = wide ? -sum : bits_of(out->offset) - 128 * sum;
-      out->power = power;
-      out->sum = power * static_cast<float>(sum);
-    }
-}
 
 // One group of rows that begin at byte `from` of each x.
 template <int kRows, int kStrips>

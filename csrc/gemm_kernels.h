@@ -163,14 +163,16 @@ DIPTYCH_FORCED float power_of_group(float row, float group) {
   return power;
 }
 
-// What a tile over expanded strips wants of a row and group, made once for all strips that the row meets.
+// What a tile wants of a row and group, made once for all strips that the row meets.
 struct RowOfGroup {
-  int32_t start;   // of a whole sum: what the levels' offset of 128 adds too much, and what else the set's tile begins with
+  int32_t start;   // of a whole sum: what the levels' offset adds too much, and what else the set's tile begins with
   float power;
   float offset;    // what the tile's float of a whole sum has too much
-  float sum;       // power times the sum of q: of a minimum
+  float sum;       // power times the sum of q: of a minimum; a direct tile over zeros: the bits of the sum
 };
-using ReadyRows = void (*)(const float* const* x_powers, const int32_t* const* x_sums, int64_t rows, int64_t groups, bool wide, RowOfGroup* out);
+// shape: of the weights. is_direct: for a direct tile, which meets codes as they are.
+using ReadyRows = void (*)(const LinearShape& shape, bool is_direct, const float* const* x_powers, const int32_t* const* x_sums, int64_t rows,
+                           int64_t groups, RowOfGroup* out);
 
 struct GroupArgs {
   const LinearShape* shape;
@@ -178,16 +180,14 @@ struct GroupArgs {
   int64_t low;                     // wide: from a row's high halves to its low ones, bytes
   int64_t groups;
   float* acc;
+  const RowOfGroup* rows;          // [groups][rows of the tile]
   // direct tiles: one packed strip, whole
-  const float* const* x_powers;
-  const int32_t* const* x_sums;
   const uint8_t* strip;
   // others: groups [first, first + groups) of expanded strips [kExpandedBytes], u8 = level + 128 in steps of int8, and of each their
   // scales [kExpandedScales], [groups][16], and minima likewise or null
   int64_t first;
   bool resume;                     // acc holds the sums of earlier groups
   const uint8_t* const* next_x;    // of the tile that follows: its rows can be brought into L1
-  const RowOfGroup* rows;          // [groups][rows of the tile]
   const uint8_t* steps;
   const float* scales;
   const float* minima;

@@ -1,14 +1,18 @@
 // Random shapes through whole programs for a number of seconds, every kernel set, meant to run under sanitizers:
 //   kernels_fuzz [seconds [seed]]
-// Each round builds a small random model (dense or experts, with latent attention or without, every weight and cache format, some adapters) for
-// two sets, computes one prompt whole,
+// Each round builds a small random model (dense or experts, with latent attention or without, every weight and cache format, some adapters, its
+// weights packed, or used in a file and moved while it answers) for two sets, computes one prompt whole,
 // and again cut at random beside neighbours and over dirty blocks, both models at once; logits must agree bit for bit, and the best found without them must
 // be theirs. Exit 1 on a difference.
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <random>
 #include <thread>
@@ -71,6 +75,27 @@ class World {
   std::mt19937_64 random_;
 };
 
+// A file in memory: what is given back of its pages comes again.
+class MappedFile {
+ public:
+  MappedFile(const uint8_t* data, int64_t bytes) : bytes_(static_cast<size_t>(bytes)) {
+    const int file = memfd_create("weight", 0);
+    if (file < 0 || write(file, data, bytes_) != bytes) std::abort();
+    data_ = mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, file, 0);
+    if (data_ == MAP_FAILED) std::abort();
+    close(file);
+  }
+  ~MappedFile() { munmap(data_, bytes_); }
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+
+  const uint8_t* data() const { return static_cast<const uint8_t*>(data_); }
+
+ private:
+  size_t bytes_;
+  void* data_;
+};
+
 int rows_buffer(Program& program, const Model& m, int64_t width, int64_t rows_per_token = 1) {
   Buffer buffer;
   buffer.kind = BufferKind::rows, buffer.width = width, buffer.rows_kind = rows_kind(LinearShape{m.weights, 0, 0, m.group, false, false, {}, m.is_wide}), buffer.rows_per_token = rows_per_token;
@@ -86,7 +111,9 @@ int plain_buffer(Program& program, BufferKind kind, int64_t width, int64_t rows_
 // Records the forward of a random model, as ops/cpu_recorder.py does for a real one.
 class Recorder {
  public:
-  Recorder(Program& program, World& world, const Model& m, const std::vector<float>& table) : p_(program), w_(world), m_(m) {
+  // files: where packed weights are written, and used by the program; null: it packs its own.
+  Recorder(Program& program, std::deque<MappedFile>* files, World& world, const Model& m, const std::vector<float>& table)
+      : p_(program), files_(files), w_(world), m_(m) {
     x_ = plain_buffer(p_, BufferKind::f32, m.hidden);
     const int head = linear(m.vocab, m.hidden);
     if ((m.weights == Format::bf16 || is_grouped(m.weights)) && w_.pick(0, 1))
@@ -139,6 +166,7 @@ class Recorder {
     p_.record(Category::head, HeadOp{x_, norm(m.hidden), 1e-5f, rows_buffer(p_, m, m.hidden), head, 1.0f, 9.0f, m.has_softcap, true, some(m.hidden), w_.pick(0, 1) == 1, 0,
                                     m.vocab});
     for (int64_t i = 0; i < m.n_adapters; ++i) add_adapter();
+    p_.settle();
   }
 
  private:
@@ -211,13 +239,27 @@ class Recorder {
       else if (kind > 0 && shape.format != Format::group8) shape.grid.levels = Levels::plain;
       if (shape.grid.offset != Offset::zeros && w_.pick(0, 1)) shape.grid.nested = m_.group <= kMaxNestedGroup, shape.grid.scale = kind == 1 ? Source::f16 : Source::f32;
       shape.grid.e4m3 = shape.grid.nested && kind != 1 && w_.pick(0, 1);
-      dense_.push_back(p_.add_random_linear(shape, static_cast<uint64_t>(w_.pick(0, 1 << 30)), bound));
-      return dense_.back();
+      const auto seed = static_cast<uint64_t>(w_.pick(0, 1 << 30));
+      return keep([&](Program& program) { return program.add_random_linear(shape, seed, bound); });
     }
     const std::vector<float> values = w_.floats(n * k, -bound, bound), bias = w_.floats(n, -0.5f, 0.5f);
-    const int weight = p_.add_linear(shape, {{values.data(), Source::f32, n, k}}, shape.has_bias ? bias.data() : nullptr);
-    dense_.push_back(weight);
-    return weight;
+    return keep([&](Program& program) {
+      return program.add_linear(shape, {{values.data(), Source::f32, n, k}}, shape.has_bias ? bias.data() : nullptr);
+    });
+  }
+
+  template <class Add>
+  int keep(Add&& add) {
+    if (files_ == nullptr) {
+      dense_.push_back(add(p_));
+    } else {
+      Program packer(p_.kernels(), p_);
+      const int weight = add(packer);
+      const LinearShape& shape = packer.linear_at(weight).shape;
+      files_->emplace_back(packer.blob_at(weight), packed_bytes(shape));
+      dense_.push_back(p_.add_mapped_linear(shape, files_->back().data()));
+    }
+    return dense_.back();
   }
 
   void experts(int rows, int router_rows, int y) {
@@ -238,6 +280,7 @@ class Recorder {
   }
 
   Program& p_;
+  std::deque<MappedFile>* const files_;
   World& w_;
   const Model& m_;
   std::vector<int> dense_;  // experts and the heads' products among them: what they have is never asked for
@@ -311,14 +354,16 @@ const char* round(uint64_t seed) {
   const auto n_sets = static_cast<int64_t>(kernel_sets().size());
   struct Side {
     World world;
+    std::deque<MappedFile> files;  // outlive who uses them
     Program program;
     std::vector<float> whole, cut;
   };
+  const bool is_mapped = world.pick(0, 2) == 0;
   std::vector<std::unique_ptr<Side>> sides;
   for (int i = 0; i < 2; ++i) {
     const KernelSet& set = *kernel_sets()[i == 0 ? seed % n_sets : world.pick(0, n_sets - 1)];
-    sides.emplace_back(new Side{World(seed + 1), Program(set, static_cast<int>(world.pick(1, 3))), {}, {}});
-    Recorder(sides[i]->program, sides[i]->world, m, table);
+    sides.emplace_back(new Side{World(seed + 1), {}, Program(set, static_cast<int>(world.pick(1, 3))), {}, {}});
+    Recorder(sides[i]->program, is_mapped ? &sides[i]->files : nullptr, sides[i]->world, m, table);
   }
   for (auto& side : sides) side->whole = answer(side->program, side->world, m, prompt, 1 << 20, 0);
   auto cut = [&](Side& side) { side.cut = answer(side.program, side.world, m, prompt, largest_chunk, neighbours); };
