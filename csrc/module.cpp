@@ -484,7 +484,7 @@ void bind_program(nb::module_& m) {
       .def("add_random_linear", &Program::add_random_linear, nb::arg("shape"), nb::arg("seed"), nb::arg("amplitude"), nb::call_guard<nb::gil_scoped_release>())
       .def("add_packed_linear", &Program::add_packed_linear, nb::arg("shape"))
       .def("add_mapped_linear", &add_mapped_linear, nb::keep_alive<1, 3>(), nb::arg("shape"), nb::arg("blob"))
-      .def("settle", &Program::settle)
+      .def("settle", &Program::settle, nb::arg("waits") = false, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("is_settling", &Program::is_settling)
       .def("read_packed", &read_packed, nb::arg("saved"))
       .def("group_scratch_bytes", [](const Program& p, const LinearShape& shape, int64_t rows) { return group_scratch_bytes(p.kernels(), shape, rows); },

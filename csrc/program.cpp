@@ -119,8 +119,14 @@ int Program::add_mapped_linear(const LinearShape& shape, const uint8_t* blob) {
   return mapped_.back();
 }
 
-void Program::settle() {
-  if (mapped_.empty()) return;
+void Program::settle(bool waits) {
+  if (!mapped_.empty()) start_settling();
+  if (!waits || settling_ == nullptr) return;
+  settling_->wait();
+  take_settled();
+}
+
+void Program::start_settling() {
   std::vector<Settling::Weight> weights;
   for (int i : mapped_) {
     const int64_t bytes = packed_bytes(linears_[i].shape);

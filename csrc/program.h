@@ -196,8 +196,8 @@ class Program {
   int add_packed_linear(const LinearShape& shape);
   // Packed already, and used where it lies, in a mapped file. Throws std::invalid_argument where that is no multiple of 64 bytes.
   int add_mapped_linear(const LinearShape& shape, const uint8_t* blob);
-  // Has mapped weights copied to the program's own memory, behind what runs; call it once, after `read_packed`.
-  void settle();
+  // Has mapped weights copied to the program's own memory, behind what runs, or before it returns; after `read_packed`.
+  void settle(bool waits = false);
   bool is_settling() const { return settling_ != nullptr; }
   // Copies packed bytes to their weights, or only reads them where they are used, with their checksums, each on a thread; the
   // numbers in `saved` of those whose checksum is another. Throws std::invalid_argument where sizes are not the weights'.
@@ -277,6 +277,7 @@ class Program {
   bool is_rank_0() const { return team_ == nullptr || team_->rank() == 0; }
   void check(const Step& step, const KvCache& kv) const;
   uint8_t* reserve_weights(int64_t bytes);
+  void start_settling();
   void take_settled();
   void reserve(int64_t tokens);
   void reserve_routing(const MoeOp& op, int64_t tokens);

@@ -21,6 +21,10 @@ Settling::~Settling() {
   process_ == getpid() ? thread_.join() : thread_.detach();
 }
 
+void Settling::wait() const {
+  while (copied_.load(std::memory_order_acquire) < weights_.size()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
 // Nothing between two pieces where no step begins; beside steps some tens of milliseconds, so that a copy costs them little.
 void Settling::give_way() const {
   constexpr std::chrono::milliseconds kIdle{100}, kLongest{40}, kShort{2};

@@ -28,6 +28,8 @@ class Settling {
   Settling(const Settling&) = delete;
   Settling& operator=(const Settling&) = delete;
 
+  void wait() const;  // until all is copied: where no step is to run beside it
+
   // At the begin of a step: take(weight) for each that was copied since the last call; what it has mapped goes back behind that.
   // True: it was the last.
   template <class Take>

@@ -263,6 +263,17 @@ def test_a_model_may_go_before_its_weights_have_moved(tmp_path: Path, folder: Pa
         model.close()
 
 
+def test_who_measures_waits_until_weights_have_moved(tmp_path: Path, folder: Path) -> None:
+    """`diptych bench` timed steps from a mapped file, beside the thread that copied it."""
+    path = make_checkpoint("llama", tmp_path / "model")
+    expected, model = logits(load(path)), load(path)
+    model.settle()
+    model.settle(waits=True)
+    assert not model.program.is_settling  # type: ignore[attr-defined]
+    assert _mapped_file(model) == ""
+    assert torch.equal(expected, logits(model))
+
+
 def test_an_entry_that_is_thrown_away_lasts_as_long_as_its_models(tmp_path: Path, folder: Path) -> None:
     """Another process makes room, or has found damage: who runs on its weights goes on."""
     path = make_checkpoint("llama", tmp_path / "model")

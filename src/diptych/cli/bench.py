@@ -119,6 +119,7 @@ def _load(model: str, shape: str | None, config: EngineConfig) -> tuple[str, Mod
     with loading_bar(f"loading {shape or model}") as progress:
         if shape is None:
             loaded = load(model, config, progress=progress)
+            loaded.model.settle(waits=True)
             return loaded.name, loaded.model, loaded.load_s, loaded
         if shape not in SHAPES:
             raise ConfigError(f"no shape {shape!r}", hint=f"known shapes: {', '.join(SHAPES)}")

@@ -207,6 +207,7 @@ def _stage(
     if shape is None:
         with loading_bar(f"loading {model}") as bar:
             loaded = load(model, config, progress=bar)
+        loaded.model.settle(waits=True)
         name, built = loaded.name, loaded.model
     elif shape in SHAPES or shape == BUNDLED_SHAPE:
         progress(f"packing random weights of {shape}")
@@ -253,6 +254,7 @@ def simulated(
     config = engine_config(threads=threads)
     with loading_bar(f"loading {model}") as progress:
         loaded = load(model, config, progress=progress)
+    loaded.model.settle(waits=True)
     predictor = local_predictor(loaded.model)
     if predictor is None:
         raise ConfigError(f"no prediction for this machine: {profile_gap(loaded.model)}", hint="diptych lab calibrate")

@@ -230,8 +230,11 @@ class Model(ABC):
         self.forward(chunk, kv, Want.BEST)
 
     @abstractmethod
-    def settle(self) -> None:
-        """The start is over: weights in a mapped file may move to memory, beside the steps, which see no difference."""
+    def settle(self, *, waits: bool = False) -> None:
+        """The start is over: weights in a mapped file may move to memory, beside the steps, which see no difference.
+
+        waits: until they have, as who measures steps wants them alone.
+        """
 
     @abstractmethod
     def argmax(self, logits_RV: torch.Tensor) -> Sequence[int]:

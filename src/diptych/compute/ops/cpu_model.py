@@ -163,9 +163,9 @@ class CpuModel(Model):
             self._kept_logits = torch.empty((n_rows, self.spec.vocab_size), dtype=torch.float32)
         return self._kept_logits[:n_rows]
 
-    def settle(self) -> None:
+    def settle(self, *, waits: bool = False) -> None:
         """On a thread that gives way to all others; each weight is taken over between two steps."""
-        self.program.settle()
+        self.program.settle(waits)
 
     def argmax(self, logits_RV: torch.Tensor) -> list[int]:
         """On the program's threads; faster than torch for wide rows."""

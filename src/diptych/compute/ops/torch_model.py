@@ -144,7 +144,7 @@ class TorchModel(Model):
             ids = self.argmax(rows)
             return ids, rows.gather(1, torch.tensor(ids, device=rows.device)[:, None])[:, 0].tolist() if ids else []
 
-    def settle(self) -> None:
+    def settle(self, *, waits: bool = False) -> None:
         """Weights lie in memory from the start."""
 
     def argmax(self, logits_RV: torch.Tensor) -> list[int]:
