@@ -32,6 +32,8 @@ struct RotateShape {
   float query_slope = 0.0f;
   int64_t query_tokens = 1, query_shift = 0;
   bool has_full_width_norm = false;         // the norm runs over all heads of the row (OLMo 2)
+  bool has_v_norm = false;                  // each head of v is normed, without a weight
+  bool writes_kv = true;                    // or a row holds q alone, and another layer writes what is attended to
   bool has_head_norms = false;              // each head has a weight of its own, and its mean is taken away (Command-R+)
   float norm_eps = 0.0f;
   const float* cos_table = nullptr;         // [positions, rotary_dim / 2]

@@ -101,7 +101,7 @@ DIPTYCH_INLINE void write_bytes(const KvHead& head, const KvShape& shape, int64_
 static void rotate_token(const RotateCall& call, int64_t token, int64_t kv_head, float* scratch) {
   const RotateShape& shape = call.shape;
   const int64_t d = shape.head_dim, group = shape.n_heads / shape.n_kv_heads;
-  const float* row = call.qkv + token * (shape.row_heads + 2 * shape.row_kv_heads) * d;
+  const float* row = call.qkv + token * (shape.row_heads + (shape.writes_kv ? 2 * shape.row_kv_heads : 0)) * d;
   const float* k_row = row + shape.row_heads * d;
   const float* v_row = k_row + shape.row_kv_heads * d;
   const int64_t position = call.positions[token], half = shape.rotary_dim / 2;
@@ -124,13 +124,18 @@ static void rotate_token(const RotateCall& call, int64_t token, int64_t kv_head,
       for (int64_t i = 0; i < d; ++i) scratch[i] *= query_scale;
     round_to_bf16(scratch, d, call.q_out + (token * shape.n_heads + head) * d);
   }
+  if (!shape.writes_kv) return;
   const int64_t kv_of_row = shape.first_kv_head + kv_head;
   const float* weight = shape.k_norm ? shape.k_norm + kv_of_row * weight_stride : nullptr;
   float* key = scratch;
   float* value = scratch + d + 16 - d % 16;
   finish_head(shape, k_row + kv_of_row * d, weight, k_factor, cos_row, sin_row, key);
   std::memset(value, 0, static_cast<size_t>(call.kv.shape.value_dim()) * 4);
-  std::memcpy(value, v_row + kv_of_row * d, static_cast<size_t>(d) * 4);
+  const float* own_value = v_row + kv_of_row * d;
+  if (shape.has_v_norm)
+    add_row(own_value, d, full_width_factor(own_value, d, shape.norm_eps), value);
+  else
+    std::memcpy(value, own_value, static_cast<size_t>(d) * 4);
 
   const int64_t slot = call.slots[token], offset = slot % call.kv.shape.block_tokens;
   const bool next_follows = token + 1 < call.n_tokens && call.slots[token + 1] == slot + 1;

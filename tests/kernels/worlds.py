@@ -44,7 +44,7 @@ def prompt(n_tokens: int, seed: int = 0) -> list[int]:
 
 def read_cache(model: Model, stepper: Stepper, name: str) -> tuple[torch.Tensor, ...]:
     found: list[torch.Tensor] = []
-    for layer in range(model.spec.n_layers):
+    for layer in range(len(model.spec.kv_layers)):
         found += stepper.kv.read(layer, stepper.tables[name], stepper.lengths[name])
     return tuple(found)
 
@@ -104,6 +104,6 @@ def in_dirty_blocks(model: Model, tokens: Sequence[int]) -> Answer:
     stepper = Stepper(model)
     heads = (model.spec.n_kv_heads, stepper.kv.n_blocks * stepper.kv.block_tokens, model.spec.head_dim)
     dirt = torch.full(heads, torch.nan if model.kv_format == "bf16" else 100.0)
-    for layer in range(model.spec.n_layers):
+    for layer in range(len(model.spec.kv_layers)):
         stepper.kv.write(layer, list(range(stepper.kv.n_blocks)), dirt, dirt)
     return Answer(stepper.prefill("it", tokens, chunk=5), read_cache(model, stepper, "it"))

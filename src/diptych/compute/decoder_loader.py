@@ -146,20 +146,28 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         attention, root = self.parts.attention, f"{self.prefix}self_attn."
         if attention.mla is not None:
             return self._latent_heads(norm, attention.mla, root)
-        q, kv = attention.n_heads * attention.head_dim, attention.n_kv_heads * attention.head_dim
-        qkv = self.linear(root, self.names.qkv, (q, kv, kv), self.spec.hidden, has_bias=attention.has_qkv_bias)
-        qkv = self._in_halves(qkv)
+        q, kv = attention.n_heads * attention.head_dim, attention.own_kv_heads * attention.head_dim
+        widths = {"q": q, "k": kv, "v": kv} if kv else {"q": q}
+        names = self.names.qkv if kv else self.names.qkv[:1]
+        qkv = self.linear(root, names, tuple(widths.values()), self.spec.hidden, has_bias=attention.has_qkv_bias)
+        qkv = self._in_halves(qkv, len(widths))
         o = self.linear(root, (self.names.o,), (self.spec.hidden,), q, has_bias=attention.has_o_bias)
         if self.loader.is_balancing:
             if not is_shared:
                 norm, (qkv,) = self._balance_norm(norm, (qkv,))
-            qkv, o = balance_values(qkv, o, attention)
+            if self._are_values_its_own:
+                qkv, o = balance_values(qkv, o, attention)
         return (
             norm,
             self.attention(root),
-            self.loader.linear(qkv, role=self._role(Split.OUTPUTS, q=q, k=kv, v=kv)),
+            self.loader.linear(qkv, role=self._role(Split.OUTPUTS, **widths)),
             self.loader.linear(o, role=self._role(Split.INPUTS, o=self.spec.hidden)),
         )
+
+    @property
+    def _are_values_its_own(self) -> bool:
+        """Whether v and o may share factors: not where a norm stands between them, or other layers read the values, too."""
+        return not self.parts.attention.has_v_norm and len(self.spec.kv_layers) == self.spec.n_layers
 
     def _latent_heads(
         self, norm: NormParts | None, mla: MlaSpec, root: str
@@ -238,13 +246,13 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
             [RowsTensor(up, at + mla.nope_dim, at + size) for at in begins],
         )
 
-    def _in_halves(self, qkv: LinearParts) -> LinearParts:
-        """q and k with the dimensions that turn together half of rotary_dim apart: scores are the same in any order."""
+    def _in_halves(self, qkv: LinearParts, n_parts: int) -> LinearParts:
+        """q and k, if any, with the dimensions that turn together half of rotary_dim apart: scores are the same in any order."""
         attention = self.parts.attention
         rope = attention.rope
         if rope is None or not rope.is_interleaved:
             return qkv
-        if len(qkv.weights) != 3:
+        if len(qkv.weights) != n_parts:
             raise UnsupportedModel("a stacked q, k and v whose neighbouring dimensions turn together is not run")
         order = halves_order(attention.head_dim, rope.rotary_dim)
 
@@ -293,11 +301,14 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
             query_scale=spec.query_scale,
             qk_norm=QkNorm.HEAD if spec.qk_norm is QkNorm.UNIT else spec.qk_norm,
             norm_eps=self.spec.norm_eps,
+            place=self.spec.kv_place(self.layer),
+            owns_kv=spec.kv_layer is None,
+            has_v_norm=spec.has_v_norm,
         )
         if spec.qk_norm is QkNorm.NONE:
             return self.loader.attention(heads, q_norm=None, k_norm=None, sinks=sinks)
         q_norm = self._heads_norm(f"{root}{self.names.q_norm}", spec.n_heads)
-        k_norm = self._heads_norm(f"{root}{self.names.k_norm}", spec.n_kv_heads)
+        k_norm = self._heads_norm(f"{root}{self.names.k_norm}", spec.n_kv_heads) if heads.owns_kv else None
         return self.loader.attention(
             heads, q_norm=q_norm, k_norm=k_norm, norm_offset=self.spec.norm_offset, sinks=sinks
         )

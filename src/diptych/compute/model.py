@@ -107,7 +107,7 @@ def draw_blueprint(
     config = HfConfig(hf_config, path=path)
     refuse_unrun(config)
     spec = read_model(config, max_context_tokens, longrope=longrope)
-    caches = {layer.attention.cache for layer in spec.layers}
+    caches = {layer.attention.cache for layer in spec.layers}  # also of layers that attend to another's
     if len(caches) > 1:
         shapes = ", ".join(sorted(f"{cache.n_heads} x {cache.head_dim}" for cache in caches))
         raise UnsupportedModel(

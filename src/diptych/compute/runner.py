@@ -278,7 +278,7 @@ def memory_of_block(spec: ModelSpec, config: ComputeConfig, block_tokens: int) -
         kept = copies_of_kv(n_heads, cached, config.tp)  # by all ranks
         return torch.device("cpu"), cpu_kernels.kv_bytes_per_block(spec, kv_format, block_tokens) * kept // cached
     bits = 32 if "fp32" in (config.kv, config.weights) and config.kv != "bf16" else 16
-    block_bytes = spec.n_layers * spec.attention.cache.elements * block_tokens * bits // 8
+    block_bytes = len(spec.kv_layers) * spec.attention.cache.elements * block_tokens * bits // 8
     return torch_device(config.device if backend == "torch" else "cpu"), block_bytes
 
 

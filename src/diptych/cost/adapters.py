@@ -84,8 +84,8 @@ def _ends(model: ModelSpec, attention: AttentionLayer, mlp: object) -> list[int]
     """Inputs and outputs of the projections of one layer that an adapter may have."""
     hidden, mla = model.hidden, attention.mla
     if mla is None:
-        q, kv = attention.n_heads * attention.head_dim, attention.n_kv_heads * attention.head_dim
-        ends = [hidden + q, 2 * (hidden + kv), q + hidden]
+        q, kv = attention.n_heads * attention.head_dim, attention.own_kv_heads * attention.head_dim
+        ends = [hidden + q, 2 * (hidden + kv) if kv else 0, q + hidden]
     else:
         q, kv = attention.n_heads * (mla.nope_dim + mla.rope_dim), attention.n_heads * (mla.nope_dim + mla.v_dim)
         ends = [hidden + q] if mla.q_rank is None else [hidden + mla.q_rank, mla.q_rank + q]

@@ -160,16 +160,24 @@ def _popularity(n_experts: int, experts_per_token: int, skew: float) -> tuple[fl
 
 
 def layer_kv_bytes(attention: AttentionLayer, kv: KVSpec, tp: int) -> float:
-    """KV bytes per token of one layer on one device. KV heads are replicated when tp > n_kv_heads; MLA is not split."""
+    """KV bytes per token that one layer attends to on one device, its own or another layer's.
+
+    KV heads are replicated when tp > n_kv_heads; MLA is not split.
+    """
     if attention.mla is not None:
         return (attention.mla.kv_rank + attention.mla.rope_dim) * kv.bytes_per_element + kv.scale_bytes
     vector_bytes = attention.head_dim * kv.bytes_per_element + kv.scale_bytes
     return 2.0 * max(attention.n_kv_heads / tp, 1.0) * vector_bytes
 
 
+def kept_kv_bytes(attention: AttentionLayer, kv: KVSpec, tp: int) -> float:
+    """The same that it keeps: nothing where it attends to another layer's."""
+    return layer_kv_bytes(attention, kv, tp) if attention.kv_layer is None else 0.0
+
+
 def kv_bytes_per_token(model: ModelSpec, kv: KVSpec, *, tp: int = 1) -> float:
     """KV bytes of one token over all layers on one device (windowed layers hold at most their window)."""
-    return sum(n * layer_kv_bytes(layer.attention, kv, tp) for layer, n in model.layer_groups)
+    return sum(n * kept_kv_bytes(layer.attention, kv, tp) for layer, n in model.layer_groups)
 
 
 def kv_bytes_of_context(
@@ -188,7 +196,7 @@ def kv_bytes_of_tokens(model: ModelSpec, kv: KVSpec, tokens: int, tp: int, *, is
     return sum(
         n
         * (tokens if is_ours else min(tokens, layer.attention.window or tokens))
-        * layer_kv_bytes(layer.attention, kv, tp)
+        * kept_kv_bytes(layer.attention, kv, tp)
         for layer, n in model.layer_groups
     )
 
@@ -259,6 +267,7 @@ class _Sizes:
         self.heads = layer.attention.n_heads / tp
         self.kv_heads = max(layer.attention.n_kv_heads / tp, 1.0)
         self.kv_bytes = layer_kv_bytes(layer.attention, kv, tp)  # of one token
+        self.kept_bytes = kept_kv_bytes(layer.attention, kv, tp)
 
 
 def _layer(sizes: _Sizes) -> tuple[Component, ...]:
@@ -284,14 +293,15 @@ def _linear(sizes: _Sizes, name: str, n_in: float, n_out: float, *, bias: float 
 
 def _gqa(sizes: _Sizes) -> tuple[Component, Component]:
     hidden, attention, head_dim = sizes.model.hidden, sizes.attention, sizes.attention.head_dim
-    q_width, kv_width = sizes.heads * head_dim, sizes.kv_heads * head_dim
+    kv_heads = sizes.kv_heads if attention.kv_layer is None else 0.0
+    q_width, kv_width = sizes.heads * head_dim, kv_heads * head_dim
     width = q_width + 2 * kv_width
     qkv = _linear(sizes, "qkv", hidden, width, bias=width if attention.has_qkv_bias else 0.0)
     if attention.qk_norm not in (QkNorm.NONE, QkNorm.UNIT):
-        norm = 2 * head_dim if attention.qk_norm is QkNorm.HEAD else q_width + kv_width
+        norm = (2 if kv_heads else 1) * head_dim if attention.qk_norm is QkNorm.HEAD else q_width + kv_width
         qkv = replace(qkv, weight_bytes=qkv.weight_bytes + norm * 2.0)
-    rotary = 6.0 * sizes.n * (sizes.heads + sizes.kv_heads) * head_dim
-    qkv = replace(qkv, kv_write_bytes=sizes.n * sizes.kv_bytes, vector_flops=rotary)
+    rotary = 6.0 * sizes.n * (sizes.heads + kv_heads) * head_dim
+    qkv = replace(qkv, kv_write_bytes=sizes.n * sizes.kept_bytes, vector_flops=rotary)
     o_bias = hidden if attention.has_o_bias else 0.0
     return qkv, _linear(sizes, "o", q_width, hidden, bias=o_bias, link=_all_reduce_bytes(sizes))
 

@@ -57,7 +57,7 @@ def _gathered(layer: LayerSpec, hidden: int, value_bytes: int) -> tuple[int, flo
     meetings, row_bytes = 2, values + stream  # the heads' values, o
     if attention.qk_norm is QkNorm.FULL:
         meetings += 3
-        row_bytes += (heads + 2 * attention.n_kv_heads * attention.head_dim) * FP32
+        row_bytes += (heads + 2 * attention.own_kv_heads * attention.head_dim) * FP32
     if has_norms_behind:  # each is added to the stream by the rows' owners
         meetings += 1
         row_bytes += stream

@@ -143,8 +143,9 @@ class TwoPhase:
     def keys_values(self, state: PhaseState, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, each [B=1, H=n_kv_heads, T, d] (keys after rotary embedding)."""
         self._check_owner(state)
-        layer = int(Bound(int, 0, self.model.spec.n_layers - 1, "layer").take("layer", layer, RequestError) or 0)
-        keys_KTd, values_KTd = self.kv.read(layer, state.block_ids, len(state.token_ids))
+        spec = self.model.spec
+        layer = int(Bound(int, 0, spec.n_layers - 1, "layer").take("layer", layer, RequestError) or 0)
+        keys_KTd, values_KTd = self.kv.read(spec.kv_place(layer), state.block_ids, len(state.token_ids))
         return keys_KTd[None], values_KTd[None]
 
     def fork(self, state: PhaseState) -> PhaseState:
@@ -182,7 +183,7 @@ class TwoPhase:
             "token_ids": torch.tensor(state.token_ids, dtype=torch.int64),
             "logits": state.logits.detach().cpu().contiguous(),
         }
-        for layer in range(self.model.spec.n_layers):
+        for layer in range(len(self.model.spec.kv_layers)):
             keys, values = self.kv.read(layer, state.block_ids, len(state.token_ids))
             tensors[f"layers.{layer}.keys"] = keys.detach().cpu().contiguous()
             tensors[f"layers.{layer}.values"] = values.detach().cpu().contiguous()
@@ -226,7 +227,7 @@ class TwoPhase:
         shape = (sample.shape[0], len(state.token_ids), sample.shape[2])
         state.block_ids = self._take_blocks(-(-len(state.token_ids) // self.kv.block_tokens))
         try:
-            for layer in range(self.model.spec.n_layers):
+            for layer in range(len(self.model.spec.kv_layers)):
                 names = f"layers.{layer}.keys", f"layers.{layer}.values"
                 keys, values = (saved.tensor(name, shape, sample.dtype) for name in names)
                 self.kv.write(layer, state.block_ids, keys, values)

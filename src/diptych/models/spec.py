@@ -132,6 +132,8 @@ class AttentionLayer:
     window: a query sees the last `window` positions up to and with its own; None: all. is_chunked: it sees those from the
     last multiple of `window` on instead (priced as a window, which is the most it sees). softcap: scores become
     softcap * tanh(score / softcap), after scale. rope None: no rotary positions. sinks: one learned logit per head.
+    has_v_norm: values are normed like `qk_norm`'s heads, without a weight. kv_layer: the number of the layer before this one
+    whose keys and values it attends to; it has no k and v of its own then, and keeps nothing. None: its own.
     """
 
     n_heads: int
@@ -147,11 +149,21 @@ class AttentionLayer:
     has_qkv_bias: bool = False
     has_o_bias: bool = False
     has_sinks: bool = False
+    has_v_norm: bool = False
+    kv_layer: int | None = None
     mla: MlaSpec | None = None
 
     @property
+    def own_kv_heads(self) -> int:
+        """KV heads that it has projections for, and keeps."""
+        return self.n_kv_heads if self.kv_layer is None else 0
+
+    @property
     def cache(self) -> CacheShape:
-        """What it keeps of a token: of latent attention the latent beside the rotary part of the key, for all heads."""
+        """What it keeps of a token, or finds where another layer keeps it.
+
+        Of latent attention that is the latent beside the rotary part of the key, for all heads.
+        """
         if self.mla is None:
             return CacheShape(n_heads=self.n_kv_heads, head_dim=self.head_dim)
         return CacheShape(n_heads=1, head_dim=self.mla.kv_rank + self.mla.rope_dim, has_values=False)
@@ -249,6 +261,12 @@ class ModelSpec:
         mixtures = {layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec)}
         if len(mixtures) > 1:
             raise UnsupportedModel(f"{self.name} has {len(mixtures)} kinds of mixtures of experts; one is supported")
+        for i, layer in enumerate(self.layers):
+            shared = layer.attention.kv_layer
+            if shared is not None and not (0 <= shared < i and self.layers[shared].attention.kv_layer is None):
+                raise UnsupportedModel(
+                    f"layer {i} of {self.name} attends to the keys and values of layer {shared}, which has none before it"
+                )
 
     def __hash__(self) -> int:
         """Of what tells most models apart: of all layers it would take longer than pricing a step."""
@@ -264,6 +282,16 @@ class ModelSpec:
     def n_layers(self) -> int:
         """How many layers."""
         return len(self.layers)
+
+    @cached_property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that keep keys and values, in the order in which a cache has them."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.attention.kv_layer is None)
+
+    def kv_place(self, number: int) -> int:
+        """Which of a cache's layers a layer attends to."""
+        shared = self.layers[number].attention.kv_layer
+        return self.kv_layers.index(number if shared is None else shared)
 
     @cached_property
     def attention(self) -> AttentionLayer:

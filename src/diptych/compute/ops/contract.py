@@ -67,8 +67,10 @@ class AttentionSpec:
     """One layer's attention. window: a query sees the last `window` positions up to and with its own; None: all. Where a
     sequence attends both ways (`ForwardBatch.both_ways_S`) it sees so many to either side.
 
-    is_chunked: it sees those from the last multiple of `window` on instead. softcap: scores become softcap * tanh(score /
-    softcap), after scale. rope None: no positions in this layer. mla: then there is one kv head, of kv_rank + rope_dim, whose
+    layer: its number in the model; place: which layer of the cache it attends to, None: that of its number. owns_kv: it
+    writes its keys and values there; otherwise another layer does, and it has q alone. has_v_norm: each head's value is
+    normed over d, without a weight. is_chunked: it sees those from the last multiple of `window` on instead. softcap: scores
+    become softcap * tanh(score / softcap), after scale. rope None: no positions in this layer. mla: then there is one kv head, of kv_rank + rope_dim, whose
     keys are the values too.
     """
 
@@ -85,6 +87,14 @@ class AttentionSpec:
     qk_norm: QkNorm = QkNorm.NONE
     norm_eps: float = 1e-6
     mla: MlaSpec | None = None
+    place: int | None = None
+    owns_kv: bool = True
+    has_v_norm: bool = False
+
+    @property
+    def cache_layer(self) -> int:
+        """Where in the cache its keys and values lie."""
+        return self.layer if self.place is None else self.place
 
     def first_seen(self, position: Position) -> Position | int:
         """The first position that a query at `position` sees; below 0 it sees all before it."""
@@ -348,7 +358,10 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
 
     @abstractmethod
     def rotate_and_cache(self, qkv: Hidden, attention: Heads) -> Hidden:
-        """q [T, H, d] from qkv [T, (H + 2K) d]: q/k norm, rotary embedding, q's scale; writes the tokens' k and v."""
+        """q [T, H, d] from qkv [T, (H + 2K) d]: norms, rotary embedding, q's scale; writes the tokens' k and v.
+
+        Where the layer owns none it is q [T, H d], and nothing is written.
+        """
 
     @abstractmethod
     def cache_latents(self, kv: Hidden, attention: Heads) -> None:

@@ -85,7 +85,7 @@ def cache_sizes(spec: ModelSpec) -> dict[str, int]:
     """The cache of a model whose layers' caches have one shape, as the kernels want to know it."""
     cache = spec.attention.cache
     return {
-        "n_layers": spec.n_layers,
+        "n_layers": len(spec.kv_layers),
         "n_kv_heads": cache.n_heads,
         "head_dim": cache.head_dim,
         "has_values": cache.has_values,

@@ -247,7 +247,7 @@ class RankedModel(CpuModel):
             revision=self.revision,
             layout=layout_of(self._cache),
             dtype=self.kv_format,
-            n_layers=self.spec.n_layers,
+            n_layers=len(self.spec.kv_layers),
             block_tokens=block_tokens,
             block_bytes=int(_cpu.kv_bytes_per_block(block_tokens=block_tokens, **self._cache)),
         )

@@ -207,7 +207,7 @@ class CpuOps(
         self.program.rotate(
             qkv=qkv.buffer,
             q=q,
-            layer=spec.layer,
+            layer=spec.cache_layer,
             shape=attention.shape,
             rope=attention.rope,
             q_norm=attention.q_norm,
@@ -217,6 +217,8 @@ class CpuOps(
             row=row if is_full else None,
             has_head_norms=spec.qk_norm is QkNorm.HEADS,
             query_scale=scale and (scale.slope, scale.tokens, scale.shift),
+            has_v_norm=spec.has_v_norm,
+            writes_kv=spec.owns_kv,
         )
         return Value("query", width, buffer=q)
 
@@ -229,7 +231,7 @@ class CpuOps(
             return
         self.program.cache_latents(
             kv=self._materialised(kv),
-            layer=spec.layer,
+            layer=spec.cache_layer,
             norm=latent.norm,
             norm_eps=spec.norm_eps,
             rope=attention.rope,
@@ -290,7 +292,7 @@ class CpuOps(
             return value
         settings = {
             "q": q.buffer,
-            "layer": spec.layer,
+            "layer": spec.cache_layer,
             "shape": attention.shape,
             "sinks": attention.sinks,
             "column": own.first_head * spec.head_dim if is_gathered else 0,

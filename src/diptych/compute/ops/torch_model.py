@@ -100,13 +100,13 @@ class TorchModel(Model):
     def kv_bytes_per_block(self, block_tokens: int) -> int:
         """Bytes of one block in all layers."""
         spec = self.spec
-        return spec.n_layers * spec.attention.cache.elements * block_tokens * DTYPES[self.kv_format].itemsize
+        return len(spec.kv_layers) * spec.attention.cache.elements * block_tokens * DTYPES[self.kv_format].itemsize
 
     def make_kv(self, n_blocks: int, block_tokens: int) -> TorchKVStore:
         """An empty cache of this model; CapacityError when there is no memory for it."""
         cache = self.spec.attention.cache
         return TorchKVStore(
-            n_layers=self.spec.n_layers,
+            n_layers=len(self.spec.kv_layers),
             n_blocks=n_blocks,
             block_tokens=block_tokens,
             n_kv_heads=cache.n_heads,

@@ -147,23 +147,29 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
     def rotate_and_cache(self, qkv: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
         """q [T, H, d]; k and v go to their slots."""
         spec = attention.spec
-        n_q, n_kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-        q, k, v = qkv.split((n_q, n_kv, n_kv), dim=-1)
-        if spec.qk_norm is QkNorm.FULL:
-            q, k = self._norm(q, attention.q_norm, spec), self._norm(k, attention.k_norm, spec)
-        q_THd = q.unflatten(-1, (spec.n_heads, spec.head_dim))
-        k_TKd = k.unflatten(-1, (spec.n_kv_heads, spec.head_dim))
-        v_TKd = v.unflatten(-1, (spec.n_kv_heads, spec.head_dim))
-        if spec.qk_norm in (QkNorm.HEAD, QkNorm.HEADS):
-            q_THd, k_TKd = self._norm(q_THd, attention.q_norm, spec), self._norm(k_TKd, attention.k_norm, spec)
-        if spec.rope is not None:
-            q_THd, k_TKd = self._rotate(q_THd, spec.rope), self._rotate(k_TKd, spec.rope)
+        n_q = spec.n_heads * spec.head_dim
+        q_THd = self._placed(qkv[:, :n_q], spec.n_heads, attention.q_norm, spec)
         if spec.query_scale is not None:
             q_THd = (q_THd * self._scales(spec.query_scale)[:, None, None]).to(q_THd.dtype)
-        keys, values = self._pool(spec.layer)
-        keys[self._slots] = k_TKd.to(keys.dtype)
+        if not spec.owns_kv:
+            return q_THd
+        k, v = qkv[:, n_q:].chunk(2, dim=-1)
+        v_TKd = v.unflatten(-1, (spec.n_kv_heads, spec.head_dim))
+        if spec.has_v_norm:
+            v_TKd = F.rms_norm(v_TKd.float(), v_TKd.shape[-1:], eps=spec.norm_eps)
+        keys, values = self._pool(spec.cache_layer)
+        keys[self._slots] = self._placed(k, spec.n_kv_heads, attention.k_norm, spec).to(keys.dtype)
         values[self._slots] = v_TKd.to(values.dtype)
         return q_THd
+
+    def _placed(self, x: torch.Tensor, n_heads: int, norm: TorchNorm | None, spec: AttentionSpec) -> torch.Tensor:
+        """Queries or keys [T, heads, d]: normed as the layer says, turned to their positions."""
+        if spec.qk_norm is QkNorm.FULL:
+            x = self._norm(x, norm, spec)
+        x_THd = x.unflatten(-1, (n_heads, spec.head_dim))
+        if spec.qk_norm in (QkNorm.HEAD, QkNorm.HEADS):
+            x_THd = self._norm(x_THd, norm, spec)
+        return x_THd if spec.rope is None else self._rotate(x_THd, spec.rope)
 
     def cache_latents(self, kv: torch.Tensor, attention: TorchAttention) -> None:
         """Latent and rotary key side by side, in their slots."""
@@ -172,7 +178,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         assert latent is not None
         assert spec.rope is not None
         c_Tr, k_Tp = kv.split((spec.mla.kv_rank, spec.mla.rope_dim), dim=-1)
-        keys, _ = self._pool(spec.layer)
+        keys, _ = self._pool(spec.cache_layer)
         turned = self._rotate(k_Tp[:, None], spec.rope)[:, 0]
         rows = torch.cat([self.norm(c_Tr, latent.norm, eps=spec.norm_eps), turned], dim=-1)
         keys[self._slots] = rows[:, None].to(keys.dtype)
@@ -198,7 +204,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
     def attention(self, q_THd: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
         """a [T, H d]."""
         spec = attention.spec
-        keys, values = self._pool(spec.layer)
+        keys, values = self._pool(spec.cache_layer)
         out = torch.empty_like(q_THd)
         for queries in self._queries_of(spec):
             n_sequences = queries.slots.shape[0]
