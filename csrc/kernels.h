@@ -141,6 +141,15 @@ using SigmoidRow = void (*)(float* x, int64_t n);
 // out [n] = g sigmoid(alpha g) (u + shift), g = min(scale gate, limit), u = scale up within +-limit; x = gate [n], up [n]; out may be x.
 struct GateForm { float alpha = 1.0f, limit = 0.0f, shift = 0.0f; };
 using GateRow = void (*)(const float* x, int64_t n, float scale, const GateForm& form, float* out);
+// rows[i] [n] += sum over j of coefficients[i * n_rows + j] * rows[j], of what all were before; at most kMostStreams.
+constexpr int64_t kMostStreams = 8;
+using MixRows = void (*)(float* const* rows, int64_t n_rows, int64_t n, const float* coefficients);
+// out = y * sqrt(mean(x^2) / max(mean(y^2), least)), [n]; out may be y.
+using MatchRow = void (*)(const float* y, const float* x, int64_t n, float least, float* out);
+// out = x * weight, [n]
+using WeighRow = void (*)(const float* x, const float* weight, int64_t n, float* out);
+// out [n] = act(max(gate - (mean(gate) + cutoff * deviation(gate)), 0)) * up; x = gate [n], up [n].
+using SparseGateRow = void (*)(const float* x, int64_t n, float cutoff, Activation activation, float* out);
 // The largest of some numbers and the first place that holds it; NaN is no number.
 struct Best {
   float value = 0.0f;
@@ -209,6 +218,10 @@ struct StepKernels {
   ShrinkRows shrink_rows;
   ExpandRows expand_rows;
   ExpandBlocks expand_blocks;
+  MixRows mix_rows;
+  MatchRow match_row;
+  WeighRow weigh_row;
+  SparseGateRow sparse_gate_row;
 };
 
 }  // namespace diptych

@@ -391,8 +391,10 @@ void bind_operations(nb::class_<Program>& program) {
       .def("norm", [](Program& p, int x, int weight, float eps, int out, int bias, bool is_centred) {
         p.record(Category::norm, NormOp{x, weight, eps, out, bias, is_centred});
       }, nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("out"), nb::arg("bias") = -1, nb::arg("is_centred") = false)
-      .def("add_norm", [](Program& p, int y, int weight, float eps, int x) { p.record(Category::norm, AddNormOp{y, weight, eps, x}); })
-      .def("add", [](Program& p, int y, int x, int gate) { p.record(Category::norm, AddOp{y, x, gate}); }, nb::arg("y"), nb::arg("x"), nb::arg("gate") = -1)
+      .def("add_norm", [](Program& p, int y, int weight, float eps, int x, float scale) { p.record(Category::norm, AddNormOp{y, weight, eps, x, scale}); },
+           nb::arg("y"), nb::arg("weight"), nb::arg("eps"), nb::arg("x"), nb::arg("scale") = 1.0f)
+      .def("add", [](Program& p, int y, int x, int gate, float scale) { p.record(Category::norm, AddOp{y, x, gate, scale}); }, nb::arg("y"), nb::arg("x"),
+           nb::arg("gate") = -1, nb::arg("scale") = 1.0f)
       .def("prepare", [](Program& p, int x, int rows) { p.record(Category::norm, PrepareOp{x, rows}); })
       .def("linear", [](Program& p, const std::string& category, int weight, int rows, int out, const std::string& store, const std::string& activation,
                         int64_t column) {
@@ -540,6 +542,7 @@ void bind_program(nb::module_& m) {
       }, nb::arg("by_rank"))
       .def_prop_ro("threads", &Program::threads);
   bind_operations(program);
+  bind_streams(program);
 }
 
 }  // namespace

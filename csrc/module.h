@@ -33,7 +33,10 @@ Kind named(const char* what, const std::string& name, std::initializer_list<std:
   throw std::invalid_argument("unknown " + std::string(what) + " " + name);
 }
 
+class Program;
+
 void bind_kv(nb::module_& m);       // module_kv.cpp
+void bind_streams(nb::class_<Program>& program);  // module_streams.cpp
 void bind_machine(nb::module_& m);  // module_machine.cpp
 
 }  // namespace diptych

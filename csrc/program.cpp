@@ -312,6 +312,20 @@ struct Names {
   void operator()(const InputOp& op) const { buffers({op.x}); }
   void operator()(const TapOp& op) const { buffers({op.x}); }
   void operator()(const MeetOp& op) const { buffers({op.out}); }
+  void operator()(const WeighOp& op) const { buffers({op.x, op.out}), vectors({op.weight}); }
+  void operator()(const SparseGateOp& op) const { buffers({op.x, op.out}); }
+  void operator()(const BranchOp& op) const { buffers({op.x, op.out}); }
+  void operator()(const MatchOp& op) const { buffers({op.y, op.x, op.out}); }
+  void operator()(const CopyColumnsOp& op) const { buffers({op.x, op.out}); }
+  void operator()(const PredictOp& op) const {
+    buffers({op.routed}), vectors({op.weight});
+    for (const int x : op.xs) buffers({x});
+  }
+  void operator()(const CorrectOp& op) const {
+    buffers({op.y, op.routed}), vectors({op.weight});
+    for (const int x : op.xs) buffers({x});
+  }
+  void operator()(const LayerInputsOp& op) const { buffers({op.x}), vectors({op.norm}), require_below({op.table}, has.tables, "table"); }
 };
 
 // Rows of two for each of x are written a whole row at a time and read by products over all rows: a list would name halves of pairs, and
@@ -464,6 +478,10 @@ void Program::reserve(int64_t tokens) {
       if (const auto* norm = std::get_if<NormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
       if (const auto* prepare = std::get_if<PrepareOp>(&op.body)) bytes = std::max(bytes, buffers_[prepare->x].width * 4 + 64);
       if (const auto* latents = std::get_if<CacheLatentsOp>(&op.body)) bytes = std::max(bytes, buffers_[latents->kv].width * 4 + 64);
+      if (const auto* weigh = std::get_if<WeighOp>(&op.body)) bytes = std::max(bytes, buffers_[weigh->x].width * 4 + 64);
+      if (const auto* gate = std::get_if<SparseGateOp>(&op.body)) bytes = std::max(bytes, buffers_[gate->x].width * 2 + 64);
+      if (const auto* correct = std::get_if<CorrectOp>(&op.body)) bytes = std::max(bytes, buffers_[correct->y].width * 4 + 64);
+      if (const auto* inputs = std::get_if<LayerInputsOp>(&op.body)) bytes = std::max(bytes, vector_size(inputs->norm) * 4 + 64);
       if (const auto* moe = std::get_if<MoeOp>(&op.body)) {
         bytes = std::max(bytes, static_cast<int64_t>(moe->down.size()) * 4 + moe->n_groups * 4 + 128);
         if (moe->joins_apart) bytes = std::max(bytes, buffers_[moe->wide].width * 2 + 64);

@@ -92,8 +92,8 @@ struct TiedEmbedOp {                                          // rows of a packe
   int64_t first, vocab;
 };
 struct NormOp { int x, weight; float eps; int out; int bias = -1; bool is_centred = false; };  // out: rows or f32; bias -1: none
-struct AddNormOp { int y, weight; float eps; int x; };        // x += norm(y)
-struct AddOp { int y, x; int gate = -1; };                    // x += y, or sigmoid(gate) y where gate [T, 1] is not -1
+struct AddNormOp { int y, weight; float eps; int x; float scale = 1.0f; };  // x += scale * norm(y)
+struct AddOp { int y, x; int gate = -1; float scale = 1.0f; };  // x += scale * y, or sigmoid(gate) y where gate [T, 1] is not -1
 struct PrepareOp { int x, rows; };                            // x: f32 or bf16
 struct LinearOp { int weight, rows, out; Store store; Activation activation; int64_t column; };  // outputs go to columns from there on
 struct RotateOp { int qkv, q, layer, rope, q_norm, k_norm; bool has_rope, has_q_norm, has_k_norm; RotateShape shape; };
@@ -146,8 +146,18 @@ struct InputOp { int x; };                                    // x: the caller's
 struct TapOp { int x, number; };                              // x to the caller, where the step asks for this number
 struct MeetOp { int out; };                                   // nothing: other ranks write what this one has no part of
 
+struct WeighOp { int x, weight, out; };                       // out: rows or f32
+struct SparseGateOp { int x, out; float cutoff; Activation activation; };  // x: gate and up beside each other; out: rows or f32
+struct BranchOp { int x, out; float scale; };                 // out = scale * x
+struct MatchOp { int y, x, out; float least; };               // out = y, as large as x
+struct CopyColumnsOp { int x, out; int64_t first; };          // as many as out is wide
+struct PredictOp { std::vector<int> xs; int routed, weight; float scale; };             // as `predict` of ops/contract.py
+struct CorrectOp { std::vector<int> xs; int y, routed, weight, active; float scale; };  // likewise
+struct LayerInputsOp { int x, norm, table; float eps, table_scale, scale; };            // likewise, of the product that lies in x
+
 using OpBody = std::variant<EmbedOp, TiedEmbedOp, NormOp, AddNormOp, AddOp, PrepareOp, LinearOp, RotateOp, AttentionOp, MoeOp, HeadOp,
-                            InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, RotateQueriesOp>;
+                            InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, RotateQueriesOp, WeighOp, SparseGateOp, BranchOp, MatchOp,
+                            CopyColumnsOp, PredictOp, CorrectOp, LayerInputsOp>;
 
 struct Op {
   Category category;
@@ -237,6 +247,8 @@ class Program {
   // A buffer's first rows as the last run left them, [rows, width] fp32 (f32 and bf16 buffers). For tests.
   void read_buffer(int index, int64_t rows, float* out) const;
   int64_t buffer_width(int index) const { return buffers_.at(index).width; }
+  int64_t vector_size(int index) const { return static_cast<int64_t>(vectors_.at(index).size()); }
+  const Table& table_at(int index) const { return tables_.at(index); }
 
   const std::array<int64_t, kCategories>& nanoseconds() const { return nanoseconds_; }  // of the last run
   const KernelSet& kernels() const { return kernels_; }

@@ -86,7 +86,7 @@ void Program::Run::run(const AddNormOp& op, size_t, int thread, int threads) con
   const Range part = part_of_rows(x, step.n_tokens, thread, threads);
   for (int64_t t = part.begin; t < part.end; ++t) {
     kernels.rms_norm_row(y.f32() + t * y.width, vector(op.weight), y.width, op.eps, row);
-    kernels.add_row(row, x.width, 1.0f, x.f32() + t * x.width);
+    kernels.add_row(row, x.width, op.scale, x.f32() + t * x.width);
   }
 }
 
@@ -94,7 +94,7 @@ void Program::Run::run(const AddOp& op, size_t, int thread, int threads) const {
   const Buffer &x = buffer(op.x), &y = buffer(op.y);
   const Range part = part_of_rows(x, step.n_tokens, thread, threads);
   for (int64_t t = part.begin; t < part.end; ++t) {
-    float scale = 1.0f;
+    float scale = op.scale;
     if (op.gate != -1) {
       scale = buffer(op.gate).f32()[t];
       kernels.sigmoid_row(&scale, 1);

@@ -1,4 +1,4 @@
-// One step of a Program in flight: what its operations share (program_run.cpp, program_mixture.cpp).
+// One step of a Program in flight: what its operations share (program_run.cpp, program_mixture.cpp, program_streams.cpp).
 #pragma once
 
 #include <algorithm>
@@ -73,6 +73,15 @@ struct Program::Run {
   void run(const HeadsOp& op, size_t, int thread, int threads) const;
   void run(const CacheLatentsOp& op, size_t, int thread, int threads) const;
   void run(const RotateQueriesOp& op, size_t, int thread, int threads) const;
+  void run(const WeighOp& op, size_t, int thread, int threads) const;
+  void run(const SparseGateOp& op, size_t, int thread, int threads) const;
+  void run(const BranchOp& op, size_t, int thread, int threads) const;
+  void run(const MatchOp& op, size_t, int thread, int threads) const;
+  void run(const CopyColumnsOp& op, size_t, int thread, int threads) const;
+  void run(const PredictOp& op, size_t, int thread, int threads) const;
+  void run(const CorrectOp& op, size_t, int thread, int threads) const;
+  void run(const LayerInputsOp& op, size_t, int thread, int threads) const;
+  void route_streams(int routed, int weight, float scale, int64_t token, int64_t n, float* out) const;
   bool is_idle(const OpBody& op) const {  // a tap that the step does not ask for
     const auto* tap = std::get_if<TapOp>(&op);
     return tap != nullptr && std::find(step.tapped, step.tapped + step.n_tapped, tap->number) == step.tapped + step.n_tapped;

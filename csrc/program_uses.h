@@ -36,6 +36,14 @@ struct Uses {
   void operator()(const InputOp& op) { writes = {op.x}; }
   void operator()(const TapOp& op) { reads = {op.x}; }
   void operator()(const MeetOp& op) { writes = {op.out}; }
+  void operator()(const WeighOp& op) { reads = {op.x}, writes = {op.out}; }
+  void operator()(const SparseGateOp& op) { reads = {op.x}, writes = {op.out}; }
+  void operator()(const BranchOp& op) { reads = {op.x}, writes = {op.out}; }
+  void operator()(const MatchOp& op) { reads = {op.y, op.x}, writes = {op.out}; }
+  void operator()(const CopyColumnsOp& op) { reads = {op.x}, writes = {op.out}; }
+  void operator()(const PredictOp& op) { reads = {op.routed}, writes = op.xs; }
+  void operator()(const CorrectOp& op) { reads = {op.y, op.routed}, writes = op.xs; }
+  void operator()(const LayerInputsOp& op) { writes = {op.x}; }
 };
 
 }  // namespace diptych

@@ -70,6 +70,15 @@ LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, 
 # what other families have beside that: their tests look at one cut of the work, as the walk is the same
 MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {"head_dim": 24}),
+    # two kinds of layers attend to what others keep, of three the gate is sparse, and a token has no embedding of layers
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        "Gemma3nForCausalLM",
+        {"head_dim": 24, "sliding_window": 16, "num_hidden_layers": 6, "num_kv_shared_layers": 2, "laurel_rank": 12,
+         "layer_types": ["full_attention", "sliding_attention"] * 3, "hidden_size_per_layer_input": 16,
+         "vocab_size_per_layer_input": VOCAB - 1, "activation_sparsity_pattern": [0.6, 0.9, 0.6, 0.0, 0.0, 0.0],
+         "final_logit_softcapping": 5.0},
+    ),
     "granite": (
         "GraniteConfig",
         "GraniteForCausalLM",
@@ -228,8 +237,11 @@ def make_reference(family: str, *, seed: int = 0, **overrides: Any) -> Any:
 
     config_name, model_name, fields = {**CLASSES, **MORE}[family]
     asked = {**COMMON, **fields, **overrides}
-    if "layer_types" in fields and "layer_types" not in overrides:
-        asked["layer_types"] = asked["layer_types"][: asked["num_hidden_layers"]]
+    for by_layer in ("layer_types", "activation_sparsity_pattern"):
+        if by_layer in fields and by_layer not in overrides:
+            asked[by_layer] = asked[by_layer][: asked["num_hidden_layers"]]
+    if "num_kv_shared_layers" in fields:  # of each kind one before them has its own
+        asked["num_kv_shared_layers"] = min(asked["num_kv_shared_layers"], asked["num_hidden_layers"] - 2)
     config = getattr(transformers, config_name)(**asked)
     config._attn_implementation = "eager"
     model = getattr(transformers, model_name)(config).eval().float()
@@ -246,10 +258,16 @@ def enliven(model: torch.nn.Module, seed: int) -> None:
         if parameter.ndim >= 2 and not name.endswith("bias"):
             is_embedding = "embed_tokens" in name
             parameter.copy_(noise * (0.5 if is_embedding else 1.5 / parameter.shape[-1] ** 0.5))
+            if "modality_router" in name:  # what it reads is divided by the width
+                parameter.mul_(parameter.shape[-1])
+            if "_coefs" in name:  # streams add up
+                parameter.mul_(0.2)
         elif name.endswith(("bias", "sinks")):
             parameter.copy_(0.3 * noise)
         else:
             parameter.add_(0.2 * noise)
+            if name.endswith("q_norm.weight") and model.config.model_type == "gemma3n_text":
+                parameter.mul_(0.4)  # scores are not divided by anything
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):  # no parameter of some classes, but stored
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))

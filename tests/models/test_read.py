@@ -74,7 +74,7 @@ def test_multimodal_wrappers_give_their_language_part() -> None:
 @pytest.mark.parametrize(
     "kind",
     ["zamba2", "nemotron_h", "falcon_h1", "bamba", "granitemoehybrid", "kimi_linear", "minimax", "qwen3_next",
-     "gemma4_text", "gemma3n_text", "dbrx", "mpt", "bert", "mamba2", "jamba", "rwkv", "falcon", "phi", "lfm2"],
+     "gemma4_text", "dbrx", "mpt", "bert", "mamba2", "jamba", "rwkv", "falcon", "phi", "lfm2"],
 )  # fmt: skip
 def test_what_is_on_no_list_is_refused_with_the_list(kind: str) -> None:
     """Hybrids and encoders were priced as dense decoders: a wrong price is worse than none."""
@@ -103,8 +103,8 @@ def test_reasons_are_of_what_is_refused_and_stand_in_the_docs() -> None:
         assert reason in page
         assert not set(kinds) & set(BY_MODEL_TYPE)
         assert set(kinds) <= set(transformers.CONFIG_MAPPING.keys())
-    with pytest.raises(UnsupportedModel, match=r"not supported \(streams mixed by prediction"):
-        read("gemma3n_text", architectures=["Gemma3nForCausalLM"])
+    with pytest.raises(UnsupportedModel, match=r"not supported \(embeddings for each layer"):
+        read("gemma4_text", architectures=["Gemma4ForCausalLM"])
 
 
 def test_a_gguf_file_of_a_refused_kind_is_told_why_too(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_gguf_file_of_a_refused_kind_is_told_why_too(tmp_path: Path) -> None:
     names = set(gguf.MODEL_ARCH_NAMES.values())
     assert not [kind for kind in IN_GGUF.values() if reason_for(kind) is None]
     assert set(IN_GGUF) - names <= {"deepseek32", "deepseek4", "minimax-01"}  # newer than the package
-    for name in ("gemma3n", "qwen3next", "granitehybrid", "falcon-h1"):
+    for name in ("qwen3next", "granitehybrid", "falcon-h1"):
         out = gguf.GGUFWriter(str(tmp_path / name), name)
         out.write_header_to_file()
         out.write_kv_data_to_file()

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Generic
 
 from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Ops, Stream, Table, Vector
-from diptych.models.spec import ModelSpec
+from diptych.models.spec import LayerInputs, ModelSpec, StreamsSpec
 
+HALF_POWER = 2.0**-0.5  # of a sum of two that is to be as large as each of them
+LEAST_SQUARE = 1e-5  # of what is made as large as another stream
 LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever the config says of the others
 
 
@@ -36,6 +38,36 @@ class LatentWeights(Generic[Vector, Linear]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BranchWeights(Generic[Vector, Linear]):
+    """A low-rank branch beside attention. input_norm: of what is added as it is; what projections read may be balanced."""
+
+    input_norm: Vector
+    left: Linear
+    right: Linear
+    norm: Vector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixingWeights(Generic[Vector, Linear]):
+    """How a layer mixes streams, by what is routed. output: weighs what the gate of the layer's embedding reads."""
+
+    norm: Vector
+    router: Linear
+    predict: Vector
+    correct: Vector
+    output: Vector | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnEmbedding(Generic[Vector, Linear]):
+    """What becomes of a layer's own embedding: gated by the stream, projected, normed."""
+
+    gate: Linear
+    projection: Linear
+    norm: Vector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
     """The handles of one layer: either dense or experts; a norm that the family lacks is None.
 
@@ -50,9 +82,22 @@ class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
     pre_mlp_norm: Vector | None
     post_mlp_norm: Vector | None
     dense: tuple[Linear, Linear] | None  # gate_up, down
+    cutoff: float | None = None  # of the dense MLP's gate
     experts: Experts | None
     shared: SharedExperts[Linear] | None = None
     is_parallel: bool = False
+    branch: BranchWeights[Vector, Linear] | None = None
+    mixing: MixingWeights[Vector, Linear] | None = None
+    embedding: OwnEmbedding[Vector, Linear] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputsWeights(Generic[Table, Vector, Linear]):
+    """Embeddings of all layers: a table, and what the beginning of the stream adds."""
+
+    table: Table
+    projection: Linear
+    norm: Vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +108,9 @@ class DecoderWeights(Generic[Table, Vector, Linear, Heads, Experts]):
     layers: tuple[LayerWeights[Vector, Linear, Heads, Experts], ...]
     norm: Vector
     head: Linear
+    inputs: InputsWeights[Table, Vector, Linear] | None = None
+    begin: tuple[Linear, ...] = ()  # of each stream but the first
+    end: tuple[Linear, ...] = ()
 
 
 def run_decoder(
@@ -77,9 +125,12 @@ def run_decoder(
     scale = spec.residual_scale
     eps = spec.norm_eps / scale**2
     x = ops.embed(weights.embedding, scale=spec.embed_scale / scale)
-    for number, layer in enumerate(weights.layers):
-        x = run_layer(ops, x, layer, eps=eps, added_eps=spec.norm_eps)
-        ops.tap(x, number)
+    if spec.streams is not None:
+        x = run_streams(ops, spec, spec.streams, weights, x)
+    else:
+        for number, layer in enumerate(weights.layers):
+            x = run_layer(ops, x, layer, eps=eps, added_eps=spec.norm_eps)
+            ops.tap(x, number)
     return ops.head(x, weights.norm, weights.head, eps=eps, softcap=spec.logit_softcap, scale=spec.logit_scale)
 
 
@@ -90,21 +141,119 @@ def run_layer(
     *,
     eps: float,
     added_eps: float,
+    own: int = 0,
 ) -> Stream:
-    """x + attention(x), then + mlp(x), each with the norms the layer has before and after it. added_eps: of those after."""
+    """x + attention(x), then + mlp(x), each with the norms the layer has before and after it. added_eps: of those after.
+
+    own: the number of the stream that it computes in where it has a branch beside attention; x stays as it is then.
+    """
     h = x if weights.input_norm is None else ops.norm(x, weights.input_norm, eps=eps)
     if weights.is_parallel:
         assert weights.dense is not None
         gate_up, down = weights.dense
         beside = ops.linear_gate(h, gate_up)  # before anything is added to x, which h is made of
         return ops.linear_add(beside, down, ops.linear_add(run_attention(ops, h, weights), weights.o, x))
-    x = add_normed(ops, x, run_attention(ops, h, weights), weights.o, weights.post_attention_norm, eps=added_eps)
+    if weights.branch is None:
+        x = add_normed(ops, x, run_attention(ops, h, weights), weights.o, weights.post_attention_norm, eps=added_eps)
+    else:
+        x = add_branched(ops, x, h, weights, weights.branch, eps=eps, number=own)
     h = x if weights.pre_mlp_norm is None else ops.norm(x, weights.pre_mlp_norm, eps=eps)
     if weights.dense is None:
         assert weights.experts is not None
         return run_experts(ops, h, weights.experts, weights.shared, x)
     gate_up, down = weights.dense
-    return add_normed(ops, x, ops.linear_gate(h, gate_up), down, weights.post_mlp_norm, eps=added_eps)
+    cutoff = weights.cutoff
+    gated = ops.linear_gate(h, gate_up) if cutoff is None else ops.sparse_gate(h, gate_up, cutoff=cutoff)
+    return add_normed(ops, x, gated, down, weights.post_mlp_norm, eps=added_eps)
+
+
+def add_branched(
+    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+    x: Stream,
+    h: Stream | Hidden,
+    weights: LayerWeights[Vector, Linear, Heads, Experts],
+    branch: BranchWeights[Vector, Linear],
+    *,
+    eps: float,
+    number: int,
+) -> Stream:
+    """(x + norm(attention(h)) + h + norm(h L^T R^T)) / sqrt(2), where h is the norm of x, as stream `number`."""
+    assert weights.post_attention_norm is not None
+    low = ops.norm(ops.linear(ops.linear(h, branch.left), branch.right), branch.norm, eps=eps)
+    y = ops.add(ops.branch(x, number, scale=HALF_POWER), low, scale=HALF_POWER)
+    y = ops.add(y, ops.norm(x, branch.input_norm, eps=eps), scale=HALF_POWER)
+    attended = ops.norm(ops.linear(run_attention(ops, h, weights), weights.o), weights.post_attention_norm, eps=eps)
+    return ops.add(y, attended, scale=HALF_POWER)
+
+
+def run_streams(
+    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+    spec: ModelSpec,
+    streams: StreamsSpec,
+    weights: DecoderWeights[Table, Vector, Linear, Heads, Experts],
+    x: Stream,
+) -> Stream:
+    """All layers over streams that x begins, and their mean: each is made as large as the first, at both ends."""
+    inputs, of_layers, n = weights.inputs, spec.layer_inputs, streams.n_streams
+    given = None
+    # what the stream's beginning adds is divided by sqrt(D) before its norm
+    if inputs is not None and of_layers is not None:
+        given = ops.layer_inputs(
+            x, inputs.projection, inputs.norm, inputs.table, eps=spec.norm_eps * spec.hidden,
+            table_scale=of_layers.width**0.5, scale=HALF_POWER,
+        )  # fmt: skip
+    begin = [ops.match(ops.linear(x, one), x, i, least=LEAST_SQUARE) for i, one in enumerate(weights.begin, 1)]
+    xs = (ops.branch(x, 0), *begin)
+    for number, layer in enumerate(weights.layers):
+        xs = mix_layer(ops, spec, streams, xs, layer)
+        if given is not None and of_layers is not None:
+            xs = add_embedding(ops, spec, streams, of_layers, xs, layer, given, number)
+        if number < spec.n_layers - 1:
+            ops.tap(xs[streams.active], number)
+    x = ops.branch(xs[0], n, scale=1 / n)
+    for i, one in enumerate(weights.end, 1):
+        x = ops.add(x, ops.match(ops.linear(xs[i], one), xs[0], i, least=LEAST_SQUARE), scale=1 / n)
+    ops.tap(x, spec.n_layers - 1)
+    return x
+
+
+def mix_layer(
+    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+    spec: ModelSpec,
+    streams: StreamsSpec,
+    xs: tuple[Stream, ...],
+    layer: LayerWeights[Vector, Linear, Heads, Experts],
+) -> tuple[Stream, ...]:
+    """Predict all streams from all of them, compute the active one, correct each by how far that was off."""
+    mixing, eps, active = layer.mixing, spec.norm_eps, streams.active
+    assert mixing is not None
+    assert layer.branch is not None, "a layer over streams computes in one of its own"
+    scale = 1 / spec.hidden
+    routed = ops.linear(ops.norm(xs[active], mixing.norm, eps=eps), mixing.router)
+    xs = ops.predict(xs, routed, mixing.predict, scale=scale)
+    y = run_layer(ops, xs[active], layer, eps=eps, added_eps=eps, own=streams.n_streams)
+    routed = ops.linear(ops.norm(y, mixing.norm, eps=eps), mixing.router)
+    return ops.correct(xs, y, routed, mixing.correct, scale=scale, active=active)
+
+
+def add_embedding(
+    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+    spec: ModelSpec,
+    streams: StreamsSpec,
+    of_layers: LayerInputs,
+    xs: tuple[Stream, ...],
+    layer: LayerWeights[Vector, Linear, Heads, Experts],
+    given: Hidden,
+    number: int,
+) -> tuple[Stream, ...]:
+    """All streams but the first, with the layer's own embedding, which the active one gates."""
+    own, x = layer.embedding, xs[streams.active]
+    assert own is not None
+    output = None if layer.mixing is None else layer.mixing.output
+    h = x if output is None else ops.weigh(x, output)
+    gated = ops.gate_given(h, own.gate, given, number * of_layers.width)
+    added = ops.norm(ops.linear(gated, own.projection), own.norm, eps=spec.norm_eps)
+    return (xs[0], *(ops.add(one, added) for one in xs[1:]))
 
 
 def add_normed(

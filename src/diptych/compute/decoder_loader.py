@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Generic
+from typing import Any, Generic
 
 import torch
 
 from diptych.compute.balance import HEAD_SHARE, NORM_SHARE, balance_gated, balance_norm, balance_values
-from diptych.compute.decoder import LATENT_EPS, DecoderWeights, LatentWeights, LayerWeights, SharedExperts
+from diptych.compute.decoder import (
+    LATENT_EPS,
+    BranchWeights,
+    DecoderWeights,
+    LatentWeights,
+    LayerWeights,
+    SharedExperts,
+)
 from diptych.compute.ops.contract import (
     AttentionSpec,
     ExpertParts,
@@ -24,6 +31,15 @@ from diptych.compute.ops.contract import (
     WeightTensor,
 )
 from diptych.compute.rope import frequencies
+from diptych.compute.streams_loader import (
+    branch_left,
+    load_branch,
+    load_embedding,
+    load_ends,
+    load_inputs,
+    load_mixing,
+    own_gate,
+)
 from diptych.compute.views import (
     MXFP4_BLOCK,
     JoinedTensor,
@@ -58,9 +74,16 @@ def load_decoder(
     # the largest tensor comes first, while little else is held beside its pages in the file
     head = loader.head(output, role=role)
     embedding = loader.table(table, head=head if spec.is_tied else None)
+    inputs, (begin, end) = load_inputs(source, loader, spec, prefix), load_ends(source, loader, spec, prefix)
     layers = tuple(LayerLoader(source, loader, spec, i, prefix).load() for i in range(spec.n_layers))
     return DecoderWeights(
-        embedding=embedding, layers=layers, norm=loader.norm(norm, offset=spec.norm_offset), head=head
+        embedding=embedding,
+        layers=layers,
+        norm=loader.norm(norm, offset=spec.norm_offset),
+        head=head,
+        inputs=inputs,
+        begin=begin,
+        end=end,
     )
 
 
@@ -120,7 +143,8 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
             )
         if isinstance(mlp, MlpSpec):  # where it reads the norm that attention reads, that stays as it is
             before_mlp, dense = self.mlp(mlp, before_mlp)
-        before, attention, qkv, o = self.heads(before, is_shared=is_parallel)
+        plain, left = before, branch_left(self.source, self.spec, self.prefix)
+        before, left, attention, qkv, o = self.heads(before, left, is_shared=is_parallel)
         input_norm = self.norm(before)
         post_attention_norm, post_mlp_norm = (self.norm(norm, is_read=False) for norm in (after, after_mlp))
         if isinstance(mlp, MoeSpec):
@@ -137,15 +161,45 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
             experts=experts,
             shared=shared,
             is_parallel=is_parallel,
+            cutoff=mlp.cutoff if isinstance(mlp, MlpSpec) else None,
+            branch=self._branch(plain, left),
+            **self._streams(),
         )
 
+    def _branch(self, norm: NormParts | None, left: tuple[LinearParts, ...]) -> BranchWeights[Vector, Linear] | None:
+        """The branch beside attention. norm: what its first projection reads, before it was balanced."""
+        if not left:
+            return None
+        assert norm is not None, "a branch adds what the norm before attention gives"
+        input_norm = self.loader.norm(norm, offset=self.spec.norm_offset, is_read=False)
+        return load_branch(self.source, self.loader, self.spec, left[0], input_norm, self.prefix)
+
+    def _streams(self) -> dict[str, Any]:
+        """How it mixes streams, and its own embedding."""
+        spec, mlp = self.spec, self.parts.mlp
+        if spec.streams is None or spec.layer_inputs is None:
+            return {}
+        assert isinstance(mlp, MlpSpec)
+        source, loader = self.source, self.loader
+        output, gate = own_gate(
+            source, spec, spec.streams, spec.layer_inputs, self.prefix, is_balancing=loader.is_balancing
+        )
+        return {
+            "mixing": load_mixing(source, loader, spec, spec.streams, output, self.prefix),
+            "embedding": load_embedding(source, loader, spec, spec.layer_inputs, gate, mlp, self.prefix),
+        }
+
     def heads(
-        self, norm: NormParts | None, *, is_shared: bool = False
-    ) -> tuple[NormParts | None, Heads, Linear | LatentWeights[Vector, Linear], Linear]:
-        """The norm that they read, attention, and its projections: q, k and v, and o. is_shared: others read the norm too."""
+        self, norm: NormParts | None, beside: tuple[LinearParts, ...] = (), *, is_shared: bool = False
+    ) -> tuple[NormParts | None, tuple[LinearParts, ...], Heads, Linear | LatentWeights[Vector, Linear], Linear]:
+        """The norm that they and those beside read, attention, and its projections: q, k and v, and o.
+
+        is_shared: others read the norm too.
+        """
         attention, root = self.parts.attention, f"{self.prefix}self_attn."
         if attention.mla is not None:
-            return self._latent_heads(norm, attention.mla, root)
+            norm, heads, qkv_of_latents, o_of_latents = self._latent_heads(norm, attention.mla, root)
+            return norm, beside, heads, qkv_of_latents, o_of_latents
         q, kv = attention.n_heads * attention.head_dim, attention.own_kv_heads * attention.head_dim
         widths = {"q": q, "k": kv, "v": kv} if kv else {"q": q}
         names = self.names.qkv if kv else self.names.qkv[:1]
@@ -154,11 +208,13 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         o = self.linear(root, (self.names.o,), (self.spec.hidden,), q, has_bias=attention.has_o_bias)
         if self.loader.is_balancing:
             if not is_shared:
-                norm, (qkv,) = self._balance_norm(norm, (qkv,))
+                norm, (qkv, *others) = self._balance_norm(norm, (qkv, *beside))
+                beside = tuple(others)
             if self._are_values_its_own:
                 qkv, o = balance_values(qkv, o, attention)
         return (
             norm,
+            beside,
             self.attention(root),
             self.loader.linear(qkv, role=self._role(Split.OUTPUTS, **widths)),
             self.loader.linear(o, role=self._role(Split.INPUTS, o=self.spec.hidden)),
@@ -247,7 +303,7 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         )
 
     def _in_halves(self, qkv: LinearParts, n_parts: int) -> LinearParts:
-        """q and k, if any, with the dimensions that turn together half of rotary_dim apart: scores are the same in any order."""
+        """q and k, if any, with dimensions that turn together half of rotary_dim apart: scores are the same in any order."""
         attention = self.parts.attention
         rope = attention.rope
         if rope is None or not rope.is_interleaved:
@@ -351,7 +407,7 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
             gate_up, down = balance_gated(gate_up, down)
         role = self._role(Split.OUTPUTS, gate=mlp.ffn, up=mlp.ffn)
         return norm, (
-            self.loader.gated(gate_up, mlp.activation, role=role),
+            self.loader.gated(gate_up, mlp.activation, role=role, is_apart=mlp.cutoff is not None),
             self.loader.linear(down, role=self._role(Split.INPUTS, down=hidden)),
         )
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from diptych.cost.adapters import adapter_bytes, adapter_parameters
+from diptych.cost.streams import stream_matrices, stream_vectors, table_width
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import KVSpec, QuantSpec
@@ -217,6 +218,8 @@ def cost_of(
             part = component.times(n_layers)
             totals[part.name] = totals[part.name].plus(part) if part.name in totals else part
     totals["norms"] = totals["norms"].plus(_final_norm(sizes))
+    if model.streams is not None:
+        totals["streams"] = _streams(sizes)
     totals["head"] = _head(sizes)
     if work.adapters:
         totals["adapters"] = Component(
@@ -436,7 +439,22 @@ def _final_norm(sizes: _Sizes) -> Component:
 
 def _embedding(sizes: _Sizes) -> Component:
     """A gather: only the rows of the step's tokens, listed as activations because they depend on N alone."""
-    return Component(name="embedding", activation_bytes=sizes.n * sizes.model.hidden * sizes.quant.head_bytes)
+    width = sizes.model.hidden + table_width(sizes.model)
+    return Component(name="embedding", activation_bytes=sizes.n * width * sizes.quant.head_bytes)
+
+
+def _streams(sizes: _Sizes) -> Component:
+    """Of all layers: each device has what mixes streams whole. A layer passes over them some five times."""
+    model = sizes.model
+    n_streams = 1 if model.streams is None else model.streams.n_streams
+    passed = sizes.n * model.n_layers * n_streams * model.hidden
+    return Component(
+        name="streams",
+        flops=2.0 * sizes.n * stream_matrices(model),
+        vector_flops=2.0 * (n_streams + 4) * passed,
+        weight_bytes=stream_matrices(model) * sizes.w + stream_vectors(model) * 2.0,
+        activation_bytes=5.0 * passed * sizes.a,
+    )
 
 
 def _head(sizes: _Sizes) -> Component:

@@ -43,15 +43,18 @@ def gathered(model: ModelSpec, *, tp: int, weights: str = "bf16") -> Exchange:
     """What the cpu backend's ranks write for each other, with these weights; the embedding and the step's end meet, too."""
     if tp == 1:
         return Exchange(meetings=0, row_bytes=0.0)
-    layers = [_gathered(layer, model.hidden, FP32 if weights != "bf16" else BF16) for layer in model.layers]
+    are_whole, value_bytes = model.streams is not None, FP32 if weights != "bf16" else BF16
+    layers = [_gathered(layer, model.hidden, value_bytes, are_whole=are_whole) for layer in model.layers]
     width = sum(row_bytes for _, row_bytes in layers) + model.hidden * FP32
     return Exchange(meetings=sum(meetings for meetings, _ in layers) + 2, row_bytes=gathered_bytes(width, tp))
 
 
-def _gathered(layer: LayerSpec, hidden: int, value_bytes: int) -> tuple[int, float]:
-    """(meetings, bytes of one row that ranks share) of a layer. value_bytes: of the heads' values."""
+def _gathered(layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: bool) -> tuple[int, float]:
+    """(meetings, bytes of one row that ranks share) of a layer. value_bytes: of the heads' values; are_whole: each rank has
+    streams of its own, to which it adds everything.
+    """
     attention, mlp, stream = layer.attention, layer.mlp, hidden * FP32
-    has_norms_behind = layer.norms in (Norms.AFTER, Norms.AROUND)
+    has_norms_behind = layer.norms in (Norms.AFTER, Norms.AROUND) and not are_whole
     heads = attention.n_heads * attention.head_dim
     values = heads * value_bytes if attention.mla is None else attention.n_heads * attention.mla.v_dim * FP32
     meetings, row_bytes = 2, values + stream  # the heads' values, o
@@ -70,5 +73,6 @@ def _gathered(layer: LayerSpec, hidden: int, value_bytes: int) -> tuple[int, flo
             meetings += 3 if mlp.has_shared_gate else 2
             row_bytes += mlp.shared_ffn * BF16 + (2 if mlp.has_shared_gate else 1) * stream
         return meetings, row_bytes
-    meetings, row_bytes = meetings + 2, row_bytes + mlp.ffn * BF16 + stream
+    gated = mlp.ffn * BF16 if mlp.cutoff is None else 2 * mlp.ffn * FP32  # each rank joins whole rows of gate and up
+    meetings, row_bytes = meetings + 2, row_bytes + gated + stream
     return (meetings + 1, row_bytes + stream) if has_norms_behind else (meetings, row_bytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from diptych.cost.components import attention_widths, kv_bytes_of_tokens
 from diptych.cost.layout import PLAIN, Layout
+from diptych.cost.streams import stream_matrices, stream_vectors, table_width
 from diptych.ground.specs import KVSpec, QuantSpec
 from diptych.models.spec import AttentionLayer, MlpSpec, ModelSpec, MoeSpec, QkNorm
 
@@ -16,9 +17,10 @@ from diptych.models.spec import AttentionLayer, MlpSpec, ModelSpec, MoeSpec, QkN
 def parameters_by_component(model: ModelSpec) -> dict[str, int]:
     """Exact parameter count of each component over all layers."""
     counts = {
-        "embedding": (model.vocab_size + model.n_position_embeddings) * model.hidden,
+        "embedding": (model.vocab_size + model.n_position_embeddings) * model.hidden + _layer_table(model),
         "head": 0 if model.is_tied else model.vocab_size * model.hidden,
         **dict.fromkeys(("attention", "mlp", "router", "experts", "shared_experts"), 0),
+        "streams": stream_matrices(model) + stream_vectors(model),
         "norms": _norms(model),
     }
     for layer, n in model.layer_groups:
@@ -27,6 +29,10 @@ def parameters_by_component(model: ModelSpec) -> dict[str, int]:
         for name, count in (_moe(model, mlp) if isinstance(mlp, MoeSpec) else {"mlp": _mlp(model, mlp)}).items():
             counts[name] += n * count
     return counts
+
+
+def _layer_table(model: ModelSpec) -> int:
+    return 0 if model.layer_inputs is None else model.layer_inputs.vocab * table_width(model)
 
 
 def parameter_count(model: ModelSpec) -> int:
@@ -44,8 +50,8 @@ def active_parameter_count(model: ModelSpec) -> int:
 
 
 def linear_parameter_count(model: ModelSpec) -> int:
-    """Matrix parameters one token meets in the layers (no head, no norms, no biases): half the linear FLOPs/token."""
-    total = 0
+    """Matrix parameters one token meets but for the head (no norms, no biases): half the linear FLOPs/token."""
+    total = stream_matrices(model)
     for layer, n in model.layer_groups:
         mlp = layer.mlp
         if isinstance(mlp, MoeSpec):
@@ -72,7 +78,8 @@ def attention_flops_per_pair(model: ModelSpec, *, on_latents: bool = False) -> f
 def weight_bytes_stored(model: ModelSpec, quant: QuantSpec, *, tp: int = 1, layout: Layout = PLAIN) -> float:
     """Bytes of weights one device must hold: all experts, split evenly (embedding and head too).
 
-    What is not split stands on each: norms, routers, what makes latents, a KV head where heads are fewer than devices.
+    What is not split stands on each: norms, routers, what makes latents or mixes streams, a KV head where heads are fewer than
+    devices.
     Attention-data parallel splits the experts alone, stages of a pipeline all.
     """
     counts = parameters_by_component(model)
@@ -81,6 +88,7 @@ def weight_bytes_stored(model: ModelSpec, quant: QuantSpec, *, tp: int = 1, layo
     small = counts["norms"] + counts["router"]
     repeated = sum(n * _repeated(model, layer.attention, tp) for layer, n in model.layer_groups)
     stored = ends * quant.head_bytes + counts["experts"] * quant.expert_bytes / layout.dp
+    repeated += (tp - 1) * counts["streams"]
     stored += (inner - small + repeated) * quant.weight_bytes + small * tp * 2.0
     return stored / tp / layout.pp
 

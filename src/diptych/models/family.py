@@ -70,6 +70,7 @@ class Family:
     position. positions_offset: learned positions, and how many come first. parallel_key: the key that says whether attention
     and MLP run side by side, with the norm that `Norms.PARALLEL` has. built_as: the class of another family with which
     transformers builds this one.
+    attention_scale: of scores, whatever the heads' width. has_v_norm: heads of v are normed without a weight.
     prefixes: where tensors may begin, tried in order; ignored: parts of names of tensors that nobody needs.
     """
 
@@ -97,6 +98,8 @@ class Family:
     gelu_means_tanh: bool = False
     activation: Activation | None = None
     has_sinks: bool = False
+    has_v_norm: bool = False
+    attention_scale: float | None = None
     full_every: int | None = None
     full_first: bool = False
     windows_begin: bool = False

@@ -26,7 +26,7 @@ HARMLESS: frozenset[str] = frozenset((
     "unsloth_version", "reorder_and_upcast_attn", "slow_but_exact", "qk_head_dim", "n_ctx",
     "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
     "use_logits_to_keep", "prefix", "initial_context_length", "layer_norm_eps", "pooling_type",
-    "is_causal",
+    "is_causal", "altup_coef_clip", "altup_lr_multiplier",
 ))  # fmt: skip
 HARMLESS_ENDINGS = ("_token_id", "_token_ids", "dropout")
 
@@ -39,7 +39,7 @@ CHANGING: frozenset[str] = frozenset((
     "mamba_num_heads", "hybrid_override_pattern", "layers_block_type", "attn_layer_indices", "attn_type_list",
     "linear_attn_config", "linear_num_key_heads", "full_attention_interval", "attention_chunk_size", "scale_emb",
     "scale_depth", "dim_model_base", "block_configs", "num_zero_experts", "moe_num_experts", "moe_k", "residual_scale",
-    "altup_num_inputs", "hidden_size_per_layer_input", "num_kv_shared_layers", "index_topk", "attention_multiplier",
+    "index_topk", "attention_multiplier",
     "interleave_moe_layer_step", "attn_temperature_tuning", "no_rope_layers", "use_qk_norm", "moe_layer_freq",
 ))  # fmt: skip
 # values with which such a key says: as usual

@@ -21,6 +21,7 @@ from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, PRICED, SUPP
 from diptych.models.family import Family
 from diptych.models.files import no_model
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL
+from diptych.models.read_streams import cutoffs, layer_inputs, mlp_widths, shared_layers, streams
 from diptych.models.refused import reason_for
 from diptych.models.rope import ROPE_KEYS, latent_stretch, make_rope, position_limit, rope_section
 from diptych.models.spec import (
@@ -91,6 +92,9 @@ def read_model(
         has_norm_bias=family.has_norm_bias,
         has_embedding_norm=family.has_embedding_norm,
         n_position_embeddings=0 if family.positions_offset is None else limit + family.positions_offset,
+        low_rank=config.optional_integer("laurel_rank") or 0,
+        streams=streams(config) if "altup_num_inputs" in family.keys else None,
+        layer_inputs=layer_inputs(config) if "hidden_size_per_layer_input" in family.keys else None,
     )
 
 
@@ -260,22 +264,24 @@ def _layers(config: HfConfig, family: Family, ropes: list[Rope], head_dim: int) 
     turns = _turns(config, family, windows)
     mixtures = _moe_layers(config, n_layers)
     moe = _moe(config, family) if mixtures else None
-    mlp = _mlp(config, family)
+    mlps = _mlps(config, family, n_layers)
     is_parallel = family.parallel_key is not None and config.flag(family.parallel_key)
     norms = Norms.PARALLEL if is_parallel else family.norms
     # equal layers are one object
+    kinds = list(zip(windows, turns, shared_layers(config, windows), strict=True))
     attention = {
-        key: _attention(config, family, head_dim=head_dim, window=key[0], rope=_rope_of(ropes, *key))
-        for key in dict.fromkeys(zip(windows, turns, strict=True))
+        (window, does_turn, shared): _attention(
+            config, family, head_dim=head_dim, window=window, rope=_rope_of(ropes, window, does_turn), kv_layer=shared
+        )
+        for window, does_turn, shared in dict.fromkeys(kinds)
     }
-    made: dict[tuple[int, bool], LayerSpec] = {}
+    made: dict[tuple[int, int], LayerSpec] = {}
     layers = []
     for i in range(n_layers):
-        heads, has_experts = attention[windows[i], turns[i]], i in mixtures
-        key = (id(heads), has_experts)
+        heads, mlp = attention[kinds[i]], moe if i in mixtures and moe is not None else mlps[i]
+        key = (id(heads), id(mlp))
         if key not in made:
-            assert moe is not None or not has_experts
-            made[key] = LayerSpec(attention=heads, mlp=moe if has_experts and moe else mlp, norms=norms)
+            made[key] = LayerSpec(attention=heads, mlp=mlp, norms=norms)
         layers.append(made[key])
     return tuple(layers)
 
@@ -287,7 +293,7 @@ def _rope_of(ropes: list[Rope], window: int | None, does_turn: bool) -> Rope | N
 
 
 def _attention(
-    config: HfConfig, family: Family, *, head_dim: int, window: int | None, rope: Rope | None
+    config: HfConfig, family: Family, *, head_dim: int, window: int | None, rope: Rope | None, kv_layer: int | None
 ) -> AttentionLayer:
     n_heads = config.integer("num_attention_heads")
     n_kv_heads = config.integer("num_key_value_heads", n_heads)
@@ -311,6 +317,8 @@ def _attention(
         scale = (mla.nope_dim + mla.rope_dim) ** -0.5 * latent_stretch(config) ** 2
     if "attention_multiplier" in family.keys:
         scale = config.number("attention_multiplier", scale)
+    if family.attention_scale is not None:
+        scale = family.attention_scale
     return AttentionLayer(
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
@@ -325,6 +333,8 @@ def _attention(
         has_qkv_bias=_decided(config, family.qkv_bias),
         has_o_bias=_decided(config, family.o_bias),
         has_sinks=family.has_sinks,
+        has_v_norm=family.has_v_norm,
+        kv_layer=kv_layer,
         mla=mla,
     )
 
@@ -399,10 +409,23 @@ def _no_rope(config: HfConfig, n_layers: int) -> list[bool]:
     return [bool(one) for one in turns[:n_layers]]
 
 
-def _mlp(config: HfConfig, family: Family) -> MlpSpec:
-    ffn = config.integer("intermediate_size", 4 * config.integer("hidden_size"))
-    has_bias = _decided(config, family.mlp_bias)
-    return MlpSpec(ffn=ffn, activation=_activation(config, family), is_gated=family.is_gated, has_bias=has_bias)
+def _mlps(config: HfConfig, family: Family, n_layers: int) -> list[MlpSpec]:
+    """Each layer's; equal ones are one object."""
+    are_apart = "activation_sparsity_pattern" in family.keys
+    widths = mlp_widths(config, n_layers) if are_apart else [_ffn(config)] * n_layers
+    kinds = list(zip(widths, cutoffs(config, n_layers) if are_apart else [None] * n_layers, strict=True))
+    has_bias, activation = _decided(config, family.mlp_bias), _activation(config, family)
+    made = {
+        (ffn, cutoff): MlpSpec(
+            ffn=ffn, activation=activation, is_gated=family.is_gated, has_bias=has_bias, cutoff=cutoff
+        )
+        for ffn, cutoff in dict.fromkeys(kinds)
+    }
+    return [made[kind] for kind in kinds]
+
+
+def _ffn(config: HfConfig) -> int:
+    return config.integer("intermediate_size", 4 * config.integer("hidden_size"))
 
 
 def _activation(config: HfConfig, family: Family) -> Activation:

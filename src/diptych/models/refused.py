@@ -12,8 +12,6 @@ from types import MappingProxyType
 
 # what is missing -> model_type of transformers
 MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "streams mixed by prediction (AltUp), low-rank branches (LAuReL), sparse activations, embeddings for each layer, "
-    "shared keys and values": ("gemma3n", "gemma3n_text"),
     "embeddings for each layer, shared keys and values": ("gemma4", "gemma4_text", "gemma4_unified"),
     "a state per sequence (linear attention, Mamba or convolution)": (
         "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "falcon_h1", "bamba",

@@ -171,12 +171,16 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpec:
-    """A dense MLP of width `ffn`: down(act(gate) * up), or down(act(up)) when it is not gated."""
+    """A dense MLP of width `ffn`: down(act(gate) * up), or down(act(up)) when it is not gated.
+
+    cutoff: of a row of gate only what stands out is left, max(gate - (mean + cutoff * deviation), 0), before the activation.
+    """
 
     ffn: int
     activation: Activation = Activation.SILU
     is_gated: bool = True
     has_bias: bool = False
+    cutoff: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +219,29 @@ class MoeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StreamsSpec:
+    """Residual streams beside each other (AltUp, arXiv 2301.13310): each layer computes one of them and predicts the others.
+
+    active: which one it computes. scales_output: what gates the layer's own embedding is multiplied by a weight first.
+    """
+
+    n_streams: int
+    active: int = 0
+    scales_output: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputs:
+    """Embeddings of `width` for each layer and token, beside the one that the stream begins with.
+
+    vocab: how many tokens have one; all others have the first's.
+    """
+
+    width: int
+    vocab: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer."""
 
@@ -231,7 +258,8 @@ class ModelSpec:
     engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1). centres_norms: norms take the
     mean away first (LayerNorm). residual_scale multiplies what a layer adds, logit_scale the logits. is_run: whether the
     engine runs this family, or the planner only prices it. has_head: whether there is an output projection that tokens are
-    drawn by; a model without one gives states (embeddings, scores) and no tokens.
+    drawn by; a model without one gives states (embeddings, scores) and no tokens. low_rank: of a branch beside each layer's
+    attention (LAuReL, arXiv 2411.07501), 0: there is none.
     """
 
     name: str
@@ -254,6 +282,9 @@ class ModelSpec:
     has_norm_bias: bool = False
     has_embedding_norm: bool = False
     n_position_embeddings: int = 0
+    low_rank: int = 0
+    streams: StreamsSpec | None = None
+    layer_inputs: LayerInputs | None = None
     published_parameters: int | None = None
     provenance: tuple[Provenance, ...] = ()
 

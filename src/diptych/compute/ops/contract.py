@@ -70,8 +70,8 @@ class AttentionSpec:
     layer: its number in the model; place: which layer of the cache it attends to, None: that of its number. owns_kv: it
     writes its keys and values there; otherwise another layer does, and it has q alone. has_v_norm: each head's value is
     normed over d, without a weight. is_chunked: it sees those from the last multiple of `window` on instead. softcap: scores
-    become softcap * tanh(score / softcap), after scale. rope None: no positions in this layer. mla: then there is one kv head, of kv_rank + rope_dim, whose
-    keys are the values too.
+    become softcap * tanh(score / softcap), after scale. rope None: no positions in this layer. mla: then there is one kv head,
+    of kv_rank + rope_dim, whose keys are the values too.
     """
 
     layer: int
@@ -241,12 +241,22 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         """A norm over [D], as fp32; `offset` is added to its weight (1 for Gemma's 1 + w). is_read: by a projection."""
 
     @abstractmethod
+    def vector(self, tensor: WeightTensor) -> Vector:
+        """Numbers in fp32 as they are: of `weigh`, of `predict` and `correct`."""
+
+    @abstractmethod
     def linear(self, parts: LinearParts, *, role: Role | None = None) -> Linear:
         """A projection, for `linear` and `linear_add`."""
 
     @abstractmethod
-    def gated(self, parts: LinearParts, activation: Activation, *, role: Role | None = None) -> Linear:
-        """gate and up stacked [2F, D], gate rows first, for `linear_gate`."""
+    def gated(
+        self, parts: LinearParts, activation: Activation, *, role: Role | None = None, is_apart: bool = False
+    ) -> Linear:
+        """gate and up stacked [2F, D], gate rows first, for `linear_gate`; is_apart: for `sparse_gate`."""
+
+    @abstractmethod
+    def gate(self, parts: LinearParts, activation: Activation) -> Linear:
+        """gate alone [F, D], for `gate_given`."""
 
     @abstractmethod
     def attention(
@@ -349,12 +359,56 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         """x [T, D] + h W^T + b; x may be written and is not used again by the caller."""
 
     @abstractmethod
-    def add(self, x: Stream, y: Hidden) -> Stream:
-        """x + y [T, D]; x may be written and is not used again by the caller."""
+    def add(self, x: Stream, y: Stream | Hidden, *, scale: float = 1.0) -> Stream:
+        """x + scale * y [T, D]; x may be written and is not used again by the caller."""
 
     @abstractmethod
     def add_gated(self, x: Stream, y: Hidden, gate: Hidden) -> Stream:
         """x + sigmoid(gate) * y [T, D], gate [T, 1]; x may be written and is not used again by the caller."""
+
+    @abstractmethod
+    def sparse_gate(self, h: Stream | Hidden, weight: Linear, *, cutoff: float) -> Hidden:
+        """y [T, F] = act(max(g - (mean(g) + cutoff * deviation(g)), 0)) * u, g = h Wgate^T + bg and u = h Wup^T + bu.
+
+        Mean and deviation (over all F, not F - 1) are of the token's row of g.
+        """
+
+    @abstractmethod
+    def gate_given(self, h: Stream | Hidden, weight: Linear, given: Hidden, first: int) -> Hidden:
+        """y [T, F] = act(h W^T + b) * given[:, first : first + F]."""
+
+    @abstractmethod
+    def weigh(self, x: Stream, weight: Vector) -> Hidden:
+        """h [T, D] = x * weight."""
+
+    @abstractmethod
+    def layer_inputs(
+        self, x: Stream, projection: Linear, norm: Vector, table: Table, *, eps: float, table_scale: float, scale: float
+    ) -> Hidden:
+        """[T, L P] = scale * (norm(x W^T) + table_scale * rows of the token ids), each of L parts normed by itself.
+
+        norm is over [P]. A token id beyond the table has its first row.
+        """
+
+    # Streams beside the residual stream are numbered: who begins one anew ends the one that had the number.
+
+    @abstractmethod
+    def branch(self, x: Stream, number: int, *, scale: float = 1.0) -> Stream:
+        """Stream `number` [T, D] = scale * x, which stays as it is."""
+
+    @abstractmethod
+    def match(self, y: Hidden, x: Stream, number: int, *, least: float) -> Stream:
+        """Stream `number` [T, D] = y * sqrt(mean(x^2) / max(mean(y^2), least)): y as large as x."""
+
+    @abstractmethod
+    def predict(self, xs: tuple[Stream, ...], routed: Hidden, weight: Vector, *, scale: float) -> tuple[Stream, ...]:
+        """x_i + sum over j of c_ij x_j, c [n n] = W tanh(scale * routed), routed [T, n], W [n n, n]; all may be written."""
+
+    @abstractmethod
+    def correct(
+        self, xs: tuple[Stream, ...], y: Stream, routed: Hidden, weight: Vector, *, scale: float, active: int
+    ) -> tuple[Stream, ...]:
+        """x_i + c_i (y - x_active), c [n] = W tanh(scale * routed) + 1, W [n, n]; all xs may be written."""
 
     @abstractmethod
     def rotate_and_cache(self, qkv: Hidden, attention: Heads) -> Hidden:
@@ -431,6 +485,22 @@ OPS: dict[str, OpContract] = {
                    tolerance_fp32=1e-6, tolerance_bf16=2e-2),
         OpContract(name="add_gated", inputs="x [T,D], y [T,D], gate [T,1]", output="x [T,D]", writes="x",
                    tolerance_fp32=1e-6, tolerance_bf16=3e-2),
+        OpContract(name="sparse_gate", inputs="h [T,D], W [2F,D], b [2F]", output="y [T,F]", writes="",
+                   tolerance_fp32=1e-5, tolerance_bf16=3e-2),
+        OpContract(name="gate_given", inputs="h [T,D], W [F,D], given [T,W]", output="y [T,F]", writes="",
+                   tolerance_fp32=1e-5, tolerance_bf16=3e-2),
+        OpContract(name="weigh", inputs="x [T,D], weight [D] fp32", output="h [T,D]", writes="",
+                   tolerance_fp32=1e-6, tolerance_bf16=2e-2),
+        OpContract(name="layer_inputs", inputs="x [T,D], W [LP,D], norm [P] fp32, table [V,LP], token_ids [T] i32",
+                   output="h [T,LP]", writes="", tolerance_fp32=1e-5, tolerance_bf16=3e-2),
+        OpContract(name="branch", inputs="x [T,D]", output="x [T,D]", writes="a stream", tolerance_fp32=1e-6,
+                   tolerance_bf16=2e-2),
+        OpContract(name="match", inputs="y [T,D], x [T,D]", output="x [T,D]", writes="a stream", tolerance_fp32=1e-5,
+                   tolerance_bf16=3e-2),
+        OpContract(name="predict", inputs="xs n of [T,D], routed [T,n], W [n n,n] fp32", output="xs n of [T,D]",
+                   writes="xs", tolerance_fp32=1e-5, tolerance_bf16=4e-2),
+        OpContract(name="correct", inputs="xs n of [T,D], y [T,D], routed [T,n], W [n,n] fp32", output="xs n of [T,D]",
+                   writes="xs", tolerance_fp32=1e-5, tolerance_bf16=4e-2),
         OpContract(name="rotate_and_cache", inputs="qkv [T,(H+2K)d], positions [T] i32, slots [T] i32",
                    output="q [T,H,d]", writes="kv of slots", tolerance_fp32=1e-5, tolerance_bf16=4e-2),
         OpContract(name="attention", inputs="q [T,H,d], kv paged, block_table [S,M] i32, context_tokens [S] i32",

@@ -155,6 +155,10 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
     def _vector(self, tensor: WeightTensor, offset: float = 0.0, *, rows: slice = slice(None)) -> int:
         return int(self.program.add_vector(self._values(tensor, offset)[rows].contiguous()))
 
+    def vector(self, tensor: WeightTensor) -> VectorHandle:
+        """Row after row."""
+        return VectorHandle(index=self._vector(tensor))
+
     def linear(self, parts: LinearParts, *, role: Role | None = None) -> LinearHandle:
         """A projection in the weights' format."""
         if role is None or role.layer is None or role.sites[0][0] != "q":
@@ -166,9 +170,18 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self.sites.note(parts, handle)
         return handle
 
-    def gated(self, parts: LinearParts, activation: Activation, *, role: Role | None = None) -> LinearHandle:
-        """Gate and up interleaved, so that the product's epilogue can join them."""
-        handle = self._gated_own(parts, activation, role)
+    def gate(self, parts: LinearParts, activation: Activation) -> LinearHandle:
+        """As any projection: its epilogue multiplies what lies there by the activation."""
+        handle = replace(self._pack(parts, self.weights_format), activation=activation)
+        self.sites.note(parts, handle)
+        return handle
+
+    def gated(
+        self, parts: LinearParts, activation: Activation, *, role: Role | None = None, is_apart: bool = False
+    ) -> LinearHandle:
+        """Gate and up interleaved, so that the product's epilogue can join them; beside each other where they are apart."""
+        handle = self._gated_own(parts, None if is_apart else activation, role)
+        handle = replace(handle, activation=activation)
         self.sites.note(parts, handle)
         return handle
 

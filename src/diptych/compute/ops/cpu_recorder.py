@@ -20,7 +20,7 @@ from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, Activation, Scores
 CLAMPED_GATE = (CLAMPED_ALPHA, CLAMPED_LIMIT, 1.0)
 PLAIN_GATE = (1.0, math.inf, 0.0)
 # What a projection is, by what it reads (its time is counted under this name).
-CATEGORIES = {"norm": "qkv", "residual": "qkv", "attention": "o", "gate": "down"}
+CATEGORIES = {"norm": "qkv", "residual": "qkv", "projection": "o", "attention": "o", "gate": "down"}
 
 
 @dataclass(slots=True)
@@ -119,10 +119,17 @@ class CpuOps(
                 self.program.meet(self._f32(f"{category} out", weight.n_outputs, weight.is_gathered))
             return Value("projection", weight.n_outputs)
         out = self._f32(f"{category} out", weight.n_outputs, weight.is_gathered)
-        for one in weight.pieces or (weight,):
-            rows = self._rows(h, one)
-            self.program.linear(category=category, weight=one.index, rows=rows, out=out, column=one.column)
+        self._linear_into(h, weight, category, out)
         return Value("projection", weight.n_outputs, buffer=out)
+
+    def _linear_into(self, h: Value, weight: LinearHandle, category: str, out: int) -> None:
+        """The product, or those of the weight's pieces beside each other."""
+        if not weight.pieces:
+            rows = self._rows(h, weight)
+            self.program.linear(category=category, weight=weight.index, rows=rows, out=out, column=weight.column)
+        for one in weight.pieces:
+            rows, column = self._rows(h, one), weight.column + one.column
+            self.program.linear(category=category, weight=one.index, rows=rows, out=out, column=column)
 
     def linear_gate(self, h: Value | ResidualStream, weight: LinearHandle) -> Value:
         """act(gate) * up, written by the product's epilogue in the form that the next projection reads."""
@@ -159,6 +166,95 @@ class CpuOps(
         )
         return Value("gate", weight.n_outputs, buffer=out)
 
+    def sparse_gate(self, h: Value | ResidualStream, weight: LinearHandle, *, cutoff: float) -> Value:
+        """Of gate and up in one buffer, which every rank reads whole."""
+        assert weight.activation is not None
+        both = self._f32("gate and up", weight.n_outputs, weight.is_gathered)
+        self._linear_into(self._as_value(h), weight, "gate_up", both)
+        program, activation = self.program, weight.activation.value
+        value = Value("gate", weight.n_outputs // 2)
+        value.emit_f32 = lambda out: program.sparse_gate(x=both, out=out, cutoff=cutoff, activation=activation)
+        value.emit_rows = value.emit_f32
+        return value
+
+    def gate_given(self, h: Value | ResidualStream, weight: LinearHandle, given: Value, first: int) -> Value:
+        """What is given lies in the buffer when the gate's epilogue joins them."""
+        assert weight.activation is not None
+        out, rows = self._f32("given", weight.n_outputs), self._rows(self._as_value(h), weight)
+        self.program.copy_columns(x=self._materialised(given), out=out, first=first)
+        self.program.linear(
+            category="gate_up", weight=weight.index, rows=rows, out=out, store="gate_f32",
+            activation=weight.activation.value,
+        )  # fmt: skip
+        return Value("gate", weight.n_outputs, buffer=out)
+
+    def weigh(self, x: ResidualStream, weight: VectorHandle) -> Value:
+        """Recorded by its consumer, as rows."""
+        program, buffer = self.program, x.buffer
+        value = Value("norm", x.width, source=x, source_version=x.version, buffer=buffer)
+        value.emit_rows = lambda rows: program.weigh(x=buffer, weight=weight.index, out=rows)
+        return value
+
+    def layer_inputs(
+        self,
+        x: ResidualStream,
+        projection: LinearHandle,
+        norm: VectorHandle,
+        table: TableHandle | LinearHandle,
+        *,
+        eps: float,
+        table_scale: float,
+        scale: float,
+    ) -> Value:
+        """In the product's own buffer, which lasts as long as the step."""
+        assert isinstance(table, TableHandle)
+        out = self._f32("layer inputs", projection.n_outputs)
+        self._linear_into(self._as_value(x), projection, "qkv", out)
+        self.program.layer_inputs(
+            x=out, norm=norm.index, table=table.index, eps=eps, table_scale=table_scale, scale=scale
+        )
+        return Value("given", projection.n_outputs, buffer=out)
+
+    # Streams beside the residual stream are every rank's own, whole: what mixes them is small beside the products, and ranks
+    # would have to meet behind each of its operations.
+
+    def branch(self, x: ResidualStream, number: int, *, scale: float = 1.0) -> ResidualStream:
+        """A copy."""
+        out = ResidualStream(self._f32(f"stream {number}", x.width), x.width)
+        self.program.branch(x=x.buffer, out=out.buffer, scale=scale)
+        return out
+
+    def match(self, y: Value, x: ResidualStream, number: int, *, least: float) -> ResidualStream:
+        """From the projection's buffer."""
+        out = ResidualStream(self._f32(f"stream {number}", x.width), x.width)
+        self.program.match(y=self._materialised(y), x=x.buffer, out=out.buffer, least=least)
+        return out
+
+    def predict(
+        self, xs: tuple[ResidualStream, ...], routed: Value, weight: VectorHandle, *, scale: float
+    ) -> tuple[ResidualStream, ...]:
+        """In place."""
+        buffers = [x.buffer for x in xs]
+        self.program.predict(xs=buffers, routed=self._materialised(routed), weight=weight.index, scale=scale)
+        return tuple(self._written(x) for x in xs)
+
+    def correct(
+        self,
+        xs: tuple[ResidualStream, ...],
+        y: ResidualStream,
+        routed: Value,
+        weight: VectorHandle,
+        *,
+        scale: float,
+        active: int,
+    ) -> tuple[ResidualStream, ...]:
+        """In place."""
+        buffers = [x.buffer for x in xs]
+        self.program.correct(
+            xs=buffers, y=y.buffer, routed=self._materialised(routed), weight=weight.index, scale=scale, active=active
+        )
+        return tuple(self._written(x) for x in xs)
+
     def linear_add(self, h: Value | ResidualStream, weight: LinearHandle, x: ResidualStream) -> ResidualStream:
         """x += h W^T + b in the product's epilogue."""
         self._linear_onto(h, weight, x.buffer)
@@ -176,18 +272,21 @@ class CpuOps(
             category=category, weight=weight.index, rows=rows, out=buffer, store="add_f32", column=weight.column
         )
 
-    def add(self, x: ResidualStream, y: Value) -> ResidualStream:
-        """x += y, with y's norm fused where it is one."""
-        if y.kind == "norm":
+    def add(self, x: ResidualStream, y: Value | ResidualStream, *, scale: float = 1.0) -> ResidualStream:
+        """x += scale * y, with y's norm fused where it is one."""
+        if isinstance(y, ResidualStream):
+            self.program.add(y.buffer, x.buffer, scale=scale)
+        elif y.kind == "norm":
             assert y.norm is not None
-            assert y.source is None, "the norm of the residual stream is not added to it"
+            assert y.source is not x, "the norm of a stream is not added to it"
+            assert y.source is None or y.source.version == y.source_version, "the norm's input has been overwritten"
             weight, eps = y.norm
             assert weight == VectorHandle(index=weight.index), (
                 "a norm that is added to the stream has no bias and no mean"
             )
-            self.program.add_norm(y.buffer, weight.index, eps, x.buffer)
+            self.program.add_norm(y.buffer, weight.index, eps, x.buffer, scale)
         else:
-            self.program.add(self._materialised(y), x.buffer)
+            self.program.add(self._materialised(y), x.buffer, scale=scale)
         return self._written(x)
 
     def add_gated(self, x: ResidualStream, y: Value, gate: Value) -> ResidualStream:

@@ -145,6 +145,58 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     return 0.5 * g * (1 + torch.tanh(inner)) * up
 
 
+def sparse_gate(gate_up: torch.Tensor, activation: Activation, cutoff: float) -> torch.Tensor:
+    """act(max(gate - (mean + cutoff * deviation), 0)) * up for gate_up [T, 2F] with gate first, fp32."""
+    g, up = gate_up.float().chunk(2, dim=-1)
+    mean = g.mean(dim=-1, keepdim=True)
+    deviation = ((g - mean) ** 2).mean(dim=-1, keepdim=True).sqrt()
+    left = torch.clamp(g - (mean + cutoff * deviation), min=0)
+    return gate(torch.cat([left, up], dim=-1), activation)
+
+
+def layer_inputs(
+    of_stream: torch.Tensor,
+    norm: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    eps: float,
+    table_scale: float,
+    scale: float,
+) -> torch.Tensor:
+    """Scale * (norm of each layer's part + table_scale * rows), both [T, L P], norm [P], fp32."""
+    parts = [rms_norm(part, norm, eps=eps) for part in of_stream.split(len(norm), dim=-1)]
+    return scale * (torch.cat(parts, dim=-1) + table_scale * rows.float())
+
+
+def match(y: torch.Tensor, x: torch.Tensor, *, least: float) -> torch.Tensor:
+    """Y as large as x, both [T, D], fp32."""
+    wanted, found = ((one.float() ** 2).mean(dim=-1, keepdim=True) for one in (x, y))
+    return y.float() * torch.sqrt(wanted) / torch.sqrt(found.clamp(min=least))
+
+
+def predict(xs: list[torch.Tensor], routed: torch.Tensor, weight: torch.Tensor, *, scale: float) -> list[torch.Tensor]:
+    """Each of n streams [T, D] plus all of them times its n coefficients, fp32. routed [T, n], weight [n n, n]."""
+    coefficients = linear(torch.tanh(scale * routed.float()), weight)
+    return [
+        x.float() + sum(coefficients[:, i * len(xs) + j, None] * other.float() for j, other in enumerate(xs))
+        for i, x in enumerate(xs)
+    ]
+
+
+def correct(
+    xs: list[torch.Tensor],
+    y: torch.Tensor,
+    routed: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    scale: float,
+    active: int,
+) -> list[torch.Tensor]:
+    """Each of n streams [T, D] plus what y has beyond the active one, times its coefficient, fp32. weight [n, n]."""
+    coefficients = linear(torch.tanh(scale * routed.float()), weight) + 1
+    return [x.float() + coefficients[:, i, None] * (y - xs[active]).float() for i, x in enumerate(xs)]
+
+
 def rotate(x: torch.Tensor, positions: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
     """X [T, heads, d] with dimensions i and i + rotary_dim/2 turned by position * inv_freq[i], fp32."""
     x = x.float()

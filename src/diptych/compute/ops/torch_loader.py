@@ -97,8 +97,21 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         self.sites.note(parts, linear)
         return linear
 
-    def gated(self, parts: LinearParts, activation: Activation, *, role: Role | None = None) -> TorchLinear:
-        """Gate rows first, then up rows."""
+    def vector(self, tensor: WeightTensor) -> TorchNorm:
+        """fp32, in its shape."""
+        return TorchNorm(self._vector(tensor))
+
+    def gate(self, parts: LinearParts, activation: Activation) -> TorchLinear:
+        """With its activation."""
+        linear = self._stacked(parts, activation)
+        self.sites.note(parts, linear)
+        return linear
+
+    def gated(
+        self, parts: LinearParts, activation: Activation, *, role: Role | None = None, is_apart: bool = False
+    ) -> TorchLinear:
+        """Gate rows first, then up rows, whatever joins them."""
+        del is_apart
         linear = self._stacked(parts, activation, role=role)
         self.sites.note(parts, linear)
         return linear

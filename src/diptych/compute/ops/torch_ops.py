@@ -124,9 +124,74 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         if weight.activation is Activation.CLAMPED:
             gate, up = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
             return gate * torch.sigmoid(gate * CLAMPED_ALPHA) * (up + 1)
-        if weight.activation is Activation.SILU:
-            return F.silu(gate) * up
-        return F.gelu(gate, approximate="tanh") * up
+        return _activated(gate, weight.activation) * up
+
+    def sparse_gate(self, h: torch.Tensor, weight: TorchLinear, *, cutoff: float) -> torch.Tensor:
+        """y [T, F]."""
+        gate, up = self._product(h, weight, None).chunk(2, dim=-1)
+        deviation, mean = torch.std_mean(gate.float(), dim=-1, keepdim=True, correction=0)
+        return _activated(F.relu(gate - (mean + cutoff * deviation).to(gate.dtype)), weight.activation) * up
+
+    def gate_given(self, h: torch.Tensor, weight: TorchLinear, given: torch.Tensor, first: int) -> torch.Tensor:
+        """y [T, F]."""
+        gate = self._product(h, weight, None)
+        return _activated(gate, weight.activation) * given[:, first : first + gate.shape[1]]
+
+    def weigh(self, x: torch.Tensor, weight: TorchNorm) -> torch.Tensor:
+        """h [T, D]."""
+        return (x * weight.weight).to(x.dtype)
+
+    def layer_inputs(
+        self,
+        x: torch.Tensor,
+        projection: TorchLinear,
+        norm: TorchNorm,
+        table: torch.Tensor,
+        *,
+        eps: float,
+        table_scale: float,
+        scale: float,
+    ) -> torch.Tensor:
+        """[T, L P]."""
+        by_layer = self.linear(x, projection).unflatten(-1, (-1, len(norm.weight)))
+        of_stream = self.norm(by_layer, norm, eps=eps).flatten(1)
+        rows = table[torch.where(self._token_ids < len(table), self._token_ids, 0)]
+        return (of_stream + rows.to(x.dtype) * table_scale) * scale
+
+    def branch(self, x: torch.Tensor, number: int, *, scale: float = 1.0) -> torch.Tensor:
+        """A tensor of its own where it is not the very same."""
+        del number
+        return x if scale == 1.0 else x * scale
+
+    def match(self, y: torch.Tensor, x: torch.Tensor, number: int, *, least: float) -> torch.Tensor:
+        """[T, D]."""
+        del number
+        wanted, found = (one.float().square().mean(dim=-1, keepdim=True) for one in (x, y))
+        return (y * (wanted.sqrt() / found.clamp(min=least).sqrt())).to(x.dtype)
+
+    def predict(
+        self, xs: tuple[torch.Tensor, ...], routed: torch.Tensor, weight: TorchNorm, *, scale: float
+    ) -> tuple[torch.Tensor, ...]:
+        """n of [T, D]."""
+        n, together = len(xs), torch.stack(xs, dim=1)
+        coefficients = F.linear(torch.tanh(routed.float() * scale), weight.weight).unflatten(-1, (n, n))
+        mixed = torch.baddbmm(together, coefficients.to(together.dtype), together)
+        return tuple(mixed.unbind(dim=1))
+
+    def correct(
+        self,
+        xs: tuple[torch.Tensor, ...],
+        y: torch.Tensor,
+        routed: torch.Tensor,
+        weight: TorchNorm,
+        *,
+        scale: float,
+        active: int,
+    ) -> tuple[torch.Tensor, ...]:
+        """n of [T, D]."""
+        coefficients = (F.linear(torch.tanh(routed.float() * scale), weight.weight) + 1.0).to(y.dtype)
+        news = y - xs[active]
+        return tuple(x + coefficients[:, i, None] * news for i, x in enumerate(xs))
 
     def linear_add(self, h: torch.Tensor, weight: TorchLinear, x: torch.Tensor) -> torch.Tensor:
         """x + h W^T + b [T, D]."""
@@ -136,9 +201,9 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         """y + h W^T + b [T, N]."""
         return self.linear_add(h, weight, y)
 
-    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """x + y [T, D]."""
-        return x + y
+    def add(self, x: torch.Tensor, y: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        """x + scale * y [T, D]."""
+        return torch.add(x, y, alpha=scale)
 
     def add_gated(self, x: torch.Tensor, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """x + sigmoid(gate) * y [T, D]."""
@@ -361,6 +426,10 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         # padded positions may lie beyond a short sequence's table; they are masked, any slot will do
         columns = (positions_BC // block_tokens).clamp(max=table_BM.shape[1] - 1)
         return table_BM.gather(1, columns) * block_tokens + positions_BC % block_tokens
+
+
+def _activated(gate: torch.Tensor, activation: Activation | None) -> torch.Tensor:
+    return F.silu(gate) if activation is Activation.SILU else F.gelu(gate, approximate="tanh")
 
 
 def _route(

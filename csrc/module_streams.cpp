@@ -1,0 +1,66 @@
+// Operations on streams beside each other, embeddings of layers, and gates of which most is cut.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "module.h"
+#include "program.h"
+
+namespace diptych {
+namespace {
+
+void require_streams(const Program& p, const std::vector<int>& xs, int routed, int weight, int64_t rows) {
+  const int64_t n = static_cast<int64_t>(xs.size());
+  if (n < 1 || n > kMostStreams) throw std::invalid_argument("there are from 1 to 8 streams");
+  if (p.buffer_width(routed) != n || p.vector_size(weight) != rows * n) throw std::invalid_argument("what is routed, or its coefficients, are not of as many streams");
+  for (const int x : xs)
+    if (p.buffer_width(x) != p.buffer_width(xs[0])) throw std::invalid_argument("streams have one width");
+}
+
+void require_equal(const Program& p, int x, int y) {
+  if (p.buffer_width(x) != p.buffer_width(y)) throw std::invalid_argument("both buffers must have one width");
+}
+
+}  // namespace
+
+void bind_streams(nb::class_<Program>& program) {
+  program
+      .def("weigh", [](Program& p, int x, int weight, int out) {
+        require_equal(p, x, out);
+        if (p.vector_size(weight) != p.buffer_width(x)) throw std::invalid_argument("a weight is as long as a row");
+        p.record(Category::norm, WeighOp{x, weight, out});
+      }, nb::arg("x"), nb::arg("weight"), nb::arg("out"))
+      .def("sparse_gate", [](Program& p, int x, int out, float cutoff, const std::string& activation) {
+        if (p.buffer_width(x) != 2 * p.buffer_width(out)) throw std::invalid_argument("gate and up lie beside each other, each as wide as what they become");
+        p.record(Category::gate_up, SparseGateOp{x, out, cutoff, named<Activation>("activation", activation, {{"silu", Activation::silu}, {"gelu_tanh", Activation::gelu_tanh}})});
+      }, nb::arg("x"), nb::arg("out"), nb::arg("cutoff"), nb::arg("activation"))
+      .def("branch", [](Program& p, int x, int out, float scale) {
+        require_equal(p, x, out);
+        p.record(Category::norm, BranchOp{x, out, scale});
+      }, nb::arg("x"), nb::arg("out"), nb::arg("scale"))
+      .def("match", [](Program& p, int y, int x, int out, float least) {
+        require_equal(p, x, out), require_equal(p, y, out);
+        p.record(Category::norm, MatchOp{y, x, out, least});
+      }, nb::arg("y"), nb::arg("x"), nb::arg("out"), nb::arg("least"))
+      .def("copy_columns", [](Program& p, int x, int out, int64_t first) {
+        if (first < 0 || first + p.buffer_width(out) > p.buffer_width(x)) throw std::invalid_argument("columns beyond the row");
+        p.record(Category::norm, CopyColumnsOp{x, out, first});
+      }, nb::arg("x"), nb::arg("out"), nb::arg("first"))
+      .def("predict", [](Program& p, std::vector<int> xs, int routed, int weight, float scale) {
+        require_streams(p, xs, routed, weight, static_cast<int64_t>(xs.size() * xs.size()));
+        p.record(Category::norm, PredictOp{std::move(xs), routed, weight, scale});
+      }, nb::arg("xs"), nb::arg("routed"), nb::arg("weight"), nb::arg("scale"))
+      .def("correct", [](Program& p, std::vector<int> xs, int y, int routed, int weight, float scale, int active) {
+        require_streams(p, xs, routed, weight, static_cast<int64_t>(xs.size()));
+        if (active < 0 || active >= static_cast<int>(xs.size())) throw std::invalid_argument("the active stream is not there");
+        require_equal(p, xs[0], y);
+        p.record(Category::norm, CorrectOp{std::move(xs), y, routed, weight, active, scale});
+      }, nb::arg("xs"), nb::arg("y"), nb::arg("routed"), nb::arg("weight"), nb::arg("scale"), nb::arg("active"))
+      .def("layer_inputs", [](Program& p, int x, int norm, int table, float eps, float table_scale, float scale) {
+        const int64_t width = p.vector_size(norm);
+        if (width < 1 || p.buffer_width(x) % width != 0) throw std::invalid_argument("a row has a whole number of layers' parts");
+        if (p.table_at(table).rows < 1 || p.table_at(table).width != p.buffer_width(x)) throw std::invalid_argument("the table is not as wide as a row");
+        p.record(Category::embed, LayerInputsOp{x, norm, table, eps, table_scale, scale});
+      }, nb::arg("x"), nb::arg("norm"), nb::arg("table"), nb::arg("eps"), nb::arg("table_scale"), nb::arg("scale"));
+}
+
+}  // namespace diptych

@@ -1,0 +1,105 @@
+// What a step of a Program does with streams beside each other, embeddings of layers, and gates of which most is cut.
+#include <cstring>
+
+#include "program_run.h"
+
+namespace diptych {
+
+void Program::Run::run(const WeighOp& op, size_t, int thread, int threads) const {
+  const Buffer &x = buffer(op.x), &out = buffer(op.out);
+  float* row = reinterpret_cast<float*>(scratch(thread));
+  const Range part = part_of_rows(out, step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t) {
+    float* target = out.kind == BufferKind::rows ? row : out.f32() + t * out.width;
+    kernels.weigh_row(x.f32() + t * x.width, vector(op.weight), x.width, target);
+    if (out.kind == BufferKind::rows) prepare_row(set, out.rows, t, row);
+  }
+}
+
+void Program::Run::run(const SparseGateOp& op, size_t, int thread, int threads) const {
+  const Buffer &x = buffer(op.x), &out = buffer(op.out);
+  float* row = reinterpret_cast<float*>(scratch(thread));
+  const Range part = part_of_rows(out, step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t) {
+    float* target = out.kind == BufferKind::rows ? row : out.f32() + t * out.width;
+    kernels.sparse_gate_row(x.f32() + t * x.width, x.width / 2, op.cutoff, op.activation, target);
+    if (out.kind == BufferKind::rows) prepare_row(set, out.rows, t, row);
+  }
+}
+
+void Program::Run::run(const BranchOp& op, size_t, int thread, int threads) const {
+  const Buffer &x = buffer(op.x), &out = buffer(op.out);
+  const Range part = part_of_rows(out, step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t)
+    kernels.embed_row(x.f32() + t * x.width, Source::f32, x.width, op.scale, out.f32() + t * x.width);
+}
+
+void Program::Run::run(const MatchOp& op, size_t, int thread, int threads) const {
+  const Buffer &y = buffer(op.y), &x = buffer(op.x), &out = buffer(op.out);
+  const Range part = part_of_rows(out, step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t)
+    kernels.match_row(y.f32() + t * x.width, x.f32() + t * x.width, x.width, op.least, out.f32() + t * x.width);
+}
+
+void Program::Run::run(const CopyColumnsOp& op, size_t, int thread, int threads) const {
+  const Buffer &x = buffer(op.x), &out = buffer(op.out);
+  const Range part = part_of_rows(out, step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t)
+    std::memcpy(out.f32() + t * out.width, x.f32() + t * x.width + op.first, static_cast<size_t>(out.width) * 4);
+}
+
+// Rows of W, as many as `n`, times tanh(scale * routed), each summed in one order.
+void Program::Run::route_streams(int routed, int weight, float scale, int64_t token, int64_t n, float* out) const {
+  const Buffer& from = buffer(routed);
+  float modalities[kMostStreams];
+  for (int64_t j = 0; j < from.width; ++j) modalities[j] = scale * from.f32()[token * from.width + j];
+  kernels.softcap_row(modalities, from.width, 1.0f);
+  const float* row = vector(weight);
+  for (int64_t i = 0; i < n; ++i, row += from.width) {
+    out[i] = 0.0f;
+    for (int64_t j = 0; j < from.width; ++j) out[i] += row[j] * modalities[j];
+  }
+}
+
+void Program::Run::run(const PredictOp& op, size_t, int thread, int threads) const {
+  const int64_t n = static_cast<int64_t>(op.xs.size()), width = buffer(op.xs[0]).width;
+  float coefficients[kMostStreams * kMostStreams], *rows[kMostStreams];
+  const Range part = part_of_rows(buffer(op.xs[0]), step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t) {
+    route_streams(op.routed, op.weight, op.scale, t, n * n, coefficients);
+    for (int64_t i = 0; i < n; ++i) rows[i] = buffer(op.xs[i]).f32() + t * width;
+    kernels.mix_rows(rows, n, width, coefficients);
+  }
+}
+
+void Program::Run::run(const CorrectOp& op, size_t, int thread, int threads) const {
+  const int64_t n = static_cast<int64_t>(op.xs.size()), width = buffer(op.y).width;
+  float coefficients[kMostStreams], *news = reinterpret_cast<float*>(scratch(thread));
+  const Range part = part_of_rows(buffer(op.xs[0]), step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t) {
+    route_streams(op.routed, op.weight, op.scale, t, n, coefficients);
+    std::memcpy(news, buffer(op.y).f32() + t * width, static_cast<size_t>(width) * 4);
+    kernels.add_row(buffer(op.xs[op.active]).f32() + t * width, width, -1.0f, news);
+    for (int64_t i = 0; i < n; ++i) kernels.add_row(news, width, coefficients[i] + 1.0f, buffer(op.xs[i]).f32() + t * width);
+  }
+}
+
+void Program::Run::run(const LayerInputsOp& op, size_t, int thread, int threads) const {
+  const Buffer& x = buffer(op.x);
+  const Table& table = program.tables_[op.table];
+  const int64_t width = static_cast<int64_t>(program.vectors_[op.norm].size()), element = table.source == Source::f32 ? 4 : 2;
+  float* own = reinterpret_cast<float*>(scratch(thread));
+  const Range part = part_of_rows(x, step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t) {
+    const int64_t token = step.token_ids[t] < table.rows ? step.token_ids[t] : 0;
+    for (int64_t first = 0; first < x.width; first += width) {
+      float* row = x.f32() + t * x.width + first;
+      kernels.rms_norm_row(row, vector(op.norm), width, op.eps, row);
+      kernels.embed_row(table.data + (token * table.width + first) * element, table.source, width, op.table_scale, own);
+      kernels.add_row(own, width, 1.0f, row);
+      kernels.embed_row(row, Source::f32, width, op.scale, row);
+    }
+  }
+}
+
+}  // namespace diptych

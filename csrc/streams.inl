@@ -1,0 +1,55 @@
+// Rows of streams beside each other, and gates of which only what stands out is left.
+
+namespace diptych {
+namespace DIPTYCH_ISA {
+
+// Column by column: every row's new value is of all old ones, added in their order.
+static void mix_rows(float* const* rows, int64_t n_rows, int64_t n, const float* coefficients) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const int64_t lanes = n - i < 16 ? n - i : 16;
+    F32 old[kMostStreams];
+    for (int64_t j = 0; j < n_rows; ++j) old[j] = load_n(rows[j] + i, lanes);
+    for (int64_t row = 0; row < n_rows; ++row) {
+      F32 sum = old[row];
+      for (int64_t j = 0; j < n_rows; ++j) sum = fma(set1(coefficients[row * n_rows + j]), old[j], sum);
+      store_n(rows[row] + i, sum, lanes);
+    }
+  }
+}
+
+static void match_row(const float* y, const float* x, int64_t n, float least, float* out) {
+  const float wanted = sum_of_squares(x, n) / static_cast<float>(n), found = sum_of_squares(y, n) / static_cast<float>(n);
+  const F32 factor = set1(__builtin_sqrtf(wanted) / __builtin_sqrtf(found > least ? found : least));
+  for (int64_t i = 0; i < n; i += 16) {
+    const int64_t lanes = n - i < 16 ? n - i : 16;
+    store_n(out + i, mul(load_n(y + i, lanes), factor), lanes);
+  }
+}
+
+static void weigh_row(const float* x, const float* weight, int64_t n, float* out) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const int64_t lanes = n - i < 16 ? n - i : 16;
+    store_n(out + i, mul(load_n(x + i, lanes), load_n(weight + i, lanes)), lanes);
+  }
+}
+
+// The mean first, then the squares around it; lanes behind the end count for neither.
+static void sparse_gate_row(const float* x, int64_t n, float cutoff, Activation activation, float* out) {
+  F32 sum = zero(), squares = zero();
+  for (int64_t i = 0; i < n; i += 16) sum = add(sum, load_n(x + i, n - i < 16 ? n - i : 16));
+  const float mean = horizontal_sum(sum) / static_cast<float>(n);
+  for (int64_t i = 0; i < n; i += 16) {
+    const int64_t lanes = n - i < 16 ? n - i : 16;
+    const F32 away = keep(sub(load_n(x + i, lanes), set1(mean)), zero(), 0, lanes);
+    squares = fma(away, away, squares);
+  }
+  const F32 least = set1(mean + cutoff * __builtin_sqrtf(horizontal_sum(squares) / static_cast<float>(n)));
+  for (int64_t i = 0; i < n; i += 16) {
+    const int64_t lanes = n - i < 16 ? n - i : 16;
+    const F32 gate = max(sub(load_n(x + i, lanes), least), zero()), up = load_n(x + n + i, lanes);
+    store_n(out + i, mul(activation == Activation::gelu_tanh ? gelu_tanh_lanes(gate) : silu_lanes(gate), up), lanes);
+  }
+}
+
+}  // namespace DIPTYCH_ISA
+}  // namespace diptych

@@ -1,0 +1,115 @@
+"""What a decoder over streams has beside attention and MLP, as weight handles: streams, branches, embeddings of layers."""
+
+from __future__ import annotations
+
+from diptych.compute.balance import NORM_SHARE, balance_norm
+from diptych.compute.decoder import BranchWeights, InputsWeights, MixingWeights, OwnEmbedding
+from diptych.compute.ops.contract import Experts, Heads, Linear, LinearParts, Loader, NormParts, Table, Vector
+from diptych.compute.weights import Source
+from diptych.models.spec import LayerInputs, MlpSpec, ModelSpec, StreamsSpec
+
+
+def load_inputs(
+    source: Source, loader: Loader[Table, Vector, Linear, Heads, Experts], spec: ModelSpec, prefix: str
+) -> InputsWeights[Table, Vector, Linear] | None:
+    """The embeddings of all layers, if there are any."""
+    inputs = spec.layer_inputs
+    if inputs is None:
+        return None
+    width = spec.n_layers * inputs.width
+    return InputsWeights(
+        table=loader.table(source.tensor(f"{prefix}embed_tokens_per_layer.weight", inputs.vocab, width), head=None),
+        projection=loader.linear(_matrix(source, f"{prefix}per_layer_model_projection", width, spec.hidden)),
+        norm=_norm(source, loader, f"{prefix}per_layer_projection_norm", inputs.width),
+    )
+
+
+def load_ends(
+    source: Source, loader: Loader[Table, Vector, Linear, Heads, Experts], spec: ModelSpec, prefix: str
+) -> tuple[tuple[Linear, ...], tuple[Linear, ...]]:
+    """How streams begin and end: a projection for each but the first."""
+    begin, end = (
+        tuple(
+            loader.linear(_matrix(source, f"{prefix}{name}.{i}", spec.hidden, spec.hidden))
+            for i in range(0 if spec.streams is None else spec.streams.n_streams - 1)
+        )
+        for name in ("altup_projections", "altup_unembed_projections")
+    )
+    return begin, end
+
+
+def load_mixing(
+    source: Source,
+    loader: Loader[Table, Vector, Linear, Heads, Experts],
+    spec: ModelSpec,
+    streams: StreamsSpec,
+    output: NormParts,
+    root: str,
+) -> MixingWeights[Vector, Linear]:
+    """Of the layer whose tensors begin with root. output: as `own_gate` gives it."""
+    n = streams.n_streams
+    return MixingWeights(
+        norm=_norm(source, loader, f"{root}altup.router_norm", spec.hidden),
+        router=loader.router(_matrix(source, f"{root}altup.modality_router", n, spec.hidden)),
+        predict=loader.vector(source.tensor(f"{root}altup.prediction_coefs.weight", n * n, n)),
+        correct=loader.vector(source.tensor(f"{root}altup.correction_coefs.weight", n, n)),
+        output=loader.vector(output.weight) if streams.scales_output else None,
+    )
+
+
+def branch_left(source: Source, spec: ModelSpec, root: str) -> tuple[LinearParts, ...]:
+    """What reads the norm beside q, k and v: the first projection of a low-rank branch, if there is one."""
+    return (_matrix(source, f"{root}laurel.linear_left", spec.low_rank, spec.hidden),) if spec.low_rank else ()
+
+
+def load_branch(
+    source: Source,
+    loader: Loader[Table, Vector, Linear, Heads, Experts],
+    spec: ModelSpec,
+    left: LinearParts,
+    input_norm: Vector,
+    root: str,
+) -> BranchWeights[Vector, Linear]:
+    """Of the layer whose tensors begin with root. left: as `branch_left` gives it, maybe balanced."""
+    return BranchWeights(
+        input_norm=input_norm,
+        left=loader.linear(left),
+        right=loader.linear(_matrix(source, f"{root}laurel.linear_right", spec.hidden, spec.low_rank)),
+        norm=_norm(source, loader, f"{root}laurel.post_laurel_norm", spec.hidden),
+    )
+
+
+def own_gate(
+    source: Source, spec: ModelSpec, streams: StreamsSpec, inputs: LayerInputs, root: str, *, is_balancing: bool
+) -> tuple[NormParts, LinearParts]:
+    """What weighs a stream before the gate of the layer's embedding reads it, and that gate."""
+    output = NormParts(weight=source.tensor(f"{root}altup.correct_output_scale", spec.hidden))
+    gate = _matrix(source, f"{root}per_layer_input_gate", inputs.width, spec.hidden)
+    if is_balancing and streams.scales_output:
+        output, (gate,) = balance_norm(output, (gate,), offset=0.0, share=NORM_SHARE)
+    return output, gate
+
+
+def load_embedding(
+    source: Source,
+    loader: Loader[Table, Vector, Linear, Heads, Experts],
+    spec: ModelSpec,
+    inputs: LayerInputs,
+    gate: LinearParts,
+    mlp: MlpSpec,
+    root: str,
+) -> OwnEmbedding[Vector, Linear]:
+    """Of the layer whose tensors begin with root; its gate has the MLP's activation."""
+    return OwnEmbedding(
+        gate=loader.gate(gate, mlp.activation),
+        projection=loader.linear(_matrix(source, f"{root}per_layer_projection", spec.hidden, inputs.width)),
+        norm=_norm(source, loader, f"{root}post_per_layer_input_norm", spec.hidden),
+    )
+
+
+def _matrix(source: Source, name: str, n_outputs: int, n_inputs: int) -> LinearParts:
+    return LinearParts(weights=(source.tensor(f"{name}.weight", n_outputs, n_inputs),))
+
+
+def _norm(source: Source, loader: Loader[Table, Vector, Linear, Heads, Experts], name: str, width: int) -> Vector:
+    return loader.norm(NormParts(weight=source.tensor(f"{name}.weight", width)), is_read=False)

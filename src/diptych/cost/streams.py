@@ -1,0 +1,37 @@
+"""What a model with residual streams beside each other multiplies and reads outside attention and MLP (Gemma 3n).
+
+>>> from diptych.cost.tables import model_spec
+>>> stream_matrices(model_spec("llama-3.1-8b"))
+0
+"""
+
+from __future__ import annotations
+
+from diptych.models.spec import ModelSpec
+
+
+def stream_matrices(model: ModelSpec) -> int:
+    """Parameters of matrices that every token meets: ends of streams, routers, branches, and gates of layers' embeddings."""
+    hidden, n = model.hidden, model.n_layers
+    count = 2 * n * model.low_rank * hidden
+    if model.streams is not None:
+        count += 2 * (model.streams.n_streams - 1) * hidden**2 + n * model.streams.n_streams * hidden
+    if model.layer_inputs is not None:
+        count += 3 * n * model.layer_inputs.width * hidden  # one from the stream's beginning, two in the layer
+    return count
+
+
+def stream_vectors(model: ModelSpec) -> int:
+    """Norms and coefficients beside them, kept in fp32."""
+    hidden, n = model.hidden, model.n_layers
+    count = n * hidden if model.low_rank else 0
+    if model.streams is not None:
+        count += n * (2 * hidden + model.streams.n_streams**3 + model.streams.n_streams**2)
+    if model.layer_inputs is not None:
+        count += n * hidden + model.layer_inputs.width
+    return count
+
+
+def table_width(model: ModelSpec) -> int:
+    """Numbers that a token gathers from the table of layers' embeddings."""
+    return 0 if model.layer_inputs is None else model.n_layers * model.layer_inputs.width

@@ -1,0 +1,75 @@
+"""What Gemma 3n has beside other decoders, from a config: shared keys and values, streams, embeddings of layers, cutoffs."""
+
+from __future__ import annotations
+
+from statistics import NormalDist
+
+from diptych.ground.errors import LoadError
+from diptych.models.config import HfConfig
+from diptych.models.spec import LayerInputs, StreamsSpec
+
+MOST_STREAMS = 8  # that a kernel holds at a time
+SPARSE_LAYERS, SPARSITY = 10, 0.95  # of a config that does not say, where it has more layers than that
+
+
+def shared_layers(config: HfConfig, windows: list[int | None]) -> list[int | None]:
+    """For each layer the one whose keys and values it attends to, None: its own.
+
+    The last `num_kv_shared_layers` attend to those of the last layer before them that has a window as they do, or none.
+    """
+    n_layers, n_shared = len(windows), config.integer("num_kv_shared_layers", 0, low=0)
+    config.at_most("num_kv_shared_layers", n_shared, n_layers - 1)
+    first = n_layers - n_shared
+    last = {windows[i] is None: i for i in range(first)}
+    for i in range(first, n_layers):
+        if (windows[i] is None) not in last:
+            kind = "full" if windows[i] is None else "windowed"
+            raise LoadError(
+                f"layer {i} in {config.path} is to attend to the keys and values of a {kind} layer before layer {first}, "
+                f"and there is none (num_kv_shared_layers is {n_shared})"
+            )
+    return [None if i < first else last[windows[i] is None] for i in range(n_layers)]
+
+
+def mlp_widths(config: HfConfig, n_layers: int) -> list[int]:
+    """The width of each layer's MLP: one for all, or a list of them."""
+    value = config.raw.get("intermediate_size")
+    if not isinstance(value, list):
+        return [config.integer("intermediate_size", 4 * config.integer("hidden_size"))] * n_layers
+    if len(value) != n_layers:
+        raise LoadError(f"intermediate_size in {config.path} has {len(value)} entries; the model has {n_layers} layers")
+    return [HfConfig({"intermediate_size": one}, path=config.path).integer("intermediate_size") for one in value]
+
+
+def cutoffs(config: HfConfig, n_layers: int) -> list[float | None]:
+    """By how many deviations a value of each layer's gate must stand out: the quantile of activation_sparsity_pattern."""
+    pattern = config.raw.get("activation_sparsity_pattern")
+    if pattern is None:
+        n_sparse = SPARSE_LAYERS if n_layers > SPARSE_LAYERS else 0
+        pattern = [SPARSITY] * n_sparse + [0.0] * (n_layers - n_sparse)
+    pattern = pattern if isinstance(pattern, list) else [pattern] * n_layers
+    if len(pattern) != n_layers:
+        raise LoadError(
+            f"activation_sparsity_pattern in {config.path} has {len(pattern)} entries; the model has {n_layers} layers"
+        )
+    for value in pattern:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < 1.0:
+            raise LoadError(
+                f"activation_sparsity_pattern in {config.path} has {value!r}; it must hold numbers from 0 to below 1"
+            )
+    return [NormalDist().inv_cdf(value) if value > 0 else None for value in pattern]
+
+
+def streams(config: HfConfig) -> StreamsSpec:
+    """How many residual streams there are, and which is computed."""
+    n_streams, active = config.integer("altup_num_inputs"), config.integer("altup_active_idx", low=0)
+    config.at_most("altup_num_inputs", n_streams, MOST_STREAMS)
+    config.at_most("altup_active_idx", active, n_streams - 1)
+    return StreamsSpec(n_streams=n_streams, active=active, scales_output=config.flag("altup_correct_scale"))
+
+
+def layer_inputs(config: HfConfig) -> LayerInputs:
+    """The embeddings of layers."""
+    return LayerInputs(
+        width=config.integer("hidden_size_per_layer_input"), vocab=config.integer("vocab_size_per_layer_input")
+    )

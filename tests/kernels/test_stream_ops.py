@@ -1,0 +1,159 @@
+"""Streams beside each other, embeddings of layers and sparse gates: the native backend and torch against the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from worlds import KERNEL_SETS
+
+from diptych.compute.kv_store import TorchKVStore
+from diptych.compute.ops import cpu_kernels as cpu
+from diptych.compute.ops import reference
+from diptych.compute.ops.contract import Activation, EdgeShape
+from diptych.compute.ops.torch_loader import TorchLinear, TorchNorm
+from diptych.compute.ops.torch_ops import TorchOps
+from op_bench import Bench, check, make_batch, noise
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(not cpu.instruction_sets(), reason="the native kernels are not installed"),
+]
+T, CPU = 5, torch.device("cpu")
+WIDTHS = [2, 15, 64, 130]
+
+
+@pytest.fixture(params=KERNEL_SETS)
+def isa(request: pytest.FixtureRequest) -> str:
+    if request.param not in cpu.instruction_sets():
+        pytest.skip(f"this CPU cannot run {request.param}")
+    return request.param
+
+
+def others(bench: Bench, *values: torch.Tensor) -> list[int]:
+    """Further inputs of the program, as buffers."""
+    buffers = [bench.program.add_f32(one.shape[1]) for one in values]
+    for buffer, one in zip(buffers, values, strict=True):
+        bench.program.embed(bench.program.add_table(one.contiguous()), buffer, 1.0)
+    return buffers
+
+
+def torch_ops() -> TorchOps:
+    batch, n_blocks = make_batch(EdgeShape(name="", sequences=((0, T),)))
+    sizes: dict[str, Any] = {"n_layers": 1, "n_blocks": n_blocks, "block_tokens": 16, "n_kv_heads": 1, "head_dim": 2}
+    kv = TorchKVStore(dtype=torch.float32, device=CPU, **sizes)
+    return TorchOps(batch, kv, device=CPU, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("activation", [Activation.SILU, Activation.GELU_TANH])
+def test_sparse_gate(isa: str, activation: Activation, width: int) -> None:
+    """Mean and deviation are of the token's own gate: lanes behind its end count for neither."""
+    x = noise(T, 2 * width, seed=1) + 0.5
+    bench = Bench(isa, x)
+    out = bench.program.add_f32(width)
+    bench.program.sparse_gate(x=bench.x, out=out, cutoff=0.3, activation=activation.value)
+    expected = reference.sparse_gate(x, activation, 0.3)
+    check("sparse_gate", bench.run(out, width), expected)
+    both = TorchLinear(torch.eye(2 * width), None, activation)
+    torch.testing.assert_close(torch_ops().sparse_gate(x, both, cutoff=0.3), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_stream_is_made_as_large_as_another(isa: str, width: int) -> None:
+    """One that is next to nothing stays so."""
+    y, x = noise(T, width, seed=1, scale=3.0), noise(T, width, seed=2)
+    y[1] *= 1e-4
+    bench = Bench(isa, y)
+    (other,), out, copy = others(bench, x), bench.program.add_f32(width), bench.program.add_f32(width)
+    bench.program.match(y=bench.x, x=other, out=out, least=1e-5)
+    bench.program.branch(x=out, out=copy, scale=0.5)
+    expected = reference.match(y, x, least=1e-5)
+    check("match", bench.run(out, width), expected)
+    bench = Bench(isa, y)
+    out = bench.program.add_f32(width)
+    bench.program.branch(x=bench.x, out=out, scale=0.5)
+    check("branch", bench.run(out, width), 0.5 * y)
+    torch.testing.assert_close(torch_ops().match(y, x, 1, least=1e-5), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("n", [1, 3, 4, 8])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_streams_predict_and_correct_each_other(isa: str, width: int, n: int) -> None:
+    """Every new value is of all old ones, whichever is written first."""
+    xs = [noise(T, width, seed=i) for i in range(n)]
+    y, routed, active = noise(T, width, seed=20), noise(T, n, seed=21, scale=2.0), n - 1
+    first, second = noise(n * n, n, seed=22, scale=0.3), noise(n, n, seed=23, scale=0.3)
+    predicted = reference.predict(xs, routed, first, scale=0.7)
+    expected = reference.correct(predicted, y, routed, second, scale=0.7, active=active)
+    for i in range(n):
+        bench = Bench(isa, xs[0])
+        buffers = [bench.x, *others(bench, *xs[1:])]
+        new, route = others(bench, y, routed)
+        weights = [bench.program.add_vector(one.flatten()) for one in (first, second)]
+        bench.program.predict(xs=buffers, routed=route, weight=weights[0], scale=0.7)
+        bench.program.correct(xs=buffers, y=new, routed=route, weight=weights[1], scale=0.7, active=active)
+        check("correct", bench.run(buffers[i], width), expected[i])
+    ops = torch_ops()
+    got = ops.predict(tuple(xs), routed, TorchNorm(first), scale=0.7)
+    got = ops.correct(got, y, routed, TorchNorm(second), scale=0.7, active=active)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [3, 16, 40])
+def test_embeddings_of_layers(isa: str, width: int, dtype: torch.dtype) -> None:
+    """Each layer's part is normed by itself; tokens behind the table have its first row."""
+    x, norm, table = noise(T, 3 * width, seed=1), noise(width, seed=2) + 1, noise(T - 1, 3 * width, seed=3).to(dtype)
+    rows = table[[*range(T - 1), 0]]
+    settings = {"eps": 1e-3, "table_scale": 4.0, "scale": 0.7}
+    bench = Bench(isa, x)
+    program = bench.program
+    program.layer_inputs(x=bench.x, norm=program.add_vector(norm), table=program.add_table(table), **settings)
+    out = program.add_f32(width)
+    program.copy_columns(x=bench.x, out=out, first=width)
+    expected = reference.layer_inputs(x, norm, rows, **settings)
+    check("layer_inputs", bench.run(bench.x, 3 * width), expected)
+    whole = TorchLinear(torch.eye(3 * width), None)
+    got = torch_ops().layer_inputs(x, whole, TorchNorm(norm), table.float(), **settings)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_weighed_and_scaled(isa: str, width: int) -> None:
+    """What a stream is added with may be scaled, normed or not."""
+    x, y, weight = noise(T, width, seed=1), noise(T, width, seed=2), noise(width, seed=3)
+    bench = Bench(isa, x)
+    out, vector = bench.program.add_f32(width), bench.program.add_vector(weight)
+    bench.program.weigh(x=bench.x, weight=vector, out=out)
+    check("weigh", bench.run(out, width), x * weight)
+    bench = Bench(isa, x)
+    (other,), vector = others(bench, y), bench.program.add_vector(weight)
+    bench.program.add(other, bench.x, scale=0.5)
+    bench.program.add_norm(other, vector, 1e-6, bench.x, 0.25)
+    check("add", bench.run(bench.x, width), x + 0.5 * y + 0.25 * reference.rms_norm(y, weight, eps=1e-6))
+    assert torch.equal(torch_ops().weigh(x, TorchNorm(weight)), x * weight)
+    torch.testing.assert_close(torch_ops().add(x, y, scale=0.5), x + 0.5 * y)
+
+
+def test_what_does_not_fit_is_refused(isa: str) -> None:
+    """A program is recorded by numbers: a wrong one must not reach memory."""
+    bench = Bench(isa, noise(T, 8, seed=1))
+    program = bench.program
+    (other,), nine = others(bench, noise(T, 6, seed=2)), program.add_vector(torch.ones(9))
+    with pytest.raises(ValueError, match="one width"):
+        program.branch(x=bench.x, out=other, scale=1.0)
+    with pytest.raises(ValueError, match="as long as a row"):
+        program.weigh(x=bench.x, weight=nine, out=bench.x)
+    with pytest.raises(ValueError, match="as many streams"):
+        program.predict(xs=[bench.x, bench.x], routed=other, weight=nine, scale=1.0)
+    with pytest.raises(ValueError, match="from 1 to 8"):
+        program.correct(xs=[bench.x] * 9, y=bench.x, routed=other, weight=nine, scale=1.0, active=0)
+    with pytest.raises(ValueError, match="beyond the row"):
+        program.copy_columns(x=bench.x, out=other, first=3)
+    with pytest.raises(ValueError, match="beside each other"):
+        program.sparse_gate(x=bench.x, out=other, cutoff=1.0, activation="silu")
+    with pytest.raises(ValueError, match="whole number"):
+        program.layer_inputs(x=bench.x, norm=nine, table=0, eps=1e-6, table_scale=1.0, scale=1.0)
