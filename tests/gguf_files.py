@@ -18,13 +18,13 @@ import gguf
 import numpy as np
 import torch
 
-from checkpoints import make_reference
+from checkpoints import VOCAB, make_reference
 
 # family of tests/checkpoints.py -> general.architecture
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3", "gemma2": "gemma2",
     "gemma3": "gemma3", "olmo2": "olmo2", "smollm3": "smollm3", "mixtral": "llama", "qwen3_moe": "qwen3moe",
-    "gemma": "gemma", "granite": "granite", "granitemoe": "granitemoe", "glm": "chatglm", "glm4": "glm4",
+    "gemma": "gemma", "gemma3n": "gemma3n", "granite": "granite", "granitemoe": "granitemoe", "glm": "chatglm", "glm4": "glm4",
     "glm4_moe": "glm4moe", "cohere": "command-r", "cohere2": "cohere2", "stablelm": "stablelm", "olmoe": "olmoe",
     "seed_oss": "seed_oss", "ernie4_5": "ernie4_5", "ernie4_5_moe": "ernie4_5-moe", "qwen2_moe": "qwen2moe",
     "gpt_oss": "gpt-oss", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
@@ -44,6 +44,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 5},
     # the converter knows neither its epsilon nor its length
     "glm": {"rms_norm_eps": 1e-5, "max_position_embeddings": 64, "num_attention_heads": 4, "head_dim": 16},
+    # the converter fills the table up with zeros
+    "gemma3n": {"vocab_size_per_layer_input": VOCAB},
     "cohere2": {"sliding_window_pattern": 4, "num_hidden_layers": 5},
     "seed_oss": {"attention_out_bias": False, "mlp_bias": False},
     "qwen2_moe": {"mlp_only_layers": []},
@@ -202,20 +204,33 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
         stretch = config.max_position_embeddings / full["original_max_position_embeddings"]
         attention = math.sqrt(1 + math.log(stretch) / math.log(full["original_max_position_embeddings"]))
         out.add_rope_scaling_attn_factors(attention)
-    if config.model_type in ("phi3", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "olmo3", "exaone4"):
+    if config.model_type in ("phi3", "gemma2", "gemma3_text", "gemma3n_text", "cohere2", "gpt_oss", "olmo3", "exaone4"):
         out.add_sliding_window(config.sliding_window or 0)
     if config.model_type == "gemma2":
         out.add_attn_logit_softcapping(config.attn_logit_softcapping)
         out.add_final_logit_softcapping(config.final_logit_softcapping)
-    if config.model_type in ("gemma3_text", "olmo3", "exaone4"):
+    if config.model_type in ("gemma3_text", "gemma3n_text", "olmo3", "exaone4"):
         out.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if "sliding_attention" in rope:
         out.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
     if config.model_type == "stablelm":
         out.add_parallel_residual(config.use_parallel_residual)
+    if config.model_type == "gemma3n_text":
+        write_streams(out, config)
     write_scales(out, config)
     if getattr(config, "num_experts_per_tok", None):
         write_experts(out, config)
+
+
+def write_streams(out: gguf.GGUFWriter, config: Any) -> None:
+    """Quantiles in place of parts: of a gate that is not cut they lie below every number."""
+    out.add_final_logit_softcapping(config.final_logit_softcapping)
+    out.add_altup_active_idx(config.altup_active_idx)
+    out.add_altup_num_inputs(config.altup_num_inputs)
+    out.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    out.add_shared_kv_layers(config.num_kv_shared_layers)
+    normal = torch.distributions.normal.Normal(0, 1)
+    out.add_activation_sparsity_scale(normal.icdf(torch.tensor(config.activation_sparsity_pattern)).tolist())
 
 
 def write_latent(out: gguf.GGUFWriter, config: Any) -> None:
@@ -307,7 +322,12 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
             if name.endswith("norms.0.weight"):
                 many = [one for key, one in state.items() if key.startswith(full.removesuffix("0.weight"))]
                 tensors[name.replace(".norms.0", "")] = torch.stack(many)
-        elif name.endswith("sinks"):
+        elif "projections.0.weight" in name:  # those of all streams stacked
+            many = [one for key, one in state.items() if key.startswith(full.removesuffix("0.weight"))]
+            tensors[name.replace(".0.", ".")] = torch.stack(many)
+        elif ".altup_" in name and "projections." in name:
+            continue
+        elif name.endswith(("sinks", "correct_output_scale")):
             tensors[f"{name}.weight"] = values
         else:
             tensors[name.replace("e_score_correction_bias", "e_score_correction.bias")] = values

@@ -149,6 +149,20 @@ def test_layers_that_only_draft_are_left_alone(tmp_path: Path) -> None:
     assert model.n_parameters == parameter_count(load_gguf_spec(path)) == count_parameters(open_gguf(path))
 
 
+def test_keys_of_layers_that_attend_to_another_s_are_left_alone(tmp_path: Path) -> None:
+    """Published files of Gemma 3n hold them, as its checkpoints do."""
+    reference = gguf_reference("gemma3n")
+
+    def with_all_keys(tensors: Tensors) -> Tensors:
+        names = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
+        return tensors | {f"blk.{layer}.{name}": tensors[f"blk.0.{name}"] for layer in (4, 5) for name in names}
+
+    path = write_gguf(reference, tmp_path / "m.gguf", change=with_all_keys)
+    model = load_model(path, REFERENCE)
+    check_golden(model, ask_reference(reference, path, new_tokens=4), chunk=7)
+    assert model.n_parameters == parameter_count(load_gguf_spec(path)) == count_parameters(open_gguf(path))
+
+
 @pytest.mark.parametrize(
     ("family", "metadata", "said"),
     [
@@ -160,6 +174,8 @@ def test_layers_that_only_draft_are_left_alone(tmp_path: Path) -> None:
         ("cohere2", {"rope.freq_base_swa": 7.0}, "freq_base_swa is 7.0"),
         ("qwen2", {"rope.scaling.alpha": 1000.0}, r"rope\.scaling\.alpha .* is 1000"),
         ("llama4", {"attention.sliding_window": 0}, "sliding_window .* is 0"),
+        ("gemma3n", {"attention.shared_kv_layers": 6}, "num_kv_shared_layers .* is 6; at most 5"),
+        ("gemma3n", {"altup.num_inputs": 9}, "altup_num_inputs .* is 9; at most 8"),
         ("llama", {"nextn_predict_layers": 3}, "3 blocks, of which 3 draft"),
         ("llama", {"attention.key_length": 0}, "are 0 wide"),  # was a division by zero
     ],

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 from golden import ask_reference, check_golden, make_golden
+from safetensors.torch import load_file, save_file
 
 from checkpoints import COMMON, VOCAB, enliven, make_checkpoint, make_reference
 from diptych.compute.runner import load_model
+from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
+from diptych.models.read import load_model_file
+from diptych.models.stored import check_stored
 from stepping import Stepper
 
 REFERENCE = ComputeConfig(backend="torch", device="cpu", weights="fp32")
@@ -192,6 +196,32 @@ def test_text_part_of_a_multimodal_gemma3(tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path)
     golden = ask_reference(reference, tmp_path, new_tokens=NEW_TOKENS)
     check_golden(load_model(tmp_path, REFERENCE), golden, chunk=None)
+
+
+def test_text_part_of_a_published_gemma3n(tmp_path: Path) -> None:
+    """Published files wrap it beside towers, and hold keys and values of the layers that attend to another's, too."""
+    path = make_checkpoint("gemma3n", tmp_path)
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): one
+        for name, one in load_file(path / "model.safetensors").items()
+    }
+    for layer in (4, 5):
+        for name in ("k_proj", "v_proj", "k_norm"):
+            whose = f"model.language_model.layers.{{}}.self_attn.{name}.weight"
+            tensors[whose.format(layer)] = tensors[whose.format(0)].clone()
+    for tower in ("vision_tower.a.weight", "audio_tower.b.weight", "embed_vision.c.weight", "embed_audio.d.weight"):
+        tensors[f"model.{tower}"] = torch.ones(3)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((path / "config.json").read_text())
+    text |= {"query_pre_attn_scalar": 256, "altup_lr_multiplier": 1.0}
+    wrapped = {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "text_config": text}
+    (path / "config.json").write_text(json.dumps(wrapped))
+    spec = load_model_file(path)
+    check_stored(path, spec, parameter_count(spec))
+    golden = ask_reference(make_reference("gemma3n"), path, new_tokens=4)
+    model = load_model(path, REFERENCE)
+    assert model.kv_bytes_per_block(16) == 4 * 16 * 2 * 2 * 24 * 4  # of six layers, two keep nothing
+    check_golden(model, golden, chunk=9)
 
 
 @pytest.mark.parametrize(("kind", "is_tied"), [("mistral", False), ("ministral3", True)])

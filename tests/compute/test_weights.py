@@ -155,7 +155,12 @@ def test_unsupported_architecture_is_refused_with_the_list(path: Path, architect
 def test_every_required_family_is_supported() -> None:
     """What is called supported is held against transformers somewhere: by a tiny checkpoint of its architecture."""
     checked = {architecture for _, architecture, _ in (*CLASSES.values(), *MORE.values())}
-    wrapped = {"Gemma3ForConditionalGeneration", "Llama4ForConditionalGeneration", *WRAPPERS}
+    wrapped = {
+        "Gemma3ForConditionalGeneration",
+        "Gemma3nForConditionalGeneration",
+        "Llama4ForConditionalGeneration",
+        *WRAPPERS,
+    }
     elsewhere = {*wrapped, "InternLM3ForCausalLM"}  # the last is a Llama there
     assert set(SUPPORTED) == {*checked, *elsewhere}
 

@@ -281,6 +281,27 @@ def test_longrope_is_not_asked_of_a_model_without() -> None:
         read("llama", None, "long")
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers in config.json is 4; at most 3"),
+        ({"num_kv_shared_layers": 3}, r"layer 3 .* keys and values of a windowed layer before layer 1"),
+        ({"altup_num_inputs": 9}, "altup_num_inputs .* is 9; at most 8"),
+        ({"altup_active_idx": 4}, "altup_active_idx .* is 4; at most 3"),
+        ({"activation_sparsity_pattern": [0.5]}, "has 1 entries; the model has 4"),
+        ({"activation_sparsity_pattern": [0.5, 1.0, 0, 0]}, "has 1.0; it must hold numbers from 0 to below 1"),
+        ({"intermediate_size": [8, 8]}, "intermediate_size .* has 2 entries"),
+        ({"intermediate_size": [8, 8, 0, 8]}, "intermediate_size .* is 0"),
+        ({"query_pre_attn_scalar": 64}, "query_pre_attn_scalar .* is 64"),
+    ],
+)
+def test_what_gemma_3n_has_beside_others_is_checked(fields: dict[str, Any], said: str) -> None:
+    """A layer that shares nothing, a stream that is not there."""
+    kinds = ["full_attention", "full_attention", "full_attention", "sliding_attention"]
+    with pytest.raises(LoadError, match=said):
+        read("gemma3n_text", **{"num_kv_shared_layers": 0, "layer_types": kinds, **fields})
+
+
 def test_files_and_folders_work_and_damage_is_said(tmp_path: Path) -> None:
     """`diptych plan ./checkpoint` reads the folder's config.json."""
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": "llama"}))

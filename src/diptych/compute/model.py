@@ -31,6 +31,7 @@ from diptych.ground.version import VERSION
 from diptych.models.config import HfConfig
 from diptych.models.read import read_model, refuse_unrun
 from diptych.models.spec import ModelSpec
+from diptych.models.stored import unused_names
 
 logger = logging.getLogger("diptych.compute")
 
@@ -70,7 +71,7 @@ class Blueprint:
         behind = (f".layers.{self.spec.n_layers}.",) if self.hf_config.get("num_nextn_predict_layers") else ()
         tied = ("lm_head.weight",) if self.spec.is_tied else ()
         scored = () if self.spec.has_head else ("score.weight",)  # read by who scores (`pooler`)
-        ignored = (*family_named(self.spec).ignored, *tied, *behind, *scored)
+        ignored = (*family_named(self.spec).ignored, *unused_names(self.spec), *tied, *behind, *scored)
         self.source.finish(lambda name: any(part in name for part in ignored))
         return weights
 

@@ -16,11 +16,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
-from diptych.models.gguf_architectures import DEEPSEEK_V2, USUAL, GgufArchitecture, architecture_of
+from diptych.models.gguf_architectures import DEEPSEEK_V2, GEMMA3N, USUAL, GgufArchitecture, architecture_of
 from diptych.models.gguf_file import PART, GgufArray, GgufFile, GgufTensor, open_gguf
 from diptych.models.read import read_model
 from diptych.models.spec import ModelSpec
@@ -60,17 +61,25 @@ IN_LAYER = {
     "self_attn.kv_a_layernorm": "attn_kv_a_norm", "self_attn.kv_b_proj": "attn_kv_b",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate_up_proj": "ffn_up",
     "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp", "mlp.router.layer": "ffn_gate_inp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "altup.modality_router": "altup_router",
+    "altup.router_norm": "altup_router_norm", "altup.prediction_coefs": "altup_predict_coef",
+    "altup.correction_coefs": "altup_correct_coef", "laurel.linear_left": "laurel_l", "laurel.linear_right": "laurel_r",
+    "laurel.post_laurel_norm": "laurel_post_norm", "per_layer_input_gate": "inp_gate", "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
 }  # fmt: skip
 AT_THE_ENDS = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     "model.norm.bias": "output_norm.bias",
     "lm_head.weight": "output.weight",
+    "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
+    "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
+    "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
 }
 # tensors that a checkpoint names without an ending, or with another
 ODD_ENDINGS = {
     "self_attn.sinks": "attn_sinks.weight",
+    "altup.correct_output_scale": "altup_correct_scale.weight",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
 }
@@ -81,6 +90,7 @@ ONE_EXPERT = re.compile(r"^mlp\.experts\.(\d+)\.(\w+)$")
 SHARED_EXPERTS = re.compile(r"^mlp\.shared_experts?\.(\w+)$")
 # one head's matrix, queries to latents or latents to values, of those that are stacked here
 LATENT_HEAD = re.compile(r"^self_attn\.([kv]_b)_proj\.(\d+)$")
+STREAM_END = re.compile(r"^model\.altup_(un)?(?:embed_)?projections\.(\d+)\.weight$")  # stacked
 HEAD_NORM = re.compile(r"^self_attn\.([qk])_layernorm\.norms\.(\d+)$")
 # their names of tensors that may lie stacked along their rows in another, and which part of it they are
 JOINED = {
@@ -89,6 +99,7 @@ JOINED = {
 }  # fmt: skip
 # what a rotation divides its frequencies by: Llama 3's own scaling, and the two sets of Phi 3
 ROPE_FREQS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+UNUSED_KV = re.compile(r"^blk\.\d+\.attn_(k|v|k_norm)\.weight$")
 BLOCK = re.compile(r"^blk\.(\d+)\.")
 ROPE_TENSOR = re.compile(r"^(blk\.\d+\.)?rope_(freqs|factors_long|factors_short)\.weight$")
 
@@ -155,6 +166,8 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         config["query_pre_attn_scalar"] = config["hidden_size"] // heads if is_wide else config["head_dim"]
     if kind.keys.get("attention.scale"):
         config.setdefault("attention_multiplier", config["head_dim"] ** -0.5)
+    if kind is GEMMA3N:
+        _add_streams(config, keys, file)
     _add_windows(config, keys, kind)
     _add_rope(config, keys, file, kind)
     return config
@@ -186,9 +199,23 @@ def _add_latent(config: dict[str, Any], keys: _Keys) -> None:
         config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
 
 
+def _add_streams(config: dict[str, Any], keys: _Keys, file: GgufFile) -> None:
+    """What the tensors say of widths, and quantiles of deviations as the parts of a row that they cut."""
+    table, left = (file.tensors.get(name) for name in ("per_layer_token_embd.weight", "blk.0.laurel_l.weight"))
+    if table is None or left is None:
+        name = "per_layer_token_embd.weight" if table is None else "blk.0.laurel_l.weight"
+        raise LoadError(f"tensor {name} is missing from {file.path}", hint="the file may be incomplete")
+    config |= {"vocab_size_per_layer_input": table.shape[0], "laurel_rank": left.shape[0]}
+    deviations = keys.values("activation_sparsity_scale")
+    if deviations is not None:
+        if any(not isinstance(one, float) or math.isnan(one) for one in deviations):
+            raise LoadError(f"{keys.full('activation_sparsity_scale')} in {file.path} must hold numbers")
+        config["activation_sparsity_pattern"] = [NormalDist().cdf(one) for one in deviations]
+
+
 def _add_windows(config: dict[str, Any], keys: _Keys, kind: GgufArchitecture) -> None:
     local, pattern_key = keys.number("rope.freq_base_swa"), "attention.sliding_window_pattern"
-    if kind.architecture == "Gemma3ForCausalLM":
+    if kind is GEMMA3N or kind.architecture == "Gemma3ForCausalLM":
         config["rope_local_base_freq"] = local or 10_000.0
     elif local not in (None, config["rope_theta"]):
         raise LoadError(f"{keys.full('rope.freq_base_swa')} is {local}; {kind.architecture} turns all its layers alike")
@@ -330,6 +357,9 @@ def place_of(name: str, kind: GgufArchitecture) -> Place | None:
         return Place(name=AT_THE_ENDS[name], added=kind.norm_added if is_norm else 0.0)
     if name in kind.dense:
         return Place(name=name)
+    stream = STREAM_END.match(name)
+    if stream is not None:
+        return Place(name="altup_unembd_proj.weight" if stream[1] else "altup_proj.weight", expert=int(stream[2]))
     layer = LAYER.match(name)
     if layer is None:
         return None
@@ -377,10 +407,14 @@ def load_gguf_spec(path: Path) -> ModelSpec:
 
 
 def is_beside(name: str, file: GgufFile) -> bool:
-    """Whether a tensor is none of the decoder's: how positions turn, layers that only draft, or for pooled states."""
+    """Whether a tensor is none of the decoder's: how positions turn, layers that only draft, keys and values of layers that
+    attend to another's, or for pooled states.
+    """
     block = BLOCK.match(name)
     if block is not None and int(block[1]) >= n_layers_of(file):
         return True
+    if block is not None and architecture_of(file) is GEMMA3N and UNUSED_KV.match(name):
+        return int(block[1]) >= n_layers_of(file) - (_Keys(file).number("attention.shared_kv_layers") or 0)
     return ROPE_TENSOR.match(name) is not None or name in architecture_of(file).dense
 
 

@@ -85,6 +85,16 @@ LLAMA = GgufArchitecture(
 MIXTRAL = GgufArchitecture(architecture="MixtralForCausalLM", keys=EXPERTS, is_permuted=True)
 GEMMA: dict[str, Any] = {"keys": {**WINDOWED, **CAPPED}, "norms": AROUND, "norm_added": 1.0}
 GEMMA3 = GgufArchitecture(architecture="Gemma3ForCausalLM", wide_layers=62, window_every=6, **GEMMA)
+# which values of gates are cut, how wide its own embeddings and branches are, `gguf` reads itself
+GEMMA3N = GgufArchitecture(
+    architecture="Gemma3nForCausalLM",
+    keys={**WINDOWED, **CAPPED, "attn_logit_softcapping": "", "activation_sparsity_scale": "",
+          "altup.active_idx": "altup_active_idx", "altup.num_inputs": "altup_num_inputs",
+          "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+          "attention.shared_kv_layers": "num_kv_shared_layers"},
+    norms=AROUND,
+    window_every=5,
+)  # fmt: skip
 GEMMA_EMBEDDING = replace(
     GEMMA3,
     keys={**GEMMA3.keys, **{f"dense_{i}_feat_{side}": "" for i in (2, 3) for side in ("in", "out")}},
@@ -141,6 +151,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     # wide_layers: the one size whose scores are scaled by the width of the model over its heads (llama.cpp knows it so too)
     "gemma2": GgufArchitecture(architecture="Gemma2ForCausalLM", wide_layers=46, window_every=2, **GEMMA),
     "gemma3": GEMMA3,
+    "gemma3n": GEMMA3N,
     "gemma-embedding": GEMMA_EMBEDDING,
     # with windows it is OLMo 3
     "olmo2": OLMO2,

@@ -22,6 +22,14 @@ PLAIN = ("F32", "BF16", "F16")
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
+def unused_names(spec: ModelSpec) -> tuple[str, ...]:
+    """Parts of names of tensors that a checkpoint may hold and its layers have no use for: keys and values of layers that
+    attend to another's.
+    """
+    shared = [i for i, layer in enumerate(spec.layers) if layer.attention.kv_layer is not None]
+    return tuple(f"layers.{i}.self_attn.{name}." for i in shared for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
+
+
 def check_stored(folder: Path, spec: ModelSpec, expected: int) -> None:
     """LoadError when the files beside config.json hold another number of parameters than the config gives.
 
@@ -62,7 +70,7 @@ def _in_headers(folder: Path, spec: ModelSpec) -> int | None:
     ]
     if not tensors or any(tensor.get("dtype") not in PLAIN for _, tensor in tensors):
         return None
-    ignored = BY_MODEL_TYPE[spec.family].ignored
+    ignored = (*BY_MODEL_TYPE[spec.family].ignored, *unused_names(spec))
     count = 0
     for name, tensor in tensors:
         layer = LAYER.search(name)
