@@ -39,9 +39,8 @@ class LatentWeights(Generic[Vector, Linear]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchWeights(Generic[Vector, Linear]):
-    """A low-rank branch beside attention. input_norm: of what is added as it is; what projections read may be balanced."""
+    """A low-rank branch beside attention."""
 
-    input_norm: Vector
     left: Linear
     right: Linear
     norm: Vector
@@ -181,7 +180,7 @@ def add_branched(
     assert weights.post_attention_norm is not None
     low = ops.norm(ops.linear(ops.linear(h, branch.left), branch.right), branch.norm, eps=eps)
     y = ops.add(ops.branch(x, number, scale=HALF_POWER), low, scale=HALF_POWER)
-    y = ops.add(y, ops.norm(x, branch.input_norm, eps=eps), scale=HALF_POWER)
+    y = ops.add(y, h, scale=HALF_POWER)
     attended = ops.norm(ops.linear(run_attention(ops, h, weights), weights.o), weights.post_attention_norm, eps=eps)
     return ops.add(y, attended, scale=HALF_POWER)
 

@@ -9,7 +9,6 @@ import torch
 from diptych.compute.balance import HEAD_SHARE, NORM_SHARE, balance_gated, balance_norm, balance_values
 from diptych.compute.decoder import (
     LATENT_EPS,
-    BranchWeights,
     DecoderWeights,
     LatentWeights,
     LayerWeights,
@@ -32,7 +31,6 @@ from diptych.compute.ops.contract import (
 )
 from diptych.compute.rope import frequencies
 from diptych.compute.streams_loader import (
-    branch_left,
     load_branch,
     load_embedding,
     load_ends,
@@ -143,8 +141,8 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
             )
         if isinstance(mlp, MlpSpec):  # where it reads the norm that attention reads, that stays as it is
             before_mlp, dense = self.mlp(mlp, before_mlp)
-        plain, left = before, branch_left(self.source, self.spec, self.prefix)
-        before, left, attention, qkv, o = self.heads(before, left, is_shared=is_parallel)
+        # what a branch adds is the norm as it is
+        before, attention, qkv, o = self.heads(before, is_shared=is_parallel or self.spec.low_rank > 0)
         input_norm = self.norm(before)
         post_attention_norm, post_mlp_norm = (self.norm(norm, is_read=False) for norm in (after, after_mlp))
         if isinstance(mlp, MoeSpec):
@@ -162,17 +160,9 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
             shared=shared,
             is_parallel=is_parallel,
             cutoff=mlp.cutoff if isinstance(mlp, MlpSpec) else None,
-            branch=self._branch(plain, left),
+            branch=load_branch(self.source, self.loader, self.spec, self.prefix),
             **self._streams(),
         )
-
-    def _branch(self, norm: NormParts | None, left: tuple[LinearParts, ...]) -> BranchWeights[Vector, Linear] | None:
-        """The branch beside attention. norm: what its first projection reads, before it was balanced."""
-        if not left:
-            return None
-        assert norm is not None, "a branch adds what the norm before attention gives"
-        input_norm = self.loader.norm(norm, offset=self.spec.norm_offset, is_read=False)
-        return load_branch(self.source, self.loader, self.spec, left[0], input_norm, self.prefix)
 
     def _streams(self) -> dict[str, Any]:
         """How it mixes streams, and its own embedding."""
@@ -190,16 +180,12 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         }
 
     def heads(
-        self, norm: NormParts | None, beside: tuple[LinearParts, ...] = (), *, is_shared: bool = False
-    ) -> tuple[NormParts | None, tuple[LinearParts, ...], Heads, Linear | LatentWeights[Vector, Linear], Linear]:
-        """The norm that they and those beside read, attention, and its projections: q, k and v, and o.
-
-        is_shared: others read the norm too.
-        """
+        self, norm: NormParts | None, *, is_shared: bool = False
+    ) -> tuple[NormParts | None, Heads, Linear | LatentWeights[Vector, Linear], Linear]:
+        """The norm that they read, attention, and its projections: q, k and v, and o. is_shared: others read the norm too."""
         attention, root = self.parts.attention, f"{self.prefix}self_attn."
         if attention.mla is not None:
-            norm, heads, qkv_of_latents, o_of_latents = self._latent_heads(norm, attention.mla, root)
-            return norm, beside, heads, qkv_of_latents, o_of_latents
+            return self._latent_heads(norm, attention.mla, root)
         q, kv = attention.n_heads * attention.head_dim, attention.own_kv_heads * attention.head_dim
         widths = {"q": q, "k": kv, "v": kv} if kv else {"q": q}
         names = self.names.qkv if kv else self.names.qkv[:1]
@@ -208,13 +194,11 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         o = self.linear(root, (self.names.o,), (self.spec.hidden,), q, has_bias=attention.has_o_bias)
         if self.loader.is_balancing:
             if not is_shared:
-                norm, (qkv, *others) = self._balance_norm(norm, (qkv, *beside))
-                beside = tuple(others)
+                norm, (qkv,) = self._balance_norm(norm, (qkv,))
             if self._are_values_its_own:
                 qkv, o = balance_values(qkv, o, attention)
         return (
             norm,
-            beside,
             self.attention(root),
             self.loader.linear(qkv, role=self._role(Split.OUTPUTS, **widths)),
             self.loader.linear(o, role=self._role(Split.INPUTS, o=self.spec.hidden)),

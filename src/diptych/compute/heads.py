@@ -268,7 +268,7 @@ class EagleBlueprint(Blueprint):
             for field, name in (("input_norm", "embedding_norm"), ("norm", "head_norm"))
             if source.has(f"{name}.weight")
         }
-        _, _, heads, qkv, o = layer.heads(None)
+        _, heads, qkv, o = layer.heads(None)
         attention = {"attention": heads, "qkv": qkv, "o": o}
         return (loader.linear(halves[0]), loader.linear(halves[1])), attention, norms
 

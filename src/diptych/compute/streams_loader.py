@@ -57,23 +57,17 @@ def load_mixing(
     )
 
 
-def branch_left(source: Source, spec: ModelSpec, root: str) -> tuple[LinearParts, ...]:
-    """What reads the norm beside q, k and v: the first projection of a low-rank branch, if there is one."""
-    return (_matrix(source, f"{root}laurel.linear_left", spec.low_rank, spec.hidden),) if spec.low_rank else ()
-
-
 def load_branch(
     source: Source,
     loader: Loader[Table, Vector, Linear, Heads, Experts],
     spec: ModelSpec,
-    left: LinearParts,
-    input_norm: Vector,
     root: str,
-) -> BranchWeights[Vector, Linear]:
-    """Of the layer whose tensors begin with root. left: as `branch_left` gives it, maybe balanced."""
+) -> BranchWeights[Vector, Linear] | None:
+    """Of the layer whose tensors begin with root, if there is one."""
+    if not spec.low_rank:
+        return None
     return BranchWeights(
-        input_norm=input_norm,
-        left=loader.linear(left),
+        left=loader.linear(_matrix(source, f"{root}laurel.linear_left", spec.low_rank, spec.hidden)),
         right=loader.linear(_matrix(source, f"{root}laurel.linear_right", spec.hidden, spec.low_rank)),
         norm=_norm(source, loader, f"{root}laurel.post_laurel_norm", spec.hidden),
     )

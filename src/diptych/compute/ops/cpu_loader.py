@@ -180,8 +180,10 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self, parts: LinearParts, activation: Activation, *, role: Role | None = None, is_apart: bool = False
     ) -> LinearHandle:
         """Gate and up interleaved, so that the product's epilogue can join them; beside each other where they are apart."""
-        handle = self._gated_own(parts, None if is_apart else activation, role)
-        handle = replace(handle, activation=activation)
+        if is_apart and len(self._runs(parts)) == 1:
+            handle = replace(self._pack_own(parts, self.weights_format, role), activation=activation)
+        else:
+            handle = self._gated_own(parts, activation, role)
         self.sites.note(parts, handle)
         return handle
 

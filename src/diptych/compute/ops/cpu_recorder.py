@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diptych.compute.ops.contract import Ops, QkNorm
@@ -124,12 +124,9 @@ class CpuOps(
 
     def _linear_into(self, h: Value, weight: LinearHandle, category: str, out: int) -> None:
         """The product, or those of the weight's pieces beside each other."""
-        if not weight.pieces:
-            rows = self._rows(h, weight)
-            self.program.linear(category=category, weight=weight.index, rows=rows, out=out, column=weight.column)
-        for one in weight.pieces:
-            rows, column = self._rows(h, one), weight.column + one.column
-            self.program.linear(category=category, weight=one.index, rows=rows, out=out, column=column)
+        for one in weight.pieces or (weight,):
+            rows = self._rows(h, one)
+            self.program.linear(category=category, weight=one.index, rows=rows, out=out, column=one.column)
 
     def linear_gate(self, h: Value | ResidualStream, weight: LinearHandle) -> Value:
         """act(gate) * up, written by the product's epilogue in the form that the next projection reads."""
@@ -169,10 +166,14 @@ class CpuOps(
     def sparse_gate(self, h: Value | ResidualStream, weight: LinearHandle, *, cutoff: float) -> Value:
         """Of gate and up in one buffer, which every rank reads whole."""
         assert weight.activation is not None
-        both = self._f32("gate and up", weight.n_outputs, weight.is_gathered)
-        self._linear_into(self._as_value(h), weight, "gate_up", both)
+        gate, *ups = weight.pieces or (weight,)
+        width = gate.n_outputs if ups else weight.n_outputs // 2
+        both = self._f32("gate and up", 2 * width, weight.is_gathered)
+        self._linear_into(self._as_value(h), gate, "gate_up", both)
+        for up in ups:
+            self._linear_into(self._as_value(h), replace(up, column=width + up.column), "gate_up", both)
         program, activation = self.program, weight.activation.value
-        value = Value("gate", weight.n_outputs // 2)
+        value = Value("gate", width)
         value.emit_f32 = lambda out: program.sparse_gate(x=both, out=out, cutoff=cutoff, activation=activation)
         value.emit_rows = value.emit_f32
         return value
