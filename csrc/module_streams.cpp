@@ -55,12 +55,14 @@ void bind_streams(nb::class_<Program>& program) {
         require_equal(p, xs[0], y);
         p.record(Category::norm, CorrectOp{std::move(xs), y, routed, weight, active, scale});
       }, nb::arg("xs"), nb::arg("y"), nb::arg("routed"), nb::arg("weight"), nb::arg("scale"), nb::arg("active"))
-      .def("layer_inputs", [](Program& p, int x, int norm, int table, float eps, float table_scale, float scale) {
+      .def("layer_inputs", [](Program& p, int x, int norm, float eps, float table_scale, float scale, int table, int packed) {
         const int64_t width = p.vector_size(norm);
         if (width < 1 || p.buffer_width(x) % width != 0) throw std::invalid_argument("a row has a whole number of layers' parts");
-        if (p.table_at(table).rows < 1 || p.table_at(table).width != p.buffer_width(x)) throw std::invalid_argument("the table is not as wide as a row");
-        p.record(Category::embed, LayerInputsOp{x, norm, table, eps, table_scale, scale});
-      }, nb::arg("x"), nb::arg("norm"), nb::arg("table"), nb::arg("eps"), nb::arg("table_scale"), nb::arg("scale"));
+        if (packed != -1 && (!is_grouped(p.linear_at(packed).shape.format) || p.linear_at(packed).shape.gated)) throw std::invalid_argument("a packed table is a weight in groups");
+        const int64_t table_width = packed != -1 ? p.linear_at(packed).shape.k : p.table_at(table).width;
+        if (table_width != p.buffer_width(x) || (packed == -1 && p.table_at(table).rows < 1)) throw std::invalid_argument("the table is not as wide as a row");
+        p.record(Category::embed, LayerInputsOp{x, norm, table, packed, eps, table_scale, scale});
+      }, nb::arg("x"), nb::arg("norm"), nb::arg("eps"), nb::arg("table_scale"), nb::arg("scale"), nb::arg("table") = -1, nb::arg("packed") = -1);
 }
 
 }  // namespace diptych

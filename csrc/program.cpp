@@ -238,11 +238,19 @@ int64_t Program::weight_bytes() const {
   int64_t total = 0;
   for (const PackedLinear& linear : linears_) total += packed_bytes(linear.shape);
   for (const auto& vector : vectors_) total += static_cast<int64_t>(vector.size()) * 4;
+  return total - gathered_bytes();
+}
+
+int64_t Program::gathered_bytes() const {
+  int64_t total = 0;
+  for (const Op& op : ops_)
+    if (const auto* inputs = std::get_if<LayerInputsOp>(&op.body); inputs != nullptr && inputs->packed != -1)
+      total += packed_bytes(linears_[inputs->packed].shape);
   return total;
 }
 
 int64_t Program::table_bytes() const {
-  int64_t total = 0;
+  int64_t total = gathered_bytes();
   for (const Table& table : tables_) total += table.rows * table.width * (table.source == Source::f32 ? 4 : 2);
   return total;
 }
@@ -325,7 +333,10 @@ struct Names {
     buffers({op.y, op.routed}), vectors({op.weight});
     for (const int x : op.xs) buffers({x});
   }
-  void operator()(const LayerInputsOp& op) const { buffers({op.x}), vectors({op.norm}), require_below({op.table}, has.tables, "table"); }
+  void operator()(const LayerInputsOp& op) const {
+    buffers({op.x}), vectors({op.norm});
+    if (op.packed != -1) weights({op.packed}); else require_below({op.table}, has.tables, "table");
+  }
 };
 
 // Rows of two for each of x are written a whole row at a time and read by products over all rows: a list would name halves of pairs, and
@@ -481,7 +492,7 @@ void Program::reserve(int64_t tokens) {
       if (const auto* weigh = std::get_if<WeighOp>(&op.body)) bytes = std::max(bytes, buffers_[weigh->x].width * 4 + 64);
       if (const auto* gate = std::get_if<SparseGateOp>(&op.body)) bytes = std::max(bytes, buffers_[gate->x].width * 2 + 64);
       if (const auto* correct = std::get_if<CorrectOp>(&op.body)) bytes = std::max(bytes, buffers_[correct->y].width * 4 + 64);
-      if (const auto* inputs = std::get_if<LayerInputsOp>(&op.body)) bytes = std::max(bytes, vector_size(inputs->norm) * 4 + 64);
+      if (const auto* inputs = std::get_if<LayerInputsOp>(&op.body)) bytes = std::max(bytes, (inputs->packed == -1 ? vector_size(inputs->norm) : linears_[inputs->packed].k_padded) * 4 + 64);
       if (const auto* moe = std::get_if<MoeOp>(&op.body)) {
         bytes = std::max(bytes, static_cast<int64_t>(moe->down.size()) * 4 + moe->n_groups * 4 + 128);
         if (moe->joins_apart) bytes = std::max(bytes, buffers_[moe->wide].width * 2 + 64);

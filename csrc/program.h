@@ -153,7 +153,8 @@ struct MatchOp { int y, x, out; float least; };               // out = y, as lar
 struct CopyColumnsOp { int x, out; int64_t first; };          // as many as out is wide
 struct PredictOp { std::vector<int> xs; int routed, weight; float scale; };             // as `predict` of ops/contract.py
 struct CorrectOp { std::vector<int> xs; int y, routed, weight, active; float scale; };  // likewise
-struct LayerInputsOp { int x, norm, table; float eps, table_scale, scale; };            // likewise, of the product that lies in x
+struct LayerInputsOp { int x, norm, table, packed; float eps, table_scale, scale; };    // likewise, of the product that lies in x; the
+                                                              // table is one, or a packed weight in groups; the other is -1
 
 using OpBody = std::variant<EmbedOp, TiedEmbedOp, NormOp, AddNormOp, AddOp, PrepareOp, LinearOp, RotateOp, AttentionOp, MoeOp, HeadOp,
                             InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, RotateQueriesOp, WeighOp, SparseGateOp, BranchOp, MatchOp,
@@ -270,6 +271,7 @@ class Program {
   struct Run;  // one step in flight, program_run.h
   friend struct Run;
 
+  int64_t gathered_bytes() const;  // packed weights that are tables
   static int first_weight(const OpBody& body);  // that an operation reads, or -1
   struct Results {  // one of them, or none where that is another rank's affair
     float* logits = nullptr;

@@ -86,17 +86,19 @@ void Program::Run::run(const CorrectOp& op, size_t, int thread, int threads) con
 
 void Program::Run::run(const LayerInputsOp& op, size_t, int thread, int threads) const {
   const Buffer& x = buffer(op.x);
-  const Table& table = program.tables_[op.table];
+  const bool is_packed = op.packed != -1;
+  const Table table = is_packed ? Table{nullptr, Source::f32, program.linears_[op.packed].n_outputs, x.width} : program.tables_[op.table];
   const int64_t width = static_cast<int64_t>(program.vectors_[op.norm].size()), element = table.source == Source::f32 ? 4 : 2;
   float* own = reinterpret_cast<float*>(scratch(thread));
   const Range part = part_of_rows(x, step.n_tokens, thread, threads);
   for (int64_t t = part.begin; t < part.end; ++t) {
     const int64_t token = step.token_ids[t] < table.rows ? step.token_ids[t] : 0;
+    if (is_packed) read_group_row(program.linears_[op.packed], token, own);
     for (int64_t first = 0; first < x.width; first += width) {
-      float* row = x.f32() + t * x.width + first;
+      float *row = x.f32() + t * x.width + first, *part_of_table = own + (is_packed ? first : 0);
       kernels.rms_norm_row(row, vector(op.norm), width, op.eps, row);
-      kernels.embed_row(table.data + (token * table.width + first) * element, table.source, width, op.table_scale, own);
-      kernels.add_row(own, width, 1.0f, row);
+      if (!is_packed) kernels.embed_row(table.data + (token * table.width + first) * element, table.source, width, 1.0f, own);
+      kernels.add_row(part_of_table, width, op.table_scale, row);
       kernels.embed_row(row, Source::f32, width, op.scale, row);
     }
   }

@@ -12,6 +12,7 @@ from worlds import KERNEL_SETS, after_fork, after_prefix_hit, alone, beside, in_
 
 from checkpoints import make_checkpoint
 from diptych.compute.adapters import read_adapter
+from diptych.compute.held import what_is_held
 from diptych.compute.model import Model
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.quant import save_quantised
@@ -129,6 +130,11 @@ def test_codes_of_a_gguf_file_are_kept(gate: str, up: str, tmp_path: Path) -> No
     )  # fmt: skip
     one = load_model(path, CONFIG)
     assert {name for name in one.formats if name.startswith("group")}  # type: ignore[attr-defined]
+    # the table of layers is held in its codes, too: it is the largest tensor of such a file
+    of_table, held = one.program.table_bytes, what_is_held(path)  # type: ignore[attr-defined]
+    assert 160 * 6 * 32 < of_table < 1.5 * 160 * 6 * 32  # panels are padded
+    assert held is not None
+    assert sum(held.nbytes.values()) == one.weight_bytes + of_table
     whole = alone(one, prompt(40), None)
     exact = alone(load_model(path, REFERENCE), prompt(40), None)
     assert (whole.logits - exact.logits).std() < 0.05 * exact.logits.std()

@@ -18,7 +18,7 @@ def load_inputs(
         return None
     width = spec.n_layers * inputs.width
     return InputsWeights(
-        table=loader.table(source.tensor(f"{prefix}embed_tokens_per_layer.weight", inputs.vocab, width), head=None),
+        table=loader.rows(source.tensor(f"{prefix}embed_tokens_per_layer.weight", inputs.vocab, width)),
         projection=loader.linear(_matrix(source, f"{prefix}per_layer_model_projection", width, spec.hidden)),
         norm=_norm(source, loader, f"{prefix}per_layer_projection_norm", inputs.width),
     )

@@ -237,6 +237,10 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         """The embedding [V, D], for `embed`; `head` is the handle of the same tensor where the head is tied to it."""
 
     @abstractmethod
+    def rows(self, tensor: WeightTensor) -> Table:
+        """A table [V, W] of which a token has a row, for `layer_inputs`: it may be larger than all that is multiplied."""
+
+    @abstractmethod
     def norm(self, parts: NormParts, *, offset: float = 0.0, is_read: bool = True) -> Vector:
         """A norm over [D], as fp32; `offset` is added to its weight (1 for Gemma's 1 + w). is_read: by a projection."""
 

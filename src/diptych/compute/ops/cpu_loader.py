@@ -139,6 +139,11 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         values = values if values.is_contiguous() else values.contiguous()
         return TableHandle(index=self.program.add_table(values.detach()), width=tensor.shape[1])
 
+    def rows(self, tensor: WeightTensor) -> TableHandle | LinearHandle:
+        """In codes where the file has such, else in the checkpoint's own pages."""
+        parts = LinearParts(weights=(tensor,))
+        return self.table(tensor, head=None) if self._kept(parts) is None else self._pack(parts, self.weights_format)
+
     def norm(self, parts: NormParts, *, offset: float = 0.0, is_read: bool = True) -> VectorHandle:
         """Weight plus offset, and bias, as fp32."""
         bias = -1 if parts.bias is None else self._vector(parts.bias)

@@ -208,12 +208,10 @@ class CpuOps(
         scale: float,
     ) -> Value:
         """In the product's own buffer, which lasts as long as the step."""
-        assert isinstance(table, TableHandle)
         out = self._f32("layer inputs", projection.n_outputs)
         self._linear_into(self._as_value(x), projection, "qkv", out)
-        self.program.layer_inputs(
-            x=out, norm=norm.index, table=table.index, eps=eps, table_scale=table_scale, scale=scale
-        )
+        which = {"packed" if isinstance(table, LinearHandle) else "table": table.index}
+        self.program.layer_inputs(x=out, norm=norm.index, eps=eps, table_scale=table_scale, scale=scale, **which)
         return Value("given", projection.n_outputs, buffer=out)
 
     # Streams beside the residual stream are every rank's own, whole: what mixes them is small beside the products, and ranks

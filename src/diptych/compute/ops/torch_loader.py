@@ -85,6 +85,10 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         """[V, D] in the compute dtype: the head's own matrix where tied."""
         return tensor.read().to(device=self._device, dtype=self._dtype) if head is None else head.weight
 
+    def rows(self, tensor: WeightTensor) -> torch.Tensor:
+        """[V, W] in the compute dtype."""
+        return self.table(tensor, head=None)
+
     def norm(self, parts: NormParts, *, offset: float = 0.0, is_read: bool = True) -> TorchNorm:
         """[D] fp32."""
         del is_read
