@@ -1,7 +1,8 @@
 // Random shapes through whole programs for a number of seconds, every kernel set, meant to run under sanitizers:
 //   kernels_fuzz [seconds [seed]]
-// Each round builds a small random model (dense or experts, with latent attention or without, every weight and cache format, some adapters, its
-// weights packed, or used in a file and moved while it answers) for two sets, computes one prompt whole,
+// Each round builds a small random model (dense or experts, with latent attention or without, layers that attend to another's keys, streams beside
+// each other, every weight and cache format, some adapters, its weights packed, or used in a file and moved while it answers) for two sets,
+// computes one prompt whole,
 // and again cut at random beside neighbours and over dirty blocks, both models at once; logits must agree bit for bit, and the best found without them must
 // be theirs. Exit 1 on a difference.
 #include <sys/mman.h>
@@ -31,6 +32,8 @@ struct Model {
   KvFormat kv;
   Activation activation;
   bool has_softcap, has_norms, has_full_norm;
+  bool has_v_norm, shares_kv;  // all layers but the first attend to its keys and values
+  int64_t kv_layers() const { return shares_kv ? 1 : layers; }
   int64_t n_adapters;
   int64_t rank, rotary;  // of latent attention, whose one cached vector is both; 0: none
 };
@@ -56,9 +59,11 @@ class World {
     m.activation = static_cast<Activation>(pick(0, 1));
     m.has_softcap = pick(0, 3) == 0, m.has_norms = pick(0, 1), m.has_full_norm = pick(0, 1);
     m.n_adapters = pick(0, 3);
+    m.has_v_norm = pick(0, 2) == 0, m.shares_kv = pick(0, 2) == 0;
     if (pick(0, 4) == 0) {
       m.rank = pick(0, 4) == 0 ? pick(1, 900) : pick(1, 120), m.rotary = 2 * pick(0, 40);
       m.rank += m.rank % 2;
+      m.shares_kv = false;
       m.n_kv_heads = 1, m.n_heads = pick(0, 4) == 0 ? pick(60, 90) : pick(1, 20), m.head_dim = m.rank + m.rotary;
     }
     return m;
@@ -134,7 +139,7 @@ class Recorder {
     for (int layer = 0; layer < m.layers; ++layer) {
       p_.record(Category::norm, NormOp{x_, norm(m.hidden), 1e-5f, rows, some(m.hidden), w_.pick(0, 1) == 1});
       if (is_latent) latent(rows, layer); else rotate(rows, layer);
-      p_.record(Category::attention, AttentionOp{q_, is_direct ? heads_rows : heads_, layer, shape_, some(m.n_heads)});
+      p_.record(Category::attention, AttentionOp{q_, is_direct ? heads_rows : heads_, m.shares_kv ? 0 : layer, shape_, some(m.n_heads)});
       if (is_latent) p_.record(Category::o, heads_op(values_of_heads_, heads_, m.head_dim, m.rank, expanded_, value_dim_, Store::f32));
       if (!is_direct) p_.record(Category::norm, PrepareOp{is_latent ? expanded_ : heads_, heads_rows});
       if (w_.pick(0, 3) == 0) {  // a gate of the token's own
@@ -152,8 +157,12 @@ class Recorder {
         p_.record(Category::norm, AddOp{y, x_});
         continue;
       }
-      const bool is_apart = w_.pick(0, 3) == 0, writes_rows = m.weights == Format::bf16 && !is_apart;
-      if (is_apart) {  // gate and up as weights of their own
+      const bool is_sparse = w_.pick(0, 3) == 0, is_apart = w_.pick(0, 3) == 0, writes_rows = is_sparse || (m.weights == Format::bf16 && !is_apart);
+      if (is_sparse) {  // of a row of gate and up
+        const int wide = plain_buffer(p_, BufferKind::f32, 2 * m.ffn);
+        p_.record(Category::gate_up, LinearOp{linear(2 * m.ffn, m.hidden), rows, wide, Store::f32, m.activation});
+        p_.record(Category::gate_up, SparseGateOp{wide, hidden_rows, 0.5f, m.activation});
+      } else if (is_apart) {  // gate and up as weights of their own
         p_.record(Category::gate_up, LinearOp{linear(m.ffn, m.hidden), rows, hidden, Store::f32, m.activation});
         p_.record(Category::gate_up, LinearOp{linear(m.ffn, m.hidden), rows, hidden, Store::gate_f32, m.activation});
       } else {
@@ -162,6 +171,7 @@ class Recorder {
       }
       if (!writes_rows) p_.record(Category::norm, PrepareOp{hidden, hidden_rows});
       p_.record(Category::down, LinearOp{linear(m.hidden, m.ffn), hidden_rows, x_, Store::add_f32, Activation::silu});
+      if (w_.pick(0, 1)) mix(rows, head, table);
     }
     p_.record(Category::head, HeadOp{x_, norm(m.hidden), 1e-5f, rows_buffer(p_, m, m.hidden), head, 1.0f, 9.0f, m.has_softcap, true, some(m.hidden), w_.pick(0, 1) == 1, 0,
                                     m.vocab});
@@ -172,15 +182,42 @@ class Recorder {
  private:
   void rotate(int rows, int layer) {
     const int64_t q_width = m_.n_heads * m_.head_dim, kv_width = m_.n_kv_heads * m_.head_dim;
-    p_.record(Category::qkv, LinearOp{linear(q_width + 2 * kv_width, m_.hidden), rows, qkv_, Store::f32, Activation::silu});
+    const bool writes_kv = !m_.shares_kv || layer == 0;
+    const int qkv = writes_kv ? qkv_ : plain_buffer(p_, BufferKind::f32, q_width);
+    p_.record(Category::qkv, LinearOp{linear(q_width + (writes_kv ? 2 * kv_width : 0), m_.hidden), rows, qkv, Store::f32, Activation::silu});
     RotateOp rotate{};
-    rotate.qkv = qkv_, rotate.q = q_, rotate.layer = layer, rotate.rope = rope_, rotate.has_rope = w_.pick(0, 3) != 0;
+    rotate.shape.has_v_norm = m_.has_v_norm, rotate.shape.writes_kv = writes_kv;
+    rotate.qkv = qkv, rotate.q = q_, rotate.layer = m_.shares_kv ? 0 : layer, rotate.rope = rope_, rotate.has_rope = w_.pick(0, 3) != 0;
     rotate.has_q_norm = rotate.has_k_norm = m_.has_norms;
     rotate.q_norm = norm(m_.has_full_norm ? q_width : m_.head_dim), rotate.k_norm = norm(m_.has_full_norm ? kv_width : m_.head_dim);
     rotate.shape.n_heads = m_.n_heads, rotate.shape.n_kv_heads = m_.n_kv_heads, rotate.shape.head_dim = m_.head_dim;
     rotate.shape.row_heads = m_.n_heads, rotate.shape.row_kv_heads = m_.n_kv_heads;
     rotate.shape.has_full_width_norm = m_.has_full_norm, rotate.shape.norm_eps = 1e-5f;
     p_.record(Category::rope, rotate);
+  }
+
+  // Streams that begin with x, predict each other and are corrected, and what a layer adds of an embedding of its own.
+  void mix(int rows, int head, const std::vector<float>& table) {
+    const int64_t n = w_.pick(1, 4), hidden = m_.hidden;
+    std::vector<int> xs{x_};
+    while (static_cast<int64_t>(xs.size()) < n) {
+      xs.push_back(plain_buffer(p_, BufferKind::f32, hidden));
+      p_.record(Category::norm, BranchOp{x_, xs.back(), 0.5f});
+      p_.record(Category::norm, MatchOp{xs.back(), x_, xs.back(), 1e-5f});
+    }
+    const int y = plain_buffer(p_, BufferKind::f32, hidden), routed = plain_buffer(p_, BufferKind::f32, n);
+    p_.record(Category::norm, WeighOp{x_, norm(hidden), y});
+    p_.record(Category::norm, WeighOp{x_, norm(hidden), rows});
+    p_.record(Category::qkv, LinearOp{linear(n, hidden), rows, routed, Store::f32, Activation::silu});
+    p_.record(Category::norm, PredictOp{xs, routed, p_.add_vector(w_.floats(n * n * n, -0.3f, 0.3f)), 0.7f});
+    p_.record(Category::norm, CorrectOp{xs, y, routed, p_.add_vector(w_.floats(n * n, -0.3f, 0.3f)), static_cast<int>(w_.pick(0, n - 1)), 0.7f});
+    const int added = plain_buffer(p_, BufferKind::f32, hidden);
+    p_.record(Category::qkv, LinearOp{linear(hidden, hidden), rows, added, Store::f32, Activation::silu});
+    const bool is_packed = is_grouped(m_.weights) && w_.pick(0, 1);
+    const int rows_of = is_packed ? -1 : p_.add_table({reinterpret_cast<const uint8_t*>(table.data()), Source::f32, w_.pick(1, m_.vocab), hidden});
+    p_.record(Category::embed, LayerInputsOp{added, norm(hidden % 2 == 0 ? hidden / 2 : hidden), rows_of, is_packed ? head : -1, 1e-5f, 0.5f, 0.7f});
+    p_.record(Category::norm, CopyColumnsOp{added, y, 0});
+    p_.record(Category::norm, AddOp{y, x_, -1, 0.5f});
   }
 
   void begin_latent() {
@@ -307,7 +344,7 @@ bool has_same_best(Program& program, const Step& step, KvCache& kv, const float*
 std::vector<float> answer(Program& program, World& world, const Model& m, const std::vector<int32_t>& prompt, int64_t largest_chunk, int64_t neighbours) {
   const int64_t n = static_cast<int64_t>(prompt.size()), per_sequence = (n + m.block_tokens - 1) / m.block_tokens;
   KvShape shape;
-  shape.n_layers = m.layers, shape.n_blocks = per_sequence * (1 + neighbours), shape.block_tokens = m.block_tokens;
+  shape.n_layers = m.kv_layers(), shape.n_blocks = per_sequence * (1 + neighbours), shape.block_tokens = m.block_tokens;
   shape.n_kv_heads = m.n_kv_heads, shape.head_dim = m.head_dim, shape.format = m.kv, shape.has_values = m.rank == 0;
   KvCache kv(shape);
   if (neighbours) std::memset(kv.layer(0).data, 0xff, static_cast<size_t>(kv.bytes()));  // NaN everywhere
