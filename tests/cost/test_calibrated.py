@@ -315,3 +315,17 @@ def test_latent_attention_is_ours_in_prefill_where_the_engine_was_measured():
     for form, priced in ((1, local), (0, published)):  # the roofline took the expanded form for both
         attention_s = bounds[form].parts_s["scores"] + bounds[form].parts_s["values"]
         assert attention_s == pytest.approx(priced.predict(step).parts_s["attention"], rel=1e-3)
+
+
+def test_rows_pass_between_products_at_a_share_of_the_memory_where_no_rate_was_measured():
+    """Published software has no measured rate, and its devices have memories of their own."""
+    step = StepShape.prefill(batch=1, new_tokens=2048)
+    shares = replace(PERFECT, activation_eb=0.5)
+    for device in ("a100-80gb-sxm", "h200-141gb-sxm"):
+        bandwidth = device_spec(device).memory_bytes_per_s
+        in_bytes = replace(PERFECT, activation_bytes_per_s=0.5 * bandwidth)
+        without, share, rate = (
+            predictor("llama-3.1-8b", device, constants=constants).predict_s(step)
+            for constants in (PERFECT, shares, in_bytes)
+        )
+        assert share == rate > without

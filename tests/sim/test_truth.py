@@ -12,12 +12,13 @@ import pytest
 from diptych.cost.calibration import Constants
 from diptych.cost.fitting.fit import Free
 from diptych.cost.fitting.recipes import Scheduling
-from diptych.cost.fitting.service_forms import ServiceForm, put_in
+from diptych.cost.fitting.service_forms import SERVICE_FORMS, ServiceForm, put_in
 from diptych.cost.fitting.services import MeasuredService, ServiceLoad, read_deployments
 from diptych.cost.layout import Layout
 from diptych.cost.memory import MemoryRule, capacity_of
 from diptych.cost.tables import data_text
 from diptych.ground.errors import ConfigError
+from diptych.ground.shape import StepShape
 from diptych.sim import truth
 from diptych.sim.truth import case_of, judge, possible, predicted_of, summarise_services
 
@@ -130,6 +131,25 @@ def read(*rows: dict[str, object]) -> tuple[list[MeasuredService], Counter[str]]
     writer.writeheader()
     writer.writerows(rows)
     return read_deployments(text.getvalue())
+
+
+def test_launches_of_a_long_prompt_are_hidden_by_the_device() -> None:
+    """They run ahead of it: what one more of them takes is seen in a short prompt, and hardly in a long one."""
+    setup = case_of(service("qwen3-30b-a3b", "b200-180gb", 1)).setup
+    for form in SERVICE_FORMS:
+        starts = [entry.start for entry in form.free]
+        place = [entry.path for entry in form.free].index("prefill.moe_layer_s")
+        slow = [2.0 * start if number == place else start for number, start in enumerate(starts)]
+        seen = []
+        for tokens in (64, 32_768):
+            prices = [
+                replace(setup, calibration=replace(setup.calibration, prefill=put_in(form, values).prefill))
+                .model_of_time()
+                .predict_s(StepShape.prefill(batch=1, new_tokens=tokens))
+                for values in (starts, slow)
+            ]
+            seen.append((prices[1] - prices[0]) / (setup.model.n_layers * starts[place]))
+        assert seen[0] > 0.8 > 0.2 > seen[1]
 
 
 def test_rows_are_read_with_their_load_and_counted_by_reason() -> None:

@@ -240,6 +240,7 @@ class CalibratedModel:
         multiplied_in = compute_dtype(hardware, quant.compute)
         attention_rate = peak_flops_per_s(hardware, quant.attention_compute) * c.attention_fraction(self.kv.name)
         adapter_share = c.adapter_fraction(multiplied_in)
+        activations = c.activations_rate(bandwidth)
         adapter_width = adapter_bytes(quant, is_ours=self.calibration.is_local)
         cache, near_share = self.calibration.cache, self.cached_share
         near_rate = bandwidth * c.kv_eb if cache is None or cache.kv_eb is None else cache.bytes_per_s * cache.kv_eb
@@ -277,9 +278,7 @@ class CalibratedModel:
             dense_weights_s=weights_s(units.dense_bytes, units.dense_class, quant.mix),
             expert_s=weights_s(units.expert_bytes, units.expert_class, quant.expert_mix) / layout.dp,
             row_s=units.row_flops * flop_s / parts,
-            row_activation_s=(
-                units.row_activation_bytes / c.activation_bytes_per_s / parts if c.activation_bytes_per_s else 0.0
-            ),
+            row_activation_s=units.row_activation_bytes / activations / parts if activations else 0.0,
             expert_row_s=units.expert_row_flops * self._flop_s(experts_of(quant, hardware), c.expert_fraction) / parts,
             head_weights_s=weights_s(units.head_bytes, units.head_class),
             head_row_s=units.head_row_flops * head_flop_s / parts,

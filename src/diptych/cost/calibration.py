@@ -41,7 +41,8 @@ class Constants:
     EXPERT_SHARE of what the other matrices do. adapter_layer_s, adapter_ef: the same of low-rank products, per layer of a step
     that has any, and ADAPTER_SHARE where they were not measured.
     activation_bytes_per_s: at which rows pass between the products (norms, rotations, activations, other number formats),
-    beside the products' own time; None: it is in their share of the peak.
+    beside the products' own time; activation_eb: the same as a share of the memory's bandwidth, where it was not measured in
+    bytes. None of both: it is in the products' share of the peak.
     """
 
     step_s: float = 0.0
@@ -64,6 +65,7 @@ class Constants:
     adapter_ef: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     attention_ef_of: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     activation_bytes_per_s: float | None = None
+    activation_eb: float | None = None
 
     def weight_fraction(self, weight_format: str) -> float:
         """Achieved share of memory bandwidth when reading weights of this format; of fp4 int4's where it was not measured."""
@@ -83,6 +85,12 @@ class Constants:
     def attention_fraction(self, kv_format: str) -> float:
         """Achieved share of the peak inside attention over keys and values of this format."""
         return self.attention_ef_of.get(kv_format, self.attention_ef)
+
+    def activations_rate(self, bandwidth: float) -> float | None:
+        """Bytes per second at which rows pass between the products, on a memory of this bandwidth."""
+        if self.activation_bytes_per_s is None and self.activation_eb is not None:
+            return bandwidth * self.activation_eb
+        return self.activation_bytes_per_s
 
     def adapter_fraction(self, dtype: str) -> float:
         """Achieved share of the peak in low-rank products beside matrices of this dtype."""
