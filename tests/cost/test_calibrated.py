@@ -329,3 +329,23 @@ def test_rows_pass_between_products_at_a_share_of_the_memory_where_no_rate_was_m
             for constants in (PERFECT, shares, in_bytes)
         )
         assert share == rate > without
+
+
+def test_uneven_routing_reads_fewer_experts_at_some_sixteen_streams_and_as_many_at_few_and_at_very_many():
+    """Where the model says how uneven it is, that holds."""
+    uneven = replace(PERFECT, expert_skew=0.7)
+    model, device, quant = model_spec("qwen3-30b-a3b"), device_spec("h100-80gb-sxm"), quant_spec("bf16")
+
+    def step_s(constants: Constants, batch: int, spec=model) -> float:
+        shape = StepShape.decode(batch=batch, context_tokens=64)
+        priced = CalibratedModel(spec, device, quant, calibration=calibration(constants))
+        assert priced.predict_s(shape) == pytest.approx(priced.predict(shape).total_s)
+        return priced.predict_s(shape)
+
+    ratios = [step_s(uneven, batch) / step_s(PERFECT, batch) for batch in (1, 24, 4096)]
+    assert ratios[0] == pytest.approx(1.0)
+    assert ratios[1] < 0.85
+    assert ratios[2] == pytest.approx(1.0, abs=0.01)
+    layers = tuple(replace(layer, mlp=replace(layer.mlp, skew=0.3)) for layer in model.layers)
+    stated = replace(model, layers=layers)
+    assert step_s(uneven, 24, stated) == step_s(PERFECT, 24, stated)

@@ -182,3 +182,19 @@ def test_who_comes_waits_for_the_steps_that_are_launched() -> None:
     assert ahead - at_once == pytest.approx(2 * 3 / 4, abs=0.25)
     alone = ClosedLoop(streams=1, input=LENGTHS, output=LENGTHS, n_requests=4, scheduling=Scheduling(ahead_steps=2))
     assert schedule_of(alone).times(second_each).ttft_s == 1.0
+
+
+def test_streams_of_one_length_come_few_at_once_and_spread_over_the_steps() -> None:
+    """All prompts of the first wave stand in one step. Those who end together come two by two, and stay apart from then on."""
+    equal = LengthRange(low=50, high=50)
+    marching, coming = (
+        schedule_of(
+            ClosedLoop(streams=8, input=equal, output=equal, n_requests=80, scheduling=Scheduling(at_once=places))
+        )
+        for places in (None, 2)
+    )
+    assert {shape.prefill_tokens for shape in marching.kinds} == {0, 8 * 50}
+    assert {shape.prefill_tokens for shape in coming.kinds} == {0, 8 * 50, 2 * 50}
+    assert coming.output_tokens == marching.output_tokens == 80 * 50
+    # one step for the prompt; those who ended with the first wave waited 0 to 3 more, once
+    assert coming.times(second_each).ttft_s == pytest.approx(1.0 + 1.5 * 0.8 / 8, abs=0.01)

@@ -153,6 +153,7 @@ class CalibratedModel:
         self.tp = tp
         self.layout = layout
         self.calibration = calibration
+        self._expert_skew = calibration.decode.expert_skew or 0.0  # the router's, whatever the phase
         # once: hashing a model costs more than pricing a step
         self._units = _units_of(model, quant, self.kv, tp, is_ours=calibration.is_local)
         self._prefill = self._terms(calibration.prefill)
@@ -395,7 +396,8 @@ class CalibratedModel:
         moe = self.model.moe
         if moe is None:
             return 0.0
-        return expected_experts(moe.n_experts, moe.experts_per_token, -(-rows // self.layout.pp), skew=moe.skew)
+        skew = moe.skew or self._expert_skew
+        return expected_experts(moe.n_experts, moe.experts_per_token, -(-rows // self.layout.pp), skew=skew)
 
     def _expert_rows(self, rows: int) -> float:
         """As many rows as the busiest devices have work for."""

@@ -37,6 +37,7 @@ class Constants:
     in layers with experts. allreduce_s: latency of one all-reduce (of two devices; of more, times
     the power allreduce_growth of their number over two, as all wait for the last); link_fraction: achieved share of the link.
     launch_p: exponent that joins launch and device time: 1 adds them, a large one lets the longer hide the other.
+    expert_skew: how unevenly experts are chosen where the model does not say: the i-th in proportion to i^-expert_skew.
     expert_ef: share of the peak in expert GEMMs by compute dtype; where no mixture was measured in a dtype, experts reach
     EXPERT_SHARE of what the other matrices do. adapter_layer_s, adapter_ef: the same of low-rank products, per layer of a step
     that has any, and ADAPTER_SHARE where they were not measured.
@@ -66,6 +67,7 @@ class Constants:
     attention_ef_of: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     activation_bytes_per_s: float | None = None
     activation_eb: float | None = None
+    expert_skew: float | None = None
 
     def weight_fraction(self, weight_format: str) -> float:
         """Achieved share of memory bandwidth when reading weights of this format; of fp4 int4's where it was not measured."""

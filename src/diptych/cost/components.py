@@ -138,7 +138,12 @@ def expected_experts(n_experts: int, experts_per_token: int, n_tokens: int, *, s
     share = experts_per_token / n_experts
     if skew == 0.0:
         return float(n_experts * (1.0 - (1.0 - share) ** n_tokens))
-    return float(sum(1.0 - (1.0 - chance) ** n_tokens for chance in _popularity(n_experts, experts_per_token, skew)))
+    return _expected_of(n_experts, experts_per_token, n_tokens, skew)
+
+
+@lru_cache(maxsize=4096)
+def _expected_of(n_experts: int, experts_per_token: int, n_tokens: int, skew: float) -> float:
+    return sum(1.0 - (1.0 - chance) ** n_tokens for chance in _popularity(n_experts, experts_per_token, skew))
 
 
 @lru_cache(maxsize=32)

@@ -205,7 +205,12 @@ class _Run:
         if closed_for and engine.core.has_work:
             return closed_for
         ahead = self._loop.scheduling.ahead_steps if engine.core.has_work else 0
+        places = self._loop.scheduling.at_once if now else None
         while door and (not ahead or self._open[door[0].request_id].came + ahead <= now):
+            if places is not None:
+                if not places:
+                    return 1
+                places -= 1
             engine.stepper.submit(door.popleft())
         return LONGEST_RUN
 

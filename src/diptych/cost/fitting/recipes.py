@@ -7,8 +7,14 @@ was read in those recipes and in the documentation of the engines, and none of i
 * All three run the device while the host plans the next step (vLLM with `async-scheduling`, which the recipes set; the overlap
   schedulers of SGLang and TensorRT-LLM). Who comes is planned behind the step that runs and the one that is planned already.
   Not so here where lengths are all the same: streams that end together would march in step for ever, which they do not.
+* There (the rows that are not InferenceX's) a client of vLLM sends, and the server reads, one request after another: two come
+  in one step, which spreads the streams over the steps. That it is two was chosen on the rows. Streams of SGLang march in step,
+  as its decode waits until all have been read; for TensorRT-LLM it made TTFT better and TPOT of mixtures worse.
 * vLLM mixes both phases in a step of `max_num_batched_tokens`, decode first, as Diptych does. Recipes of April 2026 and later
   for Blackwell set it to two prompts (`$((ISL * 2))`).
+* vLLM replays steps of up to `max-cudagraph-capture-size` tokens from graphs, but for their attention, prompts among them
+  (`FULL_AND_PIECEWISE`). Recipes for gpt-oss set it to 2048, and so do those for MiniMax-M2.5 that set two prompts; others leave
+  it at 512 or less.
 * SGLang puts prompts into steps of their own and lets decode wait, unless told otherwise (`--enable-mixed-chunk`). With
   `--scheduler-recv-interval N` it looks for new requests only every N steps while it decodes.
 * TensorRT-LLM takes a request only if KV for its whole answer is free (`GUARANTEED_NO_EVICT`). With `batch_wait_timeout_iters`
@@ -38,6 +44,8 @@ from diptych.cost.memory import MemoryRule
 USUAL_STEP_TOKENS = 8192  # of a step, where nobody says: what all three engines take on such devices
 # lengths of InferenceX's runs: drawn from 0.8 of the stated one up to it (`--random-range-ratio 0.8`), ten requests per stream,
 # `--request-rate inf --max-concurrency N`
+GRAPH_TOKENS = 2048
+AT_ONCE = 2  # requests that come in one step where all lengths are the same
 _BLACKWELL = ("b200", "b300", "gb200", "gb300")
 INFERENCE_X_LENGTHS = ((1024, 1024), (1024, 8192), (8192, 1024))
 
@@ -50,7 +58,8 @@ class Scheduling:
     prefills_alone: prompts get steps of their own, before decode. poll_steps: while it only decodes it looks for new requests
     every so many steps, or where poll_prompts of them have come (0: no sooner). gather_steps, gather_tokens: while others
     decode, new prompts wait so many steps for so many tokens to come together. reserves_answers: a request runs only if KV for
-    its whole answer is free. max_running: sequences at one time; None: what the memory holds.
+    its whole answer is free. max_running: sequences at one time; None: what the memory holds. at_once: so many requests at most
+    come in one step behind the first of all; None: all that were sent.
     """
 
     step_tokens: int = USUAL_STEP_TOKENS
@@ -62,6 +71,7 @@ class Scheduling:
     gather_tokens: int = 0
     reserves_answers: bool = False
     max_running: int | None = None
+    at_once: int | None = None
 
 
 USUAL = Scheduling()
@@ -143,18 +153,28 @@ def scheduling_of(run: Run) -> Scheduling:
     return replace(found, step_tokens=found.step_tokens * layout.dp)
 
 
+def graph_tokens_of(run: Run) -> int:
+    """Steps with prompts of at most so many tokens are replayed from graphs."""
+    if run.stack != "vllm" or not run.is_inference_x:
+        return 0
+    return GRAPH_TOKENS if run.model == "gpt-oss-120b" or _is_recent_minimax(run) else 0
+
+
+def _is_recent_minimax(run: Run) -> bool:
+    return run.model == "minimax-m2" and run.is_blackwell and run.measured >= "2026-04-03"
+
+
 def _of_vllm(run: Run) -> Scheduling:
     if not run.is_inference_x:
-        return USUAL
+        return Scheduling(at_once=AT_ONCE)
     step_tokens = USUAL_STEP_TOKENS
-    is_minimax = run.model == "minimax-m2" and run.is_blackwell and run.measured >= "2026-04-03"
     is_kimi = (
         run.model == "kimi-k2"
         and run.weights == "fp4"
         and run.device.startswith("b200")
         and run.measured >= "2026-04-20"
     )
-    if is_minimax or is_kimi:
+    if _is_recent_minimax(run) or is_kimi:
         step_tokens = 2 * run.input_tokens
     return Scheduling(ahead_steps=2, step_tokens=step_tokens)
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from diptych.cost.fitting.recipes import USUAL, Run, Scheduling, layout_of, memory_of, scheduling_of
+from diptych.cost.fitting.recipes import USUAL, Run, Scheduling, graph_tokens_of, layout_of, memory_of, scheduling_of
 from diptych.cost.fitting.rows import Line, ServiceRow, lines_of
 from diptych.cost.layout import PLAIN, Layout
 from diptych.cost.memory import USUAL_RULE, MemoryRule
@@ -58,7 +58,10 @@ class ServiceLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredService:
-    """One service under one load, and what was seen: means over requests in seconds, output tokens per second; or None."""
+    """One service under one load, and what was seen: means over requests in seconds, output tokens per second; or None.
+
+    graph_tokens: prompts in steps of at most so many tokens are replayed from graphs, as decode is.
+    """
 
     stack: str
     version: str
@@ -74,6 +77,7 @@ class MeasuredService:
     kv: str = "bf16"
     memory: MemoryRule = USUAL_RULE
     source: str = ""
+    graph_tokens: int = 0
 
     @property
     def label(self) -> str:
@@ -174,6 +178,7 @@ def _service(entry: Line) -> MeasuredService:
         tpot_s=entry.positive("silicon_tpot_ms") / 1e3,
         kv=run.kv,
         memory=memory_of(run),
+        graph_tokens=graph_tokens_of(run),
         source="ai-dynamo/aiconfigurator silicon samples",
     )
 
