@@ -13,8 +13,8 @@ was read in those recipes and in the documentation of the engines, and none of i
 * vLLM mixes both phases in a step of `max_num_batched_tokens`, decode first, as Diptych does. Recipes of April 2026 and later
   for Blackwell set it to two prompts (`$((ISL * 2))`).
 * vLLM replays steps of up to `max-cudagraph-capture-size` tokens from graphs, but for their attention, prompts among them
-  (`FULL_AND_PIECEWISE`). Recipes for gpt-oss set it to 2048, and so do those for MiniMax-M2.5 that set two prompts; others leave
-  it at 512 or less.
+  (`FULL_AND_PIECEWISE`). Recipes for gpt-oss set it to 2048, as do those for MiniMax-M2.5 that set two prompts; the others
+  leave it at 512 or less.
 * SGLang puts prompts into steps of their own and lets decode wait, unless told otherwise (`--enable-mixed-chunk`). With
   `--scheduler-recv-interval N` it looks for new requests only every N steps while it decodes.
 * TensorRT-LLM takes a request only if KV for its whole answer is free (`GUARANTEED_NO_EVICT`). With `batch_wait_timeout_iters`
