@@ -84,13 +84,13 @@ _FREE = (
     Free(path="request_s", start=15e-3, limits=TIME, width=1.0),
 )
 
-# Routing is uneven: TPOT of Qwen3-235B, MiniMax-M2 and gpt-oss was said too long by every software at 16 to 64 streams, by 10 to
-# 40 % more than at 4 and at 256, as even routing reads most experts there and uneven routing does not. Of 0, 0.6 and 0.7
+# Routing is uneven: TPOT of Qwen3-235B, MiniMax-M2 and gpt-oss was said too long by every software at 16 to 64 streams, by 10
+# to 40 % more than at 4 and at 256, as even routing reads most experts there and uneven routing does not. Of 0, 0.6 and 0.7
 EXPERT_SKEW = 0.7
 _FIXED = Constants(p=3.0, allreduce_growth=1.0, expert_skew=EXPERT_SKEW)
 
-# vLLM and SGLang launch a prompt's kernels from Python, many of them Triton's and each for itself; TensorRT-LLM has operators of
-# its own that hold several. Chosen with the rows in view, as all starts were
+# vLLM and SGLang launch a prompt's kernels from Python, many of them Triton's and each for itself; TensorRT-LLM has operators
+# of its own that hold several. Chosen with the rows in view, as all starts were
 _LAUNCHED_FROM_PYTHON = {
     "prefill.step_s": 12e-3,
     "prefill.layer_s": 150e-6,
