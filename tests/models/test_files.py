@@ -14,7 +14,7 @@ from checkpoints import make_checkpoint
 from diptych.engine.load import model_dir
 from diptych.ground.errors import LoadError
 from diptych.models.contents import contents_of
-from diptych.models.files import INDEX_FILE, weight_files
+from diptych.models.files import INDEX_FILE, model_files, weight_files
 from diptych.models.read import load_model_file
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
@@ -100,3 +100,15 @@ def test_weights_that_the_index_does_not_name_are_others(sharded: Path, tmp_path
     assert set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values()) == {
         Path(name).name for name in before.files
     }
+
+
+def test_a_config_stands_for_the_folder_of_its_weights_and_alone_for_no_files(tmp_path: Path) -> None:
+    """What `diptych inspect` looks into, and what the planner prices as the engine holds it."""
+    config = tmp_path / "config.json"
+    assert model_files(None) is None
+    assert model_files(tmp_path / "m.gguf") == tmp_path / "m.gguf"
+    assert model_files(tmp_path) == tmp_path
+    assert model_files(config) is None
+    (tmp_path / "model.safetensors").touch()
+    assert model_files(config) == tmp_path
+    assert model_files(tmp_path / "other.json") is None

@@ -27,7 +27,7 @@ from diptych.ground.errors import ConfigError, LoadError
 from diptych.ground.formats import engine_quant, head_format, mean_bytes
 from diptych.ground.specs import QuantSpec
 from diptych.models.contents import Contents, contents_of
-from diptych.models.files import has_weights
+from diptych.models.files import model_files
 from diptych.models.gguf_file import find_gguf
 from diptych.models.spec import ModelSpec
 
@@ -59,7 +59,7 @@ def app(args: Sequence[str] | None = None, prog_name: str = "diptych inspect") -
 
 def facts_of(name: str, hardware: str) -> dict[str, Any]:
     """Everything the command says. Raises LoadError and ConfigError."""
-    spec, path = find_model(name), _files(model_path(name))
+    spec, path = find_model(name), model_files(model_path(name))
     contents = None if path is None else contents_of(path)
     held, refused = (None, None) if path is None or not spec.is_run else _held(path)
     kept = held.main_format if held is not None else None if contents is None else contents.kept
@@ -74,13 +74,6 @@ def facts_of(name: str, hardware: str) -> dict[str, Any]:
         "memory": _memory(spec, {weights: _weight_bytes(spec, weights, path, held) for weights in formats}),
         **_phases(spec, hardware, formats, held),
     }
-
-
-def _files(path: Path | None) -> Path | None:
-    """The GGUF file or the folder to look into; None where a config is all there is."""
-    if path is None or path.suffix != ".json":
-        return path
-    return path.parent if path.name == "config.json" and has_weights(path.parent) else None
 
 
 def _held(path: Path) -> tuple[Held | None, LoadError | None]:

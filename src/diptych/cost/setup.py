@@ -21,7 +21,7 @@ from diptych.ground.formats import ENGINE_WEIGHTS, engine_quant, head_format, me
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import HardwareSpec, KVSpec, QuantSpec
 from diptych.models.contents import contents_of
-from diptych.models.files import has_weights
+from diptych.models.files import has_weights, model_files
 from diptych.models.gguf import load_gguf_spec
 from diptych.models.gguf_file import SUFFIX, find_gguf
 from diptych.models.read import load_model_file
@@ -156,9 +156,7 @@ def own_quant(name: str) -> QuantSpec:
 
 def stored_quant(name: str) -> QuantSpec | None:
     """How the engine holds the files of a model that are quantised; None for plain ones, and where none are at hand."""
-    path = model_path(name)
-    if path is not None and path.name == "config.json":
-        path = path.parent
+    path = model_files(model_path(name))
     if path is None or not (find_gguf(path) is not None or (path.is_dir() and has_weights(path))):
         return None
     contents = contents_of(path)

@@ -25,6 +25,13 @@ def has_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors"))
 
 
+def model_files(path: Path | None) -> Path | None:
+    """The GGUF file or the folder to look into, of a path that names a model; None where a config is all there is."""
+    if path is None or path.suffix != ".json":
+        return path
+    return path.parent if path.name == "config.json" and has_weights(path.parent) else None
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Those that the index names, else the one that there is. LoadError where one is missing, or none can be told."""
     index = folder / INDEX_FILE
