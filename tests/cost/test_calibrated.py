@@ -349,3 +349,20 @@ def test_uneven_routing_reads_fewer_experts_at_some_sixteen_streams_and_as_many_
     layers = tuple(replace(layer, mlp=replace(layer.mlp, skew=0.3)) for layer in model.layers)
     stated = replace(model, layers=layers)
     assert step_s(uneven, 24, stated) == step_s(PERFECT, 24, stated)
+
+
+def test_services_have_constants_of_their_own():
+    """Simulations of services were priced by constants that single steps had shown, though published services say otherwise."""
+    device = device_spec("b200-180gb")
+    for stack in ("tensorrt-llm", "vllm"):
+        steps, services = (calibration_for(device, stack=stack, of_services=asked) for asked in (False, True))
+        assert services.source.count("of services") == 2
+        assert "of services" not in steps.source
+        assert services.prefill.moe_layer_s > steps.prefill.moe_layer_s
+        assert services.decode_residual.rows > 500
+    only = calibration_for(device, stack="sglang")
+    assert only.source.count("of services") == 2, "no single steps of it are published"
+    older = device_spec("a100-80gb-sxm")
+    assert calibration_for(older, of_services=True) == calibration_for(older), (
+        "nor services of the usual software there"
+    )

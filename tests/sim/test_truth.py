@@ -91,13 +91,13 @@ def test_intervals_come_from_other_models(world: list[MeasuredService]) -> None:
 
 def test_models_weigh_alike_in_an_interval_and_few_of_them_say_less() -> None:
     """Quantiles of rows were those of the models with most of them: of SGLang's numbers, six of ten lay within 80 %."""
-    assert truth._bounds([[3.0] * 1000, *([1.0] for _ in range(9))]) == (1.0, 3.0)
+    assert truth.bounds_of([[3.0] * 1000, *([1.0] for _ in range(9))]) == (1.0, 3.0)
     ratios = [1.0 + i / 1000 for i in range(1000)]
-    one, few, many = (truth._bounds([ratios] * n) for n in (1, 3, 40))
+    one, few, many = (truth.bounds_of([ratios] * n) for n in (1, 3, 40))
     assert one == (1.0, 1.999)
     assert 1.01 < few[0] < 1.03 < many[0] < 1.1
     assert 1.9 < many[1] < 1.93 < few[1] < 1.99
-    assert truth._bounds([]) == (1.0, 1.0)
+    assert truth.bounds_of([]) == (1.0, 1.0)
 
 
 def test_a_series_with_rows_beyond_all_peaks_is_not_believed(world: list[MeasuredService]) -> None:

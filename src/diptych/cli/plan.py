@@ -278,12 +278,7 @@ def _accuracy(rows_file: Path | None, refit_file: Path | None, as_json: bool, *,
         near, far = accuracy.near_rows(accuracy.leave_one_model_out(everything)), held_out.hold_back(everything)
         holding = held_out.check(near, far)
     if refit_file is not None:
-        entries = accuracy.refit(near, far)
-        lines = ",\n".join(json.dumps(entry) for entry in entries)
-        try:
-            refit_file.write_text(f'{{\n"schema": 1,\n"calibrations": [\n{lines}\n]\n}}\n', "utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {refit_file}: {error.strerror}") from None
+        _write_calibrations(refit_file, accuracy.refit(near, far))
     if as_json:
         content = {
             "summaries": summaries,
@@ -299,10 +294,21 @@ def _accuracy(rows_file: Path | None, refit_file: Path | None, as_json: bool, *,
         )
 
 
+def _write_calibrations(file: Path, entries: list[dict[str, Any]]) -> None:
+    lines = ",\n".join(json.dumps(entry) for entry in entries)
+    try:
+        file.write_text(f'{{\n"schema": 1,\n"calibrations": [\n{lines}\n]\n}}\n', "utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror}") from None
+
+
 def _services(options: argparse.Namespace, given: dict[str, str]) -> None:
-    refuse_unread("accuracy --services", given, {"rows", "services", "as_json"})
+    refuse_unread("accuracy --services", given, {"rows", "refit", "services", "as_json"})
     shown = _module("plan_services")
-    found = shown.services(options.rows, processes=min(8, os.cpu_count() or 1))
+    refits = options.refit is not None
+    found = shown.services(options.rows, processes=min(8, os.cpu_count() or 1), refits=refits)
+    if refits:
+        _write_calibrations(options.refit, found.pop("calibrations"))
     if options.as_json:
         print(_module("plan_json").dump(found))
     else:

@@ -15,6 +15,7 @@ from diptych.cli.tables import page, plain_table
 from diptych.cost.fitting.rows import read_service_rows, text_of
 from diptych.cost.fitting.services import MeasuredService, is_deployments, of_published, read_deployments
 from diptych.cost.tables import data_text
+from diptych.sim.service_fits import refit_services
 from diptych.sim.truth import Case, Judged, cases_of, judge, possible, summarise_services
 from diptych.sim.workers import Mapped, workers
 
@@ -23,8 +24,11 @@ SHIPPED = "service_rows.csv"
 Tell = Callable[[str, int, int], object]  # what is done, how much of it, of how much
 
 
-def services(rows_file: Path | None, *, processes: int = 1) -> dict[str, Any]:
-    """Judge the rows of a file (or the built-in ones); built-in rows help to fit. processes: they change no number."""
+def services(rows_file: Path | None, *, processes: int = 1, refits: bool = False) -> dict[str, Any]:
+    """Judge the rows of a file (or the built-in ones); built-in rows help to fit. processes: they change no number.
+
+    refits: with the constants of all rows, as "calibrations".
+    """
     left_out: Counter[str] = Counter()
     shipped = [
         *read_deployments(data_text(SHIPPED))[0],
@@ -43,13 +47,14 @@ def services(rows_file: Path | None, *, processes: int = 1) -> dict[str, Any]:
             held_out: judge(targets, others, held_out=held_out, told=_fits(tell, held_out), mapped=mapped)
             for held_out in ("model", "device")
         }
+        refitted = {"calibrations": refit_services([*targets, *others], judged["model"])} if refits else {}
     seen = {id(one.case) for one in judged["model"]}
     left_out["software without a form, or with one model"] += sum(id(case) not in seen for case in targets)
     return {
         "groups": {name: summarise_services(found, by=GROUPS) for name, found in judged.items() if found},
         "rows": [_row(one) for found in judged.values() for one in found],
         "left_out": dict(+left_out),
-    }
+    } | refitted
 
 
 def _fits(tell: Tell, held_out: str) -> Tell:

@@ -116,7 +116,9 @@ def _candidates(
     pools: list[Pool] = []
     left_out: dict[str, ConfigError] = {}
     for name in names:
-        base = setup_of(options.model, name, weights=options.weights, kv=options.kv, stack=options.stack)
+        base = setup_of(
+            options.model, name, weights=options.weights, kv=options.kv, stack=options.stack, of_services=True
+        )
         before = len(pools)
         for tp in splits:
             try:

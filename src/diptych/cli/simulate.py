@@ -160,6 +160,7 @@ def _simulate(options: argparse.Namespace, kind: str) -> None:
         stack=options.stack,
         layout=layout_of(options),
         loras=loras_of(options),
+        of_services=True,
     )
     limits = limits_of(options.slo)
     usd = options.usd_per_hour
@@ -222,6 +223,7 @@ def _service(options: argparse.Namespace, pool: Pool) -> Service:
         stack=options.stack,
         layout=layout_of(options),
         loras=loras_of(options),
+        of_services=True,
     )
     readers = Pool.of(
         setup,

@@ -346,7 +346,12 @@ def notes_of(setup: Setup) -> tuple[str, ...]:
             f"{of_cache:.0f} GB/s, not the memory's {of_memory:.0f}"
         )
     if setup.model.moe is not None:
-        notes.append("experts: uniform routing assumed; skewed routing touches fewer experts per step")
+        skew = setup.model.moe.skew or setup.calibration.decode.expert_skew
+        notes.append(
+            f"experts: the i-th is taken to be chosen in proportion to i^-{skew:g}, as services showed"
+            if skew
+            else "experts: uniform routing assumed; skewed routing touches fewer experts per step"
+        )
     if setup.loras is not None and not setup.calibration.decode.adapter_ef:
         notes.append(
             f"adapters were not measured: their products are taken to reach {ADAPTER_SHARE:g} of what other matrices do"

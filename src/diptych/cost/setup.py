@@ -136,7 +136,9 @@ def _table_name(name: str) -> str:
     return short
 
 
-def find_hardware(name: str, *, stack: str | None = None) -> tuple[HardwareSpec, Calibration]:
+def find_hardware(
+    name: str, *, stack: str | None = None, of_services: bool = False
+) -> tuple[HardwareSpec, Calibration]:
     """A device by table name with its calibration, or this machine (`local`) with its measured profile."""
     if name == "local":
         if stack is not None:
@@ -146,7 +148,7 @@ def find_hardware(name: str, *, stack: str | None = None) -> tuple[HardwareSpec,
             )
         return read_profile(load_profile())
     hardware = device_spec(name.lower())
-    return hardware, calibration_for(hardware, stack=stack)
+    return hardware, calibration_for(hardware, stack=stack, of_services=of_services)
 
 
 def own_quant(name: str) -> QuantSpec:
@@ -177,13 +179,15 @@ def setup_of(
     stack: str | None = None,
     layout: Layout = PLAIN,
     loras: Loras | None = None,
+    of_services: bool = False,
 ) -> Setup:
     """A setup from names; weights None: on this machine as a quantised model's files have them, else in 16 bits.
 
+    of_services: priced as the software's running services are, not as its single steps.
     Raises ConfigError with the nearest names for an unknown one.
     """
     quant = quant_spec(weights or "bf16")  # its name is refused before anything is read
-    device, calibration = find_hardware(hardware, stack=stack)
+    device, calibration = find_hardware(hardware, stack=stack, of_services=of_services)
     if calibration.is_local:
         quant = (stored_quant(model) if weights is None else None) or own_quant(weights or "bf16")
     return Setup(

@@ -1,5 +1,8 @@
 """Which fitted constants apply to a device: by the software asked for, or the usual software of such a device.
 
+Single steps have constants fitted to single steps; running services, whose steps hold prompts and answers side by side and
+whose host keeps up or does not, have those of published services where the software has any.
+
 >>> from diptych.cost.tables import device_spec
 >>> calibration_for(device_spec("m2-max-38")).name
 'llama.cpp-metal'
@@ -24,9 +27,12 @@ _RECENT = ("hopper", "blackwell", "blackwell-ultra")
 _PARTNER = {("gpt-fast", Phase.PREFILL): "tensorrt-llm-2024", ("tensorrt-llm-2024", Phase.DECODE): "gpt-fast"}
 
 
+STEPS, SERVICES = "calibrations.json", "service_calibrations.json"
+
+
 def stack_names() -> tuple[str, ...]:
     """All software with fitted constants."""
-    return tuple(dict.fromkeys(entry["stack"] for entry in _entries()))
+    return tuple(dict.fromkeys(entry["stack"] for file in (STEPS, SERVICES) for entry in _entries(file)))
 
 
 def default_stack(hardware: HardwareSpec) -> str:
@@ -40,13 +46,16 @@ def default_stack(hardware: HardwareSpec) -> str:
     return "tensorrt-llm" if hardware.architecture in _RECENT else "gpt-fast"
 
 
-def calibration_for(hardware: HardwareSpec, *, stack: str | None = None) -> Calibration:
-    """The calibration of `stack` (None: the default) on this device. Raises ConfigError for an unknown stack."""
+def calibration_for(hardware: HardwareSpec, *, stack: str | None = None, of_services: bool = False) -> Calibration:
+    """The calibration of `stack` (None: the default) on this device. Raises ConfigError for an unknown stack.
+
+    of_services: what its published services ask for, where there are any; else, and of software that has nothing else,
+    what its single steps do.
+    """
     stack = stack or default_stack(hardware)
     if stack not in stack_names():
         raise unknown_name("software", stack, stack_names())
-    prefill = _phase(hardware, stack, Phase.PREFILL)
-    decode = _phase(hardware, stack, Phase.DECODE)
+    prefill, decode = (_phase(hardware, stack, phase, of_services=of_services) for phase in Phase)
     return Calibration(
         name=stack,
         prefill=prefill.constants,
@@ -67,13 +76,15 @@ class _Found:
     coverage: Coverage
 
 
-def _phase(hardware: HardwareSpec, stack: str, phase: Phase) -> _Found:
-    wanted = stack
-    found = [entry for entry in _entries() if entry["stack"] == stack and entry["phase"] == phase.value]
-    if not found:
-        wanted = _PARTNER.get((stack, phase), stack)
-        found = [entry for entry in _entries() if entry["stack"] == wanted and entry["phase"] == phase.value]
-    if not found:
+def _phase(hardware: HardwareSpec, stack: str, phase: Phase, *, of_services: bool) -> _Found:
+    partner = _PARTNER.get((stack, phase), stack)
+    places = [(STEPS, stack), (STEPS, partner), (SERVICES, stack)]
+    wanted, found = stack, []
+    for file, wanted in sorted(places, key=lambda place: place[0] != SERVICES) if of_services else places:
+        found = [entry for entry in _entries(file) if entry["stack"] == wanted and entry["phase"] == phase.value]
+        if found:
+            break
+    else:
         raise ConfigError(
             f"no published {phase.value} numbers of {stack} to predict with", hint="choose another --stack"
         )
@@ -84,7 +95,7 @@ def _phase(hardware: HardwareSpec, stack: str, phase: Phase) -> _Found:
     return _Found(
         constants=_constants(best["constants"]),
         residual=residual,
-        source=f"{wanted}, {origin} ({residual.rows} rows)",
+        source=f"{wanted}, {'of services, ' if file == SERVICES else ''}{origin} ({residual.rows} rows)",
         coverage=Coverage(
             devices=tuple(seen),
             formats=tuple(sorted({each for formats in seen.values() for each in formats})),
@@ -102,9 +113,9 @@ def _closeness(entry: dict[str, Any], hardware: HardwareSpec) -> tuple[bool, boo
     return hardware.name in entry["seen"], hardware.architecture in entry["architectures"]
 
 
-@lru_cache(maxsize=1)
-def _entries() -> tuple[dict[str, Any], ...]:
-    return tuple(json.loads(data_text("calibrations.json"))["calibrations"])
+@lru_cache(maxsize=2)
+def _entries(file: str) -> tuple[dict[str, Any], ...]:
+    return tuple(json.loads(data_text(file))["calibrations"])
 
 
 def _constants(fields: dict[str, Any]) -> Constants:

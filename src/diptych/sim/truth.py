@@ -356,7 +356,7 @@ def _with_intervals(raw: Sequence[tuple[Case, str, float, float]], held_out: str
             for other, name, seen, said in raw:
                 if name == measure and _field(other, held_out) != own:
                     ratios.setdefault(_field(other, held_out), []).append(seen / said)
-            bounds[own, measure] = _bounds(list(ratios.values()))
+            bounds[own, measure] = bounds_of(list(ratios.values()))
         low, high = bounds[own, measure]
         found.append(
             Judged(
@@ -367,7 +367,7 @@ def _with_intervals(raw: Sequence[tuple[Case, str, float, float]], held_out: str
     return found
 
 
-def _bounds(groups: Sequence[Sequence[float]]) -> tuple[float, float]:
+def bounds_of(groups: Sequence[Sequence[float]]) -> tuple[float, float]:
     """What SHARE of the ratios of a group that is not among these lies between.
 
     Rows of one model (device) err together, so each of the groups weighs the same, however many rows it has; and OWN_WEIGHT of

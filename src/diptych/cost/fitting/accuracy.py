@@ -209,7 +209,7 @@ def refit(near: Sequence[HeldRow], far: Sequence[HeldRow]) -> list[dict[str, Any
                     "longest_tokens": coverage.longest_tokens,
                     "widths": widths,
                     "models": sorted({row.model for row in group}),
-                    "constants": _as_json(fit(form, group)),
+                    "constants": constants_as_json(fit(form, group)),
                     "residual": asdict(residuals[pool]),
                     "source": "; ".join(sorted({row.source for row in group})),
                 }
@@ -223,7 +223,8 @@ def _seen(rows: Sequence[PublishedRow]) -> dict[str, list[str]]:
     return {device: sorted({row.quant for row in rows if row.device == device}) for device in devices}
 
 
-def _as_json(constants: Constants) -> dict[str, Any]:
+def constants_as_json(constants: Constants) -> dict[str, Any]:
+    """As the files of calibrations have them."""
     fields: dict[str, Any] = {}
     for name in Constants.__dataclass_fields__:
         value = getattr(constants, name)

@@ -90,8 +90,8 @@ EXPERT_SKEW = 0.7
 _FIXED = Constants(p=3.0, allreduce_growth=1.0, expert_skew=EXPERT_SKEW)
 
 # vLLM and SGLang launch a prompt's kernels from Python, many of them Triton's and each for itself; TensorRT-LLM has operators
-# of its own that hold several. Chosen with the rows in view, as all starts were
-_LAUNCHED_FROM_PYTHON = {
+# of its own that hold several. Shares of 8 and 4 bits are others, too. Chosen with the rows in view, as all starts were
+_OF_VLLM_AND_SGLANG = {
     "prefill.step_s": 12e-3,
     "prefill.layer_s": 150e-6,
     "prefill.moe_layer_s": 700e-6,
@@ -104,8 +104,8 @@ _LAUNCHED_FROM_PYTHON = {
 }
 _STARTS: dict[str, dict[str, float]] = {
     "tensorrt-llm": {},
-    "vllm": _LAUNCHED_FROM_PYTHON,
-    "sglang": _LAUNCHED_FROM_PYTHON,
+    "vllm": _OF_VLLM_AND_SGLANG,
+    "sglang": _OF_VLLM_AND_SGLANG,
 }
 
 SERVICE_FORMS = tuple(
