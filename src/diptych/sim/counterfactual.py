@@ -307,7 +307,7 @@ def setup_on(minutes: Minutes, device: str) -> Setup:
     """The model that ran, on another device. ConfigError where nobody said which model it was."""
     if minutes.machine is None:
         raise ConfigError("the recording does not say which model ran", hint="name it with --model")
-    hardware, calibration = find_hardware(device)
+    hardware, calibration = find_hardware(device, of_services=True)
     machine = minutes.machine
     return Setup(
         model=machine.model, hardware=hardware, quant=machine.quant, kv=machine.kv, tp=1, calibration=calibration

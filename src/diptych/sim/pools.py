@@ -1,6 +1,6 @@
 """A service on paper: engines of one setup, or two pools of them joined by a link.
 
-setup = setup_of("llama-3.1-8b", "h100-80gb-sxm")
+setup = setup_of("llama-3.1-8b", "h100-80gb-sxm", of_services=True)
 trace = open_trace(Path("trace.csv"))
 load = OpenLoad(trace, shares_prefixes=False)
 report = simulate(Service.of(setup, n_engines=2), load, limits=Limits(ttft_s=1.0, tpot_s=0.08))
