@@ -49,8 +49,8 @@ def default_stack(hardware: HardwareSpec) -> str:
 def calibration_for(hardware: HardwareSpec, *, stack: str | None = None, of_services: bool = False) -> Calibration:
     """The calibration of `stack` (None: the default) on this device. Raises ConfigError for an unknown stack.
 
-    of_services: what its published services ask for, where there are any; else, and of software that has nothing else,
-    what its single steps do.
+    of_services: what its published services ask for, where there are any; what single steps do otherwise. Software without
+    published steps has that of its services either way.
     """
     stack = stack or default_stack(hardware)
     if stack not in stack_names():
@@ -77,10 +77,9 @@ class _Found:
 
 
 def _phase(hardware: HardwareSpec, stack: str, phase: Phase, *, of_services: bool) -> _Found:
-    partner = _PARTNER.get((stack, phase), stack)
-    places = [(STEPS, stack), (STEPS, partner), (SERVICES, stack)]
+    steps, services = [(STEPS, stack), (STEPS, _PARTNER.get((stack, phase), stack))], [(SERVICES, stack)]
     wanted, found = stack, []
-    for file, wanted in sorted(places, key=lambda place: place[0] != SERVICES) if of_services else places:
+    for file, wanted in [*services, *steps] if of_services else [*steps, *services]:
         found = [entry for entry in _entries(file) if entry["stack"] == wanted and entry["phase"] == phase.value]
         if found:
             break
