@@ -261,8 +261,10 @@ class Counterfactual:
         elif kind == "cached" and not config.enable_prefix_cache:
             raise ConfigError("the engine ran without a prefix cache; nothing could have been cached")
         elif change is not None and kind == "device":
-            time_s = budget_s = setup_on(minutes, change.name).model_of_time().predict_s
-            note = "predicted by the planner; the KV pool and the places as they were"
+            there = setup_on(minutes, change.name)
+            time_s = budget_s = there.model_of_time().predict_s
+            software = there.calibration.name
+            note = f"predicted by the planner for {software}; the KV pool and the places as they were"
         elif kind == "pools":
             link_s, note = _link(minutes)
             seen = _pools(minutes, target, time_s, link_s)
