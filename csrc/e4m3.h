@@ -39,5 +39,23 @@ DIPTYCH_E4M3 constexpr uint16_t e4m3_to_bf16(uint8_t code) {
   return static_cast<uint16_t>(number | (code & 0x80u) << 8);
 }
 
+// bf16(scale * code) of all codes, scale from 2^-100 to 2^100, in 16 numbers: its mantissa is its code's alone. The first eight are of
+// mantissas where the exponent's field is 0, to be added to; the last eight are codes without one.
+struct ScaledE4m3 {
+  uint16_t numbers[16];
+  explicit ScaledE4m3(float scale) {
+    for (int i = 0; i < 16; ++i) {
+      const float product = scale * (i < 8 ? static_cast<float>(8 + i) * 0x1p-10f : static_cast<float>(i - 8) * 0x1p-9f);
+      uint32_t bits;
+      std::memcpy(&bits, &product, 4);
+      numbers[i] = static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    }
+  }
+  uint16_t of(uint8_t code) const {
+    const uint32_t exponent = code >> 3 & 15u, number = numbers[exponent == 0 ? 8 + (code & 7) : code & 7] + (exponent << 7);
+    return static_cast<uint16_t>(number | (code & 0x80u) << 8);
+  }
+};
+
 }  // namespace diptych
 #undef DIPTYCH_E4M3

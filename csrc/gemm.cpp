@@ -14,17 +14,17 @@ namespace {
 
 // Rows of one block: its partial sums (64 lanes, 4 bytes) stay in L1/L2 and its activations in L2 while the panels of W pass.
 constexpr int64_t kBlockRows = 192;
-// Bytes of one panel that stay in L2 while the tiles of a block of rows pass over them.
-constexpr int64_t kBlockPanelBytes = 256 << 10;
+// Bytes of one panel that stay in L2 while the tiles of a block of rows pass over them; expanded for a single tile, in L1.
+constexpr int64_t kBlockPanelBytes = 256 << 10, kSingleExpandedBytes = 64 << 10;
 
 // Most weights to bring in while waiting: what memory delivers between two layers.
 constexpr int64_t kWaitBytes = 32 << 10;
 
 // How the K of a format is addressed and cut.
 struct KBlocks {
-  int64_t units;            // of the whole K: steps (bf16, int8) or groups (int4)
+  int64_t units;            // of the whole K: steps (bf16, int8) or groups (int4, fp8)
   int64_t units_per_block;
-  int64_t unit_bytes;       // of a strip; int4 tiles have one block and need none
+  int64_t unit_bytes;       // of a strip; tiles of int4 and fp8 have one block and need none
   int64_t unit_words;       // of a row of x
 };
 
@@ -34,20 +34,22 @@ struct Job : LinearCall {
   uint8_t* acc;       // [kBlockRows][64]
   uint8_t* words;     // interleaved shapes: the tiles of the current block of rows, one after the other
   int32_t* sums;      // int4 shapes that are not: x summed by group, [rows of the shape][groups]
-  uint8_t* expanded;  // int4 met by int8 tiles: one block of the shape's strips, else null
+  uint8_t* expanded;  // int4 met by int8 tiles, fp8 by bf16's: one block of the shape's strips, else null
   int64_t tile_rows;  // the shape's rows, which divide no pair
   int64_t words_per_row() const { return cut.units * cut.unit_words; }
 };
 
 KBlocks cut_inputs(const PackedLinear& w, Format tile_format, const TileShape& shape, bool is_single_tile) {
-  if (tile_format == Format::int4) {
-    const int64_t groups = w.k_padded / w.shape.group;
-    return {groups, groups, 0, w.shape.group / 4};
+  if (tile_format == Format::int4 || tile_format == Format::fp8) {
+    const int64_t group = tile_format == Format::int4 ? w.shape.group : kFp8Inputs, groups = w.k_padded / group;
+    return {groups, groups, 0, group / (tile_format == Format::int4 ? 4 : 2)};
   }
   const int64_t units = w.k_padded / inputs_per_step(tile_format), panel_bytes = kPanelStrips * units * kStepBytes;
-  const int64_t blocks = is_single_tile ? 1 : std::max<int64_t>(1, (panel_bytes + kBlockPanelBytes - 1) / kBlockPanelBytes);
-  // Whole unrolled rounds of the kernels (8 steps), and whole pairs of groups where int4 is expanded.
-  const int64_t round = w.shape.format == Format::int4 ? w.shape.group / 2 : 8;
+  const bool is_expanded = tile_format != w.shape.format;
+  const int64_t most = !is_single_tile ? kBlockPanelBytes : is_expanded ? kSingleExpandedBytes : panel_bytes;
+  const int64_t blocks = std::max<int64_t>(1, (panel_bytes + most - 1) / most);
+  // Whole unrolled rounds of the kernels (8 steps), and whole groups where fp8 is expanded, of int4 pairs of them.
+  const int64_t round = !is_expanded ? 8 : w.shape.format == Format::int4 ? w.shape.group / 2 : kFp8Inputs / 2;
   return {units, round_up((units + blocks - 1) / blocks, round), kStepBytes, shape.form == XForm::widened ? 2 : 1};
 }
 
@@ -59,7 +61,7 @@ struct Piece {
 };
 
 // Few rows: the lowest strip-wide shape that takes them all in one pass over W, or half of them in two where that leaves fewer
-// spare rows than the wide tiles of many rows. The format becomes int8 where the tiles meet int4 expanded.
+// spare rows than the wide tiles of many rows. The format becomes that of the tiles where they meet the weights expanded.
 const TileShape& choose_shape(const KernelSet& set, int64_t m, Format& format) {
   const Tiles& tiles = *set.tiles[static_cast<int>(format)];
   const TileShape* highest = tiles.narrow;
@@ -67,8 +69,8 @@ const TileShape& choose_shape(const KernelSet& set, int64_t m, Format& format) {
     if (shape->rows >= m) return *shape;
     highest = shape;
   }
-  if (format == Format::int4) {
-    format = Format::int8;
+  if (expanded_form(format) != format) {
+    format = expanded_form(format);
     return choose_shape(set, m, format);
   }
   const TileShape& wide = tiles.wide;
@@ -118,12 +120,11 @@ void point_at_rows(const Job& job, TileArgs& args, int64_t tile, Range rows, int
   args.words = job.words + (tile * job.words_per_row() + unit * job.cut.unit_words) * job.shape.rows * 4;
 }
 
-// Block [unit, unit + units) of the shape's strips of one int4 panel, from `strip` on, as int8.
+// Block [unit, unit + units) of the shape's strips of one panel, from `strip` on, as the tiles' format.
 void expand_block(const Job& job, const uint8_t* strip, int64_t unit, int64_t units) {
-  const int64_t group = job.w.shape.group, steps = group / 4, strip_bytes = job.w.panel_bytes / kPanelStrips;
+  const int64_t strip_bytes = job.w.panel_bytes / kPanelStrips;
   for (int64_t i = 0; i < job.shape.strips; ++i)
-    job.kernels.expand_int4(strip + i * strip_bytes, group, unit / steps, units / steps,
-                            job.expanded + i * job.cut.units_per_block * kStepBytes);
+    expand_steps(job, strip + i * strip_bytes, unit, units, job.expanded + i * job.cut.units_per_block * kStepBytes);
 }
 
 // One piece against rows [begin, end), end - begin <= kBlockRows: strips outside, so that W is one stream; then blocks of K; then
@@ -220,6 +221,15 @@ void finish_tile(const LinearCall& call, int64_t panel, Range strips, Range rows
   args.bias_stride = 0;
   epilogue.biases == nullptr ? call.kernels.finish(args) : finish_rows(call, rows.begin, args);
   if (epilogue.reader != nullptr) epilogue.reader->read(rows.begin, args.rows, first_output, args.outputs, args.out);
+}
+
+void expand_steps(const LinearCall& call, const uint8_t* strip, int64_t step, int64_t steps, uint8_t* out) {
+  if (call.w.shape.format == Format::fp8) {
+    constexpr int64_t kSteps = kFp8Inputs / 2;
+    return call.kernels.expand_fp8(strip, call.w.k_padded / kFp8Inputs, step / kSteps, steps / kSteps, out);
+  }
+  const int64_t group = call.w.shape.group, group_steps = group / 4;
+  call.kernels.expand_int4(strip, group, step / group_steps, steps / group_steps, out);
 }
 
 void linear(const KernelSet& set, const PackedLinear& w, const Rows& x, const int32_t* x_rows, int64_t m,

@@ -34,7 +34,7 @@ struct KernelSet;  // kernel_sets.h
 
 constexpr int64_t kPanelLanes = 64;  // output lanes of one packed panel
 
-enum class Format : int32_t { bf16 = 0, int8 = 1, int4 = 2, group4 = 3, group8 = 4, group6 = 5, group2 = 6, group3 = 7, group5 = 8 };
+enum class Format : int32_t { bf16 = 0, int8 = 1, int4 = 2, fp8 = 3, group4 = 4, group8 = 5, group6 = 6, group2 = 7, group3 = 8, group5 = 9 };
 enum class Source : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
 
 // How many steps of a grid one unit is, where the largest magnitude of its numbers takes `top` steps. Numbers so small that the
@@ -42,6 +42,7 @@ enum class Source : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
 DIPTYCH_FORCED float steps_per_unit(float highest, float top) { return highest > 0x1p-100f ? top / highest : 0.0f; }
 
 inline bool is_grouped(Format format) { return format >= Format::group4; }
+inline bool has_bf16_rows(Format format) { return format == Format::bf16 || format == Format::fp8; }
 
 // What a group's codes stand for: weight = scale * (level - zero) or scale * level + minimum. Scales are kept in the type of the file that
 // they come from. Nested ones, as of GGUF's blocks of 256, are whole numbers of 8 bits, and so are their minima, times a factor of each that
@@ -49,6 +50,7 @@ inline bool is_grouped(Format format) { return format >= Format::group4; }
 enum class Offset : int32_t { none = 0, zeros = 1, minima = 2 };  // zeros: u8, group4 with plain levels only; minima: fp32
 // Of a code: itself less half of their number; itself; tables, iq2 and iq1 for group3 and the others for group4, e2m1's of twice its values.
 enum class Levels : int32_t { centred = 0, plain = 1, iq4_nl = 2, e2m1 = 3, iq2 = 4, iq3_xxs = 5, iq3_s = 6, iq1 = 7 };
+constexpr int64_t kFp8Inputs = 128;  // of fp8 that share a scale
 constexpr int64_t kNestedInputs = 256, kMaxNestedGroup = 64;  // a line of s8 scales is of four groups or more
 struct Grid {
   Source scale = Source::f16;
@@ -62,7 +64,8 @@ struct LinearShape {
   Format format = Format::bf16;
   int64_t n = 0;         // output lanes of W as the checkpoint counts them (gated: gate and up together)
   int64_t k = 0;         // inputs
-  int64_t group = 64;    // int4, groups: inputs that share a grid: 32, 64 or 128, in groups 16 too; ignored otherwise
+  int64_t group = 64;    // int4, groups: inputs that share a grid: 32, 64 or 128, in groups 16 too; fp8: 128, or 0 where all inputs of a lane
+                         // share their scale; ignored otherwise
   bool gated = false;    // W = gate rows then up rows, n even; the epilogue gives act(gate) * up, n / 2 outputs
   bool has_bias = false;
   Grid grid = {};        // in groups
@@ -95,7 +98,8 @@ int64_t packed_bytes(const LinearShape& shape);
 void pack_linear(const KernelSet& set, const LinearShape& shape, const WeightPart* parts, int64_t n_parts, const float* bias,
                  void* blob, int thread, int threads);
 
-// As WeightPart, of weights that are quantised already: in groups, and int8 (codes of 128 + q, one scale a row, no offset).
+// As WeightPart, of weights that are quantised already: in groups, int8 (codes of 128 + q, one scale a row, no offset) and fp8 (codes as they
+// are, scales in fp32, 0 or from 2^-100 to 2^100, of a row or, all 16 lanes of a strip alike, of kFp8Inputs of it; no offset).
 struct CodePart {
   const uint8_t* codes;  // [rows, k], one to a byte
   const void* scales;    // [rows, groups] in shape.grid.scale; nested: s8 or E4M3
@@ -103,6 +107,8 @@ struct CodePart {
   int64_t rows;
   const void* factors = nullptr;  // nested: [rows, blocks of kNestedInputs] pairs of f16, of scales and of offsets, or f32
 };
+// Throws std::invalid_argument where parts are not as above.
+void check_codes(const LinearShape& shape, const CodePart* parts, int64_t n_parts);
 void pack_codes(const KernelSet& set, const LinearShape& shape, const CodePart* parts, int64_t n_parts, const float* bias, void* blob,
                 int thread, int threads);
 
@@ -136,7 +142,7 @@ struct PackedLinear {
   int64_t k_padded = 0;     // k rounded up to 32 (with groups: to the group)
   int64_t panel_bytes = 0;  // of one panel, a multiple of 64; panels follow one another
   const uint8_t* panels = nullptr;
-  const float* scales = nullptr;  // [n_panels * 64], int8 and int4
+  const float* scales = nullptr;  // [n_panels * 64], int8, int4 and fp8
   const float* bias = nullptr;    // [n_panels * 64] or null
   std::shared_ptr<Balance> balance;
 };
@@ -172,7 +178,7 @@ inline int64_t group_of(RowsKind kind) {  // 0: the whole row
   return int64_t{16} << (static_cast<int>(kind) - static_cast<int>(is_wide(kind) ? RowsKind::wide16 : RowsKind::group16));
 }
 inline RowsKind rows_kind(const LinearShape& shape) {
-  if (!is_grouped(shape.format)) return shape.format == Format::bf16 ? RowsKind::bf16 : RowsKind::int8;
+  if (!is_grouped(shape.format)) return has_bf16_rows(shape.format) ? RowsKind::bf16 : RowsKind::int8;
   RowsKind kind = shape.wide ? RowsKind::wide16 : RowsKind::group16;
   while (group_of(kind) < shape.group) kind = static_cast<RowsKind>(static_cast<int>(kind) + 1);
   return kind;

@@ -173,6 +173,7 @@ namespace DIPTYCH_AMX_SET {
 extern const Tiles kBf16Tiles = with({}, kBf16);  // the bits of no other instruction
 extern const Tiles kInt8Tiles = with(avx512_fma::kInt8Tiles, kInt8);
 extern const Tiles kInt4Tiles = with(avx512_fma::kInt4Tiles, kInt4);
+extern const Tiles kFp8Tiles = kBf16Tiles;
 extern const MatrixShape kWideShapes[2][2] = {{shape<false, 1, 4>(), shape<false, 2, 2>()}, {shape<true, 1, 4>(), shape<true, 2, 2>()}};
 
 }  // namespace DIPTYCH_AMX_SET

@@ -83,6 +83,8 @@ void tile_int8(const TileArgs& args) {
       _mm256_store_si256(reinterpret_cast<__m256i*>(acc + row * kPanelLanes + half * 8), sums[row][half]);
 }
 
+#include "gemm_fp8.inl"
+
 #include "gemm_groups.inl"
 
 }  // namespace
@@ -98,9 +100,10 @@ extern const Tiles kInt8Tiles = {
     {4, 1, XForm::rows, tile_int8<4>},
 };
 extern const Tiles kInt4Tiles = {};
+extern const Tiles kFp8Tiles = {};
 extern const LinearKernels kLinear = {
     nullptr, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
-    sum_groups, quantize_group, expand_int4,
+    sum_groups, quantize_group, expand_int4, expand_fp8,
 };
 extern const GroupTiles kGroupTiles = {
     {}, {4, 1, tile_groups<4, tile_int8<4>, false>},

@@ -296,11 +296,11 @@ void finish_as(const FinishArgs& args) {
   const float* biases = args.bias;
   __mmask16 masks[kStored];
   for (int v = 0; v < kLanes; ++v) {
-    scales[v] = kWhole ? _mm512_load_ps(w.scales + first_lane + v * 16) : _mm512_setzero_ps();
+    scales[v] = w.scales != nullptr ? _mm512_load_ps(w.scales + first_lane + v * 16) : _mm512_setzero_ps();
     bias[v] = biases != nullptr ? _mm512_load_ps(biases + v * 16) : _mm512_setzero_ps();
   }
   for (int v = 0; v < kStored; ++v) masks[v] = head(args.outputs - v * 16);
-  const bool has_bias = biases != nullptr, has_own = args.bias_stride != 0, has_row_scale = is_grouped(w.shape.format);
+  const bool has_bias = biases != nullptr, has_own = args.bias_stride != 0, has_row_scale = is_grouped(w.shape.format), has_lane_scale = w.scales != nullptr;
   const Activation activation = args.activation;
   for (int64_t row = 0; row < args.rows; ++row) {
     __m512 y[kLanes];
@@ -313,7 +313,7 @@ void finish_as(const FinishArgs& args) {
       y[v] = _mm512_load_ps(acc + v * 16);
       if constexpr (kWhole)
         y[v] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_castps_si512(y[v]), offset)), _mm512_mul_ps(row_scale, scales[v]));
-      else if (has_row_scale) y[v] = _mm512_mul_ps(y[v], row_scale);
+      else if (has_row_scale || has_lane_scale) y[v] = _mm512_mul_ps(y[v], has_lane_scale ? scales[v] : row_scale);
       if (has_bias) y[v] = _mm512_add_ps(y[v], bias[v]);
     }
     if constexpr (kGated)
@@ -343,7 +343,7 @@ void finish_gate(const FinishArgs& args) {
 }
 
 void finish(const FinishArgs& args) {
-  has_lane_scales(args.w->shape.format) ? finish_gate<true>(args) : finish_gate<false>(args);
+  has_whole_sums(args.w->shape.format) ? finish_gate<true>(args) : finish_gate<false>(args);
 }
 
 // ---- activations and packing -------------------------------------------------------------------------------------
@@ -468,7 +468,11 @@ void transpose_words(const uint32_t* words, int64_t stride, int64_t n_words, uin
 
 #include "quantize_int4.inl"
 
-#if !defined(__AVX512BF16__)
+#if defined(__AVX512BF16__)
+#include "gemm_fp8_avx512.inl"
+#else
+#include "gemm_fp8.inl"
+
 #include "gemm_groups_avx512.inl"
 #endif
 
@@ -508,18 +512,25 @@ namespace DIPTYCH_ISA {
 #if defined(__AVX512BF16__)
 extern const Tiles kBf16Tiles = with_fewest({DIPTYCH_NARROW(Reach::l2, Reach::l2, tile_dot<__m512, ), {6, 4, XForm::rows, tile_dot<__m512, 6, 4, false, Reach::l1>}},
                                             {tile_dot<__m512, 1, 1, false, Reach::none>});
+#define DIPTYCH_FP8(n, width) {n, width, (n > 6 ? XForm::words : XForm::rows), tile_fp8<n, width, (n > 6), Reach::l2>}
+extern const Tiles kFp8Tiles = {
+    {{1, 4, XForm::rows, tile_fp8<1, 4, false, Reach::far>}, DIPTYCH_FP8(2, 2), DIPTYCH_FP8(3, 2), DIPTYCH_FP8(4, 2), DIPTYCH_FP8(5, 2), DIPTYCH_FP8(6, 2), DIPTYCH_FP8(8, 2),
+     DIPTYCH_FP8(10, 2), DIPTYCH_FP8(12, 1), DIPTYCH_FP8(14, 1), DIPTYCH_FP8(16, 1)},
+    {},
+};
 extern const LinearKernels kLinear = {
     interleave_rows, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
-    sum_groups, quantize_group, expand_int4,
+    sum_groups, quantize_group, expand_int4, expand_fp8,
 };
 #else
 constexpr TileShape kWideInt8 = {6, 4, XForm::rows, tile_dot<__m512i, 6, 4, false, Reach::l1>};
 extern const Tiles kBf16Tiles = {DIPTYCH_NARROW_WIDENED, {12, 2, XForm::widened, tile_widened<12, 2, Reach::l1>}};
 extern const Tiles kInt8Tiles = {DIPTYCH_NARROW(Reach::both, Reach::both, tile_dot<__m512i, ), kWideInt8};
 extern const Tiles kInt4Tiles = {DIPTYCH_NARROW(Reach::both, Reach::l1, tile_int4<), {}};
+extern const Tiles kFp8Tiles = {};
 extern const LinearKernels kLinear = {
     interleave_rows, widen_rows, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
-    sum_groups, quantize_group, expand_int4,
+    sum_groups, quantize_group, expand_int4, expand_fp8,
 };
 #define DIPTYCH_EXPANDED(rows, strips, is_wide, ports) {rows, strips, tile_expanded<rows, strips, is_wide, ports>}
 extern const GroupTiles kGroupTiles = {

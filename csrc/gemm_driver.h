@@ -26,6 +26,9 @@ uint8_t* linear_scratch(int64_t bytes);
 // strip; they may be overwritten.
 void finish_tile(const LinearCall& call, int64_t panel, Range strips, Range rows, uint8_t* acc);
 
+// Steps [step, step + steps) of a strip of int4 or fp8, whole groups of it, as those of its expanded form.
+void expand_steps(const LinearCall& call, const uint8_t* strip, int64_t step, int64_t steps, uint8_t* out);
+
 void linear_by_matrix(const LinearCall& call, const MatrixTiles& tiles, int thread, int threads);
 void linear_by_groups(const LinearCall& call, const GroupTiles& tiles, int thread, int threads);
 

@@ -79,9 +79,10 @@ Lanes scaled(const FinishArgs& args, int64_t row, int64_t strip) {
   const PackedLinear& w = *args.w;
   const int64_t at = row * kPanelStrips + strip, lane = args.first_lane + strip * kStripLanes;
   Lanes y;
-  if (!has_lane_scales(w.shape.format)) {
+  if (!has_whole_sums(w.shape.format)) {
     y = static_cast<const Lanes*>(args.acc)[at];
     if (is_grouped(w.shape.format)) y = y * *args.row_scales[row];
+    if (has_lane_scales(w.shape.format)) y = y * *reinterpret_cast<const Lanes*>(w.scales + lane);
   } else {
     const Whole sum = static_cast<const Whole*>(args.acc)[at] - 128 * *args.row_sums[row];
     y = __builtin_convertvector(sum, Lanes) * (*args.row_scales[row] * *reinterpret_cast<const Lanes*>(w.scales + lane));

@@ -7,6 +7,9 @@
 //   int4  word = 8 inputs q in [0, 15]: byte j holds input k+j in its low and k+4+j in its high nibble; step = 8 inputs.
 //         int4 is int8 written shorter: the u8 of int8 is unit * q + zero, whole numbers, one unit and zero per lane and group.
 //         Groups come in pairs: a line of heads (16 lanes of {u8 unit, u8 zero} for each of the two), then their steps.
+//   fp8   bf16 written shorter: what it is expanded to is bf16(scale of the strip and 128 inputs * code). A strip begins with those scales,
+//         fp32, up to whole lines; then steps of 4 inputs, of each 4 lanes inputs k, k+1 of all, then k+2, k+3, so that interleaved bytes
+//         are two steps of bf16. Codes are zero where their scale is. The epilogue has a scale of each lane besides.
 //   group4, group8  words as int4's and int8's (of codes). Four groups follow their heads: a line or more of scales [4][16] in the file's
 //         type, then zeros [4][16] u8 or minima [4][16] fp32; the last four may be fewer, their heads are not. Nested: as many groups as have
 //         256 inputs, heads of a line of factors, f16 [2][16] or f32 [16], scales [groups][16] s8 or E4M3, minima likewise.
@@ -20,6 +23,7 @@
 
 #include <cstring>
 
+#include "e4m3.h"
 #include "gemm.h"
 
 namespace diptych {
@@ -33,14 +37,14 @@ constexpr int kMaxTileRows = 24;                      // the highest register ti
 
 // One register tile: rows x (16 * strips) lanes over one block of K. acc [rows][64] (row stride 64, whatever the strips) is fp32
 // (bf16) or int32 (int8, int4), 64-byte aligned; with resume it holds the partial sums of the earlier blocks of K, otherwise
-// it is only written. int4 tiles take the whole K.
+// it is only written. Tiles of int4 and fp8 take the whole K.
 struct TileArgs {
   const uint8_t* strip;                   // first step of the block in the tile's first strip
   int64_t strip_bytes;                    // from strip to strip
   const uint8_t* x[kMaxTileRows];         // rows of x at the block's first input; unused when the shape is interleaved
   const uint8_t* words;                   // interleaved shapes: [words of the block][rows] of x
   const int32_t* group_sums;              // int4 shapes that are not interleaved: [rows][groups] sums of x
-  int64_t units;                          // steps (bf16, int8) or groups (int4) in the block
+  int64_t units;                          // steps (bf16, int8) or groups (int4; fp8: of kFp8Inputs) in the block
   int64_t group;                          // int4
   void* acc;
   bool resume;
@@ -271,11 +275,13 @@ using QuantizeRow = void (*)(const void* x, Source source, int64_t count, int8_t
 using QuantizeGroup = void (*)(float* x, const float* inverse, int64_t group, uint8_t* head, uint32_t* words);
 // Groups [first, first + count) of a strip of int4 -> the steps [count * group / 4] of the same weights as int8.
 using ExpandInt4 = void (*)(const uint8_t* strip, int64_t group, int64_t first, int64_t count, uint8_t* out);
+// Likewise of fp8: groups of kFp8Inputs, `groups` in the whole strip -> the steps of bf16.
+using ExpandFp8 = void (*)(const uint8_t* strip, int64_t groups, int64_t first, int64_t count, uint8_t* out);
 // sums [groups] of x [groups * group]; group is 32, 64 or 128.
 using SumGroups = void (*)(const int8_t* x, int64_t group, int64_t groups, int32_t* sums);
 
-// One weight format's. Every shape gives the same bits. int4 has no wide shape, and where it has no narrow one either, or too many
-// rows for them, it is expanded to int8 first.
+// One weight format's. Every shape gives the same bits. int4 and fp8 have no wide shape, and where they have no narrow one either, or too many
+// rows for them, they are expanded to int8 and bf16 first.
 struct Tiles {
   TileShape narrow[kMaxShapes];  // one strip wide (or two), ascending rows, ended by rows == 0: W passes once, as one stream
   TileShape wide;                // for many rows: the best reuse of W from cache
@@ -296,10 +302,14 @@ struct LinearKernels {
   SumGroups sum_groups;
   QuantizeGroup quantize_group;
   ExpandInt4 expand_int4;
+  ExpandFp8 expand_fp8;
 };
 
-// Whether sums are whole numbers that the epilogue scales by lane.
-inline bool has_lane_scales(Format format) { return format == Format::int8 || format == Format::int4; }
+inline bool has_whole_sums(Format format) { return format == Format::int8 || format == Format::int4; }
+// Whether the epilogue scales sums by lane.
+inline bool has_lane_scales(Format format) { return has_whole_sums(format) || format == Format::fp8; }
+// What many rows meet in its place, expanded.
+inline Format expanded_form(Format format) { return format == Format::int4 ? Format::int8 : format == Format::fp8 ? Format::bf16 : format; }
 
 inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -323,7 +333,7 @@ inline int64_t lane_of_row(const LinearShape& shape, int64_t row) {
 inline int64_t bits_of(Format format) {
   switch (format) {
     case Format::bf16: return 16;
-    case Format::int8: case Format::group8: return 8;
+    case Format::int8: case Format::fp8: case Format::group8: return 8;
     case Format::group6: return 6;
     case Format::group5: return 5;
     case Format::group3: return 3;
@@ -339,6 +349,7 @@ inline int64_t inputs_per_step(Format format) { return 32 / bits_in_steps(format
 // Of a strip's steps that hold so many inputs.
 inline int64_t bytes_of_steps(Format format, int64_t inputs) { return inputs * kStripLanes * bits_in_steps(format) / 8; }
 inline int64_t padded_inputs(const LinearShape& shape) {
+  if (shape.format == Format::fp8) return round_up(shape.k, kFp8Inputs);
   return round_up(shape.k, shape.format == Format::int4 || is_grouped(shape.format) ? shape.group : 32);
 }
 inline int64_t bytes_of_scale(const LinearShape& shape) { return shape.grid.nested ? 1 : shape.grid.scale == Source::f32 ? 4 : 2; }
@@ -370,10 +381,19 @@ inline GroupPlace place_of_group(const LinearShape& shape, int64_t group) {
   return place;
 }
 
+// Of a strip of fp8.
+inline int64_t bytes_of_fp8_scales(int64_t groups) { return round_up(groups * 4, kStepBytes); }
+inline float fp8_scale(const uint8_t* strip, int64_t group) {
+  float scale;
+  std::memcpy(&scale, strip + group * 4, 4);
+  return scale;
+}
+
 inline int64_t bytes_of_strip(const LinearShape& shape) {
   const int64_t k = padded_inputs(shape);
   const int64_t steps = bytes_of_steps(shape.format, k);
   if (is_grouped(shape.format)) return steps + (k / shape.group + groups_of_head(shape) - 1) / groups_of_head(shape) * bytes_of_group_head(shape);
+  if (shape.format == Format::fp8) return steps + bytes_of_fp8_scales(k / kFp8Inputs);
   return shape.format == Format::int4 ? steps + (k / shape.group + 1) / 2 * 2 * kHeadBytes : steps;
 }
 // Where the head and the first step of one int4 group lie in its strip.

@@ -17,15 +17,15 @@ struct Job {
   const LinearCall& call;
   const MatrixShape& shape;
   const MatrixBlocking& blocking;
-  int64_t steps, steps_per_block;  // of a strip as the tiles see it (int4: as int8)
+  int64_t steps, steps_per_block;  // of a strip as the tiles see it
   int64_t block_rows;
-  bool is_narrow, is_expanded;     // int4 is expanded
+  bool is_narrow, is_expanded;     // int4 and fp8 are expanded
   uint8_t* sums;                   // [panels of a task][block_rows][64]
   uint8_t* rows;                   // copied x
   uint8_t* expanded;               // one block of the shape's strips
   int64_t strip_bytes() const { return call.w.panel_bytes / kPanelStrips; }
   int64_t row_bytes() const { return round_up(steps, kStepsPerTile) * 4; }
-  // Where a step begins in a packed strip; blocks of int4 begin with whole pairs of groups.
+  // Where a step begins in a packed strip, of what is expanded about; blocks of int4 begin with whole pairs of groups.
   int64_t packed_offset(int64_t step) const { return is_expanded ? strip_bytes() * step / steps : step * kStepBytes; }
 };
 
@@ -56,7 +56,8 @@ const MatrixShape& choose_shape(const MatrixTiles& tiles, int64_t m) {
 
 int64_t count_steps_per_block(const LinearShape& w, const MatrixShape& shape, const MatrixBlocking& blocking, int64_t steps) {
   const int64_t blocks = (shape.strips * steps * kStepBytes + blocking.w_bytes - 1) / blocking.w_bytes;
-  return round_up((steps + blocks - 1) / blocks, w.format == Format::int4 ? std::max(kStepsPerTile, w.group / 2) : kStepsPerTile);
+  const int64_t round = w.format == Format::int4 ? w.group / 2 : w.format == Format::fp8 ? kFp8Inputs / 2 : kStepsPerTile;
+  return round_up((steps + blocks - 1) / blocks, std::max(kStepsPerTile, round));
 }
 
 // The first row of tile `tile` of a block of rows. A tile always has the shape's rows where the call has as many: the last one begins
@@ -95,10 +96,8 @@ void point_at_weights(const Job& job, MatrixArgs& args, const Block& block) {
   args.strip_bytes = job.is_expanded ? job.steps_per_block * kStepBytes : job.strip_bytes();
   args.w = job.is_expanded ? job.expanded : block.strip + block.step * kStepBytes;
   if (!job.is_expanded) return;
-  const int64_t group = job.call.w.shape.group, steps = group / 4;
   for (int64_t i = 0; i < job.shape.strips; ++i)
-    job.call.kernels.expand_int4(block.strip + i * job.strip_bytes(), group, block.step / steps, block.steps / steps,
-                                 job.expanded + i * args.strip_bytes);
+    expand_steps(job.call, block.strip + i * job.strip_bytes(), block.step, block.steps, job.expanded + i * args.strip_bytes);
 }
 
 // Rows [begin, end) of the call against one piece.
@@ -177,8 +176,8 @@ int64_t panels_per_task(const Job& job, int threads) {
 void linear_by_matrix(const LinearCall& call, const MatrixTiles& tiles, int thread, int threads) {
   const PackedLinear& w = call.w;
   const MatrixShape& shape = choose_shape(tiles, call.m);
-  const bool is_narrow = call.m <= shape.rows, is_expanded = w.shape.format == Format::int4;
-  const int64_t steps = w.k_padded / (w.shape.format == Format::bf16 ? 2 : 4);
+  const bool is_narrow = call.m <= shape.rows, is_expanded = expanded_form(w.shape.format) != w.shape.format;
+  const int64_t steps = w.k_padded / (has_bf16_rows(w.shape.format) ? 2 : 4);
   const int64_t per_block = is_narrow && !is_expanded ? steps : count_steps_per_block(w.shape, shape, tiles.blocking, steps);
   const int64_t row_tiles = (call.m + shape.rows - 1) / shape.rows, blocks = (call.m + tiles.blocking.rows - 1) / tiles.blocking.rows;
   const int64_t block_rows = (row_tiles + blocks - 1) / blocks * shape.rows;

@@ -239,6 +239,8 @@ void tile_bf16(const TileArgs& args) {
 
 #endif
 
+#include "gemm_fp8.inl"
+
 #include "gemm_groups.inl"
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
@@ -270,10 +272,11 @@ extern const Tiles kInt8Tiles = {
 };
 #endif
 extern const Tiles kInt4Tiles = {{DIPTYCH_TILE(tile_int4, 1), DIPTYCH_TILE(tile_int4, 2), DIPTYCH_TILE(tile_int4, 3)}, {}};
+extern const Tiles kFp8Tiles = {};
 #undef DIPTYCH_TILE
 extern const LinearKernels kLinear = {
     nullptr, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
-    sum_groups, quantize_group, expand_int4,
+    sum_groups, quantize_group, expand_int4, expand_fp8,
 };
 extern const GroupTiles kGroupTiles = {
     {}, {6, 1, tile_groups<6, kTileOfGroups, false>},

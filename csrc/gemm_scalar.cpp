@@ -41,6 +41,8 @@ void tile_int8(const TileArgs& args) {
   }
 }
 
+#include "gemm_fp8.inl"
+
 #include "gemm_groups.inl"
 
 }  // namespace
@@ -50,9 +52,10 @@ namespace scalar {
 extern const Tiles kBf16Tiles = {{{1, 1, XForm::rows, tile_bf16<1>}, {2, 1, XForm::rows, tile_bf16<2>}}, {2, 1, XForm::rows, tile_bf16<2>}};
 extern const Tiles kInt8Tiles = {{{1, 1, XForm::rows, tile_int8}}, {1, 1, XForm::rows, tile_int8}};
 extern const Tiles kInt4Tiles = {};
+extern const Tiles kFp8Tiles = {};
 extern const LinearKernels kLinear = {
     nullptr, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
-    sum_groups, quantize_group, expand_int4,
+    sum_groups, quantize_group, expand_int4, expand_fp8,
 };
 extern const GroupTiles kGroupTiles = {
     {}, {1, 1, tile_groups<1, tile_int8, false>},

@@ -20,7 +20,7 @@ struct KernelSet {
   const char* name;
   Capabilities needs;
   Capabilities wants;       // where the processor lacks them, the next row that it runs is better
-  const Tiles* tiles[3];  // by Format, of bf16, int8 and int4
+  const Tiles* tiles[4];  // by Format, of bf16, int8, int4 and fp8
   const GroupTiles* groups;
   const LinearKernels* linear;
   const AttentionKernels* attention;
@@ -40,7 +40,7 @@ const KernelSet& kernel_set(const std::string& name);
 
 #define DIPTYCH_DECLARE_PARTS(isa)                                \
   namespace isa {                                                 \
-  extern const Tiles kBf16Tiles, kInt8Tiles, kInt4Tiles;          \
+  extern const Tiles kBf16Tiles, kInt8Tiles, kInt4Tiles, kFp8Tiles; \
   extern const GroupTiles kGroupTiles;                            \
   extern const LinearKernels kLinear;                             \
   extern const AttentionKernels kAttention;                       \

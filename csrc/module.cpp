@@ -37,7 +37,7 @@ void require_matrix(const AnyArray& array) {
 }
 
 Format format_of(const std::string& name) {
-  return named<Format>("weight format", name, {{"bf16", Format::bf16}, {"int8", Format::int8}, {"int4", Format::int4},
+  return named<Format>("weight format", name, {{"bf16", Format::bf16}, {"int8", Format::int8}, {"int4", Format::int4}, {"fp8", Format::fp8},
                                                  {"group2", Format::group2}, {"group3", Format::group3}, {"group4", Format::group4},
                                                  {"group5", Format::group5}, {"group6", Format::group6}, {"group8", Format::group8}});
 }
@@ -114,7 +114,8 @@ bool is_byte(const AnyArray& array, bool is_e4m3) {
 int add_coded_linear(Program& program, const LinearShape& shape, const std::vector<Coded>& arrays, std::optional<F32Vector> bias) {
   std::vector<CodePart> parts;
   int64_t rows = 0;
-  const int64_t groups = is_grouped(shape.format) ? (shape.k + shape.group - 1) / shape.group : 1;
+  const bool has_groups = is_grouped(shape.format) || (shape.format == Format::fp8 && shape.group != 0);
+  const int64_t groups = has_groups ? (shape.k + shape.group - 1) / shape.group : 1;
   const bool is_nested = shape.grid.nested;
   for (const auto& [codes, scales, offsets, factors] : arrays) {
     const int64_t n = static_cast<int64_t>(codes.shape(0));
@@ -366,8 +367,9 @@ void bind_shapes(nb::module_& m) {
       .def("__init__", [](LinearShape* self, const std::string& format, int64_t n, int64_t k, int64_t group, bool is_gated, bool has_bias,
                           const std::string& scale, const std::string& grid, bool is_wide) {
         if (n < 1 || k < 1 || (is_gated && n % 2 != 0)) throw std::invalid_argument("n and k must be at least 1, and n even where it is gated");
-        const bool has_least = is_grouped(format_of(format));
-        if (group != 32 && group != 64 && group != 128 && !(group == 16 && has_least)) throw std::invalid_argument("group must be 32, 64 or 128, or 16 of weights in groups");
+        const bool has_least = is_grouped(format_of(format)), is_fp8 = format_of(format) == Format::fp8;
+        if (is_fp8 && ((group != 0 && group != kFp8Inputs) || scale != "f32" || grid != "signed")) throw std::invalid_argument("fp8 has scales in f32, of 128 inputs or (group 0) of rows");
+        if (!is_fp8 && group != 32 && group != 64 && group != 128 && !(group == 16 && has_least)) throw std::invalid_argument("group must be 32, 64 or 128, or 16 of weights in groups");
         if ((scale == "s8" || scale == "e4m3") && (!has_least || group > kMaxNestedGroup)) throw std::invalid_argument("nested scales are of weights in groups of at most 64");
         if (is_wide && !has_least) throw std::invalid_argument("wide rows meet weights in groups alone");
         new (self) LinearShape{format_of(format), n, k, group, is_gated, has_bias, grid_of(format, scale, grid), is_wide};

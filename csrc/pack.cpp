@@ -256,7 +256,7 @@ void copy_packed_part(const LinearShape& shape, const LinearShape& whole, const 
 
 void pack_random(const KernelSet& set, const LinearShape& shape, uint64_t seed, float amplitude, void* blob, int thread, int threads,
                  const LinearShape* whole, const std::vector<Range>* part) {
-  if (is_grouped(shape.format)) {
+  if (is_grouped(shape.format) || shape.format == Format::fp8) {
     if (part != nullptr) throw std::invalid_argument("random codes have no parts");
     return pack_random_codes(set, shape, seed, amplitude, blob, thread, threads);
   }
@@ -300,6 +300,11 @@ float weight_at(const PackedLinear& w, int64_t lane, int64_t k) {
   if (w.shape.format == Format::bf16) {
     const uint16_t* pairs = reinterpret_cast<const uint16_t*>(strip + k / 2 * kStepBytes);
     return bf16_value(pairs[within * 2 + k % 2]);
+  }
+  if (w.shape.format == Format::fp8) {
+    const int64_t inside = k % 4, step = bytes_of_fp8_scales(w.k_padded / kFp8Inputs) + k / 4 * kStepBytes;
+    const uint8_t code = strip[step + within / 4 * 16 + inside / 2 * 8 + within % 4 * 2 + inside % 2];
+    return w.scales[lane] * bf16_value(ScaledE4m3(fp8_scale(strip, k / kFp8Inputs)).of(code));
   }
   int level = 0;  // of int8
   if (w.shape.format == Format::int8) {

@@ -7,13 +7,13 @@ namespace diptych {
 
 struct Blob {
   uint8_t* panels;
-  float* scales;  // null but for int8 and int4
+  float* scales;  // null but for int8, int4 and fp8
   float* bias;    // null without
 };
 
 Blob lay_out(const LinearShape& shape, void* blob);
 
-// pack_random's in groups.
+// pack_random's in groups and of fp8.
 void pack_random_codes(const KernelSet& set, const LinearShape& shape, uint64_t seed, float amplitude, void* blob, int thread, int threads);
 
 // What a packed code of a group stands for.

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <stdexcept>
 #include <vector>
 
 #include "kernel_sets.h"
@@ -19,7 +20,7 @@ struct CodeRow {
 };
 
 int64_t count_groups(const LinearShape& shape) {
-  return is_grouped(shape.format) ? padded_inputs(shape) / shape.group : 1;
+  return is_grouped(shape.format) || (shape.format == Format::fp8 && shape.group != 0) ? padded_inputs(shape) / shape.group : 1;
 }
 
 constexpr int64_t kFactorsBytes = 4;  // of one row's kNestedInputs: two f16, or an f32
@@ -118,7 +119,57 @@ void pack_lanes(const LinearKernels& kernels, const LinearShape& shape, const Co
   }
 }
 
+// The scale of fp8 that the rows of a strip share; padding comes last and has none.
+float scale_of_strip(const CodeRow* rows, int64_t group) {
+  float scale = 0.0f;
+  if (rows[0].codes != nullptr) std::memcpy(&scale, rows[0].scales + group * 4, 4);
+  return scale;
+}
+
+// Scales of fp8 are those of strips, or where a row has one, of lanes.
+void pack_fp8(const LinearKernels& kernels, const LinearShape& shape, const CodeRow* rows, uint8_t* panel, float* lane_scales) {
+  const int64_t k = padded_inputs(shape), groups = k / kFp8Inputs;
+  std::vector<uint8_t> codes(kStripLanes * k);
+  for (int64_t strip = 0; strip < kPanelStrips; ++strip, rows += kStripLanes, lane_scales += kStripLanes) {
+    uint8_t* out = panel + strip * bytes_of_strip(shape);
+    std::memset(out, 0, static_cast<size_t>(bytes_of_fp8_scales(groups)));
+    std::fill(codes.begin(), codes.end(), uint8_t{0});
+    for (int64_t lane = 0; lane < kStripLanes; ++lane) {
+      lane_scales[lane] = 0.0f;
+      if (rows[lane].codes == nullptr) continue;
+      std::memcpy(codes.data() + lane * k, rows[lane].codes, static_cast<size_t>(shape.k));
+      if (shape.group == 0) std::memcpy(lane_scales + lane, rows[lane].scales, 4);
+      else lane_scales[lane] = 1.0f;
+    }
+    for (int64_t group = 0; group < groups; ++group) {
+      const float scale = shape.group == 0 ? 1.0f : scale_of_strip(rows, group);
+      if (scale == 0.0f)
+        for (int64_t lane = 0; lane < kStripLanes; ++lane) std::memset(codes.data() + lane * k + group * kFp8Inputs, 0, kFp8Inputs);
+      std::memcpy(out + group * 4, &scale, 4);
+    }
+    uint8_t* steps = out + bytes_of_fp8_scales(groups);
+    kernels.transpose_words(reinterpret_cast<const uint32_t*>(codes.data()), k / 4, k / 4, steps);
+    for (int64_t quad = 0; quad < k * kStripLanes / 16; ++quad) {  // of 4 lanes: the first two inputs of all before the last two
+      uint16_t pairs[8], in_order[8];
+      std::memcpy(pairs, steps + quad * 16, sizeof(pairs));
+      for (int lane = 0; lane < 4; ++lane) in_order[lane] = pairs[2 * lane], in_order[4 + lane] = pairs[2 * lane + 1];
+      std::memcpy(steps + quad * 16, in_order, sizeof(in_order));
+    }
+  }
+}
+
 }  // namespace
+
+void check_codes(const LinearShape& shape, const CodePart* parts, int64_t n_parts) {
+  if (shape.format != Format::fp8 || shape.group == 0) return;
+  const size_t bytes = static_cast<size_t>(count_groups(shape)) * 4;
+  for (int64_t first = 0; first < packed_lanes(shape); first += kStripLanes)
+    for (int64_t lane = first + 1; lane < first + kStripLanes; ++lane) {
+      const CodeRow own = find_row(shape, parts, n_parts, lane), strip = find_row(shape, parts, n_parts, first);
+      if (own.codes != nullptr && std::memcmp(own.scales, strip.scales, bytes) != 0)
+        throw std::invalid_argument("rows of fp8 that share a strip of 16 lanes have several scales");
+    }
+}
 
 void pack_codes(const KernelSet& set, const LinearShape& shape, const CodePart* parts, int64_t n_parts, const float* bias, void* blob,
                 int thread, int threads) {
@@ -136,6 +187,10 @@ void pack_codes(const KernelSet& set, const LinearShape& shape, const CodePart* 
       pack_lanes(*set.linear, shape, rows, at, out.scales + panel * kPanelLanes);
       continue;
     }
+    if (shape.format == Format::fp8) {
+      pack_fp8(*set.linear, shape, rows, at, out.scales + panel * kPanelLanes);
+      continue;
+    }
     for (int64_t strip = 0; strip < kPanelStrips; ++strip)
       pack_strip(*set.linear, shape, rows + strip * kStripLanes, at + strip * bytes_of_strip(shape));
   }
@@ -144,13 +199,14 @@ void pack_codes(const KernelSet& set, const LinearShape& shape, const CodePart* 
 void pack_random_codes(const KernelSet& set, const LinearShape& shape, uint64_t seed, float amplitude, void* blob, int thread, int threads) {
   const int64_t groups = count_groups(shape);
   std::vector<uint8_t> codes(shape.n * shape.k), zeros(shape.n * groups, 8);
-  std::vector<float> scales(shape.n * groups, amplitude / (shape.format == Format::group8 ? 128.0f : 8.0f)), minima(shape.n * groups);
+  std::vector<float> scales(shape.n * groups, amplitude / (shape.format == Format::group8 ? 128.0f : shape.format == Format::fp8 ? 2.0f : 8.0f)), minima(shape.n * groups);
   std::vector<uint16_t> halves(shape.n * std::max(groups, 2 * count_nests(shape)), shape.grid.scale == Source::bf16 ? 0x3c00 : 0x2000);  // 2^-7
   std::vector<uint8_t> ones(shape.n * groups, shape.grid.e4m3 ? 0x38 : 1);
   std::vector<float> factors(shape.n * count_nests(shape), 0x1p-7f);
   for (size_t i = 0; i < codes.size(); ++i) {
     seed = seed * 6364136223846793005ull + 1442695040888963407ull;
     codes[i] = static_cast<uint8_t>(seed >> (64 - bits_of(shape.format)));
+    if (shape.format == Format::fp8) codes[i] &= 0xbf;  // below 2, no NaN
   }
   const void* offsets = shape.grid.offset == Offset::none ? nullptr : shape.grid.offset == Offset::zeros ? static_cast<const void*>(zeros.data()) : minima.data();
   const CodePart part = shape.grid.nested

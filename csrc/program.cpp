@@ -92,6 +92,7 @@ int Program::add_linear(const LinearShape& shape, const std::vector<WeightPart>&
 }
 
 int Program::add_coded_linear(const LinearShape& shape, const std::vector<CodePart>& parts, const float* bias) {
+  check_codes(shape, parts.data(), static_cast<int64_t>(parts.size()));
   uint8_t* blob = reserve_weights(packed_bytes(shape));
   pool_.run([&](int thread, int threads) {
     pack_codes(kernels_, shape, parts.data(), static_cast<int64_t>(parts.size()), bias, blob, thread, threads);

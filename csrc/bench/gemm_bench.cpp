@@ -18,7 +18,7 @@
 namespace diptych {
 namespace {
 
-const KernelSet& kSet = *kernel_sets().front();
+const KernelSet* set = kernel_sets().front();
 
 double best_of(int repeats, const std::function<void()>& work) {
   double best = 1e30;
@@ -60,7 +60,7 @@ struct Model {
 
 PackedLinear make_linear(ThreadPool& pool, Model& model, LinearShape shape) {
   PageBuffer blob(packed_bytes(shape));
-  pool.run([&](int thread, int threads) { pack_random(kSet, shape, model.blobs.size(), 0.05f, blob.data(), thread, threads); });
+  pool.run([&](int thread, int threads) { pack_random(*set, shape, model.blobs.size(), 0.05f, blob.data(), thread, threads); });
   model.bytes += packed_bytes(shape);
   model.weights += shape.n * shape.k;
   model.blobs.push_back(std::move(blob));
@@ -109,8 +109,8 @@ Buffers make_buffers(const ModelShape& shape, const LinearShape& layer, int64_t 
   buffers.residual = reinterpret_cast<float*>(starts[4]);
   for (int64_t i = 0; i < m * shape.hidden; ++i) buffers.f32_hidden[i] = static_cast<float>((i * 7919) % 2001 - 1000) * 1e-3f;
   for (int64_t i = 0; i < m * wide; ++i) buffers.f32_out[i] = static_cast<float>((i * 104729) % 2001 - 1000) * 1e-3f;
-  prepare_rows(kSet, buffers.hidden, buffers.f32_hidden, shape.hidden, 0, m);
-  prepare_rows(kSet, buffers.ffn, buffers.f32_out, shape.ffn, 0, m);
+  prepare_rows(*set, buffers.hidden, buffers.f32_hidden, shape.hidden, 0, m);
+  prepare_rows(*set, buffers.ffn, buffers.f32_out, shape.ffn, 0, m);
   return buffers;
 }
 
@@ -128,13 +128,13 @@ double pass_s(ThreadPool& pool, const ModelShape& shape, const Model& model, con
       for (int64_t i = 0; i < layers; ++i) {
         const Layer& layer = model.layers[i];
         const Layer& following = model.layers[(i + 1) % layers];
-        linear(kSet, layer.qkv, b.hidden, nullptr, m, wide, thread, threads);
+        linear(*set, layer.qkv, b.hidden, nullptr, m, wide, thread, threads);
         meet(pool, first_weights(layer.out, thread, threads));
-        linear(kSet, layer.out, b.hidden, nullptr, m, add, thread, threads);
+        linear(*set, layer.out, b.hidden, nullptr, m, add, thread, threads);
         meet(pool, first_weights(layer.gate_up, thread, threads));
-        linear(kSet, layer.gate_up, b.hidden, nullptr, m, gate, thread, threads);
+        linear(*set, layer.gate_up, b.hidden, nullptr, m, gate, thread, threads);
         meet(pool, first_weights(layer.down, thread, threads));
-        linear(kSet, layer.down, b.ffn, nullptr, m, add, thread, threads);
+        linear(*set, layer.down, b.ffn, nullptr, m, add, thread, threads);
         meet(pool, first_weights(following.qkv, thread, threads));
       }
     });
@@ -175,7 +175,7 @@ LayerBuffers make_layer_buffers(const PackedLinear& w, int64_t m) {
   buffers.out = reinterpret_cast<float*>(buffers.memory.data() + x_bytes);
   std::vector<float> x(m * w.shape.k);
   for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>((i * 7919) % 2001) * 1e-3f - 1.0f;
-  prepare_rows(kSet, buffers.x, x.data(), w.shape.k, 0, m);
+  prepare_rows(*set, buffers.x, x.data(), w.shape.k, 0, m);
   return buffers;
 }
 
@@ -184,7 +184,7 @@ double layer_s(ThreadPool& pool, const Copies& copies, const LayerBuffers& b) {
   pool.run([&](int thread, int threads) {
     const Epilogue store{Store::f32, Activation::silu, b.out, copies.views[0].n_outputs, nullptr, nullptr};
     for (size_t i = 0; i < copies.views.size(); ++i) {
-      linear(kSet, copies.views[i], b.x, nullptr, b.x.m, store, thread, threads);
+      linear(*set, copies.views[i], b.x, nullptr, b.x.m, store, thread, threads);
       meet(pool, first_weights(copies.views[(i + 1) % copies.views.size()], thread, threads));
     }
   });
@@ -210,6 +210,7 @@ struct Options {
 Format format_of(const std::string& name) {
   return name == "bf16"                 ? Format::bf16
          : name == "int8"               ? Format::int8
+         : name == "fp8"                ? Format::fp8
          : name.rfind("group4", 0) == 0 ? Format::group4
          : name.rfind("group8", 0) == 0 ? Format::group8
          : name.rfind("group6", 0) == 0 ? Format::group6
@@ -223,6 +224,7 @@ bool has_mark(const std::string& name, char mark) { return name.rfind("group", 0
 bool is_wide(const std::string& name) { return has_mark(name, 'w'); }
 Grid grid_of(const std::string& name) {
   Grid grid;
+  if (name == "fp8") grid.scale = Source::f32;
   if (has_mark(name, 'n')) grid.nested = true, grid.scale = has_mark(name, 'm') ? Source::f16 : Source::f32;
   if (has_mark(name, 'm')) grid.offset = Offset::minima, grid.levels = format_of(name) == Format::group8 ? Levels::centred : Levels::plain;
   return grid;
@@ -237,7 +239,7 @@ Sample measure(ThreadPool& pool, const ModelShape& shape, const Model& model, co
                double layer_bytes, double operations, int64_t layers, const PageBuffer& buffer) {
   const int64_t m = buffers.hidden.m;
   Sample sample;
-  sample.peak = measure_burst(pool, format == Format::bf16 ? &CeilingLoops::bf16_burst : &CeilingLoops::int8_burst);
+  sample.peak = measure_burst(pool, has_bf16_rows(format) ? &CeilingLoops::bf16_burst : &CeilingLoops::int8_burst);
   const double before = measure_bandwidth(pool, buffer);
   sample.seconds = pass_s(pool, shape, model, buffers, m, layers, 2) / static_cast<double>(layers);
   sample.bytes_per_s = 0.5 * (before + measure_bandwidth(pool, buffer));
@@ -298,6 +300,7 @@ Options parse(int argc, char** argv) {
   for (int i = 1; i + 1 < argc; i += 2) {
     const std::string key = argv[i], value = argv[i + 1];
     if (key == "--clock" && value == "cpu") cpu_threads = 1;  // with --threads 1
+    if (key == "--set") set = &kernel_set(value);
     if (key == "--shape") options.shape = value;
     if (key == "--threads") options.threads = std::atoi(value.c_str());
     if (key == "--group") options.group = std::atoi(value.c_str());
@@ -316,7 +319,7 @@ int main_(int argc, char** argv) {
   PageBuffer buffer(int64_t{256} << 20);
   std::memset(buffer.data(), 1, buffer.bytes());
   const Ceilings top = measure_ceilings(pool, buffer);
-  std::printf("%s   threads %d, %.0f ns apart   read %.1f GB/s   bf16 %.0f Gop/s   int8 %.0f Gop/s\n", kSet.name, pool.size(),
+  std::printf("%s   threads %d, %.0f ns apart   read %.1f GB/s   bf16 %.0f Gop/s   int8 %.0f Gop/s\n", set->name, pool.size(),
               measure_signal_s(pool, 3) * 1e9, top.bytes_per_s * 1e-9, top.bf16_per_s * 1e-9, top.int8_per_s * 1e-9);
   std::printf("%-5s %-5s %5s %10s %7s %6s %8s %6s %8s\n", "shape", "fmt", "rows", "us/layer", "GB/s", "", "Gop/s", "", "of limit");
   for (const ModelShape& shape : kShapes)

@@ -55,7 +55,7 @@ class World {
     m.n_experts = pick(0, 3) == 0 ? pick(2, 6) : 0;
     m.top_k = m.n_experts ? pick(1, m.n_experts) : 0;
     m.window = pick(0, 1) ? pick(1, 300) : INT64_MAX;
-    m.weights = static_cast<Format>(pick(0, 8)), m.group = is_grouped(m.weights) ? 16 << pick(0, 3) : 32 << pick(0, 2), m.is_wide = is_grouped(m.weights) && pick(0, 1) == 1, m.kv = static_cast<KvFormat>(pick(0, 2));
+    m.weights = static_cast<Format>(pick(0, 9)), m.group = is_grouped(m.weights) ? 16 << pick(0, 3) : 32 << pick(0, 2), m.is_wide = is_grouped(m.weights) && pick(0, 1) == 1, m.kv = static_cast<KvFormat>(pick(0, 2));
     m.activation = static_cast<Activation>(pick(0, 1));
     m.has_softcap = pick(0, 3) == 0, m.has_norms = pick(0, 1), m.has_full_norm = pick(0, 1);
     m.n_adapters = pick(0, 3);
@@ -126,7 +126,7 @@ class Recorder {
     else
       p_.record(Category::embed, EmbedOp{p_.add_table({reinterpret_cast<const uint8_t*>(table.data()), Source::f32, m.vocab, m.hidden}), x_, 1.0f});
     shape_ = {m.n_heads, m.n_kv_heads, m.head_dim, 0.3f, m.window, 3.0f, m.has_softcap};
-    const bool is_latent = m.rank != 0, is_direct = m.weights == Format::bf16 && !is_latent;
+    const bool is_latent = m.rank != 0, is_direct = has_bf16_rows(m.weights) && !is_latent;
     const int64_t q_width = m.n_heads * m.head_dim, heads_width = is_latent ? m.n_heads * value_dim_ : q_width;
     const int rows = rows_buffer(p_, m, m.hidden), router_rows = rows_buffer(p_, m, m.hidden);
     q_ = plain_buffer(p_, BufferKind::bf16, q_width), heads_ = plain_buffer(p_, BufferKind::f32, q_width);
@@ -157,7 +157,7 @@ class Recorder {
         p_.record(Category::norm, AddOp{y, x_});
         continue;
       }
-      const bool is_sparse = w_.pick(0, 3) == 0, is_apart = w_.pick(0, 3) == 0, writes_rows = is_sparse || (m.weights == Format::bf16 && !is_apart);
+      const bool is_sparse = w_.pick(0, 3) == 0, is_apart = w_.pick(0, 3) == 0, writes_rows = is_sparse || (has_bf16_rows(m.weights) && !is_apart);
       if (is_sparse) {  // of a row of gate and up
         const int wide = plain_buffer(p_, BufferKind::f32, 2 * m.ffn);
         p_.record(Category::gate_up, LinearOp{linear(2 * m.ffn, m.hidden), rows, wide, Store::f32, m.activation});
@@ -279,6 +279,11 @@ class Recorder {
       const auto seed = static_cast<uint64_t>(w_.pick(0, 1 << 30));
       return keep([&](Program& program) { return program.add_random_linear(shape, seed, bound); });
     }
+    if (shape.format == Format::fp8) {
+      shape.grid.scale = Source::f32, shape.group = w_.pick(0, 1) ? 0 : kFp8Inputs;
+      const auto seed = static_cast<uint64_t>(w_.pick(0, 1 << 30));
+      return keep([&](Program& program) { return program.add_random_linear(shape, seed, bound); });
+    }
     const std::vector<float> values = w_.floats(n * k, -bound, bound), bias = w_.floats(n, -0.5f, 0.5f);
     return keep([&](Program& program) {
       return program.add_linear(shape, {{values.data(), Source::f32, n, k}}, shape.has_bias ? bias.data() : nullptr);
@@ -302,14 +307,14 @@ class Recorder {
   void experts(int rows, int router_rows, int y) {
     MoeOp op{};
     op.router = linear(m_.n_experts, m_.hidden);
-    op.router_rows = m_.weights == Format::bf16 ? router_rows : rows;
+    op.router_rows = has_bf16_rows(m_.weights) ? router_rows : rows;
     op.scores = plain_buffer(p_, BufferKind::f32, m_.n_experts);
     op.joins_apart = w_.pick(0, 3) == 0, op.gate = {1.7f, 7.0f, 1.0f}, op.weighs_input = op.joins_apart && w_.pick(0, 1);
     if (op.joins_apart) op.wide = plain_buffer(p_, BufferKind::f32, 2 * m_.ffn, m_.top_k);
     op.scores_by_sigmoid = w_.pick(0, 1), op.choice_bias = some(m_.n_experts), op.routed_scale = 0.5f;
     if (m_.n_experts % 2 == 0 && m_.top_k <= m_.n_experts / 2) op.n_groups = 2, op.group_best = std::min<int64_t>(2, m_.n_experts / 2);
     for (int64_t e = 0; e < m_.n_experts; ++e) op.gate_up.push_back(linear(2 * m_.ffn, m_.hidden, !op.joins_apart)), op.down.push_back(linear(m_.hidden, m_.ffn));
-    op.rows = rows, op.has_hidden = m_.weights != Format::bf16 && !op.joins_apart;
+    op.rows = rows, op.has_hidden = !has_bf16_rows(m_.weights) && !op.joins_apart;
     op.hidden = plain_buffer(p_, BufferKind::f32, m_.ffn, m_.top_k), op.hidden_rows = rows_buffer(p_, m_, m_.ffn, m_.top_k);
     op.expanded = plain_buffer(p_, BufferKind::f32, m_.hidden, m_.top_k), op.out = y;
     op.top_k = m_.top_k, op.renormalises = w_.pick(0, 1), op.activation = m_.activation;

@@ -51,7 +51,7 @@ LAYOUTS: dict[str, tuple[Any, str | None]] = {
     "w8a8": (lambda: compressed("int-quantized", DYNAMIC, **CHANNEL), "int8"),
     "fp8 rows": (
         lambda: compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
-        None,
+        "fp8",
     ),
     "fp8 rows and blocks": (
         lambda: compressed(
@@ -77,10 +77,10 @@ LAYOUTS: dict[str, tuple[Any, str | None]] = {
         ),
         "group4-g32-bf16-e2m1",
     ),
-    "fp8 blocks": (lambda: block_fp8(), None),
+    "fp8 blocks": (lambda: block_fp8(), "fp8-g128"),
     "fp8 small blocks": (lambda: block_fp8(32, 16), None),
     "fp8 blocks in powers of two": (lambda: block_fp8(32, 16, in_powers=True), None),
-    "fp8 whole": (lambda: whole_fp8(), None),
+    "fp8 whole": (lambda: whole_fp8(), "fp8"),
 }
 
 
@@ -140,7 +140,10 @@ def test_every_layout_gives_the_values_of_its_own_formula(layout: str, original:
         "w8a8",
         "w4a4 nvfp4",
         "w4a16 mxfp4",
+        "fp8 rows",
         "fp8 blocks",
+        "fp8 small blocks",
+        "fp8 whole",
     ],
 )
 def test_kept_weights_answer_as_their_values_do(

@@ -25,8 +25,8 @@ HELD = {
     "awq": "group4-g32-f16-zeros",
     "w4a16": "group4-g32-bf16-zeros",
     "w8a8": "int8",
-    "fp8-channel": "bf16",
-    "fp8-block": "bf16",
+    "fp8-channel": "fp8",
+    "fp8-block": "fp8-g128",
 }
 
 

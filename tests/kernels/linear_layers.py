@@ -6,13 +6,14 @@ import ctypes
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 SOURCES = {"f32": 0, "bf16": 1, "f16": 2, "s8": 2}  # s8: whole numbers times an f16, which is the type that is told
 NESTED_INPUTS = 256
 NO_OFFSET, ZEROS, MINIMA = 0, 1, 2
 CENTRED, PLAIN, IQ4_NL, E2M1, IQ2 = 0, 1, 2, 3, 4
 IQ4_NL_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-BITS = {3: 4, 4: 8, 5: 6, 6: 2, 7: 3, 8: 5}
+BITS = {4: 4, 5: 8, 6: 6, 7: 2, 8: 3, 9: 5}
 TABLES = {
     IQ4_NL: np.array(IQ4_NL_LEVELS),
     E2M1: np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]),
@@ -23,33 +24,36 @@ KINDS = {
     "bf16": (0,),
     "int8": (1,),
     "int4": (2,),
-    "group4": (3, "f16", NO_OFFSET, CENTRED),
-    "group4-zeros": (3, "bf16", ZEROS, PLAIN),
-    "group4-minima": (3, "f16", MINIMA, PLAIN),
-    "group4-table": (3, "f32", NO_OFFSET, IQ4_NL),
-    "group4-fp4": (3, "bf16", NO_OFFSET, E2M1),
-    "group8": (4, "f16", NO_OFFSET, CENTRED),
-    "group8-minima": (4, "f32", MINIMA, CENTRED),
-    "group4-zeros-wide": (3, "bf16", ZEROS, PLAIN),
-    "group4-table-wide": (3, "f32", NO_OFFSET, IQ4_NL),
-    "group8-wide": (4, "f32", MINIMA, CENTRED),
-    "group6": (5, "f16", NO_OFFSET, CENTRED),
-    "group6-minima": (5, "f16", MINIMA, PLAIN),
-    "group4-nested": (3, "s8", MINIMA, PLAIN),
-    "group4-nested-table": (3, "s8", NO_OFFSET, IQ4_NL),
-    "group6-nested": (5, "s8", MINIMA, PLAIN),
-    "group6-nested-wide": (5, "s8", NO_OFFSET, CENTRED),
-    "group2-nested": (6, "s8", MINIMA, PLAIN),
-    "group2-wide": (6, "f16", NO_OFFSET, CENTRED),
-    "group3": (7, "bf16", NO_OFFSET, CENTRED),
-    "group3-nested-table": (7, "s8", NO_OFFSET, IQ2),
-    "group5": (8, "f16", NO_OFFSET, CENTRED),
-    "group5-nested-wide": (8, "s8", MINIMA, PLAIN),
+    "fp8": (3, "f32", NO_OFFSET, PLAIN),
+    "fp8-blocks": (3, "f32", NO_OFFSET, PLAIN),
+    "group4": (4, "f16", NO_OFFSET, CENTRED),
+    "group4-zeros": (4, "bf16", ZEROS, PLAIN),
+    "group4-minima": (4, "f16", MINIMA, PLAIN),
+    "group4-table": (4, "f32", NO_OFFSET, IQ4_NL),
+    "group4-fp4": (4, "bf16", NO_OFFSET, E2M1),
+    "group8": (5, "f16", NO_OFFSET, CENTRED),
+    "group8-minima": (5, "f32", MINIMA, CENTRED),
+    "group4-zeros-wide": (4, "bf16", ZEROS, PLAIN),
+    "group4-table-wide": (4, "f32", NO_OFFSET, IQ4_NL),
+    "group8-wide": (5, "f32", MINIMA, CENTRED),
+    "group6": (6, "f16", NO_OFFSET, CENTRED),
+    "group6-minima": (6, "f16", MINIMA, PLAIN),
+    "group4-nested": (4, "s8", MINIMA, PLAIN),
+    "group4-nested-table": (4, "s8", NO_OFFSET, IQ4_NL),
+    "group6-nested": (6, "s8", MINIMA, PLAIN),
+    "group6-nested-wide": (6, "s8", NO_OFFSET, CENTRED),
+    "group2-nested": (7, "s8", MINIMA, PLAIN),
+    "group2-wide": (7, "f16", NO_OFFSET, CENTRED),
+    "group3": (8, "bf16", NO_OFFSET, CENTRED),
+    "group3-nested-table": (8, "s8", NO_OFFSET, IQ2),
+    "group5": (9, "f16", NO_OFFSET, CENTRED),
+    "group5-nested-wide": (9, "s8", MINIMA, PLAIN),
 }
 FORMATS = (
     "bf16",
     "int8",
     "int4",
+    "fp8",
     "group4-zeros",
     "group8",
     "group8-wide",
@@ -161,8 +165,33 @@ def nested(values: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
     return np.ascontiguousarray(whole.astype(np.int8).reshape(n, -1)[:, :groups]), factors
 
 
+FP8_ROWS, FP8_INPUTS = 16, 128  # that share a scale, in blocks
+
+
+def fp8_group(format_name: str) -> int:
+    return FP8_INPUTS if format_name == "fp8-blocks" else 0
+
+
+def encode_fp8(w: np.ndarray, format_name: str) -> Codes:
+    """E4M3 of each row's own scale, or of each block's, repeated for its rows."""
+    n, k = w.shape
+    group = fp8_group(format_name) or k
+    groups = -(-k // group)
+    padded = np.zeros((-(-n // FP8_ROWS) * FP8_ROWS, groups * group), np.float32)
+    padded[:n, :k] = np.abs(w)
+    most = padded.reshape(-1, groups, group).max(-1)
+    if fp8_group(format_name):
+        most = most.reshape(-1, FP8_ROWS, groups).max(1).repeat(FP8_ROWS, 0)
+    scales = np.ascontiguousarray(most[:n] / 448)
+    by_input = np.where(scales == 0, np.float32(1), scales).repeat(group, 1)[:, :k]
+    codes = torch.from_numpy(w / by_input).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    return Codes(codes, scales, None)
+
+
 def encode(w: np.ndarray, format_name: str, group: int) -> Codes:
     """Nearest levels; the grid follows the range of each group, roughly."""
+    if format_name.startswith("fp8"):
+        return encode_fp8(w, format_name)
     _, scale_type, offset, levels = KINDS[format_name]
     n, k = w.shape
     padded = np.zeros((n, -(-k // group) * group), np.float32)
@@ -205,6 +234,7 @@ def pack_codes(kernels, isa, format_name, parts, *, group, gated, bias, threads)
     number, scale_type, offset, levels = KINDS[format_name]
     n, k = sum(len(p) for p in parts), parts[0].shape[1]
     is_wide = format_name.endswith("-wide")
+    group = fp8_group(format_name) if format_name.startswith("fp8") else group
     shape = np.array(
         [
             number,
@@ -264,7 +294,7 @@ def prepared(kernels, isa, format_name, x, group=32, order=None) -> np.ndarray:
     """What the activations stand for after preparation, in fp64. group: of weights in groups."""
     x = np.ascontiguousarray(x, np.float32)
     m, k = x.shape
-    if format_name == "bf16":
+    if format_name == "bf16" or format_name.startswith("fp8"):
         bits = np.zeros((m, k), np.uint16)
         kernels.kernels_prepare(
             kernel_set(kernels, isa), 0, ctypes.c_int64(m), ctypes.c_int64(k), address(x), address(bits), address(None),

@@ -11,6 +11,7 @@ from dataclasses import replace
 import linear_layers
 import numpy as np
 import pytest
+import torch
 from built_kernels import made
 from linear_layers import (
     ADD_F32,
@@ -202,6 +203,36 @@ def test_rows_of_groups_are_exact_products_at_every_group_size(kernels, isa, for
         assert np.all(np.abs(seen - part) <= 0.501 * step[:, None])
 
 
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.37, 1e-20), (3e9, 0.0)], ids=["one", "fractions", "far"])
+def test_every_code_of_fp8_stands_for_bf16_of_its_product_with_the_scale(kernels, isa, monkeypatch, scales):
+    """All 254 that are numbers, the smallest without an exponent among them, in two blocks of inputs. torch reads E4M3."""
+    numbers = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)
+    codes = np.resize(numbers.numpy(), (32, 256))
+    by_block = np.tile(np.array(scales, np.float32), (32, 1))
+    monkeypatch.setattr(linear_layers, "encode_codes", lambda *_: Codes(codes, by_block, None))
+    packed = pack(kernels, isa, "fp8-blocks", [np.zeros((32, 256), np.float32)])
+    values = torch.from_numpy(codes).view(torch.float8_e4m3fn).float()
+    wanted = (values * torch.from_numpy(by_block).repeat_interleave(128, 1)).to(torch.bfloat16).float().numpy()
+    assert np.array_equal(packed.unpacked(), wanted)
+    bf16 = pack(kernels, isa, "bf16", [wanted])
+    x = np.eye(256, dtype=np.float32)
+    for m in (1, 3, 8, 13, 256):  # kernels multiply by the same numbers, in the order of bf16
+        assert np.array_equal(packed.apply(x[:m]), bf16.apply(x[:m]))
+        assert np.array_equal(packed.apply(x[:m] - 0.3), bf16.apply(x[:m] - 0.3))
+
+
+def test_a_scale_of_each_row_of_fp8_rounds_no_weight(kernels, isa):
+    x, w, _ = world(8, 5, 48, 300)
+    packed = pack(kernels, isa, "fp8", [w])
+    kept = linear_layers.encode(w, "fp8", 0)
+    assert np.array_equal(
+        packed.unpacked(), torch.from_numpy(kept.codes).view(torch.float8_e4m3fn).float().numpy() * kept.scales
+    )
+    assert np.abs(packed.unpacked() - w).max() < np.abs(w).max() / 16
+    exact, scale = reference(packed, "fp8", x)
+    assert np.all(np.abs(packed.apply(x) - exact) <= scale * 300 * 2.0**-24)
+
+
 @pytest.mark.parametrize("m", [2, 40])
 def test_scales_next_to_nothing_give_nothing(kernels, isa, m, monkeypatch):
     """Where a group's power of two joins the exponent of a scale, one of 2^-110 would come out beyond all numbers."""
@@ -375,7 +406,7 @@ def test_no_rows_is_no_work(kernels, isa):
 def test_integer_formats_agree_between_instruction_sets(kernels):
     """Whole sums are exact and what rounds is one fixed expression, of a lane or a group, so every set gives the same bits."""
     x, w, bias = world(91, 7, 100, 200)
-    names = [name for name in KINDS if name != "bf16"]
+    names = [name for name in KINDS if name in WHOLE or name in GROUPED]
     for rows in (x, x[:2]):
         results = []
         for isa in runnable(kernels):

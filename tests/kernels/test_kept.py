@@ -13,7 +13,7 @@ from test_balance import reparametrised
 from worlds import KERNEL_SETS, alone, beside, prompt
 
 from checkpoints import make_checkpoint
-from coded_files import Layout, awq, gptq, quantised_checkpoints
+from coded_files import Layout, awq, block_fp8, gptq, quantised_checkpoints, whole_fp8
 from diptych.compute.ops.cpu_kernels import _cpu, instruction_sets
 from diptych.compute.runner import load_model
 from diptych.engine.load import bundled_dir
@@ -32,6 +32,8 @@ LAYOUTS: dict[str, tuple[str, Layout]] = {
     "bytes": ("gemma2", gptq(8, -1, symmetric=False)),
     "experts": ("mixtral", gptq(4, 32, symmetric=True)),
     "act-order": ("llama", gptq(4, 32, symmetric=True, act_order=True)),
+    "fp8": ("gemma2", whole_fp8()),
+    "fp8 blocks": ("mixtral", block_fp8()),
 }
 
 
@@ -40,7 +42,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
     for name, (family, layout) in LAYOUTS.items():
         folder = tmp_path_factory.mktemp(name)
-        wide = {"intermediate_size": 160, "num_hidden_layers": 2}
+        wide = {"intermediate_size": 160, "num_hidden_layers": 2} | ({"hidden_size": 256} if "blocks" in name else {})
         original = make_checkpoint(family, folder / "original", dtype=torch.bfloat16, **wide)
         made[name] = quantised_checkpoints(original, folder, layout)[0]
     return made
@@ -56,7 +58,7 @@ def test_cut_of_the_work_changes_no_bit(folders: dict[str, Path], layout: str, a
         pytest.skip(f"this CPU cannot run {kernels}")
     config = ComputeConfig(backend="cpu", threads=2, instruction_set=kernels, activations=activations)
     model = load_model(folders[layout], config)
-    assert model.weights_format.startswith("group")
+    assert model.weights_format.startswith(("group", "fp8"))
     assert model.weights_format.endswith("-wide") or activations == "auto"
     tokens = prompt(40)
     whole = alone(model, tokens, None)
@@ -99,6 +101,17 @@ def test_keeping_values_adds_a_tenth_of_what_the_file_s_rounding_cost(
     assert "as large as the middle one" not in caplog.text
     if bits == 8:
         assert divergence(values, logprobs(coded, tokens, backend="cpu", activations="int8")) > own
+
+
+@pytest.mark.parametrize("layout", [whole_fp8(), block_fp8()], ids=["whole", "blocks"])
+def test_fp8_adds_next_to_nothing_to_its_own_rounding(layout: Layout, tmp_path: Path) -> None:
+    """E4M3 has 4 bits, and bf16 8, in which scaled codes are rounded: a 256th of its error, where the rows' own is larger."""
+    tokens = held_out(512)
+    coded, plain = quantised_checkpoints(bundled_dir(), tmp_path, layout)
+    values = logprobs(plain, tokens, **EXACT)
+    own = divergence(logprobs(bundled_dir(), tokens, **EXACT), values)
+    added = divergence(values, logprobs(coded, tokens, backend="cpu"))
+    assert added < 0.02 * own
 
 
 def test_rows_of_15_bits_keep_a_file_of_4_bits_whose_channels_stand_out(

@@ -1,7 +1,7 @@
 """How other programs lay out a quantised matrix in safetensors: AWQ, GPTQ, compressed-tensors, fp8 with scales, bitsandbytes.
 
 Each layout gives the numbers as its file has them: integer codes with scales and zero points (`CodedMatrix`), which the kernels
-keep, or fp8 values or entries of a table with scales, which become floats. Sources of the layouts: AutoAWQ
+keep, or fp8 values with scales, or entries of a table, which become floats. Sources of the layouts: AutoAWQ
 `awq/modules/linear/gemm.py`, GPTQModel `nn_modules/qlinear`, compressed-tensors `compressors`, transformers
 `integrations/finegrained_fp8.py`, bitsandbytes `functional.py` and `nn/modules.py`.
 
@@ -205,10 +205,10 @@ def _fp8(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation
     found, nbytes = raw.header(scale)[0], _nbytes(raw, f"{prefix}.weight") + _nbytes(raw, scale)
     rows, inputs = how.block or (128, 128)
     _require(raw, scale, found, *_FLOATS, "F8_E8M0")
-    if found in ((), (1,), (1, 1)):
-        return ScaledMatrix(f"{prefix}.weight", raw, scale, (n, k), "fp8-tensor", nbytes)
+    if found in ((), (1,)) or (found == (1, 1) and how.block is None):
+        return ScaledMatrix(f"{prefix}.weight", raw, scale, None, "fp8-tensor", nbytes)
     if found in ((n,), (n, 1)):
-        return ScaledMatrix(f"{prefix}.weight", raw, scale, (1, k), "fp8-channel", nbytes)
+        return ScaledMatrix(f"{prefix}.weight", raw, scale, None, "fp8-channel", nbytes)
     _require(raw, scale, (-(-n // rows), -(-k // inputs)), *_FLOATS, "F8_E8M0")
     return ScaledMatrix(f"{prefix}.weight", raw, scale, (rows, inputs), f"fp8-{rows}x{inputs}", nbytes)
 

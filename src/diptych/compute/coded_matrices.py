@@ -1,4 +1,4 @@
-"""Quantised matrices of other programs, whatever tensors they lie in: integer codes, floats or entries of a table, with scales.
+"""Quantised matrices of other programs, whatever tensors they lie in: integer codes, fp8 or entries of a table, with scales.
 
 `coded_layouts` makes them of a file's tensors.
 
@@ -18,9 +18,20 @@ from diptych.compute.gguf_codes import halved_powers
 from diptych.compute.ops.contract import Codes
 from diptych.compute.views import FP4_VALUES
 from diptych.ground.errors import LoadError
-from diptych.ground.formats import KEPT_MXFP4, KEPT_NVFP4, LEAST_WHOLE, NESTED_INPUTS, WIDE_BITS, KeptFormat, group_held
+from diptych.ground.formats import (
+    FP8_BLOCK,
+    KEPT_MXFP4,
+    KEPT_NVFP4,
+    LEAST_WHOLE,
+    NESTED_INPUTS,
+    STRIP_LANES,
+    WIDE_BITS,
+    KeptFormat,
+    group_held,
+)
 
 NAN_E4M3 = 0x7F  # the bits of the first that is no scale: behind it are the negative ones
+LEAST_FP8 = 2.0**-100  # scale of codes of fp8 that kernels multiply, and the inverse of the largest
 SCALE_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
@@ -182,34 +193,70 @@ class CodedMatrix:
 
 
 class ScaledMatrix:
-    """fp8 values times scales of rows and inputs: value = scale * q, in fp32."""
+    """fp8 (E4M3) times scales: value = scale * q, in fp32. block: rows and inputs that share one; None: a row or all of it."""
 
-    kept: KeptFormat | None = None
     order: torch.Tensor | None = None
-    why = "no kernel multiplies fp8; bf16 rounds the product of a value and its scale to 8 bits, and the value has 4"
 
     def __init__(
-        self, name: str, raw: RawTensors, scale: str, block: tuple[int, int], label: str, stored_bytes: int
+        self, name: str, raw: RawTensors, scale: str, block: tuple[int, int] | None, label: str, stored_bytes: int
     ) -> None:
         self._name, self._raw, self._scale, self._block, self.label = name, raw, scale, block, label
         self.stored_bytes = stored_bytes
 
-    def codes(self) -> Codes:
-        """There are none."""
-        raise NotImplementedError(self._name)
+    @cached_property
+    def kept(self) -> KeptFormat | None:
+        """A kernel has a scale of each row, or of blocks that strips of outputs lie within."""
+        return None if self.why else KeptFormat(kind="fp8", group=0 if self._block is None else FP8_BLOCK)
 
-    def values(self, rows: slice) -> torch.Tensor:
-        """fp32; LoadError for a scale that is not finite."""
+    @cached_property
+    def why(self) -> str:
+        """Why `kept` is None."""
+        n = self._raw.header(self._name)[0][0]
+        if self._block is not None and (any(size % FP8_BLOCK for size in self._block) or n % STRIP_LANES):
+            rows, inputs = self._block
+            return f"no kernel has blocks of {rows} by {inputs} on {n} rows"
+        used = self._scales[self._scales != 0]
+        low, high = (1.0, 1.0) if used.numel() == 0 else (float(used.min()), float(used.max()))
+        if low < LEAST_FP8 or high > 1 / LEAST_FP8:
+            return f"scales from {low:.2g} to {high:.2g} leave what the kernels hold"
+        return ""
+
+    @cached_property
+    def _scales(self) -> torch.Tensor:
+        """[rows or blocks of them or 1, blocks of inputs or 1] fp32. LoadError for one that is not finite."""
         scales = self._raw.stored(self._scale).float()
         if not bool(torch.isfinite(scales).all()):
             raise LoadError(
                 f"{self._scale} has a scale that is not finite", hint="the checkpoint is damaged; download it again"
             )
+        return scales.reshape(1, 1) if scales.numel() == 1 else scales.reshape(len(scales), -1)
+
+    def _of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Scales of rows, of each block of inputs."""
+        at = rows if self._block is None else rows // self._block[0]
+        return self._scales[at.clamp(max=len(self._scales) - 1)]
+
+    def codes(self) -> Codes:
+        """E4M3 as its bits. LoadError for one that is no number."""
+        stored = self._raw.stored(self._name).view(torch.uint8)
+        if bool(((stored & NAN_E4M3) == NAN_E4M3).any()):
+            raise LoadError(
+                f"{self._name} has a value that is no number", hint="the checkpoint is damaged; download it again"
+            )
+        n, k = stored.shape
+        scales = self._of(torch.arange(n))
+        if self._block is not None:
+            scales = scales.repeat_interleave(self._block[1] // FP8_BLOCK, 1)[:, : -(-k // FP8_BLOCK)]
+        return Codes(codes=stored, scales=scales.contiguous())
+
+    def values(self, rows: slice) -> torch.Tensor:
+        """fp32; LoadError for a scale that is not finite."""
         values = self._raw.stored(self._name)[rows].float()
-        scales = scales.reshape(1, 1) if scales.numel() == 1 else scales.reshape(len(scales), -1)
-        by_row = torch.arange(self._raw.header(self._name)[0][0])[rows] // self._block[0]
+        scales = self._of(torch.arange(self._raw.header(self._name)[0][0])[rows])
+        if self._block is None:
+            return values * scales
         by_input = torch.arange(values.shape[1]) // self._block[1]
-        return values * scales[by_row.clamp(max=len(scales) - 1)][:, by_input.clamp(max=scales.shape[1] - 1)]
+        return values * scales[:, by_input.clamp(max=scales.shape[1] - 1)]
 
 
 class Fp4Matrix:

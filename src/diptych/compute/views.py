@@ -8,7 +8,7 @@ import torch
 
 from diptych.compute.gguf_codes import halved_powers
 from diptych.compute.ops.contract import Codes, WeightTensor
-from diptych.ground.formats import KEPT_MXFP4
+from diptych.ground.formats import FP8_BLOCK, KEPT_MXFP4, STRIP_LANES, KeptFormat
 
 MXFP4_BLOCK = 32  # values that share a scale
 # of the 16 codes (OCP Microscaling Formats 1.0): sign, two bits of exponent, one of mantissa
@@ -22,6 +22,14 @@ def halves_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
     return torch.cat([turned, torch.arange(rotary_dim, head_dim)])
 
 
+def _keeps_strips(kept: KeptFormat | None, rows: torch.Tensor) -> bool:
+    """Whether each strip of these rows lies within one block of fp8 still."""
+    if kept is None or kept.kind != "fp8" or not kept.group:
+        return True
+    blocks = rows.view(-1, STRIP_LANES) // FP8_BLOCK
+    return bool((blocks == blocks[:, :1]).all())
+
+
 class ReorderedTensor(WeightTensor):
     """Another tensor with the entries along its first axis in another order within each head."""
 
@@ -31,9 +39,10 @@ class ReorderedTensor(WeightTensor):
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.random_seed = tensor.random_seed  # random rows in another order are random rows
-        self.kept, self.order = tensor.kept, tensor.order
+        self.order = tensor.order
         self._tensor = tensor
         self._rows = self.row_order = (heads[:, None] + order).reshape(-1)
+        self.kept = tensor.kept if _keeps_strips(tensor.kept, self._rows) else None
 
     @property
     def stored(self) -> tuple[WeightTensor, ...]:

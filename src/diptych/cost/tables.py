@@ -57,7 +57,7 @@ def device_spec(name: str) -> HardwareSpec:
 def quant_spec(name: str) -> QuantSpec:
     """The weight format of that name."""
     found = QUANTS.get(QUANT_ALIASES.get(name, name))
-    if found is None and name.startswith("group"):
+    if found is None:
         try:
             return engine_quant(name, head_format(name))
         except ValueError:

@@ -61,20 +61,23 @@ END, END_OFFSETS, END_WIDE = 1.4, 2.5, 2.25
 GROUPS = (128, 64, 32, 16)  # that the kernels have, the cheapest first
 MOST_NESTED = 64  # inputs of a group with nested scales
 NESTED_INPUTS = 256  # that share a factor
+FP8_BLOCK = 128  # rows and inputs, or a multiple of each, of which blocks of fp8 with a scale of their own are kept
+STRIP_LANES = 16  # outputs that the kernels hold beside one another: they share the scales of blocks
 WIDE_BITS = 6  # of codes that rows of 8 bits would cost more than their own rounding did (numbers in LAB.md)
 FINE_BITS = 5  # of a file's codes on the average, below which what its coarser ones lost hides that (likewise)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptFormat:
-    """How the cpu backend holds weights that somebody else quantised, without loss: in groups of codes, or in its own 'int8'.
+    """How the cpu backend holds weights that somebody else quantised: in groups of codes, in its own 'int8', or as 'fp8'.
 
     group: inputs that share a scale of type `scale`: f16, bf16, f32, or nested, times a factor that 256 inputs share: s8, a
     whole number of 8 bits, or e4m3, a float of 8. grid: what a code q stands for, over s the scale: signed
     s (q - 2^(bits - 1)), zeros s (q - z) with z of 8 bits, minima s q + m with m of 32 (beside s8 nested as the scales are),
     or an entry of a table.
-    int8 has a scale per row, in fp32, and neither group nor grid. is_wide (in groups): it meets rows of 15 bits, in two
-    halves, instead of 8.
+    int8 has a scale per row, in fp32, and neither group nor grid; fp8 (E4M3) likewise, or with a group a scale of that many
+    inputs of a block's rows, with which codes are multiplied and rounded to bf16 before they meet rows in bf16. Nothing else
+    is rounded. is_wide (in groups): it meets rows of 15 bits, in two halves, instead of 8.
 
     >>> KeptFormat.named("group4-g128-f16-zeros").number.bytes * 8
     4.1875
@@ -87,10 +90,15 @@ class KeptFormat:
     is_wide: bool = False
 
     @property
+    def is_grouped(self) -> bool:
+        """Whether codes of whole numbers lie in groups, each with a scale."""
+        return self.kind in KEPT_BITS
+
+    @property
     def name(self) -> str:
         """Everything about it in a word."""
-        if self.kind == "int8":
-            return self.kind
+        if not self.is_grouped:
+            return f"{self.kind}-g{self.group}" if self.group else self.kind
         grid = "" if self.grid == "signed" else f"-{self.grid}"
         return f"{self.kind}-g{self.group}-{self.scale}{grid}{'-wide' if self.is_wide else ''}"
 
@@ -98,8 +106,10 @@ class KeptFormat:
     def named(cls, name: str) -> KeptFormat:
         """The format of that name. ValueError where there is none."""
         kind, *rest = name.removesuffix("-wide").split("-")
-        if kind == "int8" and not rest:
-            return cls(kind=kind)
+        if name in ("int8", "fp8"):
+            return cls(kind=name)
+        if name == f"fp8-g{FP8_BLOCK}":
+            return cls(kind=kind, group=FP8_BLOCK)
         grid, is_wide = rest[2] if len(rest) == 3 else "signed", name.endswith("-wide")
         groups = {f"g{group}": group for group in GROUPS}
         if (
@@ -117,8 +127,9 @@ class KeptFormat:
     @property
     def number(self) -> NumberFormat:
         """What it takes."""
-        if self.kind == "int8":
-            return FORMATS["int8"]
+        if not self.is_grouped:
+            each = FORMATS[self.kind]
+            return replace(each, name=self.name, group=self.group * STRIP_LANES, group_bits=32) if self.group else each
         is_nested = self.scale in NESTED_SCALES
         offset_bits = {"zeros": 8, "minima": 8 if is_nested else 32}.get(self.grid, 0)
         scale_bits = 8 + 32 * self.group // NESTED_INPUTS if is_nested else 32 if self.scale == "f32" else 16
@@ -129,17 +140,19 @@ class KeptFormat:
     @property
     def rows(self) -> str:
         """The form of the rows it multiplies, as the program names it."""
-        return self.kind if self.kind == "int8" else f"{'wide' if self.is_wide else 'group'}{self.group}"
+        if not self.is_grouped:
+            return self.compute
+        return f"{'wide' if self.is_wide else 'group'}{self.group}"
 
     @property
     def compute(self) -> str:
         """The dtype in which its products are priced: two of int8 for each input take as long as one of bf16."""
-        return "bf16" if self.is_wide else "int8"
+        return "bf16" if self.is_wide or self.kind == "fp8" else "int8"
 
     @property
     def pace(self) -> float:
         """The part of that dtype's rate that is left: what ends a group takes as long as END dot products, beside its own."""
-        if self.kind == "int8":
+        if not self.is_grouped:
             return 1.0
         dots = self.group / 4 * (2 if self.is_wide else 1)
         return dots / (dots + (END_WIDE if self.is_wide else END if self.grid not in OFFSET_GRIDS else END_OFFSETS))

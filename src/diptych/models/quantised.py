@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diptych.ground.errors import LoadError
-from diptych.ground.formats import KEPT_MXFP4, KEPT_NVFP4, WIDE_BITS, KeptFormat, group_held
+from diptych.ground.formats import FP8_BLOCK, KEPT_MXFP4, KEPT_NVFP4, WIDE_BITS, KeptFormat, group_held
 from diptych.models.config import HfConfig
 
 METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "modelopt")
@@ -81,6 +81,12 @@ def _kept(bits: int, group: int | None, scale: str, *, is_symmetric: bool) -> Ke
     if held is None:
         return None
     return KeptFormat(kind=f"group{bits}", group=held, scale=scale, grid=grid, is_wide=bits >= WIDE_BITS)
+
+
+def _kept_fp8(block: tuple[int, int] | None) -> KeptFormat | None:
+    if block is None:
+        return KeptFormat(kind="fp8")
+    return None if any(size % FP8_BLOCK for size in block) else KeptFormat(kind="fp8", group=FP8_BLOCK)
 
 
 def _refuse(section: HfConfig, name: str, allowed: str, *, default: Any = None) -> None:
@@ -175,6 +181,8 @@ def _compressed_tensors(section: HfConfig) -> Quantisation:
             if bits == 8 and group is None and inputs.raw and weights.flag("symmetric", True):
                 kept = KeptFormat(kind="int8")
         block = _block(weights, "block_structure") or block
+        if kind == "float":
+            kept = _kept_fp8(block)
         if inputs.raw and not inputs.raw.get("dynamic", False):
             note = "scales of activations in the file are not used: they are found for each row"
     return Quantisation(
@@ -214,10 +222,11 @@ def _block(section: HfConfig, name: str) -> tuple[int, int] | None:
 def _fp8(section: HfConfig) -> Quantisation:
     _one_of(section, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     _one_of(section, "activation_scheme", ("dynamic", "static"), "dynamic")
-    static = section.raw.get("activation_scheme") == "static"
+    static, block = section.raw.get("activation_scheme") == "static", _block(section, "weight_block_size")
     return Quantisation(
         method="fp8",
-        block=_block(section, "weight_block_size"),
+        block=block,
+        kept=_kept_fp8(block),
         note="scales of activations in the file are not used" if static else "",
     )
 

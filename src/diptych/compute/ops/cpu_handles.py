@@ -61,9 +61,7 @@ class LinearHandle:
     @property
     def rows_format(self) -> str:
         """The form of the rows it multiplies: int8 and int4 weights share one."""
-        if self.format.startswith("group"):
-            return KeptFormat.named(self.format).rows
-        return "bf16" if self.format == "bf16" else "int8"
+        return ENGINE_WEIGHTS[self.format][1] if self.format in ENGINE_WEIGHTS else KeptFormat.named(self.format).rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +127,7 @@ def native_shape(weights: KeptFormat | str, n: int, k: int, *, is_gated: bool = 
         return _cpu.LinearShape(format=weights, group=INT4_GROUP, **common)
     return _cpu.LinearShape(
         format=weights.kind,
-        group=weights.group or INT4_GROUP,
+        group=weights.group if weights.is_grouped or weights.kind == "fp8" else INT4_GROUP,
         scale=weights.scale,
         grid=weights.grid,
         is_wide=weights.is_wide,

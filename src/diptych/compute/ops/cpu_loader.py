@@ -44,7 +44,7 @@ from diptych.compute.ops.shares import OwnHeads, Rank
 from diptych.compute.weights import Saved, Source
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError
-from diptych.ground.formats import KeptFormat, head_format
+from diptych.ground.formats import STRIP_LANES, KeptFormat, head_format
 from diptych.models.contents import EXPONENTS
 from diptych.models.spec import MoeSpec, QkNorm
 
@@ -427,9 +427,12 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         """Whether one format and order holds the stored values of all parts, or none of them is kept."""
         return not self.is_keeping or len({(part.kept, _name_of(part.order)) for part in parts}) == 1
 
-    def _kept(self, parts: LinearParts) -> KeptFormat | None:
+    def _kept(self, parts: LinearParts, *, is_gated: bool = False) -> KeptFormat | None:
         """What holds the stored values of all parts."""
         kept = parts.weights[0].kept if self.is_keeping and self._is_alike(parts.weights) else None
+        if kept is not None and kept.kind == "fp8":  # it meets rows in bf16, whatever is asked
+            is_cut = is_gated and len(parts.weights) == 1 and parts.n_outputs % (2 * STRIP_LANES) != 0
+            return None if kept.group and is_cut else kept
         if kept is None or self._asked_wide is None:
             return kept
         if kept.kind == "int8" and self._asked_wide:
@@ -452,7 +455,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         """`rows` of the projection, one range after the other; all of it where there is None."""
         k = parts.n_inputs
         n = parts.n_outputs if rows is None else sum(end - begin for begin, end in rows)
-        kept = self._kept(parts) if keep else None
+        kept = self._kept(parts, is_gated=activation is not None) if keep else None
         form = {"is_gated": activation is not None, "has_bias": bool(parts.biases)}
         shape, whole = (native_shape(kept or weights_format, outputs, k, **form) for outputs in (n, parts.n_outputs))
         key = "+".join(part.name for part in (*parts.weights, *parts.biases))
