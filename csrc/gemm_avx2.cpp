@@ -85,7 +85,7 @@ void tile_int8(const TileArgs& args) {
 
 #include "gemm_fp8.inl"
 
-#include "gemm_groups.inl"
+#include "gemm_groups_avx2.inl"
 
 }  // namespace
 
@@ -106,9 +106,7 @@ extern const LinearKernels kLinear = {
     sum_groups, quantize_group, expand_int4, expand_fp8,
 };
 extern const GroupTiles kGroupTiles = {
-    {}, {4, 1, tile_groups<4, tile_int8<4>, false>},
-    {4, 1, tile_groups<4, tile_int8<4>, true>}, ready_rows, expand_groups<load_inputs>,
-    quantize_groups<load_inputs, abs_max, quantize_int8>,
+    {kDirectTiles<false>, kDirectTiles<true>}, {}, {}, ready_rows, nullptr, quantize_groups<load_inputs, abs_max, quantize_int8>,
 };
 
 }  // namespace avx2

@@ -194,3 +194,40 @@ void expand_int4(const uint8_t* strip, int64_t group, int64_t first, int64_t cou
 }
 
 #include "quantize_int4.inl"
+
+template <LoadInputs kLoad, AbsMax kMost, QuantizeInt8 kQuantize>
+void quantize_groups(const void* x, Source source, int64_t count, int64_t group, int8_t* out, int8_t* low, float* scale, float* powers,
+                     int32_t* sums) {
+  float values[kMaxGroup], most = 0.0f;
+  const float top = low == nullptr ? 127.0f : kMostWide;
+  const int64_t groups = round_up(count, kMaxGroup) / group;
+  auto load = [&](int64_t g) {
+    const int64_t left = count - g * group, present = left < 0 ? 0 : left < group ? left : group;
+    if (present > 0) kLoad(x, source, g * group, present, values);
+    std::memset(values + present, 0, sizeof(float) * static_cast<size_t>(group - present));
+  };
+  for (int64_t g = 0; g < groups; ++g) {
+    load(g);
+    powers[g] = kMost(values, group);
+    most = powers[g] > most ? powers[g] : most;
+  }
+  for (int64_t g = 0; g < groups; ++g, out += group) {
+    load(g);
+    powers[g] = power_of_group(most, powers[g]);
+    const float inverse = steps_per_unit(most * powers[g], top);
+    int32_t sum = 0;
+    if (low == nullptr) {
+      kQuantize(values, group, inverse, out);
+      for (int64_t i = 0; i < group; ++i) sum += out[i];
+    } else {
+      for (int64_t i = 0; i < group; ++i) {
+        const int32_t q = static_cast<int32_t>((values[i] * inverse + 12582912.0f) - 12582912.0f);  // to nearest, ties to even
+        out[i] = static_cast<int8_t>((q + 64) >> kLowBits);
+        *low++ = static_cast<int8_t>(q - out[i] * 128);
+        sum += q;
+      }
+    }
+    sums[g] = sum;
+  }
+  *scale = most / top;
+}

@@ -1,5 +1,5 @@
 // The driver of the linear layers for weights in groups (group2 to group8). Few rows meet the codes as they are packed, strip after strip,
-// in one stream. More rows: some groups of a few strips are expanded to the form of int8, which lies in L1 while the rows of a block
+// in one stream, as all do where dot products cost so much that taking codes apart costs little beside them (AVX2). More rows: some groups of a few strips are expanded to the form of int8, which lies in L1 while the rows of a block
 // pass over it. Nothing here touches the order of a sum: it ascends over the groups, wherever they are cut.
 #include <type_traits>
 
@@ -57,18 +57,32 @@ void ready_rows(const Job& job, Range rows, bool is_direct) {
   job.tiles.ready(job.shape(), is_direct, job.powers_of + rows.begin, job.sums_of + rows.begin, rows.end - rows.begin, job.groups, job.rows + rows.begin * job.groups);
 }
 
-// A strip passes once or a few times, from memory and then from cache.
+// Rows [begin, end) of the call as passes of at most kDirectRows, of even size.
+struct Passes {
+  int64_t begin, end;
+  int64_t count() const { return (end - begin + kDirectRows - 1) / kDirectRows; }
+  Range rows(int64_t pass) const { return {(end - begin) * pass / count(), (end - begin) * (pass + 1) / count()}; }  // from begin
+};
+
+void ready_passes(const Job& job, const Passes& passes) {
+  point_at_rows(job, {passes.begin, passes.end}, 1);
+  for (int64_t pass = 0; pass < passes.count(); ++pass) ready_rows(job, passes.rows(pass), true);
+}
+
+// A strip passes once or several times, from memory and then from cache.
 void run_direct(const Job& job, int thread, int threads) {
-  const int64_t pieces = pieces_per_panel(job.w, threads), strips = kPanelStrips / pieces;
-  const int64_t passes = (job.m + kDirectRows - 1) / kDirectRows;
-  auto rows_of = [&](int64_t pass) { return Range{job.m * pass / passes, job.m * (pass + 1) / passes}; };
-  point_at_rows(job, {0, job.m}, 1);
-  for (int64_t pass = 0; pass < passes; ++pass) ready_rows(job, rows_of(pass), true);
-  for (Tasks tasks(pieces * job.w.n_panels, *job.w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
-    const int64_t panel = tasks.current() / pieces, first = tasks.current() % pieces * strips;
+  const int64_t pieces = pieces_per_panel(job.w, threads), strips = kPanelStrips / pieces, n_pieces = pieces * job.w.n_panels;
+  const int64_t blocks = (job.m + kBlockRows - 1) / kBlockRows, block_rows = round_up((job.m + blocks - 1) / blocks, kDirectRows);
+  int64_t ready = -1;
+  for (Tasks tasks(blocks * n_pieces, *job.w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
+    const int64_t block = tasks.current() / n_pieces, piece = tasks.current() % n_pieces, panel = piece / pieces, first = piece % pieces * strips;
+    const Passes passes{block * block_rows, std::min(job.m, (block + 1) * block_rows)};
+    if (passes.begin >= passes.end) continue;
+    if (block != ready) ready_passes(job, passes);
+    ready = block;
     for (int64_t strip = 0; strip < strips; ++strip)
-      for (int64_t pass = 0; pass < passes; ++pass) {
-        const auto [begin, end] = rows_of(pass);
+      for (int64_t pass = 0; pass < passes.count(); ++pass) {
+        const auto [begin, end] = passes.rows(pass);
         GroupArgs args = args_of(job);
         args.groups = job.groups;
         args.strip = job.w.panels + panel * job.w.panel_bytes + (first + strip) * job.strip_bytes();
@@ -76,8 +90,9 @@ void run_direct(const Job& job, int thread, int threads) {
         args.x = job.x_of + begin, args.rows = job.rows + begin * job.groups;
         direct_tile(job.tiles, job.shape(), end - begin)(args);
       }
-    for (int64_t row = 0; row < job.m; row += kMaxTileRows)
-      finish_tile(job, panel, {first, first + strips}, {row, std::min<int64_t>(row + kMaxTileRows, job.m)}, reinterpret_cast<uint8_t*>(job.acc + row * kPanelLanes));
+    for (int64_t row = passes.begin; row < passes.end; row += kMaxTileRows)
+      finish_tile(job, panel, {first, first + strips}, {row, std::min<int64_t>(row + kMaxTileRows, passes.end)},
+                  reinterpret_cast<uint8_t*>(job.acc + (row - passes.begin) * kPanelLanes));
   }
 }
 
@@ -174,8 +189,9 @@ void run_expanded(const Job& job, int thread, int threads) {
   }
 }
 
-// Whether few rows meet the codes as they are packed.
+// Whether rows meet the codes as they are packed: few do, and all where a set has no other tiles.
 bool is_direct(const PackedLinear& w, const GroupTiles& tiles, int64_t m) {
+  if (tiles.expanded.run == nullptr) return true;
   return m <= (w.shape.wide ? kWidePasses : kDirectPasses) * kDirectRows && direct_tile(tiles, w.shape, 1) != nullptr;
 }
 

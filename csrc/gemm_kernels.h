@@ -116,7 +116,7 @@ struct MatrixTiles {
 
 // ---- groups ----
 
-constexpr int kDirectRows = 8;       // the most rows that meet the codes as they are packed
+constexpr int kDirectRows = 8;       // the most rows of a tile that meets the codes as they are packed
 constexpr int64_t kBlockInputs = 512;  // of the strips that are expanded at one time; whole heads of every group size
 constexpr int64_t kMostExpanded = kBlockInputs / 16;  // groups of those
 constexpr int64_t kExpandedBytes = kBlockInputs / 4 * kStepBytes;        // from strip to strip
@@ -233,7 +233,7 @@ struct DirectTiles {
 
 struct GroupTiles {
   DirectTiles direct[2];  // of wide rows the second
-  ExpandedTile expanded, expanded_wide;
+  ExpandedTile expanded, expanded_wide;  // without: all rows meet the codes as they are packed
   ReadyRows ready;
   ExpandGroups expand;
   QuantizeGroups quantize;

@@ -87,6 +87,7 @@ Category category_of(const std::string& name) {
 }
 
 int add_linear(Program& program, const LinearShape& shape, const std::vector<AnyArray>& arrays, std::optional<F32Vector> bias) {
+  if (is_grouped(shape.format) || shape.format == Format::fp8) throw std::invalid_argument("the shape is of codes, which are given as such");
   std::vector<WeightPart> parts;
   int64_t rows = 0;
   for (const AnyArray& array : arrays) {

@@ -201,3 +201,22 @@ def test_an_embedding_in_blocks_lies_in_the_head_that_it_is_tied_to(
         model.close()
     assert all(torch.equal(answer, logits[0]) for answer in logits)
     assert sizes[0] == 0 < sizes[1]
+
+
+@pytest.mark.parametrize(
+    "coded", [{"format": "fp8", "group": 0}, {"format": "group4", "group": 32}], ids=["fp8", "group4"]
+)
+def test_values_are_refused_where_codes_are_meant(coded: dict[str, Any]) -> None:
+    """They were packed as nothing at all."""
+    with pytest.raises(ValueError, match="codes"):
+        _cpu.Program("scalar", 1).add_linear(_cpu.LinearShape(**coded, n=32, k=32), [torch.ones(32, 32)])
+
+
+def test_rows_of_blocks_of_fp8_that_share_a_strip_share_their_scales() -> None:
+    scales = torch.ones(32, 2)
+    scales[3, 1] = 2.0
+    shape = _cpu.LinearShape(format="fp8", group=128, n=32, k=256)
+    with pytest.raises(ValueError, match="several scales"):
+        _cpu.Program("scalar", 1).add_coded_linear(
+            shape, [(torch.zeros(32, 256, dtype=torch.uint8), scales, None, None)], None
+        )
