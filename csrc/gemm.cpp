@@ -33,7 +33,7 @@ struct Job : LinearCall {
   const TileShape& shape;
   uint8_t* acc;       // [kBlockRows][64]
   uint8_t* words;     // interleaved shapes: the tiles of the current block of rows, one after the other
-  int32_t* sums;      // int4 shapes that are not: x summed by group, [rows of the shape][groups]
+  int32_t* sums;      // int4 shapes that are not: x summed by group, likewise, [rows of the shape][groups]
   uint8_t* expanded;  // int4 met by int8 tiles, fp8 by bf16's: one block of the shape's strips, else null
   int64_t tile_rows;  // the shape's rows, which divide no pair
   int64_t words_per_row() const { return cut.units * cut.unit_words; }
@@ -69,7 +69,7 @@ const TileShape& choose_shape(const KernelSet& set, int64_t m, Format& format) {
     if (shape->rows >= m) return *shape;
     highest = shape;
   }
-  if (expanded_form(format) != format) {
+  if (tiles.wide.run == nullptr) {
     format = expanded_form(format);
     return choose_shape(set, m, format);
   }
@@ -102,9 +102,9 @@ void interleave_block(const Job& job, int64_t begin, int64_t end) {
   }
 }
 
-// What the zeros of int4 groups are multiplied by.
+// What the zeros of int4 groups are multiplied by, for every tile of [begin, end).
 void sum_groups(const Job& job, int64_t begin, int64_t end) {
-  for (int64_t row = 0; row < job.shape.rows; ++row) {
+  for (int64_t row = 0; row < count_tiles(job, end - begin) * job.shape.rows; ++row) {
     const uint8_t* x = job.x.data + job.row_of(std::min(begin + row, end - 1)) * job.x.stride_bytes;
     job.kernels.sum_groups(reinterpret_cast<const int8_t*>(x), job.w.shape.group, job.cut.units, job.sums + row * job.cut.units);
   }
@@ -117,6 +117,7 @@ void point_at_rows(const Job& job, TileArgs& args, int64_t tile, Range rows, int
     const int64_t row = job.row_of(rows.begin + std::min(i, height - 1));  // the shape's spare rows repeat the last one
     args.x[i] = job.x.data + row * job.x.stride_bytes + unit * job.cut.unit_words * 4;
   }
+  args.group_sums = job.sums + tile * job.shape.rows * job.cut.units;
   args.words = job.words + (tile * job.words_per_row() + unit * job.cut.unit_words) * job.shape.rows * 4;
 }
 
@@ -136,7 +137,6 @@ void run_piece(const Job& job, const Piece& piece, int64_t begin, int64_t end) {
   TileArgs args;
   args.strip_bytes = is_expanded ? job.cut.units_per_block * kStepBytes : strip_bytes;
   args.group = job.w.shape.group;
-  args.group_sums = job.sums;
   args.is_stream = tiles == 1 && !is_expanded;
   for (int64_t strip = piece.strips.begin; strip < piece.strips.end; strip += strips) {
     const uint8_t* base = job.w.panels + piece.panel * job.w.panel_bytes + strip * strip_bytes;
@@ -250,7 +250,7 @@ void linear(const KernelSet& set, const PackedLinear& w, const Rows& x, const in
   const KBlocks cut = cut_inputs(w, tile_format, shape, tiles == 1);
   const int64_t acc_bytes = sums_rows * kPanelLanes * 4;
   const bool has_sums = tile_format == Format::int4 && !shape.interleaved();
-  const int64_t words_bytes = shape.interleaved() ? sums_rows * cut.units * cut.unit_words * 4 : has_sums ? shape.rows * cut.units * 4 : 0;
+  const int64_t words_bytes = shape.interleaved() ? sums_rows * cut.units * cut.unit_words * 4 : has_sums ? sums_rows * cut.units * 4 : 0;
   const int64_t expanded_bytes = tile_format != w.shape.format ? shape.strips * cut.units_per_block * kStepBytes : 0;
   uint8_t* memory = linear_scratch(acc_bytes + round_up(words_bytes, 64) + expanded_bytes);
   uint8_t* expanded = expanded_bytes > 0 ? memory + acc_bytes + round_up(words_bytes, 64) : nullptr;

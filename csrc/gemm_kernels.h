@@ -280,8 +280,8 @@ using ExpandFp8 = void (*)(const uint8_t* strip, int64_t groups, int64_t first, 
 // sums [groups] of x [groups * group]; group is 32, 64 or 128.
 using SumGroups = void (*)(const int8_t* x, int64_t group, int64_t groups, int32_t* sums);
 
-// One weight format's. Every shape gives the same bits. int4 and fp8 have no wide shape, and where they have no narrow one either, or too many
-// rows for them, they are expanded to int8 and bf16 first.
+// One weight format's. Every shape gives the same bits. Where int4 and fp8 have no wide shape, more rows than their narrow ones take meet them
+// expanded to int8 and bf16.
 struct Tiles {
   TileShape narrow[kMaxShapes];  // one strip wide (or two), ascending rows, ended by rows == 0: W passes once, as one stream
   TileShape wide;                // for many rows: the best reuse of W from cache
