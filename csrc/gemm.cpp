@@ -15,7 +15,7 @@ namespace {
 // Rows of one block: its partial sums (64 lanes, 4 bytes) stay in L1/L2 and its activations in L2 while the panels of W pass.
 constexpr int64_t kBlockRows = 192;
 // Bytes of one panel that stay in L2 while the tiles of a block of rows pass over them; expanded for a single tile, in L1.
-constexpr int64_t kBlockPanelBytes = 256 << 10, kSingleExpandedBytes = 64 << 10;
+constexpr int64_t kBlockPanelBytes = 256 << 10, kSingleExpandedBytes = 16 << 10;
 
 // Most weights to bring in while waiting: what memory delivers between two layers.
 constexpr int64_t kWaitBytes = 32 << 10;
