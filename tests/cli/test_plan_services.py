@@ -64,6 +64,8 @@ def test_constants_of_all_rows_are_written_for_simulations(tmp_path: Path, monke
     finally:
         stacks._entries.cache_clear()
     assert found.decode.layer_s == decode["constants"]["layer_s"]
+    assert found.request_s == prefill["request_s"] != pytest.approx(0.02, rel=1e-3), "fitted"
+    assert steps.request_s == 0.0
     assert found.source.count("vllm, of services, fitted on this device (4 rows)") == 2
     assert (found.prefill_residual.rows, found.decode_residual.rows) == (4, 4)
     assert "of services" not in steps.source

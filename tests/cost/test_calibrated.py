@@ -360,6 +360,7 @@ def test_services_have_constants_of_their_own():
         assert "of services" not in steps.source
         assert services.prefill.moe_layer_s > steps.prefill.moe_layer_s
         assert services.decode_residual.rows > 500
+        assert steps.request_s == 0.0 < services.request_s < 0.1
     only = calibration_for(device, stack="sglang")
     assert only.source.count("of services") == 2, "no single steps of it are published"
     older = device_spec("a100-80gb-sxm")

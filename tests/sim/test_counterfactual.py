@@ -14,6 +14,7 @@ from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import Request, SamplingParams
 from diptych.ground.shape import StepShape
+from diptych.sim import counterfactual
 from diptych.sim.counterfactual import Change, Counterfactual, Machine, Minutes, times_of
 from diptych.sim.executor import PredictedExecutor
 from diptych.sim.recorded import minutes_of
@@ -91,6 +92,21 @@ def test_another_device_is_priced_by_the_planner() -> None:
     fast, slow = (asked.outcome(Change.parse(f"device={name}")).seen for name in ("h100-80gb-sxm", "l4"))
     assert fast.ttft_s < slow.ttft_s
     assert fast.tpot_s < slow.tpot_s
+
+
+def test_on_another_device_a_request_comes_when_its_software_would_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = setup_of("llama-3.1-8b", "h100-80gb-sxm")
+    minutes = recorded([request("only", LONG, at_s=0.5)])
+    minutes = replace(minutes, machine=Machine(model=setup.model, quant=setup.quant, kv=setup.kv))
+
+    def ttft_s(request_s: float) -> float:
+        calibration = replace(setup.calibration, request_s=request_s)
+        monkeypatch.setattr(counterfactual, "find_hardware", lambda name, **_: (setup.hardware, calibration))
+        found = Counterfactual(minutes, "only").outcome(Change(kind="device", name="h100-80gb-sxm")).seen
+        assert found.ttft_s is not None
+        return found.ttft_s
+
+    assert ttft_s(0.25) == pytest.approx(ttft_s(0.0) + 0.25)
 
 
 def test_what_stood_in_the_cache_before_the_minutes_stands_there_again() -> None:

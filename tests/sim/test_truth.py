@@ -20,7 +20,10 @@ from diptych.cost.tables import data_text
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
 from diptych.sim import truth
+from diptych.sim.load import UsersLoad, UsersSpec
+from diptych.sim.service import Service, simulate
 from diptych.sim.truth import case_of, judge, possible, predicted_of, summarise_services
+from diptych.workload import LengthRange
 
 FORM = ServiceForm(
     stack="vllm",
@@ -42,6 +45,26 @@ def service(model: str, device: str, streams: int, **fields: object) -> Measured
     )
     said = predicted_of(case_of(row), TRUE)
     return replace(row, **{"ttft_s": said["ttft"], "tpot_s": said["tpot"], **fields})
+
+
+def test_a_published_service_and_a_simulated_one_have_the_same_price() -> None:
+    """What rows are judged by is what `simulate` says, the way between client and scheduler included."""
+    row = replace(service("llama-3.1-8b", "h100-80gb-sxm", 1), quant="fp8")
+    constants = replace(TRUE, request_s=0.25)
+    case = case_of(row)
+    said = predicted_of(case, constants)
+    calibration = replace(
+        case.setup.calibration, prefill=TRUE.prefill, decode=TRUE.decode, request_s=constants.request_s
+    )
+    spec = UsersSpec(
+        n_users=1, n_requests=12, think_s=0.0, turns=1, message=LengthRange(low=256, high=256),
+        output=LengthRange(low=64, high=64),
+    )  # fmt: skip
+    report = simulate(Service.of(replace(case.setup, calibration=calibration)), UsersLoad(spec))
+    assert report.ttft_s is not None
+    assert report.tpot_s is not None
+    assert report.ttft_s.mean == pytest.approx(said["ttft"], rel=0.01)
+    assert report.tpot_s.mean == pytest.approx(said["tpot"], rel=0.01)
 
 
 @pytest.fixture

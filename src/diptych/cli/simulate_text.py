@@ -57,8 +57,17 @@ def show(report: Report, note: str) -> None:
     _requests(console, report)
     _latencies(console, report)
     _engines(console, report)
+    show_times(console, service)
+
+
+def show_times(console: Console, service: Service) -> None:
+    """Where its prices come from."""
     for source in dict.fromkeys(pool.setup.calibration.source for pool in service.pools):
         console.print(f"note: times: {source}")
+    if service.request_s:
+        console.print(
+            f"note: {duration(service.request_s)} of each request pass between its client and the scheduler, in its queue"
+        )
 
 
 def _pool(console: Console, service: Service, pool: Pool) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from diptych.cli.plan_json import plain
+from diptych.cli.simulate_text import show_times
 from diptych.cli.tables import duration, page, plain_table
 from diptych.cost.layout import PLAIN
 from diptych.sim.pools import MAX_ENGINES, Service
@@ -145,8 +146,7 @@ def show(found: Answer, unit: str, left_out: Mapping[str, str]) -> None:
         )
     for name, why in left_out.items():
         console.print(f"note: {name}: {why}")
-    for source in dict.fromkeys(pool.setup.calibration.source for pool in best.service.pools):
-        console.print(f"note: times: {source}")
+    show_times(console, best.service)
     setup = best.service.pool.setup
     if setup.layout != PLAIN:
         console.print(f"note: {setup.split}: priced by formulas that no measurement was fitted to")

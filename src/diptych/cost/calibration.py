@@ -185,6 +185,8 @@ class Calibration:
 
     cache: None where nobody measured one (every published row is of a model far larger than any cache).
     host: the part of step_s, sequence_s, prompt_s and prompt_token_s that is not the kernels', where it was measured apart.
+    request_s: what passes between a client and the scheduler, of each request, all of it before the first token; of services,
+    and 0 where nobody measured it.
     """
 
     name: str
@@ -198,6 +200,7 @@ class Calibration:
     is_local: bool = False
     cache: Cache | None = None
     host: Host = Host()
+    request_s: float = 0.0
 
 
 def _pick(fractions: Mapping[str, float], key: str) -> float:

@@ -65,6 +65,7 @@ def calibration_for(hardware: HardwareSpec, *, stack: str | None = None, of_serv
         source=f"prefill: {prefill.source}. decode: {decode.source}",
         prefill_coverage=prefill.coverage,
         decode_coverage=decode.coverage,
+        request_s=prefill.request_s,
     )
 
 
@@ -74,6 +75,7 @@ class _Found:
     residual: Residual
     source: str
     coverage: Coverage
+    request_s: float
 
 
 def _phase(hardware: HardwareSpec, stack: str, phase: Phase, *, of_services: bool) -> _Found:
@@ -105,6 +107,7 @@ def _phase(hardware: HardwareSpec, stack: str, phase: Phase, *, of_services: boo
             borrowed_from=None if wanted == stack else wanted,
             widths=MappingProxyType(best["widths"]),
         ),
+        request_s=best.get("request_s", 0.0),
     )
 
 

@@ -78,11 +78,11 @@ class Schedule:
     in_all: tuple[int, ...]
     output_tokens: int
 
-    def times(self, predict_s: Callable[[StepShape], float]) -> Times:
-        """Give every step its price."""
+    def times(self, predict_s: Callable[[StepShape], float], *, request_s: float = 0.0) -> Times:
+        """Give every step its price. request_s: from a client to the scheduler, as `cost.calibration` has it."""
         prices = [predict_s(shape) for shape in self.kinds]
         return Times(
-            sum(map(mul, prices, self.in_ttft)),
+            request_s + sum(map(mul, prices, self.in_ttft)),
             sum(map(mul, prices, self.in_tpot)),
             self.output_tokens / sum(map(mul, prices, self.in_all)),
         )

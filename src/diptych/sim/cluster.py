@@ -83,6 +83,7 @@ class Cluster:
     """Groups of engines. tally: what is told about every step and request; `refused` counts by the error's name.
 
     wire: where some group only reads prompts. leaps: False walks through every step, for executors that are not predicted.
+    request_s: from a client's sending to the router, of every request; it counts from when it was sent.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Cluster:
         wire: Wire | None = None,
         seed: int = 0,
         leaps: bool = True,
+        request_s: float = 0.0,
     ) -> None:
         records: dict[str, RequestRecord] = {}
         self.members: list[Member] = []
@@ -125,6 +127,7 @@ class Cluster:
         self.n_over = 0
         self._records = records
         self._wire = wire
+        self._request_s = request_s
         self._ports = None if wire is None else Ports(wire.link)
         self._router = Router(places, policy=router, local_prefill_us=0 if wire is None else wire.local_prefill_us)
         self._looks = len(places) > 1 and router != "round-robin"
@@ -216,7 +219,7 @@ class Cluster:
         self._follow(self._open.pop(event.request_id), event.at_s, record.output_tokens)
 
     def _dispatch(self, request: Request, at_s: float) -> None:
-        self.tally.arrived(at_s)
+        self.tally.arrived(request.arrival_s)
         self._n_left -= 1
         if not self._n_left:
             self.tally.close(at_s)
@@ -271,7 +274,8 @@ class Cluster:
 
     def _expect(self, due: Due | None) -> None:
         if due is not None:
-            self._later(*due)
+            at_s, request = due
+            self._later(at_s + self._request_s, request)
 
     def _later(self, at_s: float, thing: Request | Callable[[float], None]) -> None:
         self._n_coming += 1

@@ -251,7 +251,7 @@ class Counterfactual:
     def outcome(self, change: Change | None = None) -> Outcome:
         """The request's times with one change, or with none. ConfigError for a change that cannot be made here."""
         minutes, target, kind = self.minutes, self.target, None if change is None else change.kind
-        config, note = minutes.config, ""
+        config, note, request_s = minutes.config, "", 0.0
         time_s: Predict = self._learned.estimate_s
         budget_s: Predict = self._learned.predict_s
         if change is not None and kind == "chunk":
@@ -263,13 +263,14 @@ class Counterfactual:
         elif change is not None and kind == "device":
             there = setup_on(minutes, change.name)
             time_s = budget_s = there.model_of_time().predict_s
-            software = there.calibration.name
+            software, request_s = there.calibration.name, there.calibration.request_s
             note = f"predicted by the planner for {software}; the KV pool and the places as they were"
         elif kind == "pools":
             link_s, note = _link(minutes)
             seen = _pools(minutes, target, time_s, link_s)
             return Outcome(change=change, seen=seen, cached_tokens=target.cached_tokens, note=note)
-        again = _Again(config, minutes, minutes.around(target), time_s=time_s, budget_s=budget_s)
+        around = [_coming_after(past, request_s) for past in minutes.around(target)]
+        again = _Again(config, minutes, around, time_s=time_s, budget_s=budget_s)
         record = again.run(target, is_cached=kind == "cached")
         return Outcome(change=change, seen=Seen.of(record), cached_tokens=record.cached_tokens, note=note)
 
@@ -410,6 +411,12 @@ class _Drawn:
             if draft != drawn[-1]:
                 break
         return tuple(drawn)
+
+
+def _coming_after(past: Past, request_s: float) -> Past:
+    """The request, coming to the scheduler no sooner than so long after it was sent."""
+    came_s = past.request.arrival_s + request_s
+    return past if past.came_s >= came_s else replace(past, came_s=came_s)
 
 
 def _again(past: Past, arrival_s: float) -> Request:

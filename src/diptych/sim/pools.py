@@ -222,6 +222,11 @@ class Service:
         return sum(pool.n_devices for pool in self.pools)
 
     @property
+    def request_s(self) -> float:
+        """From a client to the scheduler, where the software of any pool was seen to take time for it."""
+        return max(pool.setup.calibration.request_s for pool in self.pools)
+
+    @property
     def label(self) -> str:
         """Short text that names it."""
         parts = [f"{pool.n_engines} x ({pool.setup.label})" for pool in self.pools]

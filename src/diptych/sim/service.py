@@ -187,7 +187,14 @@ def _run(
     is_won_enough: bool = False,
 ) -> _Seen:
     tally = Tally(limits, n_groups=len(service.pools), from_s=from_s)
-    cluster = Cluster(service.groups(), tally=tally, router=service.router, wire=service.wire(), seed=seed)
+    cluster = Cluster(
+        service.groups(),
+        tally=tally,
+        router=service.router,
+        wire=service.wire(),
+        seed=seed,
+        request_s=service.request_s,
+    )
     filmed = cluster.members[0]
     if film is not None:
         filmed.film = Film(film, service.pool.setup, filmed.engine)

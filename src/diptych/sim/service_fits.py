@@ -27,10 +27,14 @@ def refit_services(cases: Sequence[Case], judged: Sequence[Judged]) -> list[dict
             continue
         constants = put_in(form, [math.exp(log) for log in fit_services(form, few_of(mine))])
         rows = sorted({case.row.source for case in mine})
-        for phase, of_phase in ((Phase.PREFILL, constants.prefill), (Phase.DECODE, constants.decode)):
+        of_requests = {"request_s": float(f"{constants.request_s:.5g}")}
+        for phase, of_phase, more in (
+            (Phase.PREFILL, constants.prefill, of_requests), (Phase.DECODE, constants.decode, {})
+        ):  # fmt: skip
             entries.append(
                 {"stack": form.stack, "phase": phase.value, "architectures": [], "device": None}
                 | _coverage(mine)
+                | more
                 | {
                     "constants": constants_as_json(of_phase),
                     "residual": _residual([one for one in errors if one.measure == MEASURES[phase]]),

@@ -117,9 +117,9 @@ def measured_of(row: MeasuredService) -> dict[str, float]:
 
 def predicted_of(case: Case, constants: ServiceConstants) -> dict[str, float]:
     """What these constants say about a row, by measure."""
-    times = case.schedule.times(_priced(case, constants))
+    times = case.schedule.times(_priced(case, constants), request_s=constants.request_s)
     return {
-        "ttft": times.ttft_s + constants.request_s,
+        "ttft": times.ttft_s,
         "tpot": times.tpot_s,
         "throughput": times.output_tokens_per_s,
     }
