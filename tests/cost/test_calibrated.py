@@ -351,6 +351,25 @@ def test_uneven_routing_reads_fewer_experts_at_some_sixteen_streams_and_as_many_
     assert step_s(uneven, 24, stated) == step_s(PERFECT, 24, stated)
 
 
+def test_all_reduces_of_one_shot_send_every_part_to_everyone():
+    """tp - 1 parts where a ring sends 2 (tp - 1) / tp of one: four times as much among eight, the same between two."""
+    model, quant, device = model_spec("llama-3.1-70b"), quant_spec("bf16"), device_spec("h100-80gb-sxm")
+    shape = StepShape.decode(batch=64, context_tokens=128)
+
+    def link_s(tp: int, one_shot: float | None) -> float:
+        constants = Constants(one_shot=one_shot)
+        priced = CalibratedModel(model, device, quant, calibration=calibration(constants), tp=tp)
+        found = priced.predict(shape)
+        assert priced.predict_s(shape) == pytest.approx(found.total_s)
+        return found.link_s
+
+    ring, once = link_s(8, None), link_s(8, 1.0)
+    assert link_s(8, 0.0) == ring
+    assert 3.5 < once / ring < 4.0  # the logits are gathered either way
+    assert link_s(2, 1.0) == link_s(2, None)
+    assert link_s(1, 1.0) == 0.0
+
+
 def test_services_have_constants_of_their_own():
     """Simulations of services were priced by constants that single steps had shown, though published services say otherwise."""
     device = device_spec("b200-180gb")

@@ -60,6 +60,20 @@ def test_the_busiest_experts_decide():
     assert seconds(setup(tp=8, ep=8), PREFILL) >= seconds(setup(tp=8), PREFILL)
 
 
+def test_the_group_with_most_experts_to_read_decides():
+    """Of 30 experts that four streams ask for on eight devices one has to read six, not four, and all its own at most."""
+    whole, model = Layout(ep=8), setup(tp=8).model
+    assert Layout().most_experts(model, 30.0) == 30.0
+    factors = [whole.most_experts(model, read) / read for read in (1.0, 8.0, 30.0, 128.0, 256.0)]
+    assert factors == sorted(factors, reverse=True)
+    assert factors[0] < 8.0
+    assert factors[2] == pytest.approx(1.69, abs=0.01)
+    assert factors[-1] == 1.0
+    few, many = (StepShape.decode(batch=batch, context_tokens=1024) for batch in (4, 1024))
+    ratios = [seconds(setup(tp=8, ep=8), step) / seconds(setup(tp=8), step) for step in (few, many)]
+    assert ratios[0] > 1.1 > 1.05 > ratios[1]
+
+
 def test_what_no_row_was_fitted_to_is_less_sure():
     """The interval widens, and the gap says why."""
     for layout in ({"ep": 8}, {"dp": 2, "ep": 4}, {"pp": 2}):

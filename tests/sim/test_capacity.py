@@ -42,6 +42,10 @@ def test_the_fluid_model_moves_the_right_way() -> None:
     assert fluid_users(uncached(Service(pool=L40S)).pool, ASK) < base
     assert fluid_users(L40S, ASK, reads=False) > base
     assert fluid_users(L40S, replace(ASK, limits=Limits(ttft_s=1e-6, tpot_s=0.06))) == 0.0
+    far = replace(L40S.setup, calibration=replace(L40S.setup.calibration, request_s=0.5))
+    assert fluid_users(replace(L40S, setup=far), ASK) == 0.0, (
+        "half a second to the scheduler, and 0.4 to the first token"
+    )
 
 
 def bisected(service: Service, ask: Ask = ASK) -> int:

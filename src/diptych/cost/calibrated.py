@@ -287,7 +287,7 @@ class CalibratedModel:
             near_windows=windows_at(near_rate),
             cached_row_s=units.expand_flops * flop_s / parts,
             link_base_s=(units.all_reduces + exchanges) * self._meeting_s(c) + (layout.pp > 1) * layout.pp * HOP_S,
-            link_row_s=units.row_link_bytes / link / parts + exchange_row_s,
+            link_row_s=units.row_link_bytes * self._sent(c) / link / parts + exchange_row_s,
             link_logits_row_s=units.logits_link_bytes / link / parts,
             launch_p=c.launch_p,
             adapter_base_s=self.model.n_layers * c.adapter_layer_s,
@@ -304,10 +304,13 @@ class CalibratedModel:
             for one in mix or whole
         )
 
+    def _sent(self, c: Constants) -> float:
+        """Of an all-reduce in bytes of a ring's: of one shot tp - 1 parts for 2 (tp - 1) / tp of one."""
+        return 1.0 if self.tp == 1 else 1.0 + (c.one_shot or 0.0) * (self.tp / 2.0 - 1.0)
+
     def _meeting_s(self, c: Constants) -> float:
         """Latency of one message that all devices of a layer wait for."""
-        devices = self.tp * self.layout.dp
-        return c.allreduce_s * math.pow(max(devices, 2) / 2.0, c.allreduce_growth)
+        return c.allreduce_s * math.pow(max(self.tp * self.layout.dp, 2) / 2.0, c.allreduce_growth)
 
     def _exchange(self, link: float) -> tuple[float, int]:
         """Between groups and stages: seconds of a row of the whole step, and messages of a step that wait for one another."""
@@ -397,7 +400,8 @@ class CalibratedModel:
         if moe is None:
             return 0.0
         skew = moe.skew or self._expert_skew
-        return expected_experts(moe.n_experts, moe.experts_per_token, -(-rows // self.layout.pp), skew=skew)
+        read = expected_experts(moe.n_experts, moe.experts_per_token, -(-rows // self.layout.pp), skew=skew)
+        return self.layout.most_experts(self.model, read)
 
     def _expert_rows(self, rows: int) -> float:
         """As many rows as the busiest devices have work for."""

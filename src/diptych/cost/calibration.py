@@ -36,6 +36,8 @@ class Constants:
     per prompt chunk and per token of it, on top of that (`Host`); moe_layer_s: on top of layer_s
     in layers with experts. allreduce_s: latency of one all-reduce (of two devices; of more, times
     the power allreduce_growth of their number over two, as all wait for the last); link_fraction: achieved share of the link.
+    one_shot: share of the all-reduces in which every device sends all it has to every other, as kernels for small messages do;
+    the rest goes round in a ring.
     launch_p: exponent that joins launch and device time: 1 adds them, a large one lets the longer hide the other.
     expert_skew: how unevenly experts are chosen where the model does not say: the i-th in proportion to i^-expert_skew.
     expert_ef: share of the peak in expert GEMMs by compute dtype; where no mixture was measured in a dtype, experts reach
@@ -68,6 +70,7 @@ class Constants:
     activation_bytes_per_s: float | None = None
     activation_eb: float | None = None
     expert_skew: float | None = None
+    one_shot: float | None = None
 
     def weight_fraction(self, weight_format: str) -> float:
         """Achieved share of memory bandwidth when reading weights of this format; of fp4 int4's where it was not measured."""

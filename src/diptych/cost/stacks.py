@@ -94,7 +94,7 @@ def _phase(hardware: HardwareSpec, stack: str, phase: Phase, *, of_services: boo
     origin = "fitted on this device" if hardware.name in seen else f"carried over from {', '.join(seen)}"
     residual = Residual(**best["residual"])
     return _Found(
-        constants=_constants(best["constants"]),
+        constants=constants_of(best["constants"]),
         residual=residual,
         source=f"{wanted}, {'of services, ' if file == SERVICES else ''}{origin} ({residual.rows} rows)",
         coverage=Coverage(
@@ -120,6 +120,7 @@ def _entries(file: str) -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(data_text(file))["calibrations"])
 
 
-def _constants(fields: dict[str, Any]) -> Constants:
+def constants_of(fields: dict[str, Any]) -> Constants:
+    """From what a file of calibrations has of them."""
     tables = {name: MappingProxyType(dict(fields[name])) for name in ("eb", "ef", "expert_ef")}
     return Constants(**{**fields, **tables})

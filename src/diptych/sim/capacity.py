@@ -151,7 +151,7 @@ def fluid_users(pool: Pool, ask: Ask, *, reads: bool = True, decodes: bool = Tru
             share = min(share, spare_tokens / max(1.0, held * ask.history_tokens))
         return held
 
-    if prefill_s(1.0) > ttft_s:
+    if pool.setup.calibration.request_s + prefill_s(1.0) > ttft_s:
         return 0.0
     if not decodes:
         return MAX_LOAD / prefill_s(0.5) * ask.cycle_s(tpot_s)

@@ -70,6 +70,7 @@ class EngineOptions(TypedDict, total=False):
     max_waiting_tokens: int
     stall_budget_s: float | None
     enable_prefix_cache: bool
+    prefills_alone: bool
     drafts: StatedDrafts | None
 
 

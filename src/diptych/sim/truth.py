@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import compress
+from itertools import accumulate, compress
 from types import MappingProxyType
 
 from diptych.cost.calibration import Calibration, Constants
@@ -35,9 +36,8 @@ FIT_ROWS = 6  # of each model, device and format
 # twenty constants. So the prior is to weigh about as much as a group does.
 PRIOR_COST = 3.0
 ROUNDS = 8
-# In units of another model's weight: the least at which every software's intervals hold 80 % of what was left out by model. At
-# 0.25 SGLang's, which has four models, hold 68 % and all 81 %, now 81 and 85 %; left out by device all hold 92 %.
-OWN_WEIGHT = 0.55
+# of a group that nobody has seen, beside one that was: tried from none on. At a quarter of all groups nothing seen lies beyond
+OWN_WEIGHTS = tuple(step / 20.0 for step in range(41))
 # requests of each stream that are simulated, of the ten that published runs have: fewer where all write much. Those who come
 # few at once need all of them to find their places among the steps
 PER_SPREAD_STREAM = 10
@@ -118,9 +118,12 @@ def measured_of(row: MeasuredService) -> dict[str, float]:
 def predicted_of(case: Case, constants: ServiceConstants) -> dict[str, float]:
     """What these constants say about a row, by measure."""
     times = case.schedule.times(_priced(case, constants), request_s=constants.request_s)
+    load, unseen = case.row.load, case.row.shown_tokens - 1
+    tokens = load.output_tokens * (1.0 + load.spread) / 2.0 - 1.0
     return {
-        "ttft": times.ttft_s,
-        "tpot": times.tpot_s,
+        "ttft": times.ttft_s + unseen * times.tpot_s,
+        # clients divide by all tokens but one, however many of them come with the first
+        "tpot": times.tpot_s * (1.0 - unseen / tokens if unseen else 1.0),
         "throughput": times.output_tokens_per_s,
     }
 
@@ -370,25 +373,44 @@ def _with_intervals(raw: Sequence[tuple[Case, str, float, float]], held_out: str
 def bounds_of(groups: Sequence[Sequence[float]]) -> tuple[float, float]:
     """What SHARE of the ratios of a group that is not among these lies between.
 
-    Rows of one model (device) err together, so each of the groups weighs the same, however many rows it has; and OWN_WEIGHT of
-    another, the row's own, lies beyond what was seen, as much of it at either end.
+    Rows of one model (device) err together, so each of the groups weighs the same, however many rows it has; and some weight of
+    another, the row's own, lies beyond what was seen, half of it at either end: the least with which the others hold SHARE of
+    each of these groups, left out in turn, on the average. So how far models (devices) stand apart is what widens it.
     """
     if not groups:
         return 1.0, 1.0
-    seen = sorted((ratio, 1.0 / len(group)) for group in groups for ratio in group)
-    beyond = 0.5 * OWN_WEIGHT
-    within = 0.5 * (1.0 - SHARE) * (len(groups) + OWN_WEIGHT) - beyond
-    return _weighed(seen, within), _weighed(seen[::-1], within)
+    if len(groups) == 1:
+        return min(groups[0]), max(groups[0])
+    left = [(one, _Weighed([*groups[:i], *groups[i + 1 :]])) for i, one in enumerate(groups)]
+    everything = _Weighed(groups)
+    for weight in OWN_WEIGHTS:
+        held = 0.0
+        for one, others in left:
+            low, high = others.bounds(weight)
+            held += sum(low <= ratio <= high for ratio in one) / len(one)
+        if held >= SHARE * len(groups):
+            break
+    return everything.bounds(weight)
 
 
-def _weighed(ordered: Sequence[tuple[float, float]], weight: float) -> float:
-    """The first value at which that much weight has come."""
-    come = 0.0
-    for value, its_weight in ordered:
-        come += its_weight
-        if come >= weight:
-            return value
-    return ordered[-1][0]
+class _Weighed:
+    """Ratios of some groups in order, with what they weigh together up to each from either end."""
+
+    def __init__(self, groups: Sequence[Sequence[float]]) -> None:
+        self._n_groups = len(groups)
+        seen = sorted((ratio, 1.0 / len(group)) for group in groups for ratio in group)
+        self._ends = [
+            ([ratio for ratio, _ in ordered], [*accumulate(weight for _, weight in ordered)])
+            for ordered in (seen, seen[::-1])
+        ]
+
+    def bounds(self, own_weight: float) -> tuple[float, float]:
+        """Beyond which lies an equal share of all weight, with so much of it unseen."""
+        within = 0.5 * (1.0 - SHARE) * (self._n_groups + own_weight) - 0.5 * own_weight
+        low, high = (
+            ratios[min(bisect_left(come, within * (1.0 - 1e-9)), len(ratios) - 1)] for ratios, come in self._ends
+        )
+        return low, high
 
 
 def few_of(cases: Iterable[Case]) -> list[Case]:

@@ -8,8 +8,8 @@ was read in those recipes and in the documentation of the engines, and none of i
   schedulers of SGLang and TensorRT-LLM). Who comes is planned behind the step that runs and the one that is planned already.
   Not so here where lengths are all the same: streams that end together would march in step for ever, which they do not.
 * There (the rows that are not InferenceX's) a client of vLLM sends, and the server reads, one request after another: two come
-  in one step, which spreads the streams over the steps. That it is two was chosen on the rows. Streams of SGLang march in step,
-  as its decode waits until all have been read; for TensorRT-LLM it made TTFT better and TPOT of mixtures worse.
+  in one step, which spreads the streams over the steps; so do TensorRT-LLM's, which plans one step ahead there. That it is two
+  was chosen on the rows. Streams of SGLang march in step, as its decode waits until all have been read.
 * vLLM mixes both phases in a step of `max_num_batched_tokens`, decode first, as Diptych does. Recipes of April 2026 and later
   for Blackwell set it to two prompts (`$((ISL * 2))`).
 * vLLM replays steps of up to `max-cudagraph-capture-size` tokens from graphs, but for their attention, prompts among them
@@ -21,6 +21,9 @@ was read in those recipes and in the documentation of the engines, and none of i
   N and `batch_wait_max_tokens_ratio` R, prompts wait N steps for R of `max_num_tokens` to come together while others decode.
   With attention-data parallel and `enable_balance` it starts prompts where every group has one to start, and else every
   `timeout_iters` steps (`PyExecutor._balance_adp_requests`).
+* TensorRT-LLM sends tokens in tens in the recipes for DeepSeek and Llama (`stream_interval: 10`), in twenties for gpt-oss. The
+  first comes at once, and all the same DeepSeek's clients see no text before the tenth, on either device, at 7 ms a token as
+  at 50; the others' do. That it is DeepSeek's alone was seen in the rows.
 * Each group of attention-data parallel plans steps of its own, in step with the others: budget and places count once for each.
 * vLLM and SGLang give an engine a part of all memory, TensorRT-LLM a part of what is free when the weights are loaded; SGLang's
   part holds weights and KV alone, and buffers lie beside it.
@@ -45,6 +48,7 @@ USUAL_STEP_TOKENS = 8192  # of a step, where nobody says: what all three engines
 # lengths of InferenceX's runs: drawn from 0.8 of the stated one up to it (`--random-range-ratio 0.8`), ten requests per stream,
 # `--request-rate inf --max-concurrency N`
 GRAPH_TOKENS = 2048
+STREAM_INTERVAL = 10  # tokens of TensorRT-LLM's recipes for DeepSeek
 AT_ONCE = 2  # requests that come in one step where all lengths are the same
 _BLACKWELL = ("b200", "b300", "gb200", "gb300")
 INFERENCE_X_LENGTHS = ((1024, 1024), (1024, 8192), (8192, 1024))
@@ -160,6 +164,12 @@ def graph_tokens_of(run: Run) -> int:
     return GRAPH_TOKENS if run.model == "gpt-oss-120b" or _is_recent_minimax(run) else 0
 
 
+def shown_tokens_of(run: Run) -> int:
+    """A client sees the first so many tokens of an answer at one time."""
+    is_late = run.stack == "tensorrt-llm" and run.model == "deepseek-v3" and run.is_inference_x
+    return STREAM_INTERVAL if is_late else 1
+
+
 def _is_recent_minimax(run: Run) -> bool:
     return run.model == "minimax-m2" and run.is_blackwell and run.measured >= "2026-04-03"
 
@@ -190,12 +200,13 @@ def _of_sglang(run: Run) -> Scheduling:
         return replace(usual, step_tokens=16_384, poll_steps=poll_steps, max_running=256)
     if run.devices == 4:
         return replace(usual, step_tokens=8192, poll_steps=10, max_running=32)
-    return replace(usual, step_tokens=32_768, poll_steps=poll_steps, max_running=128)
+    # its runs of 256 and 512 streams, of March 2026, had more places than the recipe kept: their clients waited for none
+    return replace(usual, step_tokens=32_768, poll_steps=poll_steps, max_running=128 if run.streams <= 128 else None)
 
 
 def _of_tensorrt_llm(run: Run, layout: Layout) -> Scheduling:
     if not run.is_inference_x:
-        return Scheduling(reserves_answers=True)
+        return Scheduling(reserves_answers=True, at_once=AT_ONCE, ahead_steps=1)
     found = Scheduling(ahead_steps=2, reserves_answers=True)
     if run.model == "deepseek-v3":
         found = _of_deepseek(run, found)

@@ -18,11 +18,13 @@ class ServiceForm:
 
     A path is "both.X" for one value in both phases, "prefill.X" or "decode.X" for one phase, or "request_s": what passes
     between a client and the scheduler, seconds per request, all of it before the first token.
+    one_shot: of decode's all-reduces, as `Constants` has it.
     """
 
     stack: str
     fixed: Constants
     free: tuple[Free, ...]
+    one_shot: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class ServiceConstants:
 
 def put_in(form: ServiceForm, values: Sequence[float]) -> ServiceConstants:
     """A form with its free constants."""
-    prefill, decode, request_s = form.fixed, form.fixed, 0.0
+    prefill, decode, request_s = form.fixed, replace(form.fixed, one_shot=form.one_shot), 0.0
     for entry, value in zip(form.free, values, strict=True):
         where, _, path = entry.path.partition(".")
         if where == "request_s":
@@ -87,12 +89,17 @@ _FREE = (
 # Routing is uneven: TPOT of Qwen3-235B, MiniMax-M2 and gpt-oss was said too long by every software at 16 to 64 streams, by 10
 # to 40 % more than at 4 and at 256, as even routing reads most experts there and uneven routing does not. Of 0, 0.6 and 0.7
 EXPERT_SKEW = 0.7
-_FIXED = Constants(p=3.0, allreduce_growth=1.0, expert_skew=EXPERT_SKEW)
+# few rows are reduced by kernels in which every device reads what all others have (vLLM's and TensorRT-LLM's own), and whose
+# latency grows less than the devices do
+_FIXED = Constants(p=3.0, allreduce_growth=0.5, expert_skew=EXPERT_SKEW)
+ONE_SHOT = 1.0
 
 # vLLM and SGLang launch a prompt's kernels from Python, many of them Triton's and each for itself; TensorRT-LLM has operators
-# of its own that hold several. Shares of 8 and 4 bits are others, too. Chosen with the rows in view, as all starts were
+# of its own that hold several; SGLang, layers with experts most of all. Shares of 8 and 4 bits are others, too. Chosen with the
+# rows in view, as all starts were; of a prompt's step twice the first value and of SGLang's experts nearly so, as either half
+# of the rows gains by it
 _OF_VLLM_AND_SGLANG = {
-    "prefill.step_s": 12e-3,
+    "prefill.step_s": 24e-3,
     "prefill.layer_s": 150e-6,
     "prefill.moe_layer_s": 700e-6,
     "decode.layer_s": 40e-6,
@@ -105,7 +112,7 @@ _OF_VLLM_AND_SGLANG = {
 _STARTS: dict[str, dict[str, float]] = {
     "tensorrt-llm": {},
     "vllm": _OF_VLLM_AND_SGLANG,
-    "sglang": _OF_VLLM_AND_SGLANG,
+    "sglang": _OF_VLLM_AND_SGLANG | {"prefill.moe_layer_s": 1.2e-3},
 }
 
 SERVICE_FORMS = tuple(
@@ -113,6 +120,7 @@ SERVICE_FORMS = tuple(
         stack=stack,
         fixed=_FIXED,
         free=tuple(replace(entry, start=starts.get(entry.path, entry.start)) for entry in _FREE),
+        one_shot=ONE_SHOT,
     )
     for stack, starts in _STARTS.items()
 )

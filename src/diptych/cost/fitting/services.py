@@ -10,7 +10,16 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from diptych.cost.fitting.recipes import USUAL, Run, Scheduling, graph_tokens_of, layout_of, memory_of, scheduling_of
+from diptych.cost.fitting.recipes import (
+    USUAL,
+    Run,
+    Scheduling,
+    graph_tokens_of,
+    layout_of,
+    memory_of,
+    scheduling_of,
+    shown_tokens_of,
+)
 from diptych.cost.fitting.rows import Line, ServiceRow, lines_of
 from diptych.cost.layout import PLAIN, Layout
 from diptych.cost.memory import USUAL_RULE, MemoryRule
@@ -61,6 +70,7 @@ class MeasuredService:
     """One service under one load, and what was seen: means over requests in seconds, output tokens per second; or None.
 
     graph_tokens: prompts in steps of at most so many tokens are replayed from graphs, as decode is.
+    shown_tokens: clients see the first so many tokens of an answer at one time.
     """
 
     stack: str
@@ -78,6 +88,7 @@ class MeasuredService:
     memory: MemoryRule = USUAL_RULE
     source: str = ""
     graph_tokens: int = 0
+    shown_tokens: int = 1
 
     @property
     def label(self) -> str:
@@ -179,6 +190,7 @@ def _service(entry: Line) -> MeasuredService:
         kv=run.kv,
         memory=memory_of(run),
         graph_tokens=graph_tokens_of(run),
+        shown_tokens=shown_tokens_of(run),
         source="ai-dynamo/aiconfigurator silicon samples",
     )
 
