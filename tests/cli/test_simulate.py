@@ -201,6 +201,10 @@ def test_both_pools_lie_on_their_devices_as_asked(capsys: pytest.CaptureFixture[
         (journal().replace('"request": {', '"request": {}, "": {'), "line 2 cannot be read"),
         (journal().replace('"id"', '"name"'), "line 2 cannot be read: it has no 'id'"),
         (journal() + '{"step": [1]}\n', "line 3 cannot be read"),
+        (journal() + '{"step": [2, 1, 0, 0, []]}\n', "line 3 cannot be read: its step ends at 1 s and begins at 2 s"),
+        (journal() + '{"step": [1, 2, -3, 5, []]}\n', "line 3 cannot be read: its step has [-3, 5]"),
+        (journal() + '{"step": [1, 2, 3, 2, []]}\n', "a context at least a token for each sequence"),
+        (journal() + '{"step": [1, 2, 0, 0, [[-4, 0, 1, 0]]]}\n', "its step has [0, 0, -4, 0]"),
         ("a,b\n1,2\n", "has no column ContextTokens, GeneratedTokens, TIMESTAMP"),
     ],
 )

@@ -4,7 +4,7 @@ Written by `server.journal` step by step and request by request; read here as a 
 around one request (`journal_minutes`). Three kinds of line:
 
     {"diptych_journal": 1, "config": ..., "blocks": ...}           the engine, first
-    {"step": [begin_s, end_s, decoding, context, [[new, start, samples], ...]]}
+    {"step": [begin_s, end_s, decoding, context, [[new, start, samples, decodes], ...]]}
     {"request": {...}}                                             when it is over, so in the order of ends
 
 Tokens do not stand in it. A full block of prompt and answer is a number made with a key that is drawn at the start and never
@@ -217,6 +217,14 @@ def _line(entry: dict[str, Any]) -> tuple[str, Any]:
         begin_s, end_s, decoding, context, chunks = content
         for name, instant_s in (("its begin", begin_s), ("its end", end_s)):
             _SECONDS.take(name, instant_s, ConfigError)
+        if end_s < begin_s:
+            raise ValueError(f"its step ends at {end_s} s and begins at {begin_s} s; it must not end sooner")
+        counts = [decoding, context, *(n for new, start, _, _ in chunks for n in (new, start))]
+        if not all(type(n) is int and n >= 0 for n in counts) or context < decoding:
+            raise ValueError(
+                f"its step has {shown(counts)} (decoding sequences, tokens of their contexts, new tokens and first place of "
+                "each chunk); each must be a whole number, 0 or more, and a context at least a token for each sequence"
+            )
         return kind, (begin_s, end_s, (decoding, context, chunks))
     if kind == "request":
         _check(content)
