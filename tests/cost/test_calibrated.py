@@ -370,6 +370,29 @@ def test_all_reduces_of_one_shot_send_every_part_to_everyone():
     assert link_s(1, 1.0) == 0.0
 
 
+def test_launches_are_those_of_each_kind_of_layer():
+    """DeepSeek's 61 layers have latent attention and 58 of them experts; gpt-oss's 36 have experts, and Llama's neither."""
+    constants = Constants(step_s=1.0, layer_s=1e-3, moe_layer_s=1e-5, latent_layer_s=1e-7)
+    for name, layers, experts, latent in (
+        ("deepseek-v3", 61, 58, 61),
+        ("gpt-oss-120b", 36, 36, 0),
+        ("llama-3.1-8b", 32, 0, 0),
+    ):
+        assert constants.launch_s(model_spec(name)) == pytest.approx(
+            1.0 + layers * 1e-3 + experts * 1e-5 + latent * 1e-7
+        )
+    plain = replace(constants, latent_layer_s=None)
+    assert plain.launch_s(model_spec("deepseek-v3")) == pytest.approx(1.0 + 61e-3 + 58e-5)
+    model, device, quant = model_spec("deepseek-v3"), device_spec("h200-141gb-sxm"), quant_spec("fp8")
+    prices = [
+        CalibratedModel(model, device, quant, calibration=calibration(each), tp=8).predict_s(
+            StepShape.decode(batch=4, context_tokens=64)
+        )
+        for each in (constants, plain)
+    ]
+    assert prices[0] - prices[1] == pytest.approx(61e-7)
+
+
 def test_services_have_constants_of_their_own():
     """Simulations of services were priced by constants that single steps had shown, though published services say otherwise."""
     device = device_spec("b200-180gb")

@@ -271,7 +271,7 @@ class CalibratedModel:
             return near_share * n_bytes / cache.weights_rate(read_as) + (1.0 - near_share) * far_s
 
         return _Terms(
-            base_s=c.step_s + self.model.n_layers * c.layer_s + units.moe_layers * c.moe_layer_s,
+            base_s=c.launch_s(self.model),
             sequence_s=c.sequence_s / parts,
             prompt_s=c.prompt_s / parts,
             prompt_token_s=c.prompt_token_s / parts,

@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
+from diptych.models.spec import ModelSpec, MoeSpec
 
 # Expert GEMMs against the dense ones of the same software and dtype, where no row tells: measured ratios run from
 # 0.15 (fp8, TensorRT-LLM) over 0.3 (integers, llama.cpp on CUDA) to 0.9 (llama.cpp on Metal).
@@ -33,9 +34,9 @@ class Constants:
     p: exponent of the p-norm (large: a sharp maximum). kv_eb, attention_ef: the same fractions inside attention;
     attention_ef_of: by KV format, where one was measured apart, since what is stored narrow is unpacked first.
     step_s, layer_s, sequence_s: launch and host time per step, per layer, per sequence; prompt_s, prompt_token_s: host time
-    per prompt chunk and per token of it, on top of that (`Host`); moe_layer_s: on top of layer_s
-    in layers with experts. allreduce_s: latency of one all-reduce (of two devices; of more, times
-    the power allreduce_growth of their number over two, as all wait for the last); link_fraction: achieved share of the link.
+    per prompt chunk and per token of it, on top of that (`Host`); moe_layer_s, latent_layer_s: on top of layer_s in layers with
+    experts, and with latent attention. allreduce_s: latency of one all-reduce (of two devices; of more, times the power
+    allreduce_growth of their number over two, as all wait for the last); link_fraction: achieved share of the link.
     one_shot: share of the all-reduces in which every device sends all it has to every other, as kernels for small messages do;
     the rest goes round in a ring.
     launch_p: exponent that joins launch and device time: 1 adds them, a large one lets the longer hide the other.
@@ -71,6 +72,14 @@ class Constants:
     activation_eb: float | None = None
     expert_skew: float | None = None
     one_shot: float | None = None
+    latent_layer_s: float | None = None
+
+    def launch_s(self, model: ModelSpec) -> float:
+        """Launches and host time of a step, beside what its sequences take."""
+        experts = sum(n for layer, n in model.layer_groups if isinstance(layer.mlp, MoeSpec))
+        latent = sum(n for layer, n in model.layer_groups if layer.attention.mla is not None)
+        layers_s = model.n_layers * self.layer_s + experts * self.moe_layer_s + latent * (self.latent_layer_s or 0.0)
+        return self.step_s + layers_s
 
     def weight_fraction(self, weight_format: str) -> float:
         """Achieved share of memory bandwidth when reading weights of this format; of fp4 int4's where it was not measured."""

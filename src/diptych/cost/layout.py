@@ -27,7 +27,7 @@ from diptych.models.spec import ModelSpec
 
 HOP_S = 10e-6  # between stages, beside the bytes: a point-to-point message of NCCL
 # what predictions of such layouts are off beyond those of tensor parallel, natural log at 80 %, of each kind used
-# (60 published services with dp have a median error of TPOT of 27 %, 573 with ep of 10 %, all others of 9 %; with pp there is
+# (60 published services with dp have a median error of TPOT of 25 %, 573 with ep of 10 %, all others of 9 %; with pp there is
 # none)
 SPREADS = {"ep": 0.2, "dp": 0.3, "pp": 0.3}
 

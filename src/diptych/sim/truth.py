@@ -140,7 +140,13 @@ def _priced(case: Case, constants: ServiceConstants) -> Callable[[StepShape], fl
     if not limit:
         return launched
     replayed = with_prompts(
-        replace(prefill, layer_s=decode.layer_s, moe_layer_s=decode.moe_layer_s, allreduce_s=decode.allreduce_s)
+        replace(
+            prefill,
+            layer_s=decode.layer_s,
+            moe_layer_s=decode.moe_layer_s,
+            latent_layer_s=decode.latent_layer_s,
+            allreduce_s=decode.allreduce_s,
+        )
     )
     return lambda shape: replayed(shape) if shape.n_tokens <= limit else launched(shape)
 

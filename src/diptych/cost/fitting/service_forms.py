@@ -60,8 +60,11 @@ _FREE = (
     # decode is replayed from a graph; prompts are launched kernel by kernel, and a layer with experts has dozens of them. They
     # run ahead of the device, so that a long prompt hides most of them
     Free(path="prefill.launch_p", start=2.0, limits=(1.0, 8.0), width=0.3),
-    Free(path="decode.moe_layer_s", start=30e-6, limits=TIME, width=0.5),
+    Free(path="decode.moe_layer_s", start=15e-6, limits=TIME, width=0.5),
     Free(path="prefill.moe_layer_s", start=400e-6, limits=TIME, width=1.0),
+    # queries and keys by way of two narrow products each, their norms, and the products that take the latents in
+    Free(path="decode.latent_layer_s", start=15e-6, limits=TIME, width=0.5),
+    Free(path="prefill.latent_layer_s", start=300e-6, limits=TIME, width=1.0),
     Free(path="both.sequence_s", start=10e-6, limits=TIME, width=1.0),
     Free(path="both.eb.bf16", start=0.8, limits=FRACTION, width=0.2),
     Free(path="both.eb.fp8", start=0.75, limits=FRACTION, width=0.2),
@@ -103,7 +106,7 @@ _OF_VLLM_AND_SGLANG = {
     "prefill.layer_s": 150e-6,
     "prefill.moe_layer_s": 700e-6,
     "decode.layer_s": 40e-6,
-    "decode.moe_layer_s": 35e-6,
+    "decode.moe_layer_s": 20e-6,
     "both.eb.fp8": 0.7,
     "both.eb.fp4": 0.8,
     "both.ef.fp4": 0.5,
