@@ -34,6 +34,8 @@ struct RotateShape {
   bool has_full_width_norm = false;         // the norm runs over all heads of the row (OLMo 2)
   bool has_v_norm = false;                  // each head of v is normed, without a weight
   bool writes_kv = true;                    // or a row holds q alone, and another layer writes what is attended to
+  bool has_v = true;                        // or a row holds q and k, and the values are the keys before their norm and turn
+  bool norms_turned = false;                // q and k are normed behind their turn
   bool has_head_norms = false;              // each head has a weight of its own, and its mean is taken away (Command-R+)
   float norm_eps = 0.0f;
   const float* cos_table = nullptr;         // [positions, rotary_dim / 2]
@@ -43,7 +45,7 @@ struct RotateShape {
 struct RotateCall {
   RotateShape shape;
   KvLayer kv;
-  const float* qkv = nullptr;               // [T, (H + 2K) * d]: q heads, k heads, v heads of the row
+  const float* qkv = nullptr;               // [T, (H + 2K) * d]: q heads, k heads, v heads of the row, if it has them
   uint16_t* q_out = nullptr;                // [T, H, d] bf16, written
   const int32_t* positions = nullptr;       // [T]
   const int32_t* slots = nullptr;           // [T] block * P + offset

@@ -1,5 +1,6 @@
 #include "kv_cache.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
@@ -84,70 +85,96 @@ void read_token(const KvShape& shape, const KvHead& head, int64_t offset, float*
 
 }  // namespace
 
-KvCache::KvCache(const KvShape& shape) : shape_(shape) {
-  if (shape.block_tokens < 16 || shape.block_tokens % 16 != 0)
-    throw std::invalid_argument("block_tokens is " + std::to_string(shape.block_tokens) + "; it must be a multiple of 16");
-  const int64_t most = shape.has_values ? 512 : kMostLatentDim;
-  if (shape.head_dim < 2 || shape.head_dim % 2 != 0 || shape.head_dim > most)
-    throw std::invalid_argument("head_dim is " + std::to_string(shape.head_dim) + "; it must be even and at most " + std::to_string(most));
-  if (!shape.has_values && shape.n_kv_heads > 1) throw std::invalid_argument("a cache of latents has one head");
-  if (shape.n_layers < 1 || shape.n_blocks < 1 || shape.n_kv_heads < 0)  // a rank may have none of the heads
-    throw std::invalid_argument("a KV cache needs at least one layer and block");
-  buffer_ = PageBuffer(shape.n_layers * shape.layer_bytes());
+KvCache::KvCache(const KvShape& shape) : KvCache(shape, std::vector<KvHeads>(std::max<int64_t>(shape.n_layers, 0), {shape.n_kv_heads, shape.head_dim})) {}
+
+KvCache::KvCache(const KvShape& common, const std::vector<KvHeads>& layers) {
+  if (common.block_tokens < 16 || common.block_tokens % 16 != 0)
+    throw std::invalid_argument("block_tokens is " + std::to_string(common.block_tokens) + "; it must be a multiple of 16");
+  if (layers.empty() || common.n_blocks < 1) throw std::invalid_argument("a KV cache needs at least one layer and block");
+  const int64_t most = common.has_values ? 512 : kMostLatentDim;
+  begins_.push_back(0);
+  for (const KvHeads& heads : layers) {
+    if (heads.dim < 2 || heads.dim % 2 != 0 || heads.dim > most)
+      throw std::invalid_argument("head_dim is " + std::to_string(heads.dim) + "; it must be even and at most " + std::to_string(most));
+    if (!common.has_values && heads.n > 1) throw std::invalid_argument("a cache of latents has one head");
+    if (heads.n < 0) throw std::invalid_argument("a KV cache has no fewer heads than none");  // a rank may have none of them
+    KvShape shape = common;
+    shape.n_layers = static_cast<int64_t>(layers.size());
+    shape.n_kv_heads = heads.n, shape.head_dim = heads.dim;
+    begins_.push_back(begins_.back() + shape.layer_bytes());
+    shapes_.push_back(shape);
+  }
+  buffer_ = PageBuffer(bytes());
+}
+
+int64_t KvCache::block_bytes() const {
+  int64_t bytes = 0;
+  for (const KvShape& shape : shapes_) bytes += shape.block_bytes();
+  return bytes;
 }
 
 void KvCache::copy_block(int64_t source, int64_t target) {
   if (source == target) return;
-  const int64_t bytes = shape_.block_bytes();
-  for (int64_t index = 0; index < shape_.n_layers; ++index) {
+  for (size_t index = 0; index < shapes_.size(); ++index) {
+    const int64_t bytes = shapes_[index].block_bytes();
     uint8_t* base = layer(index).data;
     std::memcpy(base + target * bytes, base + source * bytes, static_cast<size_t>(bytes));
   }
 }
 
 void KvCache::export_block(int64_t block, uint8_t* out) const {
-  const int64_t bytes = shape_.block_bytes();
-  for (int64_t index = 0; index < shape_.n_layers; ++index)
-    std::memcpy(out + index * bytes, layer(index).data + block * bytes, static_cast<size_t>(bytes));
+  for (size_t index = 0; index < shapes_.size(); ++index) {
+    const int64_t bytes = shapes_[index].block_bytes();
+    std::memcpy(out, layer(index).data + block * bytes, static_cast<size_t>(bytes));
+    out += bytes;
+  }
 }
 
 void KvCache::import_block(int64_t block, const uint8_t* data) {
-  const int64_t bytes = shape_.block_bytes();
-  for (int64_t index = 0; index < shape_.n_layers; ++index)
-    std::memcpy(layer(index).data + block * bytes, data + index * bytes, static_cast<size_t>(bytes));
+  for (size_t index = 0; index < shapes_.size(); ++index) {
+    const int64_t bytes = shapes_[index].block_bytes();
+    std::memcpy(layer(index).data + block * bytes, data, static_cast<size_t>(bytes));
+    data += bytes;
+  }
 }
 
 uint64_t KvCache::export_checked(int64_t block, uint8_t* out) const {
-  const int64_t bytes = shape_.block_bytes();
-  Xxh3Copy pass(shape_.n_layers * bytes);
-  for (int64_t index = 0; index < shape_.n_layers; ++index) pass.copy_past_caches(out + index * bytes, layer(index).data + block * bytes, bytes);
+  Xxh3Copy pass(block_bytes());
+  for (size_t index = 0; index < shapes_.size(); ++index) {
+    const int64_t bytes = shapes_[index].block_bytes();
+    pass.copy_past_caches(out, layer(index).data + block * bytes, bytes);
+    out += bytes;
+  }
   return pass.digest();
 }
 
 uint64_t KvCache::import_checked(int64_t block, const uint8_t* data) {
-  const int64_t bytes = shape_.block_bytes();
-  Xxh3Copy pass(shape_.n_layers * bytes);
-  for (int64_t index = 0; index < shape_.n_layers; ++index) pass.copy_past_caches(layer(index).data + block * bytes, data + index * bytes, bytes);
+  Xxh3Copy pass(block_bytes());
+  for (size_t index = 0; index < shapes_.size(); ++index) {
+    const int64_t bytes = shapes_[index].block_bytes();
+    pass.copy_past_caches(layer(index).data + block * bytes, data, bytes);
+    data += bytes;
+  }
   return pass.digest();
 }
 
 void KvCache::read(int64_t index, const int32_t* block_ids, int64_t n_tokens, float* k, float* v) const {
   const KvLayer view = layer(index);
-  const int64_t d = shape_.head_dim, block_tokens = shape_.block_tokens;
-  for (int64_t kv_head = 0; kv_head < shape_.n_kv_heads; ++kv_head)
+  const int64_t d = view.shape.head_dim, block_tokens = view.shape.block_tokens;
+  for (int64_t kv_head = 0; kv_head < view.shape.n_kv_heads; ++kv_head)
     for (int64_t token = 0; token < n_tokens; ++token) {
       const int64_t at = (kv_head * n_tokens + token) * d;
-      read_token(shape_, view.head(block_ids[token / block_tokens], kv_head), token % block_tokens, k + at, v + at);
+      read_token(view.shape, view.head(block_ids[token / block_tokens], kv_head), token % block_tokens, k + at, v + at);
     }
 }
 
 void KvCache::write(int64_t index, const int32_t* block_ids, int64_t n_tokens, const float* k, const float* v) {
   const KvLayer view = layer(index);
-  const int64_t d = shape_.head_dim, block_tokens = shape_.block_tokens;
-  for (int64_t kv_head = 0; kv_head < shape_.n_kv_heads; ++kv_head)
+  const int64_t d = view.shape.head_dim, block_tokens = view.shape.block_tokens;
+  for (int64_t kv_head = 0; kv_head < view.shape.n_kv_heads; ++kv_head)
     for (int64_t token = 0; token < n_tokens; ++token) {
       const int64_t at = (kv_head * n_tokens + token) * d;
-      write_token(shape_, view.head(block_ids[token / block_tokens], kv_head), token % block_tokens, k + at, v + at);
+      write_token(view.shape, view.head(block_ids[token / block_tokens], kv_head), token % block_tokens, k + at, v + at);
     }
 }
 

@@ -1,4 +1,5 @@
-// The paged KV cache in the layout the attention kernel reads: blocks of P tokens, one region per (layer, block, kv head).
+// The paged KV cache in the layout the attention kernel reads: blocks of P tokens, one region per (layer, block, kv head). Layers may
+// differ in the number of their heads and in how wide these are.
 //
 //   K  [P/16][d/2][16][2]   a group of 16 tokens is contiguous; one load gives the same two dimensions of 16 tokens
 //   V  [P/2][dv][2]         one load gives two tokens of the same 16 dimensions; dv is d rounded up to 16
@@ -11,9 +12,9 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "gemm.h"
-
 
 namespace diptych {
 
@@ -57,19 +58,27 @@ struct KvLayer {
   }
 };
 
+struct KvHeads {  // of one layer
+  int64_t n, dim;
+};
+
 class KvCache {
  public:
   explicit KvCache(const KvShape& shape);  // zeroed; throws std::bad_alloc, std::invalid_argument
+  KvCache(const KvShape& common, const std::vector<KvHeads>& layers);  // the same, of layers that differ: `common` has the rest
 
   int32_t number = 0;  // under which other ranks know theirs of the same pool
 
-  const KvShape& shape() const { return shape_; }
-  int64_t bytes() const { return shape_.n_layers * shape_.layer_bytes(); }
-  KvLayer layer(int64_t index) const { return {buffer_.data() + index * shape_.layer_bytes(), shape_}; }
+  const KvShape& shape() const { return shapes_[0]; }  // of the first layer; blocks, format and layers are those of all
+  int64_t bytes() const { return begins_.back(); }
+  int64_t block_bytes() const;  // over all layers
+  const KvShape& shape_of(int64_t layer) const { return shapes_[layer]; }
+  const std::vector<int64_t>& begins() const { return begins_; }  // where each layer's bytes begin, and where the last one's end
+  KvLayer layer(int64_t index) const { return {buffer_.data() + begins_[index], shapes_[index]}; }
   void back(int64_t begin, int64_t end) const { buffer_.back(begin, end); }
   bool interleave(const std::vector<int>& nodes) const { return buffer_.interleave(nodes); }
   void copy_block(int64_t source, int64_t target);  // in every layer
-  // The bytes of one block as they lie, layer after layer: n_layers * block_bytes().
+  // The bytes of one block as they lie, layer after layer: block_bytes().
   void export_block(int64_t block, uint8_t* out) const;
   void import_block(int64_t block, const uint8_t* data);
   // The same, with the XXH3-64 of the bytes that were copied: each is read once, and no byte can change between the two.
@@ -82,7 +91,8 @@ class KvCache {
   void write(int64_t layer, const int32_t* block_ids, int64_t n_tokens, const float* k, const float* v);
 
  private:
-  KvShape shape_;
+  std::vector<KvShape> shapes_;   // by layer
+  std::vector<int64_t> begins_;   // [layers + 1]
   PageBuffer buffer_;
 };
 

@@ -406,7 +406,8 @@ void bind_operations(nb::class_<Program>& program) {
          nb::arg("column") = 0)
       .def("rotate", [](Program& p, int qkv, int q, int layer, const AttentionShape& shape, std::optional<int> rope, std::optional<int> q_norm,
                         std::optional<int> k_norm, bool has_full_width_norm, float norm_eps, std::optional<std::array<int64_t, 4>> row,
-                        bool has_head_norms, std::optional<std::tuple<float, int64_t, int64_t>> query_scale, bool has_v_norm, bool writes_kv) {
+                        bool has_head_norms, std::optional<std::tuple<float, int64_t, int64_t>> query_scale, bool has_v_norm, bool writes_kv, bool has_v,
+                        bool norms_turned) {
         RotateOp op{};
         const std::array<int64_t, 4> own{shape.n_heads, shape.n_kv_heads, 0, 0}, heads = row.value_or(own);
         op.shape.row_heads = heads[0], op.shape.row_kv_heads = heads[1], op.shape.first_head = heads[2], op.shape.first_kv_head = heads[3];
@@ -414,6 +415,7 @@ void bind_operations(nb::class_<Program>& program) {
         op.shape.n_heads = shape.n_heads, op.shape.n_kv_heads = shape.n_kv_heads, op.shape.head_dim = shape.head_dim;
         op.shape.has_full_width_norm = has_full_width_norm, op.shape.has_head_norms = has_head_norms, op.shape.norm_eps = norm_eps;
         op.shape.has_v_norm = has_v_norm, op.shape.writes_kv = writes_kv;
+        op.shape.has_v = has_v, op.shape.norms_turned = norms_turned;
         if (query_scale) std::tie(op.shape.query_slope, op.shape.query_tokens, op.shape.query_shift) = *query_scale;
         if (op.shape.query_tokens < 1 || op.shape.query_shift < 0) throw std::invalid_argument("queries are scaled every so many tokens, at least one");
         if (rope) op.has_rope = true, op.rope = *rope;
@@ -422,7 +424,8 @@ void bind_operations(nb::class_<Program>& program) {
         p.record(Category::rope, op);
       }, nb::kw_only(), nb::arg("qkv"), nb::arg("q"), nb::arg("layer"), nb::arg("shape"), nb::arg("rope").none(), nb::arg("q_norm").none(),
          nb::arg("k_norm").none(), nb::arg("has_full_width_norm"), nb::arg("norm_eps"), nb::arg("row").none() = nb::none(),
-         nb::arg("has_head_norms") = false, nb::arg("query_scale").none() = nb::none(), nb::arg("has_v_norm") = false, nb::arg("writes_kv") = true)
+         nb::arg("has_head_norms") = false, nb::arg("query_scale").none() = nb::none(), nb::arg("has_v_norm") = false, nb::arg("writes_kv") = true, nb::arg("has_v") = true,
+         nb::arg("norms_turned") = false)
       .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape, int sinks, int64_t column) {
         p.record(Category::attention, AttentionOp{q, out, layer, shape, sinks, column});
       }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("layer"), nb::arg("shape"), nb::arg("sinks") = -1, nb::arg("column") = 0)

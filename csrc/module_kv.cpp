@@ -1,5 +1,6 @@
 // Python bindings of the KV cache.
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -35,7 +36,7 @@ void copy_blocks(KvCache& kv, const std::vector<std::array<int64_t, 2>>& pairs) 
 
 void check_raw(const KvCache& kv, const I32& block_ids, size_t rows, size_t bytes) {
   check_blocks(kv, block_ids, 0);
-  const int64_t wanted = kv.shape().n_layers * kv.shape().block_bytes();
+  const int64_t wanted = kv.block_bytes();
   if (rows != block_ids.shape(0) || static_cast<int64_t>(bytes) != wanted) throw std::invalid_argument("raw blocks must be [blocks, bytes of a block]");
 }
 
@@ -71,9 +72,9 @@ std::vector<uint64_t> import_checked(KvCache& kv, I32 block_ids, BytesTable data
 // That `k` and `v` [kv heads, tokens, head_dim] are tokens of one layer that the blocks can hold; how many tokens.
 template <class Cube>
 int64_t checked_tokens(const KvCache& kv, int64_t layer, const I32& block_ids, const Cube& k, const Cube& v) {
-  const KvShape& shape = kv.shape();
   const size_t n_tokens = k.shape(1);
   check_layer(kv, layer);
+  const KvShape& shape = kv.shape_of(layer);
   check_blocks(kv, block_ids, static_cast<int64_t>(n_tokens));
   for (const Cube* cube : {&k, &v})
     if (static_cast<int64_t>(cube->shape(0)) != shape.n_kv_heads || cube->shape(1) != n_tokens || static_cast<int64_t>(cube->shape(2)) != shape.head_dim)
@@ -93,11 +94,11 @@ void write_kv(KvCache& kv, int64_t layer, I32 block_ids, F32Cube k, F32Cube v) {
   kv.write(layer, block_ids.data(), n_tokens, k.data(), v.data());
 }
 
-KvShape kv_shape(int64_t n_layers, int64_t n_blocks, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format,
-                 bool has_values) {
+using Heads = std::vector<std::pair<int64_t, int64_t>>;  // of each layer, how many and how wide
+
+KvShape kv_shape(int64_t n_blocks, int64_t block_tokens, const std::string& format, bool has_values) {
   KvShape shape;
-  shape.n_layers = n_layers, shape.n_blocks = n_blocks, shape.block_tokens = block_tokens;
-  shape.n_kv_heads = n_kv_heads, shape.head_dim = head_dim;
+  shape.n_blocks = n_blocks, shape.block_tokens = block_tokens;
   shape.format = kv_format_of(format);
   shape.has_values = has_values;
   return shape;
@@ -107,15 +108,17 @@ KvShape kv_shape(int64_t n_layers, int64_t n_blocks, int64_t block_tokens, int64
 
 void bind_kv(nb::module_& m) {
   nb::class_<KvCache>(m, "KvCache")
-      .def("__init__", [](KvCache* self, int64_t n_layers, int64_t n_blocks, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format,
-                          bool has_values) {
-        new (self) KvCache(kv_shape(n_layers, n_blocks, block_tokens, n_kv_heads, head_dim, format, has_values));
-      }, nb::kw_only(), nb::arg("n_layers"), nb::arg("n_blocks"), nb::arg("block_tokens"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("format"), nb::arg("has_values") = true)
+      .def("__init__", [](KvCache* self, const Heads& heads, int64_t n_blocks, int64_t block_tokens, const std::string& format, bool has_values) {
+        std::vector<KvHeads> layers;
+        for (const auto& [n, dim] : heads) layers.push_back({n, dim});
+        new (self) KvCache(kv_shape(n_blocks, block_tokens, format, has_values), layers);
+      }, nb::kw_only(), nb::arg("heads"), nb::arg("n_blocks"), nb::arg("block_tokens"), nb::arg("format"), nb::arg("has_values") = true)
       .def_prop_ro("nbytes", &KvCache::bytes)
+      .def_prop_ro("begins", &KvCache::begins)
       .def_rw("number", &KvCache::number)
       .def("interleave", &KvCache::interleave, nb::arg("nodes"))
       .def("back", &KvCache::back, nb::arg("begin"), nb::arg("end"), nb::call_guard<nb::gil_scoped_release>())
-      .def_prop_ro("block_bytes", [](const KvCache& kv) { return kv.shape().n_layers * kv.shape().block_bytes(); })
+      .def_prop_ro("block_bytes", &KvCache::block_bytes)
       .def("copy_blocks", &copy_blocks)
       .def("export_blocks", &export_blocks, nb::arg("block_ids"), nb::arg("out"))
       .def("import_blocks", &import_blocks, nb::arg("block_ids"), nb::arg("data"))
@@ -123,10 +126,12 @@ void bind_kv(nb::module_& m) {
       .def("import_checked", &import_checked, nb::arg("block_ids"), nb::arg("data"))
       .def("read", &read_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"))
       .def("write", &write_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"));
-  m.def("kv_bytes_per_block", [](int64_t n_layers, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format, bool has_values) {
-    const KvShape shape = kv_shape(n_layers, 1, block_tokens, n_kv_heads, head_dim, format, has_values);
-    return n_layers * shape.block_bytes();
-  }, nb::kw_only(), nb::arg("n_layers"), nb::arg("block_tokens"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("format"), nb::arg("has_values") = true);
+  m.def("kv_bytes_per_block", [](const Heads& heads, int64_t block_tokens, const std::string& format, bool has_values) {
+    KvShape shape = kv_shape(1, block_tokens, format, has_values);
+    int64_t bytes = 0;
+    for (const auto& [n, dim] : heads) shape.n_kv_heads = n, shape.head_dim = dim, bytes += shape.block_bytes();
+    return bytes;
+  }, nb::kw_only(), nb::arg("heads"), nb::arg("block_tokens"), nb::arg("format"), nb::arg("has_values") = true);
 }
 
 }  // namespace diptych

@@ -400,7 +400,11 @@ void Program::record(Category category, OpBody body) {
   note_meetings(body);
   int plan = 0;
   if (const auto* op = std::get_if<AttentionOp>(&body)) {
-    auto same = [&](const AttentionShape& other) { return other.window == op->shape.window && other.is_chunked == op->shape.is_chunked; };
+    auto same = [&](const AttentionShape& other) {  // what a plan is made of
+      const AttentionShape& one = op->shape;
+      return other.window == one.window && other.is_chunked == one.is_chunked && other.n_heads == one.n_heads && other.n_kv_heads == one.n_kv_heads &&
+             other.head_dim == one.head_dim;
+    };
     auto found = std::find_if(attention_shapes_.begin(), attention_shapes_.end(), same);
     plan = static_cast<int>(found - attention_shapes_.begin());
     if (found == attention_shapes_.end()) attention_shapes_.push_back(op->shape);
@@ -570,13 +574,15 @@ void check_sequence(const Step& step, const KvShape& shape, int64_t s) {
 void Program::check(const Step& step, const KvCache& kv) const {
   require(!ops_.empty() && step.n_tokens > 0 && step.n_sequences > 0, "nothing to run");
   require(step.query_start[0] == 0 && step.query_start[step.n_sequences] == step.n_tokens, "query_start does not cover the tokens");
-  require(n_layers_ == 0 || kv.shape().n_layers == n_layers_, "the KV cache has another number of layers");
+  // other ranks may have no heads in the last layers
+  const int64_t kv_layers = kv.shape().n_layers;
+  require(n_layers_ == 0 || kv_layers == n_layers_ || (!is_rank_0() && kv_layers > n_layers_), "the KV cache has another number of layers");
   require(input_width_ == 0 || step.input != nullptr, "the program takes an input, and the step has none");
   for (const Op& op : ops_)
     if (const auto* attention = std::get_if<AttentionOp>(&op.body)) {
-      require(has_latents_ != kv.shape().has_values && attention->shape.head_dim == kv.shape().head_dim && attention->shape.n_kv_heads == kv.shape().n_kv_heads,
+      const KvShape& shape = kv.shape_of(attention->layer);
+      require(has_latents_ != shape.has_values && attention->shape.head_dim == shape.head_dim && attention->shape.n_kv_heads == shape.n_kv_heads,
               "the KV cache has another shape of heads");
-      break;
     }
   for (int64_t s = 0; s < step.n_sequences; ++s) check_sequence(step, kv.shape(), s);
   for (int64_t s = 0; step.adapters != nullptr && s < step.n_sequences; ++s)

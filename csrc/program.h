@@ -315,7 +315,7 @@ class Program {
   std::vector<std::unique_ptr<Adapter>> adapters_;  // null: dropped
   AdaptedRows adapted_;                             // of the step: its tokens
   AdaptedRows adapted_head_, adapted_experts_;      // rows that the head reads; those of the mixture that runs
-  std::vector<AttentionShape> attention_shapes_;  // distinct windows, or chunks
+  std::vector<AttentionShape> attention_shapes_;  // distinct windows, or chunks, and heads
   std::vector<AttentionPlan> attention_plans_;    // one for each of them
   std::vector<int> plan_of_op_;                   // index by op; only read for attention
   std::vector<int> next_weight_;                  // by op: the weight that the next op with one reads first, or -1

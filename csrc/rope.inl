@@ -20,7 +20,7 @@ DIPTYCH_INLINE void rotate(float* x, int64_t rotary_dim, const float* cos_row, c
 DIPTYCH_INLINE void finish_head(const RotateShape& shape, const float* x, const float* weight, float row_factor,
                                 const float* cos_row, const float* sin_row, float* out) {
   const int64_t d = shape.head_dim;
-  if (weight == nullptr) {
+  if (weight == nullptr || shape.norms_turned) {
     std::memcpy(out, x, static_cast<size_t>(d) * 4);
   } else if (shape.has_full_width_norm) {
     scale_by_weight(x, weight, d, row_factor, out);
@@ -30,6 +30,7 @@ DIPTYCH_INLINE void finish_head(const RotateShape& shape, const float* x, const 
     rms_norm_row(x, weight, d, shape.norm_eps, out);
   }
   if (shape.rotary_dim) rotate(out, shape.rotary_dim, cos_row, sin_row);
+  if (weight != nullptr && shape.norms_turned) rms_norm_row(out, weight, d, shape.norm_eps, out);
 }
 
 DIPTYCH_INLINE float full_width_factor(const float* x, int64_t n, float eps) {
@@ -101,9 +102,10 @@ DIPTYCH_INLINE void write_bytes(const KvHead& head, const KvShape& shape, int64_
 static void rotate_token(const RotateCall& call, int64_t token, int64_t kv_head, float* scratch) {
   const RotateShape& shape = call.shape;
   const int64_t d = shape.head_dim, group = shape.n_heads / shape.n_kv_heads;
-  const float* row = call.qkv + token * (shape.row_heads + (shape.writes_kv ? 2 * shape.row_kv_heads : 0)) * d;
+  const int64_t kv_parts = shape.writes_kv ? (shape.has_v ? 2 : 1) : 0;
+  const float* row = call.qkv + token * (shape.row_heads + kv_parts * shape.row_kv_heads) * d;
   const float* k_row = row + shape.row_heads * d;
-  const float* v_row = k_row + shape.row_kv_heads * d;
+  const float* v_row = shape.has_v ? k_row + shape.row_kv_heads * d : k_row;
   const int64_t position = call.positions[token], half = shape.rotary_dim / 2;
   const float* cos_row = call.shape.cos_table + position * half;
   const float* sin_row = call.shape.sin_table + position * half;

@@ -79,6 +79,29 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
          "vocab_size_per_layer_input": VOCAB - 1, "activation_sparsity_pattern": [0.6, 0.9, 0.6, 0.0, 0.0, 0.0],
          "final_logit_softcapping": 5.0},
     ),
+    # layers that see everything have one wide head whose keys are its values
+    "gemma4": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {"head_dim": 16, "global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+         "sliding_window": 16, "num_hidden_layers": 4, "hidden_size_per_layer_input": 0, "rope_parameters": {
+             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e4},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}},
+         "layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 5.0},
+    ),
+    # of the small sizes: embeddings for each layer, and the last layers attend to others' and are twice as wide
+    "gemma4-e2b": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {"head_dim": 16, "global_head_dim": 24, "sliding_window": 16, "num_hidden_layers": 6, "num_kv_shared_layers": 2,
+         "layer_types": ["sliding_attention", "full_attention"] * 3, "hidden_size_per_layer_input": 16,
+         "vocab_size_per_layer_input": VOCAB - 1, "use_double_wide_mlp": True},
+    ),
+    "gemma4_unified": (
+        "Gemma4UnifiedTextConfig",
+        "Gemma4UnifiedForCausalLM",
+        {"head_dim": 16, "global_head_dim": 32, "sliding_window": 16, "num_hidden_layers": 3},
+    ),
     "granite": (
         "GraniteConfig",
         "GraniteForCausalLM",
@@ -229,6 +252,7 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 MORE_FAMILIES: tuple[str, ...] = tuple(MORE)
+UNSCALED = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")  # scores are not divided by anything
 
 
 def make_reference(family: str, *, seed: int = 0, **overrides: Any) -> Any:
@@ -266,9 +290,11 @@ def enliven(model: torch.nn.Module, seed: int) -> None:
             parameter.copy_(0.3 * noise)
         else:
             parameter.add_(0.2 * noise)
-            if name.endswith("q_norm.weight") and model.config.model_type == "gemma3n_text":
-                parameter.mul_(0.4)  # scores are not divided by anything
+            if name.endswith("q_norm.weight") and model.config.model_type in UNSCALED:
+                parameter.mul_(0.4)
     for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.copy_(0.5 + 0.4 * torch.rand(buffer.shape, generator=generator))
         if name.endswith("correction_bias"):  # no parameter of some classes, but stored
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     tie = getattr(model, "tie_weights", None)

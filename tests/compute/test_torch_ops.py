@@ -94,8 +94,8 @@ def world(shape: EdgeShape) -> tuple[ForwardBatch, int]:
 def make_ops(shape: EdgeShape, dtype: torch.dtype) -> tuple[TorchOps, ForwardBatch, TorchKVStore]:
     batch, n_blocks = world(shape)
     kv = TorchKVStore(
-        n_layers=1, n_blocks=n_blocks, block_tokens=shape.block_tokens, n_kv_heads=shape.n_kv_heads,
-        head_dim=shape.head_dim, dtype=dtype, device=CPU,
+        heads=[(shape.n_kv_heads, shape.head_dim)], n_blocks=n_blocks, block_tokens=shape.block_tokens, dtype=dtype,
+        device=CPU,
     )  # fmt: skip
     kv.layers[0].copy_(noise(*kv.layers[0].shape, seed=1))
     return TorchOps(batch, kv, device=CPU, dtype=dtype), batch, kv
@@ -272,7 +272,7 @@ def test_embed_and_head(rows: list[int], softcap: float | None, dtype: torch.dty
     batch, n_blocks = world(shape)
     fields = {name: getattr(batch, name) for name in ForwardBatch.__slots__}
     batch = ForwardBatch(**{**fields, "logits_rows_R": np.array(rows, dtype=np.int32)})
-    kv = TorchKVStore(n_layers=1, n_blocks=n_blocks, block_tokens=16, n_kv_heads=1, head_dim=2, dtype=dtype, device=CPU)
+    kv = TorchKVStore(heads=[(1, 2)], n_blocks=n_blocks, block_tokens=16, dtype=dtype, device=CPU)
     ops, loader = TorchOps(batch, kv, device=CPU, dtype=dtype), TorchLoader(CPU, dtype)
     tensor = Memory("table", noise(50, 16, seed=60).to(dtype))
     head = loader.head(tensor)
@@ -295,7 +295,7 @@ def test_latents_are_attended_to_as_their_expansion_would_be(dtype: torch.dtype)
     batch, n_blocks = world(shape)
     mla = MlaSpec(q_rank=None, kv_rank=12, nope_dim=6, rope_dim=4, v_dim=5)
     kv = TorchKVStore(
-        n_layers=1, n_blocks=n_blocks, block_tokens=16, n_kv_heads=1, head_dim=16, dtype=dtype, device=CPU,
+        heads=[(1, 16)], n_blocks=n_blocks, block_tokens=16, dtype=dtype, device=CPU,
         has_values=False,
     )  # fmt: skip
     ops, loader = TorchOps(batch, kv, device=CPU, dtype=dtype), TorchLoader(CPU, dtype)

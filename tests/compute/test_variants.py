@@ -224,6 +224,31 @@ def test_text_part_of_a_published_gemma3n(tmp_path: Path) -> None:
     check_golden(model, golden, chunk=9)
 
 
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])
+def test_text_part_of_a_published_gemma4(kind: str, tmp_path: Path) -> None:
+    """Published files wrap it beside towers, and say once how heads of layers that see everything differ."""
+    path = make_checkpoint(kind, tmp_path)
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): one
+        for name, one in load_file(path / "model.safetensors").items()
+    }
+    for tower in ("vision_tower.a.weight", "audio_tower.b.weight", "embed_vision.c.weight", "embed_audio.d.weight"):
+        tensors[f"model.{tower}"] = torch.ones(3)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((path / "config.json").read_text())
+    del text["per_layer_config"]
+    text |= {"use_bidirectional_attention": "vision", "global_head_dim": 32}
+    if kind == "gemma4":
+        text |= {"global_head_dim": 24, "num_global_key_value_heads": 1}
+    name = {"gemma4": "Gemma4", "gemma4_unified": "Gemma4Unified"}[kind]
+    wrapped = {"architectures": [f"{name}ForConditionalGeneration"], "model_type": kind, "text_config": text}
+    (path / "config.json").write_text(json.dumps(wrapped))
+    spec = load_model_file(path)
+    check_stored(path, spec, parameter_count(spec))
+    golden = ask_reference(make_reference(kind), path, new_tokens=4)
+    check_golden(load_model(path, REFERENCE), golden, chunk=9)
+
+
 @pytest.mark.parametrize(("kind", "is_tied"), [("mistral", False), ("ministral3", True)])
 def test_text_part_of_a_multimodal_mistral(kind: str, is_tied: bool, tmp_path: Path) -> None:
     """Mistral Small 3.1 and Ministral 3 come in one wrapper, whose word on tied embeddings counts."""

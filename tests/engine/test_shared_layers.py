@@ -1,4 +1,4 @@
-"""An engine over Gemma 3n: layers that keep nothing take no room, and chunks, prefix hits and preemption change no token."""
+"""An engine over Gemma 3n and small Gemma 4: layers that keep nothing take no room, and no cut of work changes a token."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ pytestmark = [
 TOKENS = [5, 77, 1024, 300, 9, 2048, 41, 42, 43, 7, 600, 601, 602, 8, 15, 16, 17, 18, 19, 20]
 
 
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    directory = tmp_path_factory.mktemp("gemma3n")
-    make_checkpoint("gemma3n", directory, dtype=torch.bfloat16, vocab_size=4096, vocab_size_per_layer_input=4000)
+@pytest.fixture(scope="module", params=["gemma3n", "gemma4-e2b"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """Of the second, layers keep heads of two widths."""
+    directory = tmp_path_factory.mktemp(request.param)
+    make_checkpoint(request.param, directory, dtype=torch.bfloat16, vocab_size=4096, vocab_size_per_layer_input=4000)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         shutil.copy(bundled_dir() / name, directory / name)
     return load(str(directory), tiny_config("cpu"))

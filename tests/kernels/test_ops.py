@@ -53,8 +53,8 @@ def native_cache(
     shape: EdgeShape, n_blocks: int, kv_format: str, *, spread: bool = False
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """A cache filled with noise, and what it holds as [N, P, K, d]."""
-    sizes = {"n_blocks": n_blocks, "block_tokens": shape.block_tokens, "n_kv_heads": shape.n_kv_heads}
-    kv = cpu._cpu.KvCache(n_layers=1, head_dim=shape.head_dim, format=kv_format, **sizes)
+    sizes = {"n_blocks": n_blocks, "block_tokens": shape.block_tokens, "heads": [(shape.n_kv_heads, shape.head_dim)]}
+    kv = cpu._cpu.KvCache(format=kv_format, **sizes)
     n_tokens = n_blocks * shape.block_tokens
     blocks = np.arange(n_blocks, dtype=np.int32)
     dense = [noise(shape.n_kv_heads, n_tokens, shape.head_dim, seed=seed) for seed in (1, 2)]
@@ -99,7 +99,7 @@ def test_every_code_of_fp8_is_its_number_for_few_rows_and_for_many(isa: str) -> 
     column, token = torch.arange(d), torch.arange(n)[:, None]
     values = codes[column // 32 * 128 + column % 16 * 8 + token % 8][None].clone()
     keys[..., 0] = values[..., 15] = 448.0  # of every token, so that its scale is 1 and each code stays what it is
-    kv = cpu._cpu.KvCache(n_layers=1, n_blocks=n_blocks, block_tokens=32, n_kv_heads=1, head_dim=d, format="fp8")
+    kv = cpu._cpu.KvCache(heads=[(1, d)], n_blocks=n_blocks, block_tokens=32, format="fp8")
     kv.write(0, np.arange(n_blocks, dtype=np.int32), keys, values)
     native = cpu._cpu.AttentionShape(scale=2e-4, n_heads=heads, n_kv_heads=1, head_dim=d)
     qkv = rounded(noise(40, (heads + 2) * d, seed=3))
@@ -469,7 +469,7 @@ def test_head_norms_projects_and_softcaps_the_wanted_rows(isa: str) -> None:
     batch, _ = make_batch(EdgeShape(name="", sequences=((0, 6),)))
     rows = [5, 0, 3]
     logits = torch.empty(3, 77)
-    kv = cpu._cpu.KvCache(n_layers=1, n_blocks=4, block_tokens=16, n_kv_heads=1, head_dim=2, format="bf16")
+    kv = cpu._cpu.KvCache(heads=[(1, 2)], n_blocks=4, block_tokens=16, format="bf16")
     program.run(
         batch.token_ids_T, batch.query_start_S1, batch.context_tokens_S, batch.block_table_SM,
         np.array(rows, dtype=np.int32), kv, logits,
@@ -490,7 +490,7 @@ def head_program(
     linear = program.add_linear(cpu._cpu.LinearShape(format=weights, n=len(weight), k=width), [weight])
     norm, rows = program.add_vector(torch.ones(width)), program.add_rows("bf16" if weights == "bf16" else "int8", width)
     program.head(x=buffer, norm=norm, eps=1e-6, rows=rows, weight=linear, softcap=softcap)
-    return program, cpu._cpu.KvCache(n_layers=1, n_blocks=8, block_tokens=16, n_kv_heads=1, head_dim=2, format="bf16")
+    return program, cpu._cpu.KvCache(heads=[(1, 2)], n_blocks=8, block_tokens=16, format="bf16")
 
 
 @pytest.mark.parametrize(
@@ -558,7 +558,7 @@ def test_an_operation_on_what_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="group"):
         cpu._cpu.LinearShape(format="int4", n=32, k=16, group=48)
     with pytest.raises(ValueError, match="KV format fp4"):
-        cpu._cpu.KvCache(n_layers=1, n_blocks=1, block_tokens=16, n_kv_heads=1, head_dim=2, format="fp4")
+        cpu._cpu.KvCache(heads=[(1, 2)], n_blocks=1, block_tokens=16, format="fp4")
     with pytest.raises(ValueError, match="this machine has"):
         cpu._cpu.Program("abacus", 1)
 

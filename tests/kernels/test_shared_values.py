@@ -26,7 +26,7 @@ SHAPE = EdgeShape(name="", sequences=((40, 1), (7, 1), (0, 33)), n_heads=H, n_kv
 
 def native_kv(n_blocks: int) -> Any:
     return cpu._cpu.KvCache(
-        n_layers=1, n_blocks=n_blocks, block_tokens=16, n_kv_heads=K, head_dim=D, format="bf16"
+        heads=[(K, D)], n_blocks=n_blocks, block_tokens=16, format="bf16"
     )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def test_torch_norms_values_and_shares_them() -> None:
     """The second layer of the model has the cache's only layer."""
     batch, n_blocks = make_batch(SHAPE)
     kv = TorchKVStore(
-        n_layers=1, n_blocks=n_blocks, block_tokens=16, n_kv_heads=K, head_dim=D, dtype=torch.float32,
+        heads=[(K, D)], n_blocks=n_blocks, block_tokens=16, dtype=torch.float32,
         device=torch.device("cpu"),
     )  # fmt: skip
     sizes = {"n_heads": H, "n_kv_heads": K, "head_dim": D, "scale": 0.2}

@@ -41,7 +41,7 @@ def others(bench: Bench, *values: torch.Tensor) -> list[int]:
 
 def torch_ops() -> TorchOps:
     batch, n_blocks = make_batch(EdgeShape(name="", sequences=((0, T),)))
-    sizes: dict[str, Any] = {"n_layers": 1, "n_blocks": n_blocks, "block_tokens": 16, "n_kv_heads": 1, "head_dim": 2}
+    sizes: dict[str, Any] = {"heads": [(1, 2)], "n_blocks": n_blocks, "block_tokens": 16}
     kv = TorchKVStore(dtype=torch.float32, device=CPU, **sizes)
     return TorchOps(batch, kv, device=CPU, dtype=torch.float32)
 

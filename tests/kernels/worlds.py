@@ -102,8 +102,8 @@ def after_fork(model: Model, tokens: Sequence[int], at: int) -> Answer:
 def in_dirty_blocks(model: Model, tokens: Sequence[int]) -> Answer:
     """Every block of the pool has held other tokens, some of them not a number, before the prompt comes."""
     stepper = Stepper(model)
-    heads = (model.spec.n_kv_heads, stepper.kv.n_blocks * stepper.kv.block_tokens, model.spec.head_dim)
-    dirt = torch.full(heads, torch.nan if model.kv_format == "bf16" else 100.0)
-    for layer in range(len(model.spec.kv_layers)):
-        stepper.kv.write(layer, list(range(stepper.kv.n_blocks)), dirt, dirt)
+    dirt = torch.nan if model.kv_format == "bf16" else 100.0
+    for layer, cache in enumerate(model.spec.caches):
+        heads = torch.full((cache.n_heads, stepper.kv.n_blocks * stepper.kv.block_tokens, cache.head_dim), dirt)
+        stepper.kv.write(layer, list(range(stepper.kv.n_blocks)), heads, heads)
     return Answer(stepper.prefill("it", tokens, chunk=5), read_cache(model, stepper, "it"))

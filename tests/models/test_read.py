@@ -74,7 +74,7 @@ def test_multimodal_wrappers_give_their_language_part() -> None:
 @pytest.mark.parametrize(
     "kind",
     ["zamba2", "nemotron_h", "falcon_h1", "bamba", "granitemoehybrid", "kimi_linear", "minimax", "qwen3_next",
-     "gemma4_text", "dbrx", "mpt", "bert", "mamba2", "jamba", "rwkv", "falcon", "phi", "lfm2"],
+     "dbrx", "mpt", "bert", "mamba2", "jamba", "rwkv", "falcon", "phi", "lfm2"],
 )  # fmt: skip
 def test_what_is_on_no_list_is_refused_with_the_list(kind: str) -> None:
     """Hybrids and encoders were priced as dense decoders: a wrong price is worse than none."""
@@ -103,8 +103,8 @@ def test_reasons_are_of_what_is_refused_and_stand_in_the_docs() -> None:
         assert reason in page
         assert not set(kinds) & set(BY_MODEL_TYPE)
         assert set(kinds) <= set(transformers.CONFIG_MAPPING.keys())
-    with pytest.raises(UnsupportedModel, match=r"not supported \(embeddings for each layer"):
-        read("gemma4_text", architectures=["Gemma4ForCausalLM"])
+    with pytest.raises(UnsupportedModel, match=r"not supported \(norms without weights"):
+        read("olmo", architectures=["OlmoForCausalLM"])
 
 
 def test_a_gguf_file_of_a_refused_kind_is_told_why_too(tmp_path: Path) -> None:
@@ -300,6 +300,30 @@ def test_what_gemma_3n_has_beside_others_is_checked(fields: dict[str, Any], said
     kinds = ["full_attention", "full_attention", "full_attention", "sliding_attention"]
     with pytest.raises(LoadError, match=said):
         read("gemma3n_text", **{"num_kv_shared_layers": 0, "layer_types": kinds, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"per_layer_config": {"1": {"head_dim": 32}}}, "must say the same of each layer .* those are 1, 3"),
+        ({"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 64}}}, "must say the same of each layer"),
+        ({"per_layer_config": {"1": {"head_dim": 32}, "last": {"head_dim": 32}}}, "must say the same of each layer"),
+        ({"per_layer_config": [32]}, "must say the same of each layer"),
+        ({"per_layer_config": {"1": {"ffn": 3}, "3": {"ffn": 3}}}, "ffn in per_layer_config .* is 3"),
+        ({"global_head_dim": 33}, "head_dim of layers that attend to everything is 33"),
+        ({"attention_k_eq_v": True, "num_global_key_value_heads": 3}, "4 query heads cannot share 3 key-value heads"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention .* is 'all'"),
+        ({"num_kv_shared_layers": 3}, r"layer 1 .* keys and values of a full layer before layer 1"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}},
+            "is 1.5; it must",
+        ),
+    ],
+)
+def test_what_gemma_4_has_beside_others_is_checked(fields: dict[str, Any], said: str) -> None:
+    """Heads that no layer can have, attention that no op computes."""
+    with pytest.raises(LoadError, match=said):
+        read("gemma4_text", **{"layer_types": ["sliding_attention", "full_attention"] * 2, **fields})
 
 
 def test_files_and_folders_work_and_damage_is_said(tmp_path: Path) -> None:

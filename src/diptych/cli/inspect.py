@@ -99,6 +99,7 @@ def _model(spec: ModelSpec) -> dict[str, Any]:
         "heads": spec.n_heads,
         "kv_heads": spec.n_kv_heads,
         "head_dim": spec.head_dim,
+        "kv_shapes": [[n, width] for n, width in dict.fromkeys((one.n_heads, one.head_dim) for one in spec.caches)],
         "experts": None if moe is None else moe.n_experts,
         "experts_per_token": None if moe is None else moe.experts_per_token,
         "vocab_size": spec.vocab_size,
@@ -204,7 +205,7 @@ def _show(facts: dict[str, Any]) -> None:
         f"{_count(model['parameters'])} parameters, {_count(model['active_parameters'])} active per token; "
         f"{model['layers']} layers of width {model['hidden']}, MLP {model['ffn'] or model['expert_ffn']}"
         + (f", {model['experts_per_token']} of {model['experts']} experts" if model["experts"] else "")
-        + f"; {model['heads']} heads on {model['kv_heads']} of {model['head_dim']}"
+        + f"; {model['heads']} heads on {' or '.join(f'{n} of {width}' for n, width in model['kv_shapes'])}"
     )
     windows = f"; {model['windowed_layers']} layers see {model['window']} tokens" if model["window"] else ""
     console.print(

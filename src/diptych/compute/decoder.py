@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Ops, Stream, Table, Vector
-from diptych.models.spec import LayerInputs, ModelSpec, StreamsSpec
+from diptych.models.spec import ModelSpec, StreamsSpec
 
 HALF_POWER = 2.0**-0.5  # of a sum of two that is to be as large as each of them
 LEAST_SQUARE = 1e-5  # of what is made as large as another stream
@@ -85,6 +85,7 @@ class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
     experts: Experts | None
     shared: SharedExperts[Linear] | None = None
     is_parallel: bool = False
+    scale: float = 1.0  # of the stream behind the layer
     branch: BranchWeights[Vector, Linear] | None = None
     mixing: MixingWeights[Vector, Linear] | None = None
     embedding: OwnEmbedding[Vector, Linear] | None = None
@@ -127,8 +128,13 @@ def run_decoder(
     if spec.streams is not None:
         x = run_streams(ops, spec, spec.streams, weights, x)
     else:
+        given = begin_inputs(ops, spec, weights, x)
         for number, layer in enumerate(weights.layers):
             x = run_layer(ops, x, layer, eps=eps, added_eps=spec.norm_eps)
+            if given is not None:
+                x = ops.add(x, own_embedding(ops, spec, x, layer, given, number))
+            if layer.scale != 1.0:
+                x = ops.scale(x, layer.scale)
             ops.tap(x, number)
     return ops.head(x, weights.norm, weights.head, eps=eps, softcap=spec.logit_softcap, scale=spec.logit_scale)
 
@@ -193,20 +199,15 @@ def run_streams(
     x: Stream,
 ) -> Stream:
     """All layers over streams that x begins, and their mean: each is made as large as the first, at both ends."""
-    inputs, of_layers, n = weights.inputs, spec.layer_inputs, streams.n_streams
-    given = None
-    # what the stream's beginning adds is divided by sqrt(D) before its norm
-    if inputs is not None and of_layers is not None:
-        given = ops.layer_inputs(
-            x, inputs.projection, inputs.norm, inputs.table, eps=spec.norm_eps * spec.hidden,
-            table_scale=of_layers.width**0.5, scale=HALF_POWER,
-        )  # fmt: skip
+    n = streams.n_streams
+    given = begin_inputs(ops, spec, weights, x)
     begin = [ops.match(ops.linear(x, one), x, i, least=LEAST_SQUARE) for i, one in enumerate(weights.begin, 1)]
     xs = (ops.branch(x, 0), *begin)
     for number, layer in enumerate(weights.layers):
         xs = mix_layer(ops, spec, streams, xs, layer)
-        if given is not None and of_layers is not None:
-            xs = add_embedding(ops, spec, streams, of_layers, xs, layer, given, number)
+        if given is not None:
+            added = own_embedding(ops, spec, xs[streams.active], layer, given, number)
+            xs = (xs[0], *(ops.add(one, added) for one in xs[1:]))
         if number < spec.n_layers - 1:
             ops.tap(xs[streams.active], number)
     x = ops.branch(xs[0], n, scale=1 / n)
@@ -214,6 +215,23 @@ def run_streams(
         x = ops.add(x, ops.match(ops.linear(xs[i], one), xs[0], i, least=LEAST_SQUARE), scale=1 / n)
     ops.tap(x, spec.n_layers - 1)
     return x
+
+
+def begin_inputs(
+    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+    spec: ModelSpec,
+    weights: DecoderWeights[Table, Vector, Linear, Heads, Experts],
+    x: Stream,
+) -> Hidden | None:
+    """The embeddings of all layers, if there are any; x is the stream's beginning."""
+    inputs, of_layers = weights.inputs, spec.layer_inputs
+    if inputs is None or of_layers is None:
+        return None
+    # what the stream's beginning adds is divided by sqrt(D) before its norm
+    return ops.layer_inputs(
+        x, inputs.projection, inputs.norm, inputs.table, eps=spec.norm_eps * spec.hidden,
+        table_scale=of_layers.width**0.5, scale=HALF_POWER,
+    )  # fmt: skip
 
 
 def mix_layer(
@@ -235,24 +253,22 @@ def mix_layer(
     return ops.correct(xs, y, routed, mixing.correct, scale=scale, active=active)
 
 
-def add_embedding(
+def own_embedding(
     ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
     spec: ModelSpec,
-    streams: StreamsSpec,
-    of_layers: LayerInputs,
-    xs: tuple[Stream, ...],
+    x: Stream,
     layer: LayerWeights[Vector, Linear, Heads, Experts],
     given: Hidden,
     number: int,
-) -> tuple[Stream, ...]:
-    """All streams but the first, with the layer's own embedding, which the active one gates."""
-    own, x = layer.embedding, xs[streams.active]
+) -> Hidden:
+    """What the layer's own embedding, gated by x, adds to the stream, or to all streams but the first."""
+    own, of_layers = layer.embedding, spec.layer_inputs
     assert own is not None
+    assert of_layers is not None
     output = None if layer.mixing is None else layer.mixing.output
     h = x if output is None else ops.weigh(x, output)
     gated = ops.gate_given(h, own.gate, given, number * of_layers.width)
-    added = ops.norm(ops.linear(gated, own.projection), own.norm, eps=spec.norm_eps)
-    return (xs[0], *(ops.add(one, added) for one in xs[1:]))
+    return ops.norm(ops.linear(gated, own.projection), own.norm, eps=spec.norm_eps)
 
 
 def add_normed(

@@ -161,23 +161,26 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
             is_parallel=is_parallel,
             cutoff=mlp.cutoff if isinstance(mlp, MlpSpec) else None,
             branch=load_branch(self.source, self.loader, self.spec, self.prefix),
+            scale=self.loader.number(self.source.tensor(f"{self.prefix}layer_scalar", 1))
+            if self.spec.scales_layers
+            else 1.0,
             **self._streams(),
         )
 
     def _streams(self) -> dict[str, Any]:
         """How it mixes streams, and its own embedding."""
         spec, mlp = self.spec, self.parts.mlp
-        if spec.streams is None or spec.layer_inputs is None:
+        if spec.layer_inputs is None:
             return {}
         assert isinstance(mlp, MlpSpec)
         source, loader = self.source, self.loader
-        output, gate = own_gate(
-            source, spec, spec.streams, spec.layer_inputs, self.prefix, is_balancing=loader.is_balancing
-        )
-        return {
-            "mixing": load_mixing(source, loader, spec, spec.streams, output, self.prefix),
-            "embedding": load_embedding(source, loader, spec, spec.layer_inputs, gate, mlp, self.prefix),
-        }
+        output, gate = own_gate(source, spec, spec.layer_inputs, self.prefix, is_balancing=loader.is_balancing)
+        mixing = None
+        if spec.streams is not None:
+            mixing = load_mixing(source, loader, spec, spec.streams, output, self.prefix)
+        role = self._role(Split.INPUTS, embedding=spec.hidden)
+        embedding = load_embedding(source, loader, spec, spec.layer_inputs, gate, mlp, self.prefix, role)
+        return {"mixing": mixing, "embedding": embedding}
 
     def heads(
         self, norm: NormParts | None, *, is_shared: bool = False
@@ -187,8 +190,10 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         if attention.mla is not None:
             return self._latent_heads(norm, attention.mla, root)
         q, kv = attention.n_heads * attention.head_dim, attention.own_kv_heads * attention.head_dim
-        widths = {"q": q, "k": kv, "v": kv} if kv else {"q": q}
-        names = self.names.qkv if kv else self.names.qkv[:1]
+        sites = ("k", "v")[: 1 + attention.has_v] if kv else ()
+        widths = {"q": q, **dict.fromkeys(sites, kv)}
+        # stacked projections have one name
+        names = self.names.qkv if len(self.names.qkv) == 1 else self.names.qkv[: 1 + len(sites)]
         qkv = self.linear(root, names, tuple(widths.values()), self.spec.hidden, has_bias=attention.has_qkv_bias)
         qkv = self._in_halves(qkv, len(widths))
         o = self.linear(root, (self.names.o,), (self.spec.hidden,), q, has_bias=attention.has_o_bias)
@@ -206,8 +211,9 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
 
     @property
     def _are_values_its_own(self) -> bool:
-        """Whether v and o may share factors: not where a norm stands between them, or other layers read the values, too."""
-        return not self.parts.attention.has_v_norm and len(self.spec.kv_layers) == self.spec.n_layers
+        """Whether v and o may share factors: not where a norm stands between them, or keys or other layers read the values."""
+        attention = self.parts.attention
+        return attention.has_v and not attention.has_v_norm and len(self.spec.kv_layers) == self.spec.n_layers
 
     def _latent_heads(
         self, norm: NormParts | None, mla: MlaSpec, root: str
@@ -344,6 +350,7 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
             place=self.spec.kv_place(self.layer),
             owns_kv=spec.kv_layer is None,
             has_v_norm=spec.has_v_norm,
+            has_v=spec.has_v,
         )
         if spec.qk_norm is QkNorm.NONE:
             return self.loader.attention(heads, q_norm=None, k_norm=None, sinks=sinks)

@@ -76,6 +76,11 @@ class KVPayload:
                 )
 
 
+def said_once(of_layers: Sequence[str]) -> str:
+    """What all layers have, or each behind the other where they differ."""
+    return of_layers[0] if len(set(of_layers)) == 1 else " | ".join(of_layers)
+
+
 def _checksum(block_B: np.ndarray) -> int:
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(block_B).data)
 
@@ -134,17 +139,15 @@ class KVStore(Protocol):
 
 class TorchKVStore:
     """One tensor per layer, [2, N, P, K, d], on the model's device; [1, ...] where keys serve as values. Zeroed, so that masked
-    slots hold no NaN.
+    slots hold no NaN. heads: K and d of each layer.
     """
 
     def __init__(
         self,
         *,
-        n_layers: int,
+        heads: Sequence[tuple[int, int]],
         n_blocks: int,
         block_tokens: int,
-        n_kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
         revision: str = "",
@@ -153,17 +156,18 @@ class TorchKVStore:
         n_planes = 2 if has_values else 1
         self.header = KVHeader(
             revision=revision,
-            layout=f"torch [{n_planes}, {block_tokens}, {n_kv_heads}, {head_dim}]",
+            layout=f"torch [{n_planes}, {block_tokens}, {said_once([f'{n}, {d}' for n, d in heads])}]",
             dtype=str(dtype).removeprefix("torch."),
-            n_layers=n_layers,
+            n_layers=len(heads),
             block_tokens=block_tokens,
-            block_bytes=n_planes * n_layers * block_tokens * n_kv_heads * head_dim * dtype.itemsize,
+            block_bytes=n_planes * block_tokens * sum(n * d for n, d in heads) * dtype.itemsize,
         )
         self.n_blocks = n_blocks
         self.block_tokens = block_tokens
-        shape = (n_planes, n_blocks, block_tokens, n_kv_heads, head_dim)
         try:
-            self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_layers)]
+            self.layers = [
+                torch.zeros((n_planes, n_blocks, block_tokens, n, d), dtype=dtype, device=device) for n, d in heads
+            ]
         except (RuntimeError, torch.OutOfMemoryError) as error:
             raise CapacityError(
                 f"the KV cache of {n_blocks} blocks needs {n_blocks * self.header.block_bytes} bytes, "
@@ -188,19 +192,17 @@ class TorchKVStore:
     def export_blocks(self, block_ids: Sequence[int], out: np.ndarray | None = None) -> KVPayload:
         """The bytes of these blocks in every layer; a copy, in memory of its own."""
         ids = torch.as_tensor(block_ids, dtype=torch.long, device=self.layers[0].device)
-        blocks = torch.stack([layer[:, ids].transpose(0, 1) for layer in self.layers], dim=1)  # [n, L, 2 or 1, P, K, d]
-        data = blocks.contiguous().cpu().view(torch.uint8).reshape(len(block_ids), -1).numpy()
-        return KVPayload.of(self.header, data)
+        blocks = torch.cat([layer[:, ids].transpose(0, 1).flatten(1) for layer in self.layers], dim=1)  # [n, numbers]
+        return KVPayload.of(self.header, blocks.contiguous().cpu().view(torch.uint8).numpy())
 
     def import_blocks(self, block_ids: Sequence[int], payload: KVPayload) -> None:
         """Take in blocks that an equal store exported. TransferError, and nothing is written, unless all of them are right."""
         payload.check(self.header, len(block_ids))
-        shape = self.layers[0].shape
         ids = torch.as_tensor(block_ids, dtype=torch.long, device=self.layers[0].device)
         data = torch.from_numpy(payload.data_NB.copy()).view(self.layers[0].dtype)
-        blocks = data.reshape(len(block_ids), len(self.layers), shape[0], *shape[2:]).to(ids.device)
-        for index, layer in enumerate(self.layers):
-            layer[:, ids] = blocks[:, index].transpose(0, 1)
+        sizes = [layer[:, 0].numel() for layer in self.layers]
+        for layer, blocks in zip(self.layers, data.reshape(len(block_ids), -1).split(sizes, dim=1), strict=True):
+            layer[:, ids] = blocks.reshape(-1, len(layer), *layer.shape[2:]).transpose(0, 1).to(ids.device)
 
     def read(self, layer: int, block_ids: Sequence[int], n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) of the first n_tokens of a sequence that lies in block_ids, each [K, T, d]; copies."""

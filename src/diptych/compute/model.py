@@ -26,7 +26,7 @@ from diptych.compute.kv_store import KVStore
 from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Loader, Ops, Stream, Table, Taps, Vector
 from diptych.compute.ops.cpus import Placement
 from diptych.compute.weights import Source
-from diptych.ground.errors import EngineError, UnsupportedModel, told_of
+from diptych.ground.errors import EngineError, told_of
 from diptych.ground.version import VERSION
 from diptych.models.config import HfConfig
 from diptych.models.read import read_model, refuse_unrun
@@ -108,12 +108,6 @@ def draw_blueprint(
     config = HfConfig(hf_config, path=path)
     refuse_unrun(config)
     spec = read_model(config, max_context_tokens, longrope=longrope)
-    caches = {layer.attention.cache for layer in spec.layers}  # also of layers that attend to another's
-    if len(caches) > 1:
-        shapes = ", ".join(sorted(f"{cache.n_heads} x {cache.head_dim}" for cache in caches))
-        raise UnsupportedModel(
-            f"the layers of {path} cache key-value heads of different shapes: {shapes}; one is supported"
-        )
     rope = spec.attention.rope
     if rope is not None and rope.divisors_name is not None:
         logger.info(

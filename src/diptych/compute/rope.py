@@ -15,8 +15,10 @@ def frequencies(rope: Rope) -> RopeSpec:
     exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
     wavelengths = np.float32(rope.theta) ** exponents
     inv_freq = np.float32(1.0) / wavelengths
-    if rope.kind == "linear":
+    if rope.kind in ("linear", "proportional"):
         inv_freq = inv_freq / np.float32(rope.factor)
+        if rope.n_turning is not None:
+            inv_freq[rope.n_turning :] = 0.0
     elif rope.kind == "llama3":
         inv_freq = _llama3(inv_freq, rope)
     elif rope.kind == "yarn":

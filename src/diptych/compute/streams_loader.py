@@ -1,10 +1,10 @@
-"""What a decoder over streams has beside attention and MLP, as weight handles: streams, branches, embeddings of layers."""
+"""What some decoders have beside attention and MLP, as weight handles: streams, branches, embeddings of layers."""
 
 from __future__ import annotations
 
 from diptych.compute.balance import NORM_SHARE, balance_norm
 from diptych.compute.decoder import BranchWeights, InputsWeights, MixingWeights, OwnEmbedding
-from diptych.compute.ops.contract import Experts, Heads, Linear, LinearParts, Loader, NormParts, Table, Vector
+from diptych.compute.ops.contract import Experts, Heads, Linear, LinearParts, Loader, NormParts, Role, Table, Vector
 from diptych.compute.weights import Source
 from diptych.models.spec import LayerInputs, MlpSpec, ModelSpec, StreamsSpec
 
@@ -43,7 +43,7 @@ def load_mixing(
     loader: Loader[Table, Vector, Linear, Heads, Experts],
     spec: ModelSpec,
     streams: StreamsSpec,
-    output: NormParts,
+    output: NormParts | None,
     root: str,
 ) -> MixingWeights[Vector, Linear]:
     """Of the layer whose tensors begin with root. output: as `own_gate` gives it."""
@@ -53,7 +53,7 @@ def load_mixing(
         router=loader.router(_matrix(source, f"{root}altup.modality_router", n, spec.hidden)),
         predict=loader.vector(source.tensor(f"{root}altup.prediction_coefs.weight", n * n, n)),
         correct=loader.vector(source.tensor(f"{root}altup.correction_coefs.weight", n, n)),
-        output=loader.vector(output.weight) if streams.scales_output else None,
+        output=None if output is None else loader.vector(output.weight),
     )
 
 
@@ -74,12 +74,16 @@ def load_branch(
 
 
 def own_gate(
-    source: Source, spec: ModelSpec, streams: StreamsSpec, inputs: LayerInputs, root: str, *, is_balancing: bool
-) -> tuple[NormParts, LinearParts]:
-    """What weighs a stream before the gate of the layer's embedding reads it, and that gate."""
-    output = NormParts(weight=source.tensor(f"{root}altup.correct_output_scale", spec.hidden))
+    source: Source, spec: ModelSpec, inputs: LayerInputs, root: str, *, is_balancing: bool
+) -> tuple[NormParts | None, LinearParts]:
+    """What weighs a stream before the gate of the layer's embedding reads it, if anything does, and that gate."""
     gate = _matrix(source, f"{root}per_layer_input_gate", inputs.width, spec.hidden)
-    if is_balancing and streams.scales_output:
+    if spec.streams is None:
+        return None, gate
+    output = NormParts(weight=source.tensor(f"{root}altup.correct_output_scale", spec.hidden))
+    if not spec.streams.scales_output:
+        return None, gate
+    if is_balancing:
         output, (gate,) = balance_norm(output, (gate,), offset=0.0, share=NORM_SHARE)
     return output, gate
 
@@ -92,11 +96,16 @@ def load_embedding(
     gate: LinearParts,
     mlp: MlpSpec,
     root: str,
+    role: Role,
 ) -> OwnEmbedding[Vector, Linear]:
-    """Of the layer whose tensors begin with root; its gate has the MLP's activation."""
+    """Of the layer whose tensors begin with root; its gate has the MLP's activation. role: of the projection."""
     return OwnEmbedding(
         gate=loader.gate(gate, mlp.activation),
-        projection=loader.linear(_matrix(source, f"{root}per_layer_projection", spec.hidden, inputs.width)),
+        # what is added to streams is every rank's, whole, as they are
+        projection=loader.linear(
+            _matrix(source, f"{root}per_layer_projection", spec.hidden, inputs.width),
+            role=role if spec.streams is None else None,
+        ),
         norm=_norm(source, loader, f"{root}post_per_layer_input_norm", spec.hidden),
     )
 

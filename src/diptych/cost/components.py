@@ -223,7 +223,7 @@ def cost_of(
             part = component.times(n_layers)
             totals[part.name] = totals[part.name].plus(part) if part.name in totals else part
     totals["norms"] = totals["norms"].plus(_final_norm(sizes))
-    if model.streams is not None:
+    if stream_matrices(model) or model.scales_layers:
         totals["streams"] = _streams(sizes)
     totals["head"] = _head(sizes)
     if work.adapters:
@@ -303,7 +303,7 @@ def _gqa(sizes: _Sizes) -> tuple[Component, Component]:
     hidden, attention, head_dim = sizes.model.hidden, sizes.attention, sizes.attention.head_dim
     kv_heads = sizes.kv_heads if attention.kv_layer is None else 0.0
     q_width, kv_width = sizes.heads * head_dim, kv_heads * head_dim
-    width = q_width + 2 * kv_width
+    width = q_width + (1 + attention.has_v) * kv_width
     qkv = _linear(sizes, "qkv", hidden, width, bias=width if attention.has_qkv_bias else 0.0)
     if attention.qk_norm not in (QkNorm.NONE, QkNorm.UNIT):
         norm = (2 if kv_heads else 1) * head_dim if attention.qk_norm is QkNorm.HEAD else q_width + kv_width
@@ -449,16 +449,19 @@ def _embedding(sizes: _Sizes) -> Component:
 
 
 def _streams(sizes: _Sizes) -> Component:
-    """Of all layers: each device has what mixes streams whole. A layer passes over them some five times."""
+    """Of all layers: each device has what mixes streams whole, and what embeds layers. A layer passes over them some five
+    times.
+    """
     model = sizes.model
     n_streams = 1 if model.streams is None else model.streams.n_streams
     passed = sizes.n * model.n_layers * n_streams * model.hidden
+    passes = 5.0 if stream_matrices(model) else 2.0  # where layers are only scaled
     return Component(
         name="streams",
         flops=2.0 * sizes.n * stream_matrices(model),
         vector_flops=2.0 * (n_streams + 4) * passed,
         weight_bytes=stream_matrices(model) * sizes.w + stream_vectors(model) * 2.0,
-        activation_bytes=5.0 * passed * sizes.a,
+        activation_bytes=passes * passed * sizes.a,
     )
 
 

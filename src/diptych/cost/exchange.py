@@ -45,8 +45,11 @@ def gathered(model: ModelSpec, *, tp: int, weights: str = "bf16") -> Exchange:
         return Exchange(meetings=0, row_bytes=0.0)
     are_whole, value_bytes = model.streams is not None, FP32 if weights != "bf16" else BF16
     layers = [_gathered(layer, model.hidden, value_bytes, are_whole=are_whole) for layer in model.layers]
-    width = sum(row_bytes for _, row_bytes in layers) + model.hidden * FP32
-    return Exchange(meetings=sum(meetings for meetings, _ in layers) + 2, row_bytes=gathered_bytes(width, tp))
+    # behind a layer its own embedding is projected and added to the stream, which is scaled
+    behind = model.n_layers * (model.scales_layers + 2 * (model.layer_inputs is not None and not are_whole))
+    width = sum(row_bytes for _, row_bytes in layers) + (behind + 1) * model.hidden * FP32
+    meetings = sum(meetings for meetings, _ in layers) + behind + 2
+    return Exchange(meetings=meetings, row_bytes=gathered_bytes(width, tp))
 
 
 def _gathered(layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: bool) -> tuple[int, float]:
@@ -60,7 +63,7 @@ def _gathered(layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: boo
     meetings, row_bytes = 2, values + stream  # the heads' values, o
     if attention.qk_norm is QkNorm.FULL:
         meetings += 3
-        row_bytes += (heads + 2 * attention.own_kv_heads * attention.head_dim) * FP32
+        row_bytes += (heads + attention.kv_heads_projected * attention.head_dim) * FP32
     if has_norms_behind:  # each is added to the stream by the rows' owners
         meetings += 1
         row_bytes += stream

@@ -101,7 +101,7 @@ def kv_bytes_stored(model: ModelSpec, kv: KVSpec, context_tokens: int, *, is_our
 def _attention_matrices(model: ModelSpec, attention: AttentionLayer) -> int:
     mla, hidden, heads = attention.mla, model.hidden, attention.n_heads
     if mla is None:
-        return hidden * attention.head_dim * 2 * (heads + attention.own_kv_heads)
+        return hidden * attention.head_dim * (2 * heads + attention.kv_heads_projected)
     q_head = mla.nope_dim + mla.rope_dim
     q = hidden * heads * q_head if mla.q_rank is None else mla.q_rank * (hidden + heads * q_head)
     latent = hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
@@ -113,8 +113,8 @@ def _repeated(model: ModelSpec, attention: AttentionLayer, tp: int) -> int:
     mla = attention.mla
     if mla is not None:
         return (tp - 1) * model.hidden * ((mla.q_rank or 0) + mla.kv_rank + mla.rope_dim)
-    copies = max(tp - attention.n_kv_heads, 0) if attention.own_kv_heads else 0
-    return 2 * copies * attention.head_dim * (model.hidden + attention.has_qkv_bias)
+    copies = max(tp - attention.n_kv_heads, 0) * attention.kv_heads_projected // attention.n_kv_heads
+    return copies * attention.head_dim * (model.hidden + attention.has_qkv_bias)
 
 
 def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
@@ -123,7 +123,7 @@ def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
         biases = (spec.mla.q_rank or 0) + spec.mla.kv_rank + spec.mla.rope_dim + model.hidden
         return count + spec.mla.kv_rank + (spec.mla.q_rank or 0) + (biases if spec.has_o_bias else 0)
     if spec.has_qkv_bias:
-        count += (spec.n_heads + 2 * spec.own_kv_heads) * spec.head_dim
+        count += (spec.n_heads + spec.kv_heads_projected) * spec.head_dim
     if spec.has_o_bias:
         count += model.hidden
     if spec.has_sinks:

@@ -24,7 +24,7 @@ def stream_matrices(model: ModelSpec) -> int:
 def stream_vectors(model: ModelSpec) -> int:
     """Norms and coefficients beside them, kept in fp32."""
     hidden, n = model.hidden, model.n_layers
-    count = n * hidden if model.low_rank else 0
+    count = (n * hidden if model.low_rank else 0) + (n if model.scales_layers else 0)
     if model.streams is not None:
         count += n * (2 * hidden + model.streams.n_streams**3 + model.streams.n_streams**2)
     if model.layer_inputs is not None:

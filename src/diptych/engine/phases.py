@@ -223,11 +223,11 @@ class TwoPhase:
 
     def _load_blocks(self, saved: _Saved, state: PhaseState) -> None:
         """Take blocks for the state and fill them; nothing is taken when anything is wrong."""
-        sample = self.kv.read(0, [0], 1)[0]
-        shape = (sample.shape[0], len(state.token_ids), sample.shape[2])
         state.block_ids = self._take_blocks(-(-len(state.token_ids) // self.kv.block_tokens))
         try:
             for layer in range(len(self.model.spec.kv_layers)):
+                sample = self.kv.read(layer, [0], 1)[0]
+                shape = (sample.shape[0], len(state.token_ids), sample.shape[2])
                 names = f"layers.{layer}.keys", f"layers.{layer}.values"
                 keys, values = (saved.tensor(name, shape, sample.dtype) for name in names)
                 self.kv.write(layer, state.block_ids, keys, values)

@@ -20,6 +20,25 @@ GEMMA = {**USUAL, "head_dim": 256, "tie_word_embeddings": True, "attention_bias"
 GEMMA_2 = {**GEMMA, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304, "intermediate_size": 9216,
            "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "query_pre_attn_scalar": 256,
            "sliding_window": 4096, "layer_types": None, "final_logit_softcapping": None}  # fmt: skip
+GEMMA_4 = {**GEMMA, "vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+           "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh",
+           "max_position_embeddings": 131_072, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0,
+           "rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25,
+                                                  "rope_theta": 1_000_000.0},
+                               "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}},
+           "sliding_window": 512, "layer_types": None, "final_logit_softcapping": None, "global_head_dim": 512,
+           "num_global_key_value_heads": None, "per_layer_config": None, "attention_k_eq_v": False,
+           "num_kv_shared_layers": 0, "use_double_wide_mlp": False}  # fmt: skip
+# beside pictures and sound, whose towers are left alone
+GEMMA_TEXT: dict[str, Any] = {
+    "prefixes": BESIDE_VISION["prefixes"],
+    "ignored": (*BESIDE_VISION["ignored"], "audio_tower.", "vision_embedder.", "embed_vision.", "embed_audio."),
+}
+GEMMA_4_FIXED = {"use_bidirectional_attention": (None, False, "vision")}
+GEMMA_4_LAYERS: dict[str, Any] = {
+    "norms": Norms.AROUND, "has_scaled_embedding": True, "qk_norm": QkNorm.HEAD, "has_v_norm": True, "attention_scale": 1.0,
+    "full_every": 6, "full_last": True, "has_full_heads": True, "scales_layers": True, "local_theta": "rope_local_base_freq",
+    **GEMMA_TEXT, **BY_ATTENTION_BIAS}  # fmt: skip
 GLM = {**USUAL, "vocab_size": 151_552, "intermediate_size": 13_696, "num_hidden_layers": 40, "head_dim": 128,
        "num_key_value_heads": 2, "max_position_embeddings": 131_072, "rms_norm_eps": 1.5625e-07,
        "partial_rotary_factor": 0.5, "attention_bias": True}  # fmt: skip
@@ -163,9 +182,25 @@ DENSE: tuple[Family, ...] = (
         attention_scale=1.0,
         full_every=5,
         local_theta="rope_local_base_freq",
-        prefixes=BESIDE_VISION["prefixes"],
-        ignored=(*BESIDE_VISION["ignored"], "audio_tower.", "embed_vision.", "embed_audio."),
+        **GEMMA_TEXT,
         **BY_ATTENTION_BIAS,
+    ),
+    # layers that attend to everything have heads of their own width and number, turn a part of them, and may have keys for
+    # values; embeddings for each layer in the small sizes, the last of which attend to others' keys and values
+    Family(
+        name="gemma4_text", architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+        more_model_types=("gemma4",),
+        keys={**GEMMA_4, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144},
+        fixed={**GEMMA_4_FIXED, "enable_moe_block": (None, False), "num_experts": (None, 0), "top_k_experts": (None, 0),
+               "moe_intermediate_size": (None, 0)},
+        **GEMMA_4_LAYERS,
+    ),
+    Family(
+        name="gemma4_unified_text", architectures=("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
+        more_model_types=("gemma4_unified",),
+        keys={**GEMMA_4, "max_position_embeddings": 262_144, "sliding_window": 1024},
+        fixed=GEMMA_4_FIXED,
+        **GEMMA_4_LAYERS,
     ),
     Family(
         name="olmo2", architectures=("Olmo2ForCausalLM",),

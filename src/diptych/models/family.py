@@ -70,7 +70,9 @@ class Family:
     position. positions_offset: learned positions, and how many come first. parallel_key: the key that says whether attention
     and MLP run side by side, with the norm that `Norms.PARALLEL` has. built_as: the class of another family with which
     transformers builds this one.
-    attention_scale: of scores, whatever the heads' width. has_v_norm: heads of v are normed without a weight.
+    attention_scale: of scores, whatever the heads' width. has_v_norm: heads of v are normed without a weight. full_last: the
+    last layer attends to everything. has_full_heads: layers that attend to everything have heads of their own number and
+    width (`read_streams.full_heads`). scales_layers: as in `ModelSpec`.
     prefixes: where tensors may begin, tried in order; ignored: parts of names of tensors that nobody needs.
     """
 
@@ -102,6 +104,9 @@ class Family:
     attention_scale: float | None = None
     full_every: int | None = None
     full_first: bool = False
+    full_last: bool = False
+    has_full_heads: bool = False
+    scales_layers: bool = False
     windows_begin: bool = False
     local_theta: str | None = None
     longrope_names: tuple[str, ...] = ("su",)

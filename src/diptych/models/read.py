@@ -11,7 +11,7 @@ named in a warning: the classes of transformers do not read it either.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, PRICED, SUPP
 from diptych.models.family import Family
 from diptych.models.files import no_model
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL
-from diptych.models.read_streams import cutoffs, layer_inputs, mlp_widths, shared_layers, streams
+from diptych.models.read_streams import cutoffs, full_heads, layer_inputs, mlp_widths, shared_layers, streams
 from diptych.models.refused import reason_for
 from diptych.models.rope import ROPE_KEYS, latent_stretch, make_rope, position_limit, rope_section
 from diptych.models.spec import (
@@ -59,9 +59,11 @@ def read_model(
     sections = _rope_sections(config, family)
     limit = position_limit(config, sections[0] if sections else None, max_context_tokens)
     context = limit if max_context_tokens is None else min(limit, max_context_tokens)
-    head_dim = _head_dim(config)
+    windows = _windows(config, family, config.integer("num_hidden_layers"))
+    heads = _Heads.read(config, family, windows)
     ropes = [
-        make_rope(config, one, head_dim=head_dim, max_context_tokens=context, longrope=longrope) for one in sections
+        make_rope(config, one, head_dim=width, max_context_tokens=context, longrope=longrope)
+        for one, width in zip(sections, (heads.full[1], heads.width), strict=False)
     ]
     if _decided(config, family.is_interleaved):
         ropes = [replace(rope, is_interleaved=True) for rope in ropes]
@@ -77,7 +79,7 @@ def read_model(
         architecture=family.architectures[0],
         hidden=hidden,
         vocab_size=config.integer("vocab_size"),
-        layers=_layers(config, family, ropes, head_dim),
+        layers=_layers(config, family, ropes, windows, heads),
         max_context_tokens=limit,
         norm_eps=config.number("rms_norm_eps"),
         norm_offset=family.norm_offset,
@@ -94,7 +96,8 @@ def read_model(
         n_position_embeddings=0 if family.positions_offset is None else limit + family.positions_offset,
         low_rank=config.optional_integer("laurel_rank") or 0,
         streams=streams(config) if "altup_num_inputs" in family.keys else None,
-        layer_inputs=layer_inputs(config) if "hidden_size_per_layer_input" in family.keys else None,
+        layer_inputs=layer_inputs(config) if config.raw.get("hidden_size_per_layer_input") else None,
+        scales_layers=family.scales_layers,
     )
 
 
@@ -162,9 +165,9 @@ def is_headless(config: HfConfig) -> bool:
 def _is_both_ways(config: HfConfig) -> bool:
     """Whether every token attends to those behind it too (EmbeddingGemma): a model of states, which writes nothing.
 
-    `is_causal: false` says less: GritLM embeds with it, and writes without.
+    "vision": tokens that stand for pictures alone do. `is_causal: false` says less: GritLM embeds with it, and writes without.
     """
-    return bool(config.raw.get("use_bidirectional_attention"))
+    return config.raw.get("use_bidirectional_attention") not in (None, False, "vision")
 
 
 def _with_head(architecture: str) -> str:
@@ -258,22 +261,50 @@ def _rope_sections(config: HfConfig, family: Family) -> list[HfConfig]:
     return [full, rope_section(HfConfig(local, path=config.path), **settings)]
 
 
-def _layers(config: HfConfig, family: Family, ropes: list[Rope], head_dim: int) -> tuple[LayerSpec, ...]:
-    n_layers = config.integer("num_hidden_layers")
-    windows = _windows(config, family, n_layers)
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """Widths of heads, and KV heads with their width of layers that attend to everything, whose keys may be their values."""
+
+    width: int
+    n_kv: int
+    full: tuple[int, int]
+    has_full_v: bool
+
+    @staticmethod
+    def read(config: HfConfig, family: Family, windows: list[int | None]) -> _Heads:
+        width = _head_dim(config)
+        n_kv = config.integer("num_key_value_heads", config.integer("num_attention_heads"))
+        full = full_heads(config, windows, (n_kv, width)) if family.has_full_heads else (n_kv, width)
+        return _Heads(width, n_kv, full, not (family.has_full_heads and config.flag("attention_k_eq_v")))
+
+    def of(self, window: int | None) -> tuple[int, int, bool]:
+        """KV heads, their width, and whether values have a projection of their own."""
+        return (*self.full, self.has_full_v) if window is None else (self.n_kv, self.width, True)
+
+
+def _layers(
+    config: HfConfig, family: Family, ropes: list[Rope], windows: list[int | None], heads_of: _Heads
+) -> tuple[LayerSpec, ...]:
+    n_layers = len(windows)
     turns = _turns(config, family, windows)
     mixtures = _moe_layers(config, n_layers)
     moe = _moe(config, family) if mixtures else None
-    mlps = _mlps(config, family, n_layers)
+    shared = shared_layers(config, windows)
+    mlps = _mlps(config, family, shared)
     is_parallel = family.parallel_key is not None and config.flag(family.parallel_key)
     norms = Norms.PARALLEL if is_parallel else family.norms
     # equal layers are one object
-    kinds = list(zip(windows, turns, shared_layers(config, windows), strict=True))
+    kinds = list(zip(windows, turns, shared, strict=True))
     attention = {
-        (window, does_turn, shared): _attention(
-            config, family, head_dim=head_dim, window=window, rope=_rope_of(ropes, window, does_turn), kv_layer=shared
+        (window, does_turn, kv_layer): _attention(
+            config,
+            family,
+            heads_of.of(window),
+            window=window,
+            rope=_rope_of(ropes, window, does_turn),
+            kv_layer=kv_layer,
         )
-        for window, does_turn, shared in dict.fromkeys(kinds)
+        for window, does_turn, kv_layer in dict.fromkeys(kinds)
     }
     made: dict[tuple[int, int], LayerSpec] = {}
     layers = []
@@ -293,10 +324,16 @@ def _rope_of(ropes: list[Rope], window: int | None, does_turn: bool) -> Rope | N
 
 
 def _attention(
-    config: HfConfig, family: Family, *, head_dim: int, window: int | None, rope: Rope | None, kv_layer: int | None
+    config: HfConfig,
+    family: Family,
+    kv_heads: tuple[int, int, bool],
+    *,
+    window: int | None,
+    rope: Rope | None,
+    kv_layer: int | None,
 ) -> AttentionLayer:
     n_heads = config.integer("num_attention_heads")
-    n_kv_heads = config.integer("num_key_value_heads", n_heads)
+    n_kv_heads, head_dim, has_v = kv_heads
     if n_heads % n_kv_heads:
         raise LoadError(f"{n_heads} query heads cannot share {n_kv_heads} key-value heads ({config.path})")
     mla = None
@@ -334,6 +371,7 @@ def _attention(
         has_o_bias=_decided(config, family.o_bias),
         has_sinks=family.has_sinks,
         has_v_norm=family.has_v_norm,
+        has_v=has_v,
         kv_layer=kv_layer,
         mla=mla,
     )
@@ -380,6 +418,8 @@ def _windows(config: HfConfig, family: Family, n_layers: int) -> list[int | None
         windows = [window if turns is family.attends_in_chunks else None for turns in _no_rope(config, n_layers)]
     else:
         windows = [window] * n_layers
+    if family.full_last:
+        windows[-1] = None
     if types is not None and "layer_types" not in family.keys:
         found = ["full_attention" if one is None else "sliding_attention" for one in windows]
         if types != found:
@@ -409,10 +449,12 @@ def _no_rope(config: HfConfig, n_layers: int) -> list[bool]:
     return [bool(one) for one in turns[:n_layers]]
 
 
-def _mlps(config: HfConfig, family: Family, n_layers: int) -> list[MlpSpec]:
-    """Each layer's; equal ones are one object."""
-    are_apart = "activation_sparsity_pattern" in family.keys
-    widths = mlp_widths(config, n_layers) if are_apart else [_ffn(config)] * n_layers
+def _mlps(config: HfConfig, family: Family, shared: list[int | None]) -> list[MlpSpec]:
+    """Each layer's; equal ones are one object. shared: as `shared_layers` gives it."""
+    n_layers, are_apart = len(shared), "activation_sparsity_pattern" in family.keys
+    widths = mlp_widths(config, n_layers) if are_apart or family.has_full_heads else [_ffn(config)] * n_layers
+    if "use_double_wide_mlp" in family.keys and config.flag("use_double_wide_mlp"):
+        widths = [width if one is None else 2 * width for width, one in zip(widths, shared, strict=True)]
     kinds = list(zip(widths, cutoffs(config, n_layers) if are_apart else [None] * n_layers, strict=True))
     has_bias, activation = _decided(config, family.mlp_bias), _activation(config, family)
     made = {

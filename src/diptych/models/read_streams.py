@@ -1,4 +1,6 @@
-"""What Gemma 3n has beside other decoders, from a config: shared keys and values, streams, embeddings of layers, cutoffs."""
+"""What Gemma 3n and 4 have beside other decoders, from a config: shared keys and values, heads of layers that attend to
+everything, streams, embeddings of layers, cutoffs.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +31,38 @@ def shared_layers(config: HfConfig, windows: list[int | None]) -> list[int | Non
                 f"and there is none (num_kv_shared_layers is {n_shared})"
             )
     return [None if i < first else last[windows[i] is None] for i in range(n_layers)]
+
+
+def full_heads(config: HfConfig, windows: list[int | None], usual: tuple[int, int]) -> tuple[int, int]:
+    """(KV heads, head_dim) of the layers without a window, where others have the usual ones.
+
+    Older configs say both once, and mean the number only where keys are values; newer ones say by layer what differs.
+    """
+    by_layer = config.raw.get("per_layer_config")
+    if by_layer is None:
+        given = {"head_dim": config.raw.get("global_head_dim")}
+        if config.flag("attention_k_eq_v"):
+            given["num_key_value_heads"] = config.raw.get("num_global_key_value_heads")
+    else:
+        full = [i for i, window in enumerate(windows) if window is None]
+        by_layer = by_layer if isinstance(by_layer, dict) else {"": by_layer}
+        entries = list(by_layer.values())
+        named = sorted(int(number) if str(number).isdecimal() else -1 for number in by_layer)
+        if named != full or any(one != entries[0] for one in entries):
+            raise LoadError(
+                f"per_layer_config in {config.path} must say the same of each layer that attends to everything, and nothing of "
+                f"others; those are {', '.join(map(str, full)) or 'none'}"
+            )
+        given = dict(entries[0]) if entries and isinstance(entries[0], dict) else {}
+        if unread := sorted(set(given) - {"head_dim", "num_key_value_heads"}):
+            raise LoadError(
+                f"{unread[0]} in per_layer_config of {config.path} is {given[unread[0]]!r}; no layer has its own"
+            )
+    section = HfConfig({key: value for key, value in given.items() if value is not None}, path=config.path)
+    n_kv, width = section.integer("num_key_value_heads", usual[0]), section.integer("head_dim", usual[1])
+    if width % 2:
+        raise LoadError(f"head_dim of layers that attend to everything is {width} in {config.path}; it must be even")
+    return n_kv, width
 
 
 def mlp_widths(config: HfConfig, n_layers: int) -> list[int]:

@@ -12,7 +12,6 @@ from types import MappingProxyType
 
 # what is missing -> model_type of transformers
 MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "embeddings for each layer, shared keys and values": ("gemma4", "gemma4_text", "gemma4_unified"),
     "a state per sequence (linear attention, Mamba or convolution)": (
         "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "falcon_h1", "bamba",
         "jamba", "zamba", "zamba2", "mamba", "mamba2", "falcon_mamba", "rwkv", "lfm2", "lfm2_moe", "kimi_linear",

@@ -1,4 +1,4 @@
-"""Rotary settings from a config: default, linear, dynamic, llama3, yarn, longrope, in both layouts.
+"""Rotary settings from a config: default, linear, dynamic, proportional, llama3, yarn, longrope, in both layouts.
 
 transformers 5 writes `rope_parameters` (per layer type in Gemma 3), older versions `rope_theta` beside `rope_scaling`.
 
@@ -26,6 +26,7 @@ SECTION_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
+    "proportional": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim", "beta_fast",
              "beta_slow", "truncate", "llama_4_scaling_beta"),
@@ -64,7 +65,7 @@ def rope_section(config: HfConfig, *, aliases: tuple[str, ...] = (), is_partial:
     unread = sorted(name for name, value in raw.items() if name not in known and value is not None)
     if unread:
         raise LoadError(f"{unread[0]} in {section.path} is {raw[unread[0]]!r}; {raw['rope_type']} rope has no such key")
-    if not is_partial and section.number("partial_rotary_factor", 1.0) != 1.0:
+    if not is_partial and raw["rope_type"] != "proportional" and section.number("partial_rotary_factor", 1.0) != 1.0:
         raise LoadError(
             f"partial_rotary_factor in {section.path} is {raw['partial_rotary_factor']!r}; this family turns whole heads"
         )
@@ -91,7 +92,11 @@ def make_rope(
     config: HfConfig, rope: HfConfig, *, head_dim: int, max_context_tokens: int, longrope: str = "auto"
 ) -> Rope:
     """The settings for an engine whose sequences have at most max_context_tokens. longrope: auto, short or long."""
-    rotary_dim = int(head_dim * rope.number("partial_rotary_factor", 1.0))
+    part = rope.number("partial_rotary_factor", 1.0)
+    if not 0.0 <= part <= 1.0:
+        raise LoadError(f"partial_rotary_factor in {rope.path} is {part}; it must be between 0 and 1")
+    # proportional: over whole heads, of which pairs from some on do not turn
+    rotary_dim = head_dim if rope.raw["rope_type"] == "proportional" else int(head_dim * part)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise LoadError(
             f"rotary dimension {rotary_dim} of head_dim {head_dim} in {config.path} is not an even part of it"
@@ -114,6 +119,8 @@ def make_rope(
     made = partial(Rope, theta=theta, rotary_dim=rotary_dim, kind=kind)
     if kind in ("default", "dynamic"):
         return made()
+    if kind == "proportional":
+        return made(factor=rope.number("factor", 1.0), n_turning=int(part * head_dim // 2))
     if kind == "linear":
         return made(factor=rope.number("factor"))
     old_length = rope.integer("original_max_position_embeddings", trained, low=2)

@@ -67,11 +67,11 @@ class Norms(Enum):
 class Rope:
     """Rotary positions as the config gives them, settled for the longest sequence that will run (see `rope`).
 
-    kind: default, linear, dynamic, llama3, yarn or longrope. theta: the base, already stretched for dynamic.
+    kind: default, linear, dynamic, proportional, llama3, yarn or longrope. theta: the base, already stretched for dynamic.
     trained_tokens: original_max_position_embeddings. divisors: longrope's factors, one per pair of dimensions, of
-    `divisors_name` (short_factor or long_factor). attention_factor multiplies cos and sin. query_slope: queries are scaled by
-    position as `QueryScale` says, every trained_tokens. is_interleaved: neighbouring
-    dimensions turn together in the checkpoint's order, not those half of rotary_dim apart.
+    `divisors_name` (short_factor or long_factor). n_turning: of proportional, how many pairs do turn. attention_factor
+    multiplies cos and sin. query_slope: queries are scaled by position as `QueryScale` says, every trained_tokens.
+    is_interleaved: neighbouring dimensions turn together in the checkpoint's order, not those half of rotary_dim apart.
     """
 
     theta: float
@@ -85,6 +85,7 @@ class Rope:
     beta_slow: float = 1.0
     is_truncated: bool = True
     attention_factor: float = 1.0
+    n_turning: int | None = None
     divisors: tuple[float, ...] = ()
     divisors_name: str | None = None
     query_slope: float = 0.0
@@ -132,8 +133,9 @@ class AttentionLayer:
     window: a query sees the last `window` positions up to and with its own; None: all. is_chunked: it sees those from the
     last multiple of `window` on instead (priced as a window, which is the most it sees). softcap: scores become
     softcap * tanh(score / softcap), after scale. rope None: no rotary positions. sinks: one learned logit per head.
-    has_v_norm: values are normed like `qk_norm`'s heads, without a weight. kv_layer: the number of the layer before this one
-    whose keys and values it attends to; it has no k and v of its own then, and keeps nothing. None: its own.
+    has_v_norm: values are normed like `qk_norm`'s heads, without a weight. has_v: there is a projection for values; where there
+    is none they are the keys before norm and turn. kv_layer: the number of the layer before this one whose keys and values it
+    attends to; it has no k and v of its own then, and keeps nothing. None: its own.
     """
 
     n_heads: int
@@ -150,13 +152,19 @@ class AttentionLayer:
     has_o_bias: bool = False
     has_sinks: bool = False
     has_v_norm: bool = False
+    has_v: bool = True
     kv_layer: int | None = None
     mla: MlaSpec | None = None
 
     @property
     def own_kv_heads(self) -> int:
-        """KV heads that it has projections for, and keeps."""
+        """KV heads of its own, which it keeps."""
         return self.n_kv_heads if self.kv_layer is None else 0
+
+    @property
+    def kv_heads_projected(self) -> int:
+        """Heads of k and of v, together, that it has projections for."""
+        return self.own_kv_heads * (1 + self.has_v)
 
     @property
     def cache(self) -> CacheShape:
@@ -259,7 +267,8 @@ class ModelSpec:
     mean away first (LayerNorm). residual_scale multiplies what a layer adds, logit_scale the logits. is_run: whether the
     engine runs this family, or the planner only prices it. has_head: whether there is an output projection that tokens are
     drawn by; a model without one gives states (embeddings, scores) and no tokens. low_rank: of a branch beside each layer's
-    attention (LAuReL, arXiv 2411.07501), 0: there is none.
+    attention (LAuReL, arXiv 2411.07501), 0: there is none. scales_layers: behind each layer the stream is multiplied by a
+    number of the layer's.
     """
 
     name: str
@@ -283,6 +292,7 @@ class ModelSpec:
     has_embedding_norm: bool = False
     n_position_embeddings: int = 0
     low_rank: int = 0
+    scales_layers: bool = False
     streams: StreamsSpec | None = None
     layer_inputs: LayerInputs | None = None
     published_parameters: int | None = None
@@ -294,9 +304,15 @@ class ModelSpec:
             raise UnsupportedModel(f"{self.name} has {len(mixtures)} kinds of mixtures of experts; one is supported")
         for i, layer in enumerate(self.layers):
             shared = layer.attention.kv_layer
-            if shared is not None and not (0 <= shared < i and self.layers[shared].attention.kv_layer is None):
+            if shared is None:
+                continue
+            if not (0 <= shared < i and self.layers[shared].attention.kv_layer is None):
                 raise UnsupportedModel(
                     f"layer {i} of {self.name} attends to the keys and values of layer {shared}, which has none before it"
+                )
+            if layer.attention.cache != self.layers[shared].attention.cache:
+                raise UnsupportedModel(
+                    f"layer {i} of {self.name} attends to keys and values of another shape, which layer {shared} keeps"
                 )
 
     def __hash__(self) -> int:
@@ -318,6 +334,11 @@ class ModelSpec:
     def kv_layers(self) -> tuple[int, ...]:
         """The numbers of the layers that keep keys and values, in the order in which a cache has them."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.attention.kv_layer is None)
+
+    @cached_property
+    def caches(self) -> tuple[CacheShape, ...]:
+        """What each of them keeps of a token."""
+        return tuple(self.layers[i].attention.cache for i in self.kv_layers)
 
     def kv_place(self, number: int) -> int:
         """Which of a cache's layers a layer attends to."""

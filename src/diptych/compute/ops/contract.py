@@ -69,9 +69,10 @@ class AttentionSpec:
 
     layer: its number in the model; place: which layer of the cache it attends to, None: that of its number. owns_kv: it
     writes its keys and values there; otherwise another layer does, and it has q alone. has_v_norm: each head's value is
-    normed over d, without a weight. is_chunked: it sees those from the last multiple of `window` on instead. softcap: scores
-    become softcap * tanh(score / softcap), after scale. rope None: no positions in this layer. mla: then there is one kv head,
-    of kv_rank + rope_dim, whose keys are the values too.
+    normed over d, without a weight. has_v: values are projected; otherwise they are the keys before norm and turn.
+    is_chunked: it sees those from the last multiple of `window` on instead. softcap: scores become
+    softcap * tanh(score / softcap), after scale. rope None: no positions in this layer. mla: then there is one kv head, of
+    kv_rank + rope_dim, whose keys are the values too.
     """
 
     layer: int
@@ -90,6 +91,7 @@ class AttentionSpec:
     place: int | None = None
     owns_kv: bool = True
     has_v_norm: bool = False
+    has_v: bool = True
 
     @property
     def cache_layer(self) -> int:
@@ -259,6 +261,10 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         """gate and up stacked [2F, D], gate rows first, for `linear_gate`; is_apart: for `sparse_gate`."""
 
     @abstractmethod
+    def number(self, tensor: WeightTensor) -> float:
+        """The only value of a tensor [1]."""
+
+    @abstractmethod
     def gate(self, parts: LinearParts, activation: Activation) -> Linear:
         """gate alone [F, D], for `gate_given`."""
 
@@ -371,6 +377,10 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         """x + sigmoid(gate) * y [T, D], gate [T, 1]; x may be written and is not used again by the caller."""
 
     @abstractmethod
+    def scale(self, x: Stream, factor: float) -> Stream:
+        """factor * x [T, D]; x may be written and is not used again by the caller."""
+
+    @abstractmethod
     def sparse_gate(self, h: Stream | Hidden, weight: Linear, *, cutoff: float) -> Hidden:
         """y [T, F] = act(max(g - (mean(g) + cutoff * deviation(g)), 0)) * u, g = h Wgate^T + bg and u = h Wup^T + bu.
 
@@ -418,7 +428,7 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
     def rotate_and_cache(self, qkv: Hidden, attention: Heads) -> Hidden:
         """q [T, H, d] from qkv [T, (H + 2K) d]: norms, rotary embedding, q's scale; writes the tokens' k and v.
 
-        Where the layer owns none it is q [T, H d], and nothing is written.
+        Where the layer owns none it is q [T, H d], and nothing is written; where values are the keys it is [T, (H + K) d].
         """
 
     @abstractmethod
@@ -489,6 +499,7 @@ OPS: dict[str, OpContract] = {
                    tolerance_fp32=1e-6, tolerance_bf16=2e-2),
         OpContract(name="add_gated", inputs="x [T,D], y [T,D], gate [T,1]", output="x [T,D]", writes="x",
                    tolerance_fp32=1e-6, tolerance_bf16=3e-2),
+        OpContract(name="scale", inputs="x [T,D]", output="x [T,D]", writes="x", tolerance_fp32=1e-6, tolerance_bf16=2e-2),
         OpContract(name="sparse_gate", inputs="h [T,D], W [2F,D], b [2F]", output="y [T,F]", writes="",
                    tolerance_fp32=1e-5, tolerance_bf16=3e-2),
         OpContract(name="gate_given", inputs="h [T,D], W [F,D], given [T,W]", output="y [T,F]", writes="",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import shutil
 from importlib.util import find_spec
+from typing import Any
 
 from diptych.compute.ops.cpus import Placement
 from diptych.ground.errors import ConfigError
@@ -76,19 +77,19 @@ def warn_of_faster_set(name: str) -> None:
         logger.warning("kernels use %s; this processor also has %s, which is faster", name, faster)
 
 
-def kv_bytes_per_block(spec: ModelSpec, kv_format: str, block_tokens: int) -> int:
-    """Bytes of one block in all layers of a model whose layers' caches have one shape."""
-    return int(_cpu.kv_bytes_per_block(block_tokens=block_tokens, format=kv_format, **cache_sizes(spec)))
+def kv_bytes_per_block(
+    spec: ModelSpec, kv_format: str, block_tokens: int, heads: list[tuple[int, int]] | None = None
+) -> int:
+    """Bytes of one block in all layers of a model. heads: how many of each layer, and how wide, if not its own."""
+    sizes = {**cache_sizes(spec), **({} if heads is None else {"heads": heads})}
+    return int(_cpu.kv_bytes_per_block(block_tokens=block_tokens, format=kv_format, **sizes))
 
 
-def cache_sizes(spec: ModelSpec) -> dict[str, int]:
-    """The cache of a model whose layers' caches have one shape, as the kernels want to know it."""
-    cache = spec.attention.cache
+def cache_sizes(spec: ModelSpec) -> dict[str, Any]:
+    """The cache of a model as the kernels want to know it: of each layer that keeps something how many heads, and how wide."""
     return {
-        "n_layers": len(spec.kv_layers),
-        "n_kv_heads": cache.n_heads,
-        "head_dim": cache.head_dim,
-        "has_values": cache.has_values,
+        "heads": [(cache.n_heads, cache.head_dim) for cache in spec.caches],
+        "has_values": spec.caches[0].has_values,
     }
 
 

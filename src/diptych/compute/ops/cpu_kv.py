@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
-from diptych.compute.kv_store import KVHeader, KVPayload
+from diptych.compute.kv_store import KVHeader, KVPayload, said_once
 from diptych.compute.ops.cpu_kernels import _cpu
 from diptych.ground.errors import CapacityError, ConfigError
 
@@ -23,7 +24,8 @@ BACKED_BYTES = 2 << 20  # a huge page asked for at a time: milliseconds, in whic
 
 def layout_of(cache: dict[str, Any]) -> str:
     """How a block of such a cache lies; one has values unless it says otherwise, as in `_cpu.KvCache`."""
-    return (LAYOUT if cache.get("has_values", True) else LATENT_LAYOUT).format(**cache)
+    layout = LAYOUT if cache.get("has_values", True) else LATENT_LAYOUT
+    return said_once([layout.format(n_kv_heads=n, head_dim=width) for n, width in cache["heads"]])
 
 
 class CpuKVStore:
@@ -36,7 +38,7 @@ class CpuKVStore:
             raise ConfigError(f"block_tokens is {block_tokens}; the cpu backend needs a multiple of 16")
         self.n_blocks = n_blocks
         self.block_tokens = block_tokens
-        self._heads = (cache["n_kv_heads"], cache["head_dim"])
+        self._heads = list(cache["heads"])
         try:
             self.native = _cpu.KvCache(n_blocks=n_blocks, block_tokens=block_tokens, **cache)
             # any thread may meet any block
@@ -55,7 +57,7 @@ class CpuKVStore:
             revision=revision,
             layout=layout_of(cache),
             dtype=cache["format"],
-            n_layers=cache["n_layers"],
+            n_layers=len(self._heads),
             block_tokens=block_tokens,
             block_bytes=int(self.native.block_bytes),
         )
@@ -70,12 +72,13 @@ class CpuKVStore:
 
         Blocks that are handed out first come first, in all layers: a step writes to every layer.
         """
-        layer_bytes = self.nbytes // self.header.n_layers
-        for begin in range(0, layer_bytes, BACKED_BYTES):
-            for first in range(0, self.nbytes, layer_bytes):
+        layers = list(pairwise(self.native.begins))
+        for at in range(0, max(end - begin for begin, end in layers), BACKED_BYTES):
+            for begin, end in layers:
                 if wants_stop():
                     return
-                self.native.back(first + begin, first + min(begin + BACKED_BYTES, layer_bytes))
+                if begin + at < end:
+                    self.native.back(begin + at, min(begin + at + BACKED_BYTES, end))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block source to block target in every layer, in the order of the pairs."""
@@ -96,7 +99,7 @@ class CpuKVStore:
 
     def read(self, layer: int, block_ids: Sequence[int], n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) of the first n_tokens of a sequence that lies in block_ids, each [K, T, d] fp32; copies."""
-        n_heads, head_dim = self._heads
+        n_heads, head_dim = self._heads[layer]
         keys, values = (torch.empty((n_heads, n_tokens, head_dim), dtype=torch.float32) for _ in range(2))
         self.native.read(layer, np.asarray(block_ids, dtype=np.int32), keys.numpy(), values.numpy())
         return keys, values

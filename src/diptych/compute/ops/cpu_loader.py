@@ -160,6 +160,10 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
     def _vector(self, tensor: WeightTensor, offset: float = 0.0, *, rows: slice = slice(None)) -> int:
         return int(self.program.add_vector(self._values(tensor, offset)[rows].contiguous()))
 
+    def number(self, tensor: WeightTensor) -> float:
+        """Becomes a part of the program."""
+        return float(self._values(tensor)[0])
+
     def vector(self, tensor: WeightTensor) -> VectorHandle:
         """Row after row."""
         return VectorHandle(index=self._vector(tensor))

@@ -30,63 +30,78 @@ from diptych.compute.ops.shares import Rank, together
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, EngineError, UnsupportedModel, WorkerLost
 from diptych.ground.spare_time import start_in_spare_time
+from diptych.models.spec import ModelSpec
 
 ERROR_CHARS = 300  # of an answer
-HEADS_AXIS = {Verb.EXPORT: 2, Verb.READ: 1}  # of what they give
 
 
-def cache_of(model: CpuModel, rank: Rank) -> tuple[int, int]:
-    """(first KV head, KV heads) of a rank's cache. UnsupportedModel where layers would have different ones."""
-    found = {rank.heads(layer.attention.n_heads, layer.attention.cache.n_heads) for layer in model.spec.layers}
-    caches = {(heads.first_kv_head, heads.n_kv_heads) if heads is not None else (0, 0) for heads in found}
-    if len(caches) > 1:
-        raise UnsupportedModel("the layers have different numbers of heads, which ranks cannot divide alike")
-    return caches.pop()
+Heads = list[tuple[int, int]]  # of each layer of a cache: the first of all heads, and how many
+
+
+def heads_of(spec: ModelSpec, rank: Rank) -> Heads:
+    """A rank's KV heads of each layer of the cache. UnsupportedModel where layers that share one would have different ones."""
+    found: dict[int, set[tuple[int, int]]] = {}
+    for number, layer in enumerate(spec.layers):
+        own = rank.heads(layer.attention.n_heads, layer.attention.cache.n_heads)
+        found.setdefault(spec.kv_place(number), set()).add(
+            (0, 0) if own is None else (own.first_kv_head, own.n_kv_heads)
+        )
+    if any(len(heads) > 1 for heads in found.values()):
+        raise UnsupportedModel(
+            "layers that share keys have different numbers of heads, which ranks cannot divide alike"
+        )
+    return [found[place].pop() for place in sorted(found)]
+
+
+def cache_of(cache: dict[str, Any], heads: Heads) -> dict[str, Any]:
+    """The sizes of a cache of these heads alone."""
+    return {**cache, "heads": [(n, width) for (_, n), (_, width) in zip(heads, cache["heads"], strict=True)]}
+
+
+def columns_of(cache: dict[str, Any], heads: Heads, block_tokens: int) -> list[slice]:
+    """Where in the bytes of a block of all heads these lie, layer after layer."""
+    found, begin = [], 0
+    for (first, n), (n_heads, width) in zip(heads, cache["heads"], strict=True):
+        one = int(_cpu.kv_bytes_per_block(block_tokens=block_tokens, **{**cache, "heads": [(1, width)]}))
+        found.append(slice(begin + first * one, begin + (first + n) * one))
+        begin += n_heads * one
+    return found
 
 
 class Part:
-    """One rank's part of a KV cache: heads [first, first + n) of all."""
+    """One rank's part of a KV cache: some heads of each layer."""
 
-    def __init__(self, store: CpuKVStore, first: int, n: int, *, n_heads: int, head_dim: int) -> None:
+    def __init__(self, store: CpuKVStore, cache: dict[str, Any], heads: Heads) -> None:
+        """cache: the sizes of all ranks' together."""
         self.store = store
-        self._own = slice(first, first + n)
-        self._n_heads = n_heads
-        self._head_dim = head_dim
+        self._heads = heads
+        self._widths = [width for _, width in cache["heads"]]
+        self._columns = columns_of(cache, heads, store.block_tokens)
 
     def copy(self, pairs: np.ndarray) -> None:
         """Copy block to block, pairs [N, 2]."""
         self.store.native.copy_blocks(pairs.tolist())
 
-    def bytes_shape(self, n_blocks: int, block_bytes: int) -> tuple[int, int, int, int]:
-        """Raw blocks of all heads: [N, L, K, bytes of a head]."""
-        n_layers = self.store.header.n_layers
-        return n_blocks, n_layers, self._n_heads, block_bytes // n_layers // self._n_heads
-
-    def export(self, block_ids: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-        """Its heads' bytes of blocks that have this shape, [N, L, k, bytes of a head]."""
-        n, n_layers, _, head_bytes = shape
-        own = np.empty((n, self.store.header.block_bytes), dtype=np.uint8)
+    def export(self, block_ids: np.ndarray) -> np.ndarray:
+        """Its heads' bytes of blocks, [N, its bytes of a block]."""
+        own = np.empty((len(block_ids), self.store.header.block_bytes), dtype=np.uint8)
         self.store.native.export_blocks(block_ids, own)
-        return own.reshape(n, n_layers, -1, head_bytes)
+        return own
 
-    def import_from(self, block_ids: np.ndarray, all_heads: np.ndarray) -> None:
+    def import_from(self, block_ids: np.ndarray, data: np.ndarray) -> None:
         """Its heads' bytes from those of all."""
-        own = np.ascontiguousarray(all_heads[:, :, self._own]).reshape(len(block_ids), self.store.header.block_bytes)
-        self.store.native.import_blocks(block_ids, own)
-
-    def numbers_shape(self, n_tokens: int) -> tuple[int, int, int, int]:
-        """Keys and values of all heads: [2, K, T, d]."""
-        return 2, self._n_heads, n_tokens, self._head_dim
+        self.store.native.import_blocks(block_ids, np.concatenate([data[:, one] for one in self._columns], axis=1))
 
     def read(self, layer: int, block_ids: np.ndarray, n_tokens: int) -> np.ndarray:
         """Its heads' keys and values, [2, k, T, d]."""
-        own = np.empty((2, self._own.stop - self._own.start, n_tokens, self._head_dim), dtype=np.float32)
+        own = np.empty((2, self._heads[layer][1], n_tokens, self._widths[layer]), dtype=np.float32)
         self.store.native.read(layer, block_ids, own[0], own[1])
         return own
 
     def write_from(self, layer: int, block_ids: np.ndarray, both: np.ndarray) -> None:
         """Its heads' keys and values from those of all."""
-        own = np.ascontiguousarray(both[:, self._own])
+        first, n = self._heads[layer]
+        own = np.ascontiguousarray(both[:, first : first + n])
         self.store.native.write(layer, block_ids, own[0], own[1])
 
 
@@ -94,11 +109,21 @@ class RankedKVStore:
     """The cache of all ranks behind the KVStore interface; rank 0 has this, and a part of the bytes."""
 
     def __init__(
-        self, ranks: Ranks, part: Part, heads: Sequence[tuple[int, int]], *, number: int, header: KVHeader, nbytes: int
+        self,
+        ranks: Ranks,
+        part: Part,
+        cache: dict[str, Any],
+        heads: Sequence[Heads],
+        *,
+        number: int,
+        header: KVHeader,
+        nbytes: int,
     ) -> None:
-        """heads: (first, how many) of every rank."""
+        """cache: the sizes of all together. heads: of every rank."""
         self._ranks = ranks
+        self._shapes = list(cache["heads"])
         self._heads = heads
+        self._columns = [columns_of(cache, one, part.store.block_tokens) for one in heads]
         self._part = part
         self._number = number
         self.header = header
@@ -125,24 +150,33 @@ class RankedKVStore:
     def export_blocks(self, block_ids: Sequence[int], out: np.ndarray | None = None) -> KVPayload:
         """The bytes of these blocks in every layer; a copy, in memory of its own."""
         ids = self._ids(block_ids)
-        shape = self._part.bytes_shape(len(ids), self.header.block_bytes)
-        data = self._gather(
-            Verb.EXPORT, {}, ids, np.empty(shape, dtype=np.uint8), lambda: self._part.export(ids, shape)
-        )
-        return KVPayload.of(self.header, data.reshape(len(ids), -1))
+        data = np.empty((len(ids), self.header.block_bytes), dtype=np.uint8)
+        widths = [[one.stop - one.start for one in columns] for columns in self._columns]
+        shapes = [(len(ids), sum(of_rank)) for of_rank in widths]
+        parts = self._gather(Verb.EXPORT, {}, ids, shapes, lambda: self._part.export(ids))
+        for part, columns, of_rank in zip(parts, self._columns, widths, strict=True):
+            for one, values in zip(columns, np.split(part, np.cumsum(of_rank)[:-1], axis=1), strict=True):
+                data[:, one] = values
+        return KVPayload.of(self.header, data)
 
     def import_blocks(self, block_ids: Sequence[int], payload: KVPayload) -> None:
         """Take in blocks that an equal store exported. TransferError, and nothing is written, unless all of them are right."""
         payload.check(self.header, len(block_ids))
         ids = self._ids(block_ids)
-        data = payload.data_NB.reshape(self._part.bytes_shape(len(ids), self.header.block_bytes))
+        data = payload.data_NB
         self._tell(Verb.IMPORT, {}, ids, data, own=lambda: self._part.import_from(ids, data))
 
     def read(self, layer: int, block_ids: Sequence[int], n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) of the first n_tokens of a sequence that lies in block_ids, each [K, T, d] fp32; copies."""
         ids = self._ids(block_ids)
-        both = np.empty(self._part.numbers_shape(n_tokens), dtype=np.float32)
-        self._gather(Verb.READ, {"layer": layer}, ids, both, lambda: self._part.read(layer, ids, n_tokens))
+        n_heads, width = self._shapes[layer]
+        both = np.empty((2, n_heads, n_tokens, width), dtype=np.float32)
+        own = [heads[layer] for heads in self._heads]
+        shapes = [(2, n, n_tokens, width) for _, n in own]
+        head = {"layer": layer, "n_tokens": n_tokens}
+        parts = self._gather(Verb.READ, head, ids, shapes, lambda: self._part.read(layer, ids, n_tokens), np.float32)
+        for part, (first, n) in zip(parts, own, strict=True):
+            both[:, first : first + n] = part
         keys, values = torch.from_numpy(both)
         return keys, values
 
@@ -153,21 +187,25 @@ class RankedKVStore:
         self._tell(Verb.WRITE, {"layer": layer}, ids, both, own=lambda: self._part.write_from(layer, ids, both))
 
     def _gather(
-        self, verb: Verb, head: dict[str, Any], ids: np.ndarray, whole: np.ndarray, own: Callable[[], np.ndarray]
-    ) -> np.ndarray:
-        """`whole`, filled with every rank's heads."""
-        axis = HEADS_AXIS[verb]
-        parts = [[*whole.shape[:axis], n, *whole.shape[axis + 1 :]] for _, n in self._heads]
-        slot_bytes = max(math.prod(part) for part in parts) * whole.itemsize
+        self,
+        verb: Verb,
+        head: dict[str, Any],
+        ids: np.ndarray,
+        shapes: Sequence[tuple[int, ...]],
+        own: Callable[[], np.ndarray],
+        dtype: type = np.uint8,
+    ) -> list[np.ndarray]:
+        """What every rank gives, which has these shapes; copies."""
+        sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape in shapes]
+        parts: list[np.ndarray] = []
 
         def take() -> None:
-            slots = gathered(self._ranks.team, own(), slot_bytes)
-            for slot, part, (first, n) in zip(slots, parts, self._heads, strict=True):
-                values = slot[: math.prod(part) * whole.itemsize].view(whole.dtype).reshape(part)
-                np.moveaxis(whole, axis, 0)[first : first + n] = np.moveaxis(values, axis, 0)
+            slots = gathered(self._ranks.team, own(), max(sizes))
+            for slot, shape, size in zip(slots, shapes, sizes, strict=True):
+                parts.append(slot[:size].view(dtype).reshape(shape).copy())
 
-        self._tell(verb, {**head, "shape": whole.shape, "slot_bytes": slot_bytes}, ids, own=take)
-        return whole
+        self._tell(verb, {**head, "slot_bytes": max(sizes)}, ids, own=take)
+        return parts
 
     def _ids(self, block_ids: Sequence[int]) -> np.ndarray:
         """As int32, checked here: what another rank refuses ends the team."""
@@ -226,9 +264,12 @@ class RankedModel(CpuModel):
 
     def kv_bytes_per_block(self, block_tokens: int) -> int:
         """Bytes of one block in all layers on all ranks: a head that several of them hold counts as often."""
-        heads = [cache_of(self, self.ranks.rank(number))[1] for number in range(self.ranks.size)]
-        one = _cpu.kv_bytes_per_block(block_tokens=block_tokens, **{**self._cache, "n_kv_heads": 1})
-        return int(one) * sum(heads)
+        caches = (cache_of(self._cache, heads) for heads in self._heads())
+        return sum(int(_cpu.kv_bytes_per_block(block_tokens=block_tokens, **cache)) for cache in caches)
+
+    def _heads(self) -> list[Heads]:
+        """Of every rank."""
+        return [heads_of(self.spec, self.ranks.rank(number)) for number in range(self.ranks.size)]
 
     def make_kv(self, n_blocks: int, block_tokens: int) -> KVStore:
         """See Model; a part of it on each rank."""
@@ -253,8 +294,9 @@ class RankedModel(CpuModel):
         )
         part = part_of(self, rank, store)
         nbytes = n_blocks * self.kv_bytes_per_block(block_tokens)
-        heads = [cache_of(self, self.ranks.rank(number)) for number in range(self.ranks.size)]
-        ranked = RankedKVStore(self.ranks, part, heads, number=number, header=header, nbytes=nbytes)
+        ranked = RankedKVStore(
+            self.ranks, part, self._cache, self._heads(), number=number, header=header, nbytes=nbytes
+        )
         weakref.finalize(ranked, self._dropped.append, number)
         return ranked
 
@@ -372,7 +414,7 @@ def added(add: Callable[[Adapter], int], model: CpuModel, adapter: Adapter) -> d
 
 def make_part_store(model: CpuModel, rank: Rank, n_blocks: int, block_tokens: int, number: int) -> CpuKVStore:
     """A rank's part of a cache, which is known under `number` to all of them."""
-    cache = {**model._cache, "n_kv_heads": cache_of(model, rank)[1]}
+    cache = cache_of(model._cache, heads_of(model.spec, rank))
     nodes = rank.placement.nodes if rank.placement is not None else ()
     store = CpuKVStore(cache, n_blocks=n_blocks, block_tokens=block_tokens, nodes=nodes, revision=model.revision)
     store.native.number = number
@@ -381,9 +423,7 @@ def make_part_store(model: CpuModel, rank: Rank, n_blocks: int, block_tokens: in
 
 def part_of(model: CpuModel, rank: Rank, store: CpuKVStore) -> Part:
     """A rank's store with the place of its heads among all."""
-    first, n = cache_of(model, rank)
-    cache = model.spec.attention.cache
-    return Part(store, first, n, n_heads=cache.n_heads, head_dim=cache.head_dim)
+    return Part(store, model._cache, heads_of(model.spec, rank))
 
 
 class Member:
@@ -423,9 +463,9 @@ class Member:
         elif verb is Verb.COPY:
             part.copy(ids.reshape(-1, 2))
         elif verb is Verb.EXPORT:
-            gathered(self.rank.team, part.export(ids, head["shape"]), head["slot_bytes"])
+            gathered(self.rank.team, part.export(ids), head["slot_bytes"])
         elif verb is Verb.READ:
-            gathered(self.rank.team, part.read(head["layer"], ids, head["shape"][2]), head["slot_bytes"])
+            gathered(self.rank.team, part.read(head["layer"], ids, head["n_tokens"]), head["slot_bytes"])
         else:
             kind = np.uint8 if verb is Verb.IMPORT else np.float32
             data = np.frombuffer(payload, dtype=kind, offset=ids.nbytes).reshape(head["shape"])

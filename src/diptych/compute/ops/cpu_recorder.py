@@ -293,6 +293,11 @@ class CpuOps(
         self.program.add(self._materialised(y), x.buffer, self._materialised(gate))
         return self._written(x)
 
+    def scale(self, x: ResidualStream, factor: float) -> ResidualStream:
+        """In place."""
+        self.program.branch(x=x.buffer, out=x.buffer, scale=factor)
+        return self._written(x)
+
     def rotate_and_cache(self, qkv: Value, attention: AttentionHandle) -> Value:
         """q in bf16 for the attention kernel; k and v go to the cache."""
         spec, own = attention.spec, attention.own
@@ -317,6 +322,7 @@ class CpuOps(
             query_scale=scale and (scale.slope, scale.tokens, scale.shift),
             has_v_norm=spec.has_v_norm,
             writes_kv=spec.owns_kv,
+            has_v=spec.has_v,
         )
         return Value("query", width, buffer=q)
 

@@ -101,6 +101,10 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         self.sites.note(parts, linear)
         return linear
 
+    def number(self, tensor: WeightTensor) -> float:
+        """On no device."""
+        return float(tensor.read()[0])
+
     def vector(self, tensor: WeightTensor) -> TorchNorm:
         """fp32, in its shape."""
         return TorchNorm(self._vector(tensor))

@@ -99,19 +99,15 @@ class TorchModel(Model):
 
     def kv_bytes_per_block(self, block_tokens: int) -> int:
         """Bytes of one block in all layers."""
-        spec = self.spec
-        return len(spec.kv_layers) * spec.attention.cache.elements * block_tokens * DTYPES[self.kv_format].itemsize
+        return sum(cache.elements for cache in self.spec.caches) * block_tokens * DTYPES[self.kv_format].itemsize
 
     def make_kv(self, n_blocks: int, block_tokens: int) -> TorchKVStore:
         """An empty cache of this model; CapacityError when there is no memory for it."""
-        cache = self.spec.attention.cache
         return TorchKVStore(
-            n_layers=len(self.spec.kv_layers),
+            heads=[(cache.n_heads, cache.head_dim) for cache in self.spec.caches],
             n_blocks=n_blocks,
             block_tokens=block_tokens,
-            n_kv_heads=cache.n_heads,
-            head_dim=cache.head_dim,
-            has_values=cache.has_values,
+            has_values=self.spec.caches[0].has_values,
             dtype=DTYPES[self.kv_format],
             device=self.device,
             revision=self.revision,

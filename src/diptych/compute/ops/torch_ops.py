@@ -209,6 +209,10 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         """x + sigmoid(gate) * y [T, D]."""
         return x + torch.sigmoid(gate) * y
 
+    def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        """factor * x [T, D]."""
+        return x * factor
+
     def rotate_and_cache(self, qkv: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
         """q [T, H, d]; k and v go to their slots."""
         spec = attention.spec
@@ -218,7 +222,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
             q_THd = (q_THd * self._scales(spec.query_scale)[:, None, None]).to(q_THd.dtype)
         if not spec.owns_kv:
             return q_THd
-        k, v = qkv[:, n_q:].chunk(2, dim=-1)
+        k, v = qkv[:, n_q:].chunk(2, dim=-1) if spec.has_v else (qkv[:, n_q:],) * 2
         v_TKd = v.unflatten(-1, (spec.n_kv_heads, spec.head_dim))
         if spec.has_v_norm:
             v_TKd = F.rms_norm(v_TKd.float(), v_TKd.shape[-1:], eps=spec.norm_eps)
