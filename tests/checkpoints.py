@@ -85,8 +85,8 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Gemma4ForCausalLM",
         {"head_dim": 16, "global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
          "sliding_window": 16, "num_hidden_layers": 4, "hidden_size_per_layer_input": 0, "rope_parameters": {
-             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e4},
-             "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}},
+             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e6},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
          "layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 5.0},
     ),
     # of the small sizes: embeddings for each layer, and the last layers attend to others' and are twice as wide

@@ -24,7 +24,8 @@ from checkpoints import VOCAB, make_reference
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3", "gemma2": "gemma2",
     "gemma3": "gemma3", "olmo2": "olmo2", "smollm3": "smollm3", "mixtral": "llama", "qwen3_moe": "qwen3moe",
-    "gemma": "gemma", "gemma3n": "gemma3n", "granite": "granite", "granitemoe": "granitemoe", "glm": "chatglm", "glm4": "glm4",
+    "gemma": "gemma", "gemma3n": "gemma3n", "gemma4": "gemma4", "gemma4-e2b": "gemma4",
+    "granite": "granite", "granitemoe": "granitemoe", "glm": "chatglm", "glm4": "glm4",
     "glm4_moe": "glm4moe", "cohere": "command-r", "cohere2": "cohere2", "stablelm": "stablelm", "olmoe": "olmoe",
     "seed_oss": "seed_oss", "ernie4_5": "ernie4_5", "ernie4_5_moe": "ernie4_5-moe", "qwen2_moe": "qwen2moe",
     "gpt_oss": "gpt-oss", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
@@ -46,6 +47,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "glm": {"rms_norm_eps": 1e-5, "max_position_embeddings": 64, "num_attention_heads": 4, "head_dim": 16},
     # the converter fills the table up with zeros
     "gemma3n": {"vocab_size_per_layer_input": VOCAB},
+    "gemma4-e2b": {"vocab_size_per_layer_input": VOCAB},
     "cohere2": {"sliding_window_pattern": 4, "num_hidden_layers": 5},
     "seed_oss": {"attention_out_bias": False, "mlp_bias": False},
     "qwen2_moe": {"mlp_only_layers": []},
@@ -123,6 +125,8 @@ def write_gguf(
     for theirs, values in tensors_of(model).items():
         stem, ending = theirs.rsplit(".", 1)
         tensors[f"{names.get_name(stem)}.{ending}"] = values
+    if config.model_type == "gemma4_text":
+        tensors["rope_freqs.weight"] = turning_pairs(config)
     for full, values in change(tensors).items():
         kind = gguf.GGMLQuantizationType[choose(full) if values.ndim > 1 else "F32"]
         out.add_tensor(full, quantised(values, kind), raw_dtype=kind)
@@ -162,11 +166,51 @@ def tame_blocks(kind: gguf.GGMLQuantizationType, shape: tuple[int, ...], seed: i
     return blocks.reshape(*shape[:-1], -1)
 
 
+def write_kinds_of_heads(out: gguf.GGUFWriter, config: Any) -> None:
+    """Of Gemma 4: the usual keys are of layers that attend to everything."""
+    config.allow_global_per_layer_attribute_access = True
+    windowed, n_shared = [kind == "sliding_attention" for kind in config.layer_types], config.num_kv_shared_layers
+    full = config.per_layer_config[windowed.index(False)]
+    widths = [config.intermediate_size * (2 if config.use_double_wide_mlp and i >= config.num_hidden_layers - n_shared else 1)
+              for i in range(config.num_hidden_layers)]  # fmt: skip
+    out.add_context_length(config.max_position_embeddings)
+    out.add_embedding_length(config.hidden_size)
+    out.add_block_count(config.num_hidden_layers)
+    out.add_feed_forward_length(widths if config.use_double_wide_mlp else config.intermediate_size)
+    out.add_head_count(config.num_attention_heads)
+    alike = full.num_key_value_heads == config.num_key_value_heads
+    by_layer = [config.num_key_value_heads if one else full.num_key_value_heads for one in windowed]
+    out.add_head_count_kv(config.num_key_value_heads if alike else by_layer)
+    out.add_layer_norm_rms_eps(config.rms_norm_eps)
+    out.add_vocab_size(config.vocab_size)
+    out.add_sliding_window(config.sliding_window)
+    out.add_sliding_window_pattern(windowed)
+    out.add_shared_kv_layers(n_shared)
+    out.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    if config.final_logit_softcapping:
+        out.add_final_logit_softcapping(config.final_logit_softcapping)
+    for add in (out.add_key_length, out.add_value_length, out.add_rope_dimension_count):
+        add(full.head_dim)
+    for add in (out.add_key_length_swa, out.add_value_length_swa, out.add_rope_dimension_count_swa):
+        add(config.head_dim)
+    out.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
+    out.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+
+
+def turning_pairs(config: Any) -> np.ndarray:
+    """What the converter adds for Gemma 4: by what frequencies are divided, of pairs that do not turn 1e30."""
+    full = config.per_layer_config[config.layer_types.index("full_attention")]
+    turning = int(full.head_dim * config.rope_parameters["full_attention"]["partial_rotary_factor"] / 2)
+    return np.array([1.0] * turning + [1e30] * (full.head_dim // 2 - turning), dtype=np.float32)
+
+
 def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
     """What the converter writes of a config."""
     rope = dict(config.rope_parameters)
     full = rope.get("full_attention", rope)
     heads = config.num_attention_heads
+    if config.model_type == "gemma4_text":
+        return write_kinds_of_heads(out, config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     out.add_context_length(config.max_position_embeddings)
     out.add_embedding_length(config.hidden_size)
@@ -327,11 +371,13 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
             tensors[name.replace(".0.", ".")] = torch.stack(many)
         elif ".altup_" in name and "projections." in name:
             continue
-        elif name.endswith(("sinks", "correct_output_scale")):
+        elif name.endswith(("sinks", "correct_output_scale", "layer_scalar")):
             tensors[f"{name}.weight"] = values
         else:
             tensors[name.replace("e_score_correction_bias", "e_score_correction.bias")] = values
-    return {name: values.detach().float().squeeze().contiguous().numpy() for name, values in tensors.items()}
+    return {
+        name: np.atleast_1d(values.detach().float().squeeze().contiguous().numpy()) for name, values in tensors.items()
+    }
 
 
 def clamped_experts(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:

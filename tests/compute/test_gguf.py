@@ -163,9 +163,37 @@ def test_keys_of_layers_that_attend_to_another_s_are_left_alone(tmp_path: Path) 
     assert model.n_parameters == parameter_count(load_gguf_spec(path)) == count_parameters(open_gguf(path))
 
 
+def test_widths_of_gemma_3n_may_differ_by_layer(tmp_path: Path) -> None:
+    """Sizes between the published ones (Matformer) were refused, as the width is an array there."""
+    widths = [96, 64, 96, 128, 96, 64]
+    reference = gguf_reference("gemma3n", intermediate_size=widths)
+    path = write_gguf(reference, tmp_path / "m.gguf")
+    model = load_model(path, REFERENCE)
+    assert [layer.mlp.ffn for layer in model.spec.layers] == widths  # type: ignore[union-attr]
+    check_golden(model, ask_reference(reference, path, new_tokens=4), chunk=7)
+
+
+@pytest.mark.parametrize("freqs", [[1.0] * 4, [1.0] * 6 + [8.0] * 6, [1e30] * 6 + [1.0] * 6])
+def test_pairs_that_gemma_4_does_not_turn_come_last(freqs: list[float], tmp_path: Path) -> None:
+    """Other divisors mean other mathematics."""
+
+    def other(tensors: Tensors) -> Tensors:
+        return tensors | {"rope_freqs.weight": np.array(freqs, dtype=np.float32)}
+
+    path = write_gguf(gguf_reference("gemma4"), tmp_path / "m.gguf", change=other)
+    with pytest.raises(LoadError, match=r"rope_freqs.weight in .* must hold 12 numbers: 1 for pairs that turn"):
+        load_gguf_spec(path)
+
+
 @pytest.mark.parametrize(
     ("family", "metadata", "said"),
     [
+        ("gemma4", {"attention.head_count_kv": [2, 1, 1, 1]}, "head_count_kv .* differs between layers of one kind"),
+        ("gemma4", {"attention.head_count_kv": [2, 1]}, "head_count_kv .* differs between layers of one kind"),
+        ("gemma4", {"feed_forward_length": [96, 96, 0, 96]}, "feed_forward_length .* whole numbers of at least 1"),
+        ("gemma4", {"feed_forward_length": [96, 64]}, "has 2 entries; the model has 4 layers"),
+        ("gemma4", {"rope.dimension_count": 12}, "rope.dimension_count .* is 12 of heads of 24"),
+        ("gemma4", {"expert_count": 4}, "expert_count .* is 4; it changes the mathematics"),
         ("granite", {"rope.scaling.finetuned": False}, r"rope\.scaling\.finetuned .* is False"),
         ("glm4_moe", {"expert_gating_func": 1}, "expert_gating_func .* is 1"),
         ("deepseek_v2", {"expert_gating_func": 3}, "expert_gating_func .* is 3"),

@@ -38,7 +38,12 @@ with torch.inference_mode():
 
 
 # keys that the converter wants, which published files have and transformers does not write
-PUBLISHED = {"cohere2": {"rotary_pct": 1.0}, "glm4_moe_lite": {"first_k_dense_replace": 1}}
+PUBLISHED = {
+    "cohere2": {"rotary_pct": 1.0},
+    "glm4_moe_lite": {"first_k_dense_replace": 1},
+    "gemma4": {"global_head_dim": 24, "num_global_key_value_heads": 1},
+    "gemma4-e2b": {"global_head_dim": 24},
+}
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
@@ -51,7 +56,7 @@ def test_a_converted_checkpoint_has_its_logits(family: str, tmp_path: Path) -> N
     (tmp_path / "folder" / "tokenizer.json").write_text('{"model": {"vocab": {}}, "added_tokens": []}')
     path = tmp_path / "model.gguf"
     command = [sys.executable, "-c", CONVERT, str(llama_cpp_source()), str(tmp_path / "folder"), str(path), "ALL_F32"]
-    if family == "gemma3":  # it cuts the embedding to the tokens that the tokenizer names
+    if family in ("gemma3", "gemma4", "gemma4-e2b"):  # it cuts the embedding to the tokens that the tokenizer names
         words = ", ".join(f'"t{i}": {i}' for i in range(reference.config.vocab_size))
         (tmp_path / "folder" / "tokenizer.json").write_text(
             f'{{"model": {{"vocab": {{{words}}}}}, "added_tokens": []}}'

@@ -21,7 +21,7 @@ from typing import Any
 
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
-from diptych.models.gguf_architectures import DEEPSEEK_V2, GEMMA3N, USUAL, GgufArchitecture, architecture_of
+from diptych.models.gguf_architectures import DEEPSEEK_V2, GEMMA3N, GEMMA4, USUAL, GgufArchitecture, architecture_of
 from diptych.models.gguf_file import PART, GgufArray, GgufFile, GgufTensor, open_gguf
 from diptych.models.read import read_model
 from diptych.models.spec import ModelSpec
@@ -80,6 +80,7 @@ AT_THE_ENDS = {
 ODD_ENDINGS = {
     "self_attn.sinks": "attn_sinks.weight",
     "altup.correct_output_scale": "altup_correct_scale.weight",
+    "layer_scalar": "layer_output_scale.weight",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
 }
@@ -100,6 +101,7 @@ JOINED = {
 # what a rotation divides its frequencies by: Llama 3's own scaling, and the two sets of Phi 3
 ROPE_FREQS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 UNUSED_KV = re.compile(r"^blk\.\d+\.attn_(k|v|k_norm)\.weight$")
+NEVER = 1e20  # what a frequency is divided by that is none
 BLOCK = re.compile(r"^blk\.(\d+)\.")
 ROPE_TENSOR = re.compile(r"^(blk\.\d+\.)?rope_(freqs|factors_long|factors_short)\.weight$")
 
@@ -126,7 +128,8 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     keys.refuse_changing(names, kind)
     config: dict[str, Any] = {"architectures": [kind.architecture], **kind.fixed}
     for name, ours in names.items():
-        value = keys.number(name) if ours else None
+        read = keys.by_layer if name in kind.by_layer else keys.number
+        value = read(name) if ours else None
         if value is None and name in (*NEEDED, kind.eps):
             raise LoadError(
                 f"{keys.full(name)} is missing from {file.path}", hint="the file is damaged, or no language model"
@@ -157,7 +160,7 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     config |= {ours: theirs not in blocks for ours, theirs in kind.absent.items()}
     if "attention.kv_lora_rank" in kind.keys:
         _add_latent(config, keys)
-    elif keys.number("attention.value_length") not in (None, config["head_dim"]):
+    elif keys.number("attention.value_length") not in (None, config.get("global_head_dim", config["head_dim"])):
         raise LoadError(f"{file.path} has values of another width than keys, which no op of the engine computes")
     if keys.number("pooling_type"):
         config["pooling_type"] = keys.number("pooling_type")
@@ -169,7 +172,10 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     if kind is GEMMA3N:
         _add_streams(config, keys, file)
     _add_windows(config, keys, kind)
-    _add_rope(config, keys, file, kind)
+    if kind is GEMMA4:
+        _add_full_heads(config, keys, file)
+    else:
+        _add_rope(config, keys, file, kind)
     return config
 
 
@@ -213,9 +219,51 @@ def _add_streams(config: dict[str, Any], keys: _Keys, file: GgufFile) -> None:
         config["activation_sparsity_pattern"] = [NormalDist().cdf(one) for one in deviations]
 
 
+def _add_full_heads(config: dict[str, Any], keys: _Keys, file: GgufFile) -> None:
+    """What layers that attend to everything have of their own: KV heads, no projection of values, pairs that do not turn."""
+    table = file.tensors.get("per_layer_token_embd.weight")
+    config["vocab_size_per_layer_input"] = config["vocab_size"] if table is None else table.shape[0]
+    windowed = [
+        one == "sliding_attention" for one in config.get("layer_types") or [False] * config["num_hidden_layers"]
+    ]
+    full = [i for i, one in enumerate(windowed) if not one]
+    heads = config["num_key_value_heads"]
+    if isinstance(heads, list):
+        if len(heads) != len(windowed) or len(set(zip(windowed, heads, strict=True))) > 2:
+            raise LoadError(f"{keys.full('attention.head_count_kv')} in {file.path} differs between layers of one kind")
+        of_kind = dict(zip(windowed, heads, strict=True))
+        config["num_key_value_heads"] = of_kind.get(True, of_kind.get(False))
+        config["num_global_key_value_heads"] = of_kind.get(False)
+    width = config.get("global_head_dim") or config["head_dim"]
+    differing = {"head_dim": width}
+    if isinstance(heads, list):
+        differing["num_key_value_heads"] = config.pop("num_global_key_value_heads")
+    config.pop("global_head_dim", None)
+    config["per_layer_config"] = {str(i): differing for i in full}
+    names = [{one for one in ("attn_k", "attn_v") if f"blk.{i}.{one}.weight" in file.tensors} for i in full]
+    config["attention_k_eq_v"] = {"attn_k"} in names
+    for name, wanted in (("rope.dimension_count", width), ("rope.dimension_count_swa", config["head_dim"])):
+        if keys.number(name) not in (None, wanted):
+            raise LoadError(
+                f"{keys.full(name)} in {file.path} is {keys.number(name)} of heads of {wanted}; all of it must turn"
+            )
+    divisors = file.floats(ROPE_FREQS) or [1.0] * (width // 2)
+    n_turning = sum(one == 1.0 for one in divisors)
+    if len(divisors) != width // 2 or any(one < NEVER for one in divisors[n_turning:]):
+        raise LoadError(
+            f"{ROPE_FREQS} in {file.path} must hold {width // 2} numbers: 1 for pairs that turn, then {NEVER:g} or more"
+        )
+    # the next number up, as the product with the width is cut to a whole number
+    part = min(math.nextafter(2 * n_turning / width, 2.0), 1.0)
+    theta = {kind: {"rope_type": "default", "rope_theta": config[key]} for kind, key in
+             (("full_attention", "rope_theta"), ("sliding_attention", "rope_local_base_freq"))}  # fmt: skip
+    theta["full_attention"] |= {"rope_type": "proportional", "partial_rotary_factor": part}
+    config["rope_parameters"] = theta
+
+
 def _add_windows(config: dict[str, Any], keys: _Keys, kind: GgufArchitecture) -> None:
     local, pattern_key = keys.number("rope.freq_base_swa"), "attention.sliding_window_pattern"
-    if kind is GEMMA3N or kind.architecture == "Gemma3ForCausalLM":
+    if kind in (GEMMA3N, GEMMA4) or kind.architecture == "Gemma3ForCausalLM":
         config["rope_local_base_freq"] = local or 10_000.0
     elif local not in (None, config["rope_theta"]):
         raise LoadError(f"{keys.full('rope.freq_base_swa')} is {local}; {kind.architecture} turns all its layers alike")
@@ -308,6 +356,15 @@ class _Keys:
         if value is not None and (isinstance(value, str) or not math.isfinite(value)):
             raise LoadError(f"{self.full(name)} in {self._file.path} is {value!r}; it must be a number")
         return value
+
+    def by_layer(self, name: str) -> Any:
+        """A number, or a list of them where layers have different ones."""
+        values = self.values(name) or []
+        if len(set(values)) < 2:
+            return self.number(name)
+        if any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in values):
+            raise LoadError(f"{self.full(name)} in {self._file.path} must hold whole numbers of at least 1")
+        return values
 
     def values(self, name: str) -> list[Any] | None:
         """An array's values; None where there is none."""
@@ -413,7 +470,7 @@ def is_beside(name: str, file: GgufFile) -> bool:
     block = BLOCK.match(name)
     if block is not None and int(block[1]) >= n_layers_of(file):
         return True
-    if block is not None and architecture_of(file) is GEMMA3N and UNUSED_KV.match(name):
+    if block is not None and "attention.shared_kv_layers" in architecture_of(file).keys and UNUSED_KV.match(name):
         return int(block[1]) >= n_layers_of(file) - (_Keys(file).number("attention.shared_kv_layers") or 0)
     return ROPE_TENSOR.match(name) is not None or name in architecture_of(file).dense
 

@@ -57,6 +57,7 @@ class GgufArchitecture:
     values: what keys may say that change the mathematics and become none of the config's. present: flags of the config by
     the tensor whose presence says so; absent: by the one whose absence does. eps: the key of the norms' epsilon.
     is_permuted: rows of q and k lie in the order of llama.cpp's own rotation. norm_added: by the converter to every norm.
+    by_layer: keys whose values may differ from layer to layer.
     window_every: every so many-th layer attends to everything where the file does not say which.
     wide_layers: of the one size whose scores are scaled otherwise. yarn: what the family's yarn has beside the file's.
     dense: layers that a pooled state goes through, in order, where the file has them.
@@ -72,6 +73,7 @@ class GgufArchitecture:
     eps: str = "attention.layer_norm_rms_epsilon"
     is_permuted: bool = False
     norm_added: float = 0.0
+    by_layer: tuple[str, ...] = ()
     window_every: int | None = None
     wide_layers: int | None = None
     yarn: Mapping[str, Any] = field(default_factory=dict)
@@ -93,7 +95,19 @@ GEMMA3N = GgufArchitecture(
           "embedding_length_per_layer_input": "hidden_size_per_layer_input",
           "attention.shared_kv_layers": "num_kv_shared_layers"},
     norms=AROUND,
+    by_layer=("feed_forward_length",),
     window_every=5,
+)  # fmt: skip
+# usual widths are those of layers that attend to everything; how they turn, and whether keys are values, `gguf` reads itself
+GEMMA4 = GgufArchitecture(
+    architecture="Gemma4ForCausalLM",
+    keys={**WINDOWED, "final_logit_softcapping": "final_logit_softcapping", "attention.key_length": "global_head_dim",
+          "attention.key_length_swa": "head_dim", "attention.value_length_swa": "", "rope.dimension_count_swa": "",
+          "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+          "attention.shared_kv_layers": "num_kv_shared_layers"},
+    norms=AROUND,
+    by_layer=("feed_forward_length", "attention.head_count_kv"),
+    window_every=6,
 )  # fmt: skip
 GEMMA_EMBEDDING = replace(
     GEMMA3,
@@ -152,6 +166,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "gemma2": GgufArchitecture(architecture="Gemma2ForCausalLM", wide_layers=46, window_every=2, **GEMMA),
     "gemma3": GEMMA3,
     "gemma3n": GEMMA3N,
+    "gemma4": GEMMA4,
     "gemma-embedding": GEMMA_EMBEDDING,
     # with windows it is OLMo 3
     "olmo2": OLMO2,
