@@ -152,6 +152,9 @@ using MatchRow = void (*)(const float* y, const float* x, int64_t n, float least
 using WeighRow = void (*)(const float* x, const float* weight, int64_t n, float* out);
 // out [n] = act(max(gate - (mean(gate) + cutoff * deviation(gate)), 0)) * up; x = gate [n], up [n].
 using SparseGateRow = void (*)(const float* x, int64_t n, float cutoff, Activation activation, float* out);
+// out = act(x), [n]; out may be x. squared_relu: max(x, 0)^2.
+enum class Curve : int32_t { silu, gelu_tanh, relu, squared_relu };
+using CurveRow = void (*)(const float* x, int64_t n, Curve curve, float* out);
 // The largest of some numbers and the first place that holds it; NaN is no number.
 struct Best {
   float value = 0.0f;
@@ -224,6 +227,7 @@ struct StepKernels {
   MatchRow match_row;
   WeighRow weigh_row;
   SparseGateRow sparse_gate_row;
+  CurveRow curve_row;
 };
 
 }  // namespace diptych

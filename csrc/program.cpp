@@ -323,6 +323,7 @@ struct Names {
   void operator()(const MeetOp& op) const { buffers({op.out}); }
   void operator()(const WeighOp& op) const { buffers({op.x, op.out}), vectors({op.weight}); }
   void operator()(const SparseGateOp& op) const { buffers({op.x, op.out}); }
+  void operator()(const CurveOp& op) const { buffers({op.x, op.out}); }
   void operator()(const BranchOp& op) const { buffers({op.x, op.out}); }
   void operator()(const MatchOp& op) const { buffers({op.y, op.x, op.out}); }
   void operator()(const CopyColumnsOp& op) const { buffers({op.x, op.out}); }
@@ -496,6 +497,7 @@ void Program::reserve(int64_t tokens) {
       if (const auto* latents = std::get_if<CacheLatentsOp>(&op.body)) bytes = std::max(bytes, buffers_[latents->kv].width * 4 + 64);
       if (const auto* weigh = std::get_if<WeighOp>(&op.body)) bytes = std::max(bytes, buffers_[weigh->x].width * 4 + 64);
       if (const auto* gate = std::get_if<SparseGateOp>(&op.body)) bytes = std::max(bytes, buffers_[gate->x].width * 2 + 64);
+      if (const auto* curve = std::get_if<CurveOp>(&op.body)) bytes = std::max(bytes, buffers_[curve->x].width * 4 + 64);
       if (const auto* correct = std::get_if<CorrectOp>(&op.body)) bytes = std::max(bytes, buffers_[correct->y].width * 4 + 64);
       if (const auto* inputs = std::get_if<LayerInputsOp>(&op.body)) bytes = std::max(bytes, (inputs->packed == -1 ? vector_size(inputs->norm) : linears_[inputs->packed].k_padded) * 4 + 64);
       if (const auto* moe = std::get_if<MoeOp>(&op.body)) {
@@ -574,8 +576,7 @@ void check_sequence(const Step& step, const KvShape& shape, int64_t s) {
 void Program::check(const Step& step, const KvCache& kv) const {
   require(!ops_.empty() && step.n_tokens > 0 && step.n_sequences > 0, "nothing to run");
   require(step.query_start[0] == 0 && step.query_start[step.n_sequences] == step.n_tokens, "query_start does not cover the tokens");
-  // other ranks may have no heads in the last layers
-  const int64_t kv_layers = kv.shape().n_layers;
+  const int64_t kv_layers = kv.shape().n_layers;  // other ranks may have no heads in the last of them
   require(n_layers_ == 0 || kv_layers == n_layers_ || (!is_rank_0() && kv_layers > n_layers_), "the KV cache has another number of layers");
   require(input_width_ == 0 || step.input != nullptr, "the program takes an input, and the step has none");
   for (const Op& op : ops_)

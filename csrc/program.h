@@ -148,6 +148,7 @@ struct MeetOp { int out; };                                   // nothing: other 
 
 struct WeighOp { int x, weight, out; };                       // out: rows or f32
 struct SparseGateOp { int x, out; float cutoff; Activation activation; };  // x: gate and up beside each other; out: rows or f32
+struct CurveOp { int x, out; Curve curve; };                  // out = act(x): rows or f32
 struct BranchOp { int x, out; float scale; };                 // out = scale * x
 struct MatchOp { int y, x, out; float least; };               // out = y, as large as x
 struct CopyColumnsOp { int x, out; int64_t first; };          // as many as out is wide
@@ -157,7 +158,7 @@ struct LayerInputsOp { int x, norm, table, packed; float eps, table_scale, scale
                                                               // table is one, or a packed weight in groups; the other is -1
 
 using OpBody = std::variant<EmbedOp, TiedEmbedOp, NormOp, AddNormOp, AddOp, PrepareOp, LinearOp, RotateOp, AttentionOp, MoeOp, HeadOp,
-                            InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, RotateQueriesOp, WeighOp, SparseGateOp, BranchOp, MatchOp,
+                            InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, RotateQueriesOp, WeighOp, SparseGateOp, CurveOp, BranchOp, MatchOp,
                             CopyColumnsOp, PredictOp, CorrectOp, LayerInputsOp>;
 
 struct Op {

@@ -1,4 +1,4 @@
-// What a step of a Program does with streams beside each other, embeddings of layers, and gates of which most is cut.
+// What a step of a Program does with streams beside each other, embeddings of layers, gates of which most is cut, and curves.
 #include <cstring>
 
 #include "program_run.h"
@@ -23,6 +23,17 @@ void Program::Run::run(const SparseGateOp& op, size_t, int thread, int threads) 
   for (int64_t t = part.begin; t < part.end; ++t) {
     float* target = out.kind == BufferKind::rows ? row : out.f32() + t * out.width;
     kernels.sparse_gate_row(x.f32() + t * x.width, x.width / 2, op.cutoff, op.activation, target);
+    if (out.kind == BufferKind::rows) prepare_row(set, out.rows, t, row);
+  }
+}
+
+void Program::Run::run(const CurveOp& op, size_t, int thread, int threads) const {
+  const Buffer &x = buffer(op.x), &out = buffer(op.out);
+  float* row = reinterpret_cast<float*>(scratch(thread));
+  const Range part = part_of_rows(out, step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t) {
+    float* target = out.kind == BufferKind::rows ? row : out.f32() + t * out.width;
+    kernels.curve_row(x.f32() + t * x.width, x.width, op.curve, target);
     if (out.kind == BufferKind::rows) prepare_row(set, out.rows, t, row);
   }
 }

@@ -38,6 +38,7 @@ struct Uses {
   void operator()(const MeetOp& op) { writes = {op.out}; }
   void operator()(const WeighOp& op) { reads = {op.x}, writes = {op.out}; }
   void operator()(const SparseGateOp& op) { reads = {op.x}, writes = {op.out}; }
+  void operator()(const CurveOp& op) { reads = {op.x}, writes = {op.out}; }
   void operator()(const BranchOp& op) { reads = {op.x}, writes = {op.out}; }
   void operator()(const MatchOp& op) { reads = {op.y, op.x}, writes = {op.out}; }
   void operator()(const CopyColumnsOp& op) { reads = {op.x}, writes = {op.out}; }

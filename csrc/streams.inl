@@ -1,4 +1,4 @@
-// Rows of streams beside each other, and gates of which only what stands out is left.
+// Rows of streams beside each other, gates of which only what stands out is left, and curves without a gate.
 
 namespace diptych {
 namespace DIPTYCH_ISA {
@@ -48,6 +48,17 @@ static void sparse_gate_row(const float* x, int64_t n, float cutoff, Activation 
     const int64_t lanes = n - i < 16 ? n - i : 16;
     const F32 gate = max(sub(load_n(x + i, lanes), least), zero()), up = load_n(x + n + i, lanes);
     store_n(out + i, mul(activation == Activation::gelu_tanh ? gelu_tanh_lanes(gate) : silu_lanes(gate), up), lanes);
+  }
+}
+
+static void curve_row(const float* x, int64_t n, Curve curve, float* out) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const int64_t lanes = n - i < 16 ? n - i : 16;
+    F32 value = load_n(x + i, lanes);
+    if (curve == Curve::silu) value = silu_lanes(value);
+    else if (curve == Curve::gelu_tanh) value = gelu_tanh_lanes(value);
+    else value = max(value, zero());
+    store_n(out + i, curve == Curve::squared_relu ? mul(value, value) : value, lanes);
   }
 }
 

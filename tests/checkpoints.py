@@ -242,6 +242,11 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "DeepseekV3ForCausalLM",
         {**LATENT, "q_lora_rank": 24, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5},
     ),
+    "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", {"sliding_window": 16}),
+    "nemotron": ("NemotronConfig", "NemotronForCausalLM", {"mlp_bias": True, "head_dim": 24}),
+    "arcee": ("ArceeConfig", "ArceeForCausalLM", {"head_dim": 24}),
+    "jais2": ("Jais2Config", "Jais2ForCausalLM", {"head_dim": 24}),
+    "hunyuan_v1_dense": ("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM", {"head_dim": 24}),
     "gpt_oss": (
         "GptOssConfig",
         "GptOssForCausalLM",

@@ -32,11 +32,15 @@ ARCHITECTURES = {
     "internlm3": "llama", "olmo3": "olmo2", "exaone4": "exaone4", "ministral3": "mistral3", "dots1": "dots1",
     "llama4": "llama4",
     "youtu": "deepseek2", "glm4_moe_lite": "deepseek2", "command-r-plus": "command-r", "stablelm-2-12b": "stablelm",
-    "minicpm3": "minicpm3",
+    "minicpm3": "minicpm3", "starcoder2": "starcoder2", "nemotron": "nemotron", "arcee": "arcee",
+    "hunyuan_v1_dense": "hunyuan-dense",
 }  # fmt: skip
 # what a GGUF file cannot say, so that the model must be without it
 OVERRIDES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
+    "starcoder2": {"sliding_window": None},
+    # the converter takes the width of heads from that of the model
+    "nemotron": {"head_dim": 16, "mlp_bias": True},
     "qwen2": {"use_sliding_window": False},
     "gemma2": {"query_pre_attn_scalar": 24},
     "gemma3": {"query_pre_attn_scalar": 24, "sliding_window_pattern": 3},
@@ -219,8 +223,11 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
     out.add_head_count(heads)
     out.add_rope_freq_base(full["rope_theta"])
     out.add_vocab_size(config.vocab_size)
-    if hasattr(config, "layer_norm_eps"):
-        out.add_layer_norm_eps(config.layer_norm_eps)
+    centred = [
+        getattr(config, name) for name in ("layer_norm_eps", "norm_epsilon", "norm_eps") if hasattr(config, name)
+    ]
+    if centred:
+        out.add_layer_norm_eps(centred[0])
     else:
         out.add_layer_norm_rms_eps(config.rms_norm_eps)
     if hasattr(config, "kv_lora_rank"):
@@ -346,7 +353,7 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
             values = permuted(values, config.num_attention_heads)
         if name.endswith(("k_proj.weight", "k_proj.bias")) and is_permuted(config):
             values = permuted(values, config.num_key_value_heads)
-        if name.endswith("norm.weight") and config.model_type in ("gemma", "gemma2", "gemma3_text"):
+        if name.endswith("norm.weight") and config.model_type in ("gemma", "gemma2", "gemma3_text", "nemotron"):
             values = values + 1
         if config.model_type == "gpt_oss" and ".experts." in name:
             tensors |= clamped_experts(name, values)
@@ -404,7 +411,7 @@ def joined(tensors: Tensors) -> Tensors:
 
 
 def is_permuted(config: Any) -> bool:
-    kinds = ("llama", "mistral", "mixtral", "smollm3", "granite", "granitemoe", "internlm3", "ministral3")
+    kinds = ("llama", "mistral", "mixtral", "smollm3", "granite", "granitemoe", "internlm3", "ministral3", "arcee")
     return config.model_type in kinds
 
 

@@ -32,6 +32,7 @@ struct Model {
   KvFormat kv;
   Activation activation;
   bool has_softcap, has_norms, has_full_norm;
+  bool has_v, norms_turned;    // else keys are the values
   bool has_v_norm, shares_kv;  // all layers but the first attend to its keys and values
   int64_t kv_layers() const { return shares_kv ? 1 : layers; }
   int64_t n_adapters;
@@ -59,6 +60,7 @@ class World {
     m.activation = static_cast<Activation>(pick(0, 1));
     m.has_softcap = pick(0, 3) == 0, m.has_norms = pick(0, 1), m.has_full_norm = pick(0, 1);
     m.n_adapters = pick(0, 3);
+    m.has_v = pick(0, 3) != 0, m.norms_turned = pick(0, 2) == 0 && !m.has_full_norm;
     m.has_v_norm = pick(0, 2) == 0, m.shares_kv = pick(0, 2) == 0;
     if (pick(0, 4) == 0) {
       m.rank = pick(0, 4) == 0 ? pick(1, 900) : pick(1, 120), m.rotary = 2 * pick(0, 40);
@@ -157,11 +159,15 @@ class Recorder {
         p_.record(Category::norm, AddOp{y, x_});
         continue;
       }
-      const bool is_sparse = w_.pick(0, 3) == 0, is_apart = w_.pick(0, 3) == 0, writes_rows = is_sparse || (has_bf16_rows(m.weights) && !is_apart);
+      const bool is_sparse = w_.pick(0, 3) == 0, is_curved = w_.pick(0, 3) == 0, is_apart = w_.pick(0, 3) == 0, writes_rows = is_sparse || is_curved || (has_bf16_rows(m.weights) && !is_apart);
       if (is_sparse) {  // of a row of gate and up
         const int wide = plain_buffer(p_, BufferKind::f32, 2 * m.ffn);
         p_.record(Category::gate_up, LinearOp{linear(2 * m.ffn, m.hidden), rows, wide, Store::f32, m.activation});
         p_.record(Category::gate_up, SparseGateOp{wide, hidden_rows, 0.5f, m.activation});
+      } else if (is_curved) {  // up alone
+        const int up = plain_buffer(p_, BufferKind::f32, m.ffn);
+        p_.record(Category::gate_up, LinearOp{linear(m.ffn, m.hidden), rows, up, Store::f32, m.activation});
+        p_.record(Category::gate_up, CurveOp{up, hidden_rows, static_cast<Curve>(w_.pick(0, 3))});
       } else if (is_apart) {  // gate and up as weights of their own
         p_.record(Category::gate_up, LinearOp{linear(m.ffn, m.hidden), rows, hidden, Store::f32, m.activation});
         p_.record(Category::gate_up, LinearOp{linear(m.ffn, m.hidden), rows, hidden, Store::gate_f32, m.activation});
@@ -183,10 +189,11 @@ class Recorder {
   void rotate(int rows, int layer) {
     const int64_t q_width = m_.n_heads * m_.head_dim, kv_width = m_.n_kv_heads * m_.head_dim;
     const bool writes_kv = !m_.shares_kv || layer == 0;
-    const int qkv = writes_kv ? qkv_ : plain_buffer(p_, BufferKind::f32, q_width);
-    p_.record(Category::qkv, LinearOp{linear(q_width + (writes_kv ? 2 * kv_width : 0), m_.hidden), rows, qkv, Store::f32, Activation::silu});
+    const int qkv = writes_kv && m_.has_v ? qkv_ : plain_buffer(p_, BufferKind::f32, q_width + (writes_kv ? kv_width : 0));
+    p_.record(Category::qkv, LinearOp{linear(q_width + (writes_kv ? (m_.has_v ? 2 : 1) * kv_width : 0), m_.hidden), rows, qkv, Store::f32, Activation::silu});
     RotateOp rotate{};
     rotate.shape.has_v_norm = m_.has_v_norm, rotate.shape.writes_kv = writes_kv;
+    rotate.shape.has_v = m_.has_v, rotate.shape.norms_turned = m_.norms_turned;
     rotate.qkv = qkv, rotate.q = q_, rotate.layer = m_.shares_kv ? 0 : layer, rotate.rope = rope_, rotate.has_rope = w_.pick(0, 3) != 0;
     rotate.has_q_norm = rotate.has_k_norm = m_.has_norms;
     rotate.q_norm = norm(m_.has_full_norm ? q_width : m_.head_dim), rotate.k_norm = norm(m_.has_full_norm ? kv_width : m_.head_dim);

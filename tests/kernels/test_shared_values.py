@@ -11,7 +11,7 @@ from worlds import KERNEL_SETS
 from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops import reference
-from diptych.compute.ops.contract import AttentionSpec, EdgeShape
+from diptych.compute.ops.contract import AttentionSpec, EdgeShape, RopeSpec
 from diptych.compute.ops.torch_loader import TorchAttention
 from diptych.compute.ops.torch_ops import TorchOps
 from op_bench import Bench, check, make_batch, noise, rounded
@@ -54,6 +54,34 @@ def test_values_are_normed_before_they_are_written(isa: str) -> None:
         assert torch.equal(
             keys[:, -(end - begin) :], rounded(qkv[begin:end, H * D : (H + K) * D]).view(-1, K, D).transpose(0, 1)
         )
+
+
+@pytest.mark.parametrize("isa", KERNEL_SETS)
+def test_keys_may_be_the_values_and_norms_follow_the_turn(isa: str) -> None:
+    """A row has no values then: they are the keys as they were projected, normed without a weight."""
+    if isa not in cpu.instruction_sets():
+        pytest.skip(f"this CPU cannot run {isa}")
+    batch, n_blocks = make_batch(SHAPE)
+    qk, kv = noise(batch.n_tokens, (H + K) * D, seed=5, scale=3.0), native_kv(n_blocks)
+    bench, native = Bench(isa, qk), cpu._cpu.AttentionShape(n_heads=H, n_kv_heads=K, head_dim=D, scale=1.0)
+    weight, rope = noise(D, seed=6) + 1, RopeSpec(inv_freq=(1.0, 0.3, 0.0))
+    norm, turn = bench.program.add_vector(weight), bench.program.add_rope(list(rope.inv_freq), 1.0)
+    q = bench.program.add_bf16(H * D)
+    bench.program.rotate(
+        qkv=bench.x, q=q, layer=0, shape=native, rope=turn, q_norm=norm, k_norm=norm, has_full_width_norm=False,
+        norm_eps=1e-6, has_v_norm=True, has_v=False, norms_turned=True,
+    )  # fmt: skip
+    bench.program.attention(q=q, out=bench.program.add_f32(H * D), layer=0, shape=native)
+    turned = reference.rotate(qk.unflatten(1, (H + K, D)), torch.from_numpy(batch.positions_T), rope)
+    normed = reference.rms_norm(turned, weight, eps=1e-6)
+    check("rotate_and_cache", bench.run(q, H * D, batch, kv), normed[:, :H].flatten(1))
+    expected = reference.rms_norm(qk[:, H * D :].unflatten(1, (K, D)), torch.ones(D), eps=1e-6)
+    for s, context in enumerate(batch.context_tokens_S):
+        begin, end = batch.query_start_S1[s], batch.query_start_S1[s + 1]
+        keys, values = torch.empty(K, int(context), D), torch.empty(K, int(context), D)
+        kv.read(0, batch.block_table_SM[s], keys, values)
+        check("rotate_and_cache", values[:, -(end - begin) :], expected[begin:end].transpose(0, 1))
+        check("rotate_and_cache", keys[:, -(end - begin) :], normed[begin:end, H:].transpose(0, 1))
 
 
 @pytest.mark.parametrize("isa", KERNEL_SETS)

@@ -61,6 +61,27 @@ def test_sparse_gate(isa: str, activation: Activation, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    "activation", [Activation.SILU, Activation.GELU_TANH, Activation.RELU, Activation.SQUARED_RELU]
+)
+def test_curve(isa: str, activation: Activation, width: int) -> None:
+    """Each value by itself; what is not a number stays none."""
+    x = noise(T, width, seed=1, scale=3.0)
+    expected = reference.curve(x, activation)
+    for factor in (None, -0.3):
+        bench = Bench(isa, x)
+        out = bench.program.add_f32(width)
+        bench.program.curve(x=bench.x, out=out, activation=activation.value)
+        if factor is not None:  # in place, as `scale` does
+            bench.program.branch(x=out, out=out, scale=factor)
+        check("curve", bench.run(out, width), expected * (1.0 if factor is None else factor))
+    torch.testing.assert_close(
+        torch_ops().curve(x, TorchLinear(torch.eye(width), None, activation)), expected, atol=1e-5, rtol=1e-5
+    )
+    torch.testing.assert_close(torch_ops().scale(expected, -0.3), -0.3 * expected)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
 def test_a_stream_is_made_as_large_as_another(isa: str, width: int) -> None:
     """One that is next to nothing stays so."""
     y, x = noise(T, width, seed=1, scale=3.0), noise(T, width, seed=2)

@@ -95,7 +95,8 @@ SMALL_GPT: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256},
 }
 # no default in the class, and one that gives a rotary dimension of 21
-CLASS_NEEDS = {"deepseek_v2": {"num_experts_per_tok": 6}, "glm4_moe": {"head_dim": 128}, "ministral": {"head_dim": 128},
+CLASS_NEEDS = {"nemotron": {"num_key_value_heads": 48}, "hunyuan_v1_dense": {"head_dim": 128},
+               "deepseek_v2": {"num_experts_per_tok": 6}, "glm4_moe": {"head_dim": 128}, "ministral": {"head_dim": 128},
                "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128, "n_shared_experts": 2}}  # fmt: skip
 
 

@@ -81,6 +81,7 @@ class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
     pre_mlp_norm: Vector | None
     post_mlp_norm: Vector | None
     dense: tuple[Linear, Linear] | None  # gate_up, down
+    is_gated: bool = True  # else the first of them is up alone
     cutoff: float | None = None  # of the dense MLP's gate
     experts: Experts | None
     shared: SharedExperts[Linear] | None = None
@@ -156,7 +157,8 @@ def run_layer(
     if weights.is_parallel:
         assert weights.dense is not None
         gate_up, down = weights.dense
-        beside = ops.linear_gate(h, gate_up)  # before anything is added to x, which h is made of
+        # before anything is added to x, which h is made of
+        beside = ops.linear_gate(h, gate_up) if weights.is_gated else ops.curve(h, gate_up)
         return ops.linear_add(beside, down, ops.linear_add(run_attention(ops, h, weights), weights.o, x))
     if weights.branch is None:
         x = add_normed(ops, x, run_attention(ops, h, weights), weights.o, weights.post_attention_norm, eps=added_eps)
@@ -168,7 +170,10 @@ def run_layer(
         return run_experts(ops, h, weights.experts, weights.shared, x)
     gate_up, down = weights.dense
     cutoff = weights.cutoff
-    gated = ops.linear_gate(h, gate_up) if cutoff is None else ops.sparse_gate(h, gate_up, cutoff=cutoff)
+    if not weights.is_gated:
+        gated = ops.curve(h, gate_up)
+    else:
+        gated = ops.linear_gate(h, gate_up) if cutoff is None else ops.sparse_gate(h, gate_up, cutoff=cutoff)
     return add_normed(ops, x, gated, down, weights.post_mlp_norm, eps=added_eps)
 
 

@@ -159,6 +159,7 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
             experts=experts,
             shared=shared,
             is_parallel=is_parallel,
+            is_gated=mlp.is_gated if isinstance(mlp, MlpSpec) else True,
             cutoff=mlp.cutoff if isinstance(mlp, MlpSpec) else None,
             branch=load_branch(self.source, self.loader, self.spec, self.prefix),
             scale=self.loader.number(self.source.tensor(f"{self.prefix}layer_scalar", 1))
@@ -391,16 +392,19 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
     ) -> tuple[NormParts | None, tuple[Linear, Linear]]:
         """The norm that a dense MLP reads, and its gate_up and down. root: where its tensors lie, unless in the usual place."""
         root, hidden = root or f"{self.prefix}{self.names.mlp[0]}", self.spec.hidden
-        gate_up = self.linear(root, self.names.gate_up, (mlp.ffn, mlp.ffn), hidden, has_bias=mlp.has_bias)
+        widths = (mlp.ffn,) * (2 if mlp.is_gated else 1)
+        gate_up = self.linear(root, self.names.gate_up, widths, hidden, has_bias=mlp.has_bias)
         down = self.linear(root, (self.names.down,), (hidden,), mlp.ffn, has_bias=mlp.has_bias)
         if self.loader.is_balancing:
             norm, (gate_up,) = self._balance_norm(norm, (gate_up,))
-            gate_up, down = balance_gated(gate_up, down)
-        role = self._role(Split.OUTPUTS, gate=mlp.ffn, up=mlp.ffn)
-        return norm, (
-            self.loader.gated(gate_up, mlp.activation, role=role, is_apart=mlp.cutoff is not None),
-            self.loader.linear(down, role=self._role(Split.INPUTS, down=hidden)),
-        )
+            if mlp.is_gated:  # else up goes through a curve, which knows no factors
+                gate_up, down = balance_gated(gate_up, down)
+        if mlp.is_gated:
+            role = self._role(Split.OUTPUTS, gate=mlp.ffn, up=mlp.ffn)
+            first = self.loader.gated(gate_up, mlp.activation, role=role, is_apart=mlp.cutoff is not None)
+        else:
+            first = self.loader.gate(gate_up, mlp.activation, role=self._role(Split.OUTPUTS, up=mlp.ffn))
+        return norm, (first, self.loader.linear(down, role=self._role(Split.INPUTS, down=hidden)))
 
     def _experts(
         self, moe: MoeSpec, norm: NormParts | None

@@ -306,7 +306,11 @@ def _gqa(sizes: _Sizes) -> tuple[Component, Component]:
     width = q_width + (1 + attention.has_v) * kv_width
     qkv = _linear(sizes, "qkv", hidden, width, bias=width if attention.has_qkv_bias else 0.0)
     if attention.qk_norm not in (QkNorm.NONE, QkNorm.UNIT):
-        norm = (2 if kv_heads else 1) * head_dim if attention.qk_norm is QkNorm.HEAD else q_width + kv_width
+        norm = (
+            (2 if kv_heads else 1) * head_dim
+            if attention.qk_norm in (QkNorm.HEAD, QkNorm.TURNED)
+            else q_width + kv_width
+        )
         qkv = replace(qkv, weight_bytes=qkv.weight_bytes + norm * 2.0)
     rotary = 6.0 * sizes.n * (sizes.heads + kv_heads) * head_dim
     qkv = replace(qkv, kv_write_bytes=sizes.n * sizes.kept_bytes, vector_flops=rotary)

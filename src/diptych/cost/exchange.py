@@ -76,6 +76,8 @@ def _gathered(layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: boo
             meetings += 3 if mlp.has_shared_gate else 2
             row_bytes += mlp.shared_ffn * BF16 + (2 if mlp.has_shared_gate else 1) * stream
         return meetings, row_bytes
-    gated = mlp.ffn * BF16 if mlp.cutoff is None else 2 * mlp.ffn * FP32  # each rank joins whole rows of gate and up
+    # each rank joins whole rows of gate and up, or bends those of up, where that is an operation of its own
+    gated = mlp.ffn * BF16 if mlp.is_gated else mlp.ffn * FP32
+    gated = gated if mlp.cutoff is None else 2 * mlp.ffn * FP32
     meetings, row_bytes = meetings + 2, row_bytes + gated + stream
     return (meetings + 1, row_bytes + stream) if has_norms_behind else (meetings, row_bytes)

@@ -128,7 +128,7 @@ def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
         count += model.hidden
     if spec.has_sinks:
         count += spec.n_heads
-    if spec.qk_norm is QkNorm.HEAD:
+    if spec.qk_norm in (QkNorm.HEAD, QkNorm.TURNED):
         count += (2 if spec.own_kv_heads else 1) * spec.head_dim
     elif spec.qk_norm in (QkNorm.FULL, QkNorm.HEADS):
         count += (spec.n_heads + spec.own_kv_heads) * spec.head_dim

@@ -20,6 +20,7 @@ ACTIVATIONS = {
     "gelu_new": Activation.GELU_TANH,
     "gelu": Activation.GELU,
     "relu": Activation.RELU,
+    "relu2": Activation.SQUARED_RELU,
 }
 MAX_JSON_BYTES = 64 * 2**20  # an index of a thousand shards has a few
 MAX_JSON_DEPTH = 64

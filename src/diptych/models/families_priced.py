@@ -28,15 +28,6 @@ PRICED_ONLY: tuple[Family, ...] = (
         has_choice_bias=True,
     ),
     Family(
-        name="starcoder2", architectures=("Starcoder2ForCausalLM",),
-        keys={**USUAL, "vocab_size": 49_152, "hidden_size": 3072, "intermediate_size": 12_288, "num_hidden_layers": 30,
-              "num_attention_heads": 24, "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh",
-              "max_position_embeddings": 4096, "norm_epsilon": 1e-5, "sliding_window": None, "use_bias": True,
-              "tie_word_embeddings": True},
-        qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias",
-        **NOT_GATED,
-    ),
-    Family(
         name="opt", architectures=("OPTForCausalLM",),
         keys={**GPT, "vocab_size": 50_272, "hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 3072,
               "num_attention_heads": 12, "hidden_act": "relu", "word_embed_proj_dim": None},

@@ -60,6 +60,8 @@ IN_LAYER = {
     "self_attn.q_b_proj": "attn_q_b", "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
     "self_attn.kv_a_layernorm": "attn_kv_a_norm", "self_attn.kv_b_proj": "attn_kv_b",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate_up_proj": "ffn_up",
+    "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down", "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
     "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp", "mlp.router.layer": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "altup.modality_router": "altup_router",
     "altup.router_norm": "altup_router_norm", "altup.prediction_coefs": "altup_predict_coef",
@@ -440,7 +442,7 @@ def place_of(name: str, kind: GgufArchitecture) -> Place | None:
     if theirs is None:
         return None
     heads = {"attn_q": "q", "attn_k": "k"}.get(theirs) if kind.is_permuted else None
-    added = kind.norm_added if part.endswith("norm") else 0.0
+    added = kind.norm_added if part.endswith("norm") and ending == "weight" else 0.0
     return Place(name=f"{block}.{theirs}.{ending}", heads=heads, added=added)
 
 

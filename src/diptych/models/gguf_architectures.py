@@ -246,6 +246,20 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         window_every=2,
         yarn={"truncate": False},
     ),
+    # MLPs without a gate
+    "starcoder2": GgufArchitecture(
+        architecture="Starcoder2ForCausalLM", eps=LAYER_NORM, present={"use_bias": Q_BIAS}
+    ),
+    "nemotron": GgufArchitecture(
+        architecture="NemotronForCausalLM",
+        eps=LAYER_NORM,
+        norm_added=1.0,
+        present={"attention_bias": Q_BIAS, "mlp_bias": UP_BIAS},
+    ),
+    "arcee": GgufArchitecture(
+        architecture="ArceeForCausalLM", is_permuted=True, present={"attention_bias": Q_BIAS, "mlp_bias": UP_BIAS}
+    ),
+    "hunyuan-dense": GgufArchitecture(architecture="HunYuanDenseV1ForCausalLM", present={"attention_bias": Q_BIAS}),
     "deepseek2": DEEPSEEK_V2,
     "minicpm3": MINICPM3,
 }  # fmt: skip

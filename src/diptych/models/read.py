@@ -42,7 +42,8 @@ logger = logging.getLogger("diptych.models")
 
 # architectures of transformers that are a family's decoder under another head, or under none
 HEADLESS = ("ForSequenceClassification", "Model", "TextForSequenceClassification", "TextModel")
-RUN_ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH)
+RUN_ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH)  # of gates
+RUN_CURVES = (*RUN_ACTIVATIONS, Activation.RELU, Activation.SQUARED_RELU)  # of MLPs without one
 
 
 def read_model(
@@ -477,7 +478,7 @@ def _activation(config: HfConfig, family: Family) -> Activation:
     found = config.activation(*names)
     if family.gelu_means_tanh and found is Activation.GELU:
         return Activation.GELU_TANH
-    if family.is_run and found not in RUN_ACTIVATIONS:
+    if family.is_run and found not in (RUN_ACTIVATIONS if family.is_gated else RUN_CURVES):
         raise LoadError(f"{names[0]} in {config.path} is {config.raw.get(names[0])!r}; no op of the engine computes it")
     return found
 

@@ -16,14 +16,16 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "falcon_h1", "bamba",
         "jamba", "zamba", "zamba2", "mamba", "mamba2", "falcon_mamba", "rwkv", "lfm2", "lfm2_moe", "kimi_linear",
         "minimax", "recurrent_gemma", "olmo_hybrid", "bailing_hybrid"),
-    "norms of q and k behind the rotary positions": ("hunyuan_v1_dense", "hunyuan_v1_moe"),
-    "MLPs without a gate": (
-        "nemotron", "apertus", "arcee", "phi", "falcon", "gpt_neox", "gptj", "gpt_bigcode", "mpt", "codegen", "persimmon",
-        "nanochat", "jais2"),
+    "numbers of experts by layer": ("hunyuan_v1_moe",),
+    "activations with parameters of their own": ("apertus",),
+    "GELU by the error function, or a head with biases": (
+        "phi", "falcon", "gpt_neox", "gptj", "mpt", "codegen"),
+    "learned positions": ("gpt_bigcode",),
+    "norms without weights": ("olmo", "nanochat"),
+    "norms of heads with biases": ("persimmon",),
     "a mixture of experts beside attention": ("cohere2_moe",),
     "norms behind a mixture of experts": ("flex_olmo",),
     "experts chosen one by one with jitter (sparsemixer)": ("phimoe",),
-    "norms without weights": ("olmo",),
     "a shared expert of another shape": ("dbrx", "longcat_flash"),
     "attention that chooses its tokens by an index": ("deepseek_v32", "deepseek_v4", "glm_moe_dsa"),
     "attention with two softmaxes": ("diffllama",),
@@ -35,7 +37,7 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
 # names of GGUF architectures that are more than a spelling of the model_type
 IN_GGUF: Mapping[str, str] = MappingProxyType({
     "granitehybrid": "granitemoehybrid", "nemotron_h_moe": "nemotron_h", "rwkv6": "rwkv", "rwkv7": "rwkv", "phi2": "phi",
-    "starcoder": "gpt_bigcode", "hunyuan-dense": "hunyuan_v1_dense", "hunyuan-moe": "hunyuan_v1_moe",
+    "starcoder": "gpt_bigcode", "hunyuan-moe": "hunyuan_v1_moe",
     "glm-dsa": "glm_moe_dsa", "deepseek32": "deepseek_v32", "deepseek4": "deepseek_v4", "minimax-01": "minimax",
 })  # fmt: skip
 

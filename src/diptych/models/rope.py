@@ -25,7 +25,7 @@ ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_posi
 SECTION_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "dynamic": ("factor",),
+    "dynamic": ("factor", "alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     "proportional": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim", "beta_fast",
@@ -107,6 +107,10 @@ def make_rope(
         raise LoadError(f"rope_theta in {rope.path} is {theta}; it must be greater than 1")
     if longrope != "auto" and kind != "longrope":
         raise ConfigError(f"longrope is {longrope!r}; this model's rope is {kind}, which has one set of factors")
+    # HunYuan's files call it dynamic what stretches the base once for all lengths
+    alpha = rope.optional_number("alpha") if kind == "dynamic" else None
+    if alpha:
+        theta, kind = theta * alpha ** (rotary_dim / max(rotary_dim - 2, 1)), "default"
     if kind == "dynamic":
         stretch, length = rope.number("factor"), max(max_context_tokens, trained)
         if rotary_dim <= 2:
@@ -145,9 +149,8 @@ def make_rope(
             attention_factor=_yarn_attention(rope, factor),
             query_slope=rope.optional_number("llama_4_scaling_beta") or 0.0,
         )
-    name = f"{longrope}_factor"
-    if longrope == "auto":
-        name = "long_factor" if max_context_tokens > old_length else "short_factor"
+    is_long = max_context_tokens > old_length if longrope == "auto" else longrope == "long"
+    name = "long_factor" if is_long else "short_factor"
     attention_factor = rope.optional_number("attention_factor")
     if attention_factor is None:
         attention_factor = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(old_length))

@@ -25,6 +25,7 @@ class Activation(Enum):
     GELU_TANH = "gelu_tanh"
     GELU = "gelu"
     RELU = "relu"
+    SQUARED_RELU = "squared_relu"  # max(x, 0)^2
     CLAMPED = "clamped"
 
 
@@ -33,10 +34,11 @@ CLAMPED_LIMIT = 7.0
 
 
 class QkNorm(Enum):
-    """Whether queries and keys are normed before the rotary embedding, and over what."""
+    """Whether queries and keys are normed, before the rotary embedding unless it is said otherwise, and over what."""
 
     NONE = "none"
     HEAD = "head"  # each head over d, weight [d]
+    TURNED = "turned"  # the same, behind the rotary embedding
     UNIT = "unit"  # each head over d, without a weight
     HEADS = "heads"  # each head over d, its mean taken away, by a weight of its own: [H, d] for q and [K, d] for k
     FULL = "full"  # the whole projection, weight [H*d] for q and [K*d] for k

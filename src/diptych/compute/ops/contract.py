@@ -265,8 +265,8 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         """The only value of a tensor [1]."""
 
     @abstractmethod
-    def gate(self, parts: LinearParts, activation: Activation) -> Linear:
-        """gate alone [F, D], for `gate_given`."""
+    def gate(self, parts: LinearParts, activation: Activation, *, role: Role | None = None) -> Linear:
+        """A projection [F, D] with its activation, for `gate_given` and `curve`."""
 
     @abstractmethod
     def attention(
@@ -388,6 +388,10 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         """
 
     @abstractmethod
+    def curve(self, h: Stream | Hidden, weight: Linear) -> Hidden:
+        """y [T, F] = act(h W^T + b); the activation was given at load."""
+
+    @abstractmethod
     def gate_given(self, h: Stream | Hidden, weight: Linear, given: Hidden, first: int) -> Hidden:
         """y [T, F] = act(h W^T + b) * given[:, first : first + F]."""
 
@@ -501,6 +505,8 @@ OPS: dict[str, OpContract] = {
                    tolerance_fp32=1e-6, tolerance_bf16=3e-2),
         OpContract(name="scale", inputs="x [T,D]", output="x [T,D]", writes="x", tolerance_fp32=1e-6, tolerance_bf16=2e-2),
         OpContract(name="sparse_gate", inputs="h [T,D], W [2F,D], b [2F]", output="y [T,F]", writes="",
+                   tolerance_fp32=1e-5, tolerance_bf16=3e-2),
+        OpContract(name="curve", inputs="h [T,D], W [F,D], b [F]", output="y [T,F]", writes="",
                    tolerance_fp32=1e-5, tolerance_bf16=3e-2),
         OpContract(name="gate_given", inputs="h [T,D], W [F,D], given [T,W]", output="y [T,F]", writes="",
                    tolerance_fp32=1e-5, tolerance_bf16=3e-2),

@@ -179,9 +179,9 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self.sites.note(parts, handle)
         return handle
 
-    def gate(self, parts: LinearParts, activation: Activation) -> LinearHandle:
-        """As any projection: its epilogue multiplies what lies there by the activation."""
-        handle = replace(self._pack(parts, self.weights_format), activation=activation)
+    def gate(self, parts: LinearParts, activation: Activation, *, role: Role | None = None) -> LinearHandle:
+        """As any projection: who reads it applies the activation."""
+        handle = replace(self._pack_own(parts, self.weights_format, role), activation=activation)
         self.sites.note(parts, handle)
         return handle
 

@@ -178,6 +178,17 @@ class CpuOps(
         value.emit_rows = value.emit_f32
         return value
 
+    def curve(self, h: Value | ResidualStream, weight: LinearHandle) -> Value:
+        """Of whole rows, which ranks gather, in the form that the next projection reads."""
+        assert weight.activation is not None
+        x = self._f32("curve", weight.n_outputs, weight.is_gathered)
+        self._linear_into(self._as_value(h), weight, "gate_up", x)
+        program, activation = self.program, weight.activation.value
+        value = Value("gate", weight.n_outputs)
+        value.emit_f32 = lambda out: program.curve(x=x, out=out, activation=activation)
+        value.emit_rows = value.emit_f32
+        return value
+
     def gate_given(self, h: Value | ResidualStream, weight: LinearHandle, given: Value, first: int) -> Value:
         """What is given lies in the buffer when the gate's epilogue joins them."""
         assert weight.activation is not None
@@ -323,6 +334,7 @@ class CpuOps(
             has_v_norm=spec.has_v_norm,
             writes_kv=spec.owns_kv,
             has_v=spec.has_v,
+            norms_turned=spec.qk_norm is QkNorm.TURNED,
         )
         return Value("query", width, buffer=q)
 

@@ -145,6 +145,13 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     return 0.5 * g * (1 + torch.tanh(inner)) * up
 
 
+def curve(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """act(x), fp32."""
+    if activation in (Activation.RELU, Activation.SQUARED_RELU):
+        return x.float().clamp(min=0) ** (2 if activation is Activation.SQUARED_RELU else 1)
+    return gate(torch.cat([x, torch.ones_like(x)], dim=-1), activation)
+
+
 def sparse_gate(gate_up: torch.Tensor, activation: Activation, cutoff: float) -> torch.Tensor:
     """act(max(gate - (mean + cutoff * deviation), 0)) * up for gate_up [T, 2F] with gate first, fp32."""
     g, up = gate_up.float().chunk(2, dim=-1)

@@ -109,9 +109,9 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         """fp32, in its shape."""
         return TorchNorm(self._vector(tensor))
 
-    def gate(self, parts: LinearParts, activation: Activation) -> TorchLinear:
+    def gate(self, parts: LinearParts, activation: Activation, *, role: Role | None = None) -> TorchLinear:
         """With its activation."""
-        linear = self._stacked(parts, activation)
+        linear = self._stacked(parts, activation, role=role)
         self.sites.note(parts, linear)
         return linear
 

@@ -132,6 +132,10 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         deviation, mean = torch.std_mean(gate.float(), dim=-1, keepdim=True, correction=0)
         return _activated(F.relu(gate - (mean + cutoff * deviation).to(gate.dtype)), weight.activation) * up
 
+    def curve(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
+        """y [T, F]."""
+        return _activated(self._product(h, weight, None), weight.activation)
+
     def gate_given(self, h: torch.Tensor, weight: TorchLinear, given: torch.Tensor, first: int) -> torch.Tensor:
         """y [T, F]."""
         gate = self._product(h, weight, None)
@@ -238,7 +242,9 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         x_THd = x.unflatten(-1, (n_heads, spec.head_dim))
         if spec.qk_norm in (QkNorm.HEAD, QkNorm.HEADS):
             x_THd = self._norm(x_THd, norm, spec)
-        return x_THd if spec.rope is None else self._rotate(x_THd, spec.rope)
+        if spec.rope is not None:
+            x_THd = self._rotate(x_THd, spec.rope)
+        return self._norm(x_THd, norm, spec) if spec.qk_norm is QkNorm.TURNED else x_THd
 
     def cache_latents(self, kv: torch.Tensor, attention: TorchAttention) -> None:
         """Latent and rotary key side by side, in their slots."""
@@ -433,7 +439,11 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
 
 
 def _activated(gate: torch.Tensor, activation: Activation | None) -> torch.Tensor:
-    return F.silu(gate) if activation is Activation.SILU else F.gelu(gate, approximate="tanh")
+    if activation is Activation.SILU:
+        return F.silu(gate)
+    if activation in (Activation.RELU, Activation.SQUARED_RELU):
+        return F.relu(gate) ** (2 if activation is Activation.SQUARED_RELU else 1)
+    return F.gelu(gate, approximate="tanh")
 
 
 def _route(
