@@ -135,9 +135,13 @@ def test_codes_of_a_gguf_file_are_kept(gate: str, up: str, tmp_path: Path) -> No
     assert 160 * 6 * 32 < of_table < 1.5 * 160 * 6 * 32  # panels are padded
     assert held is not None
     assert sum(held.nbytes.values()) == one.weight_bytes + of_table
+    # whatever is asked for matrices: in 16 bits it would be the largest part of the model
+    asked = load_model(path, replace(CONFIG, weights="int8"))
+    assert asked.program.table_bytes == of_table + 2 * 160 * 64  # type: ignore[attr-defined]
     whole = alone(one, prompt(40), None)
     exact = alone(load_model(path, REFERENCE), prompt(40), None)
     assert (whole.logits - exact.logits).std() < 0.05 * exact.logits.std()
+    assert (alone(asked, prompt(40), None).logits - exact.logits).std() < 0.05 * exact.logits.std()
     for ranks in (2, 3):
         model = over(path, CONFIG, ranks)
         assert not (found := alone(model, prompt(40), 7).differs_from(whole)), found

@@ -140,9 +140,13 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         return TableHandle(index=self.program.add_table(values.detach()), width=tensor.shape[1])
 
     def rows(self, tensor: WeightTensor) -> TableHandle | LinearHandle:
-        """In codes where the file has such, else in the checkpoint's own pages."""
-        parts = LinearParts(weights=(tensor,))
-        return self.table(tensor, head=None) if self._kept(parts) is None else self._pack(parts, self.weights_format)
+        """In codes where the file has such, whatever was asked for matrices, else in the checkpoint's own pages.
+
+        Nobody multiplies by it, and in 16 bits it would be the largest part of such a model.
+        """
+        if tensor.kept is None or tensor.order is not None:
+            return self.table(tensor, head=None)
+        return self._pack(LinearParts(weights=(tensor,)), self.weights_format, of_table=tensor.kept)
 
     def norm(self, parts: NormParts, *, offset: float = 0.0, is_read: bool = True) -> VectorHandle:
         """Weight plus offset, and bias, as fp32."""
@@ -455,11 +459,12 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         role: Role | None = None,
         rows: Rows | None = None,
         keep: bool = True,
+        of_table: KeptFormat | None = None,
     ) -> LinearHandle:
-        """`rows` of the projection, one range after the other; all of it where there is None."""
+        """`rows` of the projection, one range after the other; all of it where there is None. of_table: what holds a table."""
         k = parts.n_inputs
         n = parts.n_outputs if rows is None else sum(end - begin for begin, end in rows)
-        kept = self._kept(parts, is_gated=activation is not None) if keep else None
+        kept = of_table or (self._kept(parts, is_gated=activation is not None) if keep else None)
         form = {"is_gated": activation is not None, "has_bias": bool(parts.biases)}
         shape, whole = (native_shape(kept or weights_format, outputs, k, **form) for outputs in (n, parts.n_outputs))
         key = "+".join(part.name for part in (*parts.weights, *parts.biases))
