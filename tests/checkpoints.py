@@ -138,6 +138,8 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "olmoe": (
         "OlmoeConfig", "OlmoeForCausalLM", {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40}),
+    "flex_olmo": (
+        "FlexOlmoConfig", "FlexOlmoForCausalLM", {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40}),
     "granitemoe": (
         "GraniteMoeConfig",
         "GraniteMoeForCausalLM",

@@ -367,7 +367,7 @@ def test_experts_of_groups_and_clamped_gates(isa: str, weights: str, routing: di
         wide=program.add_f32(2 * ffn, top_k), weighs_input=spec.weighs_input,
         gate=CLAMPED_GATE if spec.activation is Activation.CLAMPED else PLAIN_GATE,
     )  # fmt: skip
-    check("experts_add", bench.run(out, hidden), reference.experts(x, router, gate_up, down, spec, bias))
+    check("experts", bench.run(out, hidden), reference.experts(x, router, gate_up, down, spec, bias))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
@@ -449,7 +449,7 @@ def test_experts(isa: str, weights: str, renormalises: bool, activation: Activat
         hidden_rows=program.add_rows(weights, ffn, rows_per_token=top_k), expanded=program.add_f32(hidden, top_k),
         out=out, top_k=top_k, renormalises=renormalises, activation=activation.value,
     )  # fmt: skip
-    check("experts_add", bench.run(out, hidden), reference.experts(x, router, gate_up, down, spec))
+    check("experts", bench.run(out, hidden), reference.experts(x, router, gate_up, down, spec))
 
 
 def test_head_norms_projects_and_softcaps_the_wanted_rows(isa: str) -> None:

@@ -46,6 +46,7 @@ MORE: dict[str, dict[str, Any]] = {
     "cohere": {"use_qk_norm": True},
     "minicpm3": {key: value for key, value in LATENT.items() if "rank" in key or "head_dim" in key},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 2},
     "stablelm": {"use_qkv_bias": True, "qk_layernorm": True},
     "seed_oss": {"attention_out_bias": True, "mlp_bias": True},

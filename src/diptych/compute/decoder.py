@@ -167,7 +167,7 @@ def run_layer(
     h = x if weights.pre_mlp_norm is None else ops.norm(x, weights.pre_mlp_norm, eps=eps)
     if weights.dense is None:
         assert weights.experts is not None
-        return run_experts(ops, h, weights.experts, weights.shared, x)
+        return run_experts(ops, h, weights.experts, weights.shared, x, weights.post_mlp_norm, eps=added_eps)
     gate_up, down = weights.dense
     cutoff = weights.cutoff
     if not weights.is_gated:
@@ -318,13 +318,17 @@ def run_experts(
     experts: Experts,
     shared: SharedExperts[Linear] | None,
     x: Stream,
+    norm: Vector | None,
+    *,
+    eps: float,
 ) -> Stream:
-    """x + mixture(h) + the shared experts of h, gated or not. All that reads h comes before x is written."""
+    """x + mixture(h), normed or not, + the shared experts of h, gated or not. All that reads h comes before x is written."""
     if shared is None:
-        return ops.experts_add(h, experts, x)
+        mixture = ops.experts(h, experts)
+        return ops.add(x, mixture if norm is None else ops.norm(mixture, norm, eps=eps))
     gate = None if shared.gate is None else ops.linear(h, shared.gate)
     beside = ops.linear_gate(h, shared.gate_up)
-    x = ops.experts_add(h, experts, x)
+    x = ops.add(x, ops.experts(h, experts))
     if gate is None:
         return ops.linear_add(beside, shared.down, x)
     return ops.add_gated(x, ops.linear(beside, shared.down), gate)

@@ -15,7 +15,7 @@ from diptych.models.families_shared import (
     USUAL,
 )
 from diptych.models.family import Family, TensorNames
-from diptych.models.spec import Activation, QkNorm, Scores
+from diptych.models.spec import Activation, Norms, QkNorm, Scores
 
 QWEN_EXPERTS = {"hidden_size": 2048, "num_hidden_layers": 24, "decoder_sparse_step": 1, "mlp_only_layers": None,
                 "norm_topk_prob": False}  # fmt: skip
@@ -75,6 +75,15 @@ MIXTURES: tuple[Family, ...] = (
               "num_experts_per_tok": 8, "num_experts": 64, "norm_topk_prob": False},
         fixed={"clip_qkv": (None,)},
         renamed=LOCAL_EXPERTS,
+        qk_norm=QkNorm.FULL,
+        **BY_ATTENTION_BIAS,
+    ),
+    # norms behind attention and behind the mixture
+    Family(
+        name="flex_olmo", architectures=("FlexOlmoForCausalLM",),
+        keys={**USUAL, "vocab_size": 100_352, "max_position_embeddings": 4096, "attention_bias": False,
+              "rope_theta": 500_000.0, "num_experts_per_tok": 5, "num_experts": 7, "norm_topk_prob": False},
+        norms=Norms.AFTER,
         qk_norm=QkNorm.FULL,
         **BY_ATTENTION_BIAS,
     ),

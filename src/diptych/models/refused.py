@@ -24,7 +24,6 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "norms without weights": ("olmo", "nanochat"),
     "norms of heads with biases": ("persimmon",),
     "a mixture of experts beside attention": ("cohere2_moe",),
-    "norms behind a mixture of experts": ("flex_olmo",),
     "experts chosen one by one with jitter (sparsemixer)": ("phimoe",),
     "a shared expert of another shape": ("dbrx", "longcat_flash"),
     "attention that chooses its tokens by an index": ("deepseek_v32", "deepseek_v4", "glm_moe_dsa"),

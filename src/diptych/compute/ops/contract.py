@@ -312,7 +312,7 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         experts: tuple[ExpertParts, ...],
         role: Role | None = None,
     ) -> Experts:
-        """A mixture, for `experts_add`. router [E, D], choice_bias [E] where the spec has one."""
+        """A mixture, for `experts`. router [E, D], choice_bias [E] where the spec has one."""
 
     @abstractmethod
     def head(self, tensor: WeightTensor, *, role: Role | None = None) -> Linear:
@@ -452,8 +452,8 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         """a [T, H d]: each query against its sequence's cached keys up to its own position."""
 
     @abstractmethod
-    def experts_add(self, h: Stream | Hidden, experts: Experts, x: Stream) -> Stream:
-        """x + sum over the chosen experts of weight * expert(h) [T, D]; x may be written and is not used again.
+    def experts(self, h: Stream | Hidden, experts: Experts) -> Hidden:
+        """y [T, D] = sum over the chosen experts of weight * expert(h).
 
         Each expert's score is a softmax over n_experts or a sigmoid. The best experts_per_token are chosen by score (plus
         choice_bias) among the best groups; their scores are the weights, renormalised to 1 or not, times routed_scale. Where
@@ -532,8 +532,8 @@ OPS: dict[str, OpContract] = {
                    tolerance_fp32=1e-5, tolerance_bf16=4e-2),
         OpContract(name="expand", inputs="a [T,H(r+p)], values [H,v,r]", output="a [T,Hv]", writes="",
                    tolerance_fp32=1e-5, tolerance_bf16=3e-2),
-        OpContract(name="experts_add", inputs="h [T,D], router [E,D], choice_bias [E], experts, x [T,D]", output="x [T,D]",
-                   writes="x", tolerance_fp32=1e-5, tolerance_bf16=5e-2),
+        OpContract(name="experts", inputs="h [T,D], router [E,D], choice_bias [E], experts", output="y [T,D]", writes="",
+                   tolerance_fp32=1e-5, tolerance_bf16=5e-2),
         OpContract(name="head", inputs="x [T,D], norm [D], W [V,D], logits_rows [R] i32", output="logits [R,V] fp32",
                    writes="", tolerance_fp32=2e-5, tolerance_bf16=4e-2),
     )

@@ -417,15 +417,15 @@ class CpuOps(
         value.emit_rows = lambda out: program.attention(out=out, **settings)
         return value
 
-    def experts_add(self, h: Value | ResidualStream, experts: ExpertsHandle, x: ResidualStream) -> ResidualStream:
-        """x += the mixture, summed per token in ascending order of expert."""
+    def experts(self, h: Value | ResidualStream, experts: ExpertsHandle) -> Value:
+        """Summed per token in ascending order of expert."""
         h = self._as_value(h)
         spec, first, down = experts.spec, experts.gate_up[0], experts.down[0]
         top_k = spec.experts_per_token
         gates, ups = [expert.pieces or (expert,) for expert in experts.gate_up], first.pieces[1:]
         router_rows, rows = self._rows(h, experts.router), self._rows(h, first)
         team = self._is_team
-        out = self._f32("experts out", x.width, team)
+        out = self._f32("experts out", h.width, team)
         hidden = wide = None
         if spec.joins_apart:
             width = 2 * spec.expert_ffn
@@ -450,7 +450,7 @@ class CpuOps(
                 "experts hidden rows", spec.expert_ffn, down, top_k, team and hidden is None and wide is None
             ),
             expanded=self._buffer(
-                "experts wide", x.width, lambda width: self.program.add_f32(width, top_k, team), top_k
+                "experts wide", h.width, lambda width: self.program.add_f32(width, top_k, team), top_k
             ),
             out=out,
             top_k=top_k,
@@ -466,8 +466,7 @@ class CpuOps(
             hidden_column=first.column,
             column=down.column,
         )
-        self.program.add(out, x.buffer)
-        return self._written(x)
+        return Value("experts", h.width, buffer=out)
 
     def head(
         self,

@@ -290,8 +290,8 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
             out[queries.rows] = a_BHnd.transpose(1, 2).flatten(0, 1)
         return out.flatten(1)
 
-    def experts_add(self, h: torch.Tensor, experts: TorchExperts, x: torch.Tensor) -> torch.Tensor:
-        """x + the gated sum of the chosen experts [T, D]."""
+    def experts(self, h: torch.Tensor, experts: TorchExperts) -> torch.Tensor:
+        """The gated sum of the chosen experts [T, D]."""
         spec = experts.spec
         weights_Tk, chosen_Tk = _route(self.linear(h, experts.router).float(), experts.choice_bias, spec)
         total = torch.zeros_like(h)
@@ -302,7 +302,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
                 given, weights = (given * weights).to(h.dtype), torch.ones_like(weights)
             y = self._product(self._gated(given, experts.gate_up[expert], rows), experts.down[expert], rows)
             total.index_add_(0, rows, (y * weights).to(total.dtype))
-        return x + total
+        return total
 
     def head(
         self,
