@@ -444,7 +444,7 @@ void bind_operations(nb::class_<Program>& program) {
       .def("moe", [](Program& p, int router, int router_rows, int scores, std::vector<int> gate_up, std::vector<int> down, int rows,
                      std::optional<int> hidden, int hidden_rows, int expanded, int out, int64_t top_k, bool renormalises, const std::string& activation,
                      bool scores_by_sigmoid, int choice_bias, std::array<int64_t, 3> groups, float routed_scale, std::optional<int> wide,
-                     std::array<float, 3> gate, bool weighs_input, int64_t hidden_column, int64_t column, std::vector<int> up, int up_rows) {
+                     std::array<float, 3> gate, bool weighs_input, int64_t hidden_column, int64_t column, std::vector<int> up, int up_rows, int scales) {
         MoeOp op{};
         op.up = std::move(up), op.up_rows = up_rows;
         op.hidden_column = hidden_column, op.column = column;
@@ -453,7 +453,7 @@ void bind_operations(nb::class_<Program>& program) {
         if (hidden) op.has_hidden = true, op.hidden = *hidden;
         op.hidden_rows = hidden_rows, op.expanded = expanded, op.out = out;
         op.top_k = top_k, op.renormalises = renormalises, op.activation = activation_of(activation);
-        op.scores_by_sigmoid = scores_by_sigmoid, op.choice_bias = choice_bias, op.routed_scale = routed_scale;
+        op.scores_by_sigmoid = scores_by_sigmoid, op.choice_bias = choice_bias, op.scales = scales, op.routed_scale = routed_scale;
         op.n_groups = groups[0], op.groups_per_token = groups[1], op.group_best = groups[2];
         if (wide) op.joins_apart = true, op.wide = *wide, op.gate = {gate[0], gate[1], gate[2]};
         if (weighs_input && !wide) throw std::invalid_argument("experts that weigh their input join gate and up apart");
@@ -468,7 +468,7 @@ void bind_operations(nb::class_<Program>& program) {
          nb::arg("hidden_rows"), nb::arg("expanded"), nb::arg("out"), nb::arg("top_k"), nb::arg("renormalises"), nb::arg("activation"),
          nb::arg("scores_by_sigmoid") = false, nb::arg("choice_bias") = -1, nb::arg("groups") = std::array<int64_t, 3>{1, 1, 1}, nb::arg("routed_scale") = 1.0f,
          nb::arg("wide").none() = nb::none(), nb::arg("gate") = std::array<float, 3>{1.0f, 0.0f, 0.0f}, nb::arg("weighs_input") = false, nb::arg("hidden_column") = 0, nb::arg("column") = 0,
-         nb::arg("up") = std::vector<int>{}, nb::arg("up_rows") = -1)
+         nb::arg("up") = std::vector<int>{}, nb::arg("up_rows") = -1, nb::arg("scales") = -1)
       .def("input", [](Program& p, int x) { p.record(Category::embed, InputOp{x}); })
       .def("tap", [](Program& p, int x, int number) { p.record(Category::norm, TapOp{x, number}); })
       .def("head", [](Program& p, int x, std::optional<int> norm, float eps, int rows, int weight, float scale, std::optional<float> softcap, int bias,

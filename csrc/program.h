@@ -112,6 +112,7 @@ struct MoeOp {
   bool renormalises;
   Activation activation;
   bool scores_by_sigmoid = false;            // or by a softmax over all experts
+  int scales = -1;                           // a vector [E] that the chosen experts' weights are multiplied by, or -1
   int choice_bias = -1;                      // a vector [E] added to the scores for the choice, or -1
   int64_t n_groups = 1, groups_per_token = 1, group_best = 1;  // experts of the best groups only, by the sum of their best
   float routed_scale = 1.0f;

@@ -55,6 +55,7 @@ void Program::Run::route_token(const MoeOp& op, int64_t token, float* choice) co
   for (int64_t j = 0; j < top_k; ++j) {
     if (op.renormalises) weights[j] /= std::max(total, 1e-20f);
     if (op.routed_scale != 1.0f) weights[j] *= op.routed_scale;
+    if (op.scales != -1) weights[j] *= vector(op.scales)[ids[j]];
   }
 }
 

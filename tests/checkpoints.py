@@ -97,6 +97,14 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
          "layer_types": ["sliding_attention", "full_attention"] * 3, "hidden_size_per_layer_input": 16,
          "vocab_size_per_layer_input": VOCAB - 1, "use_double_wide_mlp": True},
     ),
+    # a mixture beside the dense MLP
+    "gemma4-a4b": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {"head_dim": 16, "global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+         "sliding_window": 16, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 6,
+         "top_k_experts": 3, "moe_intermediate_size": 40},
+    ),
     "gemma4_unified": (
         "Gemma4UnifiedTextConfig",
         "Gemma4UnifiedForCausalLM",

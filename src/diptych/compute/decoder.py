@@ -28,6 +28,16 @@ class SharedExperts(Generic[Linear]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ApartNorms(Generic[Vector]):
+    """Norms of a mixture and shared experts that each have their own: before router and mixture, behind both."""
+
+    router: Vector
+    mixture: Vector
+    behind_shared: Vector
+    behind_mixture: Vector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentWeights(Generic[Vector, Linear]):
     """The projections of latent attention: queries directly (q alone) or over a rank of their own, and the latents."""
 
@@ -85,6 +95,7 @@ class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
     cutoff: float | None = None  # of the dense MLP's gate
     experts: Experts | None
     shared: SharedExperts[Linear] | None = None
+    apart: ApartNorms[Vector] | None = None
     is_parallel: bool = False
     scale: float = 1.0  # of the stream behind the layer
     branch: BranchWeights[Vector, Linear] | None = None
@@ -167,6 +178,8 @@ def run_layer(
     h = x if weights.pre_mlp_norm is None else ops.norm(x, weights.pre_mlp_norm, eps=eps)
     if weights.dense is None:
         assert weights.experts is not None
+        if weights.apart is not None:
+            return run_apart(ops, x, h, weights, weights.experts, weights.apart, eps=eps)
         return run_experts(ops, h, weights.experts, weights.shared, x, weights.post_mlp_norm, eps=added_eps)
     gate_up, down = weights.dense
     cutoff = weights.cutoff
@@ -332,3 +345,25 @@ def run_experts(
     if gate is None:
         return ops.linear_add(beside, shared.down, x)
     return ops.add_gated(x, ops.linear(beside, shared.down), gate)
+
+
+def run_apart(
+    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+    x: Stream,
+    h: Stream | Hidden,
+    weights: LayerWeights[Vector, Linear, Heads, Experts],
+    experts: Experts,
+    norms: ApartNorms[Vector],
+    *,
+    eps: float,
+) -> Stream:
+    """x + norm(norm(shared experts of h) + norm(mixture(norm(x)))), where the router reads a norm of x of its own."""
+    shared, behind = weights.shared, weights.post_mlp_norm
+    assert shared is not None
+    assert behind is not None
+    beside = ops.linear(ops.linear_gate(h, shared.gate_up), shared.down)
+    y = ops.stream(ops.norm(beside, norms.behind_shared, eps=eps), 0)
+    routed = ops.norm(x, norms.router, eps=eps)
+    mixture = ops.experts(ops.norm(x, norms.mixture, eps=eps), experts, routed=routed)
+    y = ops.add(y, ops.norm(mixture, norms.behind_mixture, eps=eps))
+    return ops.add(x, ops.norm(y, behind, eps=eps))

@@ -9,6 +9,7 @@ import torch
 from diptych.compute.balance import HEAD_SHARE, NORM_SHARE, balance_gated, balance_norm, balance_values
 from diptych.compute.decoder import (
     LATENT_EPS,
+    ApartNorms,
     DecoderWeights,
     LatentWeights,
     LayerWeights,
@@ -45,6 +46,7 @@ from diptych.compute.views import (
     OnesTensor,
     ReorderedTensor,
     RowsTensor,
+    ScaledTensor,
     TransposedTensor,
     halves_order,
 )
@@ -133,7 +135,7 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         """All of them: a dense MLP first, a mixture last."""
         mlp = self.parts.mlp
         before, after, before_mlp, after_mlp = (self.norm_tensor(name) for name in self.names.norms[self.parts.norms])
-        dense = experts = shared = None
+        dense = experts = shared = apart = None
         is_parallel = self.parts.norms is Norms.PARALLEL
         if is_parallel and not isinstance(mlp, MlpSpec):
             raise UnsupportedModel(
@@ -146,7 +148,7 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         input_norm = self.norm(before)
         post_attention_norm, post_mlp_norm = (self.norm(norm, is_read=False) for norm in (after, after_mlp))
         if isinstance(mlp, MoeSpec):
-            before_mlp, experts, shared = self._experts(mlp, before_mlp)
+            before_mlp, experts, shared, apart = self._experts(mlp, before_mlp)
         return LayerWeights(
             attention=attention,
             qkv=qkv,
@@ -158,6 +160,7 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
             dense=dense,
             experts=experts,
             shared=shared,
+            apart=apart,
             is_parallel=is_parallel,
             is_gated=mlp.is_gated if isinstance(mlp, MlpSpec) else True,
             cutoff=mlp.cutoff if isinstance(mlp, MlpSpec) else None,
@@ -173,7 +176,6 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         spec, mlp = self.spec, self.parts.mlp
         if spec.layer_inputs is None:
             return {}
-        assert isinstance(mlp, MlpSpec)
         source, loader = self.source, self.loader
         output, gate = own_gate(source, spec, spec.layer_inputs, self.prefix, is_balancing=loader.is_balancing)
         mixing = None
@@ -408,17 +410,25 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
 
     def _experts(
         self, moe: MoeSpec, norm: NormParts | None
-    ) -> tuple[NormParts | None, Experts, SharedExperts[Linear] | None]:
-        """The norm that a router and its experts read, the mixture of them, and what every token meets beside it."""
+    ) -> tuple[NormParts | None, Experts, SharedExperts[Linear] | None, ApartNorms[Vector] | None]:
+        """The norm that a router and its experts read, the mixture of them, what every token meets beside it, and norms of
+        each of them where they have their own.
+        """
         roots = [f"{self.prefix}{root}" for root in self.names.mlp]
         root = next((root for root in roots if self.source.has(f"{root}{self.names.router}.weight")), roots[0])
         ffn, hidden = moe.expert_ffn, self.spec.hidden
         router = self.linear(root, (self.names.router,), (moe.n_experts,), hidden, has_bias=moe.has_router_bias)
         experts = self._expert_parts(moe, root)
         shared = self._shared_parts(moe, roots, root)
+        own = self.norm_tensor(self.names.apart[0]) if moe.is_apart else None
         if self.loader.is_balancing:
-            readers = (router, *(expert.gate_up for expert in experts), *(parts for parts in shared[::2]))
-            norm, scaled = self._balance_norm(norm, readers)
+            gate_ups = tuple(expert.gate_up for expert in experts)
+            if own is None:
+                norm, scaled = self._balance_norm(norm, (router, *gate_ups, *shared[::2]))
+            else:
+                own, gate_ups = self._balance_norm(own, gate_ups)
+                norm, beside = self._balance_norm(norm, shared[:1])
+                scaled = (router, *gate_ups, *beside)
             router, gate_ups, ends = scaled[0], scaled[1 : len(experts) + 1], scaled[len(experts) + 1 :]
             pairs = [(gate_up, expert.down) for gate_up, expert in zip(gate_ups, experts, strict=True)]
             if moe.activation is not Activation.CLAMPED:  # which is not linear in up
@@ -432,8 +442,28 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
             else None
         )
         role = self._role(Split.OUTPUTS, gate=ffn, up=ffn, down=hidden)
-        mixture = self.loader.experts(moe, router=router, choice_bias=choice_bias, experts=experts, role=role)
-        return norm, mixture, self._shared(moe, shared)
+        scales = self.source.tensor(f"{root}{self.names.expert_scales}", moe.n_experts) if moe.is_apart else None
+        mixture = self.loader.experts(
+            moe, router=router, choice_bias=choice_bias, scales=scales, experts=experts, role=role
+        )
+        return norm, mixture, self._shared(moe, shared), self._apart(own, root)
+
+    def _apart(self, own: NormParts | None, root: str) -> ApartNorms[Vector] | None:
+        """Norms of mixture, shared experts and router; `own` is the one before the mixture."""
+        if own is None:
+            return None
+        hidden = self.spec.hidden
+        of_router = ScaledTensor(self.source.tensor(f"{root}{self.names.router_scale}", hidden), hidden**-0.5)
+        behind = [self.norm_tensor(name) for name in self.names.apart[1:]]
+        assert behind[0] is not None
+        assert behind[1] is not None
+        offset = self.spec.norm_offset
+        return ApartNorms(
+            router=self.loader.norm(NormParts(weight=of_router), is_read=False),
+            mixture=self.loader.norm(own, offset=offset),
+            behind_shared=self.loader.norm(behind[0], offset=offset, is_read=False),
+            behind_mixture=self.loader.norm(behind[1], offset=offset, is_read=False),
+        )
 
     def _expert_parts(self, moe: MoeSpec, root: str) -> tuple[ExpertParts, ...]:
         """One tensor per expert and projection, or all experts stacked in one tensor each."""

@@ -6,7 +6,7 @@ from diptych.compute.balance import NORM_SHARE, balance_norm
 from diptych.compute.decoder import BranchWeights, InputsWeights, MixingWeights, OwnEmbedding
 from diptych.compute.ops.contract import Experts, Heads, Linear, LinearParts, Loader, NormParts, Role, Table, Vector
 from diptych.compute.weights import Source
-from diptych.models.spec import LayerInputs, MlpSpec, ModelSpec, StreamsSpec
+from diptych.models.spec import LayerInputs, MlpSpec, ModelSpec, MoeSpec, StreamsSpec
 
 
 def load_inputs(
@@ -94,7 +94,7 @@ def load_embedding(
     spec: ModelSpec,
     inputs: LayerInputs,
     gate: LinearParts,
-    mlp: MlpSpec,
+    mlp: MlpSpec | MoeSpec,
     root: str,
     role: Role,
 ) -> OwnEmbedding[Vector, Linear]:

@@ -82,6 +82,28 @@ class JoinedTensor(WeightTensor):
         return torch.cat([tensor.read().reshape(-1) for tensor in self._tensors])
 
 
+class ScaledTensor(WeightTensor):
+    """A small tensor times a number, in fp32."""
+
+    random_seed: int | None = None
+    dtype = torch.float32
+
+    def __init__(self, tensor: WeightTensor, factor: float) -> None:
+        self.name = tensor.name
+        self.shape = tensor.shape
+        self._tensor = tensor
+        self._factor = factor
+
+    @property
+    def stored(self) -> tuple[WeightTensor, ...]:
+        """What it is made of."""
+        return self._tensor.stored
+
+    def read(self) -> torch.Tensor:
+        """A copy."""
+        return self._tensor.read().to(torch.float32) * self._factor
+
+
 class OnesTensor(WeightTensor):
     """The weight [n] of a norm that has none."""
 

@@ -406,7 +406,9 @@ def _experts(sizes: _Sizes, moe: MoeSpec) -> tuple[Component, ...]:
     if moe.has_expert_bias:
         per_expert += (2.0 * shard + model.hidden) * 2.0
     touched = expected_experts(moe.n_experts, moe.experts_per_token, n, skew=moe.skew)
-    router_bias = moe.n_experts * (moe.has_router_bias + moe.has_choice_bias)
+    router_bias = (
+        moe.n_experts * (moe.has_router_bias + moe.has_choice_bias + moe.is_apart) + model.hidden * moe.is_apart
+    )
     router = Component(
         name="router",
         flops=2.0 * n * model.hidden * moe.n_experts,
@@ -429,8 +431,13 @@ def _experts(sizes: _Sizes, moe: MoeSpec) -> tuple[Component, ...]:
     return router, experts, shared
 
 
+def own_norms(mlp: MlpSpec | MoeSpec) -> int:
+    """Norms that a layer has for what its mixture is made of."""
+    return mlp.n_own_norms if isinstance(mlp, MoeSpec) else 0
+
+
 def _norms(sizes: _Sizes) -> Component:
-    model, count = sizes.model, sizes.layer.norms.count
+    model, count = sizes.model, sizes.layer.norms.count + own_norms(sizes.layer.mlp)
     per_norm = model.hidden * (2 if model.has_norm_bias else 1)
     return Component(
         name="norms",

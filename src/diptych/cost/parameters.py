@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from diptych.cost.components import attention_widths, kv_bytes_of_tokens
+from diptych.cost.components import attention_widths, kv_bytes_of_tokens, own_norms
 from diptych.cost.layout import PLAIN, Layout
 from diptych.cost.streams import stream_matrices, stream_vectors, table_width
 from diptych.ground.specs import KVSpec, QuantSpec
@@ -147,7 +147,8 @@ def _mlp(model: ModelSpec, mlp: MlpSpec) -> int:
 def _moe(model: ModelSpec, moe: MoeSpec) -> dict[str, int]:
     bias = 2 * moe.expert_ffn + model.hidden if moe.has_expert_bias else 0
     return {
-        "router": model.hidden * moe.n_experts + moe.n_experts * (moe.has_router_bias + moe.has_choice_bias),
+        "router": model.hidden * (moe.n_experts + moe.is_apart)
+        + moe.n_experts * (moe.has_router_bias + moe.has_choice_bias + moe.is_apart),
         "experts": moe.n_experts * (3 * model.hidden * moe.expert_ffn + bias),
         "shared_experts": 3 * model.hidden * moe.shared_ffn + (model.hidden if moe.has_shared_gate else 0),
     }
@@ -156,4 +157,5 @@ def _moe(model: ModelSpec, moe: MoeSpec) -> dict[str, int]:
 def _norms(model: ModelSpec) -> int:
     per_norm = model.hidden * (2 if model.has_norm_bias else 1)
     ends = per_norm * (2 if model.has_embedding_norm else 1)
-    return sum(n * layer.norms.count for layer, n in model.layer_groups) * per_norm + ends
+    of_layers = sum(n * (layer.norms.count + own_norms(layer.mlp)) for layer, n in model.layer_groups)
+    return of_layers * per_norm + ends

@@ -190,9 +190,12 @@ DENSE: tuple[Family, ...] = (
     Family(
         name="gemma4_text", architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
         more_model_types=("gemma4",),
-        keys={**GEMMA_4, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144},
-        fixed={**GEMMA_4_FIXED, "enable_moe_block": (None, False), "num_experts": (None, 0), "top_k_experts": (None, 0),
-               "moe_intermediate_size": (None, 0)},
+        keys={**GEMMA_4, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144, "num_experts": None,
+              "num_experts_per_tok": None, "moe_intermediate_size": None, "enable_moe_block": False},
+        renamed={"top_k_experts": "num_experts_per_tok"},
+        fixed=GEMMA_4_FIXED,
+        mixes_apart=True, renormalises=True,
+        names=TensorNames(mlp=("mlp.", ""), router="router.proj", shared="mlp"),
         **GEMMA_4_LAYERS,
     ),
     Family(

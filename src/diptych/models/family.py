@@ -31,6 +31,7 @@ class TensorNames:
 
     mlp: where the MLP may be found, tried in order. expert: gate, up and down of one expert, where they are separate;
     stacked: of all experts in one tensor each, is_transposed: as [inputs, outputs], takes_turns: rows of gate and up in turn.
+    apart: norms before the mixture, behind shared experts, behind the mixture, of `MoeSpec.is_apart`.
     choice_axes: what choice_bias has before its experts. norms: before attention, after it, before the MLP, after it.
     q_norm, k_norm: where each head has a weight of its own they are stacked in one tensor, or {} stands for the head.
     """
@@ -51,6 +52,13 @@ class TensorNames:
     choice_axes: tuple[int, ...] = ()
     shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate"
+    router_scale: str = "router.scale"
+    expert_scales: str = "router.per_expert_scale"
+    apart: tuple[str, str, str] = (
+        "pre_feedforward_layernorm_2",
+        "post_feedforward_layernorm_1",
+        "post_feedforward_layernorm_2",
+    )
     norms: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]] = field(
         default_factory=lambda: NORM_NAMES
     )
@@ -73,6 +81,7 @@ class Family:
     attention_scale: of scores, whatever the heads' width. has_v_norm: heads of v are normed without a weight. full_last: the
     last layer attends to everything. has_full_heads: layers that attend to everything have heads of their own number and
     width (`read_streams.full_heads`). scales_layers: as in `ModelSpec`.
+    mixes_apart: the dense MLP is the shared expert of a mixture, as `MoeSpec.is_apart` says.
     prefixes: where tensors may begin, tried in order; ignored: parts of names of tensors that nobody needs.
     """
 
@@ -123,6 +132,7 @@ class Family:
     has_choice_bias: bool = False
     has_expert_bias: bool = False
     has_shared_gate: bool = False
+    mixes_apart: bool = False
     weighs_input: bool = False
     reads_mxfp4: bool = False
     names: TensorNames = field(default_factory=TensorNames)

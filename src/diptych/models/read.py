@@ -485,7 +485,7 @@ def _activation(config: HfConfig, family: Family) -> Activation:
 
 def _moe_layers(config: HfConfig, n_layers: int) -> frozenset[int]:
     """Layers whose MLP is a mixture. "Every step-th layer" counts from 1: layers step-1, 2 step-1, ..."""
-    if config.raw.get("num_experts") is None:
+    if config.raw.get("num_experts") is None or not config.flag("enable_moe_block", True):
         return frozenset()
     named = config.integers("moe_layers")
     if named is not None:
@@ -533,6 +533,8 @@ def _moe(config: HfConfig, family: Family) -> MoeSpec:
     ffn = config.integer("moe_intermediate_size" if has_own else "intermediate_size")
     n_groups, per_token = _groups(config, family, n_experts, chosen)
     shared = config.optional_integer("shared_expert_intermediate_size", low=0)
+    if family.mixes_apart:
+        shared = config.integer("intermediate_size")
     if shared is None:
         shared = ffn * (config.optional_integer("n_shared_experts", low=0) or 0)
     return MoeSpec(
@@ -552,4 +554,5 @@ def _moe(config: HfConfig, family: Family) -> MoeSpec:
         has_expert_bias=family.has_expert_bias,
         has_shared_gate=family.has_shared_gate,
         weighs_input=family.weighs_input,
+        is_apart=family.mixes_apart,
     )

@@ -201,7 +201,9 @@ class MoeSpec:
     n_groups, groups_per_token: experts are chosen among the best groups only (1 of 1: all), a group being as good as the
     sum of its `group_best` best. has_router_bias: on the logits; has_choice_bias: on the scores, for the choice only.
     has_shared_gate: the shared experts' sum is multiplied by a sigmoid. weighs_input: a chosen expert's input is multiplied
-    by its weight, not what it gives. skew: of the routing, 0 is uniform; see `cost.components.expected_experts`.
+    by its weight, not what it gives. is_apart: shared experts, mixture and router read the stream by norms of their own, what
+    each of the first two gives is normed before they are added, and each expert has a scale.
+    skew: of the routing, 0 is uniform; see `cost.components.expected_experts`.
     """
 
     n_experts: int
@@ -220,7 +222,13 @@ class MoeSpec:
     has_expert_bias: bool = False
     has_shared_gate: bool = False
     weighs_input: bool = False
+    is_apart: bool = False
     skew: float = 0.0
+
+    @property
+    def n_own_norms(self) -> int:
+        """Norms of a layer beside those that every layer has, but for the router's."""
+        return 3 if self.is_apart else 0
 
     @property
     def joins_apart(self) -> bool:

@@ -309,10 +309,11 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         *,
         router: LinearParts,
         choice_bias: WeightTensor | None,
+        scales: WeightTensor | None = None,
         experts: tuple[ExpertParts, ...],
         role: Role | None = None,
     ) -> Experts:
-        """A mixture, for `experts`. router [E, D], choice_bias [E] where the spec has one."""
+        """A mixture, for `experts`. router [E, D], choice_bias [E] where the spec has one, scales [E] likewise."""
 
     @abstractmethod
     def head(self, tensor: WeightTensor, *, role: Role | None = None) -> Linear:
@@ -415,6 +416,10 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         """Stream `number` [T, D] = scale * x, which stays as it is."""
 
     @abstractmethod
+    def stream(self, h: Hidden, number: int) -> Stream:
+        """Stream `number` [T, D] = h, a norm."""
+
+    @abstractmethod
     def match(self, y: Hidden, x: Stream, number: int, *, least: float) -> Stream:
         """Stream `number` [T, D] = y * sqrt(mean(x^2) / max(mean(y^2), least)): y as large as x."""
 
@@ -452,12 +457,12 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         """a [T, H d]: each query against its sequence's cached keys up to its own position."""
 
     @abstractmethod
-    def experts(self, h: Stream | Hidden, experts: Experts) -> Hidden:
-        """y [T, D] = sum over the chosen experts of weight * expert(h).
+    def experts(self, h: Stream | Hidden, experts: Experts, *, routed: Hidden | None = None) -> Hidden:
+        """y [T, D] = sum over the chosen experts of weight * expert(h). routed: what the router reads, if not h.
 
         Each expert's score is a softmax over n_experts or a sigmoid. The best experts_per_token are chosen by score (plus
-        choice_bias) among the best groups; their scores are the weights, renormalised to 1 or not, times routed_scale. Where
-        the spec weighs inputs it is expert(weight * h) instead.
+        choice_bias) among the best groups; their scores are the weights, renormalised to 1 or not, times routed_scale and the
+        expert's scale, if any. Where the spec weighs inputs it is expert(weight * h) instead.
         """
 
     @abstractmethod
@@ -516,6 +521,8 @@ OPS: dict[str, OpContract] = {
                    output="h [T,LP]", writes="", tolerance_fp32=1e-5, tolerance_bf16=3e-2),
         OpContract(name="branch", inputs="x [T,D]", output="x [T,D]", writes="a stream", tolerance_fp32=1e-6,
                    tolerance_bf16=2e-2),
+        OpContract(name="stream", inputs="h [T,D]", output="x [T,D]", writes="a stream", tolerance_fp32=0.0,
+                   tolerance_bf16=0.0),
         OpContract(name="match", inputs="y [T,D], x [T,D]", output="x [T,D]", writes="a stream", tolerance_fp32=1e-5,
                    tolerance_bf16=3e-2),
         OpContract(name="predict", inputs="xs n of [T,D], routed [T,n], W [n n,n] fp32", output="xs n of [T,D]",

@@ -116,6 +116,7 @@ class ExpertsHandle:
     spec: MoeSpec
     router: LinearHandle
     choice_bias: int
+    scales: int
     gate_up: tuple[LinearHandle, ...]
     down: tuple[LinearHandle, ...]
 

@@ -273,6 +273,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         *,
         router: LinearParts,
         choice_bias: WeightTensor | None,
+        scales: WeightTensor | None = None,
         experts: tuple[ExpertParts, ...],
         role: Role | None = None,
     ) -> ExpertsHandle:
@@ -292,6 +293,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             spec=spec,
             router=self.router(router),
             choice_bias=-1 if choice_bias is None else self._vector(choice_bias),
+            scales=-1 if scales is None else self._vector(scales),
             gate_up=gate_up,
             down=down,
         )

@@ -234,6 +234,14 @@ class CpuOps(
         self.program.branch(x=x.buffer, out=out.buffer, scale=scale)
         return out
 
+    def stream(self, h: Value, number: int) -> ResidualStream:
+        """Written by the norm itself."""
+        assert h.kind == "norm"
+        assert h.emit_rows is not None
+        out = ResidualStream(self._f32(f"stream {number}", h.width), h.width)
+        h.emit_rows(out.buffer)
+        return out
+
     def match(self, y: Value, x: ResidualStream, number: int, *, least: float) -> ResidualStream:
         """From the projection's buffer."""
         out = ResidualStream(self._f32(f"stream {number}", x.width), x.width)
@@ -417,13 +425,15 @@ class CpuOps(
         value.emit_rows = lambda out: program.attention(out=out, **settings)
         return value
 
-    def experts(self, h: Value | ResidualStream, experts: ExpertsHandle) -> Value:
+    def experts(self, h: Value | ResidualStream, experts: ExpertsHandle, *, routed: Value | None = None) -> Value:
         """Summed per token in ascending order of expert."""
         h = self._as_value(h)
         spec, first, down = experts.spec, experts.gate_up[0], experts.down[0]
         top_k = spec.experts_per_token
         gates, ups = [expert.pieces or (expert,) for expert in experts.gate_up], first.pieces[1:]
-        router_rows, rows = self._rows(h, experts.router), self._rows(h, first)
+        # rows of its own, which the mixture's must not be written over
+        of_router = h if routed is None else replace(routed, kind="routed", rows={})
+        router_rows, rows = self._rows(of_router, experts.router), self._rows(h, first)
         team = self._is_team
         out = self._f32("experts out", h.width, team)
         hidden = wide = None
@@ -458,6 +468,7 @@ class CpuOps(
             activation=(Activation.SILU if spec.joins_apart else spec.activation).value,
             scores_by_sigmoid=spec.scores is Scores.SIGMOID,
             choice_bias=experts.choice_bias,
+            scales=experts.scales,
             groups=(spec.n_groups, spec.groups_per_token, spec.group_best),
             routed_scale=spec.routed_scale,
             wide=wide,

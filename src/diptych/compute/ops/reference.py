@@ -139,17 +139,18 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     if activation is Activation.CLAMPED:
         g, up = g.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
         return g / (1 + torch.exp(-CLAMPED_ALPHA * g)) * (up + 1)
-    if activation is Activation.SILU:
-        return g / (1 + torch.exp(-g)) * up
-    inner = (2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3)
-    return 0.5 * g * (1 + torch.tanh(inner)) * up
+    return curve(g, activation) * up
 
 
 def curve(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     """act(x), fp32."""
+    x = x.float()
     if activation in (Activation.RELU, Activation.SQUARED_RELU):
-        return x.float().clamp(min=0) ** (2 if activation is Activation.SQUARED_RELU else 1)
-    return gate(torch.cat([x, torch.ones_like(x)], dim=-1), activation)
+        return x.clamp(min=0) ** (2 if activation is Activation.SQUARED_RELU else 1)
+    if activation is Activation.SILU:
+        return x / (1 + torch.exp(-x))
+    inner = (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
+    return 0.5 * x * (1 + torch.tanh(inner))
 
 
 def sparse_gate(gate_up: torch.Tensor, activation: Activation, cutoff: float) -> torch.Tensor:

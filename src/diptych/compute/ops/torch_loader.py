@@ -61,11 +61,12 @@ class TorchAttention:
 
 @dataclass(frozen=True, slots=True)
 class TorchExperts:
-    """router [E, D], choice_bias [E] fp32, gate_up and down per expert."""
+    """router [E, D], choice_bias and scales [E] fp32, gate_up and down per expert."""
 
     spec: MoeSpec
     router: TorchLinear
     choice_bias: torch.Tensor | None
+    scales: torch.Tensor | None
     gate_up: tuple[TorchLinear, ...]
     down: tuple[TorchLinear, ...]
 
@@ -163,6 +164,7 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         *,
         router: LinearParts,
         choice_bias: WeightTensor | None,
+        scales: WeightTensor | None = None,
         experts: tuple[ExpertParts, ...],
         role: Role | None = None,
     ) -> TorchExperts:
@@ -171,8 +173,8 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         down = tuple(self._stacked(expert.down, role=role) for expert in experts)
         for e, expert in enumerate(experts):
             self.sites.note_expert(e, (expert.gate_up, gate_up[e]), (expert.down, down[e]))
-        bias = None if choice_bias is None else self._vector(choice_bias)
-        return TorchExperts(spec, self.router(router), bias, gate_up, down)
+        bias, scale = (None if one is None else self._vector(one) for one in (choice_bias, scales))
+        return TorchExperts(spec, self.router(router), bias, scale, gate_up, down)
 
     def head(self, tensor: WeightTensor, *, role: Role | None = None) -> TorchLinear:
         """[V, D] in the compute dtype."""

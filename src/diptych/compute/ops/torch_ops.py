@@ -167,6 +167,11 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         del number
         return x if scale == 1.0 else x * scale
 
+    def stream(self, h: torch.Tensor, number: int) -> torch.Tensor:
+        """The very same."""
+        del number
+        return h
+
     def match(self, y: torch.Tensor, x: torch.Tensor, number: int, *, least: float) -> torch.Tensor:
         """[T, D]."""
         del number
@@ -290,10 +295,12 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
             out[queries.rows] = a_BHnd.transpose(1, 2).flatten(0, 1)
         return out.flatten(1)
 
-    def experts(self, h: torch.Tensor, experts: TorchExperts) -> torch.Tensor:
+    def experts(self, h: torch.Tensor, experts: TorchExperts, *, routed: torch.Tensor | None = None) -> torch.Tensor:
         """The gated sum of the chosen experts [T, D]."""
-        spec = experts.spec
-        weights_Tk, chosen_Tk = _route(self.linear(h, experts.router).float(), experts.choice_bias, spec)
+        spec, routed = experts.spec, h if routed is None else routed
+        weights_Tk, chosen_Tk = _route(self.linear(routed, experts.router).float(), experts.choice_bias, spec)
+        if experts.scales is not None:
+            weights_Tk = weights_Tk * experts.scales[chosen_Tk]
         total = torch.zeros_like(h)
         for expert in chosen_Tk.unique().tolist():
             rows, column = torch.where(chosen_Tk == expert)
