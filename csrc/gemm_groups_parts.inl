@@ -1,0 +1,159 @@
+// Tiles of weights in groups that meet strips as they are packed, any number of rows, a part of a strip's lanes at a time: the text that
+// AVX2 and NEON share. Before it stand a set's own (gemm_groups_avx2.inl, gemm_groups_neon.inl): kParts of a strip, the vectors Floats and
+// Wholes of one, operand_of and add_16, and how numbers are widened.
+
+constexpr int kPartLanes = static_cast<int>(kStripLanes) / kParts;
+
+// Of a group, the lanes of one part, from its head.
+struct Scales {
+  explicit Scales(const LinearShape& shape)
+      : source_(shape.grid.scale), nested_(shape.grid.nested), e4m3_(shape.grid.e4m3), scale_bytes_(bytes_of_scale(shape)),
+        offset_bytes_(bytes_of_offset(shape)), scales_(place_of_head(shape, 0).scales), offsets_(place_of_head(shape, 0).offsets) {}
+  void enter(const uint8_t* head) {
+    head_ = head;
+    if (!nested_) return;
+    for (int part = 0; part < kParts; ++part) {
+      if (source_ == Source::f32) factors_[0][part] = *reinterpret_cast<const Floats*>(head + part * kPartLanes * 4);
+      else factors_[0][part] = widen_halves(head + part * kPartLanes * 2), factors_[1][part] = widen_halves(head + 2 * (kStripLanes + part * kPartLanes));
+    }
+  }
+  Floats scale(int64_t within, int part) const {
+    const uint8_t* at = head_ + scales_ + (within * kStripLanes + part * kPartLanes) * scale_bytes_;
+    if (nested_) return factors_[0][part] * (e4m3_ ? widen_e4m3(at) : widen_s8(at));
+    if (source_ == Source::f32) return *reinterpret_cast<const Floats*>(at);
+    return source_ == Source::f16 ? widen_halves(at) : widen_bf16(at);
+  }
+  const uint8_t* offset(int64_t within, int part) const { return head_ + offsets_ + (within * kStripLanes + part * kPartLanes) * offset_bytes_; }
+  Floats minimum(int64_t within, int part) const {
+    const uint8_t* at = offset(within, part);
+    return nested_ ? factors_[1][part] * widen_s8(at) : *reinterpret_cast<const Floats*>(at);
+  }
+
+ private:
+  const Source source_;
+  const bool nested_, e4m3_;
+  const int64_t scale_bytes_, offset_bytes_, scales_, offsets_;
+  const uint8_t* head_ = nullptr;
+  Floats factors_[2][kParts];
+};
+
+inline void ready_rows(const LinearShape& shape, bool, const float* const* x_powers, const int32_t* const* x_sums, int64_t rows, int64_t groups, RowOfGroup* out) {
+  const int32_t base = is_signed(form_of(shape)) ? 0 : middle_of(shape);
+  const bool keeps_sum = shape.grid.offset == Offset::zeros;
+  for (int64_t group = 0; group < groups; ++group)
+    for (int64_t row = 0; row < rows; ++row, ++out) {
+      const float power = x_powers[row][group];
+      const int32_t sum = x_sums[row][group];
+      *out = {-base * sum, power, 0.0f, power * static_cast<float>(sum)};
+      if (keeps_sum) std::memcpy(&out->sum, &sum, sizeof(sum));
+    }
+}
+
+constexpr int64_t kGroupAheadBytes = 4096;
+
+// One group of a part of a strip against some rows: their whole sums. Wide rows pass twice: the sums of their high halves are shifted, and go on
+// with the low ones.
+template <CodeForm kForm, bool kWide, int kRows>
+DIPTYCH_FORCED void sum_group(const RowOfGroup* of, const uint8_t* w, const uint8_t* tops, const uint8_t* const (&x)[kRows], int64_t from, int64_t group, int64_t low,
+                              int part, const Operand& table, Wholes (&whole)[kRows]) {
+#pragma GCC unroll 4
+  for (int row = 0; row < kRows; ++row) whole[row] = Wholes{} + (kWide ? 0 : of[row].start);
+#pragma GCC unroll 2
+  for (int pass = 0; pass < (kWide ? 2 : 1); ++pass) {
+    const uint8_t *unit = w, *top = tops;
+    for (int64_t at = from; at < from + group; at += 16, unit += steps_of_16(kForm) * kStepBytes, top += 4 * 8) {
+      Operand operands[4], magnitudes[4];
+#pragma GCC unroll 4
+      for (int word = 0; word < 4; ++word) {
+        operands[word] = operand_of<kForm>(unit, top, word, part, table);
+        magnitudes[word] = magnitude_of<kForm>(operands[word]);
+      }
+#pragma GCC unroll 4
+      for (int row = 0; row < kRows; ++row) whole[row] = add_16<kForm>(whole[row], operands, magnitudes, x[row] + at + (pass == 0 ? 0 : low));
+    }
+    if (kWide && pass == 0)
+#pragma GCC unroll 4
+      for (int row = 0; row < kRows; ++row) whole[row] = (whole[row] << kLowBits) + of[row].start;
+  }
+}
+
+// Rows [first, first + kRows) of a tile of `rows` against kCount parts of a strip from `begin` on: as many sums as the
+// registers hold beside what makes them.
+template <CodeForm kForm, bool kWide, Offset kOffset, int kRows, int kCount>
+void run_rows(const GroupArgs& args, int rows, int first, int begin) {
+  const LinearShape& shape = *args.shape;
+  const int64_t head_groups = groups_of_head(shape), inputs = shape.group, low = args.low, groups = args.groups;
+  const int64_t group_bytes = bytes_of_group_steps(shape), tops_bytes = bytes_of_tops(shape);
+  const GroupPlace head = place_of_head(shape, 0);
+  const Operand table = load_table(shape);
+  const RowOfGroup* of = args.rows + first;
+  Scales scales(shape);
+  const uint8_t *x[kRows], *w = args.strip, *tops = nullptr;
+  Floats sums[kCount][kRows];
+#pragma GCC unroll 4
+  for (int row = 0; row < kRows; ++row) {
+    x[row] = args.x[first + row];
+#pragma GCC unroll 4
+    for (int at = 0; at < kCount; ++at) sums[at][row] = Floats{};
+  }
+  for (int64_t group = 0, within = 0; group < groups; ++group, of += rows, w += group_bytes, tops += tops_bytes) {
+    if (within == head_groups) within = 0;
+    if (within == 0) scales.enter(w), tops = w + head.tops, w += head.steps;
+    if (begin == 0)
+      for (int64_t line = 0; line < group_bytes; line += kStepBytes) __builtin_prefetch(w + line + kGroupAheadBytes, 0, 3);
+#pragma GCC unroll 4
+    for (int at = 0; at < kCount; ++at) {
+      const int part = begin + at;
+      Wholes whole[kRows];
+      sum_group<kForm, kWide, kRows>(of, w, tops, x, group * inputs, inputs, low, part, table, whole);
+      const Floats scale = scales.scale(within, part);
+#pragma GCC unroll 4
+      for (int row = 0; row < kRows; ++row) {
+        if constexpr (kOffset == Offset::zeros) {
+          int32_t sum;
+          std::memcpy(&sum, &of[row].sum, sizeof(sum));
+          whole[row] -= widen_u8(scales.offset(within, part)) * sum;
+        }
+        sums[at][row] = fused(to_floats(whole[row]) * of[row].power, scale, sums[at][row]);
+      }
+      if constexpr (kOffset == Offset::minima) {
+        const Floats minimum = scales.minimum(within, part);
+#pragma GCC unroll 4
+        for (int row = 0; row < kRows; ++row) sums[at][row] = fused(Floats{} + of[row].sum, minimum, sums[at][row]);
+      }
+    }
+    ++within;
+  }
+#pragma GCC unroll 4
+  for (int at = 0; at < kCount; ++at)
+#pragma GCC unroll 4
+    for (int row = 0; row < kRows; ++row) *reinterpret_cast<Floats*>(args.acc + (first + row) * kPanelLanes + (begin + at) * kPartLanes) = sums[at][row];
+}
+
+template <CodeForm kForm, bool kWide, Offset kOffset, int kRows>
+void run_tile(const GroupArgs& args) {
+  if constexpr (kRows < kLeastRowsOfOne) {
+    run_rows<kForm, kWide, kOffset, kRows, kParts>(args, kRows, 0, 0);
+  } else {
+    constexpr int kFew = kRows <= 4 ? kRows : (kRows + 1) / 2, kRest = kRows - kFew;
+    for (int part = 0; part < kParts; ++part) run_rows<kForm, kWide, kOffset, kFew, 1>(args, kRows, 0, part);
+    if constexpr (kRest > 0)
+      for (int part = 0; part < kParts; ++part) run_rows<kForm, kWide, kOffset, kRest, 1>(args, kRows, kFew, part);
+  }
+}
+
+template <CodeForm kForm, bool kWide, int kRows>
+void tile_direct(const GroupArgs& args) {
+  const Offset offset = args.shape->grid.offset;
+  if (kForm == CodeForm::fours && offset == Offset::zeros) return run_tile<kForm, kWide, kForm == CodeForm::fours ? Offset::zeros : Offset::none, kRows>(args);
+  offset == Offset::minima ? run_tile<kForm, kWide, Offset::minima, kRows>(args) : run_tile<kForm, kWide, Offset::none, kRows>(args);
+}
+
+#define DIPTYCH_DIRECT(form) \
+  {tile_direct<form, kWide, 1>, tile_direct<form, kWide, 2>, tile_direct<form, kWide, 3>, tile_direct<form, kWide, 4>, \
+   tile_direct<form, kWide, 5>, tile_direct<form, kWide, 6>, tile_direct<form, kWide, 7>, tile_direct<form, kWide, 8>}
+template <bool kWide>
+constexpr DirectTiles kDirectTiles = {{DIPTYCH_DIRECT(CodeForm::twos), DIPTYCH_DIRECT(CodeForm::threes), DIPTYCH_DIRECT(CodeForm::threes_table),
+                                       DIPTYCH_DIRECT(CodeForm::fours), DIPTYCH_DIRECT(CodeForm::fours_table), DIPTYCH_DIRECT(CodeForm::fives),
+                                       DIPTYCH_DIRECT(CodeForm::sixes), DIPTYCH_DIRECT(CodeForm::bytes)}};
+#undef DIPTYCH_DIRECT
