@@ -1,4 +1,5 @@
 #include "program.h"
+#include "program_names.h"
 #include "program_uses.h"
 
 #include <algorithm>
@@ -259,87 +260,6 @@ int64_t Program::table_bytes() const {
 // ---- recording ----
 
 namespace {
-
-struct Counts {
-  size_t buffers, weights, vectors, tables, ropes;
-};
-
-void require_below(std::initializer_list<int> numbers, size_t count, const char* what) {
-  for (const int number : numbers)
-    if (number < 0 || static_cast<size_t>(number) >= count)
-      throw std::invalid_argument("an operation names " + std::string(what) + " " + std::to_string(number) + " of " + std::to_string(count));
-}
-
-// That what an operation names is there. Numbers it does not use are not looked at.
-struct Names {
-  Counts has;
-  void buffers(std::initializer_list<int> numbers) const { require_below(numbers, has.buffers, "buffer"); }
-  void weights(std::initializer_list<int> numbers) const { require_below(numbers, has.weights, "weight"); }
-  void vectors(std::initializer_list<int> numbers) const { require_below(numbers, has.vectors, "vector"); }
-  void optional_vector(int number) const {
-    if (number != -1) vectors({number});
-  }
-
-  void operator()(const EmbedOp& op) const { require_below({op.table}, has.tables, "table"), buffers({op.x}); }
-  void operator()(const TiedEmbedOp& op) const { weights({op.head}), buffers({op.x}); }
-  void operator()(const NormOp& op) const { buffers({op.x, op.out}), vectors({op.weight}), optional_vector(op.bias); }
-  void operator()(const AddNormOp& op) const { buffers({op.x, op.y}), vectors({op.weight}); }
-  void operator()(const AddOp& op) const {
-    buffers({op.x, op.y});
-    if (op.gate != -1) buffers({op.gate});
-  }
-  void operator()(const PrepareOp& op) const { buffers({op.x, op.rows}); }
-  void operator()(const LinearOp& op) const { buffers({op.rows, op.out}), weights({op.weight}); }
-  void operator()(const RotateOp& op) const {
-    buffers({op.qkv, op.q});
-    if (op.has_rope) require_below({op.rope}, has.ropes, "rotary table");
-    const RotateShape& part = op.shape;
-    if (part.first_head + part.n_heads > part.row_heads || part.first_kv_head + part.n_kv_heads > part.row_kv_heads)
-      throw std::invalid_argument("a row holds fewer heads than a rotation takes of it");
-    if (op.has_q_norm) vectors({op.q_norm});
-    if (op.has_k_norm) vectors({op.k_norm});
-  }
-  void operator()(const AttentionOp& op) const { buffers({op.q, op.out}), optional_vector(op.sinks); }
-  void operator()(const MoeOp& op) const {
-    buffers({op.router_rows, op.scores, op.rows, op.hidden_rows, op.expanded, op.out}), weights({op.router});
-    if (op.has_hidden) buffers({op.hidden});
-    if (op.joins_apart) buffers({op.wide});
-    optional_vector(op.choice_bias), optional_vector(op.scales);
-    for (size_t e = 0; e < op.down.size(); ++e) weights({op.gate_up.at(e), op.down[e]});
-    for (const int up : op.up) weights({up}), buffers({op.up_rows});
-  }
-  void operator()(const HeadOp& op) const {
-    buffers({op.x, op.rows}), weights({op.weight});
-    if (op.has_norm) vectors({op.norm}), optional_vector(op.bias);
-  }
-  void operator()(const HeadsOp& op) const {
-    buffers({op.x, op.rows, op.out});
-    for (const int weight : op.weights) weights({weight});
-  }
-  void operator()(const CacheLatentsOp& op) const { buffers({op.kv}), vectors({op.norm}), require_below({op.rope}, has.ropes, "rotary table"); }
-  void operator()(const RotateQueriesOp& op) const { buffers({op.q, op.out}), require_below({op.rope}, has.ropes, "rotary table"); }
-  void operator()(const InputOp& op) const { buffers({op.x}); }
-  void operator()(const TapOp& op) const { buffers({op.x}); }
-  void operator()(const MeetOp& op) const { buffers({op.out}); }
-  void operator()(const WeighOp& op) const { buffers({op.x, op.out}), vectors({op.weight}); }
-  void operator()(const SparseGateOp& op) const { buffers({op.x, op.out}); }
-  void operator()(const CurveOp& op) const { buffers({op.x, op.out}); }
-  void operator()(const BranchOp& op) const { buffers({op.x, op.out}); }
-  void operator()(const MatchOp& op) const { buffers({op.y, op.x, op.out}); }
-  void operator()(const CopyColumnsOp& op) const { buffers({op.x, op.out}); }
-  void operator()(const PredictOp& op) const {
-    buffers({op.routed}), vectors({op.weight});
-    for (const int x : op.xs) buffers({x});
-  }
-  void operator()(const CorrectOp& op) const {
-    buffers({op.y, op.routed}), vectors({op.weight});
-    for (const int x : op.xs) buffers({x});
-  }
-  void operator()(const LayerInputsOp& op) const {
-    buffers({op.x}), vectors({op.norm});
-    if (op.packed != -1) weights({op.packed}); else require_below({op.table}, has.tables, "table");
-  }
-};
 
 // Rows of two for each of x are written a whole row at a time and read by products over all rows: a list would name halves of pairs, and
 // an output stored as rows would fill one half.
