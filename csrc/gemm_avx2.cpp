@@ -52,11 +52,13 @@ void tile_bf16(const TileArgs& args) {
     for (int half = 0; half < kHalves; ++half) _mm256_store_ps(acc + row * kPanelLanes + half * 8, sums[row][half]);
 }
 
-// Of `count` values of x, a multiple of 32.
-inline int32_t sum_bytes(const uint8_t* x, int64_t count) {
+// Of whole words of x.
+inline int32_t sum_bytes(const uint8_t* x, int64_t words) {
   __m256i sum = _mm256_setzero_si256();
-  for (int64_t i = 0; i < count; i += 32) {
-    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i)));
+  for (int64_t word = 0; word < words; word += 8) {
+    const __m256i wanted = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(words - word)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    const __m256i values = _mm256_maskload_epi32(reinterpret_cast<const int*>(x + word * 4), wanted);
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), values);
     sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   }
   alignas(32) int32_t lanes[8];
@@ -90,7 +92,7 @@ void tile_int8(const TileArgs& args) {
     }
   }
   for (int row = 0; row < kRows; ++row) {
-    const __m256i lacking = _mm256_set1_epi32(128 * sum_bytes(args.x[row], args.units * 4));
+    const __m256i lacking = _mm256_set1_epi32(128 * sum_bytes(args.x[row], args.units));
     for (int half = 0; half < kHalves; ++half) {
       __m256i* to = reinterpret_cast<__m256i*>(acc + row * kPanelLanes + half * 8);
       const __m256i sum = _mm256_add_epi32(sums[row][half], lacking);
@@ -167,7 +169,7 @@ extern const LinearKernels kLinear = {
     sum_groups, quantize_group, expand_int4, expand_fp8,
 };
 extern const GroupTiles kGroupTiles = {
-    {kDirectTiles<false>, kDirectTiles<true>}, {}, {}, ready_rows, nullptr, quantize_groups<load_inputs, abs_max, quantize_int8>,
+    {kDirectTiles<false>, kDirectTiles<true>}, {}, {}, ready_rows_of_parts, nullptr, quantize_groups<load_inputs, abs_max, quantize_int8>,
 };
 
 }  // namespace avx2

@@ -1,7 +1,7 @@
 // A strip of fp8 as the bf16 that it stands for (ExpandFp8), where no instruction looks 128 bytes up at a time: 16 numbers by the code's
 // mantissa, and its exponent added. Included inside the anonymous namespace of a set's file.
 
-#if defined(__AVX2__) || defined(__aarch64__)
+#if defined(__AVX2__) || defined(DIPTYCH_FP8_NEON)
 struct Bytes16 { alignas(16) uint8_t low[16], high[16]; };
 inline Bytes16 bytes_of(const ScaledE4m3& scaled) {
   Bytes16 bytes;
@@ -32,7 +32,7 @@ struct Expander {
     }
   }
 };
-#elif defined(__aarch64__)
+#elif defined(DIPTYCH_FP8_NEON)
 struct Expander {
   uint8x16_t low, high;
   explicit Expander(float scale) {

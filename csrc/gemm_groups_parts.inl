@@ -37,9 +37,11 @@ struct Scales {
   Floats factors_[2][kParts];
 };
 
-inline void ready_rows(const LinearShape& shape, bool, const float* const* x_powers, const int32_t* const* x_sums, int64_t rows, int64_t groups, RowOfGroup* out) {
-  const int32_t base = is_signed(form_of(shape)) ? 0 : middle_of(shape);
-  const bool keeps_sum = shape.grid.offset == Offset::zeros;
+// For tiles over expanded strips too, where a set has any.
+inline void ready_rows_of_parts(const LinearShape& shape, bool is_direct, const float* const* x_powers, const int32_t* const* x_sums, int64_t rows, int64_t groups,
+                                RowOfGroup* out) {
+  const int32_t base = !is_direct ? 128 : is_signed(form_of(shape)) ? 0 : middle_of(shape);
+  const bool keeps_sum = is_direct && shape.grid.offset == Offset::zeros;
   for (int64_t group = 0; group < groups; ++group)
     for (int64_t row = 0; row < rows; ++row, ++out) {
       const float power = x_powers[row][group];

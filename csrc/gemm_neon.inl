@@ -239,14 +239,13 @@ void tile_bf16(const TileArgs& args) {
 
 #endif
 
+#define DIPTYCH_FP8_NEON  // the scalar set is compiled for the same processor
 #include "gemm_fp8.inl"
 
-#include "gemm_groups.inl"
+#include "gemm_groups_neon.inl"
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-constexpr TileKernel kTileOfGroups = tile_matrix<Int8Product, 6>;
-#else
-constexpr TileKernel kTileOfGroups = tile_int8<6>;
+#include "gemm_groups.inl"
 #endif
 
 }  // namespace
@@ -279,8 +278,13 @@ extern const LinearKernels kLinear = {
     sum_groups, quantize_group, expand_int4, expand_fp8,
 };
 extern const GroupTiles kGroupTiles = {
-    {}, {6, 1, tile_groups<6, kTileOfGroups, false>},
-    {6, 1, tile_groups<6, kTileOfGroups, true>}, ready_rows, expand_groups<load_inputs>,
+    {kDirectTiles<false>, kDirectTiles<true>},
+#if defined(__ARM_FEATURE_MATMUL_INT8)  // many rows: one instruction has twice the products of a dot product
+    {6, 1, tile_groups<6, tile_matrix<Int8Product, 6>, false>}, {6, 1, tile_groups<6, tile_matrix<Int8Product, 6>, true>}, ready_rows_of_parts,
+    expand_groups<load_inputs>,
+#else
+    {}, {}, ready_rows_of_parts, nullptr,
+#endif
     quantize_groups<load_inputs, abs_max, quantize_int8>,
 };
 

@@ -158,6 +158,8 @@ def test_every_required_family_is_supported() -> None:
     wrapped = {
         "Gemma3ForConditionalGeneration",
         "Gemma3nForConditionalGeneration",
+        "Gemma4ForConditionalGeneration",
+        "Gemma4UnifiedForConditionalGeneration",
         "Llama4ForConditionalGeneration",
         *WRAPPERS,
     }
