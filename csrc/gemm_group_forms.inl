@@ -1,4 +1,4 @@
-// How a tile makes operands of codes, by their form, in pieces of four steps of 16 inputs: for sets that make them of a part of a strip's lanes.
+// How codes lie, by their form. Included inside the anonymous namespace of a set's file.
 
 constexpr bool is_table(CodeForm form) { return form == CodeForm::threes_table || form == CodeForm::fours_table; }
 constexpr bool has_tops(CodeForm form) { return form == CodeForm::threes || form == CodeForm::threes_table || form == CodeForm::fives; }

@@ -43,16 +43,7 @@ struct Scales {
   __m512 factors_[2];
 };
 
-constexpr bool is_table(CodeForm form) { return form == CodeForm::threes_table || form == CodeForm::fours_table; }
-constexpr bool has_tops(CodeForm form) { return form == CodeForm::threes || form == CodeForm::threes_table || form == CodeForm::fives; }
-constexpr int steps_of_16(CodeForm form) {
-  switch (form) {
-    case CodeForm::bytes: return 4;
-    case CodeForm::sixes: return 3;
-    case CodeForm::fours: case CodeForm::fours_table: case CodeForm::fives: return 2;
-    default: return 1;
-  }
-}
+#include "gemm_group_forms.inl"
 
 // Step `word` of the four of 16 inputs, as codes or by the table as levels + 128.
 template <CodeForm kForm>
