@@ -173,7 +173,7 @@ std::unique_ptr<Adapter> pack_adapter(const KernelSet& set, const std::vector<Ad
     if (adapter->places_[site.weight] >= 0) throw std::invalid_argument("an adapter names a layer twice");
     adapter->places_[site.weight] = static_cast<int32_t>(adapter->sites_.size());
     Adapter::Site made;
-    made.is_whole = has_lane_scales(site.layer.shape.format);
+    made.is_whole = has_whole_sums(site.layer.shape.format);
     made.ranks = all_units(site, made.is_whole);
     made.stride = round_up(site.layer.shape.k, kMaxGroup);
     int64_t b_size = 0;

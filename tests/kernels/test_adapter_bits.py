@@ -12,7 +12,7 @@ import torch
 from worlds import KERNEL_SETS, Answer, prompt, read_cache
 
 from checkpoints import make_checkpoint
-from coded_files import Layout, awq, gptq, quantised_checkpoints
+from coded_files import Layout, awq, block_fp8, gptq, quantised_checkpoints, whole_fp8
 from diptych.compute.adapters import read_adapter
 from diptych.compute.model import Model, Want
 from diptych.compute.ops.cpu_kernels import instruction_sets
@@ -259,11 +259,14 @@ def test_an_adapter_fits_weights_that_were_packed_before(
 
 @pytest.mark.parametrize(
     "layout",
-    [awq(32), gptq(8, -1, symmetric=False), gptq(4, 32, symmetric=True, act_order=True)],
-    ids=["group4", "group8", "act-order"],
+    [awq(32), gptq(8, -1, symmetric=False), gptq(4, 32, symmetric=True, act_order=True), whole_fp8(), block_fp8()],
+    ids=["group4", "group8", "act-order", "fp8", "fp8 blocks"],
 )
 def test_over_kept_weights_an_adapter_adds_what_it_adds_to_their_values(layout: Layout, tmp_path: Path) -> None:
-    """Rows with a scale for each group were read as bf16, so A met their bytes. Oracle: the values themselves, in bf16."""
+    """Rows with a scale for each group were read as bf16, so A met their bytes, and rows in bf16 of fp8 as whole numbers.
+
+    Oracle: the values themselves, in bf16.
+    """
     wide = {"num_hidden_layers": 2, "intermediate_size": 160}
     original = make_checkpoint("llama", tmp_path / "original", dtype=torch.bfloat16, **wide)
     coded, plain = quantised_checkpoints(original, tmp_path, layout)
