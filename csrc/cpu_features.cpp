@@ -55,6 +55,11 @@ Capabilities detect() {
   add(Capability::avx512vbmi, extended.c & (1u << 1), kZmm);
   add(Capability::avx512_vnni, extended.c & (1u << 11), kZmm);
   add(Capability::avx512_bf16, extended.a >= 1 && (more.a & (1u << 5)), kZmm);
+#if defined(DIPTYCH_AVX_VNNI_EVEX)
+  add(Capability::avx_vnni, found.has(Capability::avx512_vnni) && found.has(Capability::avx512vl), kZmm);
+#else
+  add(Capability::avx_vnni, extended.a >= 1 && (more.a & (1u << 4)), kYmm);
+#endif
   // Measured from registers: Emerald Rapids 89 Gop/s a core by vdpbf16ps and 176 by FMA; Zen 4 and 5 twice FMA's (LAB.md).
   add(Capability::full_rate_bf16, found.has(Capability::avx512_bf16) && !is_intel(), kZmm);
   add(Capability::amx_bf16, extended.d & (1u << 22), kTiles);
@@ -109,9 +114,9 @@ int request_tiles() {
 }
 
 const char* capability_name(Capability capability) {
-  static const char* const kNames[] = {"avx2",     "fma",         "f16c",        "avx512f",    "avx512bw", "avx512dq",
-                                       "avx512vl", "avx512_bf16", "avx512_vnni", "avx512vbmi", "amx_tile", "amx_int8",
-                                       "amx_bf16", "asimd",       "asimddp",     "i8mm",       "bf16",     "full_rate_bf16"};
+  static const char* const kNames[] = {"avx2",     "fma",         "f16c",        "avx_vnni",   "avx512f",  "avx512bw", "avx512dq",
+                                       "avx512vl", "avx512_bf16", "avx512_vnni", "avx512vbmi", "amx_tile", "amx_int8", "amx_bf16",
+                                       "asimd",    "asimddp",     "i8mm",        "bf16",       "full_rate_bf16"};
   static_assert(sizeof kNames / sizeof *kNames == static_cast<int>(Capability::count));
   return kNames[static_cast<int>(capability)];
 }

@@ -8,7 +8,8 @@
 namespace diptych {
 
 enum class Capability : int {
-  avx2, fma, f16c, avx512f, avx512bw, avx512dq, avx512vl, avx512_bf16, avx512_vnni, avx512vbmi, amx_tile, amx_int8, amx_bf16,
+  avx2, fma, f16c, avx_vnni, avx512f, avx512bw, avx512dq, avx512vl, avx512_bf16, avx512_vnni, avx512vbmi, amx_tile,
+  amx_int8, amx_bf16,
   asimd, asimddp, i8mm, bf16,  // ARM: NEON, its dot products, its matrix products of int8 and of bf16
   full_rate_bf16,  // no flag but a fact: vdpbf16ps does at least the work of FMA. On Intel it does half of it.
   count

@@ -15,14 +15,7 @@ namespace {
 
 #include "gemm_generic.inl"
 
-constexpr int kHalves = 2;  // registers of 8 lanes in a strip
-constexpr int64_t kInt4AheadBytes = 4096;
-
-inline __m256i broadcast_word(const uint8_t* x) { return _mm256_set1_epi32(*reinterpret_cast<const int*>(x)); }
-
-inline __m256i load_words(const uint8_t* w, int half) {
-  return _mm256_load_si256(reinterpret_cast<const __m256i*>(w) + half);
-}
+#include "gemm_avx2.inl"
 
 // Each pair of bf16 as two fp32 products, the even input first.
 template <int kRows>
@@ -144,8 +137,6 @@ void tile_int4(const TileArgs& args) {
 }
 
 #include "gemm_fp8.inl"
-
-#include "gemm_groups_avx2.inl"
 
 }  // namespace
 

@@ -1,21 +1,21 @@
 // Everything of a set but its tiles, in portable C++: the scalar set's own text, and the AVX2 set's, whose flags turn the loops
 // into its registers. Included inside the anonymous namespace, after lanes.inl.
 
-float from_bf16(uint16_t bits) {
+inline float from_bf16(uint16_t bits) {
   const uint32_t word = static_cast<uint32_t>(bits) << 16;
   float value;
   std::memcpy(&value, &word, 4);
   return value;
 }
 
-uint16_t to_bf16(float value) {
+inline uint16_t to_bf16(float value) {
   uint32_t word;
   std::memcpy(&word, &value, 4);
   if ((word & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>((word >> 16) | 0x40);
   return static_cast<uint16_t>((word + 0x7fff + ((word >> 16) & 1)) >> 16);
 }
 
-float from_f16(uint16_t bits) {
+inline float from_f16(uint16_t bits) {
   const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16;
   const int exponent = (bits >> 10) & 31, mantissa = bits & 1023;
   uint32_t word;
@@ -55,63 +55,75 @@ inline Lanes activate(Activation activation, Lanes x) {
   return x / (exp2_lanes(t) + 1.0f);
 }
 
-void put(const FinishArgs& args, int64_t row, int64_t output, const Lanes& lanes) {
-  float y[kStripLanes];
+// `count` of a piece's lanes, from output `output` on.
+template <Store kStore>
+inline __attribute__((always_inline)) void put(const FinishArgs& args, int64_t row, int64_t output, Lanes lanes, int64_t count) {
+  if (kStore == Store::gate_f32) lanes = activate(args.activation, lanes);
+  float y[kLaneCount];
   std::memcpy(y, &lanes, sizeof y);
-  const int64_t left = args.outputs - output, count = left < kStripLanes ? left : kStripLanes;
   float* out = static_cast<float*>(args.out[row]) + output;
-  if (args.store == Store::bf16) {
-    uint16_t* bits = static_cast<uint16_t*>(args.out[row]) + output;
-    for (int64_t i = 0; i < count; ++i) bits[i] = to_bf16(y[i]);
-  } else if (args.store == Store::f32) {
-    for (int64_t i = 0; i < count; ++i) out[i] = y[i];
-  } else if (args.store == Store::gate_f32) {
-    Lanes gate = activate(args.activation, lanes);
-    std::memcpy(y, &gate, sizeof y);
-    for (int64_t i = 0; i < count; ++i) out[i] *= y[i];
-  } else {
-    for (int64_t i = 0; i < count; ++i) out[i] = std::fma(args.row_weights[row], y[i], out[i]);
+  uint16_t* bits = static_cast<uint16_t*>(args.out[row]) + output;
+  const float weight = kStore == Store::add_f32 ? args.row_weights[row] : 1.0f;
+  for (int64_t i = 0; i < count; ++i) {
+    if (kStore == Store::bf16) bits[i] = to_bf16(y[i]);
+    else if (kStore == Store::f32) out[i] = y[i];
+    else if (kStore == Store::gate_f32) out[i] *= y[i];
+    else out[i] = std::fma(weight, y[i], out[i]);
   }
 }
 
-// Strip `strip` of one row: scaled sums plus bias.
-Lanes scaled(const FinishArgs& args, int64_t row, int64_t strip) {
-  const PackedLinear& w = *args.w;
-  const int64_t at = row * kPanelStrips + strip, lane = args.first_lane + strip * kStripLanes;
+// Scaled sums plus bias of one row, from lane `lane` of the tile on.
+template <bool kWholeSums>
+inline __attribute__((always_inline)) Lanes scaled(const FinishArgs& args, int64_t row, int64_t lane, const float* lane_scales, float row_scale) {
+  const Bits* at = reinterpret_cast<const Bits*>(static_cast<const float*>(args.acc) + row * kPanelLanes + lane);
   Lanes y;
-  if (!has_whole_sums(w.shape.format)) {
-    y = static_cast<const Lanes*>(args.acc)[at];
-    if (is_grouped(w.shape.format)) y = y * *args.row_scales[row];
-    if (has_lane_scales(w.shape.format)) y = y * *reinterpret_cast<const Lanes*>(w.scales + lane);
+  if (kWholeSums) {
+    y = __builtin_convertvector((Whole)*at - 128 * *args.row_sums[row], Lanes) * (row_scale * *reinterpret_cast<const Lanes*>(lane_scales + lane));
   } else {
-    const Whole sum = static_cast<const Whole*>(args.acc)[at] - 128 * *args.row_sums[row];
-    y = __builtin_convertvector(sum, Lanes) * (*args.row_scales[row] * *reinterpret_cast<const Lanes*>(w.scales + lane));
+    y = (Lanes)*at * row_scale;
+    if (lane_scales != nullptr) y = y * *reinterpret_cast<const Lanes*>(lane_scales + lane);
   }
-  return args.bias == nullptr ? y : y + *reinterpret_cast<const Lanes*>(args.bias + row * args.bias_stride + strip * kStripLanes);
+  return args.bias == nullptr ? y : y + *reinterpret_cast<const Lanes*>(args.bias + row * args.bias_stride + lane);
 }
 
-void finish(const FinishArgs& args) {
-  const int64_t strips = args.lanes / kStripLanes;
+template <bool kWholeSums, Store kStore>
+void finish_as(const FinishArgs& args) {
+  const PackedLinear& w = *args.w;
+  const bool gated = w.shape.gated, has_row_scales = kWholeSums || is_grouped(w.shape.format);
+  const float* lane_scales = kWholeSums || has_lane_scales(w.shape.format) ? w.scales + args.first_lane : nullptr;
   for (int64_t row = 0; row < args.rows; ++row) {
-    if (args.w->shape.gated) {
-      for (int64_t strip = 0; strip < strips; strip += 2)
-        put(args, row, strip * 8, activate(args.activation, scaled(args, row, strip)) * scaled(args, row, strip + 1));
-    } else {
-      for (int64_t strip = 0; strip < strips; ++strip)
-        put(args, row, strip * kStripLanes, scaled(args, row, strip));
-    }
+    const float row_scale = has_row_scales ? *args.row_scales[row] : 1.0f;
+    for (int64_t strip = 0; strip < args.lanes; strip += gated ? 2 * kStripLanes : kStripLanes)
+      for (int64_t lane = strip; lane < strip + kStripLanes; lane += kLaneCount) {
+        Lanes y = scaled<kWholeSums>(args, row, lane, lane_scales, row_scale);
+        if (gated) y = activate(args.activation, y) * scaled<kWholeSums>(args, row, lane + kStripLanes, lane_scales, row_scale);
+        const int64_t output = gated ? lane - strip / 2 : lane, left = args.outputs - output;
+        left >= kLaneCount ? put<kStore>(args, row, output, y, kLaneCount) : put<kStore>(args, row, output, y, left);
+      }
   }
 }
+
+template <bool kWholeSums>
+inline void finish_sums(const FinishArgs& args) {
+  switch (args.store) {
+    case Store::bf16: return finish_as<kWholeSums, Store::bf16>(args);
+    case Store::f32: return finish_as<kWholeSums, Store::f32>(args);
+    case Store::gate_f32: return finish_as<kWholeSums, Store::gate_f32>(args);
+    case Store::add_f32: return finish_as<kWholeSums, Store::add_f32>(args);
+  }
+}
+
+inline void finish(const FinishArgs& args) { has_whole_sums(args.w->shape.format) ? finish_sums<true>(args) : finish_sums<false>(args); }
 
 // ---- activations and packing -------------------------------------------------------------------------------------
 
-void transpose_words(const uint32_t* words, int64_t stride, int64_t n_words, uint8_t* out) {
+inline void transpose_words(const uint32_t* words, int64_t stride, int64_t n_words, uint8_t* out) {
   uint32_t* to = reinterpret_cast<uint32_t*>(out);
   for (int64_t word = 0; word < n_words; ++word)
     for (int64_t lane = 0; lane < kStripLanes; ++lane) to[word * kStripLanes + lane] = words[lane * stride + word];
 }
 
-void load_inputs(const void* row, Source source, int64_t begin, int64_t count, float* out) {
+inline void load_inputs(const void* row, Source source, int64_t begin, int64_t count, float* out) {
   if (source == Source::f32) {
     std::memcpy(out, static_cast<const float*>(row) + begin, sizeof(float) * count);
     return;
@@ -124,12 +136,12 @@ void load_inputs(const void* row, Source source, int64_t begin, int64_t count, f
   }
 }
 
-void round_inputs(const float* x, int64_t count, uint16_t* out) {
+inline void round_inputs(const float* x, int64_t count, uint16_t* out) {
   for (int64_t i = 0; i < count; ++i) out[i] = to_bf16(x[i]);
 }
 
 // Magnitudes compare like the integers of their bits.
-float abs_max(const float* x, int64_t count) {
+inline float abs_max(const float* x, int64_t count) {
   uint32_t highest = 0;
   for (int64_t i = 0; i < count; ++i) {
     uint32_t bits;
@@ -142,24 +154,24 @@ float abs_max(const float* x, int64_t count) {
   return value;
 }
 
-void quantize_int8(const float* x, int64_t count, float inverse_scale, int8_t* out) {
+inline void quantize_int8(const float* x, int64_t count, float inverse_scale, int8_t* out) {
   for (int64_t i = 0; i < count; ++i) {
     const float level = (x[i] * inverse_scale + 12582912.0f) - 12582912.0f;  // to nearest, ties to even
     out[i] = static_cast<int8_t>(static_cast<int32_t>(level));
   }
 }
 
-int32_t sum_int8(const int8_t* x, int64_t count) {
+inline int32_t sum_int8(const int8_t* x, int64_t count) {
   int32_t sum = 0;
   for (int64_t i = 0; i < count; ++i) sum += x[i];
   return sum;
 }
 
-void sum_groups(const int8_t* x, int64_t group, int64_t groups, int32_t* sums) {
+inline void sum_groups(const int8_t* x, int64_t group, int64_t groups, int32_t* sums) {
   for (int64_t g = 0; g < groups; ++g) sums[g] = sum_int8(x + g * group, group);
 }
 
-void quantize_row(const void* x, Source source, int64_t count, int8_t* out, float* scale, int32_t* sum) {
+inline void quantize_row(const void* x, Source source, int64_t count, int8_t* out, float* scale, int32_t* sum) {
   constexpr int64_t kChunk = 128;
   float chunk[kChunk], highest = 0.0f;
   auto load = [&](int64_t i) {
@@ -180,23 +192,25 @@ void quantize_row(const void* x, Source source, int64_t count, int8_t* out, floa
 }
 
 // One multiplication serves the four nibbles of a word: 15 * unit + zero fits a byte.
-void expand_int4(const uint8_t* strip, int64_t group, int64_t first, int64_t count, uint8_t* out) {
-  for (int64_t g = first; g < first + count; ++g) {
-    const uint8_t* head = strip + head_of_group(group, g);
-    Bits unit, zero;
-    for (int64_t lane = 0; lane < kStripLanes; ++lane) unit[lane] = head[2 * lane], zero[lane] = head[2 * lane + 1] * 0x01010101u;
-    const Bits* words = reinterpret_cast<const Bits*>(strip + steps_of_group(group, g));
-    for (int64_t step = 0; step < group / 8; ++step, out += 2 * kStepBytes) {
-      reinterpret_cast<Bits*>(out)[0] = (words[step] & 0x0f0f0f0fu) * unit + zero;
-      reinterpret_cast<Bits*>(out)[1] = ((words[step] >> 4) & 0x0f0f0f0fu) * unit + zero;
+inline void expand_int4(const uint8_t* strip, int64_t group, int64_t first, int64_t count, uint8_t* out) {
+  for (int64_t g = first; g < first + count; ++g, out += group / 4 * kStepBytes)
+    for (int64_t lane = 0; lane < kStripLanes; lane += kLaneCount) {
+      const Bits grid = __builtin_convertvector(*reinterpret_cast<const Halves*>(strip + head_of_group(group, g) + 2 * lane), Bits);
+      const Bits unit = grid & 255u, zero = (grid >> 8) * 0x01010101u;
+      const uint8_t* words = strip + steps_of_group(group, g) + 4 * lane;
+      uint8_t* to = out + 4 * lane;
+      for (int64_t step = 0; step < group / 8; ++step, words += kStepBytes, to += 2 * kStepBytes) {
+        const Bits both = *reinterpret_cast<const Bits*>(words);
+        *reinterpret_cast<Bits*>(to) = (both & 0x0f0f0f0fu) * unit + zero;
+        *reinterpret_cast<Bits*>(to + kStepBytes) = ((both >> 4) & 0x0f0f0f0fu) * unit + zero;
+      }
     }
-  }
 }
 
 #include "quantize_int4.inl"
 
 template <LoadInputs kLoad, AbsMax kMost, QuantizeInt8 kQuantize>
-void quantize_groups(const void* x, Source source, int64_t count, int64_t group, int8_t* out, int8_t* low, float* scale, float* powers,
+inline void quantize_groups(const void* x, Source source, int64_t count, int64_t group, int8_t* out, int8_t* low, float* scale, float* powers,
                      int32_t* sums) {
   float values[kMaxGroup], most = 0.0f;
   const float top = low == nullptr ? 127.0f : kMostWide;

@@ -1,13 +1,6 @@
 // Weights in groups (group2 to group8), in portable C++ for every set: included inside the anonymous namespace of its file after
 // lanes.inl and its int8 tiles. Whole sums of a group come from the set's own int8 tile, over strips expanded to its form.
 
-// a * b + c, rounded once, in every lane.
-inline Lanes fused(const Lanes& a, const Lanes& b, const Lanes& c) {
-  Lanes sum;
-  for (int lane = 0; lane < kStripLanes; ++lane) sum[lane] = std::fma(a[lane], b[lane], c[lane]);
-  return sum;
-}
-
 // Of 16 lanes. `minimum` is left alone where there is none.
 template <LoadInputs kLoad>
 void load_grid(const LinearShape& shape, const uint8_t* strip, const GroupPlace& place, float* scale, float* minimum) {
@@ -90,15 +83,15 @@ void tile_groups(const GroupArgs& args) {
       tile.acc = low_sums;
       kTile(tile);
     }
-    const Lanes scale = reinterpret_cast<const Lanes*>(args.scales)[g];
     for (int row = 0; row < kRows; ++row) {
-      Lanes* acc = reinterpret_cast<Lanes*>(args.acc + row * kPanelLanes);
       const RowOfGroup& of = args.rows[g * kRows + row];
-      Whole sum = *reinterpret_cast<const Whole*>(sums + row * kPanelLanes);
-      if constexpr (kWide) sum = (sum << kLowBits) + *reinterpret_cast<const Whole*>(low_sums + row * kPanelLanes);
-      sum = sum + of.start;
-      *acc = fused(__builtin_convertvector(sum, Lanes) * of.power, scale, *acc);
-      if (args.minima != nullptr) *acc = fused(fill(of.sum), reinterpret_cast<const Lanes*>(args.minima)[g], *acc);
+      for (int64_t lane = 0, at = row * kPanelLanes; lane < kStripLanes; lane += kLaneCount, at += kLaneCount) {
+        Lanes& acc = *reinterpret_cast<Lanes*>(args.acc + at);
+        Whole sum = *reinterpret_cast<const Whole*>(sums + at);
+        if constexpr (kWide) sum = (sum << kLowBits) + *reinterpret_cast<const Whole*>(low_sums + at);
+        acc = fused(__builtin_convertvector(sum + of.start, Lanes) * of.power, *reinterpret_cast<const Lanes*>(args.scales + g * kStripLanes + lane), acc);
+        if (args.minima != nullptr) acc = fused(fill(of.sum), *reinterpret_cast<const Lanes*>(args.minima + g * kStripLanes + lane), acc);
+      }
     }
   }
 }

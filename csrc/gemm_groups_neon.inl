@@ -1,9 +1,8 @@
 // What NEON has for tiles of weights in groups (gemm_groups_parts.inl). Included inside the anonymous namespace of gemm_neon.inl.
 
-constexpr int kParts = kQuads, kLeastRowsOfOne = 3;
-typedef float Floats __attribute__((vector_size(16), may_alias));
-typedef int32_t Wholes __attribute__((vector_size(16), may_alias));
+constexpr int kLeastRowsOfOne = 3, kMostRowsOfOne = 4;
 using Operand = int8x16_t;
+constexpr int32_t kSignedBase = 0;
 
 #include "gemm_group_forms.inl"
 
@@ -12,21 +11,19 @@ inline uint16x4_t load_bytes(const uint8_t* at) {  // four, as 16 bits each
   std::memcpy(&bytes, at, 4);
   return vget_low_u16(vmovl_u8(vcreate_u8(bytes)));
 }
-inline Floats from_halves(uint16x4_t halves) { return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(halves)); }
-inline Floats widen_halves(const uint8_t* at) { return from_halves(vld1_u16(reinterpret_cast<const uint16_t*>(at))); }
-inline Floats widen_bf16(const uint8_t* at) { return (Floats)vshll_n_u16(vld1_u16(reinterpret_cast<const uint16_t*>(at)), 16); }
-inline Floats widen_s8(const uint8_t* at) {
+inline Lanes from_halves(uint16x4_t halves) { return (Lanes)vcvt_f32_f16(vreinterpret_f16_u16(halves)); }
+inline Lanes widen_halves(const uint8_t* at) { return from_halves(vld1_u16(reinterpret_cast<const uint16_t*>(at))); }
+inline Lanes widen_bf16(const uint8_t* at) { return (Lanes)vshll_n_u16(vld1_u16(reinterpret_cast<const uint16_t*>(at)), 16); }
+inline Lanes widen_s8(const uint8_t* at) {
   const int16x4_t whole = vshr_n_s16(vshl_n_s16(vreinterpret_s16_u16(load_bytes(at)), 8), 8);
-  return (Floats)vcvtq_f32_s32(vmovl_s16(whole));
+  return (Lanes)vcvtq_f32_s32(vmovl_s16(whole));
 }
-inline Wholes widen_u8(const uint8_t* at) { return (Wholes)vmovl_u16(load_bytes(at)); }
+inline Whole widen_u8(const uint8_t* at) { return (Whole)vmovl_u16(load_bytes(at)); }
 // E4M3 without signs: its fields are f16's, whose exponents begin 8 lower.
-inline Floats widen_e4m3(const uint8_t* at) { return from_halves(vshl_n_u16(load_bytes(at), 7)) * 256.0f; }
-inline Floats fused(Floats a, Floats b, Floats c) { return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
-inline Floats to_floats(Wholes whole) { return (Floats)vcvtq_f32_s32((int32x4_t)whole); }
+inline Lanes widen_e4m3(const uint8_t* at) { return from_halves(vshl_n_u16(load_bytes(at), 7)) * 256.0f; }
 inline Operand load_table(const LinearShape& shape) { return vld1q_s8(table_of(shape)); }
 
-// Step `word` of the four of 16 inputs, of a part of the lanes: codes, or levels where they are signed.
+// Step `word` of the four of 16 inputs, of a piece of the lanes: codes, or levels where they are signed.
 template <CodeForm kForm>
 DIPTYCH_FORCED Operand operand_of(const uint8_t* unit, const uint8_t* tops, int word, int part, const Operand& table) {
   const auto step = [&](int i) __attribute__((always_inline)) { return vld1q_u8(unit + i * kStepBytes + part * kQuadBytes); };
@@ -50,7 +47,7 @@ DIPTYCH_FORCED Operand magnitude_of(Operand operand) { return operand; }
 
 // The dot products of 16 inputs of a row, joined to whole sums. Two products fit 16 bits: 2 * 128 * 127.
 template <CodeForm kForm>
-DIPTYCH_FORCED Wholes add_16(Wholes sum, const Operand (&operands)[4], const Operand (&)[4], const uint8_t* x) {
+DIPTYCH_FORCED Whole add_16(Whole sum, const Operand (&operands)[4], const Operand (&)[4], const uint8_t* x) {
   int32x4_t whole = (int32x4_t)sum;
 #if defined(__ARM_FEATURE_DOTPROD)
   const int8x16_t row = vld1q_s8(reinterpret_cast<const int8_t*>(x));
@@ -64,7 +61,7 @@ DIPTYCH_FORCED Wholes add_16(Wholes sum, const Operand (&operands)[4], const Ope
     whole = vpadalq_s16(whole, vpaddq_s16(low, high));
   }
 #endif
-  return (Wholes)whole;
+  return (Whole)whole;
 }
 
 #include "gemm_groups_parts.inl"

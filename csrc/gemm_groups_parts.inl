@@ -1,8 +1,6 @@
-// Tiles of weights in groups that meet strips as they are packed, any number of rows, a part of a strip's lanes at a time: the text that
-// AVX2 and NEON share. Before it stand a set's own (gemm_groups_avx2.inl, gemm_groups_neon.inl): kParts of a strip, the vectors Floats and
-// Wholes of one, operand_of and add_16, and how numbers are widened.
-
-constexpr int kPartLanes = static_cast<int>(kStripLanes) / kParts;
+// Tiles of weights in groups that meet strips as they are packed, any number of rows, a piece of a strip's lanes at a time: the text that
+// AVX2 and NEON share. Before it stand a set's own (gemm_groups_avx2.inl, gemm_groups_neon.inl): operand_of and add_16, what signed levels
+// are met with more (kSignedBase), and how numbers are widened.
 
 // Of a group, the lanes of one part, from its head.
 struct Scales {
@@ -12,21 +10,21 @@ struct Scales {
   void enter(const uint8_t* head) {
     head_ = head;
     if (!nested_) return;
-    for (int part = 0; part < kParts; ++part) {
-      if (source_ == Source::f32) factors_[0][part] = *reinterpret_cast<const Floats*>(head + part * kPartLanes * 4);
-      else factors_[0][part] = widen_halves(head + part * kPartLanes * 2), factors_[1][part] = widen_halves(head + 2 * (kStripLanes + part * kPartLanes));
+    for (int part = 0; part < kStripPieces; ++part) {
+      if (source_ == Source::f32) factors_[0][part] = *reinterpret_cast<const Lanes*>(head + part * kLaneCount * 4);
+      else factors_[0][part] = widen_halves(head + part * kLaneCount * 2), factors_[1][part] = widen_halves(head + 2 * (kStripLanes + part * kLaneCount));
     }
   }
-  Floats scale(int64_t within, int part) const {
-    const uint8_t* at = head_ + scales_ + (within * kStripLanes + part * kPartLanes) * scale_bytes_;
+  Lanes scale(int64_t within, int part) const {
+    const uint8_t* at = head_ + scales_ + (within * kStripLanes + part * kLaneCount) * scale_bytes_;
     if (nested_) return factors_[0][part] * (e4m3_ ? widen_e4m3(at) : widen_s8(at));
-    if (source_ == Source::f32) return *reinterpret_cast<const Floats*>(at);
+    if (source_ == Source::f32) return *reinterpret_cast<const Lanes*>(at);
     return source_ == Source::f16 ? widen_halves(at) : widen_bf16(at);
   }
-  const uint8_t* offset(int64_t within, int part) const { return head_ + offsets_ + (within * kStripLanes + part * kPartLanes) * offset_bytes_; }
-  Floats minimum(int64_t within, int part) const {
+  const uint8_t* offset(int64_t within, int part) const { return head_ + offsets_ + (within * kStripLanes + part * kLaneCount) * offset_bytes_; }
+  Lanes minimum(int64_t within, int part) const {
     const uint8_t* at = offset(within, part);
-    return nested_ ? factors_[1][part] * widen_s8(at) : *reinterpret_cast<const Floats*>(at);
+    return nested_ ? factors_[1][part] * widen_s8(at) : *reinterpret_cast<const Lanes*>(at);
   }
 
  private:
@@ -34,13 +32,13 @@ struct Scales {
   const bool nested_, e4m3_;
   const int64_t scale_bytes_, offset_bytes_, scales_, offsets_;
   const uint8_t* head_ = nullptr;
-  Floats factors_[2][kParts];
+  Lanes factors_[2][kStripPieces];
 };
 
 // For tiles over expanded strips too, where a set has any.
 inline void ready_rows_of_parts(const LinearShape& shape, bool is_direct, const float* const* x_powers, const int32_t* const* x_sums, int64_t rows, int64_t groups,
                                 RowOfGroup* out) {
-  const int32_t base = !is_direct ? 128 : is_signed(form_of(shape)) ? 0 : middle_of(shape);
+  const int32_t base = !is_direct ? 128 : is_signed(form_of(shape)) ? kSignedBase : middle_of(shape);
   const bool keeps_sum = is_direct && shape.grid.offset == Offset::zeros;
   for (int64_t group = 0; group < groups; ++group)
     for (int64_t row = 0; row < rows; ++row, ++out) {
@@ -57,24 +55,24 @@ constexpr int64_t kGroupAheadBytes = 4096;
 // with the low ones.
 template <CodeForm kForm, bool kWide, int kRows>
 DIPTYCH_FORCED void sum_group(const RowOfGroup* of, const uint8_t* w, const uint8_t* tops, const uint8_t* const (&x)[kRows], int64_t from, int64_t group, int64_t low,
-                              int part, const Operand& table, Wholes (&whole)[kRows]) {
-#pragma GCC unroll 4
-  for (int row = 0; row < kRows; ++row) whole[row] = Wholes{} + (kWide ? 0 : of[row].start);
+                              int part, const Operand& table, Whole (&whole)[kRows]) {
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row) whole[row] = Whole{} + (kWide ? 0 : of[row].start);
 #pragma GCC unroll 2
   for (int pass = 0; pass < (kWide ? 2 : 1); ++pass) {
     const uint8_t *unit = w, *top = tops;
     for (int64_t at = from; at < from + group; at += 16, unit += steps_of_16(kForm) * kStepBytes, top += 4 * 8) {
       Operand operands[4], magnitudes[4];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int word = 0; word < 4; ++word) {
         operands[word] = operand_of<kForm>(unit, top, word, part, table);
         magnitudes[word] = magnitude_of<kForm>(operands[word]);
       }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) whole[row] = add_16<kForm>(whole[row], operands, magnitudes, x[row] + at + (pass == 0 ? 0 : low));
     }
     if (kWide && pass == 0)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) whole[row] = (whole[row] << kLowBits) + of[row].start;
   }
 }
@@ -91,56 +89,56 @@ void run_rows(const GroupArgs& args, int rows, int first, int begin) {
   const RowOfGroup* of = args.rows + first;
   Scales scales(shape);
   const uint8_t *x[kRows], *w = args.strip, *tops = nullptr;
-  Floats sums[kCount][kRows];
-#pragma GCC unroll 4
+  Lanes sums[kCount][kRows];
+#pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row) {
     x[row] = args.x[first + row];
-#pragma GCC unroll 4
-    for (int at = 0; at < kCount; ++at) sums[at][row] = Floats{};
+#pragma GCC unroll 8
+    for (int at = 0; at < kCount; ++at) sums[at][row] = Lanes{};
   }
   for (int64_t group = 0, within = 0; group < groups; ++group, of += rows, w += group_bytes, tops += tops_bytes) {
     if (within == head_groups) within = 0;
     if (within == 0) scales.enter(w), tops = w + head.tops, w += head.steps;
     if (begin == 0)
       for (int64_t line = 0; line < group_bytes; line += kStepBytes) __builtin_prefetch(w + line + kGroupAheadBytes, 0, 3);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int at = 0; at < kCount; ++at) {
       const int part = begin + at;
-      Wholes whole[kRows];
+      Whole whole[kRows];
       sum_group<kForm, kWide, kRows>(of, w, tops, x, group * inputs, inputs, low, part, table, whole);
-      const Floats scale = scales.scale(within, part);
-#pragma GCC unroll 4
+      const Lanes scale = scales.scale(within, part);
+#pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) {
         if constexpr (kOffset == Offset::zeros) {
           int32_t sum;
           std::memcpy(&sum, &of[row].sum, sizeof(sum));
           whole[row] -= widen_u8(scales.offset(within, part)) * sum;
         }
-        sums[at][row] = fused(to_floats(whole[row]) * of[row].power, scale, sums[at][row]);
+        sums[at][row] = fused(__builtin_convertvector(whole[row], Lanes) * of[row].power, scale, sums[at][row]);
       }
       if constexpr (kOffset == Offset::minima) {
-        const Floats minimum = scales.minimum(within, part);
-#pragma GCC unroll 4
-        for (int row = 0; row < kRows; ++row) sums[at][row] = fused(Floats{} + of[row].sum, minimum, sums[at][row]);
+        const Lanes minimum = scales.minimum(within, part);
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row) sums[at][row] = fused(Lanes{} + of[row].sum, minimum, sums[at][row]);
       }
     }
     ++within;
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int at = 0; at < kCount; ++at)
-#pragma GCC unroll 4
-    for (int row = 0; row < kRows; ++row) *reinterpret_cast<Floats*>(args.acc + (first + row) * kPanelLanes + (begin + at) * kPartLanes) = sums[at][row];
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) *reinterpret_cast<Lanes*>(args.acc + (first + row) * kPanelLanes + (begin + at) * kLaneCount) = sums[at][row];
 }
 
 template <CodeForm kForm, bool kWide, Offset kOffset, int kRows>
 void run_tile(const GroupArgs& args) {
   if constexpr (kRows < kLeastRowsOfOne) {
-    run_rows<kForm, kWide, kOffset, kRows, kParts>(args, kRows, 0, 0);
+    run_rows<kForm, kWide, kOffset, kRows, kStripPieces>(args, kRows, 0, 0);
   } else {
-    constexpr int kFew = kRows <= 4 ? kRows : (kRows + 1) / 2, kRest = kRows - kFew;
-    for (int part = 0; part < kParts; ++part) run_rows<kForm, kWide, kOffset, kFew, 1>(args, kRows, 0, part);
+    constexpr int kFew = kRows <= kMostRowsOfOne ? kRows : (kRows + 1) / 2, kRest = kRows - kFew;
+    for (int part = 0; part < kStripPieces; ++part) run_rows<kForm, kWide, kOffset, kFew, 1>(args, kRows, 0, part);
     if constexpr (kRest > 0)
-      for (int part = 0; part < kParts; ++part) run_rows<kForm, kWide, kOffset, kRest, 1>(args, kRows, kFew, part);
+      for (int part = 0; part < kStripPieces; ++part) run_rows<kForm, kWide, kOffset, kRest, 1>(args, kRows, kFew, part);
   }
 }
 

@@ -5,6 +5,10 @@
 
 #include "kernel_sets.h"
 
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 namespace diptych {
 namespace {
 

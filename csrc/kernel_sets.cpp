@@ -8,8 +8,9 @@ namespace diptych {
 namespace {
 
 #if defined(__x86_64__)
-constexpr Capabilities kAvx512FmaNeeds = {Capability::avx2,     Capability::fma,      Capability::f16c,     Capability::avx512f,
-                                          Capability::avx512bw, Capability::avx512dq, Capability::avx512vl, Capability::avx512_vnni};
+constexpr Capabilities kAvx2Needs = {Capability::avx2, Capability::fma, Capability::f16c};
+constexpr Capabilities kAvx512FmaNeeds = kAvx2Needs | Capabilities{Capability::avx512f, Capability::avx512bw, Capability::avx512dq, Capability::avx512vl,
+                                                                   Capability::avx512_vnni};
 // What has BF16 has VBMI too, but for Cooper Lake, which takes avx512_fma anyway.
 constexpr Capabilities kAvx512Needs = kAvx512FmaNeeds | Capabilities{Capability::avx512_bf16, Capability::avx512vbmi};
 constexpr Capabilities kTileNeeds = {Capability::amx_tile, Capability::amx_int8, Capability::amx_bf16};
@@ -32,7 +33,13 @@ const KernelSet kSets[] = {
      {&avx512_fma::kBf16Tiles, &avx512_fma::kInt8Tiles, &avx512_fma::kInt4Tiles, &avx512_fma::kFp8Tiles},
      &avx512_fma::kGroupTiles,
      &avx512_fma::kLinear, &avx512_fma::kAttention, &avx512_fma::kStep, &avx512_fma::kCeilings},
-    {"avx2", {Capability::avx2, Capability::fma, Capability::f16c}, {},
+#if defined(DIPTYCH_AVX_VNNI)
+    {"avx2_vnni", kAvx2Needs | Capabilities{Capability::avx_vnni}, {},
+     {&avx2::kBf16Tiles, &avx2_vnni::kInt8Tiles, &avx2_vnni::kInt4Tiles, &avx2::kFp8Tiles},
+     &avx2_vnni::kGroupTiles,
+     &avx2::kLinear, &avx2::kAttention, &avx2::kStep, &avx2_vnni::kCeilings},
+#endif
+    {"avx2", kAvx2Needs, {},
      {&avx2::kBf16Tiles, &avx2::kInt8Tiles, &avx2::kInt4Tiles, &avx2::kFp8Tiles},
      &avx2::kGroupTiles,
      &avx2::kLinear, &avx2::kAttention, &avx2::kStep, &avx2::kCeilings},

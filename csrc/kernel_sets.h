@@ -51,6 +51,7 @@ DIPTYCH_DECLARE_PARTS(amx)         // tiles but for groups, attention and ceilin
 DIPTYCH_DECLARE_PARTS(amx_twin)    // likewise, but for ceilings
 DIPTYCH_DECLARE_PARTS(avx512)
 DIPTYCH_DECLARE_PARTS(avx512_fma)
+DIPTYCH_DECLARE_PARTS(avx2_vnni)   // tiles of whole numbers and ceilings; the rest is avx2's
 DIPTYCH_DECLARE_PARTS(avx2)
 DIPTYCH_DECLARE_PARTS(neon_mmla)
 DIPTYCH_DECLARE_PARTS(neon_dot)

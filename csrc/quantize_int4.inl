@@ -16,11 +16,13 @@ struct Levels {
   inline Lanes q_of(Lanes from_zero) const { return hold(nearest(from_zero * inverse), 0.0f, 15.0f); }
 };
 
-inline Levels make_levels(const Lanes* x, int64_t group, Lanes centre, Lanes unit) {
+inline const Lanes& lanes_of(const float* x, int64_t i) { return *reinterpret_cast<const Lanes*>(x + i * kStripLanes); }
+
+inline Levels make_levels(const float* x, int64_t group, Lanes centre, Lanes unit) {
   Levels levels{hold(nearest(centre - unit * 7.5f), -128.0f, 112.0f), unit, fill(1.0f) / unit, fill(0.0f)};
   levels.zero = lower(levels.zero, fill(127.0f) - unit * 15.0f);
   for (int64_t i = 0; i < group; ++i) {
-    const Lanes from_zero = x[i] - levels.zero;
+    const Lanes from_zero = lanes_of(x, i) - levels.zero;
     const Lanes miss = from_zero - levels.q_of(from_zero) * unit;
     levels.error = levels.error + miss * miss;
   }
@@ -35,35 +37,40 @@ inline void keep_better(Levels& best, const Levels& other) {
   best.error = better ? other.error : best.error;
 }
 
-// One group of 16 lanes: x [group][16] -> head and words [group / 8][16]; x becomes x * inverse, in units of the lanes' int8 scales.
-// Of the units just below and above the range's fifteenth part the better is taken, then shifted a little up and down. On groups of
-// 64 Gaussian weights that leaves 0.3 % more squared error than all six of these; seven units by 25 shifts would leave 7 % less, and
-// units and zeros that are not whole 11 % less.
-void quantize_group(float* x, const float* inverse, int64_t group, uint8_t* head, uint32_t* words) {
-  Lanes* values = reinterpret_cast<Lanes*>(x);
+// One group of a piece's lanes.
+inline void quantize_piece(float* x, const float* inverse, int64_t group, uint8_t* head, uint32_t* words) {
   const Lanes factor = *reinterpret_cast<const Lanes*>(inverse);
-  Lanes low = values[0] * factor, high = low;
+  Lanes low = lanes_of(x, 0) * factor, high = low;
   for (int64_t i = 0; i < group; ++i) {
-    values[i] = values[i] * factor;
-    low = lower(low, values[i]);
-    high = higher(high, values[i]);
+    const Lanes value = lanes_of(x, i) * factor;
+    *reinterpret_cast<Lanes*>(x + i * kStripLanes) = value;
+    low = lower(low, value);
+    high = higher(high, value);
   }
   const Lanes centre = (low + high) * 0.5f;
   const Lanes below = nearest((high - low) * (1.0f / 15.0f) - 0.5f);
-  Levels best = make_levels(values, group, centre, hold(below, 1.0f, 17.0f));
-  keep_better(best, make_levels(values, group, centre, hold(below + 1.0f, 1.0f, 17.0f)));
+  Levels best = make_levels(x, group, centre, hold(below, 1.0f, 17.0f));
+  keep_better(best, make_levels(x, group, centre, hold(below + 1.0f, 1.0f, 17.0f)));
   const Lanes better_unit = best.unit;
-  for (const float shift : {-1.0f, 1.0f}) keep_better(best, make_levels(values, group, centre + shift, better_unit));
+  for (const float shift : {-1.0f, 1.0f}) keep_better(best, make_levels(x, group, centre + shift, better_unit));
 
   const Whole unit = __builtin_convertvector(best.unit, Whole), zero = __builtin_convertvector(best.zero, Whole) + 128;
-  for (int lane = 0; lane < kStripLanes; ++lane) {
+  for (int lane = 0; lane < kLaneCount; ++lane) {
     head[2 * lane] = static_cast<uint8_t>(unit[lane]);
     head[2 * lane + 1] = static_cast<uint8_t>(zero[lane]);
   }
   for (int64_t step = 0; step < group / 8; ++step) {
     Whole word = Whole{};
     for (int i = 0; i < 8; ++i)
-      word |= __builtin_convertvector(best.q_of(values[step * 8 + i] - best.zero), Whole) << (i % 4 * 8 + i / 4 * 4);
-    reinterpret_cast<Whole*>(words)[step] = word;
+      word |= __builtin_convertvector(best.q_of(lanes_of(x, step * 8 + i) - best.zero), Whole) << (i % 4 * 8 + i / 4 * 4);
+    *reinterpret_cast<Whole*>(words + step * kStripLanes) = word;
   }
+}
+
+// One group of 16 lanes: x [group][16] -> head and words [group / 8][16]; x becomes x * inverse, in units of the lanes' int8 scales.
+// Of the units just below and above the range's fifteenth part the better is taken, then shifted a little up and down. On groups of
+// 64 Gaussian weights that leaves 0.3 % more squared error than all six of these; seven units by 25 shifts would leave 7 % less, and
+// units and zeros that are not whole 11 % less.
+inline void quantize_group(float* x, const float* inverse, int64_t group, uint8_t* head, uint32_t* words) {
+  for (int64_t lane = 0; lane < kStripLanes; lane += kLaneCount) quantize_piece(x + lane, inverse + lane, group, head + 2 * lane, words + lane);
 }

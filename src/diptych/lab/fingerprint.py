@@ -54,5 +54,5 @@ def _cpu_name() -> str:
     facts = dict(line.split("\t:", 1) if "\t:" in line else line.split(":", 1) for line in lines if ":" in line)
     facts = {key.strip(): value.strip() for key, value in facts.items()}
     flags = facts.get("flags", "").split()
-    sets = [name for name in ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16") if name in flags]
+    sets = [name for name in ("avx2", "avx_vnni", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16") if name in flags]
     return f"{facts.get('model name', platform.machine())} ({', '.join(sets) or 'no AVX2'})"

@@ -1,0 +1,23 @@
+// vpdpbusd on 256 bits, as assembly, so that the files that use it need no flag beyond AVX2's and the compiler copies no sums: in
+// AVX-VNNI's encoding, or in AVX-512's (DIPTYCH_AVX_VNNI_EVEX), by which processors without AVX-VNNI can test the set avx2_vnni.
+#pragma once
+
+#include <immintrin.h>
+
+namespace diptych {
+namespace {
+
+#if defined(DIPTYCH_AVX_VNNI_EVEX)
+#define DIPTYCH_ENCODING "%{evex%} "
+#else
+#define DIPTYCH_ENCODING "%{vex%} "
+#endif
+
+// sums += the four products u8 * s8 of each lane
+inline __attribute__((always_inline)) void add_dot4(__m256i& sums, __m256i u8, __m256i s8) {
+  __asm__(DIPTYCH_ENCODING "vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(u8), "x"(s8));
+}
+#undef DIPTYCH_ENCODING
+
+}  // namespace
+}  // namespace diptych
