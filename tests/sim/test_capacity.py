@@ -15,6 +15,7 @@ from diptych.sim.capacity import Ask, Bisection, Fit, Trial, engines_for, fluid_
 from diptych.sim.cluster import Cluster
 from diptych.sim.link import Link
 from diptych.sim.pools import Pool, Service
+from diptych.sim.service import Report, simulate
 from diptych.sim.tally import Tally
 from diptych.workload import LengthRange
 
@@ -142,6 +143,24 @@ def test_a_fit_ends_at_engines_that_hold() -> None:
     found = Fit(service=pools, ask=ASK, n_requests=80, price=2.9, reader_price=1.1).run()
     assert found.good_share >= ASK.good_share
     assert found.service.n_engines < 6
+
+
+def test_a_fit_pays_for_every_device_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two devices at 1.1 are more than one at 1.9: the pool that reads is the first to lose an engine, and costs more."""
+    pair = replace(L40S, setup=replace(L40S.setup, tp=2))
+    pools = Service(pool=replace(H100, n_engines=2), readers=replace(pair, n_engines=2), link=Link(bytes_per_s=50e9))
+    tried: list[tuple[int, int]] = []
+
+    def run(trial: Trial) -> Report:
+        tried.append((trial.service.pools[0].n_engines, trial.service.pools[1].n_engines))
+        return replace(report, service=trial.service)
+
+    report = simulate(pools, ASK.load(4, 20))
+    monkeypatch.setattr(Trial, "run", run)
+    monkeypatch.setattr(Trial, "run_if_good", lambda trial: run(trial) if tried[-1] != (2, 1) else None)
+    found = Fit(service=pools, ask=ASK, n_requests=20, price=1.9, reader_price=1.1).run()
+    assert tried[:2] == [(2, 2), (2, 1)]
+    assert sum(pool.n_engines for pool in found.service.pools) < 4
 
 
 def test_what_cannot_be_asked_is_refused() -> None:

@@ -82,6 +82,36 @@ def test_one_thing_is_changed_and_the_scheduler_answers() -> None:
     assert again.outcome(Change.parse("pools")).seen.ttft_s > 0.0
 
 
+def test_pools_answer_for_the_request_that_was_asked_about() -> None:
+    """The reading engine was run until the last of all was over: where that one is refused, nobody else had an answer."""
+    minutes = recorded(crowd())
+    narrow = replace(minutes, config=replace(minutes.config, max_context_tokens=902))  # what the last one has
+    found, whole = (Counterfactual(some, "long").outcome(Change.parse("pools")).seen for some in (narrow, minutes))
+    assert (found.queue_s, found.ttft_s) == (whole.queue_s, whole.ttft_s)
+    assert Counterfactual(minutes, "s1").outcome(Change.parse("pools")).seen.ttft_s < 0.5 * whole.ttft_s
+    with pytest.raises(ConfigError, match="'again' could not be served"):
+        Counterfactual(narrow, "again").outcome(Change.parse("pools"))
+
+
+def test_pools_follow_every_choice_of_a_request() -> None:
+    """With a first choice of one token beside a longer one, nothing was handed over and a StopIteration came out."""
+    minutes = recorded(crowd())
+    long = minutes.find("long")
+    sampling = replace(long.request.sampling, n=2)
+    twice = replace(long, request=replace(long.request, sampling=sampling), outputs=((7,), long.outputs[0]))
+    requests = tuple(twice if past is long else past for past in minutes.requests)
+    found = Counterfactual(replace(minutes, requests=requests), "long").outcome(Change.parse("pools")).seen
+    alone = Counterfactual(minutes, "long").outcome(Change.parse("pools")).seen
+    assert found.tpot_s == pytest.approx(alone.tpot_s, rel=0.1)
+
+
+def test_behind_a_hand_off_every_token_is_a_step() -> None:
+    """The last token of what was handed over is computed where it goes on; it was free: two tokens had a TPOT of 0."""
+    minutes = recorded([*crowd(), request("short", (1, 2, 3), at_s=30.0, writes=2)])
+    found = Counterfactual(minutes, "short").outcome(Change.parse("pools")).seen
+    assert found.tpot_s == pytest.approx(minutes.find("short").seen.tpot_s, rel=0.1)
+
+
 def test_another_device_is_priced_by_the_planner() -> None:
     minutes = recorded(crowd())
     with pytest.raises(ConfigError, match="does not say which model"):

@@ -246,7 +246,7 @@ class Bisection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """The fewest engines around the service's own numbers that hold all users. price: of an engine of each pool."""
+    """The fewest engines around the service's own numbers that hold all users. Prices: of one device of each pool."""
 
     service: Service
     ask: Ask
@@ -284,7 +284,8 @@ class Fit:
                 return None  # it was raised to here
             fewer = [(decoders - 1, readers)] if decoders > 1 else []
             if readers > 1:
-                fewer.insert(0 if self.reader_price > self.price else len(fewer), (decoders, readers - 1))
+                of_decoder, of_reader = self._engine_prices()
+                fewer.insert(0 if of_reader > of_decoder else len(fewer), (decoders, readers - 1))
             return next((one for one in fewer if one not in tried), None)
         if any(self._holds(one) for one in tried.values()):
             decoders_before, readers_before = min(
@@ -309,9 +310,13 @@ class Fit:
     def _holds(self, report: Report | None) -> bool:
         return report is not None and report.good_share >= self.ask.good_share
 
+    def _engine_prices(self) -> list[float]:
+        """Of one engine of each pool, all its devices together."""
+        prices = zip(self.service.pools, (self.price, self.reader_price), strict=False)
+        return [pool.setup.n_devices * price for pool, price in prices]
+
     def _cost(self, service: Service) -> float:
-        readers = 0 if service.readers is None else service.readers.n_engines
-        return service.pool.n_engines * self.price + readers * self.reader_price
+        return sum(pool.n_engines * each for pool, each in zip(service.pools, self._engine_prices(), strict=True))
 
 
 def fit_one(asked: Fit) -> Report:

@@ -24,8 +24,9 @@ from diptych.cost.step_time import StepTimeModel
 from diptych.ground.clock import VirtualClock
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import CapacityError, ConfigError, RequestError
+from diptych.ground.phase import Phase
 from diptych.ground.request import CacheScope, Request, SamplingParams
-from diptych.ground.shape import StepShape
+from diptych.ground.shape import ChunkShape, StepShape
 from diptych.ground.specs import KVSpec, QuantSpec
 from diptych.ground.step import Chunk, ChunkResult, StepPlan, StepResult
 from diptych.metrics import EventBook, RequestRecord
@@ -342,8 +343,8 @@ class _Again:
         self._executor = _Drawn(time_s, self.clock)
         self.stepper = Stepper(core, self._executor, self.clock, fold=self.book.fold)
 
-    def run(self, target: Past, *, is_cached: bool = False) -> RequestRecord:
-        """Serve them until the target is over."""
+    def run(self, target: Past, *, is_cached: bool = False, to_the_end: bool = False) -> RequestRecord:
+        """Serve them until the target is over, or all that were taken; its record. ConfigError where it has none."""
         pasts = self._pasts
         begin_s = min(past.request.arrival_s for past in pasts)
         self._executor.is_free = True
@@ -360,9 +361,12 @@ class _Again:
                 self.submit(_again(past, past.request.arrival_s - begin_s), past.outputs)
                 past = next(coming, None)
             record = self.book.records.get(name)
-            if record is not None and record.is_over:
+            is_over = record is not None and record.is_over
+            if record is not None and is_over and not to_the_end:
                 return record
             if not self.stepper.step():
+                if past is None and record is not None and is_over:
+                    return record
                 if past is None:
                     raise ConfigError(f"request {name[:100]!r} could not be served with this change")
                 self.clock.advance(max(0.0, past.came_s - begin_s - self.clock.now_s()))
@@ -467,36 +471,53 @@ def _pools(minutes: Minutes, target: Past, time_s: Predict, link_s: Callable[[in
     readers = [replace(past, outputs=tuple(tokens[:1] for tokens in past.outputs), drafts=()) for past in around]
     reading = _Again(minutes.config, minutes, readers, time_s=time_s, budget_s=time_s)
     begin_s = around[0].request.arrival_s
-    reading.run(readers[-1])  # those behind the target decode beside it
-    record = reading.book.records[target.request.request_id]
+    record = reading.run(target, to_the_end=True)  # those behind the target decode beside it
     first = Seen.of(record)
-    if first.ttft_s is None or len(max(target.outputs, key=len)) < 2:
+    n_gaps = sum(len(tokens) - 1 for tokens in target.outputs if tokens)
+    if record.first_token_s is None or not n_gaps:
         return first
-    handed: list[Past] = []
+    handed: dict[str, Past] = {}
     for past in around:
         done = reading.book.records.get(past.request.request_id)
-        first_s = None if done is None else done.first_token_s
-        if first_s is None or not past.outputs or len(past.outputs[0]) < 2:
-            continue
-        prompt = past.request.prompt_token_ids + past.outputs[0][:1]
-        at_s = begin_s + first_s + link_s(len(prompt))
-        request = replace(past.request, prompt_token_ids=prompt, arrival_s=at_s, segments=())
-        drafts = tuple(tuple(one._replace(place=one.place - 1) for one in some) for some in past.drafts)
-        outputs = tuple(tokens[1:] for tokens in past.outputs)
-        handed.append(replace(past, request=request, came_s=at_s, outputs=outputs, cached_tokens=0, drafts=drafts))
-    handed.sort(key=lambda past: past.request.arrival_s)
+        if done is not None and done.first_token_s is not None and any(len(tokens) > 1 for tokens in past.outputs):
+            sent_s = link_s(len(past.request.prompt_token_ids) + 1)
+            handed[past.request.request_id] = _handed(past, begin_s + done.first_token_s + sent_s)
     config = replace(minutes.config, max_step_tokens=1 << 20, stall_budget_s=None)
-    decoding = _Again(config, minutes, handed, time_s=lambda shape: _decode_s(shape, time_s), budget_s=time_s)
-    mine = next(past for past in handed if past.request.request_id == target.request.request_id)
+    coming = sorted(handed.values(), key=lambda past: past.came_s)
+    decoding = _Again(config, minutes, coming, time_s=lambda shape: _decode_s(shape, time_s), budget_s=time_s)
+    mine = handed[target.request.request_id]
     later = decoding.run(mine)
-    n_tokens = len(target.outputs[0]) - 1
-    end_s = later.end_s or 0.0
-    wait_s = mine.request.arrival_s - begin_s - (record.first_token_s or 0.0)
-    since_s = end_s - (mine.request.arrival_s - handed[0].request.arrival_s) + wait_s
-    return replace(first, tpot_s=since_s / n_tokens)
+    first_s = begin_s + record.first_token_s - coming[0].came_s  # by the clock of the engine that decodes
+    gaps_s = sum(later.token_times_s(choice)[-1] - first_s for choice in range(len(mine.outputs)))
+    return replace(first, tpot_s=gaps_s / n_gaps)
+
+
+def _handed(past: Past, at_s: float) -> Past:
+    """The request as it comes to the engine that decodes: what is left of its choices, behind their first tokens."""
+    drafts = (*past.drafts, *((),) * len(past.outputs))  # there are none where nobody guessed
+    left = [(tokens, some) for tokens, some in zip(past.outputs, drafts, strict=False) if len(tokens) > 1]
+    request = past.request
+    return replace(
+        past,
+        request=replace(
+            request,
+            prompt_token_ids=request.prompt_token_ids + left[0][0][:1],
+            arrival_s=at_s,
+            sampling=replace(request.sampling, n=len(left)),
+            segments=(),
+        ),
+        came_s=at_s,
+        outputs=tuple(tokens[1:] for tokens, _ in left),
+        cached_tokens=0,
+        drafts=tuple(tuple(one._replace(place=one.place - 1) for one in some) for _, some in left),
+    )
 
 
 def _decode_s(shape: StepShape, time_s: Predict) -> float:
-    """The time of the decode rows alone: what was handed over is not computed again."""
-    rows = tuple(chunk for chunk in shape.shapes if chunk.is_decode)
+    """The time of the rows that are computed: of what was handed over that of its last token, as its cache is there."""
+    rows = tuple(
+        chunk if chunk.is_decode else ChunkShape(Phase.DECODE, 1, chunk.end_pos - 1, True, chunk.count)
+        for chunk in shape.shapes
+        if chunk.is_decode or chunk.samples
+    )
     return time_s(StepShape(rows)) if rows else 0.0

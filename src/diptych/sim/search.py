@@ -419,8 +419,8 @@ def _pool_fits(ask: Ask, pools: Sequence[Pool], link: Link, price_of: PriceOf) -
             service=service,
             ask=ask,
             n_requests=LONG,
-            price=price_of(service.pool.setup) * service.pool.setup.n_devices,
-            reader_price=_reader_price(service, price_of),
+            price=price_of(service.pool.setup),
+            reader_price=0.0 if service.readers is None else price_of(service.readers.setup),
         )
         for _, service in pairs[:FINALISTS]
     ]
@@ -441,12 +441,7 @@ def _pools(ask: Ask, fitted: Iterable[Report], price_of: PriceOf) -> list[Layout
 
 
 def _readers_cost(service: Service, price_of: PriceOf) -> float:
-    return 0.0 if service.readers is None else _reader_price(service, price_of) * service.readers.n_engines
-
-
-def _reader_price(service: Service, price_of: PriceOf) -> float:
-    assert service.readers is not None
-    return price_of(service.readers.setup) * service.readers.setup.n_devices
+    return 0.0 if service.readers is None else price_of(service.readers.setup) * service.readers.n_devices
 
 
 def _reads_in(pool: Pool, ask: Ask) -> float:
