@@ -346,6 +346,43 @@ def test_prompts_of_few_tokens_are_launched_as_decode_is_where_recipes_capture_t
         assert is_captured or replayed["ttft"] == launched["ttft"]
 
 
+def test_between_pieces_of_a_graph_attention_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that was replayed was launched as a step of decode is, which is one graph; its graphs end at each attention."""
+    form = next(form for form in SERVICE_FORMS if form.stack == "vllm")
+    starts = put_in(form, [entry.start for entry in form.free])
+    starts = replace(starts, prefill=replace(starts.prefill, launch_p=1.0))  # what is launched is added
+    row = replace(service("qwen3-30b-a3b", "h100-80gb-sxm", 1), graph_tokens=2048)
+    called = predicted_of(case_of(row), starts)
+    monkeypatch.setattr(truth, "ATTENTION_CALL_S", 0.0)
+    whole = predicted_of(case_of(row), starts)
+    assert called["ttft"] == pytest.approx(whole["ttft"] + 48 * 150e-6, rel=1e-3)
+    assert called["tpot"] == whole["tpot"]
+
+
+def test_experts_of_triton_are_launched_as_vllms_whatever_the_software() -> None:
+    """`moe_config: backend: TRITON` in TensorRT-LLM's recipe for gpt-oss on H200, and on no other device."""
+    gpt_oss = {"model_path": "openai/gpt-oss-120b", "precision": "fp4", "backend": "trtllm"}
+    told = [
+        read(row_of(**fields))[0][0].has_triton_experts
+        for fields in (
+            gpt_oss | {"system": "h200_sxm"},
+            gpt_oss | {"system": "b200_sxm"},
+            gpt_oss | {"system": "h200_sxm", "backend": "vllm"},
+            DEEPSEEK | {"backend_version": "x"},
+        )
+    ]
+    assert told == [True, False, False, False]
+    form = next(form for form in SERVICE_FORMS if form.stack == "tensorrt-llm")
+    starts = put_in(form, [entry.start for entry in form.free])
+    for model, has_experts in (("qwen3-30b-a3b", True), ("llama-3.1-8b", False)):
+        row = replace(service(model, "h100-80gb-sxm", 1), stack="tensorrt-llm")
+        own, tritons = (
+            predicted_of(case_of(replace(row, has_triton_experts=is_told)), starts) for is_told in (False, True)
+        )
+        for measure in ("ttft", "tpot"):
+            assert (tritons[measure] > 1.02 * own[measure]) == has_experts, (model, measure)
+
+
 def test_recipes_of_2025_chose_their_layout_by_the_streams() -> None:
     """Rows of November 2025 say tensor parallel whatever ran; 64 streams had attention-data parallel, which looks rarely."""
     few, many = (

@@ -19,7 +19,14 @@ from types import MappingProxyType
 
 from diptych.cost.calibration import Calibration, Constants
 from diptych.cost.fitting.fit import NO_RESIDUAL, SHARE, gauss_newton, quantile
-from diptych.cost.fitting.service_forms import SERVICE_FORMS, ServiceConstants, ServiceForm, put_in
+from diptych.cost.fitting.service_forms import (
+    ATTENTION_CALL_S,
+    SERVICE_FORMS,
+    TRITON_EXPERTS_S,
+    ServiceConstants,
+    ServiceForm,
+    put_in,
+)
 from diptych.cost.fitting.services import MeasuredService, ServiceLoad
 from diptych.cost.layout import Layout
 from diptych.cost.memory import capacity_of
@@ -129,8 +136,11 @@ def predicted_of(case: Case, constants: ServiceConstants) -> dict[str, float]:
 
 
 def _priced(case: Case, constants: ServiceConstants) -> Callable[[StepShape], float]:
-    """Seconds of a step; of one with prompts that is replayed from a graph, launches take what decode's do."""
+    """Seconds of a step; of one with prompts that is replayed from graphs, launches take what decode's do, but attention's."""
     prefill, decode, limit = constants.prefill, constants.decode, case.row.graph_tokens
+    if case.row.has_triton_experts:
+        prefill = replace(prefill, moe_layer_s=TRITON_EXPERTS_S["prefill"])
+        decode = replace(decode, moe_layer_s=TRITON_EXPERTS_S["decode"])
 
     def with_prompts(found: Constants) -> Callable[[StepShape], float]:
         calibration = replace(case.setup.calibration, prefill=found, decode=decode)
@@ -142,7 +152,7 @@ def _priced(case: Case, constants: ServiceConstants) -> Callable[[StepShape], fl
     replayed = with_prompts(
         replace(
             prefill,
-            layer_s=decode.layer_s,
+            layer_s=decode.layer_s + ATTENTION_CALL_S,
             moe_layer_s=decode.moe_layer_s,
             latent_layer_s=decode.latent_layer_s,
             allreduce_s=decode.allreduce_s,

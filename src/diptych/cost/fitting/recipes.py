@@ -15,6 +15,7 @@ was read in those recipes and in the documentation of the engines, and none of i
 * vLLM replays steps of up to `max-cudagraph-capture-size` tokens from graphs, but for their attention, prompts among them
   (`FULL_AND_PIECEWISE`). Recipes for gpt-oss set it to 2048, as do those for MiniMax-M2.5 that set two prompts; the others
   leave it at 512 or less.
+* TensorRT-LLM runs gpt-oss's experts with Triton's kernels on H200 (`moe_config: backend: TRITON`), and with its own elsewhere.
 * SGLang puts prompts into steps of their own and lets decode wait, unless told otherwise (`--enable-mixed-chunk`). With
   `--scheduler-recv-interval N` it looks for new requests only every N steps while it decodes.
 * TensorRT-LLM takes a request only if KV for its whole answer is free (`GUARANTEED_NO_EVICT`). With `batch_wait_timeout_iters`
@@ -162,6 +163,12 @@ def graph_tokens_of(run: Run) -> int:
     if run.stack != "vllm" or not run.is_inference_x:
         return 0
     return GRAPH_TOKENS if run.model == "gpt-oss-120b" or _is_recent_minimax(run) else 0
+
+
+def has_triton_experts(run: Run) -> bool:
+    """Whether TensorRT-LLM was told to take Triton's kernels for the experts, which are launched as vLLM's are."""
+    is_told = run.stack == "tensorrt-llm" and run.model == "gpt-oss-120b" and run.device.startswith("h200")
+    return is_told and run.is_inference_x
 
 
 def shown_tokens_of(run: Run) -> int:

@@ -96,17 +96,20 @@ EXPERT_SKEW = 0.7
 # latency grows less than the devices do
 _FIXED = Constants(p=3.0, allreduce_growth=0.5, expert_skew=EXPERT_SKEW)
 ONE_SHOT = 1.0
+# Graphs of prompts are piecewise (vLLM: cudagraph_mode FULL_AND_PIECEWISE): between the pieces of a layer attention is called
+# from Python, with the kernel that writes keys and values before it. Of 0 to 250 us, together with a prompt's launches below
+ATTENTION_CALL_S = 150e-6
+TRITON_EXPERTS_S = {"prefill": 700e-6, "decode": 20e-6}  # launches of a layer with experts that are Triton's kernels
 
 # vLLM and SGLang launch a prompt's kernels from Python, many of them Triton's and each for itself; TensorRT-LLM has operators
 # of its own that hold several; SGLang, layers with experts most of all. Shares of 8 and 4 bits are others, too. Chosen with the
-# rows in view, as all starts were; of a prompt's step twice the first value and of SGLang's experts nearly so, as either half
-# of the rows gains by it
+# rows in view, as all starts were; docs/planner.md says what gained on which share of their halves
 _OF_VLLM_AND_SGLANG = {
-    "prefill.step_s": 24e-3,
-    "prefill.layer_s": 150e-6,
-    "prefill.moe_layer_s": 700e-6,
+    "prefill.step_s": 15e-3,
+    "prefill.layer_s": 250e-6,
+    "prefill.moe_layer_s": TRITON_EXPERTS_S["prefill"],
     "decode.layer_s": 40e-6,
-    "decode.moe_layer_s": 20e-6,
+    "decode.moe_layer_s": TRITON_EXPERTS_S["decode"],
     "both.eb.fp8": 0.7,
     "both.eb.fp4": 0.8,
     "both.ef.fp4": 0.5,
@@ -114,7 +117,8 @@ _OF_VLLM_AND_SGLANG = {
 }
 _STARTS: dict[str, dict[str, float]] = {
     "tensorrt-llm": {},
-    "vllm": _OF_VLLM_AND_SGLANG,
+    # its experts are Triton's kernels, which reach less than the other two's own
+    "vllm": _OF_VLLM_AND_SGLANG | {"both.expert_ef.fp8": 0.2},
     "sglang": _OF_VLLM_AND_SGLANG | {"prefill.moe_layer_s": 1.2e-3},
 }
 

@@ -15,6 +15,7 @@ from diptych.cost.fitting.recipes import (
     Run,
     Scheduling,
     graph_tokens_of,
+    has_triton_experts,
     layout_of,
     memory_of,
     scheduling_of,
@@ -71,6 +72,7 @@ class MeasuredService:
 
     graph_tokens: prompts in steps of at most so many tokens are replayed from graphs, as decode is.
     shown_tokens: clients see the first so many tokens of an answer at one time.
+    has_triton_experts: layers with experts are launched as vLLM's, whatever the software.
     """
 
     stack: str
@@ -89,6 +91,7 @@ class MeasuredService:
     source: str = ""
     graph_tokens: int = 0
     shown_tokens: int = 1
+    has_triton_experts: bool = False
 
     @property
     def label(self) -> str:
@@ -191,6 +194,7 @@ def _service(entry: Line) -> MeasuredService:
         memory=memory_of(run),
         graph_tokens=graph_tokens_of(run),
         shown_tokens=shown_tokens_of(run),
+        has_triton_experts=has_triton_experts(run),
         source="ai-dynamo/aiconfigurator silicon samples",
     )
 
