@@ -66,6 +66,17 @@ def test_kv_crossover_and_quadratic_prompt_equal_the_reference():
     assert quadratic_prompt_tokens(setup) == pytest.approx(53_248)
 
 
+@pytest.mark.parametrize("context", [256, 4096, 32_768])
+def test_a_pool_has_room_for_as_many_tokens_as_fit_sequences_of_that_length(context):
+    """Layers with windows were counted as of sequences of 4,096 tokens whatever was asked: twice too many of short ones."""
+    setup = setup_of("gemma-3-27b", "h200-141gb-sxm")
+    capacity = capacity_of(setup, context_tokens=context, batch=1)
+    assert capacity.kv_tokens // context == capacity.max_batch > 3
+    plain = setup_of("llama-3.1-8b", "h200-141gb-sxm")
+    pools = {capacity_of(plain, context_tokens=tokens, batch=1).kv_tokens for tokens in (100, context)}
+    assert len(pools) == 1
+
+
 def test_capacity_is_tight():
     """The largest batch fits and one more does not; likewise the longest context, in whole blocks."""
     setup = setup_of("llama-2-13b", "a100-40gb-sxm")

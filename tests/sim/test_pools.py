@@ -16,7 +16,7 @@ from diptych.ground.request import Request, SamplingParams
 from diptych.metrics import Limits
 from diptych.sim.cluster import Cluster, Group, Wire
 from diptych.sim.link import Link, parse_link
-from diptych.sim.load import OpenLoad, UsersLoad
+from diptych.sim.load import OpenLoad, UsersLoad, usual_context
 from diptych.sim.pools import Pool, Service
 from diptych.sim.service import Report, simulate
 from diptych.sim.tally import Tally
@@ -203,3 +203,24 @@ def test_a_prompt_that_the_decode_engine_cannot_hold_is_refused_at_the_door() ->
     too_long = sum(item.prompt_tokens >= 3200 for item in items_of(SPEC))
     assert report.refused == {"PromptTooLong": too_long}
     assert report.n_complete == 120 - too_long
+
+
+def test_a_pool_of_windowed_layers_is_as_large_as_its_sequences_make_it() -> None:
+    """Short ones keep all of themselves in every layer, long ones a window of most; without windows a token is a token."""
+    gemma = setup_of("gemma-3-27b", "h200-141gb-sxm")
+    short, long = (Pool.of(gemma, context_tokens=tokens).kv_tokens for tokens in (500, 50_000))
+    assert long > 4 * short
+    assert Pool.of(H100, context_tokens=500).kv_tokens == Pool.of(H100).kv_tokens
+
+
+def test_a_load_says_how_long_its_sequences_are() -> None:
+    """At their end: of requests that come by themselves the mean, of people their conversations half-way."""
+    loads = OpenLoad(SPEC, shares_prefixes=False), OpenLoad(tuple(items_of(SPEC)), shares_prefixes=False)
+    ends = [item.prompt_tokens + item.output_tokens for item in items_of(SPEC)]
+    assert {usual_context(load) for load in loads} == {sum(ends) // len(ends)}
+    users = UsersLoad(USERS)
+    middle = USERS.system_tokens + (USERS.turns + 1) / 2 * (
+        (USERS.message.low + USERS.message.high) / 2 + (USERS.output.low + USERS.output.high) / 2
+    )
+    assert usual_context(users) == int(middle)
+    assert next(users.start())[0] == next(UsersLoad(USERS).start())[0], "asking does not begin it"

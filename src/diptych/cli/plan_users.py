@@ -31,6 +31,7 @@ from diptych.ground.bounds import Bound
 from diptych.ground.errors import ConfigError
 from diptych.sim.capacity import Ask
 from diptych.sim.link import parse_link
+from diptych.sim.load import usual_context
 from diptych.sim.pools import Pool
 from diptych.sim.search import PriceOf, search
 from diptych.workload import LengthRange
@@ -90,7 +91,7 @@ def _answer(options: argparse.Namespace) -> None:
     prices = prices_of(options.price)
     names = devices_of(options.hardware, prices)
     price_of, unit = _price_of(names, prices)
-    pools, left_out = _candidates(options, names, block_tokens=ask.block_tokens)
+    pools, left_out = _candidates(options, names, ask)
     processes = _cores() if options.processes is None else options.processes
     with _progress() as tell:
         found = search(ask, pools, link=parse_link(options.link), price_of=price_of, processes=processes, tell=tell)
@@ -108,10 +109,9 @@ def _answer(options: argparse.Namespace) -> None:
         print(f"picture: {picture}", file=sys.stderr)
 
 
-def _candidates(
-    options: argparse.Namespace, names: list[str], *, block_tokens: int
-) -> tuple[list[Pool], dict[str, str]]:
+def _candidates(options: argparse.Namespace, names: list[str], ask: Ask) -> tuple[list[Pool], dict[str, str]]:
     """Every device and split that can hold the model, and why the others cannot."""
+    context = usual_context(ask.load(1, 1))
     splits, layout = TRIED_TP if options.tp is None else _degrees(options.tp), layout_of(options)
     pools: list[Pool] = []
     left_out: dict[str, ConfigError] = {}
@@ -122,7 +122,8 @@ def _candidates(
         before = len(pools)
         for tp in splits:
             try:
-                pools.append(Pool.of(replace(base, tp=tp, layout=layout), block_tokens=block_tokens))
+                setup = replace(base, tp=tp, layout=layout)
+                pools.append(Pool.of(setup, context_tokens=context, block_tokens=ask.block_tokens))
             except ConfigError as error:
                 left_out.setdefault(base.label, error)
         if len(pools) > before:

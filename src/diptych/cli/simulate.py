@@ -34,7 +34,7 @@ from diptych.metrics import Limits
 from diptych.sim.drafts import StatedDrafts
 from diptych.sim.journal import is_journal, journal_load
 from diptych.sim.link import parse_link
-from diptych.sim.load import MOST_PROMPT_TOKENS, AdaptedLoad, Load, OpenLoad, UsersLoad, UsersSpec
+from diptych.sim.load import MOST_PROMPT_TOKENS, AdaptedLoad, Load, OpenLoad, UsersLoad, UsersSpec, usual_context
 from diptych.sim.pools import LOCAL_PREFILL_S, Pool, Service
 from diptych.sim.recorded import is_recording, recorded_load
 from diptych.sim.service import simulate
@@ -167,6 +167,7 @@ def _simulate(options: argparse.Namespace, kind: str) -> None:
     if usd is not None:
         usd = Bound(float, 0.0, None, "USD").take("--usd-per-hour", usd, ConfigError)
     load, note = _load(options, kind)
+    context = usual_context(load)
     if setup.loras is not None:
         load = AdaptedLoad(load, setup.loras, setup.loras.parameters(setup.model))
     budget = options.stall_budget
@@ -174,6 +175,7 @@ def _simulate(options: argparse.Namespace, kind: str) -> None:
         setup,
         n_engines=options.engines,
         kv_tokens=options.kv_tokens,
+        context_tokens=context,
         block_tokens=options.block_tokens,
         max_step_tokens=options.max_step_tokens,
         max_running_sequences=options.max_running_sequences,
@@ -182,7 +184,7 @@ def _simulate(options: argparse.Namespace, kind: str) -> None:
         prefills_alone=options.prefills_alone,
         drafts=_drafts(options),
     )
-    service = _service(options, pool)
+    service = _service(options, pool, context)
     with _progress(load.n_requests) as tell, _written(options.steps) as film:
         report = simulate(
             service,
@@ -204,7 +206,7 @@ def _simulate(options: argparse.Namespace, kind: str) -> None:
         print(f"picture: {options.picture}", file=sys.stderr)
 
 
-def _service(options: argparse.Namespace, pool: Pool) -> Service:
+def _service(options: argparse.Namespace, pool: Pool, context_tokens: int) -> Service:
     """One pool, or two where a device that prefills is named."""
     if options.prefill_hardware is None:
         for name in ("prefill_engines", "prefill_tp", "link", "local_prefill"):
@@ -228,6 +230,7 @@ def _service(options: argparse.Namespace, pool: Pool) -> Service:
     readers = Pool.of(
         setup,
         n_engines=1 if options.prefill_engines is None else options.prefill_engines,
+        context_tokens=context_tokens,
         block_tokens=options.block_tokens,
         max_step_tokens=options.max_step_tokens,
         enable_prefix_cache=pool.scheduler.enable_prefix_cache,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from diptych.cost.components import LOGIT_BYTES, kv_bytes_of_context
+from diptych.cost.components import LOGIT_BYTES, kv_bytes_of_context, kv_bytes_of_tokens
 from diptych.cost.parameters import weight_bytes_stored
 from diptych.cost.setup import Setup
 from diptych.ground.formats import engine_quant, head_format
@@ -45,7 +45,10 @@ USUAL_RULE = MemoryRule()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """Bytes of one device, and what fits. None: the weights alone do not fit, or nothing limits the context."""
+    """Bytes of one device, and what fits. None: the weights alone do not fit, or nothing limits the context.
+
+    kv_tokens: of all sequences together, each as long as was asked: where layers have windows, longer ones hold more of them.
+    """
 
     memory_bytes: float
     weight_bytes: float
@@ -72,7 +75,7 @@ def capacity_of(setup: Setup, *, context_tokens: int, batch: int, rule: MemoryRu
         weight_bytes=weights,
         activation_bytes=activations,
         free_kv_bytes=max(free, 0.0),
-        kv_tokens=max(int(free * layout.parts // (_kv_bytes(setup, 4096) / 4096)), 0),
+        kv_tokens=max(int(free * layout.parts // _token_bytes(setup, context_tokens)), 0),
         max_batch=max_batch,
         max_context_tokens=longest,
         is_fitting=max_batch >= batch,
@@ -88,6 +91,12 @@ def _weight_bytes(setup: Setup) -> float:
 
 def _kv_bytes(setup: Setup, context_tokens: int) -> float:
     return kv_bytes_of_context(setup.model, setup.kv, context_tokens, tp=setup.tp, is_ours=setup.calibration.is_local)
+
+
+def _token_bytes(setup: Setup, context_tokens: int) -> float:
+    """Of each token of a sequence of so many, windowed layers counted by what they keep of it."""
+    is_ours = setup.calibration.is_local
+    return kv_bytes_of_tokens(setup.model, setup.kv, context_tokens, setup.tp, is_ours=is_ours) / context_tokens
 
 
 def engine_weight_bytes(model: ModelSpec, weights: str) -> float:

@@ -28,6 +28,7 @@ _OWN_BASE, _SHARED_BASE, _PAST_BASE = DRAWN_TOKEN + 1, 1 << 40, 1 << 50
 # of one prompt: each is held in memory while it is served, and no context is as long
 MOST_PROMPT_TOKENS = 1 << 24
 MOST_TURNS = 10_000
+SAMPLED = 500  # requests that tell how long those of a load are
 
 Due = tuple[float, Request]  # the instant at which it comes to the service, in seconds, and the request
 
@@ -265,3 +266,13 @@ class UsersLoad:
             arrival_s=at_s,
         )
         return at_s, request
+
+
+def usual_context(load: Load) -> int:
+    """Tokens of a sequence when it ends, on average: of users' conversations, else of the first SAMPLED requests."""
+    if isinstance(load, UsersLoad):
+        spec = load.spec
+        turn = (spec.message.low + spec.message.high + spec.output.low + spec.output.high) / 2
+        return int(spec.system_tokens + (spec.turns + 1) / 2 * turn)
+    ends = [len(one.prompt_token_ids) + one.sampling.max_tokens for _, one in islice(load.start(), SAMPLED)]
+    return sum(ends) // len(ends)

@@ -27,6 +27,7 @@ from diptych.sim.link import Link
 MAX_ENGINES = 1024
 MAX_BLOCKS = 2**24  # each costs the simulator some 50 bytes per engine
 UNKNOWN_CONTEXT = 1 << 20  # of a model that states no limit
+USUAL_CONTEXT = 4096  # of a sequence, where nobody says
 # a suffix that is read where it is answered may delay the streams there so long: about one step of a full engine
 LOCAL_PREFILL_S = 0.03
 
@@ -64,6 +65,7 @@ class EngineOptions(TypedDict, total=False):
 
     n_engines: int
     kv_tokens: int | None
+    context_tokens: int
     block_tokens: int
     max_step_tokens: int
     max_running_sequences: int | None
@@ -96,6 +98,7 @@ class Pool:
         *,
         n_engines: int = 1,
         kv_tokens: int | None = None,
+        context_tokens: int = USUAL_CONTEXT,
         block_tokens: int = 32,
         max_step_tokens: int = 2048,
         max_running_sequences: int | None = None,
@@ -107,11 +110,13 @@ class Pool:
     ) -> Pool:
         """KV blocks from the device's memory less weights and buffers, and as many places as the engine would give itself.
 
+        context_tokens: of a usual sequence. Where layers have windows, a pool has room for more tokens the longer it is, as
+        other software keeps no more of it than the window; on this machine, whose blocks hold all layers, it changes nothing.
         Raises ConfigError where the weights do not fit, and for impossible numbers.
         """
         Bound(int, 1, MAX_ENGINES, "engines").take("engines", n_engines, ConfigError)
         at_least("block tokens", block_tokens, 1)
-        blocks = _blocks(setup, kv_tokens, block_tokens)
+        blocks = _blocks(setup, kv_tokens, context_tokens, block_tokens)
         context = min(setup.model.max_context_tokens or UNKNOWN_CONTEXT, blocks.n_blocks * block_tokens)
         predict_s = setup.model_of_time().predict_s
 
@@ -265,9 +270,9 @@ class Service:
         return replace(self, pool=pools[0], readers=pools[1] if len(pools) > 1 else None)
 
 
-def _blocks(setup: Setup, kv_tokens: int | None, block_tokens: int) -> BlockConfig:
+def _blocks(setup: Setup, kv_tokens: int | None, context_tokens: int, block_tokens: int) -> BlockConfig:
     if kv_tokens is None:
-        capacity = capacity_of(setup, context_tokens=1, batch=1)
+        capacity = capacity_of(setup, context_tokens=context_tokens, batch=1)
         kv_tokens = capacity.kv_tokens
         if kv_tokens < block_tokens:
             raise ConfigError(
