@@ -181,6 +181,21 @@ def test_a_small_pool_preempts_and_refuses() -> None:
     assert simulate(Service.of(H100, kv_tokens=1200), open_load(tight)).preemptions > 0
 
 
+def test_users_come_as_often_to_the_end() -> None:
+    """Messages counted when their writer began to think of them: the last of each came one by one to an idle service, half of
+    all where there were two for each user, and what was late among the others was diluted.
+    """
+    spec = UsersSpec(
+        n_users=100, n_requests=200, think_s=30.0, turns=4, message=LengthRange(low=64, high=64),
+        output=LengthRange(low=8, high=8),
+    )  # fmt: skip
+    report = simulate(Service.of(H100), UsersLoad(spec))
+    assert report.n_requests == report.n_complete == 200
+    assert report.duration_s == pytest.approx(200 / 100 * 30.0, rel=0.25)
+    parts = simulate(Service.of(H100, n_engines=2), UsersLoad(spec), cells=2)
+    assert parts.n_requests == 200
+
+
 def test_a_user_who_is_refused_begins_anew() -> None:
     """History beyond the pool would be refused for ever; a new conversation goes on."""
     report = simulate(Service.of(H100, kv_tokens=1024), UsersLoad(replace(USERS, turns=50)))

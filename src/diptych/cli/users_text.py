@@ -127,7 +127,7 @@ def show(found: Answer, unit: str, left_out: Mapping[str, str]) -> None:
     held = found.confirmed
     words = "holds" if best.holds else "does not hold"
     console.print(
-        f"for longer: {held.n_requests:,} requests in {held.duration_s / 60:.1f} minutes, {held.good_share:.1%} good: "
+        f"for longer: {held.n_requests:,} requests in {duration(held.duration_s)}, {held.good_share:.1%} good: "
         f"{_words(best.service)} {words}"
     )
     console.print(f"how sure: {_sure(found)}")

@@ -219,6 +219,8 @@ class Cluster:
         self._follow(self._open.pop(event.request_id), event.at_s, record.output_tokens)
 
     def _dispatch(self, request: Request, at_s: float) -> None:
+        if not self._n_left:  # users who are thinking when all have come
+            return
         self.tally.arrived(request.arrival_s)
         self._n_left -= 1
         if not self._n_left:
@@ -273,7 +275,7 @@ class Cluster:
         self._expect(self._load.after(request, at_s, output_tokens=output_tokens))
 
     def _expect(self, due: Due | None) -> None:
-        if due is not None:
+        if due is not None and self._n_left:
             at_s, request = due
             self._later(at_s + self._request_s, request)
 

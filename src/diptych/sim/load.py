@@ -36,7 +36,7 @@ Due = tuple[float, Request]  # the instant at which it comes to the service, in 
 class Load(Protocol):
     """Where requests come from."""
 
-    n_requests: int  # to come in all, at most
+    n_requests: int  # to come in all, at most: nobody is answered after those, whoever would still send
     shares_prefixes: bool  # whether a prefix cache could find anything
     n_parts: int  # into which it can be dealt, at most
 
@@ -169,7 +169,7 @@ class UsersSpec:
 
     Think times are exponential with mean think_s; so is the wait before everyone's first message. `message` and `output`
     are lengths in tokens; system_tokens stand before every conversation, the same for all.
-    n_requests: how many are sent by all users together. is_midway: everyone begins somewhere in a conversation whose history
+    n_requests: how many come from all users together, in order of time. is_midway: everyone begins somewhere in a conversation whose history
     is cached already, as in a service that has run for long.
     """
 
@@ -222,8 +222,6 @@ class UsersLoad:
     def start(self) -> Iterator[Due]:
         """Everyone's first message."""
         for at_s, user in sorted((self._think(user), user) for user in self._random):
-            if self._n_sent >= self.n_requests:  # others went on meanwhile
-                return
             yield self._send(user, at_s, self._histories.get(user, ()))
 
     def histories(self) -> Iterator[tuple[int, ...]]:
@@ -240,10 +238,8 @@ class UsersLoad:
         if self._turns[user]:
             self._histories[user] = said
 
-    def after(self, request: Request, at_s: float, *, output_tokens: int) -> Due | None:
+    def after(self, request: Request, at_s: float, *, output_tokens: int) -> Due:
         """The same user's next message, behind what was said so far."""
-        if self._n_sent >= self.n_requests:
-            return None
         user = int(request.request_id.partition(".")[0])
         history = request.prompt_token_ids + (DRAWN_TOKEN,) * output_tokens
         if output_tokens == 0 or self._turns[user] >= self.spec.turns:
