@@ -169,8 +169,8 @@ class UsersSpec:
 
     Think times are exponential with mean think_s; so is the wait before everyone's first message. `message` and `output`
     are lengths in tokens; system_tokens stand before every conversation, the same for all.
-    n_requests: how many come from all users together, in order of time. is_midway: everyone begins somewhere in a conversation whose history
-    is cached already, as in a service that has run for long.
+    n_requests: how many come from all users together, in order of time. is_midway: everyone begins somewhere in a
+    conversation whose history is cached already, as in a service that has run for long.
     """
 
     n_users: int
