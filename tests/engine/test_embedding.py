@@ -61,14 +61,17 @@ def averager(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("mistral", "lasttoken", True, False),  # e5-mistral: MistralModel, and nothing that could write
         ("llama", "mean", False, False),
         pytest.param("gemma2", "mean", True, False, marks=pytest.mark.slow),  # a norm with 1 + w
+        ("nemotron", "mean", True, False),  # a LayerNorm with 1 + w and a bias; it was taken for a norm without a mean
+        ("granite", "mean", True, False),  # whose stream is kept over a scale, which its epsilon was not
     ],
 )
 def test_vectors_are_those_of_sentence_transformers(
     tmp_path: Path, family: str, pooling: str, include_prompt: bool, has_head: bool
 ) -> None:
     path = make_embedder(
-        tmp_path / "made", family=family, pooling=pooling, include_prompt=include_prompt, has_head=has_head
-    )
+        tmp_path / "made", family=family, pooling=pooling, include_prompt=include_prompt, has_head=has_head,
+        **({"rms_norm_eps": 0.05} if family == "granite" else {}),
+    )  # fmt: skip
     reference, llm = oracle(path), fp32(path)
     for name in (None, "query"):
         want = reference.encode(TEXTS, prompt_name=name)

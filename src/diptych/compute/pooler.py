@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from diptych.compute.decoder_loader import head_name, prefix_of
+from diptych.compute.decoder_loader import head_name, norm_parts, prefix_of
 from diptych.compute.gguf import GgufCheckpoint
 from diptych.compute.quant import stored_weights
 from diptych.compute.weights import Checkpoint, Source
@@ -51,23 +51,35 @@ class Dense:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tail:
-    """What stands behind a model's last layer. norm_D: fp32, the family's offset added."""
+    """What stands behind a model's last layer. norm_D: fp32, the family's offset added; bias_D: fp32, if any.
+
+    is_centred: the mean is taken away first (LayerNorm).
+    """
 
     norm_D: np.ndarray
     eps: float
+    bias_D: np.ndarray | None = None
+    is_centred: bool = False
 
     def normed(self, rows_RD: np.ndarray) -> np.ndarray:
-        """x / sqrt(mean(x^2) + eps) * norm of each row of the residual stream, fp32."""
+        """x / sqrt(mean(x^2) + eps) * norm + bias of each row of the residual stream, of x - mean(x) if centred; fp32."""
+        if self.is_centred:
+            rows_RD = rows_RD - rows_RD.mean(axis=1, keepdims=True, dtype=np.float64)
         mean_R1 = np.square(rows_RD, dtype=np.float64).mean(axis=1, keepdims=True)
-        normed: np.ndarray = (rows_RD / np.sqrt(mean_R1 + self.eps) * self.norm_D).astype(np.float32)
-        return normed
+        normed = rows_RD / np.sqrt(mean_R1 + self.eps) * self.norm_D
+        return (normed if self.bias_D is None else normed + self.bias_D).astype(np.float32)
 
 
 def read_tail(directory: Path, spec: ModelSpec) -> Tail:
     """The final norm of a checkpoint folder or GGUF file. Raises LoadError, UnsupportedModel."""
     source = _open(directory)
-    weight = source.tensor(f"{prefix_of(source, spec)}norm.weight", spec.hidden)
-    return Tail(norm_D=_numbers(weight.read()) + np.float32(spec.norm_offset), eps=spec.norm_eps)
+    norm = norm_parts(source, f"{prefix_of(source, spec)}norm", spec)
+    return Tail(
+        norm_D=_numbers(norm.weight.read()) + np.float32(spec.norm_offset),
+        eps=spec.norm_eps / spec.residual_scale**2,  # as the walk, whose stream is the model's over that scale
+        bias_D=None if norm.bias is None else _numbers(norm.bias.read()),
+        is_centred=norm.is_centred,
+    )
 
 
 def read_classes(directory: Path, spec: ModelSpec, n_labels: int) -> np.ndarray:
