@@ -153,7 +153,7 @@ using WeighRow = void (*)(const float* x, const float* weight, int64_t n, float*
 // out [n] = act(max(gate - (mean(gate) + cutoff * deviation(gate)), 0)) * up; x = gate [n], up [n].
 using SparseGateRow = void (*)(const float* x, int64_t n, float cutoff, Activation activation, float* out);
 // out = act(x), [n]; out may be x. squared_relu: max(x, 0)^2.
-enum class Curve : int32_t { silu, gelu_tanh, relu, squared_relu };
+enum class Curve : int32_t { silu, gelu_tanh, gelu, relu, squared_relu };
 using CurveRow = void (*)(const float* x, int64_t n, Curve curve, float* out);
 // The largest of some numbers and the first place that holds it; NaN is no number.
 struct Best {

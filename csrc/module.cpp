@@ -387,10 +387,13 @@ void bind_shapes(nb::module_& m) {
 
 void bind_operations(nb::class_<Program>& program) {
   program
-      .def("embed", [](Program& p, int table, int x, float scale) { p.record(Category::embed, EmbedOp{table, x, scale}); })
-      .def("embed_tied", [](Program& p, int head, int x, float scale, int64_t first, std::optional<int64_t> vocab) {
-        p.record(Category::embed, TiedEmbedOp{head, x, scale, first, vocab.value_or(p.linear_at(head).shape.n)});
-      }, nb::arg("head"), nb::arg("x"), nb::arg("scale"), nb::arg("first") = 0, nb::arg("vocab").none() = nb::none())
+      .def("embed", [](Program& p, int table, int x, float scale, int positions, int64_t first_position) {
+        p.record(Category::embed, EmbedOp{table, x, scale, {positions, first_position}});
+      }, nb::arg("table"), nb::arg("x"), nb::arg("scale"), nb::arg("positions") = -1, nb::arg("first_position") = 0)
+      .def("embed_tied", [](Program& p, int head, int x, float scale, int64_t first, std::optional<int64_t> vocab, int positions, int64_t first_position) {
+        p.record(Category::embed, TiedEmbedOp{head, x, scale, first, vocab.value_or(p.linear_at(head).shape.n), {positions, first_position}});
+      }, nb::arg("head"), nb::arg("x"), nb::arg("scale"), nb::arg("first") = 0, nb::arg("vocab").none() = nb::none(), nb::arg("positions") = -1,
+         nb::arg("first_position") = 0)
       .def("norm", [](Program& p, int x, int weight, float eps, int out, int bias, bool is_centred) {
         p.record(Category::norm, NormOp{x, weight, eps, out, bias, is_centred});
       }, nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("out"), nb::arg("bias") = -1, nb::arg("is_centred") = false)

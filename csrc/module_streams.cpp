@@ -36,7 +36,7 @@ void bind_streams(nb::class_<Program>& program) {
       .def("curve", [](Program& p, int x, int out, const std::string& activation) {
         require_equal(p, x, out);
         p.record(Category::gate_up, CurveOp{x, out, named<Curve>("activation", activation, {{"silu", Curve::silu}, {"gelu_tanh", Curve::gelu_tanh},
-                                                                                            {"relu", Curve::relu}, {"squared_relu", Curve::squared_relu}})});
+                                                                                            {"gelu", Curve::gelu}, {"relu", Curve::relu}, {"squared_relu", Curve::squared_relu}})});
       }, nb::arg("x"), nb::arg("out"), nb::arg("activation"))
       .def("branch", [](Program& p, int x, int out, float scale) {
         require_equal(p, x, out);

@@ -333,13 +333,13 @@ void Program::record(Category category, OpBody body) {
     n_layers_ = std::max<int64_t>(n_layers_, op->layer + 1);
   }
   if (std::holds_alternative<CacheLatentsOp>(body)) has_latents_ = true;
-  if (const auto* op = std::get_if<EmbedOp>(&body)) table_rows_ = std::min(table_rows_, tables_.at(op->table).rows);
+  if (const auto* op = std::get_if<EmbedOp>(&body)) table_rows_ = std::min(table_rows_, tables_.at(op->table).rows), place_by(op->positions, op->x);
   if (const auto* op = std::get_if<TiedEmbedOp>(&body)) {
     const LinearShape& shape = linears_.at(op->head).shape;
     const bool has_rows = shape.format == Format::bf16 || is_grouped(shape.format);
     if (!has_rows || shape.gated) throw std::invalid_argument("a tied embedding needs a head in bf16 or in groups");
     if (shape.k != buffers_.at(op->x).width) throw std::invalid_argument("a tied embedding is not as wide as its buffer");
-    table_rows_ = std::min(table_rows_, op->vocab);
+    table_rows_ = std::min(table_rows_, op->vocab), place_by(op->positions, op->x);
   }
   if (const auto* op = std::get_if<HeadOp>(&body); op != nullptr && op->vocab < 1) throw std::invalid_argument("a head without a vocabulary");
   if (const auto* op = std::get_if<HeadOp>(&body)) vocab_ = op->vocab, hidden_width_ = buffers_[op->x].width;
@@ -352,6 +352,14 @@ void Program::record(Category category, OpBody body) {
   ops_.push_back({category, std::move(body)});
   plan_of_op_.push_back(plan);
   next_weight_.push_back(-1);
+}
+
+void Program::place_by(const LearnedPositions& positions, int x) {
+  if (positions.table == -1) return;
+  const Table& table = tables_.at(positions.table);
+  if (table.width != buffers_.at(x).width) throw std::invalid_argument("the table of positions is not as wide as a row");
+  if (positions.first < 0 || positions.first >= table.rows) throw std::invalid_argument("the first position is not in its table");
+  table_positions_ = std::min(table_positions_, table.rows - positions.first);
 }
 
 int64_t Program::tap_width(int number) const {
@@ -410,7 +418,8 @@ void Program::reserve(int64_t tokens) {
     for (const Op& op : ops_) {
       if (const auto* attention = std::get_if<AttentionOp>(&op.body))
         bytes = std::max(bytes, kernels_.attention->scratch_bytes(attention->shape));
-      if (const auto* embed = std::get_if<TiedEmbedOp>(&op.body)) bytes = std::max(bytes, linears_[embed->head].k_padded * 4);
+      if (const auto* embed = std::get_if<TiedEmbedOp>(&op.body)) bytes = std::max(bytes, linears_[embed->head].k_padded * 4 + 64);
+      if (const auto* embed = std::get_if<EmbedOp>(&op.body)) bytes = std::max(bytes, buffers_[embed->x].width * 4 + 64);
       if (const auto* norm = std::get_if<AddNormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
       if (const auto* norm = std::get_if<NormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
       if (const auto* prepare = std::get_if<PrepareOp>(&op.body)) bytes = std::max(bytes, buffers_[prepare->x].width * 4 + 64);
@@ -506,6 +515,8 @@ void Program::check(const Step& step, const KvCache& kv) const {
               "the KV cache has another shape of heads");
     }
   for (int64_t s = 0; s < step.n_sequences; ++s) check_sequence(step, kv.shape(), s);
+  for (int64_t s = 0; s < step.n_sequences; ++s)
+    require(step.context_tokens[s] <= table_positions_, "a sequence is longer than the table of positions");
   for (int64_t s = 0; step.adapters != nullptr && s < step.n_sequences; ++s)
     if (step.adapters[s] != -1) adapter_bytes(step.adapters[s]);
   for (int64_t s = 0; step.both_ways != nullptr && s < step.n_sequences; ++s)

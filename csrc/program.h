@@ -85,11 +85,13 @@ struct RopeTable {
 
 // ---- operations; numbers name buffers (x, y, rows, ...), weights, vectors, tables ----
 
-struct EmbedOp { int table, x; float scale; };
+struct LearnedPositions { int table = -1; int64_t first = 0; };  // added to a token's row: of a table, if any, from `first` on by position
+struct EmbedOp { int table, x; float scale; LearnedPositions positions; };
 struct TiedEmbedOp {                                          // rows of a packed weight, in bf16 or groups: the vocabulary from `first` on
   int head, x;
   float scale;
   int64_t first, vocab;
+  LearnedPositions positions;
 };
 struct NormOp { int x, weight; float eps; int out; int bias = -1; bool is_centred = false; };  // out: rows or f32; bias -1: none
 struct AddNormOp { int y, weight; float eps; int x; float scale = 1.0f; };  // x += scale * norm(y)
@@ -274,6 +276,7 @@ class Program {
   friend struct Run;
 
   int64_t gathered_bytes() const;  // packed weights that are tables
+  void place_by(const LearnedPositions& positions, int x);
   static int first_weight(const OpBody& body);  // that an operation reads, or -1
   struct Results {  // one of them, or none where that is another rank's affair
     float* logits = nullptr;
@@ -333,6 +336,7 @@ class Program {
   int64_t arena_tokens_ = 0, scratch_stride_ = 0, vocab_ = 0, hidden_width_ = 0, input_width_ = 0, n_layers_ = 0;
   bool has_latents_ = false;                      // then the cache is one of latents
   int64_t table_rows_ = INT64_MAX;                // of the shortest table that token ids look into
+  int64_t table_positions_ = INT64_MAX;           // the same of positions
   Routing routing_;
   std::vector<int32_t> positions_, slots_;        // [T] of the step: where a token stands, block * P + offset where its KV goes
   std::vector<int32_t> row_numbers_;              // 0, 1, 2, ...

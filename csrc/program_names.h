@@ -29,8 +29,12 @@ struct Names {
     if (number != -1) vectors({number});
   }
 
-  void operator()(const EmbedOp& op) const { require_below({op.table}, has.tables, "table"), buffers({op.x}); }
-  void operator()(const TiedEmbedOp& op) const { weights({op.head}), buffers({op.x}); }
+  void positions(const LearnedPositions& positions) const {
+    if (positions.table != -1) require_below({positions.table}, has.tables, "table");
+  }
+
+  void operator()(const EmbedOp& op) const { require_below({op.table}, has.tables, "table"), buffers({op.x}), positions(op.positions); }
+  void operator()(const TiedEmbedOp& op) const { weights({op.head}), buffers({op.x}), positions(op.positions); }
   void operator()(const NormOp& op) const { buffers({op.x, op.out}), vectors({op.weight}), optional_vector(op.bias); }
   void operator()(const AddNormOp& op) const { buffers({op.x, op.y}), vectors({op.weight}); }
   void operator()(const AddOp& op) const {

@@ -43,13 +43,24 @@ class FlushDenormals {
 
 }  // namespace
 
+void Program::Run::add_position(const LearnedPositions& positions, int64_t token, int64_t width, int thread, float* x) const {
+  if (positions.table == -1) return;
+  const Table& table = program.tables_[positions.table];
+  float* row = reinterpret_cast<float*>(scratch(thread));
+  const int64_t row_bytes = width * (table.source == Source::f32 ? 4 : 2);
+  kernels.embed_row(table.data + (positions.first + program.positions_[token]) * row_bytes, table.source, width, 1.0f, row);
+  kernels.add_row(row, width, 1.0f, x);
+}
+
 void Program::Run::run(const EmbedOp& op, size_t, int thread, int threads) const {
   const Table& table = program.tables_[op.table];
   const Buffer& x = buffer(op.x);
   const int64_t row_bytes = table.width * (table.source == Source::f32 ? 4 : 2);
   const Range part = part_of_rows(x, step.n_tokens, thread, threads);
-  for (int64_t t = part.begin; t < part.end; ++t)
+  for (int64_t t = part.begin; t < part.end; ++t) {
     kernels.embed_row(table.data + step.token_ids[t] * row_bytes, table.source, x.width, op.scale, x.f32() + t * x.width);
+    add_position(op.positions, t, x.width, thread, x.f32() + t * x.width);
+  }
 }
 
 void Program::Run::run(const TiedEmbedOp& op, size_t, int thread, int threads) const {
@@ -66,6 +77,7 @@ void Program::Run::run(const TiedEmbedOp& op, size_t, int thread, int threads) c
       read_group_row(head, token, reinterpret_cast<float*>(scratch(thread)));
     }
     kernels.embed_row(scratch(thread), is_bf16 ? Source::bf16 : Source::f32, x.width, op.scale, x.f32() + t * x.width);
+    add_position(op.positions, t, x.width, thread, x.f32() + t * x.width);
   }
 }
 

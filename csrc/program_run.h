@@ -58,6 +58,7 @@ struct Program::Run {
 
   void run(const EmbedOp& op, size_t, int thread, int threads) const;
   void run(const TiedEmbedOp& op, size_t, int thread, int threads) const;
+  void add_position(const LearnedPositions& positions, int64_t token, int64_t width, int thread, float* x) const;
   void run(const NormOp& op, size_t, int thread, int threads) const;
   void run(const AddNormOp& op, size_t, int thread, int threads) const;
   void run(const AddOp& op, size_t, int thread, int threads) const;

@@ -557,5 +557,17 @@ DIPTYCH_INLINE F32 gelu_tanh_lanes(F32 x) {
   return mul(mul(set1(0.5f), x), add(set1(1.0f), tanh_lanes(inner)));
 }
 
+// x (1 + erf(x / sqrt 2)) / 2; absolute error below 3e-7: erfc by Abramowitz and Stegun's 7.1.26.
+DIPTYCH_INLINE F32 gelu_lanes(F32 x) {
+  const F32 size = max(x, sub(zero(), x));
+  const F32 t = div(set1(1.0f), fma(set1(0.3275911f * 0.70710678f), size, set1(1.0f)));
+  F32 p = fma(t, set1(1.061405429f), set1(-1.453152027f));
+  p = fma(t, p, set1(1.421413741f));
+  p = fma(t, p, set1(-0.284496736f));
+  p = mul(t, fma(t, p, set1(0.254829592f)));
+  const F32 tail = mul(p, exp_lanes(mul(set1(-0.5f), mul(x, x))));
+  return sub(max(x, zero()), mul(mul(set1(0.5f), size), tail));
+}
+
 }  // namespace DIPTYCH_ISA
 }  // namespace diptych

@@ -57,6 +57,7 @@ static void curve_row(const float* x, int64_t n, Curve curve, float* out) {
     F32 value = load_n(x + i, lanes);
     if (curve == Curve::silu) value = silu_lanes(value);
     else if (curve == Curve::gelu_tanh) value = gelu_tanh_lanes(value);
+    else if (curve == Curve::gelu) value = gelu_lanes(value);
     else value = max(value, zero());
     store_n(out + i, curve == Curve::squared_relu ? mul(value, value) : value, lanes);
   }

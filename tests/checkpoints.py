@@ -257,6 +257,14 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "arcee": ("ArceeConfig", "ArceeForCausalLM", {"head_dim": 24}),
     "jais2": ("Jais2Config", "Jais2ForCausalLM", {"head_dim": 24}),
     "hunyuan_v1_dense": ("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM", {"head_dim": 24}),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_inner": 96}),
+    "gpt_bigcode": ("GPTBigCodeConfig", "GPTBigCodeForCausalLM", {"activation_function": "gelu"}),
+    "gptj": ("GPTJConfig", "GPTJForCausalLM", {"rotary_dim": 8, "n_inner": 96}),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"rotary_pct": 0.5}),
+    "phi": ("PhiConfig", "PhiForCausalLM", {}),
+    "falcon": ("FalconConfig", "FalconForCausalLM", {}),
+    "falcon-40b": ("FalconConfig", "FalconForCausalLM", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "opt": ("OPTConfig", "OPTForCausalLM", {"ffn_dim": 96}),
     "gpt_oss": (
         "GptOssConfig",
         "GptOssForCausalLM",
@@ -267,6 +275,7 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 MORE_FAMILIES: tuple[str, ...] = tuple(MORE)
+EMBEDDINGS = ("embed_tokens", "embed_in", "word_embeddings", "wte", "wpe", "embed_positions")
 UNSCALED = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")  # scores are not divided by anything
 
 
@@ -281,7 +290,10 @@ def make_reference(family: str, *, seed: int = 0, **overrides: Any) -> Any:
             asked[by_layer] = asked[by_layer][: asked["num_hidden_layers"]]
     if "num_kv_shared_layers" in fields:  # of each kind one before them has its own
         asked["num_kv_shared_layers"] = min(asked["num_kv_shared_layers"], asked["num_hidden_layers"] - 2)
-    config = getattr(transformers, config_name)(**asked)
+    config_class = getattr(transformers, config_name)
+    usual = config_class()  # has no such key, under no name
+    asked = {key: value for key, value in asked.items() if key not in COMMON or hasattr(usual, key)}
+    config = config_class(**asked)
     config._attn_implementation = "eager"
     model = getattr(transformers, model_name)(config).eval().float()
     enliven(model, seed)
@@ -295,7 +307,7 @@ def enliven(model: torch.nn.Module, seed: int) -> None:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim >= 2 and not name.endswith("bias"):
-            is_embedding = "embed_tokens" in name
+            is_embedding = any(one in name for one in EMBEDDINGS)
             parameter.copy_(noise * (0.5 if is_embedding else 1.5 / parameter.shape[-1] ** 0.5))
             if "modality_router" in name:  # what it reads is divided by the width
                 parameter.mul_(parameter.shape[-1])

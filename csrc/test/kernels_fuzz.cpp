@@ -124,9 +124,9 @@ class Recorder {
     x_ = plain_buffer(p_, BufferKind::f32, m.hidden);
     const int head = linear(m.vocab, m.hidden);
     if ((m.weights == Format::bf16 || is_grouped(m.weights)) && w_.pick(0, 1))
-      p_.record(Category::embed, TiedEmbedOp{head, x_, 1.0f, 0, m.vocab});
+      p_.record(Category::embed, TiedEmbedOp{head, x_, 1.0f, 0, m.vocab, positions(table)});
     else
-      p_.record(Category::embed, EmbedOp{p_.add_table({reinterpret_cast<const uint8_t*>(table.data()), Source::f32, m.vocab, m.hidden}), x_, 1.0f});
+      p_.record(Category::embed, EmbedOp{p_.add_table({reinterpret_cast<const uint8_t*>(table.data()), Source::f32, m.vocab, m.hidden}), x_, 1.0f, positions(table)});
     shape_ = {m.n_heads, m.n_kv_heads, m.head_dim, 0.3f, m.window, 3.0f, m.has_softcap};
     const bool is_latent = m.rank != 0, is_direct = has_bf16_rows(m.weights) && !is_latent;
     const int64_t q_width = m.n_heads * m.head_dim, heads_width = is_latent ? m.n_heads * value_dim_ : q_width;
@@ -167,7 +167,7 @@ class Recorder {
       } else if (is_curved) {  // up alone
         const int up = plain_buffer(p_, BufferKind::f32, m.ffn);
         p_.record(Category::gate_up, LinearOp{linear(m.ffn, m.hidden), rows, up, Store::f32, m.activation});
-        p_.record(Category::gate_up, CurveOp{up, hidden_rows, static_cast<Curve>(w_.pick(0, 3))});
+        p_.record(Category::gate_up, CurveOp{up, hidden_rows, static_cast<Curve>(w_.pick(0, 4))});
       } else if (is_apart) {  // gate and up as weights of their own
         p_.record(Category::gate_up, LinearOp{linear(m.ffn, m.hidden), rows, hidden, Store::f32, m.activation});
         p_.record(Category::gate_up, LinearOp{linear(m.ffn, m.hidden), rows, hidden, Store::gate_f32, m.activation});
@@ -186,6 +186,11 @@ class Recorder {
   }
 
  private:
+  LearnedPositions positions(const std::vector<float>& table) {  // as long as any prompt
+    if (w_.pick(0, 2) != 0) return {};
+    return {p_.add_table({reinterpret_cast<const uint8_t*>(table.data()), Source::f32, static_cast<int64_t>(table.size()) / m_.hidden, m_.hidden})};
+  }
+
   void rotate(int rows, int layer) {
     const int64_t q_width = m_.n_heads * m_.head_dim, kv_width = m_.n_kv_heads * m_.head_dim;
     const bool writes_kv = !m_.shares_kv || layer == 0;
@@ -396,7 +401,7 @@ std::vector<float> answer(Program& program, World& world, const Model& m, const 
 const char* round(uint64_t seed) {
   World world(seed);
   const Model m = world.model();
-  const std::vector<float> table = world.floats(m.vocab * m.hidden, -1.0f, 1.0f);
+  const std::vector<float> table = world.floats(std::max<int64_t>(m.vocab, 600) * m.hidden, -1.0f, 1.0f);
   std::vector<int32_t> prompt(world.pick(1, world.pick(0, 4) == 0 ? 600 : 60));
   for (int32_t& id : prompt) id = static_cast<int32_t>(world.pick(0, m.vocab - 1));
   const int64_t largest_chunk = world.pick(1, 70), neighbours = world.pick(0, 4);

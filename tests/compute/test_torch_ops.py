@@ -278,6 +278,8 @@ def test_embed_and_head(rows: list[int], softcap: float | None, dtype: torch.dty
     table = loader.table(tensor, head=None)
     x = ops.embed(table, scale=2.0)
     check("embed", x, tensor.tensor[batch.token_ids_T] * 2.0, dtype)
+    placed = ops.embed(table, scale=2.0, positions=table, first_position=3)
+    check("embed", placed, tensor.tensor[batch.token_ids_T] * 2.0 + tensor.tensor[3:10], dtype)
     norm = Memory("norm", noise(16, seed=61) + 1.0)
     logits = ops.head(x, loader.norm(NormParts(weight=norm)), head, eps=1e-6, softcap=softcap)
     expected = reference.head(x, norm.tensor, tensor.tensor, rows=rows, eps=1e-6, softcap=softcap)

@@ -75,6 +75,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek V2": ("deepseek_v2", {"q_lora_rank": 24, "topk_method": "group_limited_greedy", "n_group": 4,
                                     "topk_group": 2, "routed_scaling_factor": 4.0}),
     "Kimi": ("deepseek_v3", {"n_group": 1, "topk_group": 1, "attention_bias": True, "rope_interleave": False}),
+    "GPT-NeoX one after the other": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    "Falcon 11B": ("falcon-40b", {"num_ln_in_parallel_attn": 1, "bias": False}),
+    "Falcon one after the other": ("falcon", {"parallel_attn": False, "multi_query": False, "tie_word_embeddings": False}),
+    "SantaCoder's heads": ("gpt_bigcode", {"multi_query": False, "activation_function": "gelu_fast"}),
+    "GPT-J that turns whole heads": ("gptj", {"rotary_dim": 16, "tie_word_embeddings": True}),
+    "Phi-2": ("phi", {"num_key_value_heads": 4, "partial_rotary_factor": 0.4, "hidden_size": 80}),
     "experts not renormalised": ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": []}),
     "experts on every other layer": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
 }  # fmt: skip

@@ -370,54 +370,6 @@ def test_experts_of_groups_and_clamped_gates(isa: str, weights: str, routing: di
     check("experts", bench.run(out, hidden), reference.experts(x, router, gate_up, down, spec, bias))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
-def test_embedding_rows_are_exact(isa: str, dtype: torch.dtype) -> None:
-    """fp16 subnormals, zeros and the largest values included."""
-    table = noise(4, 37, seed=1).to(dtype)
-    table[1, :4] = torch.tensor([6e-8, -6e-8, 0.0, 65504.0]).to(dtype)
-    bench = Bench(isa, table)
-    assert torch.equal(bench.run(bench.x, 37), table.float())
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.3])
-@pytest.mark.parametrize("width", [1, 37, 64, 100, 896])
-def test_rows_of_a_packed_head_have_the_bits_of_its_table(isa: str, width: int, scale: float) -> None:
-    """A tied bf16 embedding is read out of the packed head: panels of 64 rows in strips of 16, pairs of inputs."""
-    table = noise(150, width, seed=1, scale=10.0).to(BF16)
-    table[3] = torch.tensor([0.0, -0.0, 3e38, -1e-40, torch.inf] * width).to(BF16)[:width]
-    bench = Bench(isa, table.float(), threads=2)  # its tokens are rows 0, 1, 2, ...
-    program = bench.program
-    head = program.add_linear(cpu._cpu.LinearShape(format="bf16", n=150, k=width), [table])
-    separate, tied = program.add_f32(width), program.add_f32(width)
-    program.embed(program.add_table(table), separate, scale)
-    program.embed_tied(head, tied, scale)
-    got, expected = bench.run(tied, width), torch.empty(150, width)
-    program.read_buffer(separate, expected)
-    assert torch.equal(got.view(torch.int32), expected.view(torch.int32))
-    # `separate` holds denormals as zero, so the values are checked without them
-    values = torch.where(table.abs() < 1e-37, 0.0, table.float())
-    assert torch.equal(got, values * scale)
-
-
-def test_a_head_that_cannot_serve_as_the_embedding_is_refused() -> None:
-    """An int8 head has lost bits, a gated one is in another order, and a token past the last row is not there."""
-    program = cpu._cpu.Program(BEST, 1)
-    weight = noise(32, 16, seed=1)
-    int8 = program.add_linear(cpu._cpu.LinearShape(format="int8", n=32, k=16), [weight])
-    gated = program.add_linear(cpu._cpu.LinearShape(format="bf16", n=32, k=16, is_gated=True), [weight])
-    for head in (int8, gated):
-        with pytest.raises(ValueError, match="bf16 or in groups"):
-            program.embed_tied(head, program.add_f32(16), 1.0)
-    bench = Bench(BEST, noise(40, 16, seed=2))
-    head = bench.program.add_linear(cpu._cpu.LinearShape(format="bf16", n=39, k=16), [noise(39, 16, seed=2)])
-    with pytest.raises(ValueError, match="wide"):
-        bench.program.embed_tied(head, bench.program.add_f32(17), 1.0)
-    out = bench.program.add_f32(16)
-    bench.program.embed_tied(head, out, 1.0)
-    with pytest.raises(ValueError, match="outside the vocabulary"):
-        bench.run(out, 16)
-
-
 @pytest.mark.parametrize("activation", [Activation.SILU, Activation.GELU_TANH])
 @pytest.mark.parametrize("renormalises", [True, False])
 @pytest.mark.parametrize("weights", ["bf16", "int8"])

@@ -62,7 +62,8 @@ def test_sparse_gate(isa: str, activation: Activation, width: int) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(
-    "activation", [Activation.SILU, Activation.GELU_TANH, Activation.RELU, Activation.SQUARED_RELU]
+    "activation",
+    [Activation.SILU, Activation.GELU_TANH, Activation.GELU, Activation.RELU, Activation.SQUARED_RELU],
 )
 def test_curve(isa: str, activation: Activation, width: int) -> None:
     """Each value by itself; what is not a number stays none."""

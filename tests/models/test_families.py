@@ -92,6 +92,26 @@ SMALL_GPT: dict[str, dict[str, Any]] = {
         "word_embed_proj_dim": 64,
         "vocab_size": 256,
     },
+    "gpt_bigcode": {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256, "multi_query": False},
+    "gptj": {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256, "rotary_dim": 8},
+    "gpt_neox": {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "vocab_size": 256,
+        "rotary_pct": 0.5,
+    },
+    "phi": {key: value for key, value in SMALL.items() if key != "head_dim"},
+    "falcon": {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": 256,
+        "new_decoder_architecture": True,
+        "num_kv_heads": 4,
+        "bias": True,
+    },
     "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256, "bos_token_id": 0, "eos_token_id": 1},
     "bloom": {"hidden_size": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256},
 }
@@ -162,7 +182,11 @@ def test_every_number_is_that_of_transformers(family: Family, fields: str) -> No
     assert spec.n_heads == config.num_attention_heads
     assert spec.is_tied == config.tie_word_embeddings
     if spec.attention.mla is None:
-        assert spec.n_kv_heads == (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+        n_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        is_multi_query = getattr(config, "multi_query", False) and not getattr(
+            config, "new_decoder_architecture", False
+        )
+        assert spec.n_kv_heads == (1 if is_multi_query else n_kv_heads)
         assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     assert spec.windows == windows_of(config)
     if "rms_norm_eps" in family.keys and hasattr(config, "rms_norm_eps"):

@@ -74,7 +74,7 @@ def test_multimodal_wrappers_give_their_language_part() -> None:
 @pytest.mark.parametrize(
     "kind",
     ["zamba2", "nemotron_h", "falcon_h1", "bamba", "granitemoehybrid", "kimi_linear", "minimax", "qwen3_next",
-     "dbrx", "mpt", "bert", "mamba2", "jamba", "rwkv", "falcon", "phi", "lfm2"],
+     "dbrx", "mpt", "bert", "mamba2", "jamba", "rwkv", "codegen", "persimmon", "lfm2"],
 )  # fmt: skip
 def test_what_is_on_no_list_is_refused_with_the_list(kind: str) -> None:
     """Hybrids and encoders were priced as dense decoders: a wrong price is worse than none."""

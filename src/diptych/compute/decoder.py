@@ -80,7 +80,7 @@ class OwnEmbedding(Generic[Vector, Linear]):
 class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
     """The handles of one layer: either dense or experts; a norm that the family lacks is None.
 
-    is_parallel: attention and the dense MLP both read the input norm.
+    is_parallel: attention and the dense MLP read the stream as it comes to the layer, by one norm or each by its own.
     """
 
     attention: Heads
@@ -120,6 +120,7 @@ class DecoderWeights(Generic[Table, Vector, Linear, Heads, Experts]):
     layers: tuple[LayerWeights[Vector, Linear, Heads, Experts], ...]
     norm: Vector
     head: Linear
+    positions: Table | None = None
     inputs: InputsWeights[Table, Vector, Linear] | None = None
     begin: tuple[Linear, ...] = ()  # of each stream but the first
     end: tuple[Linear, ...] = ()
@@ -136,7 +137,12 @@ def run_decoder(
     """
     scale = spec.residual_scale
     eps = spec.norm_eps / scale**2
-    x = ops.embed(weights.embedding, scale=spec.embed_scale / scale)
+    x = ops.embed(
+        weights.embedding,
+        scale=spec.embed_scale / scale,
+        positions=weights.positions,
+        first_position=spec.first_position,
+    )
     if spec.streams is not None:
         x = run_streams(ops, spec, spec.streams, weights, x)
     else:
@@ -168,9 +174,11 @@ def run_layer(
     if weights.is_parallel:
         assert weights.dense is not None
         gate_up, down = weights.dense
-        # before anything is added to x, which h is made of
+        # before anything is added to x, which both norms are of
+        attended = run_attention(ops, h, weights)
+        h = h if weights.pre_mlp_norm is None else ops.norm(x, weights.pre_mlp_norm, eps=eps)
         beside = ops.linear_gate(h, gate_up) if weights.is_gated else ops.curve(h, gate_up)
-        return ops.linear_add(beside, down, ops.linear_add(run_attention(ops, h, weights), weights.o, x))
+        return ops.linear_add(beside, down, ops.linear_add(attended, weights.o, x))
     if weights.branch is None:
         x = add_normed(ops, x, run_attention(ops, h, weights), weights.o, weights.post_attention_norm, eps=added_eps)
     else:

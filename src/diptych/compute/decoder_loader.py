@@ -15,6 +15,7 @@ from diptych.compute.decoder import (
     LayerWeights,
     SharedExperts,
 )
+from diptych.compute.naming import family_named, final_norm, head_name, norm_parts, prefix_of, table_name
 from diptych.compute.ops.contract import (
     AttentionSpec,
     ExpertParts,
@@ -48,12 +49,11 @@ from diptych.compute.views import (
     RowsTensor,
     ScaledTensor,
     TransposedTensor,
+    by_head_order,
     halves_order,
 )
 from diptych.compute.weights import SlicedTensor, Source
 from diptych.ground.errors import LoadError, UnsupportedModel
-from diptych.models.families import BY_MODEL_TYPE
-from diptych.models.family import Family
 from diptych.models.spec import Activation, MlaSpec, MlpSpec, ModelSpec, MoeSpec, Norms, QkNorm
 
 
@@ -61,23 +61,29 @@ def load_decoder(
     source: Source, loader: Loader[Table, Vector, Linear, Heads, Experts], spec: ModelSpec
 ) -> DecoderWeights[Table, Vector, Linear, Heads, Experts]:
     """Every weight of the model as handles, piece by piece, so that a loader may report progress and free as it goes."""
-    prefix = prefix_of(source, spec)
-    table = source.tensor(f"{prefix}embed_tokens.weight", spec.vocab_size, spec.hidden)
+    prefix, names = prefix_of(source, spec), family_named(spec).names
+    table = source.tensor(table_name(source, spec), spec.vocab_size, spec.hidden)
     role = Role(sites=(("head", spec.vocab_size),), split=Split.OUTPUTS)
-    norm = norm_parts(source, f"{prefix}norm", spec)
-    output = table if spec.is_tied else source.tensor(head_name(source, prefix), spec.vocab_size, spec.hidden)
+    norm = final_norm(source, spec)
+    output = table if spec.is_tied else source.tensor(head_name(source, spec), spec.vocab_size, spec.hidden)
+    bias = source.tensor(f"{names.head}.bias", spec.vocab_size) if spec.has_head_bias and spec.has_head else None
     if loader.is_balancing:
         norm, (parts,) = balance_norm(
             norm, (LinearParts(weights=(output,)),), offset=spec.norm_offset, share=HEAD_SHARE
         )
         (output,) = parts.weights
     # the largest tensor comes first, while little else is held beside its pages in the file
-    head = loader.head(output, role=role)
+    head = loader.head(output, bias=bias, role=role)
     embedding = loader.table(table, head=head if spec.is_tied else None)
+    positions = None
+    if spec.n_position_embeddings:
+        rows = source.tensor(f"{prefix}{names.positions}.weight", spec.n_position_embeddings, spec.hidden)
+        positions = loader.table(rows, head=None)
     inputs, (begin, end) = load_inputs(source, loader, spec, prefix), load_ends(source, loader, spec, prefix)
     layers = tuple(LayerLoader(source, loader, spec, i, prefix).load() for i in range(spec.n_layers))
     return DecoderWeights(
         embedding=embedding,
+        positions=positions,
         layers=layers,
         norm=loader.norm(norm, offset=spec.norm_offset),
         head=head,
@@ -85,31 +91,6 @@ def load_decoder(
         begin=begin,
         end=end,
     )
-
-
-def norm_parts(source: Source, name: str, spec: ModelSpec) -> NormParts:
-    """A norm over the residual width."""
-    weight = source.tensor(f"{name}.weight", spec.hidden)
-    bias = source.tensor(f"{name}.bias", spec.hidden) if spec.has_norm_bias else None
-    return NormParts(weight=weight, bias=bias, is_centred=spec.centres_norms)
-
-
-def prefix_of(source: Source, spec: ModelSpec) -> str:
-    """Where the tensors of the language model begin."""
-    prefixes = family_named(spec).prefixes
-    known = (*prefixes, "")  # "": a decoder that was saved without the model around it
-    return next((p for p in known if source.has(f"{p}embed_tokens.weight")), prefixes[0])
-
-
-def head_name(source: Source, prefix: str) -> str:
-    """Where the output projection lies: beside the language model of a multimodal checkpoint, or at the top."""
-    nested = prefix.removesuffix("model.") + "lm_head.weight"
-    return nested if source.has(nested) else "lm_head.weight"
-
-
-def family_named(spec: ModelSpec) -> Family:
-    """The entry of the table that the spec was read by."""
-    return BY_MODEL_TYPE[spec.family]
 
 
 class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
@@ -129,14 +110,14 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         self.spec = spec
         self.layer = layer
         self.parts = spec.layers[layer]
-        self.prefix = f"{prefix}layers.{layer}."
+        self.prefix = f"{prefix}{self.names.layers}.{layer}."
 
     def load(self) -> LayerWeights[Vector, Linear, Heads, Experts]:
         """All of them: a dense MLP first, a mixture last."""
         mlp = self.parts.mlp
         before, after, before_mlp, after_mlp = (self.norm_tensor(name) for name in self.names.norms[self.parts.norms])
         dense = experts = shared = apart = None
-        is_parallel = self.parts.norms is Norms.PARALLEL
+        is_parallel = self.parts.norms.are_side_by_side
         if is_parallel and not isinstance(mlp, MlpSpec):
             raise UnsupportedModel(
                 f"layer {self.layer} has a mixture of experts beside its attention, which is not run"
@@ -144,7 +125,8 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         if isinstance(mlp, MlpSpec):  # where it reads the norm that attention reads, that stays as it is
             before_mlp, dense = self.mlp(mlp, before_mlp)
         # what a branch adds is the norm as it is
-        before, attention, qkv, o = self.heads(before, is_shared=is_parallel or self.spec.low_rank > 0)
+        is_shared = self.parts.norms is Norms.PARALLEL or self.spec.low_rank > 0
+        before, attention, qkv, o = self.heads(before, is_shared=is_shared)
         input_norm = self.norm(before)
         post_attention_norm, post_mlp_norm = (self.norm(norm, is_read=False) for norm in (after, after_mlp))
         if isinstance(mlp, MoeSpec):
@@ -189,7 +171,7 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         self, norm: NormParts | None, *, is_shared: bool = False
     ) -> tuple[NormParts | None, Heads, Linear | LatentWeights[Vector, Linear], Linear]:
         """The norm that they read, attention, and its projections: q, k and v, and o. is_shared: others read the norm too."""
-        attention, root = self.parts.attention, f"{self.prefix}self_attn."
+        attention, root = self.parts.attention, f"{self.prefix}{self.names.attention}."
         if attention.mla is not None:
             return self._latent_heads(norm, attention.mla, root)
         q, kv = attention.n_heads * attention.head_dim, attention.own_kv_heads * attention.head_dim
@@ -198,6 +180,9 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         # stacked projections have one name
         names = self.names.qkv if len(self.names.qkv) == 1 else self.names.qkv[: 1 + len(sites)]
         qkv = self.linear(root, names, tuple(widths.values()), self.spec.hidden, has_bias=attention.has_qkv_bias)
+        if self.names.qkv_by_head:
+            order = by_head_order(attention.n_heads, attention.n_kv_heads, attention.head_dim)
+            qkv = _reordered(qkv, order)
         qkv = self._in_halves(qkv, len(widths))
         o = self.linear(root, (self.names.o,), (self.spec.hidden,), q, has_bias=attention.has_o_bias)
         if self.loader.is_balancing:
@@ -256,8 +241,7 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         if rope is None or not rope.is_interleaved:
             return parts
         order = torch.cat([torch.arange(before), before + halves_order(rope.rotary_dim, rope.rotary_dim)])
-        weights, biases = (tuple(ReorderedTensor(one, order) for one in some) for some in (parts.weights, parts.biases))
-        return LinearParts(weights=weights, biases=biases)
+        return _reordered(parts, order)
 
     def _latent_attention(self, mla: MlaSpec, root: str) -> Heads:
         attention = self.parts.attention
@@ -329,7 +313,13 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         """Projections stacked along their outputs; one name for all of them: stacked in the file already."""
         rows = rows if len(names) == len(rows) else (sum(rows),)
         named = list(zip(names, rows, strict=True))
-        weights = tuple(self.source.tensor(f"{root}{name}.weight", n, n_inputs) for name, n in named)
+        weights: tuple[WeightTensor, ...]
+        if self.names.transposes:
+            weights = tuple(
+                TransposedTensor(self.source.tensor(f"{root}{name}.weight", n_inputs, n)) for name, n in named
+            )
+        else:
+            weights = tuple(self.source.tensor(f"{root}{name}.weight", n, n_inputs) for name, n in named)
         biases = tuple(self.source.tensor(f"{root}{name}.bias", n) for name, n in named) if has_bias else ()
         return LinearParts(weights=weights, biases=biases)
 
@@ -544,3 +534,9 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
             down=self.loader.linear(parts[1], role=self._role(Split.INPUTS, down=self.spec.hidden)),
             gate=self.loader.router(parts[2]) if moe.has_shared_gate else None,
         )
+
+
+def _reordered(parts: LinearParts, order: torch.Tensor) -> LinearParts:
+    """Each tensor's rows in that order, within each head."""
+    weights, biases = (tuple(ReorderedTensor(one, order) for one in some) for some in (parts.weights, parts.biases))
+    return LinearParts(weights=weights, biases=biases)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from diptych.compute.decoder import LayerWeights, run_layer
-from diptych.compute.decoder_loader import LayerLoader, head_name, prefix_of
+from diptych.compute.decoder_loader import LayerLoader
 from diptych.compute.model import Blueprint
+from diptych.compute.naming import final_norm, head_name, table_name
 from diptych.compute.ops.contract import LinearParts, Loader, NormParts, Ops, WeightTensor
 from diptych.compute.weights import Checkpoint, FileTensor, Source
 from diptych.ground.errors import LoadError
@@ -79,21 +80,20 @@ class TargetTensors:
     def __init__(self, source: Source, spec: ModelSpec) -> None:
         self._source = source
         self._spec = spec
-        self._prefix = prefix_of(self._source, spec)
 
     def embedding(self) -> WeightTensor:
         """[V, D]."""
-        return self._source.tensor(f"{self._prefix}embed_tokens.weight", self._spec.vocab_size, self._spec.hidden)
+        return self._source.tensor(table_name(self._source, self._spec), self._spec.vocab_size, self._spec.hidden)
 
     def head(self) -> WeightTensor:
         """[V, D], the embedding where it is tied to that."""
         if self._spec.is_tied:
             return self.embedding()
-        return self._source.tensor(head_name(self._source, self._prefix), self._spec.vocab_size, self._spec.hidden)
+        return self._source.tensor(head_name(self._source, self._spec), self._spec.vocab_size, self._spec.hidden)
 
     def norm(self) -> torch.Tensor:
         """[D] fp32, its offset added."""
-        values = self._source.tensor(f"{self._prefix}norm.weight", self._spec.hidden).read()
+        values = final_norm(self._source, self._spec).weight.read()
         return values.to(torch.float32) + self._spec.norm_offset
 
 

@@ -20,9 +20,10 @@ import torch
 from diptych.compute.adapters import Adapter
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.decoder import DecoderWeights, run_decoder
-from diptych.compute.decoder_loader import family_named, head_name, load_decoder, prefix_of
+from diptych.compute.decoder_loader import load_decoder
 from diptych.compute.drawing import Weighed
 from diptych.compute.kv_store import KVStore
+from diptych.compute.naming import family_named, head_name, prefix_of, table_name
 from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Loader, Ops, Stream, Table, Taps, Vector
 from diptych.compute.ops.cpus import Placement
 from diptych.compute.weights import Source
@@ -69,7 +70,7 @@ class Blueprint:
         loader.finish()
         # layers behind the last are there to draft
         behind = (f".layers.{self.spec.n_layers}.",) if self.hf_config.get("num_nextn_predict_layers") else ()
-        tied = ("lm_head.weight",) if self.spec.is_tied else ()
+        tied = (f"{family_named(self.spec).names.head}.weight",) if self.spec.is_tied else ()
         scored = () if self.spec.has_head else ("score.weight",)  # read by who scores (`pooler`)
         ignored = (*family_named(self.spec).ignored, *unused_names(self.spec), *tied, *behind, *scored)
         self.source.finish(lambda name: any(part in name for part in ignored))
@@ -126,16 +127,14 @@ def draw_blueprint(
 
 def _with_some_head(source: Source, spec: ModelSpec) -> ModelSpec:
     """Of a model without an output projection, the embedding stands where it would be and nobody draws from it."""
-    prefix = prefix_of(source, spec)
-    if spec.has_head and (prefix or spec.is_tied or source.has(head_name(source, prefix))):
+    if spec.has_head and (prefix_of(source, spec) or spec.is_tied or source.has(head_name(source, spec))):
         return spec
     logger.info("the checkpoint has no output projection: it gives embeddings or scores, and writes no text")
     return replace(spec, is_tied=True, has_head=False)
 
 
 def _holds_another_head(source: Source, spec: ModelSpec) -> bool:
-    prefix = prefix_of(source, spec)
-    return source.differ(head_name(source, prefix), f"{prefix}embed_tokens.weight")
+    return source.differ(head_name(source, spec), table_name(source, spec))
 
 
 class Model(ABC):

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from diptych.compute.decoder_loader import head_name, norm_parts, prefix_of
 from diptych.compute.gguf import GgufCheckpoint
+from diptych.compute.naming import final_norm, head_name, table_name
 from diptych.compute.quant import stored_weights
 from diptych.compute.weights import Checkpoint, Source
 from diptych.ground.bounds import whole
@@ -73,7 +73,7 @@ class Tail:
 def read_tail(directory: Path, spec: ModelSpec) -> Tail:
     """The final norm of a checkpoint folder or GGUF file. Raises LoadError, UnsupportedModel."""
     source = _open(directory)
-    norm = norm_parts(source, f"{prefix_of(source, spec)}norm", spec)
+    norm = final_norm(source, spec)
     return Tail(
         norm_D=_numbers(norm.weight.read()) + np.float32(spec.norm_offset),
         eps=spec.norm_eps / spec.residual_scale**2,  # as the walk, whose stream is the model's over that scale
@@ -89,9 +89,10 @@ def read_classes(directory: Path, spec: ModelSpec, n_labels: int) -> np.ndarray:
 
 def read_head_rows(directory: Path, spec: ModelSpec, token_ids: Sequence[int]) -> np.ndarray:
     """[len(token_ids), D] fp32: the rows of the output projection that make the logits of these tokens."""
+    if spec.has_head_bias:
+        raise UnsupportedModel(f"the output projection of {directory} adds a bias; it cannot judge by single tokens")
     source = _open(directory)
-    prefix = prefix_of(source, spec)
-    name = f"{prefix}embed_tokens.weight" if spec.is_tied else head_name(source, prefix)
+    name = table_name(source, spec) if spec.is_tied else head_name(source, spec)
     head = source.tensor(name, spec.vocab_size, spec.hidden)
     return np.concatenate([_numbers(head.part(slice(i, i + 1), spec.hidden)) for i in token_ids])
 

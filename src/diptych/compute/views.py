@@ -22,6 +22,13 @@ def halves_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
     return torch.cat([turned, torch.arange(rotary_dim, head_dim)])
 
 
+def by_head_order(n_heads: int, n_kv_heads: int, head_dim: int) -> torch.Tensor:
+    """Where each row of q, k and v comes from that lie by KV head: the queries that share it, its key, its value."""
+    group = n_heads // n_kv_heads
+    rows = torch.arange((n_heads + 2 * n_kv_heads) * head_dim).view(n_kv_heads, group + 2, head_dim)
+    return torch.cat([part.reshape(-1) for part in (rows[:, :group], rows[:, group], rows[:, group + 1])])
+
+
 def _keeps_strips(kept: KeptFormat | None, rows: torch.Tensor) -> bool:
     """Whether each strip of these rows lies within one block of fp8 still."""
     if kept is None or kept.kind != "fp8" or not kept.group:

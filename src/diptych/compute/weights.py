@@ -415,7 +415,7 @@ class RandomTensor(WeightTensor):
         """Uniform values with standard deviation 1 / sqrt(inputs); norm weights are 1."""
         assert self.random_seed is not None
         if len(self.shape) == 1:
-            is_norm = self.name.endswith("norm.weight")
+            is_norm = self.name.endswith(".weight")
             return torch.ones(self.shape, dtype=self.dtype) if is_norm else torch.zeros(self.shape, dtype=self.dtype)
         generator = torch.Generator().manual_seed(self.random_seed)
         bound = math.sqrt(3.0 / self.shape[-1])

@@ -18,6 +18,7 @@ ACTIVATIONS = {
     "swish": Activation.SILU,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "gelu_new": Activation.GELU_TANH,
+    "gelu_fast": Activation.GELU_TANH,
     "gelu": Activation.GELU,
     "relu": Activation.RELU,
     "relu2": Activation.SQUARED_RELU,

@@ -22,6 +22,7 @@ NORM_NAMES: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]
         "post_feedforward_layernorm",
     ),
     Norms.PARALLEL: ("input_layernorm", None, None, None),
+    Norms.BESIDE: ("input_layernorm", None, "post_attention_layernorm", None),
 })  # fmt: skip
 
 
@@ -29,6 +30,8 @@ NORM_NAMES: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]
 class TensorNames:
     """Names inside a layer, without '.weight'. qkv and gate_up: separate projections, or one that is already stacked.
 
+    qkv_by_head: its rows lie by KV head: the queries that share it, its key, its value. transposes: projections of a layer are
+    stored as [inputs, outputs]. embedding, positions, final_norm, layers, head: at the ends, behind a prefix.
     mlp: where the MLP may be found, tried in order. expert: gate, up and down of one expert, where they are separate;
     stacked: of all experts in one tensor each, is_transposed: as [inputs, outputs], takes_turns: rows of gate and up in turn.
     apart: norms before the mixture, behind shared experts, behind the mixture, of `MoeSpec.is_apart`.
@@ -36,7 +39,15 @@ class TensorNames:
     q_norm, k_norm: where each head has a weight of its own they are stacked in one tensor, or {} stands for the head.
     """
 
+    embedding: str = "embed_tokens"
+    positions: str = "embed_positions"
+    final_norm: str = "norm"
+    layers: str = "layers"
+    head: str = "lm_head"
+    attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    qkv_by_head: bool = False
+    transposes: bool = False
     o: str = "o_proj"
     q_norm: str = "q_norm"
     k_norm: str = "k_norm"
@@ -76,8 +87,8 @@ class Family:
     positions; turns_full_alone: unless the model has no window. attends_in_chunks: what is `sliding_window` here is the length
     of chunks that layers with rotary positions attend within; scales_queries: queries of the other layers are scaled by
     position. positions_offset: learned positions, and how many come first. parallel_key: the key that says whether attention
-    and MLP run side by side, with the norm that `Norms.PARALLEL` has. built_as: the class of another family with which
-    transformers builds this one.
+    and MLP run side by side, with the norms of `parallel_norms`. has_head_bias: the output projection has one.
+    built_as: the class of another family with which transformers builds this one.
     attention_scale: of scores, whatever the heads' width. has_v_norm: heads of v are normed without a weight. full_last: the
     last layer attends to everything. has_full_heads: layers that attend to everything have heads of their own number and
     width (`read_streams.full_heads`). scales_layers: as in `ModelSpec`.
@@ -95,6 +106,7 @@ class Family:
     is_run: bool = True
     norms: Norms = Norms.BEFORE
     parallel_key: str | None = None
+    parallel_norms: Norms = Norms.PARALLEL
     norm_offset: float = 0.0
     centres_norms: bool = False
     has_norm_bias: bool = False
@@ -105,6 +117,7 @@ class Family:
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
+    has_head_bias: bool = False
     is_gated: bool = True
     gelu_means_tanh: bool = False
     activation: Activation | None = None

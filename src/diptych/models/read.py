@@ -21,6 +21,7 @@ from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, PRICED, SUPP
 from diptych.models.family import Family
 from diptych.models.files import no_model
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL
+from diptych.models.read_gpt import arrangement, n_kv_heads
 from diptych.models.read_streams import cutoffs, full_heads, layer_inputs, mlp_widths, shared_layers, streams
 from diptych.models.refused import reason_for
 from diptych.models.rope import ROPE_KEYS, latent_stretch, make_rope, position_limit, rope_section
@@ -32,7 +33,6 @@ from diptych.models.spec import (
     MlpSpec,
     ModelSpec,
     MoeSpec,
-    Norms,
     QkNorm,
     QueryScale,
     Rope,
@@ -43,7 +43,7 @@ logger = logging.getLogger("diptych.models")
 # architectures of transformers that are a family's decoder under another head, or under none
 HEADLESS = ("ForSequenceClassification", "Model", "TextForSequenceClassification", "TextModel")
 RUN_ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH)  # of gates
-RUN_CURVES = (*RUN_ACTIVATIONS, Activation.RELU, Activation.SQUARED_RELU)  # of MLPs without one
+RUN_CURVES = (*RUN_ACTIVATIONS, Activation.GELU, Activation.RELU, Activation.SQUARED_RELU)  # of MLPs without one
 
 
 def read_model(
@@ -94,7 +94,9 @@ def read_model(
         centres_norms=family.centres_norms,
         has_norm_bias=family.has_norm_bias,
         has_embedding_norm=family.has_embedding_norm,
+        has_head_bias=family.has_head_bias,
         n_position_embeddings=0 if family.positions_offset is None else limit + family.positions_offset,
+        first_position=family.positions_offset or 0,
         low_rank=config.optional_integer("laurel_rank") or 0,
         streams=streams(config) if "altup_num_inputs" in family.keys else None,
         layer_inputs=layer_inputs(config) if config.raw.get("hidden_size_per_layer_input") else None,
@@ -274,7 +276,7 @@ class _Heads:
     @staticmethod
     def read(config: HfConfig, family: Family, windows: list[int | None]) -> _Heads:
         width = _head_dim(config)
-        n_kv = config.integer("num_key_value_heads", config.integer("num_attention_heads"))
+        n_kv = n_kv_heads(config)
         full = full_heads(config, windows, (n_kv, width)) if family.has_full_heads else (n_kv, width)
         return _Heads(width, n_kv, full, not (family.has_full_heads and config.flag("attention_k_eq_v")))
 
@@ -292,8 +294,7 @@ def _layers(
     moe = _moe(config, family) if mixtures else None
     shared = shared_layers(config, windows)
     mlps = _mlps(config, family, shared)
-    is_parallel = family.parallel_key is not None and config.flag(family.parallel_key)
-    norms = Norms.PARALLEL if is_parallel else family.norms
+    norms = arrangement(config, family)
     # equal layers are one object
     kinds = list(zip(windows, turns, shared, strict=True))
     attention = {

@@ -18,9 +18,8 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "minimax", "recurrent_gemma", "olmo_hybrid", "bailing_hybrid"),
     "numbers of experts by layer": ("hunyuan_v1_moe",),
     "activations with parameters of their own": ("apertus",),
-    "GELU by the error function, or a head with biases": (
-        "phi", "falcon", "gpt_neox", "gptj", "mpt", "codegen"),
-    "learned positions": ("gpt_bigcode",),
+    "scores that fall with the distance (ALiBi)": ("mpt",),
+    "q, k and v stacked for groups of accelerators": ("codegen",),
     "norms without weights": ("olmo", "nanochat"),
     "norms of heads with biases": ("persimmon",),
     "a mixture of experts beside attention": ("cohere2_moe",),
@@ -35,8 +34,8 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
 
 # names of GGUF architectures that are more than a spelling of the model_type
 IN_GGUF: Mapping[str, str] = MappingProxyType({
-    "granitehybrid": "granitemoehybrid", "nemotron_h_moe": "nemotron_h", "rwkv6": "rwkv", "rwkv7": "rwkv", "phi2": "phi",
-    "starcoder": "gpt_bigcode", "hunyuan-moe": "hunyuan_v1_moe",
+    "granitehybrid": "granitemoehybrid", "nemotron_h_moe": "nemotron_h", "rwkv6": "rwkv", "rwkv7": "rwkv",
+    "hunyuan-moe": "hunyuan_v1_moe",
     "glm-dsa": "glm_moe_dsa", "deepseek32": "deepseek_v32", "deepseek4": "deepseek_v4", "minimax-01": "minimax",
 })  # fmt: skip
 

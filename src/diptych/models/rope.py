@@ -96,11 +96,10 @@ def make_rope(
     if not 0.0 <= part <= 1.0:
         raise LoadError(f"partial_rotary_factor in {rope.path} is {part}; it must be between 0 and 1")
     # proportional: over whole heads, of which pairs from some on do not turn
-    rotary_dim = head_dim if rope.raw["rope_type"] == "proportional" else int(head_dim * part)
+    own = config.optional_integer("rotary_dim") or int(head_dim * part)  # GPT-J's files have the number itself
+    rotary_dim = head_dim if rope.raw["rope_type"] == "proportional" else own
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise LoadError(
-            f"rotary dimension {rotary_dim} of head_dim {head_dim} in {config.path} is not an even part of it"
-        )
+        raise LoadError(f"rotary dimension {rotary_dim} of head_dim {head_dim} in {config.path} is no even part of it")
     kind, theta = str(rope.raw["rope_type"]), rope.number("rope_theta")
     trained = config.integer("max_position_embeddings")
     if theta <= 1.0:

@@ -52,17 +52,23 @@ class Scores(Enum):
 
 
 class Norms(Enum):
-    """Where a layer norms; the value is how many norms it has."""
+    """Where a layer norms."""
 
-    PARALLEL = 1  # one before attention and MLP, which run side by side
-    BEFORE = 2  # before attention, before the MLP
-    AFTER = -2  # after each of them
-    AROUND = 4  # before and after each
+    PARALLEL = "parallel"  # one before attention and MLP, which run side by side
+    BESIDE = "beside"  # one before each of them, which run side by side
+    BEFORE = "before"  # before attention, before the MLP
+    AFTER = "after"  # after each of them
+    AROUND = "around"  # before and after each
 
     @property
     def count(self) -> int:
         """Norms per layer."""
-        return abs(self.value)
+        return {Norms.PARALLEL: 1, Norms.AROUND: 4}.get(self, 2)
+
+    @property
+    def are_side_by_side(self) -> bool:
+        """Whether attention and MLP both read the stream as it comes to the layer."""
+        return self in (Norms.PARALLEL, Norms.BESIDE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,9 +282,10 @@ class ModelSpec:
     engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1). centres_norms: norms take the
     mean away first (LayerNorm). residual_scale multiplies what a layer adds, logit_scale the logits. is_run: whether the
     engine runs this family, or the planner only prices it. has_head: whether there is an output projection that tokens are
-    drawn by; a model without one gives states (embeddings, scores) and no tokens. low_rank: of a branch beside each layer's
-    attention (LAuReL, arXiv 2411.07501), 0: there is none. scales_layers: behind each layer the stream is multiplied by a
-    number of the layer's.
+    drawn by; a model without one gives states (embeddings, scores) and no tokens. has_head_bias: that projection adds one.
+    n_position_embeddings: rows of a learned table of positions, which is added to the embedding; the first `first_position`
+    of them stand for none. low_rank: of a branch beside each layer's attention (LAuReL, arXiv 2411.07501), 0: there is none.
+    scales_layers: behind each layer the stream is multiplied by a number of the layer's.
     """
 
     name: str
@@ -300,7 +307,9 @@ class ModelSpec:
     centres_norms: bool = False
     has_norm_bias: bool = False
     has_embedding_norm: bool = False
+    has_head_bias: bool = False
     n_position_embeddings: int = 0
+    first_position: int = 0
     low_rank: int = 0
     scales_layers: bool = False
     streams: StreamsSpec | None = None

@@ -316,8 +316,8 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         """A mixture, for `experts`. router [E, D], choice_bias [E] where the spec has one, scales [E] likewise."""
 
     @abstractmethod
-    def head(self, tensor: WeightTensor, *, role: Role | None = None) -> Linear:
-        """The output projection [V, D], for `head`."""
+    def head(self, tensor: WeightTensor, *, bias: WeightTensor | None = None, role: Role | None = None) -> Linear:
+        """The output projection [V, D] with its bias [V], if any, for `head`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -350,8 +350,11 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         """y + h W^T + b [T, N], y a projection, which may be written and is not used again by the caller."""
 
     @abstractmethod
-    def embed(self, table: Table, *, scale: float) -> Stream:
-        """x [T, D] = scale * rows of the step's token ids."""
+    def embed(self, table: Table, *, scale: float, positions: Table | None = None, first_position: int = 0) -> Stream:
+        """x [T, D] = scale * rows of the step's token ids + rows of their positions, if any, in a table [P, D].
+
+        first_position: its row of position 0. A step whose positions it does not hold is an error.
+        """
 
     @abstractmethod
     def norm(self, x: Stream | Hidden, weight: Vector, *, eps: float) -> Hidden:
@@ -469,7 +472,7 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
     def head(
         self, x: Stream, norm: Vector | None, weight: Linear, *, eps: float, softcap: float | None, scale: float = 1.0
     ) -> Hidden:
-        """Logits [R, V] fp32 of the step's logits rows: norm if any, y = scale * projection, softcap * tanh(y / softcap)."""
+        """Logits [R, V] fp32 of the step's logits rows: norm if any, y = scale * (h W^T) + b, softcap * tanh(y / softcap)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -494,7 +497,7 @@ class OpContract:
 OPS: dict[str, OpContract] = {
     op.name: op
     for op in (
-        OpContract(name="embed", inputs="table [V,D], token_ids [T] i32", output="x [T,D]", writes="",
+        OpContract(name="embed", inputs="table [V,D], token_ids [T] i32, positions [P,D]", output="x [T,D]", writes="",
                    tolerance_fp32=0.0, tolerance_bf16=2e-2),
         OpContract(name="norm", inputs="x [T,D], weight [D] fp32, bias [D] fp32", output="h [T,D]", writes="",
                    tolerance_fp32=1e-5, tolerance_bf16=3e-2),

@@ -298,9 +298,10 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             down=down,
         )
 
-    def head(self, tensor: WeightTensor, *, role: Role | None = None) -> LinearHandle:
+    def head(self, tensor: WeightTensor, *, bias: WeightTensor | None = None, role: Role | None = None) -> LinearHandle:
         """The output projection, packed."""
-        handle = self._pack_own(LinearParts(weights=(tensor,)), head_format(self.weights_format), role)
+        parts = LinearParts(weights=(tensor,), biases=() if bias is None else (bias,))
+        handle = self._pack_own(parts, head_format(self.weights_format), role)
         self.sites.note_head(tensor, handle)
         return handle
 

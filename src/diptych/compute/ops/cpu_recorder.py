@@ -70,14 +70,22 @@ class CpuOps(
         self._orders = loader.input_orders
         self._has_wide_rows = loader.has_wide_rows
 
-    def embed(self, table: TableHandle | LinearHandle, *, scale: float) -> ResidualStream:
+    def embed(
+        self,
+        table: TableHandle | LinearHandle,
+        *,
+        scale: float,
+        positions: TableHandle | LinearHandle | None = None,
+        first_position: int = 0,
+    ) -> ResidualStream:
         """x = scale * rows of the table, or of the packed head that serves as one."""
+        placed = {"positions": -1 if positions is None else positions.index, "first_position": first_position}
         width = table.n_inputs if isinstance(table, LinearHandle) else table.width
         x = ResidualStream(self._f32("residual", width, self._is_team), width)
         if isinstance(table, LinearHandle):
-            self.program.embed_tied(table.index, x.buffer, scale, first=table.column, vocab=table.n_outputs)
+            self.program.embed_tied(table.index, x.buffer, scale, first=table.column, vocab=table.n_outputs, **placed)
         else:
-            self.program.embed(table.index, x.buffer, scale)
+            self.program.embed(table.index, x.buffer, scale, **placed)
         return x
 
     def input(self, width: int) -> ResidualStream:

@@ -149,6 +149,8 @@ def curve(x: torch.Tensor, activation: Activation) -> torch.Tensor:
         return x.clamp(min=0) ** (2 if activation is Activation.SQUARED_RELU else 1)
     if activation is Activation.SILU:
         return x / (1 + torch.exp(-x))
+    if activation is Activation.GELU:
+        return 0.5 * x * (1 + torch.erf(x / 2**0.5))
     inner = (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
     return 0.5 * x * (1 + torch.tanh(inner))
 

@@ -176,9 +176,9 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         bias, scale = (None if one is None else self._vector(one) for one in (choice_bias, scales))
         return TorchExperts(spec, self.router(router), bias, scale, gate_up, down)
 
-    def head(self, tensor: WeightTensor, *, role: Role | None = None) -> TorchLinear:
+    def head(self, tensor: WeightTensor, *, bias: WeightTensor | None = None, role: Role | None = None) -> TorchLinear:
         """[V, D] in the compute dtype."""
-        linear = TorchLinear(self._place(tensor.read()), None, role=role)
+        linear = TorchLinear(self._place(tensor.read()), None if bias is None else self._place(bias.read()), role=role)
         self.sites.note_head(tensor, linear)
         return linear
 

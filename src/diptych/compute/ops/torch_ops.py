@@ -73,10 +73,14 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         self._queries: dict[tuple[int | None, bool], list[_Queries]] = {}
         self._adapted = [] if batch.adapters_S is None else self._rows_of_adapters(batch.adapters_S, adapters or {})
 
-    def embed(self, table: torch.Tensor, *, scale: float) -> torch.Tensor:
+    def embed(
+        self, table: torch.Tensor, *, scale: float, positions: torch.Tensor | None = None, first_position: int = 0
+    ) -> torch.Tensor:
         """x [T, D]. The scale is rounded to the compute dtype first, as the models were trained."""
         x = table[self._token_ids]
-        return x if scale == 1.0 else x * torch.tensor(scale, dtype=self._dtype, device=self._device)
+        if scale != 1.0:
+            x = x * torch.tensor(scale, dtype=self._dtype, device=self._device)
+        return x if positions is None else x + positions[first_position + self._positions]
 
     def input(self, width: int) -> torch.Tensor:
         """x [T, width], on the device in the compute dtype."""
@@ -327,6 +331,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
             h = self.norm(h, norm, eps=eps)
         if self._wants_hidden:
             return h.float()
+        assert scale == 1.0 or weight.bias is None, "no family scales logits and has a bias of them"
         logits = self._product(h, weight, self._logits_rows)
         if scale != 1.0:
             logits = logits * scale
@@ -450,7 +455,7 @@ def _activated(gate: torch.Tensor, activation: Activation | None) -> torch.Tenso
         return F.silu(gate)
     if activation in (Activation.RELU, Activation.SQUARED_RELU):
         return F.relu(gate) ** (2 if activation is Activation.SQUARED_RELU else 1)
-    return F.gelu(gate, approximate="tanh")
+    return F.gelu(gate, approximate="none" if activation is Activation.GELU else "tanh")
 
 
 def _route(

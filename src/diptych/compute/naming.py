@@ -1,0 +1,45 @@
+"""How the tensors at the ends of a model are called in its checkpoint: the embedding, the final norm, the output projection."""
+
+from __future__ import annotations
+
+from diptych.compute.ops.contract import NormParts
+from diptych.compute.weights import Source
+from diptych.models.families import BY_MODEL_TYPE
+from diptych.models.family import Family
+from diptych.models.spec import ModelSpec
+
+
+def family_named(spec: ModelSpec) -> Family:
+    """The entry of the table that the spec was read by."""
+    return BY_MODEL_TYPE[spec.family]
+
+
+def prefix_of(source: Source, spec: ModelSpec) -> str:
+    """Where the tensors of the language model begin."""
+    family = family_named(spec)
+    known = (*family.prefixes, "")  # "": a decoder that was saved without the model around it
+    return next((p for p in known if source.has(f"{p}{family.names.embedding}.weight")), family.prefixes[0])
+
+
+def table_name(source: Source, spec: ModelSpec) -> str:
+    """The embedding."""
+    return f"{prefix_of(source, spec)}{family_named(spec).names.embedding}.weight"
+
+
+def head_name(source: Source, spec: ModelSpec) -> str:
+    """Where the output projection lies: beside the language model of a multimodal checkpoint, or at the top."""
+    name = f"{family_named(spec).names.head}.weight"
+    nested = prefix_of(source, spec).removesuffix("model.") + name
+    return nested if source.has(nested) else name
+
+
+def norm_parts(source: Source, name: str, spec: ModelSpec) -> NormParts:
+    """A norm over the residual width."""
+    weight = source.tensor(f"{name}.weight", spec.hidden)
+    bias = source.tensor(f"{name}.bias", spec.hidden) if spec.has_norm_bias else None
+    return NormParts(weight=weight, bias=bias, is_centred=spec.centres_norms)
+
+
+def final_norm(source: Source, spec: ModelSpec) -> NormParts:
+    """The norm behind the last layer."""
+    return norm_parts(source, f"{prefix_of(source, spec)}{family_named(spec).names.final_norm}", spec)

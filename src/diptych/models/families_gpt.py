@@ -1,0 +1,137 @@
+"""Families around GPT-2: LayerNorms and projections with biases, MLPs without a gate, and names and keys of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diptych.models.families_shared import USUAL
+from diptych.models.family import Family, TensorNames
+from diptych.models.spec import Norms
+
+NOT_IN_GPT = ("rope_theta", "num_key_value_heads", "head_dim")
+GPT: dict[str, Any] = {**{key: USUAL[key] for key in USUAL if key not in NOT_IN_GPT}, "tie_word_embeddings": True,
+                       "rms_norm_eps": 1e-5}  # fmt: skip
+GPT_2 = {**GPT, "vocab_size": 50_257, "hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": None,
+         "num_attention_heads": 12, "hidden_act": "gelu_new", "max_position_embeddings": 1024}  # fmt: skip
+GPT_2_KEYS = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+              "n_inner": "intermediate_size", "n_positions": "max_position_embeddings",
+              "activation_function": "hidden_act", "layer_norm_epsilon": "rms_norm_eps"}  # fmt: skip
+NOT_GATED: dict[str, Any] = {"is_gated": False, "centres_norms": True, "has_norm_bias": True}
+ALL_BIASES: dict[str, Any] = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
+OF_GPT_2: dict[str, Any] = {"prefixes": ("transformer.",), "ignored": (".attn.bias", ".attn.masked_bias")}
+NAMES: dict[str, Any] = {
+    "embedding": "wte", "positions": "wpe", "layers": "h", "final_norm": "ln_f", "attention": "attn",
+    "qkv": ("c_attn",), "o": "c_proj", "gate_up": ("c_fc",), "down": "c_proj",
+    "norms": {Norms.BEFORE: ("ln_1", None, "ln_2", None), Norms.PARALLEL: ("ln_1", None, None, None)}}  # fmt: skip
+BY_HEAD: dict[str, Any] = {"qkv": ("query_key_value",), "qkv_by_head": True, "o": "dense",
+                           "gate_up": ("dense_h_to_4h",), "down": "dense_4h_to_h"}  # fmt: skip
+
+GPT_KIND: tuple[Family, ...] = (
+    # projections lie as [inputs, outputs] in its files
+    Family(
+        name="gpt2", architectures=("GPT2LMHeadModel",),
+        keys=GPT_2,
+        fixed={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
+               "add_cross_attention": (False,)},
+        renamed=GPT_2_KEYS,
+        positions_offset=0,
+        names=TensorNames(transposes=True, **NAMES),
+        **OF_GPT_2,
+        **NOT_GATED,
+        **ALL_BIASES,
+    ),
+    # StarCoder 1, SantaCoder: one KV head for all queries
+    Family(
+        name="gpt_bigcode", architectures=("GPTBigCodeForCausalLM",),
+        keys={**GPT_2, "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": None, "multi_query": True},
+        fixed={"scale_attn_weights": (True,), "add_cross_attention": (False,),
+               **dict.fromkeys(("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"), (True, False))},
+        renamed=GPT_2_KEYS,
+        positions_offset=0,
+        names=TensorNames(qkv_by_head=True, **NAMES),
+        **OF_GPT_2,
+        **NOT_GATED,
+        **ALL_BIASES,
+    ),
+    # attention and MLP read one norm; neighbouring dimensions turn together; the head has a bias
+    Family(
+        name="gptj", architectures=("GPTJForCausalLM",),
+        keys={**GPT_2, "vocab_size": 50_400, "hidden_size": 4096, "num_hidden_layers": 28, "num_attention_heads": 16,
+              "max_position_embeddings": 2048, "rotary_dim": 64, "rope_theta": 10_000.0, "tie_word_embeddings": False},
+        fixed={"rotary": (True,), "scale_attn_weights": (True,)},
+        renamed=GPT_2_KEYS,
+        norms=Norms.PARALLEL,
+        is_interleaved=True,
+        mlp_bias=True,
+        has_head_bias=True,
+        names=TensorNames(**{**NAMES, "qkv": ("q_proj", "k_proj", "v_proj"), "o": "out_proj", "gate_up": ("fc_in",),
+                             "down": "fc_out"}),
+        **OF_GPT_2,
+        **NOT_GATED,
+    ),
+    # GPT-NeoX 20B, Pythia, Dolly: attention and MLP side by side, each with a norm of its own
+    Family(
+        name="gpt_neox", architectures=("GPTNeoXForCausalLM",),
+        keys={**GPT, "vocab_size": 50_432, "hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64,
+              "intermediate_size": 24_576, "hidden_act": "gelu", "tie_word_embeddings": False,
+              "use_parallel_residual": True, "partial_rotary_factor": 0.25, "rope_theta": 10_000.0,
+              "attention_bias": True},
+        renamed={"layer_norm_eps": "rms_norm_eps", "rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+        parallel_key="use_parallel_residual", parallel_norms=Norms.BESIDE,
+        qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias=True,
+        names=TensorNames(embedding="embed_in", final_norm="final_layer_norm", head="embed_out", attention="attention",
+                          **BY_HEAD),
+        prefixes=("gpt_neox.",),
+        ignored=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
+        **NOT_GATED,
+    ),
+    # Phi-1, 1.5 and 2; the head has a bias
+    Family(
+        name="phi", architectures=("PhiForCausalLM",),
+        keys={**GPT, "vocab_size": 51_200, "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32,
+              "num_key_value_heads": None, "intermediate_size": 8192, "hidden_act": "gelu_new",
+              "tie_word_embeddings": False, "partial_rotary_factor": 0.5, "rope_theta": 10_000.0},
+        fixed={"qk_layernorm": (False,)},
+        renamed={"layer_norm_eps": "rms_norm_eps"},
+        norms=Norms.PARALLEL,
+        has_head_bias=True,
+        names=TensorNames(final_norm="final_layernorm", o="dense", gate_up=("fc1",), down="fc2"),
+        **NOT_GATED,
+        **ALL_BIASES,
+    ),
+    # 7B: one KV head, one norm; 40B and 180B: groups of heads, two norms; 11B: groups and one norm
+    Family(
+        name="falcon", architectures=("FalconForCausalLM",),
+        keys={**GPT, "vocab_size": 65_024, "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71,
+              "num_key_value_heads": None, "intermediate_size": None, "hidden_act": "gelu", "rope_theta": 10_000.0,
+              "multi_query": True, "new_decoder_architecture": False, "parallel_attn": True,
+              "num_ln_in_parallel_attn": None, "bias": False},
+        fixed={"alibi": (False, None), "apply_residual_connection_post_layernorm": (False,)},
+        renamed={"layer_norm_epsilon": "rms_norm_eps", "num_kv_heads": "num_key_value_heads", "activation": "hidden_act",
+                 "ffn_hidden_size": "intermediate_size", "n_embed": "hidden_size"},
+        parallel_key="parallel_attn",
+        qkv_bias="bias", o_bias="bias", mlp_bias="bias",
+        names=TensorNames(embedding="word_embeddings", layers="h", final_norm="ln_f", attention="self_attention",
+                          norms={Norms.PARALLEL: ("input_layernorm", None, None, None),
+                                 Norms.BESIDE: ("ln_attn", None, "ln_mlp", None),
+                                 Norms.BEFORE: ("input_layernorm", None, "post_attention_layernorm", None)}, **BY_HEAD),
+        prefixes=("transformer.",),
+        ignored=(".inv_freq",),
+        **NOT_GATED,
+    ),
+    # the first two rows of its table stand for no position; the 350M norms behind each part, with words of another width
+    Family(
+        name="opt", architectures=("OPTForCausalLM",),
+        keys={**GPT, "vocab_size": 50_272, "hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 3072,
+              "num_attention_heads": 12, "hidden_act": "relu", "word_embed_proj_dim": None},
+        fixed={"do_layer_norm_before": (True,), "enable_bias": (True,), "layer_norm_elementwise_affine": (True,),
+               "_remove_final_layer_norm": (False,)},
+        renamed={"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
+        positions_offset=2,
+        names=TensorNames(final_norm="final_layer_norm", o="out_proj", mlp=("",), gate_up=("fc1",), down="fc2",
+                          norms={Norms.BEFORE: ("self_attn_layer_norm", None, "final_layer_norm", None)}),
+        prefixes=("model.decoder.", "decoder."),
+        **NOT_GATED,
+        **ALL_BIASES,
+    ),
+)  # fmt: skip
