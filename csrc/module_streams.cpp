@@ -1,4 +1,5 @@
 // Operations on streams beside each other, embeddings of layers, and gates of which most is cut.
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -33,11 +34,13 @@ void bind_streams(nb::class_<Program>& program) {
         if (p.buffer_width(x) != 2 * p.buffer_width(out)) throw std::invalid_argument("gate and up lie beside each other, each as wide as what they become");
         p.record(Category::gate_up, SparseGateOp{x, out, cutoff, named<Activation>("activation", activation, {{"silu", Activation::silu}, {"gelu_tanh", Activation::gelu_tanh}})});
       }, nb::arg("x"), nb::arg("out"), nb::arg("cutoff"), nb::arg("activation"))
-      .def("curve", [](Program& p, int x, int out, const std::string& activation) {
+      .def("curve", [](Program& p, int x, int out, const std::string& activation, std::array<float, kCurveNumbers> numbers) {
         require_equal(p, x, out);
-        p.record(Category::gate_up, CurveOp{x, out, named<Curve>("activation", activation, {{"silu", Curve::silu}, {"gelu_tanh", Curve::gelu_tanh},
-                                                                                            {"gelu", Curve::gelu}, {"relu", Curve::relu}, {"squared_relu", Curve::squared_relu}})});
-      }, nb::arg("x"), nb::arg("out"), nb::arg("activation"))
+        const Curve curve = named<Curve>("activation", activation, {{"silu", Curve::silu}, {"gelu_tanh", Curve::gelu_tanh}, {"gelu", Curve::gelu},
+                                                                    {"relu", Curve::relu}, {"squared_relu", Curve::squared_relu}, {"clip", Curve::clip},
+                                                                    {"xielu", Curve::xielu}});
+        p.record(Category::gate_up, CurveOp{x, out, curve, numbers});
+      }, nb::arg("x"), nb::arg("out"), nb::arg("activation"), nb::arg("numbers") = std::array<float, kCurveNumbers>{})
       .def("branch", [](Program& p, int x, int out, float scale) {
         require_equal(p, x, out);
         p.record(Category::norm, BranchOp{x, out, scale});

@@ -151,7 +151,7 @@ struct MeetOp { int out; };                                   // nothing: other 
 
 struct WeighOp { int x, weight, out; };                       // out: rows or f32
 struct SparseGateOp { int x, out; float cutoff; Activation activation; };  // x: gate and up beside each other; out: rows or f32
-struct CurveOp { int x, out; Curve curve; };                  // out = act(x): rows or f32
+struct CurveOp { int x, out; Curve curve; std::array<float, kCurveNumbers> numbers{}; };  // out = act(x): rows or f32
 struct BranchOp { int x, out; float scale; };                 // out = scale * x
 struct MatchOp { int y, x, out; float least; };               // out = y, as large as x
 struct CopyColumnsOp { int x, out; int64_t first; };          // as many as out is wide

@@ -33,7 +33,7 @@ void Program::Run::run(const CurveOp& op, size_t, int thread, int threads) const
   const Range part = part_of_rows(out, step.n_tokens, thread, threads);
   for (int64_t t = part.begin; t < part.end; ++t) {
     float* target = out.kind == BufferKind::rows ? row : out.f32() + t * out.width;
-    kernels.curve_row(x.f32() + t * x.width, x.width, op.curve, target);
+    kernels.curve_row(x.f32() + t * x.width, x.width, op.curve, op.numbers.data(), target);
     if (out.kind == BufferKind::rows) prepare_row(set, out.rows, t, row);
   }
 }

@@ -51,13 +51,23 @@ static void sparse_gate_row(const float* x, int64_t n, float cutoff, Activation 
   }
 }
 
-static void curve_row(const float* x, int64_t n, Curve curve, float* out) {
+static F32 xielu_lanes(F32 x, const float* numbers) {
+  const F32 above = max(x, zero()), below = min(x, zero());
+  const F32 is_above = min(mul(set1(3e38f), mul(set1(3e38f), above)), set1(1.0f));  // 1 or 0
+  const F32 bent = sub(sub(exp_lanes(min(below, set1(numbers[3]))), set1(1.0f)), below);
+  const F32 side = fma(mul(above, above), set1(numbers[0]), mul(mul(bent, set1(numbers[1])), sub(set1(1.0f), is_above)));
+  return fma(x, set1(numbers[2]), side);
+}
+
+static void curve_row(const float* x, int64_t n, Curve curve, const float* numbers, float* out) {
   for (int64_t i = 0; i < n; i += 16) {
     const int64_t lanes = n - i < 16 ? n - i : 16;
     F32 value = load_n(x + i, lanes);
     if (curve == Curve::silu) value = silu_lanes(value);
     else if (curve == Curve::gelu_tanh) value = gelu_tanh_lanes(value);
     else if (curve == Curve::gelu) value = gelu_lanes(value);
+    else if (curve == Curve::clip) value = min(max(value, set1(-numbers[0])), set1(numbers[0]));
+    else if (curve == Curve::xielu) value = xielu_lanes(value, numbers);
     else value = max(value, zero());
     store_n(out + i, curve == Curve::squared_relu ? mul(value, value) : value, lanes);
   }

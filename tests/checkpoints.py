@@ -264,6 +264,19 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "phi": ("PhiConfig", "PhiForCausalLM", {}),
     "falcon": ("FalconConfig", "FalconForCausalLM", {}),
     "falcon-40b": ("FalconConfig", "FalconForCausalLM", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "olmo": ("OlmoConfig", "OlmoForCausalLM", {"clip_qkv": 0.8}),
+    "iquestcoder": ("IQuestCoderConfig", "LlamaForCausalLM", {"head_dim": 24, "attention_bias": True}),
+    "apertus": ("ApertusConfig", "ApertusForCausalLM", {}),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        "MiniMaxM2ForCausalLM",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40, "head_dim": 24, "rotary_dim": 12},
+    ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1Config",
+        "HunYuanMoEV1ForCausalLM",
+        {"num_experts": 6, "moe_topk": [3, 3, 3], "intermediate_size": 40, "head_dim": 24},
+    ),
     "opt": ("OPTConfig", "OPTForCausalLM", {"ffn_dim": 96}),
     "gpt_oss": (
         "GptOssConfig",

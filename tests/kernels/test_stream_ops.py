@@ -63,23 +63,40 @@ def test_sparse_gate(isa: str, activation: Activation, width: int) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(
     "activation",
-    [Activation.SILU, Activation.GELU_TANH, Activation.GELU, Activation.RELU, Activation.SQUARED_RELU],
+    [
+        Activation.SILU,
+        Activation.GELU_TANH,
+        Activation.GELU,
+        Activation.RELU,
+        Activation.SQUARED_RELU,
+        Activation.XIELU,
+    ],
 )
 def test_curve(isa: str, activation: Activation, width: int) -> None:
     """Each value by itself; what is not a number stays none."""
     x = noise(T, width, seed=1, scale=3.0)
-    expected = reference.curve(x, activation)
+    numbers = (0.8, 0.9, 0.5, -0.1)
+    expected = reference.curve(x, activation, numbers)
     for factor in (None, -0.3):
         bench = Bench(isa, x)
         out = bench.program.add_f32(width)
-        bench.program.curve(x=bench.x, out=out, activation=activation.value)
+        bench.program.curve(x=bench.x, out=out, activation=activation.value, numbers=numbers)
         if factor is not None:  # in place, as `scale` does
             bench.program.branch(x=out, out=out, scale=factor)
         check("curve", bench.run(out, width), expected * (1.0 if factor is None else factor))
-    torch.testing.assert_close(
-        torch_ops().curve(x, TorchLinear(torch.eye(width), None, activation)), expected, atol=1e-5, rtol=1e-5
-    )
+    weight = TorchLinear(torch.eye(width), None, activation)
+    torch.testing.assert_close(torch_ops().curve(x, weight, numbers=numbers), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(torch_ops().scale(expected, -0.3), -0.3 * expected)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_clip(isa: str, width: int) -> None:
+    """In place, as projections are."""
+    x = noise(T, width, seed=1, scale=3.0)
+    bench = Bench(isa, x)
+    bench.program.curve(x=bench.x, out=bench.x, activation="clip", numbers=(1.5, 0.0, 0.0, 0.0))
+    check("clip", bench.run(bench.x, width), x.clamp(-1.5, 1.5))
+    assert torch.equal(torch_ops().clip(x, 1.5), x.clamp(-1.5, 1.5))
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -52,6 +52,8 @@ MORE: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention_out_bias": True, "mlp_bias": True},
     "gpt_oss": {"num_local_experts": 4},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": [2, 2, 2, 2]},
+    "olmo": {"clip_qkv": 8.0},
     "deepseek_v2": {"n_shared_experts": 2, **LATENT},
     "deepseek_v3": {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, **LATENT},
     "glm4_moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS},
@@ -117,7 +119,8 @@ SMALL_GPT: dict[str, dict[str, Any]] = {
 }
 # no default in the class, and one that gives a rotary dimension of 21
 CLASS_NEEDS = {"nemotron": {"num_key_value_heads": 48}, "hunyuan_v1_dense": {"head_dim": 128},
-               "deepseek_v2": {"num_experts_per_tok": 6}, "glm4_moe": {"head_dim": 128}, "ministral": {"head_dim": 128},
+               "hunyuan_v1_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6},
+               "glm4_moe": {"head_dim": 128}, "ministral": {"head_dim": 128},
                "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128, "n_shared_experts": 2}}  # fmt: skip
 
 
@@ -149,6 +152,9 @@ class NothingLoader:
     """Takes every tensor and reads none."""
 
     is_balancing = False
+
+    def number(self, tensor: Any) -> float:
+        return 0.0
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: None

@@ -103,8 +103,8 @@ def test_reasons_are_of_what_is_refused_and_stand_in_the_docs() -> None:
         assert reason in page
         assert not set(kinds) & set(BY_MODEL_TYPE)
         assert set(kinds) <= set(transformers.CONFIG_MAPPING.keys())
-    with pytest.raises(UnsupportedModel, match=r"not supported \(norms without weights"):
-        read("olmo", architectures=["OlmoForCausalLM"])
+    with pytest.raises(UnsupportedModel, match=r"not supported \(norms of heads with biases"):
+        read("persimmon", architectures=["PersimmonForCausalLM"])
 
 
 def test_a_gguf_file_of_a_refused_kind_is_told_why_too(tmp_path: Path) -> None:

@@ -93,6 +93,8 @@ class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
     dense: tuple[Linear, Linear] | None  # gate_up, down
     is_gated: bool = True  # else the first of them is up alone
     cutoff: float | None = None  # of the dense MLP's gate
+    curve: tuple[float, ...] = ()  # numbers of the activation's own
+    clip: float | None = None  # of q, k and v
     experts: Experts | None
     shared: SharedExperts[Linear] | None = None
     apart: ApartNorms[Vector] | None = None
@@ -177,7 +179,7 @@ def run_layer(
         # before anything is added to x, which both norms are of
         attended = run_attention(ops, h, weights)
         h = h if weights.pre_mlp_norm is None else ops.norm(x, weights.pre_mlp_norm, eps=eps)
-        beside = ops.linear_gate(h, gate_up) if weights.is_gated else ops.curve(h, gate_up)
+        beside = ops.linear_gate(h, gate_up) if weights.is_gated else ops.curve(h, gate_up, numbers=weights.curve)
         return ops.linear_add(beside, down, ops.linear_add(attended, weights.o, x))
     if weights.branch is None:
         x = add_normed(ops, x, run_attention(ops, h, weights), weights.o, weights.post_attention_norm, eps=added_eps)
@@ -192,7 +194,7 @@ def run_layer(
     gate_up, down = weights.dense
     cutoff = weights.cutoff
     if not weights.is_gated:
-        gated = ops.curve(h, gate_up)
+        gated = ops.curve(h, gate_up, numbers=weights.curve)
     else:
         gated = ops.linear_gate(h, gate_up) if cutoff is None else ops.sparse_gate(h, gate_up, cutoff=cutoff)
     return add_normed(ops, x, gated, down, weights.post_mlp_norm, eps=added_eps)
@@ -323,7 +325,9 @@ def run_attention(
     """
     heads, qkv = weights.attention, weights.qkv
     if not isinstance(qkv, LatentWeights):
-        return ops.attention(ops.rotate_and_cache(ops.linear(h, qkv), heads), heads)
+        y = ops.linear(h, qkv)
+        y = y if weights.clip is None else ops.clip(y, weights.clip)
+        return ops.attention(ops.rotate_and_cache(y, heads), heads)
     ops.cache_latents(ops.linear(h, qkv.kv), heads)
     if qkv.q_down is None:
         q = ops.linear(h, qkv.q)

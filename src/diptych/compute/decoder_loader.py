@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Generic
 
 import torch
@@ -54,7 +55,17 @@ from diptych.compute.views import (
 )
 from diptych.compute.weights import SlicedTensor, Source
 from diptych.ground.errors import LoadError, UnsupportedModel
-from diptych.models.spec import Activation, MlaSpec, MlpSpec, ModelSpec, MoeSpec, Norms, QkNorm
+from diptych.models.spec import (
+    XIELU_LEAST,
+    XIELU_SLOPE,
+    Activation,
+    MlaSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    Norms,
+    QkNorm,
+)
 
 
 def load_decoder(
@@ -67,7 +78,7 @@ def load_decoder(
     norm = final_norm(source, spec)
     output = table if spec.is_tied else source.tensor(head_name(source, spec), spec.vocab_size, spec.hidden)
     bias = source.tensor(f"{names.head}.bias", spec.vocab_size) if spec.has_head_bias and spec.has_head else None
-    if loader.is_balancing:
+    if loader.is_balancing and norm.weight.stored:
         norm, (parts,) = balance_norm(
             norm, (LinearParts(weights=(output,)),), offset=spec.norm_offset, share=HEAD_SHARE
         )
@@ -146,12 +157,22 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
             is_parallel=is_parallel,
             is_gated=mlp.is_gated if isinstance(mlp, MlpSpec) else True,
             cutoff=mlp.cutoff if isinstance(mlp, MlpSpec) else None,
+            curve=self._curve(mlp),
+            clip=self.parts.attention.clip,
             branch=load_branch(self.source, self.loader, self.spec, self.prefix),
             scale=self.loader.number(self.source.tensor(f"{self.prefix}layer_scalar", 1))
             if self.spec.scales_layers
             else 1.0,
             **self._streams(),
         )
+
+    def _curve(self, mlp: MlpSpec | MoeSpec) -> tuple[float, ...]:
+        """The numbers of an activation that has its own, as `Activation` has them."""
+        if mlp.activation is not Activation.XIELU:
+            return ()
+        names = (f"{self.prefix}{self.names.mlp[0]}act_fn.{name}" for name in ("alpha_p", "alpha_n"))
+        above, below = (math.log1p(math.exp(self.loader.number(self.source.tensor(name, 1)))) for name in names)
+        return above, XIELU_SLOPE + below, XIELU_SLOPE, XIELU_LEAST
 
     def _streams(self) -> dict[str, Any]:
         """How it mixes streams, and its own embedding."""
@@ -297,10 +318,10 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
     def _balance_norm(
         self, norm: NormParts | None, readers: tuple[LinearParts, ...]
     ) -> tuple[NormParts | None, tuple[LinearParts, ...]]:
-        """Nothing to share where the projections read the residual stream itself."""
+        """Nothing to share where the projections read the residual stream itself, or a norm without a weight."""
         return (
             (norm, readers)
-            if norm is None
+            if norm is None or not norm.weight.stored
             else balance_norm(norm, readers, offset=self.spec.norm_offset, share=NORM_SHARE)
         )
 

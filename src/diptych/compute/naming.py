@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from diptych.compute.ops.contract import NormParts
+from diptych.compute.views import OnesTensor
 from diptych.compute.weights import Source
 from diptych.models.families import BY_MODEL_TYPE
 from diptych.models.family import Family
@@ -35,7 +36,7 @@ def head_name(source: Source, spec: ModelSpec) -> str:
 
 def norm_parts(source: Source, name: str, spec: ModelSpec) -> NormParts:
     """A norm over the residual width."""
-    weight = source.tensor(f"{name}.weight", spec.hidden)
+    weight = source.tensor(f"{name}.weight", spec.hidden) if spec.has_norm_weight else OnesTensor(spec.hidden)
     bias = source.tensor(f"{name}.bias", spec.hidden) if spec.has_norm_bias else None
     return NormParts(weight=weight, bias=bias, is_centred=spec.centres_norms)
 

@@ -438,7 +438,7 @@ def own_norms(mlp: MlpSpec | MoeSpec) -> int:
 
 def _norms(sizes: _Sizes) -> Component:
     model, count = sizes.model, sizes.layer.norms.count + own_norms(sizes.layer.mlp)
-    per_norm = model.hidden * (2 if model.has_norm_bias else 1)
+    per_norm = model.hidden * (model.has_norm_weight + model.has_norm_bias)
     return Component(
         name="norms",
         vector_flops=4.0 * count * sizes.n * model.hidden,

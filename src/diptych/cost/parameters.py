@@ -11,7 +11,7 @@ from diptych.cost.components import attention_widths, kv_bytes_of_tokens, own_no
 from diptych.cost.layout import PLAIN, Layout
 from diptych.cost.streams import stream_matrices, stream_vectors, table_width
 from diptych.ground.specs import KVSpec, QuantSpec
-from diptych.models.spec import AttentionLayer, MlpSpec, ModelSpec, MoeSpec, QkNorm
+from diptych.models.spec import Activation, AttentionLayer, MlpSpec, ModelSpec, MoeSpec, QkNorm
 
 
 def parameters_by_component(model: ModelSpec) -> dict[str, int]:
@@ -141,7 +141,8 @@ def _matrices(mlp: MlpSpec) -> int:
 
 def _mlp(model: ModelSpec, mlp: MlpSpec) -> int:
     bias = (_matrices(mlp) - 1) * mlp.ffn + model.hidden if mlp.has_bias else 0
-    return _matrices(mlp) * model.hidden * mlp.ffn + bias
+    own = 2 if mlp.activation is Activation.XIELU else 0
+    return _matrices(mlp) * model.hidden * mlp.ffn + bias + own
 
 
 def _moe(model: ModelSpec, moe: MoeSpec) -> dict[str, int]:
@@ -155,7 +156,7 @@ def _moe(model: ModelSpec, moe: MoeSpec) -> dict[str, int]:
 
 
 def _norms(model: ModelSpec) -> int:
-    per_norm = model.hidden * (2 if model.has_norm_bias else 1)
+    per_norm = model.hidden * (model.has_norm_weight + model.has_norm_bias)
     ends = per_norm * (2 if model.has_embedding_norm else 1)
     of_layers = sum(n * (layer.norms.count + own_norms(layer.mlp)) for layer, n in model.layer_groups)
     return of_layers * per_norm + ends

@@ -22,6 +22,7 @@ ACTIVATIONS = {
     "gelu": Activation.GELU,
     "relu": Activation.RELU,
     "relu2": Activation.SQUARED_RELU,
+    "xielu": Activation.XIELU,
 }
 MAX_JSON_BYTES = 64 * 2**20  # an index of a thousand shards has a few
 MAX_JSON_DEPTH = 64

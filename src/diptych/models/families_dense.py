@@ -90,6 +90,16 @@ DENSE: tuple[Family, ...] = (
         renamed={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
         qkv_bias="attention_bias", o_bias="mlp_bias", mlp_bias="mlp_bias",
     ),
+    Family(
+        name="iquestcoder", architectures=("IQuestCoderForCausalLM",),
+        built_as="LlamaForCausalLM",
+        keys={**USUAL, "vocab_size": 76_800, "hidden_size": 5120, "intermediate_size": 27_648, "num_hidden_layers": 80,
+              "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131_072,
+              "rms_norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False},
+        fixed={"clip_qkv": (None,), "use_sliding_window": (False, None)},
+        mlp_bias="mlp_bias",
+        **BY_ATTENTION_BIAS,
+    ),
     # neighbouring dimensions turn together
     Family(
         name="helium", architectures=("HeliumForCausalLM",),
@@ -204,6 +214,13 @@ DENSE: tuple[Family, ...] = (
         keys={**GEMMA_4, "max_position_embeddings": 262_144, "sliding_window": 1024},
         fixed=GEMMA_4_FIXED,
         **GEMMA_4_LAYERS,
+    ),
+    # norms have no weights; of some sizes q, k and v are clipped
+    Family(
+        name="olmo", architectures=("OlmoForCausalLM",),
+        keys={**USUAL, "vocab_size": 50_304, "rms_norm_eps": 1e-5, "attention_bias": False, "clip_qkv": None},
+        centres_norms=True, has_norm_weight=False,
+        **BY_ATTENTION_BIAS,
     ),
     Family(
         name="olmo2", architectures=("Olmo2ForCausalLM",),
@@ -369,6 +386,22 @@ DENSE: tuple[Family, ...] = (
               "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False},
         is_gated=False, mlp_bias="mlp_bias",
         names=TensorNames(gate_up=("up_proj",)),
+        **BY_ATTENTION_BIAS,
+    ),
+    # an activation with two numbers for each layer (xIELU)
+    Family(
+        name="apertus", architectures=("ApertusForCausalLM",),
+        keys={**USUAL, "vocab_size": 131_072, "intermediate_size": 14_336, "hidden_act": "xielu",
+              "max_position_embeddings": 65_536, "rms_norm_eps": 1e-5, "rope_theta": 12_000_000.0, "attention_bias": False,
+              "rope_parameters": {"rope_type": "llama3", "rope_theta": 12_000_000.0, "factor": 8.0,
+                                  "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
+                                  "high_freq_factor": 4.0}},
+        fixed={"mlp_bias": (False,), "qk_norm": (True,), "post_norm": (False,)},
+        qk_norm=QkNorm.HEAD,
+        is_gated=False,
+        names=TensorNames(gate_up=("up_proj",), norms={
+            Norms.BEFORE: ("attention_layernorm", None, "feedforward_layernorm", None)}),
+        ignored=("rotary_emb.inv_freq", "act_fn.beta", "act_fn.eps"),
         **BY_ATTENTION_BIAS,
     ),
     Family(

@@ -136,6 +136,38 @@ MIXTURES: tuple[Family, ...] = (
         **CHOSEN_BY_SIGMOID,
         **BY_ATTENTION_BIAS,
     ),
+    # the weights of norms of q and k reach over all heads
+    Family(
+        name="minimax_m2", architectures=("MiniMaxM2ForCausalLM",),
+        keys={**USUAL, "vocab_size": 200_064, "hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62,
+              "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196_608,
+              "rope_theta": 5_000_000.0, "num_experts_per_tok": 8, "num_experts": 256, "rotary_dim": None,
+              "partial_rotary_factor": 1.0},
+        fixed={"scoring_func": ("sigmoid",), "use_qk_norm": (True,), "qk_norm_type": ("per_layer",),
+               "use_routing_bias": (True,), "attn_type_list": (1,)},
+        renamed=LOCAL_EXPERTS,
+        by_layer=("attn_type_list",),
+        qk_norm=QkNorm.FULL,
+        renormalises=True,
+        scores=Scores.SIGMOID,
+        has_choice_bias=True,
+        names=TensorNames(mlp=("block_sparse_moe.", "mlp."), expert=("w1", "w3", "w2"),
+                          choice_bias="e_score_correction_bias"),
+    ),
+    # beside its experts an MLP for every token; queries and keys are normed behind their turn
+    Family(
+        name="hunyuan_v1_moe", architectures=("HunYuanMoEV1ForCausalLM",),
+        keys={**USUAL, "vocab_size": 290_943, "rms_norm_eps": 1e-5, "attention_bias": False, "num_experts": 1,
+              "num_experts_per_tok": 1, "moe_intermediate_size": None, "n_shared_experts": 1},
+        fixed={"use_qk_norm": (True,), "use_cla": (False,), "use_mla": (False,), "use_mixed_mlp_moe": (True,),
+               "moe_layer_num_skipped": (0,), "norm_topk_prob": (True,), "mlp_bias": (False,)},
+        renamed={**LOCAL_EXPERTS, "moe_topk": "num_experts_per_tok", "num_shared_expert": "n_shared_experts"},
+        by_layer=("num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
+        qk_norm=QkNorm.TURNED,
+        renormalises=True,
+        names=TensorNames(q_norm="query_layernorm", k_norm="key_layernorm", router="gate.wg", shared="shared_mlp"),
+        **BY_ATTENTION_BIAS,
+    ),
     # chunks and norms of q and k where there are rotary positions, queries scaled by position where there are none
     Family(
         name="llama4_text", architectures=("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),

@@ -80,9 +80,10 @@ class Family:
     """One model family. Where a field is `bool | str`, a string names the key of the config that decides.
 
     keys: every key read, with its class default; None: from the others. fixed: known keys and the values they may have.
-    renamed: this class's name of a key -> the name used here. full_every: without layer_types, every so many-th layer
-    attends to everything, full_first: beginning with the first; windows_begin: every other layer before max_window_layers is
-    windowed, not all behind it. local_theta: the key with the rotary base of windowed layers, which then have no scaling.
+    renamed: this class's name of a key -> the name used here. by_layer: keys that may hold a list with the same for each
+    layer. full_every: without layer_types, every so many-th layer attends to everything, full_first: beginning with the
+    first; windows_begin: every other layer before max_window_layers is windowed, not all behind it. local_theta: the key with
+    the rotary base of windowed layers, which then have no scaling.
     longrope_names: rope types that mean longrope here. turns_windowed_only: layers that attend to everything have no rotary
     positions; turns_full_alone: unless the model has no window. attends_in_chunks: what is `sliding_window` here is the length
     of chunks that layers with rotary positions attend within; scales_queries: queries of the other layers are scaled by
@@ -101,6 +102,7 @@ class Family:
     keys: Mapping[str, Any]
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    by_layer: tuple[str, ...] = ()
     more_model_types: tuple[str, ...] = ()
     built_as: str | None = None
     is_run: bool = True
@@ -109,6 +111,7 @@ class Family:
     parallel_norms: Norms = Norms.PARALLEL
     norm_offset: float = 0.0
     centres_norms: bool = False
+    has_norm_weight: bool = True
     has_norm_bias: bool = False
     has_embedding_norm: bool = False
     has_scaled_embedding: bool = False

@@ -21,7 +21,7 @@ from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, PRICED, SUPP
 from diptych.models.family import Family
 from diptych.models.files import no_model
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL
-from diptych.models.read_gpt import arrangement, n_kv_heads
+from diptych.models.read_gpt import arrangement, n_kv_heads, of_all_layers
 from diptych.models.read_streams import cutoffs, full_heads, layer_inputs, mlp_widths, shared_layers, streams
 from diptych.models.refused import reason_for
 from diptych.models.rope import ROPE_KEYS, latent_stretch, make_rope, position_limit, rope_section
@@ -43,7 +43,13 @@ logger = logging.getLogger("diptych.models")
 # architectures of transformers that are a family's decoder under another head, or under none
 HEADLESS = ("ForSequenceClassification", "Model", "TextForSequenceClassification", "TextModel")
 RUN_ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH)  # of gates
-RUN_CURVES = (*RUN_ACTIVATIONS, Activation.GELU, Activation.RELU, Activation.SQUARED_RELU)  # of MLPs without one
+RUN_CURVES = (
+    *RUN_ACTIVATIONS,
+    Activation.GELU,
+    Activation.RELU,
+    Activation.SQUARED_RELU,
+    Activation.XIELU,
+)  # of MLPs without one
 
 
 def read_model(
@@ -92,6 +98,7 @@ def read_model(
         is_run=family.is_run,
         has_head=has_head and not _is_both_ways(config),
         centres_norms=family.centres_norms,
+        has_norm_weight=family.has_norm_weight,
         has_norm_bias=family.has_norm_bias,
         has_embedding_norm=family.has_embedding_norm,
         has_head_bias=family.has_head_bias,
@@ -209,6 +216,8 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
     for theirs, ours in family.renamed.items():
         if theirs in raw:
             raw[ours] = raw.pop(theirs)
+    for key in family.by_layer:
+        raw |= {key: of_all_layers(raw[key], key, path)} if key in raw else {}
     read = {*family.keys, *(ROPE_KEYS if "rope_theta" in family.keys else ()), "layer_types", "hidden_act"}
     _check_keys({key: value for key, value in raw.items() if key not in read}, family, path)
     if raw.get("rope_scaling") or raw.get("rope_parameters"):  # a class default holds only where neither is given
@@ -366,6 +375,7 @@ def _attention(
         window=window,
         is_chunked=window is not None and family.attends_in_chunks,
         softcap=config.optional_number("attn_logit_softcapping"),
+        clip=config.optional_number("clip_qkv"),
         rope=rope,
         query_scale=_query_scale(config, family, rope),
         qk_norm=qk_norm,

@@ -1,6 +1,8 @@
-"""What the families around GPT-2 say of heads and norms in keys of their own, from a config."""
+"""What families say in keys of their own, from a config: of heads and norms around GPT-2, of layers one by one."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
@@ -33,3 +35,12 @@ def arrangement(config: HfConfig, family: Family) -> Norms:
     if not is_parallel:
         return family.norms
     return Norms.BESIDE if n_norms == 2 else Norms.PARALLEL
+
+
+def of_all_layers(value: Any, name: str, path: str) -> Any:
+    """What a list with an entry for each layer says of all of them. LoadError where layers differ."""
+    if not isinstance(value, list):
+        return value
+    if not value or any(one != value[0] for one in value):
+        raise LoadError(f"{name} in {path} differs from layer to layer, which is not supported")
+    return value[0]

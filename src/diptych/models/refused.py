@@ -16,11 +16,9 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "falcon_h1", "bamba",
         "jamba", "zamba", "zamba2", "mamba", "mamba2", "falcon_mamba", "rwkv", "lfm2", "lfm2_moe", "kimi_linear",
         "minimax", "recurrent_gemma", "olmo_hybrid", "bailing_hybrid"),
-    "numbers of experts by layer": ("hunyuan_v1_moe",),
-    "activations with parameters of their own": ("apertus",),
     "scores that fall with the distance (ALiBi)": ("mpt",),
     "q, k and v stacked for groups of accelerators": ("codegen",),
-    "norms without weights": ("olmo", "nanochat"),
+    "norms of q and k without weights, and logits that are capped": ("nanochat",),
     "norms of heads with biases": ("persimmon",),
     "a mixture of experts beside attention": ("cohere2_moe",),
     "experts chosen one by one with jitter (sparsemixer)": ("phimoe",),
@@ -35,7 +33,6 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
 # names of GGUF architectures that are more than a spelling of the model_type
 IN_GGUF: Mapping[str, str] = MappingProxyType({
     "granitehybrid": "granitemoehybrid", "nemotron_h_moe": "nemotron_h", "rwkv6": "rwkv", "rwkv7": "rwkv",
-    "hunyuan-moe": "hunyuan_v1_moe",
     "glm-dsa": "glm_moe_dsa", "deepseek32": "deepseek_v32", "deepseek4": "deepseek_v4", "minimax-01": "minimax",
 })  # fmt: skip
 

@@ -18,6 +18,7 @@ from diptych.ground.specs import Provenance
 class Activation(Enum):
     """act in act(gate) * up, or in act(up) where there is no gate.
 
+    XIELU: s x + a x^2 above 0, s x + b (exp(min(x, e)) - 1 - x) below, of a layer's own a and b, XIELU_SLOPE and XIELU_LEAST.
     CLAMPED: g * sigmoid(CLAMPED_ALPHA * g) * (u + 1) of g = min(gate, limit) and u = up within +-limit (gpt-oss).
     """
 
@@ -26,9 +27,12 @@ class Activation(Enum):
     GELU = "gelu"
     RELU = "relu"
     SQUARED_RELU = "squared_relu"  # max(x, 0)^2
+    XIELU = "xielu"
     CLAMPED = "clamped"
 
 
+XIELU_SLOPE = 0.5
+XIELU_LEAST = -1e-6
 CLAMPED_ALPHA = 1.702
 CLAMPED_LIMIT = 7.0
 
@@ -140,10 +144,11 @@ class AttentionLayer:
 
     window: a query sees the last `window` positions up to and with its own; None: all. is_chunked: it sees those from the
     last multiple of `window` on instead (priced as a window, which is the most it sees). softcap: scores become
-    softcap * tanh(score / softcap), after scale. rope None: no rotary positions. sinks: one learned logit per head.
-    has_v_norm: values are normed like `qk_norm`'s heads, without a weight. has_v: there is a projection for values; where there
-    is none they are the keys before norm and turn. kv_layer: the number of the layer before this one whose keys and values it
-    attends to; it has no k and v of its own then, and keeps nothing. None: its own.
+    softcap * tanh(score / softcap), after scale. clip: q, k and v are held within it on both sides of 0. rope None: no rotary
+    positions. sinks: one learned logit per head. has_v_norm: values are normed like `qk_norm`'s heads, without a weight. has_v:
+    there is a projection for values; where there is none they are the keys before norm and turn. kv_layer: the number of the
+    layer before this one whose keys and values it attends to; it has no k and v of its own then, and keeps nothing. None: its
+    own.
     """
 
     n_heads: int
@@ -153,6 +158,7 @@ class AttentionLayer:
     window: int | None = None
     is_chunked: bool = False
     softcap: float | None = None
+    clip: float | None = None
     rope: Rope | None = None
     query_scale: QueryScale | None = None
     qk_norm: QkNorm = QkNorm.NONE
@@ -305,6 +311,7 @@ class ModelSpec:
     is_run: bool = True
     has_head: bool = True
     centres_norms: bool = False
+    has_norm_weight: bool = True
     has_norm_bias: bool = False
     has_embedding_norm: bool = False
     has_head_bias: bool = False

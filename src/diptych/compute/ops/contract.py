@@ -392,8 +392,12 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         """
 
     @abstractmethod
-    def curve(self, h: Stream | Hidden, weight: Linear) -> Hidden:
-        """y [T, F] = act(h W^T + b); the activation was given at load."""
+    def curve(self, h: Stream | Hidden, weight: Linear, *, numbers: tuple[float, ...] = ()) -> Hidden:
+        """y [T, F] = act(h W^T + b); the activation was given at load, numbers are what it has of its own."""
+
+    @abstractmethod
+    def clip(self, y: Hidden, limit: float) -> Hidden:
+        """y [T, N] within +-limit, y a projection, which may be written and is not used again by the caller."""
 
     @abstractmethod
     def gate_given(self, h: Stream | Hidden, weight: Linear, given: Hidden, first: int) -> Hidden:
@@ -516,6 +520,7 @@ OPS: dict[str, OpContract] = {
                    tolerance_fp32=1e-5, tolerance_bf16=3e-2),
         OpContract(name="curve", inputs="h [T,D], W [F,D], b [F]", output="y [T,F]", writes="",
                    tolerance_fp32=1e-5, tolerance_bf16=3e-2),
+        OpContract(name="clip", inputs="y [T,N]", output="y [T,N]", writes="y", tolerance_fp32=0.0, tolerance_bf16=0.0),
         OpContract(name="gate_given", inputs="h [T,D], W [F,D], given [T,W]", output="y [T,F]", writes="",
                    tolerance_fp32=1e-5, tolerance_bf16=3e-2),
         OpContract(name="weigh", inputs="x [T,D], weight [D] fp32", output="h [T,D]", writes="",

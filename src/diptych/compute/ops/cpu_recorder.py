@@ -186,16 +186,22 @@ class CpuOps(
         value.emit_rows = value.emit_f32
         return value
 
-    def curve(self, h: Value | ResidualStream, weight: LinearHandle) -> Value:
+    def curve(self, h: Value | ResidualStream, weight: LinearHandle, *, numbers: tuple[float, ...] = ()) -> Value:
         """Of whole rows, which ranks gather, in the form that the next projection reads."""
         assert weight.activation is not None
         x = self._f32("curve", weight.n_outputs, weight.is_gathered)
         self._linear_into(self._as_value(h), weight, "gate_up", x)
-        program, activation = self.program, weight.activation.value
+        program, settings = self.program, {"activation": weight.activation.value, "numbers": numbers or (0.0,) * 4}
         value = Value("gate", weight.n_outputs)
-        value.emit_f32 = lambda out: program.curve(x=x, out=out, activation=activation)
+        value.emit_f32 = lambda out: program.curve(x=x, out=out, **settings)
         value.emit_rows = value.emit_f32
         return value
+
+    def clip(self, y: Value, limit: float) -> Value:
+        """In place; a rank without heads has nothing there."""
+        if y.buffer is not None:
+            self.program.curve(x=y.buffer, out=y.buffer, activation="clip", numbers=(limit, 0.0, 0.0, 0.0))
+        return y
 
     def gate_given(self, h: Value | ResidualStream, weight: LinearHandle, given: Value, first: int) -> Value:
         """What is given lies in the buffer when the gate's epilogue joins them."""

@@ -142,9 +142,12 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     return curve(g, activation) * up
 
 
-def curve(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """act(x), fp32."""
+def curve(x: torch.Tensor, activation: Activation, numbers: tuple[float, ...] = ()) -> torch.Tensor:
+    """act(x), fp32. numbers: of XIELU, as `Activation` has them."""
     x = x.float()
+    if activation is Activation.XIELU:
+        above, below, slope, least = numbers
+        return slope * x + torch.where(x > 0, above * x**2, below * (torch.expm1(x.clamp(max=least)) - x))
     if activation in (Activation.RELU, Activation.SQUARED_RELU):
         return x.clamp(min=0) ** (2 if activation is Activation.SQUARED_RELU else 1)
     if activation is Activation.SILU:

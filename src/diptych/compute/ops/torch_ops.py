@@ -136,9 +136,14 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         deviation, mean = torch.std_mean(gate.float(), dim=-1, keepdim=True, correction=0)
         return _activated(F.relu(gate - (mean + cutoff * deviation).to(gate.dtype)), weight.activation) * up
 
-    def curve(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
+    def curve(self, h: torch.Tensor, weight: TorchLinear, *, numbers: tuple[float, ...] = ()) -> torch.Tensor:
         """y [T, F]."""
-        return _activated(self._product(h, weight, None), weight.activation)
+        y = self._product(h, weight, None)
+        return _xielu(y, numbers) if weight.activation is Activation.XIELU else _activated(y, weight.activation)
+
+    def clip(self, y: torch.Tensor, limit: float) -> torch.Tensor:
+        """y [T, N]."""
+        return y.clamp(-limit, limit)
 
     def gate_given(self, h: torch.Tensor, weight: TorchLinear, given: torch.Tensor, first: int) -> torch.Tensor:
         """y [T, F]."""
@@ -448,6 +453,11 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         # padded positions may lie beyond a short sequence's table; they are masked, any slot will do
         columns = (positions_BC // block_tokens).clamp(max=table_BM.shape[1] - 1)
         return table_BM.gather(1, columns) * block_tokens + positions_BC % block_tokens
+
+
+def _xielu(x: torch.Tensor, numbers: tuple[float, ...]) -> torch.Tensor:
+    above, below, slope, least = numbers
+    return slope * x + torch.where(x > 0, above * x * x, below * (torch.expm1(x.clamp(max=least)) - x))
 
 
 def _activated(gate: torch.Tensor, activation: Activation | None) -> torch.Tensor:
