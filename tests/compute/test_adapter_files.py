@@ -34,6 +34,11 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": list(EXPERTS)},
     "qwen3": {"r": 4, "lora_alpha": 8, "target_modules": ["lm_head"]},
     "helium": {"r": 4, "lora_alpha": 8, "target_modules": list(ALL)},
+    # as [inputs, outputs] in the file; by KV head; under names of their own; beside a bias
+    "gpt2": {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
+    "falcon-40b": {"r": 4, "lora_alpha": 8, "target_modules": ["query_key_value", "dense", "dense_4h_to_h"]},
+    "gpt_neox": {"r": 4, "lora_alpha": 8, "target_modules": ["query_key_value", "embed_out"]},
+    "gptj": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "fc_in"]},
 }  # fmt: skip
 
 
@@ -96,7 +101,7 @@ def refusal(folder: Path, base: Path, *, max_rank: int = 64) -> str:
     ("field", "value"),
     [
         ("peft_type", "LOHA"), ("use_dora", True), ("bias", "all"), ("modules_to_save", ["lm_head"]), ("lora_bias", True),
-        ("init_lora_weights", "pissa"), ("fan_in_fan_out", True), ("layer_replication", [[0, 1]]), ("task_type", "SEQ_CLS"),
+        ("init_lora_weights", "pissa"), ("layer_replication", [[0, 1]]), ("task_type", "SEQ_CLS"),
         ("alora_invocation_tokens", [1, 2]),
         ("trainable_token_indices", [3]), ("rank_pattern", {"(a+)+(b+)+": 3}), ("r", 0), ("lora_alpha", "much"),
     ],
@@ -123,6 +128,14 @@ def test_tensors_beside_a_and_b_are_refused_by_name(base: Path, tmp_path: Path, 
     tensors = copied(folder)
     save_file({**tensors, name: torch.zeros(3, 4)}, folder / "adapter_model.safetensors")
     assert name in refusal(folder, base)
+
+
+def test_an_adapter_of_a_head_with_a_bias_is_refused(base: Path, tmp_path: Path) -> None:
+    """peft writes the head beside it, with its bias, and only the head's weight is held against the model's."""
+    folder = write_adapter(tmp_path / "adapter", base, {"q_proj": 3})
+    bias = {"base_model.model.lm_head.base_layer.bias": torch.zeros(VOCAB)}
+    save_file(copied(folder) | bias, folder / "adapter_model.safetensors")
+    assert "a head with a bias" in refusal(folder, base)
 
 
 def rename(folder: Path, before: str, after: str) -> None:

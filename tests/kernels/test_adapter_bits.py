@@ -95,11 +95,18 @@ def together(model: Model, numbers: list[int], n_each: int, seed: int) -> dict[s
     return {name: Answer(torch.cat(rows[name]), read_cache(model, stepper, name)) for name in names}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3", "qwen3_moe"])
+TARGETS = {
+    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
+    "falcon-40b": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3", "qwen3_moe", "gpt2", "falcon-40b"])
 def test_logits_are_those_of_peft_as_the_model_s_own_are(family: str, tmp_path: Path) -> None:
     """Oracle: peft in fp32. The error with an adapter is of the size that the format's rounding has without one."""
     path = make_checkpoint(family, tmp_path / "base")
-    targets = list(ALL) if family != "phi3" else ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    targets = TARGETS.get(family, list(ALL))
     more: dict[str, Any] = {}
     if family == "qwen3_moe":
         targets = ["v_proj", "o_proj", "lm_head"]

@@ -39,6 +39,7 @@ KINDS: dict[str, tuple[str, str, dict[str, int], dict[str, int]]] = {
     "separate": ("llama", "bf16", SOME, {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 72}),
     "stacked": ("phi3", "int8", STACKED, {}),
     "full norms": ("olmo2", "int4", SOME, {"num_attention_heads": 4, "num_key_value_heads": 1}),
+    "by head": ("falcon-40b", "int8", {"query_key_value": 5, "dense": 3}, {}),
     "latents": ("deepseek_v2", "int8", LATENT, {}),
     "experts": ("qwen3_moe", "int8", {**SOME, "lm_head": 3}, {}),
     "one head": ("llama", "int8", SOME, {"num_attention_heads": 2, "num_key_value_heads": 1}),
@@ -67,7 +68,7 @@ def test_ranks_change_no_bit_of_an_adapter(tmp_path: Path, kind: str) -> None:
     base = make_checkpoint(family, tmp_path / "base", num_hidden_layers=2, dtype=torch.bfloat16, **fields)
     paths = [
         write_adapter(tmp_path / "all", base, modules, seed=1),
-        write_adapter(tmp_path / "o", base, {"o_proj": 3}, seed=2),
+        write_adapter(tmp_path / "o", base, {"o_proj": 3, "dense": 3}, seed=2),
     ]
     adapters = [read_adapter(path, max_rank=64) for path in paths]
     config = replace(CONFIG, weights=weights)

@@ -36,6 +36,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 # peft writes the weight of the head itself beside an adapter of it (save_embedding_layers)
 _HEAD_COPY = "lm_head.base_layer.weight"
+_HEAD_BIAS = "lm_head.base_layer.bias"
+HEADS = ("lm_head", "embed_out")
 COMPARED_ROWS = 4096  # of the head at one time
 MOST_REPEATS = 2  # of a pattern for names: more could take for ever
 MOST_EXPERTS = 1024
@@ -46,7 +48,6 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": (None, "CAUSAL_LM"),
     "bias": ("none",),
-    "fan_in_fan_out": (False, None),
     # others take a part of the base weights away at the start of a training, and the checkpoint here still has it
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
     "use_dora": (False, None),
@@ -63,11 +64,12 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "velora_config": (None,),
 }
 _READ = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_parameters")
-# of the training, of its library, or said again by the tensors
+# of the training, of its library, of how the base's weights lie (fan_in_fan_out), or said again by the tensors
 _WITHOUT_EFFECT = (
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
-    "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config",
-    "megatron_config", "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules",
+    "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
+    "lora_ga_config", "megatron_config", "megatron_core", "peft_version", "qalora_group_size", "revision",
+    "runtime_config", "target_modules",
 )  # fmt: skip
 
 
@@ -154,7 +156,8 @@ class Sites:
     def note_head(self, tensor: WeightTensor, linear: object) -> None:
         """The output projection, which may be the embedding."""
         self._head = tensor
-        self.note(LinearParts(weights=(tensor,)), linear, module="lm_head")
+        own = tensor.name.removesuffix(".weight").rpartition(".")[2]
+        self.note(LinearParts(weights=(tensor,)), linear, module=own if own in HEADS else "lm_head")
 
     def note_expert(self, number: int, gate_up: tuple[LinearParts, object], down: tuple[LinearParts, object]) -> None:
         """Both projections of an expert, with their handles."""
@@ -169,7 +172,7 @@ class Sites:
         if adapter.head_copy is not None:
             self._check_head(adapter, adapter.head_copy)
         tails = {_tail(module): module for module in self._by_module}
-        prefixes = {"", "model."} | {module.removesuffix(_tail(module)) for module in self._by_module}
+        prefixes = {"", "model.", "transformer."} | {module.removesuffix(_tail(module)) for module in self._by_module}
         fitted: dict[str, tuple[Site, LowRank]] = {}
         for module, low_rank in self._of_modules(adapter):
             tail = _tail(module)
@@ -240,7 +243,7 @@ class Sites:
 
 def _tail(module: str) -> str:
     """A module's name from its layers on, which a wrapper around the language model does not change."""
-    found = re.search(r"(?:^|\.)(layers\..+)", module)
+    found = re.search(r"(?:^|\.)((?:layers|h)\.\d.*)", module)
     return module if found is None else found[1]
 
 
@@ -322,6 +325,11 @@ def _read_sides(path: Path, most_ranks: int, max_rank: int) -> dict[str, dict[st
             for name in file.keys():  # noqa: SIM118 - no mapping
                 if name.endswith(_HEAD_COPY):
                     continue  # compared with the model's own where it is fitted
+                if name.endswith(_HEAD_BIAS):
+                    raise LoadError(
+                        f"{path} adapts a head with a bias ({name}), which is not supported",
+                        hint="merge_and_unload in peft makes any adapter part of the weights",
+                    )
                 match = _TENSOR.fullmatch(name)
                 if match is None or "lora_" in match["module"]:
                     raise LoadError(
