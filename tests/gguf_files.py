@@ -33,7 +33,8 @@ ARCHITECTURES = {
     "llama4": "llama4",
     "youtu": "deepseek2", "glm4_moe_lite": "deepseek2", "command-r-plus": "command-r", "stablelm-2-12b": "stablelm",
     "minicpm3": "minicpm3", "starcoder2": "starcoder2", "nemotron": "nemotron", "arcee": "arcee",
-    "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_dense": "hunyuan-dense", "gpt2": "gpt2", "gpt_bigcode": "starcoder", "gpt_neox": "gptneox",
+    "phi": "phi2", "falcon": "falcon", "falcon-40b": "falcon", "olmo": "olmo", "minimax_m2": "minimax-m2",
 }  # fmt: skip
 # what a GGUF file cannot say, so that the model must be without it
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -58,6 +59,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots1": {"sliding_window": None},
     # chunks are longer than any prompt here, and the last layer has no positions
     "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "no_rope_layer_interval": 4},
+    "gpt2": {"n_inner": None},
+    # the converter leaves q, k and v's biases as they lie
+    "falcon-40b": {"bias": False, "max_position_embeddings": 2048},
+    "falcon": {"max_position_embeddings": 2048},
     # llama.cpp has the numbers of the one size in its code; values are as wide as the model over its heads
     "minicpm3": {"v_head_dim": 16, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
     "deepseek_v2": {
@@ -73,6 +78,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         }
     },
 }
+BY_DEFAULT = ("gpt2", "gpt_bigcode", "gpt_neox", "phi", "falcon")
 SAVED_AS = {"block_sparse_moe.router.": "block_sparse_moe.router.layer.", "block_sparse_moe.experts.": "mlp.experts.",
             "mlp.gate.moe_statics.": "mlp.moe_statics."}  # fmt: skip
 Choose = Callable[[str], str]
@@ -134,7 +140,7 @@ def write_gguf(
     for full, values in change(tensors).items():
         kind = gguf.GGMLQuantizationType[choose(full) if values.ndim > 1 else "F32"]
         out.add_tensor(full, quantised(values, kind), raw_dtype=kind)
-    rope = dict(config.rope_parameters)
+    rope = rope_of(config)
     if rope.get("rope_type") == "llama3":
         out.add_tensor("rope_freqs.weight", llama3_freqs(config, rope))
     for length in ("long", "short"):
@@ -208,9 +214,21 @@ def turning_pairs(config: Any) -> np.ndarray:
     return np.array([1.0] * turning + [1e30] * (full.head_dim // 2 - turning), dtype=np.float32)
 
 
+def rope_of(config: Any) -> dict[str, Any]:
+    """The rotary settings; of a model without them what nobody reads."""
+    return dict(getattr(config, "rope_parameters", None) or {"rope_theta": 1e4})
+
+
+def ffn_width(config: Any) -> int:
+    """Of the MLP, by whatever name."""
+    names = ("intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_hidden_size")
+    found = (getattr(config, name, None) for name in names)
+    return next((one for one in found if one), 4 * config.hidden_size)
+
+
 def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
     """What the converter writes of a config."""
-    rope = dict(config.rope_parameters)
+    rope = rope_of(config)
     full = rope.get("full_attention", rope)
     heads = config.num_attention_heads
     if config.model_type == "gemma4_text":
@@ -219,24 +237,25 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
     out.add_context_length(config.max_position_embeddings)
     out.add_embedding_length(config.hidden_size)
     out.add_block_count(config.num_hidden_layers)
-    out.add_feed_forward_length(getattr(config, "intermediate_size_mlp", config.intermediate_size))
+    out.add_feed_forward_length(ffn_width(config))
     out.add_head_count(heads)
-    out.add_rope_freq_base(full["rope_theta"])
+    if config.model_type not in BY_DEFAULT:  # which no converter writes for these
+        out.add_rope_freq_base(full["rope_theta"])
     out.add_vocab_size(config.vocab_size)
     centred = [
-        getattr(config, name) for name in ("layer_norm_eps", "norm_epsilon", "norm_eps") if hasattr(config, name)
+        getattr(config, name)
+        for name in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+        if hasattr(config, name)
     ]
-    if centred:
-        out.add_layer_norm_eps(centred[0])
+    if centred or config.model_type == "olmo":
+        out.add_layer_norm_eps(centred[0] if centred else 1e-5)
     else:
         out.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if hasattr(config, "kv_lora_rank"):
-        write_latent(out, config)
-    else:
-        out.add_head_count_kv(config.num_key_value_heads)
-        out.add_rope_dimension_count(int(head_dim * full.get("partial_rotary_factor", 1.0)))
-        out.add_key_length(head_dim)
-        out.add_value_length(head_dim)
+    if config.model_type == "olmo":
+        out.add_clamp_kqv(config.clip_qkv)
+    if config.model_type == "gpt_neox":
+        out.add_parallel_residual(config.use_parallel_residual)
+    write_heads(out, config, full, head_dim)
     if full.get("rope_type") in ("linear", "yarn"):
         out.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
         out.add_rope_scaling_factor(full["factor"])
@@ -271,6 +290,25 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
     write_scales(out, config)
     if getattr(config, "num_experts_per_tok", None):
         write_experts(out, config)
+
+
+def write_heads(out: gguf.GGUFWriter, config: Any, full: Mapping[str, Any], head_dim: int) -> None:
+    """How many, how wide, and how much of them turns."""
+    if hasattr(config, "kv_lora_rank"):
+        write_latent(out, config)
+    elif config.model_type in BY_DEFAULT:
+        if config.model_type not in ("gpt2", "gpt_neox"):
+            is_old = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
+            names = ("num_kv_heads", "num_key_value_heads")
+            many = next(n for n in (getattr(config, name, None) for name in names) if n)
+            out.add_head_count_kv(1 if is_old else many)
+        if "partial_rotary_factor" in full:
+            out.add_rope_dimension_count(int(head_dim * full["partial_rotary_factor"]))
+    else:
+        out.add_head_count_kv(config.num_key_value_heads)
+        out.add_rope_dimension_count(int(head_dim * full.get("partial_rotary_factor", 1.0)))
+        out.add_key_length(head_dim)
+        out.add_value_length(head_dim)
 
 
 def write_streams(out: gguf.GGUFWriter, config: Any) -> None:
@@ -316,7 +354,7 @@ def write_experts(out: gguf.GGUFWriter, config: Any) -> None:
     names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
     out.add_expert_count(next(n for n in (getattr(config, name, None) for name in names) if n))
     out.add_expert_used_count(config.num_experts_per_tok)
-    if hasattr(config, "moe_intermediate_size") or kind in ("gpt_oss", "llama4_text"):
+    if hasattr(config, "moe_intermediate_size") or kind in ("gpt_oss", "llama4_text", "minimax_m2"):
         out.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
     if kind == "qwen2_moe":
         out.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
@@ -334,7 +372,7 @@ def write_experts(out: gguf.GGUFWriter, config: Any) -> None:
         out.add_expert_weights_scale(config.routed_scaling_factor)
         if config.norm_topk_prob:
             out.add_expert_weights_norm(True)
-    if kind in ("glm4_moe", "deepseek_v3"):
+    if kind in ("glm4_moe", "deepseek_v3", "minimax_m2"):
         out.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
@@ -347,6 +385,11 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
     tensors: dict[str, torch.Tensor] = {}
     for full, values in state.items():
         name = full
+        if config.model_type == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+            values = values.T
+        if "query_key_value." in name:
+            n_kv = 1 if config.model_type == "falcon" and not config.new_decoder_architecture else None
+            values = by_site(values, config, n_kv)
         for new, old in SAVED_AS.items():  # what transformers calls it in a file
             name = name.replace(new, old)
         if name.endswith(("q_proj.weight", "q_proj.bias")) and is_permuted(config):
@@ -410,8 +453,28 @@ def joined(tensors: Tensors) -> Tensors:
     return left
 
 
+def by_site(values: torch.Tensor, config: Any, n_kv: int | None) -> torch.Tensor:
+    """q, k and v one behind the other, of rows that lie by KV head."""
+    heads = config.num_attention_heads
+    n_kv = n_kv or getattr(config, "num_kv_heads", heads)
+    rows = values.reshape(n_kv, heads // n_kv + 2, config.hidden_size // heads, *values.shape[1:])
+    parts = (rows[:, :-2], rows[:, -2], rows[:, -1])
+    return torch.cat([part.reshape(-1, *values.shape[1:]) for part in parts])
+
+
 def is_permuted(config: Any) -> bool:
-    kinds = ("llama", "mistral", "mixtral", "smollm3", "granite", "granitemoe", "internlm3", "ministral3", "arcee")
+    kinds = (
+        "llama",
+        "mistral",
+        "mixtral",
+        "smollm3",
+        "granite",
+        "granitemoe",
+        "internlm3",
+        "ministral3",
+        "arcee",
+        "olmo",
+    )
     return config.model_type in kinds
 
 

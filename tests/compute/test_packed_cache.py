@@ -146,10 +146,13 @@ def test_joined_projections_of_several_types_keep_their_values(
     assert (first.revision, first.formats) == (second.revision, second.formats)
 
 
-def test_a_gguf_file_is_dequantised_once(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_gguf_file_is_dequantised_once(
+    family: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What takes longest at the first start."""
     path = write_gguf(
-        gguf_reference("llama"), tmp_path / "m.gguf", choose=lambda name: "Q8_0" if "ffn_up" in name else "F16"
+        gguf_reference(family), tmp_path / "m.gguf", choose=lambda name: "Q8_0" if "ffn_up" in name else "F16"
     )
     first = load(path)
     monkeypatch.setattr("diptych.compute.gguf.dequantised", lambda *_: pytest.fail("dequantised again"))

@@ -201,7 +201,7 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         # stacked projections have one name
         names = self.names.qkv if len(self.names.qkv) == 1 else self.names.qkv[: 1 + len(sites)]
         qkv = self.linear(root, names, tuple(widths.values()), self.spec.hidden, has_bias=attention.has_qkv_bias)
-        if self.names.qkv_by_head:
+        if self.names.qkv_by_head and not self.source.is_plain:
             order = by_head_order(attention.n_heads, attention.n_kv_heads, attention.head_dim)
             qkv = _reordered(qkv, order)
         qkv = self._in_halves(qkv, len(widths))
@@ -335,7 +335,7 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         rows = rows if len(names) == len(rows) else (sum(rows),)
         named = list(zip(names, rows, strict=True))
         weights: tuple[WeightTensor, ...]
-        if self.names.transposes:
+        if self.names.transposes and not self.source.is_plain:
             weights = tuple(
                 TransposedTensor(self.source.tensor(f"{root}{name}.weight", n_inputs, n)) for name, n in named
             )

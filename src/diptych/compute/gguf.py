@@ -74,6 +74,7 @@ class GgufCheckpoint:
     is_balanceable = True
     is_keeping = True
     is_lasting = False
+    is_plain = True  # the converter sees to it
 
     def __init__(self, file: GgufFile, *, dtype: torch.dtype, table_dtype: torch.dtype) -> None:
         self.file = file

@@ -45,6 +45,7 @@ CHECKSUMS = "xxh3_64"  # in the file's metadata: tensor name -> XXH3-64 of its b
 KEPT = (
     "kept_formats"  # in the file's metadata: packed weight -> the format of its values, where they are the file's own
 )
+PLAIN = "is_plain"  # in the file's metadata: as the `Source` was that it was made of
 ALIGNMENT = 64
 PIECE_BYTES = 2**21  # a huge page
 LARGE_BYTES = 2**20  # of a tensor that is checked with the others
@@ -106,6 +107,7 @@ class QuantisedCheckpoint(Checkpoint):
                 f"{directory} has no list of packed shapes and checksums: {error}",
                 hint="write the checkpoint again with `diptych quantize`",
             ) from error
+        self.is_plain = metadata.get(PLAIN) == "true"
         self._packed_used: set[str] = set()
         self._intact: set[str] = set()
 
@@ -293,6 +295,7 @@ def write_tensors(path: Path, loader: CpuLoader, source: TensorSource, **metadat
     kept = {key: one.name for key, one in loader.kept.items()}
     header["__metadata__"] = {
         "format": "pt", "packed_shapes": json.dumps(shapes), CHECKSUMS: json.dumps(checksums), KEPT: json.dumps(kept),
+        PLAIN: json.dumps(loader.source.is_plain),
         **metadata,
     }  # fmt: skip
     text = json.dumps(header).encode()

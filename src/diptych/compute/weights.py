@@ -119,6 +119,8 @@ class Source(Protocol):
     is_balanceable: whether its numbers may be read and scaled (`compute.balance`) before they are packed.
     is_keeping: whether it may hold matrices whose values a kernel keeps (`WeightTensor.kept`).
     is_lasting: whether nobody changes its files, so that packed weights may be used where they are mapped.
+    is_plain: whether matrices lie as [outputs, inputs] and a stacked q, k and v one behind the other, whatever the family's own
+    files have.
     unchecked: what was handed out before its checksum was taken, for a loader to check with all it reads, on all threads;
     `finish` checks what is left.
     meanwhile: called once by a loader while it reads packed weights, which needs no interpreter.
@@ -128,6 +130,7 @@ class Source(Protocol):
     is_balanceable: bool
     is_keeping: bool
     is_lasting: bool
+    is_plain: bool
     unchecked: list[Saved]
     meanwhile: Meanwhile | None
 
@@ -212,6 +215,7 @@ class Checkpoint:
     is_balanceable = True
     is_keeping = False  # experts in MXFP4 are kept
     is_lasting = False
+    is_plain = False
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -431,6 +435,7 @@ class RandomSource:
     is_balanceable = False  # even already, and a backend may make numbers of its own
     is_keeping = False
     is_lasting = False
+    is_plain = False
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

@@ -21,7 +21,16 @@ from typing import Any
 
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
-from diptych.models.gguf_architectures import DEEPSEEK_V2, GEMMA3N, GEMMA4, USUAL, GgufArchitecture, architecture_of
+from diptych.models.families import BY_ARCHITECTURE
+from diptych.models.gguf_architectures import (
+    DEEPSEEK_V2,
+    FALCON,
+    GEMMA3N,
+    GEMMA4,
+    USUAL,
+    GgufArchitecture,
+    architecture_of,
+)
 from diptych.models.gguf_file import PART, GgufArray, GgufFile, GgufTensor, open_gguf
 from diptych.models.read import read_model
 from diptych.models.spec import ModelSpec
@@ -62,6 +71,9 @@ IN_LAYER = {
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate_up_proj": "ffn_up",
     "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down", "self_attn.query_layernorm": "attn_q_norm",
     "self_attn.key_layernorm": "attn_k_norm",
+    **dict.fromkeys(("attn.c_attn", "attention.query_key_value", "self_attention.query_key_value"), "attn_qkv"),
+    **dict.fromkeys(("attn.c_proj", "attention.dense", "self_attention.dense", "self_attn.dense"), "attn_output"),
+    "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down",
     "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp", "mlp.router.layer": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "altup.modality_router": "altup_router",
     "altup.router_norm": "altup_router_norm", "altup.prediction_coefs": "altup_predict_coef",
@@ -74,6 +86,18 @@ AT_THE_ENDS = {
     "model.norm.weight": "output_norm.weight",
     "model.norm.bias": "output_norm.bias",
     "lm_head.weight": "output.weight",
+    "lm_head.bias": "output.bias",
+    "embed_out.weight": "output.weight",
+    **dict.fromkeys(
+        ("transformer.wte.weight", "transformer.word_embeddings.weight", "gpt_neox.embed_in.weight"),
+        "token_embd.weight",
+    ),
+    "transformer.wpe.weight": "position_embd.weight",
+    **{
+        f"{norm}.{ending}": f"output_norm.{ending}"
+        for ending in ("weight", "bias")
+        for norm in ("transformer.ln_f", "gpt_neox.final_layer_norm", "model.final_layernorm")
+    },
     "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
     "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
     "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
@@ -84,10 +108,11 @@ ODD_ENDINGS = {
     "altup.correct_output_scale": "altup_correct_scale.weight",
     "layer_scalar": "layer_output_scale.weight",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
 }
 EXPERT = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
-LAYER = re.compile(r"^model\.layers\.(\d+)\.(.+)$")
+LAYER = re.compile(r"^(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.+)$")
 MLP = re.compile(r"^(?:block_sparse_moe|feed_forward)\.")  # what some checkpoints call it
 ONE_EXPERT = re.compile(r"^mlp\.experts\.(\d+)\.(\w+)$")
 SHARED_EXPERTS = re.compile(r"^mlp\.shared_experts?\.(\w+)$")
@@ -178,6 +203,33 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         _add_full_heads(config, keys, file)
     else:
         _add_rope(config, keys, file, kind)
+    if "multi_query" in BY_ARCHITECTURE[kind.architecture].keys:
+        config["multi_query"] = config["num_key_value_heads"] == 1
+    if kind is FALCON:
+        _add_grouping(config, file)
+    return _without_unread(config, file)
+
+
+def _add_grouping(config: dict[str, Any], file: GgufFile) -> None:
+    """Of Falcon: one KV head is the older architecture's; two norms, or several KV heads, are the newer one's."""
+    has_two_norms = "blk.0.attn_norm_2.weight" in file.tensors
+    config["new_decoder_architecture"] = has_two_norms or not config["multi_query"]
+    config["num_ln_in_parallel_attn"] = 2 if has_two_norms else 1
+
+
+def _without_unread(config: dict[str, Any], file: GgufFile) -> dict[str, Any]:
+    """Without what was filled in above and the family has no key for. LoadError where it says more than usual."""
+    read = BY_ARCHITECTURE[config["architectures"][0]].keys
+    usual: dict[str, Any] = {
+        "head_dim": config["hidden_size"] // config["num_attention_heads"],
+        "num_key_value_heads": config["num_attention_heads"],
+    }
+    if "rope_theta" not in read:
+        usual |= {"rope_theta": 10_000.0, "partial_rotary_factor": 1.0, "rope_scaling": {"rope_type": "default"}}
+    for name in [name for name in usual if name in config and name not in read]:
+        value = config.pop(name)
+        if value != usual[name]:
+            raise LoadError(f"{name} of {file.path} is {value}; {config['architectures'][0]} has no such key")
     return config
 
 

@@ -133,6 +133,13 @@ YOUTU = GgufArchitecture(
 )
 # what it scales stands in no file: in llama.cpp as in the class
 MINICPM3 = GgufArchitecture(architecture="MiniCPM3ForCausalLM", keys=LATENT, fixed={"q_lora_rank": None})
+# the norm of attention is called so where the MLP has one of its own
+FALCON = GgufArchitecture(
+    architecture="FalconForCausalLM",
+    eps=LAYER_NORM,
+    norms={"input_layernorm": "attn_norm", "ln_mlp": "attn_norm", "ln_attn": "attn_norm_2"},
+)
+AS_GPT2: dict[str, Any] = {"eps": LAYER_NORM, "norms": {"ln_1": "attn_norm", "ln_2": "ffn_norm"}}
 OLMO2 = GgufArchitecture(architecture="Olmo2ForCausalLM", norms=AFTER)
 OLMO3 = GgufArchitecture(architecture="Olmo3ForCausalLM", norms=AFTER, keys=WINDOWED, window_every=4)
 DEEPSEEK_V3 = replace(DEEPSEEK_V2, architecture="DeepseekV3ForCausalLM", values={"expert_gating_func": (0, SIGMOID)})
@@ -245,6 +252,24 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         present={"attention_bias": Q_BIAS},
         window_every=2,
         yarn={"truncate": False},
+    ),
+    "gpt2": GgufArchitecture(architecture="GPT2LMHeadModel", **AS_GPT2),
+    "starcoder": GgufArchitecture(architecture="GPTBigCodeForCausalLM", fixed={"hidden_act": "gelu"}, **AS_GPT2),
+    "gptneox": GgufArchitecture(
+        architecture="GPTNeoXForCausalLM",
+        keys={"use_parallel_residual": "use_parallel_residual"},
+        eps=LAYER_NORM,
+        present={"attention_bias": Q_BIAS},
+    ),
+    "phi2": GgufArchitecture(architecture="PhiForCausalLM", eps=LAYER_NORM),
+    "falcon": FALCON,
+    "olmo": GgufArchitecture(
+        architecture="OlmoForCausalLM", keys={"attention.clamp_kqv": "clip_qkv"}, eps=LAYER_NORM, is_permuted=True
+    ),
+    "minimax-m2": GgufArchitecture(
+        architecture="MiniMaxM2ForCausalLM",
+        keys={**EXPERTS, "expert_feed_forward_length": "intermediate_size"},
+        values={"expert_gating_func": (0, SIGMOID)},
     ),
     # MLPs without a gate
     "starcoder2": GgufArchitecture(
