@@ -24,7 +24,7 @@ from checkpoints import VOCAB, make_reference
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3", "gemma2": "gemma2",
     "gemma3": "gemma3", "olmo2": "olmo2", "smollm3": "smollm3", "mixtral": "llama", "qwen3_moe": "qwen3moe",
-    "gemma": "gemma", "gemma3n": "gemma3n", "gemma4": "gemma4", "gemma4-e2b": "gemma4",
+    "gemma": "gemma", "gemma3n": "gemma3n", "gemma4": "gemma4", "gemma4-e2b": "gemma4", "gemma4-a4b": "gemma4",
     "granite": "granite", "granitemoe": "granitemoe", "glm": "chatglm", "glm4": "glm4",
     "glm4_moe": "glm4moe", "cohere": "command-r", "cohere2": "cohere2", "stablelm": "stablelm", "olmoe": "olmoe",
     "seed_oss": "seed_oss", "ernie4_5": "ernie4_5", "ernie4_5_moe": "ernie4_5-moe", "qwen2_moe": "qwen2moe",
@@ -78,6 +78,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         }
     },
 }
+# what becomes a scale beside another tensor
+ROUTER_SCALES = {"router.scale": "router.proj", "router.per_expert_scale": "experts.down_proj"}
 BY_DEFAULT = ("gpt2", "gpt_bigcode", "gpt_neox", "phi", "falcon")
 SAVED_AS = {"block_sparse_moe.router.": "block_sparse_moe.router.layer.", "block_sparse_moe.experts.": "mlp.experts.",
             "mlp.gate.moe_statics.": "mlp.moe_statics."}  # fmt: skip
@@ -134,6 +136,9 @@ def write_gguf(
     tensors = {}
     for theirs, values in tensors_of(model).items():
         stem, ending = theirs.rsplit(".", 1)
+        for ours, its in ROUTER_SCALES.items():
+            if theirs.endswith(ours):
+                stem, ending = theirs.removesuffix(ours) + its, "scale"
         tensors[f"{names.get_name(stem)}.{ending}"] = values
     if config.model_type == "gemma4_text":
         tensors["rope_freqs.weight"] = turning_pairs(config)
@@ -193,6 +198,10 @@ def write_kinds_of_heads(out: gguf.GGUFWriter, config: Any) -> None:
     out.add_head_count_kv(config.num_key_value_heads if alike else by_layer)
     out.add_layer_norm_rms_eps(config.rms_norm_eps)
     out.add_vocab_size(config.vocab_size)
+    if config.enable_moe_block:
+        out.add_expert_count(config.num_experts)
+        out.add_expert_used_count(config.top_k_experts)
+        out.add_expert_feed_forward_length(config.moe_intermediate_size)
     out.add_sliding_window(config.sliding_window)
     out.add_sliding_window_pattern(windowed)
     out.add_shared_kv_layers(n_shared)
@@ -400,6 +409,8 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
             values = values + 1
         if config.model_type == "gpt_oss" and ".experts." in name:
             tensors |= clamped_experts(name, values)
+        elif config.model_type == "gemma4_text" and name.endswith("experts.gate_up_proj"):
+            tensors[f"{name}.weight"] = values  # as they are
         elif name.endswith("experts.gate_up_proj"):
             root = name.removesuffix("gate_up_proj")
             gate, up = (values.transpose(-1, -2) if is_transposed else values).chunk(2, dim=1)

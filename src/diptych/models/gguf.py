@@ -74,7 +74,7 @@ IN_LAYER = {
     **dict.fromkeys(("attn.c_attn", "attention.query_key_value", "self_attention.query_key_value"), "attn_qkv"),
     **dict.fromkeys(("attn.c_proj", "attention.dense", "self_attention.dense", "self_attn.dense"), "attn_output"),
     "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down",
-    "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp", "mlp.router.layer": "ffn_gate_inp",
+    "router.proj": "ffn_gate_inp", "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp", "mlp.router.layer": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "altup.modality_router": "altup_router",
     "altup.router_norm": "altup_router_norm", "altup.prediction_coefs": "altup_predict_coef",
     "altup.correction_coefs": "altup_correct_coef", "laurel.linear_left": "laurel_l", "laurel.linear_right": "laurel_r",
@@ -107,6 +107,8 @@ ODD_ENDINGS = {
     "self_attn.sinks": "attn_sinks.weight",
     "altup.correct_output_scale": "altup_correct_scale.weight",
     "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
@@ -114,7 +116,7 @@ ODD_ENDINGS = {
 EXPERT = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 LAYER = re.compile(r"^(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.+)$")
 MLP = re.compile(r"^(?:block_sparse_moe|feed_forward)\.")  # what some checkpoints call it
-ONE_EXPERT = re.compile(r"^mlp\.experts\.(\d+)\.(\w+)$")
+ONE_EXPERT = re.compile(r"^(?:mlp\.)?experts\.(\d+)\.(\w+)$")
 SHARED_EXPERTS = re.compile(r"^mlp\.shared_experts?\.(\w+)$")
 # one head's matrix, queries to latents or latents to values, of those that are stacked here
 LATENT_HEAD = re.compile(r"^self_attn\.([kv]_b)_proj\.(\d+)$")
@@ -275,8 +277,11 @@ def _add_streams(config: dict[str, Any], keys: _Keys, file: GgufFile) -> None:
 
 def _add_full_heads(config: dict[str, Any], keys: _Keys, file: GgufFile) -> None:
     """What layers that attend to everything have of their own: KV heads, no projection of values, pairs that do not turn."""
-    table = file.tensors.get("per_layer_token_embd.weight")
+    table, experts = (file.tensors.get(name) for name in ("per_layer_token_embd.weight", "blk.0.ffn_down_exps.weight"))
     config["vocab_size_per_layer_input"] = config["vocab_size"] if table is None else table.shape[0]
+    config["enable_moe_block"] = experts is not None
+    if experts is not None and experts.type.name == "NVFP4":
+        raise LoadError(f"{file.path} has experts in NVFP4 whose scales are of the mixture too, which is not supported")
     windowed = [
         one == "sliding_attention" for one in config.get("layer_types") or [False] * config["num_hidden_layers"]
     ]

@@ -104,8 +104,9 @@ GEMMA4 = GgufArchitecture(
     keys={**WINDOWED, "final_logit_softcapping": "final_logit_softcapping", "attention.key_length": "global_head_dim",
           "attention.key_length_swa": "head_dim", "attention.value_length_swa": "", "rope.dimension_count_swa": "",
           "embedding_length_per_layer_input": "hidden_size_per_layer_input",
-          "attention.shared_kv_layers": "num_kv_shared_layers"},
-    norms=AROUND,
+          "attention.shared_kv_layers": "num_kv_shared_layers", **EXPERTS, **EXPERT_WIDTH},
+    norms={**AROUND, "pre_feedforward_layernorm_2": "pre_ffw_norm_2", "post_feedforward_layernorm_1": "post_ffw_norm_1",
+           "post_feedforward_layernorm_2": "post_ffw_norm_2"},
     by_layer=("feed_forward_length", "attention.head_count_kv"),
     window_every=6,
 )  # fmt: skip
