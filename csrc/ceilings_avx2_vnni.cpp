@@ -2,6 +2,7 @@
 #include "kernel_sets.h"
 
 #if defined(__x86_64__)
+#define DIPTYCH_ENCODING "%{vex%} "
 #include "avx_vnni.h"
 
 namespace diptych {

@@ -55,11 +55,7 @@ Capabilities detect() {
   add(Capability::avx512vbmi, extended.c & (1u << 1), kZmm);
   add(Capability::avx512_vnni, extended.c & (1u << 11), kZmm);
   add(Capability::avx512_bf16, extended.a >= 1 && (more.a & (1u << 5)), kZmm);
-#if defined(DIPTYCH_AVX_VNNI_EVEX)
-  add(Capability::avx_vnni, found.has(Capability::avx512_vnni) && found.has(Capability::avx512vl), kZmm);
-#else
   add(Capability::avx_vnni, extended.a >= 1 && (more.a & (1u << 4)), kYmm);
-#endif
   // Measured from registers: Emerald Rapids 89 Gop/s a core by vdpbf16ps and 176 by FMA; Zen 4 and 5 twice FMA's (LAB.md).
   add(Capability::full_rate_bf16, found.has(Capability::avx512_bf16) && !is_intel(), kZmm);
   add(Capability::amx_bf16, extended.d & (1u << 22), kTiles);

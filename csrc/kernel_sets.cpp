@@ -66,6 +66,12 @@ const KernelSet kSets[] = {
      {&amx_twin::kBf16Tiles, &amx_twin::kInt8Tiles, &amx_twin::kInt4Tiles, &amx_twin::kFp8Tiles},
      &avx512_fma::kGroupTiles,
      &avx512::kLinear, &amx_twin::kAttention, &avx512::kStep, nullptr},
+#if defined(DIPTYCH_AVX_VNNI)
+    {"avx2_vnni_twin", kAvx2Needs | Capabilities{Capability::avx512_vnni, Capability::avx512vl}, {},
+     {&avx2::kBf16Tiles, &avx2_vnni_twin::kInt8Tiles, &avx2_vnni_twin::kInt4Tiles, &avx2::kFp8Tiles},
+     &avx2_vnni_twin::kGroupTiles,
+     &avx2::kLinear, &avx2::kAttention, &avx2::kStep, nullptr},
+#endif
 #endif
 };
 

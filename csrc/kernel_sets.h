@@ -28,8 +28,8 @@ struct KernelSet {
   const CeilingLoops* ceilings;  // null: nothing of its own
 };
 
-// Those that this processor runs, best first; never empty, the scalar set runs anywhere. Behind it, never the first, come the twins of
-// others in plain C++ with their bits, for tests.
+// Those that this processor runs, best first; never empty, the scalar set runs anywhere. Behind it, never the first, come twins of
+// others, with their bits by other instructions, for tests.
 const std::vector<const KernelSet*>& kernel_sets();
 
 // Why a set that the processor could run is not among them; empty where nothing is missing.
@@ -52,6 +52,7 @@ DIPTYCH_DECLARE_PARTS(amx_twin)    // likewise, but for ceilings
 DIPTYCH_DECLARE_PARTS(avx512)
 DIPTYCH_DECLARE_PARTS(avx512_fma)
 DIPTYCH_DECLARE_PARTS(avx2_vnni)   // tiles of whole numbers and ceilings; the rest is avx2's
+DIPTYCH_DECLARE_PARTS(avx2_vnni_twin)  // likewise, but for ceilings
 DIPTYCH_DECLARE_PARTS(avx2)
 DIPTYCH_DECLARE_PARTS(neon_mmla)
 DIPTYCH_DECLARE_PARTS(neon_dot)

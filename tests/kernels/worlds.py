@@ -16,7 +16,7 @@ from diptych.compute.model import Model
 from stepping import Stepper
 
 KERNEL_SETS = (
-    "amx", "amx_twin", "avx512", "avx512_fma", "avx2_vnni", "avx2",  # x86-64
+    "amx", "amx_twin", "avx512", "avx512_fma", "avx2_vnni", "avx2_vnni_twin", "avx2",  # x86-64
     "neon_mmla", "neon_dot", "neon",  # ARM64
     "scalar",
 )  # fmt: skip
