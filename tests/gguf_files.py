@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "minicpm3": "minicpm3", "starcoder2": "starcoder2", "nemotron": "nemotron", "arcee": "arcee",
     "hunyuan_v1_dense": "hunyuan-dense", "gpt2": "gpt2", "gpt_bigcode": "starcoder", "gpt_neox": "gptneox",
     "phi": "phi2", "falcon": "falcon", "falcon-40b": "falcon", "olmo": "olmo", "minimax_m2": "minimax-m2",
+    "hunyuan_v1_moe": "hunyuan-moe",
 }  # fmt: skip
 # what a GGUF file cannot say, so that the model must be without it
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -60,6 +61,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     # chunks are longer than any prompt here, and the last layer has no positions
     "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "no_rope_layer_interval": 4},
     "gpt2": {"n_inner": None},
+    "hunyuan_v1_moe": {"moe_topk": 3},
     # the converter leaves q, k and v's biases as they lie
     "falcon-40b": {"bias": False, "max_position_embeddings": 2048},
     "falcon": {"max_position_embeddings": 2048},
@@ -363,10 +365,13 @@ def write_experts(out: gguf.GGUFWriter, config: Any) -> None:
     names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
     out.add_expert_count(next(n for n in (getattr(config, name, None) for name in names) if n))
     out.add_expert_used_count(config.num_experts_per_tok)
-    if hasattr(config, "moe_intermediate_size") or kind in ("gpt_oss", "llama4_text", "minimax_m2"):
+    if hasattr(config, "moe_intermediate_size") or kind in ("gpt_oss", "llama4_text", "minimax_m2", "hunyuan_v1_moe"):
         out.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
     if kind == "qwen2_moe":
         out.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if kind == "hunyuan_v1_moe":
+        out.add_expert_shared_feed_forward_length(config.intermediate_size)
+        out.add_expert_shared_count(1)
     if kind == "llama4_text":
         out.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
     if kind == "ernie4_5_moe":

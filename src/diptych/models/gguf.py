@@ -74,7 +74,7 @@ IN_LAYER = {
     **dict.fromkeys(("attn.c_attn", "attention.query_key_value", "self_attention.query_key_value"), "attn_qkv"),
     **dict.fromkeys(("attn.c_proj", "attention.dense", "self_attention.dense", "self_attn.dense"), "attn_output"),
     "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down",
-    "router.proj": "ffn_gate_inp", "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp", "mlp.router.layer": "ffn_gate_inp",
+    **dict.fromkeys(("router.proj", "mlp.gate", "mlp.gate.wg", "mlp.router", "mlp.router.layer"), "ffn_gate_inp"),
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "altup.modality_router": "altup_router",
     "altup.router_norm": "altup_router_norm", "altup.prediction_coefs": "altup_predict_coef",
     "altup.correction_coefs": "altup_correct_coef", "laurel.linear_left": "laurel_l", "laurel.linear_right": "laurel_r",
@@ -117,7 +117,7 @@ EXPERT = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate
 LAYER = re.compile(r"^(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.+)$")
 MLP = re.compile(r"^(?:block_sparse_moe|feed_forward)\.")  # what some checkpoints call it
 ONE_EXPERT = re.compile(r"^(?:mlp\.)?experts\.(\d+)\.(\w+)$")
-SHARED_EXPERTS = re.compile(r"^mlp\.shared_experts?\.(\w+)$")
+SHARED_EXPERTS = re.compile(r"^mlp\.shared_(?:experts?|mlp)\.(\w+)$")
 # one head's matrix, queries to latents or latents to values, of those that are stacked here
 LATENT_HEAD = re.compile(r"^self_attn\.([kv]_b)_proj\.(\d+)$")
 STREAM_END = re.compile(r"^model\.altup_(un)?(?:embed_)?projections\.(\d+)\.weight$")  # stacked

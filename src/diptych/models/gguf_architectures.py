@@ -285,6 +285,13 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "arcee": GgufArchitecture(
         architecture="ArceeForCausalLM", is_permuted=True, present={"attention_bias": Q_BIAS, "mlp_bias": UP_BIAS}
     ),
+    # how its positions are stretched the converter has in the base
+    "hunyuan-moe": GgufArchitecture(
+        architecture="HunYuanMoEV1ForCausalLM",
+        keys={**EXPERTS, **EXPERT_WIDTH, "expert_shared_count": "n_shared_experts",
+              "expert_shared_feed_forward_length": ""},
+        present={"attention_bias": Q_BIAS},
+    ),
     "hunyuan-dense": GgufArchitecture(architecture="HunYuanDenseV1ForCausalLM", present={"attention_bias": Q_BIAS}),
     "deepseek2": DEEPSEEK_V2,
     "minicpm3": MINICPM3,
