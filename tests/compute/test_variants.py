@@ -94,6 +94,20 @@ def test_variant_matches_transformers(name: str, tmp_path: Path) -> None:
     check_golden(load_model(golden.path, REFERENCE), golden, chunk=9)
 
 
+def test_gpt2_is_read_as_it_lies_on_the_hub(tmp_path: Path) -> None:
+    """Without the model's name before its tensors, and with the masks that older versions saved."""
+    golden = make_golden("gpt2", tmp_path, new_tokens=NEW_TOKENS)
+    tensors = {
+        name.removeprefix("transformer."): one.clone()
+        for name, one in load_file(tmp_path / "model.safetensors").items()
+    }
+    masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 8, 8) for i in range(COMMON["num_hidden_layers"])}
+    save_file({**tensors, **masks}, tmp_path / "model.safetensors")
+    model = load_model(tmp_path, REFERENCE)
+    check_golden(model, golden, chunk=9)
+    check_stored(tmp_path, model.spec, parameter_count(model.spec))
+
+
 def old_layout(config: dict[str, Any]) -> dict[str, Any]:
     """config.json as transformers 4 wrote it."""
     rope = config.pop("rope_parameters")
