@@ -10,9 +10,14 @@ import pytest
 
 from diptych.cli.layouts import devices_of, prices_of
 from diptych.cli.plan import app
+from diptych.cli.users_text import row_of
+from diptych.cost.setup import setup_of
 from diptych.ground.errors import ConfigError
 from diptych.metrics import Limits
-from diptych.sim.capacity import Ask, Bisection, Trial, bisect_one, run_one
+from diptych.sim.capacity import Ask, Bisection, Trial, bisect_one, pooled, run_one
+from diptych.sim.link import Link
+from diptych.sim.pools import Pool, Service
+from diptych.sim.search import Layout, none_holds
 from diptych.sim.service import Report
 from diptych.workload import LengthRange
 
@@ -222,3 +227,31 @@ def test_a_hint_is_that_of_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         app(["accuracy", "rows.csv"])
     assert "rows of one's own: --rows FILE.csv" in capsys.readouterr().err
+
+
+def test_a_device_that_cannot_hold_the_model_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    app([*SMALL, "--hardware", "l40s,t4", "--tp", "1", "--processes", "1"])
+    page = capsys.readouterr().out
+    assert "note: llama-3.1-8b bf16 on t4 leaves room for" in page
+    assert "on t4: llama" not in page
+
+
+def test_where_nothing_holds_the_nearest_is_told() -> None:
+    """Without it nobody knew whether a looser limit would do, or nothing would."""
+    service = Service.of(setup_of("llama-3.1-8b", "l40s"))
+    ask = Ask(
+        n_users=4, think_s=1.0, turns=2, message=LengthRange(low=200, high=200), output=LengthRange(low=4, high=4),
+        limits=Limits(ttft_s=1.0, tpot_s=0.08),
+    )  # fmt: skip
+    report = Trial(service=service, ask=ask, n_users=4, n_requests=20).run()
+    layouts = [Layout(service=service, cost=1.0, report=replace(report, good_share=share)) for share in (0.5, 0.912)]
+    error = none_holds([*layouts, Layout(service=service, cost=1.0)])
+    assert "the nearest, 1 x (llama-3.1-8b bf16 on l40s), keeps 91.2% of requests within them" in error.message
+
+
+def test_two_pools_with_long_names_take_two_lines() -> None:
+    """The numbers beside a name of 66 letters were broken into pieces."""
+    pools = [Pool.of(setup_of("llama-3.1-70b", name, tp=4)) for name in ("h200-141gb-sxm", "h100-80gb-sxm")]
+    layout = Layout(service=pooled(*pools, Link(bytes_per_s=1e9)), cost=1.0)
+    name = row_of(layout, 10)[0]
+    assert name == "decode 4 x h100-80gb-sxm (tp 4),\nprefill 4 x h200-141gb-sxm (tp 4)"

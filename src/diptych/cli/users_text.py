@@ -14,6 +14,7 @@ from diptych.sim.search import Answer, Layout
 from diptych.sim.service import Report
 
 FULL = 0.98  # of the KV pool: from there on sequences wait for blocks or lose them
+WIDEST_NAME = 56  # of a layout in one line: the table beside it is as wide again
 
 
 def as_json(found: Answer, unit: str, left_out: Mapping[str, str], points: object = None) -> dict[str, Any]:
@@ -113,7 +114,7 @@ def show(found: Answer, unit: str, left_out: Mapping[str, str]) -> None:
     unit_short = "USD/h" if unit.startswith("USD") else unit
     table = plain_table("", "layout", "users each", unit_short, "good", "longer", "TTFT p95", "TPOT p95")
     for layout in (*found.colocated, *found.pools):
-        table.add_row(*_row(layout, ask.n_users))
+        table.add_row(*row_of(layout, ask.n_users))
     console.print(table)
     if any(layout.holds is False for layout in (*found.colocated, *found.pools)):
         console.print(f"(no): less than {ask.good_share:.0%} of requests are good, so it is not what to buy")
@@ -145,7 +146,7 @@ def show(found: Answer, unit: str, left_out: Mapping[str, str]) -> None:
             "hold is refused, which counts as missed"
         )
     for name, why in left_out.items():
-        console.print(f"note: {name}: {why}")
+        console.print(f"note: {why}" if why.startswith(name) else f"note: {name}: {why}")
     show_times(console, best.service)
     setup = best.service.pool.setup
     if setup.layout != PLAIN:
@@ -164,17 +165,21 @@ def _words(service: Service) -> str:
     return " and ".join(parts)
 
 
-def _row(layout: Layout, n_users: int) -> tuple[str, ...]:
+def row_of(layout: Layout, n_users: int) -> tuple[str, ...]:
+    """Of the table."""
     report, users = layout.report or layout.longer, "-"
     if layout.users_each is not None:  # the search looked no further than those who ask
         more = " or more" if layout.users_each >= n_users else ""
         users = f"{'about ' if layout.is_rough else ''}{layout.users_each:,}{more}"
     cost = f"{layout.cost:.4g}"
-    name = ", ".join(
+    parts = [
         f"{'' if part == 'both phases' else part + ' '}{pool.n_devices} x {pool.setup.hardware.name}"
         f"{f' ({pool.setup.split})' if pool.setup.n_devices > 1 else ''}"
         for pool, part in zip(layout.service.pools, _parts(layout.service), strict=True)
-    )
+    ]
+    name = ", ".join(parts)
+    if len(name) > WIDEST_NAME:
+        name = ",\n".join(parts)
     if report is None or report.ttft_s is None:
         return name, users, cost, "sized", "-", "-", "-"
     tpot_s = None if report.tpot_s is None else report.tpot_s.p95

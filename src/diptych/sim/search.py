@@ -137,9 +137,7 @@ def search(
         say("two pools", 3, N_STAGES)
         layouts += _pools(ask, fits, price_of)
         if not any(layout.holds for layout in layouts):
-            raise ConfigError(
-                "no layout of these holds all users within the limits", hint="other devices or looser limits"
-            )
+            raise none_holds(layouts)
         say("the cheapest for longer", 4, N_STAGES)
         layouts = _for_longer(ask, layouts, mapped, price_of)
         best = layouts[0]
@@ -177,6 +175,17 @@ def search(
         crossover_users=users,
         crossover_message_tokens=message.tokens,
         most_message_tokens=message.most_tokens,
+    )
+
+
+def none_holds(layouts: Iterable[Layout]) -> ConfigError:
+    """How near the nearest comes."""
+    tried = [(one.report.good_share, one.service.label) for one in layouts if one.report is not None]
+    share, label = max(tried)
+    return ConfigError(
+        f"no layout of these holds all users within the limits; the nearest, {label}, keeps {share:.1%} of requests "
+        "within them",
+        hint="other devices, looser limits (--slo) or a smaller --share",
     )
 
 
