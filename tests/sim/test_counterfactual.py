@@ -97,7 +97,7 @@ def test_pools_follow_every_choice_of_a_request() -> None:
     """With a first choice of one token beside a longer one, nothing was handed over and a StopIteration came out."""
     minutes = recorded(crowd())
     long = minutes.find("long")
-    sampling = replace(long.request.sampling, n=2)
+    sampling = replace(long.request.sampling, n=2, stop_token_ids=(7,))
     twice = replace(long, request=replace(long.request, sampling=sampling), outputs=((7,), long.outputs[0]))
     requests = tuple(twice if past is long else past for past in minutes.requests)
     found = Counterfactual(replace(minutes, requests=requests), "long").outcome(Change.parse("pools")).seen
@@ -106,10 +106,19 @@ def test_pools_follow_every_choice_of_a_request() -> None:
 
 
 def test_behind_a_hand_off_every_token_is_a_step() -> None:
-    """The last token of what was handed over is computed where it goes on; it was free: two tokens had a TPOT of 0."""
+    """The last token of what was handed over is computed where it goes on, and its cache has to come there first: both were
+    free, and an answer of two tokens had a TPOT of 0.
+    """
     minutes = recorded([*crowd(), request("short", (1, 2, 3), at_s=30.0, writes=2)])
     found = Counterfactual(minutes, "short").outcome(Change.parse("pools")).seen
-    assert found.tpot_s == pytest.approx(minutes.find("short").seen.tpot_s, rel=0.1)
+    seen = minutes.find("short").seen
+    assert found.tpot_s == pytest.approx(seen.tpot_s, rel=0.1)
+    assert found.ttft_s == pytest.approx(seen.ttft_s + seen.tpot_s, rel=0.1)
+    setup = setup_of("llama-3.1-8b", "a100-80gb-sxm")
+    minutes = replace(minutes, machine=Machine(model=setup.model, quant=setup.quant, kv=setup.kv))
+    over_a_link = Counterfactual(minutes, "short").outcome(Change.parse("pools")).seen
+    moved_s = 16 * 131_072 / counterfactual.LINK_BYTES_PER_S  # a block
+    assert over_a_link.ttft_s == pytest.approx(found.ttft_s + moved_s, rel=1e-6)
 
 
 def test_another_device_is_priced_by_the_planner() -> None:

@@ -265,7 +265,8 @@ class Counterfactual:
             there = setup_on(minutes, change.name)
             time_s = budget_s = there.model_of_time().predict_s
             software, request_s = there.calibration.name, there.calibration.request_s
-            note = f"predicted by the planner for {software}; the KV pool and the places as they were"
+            what = f"{there.model.name} {there.quant.name}"
+            note = f"{what}, predicted by the planner for {software}; the KV pool and the places as they were"
         elif kind == "pools":
             link_s, note = _link(minutes)
             seen = _pools(minutes, target, time_s, link_s)
@@ -466,51 +467,27 @@ def _link(minutes: Minutes) -> tuple[Callable[[int], float], str]:
 
 
 def _pools(minutes: Minutes, target: Past, time_s: Predict, link_s: Callable[[int], float]) -> Seen:
-    """One engine reads prompts and draws first tokens, another decodes; a hand-off costs it no arithmetic."""
+    """One engine reads prompts, another answers: it reads their last token, and the first one it draws comes from there."""
     around = minutes.around(target)
+    begin_s = around[0].request.arrival_s
     readers = [replace(past, outputs=tuple(tokens[:1] for tokens in past.outputs), drafts=()) for past in around]
     reading = _Again(minutes.config, minutes, readers, time_s=time_s, budget_s=time_s)
-    begin_s = around[0].request.arrival_s
     record = reading.run(target, to_the_end=True)  # those behind the target decode beside it
-    first = Seen.of(record)
-    n_gaps = sum(len(tokens) - 1 for tokens in target.outputs if tokens)
-    if record.first_token_s is None or not n_gaps:
-        return first
     handed: dict[str, Past] = {}
     for past in around:
         done = reading.book.records.get(past.request.request_id)
-        if done is not None and done.first_token_s is not None and any(len(tokens) > 1 for tokens in past.outputs):
-            sent_s = link_s(len(past.request.prompt_token_ids) + 1)
-            handed[past.request.request_id] = _handed(past, begin_s + done.first_token_s + sent_s)
-    config = replace(minutes.config, max_step_tokens=1 << 20, stall_budget_s=None)
+        if done is not None and done.first_token_s is not None:
+            at_s = begin_s + done.first_token_s + link_s(len(past.request.prompt_token_ids))
+            request = replace(past.request, arrival_s=at_s)
+            handed[request.request_id] = replace(past, request=request, came_s=at_s, cached_tokens=0)
     coming = sorted(handed.values(), key=lambda past: past.came_s)
+    config = replace(minutes.config, max_step_tokens=1 << 20, stall_budget_s=None)
     decoding = _Again(config, minutes, coming, time_s=lambda shape: _decode_s(shape, time_s), budget_s=time_s)
     mine = handed[target.request.request_id]
-    later = decoding.run(mine)
-    first_s = begin_s + record.first_token_s - coming[0].came_s  # by the clock of the engine that decodes
-    gaps_s = sum(later.token_times_s(choice)[-1] - first_s for choice in range(len(mine.outputs)))
-    return replace(first, tpot_s=gaps_s / n_gaps)
-
-
-def _handed(past: Past, at_s: float) -> Past:
-    """The request as it comes to the engine that decodes: what is left of its choices, behind their first tokens."""
-    drafts = (*past.drafts, *((),) * len(past.outputs))  # there are none where nobody guessed
-    left = [(tokens, some) for tokens, some in zip(past.outputs, drafts, strict=False) if len(tokens) > 1]
-    request = past.request
-    return replace(
-        past,
-        request=replace(
-            request,
-            prompt_token_ids=request.prompt_token_ids + left[0][0][:1],
-            arrival_s=at_s,
-            sampling=replace(request.sampling, n=len(left)),
-            segments=(),
-        ),
-        came_s=at_s,
-        outputs=tuple(tokens[1:] for tokens, _ in left),
-        cached_tokens=0,
-        drafts=tuple(tuple(one._replace(place=one.place - 1) for one in some) for _, some in left),
-    )
+    answer = Seen.of(decoding.run(mine))
+    queue_s = record.timings().queue_s
+    ttft_s = mine.came_s - target.request.arrival_s + (answer.ttft_s or 0.0)
+    return Seen(queue_s=queue_s, prefill_s=ttft_s - queue_s, ttft_s=ttft_s, tpot_s=answer.tpot_s)
 
 
 def _decode_s(shape: StepShape, time_s: Predict) -> float:
