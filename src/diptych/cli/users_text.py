@@ -124,7 +124,9 @@ def show(found: Answer, unit: str, left_out: Mapping[str, str]) -> None:
     words = "no number would do in place of" if without is None else f"{without} in place of"
     words = f"the same {engines}" if without == engines else f"{words} {engines}"
     console.print(f"prefix cache: without it {words} x ({colocated.service.pool.setup.label})")
-    console.print(f"twice the users: first breaks {breaks_first(found.doubled, found.ask.good_share)}")
+    is_held = found.doubled.good_share >= ask.good_share
+    words = "it still holds" if is_held else f"first breaks {breaks_first(found.doubled, ask.good_share)}"
+    console.print(f"twice the users: {words}")
     held = found.confirmed
     words = "holds" if best.holds else "does not hold"
     console.print(
