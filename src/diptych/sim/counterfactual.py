@@ -361,16 +361,19 @@ class _Again:
             while past is not None and past.came_s - begin_s <= self.clock.now_s():
                 self.submit(_again(past, past.request.arrival_s - begin_s), past.outputs)
                 past = next(coming, None)
-            record = self.book.records.get(name)
-            is_over = record is not None and record.is_over
-            if record is not None and is_over and not to_the_end:
-                return record
+            if not to_the_end and self._is_over(name):
+                break
             if not self.stepper.step():
-                if past is None and record is not None and is_over:
-                    return record
                 if past is None:
-                    raise ConfigError(f"request {name[:100]!r} could not be served with this change")
+                    break
                 self.clock.advance(max(0.0, past.came_s - begin_s - self.clock.now_s()))
+        if not self._is_over(name):
+            raise ConfigError(f"request {name[:100]!r} could not be served with this change")
+        return self.book.records[name]
+
+    def _is_over(self, name: str) -> bool:
+        record = self.book.records.get(name)
+        return record is not None and record.is_over
 
     def submit(self, request: Request, outputs: tuple[tuple[int, ...], ...]) -> None:
         """Put one in line; one that is refused with this change is left out."""
