@@ -109,11 +109,39 @@ def awq(group: int, *, zero_point: bool = True) -> Layout:
     return Layout(config, write)
 
 
+def packed_threes(values: torch.Tensor) -> torch.Tensor:
+    """Along the first axis, ten codes and parts of two neighbours in a word, as `qlinear_cuda_old.py` goes through them."""
+    words = torch.zeros(values.shape[0] // 32 * 3, values.shape[1], dtype=torch.int64)
+    i = row = 0
+    while row < len(words):
+        for j in range(i, i + 10):
+            words[row] |= values[j] << (3 * (j - i))
+        i += 10
+        words[row] |= (values[i] & 3) << 30
+        row += 1
+        words[row] |= (values[i] >> 2) & 1
+        i += 1
+        for j in range(i, i + 10):
+            words[row] |= values[j] << (3 * (j - i) + 1)
+        i += 10
+        words[row] |= (values[i] & 1) << 31
+        row += 1
+        words[row] |= (values[i] >> 1) & 3
+        i += 1
+        for j in range(i, i + 10):
+            words[row] |= values[j] << (3 * (j - i) + 2)
+        i += 10
+        row += 1
+    return words.to(torch.int32)
+
+
 def gptq(bits: int, group: int, *, symmetric: bool, act_order: bool = False, version: int = 1) -> Layout:
     """AutoGPTQ's layout: version 1 stores zero points less one."""
     per_word = 32 // bits
 
     def packed(values: torch.Tensor) -> torch.Tensor:  # along the first axis
+        if bits == 3:
+            return packed_threes(values)
         words = torch.zeros(values.shape[0] // per_word, values.shape[1], dtype=torch.int64)
         for i in range(per_word):
             words |= values[i::per_word] << (i * bits)

@@ -38,6 +38,8 @@ GPTQMODEL: dict[str, dict[str, Any]] = {
 MORE_OF_GPTQMODEL: dict[str, dict[str, Any]] = {
     "gptq-4 v2": {"bits": 4, "sym": False, "desc_act": False, "format": "gptq_v2", "act_group_aware": False},
     "gptq-4 group aware": {"bits": 4, "sym": True, "desc_act": False, "act_group_aware": True},
+    "gptq-2": {"bits": 2, "sym": False, "desc_act": False, "act_group_aware": False},
+    "gptq-3": {"bits": 3, "sym": False, "desc_act": True, "act_group_aware": False},
     "gptq-8 asymmetric": {"bits": 8, "sym": False, "desc_act": False, "act_group_aware": False},
     "awq symmetric": {"bits": 4, "sym": True, "method": "awq", "format": "gemm"},
 }

@@ -38,6 +38,10 @@ LAYOUTS: dict[str, tuple[Any, str | None]] = {
     "gptq 8": (lambda: gptq(8, 32, symmetric=True), "group8-g32-f16-wide"),
     "gptq 8 asymmetric": (lambda: gptq(8, 32, symmetric=False), "group8-g32-f16-minima-wide"),
     "gptq 8 rows": (lambda: gptq(8, -1, symmetric=True), "group8-g128-f16-wide"),
+    "gptq 2": (lambda: gptq(2, 32, symmetric=False), "group2-g32-f16-minima"),
+    "gptq 2 symmetric": (lambda: gptq(2, -1, symmetric=True), "group2-g128-f16"),
+    "gptq 3": (lambda: gptq(3, 32, symmetric=False, act_order=True), "group3-g32-f16-minima"),
+    "gptq 3 symmetric": (lambda: gptq(3, 32, symmetric=True, version=2), "group3-g32-f16"),
     "gptq act-order": (lambda: gptq(4, 32, symmetric=True, act_order=True), "group4-g32-f16"),
     "w4a16": (
         lambda: compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32),
@@ -101,6 +105,8 @@ def original_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(layout: str, original: Path, folder: Path) -> tuple[Path, Path]:
     if layout.startswith(("w", "fp8 rows")):
         pytest.importorskip("compressed_tensors")
+    if layout.startswith("gptq 3"):  # 32 codes are three words
+        original = make_checkpoint("llama", folder / "sides of 32", dtype=torch.bfloat16, head_dim=32)
     return quantised_checkpoints(original, folder, LAYOUTS[layout][0]())
 
 
@@ -137,6 +143,9 @@ def test_every_layout_gives_the_values_of_its_own_formula(layout: str, original:
         "gptq 8 asymmetric",
         "gptq 8 rows",
         "gptq act-order",
+        "gptq 2",
+        "gptq 3",
+        "gptq 3 symmetric",
         "w8a8",
         "w4a4 nvfp4",
         "w4a16 mxfp4",
@@ -234,7 +243,7 @@ def test_fp4_of_modelopt_is_that_of_compressed_tensors_by_other_names(original: 
         ({"quant_method": "aqlm"}, "quantised with 'aqlm'"),
         ({"quant_method": "awq", "bits": 3}, "bits .* is 3; 4 can be read"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv_fast"}, "version .* is 'gemv_fast'"),
-        ({"quant_method": "gptq", "bits": 3}, "bits .* is 3; 4 or 8"),
+        ({"quant_method": "gptq", "bits": 5}, "bits .* is 5; 2 or 3 or 4 or 8"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size .* is 0"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format .* is 'marlin'"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format .* is 'marlin-24'"),

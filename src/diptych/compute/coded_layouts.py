@@ -90,20 +90,20 @@ def _gptq(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisatio
     """qweight [k * bits / 32, n] along the inputs, qzeros [G, n * bits / 32] along the outputs, scales [G, n], g_idx [k]."""
     (n, k), bits = shape, how.bits or 4
     group = k if how.group is None else how.group
-    groups, per_word = -(-k // group), 32 // bits
-    if n % per_word or k % per_word:
+    groups, run = -(-k // group), 32 // math.gcd(32, bits)
+    if n % run or k % run:
         raise LoadError(
-            f"{prefix} is {n} by {k}; words of 32 bits hold {per_word} codes, which must divide both",
+            f"{prefix} is {n} by {k}; whole words of 32 bits hold {run} codes, which must divide both",
             hint=_CONTRADICTION,
         )
-    _require(raw, f"{prefix}.qweight", (k // per_word, n), "I32")
-    _require(raw, f"{prefix}.qzeros", (groups, n // per_word), "I32")
+    _require(raw, f"{prefix}.qweight", (k * bits // 32, n), "I32")
+    _require(raw, f"{prefix}.qzeros", (groups, n * bits // 32), "I32")
     _require(raw, f"{prefix}.scales", (groups, n), *_FLOATS)
     if how.has_order or raw.holds(f"{prefix}.g_idx"):
         _require(raw, f"{prefix}.g_idx", (k,), "I32", "I64")
 
     def codes() -> torch.Tensor:
-        return unpack_words(raw.stored(f"{prefix}.qweight"), bits).permute(1, 0, 2).reshape(n, k)
+        return unpack_words(raw.stored(f"{prefix}.qweight").T, bits).flatten(1)
 
     def parts() -> CodedParts:
         zeros = unpack_words(raw.stored(f"{prefix}.qzeros"), bits).flatten(1).T.to(torch.int32) + how.zero_added
@@ -284,9 +284,21 @@ def _block_named(name: str, found: object) -> int:
 
 
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 [a, b] -> uint8 [a, b, 32 / bits], the lowest bits first."""
+    """int32 [a, b] -> uint8 [a, b, 32 / bits], the lowest bits first; of 3 bits [a, b / 3, 32], some across two words."""
+    if bits == 3:
+        runs = words.unflatten(1, (-1, 3))
+        codes = torch.empty(*runs.shape[:2], 32, dtype=torch.uint8)
+        for i in range(32):
+            word, shift = divmod(3 * i, 32)
+            code = runs[..., word] >> shift & 7
+            if shift > 29:  # arithmetic shifts: what came down of the sign is no part of it
+                code = code & (1 << 32 - shift) - 1 | runs[..., word + 1] << 32 - shift & 7
+            codes[..., i] = code
+        return codes
     stored = words.contiguous().view(torch.uint8).view(*words.shape, 4)
-    return stored if bits == 8 else torch.stack((stored & 15, stored >> 4), -1).flatten(-2)
+    if bits == 8:
+        return stored
+    return torch.stack([stored >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], -1).flatten(-2)
 
 
 _FLOATS = ("F16", "BF16", "F32")

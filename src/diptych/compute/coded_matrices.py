@@ -171,8 +171,11 @@ class CodedMatrix:
         offsets = None
         if kept.grid == "zeros":
             offsets = by_group(self._zeros().to(torch.uint8))
-        elif kept.grid == "minima":  # at most 11 bits times 9: exact in fp32 for scales of 16 bits
-            offsets = by_group(parts.scales.float() * (self.middle - self._zeros().float()))
+        elif (
+            kept.grid == "minima"
+        ):  # of code 0, or level 0; at most 11 bits times 9: exact in fp32 for scales of 16 bits
+            none = self.middle if self.bits == 8 else 0
+            offsets = by_group(parts.scales.float() * (none - self._zeros().float()))
         codes = self._read_codes()
         return Codes(
             codes=codes if self.order is None else codes[:, self.order.long()],

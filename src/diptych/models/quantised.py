@@ -126,7 +126,7 @@ def _awq(section: HfConfig) -> Quantisation:
 
 
 def _gptq(section: HfConfig) -> Quantisation:
-    bits = _one_of(section, "bits", (4, 8), None)
+    bits = _one_of(section, "bits", (2, 3, 4, 8), None)
     _one_of(section, "pack_dtype", ("int32",), "int32")
     layout = _one_of(section, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     group = _group(section, "group_size")
