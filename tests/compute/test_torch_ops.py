@@ -191,7 +191,7 @@ def test_rotate_and_cache(shape: EdgeShape, rotary_dim: int, qk_norm: QkNorm, dt
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("n_tokens", [1, 2, 17])
-@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("activation", [one for one in Activation if one is not Activation.XIELU])  # it has no gate
 @pytest.mark.parametrize("has_bias", [False, True], ids=["bias-free", "bias"])
 def test_linears_and_norms(n_tokens: int, activation: Activation, has_bias: bool, dtype: torch.dtype) -> None:
     """Parts stacked at load must come out in the order given, and biases with them."""
