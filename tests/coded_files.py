@@ -112,26 +112,17 @@ def awq(group: int, *, zero_point: bool = True) -> Layout:
 def packed_threes(values: torch.Tensor) -> torch.Tensor:
     """Along the first axis, ten codes and parts of two neighbours in a word, as `qlinear_cuda_old.py` goes through them."""
     words = torch.zeros(values.shape[0] // 32 * 3, values.shape[1], dtype=torch.int64)
-    i = row = 0
-    while row < len(words):
-        for j in range(i, i + 10):
-            words[row] |= values[j] << (3 * (j - i))
+    i = 0
+    for row in range(len(words)):
+        first = row % 3  # bits of the code that began in the word before
+        for j in range(10):
+            words[row] |= values[i + j] << (3 * j + first)
         i += 10
-        words[row] |= (values[i] & 3) << 30
-        row += 1
-        words[row] |= (values[i] >> 2) & 1
-        i += 1
-        for j in range(i, i + 10):
-            words[row] |= values[j] << (3 * (j - i) + 1)
-        i += 10
-        words[row] |= (values[i] & 1) << 31
-        row += 1
-        words[row] |= (values[i] >> 1) & 3
-        i += 1
-        for j in range(i, i + 10):
-            words[row] |= values[j] << (3 * (j - i) + 2)
-        i += 10
-        row += 1
+        if first < 2:
+            fits = 2 - first
+            words[row] |= (values[i] & ((1 << fits) - 1)) << (32 - fits)
+            words[row + 1] |= values[i] >> fits
+            i += 1
     return words.to(torch.int32)
 
 

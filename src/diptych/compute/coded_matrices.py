@@ -171,9 +171,8 @@ class CodedMatrix:
         offsets = None
         if kept.grid == "zeros":
             offsets = by_group(self._zeros().to(torch.uint8))
-        elif (
-            kept.grid == "minima"
-        ):  # of code 0, or level 0; at most 11 bits times 9: exact in fp32 for scales of 16 bits
+        elif kept.grid == "minima":
+            # of code 0, or of 8 bits level 0: at most 11 bits times 9, exact in fp32 for scales of 16 bits
             none = self.middle if self.bits == 8 else 0
             offsets = by_group(parts.scales.float() * (none - self._zeros().float()))
         codes = self._read_codes()
