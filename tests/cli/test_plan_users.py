@@ -247,6 +247,7 @@ def test_where_nothing_holds_the_nearest_is_told() -> None:
     layouts = [Layout(service=service, cost=1.0, report=replace(report, good_share=share)) for share in (0.5, 0.912)]
     error = none_holds([*layouts, Layout(service=service, cost=1.0)])
     assert "the nearest, 1 x (llama-3.1-8b bf16 on l40s), keeps 91.2% of requests within them" in error.message
+    assert "nearest" not in none_holds([Layout(service=service, cost=1.0)]).message  # only sized
 
 
 def test_two_pools_with_long_names_take_two_lines() -> None:

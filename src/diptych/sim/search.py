@@ -181,10 +181,10 @@ def search(
 def none_holds(layouts: Iterable[Layout]) -> ConfigError:
     """How near the nearest comes."""
     tried = [(one.report.good_share, one.service.label) for one in layouts if one.report is not None]
-    share, label = max(tried)
+    share, label = max(tried, default=(None, ""))
+    nearest = "" if share is None else f"; the nearest, {label}, keeps {share:.1%} of requests within them"
     return ConfigError(
-        f"no layout of these holds all users within the limits; the nearest, {label}, keeps {share:.1%} of requests "
-        "within them",
+        f"no layout of these holds all users within the limits{nearest}",
         hint="other devices, looser limits (--slo) or a smaller --share",
     )
 
