@@ -87,7 +87,7 @@ def test_a_page_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     app([*SERVICE, "--engines", "2", *load, "--picture", str(picture)])
     page = capsys.readouterr().out
     for words in (
-        "2 engines, least-work",
+        "2 engines, least-delay",
         "60 requests",
         "within TTFT 1 s, TPOT 80 ms",
         "time to first token",

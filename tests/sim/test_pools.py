@@ -172,8 +172,39 @@ def test_the_router_counts_work_where_it_is_done() -> None:
     router.handed_off("long")
     assert choose("fourth", 700) == Route(1, 0)
     assert choose("short", 100) == Route(0, 0)
+    router.forget("short")
+    router.began("fourth")
+    assert router.open_work_us(decodes=False) == 800, "of the next and the third"
     with pytest.raises(ConfigError, match="none of 1 engines decodes"):
         Router(places[1:2])
+
+
+def test_a_stream_that_has_begun_keeps_nobody_waiting_but_whoever_reads_keeps_it() -> None:
+    """By hand: 128 tokens of 10 us stand for an answer that is not known, until its first one comes."""
+    home, other = _Cached(800), _Cached(0)
+    router = Router([Place(cache=home, price=_PerToken()), Place(cache=other, price=_PerToken())])
+
+    def choose(name: str) -> int:
+        request = Request(
+            request_id=name, prompt_token_ids=(1,) * 1000, sampling=SamplingParams(max_tokens=5), arrival_s=0.0
+        )
+        return router.choose(request).decode
+
+    assert choose("first") == 0, "200 us against 1,000"
+    assert choose("beside") == 1, "it has not begun: 1,480 + 2 * 200 us against 1,000"
+    router.began("first")
+    router.began("first")
+    assert choose("behind") == 0, "2 * 200 us, as it shares its steps"
+    router.began("beside")
+    router.began("behind")
+    for name in "abc":
+        assert choose(name) == 0, "up to 5 * 200 us against 2 * 1,000"
+        router.began(name)
+    home.tokens = 0
+    assert choose("cold") == 1, "6 * 1,000 us against 2 * 1,000"
+    for name in ("first", "beside", "behind", *"abc", "cold"):
+        router.forget(name)
+    assert router.open_work_us(decodes=True) == 0
 
 
 def test_what_pools_cannot_be_is_refused() -> None:

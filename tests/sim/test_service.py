@@ -61,7 +61,7 @@ def test_a_cluster_of_one_is_the_engine_alone() -> None:
     assert not cluster.members[0].engine.book.records, "records are let go, or a day would not fit into memory"
 
 
-@pytest.mark.parametrize("router", ["least-work", "longest-prefix", "round-robin"])
+@pytest.mark.parametrize("router", ["least-delay", "longest-prefix", "round-robin"])
 def test_the_same_load_gives_the_same_report(router: str) -> None:
     """Two runs that differ would make every comparison of two services worthless; another seed must differ."""
 
@@ -140,9 +140,9 @@ def test_the_router_that_looks_for_prefixes_finds_more_of_them() -> None:
     """In turn over three engines a conversation finds its history at every third place only."""
     found = {
         router: simulate(Service.of(H100, n_engines=3, router=router), UsersLoad(USERS)).cached_tokens
-        for router in ("round-robin", "least-work", "longest-prefix")
+        for router in ("round-robin", "least-delay", "longest-prefix")
     }
-    assert found["longest-prefix"] >= found["least-work"] > found["round-robin"]
+    assert found["longest-prefix"] >= found["least-delay"] > found["round-robin"]
 
 
 def test_more_engines_and_looser_limits_give_more_goodput() -> None:

@@ -99,7 +99,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
     lora_option(parser)
     add("--stack", metavar="NAME", help="software whose fitted constants to use (see `diptych plan --list`)")
     add("--engines", type=int, default=1, metavar="N", help="copies of the model behind the router")
-    add("--router", default="least-work", metavar="NAME", help=" | ".join(POLICIES))
+    add("--router", default="least-delay", metavar="NAME", help=" | ".join(POLICIES))
     add("--prefill-hardware", metavar="NAME", help="device of a pool of its own that reads prompts for --engines")
     add("--prefill-engines", type=int, metavar="N", help="copies of the model in that pool (default 1)")
     add("--prefill-tp", type=int, metavar="N", help="devices that share one copy there (default: --tp)")

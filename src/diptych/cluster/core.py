@@ -82,6 +82,7 @@ class _Open:
     is_ended: list[bool]
     decoder: int | None = None  # None: it waits for a worker
     reader: int | None = None
+    has_begun: bool = False  # where it is
     accounted_tokens: int = 0  # of the prompt, computed, cached or transferred
     logprobs_tokens: int = 0
     n_moves: int = 0
@@ -109,7 +110,7 @@ class ClusterCore:
         *,
         now_s: Callable[[], float],
         seed: int = 0,
-        router: str = "least-work",
+        router: str = "least-delay",
         local_prefill_tokens: int = 64,
         pump: Callable[[], object] = lambda: None,
     ) -> None:
@@ -446,6 +447,7 @@ class ClusterCore:
         route = self._router.choose(replace(one.sent, prompt_token_ids=known), may_part=may_part)
         is_apart = route.prefill != route.decode
         one.decoder, one.reader = route.decode, route.prefill if is_apart else None
+        one.has_begun = False
         for number in set(route):
             self.workers[number].seen.add(known, one.request.cache_salt)
         reader = self.workers[route.prefill].name if is_apart else None
@@ -489,6 +491,10 @@ class ClusterCore:
                 return False
             assert event.position == len(tokens), (event.request_id, event.position, len(tokens))
             tokens.append(event.token_id)
+            if not one.has_begun:
+                one.has_begun = True
+                assert self._router is not None
+                self._router.began(event.request_id)
         elif isinstance(event, FinishEvent):
             if one.is_ended[event.index]:
                 return False

@@ -91,7 +91,7 @@ class Cluster:
         groups: Sequence[Group],
         *,
         tally: Tally,
-        router: str = "least-work",
+        router: str = "least-delay",
         wire: Wire | None = None,
         seed: int = 0,
         leaps: bool = True,
@@ -131,6 +131,9 @@ class Cluster:
         self._ports = None if wire is None else Ports(wire.link)
         self._router = Router(places, policy=router, local_prefill_us=0 if wire is None else wire.local_prefill_us)
         self._looks = len(places) > 1 and router != "round-robin"
+        for member in self.members:
+            if self._looks and member.on_prefill is None:
+                member.on_begin = self._router.began
         self._open: dict[str, Request] = {}
         self._journeys: dict[str, _Journey] = {}  # by reading_id
         self._unplaced: dict[int, deque[_Journey]] = defaultdict(deque)  # by engine that has no room for them yet

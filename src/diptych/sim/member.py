@@ -11,7 +11,7 @@ from diptych.control.ahead import DecodeRun
 from diptych.control.sequence import Sequence
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import InternalError
-from diptych.ground.events import Event, FinishEvent, StepEndEvent
+from diptych.ground.events import Event, FinishEvent, StepEndEvent, TokenEvent
 from diptych.ground.shape import StepShape
 from diptych.metrics import StepRecord
 from diptych.sim.drafts import Drafts
@@ -27,7 +27,7 @@ _LEAST_RUN, _LONGEST_RUN = 8, 512
 class Member:
     """Owned by a cluster, which tells it when. version: of its entry in the order of steps; an older entry is void.
 
-    on_finish, on_prefill: told of ends, and of steps that held prefill chunks.
+    on_begin, on_finish, on_prefill: told of first tokens, of ends, and of steps that held prefill chunks.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Member:
         self.leaps = True
         self.version = 0
         self.run_evicts = False  # whether the steps not yet committed throw cached prefixes away
+        self.on_begin: Callable[[str], object] | None = None
         self.on_finish: Callable[[FinishEvent], object] | None = None
         self.on_prefill: Callable[[StepRecord], object] | None = None
         self.film: Film | None = None  # while there is one every step is walked through
@@ -134,8 +135,11 @@ class Member:
             self._kv_share = pool.held_blocks / pool.n_blocks
             return
         for event in events:
-            if type(event) is FinishEvent and self.on_finish is not None:
-                self.on_finish(event)
+            if type(event) is FinishEvent:
+                if self.on_finish is not None:
+                    self.on_finish(event)
+            elif type(event) is TokenEvent and not event.position and self.on_begin is not None:
+                self.on_begin(event.request_id)
 
     def _on_step(self, record: StepRecord) -> None:
         if self.film is not None:

@@ -180,7 +180,7 @@ class Service:
     """
 
     pool: Pool
-    router: str = "least-work"
+    router: str = "least-delay"
     readers: Pool | None = None
     link: Link | None = None
     local_prefill_s: float = LOCAL_PREFILL_S
@@ -208,7 +208,7 @@ class Service:
             )
 
     @classmethod
-    def of(cls, setup: Setup, *, router: str = "least-work", **options: Unpack[EngineOptions]) -> Service:
+    def of(cls, setup: Setup, *, router: str = "least-delay", **options: Unpack[EngineOptions]) -> Service:
         """One pool whose engines do both; options as of `Pool.of`."""
         return cls(pool=Pool.of(setup, **options), router=router)
 
