@@ -48,8 +48,9 @@ inline bool has_bf16_rows(Format format) { return format == Format::bf16 || form
 // they come from. Nested ones, as of GGUF's blocks of 256, are whole numbers of 8 bits, and so are their minima, times a factor of each that
 // kNestedInputs share; or, as NVFP4's, E4M3 of 8 bits without a sign.
 enum class Offset : int32_t { none = 0, zeros = 1, minima = 2 };  // zeros: u8, group4 with plain levels only; minima: fp32
-// Of a code: itself less half of their number; itself; tables, iq2 and iq1 for group3 and the others for group4, e2m1's of twice its values.
-enum class Levels : int32_t { centred = 0, plain = 1, iq4_nl = 2, e2m1 = 3, iq2 = 4, iq3_xxs = 5, iq3_s = 6, iq1 = 7 };
+// Of a code: itself less half of their number; itself; tables, iq2 and iq1 for group3 and the others for group4, e2m1's of twice its values,
+// nf4's and fp4's of so many times bitsandbytes' fractions as whole numbers hold them best.
+enum class Levels : int32_t { centred = 0, plain = 1, iq4_nl = 2, e2m1 = 3, iq2 = 4, iq3_xxs = 5, iq3_s = 6, iq1 = 7, nf4 = 8, fp4 = 9 };
 constexpr int64_t kFp8Inputs = 128;  // of fp8 that share a scale
 constexpr int64_t kNestedInputs = 256, kMaxNestedGroup = 64;  // a line of s8 scales is of four groups or more
 struct Grid {

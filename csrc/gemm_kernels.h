@@ -123,13 +123,15 @@ constexpr int64_t kExpandedBytes = kBlockInputs / 4 * kStepBytes;        // from
 constexpr int64_t kExpandedScales = kMostExpanded * kStripLanes;         // likewise of their scales, and of their minima
 
 // Levels of a code where they are in a table.
-constexpr int8_t kTables[6][16] = {
+constexpr int8_t kTables[8][16] = {
     {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},  // kvalues_iq4nl of llama.cpp
     {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},                    // twice E2M1 of the OCP microscaling formats
     {8, 25, 43, 0, -8, -25, -43, 0},                                              // magnitudes of ggml's lattices, the sign in the highest bit
     {4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62},
     {1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15},
     {-7, 1, 9, 0, -9, -1, 7, 0},                                                  // eight times -1, 0, 1 and an eighth more or less
+    {-112, -78, -59, -44, -32, -21, -10, 0, 9, 18, 28, 38, 49, 63, 81, 112},      // 112 times NF4's fractions of bitsandbytes
+    {0, 1, 80, 120, 40, 60, 20, 30, 0, -1, -80, -120, -40, -60, -20, -30},        // 120 times FP4's, whose least is a 192nd
 };
 inline bool is_table(const LinearShape& shape) { return shape.grid.levels > Levels::plain; }
 inline const int8_t* table_of(const LinearShape& shape) { return kTables[is_table(shape) ? static_cast<int>(shape.grid.levels) - 2 : 0]; }

@@ -53,6 +53,8 @@ Grid grid_of(const std::string& format, const std::string& scale, const std::str
       {"iq3_xxs", {Offset::none, Levels::iq3_xxs}},
       {"iq3_s", {Offset::none, Levels::iq3_s}},
       {"iq1", {Offset::none, Levels::iq1}},
+      {"nf4", {Offset::none, Levels::nf4}},
+      {"fp4", {Offset::none, Levels::fp4}},
   });
   const bool is_of_threes = levels == Levels::iq2 || levels == Levels::iq1;
   const bool is_of_fours = offset == Offset::zeros || (levels > Levels::plain && !is_of_threes);

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from checkpoints import make_checkpoint
+from coded_files import Layout, Tensors
 
 DATA = Path(__file__).parent / "data" / "bitsandbytes"
 DIGESTS = "values.json"  # beside a checkpoint: matrices -> SHA-256 of the fp32 values that bitsandbytes itself gives
@@ -53,6 +54,22 @@ def quantise(folder: Path, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
         elif getattr(weight, "SCB", None) is not None:
             values[f"{name}.weight"] = bnb.int8_vectorwise_dequant(weight.data, weight.SCB)
     return folder / "coded", values
+
+
+def fours(kind: str) -> Layout:
+    """nf4, fp4, or one of them and ' nested': by the package's own quantiser, in the tensors that it saves."""
+    import bitsandbytes.functional as bnb
+
+    table, is_nested = kind.split()[0], kind.endswith("nested")
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        codes, state = bnb.quantize_4bit(w.to(torch.bfloat16), compress_statistics=is_nested, quant_type=table)
+        beside = {f"weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
+        state.dtype = torch.float32
+        return {"weight": codes, **beside}, bnb.dequantize_4bit(codes, state)
+
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": table}
+    return Layout(config, write)
 
 
 def digest(values: torch.Tensor) -> str:

@@ -279,7 +279,7 @@ class Recorder {
     const float bound = 1.7f / std::max(1.0f, __builtin_sqrtf(static_cast<float>(k)));
     if (is_grouped(shape.format)) {
       shape.grid.scale = static_cast<Source>(w_.pick(0, 2));
-      const std::vector<Levels> tables = shape.format == Format::group4   ? std::vector{Levels::iq4_nl, Levels::e2m1, Levels::iq3_xxs, Levels::iq3_s}
+      const std::vector<Levels> tables = shape.format == Format::group4   ? std::vector{Levels::iq4_nl, Levels::e2m1, Levels::iq3_xxs, Levels::iq3_s, Levels::nf4, Levels::fp4}
                                          : shape.format == Format::group3 ? std::vector{Levels::iq2, Levels::iq1}
                                                                           : std::vector<Levels>{};
       const int64_t zeros = shape.format == Format::group4, kind = w_.pick(0, static_cast<int>(1 + zeros + static_cast<int64_t>(tables.size())));

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from bitsandbytes_files import DATA, DIGESTS, KINDS, MORE_KINDS, digest, quantise
 from coded_files import logits_of, said_in_use
 from diptych.compute.coded import CodedCheckpoint
+from diptych.compute.coded_matrices import LEVEL_TABLES, TableMatrix, TableState
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig, read_json
 from diptych.models.quantised import quantisation_of
@@ -58,13 +59,69 @@ def test_eight_bits_are_fractions_of_the_largest_of_a_row() -> None:
         assert tensor.kept.name == "group8-g128-f32-wide"
 
 
+def kept_values(matrix: Any) -> torch.Tensor:
+    """What its codes stand for in the kernels."""
+    codes, levels = matrix.codes(), torch.tensor(LEVEL_TABLES[matrix.kept.grid].levels)
+    return levels[codes.codes.long()] * codes.scales.float().repeat_interleave(matrix.kept.group, 1)
+
+
+def error_of(matrix: Any, values: torch.Tensor) -> float:
+    """Of the kept values, in parts of the root mean square of `values`."""
+    return float((kept_values(matrix) - values).norm() / values.norm())
+
+
+@pytest.mark.parametrize(("kind", "most"), [("nf4", 0.006), ("fp4", 0.0045)])
+def test_fractions_are_the_nearest_levels(kind: str, most: float) -> None:
+    """A twentieth of what four bits cost themselves, held against the values that bitsandbytes gives (above)."""
+    checkpoint = opened(DATA / kind)
+    for name in json.loads((DATA / kind / DIGESTS).read_text()):
+        tensor = matrix(checkpoint, name)
+        assert tensor.kept.name == f"group4-g64-bf16-{kind}"
+        assert error_of(tensor, tensor.read()) < most, name
+
+
+class Stored(dict[str, torch.Tensor]):
+    """As the files of a checkpoint hold them."""
+
+    holds, stored = dict.__contains__, dict.__getitem__
+
+
+@pytest.mark.parametrize(
+    ("k", "block", "group"),
+    [(128, 64, 64), (96, 64, 32), (80, 128, 16), (64, 256, 64), (256, 4096, 128), (96, 256, 32), (40, 64, None)],
+)
+def test_groups_lie_within_blocks_that_run_over_rows(k: int, block: int, group: int | None) -> None:
+    """Blocks count the values of all rows in turn: a row may begin within one, and one may hold several rows."""
+    n, random = 7, torch.Generator().manual_seed(k)
+    raw = Stored({
+        "w": torch.randint(256, (n * k // 2, 1), generator=random, dtype=torch.uint8),
+        "w.absmax": 1 + torch.rand(-(-n * k // block), generator=random),
+        "w.quant_map": load_file(DATA / "nf4" / "model.safetensors")[f"{DOWN}.quant_map"],
+    })  # fmt: skip
+    found = TableMatrix("w", raw, (n, k), TableState(kind="nf4", block=block, nested_block=None, offset=0.0), 0)
+    if group is None:
+        assert found.kept is None
+        assert "rows of 40 and blocks of 64" in found.why
+        return
+    assert found.kept.name == f"group4-g{group}-bf16-nf4"
+    assert error_of(found, found.values(slice(None))) < 0.007
+
+
+def test_another_table_is_not_kept() -> None:
+    """Levels are those of one table; a file brings its own."""
+    raw = Stored({"w.quant_map": torch.linspace(-1, 1, 16)})
+    found = TableMatrix("w", raw, (64, 64), TableState(kind="nf4", block=64, nested_block=None, offset=0.0), 0)
+    assert found.kept is None
+    assert "not that of nf4" in found.why
+
+
 @pytest.mark.native
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_run_and_the_log_says_as_what(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """NF4 is a table of fractions that no kernel has, so bf16, and why; rows of int8 are kept."""
-    said = said_in_use(DATA / kind, caplog, 0.01)
+    """All are kept: fractions as the nearest levels of 8 bits."""
+    said = said_in_use(DATA / kind, caplog, 0.01 if kind == "int8" else 0.03)
     assert f"stored=bitsandbytes-{kind}:100.0%" in said
-    assert ("kept=group8-g128-f32-wide:100.0%" if kind == "int8" else f"fractions of {kind}; bf16 rounds") in said
+    assert f"kept={'group8-g128-f32-wide' if kind == 'int8' else f'group4-g64-bf16-{kind}'}:100.0%" in said
 
 
 def state_of(tensors: dict[str, torch.Tensor], **changed: Any) -> None:

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from diptych.compute.coded_matrices import LEVEL_TABLES
+
 SOURCES = {"f32": 0, "bf16": 1, "f16": 2, "s8": 2}  # s8: whole numbers times an f16, which is the type that is told
 NESTED_INPUTS = 256
 NO_OFFSET, ZEROS, MINIMA = 0, 1, 2
-CENTRED, PLAIN, IQ4_NL, E2M1, IQ2 = 0, 1, 2, 3, 4
+CENTRED, PLAIN, IQ4_NL, IQ2, NF4, FP4 = 0, 1, 2, 4, 8, 9
 IQ4_NL_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 BITS = {4: 4, 5: 8, 6: 6, 7: 2, 8: 3, 9: 5}
 TABLES = {
     IQ4_NL: np.array(IQ4_NL_LEVELS),
-    E2M1: np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]),
     IQ2: np.array([8, 25, 43, 0, -8, -25, -43, 0]),
+    NF4: np.array(LEVEL_TABLES["nf4"].levels),
+    FP4: np.array(LEVEL_TABLES["fp4"].levels),
 }
 # name -> Format, and in groups the type of scales, the kind of offset and the levels
 KINDS = {
@@ -29,8 +32,8 @@ KINDS = {
     "group4": (4, "f16", NO_OFFSET, CENTRED),
     "group4-zeros": (4, "bf16", ZEROS, PLAIN),
     "group4-minima": (4, "f16", MINIMA, PLAIN),
-    "group4-table": (4, "f32", NO_OFFSET, IQ4_NL),
-    "group4-fp4": (4, "bf16", NO_OFFSET, E2M1),
+    "group4-table": (4, "f32", NO_OFFSET, NF4),
+    "group4-fp4": (4, "bf16", NO_OFFSET, FP4),
     "group8": (5, "f16", NO_OFFSET, CENTRED),
     "group8-minima": (5, "f32", MINIMA, CENTRED),
     "group4-zeros-wide": (4, "bf16", ZEROS, PLAIN),

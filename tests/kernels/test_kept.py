@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from test_balance import reparametrised
 from worlds import KERNEL_SETS, alone, beside, prompt
 
+from bitsandbytes_files import DATA as BITSANDBYTES
+from bitsandbytes_files import fours
 from checkpoints import make_checkpoint
 from coded_files import Layout, awq, block_fp8, gptq, quantised_checkpoints, whole_fp8
 from diptych.compute.ops.cpu_kernels import _cpu, instruction_sets
@@ -45,12 +47,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         wide = {"intermediate_size": 160, "num_hidden_layers": 2} | ({"hidden_size": 256} if "blocks" in name else {})
         original = make_checkpoint(family, folder / "original", dtype=torch.bfloat16, **wide)
         made[name] = quantised_checkpoints(original, folder, layout)[0]
-    return made
+    return made | {"nf4": BITSANDBYTES / "nf4"}
 
 
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 @pytest.mark.parametrize(
-    ("layout", "activations"), [*((layout, "auto") for layout in LAYOUTS), ("zeros", "int15"), ("experts", "int15")]
+    ("layout", "activations"),
+    [*((layout, "auto") for layout in (*LAYOUTS, "nf4")), ("zeros", "int15"), ("experts", "int15")],
 )
 def test_cut_of_the_work_changes_no_bit(folders: dict[str, Path], layout: str, activations: str, kernels: str) -> None:
     """Few rows meet packed codes and many rows expanded ones; the sums of groups must be the same numbers in the same order."""
@@ -101,6 +104,18 @@ def test_keeping_values_adds_a_tenth_of_what_the_file_s_rounding_cost(
     assert "as large as the middle one" not in caplog.text
     if bits == 8:
         assert divergence(values, logprobs(coded, tokens, backend="cpu", activations="int8")) > own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "nf4 nested"])
+def test_fractions_as_whole_numbers_add_a_tenth_of_what_bitsandbytes_cost(kind: str, tmp_path: Path) -> None:
+    """Of its own quantiser: levels of 8 bits for its fractions and rows of 8 bits together."""
+    pytest.importorskip("bitsandbytes")
+    tokens = held_out(512)
+    coded, plain = quantised_checkpoints(bundled_dir(), tmp_path, fours(kind))
+    values = logprobs(plain, tokens, **EXACT)
+    own = divergence(logprobs(bundled_dir(), tokens, **EXACT), values)
+    assert divergence(values, logprobs(coded, tokens, backend="cpu")) < 0.1 * own
 
 
 @pytest.mark.parametrize("layout", [whole_fp8(), block_fp8()], ids=["whole", "blocks"])

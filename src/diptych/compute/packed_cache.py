@@ -71,7 +71,8 @@ class PackedCache:
         """The name of the entry for these files, this config, and what else `decides`: formats, kernel set."""
         digest = hashlib.sha256(json.dumps(hf_config, sort_keys=True).encode())
         digest.update(
-            f"{VERSION} {PACKED_LAYOUT} exponents orders tied nested planes fp8 {INT4_GROUP} {' '.join(decides)}\n".encode()
+            f"{VERSION} {PACKED_LAYOUT} exponents orders tied nested planes fp8 fractions {INT4_GROUP} "
+            f"{' '.join(decides)}\n".encode()
         )
         for path in files:
             with path.open("rb") as file:

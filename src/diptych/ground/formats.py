@@ -53,7 +53,7 @@ NESTED_SCALES = ("s8", "e4m3")
 OFFSET_GRIDS = ("zeros", "minima")
 KEPT_GRIDS = {  # by kind; the others have signed and minima alone
     "group3": ("signed", "minima", "iq2", "iq1"),
-    "group4": ("signed", "zeros", "minima", "iq4_nl", "e2m1", "iq3_xxs", "iq3_s"),
+    "group4": ("signed", "zeros", "minima", "iq4_nl", "e2m1", "iq3_xxs", "iq3_s", "nf4", "fp4"),
 }
 # Dot products of four inputs that the end of a group costs, as kernels on Zen 4 were measured at 512 rows (LAB.md): groups of
 # 32, 64 and 128 have 0.85, 0.92 and 0.96 of int4's rate, of 32 with minima 0.76; wide ones of 16 and 32 0.39 and 0.44
@@ -77,7 +77,8 @@ class KeptFormat:
     or an entry of a table.
     int8 has a scale per row, in fp32, and neither group nor grid; fp8 (E4M3) likewise, or with a group a scale of that many
     inputs of a block's rows, with which codes are multiplied and rounded to bf16 before they meet rows in bf16. Nothing else
-    is rounded. is_wide (in groups): it meets rows of 15 bits, in two halves, instead of 8.
+    is rounded, but what nf4 and fp4 are made of (`compute.coded_matrices`). is_wide (in groups): it meets rows of 15 bits, in
+    two halves, instead of 8.
 
     >>> KeptFormat.named("group4-g128-f16-zeros").number.bytes * 8
     4.1875

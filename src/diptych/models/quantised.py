@@ -236,8 +236,15 @@ def _bitsandbytes(section: HfConfig) -> Quantisation:
     if is_4bit == is_8bit:
         _refuse(section, "load_in_4bit", f"one of it and load_in_8bit ({is_8bit}) must be true", default=False)
     if is_4bit:
-        _one_of(section, "bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
-        return Quantisation(method="bitsandbytes", bits=4)
+        grid = _one_of(section, "bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+        return Quantisation(
+            method="bitsandbytes",
+            bits=4,
+            kept=KeptFormat(
+                kind="group4", group=64, scale="bf16", grid=grid
+            ),  # of the usual blocks: no config names them
+            note="fractions that are kept are the nearest whole numbers of 8 bits, their scales in bf16",
+        )
     return Quantisation(
         method="bitsandbytes",
         bits=8,
