@@ -163,6 +163,17 @@ def test_a_damaged_file_is_refused(
         logits_of(path, backend="torch", weights="fp32")
 
 
+def test_tiles_of_a_gpu_are_refused(tmp_path: Path) -> None:
+    """Older versions saved what a first step had put in another order, in the same shape: noise, in silence."""
+    path = tmp_path / "it"
+    shutil.copytree(DATA / "int8", path)
+    tensors = load_file(path / "model.safetensors")
+    tensors[f"{DOWN}_format"] = torch.tensor(2, dtype=torch.uint8)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(LoadError, match=r"weight_format is 2; .* only rows \(0\)"):
+        logits_of(path, backend="torch", weights="fp32")
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -219,6 +219,7 @@ def _bitsandbytes(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> Matri
     if raw.holds(f"{prefix}.SCB"):
         _require(raw, weight, shape, "I8")
         _require(raw, f"{prefix}.SCB", shape[:1], "F32")
+        _require_rows(raw, f"{prefix}.weight_format")
 
         def parts() -> CodedParts:
             return CodedParts(scales=(raw.stored(f"{prefix}.SCB") / 127).view(-1, 1), zeros=None, group=shape[1])
@@ -243,6 +244,19 @@ def _bitsandbytes(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> Matri
         _require(raw, f"{weight}.nested_absmax", (-(-blocks // state.nested_block),), "F32")
         _require(raw, f"{weight}.nested_quant_map", (256,), "F32")
     return TableMatrix(weight, raw, shape, state, _all_bytes(raw, prefix))
+
+
+def _require_rows(raw: RawTensors, name: str) -> None:
+    """LoadError where a version for older GPUs saved the matrix in tiles: it says so beside it, in a number."""
+    if not raw.holds(name):
+        return
+    _require(raw, name, (1,) if raw.header(name)[0] == (1,) else (), "U8")
+    found = int(raw.stored(name))
+    if found != 0:
+        raise LoadError(
+            f"tensor {name} is {found}; of int8 only rows (0) are read, not the tiles of a GPU",
+            hint="quantise the original checkpoint anew with a bitsandbytes of today",
+        )
 
 
 def _table_state(raw: RawTensors, weight: str, shape: tuple[int, int]) -> TableState:
