@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from tests.engine.conftest import tiny_config
 
 from diptych.cluster.messages import Done, Parcel, Read, StopReading, ToWorker
 from diptych.compute.kv_store import KVPayload
+from diptych.engine.engine import OutputDelta
 from diptych.engine.llm import LLM, Completion
 from diptych.engine.load import LoadedModel, bundled_dir, load
 from diptych.ground.config import SchedulerConfig
+from diptych.ground.events import TokenEvent
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import SamplingParams, StructuredSpec
 from diptych.insight.segments import TokenWork
@@ -400,6 +403,39 @@ def test_an_abort_leaves_nothing_behind_anywhere(loaded: LoadedModel, n_steps: i
         engine.step()
     cluster.check()
     assert all(worker.counts().core.waiting == 0 for worker in cluster.workers.values())
+
+
+@pytest.mark.parametrize("end", ["abort", "stop"])
+def test_a_name_that_comes_again_is_another_request(loaded: LoadedModel, end: str) -> None:
+    """What the worker had yet to say of the first one was taken for the second's, and ended the door."""
+    config = tiny_config("cpu")
+    first, second = prompts((20, 33))
+    long = replace(GREEDY, max_tokens=60, ignore_eos=True)
+    one, wanted = LLM(loaded, config).generate([first, second], long)
+    stop = one.choices[0].text[8:12] if end == "stop" else ()
+    cluster = LocalCluster(loaded, config, prefill=0)
+    engine, worker = cluster.engine, cluster.workers["decode-0"]
+    said: list[int] = []
+
+    def ask(prompt: list[int], sampling: SamplingParams, on_delta: Callable[[OutputDelta], None]) -> None:
+        now_s = engine.clock.now_s()
+        engine.submit(engine.make_request(prompt, sampling, arrival_s=now_s, request_id="same"), on_delta)
+
+    ask(first, replace(long, stop=stop), lambda delta: None)
+    for _ in range(6 if end == "abort" else 60):
+        if engine.n_open:
+            engine.step()
+    worker.step()
+    late = worker.batch()
+    engine.abort("same")
+    assert any(isinstance(event, TokenEvent) for event in late.events)
+    ask(second, long, lambda delta: said.extend(delta.token_ids))
+    cluster.core.deliver("decode-0", late)
+    while engine.n_open:
+        engine.step()
+    assert tuple(said) == wanted.choices[0].token_ids
+    cluster.check()
+    assert not cluster.core._unheard
 
 
 def test_a_reader_that_did_not_hear_hears_it_with_its_first_parcel(loaded: LoadedModel) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from diptych.cluster.messages import Batch, Cancel, Facts, Finish, ForgetPrefixes, Lost, Submit, ToWorker
+from diptych.cluster.messages import Batch, Cancel, Facts, Finish, ForgetPrefixes, Heard, Lost, Submit, ToWorker
 from diptych.control.entry import check_prompt
 from diptych.control.router import Place, Price, Router, TokenPrice
 from diptych.control.seen import SeenPrefixes
@@ -126,6 +126,9 @@ class ClusterCore:
         self.workers: list[WorkerState] = []
         self._number: dict[str, int] = {}
         self._open: dict[str, _Open] = {}
+        # (worker, request) that ended here first, and how many Cancels it has not taken: what it says until then is of the old
+        # request, and its client may have sent another under the same name
+        self._unheard: Counter[tuple[int, str]] = Counter()
         self._parked: deque[str] = deque()
         self._batches: deque[tuple[str, int, Batch]] = deque()
         self._made: list[Event] = []  # by the door itself
@@ -204,7 +207,7 @@ class ClusterCore:
         worker.seen.clear()
         assert self._router is not None
         self._router.close(number)
-        self._tell_lost(name)
+        self._tell_lost(number)
         for request_id, one in list(self._open.items()):
             if one.reader == number:
                 one.reader = None
@@ -212,10 +215,12 @@ class ClusterCore:
             if one.decoder == number:
                 self._move(request_id, one)
 
-    def _tell_lost(self, name: str) -> None:
+    def _tell_lost(self, number: int) -> None:
+        for key in [key for key in self._unheard if key[0] == number]:
+            del self._unheard[key]
         for other in self.workers:
             if other.is_up:
-                other.link.send(Lost(name=name))
+                other.link.send(Lost(name=self.workers[number].name))
 
     def drain(self, name: str) -> None:
         """Send a worker nothing new; what it has goes on."""
@@ -235,11 +240,12 @@ class ClusterCore:
 
     def detach(self, name: str) -> None:
         """A worker that is drained has ended."""
-        worker = self.workers[self._number[name]]
+        number = self._number[name]
+        worker = self.workers[number]
         worker.is_up, worker.is_gone, worker.counts = False, True, None
         worker.n_lost += 1  # what it may still have said does not count
         worker.seen.clear()
-        self._tell_lost(name)
+        self._tell_lost(number)
         logger.info("worker ended name=%s", name)
 
     def deliver(self, name: str, batch: Batch) -> None:
@@ -335,7 +341,7 @@ class ClusterCore:
         if one is None:
             return []
         if one.decoder is not None:
-            self.workers[one.decoder].link.send(Cancel(request_id=request_id))
+            self._dismiss(one.decoder, request_id)
         return self._end(request_id, one, now_s, reason, error)
 
     def finish(
@@ -351,6 +357,8 @@ class ClusterCore:
         if one.decoder is not None:
             self.workers[one.decoder].link.send(Finish(request_id=request_id, index=index, output_tokens=n_tokens))
         one.is_ended[index] = True
+        if all(one.is_ended) and one.decoder is not None:
+            self._dismiss(one.decoder, request_id)
         self._forget_if_over(request_id, one)
         return [FinishEvent(request_id=request_id, index=index, at_s=now_s, reason=reason, output_tokens=n_tokens)]
 
@@ -467,9 +475,22 @@ class ClusterCore:
             return
         self._place(request_id)
 
-    def _take(self, number: int, worker: WorkerState, said: list[Event], events: list[Event]) -> None:
+    def _dismiss(self, number: int, request_id: str) -> None:
+        """A worker is to forget a request, of which it may have said more by now."""
+        self._unheard[number, request_id] += 1
+        self.workers[number].link.send(Cancel(request_id=request_id))
+
+    def _heard(self, number: int, request_id: str) -> None:
+        self._unheard[number, request_id] -= 1
+        if not self._unheard[number, request_id]:
+            del self._unheard[number, request_id]
+
+    def _take(self, number: int, worker: WorkerState, said: list[Event | Heard], events: list[Event]) -> None:
         ahead_s = worker.clock_ahead_s
         for event in said:
+            if isinstance(event, Heard):
+                self._heard(number, event.request_id)
+                continue
             if ahead_s:
                 event = _earlier(event, ahead_s)
             if isinstance(event, StepBeginEvent | StepEndEvent):
@@ -477,6 +498,8 @@ class ClusterCore:
                 continue
             one = self._open.get(event.request_id)
             if one is None or one.decoder != number or isinstance(event, ArrivalEvent):
+                continue
+            if self._unheard and (number, event.request_id) in self._unheard:
                 continue
             if self._counts(one, event):
                 events.append(event)

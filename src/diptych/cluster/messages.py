@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from diptych.cluster.slots import Seat
 from diptych.compute.kv_store import KVPayload
@@ -134,10 +135,16 @@ class Facts:
         )
 
 
+class Heard(NamedTuple):
+    """The worker took a Cancel: what it says from here on under that name is of another request, which came later."""
+
+    request_id: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """Events of whole steps, in order, and the numbers behind them. now_s: the worker's clock."""
 
-    events: list[Event]
+    events: list[Event | Heard]
     counts: WorkerCounts
     now_s: float

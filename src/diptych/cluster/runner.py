@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import deque
 
-from diptych.cluster.messages import Batch, ToWorker
+from diptych.cluster.messages import Batch, Heard, ToWorker
 from diptych.cluster.worker import Worker
 from diptych.control.stats import WorkerCounts
 from diptych.ground.clock import Clock
@@ -25,7 +25,7 @@ class WorkerRunner:
         self._clock = clock
         self._wake = threading.Condition()
         self._inbox: deque[ToWorker] = deque()
-        self._events: list[Event] = []
+        self._events: list[Event | Heard] = []
         self._counts: WorkerCounts | None = None  # of the newest step that nobody has fetched
         self._failure: BaseException | None = None
         self._is_stopping = False

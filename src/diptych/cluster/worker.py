@@ -25,6 +25,7 @@ from diptych.cluster.messages import (
     Done,
     Finish,
     ForgetPrefixes,
+    Heard,
     Lost,
     Parcel,
     Read,
@@ -142,7 +143,7 @@ class Worker:
         self._slots = Slots(name, 0 if machine is None else N_SLOTS, self._room.nbytes)
         self._mapped = Mapped()
         self._stepper = Stepper(self.core, self._executor, clock, fold=self._fold, observe=machinery.observe)
-        self._events: list[Event] = []
+        self._events: list[Event | Heard] = []
         self._step: StepBeginEvent | None = None  # in flight, or the last
         self._unplaced: deque[tuple[float, Submit]] = (
             deque()
@@ -278,6 +279,7 @@ class Worker:
             self._stop_reader(coming)
         self.core.cancel(request_id, now_s)
         self._spans.end(request_id, now_s, error="cancelled")
+        self._events.append(Heard(request_id))
 
     def _on_finish(self, finish: Finish) -> None:
         ended = self.core.finish(
