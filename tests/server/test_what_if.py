@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import httpx
 import pytest
@@ -12,10 +14,15 @@ from typer.testing import CliRunner
 from diptych.cli.explain import app
 from diptych.control.loop import EngineCore
 from diptych.control.recording import Recorder
+from diptych.engine.engine import Engine
 from diptych.ground.clock import VirtualClock
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
+from diptych.ground.events import StepBeginEvent, StepEndEvent
 from diptych.ground.request import Request, SamplingParams
+from diptych.ground.shape import StepShape
+from diptych.metrics import EventBook
+from diptych.server.recent import Recent
 from diptych.sim.executor import PredictedExecutor
 from diptych.stepper import Stepper, serve
 from server_process import ServerProcess
@@ -61,6 +68,17 @@ def test_a_server_that_keeps_nothing_says_so() -> None:
         refused = http.get(f"/v1/requests/{name}/what-if")
         assert refused.status_code == 404
         assert "--keep-minutes" in refused.json()["error"]["message"]
+
+
+def test_a_step_longer_than_what_is_kept_ends_nothing() -> None:
+    """A process that stood still for two minutes, as in a container that is paused, lost its engine at the next step."""
+    clock, book = VirtualClock(), EventBook()
+    engine = SimpleNamespace(on_submit=[], on_end=[], book=book, clock=clock)
+    recent = Recent(cast("Engine", engine), keep_s=120.0, machine=None)
+    shape = StepShape.prefill(batch=1, new_tokens=8)
+    book.fold([StepBeginEvent(step_id=0, at_s=0.0, shape=shape, decode_request_ids=(), predicted_s=None)])
+    book.fold([StepEndEvent(0, 600.0, 600.0, 0.0)])
+    assert [one[:2] for one in recent._steps] == [(0.0, 600.0)]
 
 
 def test_the_command_asks_a_server(http: httpx.Client, server: ServerProcess) -> None:

@@ -90,7 +90,8 @@ class Recent:
         steps.append((step.begin_s, step.end_s, step.shape))
         self._n_chunks += step.shape.n_sequences
         oldest_s = step.end_s - self._keep_s
-        while self._n_chunks > MAX_CHUNKS or steps[0][0] < oldest_s:
+        # the newest stays: where the process stood still, it alone is longer than all that is kept
+        while len(steps) > 1 and (self._n_chunks > MAX_CHUNKS or steps[0][0] < oldest_s):
             self._n_chunks -= steps.popleft()[2].n_sequences
 
 
