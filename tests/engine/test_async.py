@@ -100,6 +100,29 @@ def test_a_request_that_is_over_goes_without_the_garbage_collector(engine: Async
             gc.enable()
 
 
+def test_who_leaves_ends_no_later_request_of_its_name(engine: AsyncLLM) -> None:
+    """A client tries again under its own id when an answer is slow to reach it: the end of the first try ended the second."""
+    long = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+
+    async def again() -> list[FinishReason | None]:
+        slow = (await engine.generate(PROMPTS[0], GREEDY, request_id="same")).steps()
+        await anext(slow)
+        while engine.engine.n_open:
+            await asyncio.sleep(0.001)
+        second = await engine.generate(PROMPTS[1], long, request_id="same")
+        await slow.aclose()
+        third = asyncio.ensure_future(
+            engine.generate(PROMPTS[2], GREEDY, request_id="same")
+        )  # refused, as the second is open
+        engine._post, post = lambda action: (post(action), third.cancel()), engine._post  # type: ignore[method-assign]
+        with pytest.raises(asyncio.CancelledError):
+            await third
+        engine._post = post  # type: ignore[method-assign]
+        return [(await collect(second))[1]]
+
+    assert asyncio.run(again()) == [FinishReason.LENGTH]
+
+
 def test_refusals_come_at_once_and_by_name(engine: AsyncLLM) -> None:
     """A bad request is answered by `generate` itself, not by a silent stream."""
 

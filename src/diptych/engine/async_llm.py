@@ -34,10 +34,10 @@ class RequestHandle:
     Leaving the iteration before the end aborts the request.
     """
 
-    def __init__(self, request: Request, leave: Callable[[], object]) -> None:
+    def __init__(self, request: Request, abort: Callable[[RequestHandle], object]) -> None:
         self.request = request
         self.opened: OpenRequest | None = None
-        self._leave = leave
+        self._abort = abort
         self._queue: asyncio.Queue[OutputDelta | EngineError] = asyncio.Queue()
         self._held: OutputDelta | EngineError | None = None  # taken from the queue, and of a later step
         self._open_choices = request.sampling.n
@@ -63,6 +63,10 @@ class RequestHandle:
         """Why the engine failed this request, when it did."""
         return self.opened.error if self.opened is not None else None
 
+    def abort(self) -> None:
+        """End this request, and no other that has its name by now."""
+        self._abort(self)
+
     def put(self, item: OutputDelta | EngineError) -> None:
         """Called on the event loop."""
         self._queue.put_nowait(item)
@@ -86,7 +90,7 @@ class RequestHandle:
                 yield await self._next_step()
         finally:
             if self._open_choices > 0:
-                self._leave()
+                self.abort()
 
     async def _next_step(self) -> list[OutputDelta]:
         group: list[OutputDelta] = []
@@ -242,13 +246,13 @@ class AsyncLLM:
             trace=trace,
         )
         loop = asyncio.get_running_loop()
-        handle = RequestHandle(request, lambda: self.abort(request.request_id))
+        handle = RequestHandle(request, self._abort)
         accepted: asyncio.Future[None] = loop.create_future()
         self._post(lambda: self._submit(handle, loop, accepted))
         try:
             await accepted
         except asyncio.CancelledError:
-            self.abort(request.request_id)
+            handle.abort()
             raise
         return handle
 
@@ -256,6 +260,14 @@ class AsyncLLM:
         """End a request, in any state; its handle gets the last deltas. Unknown ids are ignored."""
         if not self._held.is_closed:
             self._post(lambda: self.engine.abort(request_id))
+
+    def _abort(self, handle: RequestHandle) -> None:
+        def end() -> None:
+            if handle.opened is not None:  # else it was refused
+                self.engine.abort(handle.request_id, of=handle.opened)
+
+        if not self._held.is_closed:
+            self._post(end)
 
     async def load_lora(self, name: str, path: str | Path, *, replaces: bool = False) -> None:
         """Load an adapter from its folder while requests run. LoadError, ConfigError, CapacityError."""

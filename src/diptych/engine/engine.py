@@ -290,8 +290,15 @@ class Engine:
             tell(opened)
         return opened
 
-    def abort(self, request_id: str, *, reason: FinishReason = FinishReason.ABORT) -> bool:
-        """End a request in any state. False when it is not open (finished, or never seen)."""
+    def abort(
+        self, request_id: str, *, reason: FinishReason = FinishReason.ABORT, of: OpenRequest | None = None
+    ) -> bool:
+        """End a request in any state. False when it is not open (finished, or never seen).
+
+        of: this one only, and none that came later under its name.
+        """
+        if of is not None and self._open.get(request_id) is not of:
+            return False
         is_open = request_id in self._open
         try:
             self._publish(self.core.cancel(request_id, self.clock.now_s(), reason=reason))

@@ -187,7 +187,7 @@ class OpenedRequest:
         if self.is_finished:
             self._count()
             return
-        self._desk.engine.abort(self.handle.request_id)
+        self.handle.abort()
         self._desk.spawn(self._drain())
 
     async def _drain(self) -> None:
