@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -263,7 +264,7 @@ def test_client_that_leaves_frees_everything(embedding: ServerProcess) -> None:
 
 
 def test_key_draining_and_aborts(embedder: Path) -> None:
-    with ServerProcess(str(embedder), *FP32, key="secret") as server:
+    with ServerProcess(str(embedder), *FP32, "--max-open-requests", "300", key="secret") as server:
         assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "a"}).status_code == 401
         with server.client() as http:
             done = http.post("/v1/embeddings", json={"input": TEXTS}, headers={"x-request-id": "mine"})
@@ -285,6 +286,18 @@ def test_key_draining_and_aborts(embedder: Path) -> None:
             assert answers[0].json()["error"]["code"] == "aborted"
             server.wait_idle()
             server.check_balance()
+            begun, answers[:] = server.metric("diptych_states_total"), []
+            last = {"input": [f"fox {i}" for i in range(1200)]}
+            thread = threading.Thread(target=lambda: answers.append(http.post("/v1/embeddings", json=last)))
+            thread.start()
+            with server.client() as other:
+                while server.metric("diptych_states_total") < begun + 100:
+                    sleep_s(0.005)
+                # texts of others that were read are not open any more
+                assert other.post("/v1/embeddings", json={"input": "a"}).status_code == 200
+            server.process.send_signal(signal.SIGTERM)
+            thread.join()
+            assert len(answers[0].json()["data"]) == 1200, "what was begun is finished"
         code, errors = server.stop()
         assert code == 0
         assert "Traceback" not in errors, errors

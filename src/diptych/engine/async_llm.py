@@ -170,7 +170,11 @@ class AsyncLLM:
     @property
     def is_ready(self) -> bool:
         """Loaded, stepping, and taking new requests."""
-        return self._thread is not None and self.failure is None and not self.is_draining
+        return self._is_stepping and not self.is_draining
+
+    @property
+    def _is_stepping(self) -> bool:
+        return self._thread is not None and self.failure is None and not self._is_over
 
     def drain(self) -> None:
         """Take no new requests; those in flight go on."""
@@ -219,16 +223,17 @@ class AsyncLLM:
         arrival_s: float | None = None,
         pooling: Pooling | None = None,
         trace: str | None = None,
+        is_begun: bool = False,
     ) -> RequestHandle:
         """Submit a request and return its handle once the engine has taken it. pooling: for its state and no tokens.
 
         trace: the W3C traceparent of its span, where somebody follows it.
-
+        is_begun: a part of what was taken before the engine began to drain, which it finishes.
         adapter: the name of a loaded adapter, or what `Adapters.find` gave for it.
         arrival_s: when the request came in, on this engine's clock (default now), so that TTFT includes its rendering.
         Raises RequestError for a bad request, CapacityError when draining or when the waiting line is full.
         """
-        if not self.is_ready:
+        if not (self._is_stepping if is_begun else self.is_ready):
             state = "closed" if self._held.is_closed else "draining" if self.is_draining else "not running"
             raise CapacityError(f"the engine is {state} and takes no new requests", hint="try again elsewhere or later")
         arrival_s = self.engine.clock.now_s() if arrival_s is None else arrival_s

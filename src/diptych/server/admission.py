@@ -89,6 +89,11 @@ class Admission:
         self._strict_until_s = float("-inf")
         self._next_turn_s = float("-inf")
 
+    @property
+    def n_in_hand(self) -> int:
+        """Requests that are open, and those on their way to the engine."""
+        return self.n_open + len(self.entering)
+
     def observe(self, prompt_tokens: int, prefill_steps_s: float) -> None:
         """Tell the totals so far: prompt tokens read or found cached, and time of the steps that held any."""
         tokens, seconds = prompt_tokens - self._seen[0], prefill_steps_s - self._seen[1]
@@ -130,10 +135,10 @@ class Admission:
             self._strict_until_s = now_s
         wait_s = self.predicted_wait_s(backlog)
         retry_s = partial(self._turn_s, backlog, wait_s, prompt_tokens=prompt_tokens, now_s=now_s)
-        if self.n_open + len(self.entering) >= self._max_open_requests:
+        if self.n_in_hand >= self._max_open_requests:
             raise ApiError(
                 503,
-                f"{self.n_open} requests are open; this server takes at most {self._max_open_requests} at one time",
+                f"{self.n_in_hand} requests are open; this server takes at most {self._max_open_requests} at one time",
                 code="overloaded",
                 retry_after_s=retry_s(),
             )

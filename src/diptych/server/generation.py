@@ -274,6 +274,7 @@ async def open_requests(
                     adapter=asked.served.adapter,
                     arrival_s=asked.arrival_s,
                     trace=None if span is None else span.trace,
+                    is_begun=True,
                 )
             opened.append(OpenedRequest(desk, handle, number=number, span=span))
     except GrammarError as error:

@@ -100,7 +100,7 @@ class _Process:
         return self._exit_code
 
     def _on_signal(self) -> None:
-        open_requests = self._state.admission.n_open
+        open_requests = self._state.admission.n_in_hand
         if self._drain is None:
             self._engine.drain()
             self._drain = asyncio.ensure_future(self._finish_open())
@@ -113,13 +113,13 @@ class _Process:
     async def _finish_open(self) -> None:
         clock_s, desk = self._state.now_s, self._state.desk
         deadline_s = clock_s() + self._config.drain_timeout_s
-        logger.info("draining open=%d timeout_s=%g", self._state.admission.n_open, self._config.drain_timeout_s)
-        while self._state.admission.n_open > 0 and clock_s() < deadline_s and not desk.is_leaving:
+        logger.info("draining open=%d timeout_s=%g", self._state.admission.n_in_hand, self._config.drain_timeout_s)
+        while self._state.admission.n_in_hand > 0 and clock_s() < deadline_s and not desk.is_leaving:
             await asyncio.sleep(POLL_S)
         if desk.is_leaving:
             return  # a second signal has taken over
-        if self._state.admission.n_open > 0:
-            logger.warning("drain time is over; ending open=%d", self._state.admission.n_open)
+        if self._state.admission.n_in_hand > 0:
+            logger.warning("drain time is over; ending open=%d", self._state.admission.n_in_hand)
             await self._end_open()
         self._leave()
 
@@ -128,7 +128,7 @@ class _Process:
         clock_s, desk = self._state.now_s, self._state.desk
         desk.is_leaving = True
         deadline_s = clock_s() + LAST_BYTES_S
-        while self._state.admission.n_open > 0 and clock_s() < deadline_s:
+        while self._state.admission.n_in_hand > 0 and clock_s() < deadline_s:
             for request_id in list(self._state.telemetry.records):
                 self._engine.abort(request_id)
             await asyncio.sleep(POLL_S)

@@ -25,6 +25,7 @@ class StateReader:
         self._opened: dict[int, OpenedRequest] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._states: dict[int, bytes] = {}
+        self._is_counted = False  # as one open request, beside those of its texts that are
 
     async def read(self, prompts: Sequence[PooledPrompt], *, param: str) -> list[bytes]:
         """Their states, in order. Raises ApiError or EngineError; then nothing of them runs on. param: where they came from."""
@@ -49,6 +50,8 @@ class StateReader:
         waiting: dict[asyncio.Task[None], int] = {}
         with ExitStack() as entering:
             entering.enter_context(desk.admit(self._asked.response_id, min(sum(sizes), room)))
+            desk.admission.opened()
+            self._is_counted = True
             while begun < len(prompts) or waiting:
                 while (
                     begun < len(prompts)
@@ -77,10 +80,12 @@ class StateReader:
             cache_salt=asked.cache_salt,
             arrival_s=asked.arrival_s,
             pooling=prompt.pooling,
+            is_begun=True,
         )
         opened = self._opened[number] = OpenedRequest(desk, handle, number=number)
         async for _ in opened.steps():
             pass
+        opened.close()
         state = None if handle.opened is None else handle.opened.state
         if state is None:
             raise ApiError(409, "the request was ended from outside before its text was read", code="aborted")
@@ -99,3 +104,6 @@ class StateReader:
             elif not task.cancelled():
                 task.exception()  # one of them was told to the client already
         close_all(list(self._opened.values()))
+        if self._is_counted:
+            self._is_counted = False
+            self._generation.desk.admission.closed(service_s=None)
