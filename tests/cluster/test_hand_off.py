@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from tests.engine.conftest import tiny_config
 
 from diptych.cluster.messages import Done, Parcel, Read, StopReading, ToWorker
 from diptych.compute.kv_store import KVPayload
+from diptych.engine.async_llm import AsyncLLM
 from diptych.engine.engine import OutputDelta
 from diptych.engine.llm import LLM, Completion
 from diptych.engine.load import LoadedModel, bundled_dir, load
@@ -436,6 +438,22 @@ def test_a_name_that_comes_again_is_another_request(loaded: LoadedModel, end: st
     assert tuple(said) == wanted.choices[0].token_ids
     cluster.check()
     assert not cluster.core._unheard
+
+
+def test_a_request_that_no_worker_takes_ends_in_time(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every worker gone nobody woke the door either, and its clients waited for ever."""
+    monkeypatch.setattr("diptych.cluster.core.PARK_S", 0.1)
+    cluster = LocalCluster(loaded, tiny_config("cpu"), prefill=0)
+    cluster.kill("decode-0")
+    door = AsyncLLM(loaded, tiny_config("cpu"), engine=cluster.engine)
+    door.start()
+
+    async def ask() -> list[FinishReason | None]:
+        handle = await door.generate([5, 6, 7], GREEDY)
+        return [delta.finish_reason async for delta in handle]
+
+    assert asyncio.run(asyncio.wait_for(ask(), 20)) == [FinishReason.ERROR]
+    door.stop()
 
 
 def test_a_reader_that_did_not_hear_hears_it_with_its_first_parcel(loaded: LoadedModel) -> None:

@@ -264,9 +264,9 @@ class ClusterCore:
         return bool(self._batches) or bool(self._made) or bool(self._asked)
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether requests wait for a worker, so that somebody has to look at the clock."""
-        return bool(self._parked)
+    def due_s(self) -> float | None:
+        """When a request is given up that waits for a worker; None where none does."""
+        return self._open[self._parked[0]].parked_s + PARK_S if self._parked else None
 
     @property
     def config(self) -> SchedulerConfig:
@@ -374,7 +374,7 @@ class ClusterCore:
             if worker.is_up and worker.n_lost == n_lost:
                 worker.counts = batch.counts
                 self._take(self._number[name], worker, batch.events, events)
-        while self._parked and now_s - self._open[self._parked[0]].parked_s > PARK_S:
+        while self.due_s is not None and self.due_s <= now_s:
             request_id = self._parked.popleft()
             error = ExecutorError(f"no worker took the request within {PARK_S:g} s", hint="see the server's log")
             events += self._end(request_id, self._open[request_id], now_s, FinishReason.ERROR, error)

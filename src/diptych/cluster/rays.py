@@ -504,7 +504,6 @@ class RayCluster:
                 return
             if batch is not None:
                 self.core.deliver(name, batch)
-            if batch is not None or self.core.is_waiting:
                 self.llm.wake()
 
     def _is_back(self, name: str, *, is_hung: bool) -> bool:

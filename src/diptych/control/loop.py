@@ -45,6 +45,8 @@ _new = tuple.__new__  # of a NamedTuple, in half the time: an event is made with
 class EngineCore:
     """Requests in, plans down, results up, events out. See the module."""
 
+    due_s: float | None = None  # when something ends though nothing comes and no step runs: never, in one engine
+
     def __init__(
         self,
         config: SchedulerConfig,
@@ -81,9 +83,8 @@ class EngineCore:
         self._next_seq_id = 0
         self._next_step_id = 0
         self._n_unborn = 0  # choices that wait for choice 0 to read the prompt
-        self._is_torn = (
-            False  # a call changes the books; seen by another only when an exception cut the first one short
-        )
+        # a call changes the books; seen by another only when an exception cut the first one short
+        self._is_torn = False
 
     @property
     def context_limit_tokens(self) -> int:

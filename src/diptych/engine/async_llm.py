@@ -364,7 +364,9 @@ class AsyncLLM:
         with self._wake:
             if self.engine.n_open == 0:
                 self._wake.notify_all()  # someone may be draining
-            self._wake.wait_for(lambda: self._inbox or self._is_stopping or self.engine.has_work)
+            self._wake.wait_for(
+                lambda: self._inbox or self._is_stopping or self.engine.has_work, timeout=self.engine.due_in_s
+            )
             if self._is_stopping:
                 return False
         self._drain_inbox()

@@ -185,6 +185,12 @@ class Engine:
         return self.core.has_work
 
     @property
+    def due_in_s(self) -> float | None:
+        """How soon a step would do something though nothing comes; None: never."""
+        due_s = self.core.due_s
+        return None if due_s is None else max(0.0, due_s - self.clock.now_s())
+
+    @property
     def n_open(self) -> int:
         """Requests not yet finished."""
         return len(self._open)
