@@ -6,7 +6,9 @@ import json
 import os
 import re
 import shutil
+import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from importlib import resources
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from typer.testing import CliRunner
 
 from diptych.cli.doctor import app as doctor
 from diptych.cli.simulate import app as simulate
+from diptych.server.live import MAX_WATCHERS
 from server_process import ServerProcess
 
 CHROMIUM = next(
@@ -64,6 +67,18 @@ def test_the_feed_says_hello_then_sends_frames_and_stops_listening_after(http: h
     ended = [one for frame in frames for one in frame["finished"]]
     assert [(one["output_tokens"], one["computed_to"]) for one in ended] == [(5, ended[0]["prompt_tokens"])]
     assert {"kind", "blocks", "ttft_s", "itl_s", "requests", "totals"} <= set(frames[0])
+
+
+def test_one_page_too_many_is_refused(server: ServerProcess, http: httpx.Client) -> None:
+    """It got a 200 and a broken connection, and the log a traceback, again with every try of the browser's."""
+    with ExitStack() as pages:
+        for _ in range(MAX_WATCHERS):
+            page = pages.enter_context(socket.create_connection((server.host, server.port), timeout=30))
+            page.sendall(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            while b"hello" not in page.recv(65536):
+                pass
+        refused = http.get("/live")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
 
 
 @pytest.mark.browser

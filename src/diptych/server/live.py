@@ -53,10 +53,16 @@ class LiveFeed:
         self._unsubscribe: Callable[[], None] | None = None
         self._is_closed = False
 
-    async def watch(self) -> AsyncGenerator[bytes, None]:
-        """Events for one watcher: first what stays (`hello`), then frames until it leaves or the server ends."""
+    def watch(self) -> AsyncGenerator[bytes, None]:
+        """Events for one watcher: first what stays (`hello`), then frames until it leaves or the server ends.
+
+        Raises ApiError 503 for one too many, before anything is answered.
+        """
         if len(self._watchers) >= MAX_WATCHERS:
             raise ApiError(503, f"{MAX_WATCHERS} pages watch already", code="overloaded", retry_after_s=10)
+        return self._frames()
+
+    async def _frames(self) -> AsyncGenerator[bytes, None]:
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=8)
         self._watchers.add(queue)
         if self._unsubscribe is None:
