@@ -2,6 +2,7 @@
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -176,6 +177,23 @@ def test_a_retry_under_the_same_request_id_is_answered(http: httpx.Client) -> No
         assert again.headers["x-request-id"] == "twice"
         assert not http.get("/v1/requests/twice/timeline").json()["is_finished"], "or this shows nothing"
         assert again.json()["id"] != "cmpl-twice"
+
+
+def test_services_send_all_they_ask_under_one_request_id(server: ServerProcess) -> None:
+    """Of two that came at one time, before either was open, one was refused for the other's name."""
+    begin = threading.Barrier(4)
+
+    def ask(number: int) -> tuple[int, str]:
+        with server.client() as http:
+            begin.wait()
+            body = {"prompt": f"{number}" + " once upon a time" * 600, "max_tokens": 2}
+            answer = http.post("/v1/completions", json=body, headers={"x-request-id": "one-of-ours"})
+            return answer.status_code, answer.json().get("id", answer.text)
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(ask, range(4)))
+    assert [status for status, _ in answers] == [200] * 4, answers
+    assert len({name for _, name in answers}) == 4
 
 
 def test_apply_template_asks_the_cache_of_the_salt(http: httpx.Client) -> None:

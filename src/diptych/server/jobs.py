@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from pydantic_core import to_json
@@ -15,7 +16,7 @@ from diptych.server.answers import JsonAnswer, json_bytes
 from diptych.server.door import Workers, unless_disconnected
 from diptych.server.fields import ignored_header
 from diptych.server.request_id import request_id_of
-from diptych.server.schema import SamplingBody
+from diptych.server.schema import RequestBody, SamplingBody
 from diptych.server.sse import EventStream
 from diptych.server.state import ServerState
 from diptych.server.timelines import Timelines
@@ -43,11 +44,22 @@ class Job(Protocol):
         ...
 
 
-def free_id(request: Request, timelines: Timelines) -> str | None:
-    """The id in the client's header, unless a request under it is still open: proxies send a retry under the same one."""
-    name = request_id_of(request)
-    is_open = name is not None and any(log.end_s is None for log in timelines.find(name))
-    return None if is_open else name
+@contextmanager
+def named(request: Request, body: RequestBody, timelines: Timelines) -> Iterator[str | None]:
+    """Know a request that has no name by the id in the client's header; gives that id.
+
+    Unless another one has it: proxies send a retry under the same id, and services all that they ask for one of theirs.
+    """
+    name = None if body.request_id is not None else request_id_of(request)
+    if name is None or timelines.is_open(name):
+        yield None
+        return
+    body.request_id = name
+    timelines.given.add(name)
+    try:
+        yield name
+    finally:
+        timelines.given.discard(name)
 
 
 def trace_parent(request: Request) -> dict[str, str]:
@@ -77,6 +89,6 @@ async def generate(
     """Read the body of a request that generates, and answer it by what `make` makes of it."""
     arrival_s = state.now_s()
     body = await state.bodies.read(request, body_type)
-    body.request_id = body.request_id or free_id(request, state.timelines)
     body.follow(trace_parent(request))
-    return await respond(request, make(state.generation, body, arrival_s=arrival_s), body, state.workers)
+    with named(request, body, state.timelines):
+        return await respond(request, make(state.generation, body, arrival_s=arrival_s), body, state.workers)

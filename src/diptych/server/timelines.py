@@ -25,6 +25,7 @@ class Timelines:
         self._kept = kept
         self._finished: OrderedDict[str, RequestRecord] = OrderedDict()
         self._groups: OrderedDict[str, tuple[str, ...]] = OrderedDict()
+        self.given: set[str] = set()  # clients' own ids, of requests on their way to the engine
         telemetry.on_record.append(self.keep)
 
     def keep(self, record: RequestRecord) -> None:
@@ -40,6 +41,10 @@ class Timelines:
             self._groups[response_id] = tuple(request_ids)
         while len(self._groups) > KEPT_GROUPS:
             self._groups.popitem(last=False)
+
+    def is_open(self, name: str) -> bool:
+        """Whether a request of that name is open, or on its way to be."""
+        return name in self.given or any(one.end_s is None for one in self.find(name))
 
     def find(self, name: str) -> list[RequestRecord]:
         """The records behind an answer's id or the client's own: one per prompt, none for an unknown id."""

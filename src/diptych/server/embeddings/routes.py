@@ -14,7 +14,7 @@ from diptych.server.door import unless_disconnected
 from diptych.server.embeddings.answer import EmbeddingAnswer, PooledAnswer, RerankAnswer, ScoreAnswer
 from diptych.server.embeddings.body import EmbeddingBody, PooledBody, RerankBody, ScoreBody
 from diptych.server.fields import ignored_header
-from diptych.server.jobs import free_id
+from diptych.server.jobs import named
 from diptych.server.openapi import body_of, responses
 from diptych.server.state import ServerState
 
@@ -51,10 +51,10 @@ async def _answer(
     """Read the body, answer it, and leave nothing open, also when the client leaves."""
     arrival_s = state.now_s()
     body = await state.bodies.read(request, body_type)
-    body.request_id = body.request_id or free_id(request, state.timelines)
-    job = make(state.generation, body, arrival_s=arrival_s)
-    try:
-        content = await unless_disconnected(request, asyncio.ensure_future(job.answer()))
-    finally:
-        job.close()
+    with named(request, body, state.timelines):
+        job = make(state.generation, body, arrival_s=arrival_s)
+        try:
+            content = await unless_disconnected(request, asyncio.ensure_future(job.answer()))
+        finally:
+            job.close()
     return JsonAnswer(content, headers=ignored_header(body.ignored_fields))

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from diptych.server.answers import JsonAnswer, json_bytes
 from diptych.server.errors import ApiError
 from diptych.server.fields import ignored_header
-from diptych.server.jobs import free_id, respond, trace_parent
+from diptych.server.jobs import named, respond, trace_parent
 from diptych.server.openapi import body_of, responses
 from diptych.server.responses.answer import Responses, ResponsesAnswer
 from diptych.server.responses.body import ResponsesBody, ResponsesCountBody
@@ -39,15 +39,14 @@ def _add_creation(app: FastAPI, state: ServerState, shared: Responses) -> None:
         """Answer, by the Open Responses specification."""
         arrival_s = state.now_s()
         body = await state.bodies.read(request, ResponsesBody)
-        if body.request_id is None:
-            name = free_id(request, state.timelines)
-            is_taken = name is not None and await shared.store.get(f"resp_{name}") is not None
-            body.request_id = None if is_taken else name
         body.follow(trace_parent(request))
-        job = ResponsesAnswer(state.generation, shared, body, arrival_s=arrival_s)
-        if not body.background:
-            return await respond(request, job, body, state.workers)
-        await job.start()
+        with named(request, body, state.timelines) as name:
+            if name is not None and await shared.store.get(f"resp_{name}") is not None:
+                body.request_id = None
+            job = ResponsesAnswer(state.generation, shared, body, arrival_s=arrival_s)
+            if not body.background:
+                return await respond(request, job, body, state.workers)
+            await job.start()
         state.desk.spawn(job.run())
         return JsonAnswer(to_json(job.snapshot()), headers=ignored_header(body.ignored_fields))
 
