@@ -150,6 +150,11 @@ def test_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     assert done.text == whole[: whole.index(stop)]
     kept = llm.generate(PROMPTS[0], replace(GREEDY, stop=(stop,), include_stop_str_in_output=True))[0].choices[0]
     assert kept.text == whole[: whole.index(stop) + len(stop)]
+    last = llm.generate(PROMPTS[0], replace(GREEDY, stop=(stop,), max_tokens=len(done.token_ids)))[0]
+    assert last.choices[0].finish_reason is FinishReason.STOP
+    assert last.record.reasons == (FinishReason.STOP,), (
+        "in the last token that the limit allows, too, and in all accounts"
+    )
 
 
 @pytest.mark.parametrize("min_tokens", [1, 7, 24])

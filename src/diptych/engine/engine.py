@@ -108,7 +108,8 @@ class OpenRequest:
 class _Steps:
     """Events as if every token had come alone: what a step gave behind a stop string was never said.
 
-    A step of a sequence that speculates gives several tokens, and only their text tells which is its last.
+    A step of a sequence that speculates gives several tokens, and only their text tells which is its last; and whether the
+    last that the limit allows is an end of the text's own.
     """
 
     def __init__(self) -> None:
@@ -133,7 +134,7 @@ class _Steps:
             self._n_handed[key] = self._n_handed.get(key, 0) + 1
         elif isinstance(event, DraftEvent):
             return event._replace(accepted_tokens=min(event.accepted_tokens, self._n_handed.get(key, 0)))
-        elif choice.stop_string is not None and event.output_tokens > len(choice.token_ids):
+        elif choice.stop_string is not None and event.reason in (FinishReason.STOP, FinishReason.LENGTH):
             n_tokens = len(choice.token_ids)
             return replace(event, reason=FinishReason.STOP, output_tokens=n_tokens, stop_token_id=None)
         return event
@@ -355,8 +356,8 @@ class Engine:
         finishes = {(event.request_id, event.index): event for event in events if isinstance(event, FinishEvent)}
         added: list[Event] = []
         fold = self.book.fold
-        # only a step with drafts gives a choice several tokens
-        steps = _Steps() if any(type(event) is DraftEvent for event in events) else None
+        # only a step with drafts gives a choice several tokens, and one with ends ends two ways at once
+        steps = _Steps() if finishes or any(type(event) is DraftEvent for event in events) else None
         if steps is None:
             fold(events)
         for event in events:
