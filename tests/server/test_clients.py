@@ -152,6 +152,13 @@ def test_echo_with_prompt_logprobs_and_no_output(http: httpx.Client) -> None:
     assert all(value <= 0 for value in choice["logprobs"]["token_logprobs"][1:])
     assert len(choice["logprobs"]["token_logprobs"]) == answer["usage"]["prompt_tokens"]
     assert answer["usage"]["completion_tokens"] == 0
+    shown = {**body, "return_token_ids": True}
+    assert http.post("/v1/completions", json=shown).json()["choices"][0]["token_ids"] == []
+    streamed = {**shown, "stream": True, "stream_options": {"continuous_usage_stats": True}}
+    (event,) = events_of(http.post("/v1/completions", json=streamed).content)
+    assert event["choices"][0]["text"] == body["prompt"]
+    assert event["choices"][0]["token_ids"] == []
+    assert event["usage"]["completion_tokens"] == 0
 
 
 def test_token_id_prompts_and_batches_of_prompts(http: httpx.Client) -> None:

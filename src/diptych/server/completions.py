@@ -5,7 +5,7 @@ Owns the shape of the answer and of its stream; what a request goes through is i
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -108,7 +108,7 @@ class CompletionAnswer:
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
         choices = self._new_choices()
-        async for steps in self._started:
+        async for steps in self._asked_for():
             for step in steps:
                 self._add(choices[step.prompt * self._n + step.index], step)
 
@@ -129,7 +129,7 @@ class CompletionAnswer:
         try:
             async for told in self._started.progress():
                 yield event(self._frame([]) | {"prompt_progress": told.json()})
-            async for steps in self._started:
+            async for steps in self._asked_for():
                 for step in steps:
                     number = step.prompt * self._n + step.index
                     n_open -= step.finish_reason is not None
@@ -157,6 +157,14 @@ class CompletionAnswer:
         assert self._steps is not None, "not started"
         return self._steps
 
+    async def _asked_for(self) -> AsyncIterator[list[StepDelta]]:
+        """The steps, without the one token that the engine writes where none is asked for."""
+        async for steps in self._started:
+            if self._is_prompt_only:
+                for step in steps:
+                    step.text, step.token_ids, step.logprobs = "", [], []
+            yield steps
+
     @property
     def _n(self) -> int:
         return self._body.n or 1
@@ -167,7 +175,7 @@ class CompletionAnswer:
     def _add(self, choice: _Choice, step: StepDelta) -> None:
         choice.text.append(step.text)
         choice.token_ids += step.token_ids
-        if self._body.logprobs is not None and not self._is_prompt_only:
+        if self._body.logprobs is not None:
             token_logprobs, top_logprobs = self._weighed(step.logprobs)
             choice.token_logprobs += token_logprobs
             choice.top_logprobs.add(top_logprobs)
@@ -175,8 +183,7 @@ class CompletionAnswer:
             choice.finish_reason, choice.stop_reason = step.finish_reason, step.stop_reason
 
     def _whole(self, number: int, choice: _Choice) -> dict[str, Any]:
-        text = "" if self._is_prompt_only else "".join(choice.text)
-        ids: list[int] = [] if self._is_prompt_only else choice.token_ids
+        text, ids = "".join(choice.text), choice.token_ids
         token_logprobs, top_logprobs = choice.token_logprobs, choice.top_logprobs
         handle = self.opened[choice.prompt].handle
         prompt_ids = list(handle.request.prompt_token_ids)
@@ -198,8 +205,6 @@ class CompletionAnswer:
         is_first = not choice.token_ids and choice.finish_reason is None and choice.shown_chars == 0
         text, ids = step.text, step.token_ids
         entries: list[TokenLogprobs | None] = list(step.logprobs)
-        if self._is_prompt_only:
-            text, ids, entries = "", [], []
         handle = self.opened[choice.prompt].handle
         if self._body.echo and is_first:
             text = self._echoes[choice.prompt] + text
