@@ -145,6 +145,10 @@ def test_never_refusing_still_bounds_open_requests() -> None:
         one.check(backlog(), prompt_tokens=1, now_s=0.0)
     one.closed(service_s=None)
     assert takes(one, backlog(), now_s=0.0)
+    with pytest.raises(ApiError, match="1 requests are open"):
+        one.check(backlog(), prompt_tokens=1, now_s=0.0, n_requests=2)
+    one.closed(service_s=None)
+    one.check(backlog(), prompt_tokens=1, now_s=0.0, n_requests=3)  # or it would never be taken
 
 
 def test_a_request_on_its_way_counts_as_open_until_the_engine_has_taken_or_refused_it() -> None:

@@ -468,6 +468,14 @@ def test_overload_is_refused_with_retry_after_and_no_request_is_lost(guarded: Se
     assert guarded.metric("diptych_requests_refused_total") >= codes.count(503)
 
 
+def test_more_prompts_than_places_in_one_body_are_answered(guarded: ServerProcess) -> None:
+    """The first that found no place was refused, and with it all, on a server with nothing else to do: whenever they came."""
+    body = {"prompt": ["A story:"] * 7, "max_tokens": 60, "ignore_eos": True}
+    answer = guarded.client().post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["choices"]) == 7
+
+
 def test_sigterm_turns_ready_off_and_lets_open_requests_finish(guarded: ServerProcess) -> None:
     """Runs last in this module: it ends the server."""
     body = {"prompt": "The last story:", "max_tokens": 250, "temperature": 0, "ignore_eos": True, "stream": True}

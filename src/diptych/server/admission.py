@@ -129,13 +129,16 @@ class Admission:
         """The state of admission, for metrics and for `Retry-After` of other refusals."""
         return Outlook(self.predicted_wait_s(backlog), self.bound_s(backlog, 0), self.is_overloaded(now_s))
 
-    def check(self, backlog: Backlog, *, prompt_tokens: int, now_s: float) -> None:
-        """Raise ApiError 503 when a new request would wait too long (see the module) or too many are open."""
+    def check(self, backlog: Backlog, *, prompt_tokens: int, now_s: float, n_requests: int = 1) -> None:
+        """Raise ApiError 503 when a new request would wait too long (see the module) or too many are open.
+
+        n_requests: of one body, which are let in together: each waits for those before it, however long that takes.
+        """
         if backlog.sequences == 0:
             self._strict_until_s = now_s
         wait_s = self.predicted_wait_s(backlog)
         retry_s = partial(self._turn_s, backlog, wait_s, prompt_tokens=prompt_tokens, now_s=now_s)
-        if self.n_in_hand >= self._max_open_requests:
+        if self.n_in_hand and self.n_in_hand + n_requests > self._max_open_requests:
             raise ApiError(
                 503,
                 f"{self.n_in_hand} requests are open; this server takes at most {self._max_open_requests} at one time",

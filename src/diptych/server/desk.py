@@ -72,8 +72,11 @@ class Desk:
             max_running=self.engine.engine.core.max_running_sequences,
         )
 
-    def admit(self, request_id: str, prompt_tokens: int) -> AbstractContextManager[None]:
-        """Raise ApiError 503 when a request must not be taken now; else count it until the context ends."""
+    def admit(self, request_id: str, prompt_tokens: int, *, n_requests: int = 1) -> AbstractContextManager[None]:
+        """Raise ApiError 503 when a request must not be taken now; else count it until the context ends.
+
+        n_requests: of its body, of which the first speaks for all.
+        """
         telemetry, admission = self.telemetry, self.admission
         read_tokens = (
             telemetry.computed_tokens
@@ -82,7 +85,7 @@ class Desk:
             + telemetry.transferred_tokens
         )
         admission.observe(read_tokens, telemetry.step_s["prefill"].total + telemetry.step_s["mixed"].total)
-        admission.check(self.backlog(), prompt_tokens=prompt_tokens, now_s=self.now_s())
+        admission.check(self.backlog(), prompt_tokens=prompt_tokens, now_s=self.now_s(), n_requests=n_requests)
         return admission.enter(request_id, prompt_tokens)
 
     def outlook(self) -> Outlook:

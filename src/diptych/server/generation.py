@@ -264,7 +264,13 @@ async def open_requests(
             tokens = len(prompt.token_ids) if isinstance(prompt, RenderedPrompt) else len(prompt)
             if follow is not None:
                 follow(request_id, tokens)
-            with desk.admit(request_id, tokens), _span_of(desk, asked) as span:
+            # all of a body or none: with more prompts than places, the last would be refused on an idle server too
+            admitted = (
+                desk.admission.enter(request_id, tokens)
+                if number
+                else desk.admit(request_id, tokens, n_requests=len(prompts))
+            )
+            with admitted, _span_of(desk, asked) as span:
                 handle = await desk.engine.generate(
                     prompt,
                     params,
