@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import threading
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner
@@ -13,9 +16,15 @@ from typer.testing import CliRunner
 from diptych.cli.explain import app as explain
 from diptych.cli.simulate import app as simulate
 from diptych.compute.adapters import read_adapter
+from diptych.engine.engine import Engine
 from diptych.engine.load import bundled_dir
+from diptych.ground.clock import VirtualClock, sleep_s
+from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
-from diptych.ground.shape import AdapterShape
+from diptych.ground.events import StepBeginEvent, StepEndEvent
+from diptych.ground.shape import AdapterShape, StepShape
+from diptych.metrics import EventBook
+from diptych.server import journal
 from diptych.server.config import ServerConfig
 from diptych.sim.journal import id_digest, journal_load, journal_minutes
 from lora import ALL, write_adapter
@@ -55,6 +64,27 @@ def test_nothing_said_and_no_key_stands_in_it(recorded: tuple[Path, list[str]]) 
     assert first["blocks"] == second["blocks"], "equal prompts and greedy answers have equal blocks"
     assert second["cached_tokens"] > 0 == first["cached_tokens"]
     assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_full_disk_does_not_hold_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the error came as lines were flushed the thread was gone, and the server's end waited for it for ever."""
+    monkeypatch.setattr(journal, "FLUSH_S", 0.01)
+    monkeypatch.setattr(journal, "MAX_QUEUED", 4)
+    book = EventBook()
+    core = SimpleNamespace(config=SchedulerConfig(), block_config=BlockConfig(n_blocks=4, block_tokens=16))
+    engine = SimpleNamespace(on_submit=[], on_end=[], book=book, clock=VirtualClock(), core=core)
+    one = journal.Journal(cast("Engine", engine), ServerConfig(record=tmp_path / "afternoon"))
+    shape = StepShape.prefill(batch=1, new_tokens=8)
+    sound, one._file = one._file, os.fdopen(os.open("/dev/full", os.O_WRONLY), "w")
+    sound.close()
+    for number in range(9):  # more than wait
+        book.fold([StepBeginEvent(step_id=number, at_s=0.0, shape=shape, decode_request_ids=(), predicted_s=None)])
+        book.fold([StepEndEvent(number, 1.0, 1.0, 0.0)])
+        sleep_s(0.03)
+    end = threading.Thread(target=one.close, daemon=True)
+    end.start()
+    end.join(20)
+    assert not end.is_alive()
 
 
 def test_an_adapter_shares_no_prefix_with_the_model(recorded: tuple[Path, list[str]]) -> None:

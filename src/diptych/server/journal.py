@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from contextlib import suppress
 from queue import Empty, Full, Queue
 from threading import Thread
 
@@ -36,7 +37,7 @@ class Journal:
         self._queue: Queue[StepRecord | Past | None] = Queue(MAX_QUEUED)
         self._n_lost = 0
         self._n_bytes = 0
-        self._is_full = False
+        self._is_full = self._is_broken = False
         core = engine.core
         self._names = BlockNames(secrets.token_bytes(32), core.block_config.block_tokens)
         try:
@@ -78,23 +79,29 @@ class Journal:
             self._n_lost += 1
 
     def _run(self) -> None:
-        """On the journal's thread."""
-        with self._file:
-            while True:
-                try:
-                    thing = self._queue.get(timeout=FLUSH_S)
-                except Empty:
-                    self._file.flush()
-                    continue
-                if thing is None:
-                    return
-                if self._is_full:
-                    continue
-                try:
-                    self._write(self._line(thing))
-                except OSError as error:
-                    self._is_full = True
-                    logger.error("recording ends, it cannot be written path=%s error=%s", self._path, error.strerror)
+        """On the journal's thread, which takes what comes to the end, also where nothing can be written any more."""
+        goes_on = True
+        while goes_on:
+            try:
+                goes_on = self._take()
+            except OSError as error:
+                self._is_full = self._is_broken = True
+                self._open.clear()
+                logger.error("recording ends, it cannot be written path=%s error=%s", self._path, error.strerror)
+        with suppress(OSError):  # what could not be written before
+            self._file.close()
+
+    def _take(self) -> bool:
+        """Write the next line, or what is buffered where none comes; False at the end."""
+        try:
+            thing = self._queue.get(timeout=FLUSH_S)
+        except Empty:
+            if not self._is_broken:
+                self._file.flush()
+            return True
+        if thing is not None and not self._is_full:
+            self._write(self._line(thing))
+        return thing is not None
 
     def _line(self, thing: StepRecord | Past) -> str:
         if isinstance(thing, Past):
