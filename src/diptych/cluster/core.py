@@ -390,7 +390,8 @@ class ClusterCore:
 
     def stats(self) -> CoreStats:
         """Sums over the workers, as of their last batches."""
-        cores = [one.counts.core for one in self.workers if one.counts is not None]
+        # on any thread: a worker that is lost meanwhile has none
+        cores = [counts.core for one in self.workers if (counts := one.counts) is not None]
         names = CoreStats.__dataclass_fields__
         sums = CoreStats(**{name: sum(getattr(core, name) for core in cores) for name in names})
         return replace(sums, waiting=sums.waiting + len(self._parked))
