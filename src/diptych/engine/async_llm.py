@@ -38,8 +38,8 @@ class RequestHandle:
         self.request = request
         self.opened: OpenRequest | None = None
         self._abort = abort
-        self._queue: asyncio.Queue[OutputDelta | EngineError] = asyncio.Queue()
-        self._held: OutputDelta | EngineError | None = None  # taken from the queue, and of a later step
+        self._queue: asyncio.Queue[OutputDelta] = asyncio.Queue()
+        self._held: OutputDelta | None = None  # taken from the queue, and of a later step
         self._open_choices = request.sampling.n
 
     @property
@@ -67,9 +67,9 @@ class RequestHandle:
         """End this request, and no other that has its name by now."""
         self._abort(self)
 
-    def put(self, item: OutputDelta | EngineError) -> None:
+    def put(self, delta: OutputDelta) -> None:
         """Called on the event loop."""
-        self._queue.put_nowait(item)
+        self._queue.put_nowait(delta)
 
     def __aiter__(self) -> AsyncIterator[OutputDelta]:
         return self._deltas()
@@ -94,20 +94,18 @@ class RequestHandle:
 
     async def _next_step(self) -> list[OutputDelta]:
         group: list[OutputDelta] = []
-        item = self._held if self._held is not None else await self._queue.get()
+        delta = self._held if self._held is not None else await self._queue.get()
         self._held = None
         while True:
-            if isinstance(item, EngineError):
-                raise item
-            if group and item.at_s != group[0].at_s:
-                self._held = item
+            if group and delta.at_s != group[0].at_s:
+                self._held = delta
                 return group
-            group.append(item)
-            self._open_choices -= item.finish_reason is not None
+            group.append(delta)
+            self._open_choices -= delta.finish_reason is not None
             # a step's deltas are put together, so an empty queue means that the step is complete
             if self._queue.empty():
                 return group
-            item = self._queue.get_nowait()
+            delta = self._queue.get_nowait()
 
 
 class AsyncLLM:
@@ -137,7 +135,7 @@ class AsyncLLM:
         self.scale: Callable[[str, int], object] | None = None  # have a pool grow or shrink, where there are pools
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], object]] = deque()
-        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[RequestHandle, OutputDelta | EngineError]]] = {}
+        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[RequestHandle, OutputDelta]]] = {}
         self._is_stopping = False
         self._is_over = False
         self._thread: threading.Thread | None = None
@@ -408,9 +406,9 @@ def _raise(error: EngineError) -> None:
     raise error
 
 
-def _deliver(items: list[tuple[RequestHandle, OutputDelta | EngineError]]) -> None:
-    for handle, item in items:
-        handle.put(item)
+def _deliver(items: list[tuple[RequestHandle, OutputDelta]]) -> None:
+    for handle, delta in items:
+        handle.put(delta)
 
 
 def _tell(
