@@ -62,7 +62,7 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _are_ids(values: list[Any]) -> bool:
+def are_ids(values: list[Any]) -> bool:
     """Whether all are token ids; built on C loops, because a body may hold millions."""
     return set(map(type, values)) == {int} and min(values) >= 0 and max(values) < 2**31
 
@@ -73,12 +73,12 @@ def _check_prompts(value: object) -> list[Prompt]:
         return [value]
     if not isinstance(value, list) or not value:
         raise ValueError("must be a string, a list of strings, token ids, or a list of lists of token ids")
-    if _are_ids(value):
+    if are_ids(value):
         return [value]
     if len(value) > MAX_PROMPTS:
         raise ValueError(f"has {len(value)} entries; it must have at most {MAX_PROMPTS} (or be token ids only)")
     for number, item in enumerate(value):
-        if not isinstance(item, str) and not (isinstance(item, list) and _are_ids(item)):
+        if not isinstance(item, str) and not (isinstance(item, list) and are_ids(item)):
             raise ValueError(f"entry {number} must be a string or a non-empty list of token ids")
     return value
 
@@ -176,7 +176,7 @@ class StopAtFirst(FailFast):
         return hash(type(self))
 
 
-_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, "minItems": 1}
+IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, "minItems": 1}
 Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-_INT64, le=_INT64)]
 Prompts = Annotated[
     list[Prompt],
@@ -186,8 +186,8 @@ Prompts = Annotated[
             "anyOf": [
                 {"type": "string", "minLength": 1},
                 {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_PROMPTS},
-                _IDS_SCHEMA,
-                {"type": "array", "items": _IDS_SCHEMA, "minItems": 1, "maxItems": MAX_PROMPTS},
+                IDS_SCHEMA,
+                {"type": "array", "items": IDS_SCHEMA, "minItems": 1, "maxItems": MAX_PROMPTS},
             ]
         }
     ),

@@ -7,18 +7,20 @@ Fields that other servers know and this one does not honour are refused by name 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AliasChoices, Field, PlainValidator, WithJsonSchema, model_validator
 
 from diptych.server.fields import Refusal
 from diptych.server.schema import (
+    IDS_SCHEMA,
     Body,
     Prompt,
     RequestBody,
     StopAtFirst,
     User,
     Whole,
+    are_ids,
     conflict,
 )
 
@@ -57,28 +59,23 @@ NO_EFFECT: Mapping[str, str] = {
 }
 
 
-def _are_ids(values: list[Any]) -> bool:
-    return set(map(type, values)) == {int} and min(values) >= 0 and max(values) < 2**31
-
-
 def _check_inputs(value: object) -> list[Prompt]:
     """A text, texts, token ids or lists of them, always as a list of inputs; none of them empty, as nothing has no vector."""
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list) or not value:
         raise ValueError("must be a string, a list of strings, token ids, or a list of lists of token ids")
-    if _are_ids(value):
+    if are_ids(value):
         return [value]
     if len(value) > MAX_INPUTS:
         raise ValueError(f"has {len(value)} entries; it must have at most {MAX_INPUTS} (or be token ids only)")
     for number, item in enumerate(value):
         is_text = isinstance(item, str) and item
-        if not is_text and not (isinstance(item, list) and item and _are_ids(item)):
+        if not is_text and not (isinstance(item, list) and are_ids(item)):
             raise ValueError(f"entry {number} must be a non-empty string or a non-empty list of token ids")
     return value
 
 
-_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, "minItems": 1}
 _TEXT_SCHEMA = {"type": "string", "minLength": 1}
 Inputs = Annotated[
     list[Prompt],
@@ -88,8 +85,8 @@ Inputs = Annotated[
             "anyOf": [
                 _TEXT_SCHEMA,
                 {"type": "array", "items": _TEXT_SCHEMA, "minItems": 1, "maxItems": MAX_INPUTS},
-                _IDS_SCHEMA,
-                {"type": "array", "items": _IDS_SCHEMA, "minItems": 1, "maxItems": MAX_INPUTS},
+                IDS_SCHEMA,
+                {"type": "array", "items": IDS_SCHEMA, "minItems": 1, "maxItems": MAX_INPUTS},
             ]
         }
     ),
