@@ -1,4 +1,4 @@
-"""From a validated body to open engine requests, and from their deltas to accounts. Shared by both generation routes.
+"""From a validated body to open engine requests, and from their deltas to accounts. Shared by all routes that run the model.
 
 Owns the life of a request on the server's side: it is admitted, opened, read, and in every case closed exactly once,
 also when the client leaves half-way; then its account is final and counted.
@@ -213,7 +213,7 @@ class OpenedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What both routes hand to the engine, besides prompts and sampling."""
+    """What every route hands to the engine, besides prompts and sampling."""
 
     response_id: str
     priority: int

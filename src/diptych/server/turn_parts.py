@@ -1,6 +1,6 @@
 """What a chat model writes, split into typed parts while it is being written: text, thinking, tool calls.
 
-Knows no protocol: the JSON shapes of answers stand in `chat` (and in whichever protocol comes next).
+Knows no protocol: the JSON shapes of answers stand in `chat`, `messages` and `responses`.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ class TurnDelta:
 class ChoiceParts:
     """One choice of one turn: fed with steps in order, it keeps what came so far.
 
-    dialect: how the model writes. tools: parameter schemas by name of
-    those that are offered.
+    dialect: how the model writes. tools: parameter schemas by name of those that are offered.
     """
 
     dialect: Dialect
