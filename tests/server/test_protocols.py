@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -15,7 +16,13 @@ from typing import Any
 import httpx
 import pytest
 
+from diptych.engine.async_llm import AsyncLLM
+from diptych.engine.engine import OutputDelta
 from diptych.ground.clock import sleep_s
+from diptych.server.app import create_app
+from diptych.server.config import ServerConfig
+from diptych.server.generation import OpenedRequest, StepDelta
+from diptych.server.state import ServerState
 from server_process import CLOCK, ServerProcess, check_account
 
 LONG = "the history of the old town and its river and the people who lived there " * 8
@@ -315,6 +322,43 @@ def test_a_crash_ends_every_stream_with_an_error_of_its_protocol(monkeypatch: py
     failed = list(sse(streams["/v1/responses"][0]))[-2]
     assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
     assert failed["response"]["error"]["code"] == last["/v1/responses"]["error"]["code"]
+
+
+def test_a_fault_of_the_server_ends_a_stream_with_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody had thought of cut the connection, without a word of why."""
+    merge = OpenedRequest._merge
+    broken: set[OpenedRequest] = set()
+
+    def merge_once(self: OpenedRequest, group: list[OutputDelta]) -> list[StepDelta]:
+        if len(self.handle.record().choices[0].token_times_s) > 3 and self not in broken:
+            broken.add(self)
+            raise ValueError("who would have thought")
+        return merge(self, group)
+
+    monkeypatch.setattr(OpenedRequest, "_merge", merge_once)
+
+    async def ask_all() -> dict[str, Any]:
+        async with AsyncLLM("bundled", threads=1, kv_memory_bytes=33554432) as engine:
+            app = create_app(ServerState(engine, ServerConfig(), ceilings=None))
+            told = {}
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+                bodies = {path: body_of(FOREVER) for path, (body_of, _) in PROTOCOLS.items()}
+                for path, asked in (
+                    bodies | {"/v1/completions": {"prompt": ["Once", "Twice"], "max_tokens": 3000}}
+                ).items():
+                    body = {**asked, "stream": True, "ignore_eos": True}
+                    told[path] = list(sse((await http.post(path, json=body)).text))[-1]
+                body = {**bodies["/v1/responses"], "background": True, "ignore_eos": True}
+                name = (await http.post("/v1/responses", json=body)).json()["id"]
+                while (last := (await http.get(f"/v1/responses/{name}")).json())["status"] == "in_progress":
+                    await asyncio.sleep(0.01)
+            return told | {"background": last}
+
+    told = asyncio.run(ask_all())
+    assert told["background"]["error"]["code"] == told["/v1/responses"]["code"] == "internal_error"
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        assert told[path]["error"]["type"] == "server_error"
+    assert told["/v1/messages"]["error"]["type"] == "api_error"
 
 
 def test_a_drain_lets_every_protocol_finish(guarded: ServerProcess) -> None:

@@ -12,7 +12,7 @@ from diptych.ground.phase import FinishReason
 from diptych.ground.request import SamplingParams, StructuredSpec
 from diptych.server.accounting import running_usage
 from diptych.server.answers import Fragments
-from diptych.server.errors import ApiError
+from diptych.server.errors import ApiError, of_stream
 from diptych.server.generation import Generation, asked, sampling_params
 from diptych.server.logprobs import logprobs_json
 from diptych.server.reader import conversation_of, tool_dicts
@@ -123,8 +123,8 @@ class ChatAnswer(TurnShape):
             if includes_usage:
                 yield event(self._frame("chat.completion.chunk", []) | self._accounts())
             yield DONE
-        except ApiError as error:
-            yield error_event(error)
+        except Exception as error:
+            yield error_event(of_stream(error))
         finally:
             self.close()
 

@@ -17,7 +17,7 @@ from diptych.ground.request import SamplingParams
 from diptych.ground.step import TokenLogprobs
 from diptych.server.accounting import running_usage
 from diptych.server.answers import Fragments
-from diptych.server.errors import ApiError
+from diptych.server.errors import ApiError, of_stream
 from diptych.server.generation import (
     Generation,
     OpenedRequest,
@@ -147,8 +147,8 @@ class CompletionAnswer:
             if includes_usage:
                 yield event(self._frame([]) | self._accounts())
             yield DONE
-        except ApiError as error:
-            yield error_event(error)
+        except Exception as error:
+            yield error_event(of_stream(error))
         finally:
             self.close()
 

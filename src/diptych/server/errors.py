@@ -8,6 +8,7 @@ Owns the mapping from `EngineError` to HTTP. Imports ground only, besides the we
 
 from __future__ import annotations
 
+import logging
 import math
 import reprlib
 from typing import Any
@@ -17,6 +18,8 @@ from starlette.responses import JSONResponse, Response
 
 from diptych.ground.errors import CapacityError, EngineError, PromptTooLong, RequestError, SequenceError
 from diptych.server.wording import complaint
+
+logger = logging.getLogger("diptych.server")
 
 MAX_SHOWN_VALUE = 120  # characters of a refused value that are repeated in the message
 _BRIEF = reprlib.Repr()  # looks at the beginning of a value only, as it may have a million entries
@@ -118,6 +121,13 @@ def from_engine_error(error: BaseException, *, retry_after_s: float = 1.0) -> Ap
     if isinstance(error, EngineError):
         return ApiError(500, "the engine failed; see the server's log", code="engine_failed")
     return ApiError(500, "the server failed while answering; see its log", code="internal_error")
+
+
+def of_stream(error: Exception) -> ApiError:
+    """What a client is told in the last event, where its answer has begun. What nobody expected is logged."""
+    if not isinstance(error, ApiError):
+        logger.error("stream failed", exc_info=error)
+    return from_engine_error(error)
 
 
 def from_validation_error(error: ValidationError) -> ApiError:

@@ -318,14 +318,14 @@ async def merged_steps(opened: Sequence[OpenedRequest]) -> AsyncIterator[list[St
         async for group in opened[0].steps():
             yield group
         return
-    queue: asyncio.Queue[list[StepDelta] | BaseException | None] = asyncio.Queue()
+    queue: asyncio.Queue[list[StepDelta] | Exception | None] = asyncio.Queue()
 
     async def pump(one: OpenedRequest) -> None:
         try:
             async for group in one.steps():
                 queue.put_nowait(group)
             queue.put_nowait(None)
-        except ApiError as error:
+        except Exception as error:
             queue.put_nowait(error)
 
     tasks = [asyncio.ensure_future(pump(one)) for one in opened]
@@ -333,7 +333,7 @@ async def merged_steps(opened: Sequence[OpenedRequest]) -> AsyncIterator[list[St
         n_running = len(tasks)
         while n_running > 0:
             item = await queue.get()
-            if isinstance(item, BaseException):
+            if isinstance(item, Exception):
                 raise item
             if item is None:
                 n_running -= 1

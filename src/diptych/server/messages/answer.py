@@ -10,7 +10,7 @@ from pydantic_core import from_json
 from diptych.engine.text.tools import ToolCallDelta
 from diptych.ground.events import Usage
 from diptych.ground.phase import FinishReason
-from diptych.server.errors import ApiError, anthropic_error
+from diptych.server.errors import anthropic_error, of_stream
 from diptych.server.generation import Generation, asked
 from diptych.server.messages.body import MessagesBody
 from diptych.server.messages.conversation import turn_request
@@ -122,8 +122,8 @@ class MessagesAnswer(TurnShape):
             end = {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
             yield named_event(end | self._timings())
             yield named_event({"type": "message_stop"})
-        except ApiError as error:
-            yield named_event(anthropic_error(error))
+        except Exception as error:
+            yield named_event(anthropic_error(of_stream(error)))
         finally:
             self.close()
 

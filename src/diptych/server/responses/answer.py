@@ -14,7 +14,7 @@ from diptych.ground.clock import wall_time_s
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import SamplingParams, StructuredSpec
 from diptych.server.answers import json_bytes
-from diptych.server.errors import ApiError, error_body
+from diptych.server.errors import ApiError, error_body, of_stream
 from diptych.server.generation import Generation, asked, sampling_params
 from diptych.server.logprobs import logprobs_json
 from diptych.server.responses.body import ResponsesBody
@@ -159,8 +159,8 @@ class ResponsesAnswer(TurnShape):
         """Write the response with nobody waiting for it; what fails is told to whoever asks for it."""
         try:
             await self.answer()
-        except ApiError as error:
-            self._error = error
+        except Exception as error:
+            self._error = of_stream(error)
             await self._kept()
         finally:
             self.close()
@@ -177,10 +177,10 @@ class ResponsesAnswer(TurnShape):
             for told in self._finish():
                 yield await self._event(told, is_long=self._body.is_answered_at_length)
             yield await self._last_event()
-        except ApiError as error:
-            self._error = error
+        except Exception as error:
+            self._error = of_stream(error)
             yield await self._last_event()
-            shown = error_body(error)["error"]
+            shown = error_body(self._error)["error"]
             # the specification has an object here, OpenAI's own events the same fields beside the type
             told = {"type": "error", "error": shown, **{name: shown[name] for name in ("code", "message", "param")}}
             yield await self._event(told)
