@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych.engine.text.call_form import HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED, CallForm
+from diptych.engine.text.call_form import HERMES, LFM2, LLAMA3, MISTRAL, MISTRAL_NAMED, CallForm
 from diptych.engine.text.forced_calls import tool_call_spec
 from diptych.engine.text.tools import ToolCallParser
 from diptych.ground.errors import RequestError
@@ -232,3 +232,18 @@ def test_named_choice_must_exist():
         tool_call_spec(tools, H, name="g")
     with pytest.raises(RequestError, match=r"tools\[0\] has no function name"):
         tool_call_spec([{"type": "function"}], H)
+
+
+@pytest.mark.parametrize("sign", ["[", "{'a': "])
+def test_arguments_nested_without_end_are_read_like_any_cut_off(sign: str) -> None:
+    """A thousand brackets in a row, which a model writes when it is stuck, were a RecursionError and no answer."""
+    parser = ToolCallParser(LFM2, tool_names=["f"])
+    text = "<|tool_call_start|>[f(a=" + sign * 3000
+    deltas = [*map(parser.push, [text[i : i + 7] for i in range(0, len(text), 7)]), parser.finish()]
+    calls = [call for delta in deltas for call in delta.calls]
+    assert [call.name for call in calls if call.name] == ["f"]
+    said = "".join(call.arguments for call in calls) + "".join(delta.content for delta in deltas)
+    assert said.removeprefix("{").count(sign[0]) == 3000, "and nothing is lost"
+    parser = ToolCallParser(LFM2, tool_names=["f"])
+    calls = list(parser.push("<|tool_call_start|>[f(a=" + "[" * 40 + "1" + "]" * 40 + ")]").calls)
+    assert calls[1].arguments == '{"a": ' + "[" * 40 + "1" + "]" * 40 + "}"

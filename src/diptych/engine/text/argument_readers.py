@@ -13,6 +13,7 @@ from diptych.engine.text.feed import Feed, Step
 from diptych.engine.text.reasoning import partial_end
 
 _MAX_KEY_CHARS = 256
+_MAX_DEPTH = 64  # of lists and objects; what is nested deeper is no value that a tool takes, and is read as text
 # behind a string between quotes without escapes: the next argument, or the end of the call; and what may become one
 _GOES_ON = re.compile(r"\s*(?:,\s*[\w.-]+\s*=|\)\s*[,\]])")
 _MAY_GO_ON = re.compile(r"\s*(?:,\s*[\w.-]*\s*|\)\s*)?$")
@@ -131,6 +132,7 @@ class LiteralArguments:
         self._feed = feed
         self._form = form
         self._out = out
+        self._depth = 0
 
     def read(self) -> Step:
         """`key=value, ...` up to the sign that closes the call."""
@@ -178,13 +180,15 @@ class LiteralArguments:
         elif char in "\"'":
             self._feed.held = self._feed.held[1:]
             yield from self._escaped(char)
-        elif char == "{":
+        elif char in "{[" and self._depth < _MAX_DEPTH:
+            self._depth += 1
             self._feed.held = self._feed.held[1:]
-            self._out("{")
-            yield from self._pairs("}")
-        elif char == "[":
-            self._feed.held = self._feed.held[1:]
-            yield from self._items()
+            if char == "{":
+                self._out("{")
+                yield from self._pairs("}")
+            else:
+                yield from self._items()
+            self._depth -= 1
         else:
             word = yield from self._word(",]})")
             self._out(json_value(word, None))
