@@ -1,7 +1,9 @@
 """Tool calls in text: found whatever the pieces, and nothing of the text is ever lost."""
 
 import itertools
+import json
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -232,6 +234,37 @@ def test_named_choice_must_exist():
         tool_call_spec(tools, H, name="g")
     with pytest.raises(RequestError, match=r"tools\[0\] has no function name"):
         tool_call_spec([{"type": "function"}], H)
+
+
+class Counted:
+    """A pattern that counts what it is given to read."""
+
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self.pattern, self.n_chars = pattern, 0
+
+    def match(self, text: str) -> re.Match[str] | None:
+        self.n_chars += len(text)
+        return self.pattern.match(text)
+
+
+def test_a_long_text_before_the_name_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was read anew with every piece: of 40,000 characters, seconds in which every stream stood still."""
+    parser = ToolCallParser(HERMES, tool_names=["f"])
+    head = Counted(parser._head)
+    monkeypatch.setattr(parser, "_head", head)
+    text = '<tool_call>{"x": "' + "9" * 4000 + '", "name": "f", "arguments": {"a": 1}}</tool_call>'
+    calls = [call for i in range(0, len(text), 4) for call in parser.push(text[i : i + 4]).calls]
+    assert "".join(call.arguments for call in calls) == '{"a": 1}'
+    assert head.n_chars < 3 * len(text)
+
+
+@pytest.mark.parametrize("n", [1, 3, 1000])
+def test_texts_within_quotes_end_at_the_quote_that_nothing_escapes(n: int) -> None:
+    parser = ToolCallParser(LFM2, tool_names=["f"])
+    text = r"""<|tool_call_start|>[f(a={"k": "x\\\"y\\", "l": 'it\'s'}, b=["\""])]"""
+    calls = [call for i in range(0, len(text), n) for call in parser.push(text[i : i + n]).calls]
+    arguments = "".join(call.arguments for call in calls)
+    assert json.loads(arguments) == {"a": {"k": 'x\\"y\\', "l": "it's"}, "b": ['"']}
 
 
 @pytest.mark.parametrize("sign", ["[", "{'a': "])

@@ -239,8 +239,16 @@ class LiteralArguments:
 
     def _escaped(self, quote: str) -> Step:
         """Text between quotes with backslashes, as Python and JSON have it."""
-        whole = re.compile(rf"(?:[^{quote}\\]|\\.)*{quote}", re.DOTALL)
-        while (found := whole.match(self._feed.held)) is None:
-            yield from self._feed.more()
-        self._feed.held = self._feed.held[found.end() :]
-        self._out(json_value(quote + found[0], None))
+        sign = re.compile(rf"[{quote}\\]")
+        at = 0  # read so far: what is read again with every piece takes its square
+        while True:
+            found = sign.search(self._feed.held, at)
+            at = len(self._feed.held) if found is None else found.start()
+            if found is not None and found[0] == quote:
+                break
+            if at + 1 < len(self._feed.held):
+                at += 2  # a backslash, and what it stands before
+            else:
+                yield from self._feed.more()
+        text, self._feed.held = self._feed.held[: at + 1], self._feed.held[at + 1 :]
+        self._out(json_value(quote + text, None))

@@ -231,8 +231,10 @@ class ToolCallParser:
         while True:
             end = scan.feed(self._feed.held)
             n_read = len(self._feed.held) if end is None else end
-            self._raw, self._feed.held = self._raw + self._feed.held[:n_read], self._feed.held[n_read:]
-            head = self._head.match(self._raw)
+            new, self._feed.held = self._feed.held[:n_read], self._feed.held[n_read:]
+            self._raw += new
+            # a head ends before a brace: looked for with every piece, a long text in another key's place took its square
+            head = self._head.match(self._raw) if "{" in new else None
             name = _string(head[1]) if head is not None else None
             if head is not None and name and self._is_known(name):
                 self._begin_call(name)
