@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 from diptych.cluster.pool_config import OnCores, PoolConfig, PoolPlace, crowding
+from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.errors import ConfigError
 
@@ -113,3 +115,30 @@ def test_crowded_workers_have_no_prediction_and_the_log_says_why(caplog: pytest.
     assert cluster._unpredicted() == "decode-0: never measured"
     del cluster.actors["prefill-0"]  # its pool shrank
     assert cluster._crowding() is None
+
+
+def test_a_worker_that_dies_as_soon_as_it_is_there_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asked for its clock then was gone for good: pools followed no load any more, and the worker never came back."""
+    rays = importlib.import_module("diptych.cluster.rays")
+    cluster = object.__new__(rays.RayCluster)
+    cluster._scaling, cluster._is_closing, cluster.clock = threading.Lock(), threading.Event(), MonotonicClock()
+    killed, asked = [], []
+
+    def is_gone(actor: object, clock: object) -> float:
+        asked.append(actor)
+        if len(asked) == 3:
+            cluster._is_closing.set()
+        raise rays.RayError("it died")
+
+    monkeypatch.setattr(rays, "_clock_ahead_s", is_gone)
+    monkeypatch.setattr(rays, "POLL_S", 0.0)
+    monkeypatch.setattr(rays.ray, "kill", killed.append)
+    monkeypatch.setattr(rays.ray, "get", lambda answer, timeout: SimpleNamespace(incarnation="new"))
+    cluster.actors = {}
+    cluster._start = lambda names: cluster.actors.update(dict.fromkeys(names, "actor"))
+    cluster._scale_to("decode", 1)
+    assert (cluster.actors, killed) == ({}, ["actor"])
+    cluster.actors = {"decode-0": SimpleNamespace(hello=SimpleNamespace(remote=lambda: None))}
+    cluster.hellos = {"decode-0": SimpleNamespace(incarnation="old")}
+    assert not cluster._is_back("decode-0", is_hung=False)
+    assert len(asked) == 3, "tried again, until the end"

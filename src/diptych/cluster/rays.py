@@ -411,9 +411,8 @@ class RayCluster:
         self._thread(partial(self._scale_to, pool, number), f"diptych-scale-{pool}")
 
     def _thread(self, target: Callable[[], object], name: str) -> None:
-        thread = threading.Thread(target=target, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        self._threads.append(threading.Thread(target=target, name=name, daemon=True))
+        self._threads[-1].start()
 
     def _follow_load(self) -> None:
         """Have as many workers as the load needs, one change after the other."""
@@ -435,13 +434,14 @@ class RayCluster:
             gone = [name for name in self.actors if name.startswith(pool) and name not in wanted]
             try:
                 self._start(new)
-            except LoadError as error:
-                logger.error("pool=%s does not grow: %s", pool, error.message)
+                ahead_s = {name: _clock_ahead_s(self.actors[name], self.clock) for name in new}
+            except (LoadError, RayError) as error:
+                logger.error("pool=%s does not grow: %s", pool, getattr(error, "message", None) or _reason(error))
                 for name in self.actors.keys() & set(new):
                     ray.kill(self.actors.pop(name))
                 return
             for name in new:
-                self._do(partial(self._attach, name, _clock_ahead_s(self.actors[name], self.clock)))
+                self._do(partial(self._attach, name, ahead_s[name]))
             if new:
                 self._tell_crowding()
             for name in gone:
@@ -514,6 +514,7 @@ class RayCluster:
         while not self._is_closing.is_set() and name in self.actors:
             try:
                 hello = ray.get(self.actors[name].hello.remote(), timeout=START_S)
+                ahead_s = _clock_ahead_s(self.actors[name], self.clock)
             except Exception as error:
                 logger.debug("worker not back name=%s: %s", name, _reason(error))
                 self._is_closing.wait(POLL_S / 2)
@@ -529,7 +530,7 @@ class RayCluster:
                 return False
             self.hellos[name] = hello
             self.actors[name].meet.remote(self.actors)
-            self._do(partial(self._attach, name, _clock_ahead_s(self.actors[name], self.clock)))
+            self._do(partial(self._attach, name, ahead_s))
             return True
         return False
 
@@ -583,7 +584,7 @@ def _clock_ahead_s(actor: Any, clock: Clock) -> float:
     best: tuple[float, float] | None = None
     for _ in range(5):
         begin_s = clock.now_s()
-        hello = ray.get(actor.hello.remote())
+        hello = ray.get(actor.hello.remote(), timeout=HUNG_S)
         end_s = clock.now_s()
         found = (end_s - begin_s, hello.now_s - (begin_s + end_s) / 2)
         best = found if best is None else min(best, found)
