@@ -41,6 +41,8 @@ from diptych.stepper import Observe, Stepper
 
 logger = logging.getLogger("diptych.engine")
 
+_OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputDelta:
@@ -65,7 +67,16 @@ class Choice:
     stream: TextStream
     token_ids: list[int] = field(default_factory=list)
     stop_string: str | None = None
+    tail: str = ""  # what the stream held back to the end
     is_finished: bool = False
+
+    def read_end(self, reason: FinishReason) -> None:
+        """Take what the stream still holds; it may end with a stop string, which is why the text ends then."""
+        if self.stop_string is None:
+            last = self.stream.finish()
+            self.tail += last.text
+            if reason in _OWN_ENDS:
+                self.stop_string = last.stop_string
 
 
 def ignore_delta(_: OutputDelta) -> None:
@@ -134,9 +145,11 @@ class _Steps:
             self._n_handed[key] = self._n_handed.get(key, 0) + 1
         elif isinstance(event, DraftEvent):
             return event._replace(accepted_tokens=min(event.accepted_tokens, self._n_handed.get(key, 0)))
-        elif choice.stop_string is not None and event.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            n_tokens = len(choice.token_ids)
-            return replace(event, reason=FinishReason.STOP, output_tokens=n_tokens, stop_token_id=None)
+        elif event.reason in _OWN_ENDS:
+            choice.read_end(event.reason)
+            if choice.stop_string is not None:
+                n_tokens = len(choice.token_ids)
+                return replace(event, reason=FinishReason.STOP, output_tokens=n_tokens, stop_token_id=None)
         return event
 
 
@@ -431,11 +444,11 @@ class Engine:
         if choice.is_finished:
             return
         choice.is_finished = True
-        tail = "" if choice.stop_string is not None else choice.stream.finish().text
+        choice.read_end(event.reason)
         stopped_by_text = choice.stop_string is not None
         delta = OutputDelta(
             index=event.index,
-            text=tail,
+            text=choice.tail,
             token_ids=(),
             logprobs=(),
             finish_reason=FinishReason.STOP if stopped_by_text else event.reason,

@@ -9,8 +9,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
+from diptych.engine.engine import Engine, OpenRequest, OutputDelta
 from diptych.engine.text.detokenizer import TextStream
 from diptych.engine.text.tokenizer import PieceKind, Tokenizer
+from diptych.ground.events import ArrivalEvent, FinishEvent, TokenEvent
+from diptych.ground.phase import FinishReason
+from diptych.ground.request import Request, SamplingParams
+from diptych.metrics import EventBook
 from text.small_tokenizers import byte_level_json, sentencepiece_json
 
 
@@ -92,6 +97,29 @@ def test_first_space_is_kept_when_the_output_follows_text():
     ids = tokenizer.encode("Paris", add_special_tokens=False)
     assert streamed(TextStream(tokenizer), ids) == "Paris"
     assert streamed(TextStream(tokenizer, follows_text=True), ids) == " Paris"
+
+
+def test_a_stop_string_in_what_was_held_to_the_end_ended_the_text():
+    """A byte token shows only with the next one: where it was the last, the answer lacked the stop string and said "length"."""
+    tokenizer = KINDS["llama2"]
+    newline = tokenizer.token_id("<0x0A>")
+    said: list[OutputDelta] = []
+    engine = object.__new__(Engine)
+    engine.book, engine._listeners, engine.on_end = EventBook(), [], []
+    request = Request(
+        request_id="a", prompt_token_ids=(1,), sampling=SamplingParams(stop="\n", max_tokens=1), arrival_s=0.0
+    )
+    engine._open = {"a": OpenRequest(request, tokenizer=tokenizer, on_delta=said.append, follows_text=True)}
+    engine._publish([ArrivalEvent(request_id="a", at_s=0.0, prompt_tokens=1, n=1)])
+    record = engine.book.records["a"]
+    token = TokenEvent(request_id="a", index=0, at_s=1.0, token_id=newline, position=0, step_id=0, logprobs=None)
+    end = FinishEvent(request_id="a", index=0, at_s=1.0, reason=FinishReason.LENGTH, output_tokens=1)
+    engine._publish([token, end])
+    assert [(one.text, one.finish_reason, one.stop_reason) for one in said] == [
+        ("", None, None),
+        ("", FinishReason.STOP, "\n"),
+    ]
+    assert record.reasons == (FinishReason.STOP,)
 
 
 def metaspace(scheme: str, kind: str) -> tokenizers.Tokenizer:
