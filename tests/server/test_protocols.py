@@ -341,7 +341,8 @@ def test_a_fault_of_the_server_ends_a_stream_with_an_error_too(monkeypatch: pyte
         async with AsyncLLM("bundled", threads=1, kv_memory_bytes=33554432) as engine:
             app = create_app(ServerState(engine, ServerConfig(), ceilings=None))
             told = {}
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+            http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+            async with app.router.lifespan_context(app), http:
                 bodies = {path: body_of(FOREVER) for path, (body_of, _) in PROTOCOLS.items()}
                 for path, asked in (
                     bodies | {"/v1/completions": {"prompt": ["Once", "Twice"], "max_tokens": 3000}}
