@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +14,8 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from started import run
 
@@ -24,6 +28,20 @@ def test_help_lists_the_commands_without_loading_a_tensor_library() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     for name in ("generate", "chat", "serve", "bench", "plan", "lab"):
         assert f"\n  {name}" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "bench serve", "lab"])
+def test_help_names_every_option_whole_at_80_columns(command: str) -> None:
+    """`diptych serve --help` told of `--max-running-seq…`, which nobody can type."""
+    name, *rest = command.split()
+    app = importlib.import_module(f"diptych.cli.{name}").app
+    page = CliRunner().invoke(app, [*rest, "--help"], env={"COLUMNS": "80"}, prog_name=f"diptych {name}").output
+    parsed = typer.main.get_command(app)
+    for word in rest:
+        parsed = parsed.commands[word]  # type: ignore[attr-defined]
+    for parameter in parsed.params:
+        for option in parameter.opts if parameter.param_type_name == "option" else ():
+            assert re.search(rf"(^|[ ,]){option}( |,|$)", page, re.MULTILINE), option
 
 
 def test_unknown_command_is_named_with_the_nearest() -> None:

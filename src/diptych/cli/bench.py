@@ -23,7 +23,7 @@ from diptych.lab.mix import MixReport, run_mix
 from diptych.models.named import SHAPES
 from diptych.workload import LengthRange, WorkloadSpec
 
-app = typer.Typer(add_completion=False, invoke_without_command=True)
+app = options.command_app(invoke_without_command=True)
 app.command("serve")(serve)
 
 Repeat = Annotated[int, typer.Option(min=1, help="repetitions; medians are reported")]

@@ -19,7 +19,7 @@ from diptych.ground.errors import ConfigError
 from diptych.lab.load import DEFINITIONS, LoadConfig, SentRequest, run_load, summarize
 from diptych.lab.load_picture import draw
 
-app = typer.Typer(add_completion=False)
+app = options.command_app()
 
 
 @app.command()

@@ -18,7 +18,7 @@ from diptych.ground.errors import EngineError
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import SamplingParams
 
-app = typer.Typer(add_completion=False)
+app = options.command_app()
 HELP = "/reset forgets the conversation, /report shows the last answer's phases, /quit leaves; Ctrl-C stops an answer"
 
 

@@ -14,7 +14,7 @@ from diptych.ground.config import env_text
 from diptych.ground.errors import ConfigError
 from diptych.insight.diagnosis import Diagnosis, Scrape, diagnose, read_scrape
 
-app = typer.Typer(add_completion=False)
+app = options.command_app()
 SHOWN = (
     ("requests", "", "requests answered"),
     ("refused", "", "requests refused (503)"),

@@ -16,7 +16,7 @@ from diptych.engine.report import PhaseObserver, phase_report
 from diptych.ground.errors import ConfigError
 from diptych.ground.events import Usage
 
-app = typer.Typer(add_completion=False)
+app = options.command_app()
 
 
 @app.command()

@@ -30,7 +30,7 @@ from diptych.server.errors import ApiError
 from diptych.server.reader import message_dicts, tool_dicts
 from diptych.server.text_bodies import TemplateBody
 
-app = typer.Typer(add_completion=False)
+app = options.command_app()
 TIMEOUT_S = 600.0
 # what each kind of answer reads: any other option given with it is refused, as it would change nothing
 READS = {

@@ -19,7 +19,7 @@ from diptych.engine.llm import LLM, Completion
 from diptych.engine.report import PhaseObserver, PhaseReport, phase_report
 from diptych.ground.phase import FinishReason
 
-app = typer.Typer(add_completion=False)
+app = options.command_app()
 
 
 @app.command()

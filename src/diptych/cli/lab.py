@@ -34,7 +34,7 @@ from diptych.lab.session import LabRun, choose
 from diptych.lab.simulated import MEASURES, MEDIAN_LIMIT, P99_LIMIT, Compared, chosen, compare
 from diptych.models.named import SHAPES
 
-app = typer.Typer(add_completion=False, invoke_without_command=True)
+app = options.command_app(invoke_without_command=True)
 MOST_ANSWER_TOKENS = 256  # written after the longest prompt
 BUNDLED_SHAPE = "bundled"  # for --shape: the bundled model's, with random weights and as many positions as asked for
 QUICK_EFFORT = Effort(rounds=2, budget_s=1.0, settled=0.05, long_s=0.5)

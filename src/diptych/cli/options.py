@@ -135,6 +135,11 @@ Say = Callable[[str], None]  # shows what is being done
 console = Console(stderr=True, highlight=False)
 
 
+def command_app(**settings: Any) -> typer.Typer:
+    """The typer app of a command. Its pages are plain lines: rich's boxes cut long names short at 80 columns."""
+    return typer.Typer(add_completion=False, rich_markup_mode=None, **settings)
+
+
 def takes(**blocks: Block) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The command's parameter of each name given here becomes the options of that block, and gets them as a dict.
 

@@ -12,7 +12,7 @@ from diptych.cli.options import console, loading_bar
 from diptych.compute.quant import save_quantised
 from diptych.engine.load import model_dir
 
-app = typer.Typer(add_completion=False)
+app = options.command_app()
 
 
 @app.command()

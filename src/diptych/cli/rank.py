@@ -16,7 +16,7 @@ from diptych.engine.load import model_dir
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, EngineError, WorkerLost
 
-app = typer.Typer(add_completion=False)
+app = options.command_app()
 
 
 @app.command()

@@ -22,7 +22,7 @@ from diptych.ground.errors import ConfigError
 from diptych.server.config import MOST_OPEN_REQUESTS, ServerConfig, open_requests_limit
 from diptych.server.run import bind, run_server
 
-app = typer.Typer(add_completion=False)
+app = options.command_app()
 LOG_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
