@@ -86,7 +86,7 @@ def mix(
     *,
     engine: dict[str, Any],
     stall_budget_ms: options.StallBudget = None,
-    max_running: options.MaxRunning = 64,
+    max_running: Annotated[int, typer.Option(help="sequences that run at one time")] = 64,
     max_step_tokens: options.MaxStepTokens = 2048,
     as_json: options.AsJson = False,
 ) -> None:

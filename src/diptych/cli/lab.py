@@ -69,7 +69,7 @@ def lab(
     backend: options.Backend = "auto",
     weights: options.Weights = "auto",
     kv: options.Kv = "auto",
-    threads: options.Threads = None,
+    threads: options.OwnThreads = None,
     numa: options.Numa = "auto",
 ) -> None:
     """Run the experiments on the two phases and write one page with pictures, a CSV and a JSON."""
@@ -129,7 +129,7 @@ def lab(
 @app.command()
 def calibrate(
     backend: options.Backend = "auto",
-    threads: options.Threads = None,
+    threads: options.OwnThreads = None,
     repeat: Annotated[
         int, typer.Option(min=1, help="rounds at least: each times every step once")
     ] = USUAL_EFFORT.rounds,
@@ -169,7 +169,7 @@ def quality(
     model: options.Model = "bundled",
     text: Annotated[Path | None, typer.Option(help="held-out text (default: the bundled one)")] = None,
     tokens: Annotated[int, typer.Option(min=2, help="how many tokens of it")] = 16384,
-    threads: options.Threads = None,
+    threads: options.OwnThreads = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON list on standard output")] = False,
 ) -> None:
     """Measure what each number format costs: perplexity and divergence from fp32."""
@@ -247,7 +247,7 @@ def simulated(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="of every load, two runs of the same requests each")] = 5,
     requests: Annotated[int, typer.Option(min=16, help="requests of a run")] = 48,
-    threads: options.Threads = None,
+    threads: options.OwnThreads = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Run the engine under nine loads and simulate the same: equal decisions, and how near the predicted times come."""

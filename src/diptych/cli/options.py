@@ -47,6 +47,7 @@ Activations = Annotated[
 ]
 Kv = Annotated[str, typer.Option(help=f"KV cache format: {' | '.join(KV_FORMATS)}")]
 Threads = Annotated[int | None, typer.Option(help=CONFIG["threads"].what)]
+OwnThreads = Annotated[int | None, typer.Option("--threads", help="compute threads (default: one per core)")]  # no --tp
 Tp = Annotated[int, typer.Option("--tp", help=CONFIG["tp"].what)]
 TpAddress = Annotated[
     str | None,

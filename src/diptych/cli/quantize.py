@@ -20,7 +20,7 @@ def quantize(
     model: Annotated[str, typer.Argument(help="'bundled', a checkpoint folder, or a hub name")],
     output: Annotated[Path, typer.Option("--output", "-o", help="the new folder")],
     weights: Annotated[str, typer.Option(help="int8 | int4")] = "int8",
-    threads: options.Threads = None,
+    threads: options.OwnThreads = None,
 ) -> None:
     """Write MODEL with packed weights to a new folder; every command takes it as a model afterwards."""
     directory = model_dir(model)

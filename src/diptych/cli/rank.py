@@ -27,7 +27,7 @@ def rank(
     tp: Annotated[int, typer.Option("--tp", help="how many machines there are, that of rank 0 included")],
     tp_address: Annotated[str, typer.Option("--tp-address", help="HOST:PORT where rank 0 listens")],
     tp_rank: Annotated[int, typer.Option("--tp-rank", help="which rank this is, from 1 on")],
-    threads: options.Threads = None,
+    threads: options.OwnThreads = None,
     numa: options.Numa = "auto",
 ) -> None:
     """Compute a part of MODEL for rank 0 (any command with --tp-address) until that ends. All else is as rank 0 says."""

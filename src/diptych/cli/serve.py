@@ -17,7 +17,7 @@ from diptych.cluster.pool_config import PoolConfig
 from diptych.compute.ceilings import machine_ceilings
 from diptych.engine.async_llm import AsyncLLM
 from diptych.ground.config import BOUNDS as CONFIG
-from diptych.ground.config import env_text
+from diptych.ground.config import SchedulerConfig, env_text
 from diptych.ground.errors import ConfigError
 from diptych.server.config import MOST_OPEN_REQUESTS, ServerConfig, open_requests_limit
 from diptych.server.run import bind, run_server
@@ -53,10 +53,13 @@ def serve(
     ] = False,
     max_queue_s: Annotated[
         float | None,
-        typer.Option(help="in overload, refuse (503) what would wait longer for its first step; 0: never refuse"),
+        typer.Option(
+            help="in overload, refuse (503) what would wait longer for its first step; 0: never (default: from the load)"
+        ),
     ] = None,
     max_waiting_tokens: Annotated[
-        int | None, typer.Option(help="refuse requests beyond this many waiting tokens")
+        int | None,
+        typer.Option(help=f"{CONFIG['max_waiting_tokens'].what} (default: {SchedulerConfig().max_waiting_tokens})"),
     ] = None,
     max_open_requests: Annotated[
         int | None,
