@@ -93,6 +93,7 @@ def test_oversize_bodies_headers_and_broken_requests_are_refused(server: ServerP
     assert http.get("/nothing/here").json()["error"]["message"].startswith("there is no")
     wrong_verb = http.get("/v1/completions")
     assert (wrong_verb.status_code, wrong_verb.headers["allow"]) == (405, "POST")
+    assert wrong_verb.json()["error"]["message"] == "GET is not allowed here; this route takes POST"
 
 
 @pytest.mark.usefixtures("answer_before")

@@ -53,10 +53,10 @@ Progress = Callable[[int, int], None]
 Meanwhile = Callable[[], object]
 
 
-def resolve_model_dir(name: str | Path) -> Path:
+def resolve_model_dir(name: str | Path, *, wanted: str = A_MODEL) -> Path:
     """The folder of a checkpoint: a local path, or a hub name downloaded (or found in the hub's cache).
 
-    Raises LoadError when there is neither.
+    Raises LoadError when there is neither; wanted: what it then says is taken.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -64,7 +64,7 @@ def resolve_model_dir(name: str | Path) -> Path:
     if path.is_file():
         raise no_model(path)
     if str(name).count("/") > 1 or str(name).startswith((".", "/", "~")) or path.suffix in NO_HUB_NAMES:
-        raise LoadError(f"no such folder or file: {path}", hint=A_MODEL)
+        raise LoadError(f"no such folder or file: {path}", hint=wanted)
     errors = import_module("huggingface_hub.errors")  # brings an HTTP client, which a folder on disk does not need
     try:
         return Path(

@@ -27,7 +27,7 @@ def check_prompt(
         raise PromptTooLong(
             f"prompt has {prompt_tokens} tokens; a context of {max_context_tokens} takes at most "
             f"{max_context_tokens - left}{why}",
-            hint="shorten the prompt or raise max_context_tokens",
+            hint="shorten the prompt, or raise max_context_tokens where the model has positions for more",
             param="prompt",
         )
     if request.pooling is not None and request.pooling.both_ways and prompt_tokens > max_step_tokens:

@@ -23,6 +23,9 @@ from diptych.ground.request import AdapterRef
 
 logger = logging.getLogger("diptych.engine")
 
+AN_ADAPTER = (
+    "an adapter is a folder with adapter_config.json and adapter_model.safetensors, or a name on the Hugging Face hub"
+)
 MAX_NAME_CHARS = 256
 _BYTES = 2  # of an element of A or B, where memory is asked for
 
@@ -91,7 +94,7 @@ class Adapters:
     def read(self, name: str, path: str | Path, *, takes_hub_names: bool = False) -> Adapter:
         """An adapter from its folder, or its name on the hub. ConfigError, LoadError or CapacityError where it is refused."""
         text("lora_name", name, ConfigError, least=1, most=MAX_NAME_CHARS)
-        folder = resolve_model_dir(path) if takes_hub_names else Path(path).expanduser()
+        folder = resolve_model_dir(path, wanted=AN_ADAPTER) if takes_hub_names else Path(path).expanduser()
         return read_adapter(folder, max_rank=self.max_rank)
 
     def add(self, name: str, adapter: Adapter, *, replaces: bool = False) -> None:

@@ -170,7 +170,11 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
         if request.headers.get("upgrade", "").lower() == "websocket":
             told = "WebSockets are not spoken here\nhint: POST to the same path, with stream: true for events"
             return refuse(ApiError(501, told, code="unsupported"), request)
-        words = {404: f"there is no {request.url.path[:200]!r} here", 405: f"{request.method} is not allowed here"}
+        taken = (error.headers or {}).get("Allow", "another method")
+        words = {
+            404: f"there is no {request.url.path[:200]!r} here",
+            405: f"{request.method} is not allowed here; this route takes {taken}",
+        }
         response = refuse(ApiError(error.status_code, words.get(error.status_code, str(error.detail))), request)
         response.headers.update(error.headers or {})
         return response

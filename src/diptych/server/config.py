@@ -71,7 +71,10 @@ class ServerConfig:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; it must be between 0 and 65535")
         if self.max_queue_s is not None and self.max_queue_s <= 0.0:
-            raise ConfigError(f"max_queue_s is {self.max_queue_s}; it must be greater than 0")
+            raise ConfigError(
+                f"max_queue_s is {self.max_queue_s}; it must be greater than 0",
+                hint="--max-queue-s 0 never refuses for a wait",
+            )
         if self.drain_timeout_s < 0.0:
             raise ConfigError(f"drain_timeout_s is {self.drain_timeout_s}; it must be at least 0")
         at_least("max_open_requests", self.max_open_requests, 1)
@@ -79,7 +82,7 @@ class ServerConfig:
             at_least("max_body_bytes", self.max_body_bytes, 1024)
         at_least("kept_timelines", self.kept_timelines, 0)
         if not 0.0 <= self.kept_minutes <= 60.0:
-            raise ConfigError(f"kept_minutes is {self.kept_minutes}; it must be 0 to 60", hint="0 keeps nothing")
+            raise ConfigError(f"keep_minutes is {self.kept_minutes}; it must be 0 to 60", hint="0 keeps nothing")
         at_least("max_record_bytes", self.max_record_bytes, 2**16)
         if self.record is not None and self.record.exists():
             raise ConfigError(f"{self.record} exists; a recording is not written over another file")
