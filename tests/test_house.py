@@ -174,3 +174,11 @@ def test_modules_import_in_no_circle() -> None:
     while roots := imports.keys() - set().union(*imports.values(), set()):
         imports = {name: named for name, named in imports.items() if name not in roots}
     assert not imports, {name: sorted(named) for name, named in imports.items()}
+
+
+def test_curl_on_the_pages_says_what_it_sends() -> None:
+    """The page on adapters sent JSON as a form, which the server refuses (415)."""
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        for line in (line for line in text.splitlines() if "curl " in line and " -d " in line):
+            assert "-H 'Content-Type: application/json'" in line, f"{page.name}: {line.strip()[:80]}"
