@@ -79,6 +79,11 @@ def test_a_bad_value_is_refused_with_its_field_value_and_limit(field: str, value
         ({"messages": []}, ["messages"]),
         ({"messages": [{"role": "king", "content": "x"}]}, ["messages[0].role is 'king'"]),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ["messages[0].content[0]"]),
+        (
+            {"messages": [USER, {"role": "user", "text": "Hi"}]},
+            ["messages[1].content is missing", "role 'user' needs one"],
+        ),
+        ({"messages": [USER, {"role": "tool", "content": None}]}, ["messages[1].content is missing"]),
         ({"top_logprobs": 3}, ["top_logprobs", "logprobs"]),
         ({"tool_choice": "required"}, ["tool_choice", "tools"]),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, ["tool_choice names 'f'"]),

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, ValidationInfo
 
 IGNORED_HEADER = "x-diptych-ignored"
 MAX_IGNORED_CHARS = 512
@@ -146,6 +148,20 @@ class FieldRefused(Exception):
         super().__init__(name)
         self.name = name
         self.message = f"{name} is not supported: {why}"
+
+
+def _check_said(content: Any, info: ValidationInfo) -> Any:
+    # fields of a message are not told when unknown, so a text under another name would vanish
+    role = info.data.get("role")
+    if content is None and role in ("system", "developer", "user", "tool"):
+        raise ValueError(f"is missing; a message with role {role!r} needs one: a string, or a list of text parts")
+    return content
+
+
+T = TypeVar("T")
+Said = Annotated[
+    T, AfterValidator(_check_said)
+]  # the content of a message behind its role, null for an assistant's alone
 
 
 def ignored_header(names: tuple[str, ...]) -> dict[str, str]:

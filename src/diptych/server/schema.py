@@ -29,7 +29,7 @@ from pydantic_core import PydanticCustomError
 from diptych.compute.json_schema import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
 from diptych.compute.structured import MAX_REGEX_BYTES
 from diptych.ground.request import BOUNDS, MAX_LOGIT_BIAS, MAX_STOP_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
-from diptych.server.fields import NO_EFFECT, OF_CHATS, OF_PROMPTS, REFUSED, FieldRefused, Refusal, check_extra
+from diptych.server.fields import NO_EFFECT, OF_CHATS, OF_PROMPTS, REFUSED, FieldRefused, Refusal, Said, check_extra
 
 MAX_PROMPTS = 64
 MAX_MESSAGES = 16384
@@ -371,7 +371,7 @@ class Message(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[ContentPart], StopAtFirst()] | None = None
+    content: Said[str | Annotated[list[ContentPart], StopAtFirst()] | None] = Field(None, validate_default=True)
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's newer name
     name: str | None = Field(None, max_length=256)
