@@ -3,10 +3,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
 from diptych.cli.explain import app
+from diptych.cli.what_if import refusal
 from diptych.ground.errors import ConfigError
 from diptych.insight.explanation import Part, explain, volatile_spot
 from server_process import ServerProcess
@@ -118,3 +120,20 @@ def test_the_command_explains_a_chat(server: ServerProcess, tmp_path: Path, on_s
     assert found["prefill_s"] > 0
     assert found["reorderings"][0]["saved_tokens"] > 0
     assert (found["source"] == "measured") is on_server
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (
+            httpx.Response(404, json={"error": {"message": "no request 'x' is open"}}),
+            "it answers 404: no request 'x' is open",
+        ),
+        (httpx.Response(401, json={"error": {"message": "no key"}}), "no key\nhint: give its key with --api-key"),
+        (httpx.Response(502, text="<html>bad gateway"), "it answers 502: <html>bad gateway"),
+        (httpx.Response(400, json=["x"]), 'it answers 400: ["x"]'),
+    ],
+)
+def test_a_server_s_refusal_is_told_in_its_words(answer: httpx.Response, told: str) -> None:
+    """`diptych explain --request` printed the JSON of the refusal."""
+    assert told in str(refusal(answer, "it"))

@@ -164,7 +164,7 @@ def _post(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, An
             f"cannot reach {client.base_url}: {error}", hint="start the server, or leave --url out for a prediction"
         ) from error
     if answer.status_code != 200:
-        raise ConfigError(f"{path} answers {answer.status_code}: {answer.text[:500]}")
+        raise what_if.refusal(answer, path)
     return answer.json()
 
 

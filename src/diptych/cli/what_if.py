@@ -29,9 +29,19 @@ def asked_of_server(request: str, changes: list[str], *, url: str, key: str | No
                 f"cannot reach {client.base_url}: {error}", hint="give --url of the server, or --recording FILE"
             ) from error
     if answer.status_code != 200:
-        raise ConfigError(f"{client.base_url} answers {answer.status_code}: {answer.text[:500]}")
+        raise refusal(answer, str(client.base_url))
     found: dict[str, Any] = answer.json()
     return found
+
+
+def refusal(answer: httpx.Response, asked: str) -> ConfigError:
+    """A server's refusal in its own words, where the answer has them as OpenAI's do; asked: who or what was."""
+    try:
+        told = answer.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):  # another server's, or a proxy's page
+        told = answer.text[:500]
+    hint = "give its key with --api-key, or in DIPTYCH_API_KEY" if answer.status_code == 401 else None
+    return ConfigError(f"{asked} answers {answer.status_code}: {told}", hint=hint)
 
 
 def asked_of_recording(
