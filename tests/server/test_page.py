@@ -180,6 +180,40 @@ def test_a_person_asks_what_would_have_been(
 
 @pytest.mark.browser
 @needs_browser
+def test_an_answer_that_breaks_off_stays_and_is_said_to(server: ServerProcess, browser: object) -> None:
+    """What had come was replaced by "network error"; a stream that just ended, and one cut by max tokens, looked whole."""
+    wait = pytest.importorskip("playwright.sync_api").expect
+    context = browser.new_context(viewport={"width": 390, "height": 900})  # type: ignore[attr-defined]
+    try:
+        page = context.new_page()
+        page.goto(f"{server.url}/")
+        note = page.locator("#try-note")
+        page.fill("#try-max", "3")
+        page.click("#try-send")
+        wait(note).to_contain_text("cut off: max tokens", timeout=60_000)
+        half = json.dumps({"choices": [{"index": 0, "delta": {"content": "half of it"}, "finish_reason": None}]})
+        failed = json.dumps({"error": {"message": "the engine failed\nhint: see its log"}})
+        left = iter([f"data: {half}\n\n", f"data: {half}\n\nevent: error\ndata: {failed}\n\n"])
+        page.route(
+            "**/v1/chat/completions",
+            lambda route: route.abort() if (body := next(left, None)) is None else route.fulfill(status=200, body=body),
+        )
+        for answer, said in (
+            ("half of it", "the answer broke off"),
+            ("half of it", "the engine failed"),
+            ("", "the connection to the server is lost"),
+        ):
+            page.click("#try-send")
+            wait(note).to_contain_text(said, timeout=60_000)
+            wait(note).to_have_class("note error")
+            assert page.inner_text("#try-answer") == answer
+        wait(page.locator("#try-send")).to_be_enabled()
+    finally:
+        context.close()
+
+
+@pytest.mark.browser
+@needs_browser
 def test_refusals_are_seen_on_the_page_and_by_the_doctor(browser: object) -> None:
     """An overloaded server that refuses looked healthy: short waits, no errors, and a sum that mixed in bad requests."""
     wait = pytest.importorskip("playwright.sync_api").expect

@@ -155,8 +155,9 @@ function shownTime() {
 
 function drawSteps() {
   const open = new Set(state.frame.requests.map((one) => one.id));
-  const lanes = [...state.seen.entries()].sort((a, b) => (open.has(b[0]) - open.has(a[0])) || b[1] - a[1]).slice(0, MAX_LANES).map(([id]) => id);
-  const pointed = drawTimeline(el("timeline"), { steps: state.steps, lanes, ...shownTime(), pointer: state.pointer });
+  const shown = shownTime();
+  const lanes = [...state.seen.entries()].filter(([id, at]) => open.has(id) || at >= shown.from).sort((a, b) => (open.has(b[0]) - open.has(a[0])) || b[1] - a[1]).slice(0, MAX_LANES).map(([id]) => id);
+  const pointed = drawTimeline(el("timeline"), { steps: state.steps, lanes, ...shown, pointer: state.pointer });
   if (pointed !== null) {
     const chunks = pointed.chunks.map(([id, tokens, cached]) => `${id.slice(-8)} ${tokens}${cached ? ` (+${cached} cached)` : ""}`);
     const parts = [`step of ${milliseconds(pointed.s)}`, `${pointed.p} prefill tokens${chunks.length ? `: ${chunks.join(", ")}` : ""}`, `${pointed.d} decode${pointed.g[0] ? ` (${pointed.g[1]} of ${pointed.g[0]} drafts kept)` : ""}`];

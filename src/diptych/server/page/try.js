@@ -32,10 +32,19 @@ async function* events(response) {
   }
 }
 
+function say(text, isError = false) {
+  el("try-note").className = isError ? "note error" : "quiet note";
+  el("try-note").textContent = text;
+}
+
+// the reason why the answer ended, where this chunk tells one
 function show(chunk) {
   if (chunk.error) throw new Error(chunk.error.message);
+  let reason = null;
   for (const choice of chunk.choices) {
     const delta = choice.delta ?? { content: choice.text };
+    reason = choice.finish_reason ?? reason;
+    if (delta.content || delta.reasoning_content) say("");
     if (delta.reasoning_content) {
       el("try-reasoning").hidden = false;
       el("try-reasoning").textContent += delta.reasoning_content;
@@ -44,6 +53,7 @@ function show(chunk) {
     if (delta.tool_calls) el("try-answer").textContent += JSON.stringify(delta.tool_calls);
   }
   if (chunk.timings) report(chunk.usage, chunk.timings);
+  return reason;
 }
 
 async function send(controller) {
@@ -55,8 +65,14 @@ async function send(controller) {
     signal: controller.signal,
   });
   if (!response.ok) throw new Error((await response.json()).error.message);
-  for await (const chunk of events(response)) show(chunk);
+  let reason = null;
+  for await (const chunk of events(response)) reason = show(chunk) ?? reason;
+  if (reason === null) throw new Error("the answer broke off: the server ended the connection");
+  say({ length: "cut off: max tokens or the end of the context was reached", abort: "ended by another" }[reason] ?? "");
 }
+
+// what the browser says of a lost connection differs from one to the next, and in none says what was lost
+const words = (error) => (error instanceof TypeError ? "the connection to the server is lost, or there was none" : error.message);
 
 function make(tag, attributes, ...children) {
   const node = document.createElement(tag);
@@ -106,7 +122,7 @@ export function setUpTry() {
     controller = new AbortController();
     el("try-send").disabled = true;
     el("try-stop").disabled = false;
-    el("try-answer").className = "";
+    say("waiting for the first token");
     el("try-answer").textContent = "";
     el("try-reasoning").textContent = "";
     el("try-reasoning").hidden = true;
@@ -114,10 +130,8 @@ export function setUpTry() {
     try {
       await send(controller);
     } catch (error) {
-      if (error.name !== "AbortError") {
-        el("try-answer").className = "error";
-        el("try-answer").textContent = error.message;
-      }
+      if (error.name === "AbortError") say("stopped");
+      else say(words(error), true);
     } finally {
       controller = null;
       el("try-send").disabled = false;
