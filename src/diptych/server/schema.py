@@ -370,6 +370,7 @@ class ContentPart(Body):
 class Message(Body):
     """One turn of a conversation."""
 
+    model_config = ConfigDict(json_schema_extra={"required": ["role", "content"]})  # null does of an assistant
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Said[str | Annotated[list[ContentPart], StopAtFirst()] | None] = Field(None, validate_default=True)
     reasoning_content: str | None = None
