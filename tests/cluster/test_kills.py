@@ -125,6 +125,7 @@ def test_pools_grow_and_shrink_under_load(pools: ServerProcess, one: LLM) -> Non
 
     before = streams(0)
     with pools.client() as http:
+        assert http.post("/scale", json={"decode": 3}).status_code == 400, "sizes stand in the query"
         assert http.post("/scale", params={"decode": 3, "prefill": 2}).json() == {"scaling": True}
         wait_for(lambda: len(worker_pids(pools)) == 5, "two more are up", 120)
         between = streams(10)

@@ -91,6 +91,13 @@ def test_oversize_bodies_headers_and_broken_requests_are_refused(server: ServerP
     packed = http.post("/v1/completions", json=PROMPT, headers={"content-encoding": "gzip"})
     assert (packed.status_code, packed.json()["error"]["code"]) == (415, "invalid_content_encoding")
     assert http.get("/nothing/here").json()["error"]["message"].startswith("there is no")
+    for query, said in (
+        ("decode=-3", "decode is '-3'; it must be at least 1"),
+        ("prefill=two", "prefill is 'two'; it must be"),
+    ):
+        refused = http.post(f"/scale?{query}")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, query.partition("=")[0])
+        assert refused.json()["error"]["message"].startswith(said)
     wrong_verb = http.get("/v1/completions")
     assert (wrong_verb.status_code, wrong_verb.headers["allow"]) == (405, "POST")
     assert wrong_verb.json()["error"]["message"] == "GET is not allowed here; this route takes POST"

@@ -27,7 +27,7 @@ from diptych.server.completions import CompletionAnswer
 from diptych.server.door import RequireKey
 from diptych.server.embeddings.routes import BODIES as EMBEDDING_BODIES
 from diptych.server.embeddings.routes import add_embeddings
-from diptych.server.errors import ApiError, error_response, from_engine_error
+from diptych.server.errors import ApiError, error_response, from_engine_error, from_query_error
 from diptych.server.jobs import generate
 from diptych.server.loras import BODIES as LORA_BODIES
 from diptych.server.loras import add_loras
@@ -180,7 +180,8 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
         return response
 
     async def on_validation(request: Request, error: Exception) -> Response:
-        return refuse(ApiError(400, "the path or query of this request is malformed", code="invalid_value"), request)
+        assert isinstance(error, RequestValidationError)
+        return refuse(from_query_error(error.errors()[0]), request)
 
     async def on_disconnect(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
@@ -307,7 +308,10 @@ def _add_requests(app: FastAPI, state: ServerState) -> None:
         """A recent request's times with one change: cached, chunk=N, stall-budget=TIME, pools or device=NAME."""
         logs, recent = state.timelines.find(request_id), state.recent
         if recent is None:
-            raise ApiError(404, "this server keeps no minutes of requests (--keep-minutes 0)", code="not_found")
+            why = (
+                "--keep-minutes 0" if state.engine.scale is None else "it has workers, and this is asked of one engine"
+            )
+            raise ApiError(404, f"this server keeps no minutes of requests ({why})", code="not_found")
         if not logs:
             raise ApiError(404, f"no request {request_id[:100]!r} is open or among the last ones", code="not_found")
         changes = parse_changes(change or USUAL_CHANGES)
@@ -345,6 +349,10 @@ def _add_requests(app: FastAPI, state: ServerState) -> None:
         """Have pools of workers grow or shrink to these sizes; it takes as long as loading, or as what is open there."""
         if state.engine.scale is None:
             raise ApiError(404, "this server has one engine and no workers", code="not_found")
+        if prefill is None and decode is None:
+            raise ApiError(
+                400, "neither prefill nor decode is given\nhint: POST /scale?prefill=2&decode=4", code="invalid_value"
+            )
         for pool, number in (("prefill", prefill), ("decode", decode)):
             if number is not None:
                 state.engine.scale(pool, number)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import reprlib
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -142,6 +143,12 @@ def from_validation_error(error: ValidationError) -> ApiError:
         return ApiError(400, f"{path} is missing; it is required", param=path, code="missing_required_parameter")
     message = complaint(first, path, shown(first["input"]))
     return ApiError(400, message, param=path or first.get("ctx", {}).get("param"), code="invalid_value")
+
+
+def from_query_error(first: Mapping[str, Any]) -> ApiError:
+    """The first complaint about a parameter in a path or a query, whose place (`query`, `path`) stands before its name."""
+    path = _path(tuple(first["loc"][1:]))
+    return ApiError(400, complaint(first, path, shown(first["input"])), param=path, code="invalid_value")
 
 
 def shown(value: object) -> str:

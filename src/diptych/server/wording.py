@@ -15,6 +15,7 @@ _RULES = {
     "greater_than_equal": "at least {ge}",
     "int_from_float": "a whole number",
     "int_parsing_size": "a whole number between -2^63 and 2^63 - 1",
+    "int_parsing": "a whole number",
     "int_type": "a whole number",
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
