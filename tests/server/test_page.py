@@ -165,6 +165,10 @@ def test_a_person_asks_what_would_have_been(
         page.locator("#what-if").scroll_into_view_if_needed()
         page.screenshot(path=folder / f"what-if-{theme}.png", full_page=True, timeout=90_000)
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        fits = "(t => [t.parentElement.scrollWidth - t.parentElement.clientWidth, t.tBodies[0].rows[0].clientHeight])"
+        beyond, height = page.evaluate(f"{fits}(document.getElementById('requests'))")
+        assert beyond <= 0
+        assert height < 34, "an age that wraps now and then moves the buttons below it"
         page.fill("#what-if-change", "chunk=64")
         page.click("#what-if-ask")
         wait(rows).to_have_count(3, timeout=60_000)
