@@ -237,12 +237,11 @@ def _bitsandbytes(section: HfConfig) -> Quantisation:
         _refuse(section, "load_in_4bit", f"one of it and load_in_8bit ({is_8bit}) must be true", default=False)
     if is_4bit:
         grid = _one_of(section, "bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+        usual = KeptFormat(kind="group4", group=64, scale="bf16", grid=grid)  # no config names the size of its blocks
         return Quantisation(
             method="bitsandbytes",
             bits=4,
-            kept=KeptFormat(
-                kind="group4", group=64, scale="bf16", grid=grid
-            ),  # of the usual blocks: no config names them
+            kept=usual,
             note="fractions that are kept are the nearest whole numbers of 8 bits, their scales in bf16",
         )
     return Quantisation(

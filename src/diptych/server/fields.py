@@ -159,9 +159,8 @@ def _check_said(content: Any, info: ValidationInfo) -> Any:
 
 
 T = TypeVar("T")
-Said = Annotated[
-    T, AfterValidator(_check_said)
-]  # the content of a message behind its role, null for an assistant's alone
+# the content of a message behind its role, null for an assistant's alone
+Said = Annotated[T, AfterValidator(_check_said)]
 
 
 def ignored_header(names: tuple[str, ...]) -> dict[str, str]:
