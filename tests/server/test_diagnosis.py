@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diptych.cli.doctor import app, text_of
+from diptych.ground.errors import ConfigError
 from diptych.insight.diagnosis import diagnose, read_scrape
 from server_process import ServerProcess
 
@@ -142,3 +143,11 @@ def test_the_command_reads_a_running_server(server: ServerProcess) -> None:
     assert numbers["stall_s.mean"] is not None
     text = CliRunner().invoke(app, ["--url", server.url])
     assert "time to first token" in text.output
+
+
+@pytest.mark.parametrize("window_s", ["nan", "inf", "-1"])
+def test_a_window_that_is_none_is_refused(window_s: str) -> None:
+    """Of no number and of less than 0 it told all since the start; an endless one ended in a traceback."""
+    told = CliRunner().invoke(app, ["--window-s", window_s])
+    assert isinstance(told.exception, ConfigError)
+    assert "--window-s is" in str(told.exception)

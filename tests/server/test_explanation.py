@@ -7,8 +7,8 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from diptych.cli.asked import fields_of, headers_of, refusal
 from diptych.cli.explain import app
-from diptych.cli.what_if import refusal
 from diptych.ground.errors import ConfigError
 from diptych.insight.explanation import Part, explain, volatile_spot
 from server_process import ServerProcess
@@ -137,3 +137,25 @@ def test_the_command_explains_a_chat(server: ServerProcess, tmp_path: Path, on_s
 def test_a_server_s_refusal_is_told_in_its_words(answer: httpx.Response, told: str) -> None:
     """`diptych explain --request` printed the JSON of the refusal."""
     assert told in str(refusal(answer, "it"))
+
+
+@pytest.mark.parametrize("text", ["<html>hi</html>", "[1]", '{"prompt": "hi"}'])
+def test_an_answer_of_another_server_is_no_traceback(text: str) -> None:
+    """A page for every path, and llama.cpp's /apply-template, which has the prompt alone."""
+    with pytest.raises(ConfigError, match=r"/apply-template answers .* which no server of Diptych says"):
+        fields_of(httpx.Response(200, text=text), "/apply-template", "cached_tokens")
+    assert fields_of(httpx.Response(200, json={"cached_tokens": 1}), "it", "cached_tokens") == {"cached_tokens": 1}
+
+
+@pytest.mark.parametrize("asked", [["--request", "x"], ["--messages", "chat.json"]])
+def test_a_url_that_is_none_is_said(asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("chat.json").write_text('[{"role": "user", "content": "hi"}]')
+    told = CliRunner().invoke(app, [*asked, "--url", "http://127.0.0.1:port"])
+    assert isinstance(told.exception, ConfigError)
+    assert "cannot reach http://127.0.0.1:port: Invalid port" in str(told.exception)
+
+
+def test_a_key_may_be_of_any_bytes() -> None:
+    """httpx takes texts of ASCII only, and ended in a UnicodeEncodeError."""
+    assert httpx.Headers(headers_of("sch\u00fcssel")).raw == [(b"Authorization", "Bearer sch\u00fcssel".encode())]

@@ -9,6 +9,8 @@ import httpx
 import typer
 
 from diptych.cli import options
+from diptych.cli.asked import headers_of
+from diptych.ground.bounds import Bound
 from diptych.ground.clock import sleep_s
 from diptych.ground.config import env_text
 from diptych.ground.errors import ConfigError
@@ -32,6 +34,7 @@ SHOWN = (
     ("kv_usage", "%", "KV cache in use"),
     ("preemptions", "", "preemptions"),
 )
+WINDOW = Bound(float, 0.0, 1e6, "seconds")
 ABOUT = (("ttft", "time to first token"), ("tokens_per_s", "tokens per second"), ("refusals", "refusals"))
 
 
@@ -47,6 +50,7 @@ def doctor(
     as_json: options.AsJson = False,
 ) -> None:
     """Say whether TTFT or tokens per second are bad, why, and what to do."""
+    WINDOW.take("--window-s", window_s, ConfigError)
     key = api_key or env_text("API_KEY")
     scrape = fetch(url, key)
     if window_s > 0:
@@ -59,9 +63,8 @@ def doctor(
 def fetch(url: str, key: str | None) -> Scrape:
     """One scrape. Raises ConfigError when the server cannot be reached or its metrics are not ours to read."""
     address = url.rstrip("/").removesuffix("/v1") + "/metrics"
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        answer = httpx.get(address, headers=headers, timeout=10.0, follow_redirects=True)
+        answer = httpx.get(address, headers=headers_of(key), timeout=10.0, follow_redirects=True)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ConfigError(
             f"cannot read {address}: {error}", hint="is the server running, and is the url right"

@@ -14,6 +14,7 @@ import httpx
 import typer
 
 from diptych.cli import options, what_if
+from diptych.cli.asked import client_of, fields_of
 from diptych.cli.options import engine_config, given, loading_bar
 from diptych.cli.written import refuse_unread
 from diptych.compute.ceilings import machine_ceilings
@@ -31,7 +32,6 @@ from diptych.server.reader import message_dicts, tool_dicts
 from diptych.server.text_bodies import TemplateBody
 
 app = options.command_app()
-TIMEOUT_S = 600.0
 # what each kind of answer reads: any other option given with it is refused, as it would change nothing
 READS = {
     "--messages": {"messages", "tools", "model", "backend", "weights", "as_json"},
@@ -140,11 +140,10 @@ def _read_json(path: Path) -> Any:
 
 def measured(body: dict[str, Any], url: str, key: str | None) -> Explanation:
     """Run the prompt once on a server, past its cache, and ask what the cache holds now."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S) as client:
-        template = _post(client, "/apply-template", body)
+    with client_of(url, key, hint="start the server, or leave --url out for a prediction") as client:
+        template = _post(client, "/apply-template", body, "cached_tokens", "segments", "block_tokens")
         salt = uuid.uuid4().hex  # a cache of its own, so that every part is computed and so measured
-        answer = _post(client, "/v1/chat/completions", body | {"max_tokens": 1, "cache_salt": salt})
+        answer = _post(client, "/v1/chat/completions", body | {"max_tokens": 1, "cache_salt": salt}, "timings")
     cached = template["cached_tokens"]
     parts, position = [], 0
     for segment in answer["timings"]["diptych"]["segments"]:
@@ -156,16 +155,8 @@ def measured(body: dict[str, Any], url: str, key: str | None) -> Explanation:
     return explain(parts, source="measured", block_tokens=template["block_tokens"], volatile=spots)
 
 
-def _post(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    try:
-        answer = client.post(path, json=body)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ConfigError(
-            f"cannot reach {client.base_url}: {error}", hint="start the server, or leave --url out for a prediction"
-        ) from error
-    if answer.status_code != 200:
-        raise what_if.refusal(answer, path)
-    return answer.json()
+def _post(client: httpx.Client, path: str, body: dict[str, Any], *names: str) -> dict[str, Any]:
+    return fields_of(client.post(path, json=body), path, *names)
 
 
 def predicted(body: dict[str, Any], loaded: LoadedModel, *, block_tokens: int) -> Explanation:

@@ -4,44 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-import httpx
-
+from diptych.cli.asked import client_of, fields_of
 from diptych.cost.setup import setup_of
 from diptych.ground.errors import ConfigError
 from diptych.sim.counterfactual import USUAL_CHANGES, Change, Machine, what_if
 from diptych.sim.journal import is_journal, journal_minutes
 from diptych.sim.recorded import minutes_of
 
-TIMEOUT_S = 600.0
-
 
 def asked_of_server(request: str, changes: list[str], *, url: str, key: str | None) -> dict[str, Any]:
     """A server's answer about one of its last requests. ConfigError where it has none."""
     for change in changes:
         Change.parse(change)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S) as client:
-        try:
-            answer = client.get(f"/v1/requests/{request}/what-if", params={"change": changes} if changes else None)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ConfigError(
-                f"cannot reach {client.base_url}: {error}", hint="give --url of the server, or --recording FILE"
-            ) from error
-    if answer.status_code != 200:
-        raise refusal(answer, str(client.base_url))
-    found: dict[str, Any] = answer.json()
-    return found
-
-
-def refusal(answer: httpx.Response, asked: str) -> ConfigError:
-    """A server's refusal in its own words, where the answer has them as OpenAI's do; asked: who or what was."""
-    try:
-        told = answer.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):  # another server's, or a proxy's page
-        told = answer.text[:500]
-    hint = "give its key with --api-key, or in DIPTYCH_API_KEY" if answer.status_code == 401 else None
-    return ConfigError(f"{asked} answers {answer.status_code}: {told}", hint=hint)
+    path = f"/v1/requests/{quote(request, safe='')}/what-if"
+    with client_of(url, key, hint="give --url of the server, or --recording FILE") as client:
+        answer = client.get(path, params={"change": changes} if changes else None)
+        return fields_of(answer, url, "id", "measured", "outcomes")
 
 
 def asked_of_recording(
