@@ -21,7 +21,7 @@ from diptych.ground.events import (
 )
 from diptych.ground.phase import FinishReason, Phase
 from diptych.ground.shape import ChunkShape, StepShape
-from diptych.metrics import EventBook, Limits, Sample, distribution, percentile, summarize
+from diptych.metrics import ChoiceRecord, EventBook, Limits, Sample, distribution, percentile, summarize
 
 
 class Log:
@@ -84,6 +84,25 @@ class Log:
 
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
+
+
+@pytest.mark.parametrize("read", [lambda record: record.usage(), lambda record: record.timings()])
+def test_a_record_is_read_while_a_choice_begins(read):
+    """Timelines and message deltas read it on the server's thread; a choice that the engine's began meanwhile broke them."""
+
+    class Overtaken(list):
+        def __iter__(self):
+            log.record.choices.setdefault(1, ChoiceRecord())
+            return super().__iter__()
+
+        def __len__(self):
+            log.record.choices.setdefault(1, ChoiceRecord())
+            return super().__len__()
+
+    log = Log()
+    log.arrive(0.0, n=2)
+    log.record.choices[0] = ChoiceRecord(token_times_s=Overtaken([1.0, 2.0]))
+    assert read(log.record)
 
 
 def test_a_plain_request_by_hand():

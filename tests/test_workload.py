@@ -103,7 +103,7 @@ def test_length_range_reads_its_notation(text, low, high):
     assert LengthRange.parse(text) == LengthRange(low=low, high=high)
 
 
-@pytest.mark.parametrize("text", ["", ":", "5:", "a:b", "1:2:3", "-1:4", "0:4", "9:3", "1.5", "²"])
+@pytest.mark.parametrize("text", ["", ":", "5:", "a:b", "1:2:3", "-1:4", "0:4", "9:3", "1.5", "²", "9" * 5000])
 def test_length_range_refuses_anything_else(text):
     with pytest.raises(ConfigError):
         LengthRange.parse(text)
@@ -162,6 +162,11 @@ def test_mooncake_trace_shares_the_blocks_of_equal_hashes(tmp_path):
         ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,4\n", "a.csv line 2"),
         ("m.jsonl", '{"timestamp": 1, "input_length": 4, "output_length": 2}\n{"timestamp": 1}\n', "m.jsonl line 2"),
         ("m.jsonl", "not json\n", "m.jsonl line 1"),
+        ("a.csv", "ContextTokens,GeneratedTokens,TIMESTAMP\n1,2\n", "a.csv line 2 .*isoformat"),
+        ("a.csv", '"' + "x" * 200_000, "a.csv line 1 .*field limit"),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "x" * 200_000, "a.csv line 2 .*field limit"),
+        ("m.jsonl", '{"timestamp": ' + "[" * 100_000, "m.jsonl line 1 .*recursion"),
+        ("m.jsonl", "[1, 2]\n", "m.jsonl line 1 .*no JSON object"),
     ],
 )
 def test_a_broken_trace_names_its_line(tmp_path, name, text, message):
@@ -169,6 +174,13 @@ def test_a_broken_trace_names_its_line(tmp_path, name, text, message):
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         (read_azure_csv if name.endswith("csv") else read_mooncake_jsonl)(path)
+
+
+def test_a_trace_may_begin_with_a_byte_order_mark(tmp_path):
+    """It was passed over when the format was told, and refused when the line was read."""
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"timestamp": 5, "input_length": 4, "output_length": 2, "hash_ids": null}', "utf-8-sig")
+    assert [(item.at_s, item.prompt_tokens, item.prefix_ids) for item in open_trace(path)] == [(0.0, 4, ())]
 
 
 def test_ticks_are_spread_until_the_next_one():

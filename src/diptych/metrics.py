@@ -159,8 +159,7 @@ class RequestRecord:
     @property
     def n_finished(self) -> int:
         """Choices that have ended."""
-        # list() of a dict's values is one C call, so the engine's thread cannot change it half-way for a reader
-        return sum(1 for choice in list(self.choices.values()) if choice.end_s is not None)
+        return sum(1 for choice in self._choices() if choice.end_s is not None)
 
     @property
     def end_s(self) -> float | None:
@@ -180,7 +179,7 @@ class RequestRecord:
     @property
     def output_tokens(self) -> int:
         """Tokens handed out over all choices."""
-        return sum(len(choice.token_times_s) for choice in self.choices.values())
+        return sum(len(choice.token_times_s) for choice in self._choices())
 
     def token_times_s(self, index: int = 0) -> tuple[float, ...]:
         """When each token of a choice was handed out."""
@@ -324,11 +323,15 @@ class RequestRecord:
             is_complete=all(reason in good for reason in self.reasons),
         )
 
+    def _choices(self) -> list[ChoiceRecord]:
+        """Those that have a token or an end: one C call, so the engine's thread cannot change them half-way for a reader."""
+        return list(self.choices.values())
+
     def _gaps_s(self) -> list[float]:
         """Between neighbouring tokens of each choice."""
         return [
             later - earlier
-            for choice in self.choices.values()
+            for choice in self._choices()
             for earlier, later in zip(choice.token_times_s, choice.token_times_s[1:], strict=False)
         ]
 

@@ -24,6 +24,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import TypeVar
 
+from diptych.ground.bounds import shown
 from diptych.ground.config import at_least
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import AdapterRef, Request, SamplingParams
@@ -32,6 +33,8 @@ Row = TypeVar("Row")
 
 MOONCAKE_BLOCK_TOKENS = 512  # tokens that one hash id of a mooncake trace stands for
 MOST_TOKENS = 2**31 - 1  # of one prompt or answer in a trace: more is a damaged line
+_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_FORMATS = f"a trace is CSV with the columns {','.join(_COLUMNS)}, or one JSON object a line"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +53,8 @@ class LengthRange:
     def parse(text: str) -> LengthRange:
         """A range from "64:512", or from "64" for one length. ConfigError for anything else."""
         parts = text.split(":")
-        if len(parts) > 2 or not all(part.isascii() and part.isdigit() for part in parts):
-            raise ConfigError(f"length range is {text!r}; it must be a whole number or LOW:HIGH, as in 64:512")
+        if len(parts) > 2 or not all(part.isascii() and part.isdigit() and len(part) <= 10 for part in parts):
+            raise ConfigError(f"length range is {shown(text)}; it must be a whole number or LOW:HIGH, as in 64:512")
         return LengthRange(low=int(parts[0]), high=int(parts[-1]))
 
     def draw(self, rng: random.Random) -> int:
@@ -265,20 +268,23 @@ def read_azure_csv(path: Path) -> tuple[WorkloadItem, ...]:
 
 def _azure_entries(path: Path) -> Iterator[_Entry]:
     with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        missing = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} - set(reader.fieldnames or ())
-        if missing:
-            raise ConfigError(f"{path.name} has no column {', '.join(sorted(missing))}")
-        rows = ((reader.line_num, row) for row in reader)
-        yield from _parsed(
-            path,
-            rows,
-            lambda row: _Entry(
-                at_s=_timestamp_s(row["TIMESTAMP"]),
-                prompt_tokens=int(row["ContextTokens"]),
-                output_tokens=int(row["GeneratedTokens"]),
-            ),
-        )
+        reader = csv.DictReader(file, restval="")  # so that a cell that is not there is none that can be read
+        try:
+            missing = set(_COLUMNS) - set(reader.fieldnames or ())
+            if missing:
+                raise ConfigError(f"{path.name} has no column {', '.join(sorted(missing))}", hint=_FORMATS)
+            yield from _parsed(path, ((reader.line_num, row) for row in reader), _azure_entry)
+        except csv.Error as error:
+            words = f"{path.name} line {reader.line_num + 1} cannot be read: {error}"
+            raise ConfigError(words, hint=_FORMATS) from error
+
+
+def _azure_entry(row: dict[str, str]) -> _Entry:
+    return _Entry(
+        at_s=_timestamp_s(row["TIMESTAMP"]),
+        prompt_tokens=int(row["ContextTokens"]),
+        output_tokens=int(row["GeneratedTokens"]),
+    )
 
 
 def read_mooncake_jsonl(path: Path) -> tuple[WorkloadItem, ...]:
@@ -291,7 +297,7 @@ def read_mooncake_jsonl(path: Path) -> tuple[WorkloadItem, ...]:
 
 
 def _mooncake_entries(path: Path) -> Iterator[_Entry]:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         rows = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
         yield from _parsed(path, rows, _mooncake_entry)
 
@@ -317,18 +323,20 @@ def _parsed(path: Path, rows: Iterable[tuple[int, Row]], parse: Callable[[Row], 
     for number, row in rows:
         try:
             yield parse(row)
-        except (ValueError, TypeError, KeyError, OverflowError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             words = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise ConfigError(f"{path.name} line {number} cannot be read: {words}") from error
 
 
 def _mooncake_entry(line: str) -> _Entry:
     row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError("it is no JSON object")
     return _Entry(
         at_s=float(row["timestamp"]) / 1000.0,
         prompt_tokens=int(row["input_length"]),
         output_tokens=int(row["output_length"]),
-        hash_ids=tuple(int(hash_id) for hash_id in row.get("hash_ids", ())),
+        hash_ids=tuple(int(hash_id) for hash_id in row.get("hash_ids") or ()),
     )
 
 

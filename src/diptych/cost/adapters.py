@@ -34,13 +34,15 @@ class Loras:
     def __post_init__(self) -> None:
         """Refuse impossible numbers."""
         Bound(int, 1, MOST_LORAS, "adapters").take("--lora", self.count, ConfigError)
-        Bound(int, 1, MOST_RANK, "rank of an adapter").take("--lora", self.rank, ConfigError)
+        Bound(int, 1, MOST_RANK, "rank of an adapter").take("the rank in --lora", self.rank, ConfigError)
 
     @classmethod
     def parse(cls, text: str) -> Loras:
         """From "4" or "4:64"."""
         count, has_rank, rank = text.partition(":")
-        if not all(part.isascii() and part.isdigit() for part in ((count, rank) if has_rank else (count,))):
+        if not all(
+            part.isascii() and part.isdigit() and len(part) <= 10 for part in ((count, rank) if has_rank else (count,))
+        ):
             raise ConfigError(
                 f"cannot read {text[:40]!r} in --lora", hint="so many adapters, and their rank: --lora 4 or --lora 4:64"
             )
