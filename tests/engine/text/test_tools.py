@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diptych.engine.text.argument_values import json_value
 from diptych.engine.text.call_form import HERMES, LFM2, LLAMA3, MISTRAL, MISTRAL_NAMED, CallForm
 from diptych.engine.text.forced_calls import tool_call_spec
 from diptych.engine.text.tools import ToolCallParser
@@ -280,3 +281,60 @@ def test_arguments_nested_without_end_are_read_like_any_cut_off(sign: str) -> No
     parser = ToolCallParser(LFM2, tool_names=["f"])
     calls = list(parser.push("<|tool_call_start|>[f(a=" + "[" * 40 + "1" + "]" * 40 + ")]").calls)
     assert calls[1].arguments == '{"a": ' + "[" * 40 + "1" + "]" * 40 + "}"
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("a=[1}, b=2", {"a": [1], "b": 2}),
+        ("a=[1", {"a": [1]}),
+        ("a={'b': [1}", {"a": {"b": [1]}}),
+        ("a=[[1)", {"a": [[1]]}),
+    ],
+)
+def test_a_list_closed_by_another_sign_ends(written: str, arguments: dict) -> None:
+    """It was read on and on at that sign, and held the server for ever."""
+    parser = ToolCallParser(LFM2, tool_names=["f"])
+    calls = parser.push(f"<|tool_call_start|>[f({written})]<|tool_call_end|>").calls
+    assert json.loads(calls[1].arguments) == arguments
+
+
+def test_half_a_surrogate_pair_stays_an_escape() -> None:
+    r"""A model may write "\ud83d" alone; as a character it is no text that can be sent."""
+    whole = ToolCallParser(HERMES, tool_names=["f"])
+    calls = whole.push('<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "f"}</tool_call>').calls
+    assert calls[1].arguments == '{"a": "\\ud83d"}'
+    literal = ToolCallParser(LFM2, tool_names=["f"])
+    assert literal.push('<|tool_call_start|>[f(a="\\ud83d")]').calls[1].arguments == '{"a": "\\ud83d"}'
+    for order in ('"name": "f\\ud83d", "arguments": {}', '"arguments": {}, "name": "f\\ud83d"'):
+        named = ToolCallParser(HERMES)
+        text = f"<tool_call>{{{order}}}</tool_call>"
+        assert (named.push(text).content + named.finish().content, named.n_calls) == (text, 0)
+
+
+def test_a_number_that_json_has_not_is_text() -> None:
+    assert [json_value(text, None) for text in ("1e999", "[-1e999]", "NaN")] == ['"1e999"', '"[-1e999]"', '"NaN"']
+    whole = ToolCallParser(HERMES)
+    text = '<tool_call>{"arguments": {"a": 1e999}, "name": "f"}</tool_call>'
+    assert whole.push(text).content + whole.finish().content == text
+
+
+def test_a_long_word_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_chars = 0
+    compiled = re.compile
+
+    class Searched:
+        def __init__(self, pattern: str) -> None:
+            self.pattern = compiled(pattern)
+
+        def search(self, text: str, at: int = 0) -> re.Match[str] | None:
+            nonlocal n_chars
+            n_chars += len(text) - at
+            return self.pattern.search(text, at)
+
+    parser = ToolCallParser(LFM2, tool_names=["f"])
+    monkeypatch.setattr("diptych.engine.text.argument_readers.re.compile", Searched)
+    text = "<|tool_call_start|>[f(a=" + "9x" * 2000 + ")]"
+    for i in range(0, len(text), 4):
+        parser.push(text[i : i + 4])
+    assert n_chars < 3 * len(text)

@@ -144,7 +144,7 @@ class LiteralArguments:
         """The rest of an object, with its closer."""
         separator = ""
         while (char := (yield from self._next_sign())) not in closer:
-            if char == ",":
+            if char in ",]})":  # also what closes nothing that is open
                 self._feed.held = self._feed.held[1:]
                 continue
             key = yield from self._word(self._form.assign + ":=")
@@ -164,7 +164,9 @@ class LiteralArguments:
     def _word(self, ends: str) -> Step:
         """Text up to one of the signs `ends`."""
         pattern = re.compile(f"[{re.escape(ends)}]")
-        while (found := pattern.search(self._feed.held)) is None:
+        at = 0
+        while (found := pattern.search(self._feed.held, at)) is None:
+            at = len(self._feed.held)
             yield from self._feed.more()
         word, self._feed.held = self._feed.held[: found.start()].strip(), self._feed.held[found.start() :]
         return word
@@ -194,17 +196,18 @@ class LiteralArguments:
             self._out(json_value(word, None))
 
     def _items(self) -> Step:
-        """The rest of a list."""
+        """The rest of a list; another sign that closes something ends it too, and is left to what that is."""
         self._out("[")
         separator = ""
-        while (char := (yield from self._next_sign())) != "]":
+        while (char := (yield from self._next_sign())) not in "]})":
             if char == ",":
                 self._feed.held = self._feed.held[1:]
                 continue
             self._out(separator)
             separator = ", "
             yield from self._literal_value(is_nested=True)
-        self._feed.held = self._feed.held[1:]
+        if char == "]":
+            self._feed.held = self._feed.held[1:]
         self._out("]")
 
     def _quoted(self, quote: str) -> Step:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+SURROGATE = re.compile("[\ud800-\udfff]")
 _TYPES: tuple[tuple[type, str], ...] = (
     (bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), (dict, "object"), (list, "array"),
 )  # fmt: skip
@@ -37,30 +39,21 @@ def json_value(text: str, types: Collection[str] | None) -> str:
     """`text` as JSON: of one of `types` where it is one, else text where text is allowed, else what it looks like."""
     if types is not None and set(types) == {"string"}:
         return json.dumps(text, ensure_ascii=False)
-    found, value = _read(text.strip())
-    if found and (types is None or _is_one_of(value, types)):
-        return json.dumps(value, ensure_ascii=False)
-    if types is not None and "string" not in types and found:
-        return json.dumps(value, ensure_ascii=False)
+    for read in (json.loads, ast.literal_eval):  # in the signs of JSON or of Python
+        try:
+            value = read(text.strip())
+            found = as_json(value)
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            continue
+        if types is None or "string" not in types or _is_one_of(value, types):
+            return found
     return json.dumps(text, ensure_ascii=False)
 
 
-def _read(text: str) -> tuple[bool, Any]:
-    """(whether it is a value, the value), in the signs of JSON or of Python."""
-    try:
-        return True, json.loads(text, parse_constant=_refused)
-    except (ValueError, RecursionError):
-        pass
-    try:
-        value = ast.literal_eval(text)
-        json.dumps(value, allow_nan=False)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        return False, None
-    return True, value
-
-
-def _refused(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+def as_json(value: Any) -> str:
+    """A value as JSON in valid Unicode: half a surrogate pair stays an escape. ValueError for a number that JSON has not."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return json.dumps(value) if SURROGATE.search(text) else text
 
 
 def _type_of(value: object) -> str:

@@ -22,6 +22,7 @@ from random import SystemRandom
 from typing import Any
 
 from diptych.engine.text.argument_readers import LiteralArguments, TaggedArguments
+from diptych.engine.text.argument_values import SURROGATE, as_json
 from diptych.engine.text.call_form import (
     ID,
     MISTRAL_TAG,
@@ -277,9 +278,12 @@ class ToolCallParser:
                 arguments = json.loads(arguments)
             except (ValueError, RecursionError):
                 return None
-        if not isinstance(name, str) or not name or not isinstance(arguments, dict) or not self._is_known(name):
+        if not isinstance(name, str) or not name or SURROGATE.search(name) or not self._is_known(name):
             return None
-        return name, json.dumps(arguments, ensure_ascii=False)
+        try:
+            return (name, as_json(arguments)) if isinstance(arguments, dict) else None
+        except (ValueError, RecursionError):  # a number that no JSON has
+            return None
 
     def _json_arguments(self) -> Step:
         """Hand out one JSON object; False when it was broken, and all is out up to the tag that ends the call."""
@@ -452,6 +456,7 @@ def _joined(calls: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
 def _string(source: str) -> str | None:
     """A JSON string's value, None when it is no valid one."""
     try:
-        return str(json.loads(source))
+        value = str(json.loads(source))
     except ValueError:
         return None
+    return None if SURROGATE.search(value) else value
