@@ -110,6 +110,38 @@ def test_stalls_show_as_uneven_gaps_between_tokens() -> None:
     assert "stalls by prefill" in [finding.cause for finding in found]
 
 
+@pytest.mark.parametrize("stall_s", [0.0, 0.2])
+def test_a_tail_is_no_stall_where_the_server_says_that_prompts_cost_nothing(stall_s: float) -> None:
+    """Streams spent 0% of their time beside prompts, and "stalls by prefill" was the cause."""
+    lines = ["# TYPE vllm:inter_token_latency_seconds histogram"]
+    for edge, count in (("0.01", 900), ("0.1", 950), ("1.0", 1000), ("+Inf", 1000)):
+        lines.append(f'vllm:inter_token_latency_seconds_bucket{{le="{edge}"}} {count}')
+    lines.append("# TYPE diptych_request_phase_seconds histogram")
+    for edge, count in (("0.1", 100 if stall_s == 0.0 else 0), ("1.0", 100), ("+Inf", 100)):
+        lines.append(f'diptych_request_phase_seconds_bucket{{phase="stall",le="{edge}"}} {count}')
+    lines += [f'diptych_request_phase_seconds_sum{{phase="stall"}} {stall_s * 100}', ""]
+    rest = metrics(**{name: value for name, value in BASE.items() if name != "inter_token_latency_seconds"})
+    found = [one.cause for one in diagnose(read_scrape("\n".join(lines) + rest)).findings]
+    assert ("stalls by prefill" in found) == (stall_s > 0.0)
+
+
+def test_of_several_engines_the_fullest_cache_counts() -> None:
+    """Four caches half full were one of 200%."""
+    lines = ["# TYPE vllm:kv_cache_usage_perc gauge"]
+    lines += [f'vllm:kv_cache_usage_perc{{engine="{i}"}} {0.5 + i / 100}' for i in range(4)]
+    lines += ["# TYPE vllm:num_requests_running gauge"]
+    lines += [f'vllm:num_requests_running{{engine="{i}"}} 2' for i in range(4)]
+    found = read_scrape("\n".join([*lines, ""]))
+    assert found.numbers == {"kv_usage": 0.53, "running": 8.0}
+    assert diagnose(found).findings == []
+
+
+def test_a_gauge_called_bucket_is_no_histogram() -> None:
+    """It ended the doctor in a traceback, whoever exports it."""
+    found = read_scrape("# TYPE other_bucket gauge\nother_bucket 3\n" + metrics(**BASE))
+    assert found.numbers["running"] == 3.0
+
+
 def test_a_window_looks_at_what_happened_in_it() -> None:
     before = read_scrape(metrics(**BASE))
     after = read_scrape(

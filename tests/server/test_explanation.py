@@ -39,12 +39,13 @@ def test_a_clock_in_the_system_prompt_costs_the_whole_cache() -> None:
     found = explain(CHAT, source="measured", block_tokens=32, volatile=[("system", 0, 10, "a time")])
     assert found.next_turn_tokens == 0
     assert found.reorderings[0].saved_tokens == 160
+    assert found.reorderings[0].saved_s == pytest.approx(1.6), "of the whole blocks that are saved"
     assert "a time" in found.reorderings[0].what
 
 
 def test_tools_behind_a_question_should_stand_first() -> None:
     found = explain([part("turn 1 user", 50, 0.5), part("tools", 200, 2.0)], source="bound", block_tokens=32)
-    assert [(one.saved_tokens, one.saved_s) for one in found.reorderings] == [(192, 2.0)]
+    assert [(one.saved_tokens, one.saved_s) for one in found.reorderings] == [(192, pytest.approx(1.92))]
 
 
 @pytest.mark.parametrize(

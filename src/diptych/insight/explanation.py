@@ -27,7 +27,7 @@ VOLATILE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One part of a prompt. cost_s: its share of a prefill without any cache; kept: tokens that the next turn reuses."""
+    """One part of a prompt. cost_s: its share of a prefill without any cache; cached_tokens: that the cache holds now."""
 
     name: str
     tokens: int
@@ -122,25 +122,25 @@ def _reorderings(
     found = []
     if volatile:
         name, _, before, what = volatile[0]
-        gained = conversation // block_tokens * block_tokens - before // block_tokens * block_tokens
-        if gained > 0:
-            saved_s = _cost_before(parts, conversation) - _cost_before(parts, before)
+        reused, kept = conversation // block_tokens * block_tokens, before // block_tokens * block_tokens
+        if reused > kept:
             found.append(
                 Reordering(
                     what=f"{name} holds {what} after {before} tokens, and nothing behind it can be reused; "
                     "move it into the last message",
-                    saved_tokens=gained,
-                    saved_s=saved_s,
+                    saved_tokens=reused - kept,
+                    saved_s=_cost_before(parts, reused) - _cost_before(parts, kept),
                 )
             )
     position = 0
     for part in parts:
-        if part.name in ("tools", "documents") and position >= fixed and part.tokens >= block_tokens:
+        saved = part.tokens // block_tokens * block_tokens
+        if part.name in ("tools", "documents") and position >= fixed and saved:
             found.append(
                 Reordering(
                     what=f"{part.name} stand behind text that differs between chats; put them first to share them",
-                    saved_tokens=part.tokens // block_tokens * block_tokens,
-                    saved_s=part.cost_s,
+                    saved_tokens=saved,
+                    saved_s=part.cost_s * saved / part.tokens,
                 )
             )
         position += part.tokens
