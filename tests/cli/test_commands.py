@@ -112,6 +112,7 @@ def test_generate_reads_standard_input() -> None:
         (("bench", "--prompt-tokens", "x"), "--prompt-tokens"),
         (("bench", "--behind", "500"), "480 would be"),
         (("bench", "mix", "--prompt-tokens", "9:3"), "LOW:HIGH"),
+        (("bench", "mix", "--prompt-tokens", "\u00b2"), "LOW:HIGH"),
         (("lab", "--only", "nothing"), "no experiment 'nothing'"),
     ],
 )

@@ -149,6 +149,12 @@ def test_two_pools_are_a_service(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(capsys, *pools, *load, "--cells", "2")["n_complete"] == 40
 
 
+def test_a_picture_without_an_ending_is_the_file_that_was_named(tmp_path: Path) -> None:
+    """It said "picture: p" and wrote p.png."""
+    app([*SERVICE, "--rate", "8/s", "--requests", "9", "--picture", str(tmp_path / "p")])
+    assert (tmp_path / "p").read_bytes()[:4] == b"\x89PNG"
+
+
 def test_a_picture_that_cannot_be_written_costs_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
     """The page of a long simulation was lost with it."""
     with pytest.raises(SystemExit):

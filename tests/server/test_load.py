@@ -10,8 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from diptych.cli.bench_serve import app
+from diptych.ground.errors import ConfigError
 from diptych.lab.http_client import HttpClient
 from diptych.lab.load import LoadConfig, SentRequest, bodies, carries_output, run_load, summarize
+from diptych.lab.load_picture import draw
 from server_process import ServerProcess
 
 
@@ -92,6 +94,58 @@ def test_open_and_closed_loop_against_the_server(server: ServerProcess, endpoint
 def test_a_refused_connection_is_a_failure_with_a_name() -> None:
     outcomes = asyncio.run(run_load(LoadConfig(url="http://127.0.0.1:9", requests=2, concurrency=1, timeout_s=5)))
     assert all(one.error is not None and "no connection" in one.error for one in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"data: hello\n\ndata: [DONE]\n\n", "an event is no chunk of an answer: hello"),
+        (b"data: [1]\n\ndata: [DONE]\n\n", "an event is no chunk of an answer: [1]"),
+        (b'data: {"choices": [], "usage": 7}\n\ndata: [DONE]\n\n', "an event is no chunk of an answer"),
+        (None, "connection broke: ValueError: the answer begins with 'SSH-2.0', which is no HTTP"),
+    ],
+)
+def test_a_server_of_another_kind_is_a_failure_with_a_name(answer: bytes | None, error: str) -> None:
+    """The run ended in a traceback, and what it had seen was gone."""
+
+    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"SSH-2.0\r\n\r\n" if answer is None else b"HTTP/1.1 200 OK\r\n\r\n" + answer)
+        writer.close()
+
+    async def run() -> list[SentRequest]:
+        async with await asyncio.start_server(other, "127.0.0.1", 0) as listener:
+            host, port = listener.sockets[0].getsockname()
+            return await run_load(LoadConfig(url=f"http://{host}:{port}", requests=2, concurrency=1, timeout_s=5))
+
+    assert all(one.error is not None and one.error.startswith(error) for one in asyncio.run(run()))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--url", "http://127.0.0.1:port"), "it must look like http://HOST:PORT"),
+        (("--url", "http://[::1"), "it must look like http://HOST:PORT"),
+        (("--prompt-tokens", "\u00b2"), "it must be N or LOW:HIGH"),
+        (("--new-tokens", "9" * 5000), "it must be N or LOW:HIGH"),
+        (("--timeout-s", "nan"), "--timeout-s is nan"),
+        (("--ttft-ms", "-1"), "--ttft-ms is -1.0"),
+        (("--rate", "nan"), "rate is nan"),
+        (("--picture", "run.foo"), "run.foo ends in .foo"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_a_request_is_sent(options: tuple[str, str], words: str) -> None:
+    """Most of these were tracebacks, the picture's behind the whole load."""
+    told = CliRunner().invoke(app, ["--requests", "1", *options])
+    assert isinstance(told.exception, ConfigError)
+    assert words in str(told.exception)
+    assert CliRunner().invoke(app, ["--vocab-size", "0"]).exit_code == 2
+
+
+def test_a_picture_without_an_ending_is_the_file_that_was_named(tmp_path: Path) -> None:
+    """It was written beside it, to another name."""
+    draw([outcome(0, due_s=0.0, events=[1.0])], {"output_tokens_per_s": None, "wall_s": 1.0}, tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_the_command_writes_json_and_a_picture(server: ServerProcess, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def mix(
     config = engine_config(
         stall_budget_ms=stall_budget_ms, max_running_sequences=max_running, max_step_tokens=max_step_tokens, **engine
     )
-    if rate is not None and rate <= 0.0:
+    if rate is not None and not rate > 0.0:
         raise ConfigError(f"--rate is {rate}; it must be greater than 0")
     spec = WorkloadSpec(
         n_requests=requests,
@@ -138,10 +138,14 @@ def _numbers(name: str, text: str, *, least: int = 1) -> list[int]:
 
 
 def _span(name: str, text: str) -> LengthRange:
-    low, _, high = text.partition(":")
-    if not low.isdigit() or not (high or low).isdigit() or not 1 <= int(low) <= int(high or low):
+    first, _, last = text.partition(":")
+    try:
+        low, high = int(first), int(last or first)
+    except ValueError:
+        low = high = 0
+    if not 1 <= low <= high:
         raise ConfigError(f"{name} is {text!r}; it must be LOW:HIGH with 1 <= LOW <= HIGH")
-    return LengthRange(low=int(low), high=int(high or low))
+    return LengthRange(low=low, high=high)
 
 
 def _print_static(report: BenchReport) -> None:

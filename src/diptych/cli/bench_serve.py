@@ -17,7 +17,7 @@ from diptych.cli.options import check_writable
 from diptych.ground.config import env_text
 from diptych.ground.errors import ConfigError
 from diptych.lab.load import DEFINITIONS, LoadConfig, SentRequest, run_load, summarize
-from diptych.lab.load_picture import draw
+from diptych.lab.load_picture import check_ending, draw
 
 app = options.command_app()
 
@@ -36,7 +36,9 @@ def serve(
     shared_prefix_tokens: Annotated[
         int, typer.Option(min=0, help="tokens that all prompts begin with, before their own")
     ] = 0,
-    vocab_size: Annotated[int | None, typer.Option(help="send random token ids below this (exact lengths)")] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(min=1, help="send random token ids below this (exact lengths)")
+    ] = None,
     seed: Annotated[int, typer.Option(help="arrivals, lengths and prompts")] = 0,
     ignore_eos: Annotated[bool, typer.Option(help="ask for exactly --new-tokens")] = True,
     ttft_ms: Annotated[float | None, typer.Option(help="objective for goodput")] = None,
@@ -50,8 +52,11 @@ def serve(
     """Send a seeded load and report latency, rates and goodput."""
     if rate is not None and concurrency is not None:
         raise ConfigError("both --rate and --concurrency are set; give one (open loop or closed loop)")
-    if rate is not None and rate <= 0:
+    if rate is not None and not rate > 0:
         raise ConfigError(f"rate is {rate}; it must be greater than 0")
+    for name, value in (("--timeout-s", timeout_s), ("--ttft-ms", ttft_ms), ("--tpot-ms", tpot_ms)):
+        if value is not None and not value > 0.0:
+            raise ConfigError(f"{name} is {value}; it must be greater than 0")
     if explain and as_json:
         raise ConfigError("--explain words the numbers of the page, and --json prints none", hint="give one of them")
     if endpoint not in ("completions", "chat"):
@@ -74,18 +79,20 @@ def serve(
         tpot_objective_s=None if tpot_ms is None else tpot_ms / 1e3,
         timeout_s=timeout_s,
     )
+    if picture is not None:
+        check_ending(picture)
     check_writable(out)
     check_writable(picture)
     outcomes = _run(config, is_quiet=as_json)
     summary = summarize(config, outcomes)
     if out is not None:
         out.write_text(json.dumps(summary | {"outcomes": [_row(one) for one in outcomes]}, indent=1) + "\n")
-    if picture is not None:
-        draw(outcomes, summary, picture)
     if as_json:
         print(json.dumps(summary))
     else:
         _print(summary, is_explained=explain)
+    if picture is not None:  # last, so that one that cannot be written costs no answer
+        draw(outcomes, summary, picture)
     if summary["answered"] == 0:
         print("error: no request was answered", file=sys.stderr)
         raise typer.Exit(1)
@@ -93,10 +100,14 @@ def serve(
 
 def _span(name: str, text: str) -> tuple[int, int]:
     """`128` or `64:512` as (low, high)."""
-    low, _, high = text.partition(":")
-    if not low.isdigit() or not (high or low).isdigit() or not 1 <= int(low) <= int(high or low):
+    first, _, last = text.partition(":")
+    try:
+        low, high = int(first), int(last or first)
+    except ValueError:
+        low = high = 0
+    if not 1 <= low <= high:
         raise ConfigError(f"{name} is {text!r}; it must be N or LOW:HIGH with 1 <= LOW <= HIGH")
-    return int(low), int(high or low)
+    return low, high
 
 
 def _run(config: LoadConfig, *, is_quiet: bool) -> list[SentRequest]:

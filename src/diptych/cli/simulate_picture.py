@@ -27,7 +27,7 @@ def draw(report: Report, path: Path) -> None:
     _latency(latency, report)
     figure.suptitle(f"{report.service.label}, {report.n_requests:,} requests")
     try:
-        figure.savefig(path, dpi=120)
+        figure.savefig(path, dpi=120, format=path.suffix[1:] or "png")  # else matplotlib writes to another name
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot write the picture {path}: {error}") from None
 

@@ -43,11 +43,16 @@ class HttpClient:
     """Connections to one server. `base_url` is the part before `/v1/...`."""
 
     def __init__(self, base_url: str, *, api_key: str | None = None) -> None:
-        parts = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
+        unlike = ConfigError(f"url is {base_url!r}; it must look like http://HOST:PORT")
+        try:
+            parts = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
+            port = parts.port
+        except ValueError:
+            raise unlike from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"url is {base_url!r}; it must look like http://HOST:PORT")
+            raise unlike
         self._host = parts.hostname
-        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._port = port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = f"Host: {parts.netloc.rpartition('@')[2]}\r\nAccept: */*\r\n"
@@ -159,7 +164,10 @@ def _event_data(block: bytes) -> bytes:
 
 async def _read_head(reader: asyncio.StreamReader) -> _Head:
     lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-    head = _Head(status=int(lines[0].split(" ", 2)[1]))
+    version, *words = lines[0].split(" ", 2)
+    if not version.startswith("HTTP/") or not words:
+        raise ValueError(f"the answer begins with {lines[0][:80]!r}, which is no HTTP")
+    head = _Head(status=int(words[0]))
     for line in lines[1:]:
         name, _, value = line.partition(":")
         head.headers[name.strip().lower()] = value.strip()

@@ -224,11 +224,15 @@ class _Sender:
         async with aclosing(self._client.events(self._path, body)) as events:
             async for data in events:
                 now_s = self._now_s()
-                chunk = json.loads(data)
-                if carries_output(chunk):
-                    outcome.event_s.append(now_s)
-                if chunk.get("usage"):
-                    _note_usage(outcome, chunk)
+                try:
+                    chunk = json.loads(data)
+                    if carries_output(chunk):
+                        outcome.event_s.append(now_s)
+                    if chunk.get("usage"):
+                        _note_usage(outcome, chunk)
+                except (ValueError, TypeError, AttributeError) as error:
+                    said = data[:100].decode(errors="replace")
+                    raise HttpFailure(f"an event is no chunk of an answer: {said}") from error
         if outcome.output_tokens == 0:
             outcome.output_tokens = len(outcome.event_s)
 
