@@ -15,7 +15,7 @@ from diptych.engine.load import bundled_dir
 from diptych.engine.text import control
 from diptych.engine.text.template import ChatTemplate, RenderedPrompt
 from diptych.engine.text.tokenizer import SHOWN_TOKENS, Tokenizer
-from diptych.ground.errors import TemplateError
+from diptych.ground.errors import RequestError, TemplateError
 from text import templates
 from text.small_tokenizers import byte_level_json, checkpoint, sentencepiece_json
 
@@ -265,3 +265,24 @@ def test_ids_that_no_piece_has_lend_no_control_token_their_name() -> None:
     backend = tokenizers.Tokenizer(models.BPE({"<": 0, "<e>": 1, "e": 2, ">": 3, "a": 5}, []))
     ids, _ = own_tokens(backend, "<e>").encode(control.Spelling("a<e>a<e>", (5,)))
     assert ids == [5, 0, 2, 3, 5, 1]
+
+
+def test_half_a_surrogate_pair_beside_a_control_token_is_a_bad_request() -> None:
+    """It was a TypeError, and so an error of the server; its place is that in the prompt, without the tokens' new names."""
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(byte_level_json()), {}, [])
+    template = ChatTemplate(tokenizer, "<|im_start|>{{ messages[0].content }}<|im_end|>")
+    with pytest.raises(RequestError, match="surrogate at character 22"):
+        template.render([{"role": "user", "content": "<|im_end|>\ud800"}])
+
+
+def test_other_threads_run_while_a_long_message_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`encode` of the library keeps the interpreter: a long message that spells a control token held every stream."""
+    tokens = own_tokens(tokenizers.Tokenizer.from_str(byte_level_json()), "<e>")
+    tokens.encode(control.Spelling("<e>", ()))
+    twin = tokens._twins[0]
+
+    class Batches:
+        encode_batch = twin.backend.encode_batch
+
+    monkeypatch.setattr(tokens, "_twins", [control.Twin(Batches(), twin.ids)])
+    assert len(tokens.encode(control.Spelling("<e>" + "x" * 5000, ()))[0]) > 1000

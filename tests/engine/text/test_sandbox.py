@@ -144,3 +144,19 @@ def test_syntax_errors_are_template_errors(source):
     """A damaged template file gets a message with its line."""
     with pytest.raises(TemplateError, match=r"line|compiled"):
         TemplateSandbox().compile_source(source)
+
+
+def test_how_many_messages_there_are_costs_nothing_to_ask() -> None:
+    """Qwen3's template asks in every turn of its loops: conversations of 400 messages were refused."""
+    messages = [Marked({"role": "user", "content": "x"}, ("message", i)) for i in range(2000)]
+    source = (
+        "{% for m in messages[::-1] %}{% set index = (messages|length - 1) - loop.index0 %}{% endfor %}"
+        "{% for m in messages %}{% if m == messages|first or loop.index0 > messages|count - 2 %}{{ m.content }}{% endif %}"
+        "{% endfor %}"
+    )
+    assert render(source, messages=messages)
+
+
+def test_what_a_filter_reads_of_a_generator_is_counted() -> None:
+    with pytest.raises(TemplateError, match="turns"):
+        render("{% for i in range(9) %}{{ range(90000)|map('string')|first }}{% endfor %}")

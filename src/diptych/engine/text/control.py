@@ -23,7 +23,7 @@ from typing import Any
 
 import tokenizers
 
-from diptych.engine.text.tokenizer import SHOWN_TOKENS, Tokenizer
+from diptych.engine.text.tokenizer import SHOWN_TOKENS, Tokenizer, encode_with
 from diptych.ground.errors import TemplateError
 
 ALIKE_CHARS = 4
@@ -119,7 +119,7 @@ class ControlTokens:
             named += [spelling.text[at:start], self._prefix]
             ends.append(start + len(self._prefix) * (len(ends) + 1))
             at = start
-        encoding, own_ids = self._encode_named("".join([*named, spelling.text[at:]]))
+        encoding, own_ids = self._encode_named("".join([*named, spelling.text[at:]]), spelling.text)
 
         def place(named_at: int) -> int:
             """From the text with names to the text without: every name that ends before costs its length."""
@@ -130,8 +130,11 @@ class ControlTokens:
         ids = [own_ids.get(token_id, token_id) for token_id in encoding.ids]
         return ids, [(place(start), place(end)) for start, end in encoding.offsets]
 
-    def _encode_named(self, text: str) -> tuple[tokenizers.Encoding, Mapping[int, int]]:
-        """Its encoding, and real ids by those in it. Where the twin over the tokenizer's own model spells one, by another."""
+    def _encode_named(self, text: str, sent: str) -> tuple[tokenizers.Encoding, Mapping[int, int]]:
+        """Its encoding, and real ids by those in it. Where the twin over the tokenizer's own model spells one, by another.
+
+        sent: the text without names.
+        """
         for number, make in enumerate((self._twin_over_model, self._twin_of_its_own)):
             with self._lock:
                 if number == len(self._twins):
@@ -139,7 +142,7 @@ class ControlTokens:
                 twin = self._twins[number]
             if twin is None:
                 continue
-            encoding = twin.backend.encode(text, add_special_tokens=False)
+            encoding = encode_with(twin.backend, text, add_special_tokens=False, sent=sent)
             if all(one in twin.ids or one not in self._control_ids for one in encoding.ids):
                 return encoding, twin.ids
         raise TemplateError(

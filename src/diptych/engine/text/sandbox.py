@@ -26,12 +26,13 @@ from diptych.ground.errors import TemplateError
 
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_RENDER_S = 10.0
-MAX_TURNS = 300_000  # loop turns, calls, and filters by the length of what they filter; about 5 us each
+MAX_TURNS = 300_000  # loop turns, calls, and filters by how much they read; about 5 us each
 MAX_CHARS = 16 << 20  # printed by one rendering, and size of any one value on the way
 MAX_PLAIN_CHARS = 256 << 20  # plain template text of all loop turns and macro calls
 MAX_NUMBER = 1_000_000  # as an argument of a filter or text method: widths, counts, indents
 
 _FILTERS_BY_SIZE = ("center", "indent", "wordwrap", "batch", "slice", "truncate", "replace", "join", "format")
+_CONSTANT_FILTERS = ("length", "count", "first", "last", "default", "d")  # whatever the length of what they filter
 _SIZED = (str, bytes, list, tuple)
 _LONG_WIDTH = re.compile(r"\d{6,}|\*|\{[^}]*\{")
 
@@ -241,10 +242,11 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         """The filter, counted, and refusing numbers and products that make its result very large."""
 
         def bounded(*args: Any, **kwargs: Any) -> Any:
+            is_read = name not in _CONSTANT_FILTERS
             if any(hasattr(value, "__next__") for value in args):
                 # a generator can be read once: read it here, and pass on what was read
-                args = tuple(list(value) if hasattr(value, "__next__") else value for value in args)
-            self._turn(1 + sum(len(value) for value in args if isinstance(value, list | tuple | range)))
+                args, is_read = tuple(list(value) if hasattr(value, "__next__") else value for value in args), True
+            self._turn(1 + is_read * sum(len(value) for value in args if isinstance(value, list | tuple | range)))
             if name in _FILTERS_BY_SIZE:
                 values = [*args, *kwargs.values()]
                 _check_text_call(next((value for value in values if isinstance(value, str)), ""), name, values)

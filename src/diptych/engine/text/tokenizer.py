@@ -169,7 +169,7 @@ class Tokenizer:
     def encode_pair(self, first: str, second: str) -> list[int]:
         """Token ids of two texts as one input, with what tokenizer.json puts around and between them."""
         self.encode(first), self.encode(second)  # what is wrong with one of them is said as of any text
-        return self._backend.encode(first, second).ids
+        return self._backend.encode_batch([(first, second)])[0].ids
 
     def encode_with_offsets(
         self, text: str, add_special_tokens: bool = True
@@ -179,15 +179,7 @@ class Tokenizer:
         return encoding.ids, encoding.offsets
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        try:
-            if len(text) > _LONG_TEXT_CHARS:
-                return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
-            return self._backend.encode(text, add_special_tokens=add_special_tokens)
-        except TypeError:  # what the library says to text it cannot read
-            at = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
-            if at is None:
-                raise
-            raise RequestError(f"text has a lone surrogate at character {at}", hint="send valid Unicode") from None
+        return encode_with(self._backend, text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; invalid UTF-8 becomes U+FFFD. Unknown ids are skipped.
@@ -243,6 +235,23 @@ class Tokenizer:
         if token_id in self.added_token_ids:
             return token.encode()
         return self._backend.decode([token_id], skip_special_tokens=False).encode()
+
+
+def encode_with(
+    backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool, sent: str | None = None
+) -> tokenizers.Encoding:
+    """The encoding of `text`, other threads running meanwhile where it is long. RequestError for a lone surrogate, whose place
+    is told in what was `sent`, where that is another text.
+    """
+    try:
+        if len(text) > _LONG_TEXT_CHARS:
+            return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        return backend.encode(text, add_special_tokens=add_special_tokens)
+    except TypeError:  # what the library says to text it cannot read
+        at = next((i for i, char in enumerate(sent or text) if "\ud800" <= char <= "\udfff"), None)
+        if at is None:
+            raise
+        raise RequestError(f"text has a lone surrogate at character {at}", hint="send valid Unicode") from None
 
 
 def _is_tag(text: str) -> bool:
