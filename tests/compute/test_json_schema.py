@@ -46,12 +46,24 @@ def test_what_a_schema_says_itself_holds(said: dict) -> None:
         {**A, "$ref": "#/$defs/B", "$defs": {"B": B}},
         {"allOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}], "$defs": {"A": A, "B": B}},
         {"allOf": [{"anyOf": [A]}, {"$ref": "#/$defs/C"}], "$defs": {"C": {"$ref": "#/$defs/B"}, "B": B}},
+        {"allOf": [{"$ref": "#/$defs/A%20b"}, B], "$defs": {"A b": A}},
+        {"allOf": [{"$ref": "#/$defs/C/anyOf/1"}, B], "$defs": {"C": {"anyOf": [B, {"$ref": "#/$defs/A"}]}, "A": A}},
     ],
 )
 def test_objects_described_together_stay_open(schema: dict) -> None:
     """Closing either would forbid what the other one asks for, and nothing would satisfy both."""
     assert jsonschema_rs.is_valid(schema, {"a": 1, "b": 2})
     assert jsonschema_rs.is_valid(holdable(schema), {"a": 1, "b": 2})
+
+
+def test_what_is_required_and_not_listed_may_come() -> None:
+    """Closed without it the object could not be: a schema that allows answers was refused as one that allows none."""
+    made = holdable({**A, "required": ["a", "b"]})
+    assert made["properties"] == {**A["properties"], "b": {}}
+    assert jsonschema_rs.is_valid(made, {"a": 1, "b": ["x"]})
+    assert not jsonschema_rs.is_valid(made, {"a": 1, "b": 2, "c": 3})
+    by_pattern = {**A, "required": ["a", "b"], "patternProperties": {"^b": {"type": "integer"}}}
+    assert holdable(by_pattern)["properties"] == A["properties"]
 
 
 def test_a_lone_part_is_closed() -> None:

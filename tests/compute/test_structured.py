@@ -303,6 +303,8 @@ BAD = [
     ("json_schema", '{"a":' * 40 + "1" + "}" * 40, "nested more than 32 deep"),
     ("json_schema", "[" * 60000, "nested more than 32 deep"),
     ("json_schema", {"enum": ["v" * 70000]}, "at most 65536"),
+    ("json_schema", '{"const": "\\ud800"}', "cannot be compiled"),
+    ("json_schema", '{"const": 1e999}', "cannot be compiled"),
     ("choice", [], "at least one"),
     ("choice", '{"a": 1}', "at least one"),
     ("choice", "[", "not a JSON array"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from diptych.ground.errors import GrammarError
 
@@ -43,8 +44,8 @@ def holdable(schema: Mapping[str, Any]) -> dict[str, Any]:
     """`schema` with objects closed that do not say otherwise, and formats written as patterns.
 
     A model that may add any property hardly ever ends an object, so one that lists its `properties` has no others (as with
-    OpenAI's strict schemas and llama.cpp's grammars) unless it says `additionalProperties`. Every answer still satisfies the
-    schema that was sent. An object that several schemas describe together (allOf) stays as it is.
+    OpenAI's strict schemas and llama.cpp's grammars) unless it says `additionalProperties` or requires some. Every answer still
+    satisfies the schema that was sent. An object that several schemas describe together (allOf) stays as it is.
     Raises GrammarError for a schema that is nested too deeply or asks for what no grammar can hold.
     """
     check_depth(schema)
@@ -104,9 +105,10 @@ def _shared_refs(root: Mapping[str, Any]) -> set[str]:
             continue
         is_part = is_part or _n_describing(schema) > 1
         ref = schema.get("$ref")
-        if is_part and isinstance(ref, str) and ref not in found:
-            found.add(ref)
-            waiting.append((_target(root, ref), True))
+        pointer = unquote(ref) if isinstance(ref, str) else None  # a fragment of a URI, where "%20" is a blank
+        if is_part and pointer is not None and pointer not in found:
+            found.add(pointer)
+            waiting.append((_target(root, pointer), True))
         waiting += [(part, is_part) for part in _parts(schema)]
         waiting += [(child, False) for child in _children(schema)]
     return found
@@ -127,7 +129,10 @@ def _target(root: Mapping[str, Any], ref: str) -> Any:
     """What a `$ref` within the schema points to; None for any other."""
     value: Any = root if ref.startswith("#") else None
     for part in ref.removeprefix("#").split("/")[1:]:
-        value = value.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(value, dict) else None
+        if isinstance(value, list):
+            value = value[int(part)] if part.isdecimal() and int(part) < len(value) else None
+        else:
+            value = value.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(value, dict) else None
     return value
 
 
@@ -162,11 +167,20 @@ class _Closer:
                 out[name] = self.closed(out[name], f"{pointer}/{name}", is_part=joins)
         if "properties" in out and not is_part and not {"additionalProperties", "unevaluatedProperties"} & out.keys():
             out["additionalProperties"] = False
+            out["properties"] = _with_required(out)
         return _with_pattern(_without_unique(out))
 
 
 def _escaped(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")
+
+
+def _with_required(schema: Mapping[str, Any]) -> Any:
+    """The properties of an object to be closed, with those that it requires and does not list: they may be anything."""
+    listed, required = schema["properties"], schema.get("required")
+    if not isinstance(listed, dict) or not isinstance(required, list) or "patternProperties" in schema:
+        return listed
+    return listed | {name: {} for name in required if isinstance(name, str) and name not in listed}
 
 
 def _with_pattern(schema: dict[str, Any]) -> dict[str, Any]:

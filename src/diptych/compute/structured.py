@@ -336,7 +336,11 @@ class GrammarState:
 
 
 def _compile(tokenizer: llguidance.LLTokenizer, grammar: Callable[[], str]) -> llguidance.LLMatcher:
-    matcher = llguidance.LLMatcher(tokenizer, grammar(), log_level=0, limits=_LIMITS)
+    try:
+        text = grammar()
+    except ValueError as error:  # what JSON has and no text, or no number, is: half a surrogate pair, 1e999
+        raise GrammarError(f"grammar cannot be compiled: {error}") from error
+    matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
     if matcher.is_error():
         raise GrammarError(f"grammar cannot be compiled: {matcher.get_error().strip()}")
     first = matcher.deep_copy()
