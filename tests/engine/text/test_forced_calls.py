@@ -7,7 +7,16 @@ import pytest
 import tokenizers
 
 from diptych.compute.structured import GrammarCompiler
-from diptych.engine.text.call_form import HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED
+from diptych.engine.text.call_form import (
+    HERMES,
+    LFM2,
+    LLAMA3,
+    MISTRAL,
+    MISTRAL_NAMED,
+    NAME,
+    CallForm,
+    Style,
+)
 from diptych.engine.text.forced_calls import strict_calls_spec, tool_call_spec
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.errors import GrammarError
@@ -159,3 +168,43 @@ def test_a_loose_tool_beside_a_strict_one_may_have_any_schema():
     assert strict_calls_spec([STRICT[0], loose], HERMES, tag_ids=tag_ids) is not None
     with pytest.raises(GrammarError):
         strict_calls_spec([{**loose, "function": {**loose["function"], "strict": True}}], HERMES, tag_ids=tag_ids)
+
+
+TAGGED = CallForm(
+    style=Style.TAGGED,
+    head=f"<tool_call>\n<function={NAME}>\n",
+    close="</function>\n</tool_call>",
+    key_open="<parameter=",
+    key_close=">\n",
+    value_close="\n</parameter>\n",
+)
+GEMMA = CallForm(style=Style.LITERAL, head=f"call:{NAME}{{", close="}", quote='<|"|>', assign=":")
+
+
+@pytest.mark.parametrize("form", [HERMES, TAGGED, LFM2, GEMMA], ids=["hermes", "tagged", "lfm2", "gemma"])
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"properties": ["a"]}, "properties is a list"),
+        ({"properties": {"a": 7}}, "7 stands where a schema must be"),
+        ({"properties": {"a": {"type": "object", "properties": 5}}}, "properties is a int"),
+        ({"properties": {"a": {"type": "string"}}, "required": True}, "required is True"),
+        ({"properties": {"a": {"type": "string", "enum": 5}}}, "enum is 5"),
+        ({"properties": {"a": {"type": "string", "minLength": "x"}}}, "minLength is 'x'"),
+    ],
+)
+def test_parameters_that_are_no_schema_are_refused_by_the_tools_name(form, part, words) -> None:
+    """In forms that take them apart they were a TypeError, and so an error of the server."""
+    with pytest.raises(GrammarError, match=f"parameters of tool 'f': {words}"):
+        tool_call_spec([{"type": "function", "function": {"name": "f", "parameters": part}}], form)
+
+
+@pytest.mark.parametrize("form", [HERMES, TAGGED, LFM2, GEMMA], ids=["hermes", "tagged", "lfm2", "gemma"])
+def test_a_property_may_be_any_value_or_none(form) -> None:
+    """`true` and `false` are schemas."""
+    parameters = {"properties": {"a": True, "b": False, "c": {"type": "array", "items": True}}, "required": ["c"]}
+    tokenizer = Tokenizer(with_tags("letters"), {}, EOS)
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size)
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    compiler.compile(tool_call_spec([tool], form))
+    compiler.close()

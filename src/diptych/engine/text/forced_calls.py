@@ -160,9 +160,9 @@ class _Grammar:
     # ---- arguments between tags
 
     def _tagged(self, schema: Mapping[str, Any]) -> str:
-        required = schema.get("required") or ()
+        properties, required = _properties(schema)
         parts = []
-        for key, one in (schema.get("properties") or {}).items():
+        for key, one in properties.items():
             types = json_types_of(one)
             kind = self.form.kinds.get(next(iter(sorted(types or ["string"]))), "")
             close = self.form.key_close.replace(KIND, kind)
@@ -198,14 +198,13 @@ class _Grammar:
 
     def _pairs(self, schema: Mapping[str, Any], root: Mapping[str, Any], *, depth: int) -> str:
         """`key=value, ...` of an object, in the order of its properties."""
-        properties = list((schema.get("properties") or {}).items())
-        required = schema.get("required") or ()
+        properties, required = _properties(schema)
         comma = '", "' if self.form.quote == "'" else '","'
         parts = [
             self.rule(f"{json.dumps(key + self.form.assign)} {self._value(one, root, depth=depth)}")
-            for key, one in properties
+            for key, one in properties.items()
         ]
-        optional = [key not in required for key, _ in properties]
+        optional = [key not in required for key in properties]
         tails = ['""']  # what may follow when something stands before it, from the last property on
         for part, is_optional in zip(reversed(parts), reversed(optional), strict=True):
             tails.append(self.rule(f"({comma} {part}){'?' if is_optional else ''} {tails[-1]}"))
@@ -244,6 +243,12 @@ class _Grammar:
         return f'"[" ({item} ("," {item})*)? "]"'
 
 
+def _properties(schema: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, Any]], Sequence[str]]:
+    """The properties of an object that may be there, `true` being any value, and which of them must."""
+    listed = (schema.get("properties") or {}).items()
+    return {key: {} if one is True else one for key, one in listed if one is not False}, schema.get("required") or ()
+
+
 def _is_open(schema: Mapping[str, Any], kind: str) -> bool:
     """Whether only JSON's own grammar can hold what a schema says of numbers, lists and objects."""
     bounds = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minItems", "maxItems"}
@@ -266,11 +271,33 @@ def _slashed(pattern: str) -> str:
 def _holdable_parameters(function: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments are an object, also where the schema forgets to say so."""
     try:
-        return holdable({"type": "object", **(function.get("parameters") or {})})
+        parameters = holdable({"type": "object", **(function.get("parameters") or {})})
+        _check_parts(parameters)
+        return parameters
     except GrammarError as error:
         raise GrammarError(
             f"parameters of tool {function['name']!r}: {error.message}", hint=error.hint, param="tools"
         ) from error
+
+
+def _check_parts(schema: object) -> None:
+    """GrammarError for what is no schema where the forms of calls are made of its parts; `holdable` has bounded its depth."""
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, Mapping):
+        raise GrammarError(f"{schema!r:.80} stands where a schema must be: an object, true or false")
+    properties = schema.get("properties") or {}
+    if not isinstance(properties, Mapping):
+        raise GrammarError(f"properties is a {type(properties).__name__}; it must be an object")
+    for name in ("required", "enum"):
+        if name in schema and not isinstance(schema[name] or [], list) and (name == "enum" or properties):
+            raise GrammarError(f"{name} is {schema[name]!r:.80}; it must be a list")
+    for name in ("minLength", "maxLength"):
+        if name in schema and (type(schema[name]) is not int or schema[name] < 0):
+            raise GrammarError(f"{name} is {schema[name]!r:.80}; it must be a whole number")
+    items = schema.get("items")
+    for part in (*properties.values(), *((items,) if isinstance(items, Mapping) else ())):
+        _check_parts(part)
 
 
 def _function(tool: Mapping[str, Any], place: int) -> Mapping[str, Any]:
