@@ -42,9 +42,11 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, obj
 def test_a_screen_says_what_to_buy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Every question of the purchase has its line."""
     picture = tmp_path / "p.png"
-    app([*SMALL, *DEVICES, "--processes", "1", "--picture", str(picture)])
+    slo = ("--slo", "ttft=1s,tpot=80ms,e2e=30s")
+    app([*SMALL, *DEVICES, *slo, "--processes", "1", "--picture", str(picture)])
     page = capsys.readouterr().out
     for words in (
+        "within TTFT 1 s, TPOT 80 ms, 30 s in all",
         "limits this service",
         "buy ",
         "crossover:",
@@ -120,6 +122,7 @@ def test_what_does_not_hold_for_longer_is_marked_and_not_bought(
             "names a100-80gb-sxm, which is not among l40s",
         ),
         (["--users", "9", "--tp", "0"], "--tp is '0'"),
+        (["--users", "9", "--tp", "9" * 5000], "--tp is '999"),
         (["--users", "9", "--link", "fast"], "cannot read the link 'fast'"),
         (["--users", "9", "--ep", "8", *DEVICES], "llama-3.1-8b has no experts to be parallel"),
         (["--users", "9", "--pp", "200", *DEVICES], "they cannot stand on 200 stages"),

@@ -86,6 +86,33 @@ def test_compare_puts_models_and_devices_in_one_table(capsys):
         assert text.partition("in brackets")[0].count(setup) == 1
 
 
+def test_a_table_asks_all_its_rows_the_same(capsys, tmp_path):
+    """Beside a model of 1,024 positions the other's prompt was longer than the title said."""
+    config = json.loads((bundled_dir() / "config.json").read_text("utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}), "utf-8")
+    models = f"{tmp_path},llama-2-7b"
+    plans = json.loads(run(capsys, "compare", models, "--hardware", "l40s", "--json"))["plans"]
+    assert [plan["question"]["prompt_tokens"] for plan in plans] == [768, 768]
+    assert run(capsys, "compare", models, "--hardware", "l40s").startswith("768 prompt tokens, context 896")
+
+
+def test_names_in_brackets_are_told_whole(capsys, tmp_path):
+    """A folder called model[red] was `model`: what stood in brackets was taken for a colour."""
+    folder = tmp_path / "model[red]"
+    folder.mkdir()
+    (folder / "config.json").write_text((bundled_dir() / "config.json").read_text("utf-8"), "utf-8")
+    ask = ("--ask", "ttft=1s,tpot=1s,rate=1,in=9,out=9", "--devices", "l40s,l4")
+    for arguments in ((str(folder), "-d", "l40s"), ("compare", str(folder), "-d", "l40s"), (str(folder), *ask)):
+        assert "model[red] bf16 on l4" in run(capsys, *arguments)
+
+
+def test_a_device_named_twice_is_tried_once(capsys):
+    """By two of its names: the answer listed every setup on it twice."""
+    ask = ("--ask", "ttft=1ms,tpot=1ms,rate=1,in=1500,out=200", "--tp", "1", "--weights", "bf16", "--json")
+    answer = json.loads(run(capsys, "llama-2-7b", "--devices", "h100,h100-80gb-sxm", *ask))
+    assert len(answer["rejected"]) == 1
+
+
 def test_an_option_that_an_answer_does_not_read_is_refused(capsys):
     """--ask took --batch, compare --picture, and did nothing with them."""
     ask = "ttft=500ms,tpot=50ms,rate=3/s,in=1500,out=200"
@@ -123,6 +150,7 @@ def test_list_names_everything(capsys):
     """Names are the interface, so they must be findable."""
     data = json.loads(run(capsys, "--list", "--json"))
     assert data["models"] == list(model_names())
+    assert {"bf16", "int8"} <= {*data["kv"]}
     text = run(capsys, "--list")
     for name in (*model_names(), *device_names()):
         assert name in text
@@ -147,6 +175,9 @@ def test_a_config_file_is_a_model(capsys, tmp_path):
         (("llama-2-7b", "--hardware", "t4", "--stack", "vlm"), "unknown software"),
         (("llama-2-7b", "--hardware", "t4", "--tp", "5"), "cannot be split evenly"),
         (("llama-2-7b", "--hardware", "t4", "--batch", "0"), "batch is 0"),
+        (("llama-2-7b", "--hardware", "t4", "--batch", "9" * 5000), "--batch is '999"),
+        (("compare", ",", "--hardware", "t4"), "MODEL is ','; it must name one at least"),
+        (("llama-2-7b", "--hardware", ","), "--hardware is ','; it must name one at least"),
         (("llama-2-7b", "--hardware", "t4", "--prompt", "99999"), "at most 4096"),
         (("llama-2-7b", "--hardware", "t4", "--stall-budget", "soon"), "stall budget is 'soon'"),
         (("llama-2-7b", "extra", "--hardware", "t4"), "did not expect 'extra'"),

@@ -107,6 +107,17 @@ def test_more_traffic_needs_more_instances():
     assert counts[-1] > counts[0]
 
 
+def test_fewer_instances_that_might_do_are_found():
+    """Prompts that may be read faster than predicted may do with fewer instances than the prediction needs."""
+    setup = setup_of("llama-3.1-8b", "a100-80gb-sxm", weights="int4")
+    ask = replace(ASK, ttft_s=5.0, tpot_s=0.5, requests_per_s=10.0, input_tokens=8000, output_tokens=20)
+    undecided = judge(setup, ask, prices={})[0]
+    assert undecided.verdict is Judgement.UNDECIDED
+    share = replace(ask, requests_per_s=ask.requests_per_s / (undecided.instances - 1))
+    fewer = steady_state(setup.model_of_time(), share, end=End.FAST)
+    assert fewer is None or fewer.ttft_s > ask.ttft_s or fewer.tpot_s > ask.tpot_s
+
+
 def test_what_cannot_work_says_why():
     """Too little memory, too long a context, too slow even when idle, over budget."""
     small = judge(setup_of("llama-3.1-70b", "a100-80gb-sxm"), ASK, prices={})[0]

@@ -64,13 +64,13 @@ def table_name(device: str) -> str:
 
 
 def devices_of(text: str | None, prices: Collection[str]) -> list[str]:
-    """The devices to choose from: those named, else all that have a price. ConfigError for a price of any other."""
+    """The devices to choose from: those named, each once, else all that have a price. ConfigError for a price of any other."""
     named = [name.strip() for name in (text or "").split(",") if name.strip()]
     if not named:
         priced = [name for name in device_names() if name in prices or device_spec(name).usd_per_hour is not None]
         return priced + [name for name in prices if name == "local"]
-    chosen = {table_name(name) for name in named}
+    chosen = list(dict.fromkeys(map(table_name, named)))
     for name in prices:
         if name not in chosen:
             raise ConfigError(f"--price names {name}, which is not among {', '.join(named)}", hint="leave it out")
-    return named
+    return chosen

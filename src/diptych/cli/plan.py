@@ -29,9 +29,9 @@ from diptych.cost.setup import Setup, setup_of
 from diptych.cost.sizing import TRIED_TP, Answer, parse_ask, parse_duration_s, parse_rate, size
 from diptych.cost.stacks import stack_names
 from diptych.cost.tables import data_text, device_names, model_names
-from diptych.ground.bounds import Bound
+from diptych.ground.bounds import Bound, shown
 from diptych.ground.errors import ConfigError
-from diptych.ground.formats import QUANTS
+from diptych.ground.formats import KV_FORMATS, QUANTS
 
 PROMPT_TOKENS = 2048  # where nobody says
 ASK_WEIGHTS = ("bf16", "fp8", "int8", "int4")
@@ -162,7 +162,8 @@ def _answer(options: argparse.Namespace, *, given: dict[str, str]) -> None:
             layout=layout_of(options),
             loras=loras_of(options),
         )
-        _plan(_planned(options, setup, _batches(options)[0]), options.as_json, options.picture)
+        prompt_tokens, batch = _prompt_tokens(options, [setup]), _batches(options)[0]
+        _plan(_planned(options, setup, batch, prompt_tokens), options.as_json, options.picture)
 
 
 def _kind(options: argparse.Namespace) -> str:
@@ -178,15 +179,24 @@ def _kind(options: argparse.Namespace) -> str:
 
 def _batches(options: argparse.Namespace) -> list[int]:
     parts = _split(options.batch)
-    if not parts or not all(part.isascii() and part.isdigit() for part in parts):
-        raise ConfigError(f"--batch is {options.batch!r}; it must be a number of sequences, or several with commas")
+    if not parts or not all(part.isascii() and part.isdigit() and len(part) <= 10 for part in parts):
+        raise ConfigError(
+            f"--batch is {shown(options.batch)}; it must be a number of sequences, or several with commas"
+        )
     return [int(part) for part in parts]
 
 
-def _planned(options: argparse.Namespace, setup: Setup, batch: int) -> Plan:
-    room = (setup.model.max_context_tokens or PROMPT_TOKENS + options.output) - options.output
+def _prompt_tokens(options: argparse.Namespace, setups: Sequence[Setup]) -> int:
+    """Those asked for; else as many as fit all contexts, so that the rows of a table answer one question."""
+    if options.prompt is not None:
+        return int(options.prompt)
+    room = min(setup.model.max_context_tokens for setup in setups) - options.output
+    return max(1, min(PROMPT_TOKENS, room))
+
+
+def _planned(options: argparse.Namespace, setup: Setup, batch: int, prompt_tokens: int) -> Plan:
     question = Question(
-        prompt_tokens=max(1, min(PROMPT_TOKENS, room)) if options.prompt is None else options.prompt,
+        prompt_tokens=prompt_tokens,
         cached_tokens=options.cached,
         output_tokens=options.output,
         batch=batch,
@@ -227,26 +237,26 @@ def _show_answer(answer: Answer, not_tried: dict[str, list[str]], as_json: bool)
 
 def _compare(options: argparse.Namespace, words: list[str]) -> None:
     models, names = _split(_model(words)), _split(_device(options.hardware))
-    plans = [
-        _planned(
-            options,
-            setup_of(
-                model,
-                name,
-                weights=weights,
-                kv=options.kv,
-                tp=options.tp,
-                stack=options.stack,
-                layout=layout_of(options),
-                loras=loras_of(options),
-            ),
-            batch,
+    for what, found, text in (("MODEL", models, _model(words)), ("--hardware", names, options.hardware)):
+        if not found:
+            raise ConfigError(f"{what} is {text!r}; it must name one at least", hint="several are joined with commas")
+    setups = [
+        setup_of(
+            model,
+            name,
+            weights=weights,
+            kv=options.kv,
+            tp=options.tp,
+            stack=options.stack,
+            layout=layout_of(options),
+            loras=loras_of(options),
         )
         for model in models
         for name in names
         for weights in (_split(options.weights) or (None,))
-        for batch in _batches(options)
     ]
+    prompt_tokens = _prompt_tokens(options, setups)
+    plans = [_planned(options, setup, batch, prompt_tokens) for setup in setups for batch in _batches(options)]
     if options.as_json:
         print(_module("plan_json").dump({"plans": plans}))
     else:
@@ -317,8 +327,12 @@ def _services(options: argparse.Namespace, given: dict[str, str]) -> None:
 
 def _list(as_json: bool) -> None:
     if as_json:
-        names = {"models": model_names(), "devices": device_names(), "weights": list(QUANTS), "stacks": stack_names()}
-        print(json.dumps(names, indent=1))
+        formats = {"weights": list(QUANTS), "kv": list(KV_FORMATS)}
+        print(
+            json.dumps(
+                {"models": model_names(), "devices": device_names(), **formats, "stacks": stack_names()}, indent=1
+            )
+        )
     else:
         _module("plan_text").show_list()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from diptych.cli.tables import page, plain_table
@@ -110,7 +111,7 @@ def show(found: dict[str, Any]) -> None:
         title = f"services, simulated with constants fitted without the row's {held_out}"
         table = plain_table(title, "rows of", "numbers", "median error", "p90", "bias", "held by the interval")
         for one in groups:
-            name = "[bold]all[/bold]" if one.by == "all" else f"{one.by}: {one.group}"
+            name = "[bold]all[/bold]" if one.by == "all" else f"{one.by}: {escape(one.group)}"
             cells = f"{one.median:.1%}", f"{one.p90:.0%}", f"{one.bias:+.0%}", f"{one.held:.0%}"
             table.add_row(name, f"{one.rows:,}", *cells)
         console.print(table)

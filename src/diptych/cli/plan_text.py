@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 
 from diptych.cli.tables import amount, duration, page, plain_table
 from diptych.cost.advice import MOST_BATCH, ChunkAdvice, PoolAdvice, SpeculationAdvice, WhatIf
@@ -52,7 +53,7 @@ def show_plan(
     console.print(_chunk_words(plan, chunk))
     console.print(_pool_words(pools))
     for note in plan.notes:
-        console.print(f"note: {note}")
+        console.print(f"note: {escape(note)}")
     _distance(console, plan)
 
 
@@ -63,7 +64,7 @@ def _head(console: Console, plan: Plan) -> None:
     cached = (
         f", {amount(roof.memory_bytes_per_s)}B/s from the cache that holds the weights" if roof is not hardware else ""
     )
-    console.print(f"[bold]{setup.label}[/bold], KV {setup.kv.name}: {hardware.title}")
+    console.print(f"[bold]{escape(setup.label)}[/bold], KV {setup.kv.name}: {escape(hardware.title)}")
     console.print(
         f"{_billions(plan.parameters)} parameters, {_billions(plan.active_parameters)} active per token; "
         f"KV {plan.kv_bytes_per_token:,.0f} B/token; "
@@ -183,7 +184,7 @@ def _what_ifs(console: Console, entries: Sequence[WhatIf]) -> None:
         )
     console.print(table)
     for reason, changes in impossible.items():
-        console.print(f"not possible: {', '.join(changes)}: {reason}")
+        console.print(f"not possible: {', '.join(changes)}: {escape(reason)}")
 
 
 def _speculation(console: Console, advice: SpeculationAdvice) -> None:
@@ -257,27 +258,28 @@ def show_answer(answer: Answer, not_tried: Mapping[str, Sequence[str]]) -> None:
     if answer.best_unquantised is not None:
         console.print(f"cheapest with 16-bit weights: {_name(answer.best_unquantised)}")
     for candidate in answer.undecided:
-        console.print(f"cheaper but undecided: {_name(candidate)}: {candidate.reason}")
+        console.print(f"cheaper but undecided: {_name(candidate)}: {escape(candidate.reason)}")
     if answer.undecided:
         console.print("one measurement settles an undecided one: its TTFT and TPOT at this load on one instance")
     if answer.rejected:
         table = plain_table("not possible or too slow", "setup", "why")
         for candidate in sorted(answer.rejected, key=lambda entry: entry.rank)[:8]:
-            table.add_row(candidate.setup.label, candidate.reason)
+            table.add_row(escape(candidate.setup.label), escape(candidate.reason))
         table.columns[1].justify = "left"
         console.print(table)
         if len(answer.rejected) > 8:
             console.print(f"and {len(answer.rejected) - 8} more (--json lists all)")
     for reason, labels in not_tried.items():
-        console.print(f"not tried: {', '.join(labels)}: {reason}")
+        console.print(escape(f"not tried: {', '.join(labels)}: {reason}"))
     for note in answer.unmeasured:
-        console.print(f"depends on something unmeasured: {note}")
+        console.print(f"depends on something unmeasured: {escape(note)}")
 
 
 def _name(candidate: Candidate) -> str:
     price = "no price known" if candidate.usd_per_hour is None else f"{candidate.usd_per_hour:.2f} USD/h"
     copies = f"{candidate.instances} x " if candidate.instances > 1 else ""
-    return f"{copies}({candidate.setup.label}), {price}" if copies else f"{candidate.setup.label}, {price}"
+    label = escape(candidate.setup.label)
+    return f"{copies}({label}), {price}" if copies else f"{label}, {price}"
 
 
 def _reasons(console: Console, candidate: Candidate) -> None:
@@ -295,7 +297,7 @@ def _reasons(console: Console, candidate: Candidate) -> None:
         f"prefills take {middle.prefill_share:.0%} of the time"
     )
     console.print(f"  memory: {candidate.max_batch:,} sequences fit; {candidate.reason}")
-    console.print(f"  times: {candidate.setup.calibration.source}")
+    console.print(f"  times: {escape(candidate.setup.calibration.source)}")
 
 
 def _ttft_words(load: Load) -> str:
@@ -320,7 +322,7 @@ def show_comparison(plans: Iterable[Plan]) -> None:
     )
     for plan in plans:
         table.add_row(
-            plan.setup.label,
+            escape(plan.setup.label),
             f"{plan.question.batch:,}",
             _spread(plan.prefill),
             _spread(plan.decode),
@@ -341,7 +343,7 @@ def show_comparison(plans: Iterable[Plan]) -> None:
             notes.setdefault(note, []).append(label)
     for note, labels in notes.items():
         owners = "" if len(labels) == len(plans) else f" ({'; '.join(labels)})"
-        console.print(f"note{owners}: {note}")
+        console.print(escape(f"note{owners}: {note}"))
 
 
 def _spread(report: PhasePlan) -> str:
@@ -379,7 +381,7 @@ def show_accuracy(
             f"[bold]{entry.median:.1%}[/bold]",
             f"{entry.p90:.1%}",
             f"{entry.worst:+.0%}",
-            entry.worst_label,
+            escape(entry.worst_label),
         )
     console.print(table)
     if holding:
@@ -403,7 +405,12 @@ def _service_table(console: Console, service: Sequence[ServiceError]) -> None:
         is_rate = row.measure == "throughput"
         cells = [f"{v:,.0f} tok/s" if is_rate else duration(v) for v in (row.measured, entry.predicted)]
         table.add_row(
-            row.label, row.device, row.measure, *cells, f"{entry.error:+.0%}", "holds" if entry.is_held else "no"
+            escape(row.label),
+            row.device,
+            row.measure,
+            *cells,
+            f"{entry.error:+.0%}",
+            "holds" if entry.is_held else "no",
         )
     console.print(table)
     median = percentile([abs(entry.error) for entry in service], 50)

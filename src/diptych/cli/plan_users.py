@@ -27,7 +27,7 @@ from diptych.cli.written import errors_told
 from diptych.cost.setup import Setup, setup_of
 from diptych.cost.sizing import TRIED_TP
 from diptych.cost.tables import device_spec
-from diptych.ground.bounds import Bound
+from diptych.ground.bounds import Bound, shown
 from diptych.ground.errors import ConfigError
 from diptych.sim.capacity import Ask
 from diptych.sim.link import parse_link
@@ -142,8 +142,8 @@ def _cores() -> int:
 def _degrees(text: str) -> tuple[int, ...]:
     """Whole numbers from "1,2,4"."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise ConfigError(f"--tp is {text!r}; it must be whole numbers of at least 1, with commas")
+    if not all(part.isascii() and part.isdigit() and len(part) <= 10 and int(part) for part in parts):
+        raise ConfigError(f"--tp is {shown(text)}; it must be whole numbers of at least 1, with commas")
     return tuple(int(part) for part in parts)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rich.markup import escape
+
 from diptych.cli.plan_json import plain
 from diptych.cli.simulate_text import show_times
 from diptych.cli.tables import duration, page, plain_table
@@ -97,11 +99,12 @@ def show(found: Answer, unit: str, left_out: Mapping[str, str]) -> None:
     console, ask, best = page(), found.ask, found.best
     n = found.n_cells
     cells = "" if n == 1 else f"{n:,} cells, each with a router of its own, of which one was simulated: "
+    e2e = "" if ask.limits.e2e_s is None else f", {duration(ask.limits.e2e_s)} in all"
     console.print(
-        f"{cells}[bold]{ask.n_users:,} users of {best.service.pool.setup.model.name}[/bold]: messages of {ask.message.low} to "
-        f"{ask.message.high} tokens, answers of {ask.output.low} to {ask.output.high}, {ask.turns} turns, thinking "
-        f"{duration(ask.think_s)}; {ask.good_share:.0%} within TTFT {duration(ask.limits.ttft_s)}, "
-        f"TPOT {duration(ask.limits.tpot_s)}"
+        f"{cells}[bold]{ask.n_users:,} users of {escape(best.service.pool.setup.model.name)}[/bold]: messages of "
+        f"{ask.message.low} to {ask.message.high} tokens, answers of {ask.output.low} to {ask.output.high}, {ask.turns} turns, "
+        f"thinking {duration(ask.think_s)}; {ask.good_share:.0%} within TTFT {duration(ask.limits.ttft_s)}, "
+        f"TPOT {duration(ask.limits.tpot_s)}{e2e}"
     )
     phase, share = limiting_phase(found), found.prefill_share
     share = share if phase == "prefill" else 1.0 - share
@@ -123,7 +126,7 @@ def show(found: Answer, unit: str, left_out: Mapping[str, str]) -> None:
     engines, without = colocated.service.n_engines, found.engines_uncached
     words = "no number would do in place of" if without is None else f"{without} in place of"
     words = f"the same {engines}" if without == engines else f"{words} {engines}"
-    console.print(f"prefix cache: without it {words} x ({colocated.service.pool.setup.label})")
+    console.print(f"prefix cache: without it {words} x ({escape(colocated.service.pool.setup.label)})")
     is_held = found.doubled.good_share >= ask.good_share
     words = "it still holds" if is_held else f"first breaks {breaks_first(found.doubled, ask.good_share)}"
     console.print(f"twice the users: {words}")
@@ -135,9 +138,9 @@ def show(found: Answer, unit: str, left_out: Mapping[str, str]) -> None:
     )
     console.print(f"how sure: {_sure(found)}")
     for name in found.too_slow:
-        console.print(f"note: {name} misses the limits with a single user")
+        console.print(f"note: {escape(name)} misses the limits with a single user")
     for name in found.too_weak:
-        console.print(f"note: more than {MAX_ENGINES:,} x ({name}) would be needed")
+        console.print(f"note: more than {MAX_ENGINES:,} x ({escape(name)}) would be needed")
     context, longest = (
         best.service.pool.scheduler.max_context_tokens,
         ask.conversation_tokens(ask.message.high, ask.output.high),
@@ -148,7 +151,7 @@ def show(found: Answer, unit: str, left_out: Mapping[str, str]) -> None:
             "hold is refused, which counts as missed"
         )
     for name, why in left_out.items():
-        console.print(f"note: {why}" if why.startswith(name) else f"note: {name}: {why}")
+        console.print(escape(f"note: {why}" if why.startswith(name) else f"note: {name}: {why}"))
     show_times(console, best.service)
     setup = best.service.pool.setup
     if setup.layout != PLAIN:

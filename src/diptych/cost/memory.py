@@ -45,7 +45,7 @@ USUAL_RULE = MemoryRule()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """Bytes of one device, and what fits. None: the weights alone do not fit, or nothing limits the context.
+    """Bytes of one device, and what fits: 0 sequences or tokens where nothing does.
 
     kv_tokens: of all sequences together, each as long as was asked: where layers have windows, longer ones hold more of them.
     """
@@ -61,7 +61,7 @@ class Capacity:
 
 
 def capacity_of(setup: Setup, *, context_tokens: int, batch: int, rule: MemoryRule = USUAL_RULE) -> Capacity:
-    """What one of the setup's devices holds. 0 sequences or tokens mean that nothing fits."""
+    """What one of the setup's devices holds."""
     hardware, layout = setup.hardware, setup.layout
     weights = _weight_bytes(setup) + setup.adapter_bytes
     activations = activation_bytes_of(setup)

@@ -227,8 +227,8 @@ def judge(setup: Setup, ask: Ask, *, prices: Mapping[str, float]) -> list[Candid
 
 
 def _least_instances(predictor: CalibratedModel, ask: Ask) -> int:
-    """What the prefills alone need."""
-    prefill_s = predictor.predict(StepShape.prefill(batch=1, new_tokens=ask.input_tokens)).total_s
+    """What the prefills alone need at their fastest: with fewer, nothing meets the limits."""
+    prefill_s = End.FAST.of(predictor.predict(StepShape.prefill(batch=1, new_tokens=ask.input_tokens)))
     return max(math.ceil(ask.requests_per_s * prefill_s / MAX_LOAD), 1)
 
 
