@@ -168,6 +168,7 @@ def test_a_step_lasts_until_the_next_one_where_there_was_work() -> None:
     decode, prefill = StepShape.decode(batch=1, context_tokens=9), StepShape.prefill(batch=1, new_tokens=9)
     steps = [(0.0, 1.0, prefill), (1.5, 2.0, decode), (7.0, 8.0, prefill)]
     assert times_of(steps) == ((prefill, 1.5), (decode, 0.5), (prefill, 1.0))
+    assert times_of([]) == ()
 
 
 @pytest.mark.parametrize(

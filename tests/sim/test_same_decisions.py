@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -15,15 +16,17 @@ from diptych.control.loop import EngineCore
 from diptych.control.recording import Recorder
 from diptych.cost.setup import setup_of
 from diptych.engine.executor import ModelExecutor
-from diptych.ground.clock import MonotonicClock, sleep_s
+from diptych.ground.clock import MonotonicClock, VirtualClock, sleep_s
 from diptych.ground.config import BlockConfig, ComputeConfig, SchedulerConfig
-from diptych.ground.errors import ConfigError
+from diptych.ground.errors import ConfigError, ExecutorError
 from diptych.ground.events import Event, FinishEvent
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import Request, SamplingParams
 from diptych.ground.shape import StepShape
+from diptych.ground.step import StepPlan, StepResult
 from diptych.lab.simulated import SITUATIONS, Situation, run_on_engine
-from diptych.sim.recorded import recorded_load, rerun
+from diptych.sim.executor import PredictedExecutor
+from diptych.sim.recorded import minutes_of, recorded_load, rerun
 from diptych.sim.service import Service, simulate
 from diptych.stepper import Stepper, serve
 from diptych.workload import LengthRange, WorkloadSpec, requests_of
@@ -140,6 +143,63 @@ def test_a_run_ended_from_outside_is_refused(model: Model) -> None:
     run.recorder.cancel("a", run.clock.now_s(), reason=FinishReason.ABORT)
     with pytest.raises(ConfigError, match="calls of cancel"):
         rerun(run.recorder.lines())
+
+
+class Failing(PredictedExecutor):
+    """Its third step is none."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if plan.step_id == 2:
+            raise ExecutorError("a broken step")
+        return super().execute(plan)
+
+
+def recording_with_a_broken_step() -> list[str]:
+    clock = VirtualClock()
+    recorder = Recorder(EngineCore(SchedulerConfig(), ROOMY, model_revision="x", predict_s=seconds))
+    stepper = Stepper(recorder, Failing(lambda shape: 0.01, clock), clock, fold=lambda events: None)
+    stepper.submit(request("ends with it", tuple(range(20)), 9, 0.0))
+    while clock.now_s() < 0.02:
+        stepper.step()
+    with suppress(ExecutorError):
+        stepper.step()
+    for name, n in (("a", 3), ("b", 5)):
+        stepper.submit(request(name, tuple(range(30)), n, clock.now_s()))
+    while stepper.step():
+        pass
+    return recorder.lines()
+
+
+def test_a_step_that_broke_is_no_step(tmp_path: Path) -> None:
+    """Every result behind it was taken for that of the plan before: other answers, or a traceback."""
+    lines = recording_with_a_broken_step()
+    assert any('"abort_step"' in line for line in lines)
+    path = tmp_path / "run.jsonl"
+    path.write_text("\n".join(lines), "utf-8")
+    assert [one.sampling.max_tokens for _, one in recorded_load(path).start()] == [2, 3, 5]
+    pasts = minutes_of(iter(lines)).requests
+    assert [len(past.outputs[0]) for past in pasts] == [2, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("call", "changed", "words"),
+    [
+        ("end_step", None, "before the one before it ended"),
+        ("end_step", ('"step_id": 0', '"step_id": 7'), "the result of step 7 follows no plan of it"),
+        ("end_step", ('"seq_id": 0', '"seq_id": 3'), "the result of step 0 follows no plan of it"),
+        ("begin_step", None, "the result of step 0 follows no plan of it"),
+        ("begin_step", ("[0.0]", '["soon"]'), "the step's begin is 'soon'; it must be a number"),
+        ("submit", ('"args": [', '"args": [7, '), "it has 7 in the place of a Request"),
+        ("submit", ('"args"', '"args": ' + "[" * 100_000 + ', "x"'), "line 2 cannot be read"),
+    ],
+)
+def test_a_damaged_recording_is_told_with_its_line(call: str, changed: tuple[str, str] | None, words: str) -> None:
+    lines = recording_with_a_broken_step()
+    place = next(i for i, line in enumerate(lines) if f'"{call}"' in line)
+    lines[place : place + 1] = [] if changed is None else [lines[place].replace(*changed)]
+    with pytest.raises(ConfigError, match=r"the recording line \d+ cannot be read: ") as told:
+        minutes_of(iter(lines))
+    assert words in str(told.value)
 
 
 def test_a_recording_is_a_load(model: Model, tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def times_of(steps: Iterable[tuple[float, float, StepShape]]) -> tuple[tuple[Ste
     Where the next step decodes, the engine had work all the while; before a step of prefill alone it may have been idle.
     """
     known = list(steps)
-    following = [*known[1:], None]
+    following = [*known[1:], None][: len(known)]
     return tuple(
         (shape, (after[0] if after is not None and after[2].decode_tokens else end_s) - begin_s)
         for (begin_s, end_s, shape), after in zip(known, following, strict=True)

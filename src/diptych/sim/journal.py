@@ -39,6 +39,9 @@ _KEY = "diptych_journal"
 _ID_BYTES, _BLOCK_BYTES = 8, 6
 _OWN_BASE = 1 << 56  # of tokens that no other request shares; block numbers are below 1 << 48
 _SECONDS = Bound(float, -1e12, 1e12, "seconds")
+_SECONDS_IF_ANY = Bound(float, -1e12, 1e12, "seconds", is_optional=True)
+_PARAMETERS = Bound(int, 0, 1 << 48, "parameters")
+_MOST_OF_STEP = 1 << 53  # of any number of a step
 _TOKENS = Bound(int, 1, MOST_TOKENS, "tokens")
 AROUND_S = 120.0  # of a journal, before and after a request that is asked about
 
@@ -202,7 +205,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
                 yield _line(json.loads(line))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, LookupError, AttributeError, EngineError) as error:
+    except (ValueError, TypeError, KeyError, LookupError, AttributeError, RecursionError, EngineError) as error:
         raise unreadable(path.name, number, error) from None
 
 
@@ -211,7 +214,10 @@ def _line(entry: dict[str, Any]) -> tuple[str, Any]:
     if _KEY in entry:
         if entry[_KEY] != 1:
             raise ValueError(f"its format is {entry[_KEY]}; this version reads 1")
-        return "head", {"config": decode(entry["config"]), "blocks": decode(entry["blocks"])}
+        head = {"config": decode(entry["config"]), "blocks": decode(entry["blocks"])}
+        if not isinstance(head["config"], SchedulerConfig) or not isinstance(head["blocks"], BlockConfig):
+            raise ValueError("its config and blocks are those of no engine")
+        return "head", head
     ((kind, content),) = entry.items()
     if kind == "step":
         begin_s, end_s, decoding, context, chunks = content
@@ -220,7 +226,7 @@ def _line(entry: dict[str, Any]) -> tuple[str, Any]:
         if end_s < begin_s:
             raise ValueError(f"its step ends at {end_s} s and begins at {begin_s} s; it must not end sooner")
         counts = [decoding, context, *(n for new, start, _, _ in chunks for n in (new, start))]
-        if not all(type(n) is int and n >= 0 for n in counts) or context < decoding:
+        if not all(type(n) is int and 0 <= n <= _MOST_OF_STEP for n in counts) or context < decoding:
             raise ValueError(
                 f"its step has {shown(counts)} (decoding sequences, tokens of their contexts, new tokens and first place of "
                 "each chunk); each must be a whole number, 0 or more, and a context at least a token for each sequence"
@@ -241,12 +247,19 @@ def _check(request: dict[str, Any]) -> None:
     counts = [request["cached_tokens"], *request["output_tokens"], *(n for one in drafts for n in one)]
     if not all(type(n) is int and 0 <= n <= MOST_TOKENS for n in counts):
         raise ValueError(f"it has {shown(counts)} tokens; each must be a whole number from 0 to {MOST_TOKENS}")
-    if not all(type(block) is int and 0 <= block < 1 << 8 * _BLOCK_BYTES for block in request["blocks"]):
+    blocks = request["blocks"]
+    if type(blocks) is not list or not all(type(one) is int and 0 <= one < 1 << 8 * _BLOCK_BYTES for one in blocks):
         raise ValueError(
-            f"its blocks are {shown(request['blocks'])}; they must be whole numbers of {_BLOCK_BYTES} bytes"
+            f"its blocks are {shown(blocks)}; they must be a list of whole numbers of {_BLOCK_BYTES} bytes"
         )
     Seen(**request["seen"])
-    for name in ("id", "max_tokens", "priority"):
+    for name, seconds in request["seen"].items():
+        (_SECONDS_IF_ANY if name in ("ttft_s", "tpot_s") else _SECONDS).take(f"seen {name}", seconds, ConfigError)
+    _PARAMETERS.take("adapter_parameters", request.get("adapter_parameters", 0), ConfigError)
+    for name, text in (("id", request["id"]), ("adapter", request.get("adapter"))):
+        if not isinstance(text, str) and (text is not None or name == "id"):
+            raise ValueError(f"its {name} is {shown(text)}; it must be a text")
+    for name in ("max_tokens", "priority"):
         request[name]
 
 

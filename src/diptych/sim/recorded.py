@@ -12,10 +12,11 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from diptych.control.recording import decode
 from diptych.control.scheduler import Predict
+from diptych.ground.bounds import Bound, shown
 from diptych.ground.clock import VirtualClock
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError, EngineError
@@ -31,6 +32,8 @@ from diptych.sim.tally import Tally
 
 # a request is put in line this long before the step that saw it first: far less than any step, far more than rounding
 _BEFORE_S = 1e-9
+_INSTANT = Bound(float, -1e12, 1e12, "seconds")
+Kind = TypeVar("Kind")
 
 
 @dataclass(slots=True)
@@ -52,19 +55,34 @@ class Recorded:
         """One line after the head."""
         call, args = entry["call"], decode(entry["args"])
         if call == "submit":
-            self._unseen.append(args[0])
+            self._unseen.append(_is(Request, args[0]))
         elif call == "begin_step":
-            self.requests += [(args[0] - _BEFORE_S, request) for request in self._unseen]
+            begin_s = _INSTANT.take("the step's begin", args[0], ConfigError)
+            self.requests += [(begin_s - _BEFORE_S, request) for request in self._unseen]
             self._unseen = []
             plan = decode(entry["kwargs"]["plan"])
+            if plan is not None and self._is_open:
+                raise ValueError(f"step {plan.step_id} begins before the one before it ended")
             if plan is not None:
-                self.plans.append((len(self.begins_s), plan))
-            self.begins_s.append(args[0])
+                self.plans.append((len(self.begins_s), _is(StepPlan, plan)))
+            self.begins_s.append(begin_s)
         elif call == "end_step":
-            self.results.append(args[0])
-            self.ends_s.append(args[1])
+            result = _is(StepResult, args[0])
+            plan = self.plans[-1][1] if self._is_open else None
+            mine = [one.seq_id for one in result.results]
+            if plan is None or plan.step_id != result.step_id or [one.seq_id for one in plan.chunks] != mine:
+                raise ValueError(f"the result of step {result.step_id} follows no plan of it")
+            self.results.append(result)
+            self.ends_s.append(_INSTANT.take("the step's end", args[1], ConfigError))
         else:
-            self.other_calls.add(call)
+            if call == "abort_step" and self._is_open:
+                self.plans.pop()  # what it planned did not happen
+            self.other_calls.add(str(call))
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return len(self.plans) > len(self.results)
 
     def sequences(self) -> list[list[int]]:
         """The numbers of each request's sequences; none where it was refused or never began.
@@ -110,13 +128,30 @@ def read_recording(lines: Iterator[str], *, name: str = "the recording") -> Reco
     number = 1
     try:
         head = json.loads(next(lines))["core"]
-        found = Recorded(config=decode(head["config"]), blocks=decode(head["blocks"]), seed=head["seed"])
+        config, blocks = _is(SchedulerConfig, decode(head["config"])), _is(BlockConfig, decode(head["blocks"]))
+        found = Recorded(config=config, blocks=blocks, seed=_is(int, head["seed"]))
         for line in lines:
             number += 1
             found.take(json.loads(line))
-    except (ValueError, TypeError, KeyError, LookupError, AttributeError, StopIteration, EngineError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        LookupError,
+        AttributeError,
+        StopIteration,
+        RecursionError,
+        EngineError,
+    ) as error:
         raise unreadable(name, number, error) from None
     return found
+
+
+def _is(kind: type[Kind], value: object) -> Kind:
+    """The value. ValueError where it is another."""
+    if not isinstance(value, kind):
+        raise ValueError(f"it has {shown(value)} in the place of a {kind.__name__}")
+    return value
 
 
 def unreadable(name: str, number: int, error: Exception) -> ConfigError:
