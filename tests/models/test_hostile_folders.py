@@ -19,7 +19,11 @@ from coded_files import Layout, awq, compressed, gptq, mxfp4_checkpoint, quantis
 from diptych.compute.held import what_is_held
 from diptych.cost.setup import find_model
 from diptych.ground.errors import ConfigError, LoadError
+from diptych.models.config import HfConfig
 from diptych.models.contents import contents_of
+from diptych.models.heads import kind_of_heads, read_eagle, read_medusa
+from diptych.models.pooling import read_pooling
+from diptych.models.read import read_model
 
 FIELDS = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32}
 VALUES: tuple[Any, ...] = (
@@ -118,3 +122,63 @@ def test_a_damaged_folder_is_refused_or_read_and_never_crashes(name: str, tmp_pa
 def test_many_damaged_folders(name: str, tmp_path: Path) -> None:
     """As above, for longer."""
     assert storm(tmp_path, name, 10_000, seed=2) > 3000
+
+
+LAYER = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,
+         "max_position_embeddings": 128, "rms_norm_eps": 1e-5}  # fmt: skip
+HEADS: dict[str, dict[str, Any]] = {
+    "medusa": {"architectures": ["MedusaModel"], "medusa_num_heads": 3, "medusa_num_layers": 1, "hidden_size": 64},
+    "eagle": {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 50, "target_hidden_size": 64, **LAYER,
+              "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}},
+    "speculators": {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": 50,
+                    "transformer_layer_config": LAYER},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_damaged_config_of_heads_is_refused_or_read(name: str) -> None:
+    """An `architectures` that is no list, or a section that is none, was a TypeError."""
+    target = read_model(HfConfig({"model_type": "llama", "num_hidden_layers": 4, **LAYER}))
+    rng = random.Random(3)
+    for _ in range(400):
+        config = json.loads(json.dumps(HEADS[name]))
+        container, key = rng.choice(parts_of(config))
+        container[key] = copy.deepcopy(rng.choice(VALUES))
+        try:
+            if kind_of_heads(config) == "medusa":
+                read_medusa(config, target, "config.json", has_own_head=True)
+            else:
+                read_eagle(config, target, "config.json")
+        except (LoadError, ConfigError):
+            continue
+
+
+def test_damaged_files_of_an_encoder_are_refused_or_read(tmp_path: Path) -> None:
+    files: dict[str, Any] = {
+        "modules.json": [{"path": "", "type": "x.Transformer"}, {"path": "1_Pooling", "type": "x.Pooling"}],
+        "config_sentence_transformers.json": {"prompts": {"query": "q: "}, "default_prompt_name": "query"},
+        "sentence_bert_config.json": {"max_seq_length": 9, "processing_kwargs": {"chat_template": {"a": 1}},
+                                      "modality_config": {"message": {}}},
+        "1_Pooling/config.json": {"pooling_mode": "mean", "include_prompt": True},
+    }  # fmt: skip
+    (tmp_path / "1_Pooling").mkdir()
+    for name, value in files.items():
+        (tmp_path / name).write_text(json.dumps(value))
+    said = read_pooling(tmp_path, HfConfig({}))
+    assert said is not None
+    assert said.reading.is_chat
+    assert (said.reading.max_tokens, said.reading.template_variables) == (9, {"a": 1})
+    rng = random.Random(4)
+    for _ in range(400):
+        name = rng.choice(list(files))
+        wrong = json.loads(json.dumps(files[name]))
+        container, key = rng.choice(parts_of(wrong))
+        container[key] = copy.deepcopy(rng.choice(VALUES))
+        (tmp_path / name).write_text(json.dumps(wrong))
+        where = str(tmp_path)
+        try:
+            read_pooling(tmp_path, HfConfig({}))
+        except LoadError as error:
+            where = error.message
+        assert str(tmp_path) in where
+        (tmp_path / name).write_text(json.dumps(files[name]))

@@ -67,12 +67,17 @@ class EagleSpec:
 
 def kind_of_heads(config: dict[str, Any]) -> str | None:
     """'medusa', 'eagle', or None for a config that is of no heads."""
-    names = " ".join(map(str, config.get("architectures") or ())).lower()
+    names = _architectures(config)
     if config.get("model_type") == "medusa" or "medusa_num_heads" in config or "medusa" in names:
         return "medusa"
     if "eagle" in names or "draft_vocab_size" in config or "speculators_model_type" in config:
         return "eagle"
     return None
+
+
+def _architectures(config: dict[str, Any]) -> str:
+    named = config.get("architectures")
+    return " ".join(map(str, named)).lower() if isinstance(named, list) else ""
 
 
 def read_medusa(config: dict[str, Any], target: ModelSpec, path: str, *, has_own_head: bool) -> MedusaSpec:
@@ -97,9 +102,9 @@ def read_eagle(config: dict[str, Any], target: ModelSpec, path: str) -> EagleSpe
     kind = config.get("speculators_model_type")
     if kind not in (None, "eagle", "eagle3"):
         raise LoadError(f"speculators_model_type in {path} is {kind!r}; eagle and eagle3 are read")
-    names = " ".join(config.get("architectures") or ()).lower()
-    version = 3 if kind == "eagle3" or "eagle3" in names or "draft_vocab_size" in config else 1
-    raw = config.get("transformer_layer_config", config)
+    own = HfConfig(config, path=path)
+    version = 3 if kind == "eagle3" or "eagle3" in _architectures(config) or "draft_vocab_size" in config else 1
+    raw = own.section("transformer_layer_config").raw or config
     layers = raw.get("num_hidden_layers", 1)
     if layers != 1:
         raise LoadError(f"num_hidden_layers in {path} is {layers!r}; an EAGLE head has 1")
@@ -118,26 +123,27 @@ def read_eagle(config: dict[str, Any], target: ModelSpec, path: str) -> EagleSpe
             version=1, layer=layer, n_words=n_words, target_hidden=target.hidden, taps=(target.n_layers - 1,)
         )
     _refuse_other(path, "target_hidden_size", config.get("target_hidden_size") or target.hidden, target.hidden)
-    drafted = config.get("draft_vocab_size", raw.get("draft_vocab_size")) or n_words
+    drafted = HfConfig({**raw, **config}, path=path).integer("draft_vocab_size", n_words)
     return EagleSpec(
         version=3,
         layer=replace(layer, vocab_size=drafted),
         n_words=n_words,
         target_hidden=target.hidden,
-        taps=_taps(config, target, path),
+        taps=_taps(own, target),
         norms_residual=bool(config.get("norm_before_residual", False)),
     )
 
 
-def _taps(config: dict[str, Any], target: ModelSpec, path: str) -> tuple[int, ...]:
+def _taps(config: HfConfig, target: ModelSpec) -> tuple[int, ...]:
     """Configs count the layer that the state enters; we the one that it leaves."""
-    nested = config.get("eagle_config") or {}
-    named = nested.get("eagle_aux_hidden_state_layer_ids", config.get("eagle_aux_hidden_state_layer_ids"))
-    n = target.n_layers
+    name = "eagle_aux_hidden_state_layer_ids"
+    nested, n = config.section("eagle_config"), target.n_layers
+    named = (nested if name in nested.raw else config).integers(name)
     entered = (2, n // 2, n - 3) if named is None else tuple(named)
     if len(entered) != 3 or any(type(one) is not int or not 1 <= one <= n for one in entered):
         raise ConfigError(
-            f"{path} takes states before layers {list(entered)}; the model has {n} layers, and three of 1 to {n} are needed"
+            f"{config.path} takes states before layers {list(entered)}; the model has {n} layers, and three of 1 to {n} are "
+            "needed"
         )
     return tuple(one - 1 for one in entered)
 

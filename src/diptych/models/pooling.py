@@ -190,23 +190,24 @@ def _pooling(path: Path) -> tuple[Pool, bool]:
 
 
 def _reading(directory: Path) -> Reading:
-    saved, read = (_json_if_any(directory / name) for name in (PROMPTS, READING))
-    if read.get("do_lower_case"):
+    saved = _json_if_any(directory / PROMPTS)
+    read = HfConfig(_json_if_any(directory / READING), path=str(directory / READING))
+    if read.raw.get("do_lower_case"):
         raise UnsupportedModel(f"do_lower_case in {directory / READING} is true; texts are read as they are")
     prompts = saved.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise LoadError(f"prompts in {directory / PROMPTS} must map names to texts")
     default = saved.get("default_prompt_name")
-    if default is not None and default not in prompts:
+    if default is not None and default not in list(prompts):
         raise LoadError(f"default_prompt_name in {directory / PROMPTS} is {default!r}, and there is no such prompt")
-    longest = read.get("max_seq_length")
-    variables = (read.get("processing_kwargs") or {}).get("chat_template") or {}
+    longest = read.raw.get("max_seq_length")
+    variables = read.section("processing_kwargs").section("chat_template").raw
     return Reading(
         prompts=prompts,
         default_prompt=default,
-        is_chat="message" in (read.get("modality_config") or {}),
+        is_chat="message" in read.section("modality_config").raw,
         template_variables={key: value for key, value in variables.items() if key != "restore_suffix"},
-        max_tokens=longest if isinstance(longest, int) and longest > 0 else None,
+        max_tokens=longest if type(longest) is int and longest > 0 else None,
     )
 
 
