@@ -13,6 +13,7 @@ import transformers
 from golden import ask_reference, check_golden
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from diptych.compute.gguf import GgufCheckpoint
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.runner import load_model
 from diptych.cost.parameters import parameter_count
@@ -325,3 +326,21 @@ def test_a_bf16_file_has_the_bits_of_the_checkpoint(family: str, weights: str, t
         Stepper(folder).prefill("it", prompt, chunk=None), Stepper(file).prefill("it", prompt, chunk=None)
     )
     assert (folder.n_parameters, folder.weight_bytes) == (file.n_parameters, file.weight_bytes)
+
+
+def test_one_tensor_of_another_fine_tune_is_another_revision(tmp_path: Path) -> None:
+    """Only the last bytes of the file were looked at: adapters merged into some projections left the revision as it was."""
+
+    def fingerprint(path: Path) -> str:
+        return GgufCheckpoint(open_gguf(path), dtype=torch.float32, table_dtype=torch.float32).fingerprint()
+
+    path = write_gguf(gguf_reference("llama"), tmp_path / "model.gguf")
+    first, stored = fingerprint(path), path.read_bytes()
+    tensor = open_gguf(path).tensors["blk.0.attn_q.weight"]
+    middle = tensor.begin + tensor.nbytes // 2
+    other = tmp_path / "other.gguf"
+    other.write_bytes(stored)
+    assert fingerprint(other) == first
+    other = tmp_path / "tuned.gguf"
+    other.write_bytes(stored[:middle] + bytes([stored[middle] ^ 1]) + stored[middle + 1 :])
+    assert fingerprint(other) != first

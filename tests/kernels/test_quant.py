@@ -80,6 +80,21 @@ def test_folder_in_use_and_unknown_format_are_refused(packed: Path, tmp_path: Pa
         save_quantised(packed, tmp_path / "new", weights="int8")
 
 
+def test_all_templates_come_along_and_the_folder_may_be_the_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Templates for tools lie in a folder of their own; "." has no name to make another of."""
+    original = make_checkpoint("llama", tmp_path / "original", dtype=torch.bfloat16)
+    (original / "additional_chat_templates").mkdir()
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        (original / name).write_text(name)
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    save_quantised(original, Path(), weights="int8", threads=1)
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        assert (tmp_path / "out" / name).read_text() == name
+
+
 def test_a_flipped_bit_in_any_tensor_is_an_error(packed: Path, tmp_path: Path) -> None:
     """A damaged byte in packed weights used to load in silence and answer with other words."""
     shutil.copytree(packed, tmp_path / "damaged")

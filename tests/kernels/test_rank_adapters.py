@@ -115,6 +115,7 @@ def test_what_one_rank_cannot_take_no_rank_keeps(tmp_path: Path, victim: int, mo
     for error, told in (
         (MemoryError(), CapacityError),
         (LoadError("no"), LoadError),
+        (LoadError("/модели/" * 40), LoadError),  # three times as long as JSON, and the end of the team
         (ValueError("odd"), ExecutorError),
     ):
 

@@ -25,9 +25,9 @@ from safetensors.torch import load, save
 
 from diptych.compute.ops.contract import LinearParts, WeightTensor
 from diptych.compute.weights import FLOAT_DTYPES
-from diptych.ground.bounds import shown, whole
+from diptych.ground.bounds import real, shown, whole
 from diptych.ground.errors import CapacityError, LoadError
-from diptych.models.config import read_json
+from diptych.models.config import NUMBER_LIMIT, SIZE_LIMIT, read_json
 
 logger = logging.getLogger("diptych.compute")
 
@@ -362,12 +362,18 @@ def _scale(config: Mapping[str, Any], module: str, directory: Path) -> tuple[int
         key = next((key for key in patterns if _matches(key, module, directory)), None)
         return config.get(name, default) if key is None else patterns[key]
 
-    rank, alpha = whole(of("r", "rank_pattern", 8)), of("lora_alpha", "alpha_pattern", 8)
-    if rank is None or rank < 1:
-        raise LoadError(f"{directory / CONFIG_FILE} has no rank for {module}: r must be a whole number from 1 on")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-        raise LoadError(f"{directory / CONFIG_FILE} has lora_alpha {shown(alpha)} for {module}; it must be a number")
-    return rank, float(alpha) / (rank**0.5 if config.get("use_rslora") else rank)
+    rank, said = whole(of("r", "rank_pattern", 8)), of("lora_alpha", "alpha_pattern", 8)
+    alpha = real(said)
+    if rank is None or not 1 <= rank <= SIZE_LIMIT:
+        raise LoadError(
+            f"{directory / CONFIG_FILE} has no rank for {module}: r must be a whole number from 1 to {SIZE_LIMIT}"
+        )
+    if alpha is None or abs(alpha) > NUMBER_LIMIT:
+        raise LoadError(
+            f"{directory / CONFIG_FILE} has lora_alpha {shown(said)} for {module}; it must be a number of at most "
+            f"{NUMBER_LIMIT:g}"
+        )
+    return rank, alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 
 def _matches(pattern: str, module: str, directory: Path) -> bool:

@@ -289,10 +289,17 @@ class GgufCheckpoint:
         return self._used[name]
 
     def fingerprint(self) -> str:
-        """SHA-256 over what was made of the file, its tensors' names, shapes and types, sizes, and a sample of its bytes."""
+        """SHA-256 over what was made of the file, its tensors' names, shapes and types, sizes, and a sample of each tensor.
+
+        A fine-tune may leave most tensors as they were, so what one of them holds tells nothing of the others.
+        """
         digest = hashlib.sha256(f"gguf {self._dtype} {self._table_dtype}\n".encode())
         for name, tensor in sorted(self.file.tensors.items()):
             digest.update(f"{name} {tensor.shape} {tensor.type.name}\n".encode())
+            middle = tensor.begin + tensor.nbytes // 2
+            digest.update(
+                self.file.mapped(tensor.part)[middle : min(middle + SAMPLE_BYTES, tensor.begin + tensor.nbytes)]
+            )
         for number in range(len(self.file.paths)):
             mapped = self.file.mapped(number)
             digest.update(f"{number} {len(mapped)}\n".encode())

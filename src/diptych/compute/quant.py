@@ -50,7 +50,7 @@ ALIGNMENT = 64
 PIECE_BYTES = 2**21  # a huge page
 LARGE_BYTES = 2**20  # of a tensor that is checked with the others
 TENSOR_TYPES = {torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-COPIED = ("*.json", "*.jinja", "tokenizer.model", "LICENSE*")
+COPIED = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "tokenizer.model", "LICENSE*")
 NOT_COPIED = ("config.json", INDEX_FILE)
 
 
@@ -205,6 +205,7 @@ def save_quantised(
     """
     if weights not in ("int8", "int4"):
         raise ConfigError(f"weights is {weights!r}; a quantised checkpoint holds int8 or int4")
+    directory = directory.absolute()  # "." has no name to make another of
     _refuse_used(directory)
     source = resolve_model_dir(model)
     hf_config = read_json(source / "config.json")
@@ -252,7 +253,9 @@ def _write_folder(
     for pattern in COPIED:
         for path in sorted(checkpoint.directory.glob(pattern)):
             if path.name not in NOT_COPIED:
-                shutil.copyfile(path, directory / path.name)
+                copy = directory / path.relative_to(checkpoint.directory)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
     written = write_tensors(directory / WHOLE_FILE, loader, checkpoint)
     section = {"quant_method": METHOD, "weights": weights, "packed_layout": PACKED_LAYOUT, "group": INT4_GROUP}
     text = json.dumps({**hf_config, "quantization_config": section}, indent=2)

@@ -32,7 +32,7 @@ from diptych.ground.errors import ConfigError, EngineError, UnsupportedModel, Wo
 from diptych.ground.spare_time import start_in_spare_time
 from diptych.models.spec import ModelSpec
 
-ERROR_CHARS = 300  # of an answer
+ERROR_BYTES = 300  # of an answer; where JSON takes six for a character it fits in ANSWER_BYTES still
 
 
 Heads = list[tuple[int, int]]  # of each layer of a cache: the first of all heads, and how many
@@ -409,7 +409,7 @@ def added(add: Callable[[Adapter], int], model: CpuModel, adapter: Adapter) -> d
         number = add(adapter)
         return {"number": number, "bytes": int(model.program.adapter_bytes(number))}
     except Exception as error:
-        return {"error": type(error).__name__, "message": str(error)[:ERROR_CHARS]}
+        return {"error": type(error).__name__, "message": str(error).encode()[:ERROR_BYTES].decode(errors="ignore")}
 
 
 def make_part_store(model: CpuModel, rank: Rank, n_blocks: int, block_tokens: int, number: int) -> CpuKVStore:
