@@ -183,6 +183,28 @@ def test_an_engine_with_room_to_spare_is_not_taken_to_be_full(capsys: pytest.Cap
     assert "two pools cost more than engines that do both, and for up to a hundred times as many" in page
 
 
+def test_a_device_that_does_not_multiply_so_leaves_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    """One device without fp32 among all that were asked about was the whole answer."""
+    app(
+        [
+            "qwen2.5-0.5b",
+            "--users",
+            "2",
+            "--hardware",
+            "l40s,mi300x",
+            "--weights",
+            "fp32",
+            "--tp",
+            "1",
+            "--processes",
+            "1",
+        ]
+    )
+    page = capsys.readouterr().out
+    assert "buy 1 x l40s" in page
+    assert "note: mi300x has no peak rate for fp32" in page
+
+
 def test_a_model_that_fits_nowhere_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """With what its weights take."""
     with pytest.raises(SystemExit):

@@ -207,6 +207,21 @@ def test_a_number_that_is_none_leaves_a_row_out():
     assert read_service_rows("\n".join((HEAD, empty))) == []
 
 
+@pytest.mark.parametrize(
+    "change", [(",1,1,5,", ",3,1,5,"), (",1,1,5,", ",16,1,5,"), ("bf16", "fp32"), (",5,", ",9" + 5000 * "9")]
+)
+def test_a_row_that_cannot_be_is_left_out(change):
+    """Devices that cannot share the model, or multiply it: one such row was the end of all others, without its line."""
+    odd = ROW.format("9", "ms").replace("A100-80", "H800").replace(*change)
+    assert read_rows("\n".join((HEAD, odd, ROW.format("9", "ms"))))[1] == 1
+
+
+def test_a_rows_file_may_begin_with_a_byte_order_mark(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_text("\n".join((HEAD, ROW.format("9", "ms"))), "utf-8-sig")
+    assert len(read_rows(text_of(file))[0]) == 1
+
+
 def test_a_rows_file_that_is_no_text_is_refused(tmp_path):
     file = tmp_path / "rows.csv"
     file.write_bytes(b"\xff\xfe" + HEAD.encode("utf-16-le"))

@@ -113,6 +113,14 @@ def test_a_device_named_twice_is_tried_once(capsys):
     assert len(answer["rejected"]) == 1
 
 
+def test_a_device_that_does_not_multiply_so_leaves_the_others(capsys):
+    """One device without fp32 among all that were asked about was the whole answer."""
+    ask = ("--ask", "ttft=1s,tpot=1s,rate=1,in=9,out=9", "--weights", "fp32", "--tp", "1")
+    text = run(capsys, "qwen2.5-0.5b", "--devices", "l40s,mi300x", *ask)
+    assert "meets it: qwen2.5-0.5b fp32 on l40s" in text
+    assert "not tried: fp32 on mi300x: mi300x has no peak rate for fp32" in text
+
+
 def test_an_option_that_an_answer_does_not_read_is_refused(capsys):
     """--ask took --batch, compare --picture, and did nothing with them."""
     ask = "ttft=500ms,tpot=50ms,rate=3/s,in=1500,out=200"

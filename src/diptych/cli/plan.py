@@ -25,6 +25,7 @@ from diptych.cli.layouts import devices_of, layout_of, layout_options, lora_opti
 from diptych.cli.written import errors_told, refuse_unread, written
 from diptych.cost.advice import chunk_for, pools_for, speculation_advice, what_ifs
 from diptych.cost.planner import Plan, Question, make_plan
+from diptych.cost.roofline import NoRate
 from diptych.cost.setup import Setup, setup_of
 from diptych.cost.sizing import TRIED_TP, Answer, parse_ask, parse_duration_s, parse_rate, size
 from diptych.cost.stacks import stack_names
@@ -345,7 +346,11 @@ def _setups(
     not_tried: dict[str, list[str]] = {}
     for name in names:
         for weights in _split(options.weights) or list(ASK_WEIGHTS):
-            base = setup_of(model, name, weights=weights, kv=options.kv, stack=options.stack)
+            try:
+                base = setup_of(model, name, weights=weights, kv=options.kv, stack=options.stack)
+            except NoRate as error:
+                not_tried.setdefault(error.message, []).append(f"{weights} on {name}")
+                continue
             if weights == "fp8" and "fp8" not in base.hardware.flops_per_s:
                 not_tried.setdefault("the device does not multiply in fp8", []).append(base.label)
                 continue

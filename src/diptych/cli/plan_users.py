@@ -24,6 +24,7 @@ from diptych.cli.plan_json import dump
 from diptych.cli.simulate import MAX_USERS, limits_of, seconds
 from diptych.cli.users_text import as_json, show
 from diptych.cli.written import errors_told
+from diptych.cost.roofline import NoRate
 from diptych.cost.setup import Setup, setup_of
 from diptych.cost.sizing import TRIED_TP
 from diptych.cost.tables import device_spec
@@ -116,9 +117,13 @@ def _candidates(options: argparse.Namespace, names: list[str], ask: Ask) -> tupl
     pools: list[Pool] = []
     left_out: dict[str, ConfigError] = {}
     for name in names:
-        base = setup_of(
-            options.model, name, weights=options.weights, kv=options.kv, stack=options.stack, of_services=True
-        )
+        try:
+            base = setup_of(
+                options.model, name, weights=options.weights, kv=options.kv, stack=options.stack, of_services=True
+            )
+        except NoRate as error:
+            left_out[name] = error
+            continue
         before = len(pools)
         for tp in splits:
             try:

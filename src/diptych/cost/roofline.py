@@ -20,6 +20,10 @@ from diptych.ground.specs import Bottleneck, HardwareSpec, QuantSpec, StepCost
 _WIDER = {"fp4": "fp8", "fp8": "bf16", "int8": "bf16", "bf16": "fp32"}
 
 
+class NoRate(ConfigError):
+    """A device multiplies in nothing that would do."""
+
+
 def compute_dtype(hardware: HardwareSpec, wanted: str) -> str:
     """The dtype this device multiplies in when asked for `wanted`."""
     dtype: str | None = wanted
@@ -27,7 +31,7 @@ def compute_dtype(hardware: HardwareSpec, wanted: str) -> str:
         if dtype in hardware.flops_per_s:
             return dtype
         dtype = _WIDER.get(dtype)
-    raise ConfigError(f"{hardware.name} has no peak rate for {wanted} or anything wider")
+    raise NoRate(f"{hardware.name} has no peak rate for {wanted} or anything wider")
 
 
 def peak_flops_per_s(hardware: HardwareSpec, wanted: str) -> float:

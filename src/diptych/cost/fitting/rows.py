@@ -1,7 +1,8 @@
 """Published measurements, one per row: what was run, on what, and how long it took.
 
 Columns: system,hardware,model,precision,tp,batch,prompt,gen,phase,value,unit,source. Rows that do not describe one
-timed prefill or decode step on named hardware (throughputs, open-loop loads, expert parallel) are counted, not used.
+timed prefill or decode step on named hardware (throughputs, open-loop loads, expert parallel), or are over devices that
+cannot share the model, are counted, not used.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diptych.cost.tables import device_spec, model_spec
+from diptych.cost.components import check_tp
+from diptych.cost.roofline import compute_dtype, link_rate
+from diptych.cost.tables import device_spec, model_spec, quant_spec
 from diptych.ground.bounds import shown
 from diptych.ground.errors import ConfigError
 from diptych.ground.formats import QUANT_ALIASES, QUANTS
@@ -123,7 +126,7 @@ def read_service_rows(text: str) -> list[ServiceRow]:
 def text_of(path: Path) -> str:
     """A file of rows. ConfigError where it cannot be read."""
     try:
-        return path.read_text("utf-8")
+        return path.read_text("utf-8-sig")  # spreadsheets begin with a byte order mark
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -136,9 +139,9 @@ class Line(dict[str, str]):
     number: int
 
     def whole(self, name: str) -> int | None:
-        """A whole number; None for any other text."""
+        """A whole number of at most ten digits; None for any other text."""
         text = self[name]
-        return int(text) if text.isascii() and text.isdigit() else None
+        return int(text) if text.isascii() and text.isdigit() and len(text) <= 10 else None
 
     def positive(self, name: str) -> float:
         """A number above 0. ConfigError for any other text."""
@@ -178,6 +181,8 @@ def _what(entry: Line) -> dict[str, Any] | None:
     quant = _quant(entry["precision"], stack)
     tp = entry.whole("tp")
     if stack is None or device is None or model is None or quant is None or not tp:
+        return None
+    if not _is_possible(model, device, quant, tp):
         return None
     source = f"{entry['system']}: {entry.get('source', '')}"
     return {"stack": stack, "device": device, "model": model, "quant": quant, "tp": tp, "source": source}
@@ -243,6 +248,17 @@ def _device(hardware: str, stack: str | None) -> str | None:
         return device_spec(name).name
     except ConfigError:
         return None
+
+
+def _is_possible(model: str, device: str, quant: str, tp: int) -> bool:
+    """Whether so many such devices can share a copy, and multiply it."""
+    try:
+        check_tp(model_spec(model), tp)
+        link_rate(device_spec(device), tp)
+        compute_dtype(device_spec(device), quant_spec(quant).compute)
+    except ConfigError:
+        return False
+    return True
 
 
 def _model(name: str) -> str | None:
