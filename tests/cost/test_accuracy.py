@@ -208,7 +208,7 @@ def test_a_number_that_is_none_leaves_a_row_out():
 
 
 @pytest.mark.parametrize(
-    "change", [(",1,1,5,", ",3,1,5,"), (",1,1,5,", ",16,1,5,"), ("bf16", "fp32"), (",5,", ",9" + 5000 * "9")]
+    "change", [(",1,1,5,", ",3,1,5,"), (",1,1,5,", ",16,1,5,"), ("bf16", "fp32"), (",5,", "," + 5000 * "9" + ",")]
 )
 def test_a_row_that_cannot_be_is_left_out(change):
     """Devices that cannot share the model, or multiply it: one such row was the end of all others, without its line."""
