@@ -52,20 +52,22 @@ def test_the_page_asks_nothing_of_other_machines(http: httpx.Client) -> None:
 def test_the_feed_says_hello_then_sends_frames_and_stops_listening_after(http: httpx.Client) -> None:
     """Nobody watching must cost nothing: without watchers no listener of the page hangs on the engine.
 
-    A finished request has its final counts; the page used to show what it had last seen, "34 or more".
+    A finished request has its final counts; the page used to show what it had last seen, "34 or more". It is told once: with
+    several choices it stood in the table several times, finished while it still ran.
     """
     with http.stream("GET", "/live") as feed:
         lines = (line for line in feed.iter_lines() if line.startswith("data: "))
         hello = json.loads(next(lines).removeprefix("data: "))
         assert hello["kind"] == "hello"
         assert hello["blocks"] > 0
-        http.post("/v1/completions", json={"prompt": "watched", "max_tokens": 5, "ignore_eos": True})
+        http.post("/v1/completions", json={"prompt": "watched", "max_tokens": 5, "ignore_eos": True, "n": 2})
         frames = [json.loads(next(lines).removeprefix("data: ")) for _ in range(3)]
     steps = [step for frame in frames for step in frame["steps"]]
     assert sum(step["p"] for step in steps) > 0
-    assert sum(step["d"] for step in steps) == 4
+    assert sum(step["d"] for step in steps) == 8
     ended = [one for frame in frames for one in frame["finished"]]
-    assert [(one["output_tokens"], one["computed_to"]) for one in ended] == [(5, ended[0]["prompt_tokens"])]
+    counts = [(one["reason"], one["output_tokens"], one["computed_to"]) for one in ended]
+    assert counts == [("length", 10, ended[0]["prompt_tokens"])]
     assert {"kind", "blocks", "ttft_s", "itl_s", "requests", "totals"} <= set(frames[0])
 
 
@@ -175,6 +177,9 @@ def test_a_person_asks_what_would_have_been(
         page.fill("#what-if-change", "quicker")
         page.click("#what-if-ask")
         wait(page.locator("#what-if-note")).to_contain_text("cannot change 'quicker'", timeout=60_000)
+        page.route("**/what-if*", lambda route: route.abort())
+        page.click("#what-if-ask")
+        wait(page.locator("#what-if-note")).to_contain_text("the connection to the server is lost")
         page.click("#what-if-close")
         wait(page.locator("#what-if")).to_be_hidden()
         assert problems == []
@@ -212,8 +217,26 @@ def test_an_answer_that_breaks_off_stays_and_is_said_to(server: ServerProcess, b
             wait(note).to_have_class("note error")
             assert page.inner_text("#try-answer") == answer
         wait(page.locator("#try-send")).to_be_enabled()
+        page.uncheck("#try-chat")  # a system text was dropped in silence
+        wait(page.locator("#try-system")).to_be_disabled()
+        page.check("#try-chat")
+        wait(page.locator("#try-system")).to_be_enabled()
     finally:
         context.close()
+
+
+@pytest.mark.browser
+@needs_browser
+def test_a_request_has_one_short_name(server: ServerProcess, browser: object) -> None:
+    """A step named by their ends those whose rows began with their beginnings; prompts of one body looked the same."""
+    page = browser.new_page()  # type: ignore[attr-defined]
+    try:
+        page.goto(f"{server.url}/")
+        ids = ["chatcmpl-c967bfcecf8d4fcf", "cmpl-c967bfcecf8d4fcf-0", "cmpl-c967bfcecf8d4fcf-11", "job-7", "7"]
+        named = page.evaluate("ids => import('/page/charts.js').then(charts => ids.map(charts.label))", ids)
+        assert named == ["c967bfcecf8d", "c967bfcecf-0", "c967bfcec-11", "job-7", "7"]
+    finally:
+        page.close()
 
 
 @pytest.mark.browser
@@ -255,10 +278,26 @@ def test_simulated_steps_are_seen_as_a_server_s(server: ServerProcess, browser: 
     try:
         page.goto(f"{server.url}/")
         wait(page.locator("#status")).to_have_text("live", timeout=60_000)
+        server.client().post("/v1/completions", json={"prompt": "hello", "max_tokens": 2}).raise_for_status()
+        rows = page.locator("#requests tbody tr")
+        wait(rows.first).to_be_visible(timeout=60_000)
+        other = tmp_path / "other.txt"
+        other.write_text("once upon a time\n\n")
+        page.set_input_files("#open", str(other))
+        wait(page.locator("#timeline-note")).to_contain_text("other.txt holds no steps")
         page.set_input_files("#open", str(file))
         wait(page.locator("#model")).to_contain_text("simulated, l40s", timeout=60_000)
+        assert "parameters" not in page.inner_text("#model")  # "- parameters, loaded in -"
         wait(page.locator("#status")).to_have_text("steps.txt, at its end", timeout=60_000)
-        wait(page.locator("#requests tbody tr").first).to_be_visible(timeout=60_000)
+        wait(rows).to_have_count(6)  # none of the server's own, whose times are on another clock
+        page.hover("#timeline", position={"x": 250, "y": 30})
+        wait(page.locator("#timeline-note")).to_contain_text("step of")
+        cut = tmp_path / "cut.txt"
+        cut.write_text(file.read_text()[:-20])  # as Ctrl-C leaves what curl writes
+        for one in (file, cut):  # the second ends the first
+            page.set_input_files("#open", str(one))
+        wait(page.locator("#status")).to_have_text("cut.txt, at its end", timeout=60_000)
+        wait(rows.locator("button:enabled")).to_have_count(3)  # the others' ends were cut off
         page.screenshot(
             path=Path(os.environ.get("DIPTYCH_SCREENSHOTS", tmp_path)) / "page-simulated.png", timeout=90_000
         )

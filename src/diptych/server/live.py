@@ -12,7 +12,7 @@ from typing import Any
 
 from diptych.compute.ceilings import Ceilings
 from diptych.control.stats import WorkerStats
-from diptych.ground.events import Event, FinishEvent, PreemptEvent
+from diptych.ground.events import Event, PreemptEvent
 from diptych.insight.segments import TokenWork
 from diptych.metrics import RequestRecord, StepRecord
 from diptych.server.desk import Desk
@@ -69,6 +69,7 @@ class LiveFeed:
             self._frame = Frame()
             self._unsubscribe = self._desk.engine.subscribe(self._on_events)
             self._desk.engine.engine.book.on_step.append(self._on_step)
+            self._desk.telemetry.on_record.append(self._on_record)
             self._desk.spawn(self._tick())
         try:
             yield sse_event(self._hello())
@@ -96,6 +97,7 @@ class LiveFeed:
         if self._unsubscribe is not None:
             self._unsubscribe()
             self._desk.engine.engine.book.on_step.remove(self._on_step)
+            self._desk.telemetry.on_record.remove(self._on_record)
             self._unsubscribe = None
 
     def _hello(self) -> dict[str, Any]:
@@ -151,7 +153,7 @@ class LiveFeed:
             "preempted": frame.preempted,
             "steps": steps,
             "requests": self._open_requests(),
-            "finished": [one | self._final_counts(one["id"]) for one in frame.finished[-MAX_LISTED_REQUESTS:]],
+            "finished": frame.finished[-MAX_LISTED_REQUESTS:],
             "ttft_s": _distribution(telemetry.ttft_s),
             "itl_s": _distribution(telemetry.itl_s),
             "totals": {
@@ -172,17 +174,14 @@ class LiveFeed:
             for one in records[:MAX_LISTED_REQUESTS]
         ]
 
-    def _final_counts(self, request_id: str) -> dict[str, int]:
-        """Of a request that has just ended: its record is kept for a while."""
-        return next((_counts(one) for one in self._desk.timelines.find(request_id)), {})
-
     def _on_events(self, events: list[Event]) -> None:
-        frame = self._frame
-        for event in events:
-            if isinstance(event, PreemptEvent):
-                frame.preempted.append(event.request_id)
-            elif isinstance(event, FinishEvent):
-                frame.finished.append({"id": event.request_id, "at_s": event.at_s, "reason": event.reason.value})
+        self._frame.preempted += [event.request_id for event in events if isinstance(event, PreemptEvent)]
+
+    def _on_record(self, record: RequestRecord) -> None:
+        """A request is over, with all its choices."""
+        reasons = ", ".join(dict.fromkeys(reason.value for reason in record.reasons if reason is not None))
+        ended = {"id": record.request_id, "at_s": record.end_s, "reason": reasons}
+        self._frame.finished.append(ended | _counts(record))
 
     def _on_step(self, step: StepRecord) -> None:
         frame, shape = self._frame, step.shape

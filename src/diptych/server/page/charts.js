@@ -46,6 +46,12 @@ export function duration(seconds) {
   return `${Number(value.toPrecision(3))} ${Math.abs(seconds) >= 1 ? "s" : "ms"}`;
 }
 
+// a request where room is little: how its id begins, and which prompt of its body it is
+export function label(id) {
+  const [, name, place] = /^(?:(?:chat)?cmpl-)?(.*?)(-\d{1,3})?$/s.exec(id);
+  return name.slice(0, 12 - (place ?? "").length) + (place ?? "");
+}
+
 // 1, 2 or 5 times a power of ten, of which about `parts` fit into span
 function roundStep(span, parts) {
   const least = span / parts;
@@ -82,7 +88,7 @@ export function drawTimeline(canvas, { steps, lanes, from, span, origin, pointer
   if (left > 0) {
     context.fillText("steps", 2, top + row - 5);
     lanes.forEach((id, lane) => {
-      if (row >= 10) context.fillText(id.replace(/^(chat)?cmpl-/, "").slice(0, 12), 2, top + (lane + 2) * row - 4);
+      if (row >= 10) context.fillText(label(id), 2, top + (lane + 2) * row - 4);
     });
   }
   const lane = new Map(lanes.map((id, place) => [id, place + 1]));
@@ -115,7 +121,7 @@ export function drawTimeline(canvas, { steps, lanes, from, span, origin, pointer
   return pointed;
 }
 
-// series: [{name, colour, values}] of equal length, newest last; each is scaled to its own largest value
+// series: [{colour, values, capacity}] of equal length, newest last, on one scale; capacity: values that fill the width
 export function drawRates(canvas, series, seconds) {
   const { context, width, height } = begin(canvas);
   const colour = colours();

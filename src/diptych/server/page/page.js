@@ -1,5 +1,5 @@
 // The live page: one event stream in, everything on the page redrawn from it four times a second.
-import { drawDistribution, drawRates, drawTimeline, milliseconds, quantile, short } from "./charts.js";
+import { drawDistribution, drawRates, drawTimeline, label, milliseconds, quantile, short } from "./charts.js";
 import { setUpTry } from "./try.js";
 import { setUpWhatIf } from "./whatif.js";
 import { drawWorkers } from "./workers.js";
@@ -22,32 +22,48 @@ preferred.addEventListener("change", () => setTheme(preferred.matches ? "dark" :
 el("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
 
 let source = null;
+let played = 0; // files so far: one that is opened takes the place of the one before
 
-function receive(text) {
-  const data = JSON.parse(text);
+function receive(data) {
   if (data.kind === "hello") greet(data);
   else take(data);
-  return data;
 }
 
-// a feed that was kept in a file (`diptych simulate --steps`, or curl of /live), at its own pace
+// the events of a kept feed, none of another file; the last piece is nothing, or was cut when the keeping ended
+function eventsOf(text) {
+  try {
+    const events = text.split("\n\n").slice(0, -1).filter((one) => one.startsWith("data: ")).map((one) => JSON.parse(one.slice(6)));
+    return events[0]?.kind === "hello" ? events : [];
+  } catch {
+    return [];
+  }
+}
+
+// a feed that was kept in a file (`diptych simulate --steps`, or curl of /live), at its own pace and on its own clock
 async function replay(file) {
+  const events = eventsOf(await file.text());
+  if (events.length === 0) {
+    el("timeline-note").textContent = `${file.name} holds no steps; they are what diptych simulate --steps writes`;
+    return;
+  }
   source.close();
-  const events = (await file.text()).split("\n\n").filter((one) => one.startsWith("data: ")).map((one) => one.slice(6));
-  let before = null;
-  for (const text of events) {
-    const at = JSON.parse(text).now_s;
-    if (before !== null) await new Promise((done) => setTimeout(done, Math.min(2, at - before) * 1e3));
-    receive(text);
+  played += 1;
+  const turn = played;
+  Object.assign(state, { frame: null, finished: [], prefill: [], decode: [] });
+  let before = events[0].now_s;
+  for (const data of events) {
+    await new Promise((done) => setTimeout(done, Math.min(2, data.now_s - before) * 1e3));
+    if (turn !== played) return;
+    receive(data);
     setStatus(file.name, "live");
-    before = at;
+    before = data.now_s;
   }
   setStatus(`${file.name}, at its end`, "lost");
 }
 
 function connect() {
   source = new EventSource("live");
-  source.onmessage = (message) => receive(message.data);
+  source.onmessage = (message) => receive(JSON.parse(message.data));
   source.onerror = () => setStatus(source.readyState === EventSource.CLOSED ? "connection refused" : "connection lost, trying again", "lost");
 }
 
@@ -62,7 +78,9 @@ function greet(hello) {
   state.seen.clear();
   state.refused = [];
   state.lastAt = null;
-  el("model").textContent = `${hello.model} · ${short(hello.parameters)} parameters · ${hello.backend} backend · ${hello.weights} weights, ${hello.kv} KV · context ${hello.context_tokens} · loaded in ${milliseconds(hello.load_s)}`;
+  const size = hello.parameters === null ? "" : ` · ${short(hello.parameters)} parameters`; // neither is told of a simulation
+  const load = hello.load_s === null ? "" : ` · loaded in ${milliseconds(hello.load_s)}`;
+  el("model").textContent = `${hello.model}${size} · ${hello.backend} backend · ${hello.weights} weights, ${hello.kv} KV · context ${hello.context_tokens}${load}`;
   setStatus("live", "live");
 }
 
@@ -159,9 +177,10 @@ function drawSteps() {
   const lanes = [...state.seen.entries()].filter(([id, at]) => open.has(id) || at >= shown.from).sort((a, b) => (open.has(b[0]) - open.has(a[0])) || b[1] - a[1]).slice(0, MAX_LANES).map(([id]) => id);
   const pointed = drawTimeline(el("timeline"), { steps: state.steps, lanes, ...shown, pointer: state.pointer });
   if (pointed !== null) {
-    const chunks = pointed.chunks.map(([id, tokens, cached]) => `${id.slice(-8)} ${tokens}${cached ? ` (+${cached} cached)` : ""}`);
-    const parts = [`step of ${milliseconds(pointed.s)}`, `${pointed.p} prefill tokens${chunks.length ? `: ${chunks.join(", ")}` : ""}`, `${pointed.d} decode${pointed.g[0] ? ` (${pointed.g[1]} of ${pointed.g[0]} drafts kept)` : ""}`];
-    if (pointed.p > 0 && pointed.d > 0) parts.push(`${pointed.seqs.length} streams waited for ${pointed.chunks.map(([id]) => id.slice(-8)).join(", ")}`);
+    const chunks = pointed.chunks.map(([id, tokens, cached]) => `${label(id)} ${tokens}${cached ? ` (+${cached} cached)` : ""}`);
+    const [drafted, kept] = pointed.g ?? [0, 0]; // a simulated step does not tell
+    const parts = [`step of ${milliseconds(pointed.s)}`, `${pointed.p} prefill tokens${chunks.length ? `: ${chunks.join(", ")}` : ""}`, `${pointed.d} decode${drafted ? ` (${kept} of ${drafted} drafts kept)` : ""}`];
+    if (pointed.p > 0 && pointed.d > 0) parts.push(`${pointed.seqs.length} streams waited for ${pointed.chunks.map(([id]) => label(id)).join(", ")}`);
     el("timeline-note").textContent = parts.join(" · ");
   }
 }
@@ -224,7 +243,8 @@ function fillRow(line, [id, ...cells], isOver) {
 }
 
 el("window").addEventListener("change", (change) => { state.span = Number(change.target.value) || null; redraw(); });
-el("timeline").addEventListener("pointermove", (move) => { state.pointer = move.offsetX; if (state.frame) drawSteps(); });
+// a finger that taps does not move
+for (const kind of ["pointerdown", "pointermove"]) el("timeline").addEventListener(kind, (point) => { state.pointer = point.offsetX; if (state.frame) drawSteps(); });
 el("timeline").addEventListener("pointerleave", () => { state.pointer = null; });
 window.addEventListener("resize", redraw);
 el("open").addEventListener("change", (change) => { if (change.target.files.length) replay(change.target.files[0]); });

@@ -72,7 +72,7 @@ async function send(controller) {
 }
 
 // what the browser says of a lost connection differs from one to the next, and in none says what was lost
-const words = (error) => (error instanceof TypeError ? "the connection to the server is lost, or there was none" : error.message);
+export const words = (error) => (error instanceof TypeError ? "the connection to the server is lost, or there was none" : error.message);
 
 function make(tag, attributes, ...children) {
   const node = document.createElement(tag);
@@ -115,6 +115,10 @@ function report(usage, timings) {
 
 export function setUpTry() {
   let controller = null;
+  const chat = el("try-chat");
+  const showUse = () => { el("try-system").disabled = !chat.checked; }; // a prompt alone has no system message
+  chat.addEventListener("change", showUse);
+  showUse();
   el("try-stop").addEventListener("click", () => controller?.abort());
   el("try").addEventListener("submit", async (submit) => {
     submit.preventDefault();

@@ -1,5 +1,6 @@
 // What a finished request's times would have been: the server runs its last minutes again with one thing changed.
 import { milliseconds } from "./charts.js";
+import { words } from "./try.js";
 
 const el = (id) => document.getElementById(id);
 let asked = null; // the request on show
@@ -33,7 +34,7 @@ async function ask(id, changes) {
     if (answer.ok) show(found);
     else refuse(found.error.message);
   } catch (error) {
-    if (asked === id) refuse(String(error));
+    if (asked === id) refuse(words(error));
   } finally {
     el("what-if-ask").disabled = false;
   }
