@@ -16,6 +16,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
+from diptych.compute.runner import random_model
 from diptych.cost.calibration import Cache
 from diptych.cost.profile import load_profile, read_profile
 from diptych.engine.load import bundled_dir, load
@@ -27,7 +28,7 @@ from diptych.lab import calibrate as calibration
 from diptych.lab import rounds as rounds_module
 from diptych.lab.calibrate import cache_level
 from diptych.lab.experiment import Check, Experiment, Outcome, Stage, Verdict, conclude, point, polynomial, quantity
-from diptych.lab.experiments import EXPERIMENTS
+from diptych.lab.experiments import EXPERIMENTS, lengths
 from diptych.lab.experiments.roofline import PARTS, REST
 from diptych.lab.probe import StepParts
 from diptych.lab.report import picture
@@ -326,6 +327,77 @@ def test_polynomial_finds_known_coefficients() -> None:
     xs = [10, 100, 1000, 10_000]
     ys = [2.0 + 0.5 * x + 1e-4 * x * x for x in xs]
     assert polynomial(xs, ys, 2) == pytest.approx([2.0, 0.5, 1e-4], rel=1e-6)
+
+
+TINY = {"vocab_size": 160, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"architectures": ["FalconForCausalLM"], "model_type": "falcon"} | TINY, "nothing to compare"),
+        ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4},
+         "num_key_value_heads in config.json is 4"),
+    ],
+    ids=["falcon", "gpt2"],
+)  # fmt: skip
+def test_heads_that_cannot_be_shared_withhold_the_verdict(
+    config: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    """A KeyError for GPT-2 took the whole lab with it; of Falcon's three equal models failed the claim."""
+    compute = ComputeConfig(backend="torch", threads=1)
+    stage = Stage(
+        model=random_model(config, compute, seed=0),
+        name="tiny",
+        config=EngineConfig(compute=compute),
+        loaded=None,
+        longest_tokens=64,
+        effort=Effort(rounds=2, budget_s=0.0),
+        progress=lambda text: None,
+    )
+    outcomes: list[Outcome] = []
+    LabRun(stage, tmp_path).run(choose(["head-sharing"]), on_result=lambda _, outcome: outcomes.append(outcome))
+    assert outcomes[0].verdict is Verdict.WITHHELD
+    assert words in outcomes[0].finding
+
+
+@pytest.mark.parametrize(
+    ("longest", "context", "prompts"), [(64, 384, [10, 64]), (384, 384, [10, 288]), (1000, 1200, [10, 1000])]
+)
+def test_requests_end_at_the_longest_length(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, longest: int, context: int, prompts: list[int]
+) -> None:
+    """`--longest-tokens` was read by the other lengths alone, and a prompt of just the length that fits was left out."""
+    seen: list[int] = []
+
+    class Request:
+        def __init__(self, driver: object, prompt_tokens: int, new_tokens: int) -> None:
+            seen.append(prompt_tokens)
+
+        def prefill_s(self) -> float:
+            return 1.0
+
+        decode_s = prefill_s
+
+    monkeypatch.setattr(lengths, "_Request", Request)
+    monkeypatch.setattr(stage, "longest_tokens", longest)
+    monkeypatch.setattr(stage, "context_tokens", context)
+    lengths.PHASE_SHARES.run(stage)
+    assert list(dict.fromkeys(seen)) == prompts
+
+
+def test_a_fresh_process_that_takes_too_long_ends_its_experiment_alone(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a traceback, and the experiments behind it were not run."""
+
+    def stuck(command: list[str], *, timeout: float, **options: object) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", stuck)
+    outcomes: list[Outcome] = []
+    LabRun(stage, tmp_path).run(choose(["cold-start"]), on_result=lambda _, outcome: outcomes.append(outcome))
+    assert outcomes[0].finding == "could not be run: a fresh process had no token within 120 s"
 
 
 def test_unknown_experiment_is_named() -> None:

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from diptych.ground.errors import ConfigError
 from diptych.lab.soak import run_soak
 from diptych.lab.stall_budget import StallConfig, run_stall
 from server_process import ServerProcess
@@ -53,10 +54,21 @@ def test_the_stall_experiment_sees_the_streams_wait(server: ServerProcess) -> No
     assert found["itl_during_s"]["max"] >= found["itl_before_s"]["p50"]
 
 
-def test_without_a_server_it_says_so_at_once() -> None:
+def test_streams_that_end_too_soon_leave_nobody_waiting(server: ServerProcess) -> None:
+    """The prompt was to be sent behind a token that never came: the run did not end."""
+    with pytest.raises(ConfigError, match="new tokens of a stream is 40; it must be a whole number of at least 51"):
+        StallConfig(url=server.url, new_tokens=40)
+    config = StallConfig(url=server.url, streams=1, prompt_tokens=16, new_tokens=4, lead_tokens=3)
+    object.__setattr__(config, "lead_tokens", 9)  # as if an event had brought several tokens
+    assert asyncio.run(run_stall(config))["ttft_s"] > 0
+
+
+@pytest.mark.parametrize(("tool", "more"), [("soak", ["--minutes", "60"]), ("stall_budget", [])])
+def test_without_a_server_it_says_so_at_once(tool: str, more: list[str]) -> None:
     """A soak of nothing would count refused connections for an hour."""
-    command = [sys.executable, "-m", "diptych.lab.soak", "--url", "http://127.0.0.1:9", "--minutes", "60"]
+    command = [sys.executable, "-m", f"diptych.lab.{tool}", "--url", "http://127.0.0.1:9", *more]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "no connection" in done.stderr
+    assert "Traceback" not in done.stderr
     assert "diptych serve" in done.stderr

@@ -98,6 +98,12 @@ def test_the_first_of_many_requests_weigh_as_in_the_published_run() -> None:
     assert schedule_of(loop).times(predict_s).ttft_s < few.times(predict_s).ttft_s
 
 
+def test_a_request_of_each_stream_is_the_whole_run() -> None:
+    """The first wave counted as a tenth of a run whose rest was nobody's: TTFT and TPOT came out ten times too short."""
+    loop = ClosedLoop(streams=4, input=LengthRange(low=64, high=64), output=LengthRange(low=5, high=5), n_requests=4)
+    assert schedule_of(loop).times(second_each) == Times(1.0, 1.0, 4.0)
+
+
 def test_a_pool_that_holds_no_request_is_refused() -> None:
     with pytest.raises(ConfigError, match="one request takes 1100"):
         schedule_of(

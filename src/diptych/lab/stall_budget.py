@@ -12,13 +12,16 @@ import argparse
 import asyncio
 import json
 import random
+import sys
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from diptych.ground.clock import MonotonicClock
-from diptych.lab.http_client import HttpClient
+from diptych.ground.config import at_least
+from diptych.ground.errors import ConfigError
+from diptych.lab.http_client import HttpClient, HttpFailure
 from diptych.lab.load import carries_output, spread
 
 CLOCK = MonotonicClock()
@@ -26,7 +29,10 @@ CLOCK = MonotonicClock()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallConfig:
-    """streams decode `new_tokens` each; after `lead_tokens` of the first stream the long prompt is sent."""
+    """streams decode `new_tokens` each; after `lead_tokens` of the first stream the long prompt is sent.
+
+    ConfigError where there is no stream, or none that is longer.
+    """
 
     url: str
     api_key: str | None = None
@@ -36,6 +42,11 @@ class StallConfig:
     lead_tokens: int = 50
     vocab_size: int = 1000
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse streams behind which the prompt would never be sent."""
+        at_least("streams", self.streams, 1)
+        at_least("new tokens of a stream", self.new_tokens, self.lead_tokens + 1)
 
 
 async def run_stall(config: StallConfig) -> dict[str, Any]:
@@ -53,6 +64,7 @@ async def run_stall(config: StallConfig) -> dict[str, Any]:
                     times_s[number].append(CLOCK.now_s())
                 if number == 0 and len(times_s[0]) == config.lead_tokens:
                     may_send.set()
+        may_send.set()  # an event may bring several tokens, so that there were fewer of them
 
     async def intruder() -> tuple[float, float]:
         await may_send.wait()
@@ -98,8 +110,13 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=400)
     parser.add_argument("--vocab-size", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    config = StallConfig(**vars(parser.parse_args()))
-    print(json.dumps(asyncio.run(run_stall(config)), indent=1))
+    try:
+        found = asyncio.run(run_stall(StallConfig(**vars(parser.parse_args()))))
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    except HttpFailure as failure:
+        sys.exit(f"error: {failure}\nhint: start `diptych serve`, or name another server with --url")
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

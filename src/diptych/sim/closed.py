@@ -138,6 +138,8 @@ def _waves(served: Sequence[_Served], loop: ClosedLoop) -> list[tuple[Sequence[_
     """
     ordered = sorted(served, key=lambda one: one.came)
     streams = loop.streams
+    if len(ordered) <= streams:  # there is no other wave
+        return [(ordered, 1.0)]
     if len(ordered) < 3 * streams:
         share = min(1.0, 1.0 / loop.of_each)
         waves = [(ordered[:streams], share), (ordered[streams:], 1.0 - share)]

@@ -112,9 +112,9 @@ def _decode_position(stage: Stage) -> Outcome:
 def _phase_shares(stage: Stage) -> Outcome:
     """Whole requests through the scheduler and the sampler, one at a time."""
     new_tokens = min(200, stage.context_tokens // 4)
-    most = stage.context_tokens - new_tokens
+    most = min(stage.longest_tokens, stage.context_tokens - new_tokens)
     wanted = (10, 1000, 10_000)
-    prompts = [n for n in wanted if n < most] + ([] if most >= wanted[-1] else [most])
+    prompts = [n for n in wanted if n <= most] + ([] if most in wanted or most > wanted[-1] else [most])
     engines = stage.engines(context_tokens=stage.context_tokens, n_tokens=prompts[-1] + new_tokens)
     settings = {"max_running_sequences": 1, "enable_prefix_cache": False}
     driver = engines.driver(**settings)

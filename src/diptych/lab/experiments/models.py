@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 from diptych.cost.parameters import parameter_count
 from diptych.ground.shape import StepShape
-from diptych.lab.experiment import Check, Experiment, Outcome, Point, Stage, conclude, point, quantity
+from diptych.lab.experiment import Check, Experiment, Outcome, Point, Stage, cannot, conclude, point, quantity
 from diptych.lab.probe import StepProbe
 from diptych.lab.rounds import Sampler
 from diptych.models.spec import ModelSpec
@@ -17,8 +17,7 @@ FFN_STEP = 64  # widths of the MLP stay multiples of this
 
 def _head_sharing(stage: Stage) -> Outcome:
     """Three models of equal size that differ in KV heads: what sharing saves in the projections goes to the MLP."""
-    config = stage.model.hf_config
-    heads = int(config["num_attention_heads"])
+    heads = stage.model.spec.n_heads
     context = min(4096, stage.longest_tokens)
     rows = min(PREFILL_ROWS, context)
     group = next((k for k in (heads // 4, heads // 3, heads // 2) if k > 1 and heads % k == 0), 1)
@@ -36,6 +35,10 @@ def _head_sharing(stage: Stage) -> Outcome:
             stage.progress(f"{name}: {kv_heads} KV heads")
             model = stage.other(changes={"num_key_value_heads": kv_heads, **_balanced_ffn(stage.model.spec, kv_heads)})
             models.callback(model.close)
+            if model.spec.n_kv_heads != kv_heads:
+                return cannot(
+                    f"this family has {model.spec.n_kv_heads} KV heads, whatever is asked: nothing to compare"
+                )
             sizes.append(parameter_count(model.spec))
             probe = StepProbe(model, max_tokens=context + 32)
             samplers += [probe.sampler(work) for work in works]

@@ -217,7 +217,10 @@ def _cold_start(stage: Stage) -> Outcome:
 
     def process_s() -> float:
         begin_s = clock.now_s()
-        done = subprocess.run(command, capture_output=True, check=False, timeout=FIRST_TOKEN_S)
+        try:
+            done = subprocess.run(command, capture_output=True, check=False, timeout=FIRST_TOKEN_S)
+        except subprocess.TimeoutExpired:
+            raise ExecutorError(f"a fresh process had no token within {FIRST_TOKEN_S:g} s") from None
         if done.returncode != 0:
             raise ExecutorError(f"a fresh process failed: {done.stderr.decode(errors='replace').strip()[-200:]}")
         return clock.now_s() - begin_s
