@@ -7,6 +7,7 @@ import pytest
 from diptych.cost.adapters import Loras
 from diptych.cost.layout import Layout
 from diptych.cost.memory import capacity_of
+from diptych.cost.planner import phase_plan
 from diptych.cost.setup import setup_of
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
@@ -49,6 +50,16 @@ def test_a_pipeline_answers_more_and_none_sooner():
     halves = [capacity_of(each, context_tokens=4096, batch=1) for each in (one, two)]
     assert halves[1].weight_bytes == pytest.approx(halves[0].weight_bytes / 2)
     assert halves[1].kv_tokens > 2 * halves[0].kv_tokens
+
+
+@pytest.mark.parametrize("batch", [1, 2, 16, 64])
+def test_nothing_is_predicted_below_the_roofline_of_its_layout(batch):
+    """A part of a pipeline's rows reads fewer experts than all of them: the bound had those of all."""
+    for pp in (1, 2, 4):
+        plan = phase_plan(
+            setup("mixtral-8x7b", weights="bf16", pp=pp), StepShape.decode(batch=batch, context_tokens=600)
+        )
+        assert plan.bound_s < plan.predicted_s, pp
 
 
 def test_the_busiest_experts_decide():

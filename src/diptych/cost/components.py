@@ -101,7 +101,7 @@ class PhaseCost:
         """FLOPs per byte of the whole step."""
         return self.flops / self.bytes
 
-    def shared(self, *, rows: int, experts: int) -> PhaseCost:
+    def shared(self, *, rows: int, experts: float) -> PhaseCost:
         """Of one of so many devices that share the rows, and so many that share the weights of the experts."""
         parts = []
         for part in self.components:

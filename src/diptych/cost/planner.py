@@ -195,9 +195,16 @@ def decode_work_of(setup: Setup, question: Question) -> StepShape:
 
 def _cost(setup: Setup, work: StepShape) -> PhaseCost:
     """Of one device: its share of the rows and their KV, and of the experts."""
-    is_ours, layout = setup.calibration.is_local, setup.layout
+    is_ours, layout, moe = setup.calibration.is_local, setup.layout, setup.model.moe
     cost = cost_of(setup.model, work, quant=setup.quant, kv=setup.kv, tp=setup.tp, is_ours=is_ours)
-    return cost if layout == PLAIN else cost.shared(rows=layout.parts, experts=layout.dp)
+    if layout == PLAIN:
+        return cost
+    experts = float(layout.dp)
+    if moe is not None:  # a part of the rows passes all stages at a time, and reads the experts that it asks for
+        rows = work.n_tokens, -(-work.n_tokens // layout.pp)
+        of_all, of_part = (expected_experts(moe.n_experts, moe.experts_per_token, n, skew=moe.skew) for n in rows)
+        experts *= of_all / of_part
+    return cost.shared(rows=layout.parts, experts=experts)
 
 
 def phase_plan(setup: Setup, work: StepShape) -> PhasePlan:
@@ -284,7 +291,8 @@ def compute_bound_batch(setup: Setup) -> float | None:
     per_expert = unit.component("experts").weight_bytes / moe.experts_per_token
 
     def is_compute_bound(rows: int) -> bool:
-        touched = expected_experts(moe.n_experts, moe.experts_per_token, rows, skew=moe.skew)
+        of_part = -(-rows // setup.layout.pp)
+        touched = expected_experts(moe.n_experts, moe.experts_per_token, of_part, skew=moe.skew)
         return rows * row_s >= (dense + touched * per_expert) / bandwidth
 
     rows = range(1, MOST_SEQUENCES + 1)
