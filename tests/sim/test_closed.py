@@ -13,7 +13,7 @@ from diptych.ground.errors import ConfigError
 from diptych.ground.events import Event, FinishEvent
 from diptych.ground.shape import StepShape
 from diptych.metrics import RequestRecord
-from diptych.sim.closed import BLOCK_TOKENS, ClosedLoop, Schedule, schedule_of
+from diptych.sim.closed import BLOCK_TOKENS, ClosedLoop, Schedule, Times, schedule_of
 from diptych.sim.engine import SimulatedEngine
 from diptych.sim.load import request_of
 from diptych.workload import LengthRange, WorkloadItem
