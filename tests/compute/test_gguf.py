@@ -19,7 +19,7 @@ from diptych.compute.runner import load_model
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError
-from diptych.models.gguf import count_parameters, load_gguf_spec
+from diptych.models.gguf import count_parameters, load_gguf_spec, read_config
 from diptych.models.gguf_file import BLOCK_TYPES, open_gguf
 from gguf_files import ARCHITECTURES, Tensors, gguf_reference, joined, quantised, write_gguf
 from stepping import Stepper
@@ -216,6 +216,14 @@ def test_metadata_that_change_the_mathematics_are_refused(
     path = write_gguf(gguf_reference(family), tmp_path / "m.gguf", metadata=metadata)
     with pytest.raises(LoadError, match=said):
         load_gguf_spec(path)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_layers_are_bounded_before_a_list_of_them_is_made(family: str, tmp_path: Path) -> None:
+    """A header that names four billion blocks took all memory there is, and `inspect` was enough for that."""
+    path = write_gguf(gguf_reference(family), tmp_path / "m.gguf", metadata={"block_count": 2**20})
+    with pytest.raises(LoadError, match=r"num_hidden_layers in .*m\.gguf is 1048576; it must be at most 2048"):
+        read_config(open_gguf(path))
 
 
 def read_by_transformers(path: Path) -> Any:

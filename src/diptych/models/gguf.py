@@ -171,6 +171,7 @@ def read_config(file: GgufFile) -> dict[str, Any]:
             f"tensor token_embd.weight is missing from {file.path}", hint="it holds a vocabulary, or an adapter"
         )
     config["num_hidden_layers"] = n_layers_of(file)
+    HfConfig(config, path=str(file.path)).integer("num_hidden_layers")  # lists as long as that are made below
     config["vocab_size"] = table.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     heads = config["num_attention_heads"]
