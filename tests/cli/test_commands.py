@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import itertools
 import json
 import os
@@ -11,12 +12,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from diptych.cli.chat import Conversation
+from diptych.engine.llm import LLM
+from diptych.ground.request import SamplingParams
 from started import run
 
 RUN = [sys.executable, "-m", "diptych"]
@@ -197,6 +201,26 @@ def test_chat_keeps_its_history_in_the_cache_and_survives_ctrl_c() -> None:
     assert out.strip()
     assert err.count("cached 0") == 1  # the first answer; the second found the first turn
     assert "phase report" in err
+
+
+def test_what_was_not_answered_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Behind a second Ctrl-C two messages of the user's stood in a row, which many templates refuse."""
+    with LLM("bundled", max_context_tokens=256) as llm:
+        talk = Conversation(llm, SamplingParams(max_tokens=2), system=None, think=False)
+        asked: list[int] = []
+
+        def break_off(messages: list[dict[str, object]], **_: object) -> NoReturn:
+            asked.append(len(messages))
+            raise KeyboardInterrupt
+
+        lines = io.StringIO("one\ntwo\nthree")
+        monkeypatch.setattr(sys, "stdin", lines)
+        monkeypatch.setattr(llm, "render", break_off)
+        talk.run()
+    assert asked == [1, 1, 1]
+    assert capsys.readouterr().err.endswith("> \n")  # the end of input does not leave the shell in this line
 
 
 def test_embed_writes_a_vector_per_line_and_reports_one_phase() -> None:

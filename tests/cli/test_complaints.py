@@ -53,6 +53,27 @@ def test_a_closed_output_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.parametrize(
+    ("rest", "encoding", "out", "err"),
+    [
+        ("- <&-", "utf-8", b"", b"error: prompt has 0 tokens"),
+        ("- < words", "utf-8:strict", b"", b"error: text has a lone surrogate at character 3"),
+        ("'\u6771 hi'", "latin-1", rb"\u6771 hi", b""),
+    ],
+)
+def test_streams_and_letters_that_are_not_there_are_no_traceback(
+    rest: str, encoding: str, out: bytes, err: bytes, tmp_path: Path
+) -> None:
+    """No standard input at all, bytes in it that are no text, and text that a locale cannot write: each ended in a traceback."""
+    (tmp_path / "words").write_bytes("caf\u00e9 au lait".encode("latin-1"))
+    command = f"{sys.executable} -m diptych generate -q --max-tokens 1 {rest}"
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run(["sh", "-c", command], capture_output=True, check=False, cwd=tmp_path, env=environment)
+    assert done.stdout.startswith(out)
+    assert done.stderr.startswith(err)
+    assert (done.returncode == 0) == (err == b""), done.stderr
+
+
 def test_files_that_cannot_be_written_are_named_before_measuring(tmp_path: Path) -> None:
     """`lab --out` and `lab calibrate --out` ended in a traceback, the second after a minute of measuring."""
     file = tmp_path / "file"
@@ -176,9 +197,20 @@ def test_a_gguf_file_is_known_by_its_first_bytes(tmp_path: Path) -> None:
 @pytest.mark.native
 def test_the_bundled_model_is_quantised_by_its_name(tmp_path: Path) -> None:
     """`bundled` is a model for every other command."""
-    done = run("quantize", "bundled", "-o", str(tmp_path / "q"))
+    folder = tmp_path / "q[/b]"  # it ended in a traceback of what writes lines in colours
+    done = run("quantize", "bundled", "-o", str(folder))
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "q" / "model.safetensors").stat().st_size > 1e6
+    assert f"{folder.name}: " in done.stderr
+    assert (folder / "model.safetensors").stat().st_size > 1e6
+
+
+def test_a_gguf_file_is_not_packed_and_called_one(tmp_path: Path) -> None:
+    """It was "a file that is no GGUF"."""
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF\x03\x00\x00\x00")
+    done = run("quantize", str(file), "-o", str(tmp_path / "q"))
+    assert done.returncode == 2
+    assert "m.gguf is a GGUF file, and what is packed is a folder" in done.stderr
 
 
 def test_bench_shows_every_number_in_80_columns() -> None:

@@ -45,6 +45,12 @@ def test_every_tensor_of_a_gguf_file_is_counted_once(family: str, tmp_path: Path
     assert any(group.part == "experts" for group in groups) == (family in ("qwen3_moe", "qwen2_moe"))
 
 
+def test_a_name_in_brackets_is_told_whole(tmp_path: Path) -> None:
+    """`x[dim]` was called x."""
+    folder = Path(shutil.copytree(bundled_dir(), tmp_path / "x[dim]"))
+    assert run("inspect", str(folder)).stdout.startswith("x[dim]: LlamaForCausalLM")
+
+
 def test_an_end_that_the_tokenizer_has_not_is_named_by_its_number(tmp_path: Path) -> None:
     """It was a TypeError behind the model's description."""
     folder = Path(shutil.copytree(bundled_dir(), tmp_path / "copy"))

@@ -14,11 +14,19 @@ from started import run
     [
         (("--max-queue-s", "-1"), "max_queue_s is -1.0; it must be greater than 0\nhint: --max-queue-s 0 "),
         (("--keep-minutes", "-1"), "keep_minutes is -1.0; it must be 0 to 60"),
+        (("--max-queue-s", "nan"), "max_queue_s is nan; it must be greater than 0"),
+        (("--drain-timeout-s", "nan"), "drain_timeout_s is nan; it must be at least 0"),
+        (("--response-ttl-s", "nan"), "response_ttl_s is nan; it must be greater than 0"),
+        (("--max-open-requests", "0"), "max_open_requests is 0; it must be a whole number of at least 1"),
+        (("--insecure", "--host", "a..b"), "cannot listen on a..b:0: Name or service not known"),
+        (("--insecure", "--host", "\u00e9..b"), "cannot listen on \u00e9..b:0: encoding of hostname failed"),
         (("--lora", "poet=./none"), "hint: an adapter is a folder with adapter_config.json"),
     ],
 )
 def test_a_refused_limit_is_called_as_it_was_written(arguments: tuple[str, str], said: str) -> None:
-    """`--max-queue-s` denied that it takes 0, `--keep-minutes` was called by another name, an adapter's hint told of models."""
+    """`--max-queue-s` denied that it takes 0, `--keep-minutes` was called by another name, an adapter's hint told of models.
+    NaN held for ever, no open requests were the default, and a host that is none was an "Unknown error -2".
+    """
     done = run("serve", *arguments, "--port", "0")
     assert done.returncode == 2
     assert said in done.stderr

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from difflib import get_close_matches
+from io import TextIOWrapper
 from typing import NoReturn
 
 from diptych import __version__
@@ -48,8 +49,7 @@ def usage() -> str:
 
 def main() -> None:
     """Run the command. Exit 2 on a clear error of input or of files, 130 on Ctrl-C, 141 when our output's reader left."""
-    if sys.stdout is None:  # `diptych ... >&-`
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    _ready_streams()
     try:
         try:
             _run(sys.argv[1:])
@@ -70,6 +70,18 @@ def main() -> None:
         where = "" if error.filename is None else f" {os.fspath(error.filename)}"
         verb = "cannot read or write" if where else "cannot write the output"
         _fail(f"{verb}{where}: {error.strerror or error}")
+
+
+def _ready_streams() -> None:
+    """Bytes and letters that the locale does not know are no traceback: such text is refused by name, or written escaped."""
+    if sys.stdin is None:  # `diptych ... <&-`
+        sys.stdin = open(os.devnull)  # noqa: SIM115
+    if sys.stdout is None:  # `diptych ... >&-`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _run(arguments: list[str]) -> None:

@@ -67,9 +67,11 @@ class Conversation:
                 console.print()
 
     def _turn(self) -> bool:
-        console.print("[bold]> [/bold]", end="")
+        console.print("> ", style="bold", end="")
         text = sys.stdin.readline()
         line = text.strip()
+        if not text:
+            console.print()  # the shell goes on in a line of its own
         if not text or line == "/quit":
             return False
         if line == "/reset":
@@ -83,7 +85,7 @@ class Conversation:
         return True
 
     def _answer(self, line: str) -> None:
-        self._messages.append({"role": "user", "content": line})
+        asked = [*self._messages, {"role": "user", "content": line}]
         written: list[str] = []
         observer = PhaseObserver()
         end_listening = self._llm.engine.listen(observer)
@@ -95,7 +97,7 @@ class Conversation:
             sys.stdout.flush()
 
         try:
-            prompt = self._llm.render(self._messages, kwargs={"enable_thinking": self._think})
+            prompt = self._llm.render(asked, kwargs={"enable_thinking": self._think})
             prompt_tokens = len(prompt.token_ids)
             tell_room(self._llm, prompt_tokens, self._sampling)
             with interrupts() as is_interrupted, PromptBar(self._llm.engine, prompt_tokens, console=console) as bar:
@@ -106,8 +108,6 @@ class Conversation:
                 if done.error is not None:
                     raise done.error
         except EngineError as error:
-            # the conversation goes on without the message that could not be answered
-            self._messages.pop()
             console.print(f"error: {error}", style="red")
             return
         else:
@@ -124,4 +124,5 @@ class Conversation:
             console.print(f"\n{stopped}{report.line()}", style="dim", soft_wrap=True)
         finally:
             end_listening()
-        self._messages.append({"role": "assistant", "content": "".join(written)})
+        # a message that was not answered, for an error or a second Ctrl-C, is none of the conversation's
+        self._messages = [*asked, {"role": "assistant", "content": "".join(written)}]

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
 from diptych.cli.plan_json import dump
 from diptych.cli.tables import amount, duration, page, plain_table
 from diptych.compute.held import Held, what_is_held
@@ -198,7 +200,7 @@ def _phase_facts(plan: Plan) -> dict[str, Any]:
 def _show(facts: dict[str, Any]) -> None:
     console, model = page(), facts["model"]
     console.print(
-        f"[bold]{model['name']}[/bold]: {model['architecture']}"
+        f"[bold]{escape(model['name'])}[/bold]: {escape(model['architecture'])}"
         + ("" if model["is_run"] else " (priced here, not run)")
     )
     console.print(
@@ -213,7 +215,7 @@ def _show(facts: dict[str, Any]) -> None:
         f"rope {model['rope'] or 'none'}{windows}"
     )
     if facts["words"] is not None:
-        console.print(_words_line(facts["words"]))
+        console.print(_words_line(facts["words"]), markup=False)
     if facts["contents"] is not None:
         _show_contents(console, facts["contents"])
     if facts["held"] is not None:
@@ -247,7 +249,7 @@ def _show_contents(console: Any, contents: Contents) -> None:
     )
     table = plain_table(title, "part", "stored as", "tensors", "parameters", "bytes", "bits each")
     for group in contents.groups:
-        table.add_row(group.part, group.stored, str(group.tensors), _count(group.parameters), f"{amount(group.nbytes)}B",
+        table.add_row(group.part, escape(group.stored), str(group.tensors), _count(group.parameters), f"{amount(group.nbytes)}B",
                       f"{group.bits:.2f}" if group.parameters else "")  # fmt: skip
     console.print(table)
 
@@ -265,9 +267,10 @@ def _show_memory(console: Any, memory: dict[str, Any]) -> None:
 
 def _show_phases(console: Any, facts: dict[str, Any]) -> None:
     if not facts["phases"]:
-        console.print(f"phases: {facts.get('phases_missing', 'this device has no rate for any format')}")
+        missing = facts.get("phases_missing", "this device has no rate for any format")
+        console.print(f"phases: {missing}", markup=False)
         if facts.get("hint"):
-            console.print(f"hint: {facts['hint']}")
+            console.print(f"hint: {facts['hint']}", markup=False)
         return
     tokens = next(iter(facts["phases"].values()))["prompt_tokens"]
     table = plain_table(f"the two phases on {facts['hardware']}, predicted: a prompt of {tokens} tokens, one sequence",

@@ -232,7 +232,7 @@ def _stage(
 
 def _print(experiment: Experiment, outcome: Outcome) -> None:
     verdict = f"[{COLOUR[outcome.verdict]}]{outcome.verdict.value}[/]"
-    console.print(f"[bold]{experiment.title}[/bold] · {verdict}\n  {outcome.finding}", highlight=False, soft_wrap=True)
+    console.print(f"[bold]{experiment.title}[/bold] · {verdict}\n  {outcome.finding}", markup=True, soft_wrap=True)
     agreement = " · ".join(filter(None, (prediction_text(experiment, outcome), outcome.noise)))
     for line in (agreement, outcome.notes[-1] if outcome.is_noisy else ""):
         if line:

@@ -133,7 +133,7 @@ SAMPLING: Block = {
 
 Say = Callable[[str], None]  # shows what is being done
 
-console = Console(stderr=True, highlight=False)
+console = Console(stderr=True, highlight=False, markup=False)  # names and errors may hold brackets
 
 
 def command_app(**settings: Any) -> typer.Typer:
@@ -236,7 +236,7 @@ def tell_room(llm: LLM, prompt_tokens: int, sampling: SamplingParams) -> None:
 @contextmanager
 def loading_bar(label: str) -> Iterator[ProgressCall]:
     """A progress bar over bytes on standard error (silent when that is not a terminal)."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -11,6 +11,7 @@ from diptych.cli import options
 from diptych.cli.options import console, loading_bar
 from diptych.compute.quant import save_quantised
 from diptych.engine.load import model_dir
+from diptych.ground.errors import ConfigError
 
 app = options.command_app()
 
@@ -24,6 +25,11 @@ def quantize(
 ) -> None:
     """Write MODEL with packed weights to a new folder; every command takes it as a model afterwards."""
     directory = model_dir(model)
+    if directory.is_file():
+        raise ConfigError(
+            f"{directory} is a GGUF file, and what is packed is a folder with *.safetensors",
+            hint="every command takes the file as it is; to pack, name the folder that it was made from",
+        )
     before = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     with loading_bar(f"packing {model} as {weights}") as progress:
         written = save_quantised(directory, output, weights=weights, threads=threads, progress=progress)

@@ -70,12 +70,12 @@ class ServerConfig:
         """Refuse impossible values, and a bind that would let strangers in without a key."""
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; it must be between 0 and 65535")
-        if self.max_queue_s is not None and self.max_queue_s <= 0.0:
+        if self.max_queue_s is not None and not self.max_queue_s > 0.0:  # so that NaN is refused too
             raise ConfigError(
                 f"max_queue_s is {self.max_queue_s}; it must be greater than 0",
                 hint="--max-queue-s 0 never refuses for a wait",
             )
-        if self.drain_timeout_s < 0.0:
+        if not self.drain_timeout_s >= 0.0:
             raise ConfigError(f"drain_timeout_s is {self.drain_timeout_s}; it must be at least 0")
         at_least("max_open_requests", self.max_open_requests, 1)
         if self.max_body_bytes is not None:
@@ -89,7 +89,7 @@ class ServerConfig:
         if self.record is not None and not self.record.parent.is_dir():
             raise ConfigError(f"cannot record to {self.record}: there is no folder {self.record.parent}")
         at_least("max_stored_bytes", self.max_stored_bytes, 0)
-        if self.response_ttl_s <= 0.0:
+        if not self.response_ttl_s > 0.0:
             raise ConfigError(f"response_ttl_s is {self.response_ttl_s}; it must be greater than 0")
         if not all(name.strip() for name in self.served_model_names):
             raise ConfigError("served_model_name is empty; it must be a name")
@@ -127,7 +127,7 @@ def open_requests_limit(asked: int | None) -> int:
     Raises ConfigError when more is asked for than the system gives it files for.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = (asked or MOST_OPEN_REQUESTS) + FILES_KEPT
+    wanted = (MOST_OPEN_REQUESTS if asked is None else asked) + FILES_KEPT
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

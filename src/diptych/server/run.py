@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -152,10 +151,11 @@ def bind(config: ServerConfig) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
-    except OSError as error:
+    except (OSError, TypeError) as error:  # TypeError: what cannot be a name
         listener.close()
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {os.strerror(error.errno or 0)}",
+            f"cannot listen on {config.host}:{config.port}: {reason}",
             hint="choose another --port (0 takes a free one) or --host",
         ) from error
     listener.set_inheritable(True)
