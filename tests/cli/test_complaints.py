@@ -64,7 +64,7 @@ def test_a_closed_output_is_no_error() -> None:
 def test_streams_and_letters_that_are_not_there_are_no_traceback(
     rest: str, encoding: str, out: bytes, err: bytes, tmp_path: Path
 ) -> None:
-    """No standard input at all, bytes in it that are no text, and text that a locale cannot write: each ended in a traceback."""
+    """No standard input, bytes in it that are no text, and text that a locale cannot write: each ended in a traceback."""
     (tmp_path / "words").write_bytes("caf\u00e9 au lait".encode("latin-1"))
     command = f"{sys.executable} -m diptych generate -q --max-tokens 1 {rest}"
     environment = os.environ | {"PYTHONIOENCODING": encoding}

@@ -85,7 +85,7 @@ class Conversation:
         return True
 
     def _answer(self, line: str) -> None:
-        asked = [*self._messages, {"role": "user", "content": line}]
+        asked: list[dict[str, object]] = [*self._messages, {"role": "user", "content": line}]
         written: list[str] = []
         observer = PhaseObserver()
         end_listening = self._llm.engine.listen(observer)

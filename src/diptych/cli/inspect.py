@@ -249,8 +249,8 @@ def _show_contents(console: Any, contents: Contents) -> None:
     )
     table = plain_table(title, "part", "stored as", "tensors", "parameters", "bytes", "bits each")
     for group in contents.groups:
-        table.add_row(group.part, escape(group.stored), str(group.tensors), _count(group.parameters), f"{amount(group.nbytes)}B",
-                      f"{group.bits:.2f}" if group.parameters else "")  # fmt: skip
+        table.add_row(group.part, escape(group.stored), str(group.tensors), _count(group.parameters),
+                      f"{amount(group.nbytes)}B", f"{group.bits:.2f}" if group.parameters else "")  # fmt: skip
     console.print(table)
 
 
