@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from diptych.cli.plan import app
 from diptych.cli.plan_picture import draw
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.runner import load_model
@@ -208,6 +209,8 @@ def test_local_numbers_are_flagged_measured_and_say_when():
         ("residuals.decode.rows", float("inf"), "rows is inf"),
         ("residuals.prefill.low", 0.5, "from 0.5 to 0.08"),
         ("layer_s", -1e-5, "layer_s is -1e-05"),
+        pytest.param("layer_s", 10**400, "layer_s is inf", id="a number that no float holds"),
+        ("residuals.decode.high", float("inf"), "from -0.05 to inf"),
     ],
 )
 def test_damaged_profiles_are_refused_by_entry(path, value, words):
@@ -283,6 +286,21 @@ def test_local_hardware_reads_the_stored_profile(tmp_path, monkeypatch):
     profile_path().write_text("[]")
     with pytest.raises(ConfigError, match="not a JSON object"):
         load_profile()
+
+
+def test_formats_that_were_not_measured_leave_the_others(tmp_path, monkeypatch, capsys):
+    """The torch backend has no int8 and no int4: what they would change ended all answers about a machine with its profile."""
+    monkeypatch.setenv("DIPTYCH_HOME", str(tmp_path))
+    profile_path().write_text(
+        json.dumps(PROFILE | {"flops_per_s": {"bf16": 1e12}, "eb": {"bf16": 0.9}, "ef": {"bf16": 0.8}})
+    )
+    app(["smollm2-135m", "--hardware", "local"])
+    missing = "the calibration has no achieved fraction for int8 and no fallback"
+    assert f"not possible: weights int8: {missing}" in capsys.readouterr().out
+    app(["smollm2-135m", "--ask", "ttft=9s,tpot=9s,rate=1/min,in=9,out=9", "--hardware", "local"])
+    text = capsys.readouterr().out
+    assert "meets it: smollm2-135m bf16 on local" in text
+    assert f"int8 on local: {missing}" in text
 
 
 CACHE = {"bytes": 3e8, "bytes_per_s": 2e11, "eb": {"bf16": 0.5, "int8": 0.4, "int4": 0.3}, "kv_eb": 0.4}

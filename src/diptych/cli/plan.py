@@ -348,6 +348,7 @@ def _setups(
         for weights in _split(options.weights) or list(ASK_WEIGHTS):
             try:
                 base = setup_of(model, name, weights=weights, kv=options.kv, stack=options.stack)
+                base.model_of_time()
             except NoRate as error:
                 not_tried.setdefault(error.message, []).append(f"{weights} on {name}")
                 continue

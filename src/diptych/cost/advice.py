@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from diptych.cost.components import layer_kv_bytes
 from diptych.cost.drafts.acceptance import MOST_DEPTH, chances_at, expected_tokens, speedup
@@ -110,31 +111,26 @@ def what_ifs(setup: Setup, question: Question) -> tuple[WhatIf, ...]:
     return tuple(_what_if(change, variant, question) for change, variant in _variants(setup))
 
 
-def _variants(setup: Setup) -> Iterator[tuple[str, Setup | ConfigError]]:
-    yield f"as asked ({setup.quant.name}, kv {setup.kv.name}, tp {setup.tp})", setup
+def _variants(setup: Setup) -> Iterator[tuple[str, Callable[[], Setup]]]:
+    yield f"as asked ({setup.quant.name}, kv {setup.kv.name}, tp {setup.tp})", lambda: setup
     for name in WHAT_IF_WEIGHTS:
         if name != setup.quant.name and (not setup.calibration.is_local or name in ENGINE_WEIGHTS):
-            yield f"weights {name}", setup.with_weights(name)
+            yield f"weights {name}", partial(setup.with_weights, name)
     if setup.kv.bytes_per_element > 1.0:
-        yield "kv int8", replace(setup, kv=kv_spec("int8", block_tokens=setup.kv.block_tokens))
+        yield "kv int8", partial(replace, setup, kv=kv_spec("int8", block_tokens=setup.kv.block_tokens))
     for tp in WHAT_IF_TP:
         if tp != setup.tp:
-            yield f"tensor parallel {tp}", _split(setup, tp)
+            yield f"tensor parallel {tp}", partial(replace, setup, tp=tp)
 
 
-def _split(setup: Setup, tp: int) -> Setup | ConfigError:
+def _what_if(change: str, variant: Callable[[], Setup], question: Question) -> WhatIf:
     try:
-        return replace(setup, tp=tp)
-    except ConfigError as error:
-        return error
-
-
-def _what_if(change: str, setup: Setup | ConfigError, question: Question) -> WhatIf:
-    if isinstance(setup, ConfigError):
-        return WhatIf(change=change, obstacle=setup.message)
+        setup = variant()
+        predictor = setup.model_of_time()
+    except ConfigError as error:  # a split that cannot be, a format that nobody measured
+        return WhatIf(change=change, obstacle=error.message)
     context = question.decode_context_tokens
     capacity = capacity_of(setup, context_tokens=context, batch=question.batch)
-    predictor = setup.model_of_time()
     ttft_s = predictor.predict(prefill_work_of(setup, question)).total_s
     tpot_s = predictor.predict(decode_work_of(setup, question)).total_s
     obstacle = None

@@ -2,7 +2,7 @@
 
 >>> Constants(eb={"bf16": 0.82}).weight_fraction("int8")
 Traceback (most recent call last):
-diptych.ground.errors.ConfigError: the calibration has no achieved fraction for int8 and no fallback
+diptych.cost.roofline.NoRate: the calibration has no achieved fraction for int8 and no fallback
 hint: it has those of bf16
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from diptych.ground.errors import ConfigError
+from diptych.cost.roofline import NoRate
 from diptych.ground.shape import StepShape
 from diptych.models.spec import ModelSpec, MoeSpec
 
@@ -218,7 +218,7 @@ class Calibration:
 def _pick(fractions: Mapping[str, float], key: str) -> float:
     found = fractions.get(key, fractions.get("other"))
     if found is None:
-        raise ConfigError(
+        raise NoRate(
             f"the calibration has no achieved fraction for {key} and no fallback",
             hint=f"it has those of {', '.join(sorted(fractions))}",
         )

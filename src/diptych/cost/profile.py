@@ -19,8 +19,8 @@ t0_s, layer_s and sequence_s are of the kernels, `host` of the scheduler and the
 both. activation_bytes_per_s is of rows between the products: norms, rotations, other number formats. `attention` has entries
 of KV formats other than the one measured with everything else. Another backend, kernel set or number of threads than
 `backend`, `kernels` and `threads` takes no times from it. `elsewhere`: how many times as fast another backend took a step
-of each phase. `activation_bytes_per_s`, `adapters`, `host`, `cache`, `threads` and `elsewhere` may be absent; `cache` holds for
-models whose weights all fit in its bytes.
+of each phase. `activation_bytes_per_s`, `adapters`, `host`, `cache`, `threads` and `elsewhere` may be absent. What of larger
+weights is still found in the `cache` says `Cache.share_of`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from types import MappingProxyType
 from typing import Any
 
 from diptych.cost.calibration import Cache, Calibration, Constants, Host, Residual
+from diptych.ground.bounds import real, shown
 from diptych.ground.config import profile_dir
 from diptych.ground.errors import ConfigError
 from diptych.ground.specs import Flag, HardwareSpec, Provenance
@@ -160,7 +161,7 @@ def _residual(profile: Mapping[str, Any], phase: str) -> Residual:
     if not isinstance(entry, Mapping):
         raise ConfigError(f"hardware profile has no residuals for {phase}", hint=_HINT)
     low, high = _number(entry, "low"), _number(entry, "high")
-    if not -1.0 < low <= high:
+    if not -1.0 < low <= high < float("inf"):
         raise ConfigError(f"hardware profile: residuals of {phase} run from {low} to {high}", hint=_HINT)
     rows = int(_at_least_zero(entry, "rows"))
     return Residual(low=low, high=high, median_error=_number(entry, "median_error"), rows=rows)
@@ -174,10 +175,10 @@ def _rates(profile: Mapping[str, Any], key: str) -> dict[str, float]:
 
 
 def _number(table: Mapping[str, Any], key: str) -> float:
-    value = table.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"hardware profile: {key} is {value!r}; it must be a number", hint=_HINT)
-    return float(value)
+    value = real(table.get(key))
+    if value is None:
+        raise ConfigError(f"hardware profile: {key} is {shown(table.get(key))}; it must be a number", hint=_HINT)
+    return value
 
 
 def _positive(table: Mapping[str, Any], key: str) -> float:

@@ -21,7 +21,7 @@ _WIDER = {"fp4": "fp8", "fp8": "bf16", "int8": "bf16", "bf16": "fp32"}
 
 
 class NoRate(ConfigError):
-    """A device multiplies in nothing that would do."""
+    """A device multiplies in nothing that would do, or nobody measured how fast it is."""
 
 
 def compute_dtype(hardware: HardwareSpec, wanted: str) -> str:
