@@ -94,7 +94,7 @@ def main() -> None:
         added.append((divergence(cached, got[0]), divergence(original_cached, cached)))
         cells = [f"{one:.2e} ({100 * one / of:.1f} %)" for one, of in added]
         table.add_row(name, f"{own:.2e}", *cells)
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ CASES = ("bf16", "int8", "int4", "stored-int8", "stored-int4")
 CONTEXT_TOKENS = 2048
 PROMPT_TOKENS = 16
 
-console = Console(stderr=True, highlight=False)
+console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 140)
 
 
 def memory_bytes() -> dict[str, int]:
