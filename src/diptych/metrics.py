@@ -510,9 +510,10 @@ def distribution(values: Sequence[float]) -> Distribution | None:
     """Mean, extremes and percentiles; None of nothing."""
     if not values:
         return None
-    p50, p90, p95, p99 = (percentile(values, q) or 0.0 for q in (50.0, 90.0, 95.0, 99.0))
+    ordered = sorted(values)  # to sort it once more is one look at each
+    p50, p90, p95, p99 = (percentile(ordered, q) or 0.0 for q in (50.0, 90.0, 95.0, 99.0))
     mean = sum(values) / len(values)
-    return Distribution(n=len(values), mean=mean, min=min(values), p50=p50, p90=p90, p95=p95, p99=p99, max=max(values))
+    return Distribution(n=len(values), mean=mean, min=ordered[0], p50=p50, p90=p90, p95=p95, p99=p99, max=ordered[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
