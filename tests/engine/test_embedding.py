@@ -9,18 +9,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.checkpoints import make_checkpoint
 from tests.embedding_files import PAIR_TEMPLATE, PROMPTS, judge, make_classifier, make_embedder, make_reranker, oracle
 from tests.engine.conftest import BACKENDS, tiny_config
 
 from diptych.compute.ceilings import Ceilings
 from diptych.compute.ops import cpu_kernels
+from diptych.compute.pooler import read_head_rows
 from diptych.engine.engine import Engine
 from diptych.engine.llm import LLM
 from diptych.engine.report import PhaseObserver, phase_report
 from diptych.ground.config import ComputeConfig, SchedulerConfig
-from diptych.ground.errors import ConfigError, PromptTooLong, RequestError, UnsupportedModel
+from diptych.ground.errors import ConfigError, LoadError, PromptTooLong, RequestError, UnsupportedModel
 from diptych.ground.events import StepBeginEvent
 from diptych.ground.request import SamplingParams
+from diptych.models.config import HfConfig
+from diptych.models.read import read_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of sentence-transformers and what it brings
 
@@ -416,3 +420,12 @@ def test_old_flags_of_pooling_are_read(tmp_path: Path) -> None:
     np.testing.assert_allclose(vectors(fp32(made), TEXTS), want, atol=2e-5)
     assert PROMPTS
     assert all(left is not right for left, right in pairwise(want))
+
+
+def test_a_judge_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    """Its row was left out, and the score was the logit of the other token."""
+    path = make_checkpoint("qwen3", tmp_path / "judge")
+    spec = read_model(HfConfig(json.loads((path / "config.json").read_text())))
+    assert len(read_head_rows(path, spec, (1, spec.vocab_size - 1))) == 2
+    with pytest.raises(LoadError, match=f"token {spec.vocab_size}; its vocabulary has {spec.vocab_size}"):
+        read_head_rows(path, spec, (1, spec.vocab_size))

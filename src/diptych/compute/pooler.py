@@ -91,6 +91,11 @@ def read_head_rows(directory: Path, spec: ModelSpec, token_ids: Sequence[int]) -
     """[len(token_ids), D] fp32: the rows of the output projection that make the logits of these tokens."""
     if spec.has_head_bias:
         raise UnsupportedModel(f"the output projection of {directory} adds a bias; it cannot judge by single tokens")
+    if max(token_ids) >= spec.vocab_size:
+        raise LoadError(
+            f"{directory} judges by token {max(token_ids)}; its vocabulary has {spec.vocab_size}",
+            hint="true_token_id and false_token_id belong to another model",
+        )
     source = _open(directory)
     name = table_name(source, spec) if spec.is_tied else head_name(source, spec)
     head = source.tensor(name, spec.vocab_size, spec.hidden)
