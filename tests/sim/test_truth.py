@@ -7,6 +7,7 @@ import io
 import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -225,6 +226,17 @@ def test_rows_are_read_with_their_load_and_counted_by_reason() -> None:
     assert sorted(left_out.values()) == [1, 1, 1, 1, 2]
     with pytest.raises(ConfigError, match="no column"):
         read_deployments("a,b\n1,2\n")
+
+
+def test_a_row_names_a_model_of_the_tables_whatever_lies_under_that_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row without a model was the end of all others; a folder called as a model was read in its place."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "openai" / "gpt-oss-120b").mkdir(parents=True)
+    rows, left_out = read(row_of(), row_of(model_path=""), row_of(model_path="/etc"))
+    assert [one.model for one in rows] == ["gpt-oss-120b"]
+    assert sum(left_out.values()) == 2
 
 
 def test_rows_are_run_as_their_recipes_say() -> None:

@@ -108,7 +108,7 @@ def find_model(name: str) -> ModelSpec:
     """
     path = model_path(name)
     if path is None:
-        return model_spec(_table_name(name))
+        return model_spec(table_name(name))
     gguf = find_gguf(path)
     if gguf is not None:
         spec = load_gguf_spec(gguf)
@@ -128,7 +128,7 @@ def model_path(name: str) -> Path | None:
     return None
 
 
-def _table_name(name: str) -> str:
+def table_name(name: str) -> str:
     """A hub name without its owner and the endings that do not change the shape: Qwen/Qwen3-8B-FP8 is qwen3-8b."""
     short = name.lower().removeprefix("meta-").rpartition("/")[2].removeprefix("meta-")
     for ending in ("-fp8", "-hf", "-instruct", "-chat", "-it", "-base"):

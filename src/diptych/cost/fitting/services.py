@@ -24,8 +24,8 @@ from diptych.cost.fitting.recipes import (
 from diptych.cost.fitting.rows import Line, ServiceRow, lines_of
 from diptych.cost.layout import PLAIN, Layout
 from diptych.cost.memory import USUAL_RULE, MemoryRule
-from diptych.cost.setup import find_model
-from diptych.cost.tables import device_spec
+from diptych.cost.setup import table_name
+from diptych.cost.tables import device_spec, model_spec
 from diptych.ground.errors import ConfigError
 from diptych.ground.formats import QUANTS
 
@@ -219,7 +219,7 @@ def _split(entry: Line) -> tuple[int, Layout]:
 
 def _model(path: str) -> str:
     short = path.lower().rpartition("/")[2]
-    return find_model(_MODELS.get(short, path)).name
+    return model_spec(_MODELS.get(short, table_name(path))).name  # whatever lies under such a path here
 
 
 def _quant(precision: str, model: str) -> str:
