@@ -10,7 +10,9 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -18,7 +20,9 @@ from typer.testing import CliRunner
 
 from diptych.cli.doctor import app as doctor
 from diptych.cli.simulate import app as simulate
-from diptych.server.live import MAX_WATCHERS
+from diptych.ground.shape import StepShape
+from diptych.metrics import StepRecord
+from diptych.server.live import MAX_FRAME_STEPS, MAX_WATCHERS, LiveFeed
 from server_process import ServerProcess
 
 CHROMIUM = next(
@@ -69,6 +73,22 @@ def test_the_feed_says_hello_then_sends_frames_and_stops_listening_after(http: h
     counts = [(one["reason"], one["output_tokens"], one["computed_to"]) for one in ended]
     assert counts == [("length", 10, ended[0]["prompt_tokens"])]
     assert {"kind", "blocks", "ttft_s", "itl_s", "requests", "totals"} <= set(frames[0])
+
+
+def test_a_busy_engine_is_drawn_without_gaps() -> None:
+    """Of 150 steps in a quarter of a second 48 were drawn, and the engine looked idle behind them."""
+    feed = LiveFeed(*[Mock()] * 2, work=Mock(), ceilings=None)
+    decode, prefill = StepShape.decode(batch=1, context_tokens=9), StepShape.prefill(batch=1, new_tokens=9)
+    for i in range(200):
+        shape, ids = (prefill, ()) if i == 100 else (decode, ("a",) if i < 150 else ("a", "b"))
+        step = StepRecord(i, i / 10, i / 10 + 0.09, shape, None, [], ids, 0.0, 0.0, drafted_tokens=0)
+        feed._on_step(step)
+    steps = feed._frame.steps
+    assert len(steps) < 2 * MAX_FRAME_STEPS
+    assert sum(step["n"] for step in steps) == 200
+    assert max(after["t"] - before["t"] - before["s"] for before, after in pairwise(steps)) < 0.011
+    assert sum(step["d"] for step in steps) == 199
+    assert [step["p"] for step in steps if step["p"]] == [9]
 
 
 def test_one_page_too_many_is_refused(server: ServerProcess, http: httpx.Client) -> None:
@@ -290,8 +310,12 @@ def test_simulated_steps_are_seen_as_a_server_s(server: ServerProcess, browser: 
         assert "parameters" not in page.inner_text("#model")  # "- parameters, loaded in -"
         wait(page.locator("#status")).to_have_text("steps.txt, at its end", timeout=60_000)
         wait(rows).to_have_count(6)  # none of the server's own, whose times are on another clock
-        page.hover("#timeline", position={"x": 250, "y": 30})
+        line, box = page.locator("#timeline"), page.locator("#timeline").bounding_box()
+        line.dispatch_event("pointerdown", {"clientX": box["x"] + 250, "clientY": box["y"] + 30})  # a finger
         wait(page.locator("#timeline-note")).to_contain_text("step of")
+        before = page.inner_text("#timeline-note")
+        page.hover("#timeline", position={"x": 120, "y": 30})
+        wait(page.locator("#timeline-note")).not_to_have_text(before)
         cut = tmp_path / "cut.txt"
         cut.write_text(file.read_text()[:-20])  # as Ctrl-C leaves what curl writes
         for one in (file, cut):  # the second ends the first

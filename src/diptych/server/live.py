@@ -22,7 +22,7 @@ from diptych.server.sse import event as sse_event
 from diptych.server.telemetry import LiveHistogram
 
 FRAME_S = 0.25
-MAX_FRAME_STEPS = 48  # drawn steps of a frame; the rest are counted in its totals
+MAX_FRAME_STEPS = 48  # drawn steps of a frame; of what comes behind them, decode of the same sequences is drawn as one
 MAX_WATCHERS = 32
 MAX_LISTED_REQUESTS = 64
 
@@ -189,10 +189,16 @@ class LiveFeed:
         frame.prefill_tokens += shape.prefill_tokens
         frame.decode_tokens += step.decode_tokens
         frame.busy_s += step.time_s
-        # steps with prefill are the story; plain decode steps are drawn while there is room
-        if len(frame.steps) < (MAX_FRAME_STEPS if not shape.prefill_tokens else 2 * MAX_FRAME_STEPS):
+        last = frame.steps[-1] if len(frame.steps) >= MAX_FRAME_STEPS else None
+        if last is not None and not shape.prefill_tokens and not last["p"] and last["seqs"] == step.decode_request_ids:
+            last["n"] += 1
+            last["s"] = step.end_s - last["t"]
+            last["d"] += step.decode_tokens
+            last["g"] = [last["g"][0] + step.drafted_tokens, last["g"][1] + step.accepted_tokens]
+        elif len(frame.steps) < 2 * MAX_FRAME_STEPS:
             frame.steps.append(
                 {
+                    "n": 1,
                     "t": step.begin_s,
                     "s": step.time_s,
                     "p": shape.prefill_tokens,

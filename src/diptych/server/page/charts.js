@@ -61,7 +61,7 @@ function roundStep(span, parts) {
 
 const LABELS = 86;
 
-// steps: [{t, s, p, d, chunks: [[id, tokens, cached]], seqs: [id]}] in order; lanes: request ids, newest first;
+// steps: [{n, t, s, p, d, chunks: [[id, tokens, cached]], seqs: [id]}] in order; lanes: request ids, newest first;
 // times are told from `origin` on: the left end, or now
 export function drawTimeline(canvas, { steps, lanes, from, span, origin, pointer }) {
   const { context, width, height } = begin(canvas);

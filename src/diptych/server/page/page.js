@@ -179,7 +179,8 @@ function drawSteps() {
   if (pointed !== null) {
     const chunks = pointed.chunks.map(([id, tokens, cached]) => `${label(id)} ${tokens}${cached ? ` (+${cached} cached)` : ""}`);
     const [drafted, kept] = pointed.g ?? [0, 0]; // a simulated step does not tell
-    const parts = [`step of ${milliseconds(pointed.s)}`, `${pointed.p} prefill tokens${chunks.length ? `: ${chunks.join(", ")}` : ""}`, `${pointed.d} decode${drafted ? ` (${kept} of ${drafted} drafts kept)` : ""}`];
+    const n = pointed.n ?? 1; // steps that are drawn as one
+    const parts = [n > 1 ? `${n} steps of ${milliseconds(pointed.s / n)}` : `step of ${milliseconds(pointed.s)}`, `${pointed.p} prefill tokens${chunks.length ? `: ${chunks.join(", ")}` : ""}`, `${pointed.d} decode${drafted ? ` (${kept} of ${drafted} drafts kept)` : ""}`];
     if (pointed.p > 0 && pointed.d > 0) parts.push(`${pointed.seqs.length} streams waited for ${pointed.chunks.map(([id]) => label(id)).join(", ")}`);
     el("timeline-note").textContent = parts.join(" · ");
   }
