@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -104,6 +105,14 @@ def test_names_in_brackets_are_told_whole(capsys, tmp_path):
     ask = ("--ask", "ttft=1s,tpot=1s,rate=1,in=9,out=9", "--devices", "l40s,l4")
     for arguments in ((str(folder), "-d", "l40s"), ("compare", str(folder), "-d", "l40s"), (str(folder), *ask)):
         assert "model[red] bf16 on l4" in run(capsys, *arguments)
+
+
+def test_a_step_of_adapters_is_told_in_all_its_parts(capsys):
+    """A third of it was in no part."""
+    text = run(capsys, "llama-3.1-8b", "-d", "h100", "--lora", "64:64", "--batch", "64")
+    split = text.partition("where a decode step's time goes: ")[2].partition("\n")[0]
+    assert ", adapters " in split
+    assert 98 <= sum(int(share) for share in re.findall(r"\((\d+)%\)", split)) <= 102
 
 
 def test_a_device_named_twice_is_tried_once(capsys):

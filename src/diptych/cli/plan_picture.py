@@ -39,15 +39,15 @@ def _roofline(axis: Axes, plan: Plan) -> None:
     hardware, cache = plan.setup.hardware, plan.setup.calibration.cache
     peak = peak_flops_per_s(hardware, plan.setup.quant.compute)
     bandwidth = roof_of(plan.setup).memory_bytes_per_s  # under which the components stand
-    roofs = {f"memory, {hardware.memory_bytes_per_s / 1e9:,.3g} GB/s": hardware.memory_bytes_per_s}
+    roofs = {f"memory, {hardware.memory_bytes_per_s / 1e9:,.4g} GB/s": hardware.memory_bytes_per_s}
     if cache is not None:
-        roofs[f"cache, {cache.bytes / 2**20:,.0f} MiB at {cache.bytes_per_s / 1e9:,.3g} GB/s"] = cache.bytes_per_s
+        roofs[f"cache, {cache.bytes / 2**20:,.0f} MiB at {cache.bytes_per_s / 1e9:,.4g} GB/s"] = cache.bytes_per_s
     lines = [
         line for report in (plan.prefill, plan.decode) for line in report.components if line.intensity and line.flops
     ]
     reached = [plan.prefill.intensity, plan.decode.intensity, *(line.intensity or 1.0 for line in lines)]
     if bandwidth not in roofs.values():
-        roofs[f"two in turns, {bandwidth / 1e9:,.3g} GB/s"] = bandwidth
+        roofs[f"two in turns, {bandwidth / 1e9:,.4g} GB/s"] = bandwidth
     least, most = min(reached) / 2.0, max(*reached, *(peak / rate for rate in roofs.values())) * 2.0
     for name, rate in roofs.items():
         is_own = rate == bandwidth
@@ -78,7 +78,7 @@ def _roofline(axis: Axes, plan: Plan) -> None:
 def _parts(axis: Axes, plan: Plan) -> None:
     reports = (plan.prefill, plan.decode)
     left = [0.0, 0.0]
-    for name, colour in PARTS.items():
+    for name, colour in {**PARTS, "adapters": GREY}.items():
         shares = [getattr(report, f"{name}_s") / report.predicted_s for report in reports]
         if any(shares):
             axis.barh([0, 1], shares, left=left, color=colour, label=name)
@@ -91,7 +91,7 @@ def _parts(axis: Axes, plan: Plan) -> None:
     axis.xaxis.set_major_formatter(PercentFormatter(1.0))
     axis.set_xlabel("share of the predicted step")
     axis.set_title("where the time goes", fontsize=10)
-    axis.legend(fontsize=8, ncols=4, loc="upper center")
+    axis.legend(fontsize=8, ncols=5, loc="upper center")
     axis.set_ylim(-0.6, 1.9)
 
 

@@ -136,6 +136,7 @@ def _decode_split(console: Console, plan: Plan) -> None:
         ("KV", plan.kv_s),
         ("launch and host", plan.decode.launch_s),
         ("link", plan.decode.link_s),
+        ("adapters", plan.decode.adapters_s),
     )
     words = ", ".join(f"{name} {duration(part)} ({_percent(part, total)})" for name, part in parts if part > 0)
     console.print(f"where a decode step's time goes: {words}")

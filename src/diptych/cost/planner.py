@@ -118,6 +118,7 @@ class PhasePlan:
     attention_s: float
     launch_s: float
     link_s: float
+    adapters_s: float
     distance: tuple[str, ...]  # where the step leaves the rows behind its constants; empty: nowhere
     components: tuple[ComponentLine, ...]
 
@@ -238,6 +239,7 @@ def phase_plan(setup: Setup, work: StepShape) -> PhasePlan:
         attention_s=predicted.parts_s["attention"],
         launch_s=predicted.parts_s["launch"],
         link_s=predicted.parts_s["link"],
+        adapters_s=predicted.parts_s["adapters"],
         distance=tuple(f"{gap.axis}: {gap.text}" for gap in predictor.gaps(work)),
         components=component_lines(cost, bound, balance(roof, setup.quant.compute)),
     )
