@@ -17,6 +17,7 @@ from bitsandbytes_files import DATA as BITSANDBYTES
 from checkpoints import make_checkpoint
 from coded_files import Layout, awq, compressed, gptq, mxfp4_checkpoint, quantised_checkpoints
 from diptych.compute.held import what_is_held
+from diptych.compute.quant import save_quantised
 from diptych.cost.setup import find_model
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.config import HfConfig
@@ -37,6 +38,12 @@ def coded(folder: Path, layout: Layout) -> Path:
     return quantised_checkpoints(original, folder, layout)[0]
 
 
+def own(folder: Path) -> Path:
+    original = make_checkpoint("llama", folder / "original", dtype=torch.bfloat16, **FIELDS)
+    save_quantised(original, folder / "packed", weights="int8", threads=1)
+    return folder / "packed"
+
+
 FOLDERS: dict[str, Callable[[Path], Path]] = {
     "sharded": lambda folder: make_checkpoint("gemma3", folder, max_shard_size="40KB", num_hidden_layers=2),
     "Llama 4": lambda folder: make_checkpoint("llama4", folder, num_hidden_layers=2),
@@ -45,6 +52,7 @@ FOLDERS: dict[str, Callable[[Path], Path]] = {
     "AWQ": lambda folder: coded(folder, awq(32)),
     "GPTQ": lambda folder: coded(folder, gptq(4, 32, symmetric=False, act_order=True)),
     "NF4": lambda folder: Path(shutil.copytree(BITSANDBYTES / "nf4", folder)),
+    "own int8": lambda folder: own(folder),
     "W8A8": lambda folder: coded(folder, compressed("int-quantized", num_bits=8, strategy="channel", symmetric=True)),
 }  # fmt: skip
 

@@ -54,10 +54,6 @@ class CachedCheckpoint(QuantisedCheckpoint):
     def _give_pages_back(self) -> None:
         """They stay: what is read here is used here."""
 
-    def differ(self, name: str, other: str) -> bool:
-        """Whether both were packed: of a tied head nothing is kept but the embedding."""
-        return self.has(name) and self.has(other)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedCache:

@@ -27,7 +27,7 @@ from diptych.compute.weights import Checkpoint, Source
 from diptych.ground.bounds import whole
 from diptych.ground.errors import EngineError, LoadError, SequenceError, UnsupportedModel
 from diptych.ground.request import Pool, Pooling
-from diptych.models.config import read_json
+from diptych.models.config import HfConfig, read_json
 from diptych.models.gguf_architectures import architecture_of
 from diptych.models.gguf_file import open_gguf
 from diptych.models.spec import ModelSpec
@@ -136,7 +136,7 @@ def read_dense_of_gguf(path: Path, n_inputs: int) -> tuple[Dense, ...]:
 def _open(directory: Path) -> Source:
     if not directory.is_dir():
         return GgufCheckpoint(open_gguf(directory), dtype=torch.float32, table_dtype=torch.float32)
-    if stored_weights(read_json(directory / "config.json")) is not None:
+    if stored_weights(HfConfig(read_json(directory / "config.json"), path=str(directory / "config.json"))) is not None:
         raise UnsupportedModel(
             f"{directory} was written by `diptych quantize`, which balances the final norm; states cannot be told from it",
             hint="load the original checkpoint, with --weights int8 or int4",

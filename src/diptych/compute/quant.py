@@ -39,6 +39,7 @@ from diptych.models.files import INDEX_FILE, WHOLE_FILE
 from diptych.models.read import reads_mxfp4
 
 METHOD = "diptych"
+STORED = ("int8", "int4")
 # raised when the packed form of csrc/pack.cpp changes, or the form in which weights are packed: 3: balanced (compute.balance)
 PACKED_LAYOUT = 3
 CHECKSUMS = "xxh3_64"  # in the file's metadata: tensor name -> XXH3-64 of its bytes
@@ -54,18 +55,21 @@ COPIED = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "tokenizer.m
 NOT_COPIED = ("config.json", INDEX_FILE)
 
 
-def stored_weights(hf_config: Mapping[str, Any]) -> str | None:
+def stored_weights(config: HfConfig) -> str | None:
     """int8 or int4 for a checkpoint that `save_quantised` wrote, None for any other. LoadError for another layout."""
-    section = hf_config.get("quantization_config")
+    section = config.raw.get("quantization_config")
     if not isinstance(section, dict) or section.get("quant_method") != METHOD:
         return None
     if (section.get("packed_layout"), section.get("group")) != (PACKED_LAYOUT, INT4_GROUP):
         raise LoadError(
-            f"the packed weights have layout {section.get('packed_layout')} in groups of {section.get('group')}; "
-            f"this version reads layout {PACKED_LAYOUT} in groups of {INT4_GROUP}",
+            f"{config.path} says that the packed weights have layout {section.get('packed_layout')} in groups of "
+            f"{section.get('group')}; this version reads layout {PACKED_LAYOUT} in groups of {INT4_GROUP}",
             hint="write the checkpoint again with `diptych quantize`",
         )
-    return str(section.get("weights"))
+    weights = section.get("weights")
+    if weights not in STORED:
+        raise LoadError(f"{config.path} says that weights are packed as {weights!r}; {' and '.join(STORED)} are read")
+    return str(weights)
 
 
 class PackedTensor(WeightTensor):
@@ -155,6 +159,10 @@ class QuantisedCheckpoint(Checkpoint):
             raise LoadError(f"{self.directory} has no checksum of tensor {name}: the file was damaged")
         return Saved(name=name, directory=self.directory, values=_bytes_of(tensor), checksum=self._checksums[name])
 
+    def differ(self, name: str, other: str) -> bool:
+        """Whether both are there: of a tied head nothing is kept but the embedding."""
+        return self.has(name) and self.has(other)
+
     def finish(self, is_ignored: Callable[[str], bool]) -> None:
         """As `Checkpoint.finish`; LoadError, too, where bytes that nobody has checked are not the ones that were written."""
         for saved in self.unchecked:
@@ -203,8 +211,8 @@ def save_quantised(
     Raises ConfigError for a format that is not int8 or int4 or a folder in use, LoadError for a bad checkpoint, CapacityError
     where the folder cannot be written; then nothing of it is left.
     """
-    if weights not in ("int8", "int4"):
-        raise ConfigError(f"weights is {weights!r}; a quantised checkpoint holds int8 or int4")
+    if weights not in STORED:
+        raise ConfigError(f"weights is {weights!r}; a quantised checkpoint holds {' or '.join(STORED)}")
     directory = directory.absolute()  # "." has no name to make another of
     _refuse_used(directory)
     source = resolve_model_dir(model)

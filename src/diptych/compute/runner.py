@@ -217,7 +217,7 @@ def _open_folder(directory: Path, config: ComputeConfig) -> Opened:
     hf_config = read_json(directory / "config.json")
     parsed = HfConfig(hf_config, path=str(directory / "config.json"))
     refuse_unrun(parsed)
-    stored = stored_weights(hf_config)
+    stored = stored_weights(parsed)
     if stored is not None:
         return hf_config, parsed.path, QuantisedCheckpoint(directory), settle_stored(config, stored)
     if reads_mxfp4(parsed):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from diptych.ground.errors import LoadError
 from diptych.ground.formats import KEPT_MXFP4, gguf_kept
 from diptych.models.config import HfConfig, read_json
 from diptych.models.files import has_weights, safetensors_header, weight_files
@@ -127,14 +128,14 @@ def _named(name: str, file: GgufFile) -> str:
 def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
     header = safetensors_header(path)
     metadata = header.pop("__metadata__", None) or {}
-    packed = json.loads(metadata["packed_shapes"]) if "packed_shapes" in metadata else {}
+    packed = _packed_shapes(path, metadata) if "packed_shapes" in metadata else {}
     for name, tensor in header.items():
         begin, end = tensor["data_offsets"]
         nbytes, count, stored = end - begin, math.prod(tensor["shape"]), str(tensor.get("dtype"))
         if name.endswith((EXPONENTS, INPUT_ORDER)):
             count, stored = 0, "balance"
         elif name.startswith(PACKED):
-            count = sum(math.prod(packed.get(one, (0,))) for one in name.removeprefix(PACKED).split("+"))
+            count = sum(packed.get(one, 0) for one in name.removeprefix(PACKED).split("+"))
             stored = f"packed {8 * nbytes / max(1, count):.2g} bit"
         elif name.endswith("_blocks") and stored == "U8":
             count, stored = 2 * count, "MXFP4"
@@ -147,6 +148,17 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
         elif how is not None and name.endswith(_endings(BESIDE_CODES)):  # scales and zeros are no parameters
             count, stored = 0, f"{how.method} scales"
         yield name, stored, count, nbytes
+
+
+def _packed_shapes(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:
+    """Parameters of the tensors that `diptych quantize` packed, by name."""
+    try:
+        shapes = json.loads(metadata["packed_shapes"]).items()
+        return {name: math.prod(int(size) for size in shape) for name, shape in shapes}
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise LoadError(
+            f"{path} has no list of packed shapes: {error}", hint="write the checkpoint again with `diptych quantize`"
+        ) from error
 
 
 def _has_pairs(name: str, header: Mapping[str, Any]) -> bool:

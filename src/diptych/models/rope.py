@@ -60,7 +60,7 @@ def rope_section(config: HfConfig, *, aliases: tuple[str, ...] = (), is_partial:
     raw["rope_type"] = "longrope" if rope_type in aliases else rope_type
     section = HfConfig(raw, path=f"rope_parameters of {config.path}")
     if not isinstance(raw["rope_type"], str) or raw["rope_type"] not in SECTION_KEYS:
-        raise LoadError(f"rope type {rope_type!r} is not supported; supported: {', '.join(SECTION_KEYS)}")
+        raise LoadError(f"rope type in {section.path} is {rope_type!r}; supported: {', '.join(SECTION_KEYS)}")
     known = (*ALWAYS_READ, *NOT_READ, *SECTION_KEYS[raw["rope_type"]])
     unread = sorted(name for name, value in raw.items() if name not in known and value is not None)
     if unread:
