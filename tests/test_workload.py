@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import tracemalloc
 from dataclasses import replace
 from itertools import islice
@@ -96,6 +97,23 @@ def test_shared_prefixes_are_shared_and_tails_are_not():
     assert all(26 <= len(prompt) <= 36 for prompt in prompts)
     assert len({prompt[:16] for prompt in prompts}) == 3
     assert len({prompt[16:] for prompt in prompts}) == 50
+
+
+def test_a_shared_prefix_is_drawn_once(monkeypatch):
+    """A client that drew 8,192 tokens again before each request held it back for 3 ms."""
+    drawn = []
+
+    class Counted(random.Random):
+        def __init__(self, seed):
+            drawn.append(seed)
+            super().__init__(seed)
+
+    monkeypatch.setattr("diptych.workload.random.Random", Counted)
+    items = make_workload(spec(shared_prefix_tokens=17, n_prefixes=1))
+    for item in items:
+        token_ids_of(item, vocab_size=40_000)
+    assert drawn.count("prefix 0 0") <= 1
+    assert drawn.count("prompt 0 7") == 1
 
 
 @pytest.mark.parametrize(("text", "low", "high"), [("64:512", 64, 512), ("7", 7, 7), ("1:1", 1, 1)])

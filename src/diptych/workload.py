@@ -20,6 +20,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import lru_cache
 from itertools import groupby, islice
 from pathlib import Path
 from typing import TypeVar
@@ -149,12 +150,17 @@ def token_ids_of(item: WorkloadItem, *, vocab_size: int, seed: int = 0, low_id: 
     """A prompt of random tokens in [low_id, vocab_size) with the item's length and shared prefixes."""
     token_ids: list[int] = []
     for prefix_id in item.prefix_ids:
-        rng = random.Random(f"prefix {seed} {prefix_id}")
-        token_ids.extend(rng.randrange(low_id, vocab_size) for _ in range(item.prefix_block_tokens))
+        token_ids += _drawn(f"prefix {seed} {prefix_id}", item.prefix_block_tokens, low_id, vocab_size)
     del token_ids[item.prompt_tokens :]
-    rng = random.Random(f"prompt {seed} {item.index}")
+    rng = random.Random(f"prompt {seed} {item.index}")  # of nobody else, so not kept
     token_ids.extend(rng.randrange(low_id, vocab_size) for _ in range(item.prompt_tokens - len(token_ids)))
     return tuple(token_ids)
+
+
+@lru_cache(maxsize=64)
+def _drawn(seed: str, n_tokens: int, low_id: int, vocab_size: int) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return tuple(rng.randrange(low_id, vocab_size) for _ in range(n_tokens))
 
 
 def requests_of(spec: WorkloadSpec, *, vocab_size: int, token_seed: int = 0, name: str = "load") -> list[Request]:
