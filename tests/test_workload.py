@@ -128,7 +128,17 @@ def test_length_range_refuses_anything_else(text):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"n_requests": 0}, {"rate_per_s": 0.0}, {"rate_per_s": -1.0}, {"burstiness": 0.0}, {"n_prefixes": 0}]
+    "changes",
+    [
+        {"n_requests": 0},
+        {"rate_per_s": 0.0},
+        {"rate_per_s": -1.0},
+        {"rate_per_s": 1e-308},
+        {"burstiness": 0.0},
+        {"burstiness": 1e-320},
+        {"burstiness": 1e308},
+        {"n_prefixes": 0},
+    ],
 )
 def test_impossible_specs_are_refused(changes):
     with pytest.raises(ConfigError, match=next(iter(changes))):

@@ -25,7 +25,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import TypeVar
 
-from diptych.ground.bounds import shown
+from diptych.ground.bounds import Bound, shown
 from diptych.ground.config import at_least
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import AdapterRef, Request, SamplingParams
@@ -34,6 +34,9 @@ Row = TypeVar("Row")
 
 MOONCAKE_BLOCK_TOKENS = 512  # tokens that one hash id of a mooncake trace stands for
 MOST_TOKENS = 2**31 - 1  # of one prompt or answer in a trace: more is a damaged line
+# beyond these, gaps are drawn for ever, are all 0, or are no times
+RATE = Bound(float, 1e-9, 1e9, "requests per second", is_optional=True)
+BURSTINESS = Bound(float, 1e-3, 1e6, "shape of the gaps")
 _COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _FORMATS = f"a trace is CSV with the columns {','.join(_COLUMNS)}, or one JSON object a line"
 
@@ -102,10 +105,8 @@ class WorkloadSpec:
         at_least("n_requests", self.n_requests, 1)
         at_least("shared_prefix_tokens", self.shared_prefix_tokens, 0)
         at_least("n_prefixes", self.n_prefixes, 1)
-        if self.rate_per_s is not None and not 0.0 < self.rate_per_s < float("inf"):
-            raise ConfigError(f"rate_per_s is {self.rate_per_s}; it must be greater than 0")
-        if not 0.0 < self.burstiness < float("inf"):
-            raise ConfigError(f"burstiness is {self.burstiness}; it must be greater than 0")
+        RATE.take("rate_per_s", self.rate_per_s, ConfigError)
+        BURSTINESS.take("burstiness", self.burstiness, ConfigError)
 
 
 def arrivals(rate_per_s: float | None, *, burstiness: float = 1.0, seed: int = 0) -> Iterator[float]:
