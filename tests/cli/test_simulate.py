@@ -149,6 +149,11 @@ def test_two_pools_are_a_service(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(capsys, *pools, *load, "--cells", "2")["n_complete"] == 40
 
 
+def test_a_name_in_brackets_is_told_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    app([*SERVICE, *trace(tmp_path, AZURE, "[bold]day[x].csv")])
+    assert "load: trace [bold]day[x].csv\n" in capsys.readouterr().out
+
+
 def test_a_picture_without_an_ending_is_the_file_that_was_named(tmp_path: Path) -> None:
     """It said "picture: p" and wrote p.png."""
     app([*SERVICE, "--rate", "8/s", "--requests", "9", "--picture", str(tmp_path / "p")])

@@ -21,6 +21,7 @@ from diptych.ground.errors import ConfigError
         (bench.app, ["mix", "--shape", "llama-1b", "-m", "bundled"], "--shape llama-1b has random weights"),
         (lab.app, ["--threads", "2", "calibrate"], "--threads before calibrate would change nothing"),
         (lab.app, ["--list", "--only", "kv-cache"], "--list does not read --only"),
+        (lab.app, ["simulated", "-m", "/nowhere", "--only", "opened"], "no load is called 'opened'"),
         (lab.app, ["--quick", "--repeat", "9", "--budget", "3"], "--quick does not read --repeat, --budget"),
         (lab.app, ["--shape", "llama-1b", "-m", "bundled"], "--shape llama-1b has random weights"),
         (bench_serve.app, ["--explain", "--json"], "--explain words the numbers of the page"),

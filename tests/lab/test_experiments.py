@@ -16,6 +16,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
+from diptych.cli import lab
 from diptych.compute.runner import random_model
 from diptych.cost.calibration import Cache
 from diptych.cost.profile import load_profile, read_profile
@@ -27,7 +28,18 @@ from diptych.ground.shape import StepShape
 from diptych.lab import calibrate as calibration
 from diptych.lab import rounds as rounds_module
 from diptych.lab.calibrate import cache_level
-from diptych.lab.experiment import Check, Experiment, Outcome, Stage, Verdict, conclude, point, polynomial, quantity
+from diptych.lab.experiment import (
+    Check,
+    Experiment,
+    Outcome,
+    Stage,
+    Verdict,
+    cannot,
+    conclude,
+    point,
+    polynomial,
+    quantity,
+)
 from diptych.lab.experiments import EXPERIMENTS, lengths
 from diptych.lab.experiments.roofline import PARTS, REST
 from diptych.lab.probe import StepParts
@@ -398,6 +410,12 @@ def test_a_fresh_process_that_takes_too_long_ends_its_experiment_alone(
     outcomes: list[Outcome] = []
     LabRun(stage, tmp_path).run(choose(["cold-start"]), on_result=lambda _, outcome: outcomes.append(outcome))
     assert outcomes[0].finding == "could not be run: a fresh process had no token within 120 s"
+
+
+def test_words_in_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a process said of [/a/path] ended the lab, as a tag that closes nothing."""
+    lab._print(EXPERIMENTS[0], cannot("could not be run: see [/tmp/x] and [note]"))
+    assert "could not be run: see [/tmp/x] and [note]" in capsys.readouterr().err
 
 
 def test_unknown_experiment_is_named() -> None:

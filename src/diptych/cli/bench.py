@@ -6,6 +6,7 @@ import json
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from diptych.cli import options
@@ -152,7 +153,7 @@ def _print_static(report: BenchReport) -> None:
     ceilings = report.ceilings
     table = Table(
         box=None,  # nine columns of numbers stand in 80 characters without one
-        title=f"{report.model} · {report.backend} · {report.weights} weights · {report.threads} threads\n"
+        title=f"{escape(report.model)} · {report.backend} · {report.weights} weights · {report.threads} threads\n"
         f"ceilings {ceilings.words()} {ceilings.compute_dtype}",
         caption="ceiling: share of what the machine allows, of the roof named; GB/s: read beside each measurement, "
         f"from the {ceilings.roof}; host: share of the time",
@@ -182,7 +183,8 @@ def _print_mix(report: MixReport) -> None:
         f"{report.model} · {report.backend} · {report.weights} · {report.requests} requests in {report.wall_s:.2f} s: "
         f"{rate.median:.1f} output tok/s ({rate.min:.1f}..{rate.max:.1f}), "
         f"{report.total_tokens_per_s.median:.1f} tok/s with prompts; medians of {report.repeats}, ceilings "
-        f"{ceilings.words()} {ceilings.compute_dtype}"
+        f"{ceilings.words()} {ceilings.compute_dtype}",
+        markup=False,
     )
     for name, values in (("TTFT", report.ttft_s), ("ITL", report.itl_s)):
         page().print(f"  {name} " + ", ".join(f"{q} {value * 1e3:.1f} ms" for q, value in values.items()))

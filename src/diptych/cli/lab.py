@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -185,7 +186,7 @@ def quality(
     if as_json:
         print(json.dumps([row.as_json() for row in rows]))
         return
-    table = Table(title=f"{model} over {rows[0].tokens:,} tokens of {path.name}")
+    table = Table(title=escape(f"{model} over {rows[0].tokens:,} tokens of {path.name}"))
     for column in ("backend", "weights", "KV", "perplexity", "over bf16", "KL to fp32, nats"):
         table.add_column(column)
     for row in rows:
@@ -232,7 +233,8 @@ def _stage(
 
 def _print(experiment: Experiment, outcome: Outcome) -> None:
     verdict = f"[{COLOUR[outcome.verdict]}]{outcome.verdict.value}[/]"
-    console.print(f"[bold]{experiment.title}[/bold] · {verdict}\n  {outcome.finding}", markup=True, soft_wrap=True)
+    finding = escape(outcome.finding)  # an error's words may be anything
+    console.print(f"[bold]{experiment.title}[/bold] · {verdict}\n  {finding}", markup=True, soft_wrap=True)
     agreement = " · ".join(filter(None, (prediction_text(experiment, outcome), outcome.noise)))
     for line in (agreement, outcome.notes[-1] if outcome.is_noisy else ""):
         if line:
@@ -251,14 +253,13 @@ def simulated(
     as_json: options.AsJson = False,
 ) -> None:
     """Run the engine under nine loads and simulate the same: equal decisions, and how near the predicted times come."""
-    config = engine_config(threads=threads)
+    config, situations = engine_config(threads=threads), chosen(only or [])
     with loading_bar(f"loading {model}") as progress:
         loaded = load(model, config, progress=progress)
     loaded.model.settle(waits=True)
     predictor = local_predictor(loaded.model)
     if predictor is None:
         raise ConfigError(f"no prediction for this machine: {profile_gap(loaded.model)}", hint="diptych lab calibrate")
-    situations, found = chosen(only or []), []
     with Progress(*COLUMNS, console=console, transient=True) as bar:
         task = bar.add_task("measuring the capacity", total=(2 + rounds) * len(situations))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from diptych.cli.plan_json import plain
 from diptych.cli.tables import amount, duration, page, plain_table
@@ -53,7 +54,7 @@ def show(report: Report, note: str) -> None:
             f"link: {amount(service.link.bytes_per_s)}B/s each way of an engine, {duration(service.link.latency_s)} late; "
             f"read where it is answered: what takes {duration(service.local_prefill_s)} at most"
         )
-    console.print(f"load: {note}")
+    console.print(f"load: {note}", markup=False)
     _requests(console, report)
     _latencies(console, report)
     _engines(console, report)
@@ -76,7 +77,7 @@ def _pool(console: Console, service: Service, pool: Pool) -> None:
     if service.readers is not None:
         part = "decode on " if pool is service.pool else "prefill on "
     copies = f"{pool.n_engines} engines, {service.router}: " if pool.n_engines > 1 else ""
-    console.print(f"[bold]{part}{copies}{pool.setup.label}[/bold], KV {pool.setup.kv.name}")
+    console.print(f"[bold]{part}{copies}{escape(pool.setup.label)}[/bold], KV {pool.setup.kv.name}")
     budget = "" if config.stall_budget_s is None else f", stall budget {duration(config.stall_budget_s)}"
     console.print(
         f"each: a KV pool of {pool.kv_tokens:,} tokens, {config.max_running_sequences} sequences at one time "
