@@ -280,9 +280,10 @@ def test_local_hardware_reads_the_stored_profile(tmp_path, monkeypatch):
     assert int4_s < 0.8 * plain_s
     offered = {name for name, _ in _variants(setup) if name.startswith("weights")}
     assert offered == {"weights int8", "weights int4"}, "fp8 was offered, which no kernel of the engine multiplies"
-    profile_path().write_text("{")
-    with pytest.raises(ConfigError, match="cannot read"):
-        load_profile()
+    for damage in ("{", "[" * 100_000):
+        profile_path().write_text(damage)
+        with pytest.raises(ConfigError, match="cannot read"):
+            load_profile()
     profile_path().write_text("[]")
     with pytest.raises(ConfigError, match="not a JSON object"):
         load_profile()

@@ -110,6 +110,13 @@ def test_stalls_show_as_uneven_gaps_between_tokens() -> None:
     assert "stalls by prefill" in [finding.cause for finding in found]
 
 
+def test_a_server_that_was_restarted_and_busier_since_is_read_whole() -> None:
+    """100 short waits before and 200 long ones after it were -100 short ones and 300 long ones."""
+    before = read_scrape(metrics(**{**BASE, "request_queue_time_seconds": (0.005, 100)}))
+    after = read_scrape(metrics(**{**BASE, "request_queue_time_seconds": (5.0, 200)}))
+    assert after.since(before).histograms["queue_s"] == after.histograms["queue_s"]
+
+
 @pytest.mark.parametrize("stall_s", [0.0, 0.2])
 def test_a_tail_is_no_stall_where_the_server_says_that_prompts_cost_nothing(stall_s: float) -> None:
     """Streams spent 0% of their time beside prompts, and "stalls by prefill" was the cause."""

@@ -57,7 +57,7 @@ def load_profile(path: Path | None = None) -> dict[str, Any]:
             f"this machine has not been measured: there is no {path}",
             hint="run `diptych lab calibrate` (about a minute), or name a device: --hardware NAME",
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read the hardware profile {path}: {error}", hint=_HINT) from None
     if not isinstance(data, dict):
         raise ConfigError(f"the hardware profile {path} is not a JSON object", hint=_HINT)

@@ -82,9 +82,11 @@ class Histogram:
 
     def minus(self, earlier: Histogram) -> Histogram:
         """What was added since; the whole when the server was restarted in between."""
-        if earlier.edges != self.edges or earlier.n_values > self.n_values:
+        if earlier.edges != self.edges:
             return self
         counts = tuple(now - then for now, then in zip(self.counts, earlier.counts, strict=True))
+        if min(counts, default=0.0) < 0.0:
+            return self
         return Histogram(self.edges, counts, self.total - earlier.total)
 
 
