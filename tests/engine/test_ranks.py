@@ -22,8 +22,9 @@ from tests.lora import ALL, write_adapter
 from tests.server_process import ServerProcess
 from tests.thread_ranks import free_address, load_over_threads
 
+from diptych.compute import rank
 from diptych.compute.ops import linked
-from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.compute.ops.cpu_kernels import _cpu, instruction_sets
 from diptych.compute.ops.linked import Carrier
 from diptych.engine.async_llm import AsyncLLM
 from diptych.engine.llm import LLM, Completion
@@ -31,7 +32,7 @@ from diptych.engine.load import bundled_dir
 from diptych.engine.phases import TwoPhase
 from diptych.ground.clock import MonotonicClock, sleep_s
 from diptych.ground.config import ComputeConfig, engine_config
-from diptych.ground.errors import ConfigError, WorkerLost
+from diptych.ground.errors import ConfigError, LoadError, WorkerLost
 from diptych.ground.request import SamplingParams
 
 pytestmark = [
@@ -385,3 +386,23 @@ def test_a_server_on_ranks_answers_and_ends_with_them() -> None:
             list(stream)
         assert server.process.wait(timeout=20) == 1
         wait_until(lambda: not rank.is_running(), "a rank stayed")
+
+
+@pytest.mark.parametrize("letters", ["", "a"])
+def test_what_a_rank_says_at_its_end_is_cut_between_characters(letters: str) -> None:
+    """Half a character at the end of what is kept was an error of its own, in place of the one that it told of."""
+    fd = os.memfd_create("diptych")
+    team = _cpu.Team(fd, 0, 1, True)
+
+    class Failing:
+        say_error, break_up = team.say_error, team.break_up
+
+        def next(self) -> tuple[int, int]:
+            raise LoadError(letters + "\u043c" * 2000)
+
+    with pytest.raises(LoadError):
+        rank.run(Failing())
+    os.close(fd)
+    kind, _, text = team.error_of(0).partition("|")
+    assert kind == "LoadError"
+    assert text.strip("a") == "\u043c" * len(text.strip("a"))

@@ -29,6 +29,7 @@ from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import EngineError, WorkerLost
 
 PARENT_S = 0.2  # how often it looks whether rank 0 is there
+ERROR_BYTES = 1000  # of what failed, to be kept whole by a team (csrc/team.h)
 LEAVE_S = 2.0  # for a step or a load to notice that rank 0 is gone
 
 
@@ -77,7 +78,8 @@ def run(
         return
     except BaseException as error:
         text = f"{error.message}\nhint: {error.hint or ''}" if isinstance(error, EngineError) else str(error)
-        (say_error or team.say_error)(f"{type(error).__name__}|{text}")
+        said = f"{type(error).__name__}|{text}".encode(errors="replace")[:ERROR_BYTES]
+        (say_error or team.say_error)(said.decode(errors="ignore"))
         team.break_up()
         raise
 
