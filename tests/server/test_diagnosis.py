@@ -150,9 +150,9 @@ def test_a_gauge_called_bucket_is_no_histogram() -> None:
 
 
 def test_a_window_looks_at_what_happened_in_it() -> None:
-    before = read_scrape(metrics(**BASE))
+    before = read_scrape(metrics(**{**BASE, "request_queue_time_seconds": (1.5, 100)}))
     after = read_scrape(
-        metrics(**{**BASE, "request_queue_time_seconds": (2.3, 200), "generation_tokens_total": 15_000.0})
+        metrics(**{**BASE, "request_queue_time_seconds": (3.0, 200), "generation_tokens_total": 15_000.0})
     )
     window = after.since(before)
     assert window.histograms["queue_s"].mean == pytest.approx(4.5)
