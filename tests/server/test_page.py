@@ -77,7 +77,7 @@ def test_the_feed_says_hello_then_sends_frames_and_stops_listening_after(http: h
 
 def test_a_busy_engine_is_drawn_without_gaps() -> None:
     """Of 150 steps in a quarter of a second 48 were drawn, and the engine looked idle behind them."""
-    feed = LiveFeed(*[Mock()] * 2, work=Mock(), ceilings=None)
+    feed = LiveFeed(*[Mock()] * 2, work=Mock(), ceilings=None, keeps_minutes=True)
     decode, prefill = StepShape.decode(batch=1, context_tokens=9), StepShape.prefill(batch=1, new_tokens=9)
     for i in range(200):
         shape, ids = (prefill, ()) if i == 100 else (decode, ("a",) if i < 150 else ("a", "b"))
@@ -264,7 +264,8 @@ def test_a_request_has_one_short_name(server: ServerProcess, browser: object) ->
 def test_refusals_are_seen_on_the_page_and_by_the_doctor(browser: object) -> None:
     """An overloaded server that refuses looked healthy: short waits, no errors, and a sum that mixed in bad requests."""
     wait = pytest.importorskip("playwright.sync_api").expect
-    with ServerProcess("--max-open-requests", "1", "--kv-memory-bytes", "33554432") as server:
+    limits = ("--max-open-requests", "1", "--kv-memory-bytes", "33554432", "--keep-minutes", "0")
+    with ServerProcess(*limits) as server:
         client = server.client()
         assert client.post("/v1/completions", json={"prompt": "hello", "temperature": -1}).status_code == 400
         context = browser.new_context(viewport={"width": 390, "height": 900})  # type: ignore[attr-defined]
@@ -279,6 +280,8 @@ def test_refusals_are_seen_on_the_page_and_by_the_doctor(browser: object) -> Non
         wait(page.locator("#totals")).to_contain_text("refused (503)1", timeout=60_000)
         wait(page.locator("#totals")).to_contain_text("bad requests (4xx)1", timeout=60_000)
         wait(page.locator("#waiting-note")).to_contain_text("1 refused (503)")
+        wait(page.locator("#requests tbody tr").first).to_contain_text("abort", timeout=60_000)
+        assert page.locator("#requests-hint").is_hidden()  # with nothing kept, each answer to it was a refusal
         context.close()
         told = CliRunner().invoke(doctor, ["--url", server.url]).output
         assert "refusals: overload" in told
@@ -310,6 +313,8 @@ def test_simulated_steps_are_seen_as_a_server_s(server: ServerProcess, browser: 
         assert "parameters" not in page.inner_text("#model")  # "- parameters, loaded in -"
         wait(page.locator("#status")).to_have_text("steps.txt, at its end", timeout=60_000)
         wait(rows).to_have_count(6)  # none of the server's own, whose times are on another clock
+        wait(rows.locator("button:enabled")).to_have_count(0)  # nor can the server be asked about these
+        wait(page.locator("#requests-hint")).to_be_hidden()
         line, box = page.locator("#timeline"), page.locator("#timeline").bounding_box()
         line.dispatch_event("pointerdown", {"clientX": box["x"] + 250, "clientY": box["y"] + 30})  # a finger
         wait(page.locator("#timeline-note")).to_contain_text("step of")
@@ -317,11 +322,16 @@ def test_simulated_steps_are_seen_as_a_server_s(server: ServerProcess, browser: 
         page.hover("#timeline", position={"x": 120, "y": 30})
         wait(page.locator("#timeline-note")).not_to_have_text(before)
         cut = tmp_path / "cut.txt"
-        cut.write_text(file.read_text()[:-20])  # as Ctrl-C leaves what curl writes
+        cut.write_text(
+            file.read_text()[:-20].replace('"computed_tokens":', '"transferred_tokens":60,"computed_tokens":')
+        )
         for one in (file, cut):  # the second ends the first
             page.set_input_files("#open", str(one))
         wait(page.locator("#status")).to_have_text("cut.txt, at its end", timeout=60_000)
-        wait(rows.locator("button:enabled")).to_have_count(3)  # the others' ends were cut off
+        wait(rows.filter(has_text="length")).to_have_count(
+            3
+        )  # the others' ends were cut off, as Ctrl-C leaves curl's file
+        wait(page.locator("#totals")).to_contain_text("prompt tokens2000")  # with those that another worker has read
         page.screenshot(
             path=Path(os.environ.get("DIPTYCH_SCREENSHOTS", tmp_path)) / "page-simulated.png", timeout=90_000
         )

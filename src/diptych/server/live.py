@@ -43,7 +43,11 @@ class Frame:
 class LiveFeed:
     """Frames for any number of watchers. `watch` is used on one event loop."""
 
-    def __init__(self, desk: Desk, model: ServedModel, *, work: TokenWork, ceilings: Ceilings | None) -> None:
+    def __init__(
+        self, desk: Desk, model: ServedModel, *, work: TokenWork, ceilings: Ceilings | None, keeps_minutes: bool
+    ) -> None:
+        """keeps_minutes: what would have been can be asked."""
+        self._keeps_minutes = keeps_minutes
         self._desk = desk
         self._model = model
         self._work = work
@@ -118,6 +122,7 @@ class LiveFeed:
             "max_running": self._desk.engine.engine.core.max_running_sequences,
             "max_step_tokens": config.max_step_tokens,
             "stall_budget_s": config.stall_budget_s,
+            "keeps_minutes": self._keeps_minutes,
             "now_s": self._desk.now_s(),
         }
 
@@ -160,6 +165,7 @@ class LiveFeed:
                 "output_tokens": telemetry.output_tokens,
                 "computed_tokens": telemetry.computed_tokens,
                 "cached_tokens": telemetry.cached_tokens,
+                "transferred_tokens": telemetry.transferred_tokens,
                 "preemptions": telemetry.preemptions,
                 "finished": dict(telemetry.finished),
                 "refused": telemetry.refused.get("503", 0),

@@ -88,7 +88,7 @@ class ServerState:
         self.store = ResponseStore(
             config.response_store, max_bytes=config.max_stored_bytes, ttl_s=config.response_ttl_s
         )
-        self.live = LiveFeed(self.desk, self.model, work=work, ceilings=ceilings)
+        self.live = LiveFeed(self.desk, self.model, work=work, ceilings=ceilings, keeps_minutes=self.recent is not None)
 
     @property
     def counted_tokens(self) -> int:

@@ -193,7 +193,7 @@ function drawBlocks(frame) {
   [used, cached, free].forEach((count, place) => { spans[place].style.width = `${(100 * count) / all}%`; });
   el("blocks-text").textContent = `${used} in use · ${cached} cached · ${free} free of ${all}, ${state.hello.block_tokens} tokens each`;
   const totals = frame.totals;
-  const prompt = totals.computed_tokens + totals.cached_tokens;
+  const prompt = totals.computed_tokens + totals.cached_tokens + (totals.transferred_tokens ?? 0); // these another worker read
   const rows = [
     ["prompt tokens", short(prompt)], ["from the cache", prompt ? `${Math.round((100 * totals.cached_tokens) / prompt)} %` : "-"],
     ["output tokens", short(totals.output_tokens)], ["preemptions", totals.preemptions],
@@ -220,14 +220,15 @@ function drawRequests(frame) {
   });
   for (const one of [...state.finished].reverse()) rows.push([one.id, one.reason, one.prompt_tokens ?? "", one.computed_to ?? "", one.output_tokens ?? "", `${milliseconds(Math.max(0, frame.now_s - one.at_s))} ago`]);
   el("requests-empty").hidden = rows.length > 0;
-  el("requests-hint").hidden = state.finished.length === 0;
+  const canAsk = state.hello.keeps_minutes && played === 0; // of a file's requests the server knows nothing
+  el("requests-hint").hidden = state.finished.length === 0 || !canAsk;
   const body = el("requests").tBodies[0];
-  rows.slice(0, 40).forEach((cells, place) => fillRow(body.rows[place] ?? body.insertRow(), cells, place >= frame.requests.length));
+  rows.slice(0, 40).forEach((cells, place) => fillRow(body.rows[place] ?? body.insertRow(), cells, canAsk && place >= frame.requests.length));
   while (body.rows.length > Math.min(rows.length, 40)) body.deleteRow(-1);
 }
 
 // in place, four times a second: what a person points at or has tabbed to stays what it is
-function fillRow(line, [id, ...cells], isOver) {
+function fillRow(line, [id, ...cells], canAsk) {
   if (line.cells.length === 0) {
     const button = document.createElement("button");
     button.type = "button";
@@ -237,8 +238,8 @@ function fillRow(line, [id, ...cells], isOver) {
   }
   const button = line.cells[0].firstChild;
   button.textContent = id.replace(/^(chat)?cmpl-/, "");
-  button.disabled = !isOver;
-  if (isOver) button.dataset.request = id;
+  button.disabled = !canAsk;
+  if (canAsk) button.dataset.request = id;
   else delete button.dataset.request;
   cells.forEach((text, place) => { line.cells[place + 1].textContent = text; });
 }
