@@ -63,7 +63,12 @@ def test_streams_that_end_too_soon_leave_nobody_waiting(server: ServerProcess) -
     assert asyncio.run(run_stall(config))["ttft_s"] > 0
 
 
-@pytest.mark.parametrize(("tool", "more"), [("soak", ["--minutes", "60"]), ("stall_budget", [])])
+FEW = ["--concurrency", "1", "--prompt-tokens", "4", "--new-tokens", "1"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "more"), [("soak", ["--minutes", "60"]), ("stall_budget", []), ("http_cost", ["bundled", *FEW])]
+)
 def test_without_a_server_it_says_so_at_once(tool: str, more: list[str]) -> None:
     """A soak of nothing would count refused connections for an hour."""
     command = [sys.executable, "-m", f"diptych.lab.{tool}", "--url", "http://127.0.0.1:9", *more]

@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
@@ -23,6 +24,7 @@ from diptych.engine.engine import OutputDelta
 from diptych.engine.llm import LLM
 from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import ComputeConfig, EngineConfig
+from diptych.ground.errors import EngineError
 from diptych.ground.request import SamplingParams
 from diptych.lab.load import LoadConfig, run_load, summarize
 
@@ -103,6 +105,17 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--max-context-tokens", type=int)
     given = parser.parse_args()
+    try:
+        found = measured(given)
+    except EngineError as error:
+        sys.exit(f"error: {error}")
+    except RuntimeError as error:
+        sys.exit(f"error: {error}\nhint: start `diptych serve` with the same model, or name another server with --url")
+    print(json.dumps(found))
+
+
+def measured(given: argparse.Namespace) -> dict[str, Any]:
+    """What the options ask for."""
     compute = ComputeConfig(weights=given.weights)
     llm = LLM.from_pretrained(given.model, EngineConfig(compute=compute, max_context_tokens=given.max_context_tokens))
     config = LoadConfig(
@@ -114,7 +127,7 @@ def main() -> None:
         new_tokens=(given.new_tokens, given.new_tokens),
         vocab_size=given.vocab_size,
     )
-    print(json.dumps(run_pairs(llm, config, pairs=given.pairs, progress=lambda line: print(line, flush=True))))
+    return run_pairs(llm, config, pairs=given.pairs, progress=lambda line: print(line, flush=True))
 
 
 if __name__ == "__main__":

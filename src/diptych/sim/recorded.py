@@ -57,7 +57,8 @@ class Recorded:
         if call == "submit":
             self._unseen.append(_is(Request, args[0]))
         elif call == "begin_step":
-            begin_s = _INSTANT.take("the step's begin", args[0], ConfigError)
+            begin_s = args[0]
+            _INSTANT.take("the step's begin", begin_s, ConfigError)
             self.requests += [(begin_s - _BEFORE_S, request) for request in self._unseen]
             self._unseen = []
             plan = decode(entry["kwargs"]["plan"])
@@ -72,8 +73,9 @@ class Recorded:
             mine = [one.seq_id for one in result.results]
             if plan is None or plan.step_id != result.step_id or [one.seq_id for one in plan.chunks] != mine:
                 raise ValueError(f"the result of step {result.step_id} follows no plan of it")
+            _INSTANT.take("the step's end", args[1], ConfigError)
             self.results.append(result)
-            self.ends_s.append(_INSTANT.take("the step's end", args[1], ConfigError))
+            self.ends_s.append(args[1])
         else:
             if call == "abort_step" and self._is_open:
                 self.plans.pop()  # what it planned did not happen
