@@ -412,6 +412,25 @@ def test_a_fresh_process_that_takes_too_long_ends_its_experiment_alone(
     assert outcomes[0].finding == "could not be run: a fresh process had no token within 120 s"
 
 
+@pytest.mark.parametrize(
+    ("name", "longest", "words"),
+    [
+        ("decode-position", 64, "a line needs two positions"),
+        ("prefill-length", 20, "a square needs three lengths"),
+        ("chunked-prefill", 40, "streams need 64 tokens"),
+    ],
+)
+def test_too_few_lengths_prove_nothing(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, name: str, longest: int, words: str
+) -> None:
+    """Through one position every line goes: "0.000 ms and 1,055 ns per token of context", and the claim held."""
+    monkeypatch.setattr(stage, "longest_tokens", longest)
+    monkeypatch.setattr(stage, "context_tokens", longest)
+    outcome = next(one for one in EXPERIMENTS if one.name == name).run(stage)
+    assert outcome.verdict is Verdict.WITHHELD
+    assert words in outcome.finding
+
+
 def test_words_in_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     """What a process said of [/a/path] ended the lab, as a tag that closes nothing."""
     lab._print(EXPERIMENTS[0], cannot("could not be run: see [/tmp/x] and [note]"))

@@ -9,7 +9,7 @@ from typing import Any
 
 from diptych.ground.shape import StepShape
 from diptych.lab.drive import Driver
-from diptych.lab.experiment import Check, Experiment, Outcome, Point, Stage, conclude, point, quantity
+from diptych.lab.experiment import Check, Experiment, Outcome, Point, Stage, cannot, conclude, point, quantity
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 128
@@ -110,6 +110,8 @@ class _Intrusion:
 
 
 def _chunked_prefill(stage: Stage) -> Outcome:
+    if stage.context_tokens < 64:
+        return cannot(f"streams need 64 tokens; the context holds {stage.context_tokens}")
     prompt = min(3000, stage.context_tokens // 2)
     sizes = [n for n in (64, 128, 256, 512, 1024) if n < prompt] + [prompt + STREAMS]
     # a stream writes one token per step, and the smallest chunks take the most steps

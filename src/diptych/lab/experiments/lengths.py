@@ -8,7 +8,18 @@ import numpy as np
 
 from diptych.ground.shape import StepShape
 from diptych.lab.drive import Driver
-from diptych.lab.experiment import Check, Experiment, Outcome, Point, Stage, conclude, point, polynomial, quantity
+from diptych.lab.experiment import (
+    Check,
+    Experiment,
+    Outcome,
+    Point,
+    Stage,
+    cannot,
+    conclude,
+    point,
+    polynomial,
+    quantity,
+)
 
 LENGTHS = (10, 30, 100, 300, 1000, 2000, 4000, 10_000)
 FIT_FROM = 100
@@ -27,6 +38,8 @@ def _closeness(fitted: np.ndarray, times: np.ndarray) -> float:
 
 def _prefill_length(stage: Stage) -> Outcome:
     lengths = stage.lengths(LENGTHS)
+    if len(lengths) < 3:
+        return cannot(f"a square needs three lengths; {lengths[-1]} tokens is the longest here")
     probe = stage.probe(max(lengths))
     rounds = stage.measure([probe.prompt_sampler(n) for n in lengths])
     points = [point("prefill", n, rounds.point(i), stage.predicted_prompt_s(n)) for i, n in enumerate(lengths)]
@@ -73,6 +86,8 @@ def _equal_work_tokens(stage: Stage) -> float:
 
 def _decode_position(stage: Stage) -> Outcome:
     positions = stage.lengths(POSITIONS)
+    if len(positions) < 2:
+        return cannot(f"a line needs two positions; {positions[-1]} tokens is the longest here")
     probe = stage.probe(max(positions))
     works = [StepShape.decode(batch=1, context_tokens=n) for n in positions]
     rounds = stage.measure([probe.sampler(work) for work in works])
