@@ -19,9 +19,6 @@ from diptych.workload import (
     items_of,
     make_workload,
     open_trace,
-    read_azure_csv,
-    read_mooncake_jsonl,
-    read_trace,
     spread_ticks,
     token_ids_of,
 )
@@ -154,7 +151,7 @@ def test_azure_trace_is_read_with_both_time_notations(tmp_path):
         "2023-11-16 18:15:50.9951690,396,109\n"
         "2023-11-16 18:15:47,0,0\n"
     )
-    items = read_azure_csv(path)
+    items = tuple(open_trace(path))
     assert [(item.prompt_tokens, item.output_tokens) for item in items] == [(374, 44), (1, 1), (396, 109)]
     assert [item.at_s for item in items] == pytest.approx([0.0, 0.319410, 4.314579], abs=1e-6)
     path.write_text(
@@ -162,7 +159,7 @@ def test_azure_trace_is_read_with_both_time_notations(tmp_path):
         "2024-05-10 00:00:00.009930+00:00,2162,5\n"
         "2024-05-10 00:00:01.517000+00:00,2399,6\n"
     )
-    assert [item.at_s for item in read_azure_csv(path)] == pytest.approx([0.0, 1.50707], abs=1e-6)
+    assert [item.at_s for item in open_trace(path)] == pytest.approx([0.0, 1.50707], abs=1e-6)
 
 
 def test_mooncake_trace_shares_the_blocks_of_equal_hashes(tmp_path):
@@ -172,7 +169,7 @@ def test_mooncake_trace_shares_the_blocks_of_equal_hashes(tmp_path):
         {"timestamp": 30500, "input_length": 1030, "output_length": 26, "hash_ids": [46, 47, 2]},
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "\n")
-    items = read_mooncake_jsonl(path)
+    items = tuple(open_trace(path))
     assert items[1] == WorkloadItem(
         index=1, at_s=3.5, prompt_tokens=1030, output_tokens=26, prefix_ids=(46, 47, 2), prefix_block_tokens=512
     )
@@ -189,19 +186,24 @@ def test_mooncake_trace_shares_the_blocks_of_equal_hashes(tmp_path):
         ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,x,1\n", "a.csv line 2"),
         ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,4\n", "a.csv line 2"),
         ("m.jsonl", '{"timestamp": 1, "input_length": 4, "output_length": 2}\n{"timestamp": 1}\n', "m.jsonl line 2"),
-        ("m.jsonl", "not json\n", "m.jsonl line 1"),
+        ("m.jsonl", "{not json\n", "m.jsonl line 1"),
+        ("m.txt", "neither\n", "m.txt has no column ContextTokens, GeneratedTokens, TIMESTAMP"),
         ("a.csv", "ContextTokens,GeneratedTokens,TIMESTAMP\n1,2\n", "a.csv line 2 .*isoformat"),
         ("a.csv", '"' + "x" * 200_000, "a.csv line 1 .*field limit"),
         ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "x" * 200_000, "a.csv line 2 .*field limit"),
         ("m.jsonl", '{"timestamp": ' + "[" * 100_000, "m.jsonl line 1 .*recursion"),
-        ("m.jsonl", "[1, 2]\n", "m.jsonl line 1 .*no JSON object"),
+        (
+            "m.jsonl",
+            '{"timestamp": 1, "input_length": 4, "output_length": 2}\n[1, 2]\n',
+            "m.jsonl line 2 .*no JSON object",
+        ),
     ],
 )
 def test_a_broken_trace_names_its_line(tmp_path, name, text, message):
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
-        (read_azure_csv if name.endswith("csv") else read_mooncake_jsonl)(path)
+        open_trace(path)
 
 
 def test_a_trace_may_begin_with_a_byte_order_mark(tmp_path):
@@ -230,7 +232,7 @@ def test_a_trace_is_read_item_by_item(tmp_path):
     path = tmp_path / "day.csv"
     rows = (f"2023-11-16 18:{i // 60:02}:{i % 60:02}.5,{100 + i % 900},{1 + i % 50}\n" for i in range(3600))
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(rows), "utf-8")
-    whole = read_trace(path)
+    whole = tuple(open_trace(path))
     tracemalloc.start()
     try:
         trace = open_trace(path)

@@ -184,7 +184,7 @@ def requests_of(spec: WorkloadSpec, *, vocab_size: int, token_seed: int = 0, nam
 class Trace:
     """A trace file that was read through once, so every line of it is sound. Iterating reads it again, one item at a time.
 
-    shares_prefixes: some prompt names its blocks; such a trace's requests are spread over their tick (`spread_ticks`).
+    shares_prefixes: some prompt names its blocks. Requests of JSON lines are spread over their tick (`spread_ticks`).
     in_memory: the items themselves, where the file has them out of order.
     """
 
@@ -206,7 +206,7 @@ class Trace:
 def open_trace(path: Path, *, limit: int | None = None) -> Trace:
     """A trace of any format known here, told by its first line. limit: only the first so many of its requests.
 
-    Raises ConfigError for another format, for a line that cannot be read, and for a trace without requests.
+    Raises ConfigError for another format, with the line for one that cannot be read, and for a trace without requests.
     """
     n, last_s, first_s, is_in_order, shares = 0, -math.inf, math.inf, True, False
     for entry in _entries(path):
@@ -223,11 +223,6 @@ def open_trace(path: Path, *, limit: int | None = None) -> Trace:
         items = tuple(_spread(path, _items(entries, first_s)))
     n = n if limit is None else min(n, limit)
     return Trace(path=path, n_requests=n, shares_prefixes=shares, first_s=first_s, in_memory=items)
-
-
-def read_trace(path: Path) -> tuple[WorkloadItem, ...]:
-    """All of it at once."""
-    return tuple(open_trace(path))
 
 
 def _is_mooncake(path: Path) -> bool:
@@ -265,15 +260,8 @@ def spread_ticks(items: Iterable[WorkloadItem]) -> Iterator[WorkloadItem]:
         yield from (replace(item, at_s=at_s + k * gap_s) for k, item in enumerate(tick))
 
 
-def read_azure_csv(path: Path) -> tuple[WorkloadItem, ...]:
-    """The Azure LLM inference traces: columns TIMESTAMP, ContextTokens, GeneratedTokens. Times start at 0.
-
-    Raises ConfigError with the line for a missing column or an unreadable value.
-    """
-    return _in_order(_azure_entries(path))
-
-
 def _azure_entries(path: Path) -> Iterator[_Entry]:
+    """The Azure LLM inference traces: columns TIMESTAMP, ContextTokens, GeneratedTokens."""
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file, restval="")  # so that a cell that is not there is none that can be read
         try:
@@ -294,16 +282,11 @@ def _azure_entry(row: dict[str, str]) -> _Entry:
     )
 
 
-def read_mooncake_jsonl(path: Path) -> tuple[WorkloadItem, ...]:
+def _mooncake_entries(path: Path) -> Iterator[_Entry]:
     """Mooncake traces: one JSON object a line with timestamp (ms), input_length, output_length and hash_ids.
 
-    A hash id stands for 512 prompt tokens, shared by all requests that have it. Times start at 0.
-    Raises ConfigError with the line for an unreadable one.
+    A hash id stands for 512 prompt tokens, shared by all requests that have it.
     """
-    return _in_order(_mooncake_entries(path))
-
-
-def _mooncake_entries(path: Path) -> Iterator[_Entry]:
     with path.open(encoding="utf-8-sig") as file:
         rows = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
         yield from _parsed(path, rows, _mooncake_entry)
@@ -355,11 +338,6 @@ def _timestamp_s(text: str) -> float:
     fraction_s = float(f"0.{digits}") if dot and digits else 0.0
     origin = datetime(1970, 1, 1, tzinfo=moment.tzinfo)
     return (moment - origin).total_seconds() + fraction_s
-
-
-def _in_order(entries: Iterable[_Entry]) -> tuple[WorkloadItem, ...]:
-    found = sorted(entries, key=lambda entry: entry.at_s)
-    return tuple(_items(found, found[0].at_s)) if found else ()
 
 
 def _items(entries: Iterable[_Entry], first_s: float) -> Iterator[WorkloadItem]:
