@@ -42,11 +42,11 @@ def generate(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no phase report")] = False,
 ) -> None:
     """Write the continuation of PROMPT and report both phases."""
-    config = engine_config(max_running_sequences=max(n, 1), **engine, **options.one_lora(**adapter))
     sampling = sampling_params(
         max_tokens=max_tokens, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
         ignore_eos=ignore_eos, n=n, **drawing,
     )  # fmt: skip
+    config = engine_config(max_running_sequences=n, **engine, **options.one_lora(**adapter))
     text = read_prompt(prompt, prompt_file)  # behind the options: standard input may take its time
     with loading_bar(f"loading {model}") as progress:
         llm = LLM(model, config, progress=progress)
