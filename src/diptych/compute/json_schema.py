@@ -49,7 +49,7 @@ def holdable(schema: Mapping[str, Any]) -> dict[str, Any]:
     Raises GrammarError for a schema that is nested too deeply or asks for what no grammar can hold.
     """
     check_depth(schema)
-    made: dict[str, Any] = _Closer(schema).closed(schema, "#", is_part="#" in _shared_refs(schema))
+    made: dict[str, Any] = _Closer(schema).closed(schema, "#", is_part=False)
     return made
 
 
