@@ -13,12 +13,12 @@ from typing import Any
 # text that is different in every request and so ends the part of a prompt that the cache can keep
 VOLATILE = (
     ("a time", re.compile(r"\b\d{1,2}:\d{2}(:\d{2})?\b")),
-    ("a date", re.compile(r"\b\d{4}-\d{2}-\d{2}\b|\b\d{1,2}[./]\d{1,2}[./]\d{4}\b")),
+    ("a date", re.compile(r"\b\d{4}-\d{2}-\d{2}(?:\b|T\d)|\b\d{1,2}[./]\d{1,2}[./]\d{4}\b")),
     (
         "a date",
         re.compile(
-            r"\b(?:\d{1,2}\.? )?(?:January|February|March|April|May|June|July|August|September|October|November|December)"
-            r" (?:\d{1,2},? )?\d{4}\b"
+            r"\b(?:\d{1,2}\.? )?(?:Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?|Sept?(?:ember)?"
+            r"|Oct(?:ober)?|Nov(?:ember)?|Dec(?:ember)?)\.? (?:\d{1,2},? )?\d{4}\b"
         ),
     ),
     ("an id", re.compile(r"\b[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}\b")),
