@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from diptych.cli.bench_serve import app
 from diptych.ground.errors import ConfigError
 from diptych.lab.http_client import HttpClient
-from diptych.lab.load import LoadConfig, SentRequest, bodies, carries_output, run_load, summarize
+from diptych.lab.load import WORDS, LoadConfig, SentRequest, bodies, carries_output, run_load, summarize
 from diptych.lab.load_picture import draw
 from server_process import ServerProcess
 
@@ -28,6 +28,12 @@ def test_bodies_depend_on_the_seed_only() -> None:
     assert bodies(LoadConfig(url="http://x", requests=5, seed=1)) != bodies(
         LoadConfig(url="http://x", requests=5, seed=2)
     )
+
+
+def test_a_chat_is_words_whatever_ids_there_are() -> None:
+    """Ids were sent as text of numerals, several tokens each, as if the lengths were exact."""
+    (chat,) = bodies(LoadConfig(url="http://x", endpoint="chat", requests=1, prompt_tokens=(9, 9), vocab_size=10**6))
+    assert set(chat["messages"][0]["content"].split(" ")) <= set(WORDS)
 
 
 def outcome(number: int, *, due_s: float, events: list[float], error: str | None = None) -> SentRequest:
@@ -131,6 +137,7 @@ def test_a_server_of_another_kind_is_a_failure_with_a_name(answer: bytes | None,
         (("--timeout-s", "nan"), "--timeout-s is nan"),
         (("--ttft-ms", "-1"), "--ttft-ms is -1.0"),
         (("--rate", "nan"), "rate is nan"),
+        (("--endpoint=chat", "--vocab-size=9"), "a chat has texts alone"),
         (("--picture", "run.foo"), "run.foo ends in .foo"),
     ],
 )

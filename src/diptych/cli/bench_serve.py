@@ -61,6 +61,8 @@ def serve(
         raise ConfigError("--explain words the numbers of the page, and --json prints none", hint="give one of them")
     if endpoint not in ("completions", "chat"):
         raise ConfigError(f"endpoint is {endpoint!r}; it must be completions or chat")
+    if endpoint == "chat" and vocab_size is not None:
+        raise ConfigError("--vocab-size sends token ids, and a chat has texts alone", hint="leave it out")
     config = LoadConfig(
         url=url,
         model=model,

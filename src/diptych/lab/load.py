@@ -46,8 +46,8 @@ class LoadConfig:
     """What to send. Exactly one of rate_per_s (open loop) and concurrency (closed loop).
 
     prompt_tokens, new_tokens: (low, high), drawn uniformly. vocab_size: send random token ids below it, so that lengths
-    are exact; None: send English words, about one token each. shared_prefix_tokens: the same start for every prompt, put
-    before its own tokens.
+    are exact; None, and in a chat: send English words, about one token each. shared_prefix_tokens: the same start for every
+    prompt, put before its own tokens.
     """
 
     url: str
@@ -128,8 +128,8 @@ def bodies(config: LoadConfig) -> list[dict[str, Any]]:
     """Request bodies, the same for the same config and seed."""
     made = []
     for item in make_workload(config.workload):
-        is_ids = config.vocab_size is not None
-        ids = token_ids_of(item, vocab_size=config.vocab_size or len(WORDS), seed=config.seed)
+        vocab_size = None if config.endpoint == "chat" else config.vocab_size
+        ids = token_ids_of(item, vocab_size=vocab_size or len(WORDS), seed=config.seed)
         body: dict[str, Any] = {
             "max_tokens": item.output_tokens,
             "stream": True,
@@ -141,11 +141,11 @@ def bodies(config: LoadConfig) -> list[dict[str, Any]]:
             body["model"] = config.model
         if config.ignores_eos:
             body["ignore_eos"] = True
-        text = " ".join(map(str, ids) if is_ids else (WORDS[token_id] for token_id in ids))
+        prompt = list(ids) if vocab_size is not None else " ".join(WORDS[token_id] for token_id in ids)
         if config.endpoint == "chat":
-            body["messages"] = [{"role": "user", "content": text}]
+            body["messages"] = [{"role": "user", "content": prompt}]
         else:
-            body["prompt"] = list(ids) if is_ids else text
+            body["prompt"] = prompt
         made.append(body)
     return made
 
