@@ -338,3 +338,19 @@ def test_a_long_word_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for i in range(0, len(text), 4):
         parser.push(text[i : i + 4])
     assert n_chars < 3 * len(text)
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ('"one\ntwo\\n"', "one\ntwo\n"),
+        ("{'k': 'one\r\ntwo'}", {"k": "one\r\ntwo"}),
+        (r'"C:\x"', r"C:\x"),
+        (r'"a\d"', r"a\d"),
+    ],
+)
+def test_quotes_around_lines_and_odd_escapes_are_no_part_of_a_value(written: str, value: object) -> None:
+    """Neither JSON nor Python has a string over several lines, and its quotes became part of the text."""
+    parser = ToolCallParser(LFM2, tool_names=["f"])
+    calls = parser.push(f"<|tool_call_start|>[f(a={written})]<|tool_call_end|>").calls
+    assert json.loads(calls[1].arguments) == {"a": value}

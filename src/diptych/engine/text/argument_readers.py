@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from diptych.engine.text.argument_values import json_types_of, json_value
+from diptych.engine.text.argument_values import json_string, json_types_of, json_value
 from diptych.engine.text.call_form import KEY, KIND, CallForm, Fit, Match, fit
 from diptych.engine.text.feed import Feed, Step
 from diptych.engine.text.reasoning import partial_end
@@ -254,4 +254,4 @@ class LiteralArguments:
             else:
                 yield from self._feed.more()
         text, self._feed.held = self._feed.held[: at + 1], self._feed.held[at + 1 :]
-        self._out(json_value(quote + text, None))
+        self._out(json_string(quote + text))

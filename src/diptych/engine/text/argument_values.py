@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -39,15 +39,28 @@ def json_value(text: str, types: Collection[str] | None) -> str:
     """`text` as JSON: of one of `types` where it is one, else text where text is allowed, else what it looks like."""
     if types is not None and set(types) == {"string"}:
         return json.dumps(text, ensure_ascii=False)
-    for read in (json.loads, ast.literal_eval):  # in the signs of JSON or of Python
-        try:
-            value = read(text.strip())
-            found = as_json(value)
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            continue
+    for value, found in _read(text.strip()):
         if types is None or "string" not in types or _is_one_of(value, types):
             return found
     return json.dumps(text, ensure_ascii=False)
+
+
+def json_string(quoted: str) -> str:
+    """A text between quotes, with backslashes, as JSON; also over several lines, and where neither language reads it."""
+    source = quoted.replace("\n", "\\n").replace("\r", "\\r")
+    found = next((found for value, found in _read(source) if isinstance(value, str)), None)
+    return json.dumps(quoted[1:-1], ensure_ascii=False) if found is None else found
+
+
+def _read(text: str) -> Iterator[tuple[Any, str]]:
+    """What a text is, and that as JSON: in the signs of JSON, and of Python."""
+    for read in (json.loads, ast.literal_eval):
+        try:
+            value = read(text)
+            found = as_json(value)
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            continue
+        yield value, found
 
 
 def as_json(value: Any) -> str:
