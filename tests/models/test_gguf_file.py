@@ -180,6 +180,13 @@ def test_a_header_that_lies_is_refused_by_what_it_says(data: bytes, message: str
     assert refused.value.hint
 
 
+def test_a_count_of_parts_is_a_whole_number(tmp_path: Path) -> None:
+    path = tmp_path / "m-00001-of-00003.gguf"
+    path.write_bytes(header(keys=1, rest=text(b"split.count") + struct.pack("<If", 6, 3.0)))
+    with pytest.raises(LoadError, match="is one of 3.0 parts"):
+        open_gguf(path)
+
+
 def mutated(data: bytes, rng: random.Random, n_header: int) -> bytes:
     """The file with one to three things wrong: bytes, numbers of 4 or 8 bytes, a cut, or a piece twice."""
     changed = bytearray(data)

@@ -233,7 +233,7 @@ def open_gguf(path: Path) -> GgufFile:
     if count in (0, 1):
         return GgufFile([first])
     named = PART.match(path.name)
-    if named is None or int(named["count"]) != count or not 1 < count <= MOST_PARTS:
+    if named is None or type(count) is not int or int(named["count"]) != count or not 1 < count <= MOST_PARTS:
         raise LoadError(
             f"{path} says it is one of {count} parts, which its name does not",
             hint="give the first part, under its own name: <model>-00001-of-0000N.gguf",
