@@ -247,6 +247,23 @@ def test_an_answer_that_breaks_off_stays_and_is_said_to(server: ServerProcess, b
 
 @pytest.mark.browser
 @needs_browser
+def test_a_browser_sends_the_key_as_its_password(browser: object) -> None:
+    """Chromium, told of two ways in one line, asked for no password: a server with a key had no page."""
+    wait = pytest.importorskip("playwright.sync_api").expect
+    with ServerProcess("--kv-memory-bytes", "33554432", key="a-key") as server:
+        context = browser.new_context(http_credentials={"username": "me", "password": "a-key"})  # type: ignore[attr-defined]
+        try:
+            page = context.new_page()
+            page.goto(f"{server.url}/")
+            wait(page.locator("#status")).to_have_text("live", timeout=60_000)
+            page.click("#try-send")
+            wait(page.locator("#try-report table").first).to_be_visible(timeout=90_000)
+        finally:
+            context.close()
+
+
+@pytest.mark.browser
+@needs_browser
 def test_a_request_has_one_short_name(server: ServerProcess, browser: object) -> None:
     """A step named by their ends those whose rows began with their beginnings; prompts of one body looked the same."""
     page = browser.new_page()  # type: ignore[attr-defined]

@@ -101,10 +101,12 @@ def error_response(error: ApiError, path: str = "") -> Response:
     headers: dict[str, str] = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
-    if error.status == 401:
-        headers["WWW-Authenticate"] = 'Bearer, Basic realm="diptych"'
     body = anthropic_error(error) if is_anthropic(path) else error_body(error)
-    return JSONResponse(body, status_code=error.status, headers=headers)
+    response = JSONResponse(body, status_code=error.status, headers=headers)
+    if error.status == 401:
+        for challenge in ("Bearer", 'Basic realm="diptych"'):  # a line for each: Chromium reads no further than a comma
+            response.headers.append("WWW-Authenticate", challenge)
+    return response
 
 
 def from_engine_error(error: BaseException, *, retry_after_s: float = 1.0) -> ApiError:
