@@ -1,6 +1,7 @@
 """tool_choice required or named: whatever the model prefers, the output is calls that the parser finds."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -208,3 +209,22 @@ def test_a_property_may_be_any_value_or_none(form) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     compiler.compile(tool_call_spec([tool], form))
     compiler.close()
+
+
+@pytest.mark.parametrize("form", [TAGGED, GEMMA], ids=["tagged", "gemma"])
+@pytest.mark.parametrize("tags", ["letters", "added"])
+def test_a_text_has_its_pattern_and_its_length(form, tags) -> None:
+    """Beside a pattern the length was forgotten."""
+    parameters = {
+        "properties": {"a": {"type": "string", "pattern": "^[a-z]+$", "minLength": 2, "maxLength": 3}},
+        "required": ["a"],
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    own = Tokenizer(with_tags(tags), {}, EOS)
+    spec = tool_call_spec([tool], form, is_parallel=False, tag_ids=own.tags_in(form.literals))
+    for seed in range(4):
+        ((_, arguments),) = [
+            (one.name, json.loads(one.arguments))
+            for one in parse_tool_calls(write(with_tags(tags), spec, seed=seed), form)[1]
+        ]
+        assert re.fullmatch("[a-z]{2,3}", arguments["a"])

@@ -180,19 +180,23 @@ class _Grammar:
         if values is not None:
             texts = " | ".join(self.literal(str(value)) for value in values)
             return f"({texts}) {self.literal(close)}"
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        signs = rf"(?s:.{{{least},{most}}})" if least or most != "" else "(?s:.*)"
-        if "pattern" in schema:
-            pattern = str(schema["pattern"])
-            begins, ends = pattern.startswith("^"), pattern.endswith("$")
-            signs = f"{'' if begins else '(?s:.*)'}({pattern.removeprefix('^').removesuffix('$')}){'' if ends else '(?s:.*)'}"
+        signs = _signs(schema)
         tag = next((one for one in self.tag_ids if close.strip().startswith(one)), None)
         if tag is not None:
-            return f"{self.rule(f'/{_slashed(signs)}/')} {self.literal(close)}"
-        body = self.rule(f"/{_slashed(signs + re.escape(close.strip()))}/")
+            return f"{self.rule(self._all(signs))} {self.literal(close)}"
+        body = self.rule(self._all(signs, close.strip()))
         self.lines[-1] = self.lines[-1].replace(":", "[lazy]:", 1)
         rest = close[len(close.rstrip()) :]
         return f"{body} {self.literal(rest)}" if rest else body
+
+    def _all(self, signs: Sequence[str], close: str = "") -> str:
+        """What matches text that each of these patterns matches, with what closes it."""
+        if len(signs) == 1:
+            return f"/{_slashed(signs[0] + re.escape(close))}/"
+        name = f"T{len(self.lines)}"  # only terminals know of both
+        both = " & ".join(f"/{_slashed(one)}/" for one in signs)
+        self.lines.append(f"{name}: ({both}) {json.dumps(close, ensure_ascii=False) if close else ''}")
+        return name
 
     # ---- arguments in the signs of a programming language
 
@@ -241,6 +245,20 @@ class _Grammar:
     def _list(self, schema: Mapping[str, Any], root: Mapping[str, Any], *, depth: int) -> str:
         item = self.rule(self._value(schema["items"], root, depth=depth))
         return f'"[" ({item} ("," {item})*)? "]"'
+
+
+def _signs(schema: Mapping[str, Any]) -> list[str]:
+    """The patterns that a text must match, one at least."""
+    signs = []
+    if "pattern" in schema:
+        pattern = str(schema["pattern"])
+        begins, ends = pattern.startswith("^"), pattern.endswith("$")
+        signs.append(
+            f"{'' if begins else '(?s:.*)'}({pattern.removeprefix('^').removesuffix('$')}){'' if ends else '(?s:.*)'}"
+        )
+    if schema.get("minLength") or "maxLength" in schema:
+        signs.append(rf"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})")
+    return signs or ["(?s:.*)"]
 
 
 def _properties(schema: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, Any]], Sequence[str]]:
