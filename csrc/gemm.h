@@ -220,7 +220,7 @@ enum class Store : int32_t {
   gate_f32 = 3, // out[row] = act(y) * out[row], fp32: gate and up packed apart, y the gate and up where it lies
 };
 
-enum class Activation : int32_t { silu = 0, gelu_tanh = 1 };
+enum class Activation : int32_t { silu = 0, gelu_tanh = 1, sigmoid = 2 };  // the last of gate_f32 only
 
 // Sees (and may change) the outputs tile by tile, while they lie in cache, in any order.
 class OutputReader {

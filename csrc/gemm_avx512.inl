@@ -259,7 +259,7 @@ inline __mmask16 head(int64_t count) {
 
 // ---- finish ------------------------------------------------------------------------------------------------------
 
-// act(gate): both activations are x / (1 + 2^t), t = -log2(e) x (silu) or -2 log2(e) u with tanh's argument u (gelu). The cubic of
+// act(gate): activations are x / (1 + 2^t), t = -log2(e) x (silu, of sigmoid 1 above) or -2 log2(e) u with tanh's argument u (gelu). The cubic of
 // weight_exp2_lanes (simd.h) and the estimate of the division are together within 2e-4 relative: products are rounded to bf16
 // (2e-3) or int8 next.
 inline __m512 activate(Activation activation, __m512 x) {
@@ -271,7 +271,8 @@ inline __m512 activate(Activation activation, __m512 x) {
   __m512 p = _mm512_fmadd_ps(f, _mm512_set1_ps(0.07706713676452637f), _mm512_set1_ps(0.22764486074447632f));
   p = _mm512_fmadd_ps(f, p, _mm512_set1_ps(0.6951168179512024f));
   p = _mm512_fmadd_ps(f, p, _mm512_set1_ps(1.0f));
-  return _mm512_mul_ps(x, _mm512_rcp14_ps(_mm512_add_ps(_mm512_set1_ps(1.0f), _mm512_scalef_ps(p, t))));
+  const __m512 above = activation == Activation::sigmoid ? _mm512_set1_ps(1.0f) : x;
+  return _mm512_mul_ps(above, _mm512_rcp14_ps(_mm512_add_ps(_mm512_set1_ps(1.0f), _mm512_scalef_ps(p, t))));
 }
 
 template <Store kStore>

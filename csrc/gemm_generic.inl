@@ -48,11 +48,11 @@ inline Lanes exp2_lanes(Lanes t) {
   return (Lanes)((Whole)p + (__builtin_convertvector(n, Whole) << 23));
 }
 
-// act(gate): both activations are x / (1 + 2^-t), t = log2(e) x (silu) or 2 log2(e) u with tanh's argument u (gelu).
+// act(gate): activations are x / (1 + 2^-t), t = log2(e) x (silu, of sigmoid 1 above) or 2 log2(e) u with tanh's argument u (gelu).
 inline Lanes activate(Activation activation, Lanes x) {
   Lanes t = x * -1.44269504f;
   if (activation == Activation::gelu_tanh) t = x * -2.3022082f * (x * x * 0.044715f + 1.0f);
-  return x / (exp2_lanes(t) + 1.0f);
+  return (activation == Activation::sigmoid ? fill(1.0f) : x) / (exp2_lanes(t) + 1.0f);
 }
 
 // `count` of a piece's lanes, from output `output` on.

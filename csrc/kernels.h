@@ -131,6 +131,48 @@ using AttentionRun = void (*)(const AttentionCall& call, const AttentionTask& ta
 using AttentionCombine = void (*)(const AttentionCall& call, const AttentionTask& task, int64_t row_begin, int64_t row_end,
                                   uint8_t* scratch);
 
+// ---- states (delta.inl) -----------------------------------------------------------------------------------------------
+
+// A gated delta rule's heads. A state of one sequence: each value head's [columns / 16][key_dim][16], columns padded to whole lanes, and
+// behind all of them the last n_taps - 1 rows of the channels' inputs.
+struct DeltaShape {
+  int64_t n_key_heads = 0, n_value_heads = 0, key_dim = 0, value_dim = 0, n_taps = 1;
+  float scale = 1.0f;
+  float norm_eps = 0.0f;
+
+  DIPTYCH_FORCED int64_t channels() const { return 2 * n_key_heads * key_dim + n_value_heads * value_dim; }
+  DIPTYCH_FORCED int64_t head_floats() const { return (value_dim + 15) / 16 * 16 * key_dim; }
+  DIPTYCH_FORCED int64_t heads_floats() const { return n_value_heads * head_floats(); }
+  DIPTYCH_FORCED int64_t floats() const { return (heads_floats() + (n_taps - 1) * channels() + 15) / 16 * 16; }
+};
+
+struct DeltaSave {  // behind so many rows of its sequence the state is left here, too
+  int64_t rows;
+  float* place;
+};
+
+struct DeltaTask {  // one key head of one sequence
+  int64_t key_head = 0, first_row = 0, n_rows = 0;
+  const float* read = nullptr;  // a state, or null: zeros
+  float* write = nullptr;       // may be `read`
+  const DeltaSave *saves = nullptr, *saves_end = nullptr;  // ascending
+};
+
+struct DeltaCall {
+  DeltaShape shape;
+  const float* qkv = nullptr;    // [T, channels]
+  const float* rates = nullptr;  // [T, stride]: beta of every head of the model, then their decays
+  int64_t rates_stride = 0, first_head = 0;
+  const float* taps = nullptr;   // [n_taps, channels]
+  const float *decay = nullptr, *shift = nullptr;  // [H]
+  const float* norm = nullptr;   // [value_dim]
+  float* out = nullptr;          // [T, stride], H * value_dim of each row
+  int64_t out_stride = 0;
+};
+
+using MoveState = void (*)(const DeltaCall& call, const DeltaTask& task, float* scratch);
+using DeltaScratchFloats = int64_t (*)(const DeltaShape& shape);
+
 // ---- small ones -------------------------------------------------------------------------------------------------------
 
 using AddRow = void (*)(const float* y, int64_t n, float scale, float* x);        // x += scale * y
@@ -230,6 +272,8 @@ struct StepKernels {
   WeighRow weigh_row;
   SparseGateRow sparse_gate_row;
   CurveRow curve_row;
+  MoveState move_state;
+  DeltaScratchFloats delta_scratch_floats;
 };
 
 }  // namespace diptych

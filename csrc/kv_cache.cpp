@@ -107,6 +107,14 @@ KvCache::KvCache(const KvShape& common, const std::vector<KvHeads>& layers) {
   buffer_ = PageBuffer(bytes());
 }
 
+void KvCache::add_states(const std::vector<int64_t>& floats_by_layer, int64_t n_places) {
+  if (floats_by_layer.empty() || n_places < 1) throw std::invalid_argument("states need at least one layer and one place");
+  state_floats_ = floats_by_layer, n_places_ = n_places, place_floats_ = 0;
+  state_begins_.clear();
+  for (const int64_t floats : floats_by_layer) state_begins_.push_back(place_floats_), place_floats_ += (floats + 15) / 16 * 16;
+  state_buffer_ = PageBuffer(state_bytes());
+}
+
 int64_t KvCache::block_bytes() const {
   int64_t bytes = 0;
   for (const KvShape& shape : shapes_) bytes += shape.block_bytes();

@@ -67,6 +67,15 @@ class KvCache {
   explicit KvCache(const KvShape& shape);  // zeroed; throws std::bad_alloc, std::invalid_argument
   KvCache(const KvShape& common, const std::vector<KvHeads>& layers);  // the same, of layers that differ: `common` has the rest
 
+  // Room for the states of n_places sequences beside the blocks, so many floats in each layer that has one; before the first run.
+  void add_states(const std::vector<int64_t>& floats_by_layer, int64_t n_places);
+  int64_t n_places() const { return n_places_; }
+  int64_t n_state_layers() const { return static_cast<int64_t>(state_floats_.size()); }
+  int64_t state_floats(int64_t layer) const { return state_floats_[layer]; }
+  int64_t state_bytes() const { return n_places_ * place_floats_ * 4; }
+  int64_t place_floats() const { return place_floats_; }  // of one place, all layers behind one another
+  float* state(int64_t layer, int64_t place) const { return reinterpret_cast<float*>(state_buffer_.data()) + place * place_floats_ + state_begins_[layer]; }
+
   int32_t number = 0;  // under which other ranks know theirs of the same pool
 
   const KvShape& shape() const { return shapes_[0]; }  // of the first layer; blocks, format and layers are those of all
@@ -94,6 +103,9 @@ class KvCache {
   std::vector<KvShape> shapes_;   // by layer
   std::vector<int64_t> begins_;   // [layers + 1]
   PageBuffer buffer_;
+  std::vector<int64_t> state_floats_, state_begins_;  // by layer: how many, and where within a place
+  int64_t n_places_ = 0, place_floats_ = 0;
+  PageBuffer state_buffer_;
 };
 
 }  // namespace diptych

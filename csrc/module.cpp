@@ -79,7 +79,7 @@ Store store_of(const std::string& name) {
 }
 
 Activation activation_of(const std::string& name) {
-  return named<Activation>("activation", name, {{"silu", Activation::silu}, {"gelu_tanh", Activation::gelu_tanh}});
+  return named<Activation>("activation", name, {{"silu", Activation::silu}, {"gelu_tanh", Activation::gelu_tanh}, {"sigmoid", Activation::sigmoid}});
 }
 
 Category category_of(const std::string& name) {
@@ -272,9 +272,10 @@ void add_ends(const Program& program, Step& step, const Input& input, Tapped& ta
 }
 
 void run(Program& program, I32 token_ids, I32 query_start, I32 context_tokens, I32Table block_table, I32 logits_rows, KvCache& kv,
-         F32Out logits, Input input, Tapped tapped, OfSequences adapters, OfSequences both_ways) {
+         F32Out logits, Input input, Tapped tapped, OfSequences adapters, OfSequences both_ways, States states) {
   Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
   step.adapters = of_sequences(adapters, step), step.both_ways = of_sequences(both_ways, step);
+  add_states(step, states);
   add_ends(program, step, input, tapped);
   if (logits.shape(0) != logits_rows.shape(0) || (logits.shape(0) > 0 && static_cast<int64_t>(logits.shape(1)) != program.vocab()))
     throw std::invalid_argument("logits must be [rows wanted, vocabulary]");
@@ -284,9 +285,10 @@ void run(Program& program, I32 token_ids, I32 query_start, I32 context_tokens, I
 
 std::pair<std::vector<int32_t>, std::vector<float>> run_best(Program& program, I32 token_ids, I32 query_start, I32 context_tokens,
                                                              I32Table block_table, I32 logits_rows, KvCache& kv, Input input,
-                                                             Tapped tapped, OfSequences adapters, OfSequences both_ways) {
+                                                             Tapped tapped, OfSequences adapters, OfSequences both_ways, States states) {
   Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
   step.adapters = of_sequences(adapters, step), step.both_ways = of_sequences(both_ways, step);
+  add_states(step, states);
   add_ends(program, step, input, tapped);
   std::pair<std::vector<int32_t>, std::vector<float>> out;
   nb::gil_scoped_release release;
@@ -298,9 +300,10 @@ std::pair<std::vector<int32_t>, std::vector<float>> run_best(Program& program, I
 }
 
 void run_hidden(Program& program, I32 token_ids, I32 query_start, I32 context_tokens, I32Table block_table, I32 logits_rows, KvCache& kv,
-                F32Out hidden, OfSequences adapters, OfSequences both_ways) {
+                F32Out hidden, OfSequences adapters, OfSequences both_ways, States states) {
   Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
   step.adapters = of_sequences(adapters, step), step.both_ways = of_sequences(both_ways, step);
+  add_states(step, states);
   if (hidden.shape(0) != logits_rows.shape(0) || static_cast<int64_t>(hidden.shape(1)) != program.hidden_width())
     throw std::invalid_argument("hidden must be [rows wanted, model dimension]");
   nb::gil_scoped_release release;
@@ -521,12 +524,12 @@ void bind_program(nb::module_& m) {
            nb::arg("order").none() = nb::none())
       .def("run", &run, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
            nb::arg("logits_rows"), nb::arg("kv"), nb::arg("logits"), nb::arg("input").none() = nb::none(), nb::arg("tapped").none() = nb::none(),
-           nb::arg("adapters").none() = nb::none(), nb::arg("both_ways").none() = nb::none())
+           nb::arg("adapters").none() = nb::none(), nb::arg("both_ways").none() = nb::none(), nb::arg("states").none() = nb::none())
       .def("run_best", &run_best, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
            nb::arg("logits_rows"), nb::arg("kv"), nb::arg("input").none() = nb::none(), nb::arg("tapped").none() = nb::none(),
-           nb::arg("adapters").none() = nb::none(), nb::arg("both_ways").none() = nb::none())
+           nb::arg("adapters").none() = nb::none(), nb::arg("both_ways").none() = nb::none(), nb::arg("states").none() = nb::none())
       .def("run_hidden", &run_hidden, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
-           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("hidden"), nb::arg("adapters").none() = nb::none(), nb::arg("both_ways").none() = nb::none())
+           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("hidden"), nb::arg("adapters").none() = nb::none(), nb::arg("both_ways").none() = nb::none(), nb::arg("states").none() = nb::none())
       .def_prop_ro("hidden_width", &Program::hidden_width)
       .def("tap_width", &Program::tap_width, nb::arg("number"))
       .def("argmax", &argmax)
@@ -554,6 +557,7 @@ void bind_program(nb::module_& m) {
       .def_prop_ro("threads", &Program::threads);
   bind_operations(program);
   bind_streams(program);
+  bind_states(m, program);
 }
 
 }  // namespace

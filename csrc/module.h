@@ -5,8 +5,10 @@
 #include <nanobind/ndarray.h>
 
 #include <initializer_list>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 
 namespace nb = nanobind;
@@ -17,6 +19,7 @@ using AnyArray = nb::ndarray<nb::ro, nb::device::cpu>;
 using I32 = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using I32Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using F32Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using F32VectorOut = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using F64Vector = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using F32Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using F32Out = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -34,9 +37,15 @@ Kind named(const char* what, const std::string& name, std::initializer_list<std:
 }
 
 class Program;
+struct Step;
+
+// Places that the states of a step's sequences are read from and left in, and (sequence, rows, place) of what is left on the way.
+using States = std::optional<std::tuple<I32, I32, I32Table>>;
 
 void bind_kv(nb::module_& m);       // module_kv.cpp
 void bind_streams(nb::class_<Program>& program);  // module_streams.cpp
+void bind_states(nb::module_& m, nb::class_<Program>& program);  // module_states.cpp
+void add_states(Step& step, const States& states);
 void bind_machine(nb::module_& m);  // module_machine.cpp
 
 }  // namespace diptych

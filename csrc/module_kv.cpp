@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <array>
+#include <cstring>
 
 #include "kv_cache.h"
 #include "module.h"
@@ -94,6 +95,18 @@ void write_kv(KvCache& kv, int64_t layer, I32 block_ids, F32Cube k, F32Cube v) {
   kv.write(layer, block_ids.data(), n_tokens, k.data(), v.data());
 }
 
+float* checked_place(const KvCache& kv, int64_t place, size_t floats) {
+  if (place < 0 || place >= kv.n_places()) throw std::invalid_argument("no such place for a state");
+  if (static_cast<int64_t>(floats) != kv.place_floats()) throw std::invalid_argument("a state has another size");
+  return kv.state(0, place);
+}
+
+void read_state(const KvCache& kv, int64_t place, F32VectorOut out) {
+  std::memcpy(out.data(), checked_place(kv, place, out.shape(0)), out.shape(0) * 4);
+}
+
+void write_state(KvCache& kv, int64_t place, F32Vector state) { std::memcpy(checked_place(kv, place, state.shape(0)), state.data(), state.shape(0) * 4); }
+
 using Heads = std::vector<std::pair<int64_t, int64_t>>;  // of each layer, how many and how wide
 
 KvShape kv_shape(int64_t n_blocks, int64_t block_tokens, const std::string& format, bool has_values) {
@@ -113,6 +126,12 @@ void bind_kv(nb::module_& m) {
         for (const auto& [n, dim] : heads) layers.push_back({n, dim});
         new (self) KvCache(kv_shape(n_blocks, block_tokens, format, has_values), layers);
       }, nb::kw_only(), nb::arg("heads"), nb::arg("n_blocks"), nb::arg("block_tokens"), nb::arg("format"), nb::arg("has_values") = true)
+      .def("add_states", &KvCache::add_states, nb::arg("floats_by_layer"), nb::arg("n_places"))
+      .def_prop_ro("n_places", &KvCache::n_places)
+      .def_prop_ro("state_bytes", &KvCache::state_bytes)
+      .def_prop_ro("place_floats", &KvCache::place_floats)
+      .def("read_state", &read_state, nb::arg("place"), nb::arg("out"))
+      .def("write_state", &write_state, nb::arg("place"), nb::arg("state"))
       .def_prop_ro("nbytes", &KvCache::bytes)
       .def_prop_ro("begins", &KvCache::begins)
       .def_rw("number", &KvCache::number)

@@ -333,6 +333,7 @@ void Program::record(Category category, OpBody body) {
     n_layers_ = std::max<int64_t>(n_layers_, op->layer + 1);
   }
   if (std::holds_alternative<CacheLatentsOp>(body)) has_latents_ = true;
+  if (const auto* op = std::get_if<DeltaOp>(&body)) n_state_layers_ = std::max<int64_t>(n_state_layers_, op->layer + 1);
   if (const auto* op = std::get_if<EmbedOp>(&body)) table_rows_ = std::min(table_rows_, tables_.at(op->table).rows), place_by(op->positions, op->x);
   if (const auto* op = std::get_if<TiedEmbedOp>(&body)) {
     const LinearShape& shape = linears_.at(op->head).shape;
@@ -424,6 +425,7 @@ void Program::reserve(int64_t tokens) {
       if (const auto* norm = std::get_if<NormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
       if (const auto* prepare = std::get_if<PrepareOp>(&op.body)) bytes = std::max(bytes, buffers_[prepare->x].width * 4 + 64);
       if (const auto* latents = std::get_if<CacheLatentsOp>(&op.body)) bytes = std::max(bytes, buffers_[latents->kv].width * 4 + 64);
+      if (const auto* delta = std::get_if<DeltaOp>(&op.body)) bytes = std::max(bytes, kernels_.step->delta_scratch_floats(delta->shape) * 4);
       if (const auto* weigh = std::get_if<WeighOp>(&op.body)) bytes = std::max(bytes, buffers_[weigh->x].width * 4 + 64);
       if (const auto* gate = std::get_if<SparseGateOp>(&op.body)) bytes = std::max(bytes, buffers_[gate->x].width * 2 + 64);
       if (const auto* curve = std::get_if<CurveOp>(&op.body)) bytes = std::max(bytes, buffers_[curve->x].width * 4 + 64);
@@ -519,6 +521,7 @@ void Program::check(const Step& step, const KvCache& kv) const {
     require(step.context_tokens[s] <= table_positions_, "a sequence is longer than the table of positions");
   for (int64_t s = 0; step.adapters != nullptr && s < step.n_sequences; ++s)
     if (step.adapters[s] != -1) adapter_bytes(step.adapters[s]);
+  if (n_state_layers_ > 0) check_states(step, kv);
   for (int64_t s = 0; step.both_ways != nullptr && s < step.n_sequences; ++s)
     require(step.both_ways[s] == 0 || step.context_tokens[s] == step.query_start[s + 1] - step.query_start[s],
             "a sequence that attends both ways must come whole");

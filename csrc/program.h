@@ -51,6 +51,10 @@ struct Step {
   float* taps = nullptr;                 // [n_tapped, T, width], written
   int64_t n_tapped = 0;
   const int32_t* adapters = nullptr;     // [S] each sequence's adapter, -1: none; null: none has any
+  const int32_t* state_reads = nullptr;  // [S] the place that a sequence's state is read from, -1: zeros; null where no layer has states
+  const int32_t* state_writes = nullptr; // [S] the place that it is left in
+  const int32_t* state_saves = nullptr;  // [n_saves, 3] (sequence, rows, place): behind so many of its rows it is left there, too; ascending
+  int64_t n_saves = 0;
   const int32_t* both_ways = nullptr;    // [S] 1 where each token of the sequence, which is here whole, attends to all; null: nowhere
 };
 
@@ -145,6 +149,13 @@ struct HeadsOp {                             // for each head a product of its o
 };
 struct CacheLatentsOp { int kv, layer, norm, rope; int64_t rank; float norm_eps; };
 struct RotateQueriesOp { int q, out, rope; int64_t n_heads; };   // the end of each head of q, turned, to the end of each head of out
+struct DeltaOp {                             // moves states on (delta.inl)
+  int qkv, rates, out;                       // f32
+  int taps, decay, shift, norm;              // vectors
+  int layer;                                 // of the states
+  DeltaShape shape;
+  int64_t first_head = 0, column = 0;        // of the rates of all heads, and where the heads' outputs begin
+};
 struct InputOp { int x; };                                    // x: the caller's rows
 struct TapOp { int x, number; };                              // x to the caller, where the step asks for this number
 struct MeetOp { int out; };                                   // nothing: other ranks write what this one has no part of
@@ -162,7 +173,7 @@ struct LayerInputsOp { int x, norm, table, packed; float eps, table_scale, scale
 
 using OpBody = std::variant<EmbedOp, TiedEmbedOp, NormOp, AddNormOp, AddOp, PrepareOp, LinearOp, RotateOp, AttentionOp, MoeOp, HeadOp,
                             InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, RotateQueriesOp, WeighOp, SparseGateOp, CurveOp, BranchOp, MatchOp,
-                            CopyColumnsOp, PredictOp, CorrectOp, LayerInputsOp>;
+                            CopyColumnsOp, PredictOp, CorrectOp, LayerInputsOp, DeltaOp>;
 
 struct Op {
   Category category;
@@ -295,6 +306,7 @@ class Program {
   bool exchange(size_t meeting, const Step& step, float* logits);
   bool is_rank_0() const { return team_ == nullptr || team_->rank() == 0; }
   void check(const Step& step, const KvCache& kv) const;
+  void check_states(const Step& step, const KvCache& kv) const;
   uint8_t* reserve_weights(int64_t bytes);
   void start_settling();
   void take_settled();
@@ -333,7 +345,7 @@ class Program {
   Team* team_ = nullptr;
   std::unique_ptr<SharedPages> shared_arena_;
   PageBuffer arena_, scratch_, partials_;
-  int64_t arena_tokens_ = 0, scratch_stride_ = 0, vocab_ = 0, hidden_width_ = 0, input_width_ = 0, n_layers_ = 0;
+  int64_t arena_tokens_ = 0, scratch_stride_ = 0, vocab_ = 0, hidden_width_ = 0, input_width_ = 0, n_layers_ = 0, n_state_layers_ = 0;
   bool has_latents_ = false;                      // then the cache is one of latents
   int64_t table_rows_ = INT64_MAX;                // of the shortest table that token ids look into
   int64_t table_positions_ = INT64_MAX;           // the same of positions

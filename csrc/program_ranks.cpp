@@ -13,8 +13,10 @@ constexpr int32_t kStepMessage = 0;
 // How a step is told to other ranks; its arrays follow in the order of Step.
 struct StepMessage {
   int32_t want, cache;
-  int64_t n_tokens, n_sequences, table_width, n_logits, n_adapters, n_both_ways;
-  int64_t words() const { return n_tokens + 2 * n_sequences + 1 + n_sequences * table_width + n_logits + n_adapters + n_both_ways; }
+  int64_t n_tokens, n_sequences, table_width, n_logits, n_adapters, n_both_ways, n_states, n_saves;
+  int64_t words() const {
+    return n_tokens + 2 * n_sequences + 1 + n_sequences * table_width + n_logits + n_adapters + n_both_ways + 2 * n_states + 3 * n_saves;
+  }
 };
 
 }  // namespace
@@ -23,7 +25,8 @@ void Program::post(const Step& step, const KvCache& kv, Want want) {
   const int64_t n_adapters = step.adapters == nullptr ? 0 : step.n_sequences;
   const int64_t n_both_ways = step.both_ways == nullptr ? 0 : step.n_sequences;
   const StepMessage head{static_cast<int32_t>(want), kv.number,     step.n_tokens, step.n_sequences,
-                         step.table_width,           step.n_logits, n_adapters,    n_both_ways};
+                         step.table_width,           step.n_logits, n_adapters,    n_both_ways,
+                         step.state_reads == nullptr ? 0 : step.n_sequences,       step.n_saves};
   const int64_t bytes = static_cast<int64_t>(sizeof head) + head.words() * 4;
   uint8_t* at = team_->message(bytes);
   std::memcpy(at, &head, sizeof head);
@@ -39,6 +42,9 @@ void Program::post(const Step& step, const KvCache& kv, Want want) {
   put(step.logits_rows, step.n_logits);
   put(step.adapters, n_adapters);
   put(step.both_ways, n_both_ways);
+  put(step.state_reads, head.n_states);
+  put(step.state_writes, head.n_states);
+  put(step.state_saves, 3 * head.n_saves);
   team_->post(kStepMessage, bytes);
 }
 
@@ -62,6 +68,8 @@ std::pair<int32_t, int64_t> Program::serve(const std::vector<KvCache*>& caches) 
     step.logits_rows = take(step.n_logits);
     if (head.n_adapters > 0) step.adapters = take(head.n_adapters);
     if (head.n_both_ways > 0) step.both_ways = take(head.n_both_ways);
+    if (head.n_states > 0) step.state_reads = take(head.n_states), step.state_writes = take(head.n_states);
+    step.n_saves = head.n_saves, step.state_saves = take(3 * head.n_saves);
     KvCache& kv = *caches.at(head.cache);
     switch (static_cast<Want>(head.want)) {
       case Want::logits: run(step, kv, nullptr); break;
@@ -93,6 +101,8 @@ void Program::note_meetings(const OpBody& body) {
     columns(op->out, op->column, linears_[op->weight].n_outputs);
   } else if (const auto* op = std::get_if<AttentionOp>(&body)) {
     columns(op->out, op->column, op->shape.n_heads * op->shape.head_dim);
+  } else if (const auto* op = std::get_if<DeltaOp>(&body)) {
+    columns(op->out, op->column, op->shape.n_value_heads * op->shape.value_dim);
   } else if (const auto* op = std::get_if<HeadsOp>(&body)) {
     columns(op->out, op->column, static_cast<int64_t>(op->weights.size()) * op->out_head_stride);
   } else if (const auto* op = std::get_if<MeetOp>(&body)) {

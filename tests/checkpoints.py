@@ -67,6 +67,7 @@ FAMILIES: tuple[str, ...] = tuple(CLASSES)
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
           "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
           "first_k_dense_replace": 1}  # fmt: skip
+STATES = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 # what other families have beside that: their tests look at one cut of the work, as the walk is the same
 MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {"head_dim": 24}),
@@ -286,6 +287,28 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
              "rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
              "original_max_position_embeddings": 32, "rope_theta": 1e4}},
     ),
+    # three layers of four have a state, and those between them gates behind their heads
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {"num_hidden_layers": 4, "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "shared_expert_intermediate_size": 48, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "linear_key_head_dim": 16, "linear_value_head_dim": 32, "attention_bias": True, "layer_types": STATES},
+    ),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        "Qwen3_5ForCausalLM",
+        {"num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 3, "linear_num_value_heads": 3,
+         "linear_key_head_dim": 24, "linear_value_head_dim": 16, "tie_word_embeddings": True,
+         "layer_types": STATES},
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForCausalLM",
+        {"num_hidden_layers": 4, "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "shared_expert_intermediate_size": 48, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+         "linear_key_head_dim": 32, "linear_value_head_dim": 16, "layer_types": STATES},
+    ),
 }  # fmt: skip
 MORE_FAMILIES: tuple[str, ...] = tuple(MORE)
 EMBEDDINGS = ("embed_tokens", "embed_in", "word_embeddings", "wte", "wpe", "embed_positions")
@@ -326,6 +349,8 @@ def enliven(model: torch.nn.Module, seed: int) -> None:
                 parameter.mul_(parameter.shape[-1])
             if "_coefs" in name:  # streams add up
                 parameter.mul_(0.2)
+        elif name.endswith("A_log"):  # the class draws it by a generator of its own; so states fade in some tokens
+            parameter.copy_(noise - 1.0)
         elif name.endswith(("bias", "sinks")):
             parameter.copy_(0.3 * noise)
         else:

@@ -10,7 +10,7 @@ import torch
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops import cpu_kernels as cpu
-from diptych.compute.ops.contract import OPS, EdgeShape
+from diptych.compute.ops.tolerances import OPS, EdgeShape
 
 
 def noise(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:

@@ -11,16 +11,20 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from diptych.compute.batch import ForwardBatch
+from diptych.compute.batch import ForwardBatch, StatePlaces
 from diptych.compute.model import Model
 
 
 class Stepper:
     """Owns a KV pool and block tables. Blocks are handed out in a scrambled order, so that a wrong table shows."""
 
-    def __init__(self, model: Model, *, n_blocks: int = 64, block_tokens: int = 16) -> None:
+    def __init__(self, model: Model, *, n_blocks: int = 64, block_tokens: int = 16, n_places: int = 64) -> None:
         self.model = model
-        self.kv = model.make_kv(n_blocks, block_tokens)
+        self.kv = model.make_kv(n_blocks, block_tokens, n_places)
+        self.free_places = np.random.default_rng(1).permutation(n_places).tolist()
+        self.places: dict[str, int] = {}  # of the sequences' states, where the model has some
+        self.begins: dict[str, int] = {}  # the places that sequences begin with, whose blocks they share
+        self.saves: dict[str, list[tuple[int, int]]] = {}  # (rows, place): what the next chunk is to leave on its way
         self._free = np.random.default_rng(0).permutation(n_blocks).tolist()
         self.tables: dict[str, list[int]] = {}
         self.lengths: dict[str, int] = {}
@@ -55,7 +59,30 @@ class Stepper:
             block_table_SM=np.array(tables, dtype=np.int32),
             logits_rows_R=np.array(list(rows), dtype=np.int32),
             adapters_S=self._adapters_of(chunks),
+            states=self._states_of(chunks) if self.kv.n_places else None,
         )
+
+    def _states_of(self, chunks: Mapping[str, Sequence[int]]) -> StatePlaces:
+        for name in chunks:
+            if name not in self.places:
+                self.places[name] = self.free_places.pop()
+        places = [self.places[name] for name in chunks]
+        is_new = [self.lengths[name] == len(tokens) for name, tokens in chunks.items()]
+        reads = [
+            self.begins.pop(name, -1 if new else place) for name, new, place in zip(chunks, is_new, places, strict=True)
+        ]
+        saves = [(s, *save) for s, name in enumerate(chunks) for save in self.saves.pop(name, ())]
+        return StatePlaces(
+            reads_S=np.array(reads, dtype=np.int32),
+            writes_S=np.array(places, dtype=np.int32),
+            saves_N3=np.array(saves, dtype=np.int32).reshape(-1, 3),
+        )
+
+    def share_state(self, parent: str, child: str, rows: int) -> None:
+        """The child begins with the state that the parent's next chunk has behind so many rows."""
+        if self.kv.n_places:
+            self.begins[child] = self.free_places.pop()
+            self.saves[parent] = [(rows, self.begins[child])]
 
     def _adapters_of(self, chunks: Mapping[str, Sequence[int]]) -> np.ndarray | None:
         if not self.adapters:

@@ -14,17 +14,15 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.ops import reference
 from diptych.compute.ops.contract import (
-    EDGE_SHAPES,
-    OPS,
     Activation,
     AttentionSpec,
-    EdgeShape,
     ExpertParts,
     LinearParts,
     NormParts,
     QkNorm,
     RopeSpec,
 )
+from diptych.compute.ops.tolerances import EDGE_SHAPES, OPS, EdgeShape
 from diptych.compute.ops.torch_loader import TorchAttention, TorchLoader, TorchNorm
 from diptych.compute.ops.torch_ops import TorchOps
 from diptych.models.spec import MlaSpec, MoeSpec, Scores

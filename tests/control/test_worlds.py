@@ -150,11 +150,15 @@ def right_answer(wanted: Request, limit_tokens: int) -> tuple[list[int], FinishR
 class Referee:
     """Drives one world and checks every rule after every call."""
 
-    def __init__(self, seed: int, settings=None, **speculation) -> None:
-        """settings: of the scheduler, in place of the world's; speculation: of the core."""
+    def __init__(self, seed: int, settings=None, *, has_states=False, **speculation) -> None:
+        """settings: of the scheduler, in place of the world's; has_states: sequences have some; speculation: of the core."""
         self.world = make_world(seed)
         world = self.world
         world.config = replace(world.config, **(settings or {}))
+        if has_states:
+            few = random.Random(seed).choice((0, 1, 2, 5, 20))
+            places = max(1, world.config.max_running_sequences + few - 2 * (few == 1))
+            world.blocks = replace(world.blocks, n_places=places)
         self.core = EngineCore(
             world.config, world.blocks, model_revision="toy", predict_s=toy_seconds, seed=seed, **speculation
         )
@@ -343,6 +347,31 @@ def test_every_rule_holds_in_random_worlds(shard):
     assert min(seen.values()) > 0, f"these worlds no longer reach every corner: {seen}"
 
 
+@pytest.mark.parametrize("shard", range(3))
+def test_a_state_is_that_of_its_tokens_in_random_worlds(shard):
+    """Whoever runs has a place, nobody reads another's, and prefixes whose states were kept are found."""
+    seen = {"preemptions": 0, "hits": 0, "mixed": 0, "cut": 0, "drafted": 0, "rejected": 0}
+    for seed in range(shard, 450, 3):
+        speculates = seed % 2 == 0
+        try:
+            referee = run_speculating(seed, has_states=True) if speculates else Referee(seed, has_states=True)
+            if not speculates:
+                referee.run()
+        except Exception as error:
+            raise AssertionError(f"world {seed}: {error!r}") from error
+        stats = referee.core.stats()
+        usages = [record.usage() for record in referee.book.records.values()]
+        seen["preemptions"] += stats.preemptions
+        seen["hits"] += stats.prefix_hits_tokens
+        seen["mixed"] += referee.n_mixed
+        seen["cut"] += len(referee.cut)
+        seen["drafted"] += referee.n_drafted
+        seen["rejected"] += sum(usage.drafted_tokens - usage.accepted_tokens for usage in usages)
+        if seed % 10 == 1:
+            assert replay(referee.recorder.lines(), predict_s=toy_seconds) == []
+    assert min(seen.values()) > 0, f"these worlds no longer reach every corner: {seen}"
+
+
 def asked_otherwise(rng: random.Random, wanted: Request) -> Request:
     """Some requests want no drafts or few; some bring their own, right with gaps, or nonsense."""
     if rng.random() < 0.3:
@@ -357,12 +386,13 @@ def asked_otherwise(rng: random.Random, wanted: Request) -> Request:
     return wanted
 
 
-def run_speculating(seed: int) -> Referee:
+def run_speculating(seed: int, *, has_states: bool = False) -> Referee:
     """The same world with a drafter: every rule holds, and nothing it proposes reaches an answer."""
     rng = random.Random(seed)
     depths = DraftPrices(toy_seconds) if rng.random() < 0.8 else EveryGuess(rng.choice((2, 8, 64)))
     settings = {"speculate": rng.choice(("off", "lookup"))}
-    referee = Referee(seed, settings, depths=depths, drafters={"knowing": lambda request: KnowingDrafter(rng)})
+    drafters = {"knowing": lambda request: KnowingDrafter(rng)}
+    referee = Referee(seed, settings, has_states=has_states, depths=depths, drafters=drafters)
     referee.executor = ForcingToy(referee.world.blocks.n_blocks, referee.world.blocks.block_tokens)
     referee.world.arrivals = [(step, asked_otherwise(rng, wanted)) for step, wanted in referee.world.arrivals]
     try:

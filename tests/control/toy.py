@@ -1,6 +1,7 @@
 """A deterministic stand-in for the model: the next token is a hash of all KV it can see through its block table.
 
 Any block mix-up, wrong copy, stale cache entry or skipped position changes the text.
+Where plans name places for states, the state behind a token is what its slot holds, so one of other tokens is seen at once.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class ToyExecutor:
         self.kv: list[list[int | None]] = [[None] * block_tokens for _ in range(n_blocks)]
         self.tables: dict[int, list[int]] = {}
         self.starts: dict[int, SequenceStart] = {}
+        self.states: dict[int, int] = {}  # by place
         self.seconds: Callable[[StepPlan], float] = lambda plan: 0.0
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -60,8 +62,26 @@ class ToyExecutor:
         assert not targets & {copy.source_block_id for copy in plan.copies}, "copies depend on their order"
         for copy in plan.copies:
             self.kv[copy.target_block_id] = list(self.kv[copy.source_block_id])
+        self._check_places(plan)
         results = tuple(self._run(chunk) for chunk in plan.chunks)
         return StepResult(step_id=plan.step_id, results=results, device_s=self.seconds(plan), host_s=0.0)
+
+    def _check_places(self, plan: StepPlan) -> None:
+        uses = [chunk.state for chunk in plan.chunks if chunk.state is not None]
+        written = [place for use in uses for place in (use.writes, *(place for _, place in use.saves))]
+        assert len(written) == len(set(written)), "two states in one place"
+        for use in uses:
+            assert use.reads == use.writes or use.reads not in written, "a state is read that another writes"
+
+    def _move(self, chunk, table: list[int]) -> None:
+        """The sequence's state, which must be that of the tokens before the chunk."""
+        use = chunk.state
+        assert (use.reads == -1) == (chunk.start_pos == 0)
+        if chunk.start_pos:
+            assert self.states[use.reads] == self._read(table, chunk.start_pos - 1), "a state of other tokens"
+        for rows, place in (*use.saves, (len(chunk.token_ids), use.writes)):
+            assert 1 <= rows <= len(chunk.token_ids)
+            self.states[place] = self._read(table, chunk.start_pos + rows - 1)
 
     def _run(self, chunk) -> ChunkResult:
         table = self.tables.setdefault(chunk.seq_id, [])
@@ -72,6 +92,8 @@ class ToyExecutor:
             previous = self._read(table, position - 1) if position else 0
             block_id = table[position // self.block_tokens]
             self.kv[block_id][position % self.block_tokens] = toy_kv(previous, token_id, position)
+        if chunk.state is not None:
+            self._move(chunk, table)
         if not chunk.samples:
             return ChunkResult(seq_id=chunk.seq_id)
         drafts = chunk.draft_token_ids

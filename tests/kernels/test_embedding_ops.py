@@ -7,7 +7,7 @@ import torch
 from worlds import KERNEL_SETS
 
 from diptych.compute.ops import cpu_kernels as cpu
-from diptych.compute.ops.contract import EdgeShape
+from diptych.compute.ops.tolerances import EdgeShape
 from op_bench import Bench, check, make_batch, noise
 
 pytestmark = [

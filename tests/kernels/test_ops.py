@@ -14,8 +14,9 @@ from worlds import KERNEL_SETS
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops import reference
-from diptych.compute.ops.contract import EDGE_SHAPES, Activation, AttentionSpec, EdgeShape, RopeSpec
+from diptych.compute.ops.contract import Activation, AttentionSpec, RopeSpec
 from diptych.compute.ops.cpu_recorder import CLAMPED_GATE, PLAIN_GATE
+from diptych.compute.ops.tolerances import EDGE_SHAPES, EdgeShape
 from diptych.models.spec import MoeSpec, QueryScale, Scores
 from op_bench import Bench, check, make_batch, noise, rounded
 

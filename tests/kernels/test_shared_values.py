@@ -11,7 +11,8 @@ from worlds import KERNEL_SETS
 from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops import reference
-from diptych.compute.ops.contract import AttentionSpec, EdgeShape, RopeSpec
+from diptych.compute.ops.contract import AttentionSpec, RopeSpec
+from diptych.compute.ops.tolerances import EdgeShape
 from diptych.compute.ops.torch_loader import TorchAttention
 from diptych.compute.ops.torch_ops import TorchOps
 from op_bench import Bench, check, make_batch, noise, rounded

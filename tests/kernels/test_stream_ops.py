@@ -11,7 +11,8 @@ from worlds import KERNEL_SETS
 from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops import reference
-from diptych.compute.ops.contract import Activation, EdgeShape
+from diptych.compute.ops.contract import Activation
+from diptych.compute.ops.tolerances import EdgeShape
 from diptych.compute.ops.torch_loader import TorchLinear, TorchNorm
 from diptych.compute.ops.torch_ops import TorchOps
 from op_bench import Bench, check, make_batch, noise

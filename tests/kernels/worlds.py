@@ -78,6 +78,7 @@ def after_prefix_hit(model: Model, tokens: Sequence[int], hit_blocks: int) -> An
     """Another sequence computed the first blocks; this one shares them and computes the rest."""
     stepper = Stepper(model)
     shared = hit_blocks * stepper.kv.block_tokens
+    stepper.share_state("first", "it", shared)
     first = stepper.prefill("first", tokens[: shared + 3])
     stepper.tables["it"] = stepper.tables["first"][:hit_blocks]
     stepper.lengths["it"] = shared
@@ -88,6 +89,7 @@ def after_prefix_hit(model: Model, tokens: Sequence[int], hit_blocks: int) -> An
 def after_fork(model: Model, tokens: Sequence[int], at: int) -> Answer:
     """The sequence forks inside a block: the partial block is copied, and the parent writes on in its own."""
     stepper = Stepper(model)
+    stepper.share_state("parent", "it", at)
     first = stepper.prefill("parent", tokens[:at])
     full = at // stepper.kv.block_tokens
     own = stepper._free.pop()

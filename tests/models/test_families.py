@@ -29,6 +29,10 @@ LATENT = {
     "n_routed_experts": 4, "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 16,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, **EXPERTS,
 }  # fmt: skip
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 3,
+}  # fmt: skip
 # what a small config of the family has beside SMALL
 MORE: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
@@ -83,6 +87,17 @@ MORE: dict[str, dict[str, Any]] = {
     "solar_open": {"n_routed_experts": 4, **EXPERTS},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 1, **EXPERTS},
     "glm4_moe_lite": {"head_dim": 8} | {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
+    "qwen3_next": {
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 48,
+        "decoder_sparse_step": 2,
+        "full_attention_interval": 2,
+        "attention_bias": True,
+        **DELTA,
+        **EXPERTS,
+    },
+    "qwen3_5_text": {"layer_types": ["full_attention", "linear_attention"] * 2, **DELTA},
+    "qwen3_5_moe_text": {"num_experts": 4, "shared_expert_intermediate_size": 48, **DELTA, **EXPERTS},
     "youtu": {key: value for key, value in LATENT.items() if "rank" in key or "head_dim" in key},
 }
 SMALL_GPT: dict[str, dict[str, Any]] = {

@@ -11,6 +11,27 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StatePlaces:
+    """Where the states of a step's sequences lie in a KVStore, of models that have states. All arrays int32, C-contiguous.
+
+    reads_S   the place that a sequence's state is read from, -1: it begins with nothing
+    writes_S  the place that it is left in; no other sequence of the step reads or writes there
+    saves_N3  (sequence, rows, place): behind so many of its rows, from 1 on, the state is left in a place of its own, too;
+        sequences ascend, and so do the rows of one
+    """
+
+    reads_S: np.ndarray
+    writes_S: np.ndarray
+    saves_N3: np.ndarray
+
+    @classmethod
+    def of(cls, reads_S: np.ndarray, writes_S: np.ndarray) -> StatePlaces:
+        """With nothing left on the way."""
+        reads_S, writes_S = (np.ascontiguousarray(one, dtype=np.int32) for one in (reads_S, writes_S))
+        return cls(reads_S=reads_S, writes_S=writes_S, saves_N3=np.zeros((0, 3), dtype=np.int32))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
     """One step. All arrays int32, C-contiguous; sequence s owns rows [query_start_S1[s], query_start_S1[s + 1]) of T.
 
@@ -22,6 +43,7 @@ class ForwardBatch:
     adapters_S  number of each sequence's adapter (`Model.add_adapter`), -1 without one; None: no sequence has one
     both_ways_S  1 where each token of a sequence, which is here whole, attends to all of it, 0 where to those before it and
         to itself; None: no sequence attends both ways. A layer's window then reaches so many positions to either side
+    states  of models with states, and None of all others
     """
 
     token_ids_T: np.ndarray
@@ -31,6 +53,7 @@ class ForwardBatch:
     logits_rows_R: np.ndarray
     adapters_S: np.ndarray | None = None
     both_ways_S: np.ndarray | None = None
+    states: StatePlaces | None = None
 
     @property
     def n_tokens(self) -> int:

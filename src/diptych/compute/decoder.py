@@ -48,6 +48,14 @@ class LatentWeights(Generic[Vector, Linear]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaWeights(Generic[Linear]):
+    """The projections of a delta rule: q, k and v together, and its rates, two for each head."""
+
+    qkv: Linear
+    rates: Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BranchWeights(Generic[Vector, Linear]):
     """A low-rank branch beside attention."""
 
@@ -81,11 +89,13 @@ class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
     """The handles of one layer: either dense or experts; a norm that the family lacks is None.
 
     is_parallel: attention and the dense MLP read the stream as it comes to the layer, by one norm or each by its own.
+    gate: what the heads give is multiplied by, if anything, before o.
     """
 
     attention: Heads
-    qkv: Linear | LatentWeights[Vector, Linear]
+    qkv: Linear | LatentWeights[Vector, Linear] | DeltaWeights[Linear]
     o: Linear
+    gate: Linear | None = None
     input_norm: Vector | None
     post_attention_norm: Vector | None
     pre_mlp_norm: Vector | None
@@ -319,15 +329,30 @@ def run_attention(
     h: Stream | Hidden,
     weights: LayerWeights[Vector, Linear, Heads, Experts],
 ) -> Hidden:
-    """The heads' outputs [T, H d], or [T, H v] of latent attention.
+    """The heads' outputs [T, H d], or [T, H v] of latent attention and of states.
 
-    Latents are attended to as they lie in the cache, in prefill as in decode: one form, so that both have the same bits.
+    Latents are attended to as they lie in the cache, in prefill as in decode, and states move on token by token: one form,
+    so that both phases have the same bits.
     """
     heads, qkv = weights.attention, weights.qkv
-    if not isinstance(qkv, LatentWeights):
+    if isinstance(qkv, DeltaWeights):
+        a = ops.delta(ops.linear(h, qkv.qkv), ops.linear(h, qkv.rates), heads)
+    elif isinstance(qkv, LatentWeights):
+        a = run_latents(ops, h, qkv, heads)
+    else:
         y = ops.linear(h, qkv)
         y = y if weights.clip is None else ops.clip(y, weights.clip)
-        return ops.attention(ops.rotate_and_cache(y, heads), heads)
+        a = ops.attention(ops.rotate_and_cache(y, heads), heads)
+    return a if weights.gate is None else ops.gate_heads(h, weights.gate, a)
+
+
+def run_latents(
+    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+    h: Stream | Hidden,
+    qkv: LatentWeights[Vector, Linear],
+    heads: Heads,
+) -> Hidden:
+    """The heads' outputs [T, H v] of latent attention."""
     ops.cache_latents(ops.linear(h, qkv.kv), heads)
     if qkv.q_down is None:
         q = ops.linear(h, qkv.q)

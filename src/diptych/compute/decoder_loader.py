@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Generic
+from typing import Any
 
-import torch
-
-from diptych.compute.balance import HEAD_SHARE, NORM_SHARE, balance_gated, balance_norm, balance_values
+from diptych.compute.attention_loader import HeadsLoader
+from diptych.compute.balance import HEAD_SHARE, balance_gated, balance_norm
 from diptych.compute.decoder import (
-    LATENT_EPS,
     ApartNorms,
     DecoderWeights,
-    LatentWeights,
     LayerWeights,
     SharedExperts,
 )
-from diptych.compute.naming import family_named, final_norm, head_name, norm_parts, prefix_of, table_name
+from diptych.compute.layer_tensors import LayerTensors
+from diptych.compute.naming import family_named, final_norm, head_name, prefix_of, table_name
 from diptych.compute.ops.contract import (
-    AttentionSpec,
     ExpertParts,
     Experts,
     Heads,
@@ -32,7 +29,6 @@ from diptych.compute.ops.contract import (
     Vector,
     WeightTensor,
 )
-from diptych.compute.rope import frequencies
 from diptych.compute.streams_loader import (
     load_branch,
     load_embedding,
@@ -43,14 +39,10 @@ from diptych.compute.streams_loader import (
 )
 from diptych.compute.views import (
     MXFP4_BLOCK,
-    JoinedTensor,
     Mxfp4Tensor,
-    OnesTensor,
     ReorderedTensor,
-    RowsTensor,
     ScaledTensor,
     TransposedTensor,
-    by_head_order,
     halves_order,
 )
 from diptych.compute.weights import SlicedTensor, Source
@@ -59,12 +51,10 @@ from diptych.models.spec import (
     XIELU_LEAST,
     XIELU_SLOPE,
     Activation,
-    MlaSpec,
     MlpSpec,
     ModelSpec,
     MoeSpec,
     Norms,
-    QkNorm,
 )
 
 
@@ -104,24 +94,8 @@ def load_decoder(
     )
 
 
-class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
+class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
     """Loads the tensors of one layer."""
-
-    def __init__(
-        self,
-        source: Source,
-        loader: Loader[Table, Vector, Linear, Heads, Experts],
-        spec: ModelSpec,
-        layer: int,
-        prefix: str,
-    ) -> None:
-        self.names = family_named(spec).names
-        self.source = source
-        self.loader = loader
-        self.spec = spec
-        self.layer = layer
-        self.parts = spec.layers[layer]
-        self.prefix = f"{prefix}{self.names.layers}.{layer}."
 
     def load(self) -> LayerWeights[Vector, Linear, Heads, Experts]:
         """All of them: a dense MLP first, a mixture last."""
@@ -137,15 +111,17 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
             before_mlp, dense = self.mlp(mlp, before_mlp)
         # what a branch adds is the norm as it is
         is_shared = self.parts.norms is Norms.PARALLEL or self.spec.low_rank > 0
-        before, attention, qkv, o = self.heads(before, is_shared=is_shared)
+        of_heads = HeadsLoader(self.source, self.loader, self.spec, self.layer, self.of_model)
+        before, heads = of_heads.load(before, is_shared=is_shared)
         input_norm = self.norm(before)
         post_attention_norm, post_mlp_norm = (self.norm(norm, is_read=False) for norm in (after, after_mlp))
         if isinstance(mlp, MoeSpec):
             before_mlp, experts, shared, apart = self._experts(mlp, before_mlp)
         return LayerWeights(
-            attention=attention,
-            qkv=qkv,
-            o=o,
+            attention=heads.handle,
+            qkv=heads.qkv,
+            o=heads.o,
+            gate=heads.gate,
             input_norm=input_norm,
             post_attention_norm=post_attention_norm,
             pre_mlp_norm=self.norm(before_mlp),
@@ -184,221 +160,9 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         mixing = None
         if spec.streams is not None:
             mixing = load_mixing(source, loader, spec, spec.streams, output, self.prefix)
-        role = self._role(Split.INPUTS, embedding=spec.hidden)
+        role = self.role(Split.INPUTS, embedding=spec.hidden)
         embedding = load_embedding(source, loader, spec, spec.layer_inputs, gate, mlp, self.prefix, role)
         return {"mixing": mixing, "embedding": embedding}
-
-    def heads(
-        self, norm: NormParts | None, *, is_shared: bool = False
-    ) -> tuple[NormParts | None, Heads, Linear | LatentWeights[Vector, Linear], Linear]:
-        """The norm that they read, attention, and its projections: q, k and v, and o. is_shared: others read the norm too."""
-        attention, root = self.parts.attention, f"{self.prefix}{self.names.attention}."
-        if attention.mla is not None:
-            return self._latent_heads(norm, attention.mla, root)
-        q, kv = attention.n_heads * attention.head_dim, attention.own_kv_heads * attention.head_dim
-        sites = ("k", "v")[: 1 + attention.has_v] if kv else ()
-        widths = {"q": q, **dict.fromkeys(sites, kv)}
-        # stacked projections have one name
-        names = self.names.qkv if len(self.names.qkv) == 1 else self.names.qkv[: 1 + len(sites)]
-        qkv = self.linear(root, names, tuple(widths.values()), self.spec.hidden, has_bias=attention.has_qkv_bias)
-        if self.names.qkv_by_head and not self.source.is_plain:
-            order = by_head_order(attention.n_heads, attention.n_kv_heads, attention.head_dim)
-            qkv = _reordered(qkv, order)
-        qkv = self._in_halves(qkv, len(widths))
-        o = self.linear(root, (self.names.o,), (self.spec.hidden,), q, has_bias=attention.has_o_bias)
-        if self.loader.is_balancing:
-            if not is_shared:
-                norm, (qkv,) = self._balance_norm(norm, (qkv,))
-            if self._are_values_its_own:
-                qkv, o = balance_values(qkv, o, attention)
-        return (
-            norm,
-            self.attention(root),
-            self.loader.linear(qkv, role=self._role(Split.OUTPUTS, **widths)),
-            self.loader.linear(o, role=self._role(Split.INPUTS, o=self.spec.hidden)),
-        )
-
-    @property
-    def _are_values_its_own(self) -> bool:
-        """Whether v and o may share factors: not where a norm stands between them, or keys or other layers read the values."""
-        attention = self.parts.attention
-        return attention.has_v and not attention.has_v_norm and len(self.spec.kv_layers) == self.spec.n_layers
-
-    def _latent_heads(
-        self, norm: NormParts | None, mla: MlaSpec, root: str
-    ) -> tuple[NormParts | None, Heads, LatentWeights[Vector, Linear], Linear]:
-        """As `heads`, of latent attention. What expands a latent is cut by heads: its key part is read the other way round."""
-        attention, hidden = self.parts.attention, self.spec.hidden
-        n_heads, has_bias = attention.n_heads, attention.has_o_bias
-        q_width = n_heads * (mla.nope_dim + mla.rope_dim)
-        if mla.q_rank is None:
-            down = None
-            q = first = self.linear(root, ("q_proj",), (q_width,), hidden)
-        else:
-            down = first = self.linear(root, ("q_a_proj",), (mla.q_rank,), hidden, has_bias=has_bias)
-            q = self.linear(root, ("q_b_proj",), (q_width,), mla.q_rank)
-        kv = self.linear(root, ("kv_a_proj_with_mqa",), (mla.kv_rank + mla.rope_dim,), hidden, has_bias=has_bias)
-        if self.loader.is_balancing:
-            norm, (first, kv) = self._balance_norm(norm, (first, kv))
-            down, q = (None, first) if down is None else (first, q)
-        role, handle = self._role(Split.OUTPUTS, q=q_width), self._latent_attention(mla, root)
-        weights = LatentWeights(
-            q_down=None if down is None else self.loader.linear(down),
-            q_norm=None
-            if mla.q_rank is None
-            else self.loader.norm(self._norm_over(f"{root}q_a_layernorm", mla.q_rank)),
-            q=self.loader.linear(self._rope_last(q, mla.nope_dim), role=role),
-            kv=self.loader.linear(self._rope_last(kv, mla.kv_rank)),
-        )
-        o = self.linear(root, (self.names.o,), (hidden,), n_heads * mla.v_dim, has_bias=has_bias)
-        return norm, handle, weights, self.loader.linear(o, role=self._role(Split.INPUTS, o=hidden))
-
-    def _norm_over(self, name: str, width: int) -> NormParts:
-        return NormParts(weight=self.source.tensor(f"{name}.weight", width))
-
-    def _rope_last(self, parts: LinearParts, before: int) -> LinearParts:
-        """Each head's rotary dimensions, which follow `before` others, in halves."""
-        rope = self.parts.attention.rope
-        if rope is None or not rope.is_interleaved:
-            return parts
-        order = torch.cat([torch.arange(before), before + halves_order(rope.rotary_dim, rope.rotary_dim)])
-        return _reordered(parts, order)
-
-    def _latent_attention(self, mla: MlaSpec, root: str) -> Heads:
-        attention = self.parts.attention
-        keys, values = self._latent_matrices(mla, root)
-        spec = AttentionSpec(
-            layer=self.layer,
-            n_heads=attention.n_heads,
-            n_kv_heads=1,
-            head_dim=attention.cache.head_dim,
-            scale=attention.scale,
-            window=attention.window,
-            rope=None if attention.rope is None else frequencies(attention.rope),
-            norm_eps=LATENT_EPS,
-            mla=mla,
-        )
-        return self.loader.latent_attention(
-            spec,
-            norm=self._norm_over(f"{root}kv_a_layernorm", mla.kv_rank),
-            keys=tuple(LinearParts(weights=(one,)) for one in keys),
-            values=tuple(LinearParts(weights=(one,)) for one in values),
-        )
-
-    def _latent_matrices(self, mla: MlaSpec, root: str) -> tuple[list[WeightTensor], list[WeightTensor]]:
-        """Each head's [kv_rank, nope_dim] and [v_dim, kv_rank]: rows of what expands latents, or by themselves (GGUF)."""
-        heads, size = range(self.parts.attention.n_heads), mla.nope_dim + mla.v_dim
-        if self.source.has(f"{root}k_b_proj.0.weight"):
-            return (
-                [self.source.tensor(f"{root}k_b_proj.{head}.weight", mla.kv_rank, mla.nope_dim) for head in heads],
-                [self.source.tensor(f"{root}v_b_proj.{head}.weight", mla.v_dim, mla.kv_rank) for head in heads],
-            )
-        up = self.source.tensor(f"{root}kv_b_proj.weight", len(heads) * size, mla.kv_rank)
-        begins = [head * size for head in heads]
-        return (
-            [TransposedTensor(RowsTensor(up, at, at + mla.nope_dim)) for at in begins],
-            [RowsTensor(up, at + mla.nope_dim, at + size) for at in begins],
-        )
-
-    def _in_halves(self, qkv: LinearParts, n_parts: int) -> LinearParts:
-        """q and k, if any, with dimensions that turn together half of rotary_dim apart: scores are the same in any order."""
-        attention = self.parts.attention
-        rope = attention.rope
-        if rope is None or not rope.is_interleaved:
-            return qkv
-        if len(qkv.weights) != n_parts:
-            raise UnsupportedModel("a stacked q, k and v whose neighbouring dimensions turn together is not run")
-        order = halves_order(attention.head_dim, rope.rotary_dim)
-
-        def reordered(tensors: tuple[WeightTensor, ...]) -> tuple[WeightTensor, ...]:
-            return (*(ReorderedTensor(tensor, order) for tensor in tensors[:2]), *tensors[2:])
-
-        return LinearParts(weights=reordered(qkv.weights), biases=reordered(qkv.biases))
-
-    def _balance_norm(
-        self, norm: NormParts | None, readers: tuple[LinearParts, ...]
-    ) -> tuple[NormParts | None, tuple[LinearParts, ...]]:
-        """Nothing to share where the projections read the residual stream itself, or a norm without a weight."""
-        return (
-            (norm, readers)
-            if norm is None or not norm.weight.stored
-            else balance_norm(norm, readers, offset=self.spec.norm_offset, share=NORM_SHARE)
-        )
-
-    def _role(self, split: Split, **outputs: int) -> Role:
-        return Role(sites=tuple(outputs.items()), split=split, layer=self.layer)
-
-    def linear(
-        self, root: str, names: tuple[str, ...], rows: tuple[int, ...], n_inputs: int, *, has_bias: bool = False
-    ) -> LinearParts:
-        """Projections stacked along their outputs; one name for all of them: stacked in the file already."""
-        rows = rows if len(names) == len(rows) else (sum(rows),)
-        named = list(zip(names, rows, strict=True))
-        weights: tuple[WeightTensor, ...]
-        if self.names.transposes and not self.source.is_plain:
-            weights = tuple(
-                TransposedTensor(self.source.tensor(f"{root}{name}.weight", n_inputs, n)) for name, n in named
-            )
-        else:
-            weights = tuple(self.source.tensor(f"{root}{name}.weight", n, n_inputs) for name, n in named)
-        biases = tuple(self.source.tensor(f"{root}{name}.bias", n) for name, n in named) if has_bias else ()
-        return LinearParts(weights=weights, biases=biases)
-
-    def attention(self, root: str) -> Heads:
-        """The layer's attention handle, with q_norm and k_norm where it has them."""
-        spec = self.parts.attention
-        sinks = self.source.tensor(f"{root}sinks", spec.n_heads) if spec.has_sinks else None
-        heads = AttentionSpec(
-            layer=self.layer,
-            n_heads=spec.n_heads,
-            n_kv_heads=spec.n_kv_heads,
-            head_dim=spec.head_dim,
-            scale=spec.scale,
-            window=spec.window,
-            is_chunked=spec.is_chunked,
-            softcap=spec.softcap,
-            rope=None if spec.rope is None else frequencies(spec.rope),
-            query_scale=spec.query_scale,
-            qk_norm=QkNorm.HEAD if spec.qk_norm is QkNorm.UNIT else spec.qk_norm,
-            norm_eps=self.spec.norm_eps,
-            place=self.spec.kv_place(self.layer),
-            owns_kv=spec.kv_layer is None,
-            has_v_norm=spec.has_v_norm,
-            has_v=spec.has_v,
-        )
-        if spec.qk_norm is QkNorm.NONE:
-            return self.loader.attention(heads, q_norm=None, k_norm=None, sinks=sinks)
-        q_norm = self._heads_norm(f"{root}{self.names.q_norm}", spec.n_heads)
-        k_norm = self._heads_norm(f"{root}{self.names.k_norm}", spec.n_kv_heads) if heads.owns_kv else None
-        return self.loader.attention(
-            heads, q_norm=q_norm, k_norm=k_norm, norm_offset=self.spec.norm_offset, sinks=sinks
-        )
-
-    def _heads_norm(self, name: str, n_heads: int) -> WeightTensor:
-        """The weight of the norm of q or of k, dimensions in the order that the projections are read in."""
-        attention = self.parts.attention
-        d, rope, kind = attention.head_dim, attention.rope, attention.qk_norm
-        weight: WeightTensor
-        if kind is QkNorm.UNIT:
-            return OnesTensor(d)
-        if kind is QkNorm.HEADS and "{}" in name:
-            heads = range(n_heads)
-            weight = JoinedTensor(tuple(self.source.tensor(f"{name.format(head)}.weight", d) for head in heads))
-        elif kind is QkNorm.HEADS:
-            weight = JoinedTensor((self.source.tensor(f"{name}.weight", n_heads, d),))
-        else:
-            weight = self.source.tensor(f"{name}.weight", d * (n_heads if kind is QkNorm.FULL else 1))
-        if rope is None or not rope.is_interleaved:
-            return weight
-        return ReorderedTensor(weight, halves_order(d, rope.rotary_dim))
-
-    def norm_tensor(self, name: str | None) -> NormParts | None:
-        """A norm over the residual width."""
-        return None if name is None else norm_parts(self.source, f"{self.prefix}{name}", self.spec)
-
-    def norm(self, parts: NormParts | None, *, is_read: bool = True) -> Vector | None:
-        """A norm's handle; None where there is none."""
-        return None if parts is None else self.loader.norm(parts, offset=self.spec.norm_offset, is_read=is_read)
 
     def mlp(
         self, mlp: MlpSpec, norm: NormParts | None, root: str | None = None
@@ -409,15 +173,15 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         gate_up = self.linear(root, self.names.gate_up, widths, hidden, has_bias=mlp.has_bias)
         down = self.linear(root, (self.names.down,), (hidden,), mlp.ffn, has_bias=mlp.has_bias)
         if self.loader.is_balancing:
-            norm, (gate_up,) = self._balance_norm(norm, (gate_up,))
+            norm, (gate_up,) = self.balance_norm(norm, (gate_up,))
             if mlp.is_gated:  # else up goes through a curve, which knows no factors
                 gate_up, down = balance_gated(gate_up, down)
         if mlp.is_gated:
-            role = self._role(Split.OUTPUTS, gate=mlp.ffn, up=mlp.ffn)
+            role = self.role(Split.OUTPUTS, gate=mlp.ffn, up=mlp.ffn)
             first = self.loader.gated(gate_up, mlp.activation, role=role, is_apart=mlp.cutoff is not None)
         else:
-            first = self.loader.gate(gate_up, mlp.activation, role=self._role(Split.OUTPUTS, up=mlp.ffn))
-        return norm, (first, self.loader.linear(down, role=self._role(Split.INPUTS, down=hidden)))
+            first = self.loader.gate(gate_up, mlp.activation, role=self.role(Split.OUTPUTS, up=mlp.ffn))
+        return norm, (first, self.loader.linear(down, role=self.role(Split.INPUTS, down=hidden)))
 
     def _experts(
         self, moe: MoeSpec, norm: NormParts | None
@@ -435,10 +199,10 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         if self.loader.is_balancing:
             gate_ups = tuple(expert.gate_up for expert in experts)
             if own is None:
-                norm, scaled = self._balance_norm(norm, (router, *gate_ups, *shared[::2]))
+                norm, scaled = self.balance_norm(norm, (router, *gate_ups, *shared[::2]))
             else:
-                own, gate_ups = self._balance_norm(own, gate_ups)
-                norm, beside = self._balance_norm(norm, shared[:1])
+                own, gate_ups = self.balance_norm(own, gate_ups)
+                norm, beside = self.balance_norm(norm, shared[:1])
                 scaled = (router, *gate_ups, *beside)
             router, gate_ups, ends = scaled[0], scaled[1 : len(experts) + 1], scaled[len(experts) + 1 :]
             pairs = [(gate_up, expert.down) for gate_up, expert in zip(gate_ups, experts, strict=True)]
@@ -452,7 +216,7 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
             if moe.has_choice_bias
             else None
         )
-        role = self._role(Split.OUTPUTS, gate=ffn, up=ffn, down=hidden)
+        role = self.role(Split.OUTPUTS, gate=ffn, up=ffn, down=hidden)
         scales = self.source.tensor(f"{root}{self.names.expert_scales}", moe.n_experts) if moe.is_apart else None
         mixture = self.loader.experts(
             moe, router=router, choice_bias=choice_bias, scales=scales, experts=experts, role=role
@@ -549,15 +313,9 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
     def _shared(self, moe: MoeSpec, parts: tuple[LinearParts, ...]) -> SharedExperts[Linear] | None:
         if not parts:
             return None
-        role = self._role(Split.OUTPUTS, gate=moe.shared_ffn, up=moe.shared_ffn)
+        role = self.role(Split.OUTPUTS, gate=moe.shared_ffn, up=moe.shared_ffn)
         return SharedExperts(
             gate_up=self.loader.gated(parts[0], moe.activation, role=role),
-            down=self.loader.linear(parts[1], role=self._role(Split.INPUTS, down=self.spec.hidden)),
+            down=self.loader.linear(parts[1], role=self.role(Split.INPUTS, down=self.spec.hidden)),
             gate=self.loader.router(parts[2]) if moe.has_shared_gate else None,
         )
-
-
-def _reordered(parts: LinearParts, order: torch.Tensor) -> LinearParts:
-    """Each tensor's rows in that order, within each head."""
-    weights, biases = (tuple(ReorderedTensor(one, order) for one in some) for some in (parts.weights, parts.biases))
-    return LinearParts(weights=weights, biases=biases)

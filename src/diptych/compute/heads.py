@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from diptych.compute.attention_loader import HeadsLoader
 from diptych.compute.decoder import LayerWeights, run_layer
 from diptych.compute.decoder_loader import LayerLoader
 from diptych.compute.model import Blueprint
@@ -268,8 +269,8 @@ class EagleBlueprint(Blueprint):
             for field, name in (("input_norm", "embedding_norm"), ("norm", "head_norm"))
             if source.has(f"{name}.weight")
         }
-        _, heads, qkv, o = layer.heads(None)
-        attention = {"attention": heads, "qkv": qkv, "o": o}
+        _, heads = HeadsLoader(source, loader, self.spec, 0, "").load(None)
+        attention = {"attention": heads.handle, "qkv": heads.qkv, "o": heads.o}
         return (loader.linear(halves[0]), loader.linear(halves[1])), attention, norms
 
     def _third(
@@ -295,7 +296,8 @@ class EagleBlueprint(Blueprint):
             source.tensor("layers.0.hidden_norm.weight", width)
         else:
             norms["state_norm"] = layer.norm(layer.norm_tensor("hidden_norm"))
-        attended = {"attention": layer.attention(root), "qkv": None, "o": loader.linear(o)}
+        heads = HeadsLoader(source, loader, self.spec, 0, "").attention(root)
+        attended = {"attention": heads, "qkv": None, "o": loader.linear(o)}
         return (loader.linear(halves[0]), loader.linear(halves[1])), attended, norms
 
     def forward(self, ops: AnyOps, weights: EagleWeights) -> Handle:  # type: ignore[override]

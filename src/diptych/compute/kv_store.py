@@ -1,8 +1,9 @@
-"""Where keys and values live. Control owns block ids; a KVStore owns their bytes, in a layout of its own.
+"""Where keys and values live, and the states of sequences. Control owns block ids and places of states; a KVStore owns their
+bytes, in a layout of its own.
 
 Blocks travel as raw bytes (`export_blocks`, `import_blocks`), which only an equal store of an equal revision takes in.
 
-Legend: N pool blocks, P tokens per block, K kv heads, T tokens, d head dim.
+Legend: N pool blocks, P tokens per block, K kv heads, T tokens, d head dim; of states H value heads, v value dim, C channels.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 import xxhash
 
 from diptych.ground.errors import CapacityError, TransferError
+from diptych.models.spec import DeltaSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,10 @@ def _checksum(block_B: np.ndarray) -> int:
 
 
 class KVStore(Protocol):
-    """The paged cache of one model. Blocks 0 .. n_blocks - 1; a block holds block_tokens tokens in every layer."""
+    """The paged cache of one model. Blocks 0 .. n_blocks - 1; a block holds block_tokens tokens in every layer.
+
+    Beside them there are n_places for states of sequences, of models that have states: `StatePlaces` says who uses which.
+    """
 
     @property
     def n_blocks(self) -> int:
@@ -96,6 +101,11 @@ class KVStore(Protocol):
     @property
     def block_tokens(self) -> int:
         """P."""
+        ...
+
+    @property
+    def n_places(self) -> int:
+        """For states; 0 where the model has none."""
         ...
 
     @property
@@ -136,10 +146,46 @@ class KVStore(Protocol):
         """Store keys and values [K, T, d] as the first T tokens of block_ids."""
         ...
 
+    def read_state(self, place: int) -> torch.Tensor:
+        """What lies in a place, fp32 in an order of the store's own; a copy."""
+        ...
+
+    def write_state(self, place: int, state: torch.Tensor) -> None:
+        """Put there what `read_state` of an equal store gave."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStates:
+    """One layer's, of every place: matrices [places, H, d, v], and what its taps still see [places, n_taps - 1, C], fp32."""
+
+    matrices: torch.Tensor
+    tails: torch.Tensor
+
+    @classmethod
+    def empty(cls, n_places: int, delta: DeltaSpec, device: torch.device) -> TorchStates:
+        """Zeros."""
+        matrices = (n_places, delta.n_value_heads, delta.key_dim, delta.value_dim)
+        tails = (n_places, delta.n_taps - 1, delta.n_channels)
+        return cls(*(torch.zeros(shape, dtype=torch.float32, device=device) for shape in (matrices, tails)))
+
+    def read(self, places: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of matrices and tails; zeros for place -1."""
+        index = torch.tensor(places, device=self.matrices.device)
+        is_new, index = index < 0, index.clamp(min=0)
+        matrices, tails = self.matrices[index], self.tails[index]
+        matrices[is_new], tails[is_new] = 0.0, 0.0
+        return matrices, tails
+
+    def write(self, places: list[int], matrices: torch.Tensor, tails: torch.Tensor) -> None:
+        """One of each for every place."""
+        index = torch.tensor(places, device=self.matrices.device)
+        self.matrices[index], self.tails[index] = matrices, tails
+
 
 class TorchKVStore:
     """One tensor per layer, [2, N, P, K, d], on the model's device; [1, ...] where keys serve as values. Zeroed, so that masked
-    slots hold no NaN. heads: K and d of each layer.
+    slots hold no NaN. heads: K and d of each layer; deltas: of the layers that have states, which lie in n_places.
     """
 
     def __init__(
@@ -152,6 +198,8 @@ class TorchKVStore:
         device: torch.device,
         revision: str = "",
         has_values: bool = True,
+        deltas: Sequence[DeltaSpec] = (),
+        n_places: int = 1,
     ) -> None:
         n_planes = 2 if has_values else 1
         self.header = KVHeader(
@@ -164,13 +212,17 @@ class TorchKVStore:
         )
         self.n_blocks = n_blocks
         self.block_tokens = block_tokens
+        self.n_places = n_places if deltas else 0
+        state_bytes = self.n_places * sum(delta.state_elements for delta in deltas) * torch.float32.itemsize
+        beside = f" and {self.n_places} states {state_bytes}" if deltas else ""
         try:
             self.layers = [
                 torch.zeros((n_planes, n_blocks, block_tokens, n, d), dtype=dtype, device=device) for n, d in heads
             ]
+            self.states = [TorchStates.empty(n_places, delta, device) for delta in deltas]
         except (RuntimeError, torch.OutOfMemoryError) as error:
             raise CapacityError(
-                f"the KV cache of {n_blocks} blocks needs {n_blocks * self.header.block_bytes} bytes, "
+                f"the KV cache of {n_blocks} blocks needs {n_blocks * self.header.block_bytes} bytes{beside}, "
                 f"which {device} does not have",
                 hint="ask for a smaller max_context_tokens or kv_memory_bytes",
             ) from error
@@ -178,7 +230,8 @@ class TorchKVStore:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(layer.nbytes for layer in self.layers)
+        states = sum(one.matrices.nbytes + one.tails.nbytes for one in self.states)
+        return sum(layer.nbytes for layer in self.layers) + states
 
     def back_memory(self, wants_stop: Callable[[], bool]) -> None:
         """Nothing to do: torch owns the memory."""
@@ -218,3 +271,13 @@ class TorchKVStore:
         blocks = torch.as_tensor(block_ids, dtype=torch.long, device=data.device)[positions // self.block_tokens]
         both = torch.stack([keys, values][: len(data)]).to(device=data.device, dtype=data.dtype)
         data[:, blocks, positions % self.block_tokens] = both.transpose(1, 2)
+
+    def read_state(self, place: int) -> torch.Tensor:
+        """Matrices and tails, layer after layer."""
+        return torch.cat([part[place].flatten() for one in self.states for part in (one.matrices, one.tails)])
+
+    def write_state(self, place: int, state: torch.Tensor) -> None:
+        """Into matrices and tails."""
+        parts = [part for one in self.states for part in (one.matrices, one.tails)]
+        for part, own in zip(parts, state.split([part[0].numel() for part in parts]), strict=True):
+            part[place] = own.to(part.device).view_as(part[place])

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from diptych.compute.adapters import Adapter
-from diptych.compute.batch import ForwardBatch
+from diptych.compute.batch import ForwardBatch, StatePlaces
 from diptych.compute.decoder import DecoderWeights, run_decoder
 from diptych.compute.decoder_loader import load_decoder
 from diptych.compute.drawing import Weighed
@@ -161,9 +161,14 @@ class Model(ABC):
     def kv_bytes_per_block(self, block_tokens: int) -> int:
         """Bytes of one block in all layers."""
 
+    @property
     @abstractmethod
-    def make_kv(self, n_blocks: int, block_tokens: int) -> KVStore:
-        """An empty cache of this model; CapacityError when there is no memory for it."""
+    def state_bytes(self) -> int:
+        """Bytes of the states of one sequence in all layers; 0 where the model has none."""
+
+    @abstractmethod
+    def make_kv(self, n_blocks: int, block_tokens: int, n_places: int = 1) -> KVStore:
+        """An empty cache of this model; CapacityError when there is no memory for it. n_places: for states, if it has any."""
 
     @overload
     def forward(
@@ -208,7 +213,7 @@ class Model(ABC):
         """
 
     def warm_up(self, kv: KVStore) -> None:
-        """Run one token over block 0, whose contents are lost.
+        """Run one token over block 0 and the first place of a state, whose contents are lost.
 
         A first step pays for threads, room for activations, pages of code and of the cache: milliseconds to tens of them,
         which belong to loading and not to the first request's prefill. A prefill before it made the first request no
@@ -220,6 +225,7 @@ class Model(ABC):
             context_tokens_S=np.ones(1, dtype=np.int32),
             block_table_SM=np.zeros((1, 1), dtype=np.int32),
             logits_rows_R=np.zeros(1, dtype=np.int32),
+            states=StatePlaces.of(np.array([-1]), np.zeros(1)) if kv.n_places else None,
         )
         self.forward(chunk, kv, Want.BEST)
 

@@ -37,23 +37,22 @@ def _keeps_strips(kept: KeptFormat | None, rows: torch.Tensor) -> bool:
     return bool((blocks == blocks[:, :1]).all())
 
 
-class ReorderedTensor(WeightTensor):
-    """Another tensor with the entries along its first axis in another order within each head."""
+class PickedTensor(WeightTensor):
+    """Some rows of another tensor, in an order of their own. What is left over is another view's."""
 
-    def __init__(self, tensor: WeightTensor, order: torch.Tensor) -> None:
-        heads = torch.arange(0, tensor.shape[0], len(order))
-        self.name = tensor.name
-        self.shape = tensor.shape
+    def __init__(self, tensor: WeightTensor, rows: torch.Tensor) -> None:
+        self.name = f"{tensor.name}[{int(rows[0])}..]"
+        self.shape = (len(rows), *tensor.shape[1:])
         self.dtype = tensor.dtype
-        self.random_seed = tensor.random_seed  # random rows in another order are random rows
+        self.random_seed = None if tensor.random_seed is None else tensor.random_seed + int(rows[0]) + 1
         self.order = tensor.order
         self._tensor = tensor
-        self._rows = self.row_order = (heads[:, None] + order).reshape(-1)
-        self.kept = tensor.kept if _keeps_strips(tensor.kept, self._rows) else None
+        self._rows = self.row_order = rows
+        self.kept = tensor.kept if _keeps_strips(tensor.kept, rows) else None
 
     @property
     def stored(self) -> tuple[WeightTensor, ...]:
-        """Those in the checkpoint's order."""
+        """All of the checkpoint's rows, in the order there."""
         return self._tensor.stored
 
     def read(self) -> torch.Tensor:
@@ -67,6 +66,16 @@ class ReorderedTensor(WeightTensor):
     def codes(self) -> Codes:
         """A copy."""
         return self._tensor.codes().rows(self._rows)
+
+
+class ReorderedTensor(PickedTensor):
+    """Another tensor with the entries along its first axis in another order within each head."""
+
+    def __init__(self, tensor: WeightTensor, order: torch.Tensor) -> None:
+        heads = torch.arange(0, tensor.shape[0], len(order))
+        super().__init__(tensor, (heads[:, None] + order).reshape(-1))
+        self.name = tensor.name
+        self.random_seed = tensor.random_seed  # random rows in another order are random rows
 
 
 class JoinedTensor(WeightTensor):

@@ -65,6 +65,8 @@ class _InRows(Scheduler):
             context += start + 1
             is_adapted = is_adapted or seq.adapter is not None
             seq.is_in_flight = True
+            if self.states is not None:
+                self.states.use(seq, start, start + 1)
             rows.append(seq)
         if shapes:
             draft.left_tokens -= len(shapes)
@@ -124,7 +126,7 @@ class ForeseeingCore(EngineCore):
             if computed // block_tokens > len(seq.serials):
                 scheduler.register_computed(seq)
             if computed + 1 - seq.prompt_tokens >= seq.max_output_tokens or token_id in seq.stop_ids:
-                reason, stop_token_id = self._stop(seq, token_id, is_complete=False)
+                reason, stop_token_id = seq.stop_after(token_id, is_complete=False)
                 if reason is not None:
                     events.append(self._end(seq, now_s, reason, stop_token_id=stop_token_id))
                     self._forget_if_over(seq.request.request_id)
@@ -166,7 +168,8 @@ class ForeseeingCore(EngineCore):
 
 def _foreseen(scheduler: Scheduler, *, token_id: int, limit: int) -> DecodeRun | None:
     decoding = tuple(scheduler.decoding)
-    if not decoding or not _admits_nobody(scheduler):
+    # where states are kept every block counts
+    if not decoding or scheduler.states is not None or not _admits_nobody(scheduler):
         return None
     pool = scheduler.pool
     block_tokens, references = pool.block_tokens, pool.references

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from diptych.control.blocks import BlockPool
 from diptych.control.sequence import Sequence
 from diptych.control.speculation import NO_GUESS, Depths, Guesser, Priced, Speculation, Wanted
+from diptych.control.state_keeper import StateKeeper
 from diptych.control.step_draft import StepDraft
 from diptych.ground.config import MOST_DRAFT_ROWS, SchedulerConfig
 from diptych.ground.shape import StepShape
@@ -21,11 +22,20 @@ Found = tuple[int, Sequence, Speculation]  # a decode chunk by its place, whose 
 class DraftPlanner:
     """See the module. Only `Scheduler` calls it."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, *, depths: Depths, guesser: Guesser) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        states: StateKeeper | None,
+        *,
+        depths: Depths,
+        guesser: Guesser,
+    ) -> None:
         self.depths = depths
         self.guesser = guesser
         self._config = config
         self._pool = pool
+        self._states = states
         self.is_needed = False  # some sequence in decode has drafters
         # Steps to come of as many sequences in which nobody guesses or is asked, and those that passed so: where
         # speculation does not pay, a step of half a millisecond must not notice that it is there.
@@ -135,12 +145,18 @@ class DraftPlanner:
         chunk = draft.chunks[i]
         n_free = max(0, self._pool.available_blocks - promised_blocks)
         del guess[max(0, (len(seq.block_ids) + n_free) * self._pool.block_tokens - chunk.end_pos) :]
+        state = chunk.state
+        if self._states is not None and state is not None:
+            state, n_left = self._states.use_behind(seq, state, len(guess))
+            del guess[n_left:]
         n_new = self._pool.blocks_for(chunk.end_pos + len(guess)) - len(seq.block_ids)
         if n_new > 0:
             seq.block_ids.extend(self._pool.take(n_new))
             seq.table_sent = len(seq.block_ids)
         draft.chunks[i] = chunk._replace(
-            token_ids=(*chunk.token_ids, *guess), new_block_ids=tuple(seq.block_ids[chunk.first_new_block :])
+            token_ids=(*chunk.token_ids, *guess),
+            new_block_ids=tuple(seq.block_ids[chunk.first_new_block :]),
+            state=state,
         )
         return len(guess)
 

@@ -20,6 +20,7 @@ from diptych.control.handoff import reserve, settle, start_sending
 from diptych.control.scheduler import Predict, Scheduler
 from diptych.control.sequence import Sequence
 from diptych.control.speculation import Depths, EveryGuess, Guesser, NewDrafter
+from diptych.control.state_keeper import StateKeeper, most_running
 from diptych.control.stats import CoreStats, WorkerStats
 from diptych.ground.config import MODEL_DRAFTERS, BlockConfig, SchedulerConfig
 from diptych.ground.errors import CapacityError, EngineError, RequestError
@@ -98,7 +99,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is open or a step is in flight."""
+        """Whether a request is open or a step in flight."""
         return bool(self._requests) or self._plan is not None
 
     def submit(self, request: Request) -> list[Event]:
@@ -149,9 +150,9 @@ class EngineCore:
     def finish(
         self, request_id: str, index: int, now_s: float, *, reason: FinishReason, output_tokens: int | None = None
     ) -> list[Event]:
-        """End one choice from outside (a stop string was seen). Unknown or finished: no events.
+        """End one choice from outside (a stop string was seen), output_tokens: behind so many of its tokens (None: all).
 
-        output_tokens: how many of its tokens count, where the end was not in the last that a step gave (None: all).
+        Unknown or finished: no events.
         """
         self._is_torn = True
         events: list[Event] = []
@@ -307,6 +308,8 @@ class EngineCore:
         return kind(
             config,
             pool,
+            StateKeeper.of(config, blocks),
+            max_running=most_running(config, blocks),
             model_revision=self.model_revision,
             predict_s=self._predict_s,
             depths=self._depths,
@@ -392,6 +395,8 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; running sequences keep their blocks."""
         self.pool.reset_index()
+        if self._scheduler.states is not None:
+            self._scheduler.states.pool.reset()
 
     def prefix_match(
         self, token_ids: tuple[int, ...], salt: CacheScope = None, *, digests: list[bytes] | None = None
@@ -407,13 +412,15 @@ class EngineCore:
             root=self._scheduler.root_of(salt),
             max_blocks=max(0, len(token_ids) - 1) // self.pool.block_tokens,
         )
-        return len(entries) * self.pool.block_tokens
+        return (self._scheduler.states.reach if self._scheduler.states else len)(entries) * self.pool.block_tokens
 
     def check(self) -> None:
         """Raise BlockLeak unless every block is accounted for. For tests and debugging: O(pool)."""
         alive = {seq.seq_id: seq for sequences in self._requests.values() for seq in sequences}
         alive.update(self._in_flight)
         self.pool.check([seq.block_ids for seq in alive.values()])
+        if self._scheduler.states is not None:
+            self._scheduler.states.check(alive.values())
 
     # Inside
 
@@ -453,7 +460,7 @@ class EngineCore:
         if computed // scheduler.pool.block_tokens > len(seq.serials):
             scheduler.register_computed(seq)
         if n >= seq.max_output_tokens or token_id in seq.stop_ids or result.is_complete:
-            reason, stop_token_id = self._stop(seq, token_id, is_complete=result.is_complete)
+            reason, stop_token_id = seq.stop_after(token_id, is_complete=result.is_complete)
             if reason is not None:
                 events.append(self._end(seq, now_s, reason, stop_token_id=stop_token_id))
                 self._forget_if_over(request_id)
@@ -471,6 +478,8 @@ class EngineCore:
         assert bool(result.token_ids) == chunk.samples, chunk.seq_id
         assert known_end + n_accepted <= chunk.end_pos, chunk.seq_id
         seq.advance(known_end + n_accepted)
+        if seq.drafted and (states := self._scheduler.states) is not None:
+            states.verified(seq, chunk, 1 + n_accepted)
         events = self._prompt_logprobs(seq, chunk, result, now_s)
         if not result.token_ids:
             self._scheduler.register_computed(seq)
@@ -503,7 +512,7 @@ class EngineCore:
                 )
             )
             is_last = k == n_accepted
-            reason, stop_token_id = self._stop(seq, token_id, is_complete=is_last and result.is_complete)
+            reason, stop_token_id = seq.stop_after(token_id, is_complete=is_last and result.is_complete)
             if reason is not None:
                 seq.computed_tokens = min(seq.computed_tokens, seq.known_tokens - 1)  # drafts behind the stop
                 self._scheduler.register_computed(seq)
@@ -545,15 +554,6 @@ class EngineCore:
             if child.is_unborn:
                 self._bear(child)
                 self._scheduler.fork(seq, child)
-
-    def _stop(self, seq: Sequence, token_id: int, *, is_complete: bool) -> tuple[FinishReason | None, int | None]:
-        if token_id in seq.stop_ids and seq.output_tokens >= seq.request.sampling.min_tokens:
-            return FinishReason.STOP, token_id
-        if is_complete:
-            return FinishReason.STOP, None
-        if seq.output_tokens >= seq.max_output_tokens:
-            return FinishReason.LENGTH, None
-        return None, None
 
     def _end(
         self,

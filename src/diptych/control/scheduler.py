@@ -17,6 +17,7 @@ from diptych.control.draft_planner import DraftPlanner
 from diptych.control.policy import MIN_PREFILL_TOKENS, Lateness, RankedList, longest_within
 from diptych.control.sequence import Sequence
 from diptych.control.speculation import Depths, Guesser
+from diptych.control.state_keeper import StateKeeper
 from diptych.control.step_draft import StepDraft
 from diptych.ground.config import SchedulerConfig
 from diptych.ground.events import Event, PreemptEvent, ScheduledEvent, StepBeginEvent
@@ -36,7 +37,9 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         pool: BlockPool,
+        states: StateKeeper | None = None,
         *,
+        max_running: int,
         model_revision: str,
         predict_s: Predict | None,
         depths: Depths,
@@ -45,7 +48,8 @@ class Scheduler:
         self.config = config
         self.pool = pool
         self.predict_s = predict_s
-        self.drafts = DraftPlanner(config, pool, depths=depths, guesser=guesser)
+        self.states = states
+        self.drafts = DraftPlanner(config, pool, states, depths=depths, guesser=guesser)
         self.waiting = RankedList()
         self.prefilling = RankedList()
         self.decoding = RankedList()
@@ -55,8 +59,7 @@ class Scheduler:
         self.n_preemptions = 0
         self.query_tokens = 0  # prompt tokens looked up in the prefix index for the first time, and those found
         self.hit_tokens = 0
-        # A running decode always fits into the step, so it never waits for another's turn.
-        self.max_running = min(config.max_running_sequences or config.max_step_tokens, config.max_step_tokens)
+        self.max_running = max_running
         self._model_revision = model_revision
         self._promised_blocks = 0
         self._has_made_way = False  # the last step left decode out
@@ -96,6 +99,8 @@ class Scheduler:
 
     def release(self, seq: Sequence) -> None:
         """Give back its blocks, the last first, so that the head of a shared prefix stays cached longest."""
+        if self.states is not None:
+            self.states.release(seq)
         for block_id in reversed(seq.block_ids):
             self.pool.drop(block_id)
         seq.block_ids = []
@@ -112,7 +117,14 @@ class Scheduler:
         self.decoding.add(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a waiting child hold the parent's prompt blocks; it computes the last prompt token itself."""
+        """Let a waiting child hold the parent's prompt blocks; it computes the last prompt token itself.
+
+        Where sequences have states it begins with what is cached of the prompt: what it reads then was read before.
+        """
+        if self.states is not None:
+            child.peak_computed_tokens = parent.prompt_tokens - 1
+            self.enqueue(child)
+            return
         n_shared = self.pool.blocks_for(parent.prompt_tokens)
         n_intact = (parent.prompt_tokens - 1) // self.pool.block_tokens
         child.block_ids = parent.block_ids[:n_shared]
@@ -130,6 +142,8 @@ class Scheduler:
         end = seq.computed_tokens // self.pool.block_tokens
         if end > len(seq.serials):
             self.register(seq, end)
+        if self.states is not None:
+            self.states.arrived(seq)
 
     def register(self, seq: Sequence, end: int) -> None:
         """Offer its blocks up to number `end`, all of them computed, that were not offered yet."""
@@ -158,6 +172,8 @@ class Scheduler:
         limit_s = None if budget_s is None else budget_s / self._lateness.factor
         draft = StepDraft(step_id=step_id, now_s=now_s, budget_tokens=self.config.max_step_tokens, limit_s=limit_s)
         self.planned = {}
+        if self.states is not None:
+            self.states.pool.unpin()
         self._has_made_way = not self._has_made_way and self._must_make_way()
         if self.config.prefills_alone or self._has_made_way:
             self._plan_one_phase(draft)
@@ -228,8 +244,11 @@ class Scheduler:
                 new_block_ids = tuple(seq.block_ids[first_new:])
                 seq.table_sent = len(seq.block_ids)
             seq_id = seq.seq_id
+            state = None if self.states is None else self.states.use(seq, start, start + 1)
             chunks.append(
-                _new(Chunk, (seq_id, decode, start, (seq.token_ids[-1],), first_new, new_block_ids, True, None, 0))
+                _new(
+                    Chunk, (seq_id, decode, start, (seq.token_ids[-1],), first_new, new_block_ids, True, None, 0, state)
+                )
             )
             shapes.append(_new(ChunkShape, (decode, 1, start, True, 1, seq.adapter, False)))
             context += start + 1
@@ -300,7 +319,7 @@ class Scheduler:
                 return False  # what is being sent or received holds them
         start = seq.computed_tokens + len(hits) * self.pool.block_tokens
         n_tokens = self._fit(seq, start, seq.known_tokens - start, draft)
-        if n_tokens == 0:
+        if n_tokens == 0 or (self.states is not None and not self.states.begin(seq, hits)):
             return False
         self._leave_line(seq)
         seq.move(Status.PREFILL)
@@ -321,13 +340,14 @@ class Scheduler:
 
     def lookup(self, seq: Sequence) -> list[PrefixEntry]:
         """The prefix hit a sequence without blocks would start from. Never covers its last known token."""
-        return self.pool.match(
+        found = self.pool.match(
             seq.token_ids,
             salt=seq.request.cache_scope,
             digests=seq.digests,
             root=self.root_of(seq.request.cache_scope),
             max_blocks=seq.findable_tokens // self.pool.block_tokens,
         )
+        return found if self.states is None else self.states.usable(seq, found)
 
     def _take_hits(self, seq: Sequence, hits: list[PrefixEntry]) -> None:
         for entry in hits:
@@ -384,6 +404,7 @@ class Scheduler:
             samples=seq.samples_at(end),
             wanted_drafts=None if wanted is None else wanted[1],
             drafter=0 if wanted is None else wanted[0],
+            state=None if self.states is None else self.states.use(seq, start, end),
         )
         draft.chunks.append(chunk)
         shape = ChunkShape(Phase.PREFILL, n_tokens, start, chunk.samples, 1, seq.adapter, seq.is_whole)

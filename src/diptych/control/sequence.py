@@ -22,8 +22,11 @@ class Sequence:
     __slots__ = (
         "adapter",
         "block_ids",
+        "branch_tokens",
+        "coming",
         "computed_tokens",
         "digests",
+        "drafted",
         "finish_reason",
         "hands_off",
         "has_forked",
@@ -36,9 +39,11 @@ class Sequence:
         "max_output_tokens",
         "parked_at_drops",
         "peak_computed_tokens",
+        "place",
         "promised_blocks",
         "prompt_tokens",
         "request",
+        "rolling",
         "seed",
         "seq_id",
         "serials",
@@ -74,6 +79,11 @@ class Sequence:
         self.promised_blocks = 0  # blocks its remaining prefill will still take
         self.digests: list[bytes] = []  # chain of the full blocks of token_ids, as far as needed until now
         self.serials: list[int | None] = []  # prefix-index entry of each computed full block
+        self.place: int | None = None  # of its state while it runs, where the model has states (`StatePool`)
+        self.coming: list[tuple[int, int]] = []  # (tokens, place): states that the step in flight leaves behind so many
+        self.drafted: list[tuple[int, int]] = []  # (rows, place): those that it leaves behind each guess
+        self.rolling: int | None = None  # serial of the block behind which its answer's latest state is kept
+        self.branch_tokens = 0  # so many of its tokens were cached when it came, beyond those that have a state
         self.speculation: Speculation | None = None  # from its first decode step on, where the engine speculates
         self.has_started = False  # its SequenceStart was sent
         self.has_forked = False
@@ -119,6 +129,16 @@ class Sequence:
     def samples_at(self, end: int) -> bool:
         """Whether a prefill chunk that ends there draws a token."""
         return end == len(self.token_ids) and self.request.pooling is None
+
+    def stop_after(self, token_id: int, *, is_complete: bool) -> tuple[FinishReason | None, int | None]:
+        """Why it ends with this token, if it does, and the stop token that says so. is_complete: its grammar takes no more."""
+        if token_id in self.stop_ids and self.output_tokens >= self.request.sampling.min_tokens:
+            return FinishReason.STOP, token_id
+        if is_complete:
+            return FinishReason.STOP, None
+        if self.output_tokens >= self.max_output_tokens:
+            return FinishReason.LENGTH, None
+        return None, None
 
     def move(self, status: Status) -> None:
         """Change status; IllegalMove when MOVES does not allow it."""

@@ -19,13 +19,14 @@ from diptych.cost.streams import stream_matrices, stream_vectors, table_width
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import KVSpec, QuantSpec
-from diptych.models.spec import AttentionLayer, LayerSpec, MlaSpec, MlpSpec, ModelSpec, MoeSpec, QkNorm
+from diptych.models.spec import AttentionLayer, DeltaSpec, LayerSpec, MlaSpec, MlpSpec, ModelSpec, MoeSpec, QkNorm
 
 BF16 = QuantSpec(name="bf16", weight_bytes=2.0)
 
 # Components whose time is attention's, not a GEMM's over the step's rows.
 ATTENTION = ("scores", "values")
 LOGIT_BYTES = 4
+STATE_BYTES = 4  # of a number of a state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,8 +169,10 @@ def _popularity(n_experts: int, experts_per_token: int, skew: float) -> tuple[fl
 def layer_kv_bytes(attention: AttentionLayer, kv: KVSpec, tp: int) -> float:
     """KV bytes per token that one layer attends to on one device, its own or another layer's.
 
-    KV heads are replicated when tp > n_kv_heads; MLA is not split.
+    KV heads are replicated when tp > n_kv_heads; MLA is not split. Nothing where it has a state instead.
     """
+    if attention.delta is not None:
+        return 0.0
     if attention.mla is not None:
         return (attention.mla.kv_rank + attention.mla.rope_dim) * kv.bytes_per_element + kv.scale_bytes
     vector_bytes = attention.head_dim * kv.bytes_per_element + kv.scale_bytes
@@ -181,6 +184,11 @@ def kept_kv_bytes(attention: AttentionLayer, kv: KVSpec, tp: int) -> float:
     return layer_kv_bytes(attention, kv, tp) if attention.kv_layer is None else 0.0
 
 
+def state_bytes(model: ModelSpec, *, tp: int = 1) -> float:
+    """Bytes of the states of one sequence on one device, however long it is; key heads are split among devices."""
+    return model.state_elements * STATE_BYTES / tp
+
+
 def kv_bytes_per_token(model: ModelSpec, kv: KVSpec, *, tp: int = 1) -> float:
     """KV bytes of one token over all layers on one device (windowed layers hold at most their window)."""
     return sum(n * kept_kv_bytes(layer.attention, kv, tp) for layer, n in model.layer_groups)
@@ -189,9 +197,9 @@ def kv_bytes_per_token(model: ModelSpec, kv: KVSpec, *, tp: int = 1) -> float:
 def kv_bytes_of_context(
     model: ModelSpec, kv: KVSpec, context_tokens: int, *, tp: int = 1, is_ours: bool = False
 ) -> float:
-    """KV bytes one sequence holds at a context, rounded up to blocks; see `kv_bytes_of_tokens`."""
+    """KV bytes one sequence holds at a context, rounded up to blocks, and its states; see `kv_bytes_of_tokens`."""
     blocks = -(-context_tokens // kv.block_tokens) * kv.block_tokens
-    return kv_bytes_of_tokens(model, kv, blocks, tp, is_ours=is_ours)
+    return kv_bytes_of_tokens(model, kv, blocks, tp, is_ours=is_ours) + state_bytes(model, tp=tp)
 
 
 def kv_bytes_of_tokens(model: ModelSpec, kv: KVSpec, tokens: int, tp: int, *, is_ours: bool = False) -> float:
@@ -279,10 +287,33 @@ class _Sizes:
 
 
 def _layer(sizes: _Sizes) -> tuple[Component, ...]:
-    mla, mlp = sizes.attention.mla, sizes.layer.mlp
-    projections = _gqa(sizes) if mla is None else _mla(sizes, mla)
+    mla, delta, mlp = sizes.attention.mla, sizes.attention.delta, sizes.layer.mlp
     ffn = _experts(sizes, mlp) if isinstance(mlp, MoeSpec) else (_mlp(sizes, mlp),)
+    if delta is not None:
+        return (_norms(sizes), *_delta(sizes, delta), *ffn)
+    projections = _gqa(sizes) if mla is None else _mla(sizes, mla)
     return (_norms(sizes), *projections, *_attention(sizes), *ffn)
+
+
+def _delta(sizes: _Sizes, delta: DeltaSpec) -> tuple[Component, Component, Component]:
+    """Projections, and states, which every chunk reads and writes once: S^T k, the update, S^T q for each of its tokens."""
+    hidden, n, tp = sizes.model.hidden, sizes.n, sizes.tp
+    channels, width, heads = delta.n_channels / tp, delta.width / tp, delta.n_value_heads / tp
+    qkv = _linear(sizes, "qkv", hidden, channels + width)
+    qkv = qkv.plus(_linear(sizes, "qkv", hidden, 2 * heads))
+    small = channels * delta.n_taps + 2 * heads + delta.value_dim
+    chunks = sum(shape.count for shape in sizes.work.shapes)
+    moved = chunks * delta.state_elements * STATE_BYTES / tp
+    states = Component(
+        name="states",
+        flops=6.0 * n * heads * delta.key_dim * delta.value_dim,
+        vector_flops=n * (2.0 * channels * delta.n_taps + 8.0 * width),
+        weight_bytes=small * 4.0,
+        activation_bytes=n * (channels + width) * sizes.a,
+        kv_read_bytes=moved,
+        kv_write_bytes=moved,
+    )
+    return qkv, states, _linear(sizes, "o", width, hidden, link=_all_reduce_bytes(sizes))
 
 
 def _all_reduce_bytes(sizes: _Sizes) -> float:
@@ -303,7 +334,7 @@ def _gqa(sizes: _Sizes) -> tuple[Component, Component]:
     hidden, attention, head_dim = sizes.model.hidden, sizes.attention, sizes.attention.head_dim
     kv_heads = sizes.kv_heads if attention.kv_layer is None else 0.0
     q_width, kv_width = sizes.heads * head_dim, kv_heads * head_dim
-    width = q_width + (1 + attention.has_v) * kv_width
+    width = (1 + attention.has_gate) * q_width + (1 + attention.has_v) * kv_width
     qkv = _linear(sizes, "qkv", hidden, width, bias=width if attention.has_qkv_bias else 0.0)
     if attention.qk_norm not in (QkNorm.NONE, QkNorm.UNIT):
         norm = (

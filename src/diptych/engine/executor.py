@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from diptych.compute.batch import ForwardBatch
+from diptych.compute.batch import ForwardBatch, StatePlaces
 from diptych.compute.drawing import not_finite
 from diptych.compute.kv_store import KVPayload, KVStore
 from diptych.compute.model import Best, Model, Want
@@ -236,6 +236,7 @@ class ModelExecutor:
             logits_rows_R=np.array(logits_rows, dtype=np.int32),
             adapters_S=self._adapters_of(plan) if self._n_adapted else None,
             both_ways_S=self._both_ways_of(plan) if self._n_both_ways else None,
+            states=_states_of(plan) if plan.chunks[0].state is not None else None,
         )
 
     def _adapters_of(self, plan: StepPlan) -> np.ndarray | None:
@@ -353,6 +354,16 @@ class ModelExecutor:
         judged = list(prompt[chunk.start_pos + 1 : chunk.end_pos + 1])
         entries = self._sampler.prompt_logprobs(logits_CV[: len(judged)], judged, top) if judged else []
         return (None, *entries) if chunk.start_pos == 0 else tuple(entries)
+
+
+def _states_of(plan: StepPlan) -> StatePlaces:
+    uses = [chunk.state for chunk in plan.chunks if chunk.state is not None]
+    saves = [(s, *save) for s, use in enumerate(uses) for save in use.saves]
+    return StatePlaces(
+        reads_S=np.array([use.reads for use in uses], dtype=np.int32),
+        writes_S=np.array([use.writes for use in uses], dtype=np.int32),
+        saves_N3=np.array(saves, dtype=np.int32).reshape(-1, 3),
+    )
 
 
 def _is_both_ways(start: SequenceStart) -> bool:

@@ -22,6 +22,7 @@ from diptych.compute.weights import resolve_model_dir
 from diptych.control.loop import EngineCore
 from diptych.control.scheduler import Predict
 from diptych.cost.calibrated import CalibratedModel
+from diptych.cost.components import STATE_BYTES
 from diptych.cost.drafts.measured import MeasuredDraftPrices
 from diptych.cost.drafts.prices import DraftPrices
 from diptych.cost.places import MAX_STEP_S, Places, places
@@ -58,6 +59,8 @@ FASTER = 1.05  # times as fast, from which on another backend is worth a word
 KV_MEMORY_SHARE = 0.5
 # sequences of the whole context that a pool has room for, where nobody says how many run and memory allows
 POOL_CONTEXTS = 64
+# share of the pool's memory for states of sequences, where the model has some
+STATE_MEMORY_SHARE = 0.5
 # a full step of prefill that is predicted to take longer is worth a word: it holds every running stream
 LONG_STEP_S = 1.0
 Progress = Callable[[int, int], None]
@@ -169,33 +172,46 @@ def opened(
     return model, config
 
 
-def size_pool(model: Model, config: EngineConfig, drafters: Sequence[OpenDrafter] = ()) -> tuple[int, int]:
-    """(max_context_tokens, n_blocks) of the KV pool; each drafter's store has as many blocks, out of the same memory.
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """Of a KV pool: the longest sequence, its blocks, and places for states, of models that have some."""
+
+    context_tokens: int
+    n_blocks: int
+    n_places: int
+
+
+def size_pool(model: Model, config: EngineConfig, drafters: Sequence[OpenDrafter] = ()) -> PoolSize:
+    """The KV pool; each drafter's store has as many blocks, out of the same memory.
 
     Raises ConfigError when the asked context is longer than the model's, CapacityError when it does not fit in memory or
     when more memory is given than there is; the message names the largest context that fits.
     """
     block_bytes = model.kv_bytes_per_block(config.block_tokens) + sum(one.block_bytes for one in drafters)
     scratch_bytes = sum(one.scratch_bytes for one in drafters)
-    context, n_blocks = _pool(
-        model.spec.max_context_tokens, block_bytes, memory_of(model.device), config, scratch_bytes
-    )
+    memory = memory_of(model.device)
+    size = _pool(model.spec.max_context_tokens, block_bytes, model.state_bytes, memory, config, scratch_bytes)
     asked = config.max_context_tokens or model.spec.max_context_tokens
-    if context < asked:
-        given = n_blocks * block_bytes
-        logger.warning("context lowered from=%d to=%d reason=kv_memory bytes=%d", asked, context, given)
-    return context, n_blocks
+    if size.context_tokens < asked:
+        given = size.n_blocks * block_bytes
+        logger.warning("context lowered from=%d to=%d reason=kv_memory bytes=%d", asked, size.context_tokens, given)
+    return size
 
 
 def _check_pool(spec: ModelSpec, config: EngineConfig) -> None:
     """Refuse before the weights are read what `size_pool` would refuse after, when less memory is free."""
     device, block_bytes = memory_of_block(spec, config.compute, config.block_tokens)
-    _pool(spec.max_context_tokens, block_bytes, memory_of(device), config)
+    _pool(spec.max_context_tokens, block_bytes, spec.state_elements * STATE_BYTES, memory_of(device), config)
 
 
 def _pool(
-    model_context: int, block_bytes: int, memory: Memory, config: EngineConfig, scratch_bytes: int = 0
-) -> tuple[int, int]:
+    model_context: int,
+    block_bytes: int,
+    state_bytes: int,
+    memory: Memory,
+    config: EngineConfig,
+    scratch_bytes: int = 0,
+) -> PoolSize:
     asked, block_tokens = config.max_context_tokens, config.block_tokens
     if asked is not None and asked > model_context:
         raise ConfigError(
@@ -214,7 +230,8 @@ def _pool(
             hint=f"leave kv_memory_bytes out to use {KV_MEMORY_SHARE:.0%} of what is free"
             + (f", and ask for a context of at most {min(largest, model_context)}" if largest else ""),
         )
-    fitting_blocks = max(0, memory_bytes - scratch_bytes) // block_bytes
+    n_places = _places(state_bytes, memory_bytes, config) if state_bytes else 0
+    fitting_blocks = max(0, memory_bytes - scratch_bytes - n_places * state_bytes) // block_bytes
     needed_blocks = _blocks(context, block_tokens)
     if needed_blocks > fitting_blocks:
         largest = fitting_blocks * block_tokens
@@ -227,7 +244,22 @@ def _pool(
             )
         context, needed_blocks = largest, fitting_blocks
     wanted_blocks = needed_blocks * (config.scheduler.max_running_sequences or POOL_CONTEXTS)
-    return context, max(needed_blocks, min(wanted_blocks, fitting_blocks))
+    return PoolSize(context, max(needed_blocks, min(wanted_blocks, fitting_blocks)), n_places)
+
+
+def _places(state_bytes: int, memory_bytes: int, config: EngineConfig) -> int:
+    """For the states of all that run, and with a prefix cache of their prompts and answers, too: half of the memory at most."""
+    running = config.scheduler.max_running_sequences
+    each = 3 if config.scheduler.enable_prefix_cache else 1
+    fitting = int(memory_bytes * STATE_MEMORY_SHARE) // state_bytes
+    least = running or 1
+    if fitting < least:
+        raise CapacityError(
+            f"{least} sequences need {least * state_bytes} bytes for their states; {memory_bytes} bytes are allowed for those "
+            f"and the KV cache, {STATE_MEMORY_SHARE:.0%} of them for states",
+            hint="raise kv_memory_bytes" + ("" if running is None else f", or ask for at most {fitting} sequences"),
+        )
+    return min(each * (running or POOL_CONTEXTS), fitting)
 
 
 def _blocks(n_tokens: int, block_tokens: int) -> int:
@@ -326,8 +358,9 @@ def make_machinery(
         )
     )
     scheduler = config.scheduler
-    context, n_blocks = size_pool(model, config, drafters)
-    kv = model.make_kv(n_blocks, config.block_tokens)
+    size = size_pool(model, config, drafters)
+    context, n_blocks = size.context_tokens, size.n_blocks
+    kv = model.make_kv(n_blocks, config.block_tokens, size.n_places)
     model.warm_up(kv)
     model.settle()
     step_time = StepTimeModel()
@@ -335,7 +368,8 @@ def make_machinery(
     number = config.scheduler.max_running_sequences
     if number is None:
         found = default_places(n_blocks * config.block_tokens, context, calibrated)
-        number = found.number
+        # so that prefixes keep some of the states, too
+        number = min(found.number, max(1, size.n_places * 2 // 3)) if size.n_places else found.number
         logger.info("places chosen max_running_sequences=%d reason=%s", number, found.reason)
     # the measured profile of this machine where there is one; until then the engine learns from its own steps
     predict_s = once_for_each(step_time.predict_s if calibrated is None else calibrated.predict_s)
@@ -348,7 +382,7 @@ def make_machinery(
 
     core = EngineCore(
         replace(scheduler, max_context_tokens=context, max_running_sequences=number),
-        BlockConfig(n_blocks=n_blocks, block_tokens=config.block_tokens),
+        BlockConfig(n_blocks=n_blocks, block_tokens=config.block_tokens, n_places=size.n_places),
         model_revision=model.revision,
         predict_s=predict_s,
         seed=config.seed,

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from diptych.compute.batch import ForwardBatch
+from diptych.compute.batch import ForwardBatch, StatePlaces
 from diptych.compute.kv_store import KVStore
 from diptych.compute.quant import CHECKSUMS, checksum, checksums_of
 from diptych.engine.load import LoadedModel, opened, size_pool
@@ -45,6 +45,7 @@ class PhaseState:
     logits: torch.Tensor
     block_ids: list[int] = field(repr=False)
     owner: TwoPhase | None = field(repr=False, compare=False)
+    place: int | None = field(default=None, repr=False)  # of its state, where the model has some
 
 
 class TwoPhase:
@@ -62,9 +63,11 @@ class TwoPhase:
             raise ConfigError("loras is set; TwoPhase runs the model as it is", hint="use LLM for adapters")
         self.model = self.loaded.model
         self._owns_model = not isinstance(model, LoadedModel)
-        self.max_context_tokens, n_blocks = size_pool(self.model, config)
-        self._kv: KVStore | None = self.model.make_kv(n_blocks, config.block_tokens)
-        self._free_block_ids = list(range(n_blocks - 1, -1, -1))
+        size = size_pool(self.model, config)
+        self.max_context_tokens = size.context_tokens
+        self._kv: KVStore | None = self.model.make_kv(size.n_blocks, config.block_tokens, size.n_places)
+        self._free_block_ids = list(range(size.n_blocks - 1, -1, -1))
+        self._free_places = list(range(self._kv.n_places - 1, -1, -1))
 
     @classmethod
     def from_pretrained(cls, model: str | Path = "bundled", *arguments: Any, **settings: Any) -> TwoPhase:
@@ -145,6 +148,11 @@ class TwoPhase:
         self._check_owner(state)
         spec = self.model.spec
         layer = int(Bound(int, 0, spec.n_layers - 1, "layer").take("layer", layer, RequestError) or 0)
+        if spec.layers[layer].attention.delta is not None:
+            raise RequestError(
+                f"layer {layer} keeps a state in place of keys and values; layers {list(spec.kv_layers)} keep those",
+                param="layer",
+            )
         keys_KTd, values_KTd = self.kv.read(spec.kv_place(layer), state.block_ids, len(state.token_ids))
         return keys_KTd[None], values_KTd[None]
 
@@ -154,7 +162,11 @@ class TwoPhase:
         block_ids = self._take_blocks(len(state.block_ids))
         self.kv.copy_blocks(list(zip(state.block_ids, block_ids, strict=True)))
         logits = state.logits.clone()
-        return PhaseState(token_ids=list(state.token_ids), logits=logits, block_ids=block_ids, owner=self)
+        child = PhaseState(token_ids=list(state.token_ids), logits=logits, block_ids=block_ids, owner=self)
+        if state.place is not None:
+            child.place = self._take_place()
+            self.kv.write_state(child.place, self.kv.read_state(state.place))
+        return child
 
     def truncate(self, state: PhaseState, n_tokens: int) -> None:
         """Forget all but the first n_tokens; the logits after the last one kept are computed again."""
@@ -162,10 +174,11 @@ class TwoPhase:
         n_tokens = int(_KEPT.take("n_tokens", n_tokens, RequestError) or 0)
         if n_tokens > len(state.token_ids):
             raise RequestError(f"n_tokens is {n_tokens}; the state holds {len(state.token_ids)}", param="n_tokens")
-        last = state.token_ids[n_tokens - 1]
-        del state.token_ids[n_tokens - 1 :]
-        self._give_back_blocks(state, n_tokens)
-        self._compute(state, [last])
+        kept = state.token_ids[:n_tokens]
+        again = 0 if self.kv.n_places else n_tokens - 1  # a state cannot be read backwards
+        del state.token_ids[again:]
+        self._give_back_blocks(state, n_tokens if again else 0)
+        self._compute(state, kept[again:])
 
     def free(self, state: PhaseState) -> None:
         """Give the state's blocks back; nothing can be done with the state afterwards. Freed twice is freed once."""
@@ -174,6 +187,7 @@ class TwoPhase:
         state.token_ids.clear()
         if self._kv is not None:
             self._give_back_blocks(state, 0)
+            self._give_back_place(state)
         state.owner = None
 
     def save(self, state: PhaseState, path: Path | str) -> None:
@@ -187,6 +201,8 @@ class TwoPhase:
             keys, values = self.kv.read(layer, state.block_ids, len(state.token_ids))
             tensors[f"layers.{layer}.keys"] = keys.detach().cpu().contiguous()
             tensors[f"layers.{layer}.values"] = values.detach().cpu().contiguous()
+        if state.place is not None:
+            tensors["state"] = self.kv.read_state(state.place).detach().cpu()
         # the file is renamed into place: a device of that name would be replaced
         if Path(path).exists() and not Path(path).is_file():
             raise RequestError(f"{path} is no regular file; a state is written to one", param="path")
@@ -231,8 +247,13 @@ class TwoPhase:
                 names = f"layers.{layer}.keys", f"layers.{layer}.values"
                 keys, values = (saved.tensor(name, shape, sample.dtype) for name in names)
                 self.kv.write(layer, state.block_ids, keys, values)
+            if self.kv.n_places:
+                state.place = self._take_place()
+                sample = self.kv.read_state(state.place)
+                self.kv.write_state(state.place, saved.tensor("state", tuple(sample.shape), sample.dtype))
         except BaseException:
             self._give_back_blocks(state, 0)
+            self._give_back_place(state)
             raise
 
     def _check_owner(self, state: PhaseState) -> None:
@@ -264,10 +285,29 @@ class TwoPhase:
             context_tokens_S=np.array([end], dtype=np.int32),
             block_table_SM=np.array([state.block_ids], dtype=np.int32),
             logits_rows_R=logits_rows_R,
+            states=self._places_of(state, start) if self.kv.n_places else None,
         )
         logits_RV = self.model.forward(batch, self.kv)
         state.token_ids += token_ids
         return logits_RV
+
+    def _places_of(self, state: PhaseState, start: int) -> StatePlaces:
+        if state.place is None:
+            state.place = self._take_place()
+        return StatePlaces.of(np.array([state.place if start else -1]), np.array([state.place]))
+
+    def _take_place(self) -> int:
+        if not self._free_places:
+            raise CapacityError(
+                f"all {self.kv.n_places} places for states of sequences are taken",
+                hint="free states that are no longer needed, or raise kv_memory_bytes",
+            )
+        return self._free_places.pop()
+
+    def _give_back_place(self, state: PhaseState) -> None:
+        if state.place is not None:
+            self._free_places.append(state.place)
+            state.place = None
 
     def _take_blocks(self, n_blocks: int) -> list[int]:
         if n_blocks > len(self._free_block_ids):

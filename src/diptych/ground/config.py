@@ -55,6 +55,7 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         ),
         "max_draft_tokens": Bound(int, 1, MOST_DRAFTS, "most tokens guessed ahead for one sequence and step"),
         "n_blocks": Bound(int, 1, 2**31 - 1, "blocks of the KV pool"),
+        "n_places": Bound(int, 0, 2**31 - 1, "places for states of sequences"),
         "block_tokens": Bound(int, 1, 2**20, "tokens of a KV block"),
         "threads": Bound(
             int, 1, 4096, "compute threads, of all --tp together (default: one per core)", is_optional=True
@@ -107,14 +108,18 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
-    """The KV pool: `n_blocks` blocks of `block_tokens` tokens."""
+    """The KV pool: `n_blocks` blocks of `block_tokens` tokens.
+
+    n_places: for states of sequences, of models that have states: of those that run, and of cached prefixes. 0: it has none.
+    """
 
     n_blocks: int
     block_tokens: int = 32
+    n_places: int = 0
 
     def __post_init__(self) -> None:
         """Refuse an empty pool."""
-        _take(self, "n_blocks", "block_tokens")
+        _take(self, "n_blocks", "block_tokens", "n_places")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

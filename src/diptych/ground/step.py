@@ -36,6 +36,16 @@ class SequenceStart:
     output_token_ids: tuple[int, ...] = ()
 
 
+class StateUse(NamedTuple):
+    """Where a sequence's state lies for a chunk, of models that have states: read from a place (-1: it begins with nothing),
+    left in another or the same, and behind so many of the chunk's rows left in places of their own, too (rows, place).
+    """
+
+    reads: int
+    writes: int
+    saves: tuple[tuple[int, int], ...] = ()
+
+
 class Chunk(NamedTuple):
     """Compute the KV of `token_ids`, which stand at positions [start_pos, start_pos + len(token_ids)).
 
@@ -47,6 +57,7 @@ class Chunk(NamedTuple):
     wanted_drafts: how many tokens the executor's drafter of this number (`drafter`) is to guess behind what this chunk gives.
     0: none, but it reads the chunk, as it will be asked behind a later one; None: none of them does anything, and each may be
     asked again all the same.
+    state: where the sequence's state is; None: the model has none.
     A named tuple, as a step makes one per sequence: a quarter of a frozen dataclass's time.
     """
 
@@ -59,6 +70,7 @@ class Chunk(NamedTuple):
     samples: bool
     wanted_drafts: int | None = None
     drafter: int = 0
+    state: StateUse | None = None
 
     @property
     def end_pos(self) -> int:

@@ -141,8 +141,9 @@ class Engines:
         sequences = config.scheduler.max_running_sequences or MAX_SEQUENCES
         # every sequence may leave its last block partly empty
         n_blocks = -(-n_tokens // block_tokens) + sequences
-        self._blocks = BlockConfig(n_blocks=n_blocks, block_tokens=block_tokens)
-        self._kv = model.make_kv(n_blocks, block_tokens)
+        n_places = 2 * sequences if model.state_bytes else 0
+        self._blocks = BlockConfig(n_blocks=n_blocks, block_tokens=block_tokens, n_places=n_places)
+        self._kv = model.make_kv(n_blocks, block_tokens, n_places)
 
     def driver(self, **settings: Any) -> Driver:
         """The real thing with these `SchedulerConfig` settings."""

@@ -218,7 +218,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         """Measure the ceilings once; the longest context is cut to what the model and the memory hold."""
-        context, _ = size_pool(self.model, self.config)
+        context = size_pool(self.model, self.config).context_tokens
         self.context_tokens = context
         if context < self.longest_tokens:
             positions = self.model.spec.max_context_tokens

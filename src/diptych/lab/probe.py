@@ -13,13 +13,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from diptych.compute.batch import ForwardBatch
+from diptych.compute.batch import ForwardBatch, StatePlaces
 from diptych.compute.ops.cpu_model import CpuModel
 from diptych.compute.runner import Model
 from diptych.ground.errors import CapacityError, ConfigError
 from diptych.ground.shape import ChunkShape, StepShape
 from diptych.lab.rounds import Sampler, burst
 
+MOST_SEQUENCES = 64  # of one step: more than any experiment runs
 CHUNK_TOKENS = 2048  # a prompt is read in chunks of at most this many tokens, as the engine does
 
 
@@ -39,8 +40,8 @@ class StepProbe:
     def __init__(self, model: Model, *, max_tokens: int, block_tokens: int = 32) -> None:
         self.model = model
         self.block_tokens = block_tokens
-        # each sequence may waste part of a block; 64 sequences are more than any experiment runs
-        self._kv = model.make_kv(-(-max_tokens // block_tokens) + 64, block_tokens)
+        # each sequence may waste part of a block
+        self._kv = model.make_kv(-(-max_tokens // block_tokens) + 64, block_tokens, MOST_SEQUENCES)
 
     def step(self, work: StepShape, *, adapters: Sequence[int] = ()) -> Callable[[], torch.Tensor]:
         """A function that runs this step once. Raises CapacityError when the pool is too small for its contexts.
@@ -101,7 +102,17 @@ class StepProbe:
                 [end - 1 for end, shape in zip(query_start_S1[1:], shapes, strict=True) if shape.samples],
                 dtype=np.int32,
             ),
+            states=self._states(starts_S),
         )
+
+    def _states(self, starts_S: np.ndarray) -> StatePlaces | None:
+        """A place for each sequence, of models with states; what lies there is whatever was left."""
+        if not self._kv.n_places:
+            return None
+        if len(starts_S) > self._kv.n_places:
+            raise CapacityError(f"the step has {len(starts_S)} sequences; the probe has {self._kv.n_places} states")
+        places_S = np.arange(len(starts_S))
+        return StatePlaces.of(np.where(starts_S > 0, places_S, -1), places_S)
 
 
 class StepParts:

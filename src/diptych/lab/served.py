@@ -54,7 +54,7 @@ class Served:
         self.ended: list[str] = []
         self.core = EngineCore(config, blocks, model_revision=model.revision, predict_s=predict_s)
         self._recorder = Recorder(self.core) if is_recorded else None
-        kv = model.make_kv(blocks.n_blocks, blocks.block_tokens)
+        kv = model.make_kv(blocks.n_blocks, blocks.block_tokens, blocks.n_places)
         sampler = Sampler(model.spec.vocab_size, model.device, drawing=model)
         executor = ModelExecutor(model, kv, sampler, clock=self.clock)
         executor.back_memory(lambda: False)

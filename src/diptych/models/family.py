@@ -37,6 +37,8 @@ class TensorNames:
     apart: norms before the mixture, behind shared experts, behind the mixture, of `MoeSpec.is_apart`.
     choice_axes: what choice_bias has before its experts. norms: before attention, after it, before the MLP, after it.
     q_norm, k_norm: where each head has a weight of its own they are stacked in one tensor, or {} stands for the head.
+    delta: where a delta rule's tensors lie. delta_in: its projections, of q, k and v, of the gate, of beta, of the decay; or
+    of the first two and of the last two together, by key head.
     """
 
     embedding: str = "embed_tokens"
@@ -70,6 +72,8 @@ class TensorNames:
         "post_feedforward_layernorm_1",
         "post_feedforward_layernorm_2",
     )
+    delta: str = "linear_attn"
+    delta_in: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     norms: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]] = field(
         default_factory=lambda: NORM_NAMES
     )
@@ -94,6 +98,8 @@ class Family:
     last layer attends to everything. has_full_heads: layers that attend to everything have heads of their own number and
     width (`read_streams.full_heads`). scales_layers: as in `ModelSpec`.
     mixes_apart: the dense MLP is the shared expert of a mixture, as `MoeSpec.is_apart` says.
+    has_delta: layers but every `full_every`-th, or those that layer_types calls linear, have a state in place of keys and
+    values (`read_delta`). has_attention_gate: as `AttentionLayer.has_gate`; its rows lie behind each query head's.
     prefixes: where tensors may begin, tried in order; ignored: parts of names of tensors that nobody needs.
     """
 
@@ -149,6 +155,8 @@ class Family:
     has_expert_bias: bool = False
     has_shared_gate: bool = False
     mixes_apart: bool = False
+    has_delta: bool = False
+    has_attention_gate: bool = False
     weighs_input: bool = False
     reads_mxfp4: bool = False
     names: TensorNames = field(default_factory=TensorNames)

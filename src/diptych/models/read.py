@@ -21,6 +21,7 @@ from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, PRICED, SUPP
 from diptych.models.family import Family
 from diptych.models.files import no_model
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL
+from diptych.models.read_delta import LINEAR, delta_attention, delta_layers
 from diptych.models.read_gpt import arrangement, n_kv_heads, of_all_layers
 from diptych.models.read_streams import cutoffs, full_heads, layer_inputs, mlp_widths, shared_layers, streams
 from diptych.models.refused import reason_for
@@ -305,9 +306,11 @@ def _layers(
     mlps = _mlps(config, family, shared)
     norms = arrangement(config, family)
     # equal layers are one object
-    kinds = list(zip(windows, turns, shared, strict=True))
+    kinds = list(zip(windows, turns, shared, delta_layers(config, family, n_layers), strict=True))
     attention = {
-        (window, does_turn, kv_layer): _attention(
+        (window, does_turn, kv_layer, has_state): delta_attention(config)
+        if has_state
+        else _attention(
             config,
             family,
             heads_of.of(window),
@@ -315,7 +318,7 @@ def _layers(
             rope=_rope_of(ropes, window, does_turn),
             kv_layer=kv_layer,
         )
-        for window, does_turn, kv_layer in dict.fromkeys(kinds)
+        for window, does_turn, kv_layer, has_state in dict.fromkeys(kinds)
     }
     made: dict[tuple[int, int], LayerSpec] = {}
     layers = []
@@ -385,6 +388,7 @@ def _attention(
         has_v_norm=family.has_v_norm,
         has_v=has_v,
         kv_layer=kv_layer,
+        has_gate=family.has_attention_gate,
         mla=mla,
     )
 
@@ -414,7 +418,10 @@ def _windows(config: HfConfig, family: Family, n_layers: int) -> list[int | None
     window = config.optional_integer("sliding_window") if config.flag("use_sliding_window", True) else None
     if window is not None and _is_both_ways(config):
         window = window // 2  # to either side
-    types = config.layer_types(n_layers, "chunked_attention" if family.attends_in_chunks else "sliding_attention")
+    if family.has_delta:
+        types = config.layer_types(n_layers, LINEAR)
+    else:
+        types = config.layer_types(n_layers, "chunked_attention" if family.attends_in_chunks else "sliding_attention")
     pattern = config.optional_integer("sliding_window_pattern") or family.full_every
     if window is None:
         windows: list[int | None] = [None] * n_layers

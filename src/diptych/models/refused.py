@@ -12,10 +12,10 @@ from types import MappingProxyType
 
 # what is missing -> model_type of transformers
 MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "a state per sequence (linear attention, Mamba or convolution)": (
-        "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "falcon_h1", "bamba",
-        "jamba", "zamba", "zamba2", "mamba", "mamba2", "falcon_mamba", "rwkv", "lfm2", "lfm2_moe", "kimi_linear",
-        "minimax", "recurrent_gemma", "olmo_hybrid", "bailing_hybrid"),
+    "a state per sequence of another kind than the gated delta rule (Mamba, convolution, other linear attention)": (
+        "granitemoehybrid", "nemotron_h", "falcon_h1", "bamba", "jamba", "zamba", "zamba2", "mamba", "mamba2",
+        "falcon_mamba", "rwkv", "lfm2", "lfm2_moe", "kimi_linear", "minimax", "recurrent_gemma", "olmo_hybrid",
+        "bailing_hybrid"),
     "scores that fall with the distance (ALiBi)": ("mpt",),
     "q, k and v stacked for groups of accelerators": ("codegen",),
     "norms of q and k without weights, and logits that are capped": ("nanochat",),

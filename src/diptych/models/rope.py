@@ -34,7 +34,10 @@ SECTION_KEYS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 ALWAYS_READ = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
 # written by many tools and read by no type; `finetuned` only says how the model came to be
-NOT_READ = ("finetuned", "original_max_position_embeddings", "max_position_embeddings")
+NOT_READ = (
+    "finetuned", "original_max_position_embeddings", "max_position_embeddings",
+    "mrope_section", "mrope_interleaved",  # of pictures: the three positions of a token of text are one
+)  # fmt: skip
 # types whose factor stretches the positions beyond max_position_embeddings
 STRETCHING = ("linear", "dynamic", "yarn")
 LAYER_TYPES = ("full_attention", "sliding_attention")

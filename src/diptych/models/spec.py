@@ -29,6 +29,7 @@ class Activation(Enum):
     SQUARED_RELU = "squared_relu"  # max(x, 0)^2
     XIELU = "xielu"
     CLAMPED = "clamped"
+    SIGMOID = "sigmoid"  # of gates without up
 
 
 XIELU_SLOPE = 0.5
@@ -125,6 +126,37 @@ class MlaSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSpec:
+    """A gated delta rule (arXiv:2412.06464) in place of keys and values: what was read lies in a state of one size.
+
+    Each value head has a matrix S [key_dim, value_dim] per sequence: S = decay S + k (beta (v - (decay S)^T k))^T, and gives
+    S^T q, which is normed over value_dim and gated. n_key_heads: heads of q and k, each for as many value heads as come to it.
+    n_taps: q, k and v of a token are sums over its own and the n_taps - 1 tokens before, by a weight for each channel and tap.
+    """
+
+    n_key_heads: int
+    key_dim: int
+    n_value_heads: int
+    value_dim: int
+    n_taps: int
+
+    @property
+    def n_channels(self) -> int:
+        """Of q, k and v together."""
+        return 2 * self.n_key_heads * self.key_dim + self.width
+
+    @property
+    def width(self) -> int:
+        """Of what the value heads give."""
+        return self.n_value_heads * self.value_dim
+
+    @property
+    def state_elements(self) -> int:
+        """Numbers that a layer keeps of a sequence: the heads' matrices, and the tokens that its taps still see."""
+        return self.n_value_heads * self.key_dim * self.value_dim + (self.n_taps - 1) * self.n_channels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
     """What a layer keeps of a token: a key for each head, and a value of that width unless the key serves as both."""
 
@@ -140,7 +172,8 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayer:
-    """One layer's attention: grouped queries, or latents where `mla` is given (then head_dim is the rotary part's).
+    """One layer's attention: grouped queries, latents where `mla` is given (then head_dim is the rotary part's), or a state
+    where `delta` is (then heads are its value heads, kv heads its key heads, and it keeps no keys and values).
 
     window: a query sees the last `window` positions up to and with its own; None: all. is_chunked: it sees those from the
     last multiple of `window` on instead (priced as a window, which is the most it sees). softcap: scores become
@@ -148,7 +181,7 @@ class AttentionLayer:
     positions. sinks: one learned logit per head. has_v_norm: values are normed like `qk_norm`'s heads, without a weight. has_v:
     there is a projection for values; where there is none they are the keys before norm and turn. kv_layer: the number of the
     layer before this one whose keys and values it attends to; it has no k and v of its own then, and keeps nothing. None: its
-    own.
+    own. has_gate: what the heads give is multiplied by a sigmoid of a projection.
     """
 
     n_heads: int
@@ -168,12 +201,19 @@ class AttentionLayer:
     has_v_norm: bool = False
     has_v: bool = True
     kv_layer: int | None = None
+    has_gate: bool = False
     mla: MlaSpec | None = None
+    delta: DeltaSpec | None = None
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether it keeps keys and values of its own."""
+        return self.kv_layer is None and self.delta is None
 
     @property
     def own_kv_heads(self) -> int:
         """KV heads of its own, which it keeps."""
-        return self.n_kv_heads if self.kv_layer is None else 0
+        return self.n_kv_heads if self.keeps_kv else 0
 
     @property
     def kv_heads_projected(self) -> int:
@@ -328,11 +368,13 @@ class ModelSpec:
         mixtures = {layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec)}
         if len(mixtures) > 1:
             raise UnsupportedModel(f"{self.name} has {len(mixtures)} kinds of mixtures of experts; one is supported")
+        if not self.kv_layers:
+            raise UnsupportedModel(f"{self.name} has no layer that attends to keys and values; one at least is needed")
         for i, layer in enumerate(self.layers):
             shared = layer.attention.kv_layer
             if shared is None:
                 continue
-            if not (0 <= shared < i and self.layers[shared].attention.kv_layer is None):
+            if not (0 <= shared < i and self.layers[shared].attention.keeps_kv):
                 raise UnsupportedModel(
                     f"layer {i} of {self.name} attends to the keys and values of layer {shared}, which has none before it"
                 )
@@ -359,7 +401,7 @@ class ModelSpec:
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:
         """The numbers of the layers that keep keys and values, in the order in which a cache has them."""
-        return tuple(i for i, layer in enumerate(self.layers) if layer.attention.kv_layer is None)
+        return tuple(i for i, layer in enumerate(self.layers) if layer.attention.keeps_kv)
 
     @cached_property
     def caches(self) -> tuple[CacheShape, ...]:
@@ -372,9 +414,20 @@ class ModelSpec:
         return self.kv_layers.index(number if shared is None else shared)
 
     @cached_property
+    def delta_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that keep a state of a sequence, in the order in which it has them."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.attention.delta is not None)
+
+    @cached_property
+    def state_elements(self) -> int:
+        """Numbers that a sequence keeps in all layers, however long it is, beside its keys and values."""
+        deltas = (layer.attention.delta for layer in self.layers)
+        return sum(delta.state_elements for delta in deltas if delta is not None)
+
+    @cached_property
     def attention(self) -> AttentionLayer:
-        """The first layer's attention; of most models heads, biases and norms are the same in all."""
-        return self.layers[0].attention
+        """The first attention to keys and values; of most models heads, biases and norms are the same in all layers."""
+        return self.layers[self.kv_layers[0]].attention
 
     @property
     def n_heads(self) -> int:

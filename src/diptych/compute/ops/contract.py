@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from diptych.ground.formats import KeptFormat
-from diptych.models.spec import Activation, MlaSpec, MoeSpec, QkNorm, QueryScale
+from diptych.models.spec import Activation, DeltaSpec, MlaSpec, MoeSpec, QkNorm, QueryScale
 
 # The kinds of handle. Each backend names its own types for them, once, where it derives from `Loader` and `Ops`.
 Stream = TypeVar("Stream")  # the residual stream x
@@ -72,7 +72,8 @@ class AttentionSpec:
     normed over d, without a weight. has_v: values are projected; otherwise they are the keys before norm and turn.
     is_chunked: it sees those from the last multiple of `window` on instead. softcap: scores become
     softcap * tanh(score / softcap), after scale. rope None: no positions in this layer. mla: then there is one kv head, of
-    kv_rank + rope_dim, whose keys are the values too.
+    kv_rank + rope_dim, whose keys are the values too. delta: then there are no keys and values, and `place` is that of its
+    states among a sequence's.
     """
 
     layer: int
@@ -88,6 +89,7 @@ class AttentionSpec:
     qk_norm: QkNorm = QkNorm.NONE
     norm_eps: float = 1e-6
     mla: MlaSpec | None = None
+    delta: DeltaSpec | None = None
     place: int | None = None
     owns_kv: bool = True
     has_v_norm: bool = False
@@ -299,6 +301,12 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         """
 
     @abstractmethod
+    def delta_rule(
+        self, spec: AttentionSpec, *, taps: WeightTensor, decay: WeightTensor, shift: WeightTensor, norm: NormParts
+    ) -> Heads:
+        """What `delta` needs of a layer: taps [channels, 1, n_taps], decay and shift [H], and the norm over value_dim."""
+
+    @abstractmethod
     def router(self, parts: LinearParts) -> Linear:
         """A small projection whose outputs decide about others, for `linear`: kept in the finest format."""
 
@@ -464,6 +472,20 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         """a [T, H d]: each query against its sequence's cached keys up to its own position."""
 
     @abstractmethod
+    def delta(self, qkv: Hidden, rates: Hidden, attention: Heads) -> Hidden:
+        """a [T, H v] of a gated delta rule, from qkv [T, channels] and rates [T, 2 H]; moves the sequences' states on.
+
+        c = silu(sum over taps of tap * the channel's inputs), of which q and k, heads of length 1 (with 1e-6 in the root),
+        meet H / K value heads each; q is scaled. With beta = sigmoid(rates[:H]) and
+        r = exp(-exp(decay) softplus(rates[H:] + shift)): S = r S, S += k (beta (v - S^T k))^T, and S^T q is normed.
+        A sequence begins with the state that the batch names, or with zeros.
+        """
+
+    @abstractmethod
+    def gate_heads(self, h: Stream | Hidden, weight: Linear, a: Hidden) -> Hidden:
+        """a * act(h W^T + b) [T, N]; a may be written and is not used again by the caller."""
+
+    @abstractmethod
     def experts(self, h: Stream | Hidden, experts: Experts, *, routed: Hidden | None = None) -> Hidden:
         """y [T, D] = sum over the chosen experts of weight * expert(h). routed: what the router reads, if not h.
 
@@ -477,109 +499,3 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         self, x: Stream, norm: Vector | None, weight: Linear, *, eps: float, softcap: float | None, scale: float = 1.0
     ) -> Hidden:
         """Logits [R, V] fp32 of the step's logits rows: norm if any, y = scale * (h W^T) + b, softcap * tanh(y / softcap)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpContract:
-    """What tests hold a backend to. Tolerances are absolute errors against the reference on inputs of order one."""
-
-    name: str
-    inputs: str
-    output: str
-    writes: str
-    tolerance_fp32: float
-    tolerance_bf16: float
-
-    def tolerance(self, dtype: torch.dtype) -> float:
-        """The largest absolute error allowed when the backend computes in `dtype`."""
-        return self.tolerance_fp32 if dtype == torch.float32 else self.tolerance_bf16
-
-
-# Rows whose sequence has an adapter (`ForwardBatch.adapters_S`) get W + s B A in `linear`, `linear_gate` and `linear_add`: the
-# low-rank part comes of the same h, behind the bias and before activation and sum, to its own outputs (`reference.adapted`).
-# bf16 keeps 8 bits: one rounding of a value of order one is 2^-9; sums of products of order one round once more.
-OPS: dict[str, OpContract] = {
-    op.name: op
-    for op in (
-        OpContract(name="embed", inputs="table [V,D], token_ids [T] i32, positions [P,D]", output="x [T,D]", writes="",
-                   tolerance_fp32=0.0, tolerance_bf16=2e-2),
-        OpContract(name="norm", inputs="x [T,D], weight [D] fp32, bias [D] fp32", output="h [T,D]", writes="",
-                   tolerance_fp32=1e-5, tolerance_bf16=3e-2),
-        OpContract(name="linear", inputs="h [T,K], W [N,K], b [N]", output="y [T,N]", writes="",
-                   tolerance_fp32=1e-5, tolerance_bf16=3e-2),
-        OpContract(name="linear_gate", inputs="h [T,D], W [2F,D], b [2F]", output="y [T,F]", writes="",
-                   tolerance_fp32=1e-5, tolerance_bf16=3e-2),
-        OpContract(name="linear_add", inputs="h [T,K], W [N,K], b [N], x [T,N]", output="x [T,N]", writes="x",
-                   tolerance_fp32=1e-5, tolerance_bf16=4e-2),
-        OpContract(name="add", inputs="x [T,D], y [T,D]", output="x [T,D]", writes="x",
-                   tolerance_fp32=1e-6, tolerance_bf16=2e-2),
-        OpContract(name="add_gated", inputs="x [T,D], y [T,D], gate [T,1]", output="x [T,D]", writes="x",
-                   tolerance_fp32=1e-6, tolerance_bf16=3e-2),
-        OpContract(name="scale", inputs="x [T,D]", output="x [T,D]", writes="x", tolerance_fp32=1e-6, tolerance_bf16=2e-2),
-        OpContract(name="sparse_gate", inputs="h [T,D], W [2F,D], b [2F]", output="y [T,F]", writes="",
-                   tolerance_fp32=1e-5, tolerance_bf16=3e-2),
-        OpContract(name="curve", inputs="h [T,D], W [F,D], b [F]", output="y [T,F]", writes="",
-                   tolerance_fp32=1e-5, tolerance_bf16=3e-2),
-        OpContract(name="clip", inputs="y [T,N]", output="y [T,N]", writes="y", tolerance_fp32=0.0, tolerance_bf16=0.0),
-        OpContract(name="gate_given", inputs="h [T,D], W [F,D], given [T,W]", output="y [T,F]", writes="",
-                   tolerance_fp32=1e-5, tolerance_bf16=3e-2),
-        OpContract(name="weigh", inputs="x [T,D], weight [D] fp32", output="h [T,D]", writes="",
-                   tolerance_fp32=1e-6, tolerance_bf16=2e-2),
-        OpContract(name="layer_inputs", inputs="x [T,D], W [LP,D], norm [P] fp32, table [V,LP], token_ids [T] i32",
-                   output="h [T,LP]", writes="", tolerance_fp32=1e-5, tolerance_bf16=3e-2),
-        OpContract(name="branch", inputs="x [T,D]", output="x [T,D]", writes="a stream", tolerance_fp32=1e-6,
-                   tolerance_bf16=2e-2),
-        OpContract(name="stream", inputs="h [T,D]", output="x [T,D]", writes="a stream", tolerance_fp32=0.0,
-                   tolerance_bf16=0.0),
-        OpContract(name="match", inputs="y [T,D], x [T,D]", output="x [T,D]", writes="a stream", tolerance_fp32=1e-5,
-                   tolerance_bf16=3e-2),
-        OpContract(name="predict", inputs="xs n of [T,D], routed [T,n], W [n n,n] fp32", output="xs n of [T,D]",
-                   writes="xs", tolerance_fp32=1e-5, tolerance_bf16=4e-2),
-        OpContract(name="correct", inputs="xs n of [T,D], y [T,D], routed [T,n], W [n,n] fp32", output="xs n of [T,D]",
-                   writes="xs", tolerance_fp32=1e-5, tolerance_bf16=4e-2),
-        OpContract(name="rotate_and_cache", inputs="qkv [T,(H+2K)d], positions [T] i32, slots [T] i32",
-                   output="q [T,H,d]", writes="kv of slots", tolerance_fp32=1e-5, tolerance_bf16=4e-2),
-        OpContract(name="attention", inputs="q [T,H,d], kv paged, block_table [S,M] i32, context_tokens [S] i32",
-                   output="a [T,H*d]", writes="", tolerance_fp32=1e-5, tolerance_bf16=3e-2),
-        OpContract(name="cache_latents", inputs="kv [T,r+p], positions [T] i32, slots [T] i32", output="",
-                   writes="kv of slots", tolerance_fp32=1e-5, tolerance_bf16=4e-2),
-        OpContract(name="absorb", inputs="q [T,H(n+p)], keys [H,r,n], positions [T] i32", output="q [T,H,r+p]", writes="",
-                   tolerance_fp32=1e-5, tolerance_bf16=4e-2),
-        OpContract(name="expand", inputs="a [T,H(r+p)], values [H,v,r]", output="a [T,Hv]", writes="",
-                   tolerance_fp32=1e-5, tolerance_bf16=3e-2),
-        OpContract(name="experts", inputs="h [T,D], router [E,D], choice_bias [E], experts", output="y [T,D]", writes="",
-                   tolerance_fp32=1e-5, tolerance_bf16=5e-2),
-        OpContract(name="head", inputs="x [T,D], norm [D], W [V,D], logits_rows [R] i32", output="logits [R,V] fp32",
-                   writes="", tolerance_fp32=2e-5, tolerance_bf16=4e-2),
-    )
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EdgeShape:
-    """One batch every attention backend is tested on: (tokens already cached, new tokens) of each sequence."""
-
-    name: str
-    sequences: tuple[tuple[int, int], ...]
-    n_heads: int = 4
-    n_kv_heads: int = 2
-    head_dim: int = 16
-    block_tokens: int = 16
-
-
-EDGE_SHAPES: tuple[EdgeShape, ...] = (
-    EdgeShape(name="one token, empty cache", sequences=((0, 1),)),
-    EdgeShape(name="one block exactly", sequences=((0, 16),)),
-    EdgeShape(name="one block and one", sequences=((0, 17),)),
-    EdgeShape(name="one block less one", sequences=((0, 15),)),
-    EdgeShape(name="decode at the last slot of a block", sequences=((15, 1),)),
-    EdgeShape(name="decode at the first slot of a block", sequences=((16, 1),)),
-    EdgeShape(name="decode at the second slot of a block", sequences=((17, 1),)),
-    EdgeShape(name="ragged decode", sequences=((1, 1), (63, 1), (16, 1), (0, 1), (300, 1))),
-    EdgeShape(name="chunk after a prefix", sequences=((31, 18),)),
-    EdgeShape(name="mixed step", sequences=((40, 1), (7, 1), (0, 33), (16, 16), (5, 2))),
-    EdgeShape(name="multi-head", sequences=((9, 1), (0, 20)), n_heads=4, n_kv_heads=4),
-    EdgeShape(name="groups of four", sequences=((9, 1), (0, 20)), n_heads=8, n_kv_heads=2),
-    EdgeShape(name="groups of eight, one kv head", sequences=((9, 1), (0, 20)), n_heads=8, n_kv_heads=1),
-    EdgeShape(name="odd head dim groups", sequences=((33, 3), (0, 5)), n_heads=9, n_kv_heads=3, head_dim=24),
-)

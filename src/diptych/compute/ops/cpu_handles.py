@@ -96,6 +96,17 @@ class LatentHandle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaHandle:
+    """What moves states on, by number: taps [n_taps, channels], decay and shift [H], a norm; and their native shape."""
+
+    shape: Any
+    taps: int
+    decay: int
+    shift: int
+    norm: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionHandle:
     """A layer's attention: the rank's heads (None: it has none) and their native shape, rotary table and norms by number."""
 
@@ -107,6 +118,7 @@ class AttentionHandle:
     k_norm: int | None
     sinks: int = -1
     latent: LatentHandle | None = None
+    delta: DeltaHandle | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +158,21 @@ def attention_shape(spec: AttentionSpec, own: OwnHeads) -> Any:
         window=spec.window,
         softcap=spec.softcap,
         is_chunked=spec.is_chunked,
+    )
+
+
+def delta_shape(spec: AttentionSpec, own: OwnHeads) -> Any:
+    """The kernels' description of a rank's heads and their states."""
+    delta = spec.delta
+    assert delta is not None
+    return _cpu.DeltaShape(
+        n_key_heads=own.n_kv_heads,
+        n_value_heads=own.n_heads,
+        key_dim=delta.key_dim,
+        value_dim=delta.value_dim,
+        n_taps=delta.n_taps,
+        scale=spec.scale,
+        norm_eps=spec.norm_eps,
     )
 
 

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from diptych.compute.ops.cpus import Placement
+from diptych.compute.ops.shares import Rank
 from diptych.ground.errors import ConfigError
 from diptych.models.spec import ModelSpec
 
@@ -91,6 +92,26 @@ def cache_sizes(spec: ModelSpec) -> dict[str, Any]:
         "heads": [(cache.n_heads, cache.head_dim) for cache in spec.caches],
         "has_values": spec.caches[0].has_values,
     }
+
+
+def state_floats(spec: ModelSpec, rank: Rank) -> list[int]:
+    """What the kernels keep of a sequence in each layer that has a state, in numbers of 4 bytes: of a rank's heads."""
+    found = []
+    for one in (spec.layers[i].attention.delta for i in spec.delta_layers):
+        assert one is not None
+        own = rank.heads(one.n_value_heads, one.n_key_heads)
+        if own is None:
+            found.append(0)
+            continue
+        shape = _cpu.DeltaShape(
+            n_key_heads=own.n_kv_heads,
+            n_value_heads=own.n_heads,
+            key_dim=one.key_dim,
+            value_dim=one.value_dim,
+            n_taps=one.n_taps,
+        )
+        found.append(shape.floats)
+    return found
 
 
 def measure_read_bytes_per_s(n_bytes: int, placement: Placement, repeats: int) -> float:

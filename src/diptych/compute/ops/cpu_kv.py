@@ -32,15 +32,27 @@ class CpuKVStore:
     """The native cache behind the KVStore interface."""
 
     def __init__(
-        self, cache: dict[str, Any], *, n_blocks: int, block_tokens: int, nodes: Sequence[int] = (), revision: str = ""
+        self,
+        cache: dict[str, Any],
+        *,
+        n_blocks: int,
+        block_tokens: int,
+        nodes: Sequence[int] = (),
+        revision: str = "",
+        state_floats: Sequence[int] = (),
+        n_places: int = 1,
     ) -> None:
         if block_tokens % 16 != 0:
             raise ConfigError(f"block_tokens is {block_tokens}; the cpu backend needs a multiple of 16")
         self.n_blocks = n_blocks
         self.block_tokens = block_tokens
+        self.n_places = n_places if state_floats else 0
+        beside = f" and {self.n_places} states {self.n_places * sum(state_floats) * 4}" if state_floats else ""
         self._heads = list(cache["heads"])
         try:
             self.native = _cpu.KvCache(n_blocks=n_blocks, block_tokens=block_tokens, **cache)
+            if state_floats:
+                self.native.add_states(list(state_floats), n_places)
             # any thread may meet any block
             if len(nodes) > 1 and not self.native.interleave(list(nodes)):
                 logger.warning(
@@ -49,7 +61,8 @@ class CpuKVStore:
         except MemoryError as error:
             per_block = _cpu.kv_bytes_per_block(block_tokens=block_tokens, **cache)
             raise CapacityError(
-                f"the KV cache of {n_blocks} blocks needs {n_blocks * per_block} bytes, which this machine does not have",
+                f"the KV cache of {n_blocks} blocks needs {n_blocks * per_block} bytes{beside}, which this machine "
+                "does not have",
                 hint="ask for a smaller max_context_tokens or kv_memory_bytes",
             ) from error
 
@@ -65,7 +78,7 @@ class CpuKVStore:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return int(self.native.nbytes)
+        return int(self.native.nbytes + self.native.state_bytes)
 
     def back_memory(self, wants_stop: Callable[[], bool]) -> None:
         """A huge page that is first written inside a step holds every stream for milliseconds, so servers ask ahead.
@@ -112,3 +125,13 @@ class CpuKVStore:
             keys.to(torch.float32).contiguous().numpy(),
             values.to(torch.float32).contiguous().numpy(),
         )
+
+    def read_state(self, place: int) -> torch.Tensor:
+        """As the kernels have it."""
+        state = torch.empty(int(self.native.place_floats), dtype=torch.float32)
+        self.native.read_state(place, state.numpy())
+        return state
+
+    def write_state(self, place: int, state: torch.Tensor) -> None:
+        """As the kernels have it."""
+        self.native.write_state(place, state.to(torch.float32).contiguous().numpy())

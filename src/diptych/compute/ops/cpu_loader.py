@@ -28,19 +28,21 @@ from diptych.compute.ops.contract import (
 )
 from diptych.compute.ops.cpu_handles import (
     AttentionHandle,
+    DeltaHandle,
     ExpertsHandle,
     LatentHandle,
     LinearHandle,
     TableHandle,
     VectorHandle,
     attention_shape,
+    delta_shape,
     is_table_too,
     native_shape,
 )
 from diptych.compute.ops.cpu_kernels import _cpu, choose_instruction_set, is_available
 from diptych.compute.ops.cpu_parts import Rows, finite_weights, native_codes, own_rows
 from diptych.compute.ops.cpus import allowed_cpus, choose_cpus
-from diptych.compute.ops.shares import OwnHeads, Rank
+from diptych.compute.ops.shares import OwnHeads, Rank, head_rows
 from diptych.compute.weights import Saved, Source
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError
@@ -258,6 +260,27 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             latent=latent,
         )
 
+    def delta_rule(
+        self, spec: AttentionSpec, *, taps: WeightTensor, decay: WeightTensor, shift: WeightTensor, norm: NormParts
+    ) -> AttentionHandle:
+        """Of a rank, the numbers of its heads. Ranks share whole key heads, as they share those of keys and values."""
+        own, delta = self.rank.heads(spec.n_heads, spec.n_kv_heads), spec.delta
+        assert delta is not None
+        self._heads[spec.layer] = spec, own
+        mine = slice(0, 0) if own is None else slice(own.first_head, own.first_head + own.n_heads)
+        widths = (delta.n_key_heads * delta.key_dim, delta.n_key_heads * delta.key_dim, delta.width)
+        rows = () if own is None else head_rows(widths, own, spec.n_heads, spec.n_kv_heads, has_states=True)
+        by_channel = self._values(taps).view(-1, delta.n_taps)
+        by_tap = torch.cat([by_channel[:0], *(by_channel[begin:end] for begin, end in rows)]).T.reshape(-1)
+        handle = DeltaHandle(
+            shape=own and delta_shape(spec, own),
+            taps=self.program.add_vector(by_tap.contiguous().numpy()),
+            decay=self.program.add_vector(self._values(decay)[mine].exp().numpy()),
+            shift=self._vector(shift, rows=mine),
+            norm=self._vector(norm.weight),
+        )
+        return AttentionHandle(spec=spec, own=own, shape=None, rope=None, q_norm=None, k_norm=None, delta=handle)
+
     def _rope(self, rope: RopeSpec | None) -> int | None:
         if rope is not None and rope not in self._ropes:
             self._ropes[rope] = self.program.add_rope(list(rope.inv_freq), rope.attention_factor)
@@ -369,14 +392,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             for run in self._runs(parts):
                 self._count_elsewhere(run)
             return replace(nobody, pieces=(nobody,) * len(widths)) if is_gathered else nobody
-        heads = (
-            (own.first_head, own.n_heads, spec.n_heads),
-            *((own.first_kv_head, own.n_kv_heads, spec.n_kv_heads),) * 2,
-        )
-        begin, rows = 0, ()  # type: tuple[int, Rows]
-        for width, (first, n, of) in zip(widths, heads, strict=False):
-            rows += ((begin + first * width // of, begin + (first + n) * width // of),)
-            begin += width
+        rows = head_rows(widths, own, spec.n_heads, spec.n_kv_heads, has_states=spec.delta is not None)
         if not is_gathered:
             return self._joined(parts, role, rows)
         pieces = [

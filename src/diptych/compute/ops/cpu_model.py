@@ -21,7 +21,7 @@ from diptych.compute.kv_store import KVStore
 from diptych.compute.model import Best, Blueprint, Model, Want
 from diptych.compute.ops.contract import Taps
 from diptych.compute.ops.cpu_handles import LinearHandle
-from diptych.compute.ops.cpu_kernels import _cpu, cache_sizes
+from diptych.compute.ops.cpu_kernels import _cpu, cache_sizes, state_floats
 from diptych.compute.ops.cpu_kv import CpuKVStore
 from diptych.compute.ops.cpu_loader import CpuLoader
 from diptych.compute.ops.cpu_recorder import CpuOps
@@ -89,6 +89,7 @@ class CpuModel(Model):
         )
         self.lineage = blueprint.revision(self.backend_name, *sorted(self.formats), self.head_format, self.kv_format)
         self._cache = {**cache_sizes(self.spec), "format": loader.kv_format}
+        self._state_floats = state_floats(self.spec, loader.rank)
         self._kept_logits = torch.empty((0, self.spec.vocab_size), dtype=torch.float32)
         logger.info(
             "model loaded backend=cpu architecture=%s instructions=%s weights=%s head=%s kv=%s threads=%d cpus=%s "
@@ -101,7 +102,12 @@ class CpuModel(Model):
         """Bytes of one block in all layers."""
         return int(_cpu.kv_bytes_per_block(block_tokens=block_tokens, **self._cache))
 
-    def make_kv(self, n_blocks: int, block_tokens: int) -> KVStore:
+    @property
+    def state_bytes(self) -> int:
+        """In fp32, columns padded to whole lanes."""
+        return 4 * sum(self._state_floats)
+
+    def make_kv(self, n_blocks: int, block_tokens: int, n_places: int = 1) -> KVStore:
         """An empty cache; ConfigError for a block size that is not a multiple of 16, CapacityError without memory."""
         return CpuKVStore(
             self._cache,
@@ -109,6 +115,8 @@ class CpuModel(Model):
             block_tokens=block_tokens,
             nodes=self.placement.nodes,
             revision=self.revision,
+            state_floats=self._state_floats,
+            n_places=n_places,
         )
 
     def forward(
@@ -130,7 +138,9 @@ class CpuModel(Model):
             batch.logits_rows_R,
         )
         ends: tuple[object, ...] = ()
-        of_sequences = (batch.adapters_S, batch.both_ways_S)
+        states = batch.states
+        places = None if states is None else (states.reads_S, states.writes_S, states.saves_N3)
+        of_sequences = (batch.adapters_S, batch.both_ways_S, places)
         if given is not None or taps is not None or any(one is not None for one in of_sequences):
             ends = (given, None if taps is None else self._tapped(taps, batch.n_tokens), *of_sequences)
         try:

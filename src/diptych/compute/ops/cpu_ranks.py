@@ -21,7 +21,7 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVHeader, KVPayload, KVStore
 from diptych.compute.model import Blueprint, Want
 from diptych.compute.ops.contract import Taps
-from diptych.compute.ops.cpu_kernels import _cpu
+from diptych.compute.ops.cpu_kernels import _cpu, state_floats
 from diptych.compute.ops.cpu_kv import CpuKVStore, layout_of
 from diptych.compute.ops.cpu_model import KEPT_LOGITS_ROWS, CpuModel
 from diptych.compute.ops.cpus import Placement
@@ -42,6 +42,8 @@ def heads_of(spec: ModelSpec, rank: Rank) -> Heads:
     """A rank's KV heads of each layer of the cache. UnsupportedModel where layers that share one would have different ones."""
     found: dict[int, set[tuple[int, int]]] = {}
     for number, layer in enumerate(spec.layers):
+        if layer.attention.delta is not None:
+            continue
         own = rank.heads(layer.attention.n_heads, layer.attention.cache.n_heads)
         found.setdefault(spec.kv_place(number), set()).add(
             (0, 0) if own is None else (own.first_kv_head, own.n_kv_heads)
@@ -131,6 +133,15 @@ class RankedKVStore:
         self.native = part.store.native
         self.n_blocks = part.store.n_blocks
         self.block_tokens = part.store.block_tokens
+        self.n_places = part.store.n_places
+
+    def read_state(self, place: int) -> torch.Tensor:
+        """Not done: each rank has its heads' part."""
+        raise ConfigError("states of sequences are not read over several ranks", hint="use tp 1")
+
+    def write_state(self, place: int, state: torch.Tensor) -> None:
+        """Not done, as reading is not."""
+        raise ConfigError("states of sequences are not written over several ranks", hint="use tp 1")
 
     def back_memory(self, wants_stop: Callable[[], bool]) -> None:
         """On every rank; on the others they have a thread of their own for it."""
@@ -267,20 +278,27 @@ class RankedModel(CpuModel):
         caches = (cache_of(self._cache, heads) for heads in self._heads())
         return sum(int(_cpu.kv_bytes_per_block(block_tokens=block_tokens, **cache)) for cache in caches)
 
+    @property
+    def state_bytes(self) -> int:
+        """On all ranks."""
+        return sum(4 * sum(state_floats(self.spec, self.ranks.rank(one))) for one in range(self.ranks.size))
+
     def _heads(self) -> list[Heads]:
         """Of every rank."""
         return [heads_of(self.spec, self.ranks.rank(number)) for number in range(self.ranks.size)]
 
-    def make_kv(self, n_blocks: int, block_tokens: int) -> KVStore:
+    def make_kv(self, n_blocks: int, block_tokens: int, n_places: int = 1) -> KVStore:
         """See Model; a part of it on each rank."""
         number, rank = self._n_caches, self.ranks.rank(0)
         dropped, self._dropped[:] = list(self._dropped), []
         made: list[CpuKVStore] = []
 
         def own() -> None:
-            made.append(make_part_store(self, rank, n_blocks, block_tokens, number))
+            made.append(make_part_store(self, rank, n_blocks, block_tokens, number, n_places))
 
-        head = {"number": number, "n_blocks": n_blocks, "block_tokens": block_tokens, "dropped": dropped}
+        head = {
+            "number": number, "n_blocks": n_blocks, "block_tokens": block_tokens, "n_places": n_places, "dropped": dropped
+        }  # fmt: skip
         self.ranks.tell(Verb.MAKE_KV, head, own=own)
         self._n_caches += 1
         (store,) = made
@@ -293,7 +311,7 @@ class RankedModel(CpuModel):
             block_bytes=int(_cpu.kv_bytes_per_block(block_tokens=block_tokens, **self._cache)),
         )
         part = part_of(self, rank, store)
-        nbytes = n_blocks * self.kv_bytes_per_block(block_tokens)
+        nbytes = n_blocks * self.kv_bytes_per_block(block_tokens) + n_places * self.state_bytes
         ranked = RankedKVStore(
             self.ranks, part, self._cache, self._heads(), number=number, header=header, nbytes=nbytes
         )
@@ -412,11 +430,16 @@ def added(add: Callable[[Adapter], int], model: CpuModel, adapter: Adapter) -> d
         return {"error": type(error).__name__, "message": str(error).encode()[:ERROR_BYTES].decode(errors="ignore")}
 
 
-def make_part_store(model: CpuModel, rank: Rank, n_blocks: int, block_tokens: int, number: int) -> CpuKVStore:
+def make_part_store(
+    model: CpuModel, rank: Rank, n_blocks: int, block_tokens: int, number: int, n_places: int
+) -> CpuKVStore:
     """A rank's part of a cache, which is known under `number` to all of them."""
     cache = cache_of(model._cache, heads_of(model.spec, rank))
     nodes = rank.placement.nodes if rank.placement is not None else ()
-    store = CpuKVStore(cache, n_blocks=n_blocks, block_tokens=block_tokens, nodes=nodes, revision=model.revision)
+    store = CpuKVStore(
+        cache, n_blocks=n_blocks, block_tokens=block_tokens, nodes=nodes, revision=model.revision,
+        state_floats=state_floats(model.spec, rank), n_places=n_places,
+    )  # fmt: skip
     store.native.number = number
     return store
 
@@ -450,7 +473,8 @@ class Member:
             own = head["numbers"][self.rank.number]
             return None if own is None else self.model.drop_adapter(own)
         if verb is Verb.MAKE_KV:
-            store = make_part_store(self.model, self.rank, head["n_blocks"], head["block_tokens"], head["number"])
+            sizes = (head["n_blocks"], head["block_tokens"], head["number"], head["n_places"])
+            store = make_part_store(self.model, self.rank, *sizes)
             made = part_of(self.model, self.rank, store)
             self._parts.append(made)
             for number in head["dropped"]:

@@ -8,45 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from diptych.compute.ops.contract import Ops, QkNorm
 from diptych.compute.ops.cpu_handles import AttentionHandle, ExpertsHandle, LinearHandle, TableHandle, VectorHandle
 from diptych.compute.ops.cpu_loader import CpuLoader
+from diptych.compute.ops.cpu_values import CATEGORIES, ResidualStream, Value
 from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, Activation, Scores
 
 # how gate and up are joined where that is an operation of its own: the slope of the sigmoid, a limit, what is added to up
 CLAMPED_GATE = (CLAMPED_ALPHA, CLAMPED_LIMIT, 1.0)
 PLAIN_GATE = (1.0, math.inf, 0.0)
-# What a projection is, by what it reads (its time is counted under this name).
-CATEGORIES = {"norm": "qkv", "residual": "qkv", "projection": "o", "attention": "o", "gate": "down"}
-
-
-@dataclass(slots=True)
-class ResidualStream:
-    """The residual stream's buffer; version counts the writes, so that a late reader of an old value is caught."""
-
-    buffer: int
-    width: int
-    version: int = 0
-
-
-@dataclass(slots=True)
-class Value:
-    """An activation. `kind` says what made it; `emit` records that into a buffer once the consumer's need is known."""
-
-    kind: str
-    width: int
-    source: ResidualStream | None = None
-    source_version: int = 0
-    buffer: int | None = None  # fp32, where it lies already
-    emit_rows: Callable[[int], None] | None = None
-    emit_f32: Callable[[int], None] | None = None
-    emit_bf16: Callable[[int], None] | None = None  # where rounding before a quantisation is worth half the traffic
-    is_shared: bool = False  # by ranks, each of which writes its columns
-    rows: dict[str, int] = field(default_factory=dict)
-    norm: tuple[VectorHandle, float] | None = None  # of `buffer`, and its eps
 
 
 class CpuOps(
@@ -204,15 +177,18 @@ class CpuOps(
         return y
 
     def gate_given(self, h: Value | ResidualStream, weight: LinearHandle, given: Value, first: int) -> Value:
-        """What is given lies in the buffer when the gate's epilogue joins them."""
-        assert weight.activation is not None
-        out, rows = self._f32("given", weight.n_outputs), self._rows(self._as_value(h), weight)
+        """On a copy."""
+        out = self._f32("given", weight.n_outputs)
         self.program.copy_columns(x=self._materialised(given), out=out, first=first)
-        self.program.linear(
-            category="gate_up", weight=weight.index, rows=rows, out=out, store="gate_f32",
-            activation=weight.activation.value,
-        )  # fmt: skip
-        return Value("gate", weight.n_outputs, buffer=out)
+        return Value("gate", weight.n_outputs, buffer=self._gate_onto(h, weight, "gate_up", out))
+
+    def _gate_onto(self, h: Value | ResidualStream, weight: LinearHandle, category: str, out: int) -> int:
+        """What is gated lies in the buffer when the gate's epilogue joins them."""
+        assert weight.activation is not None
+        how = {"category": category, "out": out, "store": "gate_f32", "activation": weight.activation.value}
+        for one in weight.pieces or (weight,):
+            self.program.linear(weight=one.index, rows=self._rows(self._as_value(h), one), column=one.column, **how)
+        return out
 
     def weigh(self, x: ResidualStream, weight: VectorHandle) -> Value:
         """Recorded by its consumer, as rows."""
@@ -438,6 +414,35 @@ class CpuOps(
         value.emit_f32 = lambda out: program.attention(out=out, **settings)
         value.emit_rows = lambda out: program.attention(out=out, **settings)
         return value
+
+    def delta(self, qkv: Value, rates: Value, attention: AttentionHandle) -> Value:
+        """The heads' outputs in fp32: of a rank its own, at their columns."""
+        spec, delta, own = attention.spec, attention.delta, attention.own
+        assert spec.delta is not None
+        assert delta is not None
+        width = spec.delta.width
+        out = self._f32("states", width, self._is_team)
+        if own is None:
+            self.program.meet(out)
+        else:
+            self.program.delta(
+                qkv=qkv.buffer,
+                rates=self._materialised(rates),
+                out=out,
+                taps=delta.taps,
+                decay=delta.decay,
+                shift=delta.shift,
+                norm=delta.norm,
+                layer=spec.cache_layer,
+                shape=delta.shape,
+                first_head=own.first_head,
+                column=own.first_head * spec.delta.value_dim,
+            )
+        return Value("attention", width, buffer=out)
+
+    def gate_heads(self, h: Value | ResidualStream, weight: LinearHandle, a: Value) -> Value:
+        """In place."""
+        return Value("gated heads", a.width, buffer=self._gate_onto(h, weight, "qkv", self._materialised(a)))
 
     def experts(self, h: Value | ResidualStream, experts: ExpertsHandle, *, routed: Value | None = None) -> Value:
         """Summed per token in ascending order of expert."""

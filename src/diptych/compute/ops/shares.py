@@ -11,6 +11,7 @@ OwnHeads(first_head=6, n_heads=2, first_kv_head=1, n_kv_heads=1)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,23 @@ class Rank:
             return None
         begin, end = (group * i // holders for i in (place, place + 1))
         return OwnHeads(first_head=kv_head * group + begin, n_heads=end - begin, first_kv_head=kv_head, n_kv_heads=1)
+
+
+def head_rows(
+    widths: Sequence[int], own: OwnHeads, n_heads: int, n_kv_heads: int, *, has_states: bool = False
+) -> tuple[tuple[int, int], ...]:
+    """The rows of a rank's heads in q, k and v one behind the other, which are so wide; q may be alone.
+
+    has_states: q and k are of key heads, which are the KV heads here, and v is of all heads; otherwise q alone is of all.
+    """
+    queries, shared = (own.first_head, own.n_heads, n_heads), (own.first_kv_head, own.n_kv_heads, n_kv_heads)
+    begin, rows = 0, ()  # type: tuple[int, tuple[tuple[int, int], ...]]
+    for width, (first, n, of) in zip(
+        widths, (shared, shared, queries) if has_states else (queries, shared, shared), strict=False
+    ):
+        rows += ((begin + first * width // of, begin + (first + n) * width // of),)
+        begin += width
+    return rows
 
 
 def copies_of_kv(n_heads: int, n_kv_heads: int, size: int) -> int:

@@ -49,6 +49,16 @@ class TorchLatent:
 
 
 @dataclass(frozen=True, slots=True)
+class TorchDelta:
+    """taps [channels, n_taps], decay [H] = exp(its logarithm), shift [H], all fp32, and the heads' norm."""
+
+    taps: torch.Tensor
+    decay: torch.Tensor
+    shift: torch.Tensor
+    norm: TorchNorm
+
+
+@dataclass(frozen=True, slots=True)
 class TorchAttention:
     """A layer's attention: its spec and, where it has them, norms over [d] or [H*d] and [K*d], and sinks [H] fp32."""
 
@@ -57,6 +67,7 @@ class TorchAttention:
     k_norm: TorchNorm | None
     sinks: torch.Tensor | None = None
     latent: TorchLatent | None = None
+    delta: TorchDelta | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +164,13 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         """The heads' matrices stacked."""
         stacked = (torch.stack([self._stack(parts.weights) for parts in both]) for both in (keys, values))
         return TorchAttention(spec, None, None, latent=TorchLatent(self.norm(norm), *stacked))
+
+    def delta_rule(
+        self, spec: AttentionSpec, *, taps: WeightTensor, decay: WeightTensor, shift: WeightTensor, norm: NormParts
+    ) -> TorchAttention:
+        """All of it in fp32."""
+        delta = TorchDelta(self._vector(taps)[:, 0], self._vector(decay).exp(), self._vector(shift), self.norm(norm))
+        return TorchAttention(spec, None, None, delta=delta)
 
     def router(self, parts: LinearParts) -> TorchLinear:
         """As any other."""

@@ -101,8 +101,14 @@ class TorchModel(Model):
         """Bytes of one block in all layers."""
         return sum(cache.elements for cache in self.spec.caches) * block_tokens * DTYPES[self.kv_format].itemsize
 
-    def make_kv(self, n_blocks: int, block_tokens: int) -> TorchKVStore:
+    @property
+    def state_bytes(self) -> int:
+        """In fp32."""
+        return self.spec.state_elements * torch.float32.itemsize
+
+    def make_kv(self, n_blocks: int, block_tokens: int, n_places: int = 1) -> TorchKVStore:
         """An empty cache of this model; CapacityError when there is no memory for it."""
+        deltas = (self.spec.layers[i].attention.delta for i in self.spec.delta_layers)
         return TorchKVStore(
             heads=[(cache.n_heads, cache.head_dim) for cache in self.spec.caches],
             n_blocks=n_blocks,
@@ -111,6 +117,8 @@ class TorchModel(Model):
             dtype=DTYPES[self.kv_format],
             device=self.device,
             revision=self.revision,
+            deltas=tuple(delta for delta in deltas if delta is not None),
+            n_places=n_places,
         )
 
     def forward(

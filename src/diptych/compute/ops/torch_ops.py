@@ -18,6 +18,7 @@ from diptych.compute.adapters import LowRank, Site
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.ops.contract import Activation, AttentionSpec, Ops, QkNorm, RopeSpec, Taps
+from diptych.compute.ops.torch_delta import move_states
 from diptych.compute.ops.torch_loader import TorchAttention, TorchExperts, TorchLinear, TorchNorm
 from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, MoeSpec, QueryScale, Scores
 
@@ -304,6 +305,14 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
             out[queries.rows] = a_BHnd.transpose(1, 2).flatten(0, 1)
         return out.flatten(1)
 
+    def delta(self, qkv: torch.Tensor, rates: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
+        """a [T, H v]."""
+        return move_states(qkv, rates, attention, self._kv.states[attention.spec.cache_layer], self._batch)
+
+    def gate_heads(self, h: torch.Tensor, weight: TorchLinear, a: torch.Tensor) -> torch.Tensor:
+        """[T, N]."""
+        return _activated(self._product(h, weight, None), weight.activation) * a
+
     def experts(self, h: torch.Tensor, experts: TorchExperts, *, routed: torch.Tensor | None = None) -> torch.Tensor:
         """The gated sum of the chosen experts [T, D]."""
         spec, routed = experts.spec, h if routed is None else routed
@@ -463,6 +472,8 @@ def _xielu(x: torch.Tensor, numbers: tuple[float, ...]) -> torch.Tensor:
 def _activated(gate: torch.Tensor, activation: Activation | None) -> torch.Tensor:
     if activation is Activation.SILU:
         return F.silu(gate)
+    if activation is Activation.SIGMOID:
+        return torch.sigmoid(gate)
     if activation in (Activation.RELU, Activation.SQUARED_RELU):
         return F.relu(gate) ** (2 if activation is Activation.SQUARED_RELU else 1)
     return F.gelu(gate, approximate="none" if activation is Activation.GELU else "tanh")

@@ -1,0 +1,95 @@
+// Operations of a Program on states of sequences.
+#include <algorithm>
+#include <stdexcept>
+#include <vector>
+
+#include "program_run.h"
+
+namespace diptych {
+namespace {
+
+constexpr int64_t kMostSaves = 64;  // of one sequence in one step
+
+struct Saves {  // of a step, in its order
+  const int32_t* triples;
+  int64_t n;
+
+  int32_t sequence(int64_t i) const { return triples[3 * i]; }
+  int32_t rows(int64_t i) const { return triples[3 * i + 1]; }
+  int32_t place(int64_t i) const { return triples[3 * i + 2]; }
+  int64_t first_of(int64_t wanted) const {
+    int64_t low = 0, high = n;
+    while (low < high) {
+      const int64_t middle = (low + high) / 2;
+      sequence(middle) < wanted ? low = middle + 1 : high = middle;
+    }
+    return low;
+  }
+};
+
+void require(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+}  // namespace
+
+// Places that are there, and each written by one sequence alone, which no other reads.
+void Program::check_states(const Step& step, const KvCache& kv) const {
+  const bool may_have_less = !is_rank_0();  // heads in the last of the layers
+  require(kv.n_state_layers() == n_state_layers_ || (may_have_less && kv.n_state_layers() > n_state_layers_), "the KV cache has states of another number of layers");
+  require(step.state_reads != nullptr && step.state_writes != nullptr, "the program has states, and the step names no places for them");
+  for (const Op& op : ops_)
+    if (const auto* delta = std::get_if<DeltaOp>(&op.body))
+      require(kv.state_floats(delta->layer) >= delta->shape.floats(), "the KV cache has states of another size");
+  const int64_t n = kv.n_places();
+  std::vector<uint8_t> is_written(static_cast<size_t>(n), 0);
+  auto note = [&](int64_t place) {
+    require(place >= 0 && place < n, "a step names a place for a state that is not there");
+    require(is_written[place] == 0, "a step leaves two states in one place");
+    is_written[place] = 1;
+  };
+  for (int64_t s = 0; s < step.n_sequences; ++s) note(step.state_writes[s]);
+  const Saves saves{step.state_saves, step.n_saves};
+  for (int64_t i = 0; i < saves.n; ++i) {
+    const int64_t s = saves.sequence(i);
+    require(s >= 0 && s < step.n_sequences, "a state is left of a sequence that is not in the step");
+    require(saves.rows(i) >= 1 && saves.rows(i) <= step.query_start[s + 1] - step.query_start[s], "a state is left behind rows that its sequence does not have");
+    const bool ascends = i == 0 || saves.sequence(i - 1) < s || (saves.sequence(i - 1) == s && saves.rows(i - 1) <= saves.rows(i));
+    require(ascends && (i < kMostSaves || saves.sequence(i - kMostSaves) < s), "states that are left do not ascend, or are too many");
+    note(saves.place(i));
+  }
+  for (int64_t s = 0; s < step.n_sequences; ++s) {
+    const int64_t read = step.state_reads[s];
+    require(read >= -1 && read < n, "a step names a place for a state that is not there");
+    require(read == -1 || is_written[read] == 0 || read == step.state_writes[s], "a state is read that another sequence writes");
+  }
+}
+
+void Program::Run::run(const DeltaOp& op, size_t index, int thread, int) const {
+  const Buffer &rates = buffer(op.rates), &out = buffer(op.out);
+  DeltaCall call;
+  call.shape = op.shape;
+  call.qkv = buffer(op.qkv).f32();
+  call.rates = rates.f32(), call.rates_stride = rates.width, call.first_head = op.first_head;
+  call.taps = vector(op.taps), call.decay = vector(op.decay), call.shift = vector(op.shift), call.norm = vector(op.norm);
+  call.out = out.f32() + op.column, call.out_stride = out.width;
+  const Saves saves{step.state_saves, step.n_saves};
+  const int64_t heads = op.shape.n_key_heads;
+  const int32_t n_tasks = static_cast<int32_t>(step.n_sequences * heads);
+  auto take = [&] { return counters[index].fetch_add(1, std::memory_order_relaxed); };
+  for (int32_t i = take(); i < n_tasks; i = take()) {
+    const int64_t s = i / heads, read = step.state_reads[s];
+    DeltaSave own[kMostSaves];
+    int64_t n = 0;
+    for (int64_t at = saves.first_of(s); at < saves.n && saves.sequence(at) == s; ++at) own[n++] = {saves.rows(at), kv.state(op.layer, saves.place(at))};
+    DeltaTask task;
+    task.key_head = i % heads;
+    task.first_row = step.query_start[s], task.n_rows = step.query_start[s + 1] - task.first_row;
+    task.read = read < 0 ? nullptr : kv.state(op.layer, read);
+    task.write = kv.state(op.layer, step.state_writes[s]);
+    task.saves = own, task.saves_end = own + n;
+    kernels.move_state(call, task, reinterpret_cast<float*>(scratch(thread)));
+  }
+}
+
+}  // namespace diptych

@@ -1,0 +1,288 @@
+"""A layer's attention as weight handles: grouped queries, latents, states, and the projections around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic
+
+import torch
+
+from diptych.compute.balance import balance_values
+from diptych.compute.decoder import LATENT_EPS, DeltaWeights, LatentWeights
+from diptych.compute.delta_loader import delta_heads, delta_parts
+from diptych.compute.layer_tensors import LayerTensors
+from diptych.compute.ops.contract import (
+    AttentionSpec,
+    Experts,
+    Heads,
+    Linear,
+    LinearParts,
+    NormParts,
+    Split,
+    Table,
+    Vector,
+    WeightTensor,
+)
+from diptych.compute.rope import frequencies
+from diptych.compute.views import (
+    JoinedTensor,
+    OnesTensor,
+    PickedTensor,
+    ReorderedTensor,
+    RowsTensor,
+    TransposedTensor,
+    by_head_order,
+    halves_order,
+)
+from diptych.ground.errors import UnsupportedModel
+from diptych.models.spec import Activation, DeltaSpec, MlaSpec, QkNorm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerHeads(Generic[Vector, Linear, Heads]):
+    """The handles of a layer's attention, as `LayerWeights` has them."""
+
+    handle: Heads
+    qkv: Linear | LatentWeights[Vector, Linear] | DeltaWeights[Linear]
+    o: Linear
+    gate: Linear | None = None
+
+
+class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
+    """Loads the attention of one layer."""
+
+    def load(
+        self, norm: NormParts | None, *, is_shared: bool = False
+    ) -> tuple[NormParts | None, LayerHeads[Vector, Linear, Heads]]:
+        """The norm that they read, and the heads with their projections. is_shared: others read the norm too."""
+        attention, root = self.parts.attention, f"{self.prefix}{self.names.attention}."
+        if attention.mla is not None:
+            return self._latent_heads(norm, attention.mla, root)
+        if attention.delta is not None:
+            return self._delta_heads(norm, attention.delta)
+        q, kv = attention.n_heads * attention.head_dim, attention.own_kv_heads * attention.head_dim
+        sites = ("k", "v")[: 1 + attention.has_v] if kv else ()
+        widths = {"q": q, **dict.fromkeys(sites, kv)}
+        # stacked projections have one name
+        names = self.names.qkv if len(self.names.qkv) == 1 else self.names.qkv[: 1 + len(sites)]
+        has_bias, rows = attention.has_qkv_bias, tuple(widths.values())
+        readers: tuple[LinearParts, ...]
+        if attention.has_gate:
+            own, gate = self._queries_and_gate(root, names[0], has_bias=has_bias)
+            others = self.linear(root, names[1:], rows[1:], self.spec.hidden, has_bias=has_bias)
+            readers = _stacked(own, others), gate
+        else:
+            readers = (self.linear(root, names, rows, self.spec.hidden, has_bias=has_bias),)
+        if self.names.qkv_by_head and not self.source.is_plain:
+            order = by_head_order(attention.n_heads, attention.n_kv_heads, attention.head_dim)
+            readers = (_reordered(readers[0], order),)
+        readers = (self._in_halves(readers[0], len(widths)), *readers[1:])
+        o = self.linear(root, (self.names.o,), (self.spec.hidden,), q, has_bias=attention.has_o_bias)
+        if self.loader.is_balancing:
+            if not is_shared:
+                norm, readers = self.balance_norm(norm, readers)
+            if self._are_values_its_own:
+                balanced, o = balance_values(readers[0], o, attention)
+                readers = (balanced, *readers[1:])
+        return norm, LayerHeads(
+            handle=self.attention(root),
+            qkv=self.loader.linear(readers[0], role=self.role(Split.OUTPUTS, **widths)),
+            o=self.loader.linear(o, role=self.role(Split.INPUTS, o=self.spec.hidden)),
+            gate=self._gate(readers[1], Activation.SIGMOID) if attention.has_gate else None,
+        )
+
+    def _queries_and_gate(self, root: str, name: str, *, has_bias: bool) -> tuple[LinearParts, LinearParts]:
+        """Of what the heads give, the gate's rows lie behind those of its queries, head by head."""
+        attention = self.parts.attention
+        width = 2 * attention.n_heads * attention.head_dim
+        both = self.linear(root, (name,), (width,), self.spec.hidden, has_bias=has_bias)
+        rows = torch.arange(width).view(attention.n_heads, 2, attention.head_dim)
+        own, gate = (_picked(both, rows[:, i].reshape(-1)) for i in range(2))
+        return own, gate
+
+    def _gate(self, parts: LinearParts, activation: Activation) -> Linear:
+        return self.loader.gate(parts, activation, role=self.role(Split.OUTPUTS, attention_gate=parts.n_outputs))
+
+    def _delta_heads(
+        self, norm: NormParts | None, delta: DeltaSpec
+    ) -> tuple[NormParts | None, LayerHeads[Vector, Linear, Heads]]:
+        """As `heads`, of a gated delta rule. Its rates decide about what is kept, so they stay in the finest format."""
+        root = f"{self.prefix}{self.names.delta}."
+        parts = delta_parts(self.source, delta, self.names.delta_in, root, self.spec.hidden)
+        readers: tuple[LinearParts, ...] = (parts.qkv, parts.gate, parts.rates)
+        if self.loader.is_balancing:
+            norm, readers = self.balance_norm(norm, readers)
+        widths = {"q": delta.n_key_heads * delta.key_dim, "k": delta.n_key_heads * delta.key_dim, "v": delta.width}
+        return norm, LayerHeads(
+            handle=delta_heads(self.source, self.loader, self.spec, self.layer, self.parts.attention, root),
+            qkv=DeltaWeights(
+                qkv=self.loader.linear(readers[0], role=self.role(Split.OUTPUTS, **widths)),
+                rates=self.loader.router(readers[2]),
+            ),
+            o=self.loader.linear(parts.o, role=self.role(Split.INPUTS, o=self.spec.hidden)),
+            gate=self._gate(readers[1], Activation.SILU),
+        )
+
+    @property
+    def _are_values_its_own(self) -> bool:
+        """Whether v and o may share factors: not where a norm stands between them, or keys or other layers read the values."""
+        attention = self.parts.attention
+        is_shared = any(layer.attention.kv_layer is not None for layer in self.spec.layers)
+        return attention.has_v and not attention.has_v_norm and not is_shared
+
+    def _latent_heads(
+        self, norm: NormParts | None, mla: MlaSpec, root: str
+    ) -> tuple[NormParts | None, LayerHeads[Vector, Linear, Heads]]:
+        """As `heads`, of latent attention. What expands a latent is cut by heads: its key part is read the other way round."""
+        attention, hidden = self.parts.attention, self.spec.hidden
+        n_heads, has_bias = attention.n_heads, attention.has_o_bias
+        q_width = n_heads * (mla.nope_dim + mla.rope_dim)
+        if mla.q_rank is None:
+            down = None
+            q = first = self.linear(root, ("q_proj",), (q_width,), hidden)
+        else:
+            down = first = self.linear(root, ("q_a_proj",), (mla.q_rank,), hidden, has_bias=has_bias)
+            q = self.linear(root, ("q_b_proj",), (q_width,), mla.q_rank)
+        kv = self.linear(root, ("kv_a_proj_with_mqa",), (mla.kv_rank + mla.rope_dim,), hidden, has_bias=has_bias)
+        if self.loader.is_balancing:
+            norm, (first, kv) = self.balance_norm(norm, (first, kv))
+            down, q = (None, first) if down is None else (first, q)
+        role, handle = self.role(Split.OUTPUTS, q=q_width), self._latent_attention(mla, root)
+        weights = LatentWeights(
+            q_down=None if down is None else self.loader.linear(down),
+            q_norm=None
+            if mla.q_rank is None
+            else self.loader.norm(self._norm_over(f"{root}q_a_layernorm", mla.q_rank)),
+            q=self.loader.linear(self._rope_last(q, mla.nope_dim), role=role),
+            kv=self.loader.linear(self._rope_last(kv, mla.kv_rank)),
+        )
+        o = self.linear(root, (self.names.o,), (hidden,), n_heads * mla.v_dim, has_bias=has_bias)
+        return norm, LayerHeads(
+            handle=handle, qkv=weights, o=self.loader.linear(o, role=self.role(Split.INPUTS, o=hidden))
+        )
+
+    def _norm_over(self, name: str, width: int) -> NormParts:
+        return NormParts(weight=self.source.tensor(f"{name}.weight", width))
+
+    def _rope_last(self, parts: LinearParts, before: int) -> LinearParts:
+        """Each head's rotary dimensions, which follow `before` others, in halves."""
+        rope = self.parts.attention.rope
+        if rope is None or not rope.is_interleaved:
+            return parts
+        order = torch.cat([torch.arange(before), before + halves_order(rope.rotary_dim, rope.rotary_dim)])
+        return _reordered(parts, order)
+
+    def _latent_attention(self, mla: MlaSpec, root: str) -> Heads:
+        attention = self.parts.attention
+        keys, values = self._latent_matrices(mla, root)
+        spec = AttentionSpec(
+            layer=self.layer,
+            n_heads=attention.n_heads,
+            n_kv_heads=1,
+            head_dim=attention.cache.head_dim,
+            scale=attention.scale,
+            window=attention.window,
+            rope=None if attention.rope is None else frequencies(attention.rope),
+            norm_eps=LATENT_EPS,
+            mla=mla,
+        )
+        return self.loader.latent_attention(
+            spec,
+            norm=self._norm_over(f"{root}kv_a_layernorm", mla.kv_rank),
+            keys=tuple(LinearParts(weights=(one,)) for one in keys),
+            values=tuple(LinearParts(weights=(one,)) for one in values),
+        )
+
+    def _latent_matrices(self, mla: MlaSpec, root: str) -> tuple[list[WeightTensor], list[WeightTensor]]:
+        """Each head's [kv_rank, nope_dim] and [v_dim, kv_rank]: rows of what expands latents, or by themselves (GGUF)."""
+        heads, size = range(self.parts.attention.n_heads), mla.nope_dim + mla.v_dim
+        if self.source.has(f"{root}k_b_proj.0.weight"):
+            return (
+                [self.source.tensor(f"{root}k_b_proj.{head}.weight", mla.kv_rank, mla.nope_dim) for head in heads],
+                [self.source.tensor(f"{root}v_b_proj.{head}.weight", mla.v_dim, mla.kv_rank) for head in heads],
+            )
+        up = self.source.tensor(f"{root}kv_b_proj.weight", len(heads) * size, mla.kv_rank)
+        begins = [head * size for head in heads]
+        return (
+            [TransposedTensor(RowsTensor(up, at, at + mla.nope_dim)) for at in begins],
+            [RowsTensor(up, at + mla.nope_dim, at + size) for at in begins],
+        )
+
+    def _in_halves(self, qkv: LinearParts, n_parts: int) -> LinearParts:
+        """q and k, if any, with dimensions that turn together half of rotary_dim apart: scores are the same in any order."""
+        attention = self.parts.attention
+        rope = attention.rope
+        if rope is None or not rope.is_interleaved:
+            return qkv
+        if len(qkv.weights) != n_parts:
+            raise UnsupportedModel("a stacked q, k and v whose neighbouring dimensions turn together is not run")
+        order = halves_order(attention.head_dim, rope.rotary_dim)
+
+        def reordered(tensors: tuple[WeightTensor, ...]) -> tuple[WeightTensor, ...]:
+            return (*(ReorderedTensor(tensor, order) for tensor in tensors[:2]), *tensors[2:])
+
+        return LinearParts(weights=reordered(qkv.weights), biases=reordered(qkv.biases))
+
+    def attention(self, root: str) -> Heads:
+        """The layer's attention handle, with q_norm and k_norm where it has them."""
+        spec = self.parts.attention
+        sinks = self.source.tensor(f"{root}sinks", spec.n_heads) if spec.has_sinks else None
+        heads = AttentionSpec(
+            layer=self.layer,
+            n_heads=spec.n_heads,
+            n_kv_heads=spec.n_kv_heads,
+            head_dim=spec.head_dim,
+            scale=spec.scale,
+            window=spec.window,
+            is_chunked=spec.is_chunked,
+            softcap=spec.softcap,
+            rope=None if spec.rope is None else frequencies(spec.rope),
+            query_scale=spec.query_scale,
+            qk_norm=QkNorm.HEAD if spec.qk_norm is QkNorm.UNIT else spec.qk_norm,
+            norm_eps=self.spec.norm_eps,
+            place=self.spec.kv_place(self.layer),
+            owns_kv=spec.kv_layer is None,
+            has_v_norm=spec.has_v_norm,
+            has_v=spec.has_v,
+        )
+        if spec.qk_norm is QkNorm.NONE:
+            return self.loader.attention(heads, q_norm=None, k_norm=None, sinks=sinks)
+        q_norm = self._heads_norm(f"{root}{self.names.q_norm}", spec.n_heads)
+        k_norm = self._heads_norm(f"{root}{self.names.k_norm}", spec.n_kv_heads) if heads.owns_kv else None
+        return self.loader.attention(
+            heads, q_norm=q_norm, k_norm=k_norm, norm_offset=self.spec.norm_offset, sinks=sinks
+        )
+
+    def _heads_norm(self, name: str, n_heads: int) -> WeightTensor:
+        """The weight of the norm of q or of k, dimensions in the order that the projections are read in."""
+        attention = self.parts.attention
+        d, rope, kind = attention.head_dim, attention.rope, attention.qk_norm
+        weight: WeightTensor
+        if kind is QkNorm.UNIT:
+            return OnesTensor(d)
+        if kind is QkNorm.HEADS and "{}" in name:
+            heads = range(n_heads)
+            weight = JoinedTensor(tuple(self.source.tensor(f"{name.format(head)}.weight", d) for head in heads))
+        elif kind is QkNorm.HEADS:
+            weight = JoinedTensor((self.source.tensor(f"{name}.weight", n_heads, d),))
+        else:
+            weight = self.source.tensor(f"{name}.weight", d * (n_heads if kind is QkNorm.FULL else 1))
+        if rope is None or not rope.is_interleaved:
+            return weight
+        return ReorderedTensor(weight, halves_order(d, rope.rotary_dim))
+
+
+def _picked(parts: LinearParts, rows: torch.Tensor) -> LinearParts:
+    """Some rows of each tensor."""
+    weights, biases = (tuple(PickedTensor(one, rows) for one in some) for some in (parts.weights, parts.biases))
+    return LinearParts(weights=weights, biases=biases)
+
+
+def _stacked(first: LinearParts, second: LinearParts) -> LinearParts:
+    return LinearParts(weights=(*first.weights, *second.weights), biases=(*first.biases, *second.biases))
+
+
+def _reordered(parts: LinearParts, order: torch.Tensor) -> LinearParts:
+    """Each tensor's rows in that order, within each head."""
+    weights, biases = (tuple(ReorderedTensor(one, order) for one in some) for some in (parts.weights, parts.biases))
+    return LinearParts(weights=weights, biases=biases)

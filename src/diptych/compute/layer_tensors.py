@@ -1,0 +1,83 @@
+"""What is common to all that loads a layer: where its tensors lie, projections, norms, and how they are balanced."""
+
+from __future__ import annotations
+
+from typing import Generic
+
+from diptych.compute.balance import NORM_SHARE, balance_norm
+from diptych.compute.naming import family_named, norm_parts
+from diptych.compute.ops.contract import (
+    Experts,
+    Heads,
+    Linear,
+    LinearParts,
+    Loader,
+    NormParts,
+    Role,
+    Split,
+    Table,
+    Vector,
+    WeightTensor,
+)
+from diptych.compute.views import TransposedTensor
+from diptych.compute.weights import Source
+from diptych.models.spec import ModelSpec
+
+
+class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
+    """The tensors of one layer of a source, for a loader. prefix: where the model's begin."""
+
+    def __init__(
+        self,
+        source: Source,
+        loader: Loader[Table, Vector, Linear, Heads, Experts],
+        spec: ModelSpec,
+        layer: int,
+        prefix: str,
+    ) -> None:
+        self.names = family_named(spec).names
+        self.source = source
+        self.loader = loader
+        self.spec = spec
+        self.layer = layer
+        self.parts = spec.layers[layer]
+        self.of_model = prefix
+        self.prefix = f"{prefix}{self.names.layers}.{layer}."
+
+    def balance_norm(
+        self, norm: NormParts | None, readers: tuple[LinearParts, ...]
+    ) -> tuple[NormParts | None, tuple[LinearParts, ...]]:
+        """Nothing to share where the projections read the residual stream itself, or a norm without a weight."""
+        return (
+            (norm, readers)
+            if norm is None or not norm.weight.stored
+            else balance_norm(norm, readers, offset=self.spec.norm_offset, share=NORM_SHARE)
+        )
+
+    def role(self, split: Split, **outputs: int) -> Role:
+        """Of a projection of the layer with these outputs, site by site."""
+        return Role(sites=tuple(outputs.items()), split=split, layer=self.layer)
+
+    def linear(
+        self, root: str, names: tuple[str, ...], rows: tuple[int, ...], n_inputs: int, *, has_bias: bool = False
+    ) -> LinearParts:
+        """Projections stacked along their outputs; one name for all of them: stacked in the file already."""
+        rows = rows if len(names) == len(rows) else (sum(rows),)
+        named = list(zip(names, rows, strict=True))
+        weights: tuple[WeightTensor, ...]
+        if self.names.transposes and not self.source.is_plain:
+            weights = tuple(
+                TransposedTensor(self.source.tensor(f"{root}{name}.weight", n_inputs, n)) for name, n in named
+            )
+        else:
+            weights = tuple(self.source.tensor(f"{root}{name}.weight", n, n_inputs) for name, n in named)
+        biases = tuple(self.source.tensor(f"{root}{name}.bias", n) for name, n in named) if has_bias else ()
+        return LinearParts(weights=weights, biases=biases)
+
+    def norm_tensor(self, name: str | None) -> NormParts | None:
+        """A norm over the residual width."""
+        return None if name is None else norm_parts(self.source, f"{self.prefix}{name}", self.spec)
+
+    def norm(self, parts: NormParts | None, *, is_read: bool = True) -> Vector | None:
+        """A norm's handle; None where there is none."""
+        return None if parts is None else self.loader.norm(parts, offset=self.spec.norm_offset, is_read=is_read)

@@ -1,0 +1,203 @@
+"""Models whose layers keep a state of a sequence: whatever is cached, forked, preempted, guessed or cut, no answer changes."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tests.checkpoints import make_checkpoint
+from tests.engine.conftest import BACKENDS, tiny_config
+
+from diptych.compute.ops import cpu_kernels
+from diptych.control.speculation import EveryGuess
+from diptych.engine.llm import LLM
+from diptych.engine.load import LoadedModel, bundled_dir, load
+from diptych.engine.phases import TwoPhase
+from diptych.ground.config import ComputeConfig, SchedulerConfig
+from diptych.ground.errors import CapacityError, RequestError
+from diptych.ground.request import SamplingParams, StructuredSpec
+
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny-states")
+    make_checkpoint("qwen3_5", directory, vocab_size=4096, max_position_embeddings=512, dtype=torch.bfloat16)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(bundled_dir() / name, directory / name)
+    return directory
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def loaded(folder: Path, request: pytest.FixtureRequest) -> LoadedModel:
+    if request.param == "cpu" and not cpu_kernels.is_available()[0]:
+        pytest.skip(cpu_kernels.is_available()[1])
+    return load(str(folder), tiny_config(request.param))
+
+
+def prompt(n_tokens: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(3, 4096), k=n_tokens)
+
+
+def engine(loaded: LoadedModel, **scheduler: object) -> LLM:
+    settings = {"max_step_tokens": 48, "max_running_sequences": 4, "max_context_tokens": 256} | scheduler
+    return LLM(loaded, tiny_config(scheduler=SchedulerConfig(**settings)))  # type: ignore[arg-type]
+
+
+def answer(llm: LLM, tokens: list[int], **options: object) -> tuple[list[list[int]], int]:
+    """The tokens of each choice, and how many of the prompt were cached."""
+    given = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True} | options
+    (done,) = llm.generate([tokens], SamplingParams(**given))  # type: ignore[arg-type]
+    llm.engine.core.check()
+    return [list(choice.token_ids) for choice in done.choices], done.usage.cached_tokens
+
+
+def exact(loaded: LoadedModel) -> bool:
+    """Whether bits are promised: rows in other company are rounded otherwise by torch."""
+    return loaded.model.backend_name == "cpu"
+
+
+def test_what_is_cached_changes_no_token(loaded: LoadedModel) -> None:
+    """The second message begins behind the first one's state, the third where two prompts part, all with the same answer."""
+    first = prompt(70)
+    plain, cached = answer(engine(loaded, enable_prefix_cache=False), first)
+    assert cached == 0
+    llm = engine(loaded)
+    assert answer(llm, first) == (plain, 0)
+    again, cached = answer(llm, first)
+    assert cached == 64, "the last whole block of the prompt has a state"
+    assert again == plain
+    # the answer's own blocks, as the next message of a conversation brings them back
+    longer = [*first, *plain[0], *prompt(9, seed=1)]
+    expected, _ = answer(engine(loaded, enable_prefix_cache=False), longer)
+    found, cached = answer(llm, longer)
+    assert cached == (70 + 39) // BLOCK * BLOCK
+    assert found == expected
+    # a prompt that parts inside: nothing has a state there, until a second one came by
+    for seed, wanted in ((2, 0), (3, 48), (4, 48)):
+        parting = [*first[:50], *prompt(30, seed=seed)]
+        expected, _ = answer(engine(loaded, enable_prefix_cache=False), parting)
+        assert answer(llm, parting) == (expected, wanted)
+    llm.engine.core.reset_prefix_cache()
+    assert answer(llm, first) == (plain, 0)
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_choices_share_a_prompt_that_is_read_once_or_again(loaded: LoadedModel, caches: bool) -> None:
+    """Each choice has a state of its own."""
+    tokens = prompt(45)
+    options = {"temperature": 1.0, "seed": 5, "n": 3}
+    alone, _ = answer(engine(loaded, max_running_sequences=1, enable_prefix_cache=False), tokens, **options)
+    assert len({tuple(one) for one in alone}) == 3
+    llm = engine(loaded, enable_prefix_cache=caches)
+    together, _ = answer(llm, tokens, **options)
+    if exact(loaded):
+        assert together == alone
+
+
+def test_many_at_once_in_few_blocks_are_preempted_and_lose_nothing(loaded: LoadedModel) -> None:
+    """Whoever loses its blocks loses its state, and begins behind what is cached or from nothing."""
+    prompts = [prompt(30 + 7 * i, seed=i) for i in range(6)]
+    params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
+    alone = [answer(engine(loaded, enable_prefix_cache=False), tokens, max_tokens=50)[0] for tokens in prompts]
+    block_bytes = loaded.model.kv_bytes_per_block(BLOCK)
+    places = 12 * loaded.model.state_bytes
+    scheduler = SchedulerConfig(max_step_tokens=48, max_running_sequences=4, max_context_tokens=160)
+    config = tiny_config(
+        scheduler=scheduler, max_context_tokens=160, kv_memory_bytes=max(2 * places, places + 12 * block_bytes)
+    )
+    llm = LLM(loaded, config)
+    core = llm.engine.core
+    assert core.block_config.n_places == 12
+    done = llm.generate(prompts, params)
+    core.check()
+    assert core.stats().blocks_in_use == 0
+    if exact(loaded):
+        assert [[list(one.choices[0].token_ids)] for one in done] == alone
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("places", [24, 5])
+def test_guesses_that_fail_are_as_if_never_made(folder: Path, places: int) -> None:
+    """A state is left behind every guess; where places are few, fewer guesses are made. Greedy and drawn, long and short."""
+    if not cpu_kernels.is_available()[0]:
+        pytest.skip(cpu_kernels.is_available()[1])
+    loaded = load(str(folder), tiny_config("cpu"))
+    tokens = [*prompt(12), *prompt(8, seed=1) * 4]  # which lookup finds something in
+    drafted = accepted = 0
+    # few tokens to choose from, so that some guesses hold
+    few = {"max_tokens": 70, "temperature": 0.0, "ignore_eos": True, "logit_bias": {3: 60.0, 4: 60.0, 5: 60.0}}
+    for given in (few, few | {"temperature": 0.8, "seed": 3}, few | {"logit_bias": {}}):
+        (plain,) = engine(loaded).generate([tokens], SamplingParams(**given))  # type: ignore[arg-type]
+        expected = list(plain.choices[0].token_ids)
+        scheduler = SchedulerConfig(
+            max_step_tokens=48, max_running_sequences=2, max_context_tokens=256, speculate="lookup"
+        )
+        config = tiny_config(
+            "cpu", scheduler=scheduler, kv_memory_bytes=loaded.model.state_bytes * 2 * places if places < 6 else None
+        )
+        llm = LLM(loaded, config)
+        llm.engine.core._scheduler.drafts.depths = EveryGuess(rows=8)
+        for _ in range(2):  # the second time what is cached takes part
+            (done,) = llm.generate([tokens], SamplingParams(**given))  # type: ignore[arg-type]
+            llm.engine.core.check()
+            assert list(done.choices[0].token_ids) == expected
+            drafted, accepted = drafted + done.usage.drafted_tokens, accepted + done.usage.accepted_tokens
+    assert drafted > accepted > 0
+
+
+def test_the_two_phases_by_hand(loaded: LoadedModel, tmp_path: Path) -> None:
+    """Forks have a state of their own, what is cut off is read again, and a saved state is the same when it comes back."""
+    tokens = prompt(40)
+    with TwoPhase(loaded, tiny_config()) as phases:
+        state = phases.prefill(tokens, chunk_tokens=7)
+        whole = phases.prefill(tokens)
+        if exact(loaded):
+            assert torch.equal(state.logits, whole.logits)
+        child = phases.fork(state)
+        for token in (5, 6, 7):
+            phases.decode(state, token)
+        phases.decode(child, 9)
+        torch.testing.assert_close(child.logits, phases.prefill([*tokens, 9]).logits, atol=1e-4, rtol=0)
+        phases.save(state, tmp_path / "state.safetensors")
+        phases.truncate(state, 40)
+        torch.testing.assert_close(state.logits, whole.logits, atol=1e-4, rtol=0)
+        back = phases.load_state(tmp_path / "state.safetensors")
+        phases.decode(back, 3)
+        torch.testing.assert_close(back.logits, phases.prefill([*tokens, 5, 6, 7, 3]).logits, atol=1e-4, rtol=0)
+        with pytest.raises(RequestError, match="keeps a state in place of keys and values"):
+            phases.keys_values(back, 0)
+        keys, _ = phases.keys_values(back, 1)
+        assert keys.shape[2] == 44
+
+
+def test_too_little_memory_for_the_states_is_said(loaded: LoadedModel) -> None:
+    with pytest.raises(CapacityError, match=r"8 sequences need .* bytes for their states"):
+        LLM(loaded, tiny_config(kv_memory_bytes=loaded.model.state_bytes * 15))
+
+
+@pytest.mark.native
+def test_grammars_force_tokens_over_states(folder: Path) -> None:
+    """What a grammar forces is verified like a guess."""
+    if not cpu_kernels.is_available()[0]:
+        pytest.skip(cpu_kernels.is_available()[1])
+    loaded = load(str(folder), tiny_config("cpu"))
+    schema = json.dumps(
+        {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"]}
+    )
+    answers = []
+    for speculate in ("off", "auto"):
+        scheduler = SchedulerConfig(max_step_tokens=48, max_running_sequences=2, speculate=speculate)
+        llm = LLM(loaded, tiny_config("cpu", scheduler=scheduler, compute=ComputeConfig(backend="cpu", threads=1)))
+        params = SamplingParams(
+            max_tokens=60, temperature=0.0, structured=StructuredSpec(kind="json_schema", source=schema)
+        )
+        (done,) = llm.generate([prompt(20)], params)
+        llm.engine.core.check()
+        answers.append(list(done.choices[0].token_ids))
+    assert answers[0] == answers[1]
