@@ -41,6 +41,7 @@ HEADS = ("lm_head", "embed_out")
 COMPARED_ROWS = 4096  # of the head at one time
 MOST_REPEATS = 2  # of a pattern for names: more could take for ever
 MOST_EXPERTS = 1024
+_WEIGHT = re.compile(r"\.weight(\[\d+\.\.\])?$")  # of all rows, or of some that a view picks
 _EXPERT = re.compile(r"(?P<layer>(?:^|.*\.)layers\.\d+)\..*experts(?:\.base_layer)*\[(?P<number>\d+)\]")
 
 # What changes the mathematics or the base, and the values that ask for nothing. Source: peft's LoraConfig, 0.21.
@@ -115,10 +116,10 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Where an adapter may be attached: outputs [begin, end) of a projection, a module of its own in the checkpoint.
+    """Where an adapter may be attached: outputs [begin, end) of a projection, a module of the checkpoint or some of its rows.
 
     linear: the backend's handle of the projection. row_order: which row of the checkpoint's each output is, where they were
-    put in another order.
+    put in another order, or others are read by another projection.
     """
 
     linear: Any
@@ -127,12 +128,22 @@ class Site:
     n_inputs: int
     row_order: torch.Tensor | None = None
 
+    @property
+    def n_outputs(self) -> int:
+        """Here: of the module's."""
+        return self.end - self.begin
+
+    def of(self, low_rank: LowRank) -> LowRank:
+        """What an adapter of the module adds here."""
+        order = self.row_order
+        return low_rank if order is None else replace(low_rank, b=low_rank.b[order].contiguous())
+
 
 class Sites:
     """The sites of a model by their modules' names, noted by a loader as it takes the projections."""
 
     def __init__(self) -> None:
-        self._by_module: dict[str, Site] = {}
+        self._by_module: dict[str, list[Site]] = {}  # more than one where its outputs are read apart
         self._head: WeightTensor | None = None
         # (layer, expert) -> modules of gate and up, of down
         self._of_experts: dict[tuple[str, int], list[list[str]]] = {}
@@ -146,9 +157,9 @@ class Sites:
         names = []
         for tensor in parts.weights:
             end = begin + tensor.shape[0]
-            names.append(module or tensor.name.removesuffix(".weight"))
-            self._by_module[names[-1]] = Site(
-                linear=linear, begin=begin, end=end, n_inputs=tensor.shape[1], row_order=tensor.row_order
+            names.append(module or _WEIGHT.sub("", tensor.name))
+            self._by_module.setdefault(names[-1], []).append(
+                Site(linear=linear, begin=begin, end=end, n_inputs=tensor.shape[1], row_order=tensor.row_order)
             )
             begin = end
         return names
@@ -173,23 +184,22 @@ class Sites:
             self._check_head(adapter, adapter.head_copy)
         tails = {_tail(module): module for module in self._by_module}
         prefixes = {"", "model.", "transformer."} | {module.removesuffix(_tail(module)) for module in self._by_module}
-        fitted: dict[str, tuple[Site, LowRank]] = {}
+        fitted: dict[str, list[tuple[Site, LowRank]]] = {}
         for module, low_rank in self._of_modules(adapter):
             tail = _tail(module)
             name = tails.get(tail)
             if name is None or name in fitted or module.removesuffix(tail) not in prefixes:
                 self._refuse(adapter, module)
-            site = self._by_module[name]
-            n_outputs = site.end - site.begin
-            if low_rank.b.shape[0] != n_outputs or low_rank.a.shape[1] != site.n_inputs:
+            sites = self._by_module[name]
+            n_outputs, n_inputs = sum(site.n_outputs for site in sites), sites[0].n_inputs
+            if low_rank.b.shape[0] != n_outputs or low_rank.a.shape[1] != n_inputs:
                 raise LoadError(
                     f"adapter {adapter.path} has lora_A {list(low_rank.a.shape)} and lora_B {list(low_rank.b.shape)} for "
-                    f"{module}; the model's weight there is [{n_outputs}, {site.n_inputs}]",
+                    f"{module}; the model's weight there is [{n_outputs}, {n_inputs}]",
                     hint="the adapter was trained on another model",
                 )
-            order = site.row_order
-            fitted[name] = site, low_rank if order is None else replace(low_rank, b=low_rank.b[order].contiguous())
-        return list(fitted.values())
+            fitted[name] = [(site, site.of(low_rank)) for site in sites]
+        return [one for some in fitted.values() for one in some]
 
     def _check_head(self, adapter: Adapter, name: str) -> None:
         """Refuse an adapter whose file brings another head than the model's."""
@@ -220,8 +230,8 @@ class Sites:
             projections = self._of_experts.get((f"layers.{layer}", int(found["number"])), [])
             shapes = {}
             for names in projections:
-                sites = [self._by_module[name] for name in names]
-                shapes[names[0]] = [sum(site.end - site.begin for site in sites), sites[0].n_inputs]
+                sites = [site for name in names for site in self._by_module[name]]
+                shapes[names[0]] = [sum(site.n_outputs for site in sites), sites[0].n_inputs]
             modules = next((names for names in projections if shapes[names[0]] == shape), [])
             if not modules:
                 raise LoadError(
@@ -230,7 +240,7 @@ class Sites:
                     hint="the adapter was trained on another model",
                 )
             for name in modules:
-                site = self._by_module[name]
+                (site,) = self._by_module[name]
                 yield f"{prefix}{_tail(name)}", replace(low_rank, b=low_rank.b[site.begin : site.end].contiguous())
 
     def _refuse(self, adapter: Adapter, module: str) -> NoReturn:

@@ -30,6 +30,7 @@ from diptych.cost.layout import HOP_S, PLAIN, Layout
 from diptych.cost.profile import read_profile
 from diptych.cost.reach import Gap, gaps_of, interval, load_gaps, load_spread_squared, squared
 from diptych.cost.roofline import compute_dtype, link_rate, longest, peak_flops_per_s
+from diptych.cost.weight_formats import experts_of, read_as, weight_class
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import HardwareSpec, KVSpec, QuantSpec, StepCost, Stored
@@ -50,6 +51,8 @@ class _Units:
     row_activation_bytes: float
     expert_row_flops: float
     head_row_flops: float
+    state_row_flops: float
+    state_bytes: float  # of a sequence, read and written with each of its chunks
     # window; over its layers: bytes of one token's KV, FLOPs of a pair in prefill and in decode, where MLA takes the latents
     windows: tuple[tuple[int | None, float, float, float], ...]
     expand_flops: float  # MLA prefill expands each cached latent
@@ -64,11 +67,14 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int, *, is_our
     """is_ours: latent attention works on the latents in prefill, too, as the engine does; else prefill expands them."""
     unit = cost_of(model, StepShape.decode(batch=1, context_tokens=1), quant=quant, kv=kv, tp=tp)
     head, experts = unit.component("head"), unit.component("experts")
-    body = [part for part in unit.components if part.name not in (*ATTENTION, "head", "experts", "embedding")]
+    body = [part for part in unit.components if part.name not in (*ATTENTION, "head", "experts", "embedding", "states")]
+    states = unit.component("states")
     windows: dict[int | None, tuple[float, float, float]] = {}
     expand = 0.0
     for layer, n in model.layer_groups:
         attention, mla, heads = layer.attention, layer.attention.mla, layer.attention.n_heads / tp
+        if attention.delta is not None:
+            continue
         if mla is not None and not is_ours:
             expand += 2.0 * n * mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
         pair_flops, absorbed = (
@@ -88,6 +94,8 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int, *, is_our
         row_activation_bytes=sum(part.activation_bytes for part in body) + experts.activation_bytes,
         expert_row_flops=experts.flops,
         head_row_flops=head.flops,
+        state_row_flops=states.flops,
+        state_bytes=states.kv_read_bytes + states.kv_write_bytes,
         windows=tuple((window, *sums) for window, sums in windows.items()),
         expand_flops=expand,
         all_reduces=2 * model.n_layers if tp > 1 else 0,
@@ -96,8 +104,6 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int, *, is_our
         logits_link_bytes=head.link_bytes,
     )
 
-
-FP4 = ("fp4", "mxfp4")  # formats with values that some devices multiply as they are
 
 _Windows = tuple[tuple[int | None, float, float, float], ...]
 
@@ -241,6 +247,8 @@ class CalibratedModel:
         multiplied_in = compute_dtype(hardware, quant.compute)
         attention_rate = peak_flops_per_s(hardware, quant.attention_compute) * c.attention_fraction(self.kv.name)
         adapter_share = c.adapter_fraction(multiplied_in)
+        # on this machine states move on in fp32; devices with a product of matrices multiply chunks of them
+        state_rate = hardware.flops_per_s.get("fp32", attention_rate) if self.calibration.is_local else attention_rate
         activations = c.activations_rate(bandwidth)
         adapter_width = adapter_bytes(quant, is_ours=self.calibration.is_local)
         cache, near_share = self.calibration.cache, self.cached_share
@@ -264,21 +272,21 @@ class CalibratedModel:
             if mix:
                 each = [(one.share * one.bytes, weight_class(one.bytes, quant.name)) for one in mix]
                 return sum(n_bytes * part / sum(part for part, _ in each) * weights_s(1.0, name) for part, name in each)
-            read_as = _read_as(weights, is_unpacked=is_unpacked, has_fp4=has_fp4)
-            far_s = n_bytes / (bandwidth * c.weight_fraction(read_as))
+            form = read_as(weights, is_unpacked=is_unpacked, has_fp4=has_fp4)
+            far_s = n_bytes / (bandwidth * c.weight_fraction(form))
             if cache is None or near_share == 0.0:
                 return far_s
-            return near_share * n_bytes / cache.weights_rate(read_as) + (1.0 - near_share) * far_s
+            return near_share * n_bytes / cache.weights_rate(form) + (1.0 - near_share) * far_s
 
         return _Terms(
             base_s=c.launch_s(self.model),
-            sequence_s=c.sequence_s / parts,
+            sequence_s=(c.sequence_s + units.state_bytes / (bandwidth * c.kv_eb)) / parts,
             prompt_s=c.prompt_s / parts,
             prompt_token_s=c.prompt_token_s / parts,
             p=c.p,
             dense_weights_s=weights_s(units.dense_bytes, units.dense_class, quant.mix),
             expert_s=weights_s(units.expert_bytes, units.expert_class, quant.expert_mix) / layout.dp,
-            row_s=units.row_flops * flop_s / parts,
+            row_s=(units.row_flops * flop_s + units.state_row_flops / state_rate) / parts,
             row_activation_s=units.row_activation_bytes / activations / parts if activations else 0.0,
             expert_row_s=units.expert_row_flops * self._flop_s(experts_of(quant, hardware), c.expert_fraction) / parts,
             head_weights_s=weights_s(units.head_bytes, units.head_class),
@@ -565,35 +573,6 @@ def pnorm(a: float, b: float, p: float) -> float:
 def _layout_gap(layout: Layout) -> Gap:
     text = f"no row of such a layout ({layout.words}); it is priced by formulas"
     return Gap(axis="layout", text=text, spread=math.sqrt(layout.spread_squared))
-
-
-def weight_class(weight_bytes: float, name: str) -> str:
-    """Which achieved bandwidth applies: formats that must be unpacked reach less of it."""
-    if name == "fp8" and weight_bytes == 1.0:
-        return "fp8"
-    if weight_bytes >= 3.0:
-        return "fp32"
-    if weight_bytes >= 1.5:
-        return "bf16"
-    if weight_bytes >= 0.9:
-        return "int8"
-    return "fp4" if name in FP4 else "int4"
-
-
-def _read_as(weights: str, *, is_unpacked: bool, has_fp4: bool) -> str:
-    """The format whose achieved bandwidth applies: one the device cannot multiply is unpacked on the way, like int8 or int4."""
-    if weights == "fp4":
-        return weights if has_fp4 else "int4"
-    return "int8" if is_unpacked and weights == "fp8" else weights
-
-
-def experts_of(quant: QuantSpec, hardware: HardwareSpec) -> tuple[Stored, ...]:
-    """How experts are multiplied: those of mxfp4 meet rows of 8 bits where the device multiplies fp4, as vLLM and TensorRT-LLM
-    have them there (W4A8); on others they are unpacked to 16 bits (W4A16).
-    """
-    if quant.name == "mxfp4" and "fp4" in hardware.flops_per_s:
-        return (Stored(1.0, quant.expert_bytes, "fp8"),)
-    return quant.expert_mix
 
 
 def _longest(work: StepShape) -> int:

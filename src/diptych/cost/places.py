@@ -18,6 +18,12 @@ USUAL_SHARE = 8
 MAX_STEP_S = 0.1
 MAX_PLACES = 256  # 4,721 tok/s with 256 clients on the bundled model, 2,593 with 64 places
 
+# of states: the share of a pool's memory that they have at most, and as many for each sequence that runs where prefixes are
+# cached: its own, its prompt's, its answer's
+STATE_MEMORY_SHARE = 0.5
+STATES_EACH = 3
+USUAL_RUNNING = 64  # sequences, where nobody says
+
 PredictDecode = Callable[[int, int], float]  # (sequences, tokens of context of each) -> seconds of a step
 
 
@@ -27,6 +33,17 @@ class Places:
 
     number: int
     reason: str
+
+
+def state_places(state_bytes: float, memory_bytes: float, *, running: int | None, is_caching: bool) -> int:
+    """Places for states of a model's sequences in a pool of so much memory: as many as are of use, or fit. 0: it has none.
+
+    state_bytes: of one sequence. running: how many run at one time, where somebody says.
+    """
+    if not state_bytes:
+        return 0
+    wanted = (STATES_EACH if is_caching else 1) * (running or USUAL_RUNNING)
+    return min(wanted, int(memory_bytes * STATE_MEMORY_SHARE // state_bytes))
 
 
 def places(pool_tokens: int, context_tokens: int, predict_s: PredictDecode | None) -> Places:

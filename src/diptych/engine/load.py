@@ -25,7 +25,7 @@ from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.components import STATE_BYTES
 from diptych.cost.drafts.measured import MeasuredDraftPrices
 from diptych.cost.drafts.prices import DraftPrices
-from diptych.cost.places import MAX_STEP_S, Places, places
+from diptych.cost.places import MAX_STEP_S, STATE_MEMORY_SHARE, Places, places, state_places
 from diptych.cost.profile import load_profile, profile_path
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.adapters import Adapters
@@ -59,8 +59,6 @@ FASTER = 1.05  # times as fast, from which on another backend is worth a word
 KV_MEMORY_SHARE = 0.5
 # sequences of the whole context that a pool has room for, where nobody says how many run and memory allows
 POOL_CONTEXTS = 64
-# share of the pool's memory for states of sequences, where the model has some
-STATE_MEMORY_SHARE = 0.5
 # a full step of prefill that is predicted to take longer is worth a word: it holds every running stream
 LONG_STEP_S = 1.0
 Progress = Callable[[int, int], None]
@@ -230,7 +228,7 @@ def _pool(
             hint=f"leave kv_memory_bytes out to use {KV_MEMORY_SHARE:.0%} of what is free"
             + (f", and ask for a context of at most {min(largest, model_context)}" if largest else ""),
         )
-    n_places = _places(state_bytes, memory_bytes, config) if state_bytes else 0
+    n_places = _places(state_bytes, memory_bytes, config)
     fitting_blocks = max(0, memory_bytes - scratch_bytes - n_places * state_bytes) // block_bytes
     needed_blocks = _blocks(context, block_tokens)
     if needed_blocks > fitting_blocks:
@@ -248,18 +246,17 @@ def _pool(
 
 
 def _places(state_bytes: int, memory_bytes: int, config: EngineConfig) -> int:
-    """For the states of all that run, and with a prefix cache of their prompts and answers, too: half of the memory at most."""
-    running = config.scheduler.max_running_sequences
-    each = 3 if config.scheduler.enable_prefix_cache else 1
-    fitting = int(memory_bytes * STATE_MEMORY_SHARE) // state_bytes
+    scheduler = config.scheduler
+    running = scheduler.max_running_sequences
+    found = state_places(state_bytes, memory_bytes, running=running, is_caching=scheduler.enable_prefix_cache)
     least = running or 1
-    if fitting < least:
+    if state_bytes and found < least:
         raise CapacityError(
             f"{least} sequences need {least * state_bytes} bytes for their states; {memory_bytes} bytes are allowed for those "
             f"and the KV cache, {STATE_MEMORY_SHARE:.0%} of them for states",
-            hint="raise kv_memory_bytes" + ("" if running is None else f", or ask for at most {fitting} sequences"),
+            hint="raise kv_memory_bytes" + ("" if running is None else f", or ask for at most {found} sequences"),
         )
-    return min(each * (running or POOL_CONTEXTS), fitting)
+    return found
 
 
 def _blocks(n_tokens: int, block_tokens: int) -> int:

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, TypedDict, Unpack
 
+from diptych.cost.components import state_bytes
 from diptych.cost.memory import capacity_of
 from diptych.cost.parameters import kv_bytes_stored
-from diptych.cost.places import places
+from diptych.cost.places import STATES_EACH, USUAL_RUNNING, places, state_places
 from diptych.cost.setup import Setup
 from diptych.ground.bounds import Bound
 from diptych.ground.config import BlockConfig, SchedulerConfig, at_least
@@ -248,7 +249,8 @@ class Service:
     def kv_bytes(self, tokens: int) -> float:
         """Of so many leading tokens of a prompt: what a hand-off must move."""
         setup = self.pool.setup
-        return kv_bytes_stored(setup.model, setup.kv, tokens, is_ours=setup.calibration.is_local)
+        moved = kv_bytes_stored(setup.model, setup.kv, tokens, is_ours=setup.calibration.is_local)
+        return moved + state_bytes(setup.model)
 
     def groups(self) -> list[Group]:
         """The pools for a cluster, in their order."""
@@ -280,8 +282,14 @@ def _blocks(setup: Setup, kv_tokens: int | None, context_tokens: int, block_toke
                 f"take {capacity.weight_bytes / 1e9:.4g} GB; at least one block of {block_tokens} tokens is needed",
                 hint="a larger device, a larger --tp or a smaller weight format",
             )
+        states = state_places(
+            state_bytes(setup.model, tp=setup.tp), capacity.free_kv_bytes, running=None, is_caching=True
+        )
+        kv_tokens -= int(kv_tokens * states * state_bytes(setup.model, tp=setup.tp) / capacity.free_kv_bytes)
+    else:
+        states = STATES_EACH * USUAL_RUNNING if setup.model.state_elements else 0
     Bound(int, 1, MAX_BLOCKS * block_tokens, "tokens").take("KV tokens", kv_tokens, ConfigError)
     n_blocks = kv_tokens // block_tokens
     if n_blocks < 1:
         raise ConfigError(f"the KV pool is {kv_tokens} tokens; it must be at least one block of {block_tokens} tokens")
-    return BlockConfig(n_blocks=n_blocks, block_tokens=block_tokens)
+    return BlockConfig(n_blocks=n_blocks, block_tokens=block_tokens, n_places=states)
