@@ -209,6 +209,11 @@ def test_linears_and_norms(n_tokens: int, activation: Activation, has_bias: bool
     gated = reference.gate(expected, activation)
     scale = max(1.0, gated.abs().max().item())
     check("linear_gate", ops.linear_gate(h, loader.gated(parts, activation)) / scale, gated / scale, dtype)
+    if activation in (Activation.SIGMOID, Activation.SILU):
+        a = noise(n_tokens, 48, seed=15).to(dtype)
+        given = reference.gate_heads(a, expected, activation)
+        scale = max(1.0, given.abs().max().item())
+        check("gate_heads", ops.gate_heads(h, loader.gate(parts, activation), a) / scale, given / scale, dtype)
     norm = loader.norm(NormParts(weight=Memory("n", noise(width, seed=11).to(dtype))), offset=1.0)
     centred = NormParts(
         weight=Memory("n", noise(width, seed=12)), bias=Memory("b", noise(width, seed=13)), is_centred=True

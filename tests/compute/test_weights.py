@@ -161,6 +161,8 @@ def test_every_required_family_is_supported() -> None:
         "Gemma4ForConditionalGeneration",
         "Gemma4UnifiedForConditionalGeneration",
         "Llama4ForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
         *WRAPPERS,
     }
     elsewhere = {*wrapped, "InternLM3ForCausalLM", "IQuestCoderForCausalLM"}  # the last two are Llamas there

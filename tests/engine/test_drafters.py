@@ -296,10 +296,10 @@ def test_a_draft_model_is_for_drafters_that_read_one() -> None:
 def test_the_pool_pays_for_both_stores(loaded: LoadedModel, tiny_dir: Path) -> None:
     """A drafter's keys and values are memory too: of the same bytes there are fewer blocks."""
     config = replace(tiny_config(loaded.model.backend_name), kv_memory_bytes=1_000_000)
-    alone = size_pool(loaded.model, config)[1]
+    alone = size_pool(loaded.model, config).n_blocks
     config = engine_config(config, speculate="draft", draft_model=str(tiny_dir))
     (drafter,) = open_drafters(config, loaded.model)
-    n_blocks = size_pool(loaded.model, config, [drafter])[1]
+    n_blocks = size_pool(loaded.model, config, [drafter]).n_blocks
     assert n_blocks < 0.6 * alone
     spent = n_blocks * (loaded.model.kv_bytes_per_block(16) + drafter.block_bytes) + drafter.scratch_bytes
     assert 950_000 < spent <= 1_000_000

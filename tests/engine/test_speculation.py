@@ -314,8 +314,8 @@ def test_keys_and_values_are_those_without(tiny_dir: Path, kv: str, monkeypatch:
     stores: list[KVStore] = []
     make_kv = loaded.model.make_kv
 
-    def kept(n_blocks: int, block_tokens: int) -> KVStore:
-        stores.append(make_kv(n_blocks, block_tokens))
+    def kept(n_blocks: int, block_tokens: int, n_places: int) -> KVStore:
+        stores.append(make_kv(n_blocks, block_tokens, n_places))
         return stores[-1]
 
     monkeypatch.setattr(loaded.model, "make_kv", kept)

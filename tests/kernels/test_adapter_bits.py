@@ -105,7 +105,8 @@ TARGETS = {
 
 
 LIKE = {"bf16": 0.999, "int8": 0.99, "int4": 0.8}
-LIKE_STATES = {"bf16": 0.998, "int8": 0.98, "int4": 0.6}  # a state adds up what was rounded, and experts are chosen by it
+# a state adds up what was rounded, and experts are chosen by it
+LIKE_STATES = {"bf16": 0.998, "int8": 0.98, "int4": 0.6}
 
 
 @pytest.mark.parametrize("family", [

@@ -92,6 +92,17 @@ class Parcel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateParcel:
+    """The state behind the last block that was asked for, of models that have some. digest: of that block; else as `Parcel`."""
+
+    request_id: str
+    reader: str
+    lineage: str
+    digest: bytes
+    payload: KVPayload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
     """Everything that was to be read has been sent, or cannot be. queue_s: until it began; read_s: from there on;
     predicted_s: what was expected of the steps it was read in.
@@ -104,7 +115,7 @@ class Done:
     fault: str | None = None
 
 
-ToWorker = Submit | Cancel | Finish | Lost | ForgetPrefixes | Read | StopReading | Parcel | Done
+ToWorker = Submit | Cancel | Finish | Lost | ForgetPrefixes | Read | StopReading | Parcel | StateParcel | Done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

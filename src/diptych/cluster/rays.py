@@ -213,8 +213,7 @@ class RayCluster:
     def __init__(self, model: str, config: EngineConfig, pools: PoolConfig) -> None:
         """Returns when every worker is ready. Raises ConfigError or LoadError, with nothing left running."""
         self._pools = pools
-        self._is_closing = threading.Event()
-        self._scaling = threading.Lock()
+        self._is_closing, self._scaling = threading.Event(), threading.Lock()
         self._threads: list[threading.Thread] = []
         self.clock: Clock = MonotonicClock()
         self.core = ClusterCore(
@@ -228,6 +227,7 @@ class RayCluster:
         self._start_ray()
         try:
             self._start(pools.names)
+            pools.check_states(next(iter(self.hellos.values())).card.spec, config)
             for name in pools.names:
                 self._attach(name, _clock_ahead_s(self.actors[name], self.clock))
             self.llm = self._make_llm(begin_s)

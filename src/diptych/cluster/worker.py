@@ -3,7 +3,8 @@
 Its owner gives it messages and calls `step`, on one thread. A prompt that another worker reads goes this way:
 
     here: reserve blocks, `Read` ─> there: compute; after every step the blocks that it completed ─> here: check, import
-    there: `Done` ─> here: settle, read the rest (at least the last token, at most a block more than came), answer
+    there: the state behind them, of models that have states; `Done` ─> here: settle, read the rest (at least the last token,
+    at most a block more than came), answer
 
 Whole blocks travel, and the first token is drawn where the answer is written, so no state of sampling travels at all.
 A block is used only while its lease holds, and where layout, revision, tokens and checksum are right. What is not used is
@@ -15,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -29,11 +30,13 @@ from diptych.cluster.messages import (
     Lost,
     Parcel,
     Read,
+    StateParcel,
     StopReading,
     Submit,
     ToWorker,
 )
 from diptych.cluster.slots import Mapped, Seat, Slots
+from diptych.cluster.underway import Coming, Reading
 from diptych.cluster.worker_spans import WorkerSpans
 from diptych.compute.kv_store import KVPayload
 from diptych.control.blocks import chain, root_digest
@@ -56,53 +59,6 @@ LATE_S = 1.0  # for what is still on its way when the reader says that it has se
 PARCEL_BYTES = 16 * 2**20
 N_SLOTS = 4  # parcels on their way that others on this machine read where they lie; more go through the object store
 NO_DATA = np.empty((0, 0), dtype=np.uint8)
-
-
-@dataclass(slots=True)
-class _Coming:
-    """A request whose blocks are held while another worker reads its prompt."""
-
-    submit: Submit
-    first_block: int
-    end_block: int
-    begin_s: float
-    lease_s: float  # when it ends
-    digests: list[bytes]
-    arrived: set[int] = field(default_factory=set)
-    refused: str | None = None
-    done: Done | None = None
-
-    @property
-    def n_blocks(self) -> int:
-        """Leading blocks that are here."""
-        end = self.first_block
-        while end in self.arrived:
-            end += 1
-        return end
-
-
-@dataclass(slots=True)
-class _Reading:
-    """A prompt that is read here for another worker."""
-
-    order: Read
-    arrival_s: float
-    sent_blocks: int
-    digests: list[bytes]
-    begin_s: float | None = None
-    end_s: float | None = None
-    fault: str | None = None
-    predicted_s: float | None = 0.0  # what was expected of the steps it was read in
-    step_id: int | None = None  # the last of them
-
-    def scheduled(self, step: StepBeginEvent) -> None:
-        """A chunk of it is in this step; another may have been before."""
-        if self.begin_s is None:
-            self.begin_s = step.at_s
-        if step.step_id != self.step_id:
-            self.step_id = step.step_id
-            both = (self.predicted_s, step.predicted_s)
-            self.predicted_s = None if None in both else sum(one or 0.0 for one in both)
 
 
 class Worker:
@@ -148,8 +104,8 @@ class Worker:
         self._unplaced: deque[tuple[float, Submit]] = (
             deque()
         )  # no blocks could be held for them yet, and until when to try
-        self._coming: dict[str, _Coming] = {}
-        self._reading: dict[str, _Reading] = {}
+        self._coming: dict[str, Coming] = {}
+        self._reading: dict[str, Reading] = {}
         self._read_of: dict[tuple[str, str], str] = {}  # (who wants it, its request) -> ours
         self._n_read = 0
         self._sent_tokens = self._sent_bytes = self._received_tokens = self._received_bytes = 0
@@ -167,6 +123,7 @@ class Worker:
             Read: self._on_read,
             StopReading: self._on_stop_reading,
             Parcel: self._on_parcel,
+            StateParcel: self._on_state,
             Done: self._on_done,
         }
 
@@ -332,7 +289,8 @@ class Worker:
         block_tokens, now_s = self.core.pool.block_tokens, self._clock.now_s()
         first_block, end_block = cached_tokens // block_tokens, (len(known) - 1) // block_tokens
         digests = chain(known, root_digest(self._lineage, request.cache_salt), block_tokens, end_block)
-        coming = _Coming(submit, first_block, end_block, now_s, now_s + self._lease_s, digests)
+        coming = Coming(submit, first_block, end_block, now_s, now_s + self._lease_s, digests)
+        coming.needs_state = self._executor.has_states
         self._coming[request.request_id] = coming
         if first_block == end_block:  # all of it is here, though the door did not know
             self._settle(request.request_id)
@@ -383,22 +341,48 @@ class Worker:
                 return  # it is here already
             self._executor.import_blocks(block_ids[parcel.first_block : end_block], self._payload_of(parcel))
         except TransferError as error:
-            self._refused[error.reason] += 1
-            coming.refused = error.reason
-            logger.warning("parcel refused request=%s reason=%s: %s", parcel.request_id, error.reason, error.message)
+            self._refuse(parcel, coming, error)
             return
         coming.arrived.update(range(parcel.first_block, end_block))
-        if coming.n_blocks == coming.end_block:  # only the word that it is over may still be on its way, or lost
-            coming.lease_s = begin_s + self._late_s
-        self._import_s += self._clock.now_s() - begin_s
         self._received_tokens += len(parcel.digests) * self.core.pool.block_tokens
         self._received_bytes += len(parcel.digests) * self._executor.block_bytes
-        self._settle_if_complete(parcel.request_id, coming)
+        self._came(parcel.request_id, coming, begin_s)
 
-    def _payload_of(self, parcel: Parcel) -> KVPayload:
+    def _on_state(self, parcel: StateParcel) -> None:
+        coming = self._coming.get(parcel.request_id)
+        if coming is None or not coming.needs_state:
+            self._refused["late"] += coming is None
+            return
+        begin_s = self._clock.now_s()
+        try:
+            if parcel.digest != coming.digests[coming.end_block - 1]:
+                raise TransferError("the state is of other tokens or of another salt", reason="tokens")
+            place, _ = self.core.places_of(parcel.request_id)
+            assert place is not None, parcel.request_id
+            self._executor.import_state(place, self._payload_of(parcel))
+        except TransferError as error:
+            self._refuse(parcel, coming, error)
+            return
+        coming.needs_state = False
+        self._received_bytes += parcel.payload.data_NB.nbytes
+        self._came(parcel.request_id, coming, begin_s)
+
+    def _came(self, request_id: str, coming: Coming, begin_s: float) -> None:
+        """Something was taken in from begin_s on."""
+        if coming.is_complete:  # only the word that it is over may still be on its way, or lost
+            coming.lease_s = begin_s + self._late_s
+        self._import_s += self._clock.now_s() - begin_s
+        self._settle_if_complete(request_id, coming)
+
+    def _refuse(self, parcel: Parcel | StateParcel, coming: Coming, error: TransferError) -> None:
+        self._refused[error.reason] += 1
+        coming.refused = error.reason
+        logger.warning("parcel refused request=%s reason=%s: %s", parcel.request_id, error.reason, error.message)
+
+    def _payload_of(self, parcel: Parcel | StateParcel) -> KVPayload:
         """What came, from where it lies, as our own where it may stand for it."""
         payload = parcel.payload
-        if parcel.seat is not None:
+        if isinstance(parcel, Parcel) and parcel.seat is not None:
             payload = replace(payload, data_NB=self._seated(parcel.seat, len(parcel.digests)))
         if not self._takes_other_kernels or parcel.lineage != self._lineage:
             return payload
@@ -426,17 +410,18 @@ class Worker:
         else:
             self._settle_if_complete(done.request_id, coming)
 
-    def _settle_if_complete(self, request_id: str, coming: _Coming) -> None:
-        if coming.done is not None and coming.n_blocks == coming.end_block:
+    def _settle_if_complete(self, request_id: str, coming: Coming) -> None:
+        if coming.done is not None and coming.is_complete:
             self._settle(request_id)
 
     def _settle(self, request_id: str, fault: str = "") -> None:
         """Go on with what is here. fault: why that is not everything."""
         coming = self._coming.pop(request_id)
         n_blocks, block_tokens = coming.n_blocks, self.core.pool.block_tokens
-        if n_blocks < coming.end_block:
+        if not coming.is_complete and coming.first_block < coming.end_block:
+            first_lost = coming.first_block if self._executor.has_states else n_blocks
             self._recomputes[fault] += 1
-            self._recomputed_tokens += (coming.end_block - n_blocks) * block_tokens
+            self._recomputed_tokens += (coming.end_block - first_lost) * block_tokens
             if coming.done is None:
                 self._stop_reader(coming)
         done, now_s = coming.done, self._clock.now_s()
@@ -450,7 +435,7 @@ class Worker:
         self._spans.part(
             "receive", trace, begin_s=coming.begin_s, end_s=now_s, attributes=attributes, error=fault or None
         )
-        for event in self.core.settle(request_id, n_blocks * block_tokens, now_s):
+        for event in self.core.settle(request_id, n_blocks * block_tokens, now_s, has_state=coming.is_complete):
             assert isinstance(event, TransferEvent)
             told = replace(
                 event,
@@ -461,7 +446,7 @@ class Worker:
             )
             self._events.append(told)
 
-    def _stop_reader(self, coming: _Coming) -> None:
+    def _stop_reader(self, coming: Coming) -> None:
         if coming.submit.reader is not None and coming.done is None:
             request_id = coming.submit.hand_off.request.request_id
             self._send(coming.submit.reader, StopReading(request_id=request_id, answer_to=self.name))
@@ -470,7 +455,7 @@ class Worker:
         now_s = self._clock.now_s()
         for request_id, coming in list(self._coming.items()):
             if coming.lease_s <= now_s:
-                self._lost_ends += coming.done is None and coming.n_blocks == coming.end_block
+                self._lost_ends += coming.done is None and coming.is_complete
                 self._settle(request_id, coming.refused or ("missing" if coming.done is not None else "lease"))
         while self._unplaced and self._unplaced[0][0] <= now_s:  # blocks are short: wait in line as anybody else
             _, submit = self._unplaced.popleft()
@@ -500,7 +485,7 @@ class Worker:
             return
         root, block_tokens = root_digest(self._lineage, order.cache_salt), self.core.pool.block_tokens
         digests = chain(order.token_ids, root, block_tokens, order.end_block)
-        self._reading[request_id] = _Reading(order, now_s, order.first_block, digests)
+        self._reading[request_id] = Reading(order, now_s, order.first_block, digests)
         self._read_of[order.answer_to, order.request_id] = request_id
 
     def _on_stop_reading(self, stop: StopReading) -> None:
@@ -519,6 +504,7 @@ class Worker:
                 self._send_blocks(request_id, reading)
             if reading.end_s is None:
                 continue
+            fault = reading.fault or self._send_state(request_id, reading)
             order, begin_s = reading.order, reading.begin_s or reading.end_s
             del self._reading[request_id]
             del self._read_of[order.answer_to, order.request_id]
@@ -535,18 +521,18 @@ class Worker:
                     "diptych.tokens": len(order.token_ids),
                     "diptych.blocks.sent": reading.sent_blocks - order.first_block,
                 },
-                error=reading.fault,
+                error=fault,
             )
             done = Done(
                 request_id=order.request_id,
                 queue_s=begin_s - reading.arrival_s,
                 read_s=reading.end_s - begin_s,
                 predicted_s=reading.predicted_s,
-                fault=reading.fault,
+                fault=fault,
             )
             self._send(order.answer_to, done)
 
-    def _send_blocks(self, request_id: str, reading: _Reading) -> None:
+    def _send_blocks(self, request_id: str, reading: Reading) -> None:
         order, block_tokens = reading.order, self.core.pool.block_tokens
         block_ids, computed_tokens = self.core.blocks_of(request_id)
         first, end = reading.sent_blocks, min(computed_tokens // block_tokens, order.end_block)
@@ -570,6 +556,28 @@ class Worker:
             self._sent_bytes += (until - first) * self._executor.block_bytes
             first = reading.sent_blocks = until
         self._export_s += self._clock.now_s() - begin_s  # without a seat, sending is a copy too, into the object store
+
+    def _send_state(self, request_id: str, reading: Reading) -> str | None:
+        """The state behind the blocks that were asked for; why it cannot be sent, where there is one."""
+        order = reading.order
+        if not self._executor.has_states:
+            return None
+        begin_s = self._clock.now_s()
+        _, place = self.core.places_of(request_id, order.end_block * self.core.pool.block_tokens)
+        if place is None:
+            return "state_not_kept"
+        payload = self._executor.export_state(place)
+        parcel = StateParcel(
+            request_id=order.request_id,
+            reader=self.name,
+            lineage=self._lineage,
+            digest=reading.digests[-1],
+            payload=payload,
+        )
+        self._send(order.answer_to, parcel)
+        self._sent_bytes += payload.data_NB.nbytes
+        self._export_s += self._clock.now_s() - begin_s
+        return None
 
     def _export(self, block_ids: Sequence[int], order: Read) -> tuple[KVPayload, Seat | None]:
         """The blocks for who asked: in memory that it can map, where there is some, or as an array."""

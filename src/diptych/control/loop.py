@@ -16,7 +16,7 @@ from collections.abc import Sequence as SequenceOf
 
 from diptych.control.blocks import BlockPool
 from diptych.control.entry import check_prompt, open_sequences
-from diptych.control.handoff import reserve, settle, start_sending
+from diptych.control.handoff import reserve, settle, start_sending, state_behind
 from diptych.control.scheduler import Predict, Scheduler
 from diptych.control.sequence import Sequence
 from diptych.control.speculation import Depths, EveryGuess, Guesser, NewDrafter
@@ -33,7 +33,6 @@ from diptych.ground.events import (
     StateEvent,
     StepEndEvent,
     TokenEvent,
-    TransferEvent,
 )
 from diptych.ground.handoff import HandOff
 from diptych.ground.phase import FinishReason, Phase, Status
@@ -225,29 +224,26 @@ class EngineCore:
         self._is_torn = False
         return cached_tokens
 
-    def settle(self, request_id: str, n_tokens: int, now_s: float) -> list[Event]:
+    def settle(self, request_id: str, n_tokens: int, now_s: float, *, has_state: bool = False) -> list[Event]:
         """The first n_tokens of a reserved prompt have their keys and values, and no more of them come: read on from there.
 
         n_tokens: whole blocks. They count as cached as far as they were here, as transferred beyond, and as recomputed
-        where the request was read before it came here.
+        where the request was read before it came here. has_state: what `places_of` said holds the state behind them.
         """
-        seq = self._requests[request_id][0]
         self._is_torn = True
-        cached, sent = settle(self._scheduler, seq, n_tokens)
+        event = settle(self._scheduler, self._requests[request_id][0], n_tokens, now_s, has_state=has_state)
         self._is_torn = False
-        event = TransferEvent(
-            request_id=request_id,
-            at_s=now_s,
-            cached_tokens=cached,
-            transferred_tokens=sent,
-            recomputed_tokens=n_tokens - cached - sent,
-        )
         return [event]
 
     def blocks_of(self, request_id: str) -> tuple[list[int], int]:
         """The block table of a request's first choice, and how many of its tokens are computed. For hand-offs."""
         seq = self._requests[request_id][0]
         return seq.block_ids, seq.computed_tokens
+
+    def places_of(self, request_id: str, n_tokens: int = 0) -> tuple[int | None, int | None]:
+        """Its own place for a state, and that of the state behind so many tokens, whole blocks. None: there is none."""
+        seq = self._requests[request_id][0]
+        return seq.place, state_behind(self._scheduler, seq, n_tokens)
 
     def abort_step(self, now_s: float, *, error: EngineError) -> list[Event]:
         """The step in flight will have no result: end its requests with ERROR, and give their blocks back.

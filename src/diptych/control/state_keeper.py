@@ -56,11 +56,20 @@ class StateKeeper:
 
     def begin(self, seq: Sequence, hits: list[PrefixEntry]) -> bool:
         """It runs from here on, behind these blocks or from nothing; False where it has to wait for a place."""
+        if seq.place is not None:
+            return True  # its state has come from another engine
         found = self.pool.begin(hits[-1].serial if hits else None)
         if found is None:
             return False
         self._begins[seq.seq_id], seq.place = found
         return True
+
+    def expect(self, seq: Sequence) -> bool:
+        """A place for the state that another engine sends it; False where there is none now."""
+        found = self.pool.begin(None)
+        if found is not None:
+            seq.place = found[1]
+        return found is not None
 
     def use(self, seq: Sequence, start: int, end: int) -> StateUse:
         """For a chunk of tokens [start, end)."""

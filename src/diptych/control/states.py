@@ -4,7 +4,7 @@ A state stands for all tokens before it, so a cached prefix is worth something o
 in exactly one of four states of its own:
 
     # free    contents worthless
-    # held    a running sequence's own
+    # held    a running sequence's own, or of one that waits for its state from another engine
     # coming  a step in flight leaves the state behind a block in it
     # kept    the state behind a block of the prefix index; evicted in least-recently-used order
 
@@ -68,7 +68,7 @@ class StatePool:
 
     def take_coming(self) -> int | None:
         """A place for a state to be kept, or None where sequences that may yet run would miss it."""
-        if len(self._free) + len(self._kept) - len(self._pinned) <= self._max_running - self._n_held:
+        if len(self._free) + len(self._kept) - len(self._pinned) <= max(0, self._max_running - self._n_held):
             return None
         self._n_coming += 1
         return self._place()
@@ -103,6 +103,10 @@ class StatePool:
             if serials[n - 1] in self._kept:
                 return n
         return 0
+
+    def place_of(self, serial: int) -> int | None:
+        """Where the state behind a block lies."""
+        return self._kept.get(serial)
 
     def unpin(self) -> None:
         """The step that reads has been planned, run and ended."""

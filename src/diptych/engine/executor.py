@@ -9,6 +9,7 @@ Prompts of which states are wanted have their rows tapped behind the last layer 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from math import isfinite
 from typing import Any
@@ -83,6 +84,21 @@ class ModelExecutor:
     def import_blocks(self, block_ids: Sequence[int], payload: KVPayload) -> None:
         """Take in another engine's; between steps. TransferError, and nothing is written, unless all of them are right."""
         self._kv.import_blocks(block_ids, payload)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the model keeps a state of each sequence: then blocks alone are not all that was read."""
+        return self._model.state_bytes > 0
+
+    def export_state(self, place: int) -> KVPayload:
+        """The bytes of the state in a place, for another engine; between steps."""
+        state = self._kv.read_state(place).cpu().numpy().view(np.uint8)[None]
+        return KVPayload.of(replace(self._kv.header, block_bytes=state.shape[1]), state)
+
+    def import_state(self, place: int, payload: KVPayload) -> None:
+        """Take in another engine's; between steps. TransferError, and nothing is written, unless it is right."""
+        payload.check(replace(self._kv.header, block_bytes=self._model.state_bytes), 1)
+        self._kv.write_state(place, torch.from_numpy(payload.data_NB[0].copy()).view(torch.float32))
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Raises ExecutorError, with the cause, when the model or the step as a whole fails.

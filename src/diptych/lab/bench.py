@@ -279,7 +279,7 @@ class _StaticBatch:
                 events.append(
                     ArrivalEvent(request_id=request.request_id, at_s=begin_s, prompt_tokens=prompt_tokens, n=1)
                 )
-                events += self._core.settle(request.request_id, behind, begin_s)
+                events += self._core.settle(request.request_id, behind, begin_s, has_state=True)  # whatever lies there
             else:
                 stepper.submit(request)
         while stepper.step():

@@ -358,19 +358,21 @@ class Cluster:
         """The last piece is there: one engine lets its blocks go, the other reads what is left, and answers."""
         route = journey.route
         del self._journeys[journey.reading_id]
-        self.members[route.prefill].engine.core.sent(journey.reading_id)
+        reader = self.members[route.prefill].engine.core
+        _, place = reader.places_of(journey.reading_id, journey.end_tokens)
+        reader.sent(journey.reading_id)
         self._wake(route.prefill, at_s)
-        self._settle(journey, at_s)
+        self._settle(journey, at_s, has_state=place is not None)
         assert journey.read_s is not None
         self.tally.handed_off(wait_s=at_s - journey.read_s)
 
-    def _settle(self, journey: _Journey, at_s: float) -> None:
+    def _settle(self, journey: _Journey, at_s: float, *, has_state: bool = False) -> None:
         request_id, i = journey.request.request_id, journey.route.decode
         self._router.handed_off(request_id)
         member, reading = self.members[i], self._records.pop(journey.reading_id, None)
         if member.settle(at_s):
             self._again(i)
-        (event,) = member.engine.core.settle(request_id, journey.sent_tokens, at_s)
+        (event,) = member.engine.core.settle(request_id, journey.sent_tokens, at_s, has_state=has_state)
         assert isinstance(event, TransferEvent)
         if reading is not None and journey.read_s is not None and reading.first_scheduled_s is not None:
             begin_s = reading.first_scheduled_s

@@ -12,7 +12,7 @@ import torch
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops.contract import Activation, AttentionSpec, RopeSpec
-from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, MoeSpec, QueryScale, Scores
+from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, DeltaSpec, MoeSpec, QueryScale, Scores
 
 
 def attention_prefill_dense(
@@ -105,6 +105,49 @@ def latent_attention(
     return torch.cat(out, dim=-1)
 
 
+def delta(
+    qkv: torch.Tensor,
+    rates: torch.Tensor,
+    state: tuple[torch.Tensor, torch.Tensor],
+    form: DeltaSpec,
+    *,
+    taps: torch.Tensor,
+    decay: torch.Tensor,
+    shift: torch.Tensor,
+    norm: torch.Tensor,
+    scale: float,
+    eps: float,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """One sequence's gated delta rule, a [T, H v] fp32 and the state behind it: matrices [H, d, v] and the last inputs of taps.
+
+    qkv [T, C], rates [T, 2 H], taps [C, n], decay (the factor in the exponent, not its logarithm) and shift [H], norm [v].
+    """
+    matrices, tail = (one.float().clone() for one in state)
+    heads, keys, group = form.n_value_heads, form.n_key_heads * form.key_dim, form.n_value_heads // form.n_key_heads
+    out = torch.zeros(len(qkv), heads, form.value_dim)
+    for t in range(len(qkv)):
+        seen = torch.cat([tail, qkv[t : t + 1].float()])
+        mixed = curve((seen * taps.float().T).sum(dim=0), Activation.SILU)
+        tail = seen[1:]
+        of_beta, of_decay = rates[t].float().split(heads)
+        for h in range(heads):
+            at = h // group * form.key_dim
+            q, k = mixed[at : at + form.key_dim], mixed[keys + at : keys + at + form.key_dim]
+            q, k = scale * q / torch.sqrt(q @ q + 1e-6), k / torch.sqrt(k @ k + 1e-6)
+            v = mixed[2 * keys :][h * form.value_dim : (h + 1) * form.value_dim]
+            left = torch.exp(-decay[h] * torch.log1p(torch.exp(of_decay[h] + shift[h])))
+            beta = 1 / (1 + torch.exp(-of_beta[h]))
+            matrices[h] *= left
+            matrices[h] += torch.outer(k, beta * (v - k @ matrices[h]))
+            out[t, h] = q @ matrices[h]
+    return rms_norm(out, norm, eps=eps).flatten(1), (matrices, tail)
+
+
+def gate_heads(a: torch.Tensor, given: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """A [T, N] times act of what a projection gave of the same size, fp32."""
+    return a.float() * curve(given, activation)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
     """X / sqrt(mean(x^2) + eps) * weight over the last axis, fp32."""
     x = x.float()
@@ -150,6 +193,8 @@ def curve(x: torch.Tensor, activation: Activation, numbers: tuple[float, ...] = 
         return slope * x + torch.where(x > 0, above * x**2, below * (torch.expm1(x.clamp(max=least)) - x))
     if activation in (Activation.RELU, Activation.SQUARED_RELU):
         return x.clamp(min=0) ** (2 if activation is Activation.SQUARED_RELU else 1)
+    if activation is Activation.SIGMOID:
+        return 1 / (1 + torch.exp(-x))
     if activation is Activation.SILU:
         return x / (1 + torch.exp(-x))
     if activation is Activation.GELU:

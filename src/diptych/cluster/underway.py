@@ -1,0 +1,61 @@
+"""Prompts between two workers, as each of the two knows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from diptych.cluster.messages import Done, Read, Submit
+from diptych.ground.events import StepBeginEvent
+
+
+@dataclass(slots=True)
+class Coming:
+    """A request whose blocks are held while another worker reads its prompt."""
+
+    submit: Submit
+    first_block: int
+    end_block: int
+    begin_s: float
+    lease_s: float  # when it ends
+    digests: list[bytes]
+    arrived: set[int] = field(default_factory=set)
+    needs_state: bool = False  # else there is none, or it is here
+    refused: str | None = None
+    done: Done | None = None
+
+    @property
+    def n_blocks(self) -> int:
+        """Leading blocks that are here."""
+        end = self.first_block
+        while end in self.arrived:
+            end += 1
+        return end
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything that was asked for is here."""
+        return self.n_blocks == self.end_block and not self.needs_state
+
+
+@dataclass(slots=True)
+class Reading:
+    """A prompt that is read here for another worker."""
+
+    order: Read
+    arrival_s: float
+    sent_blocks: int
+    digests: list[bytes]
+    begin_s: float | None = None
+    end_s: float | None = None
+    fault: str | None = None
+    predicted_s: float | None = 0.0  # what was expected of the steps it was read in
+    step_id: int | None = None  # the last of them
+
+    def scheduled(self, step: StepBeginEvent) -> None:
+        """A chunk of it is in this step; another may have been before."""
+        if self.begin_s is None:
+            self.begin_s = step.at_s
+        if step.step_id != self.step_id:
+            self.step_id = step.step_id
+            both = (self.predicted_s, step.predicted_s)
+            self.predicted_s = None if None in both else sum(one or 0.0 for one in both)

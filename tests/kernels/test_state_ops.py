@@ -1,0 +1,265 @@
+"""A gated delta rule: every kernel set and torch against the reference, cut anywhere, with states left on the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from worlds import KERNEL_SETS
+
+from diptych.compute.batch import ForwardBatch, StatePlaces
+from diptych.compute.kv_store import TorchKVStore
+from diptych.compute.ops import cpu_kernels as cpu
+from diptych.compute.ops import reference
+from diptych.compute.ops.contract import AttentionSpec
+from diptych.compute.ops.tolerances import OPS
+from diptych.compute.ops.torch_loader import TorchAttention, TorchDelta, TorchNorm
+from diptych.compute.ops.torch_ops import TorchOps
+from diptych.models.spec import DeltaSpec
+from op_bench import Bench, noise
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(not cpu.instruction_sets(), reason="the native kernels are not installed"),
+]
+N_PLACES, T, EPS, CPU = 9, 41, 1e-6, torch.device("cpu")
+State = tuple[torch.Tensor, torch.Tensor]
+# heads of one lane, of half a vector, of odd widths, of one key head for many, and of the published size; taps of one to four
+FORMS = {
+    "one": DeltaSpec(n_key_heads=1, key_dim=1, n_value_heads=1, value_dim=1, n_taps=1),
+    "odd": DeltaSpec(n_key_heads=2, key_dim=7, n_value_heads=4, value_dim=19, n_taps=3),
+    "wide": DeltaSpec(n_key_heads=1, key_dim=24, n_value_heads=3, value_dim=40, n_taps=2),
+    "usual": DeltaSpec(n_key_heads=2, key_dim=128, n_value_heads=4, value_dim=128, n_taps=4),
+}
+
+
+@dataclass
+class Rule:
+    """Random inputs of T tokens and the numbers of a layer."""
+
+    form: DeltaSpec
+
+    def __post_init__(self) -> None:
+        form, heads = self.form, self.form.n_value_heads
+        self.qkv, self.rates = noise(T, form.n_channels, seed=1), noise(T, 2 * heads, seed=2, scale=3.0)
+        self.taps = noise(form.n_channels, form.n_taps, seed=3)
+        self.decay, self.shift = noise(heads, seed=4).exp(), noise(heads, seed=5)
+        self.norm, self.scale = noise(form.value_dim, seed=6) + 1, form.key_dim**-0.5
+
+    @property
+    def nothing(self) -> State:
+        form = self.form
+        return (
+            torch.zeros(form.n_value_heads, form.key_dim, form.value_dim),
+            torch.zeros(form.n_taps - 1, form.n_channels),
+        )
+
+    def expected(self, begin: int, end: int, state: State) -> tuple[torch.Tensor, State]:
+        return reference.delta(
+            self.qkv[begin:end], self.rates[begin:end], state, self.form, taps=self.taps, decay=self.decay,
+            shift=self.shift, norm=self.norm, scale=self.scale, eps=EPS,
+        )  # fmt: skip
+
+
+def batch_of(chunks: list[tuple[int, int]], reads: list[int], writes: list[int], saves: Any = ()) -> ForwardBatch:
+    """Chunk i is tokens [begin, end) of the inputs, a sequence of its own."""
+    return ForwardBatch(
+        token_ids_T=np.concatenate([np.arange(*chunk, dtype=np.int32) for chunk in chunks]),
+        query_start_S1=np.array([0, *accumulate(end - begin for begin, end in chunks)], dtype=np.int32),
+        context_tokens_S=np.array([end - begin for begin, end in chunks], dtype=np.int32),
+        block_table_SM=np.arange(len(chunks), dtype=np.int32)[:, None],
+        logits_rows_R=np.zeros(0, dtype=np.int32),
+        states=StatePlaces(
+            reads_S=np.array(reads, dtype=np.int32),
+            writes_S=np.array(writes, dtype=np.int32),
+            saves_N3=np.array(saves, dtype=np.int32).reshape(-1, 3),
+        ),
+    )
+
+
+class Native(Bench):
+    """The rule alone in a program, whose states stay from step to step."""
+
+    def __init__(self, isa: str, rule: Rule, *, threads: int = 1) -> None:
+        super().__init__(isa, rule.qkv, threads=threads)
+        program, form = self.program, rule.form
+        rates = program.add_f32(rule.rates.shape[1])
+        program.embed(program.add_table(rule.rates), rates, 1.0)
+        self._out_width = form.width
+        self.out = program.add_f32(form.width)
+        shape = cpu._cpu.DeltaShape(
+            n_key_heads=form.n_key_heads, n_value_heads=form.n_value_heads, key_dim=form.key_dim,
+            value_dim=form.value_dim, n_taps=form.n_taps, scale=rule.scale, norm_eps=EPS,
+        )  # fmt: skip
+        vectors = [rule.taps.T.reshape(-1), rule.decay, rule.shift, rule.norm]
+        taps, decay, shift, norm = (program.add_vector(one.contiguous().numpy()) for one in vectors)
+        program.delta(
+            qkv=self.x, rates=rates, out=self.out, taps=taps, decay=decay, shift=shift, norm=norm, layer=0, shape=shape
+        )
+        self._attend_for_form()
+        rows = program.add_rows("bf16", self.width)
+        program.head(x=self.x, norm=self.norm, eps=1e-6, rows=rows, weight=self.head)
+        self.kv = cpu._cpu.KvCache(heads=[(1, 2)], n_blocks=64, block_tokens=64, format="bf16")
+        self.kv.add_states([shape.floats], N_PLACES)
+
+    def step(self, batch: ForwardBatch) -> torch.Tensor:
+        states = batch.states
+        assert states is not None
+        self.program.run(
+            batch.token_ids_T, batch.query_start_S1, batch.context_tokens_S, batch.block_table_SM, batch.logits_rows_R,
+            self.kv, torch.empty(0, 1), states=(states.reads_S, states.writes_S, states.saves_N3),
+        )  # fmt: skip
+        result = torch.empty(len(batch.token_ids_T), self._out_width)
+        self.program.read_buffer(self.out, result)
+        return result
+
+
+class Torch:
+    """The same on the torch backend."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule, form = rule, rule.form
+        spec = AttentionSpec(
+            layer=0, n_heads=form.n_value_heads, n_kv_heads=form.n_key_heads, head_dim=form.value_dim, scale=rule.scale,
+            norm_eps=EPS, delta=form, place=0,
+        )  # fmt: skip
+        delta = TorchDelta(rule.taps, rule.decay, rule.shift, TorchNorm(rule.norm))
+        self._attention = TorchAttention(spec, None, None, delta=delta)
+        self._kv = TorchKVStore(
+            heads=[(1, 2)], n_blocks=64, block_tokens=64, dtype=torch.float32, device=CPU, deltas=[form],
+            n_places=N_PLACES,
+        )  # fmt: skip
+
+    def step(self, batch: ForwardBatch) -> torch.Tensor:
+        ops = TorchOps(batch, self._kv, device=CPU, dtype=torch.float32)
+        return ops.delta(self._rule.qkv[batch.token_ids_T], self._rule.rates[batch.token_ids_T], self._attention)
+
+
+def check(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """To fp32's tolerance, of rows whose norm magnifies what is next to nothing."""
+    assert got.shape == expected.shape
+    error = (got - expected).abs().max().item()
+    assert error <= OPS["delta"].tolerance_fp32 * max(1.0, expected.abs().max().item()), f"delta differs by {error}"
+
+
+@pytest.fixture(params=[*KERNEL_SETS, "torch"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    if request.param != "torch" and request.param not in cpu.instruction_sets():
+        pytest.skip(f"this CPU cannot run {request.param}")
+    return request.param
+
+
+def made(kernels: str, rule: Rule, threads: int = 1) -> Native | Torch:
+    return Torch(rule) if kernels == "torch" else Native(kernels, rule, threads=threads)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_step_is_what_the_rule_says(kernels: str, form: DeltaSpec) -> None:
+    """Sequences that begin, go on in their place, and begin with another's state; states left on the way hold too."""
+    rule = Rule(form)
+    side = made(kernels, rule)
+    first = side.step(
+        batch_of([(0, 20), (20, 21), (21, 24)], [-1, -1, -1], [3, 0, 8], [(0, 7, 1), (0, 16, 2), (2, 3, 5)])
+    )
+    whole, _ = rule.expected(0, 20, rule.nothing)
+    _, behind_7 = rule.expected(0, 7, rule.nothing)
+    one, behind_one = rule.expected(20, 21, rule.nothing)
+    three, behind_three = rule.expected(21, 24, rule.nothing)
+    check(first, torch.cat([whole, one, three]))
+    # from the state left on the way, in its own place, and from one that a sequence left at its end
+    second = side.step(batch_of([(24, 40), (40, 41), (20, 23)], [1, 0, 5], [4, 0, 5]))
+    wanted = [rule.expected(24, 40, behind_7), rule.expected(40, 41, behind_one), rule.expected(20, 23, behind_three)]
+    check(second, torch.cat([a for a, _ in wanted]))
+    # nobody but who was named wrote anywhere: what was left still is there
+    third = side.step(batch_of([(30, 33), (30, 31)], [1, 8], [6, 7]))
+    wanted = [rule.expected(30, 33, behind_7), rule.expected(30, 31, behind_three)]
+    check(third, torch.cat([a for a, _ in wanted]))
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_no_bit_depends_on_how_a_sequence_is_cut(form: DeltaSpec) -> None:
+    """Nor on threads, neighbours, or states left on the way."""
+    rule = Rule(form)
+    for isa in cpu.instruction_sets():
+        whole = Native(isa, rule).step(batch_of([(0, T)], [-1], [0]))
+        for seed in range(4):
+            random = np.random.default_rng(seed)
+            side = Native(isa, rule, threads=2)
+            cuts = sorted({0, T, *random.integers(1, T, size=random.integers(0, 9)).tolist()})
+            rows, place = [], -1
+            for begin, end in pairwise(cuts):
+                goes_on = begin > 0 and bool(random.integers(0, 2))
+                write = place if goes_on else (place + 1) % 4
+                saves = [
+                    (0, n, 5 + i) for i, n in enumerate(sorted(random.integers(1, end - begin + 1, size=2).tolist()))
+                ]
+                neighbour = (0, int(random.integers(1, T)))
+                out = side.step(batch_of([(begin, end), neighbour], [place, -1], [write, 8], saves))
+                rows.append(out[: end - begin])
+                place = write
+            assert torch.equal(torch.cat(rows), whole), (isa, seed, cuts)
+
+
+def test_an_end_of_what_was_left_begins_the_next() -> None:
+    """A state that leaves the machine and comes back is the same; one of another size is refused."""
+    for isa in cpu.instruction_sets():
+        rule = Rule(FORMS["odd"])
+        side, other = Native(isa, rule), Native(isa, rule)
+        side.step(batch_of([(0, 20)], [-1], [3]))
+        state = torch.empty(side.kv.place_floats)
+        side.kv.read_state(3, state)
+        other.kv.write_state(6, state)
+        assert torch.equal(other.step(batch_of([(20, 30)], [6], [0])), side.step(batch_of([(20, 30)], [3], [3]))), isa
+        for place, given in ((N_PLACES, state), (-1, state), (0, state[:-1])):
+            with pytest.raises(ValueError, match=r"place|size"):
+                other.kv.write_state(place, given)
+
+
+@pytest.mark.parametrize(
+    ("reads", "writes", "saves"),
+    [
+        ([-1, -1], [0, 0], []),
+        ([-1, -1], [0, N_PLACES], []),
+        ([-1, -1], [0, -1], []),
+        ([-2, -1], [0, 1], []),
+        ([N_PLACES, -1], [0, 1], []),
+        ([1, -1], [0, 1], []),
+        ([-1, 5], [0, 1], [(0, 1, 5)]),
+        ([-1, -1], [0, 1], [(0, 1, 1)]),
+        ([-1, -1], [0, 1], [(0, 0, 2)]),
+        ([-1, -1], [0, 1], [(0, 4, 2)]),
+        ([-1, -1], [0, 1], [(2, 1, 2)]),
+        ([-1, -1], [0, 1], [(-1, 1, 2)]),
+        ([-1, -1], [0, 1], [(1, 1, 2), (0, 1, 3)]),
+        ([-1, -1], [0, 1], [(0, 2, 2), (0, 1, 3)]),
+        ([-1, -1], [0, 1], [(0, 1, 2), (0, 2, 2)]),
+        ([-1, -1], [0, 1], [(0, 1, N_PLACES)]),
+        ([-1], [0, 1], []),
+        ([-1, -1], [0], []),
+    ],
+)  # fmt: skip
+def test_places_that_cannot_be_meant_are_refused(reads: list[int], writes: list[int], saves: list[Any]) -> None:
+    """Each would write over another's state, or beyond all of them; nothing of such a step runs."""
+    rule = Rule(FORMS["odd"])
+    side = Native(cpu.instruction_sets()[0], rule)
+    side.step(batch_of([(0, 3), (3, 6)], [-1, -1], [5, 1]))
+    with pytest.raises(ValueError, match=r"stat|place"):
+        side.step(batch_of([(0, 3), (3, 6)], reads, writes, saves))
+    wanted, _ = rule.expected(6, 9, rule.expected(0, 3, rule.nothing)[1])
+    check(side.step(batch_of([(6, 9)], [5], [5])), wanted)
+
+
+def test_a_step_without_places_is_refused() -> None:
+    """A model with states cannot run without them."""
+    rule = Rule(FORMS["odd"])
+    side = Native(cpu.instruction_sets()[0], rule)
+    batch = batch_of([(0, 3)], [-1], [0])
+    with pytest.raises(ValueError, match="names no places"):
+        side.program.run(
+            batch.token_ids_T, batch.query_start_S1, batch.context_tokens_S, batch.block_table_SM, batch.logits_rows_R,
+            side.kv, torch.empty(0, 1),
+        )  # fmt: skip
