@@ -72,31 +72,46 @@ static void rates_of(const DeltaCall& call, const DeltaTask& task, int64_t head,
   }
 }
 
-// 16 columns of a head's state [key_dim][16] over n tokens: what each leaves is S^T q of the state behind it, without the decay of its own
-// it would wait for. k and q are spread from memory; four sums each hide the chain of additions.
+// G times 16 columns of a head's state, [key_dim][16] each, over n tokens: what each leaves is S^T q of the state behind it, without the decay
+// of its own it would wait for. A row that moved on meets the next token's k and q at once, so that a token reads and writes the state once;
+// columns beside each other share what is spread of k and q, and hide each other's chains of additions.
+template <int64_t G>
 static void move_columns(const DeltaShape& shape, const float* q, const float* k, int64_t stride, const float* v, int64_t v_stride,
-                         const float* beta, const float* decay, const float* along, int64_t n, int64_t lanes, float* state, float* out,
+                         const float* beta, const float* decay, const float* along, int64_t n, int64_t last_lanes, float* state, float* out,
                          int64_t out_stride) {
-  for (int64_t t = 0; t < n; ++t, q += stride, k += stride) {
-    F32 of_k[4] = {zero(), zero(), zero(), zero()}, of_q[4] = {zero(), zero(), zero(), zero()};
-    int64_t i = 0;
-    for (; i + 4 <= shape.key_dim; i += 4)
-      for (int64_t j = 0; j < 4; ++j) {
-        const F32 s = load(state + (i + j) * 16);
-        of_k[j] = fma(s, set1(k[i + j]), of_k[j]);
-        of_q[j] = fma(s, set1(q[i + j]), of_q[j]);
-      }
-    for (int64_t j = 0; i < shape.key_dim; ++i, ++j) {
-      const F32 s = load(state + i * 16);
-      of_k[j] = fma(s, set1(k[i]), of_k[j]);
-      of_q[j] = fma(s, set1(q[i]), of_q[j]);
+  const int64_t dk = shape.key_dim;
+  F32 of_k[G], of_q[G], news[G];
+  for (int64_t g = 0; g < G; ++g) of_k[g] = of_q[g] = zero();
+  for (int64_t i = 0; i < dk; ++i) {
+    const F32 of_key = set1(k[i]), of_query = set1(q[i]);
+    for (int64_t g = 0; g < G; ++g) {
+      const F32 s = load(state + (g * dk + i) * 16);
+      of_k[g] = fma(s, of_key, of_k[g]);
+      of_q[g] = fma(s, of_query, of_q[g]);
     }
+  }
+  for (int64_t t = 0; t < n; ++t, q += stride, k += stride) {
     const F32 fading = set1(decay[t]);
-    const F32 known = mul(fading, add(add(of_k[0], of_k[1]), add(of_k[2], of_k[3])));
-    const F32 news = mul(set1(beta[t]), sub(load_n(v + t * v_stride, lanes), known));
-    const F32 given = mul(fading, add(add(of_q[0], of_q[1]), add(of_q[2], of_q[3])));
-    store_n(out + t * out_stride, fma(news, set1(along[t]), given), lanes);
-    for (i = 0; i < shape.key_dim; ++i) store(state + i * 16, fma(news, set1(k[i]), mul(fading, load(state + i * 16))));
+    for (int64_t g = 0; g < G; ++g) {
+      const int64_t lanes = g + 1 == G ? last_lanes : 16;
+      news[g] = mul(set1(beta[t]), sub(load_n(v + t * v_stride + g * 16, lanes), mul(fading, of_k[g])));
+      store_n(out + t * out_stride + g * 16, fma(news[g], set1(along[t]), mul(fading, of_q[g])), lanes);
+      of_k[g] = of_q[g] = zero();
+    }
+    if (t + 1 == n)
+      for (int64_t i = 0; i < dk; ++i)
+        for (int64_t g = 0; g < G; ++g) store(state + (g * dk + i) * 16, fma(news[g], set1(k[i]), mul(fading, load(state + (g * dk + i) * 16))));
+    else
+      for (int64_t i = 0; i < dk; ++i) {
+        const F32 key = set1(k[i]), of_key = set1(k[stride + i]), of_query = set1(q[stride + i]);
+        F32 s[G];  // all of them read before one is stored: their addresses may be equal in what a processor compares first
+        for (int64_t g = 0; g < G; ++g) s[g] = fma(news[g], key, mul(fading, load(state + (g * dk + i) * 16)));
+        for (int64_t g = 0; g < G; ++g) {
+          store(state + (g * dk + i) * 16, s[g]);
+          of_k[g] = fma(s[g], of_key, of_k[g]);
+          of_q[g] = fma(s[g], of_query, of_q[g]);
+        }
+      }
   }
 }
 
@@ -155,9 +170,11 @@ static void move_state(const DeltaCall& call, const DeltaTask& task, float* scra
       const int64_t head = task.key_head * group + i;
       float *state = task.write + head * shape.head_floats(), *out = call.out + (task.first_row + begin) * call.out_stride + head * dv;
       rates_of(call, task, head, begin, n, beta, decay);
-      for (int64_t column = 0; column < dv; column += 16, state += dk * 16)
-        move_columns(shape, tile, tile + dk, width, tile + 2 * dk + i * dv + column, width, beta, decay, along, n,
-                     dv - column < 16 ? dv - column : 16, state, out + column, call.out_stride);
+      for (int64_t column = 0; column < dv; column += 32, state += 2 * dk * 16) {
+        const int64_t left = dv - column, lanes = left < 32 ? (left - 1) % 16 + 1 : 16;
+        (left > 16 ? move_columns<2> : move_columns<1>)(shape, tile, tile + dk, width, tile + 2 * dk + i * dv + column, width, beta, decay, along, n,
+                                                         lanes, state, out + column, call.out_stride);
+      }
       for (int64_t t = 0; t < n; ++t) rms_norm_row(out + t * call.out_stride, call.norm, dv, shape.norm_eps, out + t * call.out_stride);
     }
     begin += n;
