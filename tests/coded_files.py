@@ -250,7 +250,8 @@ def quantised_checkpoints(original: Path, folder: Path, layout: Layout) -> tuple
     plain: Tensors = {}
     for name, tensor in load_file(original / "model.safetensors").items():
         coded[name] = plain[name] = tensor
-        is_matrix = (".layers." in name and tensor.ndim == 2 and name.endswith("proj.weight")) or ".experts." in name
+        is_projection = name.endswith(("proj.weight", "in_proj_qkvz.weight", "in_proj_qkv.weight", "in_proj_z.weight"))
+        is_matrix = (".layers." in name and tensor.ndim == 2 and is_projection) or ".experts." in name
         if not is_matrix:
             continue
         del coded[name]

@@ -35,10 +35,14 @@ ARCHITECTURES = {
     "minicpm3": "minicpm3", "starcoder2": "starcoder2", "nemotron": "nemotron", "arcee": "arcee",
     "hunyuan_v1_dense": "hunyuan-dense", "gpt2": "gpt2", "gpt_bigcode": "starcoder", "gpt_neox": "gptneox",
     "phi": "phi2", "falcon": "falcon", "falcon-40b": "falcon", "olmo": "olmo", "minimax_m2": "minimax-m2",
-    "hunyuan_v1_moe": "hunyuan-moe",
+    "hunyuan_v1_moe": "hunyuan-moe", "qwen3_next": "qwen3next", "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe",
 }  # fmt: skip
+EVERY_SECOND = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
 # what a GGUF file cannot say, so that the model must be without it
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**EVERY_SECOND, "mlp_only_layers": []},
+    "qwen3_5": EVERY_SECOND,
+    "qwen3_5_moe": EVERY_SECOND,
     "mistral": {"sliding_window": None},
     "starcoder2": {"sliding_window": None},
     # the converter takes the width of heads from that of the model
@@ -141,6 +145,9 @@ def write_gguf(
         for ours, its in ROUTER_SCALES.items():
             if theirs.endswith(ours):
                 stem, ending = theirs.removesuffix(ours) + its, "scale"
+        if ending == "none":  # a name without an ending
+            tensors[names.get_name(stem)] = values
+            continue
         tensors[f"{names.get_name(stem)}.{ending}"] = values
     if config.model_type == "gemma4_text":
         tensors["rope_freqs.weight"] = turning_pairs(config)
@@ -299,6 +306,8 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type == "gemma3n_text":
         write_streams(out, config)
     write_scales(out, config)
+    if hasattr(config, "linear_num_key_heads"):
+        write_states(out, config)
     if getattr(config, "num_experts_per_tok", None):
         write_experts(out, config)
 
@@ -331,6 +340,42 @@ def write_streams(out: gguf.GGUFWriter, config: Any) -> None:
     out.add_shared_kv_layers(config.num_kv_shared_layers)
     normal = torch.distributions.normal.Normal(0, 1)
     out.add_activation_sparsity_scale(normal.icdf(torch.tensor(config.activation_sparsity_pattern)).tolist())
+
+
+def write_states(out: gguf.GGUFWriter, config: Any) -> None:
+    """Of a gated delta rule."""
+    out.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    out.add_ssm_state_size(config.linear_key_head_dim)
+    out.add_ssm_group_count(config.linear_num_key_heads)
+    out.add_ssm_time_step_rank(config.linear_num_value_heads)
+    out.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    out.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
+
+
+def states_of(name: str, values: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
+    """A tensor of a gated delta rule in the words of the converter: q, k, v and z apart, value heads tiled, -e^A_log."""
+    keys, many = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+    root, _, part = name.partition("linear_attn.")
+    if part == "in_proj_qkvz.weight":
+        own = many * config.linear_value_head_dim
+        sizes = (config.linear_key_head_dim, config.linear_key_head_dim, own, own)
+        q, k, v, z = (one.flatten(0, 1) for one in values.unflatten(0, (keys, -1)).split(sizes, dim=1))
+        return {
+            f"{root}linear_attn.in_proj_qkv.weight": torch.cat([q, k, v]),
+            f"{root}linear_attn.in_proj_z.weight": z,
+        }
+    if part == "A_log":
+        values = -values.float().exp()
+    if config.model_type != "qwen3_next" and part not in ("norm.weight", "out_proj.weight"):
+        width = (
+            1 if part in ("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight") else config.linear_value_head_dim
+        )
+        first = len(values) - keys * many * width
+        heads = values[first:].unflatten(0, (keys, many, width)).transpose(0, 1).flatten(0, 2)
+        values = torch.cat([values[:first], heads])
+    if config.model_type != "qwen3_next" and part == "out_proj.weight":
+        values = values.unflatten(1, (keys, many, -1)).transpose(1, 2).flatten(1)
+    return {name.replace(".dt_bias", ".dt_proj.bias").replace("A_log", "A_log.none"): values}
 
 
 def write_latent(out: gguf.GGUFWriter, config: Any) -> None:
@@ -366,8 +411,8 @@ def write_experts(out: gguf.GGUFWriter, config: Any) -> None:
     out.add_expert_count(next(n for n in (getattr(config, name, None) for name in names) if n))
     out.add_expert_used_count(config.num_experts_per_tok)
     if hasattr(config, "moe_intermediate_size") or kind in ("gpt_oss", "llama4_text", "minimax_m2", "hunyuan_v1_moe"):
-        out.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
-    if kind == "qwen2_moe":
+        out.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
+    if kind in ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text"):
         out.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if kind == "hunyuan_v1_moe":
         out.add_expert_shared_feed_forward_length(config.intermediate_size)
@@ -410,9 +455,14 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
             values = permuted(values, config.num_attention_heads)
         if name.endswith(("k_proj.weight", "k_proj.bias")) and is_permuted(config):
             values = permuted(values, config.num_key_value_heads)
-        if name.endswith("norm.weight") and config.model_type in ("gemma", "gemma2", "gemma3_text", "nemotron"):
-            values = values + 1
-        if config.model_type == "gpt_oss" and ".experts." in name:
+        is_added = hasattr(config, "linear_num_key_heads") and not name.endswith("linear_attn.norm.weight")
+        if name.endswith("norm.weight") and (
+            is_added or config.model_type in ("gemma", "gemma2", "gemma3_text", "nemotron")
+        ):
+            values = values.float() + 1
+        if "linear_attn." in name:
+            tensors |= states_of(name, values, config)
+        elif config.model_type == "gpt_oss" and ".experts." in name:
             tensors |= clamped_experts(name, values)
         elif config.model_type == "gemma4_text" and name.endswith("experts.gate_up_proj"):
             tensors[f"{name}.weight"] = values  # as they are

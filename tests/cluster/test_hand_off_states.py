@@ -6,7 +6,6 @@ import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint
-from coded_files import awq, block_fp8, compressed, gptq, logits_of, quantised_checkpoints, whole_fp8
+from coded_files import Layout, awq, block_fp8, compressed, gptq, logits_of, quantised_checkpoints, whole_fp8
 from diptych.compute.coded import CodedCheckpoint
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.ground.errors import ConfigError, LoadError
@@ -235,6 +235,31 @@ def test_fp4_of_modelopt_is_that_of_compressed_tensors_by_other_names(original: 
     checkpoint.finish(lambda name: False)
     exact = logits_of(plain, backend="torch", weights="fp32")
     assert (logits_of(coded, backend="torch", weights="fp32") - exact).abs().max() < 1e-4 * exact.abs().max()
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    "layout", [block_fp8(), gptq(4, 64, symmetric=False), gptq(4, 64, symmetric=True, act_order=True), awq(64)],
+    ids=["fp8 blocks", "gptq", "gptq act-order", "awq"],
+)  # fmt: skip
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_rows_of_heads_and_of_what_gates_them_come_out_of_one_matrix(
+    family: str, layout: Layout, tmp_path: Path
+) -> None:
+    """Queries and their gate lie head by head in one projection, of Qwen3-Next q, k, v and z too: each finds its own codes."""
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128,
+             "linear_value_head_dim": 64, "head_dim": 128, "hidden_size": 128}  # fmt: skip
+    sizes |= {"num_experts_per_tok": 6, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128} if (
+        family == "qwen3_next"
+    ) else {"intermediate_size": 128}  # fmt: skip
+    original = make_checkpoint(family, tmp_path / "original", dtype=torch.bfloat16, **sizes)
+    coded, plain = quantised_checkpoints(original, tmp_path, layout)
+    exact = logits_of(plain, backend="torch", weights="fp32")
+    assert torch.equal(logits_of(coded, backend="torch", weights="fp32"), exact)
+    if instruction_sets():
+        kept = logits_of(coded, backend="cpu")
+        assert (kept - exact).std() < 0.1 * exact.std(), float((kept - exact).std() / exact.std())
+        assert torch.equal(logits_of(coded, backend="cpu"), kept)
 
 
 @pytest.mark.parametrize(

@@ -315,11 +315,49 @@ def test_nvfp4_has_scales_of_whole_matrices_beside_it(family: str, tmp_path: Pat
         assert (Stepper(model).prefill("it", prompt, chunk=None) - exact).std() < 0.05 * exact.std()
 
 
+SMALL = ("gate_inp", "ssm_conv1d", "ssm_a", "ssm_b", "ssm_dt", "norm")  # also ssm_alpha, ssm_ba, ssm_beta
+TILED = {**WIDE, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64,
+         "linear_value_head_dim": 64}  # fmt: skip
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_value_heads_of_states_come_in_order_out_of_any_blocks(family: str, kind: str, tmp_path: Path) -> None:
+    """Rows by rows of blocks, and inputs, of which a block holds several heads', as the kernels' own order of inputs."""
+
+    def is_coded(name: str) -> bool:
+        return name.startswith("blk.") and name.endswith("weight") and not any(one in name for one in SMALL)
+
+    def valued(tensors: Tensors) -> Tensors:
+        found, coding = dict(tensors), gguf.GGMLQuantizationType[kind]
+        for name, values in tensors.items():
+            if is_coded(name):
+                found[name] = gguf.dequantize(quantised(values, coding), coding)
+        return found
+
+    experts = {"num_experts_per_tok": 6, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+    reference = gguf_reference(family, **TILED, **({} if family == "qwen3_5" else experts))
+    coded = write_gguf(reference, tmp_path / "coded.gguf", choose=lambda name: kind if is_coded(name) else "F32")
+    plain = write_gguf(reference, tmp_path / "plain.gguf", change=valued)
+    prompt = list(range(3, 40))
+    exact = Stepper(load_model(plain, REFERENCE)).prefill("it", prompt, chunk=None)
+    assert torch.equal(Stepper(load_model(coded, REFERENCE)).prefill("it", prompt, chunk=None), exact)
+    if instruction_sets():
+        config = ComputeConfig(backend="cpu", threads=1)
+        model = load_model(coded, config)
+        assert all(name.startswith("group") for name in model.formats), model.formats  # type: ignore[attr-defined]
+        logits = Stepper(model).prefill("it", prompt, chunk=None)
+        assert (logits - exact).std() < 0.05 * exact.std(), float((logits - exact).std() / exact.std())
+        again = load_model(coded, config)  # of which what was packed is found again
+        assert torch.equal(Stepper(again).prefill("it", prompt, chunk=5), logits)
+
+
 @pytest.mark.native
 @pytest.mark.parametrize(
     ("family", "weights"),
     [("llama", "bf16"), ("llama", "int8"), ("llama", "int4"), ("deepseek_v2", "bf16"), ("gpt_oss", "int8"),
-     ("granitemoe", "bf16")],
+     ("granitemoe", "bf16"), ("qwen3_next", "bf16"), ("qwen3_5_moe", "int8")],
 )  # fmt: skip
 def test_a_bf16_file_has_the_bits_of_the_checkpoint(family: str, weights: str, tmp_path: Path) -> None:
     """The two containers hold the same numbers, so nothing after the reader may tell them apart."""

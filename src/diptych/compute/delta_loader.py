@@ -18,9 +18,11 @@ from diptych.compute.ops.contract import (
     Vector,
     WeightTensor,
 )
-from diptych.compute.views import PickedTensor
+from diptych.compute.views import PickedTensor, PowerTensor
 from diptych.compute.weights import Source
 from diptych.models.spec import AttentionLayer, DeltaSpec, ModelSpec
+
+APART = ("in_proj_qkv", "in_proj_z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class DeltaParts:
 def delta_parts(source: Source, delta: DeltaSpec, names: tuple[str, ...], root: str, hidden: int) -> DeltaParts:
     """The projections of the layer whose tensors begin with root; names: `TensorNames.delta_in`."""
     width, heads = delta.width, delta.n_value_heads
-    if len(names) == 2:
+    if len(names) == 2 and not source.is_plain:
         both = source.tensor(f"{root}{names[0]}.weight", delta.n_channels + width, hidden)
         rates = source.tensor(f"{root}{names[1]}.weight", 2 * heads, hidden)
         qkv_rows, gate_rows = _by_key_head(delta)
@@ -44,10 +46,15 @@ def delta_parts(source: Source, delta: DeltaSpec, names: tuple[str, ...], root: 
         gate: WeightTensor = PickedTensor(both, gate_rows)
         pair: tuple[WeightTensor, ...] = (PickedTensor(rates, _rates_by_key_head(delta)),)
     else:
+        if len(names) == 2:  # apart, but for the rates
+            names = (*APART, names[1])
         of_qkv, of_gate, *of_rates = (f"{root}{name}.weight" for name in names)
         qkv = (source.tensor(of_qkv, delta.n_channels, hidden),)
         gate = source.tensor(of_gate, width, hidden)
-        pair = tuple(source.tensor(name, heads, hidden) for name in of_rates)
+        if len(of_rates) == 1:
+            pair = (PickedTensor(source.tensor(of_rates[0], 2 * heads, hidden), _rates_by_key_head(delta)),)
+        else:
+            pair = tuple(source.tensor(name, heads, hidden) for name in of_rates)
     o = source.tensor(f"{root}out_proj.weight", hidden, width)
     return DeltaParts(*(LinearParts(weights=some) for some in (qkv, (gate,), pair, (o,))))
 
@@ -63,6 +70,8 @@ def delta_heads(
     """What moves the states of a layer on."""
     delta = attention.delta
     assert delta is not None
+    decay = source.tensor(f"{root}A_log", delta.n_value_heads)
+    taps = (delta.n_channels, delta.n_taps) if source.is_plain else (delta.n_channels, 1, delta.n_taps)
     return loader.delta_rule(
         AttentionSpec(
             layer=layer,
@@ -74,8 +83,8 @@ def delta_heads(
             delta=delta,
             place=spec.delta_layers.index(layer),
         ),
-        taps=source.tensor(f"{root}conv1d.weight", delta.n_channels, 1, delta.n_taps),
-        decay=source.tensor(f"{root}A_log", delta.n_value_heads),
+        taps=source.tensor(f"{root}conv1d.weight", *taps),
+        decay=decay if source.is_plain else PowerTensor(decay),
         shift=source.tensor(f"{root}dt_bias", delta.n_value_heads),
         norm=NormParts(weight=source.tensor(f"{root}norm.weight", delta.value_dim)),
     )

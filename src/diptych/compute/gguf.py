@@ -15,6 +15,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from diptych.compute.ops.contract import Codes, WeightTensor
 from diptych.compute.weights import FLOAT_DTYPES, SAMPLE_BYTES, Meanwhile, Progress, Saved, give_pages_back
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import LEAST_WHOLE, KeptFormat, gguf_kept, mean_bytes
-from diptych.models.gguf import Place, is_beside, joined_place, place_of, scales_beside
+from diptych.models.gguf import Place, is_beside, joined_place, place_of, scales_beside, value_heads
 from diptych.models.gguf_architectures import architecture_of
 from diptych.models.gguf_file import BlockType, GgufFile, GgufTensor
 
@@ -51,6 +52,8 @@ class GgufTensorView(WeightTensor):
         self._checkpoint = checkpoint
         self._place = place
         self.kept = checkpoint.kept(place) if len(shape) == 2 else None
+        if self.kept is not None and place.heads == "inputs":
+            self.order = checkpoint.inputs_of(shape[1]).argsort().to(torch.int32)
 
     def codes(self) -> Codes:
         """As the blocks have them, rows in our order."""
@@ -144,6 +147,9 @@ class GgufCheckpoint:
         """The values of a checked tensor, or some rows and the first columns of it; counts towards progress once."""
         stored, raw = self._opened(place)
         n_columns = shape[-1] if n_columns is None else min(n_columns, shape[-1])
+        if place.heads == "inputs":  # all of them are read, to be put in order
+            whole = self.read(replace(place, heads=None), shape, dtype, rows=rows)
+            return whole[:, self.inputs_of(shape[1])[:n_columns]]
         order, place_scale = self._rows_of(place, shape[0]), self._scale_of(place)
         plain = FLOAT_DTYPES.get(stored.type.name)
         if plain is not None:
@@ -156,6 +162,8 @@ class GgufCheckpoint:
             values = dequantised(blocks, stored.type, dtype if place_scale == 1.0 else torch.float32)[:, :n_columns]
             values = values if place_scale == 1.0 else (values * place_scale).to(dtype)
             values = values if len(shape) > 1 else values[0]
+        if place.is_negative:
+            return -values.to(torch.float32)
         return values if not place.added else values.to(torch.float32) - place.added
 
     def kept(self, place: Place) -> KeptFormat | None:
@@ -222,13 +230,25 @@ class GgufCheckpoint:
     def _rows_of(self, place: Place, n_rows: int) -> slice | torch.Tensor:
         """Where our rows lie: the converter puts row i of a head's first half beside row i of its second."""
         begin = place.begin or 0
-        if place.heads is None:
+        if place.heads in (None, "inputs"):
             return slice(begin, begin + n_rows)
+        if place.heads == "v":
+            n_key_heads, n_value_heads, width = value_heads(self.file)
+            width = width if n_rows >= n_value_heads * width else 1  # else one number of each head
+            first = n_rows - n_value_heads * width
+            return torch.cat([torch.arange(first), first + tiles(n_key_heads, n_value_heads, width)])
         key = "attention.head_count" if place.heads == "q" else "attention.head_count_kv"
         prefix = self.file.metadata["general.architecture"]
         n_heads = self.file.metadata.get(f"{prefix}.{key}") or self.file.metadata[f"{prefix}.attention.head_count"]
         n_heads = n_heads if isinstance(n_heads, int) else n_heads.values()[0]
         return begin + torch.arange(n_rows).view(n_heads, -1, 2).transpose(1, 2).reshape(-1)
+
+    def inputs_of(self, n_inputs: int) -> torch.Tensor:
+        """Where the inputs of a row lie that come by value head. LoadError where they are not as many."""
+        n_key_heads, n_value_heads, width = value_heads(self.file)
+        if n_value_heads * width != n_inputs:
+            raise LoadError(f"{self.file.path} has {n_value_heads} value heads of {width} for {n_inputs} inputs")
+        return tiles(n_key_heads, n_value_heads, width)
 
     def raw(self, name: str, *shape: int, n_values: int) -> GgufTensorView:
         """Never: a GGUF file's blocks have types of their own."""
@@ -327,6 +347,11 @@ class GgufCheckpoint:
             8 * mean_bytes(formats),
             why,
         )
+
+
+def tiles(n_key_heads: int, n_value_heads: int, width: int) -> torch.Tensor:
+    """Where what lies by value head is in a file that has the first of each key head before all the seconds."""
+    return torch.arange(n_value_heads * width).view(-1, n_key_heads, width).transpose(0, 1).reshape(-1)
 
 
 def dequantised(raw: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Tensor:

@@ -98,6 +98,27 @@ class JoinedTensor(WeightTensor):
         return torch.cat([tensor.read().reshape(-1) for tensor in self._tensors])
 
 
+class PowerTensor(WeightTensor):
+    """E to the power of a small tensor, in fp32."""
+
+    random_seed: int | None = None
+    dtype = torch.float32
+
+    def __init__(self, tensor: WeightTensor) -> None:
+        self.name = tensor.name
+        self.shape = tensor.shape
+        self._tensor = tensor
+
+    @property
+    def stored(self) -> tuple[WeightTensor, ...]:
+        """What they are the powers of."""
+        return (self._tensor,)
+
+    def read(self) -> torch.Tensor:
+        """A new tensor."""
+        return self._tensor.read().to(torch.float32).exp()
+
+
 class ScaledTensor(WeightTensor):
     """A small tensor times a number, in fp32."""
 

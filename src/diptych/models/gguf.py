@@ -71,6 +71,9 @@ IN_LAYER = {
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate_up_proj": "ffn_up",
     "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down", "self_attn.query_layernorm": "attn_q_norm",
     "self_attn.key_layernorm": "attn_k_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
     **dict.fromkeys(("attn.c_attn", "attention.query_key_value", "self_attention.query_key_value"), "attn_qkv"),
     **dict.fromkeys(("attn.c_proj", "attention.dense", "self_attention.dense", "self_attn.dense"), "attn_output"),
     "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down",
@@ -107,12 +110,18 @@ ODD_ENDINGS = {
     "self_attn.sinks": "attn_sinks.weight",
     "altup.correct_output_scale": "altup_correct_scale.weight",
     "layer_scalar": "layer_output_scale.weight",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
 }
+# what lies by value head: along rows, of which those of q and k come first, or along the inputs of a row
+BY_VALUE_HEAD = ("attn_qkv.weight", "attn_gate.weight", "ssm_beta.weight", "ssm_alpha.weight", "ssm_conv1d.weight",
+                 "ssm_a", "ssm_dt.bias")  # fmt: skip
+INPUTS_BY_VALUE_HEAD = "ssm_out.weight"
 EXPERT = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 LAYER = re.compile(r"^(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.+)$")
 MLP = re.compile(r"^(?:block_sparse_moe|feed_forward)\.")  # what some checkpoints call it
@@ -137,9 +146,11 @@ ROPE_TENSOR = re.compile(r"^(blk\.\d+\.)?rope_(freqs|factors_long|factors_short)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a tensor of ours lies. expert: entry of a stacked tensor; heads: whose rows were reordered, 'q' or 'k'.
+    """Where a tensor of ours lies. expert: entry of a stacked tensor; heads: whose rows were reordered, 'q', 'k' or 'v' (the
+    value heads of states), or with 'inputs' the inputs of each row.
 
-    begin: the first of its rows where it is a part of a tensor.
+    begin: the first of its rows where it is a part of a tensor. added: to the values.
+    is_negative: the file has their negatives.
     """
 
     name: str
@@ -147,6 +158,7 @@ class Place:
     begin: int | None = None
     heads: str | None = None
     added: float = 0.0
+    is_negative: bool = False
 
 
 def read_config(file: GgufFile) -> dict[str, Any]:
@@ -159,7 +171,8 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     for name, ours in names.items():
         read = keys.by_layer if name in kind.by_layer else keys.number
         value = read(name) if ours else None
-        if value is None and name in (*NEEDED, kind.eps):
+        is_needed = name in (*NEEDED, kind.eps) and not (name == "feed_forward_length" and kind.is_tiled)
+        if value is None and is_needed:
             raise LoadError(
                 f"{keys.full(name)} is missing from {file.path}", hint="the file is damaged, or no language model"
             )
@@ -201,6 +214,8 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         config.setdefault("attention_multiplier", config["head_dim"] ** -0.5)
     if kind is GEMMA3N:
         _add_streams(config, keys, file)
+    if "ssm.inner_size" in kind.keys:
+        config["linear_value_head_dim"] = value_heads(file)[2]
     _add_windows(config, keys, kind)
     if kind is GEMMA4:
         _add_full_heads(config, keys, file)
@@ -244,6 +259,20 @@ def n_layers_of(file: GgufFile) -> int:
     if n_blocks is None or (drafting and not 0 <= drafting < n_blocks):
         raise LoadError(f"{file.path} has {n_blocks} blocks, of which {drafting} draft", hint="the file is damaged")
     return int(n_blocks - drafting) if drafting else n_blocks
+
+
+def value_heads(file: GgufFile) -> tuple[int, int, int]:
+    """Of states: key heads, value heads, and how wide those are. LoadError where they do not go with each other."""
+    keys = _Keys(file)
+    names = ("ssm.group_count", "ssm.time_step_rank", "ssm.inner_size")
+    n_key_heads, n_value_heads, width = found = tuple(keys.number(name) for name in names)
+    are_counts = all(isinstance(one, int) and one > 0 for one in found)
+    if not are_counts or width % n_value_heads or n_value_heads % n_key_heads:
+        raise LoadError(
+            f"{', '.join(map(keys.full, names))} in {file.path} are {', '.join(map(str, found))}; each must be at least 1 and "
+            "divide the next"
+        )
+    return n_key_heads, n_value_heads, width // n_value_heads
 
 
 def _add_latent(config: dict[str, Any], keys: _Keys) -> None:
@@ -482,7 +511,9 @@ def place_of(name: str, kind: GgufArchitecture) -> Place | None:
         return None
     block = f"blk.{layer[1]}"
     if layer[2] in ODD_ENDINGS:
-        return Place(name=f"{block}.{ODD_ENDINGS[layer[2]]}")
+        odd = ODD_ENDINGS[layer[2]]
+        is_tiled = kind.is_tiled and odd in BY_VALUE_HEAD
+        return Place(name=f"{block}.{odd}", heads="v" if is_tiled else None, is_negative=odd == "ssm_a")
     part, _, ending = MLP.sub("mlp.", layer[2]).rpartition(".")
     forms = (ONE_EXPERT, SHARED_EXPERTS, LATENT_HEAD, HEAD_NORM)
     expert, shared, head, norm = (form.match(part) for form in forms)
@@ -500,7 +531,10 @@ def place_of(name: str, kind: GgufArchitecture) -> Place | None:
     if theirs is None:
         return None
     heads = {"attn_q": "q", "attn_k": "k"}.get(theirs) if kind.is_permuted else None
-    added = kind.norm_added if part.endswith("norm") and ending == "weight" else 0.0
+    if kind.is_tiled and f"{theirs}.{ending}" in (*BY_VALUE_HEAD, INPUTS_BY_VALUE_HEAD):
+        heads = "inputs" if theirs == "ssm_out" else "v"
+    is_added = part.endswith("norm") and ending == "weight" and theirs != "ssm_norm"
+    added = kind.norm_added if is_added else 0.0
     return Place(name=f"{block}.{theirs}.{ending}", heads=heads, added=added)
 
 

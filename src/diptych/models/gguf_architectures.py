@@ -34,6 +34,11 @@ EXPERT_WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
 GROUPED = {**EXPERTS, **EXPERT_WIDTH, "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
            "expert_shared_count": "n_shared_experts", "expert_weights_scale": "routed_scaling_factor",
            "expert_weights_norm": "norm_topk_prob", "leading_dense_block_count": "first_k_dense_replace"}  # fmt: skip
+SHARED_WIDTH = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+# of a gated delta rule; how wide its values are, `gguf` reads itself
+STATES = {"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
+          "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads", "ssm.inner_size": "",
+          "full_attention_interval": "full_attention_interval", "rope.dimension_sections": ""}  # fmt: skip
 SCALED = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
           "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}  # fmt: skip
 LATENT = {"attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank",
@@ -57,6 +62,7 @@ class GgufArchitecture:
     values: what keys may say that change the mathematics and become none of the config's. present: flags of the config by
     the tensor whose presence says so; absent: by the one whose absence does. eps: the key of the norms' epsilon.
     is_permuted: rows of q and k lie in the order of llama.cpp's own rotation. norm_added: by the converter to every norm.
+    is_tiled: value heads of states lie as llama.cpp repeats key heads, the first of each of those before all the seconds.
     by_layer: keys whose values may differ from layer to layer.
     window_every: every so many-th layer attends to everything where the file does not say which.
     wide_layers: of the one size whose scores are scaled otherwise. yarn: what the family's yarn has beside the file's.
@@ -72,6 +78,7 @@ class GgufArchitecture:
     absent: Mapping[str, str] = field(default_factory=dict)
     eps: str = "attention.layer_norm_rms_epsilon"
     is_permuted: bool = False
+    is_tiled: bool = False
     norm_added: float = 0.0
     by_layer: tuple[str, ...] = ()
     window_every: int | None = None
@@ -81,6 +88,7 @@ class GgufArchitecture:
 
 
 Q_BIAS, O_BIAS, UP_BIAS, Q_NORM = "attn_q.bias", "attn_output.bias", "ffn_up.bias", "attn_q_norm.weight"
+WITH_STATES: dict[str, Any] = {"norms": BEHIND, "norm_added": 1.0, "present": {"attention_bias": Q_BIAS}}
 LLAMA = GgufArchitecture(
     architecture="LlamaForCausalLM", is_permuted=True, present={"attention_bias": Q_BIAS, "mlp_bias": UP_BIAS}
 )
@@ -160,13 +168,26 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen2": GgufArchitecture(architecture="Qwen2ForCausalLM"),
     "qwen2moe": GgufArchitecture(
         architecture="Qwen2MoeForCausalLM",
-        keys={**EXPERTS, **EXPERT_WIDTH, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        keys={**EXPERTS, **EXPERT_WIDTH, **SHARED_WIDTH},
         present={"qkv_bias": Q_BIAS},
     ),
     "qwen3": GgufArchitecture(architecture="Qwen3ForCausalLM"),
     # llama.cpp scales the chosen experts to sum to 1, as all published models do
     "qwen3moe": GgufArchitecture(
         architecture="Qwen3MoeForCausalLM", keys={**EXPERTS, **EXPERT_WIDTH}, fixed={"norm_topk_prob": True}
+    ),
+    "qwen3next": GgufArchitecture(
+        architecture="Qwen3NextForCausalLM",
+        keys={**EXPERTS, **EXPERT_WIDTH, **SHARED_WIDTH, **STATES},
+        fixed={"norm_topk_prob": True},
+        **WITH_STATES,
+    ),
+    "qwen35": GgufArchitecture(architecture="Qwen3_5ForCausalLM", keys=STATES, is_tiled=True, **WITH_STATES),
+    "qwen35moe": GgufArchitecture(
+        architecture="Qwen3_5MoeForCausalLM",
+        keys={**EXPERTS, **EXPERT_WIDTH, **SHARED_WIDTH, **STATES},
+        is_tiled=True,
+        **WITH_STATES,
     ),
     "phi3": GgufArchitecture(architecture="Phi3ForCausalLM", keys=WINDOWED),
     "gemma": GgufArchitecture(architecture="GemmaForCausalLM", norm_added=1.0),

@@ -304,7 +304,7 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
     def delta_rule(
         self, spec: AttentionSpec, *, taps: WeightTensor, decay: WeightTensor, shift: WeightTensor, norm: NormParts
     ) -> Heads:
-        """What `delta` needs of a layer: taps [channels, 1, n_taps], decay and shift [H], and the norm over value_dim."""
+        """What `delta` needs of a layer: taps [channels, .., n_taps], decay and shift [H], and the norm over value_dim."""
 
     @abstractmethod
     def router(self, parts: LinearParts) -> Linear:
@@ -477,7 +477,7 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
 
         c = silu(sum over taps of tap * the channel's inputs), of which q and k, heads of length 1 (with 1e-6 in the root),
         meet H / K value heads each; q is scaled. With beta = sigmoid(rates[:H]) and
-        r = exp(-exp(decay) softplus(rates[H:] + shift)): S = r S, S += k (beta (v - S^T k))^T, and S^T q is normed.
+        r = exp(-decay softplus(rates[H:] + shift)): S = r S, S += k (beta (v - S^T k))^T, and S^T q is normed.
         A sequence begins with the state that the batch names, or with zeros.
         """
 

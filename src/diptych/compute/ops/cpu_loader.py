@@ -275,7 +275,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         handle = DeltaHandle(
             shape=own and delta_shape(spec, own),
             taps=self.program.add_vector(by_tap.contiguous().numpy()),
-            decay=self.program.add_vector(self._values(decay)[mine].exp().numpy()),
+            decay=self.program.add_vector(self._values(decay)[mine].numpy()),
             shift=self._vector(shift, rows=mine),
             norm=self._vector(norm.weight),
         )

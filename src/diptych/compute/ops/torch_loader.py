@@ -50,7 +50,7 @@ class TorchLatent:
 
 @dataclass(frozen=True, slots=True)
 class TorchDelta:
-    """taps [channels, n_taps], decay [H] = exp(its logarithm), shift [H], all fp32, and the heads' norm."""
+    """taps [channels, n_taps], decay and shift [H], all fp32, and the heads' norm."""
 
     taps: torch.Tensor
     decay: torch.Tensor
@@ -169,7 +169,7 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         self, spec: AttentionSpec, *, taps: WeightTensor, decay: WeightTensor, shift: WeightTensor, norm: NormParts
     ) -> TorchAttention:
         """All of it in fp32."""
-        delta = TorchDelta(self._vector(taps)[:, 0], self._vector(decay).exp(), self._vector(shift), self.norm(norm))
+        delta = TorchDelta(self._vector(taps).flatten(1), self._vector(decay), self._vector(shift), self.norm(norm))
         return TorchAttention(spec, None, None, delta=delta)
 
     def router(self, parts: LinearParts) -> TorchLinear:
