@@ -22,7 +22,7 @@ from diptych.compute.views import PickedTensor, PowerTensor
 from diptych.compute.weights import Source
 from diptych.models.spec import AttentionLayer, DeltaSpec, ModelSpec
 
-APART = ("in_proj_qkv", "in_proj_z")
+APART = ("in_proj_qkv", "in_proj_z")  # what a converter makes of one matrix by key head
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +38,24 @@ class DeltaParts:
 def delta_parts(source: Source, delta: DeltaSpec, names: tuple[str, ...], root: str, hidden: int) -> DeltaParts:
     """The projections of the layer whose tensors begin with root; names: `TensorNames.delta_in`."""
     width, heads = delta.width, delta.n_value_heads
-    if len(names) == 2 and not source.is_plain:
+    by_key_head = len(names) == 2
+    qkv: WeightTensor
+    gate: WeightTensor
+    if by_key_head and not source.is_plain:
         both = source.tensor(f"{root}{names[0]}.weight", delta.n_channels + width, hidden)
-        rates = source.tensor(f"{root}{names[1]}.weight", 2 * heads, hidden)
-        qkv_rows, gate_rows = _by_key_head(delta)
-        qkv: tuple[WeightTensor, ...] = (PickedTensor(both, qkv_rows),)
-        gate: WeightTensor = PickedTensor(both, gate_rows)
-        pair: tuple[WeightTensor, ...] = (PickedTensor(rates, _rates_by_key_head(delta)),)
+        of_qkv, of_gate = _by_key_head(delta)
+        qkv, gate = PickedTensor(both, of_qkv), PickedTensor(both, of_gate)
     else:
-        if len(names) == 2:  # apart, but for the rates
-            names = (*APART, names[1])
-        of_qkv, of_gate, *of_rates = (f"{root}{name}.weight" for name in names)
-        qkv = (source.tensor(of_qkv, delta.n_channels, hidden),)
-        gate = source.tensor(of_gate, width, hidden)
-        if len(of_rates) == 1:
-            pair = (PickedTensor(source.tensor(of_rates[0], 2 * heads, hidden), _rates_by_key_head(delta)),)
-        else:
-            pair = tuple(source.tensor(name, heads, hidden) for name in of_rates)
+        apart = APART if by_key_head else names[:2]
+        sizes = (delta.n_channels, width)
+        qkv, gate = (source.tensor(f"{root}{name}.weight", n, hidden) for name, n in zip(apart, sizes, strict=True))
+    rates: tuple[WeightTensor, ...]
+    if by_key_head:
+        rates = (PickedTensor(source.tensor(f"{root}{names[1]}.weight", 2 * heads, hidden), _rates_by_key_head(delta)),)
+    else:
+        rates = tuple(source.tensor(f"{root}{name}.weight", heads, hidden) for name in names[2:])
     o = source.tensor(f"{root}out_proj.weight", hidden, width)
-    return DeltaParts(*(LinearParts(weights=some) for some in (qkv, (gate,), pair, (o,))))
+    return DeltaParts(*(LinearParts(weights=some) for some in ((qkv,), (gate,), rates, (o,))))
 
 
 def delta_heads(
