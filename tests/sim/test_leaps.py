@@ -9,6 +9,7 @@ import pytest
 from diptych.cost.setup import setup_of
 from diptych.metrics import Limits
 from diptych.sim.cluster import Cluster
+from diptych.sim.link import Link
 from diptych.sim.load import Load, OpenLoad, UsersLoad, UsersSpec
 from diptych.sim.pools import Service
 from diptych.sim.service import simulate
@@ -97,3 +98,21 @@ def test_users_in_mid_conversation_find_their_history() -> None:
     cold = simulate(Service.of(H100), UsersLoad(replace(spec, is_midway=False)))
     assert warm.cached_tokens > 0.4 * warm.prompt_tokens
     assert warm.prompt_tokens > 1.5 * cold.prompt_tokens
+
+
+@pytest.mark.parametrize("has_readers", [False, True])
+def test_a_conversation_goes_on_from_a_state_as_from_blocks(has_readers: bool) -> None:
+    """With as many places as sequences nobody found anything: places that running sequences may need are not given away."""
+    found = []
+    for name in ("qwen3-8b", "qwen3.5-9b"):
+        setup = setup_of(name, "h100-80gb-sxm")
+        service = Service.of(setup)
+        if has_readers:
+            service = replace(
+                service, readers=service.pool, link=Link(bytes_per_s=50e9, latency_s=1e-5), local_prefill_s=0.0
+            )
+        result = simulate(service, UsersLoad(USERS))
+        assert result.n_complete == 120
+        found.append(result.cached_tokens / result.prompt_tokens)
+    # what all users share was read elsewhere, so that no state of it is left where answers are written
+    assert found[1] > (0.85 if has_readers else 0.98) * found[0] > 0.4

@@ -43,7 +43,12 @@ def state_places(state_bytes: float, memory_bytes: float, *, running: int | None
     if not state_bytes:
         return 0
     wanted = (STATES_EACH if is_caching else 1) * (running or USUAL_RUNNING)
-    return min(wanted, int(memory_bytes * STATE_MEMORY_SHARE // state_bytes))
+    return int(min(wanted, memory_bytes * STATE_MEMORY_SHARE / state_bytes))
+
+
+def running_beside_kept(number: int, n_places: int) -> int:
+    """Of so many sequences those that run at one time where nobody says, so that prefixes keep some of the states, too."""
+    return min(number, max(1, n_places * (STATES_EACH - 1) // STATES_EACH)) if n_places else number
 
 
 def places(pool_tokens: int, context_tokens: int, predict_s: PredictDecode | None) -> Places:

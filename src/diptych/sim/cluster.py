@@ -53,11 +53,15 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """What joins groups. kv_bytes: of the first so many tokens of a prompt. local_prefill_us: see `control.router`."""
+    """What joins groups. kv_bytes: of the first so many tokens of a prompt. state_bytes: of a sequence, behind them.
+
+    local_prefill_us: see `control.router`.
+    """
 
     link: Link
     kv_bytes: Callable[[int], float]
     local_prefill_us: int = 0
+    state_bytes: float = 0.0
 
 
 @dataclass(slots=True)
@@ -347,6 +351,8 @@ class Cluster:
         ready_tokens = min(tokens // block_tokens * block_tokens, journey.end_tokens)
         if ready_tokens > journey.sent_tokens:
             n_bytes = self._wire.kv_bytes(ready_tokens) - self._wire.kv_bytes(journey.sent_tokens)
+            if ready_tokens == journey.end_tokens:
+                n_bytes += self._wire.state_bytes
             journey.arrives_s = self._ports.send(route.prefill, route.decode, n_bytes, at_s)
             journey.sent_tokens = ready_tokens
             self.tally.sent(n_bytes)

@@ -8,14 +8,16 @@ report = simulate(Service.of(setup, n_engines=2), load, limits=Limits(ttft_s=1.0
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, TypedDict, Unpack
 
 from diptych.cost.components import state_bytes
 from diptych.cost.memory import capacity_of
 from diptych.cost.parameters import kv_bytes_stored
-from diptych.cost.places import STATES_EACH, USUAL_RUNNING, places, state_places
+from diptych.cost.places import places, running_beside_kept, state_places
 from diptych.cost.setup import Setup
 from diptych.ground.bounds import Bound
 from diptych.ground.config import BlockConfig, SchedulerConfig, at_least
@@ -117,7 +119,8 @@ class Pool:
         """
         Bound(int, 1, MAX_ENGINES, "engines").take("engines", n_engines, ConfigError)
         at_least("block tokens", block_tokens, 1)
-        blocks = _blocks(setup, kv_tokens, context_tokens, block_tokens)
+        n_states = partial(_states, setup, running=max_running_sequences, is_caching=enable_prefix_cache)
+        blocks = _blocks(setup, kv_tokens, context_tokens, block_tokens, n_states)
         context = min(setup.model.max_context_tokens or UNKNOWN_CONTEXT, blocks.n_blocks * block_tokens)
         predict_s = setup.model_of_time().predict_s
 
@@ -128,7 +131,9 @@ class Pool:
         is_given = max_running_sequences is not None
         scheduler = SchedulerConfig(
             max_step_tokens=max_step_tokens,
-            max_running_sequences=max_running_sequences if is_given else found.number,
+            max_running_sequences=max_running_sequences
+            if is_given
+            else running_beside_kept(found.number, blocks.n_places),
             stall_budget_s=stall_budget_s,
             max_waiting_tokens=max_waiting_tokens,
             max_context_tokens=context,
@@ -249,8 +254,7 @@ class Service:
     def kv_bytes(self, tokens: int) -> float:
         """Of so many leading tokens of a prompt: what a hand-off must move."""
         setup = self.pool.setup
-        moved = kv_bytes_stored(setup.model, setup.kv, tokens, is_ours=setup.calibration.is_local)
-        return moved + state_bytes(setup.model)
+        return kv_bytes_stored(setup.model, setup.kv, tokens, is_ours=setup.calibration.is_local)
 
     def groups(self) -> list[Group]:
         """The pools for a cluster, in their order."""
@@ -261,7 +265,12 @@ class Service:
         if self.link is None:
             return None
         kv_bytes: Callable[[int], float] = self.kv_bytes
-        return Wire(link=self.link, kv_bytes=kv_bytes, local_prefill_us=int(self.local_prefill_s * 1e6))
+        return Wire(
+            link=self.link,
+            kv_bytes=kv_bytes,
+            local_prefill_us=int(self.local_prefill_s * 1e6),
+            state_bytes=state_bytes(self.pool.setup.model),
+        )
 
     def part(self, number: int, of: int) -> Service:
         """One of several equal cells that each have a router of their own. ConfigError where they do not divide."""
@@ -272,7 +281,13 @@ class Service:
         return replace(self, pool=pools[0], readers=pools[1] if len(pools) > 1 else None)
 
 
-def _blocks(setup: Setup, kv_tokens: int | None, context_tokens: int, block_tokens: int) -> BlockConfig:
+def _states(setup: Setup, memory_bytes: float, *, running: int | None, is_caching: bool) -> int:
+    return state_places(state_bytes(setup.model, tp=setup.tp), memory_bytes, running=running, is_caching=is_caching)
+
+
+def _blocks(
+    setup: Setup, kv_tokens: int | None, context_tokens: int, block_tokens: int, n_states: Callable[[float], int]
+) -> BlockConfig:
     if kv_tokens is None:
         capacity = capacity_of(setup, context_tokens=context_tokens, batch=1)
         kv_tokens = capacity.kv_tokens
@@ -282,12 +297,10 @@ def _blocks(setup: Setup, kv_tokens: int | None, context_tokens: int, block_toke
                 f"take {capacity.weight_bytes / 1e9:.4g} GB; at least one block of {block_tokens} tokens is needed",
                 hint="a larger device, a larger --tp or a smaller weight format",
             )
-        states = state_places(
-            state_bytes(setup.model, tp=setup.tp), capacity.free_kv_bytes, running=None, is_caching=True
-        )
+        states = n_states(capacity.free_kv_bytes)
         kv_tokens -= int(kv_tokens * states * state_bytes(setup.model, tp=setup.tp) / capacity.free_kv_bytes)
     else:
-        states = STATES_EACH * USUAL_RUNNING if setup.model.state_elements else 0
+        states = n_states(math.inf)
     Bound(int, 1, MAX_BLOCKS * block_tokens, "tokens").take("KV tokens", kv_tokens, ConfigError)
     n_blocks = kv_tokens // block_tokens
     if n_blocks < 1:
