@@ -18,7 +18,7 @@ from diptych.engine.llm import LLM
 from diptych.engine.load import LoadedModel, bundled_dir, load
 from diptych.engine.phases import TwoPhase
 from diptych.ground.config import ComputeConfig, SchedulerConfig
-from diptych.ground.errors import CapacityError, RequestError
+from diptych.ground.errors import CapacityError, ConfigError, RequestError
 from diptych.ground.request import SamplingParams, StructuredSpec
 
 BLOCK = 16
@@ -201,3 +201,9 @@ def test_grammars_force_tokens_over_states(folder: Path) -> None:
         llm.engine.core.check()
         answers.append(list(done.choices[0].token_ids))
     assert answers[0] == answers[1]
+
+
+def test_a_draft_model_with_states_is_refused(loaded: LoadedModel, folder: Path) -> None:
+    """Its guesses would move states on that nobody could take back."""
+    with pytest.raises(ConfigError, match=r"keeps a state of each sequence in \d of its layers"):
+        LLM(loaded, tiny_config(loaded.model.backend_name), speculate="draft", draft_model=str(folder))
