@@ -42,6 +42,11 @@ template <int kTile>
 inline void tile_load(const void* from, int64_t stride) {
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(kTile) : "memory");
 }
+// The same of what is read once while other tiles are to stay in L1: it takes no room there.
+template <int kTile>
+inline void tile_load_passing(const void* from, int64_t stride) {
+  __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(kTile) : "memory");
+}
 template <int kTile>
 inline void tile_store(void* to, int64_t stride) {
   __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(kTile) : "memory");
@@ -85,6 +90,10 @@ inline void tile_load(const void* from, int64_t stride) {
   tile_zero<kTile>();
   for (int64_t row = 0; row < file.config.rows[kTile]; ++row)
     std::memcpy(file.data[kTile][row], static_cast<const uint8_t*>(from) + row * stride, file.config.row_bytes[kTile]);
+}
+template <int kTile>
+inline void tile_load_passing(const void* from, int64_t stride) {
+  tile_load<kTile>(from, stride);
 }
 template <int kTile>
 inline void tile_store(void* to, int64_t stride) {

@@ -48,41 +48,32 @@ void begin(int64_t rows) {
 
 void end() { tile_release(); }
 
-// Every prefetch of a tile, spread evenly over its steps.
+// What a tile brings into L2 for those behind it, spread evenly over its steps. The rest is left to the processor: tiles that wait in L2
+// come as fast as they are multiplied, and a prefetch takes a place in the queue of their loads.
 template <int kStrips>
 class ReadingAhead {
  public:
-  ReadingAhead(const MatrixArgs& args, int64_t tiles)
-      : args_(args),
-        tiles_(tiles),
-        x_ahead_(args.x_ahead / kTileRowBytes),
-        w_lines_((args.next_bytes / kLine + tiles - 1) / tiles),
-        sums_lines_(args.next_sums == nullptr ? 0 : (args.rows * kStrips + tiles - 1) / tiles) {}
+  ReadingAhead(const MatrixArgs& args, int64_t tiles) : args_(args), lines_((args.next_bytes / kLine + tiles - 1) / tiles) {}
 
   inline void turn(int64_t tile) {
-    const int64_t ahead = tile + x_ahead_;
-    const uint8_t* x = ahead < tiles_ ? args_.x + ahead * kTileRowBytes : args_.next_x + (ahead - tiles_) * kTileRowBytes;
-    for (int64_t row = 0; row < args_.rows; ++row) __builtin_prefetch(x + row * args_.x_stride, 0, 3);
-    if (args_.w_ahead != 0)
-      for (int strip = 0; strip < kStrips; ++strip)
-        for (int64_t line = 0; line < kTileRows; ++line)
-          __builtin_prefetch(args_.w + strip * args_.strip_bytes + tile * kTileBytes + args_.w_ahead + line * kLine, 0, 3);
-    for (int64_t line = tile * w_lines_; line < (tile + 1) * w_lines_; ++line)
+    for (int64_t line = tile * lines_; line < (tile + 1) * lines_; ++line)
       for (int strip = 0; strip < kStrips; ++strip) __builtin_prefetch(args_.next_w + strip * args_.next_strip_bytes + line * kLine, 0, 2);
-    for (int64_t line = tile * sums_lines_; line < (tile + 1) * sums_lines_; ++line)
-      __builtin_prefetch(args_.next_sums + line / kStrips * kSumsStride + line % kStrips * kLine, 1, 3);
   }
 
  private:
   const MatrixArgs& args_;
-  const int64_t tiles_, x_ahead_, w_lines_, sums_lines_;
+  const int64_t lines_;
 };
 
-// One step of all products. kWhole: int8.
+// One step of all products. kWhole: int8. Rows pass over the strips of a wide shape, which stay in L1.
 template <bool kWhole, int kRowTiles, int kStrips, int kTurn>
 inline void multiply(const uint8_t* x, int64_t x_stride, const uint8_t* w, int64_t strip_bytes) {
   using R = Registers<kRowTiles, kStrips>;
-  each<kRowTiles>([&](auto row_tile) { tile_load<R::x(kTurn, row_tile)>(x + row_tile * kTileRows * x_stride, x_stride); });
+  each<kRowTiles>([&](auto row_tile) {
+    constexpr int kX = R::x(kTurn, row_tile);
+    const uint8_t* from = x + row_tile * kTileRows * x_stride;
+    kStrips > 1 ? tile_load_passing<kX>(from, x_stride) : tile_load<kX>(from, x_stride);
+  });
   each<kStrips>([&](auto strip) {
     constexpr int kStrip = decltype(strip)::value, kW = R::w(kTurn, kStrip);
     tile_load<kW>(w + kStrip * strip_bytes, kTileRowBytes);
@@ -123,6 +114,7 @@ void run(const MatrixArgs& args) {
   int64_t tile = 0;
   auto step = [&](auto turn) {
     ahead.turn(tile);
+    if (args.beside != nullptr) args.beside->advance(tile, tiles);
     multiply<kWhole, kRowTiles, kStrips, turn>(args.x + tile * kTileRowBytes, args.x_stride, args.w + tile * kTileBytes, args.strip_bytes);
     ++tile;
   };
@@ -137,17 +129,14 @@ constexpr MatrixShape shape() {
   return {kRowTiles * kTileRows, kStrips, begin<kRowTiles, kStrips>, run<kWhole, kRowTiles, kStrips>, end};
 }
 
-// To be tuned on the hardware (csrc/bench/amx_bench.cpp). The counting behind them, in tiles of 1 KiB: a core of 2 MiB of L2 and 48 KiB
-// of L1 multiplies one pair of tiles in 16 cycles and brings one tile into L1 in 44. A block of W in L1, a panel of 8 tiles, meets each
-// tile of x in 4 products, so x alone costs 11 cycles a product; sums go and come once in 32 products.
+// Tuned on an Emerald Rapids (csrc/bench/amx_bench.cpp; LAB.md says what it is near to): a core of 48 KiB of L1 and 2 MiB of L2, which
+// brings 49 bytes a cycle from L2 and takes 16 back, so that W has to lie in L1 and sums should come back seldom.
 constexpr MatrixBlocking kBlocking = {
-    512,        // rows
-    32 << 10,   // w_bytes
-    1 << 20,    // x_bytes
-    512 << 10,  // sums_bytes
-    4 * 64,     // x_ahead
-    4 << 10,    // w_ahead
-    6 << 10,    // stream_ahead
+    512,       // rows
+    28 << 10,  // w_bytes
+    1 << 20,   // x_bytes
+    1 << 20,   // sums_bytes
+    6 << 10,   // stream_ahead
 };
 
 // The fewest rows for which tiles beat the register tiles of AVX-512; whole sums have the same bits in both.
@@ -155,7 +144,7 @@ constexpr int64_t kLeastRowsInt8 = 7, kLeastRowsInt4 = 9;
 
 template <bool kWhole>
 constexpr MatrixTiles tiles(int64_t least_rows) {
-  return {least_rows, {shape<kWhole, 1, 1>(), shape<kWhole, 2, 1>()}, shape<kWhole, 1, 4>(), kBlocking};
+  return {least_rows, {shape<kWhole, 1, 1>(), shape<kWhole, 2, 1>()}, shape<kWhole, 2, 2>(), kBlocking};
 }
 
 constexpr MatrixTiles kBf16 = tiles<false>(1), kInt8 = tiles<true>(kLeastRowsInt8), kInt4 = tiles<true>(kLeastRowsInt4);

@@ -70,6 +70,15 @@ struct TileShape {
 };
 constexpr int kMaxShapes = 16;
 
+// Work in pieces.
+class Beside {
+ public:
+  virtual void advance(int64_t piece, int64_t pieces) = 0;
+
+ protected:
+  ~Beside() = default;
+};
+
 // One matrix tile shape (AMX): 16 * row_tiles rows x 16 * strips lanes over one block of K. x comes row by row as it lies in Rows, rows
 // at one distance; sums as acc above.
 struct MatrixArgs {
@@ -81,13 +90,9 @@ struct MatrixArgs {
   int64_t rows;          // as given to `begin`, at most the shape's
   void* sums;
   bool resume;
-  // Reading ahead. All of it may lie anywhere, or be null with nothing to read.
-  const uint8_t* next_x;     // of the tile that follows: its first row, at its block's first input
-  int64_t x_ahead;           // bytes of a row that x is brought into L1 before it is used
-  const uint8_t* next_sums;  // of the tile that follows
-  int64_t w_ahead;           // bytes of each strip that W is brought into L1 before it is used; 0: it lies there
-  const uint8_t* next_w;     // [next_w + i next_strip_bytes, + next_bytes) for each strip: brought into L2 while the tile runs
+  const uint8_t* next_w;  // of each strip [next_w + i next_strip_bytes, + next_bytes) is brought into L2 while the tile runs; may be empty
   int64_t next_strip_bytes, next_bytes;
+  Beside* beside;         // what is done between the steps of the products, which leave the vector units idle; or null
 };
 struct MatrixShape {
   int64_t rows, strips;
@@ -97,20 +102,19 @@ struct MatrixShape {
 };
 
 // How the work is cut for matrix tiles, which are fed by the caches alone: a core multiplies two tiles in the time that it takes to
-// bring one into L1.
+// bring one from L2.
 struct MatrixBlocking {
-  int64_t rows;         // of one block of x: W comes from memory once for each block
-  int64_t w_bytes;      // of a panel that stay in L1 while the rows of a block pass over them
+  int64_t rows;         // of one block of x: W comes from memory once for each block; half of them where K takes several blocks
+  int64_t w_bytes;      // of a shape's strips that rows pass over at one time; all of K where that is less
   int64_t x_bytes;      // of a block of x that stay in L2 from panel to panel; where there are more, several panels share each block of K
   int64_t sums_bytes;   // the sums of those panels, in L2
-  int64_t x_ahead, w_ahead;  // see MatrixArgs; w_ahead for the first rows that meet a block of W
-  int64_t stream_ahead;      // bytes that W is brought into L2 before it is used, where it passes once for one tile of rows
+  int64_t stream_ahead; // bytes that W is brought into L2 before it is used, where it passes once for one tile of rows
 };
 
 struct MatrixTiles {
   int64_t least_rows;     // fewer take the register tiles
   MatrixShape narrow[2];  // ascending rows, one strip wide: W passes once, as one stream
-  MatrixShape wide;       // a panel wide
+  MatrixShape wide;       // whole pairs of strips; a call has at least its rows
   MatrixBlocking blocking;
 };
 

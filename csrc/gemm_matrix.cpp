@@ -1,6 +1,6 @@
 // The driver of the linear layers for matrix tiles (AMX), which compute as fast as the caches can feed them. Few rows, one tile of them:
-// W passes once, strip after strip, and the sums stay in registers over the whole K. More rows: a block of K of one panel lies in L1
-// while the rows of a block of x pass over it with their sums, a tile at a time; W comes from memory once for each block of rows.
+// W passes once, strip after strip, and the sums stay in registers over the whole K. More rows: a block of K of two strips lies in L1
+// while the rows of a block of x pass over it from L2, a tile at a time; W comes from memory once for each block of rows.
 // Nothing here touches the order of a sum: it ascends in K by the inputs of one tile, wherever K is cut.
 #include <cstring>
 
@@ -100,16 +100,48 @@ void point_at_weights(const Job& job, MatrixArgs& args, const Block& block) {
     expand_steps(job.call, block.strip + i * job.strip_bytes(), block.step, block.steps, job.expanded + i * args.strip_bytes);
 }
 
+// The epilogue of one tile, done a few rows at a time between the products of the next.
+class Finish final : public Beside {
+ public:
+  explicit Finish(const LinearCall& call) : call_(call) {}
+  ~Finish() { rest(); }
+
+  // acc: of the first row at the first strip. It must stay as it is until `rest`.
+  void begin(int64_t panel, Range strips, Range rows, uint8_t* acc) { panel_ = panel, strips_ = strips, rows_ = rows, acc_ = acc; }
+
+  void advance(int64_t piece, int64_t pieces) override {
+    if (piece == 0) per_piece_ = std::clamp<int64_t>(round_up((rows_.end - rows_.begin + pieces - 1) / pieces, 2), kRowsAtOnce, kMaxTileRows);
+    if (rows_.begin < rows_.end) some(per_piece_);
+  }
+  void rest() {
+    while (rows_.begin < rows_.end) some(kMaxTileRows);
+  }
+
+ private:
+  static constexpr int64_t kRowsAtOnce = 4;
+
+  void some(int64_t count) {
+    const Range rows = {rows_.begin, std::min(rows_.begin + count, rows_.end)};
+    finish_tile(call_, panel_, strips_, rows, acc_);
+    rows_.begin = rows.end, acc_ += count * kSumsStride;
+  }
+
+  const LinearCall& call_;
+  int64_t panel_ = 0, per_piece_ = 0;
+  Range strips_ = {0, 0}, rows_ = {0, 0};
+  uint8_t* acc_ = nullptr;
+};
+
 // Rows [begin, end) of the call against one piece.
 class Walk {
  public:
   Walk(const Job& job, const View& x, const Piece& piece, int64_t begin, int64_t end)
-      : job_(job), x_(x), piece_(piece), begin_(begin), end_(end), tiles_((end - begin + job.shape.rows - 1) / job.shape.rows) {}
+      : job_(job), x_(x), piece_(piece), begin_(begin), end_(end), tiles_((end - begin + job.shape.rows - 1) / job.shape.rows), finish_(job.call) {}
 
-  void run() const {
-    for (int64_t strip = piece_.strips.begin; strip < piece_.strips.end; strip += job_.shape.strips)
-      for (int64_t step = 0; step < job_.steps; step += job_.steps_per_block)
-        for (int64_t panel = piece_.panels.begin; panel < piece_.panels.end; ++panel) run_block(panel, strip, step);
+  void run() {
+    for (int64_t step = 0; step < job_.steps; step += job_.steps_per_block)
+      for (int64_t panel = piece_.panels.begin; panel < piece_.panels.end; ++panel)
+        for (int64_t strip = piece_.strips.begin; strip < piece_.strips.end; strip += job_.shape.strips) run_block(panel, strip, step);
   }
 
  private:
@@ -119,55 +151,59 @@ class Walk {
   }
 
   Block following(int64_t panel, int64_t strip, int64_t step) const {
-    if (panel + 1 < piece_.panels.end) return block(panel + 1, strip, step);
-    if (step + job_.steps_per_block < job_.steps) return block(piece_.panels.begin, strip, step + job_.steps_per_block);
-    if (strip + job_.shape.strips < piece_.strips.end) return block(piece_.panels.begin, strip + job_.shape.strips, 0);
+    if (strip + job_.shape.strips < piece_.strips.end) return block(panel, strip + job_.shape.strips, step);
+    if (panel + 1 < piece_.panels.end) return block(panel + 1, piece_.strips.begin, step);
+    if (step + job_.steps_per_block < job_.steps) return block(piece_.panels.begin, piece_.strips.begin, step + job_.steps_per_block);
     return {piece_.next, 0, std::min(job_.steps_per_block, job_.steps)};
   }
 
-  void run_block(int64_t panel, int64_t strip, int64_t step) const {
+  // Where the sums of a tile lie. In one pass over K nobody comes back to them: two places in L1 are used in turn.
+  uint8_t* place_sums(int64_t panel, int64_t tile, bool is_one_pass) {
+    const int64_t place = is_one_pass ? turn_ : (panel - piece_.panels.begin) * job_.block_rows / job_.shape.rows + tile;
+    turn_ ^= 1;
+    return job_.sums + place * job_.shape.rows * kSumsStride;
+  }
+
+  void run_block(int64_t panel, int64_t strip, int64_t step) {
     const Block own = block(panel, strip, step), next = following(panel, strip, step);
     const bool is_stream = job_.is_narrow && !job_.is_expanded, is_last_step = step + own.steps == job_.steps;
-    const bool is_one_pass = !job_.is_narrow && job_.shape.strips == kPanelStrips && own.steps == job_.steps;  // the tiles share sums in L1
-    uint8_t* sums = job_.sums + (panel - piece_.panels.begin) * job_.block_rows * kSumsStride;
-    const int64_t sums_step = is_one_pass ? 0 : job_.shape.rows * kSumsStride, strip_offset = (strip - piece_.strips.begin) * kStepBytes;
-    MatrixArgs args;
+    const bool is_one_pass = !job_.is_narrow && own.steps == job_.steps;
+    // Of a narrow shape gate and up meet when all strips are done.
+    const Range done = {job_.is_narrow ? piece_.strips.begin : strip, strip + job_.shape.strips};
+    MatrixArgs args = {};
     point_at_weights(job_, args, own);
     args.x_stride = x_.stride;
     args.rows = std::min(job_.call.m, job_.shape.rows);
-    args.x_ahead = job_.blocking.x_ahead;
-    for (int64_t tile = 0; tile < tiles_; ++tile, sums += sums_step) {
-      const int64_t first = first_row(job_, begin_, tile);
-      const bool is_last = tile + 1 == tiles_;
+    args.beside = job_.is_narrow ? nullptr : &finish_;
+    for (int64_t tile = 0; tile < tiles_; ++tile) {
+      const int64_t first = first_row(job_, begin_, tile), begin = begin_ + tile * job_.shape.rows;
+      uint8_t* sums = place_sums(panel, tile, is_one_pass);
       args.x = x_.row(first) + step * 4;
-      args.next_x = is_last ? x_.row(first_row(job_, begin_, 0)) + next.step * 4 : x_.row(first_row(job_, begin_, tile + 1)) + step * 4;
-      args.sums = sums + strip_offset;
-      args.next_sums = args.resume && !is_last ? sums + sums_step + strip_offset : nullptr;
-      args.w_ahead = job_.is_expanded || tile != 0 ? 0 : job_.blocking.w_ahead;
+      args.sums = sums + (strip - piece_.strips.begin) * kStepBytes;
       read_ahead(job_, args, next, tile, tiles_);
       if (is_stream) args.next_w = args.w + job_.blocking.stream_ahead, args.next_bytes = own.steps * kStepBytes;
       job_.shape.run(args);
-      if (is_last_step && strip + job_.shape.strips == piece_.strips.end) finish(panel, tile, first, sums);
+      finish_.rest();
+      if (!is_last_step || (job_.is_narrow && done.end != piece_.strips.end)) continue;
+      // the rows that no other tile has
+      finish_.begin(panel, done, {begin, std::min(end_, begin + job_.shape.rows)},
+                    sums + (done.begin - piece_.strips.begin) * kStepBytes + (begin - first) * kSumsStride);
+      if (job_.is_narrow) finish_.rest();
     }
-  }
-
-  // A tile's rows that no other has.
-  void finish(int64_t panel, int64_t tile, int64_t first, uint8_t* sums) const {
-    const int64_t begin = begin_ + tile * job_.shape.rows, end = std::min(end_, begin + job_.shape.rows);
-    for (int64_t row = begin; row < end; row += kMaxTileRows)
-      finish_tile(job_.call, panel, piece_.strips, {row, std::min(row + kMaxTileRows, end)}, sums + (row - first) * kSumsStride);
   }
 
   const Job& job_;
   const View& x_;
   const Piece& piece_;
   const int64_t begin_, end_, tiles_;
+  int64_t turn_ = 0;
+  Finish finish_;
 };
 
 // How many panels share a block of K, so that x is read from beyond L2 once for all of them.
-int64_t panels_per_task(const Job& job, int threads) {
+int64_t panels_per_task(const Job& job, int64_t blocks, int threads) {
   if (job.is_narrow || job.steps_per_block >= job.steps || job.block_rows * job.row_bytes() <= job.blocking.x_bytes) return 1;
-  const int64_t most = (job.call.w.n_panels + threads - 1) / threads;
+  const int64_t sharing = (threads + blocks - 1) / blocks, most = (job.call.w.n_panels + sharing - 1) / sharing;
   return std::clamp<int64_t>(job.blocking.sums_bytes / (job.block_rows * kSumsStride), 1, most);
 }
 
@@ -176,15 +212,16 @@ int64_t panels_per_task(const Job& job, int threads) {
 void linear_by_matrix(const LinearCall& call, const MatrixTiles& tiles, int thread, int threads) {
   const PackedLinear& w = call.w;
   const MatrixShape& shape = choose_shape(tiles, call.m);
-  const bool is_narrow = call.m <= shape.rows, is_expanded = expanded_form(w.shape.format) != w.shape.format;
+  const bool is_narrow = shape.strips == 1, is_expanded = expanded_form(w.shape.format) != w.shape.format;
   const int64_t steps = w.k_padded / (has_bf16_rows(w.shape.format) ? 2 : 4);
   const int64_t per_block = is_narrow && !is_expanded ? steps : count_steps_per_block(w.shape, shape, tiles.blocking, steps);
-  const int64_t row_tiles = (call.m + shape.rows - 1) / shape.rows, blocks = (call.m + tiles.blocking.rows - 1) / tiles.blocking.rows;
+  const int64_t most_rows = per_block < steps && !is_narrow ? tiles.blocking.rows / 2 : tiles.blocking.rows;
+  const int64_t row_tiles = (call.m + shape.rows - 1) / shape.rows, blocks = (call.m + most_rows - 1) / most_rows;
   const int64_t block_rows = (row_tiles + blocks - 1) / blocks * shape.rows;
   Job job{call, shape, tiles.blocking, steps, per_block, block_rows, is_narrow, is_expanded, nullptr, nullptr, nullptr};
 
   // A task is a piece and a block of rows. Pieces of few rows are strips, as they are for register tiles.
-  const int64_t panels = panels_per_task(job, threads), groups = std::min(w.n_panels, round_up((w.n_panels + panels - 1) / panels, panels > 1 ? threads : 1));
+  const int64_t panels = panels_per_task(job, blocks, threads), groups = std::min(w.n_panels, round_up((w.n_panels + panels - 1) / panels, panels > 1 ? threads : 1));
   const int64_t cuts = is_narrow ? pieces_per_panel(w, threads) : 1, strips = kPanelStrips / cuts, n_pieces = cuts * groups;
   auto piece_at = [&](int64_t i) {
     const Range own = share(w.n_panels, static_cast<int>(i / cuts), static_cast<int>(groups));
@@ -192,7 +229,7 @@ void linear_by_matrix(const LinearCall& call, const MatrixTiles& tiles, int thre
   };
   auto begin_of = [&](const Piece& piece) { return w.panels + piece.panels.begin * w.panel_bytes + piece.strips.begin * job.strip_bytes(); };
 
-  const int64_t sums_bytes = ((w.n_panels + groups - 1) / groups) * block_rows * kSumsStride;
+  const int64_t sums_bytes = std::max((w.n_panels + groups - 1) / groups * block_rows, 2 * shape.rows) * kSumsStride;
   const int64_t rows_bytes = call.x_rows == nullptr ? 0 : round_up((block_rows + shape.rows) * (job.row_bytes() + kCacheLine), kCacheLine);
   job.sums = linear_scratch(sums_bytes + rows_bytes + (is_expanded ? shape.strips * per_block * kStepBytes : 0));
   job.rows = job.sums + sums_bytes;

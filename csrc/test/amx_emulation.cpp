@@ -127,7 +127,7 @@ void run(const Instruction& instruction) {
       }
       break;
     case 0x4b:
-      if (prefix == 3 || prefix == 2) return move(instruction, prefix == 3);
+      if (prefix != 0) return move(instruction, prefix != 2);  // with 66: TILELOADDT1
       break;
     case 0x5c:  // TDPBF16PS
     case 0x5e:  // with F3: TDPBSUD
