@@ -220,9 +220,22 @@ DIPTYCH_INLINE F32 hide_and_max(float* scores, const Span& seen, int64_t lo, int
   return first < end ? max(max(most[0], most[1]), load(scores + first * 16)) : max(most[0], most[1]);
 }
 
-// weights = exp2(score * unit - most) rounded to bf16; returns their sum, lane by lane.
+// weights = exp2(score * unit - most) rounded to bf16; returns their sum, lane by lane. With nothing to ask for ahead the loop is its own
+// function, whose constants stay in registers.
+static __attribute__((noinline)) F32 weigh_scores_alone(const float* scores, Input* weights, const Span& seen, float unit, float most) {
+  const F32 shift = set1(most == -__builtin_inff() ? 0.0f : -most), factor = set1(unit);
+  F32 sum = zero();
+  for (int64_t g = seen.first; g < seen.end; ++g) {
+    const F32 p = weight_exp2_lanes(fma(load(scores + g * 16), factor, shift));
+    sum = add(sum, p);
+    store_inputs(weights + g * 16, p);
+  }
+  return sum;
+}
+
 DIPTYCH_INLINE F32 weigh_scores(const float* scores, Input* weights, const Span& seen, float unit, float most,
                                 const float* value_scales, Ahead& ahead, int64_t steps) {
+  if (value_scales == nullptr && ahead.cursor.is_idle()) return weigh_scores_alone(scores, weights, seen, unit, most);
   const F32 shift = set1(most == -__builtin_inff() ? 0.0f : -most), factor = set1(unit);
   F32 sum = zero();
   Ahead::Cursor cursor = ahead.cursor;

@@ -37,6 +37,7 @@ class Ahead {
       if (next.bytes == 0) pace = due = 0;  // all is asked for
     }
 
+    DIPTYCH_FORCED bool is_idle() const { return pace == 0; }
     DIPTYCH_FORCED void to_keys(int64_t) {}
     DIPTYCH_FORCED void to_values(int64_t, int64_t, int64_t) {}
     template <int Z, int kBytes>

@@ -31,6 +31,7 @@ class Ahead {
       at += stride;
     }
     DIPTYCH_FORCED void step(int64_t) {}
+    DIPTYCH_FORCED bool is_idle() const { return true; }  // of `step`
   };
   DIPTYCH_FORCED void end_turn() { is_asking = false; }
 

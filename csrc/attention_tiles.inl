@@ -1,16 +1,14 @@
 // The two products of attention on matrix tiles (amx_tiles.h), 16 rows at a time: the cache's layout is that of the tiles. A group of
-// 16 keys is one tile for each 32 dimensions, and the values of a group are eight pairs of tokens, half a tile: then no product spans
-// two blocks, and which groups a row sees changes no bit of the others. Rows that a task does not have are computed and left.
+// 16 keys is one tile for each 32 dimensions, and the values of two groups, 16 pairs of tokens from an even group on, are one: what a row
+// does not see of them is zero, so which groups it sees changes no bit. Rows that a task does not have are computed and left.
 
 constexpr int64_t kTileDims = 32;
 DIPTYCH_INLINE int64_t query_stride(int64_t d) { return (d + kTileDims - 1) / kTileDims * kTileDims; }
 
-// 0 to 3: sums. 4: queries, 5: keys. 6: weights of one group, 7: its values.
+// 0 to 3: sums. 4: queries, 5: keys. 6: weights of two groups, 7: their values.
 DIPTYCH_INLINE void begin_products() {
   TileConfig config;
   for (int tile = 0; tile < kTileRegisters; ++tile) config.rows[tile] = kTileRows, config.row_bytes[tile] = kTileRowBytes;
-  config.row_bytes[6] = kGroupTokens * 2;
-  config.rows[7] = kGroupTokens / 2;
   tile_configure(config);
 }
 DIPTYCH_INLINE void end_products() { tile_release(); }
@@ -27,13 +25,14 @@ DIPTYCH_INLINE void each(Function&& function) {
 template <int Z>
 static void score_columns(const uint16_t* q, int64_t d, const uint16_t* const* keys, Ahead& ahead, float* out) {
   const int64_t stride = query_stride(d) * 2, whole = d / kTileDims, rest = d % kTileDims / 2;  // of rows of pairs
+  const bool is_asking = !ahead.cursor.is_idle();
   each<Z>([](auto z) { tile_zero<z>(); });
   for (int64_t step = 0; step < whole; ++step) {
     tile_load<4>(q + step * kTileDims, stride);
     each<Z>([&](auto z) {
-      tile_load<5>(keys[z] + step * kTileBytes / 2, kTileRowBytes);
+      tile_load_passing<5>(keys[z] + step * kTileBytes / 2, kTileRowBytes);
       dot_bf16<z, 4, 5>();
-      ahead.cursor.step(kTileRows);
+      if (is_asking) ahead.cursor.step(kTileRows);
     });
   }
   if (rest != 0) {
@@ -65,30 +64,53 @@ DIPTYCH_INLINE void score(const Scratch& scratch, int64_t row, int64_t n, int64_
       store(scores + r * kTileTokens + g * 16, mul(load(scores + r * kTileTokens + g * 16), load(tile.key_scales + g * 16)));
 }
 
+constexpr int64_t kGroupPairs = kGroupTokens / 2;
+
+// Two groups from g on as far as they are seen, the rest zero: tokens behind the last are another owner's, and their values and scales are
+// perhaps no numbers.
+struct SeenWeights {
+  alignas(64) uint16_t of[kRows * 2 * kGroupTokens] = {};
+  SeenWeights(const uint16_t* weights, const Span& seen, int64_t g) {
+    const int64_t first = g < seen.first ? seen.first : g, end = g + 2 < seen.end ? g + 2 : seen.end;
+    const int64_t from = first * kGroupPairs, to = end * kGroupPairs < seen.pairs ? end * kGroupPairs : seen.pairs;
+    for (int64_t r = 0; r < kRows; ++r)
+      std::memcpy(of + (r * kGroupPairs * 2 + from - g * kGroupPairs) * 2, weights + r * kTileTokens + from * 2, static_cast<size_t>(to - from) * 4);
+  }
+};
+struct SeenValues {
+  alignas(64) uint8_t of[kTileBytes] = {};
+  SeenValues(const Tile& tile, const Span& seen, int64_t g, int64_t column, int64_t dv) {
+    for (int64_t half = 0; half < 2; ++half) {
+      if (g + half < seen.first || g + half >= seen.end) continue;
+      const uint16_t* v = tile.values[g + half] + column * 2;
+      for (int64_t p = 0; p < kGroupPairs && (g + half) * kGroupPairs + p < seen.pairs; ++p)
+        std::memcpy(of + (half * kGroupPairs + p) * kTileRowBytes, v + p * dv * 2, kTileRowBytes);
+    }
+  }
+};
+
 // fresh [16, 64]: weights V of Z vectors of dimensions.
 template <int Z>
 static void weigh_columns(const uint16_t* weights, const Tile& tile, const Span& seen, int64_t column, int64_t dv, float* fresh) {
+  const bool is_asking = !tile.ahead->cursor.is_idle();
   each<Z>([](auto z) { tile_zero<z>(); });
-  for (int64_t g = seen.first; g < seen.end; ++g) {
-    const int64_t left = seen.pairs - g * 8, pairs = left < 8 ? left : 8;
-    const uint16_t* v = tile.values[g] + column * 2;
-    if (pairs == 8) {
-      tile_load<6>(weights + g * 16, kTileTokens * 2);
-    } else {  // tokens behind the last are another owner's: their values and scales are perhaps no numbers
-      alignas(64) uint16_t padded[kRows * 16] = {};
-      for (int64_t r = 0; r < kRows; ++r) std::memcpy(padded + r * 16, weights + r * kTileTokens + g * 16, static_cast<size_t>(pairs * 4));
-      tile_load<6>(padded, 16 * 2);
+  for (int64_t g = seen.first & ~int64_t{1}; g < seen.end; g += 2) {
+    const bool is_whole = g >= seen.first && (g + 2) * kGroupPairs <= seen.pairs && tile.values[g + 1] == tile.values[g] + kGroupTokens * dv;
+    if (is_whole) {
+      tile_load<6>(weights + g * kGroupTokens, kTileTokens * 2);
+    } else {
+      const SeenWeights part(weights, seen, g);
+      tile_load<6>(part.of, kTileRowBytes);
     }
     each<Z>([&](auto z) {
-      if (pairs == 8) {
-        tile_load<7>(v + z * 32, dv * 4);
+      if (is_whole) {
+        tile_load_passing<7>(tile.values[g] + column * 2 + z * 32, dv * 4);
       } else {
-        alignas(64) uint8_t padded[8 * kTileRowBytes] = {};
-        for (int64_t p = 0; p < pairs; ++p) std::memcpy(padded + p * kTileRowBytes, v + z * 32 + p * dv * 2, kTileRowBytes);
-        tile_load<7>(padded, kTileRowBytes);
+        const SeenValues part(tile, seen, g, column + z * 16, dv);
+        tile_load<7>(part.of, kTileRowBytes);
       }
       dot_bf16<z, 6, 7>();
-      tile.ahead->cursor.step(kGroupTokens / 2);
+      if (is_asking) tile.ahead->cursor.step(kGroupTokens);
     });
   }
   each<Z>([&](auto z) { tile_store<z>(fresh + z * 16, 64 * 4); });
