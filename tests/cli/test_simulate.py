@@ -115,9 +115,11 @@ def test_steps_are_the_live_page_s_feed(tmp_path: Path, capsys: pytest.CaptureFi
     assert last["finished"]["length"] == 30
     assert frames[-1]["requests"] == []
     assert "cannot write" in complaint(capsys, *load, "--steps", "/nowhere/steps.txt")
+    before = file.read_text()
     assert "steps are written of one alone" in complaint(
         capsys, *load, "--engines", "2", "--cells", "2", "--steps", str(file)
     )
+    assert [file.read_text()] == [one.read_text() for one in tmp_path.iterdir()] == [before], "what was there stays"
 
 
 def test_users_are_a_load(capsys: pytest.CaptureFixture[str]) -> None:

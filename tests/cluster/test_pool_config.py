@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import threading
+from math import inf, nan
 from types import SimpleNamespace
 
 import pytest
@@ -50,6 +51,12 @@ def test_what_is_no_such_list_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="a pool cannot run on") as caught:
         PoolPlace.of(text)
     assert "threads=N, device=NAME, node=RESOURCE" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(("target_queue_s", "calm_s"), [(0.0, 1.0), (nan, 1.0), (inf, 1.0), (1.0, -1.0), (1.0, nan)])
+def test_no_time_is_refused(target_queue_s: float, calm_s: float) -> None:
+    with pytest.raises(ConfigError, match="they must be more than 0, and 0 or more"):
+        PoolConfig(target_queue_s=target_queue_s, calm_s=calm_s)
 
 
 @pytest.mark.parametrize("threads", ["0", "-1", "two", "1.5"])

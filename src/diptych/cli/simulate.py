@@ -336,16 +336,24 @@ def limits_of(text: str | None) -> Limits:
 
 @contextmanager
 def _written(path: Path | None) -> Iterator[TextIO | None]:
-    """A file to write, if one is named. ConfigError when it cannot be."""
+    """A file to write, if one is named, that takes the place of an older one at the end. ConfigError when it cannot be."""
     if path is None:
         yield None
         return
+    is_plain = path.is_file() or not path.exists()  # else a pipe, say
+    part = path.with_name(path.name + ".part") if is_plain else path
     try:
-        file = path.open("w", encoding="utf-8")
+        file = part.open("w", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
-    with file:
-        yield file
+    try:
+        with file:
+            yield file
+        if is_plain:
+            part.replace(path)
+    finally:
+        if is_plain:
+            part.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from typing import NamedTuple
 
 from diptych.ground.config import EngineConfig
@@ -113,7 +114,7 @@ class PoolConfig:
                 )
             if place != PoolPlace() and not self.most_of(pool):
                 raise ConfigError(f"pool {pool} has no workers that could run on anything", hint=f"add --{pool} 1")
-        if self.target_queue_s <= 0.0 or self.calm_s < 0.0:
+        if not (0.0 < self.target_queue_s < inf and 0.0 <= self.calm_s < inf):
             raise ConfigError(
                 f"target_queue_s is {self.target_queue_s} and calm_s {self.calm_s}; they must be more than 0, and 0 or more"
             )
