@@ -129,7 +129,7 @@ def test_links_that_drop_double_and_delay(loaded: LoadedModel, seed: int) -> Non
         return [(rng.randrange(6), message) for _ in range(rng.choice([0, 1, 1, 1, 2]))]
 
     config = config_of(loaded, max_running_sequences=rng.choice([1, 2, 4]))
-    cluster = LocalCluster(loaded, config, fault=fault, prefill=2, decode=2, late_s=0.02)
+    cluster = LocalCluster(loaded, config, fault=fault, prefill=2, decode=2, lease_s=0.15, late_s=0.02)
     got = cluster.llm.generate(prompts(seed=seed), SAMPLED)
     assert said(got) == said(LLM(loaded, config).generate(prompts(seed=seed), SAMPLED))
     cluster.fault = no_fault
