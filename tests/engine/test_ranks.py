@@ -167,7 +167,7 @@ def test_drafters_guess_for_ranks_as_for_one(kind: str) -> None:
     over = load_over_threads(bundled_dir(), compute)
     ranked = LLM(replace(one.loaded, model=over, compute=compute), **settings)
     found = []
-    sampling = [replace(one, max_tokens=64) for one in SAMPLING]  # long enough that a guess holds, whatever the processor's bits
+    sampling = [replace(one, max_tokens=64) for one in SAMPLING]  # so long that a guess holds on every set
     for llm in (unpriced(ranked), unpriced(one)):
         done = llm.generate(PROMPTS, sampling)
         found.append([(answer.choices, answer.usage) for answer in done])
