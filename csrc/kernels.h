@@ -131,47 +131,67 @@ using AttentionRun = void (*)(const AttentionCall& call, const AttentionTask& ta
 using AttentionCombine = void (*)(const AttentionCall& call, const AttentionTask& task, int64_t row_begin, int64_t row_end,
                                   uint8_t* scratch);
 
-// ---- states (delta.inl) -----------------------------------------------------------------------------------------------
+// ---- states (states.inl) -----------------------------------------------------------------------------------------------
 
-// A gated delta rule's heads. A state of one sequence: each value head's [columns / 16][key_dim][16], columns padded to whole lanes, and
-// behind all of them the last n_taps - 1 rows of the channels' inputs.
-struct DeltaShape {
+// How states move on: by a gated delta rule (arXiv:2412.06464), by Mamba-2's rule (arXiv:2405.21060), or inputs alone that a short convolution sees.
+enum class StateRule : int32_t { delta, ssd, convolution };
+
+// A layer's heads. Value heads that share a key head are divided into parts, each a task by itself. A state of one sequence: each value head's
+// [columns / 16][key_dim][16], columns padded to whole lanes, and behind all of them for each part the last n_taps - 1 inputs of its channels.
+// Of a convolution key_dim is 0: channels alone, in heads of value_dim.
+struct StateShape {
+  static constexpr int64_t kMostHeads = 8;  // of a part
   int64_t n_key_heads = 0, n_value_heads = 0, key_dim = 0, value_dim = 0, n_taps = 1;
   float scale = 1.0f;
   float norm_eps = 0.0f;
+  StateRule rule = StateRule::delta;
+  float least_step = 0.0f, most_step = 0.0f;  // ssd: what a token's step is held within
 
   DIPTYCH_FORCED int64_t channels() const { return 2 * n_key_heads * key_dim + n_value_heads * value_dim; }
+  DIPTYCH_FORCED int64_t inputs() const { return rule == StateRule::convolution ? 3 * channels() : channels(); }
+  DIPTYCH_FORCED int64_t n_rates() const { return rule == StateRule::delta ? 2 : rule == StateRule::ssd ? 1 : 0; }  // of a head
+  DIPTYCH_FORCED int64_t part_heads() const {
+    const int64_t group = n_value_heads / n_key_heads;
+    int64_t n = group < kMostHeads ? group : kMostHeads;
+    while (group % n != 0) --n;
+    return n;
+  }
+  DIPTYCH_FORCED int64_t n_parts() const { return n_value_heads / part_heads(); }
+  DIPTYCH_FORCED int64_t part_width() const { return 2 * key_dim + part_heads() * value_dim; }
   DIPTYCH_FORCED int64_t head_floats() const { return (value_dim + 15) / 16 * 16 * key_dim; }
   DIPTYCH_FORCED int64_t heads_floats() const { return n_value_heads * head_floats(); }
-  DIPTYCH_FORCED int64_t floats() const { return (heads_floats() + (n_taps - 1) * channels() + 15) / 16 * 16; }
+  DIPTYCH_FORCED int64_t tail_floats() const { return (n_taps - 1) * part_width(); }  // of a part
+  DIPTYCH_FORCED int64_t floats() const { return (heads_floats() + n_parts() * tail_floats() + 15) / 16 * 16; }
 };
 
-struct DeltaSave {  // behind so many rows of its sequence the state is left here, too
+struct StateSave {  // behind so many rows of its sequence the state is left here, too
   int64_t rows;
   float* place;
 };
 
-struct DeltaTask {  // one key head of one sequence
-  int64_t key_head = 0, first_row = 0, n_rows = 0;
+struct StateTask {  // one part of one sequence
+  int64_t part = 0, first_row = 0, n_rows = 0;
   const float* read = nullptr;  // a state, or null: zeros
   float* write = nullptr;       // may be `read`
-  const DeltaSave *saves = nullptr, *saves_end = nullptr;  // ascending
+  const StateSave *saves = nullptr, *saves_end = nullptr;  // ascending
 };
 
-struct DeltaCall {
-  DeltaShape shape;
-  const float* qkv = nullptr;    // [T, channels]
-  const float* rates = nullptr;  // [T, stride]: beta of every head of the model, then their decays
+struct StateCall {
+  StateShape shape;
+  const float* qkv = nullptr;    // [T, inputs]: q, k and v; of a convolution what gates its inputs, what gates its outputs, its inputs
+  const float* rates = nullptr;  // [T, stride]: delta: beta of every head of the model, then their decays; ssd: their steps
   int64_t rates_stride = 0, first_head = 0;
-  const float* taps = nullptr;   // [n_taps, channels]
-  const float *decay = nullptr, *shift = nullptr;  // [H]
-  const float* norm = nullptr;   // [value_dim]
+  const float* taps = nullptr;      // [n_taps, channels]
+  const float* tap_bias = nullptr;  // [channels], or null
+  const float *decay = nullptr, *shift = nullptr;  // [H]; null of a convolution
+  const float* skip = nullptr;   // ssd: [H], what of a value is added to what its head gives
+  const float* norm = nullptr;   // delta: [value_dim]
   float* out = nullptr;          // [T, stride], H * value_dim of each row
   int64_t out_stride = 0;
 };
 
-using MoveState = void (*)(const DeltaCall& call, const DeltaTask& task, float* scratch);
-using DeltaScratchFloats = int64_t (*)(const DeltaShape& shape);
+using MoveState = void (*)(const StateCall& call, const StateTask& task, float* scratch);
+using StateScratchFloats = int64_t (*)(const StateShape& shape);
 
 // ---- small ones -------------------------------------------------------------------------------------------------------
 
@@ -273,7 +293,7 @@ struct StepKernels {
   SparseGateRow sparse_gate_row;
   CurveRow curve_row;
   MoveState move_state;
-  DeltaScratchFloats delta_scratch_floats;
+  StateScratchFloats state_scratch_floats;
 };
 
 }  // namespace diptych

@@ -333,7 +333,7 @@ void Program::record(Category category, OpBody body) {
     n_layers_ = std::max<int64_t>(n_layers_, op->layer + 1);
   }
   if (std::holds_alternative<CacheLatentsOp>(body)) has_latents_ = true;
-  if (const auto* op = std::get_if<DeltaOp>(&body)) n_state_layers_ = std::max<int64_t>(n_state_layers_, op->layer + 1);
+  if (const auto* op = std::get_if<StateOp>(&body)) n_state_layers_ = std::max<int64_t>(n_state_layers_, op->layer + 1);
   if (const auto* op = std::get_if<EmbedOp>(&body)) table_rows_ = std::min(table_rows_, tables_.at(op->table).rows), place_by(op->positions, op->x);
   if (const auto* op = std::get_if<TiedEmbedOp>(&body)) {
     const LinearShape& shape = linears_.at(op->head).shape;
@@ -425,7 +425,7 @@ void Program::reserve(int64_t tokens) {
       if (const auto* norm = std::get_if<NormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
       if (const auto* prepare = std::get_if<PrepareOp>(&op.body)) bytes = std::max(bytes, buffers_[prepare->x].width * 4 + 64);
       if (const auto* latents = std::get_if<CacheLatentsOp>(&op.body)) bytes = std::max(bytes, buffers_[latents->kv].width * 4 + 64);
-      if (const auto* delta = std::get_if<DeltaOp>(&op.body)) bytes = std::max(bytes, kernels_.step->delta_scratch_floats(delta->shape) * 4);
+      if (const auto* moves = std::get_if<StateOp>(&op.body)) bytes = std::max(bytes, kernels_.step->state_scratch_floats(moves->shape) * 4);
       if (const auto* weigh = std::get_if<WeighOp>(&op.body)) bytes = std::max(bytes, buffers_[weigh->x].width * 4 + 64);
       if (const auto* gate = std::get_if<SparseGateOp>(&op.body)) bytes = std::max(bytes, buffers_[gate->x].width * 2 + 64);
       if (const auto* curve = std::get_if<CurveOp>(&op.body)) bytes = std::max(bytes, buffers_[curve->x].width * 4 + 64);

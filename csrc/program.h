@@ -149,11 +149,11 @@ struct HeadsOp {                             // for each head a product of its o
 };
 struct CacheLatentsOp { int kv, layer, norm, rope; int64_t rank; float norm_eps; };
 struct RotateQueriesOp { int q, out, rope; int64_t n_heads; };   // the end of each head of q, turned, to the end of each head of out
-struct DeltaOp {                             // moves states on (delta.inl)
-  int qkv, rates, out;                       // f32
-  int taps, decay, shift, norm;              // vectors
+struct StateOp {                             // moves states on (states.inl)
+  int qkv, rates, out;                       // f32; -1: its rule has no rates
+  int taps, tap_bias, decay, shift, skip, norm;  // vectors; -1: its rule, or the layer, has none
   int layer;                                 // of the states
-  DeltaShape shape;
+  StateShape shape;
   int64_t first_head = 0, column = 0;        // of the rates of all heads, and where the heads' outputs begin
 };
 struct InputOp { int x; };                                    // x: the caller's rows
@@ -173,7 +173,7 @@ struct LayerInputsOp { int x, norm, table, packed; float eps, table_scale, scale
 
 using OpBody = std::variant<EmbedOp, TiedEmbedOp, NormOp, AddNormOp, AddOp, PrepareOp, LinearOp, RotateOp, AttentionOp, MoeOp, HeadOp,
                             InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, RotateQueriesOp, WeighOp, SparseGateOp, CurveOp, BranchOp, MatchOp,
-                            CopyColumnsOp, PredictOp, CorrectOp, LayerInputsOp, DeltaOp>;
+                            CopyColumnsOp, PredictOp, CorrectOp, LayerInputsOp, StateOp>;
 
 struct Op {
   Category category;

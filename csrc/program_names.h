@@ -71,7 +71,11 @@ struct Names {
   }
   void operator()(const CacheLatentsOp& op) const { buffers({op.kv}), vectors({op.norm}), require_below({op.rope}, has.ropes, "rotary table"); }
   void operator()(const RotateQueriesOp& op) const { buffers({op.q, op.out}), require_below({op.rope}, has.ropes, "rotary table"); }
-  void operator()(const DeltaOp& op) const { buffers({op.qkv, op.rates, op.out}), vectors({op.taps, op.decay, op.shift, op.norm}); }
+  void operator()(const StateOp& op) const {
+    buffers({op.qkv, op.out}), vectors({op.taps});
+    if (op.rates != -1) buffers({op.rates});
+    for (const int number : {op.tap_bias, op.decay, op.shift, op.skip, op.norm}) optional_vector(number);
+  }
   void operator()(const InputOp& op) const { buffers({op.x}); }
   void operator()(const TapOp& op) const { buffers({op.x}); }
   void operator()(const MeetOp& op) const { buffers({op.out}); }

@@ -101,7 +101,7 @@ void Program::note_meetings(const OpBody& body) {
     columns(op->out, op->column, linears_[op->weight].n_outputs);
   } else if (const auto* op = std::get_if<AttentionOp>(&body)) {
     columns(op->out, op->column, op->shape.n_heads * op->shape.head_dim);
-  } else if (const auto* op = std::get_if<DeltaOp>(&body)) {
+  } else if (const auto* op = std::get_if<StateOp>(&body)) {
     columns(op->out, op->column, op->shape.n_value_heads * op->shape.value_dim);
   } else if (const auto* op = std::get_if<HeadsOp>(&body)) {
     columns(op->out, op->column, static_cast<int64_t>(op->weights.size()) * op->out_head_stride);

@@ -68,7 +68,7 @@ struct Program::Run {
   void run(const AttentionOp& op, size_t index, int thread, int threads) const;
   void run(const MoeOp& op, size_t index, int thread, int threads) const;
   void run(const HeadOp& op, size_t, int thread, int threads) const;
-  void run(const DeltaOp& op, size_t index, int thread, int threads) const;
+  void run(const StateOp& op, size_t index, int thread, int threads) const;
   void run(const InputOp& op, size_t, int thread, int threads) const;
   void run(const TapOp& op, size_t, int thread, int threads) const;
   void run(const MeetOp&, size_t, int, int) const {}

@@ -39,8 +39,8 @@ void Program::check_states(const Step& step, const KvCache& kv) const {
   require(kv.n_state_layers() == n_state_layers_ || (may_have_less && kv.n_state_layers() > n_state_layers_), "the KV cache has states of another number of layers");
   require(step.state_reads != nullptr && step.state_writes != nullptr, "the program has states, and the step names no places for them");
   for (const Op& op : ops_)
-    if (const auto* delta = std::get_if<DeltaOp>(&op.body))
-      require(kv.state_floats(delta->layer) >= delta->shape.floats(), "the KV cache has states of another size");
+    if (const auto* moves = std::get_if<StateOp>(&op.body))
+      require(kv.state_floats(moves->layer) >= moves->shape.floats(), "the KV cache has states of another size");
   const int64_t n = kv.n_places();
   std::vector<uint8_t> is_written(static_cast<size_t>(n), 0);
   auto note = [&](int64_t place) {
@@ -65,25 +65,27 @@ void Program::check_states(const Step& step, const KvCache& kv) const {
   }
 }
 
-void Program::Run::run(const DeltaOp& op, size_t index, int thread, int) const {
-  const Buffer &rates = buffer(op.rates), &out = buffer(op.out);
-  DeltaCall call;
+void Program::Run::run(const StateOp& op, size_t index, int thread, int) const {
+  const Buffer& out = buffer(op.out);
+  auto given = [&](int number) { return number == -1 ? nullptr : vector(number); };
+  StateCall call;
   call.shape = op.shape;
   call.qkv = buffer(op.qkv).f32();
-  call.rates = rates.f32(), call.rates_stride = rates.width, call.first_head = op.first_head;
-  call.taps = vector(op.taps), call.decay = vector(op.decay), call.shift = vector(op.shift), call.norm = vector(op.norm);
+  if (op.rates != -1) call.rates = buffer(op.rates).f32(), call.rates_stride = buffer(op.rates).width, call.first_head = op.first_head;
+  call.taps = vector(op.taps), call.tap_bias = given(op.tap_bias), call.decay = given(op.decay), call.shift = given(op.shift);
+  call.skip = given(op.skip), call.norm = given(op.norm);
   call.out = out.f32() + op.column, call.out_stride = out.width;
   const Saves saves{step.state_saves, step.n_saves};
-  const int64_t heads = op.shape.n_key_heads;
-  const int32_t n_tasks = static_cast<int32_t>(step.n_sequences * heads);
+  const int64_t parts = op.shape.n_parts();
+  const int32_t n_tasks = static_cast<int32_t>(step.n_sequences * parts);
   auto take = [&] { return counters[index].fetch_add(1, std::memory_order_relaxed); };
   for (int32_t i = take(); i < n_tasks; i = take()) {
-    const int64_t s = i / heads, read = step.state_reads[s];
-    DeltaSave own[kMostSaves];
+    const int64_t s = i / parts, read = step.state_reads[s];
+    StateSave own[kMostSaves];
     int64_t n = 0;
     for (int64_t at = saves.first_of(s); at < saves.n && saves.sequence(at) == s; ++at) own[n++] = {saves.rows(at), kv.state(op.layer, saves.place(at))};
-    DeltaTask task;
-    task.key_head = i % heads;
+    StateTask task;
+    task.part = i % parts;
     task.first_row = step.query_start[s], task.n_rows = step.query_start[s + 1] - task.first_row;
     task.read = read < 0 ? nullptr : kv.state(op.layer, read);
     task.write = kv.state(op.layer, step.state_writes[s]);

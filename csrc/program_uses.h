@@ -44,7 +44,10 @@ struct Uses {
   void operator()(const CopyColumnsOp& op) { reads = {op.x}, writes = {op.out}; }
   void operator()(const PredictOp& op) { reads = {op.routed}, writes = op.xs; }
   void operator()(const CorrectOp& op) { reads = {op.y, op.routed}, writes = op.xs; }
-  void operator()(const DeltaOp& op) { reads = {op.qkv, op.rates}, writes = {op.out}; }
+  void operator()(const StateOp& op) {
+    reads = {op.qkv}, writes = {op.out};
+    if (op.rates != -1) reads.push_back(op.rates);
+  }
   void operator()(const LayerInputsOp& op) { writes = {op.x}; }
 };
 

@@ -68,6 +68,9 @@ LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, 
           "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
           "first_k_dense_replace": 1}  # fmt: skip
 STATES = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+CONVOLUTIONS = ["conv", "full_attention", "conv", "conv"]
+MAMBA = {"num_hidden_layers": 4, "layer_types": STATES, "mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 24,
+         "mamba_d_conv": 4, "mamba_expand": 2, "shared_intermediate_size": 48}  # fmt: skip
 # what other families have beside that: their tests look at one cut of the work, as the walk is the same
 MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {"head_dim": 24}),
@@ -308,6 +311,37 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"num_hidden_layers": 4, "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
          "shared_expert_intermediate_size": 48, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
          "linear_key_head_dim": 32, "linear_value_head_dim": 16, "layer_types": STATES},
+    ),
+    # Mamba-2 in three layers of four: with experts and without positions, without experts, and with partly turned heads
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {**MAMBA, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40, "embedding_multiplier": 6.0,
+         "logits_scaling": 0.5, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "tie_word_embeddings": True},
+    ),
+    "granite-h-dense": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {**MAMBA, "num_local_experts": 0, "position_embedding_type": "rope", "time_step_limit": [0.1, 2.0],
+         "mamba_conv_bias": False},
+    ),
+    "bamba": (
+        "BambaConfig",
+        "BambaForCausalLM",
+        {**{key: value for key, value in MAMBA.items() if key not in ("layer_types", "shared_intermediate_size")},
+         "attn_layer_indices": [3]},
+    ),
+    # short convolutions in three layers of four, dense and with experts behind the first
+    "lfm2": (
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {"num_hidden_layers": 4, "layer_types": CONVOLUTIONS, "block_multiple_of": 16, "conv_L_cache": 3},
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        "Lfm2MoeForCausalLM",
+        {"num_hidden_layers": 4, "layer_types": CONVOLUTIONS, "num_experts": 6, "num_experts_per_tok": 3,
+         "moe_intermediate_size": 40, "num_dense_layers": 1, "conv_L_cache": 4},
     ),
 }  # fmt: skip
 MORE_FAMILIES: tuple[str, ...] = tuple(MORE)

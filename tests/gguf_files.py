@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from checkpoints import VOCAB, make_reference
+from gguf_states import mamba_of, operators_of, shared_of, states_of, write_mamba, write_states
 
 # family of tests/checkpoints.py -> general.architecture
 ARCHITECTURES = {
@@ -35,6 +36,7 @@ ARCHITECTURES = {
     "minicpm3": "minicpm3", "starcoder2": "starcoder2", "nemotron": "nemotron", "arcee": "arcee",
     "hunyuan_v1_dense": "hunyuan-dense", "gpt2": "gpt2", "gpt_bigcode": "starcoder", "gpt_neox": "gptneox",
     "phi": "phi2", "falcon": "falcon", "falcon-40b": "falcon", "olmo": "olmo", "minimax_m2": "minimax-m2",
+    "granitemoehybrid": "granitehybrid", "granite-h-dense": "granitehybrid", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
     "hunyuan_v1_moe": "hunyuan-moe", "qwen3_next": "qwen3next", "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe",
 }  # fmt: skip
 EVERY_SECOND = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
@@ -43,6 +45,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**EVERY_SECOND, "mlp_only_layers": []},
     "qwen3_5": EVERY_SECOND,
     "qwen3_5_moe": EVERY_SECOND,
+    "granite-h-dense": {"time_step_limit": None},
     "mistral": {"sliding_window": None},
     "starcoder2": {"sliding_window": None},
     # the converter takes the width of heads from that of the model
@@ -239,6 +242,8 @@ def rope_of(config: Any) -> dict[str, Any]:
 
 def ffn_width(config: Any) -> int:
     """Of the MLP, by whatever name."""
+    if getattr(config, "block_auto_adjust_ff_dim", False):
+        return -(-int(2 * config.intermediate_size / 3) // config.block_multiple_of) * config.block_multiple_of
     names = ("intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_hidden_size")
     found = (getattr(config, name, None) for name in names)
     return next((one for one in found if one), 4 * config.hidden_size)
@@ -265,7 +270,9 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
         for name in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
         if hasattr(config, name)
     ]
-    if centred or config.model_type == "olmo":
+    if config.model_type.startswith("lfm2"):
+        out.add_layer_norm_rms_eps(config.norm_eps)
+    elif centred or config.model_type == "olmo":
         out.add_layer_norm_eps(centred[0] if centred else 1e-5)
     else:
         out.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -308,6 +315,10 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
     write_scales(out, config)
     if hasattr(config, "linear_num_key_heads"):
         write_states(out, config)
+    if hasattr(config, "mamba_n_heads"):
+        write_mamba(out, config)
+    if hasattr(config, "conv_L_cache"):
+        out.add_shortconv_l_cache(config.conv_L_cache)
     if getattr(config, "num_experts_per_tok", None):
         write_experts(out, config)
 
@@ -325,7 +336,10 @@ def write_heads(out: gguf.GGUFWriter, config: Any, full: Mapping[str, Any], head
         if "partial_rotary_factor" in full:
             out.add_rope_dimension_count(int(head_dim * full["partial_rotary_factor"]))
     else:
-        out.add_head_count_kv(config.num_key_value_heads)
+        kinds = getattr(config, "layer_types", None) or []
+        has_states = not {"conv", "linear_attention"}.isdisjoint(kinds) and not hasattr(config, "linear_num_key_heads")
+        n_kv = config.num_key_value_heads
+        out.add_head_count_kv([n_kv if kind == "full_attention" else 0 for kind in kinds] if has_states else n_kv)
         out.add_rope_dimension_count(int(head_dim * full.get("partial_rotary_factor", 1.0)))
         out.add_key_length(head_dim)
         out.add_value_length(head_dim)
@@ -340,42 +354,6 @@ def write_streams(out: gguf.GGUFWriter, config: Any) -> None:
     out.add_shared_kv_layers(config.num_kv_shared_layers)
     normal = torch.distributions.normal.Normal(0, 1)
     out.add_activation_sparsity_scale(normal.icdf(torch.tensor(config.activation_sparsity_pattern)).tolist())
-
-
-def write_states(out: gguf.GGUFWriter, config: Any) -> None:
-    """Of a gated delta rule."""
-    out.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
-    out.add_ssm_state_size(config.linear_key_head_dim)
-    out.add_ssm_group_count(config.linear_num_key_heads)
-    out.add_ssm_time_step_rank(config.linear_num_value_heads)
-    out.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
-    out.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
-
-
-def states_of(name: str, values: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
-    """A tensor of a gated delta rule in the words of the converter: q, k, v and z apart, value heads tiled, -e^A_log."""
-    keys, many = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
-    root, _, part = name.partition("linear_attn.")
-    if part == "in_proj_qkvz.weight":
-        own = many * config.linear_value_head_dim
-        sizes = (config.linear_key_head_dim, config.linear_key_head_dim, own, own)
-        q, k, v, z = (one.flatten(0, 1) for one in values.unflatten(0, (keys, -1)).split(sizes, dim=1))
-        return {
-            f"{root}linear_attn.in_proj_qkv.weight": torch.cat([q, k, v]),
-            f"{root}linear_attn.in_proj_z.weight": z,
-        }
-    if part == "A_log":
-        values = -values.float().exp()
-    if config.model_type != "qwen3_next" and part not in ("norm.weight", "out_proj.weight"):
-        width = (
-            1 if part in ("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight") else config.linear_value_head_dim
-        )
-        first = len(values) - keys * many * width
-        heads = values[first:].unflatten(0, (keys, many, width)).transpose(0, 1).flatten(0, 2)
-        values = torch.cat([values[:first], heads])
-    if config.model_type != "qwen3_next" and part == "out_proj.weight":
-        values = values.unflatten(1, (keys, many, -1)).transpose(1, 2).flatten(1)
-    return {name.replace(".dt_bias", ".dt_proj.bias").replace("A_log", "A_log.none"): values}
 
 
 def write_latent(out: gguf.GGUFWriter, config: Any) -> None:
@@ -462,6 +440,12 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
             values = values.float() + 1
         if "linear_attn." in name:
             tensors |= states_of(name, values, config)
+        elif ".mamba." in name:
+            tensors |= mamba_of(name, values)
+        elif ".shared_mlp." in name:
+            tensors |= shared_of(name, values, config)
+        elif "feed_forward.expert" in name:
+            tensors |= operators_of(name, values)
         elif config.model_type == "gpt_oss" and ".experts." in name:
             tensors |= clamped_experts(name, values)
         elif config.model_type == "gemma4_text" and name.endswith("experts.gate_up_proj"):
@@ -492,7 +476,14 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
         else:
             tensors[name.replace("e_score_correction_bias", "e_score_correction.bias")] = values
     return {
-        name: np.atleast_1d(values.detach().float().squeeze().contiguous().numpy()) for name, values in tensors.items()
+        name: np.atleast_1d(
+            (values if ".mamba." in name and values.ndim == 2 else values.squeeze())
+            .detach()
+            .float()
+            .contiguous()
+            .numpy()
+        )
+        for name, values in tensors.items()
     }
 
 
@@ -536,6 +527,7 @@ def is_permuted(config: Any) -> bool:
         "smollm3",
         "granite",
         "granitemoe",
+        "granitemoehybrid",
         "internlm3",
         "ministral3",
         "arcee",

@@ -1,7 +1,7 @@
 // Random shapes through whole programs for a number of seconds, every kernel set, meant to run under sanitizers:
 //   kernels_fuzz [seconds [seed]]
 // Each round builds a small random model (dense or experts, with latent attention or without, layers that attend to another's keys, streams beside
-// each other, every weight and cache format, some adapters, its weights packed, or used in a file and moved while it answers) for two sets,
+// each other, states beside attention, every weight and cache format, some adapters, its weights packed, or used in a file and moved while it answers) for two sets,
 // computes one prompt whole,
 // and again cut at random beside neighbours and over dirty blocks, both models at once; logits must agree bit for bit, and the best found without them must
 // be theirs. Exit 1 on a difference.
@@ -37,6 +37,8 @@ struct Model {
   int64_t kv_layers() const { return shares_kv ? 1 : layers; }
   int64_t n_adapters;
   int64_t rank, rotary;  // of latent attention, whose one cached vector is both; 0: none
+  bool has_states;       // each layer moves one on, too
+  StateShape states;
 };
 
 class World {
@@ -68,7 +70,18 @@ class World {
       m.shares_kv = false;
       m.n_kv_heads = 1, m.n_heads = pick(0, 4) == 0 ? pick(60, 90) : pick(1, 20), m.head_dim = m.rank + m.rotary;
     }
+    m.has_states = pick(0, 2) == 0;
+    m.states = states();
     return m;
+  }
+
+  StateShape states() {
+    StateShape s;
+    s.rule = static_cast<StateRule>(pick(0, 2));
+    s.n_key_heads = pick(1, 3), s.n_value_heads = s.n_key_heads * pick(1, s.rule == StateRule::ssd ? 20 : 3);
+    s.key_dim = s.rule == StateRule::convolution ? 0 : pick(1, 40), s.value_dim = pick(1, 70), s.n_taps = pick(1, 4);
+    s.scale = 0.3f, s.norm_eps = 1e-5f, s.most_step = 2.0f;
+    return s;
   }
 
   std::vector<float> floats(int64_t n, float low, float high) {
@@ -144,6 +157,7 @@ class Recorder {
       p_.record(Category::attention, AttentionOp{q_, is_direct ? heads_rows : heads_, m.shares_kv ? 0 : layer, shape_, some(m.n_heads)});
       if (is_latent) p_.record(Category::o, heads_op(values_of_heads_, heads_, m.head_dim, m.rank, expanded_, value_dim_, Store::f32));
       if (!is_direct) p_.record(Category::norm, PrepareOp{is_latent ? expanded_ : heads_, heads_rows});
+      if (m.has_states) move_states(rows, layer);
       if (w_.pick(0, 3) == 0) {  // a gate of the token's own
         p_.record(Category::o, LinearOp{linear(1, m.hidden), rows, gate, Store::f32, Activation::silu});
         p_.record(Category::o, LinearOp{linear(m.hidden, heads_width), heads_rows, y, Store::f32, Activation::silu});
@@ -206,6 +220,23 @@ class Recorder {
     rotate.shape.row_heads = m_.n_heads, rotate.shape.row_kv_heads = m_.n_kv_heads;
     rotate.shape.has_full_width_norm = m_.has_full_norm, rotate.shape.norm_eps = 1e-5f;
     p_.record(Category::rope, rotate);
+  }
+
+  void move_states(int rows, int layer) {
+    const StateShape& s = m_.states;
+    const int64_t heads = s.n_value_heads, width = heads * s.value_dim, first = w_.pick(0, 2), column = w_.pick(0, 3);
+    const bool has_heads = s.rule != StateRule::convolution, is_delta = s.rule == StateRule::delta;
+    const int inputs = plain_buffer(p_, BufferKind::f32, s.inputs()), out = plain_buffer(p_, BufferKind::f32, column + width);
+    const int rates = has_heads ? plain_buffer(p_, BufferKind::f32, s.n_rates() * (first + heads)) : -1;
+    p_.record(Category::qkv, LinearOp{linear(s.inputs(), m_.hidden), rows, inputs, Store::f32, Activation::silu});
+    if (has_heads) p_.record(Category::qkv, LinearOp{linear(s.n_rates() * (first + heads), m_.hidden), rows, rates, Store::f32, Activation::silu});
+    p_.record(Category::qkv, LinearOp{linear(column + width, m_.hidden), rows, out, Store::f32, Activation::silu});  // what no head writes
+    p_.record(Category::attention, StateOp{inputs, rates, out, norm(s.n_taps * s.channels()), some(s.channels()), has_heads ? norm(heads) : -1,
+                                           has_heads ? norm(heads) : -1, has_heads && !is_delta ? norm(heads) : -1, is_delta ? norm(s.value_dim) : -1, layer, s,
+                                           first, column});
+    const int given = rows_buffer(p_, m_, column + width);
+    p_.record(Category::norm, PrepareOp{out, given});
+    p_.record(Category::o, LinearOp{linear(m_.hidden, column + width), given, x_, Store::add_f32, Activation::silu});
   }
 
   // Streams that begin with x, predict each other and are corrected, and what a layer adds of an embedding of its own.
@@ -365,6 +396,11 @@ std::vector<float> answer(Program& program, World& world, const Model& m, const 
   shape.n_kv_heads = m.n_kv_heads, shape.head_dim = m.head_dim, shape.format = m.kv, shape.has_values = m.rank == 0;
   KvCache kv(shape);
   if (neighbours) std::memset(kv.layer(0).data, 0xff, static_cast<size_t>(kv.bytes()));  // NaN everywhere
+  if (m.has_states) {  // two places a sequence: a step may run twice, and begins both times with what lay before it
+    kv.add_states(std::vector<int64_t>(static_cast<size_t>(m.layers), m.states.floats()), 3 * (1 + neighbours));
+    std::memset(kv.state(0, 0), 0xff, static_cast<size_t>(kv.state_bytes()));
+  }
+  std::vector<int32_t> places(1 + neighbours, -1);
   std::vector<int32_t> table(shape.n_blocks);
   for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<int32_t>(table.size() - 1 - i);
   std::vector<float> logits(n * m.vocab);
@@ -389,9 +425,17 @@ std::vector<float> answer(Program& program, World& world, const Model& m, const 
     Step step{ids.data(), starts.data(), contexts.data(), table.data(), wanted.data(),
                     static_cast<int64_t>(ids.size()), 1 + neighbours, per_sequence, static_cast<int64_t>(wanted.size())};
     if (m.n_adapters > 0) step.adapters = adapters.data();
+    std::vector<int32_t> writes, saves;
+    for (int32_t s = 0; s <= neighbours; ++s) {
+      const int32_t rows = starts[s + 1] - starts[s];
+      writes.push_back(places[s] == 3 * s ? 3 * s + 1 : 3 * s);
+      if (world.pick(0, 1)) saves.insert(saves.end(), {s, static_cast<int32_t>(world.pick(1, rows)), 3 * s + 2});
+    }
+    if (m.has_states) step.state_reads = places.data(), step.state_writes = writes.data(), step.state_saves = saves.data(), step.n_saves = static_cast<int64_t>(saves.size()) / 3;
     program.run(step, kv, logits.data() + at * m.vocab);
     if (!has_same_best(program, step, kv, logits.data() + at * m.vocab)) return {};
     at += static_cast<int64_t>(wanted.size());
+    places = writes;
   }
   return logits;
 }

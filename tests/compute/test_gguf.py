@@ -357,7 +357,8 @@ def test_value_heads_of_states_come_in_order_out_of_any_blocks(family: str, kind
 @pytest.mark.parametrize(
     ("family", "weights"),
     [("llama", "bf16"), ("llama", "int8"), ("llama", "int4"), ("deepseek_v2", "bf16"), ("gpt_oss", "int8"),
-     ("granitemoe", "bf16"), ("qwen3_next", "bf16"), ("qwen3_5_moe", "int8")],
+     ("granitemoe", "bf16"), ("qwen3_next", "bf16"), ("qwen3_5_moe", "int8"), ("granitemoehybrid", "bf16"),
+     ("lfm2_moe", "int8")],
 )  # fmt: skip
 def test_a_bf16_file_has_the_bits_of_the_checkpoint(family: str, weights: str, tmp_path: Path) -> None:
     """The two containers hold the same numbers, so nothing after the reader may tell them apart."""

@@ -1,4 +1,4 @@
-"""A gated delta rule: every kernel set and torch against the reference, cut anywhere, with states left on the way."""
+"""States that move on: every kernel set and torch against the reference, cut anywhere, with states left on the way."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops import reference
 from diptych.compute.ops.contract import AttentionSpec
+from diptych.compute.ops.shares import OwnHeads
 from diptych.compute.ops.tolerances import OPS
-from diptych.compute.ops.torch_loader import TorchAttention, TorchDelta, TorchNorm
+from diptych.compute.ops.torch_loader import TorchAttention, TorchNorm, TorchRule
 from diptych.compute.ops.torch_ops import TorchOps
-from diptych.models.spec import DeltaSpec
+from diptych.models.spec import StateRule, StateSpec
 from op_bench import Bench, noise
 
 pytestmark = [
@@ -28,12 +29,23 @@ pytestmark = [
 ]
 N_PLACES, T, EPS, CPU = 9, 41, 1e-6, torch.device("cpu")
 State = tuple[torch.Tensor, torch.Tensor]
-# heads of one lane, of half a vector, of odd widths, of one key head for many, and of the published size; taps of one to four
+# heads of one lane, of half a vector, of odd widths, of one key head for many (in parts), and of the published sizes; taps of
+# one to four
+SSD: Any = {"rule": StateRule.SSD, "has_tap_bias": True}
+CONVOLUTION: Any = {"rule": StateRule.CONVOLUTION, "key_dim": 0}
 FORMS = {
-    "one": DeltaSpec(n_key_heads=1, key_dim=1, n_value_heads=1, value_dim=1, n_taps=1),
-    "odd": DeltaSpec(n_key_heads=2, key_dim=7, n_value_heads=4, value_dim=19, n_taps=3),
-    "wide": DeltaSpec(n_key_heads=1, key_dim=24, n_value_heads=3, value_dim=40, n_taps=2),
-    "usual": DeltaSpec(n_key_heads=2, key_dim=128, n_value_heads=4, value_dim=128, n_taps=4),
+    "one": StateSpec(n_key_heads=1, key_dim=1, n_value_heads=1, value_dim=1, n_taps=1),
+    "odd": StateSpec(n_key_heads=2, key_dim=7, n_value_heads=4, value_dim=19, n_taps=3),
+    "wide": StateSpec(n_key_heads=1, key_dim=24, n_value_heads=3, value_dim=40, n_taps=2),
+    "usual": StateSpec(n_key_heads=2, key_dim=128, n_value_heads=4, value_dim=128, n_taps=4),
+    "ssd-one": StateSpec(n_key_heads=1, key_dim=1, n_value_heads=1, value_dim=1, n_taps=1, rule=StateRule.SSD),
+    "ssd-odd": StateSpec(
+        n_key_heads=2, key_dim=7, n_value_heads=20, value_dim=19, n_taps=3, step_limits=(0.5, 2.0), **SSD
+    ),
+    "ssd-usual": StateSpec(n_key_heads=1, key_dim=128, n_value_heads=24, value_dim=64, n_taps=4, **SSD),
+    "taps-one": StateSpec(n_key_heads=1, n_value_heads=1, value_dim=1, n_taps=1, **CONVOLUTION),
+    "taps-odd": StateSpec(n_key_heads=3, n_value_heads=3, value_dim=19, n_taps=4, has_tap_bias=True, **CONVOLUTION),
+    "taps-usual": StateSpec(n_key_heads=4, n_value_heads=4, value_dim=64, n_taps=3, **CONVOLUTION),
 }
 
 
@@ -41,14 +53,21 @@ FORMS = {
 class Rule:
     """Random inputs of T tokens and the numbers of a layer."""
 
-    form: DeltaSpec
+    form: StateSpec
 
     def __post_init__(self) -> None:
         form, heads = self.form, self.form.n_value_heads
-        self.qkv, self.rates = noise(T, form.n_channels, seed=1), noise(T, 2 * heads, seed=2, scale=3.0)
-        self.taps = noise(form.n_channels, form.n_taps, seed=3)
-        self.decay, self.shift = noise(heads, seed=4).exp(), noise(heads, seed=5)
-        self.norm, self.scale = noise(form.value_dim, seed=6) + 1, form.key_dim**-0.5
+        self.qkv, self.rates = noise(T, form.n_inputs, seed=1), noise(T, form.n_rates, seed=2, scale=3.0)
+        self.scale = max(1, form.key_dim) ** -0.5
+        self.numbers = {"taps": noise(form.n_channels, form.n_taps, seed=3)}
+        if form.has_tap_bias:
+            self.numbers["tap_bias"] = noise(form.n_channels, seed=7)
+        if form.n_rates:
+            self.numbers |= {"decay": noise(heads, seed=4).exp(), "shift": noise(heads, seed=5)}
+        if form.rule is StateRule.DELTA:
+            self.numbers["norm"] = noise(form.value_dim, seed=6) + 1
+        if form.rule is StateRule.SSD:
+            self.numbers["skip"] = noise(heads, seed=6)
 
     @property
     def nothing(self) -> State:
@@ -59,10 +78,9 @@ class Rule:
         )
 
     def expected(self, begin: int, end: int, state: State) -> tuple[torch.Tensor, State]:
-        return reference.delta(
-            self.qkv[begin:end], self.rates[begin:end], state, self.form, taps=self.taps, decay=self.decay,
-            shift=self.shift, norm=self.norm, scale=self.scale, eps=EPS,
-        )  # fmt: skip
+        return reference.move_states(
+            self.qkv[begin:end], self.rates[begin:end], state, self.form, self.numbers, scale=self.scale, eps=EPS
+        )
 
 
 def batch_of(chunks: list[tuple[int, int]], reads: list[int], writes: list[int], saves: Any = ()) -> ForwardBatch:
@@ -87,19 +105,18 @@ class Native(Bench):
     def __init__(self, isa: str, rule: Rule, *, threads: int = 1) -> None:
         super().__init__(isa, rule.qkv, threads=threads)
         program, form = self.program, rule.form
-        rates = program.add_f32(rule.rates.shape[1])
-        program.embed(program.add_table(rule.rates), rates, 1.0)
+        rates = -1
+        if form.n_rates:
+            rates = program.add_f32(form.n_rates)
+            program.embed(program.add_table(rule.rates), rates, 1.0)
         self._out_width = form.width
         self.out = program.add_f32(form.width)
-        shape = cpu._cpu.DeltaShape(
-            n_key_heads=form.n_key_heads, n_value_heads=form.n_value_heads, key_dim=form.key_dim,
-            value_dim=form.value_dim, n_taps=form.n_taps, scale=rule.scale, norm_eps=EPS,
-        )  # fmt: skip
-        vectors = [rule.taps.T.reshape(-1), rule.decay, rule.shift, rule.norm]
-        taps, decay, shift, norm = (program.add_vector(one.contiguous().numpy()) for one in vectors)
-        program.delta(
-            qkv=self.x, rates=rates, out=self.out, taps=taps, decay=decay, shift=shift, norm=norm, layer=0, shape=shape
-        )
+        heads = OwnHeads(first_head=0, n_heads=form.n_value_heads, first_kv_head=0, n_kv_heads=form.n_key_heads)
+        shape = cpu.state_shape(form, heads, scale=rule.scale, norm_eps=EPS)
+        numbers = {
+            name: program.add_vector(one.T.reshape(-1).contiguous().numpy()) for name, one in rule.numbers.items()
+        }
+        program.move_states(qkv=self.x, rates=rates, out=self.out, layer=0, shape=shape, **numbers)
         self._attend_for_form()
         rows = program.add_rows("bf16", self.width)
         program.head(x=self.x, norm=self.norm, eps=1e-6, rows=rows, weight=self.head)
@@ -125,25 +142,31 @@ class Torch:
         self._rule, form = rule, rule.form
         spec = AttentionSpec(
             layer=0, n_heads=form.n_value_heads, n_kv_heads=form.n_key_heads, head_dim=form.value_dim, scale=rule.scale,
-            norm_eps=EPS, delta=form, place=0,
+            norm_eps=EPS, state=form, place=0,
         )  # fmt: skip
-        delta = TorchDelta(rule.taps, rule.decay, rule.shift, TorchNorm(rule.norm))
-        self._attention = TorchAttention(spec, None, None, delta=delta)
+        numbers: dict[str, Any] = dict(rule.numbers)
+        if "norm" in numbers:
+            numbers["norm"] = TorchNorm(numbers["norm"])
+        torch_rule = TorchRule(**numbers)
+        self._attention = TorchAttention(spec, None, None, rule=torch_rule)
         self._kv = TorchKVStore(
-            heads=[(1, 2)], n_blocks=64, block_tokens=64, dtype=torch.float32, device=CPU, deltas=[form],
+            heads=[(1, 2)], n_blocks=64, block_tokens=64, dtype=torch.float32, device=CPU, forms=[form],
             n_places=N_PLACES,
         )  # fmt: skip
 
     def step(self, batch: ForwardBatch) -> torch.Tensor:
         ops = TorchOps(batch, self._kv, device=CPU, dtype=torch.float32)
-        return ops.delta(self._rule.qkv[batch.token_ids_T], self._rule.rates[batch.token_ids_T], self._attention)
+        rates = self._rule.rates[batch.token_ids_T] if self._rule.form.n_rates else None
+        return ops.move_states(self._rule.qkv[batch.token_ids_T], rates, self._attention)
 
 
 def check(got: torch.Tensor, expected: torch.Tensor) -> None:
     """To fp32's tolerance, of rows whose norm magnifies what is next to nothing."""
     assert got.shape == expected.shape
     error = (got - expected).abs().max().item()
-    assert error <= OPS["delta"].tolerance_fp32 * max(1.0, expected.abs().max().item()), f"delta differs by {error}"
+    assert error <= OPS["move_states"].tolerance_fp32 * max(1.0, expected.abs().max().item()), (
+        f"states differ by {error}"
+    )
 
 
 @pytest.fixture(params=[*KERNEL_SETS, "torch"])
@@ -158,7 +181,7 @@ def made(kernels: str, rule: Rule, threads: int = 1) -> Native | Torch:
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_a_step_is_what_the_rule_says(kernels: str, form: DeltaSpec) -> None:
+def test_a_step_is_what_the_rule_says(kernels: str, form: StateSpec) -> None:
     """Sequences that begin, go on in their place, and begin with another's state; states left on the way hold too."""
     rule = Rule(form)
     side = made(kernels, rule)
@@ -181,7 +204,7 @@ def test_a_step_is_what_the_rule_says(kernels: str, form: DeltaSpec) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_no_bit_depends_on_how_a_sequence_is_cut(form: DeltaSpec) -> None:
+def test_no_bit_depends_on_how_a_sequence_is_cut(form: StateSpec) -> None:
     """Nor on threads, neighbours, or states left on the way."""
     rule = Rule(form)
     for isa in cpu.instruction_sets():

@@ -33,6 +33,8 @@ DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 3,
 }  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 12, "mamba_d_conv": 3, "mamba_expand": 2}
+CONVOLUTIONS = ["conv", "full_attention"] * 2
 # what a small config of the family has beside SMALL
 MORE: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
@@ -96,6 +98,10 @@ MORE: dict[str, dict[str, Any]] = {
         **DELTA,
         **EXPERTS,
     },
+    "granitemoehybrid": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48, **MAMBA},
+    "bamba": {"attn_layer_indices": [1, 3], **MAMBA},
+    "lfm2": {"layer_types": CONVOLUTIONS, "conv_L_cache": 4, "block_multiple_of": 16},
+    "lfm2_moe": {"layer_types": CONVOLUTIONS, "num_experts": 4, "num_dense_layers": 1, **EXPERTS},
     "qwen3_5_text": {"layer_types": ["full_attention", "linear_attention"] * 2, **DELTA},
     "qwen3_5_moe_text": {"num_experts": 4, "shared_expert_intermediate_size": 48, **DELTA, **EXPERTS},
     "youtu": {key: value for key, value in LATENT.items() if "rank" in key or "head_dim" in key},
@@ -159,7 +165,11 @@ def counted(config: Any) -> int:
     """Parameters of the model that transformers builds, with buffers: the router's correction bias, layers' scales."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    buffers = sum(b.numel() for name, b in model.named_buffers() if name.endswith(("correction_bias", "layer_scalar")))
+    buffers = sum(
+        b.numel()
+        for name, b in model.named_buffers()
+        if name.endswith(("correction_bias", "expert_bias", "layer_scalar"))
+    )
     return sum(parameter.numel() for parameter in model.parameters()) + buffers
 
 

@@ -7,9 +7,8 @@ from typing import Generic
 
 import torch
 
-from diptych.compute.balance import balance_values
-from diptych.compute.decoder import LATENT_EPS, DeltaWeights, LatentWeights
-from diptych.compute.delta_loader import delta_heads, delta_parts
+from diptych.compute.balance import NORM_SHARE, balance_norm, balance_values
+from diptych.compute.decoder import LATENT_EPS, LatentWeights, StateWeights
 from diptych.compute.layer_tensors import LayerTensors
 from diptych.compute.ops.contract import (
     AttentionSpec,
@@ -24,6 +23,7 @@ from diptych.compute.ops.contract import (
     WeightTensor,
 )
 from diptych.compute.rope import frequencies
+from diptych.compute.state_loader import state_heads, state_projections
 from diptych.compute.views import (
     JoinedTensor,
     OnesTensor,
@@ -35,7 +35,7 @@ from diptych.compute.views import (
     halves_order,
 )
 from diptych.ground.errors import UnsupportedModel
-from diptych.models.spec import Activation, DeltaSpec, MlaSpec, QkNorm
+from diptych.models.spec import Activation, MlaSpec, QkNorm, StateRule, StateSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class LayerHeads(Generic[Vector, Linear, Heads]):
     """The handles of a layer's attention, as `LayerWeights` has them."""
 
     handle: Heads
-    qkv: Linear | LatentWeights[Vector, Linear] | DeltaWeights[Linear]
+    qkv: Linear | LatentWeights[Vector, Linear] | StateWeights[Vector, Linear]
     o: Linear
     gate: Linear | None = None
 
@@ -58,8 +58,8 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         attention, root = self.parts.attention, f"{self.prefix}{self.names.attention}."
         if attention.mla is not None:
             return self._latent_heads(norm, attention.mla, root)
-        if attention.delta is not None:
-            return self._delta_heads(norm, attention.delta)
+        if attention.state is not None:
+            return self._state_heads(norm, attention.state)
         q, kv = attention.n_heads * attention.head_dim, attention.own_kv_heads * attention.head_dim
         sites = ("k", "v")[: 1 + attention.has_v] if kv else ()
         widths = {"q": q, **dict.fromkeys(sites, kv)}
@@ -103,24 +103,29 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
     def _gate(self, parts: LinearParts, activation: Activation) -> Linear:
         return self.loader.gate(parts, activation, role=self.role(Split.OUTPUTS, attention_gate=parts.n_outputs))
 
-    def _delta_heads(
-        self, norm: NormParts | None, delta: DeltaSpec
+    def _state_heads(
+        self, norm: NormParts | None, state: StateSpec
     ) -> tuple[NormParts | None, LayerHeads[Vector, Linear, Heads]]:
-        """As `heads`, of a gated delta rule. Its rates decide about what is kept, so they stay in the finest format."""
-        root = f"{self.prefix}{self.names.delta}."
-        parts = delta_parts(self.source, delta, self.names.delta_in, root, self.spec.hidden)
-        readers: tuple[LinearParts, ...] = (parts.qkv, parts.gate, parts.rates)
+        """As `heads`, of a state. Its rates decide about what is kept, so they stay in the finest format."""
+        root = f"{self.prefix}{self.names.states}."
+        parts = state_projections(self.source, state, self.names, root, self.spec.hidden)
+        readers, o = tuple(one for one in (parts.qkv, parts.gate, parts.rates) if one is not None), parts.o
+        behind = self._norm_over(f"{root}norm", state.width) if state.rule is StateRule.SSD else None
         if self.loader.is_balancing:
             norm, readers = self.balance_norm(norm, readers)
-        widths = {"q": delta.n_key_heads * delta.key_dim, "k": delta.n_key_heads * delta.key_dim, "v": delta.width}
+            if behind is not None:
+                behind, (o,) = balance_norm(behind, (o,), offset=0.0, share=NORM_SHARE)
+        keys = state.n_key_heads * state.key_dim if state.key_dim else state.width
         return norm, LayerHeads(
-            handle=delta_heads(self.source, self.loader, self.spec, self.layer, self.parts.attention, root),
-            qkv=DeltaWeights(
-                qkv=self.loader.linear(readers[0], role=self.role(Split.OUTPUTS, **widths)),
-                rates=self.loader.router(readers[2]),
+            handle=state_heads(self.source, self.loader, self.spec, self.layer, self.parts.attention, self.names, root),
+            qkv=StateWeights(
+                qkv=self.loader.linear(readers[0], role=self.role(Split.OUTPUTS, q=keys, k=keys, v=state.width)),
+                rates=None if parts.rates is None else self.loader.rates(readers[2]),
+                norm=None if behind is None else self.loader.norm(behind),
+                norm_eps=self.spec.norm_eps,
             ),
-            o=self.loader.linear(parts.o, role=self.role(Split.INPUTS, o=self.spec.hidden)),
-            gate=self._gate(readers[1], Activation.SILU),
+            o=self.loader.linear(o, role=self.role(Split.INPUTS, o=self.spec.hidden)),
+            gate=None if parts.gate is None else self._gate(readers[1], Activation.SILU),
         )
 
     @property

@@ -48,11 +48,13 @@ class LatentWeights(Generic[Vector, Linear]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaWeights(Generic[Linear]):
-    """The projections of a delta rule: q, k and v together, and its rates, two for each head."""
+class StateWeights(Generic[Vector, Linear]):
+    """The projections of a state: q, k and v together, and its rates, if any; and the norm of what its gated heads give."""
 
     qkv: Linear
-    rates: Linear
+    rates: Linear | None
+    norm: Vector | None
+    norm_eps: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +95,7 @@ class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
     """
 
     attention: Heads
-    qkv: Linear | LatentWeights[Vector, Linear] | DeltaWeights[Linear]
+    qkv: Linear | LatentWeights[Vector, Linear] | StateWeights[Vector, Linear]
     o: Linear
     gate: Linear | None = None
     input_norm: Vector | None
@@ -335,15 +337,19 @@ def run_attention(
     so that both phases have the same bits.
     """
     heads, qkv = weights.attention, weights.qkv
-    if isinstance(qkv, DeltaWeights):
-        a = ops.delta(ops.linear(h, qkv.qkv), ops.linear(h, qkv.rates), heads)
+    if isinstance(qkv, StateWeights):
+        rates = None if qkv.rates is None else ops.linear(h, qkv.rates)
+        a = ops.move_states(ops.linear(h, qkv.qkv), rates, heads)
     elif isinstance(qkv, LatentWeights):
         a = run_latents(ops, h, qkv, heads)
     else:
         y = ops.linear(h, qkv)
         y = y if weights.clip is None else ops.clip(y, weights.clip)
         a = ops.attention(ops.rotate_and_cache(y, heads), heads)
-    return a if weights.gate is None else ops.gate_heads(h, weights.gate, a)
+    a = a if weights.gate is None else ops.gate_heads(h, weights.gate, a)
+    if isinstance(qkv, StateWeights) and qkv.norm is not None:
+        return ops.norm(a, qkv.norm, eps=qkv.norm_eps)
+    return a
 
 
 def run_latents(

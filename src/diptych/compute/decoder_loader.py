@@ -168,10 +168,11 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         self, mlp: MlpSpec, norm: NormParts | None, root: str | None = None
     ) -> tuple[NormParts | None, tuple[Linear, Linear]]:
         """The norm that a dense MLP reads, and its gate_up and down. root: where its tensors lie, unless in the usual place."""
-        root, hidden = root or f"{self.prefix}{self.names.mlp[0]}", self.spec.hidden
+        root, hidden = root or f"{self.prefix}{self.names.dense or self.names.mlp[0]}", self.spec.hidden
         widths = (mlp.ffn,) * (2 if mlp.is_gated else 1)
-        gate_up = self.linear(root, self.names.gate_up, widths, hidden, has_bias=mlp.has_bias)
-        down = self.linear(root, (self.names.down,), (hidden,), mlp.ffn, has_bias=mlp.has_bias)
+        names, name = self.mlp_names(root)
+        gate_up = self.linear(root, names, widths, hidden, has_bias=mlp.has_bias)
+        down = self.linear(root, (name,), (hidden,), mlp.ffn, has_bias=mlp.has_bias)
         if self.loader.is_balancing:
             norm, (gate_up,) = self.balance_norm(norm, (gate_up,))
             if mlp.is_gated:  # else up goes through a curve, which knows no factors
@@ -305,8 +306,9 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             (one for one in (root, *roots) if self.source.has(f"{one}{names.shared}.{names.down}.weight")), root
         )
         ffn, hidden = moe.shared_ffn, self.spec.hidden
-        gate_up = self.linear(f"{root}{names.shared}.", names.gate_up, (ffn, ffn), hidden)
-        down = self.linear(f"{root}{names.shared}.", (names.down,), (hidden,), ffn)
+        of_shared, name = self.mlp_names(f"{root}{names.shared}.")
+        gate_up = self.linear(f"{root}{names.shared}.", of_shared, (ffn, ffn), hidden)
+        down = self.linear(f"{root}{names.shared}.", (name,), (hidden,), ffn)
         gate = (self.linear(root, (names.shared_gate,), (1,), hidden),) if moe.has_shared_gate else ()
         return (gate_up, down, *gate)
 

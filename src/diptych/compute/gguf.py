@@ -28,9 +28,10 @@ from diptych.compute.ops.contract import Codes, WeightTensor
 from diptych.compute.weights import FLOAT_DTYPES, SAMPLE_BYTES, Meanwhile, Progress, Saved, give_pages_back
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import LEAST_WHOLE, KeptFormat, gguf_kept, mean_bytes
-from diptych.models.gguf import Place, is_beside, joined_place, place_of, scales_beside, value_heads
+from diptych.models.gguf import Place, is_beside, joined_place, place_of, scales_beside
 from diptych.models.gguf_architectures import architecture_of
 from diptych.models.gguf_file import BlockType, GgufFile, GgufTensor
+from diptych.models.gguf_states import value_heads
 
 logger = logging.getLogger("diptych.compute")
 
@@ -118,6 +119,8 @@ class GgufCheckpoint:
             found = (shape[0], *found[1:])  # `joined_place` has seen to the rows
         if shape[0] == 1 and len(found) < len(shape):
             found = (1, *found)  # the converter leaves such an axis out
+        if len(found) == len(shape) + 1 and 1 in (found[0], found[-1]):
+            found = found[1:] if found[0] == 1 else found[:-1]  # or adds one
         if found != shape or (place.expert is not None and place.expert >= stored.shape[0]):
             raise LoadError(
                 f"tensor {stored.name} in {self.file.path} has shape {list(stored.shape)}; {list(shape)} is expected"

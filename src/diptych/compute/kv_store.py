@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from diptych.ground.errors import CapacityError, TransferError
-from diptych.models.spec import DeltaSpec
+from diptych.models.spec import StateSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,10 +163,10 @@ class TorchStates:
     tails: torch.Tensor
 
     @classmethod
-    def empty(cls, n_places: int, delta: DeltaSpec, device: torch.device) -> TorchStates:
+    def empty(cls, n_places: int, form: StateSpec, device: torch.device) -> TorchStates:
         """Zeros."""
-        matrices = (n_places, delta.n_value_heads, delta.key_dim, delta.value_dim)
-        tails = (n_places, delta.n_taps - 1, delta.n_channels)
+        matrices = (n_places, form.n_value_heads, form.key_dim, form.value_dim)
+        tails = (n_places, form.n_taps - 1, form.n_channels)
         return cls(*(torch.zeros(shape, dtype=torch.float32, device=device) for shape in (matrices, tails)))
 
     def read(self, places: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,7 +185,7 @@ class TorchStates:
 
 class TorchKVStore:
     """One tensor per layer, [2, N, P, K, d], on the model's device; [1, ...] where keys serve as values. Zeroed, so that masked
-    slots hold no NaN. heads: K and d of each layer; deltas: of the layers that have states, which lie in n_places.
+    slots hold no NaN. heads: K and d of each layer; forms: of the layers that have states, which lie in n_places.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class TorchKVStore:
         device: torch.device,
         revision: str = "",
         has_values: bool = True,
-        deltas: Sequence[DeltaSpec] = (),
+        forms: Sequence[StateSpec] = (),
         n_places: int = 1,
     ) -> None:
         n_planes = 2 if has_values else 1
@@ -212,14 +212,14 @@ class TorchKVStore:
         )
         self.n_blocks = n_blocks
         self.block_tokens = block_tokens
-        self.n_places = n_places if deltas else 0
-        state_bytes = self.n_places * sum(delta.state_elements for delta in deltas) * torch.float32.itemsize
-        beside = f" and {self.n_places} states {state_bytes}" if deltas else ""
+        self.n_places = n_places if forms else 0
+        state_bytes = self.n_places * sum(form.state_elements for form in forms) * torch.float32.itemsize
+        beside = f" and {self.n_places} states {state_bytes}" if forms else ""
         try:
             self.layers = [
                 torch.zeros((n_planes, n_blocks, block_tokens, n, d), dtype=dtype, device=device) for n, d in heads
             ]
-            self.states = [TorchStates.empty(n_places, delta, device) for delta in deltas]
+            self.states = [TorchStates.empty(n_places, form, device) for form in forms]
         except (RuntimeError, torch.OutOfMemoryError) as error:
             raise CapacityError(
                 f"the KV cache of {n_blocks} blocks needs {n_blocks * self.header.block_bytes} bytes{beside}, "

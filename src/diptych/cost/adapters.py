@@ -84,9 +84,9 @@ def adapter_bytes(quant: QuantSpec, *, is_ours: bool) -> float:
 
 def _ends(model: ModelSpec, attention: AttentionLayer, mlp: object) -> list[int]:
     """Inputs and outputs of the projections of one layer that an adapter may have."""
-    hidden, mla, delta = model.hidden, attention.mla, attention.delta
-    if delta is not None:
-        ends = [hidden + delta.n_channels, hidden + delta.width, delta.width + hidden]
+    hidden, mla, state = model.hidden, attention.mla, attention.state
+    if state is not None:
+        ends = [hidden + state.n_inputs, hidden + state.gate_width, state.width + hidden]
     elif mla is None:
         q, kv = attention.n_heads * attention.head_dim, attention.own_kv_heads * attention.head_dim
         ends = [hidden + q, 2 * (hidden + kv) if kv else 0, q + hidden]

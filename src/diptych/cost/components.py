@@ -19,7 +19,17 @@ from diptych.cost.streams import stream_matrices, stream_vectors, table_width
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import KVSpec, QuantSpec
-from diptych.models.spec import AttentionLayer, DeltaSpec, LayerSpec, MlaSpec, MlpSpec, ModelSpec, MoeSpec, QkNorm
+from diptych.models.spec import (
+    AttentionLayer,
+    LayerSpec,
+    MlaSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    QkNorm,
+    StateRule,
+    StateSpec,
+)
 
 BF16 = QuantSpec(name="bf16", weight_bytes=2.0)
 
@@ -171,7 +181,7 @@ def layer_kv_bytes(attention: AttentionLayer, kv: KVSpec, tp: int) -> float:
 
     KV heads are replicated when tp > n_kv_heads; MLA is not split. Nothing where it has a state instead.
     """
-    if attention.delta is not None:
+    if attention.state is not None:
         return 0.0
     if attention.mla is not None:
         return (attention.mla.kv_rank + attention.mla.rope_dim) * kv.bytes_per_element + kv.scale_bytes
@@ -287,29 +297,32 @@ class _Sizes:
 
 
 def _layer(sizes: _Sizes) -> tuple[Component, ...]:
-    mla, delta, mlp = sizes.attention.mla, sizes.attention.delta, sizes.layer.mlp
+    mla, state, mlp = sizes.attention.mla, sizes.attention.state, sizes.layer.mlp
     ffn = _experts(sizes, mlp) if isinstance(mlp, MoeSpec) else (_mlp(sizes, mlp),)
-    if delta is not None:
-        return (_norms(sizes), *_delta(sizes, delta), *ffn)
+    if state is not None:
+        return (_norms(sizes), *_states(sizes, state), *ffn)
     projections = _gqa(sizes) if mla is None else _mla(sizes, mla)
     return (_norms(sizes), *projections, *_attention(sizes), *ffn)
 
 
-def _delta(sizes: _Sizes, delta: DeltaSpec) -> tuple[Component, Component, Component]:
-    """Projections, and states, which every chunk reads and writes once: S^T k, the update, S^T q for each of its tokens."""
+def _states(sizes: _Sizes, state: StateSpec) -> tuple[Component, Component, Component]:
+    """Projections, and states, which every chunk reads and writes once: the update and S^T q for each of its tokens, and by the
+    delta rule S^T k before them.
+    """
     hidden, n, tp = sizes.model.hidden, sizes.n, sizes.tp
-    channels, width, heads = delta.n_channels / tp, delta.width / tp, delta.n_value_heads / tp
-    qkv = _linear(sizes, "qkv", hidden, channels + width)
-    qkv = qkv.plus(_linear(sizes, "qkv", hidden, 2 * heads))
-    small = channels * delta.n_taps + 2 * heads + delta.value_dim
+    channels, inputs, width, heads = (
+        one / tp for one in (state.n_channels, state.n_inputs, state.width, state.n_value_heads)
+    )
+    qkv = _linear(sizes, "qkv", hidden, state.n_projected / tp)
+    products = 6.0 if state.rule is StateRule.DELTA else 4.0
     chunks = sum(shape.count for shape in sizes.work.shapes)
-    moved = chunks * delta.state_elements * STATE_BYTES / tp
+    moved = chunks * state.state_elements * STATE_BYTES / tp
     states = Component(
         name="states",
-        flops=6.0 * n * heads * delta.key_dim * delta.value_dim,
-        vector_flops=n * (2.0 * channels * delta.n_taps + 8.0 * width),
-        weight_bytes=small * 4.0,
-        activation_bytes=n * (channels + width) * sizes.a,
+        flops=products * n * heads * state.key_dim * state.value_dim,
+        vector_flops=n * (2.0 * channels * state.n_taps + 8.0 * width),
+        weight_bytes=state.n_small / tp * 4.0,
+        activation_bytes=n * (inputs + width) * sizes.a,
         kv_read_bytes=moved,
         kv_write_bytes=moved,
     )

@@ -61,7 +61,8 @@ def _gathered(layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: boo
     heads = attention.n_heads * attention.head_dim
     values = heads * value_bytes if attention.mla is None else attention.n_heads * attention.mla.v_dim * FP32
     meetings, row_bytes = 2, values + stream  # the heads' values, o
-    if attention.has_gate or attention.delta is not None:  # what gates them, in fp32
+    is_gated = attention.has_gate if attention.state is None else attention.state.gate_width > 0
+    if is_gated:  # what gates them, in fp32
         meetings, row_bytes = 3, 2 * heads * FP32 + stream
     if attention.qk_norm is QkNorm.FULL:
         meetings += 3

@@ -71,7 +71,7 @@ def attention_flops_per_pair(model: ModelSpec, *, on_latents: bool = False) -> f
         sum(
             2 * n * layer.attention.n_heads * sum(attention_widths(layer.attention, on_latents=on_latents))
             for layer, n in model.layer_groups
-            if layer.attention.delta is None
+            if layer.attention.state is None
         )
     )
 
@@ -100,9 +100,9 @@ def kv_bytes_stored(model: ModelSpec, kv: KVSpec, context_tokens: int, *, is_our
 
 
 def _attention_matrices(model: ModelSpec, attention: AttentionLayer) -> int:
-    mla, delta, hidden, heads = attention.mla, attention.delta, model.hidden, attention.n_heads
-    if delta is not None:  # q, k and v, their gate and o, and two rates for each head
-        return hidden * (delta.n_channels + 2 * delta.width + 2 * delta.n_value_heads)
+    mla, state, hidden, heads = attention.mla, attention.state, model.hidden, attention.n_heads
+    if state is not None:
+        return hidden * (state.n_projected + state.width)
     if mla is None:
         return hidden * attention.head_dim * ((2 + attention.has_gate) * heads + attention.kv_heads_projected)
     q_head = mla.nope_dim + mla.rope_dim
@@ -116,16 +116,16 @@ def _repeated(model: ModelSpec, attention: AttentionLayer, tp: int) -> int:
     mla = attention.mla
     if mla is not None:
         return (tp - 1) * model.hidden * ((mla.q_rank or 0) + mla.kv_rank + mla.rope_dim)
-    if attention.delta is not None:
-        return (tp - 1) * 2 * attention.n_heads * model.hidden
+    if attention.state is not None:
+        return (tp - 1) * attention.state.n_rates * model.hidden
     copies = max(tp - attention.n_kv_heads, 0) * attention.kv_heads_projected // attention.n_kv_heads
     return copies * attention.head_dim * (model.hidden + attention.has_qkv_bias)
 
 
 def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
-    count, delta = _attention_matrices(model, spec), spec.delta
-    if delta is not None:  # taps, two numbers for each head, a norm
-        return count + delta.n_channels * delta.n_taps + 2 * delta.n_value_heads + delta.value_dim
+    count, state = _attention_matrices(model, spec), spec.state
+    if state is not None:
+        return count + state.n_small
     if spec.mla is not None:
         biases = (spec.mla.q_rank or 0) + spec.mla.kv_rank + spec.mla.rope_dim + model.hidden
         return count + spec.mla.kv_rank + (spec.mla.q_rank or 0) + (biases if spec.has_o_bias else 0)

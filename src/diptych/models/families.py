@@ -4,18 +4,18 @@ An entry names the architectures it serves, every key of config.json that it rea
 class in transformers (files leave out what equals it), the keys it knows in one setting only, how its layers are made, and
 how its tensors are called. `read` turns a config into a `ModelSpec` by these; `compute` loads by them.
 They lie by kind: `families_dense`, `families_gpt` (around GPT-2), `families_mixtures` (of experts), `families_latent`
-(attention), `families_delta` (states of sequences), `families_priced` (`is_run=False`); what several of those share is in
+(attention), `families_states` (states of sequences), `families_priced` (`is_run=False`); what several of those share is in
 `families_shared`.
 """
 
 from __future__ import annotations
 
-from diptych.models.families_delta import STATES
 from diptych.models.families_dense import DENSE
 from diptych.models.families_gpt import GPT_KIND
 from diptych.models.families_latent import LATENT_ATTENTION
 from diptych.models.families_mixtures import MIXTURES
 from diptych.models.families_priced import PRICED_ONLY
+from diptych.models.families_states import STATES
 from diptych.models.family import Family
 
 FAMILIES: tuple[Family, ...] = (*DENSE, *GPT_KIND, *MIXTURES, *LATENT_ATTENTION, *STATES, *PRICED_ONLY)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from diptych.models.spec import Activation, Norms, QkNorm, Scores
+from diptych.models.spec import Activation, Norms, QkNorm, Scores, StateRule
 
 NORM_NAMES: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]] = MappingProxyType({
     Norms.BEFORE: ("input_layernorm", None, "post_attention_layernorm", None),
@@ -37,8 +37,9 @@ class TensorNames:
     apart: norms before the mixture, behind shared experts, behind the mixture, of `MoeSpec.is_apart`.
     choice_axes: what choice_bias has before its experts. norms: before attention, after it, before the MLP, after it.
     q_norm, k_norm: where each head has a weight of its own they are stacked in one tensor, or {} stands for the head.
-    delta: where a delta rule's tensors lie. delta_in: its projections, of q, k and v, of the gate, of beta, of the decay; or
-    of the first two and of the last two together, by key head.
+    dense: where a dense MLP lies, if not where mlp says. states: where tensors of a layer with a state lie. states_in: its
+    projections, by a delta rule of q, k and v, of the gate, of beta, of the decay, or of the first two and of the last two
+    together, by key head; else one. taps: of its convolution.
     """
 
     embedding: str = "embed_tokens"
@@ -72,8 +73,10 @@ class TensorNames:
         "post_feedforward_layernorm_1",
         "post_feedforward_layernorm_2",
     )
-    delta: str = "linear_attn"
-    delta_in: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    dense: str | None = None
+    states: str = "linear_attn"
+    taps: str = "conv1d"
+    states_in: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     norms: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]] = field(
         default_factory=lambda: NORM_NAMES
     )
@@ -98,8 +101,9 @@ class Family:
     last layer attends to everything. has_full_heads: layers that attend to everything have heads of their own number and
     width (`read_streams.full_heads`). scales_layers: as in `ModelSpec`.
     mixes_apart: the dense MLP is the shared expert of a mixture, as `MoeSpec.is_apart` says.
-    has_delta: layers but every `full_every`-th, or those that layer_types calls linear, have a state in place of keys and
-    values (`read_delta`). has_attention_gate: as `AttentionLayer.has_gate`; its rows lie behind each query head's.
+    state_rule: some layers have a state in place of keys and values, which moves on by it (`read_states`): those that
+    layer_types names so, or all but every `full_every`-th. has_attention_gate: as `AttentionLayer.has_gate`; its rows lie
+    behind each query head's.
     prefixes: where tensors may begin, tried in order; ignored: parts of names of tensors that nobody needs.
     """
 
@@ -151,11 +155,11 @@ class Family:
     scores: Scores = Scores.SOFTMAX
     group_best: int = 1
     has_router_bias: bool = False
-    has_choice_bias: bool = False
+    has_choice_bias: bool | str = False
     has_expert_bias: bool = False
     has_shared_gate: bool = False
     mixes_apart: bool = False
-    has_delta: bool = False
+    state_rule: StateRule | None = None
     has_attention_gate: bool = False
     weighs_input: bool = False
     reads_mxfp4: bool = False

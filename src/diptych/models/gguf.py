@@ -31,37 +31,14 @@ from diptych.models.gguf_architectures import (
     GgufArchitecture,
     architecture_of,
 )
-from diptych.models.gguf_file import PART, GgufArray, GgufFile, GgufTensor, open_gguf
+from diptych.models.gguf_file import PART, GgufFile, GgufTensor, open_gguf
+from diptych.models.gguf_keys import NEEDED, Keys
+from diptych.models.gguf_states import add_states
 from diptych.models.read import read_model
 from diptych.models.spec import ModelSpec
 
 logger = logging.getLogger("diptych.models")
 
-NEEDED = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
-# read by `read_config` itself, or without influence on what a token's logits are
-ALSO_READ = frozenset((
-    "vocab_size", "attention.value_length", "attention.sliding_window_pattern", "rope.dimension_count", "attention.causal",
-    "rope.freq_base_swa", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
-    "rope.scaling.finetuned", "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow", "rope.scale_linear", "tensor_data_layout", "attention.key_length_mla",
-    "nextn_predict_layers", "pooling_type",
-))  # fmt: skip
-# change the mathematics, and no architecture here reads them -> the values that say: as usual
-CHANGING: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "attention.scale", "attention.output_scale",
-                     "attention.value_scale", "expert_weights_scale", "expert_weights_norm"), (0.0, 1.0)),
-    **dict.fromkeys(("expert_group_count", "expert_group_used_count", "expert_gating_func"), (0, 1)),
-    **dict.fromkeys((
-        "attention.clamp_kqv", "attention.max_alibi_bias", "attention.temperature_scale", "attention.kv_lora_rank",
-        "attention.q_lora_rank", "attention.key_length_swa", "attention.value_length_swa", "attention.shared_kv_layers",
-        "attention.recurrent_layers", "attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping",
-        "router_logit_softcapping", "expert_count", "expert_shared_count", "expert_shared_feed_forward_length",
-        "leading_dense_block_count", "moe_every_n_layers", "interleave_moe_layer_step", "full_attention_interval",
-        "use_parallel_residual", "ssm.state_size", "swin_norm", "num_loops", "attention.value_length_mla",
-        "rope.dimension_sections", "rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_ext_factor", "rope.scaling.alpha",
-        "attention.temperature_length", "expert_group_scale", "experts_per_group", "swiglu_clamp_exp", "swiglu_clamp_shexp",
-    ), (0,)),
-}  # fmt: skip
 IN_LAYER = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
@@ -74,6 +51,10 @@ IN_LAYER = {
     "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_ba": "ssm_ba",
     "linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
+    "mamba.in_proj": "ssm_in", "mamba.conv1d": "ssm_conv1d", "mamba.norm": "ssm_norm", "mamba.out_proj": "ssm_out",
+    "conv.in_proj": "shortconv.in_proj", "conv.conv": "shortconv.conv", "conv.out_proj": "shortconv.out_proj",
+    "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm",
+    "mlp.w1": "ffn_gate", "mlp.w3": "ffn_up", "mlp.w2": "ffn_down",
     **dict.fromkeys(("attn.c_attn", "attention.query_key_value", "self_attention.query_key_value"), "attn_qkv"),
     **dict.fromkeys(("attn.c_proj", "attention.dense", "self_attention.dense", "self_attn.dense"), "attn_output"),
     "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down",
@@ -101,6 +82,7 @@ AT_THE_ENDS = {
         for ending in ("weight", "bias")
         for norm in ("transformer.ln_f", "gpt_neox.final_layer_norm", "model.final_layernorm")
     },
+    "model.embedding_norm.weight": "token_embd_norm.weight",
     "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
     "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
     "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
@@ -112,10 +94,14 @@ ODD_ENDINGS = {
     "layer_scalar": "layer_output_scale.weight",
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
+    "mamba.A_log": "ssm_a",
+    "mamba.dt_bias": "ssm_dt.bias",
+    "mamba.D": "ssm_d",
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
 }
 # what lies by value head: along rows, of which those of q and k come first, or along the inputs of a row
@@ -126,7 +112,7 @@ EXPERT = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate
 LAYER = re.compile(r"^(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.+)$")
 MLP = re.compile(r"^(?:block_sparse_moe|feed_forward)\.")  # what some checkpoints call it
 ONE_EXPERT = re.compile(r"^(?:mlp\.)?experts\.(\d+)\.(\w+)$")
-SHARED_EXPERTS = re.compile(r"^mlp\.shared_(?:experts?|mlp)\.(\w+)$")
+SHARED_EXPERTS = re.compile(r"^(?:mlp\.)?shared_(?:experts?|mlp)\.(\w+)$")
 # one head's matrix, queries to latents or latents to values, of those that are stacked here
 LATENT_HEAD = re.compile(r"^self_attn\.([kv]_b)_proj\.(\d+)$")
 STREAM_END = re.compile(r"^model\.altup_(un)?(?:embed_)?projections\.(\d+)\.weight$")  # stacked
@@ -135,6 +121,8 @@ HEAD_NORM = re.compile(r"^self_attn\.([qk])_layernorm\.norms\.(\d+)$")
 JOINED = {
     "attn_q": ("attn_qkv", "first"), "attn_k": ("attn_qkv", "second to last"), "attn_v": ("attn_qkv", "last"),
     "ffn_gate_exps": ("ffn_gate_up_exps", "first"), "ffn_up_exps": ("ffn_gate_up_exps", "last"),
+    # where there are no experts beside them
+    "ffn_gate_shexp": ("ffn_gate", "first"), "ffn_up_shexp": ("ffn_up", "first"), "ffn_down_shexp": ("ffn_down", "first"),
 }  # fmt: skip
 # what a rotation divides its frequencies by: Llama 3's own scaling, and the two sets of Phi 3
 ROPE_FREQS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
@@ -164,7 +152,7 @@ class Place:
 def read_config(file: GgufFile) -> dict[str, Any]:
     """The file's metadata as a config.json. Raises UnsupportedModel and LoadError, which name the key."""
     kind = architecture_of(file)
-    keys = _Keys(file)
+    keys = Keys(file)
     names = {**USUAL, **kind.keys, kind.eps: "rms_norm_eps"}
     keys.refuse_changing(names, kind)
     config: dict[str, Any] = {"architectures": [kind.architecture], **kind.fixed}
@@ -214,8 +202,7 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         config.setdefault("attention_multiplier", config["head_dim"] ** -0.5)
     if kind is GEMMA3N:
         _add_streams(config, keys, file)
-    if "ssm.inner_size" in kind.keys:
-        config["linear_value_head_dim"] = value_heads(file)[2]
+    add_states(config, keys, file, kind)
     _add_windows(config, keys, kind)
     if kind is GEMMA4:
         _add_full_heads(config, keys, file)
@@ -253,7 +240,7 @@ def _without_unread(config: dict[str, Any], file: GgufFile) -> dict[str, Any]:
 
 def n_layers_of(file: GgufFile) -> int:
     """Its layers but those that only draft, which come last."""
-    keys = _Keys(file)
+    keys = Keys(file)
     drafting = keys.number("nextn_predict_layers") or 0
     n_blocks = keys.number("block_count")
     if n_blocks is None or (drafting and not 0 <= drafting < n_blocks):
@@ -261,21 +248,7 @@ def n_layers_of(file: GgufFile) -> int:
     return int(n_blocks - drafting) if drafting else n_blocks
 
 
-def value_heads(file: GgufFile) -> tuple[int, int, int]:
-    """Of states: key heads, value heads, and how wide those are. LoadError where they do not go with each other."""
-    keys = _Keys(file)
-    names = ("ssm.group_count", "ssm.time_step_rank", "ssm.inner_size")
-    n_key_heads, n_value_heads, width = found = tuple(keys.number(name) for name in names)
-    are_counts = all(isinstance(one, int) and one > 0 for one in found)
-    if not are_counts or width % n_value_heads or n_value_heads % n_key_heads:
-        raise LoadError(
-            f"{', '.join(map(keys.full, names))} in {file.path} are {', '.join(map(str, found))}; each must be at least 1 and "
-            "divide the next"
-        )
-    return n_key_heads, n_value_heads, width // n_value_heads
-
-
-def _add_latent(config: dict[str, Any], keys: _Keys) -> None:
+def _add_latent(config: dict[str, Any], keys: Keys) -> None:
     """Widths of heads: the file's are those of the latents, which one head of keys serves for all."""
     whole = keys.number("attention.key_length_mla") or keys.number("attention.key_length")
     turned = keys.number("rope.dimension_count")
@@ -291,7 +264,7 @@ def _add_latent(config: dict[str, Any], keys: _Keys) -> None:
         config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
 
 
-def _add_streams(config: dict[str, Any], keys: _Keys, file: GgufFile) -> None:
+def _add_streams(config: dict[str, Any], keys: Keys, file: GgufFile) -> None:
     """What the tensors say of widths, and quantiles of deviations as the parts of a row that they cut."""
     table, left = (file.tensors.get(name) for name in ("per_layer_token_embd.weight", "blk.0.laurel_l.weight"))
     if table is None or left is None:
@@ -305,7 +278,7 @@ def _add_streams(config: dict[str, Any], keys: _Keys, file: GgufFile) -> None:
         config["activation_sparsity_pattern"] = [NormalDist().cdf(one) for one in deviations]
 
 
-def _add_full_heads(config: dict[str, Any], keys: _Keys, file: GgufFile) -> None:
+def _add_full_heads(config: dict[str, Any], keys: Keys, file: GgufFile) -> None:
     """What layers that attend to everything have of their own: KV heads, no projection of values, pairs that do not turn."""
     table, experts = (file.tensors.get(name) for name in ("per_layer_token_embd.weight", "blk.0.ffn_down_exps.weight"))
     config["vocab_size_per_layer_input"] = config["vocab_size"] if table is None else table.shape[0]
@@ -350,7 +323,7 @@ def _add_full_heads(config: dict[str, Any], keys: _Keys, file: GgufFile) -> None
     config["rope_parameters"] = theta
 
 
-def _add_windows(config: dict[str, Any], keys: _Keys, kind: GgufArchitecture) -> None:
+def _add_windows(config: dict[str, Any], keys: Keys, kind: GgufArchitecture) -> None:
     local, pattern_key = keys.number("rope.freq_base_swa"), "attention.sliding_window_pattern"
     if kind in (GEMMA3N, GEMMA4) or kind.architecture == "Gemma3ForCausalLM":
         config["rope_local_base_freq"] = local or 10_000.0
@@ -370,7 +343,7 @@ def _add_windows(config: dict[str, Any], keys: _Keys, kind: GgufArchitecture) ->
     config["layer_types"] = ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
 
 
-def _add_rope(config: dict[str, Any], keys: _Keys, file: GgufFile, kind_of_file: GgufArchitecture) -> None:
+def _add_rope(config: dict[str, Any], keys: Keys, file: GgufFile, kind_of_file: GgufArchitecture) -> None:
     """partial_rotary_factor and rope_scaling: classes have defaults of their own, which a file that is silent does not mean."""
     if "head_dim" in config:
         config["partial_rotary_factor"] = (keys.number("rope.dimension_count") or config["head_dim"]) / config[
@@ -417,83 +390,6 @@ def _add_rope(config: dict[str, Any], keys: _Keys, file: GgufFile, kind_of_file:
             f"{keys.full('rope.scaling.type')} in {file.path} is {kind!r}; linear, yarn and longrope are read"
         )
     config["rope_scaling"] = {key: value for key, value in scaling.items() if value is not None}
-
-
-class _Keys:
-    """The metadata of the file's own architecture."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self._file = file
-        self._prefix = f"{file.metadata['general.architecture']}."
-
-    def full(self, name: str) -> str:
-        """The key as the file has it."""
-        return self._prefix + name
-
-    def number(self, name: str) -> Any:
-        """A number; of an array the one that all its entries are. None where it is absent or the array is empty."""
-        value = self._file.metadata.get(self.full(name))
-        if isinstance(value, GgufArray):
-            values = set(self.values(name) or ())
-            if len(values) > 1:
-                if name == "attention.sliding_window_pattern":
-                    return None
-                raise LoadError(
-                    f"{self.full(name)} in {self._file.path} differs from layer to layer, which is not supported"
-                )
-            value = values.pop() if values else None
-        if value is not None and (isinstance(value, str) or not math.isfinite(value)):
-            raise LoadError(f"{self.full(name)} in {self._file.path} is {value!r}; it must be a number")
-        return value
-
-    def by_layer(self, name: str) -> Any:
-        """A number, or a list of them where layers have different ones."""
-        values = self.values(name) or []
-        if len(set(values)) < 2:
-            return self.number(name)
-        if any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in values):
-            raise LoadError(f"{self.full(name)} in {self._file.path} must hold whole numbers of at least 1")
-        return values
-
-    def values(self, name: str) -> list[Any] | None:
-        """An array's values; None where there is none."""
-        value = self._file.metadata.get(self.full(name))
-        if isinstance(value, GgufArray) and value.count > 2**20:
-            raise LoadError(f"{self.full(name)} in {self._file.path} has {value.count} entries")
-        return value.values() if isinstance(value, GgufArray) else None
-
-    def text(self, name: str) -> str | None:
-        """A string; None where it is absent."""
-        value = self._file.metadata.get(self.full(name))
-        if value is not None and not isinstance(value, str):
-            raise LoadError(f"{self.full(name)} in {self._file.path} is {value!r}; it must be a text")
-        return value
-
-    def refuse_changing(self, read: Mapping[str, str], kind: GgufArchitecture) -> None:
-        """LoadError for a key that changes the mathematics and is not read; a warning for one that nobody knows."""
-        unknown = []
-        for key, value in self._file.metadata.items():
-            name = key.removeprefix(self._prefix)
-            usual = kind.values.get(name)
-            if name == key or (usual is None and (name in read or name in ALSO_READ)):
-                continue
-            usual = CHANGING.get(name) if usual is None else usual
-            if usual is None:
-                unknown.append(key)
-            elif isinstance(value, GgufArray | str) or value not in usual:
-                shown = f"{value.count} values" if isinstance(value, GgufArray) else repr(value)
-                raise LoadError(
-                    f"{key} in {self._file.path} is {shown}; it changes the mathematics, and {self._prefix[:-1]} here has no "
-                    "such key", hint="the file is of a newer model than this version knows",
-                )  # fmt: skip
-        if self._file.metadata.get(self.full("attention.causal"), True) not in kind.values.get(
-            "attention.causal", (True,)
-        ):
-            raise LoadError(
-                f"{self.full('attention.causal')} in {self._file.path} is false; only causal models are run"
-            )
-        if unknown:
-            logger.warning("metadata keys that are not known, not read: %s", ", ".join(sorted(unknown)))
 
 
 def place_of(name: str, kind: GgufArchitecture) -> Place | None:
@@ -565,7 +461,7 @@ def is_beside(name: str, file: GgufFile) -> bool:
     if block is not None and int(block[1]) >= n_layers_of(file):
         return True
     if block is not None and "attention.shared_kv_layers" in architecture_of(file).keys and UNUSED_KV.match(name):
-        return int(block[1]) >= n_layers_of(file) - (_Keys(file).number("attention.shared_kv_layers") or 0)
+        return int(block[1]) >= n_layers_of(file) - (Keys(file).number("attention.shared_kv_layers") or 0)
     return ROPE_TENSOR.match(name) is not None or name in architecture_of(file).dense
 
 

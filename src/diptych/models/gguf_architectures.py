@@ -39,6 +39,10 @@ SHARED_WIDTH = {"expert_shared_feed_forward_length": "shared_expert_intermediate
 STATES = {"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
           "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads", "ssm.inner_size": "",
           "full_attention_interval": "full_attention_interval", "rope.dimension_sections": ""}  # fmt: skip
+# of Mamba-2, and of short convolutions; which layers have them, `gguf_states` reads
+MAMBA = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups",
+         "ssm.time_step_rank": "mamba_n_heads", "ssm.inner_size": "", "attention.head_count_kv": ""}  # fmt: skip
+CONVOLUTIONS = {"shortconv.l_cache": "conv_L_cache", "attention.head_count_kv": ""}
 SCALED = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
           "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}  # fmt: skip
 LATENT = {"attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank",
@@ -51,6 +55,7 @@ BEFORE = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"
 AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 AROUND = {**AFTER, "input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_norm"}
 BEHIND = {"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm"}  # BEFORE by a newer name
+OPERATORS = {"operator_norm": "attn_norm", "ffn_norm": "ffn_norm"}
 AROUND_GLM = {"input_layernorm": "attn_norm", "post_self_attn_layernorm": "post_attention_norm",
               "post_attention_layernorm": "ffn_norm", "post_mlp_layernorm": "post_ffw_norm"}  # fmt: skip
 
@@ -219,6 +224,23 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     ),
     "granitemoe": GgufArchitecture(
         architecture="GraniteMoeForCausalLM", keys={**SCALED, **EXPERTS}, present={"attention_bias": Q_BIAS}, **GRANITE
+    ),
+    "granitehybrid": GgufArchitecture(
+        architecture="GraniteMoeHybridForCausalLM",
+        keys={**SCALED, **EXPERTS, **SHARED_WIDTH, **MAMBA},
+        present={"attention_bias": Q_BIAS, "mamba_conv_bias": "ssm_conv1d.bias"},
+        is_permuted=True,
+    ),
+    "lfm2": GgufArchitecture(
+        architecture="Lfm2ForCausalLM", keys=CONVOLUTIONS, fixed={"block_auto_adjust_ff_dim": False}, norms=OPERATORS
+    ),
+    "lfm2moe": GgufArchitecture(
+        architecture="Lfm2MoeForCausalLM",
+        keys={**CONVOLUTIONS, **EXPERTS, **EXPERT_WIDTH, "leading_dense_block_count": "first_k_dense_replace"},
+        fixed={"norm_topk_prob": True},
+        values={"expert_gating_func": (SIGMOID,)},
+        present={"use_expert_bias": "exp_probs_b.bias"},
+        norms=OPERATORS,
     ),
     "chatglm": GgufArchitecture(architecture="GlmForCausalLM", present={"attention_bias": Q_BIAS}),
     "glm4": GgufArchitecture(architecture="Glm4ForCausalLM", norms=AROUND_GLM, present={"attention_bias": Q_BIAS}),

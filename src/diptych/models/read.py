@@ -21,8 +21,8 @@ from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, PRICED, SUPP
 from diptych.models.family import Family
 from diptych.models.files import no_model
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL
-from diptych.models.read_delta import LINEAR, delta_attention, delta_layers
 from diptych.models.read_gpt import arrangement, n_kv_heads, of_all_layers
+from diptych.models.read_states import adjusted_width, state_attention, state_layers
 from diptych.models.read_streams import cutoffs, full_heads, layer_inputs, mlp_widths, shared_layers, streams
 from diptych.models.refused import reason_for
 from diptych.models.rope import ROPE_KEYS, latent_stretch, make_rope, position_limit, rope_section
@@ -306,9 +306,9 @@ def _layers(
     mlps = _mlps(config, family, shared)
     norms = arrangement(config, family)
     # equal layers are one object
-    kinds = list(zip(windows, turns, shared, delta_layers(config, family, n_layers), strict=True))
+    kinds = list(zip(windows, turns, shared, state_layers(config, family, n_layers), strict=True))
     attention = {
-        (window, does_turn, kv_layer, has_state): delta_attention(config)
+        (window, does_turn, kv_layer, has_state): state_attention(config, family)
         if has_state
         else _attention(
             config,
@@ -418,9 +418,8 @@ def _windows(config: HfConfig, family: Family, n_layers: int) -> list[int | None
     window = config.optional_integer("sliding_window") if config.flag("use_sliding_window", True) else None
     if window is not None and _is_both_ways(config):
         window = window // 2  # to either side
-    if family.has_delta:
-        types = config.layer_types(n_layers, LINEAR)
-    else:
+    types = None
+    if family.state_rule is None:
         types = config.layer_types(n_layers, "chunked_attention" if family.attends_in_chunks else "sliding_attention")
     pattern = config.optional_integer("sliding_window_pattern") or family.full_every
     if window is None:
@@ -451,6 +450,8 @@ def _windows(config: HfConfig, family: Family, n_layers: int) -> list[int | None
 
 def _turns(config: HfConfig, family: Family, windows: list[int | None]) -> list[bool]:
     """Whether each layer has rotary positions."""
+    if "position_embedding_type" in family.keys and config.raw["position_embedding_type"] != "rope":
+        return [False] * len(windows)
     has_no_window = config.raw.get("sliding_window") is None
     if family.turns_windowed_only and not (family.turns_full_alone and has_no_window):
         return [window is not None for window in windows]
@@ -486,7 +487,10 @@ def _mlps(config: HfConfig, family: Family, shared: list[int | None]) -> list[Ml
 
 
 def _ffn(config: HfConfig) -> int:
-    return config.integer("intermediate_size", 4 * config.integer("hidden_size"))
+    if config.raw.get("num_experts") == 0:  # what a mixture has beside its experts is left
+        return config.integer("shared_expert_intermediate_size")
+    width = config.integer("intermediate_size", 4 * config.integer("hidden_size"))
+    return adjusted_width(config, width) if config.flag("block_auto_adjust_ff_dim") else width
 
 
 def _activation(config: HfConfig, family: Family) -> Activation:
@@ -503,7 +507,7 @@ def _activation(config: HfConfig, family: Family) -> Activation:
 
 def _moe_layers(config: HfConfig, n_layers: int) -> frozenset[int]:
     """Layers whose MLP is a mixture. "Every step-th layer" counts from 1: layers step-1, 2 step-1, ..."""
-    if config.raw.get("num_experts") is None or not config.flag("enable_moe_block", True):
+    if config.raw.get("num_experts") in (None, 0) or not config.flag("enable_moe_block", True):
         return frozenset()
     named = config.integers("moe_layers")
     if named is not None:
@@ -568,7 +572,7 @@ def _moe(config: HfConfig, family: Family) -> MoeSpec:
         group_best=family.group_best,
         scores=family.scores,
         has_router_bias=family.has_router_bias,
-        has_choice_bias=family.has_choice_bias,
+        has_choice_bias=_decided(config, family.has_choice_bias),
         has_expert_bias=family.has_expert_bias,
         has_shared_gate=family.has_shared_gate,
         weighs_input=family.weighs_input,

@@ -12,9 +12,10 @@ from types import MappingProxyType
 
 # what is missing -> model_type of transformers
 MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "a state per sequence of another kind than the gated delta rule (Mamba, convolution, other linear attention)": (
-        "granitemoehybrid", "nemotron_h", "falcon_h1", "bamba", "jamba", "zamba", "zamba2", "mamba", "mamba2",
-        "falcon_mamba", "rwkv", "lfm2", "lfm2_moe", "kimi_linear", "minimax", "recurrent_gemma", "olmo_hybrid",
+    "layers of Mamba-2 alone, without an MLP": ("nemotron_h", "mamba2"),
+    "Mamba-2 beside attention in one layer, or shared layers": ("falcon_h1", "zamba2"),
+    "a state per sequence of another kind (Mamba-1, RWKV, Lightning or Kimi's linear attention, RG-LRU)": (
+        "jamba", "zamba", "mamba", "falcon_mamba", "rwkv", "kimi_linear", "minimax", "recurrent_gemma", "olmo_hybrid",
         "bailing_hybrid"),
     "scores that fall with the distance (ALiBi)": ("mpt",),
     "q, k and v stacked for groups of accelerators": ("codegen",),
@@ -32,7 +33,7 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
 
 # names of GGUF architectures that are more than a spelling of the model_type
 IN_GGUF: Mapping[str, str] = MappingProxyType({
-    "granitehybrid": "granitemoehybrid", "nemotron_h_moe": "nemotron_h", "rwkv6": "rwkv", "rwkv7": "rwkv",
+    "nemotron_h_moe": "nemotron_h", "rwkv6": "rwkv", "rwkv7": "rwkv",
     "glm-dsa": "glm_moe_dsa", "deepseek32": "deepseek_v32", "deepseek4": "deepseek_v4", "minimax-01": "minimax",
 })  # fmt: skip
 

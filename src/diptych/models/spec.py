@@ -6,6 +6,7 @@ standard library only; numbers that need arrays (rotary tables) are made from it
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -125,30 +126,77 @@ class MlaSpec:
     v_dim: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaSpec:
-    """A gated delta rule (arXiv:2412.06464) in place of keys and values: what was read lies in a state of one size.
+class StateRule(Enum):
+    """How a state moves on with a token."""
 
-    Each value head has a matrix S [key_dim, value_dim] per sequence: S = decay S + k (beta (v - (decay S)^T k))^T, and gives
-    S^T q, which is normed over value_dim and gated. n_key_heads: heads of q and k, each for as many value heads as come to it.
-    n_taps: q, k and v of a token are sums over its own and the n_taps - 1 tokens before, by a weight for each channel and tap.
+    DELTA = "delta"
+    SSD = "ssd"
+    CONVOLUTION = "convolution"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """A state of one size in place of keys and values: what was read of a sequence lies in it.
+
+    Each value head has a matrix S [key_dim, value_dim] per sequence. rule: how it moves on.
+    DELTA (arXiv:2412.06464): S = decay S + k (beta (v - (decay S)^T k))^T gives S^T q, which is normed over value_dim, then
+    gated.
+    SSD (Mamba-2, arXiv:2405.21060; its C, B and x are q, k and v): S = decay S + k (step v)^T gives S^T q + skip v, which is
+    gated, then normed over all heads; step is held within step_limits.
+    CONVOLUTION: no matrix, key_dim is 0, heads are width alone: gate_out * taps(gate_in * v), as LFM2 has it.
+    n_key_heads: heads of q and k, each for as many value heads as come to it. n_taps: q, k and v of a token (of a convolution,
+    what is gated) are sums over its own and the n_taps - 1 tokens before, by a weight for each channel and tap.
     """
 
+    rule: StateRule = StateRule.DELTA
     n_key_heads: int
     key_dim: int
     n_value_heads: int
     value_dim: int
     n_taps: int
+    has_tap_bias: bool = False
+    step_limits: tuple[float, float] = (0.0, math.inf)
 
     @property
     def n_channels(self) -> int:
-        """Of q, k and v together."""
+        """That taps are for: of q, k and v together."""
         return 2 * self.n_key_heads * self.key_dim + self.width
+
+    @property
+    def n_inputs(self) -> int:
+        """Of a token, that the taps' channels are made of."""
+        return 3 * self.width if self.rule is StateRule.CONVOLUTION else self.n_channels
 
     @property
     def width(self) -> int:
         """Of what the value heads give."""
         return self.n_value_heads * self.value_dim
+
+    @property
+    def gate_width(self) -> int:
+        """Of the projection that gates what the heads give."""
+        return 0 if self.rule is StateRule.CONVOLUTION else self.width
+
+    @property
+    def n_rates(self) -> int:
+        """Numbers of a token that say how much is new and what is left: beta and decay of each head, or its step."""
+        return {StateRule.DELTA: 2, StateRule.SSD: 1, StateRule.CONVOLUTION: 0}[self.rule] * self.n_value_heads
+
+    @property
+    def n_projected(self) -> int:
+        """Outputs of all that reads a layer's input."""
+        return self.n_inputs + self.gate_width + self.n_rates
+
+    @property
+    def n_small(self) -> int:
+        """Parameters beside the projections: taps, numbers of each head, a norm."""
+        taps, heads = self.n_channels * (self.n_taps + self.has_tap_bias), self.n_value_heads
+        of_heads = {
+            StateRule.DELTA: 2 * heads + self.value_dim,
+            StateRule.SSD: 3 * heads + self.width,
+            StateRule.CONVOLUTION: 0,
+        }
+        return taps + of_heads[self.rule]
 
     @property
     def state_elements(self) -> int:
@@ -173,7 +221,7 @@ class CacheShape:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayer:
     """One layer's attention: grouped queries, latents where `mla` is given (then head_dim is the rotary part's), or a state
-    where `delta` is (then heads are its value heads, kv heads its key heads, and it keeps no keys and values).
+    where `state` is (then heads are its value heads, kv heads its key heads, and it keeps no keys and values).
 
     window: a query sees the last `window` positions up to and with its own; None: all. is_chunked: it sees those from the
     last multiple of `window` on instead (priced as a window, which is the most it sees). softcap: scores become
@@ -203,12 +251,12 @@ class AttentionLayer:
     kv_layer: int | None = None
     has_gate: bool = False
     mla: MlaSpec | None = None
-    delta: DeltaSpec | None = None
+    state: StateSpec | None = None
 
     @property
     def keeps_kv(self) -> bool:
         """Whether it keeps keys and values of its own."""
-        return self.kv_layer is None and self.delta is None
+        return self.kv_layer is None and self.state is None
 
     @property
     def own_kv_heads(self) -> int:
@@ -414,15 +462,15 @@ class ModelSpec:
         return self.kv_layers.index(number if shared is None else shared)
 
     @cached_property
-    def delta_layers(self) -> tuple[int, ...]:
+    def state_layers(self) -> tuple[int, ...]:
         """The numbers of the layers that keep a state of a sequence, in the order in which it has them."""
-        return tuple(i for i, layer in enumerate(self.layers) if layer.attention.delta is not None)
+        return tuple(i for i, layer in enumerate(self.layers) if layer.attention.state is not None)
 
     @cached_property
     def state_elements(self) -> int:
         """Numbers that a sequence keeps in all layers, however long it is, beside its keys and values."""
-        deltas = (layer.attention.delta for layer in self.layers)
-        return sum(delta.state_elements for delta in deltas if delta is not None)
+        states = (layer.attention.state for layer in self.layers)
+        return sum(state.state_elements for state in states if state is not None)
 
     @cached_property
     def attention(self) -> AttentionLayer:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from diptych.ground.formats import KeptFormat
-from diptych.models.spec import Activation, DeltaSpec, MlaSpec, MoeSpec, QkNorm, QueryScale
+from diptych.models.spec import Activation, MlaSpec, MoeSpec, QkNorm, QueryScale, StateSpec
 
 # The kinds of handle. Each backend names its own types for them, once, where it derives from `Loader` and `Ops`.
 Stream = TypeVar("Stream")  # the residual stream x
@@ -72,7 +72,7 @@ class AttentionSpec:
     normed over d, without a weight. has_v: values are projected; otherwise they are the keys before norm and turn.
     is_chunked: it sees those from the last multiple of `window` on instead. softcap: scores become
     softcap * tanh(score / softcap), after scale. rope None: no positions in this layer. mla: then there is one kv head, of
-    kv_rank + rope_dim, whose keys are the values too. delta: then there are no keys and values, and `place` is that of its
+    kv_rank + rope_dim, whose keys are the values too. state: then there are no keys and values, and `place` is that of its
     states among a sequence's.
     """
 
@@ -89,7 +89,7 @@ class AttentionSpec:
     qk_norm: QkNorm = QkNorm.NONE
     norm_eps: float = 1e-6
     mla: MlaSpec | None = None
-    delta: DeltaSpec | None = None
+    state: StateSpec | None = None
     place: int | None = None
     owns_kv: bool = True
     has_v_norm: bool = False
@@ -218,6 +218,21 @@ class NormParts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RuleParts:
+    """What moves a layer's states on, beside what is projected: taps [channels, .., n_taps] with a bias [channels]; of each
+    head [H] the factor in the exponent of its decay, what shifts its rate, and what of its value it gives besides; the norm
+    over value_dim. None: the rule, or the layer, has none.
+    """
+
+    taps: WeightTensor
+    tap_bias: WeightTensor | None = None
+    decay: WeightTensor | None = None
+    shift: WeightTensor | None = None
+    skip: WeightTensor | None = None
+    norm: NormParts | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertParts:
     """One expert: gate_up [2F, D] (gate rows first), down [D, F]."""
 
@@ -301,14 +316,16 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         """
 
     @abstractmethod
-    def delta_rule(
-        self, spec: AttentionSpec, *, taps: WeightTensor, decay: WeightTensor, shift: WeightTensor, norm: NormParts
-    ) -> Heads:
-        """What `delta` needs of a layer: taps [channels, .., n_taps], decay and shift [H], and the norm over value_dim."""
+    def state_rule(self, spec: AttentionSpec, rule: RuleParts) -> Heads:
+        """What `move_states` needs of a layer."""
 
     @abstractmethod
     def router(self, parts: LinearParts) -> Linear:
         """A small projection whose outputs decide about others, for `linear`: kept in the finest format."""
+
+    @abstractmethod
+    def rates(self, parts: LinearParts) -> Linear:
+        """As `router`, of states; an adapter may change them."""
 
     @abstractmethod
     def experts(
@@ -472,12 +489,14 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         """a [T, H d]: each query against its sequence's cached keys up to its own position."""
 
     @abstractmethod
-    def delta(self, qkv: Hidden, rates: Hidden, attention: Heads) -> Hidden:
-        """a [T, H v] of a gated delta rule, from qkv [T, channels] and rates [T, 2 H]; moves the sequences' states on.
+    def move_states(self, qkv: Hidden, rates: Hidden | None, attention: Heads) -> Hidden:
+        """a [T, H v] from qkv [T, inputs] and rates [T, R], as `StateSpec` counts them; moves the sequences' states on.
 
-        c = silu(sum over taps of tap * the channel's inputs), of which q and k, heads of length 1 (with 1e-6 in the root),
-        meet H / K value heads each; q is scaled. With beta = sigmoid(rates[:H]) and
-        r = exp(-decay softplus(rates[H:] + shift)): S = r S, S += k (beta (v - S^T k))^T, and S^T q is normed.
+        c = silu(bias + sum over taps of tap * the channel's inputs) is q, k and v, each q and k for H / K value heads.
+        Delta rule: q and k have length 1 (with 1e-6 in the root), q is scaled. With beta = sigmoid(rates[:H]) and
+        r = exp(-decay softplus(rates[H:] + shift)): S = r S, S += k (beta (v - S^T k))^T, and S^T q is normed over v.
+        SSD: with step = softplus(rates + shift) within its limits and r = exp(-decay step): S = r S + k (step v)^T, and
+        S^T q + skip v. Convolution: qkv is b, c and x, and a = c * (bias + sum over taps of tap * (b * x)).
         A sequence begins with the state that the batch names, or with zeros.
         """
 

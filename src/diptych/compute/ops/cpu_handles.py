@@ -96,14 +96,16 @@ class LatentHandle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaHandle:
-    """What moves states on, by number: taps [n_taps, channels], decay and shift [H], a norm; and their native shape."""
+class RuleHandle:
+    """What moves states on, of a rank's heads: their native shape (None: it has none), and `RuleParts` by number."""
 
     shape: Any
     taps: int
-    decay: int
-    shift: int
-    norm: int
+    tap_bias: int = -1
+    decay: int = -1
+    shift: int = -1
+    skip: int = -1
+    norm: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +120,7 @@ class AttentionHandle:
     k_norm: int | None
     sinks: int = -1
     latent: LatentHandle | None = None
-    delta: DeltaHandle | None = None
+    rule: RuleHandle | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,21 +160,6 @@ def attention_shape(spec: AttentionSpec, own: OwnHeads) -> Any:
         window=spec.window,
         softcap=spec.softcap,
         is_chunked=spec.is_chunked,
-    )
-
-
-def delta_shape(spec: AttentionSpec, own: OwnHeads) -> Any:
-    """The kernels' description of a rank's heads and their states."""
-    delta = spec.delta
-    assert delta is not None
-    return _cpu.DeltaShape(
-        n_key_heads=own.n_kv_heads,
-        n_value_heads=own.n_heads,
-        key_dim=delta.key_dim,
-        value_dim=delta.value_dim,
-        n_taps=delta.n_taps,
-        scale=spec.scale,
-        norm_eps=spec.norm_eps,
     )
 
 

@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from diptych.compute.ops.cpus import Placement
-from diptych.compute.ops.shares import Rank
+from diptych.compute.ops.shares import OwnHeads, Rank
 from diptych.ground.errors import ConfigError
-from diptych.models.spec import ModelSpec
+from diptych.models.spec import ModelSpec, StateSpec
 
 try:
     from diptych.compute.ops import _cpu  # type: ignore[attr-defined]
@@ -94,23 +94,32 @@ def cache_sizes(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+def state_shape(state: StateSpec, own: OwnHeads, *, scale: float = 1.0, norm_eps: float = 0.0) -> Any:
+    """The kernels' description of a rank's heads and their states."""
+    return _cpu.StateShape(
+        rule=state.rule.value,
+        n_key_heads=own.n_kv_heads,
+        n_value_heads=own.n_heads,
+        key_dim=state.key_dim,
+        value_dim=state.value_dim,
+        n_taps=state.n_taps,
+        scale=scale,
+        norm_eps=norm_eps,
+        least_step=state.step_limits[0],
+        most_step=state.step_limits[1],
+    )
+
+
 def state_floats(spec: ModelSpec, rank: Rank) -> list[int]:
     """What the kernels keep of a sequence in each layer that has a state, in numbers of 4 bytes: of a rank's heads."""
     found = []
-    for one in (spec.layers[i].attention.delta for i in spec.delta_layers):
+    for one in (spec.layers[i].attention.state for i in spec.state_layers):
         assert one is not None
         own = rank.heads(one.n_value_heads, one.n_key_heads)
         if own is None:
             found.append(0)
             continue
-        shape = _cpu.DeltaShape(
-            n_key_heads=own.n_kv_heads,
-            n_value_heads=own.n_heads,
-            key_dim=one.key_dim,
-            value_dim=one.value_dim,
-            n_taps=one.n_taps,
-        )
-        found.append(shape.floats)
+        found.append(state_shape(one, own).floats)
     return found
 
 

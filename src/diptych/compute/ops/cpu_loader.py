@@ -24,22 +24,22 @@ from diptych.compute.ops.contract import (
     NormParts,
     Role,
     RopeSpec,
+    RuleParts,
     WeightTensor,
 )
 from diptych.compute.ops.cpu_handles import (
     AttentionHandle,
-    DeltaHandle,
     ExpertsHandle,
     LatentHandle,
     LinearHandle,
+    RuleHandle,
     TableHandle,
     VectorHandle,
     attention_shape,
-    delta_shape,
     is_table_too,
     native_shape,
 )
-from diptych.compute.ops.cpu_kernels import _cpu, choose_instruction_set, is_available
+from diptych.compute.ops.cpu_kernels import _cpu, choose_instruction_set, is_available, state_shape
 from diptych.compute.ops.cpu_parts import Rows, finite_weights, native_codes, own_rows
 from diptych.compute.ops.cpus import allowed_cpus, choose_cpus
 from diptych.compute.ops.shares import OwnHeads, Rank, head_rows
@@ -260,26 +260,34 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             latent=latent,
         )
 
-    def delta_rule(
-        self, spec: AttentionSpec, *, taps: WeightTensor, decay: WeightTensor, shift: WeightTensor, norm: NormParts
-    ) -> AttentionHandle:
+    def state_rule(self, spec: AttentionSpec, rule: RuleParts) -> AttentionHandle:
         """Of a rank, the numbers of its heads. Ranks share whole key heads, as they share those of keys and values."""
-        own, delta = self.rank.heads(spec.n_heads, spec.n_kv_heads), spec.delta
-        assert delta is not None
+        own, state = self.rank.heads(spec.n_heads, spec.n_kv_heads), spec.state
+        assert state is not None
         self._heads[spec.layer] = spec, own
         mine = slice(0, 0) if own is None else slice(own.first_head, own.first_head + own.n_heads)
-        widths = (delta.n_key_heads * delta.key_dim, delta.n_key_heads * delta.key_dim, delta.width)
+        keys = state.n_key_heads * state.key_dim
+        widths = (keys, keys, state.width)
         rows = () if own is None else head_rows(widths, own, spec.n_heads, spec.n_kv_heads, has_states=True)
-        by_channel = self._values(taps).view(-1, delta.n_taps)
-        by_tap = torch.cat([by_channel[:0], *(by_channel[begin:end] for begin, end in rows)]).T.reshape(-1)
-        handle = DeltaHandle(
-            shape=own and delta_shape(spec, own),
-            taps=self.program.add_vector(by_tap.contiguous().numpy()),
-            decay=self.program.add_vector(self._values(decay)[mine].numpy()),
-            shift=self._vector(shift, rows=mine),
-            norm=self._vector(norm.weight),
+
+        def of_channels(tensor: WeightTensor) -> int:
+            by_channel = self._values(tensor).view(state.n_channels, -1)
+            parts = [by_channel[begin:end] for begin, end in rows]
+            return int(self.program.add_vector(torch.cat([by_channel[:0], *parts]).T.reshape(-1).contiguous()))
+
+        def of_heads(tensor: WeightTensor | None) -> int:
+            return -1 if tensor is None else self._vector(tensor, rows=mine)
+
+        handle = RuleHandle(
+            shape=own and state_shape(state, own, scale=spec.scale, norm_eps=spec.norm_eps),
+            taps=of_channels(rule.taps),
+            tap_bias=-1 if rule.tap_bias is None else of_channels(rule.tap_bias),
+            decay=of_heads(rule.decay),
+            shift=of_heads(rule.shift),
+            skip=of_heads(rule.skip),
+            norm=-1 if rule.norm is None else self._vector(rule.norm.weight),
         )
-        return AttentionHandle(spec=spec, own=own, shape=None, rope=None, q_norm=None, k_norm=None, delta=handle)
+        return AttentionHandle(spec=spec, own=own, shape=None, rope=None, q_norm=None, k_norm=None, rule=handle)
 
     def _rope(self, rope: RopeSpec | None) -> int | None:
         if rope is not None and rope not in self._ropes:
@@ -289,6 +297,12 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
     def router(self, parts: LinearParts) -> LinearHandle:
         """In bf16 whatever the others are in."""
         return self._pack(parts, "bf16")
+
+    def rates(self, parts: LinearParts) -> LinearHandle:
+        """Noted, too."""
+        handle = self.router(parts)
+        self.sites.note(parts, handle)
+        return handle
 
     def experts(
         self,
@@ -392,7 +406,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             for run in self._runs(parts):
                 self._count_elsewhere(run)
             return replace(nobody, pieces=(nobody,) * len(widths)) if is_gathered else nobody
-        rows = head_rows(widths, own, spec.n_heads, spec.n_kv_heads, has_states=spec.delta is not None)
+        rows = head_rows(widths, own, spec.n_heads, spec.n_kv_heads, has_states=spec.state is not None)
         if not is_gathered:
             return self._joined(parts, role, rows)
         pieces = [

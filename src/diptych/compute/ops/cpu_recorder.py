@@ -415,28 +415,30 @@ class CpuOps(
         value.emit_rows = lambda out: program.attention(out=out, **settings)
         return value
 
-    def delta(self, qkv: Value, rates: Value, attention: AttentionHandle) -> Value:
+    def move_states(self, qkv: Value, rates: Value | None, attention: AttentionHandle) -> Value:
         """The heads' outputs in fp32: of a rank its own, at their columns."""
-        spec, delta, own = attention.spec, attention.delta, attention.own
-        assert spec.delta is not None
-        assert delta is not None
-        width = spec.delta.width
+        spec, rule, own = attention.spec, attention.rule, attention.own
+        assert spec.state is not None
+        assert rule is not None
+        width = spec.state.width
         out = self._f32("states", width, self._is_team)
         if own is None:
             self.program.meet(out)
         else:
-            self.program.delta(
+            self.program.move_states(
                 qkv=qkv.buffer,
-                rates=self._materialised(rates),
+                rates=-1 if rates is None else self._materialised(rates),
                 out=out,
-                taps=delta.taps,
-                decay=delta.decay,
-                shift=delta.shift,
-                norm=delta.norm,
+                taps=rule.taps,
+                tap_bias=rule.tap_bias,
+                decay=rule.decay,
+                shift=rule.shift,
+                skip=rule.skip,
+                norm=rule.norm,
                 layer=spec.cache_layer,
-                shape=delta.shape,
+                shape=rule.shape,
                 first_head=own.first_head,
-                column=own.first_head * spec.delta.value_dim,
+                column=own.first_head * spec.state.value_dim,
             )
         return Value("attention", width, buffer=out)
 

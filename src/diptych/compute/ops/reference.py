@@ -8,11 +8,13 @@ Legend: B batch, T tokens, S sequences, H query heads, K kv heads, d head dim, N
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops.contract import Activation, AttentionSpec, RopeSpec
-from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, DeltaSpec, MoeSpec, QueryScale, Scores
+from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, MoeSpec, QueryScale, Scores, StateRule, StateSpec
 
 
 def attention_prefill_dense(
@@ -105,42 +107,49 @@ def latent_attention(
     return torch.cat(out, dim=-1)
 
 
-def delta(
+def move_states(
     qkv: torch.Tensor,
     rates: torch.Tensor,
     state: tuple[torch.Tensor, torch.Tensor],
-    form: DeltaSpec,
+    form: StateSpec,
+    rule: Mapping[str, torch.Tensor],
     *,
-    taps: torch.Tensor,
-    decay: torch.Tensor,
-    shift: torch.Tensor,
-    norm: torch.Tensor,
     scale: float,
     eps: float,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """One sequence's gated delta rule, a [T, H v] fp32 and the state behind it: matrices [H, d, v] and the last inputs of taps.
+    """One sequence's a [T, H v] fp32 and the state behind it: matrices [H, d, v] and the last inputs of taps.
 
-    qkv [T, C], rates [T, 2 H], taps [C, n], decay (the factor in the exponent, not its logarithm) and shift [H], norm [v].
+    qkv [T, C], rates [T, R]; rule: what `RuleParts` has, by name: taps [C, n], of heads [H], norm [v].
     """
     matrices, tail = (one.float().clone() for one in state)
     heads, keys, group = form.n_value_heads, form.n_key_heads * form.key_dim, form.n_value_heads // form.n_key_heads
     out = torch.zeros(len(qkv), heads, form.value_dim)
+    is_delta, bias = form.rule is StateRule.DELTA, rule.get("tap_bias", torch.zeros(form.n_channels))
     for t in range(len(qkv)):
-        seen = torch.cat([tail, qkv[t : t + 1].float()])
-        mixed = curve((seen * taps.float().T).sum(dim=0), Activation.SILU)
-        tail = seen[1:]
-        of_beta, of_decay = rates[t].float().split(heads)
+        given = qkv[t].float()
+        if form.rule is StateRule.CONVOLUTION:
+            b, c, x = given.chunk(3)
+            seen = torch.cat([tail, (b * x)[None]])
+            out[t], tail = (c * (bias + (seen * rule["taps"].T).sum(dim=0))).view(heads, -1), seen[1:]
+            continue
+        seen = torch.cat([tail, given[None]])
+        mixed, tail = curve(bias + (seen * rule["taps"].T).sum(dim=0), Activation.SILU), seen[1:]
         for h in range(heads):
             at = h // group * form.key_dim
             q, k = mixed[at : at + form.key_dim], mixed[keys + at : keys + at + form.key_dim]
-            q, k = scale * q / torch.sqrt(q @ q + 1e-6), k / torch.sqrt(k @ k + 1e-6)
             v = mixed[2 * keys :][h * form.value_dim : (h + 1) * form.value_dim]
-            left = torch.exp(-decay[h] * torch.log1p(torch.exp(of_decay[h] + shift[h])))
-            beta = 1 / (1 + torch.exp(-of_beta[h]))
-            matrices[h] *= left
-            matrices[h] += torch.outer(k, beta * (v - k @ matrices[h]))
-            out[t, h] = q @ matrices[h]
-    return rms_norm(out, norm, eps=eps).flatten(1), (matrices, tail)
+            step = torch.log1p(torch.exp(rates[t].float()[h - heads] + rule["shift"][h]))
+            if is_delta:
+                q, k = scale * q / torch.sqrt(q @ q + 1e-6), k / torch.sqrt(k @ k + 1e-6)
+                matrices[h] *= torch.exp(-rule["decay"][h] * step)
+                matrices[h] += torch.outer(k, rates[t, h].float().sigmoid() * (v - k @ matrices[h]))
+                out[t, h] = q @ matrices[h]
+            else:
+                step = step.clamp(*form.step_limits)
+                matrices[h] = torch.exp(-rule["decay"][h] * step) * matrices[h] + torch.outer(k, step * v)
+                out[t, h] = q @ matrices[h] + rule["skip"][h] * v
+    a = rms_norm(out, rule["norm"], eps=eps) if is_delta else out
+    return a.flatten(1), (matrices, tail)
 
 
 def gate_heads(a: torch.Tensor, given: torch.Tensor, activation: Activation) -> torch.Tensor:

@@ -15,6 +15,7 @@ from diptych.compute.ops.contract import (
     Loader,
     NormParts,
     Role,
+    RuleParts,
     WeightTensor,
 )
 from diptych.models.spec import MoeSpec
@@ -49,13 +50,15 @@ class TorchLatent:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchDelta:
-    """taps [channels, n_taps], decay and shift [H], all fp32, and the heads' norm."""
+class TorchRule:
+    """`RuleParts`: taps [channels, n_taps], their bias [channels], and of each head [H], all fp32, and the heads' norm."""
 
     taps: torch.Tensor
-    decay: torch.Tensor
-    shift: torch.Tensor
-    norm: TorchNorm
+    tap_bias: torch.Tensor | None = None
+    decay: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
+    skip: torch.Tensor | None = None
+    norm: TorchNorm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class TorchAttention:
     k_norm: TorchNorm | None
     sinks: torch.Tensor | None = None
     latent: TorchLatent | None = None
-    delta: TorchDelta | None = None
+    rule: TorchRule | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,16 +168,20 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         stacked = (torch.stack([self._stack(parts.weights) for parts in both]) for both in (keys, values))
         return TorchAttention(spec, None, None, latent=TorchLatent(self.norm(norm), *stacked))
 
-    def delta_rule(
-        self, spec: AttentionSpec, *, taps: WeightTensor, decay: WeightTensor, shift: WeightTensor, norm: NormParts
-    ) -> TorchAttention:
+    def state_rule(self, spec: AttentionSpec, rule: RuleParts) -> TorchAttention:
         """All of it in fp32."""
-        delta = TorchDelta(self._vector(taps).flatten(1), self._vector(decay), self._vector(shift), self.norm(norm))
-        return TorchAttention(spec, None, None, delta=delta)
+        others = (rule.tap_bias, rule.decay, rule.shift, rule.skip)
+        vectors = [None if one is None else self._vector(one) for one in others]
+        norm = None if rule.norm is None else self.norm(rule.norm)
+        return TorchAttention(spec, None, None, rule=TorchRule(self._vector(rule.taps).flatten(1), *vectors, norm))
 
     def router(self, parts: LinearParts) -> TorchLinear:
         """As any other."""
         return self._stacked(parts)
+
+    def rates(self, parts: LinearParts) -> TorchLinear:
+        """As any other."""
+        return self.linear(parts)
 
     def experts(
         self,

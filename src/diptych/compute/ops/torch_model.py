@@ -108,7 +108,7 @@ class TorchModel(Model):
 
     def make_kv(self, n_blocks: int, block_tokens: int, n_places: int = 1) -> TorchKVStore:
         """An empty cache of this model; CapacityError when there is no memory for it."""
-        deltas = (self.spec.layers[i].attention.delta for i in self.spec.delta_layers)
+        states = (self.spec.layers[i].attention.state for i in self.spec.state_layers)
         return TorchKVStore(
             heads=[(cache.n_heads, cache.head_dim) for cache in self.spec.caches],
             n_blocks=n_blocks,
@@ -117,7 +117,7 @@ class TorchModel(Model):
             dtype=DTYPES[self.kv_format],
             device=self.device,
             revision=self.revision,
-            deltas=tuple(delta for delta in deltas if delta is not None),
+            forms=tuple(one for one in states if one is not None),
             n_places=n_places,
         )
 

@@ -18,8 +18,8 @@ from diptych.compute.adapters import LowRank, Site
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.ops.contract import Activation, AttentionSpec, Ops, QkNorm, RopeSpec, Taps
-from diptych.compute.ops.torch_delta import move_states
 from diptych.compute.ops.torch_loader import TorchAttention, TorchExperts, TorchLinear, TorchNorm
+from diptych.compute.ops.torch_states import move_states
 from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, MoeSpec, QueryScale, Scores
 
 # what an adapter adds, by id of the projection's handle; A and B on the device in the compute dtype
@@ -305,7 +305,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
             out[queries.rows] = a_BHnd.transpose(1, 2).flatten(0, 1)
         return out.flatten(1)
 
-    def delta(self, qkv: torch.Tensor, rates: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
+    def move_states(self, qkv: torch.Tensor, rates: torch.Tensor | None, attention: TorchAttention) -> torch.Tensor:
         """a [T, H v]."""
         return move_states(qkv, rates, attention, self._kv.states[attention.spec.cache_layer], self._batch)
 

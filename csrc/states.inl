@@ -1,0 +1,242 @@
+// The state of one sequence moves on, token by token, so that no bit depends on how a prompt is cut.
+//
+// A task is one key head of one sequence with value heads that share it: their channels of q, k and v, and their part of the state.
+// Tokens go by in tiles, so that what a tile needs stays in L1: first its q, k and v, then the tile for each 16 columns of a head's state.
+
+namespace diptych {
+namespace DIPTYCH_ISA {
+
+constexpr int64_t kStateTile = 16;  // tokens
+constexpr float kLeastLength = 1e-6f;  // in the root of a query's and a key's length
+
+// log(1 + e^x): max(x, 0) + 2 artanh(y / (2 + y)), y = e^-|x|; relative error below 1e-7.
+DIPTYCH_INLINE F32 softplus_lanes(F32 x) {
+  const F32 y = exp_lanes(min(x, sub(zero(), x))), s = div(y, add(set1(2.0f), y)), square = mul(s, s);
+  F32 p = set1(2.0f / 13.0f);
+  for (const float term : {2.0f / 11.0f, 2.0f / 9.0f, 2.0f / 7.0f, 2.0f / 5.0f, 2.0f / 3.0f, 2.0f}) p = fma(p, square, set1(term));
+  return fma(p, s, max(x, zero()));
+}
+
+static int64_t state_scratch_floats(const StateShape& shape) {
+  const int64_t heads = shape.part_heads(), width = shape.part_width();
+  return (kStateTile + shape.n_taps) * (width + 48) + kStateTile * (2 * heads + 1) + 64;
+}
+
+// Sums over the taps of `width` channels of tokens [begin, begin + n), the oldest input first. x: what channel `channel` of the task's first
+// token begins with; tail: the inputs before that token.
+template <bool IsActivated>
+static void sum_taps(const StateCall& call, const float* x, int64_t x_stride, const float* tail, int64_t tail_stride, int64_t channel, int64_t width,
+                     int64_t begin, int64_t n, float* out, int64_t out_stride) {
+  const StateShape& shape = call.shape;
+  const int64_t before = shape.n_taps - 1, channels = shape.channels();
+  for (int64_t t = 0; t < n; ++t)
+    for (int64_t i = 0; i < width; i += 16) {
+      const int64_t lanes = width - i < 16 ? width - i : 16;
+      F32 sum = call.tap_bias == nullptr ? zero() : load_n(call.tap_bias + channel + i, lanes);
+      for (int64_t tap = 0; tap < shape.n_taps; ++tap) {
+        const int64_t at = begin + t + tap - before;
+        const float* given = at < 0 ? tail + (at + before) * tail_stride + i : x + at * x_stride + i;
+        sum = fma(load_n(given, lanes), load_n(call.taps + tap * channels + channel + i, lanes), sum);
+      }
+      store_n(out + t * out_stride + i, IsActivated ? silu_lanes(sum) : sum, lanes);
+    }
+}
+
+DIPTYCH_INLINE void to_length(float* x, int64_t n, float length) {
+  const F32 factor = set1(length / __builtin_sqrtf(sum_of_squares(x, n) + kLeastLength));
+  for (int64_t i = 0; i < n; i += 16) {
+    const int64_t lanes = n - i < 16 ? n - i : 16;
+    store_n(x + i, mul(load_n(x + i, lanes), factor), lanes);
+  }
+}
+
+DIPTYCH_INLINE float dot_row(const float* a, const float* b, int64_t n) {
+  F32 sum = zero();
+  for (int64_t i = 0; i < n; i += 16) {
+    const int64_t lanes = n - i < 16 ? n - i : 16;
+    sum = fma(load_n(a + i, lanes), load_n(b + i, lanes), sum);
+  }
+  return horizontal_sum(sum);
+}
+
+// What weighs a head's news and what is left of its state, for n tokens: beta and decay, or the token's step and what is left behind it.
+static void rates_of(const StateCall& call, const StateTask& task, int64_t head, int64_t begin, int64_t n, float* weight, float* left) {
+  const int64_t row = call.rates_stride, own = call.first_head + head;
+  const bool is_delta = call.shape.rule == StateRule::delta;
+  float given[2][kStateTile] = {};
+  for (int64_t t = 0; t < n; ++t) {
+    const float* rates = call.rates + (task.first_row + begin + t) * row;
+    given[0][t] = rates[own], given[1][t] = is_delta ? rates[row / 2 + own] : rates[own];
+  }
+  for (int64_t t = 0; t < kStateTile; t += 16) {
+    F32 rate = softplus_lanes(add(load(given[1] + t), set1(call.shift[head])));
+    if (!is_delta) rate = min(max(rate, set1(call.shape.least_step)), set1(call.shape.most_step));
+    store(weight + t, is_delta ? div(set1(1.0f), add(set1(1.0f), exp_lanes(sub(zero(), load(given[0] + t))))) : rate);
+    store(left + t, exp_lanes(mul(set1(-call.decay[head]), rate)));
+  }
+}
+
+// G times 16 columns of a head's state, [key_dim][16] each, over n tokens: what each leaves is S^T q of the state behind it, without the decay
+// of its own it would wait for. A row that moved on meets the next token's k and q at once, so that a token reads and writes the state once;
+// columns beside each other share what is spread of k and q, and hide each other's chains of additions. By the delta rule what a state has
+// of k already is taken from v; else v is what is new, and `skip` of it is given, too.
+template <int64_t G, bool IsDelta>
+static void move_columns(const StateShape& shape, const float* q, const float* k, int64_t stride, const float* v, int64_t v_stride,
+                         const float* weight, const float* left, const float* along, float skip, int64_t n, int64_t last_lanes, float* state,
+                         float* out, int64_t out_stride) {
+  const int64_t dk = shape.key_dim;
+  F32 of_k[G], of_q[G], news[G];
+  for (int64_t g = 0; g < G; ++g) of_k[g] = of_q[g] = zero();
+  for (int64_t i = 0; i < dk; ++i) {
+    const F32 of_key = set1(k[i]), of_query = set1(q[i]);
+    for (int64_t g = 0; g < G; ++g) {
+      const F32 s = load(state + (g * dk + i) * 16);
+      if (IsDelta) of_k[g] = fma(s, of_key, of_k[g]);
+      of_q[g] = fma(s, of_query, of_q[g]);
+    }
+  }
+  for (int64_t t = 0; t < n; ++t, q += stride, k += stride) {
+    const F32 fading = set1(left[t]);
+    for (int64_t g = 0; g < G; ++g) {
+      const int64_t lanes = g + 1 == G ? last_lanes : 16;
+      const F32 value = load_n(v + t * v_stride + g * 16, lanes);
+      news[g] = mul(set1(weight[t]), IsDelta ? sub(value, mul(fading, of_k[g])) : value);
+      const F32 given = fma(news[g], set1(along[t]), mul(fading, of_q[g]));
+      store_n(out + t * out_stride + g * 16, IsDelta ? given : fma(value, set1(skip), given), lanes);
+      of_k[g] = of_q[g] = zero();
+    }
+    if (t + 1 == n)
+      for (int64_t i = 0; i < dk; ++i)
+        for (int64_t g = 0; g < G; ++g) store(state + (g * dk + i) * 16, fma(news[g], set1(k[i]), mul(fading, load(state + (g * dk + i) * 16))));
+    else
+      for (int64_t i = 0; i < dk; ++i) {
+        const F32 key = set1(k[i]), of_key = set1(k[stride + i]), of_query = set1(q[stride + i]);
+        F32 s[G];  // all of them read before one is stored: their addresses may be equal in what a processor compares first
+        for (int64_t g = 0; g < G; ++g) s[g] = fma(news[g], key, mul(fading, load(state + (g * dk + i) * 16)));
+        for (int64_t g = 0; g < G; ++g) {
+          store(state + (g * dk + i) * 16, s[g]);
+          if (IsDelta) of_k[g] = fma(s[g], of_key, of_k[g]);
+          of_q[g] = fma(s[g], of_query, of_q[g]);
+        }
+      }
+  }
+}
+
+// The task's heads of a state, from one place to another; from nowhere: zeros.
+static void copy_heads(const StateShape& shape, int64_t part, const float* from, float* to) {
+  const int64_t floats = shape.part_heads() * shape.head_floats();
+  if (from == to) return;
+  to += part * floats;
+  if (from == nullptr)
+    std::memset(to, 0, static_cast<size_t>(floats) * 4);
+  else
+    std::memcpy(to, from + part * floats, static_cast<size_t>(floats) * 4);
+}
+
+// The inputs that a task's taps saw last, from a state; from nowhere: zeros.
+static void read_tail(const StateShape& shape, const StateTask& task, float* tail) {
+  const size_t bytes = static_cast<size_t>(shape.tail_floats()) * 4;
+  if (task.read == nullptr)
+    std::memset(tail, 0, bytes);
+  else
+    std::memcpy(tail, task.read + shape.heads_floats() + task.part * shape.tail_floats(), bytes);
+}
+
+// Calls `move(begin, n)` for tiles of the task's tokens, cut where states are left, and `leave(end, place)` there and at the end.
+template <typename Move, typename Leave>
+DIPTYCH_INLINE void by_tiles(const StateTask& task, const Move& move, const Leave& leave) {
+  const StateSave* save = task.saves;
+  for (int64_t begin = 0; begin < task.n_rows;) {
+    int64_t n = task.n_rows - begin < kStateTile ? task.n_rows - begin : kStateTile;
+    if (save != task.saves_end && save->rows - begin < n) n = save->rows - begin;
+    move(begin, n);
+    begin += n;
+    for (; save != task.saves_end && save->rows == begin; ++save) leave(begin, save->place);
+  }
+  leave(task.n_rows, task.write);
+}
+
+static void move_heads(const StateCall& call, const StateTask& task, float* scratch) {
+  const StateShape& shape = call.shape;
+  const int64_t dk = shape.key_dim, dv = shape.value_dim, heads = shape.part_heads(), own = heads * dv, channels = shape.channels();
+  const int64_t before = shape.n_taps - 1, width = shape.part_width(), key_head = task.part * shape.n_key_heads / shape.n_parts();
+  const bool is_delta = shape.rule == StateRule::delta;
+  // where the task's channels begin in a row of qkv, and how wide they are
+  const int64_t firsts[3] = {key_head * dk, (shape.n_key_heads + key_head) * dk, 2 * shape.n_key_heads * dk + task.part * own};
+  const int64_t widths[3] = {dk, dk, own};
+  float *tail = scratch, *tile = tail + before * width, *weight = tile + kStateTile * width, *left = weight + kStateTile * heads,
+        *along = left + kStateTile * heads;
+  const float* rows = call.qkv + task.first_row * channels;
+  read_tail(shape, task, tail);
+  copy_heads(shape, task.part, task.read, task.write);
+
+  auto leave = [&](int64_t end, float* place) {
+    copy_heads(shape, task.part, task.write, place);
+    float* to = place + shape.heads_floats() + task.part * shape.tail_floats();
+    for (int64_t row = 0; row < before; ++row, to += width) {
+      const int64_t at = end + row - before;
+      for (int64_t part = 0, column = 0; part < 3; column += widths[part], ++part)
+        std::memcpy(to + column, at < 0 ? tail + (at + before) * width + column : rows + at * channels + firsts[part], static_cast<size_t>(widths[part]) * 4);
+    }
+  };
+  auto move = [&](int64_t begin, int64_t n) {
+    for (int64_t part = 0, at = 0; part < 3; at += widths[part], ++part)
+      sum_taps<true>(call, rows + firsts[part], channels, tail + at, width, firsts[part], widths[part], begin, n, tile + at, width);
+    for (int64_t t = 0; t < n; ++t) {
+      if (is_delta) to_length(tile + t * width, dk, shape.scale), to_length(tile + t * width + dk, dk, 1.0f);
+      along[t] = dot_row(tile + t * width, tile + t * width + dk, dk);
+    }
+    for (int64_t i = 0; i < heads; ++i) {
+      const int64_t head = task.part * heads + i;
+      const float skip = is_delta ? 0.0f : call.skip[head];
+      float *state = task.write + head * shape.head_floats(), *out = call.out + (task.first_row + begin) * call.out_stride + head * dv;
+      rates_of(call, task, head, begin, n, weight, left);
+      for (int64_t column = 0; column < dv; column += 32, state += 2 * dk * 16) {
+        const int64_t columns = dv - column, lanes = columns < 32 ? (columns - 1) % 16 + 1 : 16;
+        auto* columns_move = columns > 16 ? (is_delta ? move_columns<2, true> : move_columns<2, false>) : (is_delta ? move_columns<1, true> : move_columns<1, false>);
+        columns_move(shape, tile, tile + dk, width, tile + 2 * dk + i * dv + column, width, weight, left, along, skip, n, lanes, state, out + column,
+                     call.out_stride);
+      }
+      if (!is_delta) continue;
+      for (int64_t t = 0; t < n; ++t) rms_norm_row(out + t * call.out_stride, call.norm, dv, shape.norm_eps, out + t * call.out_stride);
+    }
+  };
+  by_tiles(task, move, leave);
+}
+
+// A short convolution of gated inputs, gated again: out = c * (sum over taps of tap * (b * x)). What a state keeps is b * x.
+static void move_inputs(const StateCall& call, const StateTask& task, float* scratch) {
+  const StateShape& shape = call.shape;
+  const int64_t before = shape.n_taps - 1, width = shape.part_width(), channels = shape.channels(), first = task.part * width, stride = shape.inputs();
+  float* inputs = scratch;  // those before a tile, then the tile's
+  const float* rows = call.qkv + task.first_row * stride + first;
+  read_tail(shape, task, inputs);
+  auto leave = [&](int64_t, float* place) {
+    std::memcpy(place + shape.heads_floats() + task.part * shape.tail_floats(), inputs, static_cast<size_t>(shape.tail_floats()) * 4);
+  };
+  auto move = [&](int64_t begin, int64_t n) {
+    for (int64_t t = 0; t < n; ++t)
+      for (int64_t i = 0; i < width; i += 16) {
+        const int64_t lanes = width - i < 16 ? width - i : 16;
+        const float* row = rows + (begin + t) * stride + i;
+        store_n(inputs + (before + t) * width + i, mul(load_n(row, lanes), load_n(row + 2 * channels, lanes)), lanes);
+      }
+    float* out = call.out + (task.first_row + begin) * call.out_stride + first;
+    sum_taps<false>(call, inputs + before * width, width, inputs, width, first, width, 0, n, out, call.out_stride);
+    for (int64_t t = 0; t < n; ++t)
+      for (int64_t i = 0; i < width; i += 16) {
+        const int64_t lanes = width - i < 16 ? width - i : 16;
+        float* given = out + t * call.out_stride + i;
+        store_n(given, mul(load_n(rows + (begin + t) * stride + channels + i, lanes), load_n(given, lanes)), lanes);
+      }
+    std::memmove(inputs, inputs + n * width, static_cast<size_t>(shape.tail_floats()) * 4);
+  };
+  by_tiles(task, move, leave);
+}
+
+static void move_state(const StateCall& call, const StateTask& task, float* scratch) {
+  (call.shape.rule == StateRule::convolution ? move_inputs : move_heads)(call, task, scratch);
+}
+
+}  // namespace DIPTYCH_ISA
+}  // namespace diptych

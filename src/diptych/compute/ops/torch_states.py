@@ -1,0 +1,157 @@
+"""States on the torch backend: they move on with the tokens of a step, chunk by chunk.
+
+Within a chunk of n tokens the delta rule is a triangular system (arXiv:2412.06464, section 3.3): with G the running sum of log
+decays and D = exp(G_i - G_j) below the diagonal, u solves (1 + beta (k k^T) D) u = beta (v - exp(G) k S), the outputs are
+exp(G) q S + (q k^T) D u, and the state becomes exp(G_n) S + (exp(G_n - G) k)^T u. Of Mamba-2 u is step * v.
+
+Legend: B sequences, n tokens of each, C channels of q, k and v, H value heads, K key heads, d key dim, v value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+from diptych.compute.batch import ForwardBatch
+from diptych.compute.kv_store import TorchStates
+from diptych.compute.ops.contract import AttentionSpec
+from diptych.compute.ops.torch_loader import TorchAttention, TorchRule
+from diptych.models.spec import StateRule, StateSpec
+
+CHUNK_TOKENS = 64
+LEAST_SQUARE = 1e-6  # in the root of a query's and a key's length
+
+
+def move_states(
+    qkv_TC: torch.Tensor,
+    rates_TR: torch.Tensor | None,
+    attention: TorchAttention,
+    states: TorchStates,
+    batch: ForwardBatch,
+) -> torch.Tensor:
+    """a [T, H v], as `Ops.move_states` promises."""
+    spec, rule = attention.spec, attention.rule
+    assert rule is not None
+    assert spec.state is not None
+    out = torch.empty((len(qkv_TC), spec.state.width), dtype=qkv_TC.dtype, device=qkv_TC.device)
+    for sequences, pieces in _groups(batch):
+        assert batch.states is not None
+        matrices, tails = states.read([int(batch.states.reads_S[s]) for s in sequences])
+        for rows, places in pieces:
+            x_BnC = qkv_TC[rows].unflatten(0, (len(sequences), -1)).float()
+            if rates_TR is None:
+                a, tails = _convolve(x_BnC, tails, rule, spec.state)
+            else:
+                rates_BnR = rates_TR[rows].unflatten(0, (len(sequences), -1)).float()
+                a, matrices, tails = _advance(x_BnC, rates_BnR, matrices, tails, rule, spec)
+            if rule.norm is not None:
+                a = F.rms_norm(a, a.shape[-1:], rule.norm.weight, spec.norm_eps)
+            out[rows] = a.flatten(2).flatten(0, 1).to(out.dtype)
+            for place in places:
+                states.write([place], matrices, tails)
+        states.write([int(batch.states.writes_S[s]) for s in sequences], matrices, tails)
+    return out
+
+
+Piece = tuple[slice | list[int], list[int]]  # rows of the step, and places where the state behind them is left, too
+
+
+def _groups(batch: ForwardBatch) -> Iterator[tuple[list[int], list[Piece]]]:
+    """Sequences that move on together: all of one row that leave no state elsewhere; others alone, cut where they do."""
+    assert batch.states is not None, "a step of a model with states names their places"
+    starts = batch.query_start_S1.tolist()
+    saves: dict[int, dict[int, list[int]]] = {}
+    for s, rows, place in batch.states.saves_N3.tolist():
+        saves.setdefault(s, {}).setdefault(rows, []).append(place)
+    single = [s for s, (begin, end) in enumerate(pairwise(starts)) if end - begin == 1 and s not in saves]
+    if single:
+        yield single, [([starts[s] for s in single], [])]
+    alone = set(range(len(starts) - 1)) - set(single)
+    for s in sorted(alone):
+        begin, end = starts[s], starts[s + 1]
+        cuts = sorted({0, *saves.get(s, {}), end - begin})
+        yield [s], [(slice(begin + a, begin + b), saves.get(s, {}).get(b, [])) for a, b in pairwise(cuts)]
+
+
+def _taps(seen_BnC: torch.Tensor, rule: TorchRule) -> torch.Tensor:
+    """[B, n - taps + 1, C]: of each channel the sums over its taps."""
+    return F.conv1d(seen_BnC.transpose(1, 2), rule.taps[:, None], rule.tap_bias, groups=len(rule.taps)).transpose(1, 2)
+
+
+def _convolve(
+    x_BnC: torch.Tensor, tails: torch.Tensor, rule: TorchRule, form: StateSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """a [B, n, H, v], and the tails behind n tokens."""
+    b, c, x = x_BnC.chunk(3, dim=-1)
+    seen = torch.cat([tails, b * x], dim=1)
+    return (c * _taps(seen, rule)).unflatten(-1, (form.n_value_heads, -1)), seen[:, x.shape[1] :]
+
+
+def _advance(
+    x_BnC: torch.Tensor,
+    rates_BnR: torch.Tensor,
+    matrices: torch.Tensor,
+    tails: torch.Tensor,
+    rule: TorchRule,
+    spec: AttentionSpec,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """a [B, n, H, v], the matrices and the tails behind n tokens."""
+    form = spec.state
+    assert form is not None
+    assert rule.decay is not None
+    assert rule.shift is not None
+    is_delta = form.rule is StateRule.DELTA
+    seen = torch.cat([tails, x_BnC], dim=1)
+    keys = form.n_key_heads * form.key_dim
+    q, k, v = F.silu(_taps(seen, rule)).split((keys, keys, form.width), dim=-1)
+    group = form.n_value_heads // form.n_key_heads
+    q, k = (x.unflatten(-1, (form.n_key_heads, -1)) for x in (q, k))
+    q, k = (_unit(q) * spec.scale, _unit(k)) if is_delta else (q, k)
+    q, k = (x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (q, k))
+    v = v.unflatten(-1, (form.n_value_heads, -1)).transpose(1, 2)
+    rates = rates_BnR.transpose(1, 2)
+    step = F.softplus(rates[:, -form.n_value_heads :] + rule.shift[:, None])
+    if not is_delta:
+        step = step.clamp(*form.step_limits)
+    beta, log_decay = rates[:, : form.n_value_heads].sigmoid() if is_delta else step, -rule.decay[:, None] * step
+    outputs = []
+    whole = (q, k, v, beta, log_decay)
+    for begin in range(0, q.shape[2], CHUNK_TOKENS):
+        of_q, of_k, of_v, betas, decays = (x[:, :, begin : begin + CHUNK_TOKENS] for x in whole)
+        a, matrices = _chunk(of_q, of_k, of_v, betas, decays, matrices, is_delta=is_delta)
+        outputs.append(a)
+    a = torch.cat(outputs, dim=2)
+    if rule.skip is not None:
+        a = a + rule.skip[:, None, None] * v
+    return a.transpose(1, 2), matrices, seen[:, x_BnC.shape[1] :]
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + LEAST_SQUARE)
+
+
+def _chunk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    log_decay: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    is_delta: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """a [B, H, n, v] and the state behind; q, k [B, H, n, d], v [B, H, n, v], beta and log_decay [B, H, n]."""
+    total, beta = log_decay.cumsum(dim=-1), beta[..., None]
+    so_far = total.exp()[..., None]
+    between = (total[..., :, None] - total[..., None, :]).exp().tril()
+    u = beta * v
+    if is_delta:
+        system = (beta * (k @ k.transpose(-1, -2)) * between).tril(-1)
+        given = u - beta * (so_far * (k @ state))
+        u = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True)
+    a = so_far * (q @ state) + ((q @ k.transpose(-1, -2)) * between).tril() @ u
+    left = (total[..., -1:] - total).exp()[..., None]
+    return a, so_far[..., -1:, :] * state + (left * k).transpose(-1, -2) @ u

@@ -1,0 +1,146 @@
+"""Tensors of layers with a state as weight handles, from the layouts that checkpoints have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from diptych.compute.ops.contract import (
+    AttentionSpec,
+    Experts,
+    Heads,
+    Linear,
+    LinearParts,
+    Loader,
+    NormParts,
+    RuleParts,
+    Table,
+    Vector,
+    WeightTensor,
+)
+from diptych.compute.views import PickedTensor, PowerTensor
+from diptych.compute.weights import Source
+from diptych.models.family import TensorNames
+from diptych.models.spec import AttentionLayer, ModelSpec, StateRule, StateSpec
+
+APART = ("in_proj_qkv", "in_proj_z")  # what a converter makes of one matrix by key head
+
+
+@dataclass(frozen=True, slots=True)
+class StateProjections:
+    """q, k and v, or what a convolution is of; what gates the heads; rates; o."""
+
+    qkv: LinearParts
+    gate: LinearParts | None
+    rates: LinearParts | None
+    o: LinearParts
+
+
+def state_projections(source: Source, state: StateSpec, names: TensorNames, root: str, hidden: int) -> StateProjections:
+    """Those of the layer whose tensors begin with root."""
+    o = _parts(source.tensor(f"{root}out_proj.weight", hidden, state.width))
+    if len(names.states_in) > 1:
+        return StateProjections(*_apart(source, state, names.states_in, root, hidden), o)
+    all_of_them = source.tensor(f"{root}{names.states_in[0]}.weight", state.n_projected, hidden)
+    if state.rule is StateRule.CONVOLUTION:
+        return StateProjections(_parts(all_of_them), None, None, o)
+    # Mamba-2: what gates x, then x, B and C, which are v, k and q here, and the steps
+    keys = state.n_key_heads * state.key_dim
+    gate, v, k, q, rates = torch.arange(state.n_projected).split((state.width, state.width, keys, keys, state.n_rates))
+    return StateProjections(
+        *(_parts(PickedTensor(all_of_them, rows)) for rows in (torch.cat([q, k, v]), gate, rates)), o
+    )
+
+
+def _parts(*weights: WeightTensor) -> LinearParts:
+    return LinearParts(weights=weights)
+
+
+def _apart(
+    source: Source, state: StateSpec, names: tuple[str, ...], root: str, hidden: int
+) -> tuple[LinearParts, LinearParts, LinearParts]:
+    """q, k and v, gate and rates of a delta rule: each by itself, or by key head."""
+    width, heads = state.width, state.n_value_heads
+    by_key_head = len(names) == 2
+    if by_key_head and not source.is_plain:
+        both = source.tensor(f"{root}{names[0]}.weight", state.n_channels + width, hidden)
+        of_qkv, of_gate = _by_key_head(state)
+        qkv, gate = (_parts(PickedTensor(both, rows)) for rows in (of_qkv, of_gate))
+    else:
+        apart = APART if by_key_head else names[:2]
+        sizes = (state.n_channels, width)
+        qkv, gate = (
+            _parts(source.tensor(f"{root}{name}.weight", n, hidden)) for name, n in zip(apart, sizes, strict=True)
+        )
+    if by_key_head:
+        both = source.tensor(f"{root}{names[1]}.weight", 2 * heads, hidden)
+        return qkv, gate, _parts(PickedTensor(both, _rates_by_key_head(state)))
+    return qkv, gate, _parts(*(source.tensor(f"{root}{name}.weight", heads, hidden) for name in names[2:]))
+
+
+def state_heads(
+    source: Source,
+    loader: Loader[Table, Vector, Linear, Heads, Experts],
+    spec: ModelSpec,
+    layer: int,
+    attention: AttentionLayer,
+    names: TensorNames,
+    root: str,
+) -> Heads:
+    """What moves the states of a layer on."""
+    state = attention.state
+    assert state is not None
+    return loader.state_rule(
+        AttentionSpec(
+            layer=layer,
+            n_heads=state.n_value_heads,
+            n_kv_heads=state.n_key_heads,
+            head_dim=state.value_dim,
+            scale=attention.scale,
+            norm_eps=spec.norm_eps,
+            state=state,
+            place=spec.state_layers.index(layer),
+        ),
+        _rule(source, state, names, root),
+    )
+
+
+def _rule(source: Source, state: StateSpec, names: TensorNames, root: str) -> RuleParts:
+    """Its numbers. Mamba-2's channels lie as x, B and C: v, k and q here."""
+    channels, heads = state.n_channels, state.n_value_heads
+    is_delta = state.rule is StateRule.DELTA
+    taps = source.tensor(
+        f"{root}{names.taps}.weight", *((channels, state.n_taps) if source.is_plain else (channels, 1, state.n_taps))
+    )
+    bias = source.tensor(f"{root}{names.taps}.bias", channels) if state.has_tap_bias else None
+    if state.rule is StateRule.CONVOLUTION:
+        return RuleParts(taps=taps, tap_bias=bias)
+    if not is_delta:
+        keys = state.n_key_heads * state.key_dim
+        v, k, q = torch.arange(channels).split((state.width, keys, keys))
+        order = torch.cat([q, k, v])
+        taps, bias = PickedTensor(taps, order), bias and PickedTensor(bias, order)
+    decay = source.tensor(f"{root}A_log", heads)
+    return RuleParts(
+        taps=taps,
+        tap_bias=bias,
+        decay=decay if source.is_plain else PowerTensor(decay),
+        shift=source.tensor(f"{root}dt_bias", heads),
+        skip=None if is_delta else source.tensor(f"{root}D", heads),
+        norm=NormParts(weight=source.tensor(f"{root}norm.weight", state.value_dim)) if is_delta else None,
+    )
+
+
+def _by_key_head(state: StateSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of q, k and v, and of the gate, where they lie by key head: its q, its k, the v and gates of its value heads."""
+    own = state.n_value_heads // state.n_key_heads * state.value_dim
+    rows = torch.arange(state.n_channels + state.width).view(state.n_key_heads, -1)
+    q, k, v, gate = (part.reshape(-1) for part in rows.split((state.key_dim, state.key_dim, own, own), dim=1))
+    return torch.cat([q, k, v]), gate
+
+
+def _rates_by_key_head(state: StateSpec) -> torch.Tensor:
+    """The same of the rates: the betas of its value heads, then their decays."""
+    rows = torch.arange(2 * state.n_value_heads).view(state.n_key_heads, 2, -1)
+    return torch.cat([rows[:, 0].reshape(-1), rows[:, 1].reshape(-1)])

@@ -1,0 +1,114 @@
+"""Families most of whose layers keep a state of a sequence in place of its keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diptych.models.families_shared import BY_ATTENTION_BIAS, GRANITE, LOCAL_EXPERTS, USUAL
+from diptych.models.family import Family, TensorNames
+from diptych.models.spec import Norms, QkNorm, Scores, StateRule
+
+DELTA = {**USUAL, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+         "max_position_embeddings": 32_768, "attention_bias": False, "partial_rotary_factor": 0.25, "layer_types": None,
+         "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+         "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32}  # fmt: skip
+# norm weights are stored as w - 1, but for those behind the states
+STATE_LAYERS: dict[str, Any] = {
+    "state_rule": StateRule.DELTA, "full_every": 4, "norm_offset": 1.0, "qk_norm": QkNorm.HEAD, "has_attention_gate": True,
+    "prefixes": ("model.", "model.language_model."), "ignored": ("rotary_emb.inv_freq", "mtp.", "visual."),
+    **BY_ATTENTION_BIAS}  # fmt: skip
+EXPERTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+
+# what configs say beside that, in the one form that runs here
+QWEN_3_5: dict[str, Any] = {"fixed": {"attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",)}, **STATE_LAYERS}
+
+# Mamba-2 beside attention
+MAMBA = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto", "mamba_d_conv": 4,
+         "mamba_expand": 2, "mamba_conv_bias": True, "time_step_limit": None, "layer_types": None,
+         "attention_layers": None}  # fmt: skip
+MAMBA_LAYERS: dict[str, Any] = {"state_rule": StateRule.SSD, "fixed": {"mamba_proj_bias": (False,)}}
+IN_MAMBA: dict[str, Any] = {"states": "mamba", "states_in": ("in_proj",)}
+
+# short convolutions beside attention
+LFM2 = {**USUAL, "vocab_size": 65_536, "hidden_size": 2560, "intermediate_size": 12_288, "num_key_value_heads": 8,
+        "max_position_embeddings": 128_000, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "tie_word_embeddings": True,
+        "conv_L_cache": 3, "layer_types": None, "attention_layers": None}  # fmt: skip
+LFM2_LAYERS: dict[str, Any] = {
+    "state_rule": StateRule.CONVOLUTION, "qk_norm": QkNorm.HEAD, "fixed": {"conv_bias": (False,)}}  # fmt: skip
+LFM2_NAMES: dict[str, str] = {
+    "norm_eps": "rms_norm_eps", "block_norm_eps": "rms_norm_eps", "block_ff_dim": "intermediate_size",
+    "tie_embedding": "tie_word_embeddings", "full_attn_idxs": "attention_layers"}  # fmt: skip
+IN_LFM2: dict[str, Any] = {
+    "final_norm": "embedding_norm", "o": "out_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm", "states": "conv",
+    "states_in": ("in_proj",), "taps": "conv", "mlp": ("feed_forward.",), "gate_up": ("w1", "w3"), "down": "w2",
+    "expert": ("w1", "w3", "w2"), "choice_bias": "expert_bias",
+    "norms": {Norms.BEFORE: ("operator_norm", None, "ffn_norm", None)}}  # fmt: skip
+
+STATES: tuple[Family, ...] = (
+    Family(
+        name="qwen3_next", architectures=("Qwen3NextForCausalLM",),
+        keys={**DELTA, **EXPERTS, "vocab_size": 151_936, "intermediate_size": 5632, "num_hidden_layers": 48,
+              "num_experts_per_tok": 10, "num_experts": 512, "norm_topk_prob": True, "decoder_sparse_step": 1,
+              "mlp_only_layers": None},
+        has_shared_gate=True,
+        names=TensorNames(shared="shared_expert", states_in=("in_proj_qkvz", "in_proj_ba")),
+        **STATE_LAYERS,
+    ),
+    Family(
+        name="qwen3_5_text", architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+        more_model_types=("qwen3_5",),
+        keys={**DELTA, "vocab_size": 248_320, "hidden_size": 4096, "intermediate_size": 12_288, "num_key_value_heads": 4},
+        **QWEN_3_5,
+    ),
+    Family(
+        name="qwen3_5_moe_text", architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+        more_model_types=("qwen3_5_moe",),
+        keys={**DELTA, **EXPERTS, "vocab_size": 248_320, "intermediate_size": None, "num_hidden_layers": 40,
+              "num_experts_per_tok": 8, "num_experts": 256},
+        has_shared_gate=True,
+        renormalises=True,
+        names=TensorNames(shared="shared_expert"),
+        **QWEN_3_5,
+    ),
+    Family(
+        name="granitemoehybrid", architectures=("GraniteMoeHybridForCausalLM",),
+        keys={**USUAL, **GRANITE, **MAMBA, "num_experts_per_tok": 2, "num_experts": 8,
+              "shared_expert_intermediate_size": 1024, "position_embedding_type": None},
+        renamed={**LOCAL_EXPERTS, "shared_intermediate_size": "shared_expert_intermediate_size"},
+        renormalises=True,
+        names=TensorNames(mlp=("block_sparse_moe.", ""), dense="shared_mlp.", router="router.layer", shared="shared_mlp",
+                          gate_up=("input_linear",), down="output_linear",
+                          stacked=("input_linear.weight", "output_linear.weight"), **IN_MAMBA),
+        **MAMBA_LAYERS, **BY_ATTENTION_BIAS,
+    ),
+    Family(
+        name="bamba", architectures=("BambaForCausalLM",),
+        keys={**USUAL, **MAMBA, "vocab_size": 128_000, "intermediate_size": 14_336, "num_key_value_heads": 8,
+              "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False,
+              "partial_rotary_factor": 0.5},
+        renamed={"attn_layer_indices": "attention_layers"},
+        mlp_bias="mlp_bias",
+        names=TensorNames(final_norm="final_layernorm", mlp=("feed_forward.",),
+                          norms={Norms.BEFORE: ("input_layernorm", None, "pre_ff_layernorm", None)}, **IN_MAMBA),
+        **MAMBA_LAYERS, **BY_ATTENTION_BIAS,
+    ),
+    Family(
+        name="lfm2", architectures=("Lfm2ForCausalLM",),
+        keys={**LFM2, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True},
+        renamed=LFM2_NAMES,
+        names=TensorNames(**IN_LFM2),
+        **LFM2_LAYERS,
+    ),
+    Family(
+        name="lfm2_moe", architectures=("Lfm2MoeForCausalLM",),
+        keys={**LFM2, "hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792,
+              "num_experts_per_tok": 4, "num_experts": 32, "first_k_dense_replace": 2, "routed_scaling_factor": 1.0,
+              "norm_topk_prob": True, "use_expert_bias": True},
+        renamed={**LFM2_NAMES, "num_dense_layers": "first_k_dense_replace"},
+        scores=Scores.SIGMOID,
+        renormalises="norm_topk_prob",
+        has_choice_bias="use_expert_bias",
+        names=TensorNames(**IN_LFM2),
+        **LFM2_LAYERS,
+    ),
+)  # fmt: skip

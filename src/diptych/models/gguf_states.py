@@ -1,0 +1,70 @@
+"""Layers with a state, as a GGUF file's metadata gives them: which they are, and their heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diptych.ground.errors import LoadError
+from diptych.models.families import BY_ARCHITECTURE
+from diptych.models.gguf_architectures import GgufArchitecture
+from diptych.models.gguf_file import GgufFile
+from diptych.models.gguf_keys import Keys
+from diptych.models.spec import StateRule
+
+
+def add_states(config: dict[str, Any], keys: Keys, file: GgufFile, kind: GgufArchitecture) -> None:
+    """What the keys of `GgufArchitecture` do not say by themselves, where some layers have a state."""
+    rule = BY_ARCHITECTURE[kind.architecture].state_rule
+    if rule is None:
+        return
+    if rule is StateRule.DELTA:
+        config["linear_value_head_dim"] = value_heads(file)[2]
+        return
+    _add_layers(config, keys, "mamba" if rule is StateRule.SSD else "conv")
+    if rule is not StateRule.SSD:
+        return
+    _, n_heads, head_dim = value_heads(file)
+    if n_heads * head_dim % config["hidden_size"]:
+        raise LoadError(
+            f"{keys.full('ssm.inner_size')} in {file.path} is {n_heads * head_dim}; it must be a multiple of the "
+            f"model's width, {config['hidden_size']}"
+        )
+    config["mamba_expand"] = n_heads * head_dim // config["hidden_size"]
+    config["position_embedding_type"] = "rope" if keys.number("rope.scaling.finetuned") else None
+    if not config.get("num_experts"):
+        config["num_experts"] = 0
+        config["shared_expert_intermediate_size"] = config["intermediate_size"] = keys.number("feed_forward_length")
+
+
+def _add_layers(config: dict[str, Any], keys: Keys, called: str) -> None:
+    """Layers without KV heads have a state."""
+    n_layers, name = config["num_hidden_layers"], "attention.head_count_kv"
+    heads = keys.values(name)
+    if heads is None:
+        heads = [keys.number(name)] * n_layers
+    found = {one for one in heads if one}
+    if (
+        len(heads) != n_layers
+        or len(found) > 1
+        or any(isinstance(one, bool) or not isinstance(one, int) for one in heads)
+    ):
+        raise LoadError(
+            f"{keys.full(name)} in {keys.path} must hold {n_layers} whole numbers, one for each layer, and those above 0 must "
+            "be one number"
+        )
+    config["layer_types"] = ["full_attention" if one else called for one in heads]
+    config["num_key_value_heads"] = found.pop() if found else config["num_attention_heads"]
+
+
+def value_heads(file: GgufFile) -> tuple[int, int, int]:
+    """Of states: key heads, value heads, and how wide those are. LoadError where they do not go with each other."""
+    keys = Keys(file)
+    names = ("ssm.group_count", "ssm.time_step_rank", "ssm.inner_size")
+    n_key_heads, n_value_heads, width = found = tuple(keys.number(name) for name in names)
+    are_counts = all(isinstance(one, int) and one > 0 for one in found)
+    if not are_counts or width % n_value_heads or n_value_heads % n_key_heads:
+        raise LoadError(
+            f"{', '.join(map(keys.full, names))} in {file.path} are {', '.join(map(str, found))}; each must be at least 1 and "
+            "divide the next"
+        )
+    return n_key_heads, n_value_heads, width // n_value_heads

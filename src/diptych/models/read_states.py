@@ -1,0 +1,120 @@
+"""Layers with a state in place of keys and values, as a config gives them: which they are, and their heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from diptych.ground.errors import LoadError
+from diptych.models.config import HfConfig
+from diptych.models.family import Family
+from diptych.models.spec import AttentionLayer, StateRule, StateSpec
+
+FULL = ("full_attention", "attention")  # what layer_types call a layer without a state
+CALLED: Mapping[StateRule, tuple[str, ...]] = MappingProxyType({  # and one with it
+    StateRule.DELTA: ("linear_attention",),
+    StateRule.SSD: ("linear_attention", "mamba"),
+    StateRule.CONVOLUTION: ("conv",),
+})  # fmt: skip
+CONVOLVED_HEAD = 64  # channels of a convolution that are computed together, where its width allows it
+
+
+def state_layers(config: HfConfig, family: Family, n_layers: int) -> list[bool]:
+    """Which layers have a state: by layer_types, by the numbers of those without, or all but every so many-th."""
+    if family.state_rule is None:
+        return [False] * n_layers
+    types, called = config.raw.get("layer_types"), CALLED[family.state_rule]
+    if types is not None:
+        if not isinstance(types, list) or any(kind not in (*FULL, *called) for kind in types):
+            raise LoadError(f"layer_types in {config.path} may hold {' and '.join((FULL[0], called[-1]))} only")
+        if len(types) != n_layers:
+            raise LoadError(f"layer_types in {config.path} has {len(types)} entries; the model has {n_layers} layers")
+        return [kind in called for kind in types]
+    if "attention_layers" in family.keys:
+        without = config.integers("attention_layers")
+        if without is None and family.state_rule is StateRule.CONVOLUTION:
+            return [False] * n_layers
+        return [i not in (without or ()) for i in range(n_layers)]
+    interval = config.integer("full_attention_interval", family.full_every)
+    return [(i + 1) % interval != 0 for i in range(n_layers)]
+
+
+def state_attention(config: HfConfig, family: Family) -> AttentionLayer:
+    """The attention of such a layer."""
+    assert family.state_rule is not None
+    state = READERS[family.state_rule](config)
+    if state.n_value_heads % state.n_key_heads:
+        raise LoadError(
+            f"{state.n_value_heads} value heads cannot share {state.n_key_heads} key heads evenly ({config.path})"
+        )
+    return AttentionLayer(
+        n_heads=state.n_value_heads,
+        n_kv_heads=state.n_key_heads,
+        head_dim=state.value_dim,
+        scale=state.key_dim**-0.5 if state.rule is StateRule.DELTA else 1.0,
+        state=state,
+    )
+
+
+def _delta(config: HfConfig) -> StateSpec:
+    return StateSpec(
+        n_key_heads=config.integer("linear_num_key_heads"),
+        key_dim=config.integer("linear_key_head_dim"),
+        n_value_heads=config.integer("linear_num_value_heads"),
+        value_dim=config.integer("linear_value_head_dim"),
+        n_taps=config.integer("linear_conv_kernel_dim"),
+    )
+
+
+def _ssd(config: HfConfig) -> StateSpec:
+    """Of Mamba-2 as Granite 4 and Bamba have it: as many channels as mamba_expand times the stream's."""
+    width, n_heads = config.integer("mamba_expand") * config.integer("hidden_size"), config.integer("mamba_n_heads")
+    if width % n_heads or config.raw.get("mamba_d_head") not in ("auto", None, width // n_heads):
+        raise LoadError(
+            f"mamba_d_head in {config.path} is {config.raw.get('mamba_d_head')!r}; mamba_expand times hidden_size is "
+            f"{width}, for {n_heads} heads"
+        )
+    limits = config.raw.get("time_step_limit")
+    if limits is None:
+        limits = (0.0, math.inf)
+    if not isinstance(limits, list | tuple) or len(limits) != 2 or not all(_is_number(one) for one in limits):
+        raise LoadError(f"time_step_limit in {config.path} is {limits!r}; it must be two numbers")
+    return StateSpec(
+        rule=StateRule.SSD,
+        n_key_heads=config.integer("mamba_n_groups"),
+        key_dim=config.integer("mamba_d_state"),
+        n_value_heads=n_heads,
+        value_dim=width // n_heads,
+        n_taps=config.integer("mamba_d_conv"),
+        has_tap_bias=config.flag("mamba_conv_bias"),
+        step_limits=(float(limits[0]), float(limits[1])),
+    )
+
+
+def _is_number(one: object) -> bool:
+    return isinstance(one, int | float) and not isinstance(one, bool)
+
+
+def _convolution(config: HfConfig) -> StateSpec:
+    width = config.integer("hidden_size")
+    head = math.gcd(width, CONVOLVED_HEAD)
+    return StateSpec(
+        rule=StateRule.CONVOLUTION,
+        n_key_heads=width // head,
+        key_dim=0,
+        n_value_heads=width // head,
+        value_dim=head,
+        n_taps=config.integer("conv_L_cache"),
+    )
+
+
+READERS: Mapping[StateRule, Callable[[HfConfig], StateSpec]] = MappingProxyType({
+    StateRule.DELTA: _delta, StateRule.SSD: _ssd, StateRule.CONVOLUTION: _convolution,
+})  # fmt: skip
+
+
+def adjusted_width(config: HfConfig, width: int) -> int:
+    """Of an MLP whose config gives it for one without a gate (LFM2): two thirds of it, times a factor, in whole steps."""
+    factor, step = config.number("block_ffn_dim_multiplier", 1.0), config.integer("block_multiple_of")
+    return -(-int(factor * int(2 * width / 3)) // step) * step

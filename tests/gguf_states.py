@@ -1,0 +1,83 @@
+"""What the converter of llama.cpp does to layers with a state, for `gguf_files`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gguf
+import torch
+
+
+def write_states(out: gguf.GGUFWriter, config: Any) -> None:
+    """Of a gated delta rule."""
+    out.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    out.add_ssm_state_size(config.linear_key_head_dim)
+    out.add_ssm_group_count(config.linear_num_key_heads)
+    out.add_ssm_time_step_rank(config.linear_num_value_heads)
+    out.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    out.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
+
+
+def write_mamba(out: gguf.GGUFWriter, config: Any) -> None:
+    out.add_ssm_conv_kernel(config.mamba_d_conv)
+    out.add_ssm_state_size(config.mamba_d_state)
+    out.add_ssm_group_count(config.mamba_n_groups)
+    out.add_ssm_time_step_rank(config.mamba_n_heads)
+    out.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+    out.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+    out.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+
+
+def mamba_of(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A tensor of Mamba-2 in the words of the converter: -e^A_log, with an axis more than a checkpoint has."""
+    if name.endswith("A_log"):
+        return {f"{name}.none": -values.float().exp()[:, None]}
+    if name.endswith(".D"):
+        return {f"{name}.none": values[:, None]}
+    return {name.replace(".dt_bias", ".dt_proj.bias"): values[None] if name.endswith("norm.weight") else values}
+
+
+def shared_of(name: str, values: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
+    """Of Granite's shared experts gate and up apart, or of what is the MLP where there are no others."""
+    root = name.partition("shared_mlp.")[0] + ("mlp.shared_expert." if config.num_local_experts else "mlp.")
+    if name.endswith("output_linear.weight"):
+        return {f"{root}down_proj.weight": values}
+    gate, up = values.chunk(2)
+    return {f"{root}gate_proj.weight": gate, f"{root}up_proj.weight": up}
+
+
+def operators_of(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of LFM2's mixture, experts stacked."""
+    if name.endswith("expert_bias"):
+        return {f"{name}.bias": values}
+    name = name.removeprefix("model.")
+    if name.endswith("experts.down_proj"):
+        return {name.replace("down_proj", "w2.weight"): values}
+    gate, up = values.chunk(2, dim=1)
+    return {name.replace("gate_up_proj", "w1.weight"): gate, name.replace("gate_up_proj", "w3.weight"): up}
+
+
+def states_of(name: str, values: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
+    """A tensor of a gated delta rule in the words of the converter: q, k, v and z apart, value heads tiled, -e^A_log."""
+    keys, many = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+    root, _, part = name.partition("linear_attn.")
+    if part == "in_proj_qkvz.weight":
+        own = many * config.linear_value_head_dim
+        sizes = (config.linear_key_head_dim, config.linear_key_head_dim, own, own)
+        q, k, v, z = (one.flatten(0, 1) for one in values.unflatten(0, (keys, -1)).split(sizes, dim=1))
+        return {
+            f"{root}linear_attn.in_proj_qkv.weight": torch.cat([q, k, v]),
+            f"{root}linear_attn.in_proj_z.weight": z,
+        }
+    if part == "A_log":
+        values = -values.float().exp()
+    if config.model_type != "qwen3_next" and part not in ("norm.weight", "out_proj.weight"):
+        width = (
+            1 if part in ("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight") else config.linear_value_head_dim
+        )
+        first = len(values) - keys * many * width
+        heads = values[first:].unflatten(0, (keys, many, width)).transpose(0, 1).flatten(0, 2)
+        values = torch.cat([values[:first], heads])
+    if config.model_type != "qwen3_next" and part == "out_proj.weight":
+        values = values.unflatten(1, (keys, many, -1)).transpose(1, 2).flatten(1)
+    return {name.replace(".dt_bias", ".dt_proj.bias").replace("A_log", "A_log.none"): values}
