@@ -322,7 +322,7 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "granite-h-dense": (
         "GraniteMoeHybridConfig",
         "GraniteMoeHybridForCausalLM",
-        {**MAMBA, "num_local_experts": 0, "position_embedding_type": "rope", "time_step_limit": [0.1, 2.0],
+        {**MAMBA, "num_local_experts": 0, "position_embedding_type": "rope",
          "mamba_conv_bias": False},
     ),
     "bamba": (

@@ -45,7 +45,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**EVERY_SECOND, "mlp_only_layers": []},
     "qwen3_5": EVERY_SECOND,
     "qwen3_5_moe": EVERY_SECOND,
-    "granite-h-dense": {"time_step_limit": None},
     "mistral": {"sliding_window": None},
     "starcoder2": {"sliding_window": None},
     # the converter takes the width of heads from that of the model
@@ -155,7 +154,7 @@ def write_gguf(
     if config.model_type == "gemma4_text":
         tensors["rope_freqs.weight"] = turning_pairs(config)
     for full, values in change(tensors).items():
-        kind = gguf.GGMLQuantizationType[choose(full) if values.ndim > 1 else "F32"]
+        kind = gguf.GGMLQuantizationType[choose(full) if values.ndim > 1 and values.shape[-1] > 1 else "F32"]
         out.add_tensor(full, quantised(values, kind), raw_dtype=kind)
     rope = rope_of(config)
     if rope.get("rope_type") == "llama3":
@@ -319,7 +318,7 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
         write_mamba(out, config)
     if hasattr(config, "conv_L_cache"):
         out.add_shortconv_l_cache(config.conv_L_cache)
-    if getattr(config, "num_experts_per_tok", None):
+    if getattr(config, "num_experts_per_tok", None) and getattr(config, "num_local_experts", None) != 0:
         write_experts(out, config)
 
 
@@ -409,7 +408,9 @@ def write_experts(out: gguf.GGUFWriter, config: Any) -> None:
         out.add_expert_weights_scale(config.routed_scaling_factor)
         if config.norm_topk_prob:
             out.add_expert_weights_norm(True)
-    if kind in ("glm4_moe", "deepseek_v3", "minimax_m2"):
+    if kind == "lfm2_moe":
+        out.add_leading_dense_block_count(config.num_dense_layers)
+    if kind in ("glm4_moe", "deepseek_v3", "minimax_m2", "lfm2_moe"):
         out.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
@@ -442,9 +443,9 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
             tensors |= states_of(name, values, config)
         elif ".mamba." in name:
             tensors |= mamba_of(name, values)
-        elif ".shared_mlp." in name:
+        elif ".shared_mlp." in name and config.model_type == "granitemoehybrid":
             tensors |= shared_of(name, values, config)
-        elif "feed_forward.expert" in name:
+        elif "feed_forward.expert" in name and config.model_type == "lfm2_moe":
             tensors |= operators_of(name, values)
         elif config.model_type == "gpt_oss" and ".experts." in name:
             tensors |= clamped_experts(name, values)

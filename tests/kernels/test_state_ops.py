@@ -114,7 +114,8 @@ class Native(Bench):
         heads = OwnHeads(first_head=0, n_heads=form.n_value_heads, first_kv_head=0, n_kv_heads=form.n_key_heads)
         shape = cpu.state_shape(form, heads, scale=rule.scale, norm_eps=EPS)
         numbers = {
-            name: program.add_vector(one.T.reshape(-1).contiguous().numpy()) for name, one in rule.numbers.items()
+            name: program.add_vector((one.mT if one.ndim == 2 else one).reshape(-1).contiguous().numpy())
+            for name, one in rule.numbers.items()
         }
         program.move_states(qkv=self.x, rates=rates, out=self.out, layer=0, shape=shape, **numbers)
         self._attend_for_form()

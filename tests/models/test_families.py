@@ -98,7 +98,13 @@ MORE: dict[str, dict[str, Any]] = {
         **DELTA,
         **EXPERTS,
     },
-    "granitemoehybrid": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48, **MAMBA},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 48,
+        **MAMBA,
+    },
     "bamba": {"attn_layer_indices": [1, 3], **MAMBA},
     "lfm2": {"layer_types": CONVOLUTIONS, "conv_L_cache": 4, "block_multiple_of": 16},
     "lfm2_moe": {"layer_types": CONVOLUTIONS, "num_experts": 4, "num_dense_layers": 1, **EXPERTS},
@@ -139,10 +145,14 @@ SMALL_GPT: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256},
 }
 # no default in the class, and one that gives a rotary dimension of 21
-CLASS_NEEDS = {"nemotron": {"num_key_value_heads": 48}, "hunyuan_v1_dense": {"head_dim": 128},
-               "hunyuan_v1_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6},
-               "glm4_moe": {"head_dim": 128}, "ministral": {"head_dim": 128},
-               "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128, "n_shared_experts": 2}}  # fmt: skip
+CLASS_NEEDS: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {"layer_types": [*["linear_attention"] * 31, "full_attention"]},
+    "bamba": {"attn_layer_indices": [9]}, "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "nemotron": {"num_key_value_heads": 48}, "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6},
+    "glm4_moe": {"head_dim": 128}, "ministral": {"head_dim": 128},
+    "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128, "n_shared_experts": 2},
+}  # fmt: skip
 
 
 def config_of(family: Family, **fields: Any) -> Any:

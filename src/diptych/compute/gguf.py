@@ -243,7 +243,7 @@ class GgufCheckpoint:
         key = "attention.head_count" if place.heads == "q" else "attention.head_count_kv"
         prefix = self.file.metadata["general.architecture"]
         n_heads = self.file.metadata.get(f"{prefix}.{key}") or self.file.metadata[f"{prefix}.attention.head_count"]
-        n_heads = n_heads if isinstance(n_heads, int) else n_heads.values()[0]
+        n_heads = n_heads if isinstance(n_heads, int) else max(n_heads.values())  # layers with a state have none
         return begin + torch.arange(n_rows).view(n_heads, -1, 2).transpose(1, 2).reshape(-1)
 
     def inputs_of(self, n_inputs: int) -> torch.Tensor:

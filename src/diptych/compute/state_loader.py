@@ -48,9 +48,10 @@ def state_projections(source: Source, state: StateSpec, names: TensorNames, root
     # Mamba-2: what gates x, then x, B and C, which are v, k and q here, and the steps
     keys = state.n_key_heads * state.key_dim
     gate, v, k, q, rates = torch.arange(state.n_projected).split((state.width, state.width, keys, keys, state.n_rates))
-    return StateProjections(
-        *(_parts(PickedTensor(all_of_them, rows)) for rows in (torch.cat([q, k, v]), gate, rates)), o
+    of_qkv, of_gate, of_rates = (
+        _parts(PickedTensor(all_of_them, rows)) for rows in (torch.cat([q, k, v]), gate, rates)
     )
+    return StateProjections(of_qkv, of_gate, of_rates, o)
 
 
 def _parts(*weights: WeightTensor) -> LinearParts:

@@ -148,7 +148,7 @@ class TwoPhase:
         self._check_owner(state)
         spec = self.model.spec
         layer = int(Bound(int, 0, spec.n_layers - 1, "layer").take("layer", layer, RequestError) or 0)
-        if spec.layers[layer].attention.delta is not None:
+        if spec.layers[layer].attention.state is not None:
             raise RequestError(
                 f"layer {layer} keeps a state in place of keys and values; layers {list(spec.kv_layers)} keep those",
                 param="layer",

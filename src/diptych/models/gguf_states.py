@@ -33,7 +33,7 @@ def add_states(config: dict[str, Any], keys: Keys, file: GgufFile, kind: GgufArc
     config["position_embedding_type"] = "rope" if keys.number("rope.scaling.finetuned") else None
     if not config.get("num_experts"):
         config["num_experts"] = 0
-        config["shared_expert_intermediate_size"] = config["intermediate_size"] = keys.number("feed_forward_length")
+        config.setdefault("shared_expert_intermediate_size", config["intermediate_size"])
 
 
 def _add_layers(config: dict[str, Any], keys: Keys, called: str) -> None:

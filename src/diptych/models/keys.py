@@ -27,7 +27,7 @@ HARMLESS: frozenset[str] = frozenset((
     "unsloth_version", "reorder_and_upcast_attn", "slow_but_exact", "qk_head_dim", "n_ctx",
     "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
     "use_logits_to_keep", "prefix", "initial_context_length", "layer_norm_eps", "pooling_type",
-    "is_causal", "altup_coef_clip", "altup_lr_multiplier",
+    "is_causal", "altup_coef_clip", "altup_lr_multiplier", "mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient",
 ))  # fmt: skip
 HARMLESS_ENDINGS = ("_token_id", "_token_ids", "dropout")
 

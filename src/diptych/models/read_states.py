@@ -75,11 +75,11 @@ def _ssd(config: HfConfig) -> StateSpec:
             f"mamba_d_head in {config.path} is {config.raw.get('mamba_d_head')!r}; mamba_expand times hidden_size is "
             f"{width}, for {n_heads} heads"
         )
-    limits = config.raw.get("time_step_limit")
-    if limits is None:
-        limits = (0.0, math.inf)
-    if not isinstance(limits, list | tuple) or len(limits) != 2 or not all(_is_number(one) for one in limits):
-        raise LoadError(f"time_step_limit in {config.path} is {limits!r}; it must be two numbers")
+    given = config.raw.get("time_step_limit") or (0.0, math.inf)
+    # as transformers writes what JSON has no number for
+    limits = [one.get("__float__") == "Infinity" and math.inf if isinstance(one, dict) else one for one in given]
+    if len(limits) != 2 or not all(isinstance(one, int | float) and not isinstance(one, bool) for one in limits):
+        raise LoadError(f"time_step_limit in {config.path} is {given!r}; it must be two numbers")
     return StateSpec(
         rule=StateRule.SSD,
         n_key_heads=config.integer("mamba_n_groups"),
@@ -90,10 +90,6 @@ def _ssd(config: HfConfig) -> StateSpec:
         has_tap_bias=config.flag("mamba_conv_bias"),
         step_limits=(float(limits[0]), float(limits[1])),
     )
-
-
-def _is_number(one: object) -> bool:
-    return isinstance(one, int | float) and not isinstance(one, bool)
 
 
 def _convolution(config: HfConfig) -> StateSpec:
