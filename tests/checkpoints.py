@@ -329,7 +329,7 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "BambaConfig",
         "BambaForCausalLM",
         {**{key: value for key, value in MAMBA.items() if key not in ("layer_types", "shared_intermediate_size")},
-         "attn_layer_indices": [3]},
+         "attn_layer_indices": [1]},
     ),
     # short convolutions in three layers of four, dense and with experts behind the first
     "lfm2": (

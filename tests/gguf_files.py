@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from checkpoints import VOCAB, make_reference
-from gguf_states import mamba_of, operators_of, shared_of, states_of, write_mamba, write_states
+from gguf_states import tensors_with_states, write_states
 
 # family of tests/checkpoints.py -> general.architecture
 ARCHITECTURES = {
@@ -312,12 +312,7 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type == "gemma3n_text":
         write_streams(out, config)
     write_scales(out, config)
-    if hasattr(config, "linear_num_key_heads"):
-        write_states(out, config)
-    if hasattr(config, "mamba_n_heads"):
-        write_mamba(out, config)
-    if hasattr(config, "conv_L_cache"):
-        out.add_shortconv_l_cache(config.conv_L_cache)
+    write_states(out, config)
     if getattr(config, "num_experts_per_tok", None) and getattr(config, "num_local_experts", None) != 0:
         write_experts(out, config)
 
@@ -439,14 +434,9 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
             is_added or config.model_type in ("gemma", "gemma2", "gemma3_text", "nemotron")
         ):
             values = values.float() + 1
-        if "linear_attn." in name:
-            tensors |= states_of(name, values, config)
-        elif ".mamba." in name:
-            tensors |= mamba_of(name, values)
-        elif ".shared_mlp." in name and config.model_type == "granitemoehybrid":
-            tensors |= shared_of(name, values, config)
-        elif "feed_forward.expert" in name and config.model_type == "lfm2_moe":
-            tensors |= operators_of(name, values)
+        with_states = tensors_with_states(name, values, config)
+        if with_states is not None:
+            tensors |= with_states
         elif config.model_type == "gpt_oss" and ".experts." in name:
             tensors |= clamped_experts(name, values)
         elif config.model_type == "gemma4_text" and name.endswith("experts.gate_up_proj"):

@@ -9,7 +9,29 @@ import torch
 
 
 def write_states(out: gguf.GGUFWriter, config: Any) -> None:
-    """Of a gated delta rule."""
+    """Of a gated delta rule, of Mamba-2, of short convolutions, or nothing."""
+    if hasattr(config, "linear_num_key_heads"):
+        write_delta(out, config)
+    if hasattr(config, "mamba_n_heads"):
+        write_mamba(out, config)
+    if hasattr(config, "conv_L_cache"):
+        out.add_shortconv_l_cache(config.conv_L_cache)
+
+
+def tensors_with_states(name: str, values: torch.Tensor, config: Any) -> dict[str, torch.Tensor] | None:
+    """A tensor that such models alone have, as the converter leaves it; None for any other."""
+    if "linear_attn." in name:
+        return states_of(name, values, config)
+    if ".mamba." in name:
+        return mamba_of(name, values)
+    if ".shared_mlp." in name and config.model_type == "granitemoehybrid":
+        return shared_of(name, values, config)
+    if "feed_forward.expert" in name and config.model_type == "lfm2_moe":
+        return operators_of(name, values)
+    return None
+
+
+def write_delta(out: gguf.GGUFWriter, config: Any) -> None:
     out.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     out.add_ssm_state_size(config.linear_key_head_dim)
     out.add_ssm_group_count(config.linear_num_key_heads)

@@ -99,18 +99,21 @@ TARGETS = {
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     "gpt2": ["c_attn", "c_proj", "c_fc"],
     "falcon-40b": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
-    "qwen3_next": ["q_proj", "v_proj", "in_proj_qkvz", "out_proj"],
-    "qwen3_5": ["q_proj", "in_proj_qkv", "in_proj_z", "out_proj", "o_proj"],
+    "qwen3_next": ["v_proj", "in_proj_qkvz", "in_proj_ba"],
+    "qwen3_5": ["q_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "o_proj"],
+    "granite-h-dense": ["v_proj", "in_proj", "out_proj", "input_linear"],
+    "lfm2": ["q_proj", "in_proj", "out_proj", "w1", "w2"],
 }
 
 
 LIKE = {"bf16": 0.999, "int8": 0.99, "int4": 0.8}
 # a state adds up what was rounded, and experts are chosen by it
 LIKE_STATES = {"bf16": 0.998, "int8": 0.98, "int4": 0.6}
+WITH_STATES = ("qwen3_next", "qwen3_5", "granite-h-dense")
 
 
 @pytest.mark.parametrize("family", [
-    "qwen3", "gemma2", "phi3", "qwen3_moe", "gpt2", "falcon-40b", "qwen3_next", "qwen3_5"
+    "qwen3", "gemma2", "phi3", "qwen3_moe", "gpt2", "falcon-40b", "qwen3_next", "qwen3_5", "granite-h-dense", "lfm2"
 ])  # fmt: skip
 def test_logits_are_those_of_peft_as_the_model_s_own_are(family: str, tmp_path: Path) -> None:
     """Oracle: peft in fp32. The error with an adapter is of the size that the format's rounding has without one."""
@@ -136,7 +139,10 @@ def test_logits_are_those_of_peft_as_the_model_s_own_are(family: str, tmp_path: 
         shift = (alone(model, number).logits - alone(model, None).logits).flatten()
         wanted = (adapted - plain).flatten()
         likeness = float(torch.nn.functional.cosine_similarity(shift, wanted, dim=0))
-        assert likeness > (LIKE_STATES if family in ("qwen3_next", "qwen3_5") else LIKE)[weights], (weights, likeness)
+        assert likeness > (LIKE_STATES if family in WITH_STATES else LIKE)[weights], (
+            weights,
+            likeness,
+        )
     assert effect > 0.1
 
 

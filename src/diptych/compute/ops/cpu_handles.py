@@ -5,15 +5,16 @@ A handle is opaque to the walk (`compute.decoder`); the recorder beside the load
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from diptych.compute.ops.contract import Activation, AttentionSpec, Role, WeightTensor
-from diptych.compute.ops.cpu_kernels import _cpu
+from diptych.compute.ops.contract import Activation, AttentionSpec, Role, RuleParts, WeightTensor
+from diptych.compute.ops.cpu_kernels import _cpu, state_shape
 from diptych.compute.ops.cpu_parts import Rows
-from diptych.compute.ops.shares import OwnHeads
+from diptych.compute.ops.shares import OwnHeads, head_rows
 from diptych.ground.formats import ENGINE_WEIGHTS, KeptFormat
 from diptych.models.spec import MoeSpec
 
@@ -30,6 +31,7 @@ class LinearHandle:
     None: others have all of it.
     rows: which of n_outputs the packed weight has, in its order; None: all. begin: the first output of the tensors in `key`.
     order: the name of the order in which it has its inputs, in `CpuLoader.input_orders`; empty: as they come.
+    is_balanced: it may be multiplied by powers of two, which the loader's `exponents` say.
     """
 
     index: int | None
@@ -45,6 +47,7 @@ class LinearHandle:
     rows: Rows | None = None
     begin: int = 0
     order: str = ""
+    is_balanced: bool = False
 
     def own_rows(self, begin: int, end: int) -> tuple[int, list[slice]]:
         """Where in the packed weight its part of outputs [begin, end) begins, and which of them that is, counted from begin."""
@@ -160,6 +163,40 @@ def attention_shape(spec: AttentionSpec, own: OwnHeads) -> Any:
         window=spec.window,
         softcap=spec.softcap,
         is_chunked=spec.is_chunked,
+    )
+
+
+def rule_handle(
+    spec: AttentionSpec,
+    rule: RuleParts,
+    own: OwnHeads | None,
+    read: Callable[[WeightTensor], torch.Tensor],
+    add: Callable[[torch.Tensor], int],
+) -> RuleHandle:
+    """The rule of a rank's heads. read: a tensor's values in a row; add: a vector to the program, whose number it gives."""
+    state = spec.state
+    assert state is not None
+    keys = state.n_key_heads * state.key_dim
+    widths = (keys, keys, state.width)
+    rows = () if own is None else head_rows(widths, own, spec.n_heads, spec.n_kv_heads, has_states=True)
+    mine = slice(0, 0) if own is None else slice(own.first_head, own.first_head + own.n_heads)
+
+    def of_channels(tensor: WeightTensor) -> int:
+        by_channel = read(tensor).view(state.n_channels, -1)
+        parts = [by_channel[begin:end] for begin, end in rows]
+        return add(torch.cat([by_channel[:0], *parts]).T.reshape(-1).contiguous())
+
+    def of_heads(tensor: WeightTensor | None) -> int:
+        return -1 if tensor is None else add(read(tensor)[mine].contiguous())
+
+    return RuleHandle(
+        shape=own and state_shape(state, own, scale=spec.scale, norm_eps=spec.norm_eps),
+        taps=of_channels(rule.taps),
+        tap_bias=-1 if rule.tap_bias is None else of_channels(rule.tap_bias),
+        decay=of_heads(rule.decay),
+        shift=of_heads(rule.shift),
+        skip=of_heads(rule.skip),
+        norm=-1 if rule.norm is None else add(read(rule.norm.weight).contiguous()),
     )
 
 

@@ -32,14 +32,14 @@ from diptych.compute.ops.cpu_handles import (
     ExpertsHandle,
     LatentHandle,
     LinearHandle,
-    RuleHandle,
     TableHandle,
     VectorHandle,
     attention_shape,
     is_table_too,
     native_shape,
+    rule_handle,
 )
-from diptych.compute.ops.cpu_kernels import _cpu, choose_instruction_set, is_available, state_shape
+from diptych.compute.ops.cpu_kernels import _cpu, choose_instruction_set, is_available
 from diptych.compute.ops.cpu_parts import Rows, finite_weights, native_codes, own_rows
 from diptych.compute.ops.cpus import allowed_cpus, choose_cpus
 from diptych.compute.ops.shares import OwnHeads, Rank, head_rows
@@ -262,31 +262,9 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
     def state_rule(self, spec: AttentionSpec, rule: RuleParts) -> AttentionHandle:
         """Of a rank, the numbers of its heads. Ranks share whole key heads, as they share those of keys and values."""
-        own, state = self.rank.heads(spec.n_heads, spec.n_kv_heads), spec.state
-        assert state is not None
+        own = self.rank.heads(spec.n_heads, spec.n_kv_heads)
         self._heads[spec.layer] = spec, own
-        mine = slice(0, 0) if own is None else slice(own.first_head, own.first_head + own.n_heads)
-        keys = state.n_key_heads * state.key_dim
-        widths = (keys, keys, state.width)
-        rows = () if own is None else head_rows(widths, own, spec.n_heads, spec.n_kv_heads, has_states=True)
-
-        def of_channels(tensor: WeightTensor) -> int:
-            by_channel = self._values(tensor).view(state.n_channels, -1)
-            parts = [by_channel[begin:end] for begin, end in rows]
-            return int(self.program.add_vector(torch.cat([by_channel[:0], *parts]).T.reshape(-1).contiguous()))
-
-        def of_heads(tensor: WeightTensor | None) -> int:
-            return -1 if tensor is None else self._vector(tensor, rows=mine)
-
-        handle = RuleHandle(
-            shape=own and state_shape(state, own, scale=spec.scale, norm_eps=spec.norm_eps),
-            taps=of_channels(rule.taps),
-            tap_bias=-1 if rule.tap_bias is None else of_channels(rule.tap_bias),
-            decay=of_heads(rule.decay),
-            shift=of_heads(rule.shift),
-            skip=of_heads(rule.skip),
-            norm=-1 if rule.norm is None else self._vector(rule.norm.weight),
-        )
+        handle = rule_handle(spec, rule, own, lambda tensor: self._values(tensor), self.program.add_vector)
         return AttentionHandle(spec=spec, own=own, shape=None, rope=None, q_norm=None, k_norm=None, rule=handle)
 
     def _rope(self, rope: RopeSpec | None) -> int | None:
@@ -300,7 +278,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
     def rates(self, parts: LinearParts) -> LinearHandle:
         """Noted, too."""
-        handle = self.router(parts)
+        handle = self._pack(parts, "bf16", is_rates=self.weights_format != "bf16")
         self.sites.note(parts, handle)
         return handle
 
@@ -493,8 +471,12 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         rows: Rows | None = None,
         keep: bool = True,
         of_table: KeptFormat | None = None,
+        is_rates: bool = False,
     ) -> LinearHandle:
-        """`rows` of the projection, one range after the other; all of it where there is None. of_table: what holds a table."""
+        """`rows` of the projection, one range after the other; all of it where there is None. of_table: what holds a table.
+
+        is_rates: in bf16, and balanced where the others are.
+        """
         k = parts.n_inputs
         n = parts.n_outputs if rows is None else sum(end - begin for begin, end in rows)
         kept = of_table or (self._kept(parts, is_gated=activation is not None) if keep else None)
@@ -508,7 +490,8 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             self.n_values[weights_format] += parts.n_outputs * k
         self.packed[key], is_packed = self._add(shape, whole, key, parts, rows, weights_format, kept)
         order = self._note_order(key, parts) if kept is not None else ""
-        if weights_format != "bf16":
+        is_balanced = weights_format != "bf16" or is_rates
+        if is_balanced:
             self._note_exponents(key, parts, is_packed=is_packed)
         return LinearHandle(
             index=self.packed[key],
@@ -520,6 +503,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             role=role,
             rows=rows,
             order=order,
+            is_balanced=is_balanced,
         )
 
     def _add(

@@ -207,7 +207,7 @@ class CpuModel(Model):
         self, linear: LinearHandle, site: Site, low_rank: LowRank, adapter: Adapter
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A and B for a projection whose inputs and outputs may have been balanced. LoadError where nobody knows how."""
-        if linear.format == "bf16":
+        if not linear.is_balanced:
             return low_rank.a, low_rank.b
         exponents = self._exponents.get(linear.key)
         if exponents is None:
