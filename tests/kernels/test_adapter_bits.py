@@ -99,7 +99,7 @@ TARGETS = {
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     "gpt2": ["c_attn", "c_proj", "c_fc"],
     "falcon-40b": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
-    "qwen3_next": ["v_proj", "in_proj_qkvz", "in_proj_ba"],
+    "qwen3_next": ["q_proj", "v_proj", "in_proj_qkvz", "out_proj"],
     "qwen3_5": ["q_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "o_proj"],
     "granite-h-dense": ["v_proj", "in_proj", "out_proj", "input_linear"],
     "lfm2": ["q_proj", "in_proj", "out_proj", "w1", "w2"],
