@@ -158,10 +158,11 @@ class CalibratedModel:
         self.kv = kv or KVSpec()
         self.tp = tp
         self.layout = layout
-        self.calibration = calibration
-        self._expert_skew = calibration.decode.expert_skew or 0.0  # the router's, whatever the phase
         # once: hashing a model costs more than pricing a step
         self._units = _units_of(model, quant, self.kv, tp, is_ours=calibration.is_local)
+        self.calibration = calibration
+        self.calibration = calibration = calibration.beside_weights(self.cached_share)
+        self._expert_skew = calibration.decode.expert_skew or 0.0  # the router's, whatever the phase
         self._prefill = self._terms(calibration.prefill)
         is_one = calibration.decode is calibration.prefill  # as in a fit, which builds thousands of these
         self._decode = self._prefill if is_one else self._terms(calibration.decode)

@@ -9,7 +9,7 @@ hint: it has those of bf16
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from diptych.cost.roofline import NoRate
@@ -169,7 +169,8 @@ class Host:
 
     prompt_s: of each prompt chunk on top of sequence_s, what its request costs when it comes and goes included;
     prompt_token_s: of each of its tokens, which are looked up in the prefix cache and put there. wake_s: what the first step
-    takes longer behind a time without work, kernels included; no price of a shape has it.
+    takes longer behind a time without work, kernels included; no price of a shape has it. displaced_s: what a step takes
+    longer where its weights are more than the last-level cache holds, and so displace what the host reads.
     """
 
     step_s: float = 0.0
@@ -177,6 +178,7 @@ class Host:
     prompt_s: float = 0.0
     prompt_token_s: float = 0.0
     wake_s: float = 0.0
+    displaced_s: float = 0.0
 
     def time_s(self, shape: StepShape) -> float:
         """Of one step."""
@@ -213,6 +215,15 @@ class Calibration:
     cache: Cache | None = None
     host: Host = Host()
     request_s: float = 0.0
+
+    def beside_weights(self, cached_share: float) -> Calibration:
+        """Of a model of whose weights so much stays in the cache: what the rest displaces of the host's is in its steps."""
+        more_s = (1.0 - cached_share) * self.host.displaced_s
+        if more_s == 0.0:
+            return self
+        host = replace(self.host, step_s=self.host.step_s + more_s, displaced_s=0.0)
+        prefill, decode = (replace(one, step_s=one.step_s + more_s) for one in (self.prefill, self.decode))
+        return replace(self, prefill=prefill, decode=decode, host=host)
 
 
 def _pick(fractions: Mapping[str, float], key: str) -> float:

@@ -9,7 +9,7 @@
      "adapters": {"layer_s": 1e-6, "prefill_ef": {"bf16": 0.3}, "decode_ef": {"bf16": 0.2}},
      "activation_bytes_per_s": 4e10,
      "host": {"step_s": 1e-4, "sequence_s": 1e-5, "prompt_s": 2e-4, "prompt_token_s": 2e-7,
-              "wake_s": 3e-4},
+              "wake_s": 3e-4, "displaced_s": 1e-4},
      "cache": {"bytes": 3.2e7, "bytes_per_s": 1.5e11, "eb": {"bf16": 0.5}, "kv_eb": 0.4},
      "elsewhere": {"backend": "torch", "weights": "bf16", "prefill": 0.7, "decode": 0.4},
      "residuals": {"prefill": {"low": -0.05, "high": 0.08, "median_error": 0.03, "rows": 12}, "decode": {...}}}
@@ -136,7 +136,7 @@ def _host(profile: Mapping[str, Any]) -> Host:
     return Host(
         **{
             name: _at_least_zero(entry, name)
-            for name in ("step_s", "sequence_s", "prompt_s", "prompt_token_s", "wake_s")
+            for name in ("step_s", "sequence_s", "prompt_s", "prompt_token_s", "wake_s", "displaced_s")
         }
     )
 

@@ -94,6 +94,16 @@ class Ladder:
             woken_s = tuple(self._wake_s(one) for one in prompts)
         return Climb(steps=steps, woken_s=woken_s)
 
+    def alone_s(self) -> float:
+        """What a decode step of one sequence takes beside its kernels, the median of some tens."""
+        served = self._served
+        served.steps.clear()
+        served.coming_s.clear()
+        with undisturbed():
+            self._serve(self._request(WOKEN_TOKENS, new_tokens=ALONE * SETTLED))
+        settled = zip(served.steps[SETTLED:-1], served.kept_s()[SETTLED:-1], strict=True)
+        return statistics.median(kept_s - step.device_s for step, kept_s in settled)
+
     def _climb(self, first: Request, alone: Sequence[Request], requests: Sequence[Request]) -> tuple[Climbed, ...]:
         served = self._served
         self._serve(first)  # wakes the engine, and is over before the others come
