@@ -76,6 +76,19 @@ def test_the_next_message_goes_on_from_the_last(loaded: LoadedModel) -> None:
     cluster.check()
 
 
+def test_a_prompt_that_was_read_elsewhere_is_found_by_the_next(loaded: LoadedModel) -> None:
+    """Its blocks were kept and its state was not, so that nobody could begin behind them."""
+    config = config_of(loaded)
+    (first,) = prompts((100,))
+    cluster = LocalCluster(loaded, config)
+    for expected in (0, 96):
+        (done,) = cluster.llm.generate([first], GREEDY)
+        assert (done.usage.cached_tokens, done.usage.transferred_tokens) == (expected, 96 - expected)
+        if loaded.model.backend_name == "cpu":
+            assert said([done]) == said(LLM(loaded, config).generate([first], GREEDY))
+    cluster.check()
+
+
 def lost(message: ToWorker) -> Faulty:
     return [] if isinstance(message, StateParcel) else [(0, message)]
 

@@ -34,6 +34,7 @@ class StateKeeper:
         self._block_tokens = block_tokens
         self._is_caching = is_caching
         self._begins: dict[int, int] = {}  # sequence -> the place that its first chunk reads
+        self._came: set[int] = set()  # sequences that have begun with nothing yet but a state from another engine
 
     @classmethod
     def of(cls, config: SchedulerConfig, blocks: BlockConfig) -> StateKeeper | None:
@@ -69,12 +70,15 @@ class StateKeeper:
         found = self.pool.begin(None)
         if found is not None:
             seq.place = found[1]
+            self._came.add(seq.seq_id)
         return found is not None
 
     def use(self, seq: Sequence, start: int, end: int) -> StateUse:
         """For a chunk of tokens [start, end)."""
         assert seq.place is not None, seq.seq_id
         reads = self._begins.pop(seq.seq_id, seq.place)
+        if seq.seq_id in self._came:
+            self._keep_what_came(seq, start)
         saves = []
         for tokens in self._wanted(seq, start, end) if self._is_caching else ():
             place = self.pool.take_coming()
@@ -82,7 +86,17 @@ class StateKeeper:
                 break
             saves.append((tokens - start, place))
             seq.coming.append((tokens, place))
+        assert seq.place is not None, seq.seq_id
         return StateUse(reads, seq.place, tuple(saves))
+
+    def _keep_what_came(self, seq: Sequence, start: int) -> None:
+        """The state that the first chunk reads stays for others, where there is a place for the sequence to go on in."""
+        self._came.discard(seq.seq_id)
+        own = self.pool.take_coming() if self._is_caching else None
+        if own is not None:
+            assert seq.place is not None, seq.seq_id
+            seq.coming.append((start, seq.place))
+            seq.place = own
 
     def use_behind(self, seq: Sequence, use: StateUse, n_drafts: int) -> tuple[StateUse, int]:
         """For a decode chunk of one token and guesses behind it, as many as there are places for."""
@@ -124,6 +138,7 @@ class StateKeeper:
     def release(self, seq: Sequence) -> None:
         """It runs no more, or what it was to leave did not come."""
         self._begins.pop(seq.seq_id, None)
+        self._came.discard(seq.seq_id)
         for _, place in (*seq.coming, *seq.drafted):
             self.pool.keep(place, None)
         seq.coming.clear()
