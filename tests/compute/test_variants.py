@@ -290,6 +290,23 @@ def test_text_part_of_a_multimodal_mistral(kind: str, is_tied: bool, tmp_path: P
     check_golden(load_model(tmp_path, REFERENCE), golden, chunk=9)
 
 
+def test_text_part_of_a_multimodal_lfm2(tmp_path: Path) -> None:
+    """LFM2-VL, in a wrapper as Mistral's."""
+    import transformers
+
+    text = {**COMMON, "model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],
+            "block_multiple_of": 16}  # fmt: skip
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "patch_size": 8, "num_patches": 16}  # fmt: skip
+    config = transformers.Lfm2VlConfig(text_config=text, vision_config=vision)
+    config._attn_implementation = "eager"
+    reference = transformers.Lfm2VlForConditionalGeneration(config).eval().float()
+    enliven(reference, 0)
+    reference.save_pretrained(tmp_path)
+    golden = ask_reference(reference, tmp_path, new_tokens=4)
+    check_golden(load_model(tmp_path, REFERENCE), golden, chunk=9)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
 def test_neighbours_change_nothing(family: str, tmp_path: Path) -> None:
     """A mixed step of ragged chunks gives each sequence the logits it has alone."""

@@ -21,7 +21,7 @@ from diptych.models.family import Family
 FAMILIES: tuple[Family, ...] = (*DENSE, *GPT_KIND, *MIXTURES, *LATENT_ATTENTION, *STATES, *PRICED_ONLY)
 BY_ARCHITECTURE: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
 BY_MODEL_TYPE: dict[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
-# wrappers around decoders of more than one family, which the text_config names
-WRAPPERS: tuple[str, ...] = ("Mistral3ForConditionalGeneration",)
+# wrappers around decoders, which the text_config names: of more than one family, or of one that is published by itself, too
+WRAPPERS: tuple[str, ...] = ("Mistral3ForConditionalGeneration", "Lfm2VlForConditionalGeneration")
 SUPPORTED: tuple[str, ...] = (*(name for name, family in BY_ARCHITECTURE.items() if family.is_run), *WRAPPERS)
 PRICED: tuple[str, ...] = tuple(name for name, family in BY_ARCHITECTURE.items() if not family.is_run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diptych.models.families_shared import BY_ATTENTION_BIAS, GRANITE, LOCAL_EXPERTS, USUAL
+from diptych.models.families_shared import BESIDE_VISION, BY_ATTENTION_BIAS, GRANITE, LOCAL_EXPERTS, USUAL
 from diptych.models.family import Family, TensorNames
 from diptych.models.spec import Norms, QkNorm, Scores, StateRule
 
@@ -34,6 +34,7 @@ LFM2 = {**USUAL, "vocab_size": 65_536, "hidden_size": 2560, "intermediate_size":
         "max_position_embeddings": 128_000, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "tie_word_embeddings": True,
         "conv_L_cache": 3, "layer_types": None, "attention_layers": None}  # fmt: skip
 LFM2_LAYERS: dict[str, Any] = {
+    **BESIDE_VISION,
     "state_rule": StateRule.CONVOLUTION, "qk_norm": QkNorm.HEAD, "fixed": {"conv_bias": (False,)}}  # fmt: skip
 LFM2_NAMES: dict[str, str] = {
     "norm_eps": "rms_norm_eps", "block_norm_eps": "rms_norm_eps", "block_ff_dim": "intermediate_size",
