@@ -212,6 +212,7 @@ static void move_inputs(const StateCall& call, const StateTask& task, float* scr
   const float* rows = call.qkv + task.first_row * stride + first;
   read_tail(shape, task, inputs);
   auto leave = [&](int64_t, float* place) {
+    if (before == 0) return;  // of one tap nothing is kept
     std::memcpy(place + shape.heads_floats() + task.part * shape.tail_floats(), inputs, static_cast<size_t>(shape.tail_floats()) * 4);
   };
   auto move = [&](int64_t begin, int64_t n) {
@@ -229,7 +230,7 @@ static void move_inputs(const StateCall& call, const StateTask& task, float* scr
         float* given = out + t * call.out_stride + i;
         store_n(given, mul(load_n(rows + (begin + t) * stride + channels + i, lanes), load_n(given, lanes)), lanes);
       }
-    std::memmove(inputs, inputs + n * width, static_cast<size_t>(shape.tail_floats()) * 4);
+    std::memmove(inputs, inputs + n * width, static_cast<size_t>(shape.tail_floats()) * 4);  // what the next tile sees
   };
   by_tiles(task, move, leave);
 }

@@ -398,7 +398,7 @@ std::vector<float> answer(Program& program, World& world, const Model& m, const 
   if (neighbours) std::memset(kv.layer(0).data, 0xff, static_cast<size_t>(kv.bytes()));  // NaN everywhere
   if (m.has_states) {  // two places a sequence: a step may run twice, and begins both times with what lay before it
     kv.add_states(std::vector<int64_t>(static_cast<size_t>(m.layers), m.states.floats()), 3 * (1 + neighbours));
-    std::memset(kv.state(0, 0), 0xff, static_cast<size_t>(kv.state_bytes()));
+    if (kv.state_bytes() > 0) std::memset(kv.state(0, 0), 0xff, static_cast<size_t>(kv.state_bytes()));
   }
   std::vector<int32_t> places(1 + neighbours, -1);
   std::vector<int32_t> table(shape.n_blocks);

@@ -184,13 +184,14 @@ def requests_of(spec: WorkloadSpec, *, vocab_size: int, token_seed: int = 0, nam
 class Trace:
     """A trace file that was read through once, so every line of it is sound. Iterating reads it again, one item at a time.
 
-    shares_prefixes: some prompt names its blocks. Requests of JSON lines are spread over their tick (`spread_ticks`).
-    in_memory: the items themselves, where the file has them out of order.
+    shares_prefixes: some prompt names its blocks. is_spread: requests are spread over their tick (`spread_ticks`), as those of
+    JSON lines are. in_memory: the items themselves, where the file has them out of order.
     """
 
     path: Path
     n_requests: int
     shares_prefixes: bool
+    is_spread: bool = False
     first_s: float = 0.0
     in_memory: tuple[WorkloadItem, ...] | None = None
 
@@ -200,7 +201,8 @@ class Trace:
         return islice(self._streamed() if items is None else items, self.n_requests)
 
     def _streamed(self) -> Iterator[WorkloadItem]:
-        return _spread(self.path, _items(_entries(self.path), self.first_s))
+        items = _items(_entries(self.path), self.first_s)
+        return spread_ticks(items) if self.is_spread else items
 
 
 def open_trace(path: Path, *, limit: int | None = None) -> Trace:
@@ -217,12 +219,12 @@ def open_trace(path: Path, *, limit: int | None = None) -> Trace:
         shares = shares or bool(entry.hash_ids)
     if not n:
         raise ConfigError(f"{path.name} has 0 requests; a trace needs at least 1")
-    items = None
+    is_spread, items = _is_mooncake(path), None
     if not is_in_order:
-        entries = sorted(_entries(path), key=lambda entry: entry.at_s)
-        items = tuple(_spread(path, _items(entries, first_s)))
+        entries = _items(sorted(_entries(path), key=lambda entry: entry.at_s), first_s)
+        items = tuple(spread_ticks(entries) if is_spread else entries)
     n = n if limit is None else min(n, limit)
-    return Trace(path=path, n_requests=n, shares_prefixes=shares, first_s=first_s, in_memory=items)
+    return Trace(path=path, n_requests=n, shares_prefixes=shares, is_spread=is_spread, first_s=first_s, in_memory=items)
 
 
 def _is_mooncake(path: Path) -> bool:
@@ -241,10 +243,6 @@ def _entries(path: Path) -> Iterator[_Entry]:
         raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read the trace {path}: it is no UTF-8 text ({error})") from None
-
-
-def _spread(path: Path, items: Iterator[WorkloadItem]) -> Iterator[WorkloadItem]:
-    return spread_ticks(items) if _is_mooncake(path) else items
 
 
 def spread_ticks(items: Iterable[WorkloadItem]) -> Iterator[WorkloadItem]:

@@ -79,13 +79,15 @@ def test_generate_continues_a_fact_and_reports_both_phases() -> None:
 def test_generate_json_adds_up(tmp_path: Path) -> None:
     """One object that a script can read; its numbers agree with each other."""
     prompt = tmp_path / "prompt.txt"
-    prompt.write_text("Once upon a time")
+    prompt.write_text("Once upon a time", encoding="utf-8-sig")  # as some editors begin a file
     done = run("generate", "--prompt-file", str(prompt), "--max-tokens", "12", "--ignore-eos", "--json", "--n", "2",
                    "--temperature", "0.8", "--seed", "3")  # fmt: skip
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     usage, timings, report = answer["usage"], answer["timings"], answer["report"]
     assert usage["computed_tokens"] + usage["cached_tokens"] == usage["prompt_tokens"]
+    plain = json.loads(run("generate", "Once upon a time", "--max-tokens", "1", "--json").stdout)
+    assert usage["prompt_tokens"] == plain["usage"]["prompt_tokens"]
     assert usage["output_tokens"] == sum(len(choice["token_ids"]) for choice in answer["choices"]) == 24
     assert timings["ttft_s"] == pytest.approx(timings["queue_s"] + timings["prefill_s"], abs=1e-3)
     assert report["prefill"]["tokens"] >= usage["computed_tokens"]

@@ -155,6 +155,14 @@ def test_options_are_checked_before_standard_input_is_read() -> None:
         assert "temperature is nan" in process.stderr.read()
 
 
+def test_each_answer_of_a_chat_ends_its_line() -> None:
+    """In a file they ran together: their line breaks went to standard error."""
+    done = run("chat", "--max-tokens", "20", input="What is the capital of France?\nhi\n")
+    assert done.returncode == 0
+    assert done.stdout.startswith("The capital of France is Paris.\n")
+    assert done.stdout.endswith("\n")
+
+
 def test_chat_reports_no_cold_start() -> None:
     """The third turn's report said 64.4 ms "from a cold start" for 3.8: the loading was counted in each."""
     done = run("chat", "--max-tokens", "4", input="hi\nhi\n/report\n")

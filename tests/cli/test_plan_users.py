@@ -17,7 +17,7 @@ from diptych.metrics import Limits
 from diptych.sim.capacity import Ask, Bisection, Trial, bisect_one, pooled, run_one
 from diptych.sim.link import Link
 from diptych.sim.pools import Pool, Service
-from diptych.sim.search import Layout, none_holds
+from diptych.sim.search import Layout, none_holds, with_cheaper
 from diptych.sim.service import Report
 from diptych.workload import LengthRange
 
@@ -273,6 +273,24 @@ def test_where_nothing_holds_the_nearest_is_told() -> None:
     error = none_holds([*layouts, Layout(service=service, cost=1.0)])
     assert "the nearest, 1 x (llama-3.1-8b bf16 on l40s), keeps 91.2% of requests within them" in error.message
     assert "nearest" not in none_holds([Layout(service=service, cost=1.0)]).message  # only sized
+
+
+def test_what_would_cost_less_is_simulated_whole() -> None:
+    """Four L40S at 4.4 USD an hour stood below three A100 at 5.4 that were to be bought: they had only been sized."""
+    service = Service.of(setup_of("llama-3.1-8b", "l40s"))
+    ask = Ask(
+        n_users=4, think_s=1.0, turns=2, message=LengthRange(low=200, high=200), output=LengthRange(low=4, high=4),
+        limits=Limits(ttft_s=1.0, tpot_s=0.08),
+    )  # fmt: skip
+    held, less, more = (
+        Layout(service=service, cost=cost, holds=holds) for cost, holds in ((5.4, True), (4.4, None), (6.6, None))
+    )
+    found = with_cheaper(ask, [held, less, more], map, lambda setup: 4.4)
+    assert (found[0], found[2]) == (held, more)
+    assert (found[1].holds, found[1].cost) == (True, 4.4)
+    assert found[1].report is not None
+    found = with_cheaper(ask, [replace(held, holds=False), less, more], map, lambda setup: 4.4)
+    assert [one.holds for one in found] == [False, True, True], "where nothing holds all are tried"
 
 
 def test_two_pools_with_long_names_take_two_lines() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from diptych.cli.simulate import app
+from diptych.cli.simulate import app, seconds
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.sim.journal import head_line
 
@@ -70,6 +71,27 @@ def test_a_mooncake_trace_shares_its_prefixes(tmp_path: Path, capsys: pytest.Cap
     assert answer(capsys, *trace(tmp_path, text, "m.jsonl"), "--no-prefix-cache")["prefix_hit_tokens"] == 0
 
 
+def test_a_trace_that_is_spread_over_its_ticks_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """JSON lines without hash ids were moved in time without a word."""
+    text = "".join(mooncake(3000 * (i // 3), hash_ids=[]) for i in range(6))
+    found = answer(capsys, *trace(tmp_path, text, "m.jsonl"))
+    assert found["load"] == "trace m.jsonl, requests of one tick spread over it"
+    assert answer(capsys, *trace(tmp_path, AZURE))["load"] == "trace t.csv"
+
+
+def test_a_load_without_prefixes_leaves_states_their_places(capsys: pytest.CaptureFixture[str]) -> None:
+    """42 sequences in place of 128: without a cache there were 64 states, of which a third was kept for prefixes."""
+    service = ["qwen3-next-80b-a3b", "--hardware", "h100-80gb-sxm", "--tp", "4", "--rate", "5/s", "--requests", "4"]
+    pages = []
+    for more in ([], ["--shared-prefix", "64"]):
+        app([*service, *more])
+        pages.append(capsys.readouterr().out.splitlines()[1].partition(" tokens, ")[2])
+    assert pages[0] == pages[1]
+    assert pages[0].startswith(
+        "128 sequences at one time (places for 192 states), steps of 2048 tokens at most, prefix"
+    )
+
+
 def test_processes_change_no_number_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Cells of a trace in which prefixes are shared and engines are full: the same report to the last bit."""
     rows = (mooncake(40 * i, output_length=5 + i % 90, hash_ids=[i % 4, 10 + i % 16, 99 + i]) for i in range(150))
@@ -122,6 +144,28 @@ def test_steps_are_the_live_page_s_feed(tmp_path: Path, capsys: pytest.CaptureFi
     assert [file.read_text()] == [one.read_text() for one in tmp_path.iterdir()] == [before], "what was there stays"
 
 
+def test_steps_tell_drafts_and_prompts_that_another_engine_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rejected drafts were counted as tokens and none were told; of a decode pool's prompts only what it read itself."""
+    file = tmp_path / "steps.txt"
+    load = ["--rate", "4/s", "--requests", "20", "--steps", str(file)]
+
+    def frames(*more: str) -> tuple[float, list[dict[str, Any]]]:
+        written = float(str(answer(capsys, *load, *more)["output_tokens"]))
+        return written, [json.loads(line.removeprefix("data: ")) for line in file.read_text().split("\n\n") if line][1:]
+
+    written, drafting = frames("--speculate", "3", "--acceptance", "0.5", "--draft-cost", "0.02")
+    steps = [step for frame in drafting for step in frame["steps"]]
+    decoded = written - 20  # without the first ones, which prefill gives
+    assert sum(step["d"] for step in steps) == sum(frame["decode_tokens"] for frame in drafting) == decoded
+    drafted, kept = (sum(step["g"][place] for step in steps) for place in (0, 1))
+    assert 0 < kept < drafted
+    _, apart = frames("--prefill-hardware", "l40s", "--link", "50GB/s,10us")
+    last = apart[-1]["totals"]
+    assert last["computed_tokens"] + last["transferred_tokens"] == drafting[-1]["totals"]["computed_tokens"]
+
+
 def test_users_are_a_load(capsys: pytest.CaptureFixture[str]) -> None:
     """Their conversations share the system prompt and their own history."""
     found = answer(
@@ -160,6 +204,20 @@ def test_a_picture_without_an_ending_is_the_file_that_was_named(tmp_path: Path) 
     """It said "picture: p" and wrote p.png."""
     app([*SERVICE, "--rate", "8/s", "--requests", "9", "--picture", str(tmp_path / "p")])
     assert (tmp_path / "p").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_picture_of_a_service_that_refuses_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """There is no latency to draw, and matplotlib warned of its legend on standard error."""
+    path = tmp_path / "none.png"
+    found = answer(capsys, "--rate", "3/s", "--requests", "4", "--prompt", "200000", "--picture", str(path))
+    assert found["refused"] == {"PromptTooLong": 4}
+    assert path.stat().st_size > 0
+
+
+@pytest.mark.parametrize("nothing", ["0", "0us", "0.0s", "0min"])
+def test_no_time_is_no_time_in_any_unit(nothing: str) -> None:
+    """0us "must be a positive time", where 0ms was taken."""
+    assert seconds(nothing, "think time") == 0.0
 
 
 def test_a_picture_that_cannot_be_written_costs_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,6 +266,9 @@ def test_both_pools_lie_on_their_devices_as_asked(capsys: pytest.CaptureFixture[
         (journal(arrival_s="soon"), "line 2 cannot be read: arrival_s is 'soon'; it must be a number"),
         (journal(prompt_tokens=-5), "line 2 cannot be read: prompt_tokens is -5; it must be a whole number"),
         (journal(output_tokens=[10**12]), "line 2 cannot be read: it has [0, 1000000000000] tokens"),
+        (journal(prompt_tokens=2**31 - 1), "is 2147483647; it must be a whole number between 1 and 16777216"),
+        (journal(max_tokens="all"), "line 2 cannot be read: max_tokens is 'all'; it must be a whole number"),
+        (journal(priority=None), "line 2 cannot be read: priority is None; it must be a whole number"),
         (journal(blocks={}), "line 2 cannot be read: its blocks are {}"),
         (journal(id=7), "line 2 cannot be read: its id is 7; it must be a text"),
         (journal(adapter=1.5), "line 2 cannot be read: its adapter is 1.5; it must be a text"),

@@ -104,6 +104,7 @@ def refusal(folder: Path, base: Path, *, max_rank: int = 64) -> str:
         ("init_lora_weights", "pissa"), ("layer_replication", [[0, 1]]), ("task_type", "SEQ_CLS"),
         ("alora_invocation_tokens", [1, 2]),
         ("trainable_token_indices", [3]), ("rank_pattern", {"(a+)+(b+)+": 3}), ("r", 0), ("lora_alpha", "much"),
+        ("rank_pattern", {"(a+)+b": 3}), ("alpha_pattern", {"(a|a)*b": 3}),
         ("lora_alpha", float("nan")), ("lora_alpha", float("inf")), ("lora_alpha", 10**400), ("r", 10**400),
     ],
 )  # fmt: skip

@@ -207,6 +207,7 @@ def test_pairs_that_gemma_4_does_not_turn_come_last(freqs: list[float], tmp_path
         ("gemma3n", {"altup.num_inputs": 9}, "altup_num_inputs .* is 9; at most 8"),
         ("llama", {"nextn_predict_layers": 3}, "3 blocks, of which 3 draft"),
         ("llama", {"attention.key_length": 0}, "are 0 wide"),  # was a division by zero
+        ("granitemoehybrid", {"embedding_length": 0}, "hidden_size in .* is 0"),  # likewise
     ],
 )
 def test_metadata_that_change_the_mathematics_are_refused(
@@ -216,6 +217,18 @@ def test_metadata_that_change_the_mathematics_are_refused(
     path = write_gguf(gguf_reference(family), tmp_path / "m.gguf", metadata=metadata)
     with pytest.raises(LoadError, match=said):
         load_gguf_spec(path)
+
+
+@pytest.mark.parametrize(("family", "lost"), [("gpt2", "blk.0.ffn_down.weight"), ("granitemoehybrid", "blk.0.ssm_d")])
+def test_a_tensor_that_is_not_there_is_named(family: str, lost: str, tmp_path: Path) -> None:
+    """A family without gates was asked for them where down was missing."""
+
+    def without(tensors: Tensors) -> Tensors:
+        return {name: one for name, one in tensors.items() if name != lost}
+
+    path = write_gguf(gguf_reference(family), tmp_path / "m.gguf", change=without)
+    with pytest.raises(LoadError, match=rf"tensor {lost} is missing from "):
+        load_model(path, REFERENCE)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4"])

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 
 import jsonschema_rs
 import pytest
@@ -126,3 +127,49 @@ def test_depth_is_bounded() -> None:
         schema = {"type": "object", "properties": {"x": schema}}
     with pytest.raises(GrammarError, match=str(MAX_SCHEMA_DEPTH)):
         holdable(schema)
+
+
+def test_many_refs_to_one_schema_are_looked_at_once() -> None:
+    """Each spelling of a pointer had the large schema behind it walked again: 5 s for 46 KB, before any clock ran."""
+    alternatives = [{"properties": {}}] * 1200
+    spellings = [f"#{number}" for number in range(1200)]  # an anchor leads to the root here
+    schema = {"allOf": [{"anyOf": alternatives}, *({"$ref": one} for one in spellings)]}
+    begin_s = time.process_time()
+    holdable(json.loads(json.dumps(schema)))
+    assert time.process_time() - begin_s < 1.0
+
+
+def test_an_entry_whose_number_is_none_is_no_entry() -> None:
+    """int() refuses texts of more than 4300 digits, which was a ValueError for whoever sent one."""
+    schema = {"allOf": [A, {**B, "allOf": [{"$ref": f"#/allOf/{'9' * 5000}"}]}]}
+    assert holdable(schema) == schema
+
+
+INTEGER, NUMBER = {"type": "integer"}, {"type": "number"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**INTEGER, "multipleOf": 50_021},
+        {**INTEGER, "multipleOf": 31_536_000},  # took a minute, and 2 GB
+        {**INTEGER, "multipleOf": 10**400},
+        {**NUMBER, "multipleOf": 123456.78},
+        {"allOf": [{**INTEGER, "multipleOf": 97}, {"multipleOf": 89}, {"multipleOf": 83}]},
+        {"properties": {"x": {**INTEGER, "multipleOf": 997, "$ref": "#/$defs/y"}}, "$defs": {"y": {"multipleOf": 991}}},
+    ],
+)
+def test_multiples_that_a_grammar_cannot_hold_are_refused(schema: dict) -> None:
+    """Whoever compiles counts remainders without a limit: 43 bytes of a client took a server's memory."""
+    with pytest.raises(GrammarError, match="multipleOf"):
+        holdable(schema)
+
+
+def test_usual_multiples_are_held() -> None:
+    fields = {f"x{i}": {**NUMBER, "multipleOf": one} for i, one in enumerate((5, 60, 1e-9, 0.25, 1000.0, 10**9))}
+    for schema in (*fields.values(), {**INTEGER, "multipleOf": 49_999}, {"properties": {"a": {"multipleOf": True}}}):
+        assert holdable(schema)["multipleOf" if "multipleOf" in schema else "properties"]
+    money = {
+        "properties": {"sum": {**NUMBER, "multipleOf": 0.01}, "lots": {**INTEGER, "multipleOf": 100}, "rest": NUMBER}
+    }
+    assert holdable(money)["properties"] == money["properties"]

@@ -5,6 +5,7 @@ import json
 import random
 import re
 import threading
+import time
 
 import jsonschema_rs
 import numpy as np
@@ -386,6 +387,31 @@ def test_grammar_in_use_is_not_compiled_again(monkeypatch):
     for number in range(4):
         COMPILER.compile(spec("regex", f"other{number}"))
     assert COMPILER.compile(spec("regex", "held")) is held
+
+
+@pytest.mark.parametrize(
+    "lark",
+    [
+        'start: %json {"type": "integer", "multipleOf": 31536000}',
+        'start: a b\na: %json {"type": "integer", "multiple\\u004ff": 30011}\nb: %json\n{"multipleOf": 30013}',
+        'start: %lark {\n start: %json {"type": "integer", "multipleOf": 99991}\n}',
+    ],
+)
+def test_what_no_limit_of_the_compiler_counts_is_counted_before(lark: str) -> None:
+    """As of a schema by itself, so of those in a grammar."""
+    with pytest.raises(GrammarError, match="multipleOf"):
+        COMPILER.compile(spec("grammar", lark))
+    assert COMPILER.compile(spec("grammar", 'start: %json {"type": "integer", "multipleOf": 5} "%json"'))
+
+
+@pytest.mark.parametrize("line", ["\n", " \n", "\r\n", "\t\r\n"])
+def test_empty_lines_cost_next_to_nothing(line: str) -> None:
+    """Of 60,000 in a row a search took half a minute, in which no other thread could do anything."""
+    lark = f"{line * (60_000 // len(line))}root ::= [0-9] {line * 3}{line * 9}"
+    begin_s = time.process_time()
+    state = COMPILER.compile(spec("grammar", lark)).begin()
+    assert time.process_time() - begin_s < 5.0
+    assert state.admits(TOKENIZER.token_to_id("1"))
 
 
 def test_compile_time_is_bounded(monkeypatch):

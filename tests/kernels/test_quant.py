@@ -70,6 +70,25 @@ def test_another_layout_or_shape_is_refused(packed: Path, tmp_path: Path) -> Non
         load_model(tmp_path, CONFIG)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("packed_shapes", '{"a": [Infinity]}'), ("xxh3_64", '{"a": Infinity}'), ("kept_formats", "[" * 100_000),
+     ("packed_shapes", None)],
+)  # fmt: skip
+def test_lists_that_are_none_are_refused(packed: Path, tmp_path: Path, name: str, value: str | None) -> None:
+    """As a damaged file may have them; or one without any tensor, where value is None."""
+    shutil.copytree(packed, tmp_path / "damaged")
+    file = tmp_path / "damaged" / "model.safetensors"
+    raw = file.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    header["__metadata__"][name] = value
+    text = b"{}" if value is None else json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + (b"" if value is None else raw[8 + size :]))
+    with pytest.raises(LoadError, match="damaged has no list of packed shapes and checksums"):
+        load_model(tmp_path / "damaged", CONFIG)
+
+
 def test_folder_in_use_and_unknown_format_are_refused(packed: Path, tmp_path: Path) -> None:
     """An existing folder is never written into."""
     with pytest.raises(ConfigError, match="not empty"):

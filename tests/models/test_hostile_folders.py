@@ -48,6 +48,8 @@ FOLDERS: dict[str, Callable[[Path], Path]] = {
     "sharded": lambda folder: make_checkpoint("gemma3", folder, max_shard_size="40KB", num_hidden_layers=2),
     "Llama 4": lambda folder: make_checkpoint("llama4", folder, num_hidden_layers=2),
     "MLA": lambda folder: make_checkpoint("deepseek_v3", folder, num_hidden_layers=2),
+    "Mamba-2": lambda folder: make_checkpoint("granitemoehybrid", folder),
+    "LFM2": lambda folder: make_checkpoint("lfm2_moe", folder),
     "gpt-oss": lambda folder: mxfp4_checkpoint(folder)[0],
     "AWQ": lambda folder: coded(folder, awq(32)),
     "GPTQ": lambda folder: coded(folder, gptq(4, 32, symmetric=False, act_order=True)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ SMALL: dict[str, Any] = {
     "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 96, "vocab_size": 256,
 }  # fmt: skip
+STATES: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1]},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+}
 LONGROPE = {"type": "yarn", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 
 
@@ -205,6 +210,13 @@ def test_an_architecture_under_another_model_type_is_refused() -> None:
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
         ("gemma", {"hidden_act": "relu", "hidden_activation": "gelu_pytorch_tanh"}, "hidden_act .* is 'relu'; no op"),
         ("phi3", {"rope_scaling": {**LONGROPE, "long_factor": [2.0]}, "max_position_embeddings": 8192}, "short_factor"),
+        *(("bamba", {"time_step_limit": value}, "time_step_limit in config.json is") for value in (
+            3, True, "x", [], [1.0], [2.0, 1.0], [-1.0, 1.0], [float("nan")] * 2, [0, 10**400], [{"a": 1}, 2])),
+        ("bamba", {"attn_layer_indices": []}, "all 4 layers in config.json keep a state"),
+        ("bamba", {"mamba_n_groups": 2}, "mamba_n_groups in config.json is 2"),
+        ("bamba", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act in config.json is 'gelu_pytorch_tanh'; layers with a"),
+        ("lfm2", {"block_ffn_dim_multiplier": 1e-9}, "intermediate_size in block_auto_adjust_ff_dim of .* is 0"),
+        ("lfm2", {"block_ffn_dim_multiplier": 1e29}, "it must be at most 2097152"),
     ],
     ids=str,
 )  # fmt: skip
@@ -213,7 +225,19 @@ def test_impossible_configs_are_refused_by_name(kind: str, fields: dict[str, Any
     if "long_factor" in str(fields):
         fields, words = {**fields, "original_max_position_embeddings": 64}, "long_factor"
     with pytest.raises(LoadError, match=words):
-        read(kind, **fields)
+        read(kind, **STATES.get(kind, {}) | fields)
+
+
+@pytest.mark.parametrize(
+    ("given", "limits"),
+    [(None, (0.0, math.inf)), ([0, math.inf], (0.0, math.inf)), ([0.5, {"__float__": "Infinity"}], (0.5, math.inf)),
+     ([0.001, 0.1], (0.001, 0.1))],
+)  # fmt: skip
+def test_the_steps_of_mamba_2_are_held_as_the_config_says(given: Any, limits: tuple[float, float]) -> None:
+    """JSON has no word for infinity; transformers writes an object."""
+    state = read("bamba", **STATES["bamba"], time_step_limit=given).layers[0].attention.state
+    assert state is not None
+    assert state.step_limits == limits
 
 
 def test_keys_at_their_usual_value_are_no_obstacle() -> None:

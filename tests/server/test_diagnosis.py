@@ -149,6 +149,21 @@ def test_a_gauge_called_bucket_is_no_histogram() -> None:
     assert found.numbers["running"] == 3.0
 
 
+def test_what_a_server_does_not_tell_is_no_number() -> None:
+    """Of a server without vLLM's names "KV cache 0% in use" was said beside its preemptions."""
+    text = "# TYPE diptych_preemptions_total counter\ndiptych_preemptions_total 5\n"
+    told = [one.evidence for one in diagnose(read_scrape(text)).findings]
+    assert told == ["5 preemptions for 0 requests, each of which is computed again"]
+
+
+def test_a_stream_older_than_the_window_is_judged() -> None:
+    """Its tokens were measured, and "there is nothing to judge" was said."""
+    window = read_scrape(metrics(inter_token_latency_seconds=(0.02, 100), time_to_first_token_seconds=(0.02, 0)))
+    assert "between tokens, p50" in text_of(diagnose(window))
+    idle = read_scrape(metrics(inter_token_latency_seconds=(0.02, 0), time_to_first_token_seconds=(0.02, 0)))
+    assert "nothing to judge" in text_of(diagnose(idle))
+
+
 def test_a_window_looks_at_what_happened_in_it() -> None:
     before = read_scrape(metrics(**{**BASE, "request_queue_time_seconds": (1.5, 100)}))
     after = read_scrape(

@@ -108,10 +108,12 @@ def test_a_file_that_is_no_chat_is_refused_by_name(tmp_path: Path) -> None:
         assert words in str(result.exception)
 
 
-@pytest.mark.parametrize("on_server", [True, False])
-def test_the_command_explains_a_chat(server: ServerProcess, tmp_path: Path, on_server: bool) -> None:
+@pytest.mark.parametrize(("on_server", "in_parts"), [(True, False), (False, False), (False, True)])
+def test_the_command_explains_a_chat(server: ServerProcess, tmp_path: Path, on_server: bool, in_parts: bool) -> None:
+    """In content of parts no date was seen, so all of the prompt was said to be reused."""
+    system = "You are brief. Today is 2026-01-31. " + "Be polite. " * 20
     chat = [
-        {"role": "system", "content": "You are brief. Today is 2026-01-31. " + "Be polite. " * 20},
+        {"role": "system", "content": [{"type": "text", "text": system}] if in_parts else system},
         {"role": "user", "content": "Hello?"},
     ]
     file = tmp_path / "chat.json"

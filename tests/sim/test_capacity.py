@@ -64,6 +64,25 @@ def test_a_bisection_ends_where_limits_break() -> None:
     assert bisected(service, replace(ASK, limits=Limits(ttft_s=1e-4, tpot_s=0.06))) == 0
 
 
+def test_a_bisection_tries_the_most_that_is_asked_for() -> None:
+    """From a guess a little below it ended within 15 %: 19 of 20 users, for whom another engine was bought."""
+    for guess in (1, 10, 15, 17, 19, 20, 90):
+        found = Bisection(service=Service(pool=H100), ask=ASK, guess=guess, n_requests=80, close=0.15, most=20).run()
+        assert found == 20, guess
+
+
+def test_half_of_the_requests_are_counted_however_soon_they_come() -> None:
+    """Where limits were loose the count began when all had come, and nobody was good: no device held a single user."""
+    for think_s, n_users in ((2.0, 20), (0.0, 20), (0.0, 200)):
+        ask = replace(ASK, think_s=think_s, limits=Limits(ttft_s=60.0, tpot_s=30.0))
+        trial = Trial(service=Service(pool=H100), ask=ask, n_users=n_users, n_requests=80)
+        report = trial.run()
+        assert 40 <= report.n_requests <= 80, "of 200 who come at once, all that are served"
+        assert report.n_complete == report.n_requests
+        assert report.good_share == 1.0
+        assert trial.holds()
+
+
 def test_giving_up_early_changes_no_answer() -> None:
     """A simulation that stops once it must fail says what the whole one says, and stops before its end."""
     kept = lost = 0

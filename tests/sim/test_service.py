@@ -9,10 +9,12 @@ import pytest
 from diptych.cost.setup import setup_of
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
+from diptych.ground.request import Request, SamplingParams
 from diptych.metrics import Limits, summarize
 from diptych.sim.cluster import Cluster, Group
 from diptych.sim.engine import SimulatedEngine
 from diptych.sim.load import OpenLoad, UsersLoad, UsersSpec, request_of
+from diptych.sim.recorded import RecordedLoad
 from diptych.sim.service import Report, Service, simulate
 from diptych.sim.tally import Tally
 from diptych.workload import LengthRange, WorkloadSpec, items_of
@@ -125,6 +127,25 @@ def test_littles_law_holds() -> None:
     assert in_house == pytest.approx(800 / tally.last_end_s * stay.mean, rel=0.05)
 
 
+@pytest.mark.parametrize("output_tokens", [1, 2, 9])
+def test_choices_that_end_in_one_step_end_their_request_once(output_tokens: int) -> None:
+    """A recording of requests with several answers ended in a KeyError: all choices are as long, and end together."""
+    requests = [
+        Request(
+            request_id=str(i),
+            prompt_token_ids=tuple(range(100, 300 + i)),
+            sampling=SamplingParams(max_tokens=output_tokens, n=3, ignore_eos=True),
+            arrival_s=0.01 * i,
+        )
+        for i in range(20)
+    ]
+    for service in (Service.of(H100), Service.of(H100, n_engines=3)):
+        report = simulate(service, RecordedLoad([(one.arrival_s, one) for one in requests]))
+        assert (report.n_requests, report.n_complete) == (20, 20)
+        assert report.output_tokens == 20 * 3 * output_tokens
+        assert sum(one.output_tokens for one in report.timeline.bins) == report.output_tokens
+
+
 def test_users_wait_for_their_answers_and_find_their_history_cached() -> None:
     """A closed loop has at most one request per user in the house; its history must hit, and only with the cache on."""
     report = simulate(Service.of(H100), UsersLoad(USERS))
@@ -175,6 +196,8 @@ def test_a_small_pool_preempts_and_refuses() -> None:
     assert report.refused == {"PromptTooLong": longer}
     assert report.n_complete == 120 - longer
     assert report.kv_peak > 0.9
+    late = simulate(Service.of(H100, kv_tokens=800), open_load(), from_s=3.0)
+    assert late.n_complete + late.refused["PromptTooLong"] == late.n_requests < 120, "the same requests are counted"
     crowded = simulate(Service.of(H100, max_waiting_tokens=2000), open_load(speed=1000.0))
     assert crowded.refused["CapacityError"] == 120 - crowded.n_complete > 0
     tight = replace(SPEC, prompt=LengthRange(low=50, high=90), output=LengthRange(low=200, high=400))

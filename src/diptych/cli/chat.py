@@ -105,6 +105,7 @@ class Conversation:
                     [prompt], self._sampling, adapter=next(iter(self._llm.config.loras), None), on_delta=on_delta,
                     is_cancelled=is_interrupted,
                 )[0]  # fmt: skip
+                print(flush=True)  # to where the answer went, which may be a file: the next begins in a line of its own
                 if done.error is not None:
                     raise done.error
         except EngineError as error:
@@ -121,7 +122,7 @@ class Conversation:
             )
             self._report = report.table()
             stopped = "stopped · " if done.choices[0].finish_reason is FinishReason.ABORT else ""
-            console.print(f"\n{stopped}{report.line()}", style="dim", soft_wrap=True)
+            console.print(f"{stopped}{report.line()}", style="dim", soft_wrap=True)
         finally:
             end_listening()
         # a message that was not answered, for an error or a second Ctrl-C, is none of the conversation's

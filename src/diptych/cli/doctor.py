@@ -85,7 +85,8 @@ def fetch(url: str, key: str | None) -> Scrape:
 def text_of(diagnosis: Diagnosis) -> str:
     """A few lines for a person."""
     numbers = diagnosis.numbers
-    if not numbers["requests"] and not numbers["refused"] and not diagnosis.findings:
+    seen = (numbers["requests"], numbers["refused"], numbers["itl_s.p50"])  # a stream may be older than a window
+    if not any(seen) and not diagnosis.findings:
         return "no request was answered in this time, so there is nothing to judge"
     lines = ["numbers"]
     for name, unit, label in SHOWN:

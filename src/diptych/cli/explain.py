@@ -197,12 +197,8 @@ def predicted(body: dict[str, Any], loaded: LoadedModel, *, block_tokens: int) -
 
 def _volatile(body: dict[str, Any], segments: list[tuple[str, int, int]]) -> list[tuple[str, int, int, str]]:
     """Changing text in the system prompt: (part, its start, tokens before the text, what)."""
-    first = body["messages"][0]
-    if (
-        first.get("role") not in ("system", "developer")
-        or not isinstance(first.get("content"), str)
-        or not first["content"]
-    ):
+    first = message_dicts(TemplateBody.model_validate(body).messages)[0]
+    if first["role"] != "system":
         return []
     spot = volatile_spot(first["content"])
     if spot is None:

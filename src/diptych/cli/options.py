@@ -283,7 +283,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         raise ConfigError("give either PROMPT or --prompt-file", hint="a PROMPT of - reads standard input")
     if prompt_file is not None:
         try:
-            return prompt_file.read_text(encoding="utf-8")
+            return prompt_file.read_text(encoding="utf-8-sig")  # an editor's byte order mark is none of its text
         except OSError as error:
             raise ConfigError(f"cannot read the prompt from {prompt_file}: {error.strerror}") from error
         except UnicodeDecodeError as error:

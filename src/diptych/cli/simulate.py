@@ -11,6 +11,7 @@ No tensor is computed; neither torch nor numpy is loaded, matplotlib only for --
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from diptych.cli.plan_json import dump
 from diptych.cli.simulate_text import as_json, show
 from diptych.cli.written import errors_told, refuse_unread, written
 from diptych.control.router import POLICIES
+from diptych.cost.components import state_bytes
 from diptych.cost.setup import setup_of
 from diptych.cost.sizing import parse_duration_s, parse_rate
 from diptych.ground.bounds import Bound
@@ -171,6 +173,8 @@ def _simulate(options: argparse.Namespace, kind: str) -> None:
     if setup.loras is not None:
         load = AdaptedLoad(load, setup.loras, setup.loras.parameters(setup.model))
     budget = options.stall_budget
+    # a cache that would find nothing only costs time, but where sequences have states it says how many of them run at one time
+    is_cached = load.shares_prefixes or state_bytes(setup.model) > 0
     pool = Pool.of(
         setup,
         n_engines=options.engines,
@@ -180,7 +184,7 @@ def _simulate(options: argparse.Namespace, kind: str) -> None:
         max_step_tokens=options.max_step_tokens,
         max_running_sequences=options.max_running_sequences,
         stall_budget_s=None if budget is None else parse_duration_s(budget, "stall budget"),
-        enable_prefix_cache=load.shares_prefixes and not options.no_prefix_cache,
+        enable_prefix_cache=is_cached and not options.no_prefix_cache,
         prefills_alone=options.prefills_alone,
         drafts=_drafts(options),
     )
@@ -246,8 +250,9 @@ def _service(options: argparse.Namespace, pool: Pool, context_tokens: int) -> Se
 
 
 def seconds(text: str, what: str) -> float:
-    """A duration, 0 included."""
-    return 0.0 if text in ("0", "0s", "0ms") else parse_duration_s(text, what)
+    """A duration, 0 in any unit included."""
+    is_zero = re.fullmatch(r"0+(\.0+)?\s*(us|ms|s|min)?", text.strip().lower())
+    return 0.0 if is_zero else parse_duration_s(text, what)
 
 
 def _drafts(options: argparse.Namespace) -> StatedDrafts | None:
@@ -312,9 +317,8 @@ def _trace(options: argparse.Namespace) -> tuple[Load, str]:
         return journal, f"recording {path.name}{faster}"
     trace = open_trace(path, limit=options.limit)
     _count("requests of the trace", trace.n_requests, MAX_REQUESTS)
-    shares = trace.shares_prefixes
-    words = f"trace {path.name}{faster}" + (", requests of one tick spread over it" if shares else "")
-    return OpenLoad(trace, shares_prefixes=shares, speed=options.speed), words
+    words = f"trace {path.name}{faster}" + (", requests of one tick spread over it" if trace.is_spread else "")
+    return OpenLoad(trace, shares_prefixes=trace.shares_prefixes, speed=options.speed), words
 
 
 def _count(name: str, value: int, most: int) -> None:

@@ -90,4 +90,5 @@ def _latency(axes: Axes, report: Report) -> None:
             axes.axvline(limit_s * 1e3, color=looks[name][0], lw=0.8, ls="--", alpha=0.6, label=label)
     axes.set(title="latencies: share of values at or below", xlabel="ms", ylim=(0, 1.02))
     log_axis(axes.xaxis)
-    axes.legend(fontsize=8, loc="best")
+    if axes.lines:  # nothing was answered otherwise
+        axes.legend(fontsize=8, loc="best")

@@ -39,7 +39,8 @@ _HEAD_COPY = "lm_head.base_layer.weight"
 _HEAD_BIAS = "lm_head.base_layer.bias"
 HEADS = ("lm_head", "embed_out")
 COMPARED_ROWS = 4096  # of the head at one time
-MOST_REPEATS = 2  # of a pattern for names: more could take for ever
+MOST_REPEATS = 2  # of a pattern for names: more could take for ever, as could a group that is repeated
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
 MOST_EXPERTS = 1024
 _WEIGHT = re.compile(r"\.weight(\[\d+\.\.\])?$")  # of all rows, or of some that a view picks
 _EXPERT = re.compile(r"(?P<layer>(?:^|.*\.)layers\.\d+)\..*experts(?:\.base_layer)*\[(?P<number>\d+)\]")
@@ -387,9 +388,10 @@ def _scale(config: Mapping[str, Any], module: str, directory: Path) -> tuple[int
 
 
 def _matches(pattern: str, module: str, directory: Path) -> bool:
-    if len(re.findall(r"[*+{]", pattern)) > MOST_REPEATS:
+    if len(re.findall(r"[*+{]", pattern)) > MOST_REPEATS or _REPEATED_GROUP.search(pattern):
         raise LoadError(
-            f"{directory / CONFIG_FILE} has the pattern {shown(pattern)}, with more than {MOST_REPEATS} repetitions"
+            f"{directory / CONFIG_FILE} has the pattern {shown(pattern)}, with more than {MOST_REPEATS} repetitions, or with a "
+            "repeated group"
         )
     try:
         return re.match(rf"(.*\.)?({pattern})$", module) is not None

@@ -170,7 +170,7 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         """The norm that a dense MLP reads, and its gate_up and down. root: where its tensors lie, unless in the usual place."""
         root, hidden = root or f"{self.prefix}{self.names.dense or self.names.mlp[0]}", self.spec.hidden
         widths = (mlp.ffn,) * (2 if mlp.is_gated else 1)
-        names, name = self.mlp_names(root)
+        names, name = self.mlp_names(root, is_gated=mlp.is_gated)
         gate_up = self.linear(root, names, widths, hidden, has_bias=mlp.has_bias)
         down = self.linear(root, (name,), (hidden,), mlp.ffn, has_bias=mlp.has_bias)
         if self.loader.is_balancing:

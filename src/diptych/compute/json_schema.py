@@ -8,7 +8,9 @@ False
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
@@ -16,6 +18,9 @@ from diptych.ground.errors import GrammarError
 
 MAX_SCHEMA_BYTES = 64 * 1024
 MAX_SCHEMA_DEPTH = 32
+MAX_INDEX_DIGITS = 10  # of an entry of a list, in a `$ref`: a text of thousands is no number to int()
+# a grammar has a state for each remainder, 10 us and 2 KB of them when it is compiled, and no limit of llguidance counts them
+MOST_REMAINDERS = 50_000
 
 # llguidance's own forms of these allow what validators refuse: second 60 at any time, a local part of any length, a label
 # with two hyphens in a row (reserved, RFC 5891).
@@ -49,6 +54,7 @@ def holdable(schema: Mapping[str, Any]) -> dict[str, Any]:
     Raises GrammarError for a schema that is nested too deeply or asks for what no grammar can hold.
     """
     check_depth(schema)
+    check_multiples(schema)
     made: dict[str, Any] = _Closer(schema).closed(schema, "#", is_part=False)
     return made
 
@@ -65,6 +71,48 @@ def check_depth(schema: object) -> None:
         for node in level:
             inner += node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
         level = [child for child in inner if isinstance(child, dict | list)]
+
+
+def check_multiples(*schemas: object) -> None:
+    """Raise GrammarError for more than MOST_REMAINDERS of all `multipleOf` together."""
+    if sum({_n_remainders(schema) for schema in schemas}) > MOST_REMAINDERS:
+        raise GrammarError(
+            f"json_schema has numbers for multipleOf whose least common multiple, in units of their last digit, is above "
+            f"{MOST_REMAINDERS}, which a grammar cannot hold",
+            hint="leave multipleOf out, and round or refuse the number in the answer",
+            param="json_schema",
+        )
+
+
+def _n_remainders(schema: object) -> int:
+    """Of what a value is divided by: any two of a schema may meet in one value (allOf, $ref). Above 2^31 it may be more."""
+    # a digit's place (0.01) adds none
+    found = [(number, places) for number, places in _multiples(schema) if number > 1 or not places]
+    most = max((places for _, places in found), default=0)
+    common = 1
+    for number, places in found:
+        common = math.lcm(common, number * 10 ** (most - places))
+        if common > 2**31:
+            return common
+    digit = int(str(common).rstrip("0"))
+    return digit if digit < 10 else common  # zeros at the end are looked for at the end of a number
+
+
+def _multiples(schema: object) -> Iterator[tuple[int, int]]:
+    """Every number for multipleOf, as a whole one and how many of its digits are decimal places."""
+    waiting = [schema]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting += node
+        elif isinstance(node, dict):
+            waiting += node.values()
+            value = node.get("multipleOf")
+            if isinstance(value, float) and 0 < value < math.inf and not value.is_integer():
+                _, digits, exponent = Decimal(str(value)).as_tuple()
+                yield int("".join(map(str, digits))), -int(exponent)
+            elif isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
+                yield int(value), 0
 
 
 def _describes(schema: object) -> bool:
@@ -98,11 +146,13 @@ def _n_describing(schema: Mapping[str, Any]) -> int:
 def _shared_refs(root: Mapping[str, Any]) -> set[str]:
     """The `$ref`s to schemas that somewhere describe an object together with others, and so must stay open."""
     found: set[str] = set()
+    seen: set[tuple[int, bool]] = set()  # many refs may point to one large schema
     waiting: list[tuple[Any, bool]] = [(root, False)]
     while waiting:
         schema, is_part = waiting.pop()
-        if not isinstance(schema, dict):
+        if not isinstance(schema, dict) or (id(schema), is_part) in seen:
             continue
+        seen.add((id(schema), is_part))
         is_part = is_part or _n_describing(schema) > 1
         ref = schema.get("$ref")
         pointer = unquote(ref) if isinstance(ref, str) else None  # a fragment of a URI, where "%20" is a blank
@@ -130,7 +180,8 @@ def _target(root: Mapping[str, Any], ref: str) -> Any:
     value: Any = root if ref.startswith("#") else None
     for part in ref.removeprefix("#").split("/")[1:]:
         if isinstance(value, list):
-            value = value[int(part)] if part.isdecimal() and int(part) < len(value) else None
+            is_index = part.isdecimal() and len(part) <= MAX_INDEX_DIGITS and int(part) < len(value)
+            value = value[int(part)] if is_index else None
         else:
             value = value.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(value, dict) else None
     return value

@@ -74,9 +74,9 @@ class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
         biases = tuple(self.source.tensor(f"{root}{name}.bias", n) for name, n in named) if has_bias else ()
         return LinearParts(weights=weights, biases=biases)
 
-    def mlp_names(self, root: str) -> tuple[tuple[str, ...], str]:
+    def mlp_names(self, root: str, *, is_gated: bool = True) -> tuple[tuple[str, ...], str]:
         """Of gate and up, and of down; where a converter has taken gate and up apart, as it calls them."""
-        if self.source.is_plain and not self.source.has(f"{root}{self.names.down}.weight"):
+        if is_gated and self.source.is_plain and not self.source.has(f"{root}{self.names.down}.weight"):
             return ("gate_proj", "up_proj"), "down_proj"
         return self.names.gate_up, self.names.down
 

@@ -98,7 +98,8 @@ class QuantisedCheckpoint(Checkpoint):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self.metadata: dict[str, str] = self._files[self._file_of[next(iter(self._file_of))]].metadata() or {}
+        first = next(iter(self._file_of.values()), None)  # None: the files hold no tensors
+        self.metadata: dict[str, str] = {} if first is None else self._files[first].metadata() or {}
         metadata = self.metadata
         try:
             shapes = json.loads(metadata["packed_shapes"])
@@ -106,7 +107,7 @@ class QuantisedCheckpoint(Checkpoint):
             self._checksums = checksums_of(metadata)
             kept = {key: KeptFormat.named(name) for key, name in json.loads(metadata.get(KEPT, "{}")).items()}
             self._kept = {name: (one, key) for key, one in kept.items() for name in key.split("+")}
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
+        except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise LoadError(
                 f"{directory} has no list of packed shapes and checksums: {error}",
                 hint="write the checkpoint again with `diptych quantize`",
@@ -200,7 +201,10 @@ def checksum(tensor: torch.Tensor) -> int:
 
 def checksums_of(metadata: Mapping[str, str]) -> dict[str, int]:
     """Checksums of a file's tensors by name. KeyError, ValueError, TypeError or AttributeError where they are none."""
-    return {str(name): int(value) for name, value in json.loads(metadata[CHECKSUMS]).items()}
+    try:
+        return {str(name): int(value) for name, value in json.loads(metadata[CHECKSUMS]).items()}
+    except (OverflowError, RecursionError) as error:  # of Infinity, and of lists in lists
+        raise ValueError(str(error)) from error
 
 
 def save_quantised(

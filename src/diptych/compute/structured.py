@@ -21,7 +21,7 @@ import logging
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ import llguidance
 import numpy as np
 import tokenizers
 
-from diptych.compute.json_schema import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, holdable
+from diptych.compute.json_schema import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, check_multiples, holdable
 from diptych.ground.errors import GrammarError, InternalError, LoadError
 from diptych.ground.request import FreeReasoning, StructuredSpec
 
@@ -365,6 +365,7 @@ def _grammar_text(spec: StructuredSpec) -> Callable[[], str]:
         return lambda: llguidance.LLMatcher.grammar_from_regex(source)
     if spec.kind == "grammar":
         _check_bytes("grammar", source, MAX_SCHEMA_BYTES)
+        check_multiples(*_schemas_within(source))
         return lambda: _grammar_from_lark(source)
     if spec.kind == "choice":
         _check_bytes("choice", source, MAX_SCHEMA_BYTES)
@@ -400,10 +401,21 @@ def _spelled(text: str, marks: Mapping[str, int]) -> str:
 
 
 def _grammar_from_lark(source: str) -> str:
+    # llguidance looks for the line that a Lark grammar begins with by a search that is quadratic in empty lines
+    source = re.sub(r"\n\s*\n", "\n\n", source)
     try:
         return str(llguidance.grammar_from("grammar", source))
     except ValueError as error:
         raise GrammarError(f"grammar cannot be read: {error}") from error
+
+
+def _schemas_within(lark: str) -> Iterator[Any]:
+    """What a grammar has behind %json."""
+    for found in re.finditer(r"%json\s*", lark):
+        try:
+            yield json.JSONDecoder().raw_decode(lark, found.end())[0]
+        except (ValueError, RecursionError):  # the compiler says what is wrong with it
+            continue
 
 
 def _choice_grammar(source: str) -> Callable[[], str]:

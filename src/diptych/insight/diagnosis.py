@@ -340,12 +340,12 @@ def _cache_pressure(n: dict[str, float | None]) -> Finding | None:
     usage, preemptions, requests = n["kv_usage"] or 0.0, n["preemptions"] or 0.0, n["requests"] or 0.0
     if preemptions <= 0 and usage < FULL_CACHE:
         return None
+    in_use = "" if n["kv_usage"] is None else f"KV cache {usage:.0%} in use; "
     return Finding(
         about="tokens_per_s",
         cause="cache pressure",
         severity=min(1.0, 0.3 + preemptions / max(1.0, requests)),
-        evidence=f"KV cache {usage:.0%} in use; {preemptions:.0f} preemptions for {requests:.0f} requests, "
-        "each of which is computed again",
+        evidence=f"{in_use}{preemptions:.0f} preemptions for {requests:.0f} requests, each of which is computed again",
         advice="raise --kv-memory-bytes, use --kv int8, shorten contexts, or run fewer sequences at one time",
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from diptych.ground.errors import LoadError
+from diptych.models.config import HfConfig
 from diptych.models.families import BY_ARCHITECTURE
 from diptych.models.gguf_architectures import GgufArchitecture
 from diptych.models.gguf_file import GgufFile
@@ -24,12 +25,13 @@ def add_states(config: dict[str, Any], keys: Keys, file: GgufFile, kind: GgufArc
     if rule is not StateRule.SSD:
         return
     _, n_heads, head_dim = value_heads(file)
-    if n_heads * head_dim % config["hidden_size"]:
+    hidden = HfConfig(config, path=str(file.path)).integer("hidden_size")
+    if n_heads * head_dim % hidden:
         raise LoadError(
             f"{keys.full('ssm.inner_size')} in {file.path} is {n_heads * head_dim}; it must be a multiple of the "
-            f"model's width, {config['hidden_size']}"
+            f"model's width, {hidden}"
         )
-    config["mamba_expand"] = n_heads * head_dim // config["hidden_size"]
+    config["mamba_expand"] = n_heads * head_dim // hidden
     config["position_embedding_type"] = "rope" if keys.number("rope.scaling.finetuned") else None
     if not config.get("num_experts"):
         config["num_experts"] = 0

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from diptych.ground.errors import LoadError
-from diptych.models.config import HfConfig
+from diptych.ground.errors import LoadError, UnsupportedModel
+from diptych.models.config import NUMBER_LIMIT, HfConfig
 from diptych.models.family import Family
-from diptych.models.spec import AttentionLayer, StateRule, StateSpec
+from diptych.models.spec import Activation, AttentionLayer, StateRule, StateSpec
 
 FULL = ("full_attention", "attention")  # what layer_types call a layer without a state
 CALLED: Mapping[StateRule, tuple[str, ...]] = MappingProxyType({  # and one with it
@@ -21,10 +21,18 @@ CONVOLVED_HEAD = 64  # channels of a convolution that are computed together, whe
 
 
 def state_layers(config: HfConfig, family: Family, n_layers: int) -> list[bool]:
-    """Which layers have a state: by layer_types, by the numbers of those without, or all but every so many-th."""
-    if family.state_rule is None:
-        return [False] * n_layers
-    types, called = config.raw.get("layer_types"), CALLED[family.state_rule]
+    """Which layers have a state."""
+    found = [False] * n_layers if family.state_rule is None else _found(config, family, family.state_rule, n_layers)
+    if all(found):
+        raise UnsupportedModel(
+            f"all {n_layers} layers in {config.path} keep a state; one at least must attend to keys and values"
+        )
+    return found
+
+
+def _found(config: HfConfig, family: Family, rule: StateRule, n_layers: int) -> list[bool]:
+    """By layer_types, by the numbers of those without, or all but every so many-th."""
+    types, called = config.raw.get("layer_types"), CALLED[rule]
     if types is not None:
         if not isinstance(types, list) or any(kind not in (*FULL, *called) for kind in types):
             raise LoadError(f"layer_types in {config.path} may hold {' and '.join((FULL[0], called[-1]))} only")
@@ -33,7 +41,7 @@ def state_layers(config: HfConfig, family: Family, n_layers: int) -> list[bool]:
         return [kind in called for kind in types]
     if "attention_layers" in family.keys:
         without = config.integers("attention_layers")
-        if without is None and family.state_rule is StateRule.CONVOLUTION:
+        if without is None and rule is StateRule.CONVOLUTION:
             return [False] * n_layers
         return [i not in (without or ()) for i in range(n_layers)]
     interval = config.integer("full_attention_interval", family.full_every)
@@ -43,6 +51,11 @@ def state_layers(config: HfConfig, family: Family, n_layers: int) -> list[bool]:
 def state_attention(config: HfConfig, family: Family) -> AttentionLayer:
     """The attention of such a layer."""
     assert family.state_rule is not None
+    # sums over taps go through it, too; the classes of short convolutions know no other
+    if config.activation("hidden_act") is not Activation.SILU:
+        raise LoadError(
+            f"hidden_act in {config.path} is {config.raw['hidden_act']!r}; layers with a state are computed with silu only"
+        )
     state = READERS[family.state_rule](config)
     if state.n_value_heads % state.n_key_heads:
         raise LoadError(
@@ -75,21 +88,43 @@ def _ssd(config: HfConfig) -> StateSpec:
             f"mamba_d_head in {config.path} is {config.raw.get('mamba_d_head')!r}; mamba_expand times hidden_size is "
             f"{width}, for {n_heads} heads"
         )
-    given = config.raw.get("time_step_limit") or (0.0, math.inf)
-    # as transformers writes what JSON has no number for
-    limits = [one.get("__float__") == "Infinity" and math.inf if isinstance(one, dict) else one for one in given]
-    if len(limits) != 2 or not all(isinstance(one, int | float) and not isinstance(one, bool) for one in limits):
-        raise LoadError(f"time_step_limit in {config.path} is {given!r}; it must be two numbers")
+    n_groups = config.integer("mamba_n_groups")
+    if n_groups > 1:
+        raise LoadError(
+            f"mamba_n_groups in {config.path} is {n_groups}; what the heads give is normed by group there, and over all heads "
+            "here, so only 1 is supported"
+        )
     return StateSpec(
         rule=StateRule.SSD,
-        n_key_heads=config.integer("mamba_n_groups"),
+        n_key_heads=n_groups,
         key_dim=config.integer("mamba_d_state"),
         n_value_heads=n_heads,
         value_dim=width // n_heads,
         n_taps=config.integer("mamba_d_conv"),
         has_tap_bias=config.flag("mamba_conv_bias"),
-        step_limits=(float(limits[0]), float(limits[1])),
+        step_limits=_step_limits(config),
     )
+
+
+def _step_limits(config: HfConfig) -> tuple[float, float]:
+    """Between which a step of Mamba-2 is held; of transformers infinity may be an object, as JSON has no number for it."""
+    given = config.raw.get("time_step_limit")
+    if given is None:
+        return 0.0, math.inf
+    found = [math.inf if one == {"__float__": "Infinity"} else one for one in given] if isinstance(given, list) else []
+    are_numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in found)
+    # a whole number above what a float holds is no infinity
+    if (
+        len(found) != 2
+        or not are_numbers
+        or not 0 <= found[0] <= found[1]
+        or any(NUMBER_LIMIT < one != math.inf for one in found)
+    ):
+        raise LoadError(
+            f"time_step_limit in {config.path} is {given!r}; it must be two numbers from 0 on, the smaller first, each at "
+            f"most {NUMBER_LIMIT:g} or infinite"
+        )
+    return float(found[0]), float(found[1])
 
 
 def _convolution(config: HfConfig) -> StateSpec:
@@ -113,4 +148,6 @@ READERS: Mapping[StateRule, Callable[[HfConfig], StateSpec]] = MappingProxyType(
 def adjusted_width(config: HfConfig, width: int) -> int:
     """Of an MLP whose config gives it for one without a gate (LFM2): two thirds of it, times a factor, in whole steps."""
     factor, step = config.number("block_ffn_dim_multiplier", 1.0), config.integer("block_multiple_of")
-    return -(-int(factor * int(2 * width / 3)) // step) * step
+    adjusted = -(-int(factor * int(2 * width / 3)) // step) * step
+    made = HfConfig({"intermediate_size": adjusted}, path=f"block_auto_adjust_ff_dim of {config.path}")
+    return made.integer("intermediate_size")  # with the bounds of one that a key gives

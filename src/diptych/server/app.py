@@ -360,6 +360,7 @@ def _add_requests(app: FastAPI, state: ServerState) -> None:
 
 
 def _add_status(app: FastAPI, state: ServerState) -> None:
+    @app.head("/health", include_in_schema=False)  # load balancers ask so
     @app.get("/health", responses=responses(503))
     async def health() -> dict[str, str]:
         """The process is alive and its engine has not failed."""
@@ -367,6 +368,7 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
             raise ApiError(503, "the engine has failed", code="engine_failed", retry_after_s=5)
         return {"status": "ok"}
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses=responses(503))
     async def ready() -> dict[str, str]:
         """The model is loaded and requests are taken; false while draining."""
@@ -391,9 +393,8 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
         }
 
     def adapter_cards() -> list[dict[str, Any]]:
-        parent = state.model.name
         return [
-            model_card(one.ref.name) | {"root": str(one.path), "parent": parent}
+            model_card(one.ref.name) | {"root": str(one.path), "parent": state.model.name}
             for one in state.generation.adapters.served
         ]
 

@@ -7,7 +7,7 @@ holds when the asked share of them meets the limits. One that cannot any more is
 
 1. every setup is estimated by a fluid model (`fluid_users`): the best few are simulated;
 2. what one engine holds is bisected, over short simulations; the better half goes on to longer ones;
-3. the number of engines follows and is simulated whole; one that fails gets another engine;
+3. the number of engines follows and is simulated whole, of the others where it costs less; one that fails gets an engine more;
 4. two pools: for each pair of devices what one engine of each kind holds, estimated, then simulated whole and trimmed.
 
 Same arguments, same answer, however many processes work on it.
@@ -231,7 +231,8 @@ class Bisection:
         """0 where a single user is too many."""
         low, high = 0, self.most + 1  # holds, does not
         at = min(max(1, int(self.guess)), self.most)
-        while high - low > 1 and high - low > self.close * max(low, 1):
+        # whoever asks for `most` would buy an engine more if it were called too many without a look
+        while high - low > 1 and (high > self.most or high - low > self.close * max(low, 1)):
             if (
                 at == self.known
                 or Trial(service=self.service, ask=self.ask, n_users=at, n_requests=self.n_requests).holds()
@@ -281,7 +282,7 @@ class Fit:
         decoders, readers = at
         if self._holds(report):
             if not readers and decoders != self.service.pool.n_engines:
-                return None  # it was raised to here
+                return None  # raised to here, or an engine less, and a simulation of so few requests may not take more away
             fewer = [(decoders - 1, readers)] if decoders > 1 else []
             if readers > 1:
                 of_decoder, of_reader = self._engine_prices()

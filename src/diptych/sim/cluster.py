@@ -137,7 +137,7 @@ class Cluster:
         self._looks = len(places) > 1 and router != "round-robin"
         for member in self.members:
             if self._looks and member.on_prefill is None:
-                member.on_begin = self._router.began
+                member.on_begin = self._began
         self._open: dict[str, Request] = {}
         self._journeys: dict[str, _Journey] = {}  # by reading_id
         self._unplaced: dict[int, deque[_Journey]] = defaultdict(deque)  # by engine that has no room for them yet
@@ -214,11 +214,17 @@ class Cluster:
             member.engine.clock.advance(max(0.0, at_s - member.engine.clock.now_s()))
             heappush(self._steps, (member.engine.clock.now_s(), i, member.version))
 
+    def _began(self, request_id: str) -> None:
+        """A choice has its first token; the request is not open where all its choices ended with it."""
+        if request_id in self._open:
+            self._router.began(request_id)
+
     def _finished(self, event: FinishEvent) -> None:
         """A choice ended; where it was the last of its request, the next one may follow."""
-        if not self._records[event.request_id].is_over:
+        record = self._records.get(event.request_id)
+        if record is None or not record.is_over:  # None: another choice that ended in the same step was looked at first
             return
-        record = self._records.pop(event.request_id)
+        del self._records[event.request_id]
         self.tally.finished(record)
         if self._outlook is not None:
             self._outlook.over(record.request_id)
@@ -246,7 +252,8 @@ class Cluster:
             else:
                 member.engine.core.check_prompt(request)
         except (RequestError, CapacityError) as error:
-            self.refused[type(error).__name__] += 1
+            if self.tally.counts(request.arrival_s):
+                self.refused[type(error).__name__] += 1
             self._router.forget(request.request_id)
             self._follow(request, at_s, 0)
             return

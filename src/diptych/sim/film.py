@@ -30,7 +30,9 @@ class Film:
         self._engine = engine
         self._open: dict[str, None] = {}
         self._next_s = 0.0
-        self._totals = {"output_tokens": 0, "computed_tokens": 0, "cached_tokens": 0, "preemptions": 0}
+        self._totals = dict.fromkeys(
+            ("output_tokens", "computed_tokens", "cached_tokens", "transferred_tokens", "preemptions"), 0
+        )
         self._finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._ttft, self._itl = _histogram(), _histogram()
         self._last_token_s: dict[str, float] = {}
@@ -59,6 +61,7 @@ class Film:
                 record = self._book.records[event.request_id]
                 self._totals["computed_tokens"] += record.computed_tokens
                 self._totals["cached_tokens"] += record.cached_tokens
+                self._totals["transferred_tokens"] += record.transferred_tokens
                 ended = {"id": event.request_id, "at_s": event.at_s, "reason": event.reason.value}
                 self._frame["finished"].append(ended | _counts(record))
 
@@ -67,14 +70,15 @@ class Film:
         frame, shape = self._frame, step.shape
         frame["n_steps"] += 1
         frame["prefill_tokens"] += shape.prefill_tokens
-        frame["decode_tokens"] += shape.decode_tokens
+        frame["decode_tokens"] += step.decode_tokens
         frame["busy_s"] += step.time_s
         frame["steps"].append(
             {
                 "t": step.begin_s,
                 "s": step.time_s,
                 "p": shape.prefill_tokens,
-                "d": shape.decode_tokens,
+                "d": step.decode_tokens,
+                "g": [step.drafted_tokens, step.accepted_tokens],
                 "chunks": step.prefills,
                 "seqs": step.decode_request_ids,
             }

@@ -28,12 +28,12 @@ from diptych.ground.bounds import Bound, shown
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError, EngineError
 from diptych.ground.phase import Phase
-from diptych.ground.request import AdapterRef, CacheScope, Request, SamplingParams
+from diptych.ground.request import BOUNDS, AdapterRef, CacheScope, Request, SamplingParams
 from diptych.ground.shape import ChunkShape, StepShape
 from diptych.sim.counterfactual import Drafted, Machine, Minutes, Past, Seen, times_of
-from diptych.sim.load import OpenLoad
+from diptych.sim.load import MOST_PROMPT_TOKENS, OpenLoad
 from diptych.sim.recorded import unreadable
-from diptych.workload import MOST_TOKENS, WorkloadItem
+from diptych.workload import WorkloadItem
 
 _KEY = "diptych_journal"
 _ID_BYTES, _BLOCK_BYTES = 8, 6
@@ -42,7 +42,7 @@ _SECONDS = Bound(float, -1e12, 1e12, "seconds")
 _SECONDS_IF_ANY = Bound(float, -1e12, 1e12, "seconds", is_optional=True)
 _PARAMETERS = Bound(int, 0, 1 << 48, "parameters")
 _MOST_OF_STEP = 1 << 53  # of any number of a step
-_TOKENS = Bound(int, 1, MOST_TOKENS, "tokens")
+_TOKENS = Bound(int, 1, MOST_PROMPT_TOKENS, "tokens")
 AROUND_S = 120.0  # of a journal, before and after a request that is asked about
 
 
@@ -245,8 +245,8 @@ def _check(request: dict[str, Any]) -> None:
     _TOKENS.take("prompt_tokens", request["prompt_tokens"], ConfigError)
     drafts = [Drafted(*one) for some in request.get("drafts", ()) for one in some]
     counts = [request["cached_tokens"], *request["output_tokens"], *(n for one in drafts for n in one)]
-    if not all(type(n) is int and 0 <= n <= MOST_TOKENS for n in counts):
-        raise ValueError(f"it has {shown(counts)} tokens; each must be a whole number from 0 to {MOST_TOKENS}")
+    if not all(type(n) is int and 0 <= n <= MOST_PROMPT_TOKENS for n in counts):
+        raise ValueError(f"it has {shown(counts)} tokens; each must be a whole number from 0 to {MOST_PROMPT_TOKENS}")
     blocks = request["blocks"]
     if type(blocks) is not list or not all(type(one) is int and 0 <= one < 1 << 8 * _BLOCK_BYTES for one in blocks):
         raise ValueError(
@@ -260,7 +260,7 @@ def _check(request: dict[str, Any]) -> None:
         if not isinstance(text, str) and (text is not None or name == "id"):
             raise ValueError(f"its {name} is {shown(text)}; it must be a text")
     for name in ("max_tokens", "priority"):
-        request[name]
+        BOUNDS[name].take(name, request[name], ConfigError)
 
 
 def _shape(step: Sequence[Any]) -> StepShape:

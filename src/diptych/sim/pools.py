@@ -128,12 +128,13 @@ class Pool:
             return predict_s(StepShape.decode(batch=sequences, context_tokens=tokens))
 
         found = places(blocks.n_blocks * block_tokens, context, decode_s)
-        is_given = max_running_sequences is not None
+        running = running_beside_kept(found.number, blocks.n_places)
+        reason = found.reason if running == found.number else f"places for {blocks.n_places} states"
+        if max_running_sequences is not None:
+            running, reason = max_running_sequences, "as asked"
         scheduler = SchedulerConfig(
             max_step_tokens=max_step_tokens,
-            max_running_sequences=max_running_sequences
-            if is_given
-            else running_beside_kept(found.number, blocks.n_places),
+            max_running_sequences=running,
             stall_budget_s=stall_budget_s,
             max_waiting_tokens=max_waiting_tokens,
             max_context_tokens=context,
@@ -145,7 +146,7 @@ class Pool:
             n_engines=n_engines,
             scheduler=scheduler,
             blocks=blocks,
-            places_reason="as asked" if is_given else found.reason,
+            places_reason=reason,
             drafts=drafts,
         )
 

@@ -136,6 +136,7 @@ def search(
         layouts = _colocated(ask, chosen, rough | fine, fine, mapped, price_of)
         say("two pools", 3, N_STAGES)
         layouts += _pools(ask, fits, price_of)
+        layouts = with_cheaper(ask, layouts, mapped, price_of)
         if not any(layout.holds for layout in layouts):
             raise none_holds(layouts)
         say("the cheapest for longer", 4, N_STAGES)
@@ -408,6 +409,27 @@ def _colocated(
             )
         )
     return layouts
+
+
+def with_cheaper(ask: Ask, layouts: list[Layout], mapped: Mapped, price_of: PriceOf) -> list[Layout]:
+    """All of them; what was only sized and would cost less than all that holds is simulated whole, too.
+
+    Finalists are the cheapest for each user, and whole engines of another kind may fit these users better.
+    """
+    cheapest = min((one.cost for one in layouts if one.holds), default=math.inf)
+    places = [place for place, one in enumerate(layouts) if one.holds is None and one.cost < cheapest]
+    services = [layouts[place].service for place in places]
+    fits = [Fit(service=one, ask=ask, n_requests=WHOLE, price=price_of(one.pool.setup)) for one in services]
+    found = list(layouts)
+    for place, report in zip(places, mapped(fit_one, fits), strict=True):
+        found[place] = replace(
+            layouts[place],
+            service=report.service,
+            cost=cost_per_hour(report.service, price_of),
+            report=report,
+            holds=report.good_share >= ask.good_share,
+        )
+    return found
 
 
 def _pool_fits(ask: Ask, pools: Sequence[Pool], link: Link, price_of: PriceOf) -> list[Fit]:

@@ -136,7 +136,7 @@ def simulate(
 ) -> Report:
     """Serve the load. usd_per_hour: of one device; None: the devices' own prices. Same arguments, same report.
 
-    from_s: requests that come before are served and not counted.
+    from_s: requests that come before are served and not counted, half of the load's at most.
     film: gets the first minute of the first engine, see `sim.film`.
     cells: independent equal parts of the service, see the module. processes: run at one time; it changes no number.
     """
@@ -186,7 +186,7 @@ def _run(
     good_share: float = 0.0,
     is_won_enough: bool = False,
 ) -> _Seen:
-    tally = Tally(limits, n_groups=len(service.pools), from_s=from_s)
+    tally = Tally(limits, n_groups=len(service.pools), from_s=from_s, n_requests=load.n_requests)
     cluster = Cluster(
         service.groups(),
         tally=tally,

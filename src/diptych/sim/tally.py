@@ -11,6 +11,8 @@ from diptych.ground.shape import StepShape
 from diptych.metrics import Limits, RequestRecord
 from diptych.sim.statistics import Stream, Timeline
 
+MOST_BEFORE = 0.5  # of a load's requests may come before the count begins
+
 
 @dataclass(slots=True)
 class Work:
@@ -117,12 +119,15 @@ class Work:
 class Tally:
     """Told of every arrival, step and end. limits: what a request must meet to count for goodput.
 
-    from_s: requests that came before are served and not counted, nor are steps before it or after `close`.
+    from_s: requests that came before are served and not counted, nor are steps before it or after `close`. The count begins
+    sooner where more than MOST_BEFORE of n_requests would come before it.
     """
 
-    def __init__(self, limits: Limits, *, n_groups: int = 1, from_s: float = 0.0) -> None:
+    def __init__(self, limits: Limits, *, n_groups: int = 1, from_s: float = 0.0, n_requests: float = math.inf) -> None:
         self.limits = limits
         self._from_s = from_s
+        self._most_before = MOST_BEFORE * n_requests
+        self._last_before_s, self._n_last_before = -math.inf, 0  # when the last of these came, and how many then
         self.ttft_s, self.itl_s, self.tpot_s, self.queue_s, self.e2e_s, self.hand_off_s = (Stream() for _ in range(6))
         self.work = [Work(from_s=from_s) for _ in range(n_groups)]
         self.close_s: float | None = None
@@ -147,13 +152,26 @@ class Tally:
 
     def arrived(self, at_s: float) -> None:
         """A request came, whatever becomes of it."""
-        if not self.counts(at_s):
-            self.n_before += 1
+        n_come = 1 if self.counts(at_s) else self._come_before(at_s)
+        if not n_come:
             return
-        self.n_arrived += 1
+        self.n_arrived += n_come
         self.first_arrival_s = min(self.first_arrival_s, at_s)
         self.last_end_s = max(self.last_end_s, at_s)
-        self.work[0].timeline.at(at_s).arrivals += 1
+        self.work[0].timeline.at(at_s).arrivals += n_come
+
+    def _come_before(self, at_s: float) -> int:
+        """One that is not to be counted; where it is one too many the count begins with all who came at that instant."""
+        self._n_last_before = self._n_last_before + 1 if at_s == self._last_before_s else 1
+        self._last_before_s = at_s
+        self.n_before += 1
+        if self.n_before <= self._most_before:
+            return 0
+        self.n_before -= self._n_last_before
+        self._from_s = at_s
+        for work in self.work:
+            work.from_s = at_s
+        return self._n_last_before
 
     def close(self, at_s: float) -> None:
         """The last request came: what follows is the engines running dry, which is no steady state."""

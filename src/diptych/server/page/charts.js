@@ -25,10 +25,11 @@ export function begin(canvas) {
 export function short(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "-";
   const size = Math.abs(value);
-  if (size >= 1e9) return `${(value / 1e9).toPrecision(3)}G`;
-  if (size >= 1e6) return `${(value / 1e6).toPrecision(3)}M`;
+  // what would be rounded up to the next power of a thousand has its letter: toPrecision writes 1.00e+3 for it
+  if (size >= 999.5e6) return `${(value / 1e9).toPrecision(3)}G`;
+  if (size >= 999.5e3) return `${(value / 1e6).toPrecision(3)}M`;
   if (size >= 1e4) return `${(value / 1e3).toPrecision(3)}k`;
-  if (size >= 100 || Number.isInteger(value)) return `${Math.round(value)}`;
+  if (size >= 99.5 || Number.isInteger(value)) return `${Math.round(value)}`;
   return value.toPrecision(2);
 }
 
@@ -62,8 +63,8 @@ function roundStep(span, parts) {
 const LABELS = 86;
 
 // steps: [{n, t, s, p, d, chunks: [[id, tokens, cached]], seqs: [id]}] in order; lanes: request ids, newest first;
-// times are told from `origin` on: the left end, or now
-export function drawTimeline(canvas, { steps, lanes, from, span, origin, pointer }) {
+// times are told from `origin` on: the left end, or now; the step at the pointer, or else the chosen one, is framed and returned
+export function drawTimeline(canvas, { steps, lanes, from, span, origin, pointer, chosen }) {
   const { context, width, height } = begin(canvas);
   const colour = colours();
   const left = width < 480 ? 0 : LABELS;
@@ -112,7 +113,7 @@ export function drawTimeline(canvas, { steps, lanes, from, span, origin, pointer
     for (const id of step.seqs) {
       if (lane.has(id)) context.fillRect(start, top + lane.get(id) * row + bar * 0.3, wide, bar * 0.45);
     }
-    if (pointer !== null && pointer >= start - 1 && pointer <= start + wide + 1) pointed = step;
+    if (step === chosen || (pointer !== null && pointer >= start - 1 && pointer <= start + wide + 1)) pointed = step;
   }
   if (pointed !== null) {
     context.strokeStyle = colour.ink;
@@ -121,8 +122,8 @@ export function drawTimeline(canvas, { steps, lanes, from, span, origin, pointer
   return pointed;
 }
 
-// series: [{colour, values, capacity}] of equal length, newest last, on one scale; capacity: values that fill the width
-export function drawRates(canvas, series, seconds) {
+// series: [{colour, values}], one value for each of `times`, newest last, on one scale; the width is `seconds` up to the newest
+export function drawRates(canvas, series, times, seconds) {
   const { context, width, height } = begin(canvas);
   const colour = colours();
   const bottom = height - 14;
@@ -140,7 +141,7 @@ export function drawRates(canvas, series, seconds) {
     context.lineWidth = 1.8;
     context.beginPath();
     one.values.forEach((value, place) => {
-      const px = width - (one.values.length - 1 - place) * (width / (one.capacity - 1));
+      const px = width * (1 - (times[times.length - 1] - times[place]) / seconds);
       const py = bottom - (value / highest) * (bottom - 6);
       if (place === 0) context.moveTo(px, py);
       else context.lineTo(px, py);
@@ -150,7 +151,7 @@ export function drawRates(canvas, series, seconds) {
   context.lineWidth = 1;
   context.fillStyle = colour.quiet;
   context.fillText(`${short(highest)} tokens/s`, 2, 16);
-  context.fillText(`-${seconds} s`, 2, height - 2);
+  context.fillText(`-${Math.round(seconds)} s`, 2, height - 2);
   context.textAlign = "right";
   context.fillText("now", width - 2, height - 2);
   context.textAlign = "left";

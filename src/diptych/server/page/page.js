@@ -5,12 +5,14 @@ import { setUpWhatIf } from "./whatif.js";
 import { drawWorkers } from "./workers.js";
 
 const KEEP_S = 32;
-const RATE_FRAMES = 240;
-const LEAST_RATE_FRAMES = 40;
+const RATE_S = 60;
+const LEAST_RATE_S = 10;
+const MEAN_FRAMES = 8; // that the numbers of right now are the mean of: one alone is 0 or too much where a step is longer
 const PAUSE_S = 2; // without a step: what comes after is a new piece of work
 const MAX_LANES = 16;
+const RETRY_S = 5;
 const el = (id) => document.getElementById(id);
-const state = { hello: null, frame: null, steps: [], seen: new Map(), finished: [], prefill: [], decode: [], span: null, pointer: null, refused: [], lastAt: null, elapsed: 0.25 };
+const state = { hello: null, frame: null, steps: [], seen: new Map(), nSeen: 0, finished: [], rates: [], span: null, pointer: null, chosen: null, refused: [], lastAt: null };
 
 function setTheme(name) {
   document.documentElement.dataset.theme = name;
@@ -49,7 +51,7 @@ async function replay(file) {
   source.close();
   played += 1;
   const turn = played;
-  Object.assign(state, { frame: null, finished: [], prefill: [], decode: [] });
+  Object.assign(state, { frame: null, finished: [] });
   let before = events[0].now_s;
   for (const data of events) {
     await new Promise((done) => setTimeout(done, Math.min(2, data.now_s - before) * 1e3));
@@ -64,55 +66,73 @@ async function replay(file) {
 function connect() {
   source = new EventSource("live");
   source.onmessage = (message) => receive(JSON.parse(message.data));
-  source.onerror = () => setStatus(source.readyState === EventSource.CLOSED ? "connection refused" : "connection lost, trying again", "lost");
+  source.onerror = () => {
+    const isRefused = source.readyState === EventSource.CLOSED; // the browser has given up: too many pages, a proxy without its server
+    setStatus(`connection ${isRefused ? "refused" : "lost"}, trying again`, "lost");
+    if (isRefused) setTimeout(() => { if (played === 0) connect(); }, RETRY_S * 1e3);
+  };
 }
 
 function setStatus(text, kind) {
-  el("status").textContent = text;
+  tell("status", text);
   el("status").className = `status ${kind}`;
 }
 
+// what is read aloud when it changes, is written only then
+function tell(id, text) {
+  if (el(id).textContent !== text) el(id).textContent = text;
+}
+
 function greet(hello) {
+  if (hello.load_s !== state.hello?.load_s) state.finished = []; // another process, which knows nothing of them
   state.hello = hello;
   state.steps = [];
   state.seen.clear();
+  state.chosen = null;
+  state.rates = [];
   state.refused = [];
   state.lastAt = null;
   const size = hello.parameters === null ? "" : ` · ${short(hello.parameters)} parameters`; // neither is told of a simulation
   const load = hello.load_s === null ? "" : ` · loaded in ${milliseconds(hello.load_s)}`;
   el("model").textContent = `${hello.model}${size} · ${hello.backend} backend · ${hello.weights} weights, ${hello.kv} KV · context ${hello.context_tokens}${load}`;
-  setStatus("live", "live");
+  if (played === 0) setStatus("live", "live");
 }
 
 function take(frame) {
-  const elapsed = state.lastAt === null ? 0.25 : Math.max(0.05, frame.now_s - state.lastAt);
+  // the first may hold what other pages have waited for
+  const elapsed = state.lastAt === null ? Math.max(0.25, frame.now_s - state.hello.now_s) : Math.max(0.05, frame.now_s - state.lastAt);
   state.lastAt = frame.now_s;
-  state.elapsed = elapsed;
   state.frame = frame;
-  setStatus(frame.is_draining ? "draining" : "live", frame.is_draining ? "lost" : "live");
+  if (played === 0) setStatus(frame.is_draining ? "draining" : "live", frame.is_draining ? "lost" : "live");
   state.steps.push(...frame.steps);
   const oldest = frame.now_s - KEEP_S;
   while (state.steps.length > 0 && state.steps[0].t < oldest) state.steps.shift();
   for (const step of frame.steps) {
-    for (const [id] of step.chunks) state.seen.set(id, step.t);
-    for (const id of step.seqs) state.seen.set(id, step.t);
+    for (const [id] of step.chunks) see(id, step.t);
+    for (const id of step.seqs) see(id, step.t);
   }
-  for (const request of frame.requests) if (!state.seen.has(request.id)) state.seen.set(request.id, request.arrival_s);
-  for (const [id, at] of state.seen) if (at < oldest) state.seen.delete(id);
+  for (const request of frame.requests) if (!state.seen.has(request.id)) see(request.id, request.arrival_s);
+  const open = new Set(frame.requests.map((one) => one.id));
+  for (const [id, { at }] of state.seen) if (at < oldest && !open.has(id)) state.seen.delete(id);
   state.refused.push(frame.totals.refused);
   state.refused.splice(0, Math.max(0, state.refused.length - 40));
   state.finished.push(...frame.finished);
   state.finished.splice(0, Math.max(0, state.finished.length - 12));
-  state.prefill.push(frame.prefill_tokens / elapsed);
-  state.decode.push(frame.decode_tokens / elapsed);
-  state.prefill.splice(0, Math.max(0, state.prefill.length - RATE_FRAMES));
-  state.decode.splice(0, Math.max(0, state.decode.length - RATE_FRAMES));
+  state.rates.push({ at: frame.now_s, elapsed, prefill: frame.prefill_tokens, decode: frame.decode_tokens, busy: frame.busy_s });
+  while (state.rates[0].at < frame.now_s - RATE_S) state.rates.shift();
   redraw();
 }
 
-function mean(values, n) {
-  const kept = values.slice(-n);
-  return kept.length === 0 ? 0 : kept.reduce((sum, value) => sum + value, 0) / kept.length;
+// a request was in a step, or stands in line; numbers go by who was seen first
+function see(id, at) {
+  state.seen.set(id, { at, number: state.seen.get(id)?.number ?? (state.nSeen += 1) });
+}
+
+// per second, of the last frames together
+function rateNow(name) {
+  const kept = state.rates.slice(-MEAN_FRAMES);
+  const sum = (what) => kept.reduce((all, one) => all + one[what], 0);
+  return sum(name) / sum("elapsed");
 }
 
 function redraw() {
@@ -122,11 +142,9 @@ function redraw() {
   drawSteps();
   drawBlocks(frame);
   drawWorkers(frame);
-  const capacity = Math.max(LEAST_RATE_FRAMES, state.prefill.length);
-  drawRates(el("rates"), [
-    { colour: "prefill", values: state.prefill, capacity },
-    { colour: "decode", values: state.decode, capacity },
-  ], Math.round(capacity / 4));
+  const times = state.rates.map((one) => one.at);
+  const series = ["prefill", "decode"].map((name) => ({ colour: name, values: state.rates.map((one) => one[name] / one.elapsed) }));
+  drawRates(el("rates"), series, times, Math.max(LEAST_RATE_S, frame.now_s - times[0]));
   drawDistribution(el("ttft-chart"), frame.ttft_s, "prefill");
   drawDistribution(el("itl-chart"), frame.itl_s, "decode");
   for (const [name, distribution] of [["ttft", frame.ttft_s], ["itl", frame.itl_s]]) {
@@ -140,8 +158,6 @@ function redraw() {
 }
 
 function drawTiles(frame, hello) {
-  const prefill = mean(state.prefill, 8);
-  const decode = mean(state.decode, 8);
   el("running").textContent = frame.running;
   el("running-note").textContent = `of at most ${hello.max_running}`;
   el("waiting").textContent = frame.waiting;
@@ -149,12 +165,12 @@ function drawTiles(frame, hello) {
   const line = frame.waiting_tokens > 0 ? `${short(frame.waiting_tokens)} tokens in line` : "in line";
   el("waiting-note").textContent = refused > 0 ? `${line} · ${refused} refused (503)` : line;
   el("waiting-note").className = refused > 0 ? "error" : "";
-  el("prefill-rate").textContent = short(prefill);
-  el("decode-rate").textContent = short(decode);
+  el("prefill-rate").textContent = short(rateNow("prefill"));
+  el("decode-rate").textContent = short(rateNow("decode"));
   const limits = hello.ceilings;
   el("prefill-note").textContent = limits ? `tokens/s, ceiling ${short(limits.prefill_tokens_per_s)}` : "tokens/s";
   el("decode-note").textContent = limits ? `tokens/s, ${short(limits.decode_steps_per_s)} per stream at most` : "tokens/s";
-  const busy = Math.min(1, frame.busy_s / state.elapsed);
+  const busy = Math.min(1, rateNow("busy"));
   el("rate-text").textContent = `engine busy ${Math.round(busy * 100)} %`;
 }
 
@@ -174,16 +190,31 @@ function shownTime() {
 function drawSteps() {
   const open = new Set(state.frame.requests.map((one) => one.id));
   const shown = shownTime();
-  const lanes = [...state.seen.entries()].filter(([id, at]) => open.has(id) || at >= shown.from).sort((a, b) => (open.has(b[0]) - open.has(a[0])) || b[1] - a[1]).slice(0, MAX_LANES).map(([id]) => id);
-  const pointed = drawTimeline(el("timeline"), { steps: state.steps, lanes, ...shown, pointer: state.pointer });
+  const seen = [...state.seen.entries()].filter(([id, { at }]) => open.has(id) || at >= shown.from);
+  seen.sort((a, b) => (open.has(b[0]) - open.has(a[0])) || b[1].at - a[1].at); // where room is little, those at work have it
+  const lanes = seen.slice(0, MAX_LANES).sort((a, b) => b[1].number - a[1].number).map(([id]) => id);
+  const pointed = drawTimeline(el("timeline"), { steps: state.steps, lanes, ...shown, pointer: state.pointer, chosen: state.chosen });
   if (pointed !== null) {
     const chunks = pointed.chunks.map(([id, tokens, cached]) => `${label(id)} ${tokens}${cached ? ` (+${cached} cached)` : ""}`);
-    const [drafted, kept] = pointed.g ?? [0, 0]; // a simulated step does not tell
+    const [drafted, kept] = pointed.g ?? [0, 0]; // an older file does not tell
     const n = pointed.n ?? 1; // steps that are drawn as one
     const parts = [n > 1 ? `${n} steps of ${milliseconds(pointed.s / n)}` : `step of ${milliseconds(pointed.s)}`, `${pointed.p} prefill tokens${chunks.length ? `: ${chunks.join(", ")}` : ""}`, `${pointed.d} decode${drafted ? ` (${kept} of ${drafted} drafts kept)` : ""}`];
     if (pointed.p > 0 && pointed.d > 0) parts.push(`${pointed.seqs.length} streams waited for ${pointed.chunks.map(([id]) => label(id)).join(", ")}`);
-    el("timeline-note").textContent = parts.join(" · ");
+    tell("timeline-note", parts.join(" · "));
   }
+}
+
+// by arrow keys, from the newest step on
+function choose(press) {
+  const by = { ArrowLeft: -1, ArrowRight: 1 }[press.key];
+  if (by === undefined || state.frame === null) return;
+  press.preventDefault();
+  const { from } = shownTime();
+  const steps = state.steps.filter((step) => step.t + step.s >= from);
+  const place = steps.indexOf(state.chosen);
+  state.chosen = steps[place < 0 ? steps.length - 1 : Math.min(steps.length - 1, Math.max(0, place + by))] ?? null;
+  state.pointer = null;
+  drawSteps();
 }
 
 function drawBlocks(frame) {
@@ -216,18 +247,26 @@ function drawRequests(frame) {
     const isReading = one.output_tokens === 0;
     const stateWord = isReading ? (one.computed_to > 0 ? "prefill" : "waiting") : "decode";
     const note = one.preemptions > 0 ? `${stateWord}, preempted ${one.preemptions}x` : stateWord;
-    return [one.id, note, one.prompt_tokens, one.computed_to, one.output_tokens, milliseconds(Math.max(0, frame.now_s - one.arrival_s))];
+    return [`${one.id} ${one.arrival_s}`, one.id, note, one.prompt_tokens, one.computed_to, one.output_tokens, milliseconds(Math.max(0, frame.now_s - one.arrival_s))];
   });
-  for (const one of [...state.finished].reverse()) rows.push([one.id, one.reason, one.prompt_tokens ?? "", one.computed_to ?? "", one.output_tokens ?? "", `${milliseconds(Math.max(0, frame.now_s - one.at_s))} ago`]);
+  for (const one of [...state.finished].reverse()) rows.push([`${one.id} ${one.at_s} over`, one.id, one.reason, one.prompt_tokens ?? "", one.computed_to ?? "", one.output_tokens ?? "", `${milliseconds(Math.max(0, frame.now_s - one.at_s))} ago`]);
   el("requests-empty").hidden = rows.length > 0;
   const canAsk = state.hello.keeps_minutes && played === 0; // of a file's requests the server knows nothing
   el("requests-hint").hidden = state.finished.length === 0 || !canAsk;
   const body = el("requests").tBodies[0];
-  rows.slice(0, 40).forEach((cells, place) => fillRow(body.rows[place] ?? body.insertRow(), cells, canAsk && place >= frame.requests.length));
-  while (body.rows.length > Math.min(rows.length, 40)) body.deleteRow(-1);
+  const shown = rows.slice(0, 40);
+  const keys = new Set(shown.map(([key]) => key));
+  const lines = new Map([...body.rows].map((line) => [line.dataset.key, line]));
+  for (const [key, line] of lines) if (!keys.has(key)) line.remove();
+  shown.forEach(([key, ...cells], place) => {
+    const line = lines.get(key) ?? document.createElement("tr");
+    line.dataset.key = key;
+    if (body.rows[place] !== line) body.insertBefore(line, body.rows[place] ?? null);
+    fillRow(line, cells, canAsk && place >= frame.requests.length);
+  });
 }
 
-// in place, four times a second: what a person points at or has tabbed to stays what it is
+// in place, four times a second: the line that a person points at or has tabbed to stays that request's, though others come above it
 function fillRow(line, [id, ...cells], canAsk) {
   if (line.cells.length === 0) {
     const button = document.createElement("button");
@@ -246,8 +285,10 @@ function fillRow(line, [id, ...cells], canAsk) {
 
 el("window").addEventListener("change", (change) => { state.span = Number(change.target.value) || null; redraw(); });
 // a finger that taps does not move
-for (const kind of ["pointerdown", "pointermove"]) el("timeline").addEventListener(kind, (point) => { state.pointer = point.offsetX; if (state.frame) drawSteps(); });
+for (const kind of ["pointerdown", "pointermove"]) el("timeline").addEventListener(kind, (point) => { state.pointer = point.offsetX; state.chosen = null; if (state.frame) drawSteps(); });
 el("timeline").addEventListener("pointerleave", () => { state.pointer = null; });
+el("timeline").addEventListener("keydown", choose);
+el("timeline").addEventListener("blur", () => { state.chosen = null; });
 window.addEventListener("resize", redraw);
 el("open").addEventListener("change", (change) => { if (change.target.files.length) replay(change.target.files[0]); });
 setUpTry();

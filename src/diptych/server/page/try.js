@@ -47,10 +47,11 @@ function show(chunk) {
     if (delta.content || delta.reasoning_content) say("");
     if (delta.reasoning_content) {
       el("try-reasoning").hidden = false;
-      el("try-reasoning").textContent += delta.reasoning_content;
+      el("try-reasoning").append(delta.reasoning_content);
     }
-    if (delta.content) el("try-answer").textContent += delta.content;
-    if (delta.tool_calls) el("try-answer").textContent += JSON.stringify(delta.tool_calls);
+    // appended: a text written anew with every token is read aloud from its beginning, and loses what was selected in it
+    if (delta.content) el("try-answer").append(delta.content);
+    if (delta.tool_calls) el("try-answer").append(JSON.stringify(delta.tool_calls));
   }
   if (chunk.timings) report(chunk.usage, chunk.timings);
   return reason;
