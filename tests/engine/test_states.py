@@ -181,6 +181,14 @@ def test_too_little_memory_for_the_states_is_said(loaded: LoadedModel) -> None:
         LLM(loaded, tiny_config(kv_memory_bytes=loaded.model.state_bytes * 15))
 
 
+@pytest.mark.parametrize(("caches", "expected"), [(True, 128), (False, 64)])
+def test_without_a_cache_every_place_is_a_sequence_s(loaded: LoadedModel, caches: bool, expected: int) -> None:
+    """A third of them waited for prefixes that were never kept: 42 of 64 ran."""
+    scheduler = SchedulerConfig(max_step_tokens=256, max_context_tokens=64, enable_prefix_cache=caches)
+    llm = LLM(loaded, tiny_config(kv_memory_bytes=2**28, scheduler=scheduler))
+    assert llm.engine.core.config.max_running_sequences == expected
+
+
 @pytest.mark.native
 def test_grammars_force_tokens_over_states(folder: Path) -> None:
     """What a grammar forces is verified like a guess."""

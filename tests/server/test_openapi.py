@@ -1,6 +1,6 @@
 """schemathesis on the server's own OpenAPI document: well-formed and malformed requests, no 5xx, no 422, no hang.
 
-Normal runs make 12 examples per operation and mode, the same ones each time; `pytest -m slow -s` with this file makes 1,000
+Normal runs make 20 examples per operation and mode, the same ones each time; `pytest -m slow -s` with this file makes 1,000
 and shows which statuses came.
 """
 

@@ -46,9 +46,12 @@ def state_places(state_bytes: float, memory_bytes: float, *, running: int | None
     return int(min(wanted, memory_bytes * STATE_MEMORY_SHARE / state_bytes))
 
 
-def running_beside_kept(number: int, n_places: int) -> int:
-    """Of so many sequences those that run at one time where nobody says, so that prefixes keep some of the states, too."""
-    return min(number, max(1, n_places * (STATES_EACH - 1) // STATES_EACH)) if n_places else number
+def beside_states(found: Places, n_places: int, *, is_caching: bool) -> Places:
+    """Of these those that have a place for their state, where nobody says; prefixes that are cached keep some, too."""
+    if not n_places:
+        return found
+    most = max(1, n_places * (STATES_EACH - 1) // STATES_EACH) if is_caching else n_places
+    return found if found.number <= most else Places(most, f"places for {n_places} states")
 
 
 def places(pool_tokens: int, context_tokens: int, predict_s: PredictDecode | None) -> Places:

@@ -25,7 +25,7 @@ from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.components import STATE_BYTES
 from diptych.cost.drafts.measured import MeasuredDraftPrices
 from diptych.cost.drafts.prices import DraftPrices
-from diptych.cost.places import MAX_STEP_S, STATE_MEMORY_SHARE, Places, places, running_beside_kept, state_places
+from diptych.cost.places import MAX_STEP_S, STATE_MEMORY_SHARE, Places, beside_states, places, state_places
 from diptych.cost.profile import load_profile, profile_path
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.adapters import Adapters
@@ -365,7 +365,8 @@ def make_machinery(
     number = config.scheduler.max_running_sequences
     if number is None:
         found = default_places(n_blocks * config.block_tokens, context, calibrated)
-        number = running_beside_kept(found.number, size.n_places)
+        found = beside_states(found, size.n_places, is_caching=scheduler.enable_prefix_cache)
+        number = found.number
         logger.info("places chosen max_running_sequences=%d reason=%s", number, found.reason)
     # the measured profile of this machine where there is one; until then the engine learns from its own steps
     predict_s = once_for_each(step_time.predict_s if calibrated is None else calibrated.predict_s)

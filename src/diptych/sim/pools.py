@@ -17,7 +17,7 @@ from typing import Protocol, TypedDict, Unpack
 from diptych.cost.components import state_bytes
 from diptych.cost.memory import capacity_of
 from diptych.cost.parameters import kv_bytes_stored
-from diptych.cost.places import places, running_beside_kept, state_places
+from diptych.cost.places import Places, beside_states, places, state_places
 from diptych.cost.setup import Setup
 from diptych.ground.bounds import Bound
 from diptych.ground.config import BlockConfig, SchedulerConfig, at_least
@@ -128,13 +128,12 @@ class Pool:
             return predict_s(StepShape.decode(batch=sequences, context_tokens=tokens))
 
         found = places(blocks.n_blocks * block_tokens, context, decode_s)
-        running = running_beside_kept(found.number, blocks.n_places)
-        reason = found.reason if running == found.number else f"places for {blocks.n_places} states"
+        found = beside_states(found, blocks.n_places, is_caching=enable_prefix_cache)
         if max_running_sequences is not None:
-            running, reason = max_running_sequences, "as asked"
+            found = Places(max_running_sequences, "as asked")
         scheduler = SchedulerConfig(
             max_step_tokens=max_step_tokens,
-            max_running_sequences=running,
+            max_running_sequences=found.number,
             stall_budget_s=stall_budget_s,
             max_waiting_tokens=max_waiting_tokens,
             max_context_tokens=context,
@@ -146,7 +145,7 @@ class Pool:
             n_engines=n_engines,
             scheduler=scheduler,
             blocks=blocks,
-            places_reason=reason,
+            places_reason=found.reason,
             drafts=drafts,
         )
 
