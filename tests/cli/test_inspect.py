@@ -45,6 +45,20 @@ def test_every_tensor_of_a_gguf_file_is_counted_once(family: str, tmp_path: Path
     assert any(group.part == "experts" for group in groups) == (family in ("qwen3_moe", "qwen2_moe"))
 
 
+MIXTURES = ("granitemoehybrid", "lfm2_moe", "qwen3_next")
+
+
+@pytest.mark.parametrize("family", ["granitemoehybrid", "granite-h-dense", "lfm2", "lfm2_moe", "qwen3_next"])
+def test_states_are_a_part_of_their_own(family: str, tmp_path: Path) -> None:
+    """In folders and in GGUF files; nearly all of such models was "other"."""
+    make_checkpoint(family, tmp_path / "folder")
+    write_gguf(gguf_reference(family), tmp_path / "m.gguf")
+    for path in (tmp_path / "folder", tmp_path / "m.gguf"):
+        parts = {group.part for group in contents_of(path).groups}
+        assert parts >= {"attention", "states", "norms"} | ({"experts"} if family in MIXTURES else {"mlp"})
+        assert "other" not in parts
+
+
 def test_a_name_in_brackets_is_told_whole(tmp_path: Path) -> None:
     """`x[dim]` was called x."""
     folder = Path(shutil.copytree(bundled_dir(), tmp_path / "x[dim]"))

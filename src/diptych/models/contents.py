@@ -29,10 +29,12 @@ PARTS: tuple[tuple[str, str], ...] = (
     ("embed_tokens", "embedding"), ("token_embd", "embedding"), ("wte", "embedding"), ("lm_head", "head"),
     ("norm", "norms"), ("layernorm", "norms"), ("gate_inp", "router"), ("exp_probs", "router"),
     ("experts", "experts"), ("_exps", "experts"), ("_shexp", "experts"), ("mlp.gate.", "router"),
-    ("moe.gate.", "router"), ("mlp.router.", "router"), ("attn", "attention"), ("mlp", "mlp"),
-    ("ffn", "mlp"), ("output.weight", "head"),
+    ("moe.gate.", "router"), ("feed_forward.gate.", "router"), ("expert_bias", "router"), ("moe.router.", "router"),
+    ("mlp.router.", "router"), ("block_sparse_moe.", "experts"), ("linear_attn", "states"), (".mamba.", "states"),
+    (".conv.", "states"), ("ssm_", "states"), ("shortconv", "states"), ("attn", "attention"), ("mlp", "mlp"),
+    ("ffn", "mlp"), ("feed_forward", "mlp"), ("output.weight", "head"),
 )  # fmt: skip
-ORDER = ("embedding", "head", "attention", "mlp", "router", "experts", "norms", "positions", "other")
+ORDER = ("embedding", "head", "attention", "states", "mlp", "router", "experts", "norms", "positions", "other")
 EXPONENTS = "|exponents"  # behind such a name: by what channels were balanced, which is no parameter
 INPUT_ORDER = "|order"  # likewise: in which order a weight has its inputs
 PACKED = "packed:"  # what `diptych quantize` writes before the names of the tensors that it packed together
