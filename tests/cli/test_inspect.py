@@ -148,6 +148,9 @@ HOLDERS: dict[str, Callable[[Path], Path]] = {
         choose=lambda name: "F16" if "token" in name else "Q6_K" if "ffn_up" in name else "Q4_K",
     ),
     "of diptych quantize": lambda folder: quantised_folder(folder),
+    "a delta rule": lambda folder: make_checkpoint("qwen3_next", folder, dtype=torch.bfloat16),
+    "Mamba-2": lambda folder: make_checkpoint("granitemoehybrid", folder, dtype=torch.bfloat16),
+    "convolutions": lambda folder: make_checkpoint("lfm2", folder, dtype=torch.bfloat16),
 }  # fmt: skip
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from diptych.compute.decoder_loader import load_decoder
 from diptych.compute.ops.contract import LinearParts, WeightTensor
 from diptych.compute.ops.cpu_handles import LinearHandle, TableHandle, is_table_too
@@ -90,6 +92,10 @@ class _Measure(CpuLoader):
     def _vector(self, tensor: WeightTensor, offset: float = 0.0, *, rows: slice = slice(None)) -> int:
         del offset
         self.nbytes[VECTORS] += 4 * len(range(*rows.indices(math.prod(tensor.shape))))
+        return 0
+
+    def _add_vector(self, values: torch.Tensor) -> int:
+        self.nbytes[VECTORS] += 4 * values.numel()
         return 0
 
     def _add(self, shape: Any, *args: Any) -> tuple[int, bool]:

@@ -271,7 +271,7 @@ def _host(config: ComputeConfig, profile: dict[str, Any]) -> dict[str, float]:
     """What the scheduler, the executor and the sampler add to a step where a profile is known.
 
     What a step reads of weights pushes out of the caches what the host reads: on a Zen 4 with 32 MiB a step of one sequence
-    takes 45 us beside its kernels over 14 MB of weights, 75 over 22 and 200 over 240. So it is asked beside weights that a
+    takes 45 us beside its kernels over 14 MB of weights, 70 over 22 and 200 over 240. So it is asked beside weights that a
     last-level cache just holds, and beside such as it does not.
     """
     with _ladder(HOST_MODEL, config, profile) as (ladder, predictor):

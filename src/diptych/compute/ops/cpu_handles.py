@@ -184,10 +184,10 @@ def rule_handle(
     def of_channels(tensor: WeightTensor) -> int:
         by_channel = read(tensor).view(state.n_channels, -1)
         parts = [by_channel[begin:end] for begin, end in rows]
-        return add(torch.cat([by_channel[:0], *parts]).T.reshape(-1).contiguous())
+        return add(torch.cat([by_channel[:0], *parts]).T.reshape(-1))
 
     def of_heads(tensor: WeightTensor | None) -> int:
-        return -1 if tensor is None else add(read(tensor)[mine].contiguous())
+        return -1 if tensor is None else add(read(tensor)[mine])
 
     return RuleHandle(
         shape=own and state_shape(state, own, scale=spec.scale, norm_eps=spec.norm_eps),
@@ -196,7 +196,7 @@ def rule_handle(
         decay=of_heads(rule.decay),
         shift=of_heads(rule.shift),
         skip=of_heads(rule.skip),
-        norm=-1 if rule.norm is None else add(read(rule.norm.weight).contiguous()),
+        norm=-1 if rule.norm is None else add(read(rule.norm.weight)),
     )
 
 

@@ -164,7 +164,10 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         return tensor.read().detach().to(torch.float32).reshape(-1) + offset
 
     def _vector(self, tensor: WeightTensor, offset: float = 0.0, *, rows: slice = slice(None)) -> int:
-        return int(self.program.add_vector(self._values(tensor, offset)[rows].contiguous()))
+        return self._add_vector(self._values(tensor, offset)[rows])
+
+    def _add_vector(self, values: torch.Tensor) -> int:
+        return int(self.program.add_vector(values.contiguous()))
 
     def number(self, tensor: WeightTensor) -> float:
         """Becomes a part of the program."""
@@ -264,7 +267,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         """Of a rank, the numbers of its heads. Ranks share whole key heads, as they share those of keys and values."""
         own = self.rank.heads(spec.n_heads, spec.n_kv_heads)
         self._heads[spec.layer] = spec, own
-        handle = rule_handle(spec, rule, own, lambda tensor: self._values(tensor), self.program.add_vector)
+        handle = rule_handle(spec, rule, own, self._values, self._add_vector)
         return AttentionHandle(spec=spec, own=own, shape=None, rope=None, q_norm=None, k_norm=None, rule=handle)
 
     def _rope(self, rope: RopeSpec | None) -> int | None:
