@@ -399,9 +399,10 @@ void bind_operations(nb::class_<Program>& program) {
         p.record(Category::embed, TiedEmbedOp{head, x, scale, first, vocab.value_or(p.linear_at(head).shape.n), {positions, first_position}});
       }, nb::arg("head"), nb::arg("x"), nb::arg("scale"), nb::arg("first") = 0, nb::arg("vocab").none() = nb::none(), nb::arg("positions") = -1,
          nb::arg("first_position") = 0)
-      .def("norm", [](Program& p, int x, int weight, float eps, int out, int bias, bool is_centred) {
-        p.record(Category::norm, NormOp{x, weight, eps, out, bias, is_centred});
-      }, nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("out"), nb::arg("bias") = -1, nb::arg("is_centred") = false)
+      .def("norm", [](Program& p, int x, int weight, float eps, int out, int bias, bool is_centred, int64_t parts) {
+        if (parts < 1 || p.buffer_width(x) % parts != 0 || (parts > 1 && (bias != -1 || is_centred))) throw std::invalid_argument("equal parts of a row are normed without a bias and a mean");
+        p.record(Category::norm, NormOp{x, weight, eps, out, bias, is_centred, parts});
+      }, nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("out"), nb::arg("bias") = -1, nb::arg("is_centred") = false, nb::arg("parts") = 1)
       .def("add_norm", [](Program& p, int y, int weight, float eps, int x, float scale) { p.record(Category::norm, AddNormOp{y, weight, eps, x, scale}); },
            nb::arg("y"), nb::arg("weight"), nb::arg("eps"), nb::arg("x"), nb::arg("scale") = 1.0f)
       .def("add", [](Program& p, int y, int x, int gate, float scale) { p.record(Category::norm, AddOp{y, x, gate, scale}); }, nb::arg("y"), nb::arg("x"),
@@ -452,7 +453,7 @@ void bind_operations(nb::class_<Program>& program) {
       .def("moe", [](Program& p, int router, int router_rows, int scores, std::vector<int> gate_up, std::vector<int> down, int rows,
                      std::optional<int> hidden, int hidden_rows, int expanded, int out, int64_t top_k, bool renormalises, const std::string& activation,
                      bool scores_by_sigmoid, int choice_bias, std::array<int64_t, 3> groups, float routed_scale, std::optional<int> wide,
-                     std::array<float, 3> gate, bool weighs_input, int64_t hidden_column, int64_t column, std::vector<int> up, int up_rows, int scales) {
+                     std::array<float, 3> gate, bool weighs_input, int64_t hidden_column, int64_t column, std::vector<int> up, int up_rows, int scales, const std::string& curve) {
         MoeOp op{};
         op.up = std::move(up), op.up_rows = up_rows;
         op.hidden_column = hidden_column, op.column = column;
@@ -464,7 +465,9 @@ void bind_operations(nb::class_<Program>& program) {
         op.scores_by_sigmoid = scores_by_sigmoid, op.choice_bias = choice_bias, op.scales = scales, op.routed_scale = routed_scale;
         op.n_groups = groups[0], op.groups_per_token = groups[1], op.group_best = groups[2];
         if (wide) op.joins_apart = true, op.wide = *wide, op.gate = {gate[0], gate[1], gate[2]};
-        if (weighs_input && !wide) throw std::invalid_argument("experts that weigh their input join gate and up apart");
+        if (!curve.empty()) op.is_gated = false, op.curve = curve_of(curve);
+        if ((weighs_input && (!wide || !op.is_gated)) || (!op.is_gated && !wide)) throw std::invalid_argument("experts that weigh their input join gate and up apart, and those without a gate have no other way");
+        if (op.curve == Curve::xielu || op.curve == Curve::clip) throw std::invalid_argument("experts have no curve " + curve);
         op.weighs_input = weighs_input;
         const int64_t experts = static_cast<int64_t>(op.down.size());
         if (op.n_groups < 1 || experts % op.n_groups != 0 || op.groups_per_token < 1 || op.groups_per_token > op.n_groups || op.group_best < 1 || op.group_best > kMostGroupBest || op.group_best > experts / op.n_groups ||
@@ -476,7 +479,7 @@ void bind_operations(nb::class_<Program>& program) {
          nb::arg("hidden_rows"), nb::arg("expanded"), nb::arg("out"), nb::arg("top_k"), nb::arg("renormalises"), nb::arg("activation"),
          nb::arg("scores_by_sigmoid") = false, nb::arg("choice_bias") = -1, nb::arg("groups") = std::array<int64_t, 3>{1, 1, 1}, nb::arg("routed_scale") = 1.0f,
          nb::arg("wide").none() = nb::none(), nb::arg("gate") = std::array<float, 3>{1.0f, 0.0f, 0.0f}, nb::arg("weighs_input") = false, nb::arg("hidden_column") = 0, nb::arg("column") = 0,
-         nb::arg("up") = std::vector<int>{}, nb::arg("up_rows") = -1, nb::arg("scales") = -1)
+         nb::arg("up") = std::vector<int>{}, nb::arg("up_rows") = -1, nb::arg("scales") = -1, nb::arg("curve") = "")
       .def("input", [](Program& p, int x) { p.record(Category::embed, InputOp{x}); })
       .def("tap", [](Program& p, int x, int number) { p.record(Category::norm, TapOp{x, number}); })
       .def("head", [](Program& p, int x, std::optional<int> norm, float eps, int rows, int weight, float scale, std::optional<float> softcap, int bias,

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <cstdint>
 #include <initializer_list>
 #include <optional>
 #include <stdexcept>
@@ -36,6 +37,7 @@ Kind named(const char* what, const std::string& name, std::initializer_list<std:
   throw std::invalid_argument("unknown " + std::string(what) + " " + name);
 }
 
+enum class Curve : int32_t;
 class Program;
 struct Step;
 
@@ -44,6 +46,7 @@ using States = std::optional<std::tuple<I32, I32, I32Table>>;
 
 void bind_kv(nb::module_& m);       // module_kv.cpp
 void bind_streams(nb::class_<Program>& program);  // module_streams.cpp
+Curve curve_of(const std::string& activation);
 void bind_states(nb::module_& m, nb::class_<Program>& program);  // module_states.cpp
 void add_states(Step& step, const States& states);
 void bind_machine(nb::module_& m);  // module_machine.cpp

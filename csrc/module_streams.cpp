@@ -23,6 +23,11 @@ void require_equal(const Program& p, int x, int y) {
 
 }  // namespace
 
+Curve curve_of(const std::string& activation) {
+  return named<Curve>("activation", activation, {{"silu", Curve::silu}, {"gelu_tanh", Curve::gelu_tanh}, {"gelu", Curve::gelu}, {"relu", Curve::relu},
+                                                 {"squared_relu", Curve::squared_relu}, {"clip", Curve::clip}, {"xielu", Curve::xielu}});
+}
+
 void bind_streams(nb::class_<Program>& program) {
   program
       .def("weigh", [](Program& p, int x, int weight, int out) {
@@ -36,10 +41,7 @@ void bind_streams(nb::class_<Program>& program) {
       }, nb::arg("x"), nb::arg("out"), nb::arg("cutoff"), nb::arg("activation"))
       .def("curve", [](Program& p, int x, int out, const std::string& activation, std::array<float, kCurveNumbers> numbers) {
         require_equal(p, x, out);
-        const Curve curve = named<Curve>("activation", activation, {{"silu", Curve::silu}, {"gelu_tanh", Curve::gelu_tanh}, {"gelu", Curve::gelu},
-                                                                    {"relu", Curve::relu}, {"squared_relu", Curve::squared_relu}, {"clip", Curve::clip},
-                                                                    {"xielu", Curve::xielu}});
-        p.record(Category::gate_up, CurveOp{x, out, curve, numbers});
+        p.record(Category::gate_up, CurveOp{x, out, curve_of(activation), numbers});
       }, nb::arg("x"), nb::arg("out"), nb::arg("activation"), nb::arg("numbers") = std::array<float, kCurveNumbers>{})
       .def("branch", [](Program& p, int x, int out, float scale) {
         require_equal(p, x, out);

@@ -97,7 +97,8 @@ struct TiedEmbedOp {                                          // rows of a packe
   int64_t first, vocab;
   LearnedPositions positions;
 };
-struct NormOp { int x, weight; float eps; int out; int bias = -1; bool is_centred = false; };  // out: rows or f32; bias -1: none
+struct NormOp { int x, weight; float eps; int out; int bias = -1; bool is_centred = false; int64_t parts = 1; };  // out: rows or f32; bias -1: none;
+                                                              // parts of a row are normed each by itself
 struct AddNormOp { int y, weight; float eps; int x; float scale = 1.0f; };  // x += scale * norm(y)
 struct AddOp { int y, x; int gate = -1; float scale = 1.0f; };  // x += scale * y, or sigmoid(gate) y where gate [T, 1] is not -1
 struct PrepareOp { int x, rows; };                            // x: f32 or bf16
@@ -122,9 +123,11 @@ struct MoeOp {
   int choice_bias = -1;                      // a vector [E] added to the scores for the choice, or -1
   int64_t n_groups = 1, groups_per_token = 1, group_best = 1;  // experts of the best groups only, by the sum of their best
   float routed_scale = 1.0f;
-  bool joins_apart = false;                  // gate_up is plain, [T * k, 2F] in `wide`, whose halves are joined by themselves as `gate` says
+  bool joins_apart = false;                  // gate_up is plain, [T * k, 2F] in `wide`, whose halves are joined by themselves as `gate` says,
+  bool is_gated = true;                      // or it is up alone, [T * k, F], which goes through `curve`
   int wide = -1;
   GateForm gate;
+  Curve curve = Curve::silu;
   bool weighs_input = false;                 // an expert's input is multiplied by its weight, not its output; of those that join apart
   int64_t hidden_column = 0, column = 0;     // where the outputs of gate_up and down begin
 };

@@ -123,7 +123,8 @@ void Program::Run::gate_experts(const MoeOp& op, size_t index, int thread, int t
     for (int64_t choice = part.begin; choice < part.end; ++choice) {
       const int64_t i = program.routing_.expanded_rows[choice];
       const float scale = op.weighs_input ? program.routing_.expert_weights[choice] : 1.0f;  // of the input: products are linear
-      kernels.gate_row(from.f32() + i * from.width, from.width / 2, scale, op.gate, row);
+      if (op.is_gated) kernels.gate_row(from.f32() + i * from.width, from.width / 2, scale, op.gate, row);
+      else kernels.curve_row(from.f32() + i * from.width, from.width, op.curve, nullptr, row);
       prepare_row(set, rows, i, row);
     }
   } else {

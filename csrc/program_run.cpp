@@ -87,7 +87,11 @@ void Program::Run::run(const NormOp& op, size_t, int thread, int threads) const 
   const Range part = part_of_rows(out, step.n_tokens, thread, threads);
   for (int64_t t = part.begin; t < part.end; ++t) {
     float* target = out.kind == BufferKind::rows ? row : out.f32() + t * out.width;
-    norm(x.f32() + t * x.width, op.weight, op.bias, op.is_centred, x.width, op.eps, target);
+    const float* from = x.f32() + t * x.width;
+    const int64_t width = x.width / op.parts;
+    if (op.parts == 1) norm(from, op.weight, op.bias, op.is_centred, width, op.eps, target);
+    else
+      for (int64_t at = 0; at < x.width; at += width) kernels.rms_norm_row(from + at, vector(op.weight) + at, width, op.eps, target + at);
     if (out.kind == BufferKind::rows) prepare_row(set, out.rows, t, row);
   }
 }

@@ -71,6 +71,16 @@ STATES = ["linear_attention", "full_attention", "linear_attention", "linear_atte
 CONVOLUTIONS = ["conv", "full_attention", "conv", "conv"]
 MAMBA = {"num_hidden_layers": 4, "layer_types": STATES, "mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 24,
          "mamba_d_conv": 4, "mamba_expand": 2, "shared_intermediate_size": 48}  # fmt: skip
+BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+NEMOTRON_H = {"head_dim": 24, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 4, "ssm_state_size": 24,
+              "layer_norm_epsilon": 1e-5}  # fmt: skip
+
+
+def blocks(pattern: str) -> list[str]:
+    """Nemotron-H's names of its blocks, from the letters that its older files have."""
+    return [BLOCKS[letter] for letter in pattern]
+
+
 # what other families have beside that: their tests look at one cut of the work, as the walk is the same
 MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {"head_dim": 24}),
@@ -330,6 +340,18 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "BambaForCausalLM",
         {**{key: value for key, value in MAMBA.items() if key not in ("layer_types", "shared_intermediate_size")},
          "attn_layer_indices": [1]},
+    ),
+    # Mamba-2 normed by group, attention and MLPs as blocks of their own, some of them without an MLP behind; with experts
+    "nemotron_h": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {**NEMOTRON_H, "layers_block_type": blocks("M-M*-MM-")},
+    ),
+    "nemotron-3": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {**NEMOTRON_H, "layers_block_type": blocks("MEM*EME"), "n_routed_experts": 6, "num_experts_per_tok": 3,
+         "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 2.5},
     ),
     # short convolutions in three layers of four, dense and with experts behind the first
     "lfm2": (

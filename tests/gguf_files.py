@@ -37,6 +37,7 @@ ARCHITECTURES = {
     "hunyuan_v1_dense": "hunyuan-dense", "gpt2": "gpt2", "gpt_bigcode": "starcoder", "gpt_neox": "gptneox",
     "phi": "phi2", "falcon": "falcon", "falcon-40b": "falcon", "olmo": "olmo", "minimax_m2": "minimax-m2",
     "granitemoehybrid": "granitehybrid", "granite-h-dense": "granitehybrid", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
+    "nemotron_h": "nemotron_h", "nemotron-3": "nemotron_h_moe",
     "hunyuan_v1_moe": "hunyuan-moe", "qwen3_next": "qwen3next", "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe",
 }  # fmt: skip
 EVERY_SECOND = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
@@ -126,7 +127,8 @@ def write_gguf(
     None: without it. called: the architecture, where it is not the model's own.
     """
     config = model.config
-    name = called or ARCHITECTURES[config.model_type.removesuffix("_text")]
+    is_nemotron_3 = "moe" in getattr(config, "layers_block_type", ())
+    name = called or ARCHITECTURES["nemotron-3" if is_nemotron_3 else config.model_type.removesuffix("_text")]
     out = gguf.GGUFWriter(str(path), name, **writer)
     write_metadata(out, config)
     if add_words is None:
@@ -313,7 +315,8 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
         write_streams(out, config)
     write_scales(out, config)
     write_states(out, config)
-    if getattr(config, "num_experts_per_tok", None) and getattr(config, "num_local_experts", None) != 0:
+    is_dense = getattr(config, "num_local_experts", None) == 0 or "moe" not in getattr(config, "layers_block_type", "moe")
+    if getattr(config, "num_experts_per_tok", None) and not is_dense:
         write_experts(out, config)
 
 
@@ -425,6 +428,8 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
             values = by_site(values, config, n_kv)
         for new, old in SAVED_AS.items():  # what transformers calls it in a file
             name = name.replace(new, old)
+        if config.model_type == "nemotron_h":
+            name = name.replace("model.", "backbone.", 1)
         if name.endswith(("q_proj.weight", "q_proj.bias")) and is_permuted(config):
             values = permuted(values, config.num_attention_heads)
         if name.endswith(("k_proj.weight", "k_proj.bias")) and is_permuted(config):
@@ -519,6 +524,7 @@ def is_permuted(config: Any) -> bool:
         "granite",
         "granitemoe",
         "granitemoehybrid",
+        "nemotron_h",
         "internlm3",
         "ministral3",
         "arcee",

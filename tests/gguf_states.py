@@ -14,6 +14,8 @@ def write_states(out: gguf.GGUFWriter, config: Any) -> None:
         write_delta(out, config)
     if hasattr(config, "mamba_n_heads"):
         write_mamba(out, config)
+    if hasattr(config, "layers_block_type"):
+        write_blocks(out, config)
     if hasattr(config, "conv_L_cache"):
         out.add_shortconv_l_cache(config.conv_L_cache)
 
@@ -24,6 +26,8 @@ def tensors_with_states(name: str, values: torch.Tensor, config: Any) -> dict[st
         return states_of(name, values, config)
     if ".mamba." in name:
         return mamba_of(name, values)
+    if ".mixer." in name:
+        return mixer_of(name, values, config)
     if ".shared_mlp." in name and config.model_type == "granitemoehybrid":
         return shared_of(name, values, config)
     if "feed_forward.expert" in name and config.model_type == "lfm2_moe":
@@ -48,6 +52,44 @@ def write_mamba(out: gguf.GGUFWriter, config: Any) -> None:
     out.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
     out.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
     out.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+
+
+def write_blocks(out: gguf.GGUFWriter, config: Any) -> None:
+    """What Nemotron-H's blocks are, by their KV heads and inner widths."""
+    kinds, has_experts = config.layers_block_type, "moe" in config.layers_block_type
+    mlp, width = ("moe", config.moe_intermediate_size) if has_experts else ("mlp", config.intermediate_size)
+    for key in ("attention.head_count_kv", "feed_forward_length", "expert_count"):
+        out.kv_data[0].pop(f"{out.arch}.{key}", None)
+    out.add_head_count_kv([config.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds])
+    out.add_feed_forward_length([width if kind == mlp else 0 for kind in kinds])
+    out.add_ssm_conv_kernel(config.conv_kernel)
+    out.add_ssm_state_size(config.ssm_state_size)
+    out.add_ssm_group_count(config.n_groups)
+    out.add_ssm_time_step_rank(config.mamba_num_heads)
+    out.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
+    out.add_rope_scaling_finetuned(False)
+    if has_experts:
+        out.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+        out.add_expert_shared_count(config.n_shared_experts)
+        out.add_expert_weights_norm(config.norm_topk_prob)
+        out.add_expert_weights_scale(config.routed_scaling_factor)
+        out.add_expert_group_count(config.n_group)
+        if config.moe_latent_size is not None:
+            out.add_moe_latent_size(config.moe_latent_size)
+
+
+def mixer_of(name: str, values: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
+    """A tensor of Nemotron-H in the words of the converter."""
+    root, _, part = name.partition("mixer.")
+    if part in ("experts.up_proj", "experts.down_proj"):
+        return {f"{root.replace('backbone.', 'model.')}mlp.{part}.weight": values}
+    if part == "gate.e_score_correction_bias":
+        return {f"{root}mixer.gate.e_score_correction.bias": values}
+    if part == "norm.weight":
+        return {name: values.view(config.n_groups, -1)}
+    if part == "dt_bias" and "moe" in config.layers_block_type:
+        return {f"{root}mixer.dt.bias": values}
+    return mamba_of(name, values)
 
 
 def mamba_of(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:

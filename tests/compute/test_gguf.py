@@ -208,6 +208,9 @@ def test_pairs_that_gemma_4_does_not_turn_come_last(freqs: list[float], tmp_path
         ("llama", {"nextn_predict_layers": 3}, "3 blocks, of which 3 draft"),
         ("llama", {"attention.key_length": 0}, "are 0 wide"),  # was a division by zero
         ("granitemoehybrid", {"embedding_length": 0}, "hidden_size in .* is 0"),  # likewise
+        ("nemotron_h", {"feed_forward_length": [0, 96]}, "feed_forward_length in .* must hold 8 whole numbers"),
+        ("nemotron_h", {"feed_forward_length": None}, "feed_forward_length in .* must hold 8 whole numbers"),
+        ("nemotron_h", {"ssm.group_count": 3}, "each must be at least 1 and divide the next"),
     ],
 )
 def test_metadata_that_change_the_mathematics_are_refused(
@@ -371,7 +374,7 @@ def test_value_heads_of_states_come_in_order_out_of_any_blocks(family: str, kind
     ("family", "weights"),
     [("llama", "bf16"), ("llama", "int8"), ("llama", "int4"), ("deepseek_v2", "bf16"), ("gpt_oss", "int8"),
      ("granitemoe", "bf16"), ("qwen3_next", "bf16"), ("qwen3_5_moe", "int8"), ("granitemoehybrid", "bf16"),
-     ("lfm2_moe", "int8")],
+     ("lfm2_moe", "int8"), ("nemotron-3", "int8")],
 )  # fmt: skip
 def test_a_bf16_file_has_the_bits_of_the_checkpoint(family: str, weights: str, tmp_path: Path) -> None:
     """The two containers hold the same numbers, so nothing after the reader may tell them apart."""

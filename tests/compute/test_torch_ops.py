@@ -237,8 +237,9 @@ def test_linears_and_norms(n_tokens: int, activation: Activation, has_bias: bool
         {"n_groups": 3, "groups_per_token": 2, "group_best": 2, "scores": Scores.SIGMOID, "has_choice_bias": True},
         {"activation": Activation.CLAMPED},
         {"scores": Scores.SIGMOID, "weighs_input": True},
+        {"activation": Activation.SQUARED_RELU, "is_gated": False},
     ],
-    ids=["plain", "renormalised", "groups", "V3", "clamped", "Llama 4"],
+    ids=["plain", "renormalised", "groups", "V3", "clamped", "Llama 4", "Nemotron 3"],
 )
 @pytest.mark.parametrize("n_tokens", [1, 9])
 def test_experts(n_tokens: int, routing: dict[str, Any], dtype: torch.dtype) -> None:
@@ -246,7 +247,7 @@ def test_experts(n_tokens: int, routing: dict[str, Any], dtype: torch.dtype) -> 
     ops, _, _ = make_ops(EdgeShape(name="any", sequences=((0, n_tokens),)), dtype)
     spec = MoeSpec(**{"n_experts": 6, "experts_per_token": 2, "expert_ffn": 12, **routing})
     router = noise(6, 16, seed=20).to(dtype)
-    gate_up = [noise(24, 16, seed=30 + e, scale=0.25).to(dtype) for e in range(6)]
+    gate_up = [noise(12 * (spec.n_products - 1), 16, seed=30 + e, scale=0.25).to(dtype) for e in range(6)]
     down = [noise(16, 12, seed=40 + e, scale=0.25).to(dtype) for e in range(6)]
     bias = noise(6, seed=45) if spec.has_choice_bias else None
     handle = TorchLoader(CPU, dtype).experts(
@@ -255,7 +256,7 @@ def test_experts(n_tokens: int, routing: dict[str, Any], dtype: torch.dtype) -> 
         choice_bias=None if bias is None else Memory("bias", bias),
         experts=tuple(
             ExpertParts(
-                gate_up=LinearParts(weights=(Memory("a", gate_up[e][:12]), Memory("b", gate_up[e][12:]))),
+                gate_up=LinearParts(weights=tuple(Memory("a", one) for one in gate_up[e].split(12))),
                 down=LinearParts(weights=(Memory("c", down[e]),)),
             )
             for e in range(6)

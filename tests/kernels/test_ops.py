@@ -314,6 +314,23 @@ def test_centred_norm_of_rows(isa: str, width: int, has_bias: bool) -> None:
     torch.testing.assert_close(bench.run(out, width), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize(("width", "parts"), [(96, 4), (51, 3), (640, 2)])
+def test_norm_of_parts_of_rows(isa: str, width: int, parts: int) -> None:
+    """Each by itself: by one norm over all of them a loud group of Mamba-2's heads would take the others' voice."""
+    x, weight = noise(5, width, seed=1), noise(width, seed=2)
+    x[:, : width // parts] *= 30
+    bench = Bench(isa, x)
+    out = bench.program.add_f32(width)
+    bench.program.norm(bench.x, bench.program.add_vector(weight), 1e-5, out, parts=parts)
+    expected = torch.cat(
+        [reference.rms_norm(one, w, eps=1e-5) for one, w in zip(x.chunk(parts, 1), weight.chunk(parts), strict=True)], dim=1
+    )
+    torch.testing.assert_close(bench.run(out, width), expected, atol=1e-5, rtol=0)
+    for wrong in ({"parts": 7}, {"parts": 0}, {"parts": parts, "is_centred": True}, {"parts": parts, "bias": 0}):
+        with pytest.raises(ValueError, match="equal parts of a row"):
+            bench.program.norm(bench.x, 0, 1e-5, out, **wrong)
+
+
 def test_gated_sum_of_rows(isa: str) -> None:
     """Qwen2-MoE's shared experts come by a sigmoid of each token's own."""
     x = noise(5, 37, seed=1)
@@ -333,19 +350,23 @@ ROUTINGS: dict[str, dict[str, Any]] = {
     "ERNIE": {"renormalises": True, "has_choice_bias": True},
     "Llama 4": {"activation": Activation.SILU, "scores": Scores.SIGMOID, "weighs_input": True},
     "sigmoid, bias": {"scores": Scores.SIGMOID, "has_choice_bias": True, "routed_scale": 0.5},
+    "Nemotron 3": {"activation": Activation.SQUARED_RELU, "is_gated": False, "scores": Scores.SIGMOID, "renormalises": True},
 }
 
 
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
 def test_experts_of_groups_and_clamped_gates(isa: str, weights: str, routing: dict[str, Any]) -> None:
-    """DeepSeek's groups, scores and bias for the choice; gates that are joined apart: gpt-oss's and Llama 4's."""
+    """DeepSeek's groups, scores and bias for the choice; inner values that an operation of its own makes: gates of gpt-oss and
+    Llama 4, no gates of Nemotron 3.
+    """
     sizes = {"n_experts": 8, "experts_per_token": 3, "expert_ffn": 48}
     spec = MoeSpec(**{"activation": Activation.CLAMPED, **sizes, **routing})
     n, ffn, hidden, top_k = spec.n_experts, spec.expert_ffn, 64, spec.experts_per_token
     x = rounded(noise(9, hidden, seed=1))
     router = rounded(noise(n, hidden, seed=2, scale=2 * hidden**-0.5))
-    gate_up = [rounded(noise(2 * ffn, hidden, seed=3 + e, scale=4 * hidden**-0.5)) for e in range(n)]
+    width = (spec.n_products - 1) * ffn
+    gate_up = [rounded(noise(width, hidden, seed=3 + e, scale=4 * hidden**-0.5)) for e in range(n)]
     down = [rounded(noise(hidden, ffn, seed=30 + e, scale=0.02 * ffn**-0.5)) for e in range(n)]
     bias = noise(n, seed=50, scale=0.5) if spec.has_choice_bias else None
     bench = Bench(isa, x)
@@ -365,7 +386,8 @@ def test_experts_of_groups_and_clamped_gates(isa: str, weights: str, routing: di
         out=out, top_k=top_k, renormalises=spec.renormalises, activation="silu",
         scores_by_sigmoid=spec.scores is Scores.SIGMOID, choice_bias=-1 if bias is None else program.add_vector(bias),
         groups=(spec.n_groups, spec.groups_per_token, spec.group_best), routed_scale=spec.routed_scale,
-        wide=program.add_f32(2 * ffn, top_k), weighs_input=spec.weighs_input,
+        wide=program.add_f32(width, top_k), weighs_input=spec.weighs_input,
+        curve="" if spec.is_gated else spec.activation.value,
         gate=CLAMPED_GATE if spec.activation is Activation.CLAMPED else PLAIN_GATE,
     )  # fmt: skip
     check("experts", bench.run(out, hidden), reference.experts(x, router, gate_up, down, spec, bias))
@@ -547,6 +569,9 @@ def test_rows_in_pairs_are_refused_where_rows_come_by_a_list() -> None:
         ):
             record(**good | wrong)
         record(**good)
+    for wrong in ({"curve": "squared_relu"}, {"curve": "xielu", "wide": wide}, {"curve": "cube", "wide": wide}):
+        with pytest.raises(ValueError, match=r"without a gate|curve xielu|activation cube"):
+            program.moe(**experts | wrong)
     linear = {"category": "qkv", "weight": weight, "rows": pairs}
     with pytest.raises(ValueError, match="cannot be an operation's output"):
         program.linear(**linear, out=pairs, store="bf16")

@@ -106,6 +106,11 @@ MORE: dict[str, dict[str, Any]] = {
         **MAMBA,
     },
     "bamba": {"attn_layer_indices": [1, 3], **MAMBA},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "linear_attention"],
+        "num_hidden_layers": 6, "mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 12,
+        "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 40, "moe_latent_size": 24, **EXPERTS,
+    },
     "lfm2": {"layer_types": CONVOLUTIONS, "conv_L_cache": 4, "block_multiple_of": 16},
     "lfm2_moe": {"layer_types": CONVOLUTIONS, "num_experts": 4, "num_dense_layers": 1, **EXPERTS},
     "qwen3_5_text": {"layer_types": ["full_attention", "linear_attention"] * 2, **DELTA},
@@ -218,7 +223,7 @@ def test_every_number_is_that_of_transformers(family: Family, fields: str) -> No
     config = config_of(family, **given)
     spec = read(family, given)
     assert parameter_count(spec) == counted(config)
-    assert (spec.hidden, spec.vocab_size, spec.n_layers) == (
+    assert (spec.hidden, spec.vocab_size, spec.n_blocks) == (
         config.hidden_size, config.vocab_size, config.num_hidden_layers)  # fmt: skip
     assert spec.n_heads == config.num_attention_heads
     assert spec.is_tied == config.tie_word_embeddings
@@ -245,6 +250,8 @@ def test_every_number_is_that_of_transformers(family: Family, fields: str) -> No
 def windows_of(config: Any) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or None
     types = getattr(config, "layer_types", None)
+    if hasattr(config, "layers_block_type"):  # blocks, of which MLPs are a part of the layer before them
+        types = [kind for kind in types if kind not in ("mlp", "moe")]
     if types is None:
         return (window,) * config.num_hidden_layers
     return tuple(None if kind == "full_attention" else window for kind in types)

@@ -25,7 +25,7 @@ from diptych.models.gguf import load_gguf_spec
 from diptych.models.gguf_architectures import ARCHITECTURES
 from diptych.models.read import family_of, load_model_file, read_model, refuse_unrun
 from diptych.models.refused import IN_GGUF, MISSING, reason_for
-from diptych.models.spec import ModelSpec, QkNorm, QueryScale
+from diptych.models.spec import ModelSpec, Norms, QkNorm, QueryScale
 
 SMALL: dict[str, Any] = {
     "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -215,6 +215,16 @@ def test_an_architecture_under_another_model_type_is_refused() -> None:
         ("bamba", {"attn_layer_indices": []}, "all 4 layers in config.json keep a state"),
         ("bamba", {"mamba_n_groups": 2}, "mamba_n_groups in config.json is 2"),
         ("bamba", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act in config.json is 'gelu_pytorch_tanh'; layers with a"),
+        *(("nemotron_h", {"hybrid_override_pattern": pattern, "num_hidden_layers": None}, words) for pattern, words in (
+            ("-M*", "block 0 in config.json is an MLP with no attention or state right before it"),
+            ("M-E*", "block 2 in config.json is an MLP"), ("M|*-", "hybrid_override_pattern in config.json is 'M|\\*-'"),
+            (["M", "*"], "hybrid_override_pattern"), ("", "names 0 blocks"), ("M" * 4096, "names 4096 blocks"),
+            ("M-M-", "all 2 layers in config.json keep a state"))),
+        ("nemotron_h", {"hybrid_override_pattern": "M-*"}, "names 3 blocks; num_hidden_layers is 4"),
+        ("nemotron_h", {"layers_block_type": ["mamba", "moe", "attention", 3]}, "layers_block_type in config.json is"),
+        ("nemotron_h", {"layers_block_type": ["mamba", "mlp", "attention", "mlp"], "use_bias": True}, "use_bias"),
+        ("nemotron_h", {"n_shared_experts": 2}, "n_shared_experts in config.json is 2"),
+        ("nemotron_h", {"mamba_hidden_act": "relu"}, "mamba_hidden_act in config.json is 'relu'"),
         ("lfm2", {"block_ffn_dim_multiplier": 1e-9}, "intermediate_size in block_auto_adjust_ff_dim of .* is 0"),
         ("lfm2", {"block_ffn_dim_multiplier": 1e29}, "it must be at most 2097152"),
     ],
@@ -238,6 +248,22 @@ def test_the_steps_of_mamba_2_are_held_as_the_config_says(given: Any, limits: tu
     state = read("bamba", **STATES["bamba"], time_step_limit=given).layers[0].attention.state
     assert state is not None
     assert state.step_limits == limits
+
+
+def test_blocks_of_their_own_are_layers_of_both() -> None:
+    """By letters, by names, and by the names that older versions of transformers wrote."""
+    ways = [
+        {"hybrid_override_pattern": "M-M*-"},
+        {"layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"]},
+        {"layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp"]},
+    ]
+    specs = [read("nemotron_h", **way, num_hidden_layers=5, mamba_num_heads=8, mamba_head_dim=16) for way in ways]
+    assert specs[0] == specs[1] == specs[2]
+    spec = specs[0]
+    assert spec.blocks == ((0, 1), (2, None), (3, 4))
+    assert (spec.n_layers, spec.n_blocks, spec.state_layers, spec.kv_layers) == (3, 5, (0, 1), (2,))
+    assert [(layer.mlp is None, layer.norms) for layer in spec.layers] == [
+        (False, Norms.BEFORE), (True, Norms.ALONE), (False, Norms.BEFORE)]  # fmt: skip
 
 
 def test_keys_at_their_usual_value_are_no_obstacle() -> None:

@@ -122,6 +122,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
                 qkv=self.loader.linear(readers[0], role=self.role(Split.OUTPUTS, q=keys, k=keys, v=state.width)),
                 rates=None if parts.rates is None else self.loader.rates(readers[2]),
                 norm=None if behind is None else self.loader.norm(behind),
+                n_norms=state.n_norms,
                 norm_eps=self.spec.norm_eps,
             ),
             o=self.loader.linear(o, role=self.role(Split.INPUTS, o=self.spec.hidden)),

@@ -14,6 +14,8 @@ weight says so.
 
     norm, (gate_up,) = balance_norm(norm, (gate_up,), offset=0.0, share=NORM_SHARE)
     gate_up, down = balance_gated(gate_up, down)
+
+Without a gate a factor passes through max(x, 0) as it is and through its square as a square (`balance_curve`).
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ from dataclasses import replace
 import torch
 
 from diptych.compute.ops.contract import LinearParts, NormParts, WeightTensor
-from diptych.models.spec import AttentionLayer
+from diptych.models.spec import Activation, AttentionLayer
 
 # What of a channel's size stays in the weights; the rest goes to the activations. LAB.md, quality of the number formats.
 NORM_SHARE = 0.75
 HEAD_SHARE = 1.0  # the final norm and the head
 SHARE = 0.5  # up and down, v and o
+DEGREES = {Activation.RELU: 1, Activation.SQUARED_RELU: 2}  # f(m x) = m^degree f(x) for m > 0
 SAMPLES = 1024  # values that a mean is taken over; 256 give int4 5 % more divergence
 LARGEST_SHIFT = 24  # for a channel that one side ignores: the other side's numbers must not take levels from the rest
 
@@ -109,6 +112,15 @@ def balance_gated(gate_up: LinearParts, down: LinearParts) -> tuple[LinearParts,
     up = _mean_log2(gate_up.weights, axis=1)[ffn:]
     shifts = _shifts(up, _mean_log2(down.weights, axis=0), SHARE)
     return _scaled(gate_up, rows=torch.cat([torch.zeros(ffn), -shifts])), _scaled(down, columns=shifts)
+
+
+def balance_curve(up: LinearParts, down: LinearParts, activation: Activation) -> tuple[LinearParts, LinearParts]:
+    """Up and down of an MLP without a gate, where a factor before the curve is one behind it, to some power."""
+    degree = DEGREES.get(activation)
+    if degree is None:
+        return up, down
+    shifts = _shifts(_mean_log2(up.weights, axis=1), _mean_log2(down.weights, axis=0) / degree, SHARE)
+    return _scaled(up, rows=-shifts), _scaled(down, columns=degree * shifts)
 
 
 def balance_values(qkv: LinearParts, o: LinearParts, attention: AttentionLayer) -> tuple[LinearParts, LinearParts]:

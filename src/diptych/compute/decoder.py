@@ -28,6 +28,14 @@ class SharedExperts(Generic[Linear]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentExperts(Generic[Linear]):
+    """What takes the stream to a mixture's experts, and what they give back to it."""
+
+    down: Linear
+    up: Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ApartNorms(Generic[Vector]):
     """Norms of a mixture and shared experts that each have their own: before router and mixture, behind both."""
 
@@ -54,6 +62,7 @@ class StateWeights(Generic[Vector, Linear]):
     qkv: Linear
     rates: Linear | None
     norm: Vector | None
+    n_norms: int  # equal parts of what they give, each normed by itself
     norm_eps: float
 
 
@@ -88,7 +97,7 @@ class OwnEmbedding(Generic[Vector, Linear]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
-    """The handles of one layer: either dense or experts; a norm that the family lacks is None.
+    """The handles of one layer: dense, experts, or neither; a norm that the family lacks is None.
 
     is_parallel: attention and the dense MLP read the stream as it comes to the layer, by one norm or each by its own.
     gate: what the heads give is multiplied by, if anything, before o.
@@ -103,13 +112,14 @@ class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
     pre_mlp_norm: Vector | None
     post_mlp_norm: Vector | None
     dense: tuple[Linear, Linear] | None  # gate_up, down
-    is_gated: bool = True  # else the first of them is up alone
+    is_gated: bool = True  # of dense and of shared; else what comes first is up alone
     cutoff: float | None = None  # of the dense MLP's gate
     curve: tuple[float, ...] = ()  # numbers of the activation's own
     clip: float | None = None  # of q, k and v
-    experts: Experts | None
+    experts: Experts | None = None
     shared: SharedExperts[Linear] | None = None
     apart: ApartNorms[Vector] | None = None
+    latent: LatentExperts[Linear] | None = None
     is_parallel: bool = False
     scale: float = 1.0  # of the stream behind the layer
     branch: BranchWeights[Vector, Linear] | None = None
@@ -180,7 +190,7 @@ def run_layer(
     added_eps: float,
     own: int = 0,
 ) -> Stream:
-    """x + attention(x), then + mlp(x), each with the norms the layer has before and after it. added_eps: of those after.
+    """x + attention(x), then + mlp(x), if any, each with the norms the layer has before and after it. added_eps: of those after.
 
     own: the number of the stream that it computes in where it has a branch beside attention; x stays as it is then.
     """
@@ -191,25 +201,34 @@ def run_layer(
         # before anything is added to x, which both norms are of
         attended = run_attention(ops, h, weights)
         h = h if weights.pre_mlp_norm is None else ops.norm(x, weights.pre_mlp_norm, eps=eps)
-        beside = ops.linear_gate(h, gate_up) if weights.is_gated else ops.curve(h, gate_up, numbers=weights.curve)
+        beside = run_inner(ops, h, gate_up, weights)
         return ops.linear_add(beside, down, ops.linear_add(attended, weights.o, x))
     if weights.branch is None:
         x = add_normed(ops, x, run_attention(ops, h, weights), weights.o, weights.post_attention_norm, eps=added_eps)
     else:
         x = add_branched(ops, x, h, weights, weights.branch, eps=eps, number=own)
+    if weights.dense is None and weights.experts is None:
+        return x
     h = x if weights.pre_mlp_norm is None else ops.norm(x, weights.pre_mlp_norm, eps=eps)
-    if weights.dense is None:
-        assert weights.experts is not None
-        if weights.apart is not None:
-            return run_apart(ops, x, h, weights, weights.experts, weights.apart, eps=eps)
-        return run_experts(ops, h, weights.experts, weights.shared, x, weights.post_mlp_norm, eps=added_eps)
-    gate_up, down = weights.dense
-    cutoff = weights.cutoff
+    if weights.dense is not None:
+        gate_up, down = weights.dense
+        return add_normed(ops, x, run_inner(ops, h, gate_up, weights), down, weights.post_mlp_norm, eps=added_eps)
+    assert weights.experts is not None
+    if weights.apart is not None:
+        return run_apart(ops, x, h, weights, weights.experts, weights.apart, eps=eps)
+    return run_experts(ops, h, weights, weights.experts, x, eps=added_eps)
+
+
+def run_inner(
+    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+    h: Stream | Hidden,
+    first: Linear,
+    weights: LayerWeights[Vector, Linear, Heads, Experts],
+) -> Hidden:
+    """The inner values [T, F] of an MLP, by gate and up, or by up alone."""
     if not weights.is_gated:
-        gated = ops.curve(h, gate_up, numbers=weights.curve)
-    else:
-        gated = ops.linear_gate(h, gate_up) if cutoff is None else ops.sparse_gate(h, gate_up, cutoff=cutoff)
-    return add_normed(ops, x, gated, down, weights.post_mlp_norm, eps=added_eps)
+        return ops.curve(h, first, numbers=weights.curve)
+    return ops.linear_gate(h, first) if weights.cutoff is None else ops.sparse_gate(h, first, cutoff=weights.cutoff)
 
 
 def add_branched(
@@ -348,7 +367,7 @@ def run_attention(
         a = ops.attention(ops.rotate_and_cache(y, heads), heads)
     a = a if weights.gate is None else ops.gate_heads(h, weights.gate, a)
     if isinstance(qkv, StateWeights) and qkv.norm is not None:
-        return ops.norm(a, qkv.norm, eps=qkv.norm_eps)
+        return ops.norm(a, qkv.norm, eps=qkv.norm_eps, parts=qkv.n_norms)
     return a
 
 
@@ -371,20 +390,23 @@ def run_latents(
 def run_experts(
     ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
     h: Stream | Hidden,
+    weights: LayerWeights[Vector, Linear, Heads, Experts],
     experts: Experts,
-    shared: SharedExperts[Linear] | None,
     x: Stream,
-    norm: Vector | None,
     *,
     eps: float,
 ) -> Stream:
     """x + mixture(h), normed or not, + the shared experts of h, gated or not. All that reads h comes before x is written."""
-    if shared is None:
+    shared, norm, latent = weights.shared, weights.post_mlp_norm, weights.latent
+    gate = None if shared is None or shared.gate is None else ops.linear(h, shared.gate)
+    beside = None if shared is None else run_inner(ops, h, shared.gate_up, weights)
+    if latent is not None:
+        x = ops.linear_add(ops.experts(ops.linear(h, latent.down), experts, routed=h), latent.up, x)
+    else:
         mixture = ops.experts(h, experts)
-        return ops.add(x, mixture if norm is None else ops.norm(mixture, norm, eps=eps))
-    gate = None if shared.gate is None else ops.linear(h, shared.gate)
-    beside = ops.linear_gate(h, shared.gate_up)
-    x = ops.add(x, ops.experts(h, experts))
+        x = ops.add(x, mixture if norm is None else ops.norm(mixture, norm, eps=eps))
+    if shared is None or beside is None:
+        return x
     if gate is None:
         return ops.linear_add(beside, shared.down, x)
     return ops.add_gated(x, ops.linear(beside, shared.down), gate)
@@ -404,7 +426,7 @@ def run_apart(
     shared, behind = weights.shared, weights.post_mlp_norm
     assert shared is not None
     assert behind is not None
-    beside = ops.linear(ops.linear_gate(h, shared.gate_up), shared.down)
+    beside = ops.linear(run_inner(ops, h, shared.gate_up, weights), shared.down)
     y = ops.stream(ops.norm(beside, norms.behind_shared, eps=eps), 0)
     routed = ops.norm(x, norms.router, eps=eps)
     mixture = ops.experts(ops.norm(x, norms.mixture, eps=eps), experts, routed=routed)

@@ -6,10 +6,11 @@ import math
 from typing import Any
 
 from diptych.compute.attention_loader import HeadsLoader
-from diptych.compute.balance import HEAD_SHARE, balance_gated, balance_norm
+from diptych.compute.balance import HEAD_SHARE, balance_curve, balance_gated, balance_norm
 from diptych.compute.decoder import (
     ApartNorms,
     DecoderWeights,
+    LatentExperts,
     LayerWeights,
     SharedExperts,
 )
@@ -100,8 +101,10 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
     def load(self) -> LayerWeights[Vector, Linear, Heads, Experts]:
         """All of them: a dense MLP first, a mixture last."""
         mlp = self.parts.mlp
-        before, after, before_mlp, after_mlp = (self.norm_tensor(name) for name in self.names.norms[self.parts.norms])
-        dense = experts = shared = apart = None
+        of_attention, of_mlp = (self.names.norms[self.parts.norms][i : i + 2] for i in (0, 2))
+        before, after = (self.norm_tensor(name) for name in of_attention)
+        before_mlp, after_mlp = (self.norm_tensor(name, self.mlp_prefix) for name in of_mlp)
+        dense, of_mixture = None, dict[str, Any]()
         is_parallel = self.parts.norms.are_side_by_side
         if is_parallel and not isinstance(mlp, MlpSpec):
             raise UnsupportedModel(
@@ -116,7 +119,7 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         input_norm = self.norm(before)
         post_attention_norm, post_mlp_norm = (self.norm(norm, is_read=False) for norm in (after, after_mlp))
         if isinstance(mlp, MoeSpec):
-            before_mlp, experts, shared, apart = self._experts(mlp, before_mlp)
+            before_mlp, of_mixture = self._experts(mlp, before_mlp)
         return LayerWeights(
             attention=heads.handle,
             qkv=heads.qkv,
@@ -127,11 +130,8 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             pre_mlp_norm=self.norm(before_mlp),
             post_mlp_norm=post_mlp_norm,
             dense=dense,
-            experts=experts,
-            shared=shared,
-            apart=apart,
             is_parallel=is_parallel,
-            is_gated=mlp.is_gated if isinstance(mlp, MlpSpec) else True,
+            is_gated=mlp is None or mlp.is_gated,
             cutoff=mlp.cutoff if isinstance(mlp, MlpSpec) else None,
             curve=self._curve(mlp),
             clip=self.parts.attention.clip,
@@ -139,14 +139,15 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             scale=self.loader.number(self.source.tensor(f"{self.prefix}layer_scalar", 1))
             if self.spec.scales_layers
             else 1.0,
+            **of_mixture,
             **self._streams(),
         )
 
-    def _curve(self, mlp: MlpSpec | MoeSpec) -> tuple[float, ...]:
+    def _curve(self, mlp: MlpSpec | MoeSpec | None) -> tuple[float, ...]:
         """The numbers of an activation that has its own, as `Activation` has them."""
-        if mlp.activation is not Activation.XIELU:
+        if mlp is None or mlp.activation is not Activation.XIELU:
             return ()
-        names = (f"{self.prefix}{self.names.mlp[0]}act_fn.{name}" for name in ("alpha_p", "alpha_n"))
+        names = (f"{self.mlp_prefix}{self.names.mlp[0]}act_fn.{name}" for name in ("alpha_p", "alpha_n"))
         above, below = (math.log1p(math.exp(self.loader.number(self.source.tensor(name, 1)))) for name in names)
         return above, XIELU_SLOPE + below, XIELU_SLOPE, XIELU_LEAST
 
@@ -168,61 +169,102 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         self, mlp: MlpSpec, norm: NormParts | None, root: str | None = None
     ) -> tuple[NormParts | None, tuple[Linear, Linear]]:
         """The norm that a dense MLP reads, and its gate_up and down. root: where its tensors lie, unless in the usual place."""
-        root, hidden = root or f"{self.prefix}{self.names.dense or self.names.mlp[0]}", self.spec.hidden
+        root, hidden = root or f"{self.mlp_prefix}{self.names.dense or self.names.mlp[0]}", self.spec.hidden
         widths = (mlp.ffn,) * (2 if mlp.is_gated else 1)
         names, name = self.mlp_names(root, is_gated=mlp.is_gated)
         gate_up = self.linear(root, names, widths, hidden, has_bias=mlp.has_bias)
         down = self.linear(root, (name,), (hidden,), mlp.ffn, has_bias=mlp.has_bias)
         if self.loader.is_balancing:
             norm, (gate_up,) = self.balance_norm(norm, (gate_up,))
-            if mlp.is_gated:  # else up goes through a curve, which knows no factors
-                gate_up, down = balance_gated(gate_up, down)
-        if mlp.is_gated:
-            role = self.role(Split.OUTPUTS, gate=mlp.ffn, up=mlp.ffn)
-            first = self.loader.gated(gate_up, mlp.activation, role=role, is_apart=mlp.cutoff is not None)
-        else:
-            first = self.loader.gate(gate_up, mlp.activation, role=self.role(Split.OUTPUTS, up=mlp.ffn))
+            gate_up, down = self.balance_inner(gate_up, down, mlp)
+        first = self._first(gate_up, mlp.ffn, mlp, is_apart=mlp.cutoff is not None)
         return norm, (first, self.loader.linear(down, role=self.role(Split.INPUTS, down=hidden)))
 
-    def _experts(
-        self, moe: MoeSpec, norm: NormParts | None
-    ) -> tuple[NormParts | None, Experts, SharedExperts[Linear] | None, ApartNorms[Vector] | None]:
-        """The norm that a router and its experts read, the mixture of them, what every token meets beside it, and norms of
-        each of them where they have their own.
+    def _first(self, parts: LinearParts, ffn: int, mlp: MlpSpec | MoeSpec, *, is_apart: bool = False) -> Linear:
+        """What makes the inner values of an MLP: gate and up, or up alone."""
+        if not mlp.is_gated:
+            return self.loader.gate(parts, mlp.activation, role=self.role(Split.OUTPUTS, up=ffn))
+        role = self.role(Split.OUTPUTS, gate=ffn, up=ffn)
+        return self.loader.gated(parts, mlp.activation, role=role, is_apart=is_apart)
+
+    def _experts(self, moe: MoeSpec, norm: NormParts | None) -> tuple[NormParts | None, dict[str, Any]]:
+        """The norm that a router and its experts read, and of `LayerWeights` the mixture of them, what every token meets beside
+        it, their own norms, and what takes the stream to the experts and back.
         """
-        roots = [f"{self.prefix}{root}" for root in self.names.mlp]
+        roots = [f"{self.mlp_prefix}{root}" for root in self.names.mlp]
         root = next((root for root in roots if self.source.has(f"{root}{self.names.router}.weight")), roots[0])
         ffn, hidden = moe.expert_ffn, self.spec.hidden
         router = self.linear(root, (self.names.router,), (moe.n_experts,), hidden, has_bias=moe.has_router_bias)
         experts = self._expert_parts(moe, root)
         shared = self._shared_parts(moe, roots, root)
+        latent = self._latent_parts(moe, root)
         own = self.norm_tensor(self.names.apart[0]) if moe.is_apart else None
         if self.loader.is_balancing:
             gate_ups = tuple(expert.gate_up for expert in experts)
+            readers = latent[:1] or gate_ups  # of the norm that experts have
             if own is None:
-                norm, scaled = self.balance_norm(norm, (router, *gate_ups, *shared[::2]))
+                norm, scaled = self.balance_norm(norm, (router, *readers, *shared[::2]))
             else:
-                own, gate_ups = self.balance_norm(own, gate_ups)
+                own, readers = self.balance_norm(own, readers)
                 norm, beside = self.balance_norm(norm, shared[:1])
-                scaled = (router, *gate_ups, *beside)
-            router, gate_ups, ends = scaled[0], scaled[1 : len(experts) + 1], scaled[len(experts) + 1 :]
-            pairs = [(gate_up, expert.down) for gate_up, expert in zip(gate_ups, experts, strict=True)]
-            if moe.activation is not Activation.CLAMPED:  # which is not linear in up
-                pairs = [balance_gated(*pair) for pair in pairs]
+                scaled = (router, *readers, *beside)
+            router, readers, ends = scaled[0], scaled[1 : len(readers) + 1], scaled[len(readers) + 1 :]
+            gate_ups, latent = (gate_ups, (*readers, *latent[1:])) if latent else (readers, latent)
+            pairs = [
+                self.balance_inner(gate_up, expert.down, moe) for gate_up, expert in zip(gate_ups, experts, strict=True)
+            ]
             experts = tuple(ExpertParts(gate_up=gate_up, down=down) for gate_up, down in pairs)
             if shared:
-                shared = (*balance_gated(ends[0], shared[1]), *ends[1:])
+                shared = (*self.balance_inner(ends[0], shared[1], moe), *ends[1:])
         choice_bias = (
             self.source.tensor(f"{root}{self.names.choice_bias}", *self.names.choice_axes, moe.n_experts)
             if moe.has_choice_bias
             else None
         )
-        role = self.role(Split.OUTPUTS, gate=ffn, up=ffn, down=hidden)
+        sites = {"gate": ffn, "up": ffn} if moe.is_gated else {"up": ffn}
         scales = self.source.tensor(f"{root}{self.names.expert_scales}", moe.n_experts) if moe.is_apart else None
         mixture = self.loader.experts(
-            moe, router=router, choice_bias=choice_bias, scales=scales, experts=experts, role=role
+            moe,
+            router=router,
+            choice_bias=choice_bias,
+            scales=scales,
+            experts=experts,
+            role=self.role(Split.OUTPUTS, **sites, down=moe.latent or hidden),
         )
-        return norm, mixture, self._shared(moe, shared), self._apart(own, root)
+        return norm, {
+            "experts": mixture,
+            "shared": self._shared(moe, shared),
+            "apart": self._apart(own, root),
+            "latent": self._latent(latent),
+        }
+
+    @staticmethod
+    def balance_inner(
+        first: LinearParts, down: LinearParts, mlp: MlpSpec | MoeSpec
+    ) -> tuple[LinearParts, LinearParts]:
+        """What makes the inner values of an MLP or an expert, and down, where a factor passes from one to the other."""
+        if not mlp.is_gated:
+            return balance_curve(first, down, mlp.activation)
+        # a clamped gate is not linear in up
+        return (first, down) if mlp.activation is Activation.CLAMPED else balance_gated(first, down)
+
+    def _latent_parts(self, moe: MoeSpec, root: str) -> tuple[LinearParts, ...]:
+        """What takes the stream to the experts, and back; nothing where they read it."""
+        if not moe.latent:
+            return ()
+        ends = ((moe.latent, self.spec.hidden), (self.spec.hidden, moe.latent))
+        return tuple(
+            self.linear(root, (name,), (n,), k) for name, (n, k) in zip(self.names.latent, ends, strict=True)
+        )
+
+    def _latent(self, parts: tuple[LinearParts, ...]) -> LatentExperts[Linear] | None:
+        if not parts:
+            return None
+        down, up = parts
+        return LatentExperts(
+            down=self.loader.linear(down, role=self.role(Split.OUTPUTS, latent=down.n_outputs)),
+            up=self.loader.linear(up, role=self.role(Split.INPUTS, down=up.n_outputs)),
+        )
 
     def _apart(self, own: NormParts | None, root: str) -> ApartNorms[Vector] | None:
         """Norms of mixture, shared experts and router; `own` is the one before the mixture."""
@@ -243,12 +285,13 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
 
     def _expert_parts(self, moe: MoeSpec, root: str) -> tuple[ExpertParts, ...]:
         """One tensor per expert and projection, or all experts stacked in one tensor each."""
-        n, ffn, hidden = moe.n_experts, moe.expert_ffn, self.spec.hidden
+        n, ffn, hidden = moe.n_experts, moe.expert_ffn, moe.latent or self.spec.hidden
+        widths = (ffn,) * (moe.n_products - 1)
         first, second = (f"{root}{name}" for name in self.names.stacked)
         if self.names.is_transposed and (self.source.has(first) or self.source.has(f"{first}_blocks")):
             return self._transposed_parts(moe, first, second)
         if self.source.has(first):
-            gate_up = self.source.tensor(first, n, 2 * ffn, hidden)
+            gate_up = self.source.tensor(first, n, sum(widths), hidden)
             down = self.source.tensor(second, n, hidden, ffn)
             return tuple(
                 ExpertParts(
@@ -261,7 +304,7 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         return tuple(
             ExpertParts(
                 gate_up=self.linear(
-                    f"{root}experts.{e}.", tuple(gate_up_names), (ffn, ffn), hidden, has_bias=moe.has_expert_bias
+                    f"{root}experts.{e}.", tuple(gate_up_names), widths, hidden, has_bias=moe.has_expert_bias
                 ),
                 down=self.linear(f"{root}experts.{e}.", (down_name,), (hidden,), ffn, has_bias=moe.has_expert_bias),
             )
@@ -306,8 +349,8 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             (one for one in (root, *roots) if self.source.has(f"{one}{names.shared}.{names.down}.weight")), root
         )
         ffn, hidden = moe.shared_ffn, self.spec.hidden
-        of_shared, name = self.mlp_names(f"{root}{names.shared}.")
-        gate_up = self.linear(f"{root}{names.shared}.", of_shared, (ffn, ffn), hidden)
+        of_shared, name = self.mlp_names(f"{root}{names.shared}.", is_gated=moe.is_gated)
+        gate_up = self.linear(f"{root}{names.shared}.", of_shared, (ffn,) * (moe.n_products - 1), hidden)
         down = self.linear(f"{root}{names.shared}.", (name,), (hidden,), ffn)
         gate = (self.linear(root, (names.shared_gate,), (1,), hidden),) if moe.has_shared_gate else ()
         return (gate_up, down, *gate)
@@ -315,9 +358,8 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
     def _shared(self, moe: MoeSpec, parts: tuple[LinearParts, ...]) -> SharedExperts[Linear] | None:
         if not parts:
             return None
-        role = self.role(Split.OUTPUTS, gate=moe.shared_ffn, up=moe.shared_ffn)
         return SharedExperts(
-            gate_up=self.loader.gated(parts[0], moe.activation, role=role),
+            gate_up=self._first(parts[0], moe.shared_ffn, moe),
             down=self.loader.linear(parts[1], role=self.role(Split.INPUTS, down=self.spec.hidden)),
             gate=self.loader.router(parts[2]) if moe.has_shared_gate else None,
         )

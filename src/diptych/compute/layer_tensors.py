@@ -25,7 +25,9 @@ from diptych.models.spec import ModelSpec
 
 
 class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
-    """The tensors of one layer of a source, for a loader. prefix: where the model's begin."""
+    """The tensors of one layer of a source, for a loader. prefix: where the model's begin; its own `prefix` is where the
+    layer's do, and `mlp_prefix` where those of its MLP do.
+    """
 
     def __init__(
         self,
@@ -42,7 +44,9 @@ class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
         self.layer = layer
         self.parts = spec.layers[layer]
         self.of_model = prefix
-        self.prefix = f"{prefix}{self.names.layers}.{layer}."
+        attention, mlp = spec.blocks_of(layer)
+        self.prefix = f"{prefix}{self.names.layers}.{attention}."
+        self.mlp_prefix = f"{prefix}{self.names.layers}.{mlp}."
 
     def balance_norm(
         self, norm: NormParts | None, readers: tuple[LinearParts, ...]
@@ -80,9 +84,9 @@ class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
             return ("gate_proj", "up_proj"), "down_proj"
         return self.names.gate_up, self.names.down
 
-    def norm_tensor(self, name: str | None) -> NormParts | None:
-        """A norm over the residual width."""
-        return None if name is None else norm_parts(self.source, f"{self.prefix}{name}", self.spec)
+    def norm_tensor(self, name: str | None, prefix: str | None = None) -> NormParts | None:
+        """A norm over the residual width. prefix: where it lies, unless with the layer's attention."""
+        return None if name is None else norm_parts(self.source, f"{prefix or self.prefix}{name}", self.spec)
 
     def norm(self, parts: NormParts | None, *, is_read: bool = True) -> Vector | None:
         """A norm's handle; None where there is none."""

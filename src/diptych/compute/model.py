@@ -69,7 +69,7 @@ class Blueprint:
         weights = load_decoder(self.source, loader, self.spec)
         loader.finish()
         # layers behind the last are there to draft
-        behind = (f".layers.{self.spec.n_layers}.",) if self.hf_config.get("num_nextn_predict_layers") else ()
+        behind = (f".layers.{self.spec.n_blocks}.",) if self.hf_config.get("num_nextn_predict_layers") else ()
         tied = (f"{family_named(self.spec).names.head}.weight",) if self.spec.is_tied else ()
         scored = () if self.spec.has_head else ("score.weight",)  # read by who scores (`pooler`)
         ignored = (*family_named(self.spec).ignored, *unused_names(self.spec), *tied, *behind, *scored)

@@ -445,7 +445,8 @@ class RandomSource:
 
     def has(self, name: str) -> bool:
         """Separate projections exist; stacked experts do not, so that a family asks for one expert at a time."""
-        return not name.endswith(("experts.gate_up_proj", "experts.gate_up_proj_blocks", "experts.down_proj"))
+        stacked = ("experts.gate_up_proj", "experts.gate_up_proj_blocks", "experts.up_proj", "experts.down_proj")
+        return not name.endswith(stacked)
 
     def tensor(self, name: str, *shape: int) -> RandomTensor:
         """The random tensor of that name."""

@@ -298,7 +298,9 @@ class _Sizes:
 
 def _layer(sizes: _Sizes) -> tuple[Component, ...]:
     mla, state, mlp = sizes.attention.mla, sizes.attention.state, sizes.layer.mlp
-    ffn = _experts(sizes, mlp) if isinstance(mlp, MoeSpec) else (_mlp(sizes, mlp),)
+    ffn: tuple[Component, ...] = ()
+    if mlp is not None:
+        ffn = _experts(sizes, mlp) if isinstance(mlp, MoeSpec) else (_mlp(sizes, mlp),)
     if state is not None:
         return (_norms(sizes), *_states(sizes, state), *ffn)
     projections = _gqa(sizes) if mla is None else _mla(sizes, mla)
@@ -445,10 +447,10 @@ def _ffn(sizes: _Sizes, name: str, width: int, *, matrices: int = 3, has_bias: b
 def _experts(sizes: _Sizes, moe: MoeSpec) -> tuple[Component, ...]:
     """Experts are split in width over the devices, so every device reads a slice of each expert touched."""
     model, n = sizes.model, sizes.n
-    shard = moe.expert_ffn / sizes.tp
-    per_expert = 3.0 * model.hidden * shard * sizes.quant.expert_bytes
+    shard, width = moe.expert_ffn / sizes.tp, moe.latent or model.hidden
+    per_expert = moe.n_products * width * shard * sizes.quant.expert_bytes
     if moe.has_expert_bias:
-        per_expert += (2.0 * shard + model.hidden) * 2.0
+        per_expert += ((moe.n_products - 1) * shard + width) * 2.0
     touched = expected_experts(moe.n_experts, moe.experts_per_token, n, skew=moe.skew)
     router_bias = (
         moe.n_experts * (moe.has_router_bias + moe.has_choice_bias + moe.is_apart) + model.hidden * moe.is_apart
@@ -461,21 +463,25 @@ def _experts(sizes: _Sizes, moe: MoeSpec) -> tuple[Component, ...]:
     )
     experts = Component(
         name="experts",
-        flops=6.0 * n * moe.experts_per_token * model.hidden * shard,
+        flops=2.0 * moe.n_products * n * moe.experts_per_token * width * shard,
         vector_flops=4.0 * n * moe.experts_per_token * shard,
         weight_bytes=touched * per_expert,
-        activation_bytes=n * moe.experts_per_token * (4 * model.hidden + 3 * shard) * sizes.a,
+        activation_bytes=n * moe.experts_per_token * (4 * width + moe.n_products * shard) * sizes.a,
         link_bytes=_all_reduce_bytes(sizes),
     )
-    if not moe.shared_ffn:
+    if not moe.shared_ffn and not moe.latent:
         return router, experts
-    shared = replace(_ffn(sizes, "shared_experts", moe.shared_ffn), link_bytes=0.0)
-    if moe.has_shared_gate:
-        shared = replace(shared, weight_bytes=shared.weight_bytes + model.hidden * 2.0)
+    shared = replace(_ffn(sizes, "shared_experts", moe.shared_ffn, matrices=moe.n_products), link_bytes=0.0)
+    latents = 2.0 * model.hidden * moe.latent / sizes.tp  # what takes every token to them, and back
+    shared = replace(
+        shared,
+        flops=shared.flops + 2.0 * n * latents,
+        weight_bytes=shared.weight_bytes + latents * sizes.w + model.hidden * 2.0 * moe.has_shared_gate,
+    )
     return router, experts, shared
 
 
-def own_norms(mlp: MlpSpec | MoeSpec) -> int:
+def own_norms(mlp: MlpSpec | MoeSpec | None) -> int:
     """Norms that a layer has for what its mixture is made of."""
     return mlp.n_own_norms if isinstance(mlp, MoeSpec) else 0
 

@@ -73,11 +73,16 @@ def _gathered(layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: boo
     if isinstance(mlp, MoeSpec):  # the experts' hidden rows, their outputs, their sum, the stream
         k = mlp.experts_per_token
         # halves that are joined by an operation of its own are joined by each rank
-        expert = 2 * mlp.expert_ffn * FP32 if mlp.joins_apart else mlp.expert_ffn * value_bytes
-        meetings, row_bytes = meetings + 4, row_bytes + k * (expert + stream) + 2 * stream
+        expert = mlp.expert_ffn * (mlp.n_products - 1) * FP32 if mlp.joins_apart else mlp.expert_ffn * value_bytes
+        given = (mlp.latent or hidden) * FP32
+        meetings, row_bytes = meetings + 4, row_bytes + k * (expert + given) + given + stream
+        if mlp.latent:  # what experts read; by what takes it back it is added to the stream
+            meetings, row_bytes = meetings + 1, row_bytes + given
         if mlp.shared_ffn:  # their gate and what they add, which is a row of its own where it is gated
             meetings += 3 if mlp.has_shared_gate else 2
-            row_bytes += mlp.shared_ffn * BF16 + (2 if mlp.has_shared_gate else 1) * stream
+            row_bytes += mlp.shared_ffn * (BF16 if mlp.is_gated else FP32) + (2 if mlp.has_shared_gate else 1) * stream
+        return meetings, row_bytes
+    if mlp is None:
         return meetings, row_bytes
     # each rank joins whole rows of gate and up, or bends those of up, where that is an operation of its own
     gated = mlp.ffn * BF16 if mlp.is_gated else mlp.ffn * FP32

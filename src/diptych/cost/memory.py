@@ -126,17 +126,20 @@ def activation_bytes_of(setup: Setup) -> float:
     return tokens * width * setup.quant.activation_bytes + 256 * model.vocab_size * LOGIT_BYTES / setup.tp
 
 
-def _mlp_width(setup: Setup, mlp: MlpSpec | MoeSpec) -> float:
+def _mlp_width(setup: Setup, mlp: MlpSpec | MoeSpec | None) -> float:
     """Values of one token: gate and up of an MLP; of a mixture those of each expert that the token has, and what each leaves,
     which is summed when all have.
     """
+    if mlp is None:
+        return 0.0
     if isinstance(mlp, MlpSpec):
         return 2 * mlp.ffn / setup.tp
     layout = setup.layout
     groups = max(layout.ep, layout.dp)  # that have whole experts, and each its part of all tokens' rows
     rows = mlp.experts_per_token * layout.dp / groups
     slices = setup.tp * layout.dp / groups
-    return max(rows * (setup.model.hidden + 2 * mlp.expert_ffn / slices), 2 * mlp.shared_ffn / setup.tp)
+    width = mlp.latent or setup.model.hidden
+    return max(rows * (width + 2 * mlp.expert_ffn / slices), 2 * mlp.shared_ffn / setup.tp)
 
 
 def _longest_context(setup: Setup, free_bytes: float) -> int:

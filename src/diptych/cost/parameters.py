@@ -26,7 +26,7 @@ def parameters_by_component(model: ModelSpec) -> dict[str, int]:
     for layer, n in model.layer_groups:
         counts["attention"] += n * _attention(model, layer.attention)
         mlp = layer.mlp
-        for name, count in (_moe(model, mlp) if isinstance(mlp, MoeSpec) else {"mlp": _mlp(model, mlp)}).items():
+        for name, count in _mlp_counts(model, mlp).items():
             counts[name] += n * count
     return counts
 
@@ -54,12 +54,18 @@ def linear_parameter_count(model: ModelSpec) -> int:
     total = stream_matrices(model)
     for layer, n in model.layer_groups:
         mlp = layer.mlp
-        if isinstance(mlp, MoeSpec):
-            width = 3 * (mlp.experts_per_token * mlp.expert_ffn + mlp.shared_ffn) + mlp.n_experts
-        else:
-            width = _matrices(mlp) * mlp.ffn
-        total += n * (_attention_matrices(model, layer.attention) + model.hidden * width)
+        total += n * (_attention_matrices(model, layer.attention) + _met_by_token(model, mlp))
     return total
+
+
+def _met_by_token(model: ModelSpec, mlp: MlpSpec | MoeSpec | None) -> int:
+    """Matrix parameters of an MLP or a mixture that one token meets."""
+    if mlp is None:
+        return 0
+    if isinstance(mlp, MlpSpec):
+        return model.hidden * _matrices(mlp) * mlp.ffn
+    experts = (mlp.latent or model.hidden) * mlp.n_products * mlp.experts_per_token * mlp.expert_ffn
+    return experts + model.hidden * (2 * mlp.latent + mlp.n_products * mlp.shared_ffn + mlp.n_experts)
 
 
 def attention_flops_per_pair(model: ModelSpec, *, on_latents: bool = False) -> float:
@@ -152,13 +158,21 @@ def _mlp(model: ModelSpec, mlp: MlpSpec) -> int:
     return _matrices(mlp) * model.hidden * mlp.ffn + bias + own
 
 
+def _mlp_counts(model: ModelSpec, mlp: MlpSpec | MoeSpec | None) -> dict[str, int]:
+    if mlp is None:
+        return {}
+    return {"mlp": _mlp(model, mlp)} if isinstance(mlp, MlpSpec) else _moe(model, mlp)
+
+
 def _moe(model: ModelSpec, moe: MoeSpec) -> dict[str, int]:
-    bias = 2 * moe.expert_ffn + model.hidden if moe.has_expert_bias else 0
+    """Under shared experts stands what every token meets: what takes the stream to latents and back, too."""
+    width = moe.latent or model.hidden
+    bias = (moe.n_products - 1) * moe.expert_ffn + width if moe.has_expert_bias else 0
     return {
         "router": model.hidden * (moe.n_experts + moe.is_apart)
         + moe.n_experts * (moe.has_router_bias + moe.has_choice_bias + moe.is_apart),
-        "experts": moe.n_experts * (3 * model.hidden * moe.expert_ffn + bias),
-        "shared_experts": 3 * model.hidden * moe.shared_ffn + (model.hidden if moe.has_shared_gate else 0),
+        "experts": moe.n_experts * (moe.n_products * width * moe.expert_ffn + bias),
+        "shared_experts": model.hidden * (moe.n_products * moe.shared_ffn + 2 * moe.latent + moe.has_shared_gate),
     }
 
 

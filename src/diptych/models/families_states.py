@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diptych.models.families_shared import BESIDE_VISION, BY_ATTENTION_BIAS, GRANITE, LOCAL_EXPERTS, USUAL
+from diptych.models.families_shared import BESIDE_VISION, BY_ATTENTION_BIAS, BY_GROUPS, GRANITE, LOCAL_EXPERTS, USUAL
 from diptych.models.family import Family, TensorNames
 from diptych.models.spec import Norms, QkNorm, Scores, StateRule
 
@@ -28,6 +28,18 @@ MAMBA = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba
          "attention_layers": None}  # fmt: skip
 MAMBA_LAYERS: dict[str, Any] = {"state_rule": StateRule.SSD, "fixed": {"mamba_proj_bias": (False,)}}
 IN_MAMBA: dict[str, Any] = {"states": "mamba", "states_in": ("in_proj",)}
+
+# Mamba-2, attention and MLPs as blocks of their own
+NEMOTRON_H = {"layer_norm_epsilon": "rms_norm_eps", "attention_head_dim": "head_dim", "mlp_hidden_act": "hidden_act",
+              "mamba_num_heads": "mamba_n_heads", "mamba_head_dim": "mamba_d_head", "n_groups": "mamba_n_groups",
+              "ssm_state_size": "mamba_d_state", "conv_kernel": "mamba_d_conv", "use_conv_bias": "mamba_conv_bias",
+              "n_routed_experts": "num_experts",
+              "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size"}  # fmt: skip
+IN_BLOCKS: dict[str, Any] = {
+    "embedding": "embeddings", "final_norm": "norm_f", "attention": "mixer", "mlp": ("mixer.",), "gate_up": ("up_proj",),
+    "expert": ("up_proj", "down_proj"), "stacked": ("experts.up_proj", "experts.down_proj"),
+    "norms": {Norms.BEFORE: ("norm", None, "norm", None), Norms.ALONE: ("norm", None, None, None)}, **IN_MAMBA,
+    "states": "mixer"}  # fmt: skip
 
 # short convolutions beside attention
 LFM2 = {**USUAL, "vocab_size": 65_536, "hidden_size": 2560, "intermediate_size": 12_288, "num_key_value_heads": 8,
@@ -92,6 +104,29 @@ STATES: tuple[Family, ...] = (
         names=TensorNames(final_norm="final_layernorm", mlp=("feed_forward.",),
                           norms={Norms.BEFORE: ("input_layernorm", None, "pre_ff_layernorm", None)}, **IN_MAMBA),
         **MAMBA_LAYERS, **BY_ATTENTION_BIAS,
+    ),
+    Family(
+        name="nemotron_h", architectures=("NemotronHForCausalLM",),
+        keys={key: value for key, value in USUAL.items() if key != "rope_theta"}
+        | {"vocab_size": 131_072, "intermediate_size": 21_504, "num_hidden_layers": None, "num_key_value_heads": 8,
+           "head_dim": 128, "hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+           "layers_block_type": None, "hybrid_override_pattern": None, "mamba_n_heads": 128, "mamba_d_head": 64,
+           "mamba_n_groups": 8, "mamba_d_state": 128, "mamba_d_conv": 4, "mamba_conv_bias": True,
+           "mamba_hidden_act": "silu", "time_step_limit": None, **BY_GROUPS, "num_experts": 8,
+           "num_experts_per_tok": 2, "moe_intermediate_size": 7688, "shared_expert_intermediate_size": 7688,
+           "moe_latent_size": None},
+        renamed=NEMOTRON_H,
+        fixed={"attention_bias": (False,), "mlp_bias": (False,), "use_bias": (False,), "mamba_proj_bias": (False,),
+               "n_shared_experts": (1,), "sliding_window": (None,)},
+        has_blocks=True,
+        state_rule=StateRule.SSD,
+        is_gated=False,
+        scores=Scores.SIGMOID,
+        group_best=2,
+        has_choice_bias=True,
+        names=TensorNames(**IN_BLOCKS),
+        prefixes=("backbone.", "model."),
+        ignored=("rotary_emb.inv_freq", "mtp."),
     ),
     Family(
         name="lfm2", architectures=("Lfm2ForCausalLM",),

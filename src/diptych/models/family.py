@@ -21,6 +21,7 @@ NORM_NAMES: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]
         "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     ),
+    Norms.ALONE: ("input_layernorm", None, None, None),
     Norms.PARALLEL: ("input_layernorm", None, None, None),
     Norms.BESIDE: ("input_layernorm", None, "post_attention_layernorm", None),
 })  # fmt: skip
@@ -32,12 +33,12 @@ class TensorNames:
 
     qkv_by_head: its rows lie by KV head: the queries that share it, its key, its value. transposes: projections of a layer are
     stored as [inputs, outputs]. embedding, positions, final_norm, layers, head: at the ends, behind a prefix.
-    mlp: where the MLP may be found, tried in order. expert: gate, up and down of one expert, where they are separate;
+    mlp: where the MLP may be found, tried in order. expert: gate (if any), up and down of one expert, where they are separate;
     stacked: of all experts in one tensor each, is_transposed: as [inputs, outputs], takes_turns: rows of gate and up in turn.
     apart: norms before the mixture, behind shared experts, behind the mixture, of `MoeSpec.is_apart`.
     choice_axes: what choice_bias has before its experts. norms: before attention, after it, before the MLP, after it.
     q_norm, k_norm: where each head has a weight of its own they are stacked in one tensor, or {} stands for the head.
-    dense: where a dense MLP lies, if not where mlp says. states: where tensors of a layer with a state lie. states_in: its
+    latent: what takes the stream to experts and back, of `MoeSpec.latent`. dense: where a dense MLP lies, if not where mlp says. states: where tensors of a layer with a state lie. states_in: its
     projections, by a delta rule of q, k and v, of the gate, of beta, of the decay, or of the first two and of the last two
     together, by key head; else one. taps: of its convolution.
     """
@@ -57,7 +58,7 @@ class TensorNames:
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
     mlp: tuple[str, ...] = ("mlp.",)
-    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    expert: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
     is_transposed: bool = False
     takes_turns: bool = False
@@ -73,6 +74,7 @@ class TensorNames:
         "post_feedforward_layernorm_1",
         "post_feedforward_layernorm_2",
     )
+    latent: tuple[str, str] = ("fc1_latent_proj", "fc2_latent_proj")
     dense: str | None = None
     states: str = "linear_attn"
     taps: str = "conv1d"
@@ -101,6 +103,7 @@ class Family:
     last layer attends to everything. has_full_heads: layers that attend to everything have heads of their own number and
     width (`read_streams.full_heads`). scales_layers: as in `ModelSpec`.
     mixes_apart: the dense MLP is the shared expert of a mixture, as `MoeSpec.is_apart` says.
+    has_blocks: attention and MLPs are blocks of their own (`read_blocks`).
     state_rule: some layers have a state in place of keys and values, which moves on by it (`read_states`): those that
     layer_types names so, or all but every `full_every`-th. has_attention_gate: as `AttentionLayer.has_gate`; its rows lie
     behind each query head's.
@@ -159,6 +162,7 @@ class Family:
     has_expert_bias: bool = False
     has_shared_gate: bool = False
     mixes_apart: bool = False
+    has_blocks: bool = False
     state_rule: StateRule | None = None
     has_attention_gate: bool = False
     weighs_input: bool = False

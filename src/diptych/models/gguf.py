@@ -52,6 +52,10 @@ IN_LAYER = {
     "linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
     "mamba.in_proj": "ssm_in", "mamba.conv1d": "ssm_conv1d", "mamba.norm": "ssm_norm", "mamba.out_proj": "ssm_out",
+    "mixer.in_proj": "ssm_in", "mixer.conv1d": "ssm_conv1d", "mixer.norm": "ssm_norm", "mixer.out_proj": "ssm_out",
+    "mixer.q_proj": "attn_q", "mixer.k_proj": "attn_k", "mixer.v_proj": "attn_v", "mixer.o_proj": "attn_output",
+    "mixer.up_proj": "ffn_up", "mixer.down_proj": "ffn_down", "mixer.gate": "ffn_gate_inp",
+    "mixer.fc1_latent_proj": "ffn_latent_down", "mixer.fc2_latent_proj": "ffn_latent_up",
     "conv.in_proj": "shortconv.in_proj", "conv.conv": "shortconv.conv", "conv.out_proj": "shortconv.out_proj",
     "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm",
     "mlp.w1": "ffn_gate", "mlp.w3": "ffn_up", "mlp.w2": "ffn_down",
@@ -67,7 +71,9 @@ IN_LAYER = {
 }  # fmt: skip
 AT_THE_ENDS = {
     "model.embed_tokens.weight": "token_embd.weight",
+    "backbone.embeddings.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
+    "backbone.norm_f.weight": "output_norm.weight",
     "model.norm.bias": "output_norm.bias",
     "lm_head.weight": "output.weight",
     "lm_head.bias": "output.bias",
@@ -94,12 +100,15 @@ ODD_ENDINGS = {
     "layer_scalar": "layer_output_scale.weight",
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
-    "mamba.A_log": "ssm_a",
-    "mamba.dt_bias": "ssm_dt.bias",
-    "mamba.D": "ssm_d",
+    **{
+        f"{mixer}.{theirs}": ours
+        for mixer in ("mamba", "mixer")
+        for theirs, ours in (("A_log", "ssm_a"), ("dt_bias", "ssm_dt.bias"), ("D", "ssm_d"))
+    },
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
     "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
     "feed_forward.expert_bias": "exp_probs_b.bias",
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
@@ -109,10 +118,10 @@ BY_VALUE_HEAD = ("attn_qkv.weight", "attn_gate.weight", "ssm_beta.weight", "ssm_
                  "ssm_a", "ssm_dt.bias")  # fmt: skip
 INPUTS_BY_VALUE_HEAD = "ssm_out.weight"
 EXPERT = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
-LAYER = re.compile(r"^(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.+)$")
+LAYER = re.compile(r"^(?:model\.layers|backbone\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.+)$")
 MLP = re.compile(r"^(?:block_sparse_moe|feed_forward)\.")  # what some checkpoints call it
-ONE_EXPERT = re.compile(r"^(?:mlp\.)?experts\.(\d+)\.(\w+)$")
-SHARED_EXPERTS = re.compile(r"^(?:mlp\.)?shared_(?:experts?|mlp)\.(\w+)$")
+ONE_EXPERT = re.compile(r"^(?:m(?:lp|ixer)\.)?experts\.(\d+)\.(\w+)$")
+SHARED_EXPERTS = re.compile(r"^(?:m(?:lp|ixer)\.)?shared_(?:experts?|mlp)\.(\w+)$")
 # one head's matrix, queries to latents or latents to values, of those that are stacked here
 LATENT_HEAD = re.compile(r"^self_attn\.([kv]_b)_proj\.(\d+)$")
 STREAM_END = re.compile(r"^model\.altup_(un)?(?:embed_)?projections\.(\d+)\.weight$")  # stacked
@@ -159,7 +168,7 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     for name, ours in names.items():
         read = keys.by_layer if name in kind.by_layer else keys.number
         value = read(name) if ours else None
-        is_needed = name in (*NEEDED, kind.eps) and not (name == "feed_forward_length" and kind.is_tiled)
+        is_needed = ours and name in (*NEEDED, kind.eps) and not (name == "feed_forward_length" and kind.is_tiled)
         if value is None and is_needed:
             raise LoadError(
                 f"{keys.full(name)} is missing from {file.path}", hint="the file is damaged, or no language model"

@@ -43,6 +43,12 @@ STATES = {"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear
 MAMBA = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups",
          "ssm.time_step_rank": "mamba_n_heads", "ssm.inner_size": "", "attention.head_count_kv": ""}  # fmt: skip
 CONVOLUTIONS = {"shortconv.l_cache": "conv_L_cache", "attention.head_count_kv": ""}
+# attention and MLPs are blocks of their own, which `gguf_states` tells apart
+BLOCKS = {**MAMBA, **EXPERTS, **EXPERT_WIDTH, **SHARED_WIDTH, "feed_forward_length": "",
+          "attention.layer_norm_rms_epsilon": "",
+          "expert_shared_count": "n_shared_experts", "expert_weights_scale": "routed_scaling_factor",
+          "expert_weights_norm": "norm_topk_prob", "expert_group_count": "n_group",
+          "moe_latent_size": "moe_latent_size"}  # fmt: skip
 SCALED = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
           "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}  # fmt: skip
 LATENT = {"attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank",
@@ -166,6 +172,15 @@ LLAMA4 = GgufArchitecture(
 )  # fmt: skip
 # llama.cpp knows by the number of experts that its queries and keys have no norms
 MAVERICK, MAVERICK_EXPERTS = replace(LLAMA4, fixed={"use_qk_norm": False}), 128
+NEMOTRON_H = GgufArchitecture(
+    architecture="NemotronHForCausalLM",
+    keys=BLOCKS,
+    values={"rope.scaling.finetuned": (False,), "expert_gating_func": (0, SIGMOID)},
+    norms={"norm": "attn_norm"},
+    eps=LAYER_NORM,  # beside which a file may have it by the usual name, too
+    present={"mamba_conv_bias": "ssm_conv1d.bias"},
+    is_permuted=True,
+)
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     # Llama 1 to 3, Mistral, and what copies them; with experts it is Mixtral
     "llama": LLAMA,
@@ -231,6 +246,8 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         present={"attention_bias": Q_BIAS, "mamba_conv_bias": "ssm_conv1d.bias"},
         is_permuted=True,
     ),
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h_moe": NEMOTRON_H,
     "lfm2": GgufArchitecture(
         architecture="Lfm2ForCausalLM", keys=CONVOLUTIONS, fixed={"block_auto_adjust_ff_dim": False}, norms=OPERATORS
     ),

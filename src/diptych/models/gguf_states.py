@@ -18,6 +18,9 @@ def add_states(config: dict[str, Any], keys: Keys, file: GgufFile, kind: GgufArc
     rule = BY_ARCHITECTURE[kind.architecture].state_rule
     if rule is None:
         return
+    if BY_ARCHITECTURE[kind.architecture].has_blocks:
+        _add_blocks(config, keys, file)
+        return
     if rule is StateRule.DELTA:
         config["linear_value_head_dim"] = value_heads(file)[2]
         return
@@ -38,24 +41,43 @@ def add_states(config: dict[str, Any], keys: Keys, file: GgufFile, kind: GgufArc
         config.setdefault("shared_expert_intermediate_size", config["intermediate_size"])
 
 
-def _add_layers(config: dict[str, Any], keys: Keys, called: str) -> None:
-    """Layers without KV heads have a state."""
-    n_layers, name = config["num_hidden_layers"], "attention.head_count_kv"
-    heads = keys.values(name)
-    if heads is None:
-        heads = [keys.number(name)] * n_layers
-    found = {one for one in heads if one}
+def _add_blocks(config: dict[str, Any], keys: Keys, file: GgufFile) -> None:
+    """Blocks with KV heads attend, those with an inner width are MLPs or mixtures, all others keep a state."""
+    heads, widths = (_of_layers(config, keys, name) for name in ("attention.head_count_kv", "feed_forward_length"))
+    has_experts = bool(config.get("num_experts"))
+    mlp = "moe" if has_experts else "mlp"
+    config["layers_block_type"] = [
+        "full_attention" if n else mlp if width else "linear_attention" for n, width in zip(heads, widths, strict=True)
+    ]
+    config["num_key_value_heads"] = max(heads) or config["num_attention_heads"]
+    config["mamba_d_head"] = value_heads(file)[2]
+    if has_experts:  # older files give the width of all that a token has
+        config.setdefault("moe_intermediate_size", max(widths) // max(config.get("num_experts_per_tok") or 1, 1))
+    else:
+        config["intermediate_size"] = max(widths) or None
+
+
+def _of_layers(config: dict[str, Any], keys: Keys, name: str) -> list[int]:
+    """A number for each layer (or block), of which those above 0 are one number."""
+    n_layers = config["num_hidden_layers"]
+    found = (keys.values(name) or [keys.number(name)] * n_layers)[:n_layers]
     if (
-        len(heads) != n_layers
-        or len(found) > 1
-        or any(isinstance(one, bool) or not isinstance(one, int) for one in heads)
+        len(found) != n_layers
+        or len({one for one in found if one}) > 1
+        or any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in found)
     ):
         raise LoadError(
             f"{keys.full(name)} in {keys.path} must hold {n_layers} whole numbers, one for each layer, and those above 0 must "
             "be one number"
         )
+    return found
+
+
+def _add_layers(config: dict[str, Any], keys: Keys, called: str) -> None:
+    """Layers without KV heads have a state."""
+    heads = _of_layers(config, keys, "attention.head_count_kv")
     config["layer_types"] = ["full_attention" if one else called for one in heads]
-    config["num_key_value_heads"] = found.pop() if found else config["num_attention_heads"]
+    config["num_key_value_heads"] = max(heads) or config["num_attention_heads"]
 
 
 def value_heads(file: GgufFile) -> tuple[int, int, int]:

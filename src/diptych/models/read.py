@@ -21,6 +21,7 @@ from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, PRICED, SUPP
 from diptych.models.family import Family
 from diptych.models.files import no_model
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL
+from diptych.models.read_blocks import as_layers
 from diptych.models.read_gpt import arrangement, n_kv_heads, of_all_layers
 from diptych.models.read_states import adjusted_width, state_attention, state_layers
 from diptych.models.read_streams import cutoffs, full_heads, layer_inputs, mlp_widths, shared_layers, streams
@@ -34,6 +35,7 @@ from diptych.models.spec import (
     MlpSpec,
     ModelSpec,
     MoeSpec,
+    Norms,
     QkNorm,
     QueryScale,
     Rope,
@@ -109,6 +111,7 @@ def read_model(
         streams=streams(config) if "altup_num_inputs" in family.keys else None,
         layer_inputs=layer_inputs(config) if config.raw.get("hidden_size_per_layer_input") else None,
         scales_layers=family.scales_layers,
+        blocks=config.raw["blocks"] if family.has_blocks else (),
     )
 
 
@@ -223,7 +226,8 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
     _check_keys({key: value for key, value in raw.items() if key not in read}, family, path)
     if raw.get("rope_scaling") or raw.get("rope_parameters"):  # a class default holds only where neither is given
         raw = {"rope_parameters": None, **raw}
-    return HfConfig({**family.keys, **{key: value for key, value in raw.items() if key in read}}, path=path)
+    settled = {**family.keys, **{key: value for key, value in raw.items() if key in read}}
+    return HfConfig({**settled, **(as_layers(raw, path) if family.has_blocks else {})}, path=path)
 
 
 def _check_keys(unread: dict[str, Any], family: Family, path: str) -> None:
@@ -320,13 +324,14 @@ def _layers(
         )
         for window, does_turn, kv_layer, has_state in dict.fromkeys(kinds)
     }
+    alone = {i for i, (_, mlp) in enumerate(config.raw.get("blocks", ())) if mlp is None}
     made: dict[tuple[int, int], LayerSpec] = {}
     layers = []
     for i in range(n_layers):
-        heads, mlp = attention[kinds[i]], moe if i in mixtures and moe is not None else mlps[i]
+        heads, mlp = attention[kinds[i]], None if i in alone else moe if i in mixtures else mlps[i]
         key = (id(heads), id(mlp))
         if key not in made:
-            made[key] = LayerSpec(attention=heads, mlp=mlp, norms=norms)
+            made[key] = LayerSpec(attention=heads, mlp=mlp, norms=Norms.ALONE if i in alone else norms)
         layers.append(made[key])
     return tuple(layers)
 
@@ -516,7 +521,8 @@ def _moe_layers(config: HfConfig, n_layers: int) -> frozenset[int]:
     step = config.integer("decoder_sparse_step", 1)
     kinds = config.raw.get("mlp_layer_types")
     if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) < n_layers or set(kinds) - {"dense", "sparse"}:
+        known = {"dense", "sparse", *((None,) if "blocks" in config.raw else ())}
+        if not isinstance(kinds, list) or len(kinds) < n_layers or set(kinds) - known:
             raise LoadError(f"mlp_layer_types in {config.path} must name {n_layers} layers, each dense or sparse")
         return frozenset(i for i in range(n_layers) if kinds[i] == "sparse")
     first = config.optional_integer("first_k_dense_replace", low=0)
@@ -563,6 +569,8 @@ def _moe(config: HfConfig, family: Family) -> MoeSpec:
         n_experts=n_experts,
         experts_per_token=chosen,
         expert_ffn=ffn,
+        is_gated=family.is_gated,
+        latent=config.optional_integer("moe_latent_size") or 0,
         activation=_activation(config, family),
         renormalises=_decided(config, family.renormalises),
         shared_ffn=shared,

@@ -52,9 +52,10 @@ def state_attention(config: HfConfig, family: Family) -> AttentionLayer:
     """The attention of such a layer."""
     assert family.state_rule is not None
     # sums over taps go through it, too; the classes of short convolutions know no other
-    if config.activation("hidden_act") is not Activation.SILU:
+    name = "mamba_hidden_act" if "mamba_hidden_act" in config.raw else "hidden_act"
+    if config.activation(name) is not Activation.SILU:
         raise LoadError(
-            f"hidden_act in {config.path} is {config.raw['hidden_act']!r}; layers with a state are computed with silu only"
+            f"{name} in {config.path} is {config.raw[name]!r}; layers with a state are computed with silu only"
         )
     state = READERS[family.state_rule](config)
     if state.n_value_heads % state.n_key_heads:
@@ -81,29 +82,39 @@ def _delta(config: HfConfig) -> StateSpec:
 
 
 def _ssd(config: HfConfig) -> StateSpec:
-    """Of Mamba-2 as Granite 4 and Bamba have it: as many channels as mamba_expand times the stream's."""
-    width, n_heads = config.integer("mamba_expand") * config.integer("hidden_size"), config.integer("mamba_n_heads")
-    if width % n_heads or config.raw.get("mamba_d_head") not in ("auto", None, width // n_heads):
-        raise LoadError(
-            f"mamba_d_head in {config.path} is {config.raw.get('mamba_d_head')!r}; mamba_expand times hidden_size is "
-            f"{width}, for {n_heads} heads"
-        )
-    n_groups = config.integer("mamba_n_groups")
-    if n_groups > 1:
-        raise LoadError(
-            f"mamba_n_groups in {config.path} is {n_groups}; what the heads give is normed by group there, and over all heads "
-            "here, so only 1 is supported"
-        )
+    """Of Mamba-2: as many channels as its heads say, normed by group (Nemotron-H), or mamba_expand times the stream's."""
+    n_heads, n_groups, n_norms = config.integer("mamba_n_heads"), config.integer("mamba_n_groups"), 1
+    if "mamba_expand" in config.raw:
+        head_dim = _expanded_head(config, n_heads, n_groups)
+    else:
+        head_dim, n_norms = config.integer("mamba_d_head"), n_groups
     return StateSpec(
         rule=StateRule.SSD,
         n_key_heads=n_groups,
         key_dim=config.integer("mamba_d_state"),
         n_value_heads=n_heads,
-        value_dim=width // n_heads,
+        value_dim=head_dim,
         n_taps=config.integer("mamba_d_conv"),
+        n_norms=n_norms,
         has_tap_bias=config.flag("mamba_conv_bias"),
         step_limits=_step_limits(config),
     )
+
+
+def _expanded_head(config: HfConfig, n_heads: int, n_groups: int) -> int:
+    """The width of a head where all are so many times as wide as the stream (Granite 4, Bamba)."""
+    width = config.integer("mamba_expand") * config.integer("hidden_size")
+    if width % n_heads or config.raw.get("mamba_d_head") not in ("auto", None, width // n_heads):
+        raise LoadError(
+            f"mamba_d_head in {config.path} is {config.raw.get('mamba_d_head')!r}; mamba_expand times hidden_size is "
+            f"{width}, for {n_heads} heads"
+        )
+    if n_groups > 1:
+        raise LoadError(
+            f"mamba_n_groups in {config.path} is {n_groups}; what the heads of such a model give is normed by group by some and "
+            "over all heads by others, so only 1 is supported"
+        )
+    return width // n_heads
 
 
 def _step_limits(config: HfConfig) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 # what is missing -> model_type of transformers
 MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "layers of Mamba-2 alone, without an MLP": ("nemotron_h", "mamba2"),
+    "no layer that attends, but states alone": ("mamba2",),
     "Mamba-2 beside attention in one layer, or shared layers": ("falcon_h1", "zamba2"),
     "a state per sequence of another kind (Mamba-1, RWKV, Lightning or Kimi's linear attention, RG-LRU)": (
         "jamba", "zamba", "mamba", "falcon_mamba", "rwkv", "kimi_linear", "minimax", "recurrent_gemma", "olmo_hybrid",
@@ -33,7 +33,7 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
 
 # names of GGUF architectures that are more than a spelling of the model_type
 IN_GGUF: Mapping[str, str] = MappingProxyType({
-    "nemotron_h_moe": "nemotron_h", "rwkv6": "rwkv", "rwkv7": "rwkv",
+    "rwkv6": "rwkv", "rwkv7": "rwkv",
     "glm-dsa": "glm_moe_dsa", "deepseek32": "deepseek_v32", "deepseek4": "deepseek_v4", "minimax-01": "minimax",
 })  # fmt: skip
 

@@ -60,6 +60,7 @@ class Scores(Enum):
 class Norms(Enum):
     """Where a layer norms."""
 
+    ALONE = "alone"  # one before attention; there is no MLP
     PARALLEL = "parallel"  # one before attention and MLP, which run side by side
     BESIDE = "beside"  # one before each of them, which run side by side
     BEFORE = "before"  # before attention, before the MLP
@@ -69,7 +70,7 @@ class Norms(Enum):
     @property
     def count(self) -> int:
         """Norms per layer."""
-        return {Norms.PARALLEL: 1, Norms.AROUND: 4}.get(self, 2)
+        return {Norms.ALONE: 1, Norms.PARALLEL: 1, Norms.AROUND: 4}.get(self, 2)
 
     @property
     def are_side_by_side(self) -> bool:
@@ -142,7 +143,7 @@ class StateSpec:
     DELTA (arXiv:2412.06464): S = decay S + k (beta (v - (decay S)^T k))^T gives S^T q, which is normed over value_dim, then
     gated.
     SSD (Mamba-2, arXiv:2405.21060; its C, B and x are q, k and v): S = decay S + k (step v)^T gives S^T q + skip v, which is
-    gated, then normed over all heads; step is held within step_limits.
+    gated, then normed, over all heads or over each of n_norms equal parts of them; step is held within step_limits.
     CONVOLUTION: no matrix, key_dim is 0, heads are width alone: gate_out * taps(gate_in * v), as LFM2 has it.
     n_key_heads: heads of q and k, each for as many value heads as come to it. n_taps: q, k and v of a token (of a convolution,
     what is gated) are sums over its own and the n_taps - 1 tokens before, by a weight for each channel and tap.
@@ -154,6 +155,7 @@ class StateSpec:
     n_value_heads: int
     value_dim: int
     n_taps: int
+    n_norms: int = 1
     has_tap_bias: bool = False
     step_limits: tuple[float, float] = (0.0, math.inf)
 
@@ -295,7 +297,10 @@ class MlpSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
-    """A mixture of gated experts. renormalises: the chosen experts' weights are scaled to sum to 1.
+    """A mixture of experts. renormalises: the chosen experts' weights are scaled to sum to 1.
+
+    is_gated: whether experts and shared experts have a gate, as `MlpSpec` has it. latent: the width of what experts read and
+    give, which projections take the stream to and back (0: they read and give the stream); shared experts and router read it.
 
     shared_ffn: the total width of the always-active experts. routed_scale multiplies the mixture's sum.
     n_groups, groups_per_token: experts are chosen among the best groups only (1 of 1: all), a group being as good as the
@@ -309,6 +314,8 @@ class MoeSpec:
     n_experts: int
     experts_per_token: int
     expert_ffn: int
+    is_gated: bool = True
+    latent: int = 0
     activation: Activation = Activation.SILU
     renormalises: bool = False
     shared_ffn: int = 0
@@ -332,8 +339,13 @@ class MoeSpec:
 
     @property
     def joins_apart(self) -> bool:
-        """Whether gate and up are joined by an operation of its own, not where their product is made."""
-        return self.weighs_input or self.activation is Activation.CLAMPED
+        """Whether gate and up are joined, or up is bent, by an operation of its own, not where their product is made."""
+        return self.weighs_input or self.activation is Activation.CLAMPED or not self.is_gated
+
+    @property
+    def n_products(self) -> int:
+        """Matrices of an expert."""
+        return 3 if self.is_gated else 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,10 +373,10 @@ class LayerInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One layer."""
+    """One layer. mlp: None where there is attention alone."""
 
     attention: AttentionLayer
-    mlp: MlpSpec | MoeSpec
+    mlp: MlpSpec | MoeSpec | None
     norms: Norms = Norms.BEFORE
 
 
@@ -380,6 +392,7 @@ class ModelSpec:
     n_position_embeddings: rows of a learned table of positions, which is added to the embedding; the first `first_position`
     of them stand for none. low_rank: of a branch beside each layer's attention (LAuReL, arXiv 2411.07501), 0: there is none.
     scales_layers: behind each layer the stream is multiplied by a number of the layer's.
+    blocks: where checkpoints have attention and MLPs as blocks of their own, the numbers of each layer's; else ().
     """
 
     name: str
@@ -407,6 +420,7 @@ class ModelSpec:
     first_position: int = 0
     low_rank: int = 0
     scales_layers: bool = False
+    blocks: tuple[tuple[int, int | None], ...] = ()
     streams: StreamsSpec | None = None
     layer_inputs: LayerInputs | None = None
     published_parameters: int | None = None
@@ -445,6 +459,15 @@ class ModelSpec:
     def n_layers(self) -> int:
         """How many layers."""
         return len(self.layers)
+
+    @cached_property
+    def n_blocks(self) -> int:
+        """How many layers its checkpoints number."""
+        return sum(2 - (mlp is None) for _, mlp in self.blocks) or self.n_layers
+
+    def blocks_of(self, layer: int) -> tuple[int, int | None]:
+        """By which number a checkpoint has a layer's attention, and by which its MLP."""
+        return self.blocks[layer] if self.blocks else (layer, layer)
 
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:

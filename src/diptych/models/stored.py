@@ -74,7 +74,7 @@ def _in_headers(folder: Path, spec: ModelSpec) -> int | None:
     count = 0
     for name, tensor in tensors:
         layer = LAYER.search(name)
-        if any(part in name for part in ignored) or (layer and int(layer[1]) >= spec.n_layers):
+        if any(part in name for part in ignored) or (layer and int(layer[1]) >= spec.n_blocks):
             continue  # buffers, vision, and layers for speculation
         count += math.prod(tensor.get("shape", ()))
     return count

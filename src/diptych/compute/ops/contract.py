@@ -382,8 +382,11 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         """
 
     @abstractmethod
-    def norm(self, x: Stream | Hidden, weight: Vector, *, eps: float) -> Hidden:
-        """h [T, D] = x / sqrt(mean(x^2) + eps) * weight + bias in fp32, of x - mean(x) where the norm is centred."""
+    def norm(self, x: Stream | Hidden, weight: Vector, *, eps: float, parts: int = 1) -> Hidden:
+        """h [T, D] = x / sqrt(mean(x^2) + eps) * weight + bias in fp32, of x - mean(x) where the norm is centred.
+
+        parts: equal parts of a row that have a mean each; then it has no bias and is not centred.
+        """
 
     @abstractmethod
     def linear(self, h: Stream | Hidden, weight: Linear) -> Hidden:

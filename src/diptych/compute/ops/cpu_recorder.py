@@ -79,7 +79,7 @@ class CpuOps(
         self.program.linear(category=CATEGORIES[h.kind], weight=weight.index, rows=self._rows(h, weight), out=x.buffer)
         return x
 
-    def norm(self, x: ResidualStream | Value, weight: VectorHandle, *, eps: float) -> Value:
+    def norm(self, x: ResidualStream | Value, weight: VectorHandle, *, eps: float, parts: int = 1) -> Value:
         """Recorded by its consumer: a projection takes it as rows, `add` fuses it."""
         if isinstance(x, Value):
             buffer = self._materialised(x)
@@ -88,7 +88,7 @@ class CpuOps(
             buffer = x.buffer
             value = Value("norm", x.width, source=x, source_version=x.version, buffer=buffer, norm=(weight, eps))
         program = self.program
-        value.emit_rows = lambda rows: program.norm(buffer, weight.index, eps, rows, **weight.kind)
+        value.emit_rows = lambda rows: program.norm(buffer, weight.index, eps, rows, parts=parts, **weight.kind)
         return value
 
     def linear(self, h: Value | ResidualStream, weight: LinearHandle) -> Value:
@@ -459,7 +459,7 @@ class CpuOps(
         out = self._f32("experts out", h.width, team)
         hidden = wide = None
         if spec.joins_apart:
-            width = 2 * spec.expert_ffn
+            width = (spec.n_products - 1) * spec.expert_ffn
             wide = self._buffer(
                 "experts wide gate", width, lambda width: self.program.add_f32(width, top_k, team), top_k
             )
@@ -494,6 +494,7 @@ class CpuOps(
             routed_scale=spec.routed_scale,
             wide=wide,
             gate=CLAMPED_GATE if spec.activation is Activation.CLAMPED else PLAIN_GATE,
+            curve="" if spec.is_gated else spec.activation.value,
             weighs_input=spec.weighs_input,
             hidden_column=first.column,
             column=down.column,

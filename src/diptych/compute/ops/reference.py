@@ -291,12 +291,16 @@ def experts(
     spec: MoeSpec,
     choice_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The gated sum of each token's best experts [T, D], fp32. gate_up[e] [2F, D], down[e] [D, F], choice_bias [E]."""
+    """The weighted sum of each token's best experts [T, D], fp32. gate_up[e] [2F, D], without a gate [F, D]; down[e] [D, F],
+    choice_bias [E].
+    """
     out = torch.zeros(h.shape, dtype=torch.float32)
     for t in range(len(h)):
         for e, weight in route(linear(h[t : t + 1], router)[0], spec, choice_bias).items():
             before, after = (weight, 1.0) if spec.weighs_input else (1.0, weight)
-            out[t] += after * linear(gate(linear(before * h[t : t + 1], gate_up[e]), spec.activation), down[e])[0]
+            inner = linear(before * h[t : t + 1], gate_up[e])
+            inner = gate(inner, spec.activation) if spec.is_gated else curve(inner, spec.activation)
+            out[t] += after * linear(inner, down[e])[0]
     return out
 
 

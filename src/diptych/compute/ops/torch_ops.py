@@ -98,9 +98,12 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         """x [T, N]."""
         return self.linear(h, weight)
 
-    def norm(self, x: torch.Tensor, weight: TorchNorm, *, eps: float) -> torch.Tensor:
+    def norm(self, x: torch.Tensor, weight: TorchNorm, *, eps: float, parts: int = 1) -> torch.Tensor:
         """h [T, D]."""
         shape = weight.weight.shape
+        if parts > 1:
+            by_part = F.rms_norm(x.float().unflatten(-1, (parts, -1)), (shape[0] // parts,), eps=eps)
+            return (by_part.flatten(-2) * weight.weight).to(x.dtype)
         if weight.is_centred:
             return F.layer_norm(x.float(), shape, weight.weight, weight.bias, eps).to(x.dtype)
         h = F.rms_norm(x.float(), shape, weight.weight, eps)
@@ -325,7 +328,13 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
             weights, given = weights_Tk[rows, column, None], h[rows]
             if spec.weighs_input:
                 given, weights = (given * weights).to(h.dtype), torch.ones_like(weights)
-            y = self._product(self._gated(given, experts.gate_up[expert], rows), experts.down[expert], rows)
+            first = experts.gate_up[expert]
+            inner = (
+                self._gated(given, first, rows)
+                if spec.is_gated
+                else _activated(self._product(given, first, rows), first.activation)
+            )
+            y = self._product(inner, experts.down[expert], rows)
             total.index_add_(0, rows, (y * weights).to(total.dtype))
         return total
 

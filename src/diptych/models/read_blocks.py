@@ -1,0 +1,71 @@
+"""Models whose attention and MLPs are blocks of their own, each with a norm before it (Nemotron-H), as layers of both.
+
+>>> as_layers({"hybrid_override_pattern": "ME*-M"}, "config.json")["mlp_layer_types"]
+['sparse', 'dense', None]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from diptych.ground.errors import LoadError
+from diptych.models.config import SIZE_LIMITS
+
+PATTERN = "hybrid_override_pattern"
+LIST = "layers_block_type"
+STATE, ATTENTION, DENSE, MIXTURE = "linear_attention", "full_attention", "mlp", "moe"
+LETTERS: Mapping[str, str] = MappingProxyType({"M": STATE, "*": ATTENTION, "-": DENSE, "E": MIXTURE})
+CALLED: Mapping[str, str] = MappingProxyType({  # of all files so far
+    **{kind: kind for kind in LETTERS.values()}, "mamba": STATE, "attention": ATTENTION,
+})  # fmt: skip
+DEFAULT = (STATE, MIXTURE, ATTENTION, DENSE)  # of the class
+MLPS: Mapping[str, str] = MappingProxyType({DENSE: "dense", MIXTURE: "sparse"})
+
+
+def as_layers(raw: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The keys that say of usual layers what the config says of blocks; in mlp_layer_types None is none.
+
+    blocks: of each layer the number of the one that attends, or moves a state on, and of the MLP behind it, if any.
+    """
+    kinds = _kinds(raw, path)
+    paired = _pairs(kinds, path)
+    return {
+        "blocks": paired,
+        "num_hidden_layers": len(paired),
+        "layer_types": [kinds[attention] for attention, _ in paired],
+        "mlp_layer_types": [None if mlp is None else MLPS[kinds[mlp]] for _, mlp in paired],
+    }
+
+
+def _pairs(kinds: list[str], path: str) -> tuple[tuple[int, int | None], ...]:
+    found: list[tuple[int, int | None]] = []
+    for number, kind in enumerate(kinds):
+        if kind not in MLPS:
+            found.append((number, None))
+        elif found and found[-1] == (number - 1, None):
+            found[-1] = (number - 1, number)
+        else:
+            raise LoadError(
+                f"block {number} in {path} is an MLP with no attention or state right before it, which is not supported"
+            )
+    return tuple(found)
+
+
+def _kinds(raw: Mapping[str, Any], path: str) -> list[str]:
+    listed, pattern = raw.get(LIST), raw.get(PATTERN)
+    if listed is None and pattern is None:
+        return list(DEFAULT)
+    key, given, known = (LIST, listed, CALLED) if listed is not None else (PATTERN, pattern, LETTERS)
+    if not isinstance(given, list if listed is not None else str) or any(
+        not isinstance(one, str) or one not in known for one in given
+    ):
+        raise LoadError(f"{key} in {path} is {given!r:.80}; it must name each block: {', '.join(known)}")
+    limit = SIZE_LIMITS["num_hidden_layers"]
+    if not 0 < len(given) <= limit:
+        raise LoadError(f"{key} in {path} names {len(given)} blocks; it must be 1 to {limit}")
+    said = raw.get("num_hidden_layers")
+    if said is not None and said != len(given):
+        raise LoadError(f"{key} in {path} names {len(given)} blocks; num_hidden_layers is {said!r}")
+    return [known[one] for one in given]
