@@ -127,7 +127,7 @@ def write_gguf(
     None: without it. called: the architecture, where it is not the model's own.
     """
     config = model.config
-    is_nemotron_3 = "moe" in getattr(config, "layers_block_type", ())
+    is_nemotron_3 = config.model_type == "nemotron_h" and "moe" in config.layers_block_type
     name = called or ARCHITECTURES["nemotron-3" if is_nemotron_3 else config.model_type.removesuffix("_text")]
     out = gguf.GGUFWriter(str(path), name, **writer)
     write_metadata(out, config)
@@ -315,7 +315,8 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
         write_streams(out, config)
     write_scales(out, config)
     write_states(out, config)
-    is_dense = getattr(config, "num_local_experts", None) == 0 or "moe" not in getattr(config, "layers_block_type", "moe")
+    is_dense = getattr(config, "num_local_experts", None) == 0
+    is_dense |= config.model_type == "nemotron_h" and "moe" not in config.layers_block_type
     if getattr(config, "num_experts_per_tok", None) and not is_dense:
         write_experts(out, config)
 

@@ -14,7 +14,7 @@ def write_states(out: gguf.GGUFWriter, config: Any) -> None:
         write_delta(out, config)
     if hasattr(config, "mamba_n_heads"):
         write_mamba(out, config)
-    if hasattr(config, "layers_block_type"):
+    if config.model_type == "nemotron_h":
         write_blocks(out, config)
     if hasattr(config, "conv_L_cache"):
         out.add_shortconv_l_cache(config.conv_L_cache)

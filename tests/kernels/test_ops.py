@@ -323,7 +323,8 @@ def test_norm_of_parts_of_rows(isa: str, width: int, parts: int) -> None:
     out = bench.program.add_f32(width)
     bench.program.norm(bench.x, bench.program.add_vector(weight), 1e-5, out, parts=parts)
     expected = torch.cat(
-        [reference.rms_norm(one, w, eps=1e-5) for one, w in zip(x.chunk(parts, 1), weight.chunk(parts), strict=True)], dim=1
+        [reference.rms_norm(one, w, eps=1e-5) for one, w in zip(x.chunk(parts, 1), weight.chunk(parts), strict=True)],
+        dim=1,
     )
     torch.testing.assert_close(bench.run(out, width), expected, atol=1e-5, rtol=0)
     for wrong in ({"parts": 7}, {"parts": 0}, {"parts": parts, "is_centred": True}, {"parts": parts, "bias": 0}):
@@ -350,7 +351,12 @@ ROUTINGS: dict[str, dict[str, Any]] = {
     "ERNIE": {"renormalises": True, "has_choice_bias": True},
     "Llama 4": {"activation": Activation.SILU, "scores": Scores.SIGMOID, "weighs_input": True},
     "sigmoid, bias": {"scores": Scores.SIGMOID, "has_choice_bias": True, "routed_scale": 0.5},
-    "Nemotron 3": {"activation": Activation.SQUARED_RELU, "is_gated": False, "scores": Scores.SIGMOID, "renormalises": True},
+    "Nemotron 3": {
+        "activation": Activation.SQUARED_RELU,
+        "is_gated": False,
+        "scores": Scores.SIGMOID,
+        "renormalises": True,
+    },
 }
 
 

@@ -78,7 +78,7 @@ def test_multimodal_wrappers_give_their_language_part() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["zamba2", "nemotron_h", "falcon_h1", "kimi_linear", "minimax", "olmo_hybrid",
+    ["zamba2", "falcon_h1", "kimi_linear", "minimax", "olmo_hybrid",
      "dbrx", "mpt", "bert", "mamba2", "jamba", "rwkv", "codegen", "persimmon"],
 )  # fmt: skip
 def test_what_is_on_no_list_is_refused_with_the_list(kind: str) -> None:
@@ -117,7 +117,7 @@ def test_a_gguf_file_of_a_refused_kind_is_told_why_too(tmp_path: Path) -> None:
     names = set(gguf.MODEL_ARCH_NAMES.values())
     assert not [kind for kind in IN_GGUF.values() if reason_for(kind) is None]
     assert set(IN_GGUF) - names <= {"deepseek32", "deepseek4", "minimax-01"}  # newer than the package
-    for name in ("kimi-linear", "nemotron_h", "falcon-h1"):
+    for name in ("kimi-linear", "jamba", "falcon-h1"):
         out = gguf.GGUFWriter(str(tmp_path / name), name)
         out.write_header_to_file()
         out.write_kv_data_to_file()

@@ -190,7 +190,7 @@ def run_layer(
     added_eps: float,
     own: int = 0,
 ) -> Stream:
-    """x + attention(x), then + mlp(x), if any, each with the norms the layer has before and after it. added_eps: of those after.
+    """x + attention(x), then + mlp(x), if any, each with the norms that it has before and after it. added_eps: of those after.
 
     own: the number of the stream that it computes in where it has a branch beside attention; x stays as it is then.
     """

@@ -156,6 +156,7 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         spec, mlp = self.spec, self.parts.mlp
         if spec.layer_inputs is None:
             return {}
+        assert mlp is not None
         source, loader = self.source, self.loader
         output, gate = own_gate(source, spec, spec.layer_inputs, self.prefix, is_balancing=loader.is_balancing)
         mixing = None
@@ -239,9 +240,7 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         }
 
     @staticmethod
-    def balance_inner(
-        first: LinearParts, down: LinearParts, mlp: MlpSpec | MoeSpec
-    ) -> tuple[LinearParts, LinearParts]:
+    def balance_inner(first: LinearParts, down: LinearParts, mlp: MlpSpec | MoeSpec) -> tuple[LinearParts, LinearParts]:
         """What makes the inner values of an MLP or an expert, and down, where a factor passes from one to the other."""
         if not mlp.is_gated:
             return balance_curve(first, down, mlp.activation)
@@ -253,9 +252,7 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         if not moe.latent:
             return ()
         ends = ((moe.latent, self.spec.hidden), (self.spec.hidden, moe.latent))
-        return tuple(
-            self.linear(root, (name,), (n,), k) for name, (n, k) in zip(self.names.latent, ends, strict=True)
-        )
+        return tuple(self.linear(root, (name,), (n,), k) for name, (n, k) in zip(self.names.latent, ends, strict=True))
 
     def _latent(self, parts: tuple[LinearParts, ...]) -> LatentExperts[Linear] | None:
         if not parts:

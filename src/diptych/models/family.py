@@ -38,9 +38,10 @@ class TensorNames:
     apart: norms before the mixture, behind shared experts, behind the mixture, of `MoeSpec.is_apart`.
     choice_axes: what choice_bias has before its experts. norms: before attention, after it, before the MLP, after it.
     q_norm, k_norm: where each head has a weight of its own they are stacked in one tensor, or {} stands for the head.
-    latent: what takes the stream to experts and back, of `MoeSpec.latent`. dense: where a dense MLP lies, if not where mlp says. states: where tensors of a layer with a state lie. states_in: its
-    projections, by a delta rule of q, k and v, of the gate, of beta, of the decay, or of the first two and of the last two
-    together, by key head; else one. taps: of its convolution.
+    latent: what takes the stream to experts and back, of `MoeSpec.latent`. dense: where a dense MLP lies, if not where mlp
+    says. states: where tensors of a layer with a state lie. states_in: its projections, by a delta rule of q, k and v, of the
+    gate, of beta, of the decay, or of the first two and of the last two together, by key head; else one. taps: of its
+    convolution.
     """
 
     embedding: str = "embed_tokens"

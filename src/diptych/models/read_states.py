@@ -111,8 +111,8 @@ def _expanded_head(config: HfConfig, n_heads: int, n_groups: int) -> int:
         )
     if n_groups > 1:
         raise LoadError(
-            f"mamba_n_groups in {config.path} is {n_groups}; what the heads of such a model give is normed by group by some and "
-            "over all heads by others, so only 1 is supported"
+            f"mamba_n_groups in {config.path} is {n_groups}; what the heads of such a model give is normed by group by some "
+            "and over all heads by others, so only 1 is supported"
         )
     return width // n_heads
 

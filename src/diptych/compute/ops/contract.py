@@ -508,7 +508,7 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         """a * act(h W^T + b) [T, N]; a may be written and is not used again by the caller."""
 
     @abstractmethod
-    def experts(self, h: Stream | Hidden, experts: Experts, *, routed: Hidden | None = None) -> Hidden:
+    def experts(self, h: Stream | Hidden, experts: Experts, *, routed: Stream | Hidden | None = None) -> Hidden:
         """y [T, D] = sum over the chosen experts of weight * expert(h). routed: what the router reads, if not h.
 
         Each expert's score is a softmax over n_experts or a sigmoid. The best experts_per_token are chosen by score (plus

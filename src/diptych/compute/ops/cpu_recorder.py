@@ -20,6 +20,7 @@ from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, Activation, Scores
 # how gate and up are joined where that is an operation of its own: the slope of the sigmoid, a limit, what is added to up
 CLAMPED_GATE = (CLAMPED_ALPHA, CLAMPED_LIMIT, 1.0)
 PLAIN_GATE = (1.0, math.inf, 0.0)
+Given = Value | ResidualStream  # what an operation reads
 
 
 class CpuOps(
@@ -68,18 +69,18 @@ class CpuOps(
         self.program.input(x.buffer)
         return x
 
-    def tap(self, x: ResidualStream | Value, number: int) -> None:
+    def tap(self, x: Given, number: int) -> None:
         """A copy to the caller, passed over in steps that do not ask for it."""
         self.program.tap(x.buffer if isinstance(x, ResidualStream) else self._materialised(x), number)
 
-    def start(self, h: Value | ResidualStream, weight: LinearHandle) -> ResidualStream:
+    def start(self, h: Given, weight: LinearHandle) -> ResidualStream:
         """A projection into a stream's buffer."""
         h = self._as_value(h)
         x = ResidualStream(self._f32("start", weight.n_outputs), weight.n_outputs)
         self.program.linear(category=CATEGORIES[h.kind], weight=weight.index, rows=self._rows(h, weight), out=x.buffer)
         return x
 
-    def norm(self, x: ResidualStream | Value, weight: VectorHandle, *, eps: float, parts: int = 1) -> Value:
+    def norm(self, x: Given, weight: VectorHandle, *, eps: float, parts: int = 1) -> Value:
         """Recorded by its consumer: a projection takes it as rows, `add` fuses it."""
         if isinstance(x, Value):
             buffer = self._materialised(x)
@@ -91,7 +92,7 @@ class CpuOps(
         value.emit_rows = lambda rows: program.norm(buffer, weight.index, eps, rows, parts=parts, **weight.kind)
         return value
 
-    def linear(self, h: Value | ResidualStream, weight: LinearHandle) -> Value:
+    def linear(self, h: Given, weight: LinearHandle) -> Value:
         """y in an fp32 buffer."""
         h = self._as_value(h)
         category = CATEGORIES[h.kind]
@@ -109,19 +110,14 @@ class CpuOps(
             rows = self._rows(h, one)
             self.program.linear(category=category, weight=one.index, rows=rows, out=out, column=one.column)
 
-    def linear_gate(self, h: Value | ResidualStream, weight: LinearHandle) -> Value:
+    def linear_gate(self, h: Given, weight: LinearHandle) -> Value:
         """act(gate) * up, written by the product's epilogue in the form that the next projection reads."""
         assert weight.activation is not None
         if weight.pieces:
             return self._gate_apart(self._as_value(h), weight)
         rows = self._rows(self._as_value(h), weight)
-        settings = {
-            "category": "gate_up",
-            "weight": weight.index,
-            "rows": rows,
-            "activation": weight.activation.value,
-            "column": weight.column,
-        }
+        settings = {"category": "gate_up", "weight": weight.index, "rows": rows}
+        settings |= {"activation": weight.activation.value, "column": weight.column}
         value = Value("gate", weight.n_outputs, is_shared=weight.is_gathered)
         program = self.program
         value.emit_f32 = lambda out: program.linear(out=out, store="f32", **settings)
@@ -144,7 +140,7 @@ class CpuOps(
         )
         return Value("gate", weight.n_outputs, buffer=out)
 
-    def sparse_gate(self, h: Value | ResidualStream, weight: LinearHandle, *, cutoff: float) -> Value:
+    def sparse_gate(self, h: Given, weight: LinearHandle, *, cutoff: float) -> Value:
         """Of gate and up in one buffer, which every rank reads whole."""
         assert weight.activation is not None
         gate, *ups = weight.pieces or (weight,)
@@ -159,7 +155,7 @@ class CpuOps(
         value.emit_rows = value.emit_f32
         return value
 
-    def curve(self, h: Value | ResidualStream, weight: LinearHandle, *, numbers: tuple[float, ...] = ()) -> Value:
+    def curve(self, h: Given, weight: LinearHandle, *, numbers: tuple[float, ...] = ()) -> Value:
         """Of whole rows, which ranks gather, in the form that the next projection reads."""
         assert weight.activation is not None
         x = self._f32("curve", weight.n_outputs, weight.is_gathered)
@@ -176,13 +172,13 @@ class CpuOps(
             self.program.curve(x=y.buffer, out=y.buffer, activation="clip", numbers=(limit, 0.0, 0.0, 0.0))
         return y
 
-    def gate_given(self, h: Value | ResidualStream, weight: LinearHandle, given: Value, first: int) -> Value:
+    def gate_given(self, h: Given, weight: LinearHandle, given: Value, first: int) -> Value:
         """On a copy."""
         out = self._f32("given", weight.n_outputs)
         self.program.copy_columns(x=self._materialised(given), out=out, first=first)
         return Value("gate", weight.n_outputs, buffer=self._gate_onto(h, weight, "gate_up", out))
 
-    def _gate_onto(self, h: Value | ResidualStream, weight: LinearHandle, category: str, out: int) -> int:
+    def _gate_onto(self, h: Given, weight: LinearHandle, category: str, out: int) -> int:
         """What is gated lies in the buffer when the gate's epilogue joins them."""
         assert weight.activation is not None
         how = {"category": category, "out": out, "store": "gate_f32", "activation": weight.activation.value}
@@ -263,24 +259,24 @@ class CpuOps(
         )
         return tuple(self._written(x) for x in xs)
 
-    def linear_add(self, h: Value | ResidualStream, weight: LinearHandle, x: ResidualStream) -> ResidualStream:
+    def linear_add(self, h: Given, weight: LinearHandle, x: ResidualStream) -> ResidualStream:
         """x += h W^T + b in the product's epilogue."""
         self._linear_onto(h, weight, x.buffer)
         return self._written(x)
 
-    def linear_sum(self, h: Value | ResidualStream, weight: LinearHandle, y: Value) -> Value:
+    def linear_sum(self, h: Given, weight: LinearHandle, y: Value) -> Value:
         """The same onto a projection's buffer."""
         self._linear_onto(h, weight, self._materialised(y))
         return y
 
-    def _linear_onto(self, h: Value | ResidualStream, weight: LinearHandle, buffer: int) -> None:
+    def _linear_onto(self, h: Given, weight: LinearHandle, buffer: int) -> None:
         h = self._as_value(h)
         category, rows = CATEGORIES[h.kind], self._rows(h, weight)
         self.program.linear(
             category=category, weight=weight.index, rows=rows, out=buffer, store="add_f32", column=weight.column
         )
 
-    def add(self, x: ResidualStream, y: Value | ResidualStream, *, scale: float = 1.0) -> ResidualStream:
+    def add(self, x: ResidualStream, y: Given, *, scale: float = 1.0) -> ResidualStream:
         """x += scale * y, with y's norm fused where it is one."""
         if isinstance(y, ResidualStream):
             self.program.add(y.buffer, x.buffer, scale=scale)
@@ -442,18 +438,18 @@ class CpuOps(
             )
         return Value("attention", width, buffer=out)
 
-    def gate_heads(self, h: Value | ResidualStream, weight: LinearHandle, a: Value) -> Value:
+    def gate_heads(self, h: Given, weight: LinearHandle, a: Value) -> Value:
         """In place."""
         return Value("gated heads", a.width, buffer=self._gate_onto(h, weight, "qkv", self._materialised(a)))
 
-    def experts(self, h: Value | ResidualStream, experts: ExpertsHandle, *, routed: Value | None = None) -> Value:
+    def experts(self, h: Given, experts: ExpertsHandle, *, routed: Given | None = None) -> Value:
         """Summed per token in ascending order of expert."""
         h = self._as_value(h)
         spec, first, down = experts.spec, experts.gate_up[0], experts.down[0]
         top_k = spec.experts_per_token
         gates, ups = [expert.pieces or (expert,) for expert in experts.gate_up], first.pieces[1:]
         # rows of its own, which the mixture's must not be written over
-        of_router = h if routed is None else replace(routed, kind="routed", rows={})
+        of_router = h if routed is None else replace(self._as_value(routed), kind="routed", rows={})
         router_rows, rows = self._rows(of_router, experts.router), self._rows(h, first)
         team = self._is_team
         out = self._f32("experts out", h.width, team)
@@ -581,7 +577,7 @@ class CpuOps(
         self._owner[rows] = h
         return rows
 
-    def _as_value(self, h: Value | ResidualStream) -> Value:
+    def _as_value(self, h: Given) -> Value:
         """The residual stream itself as an input (families without a norm before the projection)."""
         if isinstance(h, Value):
             return h
