@@ -474,7 +474,7 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
             tensors[name.replace("e_score_correction_bias", "e_score_correction.bias")] = values
     return {
         name: np.atleast_1d(
-            (values if ".mamba." in name and values.ndim == 2 else values.squeeze())
+            (values if values.ndim == 2 and (".mamba." in name or ".mixer." in name) else values.squeeze())
             .detach()
             .float()
             .contiguous()

@@ -27,6 +27,7 @@ from diptych.models.gguf_architectures import (
     FALCON,
     GEMMA3N,
     GEMMA4,
+    NEMOTRON_H,
     USUAL,
     GgufArchitecture,
     architecture_of,
@@ -215,7 +216,7 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     _add_windows(config, keys, kind)
     if kind is GEMMA4:
         _add_full_heads(config, keys, file)
-    else:
+    elif kind is not NEMOTRON_H:  # which knows no positions, whatever the converter says of how much of a head turns
         _add_rope(config, keys, file, kind)
     if "multi_query" in BY_ARCHITECTURE[kind.architecture].keys:
         config["multi_query"] = config["num_key_value_heads"] == 1

@@ -44,7 +44,7 @@ def add_states(config: dict[str, Any], keys: Keys, file: GgufFile, kind: GgufArc
 def _add_blocks(config: dict[str, Any], keys: Keys, file: GgufFile) -> None:
     """Blocks with KV heads attend, those with an inner width are MLPs or mixtures, all others keep a state."""
     heads, widths = (_of_layers(config, keys, name) for name in ("attention.head_count_kv", "feed_forward_length"))
-    has_experts = bool(config.get("num_experts"))
+    has_experts = any(name.endswith(".ffn_gate_inp.weight") for name in file.tensors)
     mlp = "moe" if has_experts else "mlp"
     config["layers_block_type"] = [
         "full_attention" if n else mlp if width else "linear_attention" for n, width in zip(heads, widths, strict=True)
