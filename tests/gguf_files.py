@@ -68,6 +68,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     # chunks are longer than any prompt here, and the last layer has no positions
     "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "no_rope_layer_interval": 4},
     "gpt2": {"n_inner": None},
+    "phi": {"intermediate_size": 256, "num_key_value_heads": 4},  # as the converter says of all of them
     "hunyuan_v1_moe": {"moe_topk": 3},
     # the converter leaves q, k and v's biases as they lie
     "falcon-40b": {"bias": False, "max_position_embeddings": 2048},

@@ -42,6 +42,7 @@ def write_delta(out: gguf.GGUFWriter, config: Any) -> None:
     out.add_ssm_time_step_rank(config.linear_num_value_heads)
     out.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
     out.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
+    out.add_array(f"{out.arch}.attention.recurrent_layers", [kind == "linear_attention" for kind in config.layer_types])
 
 
 def write_mamba(out: gguf.GGUFWriter, config: Any) -> None:

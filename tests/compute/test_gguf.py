@@ -208,6 +208,8 @@ def test_pairs_that_gemma_4_does_not_turn_come_last(freqs: list[float], tmp_path
         ("llama", {"nextn_predict_layers": 3}, "3 blocks, of which 3 draft"),
         ("llama", {"attention.key_length": 0}, "are 0 wide"),  # was a division by zero
         ("granitemoehybrid", {"embedding_length": 0}, "hidden_size in .* is 0"),  # likewise
+        ("qwen3_5", {"attention.recurrent_layers": [True]}, "recurrent_layers in .* must hold 4 truth values"),
+        ("qwen3_5", {"attention.recurrent_layers": [1, 0, 1, 0]}, "recurrent_layers in .* must hold 4 truth values"),
         ("nemotron_h", {"feed_forward_length": [0, 96]}, "feed_forward_length in .* must hold 8 whole numbers"),
         ("nemotron_h", {"feed_forward_length": None}, "feed_forward_length in .* must hold 8 whole numbers"),
         ("nemotron_h", {"ssm.group_count": 3}, "each must be at least 1 and divide the next"),

@@ -35,10 +35,11 @@ GROUPED = {**EXPERTS, **EXPERT_WIDTH, "expert_group_count": "n_group", "expert_g
            "expert_shared_count": "n_shared_experts", "expert_weights_scale": "routed_scaling_factor",
            "expert_weights_norm": "norm_topk_prob", "leading_dense_block_count": "first_k_dense_replace"}  # fmt: skip
 SHARED_WIDTH = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
-# of a gated delta rule; how wide its values are, `gguf` reads itself
+# of a gated delta rule; how wide its values are and which layers have it, `gguf_states` reads
 STATES = {"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
           "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads", "ssm.inner_size": "",
-          "full_attention_interval": "full_attention_interval", "rope.dimension_sections": ""}  # fmt: skip
+          "full_attention_interval": "full_attention_interval", "attention.recurrent_layers": "",
+          "rope.dimension_sections": ""}  # fmt: skip
 # of Mamba-2, and of short convolutions; which layers have them, `gguf_states` reads
 MAMBA = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups",
          "ssm.time_step_rank": "mamba_n_heads", "ssm.inner_size": "", "attention.head_count_kv": ""}  # fmt: skip

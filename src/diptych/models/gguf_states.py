@@ -23,6 +23,7 @@ def add_states(config: dict[str, Any], keys: Keys, file: GgufFile, kind: GgufArc
         return
     if rule is StateRule.DELTA:
         config["linear_value_head_dim"] = value_heads(file)[2]
+        _add_recurrent(config, keys)
         return
     _add_layers(config, keys, "mamba" if rule is StateRule.SSD else "conv")
     if rule is not StateRule.SSD:
@@ -39,6 +40,19 @@ def add_states(config: dict[str, Any], keys: Keys, file: GgufFile, kind: GgufArc
     if not config.get("num_experts"):
         config["num_experts"] = 0
         config.setdefault("shared_expert_intermediate_size", config["intermediate_size"])
+
+
+def _add_recurrent(config: dict[str, Any], keys: Keys) -> None:
+    """Which layers have one, where the file says so itself; else all but every so many-th."""
+    name, n_layers = "attention.recurrent_layers", config["num_hidden_layers"]
+    found = keys.values(name)
+    if found is None:
+        return
+    if len(found) < n_layers or any(not isinstance(one, bool) for one in found):
+        raise LoadError(
+            f"{keys.full(name)} in {keys.path} must hold {n_layers} truth values or more, one for each layer"
+        )
+    config["layer_types"] = ["linear_attention" if one else "full_attention" for one in found[:n_layers]]
 
 
 def _add_blocks(config: dict[str, Any], keys: Keys, file: GgufFile) -> None:
