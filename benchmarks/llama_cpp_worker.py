@@ -44,7 +44,9 @@ MODEL = "model.gguf"
 
 
 def converted(checkpoint: Path, weights: str) -> Path:
-    """The model as GGUF, made when it is missing."""
+    """The model as GGUF, made when it is missing; a file is what it is."""
+    if checkpoint.is_file():
+        return checkpoint
 
     def make(directory: Path) -> None:
         directory.mkdir()
@@ -125,7 +127,12 @@ class LlamaCpp(PeerWorker):
         self._threads = threads
         self._vocab_size = ll.llama_vocab_n_tokens(ll.llama_model_get_vocab(self._model(HUGE)))
         features = ll.llama_print_system_info().decode()
-        details = {"file": self._path.parent.name, "GLIBC_TUNABLES": TUNABLE, "features": features}
+        own = self._path.name == MODEL  # which is called by its folder
+        details = {
+            "file": self._path.parent.name if own else self._path.name,
+            "GLIBC_TUNABLES": TUNABLE,
+            "features": features,
+        }
         version = f"(llama-cpp-python {ll.__version__})"
         return {"engine": "llama.cpp", "version": version, "details": details, "ways": self.ways}
 

@@ -2,6 +2,7 @@
 
     make bench-peers
     .venv/bin/python benchmarks/peers.py --peers openvino llama-cpp --weights int8 --cases single --json
+    .venv/bin/python benchmarks/peers.py --gguf model.gguf --cases single:5 batch16:3    # llama.cpp, on a file of your own
 
 Each peer lives in an environment of its own and answers JSON lines (benchmarks/peer_worker.py says which).
 """
@@ -51,7 +52,9 @@ LEAST_CORRELATION = {"bf16": 0.999, "int8": 0.99, "int4": 0.7}
 # llama.cpp quantises, and Diptych reads the very file: only their activations are rounded differently
 GGUF_MIXTURES = ("q2_k", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k")
 LEAST_CORRELATION |= dict.fromkeys(GGUF_MIXTURES, 0.99)
-NO_GGUF = dict.fromkeys(GGUF_MIXTURES, "the file is llama.cpp's")
+AS_IT_IS = "gguf"  # a file that both read as it is
+LEAST_CORRELATION[AS_IT_IS] = 0.99
+NO_GGUF = dict.fromkeys((*GGUF_MIXTURES, AS_IT_IS), "the file is llama.cpp's")
 PROBES = 2048
 
 
@@ -175,11 +178,11 @@ def correlation(model: Model, peer: Peer, prompt: Sequence[int], probe: Sequence
 
 
 class SideBySide:
-    """One weight format of one checkpoint, loaded by Diptych and every peer that has it."""
+    """One weight format of one checkpoint (a folder, or a GGUF file), loaded by Diptych and every peer that has it."""
 
     def __init__(
         self,
-        directory: Path,
+        checkpoint: Path,
         weights: str,
         *,
         peers: dict[str, Peer],
@@ -188,10 +191,11 @@ class SideBySide:
         seed: int,
         ready: Callable[[], None],
     ) -> None:
-        own, own_weights = directory, weights
+        own, own_weights = checkpoint, weights
         if weights in GGUF_MIXTURES:
             console.print(f"converting to {weights}")
-            own = Path(peers["llama-cpp"].ask("convert", checkpoint=str(directory), weights=weights)["path"])
+            own = Path(peers["llama-cpp"].ask("convert", checkpoint=str(checkpoint), weights=weights)["path"])
+        if weights in (*GGUF_MIXTURES, AS_IT_IS):
             own_weights = "auto"
         compute = ComputeConfig(backend="cpu", weights=own_weights, threads=threads)
         self._config = EngineConfig(compute=compute, seed=seed)
@@ -199,16 +203,16 @@ class SideBySide:
         self._peers = peers
         self._weights = weights
         self._random = random.Random(seed)
-        self._shape = directory.name
+        self._shape = checkpoint.stem if weights == AS_IT_IS else checkpoint.name
         self._ready = ready
         self._trials = trials
         self._ways: dict[str, Fastest] = {}
-        self._bench = StaticBench(self._model, name=directory.name, load_s=0.0, config=self._config)
+        self._bench = StaticBench(self._model, name=self._shape, load_s=0.0, config=self._config)
         self.threads = self._model.threads
         self.peer_facts: dict[str, dict[str, Any]] = {}
         for name, peer in peers.items():
             console.print(f"loading {name}, {weights}")
-            self.peer_facts[name] = peer.ask("load", checkpoint=str(directory), weights=weights, threads=self.threads)
+            self.peer_facts[name] = peer.ask("load", checkpoint=str(checkpoint), weights=weights, threads=self.threads)
 
     def check(self) -> dict[str, float]:
         """The correlation of the logits with each peer's. ExecutorError when one does not run the same model."""
@@ -339,8 +343,16 @@ def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
     families = ("llama", "qwen2")
     shapes = [name for name, c in SHAPES.items() if c["model_type"] in families and "rope_scaling" not in c]
     parser.add_argument("--shape", default="qwen2.5-0.5b", choices=shapes)
+    parser.add_argument(
+        "--gguf", type=Path, help="a GGUF file that both read as it is, in place of a shape; of llama.cpp alone"
+    )
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
-    parser.add_argument("--weights", nargs="+", default=["int8", "int4", "bf16"], choices=list(LEAST_CORRELATION))
+    parser.add_argument(
+        "--weights",
+        nargs="+",
+        default=["int8", "int4", "bf16"],
+        choices=[one for one in LEAST_CORRELATION if one != AS_IT_IS],
+    )
     parser.add_argument(
         "--cases", nargs="+", default=[(name, None) for name in (*CASES, MIX)], type=case_of, metavar="CASE[:TURNS]"
     )
@@ -367,6 +379,10 @@ def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.new_tokens < 2 or arguments.repeat < 1:
         parser.error("--new-tokens must be at least 2 and --repeat at least 1")
+    if arguments.gguf is not None:
+        if not arguments.gguf.is_file():
+            parser.error(f"there is no file {arguments.gguf}")
+        arguments.peers, arguments.weights = ["llama-cpp"], [AS_IT_IS]
     arguments.cases = {name: turns or arguments.repeat for name, turns in arguments.cases}
     return arguments
 
@@ -420,20 +436,31 @@ def wait_for_line() -> None:
         raise ExecutorError("standard input ended before the last round", hint="--pause waits for a line before each")
 
 
+def write_random(shape: str, directory: Path, *, seed: int) -> None:
+    """A random checkpoint with a tokenizer, where it is not there yet."""
+    if not (directory / "model.safetensors").exists():
+        console.print(f"writing random weights to {directory}")
+        write_checkpoint(SHAPES[shape], directory, seed=seed)
+    if not (directory / "tokenizer.json").exists():  # converters ask for one
+        write_tokenizer(SHAPES[shape]["vocab_size"], directory, seed=seed)
+
+
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Everything asked for; what --json prints. Raises EngineError."""
     commands = {name: command_of(name, arguments.environments) for name in arguments.peers}
-    directory = arguments.checkpoints / f"{arguments.shape}-seed{arguments.seed}"
-    if not (directory / "model.safetensors").exists():
-        console.print(f"writing random weights to {directory}")
-        write_checkpoint(SHAPES[arguments.shape], directory, seed=arguments.seed)
-    if not (directory / "tokenizer.json").exists():  # converters ask for one
-        write_tokenizer(SHAPES[arguments.shape]["vocab_size"], directory, seed=arguments.seed)
+    if arguments.gguf is not None:
+        shape, checkpoint = arguments.gguf.stem, arguments.gguf.resolve()
+        directory = arguments.checkpoints / shape
+        directory.mkdir(parents=True, exist_ok=True)
+    else:
+        shape = arguments.shape
+        checkpoint = directory = arguments.checkpoints / f"{shape}-seed{arguments.seed}"
+        write_random(shape, directory, seed=arguments.seed)
     notes = left_out(arguments.peers, [*arguments.weights, *arguments.cases])
     asked = [weights for weights in arguments.weights if weights in GGUF_MIXTURES]
     if asked and "llama-cpp" not in arguments.peers:
         raise ConfigError(f"{asked[0]} is written by llama.cpp", hint="add llama-cpp to --peers")
-    facts: dict[str, Any] = {"shape": arguments.shape, "left_out": notes, "peers": {}, "logits_correlation": {}}
+    facts: dict[str, Any] = {"shape": shape, "left_out": notes, "peers": {}, "logits_correlation": {}}
     measured: dict[Case, list[Turn]] = {} if arguments.add_to is None else kept_turns(arguments.add_to)
     for weights in arguments.weights:
         with ExitStack() as stack:
@@ -443,7 +470,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                     peers[name] = Peer(commands[name], directory / f"{name}-{weights}.log")
                     stack.callback(peers[name].close)
             together = SideBySide(
-                directory,
+                checkpoint,
                 weights,
                 peers=peers,
                 trials=KeptTrials(directory / "settings.json"),
@@ -465,7 +492,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                     if arguments.add_to is not None:  # at once, as a run may be cut short
                         keep_turns(arguments.add_to, {point: turns})
     versions = {f"{one['engine']} {one['version']}" for entry in facts["peers"].values() for one in entry.values()}
-    title = f"{arguments.shape} · {facts['threads']} threads · {', '.join(sorted(versions))}"
+    title = f"{shape} · {facts['threads']} threads · {', '.join(sorted(versions))}"
     rows = [row for point, turns in measured.items() for row in rows_of(turns, point)]
     console.print(table_of(rows, title=title))
     for note in [*notes, *tried_lines(facts["peers"])]:

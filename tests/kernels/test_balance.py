@@ -137,3 +137,24 @@ def test_every_family_is_still_itself(family: str, weights: str, tmp_path: Path)
     assert relative < (0.25 if weights == "int4" else 0.1), relative
     save_quantised(path, tmp_path / "packed", weights=weights, threads=1)
     assert torch.equal(found, logits_of(tmp_path / "packed", prompt, "auto"))
+
+
+@pytest.mark.parametrize(
+    ("family", "up", "down", "degree"), [("opt", "fc1", "fc2", 1), ("nemotron-3", "up_proj", "down_proj", 2)]
+)
+def test_factors_pass_through_curves(family: str, up: str, down: str, degree: int, tmp_path: Path) -> None:
+    """f(m x) = m f(x) of ReLU, m^2 f(x) of its square: a loud inner channel took the levels of all others in int8."""
+    plain, planted = (make_checkpoint(family, tmp_path / name) for name in ("plain", "planted"))
+    tensors = load_file(planted / "model.safetensors")
+    for name, tensor in tensors.items():
+        if f"{up}." in name:
+            tensor[::7] *= 16
+        elif name.endswith(f"{down}.weight"):
+            tensor[:, ::7] /= 16**degree
+    save_file(tensors, planted / "model.safetensors", metadata={"format": "pt"})
+    prompt = torch.randint(160, (48,), generator=torch.Generator().manual_seed(0)).tolist()
+    reference, alike = (logits_of(path, prompt, "fp32", "torch") for path in (plain, planted))
+    assert (alike - reference).abs().max() < 1e-3, "the same function in other numbers"
+    ours, theirs = (logits_of(path, prompt, "int8") for path in (plain, planted))
+    error, other = ((found - reference).norm().item() for found in (ours, theirs))
+    assert other < 1.2 * error
