@@ -31,7 +31,7 @@ from peer_table import DIPTYCH, MIX, Case, Kept, Rates, Turn, keep_turns, kept_t
 from random_checkpoint import write_checkpoint, write_tokenizer
 from rich.console import Console
 
-from diptych.compute.batch import ForwardBatch
+from diptych.compute.batch import ForwardBatch, StatePlaces
 from diptych.compute.ceilings import Ceilings, machine_ceilings
 from diptych.compute.runner import Model, load_model
 from diptych.ground.config import ComputeConfig, EngineConfig
@@ -171,6 +171,7 @@ def correlation(model: Model, peer: Peer, prompt: Sequence[int], probe: Sequence
         context_tokens_S=np.array([length], dtype=np.int32),
         block_table_SM=np.zeros((1, 1), dtype=np.int32),
         logits_rows_R=np.array([length - 1], dtype=np.int32),
+        states=StatePlaces.of(np.array([-1]), np.array([0])) if model.spec.state_layers else None,
     )
     ours = model.forward(batch, kv)[0].float().cpu().numpy()[list(probe)]
     theirs = np.array(peer.ask("logits", prompt=list(prompt), probe=list(probe))["logits"])
