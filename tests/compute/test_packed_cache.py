@@ -146,6 +146,26 @@ def test_joined_projections_of_several_types_keep_their_values(
     assert (first.revision, first.formats) == (second.revision, second.formats)
 
 
+@pytest.mark.parametrize("family", ["granitemoehybrid", "qwen3_next", "qwen3_5", "nemotron_h"])
+def test_some_rows_of_a_kept_tensor_come_back_from_the_cache(
+    family: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What Mamba-2 and gated heads have in one tensor is read by several: each start packed it anew, with a warning."""
+    reference, several = gguf_reference(family, hidden_size=256), ("attn_q.", "attn_qkv", "ssm_in", "ssm_ba")
+    path = write_gguf(
+        reference, tmp_path / "m.gguf", choose=lambda name: "Q8_0" if any(one in name for one in several) else "F32"
+    )
+    first = load(path, "auto")
+    (entry,) = entries(folder)
+    before = (entry / WHOLE_FILE).stat()
+    monkeypatch.setattr("diptych.compute.gguf.codes_of", lambda *_: pytest.fail("read again"))
+    second = load(path, "auto")
+    assert "thrown away" not in caplog.text
+    assert (entry / WHOLE_FILE).stat().st_mtime_ns == before.st_mtime_ns
+    assert torch.equal(logits(first), logits(second))
+    assert (first.revision, first.formats) == (second.revision, second.formats)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_gguf_file_is_dequantised_once(
     family: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch

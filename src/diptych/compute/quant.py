@@ -107,6 +107,8 @@ class QuantisedCheckpoint(Checkpoint):
             self._checksums = checksums_of(metadata)
             kept = {key: KeptFormat.named(name) for key, name in json.loads(metadata.get(KEPT, "{}")).items()}
             self._kept = {name: (one, key) for key, one in kept.items() for name in key.split("+")}
+            for name, found in list(self._kept.items()):  # of what some rows are kept in, the rest may be, too
+                self._kept.setdefault(name.partition("[")[0], found)
         except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise LoadError(
                 f"{directory} has no list of packed shapes and checksums: {error}",
