@@ -8,7 +8,11 @@ from diptych.models.families_shared import (
     BY_GROUPS,
     BY_USE_BIAS,
     CHOSEN_BY_SIGMOID,
+    EXAONE,
+    EXAONE_LAYERS,
     GRANITE,
+    GRANITE_WINDOWED,
+    GRANITE_WINDOWS,
     LOCAL_EXPERTS,
     QWEN,
     QWEN_WINDOWS,
@@ -19,6 +23,10 @@ from diptych.models.spec import Activation, Norms, QkNorm, Scores
 
 QWEN_EXPERTS = {"hidden_size": 2048, "num_hidden_layers": 24, "decoder_sparse_step": 1, "mlp_only_layers": None,
                 "norm_topk_prob": False}  # fmt: skip
+GRANITE_SHARED = {**LOCAL_EXPERTS, "shared_intermediate_size": "shared_expert_intermediate_size"}
+IN_GRANITE_SHARED = TensorNames(
+    mlp=("block_sparse_moe.", ""), router="router.layer", shared="shared_mlp", gate_up=("input_linear",),
+    down="output_linear", stacked=("input_linear.weight", "output_linear.weight"))  # fmt: skip
 
 MIXTURES: tuple[Family, ...] = (
     Family(
@@ -61,11 +69,19 @@ MIXTURES: tuple[Family, ...] = (
     Family(
         name="granitemoeshared", architectures=("GraniteMoeSharedForCausalLM",),
         keys={**USUAL, **GRANITE, "num_experts_per_tok": 2, "num_experts": 8, "shared_expert_intermediate_size": 0},
-        renamed={**LOCAL_EXPERTS, "shared_intermediate_size": "shared_expert_intermediate_size"},
+        renamed=GRANITE_SHARED,
         renormalises=True,
-        names=TensorNames(mlp=("block_sparse_moe.", ""), router="router.layer", shared="shared_mlp",
-                          gate_up=("input_linear",), down="output_linear",
-                          stacked=("input_linear.weight", "output_linear.weight")),
+        names=IN_GRANITE_SHARED,
+        **BY_ATTENTION_BIAS,
+    ),
+    Family(
+        name="granitemoe_swa", architectures=("GraniteMoeSWAForCausalLM",),
+        keys={**USUAL, **GRANITE, **GRANITE_WINDOWS, "num_experts_per_tok": 2, "num_experts": 8,
+              "shared_expert_intermediate_size": 0},
+        renamed=GRANITE_SHARED,
+        renormalises=True,
+        names=IN_GRANITE_SHARED,
+        **GRANITE_WINDOWED,
         **BY_ATTENTION_BIAS,
     ),
     Family(
@@ -153,6 +169,72 @@ MIXTURES: tuple[Family, ...] = (
         has_choice_bias=True,
         names=TensorNames(mlp=("block_sparse_moe.", "mlp."), expert=("w1", "w3", "w2"),
                           choice_bias="e_score_correction_bias"),
+    ),
+    Family(
+        name="exaone_moe", architectures=("ExaoneMoeForCausalLM",),
+        keys={**EXAONE, **BY_GROUPS, "routed_scaling_factor": 2.5, "num_experts": 64, "num_experts_per_tok": 8,
+              "moe_intermediate_size": 1024, "n_shared_experts": 1, "first_k_dense_replace": 1, "mlp_layer_types": None},
+        ignored=("rotary_emb.inv_freq", "mtp."),
+        **{**CHOSEN_BY_SIGMOID, "renamed": {**CHOSEN_BY_SIGMOID["renamed"], "num_shared_experts": "n_shared_experts"}},
+        **EXAONE_LAYERS,
+    ),
+    # positions turned by another base in windowed layers
+    Family(
+        name="mellum", architectures=("MellumForCausalLM",),
+        keys={**QWEN, **QWEN_EXPERTS, "vocab_size": 98_304, "hidden_size": 2304, "intermediate_size": 7168,
+              "num_hidden_layers": 28, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 131_072,
+              "sliding_window": 1024, "num_experts": 64, "moe_intermediate_size": 896, "num_experts_per_tok": 8,
+              "norm_topk_prob": True, "attention_bias": False, "layer_types": None, "mlp_layer_types": None,
+              "rope_theta": 500_000.0, "rope_local_base_freq": 10_000.0, "use_sliding_window": True},
+        renamed=LOCAL_EXPERTS,
+        needs_layer_types=True,
+        qk_norm=QkNorm.HEAD,
+        local_theta="rope_local_base_freq",
+        ignored=("rotary_emb.inv_freq", "mtp."),
+        **BY_ATTENTION_BIAS,
+    ),
+    # sinks, layers that attend to everything know no positions; the shared expert has no gate
+    Family(
+        name="flint", architectures=("FlintForCausalLM",),
+        keys={**USUAL, "vocab_size": 150_144, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 49,
+              "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 262_144, "sliding_window": 513,
+              "moe_intermediate_size": 512, "shared_expert_intermediate_size": 1024, "num_experts_per_tok": 6,
+              "num_experts": 256, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [0, 1],
+              "attention_bias": False, "layer_types": None},
+        renamed=LOCAL_EXPERTS,
+        needs_layer_types=True,
+        turns_windowed_only=True,
+        qk_norm=QkNorm.HEAD,
+        has_sinks=True,
+        scores=Scores.SIGMOID,
+        names=TensorNames(shared="shared_expert"),
+        **BY_ATTENTION_BIAS,
+    ),
+    # norms around attention and around experts with the shared one, gated heads, positions in windowed layers alone
+    Family(
+        name="afmoe", architectures=("AfmoeForCausalLM",),
+        keys={**USUAL, "vocab_size": 200_192, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16,
+              "head_dim": 128, "max_position_embeddings": 16_384, "rms_norm_eps": 1e-5, "sliding_window": 1024,
+              "layer_types": None, "sliding_window_pattern": 4, "num_experts": 64, "num_experts_per_tok": 6,
+              "n_shared_experts": 2, "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
+              "routed_scaling_factor": 1.0, "mup_enabled": False},
+        renamed={**LOCAL_EXPERTS, "global_attn_every_n_layers": "sliding_window_pattern",
+                 "num_dense_layers": "first_k_dense_replace", "num_shared_experts": "n_shared_experts",
+                 "route_scale": "routed_scaling_factor"},
+        fixed={"attention_bias": (False,), "n_group": (None, 1), "topk_group": (None, 1), "score_func": ("sigmoid",),
+               "route_norm": (True,), "use_grouped_mm": (False, True), "num_expert_groups": (1,),
+               "num_limited_groups": (1,)},
+        norms=Norms.AROUND,
+        has_scaled_embedding="mup_enabled",
+        turns_windowed_only=True,
+        qk_norm=QkNorm.HEAD,
+        has_attention_gate=True,
+        renormalises=True,
+        scores=Scores.SIGMOID,
+        has_choice_bias=True,
+        names=TensorNames(gate="gate_proj", router="router.gate", choice_bias="expert_bias",
+                          norms={Norms.AROUND: ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm",
+                                                "post_mlp_layernorm")}),
     ),
     # beside its experts an MLP for every token; queries and keys are normed behind their turn
     Family(

@@ -440,7 +440,16 @@ class CpuOps(
 
     def gate_heads(self, h: Given, weight: LinearHandle, a: Value) -> Value:
         """In place."""
-        return Value("gated heads", a.width, buffer=self._gate_onto(h, weight, "qkv", self._materialised(a)))
+        if weight.n_outputs == a.width:
+            return Value("gated heads", a.width, buffer=self._gate_onto(h, weight, "qkv", self._materialised(a)))
+        assert weight.activation is Activation.SIGMOID
+        self.program.gate_heads(gates=self._materialised(self.linear(h, weight)), x=self._materialised(a))
+        return Value("gated heads", a.width, buffer=a.buffer)
+
+    def sum(self, a: Value, b: Value) -> Value:
+        """In place."""
+        self.program.add(self._materialised(b), self._materialised(a))
+        return a
 
     def experts(self, h: Given, experts: ExpertsHandle, *, routed: Given | None = None) -> Value:
         """Summed per token in ascending order of expert."""
