@@ -47,6 +47,10 @@ void bind_streams(nb::class_<Program>& program) {
         require_equal(p, x, out);
         p.record(Category::norm, BranchOp{x, out, scale});
       }, nb::arg("x"), nb::arg("out"), nb::arg("scale"))
+      .def("gate_heads", [](Program& p, int gates, int x) {
+        if (p.buffer_width(gates) < 1 || p.buffer_width(x) % p.buffer_width(gates) != 0) throw std::invalid_argument("a row has equal parts, one for each gate");
+        p.record(Category::qkv, GateHeadsOp{gates, x});
+      }, nb::arg("gates"), nb::arg("x"))
       .def("match", [](Program& p, int y, int x, int out, float least) {
         require_equal(p, x, out), require_equal(p, y, out);
         p.record(Category::norm, MatchOp{y, x, out, least});

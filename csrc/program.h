@@ -167,6 +167,7 @@ struct WeighOp { int x, weight, out; };                       // out: rows or f3
 struct SparseGateOp { int x, out; float cutoff; Activation activation; };  // x: gate and up beside each other; out: rows or f32
 struct CurveOp { int x, out; Curve curve; std::array<float, kCurveNumbers> numbers{}; };  // out = act(x): rows or f32
 struct BranchOp { int x, out; float scale; };                 // out = scale * x
+struct GateHeadsOp { int gates, x; };                         // each of as many heads of x as there are gates times a sigmoid of its own
 struct MatchOp { int y, x, out; float least; };               // out = y, as large as x
 struct CopyColumnsOp { int x, out; int64_t first; };          // as many as out is wide
 struct PredictOp { std::vector<int> xs; int routed, weight; float scale; };             // as `predict` of ops/contract.py
@@ -175,7 +176,7 @@ struct LayerInputsOp { int x, norm, table, packed; float eps, table_scale, scale
                                                               // table is one, or a packed weight in groups; the other is -1
 
 using OpBody = std::variant<EmbedOp, TiedEmbedOp, NormOp, AddNormOp, AddOp, PrepareOp, LinearOp, RotateOp, AttentionOp, MoeOp, HeadOp,
-                            InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, RotateQueriesOp, WeighOp, SparseGateOp, CurveOp, BranchOp, MatchOp,
+                            InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, RotateQueriesOp, WeighOp, SparseGateOp, CurveOp, BranchOp, GateHeadsOp, MatchOp,
                             CopyColumnsOp, PredictOp, CorrectOp, LayerInputsOp, StateOp>;
 
 struct Op {

@@ -83,6 +83,7 @@ struct Names {
   void operator()(const SparseGateOp& op) const { buffers({op.x, op.out}); }
   void operator()(const CurveOp& op) const { buffers({op.x, op.out}); }
   void operator()(const BranchOp& op) const { buffers({op.x, op.out}); }
+  void operator()(const GateHeadsOp& op) const { buffers({op.gates, op.x}); }
   void operator()(const MatchOp& op) const { buffers({op.y, op.x, op.out}); }
   void operator()(const CopyColumnsOp& op) const { buffers({op.x, op.out}); }
   void operator()(const PredictOp& op) const {

@@ -79,6 +79,7 @@ struct Program::Run {
   void run(const SparseGateOp& op, size_t, int thread, int threads) const;
   void run(const CurveOp& op, size_t, int thread, int threads) const;
   void run(const BranchOp& op, size_t, int thread, int threads) const;
+  void run(const GateHeadsOp& op, size_t, int thread, int threads) const;
   void run(const MatchOp& op, size_t, int thread, int threads) const;
   void run(const CopyColumnsOp& op, size_t, int thread, int threads) const;
   void run(const PredictOp& op, size_t, int thread, int threads) const;

@@ -45,6 +45,19 @@ void Program::Run::run(const BranchOp& op, size_t, int thread, int threads) cons
     kernels.embed_row(x.f32() + t * x.width, Source::f32, x.width, op.scale, out.f32() + t * x.width);
 }
 
+void Program::Run::run(const GateHeadsOp& op, size_t, int thread, int threads) const {
+  const Buffer &gates = buffer(op.gates), &x = buffer(op.x);
+  const int64_t n_heads = gates.width, width = x.width / n_heads;
+  float* row = reinterpret_cast<float*>(scratch(thread));
+  const Range part = part_of_rows(x, step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t) {
+    std::memcpy(row, gates.f32() + t * n_heads, static_cast<size_t>(n_heads) * 4);
+    kernels.sigmoid_row(row, n_heads);
+    float* head = x.f32() + t * x.width;
+    for (int64_t h = 0; h < n_heads; ++h, head += width) kernels.embed_row(head, Source::f32, width, row[h], head);
+  }
+}
+
 void Program::Run::run(const MatchOp& op, size_t, int thread, int threads) const {
   const Buffer &y = buffer(op.y), &x = buffer(op.x), &out = buffer(op.out);
   const Range part = part_of_rows(out, step.n_tokens, thread, threads);

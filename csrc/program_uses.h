@@ -40,6 +40,7 @@ struct Uses {
   void operator()(const SparseGateOp& op) { reads = {op.x}, writes = {op.out}; }
   void operator()(const CurveOp& op) { reads = {op.x}, writes = {op.out}; }
   void operator()(const BranchOp& op) { reads = {op.x}, writes = {op.out}; }
+  void operator()(const GateHeadsOp& op) { reads = {op.gates, op.x}, writes = {op.x}; }
   void operator()(const MatchOp& op) { reads = {op.y, op.x}, writes = {op.out}; }
   void operator()(const CopyColumnsOp& op) { reads = {op.x}, writes = {op.out}; }
   void operator()(const PredictOp& op) { reads = {op.routed}, writes = op.xs; }

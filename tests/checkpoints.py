@@ -71,6 +71,8 @@ STATES = ["linear_attention", "full_attention", "linear_attention", "linear_atte
 CONVOLUTIONS = ["conv", "full_attention", "conv", "conv"]
 MAMBA = {"num_hidden_layers": 4, "layer_types": STATES, "mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 24,
          "mamba_d_conv": 4, "mamba_expand": 2, "shared_intermediate_size": 48}  # fmt: skip
+WINDOWS = {"num_hidden_layers": 4, "sliding_window": 16,
+           "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]}  # fmt: skip
 BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 NEMOTRON_H = {"head_dim": 24, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 4, "ssm_state_size": 24,
               "layer_norm_epsilon": 1e-5}  # fmt: skip
@@ -341,6 +343,53 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**{key: value for key, value in MAMBA.items() if key not in ("layer_types", "shared_intermediate_size")},
          "attn_layer_indices": [1]},
     ),
+    # newer ones that attend to windows: with sinks and bases of their own, with gated heads, with other experts
+    "granite_swa": (
+        "GraniteSWAConfig",
+        "GraniteSWAForCausalLM",
+        {**WINDOWS, "layer_rope_theta": [0, 1e4, 5e3, 1e4], "embedding_multiplier": 6.0, "logits_scaling": 0.5,
+         "residual_multiplier": 0.4, "attention_multiplier": 0.2, "attention_bias": True},
+    ),
+    "granitemoe_swa": (
+        "GraniteMoeSWAConfig",
+        "GraniteMoeSWAForCausalLM",
+        {**WINDOWS, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40, "shared_intermediate_size": 48,
+         "layer_rope_theta": [0, 1e4, 1e4, 1e4], "embedding_multiplier": 6.0, "logits_scaling": 0.5,
+         "residual_multiplier": 0.4, "attention_multiplier": 0.2},
+    ),
+    "exaone_moe": (
+        "ExaoneMoeConfig",
+        "ExaoneMoeForCausalLM",
+        {**WINDOWS, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_shared_experts": 1,
+         "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+    ),
+    "mellum": (
+        "MellumConfig",
+        "MellumForCausalLM",
+        {**WINDOWS, "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+         "rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5,
+                                                "original_max_position_embeddings": 32},
+                             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    ),
+    "flint": (
+        "FlintConfig",
+        "FlintForCausalLM",
+        {**WINDOWS, "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]},
+    ),
+    "afmoe": (
+        "AfmoeConfig",
+        "AfmoeForCausalLM",
+        {**WINDOWS, "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "num_shared_experts": 2, "num_dense_layers": 1, "route_scale": 2.0, "mup_enabled": True},
+    ),
+    "lfm3": (
+        "Lfm3Config",
+        "Lfm3ForCausalLM",
+        {"num_hidden_layers": 4, "head_dim": 24, "sliding_window": 16, "conv_L_cache": 5,
+         "layer_types": ["conv", "sliding_attention", "full_attention", "conv"]},
+    ),
     # Mamba-2 normed by group, attention and MLPs as blocks of their own, some of them without an MLP behind; with experts
     "nemotron_h": (
         "NemotronHConfig",
@@ -377,7 +426,7 @@ def make_reference(family: str, *, seed: int = 0, **overrides: Any) -> Any:
 
     config_name, model_name, fields = {**CLASSES, **MORE}[family]
     asked = {**COMMON, **fields, **overrides}
-    for by_layer in ("layer_types", "activation_sparsity_pattern"):
+    for by_layer in ("layer_types", "activation_sparsity_pattern", "layer_rope_theta", "mlp_layer_types"):
         if by_layer in fields and by_layer not in overrides:
             asked[by_layer] = asked[by_layer][: asked["num_hidden_layers"]]
     if "num_kv_shared_layers" in fields:  # of each kind one before them has its own

@@ -37,7 +37,7 @@ ARCHITECTURES = {
     "hunyuan_v1_dense": "hunyuan-dense", "gpt2": "gpt2", "gpt_bigcode": "starcoder", "gpt_neox": "gptneox",
     "phi": "phi2", "falcon": "falcon", "falcon-40b": "falcon", "olmo": "olmo", "minimax_m2": "minimax-m2",
     "granitemoehybrid": "granitehybrid", "granite-h-dense": "granitehybrid", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
-    "nemotron_h": "nemotron_h", "nemotron-3": "nemotron_h_moe",
+    "afmoe": "afmoe", "nemotron_h": "nemotron_h", "nemotron-3": "nemotron_h_moe",
     "hunyuan_v1_moe": "hunyuan-moe", "qwen3_next": "qwen3next", "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe",
 }  # fmt: skip
 EVERY_SECOND = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
@@ -70,6 +70,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_inner": None},
     "phi": {"intermediate_size": 256, "num_key_value_heads": 4},  # as the converter says of all of them
     "hunyuan_v1_moe": {"moe_topk": 3},
+    "afmoe": {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
     # the converter leaves q, k and v's biases as they lie
     "falcon-40b": {"bias": False, "max_position_embeddings": 2048},
     "falcon": {"max_position_embeddings": 2048},
@@ -301,7 +302,8 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
         stretch = config.max_position_embeddings / full["original_max_position_embeddings"]
         attention = math.sqrt(1 + math.log(stretch) / math.log(full["original_max_position_embeddings"]))
         out.add_rope_scaling_attn_factors(attention)
-    if config.model_type in ("phi3", "gemma2", "gemma3_text", "gemma3n_text", "cohere2", "gpt_oss", "olmo3", "exaone4"):
+    if config.model_type in ("phi3", "gemma2", "gemma3_text", "gemma3n_text", "cohere2", "gpt_oss", "olmo3", "exaone4",
+                             "afmoe"):  # fmt: skip
         out.add_sliding_window(config.sliding_window or 0)
     if config.model_type == "gemma2":
         out.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -408,6 +410,10 @@ def write_experts(out: gguf.GGUFWriter, config: Any) -> None:
         out.add_expert_weights_scale(config.routed_scaling_factor)
         if config.norm_topk_prob:
             out.add_expert_weights_norm(True)
+    if kind == "afmoe":
+        out.add_expert_shared_count(config.num_shared_experts)
+        out.add_leading_dense_block_count(config.num_dense_layers)
+        out.add_expert_weights_scale(config.route_scale)
     if kind == "lfm2_moe":
         out.add_leading_dense_block_count(config.num_dense_layers)
     if kind in ("glm4_moe", "deepseek_v3", "minimax_m2", "lfm2_moe"):
@@ -472,6 +478,7 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
         elif name.endswith(("sinks", "correct_output_scale", "layer_scalar")):
             tensors[f"{name}.weight"] = values
         else:
+            name = name.replace("mlp.expert_bias", "mlp.expert_bias.bias")
             tensors[name.replace("e_score_correction_bias", "e_score_correction.bias")] = values
     return {
         name: np.atleast_1d(

@@ -35,6 +35,7 @@ DELTA = {
 }  # fmt: skip
 MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 12, "mamba_d_conv": 3, "mamba_expand": 2}
 CONVOLUTIONS = ["conv", "full_attention"] * 2
+WINDOWS = {"layer_types": ["full_attention", "sliding_attention"] * 2}
 # what a small config of the family has beside SMALL
 MORE: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
@@ -125,6 +126,13 @@ MORE: dict[str, dict[str, Any]] = {
         "moe_latent_size": 24,
         **EXPERTS,
     },
+    "granite_swa": {"layer_rope_theta": [0, 1e4, 1e4, 1e4]},
+    "granitemoe_swa": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
+    "exaone_moe": {"num_experts": 4, "num_shared_experts": 2, **EXPERTS},
+    "mellum": {"num_experts": 4, **WINDOWS, **EXPERTS},
+    "flint": {"num_experts": 4, "shared_expert_intermediate_size": 48, **WINDOWS, **EXPERTS},
+    "afmoe": {"num_experts": 4, "num_shared_experts": 1, **EXPERTS},
+    "lfm3": {"layer_types": ["conv", "sliding_attention", "full_attention", "conv"], "conv_L_cache": 4},
     "lfm2": {"layer_types": CONVOLUTIONS, "conv_L_cache": 4, "block_multiple_of": 16},
     "lfm2_moe": {"layer_types": CONVOLUTIONS, "num_experts": 4, "num_dense_layers": 1, **EXPERTS},
     "qwen3_5_text": {"layer_types": ["full_attention", "linear_attention"] * 2, **DELTA},
@@ -167,6 +175,8 @@ SMALL_GPT: dict[str, dict[str, Any]] = {
 CLASS_NEEDS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": [*["linear_attention"] * 31, "full_attention"]},
     "bamba": {"attn_layer_indices": [9]}, "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "mellum": {"layer_types": ["full_attention"] * 28}, "flint": {"layer_types": ["full_attention"] * 49},
+    "lfm3": {"layer_types": ["conv", "full_attention"] * 12},
     "nemotron": {"num_key_value_heads": 48}, "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6},
     "glm4_moe": {"head_dim": 128}, "ministral": {"head_dim": 128},
@@ -268,7 +278,7 @@ def windows_of(config: Any) -> tuple[int | None, ...]:
         types = [kind for kind in types if kind not in ("mlp", "moe")]
     if types is None:
         return (window,) * config.num_hidden_layers
-    return tuple(None if kind == "full_attention" else window for kind in types)
+    return tuple(None if kind in ("full_attention", "conv") else window for kind in types)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen2_moe", "dots1"])

@@ -125,5 +125,7 @@ class Conversation:
             console.print(f"{stopped}{report.line()}", style="dim", soft_wrap=True)
         finally:
             end_listening()
-        # a message that was not answered, for an error or a second Ctrl-C, is none of the conversation's
+        # a message that was not answered, for an error or Ctrl-C before the first word, is none of the conversation's
+        if stopped and not "".join(written):
+            return
         self._messages = [*asked, {"role": "assistant", "content": "".join(written)}]

@@ -66,6 +66,8 @@ def table_name(device: str) -> str:
 def devices_of(text: str | None, prices: Collection[str]) -> list[str]:
     """The devices to choose from: those named, each once, else all that have a price. ConfigError for a price of any other."""
     named = [name.strip() for name in (text or "").split(",") if name.strip()]
+    if text is not None and not named:
+        raise ConfigError(f"{text!r} names no device", hint="NAME[,NAME]; without it all that have a price are tried")
     if not named:
         priced = [name for name in device_names() if name in prices or device_spec(name).usd_per_hour is not None]
         return priced + [name for name in prices if name == "local"]

@@ -380,7 +380,10 @@ def _device(hardware: str | None) -> str:
 
 
 def _split(text: str | None) -> list[str]:
-    return [part.strip() for part in (text or "").split(",") if part.strip()]
+    parts = [part.strip() for part in (text or "").split(",") if part.strip()]
+    if text and not parts:
+        raise ConfigError(f"{text!r} names nothing", hint="NAME[,NAME]")
+    return parts
 
 
 def _module(name: str) -> Any:

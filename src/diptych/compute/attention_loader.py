@@ -67,7 +67,10 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         names = self.names.qkv if len(self.names.qkv) == 1 else self.names.qkv[: 1 + len(sites)]
         has_bias, rows = attention.has_qkv_bias, tuple(widths.values())
         readers: tuple[LinearParts, ...]
-        if attention.has_gate:
+        if attention.has_gate and self.names.gate is not None:
+            gate = self.linear(root, (self.names.gate,), (attention.gate_width,), self.spec.hidden)
+            readers = self.linear(root, names, rows, self.spec.hidden, has_bias=has_bias), gate
+        elif attention.has_gate:
             own, gate = self._queries_and_gate(root, names[0], has_bias=has_bias)
             others = self.linear(root, names[1:], rows[1:], self.spec.hidden, has_bias=has_bias)
             readers = _stacked(own, others), gate
@@ -232,7 +235,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
     def attention(self, root: str) -> Heads:
         """The layer's attention handle, with q_norm and k_norm where it has them."""
         spec = self.parts.attention
-        sinks = self.source.tensor(f"{root}sinks", spec.n_heads) if spec.has_sinks else None
+        sinks = self.source.tensor(f"{root}{self.names.sinks}", spec.n_heads) if spec.has_sinks else None
         heads = AttentionSpec(
             layer=self.layer,
             n_heads=spec.n_heads,

@@ -400,6 +400,9 @@ def run_experts(
     shared, norm, latent = weights.shared, weights.post_mlp_norm, weights.latent
     gate = None if shared is None or shared.gate is None else ops.linear(h, shared.gate)
     beside = None if shared is None else run_inner(ops, h, shared.gate_up, weights)
+    if shared is not None and beside is not None and norm is not None:  # of both together
+        y = ops.sum(ops.experts(h, experts), ops.linear(beside, shared.down))
+        return ops.add(x, ops.norm(y, norm, eps=eps))
     if latent is not None:
         x = ops.linear_add(ops.experts(ops.linear(h, latent.down), experts, routed=h), latent.up, x)
     else:

@@ -349,7 +349,7 @@ def _gqa(sizes: _Sizes) -> tuple[Component, Component]:
     hidden, attention, head_dim = sizes.model.hidden, sizes.attention, sizes.attention.head_dim
     kv_heads = sizes.kv_heads if attention.kv_layer is None else 0.0
     q_width, kv_width = sizes.heads * head_dim, kv_heads * head_dim
-    width = (1 + attention.has_gate) * q_width + (1 + attention.has_v) * kv_width
+    width = q_width + attention.gate_width / sizes.tp + (1 + attention.has_v) * kv_width
     qkv = _linear(sizes, "qkv", hidden, width, bias=width if attention.has_qkv_bias else 0.0)
     if attention.qk_norm not in (QkNorm.NONE, QkNorm.UNIT):
         norm = (

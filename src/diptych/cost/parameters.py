@@ -110,7 +110,7 @@ def _attention_matrices(model: ModelSpec, attention: AttentionLayer) -> int:
     if state is not None:
         return hidden * (state.n_projected + state.width)
     if mla is None:
-        return hidden * attention.head_dim * ((2 + attention.has_gate) * heads + attention.kv_heads_projected)
+        return hidden * (attention.head_dim * (2 * heads + attention.kv_heads_projected) + attention.gate_width)
     q_head = mla.nope_dim + mla.rope_dim
     q = hidden * heads * q_head if mla.q_rank is None else mla.q_rank * (hidden + heads * q_head)
     latent = hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)

@@ -8,7 +8,11 @@ from diptych.models.families_shared import (
     BESIDE_VISION,
     BY_ATTENTION_BIAS,
     BY_USE_BIAS,
+    EXAONE,
+    EXAONE_LAYERS,
     GRANITE,
+    GRANITE_WINDOWED,
+    GRANITE_WINDOWS,
     QWEN,
     QWEN_WINDOWS,
     USUAL,
@@ -243,14 +247,9 @@ DENSE: tuple[Family, ...] = (
     # where some layers are windowed, the others have no positions
     Family(
         name="exaone4", architectures=("Exaone4ForCausalLM",),
-        keys={**USUAL, "vocab_size": 102_400, "intermediate_size": 16_384, "num_key_value_heads": 32,
-              "rms_norm_eps": 1e-5, "sliding_window": 4096, "layer_types": None},
-        fixed={"sliding_window_pattern": (None, 0, 4, "LLLG")},
+        keys=EXAONE,
         norms=Norms.AFTER,
-        qk_norm=QkNorm.HEAD,
-        full_every=4,
-        turns_windowed_only=True,
-        turns_full_alone=True,
+        **EXAONE_LAYERS,
     ),
     # windows but on every fourth layer from the first on
     Family(
@@ -279,6 +278,15 @@ DENSE: tuple[Family, ...] = (
         name="granite", architectures=("GraniteForCausalLM",),
         keys={**USUAL, **GRANITE, "mlp_bias": False},
         mlp_bias="mlp_bias",
+        **BY_ATTENTION_BIAS,
+    ),
+    Family(
+        name="granite_swa", architectures=("GraniteSWAForCausalLM",),
+        keys={**USUAL, **GRANITE, **GRANITE_WINDOWS, "vocab_size": 100_352, "hidden_size": 2560, "intermediate_size": 8192,
+              "num_hidden_layers": 24, "num_attention_heads": 20, "num_key_value_heads": 4,
+              "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "mlp_bias": False},
+        mlp_bias="mlp_bias",
+        **GRANITE_WINDOWED,
         **BY_ATTENTION_BIAS,
     ),
     # Granite's scales, logits multiplied, norms behind attention and MLP

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diptych.models.spec import Scores
+from diptych.models.spec import QkNorm, Scores
 
 # The class defaults that most classes share; an entry overrides what differs.
 USUAL: dict[str, Any] = {
@@ -17,6 +17,15 @@ QWEN = {**USUAL, "vocab_size": 151_936, "intermediate_size": 22_016, "num_key_va
 QWEN_WINDOWS = {"max_window_layers": 28, "layer_types": None}
 GRANITE = {"attention_bias": False, "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0,
            "attention_multiplier": 1.0}  # fmt: skip
+EXAONE = {**USUAL, "vocab_size": 102_400, "intermediate_size": 16_384, "num_key_value_heads": 32, "sliding_window": 4096,
+          "rms_norm_eps": 1e-5, "layer_types": None}  # fmt: skip
+# windows but on every fourth layer, which knows no positions, unless no layer has a window
+EXAONE_LAYERS: dict[str, Any] = {
+    "fixed": {"sliding_window_pattern": (None, 0, 4, "LLLG")}, "qk_norm": QkNorm.HEAD, "full_every": 4,
+    "turns_windowed_only": True, "turns_full_alone": True}  # fmt: skip
+# Granite with windows, sinks, and a base of the rotation for each layer
+GRANITE_WINDOWS = {"sliding_window": 128, "layer_types": None, "layer_rope_theta": None}
+GRANITE_WINDOWED: dict[str, Any] = {"full_every": 4, "full_first": True, "has_sinks": True}
 BY_GROUPS = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True}
 LOCAL_EXPERTS = {"num_local_experts": "num_experts"}
 BESIDE_VISION: dict[str, Any] = {

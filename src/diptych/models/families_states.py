@@ -135,6 +135,24 @@ STATES: tuple[Family, ...] = (
         names=TensorNames(**IN_LFM2),
         **LFM2_LAYERS,
     ),
+    # windows on some of the layers that attend, each with a rotation of its own, norms around, a gate for each head
+    Family(
+        name="lfm3", architectures=("Lfm3ForCausalLM",),
+        keys={**LFM2, "vocab_size": 128_000, "hidden_size": 2048, "intermediate_size": 7680, "num_hidden_layers": 24,
+              "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "conv_L_cache": 7,
+              "sliding_window": 256, "use_attention_gate": True, "rope_local_base_freq": 10_000.0,
+              "rope_parameters": {"full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0,
+                                                     "partial_rotary_factor": 0.5},
+                                  "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}}},
+        renamed=LFM2_NAMES,
+        needs_layer_types=True,
+        norms=Norms.AROUND,
+        has_attention_gate="use_attention_gate", gates_heads=True,
+        local_theta="rope_local_base_freq",
+        names=TensorNames(**{**IN_LFM2, "o": "o_proj", "q_norm": "q_norm", "k_norm": "k_norm", "gate": "gate_proj", "norms": {
+            Norms.AROUND: ("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm")}}),
+        **{**LFM2_LAYERS, "fixed": {"conv_bias": (False,), "attention_bias": (False,), "use_sandwich_norm": (True,)}},
+    ),
     Family(
         name="lfm2_moe", architectures=("Lfm2MoeForCausalLM",),
         keys={**LFM2, "hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792,

@@ -38,10 +38,10 @@ class TensorNames:
     apart: norms before the mixture, behind shared experts, behind the mixture, of `MoeSpec.is_apart`.
     choice_axes: what choice_bias has before its experts. norms: before attention, after it, before the MLP, after it.
     q_norm, k_norm: where each head has a weight of its own they are stacked in one tensor, or {} stands for the head.
-    latent: what takes the stream to experts and back, of `MoeSpec.latent`. dense: where a dense MLP lies, if not where mlp
-    says. states: where tensors of a layer with a state lie. states_in: its projections, by a delta rule of q, k and v, of the
-    gate, of beta, of the decay, or of the first two and of the last two together, by key head; else one. taps: of its
-    convolution.
+    latent: what takes the stream to experts and back, of `MoeSpec.latent`. gate: what gates the heads, where it is a tensor of
+    its own. dense: where a dense MLP lies, if not where mlp says. states: where tensors of a layer with a state lie.
+    states_in: its projections, by a delta rule of q, k and v, of the gate, of beta, of the decay, or of the first two and of
+    the last two together, by key head; else one. taps: of its convolution.
     """
 
     embedding: str = "embed_tokens"
@@ -54,8 +54,10 @@ class TensorNames:
     qkv_by_head: bool = False
     transposes: bool = False
     o: str = "o_proj"
+    gate: str | None = None
     q_norm: str = "q_norm"
     k_norm: str = "k_norm"
+    sinks: str = "sinks"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
     mlp: tuple[str, ...] = ("mlp.",)
@@ -105,9 +107,10 @@ class Family:
     width (`read_streams.full_heads`). scales_layers: as in `ModelSpec`.
     mixes_apart: the dense MLP is the shared expert of a mixture, as `MoeSpec.is_apart` says.
     has_blocks: attention and MLPs are blocks of their own (`read_blocks`).
+    gates_heads: as `AttentionLayer` has it.
     state_rule: some layers have a state in place of keys and values, which moves on by it (`read_states`): those that
     layer_types names so, or all but every `full_every`-th. has_attention_gate: as `AttentionLayer.has_gate`; its rows lie
-    behind each query head's.
+    behind each query head's unless names.gate says where. needs_layer_types: no layer is what it is without being named so.
     prefixes: where tensors may begin, tried in order; ignored: parts of names of tensors that nobody needs.
     """
 
@@ -128,7 +131,7 @@ class Family:
     has_norm_weight: bool = True
     has_norm_bias: bool = False
     has_embedding_norm: bool = False
-    has_scaled_embedding: bool = False
+    has_scaled_embedding: bool | str = False
     qk_norm: QkNorm = QkNorm.NONE
     qk_norm_key: str | None = None
     qkv_bias: bool | str = False
@@ -143,6 +146,7 @@ class Family:
     attention_scale: float | None = None
     full_every: int | None = None
     full_first: bool = False
+    needs_layer_types: bool = False
     full_last: bool = False
     has_full_heads: bool = False
     scales_layers: bool = False
@@ -165,7 +169,8 @@ class Family:
     mixes_apart: bool = False
     has_blocks: bool = False
     state_rule: StateRule | None = None
-    has_attention_gate: bool = False
+    has_attention_gate: bool | str = False
+    gates_heads: bool = False
     weighs_input: bool = False
     reads_mxfp4: bool = False
     names: TensorNames = field(default_factory=TensorNames)

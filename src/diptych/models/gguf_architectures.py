@@ -62,6 +62,8 @@ BEFORE = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"
 AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 AROUND = {**AFTER, "input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_norm"}
 BEHIND = {"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm"}  # BEFORE by a newer name
+AROUND_AFMOE = {"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
+                "pre_mlp_layernorm": "ffn_norm", "post_mlp_layernorm": "post_ffw_norm"}  # fmt: skip
 OPERATORS = {"operator_norm": "attn_norm", "ffn_norm": "ffn_norm"}
 AROUND_GLM = {"input_layernorm": "attn_norm", "post_self_attn_layernorm": "post_attention_norm",
               "post_attention_layernorm": "ffn_norm", "post_mlp_layernorm": "post_ffw_norm"}  # fmt: skip
@@ -233,6 +235,16 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         fixed={**UNGROUPED, "sliding_window": None},
         values={"expert_gating_func": (0, SIGMOID)},
         present={"attention_bias": Q_BIAS},
+    ),
+    # that embeddings are scaled stands in no file: llama.cpp does it to all
+    "afmoe": GgufArchitecture(
+        architecture="AfmoeForCausalLM",
+        keys={**WINDOWED, **EXPERTS, **EXPERT_WIDTH, "expert_shared_count": "n_shared_experts",
+              "expert_weights_scale": "routed_scaling_factor", "leading_dense_block_count": "first_k_dense_replace"},
+        fixed={"mup_enabled": True, "n_shared_experts": 0, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0},
+        values={"expert_gating_func": (0, SIGMOID), "expert_weights_norm": (True,)},
+        norms=AROUND_AFMOE,
+        window_every=4,
     ),
     "smollm3": GgufArchitecture(architecture="SmolLM3ForCausalLM", is_permuted=True),
     "granite": GgufArchitecture(

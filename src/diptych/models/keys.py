@@ -30,7 +30,7 @@ HARMLESS: frozenset[str] = frozenset((
     "is_causal", "altup_coef_clip", "altup_lr_multiplier", "mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient",
     "chunk_size", "expand", "use_mamba_kernels", "time_step_min", "time_step_max", "time_step_floor", "time_step_rank",
     "mamba_ssm_cache_dtype", "residual_in_fp32", "rescale_prenorm_residual", "moe_shared_expert_overlap",
-    "mtp_layers_block_type", "mtp_hybrid_override_pattern",
+    "mtp_layer_types", "mtp_mlp_layer_types", "mtp_layers_block_type", "mtp_hybrid_override_pattern",
 ))  # fmt: skip
 HARMLESS_ENDINGS = ("_token_id", "_token_ids", "dropout")
 

@@ -25,8 +25,9 @@ from diptych.models.read_blocks import as_layers
 from diptych.models.read_gpt import arrangement, n_kv_heads, of_all_layers
 from diptych.models.read_states import adjusted_width, state_attention, state_layers
 from diptych.models.read_streams import cutoffs, full_heads, layer_inputs, mlp_widths, shared_layers, streams
+from diptych.models.read_windows import is_both_ways, layer_ropes, rope_sections, windows_of
 from diptych.models.refused import reason_for
-from diptych.models.rope import ROPE_KEYS, latent_stretch, make_rope, position_limit, rope_section
+from diptych.models.rope import ROPE_KEYS, latent_stretch, make_rope, position_limit
 from diptych.models.spec import (
     Activation,
     AttentionLayer,
@@ -66,10 +67,10 @@ def read_model(
     family, has_head = family_of(config), not is_headless(config)
     name = name or str(config.raw.get("_name_or_path") or family.name)
     config = _canonical(config, family)
-    sections = _rope_sections(config, family)
+    sections = rope_sections(config, family)
     limit = position_limit(config, sections[0] if sections else None, max_context_tokens)
     context = limit if max_context_tokens is None else min(limit, max_context_tokens)
-    windows = _windows(config, family, config.integer("num_hidden_layers"))
+    windows = windows_of(config, family, config.integer("num_hidden_layers"))
     heads = _Heads.read(config, family, windows)
     ropes = [
         make_rope(config, one, head_dim=width, max_context_tokens=context, longrope=longrope)
@@ -93,13 +94,15 @@ def read_model(
         max_context_tokens=limit,
         norm_eps=config.number("rms_norm_eps"),
         norm_offset=family.norm_offset,
-        embed_scale=hidden**0.5 if family.has_scaled_embedding else config.number("embedding_multiplier", 1.0),
+        embed_scale=hidden**0.5
+        if _decided(config, family.has_scaled_embedding)
+        else config.number("embedding_multiplier", 1.0),
         residual_scale=_residual_scale(config),
         logit_scale=config.number("logit_scale", 1.0) / config.number("logits_scaling", _base_stretch(config, hidden)),
         logit_softcap=config.optional_number("final_logit_softcapping"),
         is_tied=config.flag("tie_word_embeddings"),
         is_run=family.is_run,
-        has_head=has_head and not _is_both_ways(config),
+        has_head=has_head and not is_both_ways(config),
         centres_norms=family.centres_norms,
         has_norm_weight=family.has_norm_weight,
         has_norm_bias=family.has_norm_bias,
@@ -174,14 +177,6 @@ def is_headless(config: HfConfig) -> bool:
     named = config.raw.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
     return isinstance(name, str) and _with_head(name) != name
-
-
-def _is_both_ways(config: HfConfig) -> bool:
-    """Whether every token attends to those behind it too (EmbeddingGemma): a model of states, which writes nothing.
-
-    "vision": tokens that stand for pictures alone do. `is_causal: false` says less: GritLM embeds with it, and writes without.
-    """
-    return config.raw.get("use_bidirectional_attention") not in (None, False, "vision")
 
 
 def _with_head(architecture: str) -> str:
@@ -263,21 +258,6 @@ def _head_dim(config: HfConfig) -> int:
     return head_dim
 
 
-def _rope_sections(config: HfConfig, family: Family) -> list[HfConfig]:
-    """Rotary settings of the layers with full attention, and of the windowed ones where those are others."""
-    if "rope_theta" not in family.keys:
-        return []
-    settings: dict[str, Any] = {"aliases": family.longrope_names, "is_partial": "partial_rotary_factor" in family.keys}
-    full = rope_section(config, **settings)
-    if family.local_theta is None:
-        return [full]
-    # windowed layers have a base of their own, and no scaling but what the newer layout gives them
-    local = {key: value for key, value in config.raw.items() if key not in ROPE_KEYS}
-    local["rope_parameters"] = config.section("rope_parameters").section("sliding_attention").raw
-    local["rope_theta"] = config.number(family.local_theta)
-    return [full, rope_section(HfConfig(local, path=config.path), **settings)]
-
-
 @dataclass(frozen=True, slots=True)
 class _Heads:
     """Widths of heads, and KV heads with their width of layers that attend to everything, whose keys may be their values."""
@@ -303,7 +283,7 @@ def _layers(
     config: HfConfig, family: Family, ropes: list[Rope], windows: list[int | None], heads_of: _Heads
 ) -> tuple[LayerSpec, ...]:
     n_layers = len(windows)
-    turns = _turns(config, family, windows)
+    turns = layer_ropes(config, family, ropes, windows)
     mixtures = _moe_layers(config, n_layers)
     moe = _moe(config, family) if mixtures else None
     shared = shared_layers(config, windows)
@@ -312,17 +292,17 @@ def _layers(
     # equal layers are one object
     kinds = list(zip(windows, turns, shared, state_layers(config, family, n_layers), strict=True))
     attention = {
-        (window, does_turn, kv_layer, has_state): state_attention(config, family)
+        (window, rope, kv_layer, has_state): state_attention(config, family)
         if has_state
         else _attention(
             config,
             family,
             heads_of.of(window),
             window=window,
-            rope=_rope_of(ropes, window, does_turn),
+            rope=rope,
             kv_layer=kv_layer,
         )
-        for window, does_turn, kv_layer, has_state in dict.fromkeys(kinds)
+        for window, rope, kv_layer, has_state in dict.fromkeys(kinds)
     }
     alone = {i for i, (_, mlp) in enumerate(config.raw.get("blocks", ())) if mlp is None}
     made: dict[tuple[int, int], LayerSpec] = {}
@@ -334,12 +314,6 @@ def _layers(
             made[key] = LayerSpec(attention=heads, mlp=mlp, norms=Norms.ALONE if i in alone else norms)
         layers.append(made[key])
     return tuple(layers)
-
-
-def _rope_of(ropes: list[Rope], window: int | None, does_turn: bool) -> Rope | None:
-    if not ropes or not does_turn:
-        return None
-    return ropes[0] if window is None else ropes[-1]
 
 
 def _attention(
@@ -393,7 +367,8 @@ def _attention(
         has_v_norm=family.has_v_norm,
         has_v=has_v,
         kv_layer=kv_layer,
-        has_gate=family.has_attention_gate,
+        has_gate=_decided(config, family.has_attention_gate),
+        gates_heads=family.gates_heads,
         mla=mla,
     )
 
@@ -416,62 +391,6 @@ def _query_scale(config: HfConfig, family: Family, rope: Rope | None) -> QuerySc
 
 def _decided(config: HfConfig, by: bool | str) -> bool:
     return config.flag(by) if isinstance(by, str) else by
-
-
-def _windows(config: HfConfig, family: Family, n_layers: int) -> list[int | None]:
-    """The window of each layer: by layer_types, by the family's pattern, or on every layer; none where switched off."""
-    window = config.optional_integer("sliding_window") if config.flag("use_sliding_window", True) else None
-    if window is not None and _is_both_ways(config):
-        window = window // 2  # to either side
-    types = None
-    if family.state_rule is None:
-        types = config.layer_types(n_layers, "chunked_attention" if family.attends_in_chunks else "sliding_attention")
-    pattern = config.optional_integer("sliding_window_pattern") or family.full_every
-    if window is None:
-        windows: list[int | None] = [None] * n_layers
-    elif types is not None and "layer_types" in family.keys:
-        windows = [None if kind == "full_attention" else window for kind in types]
-    elif pattern is not None:
-        first = 0 if family.full_first else pattern - 1
-        windows = [None if i % pattern == first else window for i in range(n_layers)]
-    elif "max_window_layers" in family.keys:
-        bound, begins = config.integer("max_window_layers", low=0), family.windows_begin
-        windows = [window if (i < bound and i % 2 == 0 if begins else i >= bound) else None for i in range(n_layers)]
-    elif "no_rope_layers" in family.keys:
-        windows = [window if turns is family.attends_in_chunks else None for turns in _no_rope(config, n_layers)]
-    else:
-        windows = [window] * n_layers
-    if family.full_last:
-        windows[-1] = None
-    if types is not None and "layer_types" not in family.keys:
-        found = ["full_attention" if one is None else "sliding_attention" for one in windows]
-        if types != found:
-            raise LoadError(
-                f"layer_types in {config.path} mixes full and windowed layers; {family.name} has no such key",
-                hint="the architecture named there may be wrong, or newer than this version knows",
-            )
-    return windows
-
-
-def _turns(config: HfConfig, family: Family, windows: list[int | None]) -> list[bool]:
-    """Whether each layer has rotary positions."""
-    if "position_embedding_type" in family.keys and config.raw["position_embedding_type"] != "rope":
-        return [False] * len(windows)
-    has_no_window = config.raw.get("sliding_window") is None
-    if family.turns_windowed_only and not (family.turns_full_alone and has_no_window):
-        return [window is not None for window in windows]
-    return _no_rope(config, len(windows))
-
-
-def _no_rope(config: HfConfig, n_layers: int) -> list[bool]:
-    """What no_rope_layers says, or its interval: true for layers that turn."""
-    turns = config.integers("no_rope_layers")
-    if not turns:
-        interval = config.optional_integer("no_rope_layer_interval")
-        return [interval is None or (i + 1) % interval != 0 for i in range(n_layers)]
-    if len(turns) < n_layers:
-        raise LoadError(f"no_rope_layers in {config.path} has {len(turns)} entries; the model has {n_layers} layers")
-    return [bool(one) for one in turns[:n_layers]]
 
 
 def _mlps(config: HfConfig, family: Family, shared: list[int | None]) -> list[MlpSpec]:

@@ -33,9 +33,11 @@ def state_layers(config: HfConfig, family: Family, n_layers: int) -> list[bool]:
 def _found(config: HfConfig, family: Family, rule: StateRule, n_layers: int) -> list[bool]:
     """By layer_types, by the numbers of those without, or all but every so many-th."""
     types, called = config.raw.get("layer_types"), CALLED[rule]
+    windowed = ("sliding_attention",) if "sliding_window" in family.keys else ()
     if types is not None:
-        if not isinstance(types, list) or any(kind not in (*FULL, *called) for kind in types):
-            raise LoadError(f"layer_types in {config.path} may hold {' and '.join((FULL[0], called[-1]))} only")
+        if not isinstance(types, list) or any(kind not in (*FULL, *windowed, *called) for kind in types):
+            known = (FULL[0], *windowed, called[-1])
+            raise LoadError(f"layer_types in {config.path} may hold {' and '.join(known)} only")
         if len(types) != n_layers:
             raise LoadError(f"layer_types in {config.path} has {len(types)} entries; the model has {n_layers} layers")
         return [kind in called for kind in types]

@@ -231,7 +231,7 @@ class AttentionLayer:
     positions. sinks: one learned logit per head. has_v_norm: values are normed like `qk_norm`'s heads, without a weight. has_v:
     there is a projection for values; where there is none they are the keys before norm and turn. kv_layer: the number of the
     layer before this one whose keys and values it attends to; it has no k and v of its own then, and keeps nothing. None: its
-    own. has_gate: what the heads give is multiplied by a sigmoid of a projection.
+    own. has_gate: what the heads give is multiplied by a sigmoid of a projection, gates_heads: of one number for each head.
     """
 
     n_heads: int
@@ -252,6 +252,7 @@ class AttentionLayer:
     has_v: bool = True
     kv_layer: int | None = None
     has_gate: bool = False
+    gates_heads: bool = False
     mla: MlaSpec | None = None
     state: StateSpec | None = None
 
@@ -259,6 +260,11 @@ class AttentionLayer:
     def keeps_kv(self) -> bool:
         """Whether it keeps keys and values of its own."""
         return self.kv_layer is None and self.state is None
+
+    @property
+    def gate_width(self) -> int:
+        """Outputs of what gates the heads of grouped queries."""
+        return self.has_gate * self.n_heads * (1 if self.gates_heads else self.head_dim)
 
     @property
     def own_kv_heads(self) -> int:

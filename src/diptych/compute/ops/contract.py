@@ -505,7 +505,14 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
 
     @abstractmethod
     def gate_heads(self, h: Stream | Hidden, weight: Linear, a: Hidden) -> Hidden:
-        """a * act(h W^T + b) [T, N]; a may be written and is not used again by the caller."""
+        """a * act(h W^T + b) [T, N], or where W has fewer outputs each of as many parts of a by one number, with a sigmoid.
+
+        a may be written and is not used again by the caller.
+        """
+
+    @abstractmethod
+    def sum(self, a: Hidden, b: Hidden) -> Hidden:
+        """a + b [T, N]; a may be written and is not used again by the caller."""
 
     @abstractmethod
     def experts(self, h: Stream | Hidden, experts: Experts, *, routed: Stream | Hidden | None = None) -> Hidden:

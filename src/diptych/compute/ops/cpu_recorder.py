@@ -151,8 +151,9 @@ class CpuOps(
             self._linear_into(self._as_value(h), replace(up, column=width + up.column), "gate_up", both)
         program, activation = self.program, weight.activation.value
         value = Value("gate", width)
-        value.emit_f32 = lambda out: program.sparse_gate(x=both, out=out, cutoff=cutoff, activation=activation)
-        value.emit_rows = value.emit_f32
+        value.emit_f32 = value.emit_rows = lambda out: program.sparse_gate(
+            x=both, out=out, cutoff=cutoff, activation=activation
+        )
         return value
 
     def curve(self, h: Given, weight: LinearHandle, *, numbers: tuple[float, ...] = ()) -> Value:
@@ -162,8 +163,7 @@ class CpuOps(
         self._linear_into(self._as_value(h), weight, "gate_up", x)
         program, settings = self.program, {"activation": weight.activation.value, "numbers": numbers or (0.0,) * 4}
         value = Value("gate", weight.n_outputs)
-        value.emit_f32 = lambda out: program.curve(x=x, out=out, **settings)
-        value.emit_rows = value.emit_f32
+        value.emit_f32 = value.emit_rows = lambda out: program.curve(x=x, out=out, **settings)
         return value
 
     def clip(self, y: Value, limit: float) -> Value:
@@ -400,15 +400,10 @@ class CpuOps(
         if own is None:
             value.emit_f32 = value.emit_rows = program.meet
             return value
-        settings = {
-            "q": q.buffer,
-            "layer": spec.cache_layer,
-            "shape": attention.shape,
-            "sinks": attention.sinks,
-            "column": own.first_head * spec.head_dim if is_gathered else 0,
-        }
-        value.emit_f32 = lambda out: program.attention(out=out, **settings)
-        value.emit_rows = lambda out: program.attention(out=out, **settings)
+        column = own.first_head * spec.head_dim if is_gathered else 0
+        settings = {"q": q.buffer, "layer": spec.cache_layer, "shape": attention.shape, "column": column}
+        settings["sinks"] = attention.sinks
+        value.emit_f32 = value.emit_rows = lambda out: program.attention(out=out, **settings)
         return value
 
     def move_states(self, qkv: Value, rates: Value | None, attention: AttentionHandle) -> Value:
@@ -440,7 +435,16 @@ class CpuOps(
 
     def gate_heads(self, h: Given, weight: LinearHandle, a: Value) -> Value:
         """In place."""
-        return Value("gated heads", a.width, buffer=self._gate_onto(h, weight, "qkv", self._materialised(a)))
+        if weight.n_outputs == a.width:
+            return Value("gated heads", a.width, buffer=self._gate_onto(h, weight, "qkv", self._materialised(a)))
+        assert weight.activation is Activation.SIGMOID
+        self.program.gate_heads(gates=self._materialised(self.linear(h, weight)), x=self._materialised(a))
+        return Value("gated heads", a.width, buffer=a.buffer)
+
+    def sum(self, a: Value, b: Value) -> Value:
+        """In place."""
+        self.program.add(self._materialised(b), self._materialised(a))
+        return a
 
     def experts(self, h: Given, experts: ExpertsHandle, *, routed: Given | None = None) -> Value:
         """Summed per token in ascending order of expert."""

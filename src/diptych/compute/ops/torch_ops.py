@@ -314,7 +314,13 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
 
     def gate_heads(self, h: torch.Tensor, weight: TorchLinear, a: torch.Tensor) -> torch.Tensor:
         """[T, N]."""
-        return _activated(self._product(h, weight, None), weight.activation) * a
+        gates = _activated(self._product(h, weight, None), weight.activation)
+        by_head = a.unflatten(-1, (gates.shape[-1], -1))
+        return (by_head * gates[..., None]).flatten(-2) if by_head.shape[-1] > 1 else gates * a
+
+    def sum(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """[T, N]."""
+        return a + b
 
     def experts(self, h: torch.Tensor, experts: TorchExperts, *, routed: torch.Tensor | None = None) -> torch.Tensor:
         """The gated sum of the chosen experts [T, D]."""

@@ -1,0 +1,128 @@
+"""Which layers attend to a window only, and how each of them turns queries and keys, as a config says it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from diptych.ground.errors import LoadError
+from diptych.models.config import HfConfig
+from diptych.models.family import Family
+from diptych.models.rope import ROPE_KEYS, rope_section
+from diptych.models.spec import Rope
+
+
+def windows_of(config: HfConfig, family: Family, n_layers: int) -> list[int | None]:
+    """The window of each layer: by layer_types, by the family's pattern, or on every layer; none where switched off."""
+    window = config.optional_integer("sliding_window") if config.flag("use_sliding_window", True) else None
+    if window is not None and is_both_ways(config):
+        window = window // 2  # to either side
+    given = config.raw.get("layer_types")
+    if family.needs_layer_types and given is None:
+        raise LoadError(f"layer_types is missing from {config.path}; it says what each layer of {family.name} is")
+    if family.state_rule is not None:  # what the others are called is looked at with the states
+        said = given if isinstance(given, list) and "sliding_window" in family.keys else []
+        return [window if i < len(said) and said[i] == "sliding_attention" else None for i in range(n_layers)]
+    types = config.layer_types(n_layers, "chunked_attention" if family.attends_in_chunks else "sliding_attention")
+    pattern = config.optional_integer("sliding_window_pattern") or family.full_every
+    if window is None:
+        windows: list[int | None] = [None] * n_layers
+    elif types is not None and "layer_types" in family.keys:
+        windows = [None if kind == "full_attention" else window for kind in types]
+    elif pattern is not None:
+        first = 0 if family.full_first else pattern - 1
+        windows = [None if i % pattern == first else window for i in range(n_layers)]
+    elif "max_window_layers" in family.keys:
+        bound, begins = config.integer("max_window_layers", low=0), family.windows_begin
+        windows = [window if (i < bound and i % 2 == 0 if begins else i >= bound) else None for i in range(n_layers)]
+    elif "no_rope_layers" in family.keys:
+        windows = [window if turns is family.attends_in_chunks else None for turns in no_rope(config, n_layers)]
+    else:
+        windows = [window] * n_layers
+    if family.full_last:
+        windows[-1] = None
+    if types is not None and "layer_types" not in family.keys:
+        found = ["full_attention" if one is None else "sliding_attention" for one in windows]
+        if types != found:
+            raise LoadError(
+                f"layer_types in {config.path} mixes full and windowed layers; {family.name} has no such key",
+                hint="the architecture named there may be wrong, or newer than this version knows",
+            )
+    return windows
+
+
+def turns_of(config: HfConfig, family: Family, windows: list[int | None]) -> list[bool]:
+    """Whether each layer has rotary positions."""
+    if "position_embedding_type" in family.keys and config.raw["position_embedding_type"] != "rope":
+        return [False] * len(windows)
+    has_no_window = config.raw.get("sliding_window") is None
+    if family.turns_windowed_only and not (family.turns_full_alone and has_no_window):
+        return [window is not None for window in windows]
+    return no_rope(config, len(windows))
+
+
+def no_rope(config: HfConfig, n_layers: int) -> list[bool]:
+    """What no_rope_layers says, or its interval: true for layers that turn."""
+    turns = config.integers("no_rope_layers")
+    if not turns:
+        interval = config.optional_integer("no_rope_layer_interval")
+        return [interval is None or (i + 1) % interval != 0 for i in range(n_layers)]
+    if len(turns) < n_layers:
+        raise LoadError(f"no_rope_layers in {config.path} has {len(turns)} entries; the model has {n_layers} layers")
+    return [bool(one) for one in turns[:n_layers]]
+
+
+def is_both_ways(config: HfConfig) -> bool:
+    """Whether every token attends to those behind it too (EmbeddingGemma): a model of states, which writes nothing.
+
+    "vision": tokens that stand for pictures alone do. `is_causal: false` says less: GritLM embeds with it, and writes without.
+    """
+    return config.raw.get("use_bidirectional_attention") not in (None, False, "vision")
+
+
+def rope_sections(config: HfConfig, family: Family) -> list[HfConfig]:
+    """Rotary settings of the layers with full attention, and of the windowed ones where those are others."""
+    if "rope_theta" not in family.keys:
+        return []
+    settings: dict[str, Any] = {"aliases": family.longrope_names, "is_partial": "partial_rotary_factor" in family.keys}
+    full = rope_section(config, **settings)
+    if family.local_theta is None:
+        return [full]
+    # windowed layers have a base of their own, and no scaling but what the newer layout gives them
+    local = {key: value for key, value in config.raw.items() if key not in ROPE_KEYS}
+    local["rope_parameters"] = config.section("rope_parameters").section("sliding_attention").raw
+    local["rope_theta"] = config.number(family.local_theta)
+    return [full, rope_section(HfConfig(local, path=config.path), **settings)]
+
+
+def layer_ropes(config: HfConfig, family: Family, ropes: list[Rope], windows: list[int | None]) -> list[Rope | None]:
+    """How each layer turns. ropes: of layers that attend to everything, and of windowed ones where those are others."""
+    thetas = _thetas(config, len(windows))
+    if thetas is not None:
+        return [replace(ropes[0], theta=theta) if theta else None for theta in thetas]
+    turns = turns_of(config, family, windows)
+    return [
+        (ropes[0] if window is None else ropes[-1]) if ropes and does_turn else None
+        for window, does_turn in zip(windows, turns, strict=True)
+    ]
+
+
+def _thetas(config: HfConfig, n_layers: int) -> list[float] | None:
+    """The base of each layer, 0 where it knows no positions; None where all have one."""
+    given = config.raw.get("layer_rope_theta")
+    if given is None:
+        return None
+    if not isinstance(given, list) or len(given) != n_layers:
+        raise LoadError(f"layer_rope_theta in {config.path} must hold {n_layers} numbers, one for each layer")
+    if rope_section(config).raw["rope_type"] != "default":
+        raise LoadError(
+            f"{config.path} has a base of its own for each layer and scales its positions, which is not supported"
+        )
+    found = [0.0 if one in (0, None) else HfConfig({"layer_rope_theta": one}, path=config.path).number("layer_rope_theta")
+             for one in given]  # fmt: skip
+    low = [one for one in found if 0.0 < one <= 1.0]
+    if low:
+        raise LoadError(
+            f"layer_rope_theta in {config.path} holds {low[0]}; a base must be greater than 1, or 0 for none"
+        )
+    return found
