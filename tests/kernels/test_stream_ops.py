@@ -105,15 +105,15 @@ def test_gates_of_heads(isa: str, n_heads: int, head_dim: int) -> None:
     """One number a head: LFM3 has one projection for all, of a row for each."""
     a, gates = noise(T, n_heads * head_dim, seed=1, scale=3.0), noise(T, n_heads, seed=2, scale=3.0)
     bench = Bench(isa, a)
-    (given,) = others(bench, gates)
+    (given,), odd = others(bench, gates), bench.program.add_f32(n_heads * head_dim - 1)
+    with pytest.raises(ValueError, match="equal parts"):
+        bench.program.gate_heads(gates=odd, x=bench.x)
     bench.program.gate_heads(gates=given, x=bench.x)
     expected = (a.unflatten(-1, (n_heads, head_dim)) * torch.sigmoid(gates)[..., None]).flatten(1)
     check("gate_heads", bench.run(bench.x, n_heads * head_dim), expected)
     one_each = TorchLinear(torch.eye(n_heads), None, Activation.SIGMOID)
     torch.testing.assert_close(torch_ops().gate_heads(gates, one_each, a), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(torch_ops().sum(a, expected), a + expected)
-    with pytest.raises(ValueError, match="equal parts"):
-        bench.program.gate_heads(gates=bench.program.add_f32(n_heads * head_dim - 1), x=bench.x)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

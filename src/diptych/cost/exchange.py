@@ -64,6 +64,8 @@ def _gathered(layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: boo
     is_gated = attention.has_gate if attention.state is None else attention.state.gate_width > 0
     if is_gated:  # what gates them, in fp32
         meetings, row_bytes = 3, 2 * heads * FP32 + stream
+    if attention.gates_heads and attention.has_gate:  # or one number for each, and what they leave, by the rows' owners
+        meetings, row_bytes = 4, row_bytes + attention.gate_width * FP32
     if attention.qk_norm is QkNorm.FULL:
         meetings += 3
         row_bytes += (heads + attention.kv_heads_projected * attention.head_dim) * FP32
@@ -81,6 +83,8 @@ def _gathered(layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: boo
         if mlp.shared_ffn:  # their gate and what they add, which is a row of its own where it is gated
             meetings += 3 if mlp.has_shared_gate else 2
             row_bytes += mlp.shared_ffn * (BF16 if mlp.is_gated else FP32) + (2 if mlp.has_shared_gate else 1) * stream
+            if has_norms_behind:  # of their sum, which the rows' owners make
+                meetings, row_bytes = meetings + 1, row_bytes + stream
         return meetings, row_bytes
     if mlp is None:
         return meetings, row_bytes
