@@ -146,6 +146,7 @@ struct StateShape {
   float norm_eps = 0.0f;
   StateRule rule = StateRule::delta;
   float least_step = 0.0f, most_step = 0.0f;  // ssd: what a token's step is held within
+  float most_weight = 1.0f;  // delta: what beta is at most
 
   DIPTYCH_FORCED int64_t channels() const { return 2 * n_key_heads * key_dim + n_value_heads * value_dim; }
   DIPTYCH_FORCED int64_t inputs() const { return rule == StateRule::convolution ? 3 * channels() : channels(); }

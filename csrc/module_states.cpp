@@ -19,8 +19,8 @@ StateRule rule_named(const std::string& name) {
   throw std::invalid_argument("no rule for states is called " + name);
 }
 
-StateShape state_shape(const std::string& rule, int64_t n_key_heads, int64_t n_value_heads, int64_t key_dim, int64_t value_dim, int64_t n_taps, float scale, float norm_eps, float least_step, float most_step) {
-  const StateShape shape{n_key_heads, n_value_heads, key_dim, value_dim, n_taps, scale, norm_eps, rule_named(rule), least_step, most_step};
+StateShape state_shape(const std::string& rule, int64_t n_key_heads, int64_t n_value_heads, int64_t key_dim, int64_t value_dim, int64_t n_taps, float scale, float norm_eps, float least_step, float most_step, float most_weight) {
+  const StateShape shape{n_key_heads, n_value_heads, key_dim, value_dim, n_taps, scale, norm_eps, rule_named(rule), least_step, most_step, most_weight};
   for (const int64_t size : {n_key_heads, n_value_heads, value_dim, n_taps})
     if (size < 1) throw std::invalid_argument("heads of states, their widths and their taps are at least one each");
   if ((shape.rule == StateRule::convolution) != (key_dim == 0) || key_dim < 0) throw std::invalid_argument("heads with a matrix have a key's width, a convolution has none");
@@ -54,9 +54,9 @@ void record_states(Program& p, int qkv, int rates, int out, const RuleVectors& g
 
 void bind_states(nb::module_& m, nb::class_<Program>& program) {
   nb::class_<StateShape>(m, "StateShape")
-      .def("__init__", [](StateShape* self, const std::string& rule, int64_t n_key_heads, int64_t n_value_heads, int64_t key_dim, int64_t value_dim, int64_t n_taps, float scale, float norm_eps, float least_step, float most_step) {
-        new (self) StateShape(state_shape(rule, n_key_heads, n_value_heads, key_dim, value_dim, n_taps, scale, norm_eps, least_step, most_step));
-      }, nb::kw_only(), nb::arg("rule"), nb::arg("n_key_heads"), nb::arg("n_value_heads"), nb::arg("key_dim"), nb::arg("value_dim"), nb::arg("n_taps"), nb::arg("scale") = 1.0f, nb::arg("norm_eps") = 0.0f, nb::arg("least_step") = 0.0f, nb::arg("most_step") = std::numeric_limits<float>::infinity())
+      .def("__init__", [](StateShape* self, const std::string& rule, int64_t n_key_heads, int64_t n_value_heads, int64_t key_dim, int64_t value_dim, int64_t n_taps, float scale, float norm_eps, float least_step, float most_step, float most_weight) {
+        new (self) StateShape(state_shape(rule, n_key_heads, n_value_heads, key_dim, value_dim, n_taps, scale, norm_eps, least_step, most_step, most_weight));
+      }, nb::kw_only(), nb::arg("rule"), nb::arg("n_key_heads"), nb::arg("n_value_heads"), nb::arg("key_dim"), nb::arg("value_dim"), nb::arg("n_taps"), nb::arg("scale") = 1.0f, nb::arg("norm_eps") = 0.0f, nb::arg("least_step") = 0.0f, nb::arg("most_step") = std::numeric_limits<float>::infinity(), nb::arg("most_weight") = 1.0f)
       .def_prop_ro("floats", &StateShape::floats);
   program.def("move_states", [](Program& p, int qkv, int rates, int out, int taps, int tap_bias, int decay, int shift, int skip, int norm, int layer, const StateShape& shape, int64_t first_head, int64_t column) {
         record_states(p, qkv, rates, out, {taps, tap_bias, decay, shift, skip, norm}, layer, shape, first_head, column);

@@ -71,7 +71,7 @@ static void rates_of(const StateCall& call, const StateTask& task, int64_t head,
   for (int64_t t = 0; t < kStateTile; t += 16) {
     F32 rate = softplus_lanes(add(load(given[1] + t), set1(call.shift[head])));
     if (!is_delta) rate = min(max(rate, set1(call.shape.least_step)), set1(call.shape.most_step));
-    store(weight + t, is_delta ? div(set1(1.0f), add(set1(1.0f), exp_lanes(sub(zero(), load(given[0] + t))))) : rate);
+    store(weight + t, is_delta ? div(set1(call.shape.most_weight), add(set1(1.0f), exp_lanes(sub(zero(), load(given[0] + t))))) : rate);
     store(left + t, exp_lanes(mul(set1(-call.decay[head]), rate)));
   }
 }

@@ -324,6 +324,12 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
          "shared_expert_intermediate_size": 48, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
          "linear_key_head_dim": 32, "linear_value_head_dim": 16, "layer_types": STATES},
     ),
+    "olmo_hybrid": (
+        "OlmoHybridConfig",
+        "OlmoHybridForCausalLM",
+        {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24,
+         "linear_value_head_dim": 16, "layer_types": STATES, "rope_parameters": {"rope_theta": None, "rope_type": "default"}},
+    ),
     # Mamba-2 in three layers of four: with experts and without positions, without experts, and with partly turned heads
     "granitemoehybrid": (
         "GraniteMoeHybridConfig",

@@ -99,6 +99,7 @@ MORE: dict[str, dict[str, Any]] = {
         **DELTA,
         **EXPERTS,
     },
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, **DELTA},
     "granitemoehybrid": {
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "num_local_experts": 4,

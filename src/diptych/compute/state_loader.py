@@ -39,7 +39,7 @@ class StateProjections:
 
 def state_projections(source: Source, state: StateSpec, names: TensorNames, root: str, hidden: int) -> StateProjections:
     """Those of the layer whose tensors begin with root."""
-    o = _parts(source.tensor(f"{root}out_proj.weight", hidden, state.width))
+    o = _parts(source.tensor(f"{root}{names.states_o}.weight", hidden, state.width))
     if len(names.states_in) > 1:
         return StateProjections(*_apart(source, state, names.states_in, root, hidden), o)
     all_of_them = source.tensor(f"{root}{names.states_in[0]}.weight", state.n_projected, hidden)
@@ -66,18 +66,19 @@ def _apart(
     by_key_head = len(names) == 2
     if by_key_head and not source.is_plain:
         both = source.tensor(f"{root}{names[0]}.weight", state.n_channels + width, hidden)
-        of_qkv, of_gate = _by_key_head(state)
-        qkv, gate = (_parts(PickedTensor(both, rows)) for rows in (of_qkv, of_gate))
+        qkv, gate = (_parts(PickedTensor(both, rows)) for rows in _by_key_head(state))
     else:
-        apart = APART if by_key_head else names[:2]
-        sizes = (state.n_channels, width)
-        qkv, gate = (
-            _parts(source.tensor(f"{root}{name}.weight", n, hidden)) for name, n in zip(apart, sizes, strict=True)
+        of_qkv, of_gate = (APART[:1], APART[1]) if by_key_head else (names[:-3], names[-3])
+        keys = state.n_key_heads * state.key_dim
+        sizes = (state.n_channels,) if len(of_qkv) == 1 else (keys, keys, width)
+        qkv = _parts(
+            *(source.tensor(f"{root}{name}.weight", n, hidden) for name, n in zip(of_qkv, sizes, strict=True))
         )
+        gate = _parts(source.tensor(f"{root}{of_gate}.weight", width, hidden))
     if by_key_head:
         both = source.tensor(f"{root}{names[1]}.weight", 2 * heads, hidden)
         return qkv, gate, _parts(PickedTensor(both, _rates_by_key_head(state)))
-    return qkv, gate, _parts(*(source.tensor(f"{root}{name}.weight", heads, hidden) for name in names[2:]))
+    return qkv, gate, _parts(*(source.tensor(f"{root}{name}.weight", heads, hidden) for name in names[-2:]))
 
 
 def state_heads(
@@ -99,7 +100,7 @@ def state_heads(
             n_kv_heads=state.n_key_heads,
             head_dim=state.value_dim,
             scale=attention.scale,
-            norm_eps=spec.norm_eps,
+            norm_eps=state.norm_eps or spec.norm_eps,
             state=state,
             place=spec.state_layers.index(layer),
         ),
@@ -129,7 +130,7 @@ def _rule(source: Source, state: StateSpec, names: TensorNames, root: str) -> Ru
         decay=decay if source.is_plain else PowerTensor(decay),
         shift=source.tensor(f"{root}dt_bias", heads),
         skip=None if is_delta else source.tensor(f"{root}D", heads),
-        norm=NormParts(weight=source.tensor(f"{root}norm.weight", state.value_dim)) if is_delta else None,
+        norm=NormParts(weight=source.tensor(f"{root}{names.states_norm}.weight", state.value_dim)) if is_delta else None,
     )
 
 

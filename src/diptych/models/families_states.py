@@ -83,6 +83,22 @@ STATES: tuple[Family, ...] = (
         names=TensorNames(shared="shared_expert"),
         **QWEN_3_5,
     ),
+    # a rule of its own before it, norms of whole rows of q and k and norms behind attention where there are keys and values
+    Family(
+        name="olmo_hybrid", architectures=("OlmoHybridForCausalLM",),
+        keys={**USUAL, "vocab_size": 100_352, "hidden_size": 3840, "num_attention_heads": 30,
+              "max_position_embeddings": 65_536, "attention_bias": False, "layer_types": None,
+              "linear_num_key_heads": None, "linear_num_value_heads": None, "linear_key_head_dim": None,
+              "linear_value_head_dim": None, "linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True},
+        state_rule=StateRule.DELTA,
+        full_every=4,
+        norms=Norms.AFTER, state_norms=Norms.BEFORE, state_norm_eps=1e-5,
+        qk_norm=QkNorm.FULL,
+        theta_may_be_null=True,
+        names=TensorNames(states_in=("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"), states_o="o_proj",
+                          states_norm="o_norm"),
+        **BY_ATTENTION_BIAS,
+    ),
     Family(
         name="granitemoehybrid", architectures=("GraniteMoeHybridForCausalLM",),
         keys={**USUAL, **GRANITE, **MAMBA, "num_experts_per_tok": 2, "num_experts": 8,

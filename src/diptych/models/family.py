@@ -40,8 +40,9 @@ class TensorNames:
     q_norm, k_norm: where each head has a weight of its own they are stacked in one tensor, or {} stands for the head.
     latent: what takes the stream to experts and back, of `MoeSpec.latent`. gate: what gates the heads, where it is a tensor of
     its own. dense: where a dense MLP lies, if not where mlp says. states: where tensors of a layer with a state lie.
-    states_in: its projections, by a delta rule of q, k and v, of the gate, of beta, of the decay, or of the first two and of
-    the last two together, by key head; else one. taps: of its convolution.
+    states_in: its projections, by a delta rule of q, k and v (or of each), of the gate, of beta, of the decay, or of the
+    first two and of the last two together, by key head; else one. states_o, states_norm: what it leaves by, and the norm of
+    it. taps: of its convolution.
     """
 
     embedding: str = "embed_tokens"
@@ -80,6 +81,8 @@ class TensorNames:
     latent: tuple[str, str] = ("fc1_latent_proj", "fc2_latent_proj")
     dense: str | None = None
     states: str = "linear_attn"
+    states_o: str = "out_proj"
+    states_norm: str = "norm"
     taps: str = "conv1d"
     states_in: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     norms: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]] = field(
@@ -109,7 +112,8 @@ class Family:
     has_blocks: attention and MLPs are blocks of their own (`read_blocks`).
     gates_heads: as `AttentionLayer` has it.
     state_rule: some layers have a state in place of keys and values, which moves on by it (`read_states`): those that
-    layer_types names so, or all but every `full_every`-th. has_attention_gate: as `AttentionLayer.has_gate`; its rows lie
+    layer_types names so, or all but every `full_every`-th. state_norms, state_norm_eps: theirs, if not the others'.
+    theta_may_be_null: a rotary base of null means that no positions are known. has_attention_gate: as `AttentionLayer.has_gate`; its rows lie
     behind each query head's unless names.gate says where. needs_layer_types: no layer is what it is without being named so.
     prefixes: where tensors may begin, tried in order; ignored: parts of names of tensors that nobody needs.
     """
@@ -169,6 +173,9 @@ class Family:
     mixes_apart: bool = False
     has_blocks: bool = False
     state_rule: StateRule | None = None
+    state_norms: Norms | None = None
+    state_norm_eps: float | None = None
+    theta_may_be_null: bool = False
     has_attention_gate: bool | str = False
     gates_heads: bool = False
     weighs_input: bool = False

@@ -311,7 +311,8 @@ def _layers(
         heads, mlp = attention[kinds[i]], None if i in alone else moe if i in mixtures else mlps[i]
         key = (id(heads), id(mlp))
         if key not in made:
-            made[key] = LayerSpec(attention=heads, mlp=mlp, norms=Norms.ALONE if i in alone else norms)
+            own = norms if heads.state is None or family.state_norms is None else family.state_norms
+            made[key] = LayerSpec(attention=heads, mlp=mlp, norms=Norms.ALONE if i in alone else own)
         layers.append(made[key])
     return tuple(layers)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from diptych.ground.errors import LoadError, UnsupportedModel
@@ -59,7 +60,7 @@ def state_attention(config: HfConfig, family: Family) -> AttentionLayer:
         raise LoadError(
             f"{name} in {config.path} is {config.raw[name]!r}; layers with a state are computed with silu only"
         )
-    state = READERS[family.state_rule](config)
+    state = replace(READERS[family.state_rule](config), norm_eps=family.state_norm_eps)
     if state.n_value_heads % state.n_key_heads:
         raise LoadError(
             f"{state.n_value_heads} value heads cannot share {state.n_key_heads} key heads evenly ({config.path})"
@@ -74,12 +75,16 @@ def state_attention(config: HfConfig, family: Family) -> AttentionLayer:
 
 
 def _delta(config: HfConfig) -> StateSpec:
+    heads = config.integer("num_attention_heads")  # where the config says no more
+    n_key_heads = config.integer("linear_num_key_heads", heads)
+    key_dim = config.integer("linear_key_head_dim", max(1, int(0.75 * config.integer("hidden_size") / n_key_heads)))
     return StateSpec(
-        n_key_heads=config.integer("linear_num_key_heads"),
-        key_dim=config.integer("linear_key_head_dim"),
-        n_value_heads=config.integer("linear_num_value_heads"),
-        value_dim=config.integer("linear_value_head_dim"),
+        n_key_heads=n_key_heads,
+        key_dim=key_dim,
+        n_value_heads=config.integer("linear_num_value_heads", heads),
+        value_dim=config.integer("linear_value_head_dim", 2 * key_dim),
         n_taps=config.integer("linear_conv_kernel_dim"),
+        most_weight=2.0 if config.flag("linear_allow_neg_eigval") else 1.0,
     )
 
 

@@ -140,8 +140,8 @@ class StateSpec:
     """A state of one size in place of keys and values: what was read of a sequence lies in it.
 
     Each value head has a matrix S [key_dim, value_dim] per sequence. rule: how it moves on.
-    DELTA (arXiv:2412.06464): S = decay S + k (beta (v - (decay S)^T k))^T gives S^T q, which is normed over value_dim, then
-    gated.
+    DELTA (arXiv:2412.06464): S = decay S + k (beta (v - (decay S)^T k))^T gives S^T q, which is normed over value_dim (with
+    norm_eps, or the model's own), then gated. beta is most_weight times a sigmoid.
     SSD (Mamba-2, arXiv:2405.21060; its C, B and x are q, k and v): S = decay S + k (step v)^T gives S^T q + skip v, which is
     gated, then normed, over all heads or over each of n_norms equal parts of them; step is held within step_limits.
     CONVOLUTION: no matrix, key_dim is 0, heads are width alone: gate_out * taps(gate_in * v), as LFM2 has it.
@@ -157,6 +157,8 @@ class StateSpec:
     n_taps: int
     n_norms: int = 1
     has_tap_bias: bool = False
+    norm_eps: float | None = None
+    most_weight: float = 1.0
     step_limits: tuple[float, float] = (0.0, math.inf)
 
     @property

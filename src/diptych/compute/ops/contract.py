@@ -496,7 +496,7 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         """a [T, H v] from qkv [T, inputs] and rates [T, R], as `StateSpec` counts them; moves the sequences' states on.
 
         c = silu(bias + sum over taps of tap * the channel's inputs) is q, k and v, each q and k for H / K value heads.
-        Delta rule: q and k have length 1 (with 1e-6 in the root), q is scaled. With beta = sigmoid(rates[:H]) and
+        Delta rule: q and k have length 1 (with 1e-6 in the root), q is scaled. With beta = most_weight sigmoid(rates[:H]) and
         r = exp(-decay softplus(rates[H:] + shift)): S = r S, S += k (beta (v - S^T k))^T, and S^T q is normed over v.
         SSD: with step = softplus(rates + shift) within its limits and r = exp(-decay step): S = r S + k (step v)^T, and
         S^T q + skip v. Convolution: qkv is b, c and x, and a = c * (bias + sum over taps of tap * (b * x)).

@@ -107,6 +107,7 @@ def state_shape(state: StateSpec, own: OwnHeads, *, scale: float = 1.0, norm_eps
         norm_eps=norm_eps,
         least_step=state.step_limits[0],
         most_step=state.step_limits[1],
+        most_weight=state.most_weight,
     )
 
 

@@ -142,7 +142,7 @@ def move_states(
             if is_delta:
                 q, k = scale * q / torch.sqrt(q @ q + 1e-6), k / torch.sqrt(k @ k + 1e-6)
                 matrices[h] *= torch.exp(-rule["decay"][h] * step)
-                matrices[h] += torch.outer(k, rates[t, h].float().sigmoid() * (v - k @ matrices[h]))
+                matrices[h] += torch.outer(k, form.most_weight * rates[t, h].float().sigmoid() * (v - k @ matrices[h]))
                 out[t, h] = q @ matrices[h]
             else:
                 step = step.clamp(*form.step_limits)

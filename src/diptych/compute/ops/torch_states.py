@@ -116,7 +116,8 @@ def _advance(
     step = F.softplus(rates[:, -form.n_value_heads :] + rule.shift[:, None])
     if not is_delta:
         step = step.clamp(*form.step_limits)
-    beta, log_decay = rates[:, : form.n_value_heads].sigmoid() if is_delta else step, -rule.decay[:, None] * step
+    beta = form.most_weight * rates[:, : form.n_value_heads].sigmoid() if is_delta else step
+    log_decay = -rule.decay[:, None] * step
     outputs = []
     whole = (q, k, v, beta, log_decay)
     for begin in range(0, q.shape[2], CHUNK_TOKENS):
