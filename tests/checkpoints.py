@@ -492,5 +492,28 @@ def make_checkpoint(
 
     transformers.utils.logging.disable_progress_bar()
     model = make_reference(family, seed=seed, **overrides)
-    model.to(dtype).save_pretrained(str(directory), max_shard_size=max_shard_size)
+    model.to(dtype)
+    # transformers does not write OLMo Hybrid as it reads it: convolutions in equal parts, all norms renamed
+    named = {"state_dict": published(model), "save_original_format": False} if family == "olmo_hybrid" else {}
+    model.save_pretrained(str(directory), max_shard_size=max_shard_size, **named)
     return directory
+
+
+def published(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors of an OLMo Hybrid by the names of the checkpoints that `transformers` reads."""
+    found = {}
+    keys = model.config.linear_num_key_heads * model.config.linear_key_head_dim
+    for name, tensor in model.state_dict().items():
+        layer = name.split(".")[2] if ".layers." in name else "-1"
+        kind = model.config.layer_types[int(layer)]
+        if name.endswith("conv1d.weight"):
+            parts = tensor.split((keys, keys, len(tensor) - 2 * keys))
+            found |= {
+                name.replace("conv1d", f"{one}_conv1d"): part.clone() for one, part in zip("qkv", parts, strict=True)
+            }
+        elif kind == "linear_attention":
+            name = name.replace("input_layernorm", "attention_layer_norm")
+            found[name.replace("post_attention_layernorm", "feedforward_layer_norm")] = tensor
+        else:
+            found[name] = tensor
+    return found

@@ -19,7 +19,7 @@ from diptych.compute.ops.contract import (
     Vector,
     WeightTensor,
 )
-from diptych.compute.views import PickedTensor, PowerTensor
+from diptych.compute.views import JoinedTensor, PickedTensor, PowerTensor
 from diptych.compute.weights import Source
 from diptych.models.family import TensorNames
 from diptych.models.spec import AttentionLayer, ModelSpec, StateRule, StateSpec
@@ -71,9 +71,7 @@ def _apart(
         of_qkv, of_gate = (APART[:1], APART[1]) if by_key_head else (names[:-3], names[-3])
         keys = state.n_key_heads * state.key_dim
         sizes = (state.n_channels,) if len(of_qkv) == 1 else (keys, keys, width)
-        qkv = _parts(
-            *(source.tensor(f"{root}{name}.weight", n, hidden) for name, n in zip(of_qkv, sizes, strict=True))
-        )
+        qkv = _parts(*(source.tensor(f"{root}{name}.weight", n, hidden) for name, n in zip(of_qkv, sizes, strict=True)))
         gate = _parts(source.tensor(f"{root}{of_gate}.weight", width, hidden))
     if by_key_head:
         both = source.tensor(f"{root}{names[1]}.weight", 2 * heads, hidden)
@@ -112,10 +110,8 @@ def _rule(source: Source, state: StateSpec, names: TensorNames, root: str) -> Ru
     """Its numbers. Mamba-2's channels lie as x, B and C: v, k and q here."""
     channels, heads = state.n_channels, state.n_value_heads
     is_delta = state.rule is StateRule.DELTA
-    taps = source.tensor(
-        f"{root}{names.taps}.weight", *((channels, state.n_taps) if source.is_plain else (channels, 1, state.n_taps))
-    )
-    bias = source.tensor(f"{root}{names.taps}.bias", channels) if state.has_tap_bias else None
+    taps = _taps(source, state, names, root)
+    bias = source.tensor(f"{root}{names.taps[0]}.bias", channels) if state.has_tap_bias else None
     if state.rule is StateRule.CONVOLUTION:
         return RuleParts(taps=taps, tap_bias=bias)
     if not is_delta:
@@ -130,8 +126,22 @@ def _rule(source: Source, state: StateSpec, names: TensorNames, root: str) -> Ru
         decay=decay if source.is_plain else PowerTensor(decay),
         shift=source.tensor(f"{root}dt_bias", heads),
         skip=None if is_delta else source.tensor(f"{root}D", heads),
-        norm=NormParts(weight=source.tensor(f"{root}{names.states_norm}.weight", state.value_dim)) if is_delta else None,
+        norm=NormParts(weight=source.tensor(f"{root}{names.states_norm}.weight", state.value_dim))
+        if is_delta
+        else None,
     )
+
+
+def _taps(source: Source, state: StateSpec, names: TensorNames, root: str) -> WeightTensor:
+    """Of q, k and v together, or of each."""
+    keys = state.n_key_heads * state.key_dim
+    sizes = (state.n_channels,) if len(names.taps) == 1 else (keys, keys, state.width)
+    between = () if source.is_plain else (1,)
+    parts = tuple(
+        source.tensor(f"{root}{name}.weight", size, *between, state.n_taps)
+        for name, size in zip(names.taps, sizes, strict=True)
+    )
+    return parts[0] if len(parts) == 1 else JoinedTensor(parts)
 
 
 def _by_key_head(state: StateSpec) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from diptych.models.families_shared import BESIDE_VISION, BY_ATTENTION_BIAS, BY_GROUPS, GRANITE, LOCAL_EXPERTS, USUAL
-from diptych.models.family import Family, TensorNames
+from diptych.models.family import NORM_NAMES, Family, TensorNames
 from diptych.models.spec import Norms, QkNorm, Scores, StateRule
 
 DELTA = {**USUAL, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
@@ -53,7 +53,7 @@ LFM2_NAMES: dict[str, str] = {
     "tie_embedding": "tie_word_embeddings", "full_attn_idxs": "attention_layers"}  # fmt: skip
 IN_LFM2: dict[str, Any] = {
     "final_norm": "embedding_norm", "o": "out_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm", "states": "conv",
-    "states_in": ("in_proj",), "taps": "conv", "mlp": ("feed_forward.",), "gate_up": ("w1", "w3"), "down": "w2",
+    "states_in": ("in_proj",), "taps": ("conv",), "mlp": ("feed_forward.",), "gate_up": ("w1", "w3"), "down": "w2",
     "expert": ("w1", "w3", "w2"), "choice_bias": "expert_bias",
     "norms": {Norms.BEFORE: ("operator_norm", None, "ffn_norm", None)}}  # fmt: skip
 
@@ -96,7 +96,8 @@ STATES: tuple[Family, ...] = (
         qk_norm=QkNorm.FULL,
         theta_may_be_null=True,
         names=TensorNames(states_in=("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"), states_o="o_proj",
-                          states_norm="o_norm"),
+                          states_norm="o_norm", taps=("q_conv1d", "k_conv1d", "v_conv1d"),
+                          norms={**NORM_NAMES, Norms.BEFORE: ("attention_layer_norm", None, "feedforward_layer_norm", None)}),
         **BY_ATTENTION_BIAS,
     ),
     Family(

@@ -42,7 +42,7 @@ class TensorNames:
     its own. dense: where a dense MLP lies, if not where mlp says. states: where tensors of a layer with a state lie.
     states_in: its projections, by a delta rule of q, k and v (or of each), of the gate, of beta, of the decay, or of the
     first two and of the last two together, by key head; else one. states_o, states_norm: what it leaves by, and the norm of
-    it. taps: of its convolution.
+    it. taps: of its convolution, or of q's, k's and v's.
     """
 
     embedding: str = "embed_tokens"
@@ -83,7 +83,7 @@ class TensorNames:
     states: str = "linear_attn"
     states_o: str = "out_proj"
     states_norm: str = "norm"
-    taps: str = "conv1d"
+    taps: tuple[str, ...] = ("conv1d",)
     states_in: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     norms: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]] = field(
         default_factory=lambda: NORM_NAMES
@@ -113,8 +113,9 @@ class Family:
     gates_heads: as `AttentionLayer` has it.
     state_rule: some layers have a state in place of keys and values, which moves on by it (`read_states`): those that
     layer_types names so, or all but every `full_every`-th. state_norms, state_norm_eps: theirs, if not the others'.
-    theta_may_be_null: a rotary base of null means that no positions are known. has_attention_gate: as `AttentionLayer.has_gate`; its rows lie
-    behind each query head's unless names.gate says where. needs_layer_types: no layer is what it is without being named so.
+    theta_may_be_null: a rotary base of null means that no positions are known. has_attention_gate: as
+    `AttentionLayer.has_gate`; its rows lie behind each query head's unless names.gate says where. needs_layer_types: no layer
+    is what it is without being named so.
     prefixes: where tensors may begin, tried in order; ignored: parts of names of tensors that nobody needs.
     """
 

@@ -170,11 +170,12 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
 
     def state_rule(self, spec: AttentionSpec, rule: RuleParts) -> TorchAttention:
         """All of it in fp32."""
+        assert spec.state is not None
         tap_bias, decay, shift, skip = (
             None if one is None else self._vector(one) for one in (rule.tap_bias, rule.decay, rule.shift, rule.skip)
         )
         norm = None if rule.norm is None else self.norm(rule.norm)
-        taps = self._vector(rule.taps).flatten(1)
+        taps = self._vector(rule.taps).view(spec.state.n_channels, -1)
         return TorchAttention(spec, None, None, rule=TorchRule(taps, tap_bias, decay, shift, skip, norm))
 
     def router(self, parts: LinearParts) -> TorchLinear:
