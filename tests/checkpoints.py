@@ -408,6 +408,13 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**NEMOTRON_H, "layers_block_type": blocks("MEM*EME"), "n_routed_experts": 6, "num_experts_per_tok": 3,
          "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 2.5},
     ),
+    # its experts read latents
+    "nemotron-3-super": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {**NEMOTRON_H, "layers_block_type": blocks("MEM*EME"), "n_routed_experts": 6, "num_experts_per_tok": 3, "n_group": 2,
+         "topk_group": 1, "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 48, "moe_latent_size": 24},
+    ),
     # short convolutions in three layers of four, dense and with experts behind the first
     "lfm2": (
         "Lfm2Config",

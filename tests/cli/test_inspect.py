@@ -45,10 +45,11 @@ def test_every_tensor_of_a_gguf_file_is_counted_once(family: str, tmp_path: Path
     assert any(group.part == "experts" for group in groups) == (family in ("qwen3_moe", "qwen2_moe"))
 
 
-MIXTURES = ("granitemoehybrid", "lfm2_moe", "qwen3_next")
+MIXTURES = ("granitemoehybrid", "lfm2_moe", "qwen3_next", "nemotron-3")
+STATES = ("granite-h-dense", "lfm2", "nemotron_h", *MIXTURES)
 
 
-@pytest.mark.parametrize("family", ["granitemoehybrid", "granite-h-dense", "lfm2", "lfm2_moe", "qwen3_next"])
+@pytest.mark.parametrize("family", STATES)
 def test_states_are_a_part_of_their_own(family: str, tmp_path: Path) -> None:
     """In folders and in GGUF files; nearly all of such models was "other"."""
     make_checkpoint(family, tmp_path / "folder")

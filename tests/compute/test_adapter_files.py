@@ -21,6 +21,7 @@ from stepping import Stepper
 
 FP32 = ComputeConfig(backend="torch", device="cpu", weights="fp32")
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+LATENT = ("fc1_latent_proj", "fc2_latent_proj")
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 # family -> fields of peft's config: every projection, other ranks and alphas for some, rslora, experts, the head, and rows that
 # are kept in another order (heads whose neighbours turn together, gate and up in turns)
@@ -39,6 +40,10 @@ CASES: dict[str, dict[str, Any]] = {
     "falcon-40b": {"r": 4, "lora_alpha": 8, "target_modules": ["query_key_value", "dense", "dense_4h_to_h"]},
     "gpt_neox": {"r": 4, "lora_alpha": 8, "target_modules": ["query_key_value", "embed_out"]},
     "gptj": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "fc_in"]},
+    # what a state is of; a gate that files call otherwise; blocks of their own
+    "olmo_hybrid": {"r": 4, "lora_alpha": 8, "target_modules": [f"{one}_proj" for one in "qkvogab"]},
+    "lfm3": {"r": 4, "lora_alpha": 8, "target_modules": ["g_proj", "q_proj", "in_proj"]},
+    "nemotron-3-super": {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj", "q_proj", *LATENT]},
 }  # fmt: skip
 
 

@@ -81,7 +81,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "SantaCoder's heads": ("gpt_bigcode", {"multi_query": False, "activation_function": "gelu_fast"}),
     "GPT-J that turns whole heads": ("gptj", {"rotary_dim": 16, "tie_word_embeddings": True}),
     "Mamba-2 whose channels have no bias": ("bamba", {"mamba_conv_bias": False, "mamba_d_conv": 2}),
-    "Nemotron 3 Super, whose experts read latents": ("nemotron-3", {"moe_latent_size": 24, "n_group": 2, "topk_group": 1}),
     "Granite 4 without a state": ("granite-h-dense", {"layer_types": ["full_attention"] * 4}),
     "convolutions of one tap": ("lfm2", {"conv_L_cache": 1, "block_auto_adjust_ff_dim": False}),
     "a mixture whose experts have no bias": ("lfm2_moe", {"use_expert_bias": False, "norm_topk_prob": False}),

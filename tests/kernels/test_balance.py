@@ -14,7 +14,9 @@ from transformers import AutoTokenizer
 
 import diptych
 from checkpoints import make_checkpoint
+from diptych.compute.balance import ScaledTensor
 from diptych.compute.ops import cpu_kernels
+from diptych.compute.ops.contract import WeightTensor
 from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
@@ -158,3 +160,24 @@ def test_factors_pass_through_curves(family: str, up: str, down: str, degree: in
     ours, theirs = (logits_of(path, prompt, "int8") for path in (plain, planted))
     error, other = ((found - reference).norm().item() for found in (ours, theirs))
     assert other < 1.2 * error
+
+
+class Plain(WeightTensor):
+    """Numbers in memory."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.name, self.shape, self.dtype, self._values = "w", tuple(values.shape), values.dtype, values
+
+    def read(self) -> torch.Tensor:
+        """As they are."""
+        return self._values
+
+
+def test_a_part_has_the_bits_of_the_whole() -> None:
+    """Powers of two of a slice had other last bits than those of all, and with them what a rank holds."""
+    torch.manual_seed(0)
+    scaled = ScaledTensor(Plain(torch.randn(77, 8)), rows=torch.randn(77))
+    whole = scaled.read()
+    for begin in range(77):
+        for end in range(begin + 1, 78):
+            assert torch.equal(scaled.part(slice(begin, end), 8), whole[begin:end])

@@ -206,6 +206,7 @@ def test_an_architecture_under_another_model_type_is_refused() -> None:
         ("llama", {"attention_multiplier": 0.5}, "attention_multiplier"),
         ("mistral", {"layer_types": ["sliding_attention", "full_attention"] * 2}, "layer_types"),
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok in config.json is 5"),
+        ("mellum", {"mlp_layer_types": [["sparse"]] * 4, "layer_types": ["full_attention"] * 4}, "mlp_layer_types"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
         ("gemma", {"hidden_act": "relu", "hidden_activation": "gelu_pytorch_tanh"}, "hidden_act .* is 'relu'; no op"),
@@ -264,6 +265,30 @@ def test_blocks_of_their_own_are_layers_of_both() -> None:
     assert (spec.n_layers, spec.n_blocks, spec.state_layers, spec.kv_layers) == (3, 5, (0, 1), (2,))
     assert [(layer.mlp is None, layer.norms) for layer in spec.layers] == [
         (False, Norms.BEFORE), (True, Norms.ALONE), (False, Norms.BEFORE)]  # fmt: skip
+
+
+def test_published_files_say_more_than_is_read() -> None:
+    """Nemotron 3 Nano, K-EXAONE and OLMo Hybrid were refused for keys that their own classes do not read."""
+    blocks = {"hybrid_override_pattern": "M-*-", "rope_theta": 10_000, "partial_rotary_factor": 1.0, "norm_eps": 1e-5}
+    assert read("nemotron_h", num_hidden_layers=4, **blocks).layers[1].attention.rope is None
+    named = {"layer_types": ["linear_attention", "mlp", "full_attention", "mlp"], "num_hidden_layers": 4}
+    dense = read("nemotron_h", n_routed_experts=0, intermediate_size=96, **named)
+    assert [layer.mlp and layer.mlp.ffn for layer in dense.layers] == [96, 96]
+    fields = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_experts": 4, "num_experts_per_tok": 2}
+    assert read("exaone_moe", architectures=["ExaoneMoEForCausalLM"], **fields).moe is not None
+    layers = {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2}
+    for given in (
+        {"rope_theta": None},
+        {"rope_parameters": None, "rope_theta": None},
+        {"rope_parameters": {"rope_theta": None}},
+    ):
+        assert read("olmo_hybrid", **layers, **given).layers[1].attention.rope is None
+    assert read("olmo_hybrid", **layers).layers[1].attention.rope is not None
+    types = ["sliding_attention"] * 3 + ["full_attention"]
+    for switch in (True, False):  # of no meaning here
+        for kind in ("mellum", "flint"):
+            found = read(kind, layer_types=types, sliding_window=8, use_sliding_window=switch, num_experts=8)
+            assert found.windows == (8, 8, 8, None)
 
 
 def test_keys_at_their_usual_value_are_no_obstacle() -> None:

@@ -43,6 +43,8 @@ MOST_REPEATS = 2  # of a pattern for names: more could take for ever, as could a
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 MOST_EXPERTS = 1024
 _WEIGHT = re.compile(r"\.weight(\[\d+\.\.\])?$")  # of all rows, or of some that a view picks
+# what the class in transformers calls its module -> how the tensor is called in files (LFM3)
+_IN_FILES = (".self_attn.g_proj", ".self_attn.gate_proj")
 _EXPERT = re.compile(r"(?P<layer>(?:^|.*\.)layers\.\d+)\..*experts(?:\.base_layer)*\[(?P<number>\d+)\]")
 
 # What changes the mathematics or the base, and the values that ask for nothing. Source: peft's LoraConfig, 0.21.
@@ -188,7 +190,7 @@ class Sites:
         fitted: dict[str, list[tuple[Site, LowRank]]] = {}
         for module, low_rank in self._of_modules(adapter):
             tail = _tail(module)
-            name = tails.get(tail)
+            name = tails.get(tail) or tails.get(tail.replace(*_IN_FILES))
             if name is None or name in fitted or module.removesuffix(tail) not in prefixes:
                 self._refuse(adapter, module)
             sites = self._by_module[name]

@@ -79,7 +79,7 @@ class ScaledTensor(WeightTensor):
         if self.columns is not None:
             values = torch.mul(values, self.columns.exp2(), out=scaled)  # in fp32, rounded once
         if self.rows is not None:
-            factors = self.rows[rows].exp2()
+            factors = self.rows.exp2()[rows]  # of all: a slice's last elements may have other bits
             torch.mul(values, factors if values.ndim == 1 else factors[:, None], out=scaled)
         return scaled.sub_(self._offset)
 

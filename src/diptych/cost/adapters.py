@@ -89,7 +89,8 @@ def _ends(model: ModelSpec, attention: AttentionLayer, mlp: object) -> list[int]
         ends = [hidden + state.n_inputs, hidden + state.gate_width, state.width + hidden]
     elif mla is None:
         q, kv = attention.n_heads * attention.head_dim, attention.own_kv_heads * attention.head_dim
-        ends = [hidden + q, 2 * (hidden + kv) if kv else 0, q + hidden]
+        # the gate of heads lies behind q; where it is a tensor of its own, hidden inputs of it are not counted
+        ends = [hidden + q + attention.gate_width, 2 * (hidden + kv) if kv else 0, q + hidden]
     else:
         q, kv = attention.n_heads * (mla.nope_dim + mla.rope_dim), attention.n_heads * (mla.nope_dim + mla.v_dim)
         ends = [hidden + q] if mla.q_rank is None else [hidden + mla.q_rank, mla.q_rank + q]

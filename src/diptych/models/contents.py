@@ -26,11 +26,15 @@ from diptych.models.quantised import BESIDE_CODES, CODES, Quantisation, quantisa
 PARTS: tuple[tuple[str, str], ...] = (
     ("vision", "other"), ("multi_modal", "other"), ("nextn", "other"),
     ("rope_f", "positions"), ("rotary_emb", "positions"),
-    ("embed_tokens", "embedding"), ("token_embd", "embedding"), ("wte", "embedding"), ("lm_head", "head"),
+    ("embed_tokens", "embedding"), ("embeddings.", "embedding"), ("token_embd", "embedding"), ("wte", "embedding"),
+    ("lm_head", "head"),
     ("norm", "norms"), ("layernorm", "norms"), ("gate_inp", "router"), ("exp_probs", "router"),
+    ("e_score_correction", "router"), ("mixer.gate.", "router"), ("latent_proj", "experts"),
     ("experts", "experts"), ("_exps", "experts"), ("_shexp", "experts"), ("mlp.gate.", "router"),
     ("moe.gate.", "router"), ("feed_forward.gate.", "router"), ("expert_bias", "router"), ("moe.router.", "router"),
     ("mlp.router.", "router"), ("block_sparse_moe.", "experts"), ("linear_attn", "states"), (".mamba.", "states"),
+    ("mixer.up_proj", "mlp"), ("mixer.down_proj", "mlp"), *((f"mixer.{one}_proj", "attention") for one in "qkvo"),
+    (".mixer.", "states"),
     (".conv.", "states"), ("ssm_", "states"), ("shortconv", "states"), ("attn", "attention"), ("mlp", "mlp"),
     ("ffn", "mlp"), ("feed_forward", "mlp"), ("output.weight", "head"),
 )  # fmt: skip

@@ -135,6 +135,7 @@ STATES: tuple[Family, ...] = (
         renamed=NEMOTRON_H,
         fixed={"attention_bias": (False,), "mlp_bias": (False,), "use_bias": (False,), "mamba_proj_bias": (False,),
                "n_shared_experts": (1,), "sliding_window": (None,)},
+        unread=("norm_eps", "rope_theta", "partial_rotary_factor"),  # published files have them beside what is read
         has_blocks=True,
         state_rule=StateRule.SSD,
         is_gated=False,

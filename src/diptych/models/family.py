@@ -95,6 +95,7 @@ class Family:
     """One model family. Where a field is `bool | str`, a string names the key of the config that decides.
 
     keys: every key read, with its class default; None: from the others. fixed: known keys and the values they may have.
+    unread: keys that mean something elsewhere, and nothing here, whatever they say.
     renamed: this class's name of a key -> the name used here. by_layer: keys that may hold a list with the same for each
     layer. full_every: without layer_types, every so many-th layer attends to everything, full_first: beginning with the
     first; windows_begin: every other layer before max_window_layers is windowed, not all behind it. local_theta: the key with
@@ -123,6 +124,7 @@ class Family:
     architectures: tuple[str, ...]
     keys: Mapping[str, Any]
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     by_layer: tuple[str, ...] = ()
     more_model_types: tuple[str, ...] = ()

@@ -232,7 +232,7 @@ def _check_keys(unread: dict[str, Any], family: Family, path: str) -> None:
             if value not in family.fixed[key]:
                 allowed = " or ".join(repr(one) for one in family.fixed[key])
                 raise LoadError(f"{key} in {path} is {value!r}; of {family.name}, only {allowed} is supported")
-        elif key in HARMLESS or key.endswith(HARMLESS_ENDINGS):
+        elif key in HARMLESS or key in family.unread or key.endswith(HARMLESS_ENDINGS):
             continue
         elif key in CHANGING:
             if value and not (key in NEUTRAL and value == NEUTRAL[key]):
@@ -412,7 +412,9 @@ def _mlps(config: HfConfig, family: Family, shared: list[int | None]) -> list[Ml
 
 
 def _ffn(config: HfConfig) -> int:
-    if config.raw.get("num_experts") == 0:  # what a mixture has beside its experts is left
+    if (
+        config.raw.get("num_experts") == 0 and "blocks" not in config.raw
+    ):  # what a mixture has beside its experts is left
         return config.integer("shared_expert_intermediate_size")
     width = config.integer("intermediate_size", 4 * config.integer("hidden_size"))
     return adjusted_width(config, width) if config.flag("block_auto_adjust_ff_dim") else width
@@ -441,8 +443,8 @@ def _moe_layers(config: HfConfig, n_layers: int) -> frozenset[int]:
     step = config.integer("decoder_sparse_step", 1)
     kinds = config.raw.get("mlp_layer_types")
     if kinds is not None:
-        known = {"dense", "sparse", *((None,) if "blocks" in config.raw else ())}
-        if not isinstance(kinds, list) or len(kinds) < n_layers or set(kinds) - known:
+        known = ("dense", "sparse", *((None,) if "blocks" in config.raw else ()))
+        if not isinstance(kinds, list) or len(kinds) < n_layers or any(kind not in known for kind in kinds):
             raise LoadError(f"mlp_layer_types in {config.path} must name {n_layers} layers, each dense or sparse")
         return frozenset(i for i in range(n_layers) if kinds[i] == "sparse")
     first = config.optional_integer("first_k_dense_replace", low=0)

@@ -54,10 +54,11 @@ def _pairs(kinds: list[str], path: str) -> tuple[tuple[int, int | None], ...]:
 
 
 def _kinds(raw: Mapping[str, Any], path: str) -> list[str]:
-    listed, pattern = raw.get(LIST), raw.get(PATTERN)
+    usual = LIST if raw.get(LIST) is not None else "layer_types"
+    listed, pattern = raw.get(usual), raw.get(PATTERN)
     if listed is None and pattern is None:
-        return list(DEFAULT)
-    key, given, known = (LIST, listed, CALLED) if listed is not None else (PATTERN, pattern, LETTERS)
+        listed = list(DEFAULT)
+    key, given, known = (usual, listed, CALLED) if listed is not None else (PATTERN, pattern, LETTERS)
     if not isinstance(given, list if listed is not None else str) or any(
         not isinstance(one, str) or one not in known for one in given
     ):

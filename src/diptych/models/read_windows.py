@@ -82,9 +82,10 @@ def is_both_ways(config: HfConfig) -> bool:
 
 def rope_sections(config: HfConfig, family: Family) -> list[HfConfig]:
     """Rotary settings of the layers with full attention, and of the windowed ones where those are others."""
-    given = config.raw.get("rope_parameters")
-    is_null = isinstance(given, dict) and given.get("rope_theta", 0) is None
-    if "rope_theta" not in family.keys or (is_null and family.theta_may_be_null):
+    if "rope_theta" not in family.keys:
+        return []
+    given, theta = config.raw.get("rope_parameters"), config.raw["rope_theta"]
+    if family.theta_may_be_null and (given.get("rope_theta", theta) if isinstance(given, dict) else theta) is None:
         return []
     settings: dict[str, Any] = {"aliases": family.longrope_names, "is_partial": "partial_rotary_factor" in family.keys}
     full = rope_section(config, **settings)
