@@ -328,3 +328,15 @@ def test_neighbours_change_nothing(family: str, tmp_path: Path) -> None:
             got[name].append(logits)
     for name, logits in alone.items():
         torch.testing.assert_close(torch.cat(got[name]), logits, atol=1e-4, rtol=0)
+
+
+def test_both_names_of_what_is_in_an_olmo_hybrid(tmp_path: Path) -> None:
+    """Files for vLLM call norms as other models do and join convolutions; transformers reads either."""
+    make_checkpoint("olmo_hybrid", tmp_path / "apart")
+    model = make_reference("olmo_hybrid")
+    model.save_pretrained(str(tmp_path / "joined"), save_original_format=False)
+    ids = list(range(3, 20))
+    found = [Stepper(load_model(tmp_path / name, REFERENCE)).step({"a": ids})["a"] for name in ("apart", "joined")]
+    assert torch.equal(*found)
+    with torch.no_grad():
+        assert (model(torch.tensor([ids])).logits[0] - found[0]).abs().max() < 1e-4

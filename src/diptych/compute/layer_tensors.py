@@ -86,7 +86,13 @@ class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
 
     def norm_tensor(self, name: str | None, prefix: str | None = None) -> NormParts | None:
         """A norm over the residual width. prefix: where it lies, unless with the layer's attention."""
-        return None if name is None else norm_parts(self.source, f"{prefix or self.prefix}{name}", self.spec)
+        if name is None:
+            return None
+        root = prefix or self.prefix
+        other = self.names.others.get(name)
+        if other is not None and self.source.has(f"{root}{other}.weight"):
+            name = other
+        return norm_parts(self.source, f"{root}{name}", self.spec)
 
     def norm(self, parts: NormParts | None, *, is_read: bool = True) -> Vector | None:
         """A norm's handle; None where there is none."""

@@ -25,6 +25,7 @@ from diptych.models.family import TensorNames
 from diptych.models.spec import AttentionLayer, ModelSpec, StateRule, StateSpec
 
 APART = ("in_proj_qkv", "in_proj_z")  # what a converter makes of one matrix by key head
+TOGETHER = "conv1d"  # taps of all channels
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +134,14 @@ def _rule(source: Source, state: StateSpec, names: TensorNames, root: str) -> Ru
 
 
 def _taps(source: Source, state: StateSpec, names: TensorNames, root: str) -> WeightTensor:
-    """Of q, k and v together, or of each."""
+    """Of q, k and v together, or of each: of OLMo Hybrid there are files of both kinds."""
+    found = (TOGETHER,) if source.has(f"{root}{TOGETHER}.weight") else names.taps
     keys = state.n_key_heads * state.key_dim
-    sizes = (state.n_channels,) if len(names.taps) == 1 else (keys, keys, state.width)
+    sizes = (state.n_channels,) if len(found) == 1 else (keys, keys, state.width)
     between = () if source.is_plain else (1,)
     parts = tuple(
         source.tensor(f"{root}{name}.weight", size, *between, state.n_taps)
-        for name, size in zip(names.taps, sizes, strict=True)
+        for name, size in zip(found, sizes, strict=True)
     )
     return parts[0] if len(parts) == 1 else JoinedTensor(parts)
 

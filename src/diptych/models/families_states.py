@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from diptych.models.families_shared import BESIDE_VISION, BY_ATTENTION_BIAS, BY_GROUPS, GRANITE, LOCAL_EXPERTS, USUAL
-from diptych.models.family import NORM_NAMES, Family, TensorNames
+from diptych.models.family import Family, TensorNames
 from diptych.models.spec import Norms, QkNorm, Scores, StateRule
 
 DELTA = {**USUAL, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
@@ -97,7 +97,8 @@ STATES: tuple[Family, ...] = (
         theta_may_be_null=True,
         names=TensorNames(states_in=("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"), states_o="o_proj",
                           states_norm="o_norm", taps=("q_conv1d", "k_conv1d", "v_conv1d"),
-                          norms={**NORM_NAMES, Norms.BEFORE: ("attention_layer_norm", None, "feedforward_layer_norm", None)}),
+                          others={"input_layernorm": "attention_layer_norm",
+                                  "post_attention_layernorm": "feedforward_layer_norm"}),
         **BY_ATTENTION_BIAS,
     ),
     Family(
