@@ -179,7 +179,7 @@ def _kind(options: argparse.Namespace) -> str:
 
 
 def _batches(options: argparse.Namespace) -> list[int]:
-    parts = _split(options.batch)
+    parts = _split(options.batch, "--batch")
     if not parts or not all(part.isascii() and part.isdigit() and len(part) <= 10 for part in parts):
         raise ConfigError(
             f"--batch is {shown(options.batch)}; it must be a number of sequences, or several with commas"
@@ -237,10 +237,7 @@ def _show_answer(answer: Answer, not_tried: dict[str, list[str]], as_json: bool)
 
 
 def _compare(options: argparse.Namespace, words: list[str]) -> None:
-    models, names = _split(_model(words)), _split(_device(options.hardware))
-    for what, found, text in (("MODEL", models, _model(words)), ("--hardware", names, options.hardware)):
-        if not found:
-            raise ConfigError(f"{what} is {text!r}; it must name one at least", hint="several are joined with commas")
+    models, names = _split(_model(words), "MODEL"), _split(_device(options.hardware), "--hardware")
     setups = [
         setup_of(
             model,
@@ -254,7 +251,7 @@ def _compare(options: argparse.Namespace, words: list[str]) -> None:
         )
         for model in models
         for name in names
-        for weights in (_split(options.weights) or (None,))
+        for weights in (_split(options.weights, "--weights") or (None,))
     ]
     prompt_tokens = _prompt_tokens(options, setups)
     plans = [_planned(options, setup, batch, prompt_tokens) for setup in setups for batch in _batches(options)]
@@ -345,7 +342,7 @@ def _setups(
     found: list[Setup] = []
     not_tried: dict[str, list[str]] = {}
     for name in names:
-        for weights in _split(options.weights) or list(ASK_WEIGHTS):
+        for weights in _split(options.weights, "--weights") or list(ASK_WEIGHTS):
             try:
                 base = setup_of(model, name, weights=weights, kv=options.kv, stack=options.stack)
                 base.model_of_time()
@@ -379,10 +376,10 @@ def _device(hardware: str | None) -> str:
     return hardware or "local"
 
 
-def _split(text: str | None) -> list[str]:
+def _split(text: str | None, what: str) -> list[str]:
     parts = [part.strip() for part in (text or "").split(",") if part.strip()]
     if text and not parts:
-        raise ConfigError(f"{text!r} names nothing", hint="NAME[,NAME]")
+        raise ConfigError(f"{what} is {text!r}; it must name one at least", hint="several are joined with commas")
     return parts
 
 

@@ -83,7 +83,7 @@ def _gathered(layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: boo
         if mlp.shared_ffn:  # their gate and what they add, which is a row of its own where it is gated
             meetings += 3 if mlp.has_shared_gate else 2
             row_bytes += mlp.shared_ffn * (BF16 if mlp.is_gated else FP32) + (2 if mlp.has_shared_gate else 1) * stream
-            if has_norms_behind:  # of their sum, which the rows' owners make
+            if has_norms_behind and not mlp.is_apart:  # of their sum, which the rows' owners make
                 meetings, row_bytes = meetings + 1, row_bytes + stream
         return meetings, row_bytes
     if mlp is None:
