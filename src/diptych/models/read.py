@@ -412,9 +412,8 @@ def _mlps(config: HfConfig, family: Family, shared: list[int | None]) -> list[Ml
 
 
 def _ffn(config: HfConfig) -> int:
-    if (
-        config.raw.get("num_experts") == 0 and "blocks" not in config.raw
-    ):  # what a mixture has beside its experts is left
+    if config.raw.get("num_experts") == 0 and "blocks" not in config.raw:
+        # what a mixture has beside its experts is left
         return config.integer("shared_expert_intermediate_size")
     width = config.integer("intermediate_size", 4 * config.integer("hidden_size"))
     return adjusted_width(config, width) if config.flag("block_auto_adjust_ff_dim") else width
