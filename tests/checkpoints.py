@@ -83,6 +83,9 @@ def blocks(pattern: str) -> list[str]:
     return [BLOCKS[letter] for letter in pattern]
 
 
+NEMOTRON_3 = {**NEMOTRON_H, "layers_block_type": blocks("MEM*EME"), "n_routed_experts": 6, "num_experts_per_tok": 3,
+              "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 48,
+              "routed_scaling_factor": 2.5}  # fmt: skip
 # what other families have beside that: their tests look at one cut of the work, as the walk is the same
 MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {"head_dim": 24}),
@@ -402,18 +405,12 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "NemotronHForCausalLM",
         {**NEMOTRON_H, "layers_block_type": blocks("M-M*-MM-")},
     ),
-    "nemotron-3": (
-        "NemotronHConfig",
-        "NemotronHForCausalLM",
-        {**NEMOTRON_H, "layers_block_type": blocks("MEM*EME"), "n_routed_experts": 6, "num_experts_per_tok": 3,
-         "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 2.5},
-    ),
+    "nemotron-3": ("NemotronHConfig", "NemotronHForCausalLM", NEMOTRON_3),
     # its experts read latents
     "nemotron-3-super": (
         "NemotronHConfig",
         "NemotronHForCausalLM",
-        {**NEMOTRON_H, "layers_block_type": blocks("MEM*EME"), "n_routed_experts": 6, "num_experts_per_tok": 3, "n_group": 2,
-         "topk_group": 1, "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 48, "moe_latent_size": 24},
+        {**NEMOTRON_3, "n_group": 2, "topk_group": 1, "moe_latent_size": 24, "routed_scaling_factor": 1.0},
     ),
     # short convolutions in three layers of four, dense and with experts behind the first
     "lfm2": (

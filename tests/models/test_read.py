@@ -224,6 +224,7 @@ def test_an_architecture_under_another_model_type_is_refused() -> None:
         ("nemotron_h", {"hybrid_override_pattern": "M-*"}, "names 3 blocks; num_hidden_layers is 4"),
         ("nemotron_h", {"layers_block_type": ["mamba", "moe", "attention", 3]}, "layers_block_type in config.json is"),
         ("nemotron_h", {"layers_block_type": ["mamba", "mlp", "attention", "mlp"], "use_bias": True}, "use_bias"),
+        ("nemotron_h", {"num_hidden_layers": 52}, "the default of layers_block_type .* names 4 blocks"),
         ("nemotron_h", {"n_shared_experts": 2}, "n_shared_experts in config.json is 2"),
         ("nemotron_h", {"mamba_hidden_act": "relu"}, "mamba_hidden_act in config.json is 'relu'"),
         ("lfm2", {"block_ffn_dim_multiplier": 1e-9}, "intermediate_size in block_auto_adjust_ff_dim of .* is 0"),

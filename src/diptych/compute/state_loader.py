@@ -70,9 +70,7 @@ def _apart(
         qkv, gate = (_parts(PickedTensor(both, rows)) for rows in _by_key_head(state))
     else:
         of_qkv, of_gate = (APART[:1], APART[1]) if by_key_head else (names[:-3], names[-3])
-        keys = state.n_key_heads * state.key_dim
-        sizes = (state.n_channels,) if len(of_qkv) == 1 else (keys, keys, width)
-        qkv = _parts(*(source.tensor(f"{root}{name}.weight", n, hidden) for name, n in zip(of_qkv, sizes, strict=True)))
+        qkv = _parts(*(source.tensor(f"{root}{name}.weight", n, hidden) for name, n in _of_channels(state, of_qkv)))
         gate = _parts(source.tensor(f"{root}{of_gate}.weight", width, hidden))
     if by_key_head:
         both = source.tensor(f"{root}{names[1]}.weight", 2 * heads, hidden)
@@ -136,14 +134,18 @@ def _rule(source: Source, state: StateSpec, names: TensorNames, root: str) -> Ru
 def _taps(source: Source, state: StateSpec, names: TensorNames, root: str) -> WeightTensor:
     """Of q, k and v together, or of each: of OLMo Hybrid there are files of both kinds."""
     found = (TOGETHER,) if source.has(f"{root}{TOGETHER}.weight") else names.taps
-    keys = state.n_key_heads * state.key_dim
-    sizes = (state.n_channels,) if len(found) == 1 else (keys, keys, state.width)
     between = () if source.is_plain else (1,)
     parts = tuple(
-        source.tensor(f"{root}{name}.weight", size, *between, state.n_taps)
-        for name, size in zip(found, sizes, strict=True)
+        source.tensor(f"{root}{name}.weight", n, *between, state.n_taps) for name, n in _of_channels(state, found)
     )
     return parts[0] if len(parts) == 1 else JoinedTensor(parts)
+
+
+def _of_channels(state: StateSpec, names: tuple[str, ...]) -> list[tuple[str, int]]:
+    """How many channels each tensor has: all of them, or those of q, of k and of v."""
+    keys = state.n_key_heads * state.key_dim
+    sizes = (state.n_channels,) if len(names) == 1 else (keys, keys, state.width)
+    return list(zip(names, sizes, strict=True))
 
 
 def _by_key_head(state: StateSpec) -> tuple[torch.Tensor, torch.Tensor]:

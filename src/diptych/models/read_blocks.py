@@ -57,7 +57,7 @@ def _kinds(raw: Mapping[str, Any], path: str) -> list[str]:
     usual = LIST if raw.get(LIST) is not None else "layer_types"
     listed, pattern = raw.get(usual), raw.get(PATTERN)
     if listed is None and pattern is None:
-        listed = list(DEFAULT)
+        listed, usual = list(DEFAULT), f"the default of {LIST}"
     key, given, known = (usual, listed, CALLED) if listed is not None else (PATTERN, pattern, LETTERS)
     if not isinstance(given, list if listed is not None else str) or any(
         not isinstance(one, str) or one not in known for one in given

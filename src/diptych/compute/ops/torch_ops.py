@@ -315,8 +315,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
     def gate_heads(self, h: torch.Tensor, weight: TorchLinear, a: torch.Tensor) -> torch.Tensor:
         """[T, N]."""
         gates = _activated(self._product(h, weight, None), weight.activation)
-        by_head = a.unflatten(-1, (gates.shape[-1], -1))
-        return (by_head * gates[..., None]).flatten(-2) if by_head.shape[-1] > 1 else gates * a
+        return (a.unflatten(-1, (gates.shape[-1], -1)) * gates[..., None]).flatten(-2)
 
     def sum(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """[T, N]."""
