@@ -147,10 +147,13 @@ struct StateShape {
   StateRule rule = StateRule::delta;
   float least_step = 0.0f, most_step = 0.0f;  // ssd: what a token's step is held within
   float most_weight = 1.0f;  // delta: what beta is at most
+  float rate_scale = 1.0f;   // of what is softened, before it is shifted
+  bool fades_by_key = false;  // delta: each row of a head's state has a decay of its own
 
   DIPTYCH_FORCED int64_t channels() const { return 2 * n_key_heads * key_dim + n_value_heads * value_dim; }
   DIPTYCH_FORCED int64_t inputs() const { return rule == StateRule::convolution ? 3 * channels() : channels(); }
-  DIPTYCH_FORCED int64_t n_rates() const { return rule == StateRule::delta ? 2 : rule == StateRule::ssd ? 1 : 0; }  // of a head
+  DIPTYCH_FORCED int64_t n_rates() const { return rule == StateRule::convolution ? 0 : rule == StateRule::delta && !fades_by_key ? 2 : 1; }  // of a head
+  DIPTYCH_FORCED int64_t n_shifts() const { return fades_by_key ? key_dim : 1; }  // likewise
   DIPTYCH_FORCED int64_t part_heads() const {
     const int64_t group = n_value_heads / n_key_heads;
     int64_t n = group < kMostHeads ? group : kMostHeads;
@@ -181,10 +184,11 @@ struct StateCall {
   StateShape shape;
   const float* qkv = nullptr;    // [T, inputs]: q, k and v; of a convolution what gates its inputs, what gates its outputs, its inputs
   const float* rates = nullptr;  // [T, stride]: delta: beta of every head of the model, then their decays; ssd: their steps
-  int64_t rates_stride = 0, first_head = 0;
+  const float* decays = nullptr;  // [T, stride]: where they fade by key, of every head's rows, in place of those
+  int64_t rates_stride = 0, decays_stride = 0, first_head = 0;
   const float* taps = nullptr;      // [n_taps, channels]
   const float* tap_bias = nullptr;  // [channels], or null
-  const float *decay = nullptr, *shift = nullptr;  // [H]; null of a convolution
+  const float *decay = nullptr, *shift = nullptr;  // [H], [H, shifts]; null of a convolution
   const float* skip = nullptr;   // ssd: [H], what of a value is added to what its head gives
   const float* norm = nullptr;   // delta: [value_dim]
   float* out = nullptr;          // [T, stride], H * value_dim of each row

@@ -19,11 +19,12 @@ StateRule rule_named(const std::string& name) {
   throw std::invalid_argument("no rule for states is called " + name);
 }
 
-StateShape state_shape(const std::string& rule, int64_t n_key_heads, int64_t n_value_heads, int64_t key_dim, int64_t value_dim, int64_t n_taps, float scale, float norm_eps, float least_step, float most_step, float most_weight) {
-  const StateShape shape{n_key_heads, n_value_heads, key_dim, value_dim, n_taps, scale, norm_eps, rule_named(rule), least_step, most_step, most_weight};
+StateShape state_shape(const std::string& rule, int64_t n_key_heads, int64_t n_value_heads, int64_t key_dim, int64_t value_dim, int64_t n_taps, float scale, float norm_eps, float least_step, float most_step, float most_weight, float rate_scale, bool fades_by_key) {
+  const StateShape shape{n_key_heads, n_value_heads, key_dim, value_dim, n_taps, scale, norm_eps, rule_named(rule), least_step, most_step, most_weight, rate_scale, fades_by_key};
   for (const int64_t size : {n_key_heads, n_value_heads, value_dim, n_taps})
     if (size < 1) throw std::invalid_argument("heads of states, their widths and their taps are at least one each");
   if ((shape.rule == StateRule::convolution) != (key_dim == 0) || key_dim < 0) throw std::invalid_argument("heads with a matrix have a key's width, a convolution has none");
+  if (fades_by_key && shape.rule != StateRule::delta) throw std::invalid_argument("only a delta rule's states fade by key");
   if (n_value_heads % n_key_heads != 0) throw std::invalid_argument("value heads are shared evenly by key heads");
   return shape;
 }
@@ -32,12 +33,14 @@ struct RuleVectors {  // by number; -1: the rule, or the layer, has none
   int taps, tap_bias, decay, shift, skip, norm;
 };
 
-void record_states(Program& p, int qkv, int rates, int out, const RuleVectors& given, int layer, const StateShape& shape, int64_t first_head, int64_t column) {
+void record_states(Program& p, int qkv, int rates, int decays, int out, const RuleVectors& given, int layer, const StateShape& shape, int64_t first_head, int64_t column) {
   const int64_t heads = shape.n_value_heads, width = heads * shape.value_dim;
   const bool has_heads = shape.rule != StateRule::convolution, is_delta = shape.rule == StateRule::delta;
   if (layer < 0 || first_head < 0 || column < 0) throw std::invalid_argument("a layer, a head or a column below 0");
   if (has_heads == (rates == -1)) throw std::invalid_argument("heads have rates, a convolution has none");
   const bool has_width = rates == -1 || (p.buffer_width(rates) % shape.n_rates() == 0 && p.buffer_width(rates) / shape.n_rates() >= first_head + heads);
+  if ((decays != -1) != shape.fades_by_key || (decays != -1 && p.buffer_width(decays) < (first_head + heads) * shape.key_dim))
+    throw std::invalid_argument("what fades by key has decays of all its heads' rows, and nothing else has");
   if (p.buffer_width(qkv) != shape.inputs() || p.buffer_width(out) < column + width || !has_width)
     throw std::invalid_argument("rows of q, k and v, of rates or of outputs are not as wide as the heads");
   auto check = [&](int number, bool is_there, int64_t size) {
@@ -45,22 +48,22 @@ void record_states(Program& p, int qkv, int rates, int out, const RuleVectors& g
   };
   check(given.taps, true, shape.n_taps * shape.channels());
   check(given.tap_bias, given.tap_bias != -1, shape.channels());
-  check(given.decay, has_heads, heads), check(given.shift, has_heads, heads);
+  check(given.decay, has_heads, heads), check(given.shift, has_heads, heads * shape.n_shifts());
   check(given.skip, has_heads && !is_delta, heads), check(given.norm, is_delta, shape.value_dim);
-  p.record(Category::attention, StateOp{qkv, rates, out, given.taps, given.tap_bias, given.decay, given.shift, given.skip, given.norm, layer, shape, first_head, column});
+  p.record(Category::attention, StateOp{qkv, rates, decays, out, given.taps, given.tap_bias, given.decay, given.shift, given.skip, given.norm, layer, shape, first_head, column});
 }
 
 }  // namespace
 
 void bind_states(nb::module_& m, nb::class_<Program>& program) {
   nb::class_<StateShape>(m, "StateShape")
-      .def("__init__", [](StateShape* self, const std::string& rule, int64_t n_key_heads, int64_t n_value_heads, int64_t key_dim, int64_t value_dim, int64_t n_taps, float scale, float norm_eps, float least_step, float most_step, float most_weight) {
-        new (self) StateShape(state_shape(rule, n_key_heads, n_value_heads, key_dim, value_dim, n_taps, scale, norm_eps, least_step, most_step, most_weight));
-      }, nb::kw_only(), nb::arg("rule"), nb::arg("n_key_heads"), nb::arg("n_value_heads"), nb::arg("key_dim"), nb::arg("value_dim"), nb::arg("n_taps"), nb::arg("scale") = 1.0f, nb::arg("norm_eps") = 0.0f, nb::arg("least_step") = 0.0f, nb::arg("most_step") = std::numeric_limits<float>::infinity(), nb::arg("most_weight") = 1.0f)
+      .def("__init__", [](StateShape* self, const std::string& rule, int64_t n_key_heads, int64_t n_value_heads, int64_t key_dim, int64_t value_dim, int64_t n_taps, float scale, float norm_eps, float least_step, float most_step, float most_weight, float rate_scale, bool fades_by_key) {
+        new (self) StateShape(state_shape(rule, n_key_heads, n_value_heads, key_dim, value_dim, n_taps, scale, norm_eps, least_step, most_step, most_weight, rate_scale, fades_by_key));
+      }, nb::kw_only(), nb::arg("rule"), nb::arg("n_key_heads"), nb::arg("n_value_heads"), nb::arg("key_dim"), nb::arg("value_dim"), nb::arg("n_taps"), nb::arg("scale") = 1.0f, nb::arg("norm_eps") = 0.0f, nb::arg("least_step") = 0.0f, nb::arg("most_step") = std::numeric_limits<float>::infinity(), nb::arg("most_weight") = 1.0f, nb::arg("rate_scale") = 1.0f, nb::arg("fades_by_key") = false)
       .def_prop_ro("floats", &StateShape::floats);
-  program.def("move_states", [](Program& p, int qkv, int rates, int out, int taps, int tap_bias, int decay, int shift, int skip, int norm, int layer, const StateShape& shape, int64_t first_head, int64_t column) {
-        record_states(p, qkv, rates, out, {taps, tap_bias, decay, shift, skip, norm}, layer, shape, first_head, column);
-      }, nb::kw_only(), nb::arg("qkv"), nb::arg("rates"), nb::arg("out"), nb::arg("taps"), nb::arg("tap_bias") = -1, nb::arg("decay") = -1, nb::arg("shift") = -1, nb::arg("skip") = -1,
+  program.def("move_states", [](Program& p, int qkv, int rates, int decays, int out, int taps, int tap_bias, int decay, int shift, int skip, int norm, int layer, const StateShape& shape, int64_t first_head, int64_t column) {
+        record_states(p, qkv, rates, decays, out, {taps, tap_bias, decay, shift, skip, norm}, layer, shape, first_head, column);
+      }, nb::kw_only(), nb::arg("qkv"), nb::arg("rates"), nb::arg("decays") = -1, nb::arg("out"), nb::arg("taps"), nb::arg("tap_bias") = -1, nb::arg("decay") = -1, nb::arg("shift") = -1, nb::arg("skip") = -1,
       nb::arg("norm") = -1, nb::arg("layer"), nb::arg("shape"), nb::arg("first_head") = 0, nb::arg("column") = 0);
 }
 

@@ -153,7 +153,7 @@ struct HeadsOp {                             // for each head a product of its o
 struct CacheLatentsOp { int kv, layer, norm, rope; int64_t rank; float norm_eps; };
 struct RotateQueriesOp { int q, out, rope; int64_t n_heads; };   // the end of each head of q, turned, to the end of each head of out
 struct StateOp {                             // moves states on (states.inl)
-  int qkv, rates, out;                       // f32; -1: its rule has no rates
+  int qkv, rates, decays, out;               // f32; -1: its rule has none
   int taps, tap_bias, decay, shift, skip, norm;  // vectors; -1: its rule, or the layer, has none
   int layer;                                 // of the states
   StateShape shape;

@@ -47,7 +47,8 @@ struct Uses {
   void operator()(const CorrectOp& op) { reads = {op.y, op.routed}, writes = op.xs; }
   void operator()(const StateOp& op) {
     reads = {op.qkv}, writes = {op.out};
-    if (op.rates != -1) reads.push_back(op.rates);
+    for (const int number : {op.rates, op.decays})
+      if (number != -1) reads.push_back(number);
   }
   void operator()(const LayerInputsOp& op) { writes = {op.x}; }
 };

@@ -19,7 +19,8 @@ DIPTYCH_INLINE F32 softplus_lanes(F32 x) {
 
 static int64_t state_scratch_floats(const StateShape& shape) {
   const int64_t heads = shape.part_heads(), width = shape.part_width();
-  return (kStateTile + shape.n_taps) * (width + 48) + kStateTile * (2 * heads + 1) + 64;
+  const int64_t by_key = shape.fades_by_key ? 3 * kStateTile * (shape.key_dim + 16) : 0;
+  return (kStateTile + shape.n_taps) * (width + 48) + kStateTile * (2 * heads + 1) + 64 + by_key;
 }
 
 // Sums over the taps of `width` channels of tokens [begin, begin + n), the oldest input first. x: what channel `channel` of the task's first
@@ -62,57 +63,85 @@ DIPTYCH_INLINE float dot_row(const float* a, const float* b, int64_t n) {
 // What weighs a head's news and what is left of its state, for n tokens: beta and decay, or the token's step and what is left behind it.
 static void rates_of(const StateCall& call, const StateTask& task, int64_t head, int64_t begin, int64_t n, float* weight, float* left) {
   const int64_t row = call.rates_stride, own = call.first_head + head;
-  const bool is_delta = call.shape.rule == StateRule::delta;
+  const bool is_delta = call.shape.rule == StateRule::delta, has_decays = !call.shape.fades_by_key;
   float given[2][kStateTile] = {};
   for (int64_t t = 0; t < n; ++t) {
     const float* rates = call.rates + (task.first_row + begin + t) * row;
-    given[0][t] = rates[own], given[1][t] = is_delta ? rates[row / 2 + own] : rates[own];
+    given[0][t] = rates[own], given[1][t] = is_delta && has_decays ? rates[row / 2 + own] : rates[own];
   }
   for (int64_t t = 0; t < kStateTile; t += 16) {
-    F32 rate = softplus_lanes(add(load(given[1] + t), set1(call.shift[head])));
+    F32 rate = softplus_lanes(fma(load(given[1] + t), set1(call.shape.rate_scale), set1(call.shift[head])));
     if (!is_delta) rate = min(max(rate, set1(call.shape.least_step)), set1(call.shape.most_step));
     store(weight + t, is_delta ? div(set1(call.shape.most_weight), add(set1(1.0f), exp_lanes(sub(zero(), load(given[0] + t))))) : rate);
     store(left + t, exp_lanes(mul(set1(-call.decay[head]), rate)));
   }
 }
 
+// Where a head's state fades by key: what is left of each row, and k and q times that, [n][key_dim] each.
+struct Fading {
+  float *left = nullptr, *k = nullptr, *q = nullptr;
+};
+
+static void fade_by_key(const StateCall& call, const StateTask& task, int64_t head, int64_t begin, int64_t n, const float* q, const float* k, int64_t stride,
+                        const Fading& out) {
+  const int64_t dk = call.shape.key_dim;
+  const float* shift = call.shift + head * dk;
+  const F32 decay = set1(-call.decay[head]), scale = set1(call.shape.rate_scale);
+  for (int64_t t = 0; t < n; ++t) {
+    const float* given = call.decays + (task.first_row + begin + t) * call.decays_stride + (call.first_head + head) * dk;
+    for (int64_t i = 0; i < dk; i += 16) {
+      const int64_t lanes = dk - i < 16 ? dk - i : 16;
+      const F32 left = exp_lanes(mul(decay, softplus_lanes(fma(load_n(given + i, lanes), scale, load_n(shift + i, lanes)))));
+      store_n(out.left + t * dk + i, left, lanes);
+      store_n(out.k + t * dk + i, mul(left, load_n(k + t * stride + i, lanes)), lanes);
+      store_n(out.q + t * dk + i, mul(left, load_n(q + t * stride + i, lanes)), lanes);
+    }
+  }
+}
+
+enum class Moves { delta, delta_by_key, ssd };
+
 // G times 16 columns of a head's state, [key_dim][16] each, over n tokens: what each leaves is S^T q of the state behind it, without the decay
 // of its own it would wait for. A row that moved on meets the next token's k and q at once, so that a token reads and writes the state once;
 // columns beside each other share what is spread of k and q, and hide each other's chains of additions. By the delta rule what a state has
-// of k already is taken from v; else v is what is new, and `skip` of it is given, too.
-template <int64_t G, bool IsDelta>
+// of k already is taken from v; else v is what is new, and `skip` of it is given, too. By key k and q have the decay before they meet a row.
+template <int64_t G, Moves kMoves>
 static void move_columns(const StateShape& shape, const float* q, const float* k, int64_t stride, const float* v, int64_t v_stride,
-                         const float* weight, const float* left, const float* along, float skip, int64_t n, int64_t last_lanes, float* state,
-                         float* out, int64_t out_stride) {
+                         const float* weight, const float* left, const Fading& by_key, const float* along, float skip, int64_t n, int64_t last_lanes,
+                         float* state, float* out, int64_t out_stride) {
+  constexpr bool IsDelta = kMoves != Moves::ssd, kByKey = kMoves == Moves::delta_by_key;
   const int64_t dk = shape.key_dim;
+  const float *met_k = kByKey ? by_key.k : k, *met_q = kByKey ? by_key.q : q, *rows_left = by_key.left;
+  const int64_t met_stride = kByKey ? dk : stride;
   F32 of_k[G], of_q[G], news[G];
   for (int64_t g = 0; g < G; ++g) of_k[g] = of_q[g] = zero();
   for (int64_t i = 0; i < dk; ++i) {
-    const F32 of_key = set1(k[i]), of_query = set1(q[i]);
+    const F32 of_key = set1(met_k[i]), of_query = set1(met_q[i]);
     for (int64_t g = 0; g < G; ++g) {
       const F32 s = load(state + (g * dk + i) * 16);
       if (IsDelta) of_k[g] = fma(s, of_key, of_k[g]);
       of_q[g] = fma(s, of_query, of_q[g]);
     }
   }
-  for (int64_t t = 0; t < n; ++t, q += stride, k += stride) {
-    const F32 fading = set1(left[t]);
+  for (int64_t t = 0; t < n; ++t, k += stride, met_k += met_stride, met_q += met_stride, rows_left += kByKey ? dk : 0) {
+    const F32 fading = kByKey ? set1(1.0f) : set1(left[t]);
+    const auto fading_of = [&](int64_t i) { return kByKey ? set1(rows_left[i]) : fading; };
     for (int64_t g = 0; g < G; ++g) {
       const int64_t lanes = g + 1 == G ? last_lanes : 16;
       const F32 value = load_n(v + t * v_stride + g * 16, lanes);
-      news[g] = mul(set1(weight[t]), IsDelta ? sub(value, mul(fading, of_k[g])) : value);
-      const F32 given = fma(news[g], set1(along[t]), mul(fading, of_q[g]));
+      news[g] = mul(set1(weight[t]), IsDelta ? sub(value, kByKey ? of_k[g] : mul(fading, of_k[g])) : value);
+      const F32 given = fma(news[g], set1(along[t]), kByKey ? of_q[g] : mul(fading, of_q[g]));
       store_n(out + t * out_stride + g * 16, IsDelta ? given : fma(value, set1(skip), given), lanes);
       of_k[g] = of_q[g] = zero();
     }
     if (t + 1 == n)
       for (int64_t i = 0; i < dk; ++i)
-        for (int64_t g = 0; g < G; ++g) store(state + (g * dk + i) * 16, fma(news[g], set1(k[i]), mul(fading, load(state + (g * dk + i) * 16))));
+        for (int64_t g = 0; g < G; ++g) store(state + (g * dk + i) * 16, fma(news[g], set1(k[i]), mul(fading_of(i), load(state + (g * dk + i) * 16))));
     else
       for (int64_t i = 0; i < dk; ++i) {
-        const F32 key = set1(k[i]), of_key = set1(k[stride + i]), of_query = set1(q[stride + i]);
+        const F32 key = set1(k[i]), of_key = set1(met_k[met_stride + i]), of_query = set1(met_q[met_stride + i]), row_fading = fading_of(i);
         F32 s[G];  // all of them read before one is stored: their addresses may be equal in what a processor compares first
-        for (int64_t g = 0; g < G; ++g) s[g] = fma(news[g], key, mul(fading, load(state + (g * dk + i) * 16)));
+        for (int64_t g = 0; g < G; ++g) s[g] = fma(news[g], key, mul(row_fading, load(state + (g * dk + i) * 16)));
         for (int64_t g = 0; g < G; ++g) {
           store(state + (g * dk + i) * 16, s[g]);
           if (IsDelta) of_k[g] = fma(s[g], of_key, of_k[g]);
@@ -164,8 +193,11 @@ static void move_heads(const StateCall& call, const StateTask& task, float* scra
   // where the task's channels begin in a row of qkv, and how wide they are
   const int64_t firsts[3] = {key_head * dk, (shape.n_key_heads + key_head) * dk, 2 * shape.n_key_heads * dk + task.part * own};
   const int64_t widths[3] = {dk, dk, own};
+  auto* const one_moves = shape.fades_by_key ? move_columns<1, Moves::delta_by_key> : is_delta ? move_columns<1, Moves::delta> : move_columns<1, Moves::ssd>;
+  auto* const two_move = shape.fades_by_key ? move_columns<2, Moves::delta_by_key> : is_delta ? move_columns<2, Moves::delta> : move_columns<2, Moves::ssd>;
   float *tail = scratch, *tile = tail + before * width, *weight = tile + kStateTile * width, *left = weight + kStateTile * heads,
         *along = left + kStateTile * heads;
+  const Fading by_key{along + kStateTile, along + kStateTile * (1 + dk), along + kStateTile * (1 + 2 * dk)};
   const float* rows = call.qkv + task.first_row * channels;
   read_tail(shape, task, tail);
   copy_heads(shape, task.part, task.read, task.write);
@@ -191,11 +223,11 @@ static void move_heads(const StateCall& call, const StateTask& task, float* scra
       const float skip = is_delta ? 0.0f : call.skip[head];
       float *state = task.write + head * shape.head_floats(), *out = call.out + (task.first_row + begin) * call.out_stride + head * dv;
       rates_of(call, task, head, begin, n, weight, left);
+      if (shape.fades_by_key) fade_by_key(call, task, head, begin, n, tile, tile + dk, width, by_key);
       for (int64_t column = 0; column < dv; column += 32, state += 2 * dk * 16) {
         const int64_t columns = dv - column, lanes = columns < 32 ? (columns - 1) % 16 + 1 : 16;
-        auto* columns_move = columns > 16 ? (is_delta ? move_columns<2, true> : move_columns<2, false>) : (is_delta ? move_columns<1, true> : move_columns<1, false>);
-        columns_move(shape, tile, tile + dk, width, tile + 2 * dk + i * dv + column, width, weight, left, along, skip, n, lanes, state, out + column,
-                     call.out_stride);
+        (columns > 16 ? two_move : one_moves)(shape, tile, tile + dk, width, tile + 2 * dk + i * dv + column, width, weight, left, by_key, along, skip, n,
+                                              lanes, state, out + column, call.out_stride);
       }
       if (!is_delta) continue;
       for (int64_t t = 0; t < n; ++t) rms_norm_row(out + t * call.out_stride, call.norm, dv, shape.norm_eps, out + t * call.out_stride);

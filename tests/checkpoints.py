@@ -73,6 +73,24 @@ MAMBA = {"num_hidden_layers": 4, "layer_types": STATES, "mamba_n_heads": 8, "mam
          "mamba_d_conv": 4, "mamba_expand": 2, "shared_intermediate_size": 48}  # fmt: skip
 WINDOWS = {"num_hidden_layers": 4, "sliding_window": 16,
            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]}  # fmt: skip
+FALCON_H1 = {
+    "num_hidden_layers": 2,
+    "head_dim": 24,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 12,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "embedding_multiplier": 5.0,
+    "lm_head_multiplier": 0.4,
+    "key_multiplier": 0.3,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.7,
+    "ssm_multipliers": [0.8, 0.6, 1.5, 0.5, 0.7],
+    "mlp_multipliers": [0.9, 0.6],
+}
 BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 NEMOTRON_H = {"head_dim": 24, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 4, "ssm_state_size": 24,
               "layer_norm_epsilon": 1e-5}  # fmt: skip
@@ -398,6 +416,27 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Lfm3ForCausalLM",
         {"num_hidden_layers": 4, "head_dim": 24, "sliding_window": 16, "conv_L_cache": 5,
          "layer_types": ["conv", "sliding_attention", "full_attention", "conv"]},
+    ),
+    # a delta rule that fades by key in three layers of four, latent attention without positions in the other, experts
+    "kimi_linear": (
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        {**{key: value for key, value in LATENT.items() if key not in ("n_routed_experts", "first_k_dense_replace")},
+         "num_hidden_layers": 4, "layer_types": STATES, "num_experts": 8, "mlp_layer_types": ["dense", *["sparse"] * 3],
+         "linear_head_dim": 16, "linear_num_heads": 16, "linear_conv_kernel_dim": 4, "n_group": 2, "topk_group": 1},
+    ),
+    # Mamba-2 beside attention in each layer, and multipliers; without them; normed by group
+    "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", FALCON_H1),
+    "falcon-h1-plain": (
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {key: value for key, value in FALCON_H1.items() if "multiplier" not in key},
+    ),
+    "falcon-h1-normed": (
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 4, "mamba_conv_bias": False,
+         "tie_word_embeddings": True},
     ),
     # Mamba-2 normed by group, attention and MLPs as blocks of their own, some of them without an MLP behind; with experts
     "nemotron_h": (

@@ -37,6 +37,7 @@ ARCHITECTURES = {
     "hunyuan_v1_dense": "hunyuan-dense", "gpt2": "gpt2", "gpt_bigcode": "starcoder", "gpt_neox": "gptneox",
     "phi": "phi2", "falcon": "falcon", "falcon-40b": "falcon", "olmo": "olmo", "minimax_m2": "minimax-m2",
     "granitemoehybrid": "granitehybrid", "granite-h-dense": "granitehybrid", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
+    "kimi_linear": "kimi-linear", "falcon_h1": "falcon-h1", "falcon-h1-normed": "falcon-h1",
     "afmoe": "afmoe", "nemotron_h": "nemotron_h", "nemotron-3": "nemotron_h_moe",
     "hunyuan_v1_moe": "hunyuan-moe", "qwen3_next": "qwen3next", "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe",
 }  # fmt: skip
@@ -70,6 +71,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_inner": None},
     "phi": {"intermediate_size": 256, "num_key_value_heads": 4},  # as the converter says of all of them
     "hunyuan_v1_moe": {"moe_topk": 3},
+    # a tied head has the embedding's multiplier there
+    "falcon-h1-normed": {"tie_word_embeddings": False},
+    "kimi_linear": {"linear_num_heads": 4, "linear_head_dim": 24, "n_group": 1},  # as many heads as attend
     "afmoe": {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
     # the converter leaves q, k and v's biases as they lie
     "falcon-40b": {"bias": False, "max_position_embeddings": 2048},
@@ -151,7 +155,10 @@ def write_gguf(
         for ours, its in ROUTER_SCALES.items():
             if theirs.endswith(ours):
                 stem, ending = theirs.removesuffix(ours) + its, "scale"
-        if ending == "none":  # a name without an ending
+        if config.model_type == "falcon_h1" and theirs.endswith("pre_ff_layernorm.weight"):
+            tensors[names.get_name(theirs)] = values  # the package's table gives it a name without an ending
+            continue
+        if ending == "none":  # likewise
             tensors[names.get_name(stem)] = values
             continue
         tensors[f"{names.get_name(stem)}.{ending}"] = values
@@ -416,7 +423,11 @@ def write_experts(out: gguf.GGUFWriter, config: Any) -> None:
         out.add_expert_weights_scale(config.route_scale)
     if kind == "lfm2_moe":
         out.add_leading_dense_block_count(config.num_dense_layers)
-    if kind in ("glm4_moe", "deepseek_v3", "minimax_m2", "lfm2_moe"):
+    if kind == "kimi_linear":
+        out.add_leading_dense_block_count(config.mlp_layer_types.index("sparse"))
+        out.add_expert_shared_count(config.num_shared_experts)
+        out.add_expert_weights_scale(config.routed_scaling_factor)
+    if kind in ("glm4_moe", "deepseek_v3", "minimax_m2", "lfm2_moe", "kimi_linear"):
         out.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 

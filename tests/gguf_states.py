@@ -14,6 +14,8 @@ def write_states(out: gguf.GGUFWriter, config: Any) -> None:
         write_delta(out, config)
     if hasattr(config, "mamba_n_heads"):
         write_mamba(out, config)
+    if config.model_type == "kimi_linear":
+        write_by_key(out, config)
     if config.model_type == "nemotron_h":
         write_blocks(out, config)
     if hasattr(config, "conv_L_cache"):
@@ -24,8 +26,13 @@ def tensors_with_states(name: str, values: torch.Tensor, config: Any) -> dict[st
     """A tensor that such models alone have, as the converter leaves it; None for any other."""
     if "linear_attn." in name:
         return states_of(name, values, config)
+    if config.model_type == "falcon_h1":
+        values = multiplied(name, values, config)
+        return mamba_of(name, values) if ".mamba." in name else {name: values}
     if ".mamba." in name:
         return mamba_of(name, values)
+    if config.model_type == "kimi_linear" and ".self_attn." in name:
+        return by_key_of(name, values)
     if ".mixer." in name:
         return mixer_of(name, values, config)
     if ".shared_mlp." in name and config.model_type == "granitemoehybrid":
@@ -50,9 +57,50 @@ def write_mamba(out: gguf.GGUFWriter, config: Any) -> None:
     out.add_ssm_state_size(config.mamba_d_state)
     out.add_ssm_group_count(config.mamba_n_groups)
     out.add_ssm_time_step_rank(config.mamba_n_heads)
-    out.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+    out.add_ssm_inner_size(getattr(config, "mamba_d_ssm", config.mamba_expand * config.hidden_size))
+    if config.model_type == "falcon_h1":
+        return
     out.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
     out.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+
+
+def write_by_key(out: gguf.GGUFWriter, config: Any) -> None:
+    out.kv_data[0].pop(f"{out.arch}.attention.head_count_kv", None)
+    out.add_head_count_kv([int(kind == "full_attention") for kind in config.layer_types])
+    out.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    out.add_kda_head_dim(config.linear_head_dim)
+
+
+def by_key_of(name: str, values: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    """A tensor of a layer that fades by key, as the converter leaves it; None for one of the others."""
+    name = name.replace("forget_gate.", "")
+    if name.endswith("conv1d.weight"):
+        parts = zip("qkv", values.chunk(3), strict=True)
+        return {name.replace("conv1d", f"{one}_conv1d"): part[None] for one, part in parts}
+    if name.endswith("A_log"):
+        return {f"{name}.none": -values.float().exp()}
+    if name.endswith("dt_bias"):
+        return {name.replace("dt_bias", "dt_proj.bias"): values}
+    return {name: values} if any(f".{one}_proj." in name for one in ("f_a", "f_b", "g_a", "g_b", "b")) else None
+
+
+def multiplied(name: str, values: torch.Tensor, config: Any) -> torch.Tensor:
+    """Of Falcon-H1, times what its config multiplies by."""
+    attention, gate, down = config.attention_in_multiplier, *config.mlp_multipliers
+    factors = {
+        "down_proj": down, "gate_proj": gate, "q_proj": attention, "v_proj": attention,
+        "k_proj": config.key_multiplier * attention,
+        "o_proj": config.attention_out_multiplier, "out_proj": config.ssm_out_multiplier,
+        "lm_head": config.lm_head_multiplier, "embed_tokens": config.embedding_multiplier,
+    }  # fmt: skip
+    if "in_proj" in name:
+        keys = config.mamba_n_groups * config.mamba_d_state
+        sizes = (config.mamba_d_ssm, config.mamba_d_ssm, keys, keys, config.mamba_n_heads)
+        parts = zip(values.split(sizes), config.ssm_multipliers, strict=True)
+        return config.ssm_in_multiplier * torch.cat([part * factor for part, factor in parts])
+    if "mamba.norm" in name:
+        return values.view(config.mamba_n_groups, -1)
+    return values * next((factor for part, factor in factors.items() if part in name), 1.0)
 
 
 def write_blocks(out: gguf.GGUFWriter, config: Any) -> None:

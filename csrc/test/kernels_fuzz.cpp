@@ -230,9 +230,11 @@ class Recorder {
     const int rates = has_heads ? plain_buffer(p_, BufferKind::f32, s.n_rates() * (first + heads)) : -1;
     p_.record(Category::qkv, LinearOp{linear(s.inputs(), m_.hidden), rows, inputs, Store::f32, Activation::silu});
     if (has_heads) p_.record(Category::qkv, LinearOp{linear(s.n_rates() * (first + heads), m_.hidden), rows, rates, Store::f32, Activation::silu});
+    const int decays = s.fades_by_key ? plain_buffer(p_, BufferKind::f32, s.key_dim * (first + heads)) : -1;
+    if (decays != -1) p_.record(Category::qkv, LinearOp{linear(s.key_dim * (first + heads), m_.hidden), rows, decays, Store::f32, Activation::silu});
     p_.record(Category::qkv, LinearOp{linear(column + width, m_.hidden), rows, out, Store::f32, Activation::silu});  // what no head writes
-    p_.record(Category::attention, StateOp{inputs, rates, out, norm(s.n_taps * s.channels()), some(s.channels()), has_heads ? norm(heads) : -1,
-                                           has_heads ? norm(heads) : -1, has_heads && !is_delta ? norm(heads) : -1, is_delta ? norm(s.value_dim) : -1, layer, s,
+    p_.record(Category::attention, StateOp{inputs, rates, decays, out, norm(s.n_taps * s.channels()), some(s.channels()), has_heads ? norm(heads) : -1,
+                                           has_heads ? norm(heads * s.n_shifts()) : -1, has_heads && !is_delta ? norm(heads) : -1, is_delta ? norm(s.value_dim) : -1, layer, s,
                                            first, column});
     const int given = rows_buffer(p_, m_, column + width);
     p_.record(Category::norm, PrepareOp{out, given});

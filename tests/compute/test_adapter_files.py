@@ -16,6 +16,7 @@ from diptych.compute.ops import reference
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError, EngineError, LoadError
+from gguf_files import gguf_reference, write_gguf
 from lora import ALL, peft_model, write_adapter
 from stepping import Stepper
 
@@ -44,6 +45,10 @@ CASES: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {"r": 4, "lora_alpha": 8, "target_modules": [f"{one}_proj" for one in "qkvogab"]},
     "lfm3": {"r": 4, "lora_alpha": 8, "target_modules": ["g_proj", "q_proj", "in_proj"]},
     "nemotron-3-super": {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj", "q_proj", *LATENT]},
+    # inputs and outputs that are multiplied; projections in two steps, names that only the class has
+    "falcon_h1": {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj", *sorted(ALL)]},
+    "kimi_linear": {"r": 4, "lora_alpha": 8, "target_modules": [
+        f"{one}_proj" for one in ("q", "k", "v", "o", "b", "f_a", "f_b", "g_a", "g_b", "gate", "up", "down")]},
 }  # fmt: skip
 
 
@@ -276,3 +281,10 @@ def test_the_revision_tells_numbers_and_scales_apart(base: Path, tmp_path: Path)
     config = json.loads((tmp_path / "one" / "adapter_config.json").read_text())
     assert first.revision != read("rslora", **{**config, "use_rslora": True}).revision
     assert (first.rank, first.n_parameters) == (3, 3 * 3 * (64 + 64))
+
+
+def test_an_adapter_beside_multiplied_weights_is_refused(tmp_path: Path) -> None:
+    """A converter multiplies Falcon-H1's weights by its multipliers; what an adapter adds would lack them."""
+    path = write_gguf(gguf_reference("falcon_h1"), tmp_path / "m.gguf")
+    peft_model("falcon_h1", tmp_path / "adapter", r=4, lora_alpha=8, target_modules=["k_proj"])
+    assert "multiplied by the model's multipliers" in refusal(tmp_path / "adapter", path)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoints import make_checkpoint
+from checkpoints import FAMILIES, MORE_FAMILIES, make_checkpoint
 from coded_files import awq, gptq, quantised_checkpoints
 from diptych.compute import packed_cache, quant, runner
 from diptych.compute.model import Model
@@ -67,11 +67,13 @@ def logits(model: Model) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("family", "weights"), [("llama", "bf16"), ("llama", "int4"), ("gemma2", "int8"), ("mixtral", "int8")]
+    ("family", "weights"),
+    [("llama", "bf16"), ("llama", "int4"), *((family, "int8") for family in (*FAMILIES, *MORE_FAMILIES))],
 )
 def test_a_second_start_has_the_bits_of_the_first(family: str, weights: str, tmp_path: Path, folder: Path) -> None:
     """And reads nothing of the checkpoint but what says that it is the same."""
-    path = make_checkpoint(family, tmp_path / "model", tie_word_embeddings=family == "llama", dtype=torch.bfloat16)
+    fields = {"tie_word_embeddings": True} if family == "llama" else {}
+    path = make_checkpoint(family, tmp_path / "model", dtype=torch.bfloat16, **fields)
     first = load(path, weights)
     (entry,) = entries(folder)
     before = (entry / WHOLE_FILE).stat()
@@ -146,7 +148,9 @@ def test_joined_projections_of_several_types_keep_their_values(
     assert (first.revision, first.formats) == (second.revision, second.formats)
 
 
-@pytest.mark.parametrize("family", ["granitemoehybrid", "qwen3_next", "qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize(
+    "family", ["granitemoehybrid", "qwen3_next", "qwen3_5", "nemotron_h", "falcon_h1", "kimi_linear"]
+)
 def test_some_rows_of_a_kept_tensor_come_back_from_the_cache(
     family: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

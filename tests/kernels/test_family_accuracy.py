@@ -31,7 +31,7 @@ MIXTURES = (
     "mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "flex_olmo", "gemma4-a4b", "granitemoe", "ernie4_5_moe", "glm4_moe",
     "gpt_oss",
     "deepseek_v2", "deepseek_v3", "solar_open", "dots1", "minimax_m2", "hunyuan_v1_moe", "glm4_moe_lite", "llama4",
-    "qwen3_next", "qwen3_5_moe", "nemotron-3",
+    "qwen3_next", "qwen3_5_moe", "nemotron-3", "kimi_linear",
     "granitemoe_swa", "exaone_moe", "mellum", "flint", "afmoe",
 )  # fmt: skip
 TIED = ("qwen3", "gemma2", "gemma3", "smollm3")

@@ -38,11 +38,14 @@ FORMS = {
     "odd": StateSpec(n_key_heads=2, key_dim=7, n_value_heads=4, value_dim=19, n_taps=3),
     "wide": StateSpec(n_key_heads=1, key_dim=24, n_value_heads=3, value_dim=40, n_taps=2),
     "usual": StateSpec(n_key_heads=2, key_dim=128, n_value_heads=4, value_dim=128, n_taps=4),
+    "by-key-one": StateSpec(n_key_heads=1, key_dim=1, n_value_heads=1, value_dim=1, n_taps=1, fades_by_key=True),
+    "by-key-odd": StateSpec(n_key_heads=2, key_dim=21, n_value_heads=4, value_dim=19, n_taps=3, fades_by_key=True),
+    "by-key-usual": StateSpec(n_key_heads=2, key_dim=128, n_value_heads=2, value_dim=128, n_taps=4, fades_by_key=True),
     "ssd-one": StateSpec(n_key_heads=1, key_dim=1, n_value_heads=1, value_dim=1, n_taps=1, rule=StateRule.SSD),
     "ssd-odd": StateSpec(
         n_key_heads=2, key_dim=7, n_value_heads=20, value_dim=19, n_taps=3, step_limits=(0.5, 2.0), **SSD
     ),
-    "ssd-usual": StateSpec(n_key_heads=1, key_dim=128, n_value_heads=24, value_dim=64, n_taps=4, **SSD),
+    "ssd-usual": StateSpec(n_key_heads=1, key_dim=128, n_value_heads=24, value_dim=64, n_taps=4, rate_scale=0.7, **SSD),
     "taps-one": StateSpec(n_key_heads=1, n_value_heads=1, value_dim=1, n_taps=1, **CONVOLUTION),
     "taps-odd": StateSpec(n_key_heads=3, n_value_heads=3, value_dim=19, n_taps=4, has_tap_bias=True, **CONVOLUTION),
     "taps-usual": StateSpec(n_key_heads=4, n_value_heads=4, value_dim=64, n_taps=3, **CONVOLUTION),
@@ -58,12 +61,13 @@ class Rule:
     def __post_init__(self) -> None:
         form, heads = self.form, self.form.n_value_heads
         self.qkv, self.rates = noise(T, form.n_inputs, seed=1), noise(T, form.n_rates, seed=2, scale=3.0)
+        self.decays = noise(T, form.n_decays, seed=8, scale=3.0) if form.fades_by_key else None
         self.scale = max(1, form.key_dim) ** -0.5
         self.numbers = {"taps": noise(form.n_channels, form.n_taps, seed=3)}
         if form.has_tap_bias:
             self.numbers["tap_bias"] = noise(form.n_channels, seed=7)
         if form.n_rates:
-            self.numbers |= {"decay": noise(heads, seed=4).exp(), "shift": noise(heads, seed=5)}
+            self.numbers |= {"decay": noise(heads, seed=4).exp(), "shift": noise(form.n_decays or heads, seed=5)}
         if form.rule is StateRule.DELTA:
             self.numbers["norm"] = noise(form.value_dim, seed=6) + 1
         if form.rule is StateRule.SSD:
@@ -79,8 +83,9 @@ class Rule:
 
     def expected(self, begin: int, end: int, state: State) -> tuple[torch.Tensor, State]:
         return reference.move_states(
-            self.qkv[begin:end], self.rates[begin:end], state, self.form, self.numbers, scale=self.scale, eps=EPS
-        )
+            self.qkv[begin:end], self.rates[begin:end], state, self.form, self.numbers, scale=self.scale, eps=EPS,
+            decays=None if self.decays is None else self.decays[begin:end],
+        )  # fmt: skip
 
 
 def batch_of(chunks: list[tuple[int, int]], reads: list[int], writes: list[int], saves: Any = ()) -> ForwardBatch:
@@ -109,6 +114,10 @@ class Native(Bench):
         if form.n_rates:
             rates = program.add_f32(form.n_rates)
             program.embed(program.add_table(rule.rates), rates, 1.0)
+        decays = -1
+        if rule.decays is not None:
+            decays = program.add_f32(form.n_decays)
+            program.embed(program.add_table(rule.decays), decays, 1.0)
         self._out_width = form.width
         self.out = program.add_f32(form.width)
         heads = OwnHeads(first_head=0, n_heads=form.n_value_heads, first_kv_head=0, n_kv_heads=form.n_key_heads)
@@ -117,7 +126,7 @@ class Native(Bench):
             name: program.add_vector((one.mT if one.ndim == 2 else one).reshape(-1).contiguous().numpy())
             for name, one in rule.numbers.items()
         }
-        program.move_states(qkv=self.x, rates=rates, out=self.out, layer=0, shape=shape, **numbers)
+        program.move_states(qkv=self.x, rates=rates, decays=decays, out=self.out, layer=0, shape=shape, **numbers)
         self._attend_for_form()
         rows = program.add_rows("bf16", self.width)
         program.head(x=self.x, norm=self.norm, eps=1e-6, rows=rows, weight=self.head)
@@ -158,7 +167,8 @@ class Torch:
     def step(self, batch: ForwardBatch) -> torch.Tensor:
         ops = TorchOps(batch, self._kv, device=CPU, dtype=torch.float32)
         rates = self._rule.rates[batch.token_ids_T] if self._rule.form.n_rates else None
-        return ops.move_states(self._rule.qkv[batch.token_ids_T], rates, self._attention)
+        decays = None if self._rule.decays is None else self._rule.decays[batch.token_ids_T]
+        return ops.move_states(self._rule.qkv[batch.token_ids_T], rates, self._attention, decays=decays)
 
 
 def check(got: torch.Tensor, expected: torch.Tensor) -> None:

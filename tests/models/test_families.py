@@ -108,6 +108,23 @@ MORE: dict[str, dict[str, Any]] = {
         **MAMBA,
     },
     "bamba": {"attn_layer_indices": [1, 3], **MAMBA},
+    "falcon_h1": {
+        "mamba_d_ssm": 96,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 12,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 12,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+    },
+    "kimi_linear": {
+        **{key: value for key, value in LATENT.items() if "rank" in key or "head_dim" in key},
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_experts": 4,
+        "linear_num_heads": 3,
+        "linear_head_dim": 20,
+        **EXPERTS,
+    },
     "nemotron_h": {
         "layers_block_type": [
             "linear_attention",
@@ -176,6 +193,7 @@ SMALL_GPT: dict[str, dict[str, Any]] = {
 CLASS_NEEDS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": [*["linear_attention"] * 31, "full_attention"]},
     "bamba": {"attn_layer_indices": [9]}, "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "kimi_linear": {"layer_types": ["linear_attention"] * 26 + ["full_attention"]},
     "mellum": {"layer_types": ["full_attention"] * 28}, "flint": {"layer_types": ["full_attention"] * 49},
     "lfm3": {"layer_types": ["conv", "full_attention"] * 12},
     "nemotron": {"num_key_value_heads": 48}, "hunyuan_v1_dense": {"head_dim": 128},
@@ -259,7 +277,7 @@ def test_every_number_is_that_of_transformers(family: Family, fields: str) -> No
         )
         assert spec.n_kv_heads == (1 if is_multi_query else n_kv_heads)
         assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    assert spec.windows == windows_of(config)
+    assert spec.windows == windows_of(config) * (2 if family.has_pairs else 1)  # a layer for each of a pair
     if "rms_norm_eps" in family.keys and hasattr(config, "rms_norm_eps"):
         assert spec.norm_eps == config.rms_norm_eps
     if hasattr(config, "max_position_embeddings"):

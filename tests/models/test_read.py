@@ -78,7 +78,7 @@ def test_multimodal_wrappers_give_their_language_part() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["zamba2", "falcon_h1", "kimi_linear", "minimax",
+    ["zamba2", "minimax", "recurrent_gemma", "bailing_hybrid",
      "dbrx", "mpt", "bert", "mamba2", "jamba", "rwkv", "codegen", "persimmon"],
 )  # fmt: skip
 def test_what_is_on_no_list_is_refused_with_the_list(kind: str) -> None:
@@ -117,7 +117,7 @@ def test_a_gguf_file_of_a_refused_kind_is_told_why_too(tmp_path: Path) -> None:
     names = set(gguf.MODEL_ARCH_NAMES.values())
     assert not [kind for kind in IN_GGUF.values() if reason_for(kind) is None]
     assert set(IN_GGUF) - names <= {"deepseek32", "deepseek4", "minimax-01"}  # newer than the package
-    for name in ("kimi-linear", "jamba", "falcon-h1"):
+    for name in ("mamba", "jamba", "minimax-01"):
         out = gguf.GGUFWriter(str(tmp_path / name), name)
         out.write_header_to_file()
         out.write_kv_data_to_file()
@@ -227,6 +227,16 @@ def test_an_architecture_under_another_model_type_is_refused() -> None:
         ("nemotron_h", {"num_hidden_layers": 52}, "the default of layers_block_type .* names 4 blocks"),
         ("nemotron_h", {"n_shared_experts": 2}, "n_shared_experts in config.json is 2"),
         ("nemotron_h", {"mamba_hidden_act": "relu"}, "mamba_hidden_act in config.json is 'relu'"),
+        ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": True}, "mamba_norm_before_gate in config.json is"),
+        ("falcon_h1", {"mamba_d_ssm": 100, "mamba_n_heads": 3}, "mamba_d_ssm is 100, for 3 heads"),
+        ("falcon_h1", {"ssm_multipliers": [1.0, 2.0]}, "ssm_multipliers in config.json has 2 numbers; 5 are needed"),
+        ("falcon_h1", {"mlp_multipliers": [1.0, 0.0]}, "mlp_multipliers in config.json is 0.0"),
+        ("falcon_h1", {"mlp_bias": True}, "mlp_bias in config.json is True"),
+        *(("kimi_linear", {"linear_attn_config": given}, words) for given, words in (
+            (None, "must hold the numbers from 1 to 4"), ({"full_attn_layers": [1, 2, 3, 4], "kda_layers": [4]}, "from 1 to 4"),
+            ({"full_attn_layers": [4], "kda_layers": [1, 2, 3], "head_dim": 1}, "head_dim in .* is 1"),
+            ({"full_attn_layers": [4], "kda_layers": [1, 2, 3], "gate_lower_bound": -5.0}, "gate_lower_bound in .* is -5.0"))),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope in config.json is False"),
         ("lfm2", {"block_ffn_dim_multiplier": 1e-9}, "intermediate_size in block_auto_adjust_ff_dim of .* is 0"),
         ("lfm2", {"block_ffn_dim_multiplier": 1e29}, "it must be at most 2097152"),
     ],

@@ -43,8 +43,11 @@ MOST_REPEATS = 2  # of a pattern for names: more could take for ever, as could a
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 MOST_EXPERTS = 1024
 _WEIGHT = re.compile(r"\.weight(\[\d+\.\.\])?$")  # of all rows, or of some that a view picks
-# what the class in transformers calls its module -> how the tensor is called in files (LFM3)
-_IN_FILES = (".self_attn.g_proj", ".self_attn.gate_proj")
+# what a class in transformers calls its modules -> how their tensors are called in files
+_IN_FILES = (
+    (".self_attn.g_proj", ".self_attn.gate_proj"),  # LFM3
+    (".forget_gate.", "."), (".mlp.", ".block_sparse_moe."),  # Kimi Linear
+)  # fmt: skip
 _EXPERT = re.compile(r"(?P<layer>(?:^|.*\.)layers\.\d+)\..*experts(?:\.base_layer)*\[(?P<number>\d+)\]")
 
 # What changes the mathematics or the base, and the values that ask for nothing. Source: peft's LoraConfig, 0.21.
@@ -150,6 +153,9 @@ class Sites:
         self._head: WeightTensor | None = None
         # (layer, expert) -> modules of gate and up, of down
         self._of_experts: dict[tuple[str, int], list[list[str]]] = {}
+        self.has_multiplied = (
+            False  # weights have what their projections were multiplied by, of which nobody tells any more
+        )
 
     def note(self, parts: LinearParts, linear: object, *, module: str | None = None) -> list[str]:
         """The tensors of a projection are its modules, stacked along the outputs; answers their names.
@@ -183,6 +189,11 @@ class Sites:
 
     def fit(self, adapter: Adapter) -> list[tuple[Site, LowRank]]:
         """Each module of the adapter at its site. LoadError, by name and shape, where one has none or another shape."""
+        if self.has_multiplied:
+            raise LoadError(
+                f"adapter {adapter.path} does not fit weights that a converter has multiplied by the model's multipliers",
+                hint="load the checkpoint that the GGUF file was made from",
+            )
         if adapter.head_copy is not None:
             self._check_head(adapter, adapter.head_copy)
         tails = {_tail(module): module for module in self._by_module}
@@ -190,7 +201,8 @@ class Sites:
         fitted: dict[str, list[tuple[Site, LowRank]]] = {}
         for module, low_rank in self._of_modules(adapter):
             tail = _tail(module)
-            name = tails.get(tail) or tails.get(tail.replace(*_IN_FILES))
+            in_files = (tails.get(tail.replace(*one)) for one in _IN_FILES)
+            name = tails.get(tail) or next((one for one in in_files if one is not None), None)
             if name is None or name in fitted or module.removesuffix(tail) not in prefixes:
                 self._refuse(adapter, module)
             sites = self._by_module[name]

@@ -22,8 +22,8 @@ from diptych.compute.ops.contract import (
     Vector,
     WeightTensor,
 )
-from diptych.compute.rope import frequencies
-from diptych.compute.state_loader import state_heads, state_projections
+from diptych.compute.rope import frequencies, standstill
+from diptych.compute.state_loader import state_heads, state_projections, state_readers
 from diptych.compute.views import (
     JoinedTensor,
     OnesTensor,
@@ -35,7 +35,7 @@ from diptych.compute.views import (
     halves_order,
 )
 from diptych.ground.errors import UnsupportedModel
-from diptych.models.spec import Activation, MlaSpec, QkNorm, StateRule, StateSpec
+from diptych.models.spec import Activation, MlaSpec, Norms, QkNorm, StateRule, StateSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,21 +51,63 @@ class LayerHeads(Generic[Vector, Linear, Heads]):
 class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
     """Loads the attention of one layer."""
 
+    beside: tuple[LinearParts, ...] = ()  # of another layer, which read the norm too
+
     def load(
         self, norm: NormParts | None, *, is_shared: bool = False
     ) -> tuple[NormParts | None, LayerHeads[Vector, Linear, Heads]]:
-        """The norm that they read, and the heads with their projections. is_shared: others read the norm too."""
+        """The norm that they read, and the heads with their projections. is_shared: others read the norm as it is."""
         attention, root = self.parts.attention, f"{self.prefix}{self.names.attention}."
         if attention.mla is not None:
             return self._latent_heads(norm, attention.mla, root)
         if attention.state is not None:
             return self._state_heads(norm, attention.state)
+        widths, readers = self._widths, self._readers(root)
+        o = self.linear(root, (self.names.o,), (self.spec.hidden,), widths["q"], has_bias=attention.has_o_bias)
+        if self.loader.is_balancing:
+            if not is_shared:
+                norm, readers = self.balance_norm(norm, readers)
+            if self._are_values_its_own:
+                balanced, o = balance_values(readers[0], o, attention)
+                readers = (balanced, *readers[1:])
+        return norm, LayerHeads(
+            handle=self.attention(root),
+            qkv=self.loader.linear(readers[0], role=self.role(Split.OUTPUTS, **widths)),
+            o=self.loader.linear(o, role=self.role(Split.INPUTS, o=self.spec.hidden)),
+            gate=self._gate(readers[1], Activation.SIGMOID) if attention.has_gate else None,
+        )
+
+    def readers(self) -> tuple[LinearParts, ...]:
+        """What reads its norm: of grouped queries, or of a state."""
+        state = self.parts.attention.state
+        if state is None:
+            return self._readers(f"{self.prefix}{self.names.attention}.")
+        root = f"{self.prefix}{self.names.states}."
+        return state_readers(state_projections(self.source, state, self.names, root, self.spec.hidden))
+
+    def balance_norm(
+        self, norm: NormParts | None, readers: tuple[LinearParts, ...]
+    ) -> tuple[NormParts | None, tuple[LinearParts, ...]]:
+        """Of a norm that two layers read, of which a checkpoint has one, both come to the same: the first one's come first."""
+        if self.parts.norms is Norms.SHARED:
+            norm, scaled = super().balance_norm(norm, (*readers, *self.beside))
+            return norm, scaled[: len(readers)]
+        norm, scaled = super().balance_norm(norm, (*self.beside, *readers))
+        return norm, scaled[len(self.beside) :]
+
+    @property
+    def _widths(self) -> dict[str, int]:
+        """Rows of q, k and v, of those that it has."""
+        attention = self.parts.attention
         q, kv = attention.n_heads * attention.head_dim, attention.own_kv_heads * attention.head_dim
-        sites = ("k", "v")[: 1 + attention.has_v] if kv else ()
-        widths = {"q": q, **dict.fromkeys(sites, kv)}
+        return {"q": q, **dict.fromkeys(("k", "v")[: 1 + attention.has_v] if kv else (), kv)}
+
+    def _readers(self, root: str) -> tuple[LinearParts, ...]:
+        """q, k and v together, and the gate of the heads where they have one."""
+        attention, rows = self.parts.attention, tuple(self._widths.values())
         # stacked projections have one name
-        names = self.names.qkv if len(self.names.qkv) == 1 else self.names.qkv[: 1 + len(sites)]
-        has_bias, rows = attention.has_qkv_bias, tuple(widths.values())
+        names = self.names.qkv if len(self.names.qkv) == 1 else self.names.qkv[: len(rows)]
+        has_bias = attention.has_qkv_bias
         readers: tuple[LinearParts, ...]
         if attention.has_gate and self.names.gate is not None:
             gate = self.linear(root, (self.names.gate,), (attention.gate_width,), self.spec.hidden)
@@ -79,20 +121,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         if self.names.qkv_by_head and not self.source.is_plain:
             order = by_head_order(attention.n_heads, attention.n_kv_heads, attention.head_dim)
             readers = (_reordered(readers[0], order),)
-        readers = (self._in_halves(readers[0], len(widths)), *readers[1:])
-        o = self.linear(root, (self.names.o,), (self.spec.hidden,), q, has_bias=attention.has_o_bias)
-        if self.loader.is_balancing:
-            if not is_shared:
-                norm, readers = self.balance_norm(norm, readers)
-            if self._are_values_its_own:
-                balanced, o = balance_values(readers[0], o, attention)
-                readers = (balanced, *readers[1:])
-        return norm, LayerHeads(
-            handle=self.attention(root),
-            qkv=self.loader.linear(readers[0], role=self.role(Split.OUTPUTS, **widths)),
-            o=self.loader.linear(o, role=self.role(Split.INPUTS, o=self.spec.hidden)),
-            gate=self._gate(readers[1], Activation.SIGMOID) if attention.has_gate else None,
-        )
+        return (self._in_halves(readers[0], len(rows)), *readers[1:])
 
     def _queries_and_gate(self, root: str, name: str, *, has_bias: bool) -> tuple[LinearParts, LinearParts]:
         """Of what the heads give, the gate's rows lie behind those of its queries, head by head."""
@@ -112,8 +141,9 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         """As `heads`, of a state. Its rates decide about what is kept, so they stay in the finest format."""
         root = f"{self.prefix}{self.names.states}."
         parts = state_projections(self.source, state, self.names, root, self.spec.hidden)
-        readers, o = tuple(one for one in (parts.qkv, parts.gate, parts.rates) if one is not None), parts.o
-        behind = self._norm_over(f"{root}norm", state.width) if state.rule is StateRule.SSD else None
+        readers, o = state_readers(parts), parts.o
+        has_norm = state.rule is StateRule.SSD and state.n_norms > 0
+        behind = self._norm_over(f"{root}norm", state.width) if has_norm else None
         if self.loader.is_balancing:
             norm, readers = self.balance_norm(norm, readers)
             if behind is not None:
@@ -124,12 +154,18 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             qkv=StateWeights(
                 qkv=self.loader.linear(readers[0], role=self.role(Split.OUTPUTS, q=keys, k=keys, v=state.width)),
                 rates=None if parts.rates is None else self.loader.rates(readers[2]),
+                decays=None
+                if parts.decays is None
+                else (self.loader.rates(readers[3]), self.loader.rates(parts.decays)),
+                first_gate=None if parts.first_gate is None else self.loader.linear(readers[1]),
                 norm=None if behind is None else self.loader.norm(behind),
-                n_norms=state.n_norms,
+                n_norms=max(state.n_norms, 1),
                 norm_eps=self.spec.norm_eps,
             ),
             o=self.loader.linear(o, role=self.role(Split.INPUTS, o=self.spec.hidden)),
-            gate=None if parts.gate is None else self._gate(readers[1], Activation.SILU),
+            gate=None
+            if parts.gate is None
+            else self._gate(readers[1] if parts.first_gate is None else parts.gate, state.gate),
         )
 
     @property
@@ -191,9 +227,10 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             head_dim=attention.cache.head_dim,
             scale=attention.scale,
             window=attention.window,
-            rope=None if attention.rope is None else frequencies(attention.rope),
+            rope=standstill(mla.rope_dim) if attention.rope is None else frequencies(attention.rope),
             norm_eps=LATENT_EPS,
             mla=mla,
+            place=self.spec.kv_place(self.layer),
         )
         return self.loader.latent_attention(
             spec,

@@ -57,10 +57,14 @@ class LatentWeights(Generic[Vector, Linear]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateWeights(Generic[Vector, Linear]):
-    """The projections of a state: q, k and v together, and its rates, if any; and the norm of what its gated heads give."""
+    """The projections of a state: q, k and v together, its rates, if any, and decays by key, in two steps; the norm of what its
+    gated heads give. first_gate: what `LayerWeights.gate` reads.
+    """
 
     qkv: Linear
     rates: Linear | None
+    decays: tuple[Linear, Linear] | None = None
+    first_gate: Linear | None = None
     norm: Vector | None
     n_norms: int  # equal parts of what they give, each normed by itself
     norm_eps: float
@@ -100,6 +104,7 @@ class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
     """The handles of one layer: dense, experts, or neither; a norm that the family lacks is None.
 
     is_parallel: attention and the dense MLP read the stream as it comes to the layer, by one norm or each by its own.
+    is_shared: what it adds is added with what the next layer's attention gives, which reads the stream as it comes here.
     gate: what the heads give is multiplied by, if anything, before o.
     """
 
@@ -121,7 +126,10 @@ class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
     apart: ApartNorms[Vector] | None = None
     latent: LatentExperts[Linear] | None = None
     is_parallel: bool = False
+    is_shared: bool = False
     scale: float = 1.0  # of the stream behind the layer
+    attention_scale: float = 1.0  # of what attention adds
+    mlp_scale: float = 1.0  # of what the dense MLP adds
     branch: BranchWeights[Vector, Linear] | None = None
     mixing: MixingWeights[Vector, Linear] | None = None
     embedding: OwnEmbedding[Vector, Linear] | None = None
@@ -171,8 +179,16 @@ def run_decoder(
         x = run_streams(ops, spec, spec.streams, weights, x)
     else:
         given = begin_inputs(ops, spec, weights, x)
+        onto: Stream | None = None
         for number, layer in enumerate(weights.layers):
-            x = run_layer(ops, x, layer, eps=eps, added_eps=spec.norm_eps)
+            if layer.is_shared:  # streams in turn: that of two layers before has ended
+                onto = run_layer(
+                    ops, x, layer, eps=eps, added_eps=spec.norm_eps, onto=ops.branch(x, 1 + number // 2 % 2)
+                )
+                ops.tap(x, number)
+                continue
+            x = run_layer(ops, x, layer, eps=eps, added_eps=spec.norm_eps, onto=onto)
+            onto = None
             if given is not None:
                 x = ops.add(x, own_embedding(ops, spec, x, layer, given, number))
             if layer.scale != 1.0:
@@ -189,10 +205,12 @@ def run_layer(
     eps: float,
     added_eps: float,
     own: int = 0,
+    onto: Stream | None = None,
 ) -> Stream:
     """x + attention(x), then + mlp(x), if any, each with the norms that it has before and after it. added_eps: of those after.
 
     own: the number of the stream that it computes in where it has a branch beside attention; x stays as it is then.
+    onto: to which attention adds in place of x, which it reads, and which stays as it is then.
     """
     h = x if weights.input_norm is None else ops.norm(x, weights.input_norm, eps=eps)
     if weights.is_parallel:
@@ -204,7 +222,10 @@ def run_layer(
         beside = run_inner(ops, h, gate_up, weights)
         return ops.linear_add(beside, down, ops.linear_add(attended, weights.o, x))
     if weights.branch is None:
-        x = add_normed(ops, x, run_attention(ops, h, weights), weights.o, weights.post_attention_norm, eps=added_eps)
+        x = add_normed(
+            ops, x if onto is None else onto, run_attention(ops, h, weights), weights.o, weights.post_attention_norm,
+            eps=added_eps, scale=weights.attention_scale,
+        )  # fmt: skip
     else:
         x = add_branched(ops, x, h, weights, weights.branch, eps=eps, number=own)
     if weights.dense is None and weights.experts is None:
@@ -212,7 +233,10 @@ def run_layer(
     h = x if weights.pre_mlp_norm is None else ops.norm(x, weights.pre_mlp_norm, eps=eps)
     if weights.dense is not None:
         gate_up, down = weights.dense
-        return add_normed(ops, x, run_inner(ops, h, gate_up, weights), down, weights.post_mlp_norm, eps=added_eps)
+        return add_normed(
+            ops, x, run_inner(ops, h, gate_up, weights), down, weights.post_mlp_norm,
+            eps=added_eps, scale=weights.mlp_scale,
+        )  # fmt: skip
     assert weights.experts is not None
     if weights.apart is not None:
         return run_apart(ops, x, h, weights, weights.experts, weights.apart, eps=eps)
@@ -338,11 +362,13 @@ def add_normed(
     norm: Vector | None,
     *,
     eps: float,
+    scale: float = 1.0,
 ) -> Stream:
-    """x + norm(y W^T), or x + y W^T."""
-    if norm is None:
+    """x + scale * norm(y W^T), or x + scale * y W^T."""
+    if norm is None and scale == 1.0:
         return ops.linear_add(y, projection, x)
-    return ops.add(x, ops.norm(ops.linear(y, projection), norm, eps=eps))
+    added = ops.linear(y, projection)
+    return ops.add(x, added if norm is None else ops.norm(added, norm, eps=eps), scale=scale)
 
 
 def run_attention(
@@ -357,18 +383,21 @@ def run_attention(
     """
     heads, qkv = weights.attention, weights.qkv
     if isinstance(qkv, StateWeights):
+        # first, as what lies between its steps may be as wide as rates are, and is done with then
+        decays = None if qkv.decays is None else ops.linear(ops.linear(h, qkv.decays[0]), qkv.decays[1])
         rates = None if qkv.rates is None else ops.linear(h, qkv.rates)
-        a = ops.move_states(ops.linear(h, qkv.qkv), rates, heads)
+        a = ops.move_states(ops.linear(h, qkv.qkv), rates, heads, decays=decays)
     elif isinstance(qkv, LatentWeights):
         a = run_latents(ops, h, qkv, heads)
     else:
         y = ops.linear(h, qkv)
         y = y if weights.clip is None else ops.clip(y, weights.clip)
         a = ops.attention(ops.rotate_and_cache(y, heads), heads)
-    a = a if weights.gate is None else ops.gate_heads(h, weights.gate, a)
-    if isinstance(qkv, StateWeights) and qkv.norm is not None:
-        return ops.norm(a, qkv.norm, eps=qkv.norm_eps, parts=qkv.n_norms)
-    return a
+    if not isinstance(qkv, StateWeights):
+        return a if weights.gate is None else ops.gate_heads(h, weights.gate, a)
+    if weights.gate is not None:
+        a = ops.gate_heads(h if qkv.first_gate is None else ops.linear(h, qkv.first_gate), weights.gate, a)
+    return a if qkv.norm is None else ops.norm(a, qkv.norm, eps=qkv.norm_eps, parts=qkv.n_norms)
 
 
 def run_latents(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from diptych.compute.attention_loader import HeadsLoader
@@ -95,6 +96,13 @@ def load_decoder(
     )
 
 
+def scaled_norm(norm: NormParts | None, factor: float) -> NormParts | None:
+    """What is read behind it is multiplied by the factor."""
+    if norm is None or factor == 1.0:
+        return norm
+    return replace(norm, weight=ScaledTensor(norm.weight, factor))
+
+
 class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
     """Loads the tensors of one layer."""
 
@@ -114,9 +122,13 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             before_mlp, dense = self.mlp(mlp, before_mlp)
         # what a branch adds is the norm as it is
         is_shared = self.parts.norms is Norms.PARALLEL or self.spec.low_rank > 0
-        of_heads = HeadsLoader(self.source, self.loader, self.spec, self.layer, self.of_model)
+        of_heads = self._heads(self.layer)
+        pair = self.spec.pair_of(self.layer)
+        if self.loader.is_balancing and pair is not None:
+            of_heads.beside = self._heads(pair).readers()
         before, heads = of_heads.load(before, is_shared=is_shared)
-        input_norm = self.norm(before)
+        scales = self.parts.scales  # of norms as they lie in the checkpoint, or balanced
+        input_norm = self.norm(scaled_norm(before, scales.attention_in))
         post_attention_norm, post_mlp_norm = (self.norm(norm, is_read=False) for norm in (after, after_mlp))
         if isinstance(mlp, MoeSpec):
             before_mlp, of_mixture = self._experts(mlp, before_mlp)
@@ -127,10 +139,13 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             gate=heads.gate,
             input_norm=input_norm,
             post_attention_norm=post_attention_norm,
-            pre_mlp_norm=self.norm(before_mlp),
+            pre_mlp_norm=self.norm(scaled_norm(before_mlp, scales.mlp_in)),
             post_mlp_norm=post_mlp_norm,
             dense=dense,
             is_parallel=is_parallel,
+            is_shared=self.parts.norms is Norms.SHARED,
+            attention_scale=scales.attention_out,
+            mlp_scale=scales.mlp_out,
             is_gated=mlp is None or mlp.is_gated,
             cutoff=mlp.cutoff if isinstance(mlp, MlpSpec) else None,
             curve=self._curve(mlp),
@@ -142,6 +157,9 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             **of_mixture,
             **self._streams(),
         )
+
+    def _heads(self, layer: int) -> HeadsLoader[Table, Vector, Linear, Heads, Experts]:
+        return HeadsLoader(self.source, self.loader, self.spec, layer, self.of_model)
 
     def _curve(self, mlp: MlpSpec | MoeSpec | None) -> tuple[float, ...]:
         """The numbers of an activation that has its own, as `Activation` has them."""
@@ -170,7 +188,7 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         self, mlp: MlpSpec, norm: NormParts | None, root: str | None = None
     ) -> tuple[NormParts | None, tuple[Linear, Linear]]:
         """The norm that a dense MLP reads, and its gate_up and down. root: where its tensors lie, unless in the usual place."""
-        root, hidden = root or f"{self.mlp_prefix}{self.names.dense or self.names.mlp[0]}", self.spec.hidden
+        root, hidden = root or self._dense_root, self.spec.hidden
         widths = (mlp.ffn,) * (2 if mlp.is_gated else 1)
         names, name = self.mlp_names(root, is_gated=mlp.is_gated)
         gate_up = self.linear(root, names, widths, hidden, has_bias=mlp.has_bias)
@@ -180,6 +198,12 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             gate_up, down = self.balance_inner(gate_up, down, mlp)
         first = self._first(gate_up, mlp.ffn, mlp, is_apart=mlp.cutoff is not None)
         return norm, (first, self.loader.linear(down, role=self.role(Split.INPUTS, down=hidden)))
+
+    @property
+    def _dense_root(self) -> str:
+        """Where a dense MLP lies: transformers saves Kimi Linear's as it saves mixtures."""
+        roots = [f"{self.mlp_prefix}{one}" for one in ((self.names.dense,) if self.names.dense else self.names.mlp)]
+        return next((one for one in roots if self.source.has(f"{one}{self.names.down}.weight")), roots[0])
 
     def _first(self, parts: LinearParts, ffn: int, mlp: MlpSpec | MoeSpec, *, is_apart: bool = False) -> Linear:
         """What makes the inner values of an MLP: gate and up, or up alone."""

@@ -117,10 +117,8 @@ class GgufCheckpoint:
         found = stored.shape if place.expert is None else stored.shape[1:]
         if place.begin is not None:
             found = (shape[0], *found[1:])  # `joined_place` has seen to the rows
-        if shape[0] == 1 and len(found) < len(shape):
-            found = (1, *found)  # the converter leaves such an axis out
-        if len(found) == len(shape) + 1 and 1 in (found[0], found[-1]):
-            found = found[1:] if found[0] == 1 else found[:-1]  # or adds one
+        if [n for n in found if n != 1] == [n for n in shape if n != 1]:
+            found = shape  # the converter leaves axes of one out, and adds some
         if len(shape) == 1 and stored.type.name in FLOAT_DTYPES and math.prod(found) == shape[0]:
             found = shape  # a norm by group
         if found != shape or (place.expert is not None and place.expert >= stored.shape[0]):

@@ -84,6 +84,11 @@ class Blueprint:
         """The family's forward in the vocabulary of `ops`; logits [R, V]."""
         return run_decoder(ops, self.spec, weights)
 
+    @property
+    def has_multiplied(self) -> bool:
+        """Whether a converter has multiplied weights by what the checkpoint's config says (Falcon-H1 in GGUF files)."""
+        return family_named(self.spec).has_pairs and self.source.is_plain
+
     def revision(self, *decides: str) -> str:
         """SHA-256 over config, tensors, this version, and what else `decides` the bits: formats, backend, kernels, device.
 

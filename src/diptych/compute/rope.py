@@ -28,6 +28,11 @@ def frequencies(rope: Rope) -> RopeSpec:
     return RopeSpec(inv_freq=tuple(float(value) for value in inv_freq), attention_factor=rope.attention_factor)
 
 
+def standstill(rotary_dim: int) -> RopeSpec:
+    """No turn, where an op wants one: a product with 1 and a sum with 0 change no number."""
+    return RopeSpec(inv_freq=(0.0,) * (rotary_dim // 2))
+
+
 def _llama3(inv_freq: np.ndarray, rope: Rope) -> np.ndarray:
     old_length, low, high = rope.trained_tokens, rope.low_freq_factor, rope.high_freq_factor
     wavelength = 2 * math.pi / inv_freq

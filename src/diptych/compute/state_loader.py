@@ -19,7 +19,7 @@ from diptych.compute.ops.contract import (
     Vector,
     WeightTensor,
 )
-from diptych.compute.views import JoinedTensor, PickedTensor, PowerTensor
+from diptych.compute.views import JoinedTensor, PickedTensor, PowerTensor, ScaledTensor
 from diptych.compute.weights import Source
 from diptych.models.family import TensorNames
 from diptych.models.spec import AttentionLayer, ModelSpec, StateRule, StateSpec
@@ -30,17 +30,24 @@ TOGETHER = "conv1d"  # taps of all channels
 
 @dataclass(frozen=True, slots=True)
 class StateProjections:
-    """q, k and v, or what a convolution is of; what gates the heads; rates; o."""
+    """q, k and v, or what a convolution is of; what gates the heads; rates; o; of gate and decays by key the first steps,
+    of these the second.
+    """
 
     qkv: LinearParts
     gate: LinearParts | None
     rates: LinearParts | None
     o: LinearParts
+    first_gate: LinearParts | None = None
+    first_decays: LinearParts | None = None
+    decays: LinearParts | None = None
 
 
 def state_projections(source: Source, state: StateSpec, names: TensorNames, root: str, hidden: int) -> StateProjections:
     """Those of the layer whose tensors begin with root."""
     o = _parts(source.tensor(f"{root}{names.states_o}.weight", hidden, state.width))
+    if state.rank:
+        return _in_two_steps(source, state, names.states_in, root, o)
     if len(names.states_in) > 1:
         return StateProjections(*_apart(source, state, names.states_in, root, hidden), o)
     all_of_them = source.tensor(f"{root}{names.states_in[0]}.weight", state.n_projected, hidden)
@@ -49,14 +56,41 @@ def state_projections(source: Source, state: StateSpec, names: TensorNames, root
     # Mamba-2: what gates x, then x, B and C, which are v, k and q here, and the steps
     keys = state.n_key_heads * state.key_dim
     gate, v, k, q, rates = torch.arange(state.n_projected).split((state.width, state.width, keys, keys, state.n_rates))
-    of_qkv, of_gate, of_rates = (
-        _parts(PickedTensor(all_of_them, rows)) for rows in (torch.cat([q, k, v]), gate, rates)
-    )
-    return StateProjections(of_qkv, of_gate, of_rates, o)
+    of_qkv, of_gate, of_rates = (PickedTensor(all_of_them, rows) for rows in (torch.cat([q, k, v]), gate, rates))
+    return StateProjections(_parts(of_qkv), _parts(of_gate), _parts(of_rates), o)
+
+
+def state_readers(parts: StateProjections) -> tuple[LinearParts, ...]:
+    """What reads the layer's norm: q, k and v, the gate or its first step, the rates, the decays' first step, if any."""
+    gate = parts.gate if parts.first_gate is None else parts.first_gate
+    return tuple(one for one in (parts.qkv, gate, parts.rates, parts.first_decays) if one is not None)
 
 
 def _parts(*weights: WeightTensor) -> LinearParts:
     return LinearParts(weights=weights)
+
+
+def _in_two_steps(
+    source: Source, state: StateSpec, names: tuple[str, ...], root: str, o: LinearParts
+) -> StateProjections:
+    """Of a delta rule that fades by key: q, k and v, the gate's two, beta, the decays' two."""
+    hidden, rank = o.n_outputs, state.rank
+    *of_qkv, first_gate, gate, beta, first_decays, decays = names
+
+    def linear(name: str, n: int, k: int) -> LinearParts:
+        return _parts(source.tensor(f"{root}{name}.weight", n, k))
+
+    return StateProjections(
+        qkv=_parts(
+            *(source.tensor(f"{root}{name}.weight", n, hidden) for name, n in _of_channels(state, tuple(of_qkv)))
+        ),
+        gate=linear(gate, state.gate_width, rank),
+        rates=linear(beta, state.n_rates, hidden),
+        o=o,
+        first_gate=linear(first_gate, rank, hidden),
+        first_decays=linear(first_decays, rank, hidden),
+        decays=linear(decays, state.n_decays, rank),
+    )
 
 
 def _apart(
@@ -116,14 +150,19 @@ def _rule(source: Source, state: StateSpec, names: TensorNames, root: str) -> Ru
     if not is_delta:
         keys = state.n_key_heads * state.key_dim
         v, k, q = torch.arange(channels).split((state.width, keys, keys))
-        order = torch.cat([q, k, v])
-        taps, bias = PickedTensor(taps, order), bias and PickedTensor(bias, order)
-    decay = source.tensor(f"{root}A_log", heads)
+        scales = (state.q_scale, state.k_scale, state.v_scale)
+        picked = (ScaledTensor(PickedTensor(taps, rows), scale) for rows, scale in zip((q, k, v), scales, strict=True))
+        taps, bias = JoinedTensor(tuple(picked)), bias and PickedTensor(bias, torch.cat([q, k, v]))
+    decay: WeightTensor = (
+        JoinedTensor((source.tensor(f"{root}A_log", 1, 1, heads, 1),))
+        if state.fades_by_key and not source.is_plain
+        else source.tensor(f"{root}A_log", heads)
+    )
     return RuleParts(
         taps=taps,
         tap_bias=bias,
         decay=decay if source.is_plain else PowerTensor(decay),
-        shift=source.tensor(f"{root}dt_bias", heads),
+        shift=source.tensor(f"{root}dt_bias", state.n_decays or heads),
         skip=None if is_delta else source.tensor(f"{root}D", heads),
         norm=NormParts(weight=source.tensor(f"{root}{names.states_norm}.weight", state.value_dim))
         if is_delta

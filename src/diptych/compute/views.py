@@ -90,8 +90,8 @@ class JoinedTensor(WeightTensor):
 
     @property
     def stored(self) -> tuple[WeightTensor, ...]:
-        """Each by itself."""
-        return self._tensors
+        """What each is made of."""
+        return tuple(one for tensor in self._tensors for one in tensor.stored)
 
     def read(self) -> torch.Tensor:
         """A copy."""
@@ -112,7 +112,7 @@ class PowerTensor(WeightTensor):
     @property
     def stored(self) -> tuple[WeightTensor, ...]:
         """What they are the powers of."""
-        return (self._tensor,)
+        return self._tensor.stored
 
     def read(self) -> torch.Tensor:
         """A new tensor."""

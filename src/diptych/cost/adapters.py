@@ -86,7 +86,8 @@ def _ends(model: ModelSpec, attention: AttentionLayer, mlp: object) -> list[int]
     """Inputs and outputs of the projections of one layer that an adapter may have."""
     hidden, mla, state = model.hidden, attention.mla, attention.state
     if state is not None:
-        ends = [hidden + state.n_inputs, hidden + state.gate_width, state.width + hidden]
+        gate = [hidden + state.rank, state.rank + state.gate_width] if state.rank else [hidden + state.gate_width]
+        ends = [hidden + state.n_inputs, *gate, state.width + hidden]
     elif mla is None:
         q, kv = attention.n_heads * attention.head_dim, attention.own_kv_heads * attention.head_dim
         # the gate of heads lies behind q; where it is a tensor of its own, hidden inputs of it are not counted

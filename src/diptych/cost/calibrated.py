@@ -98,7 +98,7 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int, *, is_our
         state_bytes=states.kv_read_bytes + states.kv_write_bytes,
         windows=tuple((window, *sums) for window, sums in windows.items()),
         expand_flops=expand,
-        all_reduces=2 * model.n_layers if tp > 1 else 0,
+        all_reduces=model.n_parts if tp > 1 else 0,
         moe_layers=sum(n for layer, n in model.layer_groups if isinstance(layer.mlp, MoeSpec)),
         row_link_bytes=sum(part.link_bytes for part in unit.components if part.name != "head"),
         logits_link_bytes=head.link_bytes,

@@ -78,7 +78,7 @@ class Constants:
         """Launches and host time of a step, beside what its sequences take."""
         experts = sum(n for layer, n in model.layer_groups if isinstance(layer.mlp, MoeSpec))
         latent = sum(n for layer, n in model.layer_groups if layer.attention.mla is not None)
-        layers_s = model.n_layers * self.layer_s + experts * self.moe_layer_s + latent * (self.latent_layer_s or 0.0)
+        layers_s = model.n_parts / 2 * self.layer_s + experts * self.moe_layer_s + latent * (self.latent_layer_s or 0.0)
         return self.step_s + layers_s
 
     def weight_fraction(self, weight_format: str) -> float:

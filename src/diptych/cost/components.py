@@ -315,7 +315,11 @@ def _states(sizes: _Sizes, state: StateSpec) -> tuple[Component, Component, Comp
     channels, inputs, width, heads = (
         one / tp for one in (state.n_channels, state.n_inputs, state.width, state.n_value_heads)
     )
-    qkv = _linear(sizes, "qkv", hidden, state.n_projected / tp)
+    # what lies between two steps, rates and decays each device makes whole
+    divided = (state.n_inputs + (0 if state.rank else state.gate_width)) / tp
+    qkv = _linear(sizes, "qkv", hidden, divided + state.n_projected - divided * tp)
+    if state.rank:
+        qkv = qkv.plus(_linear(sizes, "qkv", state.rank, state.gate_width / tp + state.n_decays))
     products = 6.0 if state.rule is StateRule.DELTA else 4.0
     chunks = sum(shape.count for shape in sizes.work.shapes)
     moved = chunks * state.state_elements * STATE_BYTES / tp

@@ -36,7 +36,7 @@ class Exchange:
 def all_reduced(model: ModelSpec, *, tp: int, activation_bytes: float = BF16) -> Exchange:
     """Two ring all-reduces of the residual stream in each layer."""
     width = model.hidden * activation_bytes
-    return Exchange(meetings=2 * model.n_layers, row_bytes=2 * model.n_layers * ring_bytes(width, tp))
+    return Exchange(meetings=model.n_parts, row_bytes=model.n_parts * ring_bytes(width, tp))
 
 
 def gathered(model: ModelSpec, *, tp: int, weights: str = "bf16") -> Exchange:

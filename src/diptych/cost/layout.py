@@ -78,8 +78,8 @@ class Layout:
                 f"{model.name} has no experts to share; attention-data parallel {self.dp} of it is as many copies",
                 hint="more engines: --engines",
             )
-        if self.pp > model.n_layers:
-            raise ConfigError(f"{model.name} has {model.n_layers} layers; they cannot stand on {self.pp} stages")
+        if self.pp > model.n_blocks:
+            raise ConfigError(f"{model.name} has {model.n_blocks} layers; they cannot stand on {self.pp} stages")
 
     def check_links(self, hardware: HardwareSpec, tp: int) -> None:
         """Refuse devices that cannot be joined so. A stage is within the reach of the fast link, several need not be."""

@@ -108,7 +108,7 @@ def kv_bytes_stored(model: ModelSpec, kv: KVSpec, context_tokens: int, *, is_our
 def _attention_matrices(model: ModelSpec, attention: AttentionLayer) -> int:
     mla, state, hidden, heads = attention.mla, attention.state, model.hidden, attention.n_heads
     if state is not None:
-        return hidden * (state.n_projected + state.width)
+        return hidden * (state.n_projected + state.width) + state.n_second
     if mla is None:
         return hidden * (attention.head_dim * (2 * heads + attention.kv_heads_projected) + attention.gate_width)
     q_head = mla.nope_dim + mla.rope_dim
@@ -123,7 +123,9 @@ def _repeated(model: ModelSpec, attention: AttentionLayer, tp: int) -> int:
     if mla is not None:
         return (tp - 1) * model.hidden * ((mla.q_rank or 0) + mla.kv_rank + mla.rope_dim)
     if attention.state is not None:
-        return (tp - 1) * attention.state.n_rates * model.hidden
+        state = attention.state  # what lies between two steps, and decays by key, each has whole
+        small = state.n_rates + (state.rank * (2 if state.n_decays else 1) if state.rank else 0)
+        return (tp - 1) * (small * model.hidden + state.rank * state.n_decays)
     copies = max(tp - attention.n_kv_heads, 0) * attention.kv_heads_projected // attention.n_kv_heads
     return copies * attention.head_dim * (model.hidden + attention.has_qkv_bias)
 

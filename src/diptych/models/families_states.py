@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from diptych.models.families_shared import BESIDE_VISION, BY_ATTENTION_BIAS, BY_GROUPS, GRANITE, LOCAL_EXPERTS, USUAL
-from diptych.models.family import Family, TensorNames
+from diptych.models.family import NORM_NAMES, Family, TensorNames
 from diptych.models.spec import Norms, QkNorm, Scores, StateRule
 
 DELTA = {**USUAL, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
@@ -40,6 +40,11 @@ IN_BLOCKS: dict[str, Any] = {
     "expert": ("up_proj", "down_proj"), "stacked": ("experts.up_proj", "experts.down_proj"),
     "norms": {Norms.BEFORE: ("norm", None, "norm", None), Norms.ALONE: ("norm", None, None, None)}, **IN_MAMBA,
     "states": "mixer"}  # fmt: skip
+
+# Kimi Linear: latent attention without positions, a delta rule that fades by key
+KIMI_LINEAR = {"model_max_length": "max_position_embeddings", "moe_renormalize": "norm_topk_prob",
+               "num_expert_group": "n_group", "num_experts_per_token": "num_experts_per_tok",
+               "num_shared_experts": "n_shared_experts"}  # fmt: skip
 
 # short convolutions beside attention
 LFM2 = {**USUAL, "vocab_size": 65_536, "hidden_size": 2560, "intermediate_size": 12_288, "num_key_value_heads": 8,
@@ -102,6 +107,27 @@ STATES: tuple[Family, ...] = (
         **BY_ATTENTION_BIAS,
     ),
     Family(
+        name="kimi_linear", architectures=("KimiLinearForCausalLM",),
+        keys={key: value for key, value in USUAL.items() if key != "rope_theta"}
+        | {**BY_GROUPS, "vocab_size": 163_840, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 27,
+           "num_key_value_heads": 32, "max_position_embeddings": 1_048_576, "rms_norm_eps": 1e-5, "kv_lora_rank": 512,
+           "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+           "num_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 1024,
+           "routed_scaling_factor": 2.446, "first_k_dense_replace": 1, "mlp_layer_types": None, "layer_types": None,
+           "linear_attn_config": None, "linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4},
+        renamed=KIMI_LINEAR,
+        fixed={"moe_router_activation_func": ("sigmoid",), "use_grouped_topk": (True,), "mla_use_nope": (True,),
+               "mla_use_output_gate": (False, None), "moe_layer_freq": (1,), "attention_bias": (False,),
+               "num_nextn_predict_layers": (0, None)},
+        unread=("rope_theta", "rope_scaling", "rope_parameters", "rope_interleave", "head_dim"),
+        state_rule=StateRule.DELTA,
+        scores=Scores.SIGMOID, group_best=2, has_choice_bias=True,
+        names=TensorNames(
+            mlp=("block_sparse_moe.", "mlp."), expert=("w1", "w3", "w2"), states="self_attn",
+            states_in=("q_proj", "k_proj", "v_proj", "g_a_proj", "g_b_proj", "b_proj", "f_a_proj", "f_b_proj"),
+            states_o="o_proj", states_norm="o_norm", taps=("q_conv1d", "k_conv1d", "v_conv1d")),
+    ),
+    Family(
         name="granitemoehybrid", architectures=("GraniteMoeHybridForCausalLM",),
         keys={**USUAL, **GRANITE, **MAMBA, "num_experts_per_tok": 2, "num_experts": 8,
               "shared_expert_intermediate_size": 1024, "position_embedding_type": None},
@@ -122,6 +148,24 @@ STATES: tuple[Family, ...] = (
         names=TensorNames(final_norm="final_layernorm", mlp=("feed_forward.",),
                           norms={Norms.BEFORE: ("input_layernorm", None, "pre_ff_layernorm", None)}, **IN_MAMBA),
         **MAMBA_LAYERS, **BY_ATTENTION_BIAS,
+    ),
+    # a state and attention by one norm in each layer, and multipliers almost everywhere
+    Family(
+        name="falcon_h1", architectures=("FalconH1ForCausalLM",),
+        keys={**USUAL, **{key: value for key, value in MAMBA.items() if key != "attention_layers"}, "vocab_size": 128_000,
+              "intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+              "attention_bias": False, "mamba_d_ssm": 1024, "mamba_rms_norm": False,
+              "mamba_norm_before_gate": True, "embedding_multiplier": 1.0, "logit_scale": 1.0, "key_multiplier": 1.0,
+              "attention_in_multiplier": 1.0, "attention_out_multiplier": 1.0, "ssm_in_multiplier": 1.0,
+              "ssm_out_multiplier": 1.0, "ssm_multipliers": None, "mlp_multipliers": None},
+        renamed={"lm_head_multiplier": "logit_scale"},
+        has_pairs=True,
+        names=TensorNames(final_norm="final_layernorm", mlp=("feed_forward.",),
+                          norms={**NORM_NAMES, Norms.BEFORE: ("input_layernorm", None, "pre_ff_layernorm", None)}, **IN_MAMBA),
+        **{**MAMBA_LAYERS, "fixed": {"mamba_proj_bias": (False,), "projectors_bias": (False,), "mlp_bias": (False,),
+                                  "mamba_use_mlp": (True,)}},
+        unread=("layers_block_type", "mlp_expansion_factor", "attn_layer_indices"),
+        **BY_ATTENTION_BIAS,
     ),
     Family(
         name="nemotron_h", architectures=("NemotronHForCausalLM",),

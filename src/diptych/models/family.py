@@ -22,6 +22,7 @@ NORM_NAMES: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]
         "post_feedforward_layernorm",
     ),
     Norms.ALONE: ("input_layernorm", None, None, None),
+    Norms.SHARED: ("input_layernorm", None, None, None),
     Norms.PARALLEL: ("input_layernorm", None, None, None),
     Norms.BESIDE: ("input_layernorm", None, "post_attention_layernorm", None),
 })  # fmt: skip
@@ -111,7 +112,8 @@ class Family:
     last layer attends to everything. has_full_heads: layers that attend to everything have heads of their own number and
     width (`read_streams.full_heads`). scales_layers: as in `ModelSpec`.
     mixes_apart: the dense MLP is the shared expert of a mixture, as `MoeSpec.is_apart` says.
-    has_blocks: attention and MLPs are blocks of their own (`read_blocks`).
+    has_blocks: attention and MLPs are blocks of their own; has_pairs: each layer has a state beside its attention
+    (`read_blocks`).
     gates_heads: as `AttentionLayer` has it.
     state_rule: some layers have a state in place of keys and values, which moves on by it (`read_states`): those that
     layer_types names so, or all but every `full_every`-th. state_norms, state_norm_eps: theirs, if not the others'.
@@ -176,6 +178,7 @@ class Family:
     has_shared_gate: bool = False
     mixes_apart: bool = False
     has_blocks: bool = False
+    has_pairs: bool = False
     state_rule: StateRule | None = None
     state_norms: Norms | None = None
     state_norm_eps: float | None = None

@@ -58,6 +58,9 @@ IN_LAYER = {
     "mixer.q_proj": "attn_q", "mixer.k_proj": "attn_k", "mixer.v_proj": "attn_v", "mixer.o_proj": "attn_output",
     "mixer.up_proj": "ffn_up", "mixer.down_proj": "ffn_down", "mixer.gate": "ffn_gate_inp",
     "mixer.fc1_latent_proj": "ffn_latent_down", "mixer.fc2_latent_proj": "ffn_latent_up",
+    "self_attn.f_a_proj": "ssm_f_a", "self_attn.f_b_proj": "ssm_f_b", "self_attn.g_a_proj": "ssm_g_a",
+    "self_attn.g_b_proj": "ssm_g_b", "self_attn.b_proj": "ssm_beta", "self_attn.o_norm": "ssm_norm",
+    **{f"self_attn.{one}_conv1d": f"ssm_conv1d_{one}" for one in ("q", "k", "v")},
     "conv.in_proj": "shortconv.in_proj", "conv.conv": "shortconv.conv", "conv.out_proj": "shortconv.out_proj",
     "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm",
     "mlp.w1": "ffn_gate", "mlp.w3": "ffn_up", "mlp.w2": "ffn_down",
@@ -105,7 +108,7 @@ ODD_ENDINGS = {
     "linear_attn.dt_bias": "ssm_dt.bias",
     **{
         f"{mixer}.{theirs}": ours
-        for mixer in ("mamba", "mixer")
+        for mixer in ("mamba", "mixer", "self_attn")
         for theirs, ours in (("A_log", "ssm_a"), ("dt_bias", "ssm_dt.bias"), ("D", "ssm_d"))
     },
     "router.scale": "ffn_gate_inp.scale",
@@ -113,6 +116,7 @@ ODD_ENDINGS = {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
     "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
+    "block_sparse_moe.gate.e_score_correction_bias": "exp_probs_b.bias",
     "feed_forward.expert_bias": "exp_probs_b.bias",
     "mlp.expert_bias": "exp_probs_b.bias",
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
@@ -448,7 +452,12 @@ def place_of(name: str, kind: GgufArchitecture) -> Place | None:
 
 
 def joined_place(place: Place, n_rows: int, tensors: Mapping[str, GgufTensor]) -> Place:
-    """The same, or where a file has it along the rows of a larger tensor (q, k and v; gate and up of all experts)."""
+    """The same, or where a file has it along the rows of a larger tensor (q, k and v; gate and up of all experts), or by a name
+    without an ending (a norm of Falcon-H1).
+    """
+    bare = place.name.removesuffix(".weight")
+    if place.name not in tensors and bare in tensors:
+        return replace(place, name=bare)
     block, _, ending = place.name.rpartition(".")
     block, _, stem = block.rpartition(".")
     whole, which = JOINED.get(stem, ("", ""))

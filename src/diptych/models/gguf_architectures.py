@@ -43,6 +43,12 @@ STATES = {"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear
 # of Mamba-2, and of short convolutions; which layers have them, `gguf_states` reads
 MAMBA = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups",
          "ssm.time_step_rank": "mamba_n_heads", "ssm.inner_size": "", "attention.head_count_kv": ""}  # fmt: skip
+BESIDE_MAMBA = {
+    **{key: name for key, name in MAMBA.items() if name},
+    "ssm.inner_size": "mamba_d_ssm",
+}  # attention in each layer
+# of a delta rule that fades by key; which layers have it, `gguf_states` reads
+BY_KEY = {"kda.head_dim": "linear_head_dim", "ssm.conv_kernel": "linear_conv_kernel_dim", "attention.head_count_kv": ""}
 CONVOLUTIONS = {"shortconv.l_cache": "conv_L_cache", "attention.head_count_kv": ""}
 # attention and MLPs are blocks of their own, which `gguf_states` tells apart
 BLOCKS = {**MAMBA, **EXPERTS, **EXPERT_WIDTH, **SHARED_WIDTH, "feed_forward_length": "",
@@ -258,6 +264,20 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         keys={**SCALED, **EXPERTS, **SHARED_WIDTH, **MAMBA},
         present={"attention_bias": Q_BIAS, "mamba_conv_bias": "ssm_conv1d.bias"},
         is_permuted=True,
+    ),
+    "kimi-linear": GgufArchitecture(
+        architecture="KimiLinearForCausalLM",
+        keys={**GROUPED, **LATENT, **BY_KEY},
+        fixed={**UNGROUPED, "norm_topk_prob": True, "q_lora_rank": None},
+        values={"expert_gating_func": (0, SIGMOID)},
+    ),
+    # the converter multiplies weights by what the config multiplies by
+    "falcon-h1": GgufArchitecture(
+        architecture="FalconH1ForCausalLM",
+        keys=BESIDE_MAMBA,
+        fixed={"mamba_norm_before_gate": False},
+        norms={"input_layernorm": "attn_norm", "pre_ff_layernorm": "ffn_norm"},
+        present={"mamba_conv_bias": "ssm_conv1d.bias", "mamba_rms_norm": "ssm_norm.weight"},
     ),
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_moe": NEMOTRON_H,

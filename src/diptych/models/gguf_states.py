@@ -15,11 +15,16 @@ from diptych.models.spec import StateRule
 
 def add_states(config: dict[str, Any], keys: Keys, file: GgufFile, kind: GgufArchitecture) -> None:
     """What the keys of `GgufArchitecture` do not say by themselves, where some layers have a state."""
-    rule = BY_ARCHITECTURE[kind.architecture].state_rule
-    if rule is None:
+    family = BY_ARCHITECTURE[kind.architecture]
+    rule = family.state_rule
+    if rule is None or family.has_pairs:
         return
-    if BY_ARCHITECTURE[kind.architecture].has_blocks:
+    if family.has_blocks:
         _add_blocks(config, keys, file)
+        return
+    if "linear_num_heads" in family.keys:
+        _add_layers(config, keys, "linear_attention")
+        config["num_key_value_heads"] = config["linear_num_heads"] = config["num_attention_heads"]
         return
     if rule is StateRule.DELTA:
         config["linear_value_head_dim"] = value_heads(file)[2]

@@ -21,9 +21,9 @@ from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, PRICED, SUPP
 from diptych.models.family import Family
 from diptych.models.files import no_model
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL
-from diptych.models.read_blocks import as_layers
+from diptych.models.read_blocks import as_layers, as_pairs
 from diptych.models.read_gpt import arrangement, n_kv_heads, of_all_layers
-from diptych.models.read_states import adjusted_width, state_attention, state_layers
+from diptych.models.read_states import adjusted_width, layer_scales, state_attention, state_layers
 from diptych.models.read_streams import cutoffs, full_heads, layer_inputs, mlp_widths, shared_layers, streams
 from diptych.models.read_windows import is_both_ways, layer_ropes, rope_sections, windows_of
 from diptych.models.refused import reason_for
@@ -31,6 +31,7 @@ from diptych.models.rope import ROPE_KEYS, latent_stretch, make_rope, position_l
 from diptych.models.spec import (
     Activation,
     AttentionLayer,
+    LayerScales,
     LayerSpec,
     MlaSpec,
     MlpSpec,
@@ -114,7 +115,7 @@ def read_model(
         streams=streams(config) if "altup_num_inputs" in family.keys else None,
         layer_inputs=layer_inputs(config) if config.raw.get("hidden_size_per_layer_input") else None,
         scales_layers=family.scales_layers,
-        blocks=config.raw["blocks"] if family.has_blocks else (),
+        blocks=config.raw.get("blocks", ()),
     )
 
 
@@ -222,7 +223,11 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
     if raw.get("rope_scaling") or raw.get("rope_parameters"):  # a class default holds only where neither is given
         raw = {"rope_parameters": None, **raw}
     settled = {**family.keys, **{key: value for key, value in raw.items() if key in read}}
-    return HfConfig({**settled, **(as_layers(raw, path) if family.has_blocks else {})}, path=path)
+    if family.has_blocks:
+        settled |= as_layers(raw, path)
+    elif family.has_pairs:
+        settled |= as_pairs(settled, path)
+    return HfConfig(settled, path=path)
 
 
 def _check_keys(unread: dict[str, Any], family: Family, path: str) -> None:
@@ -305,6 +310,7 @@ def _layers(
         for window, rope, kv_layer, has_state in dict.fromkeys(kinds)
     }
     alone = {i for i, (_, mlp) in enumerate(config.raw.get("blocks", ())) if mlp is None}
+    without_mlp = Norms.SHARED if family.has_pairs else Norms.ALONE
     made: dict[tuple[int, int], LayerSpec] = {}
     layers = []
     for i in range(n_layers):
@@ -312,7 +318,12 @@ def _layers(
         key = (id(heads), id(mlp))
         if key not in made:
             own = norms if heads.state is None or family.state_norms is None else family.state_norms
-            made[key] = LayerSpec(attention=heads, mlp=mlp, norms=Norms.ALONE if i in alone else own)
+            made[key] = LayerSpec(
+                attention=heads,
+                mlp=mlp,
+                norms=without_mlp if i in alone else own,
+                scales=layer_scales(config, heads) if family.has_pairs else LayerScales(),
+            )
         layers.append(made[key])
     return tuple(layers)
 
@@ -345,9 +356,11 @@ def _attention(
             rope_dim=head_dim,
             v_dim=config.integer("v_head_dim", max(1, config.integer("hidden_size") // n_heads)),
         )
-        scale = (mla.nope_dim + mla.rope_dim) ** -0.5 * latent_stretch(config) ** 2
+        stretch = 1.0 if rope is None else latent_stretch(config)
+        scale = (mla.nope_dim + mla.rope_dim) ** -0.5 * stretch**2
     if "attention_multiplier" in family.keys:
         scale = config.number("attention_multiplier", scale)
+    scale *= config.number("key_multiplier", 1.0)
     if family.attention_scale is not None:
         scale = family.attention_scale
     return AttentionLayer(

@@ -1,4 +1,5 @@
-"""Models whose attention and MLPs are blocks of their own, each with a norm before it (Nemotron-H), as layers of both.
+"""Models whose layers are something else than ours, as layers of attention and an MLP: each of the two a block of its own with
+a norm before it (Nemotron-H), or attention and a state by one norm (Falcon-H1), of which a layer here has one.
 
 >>> as_layers({"hybrid_override_pattern": "ME*-M"}, "config.json")["mlp_layer_types"]
 ['sparse', 'dense', None]
@@ -11,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from diptych.ground.errors import LoadError
-from diptych.models.config import SIZE_LIMITS
+from diptych.models.config import SIZE_LIMITS, HfConfig
 
 PATTERN = "hybrid_override_pattern"
 LIST = "layers_block_type"
@@ -36,6 +37,16 @@ def as_layers(raw: Mapping[str, Any], path: str) -> dict[str, Any]:
         "num_hidden_layers": len(paired),
         "layer_types": [kinds[attention] for attention, _ in paired],
         "mlp_layer_types": [None if mlp is None else MLPS[kinds[mlp]] for _, mlp in paired],
+    }
+
+
+def as_pairs(raw: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Likewise, of layers that have a state beside attention: a layer with that alone, and the one that it is added with."""
+    n_layers = HfConfig(raw, path=path).integer("num_hidden_layers")
+    return {
+        "blocks": tuple((i, mlp) for i in range(n_layers) for mlp in (None, i)),
+        "num_hidden_layers": 2 * n_layers,
+        "layer_types": [STATE, ATTENTION] * n_layers,
     }
 
 

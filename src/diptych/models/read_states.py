@@ -10,7 +10,7 @@ from types import MappingProxyType
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.config import NUMBER_LIMIT, HfConfig
 from diptych.models.family import Family
-from diptych.models.spec import Activation, AttentionLayer, StateRule, StateSpec
+from diptych.models.spec import Activation, AttentionLayer, LayerScales, StateRule, StateSpec
 
 FULL = ("full_attention", "attention")  # what layer_types call a layer without a state
 CALLED: Mapping[StateRule, tuple[str, ...]] = MappingProxyType({  # and one with it
@@ -18,6 +18,7 @@ CALLED: Mapping[StateRule, tuple[str, ...]] = MappingProxyType({  # and one with
     StateRule.SSD: ("linear_attention", "mamba"),
     StateRule.CONVOLUTION: ("conv",),
 })  # fmt: skip
+IN_LINEAR = ("full_attn_layers", "kda_layers", "head_dim", "num_heads", "short_conv_kernel_size")
 CONVOLVED_HEAD = 64  # channels of a convolution that are computed together, where its width allows it
 
 
@@ -42,6 +43,8 @@ def _found(config: HfConfig, family: Family, rule: StateRule, n_layers: int) -> 
         if len(types) != n_layers:
             raise LoadError(f"layer_types in {config.path} has {len(types)} entries; the model has {n_layers} layers")
         return [kind in called for kind in types]
+    if "linear_attn_config" in family.keys:
+        return _counted(config.section("linear_attn_config"), n_layers)
     if "attention_layers" in family.keys:
         without = config.integers("attention_layers")
         if without is None and rule is StateRule.CONVOLUTION:
@@ -49,6 +52,16 @@ def _found(config: HfConfig, family: Family, rule: StateRule, n_layers: int) -> 
         return [i not in (without or ()) for i in range(n_layers)]
     interval = config.integer("full_attention_interval", family.full_every)
     return [(i + 1) % interval != 0 for i in range(n_layers)]
+
+
+def _counted(given: HfConfig, n_layers: int) -> list[bool]:
+    """By the numbers of both kinds of layers, from 1 on (Kimi Linear)."""
+    full, others = (given.integers(name) or [] for name in ("full_attn_layers", "kda_layers"))
+    if sorted([*full, *others]) != list(range(1, n_layers + 1)):
+        raise LoadError(
+            f"full_attn_layers and kda_layers in {given.path} must hold the numbers from 1 to {n_layers}, each in one of them"
+        )
+    return [i + 1 in others for i in range(n_layers)]
 
 
 def state_attention(config: HfConfig, family: Family) -> AttentionLayer:
@@ -75,6 +88,8 @@ def state_attention(config: HfConfig, family: Family) -> AttentionLayer:
 
 
 def _delta(config: HfConfig) -> StateSpec:
+    if "linear_attn_config" in config.raw:
+        return _by_key(config)
     heads = config.integer("num_attention_heads")  # where the config says no more
     n_key_heads = config.integer("linear_num_key_heads", heads)
     key_dim = config.integer("linear_key_head_dim", max(1, int(0.75 * config.integer("hidden_size") / n_key_heads)))
@@ -88,10 +103,40 @@ def _delta(config: HfConfig) -> StateSpec:
     )
 
 
+def _by_key(config: HfConfig) -> StateSpec:
+    """Of Kimi Linear; published files have an object of the numbers, in which Kimi K3, which calls itself so, has more."""
+    given = config.section("linear_attn_config")
+    for name, value in given.raw.items():
+        if value and name not in IN_LINEAR:
+            raise LoadError(
+                f"{name} in {given.path} is {value!r}; no such thing is supported of a rule that fades by key"
+            )
+    heads, width = (given.integer(name, config.integer(f"linear_{name}"), low=2) for name in ("num_heads", "head_dim"))
+    return StateSpec(
+        n_key_heads=heads,
+        key_dim=width,
+        n_value_heads=heads,
+        value_dim=width,
+        n_taps=given.integer("short_conv_kernel_size", config.integer("linear_conv_kernel_dim")),
+        fades_by_key=True,
+        gate=Activation.SIGMOID,
+        rank=width,
+    )
+
+
 def _ssd(config: HfConfig) -> StateSpec:
-    """Of Mamba-2: as many channels as its heads say, normed by group (Nemotron-H), or mamba_expand times the stream's."""
+    """Of Mamba-2: as many channels as its heads say, normed by group (Nemotron-H; Falcon-H1, if at all), or mamba_expand times
+    the stream's. What multiplies a gate bends it, so that the layer's input has that (`layer_scales`) and all else the rest.
+    """
     n_heads, n_groups, n_norms = config.integer("mamba_n_heads"), config.integer("mamba_n_groups"), 1
-    if "mamba_expand" in config.raw:
+    gate, x, b, c, steps = _multipliers(config)
+    if "mamba_d_ssm" in config.raw:
+        head_dim, n_norms = _given_head(config, n_heads), n_groups if config.flag("mamba_rms_norm") else 0
+        if n_norms and config.flag("mamba_norm_before_gate"):
+            raise LoadError(
+                f"mamba_norm_before_gate in {config.path} is true; what heads give is normed behind what gates it only"
+            )
+    elif "mamba_expand" in config.raw:
         head_dim = _expanded_head(config, n_heads, n_groups)
     else:
         head_dim, n_norms = config.integer("mamba_d_head"), n_groups
@@ -103,6 +148,10 @@ def _ssd(config: HfConfig) -> StateSpec:
         value_dim=head_dim,
         n_taps=config.integer("mamba_d_conv"),
         n_norms=n_norms,
+        q_scale=c / gate,
+        k_scale=b / gate,
+        v_scale=x / gate,
+        rate_scale=steps / gate,
         has_tap_bias=config.flag("mamba_conv_bias"),
         step_limits=_step_limits(config),
     )
@@ -122,6 +171,37 @@ def _expanded_head(config: HfConfig, n_heads: int, n_groups: int) -> int:
             "and over all heads by others, so only 1 is supported"
         )
     return width // n_heads
+
+
+def _given_head(config: HfConfig, n_heads: int) -> int:
+    """The width of a head where mamba_d_ssm is that of all, or mamba_expand times the stream's (Falcon-H1)."""
+    width = config.integer("mamba_d_ssm", config.integer("mamba_expand") * config.integer("hidden_size"))
+    if width % n_heads or config.raw.get("mamba_d_head") not in ("auto", None, width // n_heads):
+        raise LoadError(
+            f"mamba_d_head in {config.path} is {config.raw.get('mamba_d_head')!r}; mamba_d_ssm is {width}, for {n_heads} heads"
+        )
+    return width // n_heads
+
+
+def _multipliers(config: HfConfig) -> tuple[float, ...]:
+    """Of what gates, of x, of B, of C and of the steps, in Falcon-H1."""
+    return (1.0,) * 5 if config.raw.get("ssm_multipliers") is None else config.numbers("ssm_multipliers", 5)
+
+
+def layer_scales(config: HfConfig, attention: AttentionLayer) -> LayerScales:
+    """Falcon-H1's multipliers: those of gates multiply all that is read, and are taken away behind."""
+    if attention.state is not None:
+        return LayerScales(
+            attention_in=config.number("ssm_in_multiplier", 1.0) * _multipliers(config)[0],
+            attention_out=config.number("ssm_out_multiplier", 1.0),
+        )
+    gate, down = (1.0, 1.0) if config.raw.get("mlp_multipliers") is None else config.numbers("mlp_multipliers", 2)
+    return LayerScales(
+        attention_in=config.number("attention_in_multiplier", 1.0),
+        attention_out=config.number("attention_out_multiplier", 1.0),
+        mlp_in=gate,
+        mlp_out=down / gate,
+    )
 
 
 def _step_limits(config: HfConfig) -> tuple[float, float]:

@@ -13,10 +13,9 @@ from types import MappingProxyType
 # what is missing -> model_type of transformers
 MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "no layer that attends, but states alone": ("mamba2",),
-    "Mamba-2 beside attention in one layer, or shared layers": ("falcon_h1", "zamba2"),
-    "a state per sequence of another kind (Mamba-1, RWKV, Lightning or Kimi's linear attention, RG-LRU)": (
-        "jamba", "zamba", "mamba", "falcon_mamba", "rwkv", "kimi_linear", "minimax", "recurrent_gemma",
-        "bailing_hybrid"),
+    "layers that are shared": ("zamba2",),
+    "a state per sequence of another kind (Mamba-1, RWKV, Lightning attention, RG-LRU)": (
+        "jamba", "zamba", "mamba", "falcon_mamba", "rwkv", "minimax", "recurrent_gemma", "bailing_hybrid"),
     "scores that fall with the distance (ALiBi)": ("mpt",),
     "q, k and v stacked for groups of accelerators": ("codegen",),
     "norms of q and k without weights, and logits that are capped": ("nanochat",),

@@ -61,6 +61,7 @@ class Norms(Enum):
     """Where a layer norms."""
 
     ALONE = "alone"  # one before attention; there is no MLP
+    SHARED = "shared"  # the same, by the norm of the layer behind it, and added with what that layer's attention gives
     PARALLEL = "parallel"  # one before attention and MLP, which run side by side
     BESIDE = "beside"  # one before each of them, which run side by side
     BEFORE = "before"  # before attention, before the MLP
@@ -70,7 +71,7 @@ class Norms(Enum):
     @property
     def count(self) -> int:
         """Norms per layer."""
-        return {Norms.ALONE: 1, Norms.PARALLEL: 1, Norms.AROUND: 4}.get(self, 2)
+        return {Norms.SHARED: 0, Norms.ALONE: 1, Norms.PARALLEL: 1, Norms.AROUND: 4}.get(self, 2)
 
     @property
     def are_side_by_side(self) -> bool:
@@ -141,10 +142,15 @@ class StateSpec:
 
     Each value head has a matrix S [key_dim, value_dim] per sequence. rule: how it moves on.
     DELTA (arXiv:2412.06464): S = decay S + k (beta (v - (decay S)^T k))^T gives S^T q, which is normed over value_dim (with
-    norm_eps, or the model's own), then gated. beta is most_weight times a sigmoid.
+    norm_eps, or the model's own), then gated. beta is most_weight times a sigmoid. fades_by_key: each row of S has a decay of
+    its own (arXiv:2510.26692).
     SSD (Mamba-2, arXiv:2405.21060; its C, B and x are q, k and v): S = decay S + k (step v)^T gives S^T q + skip v, which is
-    gated, then normed, over all heads or over each of n_norms equal parts of them; step is held within step_limits.
+    gated, then normed, over all heads or over each of n_norms equal parts of them (0: it is not); step is held within
+    step_limits.
     CONVOLUTION: no matrix, key_dim is 0, heads are width alone: gate_out * taps(gate_in * v), as LFM2 has it.
+    gate: what the projection that gates goes through. rank: that one, and the decays by key, are projected in two steps with so
+    many values between (0: in one). q_scale, k_scale, v_scale, rate_scale: what q, k and v are multiplied by before their taps,
+    and steps before they are shifted.
     n_key_heads: heads of q and k, each for as many value heads as come to it. n_taps: q, k and v of a token (of a convolution,
     what is gated) are sums over its own and the n_taps - 1 tokens before, by a weight for each channel and tap.
     """
@@ -160,6 +166,13 @@ class StateSpec:
     norm_eps: float | None = None
     most_weight: float = 1.0
     step_limits: tuple[float, float] = (0.0, math.inf)
+    q_scale: float = 1.0
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    rate_scale: float = 1.0
+    fades_by_key: bool = False
+    gate: Activation = Activation.SILU
+    rank: int = 0
 
     @property
     def n_channels(self) -> int:
@@ -184,20 +197,31 @@ class StateSpec:
     @property
     def n_rates(self) -> int:
         """Numbers of a token that say how much is new and what is left: beta and decay of each head, or its step."""
-        return {StateRule.DELTA: 2, StateRule.SSD: 1, StateRule.CONVOLUTION: 0}[self.rule] * self.n_value_heads
+        per_head = {StateRule.DELTA: 1 if self.fades_by_key else 2, StateRule.SSD: 1, StateRule.CONVOLUTION: 0}
+        return per_head[self.rule] * self.n_value_heads
+
+    @property
+    def n_decays(self) -> int:
+        """Those of them that are projected by themselves: by key, of each head."""
+        return self.n_value_heads * self.key_dim if self.fades_by_key else 0
 
     @property
     def n_projected(self) -> int:
         """Outputs of all that reads a layer's input."""
-        return self.n_inputs + self.gate_width + self.n_rates
+        return self.n_inputs + (self.rank or self.gate_width) + self.n_rates + min(self.rank, self.n_decays)
+
+    @property
+    def n_second(self) -> int:
+        """Parameters of second steps."""
+        return self.rank * (self.gate_width + self.n_decays)
 
     @property
     def n_small(self) -> int:
         """Parameters beside the projections: taps, numbers of each head, a norm."""
         taps, heads = self.n_channels * (self.n_taps + self.has_tap_bias), self.n_value_heads
         of_heads = {
-            StateRule.DELTA: 2 * heads + self.value_dim,
-            StateRule.SSD: 3 * heads + self.width,
+            StateRule.DELTA: heads + (self.n_decays or heads) + self.value_dim,
+            StateRule.SSD: 3 * heads + (self.width if self.n_norms else 0),
             StateRule.CONVOLUTION: 0,
         }
         return taps + of_heads[self.rule]
@@ -380,12 +404,23 @@ class LayerInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerScales:
+    """What a layer multiplies: what its attention and its MLP read behind their norms, and what each of them adds."""
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    mlp_in: float = 1.0
+    mlp_out: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer. mlp: None where there is attention alone."""
 
     attention: AttentionLayer
     mlp: MlpSpec | MoeSpec | None
     norms: Norms = Norms.BEFORE
+    scales: LayerScales = LayerScales()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,7 +435,8 @@ class ModelSpec:
     n_position_embeddings: rows of a learned table of positions, which is added to the embedding; the first `first_position`
     of them stand for none. low_rank: of a branch beside each layer's attention (LAuReL, arXiv 2411.07501), 0: there is none.
     scales_layers: behind each layer the stream is multiplied by a number of the layer's.
-    blocks: where checkpoints have attention and MLPs as blocks of their own, the numbers of each layer's; else ().
+    blocks: where checkpoints number something else than these layers, by which number each has its attention, and its MLP: of
+    attention and MLPs that are blocks of their own, of attention and a state that are one layer there; else ().
     """
 
     name: str
@@ -471,7 +507,18 @@ class ModelSpec:
     @cached_property
     def n_blocks(self) -> int:
         """How many layers its checkpoints number."""
-        return sum(2 - (mlp is None) for _, mlp in self.blocks) or self.n_layers
+        return 1 + max((max(attention, mlp or 0) for attention, mlp in self.blocks), default=self.n_layers - 1)
+
+    @cached_property
+    def n_parts(self) -> int:
+        """Attentions and MLPs together, two in most layers."""
+        return sum(1 + (layer.mlp is not None) for layer in self.layers)
+
+    def pair_of(self, layer: int) -> int | None:
+        """The number of the layer that reads the same norm, if one does."""
+        if self.layers[layer].norms is Norms.SHARED:
+            return layer + 1
+        return layer - 1 if layer and self.layers[layer - 1].norms is Norms.SHARED else None
 
     def blocks_of(self, layer: int) -> tuple[int, int | None]:
         """By which number a checkpoint has a layer's attention, and by which its MLP."""

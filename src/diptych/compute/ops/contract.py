@@ -220,8 +220,8 @@ class NormParts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleParts:
     """What moves a layer's states on, beside what is projected: taps [channels, .., n_taps] with a bias [channels]; of each
-    head [H] the factor in the exponent of its decay, what shifts its rate, and what of its value it gives besides; the norm
-    over value_dim. None: the rule, or the layer, has none.
+    head [H] the factor in the exponent of its decay, what shifts its rate (by key: [H d]), and what of its value it gives
+    besides; the norm over value_dim. None: the rule, or the layer, has none.
     """
 
     taps: WeightTensor
@@ -492,14 +492,17 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         """a [T, H d]: each query against its sequence's cached keys up to its own position."""
 
     @abstractmethod
-    def move_states(self, qkv: Hidden, rates: Hidden | None, attention: Heads) -> Hidden:
+    def move_states(
+        self, qkv: Hidden, rates: Hidden | None, attention: Heads, *, decays: Hidden | None = None
+    ) -> Hidden:
         """a [T, H v] from qkv [T, inputs] and rates [T, R], as `StateSpec` counts them; moves the sequences' states on.
 
         c = silu(bias + sum over taps of tap * the channel's inputs) is q, k and v, each q and k for H / K value heads.
         Delta rule: q and k have length 1 (with 1e-6 in the root), q is scaled. With beta = most_weight sigmoid(rates[:H]) and
-        r = exp(-decay softplus(rates[H:] + shift)): S = r S, S += k (beta (v - S^T k))^T, and S^T q is normed over v.
-        SSD: with step = softplus(rates + shift) within its limits and r = exp(-decay step): S = r S + k (step v)^T, and
-        S^T q + skip v. Convolution: qkv is b, c and x, and a = c * (bias + sum over taps of tap * (b * x)).
+        r = exp(-decay softplus(rates[H:] + shift)): S = r S, S += k (beta (v - S^T k))^T, and S^T q is normed over v. By key
+        r is a number for each row of S, of decays [T, H d] in place of rates[H:].
+        SSD: with step = softplus(rate_scale rates + shift) within its limits and r = exp(-decay step): S = r S + k (step v)^T,
+        and S^T q + skip v. Convolution: qkv is b, c and x, and a = c * (bias + sum over taps of tap * (b * x)).
         A sequence begins with the state that the batch names, or with zeros.
         """
 

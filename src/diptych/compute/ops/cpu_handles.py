@@ -6,7 +6,7 @@ A handle is opaque to the walk (`compute.decoder`); the recorder beside the load
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -110,6 +110,11 @@ class RuleHandle:
     skip: int = -1
     norm: int = -1
 
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Of all but the shape."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "shape"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionHandle:
@@ -187,7 +192,7 @@ def rule_handle(
         return add(torch.cat([by_channel[:0], *parts]).T.reshape(-1))
 
     def of_heads(tensor: WeightTensor | None) -> int:
-        return -1 if tensor is None else add(read(tensor)[mine])
+        return -1 if tensor is None else add(read(tensor).view(state.n_value_heads, -1)[mine].reshape(-1))
 
     return RuleHandle(
         shape=own and state_shape(state, own, scale=spec.scale, norm_eps=spec.norm_eps),

@@ -108,6 +108,8 @@ def state_shape(state: StateSpec, own: OwnHeads, *, scale: float = 1.0, norm_eps
         least_step=state.step_limits[0],
         most_step=state.step_limits[1],
         most_weight=state.most_weight,
+        rate_scale=state.rate_scale,
+        fades_by_key=state.fades_by_key,
     )
 
 

@@ -74,6 +74,7 @@ class CpuModel(Model):
         blueprint.forward(CpuOps(loader), weights)
         self.program: Any = loader.program
         self._sites, self._exponents = loader.sites, loader.exponents
+        self._sites.has_multiplied = blueprint.has_multiplied
         self.weights_format = loader.main_format
         self.formats = dict(loader.n_values)
         self.expert_formats = dict(loader.n_expert_values)

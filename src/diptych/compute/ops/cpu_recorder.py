@@ -216,7 +216,7 @@ class CpuOps(
 
     def branch(self, x: ResidualStream, number: int, *, scale: float = 1.0) -> ResidualStream:
         """A copy."""
-        out = ResidualStream(self._f32(f"stream {number}", x.width), x.width)
+        out = ResidualStream(self._f32(f"stream {number}", x.width), x.width, is_whole=True)
         self.program.branch(x=x.buffer, out=out.buffer, scale=scale)
         return out
 
@@ -260,7 +260,9 @@ class CpuOps(
         return tuple(self._written(x) for x in xs)
 
     def linear_add(self, h: Given, weight: LinearHandle, x: ResidualStream) -> ResidualStream:
-        """x += h W^T + b in the product's epilogue."""
+        """x += h W^T + b in the product's epilogue; a rank that has all of x adds what all ranks made."""
+        if self._is_team and x.is_whole:
+            return self.add(x, self.linear(h, weight))
         self._linear_onto(h, weight, x.buffer)
         return self._written(x)
 
@@ -406,7 +408,9 @@ class CpuOps(
         value.emit_f32 = value.emit_rows = lambda out: program.attention(out=out, **settings)
         return value
 
-    def move_states(self, qkv: Value, rates: Value | None, attention: AttentionHandle) -> Value:
+    def move_states(
+        self, qkv: Value, rates: Value | None, attention: AttentionHandle, *, decays: Value | None = None
+    ) -> Value:
         """The heads' outputs in fp32: of a rank its own, at their columns."""
         spec, rule, own = attention.spec, attention.rule, attention.own
         assert spec.state is not None
@@ -419,13 +423,9 @@ class CpuOps(
             self.program.move_states(
                 qkv=qkv.buffer,
                 rates=-1 if rates is None else self._materialised(rates),
+                decays=-1 if decays is None else self._materialised(decays),
                 out=out,
-                taps=rule.taps,
-                tap_bias=rule.tap_bias,
-                decay=rule.decay,
-                shift=rule.shift,
-                skip=rule.skip,
-                norm=rule.norm,
+                **rule.numbers,
                 layer=spec.cache_layer,
                 shape=rule.shape,
                 first_head=own.first_head,

@@ -16,11 +16,15 @@ CATEGORIES = {
 
 @dataclass(slots=True)
 class ResidualStream:
-    """The residual stream's buffer; version counts the writes, so that a late reader of an old value is caught."""
+    """The residual stream's buffer; version counts the writes, so that a late reader of an old value is caught.
+
+    is_whole: each rank has all columns of its own, which nobody else writes.
+    """
 
     buffer: int
     width: int
     version: int = 0
+    is_whole: bool = False
 
 
 @dataclass(slots=True)

@@ -116,10 +116,11 @@ def move_states(
     *,
     scale: float,
     eps: float,
+    decays: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """One sequence's a [T, H v] fp32 and the state behind it: matrices [H, d, v] and the last inputs of taps.
 
-    qkv [T, C], rates [T, R]; rule: what `RuleParts` has, by name: taps [C, n], of heads [H], norm [v].
+    qkv [T, C], rates [T, R], decays [T, H d] by key; rule: what `RuleParts` has, by name: taps [C, n], of heads [H], norm [v].
     """
     matrices, tail = (one.float().clone() for one in state)
     heads, keys, group = form.n_value_heads, form.n_key_heads * form.key_dim, form.n_value_heads // form.n_key_heads
@@ -138,10 +139,14 @@ def move_states(
             at = h // group * form.key_dim
             q, k = mixed[at : at + form.key_dim], mixed[keys + at : keys + at + form.key_dim]
             v = mixed[2 * keys :][h * form.value_dim : (h + 1) * form.value_dim]
-            step = torch.log1p(torch.exp(rates[t].float()[h - heads] + rule["shift"][h]))
+            own = slice(h * form.key_dim, (h + 1) * form.key_dim)
+            rate, shift = (
+                (rates[t, h - heads], rule["shift"][h]) if decays is None else (decays[t, own], rule["shift"][own])
+            )
+            step = torch.log1p(torch.exp(form.rate_scale * rate.float() + shift))
             if is_delta:
                 q, k = scale * q / torch.sqrt(q @ q + 1e-6), k / torch.sqrt(k @ k + 1e-6)
-                matrices[h] *= torch.exp(-rule["decay"][h] * step)
+                matrices[h] *= torch.exp(-rule["decay"][h] * step).view(-1, 1)
                 matrices[h] += torch.outer(k, form.most_weight * rates[t, h].float().sigmoid() * (v - k @ matrices[h]))
                 out[t, h] = q @ matrices[h]
             else:

@@ -75,7 +75,7 @@ OPS: dict[str, OpContract] = {
                    tolerance_fp32=1e-5, tolerance_bf16=4e-2),
         OpContract(name="expand", inputs="a [T,H(r+p)], values [H,v,r]", output="a [T,Hv]", writes="",
                    tolerance_fp32=1e-5, tolerance_bf16=3e-2),
-        OpContract(name="move_states", inputs="qkv [T,2Kd+Hv], rates [T,2H], states [S,H,d,v], taps [S,n-1,2Kd+Hv]",
+        OpContract(name="move_states", inputs="qkv [T,2Kd+Hv], rates [T,2H], decays [T,Hd], states [S,H,d,v], taps",
                    output="a [T,H*v]", writes="states, taps", tolerance_fp32=2e-5, tolerance_bf16=4e-2),
         OpContract(name="gate_heads", inputs="h [T,D], W [N,D], a [T,N]", output="a [T,N]", writes="a",
                    tolerance_fp32=1e-5, tolerance_bf16=3e-2),

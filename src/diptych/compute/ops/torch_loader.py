@@ -51,7 +51,9 @@ class TorchLatent:
 
 @dataclass(frozen=True, slots=True)
 class TorchRule:
-    """`RuleParts`: taps [channels, n_taps], their bias [channels], and of each head [H], all fp32, and the heads' norm."""
+    """`RuleParts`: taps [channels, n_taps], their bias [channels], and of each head [H] (shift by key [H d]), all fp32, and the
+    heads' norm.
+    """
 
     taps: torch.Tensor
     tap_bias: torch.Tensor | None = None

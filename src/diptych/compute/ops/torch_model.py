@@ -82,6 +82,7 @@ class TorchModel(Model):
         loader = TorchLoader(device, self._dtype)
         self._weights = blueprint.load(loader)
         self._sites = loader.sites
+        self._sites.has_multiplied = blueprint.has_multiplied
         self._adapters: dict[int, TorchAdapter] = {}
         self.weight_bytes = loader.weight_bytes
         self.n_parameters = blueprint.source.n_parameters

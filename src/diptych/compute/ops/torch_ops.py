@@ -308,9 +308,18 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
             out[queries.rows] = a_BHnd.transpose(1, 2).flatten(0, 1)
         return out.flatten(1)
 
-    def move_states(self, qkv: torch.Tensor, rates: torch.Tensor | None, attention: TorchAttention) -> torch.Tensor:
+    def move_states(
+        self,
+        qkv: torch.Tensor,
+        rates: torch.Tensor | None,
+        attention: TorchAttention,
+        *,
+        decays: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """a [T, H v]."""
-        return move_states(qkv, rates, attention, self._kv.states[attention.spec.cache_layer], self._batch)
+        return move_states(
+            qkv, rates, attention, self._kv.states[attention.spec.cache_layer], self._batch, decays_TD=decays
+        )
 
     def gate_heads(self, h: torch.Tensor, weight: TorchLinear, a: torch.Tensor) -> torch.Tensor:
         """[T, N]."""

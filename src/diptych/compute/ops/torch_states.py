@@ -2,7 +2,8 @@
 
 Within a chunk of n tokens the delta rule is a triangular system (arXiv:2412.06464, section 3.3): with G the running sum of log
 decays and D = exp(G_i - G_j) below the diagonal, u solves (1 + beta (k k^T) D) u = beta (v - exp(G) k S), the outputs are
-exp(G) q S + (q k^T) D u, and the state becomes exp(G_n) S + (exp(G_n - G) k)^T u. Of Mamba-2 u is step * v.
+exp(G) q S + (q k^T) D u, and the state becomes exp(G_n) S + (exp(G_n - G) k)^T u. Of Mamba-2 u is step * v. Where it fades by
+key G has d columns, and D stands inside the sums over them.
 
 Legend: B sequences, n tokens of each, C channels of q, k and v, H value heads, K key heads, d key dim, v value dim.
 """
@@ -31,6 +32,8 @@ def move_states(
     attention: TorchAttention,
     states: TorchStates,
     batch: ForwardBatch,
+    *,
+    decays_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """a [T, H v], as `Ops.move_states` promises."""
     spec, rule = attention.spec, attention.rule
@@ -45,7 +48,8 @@ def move_states(
             if rates_TR is None:
                 a, tails = _convolve(x_BnC, tails, rule, spec.state)
             else:
-                rates_BnR = rates_TR[rows].unflatten(0, (len(sequences), -1)).float()
+                given = rates_TR[rows] if decays_TD is None else torch.cat([rates_TR[rows], decays_TD[rows]], dim=-1)
+                rates_BnR = given.unflatten(0, (len(sequences), -1)).float()
                 a, matrices, tails = _advance(x_BnC, rates_BnR, matrices, tails, rule, spec)
             if rule.norm is not None:
                 a = F.rms_norm(a, a.shape[-1:], rule.norm.weight, spec.norm_eps)
@@ -112,12 +116,14 @@ def _advance(
     q, k = (_unit(q) * spec.scale, _unit(k)) if is_delta else (q, k)
     q, k = (x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (q, k))
     v = v.unflatten(-1, (form.n_value_heads, -1)).transpose(1, 2)
+    heads = form.n_value_heads
     rates = rates_BnR.transpose(1, 2)
-    step = F.softplus(rates[:, -form.n_value_heads :] + rule.shift[:, None])
+    step = F.softplus(form.rate_scale * rates[:, -(form.n_decays or heads) :] + rule.shift[:, None])
+    step = step.unflatten(1, (heads, -1)).transpose(2, 3)  # one for all keys, or each
     if not is_delta:
         step = step.clamp(*form.step_limits)
-    beta = form.most_weight * rates[:, : form.n_value_heads].sigmoid() if is_delta else step
-    log_decay = -rule.decay[:, None] * step
+    beta = form.most_weight * rates[:, :heads].sigmoid() if is_delta else step[..., 0]
+    log_decay = -rule.decay[:, None, None] * step
     outputs = []
     whole = (q, k, v, beta, log_decay)
     for begin in range(0, q.shape[2], CHUNK_TOKENS):
@@ -144,15 +150,25 @@ def _chunk(
     *,
     is_delta: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """a [B, H, n, v] and the state behind; q, k [B, H, n, d], v [B, H, n, v], beta and log_decay [B, H, n]."""
-    total, beta = log_decay.cumsum(dim=-1), beta[..., None]
-    so_far = total.exp()[..., None]
-    between = (total[..., :, None] - total[..., None, :]).exp().tril()
+    """a [B, H, n, v] and the state behind; q, k [B, H, n, d], v [B, H, n, v], beta [B, H, n], log_decay [B, H, n, 1 or d]."""
+    total, beta = log_decay.cumsum(dim=-2), beta[..., None]
+    so_far = total.exp()
     u = beta * v
     if is_delta:
-        system = (beta * (k @ k.transpose(-1, -2)) * between).tril(-1)
-        given = u - beta * (so_far * (k @ state))
+        system = (beta * _products(k, k, total)).tril(-1)
+        given = u - beta * ((so_far * k) @ state)
         u = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True)
-    a = so_far * (q @ state) + ((q @ k.transpose(-1, -2)) * between).tril() @ u
-    left = (total[..., -1:] - total).exp()[..., None]
-    return a, so_far[..., -1:, :] * state + (left * k).transpose(-1, -2) @ u
+    a = (so_far * q) @ state + _products(q, k, total) @ u
+    left = (total[..., -1:, :] - total).exp()
+    return a, so_far[..., -1, :, None] * state + (left * k).transpose(-1, -2) @ u
+
+
+def _products(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """[B, H, n, n]: of a's row i and b's row j <= i, each product times what is left of it between them."""
+    if total.shape[-1] == 1:
+        between = (total - total.transpose(-1, -2)).exp()
+        return ((a @ b.transpose(-1, -2)) * between).tril()
+    n = a.shape[-2]
+    later = torch.ones(n, n, dtype=torch.bool, device=a.device).triu(1)[..., None]
+    between = (total[..., :, None, :] - total[..., None, :, :]).masked_fill(later, -torch.inf).exp()
+    return torch.einsum("...id,...jd,...ijd->...ij", a, b, between)
