@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from checkpoints import VOCAB, make_reference
-from gguf_states import tensors_with_states, write_states
+from gguf_states import keeps_axes, tensors_with_states, write_states
 
 # family of tests/checkpoints.py -> general.architecture
 ARCHITECTURES = {
@@ -493,11 +493,7 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
             tensors[name.replace("e_score_correction_bias", "e_score_correction.bias")] = values
     return {
         name: np.atleast_1d(
-            (values if values.ndim == 2 and (".mamba." in name or ".mixer." in name) else values.squeeze())
-            .detach()
-            .float()
-            .contiguous()
-            .numpy()
+            (values if keeps_axes(name, values) else values.squeeze()).detach().float().contiguous().numpy()
         )
         for name, values in tensors.items()
     }

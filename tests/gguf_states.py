@@ -42,6 +42,13 @@ def tensors_with_states(name: str, values: torch.Tensor, config: Any) -> dict[st
     return None
 
 
+def keeps_axes(name: str, values: torch.Tensor) -> bool:
+    """Whether axes of one stay in the file."""
+    if "_conv1d." in name or name.endswith("self_attn.A_log.none"):
+        return True
+    return values.ndim == 2 and (".mamba." in name or ".mixer." in name)
+
+
 def write_delta(out: gguf.GGUFWriter, config: Any) -> None:
     out.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     out.add_ssm_state_size(config.linear_key_head_dim)
@@ -89,7 +96,7 @@ def multiplied(name: str, values: torch.Tensor, config: Any) -> torch.Tensor:
     attention, gate, down = config.attention_in_multiplier, *config.mlp_multipliers
     factors = {
         "down_proj": down, "gate_proj": gate, "q_proj": attention, "v_proj": attention,
-        "k_proj": config.key_multiplier * attention,
+        "k_proj": attention,
         "o_proj": config.attention_out_multiplier, "out_proj": config.ssm_out_multiplier,
         "lm_head": config.lm_head_multiplier, "embed_tokens": config.embedding_multiplier,
     }  # fmt: skip
@@ -97,9 +104,11 @@ def multiplied(name: str, values: torch.Tensor, config: Any) -> torch.Tensor:
         keys = config.mamba_n_groups * config.mamba_d_state
         sizes = (config.mamba_d_ssm, config.mamba_d_ssm, keys, keys, config.mamba_n_heads)
         parts = zip(values.split(sizes), config.ssm_multipliers, strict=True)
-        return config.ssm_in_multiplier * torch.cat([part * factor for part, factor in parts])
+        return torch.cat([config.ssm_in_multiplier * part * factor for part, factor in parts])
     if "mamba.norm" in name:
         return values.view(config.mamba_n_groups, -1)
+    if "k_proj" in name:  # one after the other, which rounds twice
+        values = values * config.key_multiplier
     return values * next((factor for part, factor in factors.items() if part in name), 1.0)
 
 

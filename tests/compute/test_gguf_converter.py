@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 from golden import ask_reference, check_golden
+from safetensors.torch import load_file, save_file
 
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
@@ -55,6 +58,25 @@ PUBLISHED = {
 }
 
 
+def publish_kimi(folder: Path, config: Any) -> dict[str, Any]:
+    """Puts the dense layer's MLP where published files have it; the keys that they have beside what transformers writes."""
+    file = folder / "model.safetensors"
+    dense = re.compile(r"block_sparse_moe\.(?=(gate|up|down)_proj)")
+    tensors = {dense.sub("mlp.", name): one.clone() for name, one in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    numbers = [(i + 1, kind) for i, kind in enumerate(config.layer_types)]
+    return {
+        "first_k_dense_replace": 1,
+        "linear_attn_config": {
+            "full_attn_layers": [i for i, kind in numbers if kind == "full_attention"],
+            "kda_layers": [i for i, kind in numbers if kind == "linear_attention"],
+            "head_dim": config.linear_head_dim,
+            "num_heads": config.linear_num_heads,
+            "short_conv_kernel_size": config.linear_conv_kernel_dim,
+        },
+    }
+
+
 # the converter loses the norms of stablelm-2-12b: it returns what stacks them from a function that yields
 @pytest.mark.parametrize("family", [family for family in ARCHITECTURES if family != "stablelm-2-12b"])
 def test_a_converted_checkpoint_has_its_logits(family: str, tmp_path: Path) -> None:
@@ -80,6 +102,8 @@ def test_a_converted_checkpoint_has_its_logits(family: str, tmp_path: Path) -> N
     if reference.config.model_type == "granitemoehybrid":
         words = {"linear_attention": "mamba", "full_attention": "attention"}
         fields["layer_types"] = [words[kind] for kind in reference.config.layer_types]
+    if family == "kimi_linear":
+        fields |= publish_kimi(tmp_path / "folder", reference.config)
     if family == "nemotron_h":  # published files have letters for blocks, and say nothing of experts
         letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-"}
         fields["hybrid_override_pattern"] = "".join(letters[kind] for kind in fields.pop("layers_block_type"))
