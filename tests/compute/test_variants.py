@@ -11,7 +11,7 @@ import torch
 from golden import ask_reference, check_golden, make_golden
 from safetensors.torch import load_file, save_file
 
-from checkpoints import COMMON, VOCAB, enliven, make_checkpoint, make_reference
+from checkpoints import COMMON, LATENT, VOCAB, enliven, make_checkpoint, make_reference
 from diptych.compute.runner import load_model
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
@@ -304,6 +304,95 @@ def test_text_part_of_a_multimodal_lfm2(tmp_path: Path) -> None:
     enliven(reference, 0)
     reference.save_pretrained(tmp_path)
     golden = ask_reference(reference, tmp_path, new_tokens=4)
+    check_golden(load_model(tmp_path, REFERENCE), golden, chunk=9)
+
+
+SMALL_TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+               "image_size": 16, "patch_size": 8}  # fmt: skip
+QWEN_TOWER = {"depth": 1, "num_heads": 2, "patch_size": 8, "embed_dim": 16, "hidden_size": 64, "out_hidden_size": 64,
+              "intermediate_size": 16, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]}  # fmt: skip
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+# what wraps a decoder beside a tower for pictures -> its decoder's fields, and the tower's
+WRAPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Llava": ({"model_type": "llama"}, {"model_type": "clip_vision_model", **SMALL_TOWER}),
+    "LlavaNext": (
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "clip_vision_model", **SMALL_TOWER},
+    ),
+    "LlavaOnevision": ({"model_type": "qwen2"}, {"model_type": "siglip_vision_model", **SMALL_TOWER}),
+    "InternVL": (
+        {"model_type": "qwen3", "head_dim": 24},
+        {**SMALL_TOWER, "image_size": [16, 16], "patch_size": [8, 8]},
+    ),
+    "SmolVLM": ({"model_type": "llama"}, SMALL_TOWER),
+    "Idefics3": ({"model_type": "llama"}, SMALL_TOWER),
+    "Ovis2": ({"model_type": "qwen2"}, SMALL_TOWER),
+    "Kimi_K25": (
+        {"model_type": "deepseek_v3", **LATENT, "n_group": 2, "topk_group": 1},
+        {**SMALL_TOWER, "merge_kernel_size": [2, 2]},
+    ),
+    "Qwen2VL": (MROPE, QWEN_TOWER),
+    "Qwen2_5_VL": (MROPE, QWEN_TOWER),
+    "Qwen3VL": ({**MROPE, "head_dim": 24}, QWEN_TOWER),
+    "Qwen3VLMoe": (
+        {**MROPE, "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
+        QWEN_TOWER,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.filterwarnings("ignore")
+def test_text_parts_beside_towers_for_pictures(name: str, tmp_path: Path) -> None:
+    """Of a token of text the three positions of pictures are one, and what a tower has is left alone."""
+    import transformers
+
+    text, vision = WRAPPED[name]
+    config = getattr(transformers, f"{name}Config")(text_config={**COMMON, **text}, vision_config=vision)
+    config._attn_implementation = "eager"
+    reference = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval().float()
+    enliven(reference, 0)
+    reference.save_pretrained(tmp_path)
+    if name == "Kimi_K25":  # its mapping calls the decoder's layers blocks, too, which published files do not
+        tensors = load_file(tmp_path / "model.safetensors").items()
+        named = {
+            key.replace("language_model.model.blocks.", "language_model.model.layers."): one for key, one in tensors
+        }
+        save_file(named, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    spec = load_model_file(tmp_path)
+    assert spec.is_wrapped
+    check_stored(tmp_path, spec, parameter_count(spec))
+    golden = ask_reference(reference, tmp_path, new_tokens=4)
+    check_golden(load_model(tmp_path, REFERENCE), golden, chunk=9)
+
+
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VLMoe"])
+def test_text_parts_as_qwen_published_them(name: str, tmp_path: Path) -> None:
+    """The first ones have one flat config and names without a part for language, the mixture lies as [inputs, outputs]."""
+    import transformers
+
+    text, vision = WRAPPED[name]
+    config = getattr(transformers, f"{name}Config")(text_config={**COMMON, **text}, vision_config=vision)
+    reference = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval().float()
+    enliven(reference, 0)
+    reference.save_pretrained(tmp_path)
+    golden = ask_reference(reference, tmp_path, new_tokens=4)
+    tensors = load_file(tmp_path / "model.safetensors")
+    written = json.loads((tmp_path / "config.json").read_text())
+    if name == "Qwen3VLMoe":
+        tensors = {key: one.transpose(1, 2).contiguous() if ".experts." in key else one for key, one in tensors.items()}
+    else:
+        tensors = {
+            key.replace("model.language_model.", "model.").replace("model.visual.", "visual."): one
+            for key, one in tensors.items()
+        }
+        flat = written.pop("text_config")
+        del flat["rope_parameters"], flat["model_type"]
+        rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
+        written = {**flat, **written, "rope_theta": 1e4, "rope_scaling": rope, "tie_word_embeddings": False}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    check_stored(tmp_path, spec := load_model_file(tmp_path), parameter_count(spec))
     check_golden(load_model(tmp_path, REFERENCE), golden, chunk=9)
 
 

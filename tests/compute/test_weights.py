@@ -163,6 +163,7 @@ def test_every_required_family_is_supported() -> None:
         "Llama4ForConditionalGeneration",
         "Qwen3_5ForConditionalGeneration",
         "Qwen3_5MoeForConditionalGeneration",
+        *(f"{name}ForConditionalGeneration" for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe")),
         *WRAPPERS,
     }
     # Llamas there; and how files write what transformers writes otherwise

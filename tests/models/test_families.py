@@ -108,6 +108,7 @@ MORE: dict[str, dict[str, Any]] = {
         **MAMBA,
     },
     "bamba": {"attn_layer_indices": [1, 3], **MAMBA},
+    "qwen3_vl_moe_text": {"num_experts": 4, "tie_word_embeddings": False, **EXPERTS},
     "falcon_h1": {
         "mamba_d_ssm": 96,
         "mamba_n_heads": 8,
@@ -222,7 +223,14 @@ def small(family: Family) -> dict[str, Any]:
 def counted(config: Any) -> int:
     """Parameters of the model that transformers builds, with buffers: the router's correction bias, layers' scales."""
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        if config.model_type.endswith("_vl_text") or config.model_type.endswith(
+            "_vl_moe_text"
+        ):  # a head is around them
+            model = transformers.AutoModel.from_config(config)
+            if not getattr(config, "tie_word_embeddings", False):
+                model.head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(config)
     buffers = sum(
         b.numel()
         for name, b in model.named_buffers()
@@ -269,7 +277,7 @@ def test_every_number_is_that_of_transformers(family: Family, fields: str) -> No
     assert (spec.hidden, spec.vocab_size, spec.n_blocks) == (
         config.hidden_size, config.vocab_size, config.num_hidden_layers)  # fmt: skip
     assert spec.n_heads == config.num_attention_heads
-    assert spec.is_tied == config.tie_word_embeddings
+    assert spec.is_tied == getattr(config, "tie_word_embeddings", False)
     if spec.attention.mla is None:
         n_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         is_multi_query = getattr(config, "multi_query", False) and not getattr(

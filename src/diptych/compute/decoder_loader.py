@@ -309,7 +309,8 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         n, ffn, hidden = moe.n_experts, moe.expert_ffn, moe.latent or self.spec.hidden
         widths = (ffn,) * (moe.n_products - 1)
         first, second = (f"{root}{name}" for name in self.names.stacked)
-        if self.names.is_transposed and (self.source.has(first) or self.source.has(f"{first}_blocks")):
+        is_stacked = self.source.has(first) or self.source.has(f"{first}_blocks")
+        if is_stacked and self._are_transposed(first, (n, sum(widths), hidden)):
             return self._transposed_parts(moe, first, second)
         if self.source.has(first):
             gate_up = self.source.tensor(first, n, sum(widths), hidden)
@@ -331,6 +332,16 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             )
             for e in range(n)
         )
+
+    def _are_transposed(self, first: str, shape: tuple[int, ...]) -> bool:
+        """Whether stacked experts lie as [inputs, outputs]: as in the family, or as the first's shape says."""
+        if self.names.is_transposed is not None:
+            return self.names.is_transposed
+        try:
+            self.source.tensor(first, *shape)
+        except LoadError:
+            return True
+        return False
 
     def _transposed_parts(self, moe: MoeSpec, first: str, second: str) -> tuple[ExpertParts, ...]:
         """All experts stacked, as [inputs, outputs] or in MXFP4, rows of gate and up in turn or one behind the other."""

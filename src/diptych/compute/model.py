@@ -72,7 +72,7 @@ class Blueprint:
         behind = (f".layers.{self.spec.n_blocks}.",) if self.hf_config.get("num_nextn_predict_layers") else ()
         tied = (f"{family_named(self.spec).names.head}.weight",) if self.spec.is_tied else ()
         scored = () if self.spec.has_head else ("score.weight",)  # read by who scores (`pooler`)
-        ignored = (*family_named(self.spec).ignored, *unused_names(self.spec), *tied, *behind, *scored)
+        ignored = (*unused_names(self.spec), *tied, *behind, *scored)
         self.source.finish(lambda name: any(part in name for part in ignored))
         return weights
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from diptych.compute.ops.contract import NormParts
 from diptych.compute.views import OnesTensor
 from diptych.compute.weights import Source
-from diptych.models.families import BY_MODEL_TYPE
+from diptych.models.families import BY_MODEL_TYPE, WRAPPED_PREFIXES
 from diptych.models.family import Family
 from diptych.models.spec import ModelSpec
 
@@ -18,7 +18,8 @@ def family_named(spec: ModelSpec) -> Family:
 def prefix_of(source: Source, spec: ModelSpec) -> str:
     """Where the tensors of the language model begin."""
     family = family_named(spec)
-    known = (*family.prefixes, "")  # "": a decoder that was saved without the model around it
+    around = WRAPPED_PREFIXES if spec.is_wrapped else ()
+    known = (*family.prefixes, *around, "")  # "": a decoder that was saved without the model around it
     return next((p for p in known if source.has(f"{p}{family.names.embedding}.weight")), family.prefixes[0])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from diptych.models.families_shared import (
+    BESIDE_PICTURES,
     BESIDE_VISION,
     BY_ATTENTION_BIAS,
     BY_USE_BIAS,
@@ -120,6 +121,27 @@ DENSE: tuple[Family, ...] = (
         keys={**QWEN, **QWEN_WINDOWS, "head_dim": 128, "attention_bias": False},
         qk_norm=QkNorm.HEAD,
         **BY_ATTENTION_BIAS,
+    ),
+    # the text parts of Qwen2-VL, 2.5-VL and 3-VL; of a token of text the positions of pictures' three axes are one
+    *(
+        Family(
+            name=f"{kind}_text", architectures=(f"{written}ForConditionalGeneration",),
+            more_model_types=(kind,),
+            keys={**QWEN, **QWEN_WINDOWS, "vocab_size": 152_064, "hidden_size": 8192, "intermediate_size": 29_568,
+                  "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+                  "max_window_layers": 80, "rope_theta": 1_000_000.0},
+            qkv_bias=True,
+            **BESIDE_PICTURES,
+        )
+        for kind, written in (("qwen2_vl", "Qwen2VL"), ("qwen2_5_vl", "Qwen2_5_VL"))
+    ),
+    Family(
+        name="qwen3_vl_text", architectures=("Qwen3VLForConditionalGeneration",),
+        more_model_types=("qwen3_vl",),
+        keys={**USUAL, "vocab_size": 151_936, "intermediate_size": 22_016, "num_key_value_heads": 32, "head_dim": 128,
+              "max_position_embeddings": 128_000, "rope_theta": 500_000.0, "attention_bias": False},
+        qk_norm=QkNorm.HEAD,
+        **BESIDE_PICTURES, **BY_ATTENTION_BIAS,
     ),
     # Phi-3, Phi-3.5, Phi-4; its old configs call longrope "su" or "yarn"
     Family(

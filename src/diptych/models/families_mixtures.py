@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from diptych.models.families_shared import (
+    BESIDE_PICTURES,
     BESIDE_VISION,
     BY_ATTENTION_BIAS,
     BY_GROUPS,
@@ -51,6 +52,20 @@ MIXTURES: tuple[Family, ...] = (
         renamed=LOCAL_EXPERTS,
         qk_norm=QkNorm.HEAD,
         **BY_ATTENTION_BIAS,
+    ),
+    Family(
+        name="qwen3_vl_moe_text", architectures=("Qwen3VLMoeForConditionalGeneration",),
+        more_model_types=("qwen3_vl_moe",),
+        keys={**USUAL, "hidden_size": 2048, "num_hidden_layers": 24, "decoder_sparse_step": 1, "mlp_only_layers": None,
+              "vocab_size": 151_936, "intermediate_size": 5632, "num_attention_heads": 16,
+              "num_key_value_heads": 16, "max_position_embeddings": 128_000, "rope_theta": 500_000.0, "attention_bias": False,
+              "tie_word_embeddings": True, "moe_intermediate_size": 1408, "num_experts_per_tok": 4, "num_experts": 60},
+        fixed={"norm_topk_prob": (True, None), "sliding_window": (None,)},
+        renamed=LOCAL_EXPERTS,
+        qk_norm=QkNorm.HEAD,
+        renormalises=True,
+        names=TensorNames(is_transposed=None),
+        **BESIDE_PICTURES, **BY_ATTENTION_BIAS,
     ),
     Family(
         name="granitemoe", architectures=("GraniteMoeForCausalLM",),

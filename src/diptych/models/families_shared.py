@@ -32,6 +32,8 @@ BESIDE_VISION: dict[str, Any] = {
     "prefixes": ("model.", "language_model.model.", "model.language_model."),
     "ignored": ("rotary_emb.inv_freq", "vision_tower.", "multi_modal_projector."),
 }
+BESIDE_PICTURES: dict[str, Any] = {
+    "prefixes": ("model.", "model.language_model."), "ignored": ("rotary_emb.inv_freq", "visual.")}  # fmt: skip
 BY_ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 BY_USE_BIAS: dict[str, Any] = {"qkv_bias": "use_bias", "o_bias": "use_bias", "mlp_bias": "use_bias"}
 CHOSEN_BY_SIGMOID: dict[str, Any] = {

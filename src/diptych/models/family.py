@@ -35,7 +35,8 @@ class TensorNames:
     qkv_by_head: its rows lie by KV head: the queries that share it, its key, its value. transposes: projections of a layer are
     stored as [inputs, outputs]. embedding, positions, final_norm, layers, head: at the ends, behind a prefix.
     mlp: where the MLP may be found, tried in order. expert: gate (if any), up and down of one expert, where they are separate;
-    stacked: of all experts in one tensor each, is_transposed: as [inputs, outputs], takes_turns: rows of gate and up in turn.
+    stacked: of all experts in one tensor each, is_transposed: as [inputs, outputs] (None: in some files), takes_turns: rows of
+    gate and up in turn.
     apart: norms before the mixture, behind shared experts, behind the mixture, of `MoeSpec.is_apart`.
     choice_axes: what choice_bias has before its experts. norms: before attention, after it, before the MLP, after it.
     q_norm, k_norm: where each head has a weight of its own they are stacked in one tensor, or {} stands for the head.
@@ -65,7 +66,7 @@ class TensorNames:
     mlp: tuple[str, ...] = ("mlp.",)
     expert: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
-    is_transposed: bool = False
+    is_transposed: bool | None = False
     takes_turns: bool = False
     router: str = "gate"
     choice_bias: str = "gate.e_score_correction_bias"

@@ -28,6 +28,7 @@ LAYER_NORM = (
     "attention.layer_norm_epsilon"  # in place of attention.layer_norm_rms_epsilon where norms take the mean away
 )
 WINDOWED = {"attention.sliding_window": "sliding_window"}
+PICTURES = dict.fromkeys(("rope.dimension_sections", "n_deepstack_layers"), "")
 CAPPED = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 EXPERT_WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
@@ -217,6 +218,12 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         keys={**EXPERTS, **EXPERT_WIDTH, **SHARED_WIDTH, **STATES},
         is_tiled=True,
         **WITH_STATES,
+    ),
+    # the text parts; how many positions of pictures turn which pairs, and into how many layers pictures go
+    "qwen2vl": GgufArchitecture(architecture="Qwen2VLForConditionalGeneration", keys=PICTURES),
+    "qwen3vl": GgufArchitecture(architecture="Qwen3VLForConditionalGeneration", keys=PICTURES),
+    "qwen3vlmoe": GgufArchitecture(
+        architecture="Qwen3VLMoeForConditionalGeneration", keys={**EXPERTS, **EXPERT_WIDTH, **PICTURES}
     ),
     "phi3": GgufArchitecture(architecture="Phi3ForCausalLM", keys=WINDOWED),
     "gemma": GgufArchitecture(architecture="GemmaForCausalLM", norm_added=1.0),

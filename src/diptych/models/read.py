@@ -65,7 +65,7 @@ def read_model(
     max_context_tokens: the longest sequence that will run, which some rotary scalings depend on; None: the model's own.
     longrope: which of its two sets of factors; auto: by max_context_tokens.
     """
-    family, has_head = family_of(config), not is_headless(config)
+    family, has_head, is_wrapped = family_of(config), not is_headless(config), "text_config" in config.raw
     name = name or str(config.raw.get("_name_or_path") or family.name)
     config = _canonical(config, family)
     sections = rope_sections(config, family)
@@ -103,6 +103,7 @@ def read_model(
         logit_softcap=config.optional_number("final_logit_softcapping"),
         is_tied=config.flag("tie_word_embeddings"),
         is_run=family.is_run,
+        is_wrapped=is_wrapped,
         has_head=has_head and not is_both_ways(config),
         centres_norms=family.centres_norms,
         has_norm_weight=family.has_norm_weight,

@@ -60,6 +60,7 @@ def rope_section(config: HfConfig, *, aliases: tuple[str, ...] = (), is_partial:
     if config.raw.get("original_max_position_embeddings") is not None:  # Phi-3 keeps it outside; it wins
         raw["original_max_position_embeddings"] = config.raw["original_max_position_embeddings"]
     rope_type = raw.get("rope_type") or raw.get("type") or "default"
+    rope_type = "default" if rope_type == "mrope" else rope_type  # Qwen2-VL's older files, by positions of pictures
     raw["rope_type"] = "longrope" if rope_type in aliases else rope_type
     section = HfConfig(raw, path=f"rope_parameters of {config.path}")
     if not isinstance(raw["rope_type"], str) or raw["rope_type"] not in SECTION_KEYS:

@@ -11,7 +11,7 @@ from typing import Any
 
 from diptych.ground.errors import LoadError
 from diptych.models.config import read_json
-from diptych.models.families import BY_MODEL_TYPE
+from diptych.models.families import BESIDE_WRAPPED, BY_MODEL_TYPE
 from diptych.models.files import INDEX_FILE, safetensors_header, weight_files
 from diptych.models.gguf import count_parameters
 from diptych.models.gguf_file import open_gguf
@@ -23,11 +23,12 @@ LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 def unused_names(spec: ModelSpec) -> tuple[str, ...]:
-    """Parts of names of tensors that a checkpoint may hold and its layers have no use for: keys and values of layers that
-    attend to another's.
+    """Parts of names of tensors that a checkpoint may hold and its layers have no use for: what the family leaves alone, parts
+    for pictures, keys and values of layers that attend to another's.
     """
     shared = [i for i, layer in enumerate(spec.layers) if layer.attention.kv_layer is not None]
-    return tuple(f"layers.{i}.self_attn.{name}." for i in shared for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
+    of_shared = (f"layers.{i}.self_attn.{name}." for i in shared for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
+    return (*BY_MODEL_TYPE[spec.family].ignored, *(BESIDE_WRAPPED if spec.is_wrapped else ()), *of_shared)
 
 
 def check_stored(folder: Path, spec: ModelSpec, expected: int) -> None:
@@ -70,7 +71,7 @@ def _in_headers(folder: Path, spec: ModelSpec) -> int | None:
     ]
     if not tensors or any(tensor.get("dtype") not in PLAIN for _, tensor in tensors):
         return None
-    ignored = (*BY_MODEL_TYPE[spec.family].ignored, *unused_names(spec))
+    ignored = unused_names(spec)
     count = 0
     for name, tensor in tensors:
         layer = LAYER.search(name)

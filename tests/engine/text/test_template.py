@@ -173,6 +173,33 @@ def test_arguments_sent_as_json_text_are_objects_for_the_template():
     assert '"arguments": {"city": "Paris"}}' in template.render(sent).text
 
 
+IDEFICS = (
+    "<|begin|>{% for message in messages %}{{message['role'].capitalize()}}{% if message['content'][0]['type'] == 'image' %}"
+    "{{':'}}{% else %}{{': '}}{% endif %}{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+
+
+def test_a_template_that_prints_parts_alone_gets_them():
+    """Such templates (Idefics 3, SmolVLM) take the letters of a text for parts and print none of them."""
+    template = chat_template(IDEFICS)
+    assert template.wants_parts
+    found = parts(template.render([SYSTEM, *CHAT]), template)
+    assert [name for name, text in found if "Be kind" in text] == ["system"]
+    assert [name for name, text in found if "What is 2 + 2?" in text] == ["turn 1 user"]
+    assert [name for name, text in found if "Thanks" in text] == ["new message"]
+    in_parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in CHAT]
+    assert template.render(CHAT).token_ids == template.render(in_parts).token_ids
+    assert template.render([{"role": "user", "content": ""}]).text == "<|begin|>User: <|im_end|>\nAssistant:"
+    sent = [CHAT[0], {"role": "assistant", "content": "It is "}]
+    told = template.render(sent, add_generation_prompt=False, continue_final_message=True).text
+    assert told.endswith("Assistant: It is ")
+    assert not any(
+        chat_template(source).wants_parts for source in (templates.CHATML, templates.LLAMA3, templates.GEMMA)
+    )
+
+
 def test_every_place_of_a_template_is_read(tmp_path):
     """tokenizer_config.json (text or named list), chat_template.json, chat_template.jinja: the last one wins."""
     named = [{"name": "default", "template": "D{{ messages[0].content }}"}, {"name": "tool_use", "template": "T"}]

@@ -29,6 +29,7 @@ from diptych.ground.errors import LoadError, TemplateError
 from diptych.ground.request import Segment
 
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_MARK = "qtextq"  # a text that nobody else writes
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _SYSTEM_ROLES = ("system", "developer")
 
@@ -89,11 +90,28 @@ class ChatTemplate:
         template = self._template(has_tools=True)
 
         def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], asks: bool) -> str:
-            variables = {**self._tokenizer.special_tokens_map, "messages": list(messages), "tools": list(tools)}
+            messages = [self._worded(message) for message in messages]
+            variables = {**self._tokenizer.special_tokens_map, "messages": messages, "tools": list(tools)}
             pieces = self._sandbox.pieces(template, {**variables, "documents": None, "add_generation_prompt": asks})
             return "".join(piece.text for piece in pieces)
 
         return find_dialect(render, "\n".join(self._sources.values()))
+
+    @cached_property
+    def wants_parts(self) -> bool:
+        """Whether it prints a text only as a part of a list, as templates for pictures do; a text alone would be lost."""
+        template = self._template(has_tools=False)
+
+        def prints(content: object) -> bool:
+            messages = [{"role": "user", "content": content}]
+            variables = {**self._tokenizer.special_tokens_map, "messages": messages, "tools": None, "documents": None}
+            try:
+                pieces = self._sandbox.pieces(template, {**variables, "add_generation_prompt": True})
+            except TemplateError:
+                return False
+            return any(_MARK in piece.text for piece in pieces)
+
+        return not prints(_MARK) and prints([{"type": "text", "text": _MARK}])
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -135,7 +153,7 @@ class ChatTemplate:
         if not messages:
             raise TemplateError("messages has 0 entries; at least 1 is needed", param="messages")
         try:
-            messages = [self._spoken(_plain_message(message)) for message in messages]
+            messages = [self._worded(self._spoken(_plain_message(message))) for message in messages]
             tools, documents, kwargs = plain(tools), plain(documents), plain(kwargs)
         except RecursionError:
             raise TemplateError("messages, tools or chat_template_kwargs are nested too deeply") from None
@@ -185,6 +203,13 @@ class ChatTemplate:
                 function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
         return message
 
+    def _worded(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message whose text is where this template looks for it."""
+        content = message.get("content")
+        if not (isinstance(content, str) and self.wants_parts):
+            return dict(message)
+        return {**message, "content": [{"type": "text", "text": content}]}
+
     def _template(self, *, has_tools: bool) -> jinja2.Template:
         name = "tool_use" if has_tools and "tool_use" in self._sources else "default"
         source = self._sources.get(name, self.source)
@@ -199,6 +224,7 @@ def _template_sources(folder: Path) -> dict[str, str]:
     sources: dict[str, str] = {}
     for value in (
         read_json_object(folder / "tokenizer_config.json").get("chat_template"),
+        read_json_object(folder / "processor_config.json").get("chat_template"),
         read_json_object(folder / "chat_template.json").get("chat_template"),
     ):
         if isinstance(value, str):
