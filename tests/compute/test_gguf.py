@@ -417,6 +417,7 @@ def test_one_tensor_of_another_fine_tune_is_another_revision(tmp_path: Path) -> 
         ("qwen2vl", "qwen2", {"rope.dimension_sections": [2, 3, 3, 0]}),
         ("qwen3vl", "qwen3", {"rope.dimension_sections": [6, 5, 5, 0], "n_deepstack_layers": 3}),
         ("qwen3vlmoe", "qwen3_moe", {"rope.dimension_sections": [3, 3, 2, 0], "n_deepstack_layers": 3}),
+        ("glm4moe", "glm4_moe", {"rope.dimension_sections": [2, 2, 2, 0]}),
     ],
 )
 def test_the_text_parts_of_models_for_pictures(
@@ -427,3 +428,25 @@ def test_the_text_parts_of_models_for_pictures(
     path = write_gguf(reference, tmp_path / "m.gguf", called=called, metadata=metadata)
     golden = ask_reference(reference, path, new_tokens=4)
     check_golden(load_model(path, ComputeConfig(backend="torch", device="cpu", weights="fp32")), golden, chunk=9)
+
+
+def test_rows_of_glm_4v_lie_as_three_axes_turn(tmp_path: Path) -> None:
+    """llama.cpp's converter moves rows of q and k, biases too, where a dense one has three axes of positions."""
+    reference = gguf_reference("glm4")
+    width = reference.config.head_dim
+    rotary = width // 2
+
+    def moved(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        order = [*range(0, rotary, 2), *range(1, rotary, 2), *range(rotary, width)]
+        return {
+            name: values.reshape(-1, width, *values.shape[1:])[:, order].reshape(values.shape)
+            if "attn_q." in name or "attn_k." in name
+            else values
+            for name, values in tensors.items()
+        }
+
+    path = write_gguf(reference, tmp_path / "m.gguf", change=moved, metadata={"rope.dimension_sections": [2, 2, 2, 0]})
+    golden = ask_reference(reference, path, new_tokens=4)
+    model = load_model(path, ComputeConfig(backend="torch", device="cpu", weights="fp32"))
+    assert model.spec.family == "glm4v_text"
+    check_golden(model, golden, chunk=9)

@@ -164,6 +164,7 @@ def test_every_required_family_is_supported() -> None:
         "Qwen3_5ForConditionalGeneration",
         "Qwen3_5MoeForConditionalGeneration",
         *(f"{name}ForConditionalGeneration" for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe")),
+        *(f"{name}ForConditionalGeneration" for name in ("Glm4v", "Glm46V", "Glm4vMoe")),
         *WRAPPERS,
     }
     # Llamas there; and how files write what transformers writes otherwise

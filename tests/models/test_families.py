@@ -64,6 +64,8 @@ MORE: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"n_shared_experts": 2, **LATENT},
     "deepseek_v3": {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, **LATENT},
     "glm4_moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS},
+    "glm4v_moe_text": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS},
+    "glm4v_text": {"head_dim": 16},  # of its hidden size, whatever the config says
     "gemma3n_text": {
         "num_kv_shared_layers": 2,
         "layer_types": ["full_attention", "sliding_attention"] * 2,
@@ -199,7 +201,7 @@ CLASS_NEEDS: dict[str, dict[str, Any]] = {
     "lfm3": {"layer_types": ["conv", "full_attention"] * 12},
     "nemotron": {"num_key_value_heads": 48}, "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6},
-    "glm4_moe": {"head_dim": 128}, "ministral": {"head_dim": 128},
+    "glm4_moe": {"head_dim": 128}, "glm4v_moe_text": {"head_dim": 128}, "ministral": {"head_dim": 128},
     "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128, "n_shared_experts": 2},
 }  # fmt: skip
 
@@ -223,9 +225,7 @@ def small(family: Family) -> dict[str, Any]:
 def counted(config: Any) -> int:
     """Parameters of the model that transformers builds, with buffers: the router's correction bias, layers' scales."""
     with torch.device("meta"):
-        if config.model_type.endswith("_vl_text") or config.model_type.endswith(
-            "_vl_moe_text"
-        ):  # a head is around them
+        if config.model_type.endswith(("vl_text", "vl_moe_text", "4v_text", "4v_moe_text")):  # a head is around them
             model = transformers.AutoModel.from_config(config)
             if not getattr(config, "tie_word_embeddings", False):
                 model.head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)

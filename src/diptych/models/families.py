@@ -25,13 +25,16 @@ BY_MODEL_TYPE: dict[str, Family] = {name: family for family in FAMILIES for name
 WRAPPERS: tuple[str, ...] = tuple(
     f"{name}ForConditionalGeneration"
     for name in ("Mistral3", "Lfm2Vl", "Lfm3Vl", "Llava", "LlavaNext", "LlavaOnevision", "InternVL", "Idefics3", "SmolVLM",
-                 "KimiK25", "Kimi_K25", "Ovis2")
+                 "KimiK25", "Kimi_K25", "Ovis2", "AyaVision", "Cohere2Vision", "Exaone4_5_", "Voxtral",
+                 "Qwen2Audio")
 )  # fmt: skip
 # where their decoders' tensors begin beside where those of decoders alone do, and parts of names of what is not the decoder's
 WRAPPED_PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.")
 BESIDE_WRAPPED = (
     "vision_tower.",
     "vision_model.",
+    "visual.",
+    "audio_tower.",
     "multi_modal_projector.",
     "mm_projector.",
     "connector.",

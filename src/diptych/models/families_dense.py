@@ -47,6 +47,8 @@ GEMMA_4_LAYERS: dict[str, Any] = {
 GLM = {**USUAL, "vocab_size": 151_552, "intermediate_size": 13_696, "num_hidden_layers": 40, "head_dim": 128,
        "num_key_value_heads": 2, "max_position_embeddings": 131_072, "rms_norm_eps": 1.5625e-07,
        "partial_rotary_factor": 0.5, "attention_bias": True}  # fmt: skip
+GLM4_NAMES = TensorNames(gate_up=("gate_up_proj",), norms={Norms.AROUND: (
+    "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")})  # fmt: skip
 COHERE = {**USUAL, "vocab_size": 256_000, "hidden_size": 8192, "intermediate_size": 22_528, "logit_scale": 0.0625,
           "num_hidden_layers": 40, "num_attention_heads": 64, "max_position_embeddings": 8192,
           "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "attention_bias": False}  # fmt: skip
@@ -337,8 +339,21 @@ DENSE: tuple[Family, ...] = (
         norms=Norms.AROUND,
         is_interleaved=True,
         qkv_bias="attention_bias",
-        names=TensorNames(gate_up=("gate_up_proj",), norms={Norms.AROUND: (
-            "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")}),
+        names=GLM4_NAMES,
+    ),
+    # the text of GLM-4.1V and 4.6V Flash; GGUF files have their rows of q and k in the other order
+    Family(
+        name="glm4v_text", architectures=("Glm4vForConditionalGeneration", "Glm46VForConditionalGeneration"),
+        more_model_types=("glm4v", "glm46v"),
+        keys={**USUAL, "vocab_size": 151_552, "intermediate_size": 13_696, "num_hidden_layers": 40,
+              "num_key_value_heads": 2, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-5,
+              "partial_rotary_factor": 1.0, "rope_interleave": True},
+        fixed={"attention_bias": (None, True)},
+        norms=Norms.AROUND,
+        is_interleaved="rope_interleave",
+        qkv_bias=True,
+        names=GLM4_NAMES,
+        **BESIDE_PICTURES,
     ),
     # Command-R and Aya; R+ norms each head of q and k by weights of its own
     Family(

@@ -146,6 +146,19 @@ MIXTURES: tuple[Family, ...] = (
         qk_norm_key="use_qk_norm",
         **CHOSEN_BY_SIGMOID,
     ),
+    # the text of GLM-4.5V and 4.6V
+    Family(
+        name="glm4v_moe_text", architectures=("Glm4vMoeForConditionalGeneration",),
+        more_model_types=("glm4v_moe",),
+        keys={**USUAL, **BY_GROUPS, "vocab_size": 151_424, "intermediate_size": 10_944, "num_hidden_layers": 46,
+              "num_attention_heads": 96, "num_key_value_heads": 8, "max_position_embeddings": 65_536,
+              "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "attention_bias": True,
+              "moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_shared_experts": 1, "num_experts": 128,
+              "first_k_dense_replace": 1},
+        fixed={"use_qk_norm": (None, False)},
+        qkv_bias="attention_bias",
+        **BESIDE_PICTURES, **CHOSEN_BY_SIGMOID,
+    ),
     Family(
         name="solar_open", architectures=("SolarOpenForCausalLM",),
         keys={**USUAL, **BY_GROUPS, "vocab_size": 196_608, "intermediate_size": None, "num_hidden_layers": 48,

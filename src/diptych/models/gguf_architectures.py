@@ -182,6 +182,11 @@ LLAMA4 = GgufArchitecture(
 )  # fmt: skip
 # llama.cpp knows by the number of experts that its queries and keys have no norms
 MAVERICK, MAVERICK_EXPERTS = replace(LLAMA4, fixed={"use_qk_norm": False}), 128
+GLM4 = GgufArchitecture(architecture="Glm4ForCausalLM", norms=AROUND_GLM, present={"attention_bias": Q_BIAS})
+# whose rows of q and k lie as llama.cpp turns three axes: those half of the rotated ones apart together
+GLM4V = GgufArchitecture(
+    architecture="Glm4vForConditionalGeneration", keys=PICTURES, norms=AROUND_GLM, fixed={"rope_interleave": False}
+)
 NEMOTRON_H = GgufArchitecture(
     architecture="NemotronHForCausalLM",
     keys=BLOCKS,
@@ -300,10 +305,10 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         norms=OPERATORS,
     ),
     "chatglm": GgufArchitecture(architecture="GlmForCausalLM", present={"attention_bias": Q_BIAS}),
-    "glm4": GgufArchitecture(architecture="Glm4ForCausalLM", norms=AROUND_GLM, present={"attention_bias": Q_BIAS}),
+    "glm4": GLM4,
     "glm4moe": GgufArchitecture(
         architecture="Glm4MoeForCausalLM",
-        keys=GROUPED,
+        keys={**GROUPED, **PICTURES},
         fixed=UNGROUPED,
         values={"expert_gating_func": (0, SIGMOID)},
         norms=BEHIND,
@@ -411,6 +416,8 @@ def architecture_of(file: GgufFile) -> GgufArchitecture:
         )
     if found is OLMO2 and file.metadata.get("olmo2.attention.sliding_window"):
         return OLMO3
+    if found is GLM4 and "glm4.rope.dimension_sections" in file.metadata:
+        return GLM4V
     if found is DEEPSEEK_V2 and not file.metadata.get("deepseek2.expert_count"):
         return YOUTU
     if found is DEEPSEEK_V2 and any(name.endswith(".exp_probs_b.bias") for name in file.tensors):
