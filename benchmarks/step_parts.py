@@ -37,6 +37,7 @@ from diptych.models.named import SHAPES
 KINDS = {
     "gate_up": "mlp",
     "down": "mlp",
+    "states": "attention",
     "scores": "attention",
     "values": "attention",
     "norms": "norm",

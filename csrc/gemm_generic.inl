@@ -52,13 +52,23 @@ inline Lanes exp2_lanes(Lanes t) {
 inline Lanes activate(Activation activation, Lanes x) {
   Lanes t = x * -1.44269504f;
   if (activation == Activation::gelu_tanh) t = x * -2.3022082f * (x * x * 0.044715f + 1.0f);
-  return (activation == Activation::sigmoid ? fill(1.0f) : x) / (exp2_lanes(t) + 1.0f);
+  if (activation == Activation::sigmoid) x = fill(1.0f);
+  return x / (exp2_lanes(t) + 1.0f);
+}
+
+// By the rule of to_bf16: both words are made, then one is chosen.
+inline void store_bf16(Lanes values, uint16_t* out) {
+  const Bits word = (Bits)values, quiet = word >> 16 | 0x40, rounded = (word + 0x7fff + (word >> 16 & 1)) >> 16;
+  const Bits is_nan = (Bits)((word & 0x7fffffff) > 0x7f800000);
+  const Halves halves = __builtin_convertvector((quiet & is_nan) | (rounded & ~is_nan), Halves);
+  std::memcpy(out, &halves, sizeof halves);
 }
 
 // `count` of a piece's lanes, from output `output` on.
 template <Store kStore>
 inline __attribute__((always_inline)) void put(const FinishArgs& args, int64_t row, int64_t output, Lanes lanes, int64_t count) {
   if (kStore == Store::gate_f32) lanes = activate(args.activation, lanes);
+  if (kStore == Store::bf16 && count == kLaneCount) return store_bf16(lanes, static_cast<uint16_t*>(args.out[row]) + output);
   float y[kLaneCount];
   std::memcpy(y, &lanes, sizeof y);
   float* out = static_cast<float*>(args.out[row]) + output;

@@ -99,56 +99,105 @@ static void fade_by_key(const StateCall& call, const StateTask& task, int64_t he
   }
 }
 
-enum class Moves { delta, delta_by_key, ssd };
+// What moves columns of a head's state, 16 or 32 beside each other, over n tokens: those of their values that are there, the rates of the
+// tokens, `along` the products of their q and k, and `skip` of a value that is given, too. The state: [key_dim][16] for each 16 columns.
+struct Columns {
+  const float *q, *k, *v;
+  int64_t stride;  // of a token's q, k and v
+  const float *weight, *left, *along;
+  float skip;
+  int64_t n, last_lanes;
+  float *state, *out;
+  int64_t out_stride;
+};
 
-// G times 16 columns of a head's state, [key_dim][16] each, over n tokens: what each leaves is S^T q of the state behind it, without the decay
-// of its own it would wait for. A row that moved on meets the next token's k and q at once, so that a token reads and writes the state once;
-// columns beside each other share what is spread of k and q, and hide each other's chains of additions. By the delta rule what a state has
-// of k already is taken from v; else v is what is new, and `skip` of it is given, too. By key k and q have the decay before they meet a row.
-template <int64_t G, Moves kMoves>
-static void move_columns(const StateShape& shape, const float* q, const float* k, int64_t stride, const float* v, int64_t v_stride,
-                         const float* weight, const float* left, const Fading& by_key, const float* along, float skip, int64_t n, int64_t last_lanes,
-                         float* state, float* out, int64_t out_stride) {
-  constexpr bool IsDelta = kMoves != Moves::ssd, kByKey = kMoves == Moves::delta_by_key;
-  const int64_t dk = shape.key_dim;
-  const float *met_k = kByKey ? by_key.k : k, *met_q = kByKey ? by_key.q : q, *rows_left = by_key.left;
-  const int64_t met_stride = kByKey ? dk : stride;
+// By the delta rule: what each token leaves is S^T q of the state behind it, without the decay of its own it would wait for. A row that moved
+// on meets the next token's k and q at once, so that a token reads and writes the state once; columns beside each other share what is spread
+// of k and q, and hide each other's chains of additions. What a state has of k already is taken from v. By key k and q have the decay before
+// they meet a row.
+template <int64_t G, bool kByKey>
+static void move_by_delta(const Columns& over, int64_t dk, const Fading& by_key) {
+  const float *k = over.k, *met_k = kByKey ? by_key.k : k, *met_q = kByKey ? by_key.q : over.q, *rows_left = by_key.left;
+  const int64_t met_stride = kByKey ? dk : over.stride;
+  float* const state = over.state;
   F32 of_k[G], of_q[G], news[G];
   for (int64_t g = 0; g < G; ++g) of_k[g] = of_q[g] = zero();
   for (int64_t i = 0; i < dk; ++i) {
     const F32 of_key = set1(met_k[i]), of_query = set1(met_q[i]);
     for (int64_t g = 0; g < G; ++g) {
       const F32 s = load(state + (g * dk + i) * 16);
-      if (IsDelta) of_k[g] = fma(s, of_key, of_k[g]);
+      of_k[g] = fma(s, of_key, of_k[g]);
       of_q[g] = fma(s, of_query, of_q[g]);
     }
   }
-  for (int64_t t = 0; t < n; ++t, k += stride, met_k += met_stride, met_q += met_stride, rows_left += kByKey ? dk : 0) {
-    const F32 fading = kByKey ? set1(1.0f) : set1(left[t]);
-    const auto fading_of = [&](int64_t i) { return kByKey ? set1(rows_left[i]) : fading; };
+  for (int64_t t = 0; t < over.n; ++t, k += over.stride, met_k += met_stride, met_q += met_stride, rows_left += kByKey ? dk : 0) {
+    const float left = kByKey ? 1.0f : over.left[t];
+    // a number, of which a lane each is made anew: compilers copy lanes that they choose by way of memory, in other pieces than they read
+    const auto fading_of = [&](int64_t i) { return kByKey ? rows_left[i] : left; };
     for (int64_t g = 0; g < G; ++g) {
-      const int64_t lanes = g + 1 == G ? last_lanes : 16;
-      const F32 value = load_n(v + t * v_stride + g * 16, lanes);
-      news[g] = mul(set1(weight[t]), IsDelta ? sub(value, kByKey ? of_k[g] : mul(fading, of_k[g])) : value);
-      const F32 given = fma(news[g], set1(along[t]), kByKey ? of_q[g] : mul(fading, of_q[g]));
-      store_n(out + t * out_stride + g * 16, IsDelta ? given : fma(value, set1(skip), given), lanes);
+      const int64_t lanes = g + 1 == G ? over.last_lanes : 16;
+      const F32 value = load_n(over.v + t * over.stride + g * 16, lanes);
+      if constexpr (!kByKey) of_k[g] = mul(set1(left), of_k[g]), of_q[g] = mul(set1(left), of_q[g]);
+      news[g] = mul(set1(over.weight[t]), sub(value, of_k[g]));
+      store_n(over.out + t * over.out_stride + g * 16, fma(news[g], set1(over.along[t]), of_q[g]), lanes);
       of_k[g] = of_q[g] = zero();
     }
-    if (t + 1 == n)
+    if (t + 1 == over.n)
       for (int64_t i = 0; i < dk; ++i)
-        for (int64_t g = 0; g < G; ++g) store(state + (g * dk + i) * 16, fma(news[g], set1(k[i]), mul(fading_of(i), load(state + (g * dk + i) * 16))));
+        for (int64_t g = 0; g < G; ++g) store(state + (g * dk + i) * 16, fma(news[g], set1(k[i]), mul(set1(fading_of(i)), load(state + (g * dk + i) * 16))));
     else
       for (int64_t i = 0; i < dk; ++i) {
-        const F32 key = set1(k[i]), of_key = set1(met_k[met_stride + i]), of_query = set1(met_q[met_stride + i]), row_fading = fading_of(i);
+        const F32 key = set1(k[i]), of_key = set1(met_k[met_stride + i]), of_query = set1(met_q[met_stride + i]), row_fading = set1(fading_of(i));
         F32 s[G];  // all of them read before one is stored: their addresses may be equal in what a processor compares first
         for (int64_t g = 0; g < G; ++g) s[g] = fma(news[g], key, mul(row_fading, load(state + (g * dk + i) * 16)));
         for (int64_t g = 0; g < G; ++g) {
           store(state + (g * dk + i) * 16, s[g]);
-          if (IsDelta) of_k[g] = fma(s[g], of_key, of_k[g]);
+          of_k[g] = fma(s[g], of_key, of_k[g]);
           of_q[g] = fma(s[g], of_query, of_q[g]);
         }
       }
   }
+}
+
+// By Mamba-2's rule, T tokens from `begin` on: their news wait for no state, so a row stays in registers while they pass. What each leaves is
+// its decay of S^T q of the state before it, and its news.
+template <int64_t G, int64_t T>
+static void pass_tokens(const Columns& over, int64_t dk, int64_t begin) {
+  const float *q = over.q + begin * over.stride, *k = over.k + begin * over.stride;
+  float* const out = over.out + begin * over.out_stride;
+  F32 value[T][G], news[T][G], of_q[T][G], fading[T];
+  for (int64_t t = 0; t < T; ++t) {
+    fading[t] = set1(over.left[begin + t]);
+    for (int64_t g = 0; g < G; ++g) {
+      value[t][g] = load_n(over.v + (begin + t) * over.stride + g * 16, g + 1 == G ? over.last_lanes : 16);
+      news[t][g] = mul(set1(over.weight[begin + t]), value[t][g]);
+      of_q[t][g] = zero();
+    }
+  }
+  for (int64_t i = 0; i < dk; ++i) {
+    F32 s[G];
+    for (int64_t g = 0; g < G; ++g) s[g] = load(over.state + (g * dk + i) * 16);
+    for (int64_t t = 0; t < T; ++t) {
+      const F32 key = set1(k[t * over.stride + i]), query = set1(q[t * over.stride + i]);
+      for (int64_t g = 0; g < G; ++g) {
+        of_q[t][g] = fma(s[g], query, of_q[t][g]);
+        s[g] = fma(news[t][g], key, mul(fading[t], s[g]));
+      }
+    }
+    for (int64_t g = 0; g < G; ++g) store(over.state + (g * dk + i) * 16, s[g]);
+  }
+  for (int64_t t = 0; t < T; ++t)
+    for (int64_t g = 0; g < G; ++g) {
+      const F32 given = fma(news[t][g], set1(over.along[begin + t]), mul(fading[t], of_q[t][g]));
+      store_n(out + t * over.out_stride + g * 16, fma(value[t][g], set1(over.skip), given), g + 1 == G ? over.last_lanes : 16);
+    }
+}
+
+template <int64_t G>
+static void move_by_decay(const Columns& over, int64_t dk, const Fading&) {
+  int64_t t = 0;
+  for (; t + 4 <= over.n; t += 4) pass_tokens<G, 4>(over, dk, t);
+  for (; t < over.n; ++t) pass_tokens<G, 1>(over, dk, t);
 }
 
 // The task's heads of a state, from one place to another; from nowhere: zeros.
@@ -193,8 +242,8 @@ static void move_heads(const StateCall& call, const StateTask& task, float* scra
   // where the task's channels begin in a row of qkv, and how wide they are
   const int64_t firsts[3] = {key_head * dk, (shape.n_key_heads + key_head) * dk, 2 * shape.n_key_heads * dk + task.part * own};
   const int64_t widths[3] = {dk, dk, own};
-  auto* const one_moves = shape.fades_by_key ? move_columns<1, Moves::delta_by_key> : is_delta ? move_columns<1, Moves::delta> : move_columns<1, Moves::ssd>;
-  auto* const two_move = shape.fades_by_key ? move_columns<2, Moves::delta_by_key> : is_delta ? move_columns<2, Moves::delta> : move_columns<2, Moves::ssd>;
+  auto* const one_moves = shape.fades_by_key ? move_by_delta<1, true> : is_delta ? move_by_delta<1, false> : move_by_decay<1>;
+  auto* const two_move = shape.fades_by_key ? move_by_delta<2, true> : is_delta ? move_by_delta<2, false> : move_by_decay<2>;
   float *tail = scratch, *tile = tail + before * width, *weight = tile + kStateTile * width, *left = weight + kStateTile * heads,
         *along = left + kStateTile * heads;
   const Fading by_key{along + kStateTile, along + kStateTile * (1 + dk), along + kStateTile * (1 + 2 * dk)};
@@ -226,8 +275,10 @@ static void move_heads(const StateCall& call, const StateTask& task, float* scra
       if (shape.fades_by_key) fade_by_key(call, task, head, begin, n, tile, tile + dk, width, by_key);
       for (int64_t column = 0; column < dv; column += 32, state += 2 * dk * 16) {
         const int64_t columns = dv - column, lanes = columns < 32 ? (columns - 1) % 16 + 1 : 16;
-        (columns > 16 ? two_move : one_moves)(shape, tile, tile + dk, width, tile + 2 * dk + i * dv + column, width, weight, left, by_key, along, skip, n,
-                                              lanes, state, out + column, call.out_stride);
+        const Columns over{.q = tile, .k = tile + dk, .v = tile + 2 * dk + i * dv + column, .stride = width, .weight = weight, .left = left,
+                           .along = along, .skip = skip, .n = n, .last_lanes = lanes, .state = state, .out = out + column,
+                           .out_stride = call.out_stride};
+        (columns > 16 ? two_move : one_moves)(over, dk, by_key);
       }
       if (!is_delta) continue;
       for (int64_t t = 0; t < n; ++t) rms_norm_row(out + t * call.out_stride, call.norm, dv, shape.norm_eps, out + t * call.out_stride);
