@@ -302,6 +302,21 @@ def test_published_files_say_more_than_is_read() -> None:
             assert found.windows == (8, 8, 8, None)
 
 
+def test_command_r7b_and_a_as_they_were_published(caplog: pytest.LogCaptureFixture) -> None:
+    """Their files have what an older code read; Granite 4's key for positions made one of it a reason to refuse them."""
+    older = {"position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "order_of_interleaved_layers": "local_attn_first",
+             "use_gated_activation": True, "use_parallel_block": True, "use_embedding_sharing": True, "layer_switch": 4,
+             "use_parallel_embedding": False, "use_qk_norm": False, "cache_implementation": "hybrid"}  # fmt: skip
+    assert read("cohere2", **older).layers == read("cohere2").layers
+    assert not caplog.text
+    for key, value in (("position_embedding_type", "alibi"), ("rotary_pct", 0.5), ("use_parallel_block", False)):
+        with pytest.raises(LoadError, match=key):
+            read("cohere2", **{**older, key: value})
+    assert read("granite", position_embedding_type="rope").layers == read("granite").layers
+    with pytest.raises(LoadError, match="position_embedding_type"):
+        read("granite", position_embedding_type="nope")
+
+
 def test_keys_at_their_usual_value_are_no_obstacle() -> None:
     """Real files hold many keys that say: as usual."""
     fields = {"partial_rotary_factor": 1.0, "sliding_window": None, "use_sliding_window": False, "max_window_layers": 28,

@@ -368,6 +368,11 @@ DENSE: tuple[Family, ...] = (
         name="cohere2", architectures=("Cohere2ForCausalLM",),
         keys={**COHERE, "sliding_window": 4096, "layer_types": None, "sliding_window_pattern": 4},
         renamed={"_sliding_window_pattern": "sliding_window_pattern", **LAYER_NORM_EPS},
+        # what published files have from before the class was written
+        fixed={"position_embedding_type": ("rope_gptj", None), "rotary_pct": (1.0, None), "use_qk_norm": (False, None),
+               "order_of_interleaved_layers": ("local_attn_first", None), "use_gated_activation": (True, None),
+               "use_parallel_block": (True, None), "use_embedding_sharing": (True, None)},
+        unread=("layer_switch", "use_parallel_embedding"),
         turns_windowed_only=True,
         **COHERE_LAYERS,
     ),
