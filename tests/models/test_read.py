@@ -317,6 +317,27 @@ def test_command_r7b_and_a_as_they_were_published(caplog: pytest.LogCaptureFixtu
         read("granite", position_embedding_type="nope")
 
 
+def test_published_files_repeat_and_leave_over() -> None:
+    """StarCoder 2 3B, Hunyuan 7B and A13B, dots.llm1: what an ancestor read, or other classes of the same makers."""
+    ancestor = {"activation_function": "gelu", "scale_attn_weights": True, "attention_softmax_in_fp32": True}
+    assert read("starcoder2", **ancestor).layers == read("starcoder2").layers
+    head = {"attention_head_dim": 16, "use_qk_norm": True, "use_cla": False}
+    dense = {**head, "num_experts": 1, "num_shared_expert": 1}
+    assert read("hunyuan_v1_dense", **dense).layers == read("hunyuan_v1_dense").layers
+    with pytest.raises(LoadError, match=r"num_experts .* is 8"):
+        read("hunyuan_v1_dense", **{**dense, "num_experts": 8})
+    experts = {"num_experts": 4, "moe_topk": [2] * 4, "moe_intermediate_size": [32] * 4, "num_shared_expert": [1] * 4}
+    latent = {"use_mla": False, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    assert read("hunyuan_v1_moe", **experts, **head, **latent).layers == read("hunyuan_v1_moe", **experts).layers
+    with pytest.raises(LoadError, match="use_mla"):
+        read("hunyuan_v1_moe", **experts, **{**latent, "use_mla": True})
+    chosen = {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    named = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    assert read("dots1", **chosen, **named).layers == read("dots1", **chosen).layers
+    with pytest.raises(LoadError, match="scoring_func"):
+        read("dots1", **chosen, scoring_func="softmax")
+
+
 def test_keys_at_their_usual_value_are_no_obstacle() -> None:
     """Real files hold many keys that say: as usual."""
     fields = {"partial_rotary_factor": 1.0, "sliding_window": None, "use_sliding_window": False, "max_window_layers": 28,

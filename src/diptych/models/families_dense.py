@@ -413,6 +413,10 @@ DENSE: tuple[Family, ...] = (
               "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None, "use_bias": True,
               "tie_word_embeddings": True},
         renamed={"norm_epsilon": "rms_norm_eps"},
+        # GPT-BigCode's, in published files of the 3B beside what is read
+        fixed=dict.fromkeys(("scale_attn_weights", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
+                            (True, None)),
+        unread=("activation_function", "layer_norm_epsilon"),
         centres_norms=True, has_norm_bias=True,
         is_gated=False,
         names=TensorNames(gate_up=("c_fc",), down="c_proj"),
@@ -469,6 +473,9 @@ DENSE: tuple[Family, ...] = (
     Family(
         name="hunyuan_v1_dense", architectures=("HunYuanDenseV1ForCausalLM",),
         keys={**USUAL, "vocab_size": 290_943, "rms_norm_eps": 1e-5, "attention_bias": False},
+        fixed={"use_qk_norm": (True, None), "use_cla": (False, None), "mlp_bias": (False, None),
+               **dict.fromkeys(("num_experts", "num_shared_expert", "moe_topk"), (1, 0, None))},
+        unread=("attention_head_dim",),  # published files repeat the width of a head so
         qk_norm=QkNorm.TURNED,
         names=TensorNames(q_norm="query_layernorm", k_norm="key_layernorm"),
         **BY_ATTENTION_BIAS,

@@ -175,6 +175,8 @@ MIXTURES: tuple[Family, ...] = (
               "n_shared_experts": None, "num_experts_per_tok": None, "first_k_dense_replace": 0,
               "norm_topk_prob": False, "attention_bias": False, "sliding_window": 4096, "max_window_layers": 62,
               "layer_types": None},
+        # what names the one way in which its class chooses experts
+        fixed={"scoring_func": ("sigmoid", "noaux_tc", None), "topk_method": ("noaux_tc", None)},
         qk_norm=QkNorm.HEAD,
         **CHOSEN_BY_SIGMOID,
         **BY_ATTENTION_BIAS,
@@ -274,6 +276,8 @@ MIXTURES: tuple[Family, ...] = (
               "num_experts_per_tok": 1, "moe_intermediate_size": None, "n_shared_experts": 1},
         fixed={"use_qk_norm": (True,), "use_cla": (False,), "use_mla": (False,), "use_mixed_mlp_moe": (True,),
                "moe_layer_num_skipped": (0,), "norm_topk_prob": (True,), "mlp_bias": (False,)},
+        # published files repeat the width of a head, and have those of an attention that they do not use
+        unread=("attention_head_dim", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
         renamed={**LOCAL_EXPERTS, "moe_topk": "num_experts_per_tok", "num_shared_expert": "n_shared_experts"},
         by_layer=("num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
         qk_norm=QkNorm.TURNED,
