@@ -321,6 +321,12 @@ def test_published_files_repeat_and_leave_over() -> None:
     """StarCoder 2 3B, Hunyuan 7B and A13B, dots.llm1: what an ancestor read, or other classes of the same makers."""
     ancestor = {"activation_function": "gelu", "scale_attn_weights": True, "attention_softmax_in_fp32": True}
     assert read("starcoder2", **ancestor).layers == read("starcoder2").layers
+    assert read("llama", activation="swiglu").layers == read("llama").layers, "Falcon 3"
+    bloom = {"model_type": "bloom", "n_layer": 2}
+    in_fp32 = read_model(HfConfig({**bloom, "attention_softmax_in_fp32": True}))
+    assert in_fp32.layers == read_model(HfConfig(bloom)).layers
+    with pytest.raises(LoadError, match="activation"):
+        read("llama", activation="geglu")
     head = {"attention_head_dim": 16, "use_qk_norm": True, "use_cla": False}
     dense = {**head, "num_experts": 1, "num_shared_expert": 1}
     assert read("hunyuan_v1_dense", **dense).layers == read("hunyuan_v1_dense").layers

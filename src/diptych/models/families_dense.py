@@ -413,10 +413,7 @@ DENSE: tuple[Family, ...] = (
               "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None, "use_bias": True,
               "tie_word_embeddings": True},
         renamed={"norm_epsilon": "rms_norm_eps"},
-        # GPT-BigCode's, in published files of the 3B beside what is read
-        fixed=dict.fromkeys(("scale_attn_weights", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
-                            (True, None)),
-        unread=("activation_function", "layer_norm_epsilon"),
+        unread=("activation_function", "layer_norm_epsilon"),  # GPT-BigCode's, in published files of the 3B
         centres_norms=True, has_norm_bias=True,
         is_gated=False,
         names=TensorNames(gate_up=("c_fc",), down="c_proj"),

@@ -52,5 +52,6 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType({
     "partial_rotary_factor": 1.0, "rope_pct": 1.0, "rotary_pct": 1.0, "embedding_multiplier": 1.0,
     "logits_scaling": 1.0, "logit_scale": 1.0, "residual_multiplier": 1.0, "routed_scaling_factor": 1.0,
     "n_group": 1, "topk_group": 1, "decoder_sparse_step": 1, "no_rope_layer_interval": None, "moe_layer_freq": 1,
-    "position_embedding_type": "rope",
+    "position_embedding_type": "rope", "activation": "swiglu", "scale_attn_weights": True,
+    "attention_softmax_in_fp32": True, "scale_attention_softmax_in_fp32": True,
 })  # fmt: skip
