@@ -99,15 +99,14 @@ static void fade_by_key(const StateCall& call, const StateTask& task, int64_t he
   }
 }
 
-// What moves columns of a head's state, 16 or 32 beside each other, over n tokens: those of their values that are there, the rates of the
-// tokens, `along` the products of their q and k, and `skip` of a value that is given, too. The state: [key_dim][16] for each 16 columns.
+// 16 or 32 columns of a head's state and the n tokens that pass it.
 struct Columns {
-  const float *q, *k, *v;
-  int64_t stride;  // of a token's q, k and v
-  const float *weight, *left, *along;
-  float skip;
-  int64_t n, last_lanes;
-  float *state, *out;
+  const float *q, *k, *v;             // of the first token; v: those of these columns
+  int64_t stride;                     // from a token's q, k and v to the next one's
+  const float *weight, *left, *along; // of each token: what weighs its news, what is left of the state behind it, q k
+  float skip;                         // how much of a value is given as it is
+  int64_t n, last_lanes;              // tokens; columns that the last 16 have
+  float *state, *out;                 // [key_dim][16] for each 16 columns; a row for each token
   int64_t out_stride;
 };
 
