@@ -101,12 +101,12 @@ static void fade_by_key(const StateCall& call, const StateTask& task, int64_t he
 
 // 16 or 32 columns of a head's state and the n tokens that pass it.
 struct Columns {
-  const float *q, *k, *v;             // of the first token; v: those of these columns
-  int64_t stride;                     // from a token's q, k and v to the next one's
-  const float *weight, *left, *along; // of each token: what weighs its news, what is left of the state behind it, q k
-  float skip;                         // how much of a value is given as it is
-  int64_t n, last_lanes;              // tokens; columns that the last 16 have
-  float *state, *out;                 // [key_dim][16] for each 16 columns; a row for each token
+  const float *q, *k, *v;               // of the first token; v: those of these columns
+  int64_t stride;                       // from a token's q, k and v to the next one's
+  const float *weight, *left, *along;   // of each token: what weighs its news, what is left of the state behind it, q k
+  float skip;                           // how much of a value is given as it is
+  int64_t n, last_lanes;                // tokens; columns that the last 16 have
+  float *state, *out;                   // [key_dim][16] for each 16 columns; a row for each token
   int64_t out_stride;
 };
 

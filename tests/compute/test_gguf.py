@@ -450,3 +450,6 @@ def test_rows_of_glm_4v_lie_as_three_axes_turn(tmp_path: Path) -> None:
     model = load_model(path, ComputeConfig(backend="torch", device="cpu", weights="fp32"))
     assert model.spec.family == "glm4v_text"
     check_golden(model, golden, chunk=9)
+    write_gguf(reference, tmp_path / "none.gguf", metadata={"rope.dimension_sections": [0, 0, 0, 0]})
+    with pytest.raises(LoadError, match="dimension_sections"):  # no axis has a pair, and no row was moved
+        load_gguf_spec(tmp_path / "none.gguf")

@@ -94,7 +94,7 @@ def _model(spec: ModelSpec) -> dict[str, Any]:
         "is_run": spec.is_run,
         "parameters": parameter_count(spec),
         "active_parameters": active_parameter_count(spec),
-        "layers": spec.n_blocks if spec.pair_of(0) is not None else spec.n_layers,
+        "layers": spec.n_blocks,
         "hidden": spec.hidden,
         "ffn": None if spec.mlp is None else spec.mlp.ffn,
         "expert_ffn": None if moe is None else moe.expert_ffn,

@@ -153,9 +153,7 @@ class Sites:
         self._head: WeightTensor | None = None
         # (layer, expert) -> modules of gate and up, of down
         self._of_experts: dict[tuple[str, int], list[list[str]]] = {}
-        self.has_multiplied = (
-            False  # weights have what their projections were multiplied by, of which nobody tells any more
-        )
+        self.has_multiplied = False  # as `Blueprint` has it
 
     def note(self, parts: LinearParts, linear: object, *, module: str | None = None) -> list[str]:
         """The tensors of a projection are its modules, stacked along the outputs; answers their names.

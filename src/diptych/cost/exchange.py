@@ -34,7 +34,7 @@ class Exchange:
 
 
 def all_reduced(model: ModelSpec, *, tp: int, activation_bytes: float = BF16) -> Exchange:
-    """Two ring all-reduces of the residual stream in each layer."""
+    """A ring all-reduce of the residual stream behind each attention and each MLP."""
     width = model.hidden * activation_bytes
     return Exchange(meetings=model.n_parts, row_bytes=model.n_parts * ring_bytes(width, tp))
 

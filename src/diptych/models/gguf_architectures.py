@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diptych.ground.errors import UnsupportedModel
-from diptych.models.gguf_file import GgufFile
+from diptych.models.gguf_file import GgufArray, GgufFile
 from diptych.models.refused import reason_for
 
 # keys after the architecture's name -> keys of config.json
@@ -416,7 +416,7 @@ def architecture_of(file: GgufFile) -> GgufArchitecture:
         )
     if found is OLMO2 and file.metadata.get("olmo2.attention.sliding_window"):
         return OLMO3
-    if found is GLM4 and "glm4.rope.dimension_sections" in file.metadata:
+    if found is GLM4 and _turns_by_axes(file):
         return GLM4V
     if found is DEEPSEEK_V2 and not file.metadata.get("deepseek2.expert_count"):
         return YOUTU
@@ -425,3 +425,11 @@ def architecture_of(file: GgufFile) -> GgufArchitecture:
     if found is LLAMA4 and file.metadata.get("llama4.expert_count") == MAVERICK_EXPERTS:
         return MAVERICK
     return MIXTRAL if found is LLAMA and file.metadata.get("llama.expert_count") else found
+
+
+def _turns_by_axes(file: GgufFile) -> bool:
+    """Whether llama.cpp turns q and k by the positions of three axes: its own test is that the first two have pairs."""
+    sections = file.metadata.get("glm4.rope.dimension_sections")
+    if not isinstance(sections, GgufArray) or sections.is_text or not 2 <= sections.count <= 4:
+        return False
+    return all(n > 0 for n in sections.values()[:2])
