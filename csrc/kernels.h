@@ -21,6 +21,16 @@ using LayerNormRow = void (*)(const float* x, const float* weight, const float* 
 
 // ---- rotary position and cache write ----------------------------------------------------------------------------------
 
+// What queries are multiplied by: 1 + slope * log(1 + (position + shift) / tokens), the quotient a whole number.
+struct QueryScale {
+  float slope = 0.0f;                       // 0: they are not
+  int64_t tokens = 1, shift = 0;
+
+  float at(int64_t position) const {
+    return slope == 0.0f ? 1.0f : 1.0f + slope * __builtin_log1pf(static_cast<float>((position + shift) / tokens));
+  }
+};
+
 struct RotateShape {
   int64_t n_heads = 0, n_kv_heads = 0, head_dim = 0;
   // A row of qkv may hold more heads than are dealt with here (those of other ranks): so many, of which these are the first ones.
@@ -28,9 +38,7 @@ struct RotateShape {
   int64_t rotary_dim = 0;                   // even; 0 where the layer has no rotary position
   const float* q_norm = nullptr;            // [d], or [H*d] of all heads of the row, null: none
   const float* k_norm = nullptr;            // [d], or [K*d] likewise, null: none
-  // Queries are multiplied by 1 + slope * log(1 + (position + shift) / tokens), the quotient a whole number; slope 0: they are not.
-  float query_slope = 0.0f;
-  int64_t query_tokens = 1, query_shift = 0;
+  QueryScale query_scale;
   bool has_full_width_norm = false;         // the norm runs over all heads of the row (OLMo 2)
   bool has_v_norm = false;                  // each head of v is normed, without a weight
   bool writes_kv = true;                    // or a row holds q alone, and another layer writes what is attended to

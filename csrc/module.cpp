@@ -82,6 +82,19 @@ Activation activation_of(const std::string& name) {
   return named<Activation>("activation", name, {{"silu", Activation::silu}, {"gelu_tanh", Activation::gelu_tanh}, {"sigmoid", Activation::sigmoid}});
 }
 
+Scores scores_of(const std::string& name) {
+  if (name == "softmax") return Scores::softmax;
+  if (name == "sigmoid") return Scores::sigmoid;
+  if (name == "sparsemixer") return Scores::sparsemixer;
+  throw std::invalid_argument("scores are softmax, sigmoid or sparsemixer, not '" + name + "'");
+}
+
+QueryScale query_scale_of(const std::tuple<float, int64_t, int64_t>& numbers) {
+  const auto [slope, tokens, shift] = numbers;
+  if (tokens < 1 || shift < 0) throw std::invalid_argument("queries are scaled every so many tokens, at least one");
+  return {slope, tokens, shift};
+}
+
 Category category_of(const std::string& name) {
   for (int64_t i = 0; i < kCategories; ++i)
     if (name == kCategoryNames[i]) return static_cast<Category>(i);
@@ -425,8 +438,7 @@ void bind_operations(nb::class_<Program>& program) {
         op.shape.has_full_width_norm = has_full_width_norm, op.shape.has_head_norms = has_head_norms, op.shape.norm_eps = norm_eps;
         op.shape.has_v_norm = has_v_norm, op.shape.writes_kv = writes_kv;
         op.shape.has_v = has_v, op.shape.norms_turned = norms_turned;
-        if (query_scale) std::tie(op.shape.query_slope, op.shape.query_tokens, op.shape.query_shift) = *query_scale;
-        if (op.shape.query_tokens < 1 || op.shape.query_shift < 0) throw std::invalid_argument("queries are scaled every so many tokens, at least one");
+        if (query_scale) op.shape.query_scale = query_scale_of(*query_scale);
         if (rope) op.has_rope = true, op.rope = *rope;
         if (q_norm) op.has_q_norm = true, op.q_norm = *q_norm;
         if (k_norm) op.has_k_norm = true, op.k_norm = *k_norm;
@@ -447,12 +459,15 @@ void bind_operations(nb::class_<Program>& program) {
       .def("cache_latents", [](Program& p, int kv, int layer, int norm, float norm_eps, int rope, int64_t rank) {
         p.record(Category::rope, CacheLatentsOp{kv, layer, norm, rope, rank, norm_eps});
       }, nb::kw_only(), nb::arg("kv"), nb::arg("layer"), nb::arg("norm"), nb::arg("norm_eps"), nb::arg("rope"), nb::arg("rank"))
+      .def("scale_queries", [](Program& p, int q, const std::tuple<float, int64_t, int64_t>& scale) {
+        p.record(Category::rope, ScaleQueriesOp{q, query_scale_of(scale)});
+      }, nb::kw_only(), nb::arg("q"), nb::arg("scale"))
       .def("rotate_queries", [](Program& p, int q, int out, int rope, int64_t n_heads) {
         p.record(Category::rope, RotateQueriesOp{q, out, rope, n_heads});
       }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("rope"), nb::arg("n_heads"))
       .def("moe", [](Program& p, int router, int router_rows, int scores, std::vector<int> gate_up, std::vector<int> down, int rows,
                      std::optional<int> hidden, int hidden_rows, int expanded, int out, int64_t top_k, bool renormalises, const std::string& activation,
-                     bool scores_by_sigmoid, int choice_bias, std::array<int64_t, 3> groups, float routed_scale, std::optional<int> wide,
+                     const std::pair<std::string, float>& scores_by, int choice_bias, std::array<int64_t, 3> groups, float routed_scale, std::optional<int> wide,
                      std::array<float, 3> gate, bool weighs_input, int64_t hidden_column, int64_t column, std::vector<int> up, int up_rows, int scales, const std::string& curve) {
         MoeOp op{};
         op.up = std::move(up), op.up_rows = up_rows;
@@ -462,7 +477,7 @@ void bind_operations(nb::class_<Program>& program) {
         if (hidden) op.has_hidden = true, op.hidden = *hidden;
         op.hidden_rows = hidden_rows, op.expanded = expanded, op.out = out;
         op.top_k = top_k, op.renormalises = renormalises, op.activation = activation_of(activation);
-        op.scores_by_sigmoid = scores_by_sigmoid, op.choice_bias = choice_bias, op.scales = scales, op.routed_scale = routed_scale;
+        op.by = scores_of(scores_by.first), op.margin = scores_by.second, op.choice_bias = choice_bias, op.scales = scales, op.routed_scale = routed_scale;
         op.n_groups = groups[0], op.groups_per_token = groups[1], op.group_best = groups[2];
         if (wide) op.joins_apart = true, op.wide = *wide, op.gate = {gate[0], gate[1], gate[2]};
         if (!curve.empty()) op.is_gated = false, op.curve = curve_of(curve);
@@ -477,7 +492,7 @@ void bind_operations(nb::class_<Program>& program) {
         p.record(Category::moe, std::move(op));
       }, nb::kw_only(), nb::arg("router"), nb::arg("router_rows"), nb::arg("scores"), nb::arg("gate_up"), nb::arg("down"), nb::arg("rows"), nb::arg("hidden").none(),
          nb::arg("hidden_rows"), nb::arg("expanded"), nb::arg("out"), nb::arg("top_k"), nb::arg("renormalises"), nb::arg("activation"),
-         nb::arg("scores_by_sigmoid") = false, nb::arg("choice_bias") = -1, nb::arg("groups") = std::array<int64_t, 3>{1, 1, 1}, nb::arg("routed_scale") = 1.0f,
+         nb::arg("scores_by") = std::pair<std::string, float>{"softmax", 0.0f}, nb::arg("choice_bias") = -1, nb::arg("groups") = std::array<int64_t, 3>{1, 1, 1}, nb::arg("routed_scale") = 1.0f,
          nb::arg("wide").none() = nb::none(), nb::arg("gate") = std::array<float, 3>{1.0f, 0.0f, 0.0f}, nb::arg("weighs_input") = false, nb::arg("hidden_column") = 0, nb::arg("column") = 0,
          nb::arg("up") = std::vector<int>{}, nb::arg("up_rows") = -1, nb::arg("scales") = -1, nb::arg("curve") = "")
       .def("input", [](Program& p, int x) { p.record(Category::embed, InputOp{x}); })

@@ -106,6 +106,9 @@ struct LinearOp { int weight, rows, out; Store store; Activation activation; int
 struct RotateOp { int qkv, q, layer, rope, q_norm, k_norm; bool has_rope, has_q_norm, has_k_norm; RotateShape shape; };
 struct AttentionOp { int q, out, layer; AttentionShape shape; int sinks = -1; int64_t column = 0; };  // sinks: a vector [H], or -1
 constexpr int64_t kMostGroupBest = 4;
+// What a router's products become: a softmax over all experts, a sigmoid of each, or for each choice a softmax over those that are
+// left and lie within a margin of the best (sparsemixer, arXiv:2409.12136).
+enum class Scores : int32_t { softmax, sigmoid, sparsemixer };
 struct MoeOp {
   int router, router_rows, scores;           // router weight, its input, [T, E] fp32
   std::vector<int> gate_up, down;            // one packed weight per expert
@@ -118,7 +121,8 @@ struct MoeOp {
   int64_t top_k;
   bool renormalises;
   Activation activation;
-  bool scores_by_sigmoid = false;            // or by a softmax over all experts
+  Scores by = Scores::softmax;
+  float margin = 0.0f;                       // of sparsemixer, times the larger of a product's size and the best product
   int scales = -1;                           // a vector [E] that the chosen experts' weights are multiplied by, or -1
   int choice_bias = -1;                      // a vector [E] added to the scores for the choice, or -1
   int64_t n_groups = 1, groups_per_token = 1, group_best = 1;  // experts of the best groups only, by the sum of their best
@@ -151,6 +155,7 @@ struct HeadsOp {                             // for each head a product of its o
   int64_t column = 0;                        // where the first head's outputs begin
 };
 struct CacheLatentsOp { int kv, layer, norm, rope; int64_t rank; float norm_eps; };
+struct ScaleQueriesOp { int q; QueryScale scale; };            // each token's row of q, by its position
 struct RotateQueriesOp { int q, out, rope; int64_t n_heads; };   // the end of each head of q, turned, to the end of each head of out
 struct StateOp {                             // moves states on (states.inl)
   int qkv, rates, decays, out;               // f32; -1: its rule has none
@@ -176,7 +181,7 @@ struct LayerInputsOp { int x, norm, table, packed; float eps, table_scale, scale
                                                               // table is one, or a packed weight in groups; the other is -1
 
 using OpBody = std::variant<EmbedOp, TiedEmbedOp, NormOp, AddNormOp, AddOp, PrepareOp, LinearOp, RotateOp, AttentionOp, MoeOp, HeadOp,
-                            InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, RotateQueriesOp, WeighOp, SparseGateOp, CurveOp, BranchOp, GateHeadsOp, MatchOp,
+                            InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, ScaleQueriesOp, RotateQueriesOp, WeighOp, SparseGateOp, CurveOp, BranchOp, GateHeadsOp, MatchOp,
                             CopyColumnsOp, PredictOp, CorrectOp, LayerInputsOp, StateOp>;
 
 struct Op {

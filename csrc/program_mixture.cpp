@@ -1,5 +1,6 @@
 // A mixture of experts in a step of a Program: who is chosen, and their rows through their weights.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -30,11 +31,23 @@ void Program::Run::leave_best_groups(const MoeOp& op, float* choice, float* wort
   }
 }
 
+// A chosen expert's weight by sparsemixer: its part of a softmax over what is left and near. choice: products, -inf for those gone.
+static float sparse_weight(const float* choice, int64_t n, int64_t best, float margin) {
+  const float most = choice[best];
+  float sum = 0.0f;
+  for (int64_t e = 0; e < n; ++e) {
+    if (choice[e] == -std::numeric_limits<float>::infinity()) continue;
+    if (most - choice[e] <= margin * std::max(std::fabs(choice[e]), most)) sum += std::exp(choice[e] - most);
+  }
+  return 1.0f / sum;
+}
+
 // Scores of all experts, the k best (lowest index first among equals), kept in ascending order of expert.
 void Program::Run::route_token(const MoeOp& op, int64_t token, float* choice) const {
   const int64_t n_experts = static_cast<int64_t>(op.down.size()), top_k = op.top_k;
   float* scores = buffer(op.scores).f32() + token * n_experts;
-  op.scores_by_sigmoid ? kernels.sigmoid_row(scores, n_experts) : kernels.softmax_row(scores, n_experts);
+  if (op.by == Scores::softmax) kernels.softmax_row(scores, n_experts);
+  if (op.by == Scores::sigmoid) kernels.sigmoid_row(scores, n_experts);
   std::memcpy(choice, scores, static_cast<size_t>(n_experts) * 4);
   if (op.choice_bias != -1) kernels.add_row(vector(op.choice_bias), n_experts, 1.0f, choice);
   if (op.n_groups > 1) leave_best_groups(op, choice, choice + n_experts);
@@ -45,7 +58,7 @@ void Program::Run::route_token(const MoeOp& op, int64_t token, float* choice) co
     Best most;
     kernels.find_best(choice, n_experts, 0, &most);
     const int32_t best = most.index;
-    const float weight = scores[best];
+    const float weight = op.by == Scores::sparsemixer ? sparse_weight(choice, n_experts, best, op.margin) : scores[best];
     choice[best] = -std::numeric_limits<float>::infinity();
     total += weight;
     int64_t at = j;

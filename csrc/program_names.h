@@ -70,6 +70,7 @@ struct Names {
     for (const int weight : op.weights) weights({weight});
   }
   void operator()(const CacheLatentsOp& op) const { buffers({op.kv}), vectors({op.norm}), require_below({op.rope}, has.ropes, "rotary table"); }
+  void operator()(const ScaleQueriesOp& op) const { buffers({op.q}); }
   void operator()(const RotateQueriesOp& op) const { buffers({op.q, op.out}), require_below({op.rope}, has.ropes, "rotary table"); }
   void operator()(const StateOp& op) const {
     buffers({op.qkv, op.out}), vectors({op.taps});

@@ -231,6 +231,16 @@ void Program::Run::run(const CacheLatentsOp& op, size_t, int thread, int threads
   for (int64_t t = part.begin; t < part.end; ++t) kernels.cache_latent(call, t, reinterpret_cast<float*>(scratch(thread)));
 }
 
+void Program::Run::run(const ScaleQueriesOp& op, size_t, int thread, int threads) const {
+  const Buffer& q = buffer(op.q);
+  const Range part = share(step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t) {
+    const float factor = op.scale.at(program.positions_[t]);
+    if (factor == 1.0f) continue;
+    for (float* at = q.f32() + t * q.width; at < q.f32() + (t + 1) * q.width; ++at) *at *= factor;
+  }
+}
+
 void Program::Run::run(const RotateQueriesOp& op, size_t, int thread, int threads) const {
   const RopeTable& rope = program.ropes_[op.rope];
   const Buffer &q = buffer(op.q), &out = buffer(op.out);

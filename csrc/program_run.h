@@ -74,6 +74,7 @@ struct Program::Run {
   void run(const MeetOp&, size_t, int, int) const {}
   void run(const HeadsOp& op, size_t, int thread, int threads) const;
   void run(const CacheLatentsOp& op, size_t, int thread, int threads) const;
+  void run(const ScaleQueriesOp& op, size_t, int thread, int threads) const;
   void run(const RotateQueriesOp& op, size_t, int thread, int threads) const;
   void run(const WeighOp& op, size_t, int thread, int threads) const;
   void run(const SparseGateOp& op, size_t, int thread, int threads) const;

@@ -32,6 +32,7 @@ struct Uses {
   void operator()(const HeadOp& op) { reads = {op.x}, writes = {op.rows}; }
   void operator()(const HeadsOp& op) { reads = {op.x}, writes = {op.rows, op.out}; }
   void operator()(const CacheLatentsOp& op) { reads = {op.kv}; }
+  void operator()(const ScaleQueriesOp& op) { reads = {op.q}, writes = {op.q}; }
   void operator()(const RotateQueriesOp& op) { reads = {op.q}, writes = {op.out}; }
   void operator()(const InputOp& op) { writes = {op.x}; }
   void operator()(const TapOp& op) { reads = {op.x}; }

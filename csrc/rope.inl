@@ -111,9 +111,7 @@ static void rotate_token(const RotateCall& call, int64_t token, int64_t kv_head,
   const float* sin_row = call.shape.sin_table + position * half;
   const bool is_full = shape.has_full_width_norm;
   const int64_t weight_stride = is_full || shape.has_head_norms ? d : 0;
-  float query_scale = 1.0f;
-  if (shape.query_slope != 0.0f)
-    query_scale += shape.query_slope * __builtin_log1pf(static_cast<float>((position + shape.query_shift) / shape.query_tokens));
+  const float query_scale = shape.query_scale.at(position);
   float q_factor = 0.0f, k_factor = 0.0f;
   if (is_full && shape.q_norm) q_factor = full_width_factor(row, shape.row_heads * d, shape.norm_eps);
   if (is_full && shape.k_norm) k_factor = full_width_factor(k_row, shape.row_kv_heads * d, shape.norm_eps);

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from republished import REPUBLISHED, republish
+
 VOCAB = 160
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -457,6 +459,38 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Lfm2ForCausalLM",
         {"num_hidden_layers": 4, "layer_types": CONVOLUTIONS, "block_multiple_of": 16, "conv_L_cache": 3},
     ),
+    # by the names of classes that transformers does not have
+    "minicpm": (
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0, "attention_multiplier": 0.25},
+    ),
+    "exaone": ("LlamaConfig", "LlamaForCausalLM", {"head_dim": 24, "tie_word_embeddings": True, "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64}}),
+    "internlm2": ("LlamaConfig", "LlamaForCausalLM", {"attention_bias": True}),
+    "pangu": ("LlamaConfig", "LlamaForCausalLM", {"attention_bias": True}),
+    "mimo": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    # experts chosen one by one, of which some are too far from the best to weigh against it
+    "phimoe": (
+        "PhimoeConfig",
+        "PhimoeForCausalLM",
+        {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.2},
+    ),
+    "hy_v3": (
+        "HYV3Config",
+        "HYV3ForCausalLM",
+        {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "num_shared_experts": 2, "router_scaling_factor": 1.7},
+    ),
+    # latent queries that are scaled by their position
+    "mistral4": (
+        "Mistral4Config",
+        "Mistral4ForCausalLM",
+        {**LATENT, "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}},
+    ),
     "lfm2_moe": (
         "Lfm2MoeConfig",
         "Lfm2MoeForCausalLM",
@@ -536,6 +570,9 @@ def make_checkpoint(
     transformers.utils.logging.disable_progress_bar()
     model = make_reference(family, seed=seed, **overrides)
     model.to(dtype)
+    if family in REPUBLISHED:
+        republish(family, model, directory)
+        return directory
     # transformers does not write OLMo Hybrid as it reads it: convolutions in equal parts, all norms renamed
     named = {"state_dict": published(model), "save_original_format": False} if family == "olmo_hybrid" else {}
     model.save_pretrained(str(directory), max_shard_size=max_shard_size, **named)

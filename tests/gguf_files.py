@@ -40,6 +40,7 @@ ARCHITECTURES = {
     "kimi_linear": "kimi-linear", "falcon_h1": "falcon-h1", "falcon-h1-normed": "falcon-h1",
     "afmoe": "afmoe", "nemotron_h": "nemotron_h", "nemotron-3": "nemotron_h_moe",
     "hunyuan_v1_moe": "hunyuan-moe", "qwen3_next": "qwen3next", "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe",
+    "mistral4": "mistral4",
 }  # fmt: skip
 EVERY_SECOND = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
 # what a GGUF file cannot say, so that the model must be without it
@@ -150,7 +151,7 @@ def write_gguf(
         kind = gguf.GGUFValueType.get_type(value)
         out.kv_data[0][f"{name}.{key}"] = gguf.gguf_writer.GGUFValue(value=value, type=kind)
     tensors = {}
-    for theirs, values in tensors_of(model).items():
+    for theirs, values in tensors_of(model, name).items():
         stem, ending = theirs.rsplit(".", 1)
         for ours, its in ROUTER_SCALES.items():
             if theirs.endswith(ours):
@@ -409,7 +410,7 @@ def write_experts(out: gguf.GGUFWriter, config: Any) -> None:
         out.add_expert_shared_count(config.moe_num_shared_experts)
         out.add_leading_dense_block_count(config.moe_layer_start_index)
         out.add_interleave_moe_layer_step(config.moe_layer_interval)
-    if kind in ("glm4_moe", "deepseek_v2", "deepseek_v3", "dots1", "glm4_moe_lite"):
+    if kind in ("glm4_moe", "deepseek_v2", "deepseek_v3", "dots1", "glm4_moe_lite", "mistral4"):
         out.add_expert_group_count(config.n_group or 1)
         out.add_expert_group_used_count(config.topk_group or 1)
         out.add_expert_shared_count(config.n_shared_experts)
@@ -431,7 +432,7 @@ def write_experts(out: gguf.GGUFWriter, config: Any) -> None:
         out.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
-def tensors_of(model: Any) -> dict[str, np.ndarray]:
+def tensors_of(model: Any, architecture: str) -> dict[str, np.ndarray]:
     """The model's tensors as the converter leaves them, by names that the package's table knows."""
     config, state = model.config, dict(model.state_dict())
     is_transposed = config.model_type == "llama4_text"  # experts as [inputs, outputs]
@@ -449,9 +450,9 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
             name = name.replace(new, old)
         if config.model_type == "nemotron_h":
             name = name.replace("model.", "backbone.", 1)
-        if name.endswith(("q_proj.weight", "q_proj.bias")) and is_permuted(config):
+        if name.endswith(("q_proj.weight", "q_proj.bias")) and is_permuted(config, architecture):
             values = permuted(values, config.num_attention_heads)
-        if name.endswith(("k_proj.weight", "k_proj.bias")) and is_permuted(config):
+        if name.endswith(("k_proj.weight", "k_proj.bias")) and is_permuted(config, architecture):
             values = permuted(values, config.num_key_value_heads)
         is_added = hasattr(config, "linear_num_key_heads") and not name.endswith("linear_attn.norm.weight")
         if name.endswith("norm.weight") and (
@@ -531,7 +532,7 @@ def by_site(values: torch.Tensor, config: Any, n_kv: int | None) -> torch.Tensor
     return torch.cat([part.reshape(-1, *values.shape[1:]) for part in parts])
 
 
-def is_permuted(config: Any) -> bool:
+def is_permuted(config: Any, architecture: str) -> bool:
     kinds = (
         "llama",
         "mistral",
@@ -546,7 +547,7 @@ def is_permuted(config: Any) -> bool:
         "arcee",
         "olmo",
     )
-    return config.model_type in kinds
+    return config.model_type in kinds and architecture not in ("exaone", "pangu-embedded")
 
 
 def permuted(weights: torch.Tensor, n_heads: int) -> torch.Tensor:

@@ -356,7 +356,7 @@ class Recorder {
     op.scores = plain_buffer(p_, BufferKind::f32, m_.n_experts);
     op.joins_apart = w_.pick(0, 3) == 0, op.gate = {1.7f, 7.0f, 1.0f}, op.weighs_input = op.joins_apart && w_.pick(0, 1);
     if (op.joins_apart) op.wide = plain_buffer(p_, BufferKind::f32, 2 * m_.ffn, m_.top_k);
-    op.scores_by_sigmoid = w_.pick(0, 1), op.choice_bias = some(m_.n_experts), op.scales = some(m_.n_experts), op.routed_scale = 0.5f;
+    op.by = static_cast<Scores>(w_.pick(0, 2)), op.margin = 0.3f, op.choice_bias = some(m_.n_experts), op.scales = some(m_.n_experts), op.routed_scale = 0.5f;
     if (m_.n_experts % 2 == 0 && m_.top_k <= m_.n_experts / 2) op.n_groups = 2, op.group_best = std::min<int64_t>(2, m_.n_experts / 2);
     for (int64_t e = 0; e < m_.n_experts; ++e) op.gate_up.push_back(linear(2 * m_.ffn, m_.hidden, !op.joins_apart)), op.down.push_back(linear(m_.hidden, m_.ffn));
     op.rows = rows, op.has_hidden = !has_bf16_rows(m_.weights) && !op.joins_apart;

@@ -106,11 +106,34 @@ def test_llama_4_with_128_experts_norms_no_queries(tmp_path: Path) -> None:
     check_golden(load_model(path, REFERENCE), ask_reference(reference, path, new_tokens=4), chunk=7)
 
 
-def test_internlm_2_is_a_llama_by_another_name(tmp_path: Path) -> None:
-    """transformers has no class of it: its converter takes q, k and v apart and reorders them as a Llama's."""
-    reference = gguf_reference("llama", attention_bias=False, mlp_bias=False)
-    path = write_gguf(reference, tmp_path / "model.gguf", called="internlm2")
-    assert open_gguf(path).metadata["general.architecture"] == "internlm2"
+@pytest.mark.parametrize(
+    ("called", "family", "fields"),
+    [
+        # its converter takes q, k and v apart and reorders them as a Llama's
+        ("internlm2", "llama", {"attention_bias": False, "mlp_bias": False}),
+        ("exaone", "exaone", {}),
+        ("pangu-embedded", "pangu", {}),
+        ("minicpm", "minicpm", {}),
+    ],
+)
+def test_what_transformers_has_no_class_of_is_another_by_its_name(
+    called: str, family: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    """Rows of q and k as that name's converter leaves them."""
+    reference = gguf_reference(family, **fields)
+    metadata = {"attention.scale": None} if called == "minicpm" else {}  # a Granite's converter has it
+    path = write_gguf(reference, tmp_path / "model.gguf", called=called, metadata=metadata)
+    assert open_gguf(path).metadata["general.architecture"] == called
+    check_golden(load_model(path, REFERENCE), ask_reference(reference, path, new_tokens=4), chunk=7)
+
+
+def test_an_older_minicpm_scales_as_the_first_did(tmp_path: Path) -> None:
+    """Its files had no keys for that; llama.cpp has the numbers in its code, but divides logits by a fraction."""
+    width, layers = 64, 3
+    fields = {"embedding_multiplier": 12.0, "residual_multiplier": 1.4 / layers**0.5, "logits_scaling": width / 256}
+    reference = gguf_reference("minicpm", **fields)
+    keys = dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale", "attention.scale"))
+    path = write_gguf(reference, tmp_path / "model.gguf", called="minicpm", metadata=keys)
     check_golden(load_model(path, REFERENCE), ask_reference(reference, path, new_tokens=4), chunk=7)
 
 

@@ -15,12 +15,14 @@ import pytest
 from golden import ask_reference, check_golden
 from safetensors.torch import load_file, save_file
 
+from checkpoints import make_checkpoint, make_reference
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from diptych.models.gguf import load_gguf_spec
 from diptych.models.gguf_file import open_gguf
 from gguf_files import ARCHITECTURES, gguf_reference, write_gguf
 from llama_cpp import llama_cpp_source
+from republished import REPUBLISHED
 
 pytestmark = pytest.mark.slow
 # without words: the converter knows tokenizers by a digest, and a random model has none that it knows
@@ -109,6 +111,12 @@ def test_a_converted_checkpoint_has_its_logits(family: str, tmp_path: Path) -> N
         fields["hybrid_override_pattern"] = "".join(letters[kind] for kind in fields.pop("layers_block_type"))
         fields = {key: value for key, value in fields.items() if key != "num_experts_per_tok"}
         fields["num_hidden_layers"] = len(fields["hybrid_override_pattern"])
+    if family == "mistral4":  # as it is published; by itself the converter does not know it
+        fields = {
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "model_type": "mistral3",
+            "text_config": fields,
+        }
     config.write_text(json.dumps(fields))
     subprocess.run(command, check=True, timeout=600)
     golden = ask_reference(reference, path, new_tokens=8)
@@ -120,3 +128,16 @@ def test_a_converted_checkpoint_has_its_logits(family: str, tmp_path: Path) -> N
     written = {tensor.name: tensor.data for tensor in gguf.GGUFReader(ours.path).tensors}
     for tensor in theirs.tensors:
         assert np.array_equal(tensor.data.squeeze(), written[tensor.name].squeeze()), tensor.name
+
+
+@pytest.mark.parametrize("family", REPUBLISHED)
+def test_what_transformers_has_no_class_of_converts(family: str, tmp_path: Path) -> None:
+    """Its published names and keys to the converter, and what that makes of them to this reader."""
+    fields = {"attention_bias": False} if family == "internlm2" else {}  # which the converter knows without
+    folder = make_checkpoint(family, tmp_path / "folder", **fields)
+    (folder / "tokenizer.json").write_text('{"model": {"vocab": {}}, "added_tokens": []}')
+    path = tmp_path / "model.gguf"
+    command = [sys.executable, "-c", CONVERT, str(llama_cpp_source()), str(folder), str(path), "ALL_F32"]
+    subprocess.run(command, check=True, timeout=600)
+    golden = ask_reference(make_reference(family, **fields), path, new_tokens=8)
+    check_golden(load_model(path, ComputeConfig(backend="torch", device="cpu", weights="fp32")), golden, chunk=7)

@@ -24,6 +24,7 @@ from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError, UnsupportedModel
 from diptych.models.families import SUPPORTED, WRAPPERS
 from diptych.models.files import INDEX_FILE
+from republished import REPUBLISHED
 
 REFERENCE = ComputeConfig(backend="torch", device="cpu", weights="fp32")
 LAST = "model.layers.2.mlp.down_proj.weight"
@@ -168,7 +169,8 @@ def test_every_required_family_is_supported() -> None:
         *WRAPPERS,
     }
     # Llamas there; and how files write what transformers writes otherwise
-    elsewhere = {*wrapped, "InternLM3ForCausalLM", "IQuestCoderForCausalLM", "ExaoneMoEForCausalLM"}
+    elsewhere = {*wrapped, "InternLM3ForCausalLM", "IQuestCoderForCausalLM", "ExaoneMoEForCausalLM", "PhiMoEForCausalLM",
+                 "StableLMEpochForCausalLM", *(architecture for architecture, _, _ in REPUBLISHED.values())}  # fmt: skip
     assert set(SUPPORTED) == {*checked, *elsewhere}
 
 

@@ -350,6 +350,7 @@ ROUTINGS: dict[str, dict[str, Any]] = {
     "V3": {"n_groups": 4, "groups_per_token": 2, "group_best": 2, "scores": Scores.SIGMOID, "renormalises": True},
     "ERNIE": {"renormalises": True, "has_choice_bias": True},
     "Llama 4": {"activation": Activation.SILU, "scores": Scores.SIGMOID, "weighs_input": True},
+    "sparsemixer": {"scores": Scores.SPARSEMIXER, "margin": 0.4, "activation": Activation.SILU, "routed_scale": 0.5},
     "sigmoid, bias": {"scores": Scores.SIGMOID, "has_choice_bias": True, "routed_scale": 0.5},
     "Nemotron 3": {
         "activation": Activation.SQUARED_RELU,
@@ -390,7 +391,7 @@ def test_experts_of_groups_and_clamped_gates(isa: str, weights: str, routing: di
         gate_up=[pack(w, weights) for w in gate_up], down=[pack(w, weights) for w in down], rows=rows, hidden=None,
         hidden_rows=program.add_rows(weights, ffn, rows_per_token=top_k), expanded=program.add_f32(hidden, top_k),
         out=out, top_k=top_k, renormalises=spec.renormalises, activation="silu",
-        scores_by_sigmoid=spec.scores is Scores.SIGMOID, choice_bias=-1 if bias is None else program.add_vector(bias),
+        scores_by=(spec.scores.value, spec.margin), choice_bias=-1 if bias is None else program.add_vector(bias),
         groups=(spec.n_groups, spec.groups_per_token, spec.group_best), routed_scale=spec.routed_scale,
         wide=program.add_f32(width, top_k), weighs_input=spec.weighs_input,
         curve="" if spec.is_gated else spec.activation.value,

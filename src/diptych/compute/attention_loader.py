@@ -228,6 +228,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             scale=attention.scale,
             window=attention.window,
             rope=standstill(mla.rope_dim) if attention.rope is None else frequencies(attention.rope),
+            query_scale=attention.query_scale,
             norm_eps=LATENT_EPS,
             mla=mla,
             place=self.spec.kv_place(self.layer),

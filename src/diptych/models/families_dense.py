@@ -107,6 +107,25 @@ DENSE: tuple[Family, ...] = (
         mlp_bias="mlp_bias",
         **BY_ATTENTION_BIAS,
     ),
+    # InternLM 2 and 2.5: q, k and v in one projection, by KV head
+    Family(
+        name="internlm2", architectures=("InternLM2ForCausalLM",),
+        more_model_types=("internlm",),  # as its first files say
+        keys={**USUAL, "vocab_size": 103_168, "attention_bias": True},
+        renamed={"bias": "attention_bias"},
+        names=TensorNames(embedding="tok_embeddings", head="output", attention="attention", qkv=("wqkv",), qkv_by_head=True,
+                          o="wo", mlp=("feed_forward.",), gate_up=("w1", "w3"), down="w2",
+                          norms={Norms.BEFORE: ("attention_norm", None, "ffn_norm", None)}),
+        **BY_ATTENTION_BIAS,
+    ),
+    # openPangu 1B and 7B: biases on all projections of attention
+    Family(
+        name="PanguEmbedded", architectures=("PanguEmbeddedForCausalLM",),
+        keys={**USUAL, "vocab_size": 153_376, "intermediate_size": 12_800, "num_hidden_layers": 34, "rms_norm_eps": 1e-5,
+              "max_position_embeddings": 32_768, "rope_theta": 16_000_000.0, "attention_bias": True},
+        renamed={"bias": "attention_bias"},
+        **BY_ATTENTION_BIAS,
+    ),
     # neighbouring dimensions turn together
     Family(
         name="helium", architectures=("HeliumForCausalLM",),
@@ -116,8 +135,36 @@ DENSE: tuple[Family, ...] = (
         is_interleaved=True,
         qkv_bias="attention_bias", mlp_bias="mlp_bias",
     ),
+    # MiniCPM 1 to 4: embeddings, what layers add, and logits are scaled
+    Family(
+        name="minicpm", architectures=("MiniCPMForCausalLM",),
+        keys={**USUAL, "tie_word_embeddings": True, "attention_bias": False, "embedding_multiplier": 1.0, "scale_depth": 1.0,
+              "dim_model_base": 1,
+              # as GGUF files have what those two make
+              "residual_multiplier": None, "logits_scaling": None},
+        fixed={"sparse_config": (None,)},
+        unread=("mup_denominator",),  # of its draft model
+        renamed={"scale_emb": "embedding_multiplier"},
+        **BY_ATTENTION_BIAS,
+    ),
+    # EXAONE 3, 3.5 and Deep: a Llama by other names
+    Family(
+        name="exaone", architectures=("ExaoneForCausalLM",),
+        keys={**USUAL, "vocab_size": 102_400, "rms_norm_eps": 1e-5, "intermediate_size": None},
+        renamed={"num_layers": "num_hidden_layers", "activation_function": "hidden_act", "layer_norm_epsilon": "rms_norm_eps"},
+        names=TensorNames(embedding="wte", layers="h", final_norm="ln_f", attention="attn.attention", o="out_proj",
+                          gate_up=("c_fc_0", "c_fc_1"), down="c_proj", norms={Norms.BEFORE: ("ln_1", None, "ln_2", None)}),
+        prefixes=("transformer.",),
+    ),
     # Qwen2, Qwen2.5: biases on q, k and v; a window on the later layers when switched on
     Family(name="qwen2", architectures=("Qwen2ForCausalLM",), keys={**QWEN, **QWEN_WINDOWS}, qkv_bias=True),
+    # MiMo 7B, beside a layer that drafts
+    Family(
+        name="mimo", architectures=("MiMoForCausalLM",),
+        keys={**QWEN, **QWEN_WINDOWS},
+        qkv_bias=True,
+        ignored=("rotary_emb.inv_freq", "mtp_layers."),
+    ),
     Family(
         name="qwen3", architectures=("Qwen3ForCausalLM",),
         keys={**QWEN, **QWEN_WINDOWS, "head_dim": 128, "attention_bias": False},
@@ -271,8 +318,10 @@ DENSE: tuple[Family, ...] = (
     # where some layers are windowed, the others have no positions
     Family(
         name="exaone4", architectures=("Exaone4ForCausalLM",),
+        more_model_types=("exaone4_5_text",),  # as EXAONE 4.5 was published
         keys=EXAONE,
         norms=Norms.AFTER,
+        ignored=("rotary_emb.inv_freq", "mtp."),
         **EXAONE_LAYERS,
     ),
     # windows but on every fourth layer from the first on
@@ -378,13 +427,16 @@ DENSE: tuple[Family, ...] = (
     ),
     # StableLM 2 1.6B and 3B; the 12B norms each head of q and k by weights of its own
     Family(
-        name="stablelm", architectures=("StableLmForCausalLM",),
+        name="stablelm", architectures=("StableLmForCausalLM", "StableLMEpochForCausalLM"),
+        more_model_types=("stablelm_epoch",),  # with the keys of its first files
         keys={**USUAL, "vocab_size": 50_304, "intermediate_size": 6912, "hidden_size": 2560, "num_key_value_heads": 32,
               "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25,
               "use_qkv_bias": False, "use_parallel_residual": False, "qk_layernorm": False},
         qk_norm=QkNorm.HEADS, qk_norm_key="qk_layernorm",
         names=TensorNames(q_norm="q_layernorm.norms.{}", k_norm="k_layernorm.norms.{}"),
-        renamed=LAYER_NORM_EPS,
+        fixed={"rotary_scaling_factor": (1.0,)},
+        unread=("num_heads",),  # beside num_attention_heads
+        renamed={**LAYER_NORM_EPS, "norm_eps": "rms_norm_eps", "rope_pct": "partial_rotary_factor"},
         parallel_key="use_parallel_residual",
         centres_norms=True,
         has_norm_bias=True,

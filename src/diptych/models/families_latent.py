@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diptych.models.families_shared import CHOSEN_BY_SIGMOID, USUAL
+from diptych.models.families_shared import BESIDE_VISION, CHOSEN_BY_SIGMOID, LOCAL_EXPERTS, USUAL
 from diptych.models.family import Family
 
 LATENT = {**USUAL, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
@@ -45,6 +45,20 @@ LATENT_ATTENTION: tuple[Family, ...] = (
         fixed={"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
         **LIKE_DEEPSEEK,
         **CHOSEN_BY_SIGMOID,
+    ),
+    # Mistral Small 4: queries are scaled by their position
+    Family(
+        name="mistral4", architectures=("Mistral4ForCausalLM",),
+        keys={**LATENT, "vocab_size": 131_072, "intermediate_size": 12_288, "moe_intermediate_size": 2048,
+              "num_hidden_layers": 36, "max_position_embeddings": 1_048_576, "kv_lora_rank": 256, "q_lora_rank": 1024,
+              "qk_nope_head_dim": 64, "num_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 4,
+              "first_k_dense_replace": 0, "norm_topk_prob": True, "rope_interleave": True, "rope_parameters": {
+                  "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 128.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                  "original_max_position_embeddings": 8192, "mscale": 1.0, "mscale_all_dim": 1.0,
+                  "llama_4_scaling_beta": 0.1}},
+        renamed={"n_routed_experts": "num_experts", **LOCAL_EXPERTS},
+        group_best=2,
+        **{**BESIDE_VISION, **LIKE_DEEPSEEK},
     ),
     # MiniCPM3: embeddings, what layers add, and logits are scaled
     Family(

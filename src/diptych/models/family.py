@@ -148,7 +148,7 @@ class Family:
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
-    has_head_bias: bool = False
+    has_head_bias: bool | str = False
     is_gated: bool = True
     gelu_means_tanh: bool = False
     activation: Activation | None = None

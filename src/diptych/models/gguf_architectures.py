@@ -113,6 +113,7 @@ WITH_STATES: dict[str, Any] = {"norms": BEHIND, "norm_added": 1.0, "present": {"
 LLAMA = GgufArchitecture(
     architecture="LlamaForCausalLM", is_permuted=True, present={"attention_bias": Q_BIAS, "mlp_bias": UP_BIAS}
 )
+LLAMA_UNMOVED = replace(LLAMA, is_permuted=False)
 MIXTRAL = GgufArchitecture(architecture="MixtralForCausalLM", keys=EXPERTS, is_permuted=True)
 GEMMA: dict[str, Any] = {"keys": {**WINDOWED, **CAPPED}, "norms": AROUND, "norm_added": 1.0}
 GEMMA3 = GgufArchitecture(architecture="Gemma3ForCausalLM", wide_layers=62, window_every=6, **GEMMA)
@@ -154,6 +155,11 @@ DEEPSEEK_V2 = GgufArchitecture(
     fixed={**UNGROUPED, "q_lora_rank": None},
     values={"expert_gating_func": (0, SOFTMAX)},
     present={"attention_bias": "attn_kv_a_mqa.bias"},
+)
+MISTRAL4 = replace(
+    DEEPSEEK_V2,
+    architecture="Mistral4ForCausalLM",
+    keys={**DEEPSEEK_V2.keys, "attention.temperature_scale": ""},
 )
 YOUTU = GgufArchitecture(
     architecture="YoutuForCausalLM",
@@ -200,6 +206,9 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     # Llama 1 to 3, Mistral, and what copies them; with experts it is Mixtral
     "llama": LLAMA,
     "internlm2": LLAMA,
+    # the same by names of their own, and rows as they are
+    "exaone": LLAMA_UNMOVED,
+    "pangu-embedded": LLAMA_UNMOVED,
     "qwen2": GgufArchitecture(architecture="Qwen2ForCausalLM"),
     "qwen2moe": GgufArchitecture(
         architecture="Qwen2MoeForCausalLM",
@@ -399,7 +408,15 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     ),
     "hunyuan-dense": GgufArchitecture(architecture="HunYuanDenseV1ForCausalLM", present={"attention_bias": Q_BIAS}),
     "deepseek2": DEEPSEEK_V2,
+    # older files have not what it scales by, which is what the first of its kind had, as in llama.cpp
+    "minicpm": GgufArchitecture(
+        architecture="MiniCPMForCausalLM",
+        keys={"embedding_scale": "scale_emb", "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"},
+        fixed={"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256},
+        is_permuted=True,
+    ),
     "minicpm3": MINICPM3,
+    "mistral4": MISTRAL4,
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ HARMLESS: frozenset[str] = frozenset((
     "use_cache", "initializer_range", "embedding_initializer_range", "init_std", "pretraining_tp",
     "return_dict", "output_attentions",
     "output_hidden_states", "output_router_logits", "router_aux_loss_coef", "router_z_loss_coef", "router_jitter_noise",
+    "input_jitter_noise",
     "aux_loss_alpha", "seq_aux", "num_nextn_predict_layers", "mtp_num_hidden_layers",
     "mtp_use_dedicated_embeddings", "ep_size", "chunk_size_feed_forward", "layerdrop",
     "resid_pdrop", "embd_pdrop", "attn_pdrop", "quantization_config", "cache_implementation", "_attn_implementation",
@@ -47,6 +48,11 @@ CHANGING: frozenset[str] = frozenset((
     "index_topk", "attention_multiplier",
     "interleave_moe_layer_step", "attn_temperature_tuning", "no_rope_layers", "use_qk_norm", "moe_layer_freq",
 ))  # fmt: skip
+# what a family calls one of our keys -> ours: said beside that one, and the same, it says nothing more
+SYNONYMS: Mapping[str, frozenset[str]] = MappingProxyType({
+    theirs: frozenset(family.renamed[theirs] for family in FAMILIES if theirs in family.renamed)
+    for theirs in {theirs for family in FAMILIES for theirs in family.renamed}
+})  # fmt: skip
 # values with which such a key says: as usual
 NEUTRAL: Mapping[str, Any] = MappingProxyType({
     "partial_rotary_factor": 1.0, "rope_pct": 1.0, "rotary_pct": 1.0, "embedding_multiplier": 1.0,

@@ -20,7 +20,7 @@ from diptych.models.config import HfConfig, read_json
 from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, PRICED, SUPPORTED, WRAPPERS
 from diptych.models.family import Family
 from diptych.models.files import no_model
-from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL
+from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL, SYNONYMS
 from diptych.models.read_blocks import as_layers, as_pairs
 from diptych.models.read_gpt import arrangement, n_kv_heads, of_all_layers
 from diptych.models.read_states import adjusted_width, layer_scales, state_attention, state_layers
@@ -41,6 +41,7 @@ from diptych.models.spec import (
     QkNorm,
     QueryScale,
     Rope,
+    Scores,
 )
 
 logger = logging.getLogger("diptych.models")
@@ -109,7 +110,7 @@ def read_model(
         has_norm_weight=family.has_norm_weight,
         has_norm_bias=family.has_norm_bias,
         has_embedding_norm=family.has_embedding_norm,
-        has_head_bias=family.has_head_bias,
+        has_head_bias=_decided(config, family.has_head_bias),
         n_position_embeddings=0 if family.positions_offset is None else limit + family.positions_offset,
         first_position=family.positions_offset or 0,
         low_rank=config.optional_integer("laurel_rank") or 0,
@@ -220,7 +221,7 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
     for key in family.by_layer:
         raw |= {key: of_all_layers(raw[key], key, path)} if key in raw else {}
     read = {*family.keys, *(ROPE_KEYS if "rope_theta" in family.keys else ()), "layer_types", "hidden_act"}
-    _check_keys({key: value for key, value in raw.items() if key not in read}, family, path)
+    _check_keys(raw, read, family, path)
     if raw.get("rope_scaling") or raw.get("rope_parameters"):  # a class default holds only where neither is given
         raw = {"rope_parameters": None, **raw}
     settled = {**family.keys, **{key: value for key, value in raw.items() if key in read}}
@@ -231,14 +232,16 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
     return HfConfig(settled, path=path)
 
 
-def _check_keys(unread: dict[str, Any], family: Family, path: str) -> None:
+def _check_keys(raw: dict[str, Any], read: set[str], family: Family, path: str) -> None:
     unknown = []
-    for key, value in unread.items():
+    for key, value in raw.items():
+        if key in read:
+            continue
         if key in family.fixed:
             if value not in family.fixed[key]:
                 allowed = " or ".join(repr(one) for one in family.fixed[key])
                 raise LoadError(f"{key} in {path} is {value!r}; of {family.name}, only {allowed} is supported")
-        elif key in HARMLESS or key in family.unread or key.endswith(HARMLESS_ENDINGS):
+        elif key in HARMLESS or key in family.unread or key.endswith(HARMLESS_ENDINGS) or _is_said(key, raw, family):
             continue
         elif key in CHANGING:
             if value and not (key in NEUTRAL and value == NEUTRAL[key]):
@@ -251,6 +254,12 @@ def _check_keys(unread: dict[str, Any], family: Family, path: str) -> None:
     if unknown:
         logger.warning("config keys that no family knows, not read (transformers reads none of them for %s): %s",
                        family.name, ", ".join(sorted(unknown)))  # fmt: skip
+
+
+def _is_said(key: str, raw: dict[str, Any], family: Family) -> bool:
+    """Whether a key by which other families call one of this family's says what that one does."""
+    ours = [name for name in SYNONYMS.get(key, ()) if name in family.keys]
+    return any(raw[key] == raw.get(name, family.keys[name]) for name in ours)
 
 
 def _head_dim(config: HfConfig) -> int:
@@ -391,10 +400,6 @@ def _attention(
 def _query_scale(config: HfConfig, family: Family, rope: Rope | None) -> QueryScale | None:
     """By the rotary settings, or in layers without rotary positions (Llama 4, whose older files say 4 for true)."""
     if rope is not None and rope.query_slope:
-        if config.raw.get("kv_lora_rank") is not None:
-            raise LoadError(
-                f"{config.path} scales queries of latent attention by their position, which no op here does"
-            )
         return QueryScale(slope=rope.query_slope, tokens=rope.trained_tokens)
     if not family.scales_queries:
         return None
@@ -514,6 +519,7 @@ def _moe(config: HfConfig, family: Family) -> MoeSpec:
         groups_per_token=per_token,
         group_best=family.group_best,
         scores=family.scores,
+        margin=2 * config.number("router_jitter_noise", 0.0) if family.scores is Scores.SPARSEMIXER else 0.0,
         has_router_bias=family.has_router_bias,
         has_choice_bias=_decided(config, family.has_choice_bias),
         has_expert_bias=family.has_expert_bias,

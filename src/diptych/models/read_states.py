@@ -209,7 +209,7 @@ def _step_limits(config: HfConfig) -> tuple[float, float]:
     given = config.raw.get("time_step_limit")
     if given is None:
         return 0.0, math.inf
-    found = [math.inf if one == {"__float__": "Infinity"} else one for one in given] if isinstance(given, list) else []
+    found = [math.inf if _is_infinite(one) else one for one in given] if isinstance(given, list) else []
     are_numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in found)
     # a whole number above what a float holds is no infinity
     if (
@@ -223,6 +223,11 @@ def _step_limits(config: HfConfig) -> tuple[float, float]:
             f"most {NUMBER_LIMIT:g} or infinite"
         )
     return float(found[0]), float(found[1])
+
+
+def _is_infinite(limit: object) -> bool:
+    """Whether it holds nothing back: no step is as large as the largest numbers of a float (Nemotron 3 Ultra has 1e308)."""
+    return limit == {"__float__": "Infinity"} or (isinstance(limit, float) and limit > NUMBER_LIMIT)
 
 
 def _convolution(config: HfConfig) -> StateSpec:

@@ -30,7 +30,8 @@ SECTION_KEYS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim", "beta_fast",
              "beta_slow", "truncate", "llama_4_scaling_beta"),
-    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
+    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor",
+                 "short_mscale", "long_mscale"),
 }  # fmt: skip
 ALWAYS_READ = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
 # written by many tools and read by no type; `finetuned` only says how the model came to be
@@ -59,6 +60,8 @@ def rope_section(config: HfConfig, *, aliases: tuple[str, ...] = (), is_partial:
         raw.setdefault("partial_rotary_factor", config.raw["partial_rotary_factor"])
     if config.raw.get("original_max_position_embeddings") is not None:  # Phi-3 keeps it outside; it wins
         raw["original_max_position_embeddings"] = config.raw["original_max_position_embeddings"]
+    if config.raw.get("kv_lora_rank") is not None and raw.get("partial_rotary_factor") == _latent_share(config):
+        del raw["partial_rotary_factor"]  # transformers writes it beside latent heads: of what turns it is the whole
     rope_type = raw.get("rope_type") or raw.get("type") or "default"
     rope_type = "default" if rope_type == "mrope" else rope_type  # Qwen2-VL's older files, by positions of pictures
     raw["rope_type"] = "longrope" if rope_type in aliases else rope_type
@@ -74,6 +77,12 @@ def rope_section(config: HfConfig, *, aliases: tuple[str, ...] = (), is_partial:
             f"partial_rotary_factor in {section.path} is {raw['partial_rotary_factor']!r}; this family turns whole heads"
         )
     return section
+
+
+def _latent_share(config: HfConfig) -> float:
+    """How much of a head turns where attention is latent."""
+    nope, turned = (config.integer(f"qk_{part}_head_dim") for part in ("nope", "rope"))
+    return turned / (nope + turned)
 
 
 def _is_by_layer(section: HfConfig) -> bool:
@@ -150,20 +159,24 @@ def make_rope(
             beta_slow=rope.number("beta_slow", 1.0),
             is_truncated=rope.flag("truncate", True),
             attention_factor=_yarn_attention(rope, factor),
-            query_slope=rope.optional_number("llama_4_scaling_beta") or 0.0,
+            query_slope=rope.number("llama_4_scaling_beta") if rope.raw.get("llama_4_scaling_beta") else 0.0,
         )
     is_long = max_context_tokens > old_length if longrope == "auto" else longrope == "long"
     name = "long_factor" if is_long else "short_factor"
-    attention_factor = rope.optional_number("attention_factor")
-    if attention_factor is None:
-        attention_factor = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(old_length))
     return made(
         factor=factor,
         trained_tokens=old_length,
-        attention_factor=attention_factor,
+        attention_factor=_longrope_attention(rope, factor, old_length, name),
         divisors=rope.numbers(name, rotary_dim // 2),
         divisors_name=name,
     )
+
+
+def _longrope_attention(rope: HfConfig, stretch: float, old_length: int, divisors: str) -> float:
+    for name in ("attention_factor", f"{divisors.removesuffix('factor')}mscale"):  # Phi-3.5-MoE has one for each set
+        if rope.raw.get(name) is not None:
+            return rope.number(name)
+    return 1.0 if stretch <= 1.0 else math.sqrt(1 + math.log(stretch) / math.log(old_length))
 
 
 def _yarn_attention(rope: HfConfig, stretch: float) -> float:

@@ -51,10 +51,15 @@ class QkNorm(Enum):
 
 
 class Scores(Enum):
-    """How a router's logits become the weights of the chosen experts: over all experts, or each by itself."""
+    """How a router's logits become the weights of the chosen experts: over all experts, or each by itself.
+
+    SPARSEMIXER (arXiv:2409.12136): experts are chosen one by one, each weighed by a softmax over those that are left and lie
+    within a margin of the best of them.
+    """
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
+    SPARSEMIXER = "sparsemixer"
 
 
 class Norms(Enum):
@@ -115,6 +120,11 @@ class QueryScale:
     slope: float
     tokens: int
     shift: int = 0
+
+    @property
+    def numbers(self) -> tuple[float, int, int]:
+        """All three, as the kernels take them."""
+        return self.slope, self.tokens, self.shift
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,6 +347,7 @@ class MoeSpec:
     shared_ffn: the total width of the always-active experts. routed_scale multiplies the mixture's sum.
     n_groups, groups_per_token: experts are chosen among the best groups only (1 of 1: all), a group being as good as the
     sum of its `group_best` best. has_router_bias: on the logits; has_choice_bias: on the scores, for the choice only.
+    margin: of sparsemixer, times the larger of a logit's size and the best logit.
     has_shared_gate: the shared experts' sum is multiplied by a sigmoid. weighs_input: a chosen expert's input is multiplied
     by its weight, not what it gives. is_apart: shared experts, mixture and router read the stream by norms of their own, what
     each of the first two gives is normed before they are added, and each expert has a scale.
@@ -356,6 +367,7 @@ class MoeSpec:
     groups_per_token: int = 1
     group_best: int = 1
     scores: Scores = Scores.SOFTMAX
+    margin: float = 0.0
     has_router_bias: bool = False
     has_choice_bias: bool = False
     has_expert_bias: bool = False

@@ -16,7 +16,7 @@ from diptych.compute.ops.cpu_kernels import _cpu, state_shape
 from diptych.compute.ops.cpu_parts import Rows
 from diptych.compute.ops.shares import OwnHeads, head_rows
 from diptych.ground.formats import ENGINE_WEIGHTS, KeptFormat
-from diptych.models.spec import MoeSpec
+from diptych.models.spec import MlaSpec, MoeSpec
 
 # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
 INT4_GROUP = ENGINE_WEIGHTS["int4"][0].group
@@ -129,6 +129,13 @@ class AttentionHandle:
     sinks: int = -1
     latent: LatentHandle | None = None
     rule: RuleHandle | None = None
+
+    @property
+    def latents(self) -> tuple[MlaSpec, LatentHandle]:
+        """Of latent attention: its widths and its weights."""
+        assert self.spec.mla is not None
+        assert self.latent is not None
+        return self.spec.mla, self.latent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from diptych.compute.ops.contract import Ops, QkNorm
 from diptych.compute.ops.cpu_handles import AttentionHandle, ExpertsHandle, LinearHandle, TableHandle, VectorHandle
 from diptych.compute.ops.cpu_loader import CpuLoader
 from diptych.compute.ops.cpu_values import CATEGORIES, ResidualStream, Value
-from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, Activation, Scores
+from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, Activation
 
 # how gate and up are joined where that is an operation of its own: the slope of the sigmoid, a limit, what is added to up
 CLAMPED_GATE = (CLAMPED_ALPHA, CLAMPED_LIMIT, 1.0)
@@ -326,7 +326,7 @@ class CpuOps(
             norm_eps=spec.norm_eps,
             row=row if is_full else None,
             has_head_norms=spec.qk_norm is QkNorm.HEADS,
-            query_scale=scale and (scale.slope, scale.tokens, scale.shift),
+            query_scale=scale and scale.numbers,
             has_v_norm=spec.has_v_norm,
             writes_kv=spec.owns_kv,
             has_v=spec.has_v,
@@ -336,9 +336,7 @@ class CpuOps(
 
     def cache_latents(self, kv: Value, attention: AttentionHandle) -> None:
         """Straight into the cache."""
-        spec, latent = attention.spec, attention.latent
-        assert spec.mla is not None
-        assert latent is not None
+        spec, (mla, latent) = attention.spec, attention.latents
         if attention.own is None:
             return
         self.program.cache_latents(
@@ -347,24 +345,24 @@ class CpuOps(
             norm=latent.norm,
             norm_eps=spec.norm_eps,
             rope=attention.rope,
-            rank=spec.mla.kv_rank,
+            rank=mla.kv_rank,
         )
 
     def absorb(self, q: Value, attention: AttentionHandle) -> Value:
         """q in bf16 for the attention kernel, by a product for each head."""
-        spec, latent, own = attention.spec, attention.latent, attention.own
-        assert spec.mla is not None
-        assert latent is not None
+        spec, own, (mla, latent) = attention.spec, attention.own, attention.latents
         if own is None:
             return Value("query", 0)
         width, n_heads = own.n_heads * spec.head_dim, own.n_heads
         out = self._buffer("q", width, lambda width: self.program.add_bf16(width))
         x = self._materialised(q)
+        if spec.query_scale is not None:
+            self.program.scale_queries(q=x, scale=spec.query_scale.numbers)
         self.program.heads(
             weights=[head.index for head in latent.keys],
             x=x,
-            head_stride=spec.mla.nope_dim + spec.mla.rope_dim,
-            rows=self._rows_buffer("absorb", spec.mla.nope_dim, latent.keys[0], n_heads),
+            head_stride=mla.nope_dim + mla.rope_dim,
+            rows=self._rows_buffer("absorb", mla.nope_dim, latent.keys[0], n_heads),
             out=out,
             out_head_stride=spec.head_dim,
             store="bf16",
@@ -374,10 +372,8 @@ class CpuOps(
 
     def expand(self, a: Value, attention: AttentionHandle) -> Value:
         """A product for each head, gathered."""
-        spec, latent, own = attention.spec, attention.latent, attention.own
-        assert spec.mla is not None
-        assert latent is not None
-        out = self._f32("heads", spec.n_heads * spec.mla.v_dim, self._is_team)
+        spec, own, (mla, latent) = attention.spec, attention.own, attention.latents
+        out = self._f32("heads", spec.n_heads * mla.v_dim, self._is_team)
         if own is None:
             self.program.meet(out)
         else:
@@ -385,13 +381,13 @@ class CpuOps(
                 weights=[head.index for head in latent.values],
                 x=self._materialised(a),
                 head_stride=spec.head_dim,
-                rows=self._rows_buffer("expand", spec.mla.kv_rank, latent.values[0], own.n_heads),
+                rows=self._rows_buffer("expand", mla.kv_rank, latent.values[0], own.n_heads),
                 out=out,
-                out_head_stride=spec.mla.v_dim,
+                out_head_stride=mla.v_dim,
                 store="f32",
-                column=own.first_head * spec.mla.v_dim,
+                column=own.first_head * mla.v_dim,
             )
-        return Value("attention", spec.n_heads * spec.mla.v_dim, buffer=out)
+        return Value("attention", spec.n_heads * mla.v_dim, buffer=out)
 
     def attention(self, q: Value, attention: AttentionHandle) -> Value:
         """Recorded by its consumer, as rows in bf16 or as fp32 to be quantised. Of latents a rank reads its own heads alone."""
@@ -487,7 +483,7 @@ class CpuOps(
             top_k=top_k,
             renormalises=spec.renormalises,
             activation=(Activation.SILU if spec.joins_apart else spec.activation).value,
-            scores_by_sigmoid=spec.scores is Scores.SIGMOID,
+            scores_by=(spec.scores.value, spec.margin),
             choice_bias=experts.choice_bias,
             scales=experts.scales,
             groups=(spec.n_groups, spec.groups_per_token, spec.group_best),

@@ -8,6 +8,7 @@ Legend: B batch, T tokens, S sequences, H query heads, K kv heads, d head dim, N
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -311,6 +312,14 @@ def experts(
 
 def route(logits: torch.Tensor, spec: MoeSpec, choice_bias: torch.Tensor | None = None) -> dict[int, float]:
     """One token's experts and their weights, from the router's logits [E]."""
+    if spec.scores is Scores.SPARSEMIXER:
+        left, weights = dict(enumerate(logits.tolist())), {}
+        for _ in range(spec.experts_per_token):
+            best = max(left, key=lambda e: left[e])
+            near = [s for s in left.values() if left[best] - s <= spec.margin * max(abs(s), left[best])]
+            weights[best] = spec.routed_scale / sum(math.exp(s - left[best]) for s in near)
+            del left[best]
+        return weights
     scores = (logits.softmax(dim=-1) if spec.scores is Scores.SOFTMAX else logits.sigmoid()).tolist()
     choice = [score + (0.0 if choice_bias is None else float(choice_bias[e])) for e, score in enumerate(scores)]
     size = spec.n_experts // spec.n_groups

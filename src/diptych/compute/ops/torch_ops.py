@@ -282,6 +282,8 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         assert spec.mla is not None
         assert latent is not None
         assert spec.rope is not None
+        if spec.query_scale is not None:
+            q = (q * self._scales(spec.query_scale)[:, None]).to(q.dtype)
         q_THn, q_THp = q.unflatten(-1, (spec.n_heads, -1)).split((spec.mla.nope_dim, spec.mla.rope_dim), dim=-1)
         absorbed = torch.einsum("xhn,hrn->xhr", q_THn, latent.keys)
         return torch.cat([absorbed, self._rotate(q_THp, spec.rope)], dim=-1)
@@ -506,6 +508,8 @@ def _route(
     logits_TE: torch.Tensor, choice_bias: torch.Tensor | None, spec: MoeSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights, experts), each [T, k]."""
+    if spec.scores is Scores.SPARSEMIXER:
+        return _route_one_by_one(logits_TE, spec)
     scores_TE = logits_TE.softmax(dim=-1) if spec.scores is Scores.SOFTMAX else logits_TE.sigmoid()
     choice_TE = scores_TE if choice_bias is None else scores_TE + choice_bias
     if spec.n_groups > 1:
@@ -520,6 +524,17 @@ def _route(
     if spec.renormalises:
         weights_Tk = weights_Tk / weights_Tk.sum(dim=-1, keepdim=True).clamp(min=SMALLEST_SUM)
     return weights_Tk * spec.routed_scale, chosen_Tk
+
+
+def _route_one_by_one(logits_TE: torch.Tensor, spec: MoeSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    left_TE, weights, chosen = logits_TE, [], []
+    for _ in range(spec.experts_per_token):
+        best_T1, index_T1 = left_TE.max(dim=-1, keepdim=True)
+        is_far = best_T1 - left_TE > spec.margin * left_TE.abs().clamp(min=best_T1)
+        weights.append(left_TE.masked_fill(is_far, float("-inf")).softmax(dim=-1).gather(1, index_T1))
+        chosen.append(index_T1)
+        left_TE = left_TE.scatter(1, index_T1, float("-inf"))
+    return torch.cat(weights, dim=1) * spec.routed_scale, torch.cat(chosen, dim=1)
 
 
 def _attend(
