@@ -24,6 +24,7 @@ from diptych.cost.exchange import gathered
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, ExecutorError, LoadError
 from gguf_files import gguf_reference, write_gguf
+from mlx_files import DATA
 from stepping import Stepper
 from thread_ranks import load_over_threads
 
@@ -148,7 +149,17 @@ def test_weights_that_keep_their_values_are_divided(tmp_path: Path, layout: str)
     """A row's codes, scales and zero points go with the row, whichever rank has it."""
     family, form, fields = LAYOUTS[layout]
     original = checkpoint(family, tmp_path / "original", intermediate_size=160, **fields)
-    path = quantised_checkpoints(original, tmp_path, form)[0]
+    check_divided(quantised_checkpoints(original, tmp_path, form)[0])
+
+
+@pytest.mark.parametrize("kind", ["experts", "latent", "delta", "taps"])
+def test_weights_that_mlx_stacked_are_divided(kind: str) -> None:
+    """A rank's part of an expert is a part of an entry."""
+    check_divided(DATA / kind)
+
+
+def check_divided(path: Path) -> None:
+    """Two ranks and three give what one gives."""
     one = load_model(path, CONFIG)
     assert set(one.formats) != {"bf16"}  # type: ignore[attr-defined]
     whole = alone(one, prompt(40), None)

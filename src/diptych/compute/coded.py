@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from diptych.compute.coded_layouts import companions, open_matrix
-from diptych.compute.coded_matrices import Matrix
+from diptych.compute.coded_matrices import Matrix, RawTensors
 from diptych.compute.ops.contract import Codes, WeightTensor
 from diptych.compute.weights import Checkpoint, FileTensor
 from diptych.ground.errors import LoadError
@@ -64,6 +64,7 @@ class CodedCheckpoint(Checkpoint):
         self.how = how
         self._dtype = dtype
         self._matrices: dict[str, CodedTensor] = {}
+        self._coded: set[str] = set()  # the files' tensors that those lie in
 
     def holds(self, name: str) -> bool:
         """Whether the files hold a tensor of that very name."""
@@ -86,14 +87,20 @@ class CodedCheckpoint(Checkpoint):
         """The tensor of that name, checked against the shape the config gives. Raises LoadError."""
         matrix = None
         if name.endswith(".weight") and len(shape) == 2:
-            prefix = name.removesuffix(".weight")
-            matrix = open_matrix(self, prefix, (shape[0], shape[1]), self.how)
+            raw, prefix = self.place(name.removesuffix(".weight"))
+            matrix = open_matrix(raw, prefix, (shape[0], shape[1]), self.how)
         if matrix is None:
             return super().tensor(name, *shape)
-        self._used |= dict.fromkeys(companions(self, prefix), 0)
+        parts = companions(self, prefix)
+        self._used |= dict.fromkeys(parts, 0)
+        self._coded.update(parts)
         if name not in self._matrices:
             self._matrices[name] = CodedTensor(name, (shape[0], shape[1]), self._dtype, matrix)
         return self._matrices[name]
+
+    def place(self, prefix: str) -> tuple[RawTensors, str]:
+        """The tensors, and among them the prefix, of the matrix that lies under `prefix` in a plain checkpoint."""
+        return self, prefix
 
     def differ(self, name: str, other: str) -> bool:
         """Whether both are there and hold different numbers; a quantised one beside a plain one does."""
@@ -118,8 +125,7 @@ class CodedCheckpoint(Checkpoint):
     @property
     def n_parameters(self) -> int:
         """Elements of all tensors asked for, each matrix by its shape."""
-        coded = {part for name in self._matrices for part in companions(self, name.removesuffix(".weight"))}
-        plain = sum(math.prod(self._shape(name)) for name in self._used if name not in coded)
+        plain = sum(math.prod(self._shape(name)) for name in self._used if name not in self._coded)
         return plain + sum(math.prod(matrix.shape) for matrix in self._matrices.values())
 
     @property

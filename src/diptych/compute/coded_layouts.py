@@ -1,9 +1,9 @@
-"""How other programs lay out a quantised matrix in safetensors: AWQ, GPTQ, compressed-tensors, fp8 with scales, bitsandbytes.
+"""How other programs lay out a quantised matrix in safetensors: AWQ, GPTQ, compressed-tensors, fp8, bitsandbytes, MLX.
 
 Each layout gives the numbers as its file has them: integer codes with scales and zero points (`CodedMatrix`), which the kernels
 keep, or fp8 values with scales, or entries of a table, which become floats. Sources of the layouts: AutoAWQ
 `awq/modules/linear/gemm.py`, GPTQModel `nn_modules/qlinear`, compressed-tensors `compressors`, transformers
-`integrations/finegrained_fp8.py`, bitsandbytes `functional.py` and `nn/modules.py`.
+`integrations/finegrained_fp8.py`, bitsandbytes `functional.py` and `nn/modules.py`, MLX `backend/cpu/quantized.cpp`.
 
 Legend: n outputs, k inputs, G scales of a row.
 """
@@ -27,10 +27,11 @@ from diptych.compute.coded_matrices import (
     TableState,
 )
 from diptych.ground.errors import LoadError
-from diptych.models.quantised import BESIDE_CODES, CODES, Quantisation
+from diptych.models.quantised import BESIDE_CODES, CODES, MLX, Quantisation
 
 # AutoAWQ packs column 8 c + AWQ_ORDER[i] of eight into nibble i of a word
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+MLX_BITS = (2, 3, 4, 5, 6, 8)
 
 
 def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> Matrix | None:
@@ -48,6 +49,8 @@ def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quant
     if how.method == "bitsandbytes":
         return _bitsandbytes(raw, prefix, shape)
     dtype = raw.header(weight)[1]
+    if how.method == MLX:
+        return _mlx(raw, prefix, shape) if raw.holds(f"{prefix}.scales") else None
     if how.method == "modelopt" and dtype == "U8":
         return _fp4(raw, prefix, shape, how)
     if dtype == "F8_E4M3":
@@ -113,6 +116,33 @@ def _gptq(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisatio
         )
 
     return CodedMatrix(prefix, shape, bits, f"gptq-{bits}", codes, parts, _all_bytes(raw, prefix))
+
+
+def _mlx(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> CodedMatrix:
+    """weight u32 [n, k * bits / 32], scales and biases (what code 0 stands for) [n, G]; bits and groups follow from those."""
+    n, k = shape
+    weight, scales = f"{prefix}.weight", f"{prefix}.scales"
+    (found, dtype), groups = raw.header(weight), raw.header(scales)[0][-1]
+    words = found[-1]
+    bits = next((bits for bits in MLX_BITS if words * 32 == k * bits), None)
+    if bits is None or k % 32 or not groups or k % groups:
+        raise LoadError(
+            f"tensor {weight} is {dtype} {list(found)} with {groups} scales a row; {n} by {k} codes of {MLX_BITS[0]} to "
+            f"{MLX_BITS[-1]} bits in equal groups are expected",
+            hint=_CONTRADICTION,
+        )
+    _require(raw, weight, (n, words), "U32")
+    for name in (scales, f"{prefix}.biases"):
+        _require(raw, name, (n, groups), *_FLOATS)
+
+    def codes() -> torch.Tensor:
+        return unpack_words(raw.stored(weight).view(torch.int32), bits).flatten(1)
+
+    def parts() -> CodedParts:
+        least = raw.stored(f"{prefix}.biases")
+        return CodedParts(scales=raw.stored(scales), zeros=None, group=k // groups, minima=least)
+
+    return CodedMatrix(prefix, shape, bits, f"mlx-{bits}", codes, parts, _all_bytes(raw, prefix))
 
 
 def _packed(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> CodedMatrix:
@@ -298,15 +328,15 @@ def _block_named(name: str, found: object) -> int:
 
 
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 [a, b] -> uint8 [a, b, 32 / bits], the lowest bits first; of 3 bits [a, b / 3, 32], some across two words."""
-    if bits == 3:
-        runs = words.unflatten(1, (-1, 3))
+    """int32 [a, b] -> uint8 [a, b, 32 / bits], lowest bits first; of 3, 5 and 6 bits, some across words, [a, b / bits, 32]."""
+    if 8 % bits:
+        runs, mask = words.unflatten(1, (-1, bits)), (1 << bits) - 1
         codes = torch.empty(*runs.shape[:2], 32, dtype=torch.uint8)
         for i in range(32):
-            word, shift = divmod(3 * i, 32)
-            code = runs[..., word] >> shift & 7
-            if shift > 29:  # arithmetic shifts: what came down of the sign is no part of it
-                code = code & (1 << 32 - shift) - 1 | runs[..., word + 1] << 32 - shift & 7
+            word, shift = divmod(bits * i, 32)
+            code = runs[..., word] >> shift & mask
+            if shift + bits > 32:  # arithmetic shifts: what came down of the sign is no part of it
+                code = code & (1 << 32 - shift) - 1 | runs[..., word + 1] << 32 - shift & mask
             codes[..., i] = code
         return codes
     stored = words.contiguous().view(torch.uint8).view(*words.shape, 4)
@@ -382,7 +412,18 @@ def _require(raw: RawTensors, name: str, shape: tuple[int, ...], *dtypes: str) -
         )
 
 
-_ITEM_BITS = {"I32": 32, "F32": 32, "I64": 64, "F16": 16, "BF16": 16, "I8": 8, "U8": 8, "F8_E4M3": 8, "F8_E8M0": 8}
+_ITEM_BITS = {
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "I64": 64,
+    "F16": 16,
+    "BF16": 16,
+    "I8": 8,
+    "U8": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+}
 
 
 def _nbytes(raw: RawTensors, name: str) -> int:

@@ -86,17 +86,19 @@ class Matrix(Protocol):
 class CodedParts:
     """Scales [n, G] and zero points [n, G] in units of codes (None: the middle), and which of them each input has.
 
-    group: inputs in order that share one; index [k]: of each input, where they do not lie in order (act-order).
+    minima [n, G]: in place of zero points, what code 0 stands for. group: inputs in order that share one; index [k]: of each
+    input, where they do not lie in order (act-order).
     """
 
     scales: torch.Tensor
     zeros: torch.Tensor | None
     group: int
     index: torch.Tensor | None = None
+    minima: torch.Tensor | None = None
 
 
 class CodedMatrix:
-    """A matrix of `bits`-bit codes: value = scale * (code - zero), as all of these layouts have it."""
+    """A matrix of `bits`-bit codes: value = scale * (code - zero), or scale * code + minimum."""
 
     def __init__(
         self, name: str, shape: tuple[int, int], bits: int, label: str,
@@ -111,7 +113,7 @@ class CodedMatrix:
     def parts(self) -> CodedParts:
         """Read once: small beside the codes. LoadError for scales and zeros that cannot be meant."""
         parts = self._read_parts()
-        if not bool(torch.isfinite(parts.scales).all()):
+        if not all(bool(torch.isfinite(one).all()) for one in (parts.scales, parts.minima) if one is not None):
             raise LoadError(
                 f"{self.name} has a scale that is not finite", hint="the checkpoint is damaged; download it again"
             )
@@ -125,7 +127,8 @@ class CodedMatrix:
     @property
     def is_symmetric(self) -> bool:
         """Whether every zero point is the middle."""
-        return self.parts.zeros is None or bool((self.parts.zeros == self.middle).all())
+        zeros, minima = self.parts.zeros, self.parts.minima
+        return minima is None and (zeros is None or bool((zeros == self.middle).all()))
 
     @cached_property
     def kept(self) -> KeptFormat | None:
@@ -136,7 +139,8 @@ class CodedMatrix:
             return None
         if self._meets_int8_rows and self.is_symmetric and parts.group >= k:
             return KeptFormat(kind="int8")
-        grid = "signed" if self.is_symmetric else "zeros" if self.bits == 4 else "minima"
+        has_zeros = self.bits == 4 and parts.minima is None
+        grid = "signed" if self.is_symmetric else "zeros" if has_zeros else "minima"
         return KeptFormat(kind=f"group{self.bits}", group=held, scale=scale, grid=grid, is_wide=self.bits >= WIDE_BITS)
 
     @cached_property
@@ -175,7 +179,8 @@ class CodedMatrix:
         elif kept.grid == "minima":
             # of code 0, or of 8 bits level 0: at most 11 bits times 9, exact in fp32 for scales of 16 bits
             none = self.middle if self.bits == 8 else 0
-            offsets = by_group(parts.scales.float() * (none - self._zeros().float()))
+            least = none - self._zeros().float() if parts.minima is None else torch.tensor(float(none))
+            offsets = by_group(parts.scales.float() * least + (0.0 if parts.minima is None else parts.minima.float()))
         codes = self._read_codes()
         return Codes(
             codes=codes if self.order is None else codes[:, self.order.long()],
@@ -191,8 +196,10 @@ class CodedMatrix:
         """fp32."""
         parts, k = self.parts, self.shape[1]
         index = torch.arange(k) // parts.group if parts.index is None else parts.index
-        scales, zeros = parts.scales[rows].float(), self._zeros()[rows].float()
-        return scales[:, index] * (self._read_codes()[rows].float() - zeros[:, index])
+        scales, codes = parts.scales[rows].float()[:, index], self._read_codes()[rows].float()
+        if parts.minima is not None:
+            return scales * codes + parts.minima[rows].float()[:, index]
+        return scales * (codes - self._zeros()[rows].float()[:, index])
 
 
 class ScaledMatrix:

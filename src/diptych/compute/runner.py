@@ -19,6 +19,7 @@ import torch
 
 from diptych.compute.coded import CodedCheckpoint
 from diptych.compute.gguf import GgufCheckpoint
+from diptych.compute.mlx import MlxCheckpoint
 from diptych.compute.model import Blueprint, Model, draw_blueprint
 from diptych.compute.ops import cpu_kernels
 from diptych.compute.ops.cpu_kernels import choose_instruction_set
@@ -37,8 +38,8 @@ from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.config import HfConfig, read_json
 from diptych.models.gguf import read_config
 from diptych.models.gguf_file import find_gguf, open_gguf
-from diptych.models.quantised import quantisation_of
-from diptych.models.read import reads_mxfp4, refuse_unrun
+from diptych.models.quantised import MLX, quantisation_of
+from diptych.models.read import family_of, reads_mxfp4, refuse_unrun
 from diptych.models.spec import ModelSpec
 
 logger = logging.getLogger("diptych.compute")
@@ -227,7 +228,10 @@ def _open_folder(directory: Path, config: ComputeConfig) -> Opened:
     how = quantisation_of(parsed)
     if how is None:
         return hf_config, parsed.path, Checkpoint(directory), config
-    return hf_config, parsed.path, CodedCheckpoint(directory, how, dtype=_dequantised_dtype(config)), config
+    dtype = _dequantised_dtype(config)
+    if how.method == MLX:
+        return hf_config, parsed.path, MlxCheckpoint(directory, how, dtype=dtype, family=family_of(parsed)), config
+    return hf_config, parsed.path, CodedCheckpoint(directory, how, dtype=dtype), config
 
 
 def _dequantised_dtype(config: ComputeConfig) -> torch.dtype:

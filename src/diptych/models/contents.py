@@ -20,7 +20,7 @@ from diptych.models.config import HfConfig, read_json
 from diptych.models.files import has_weights, safetensors_header, weight_files
 from diptych.models.gguf import ROPE_TENSOR, is_beside
 from diptych.models.gguf_file import GgufFile, find_gguf, open_gguf
-from diptych.models.quantised import BESIDE_CODES, CODES, Quantisation, quantisation_of
+from diptych.models.quantised import BESIDE_CODES, CODES, MLX, Quantisation, quantisation_of
 
 # parts of names -> the part of the model, the first that fits; of safetensors and of GGUF files
 PARTS: tuple[tuple[str, str], ...] = (
@@ -147,6 +147,11 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
             count, stored = 2 * count, "MXFP4"
         elif name.endswith("_scales") and stored == "U8":
             count, stored = 0, "MXFP4 scales"
+        elif how is not None and how.method == MLX and stored == "U32":
+            module, words = name.removesuffix(".weight"), count
+            scales = header.get(f"{module}.scales") or {"shape": (0,)}  # without them it is refused by who reads it
+            count = math.prod(scales["shape"]) * how.group_of(module)
+            stored = f"mlx {32 * words / max(1, count):.2g} bit"
         elif how is not None and name.endswith(_endings(CODES)) and stored == "I32":
             count, stored = count * 32 // (how.bits or 4), f"{how.method} {how.bits or 4} bit"
         elif how is not None and stored == "U8" and _has_pairs(name, header):

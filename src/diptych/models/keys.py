@@ -32,7 +32,7 @@ HARMLESS: frozenset[str] = frozenset((
     "chunk_size", "expand", "use_mamba_kernels", "time_step_min", "time_step_max", "time_step_floor", "time_step_rank",
     "linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor",
     "mamba_ssm_cache_dtype", "residual_in_fp32", "rescale_prenorm_residual", "moe_shared_expert_overlap",
-    "mtp_layer_types", "mtp_mlp_layer_types", "mtp_layers_block_type", "mtp_hybrid_override_pattern",
+    "quantization", "mtp_layer_types", "mtp_mlp_layer_types", "mtp_layers_block_type", "mtp_hybrid_override_pattern",
 ))  # fmt: skip
 HARMLESS_ENDINGS = ("_token_id", "_token_ids", "dropout")
 

@@ -7,7 +7,7 @@ of everything that would be read wrongly: methods, bits, layouts, caches and spa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from diptych.ground.errors import LoadError
@@ -15,6 +15,7 @@ from diptych.ground.formats import FP8_BLOCK, KEPT_MXFP4, KEPT_NVFP4, WIDE_BITS,
 from diptych.models.config import HfConfig
 
 METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "modelopt")
+MLX, MLX_GROUPS = "mlx", (32, 64, 128)  # which names itself nowhere
 CT_FORMATS = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense",
     "nvfp4-pack-quantized", "mxfp4-pack-quantized",
@@ -26,7 +27,7 @@ BESIDE_CODES = (
     "qzeros", "scales", "g_idx", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_scale_inv",
     "input_scale", "input_zero_point", "activation_scale", "weight.absmax", "weight.quant_map", "weight.nested_absmax",
     "weight.nested_quant_map", "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4", "SCB",
-    "weight_format", "weight_global_scale", "weight_scale_2", "input_global_scale", "k_scale", "v_scale",
+    "weight_format", "weight_global_scale", "weight_scale_2", "input_global_scale", "k_scale", "v_scale", "biases",
 )  # fmt: skip
 HINT = "use the unquantised checkpoint and choose the weight format with --weights"
 
@@ -35,10 +36,11 @@ HINT = "use the unquantised checkpoint and choose the weight format with --weigh
 class Quantisation:
     """How a checkpoint was quantised.
 
-    bits, group: of all matrices (awq, gptq; group None: a whole row). groups: of compressed-tensors, how many inputs may share
-    a scale where a row has several. block: rows and inputs that share a scale (fp8), None without. has_zeros: each matrix has
-    zero points beside it; has_order: it says in which group each input is. zero_added: to every zero point as it is stored
-    (gptq's first layout: 1). kept: the kernels' format that will hold most matrices, as far as the config says.
+    bits, group: of all matrices (awq, gptq; group None: a whole row), or of most (mlx), own_groups: of those that have others.
+    groups: of compressed-tensors, how many inputs may share a scale where a row has several. block: rows and inputs that share
+    one (fp8), None without. has_zeros: each matrix has zero points beside it; has_order: it says in which group each input is.
+    zero_added: to every zero point as it is stored (gptq's first layout: 1). kept: the kernels' format that will hold most
+    matrices, as far as the config says.
     note: what is read otherwise than its publisher runs it, for the log.
     """
 
@@ -47,16 +49,24 @@ class Quantisation:
     bits: int | None = None
     group: int | None = None
     groups: tuple[int, ...] = ()
+    own_groups: Mapping[str, int] = field(default_factory=dict)
     block: tuple[int, int] | None = None
     has_zeros: bool = False
     has_order: bool = False
     zero_added: int = 0
     note: str = ""
 
+    def group_of(self, module: str) -> int:
+        """Inputs that share a scale there, where the config says it."""
+        return self.own_groups.get(module, self.group or 0)
+
 
 def quantisation_of(config: HfConfig) -> Quantisation | None:
     """What the config says; None for a checkpoint of plain floats. LoadError for what is not read."""
     raw = config.raw.get("quantization_config", config.raw.get("compression_config"))
+    of_mlx = config.raw.get("quantization")  # which it writes by both names, in older files by this one alone
+    if isinstance(of_mlx, Mapping) and "bits" in of_mlx and (not raw or raw == of_mlx):
+        return _mlx(HfConfig(of_mlx, path=f"quantization of {config.path}"))
     if not raw:
         return None
     if not isinstance(raw, Mapping):
@@ -123,6 +133,20 @@ def _awq(section: HfConfig) -> Quantisation:
         has_zeros=not is_symmetric,
         kept=_kept(4, inputs, "f16", is_symmetric=is_symmetric),
     )
+
+
+def _mlx(section: HfConfig) -> Quantisation:
+    """Of mlx-lm: scale and offset of each group. Single matrices may have bits and groups of their own, or be plain floats."""
+    _one_of(section, "mode", ("affine",), "affine")
+    own_groups = {}
+    for name, own in section.raw.items():
+        if isinstance(own, Mapping):
+            one = HfConfig(own, path=f"{name} in {section.path}")
+            _one_of(one, "mode", ("affine",), "affine")
+            own_groups[name] = _one_of(one, "group_size", MLX_GROUPS, 64)
+    bits, group = _one_of(section, "bits", (2, 3, 4, 5, 6, 8), None), _one_of(section, "group_size", MLX_GROUPS, 64)
+    kept = KeptFormat(kind=f"group{bits}", group=group, scale="bf16", grid="minima", is_wide=bits >= WIDE_BITS)
+    return Quantisation(method=MLX, bits=bits, group=group, own_groups=own_groups, kept=kept)
 
 
 def _gptq(section: HfConfig) -> Quantisation:

@@ -1,0 +1,150 @@
+"""Folders that mlx-lm quantised (`mlx_lm.convert -q`), as a `Source` of weights.
+
+Matrices lie as `coded_layouts` says. Beside that mlx-lm's classes change what they load, and a folder holds what they made of
+it: experts and heads of latent attention are stacked, convolutions have their last axes the other way round, norms that add 1
+have it added. Each is undone here, or the family is refused. Source: `sanitize` in mlx_lm/models/*.py, version 0.32.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from diptych.compute.coded import CodedCheckpoint, CodedTensor
+from diptych.compute.coded_matrices import RawTensors
+from diptych.compute.ops.contract import WeightTensor
+from diptych.compute.weights import FileTensor, SlicedTensor
+from diptych.ground.errors import LoadError, UnsupportedModel
+from diptych.models.family import Family
+from diptych.models.quantised import HINT, Quantisation
+from diptych.models.spec import StateRule
+
+EXPERT = re.compile(r"(?P<root>.*\.)experts\.(?P<entry>\d+)\.(?P<part>\w+)")
+LATENT = re.compile(r"(?P<root>.*\.)(?P<part>k_b_proj|v_b_proj)\.(?P<entry>\d+)")
+# our names -> theirs: of experts, of MLPs with the names of Mixtral's experts, of Nemotron's experts, of latent attention
+OTHER_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+NEMOTRON_NAMES = {"up_proj": "fc1", "down_proj": "fc2"}
+LATENT_NAMES = {"k_b_proj": "embed_q", "v_b_proj": "unembed_out"}
+STACKS = ("switch_mlp.", "experts.", "experts.switch_glu.")
+WITH_ONE_ADDED = (
+    ".input_layernorm.weight",
+    ".post_attention_layernorm.weight",
+    "model.norm.weight",
+    ".q_norm.weight",
+    ".k_norm.weight",
+)
+
+
+class Entry:
+    """One of stacked tensors, as `RawTensors`."""
+
+    def __init__(self, raw: RawTensors, index: int) -> None:
+        self._raw, self.index = raw, index
+
+    def holds(self, name: str) -> bool:
+        """Whether the stack is there."""
+        return self._raw.holds(name)
+
+    def header(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Without the axis of the stack."""
+        shape, dtype = self._raw.header(name)
+        return shape[1:], dtype
+
+    def stored(self, name: str) -> torch.Tensor:
+        """A view."""
+        return self._raw.stored(name)[self.index]
+
+
+class Shifted(WeightTensor):
+    """A norm without the 1 that was added to it, in fp32."""
+
+    random_seed: int | None = None
+
+    def __init__(self, tensor: FileTensor) -> None:
+        self.name, self.shape, self.dtype = tensor.name, tensor.shape, torch.float32
+        self._tensor = tensor
+
+    def read(self) -> torch.Tensor:
+        """New."""
+        return self._tensor.read().float() - 1
+
+
+class Turned(WeightTensor):
+    """Taps [channels, n, 1] as [channels, 1, n]."""
+
+    random_seed: int | None = None
+
+    def __init__(self, tensor: FileTensor) -> None:
+        channels, n, _ = tensor.shape
+        self.name, self.shape, self.dtype = tensor.name, (channels, 1, n), tensor.dtype
+        self._tensor = tensor
+
+    def read(self) -> torch.Tensor:
+        """A view."""
+        return self._tensor.read().view(self.shape)
+
+
+class MlxCheckpoint(CodedCheckpoint):
+    """A folder of mlx-lm by the names, and with the values, of the checkpoint that it was made of."""
+
+    def __init__(self, directory: Path, how: Quantisation, *, dtype: torch.dtype, family: Family) -> None:
+        is_known = not (family.has_pairs or family.names.transposes or "altup_num_inputs" in family.keys)
+        if not is_known or family.name == "kimi_linear":
+            raise UnsupportedModel(
+                f"mlx-lm rewrites what {family.name} loads in a way that is not undone here ({directory})", hint=HINT
+            )
+        super().__init__(directory, how, dtype=dtype)
+        self._adds_one = bool(family.norm_offset) and family.state_rule is StateRule.DELTA
+
+    def has(self, name: str) -> bool:
+        """Whether a plain checkpoint would have it."""
+        stem, _, ending = name.rpartition(".")
+        return super().has(f"{self.place(stem)[1]}.{ending}")
+
+    def place(self, prefix: str) -> tuple[RawTensors, str]:
+        """Experts, and heads of latent attention, are entries of stacks; some MLPs have other names."""
+        if self.holds(f"{prefix}.weight"):
+            return self, prefix
+        found = EXPERT.fullmatch(prefix)
+        if found is not None:
+            part = OTHER_NAMES.get(found["part"], found["part"])
+            names = [
+                f"{found['root']}{stack}{one}" for stack in STACKS for one in (part, NEMOTRON_NAMES.get(part, part))
+            ]
+            return self._entry(names, int(found["entry"])) or (self, prefix)
+        found = LATENT.fullmatch(prefix)
+        if found is not None:
+            return self._entry([found["root"] + LATENT_NAMES[found["part"]]], int(found["entry"])) or (self, prefix)
+        root, _, last = prefix.rpartition(".")
+        other = f"{root}.{OTHER_NAMES.get(last, last)}"
+        return self, other if self.holds(f"{other}.weight") else prefix
+
+    def _entry(self, names: list[str], index: int) -> tuple[RawTensors, str] | None:
+        name = next((name for name in names if self.holds(f"{name}.weight")), None)
+        return None if name is None else (Entry(self, index), name)
+
+    def tensor(self, name: str, *shape: int) -> FileTensor | CodedTensor | WeightTensor:  # type: ignore[override]
+        """As of a plain checkpoint."""
+        stem, _, ending = name.rpartition(".")
+        raw, place = self.place(stem)
+        stored = f"{place}.{ending}"
+        n_entries = self.header(stored)[0][0] if isinstance(raw, Entry) and self.holds(stored) else 0
+        if isinstance(raw, Entry) and 0 < n_entries <= raw.index:
+            raise LoadError(
+                f"tensor {stored} has {n_entries} entries; entry {raw.index} is asked for",
+                hint="config.json contradicts the weights; they must come from the same model",
+            )
+        if isinstance(raw, Entry) and not (ending == "weight" and self.holds(f"{place}.scales")):
+            return SlicedTensor(super().tensor(stored, n_entries, *shape), raw.index)
+        if len(shape) == 3 and self.holds(stored) and self.header(stored)[0] == (shape[0], shape[2], shape[1]):
+            return Turned(self._checked_plain(stored, (shape[0], shape[2], shape[1])))
+        if self._adds_one and name.endswith(WITH_ONE_ADDED):
+            return Shifted(self._checked_plain(name, shape))
+        return super().tensor(name if ending == "weight" and self.holds(f"{place}.scales") else stored, *shape)
+
+    def _checked_plain(self, name: str, shape: tuple[int, ...]) -> FileTensor:
+        found = super().tensor(name, *shape)
+        assert isinstance(found, FileTensor), name
+        return found

@@ -1,0 +1,147 @@
+"""Folders that mlx-lm wrote give the logits that it gives; what is not undone of what it does to a family is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from coded_files import said_in_use
+from diptych.compute.runner import load_model
+from diptych.cost.parameters import parameter_count
+from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import LoadError, UnsupportedModel
+from diptych.models.contents import contents_of
+from diptych.models.read import load_model_file
+from mlx_files import DATA, KINDS, PROMPT, logits_by_mlx, quantise
+from stepping import Stepper
+
+REFERENCE = ComputeConfig(backend="torch", device="cpu", weights="fp32")
+HELD = {"2 bits": "group2-g32-bf16-minima", "3 bits": "group3-g32-bf16-minima", "4 bits": "group4-g32-bf16-minima",
+        "5 bits": "group5-g32-bf16-minima", "6 bits": "group6-g32-bf16-minima-wide",
+        "8 bits": "group8-g32-bf16-minima-wide"}  # fmt: skip
+
+
+def folder_of(kind: str) -> Path:
+    """As it is shipped."""
+    return DATA / kind.replace(" ", "-")
+
+
+def check_logits(folder: Path) -> None:
+    """Ours are mlx-lm's."""
+    expected = logits_by_mlx(folder)
+    got = Stepper(load_model(folder, REFERENCE)).prefill("it", PROMPT, chunk=None)
+    assert expected.std() > 0.3
+    assert (got - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_gives_the_logits_that_mlx_gives(kind: str) -> None:
+    """Codes across words, stacked experts and heads, a router of other bits, norms plus 1, taps with turned axes."""
+    check_logits(folder_of(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_holds_as_many_parameters_as_its_model_has(kind: str) -> None:
+    """Matrices with bits and groups of their own are counted by those."""
+    contents = contents_of(folder_of(kind))
+    assert sum(group.parameters for group in contents.groups) == parameter_count(load_model_file(folder_of(kind)))
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_kept_and_the_log_says_so(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Scales in bf16 and what code 0 stands for, per group, as the file has them."""
+    said = said_in_use(folder_of(kind), caplog, 0.06)
+    assert "kept=" + HELD.get(kind, "group4-g32-bf16-minima") in said
+    assert said.endswith("the kernels hold the file's values")
+
+
+def damaged(tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], kind: str = "4 bits") -> Path:
+    """A copy with other tensors."""
+    path = tmp_path / "damaged"
+    shutil.copytree(folder_of(kind), path)
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"][:, :1].clone()}), r"q_proj.biases is BF16 \[96, 2\]; .*\[96, 1\]"),
+        (lambda t: t.update({f"{Q}.scales": torch.ones(96, 5)}), "with 5 scales a row; 96 by 64 codes"),
+        (lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"][:, :7].clone()}), r"weight is U32 \[96, 7\] with 2 scales"),
+        (lambda t: t.pop(f"{Q}.biases"), "q_proj.biases is missing"),
+        (lambda t: t.pop(f"{Q}.weight"), "q_proj.weight is missing"),
+        (lambda t: t[f"{Q}.biases"].fill_(torch.nan), "has a scale that is not finite"),
+        (lambda t: t.update(beside=torch.ones(3)), "does not call for, the first is beside"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_wrong_with_a_matrix_is_said(
+    change: Callable[[dict[str, torch.Tensor]], None], said: str, tmp_path: Path
+) -> None:
+    """Before anything is loaded of it."""
+    with pytest.raises(LoadError, match=said):
+        load_model(damaged(tmp_path, change), REFERENCE)
+
+
+def test_experts_that_are_too_few_are_refused(tmp_path: Path) -> None:
+    """A stack is cut by its first axis."""
+
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if "switch_mlp.up_proj" in name]:
+            tensors[name] = tensors[name][:5].clone()
+
+    with pytest.raises(LoadError, match=r"up_proj.* has 5 entries; entry 5 is asked for"):
+        load_model(damaged(tmp_path, cut, "experts"), REFERENCE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"mode": "mxfp4"}, "mode in quantization of .* is 'mxfp4'; 'affine' can be read"),
+        ({"bits": 7}, "bits in quantization of .* is 7"),
+        ({"group_size": 48}, "group_size in quantization of .* is 48"),
+        ({"model.layers.0.mlp.up_proj": {"mode": "nvfp4"}}, "mode in model.layers.0.mlp.up_proj .* is 'nvfp4'"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_not_read_is_refused_by_name(fields: dict[str, object], said: str, tmp_path: Path) -> None:
+    """Formats of 4 bits whose scales are exponents, and groups that no kernel has."""
+    path = tmp_path / "it"
+    shutil.copytree(folder_of("4 bits"), path)
+    config = json.loads((path / "config.json").read_text())
+    how = {**config["quantization"], **fields}
+    (path / "config.json").write_text(json.dumps({**config, "quantization": how, "quantization_config": how}))
+    with pytest.raises(LoadError, match=said):
+        load_model(path, REFERENCE)
+
+
+def test_a_family_that_mlx_rewrites_is_refused(tmp_path: Path) -> None:
+    """Falcon-H1: its multipliers are in the weights there, and the config has them still."""
+    path = tmp_path / "it"
+    shutil.copytree(folder_of("4 bits"), path)
+    config = json.loads((path / "config.json").read_text())
+    config |= {"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1"}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="mlx-lm rewrites what falcon_h1 loads"):
+        load_model(path, REFERENCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_mlx_writes_now_is_read(kind: str, tmp_path: Path) -> None:
+    """Fresh from the package."""
+    pytest.importorskip("mlx_lm")
+    check_logits(quantise(tmp_path, kind))

@@ -1,0 +1,96 @@
+"""Folders that mlx-lm quantised: small ones that it wrote (tests/data/mlx), with its own logits of them, and fresh ones.
+
+    python tests/mlx_files.py tests/data/mlx      # how those were made; wants mlx-lm, with mlx[cpu] on Linux
+
+MLX runs on few systems, so only slow tests that make fresh folders import it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints import VOCAB, make_checkpoint
+
+DATA = Path(__file__).parent / "data" / "mlx"
+LOGITS = "logits.safetensors"  # of PROMPT, by mlx-lm in fp32 [T, V]
+PROMPT = torch.randint(3, VOCAB, (24,), generator=torch.Generator().manual_seed(7)).tolist()
+GROUP = 32
+NO_EXPERT_IS_DENSE = {"mlp_only_layers": []}
+STATES = {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+WIDE = {"moe_intermediate_size": 64}  # that groups divide
+# kind -> family, bits, fields of the checkpoint
+KINDS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    **{f"{bits} bits": ("llama", bits, {"num_hidden_layers": 1}) for bits in (2, 3, 4, 5, 6, 8)},
+    "tied": ("qwen3", 4, {"num_hidden_layers": 1}),
+    "experts": ("qwen3_moe", 4, {**WIDE, **NO_EXPERT_IS_DENSE, "num_hidden_layers": 2}),
+    "latent": ("deepseek_v3", 4, {**WIDE, "num_hidden_layers": 2}),
+    "delta": ("qwen3_5", 4, STATES),
+    "taps": ("lfm2_moe", 4, {**WIDE, "num_dense_layers": 1}),
+}
+
+
+def published(config: dict[str, Any]) -> dict[str, Any]:
+    """With the keys that mlx-lm asks for, which published files have and transformers no longer writes."""
+    rope = config.get("rope_parameters") or {}
+    more = {"rope_theta": rope.get("rope_theta", 1e4), "rope_scaling": None}
+    kind = config["model_type"]
+    if kind == "qwen3_moe":
+        more["num_experts"] = config.get("num_experts") or config["num_local_experts"]
+    if kind == "deepseek_v3":
+        more |= {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    if kind == "lfm2_moe":
+        more |= {"norm_topk_prob": True, "use_expert_bias": True}
+    return config | {name: value for name, value in more.items() if name not in config}
+
+
+def quantise(folder: Path, kind: str) -> Path:
+    """The folder that mlx-lm makes of a checkpoint, with its logits beside it."""
+    import mlx.core as mx
+    import mlx_lm.utils as mlx
+    import numpy as np
+
+    family, bits, fields = KINDS[kind]
+    original = make_checkpoint(family, folder / "original", dtype=torch.bfloat16, **fields)
+    config = published(json.loads((original / "config.json").read_text()))
+    if config["model_type"] == "qwen3_5_text":  # as it is published
+        config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": config}
+    (original / "config.json").write_text(json.dumps(config))
+    model, _ = mlx.load_model(original, lazy=False)
+
+    def finer(path: str, module: Any) -> bool | dict[str, int]:
+        """A mixture of bits, as its recipes have it, and a finer router."""
+        is_finer = path.endswith(("v_proj", "mlp.gate"))
+        return {"bits": 8, "group_size": GROUP} if is_finer else hasattr(module, "to_quantized")
+
+    model, made = mlx.quantize_model(model, config, GROUP, bits, quant_predicate=finer)
+    target = folder / "quantised"
+    target.mkdir()
+    mlx.save_model(target, model)
+    mlx.save_config(made, config_path=target / "config.json")
+    model, _ = mlx.load_model(target)
+    model.set_dtype(mx.float32)
+    logits = torch.from_numpy(np.array(model(mx.array([PROMPT]))[0]))
+    save_file({"logits": logits}, target / LOGITS)
+    return target
+
+
+def logits_by_mlx(folder: Path) -> torch.Tensor:
+    """Those beside a folder."""
+    return load_file(folder / LOGITS)["logits"]
+
+
+if __name__ == "__main__":
+    for kind in KINDS:
+        place = Path(sys.argv[1]) / kind.replace(" ", "-")
+        shutil.rmtree(place, ignore_errors=True)
+        made = quantise(place / "made", kind)
+        for file in ("config.json", "model.safetensors", LOGITS):
+            shutil.copyfile(made / file, place / file)
+        shutil.rmtree(place / "made")
