@@ -119,7 +119,7 @@ def test_thinking_and_tool_marks_stay_visible(tmp_path):
     ("files", "words"),
     [
         ({}, "no tokenizer.json"),
-        ({"tokenizer.model": "x"}, "save_pretrained"),
+        ({"tokenizer.model": "x"}, "no SentencePiece model"),
         ({"tokenizer.json": "{"}, "cannot be read"),
         ({"tokenizer.json": "{}"}, "cannot be read"),
         ({"tokenizer.json": byte_level_json(), "tokenizer_config.json": "["}, "tokenizer_config.json cannot be read"),

@@ -12,13 +12,21 @@ of a turn; the tokenizer.json files of the models for the splits themselves.
 from __future__ import annotations
 
 import logging
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from diptych.engine.text.sentencepiece_model import (
+    SPACE,
+    Kind,
+    add_marked,
+    first_ids,
+    merges_by_score,
+    put_around,
+    write_spaces,
+)
 from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.errors import LoadError
@@ -26,8 +34,6 @@ from diptych.models.gguf_file import GgufArray, GgufFile
 
 logger = logging.getLogger("diptych.engine")
 
-SPACE = "\u2581"
-LONGEST_PIECE_CHARS = 256  # of a SentencePiece vocabulary: each is tried at every place it could be cut at
 MOST_TOKENS = 2_097_152
 KEY = "tokenizer.ggml."
 TEMPLATE_KEY = "tokenizer.chat_template"
@@ -120,17 +126,6 @@ ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_o
         "<｜end▁of▁sentence｜>")  # fmt: skip
 
 
-class Kind(IntEnum):
-    """What a token is, in `tokenizer.ggml.token_type`."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
-
-
 class Vocabulary:
     """The tokens of a file, checked."""
 
@@ -152,9 +147,7 @@ class Vocabulary:
         self.kinds: list[Any] = self._array("token_type") or [Kind.NORMAL] * len(tokens)
         if len(self.kinds) < len(tokens):
             raise LoadError(f"{KEY}token_type of {file.path} has {len(self.kinds)} entries for {len(tokens)} tokens")
-        self.ids = dict(zip(tokens, range(len(tokens)), strict=True))
-        if len(self.ids) < len(tokens):  # of equal tokens the first counts
-            self.ids |= dict(zip(reversed(tokens), range(len(tokens) - 1, -1, -1), strict=True))
+        self.ids = first_ids(tokens)
         table = file.tensors.get("token_embd.weight")
         if table is not None and len(tokens) > table.shape[0]:
             raise LoadError(f"{file.path} has {len(tokens)} tokens and an embedding of {table.shape[0]}")
@@ -222,22 +215,7 @@ class Vocabulary:
             scores = [-i for i in range(len(self.tokens))]
         if len(scores) < len(self.tokens):
             raise LoadError(f"{KEY}scores of {self.file.path} has {len(scores)} entries for {len(self.tokens)} tokens")
-        ids, ranked = self.ids, []
-        for token, i in ids.items():
-            if self.kinds[i] in (Kind.CONTROL, Kind.UNKNOWN, Kind.BYTE) or len(token) < 2:
-                continue
-            if len(token) > LONGEST_PIECE_CHARS:
-                if self.kinds[i] == Kind.NORMAL:
-                    raise LoadError(
-                        f"piece {i} of {self.file.path} has {len(token)} characters; at most {LONGEST_PIECE_CHARS} are read"
-                    )
-                continue
-            for at in range(1, len(token)):
-                left, right = token[:at], token[at:]
-                if left in ids and right in ids:
-                    ranked.append((-scores[i], i, ids[left], ids[right]))
-        ranked.sort()
-        return [(self.tokens[left], self.tokens[right]) for _, _, left, right in ranked]
+        return merges_by_score(self.file.path, self.tokens, self.ids, self.kinds, scores)
 
 
 def _lines(found: GgufArray) -> str | None:
@@ -265,10 +243,10 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
         raise LoadError(f"{KEY}model of {file.path} is {words.model!r}; {', '.join(builders)} are read")
     if words.model != "gpt2":
         words.tokens = [SPACE * len(token) if not token.strip(" ") else token for token in words.tokens]
-        words.ids = {token: i for i, token in reversed(list(enumerate(words.tokens)))}
+        words.ids = first_ids(words.tokens)
     try:
         backend = builders[words.model](words)
-        _add_tokens(backend, words)
+        add_marked(backend, words.tokens, words.ids, words.kinds, words.special("unknown"))
     except LoadError:
         raise
     except Exception as error:  # the library raises bare Exception for merges of pieces that are not there
@@ -277,7 +255,9 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
     begin, end = words.special("bos"), words.special("eos")
     first = begin if words.flag("add_bos_token", is_spm or words.split in BEGINS) else None
     last = end if words.flag("add_eos_token", False) else None
-    _add_ends(backend, words, first, last)
+    if words.model == "gpt2":
+        backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    put_around(backend, words.tokens, first, last)
     names = {
         "bos_token": begin,
         "eos_token": end,
@@ -329,42 +309,8 @@ def _sentencepiece(words: Vocabulary) -> tokenizers.Tokenizer:
     unk_token = None if unknown is None else words.tokens[unknown]
     model = models.BPE(words.ids, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True)
     backend = tokenizers.Tokenizer(model)
-    marked = normalizers.Replace(" ", SPACE)
-    is_prefixed = words.flag("add_space_prefix", words.model == "llama")
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), marked]) if is_prefixed else marked
-    steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if is_prefixed else steps)
+    write_spaces(backend, is_prefixed=words.flag("add_space_prefix", words.model == "llama"))
     return backend
-
-
-def _add_tokens(backend: tokenizers.Tokenizer, words: Vocabulary) -> None:
-    """Control tokens as special ones, user's tokens as plain ones: text that spells one of these is it, before any merge."""
-    unknown, marked = words.special("unknown"), {int(Kind.CONTROL), int(Kind.USER_DEFINED)}
-    special: list[tokenizers.AddedToken] = []
-    plain: list[tokenizers.AddedToken] = []
-    for i in [i for i, kind in enumerate(words.kinds) if kind in marked or i == unknown]:
-        if i >= len(words.tokens) or words.ids[words.tokens[i]] != i:
-            continue  # another token has that name
-        is_special = words.kinds[i] == Kind.CONTROL or i == unknown
-        token = tokenizers.AddedToken(words.tokens[i], normalized=False, special=is_special)
-        (special if is_special else plain).append(token)
-    backend.add_special_tokens(special)
-    backend.add_tokens(plain)
-
-
-def _add_ends(backend: tokenizers.Tokenizer, words: Vocabulary, first: int | None, last: int | None) -> None:
-    if first is None and last is None:
-        if words.model == "gpt2":
-            backend.post_processor = processors.ByteLevel(trim_offsets=False)
-        return
-    begin = [] if first is None else [words.tokens[first]]
-    end = [] if last is None else [words.tokens[last]]
-    used = dict.fromkeys(token_id for token_id in (first, last) if token_id is not None)
-    backend.post_processor = processors.TemplateProcessing(
-        single=[*begin, "$A", *end],
-        pair=[*begin, "$A", *end, *(f"{token}:1" for token in begin), "$B:1", *(f"{token}:1" for token in end)],
-        special_tokens=[(words.tokens[token_id], token_id) for token_id in used],
-    )
 
 
 def _ends_of_turn(words: Vocabulary) -> list[int]:

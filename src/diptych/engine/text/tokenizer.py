@@ -1,7 +1,8 @@
 """The tokenizer of a checkpoint: text to ids, ids to text, and what the model's files say about its special tokens.
 
-Owns the reading of tokenizer.json, tokenizer_config.json and added_tokens.json, and of the EOS ids that
-generation_config.json and config.json add. Decoding never "cleans up" spaces: the text is what the tokens say.
+Owns the reading of tokenizer.json (where there is none, of tokenizer.model), tokenizer_config.json and added_tokens.json, and
+of the EOS ids that generation_config.json and config.json add. Decoding never "cleans up" spaces: the text is what the tokens
+say.
 
 >>> Tokenizer.from_dir("model").encode("Hello")  # doctest: +SKIP
 [9906]
@@ -18,6 +19,7 @@ from typing import Any
 
 import tokenizers
 
+from diptych.engine.text.sentencepiece_model import sentencepiece_backend
 from diptych.ground.errors import LoadError, PromptTooLong, RequestError, told_of
 from diptych.models.config import read_json
 
@@ -71,21 +73,19 @@ class Tokenizer:
         """Load the tokenizer of the checkpoint folder `path`. Raises LoadError when it is missing or damaged."""
         folder = Path(path)
         tokenizer_path = folder / "tokenizer.json"
-        if not tokenizer_path.is_file():
-            hint = "point to a folder that holds tokenizer.json"
-            if (folder / "tokenizer.model").is_file():
-                hint = (
-                    "tokenizer.model alone is not read; convert it once with "
-                    'transformers.AutoTokenizer.from_pretrained("...").save_pretrained("...")'
-                )
+        config = read_json_object(folder / "tokenizer_config.json")
+        if tokenizer_path.is_file():
+            try:
+                backend = tokenizers.Tokenizer.from_file(str(tokenizer_path))
+            except Exception as error:  # the library raises bare Exception for a damaged file
+                raise LoadError(f"{tokenizer_path} cannot be read: {error}", hint="download the file again") from error
+        elif (folder / "tokenizer.model").is_file():
+            backend = sentencepiece_backend(folder / "tokenizer.model", config)
+        else:
+            hint = "point to a folder that holds tokenizer.json, or tokenizer.model"
             raise LoadError(f"no tokenizer.json in {folder}", hint=hint)
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(tokenizer_path))
-        except Exception as error:  # the library raises bare Exception for a damaged file
-            raise LoadError(f"{tokenizer_path} cannot be read: {error}", hint="download the file again") from error
         backend.no_padding()
         backend.no_truncation()
-        config = read_json_object(folder / "tokenizer_config.json")
         with told_of(folder):
             _add_missing_tokens(backend, config, read_json_object(folder / "added_tokens.json"))
         return cls(backend, config, _eos_token_ids(folder, backend, config))
