@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from republished import REPUBLISHED, republish
+from republished import REPUBLISHED, published, republish
 
 VOCAB = 160
 COMMON: dict[str, Any] = {
@@ -483,6 +483,19 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
          "num_shared_experts": 2, "router_scaling_factor": 1.7},
     ),
+    # an index that chooses all tokens there are
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        "DeepseekV32ForCausalLM",
+        {**LATENT, "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "index_topk": 128, "index_n_heads": 2,
+         "index_head_dim": 16},
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig",
+        "GlmMoeDsaForCausalLM",
+        {**LATENT, "q_lora_rank": 24, "index_topk": 128, "index_n_heads": 2, "index_head_dim": 16,
+         "indexer_types": ["full", "shared", "shared"]},
+    ),
     # latent queries that are scaled by their position
     "mistral4": (
         "Mistral4Config",
@@ -577,23 +590,3 @@ def make_checkpoint(
     named = {"state_dict": published(model), "save_original_format": False} if family == "olmo_hybrid" else {}
     model.save_pretrained(str(directory), max_shard_size=max_shard_size, **named)
     return directory
-
-
-def published(model: Any) -> dict[str, torch.Tensor]:
-    """The tensors of an OLMo Hybrid by the names of the checkpoints that `transformers` reads."""
-    found = {}
-    keys = model.config.linear_num_key_heads * model.config.linear_key_head_dim
-    for name, tensor in model.state_dict().items():
-        layer = name.split(".")[2] if ".layers." in name else "-1"
-        kind = model.config.layer_types[int(layer)]
-        if name.endswith("conv1d.weight"):
-            parts = tensor.split((keys, keys, len(tensor) - 2 * keys))
-            found |= {
-                name.replace("conv1d", f"{one}_conv1d"): part.clone() for one, part in zip("qkv", parts, strict=True)
-            }
-        elif kind == "linear_attention":
-            name = name.replace("input_layernorm", "attention_layer_norm")
-            found[name.replace("post_attention_layernorm", "feedforward_layer_norm")] = tensor
-        else:
-            found[name] = tensor
-    return found

@@ -1,7 +1,7 @@
-"""Families whose classes `transformers` does not have: what another class is, by their names of tensors and keys.
+"""Checkpoints as they are published, where `transformers` would write others or has no class.
 
-Each is the same mathematics as a class that it has: MiniCPM is a Granite, EXAONE 3.5 and InternLM 2.5 are Llamas, MiMo a Qwen2.
-So that class is the oracle, and its checkpoint is written as theirs are published.
+Each of REPUBLISHED is the same mathematics as a class that it has: MiniCPM is a Granite, EXAONE 3.5 and InternLM 2.5 are Llamas,
+MiMo a Qwen2. So that class is the oracle, and its checkpoint is written as theirs are published.
 """
 
 from __future__ import annotations
@@ -105,3 +105,23 @@ def republish(family: str, model: Any, directory: Path) -> None:
     config |= {"architectures": [architecture], "model_type": kind}
     (directory / "config.json").write_text(json.dumps(config))
     save_file({k: v.clone() for k, v in tensors.items()}, directory / "model.safetensors", {"format": "pt"})
+
+
+def published(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors of an OLMo Hybrid by the names of the checkpoints that `transformers` reads."""
+    found = {}
+    keys = model.config.linear_num_key_heads * model.config.linear_key_head_dim
+    for name, tensor in model.state_dict().items():
+        layer = name.split(".")[2] if ".layers." in name else "-1"
+        kind = model.config.layer_types[int(layer)]
+        if name.endswith("conv1d.weight"):
+            parts = tensor.split((keys, keys, len(tensor) - 2 * keys))
+            found |= {
+                name.replace("conv1d", f"{one}_conv1d"): part.clone() for one, part in zip("qkv", parts, strict=True)
+            }
+        elif kind == "linear_attention":
+            name = name.replace("input_layernorm", "attention_layer_norm")
+            found[name.replace("post_attention_layernorm", "feedforward_layer_norm")] = tensor
+        else:
+            found[name] = tensor
+    return found

@@ -382,6 +382,23 @@ WRAPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("family", ["internlm2", "qwen2", "phi3"])
+def test_text_of_internvl_in_its_own_files(family: str, tmp_path: Path) -> None:
+    """Before transformers had a class of it: the decoder in `llm_config`, beside a tower and what joins them."""
+    path = make_checkpoint(family, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    wrapped = {"architectures": ["InternVLChatModel"], "model_type": "internvl_chat", "llm_config": config,
+               "vision_config": {"model_type": "intern_vit_6b"}, "template": "internlm2-chat", "select_layer": -1}  # fmt: skip
+    (path / "config.json").write_text(json.dumps(wrapped))
+    tensors = {f"language_model.{name}": one for name, one in load_file(path / "model.safetensors").items()}
+    tower = {name: torch.ones(4) for name in ("vision_model.embeddings.class_embedding", "mlp1.0.weight")}
+    save_file({**tensors, **tower}, path / "model.safetensors", metadata={"format": "pt"})
+    spec = load_model_file(path)
+    check_stored(path, spec, parameter_count(spec))
+    golden = ask_reference(make_reference(family), path, new_tokens=4)
+    check_golden(load_model(path, REFERENCE), golden, chunk=9)
+
+
 @pytest.mark.parametrize("name", WRAPPED)
 @pytest.mark.filterwarnings("ignore")
 def test_text_parts_beside_towers_for_pictures(name: str, tmp_path: Path) -> None:

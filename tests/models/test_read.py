@@ -100,6 +100,17 @@ def test_every_kind_that_transformers_knows_is_read_or_refused_by_name(kind: str
                 family_of(given)
 
 
+def test_an_index_bounds_the_context(caplog: pytest.LogCaptureFixture) -> None:
+    """DeepSeek V3.2 and GLM-5: up to so many tokens it chooses all, beyond it answers would be another model's."""
+    named = {"layer_types": ["deepseek_sparse_attention"] * 78}
+    assert read("glm_moe_dsa", **named).max_context_tokens == 2048
+    assert "up to 2048 tokens" in caplog.text
+    short = read("deepseek_v32", max_position_embeddings=1024)
+    assert (short.max_context_tokens, short.layers) == (1024, read("deepseek_v32").layers)
+    with pytest.raises(LoadError, match=r"layer_types in config\.json may hold"):
+        read("deepseek_v3", num_hidden_layers=1, layer_types=["indexed_attention"])
+
+
 def test_reasons_are_of_what_is_refused_and_stand_in_the_docs() -> None:
     """A reason that outlives its refusal, or a family that the page does not name, misleads."""
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()

@@ -47,6 +47,7 @@ SIZE_LIMITS = {
     "v_head_dim": 4096,
 }
 SIZE_LIMIT = 2**31 - 1
+TEXT_SECTIONS = ("text_config", "llm_config")  # where wrappers have their decoder; the second in InternVL's own files
 NUMBER_LIMIT = 1e30  # its powers and products are numbers still
 
 
@@ -73,6 +74,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if level:
         raise LoadError(f"{path} is nested deeper than {MAX_JSON_DEPTH} levels")
     return value
+
+
+def text_section(raw: Mapping[str, Any]) -> str | None:
+    """The key under which a wrapper's config has that of its decoder; None for a decoder's own."""
+    return next((name for name in TEXT_SECTIONS if raw.get(name) is not None), None)
 
 
 class HfConfig:

@@ -21,12 +21,15 @@ from diptych.models.family import Family
 FAMILIES: tuple[Family, ...] = (*DENSE, *GPT_KIND, *MIXTURES, *LATENT_ATTENTION, *STATES, *PRICED_ONLY)
 BY_ARCHITECTURE: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
 BY_MODEL_TYPE: dict[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
-# wrappers around decoders, which the text_config names: of more than one family, or of one that is published by itself, too
-WRAPPERS: tuple[str, ...] = tuple(
-    f"{name}ForConditionalGeneration"
-    for name in ("Mistral3", "Lfm2Vl", "Lfm3Vl", "Llava", "LlavaNext", "LlavaOnevision", "InternVL", "Idefics3", "SmolVLM",
-                 "KimiK25", "Kimi_K25", "Ovis2", "AyaVision", "Cohere2Vision", "Exaone4_5_", "Voxtral",
-                 "Qwen2Audio")
+# wrappers around decoders, which a section of the config names: of more than one family, or of one that is published by itself
+WRAPPERS: tuple[str, ...] = (
+    "InternVLChatModel",
+    *(
+        f"{name}ForConditionalGeneration"
+        for name in ("Mistral3", "Lfm2Vl", "Lfm3Vl", "Llava", "LlavaNext", "LlavaOnevision", "InternVL", "Idefics3",
+                     "SmolVLM", "KimiK25", "Kimi_K25", "Ovis2", "AyaVision", "Cohere2Vision", "Exaone4_5_", "Voxtral",
+                     "Qwen2Audio")
+    ),
 )  # fmt: skip
 # where their decoders' tensors begin beside where those of decoders alone do, and parts of names of what is not the decoder's
 WRAPPED_PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.")
@@ -40,6 +43,7 @@ BESIDE_WRAPPED = (
     "connector.",
     "image_newline",
     "visual_embeddings_table.",
+    "mlp1.",  # of InternVL's own files, between tower and decoder
 )
 SUPPORTED: tuple[str, ...] = (*(name for name, family in BY_ARCHITECTURE.items() if family.is_run), *WRAPPERS)
 PRICED: tuple[str, ...] = tuple(name for name, family in BY_ARCHITECTURE.items() if not family.is_run)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from diptych.ground.errors import LoadError, UnsupportedModel
-from diptych.models.config import HfConfig, read_json
+from diptych.models.config import TEXT_SECTIONS, HfConfig, read_json, text_section
 from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, PRICED, SUPPORTED, WRAPPERS
 from diptych.models.family import Family
 from diptych.models.files import no_model
@@ -48,6 +48,7 @@ logger = logging.getLogger("diptych.models")
 
 # architectures of transformers that are a family's decoder under another head, or under none
 HEADLESS = ("ForSequenceClassification", "Model", "TextForSequenceClassification", "TextModel")
+INDEXED = ("indexed_attention", "deepseek_sparse_attention")  # what layers are called that attend by an index
 RUN_ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH)  # of gates
 RUN_CURVES = (
     *RUN_ACTIVATIONS,
@@ -66,11 +67,16 @@ def read_model(
     max_context_tokens: the longest sequence that will run, which some rotary scalings depend on; None: the model's own.
     longrope: which of its two sets of factors; auto: by max_context_tokens.
     """
-    family, has_head, is_wrapped = family_of(config), not is_headless(config), "text_config" in config.raw
+    family, has_head, is_wrapped = family_of(config), not is_headless(config), text_section(config.raw) is not None
     name = name or str(config.raw.get("_name_or_path") or family.name)
     config = _canonical(config, family)
     sections = rope_sections(config, family)
     limit = position_limit(config, sections[0] if sections else None, max_context_tokens)
+    chosen = config.optional_integer("index_topk")
+    if chosen is not None and chosen < limit:
+        logger.warning("%s chooses what it attends to by an index, which is not run: up to %d tokens, where that chooses all",
+                       family.name, chosen)  # fmt: skip
+        limit = chosen
     context = limit if max_context_tokens is None else min(limit, max_context_tokens)
     windows = windows_of(config, family, config.integer("num_hidden_layers"))
     heads = _Heads.read(config, family, windows)
@@ -153,7 +159,7 @@ def family_of(config: HfConfig) -> Family:
         family = BY_ARCHITECTURE.get(_with_head(name)) if isinstance(name, str) else None
         known = BY_MODEL_TYPE.get(kind) if isinstance(kind, str) else None
         if name in WRAPPERS:
-            kind = config.section("text_config").raw.get("model_type")
+            kind = config.section(text_section(raw) or TEXT_SECTIONS[0]).raw.get("model_type")
             family = BY_MODEL_TYPE.get(kind) if isinstance(kind, str) else None
         elif known is not None and known.built_as is not None and known.built_as == name:
             family = known
@@ -209,17 +215,20 @@ def reads_mxfp4(config: HfConfig) -> bool:
 def _canonical(config: HfConfig, family: Family) -> HfConfig:
     """Class defaults under what the file says, keys by the names used here; refuses keys that nobody would read."""
     raw = dict(config.raw)
-    inner = raw.get("text_config")
+    inner = text_section(raw)
     if inner is not None:  # multimodal wrappers: the language part
-        raw = dict(config.section("text_config").raw)
+        raw = dict(config.section(inner).raw)
         if "tie_word_embeddings" in config.raw:
             raw["tie_word_embeddings"] = config.raw["tie_word_embeddings"]
-    path = config.path if inner is None else f"text_config of {config.path}"
+    path = config.path if inner is None else f"{inner} of {config.path}"
     for theirs, ours in family.renamed.items():
         if theirs in raw:
             raw[ours] = raw.pop(theirs)
     for key in family.by_layer:
         raw |= {key: of_all_layers(raw[key], key, path)} if key in raw else {}
+    kinds = raw.get("layer_types")
+    if "index_topk" in family.keys and isinstance(kinds, list) and all(kind in INDEXED for kind in kinds):
+        del raw["layer_types"]  # within index_topk all see everything
     read = {*family.keys, *(ROPE_KEYS if "rope_theta" in family.keys else ()), "layer_types", "hidden_act"}
     _check_keys(raw, read, family, path)
     if raw.get("rope_scaling") or raw.get("rope_parameters"):  # a class default holds only where neither is given

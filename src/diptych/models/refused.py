@@ -26,7 +26,7 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "experts chosen by their products before the sigmoid": ("kolibri1",),
     "a shared expert of another shape": ("dbrx", "longcat_flash"),
     "attention that chooses its tokens by an index": (
-        "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3_vl", "glm5_next"),
+        "deepseek_v4", "minimax_m3_vl", "glm5_next"),
     "layers that attend to pictures": ("mllama",),
     "attention with two softmaxes": ("diffllama",),
     "an encoder alone, with positions of its own": ("bert", "roberta", "xlm-roberta", "electra", "camembert"),
@@ -37,7 +37,7 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
 # names of GGUF architectures that are more than a spelling of the model_type
 IN_GGUF: Mapping[str, str] = MappingProxyType({
     "rwkv6": "rwkv", "rwkv7": "rwkv",
-    "glm-dsa": "glm_moe_dsa", "deepseek32": "deepseek_v32", "deepseek4": "deepseek_v4", "minimax-01": "minimax",
+    "deepseek4": "deepseek_v4", "minimax-01": "minimax",
 })  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from diptych.ground.errors import LoadError
-from diptych.models.config import read_json
+from diptych.models.config import read_json, text_section
 from diptych.models.families import BESIDE_WRAPPED, BY_MODEL_TYPE
 from diptych.models.files import INDEX_FILE, safetensors_header, weight_files
 from diptych.models.gguf import count_parameters
@@ -40,7 +40,7 @@ def check_stored(folder: Path, spec: ModelSpec, expected: int) -> None:
     if config.get("quantization_config"):
         return
     found = _in_headers(folder, spec)
-    if found is None and "text_config" not in config and not config.get("num_nextn_predict_layers"):
+    if found is None and text_section(config) is None and not config.get("num_nextn_predict_layers"):
         found = _in_index(folder, config)
     # a tied head may be stored a second time
     allowed = (expected, expected + spec.vocab_size * spec.hidden) if spec.is_tied else (expected,)

@@ -21,7 +21,7 @@ import tokenizers
 
 from diptych.engine.text.sentencepiece_model import sentencepiece_backend
 from diptych.ground.errors import LoadError, PromptTooLong, RequestError, told_of
-from diptych.models.config import read_json
+from diptych.models.config import read_json, text_section
 
 _NAMED_SPECIAL_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
@@ -316,7 +316,7 @@ def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, config: Mapping[
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         values = read_json_object(folder / name)
-        nested = values.get("text_config")
+        nested = values.get(text_section(values) or "")
         for source in (values, nested if isinstance(nested, dict) else {}):
             value = source.get("eos_token_id")
             found += [] if value is None else value if isinstance(value, list) else [value]
