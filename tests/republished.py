@@ -1,7 +1,7 @@
 """Checkpoints as they are published, where `transformers` would write others or has no class.
 
-Each of REPUBLISHED is the same mathematics as a class that it has: MiniCPM is a Granite, EXAONE 3.5 and InternLM 2.5 are Llamas,
-MiMo a Qwen2. So that class is the oracle, and its checkpoint is written as theirs are published.
+Each of REPUBLISHED is the same mathematics as a class that it has: MiniCPM is a Granite, EXAONE 3.5 and InternLM 2.5 are
+Llamas, MiMo a Qwen2. So that class is the oracle, and its checkpoint is written as theirs are published.
 """
 
 from __future__ import annotations
