@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from coded_files import said_in_use
+from diptych.compute.mlx import WITH_ONE_ADDED
 from diptych.compute.runner import load_model
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
@@ -137,6 +138,21 @@ def test_a_family_that_mlx_rewrites_is_refused(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match="mlx-lm rewrites what falcon_h1 loads"):
         load_model(path, REFERENCE)
+
+
+def test_a_folder_whose_taps_lie_as_they_were_has_nothing_added(tmp_path: Path) -> None:
+    """mlx-lm adds 1 to norms where it turns taps; what another program quantised in its layout may have done neither."""
+
+    def as_published(tensors: dict[str, torch.Tensor]) -> None:
+        for name, one in tensors.items():
+            if name.endswith("conv1d.weight"):
+                tensors[name] = one.movedim(2, 1).contiguous()
+            elif name.endswith(WITH_ONE_ADDED):
+                tensors[name] = one.float() - 1
+
+    got = Stepper(load_model(damaged(tmp_path, as_published, "delta"), REFERENCE)).prefill("it", PROMPT, chunk=None)
+    expected = logits_by_mlx(folder_of("delta"))
+    assert (got - expected).norm() < 1e-5 * expected.norm()
 
 
 @pytest.mark.slow

@@ -96,7 +96,9 @@ class MlxCheckpoint(CodedCheckpoint):
                 f"mlx-lm rewrites what {family.name} loads in a way that is not undone here ({directory})", hint=HINT
             )
         super().__init__(directory, how, dtype=dtype)
-        self._adds_one = bool(family.norm_offset) and family.state_rule is StateRule.DELTA
+        # which it adds where it turns the taps, and to a folder whose taps lie as they were it has not
+        turned = [self.header(name)[0][-1:] == (1,) for name in self._file_of if name.endswith("conv1d.weight")]
+        self._adds_one = bool(family.norm_offset) and family.state_rule is StateRule.DELTA and any(turned)
 
     def has(self, name: str) -> bool:
         """Whether a plain checkpoint would have it."""
