@@ -280,9 +280,9 @@ def random_blocks(*rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return blocks, torch.randint(119, 124, rows, generator=generator, dtype=torch.uint8)
 
 
-def mxfp4_checkpoint(directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+def mxfp4_checkpoint(directory: Path, **fields: Any) -> tuple[Path, dict[str, torch.Tensor]]:
     """A checkpoint whose experts lie in blocks, and what transformers reads in them."""
-    path = make_checkpoint("gpt_oss", directory)
+    path = make_checkpoint("gpt_oss", directory, **fields)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": MXFP4}))
     tensors, dequantised = load_file(path / "model.safetensors"), {}

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import VOCAB, make_checkpoint
+from coded_files import mxfp4_checkpoint
 
 DATA = Path(__file__).parent / "data" / "mlx"
 LOGITS = "logits.safetensors"  # of PROMPT, by mlx-lm in fp32 [T, V]
@@ -25,6 +26,8 @@ GROUP = 32
 NO_EXPERT_IS_DENSE = {"mlp_only_layers": []}
 STATES = {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
 WIDE = {"moe_intermediate_size": 64}  # that groups divide
+# mlx-lm rounds where yarn begins and ends, which gpt-oss does not
+PLAIN_POSITIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 # kind -> family, bits, fields of the checkpoint
 KINDS: dict[str, tuple[str, int, dict[str, Any]]] = {
     **{f"{bits} bits": ("llama", bits, {"num_hidden_layers": 1}) for bits in (2, 3, 4, 5, 6, 8)},
@@ -33,13 +36,15 @@ KINDS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "latent": ("deepseek_v3", 4, {**WIDE, "num_hidden_layers": 2}),
     "delta": ("qwen3_5", 4, STATES),
     "taps": ("lfm2_moe", 4, {**WIDE, "num_dense_layers": 1}),
+    "powers": ("gpt_oss", 8, {"num_hidden_layers": 2, "intermediate_size": 64, **PLAIN_POSITIONS}),  # experts in MXFP4
 }
 
 
 def published(config: dict[str, Any]) -> dict[str, Any]:
     """With the keys that mlx-lm asks for, which published files have and transformers no longer writes."""
     rope = config.get("rope_parameters") or {}
-    more = {"rope_theta": rope.get("rope_theta", 1e4), "rope_scaling": None}
+    is_scaled = rope.get("rope_type", "default") != "default"
+    more = {"rope_theta": rope.get("rope_theta", 1e4), "rope_scaling": rope if is_scaled else None}
     kind = config["model_type"]
     if kind == "qwen3_moe":
         more["num_experts"] = config.get("num_experts") or config["num_local_experts"]
@@ -57,7 +62,11 @@ def quantise(folder: Path, kind: str) -> Path:
     import numpy as np
 
     family, bits, fields = KINDS[kind]
-    original = make_checkpoint(family, folder / "original", dtype=torch.bfloat16, **fields)
+    has_powers = family == "gpt_oss"
+    if has_powers:
+        original = mxfp4_checkpoint(folder / "original", **fields)[0]
+    else:
+        original = make_checkpoint(family, folder / "original", dtype=torch.bfloat16, **fields)
     config = published(json.loads((original / "config.json").read_text()))
     if config["model_type"] == "qwen3_5_text":  # as it is published
         config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": config}
@@ -66,10 +75,13 @@ def quantise(folder: Path, kind: str) -> Path:
 
     def finer(path: str, module: Any) -> bool | dict[str, int]:
         """A mixture of bits, as its recipes have it, and a finer router."""
-        is_finer = path.endswith(("v_proj", "mlp.gate"))
+        is_finer = path.endswith(("v_proj", "mlp.gate")) or (has_powers and hasattr(module, "to_quantized"))
         return {"bits": 8, "group_size": GROUP} if is_finer else hasattr(module, "to_quantized")
 
     model, made = mlx.quantize_model(model, config, GROUP, bits, quant_predicate=finer)
+    if has_powers:  # what experts have is what most of it has, as in the folders there are
+        made["quantization"] |= {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+        made["quantization_config"] = made["quantization"]
     target = folder / "quantised"
     target.mkdir()
     mlx.save_model(target, model)

@@ -25,7 +25,7 @@ from stepping import Stepper
 REFERENCE = ComputeConfig(backend="torch", device="cpu", weights="fp32")
 HELD = {"2 bits": "group2-g32-bf16-minima", "3 bits": "group3-g32-bf16-minima", "4 bits": "group4-g32-bf16-minima",
         "5 bits": "group5-g32-bf16-minima", "6 bits": "group6-g32-bf16-minima-wide",
-        "8 bits": "group8-g32-bf16-minima-wide"}  # fmt: skip
+        "8 bits": "group8-g32-bf16-minima-wide", "powers": "group4-g32-bf16-e2m1"}  # fmt: skip
 
 
 def folder_of(kind: str) -> Path:
@@ -111,7 +111,8 @@ def test_experts_that_are_too_few_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"mode": "mxfp4"}, "mode in quantization of .* is 'mxfp4'; 'affine' can be read"),
+        ({"mode": "mxfp8"}, "mode in quantization of .* is 'mxfp8'; 'affine' or 'mxfp4' can be read"),
+        ({"mode": "mxfp4", "group_size": 64}, "group_size in quantization of .* is 64; 32 can be read"),
         ({"bits": 7}, "bits in quantization of .* is 7"),
         ({"group_size": 48}, "group_size in quantization of .* is 48"),
         ({"model.layers.0.mlp.up_proj": {"mode": "nvfp4"}}, "mode in model.layers.0.mlp.up_proj .* is 'nvfp4'"),
@@ -119,7 +120,7 @@ def test_experts_that_are_too_few_are_refused(tmp_path: Path) -> None:
     ids=str,
 )  # fmt: skip
 def test_what_is_not_read_is_refused_by_name(fields: dict[str, object], said: str, tmp_path: Path) -> None:
-    """Formats of 4 bits whose scales are exponents, and groups that no kernel has."""
+    """Formats whose scales are floats of 8 bits, codes that are, and groups that no kernel has."""
     path = tmp_path / "it"
     shutil.copytree(folder_of("4 bits"), path)
     config = json.loads((path / "config.json").read_text())

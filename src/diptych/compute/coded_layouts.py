@@ -118,10 +118,17 @@ def _gptq(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisatio
     return CodedMatrix(prefix, shape, bits, f"gptq-{bits}", codes, parts, _all_bytes(raw, prefix))
 
 
-def _mlx(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> CodedMatrix:
-    """weight u32 [n, k * bits / 32], scales and biases (what code 0 stands for) [n, G]; bits and groups follow from those."""
+def _mlx(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> CodedMatrix | Fp4Matrix:
+    """weight u32 [n, k * bits / 32], scales and biases (what code 0 stands for) [n, G]; bits and groups follow from those.
+
+    In its mode MXFP4 codes of 4 bits with scales u8 [n, k / 32], exponents.
+    """
     n, k = shape
     weight, scales = f"{prefix}.weight", f"{prefix}.scales"
+    if raw.header(scales)[1] == "U8":
+        _require(raw, weight, (n, k // 8), "U32")
+        _require(raw, scales, (n, k // 32), "U8")
+        return Fp4Matrix(prefix, raw, weight, scales, None, divides=False, stored_bytes=_all_bytes(raw, prefix))
     (found, dtype), groups = raw.header(weight), raw.header(scales)[0][-1]
     words = found[-1]
     bits = next((bits for bits in MLX_BITS if words * 32 == k * bits), None)

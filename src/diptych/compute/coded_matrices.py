@@ -316,7 +316,7 @@ class Fp4Matrix:
         return (values * scales[..., None]).flatten(1)
 
     def _unpacked(self, rows: slice) -> torch.Tensor:
-        pairs = self._raw.stored(self._codes)[rows]
+        pairs = self._raw.stored(self._codes)[rows].view(torch.uint8)  # MLX has words of eight codes
         return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
 
     def _bytes(self, rows: slice) -> torch.Tensor:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diptych.ground.errors import LoadError
-from diptych.ground.formats import FP8_BLOCK, KEPT_MXFP4, KEPT_NVFP4, WIDE_BITS, KeptFormat, group_held
+from diptych.ground.formats import FP8_BLOCK, KEPT_BITS, KEPT_MXFP4, KEPT_NVFP4, WIDE_BITS, KeptFormat, group_held
 from diptych.models.config import HfConfig
 
 METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "modelopt")
-MLX, MLX_GROUPS = "mlx", (32, 64, 128)  # which names itself nowhere
+MLX = "mlx"  # which names itself nowhere
+MLX_MODES, MLX_GROUPS = ("affine", "mxfp4"), (32, 64, 128)
 CT_FORMATS = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense",
     "nvfp4-pack-quantized", "mxfp4-pack-quantized",
@@ -137,16 +138,20 @@ def _awq(section: HfConfig) -> Quantisation:
 
 def _mlx(section: HfConfig) -> Quantisation:
     """Of mlx-lm: scale and offset of each group. Single matrices may have bits and groups of their own, or be plain floats."""
-    _one_of(section, "mode", ("affine",), "affine")
     own_groups = {}
     for name, own in section.raw.items():
         if isinstance(own, Mapping):
-            one = HfConfig(own, path=f"{name} in {section.path}")
-            _one_of(one, "mode", ("affine",), "affine")
-            own_groups[name] = _one_of(one, "group_size", MLX_GROUPS, 64)
-    bits, group = _one_of(section, "bits", (2, 3, 4, 5, 6, 8), None), _one_of(section, "group_size", MLX_GROUPS, 64)
-    kept = KeptFormat(kind=f"group{bits}", group=group, scale="bf16", grid="minima", is_wide=bits >= WIDE_BITS)
-    return Quantisation(method=MLX, bits=bits, group=group, own_groups=own_groups, kept=kept)
+            own_groups[name] = _mlx_kept(HfConfig(own, path=f"{name} in {section.path}")).group
+    kept = _mlx_kept(section)
+    return Quantisation(method=MLX, bits=KEPT_BITS[kept.kind], group=kept.group, own_groups=own_groups, kept=kept)
+
+
+def _mlx_kept(section: HfConfig) -> KeptFormat:
+    if _one_of(section, "mode", MLX_MODES, "affine") == "mxfp4":
+        _one_of(section, "group_size", (32,), 32)
+        return KEPT_MXFP4
+    bits, group = _one_of(section, "bits", (2, 3, 4, 5, 6, 8), 4), _one_of(section, "group_size", MLX_GROUPS, 64)
+    return KeptFormat(kind=f"group{bits}", group=group, scale="bf16", grid="minima", is_wide=bits >= WIDE_BITS)
 
 
 def _gptq(section: HfConfig) -> Quantisation:
