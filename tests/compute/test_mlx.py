@@ -55,7 +55,7 @@ def test_a_folder_holds_as_many_parameters_as_its_model_has(kind: str) -> None:
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind, (_, bits, _) in KINDS.items() if bits is not None])
 def test_values_are_kept_and_the_log_says_so(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Scales in bf16 and what code 0 stands for, per group, as the file has them."""
     said = said_in_use(folder_of(kind), caplog, 0.06)
@@ -85,6 +85,8 @@ Q = "model.layers.0.self_attn.q_proj"
         (lambda t: t.pop(f"{Q}.biases"), "q_proj.biases is missing"),
         (lambda t: t.pop(f"{Q}.weight"), "q_proj.weight is missing"),
         (lambda t: t[f"{Q}.biases"].fill_(torch.nan), "has a scale that is not finite"),
+        (lambda t: t.update({f"{Q}.scales": torch.tensor(1.0)}), r"q_proj.scales is F32 \[\]; .* \[96, 64\]"),
+        (lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"][:, 0].clone()}), r"q_proj.weight is U32 \[96\]; .* \[96, 64\]"),
         (lambda t: t.update(beside=torch.ones(3)), "does not call for, the first is beside"),
     ],
     ids=str,
@@ -97,14 +99,15 @@ def test_what_is_wrong_with_a_matrix_is_said(
         load_model(damaged(tmp_path, change), REFERENCE)
 
 
-def test_experts_that_are_too_few_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["weight", "scales", "biases"])
+def test_experts_that_are_too_few_are_refused(part: str, tmp_path: Path) -> None:
     """A stack is cut by its first axis."""
 
     def cut(tensors: dict[str, torch.Tensor]) -> None:
-        for name in [name for name in tensors if "switch_mlp.up_proj" in name]:
+        for name in [name for name in tensors if f"switch_mlp.up_proj.{part}" in name]:
             tensors[name] = tensors[name][:5].clone()
 
-    with pytest.raises(LoadError, match=r"up_proj.* has 5 entries; entry 5 is asked for"):
+    with pytest.raises(LoadError, match=rf"up_proj\.{part} has 5 entries; entry 5 is asked for"):
         load_model(damaged(tmp_path, cut, "experts"), REFERENCE)
 
 
@@ -130,14 +133,23 @@ def test_what_is_not_read_is_refused_by_name(fields: dict[str, object], said: st
         load_model(path, REFERENCE)
 
 
-def test_a_family_that_mlx_rewrites_is_refused(tmp_path: Path) -> None:
-    """Falcon-H1: its multipliers are in the weights there, and the config has them still."""
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [
+        ("FalconH1ForCausalLM", "falcon_h1"),  # whose multipliers are in the weights there, and in the config still
+        ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),  # whose correction of choices it drops
+        ("GPT2LMHeadModel", "gpt2"),
+        ("Gemma3nForCausalLM", "gemma3n_text"),
+    ],
+)
+def test_a_family_that_mlx_rewrites_is_refused(architecture: str, kind: str, tmp_path: Path) -> None:
+    """By name, before a tensor of another shape or meaning is."""
     path = tmp_path / "it"
     shutil.copytree(folder_of("4 bits"), path)
     config = json.loads((path / "config.json").read_text())
-    config |= {"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1"}
+    config |= {"architectures": [architecture], "model_type": kind}
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModel, match="mlx-lm rewrites what falcon_h1 loads"):
+    with pytest.raises(UnsupportedModel, match=f"mlx-lm rewrites what {kind} loads"):
         load_model(path, REFERENCE)
 
 

@@ -110,7 +110,7 @@ class CodedCheckpoint(Checkpoint):
 
     def finish(self, is_ignored: Callable[[str], bool]) -> None:
         """As of a plain checkpoint; LoadError also where no matrix was quantised."""
-        if not self._matrices:
+        if not self._matrices and self.how.kept is not None:
             raise LoadError(
                 f"config.json in {self.directory} says that weights are quantised ({self.how.method}), and none of them is",
                 hint="remove quantization_config, or download the files that belong to it",

@@ -125,6 +125,9 @@ def _mlx(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> CodedMatrix | 
     """
     n, k = shape
     weight, scales = f"{prefix}.weight", f"{prefix}.scales"
+    for name in (weight, scales):
+        if len(raw.header(name)[0]) != 2:
+            _require(raw, name, shape)
     if raw.header(scales)[1] == "U8":
         _require(raw, weight, (n, k // 8), "U32")
         _require(raw, scales, (n, k // 32), "U8")

@@ -28,6 +28,9 @@ OTHER_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 NEMOTRON_NAMES = {"up_proj": "fc1", "down_proj": "fc2"}
 LATENT_NAMES = {"k_b_proj": "embed_q", "v_b_proj": "unembed_out"}
 STACKS = ("switch_mlp.", "experts.", "experts.switch_glu.")
+# whose projections it joins or takes apart, whose tensors it drops, or of which it keeps other numbers
+REWRITTEN = ("kimi_linear", "gemma3n_text", "ernie4_5_moe", "granitemoehybrid", "falcon_h1")
+CORRECTION = ".mlp.e_score_correction_bias"  # of K-EXAONE, which it has with the router
 WITH_ONE_ADDED = (
     ".input_layernorm.weight",
     ".post_attention_layernorm.weight",
@@ -48,8 +51,13 @@ class Entry:
         return self._raw.holds(name)
 
     def header(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Without the axis of the stack."""
+        """Without the axis of the stack. LoadError where the stack has no such entry."""
         shape, dtype = self._raw.header(name)
+        if not shape or shape[0] <= self.index:
+            raise LoadError(
+                f"tensor {name} has {shape[0] if shape else 0} entries; entry {self.index} is asked for",
+                hint="config.json contradicts the weights; they must come from the same model",
+            )
         return shape[1:], dtype
 
     def stored(self, name: str) -> torch.Tensor:
@@ -72,13 +80,12 @@ class Shifted(WeightTensor):
 
 
 class Turned(WeightTensor):
-    """Taps [channels, n, 1] as [channels, 1, n]."""
+    """Taps [channels, n, 1] as [channels, 1, n], a number by itself as [1]: as many in the same order."""
 
     random_seed: int | None = None
 
-    def __init__(self, tensor: FileTensor) -> None:
-        channels, n, _ = tensor.shape
-        self.name, self.shape, self.dtype = tensor.name, (channels, 1, n), tensor.dtype
+    def __init__(self, tensor: FileTensor, shape: tuple[int, ...]) -> None:
+        self.name, self.shape, self.dtype = tensor.name, shape, tensor.dtype
         self._tensor = tensor
 
     def read(self) -> torch.Tensor:
@@ -90,8 +97,7 @@ class MlxCheckpoint(CodedCheckpoint):
     """A folder of mlx-lm by the names, and with the values, of the checkpoint that it was made of."""
 
     def __init__(self, directory: Path, how: Quantisation, *, dtype: torch.dtype, family: Family) -> None:
-        is_known = not (family.has_pairs or family.names.transposes or "altup_num_inputs" in family.keys)
-        if not is_known or family.name == "kimi_linear":
+        if family.has_pairs or family.names.transposes or family.name in REWRITTEN:
             raise UnsupportedModel(
                 f"mlx-lm rewrites what {family.name} loads in a way that is not undone here ({directory})", hint=HINT
             )
@@ -129,19 +135,19 @@ class MlxCheckpoint(CodedCheckpoint):
 
     def tensor(self, name: str, *shape: int) -> FileTensor | CodedTensor | WeightTensor:  # type: ignore[override]
         """As of a plain checkpoint."""
+        if name.endswith(CORRECTION) and not self.holds(name):
+            name = name.replace(CORRECTION, ".mlp.gate.e_score_correction_bias")
         stem, _, ending = name.rpartition(".")
         raw, place = self.place(stem)
         stored = f"{place}.{ending}"
-        n_entries = self.header(stored)[0][0] if isinstance(raw, Entry) and self.holds(stored) else 0
-        if isinstance(raw, Entry) and 0 < n_entries <= raw.index:
-            raise LoadError(
-                f"tensor {stored} has {n_entries} entries; entry {raw.index} is asked for",
-                hint="config.json contradicts the weights; they must come from the same model",
-            )
-        if isinstance(raw, Entry) and not (ending == "weight" and self.holds(f"{place}.scales")):
-            return SlicedTensor(super().tensor(stored, n_entries, *shape), raw.index)
+        if shape == (1,) and self.holds(stored) and self.header(stored)[0] == ():
+            return Turned(self._checked_plain(stored, ()), shape)
+        if isinstance(raw, Entry) and self.holds(stored):
+            raw.header(stored)
+            if not (ending == "weight" and self.holds(f"{place}.scales")):
+                return SlicedTensor(super().tensor(stored, self.header(stored)[0][0], *shape), raw.index)
         if len(shape) == 3 and self.holds(stored) and self.header(stored)[0] == (shape[0], shape[2], shape[1]):
-            return Turned(self._checked_plain(stored, (shape[0], shape[2], shape[1])))
+            return Turned(self._checked_plain(stored, (shape[0], shape[2], shape[1])), shape)
         if self._adds_one and name.endswith(WITH_ONE_ADDED):
             return Shifted(self._checked_plain(name, shape))
         return super().tensor(name if ending == "weight" and self.holds(f"{place}.scales") else stored, *shape)

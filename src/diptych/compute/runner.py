@@ -38,7 +38,7 @@ from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.config import HfConfig, read_json
 from diptych.models.gguf import read_config
 from diptych.models.gguf_file import find_gguf, open_gguf
-from diptych.models.quantised import MLX, quantisation_of
+from diptych.models.quantised import MLX, Quantisation, quantisation_of
 from diptych.models.read import family_of, reads_mxfp4, refuse_unrun
 from diptych.models.spec import ModelSpec
 
@@ -225,10 +225,12 @@ def _open_folder(directory: Path, config: ComputeConfig) -> Opened:
         checkpoint = Checkpoint(directory)
         checkpoint.is_keeping = True
         return hf_config, parsed.path, checkpoint, config
-    how = quantisation_of(parsed)
+    how, dtype = quantisation_of(parsed), _dequantised_dtype(config)
     if how is None:
-        return hf_config, parsed.path, Checkpoint(directory), config
-    dtype = _dequantised_dtype(config)
+        checkpoint = Checkpoint(directory)
+        if not checkpoint.is_of_mlx:
+            return hf_config, parsed.path, checkpoint, config
+        how = Quantisation(method=MLX)
     if how.method == MLX:
         return hf_config, parsed.path, MlxCheckpoint(directory, how, dtype=dtype, family=family_of(parsed)), config
     return hf_config, parsed.path, CodedCheckpoint(directory, how, dtype=dtype), config

@@ -235,6 +235,11 @@ class Checkpoint:
         for path in weight_files(directory):
             self._open(path)
 
+    @property
+    def is_of_mlx(self) -> bool:
+        """Whether mlx-lm wrote it."""
+        return any((file.metadata() or {}).get("format") == "mlx" for file in self._files.values())
+
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds a tensor of that name."""
         return name in self._file_of

@@ -224,7 +224,7 @@ MIXTURES: tuple[Family, ...] = (
               "rope_theta": 11_158_840.0, "attention_bias": False, "num_experts": 192,
               "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 1536,
               "routed_scaling_factor": 2.826, "mlp_layer_types": None, "first_k_dense_replace": 1},
-        fixed={"mlp_bias": (False,)},
+        fixed={"mlp_bias": (False,), "norm_topk_prob": (True,), "route_norm": (True,)},
         unread=("enable_moe_fp32_combine",),
         renamed={**LOCAL_EXPERTS, "num_shared_experts": "n_shared_experts",
                  "router_scaling_factor": "routed_scaling_factor"},

@@ -48,10 +48,13 @@ CHANGING: frozenset[str] = frozenset((
     "index_topk", "attention_multiplier",
     "interleave_moe_layer_step", "attn_temperature_tuning", "no_rope_layers", "use_qk_norm", "moe_layer_freq",
 ))  # fmt: skip
+# of other mathematics in the family that calls ours so
+NO_SYNONYMS = ("attention_chunk_size", "logits_scaling", "intermediate_size", "intermediate_size_mlp", "bias")
 # what a family calls one of our keys -> ours: said beside that one, and the same, it says nothing more
 SYNONYMS: Mapping[str, frozenset[str]] = MappingProxyType({
     theirs: frozenset(family.renamed[theirs] for family in FAMILIES if theirs in family.renamed)
-    for theirs in {theirs for family in FAMILIES for theirs in family.renamed}
+    for theirs in {theirs for family in FAMILIES for theirs in family.renamed if not theirs.endswith("multiplier")}
+    if theirs not in NO_SYNONYMS
 })  # fmt: skip
 # values with which such a key says: as usual
 NEUTRAL: Mapping[str, Any] = MappingProxyType({

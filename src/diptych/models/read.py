@@ -72,7 +72,7 @@ def read_model(
     config = _canonical(config, family)
     sections = rope_sections(config, family)
     limit = position_limit(config, sections[0] if sections else None, max_context_tokens)
-    chosen = config.optional_integer("index_topk")
+    chosen = config.integer("index_topk") if "index_topk" in family.keys else None
     if chosen is not None and chosen < limit:
         logger.warning("%s chooses what it attends to by an index, which is not run: up to %d tokens, where that chooses all",
                        family.name, chosen)  # fmt: skip

@@ -20,6 +20,7 @@ TEXTS = (
     "The fox went into the woods.",
     "  two spaces, and  more   between ",
     "tabs\tand\nlines\n\n",
+    "\n begins and ends with lines \n",
     "Füchse, лиса, 狐狸 🦊 ½ ﬁ Å",
     "<s>not a mark</s> <user>said</user>",
     "x",
@@ -39,6 +40,8 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "without a space before": {**LLAMA, "add_dummy_prefix": False},
     "characters are composed, spaces joined": {"model_type": "bpe", "byte_fallback": True},
+    "spaces joined alone": {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"},
+    "marks by other names": {**LLAMA, "bos_piece": "<bos>", "eos_piece": "<eos>"},
     "unigram": {"model_type": "unigram", "byte_fallback": True},
     "unigram as it is": {**LLAMA, "model_type": "unigram"},
 }
@@ -129,6 +132,28 @@ def test_a_damaged_file_is_refused(trained: Callable[[str], Path], tmp_path: Pat
         path.write_bytes(data)
         with pytest.raises(LoadError, match=r"tokenizer\.model"):
             Tokenizer.from_dir(tmp_path)
+
+
+def test_what_is_not_read_is_refused(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    """Spaces behind words; a unigram model without an unknown piece; names and numbers that nobody could mean."""
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(CORPUS), model_prefix=str(tmp_path / "tokenizer"), vocab_size=700, minloglevel=2, num_threads=1,
+        treat_whitespace_as_suffix=True, **LLAMA,
+    )  # fmt: skip
+    with pytest.raises(LoadError, match="writes spaces behind words"):
+        Tokenizer.from_dir(tmp_path)
+    whole = (trained("as Llama's") / "tokenizer.model").read_bytes()
+    (tmp_path / "tokenizer.model").write_bytes(whole)
+    added = {"\u00b2": {"content": "<a>"}, "9" * 5000: {"content": "<b>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    with pytest.raises(LoadError, match="does not map texts and ids"):
+        Tokenizer.from_dir(tmp_path)
+    unigram = (trained("unigram as it is") / "tokenizer.model").read_bytes()
+    (tmp_path / "tokenizer_config.json").unlink()
+    unknown = b"<unk>\x15\x00\x00\x00\x00\x18"  # its score is 0, and its kind 2
+    (tmp_path / "tokenizer.model").write_bytes(unigram.replace(unknown + b"\x02", unknown + b"\x01"))
+    with pytest.raises(LoadError, match="no piece for what no piece is"):
+        Tokenizer.from_dir(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["char", "word"])

@@ -29,8 +29,11 @@ UNIGRAM, BPE = 1, 2  # trainer_spec.model_type; of words and characters nobody t
 # fields of the messages: of ModelProto, of SentencePiece, of TrainerSpec, of NormalizerSpec
 PIECES, TRAINER, NORMALIZER = 1, 2, 3
 PIECE, SCORE, KIND = 1, 2, 3
-MODEL_TYPE, BYTE_FALLBACK = 3, 35
+MODEL_TYPE, SPACE_BEHIND, BYTE_FALLBACK, BEGIN_PIECE, END_PIECE = 3, 24, 35, 46, 47
 CHARSMAP, DUMMY_PREFIX, NO_EXTRA_SPACES, ESCAPES_SPACES = 2, 3, 4, 5
+
+
+TRIAL = "a \u00bd\n"  # read once at loading: a damaged table of characters fails with the first text
 
 
 class Kind(IntEnum):
@@ -56,6 +59,8 @@ class Pieces:
     charsmap: bytes = b""
     has_prefix: bool = True
     joins_spaces: bool = True
+    begin: str = "<s>"
+    end: str = "</s>"
 
     @property
     def unknown(self) -> int | None:
@@ -71,11 +76,7 @@ def read_pieces(path: Path) -> Pieces:
             if number == PIECES:
                 _add_piece(made, dict(_fields(_bytes(value))))
             elif number == TRAINER:
-                spec = dict(_fields(_bytes(value)))
-                made.model_type, made.has_bytes = (
-                    _number(spec, MODEL_TYPE, UNIGRAM),
-                    bool(_number(spec, BYTE_FALLBACK, 0)),
-                )
+                _read_trainer(made, dict(_fields(_bytes(value))))
             elif number == NORMALIZER:
                 spec = dict(_fields(_bytes(value)))
                 made.charsmap = _bytes(spec.get(CHARSMAP, b""))
@@ -91,6 +92,15 @@ def read_pieces(path: Path) -> Pieces:
     if made.model_type not in (UNIGRAM, BPE):
         raise LoadError(f"{path} is of model_type {made.model_type}; unigram ({UNIGRAM}) and BPE ({BPE}) are read")
     return made
+
+
+def _read_trainer(made: Pieces, spec: Mapping[int, int | bytes]) -> None:
+    made.model_type, made.has_bytes = _number(spec, MODEL_TYPE, UNIGRAM), bool(_number(spec, BYTE_FALLBACK, 0))
+    made.begin, made.end = (
+        _bytes(spec.get(name, usual)).decode("utf-8") for name, usual in ((BEGIN_PIECE, b"<s>"), (END_PIECE, b"</s>"))
+    )
+    if _number(spec, SPACE_BEHIND, 0):
+        raise ValueError("it writes spaces behind words, which is not read")
 
 
 def _add_piece(made: Pieces, found: Mapping[int, Any]) -> None:
@@ -154,17 +164,20 @@ def sentencepiece_backend(path: Path, config: Mapping[str, Any]) -> tokenizers.T
         backend = tokenizers.Tokenizer(model)
         first: list[Any] = [normalizers.Precompiled(pieces.charsmap)] if pieces.charsmap else []
         if pieces.joins_spaces:
-            first += [normalizers.Strip(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]
+            first += [normalizers.Replace(tokenizers.Regex(cut), "") for cut in (r"\A +", r" +\z")]
+            first.append(normalizers.Replace(tokenizers.Regex(" {2,}"), " "))
         write_spaces(backend, is_prefixed=pieces.has_prefix, first=first)
         add_marked(backend, pieces.texts, ids, pieces.kinds, pieces.unknown)
+        begin = _special(config, "bos_token", pieces.begin, ids) if config.get("add_bos_token", True) else None
+        end = _special(config, "eos_token", pieces.end, ids) if config.get("add_eos_token", False) else None
+        put_around(backend, pieces.texts, begin, end)
+        backend.encode(TRIAL)
     except LoadError:
         raise
-    except Exception as error:  # the library raises bare Exception
+    except BaseException as error:  # the library raises bare Exception, and panics over characters' tables
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
         raise LoadError(f"the vocabulary of {path} contradicts itself: {error}", hint=HINT) from error
-    around = {name: _special(config, name, ids) for name in ("bos", "eos")}
-    begin = around["bos"] if config.get("add_bos_token", True) else None
-    end = around["eos"] if config.get("add_eos_token", False) else None
-    put_around(backend, pieces.texts, begin, end)
     return backend
 
 
@@ -173,14 +186,15 @@ def _rename(pieces: Pieces, config: Mapping[str, Any]) -> None:
     named = config.get("added_tokens_decoder")
     for number, entry in (named if isinstance(named, dict) else {}).items():
         text = entry.get("content") if isinstance(entry, dict) else None
-        i = int(number) if str(number).isdigit() else len(pieces.texts)
+        is_number = str(number).isascii() and str(number).isdigit() and len(str(number)) < 10
+        i = int(number) if is_number else len(pieces.texts)
         if isinstance(text, str) and i < len(pieces.texts) and text not in pieces.texts:
             pieces.texts[i] = text
             pieces.kinds[i] = Kind.CONTROL if entry.get("special") else Kind.USER_DEFINED
 
 
-def _special(config: Mapping[str, Any], name: str, ids: Mapping[str, int]) -> int | None:
-    named = config.get(f"{name}_token", {"bos": "<s>", "eos": "</s>"}[name])
+def _special(config: Mapping[str, Any], name: str, usual: str, ids: Mapping[str, int]) -> int | None:
+    named = config.get(name, usual)
     text = named.get("content") if isinstance(named, dict) else named
     return ids.get(text) if isinstance(text, str) else None
 
@@ -192,6 +206,8 @@ def _bpe(path: Path, pieces: Pieces, ids: Mapping[str, int]) -> models.BPE:
 
 
 def _unigram(pieces: Pieces) -> models.Unigram:
+    if pieces.unknown is None:
+        raise ValueError("it has no piece for what no piece is")
     words = list(zip(pieces.texts, pieces.scores, strict=True))
     return models.Unigram(words, unk_id=pieces.unknown, byte_fallback=pieces.has_bytes)
 

@@ -82,8 +82,8 @@ class Tokenizer:
         elif (folder / "tokenizer.model").is_file():
             backend = sentencepiece_backend(folder / "tokenizer.model", config)
         else:
-            hint = "point to a folder that holds tokenizer.json, or tokenizer.model"
-            raise LoadError(f"no tokenizer.json in {folder}", hint=hint)
+            hint = "point to a folder that holds one of them"
+            raise LoadError(f"no tokenizer.json in {folder}, and no tokenizer.model", hint=hint)
         backend.no_padding()
         backend.no_truncation()
         with told_of(folder):
