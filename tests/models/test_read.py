@@ -100,6 +100,18 @@ def test_every_kind_that_transformers_knows_is_read_or_refused_by_name(kind: str
                 family_of(given)
 
 
+def test_a_key_that_says_what_another_says_is_no_change() -> None:
+    """Pixtral Large has its epsilon by two names; what only looks alike (chunks beside windows) is refused still."""
+    assert read("mistral", rms_norm_eps=1e-6, norm_eps=1e-6).layers == read("mistral", rms_norm_eps=1e-6).layers
+    for kind, fields in (
+        ("mistral", {"rms_norm_eps": 1e-6, "norm_eps": 1e-5}),
+        ("mistral", {"sliding_window": 32, "attention_chunk_size": 32}),
+        ("cohere", {"logit_scale": 0.0625, "logits_scaling": 0.0625}),
+    ):
+        with pytest.raises(LoadError, match="it changes the mathematics"):
+            read(kind, **fields)
+
+
 def test_an_index_bounds_the_context(caplog: pytest.LogCaptureFixture) -> None:
     """DeepSeek V3.2 and GLM-5: up to so many tokens it chooses all, beyond it answers would be another model's."""
     named = {"layer_types": ["deepseek_sparse_attention"] * 78}
