@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from diptych.compute.held import _Measure
+from diptych.compute.mlx import MlxCheckpoint
 from diptych.compute.model import draw_blueprint
 from diptych.compute.ops import cpu_kernels
 from diptych.compute.weights import RandomSource, RandomTensor
@@ -31,6 +32,10 @@ INDEXED = [
     for name, entry in MODELS.items()
     if "tensors" in entry and entry["config"]["architectures"] != ["BloomForCausalLM"]
 ]
+
+
+PLAIN = [name for name in INDEXED if "quantization_config" not in MODELS[name]["config"]]
+OF_MLX = [name for name in INDEXED if "quantization" in MODELS[name]["config"]]
 
 
 def as_pattern(name: str) -> str:
@@ -70,6 +75,28 @@ class NamesAlone(RandomSource):
             )
 
 
+class NamesOfMlx(NamesAlone):
+    """Of a folder that mlx-lm wrote, by the names that it has for things."""
+
+    place, _entry = MlxCheckpoint.place, MlxCheckpoint._entry
+
+    def holds(self, name: str) -> bool:
+        """By the folder's own name."""
+        return super().has(name)
+
+    def has(self, name: str) -> bool:
+        stem, _, ending = name.rpartition(".")
+        return self.holds(f"{self.place(stem)[1]}.{ending}")
+
+    def tensor(self, name: str, *shape: int) -> RandomTensor:
+        stem, _, ending = name.rpartition(".")
+        place = self.place(stem)[1]
+        assert self.holds(f"{place}.{ending}"), f"the published folder has no {name}"
+        found = (f"{place}.{one}" for one in (ending, "scales", "biases"))
+        self.asked |= {one: shape for one in found if self.holds(one)}
+        return RandomTensor(name, shape, seed=0)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_a_published_config_is_read(model: str) -> None:
     """Every key in it is known or harmless, and what it describes has the size that it is called by."""
@@ -91,7 +118,7 @@ def test_the_list_is_of_many_families() -> None:
 
 @pytest.mark.native
 @pytest.mark.skipif(not cpu_kernels.is_available()[0], reason=cpu_kernels.is_available()[1])
-@pytest.mark.parametrize("model", [name for name in INDEXED if "quantization_config" not in MODELS[name]["config"]])
+@pytest.mark.parametrize("model", PLAIN)
 def test_a_published_model_has_the_tensors_that_loading_asks_for(model: str) -> None:
     """All of them and no others, but for those that are known to be of no use; of text alone, in all as many bytes."""
     entry = MODELS[model]
@@ -106,3 +133,16 @@ def test_a_published_model_has_the_tensors_that_loading_asks_for(model: str) -> 
     assert entry["total_size"] / elements == pytest.approx(2, rel=1e-3) or entry[
         "total_size"
     ] / elements == pytest.approx(4, rel=1e-3)
+
+
+@pytest.mark.native
+@pytest.mark.skipif(not cpu_kernels.is_available()[0], reason=cpu_kernels.is_available()[1])
+@pytest.mark.parametrize("model", OF_MLX)
+def test_a_published_folder_of_mlx_has_the_tensors_that_loading_asks_for(model: str) -> None:
+    """Stacked experts and heads of latent attention under its own names, and what belongs to each matrix."""
+    entry = MODELS[model]
+    source = NamesOfMlx(entry["tensors"])
+    draw_blueprint(entry["config"], source, path=model).load(
+        _Measure(ComputeConfig(backend="cpu", weights="bf16"), source)
+    )
+    assert sum(entry["tensors"].values()) == len(source.asked)
