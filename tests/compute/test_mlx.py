@@ -89,7 +89,7 @@ Q = "model.layers.0.self_attn.q_proj"
         (lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"][:, 0].clone()}), r"q_proj.weight is U32 \[96\]; .* \[96, 64\]"),
         (lambda t: t.update(beside=torch.ones(3)), "does not call for, the first is beside"),
     ],
-    ids=str,
+    ids=lambda one: one if isinstance(one, str) else "changed",
 )  # fmt: skip
 def test_what_is_wrong_with_a_matrix_is_said(
     change: Callable[[dict[str, torch.Tensor]], None], said: str, tmp_path: Path
