@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import started
-from diptych.ground.clock import MonotonicClock, sleep_s
+from diptych.ground.clock import MonotonicClock
 from started import Started
 
 CLOCK = MonotonicClock()
