@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 
 import started
-from diptych.ground.clock import MonotonicClock
 from started import Started
 
-CLOCK = MonotonicClock()
 FULL = Path("/dev/full")
 PLAN = ("plan", "llama-3.1-8b", "--hardware", "h100-80gb-sxm")
 
