@@ -201,7 +201,8 @@ int add_random_part(Program& program, const LinearShape& shape, const LinearShap
 
 int add_table(Program& program, AnyArray array) {
   require_matrix(array);
-  if (array.stride(0) != static_cast<int64_t>(array.shape(1))) throw std::invalid_argument("a table must be contiguous");
+  // the stride along an axis of one entry says nothing; older torch writes 1 there
+  if (array.shape(0) != 1 && array.stride(0) != static_cast<int64_t>(array.shape(1))) throw std::invalid_argument("a table must be contiguous");
   return program.add_table({static_cast<const uint8_t*>(array.data()), source_of(array), static_cast<int64_t>(array.shape(0)),
                             static_cast<int64_t>(array.shape(1))});
 }

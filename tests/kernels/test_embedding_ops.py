@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from worlds import KERNEL_SETS
@@ -32,6 +33,15 @@ def test_embedding_rows_are_exact(isa: str, dtype: torch.dtype) -> None:
     table[1, :4] = torch.tensor([6e-8, -6e-8, 0.0, 65504.0]).to(dtype)
     bench = Bench(isa, table)
     assert torch.equal(bench.run(bench.x, 37), table.float())
+
+
+def test_only_a_table_of_many_rows_needs_its_stride() -> None:
+    """Older torch gives an axis of one entry the stride 1, whatever its array has."""
+    values = noise(3, 37, seed=1).numpy()
+    program = Bench(BEST, noise(1, 37, seed=1)).program
+    program.add_table(np.lib.stride_tricks.as_strided(values, (1, 37), (4, 4)))
+    with pytest.raises(ValueError, match="contiguous"):
+        program.add_table(values[::2])
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])
