@@ -83,10 +83,7 @@ Activation activation_of(const std::string& name) {
 }
 
 Scores scores_of(const std::string& name) {
-  if (name == "softmax") return Scores::softmax;
-  if (name == "sigmoid") return Scores::sigmoid;
-  if (name == "sparsemixer") return Scores::sparsemixer;
-  throw std::invalid_argument("scores are softmax, sigmoid or sparsemixer, not '" + name + "'");
+  return named<Scores>("scores", name, {{"softmax", Scores::softmax}, {"sigmoid", Scores::sigmoid}, {"sparsemixer", Scores::sparsemixer}});
 }
 
 QueryScale query_scale_of(const std::tuple<float, int64_t, int64_t>& numbers) {

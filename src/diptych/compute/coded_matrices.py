@@ -179,8 +179,10 @@ class CodedMatrix:
         elif kept.grid == "minima":
             # of code 0, or of 8 bits level 0: at most 11 bits times 9, exact in fp32 for scales of 16 bits
             none = self.middle if self.bits == 8 else 0
-            least = none - self._zeros().float() if parts.minima is None else torch.tensor(float(none))
-            offsets = by_group(parts.scales.float() * least + (0.0 if parts.minima is None else parts.minima.float()))
+            stored, minima = parts.scales.float(), parts.minima
+            offsets = by_group(
+                stored * (none - self._zeros().float()) if minima is None else stored * none + minima.float()
+            )
         codes = self._read_codes()
         return Codes(
             codes=codes if self.order is None else codes[:, self.order.long()],

@@ -31,8 +31,6 @@ PIECES, TRAINER, NORMALIZER = 1, 2, 3
 PIECE, SCORE, KIND = 1, 2, 3
 MODEL_TYPE, SPACE_BEHIND, BYTE_FALLBACK, BEGIN_PIECE, END_PIECE = 3, 24, 35, 46, 47
 CHARSMAP, DUMMY_PREFIX, NO_EXTRA_SPACES, ESCAPES_SPACES = 2, 3, 4, 5
-
-
 TRIAL = "a \u00bd\n"  # read once at loading: a damaged table of characters fails with the first text
 
 
