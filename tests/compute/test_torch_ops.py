@@ -1,4 +1,4 @@
-"""Every op of the torch backend against the reference, over the edge shapes of the contract."""
+"""Every op of the torch backend against the reference, over the edge shapes of the contract: by torch's kernels and by ours."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kinds import CPU, DTYPES, Kind, of_kinds
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import TorchKVStore
@@ -27,8 +28,6 @@ from diptych.compute.ops.torch_loader import TorchAttention, TorchLoader, TorchN
 from diptych.compute.ops.torch_ops import TorchOps
 from diptych.models.spec import MlaSpec, MoeSpec, Scores
 
-CPU = torch.device("cpu")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 VARIANTS = {
     "plain": {},
     "window 1": {"window": 1},
@@ -89,14 +88,14 @@ def world(shape: EdgeShape) -> tuple[ForwardBatch, int]:
     return batch, n_blocks
 
 
-def make_ops(shape: EdgeShape, dtype: torch.dtype) -> tuple[TorchOps, ForwardBatch, TorchKVStore]:
+def make_ops(shape: EdgeShape, kind: Kind) -> tuple[TorchOps, ForwardBatch, TorchKVStore]:
     batch, n_blocks = world(shape)
     kv = TorchKVStore(
-        heads=[(shape.n_kv_heads, shape.head_dim)], n_blocks=n_blocks, block_tokens=shape.block_tokens, dtype=dtype,
-        device=CPU,
+        heads=[(shape.n_kv_heads, shape.head_dim)], n_blocks=n_blocks, block_tokens=shape.block_tokens,
+        dtype=kind.dtype, device=kind.device,
     )  # fmt: skip
     kv.layers[0].copy_(noise(*kv.layers[0].shape, seed=1))
-    return TorchOps(batch, kv, device=CPU, dtype=dtype), batch, kv
+    return kind.ops(batch, kv, device=kind.device, dtype=kind.dtype), batch, kv
 
 
 def attention_spec(shape: EdgeShape, **fields: object) -> AttentionSpec:
@@ -106,28 +105,31 @@ def attention_spec(shape: EdgeShape, **fields: object) -> AttentionSpec:
 
 def check(name: str, got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     assert got.shape == expected.shape
+    got, expected = got.cpu(), expected.cpu()
     error = (got.float() - expected.float()).abs().max().item() if got.numel() else 0.0
     assert error <= OPS[name].tolerance(dtype), f"{name} differs by {error}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@of_kinds
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("shape", EDGE_SHAPES, ids=lambda shape: shape.name)
-def test_attention(shape: EdgeShape, variant: dict, dtype: torch.dtype) -> None:
+def test_attention(shape: EdgeShape, variant: dict, kind: Kind) -> None:
     """Paging, raggedness, windows and groups meet at block edges; an off-by-one shows only there."""
-    ops, batch, kv = make_ops(shape, dtype)
+    dtype = kind.dtype
+    ops, batch, kv = make_ops(shape, kind)
     spec = attention_spec(shape, **variant)
     q = noise(batch.n_tokens, shape.n_heads, shape.head_dim, seed=2).to(dtype)
     for sinks in (None, noise(shape.n_heads, seed=3, scale=3.0)):
-        expected = reference.attention_paged(q, kv.layers[0][0], kv.layers[0][1], batch, spec, sinks)
-        check("attention", ops.attention(q, TorchAttention(spec, None, None, sinks)), expected.flatten(1), dtype)
+        expected = reference.attention_paged(q, *kv.layers[0].cpu(), batch, spec, sinks)
+        heads = TorchAttention(spec, None, None, None if sinks is None else kind.put(sinks))
+        check("attention", ops.attention(kind.put(q), heads), expected.flatten(1), dtype)
 
 
 @pytest.mark.parametrize("window", [None, 700], ids=["full", "window"])
 def test_attention_of_a_long_chunk_in_slices(window: int | None) -> None:
     """Chunks over 512 queries are attended slice by slice; the borders must not show."""
     shape = EdgeShape(name="long", sequences=((37, 1100),), n_heads=2, n_kv_heads=1, head_dim=8)
-    ops, batch, kv = make_ops(shape, torch.float32)
+    ops, batch, kv = make_ops(shape, Kind(TorchOps, CPU, torch.float32))
     spec = attention_spec(shape, window=window)
     q = noise(batch.n_tokens, shape.n_heads, shape.head_dim, seed=2)
     got = ops.attention(q, TorchAttention(spec, None, None)).unflatten(1, (2, 8))
@@ -142,13 +144,14 @@ def test_attention_of_a_long_chunk_in_slices(window: int | None) -> None:
         torch.testing.assert_close(got[row], expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@of_kinds
 @pytest.mark.parametrize("qk_norm", [QkNorm.NONE, QkNorm.HEAD, QkNorm.HEADS, QkNorm.FULL])
 @pytest.mark.parametrize("rotary_dim", [0, 8, 16])
 @pytest.mark.parametrize("shape", [EDGE_SHAPES[0], EDGE_SHAPES[9]], ids=lambda shape: shape.name)
-def test_rotate_and_cache(shape: EdgeShape, rotary_dim: int, qk_norm: QkNorm, dtype: torch.dtype) -> None:
+def test_rotate_and_cache(shape: EdgeShape, rotary_dim: int, qk_norm: QkNorm, kind: Kind) -> None:
     """A key is written once and read for the rest of the sequence: its norm, angle and slot must be right."""
-    ops, batch, kv = make_ops(shape, dtype)
+    dtype = kind.dtype
+    ops, batch, kv = make_ops(shape, kind)
     n_heads, n_kv, d = shape.n_heads, shape.n_kv_heads, shape.head_dim
     rope = (
         RopeSpec(inv_freq=tuple(0.7**i for i in range(rotary_dim // 2)), attention_factor=1.2) if rotary_dim else None
@@ -157,9 +160,9 @@ def test_rotate_and_cache(shape: EdgeShape, rotary_dim: int, qk_norm: QkNorm, dt
     widths = {QkNorm.NONE: None, QkNorm.HEAD: (d, d)}.get(qk_norm, (n_heads * d, n_kv * d))
     q_norm, k_norm = (None, None) if widths is None else (noise(w, seed=w) + 1.0 for w in widths)
     qkv = noise(batch.n_tokens, (n_heads + 2 * n_kv) * d, seed=5).to(dtype)
-    before = kv.layers[0].clone()
-    norms = [None if weight is None else TorchNorm(weight) for weight in (q_norm, k_norm)]
-    got = ops.rotate_and_cache(qkv, TorchAttention(spec, *norms))
+    before = kv.layers[0].cpu().clone()
+    norms = [None if weight is None else TorchNorm(kind.put(weight)) for weight in (q_norm, k_norm)]
+    got = ops.rotate_and_cache(kind.put(qkv), TorchAttention(spec, *norms))
 
     positions = torch.from_numpy(batch.positions_T)
     expected = []
@@ -179,22 +182,23 @@ def test_rotate_and_cache(shape: EdgeShape, rotary_dim: int, qk_norm: QkNorm, dt
     scale = max(1.0, expected[0].abs().max().item())
     check("rotate_and_cache", got / scale, expected[0] / scale, dtype)
     slots = torch.from_numpy(batch.slots_T(shape.block_tokens)).long()
-    keys, values = kv.layers[0].flatten(1, 2)
+    keys, values = kv.layers[0].cpu().flatten(1, 2)
     check("rotate_and_cache", keys[slots] / scale, expected[1] / scale, dtype)
     assert torch.equal(values[slots], qkv[:, -n_kv * d :].unflatten(1, (n_kv, d)))
     others = torch.ones(len(keys), dtype=torch.bool)
     others[slots] = False
-    assert torch.equal(kv.layers[0].flatten(1, 2)[:, others], before.flatten(1, 2)[:, others])
+    assert torch.equal(kv.layers[0].cpu().flatten(1, 2)[:, others], before.flatten(1, 2)[:, others])
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@of_kinds
 @pytest.mark.parametrize("n_tokens", [1, 2, 17])
 @pytest.mark.parametrize("activation", [one for one in Activation if one is not Activation.XIELU])  # it has no gate
 @pytest.mark.parametrize("has_bias", [False, True], ids=["bias-free", "bias"])
-def test_linears_and_norms(n_tokens: int, activation: Activation, has_bias: bool, dtype: torch.dtype) -> None:
+def test_linears_and_norms(n_tokens: int, activation: Activation, has_bias: bool, kind: Kind) -> None:
     """Parts stacked at load must come out in the order given, and biases with them."""
-    ops, _, _ = make_ops(EdgeShape(name="any", sequences=((0, n_tokens),)), dtype)
-    loader = TorchLoader(CPU, dtype)
+    dtype = kind.dtype
+    ops, _, _ = make_ops(EdgeShape(name="any", sequences=((0, n_tokens),)), kind)
+    loader = kind.loader()
     sizes, width = (24, 8, 16), 32
     weights = [noise(n, width, seed=n, scale=width**-0.5).to(dtype) for n in sizes]
     biases = [noise(n, seed=n + 1).to(dtype) for n in sizes] if has_bias else []
@@ -203,28 +207,38 @@ def test_linears_and_norms(n_tokens: int, activation: Activation, has_bias: bool
     expected = reference.linear(h, torch.cat(weights), torch.cat(biases) if has_bias else None)
     handle = loader.linear(parts)
     scale = max(1.0, expected.abs().max().item())
-    check("linear", ops.linear(h, handle) / scale, expected / scale, dtype)
-    check("linear_add", ops.linear_add(h, handle, x.clone()) / scale, (x.float() + expected) / scale, dtype)
-    check("add", ops.add(x.clone(), x), x.float() * 2, dtype)
+    check("linear", ops.linear(kind.put(h), handle) / scale, expected / scale, dtype)
+    check(
+        "linear_add",
+        ops.linear_add(kind.put(h), handle, kind.put(x.clone())) / scale,
+        (x.float() + expected) / scale,
+        dtype,
+    )
+    check("add", ops.add(kind.put(x.clone()), kind.put(x)), x.float() * 2, dtype)
     gated = reference.gate(expected, activation)
     scale = max(1.0, gated.abs().max().item())
-    check("linear_gate", ops.linear_gate(h, loader.gated(parts, activation)) / scale, gated / scale, dtype)
+    check("linear_gate", ops.linear_gate(kind.put(h), loader.gated(parts, activation)) / scale, gated / scale, dtype)
     if activation in (Activation.SIGMOID, Activation.SILU):
         a = noise(n_tokens, 48, seed=15).to(dtype)
         given = reference.gate_heads(a, expected, activation)
         scale = max(1.0, given.abs().max().item())
-        check("gate_heads", ops.gate_heads(h, loader.gate(parts, activation), a) / scale, given / scale, dtype)
+        check(
+            "gate_heads",
+            ops.gate_heads(kind.put(h), loader.gate(parts, activation), kind.put(a)) / scale,
+            given / scale,
+            dtype,
+        )
     norm = loader.norm(NormParts(weight=Memory("n", noise(width, seed=11).to(dtype))), offset=1.0)
     centred = NormParts(
         weight=Memory("n", noise(width, seed=12)), bias=Memory("b", noise(width, seed=13)), is_centred=True
     )
     expected = reference.layer_norm(h, centred.weight.read(), centred.bias.read(), eps=1e-5)
-    check("norm", ops.norm(h, loader.norm(centred), eps=1e-5), expected, dtype)
+    check("norm", ops.norm(kind.put(h), loader.norm(centred), eps=1e-5), expected, dtype)
     gate = noise(n_tokens, 1, seed=14).to(dtype)
     expected = h.float() + h.float() * torch.sigmoid(gate.float())
-    check("add_gated", ops.add_gated(h.clone(), h, gate), expected, dtype)
+    check("add_gated", ops.add_gated(kind.put(h.clone()), kind.put(h), kind.put(gate)), expected, dtype)
     normed = reference.rms_norm(h, noise(width, seed=11).to(dtype).float() + 1.0, eps=1e-5)
-    check("norm", ops.norm(h, norm, eps=1e-5), normed, dtype)
+    check("norm", ops.norm(kind.put(h), norm, eps=1e-5), normed, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -244,7 +258,7 @@ def test_linears_and_norms(n_tokens: int, activation: Activation, has_bias: bool
 @pytest.mark.parametrize("n_tokens", [1, 9])
 def test_experts(n_tokens: int, routing: dict[str, Any], dtype: torch.dtype) -> None:
     """A token sent to the wrong expert, or weighted twice, changes text without any error."""
-    ops, _, _ = make_ops(EdgeShape(name="any", sequences=((0, n_tokens),)), dtype)
+    ops, _, _ = make_ops(EdgeShape(name="any", sequences=((0, n_tokens),)), Kind(TorchOps, CPU, dtype))
     spec = MoeSpec(**{"n_experts": 6, "experts_per_token": 2, "expert_ffn": 12, **routing})
     router = noise(6, 16, seed=20).to(dtype)
     gate_up = [noise(12 * (spec.n_products - 1), 16, seed=30 + e, scale=0.25).to(dtype) for e in range(6)]
@@ -266,17 +280,18 @@ def test_experts(n_tokens: int, routing: dict[str, Any], dtype: torch.dtype) -> 
     check("experts", ops.experts(h, handle), reference.experts(h, router, gate_up, down, spec, bias), dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@of_kinds
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("rows", [[], [0], [6, 2, 3]])
-def test_embed_and_head(rows: list[int], softcap: float | None, dtype: torch.dtype) -> None:
+def test_embed_and_head(rows: list[int], softcap: float | None, kind: Kind) -> None:
     """Logits are wanted of some rows only, possibly none (a prefill chunk that is not the last)."""
+    dtype = kind.dtype
     shape = EdgeShape(name="any", sequences=((0, 7),))
     batch, n_blocks = world(shape)
     fields = {name: getattr(batch, name) for name in ForwardBatch.__slots__}
     batch = ForwardBatch(**{**fields, "logits_rows_R": np.array(rows, dtype=np.int32)})
-    kv = TorchKVStore(heads=[(1, 2)], n_blocks=n_blocks, block_tokens=16, dtype=dtype, device=CPU)
-    ops, loader = TorchOps(batch, kv, device=CPU, dtype=dtype), TorchLoader(CPU, dtype)
+    kv = TorchKVStore(heads=[(1, 2)], n_blocks=n_blocks, block_tokens=16, dtype=dtype, device=kind.device)
+    ops, loader = kind.ops(batch, kv, device=kind.device, dtype=dtype), kind.loader()
     tensor = Memory("table", noise(50, 16, seed=60).to(dtype))
     head = loader.head(tensor)
     table = loader.table(tensor, head=None)

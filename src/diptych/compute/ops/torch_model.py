@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,19 @@ def build_torch_model(blueprint: Blueprint, config: ComputeConfig) -> TorchModel
         )
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    return TorchModel(blueprint, config, device)
+    return _class_for(device)(blueprint, config, device)
+
+
+def _class_for(device: torch.device) -> type[TorchModel]:
+    """With kernels of ours where the device is a GPU and can compile them; their compiler takes a second to import."""
+    if device.type != "cuda":
+        return TorchModel
+    try:
+        chosen: type[TorchModel] = import_module("diptych.compute.ops.triton_model").TritonModel
+    except ImportError as error:
+        logger.warning("kernels=torch reason=%s: steps are slower, and bits depend on the batch", error)
+        return TorchModel
+    return chosen
 
 
 def torch_device(name: str) -> torch.device:
@@ -64,6 +77,8 @@ class TorchModel(Model):
     """Weights as tensors on one device; every op is a torch call."""
 
     backend_name = "torch"
+    ops: type[TorchOps] = TorchOps
+    compiler = ""  # of the kernels, where they are not torch's
 
     def __init__(self, blueprint: Blueprint, config: ComputeConfig, device: torch.device) -> None:
         self._drawing = PlainDrawing()
@@ -86,7 +101,7 @@ class TorchModel(Model):
         self._adapters: dict[int, TorchAdapter] = {}
         self.weight_bytes = loader.weight_bytes
         self.n_parameters = blueprint.source.n_parameters
-        self.instruction_set = _instruction_set(device)
+        self.instruction_set = _instruction_set(device) + self.compiler
         self.revision = blueprint.revision(
             self.backend_name, torch.__version__, self.instruction_set, self.weights_format, self.kv_format
         )
@@ -134,20 +149,31 @@ class TorchModel(Model):
         """As `Model.forward`."""
         assert isinstance(kv, TorchKVStore), type(kv)
         with torch.no_grad():
-            wants_hidden = want is Want.HIDDEN
-            if batch.adapters_S is not None and not self._adapters.keys() >= set(batch.adapters_S.tolist()) - {-1}:
-                raise ExecutorError("the step was refused: it names an adapter that is not there")
-            ops = TorchOps(
-                batch, kv, device=self.device, dtype=self._dtype, wants_hidden=wants_hidden, given=given, taps=taps,
-                adapters=self._adapters,
-            )  # fmt: skip
-            rows: torch.Tensor = self._blueprint.forward(ops, self._weights)
-            if taps is not None:
-                taps.states = torch.stack([ops.tapped[number] for number in taps.numbers])
+            rows = self._rows(batch, kv, want is Want.HIDDEN, given, taps)
             if want is not Want.BEST:
                 return rows
             ids = self.argmax(rows)
             return ids, rows.gather(1, torch.tensor(ids, device=rows.device)[:, None])[:, 0].tolist() if ids else []
+
+    def _rows(
+        self,
+        batch: ForwardBatch,
+        kv: TorchKVStore,
+        wants_hidden: bool,
+        given: torch.Tensor | None,
+        taps: Taps | None,
+    ) -> torch.Tensor:
+        """Logits [R, V], or the states [R, D] that they are made of."""
+        if batch.adapters_S is not None and not self._adapters.keys() >= set(batch.adapters_S.tolist()) - {-1}:
+            raise ExecutorError("the step was refused: it names an adapter that is not there")
+        ops = self.ops(
+            batch, kv, device=self.device, dtype=self._dtype, wants_hidden=wants_hidden, given=given, taps=taps,
+            adapters=self._adapters,
+        )  # fmt: skip
+        rows: torch.Tensor = self._blueprint.forward(ops, self._weights)
+        if taps is not None:
+            taps.states = torch.stack([ops.tapped[number] for number in taps.numbers])
+        return rows
 
     def settle(self, *, waits: bool = False) -> None:
         """Weights lie in memory from the start."""

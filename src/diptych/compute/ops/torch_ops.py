@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -28,6 +29,44 @@ TorchAdapter = Mapping[int, Sequence[tuple[Site, LowRank]]]
 # queries of one sequence are attended in slices, so that masks and scores stay small whatever the chunk
 QUERY_ROWS = 512
 SMALLEST_SUM = 1e-20  # of the chosen experts' scores, which sigmoids may all leave at nothing
+
+
+@dataclass(frozen=True, slots=True)
+class StepNumbers:
+    """A batch's numbers on a device, int64: what the ops of a step gather and scatter by."""
+
+    token_ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    slots_T: torch.Tensor
+    logits_rows_R: torch.Tensor
+    table_SM: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: ForwardBatch, block_tokens: int, device: torch.device) -> StepNumbers:
+        """One copy to the device for all of them."""
+        return cls(*on_device(cls.arrays(batch, block_tokens), device))
+
+    @staticmethod
+    def arrays(batch: ForwardBatch, block_tokens: int) -> list[np.ndarray]:
+        """The same before they are on a device, in the order of the fields."""
+        return [
+            batch.token_ids_T, batch.positions_T, batch.slots_T(block_tokens), batch.logits_rows_R, batch.block_table_SM,
+        ]  # fmt: skip
+
+
+def on_device(
+    arrays: Sequence[np.ndarray], device: torch.device, into: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """The arrays as int64 tensors, parts of one that is copied at once; `into` has its place for it on the device."""
+    flat = torch.from_numpy(np.concatenate([array.reshape(-1).astype(np.int64) for array in arrays]))
+    flat = flat.to(device) if into is None else into.copy_(flat)
+    parts = flat.split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+@lru_cache(maxsize=64)
+def _inv_freq(rope: RopeSpec, device: torch.device) -> torch.Tensor:
+    return torch.tensor(rope.inv_freq, dtype=torch.float32, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +95,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         given: torch.Tensor | None = None,
         taps: Taps | None = None,
         adapters: Mapping[int, TorchAdapter] | None = None,
+        numbers: StepNumbers | None = None,
     ) -> None:
         self._wants_hidden = wants_hidden
         self._given = given
@@ -65,11 +105,12 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         self._kv = kv
         self._device = device
         self._dtype = dtype
-        self._token_ids = self._on_device(batch.token_ids_T)
-        self._positions = self._on_device(batch.positions_T)
-        self._slots = self._on_device(batch.slots_T(kv.block_tokens))
-        self._logits_rows = self._on_device(batch.logits_rows_R)
-        self._table = self._on_device(batch.block_table_SM)
+        numbers = numbers or StepNumbers.of(batch, kv.block_tokens, device)
+        self._token_ids = numbers.token_ids_T
+        self._positions = numbers.positions_T
+        self._slots = numbers.slots_T
+        self._logits_rows = numbers.logits_rows_R
+        self._table = numbers.table_SM
         self._rotations: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
         self._queries: dict[tuple[int | None, bool], list[_Queries]] = {}
         self._adapted = [] if batch.adapters_S is None else self._rows_of_adapters(batch.adapters_S, adapters or {})
@@ -80,7 +121,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         """x [T, D]. The scale is rounded to the compute dtype first, as the models were trained."""
         x = table[self._token_ids]
         if scale != 1.0:
-            x = x * torch.tensor(scale, dtype=self._dtype, device=self._device)
+            x = x * torch.tensor(scale, dtype=self._dtype).item()
         return x if positions is None else x + positions[first_position + self._positions]
 
     def input(self, width: int) -> torch.Tensor:
@@ -115,13 +156,18 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
 
     def _product(self, h: torch.Tensor, weight: TorchLinear, tokens: torch.Tensor | None) -> torch.Tensor:
         """y [len(h), N]. tokens: of the step, which the rows of h are; None: all in their order."""
-        y = F.linear(h, weight.weight, weight.bias)
+        y = self._multiply(h, weight.weight, weight.bias)
         for of_adapter, adapter in self._adapted:
             sites = adapter.get(id(weight), ())
             rows = of_adapter if tokens is None or not sites else torch.isin(tokens, of_adapter).nonzero()[:, 0]
             for site, low_rank in sites:
-                y[rows, site.begin : site.end] += F.linear(F.linear(h[rows], low_rank.a), low_rank.b)
+                y[rows, site.begin : site.end] += self._multiply(
+                    self._multiply(h[rows], low_rank.a, None), low_rank.b, None
+                )
         return y
+
+    def _multiply(self, h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(h, weight, bias)
 
     def linear_gate(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
         """y [T, F]."""
@@ -247,11 +293,15 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         k, v = qkv[:, n_q:].chunk(2, dim=-1) if spec.has_v else (qkv[:, n_q:],) * 2
         v_TKd = v.unflatten(-1, (spec.n_kv_heads, spec.head_dim))
         if spec.has_v_norm:
-            v_TKd = F.rms_norm(v_TKd.float(), v_TKd.shape[-1:], eps=spec.norm_eps)
+            v_TKd = self._unit(v_TKd, spec)
         keys, values = self._pool(spec.cache_layer)
         keys[self._slots] = self._placed(k, spec.n_kv_heads, attention.k_norm, spec).to(keys.dtype)
         values[self._slots] = v_TKd.to(values.dtype)
         return q_THd
+
+    def _unit(self, v_TKd: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        """Each head's value normed."""
+        return F.rms_norm(v_TKd.float(), v_TKd.shape[-1:], eps=spec.norm_eps)
 
     def _placed(self, x: torch.Tensor, n_heads: int, norm: TorchNorm | None, spec: AttentionSpec) -> torch.Tensor:
         """Queries or keys [T, heads, d]: normed as the layer says, turned to their positions."""
@@ -371,12 +421,16 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         if self._wants_hidden:
             return h.float()
         assert scale == 1.0 or weight.bias is None, "no family scales logits and has a bias of them"
-        logits = self._product(h, weight, self._logits_rows)
+        logits = self._scores(h, weight)
         if scale != 1.0:
             logits = logits * scale
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
         return logits.float()
+
+    def _scores(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
+        """Logits [R, V] of the rows that they are wanted of."""
+        return self._product(h, weight, self._logits_rows)
 
     def _on_device(self, array: object) -> torch.Tensor:
         return torch.as_tensor(array).to(device=self._device, dtype=torch.long)
@@ -406,17 +460,17 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         return planes[0], planes[-1]
 
     def _rotate(self, x_THd: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
-        if rope not in self._rotations:
-            inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=self._device)
-            angles = self._positions[:, None].float() * inv_freq
-            self._rotations[rope] = (
-                (angles.cos() * rope.attention_factor).to(self._dtype)[:, None],
-                (angles.sin() * rope.attention_factor).to(self._dtype)[:, None],
-            )
-        cos, sin = self._rotations[rope]
+        cos, sin = (part.to(self._dtype)[:, None] for part in self._turns(rope))
         half = rope.rotary_dim // 2
         first, second, rest = x_THd[..., :half], x_THd[..., half : 2 * half], x_THd[..., 2 * half :]
         return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+    def _turns(self, rope: RopeSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [T, turned / 2] fp32, made when first needed."""
+        if rope not in self._rotations:
+            angles = self._positions[:, None].float() * _inv_freq(rope, self._device)
+            self._rotations[rope] = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+        return self._rotations[rope]
 
     def _queries_of(self, spec: AttentionSpec) -> list[_Queries]:
         key = spec.window, spec.is_chunked

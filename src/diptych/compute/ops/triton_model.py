@@ -1,0 +1,80 @@
+"""A Model on a GPU: that of the torch backend, by our kernels, its decode steps recorded and replayed."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import numpy as np
+import torch
+import triton
+
+from diptych.compute.batch import ForwardBatch
+from diptych.compute.kv_store import KVStore, TorchKVStore
+from diptych.compute.model import Blueprint, Want
+from diptych.compute.ops.contract import Taps
+from diptych.compute.ops.cuda_graphs import DecodeGraphs
+from diptych.compute.ops.torch_model import TorchModel
+from diptych.compute.ops.torch_ops import TorchOps
+from diptych.compute.ops.triton_ops import TritonOps, runs_without_the_host
+from diptych.ground.clock import MonotonicClock
+from diptych.ground.config import ComputeConfig
+
+logger = logging.getLogger("diptych.compute")
+
+WARM_UP_ROWS = (2, 24, 48, 300)  # of steps that between them call every kernel that a step of any size may call
+
+
+class TritonModel(TorchModel):
+    """In 16 bits; a model in fp32 stays with torch's own kernels, as tensor cores would round its numbers."""
+
+    compiler = f", triton {triton.__version__}"
+
+    def __init__(self, blueprint: Blueprint, config: ComputeConfig, device: torch.device) -> None:
+        self._graphs: DecodeGraphs | None = None
+        super().__init__(blueprint, config, device)
+        self.ops = TritonOps if self._dtype == torch.bfloat16 else TorchOps
+        if self.ops is TritonOps and runs_without_the_host(self.spec):
+            make_ops = partial(TritonOps, device=device, dtype=self._dtype)
+            self._graphs = DecodeGraphs(make_ops, lambda ops: self._blueprint.forward(ops, self._weights), device)
+
+    def _rows(
+        self,
+        batch: ForwardBatch,
+        kv: TorchKVStore,
+        wants_hidden: bool,
+        given: torch.Tensor | None,
+        taps: Taps | None,
+    ) -> torch.Tensor:
+        if self._graphs is not None and given is None and taps is None and not wants_hidden:
+            rows = self._graphs.run(batch, kv)
+            if rows is not None:
+                return rows
+        return super()._rows(batch, kv, wants_hidden, given, taps)
+
+    def warm_up(self, kv: KVStore) -> None:
+        """One token, then rows of every size of tile, in block 0: kernels are compiled when they are first called."""
+        clock = MonotonicClock()
+        begin_s = clock.now_s()
+        super().warm_up(kv)
+        for rows in WARM_UP_ROWS if self.ops is TritonOps and not kv.n_places else ():
+            self.forward(_chunks(rows, kv.block_tokens), kv, Want.BEST)
+        logger.info("kernels ready seconds=%.1f", clock.now_s() - begin_s)
+
+    def close(self) -> None:
+        """Drop the weights and what was recorded over them."""
+        self._graphs = None
+        super().close()
+
+
+def _chunks(rows: int, block_tokens: int) -> ForwardBatch:
+    """So many rows, in sequences of a block each, which is the same for all."""
+    lens_S = np.array([*[block_tokens] * (rows // block_tokens), rows % block_tokens], dtype=np.int32)
+    lens_S = lens_S[lens_S > 0]
+    return ForwardBatch(
+        token_ids_T=np.zeros(rows, dtype=np.int32),
+        query_start_S1=np.concatenate([[0], np.cumsum(lens_S)]).astype(np.int32),
+        context_tokens_S=lens_S,
+        block_table_SM=np.zeros((len(lens_S), 1), dtype=np.int32),
+        logits_rows_R=np.array([rows - 1], dtype=np.int32),
+    )

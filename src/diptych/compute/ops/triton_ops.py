@@ -1,0 +1,194 @@
+"""The op vocabulary on a GPU in 16 bits: torch's ops, and in place of those that a step's time goes to, our kernels.
+
+What a row gets does not depend on what else the step computes, so the bits of an answer are the same however it was batched,
+chunked or cached: see `triton_kernels`. Nothing here waits for the device or asks the host, so steps can be recorded and
+replayed (`cuda_graphs`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from diptych.compute.batch import ForwardBatch
+from diptych.compute.kv_store import TorchKVStore
+from diptych.compute.ops import triton_kernels as kernels
+from diptych.compute.ops.contract import Activation, AttentionSpec, QkNorm
+from diptych.compute.ops.torch_loader import TorchAttention, TorchLinear, TorchNorm
+from diptych.compute.ops.torch_ops import TorchOps, on_device
+from diptych.models.spec import AttentionLayer, ModelSpec
+
+GATES = {Activation.SILU: kernels.SILU, Activation.GELU_TANH: kernels.GELU_TANH}
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """What attention's programs take on: items [I, 4] (`triton_kernels.attend`), tokens of the largest and of the longest
+    context among them.
+    """
+
+    items_I4: torch.Tensor
+    most_rows: int
+    most_tokens: int
+
+
+def singles(batch: ForwardBatch) -> np.ndarray:
+    """Items of the sequences that have one row."""
+    return _items(batch, np.flatnonzero(np.diff(batch.query_start_S1) == 1), 1)
+
+
+def _items(batch: ForwardBatch, sequences: np.ndarray, size: int) -> np.ndarray:
+    """The rows of these sequences in items of `size` tokens at most, those of the longest contexts first."""
+    starts, counts = batch.query_start_S1[:-1], np.diff(batch.query_start_S1)
+    first = batch.context_tokens_S - counts
+    rows = [
+        (s, starts[s] + row, min(size, counts[s] - row), first[s] + row)
+        for s in sequences
+        for row in range(0, counts[s], size)
+    ]
+    items = np.array(rows, dtype=np.int64).reshape(-1, 4)
+    return items[np.argsort(-items[:, 3], kind="stable")]
+
+
+def has_kernels_for(spec: AttentionSpec | AttentionLayer) -> bool:
+    """Whether a layer attends by our kernels."""
+    if spec.mla is not None or spec.state is not None or spec.head_dim > kernels.LARGEST_HEAD:
+        return False
+    return kernels.item_tokens(spec.head_dim, spec.n_heads // spec.n_kv_heads) > 0
+
+
+class TritonOps(TorchOps):
+    """The ops of one step. numbers and singles: on the device already, of a step that is recorded."""
+
+    def __init__(self, batch: ForwardBatch, kv: TorchKVStore, *, singles: Items | None = None, **fields: Any) -> None:
+        super().__init__(batch, kv, **fields)
+        self._items: dict[int, list[Items]] = {}
+        self._recorded = singles
+
+    def norm(self, x: torch.Tensor, weight: TorchNorm, *, eps: float, parts: int = 1) -> torch.Tensor:
+        """h [T, D]."""
+        if parts > 1 or weight.is_centred or weight.bias is not None:
+            return super().norm(x, weight, eps=eps, parts=parts)
+        rows = x.reshape(-1, x.shape[-1])
+        return kernels.rms_norm(rows, weight.weight, eps).view(x.shape)
+
+    def _multiply(self, h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return kernels.multiply(h, weight, bias)
+
+    def _gated(self, h: torch.Tensor, weight: TorchLinear, tokens: torch.Tensor | None) -> torch.Tensor:
+        gate = None if weight.activation is None else GATES.get(weight.activation)
+        if gate is None or self._adapted:
+            return super()._gated(h, weight, tokens)
+        return kernels.multiply(h, weight.weight, weight.bias, gate=gate)
+
+    def linear_add(self, h: torch.Tensor, weight: TorchLinear, x: torch.Tensor) -> torch.Tensor:
+        """x + h W^T + b [T, D]."""
+        if self._adapted:
+            return super().linear_add(h, weight, x)
+        return kernels.multiply(h, weight.weight, weight.bias, added=x)
+
+    def _scores(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
+        if self._adapted:
+            return super()._scores(h, weight)
+        return kernels.multiply(h, weight.weight, weight.bias, dtype=torch.float32)
+
+    def rotate_and_cache(self, qkv: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
+        """q [T, H, d]; k and v go to their slots."""
+        spec = attention.spec
+        is_of_heads = spec.qk_norm in (QkNorm.HEAD, QkNorm.TURNED)
+        keys, values = self._pool(spec.cache_layer)
+        q_THd = kernels.rotate_and_cache(
+            self._prepared(qkv, attention),
+            self._slots,
+            keys,
+            values,
+            n_heads=spec.n_heads,
+            head_dim=spec.head_dim,
+            owns_kv=spec.owns_kv,
+            turn=None if spec.rope is None else self._turns(spec.rope),
+            norms=_norms(attention) if is_of_heads else None,
+            is_turned_first=spec.qk_norm is QkNorm.TURNED,
+            eps=spec.norm_eps,
+        )
+        if spec.query_scale is not None:
+            q_THd = (q_THd * self._scales(spec.query_scale)[:, None, None]).to(q_THd.dtype)
+        return q_THd
+
+    def _prepared(self, qkv: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
+        """qkv with what the kernel does not do: norms over more than a head, and values that are keys or are normed."""
+        spec = attention.spec
+        is_wide = spec.qk_norm in (QkNorm.FULL, QkNorm.HEADS)
+        if not is_wide and (not spec.owns_kv or (spec.has_v and not spec.has_v_norm)):
+            return qkv
+        n_q, n_kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+        q, rest = qkv[:, :n_q], qkv[:, n_q:]
+        if is_wide:
+            q = self._normed(q, spec.n_heads, attention.q_norm, spec)
+        if not spec.owns_kv:
+            return q
+        k, v = rest[:, :n_kv], rest[:, -n_kv:]
+        if spec.has_v_norm:
+            v = self._unit(v.unflatten(-1, (spec.n_kv_heads, -1)), spec).to(v.dtype).flatten(1)
+        return torch.cat([q, self._normed(k, spec.n_kv_heads, attention.k_norm, spec) if is_wide else k, v], dim=1)
+
+    def _normed(self, x: torch.Tensor, n_heads: int, norm: TorchNorm | None, spec: AttentionSpec) -> torch.Tensor:
+        if spec.qk_norm is QkNorm.FULL:
+            return self._norm(x.contiguous(), norm, spec)
+        return self._norm(x.unflatten(-1, (n_heads, -1)), norm, spec).flatten(1)
+
+    def attention(self, q_THd: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
+        """a [T, H d]."""
+        spec = attention.spec
+        if not has_kernels_for(spec) or self._batch.both_ways_S is not None:
+            return super().attention(q_THd, attention)
+        keys, values = self._pool(spec.cache_layer)
+        out = torch.empty((len(q_THd), spec.n_heads * spec.head_dim), dtype=q_THd.dtype, device=q_THd.device)
+        for one in self._items_of(kernels.item_tokens(spec.head_dim, spec.n_heads // spec.n_kv_heads)):
+            kernels.attend(
+                q_THd,
+                keys,
+                values,
+                out,
+                one.items_I4,
+                self._table,
+                block_tokens=self._kv.block_tokens,
+                most_rows=one.most_rows,
+                most_tokens=one.most_tokens,
+                scale=spec.scale,
+                window=spec.window,
+                is_chunked=spec.is_chunked,
+                softcap=spec.softcap,
+                sinks=attention.sinks,
+            )
+        return out
+
+    def _items_of(self, size: int) -> list[Items]:
+        """Those of sequences with one row, and of all others in items of at most `size` tokens."""
+        if self._recorded is not None:
+            return [self._recorded]
+        if size not in self._items:
+            batch = self._batch
+            counts = np.diff(batch.query_start_S1)
+            arrays = [singles(batch), _items(batch, np.flatnonzero(counts > 1), size)]
+            tensors = on_device(arrays, self._device)
+            longest = int(batch.context_tokens_S.max(initial=0))
+            self._items[size] = [
+                Items(tensor, int(array[:, 2].max()), longest)
+                for array, tensor in zip(arrays, tensors, strict=True)
+                if len(array)
+            ]
+        return self._items[size]
+
+
+def _norms(attention: TorchAttention) -> tuple[torch.Tensor, torch.Tensor]:
+    assert attention.q_norm is not None, "a spec with q/k norm is loaded with its weights"
+    k_norm = attention.k_norm or attention.q_norm  # where a layer has no keys of its own there is none
+    return attention.q_norm.weight, k_norm.weight
+
+
+def runs_without_the_host(spec: ModelSpec) -> bool:
+    """Whether the walk asks the device nothing on its way, so that its steps can be recorded."""
+    return spec.moe is None and not spec.state_layers and all(has_kernels_for(layer.attention) for layer in spec.layers)

@@ -1,0 +1,53 @@
+"""Whose kernels the torch backend's ops are tested on: torch's on a CPU, and ours.
+
+Ours run on a GPU where there is one, in bf16. Elsewhere Triton interprets them, which it does in fp32 and fp16.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from diptych.compute.ops.torch_loader import TorchLoader
+from diptych.compute.ops.torch_ops import TorchOps
+
+CPU = torch.device("cpu")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+INTERPRETED = {"fp32": torch.float32, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Whose kernels, where, in which type."""
+
+    ops: type[TorchOps]
+    device: torch.device
+    dtype: torch.dtype
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device)
+
+    def loader(self) -> TorchLoader:
+        return TorchLoader(self.device, self.dtype)
+
+
+def kinds() -> dict[str, Kind]:
+    found = {name: Kind(TorchOps, CPU, dtype) for name, dtype in DTYPES.items()}
+    if not find_spec("triton"):
+        return found
+    has_gpu = torch.cuda.is_available()
+    if not has_gpu:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+    ops = import_module("diptych.compute.ops.triton_ops").TritonOps
+    if has_gpu:
+        return found | {"triton bf16": Kind(ops, torch.device("cuda"), torch.bfloat16)}
+    return found | {f"triton {name}": Kind(ops, CPU, dtype) for name, dtype in INTERPRETED.items()}
+
+
+KINDS = kinds()
+of_kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

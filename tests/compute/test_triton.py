@@ -1,0 +1,129 @@
+"""Our kernels on tiles of every size, and whole models on a GPU: not one bit depends on how the work was cut."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from kinds import KINDS, Kind
+
+from checkpoints import FAMILIES, make_checkpoint
+from diptych.compute.batch import ForwardBatch
+from diptych.compute.model import Model
+from diptych.compute.ops import reference
+from diptych.compute.ops.contract import AttentionSpec
+from diptych.compute.runner import load_model
+from diptych.ground.config import ComputeConfig
+from worlds import after_fork, after_prefix_hit, alone, beside, in_dirty_blocks, prompt
+
+OURS = {name: kind for name, kind in KINDS.items() if name.startswith("triton")}
+pytestmark = pytest.mark.skipif(not OURS, reason="triton is not installed")
+of_ours = pytest.mark.parametrize("kind", OURS.values(), ids=OURS)
+
+# each has something of its own that kernels must do, or leave to torch
+OTHERS = ("gemma4", "gemma4-e2b", "gpt_oss", "command-r-plus", "llama4", "gpt2", "falcon", "phi", "apertus", "ernie4_5_moe",
+          "hunyuan_v1_dense", "granite_swa", "afmoe", "ministral3")  # fmt: skip
+CONFIG = ComputeConfig(backend="torch", device="cuda", weights="bf16")
+N_TOKENS = 75
+
+
+def noise(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@of_ours
+@pytest.mark.parametrize("gate", [0, 1, 2], ids=["plain", "silu", "gelu"])
+@pytest.mark.parametrize(("n", "k"), [(48, 40), (300, 320)])
+@pytest.mark.parametrize("rows", [1, 17, 50, 150])
+def test_products_in_tiles(rows: int, n: int, k: int, gate: int, kind: Kind) -> None:
+    """Rows, columns and inputs that no tile divides."""
+    kernels = import_module("diptych.compute.ops.triton_kernels")
+    x, weight = noise(rows, k, seed=1).to(kind.dtype), (noise(n, k, seed=2) * k**-0.5).to(kind.dtype)
+    bias, added = noise(n, seed=3).to(kind.dtype), noise(rows, n if gate == 0 else n // 2, seed=4).to(kind.dtype)
+    expected = x.float() @ weight.float().T + bias.float()
+    if gate:
+        first, up = expected.chunk(2, dim=1)
+        act = torch.nn.functional.silu(first) if gate == 1 else torch.nn.functional.gelu(first, approximate="tanh")
+        expected = act * up
+    on_it = [kind.put(one) for one in (x, weight, bias)]
+    got = kernels.multiply(*on_it, gate=gate, added=kind.put(added), dtype=torch.float32)
+    error = (got.cpu() - expected - added.float()).abs().max().item()
+    assert error < (1e-5 if kind.dtype == torch.float32 else 2e-3), error
+    assert got.dtype == torch.float32
+
+
+@of_ours
+@pytest.mark.parametrize("window", [None, 100, 700])
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
+def test_attention_over_long_contexts(window: int | None, has_sinks: bool, kind: Kind) -> None:
+    """Decode takes a long context in parts, prefill a long chunk in items: neither border may show."""
+    contexts, rows = np.array([1300, 511, 600, 1100], dtype=np.int32), np.array([1, 1, 150, 3], dtype=np.int32)
+    width = -(-int(contexts.max()) // 16)
+    table = np.random.default_rng(0).permutation(4 * width).reshape(4, width).astype(np.int32)
+    starts = np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
+    batch = ForwardBatch(
+        token_ids_T=np.zeros(starts[-1], dtype=np.int32), query_start_S1=starts, context_tokens_S=contexts,
+        block_table_SM=table, logits_rows_R=np.zeros(0, dtype=np.int32),
+    )  # fmt: skip
+    loader = import_module("diptych.compute.ops.torch_loader")
+    store = import_module("diptych.compute.kv_store").TorchKVStore
+    kv = store(heads=[(2, 24)], n_blocks=table.size, block_tokens=16, dtype=kind.dtype, device=kind.device)
+    kv.layers[0].copy_(noise(*kv.layers[0].shape, seed=1))
+    spec = AttentionSpec(layer=0, n_heads=6, n_kv_heads=2, head_dim=24, scale=0.2, window=window)
+    sinks = noise(6, seed=3) * 3 if has_sinks else None
+    q = noise(int(starts[-1]), 6, 24, seed=2).to(kind.dtype)
+    expected = reference.attention_paged(q, *kv.layers[0].cpu(), batch, spec, sinks).flatten(1)
+    ops = kind.ops(batch, kv, device=kind.device, dtype=kind.dtype)
+    heads = loader.TorchAttention(spec, None, None, None if sinks is None else kind.put(sinks))
+    got = ops.attention(kind.put(q), heads).cpu()
+    error = (got.float() - expected.float()).abs().max().item()
+    assert error < (1e-5 if kind.dtype == torch.float32 else 5e-3), error
+
+
+def load(family: str, directory: Path, **overrides: object) -> Model:
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    return load_model(make_checkpoint(family, directory, dtype=torch.bfloat16, **overrides), CONFIG)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+def test_cut_of_the_work_changes_no_bit(family: str, tmp_path: Path) -> None:
+    """Decode replays what was recorded, prefill multiplies other tiles: every bit of logits and cache is the same."""
+    model = load(family, tmp_path)
+    tokens = prompt(N_TOKENS)
+    whole = alone(model, tokens, None)
+    assert torch.isfinite(whole.logits).all()
+    assert whole.logits.std() > 0.1, "the model says nearly the same everywhere; the test would see nothing"
+    answers = {f"chunks of {chunk}": alone(model, tokens, chunk) for chunk in (1, 7, 16, 64)}
+    answers |= {f"{n} neighbours": beside(model, tokens, n, seed=n) for n in (1, 6)}
+    answers["prefix hit"] = after_prefix_hit(model, tokens, hit_blocks=2)
+    answers["fork"] = after_fork(model, tokens, at=41)
+    answers["dirty blocks"] = in_dirty_blocks(model, tokens)
+    differing = {name: what for name, answer in answers.items() if (what := answer.differs_from(whole))}
+    assert not differing, differing
+
+
+@pytest.mark.gpu
+def test_long_contexts_change_no_bit(tmp_path: Path) -> None:
+    """Beyond one part of a context, decode adds the parts up in a kernel of its own."""
+    sizes = {"max_position_embeddings": 2048, "num_hidden_layers": 2, "head_dim": 64, "hidden_size": 512}
+    model = load("llama", tmp_path, num_attention_heads=8, num_key_value_heads=2, **sizes)
+    tokens = prompt(1200)
+    whole = alone(model, tokens, None, n_blocks=160)
+    for chunk in (1, 100, 513):
+        assert not (what := alone(model, tokens, chunk, n_blocks=160).differs_from(whole)), (chunk, what)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_those_of_the_reference(family: str, tmp_path: Path) -> None:
+    """In 16 bits, against the same weights in fp32 by torch."""
+    model = load(family, tmp_path)
+    reference = load_model(tmp_path, ComputeConfig(backend="torch", device="cpu", weights="fp32"))
+    tokens = prompt(N_TOKENS)
+    got, expected = alone(model, tokens, 20).logits, alone(reference, tokens, None).logits
+    assert (got - expected).abs().max() < 0.05 * expected.std(), (got - expected).abs().max() / expected.std()
