@@ -33,7 +33,7 @@ class Kind:
         return tensor.to(self.device)
 
     def loader(self) -> TorchLoader:
-        return TorchLoader(self.device, self.dtype)
+        return TorchLoader(self.device, self.dtype, stacks_experts=self.ops is not TorchOps)
 
 
 def kinds() -> dict[str, Kind]:
@@ -43,7 +43,7 @@ def kinds() -> dict[str, Kind]:
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
         os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
-    ops = import_module("diptych.compute.ops.triton_ops").TritonOps
+    ops = import_module("diptych.compute.ops.gpu.ops").TritonOps
     if has_gpu:
         return found | {"triton bf16": Kind(ops, torch.device("cuda"), torch.bfloat16)}
     return found | {f"triton {name}": Kind(ops, CPU, dtype) for name, dtype in INTERPRETED.items()}

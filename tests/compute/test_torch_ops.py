@@ -241,7 +241,7 @@ def test_linears_and_norms(n_tokens: int, activation: Activation, has_bias: bool
     check("norm", ops.norm(kind.put(h), norm, eps=1e-5), normed, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@of_kinds
 @pytest.mark.parametrize(
     "routing",
     [
@@ -256,15 +256,16 @@ def test_linears_and_norms(n_tokens: int, activation: Activation, has_bias: bool
     ids=["plain", "renormalised", "groups", "V3", "clamped", "Llama 4", "Nemotron 3"],
 )
 @pytest.mark.parametrize("n_tokens", [1, 9])
-def test_experts(n_tokens: int, routing: dict[str, Any], dtype: torch.dtype) -> None:
+def test_experts(n_tokens: int, routing: dict[str, Any], kind: Kind) -> None:
     """A token sent to the wrong expert, or weighted twice, changes text without any error."""
-    ops, _, _ = make_ops(EdgeShape(name="any", sequences=((0, n_tokens),)), Kind(TorchOps, CPU, dtype))
+    dtype = kind.dtype
+    ops, _, _ = make_ops(EdgeShape(name="any", sequences=((0, n_tokens),)), kind)
     spec = MoeSpec(**{"n_experts": 6, "experts_per_token": 2, "expert_ffn": 12, **routing})
     router = noise(6, 16, seed=20).to(dtype)
     gate_up = [noise(12 * (spec.n_products - 1), 16, seed=30 + e, scale=0.25).to(dtype) for e in range(6)]
     down = [noise(16, 12, seed=40 + e, scale=0.25).to(dtype) for e in range(6)]
     bias = noise(6, seed=45) if spec.has_choice_bias else None
-    handle = TorchLoader(CPU, dtype).experts(
+    handle = kind.loader().experts(
         spec,
         router=LinearParts(weights=(Memory("r", router),)),
         choice_bias=None if bias is None else Memory("bias", bias),
@@ -277,7 +278,7 @@ def test_experts(n_tokens: int, routing: dict[str, Any], dtype: torch.dtype) -> 
         ),
     )
     h = noise(n_tokens, 16, seed=50).to(dtype)
-    check("experts", ops.experts(h, handle), reference.experts(h, router, gate_up, down, spec, bias), dtype)
+    check("experts", ops.experts(kind.put(h), handle), reference.experts(h, router, gate_up, down, spec, bias), dtype)
 
 
 @of_kinds

@@ -40,7 +40,7 @@ def noise(*shape: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [1, 17, 50, 150])
 def test_products_in_tiles(rows: int, n: int, k: int, gate: int, kind: Kind) -> None:
     """Rows, columns and inputs that no tile divides."""
-    kernels = import_module("diptych.compute.ops.triton_kernels")
+    kernels = import_module("diptych.compute.ops.gpu.products")
     x, weight = noise(rows, k, seed=1).to(kind.dtype), (noise(n, k, seed=2) * k**-0.5).to(kind.dtype)
     bias, added = noise(n, seed=3).to(kind.dtype), noise(rows, n if gate == 0 else n // 2, seed=4).to(kind.dtype)
     expected = x.float() @ weight.float().T + bias.float()
@@ -49,7 +49,7 @@ def test_products_in_tiles(rows: int, n: int, k: int, gate: int, kind: Kind) -> 
         act = torch.nn.functional.silu(first) if gate == 1 else torch.nn.functional.gelu(first, approximate="tanh")
         expected = act * up
     on_it = [kind.put(one) for one in (x, weight, bias)]
-    got = kernels.multiply(*on_it, gate=gate, added=kind.put(added), dtype=torch.float32)
+    got = kernels.multiply(*on_it, kind=gate, added=kind.put(added), dtype=torch.float32)
     error = (got.cpu() - expected - added.float()).abs().max().item()
     assert error < (1e-5 if kind.dtype == torch.float32 else 2e-3), error
     assert got.dtype == torch.float32

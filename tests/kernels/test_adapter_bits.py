@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import KERNEL_SETS, Answer, prompt, read_cache
 
 from checkpoints import make_checkpoint
 from coded_files import Layout, awq, block_fp8, gptq, quantised_checkpoints, whole_fp8
@@ -23,6 +22,7 @@ from diptych.ground.errors import ExecutorError
 from gguf_files import gguf_reference, write_gguf
 from lora import ALL, peft_model, write_adapter
 from stepping import Stepper
+from worlds import KERNEL_SETS, Answer, prompt, read_cache
 
 pytestmark = [
     pytest.mark.native,

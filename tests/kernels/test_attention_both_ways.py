@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from test_ops import ROUNDED, Bench, check, make_batch, native_cache, noise, rounded
-from worlds import KERNEL_SETS
 
 from checkpoints import make_checkpoint
 from diptych.compute.batch import ForwardBatch
@@ -21,6 +20,7 @@ from diptych.compute.ops.tolerances import EdgeShape
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from thread_ranks import load_over_threads
+from worlds import KERNEL_SETS
 
 pytestmark = [
     pytest.mark.native,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from worlds import KERNEL_SETS
 
 from diptych.compute.ops import cpu_kernels as cpu
+from worlds import KERNEL_SETS
 
 pytestmark = [
     pytest.mark.native,

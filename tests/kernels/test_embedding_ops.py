@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from worlds import KERNEL_SETS
 
 from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops.tolerances import EdgeShape
 from op_bench import Bench, check, make_batch, noise
+from worlds import KERNEL_SETS
 
 pytestmark = [
     pytest.mark.native,

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from worlds import KERNEL_SETS
 
 from checkpoints import FAMILIES, MORE_FAMILIES, make_checkpoint, make_reference
 from compute.golden import ask_reference, make_golden
@@ -17,6 +16,7 @@ from diptych.compute.ops import cpu_kernels
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from stepping import Stepper
+from worlds import KERNEL_SETS
 
 pytestmark = [
     pytest.mark.native,

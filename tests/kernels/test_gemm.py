@@ -36,6 +36,7 @@ from linear_layers import (
     to_bf16,
     world,
 )  # fmt: skip
+
 from worlds import KERNEL_SETS
 
 pytestmark = pytest.mark.native

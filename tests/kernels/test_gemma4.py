@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from worlds import after_fork, after_prefix_hit, alone, beside, in_dirty_blocks, prompt
 
 from checkpoints import make_checkpoint
 from diptych.compute.model import Model
@@ -23,6 +22,7 @@ from diptych.ground.errors import TransferError
 from diptych.ground.specs import KVSpec
 from stepping import Stepper
 from thread_ranks import load_over_threads
+from worlds import after_fork, after_prefix_hit, alone, beside, in_dirty_blocks, prompt
 
 pytestmark = [
     pytest.mark.native,

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_balance import reparametrised
-from worlds import KERNEL_SETS, alone, beside, prompt
 
 from bitsandbytes_files import DATA as BITSANDBYTES
 from bitsandbytes_files import fours
@@ -23,6 +22,7 @@ from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.config import ComputeConfig
 from gguf_files import Tensors, gguf_reference, quantised, write_gguf
 from stepping import Stepper
+from worlds import KERNEL_SETS, alone, beside, prompt
 
 pytestmark = [
     pytest.mark.native,

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from worlds import KERNEL_SETS, alone, beside, prompt
 
 from checkpoints import make_checkpoint
 from diptych.compute.kv_store import KVPayload
@@ -17,6 +16,7 @@ from diptych.cost.components import kv_bytes_per_token
 from diptych.ground.config import ComputeConfig
 from diptych.ground.specs import KVSpec
 from stepping import Stepper
+from worlds import KERNEL_SETS, alone, beside, prompt
 
 pytestmark = [
     pytest.mark.native,

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from worlds import alone, beside, prompt
 
 from checkpoints import make_checkpoint
 from diptych.compute.adapters import read_adapter
@@ -19,6 +18,7 @@ from diptych.ground.config import ComputeConfig
 from lora import ALL, write_adapter
 from stepping import Stepper
 from thread_ranks import load_over_links
+from worlds import alone, beside, prompt
 
 pytestmark = [
     pytest.mark.native,

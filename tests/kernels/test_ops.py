@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import KERNEL_SETS
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops import cpu_kernels as cpu
@@ -19,6 +18,7 @@ from diptych.compute.ops.cpu_recorder import CLAMPED_GATE, PLAIN_GATE
 from diptych.compute.ops.tolerances import EDGE_SHAPES, EdgeShape
 from diptych.models.spec import MoeSpec, QueryScale, Scores
 from op_bench import Bench, check, make_batch, noise, rounded
+from worlds import KERNEL_SETS
 
 pytestmark = [
     pytest.mark.native,

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from worlds import KERNEL_SETS, after_fork, after_prefix_hit, alone, beside, in_dirty_blocks, prompt
 
 from checkpoints import FAMILIES, MORE_FAMILIES, make_checkpoint
 from diptych.compute.model import Model
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
+from worlds import KERNEL_SETS, after_fork, after_prefix_hit, alone, beside, in_dirty_blocks, prompt
 
 pytestmark = [
     pytest.mark.native,

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from worlds import alone, prompt
 
 from checkpoints import make_checkpoint
 from diptych.compute.ops.cpu_kernels import instruction_sets
@@ -19,6 +18,7 @@ from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
+from worlds import alone, prompt
 
 pytestmark = [
     pytest.mark.native,

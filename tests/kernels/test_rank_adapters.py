@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from worlds import Answer, prompt, read_cache
 
 from checkpoints import make_checkpoint
 from coded_files import awq, quantised_checkpoints
@@ -22,6 +21,7 @@ from diptych.ground.errors import CapacityError, ExecutorError, LoadError
 from lora import ALL, write_adapter
 from stepping import Stepper
 from thread_ranks import load_over_threads
+from worlds import Answer, prompt, read_cache
 
 pytestmark = [
     pytest.mark.native,

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from worlds import after_fork, alone, beside, prompt
 
 from checkpoints import FAMILIES, MORE_FAMILIES, make_checkpoint
 from coded_files import Layout, awq, compressed, gptq, mxfp4_checkpoint, quantised_checkpoints
@@ -27,6 +26,7 @@ from gguf_files import gguf_reference, write_gguf
 from mlx_files import DATA
 from stepping import Stepper
 from thread_ranks import load_over_threads
+from worlds import after_fork, alone, beside, prompt
 
 pytestmark = [
     pytest.mark.native,

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from worlds import KERNEL_SETS
 
 from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.ops import cpu_kernels as cpu
@@ -16,6 +15,7 @@ from diptych.compute.ops.tolerances import EdgeShape
 from diptych.compute.ops.torch_loader import TorchAttention
 from diptych.compute.ops.torch_ops import TorchOps
 from op_bench import Bench, check, make_batch, noise, rounded
+from worlds import KERNEL_SETS
 
 pytestmark = [
     pytest.mark.native,

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import KERNEL_SETS
 
 from diptych.compute.batch import ForwardBatch, StatePlaces
 from diptych.compute.kv_store import TorchKVStore
@@ -22,6 +21,7 @@ from diptych.compute.ops.torch_loader import TorchAttention, TorchNorm, TorchRul
 from diptych.compute.ops.torch_ops import TorchOps
 from diptych.models.spec import StateRule, StateSpec
 from op_bench import Bench, noise
+from worlds import KERNEL_SETS
 
 pytestmark = [
     pytest.mark.native,

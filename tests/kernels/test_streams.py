@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from worlds import KERNEL_SETS, after_fork, after_prefix_hit, alone, beside, in_dirty_blocks, prompt
 
 from checkpoints import make_checkpoint
 from diptych.compute.adapters import read_adapter
@@ -26,6 +25,7 @@ from gguf_files import gguf_reference, write_gguf
 from lora import ALL, write_adapter
 from stepping import Stepper
 from thread_ranks import load_over_threads
+from worlds import KERNEL_SETS, after_fork, after_prefix_hit, alone, beside, in_dirty_blocks, prompt
 
 pytestmark = [
     pytest.mark.native,

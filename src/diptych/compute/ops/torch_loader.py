@@ -75,9 +75,14 @@ class TorchAttention:
     rule: TorchRule | None = None
 
 
+Stacked = tuple[torch.Tensor, torch.Tensor | None]
+
+
 @dataclass(frozen=True, slots=True)
 class TorchExperts:
-    """router [E, D], choice_bias and scales [E] fp32, gate_up and down per expert."""
+    """router [E, D], choice_bias and scales [E] fp32, gate_up and down per expert; stacked: W [E, N, K] and b [E, N] of all
+    gate_up and of all down, whose parts those are, where the ops want them so.
+    """
 
     spec: MoeSpec
     router: TorchLinear
@@ -85,6 +90,7 @@ class TorchExperts:
     scales: torch.Tensor | None
     gate_up: tuple[TorchLinear, ...]
     down: tuple[TorchLinear, ...]
+    stacked: tuple[Stacked, Stacked] | None = None
 
 
 class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, TorchExperts]):
@@ -92,7 +98,8 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
 
     is_balancing = False
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, stacks_experts: bool = False) -> None:
+        self._stacks_experts = stacks_experts
         self._device = device
         self._dtype = dtype
         self.weight_bytes = 0
@@ -199,12 +206,17 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         role: Role | None = None,
     ) -> TorchExperts:
         """One pair of matrices per expert."""
-        gate_up = tuple(self._stacked(expert.gate_up, spec.activation, role=role) for expert in experts)
-        down = tuple(self._stacked(expert.down, role=role) for expert in experts)
+        stacked = None
+        if self._stacks_experts:
+            stacked = self._all_of([one.gate_up for one in experts]), self._all_of([one.down for one in experts])
+            gate_up, down = _parts(stacked[0], spec.activation, role), _parts(stacked[1], None, role)
+        else:
+            gate_up = tuple(self._stacked(expert.gate_up, spec.activation, role=role) for expert in experts)
+            down = tuple(self._stacked(expert.down, role=role) for expert in experts)
         for e, expert in enumerate(experts):
             self.sites.note_expert(e, (expert.gate_up, gate_up[e]), (expert.down, down[e]))
         bias, scale = (None if one is None else self._vector(one) for one in (choice_bias, scales))
-        return TorchExperts(spec, self.router(router), bias, scale, gate_up, down)
+        return TorchExperts(spec, self.router(router), bias, scale, gate_up, down, stacked)
 
     def head(self, tensor: WeightTensor, *, bias: WeightTensor | None = None, role: Role | None = None) -> TorchLinear:
         """[V, D] in the compute dtype."""
@@ -218,6 +230,18 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         weight = self._stack(parts.weights)
         return TorchLinear(weight, self._stack(parts.biases) if parts.biases else None, activation, role)
 
+    def _all_of(self, several: list[LinearParts]) -> Stacked:
+        """W [E, N, K] and b [E, N]; no second copy of a matrix stands beside it."""
+        e, n, k = len(several), several[0].n_outputs, several[0].n_inputs
+        weight = torch.empty((e, n, k), dtype=self._dtype, device=self._device)
+        bias = torch.empty((e, n), dtype=self._dtype, device=self._device) if several[0].biases else None
+        for i, parts in enumerate(several):
+            _fill(weight[i], parts.weights)
+            if bias is not None:
+                _fill(bias[i], parts.biases)
+        self.weight_bytes += weight.nbytes + (0 if bias is None else bias.nbytes)
+        return weight, bias
+
     def _vector(self, tensor: WeightTensor, offset: float = 0.0) -> torch.Tensor:
         vector = tensor.read().to(device=self._device, dtype=torch.float32) + offset
         self.weight_bytes += vector.nbytes
@@ -228,10 +252,7 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
             return self._place(tensors[0].read())
         shape = (sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:])
         stacked = torch.empty(shape, dtype=self._dtype, device=self._device)
-        row = 0
-        for tensor in tensors:
-            stacked[row : row + tensor.shape[0]] = tensor.read()
-            row += tensor.shape[0]
+        _fill(stacked, tensors)
         self.weight_bytes += stacked.nbytes
         return stacked
 
@@ -239,3 +260,16 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         placed = tensor.to(device=self._device, dtype=self._dtype)
         self.weight_bytes += placed.nbytes
         return placed
+
+
+def _fill(target: torch.Tensor, tensors: tuple[WeightTensor, ...]) -> None:
+    row = 0
+    for tensor in tensors:
+        target[row : row + tensor.shape[0]] = tensor.read()
+        row += tensor.shape[0]
+
+
+def _parts(stacked: Stacked, activation: Activation | None, role: Role | None) -> tuple[TorchLinear, ...]:
+    weight, bias = stacked
+    biases = [None] * len(weight) if bias is None else list(bias)
+    return tuple(TorchLinear(one, b, activation, role) for one, b in zip(weight, biases, strict=True))

@@ -50,7 +50,7 @@ def _class_for(device: torch.device) -> type[TorchModel]:
     if device.type != "cuda":
         return TorchModel
     try:
-        chosen: type[TorchModel] = import_module("diptych.compute.ops.triton_model").TritonModel
+        chosen: type[TorchModel] = import_module("diptych.compute.ops.gpu.model").TritonModel
     except ImportError as error:
         logger.warning("kernels=torch reason=%s: steps are slower, and bits depend on the batch", error)
         return TorchModel
@@ -94,7 +94,7 @@ class TorchModel(Model):
         self.expert_formats: dict[str, int] = {}
         self._dtype = DTYPES[self.weights_format]
         self.kv_format = _choose("kv", config.kv, self.weights_format)
-        loader = TorchLoader(device, self._dtype)
+        loader = TorchLoader(device, self._dtype, stacks_experts=device.type == "cuda")
         self._weights = blueprint.load(loader)
         self._sites = loader.sites
         self._sites.has_multiplied = blueprint.has_multiplied

@@ -385,9 +385,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
     def experts(self, h: torch.Tensor, experts: TorchExperts, *, routed: torch.Tensor | None = None) -> torch.Tensor:
         """The gated sum of the chosen experts [T, D]."""
         spec, routed = experts.spec, h if routed is None else routed
-        weights_Tk, chosen_Tk = _route(self.linear(routed, experts.router).float(), experts.choice_bias, spec)
-        if experts.scales is not None:
-            weights_Tk = weights_Tk * experts.scales[chosen_Tk]
+        weights_Tk, chosen_Tk = route(self.linear(routed, experts.router).float(), experts)
         total = torch.zeros_like(h)
         for expert in chosen_Tk.unique().tolist():
             rows, column = torch.where(chosen_Tk == expert)
@@ -556,6 +554,12 @@ def _activated(gate: torch.Tensor, activation: Activation | None) -> torch.Tenso
     if activation in (Activation.RELU, Activation.SQUARED_RELU):
         return F.relu(gate) ** (2 if activation is Activation.SQUARED_RELU else 1)
     return F.gelu(gate, approximate="none" if activation is Activation.GELU else "tanh")
+
+
+def route(logits_TE: torch.Tensor, experts: TorchExperts) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights, experts), each [T, k]."""
+    weights_Tk, chosen_Tk = _route(logits_TE, experts.choice_bias, experts.spec)
+    return weights_Tk if experts.scales is None else weights_Tk * experts.scales[chosen_Tk], chosen_Tk
 
 
 def _route(

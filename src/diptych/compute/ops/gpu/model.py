@@ -13,10 +13,10 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore, TorchKVStore
 from diptych.compute.model import Blueprint, Want
 from diptych.compute.ops.contract import Taps
-from diptych.compute.ops.cuda_graphs import DecodeGraphs
+from diptych.compute.ops.gpu.graphs import DecodeGraphs
+from diptych.compute.ops.gpu.ops import TritonOps, runs_without_the_host
 from diptych.compute.ops.torch_model import TorchModel
 from diptych.compute.ops.torch_ops import TorchOps
-from diptych.compute.ops.triton_ops import TritonOps, runs_without_the_host
 from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import ComputeConfig
 
@@ -46,11 +46,12 @@ class TritonModel(TorchModel):
         given: torch.Tensor | None,
         taps: Taps | None,
     ) -> torch.Tensor:
-        if self._graphs is not None and given is None and taps is None and not wants_hidden:
-            rows = self._graphs.run(batch, kv)
-            if rows is not None:
-                return rows
-        return super()._rows(batch, kv, wants_hidden, given, taps)
+        with torch.cuda.device(self.device):  # where kernels are launched
+            if self._graphs is not None and given is None and taps is None and not wants_hidden:
+                rows = self._graphs.run(batch, kv)
+                if rows is not None:
+                    return rows
+            return super()._rows(batch, kv, wants_hidden, given, taps)
 
     def warm_up(self, kv: KVStore) -> None:
         """One token, then rows of every size of tile, in block 0: kernels are compiled when they are first called."""

@@ -1,8 +1,7 @@
-"""The op vocabulary on a GPU in 16 bits: torch's ops, and in place of those that a step's time goes to, our kernels.
+"""The op vocabulary on a GPU in 16 bits: torch's ops, and in place of those that a step's time goes to, our
 
 What a row gets does not depend on what else the step computes, so the bits of an answer are the same however it was batched,
-chunked or cached: see `triton_kernels`. Nothing here waits for the device or asks the host, so steps can be recorded and
-replayed (`cuda_graphs`).
+chunked or cached. Nothing here waits for the device or asks the host, so steps can be recorded and replayed (`graphs`).
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ import torch
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import TorchKVStore
-from diptych.compute.ops import triton_kernels as kernels
-from diptych.compute.ops.contract import Activation, AttentionSpec, QkNorm
-from diptych.compute.ops.torch_loader import TorchAttention, TorchLinear, TorchNorm
-from diptych.compute.ops.torch_ops import TorchOps, on_device
-from diptych.models.spec import AttentionLayer, ModelSpec
-
-GATES = {Activation.SILU: kernels.SILU, Activation.GELU_TANH: kernels.GELU_TANH}
+from diptych.compute.ops.contract import AttentionSpec, QkNorm
+from diptych.compute.ops.gpu.attention import LARGEST_HEAD, attend, item_tokens
+from diptych.compute.ops.gpu.products import CURVES, GATES, mix, multiply
+from diptych.compute.ops.gpu.rows import rms_norm, rotate_and_cache
+from diptych.compute.ops.torch_loader import TorchAttention, TorchExperts, TorchLinear, TorchNorm
+from diptych.compute.ops.torch_ops import TorchOps, on_device, route
+from diptych.models.spec import AttentionLayer, ModelSpec, MoeSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """What attention's programs take on: items [I, 4] (`triton_kernels.attend`), tokens of the largest and of the longest
+    """What attention's programs take on: items [I, 4] (`attention.attend`), tokens of the largest and of the longest
     context among them.
     """
 
@@ -54,10 +53,15 @@ def _items(batch: ForwardBatch, sequences: np.ndarray, size: int) -> np.ndarray:
 
 
 def has_kernels_for(spec: AttentionSpec | AttentionLayer) -> bool:
-    """Whether a layer attends by our kernels."""
-    if spec.mla is not None or spec.state is not None or spec.head_dim > kernels.LARGEST_HEAD:
+    """Whether a layer attends by our"""
+    if spec.mla is not None or spec.state is not None or spec.head_dim > LARGEST_HEAD:
         return False
-    return kernels.item_tokens(spec.head_dim, spec.n_heads // spec.n_kv_heads) > 0
+    return item_tokens(spec.head_dim, spec.n_heads // spec.n_kv_heads) > 0
+
+
+def kind_of_experts(spec: MoeSpec) -> int | None:
+    """What the kernel makes of the sums of such experts; None: it has no such thing."""
+    return (GATES if spec.is_gated else CURVES).get(spec.activation)
 
 
 class TritonOps(TorchOps):
@@ -73,34 +77,47 @@ class TritonOps(TorchOps):
         if parts > 1 or weight.is_centred or weight.bias is not None:
             return super().norm(x, weight, eps=eps, parts=parts)
         rows = x.reshape(-1, x.shape[-1])
-        return kernels.rms_norm(rows, weight.weight, eps).view(x.shape)
+        return rms_norm(rows, weight.weight, eps).view(x.shape)
 
     def _multiply(self, h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return kernels.multiply(h, weight, bias)
+        return multiply(h, weight, bias)
 
     def _gated(self, h: torch.Tensor, weight: TorchLinear, tokens: torch.Tensor | None) -> torch.Tensor:
-        gate = None if weight.activation is None else GATES.get(weight.activation)
-        if gate is None or self._adapted:
+        kind = None if weight.activation is None else GATES.get(weight.activation)
+        if kind is None or self._adapted:
             return super()._gated(h, weight, tokens)
-        return kernels.multiply(h, weight.weight, weight.bias, gate=gate)
+        return multiply(h, weight.weight, weight.bias, kind=kind)
 
     def linear_add(self, h: torch.Tensor, weight: TorchLinear, x: torch.Tensor) -> torch.Tensor:
         """x + h W^T + b [T, D]."""
         if self._adapted:
             return super().linear_add(h, weight, x)
-        return kernels.multiply(h, weight.weight, weight.bias, added=x)
+        return multiply(h, weight.weight, weight.bias, added=x)
+
+    def experts(self, h: torch.Tensor, experts: TorchExperts, *, routed: torch.Tensor | None = None) -> torch.Tensor:
+        """The gated sum of the chosen experts [T, D]."""
+        kind = kind_of_experts(experts.spec)
+        if experts.stacked is None or kind is None or self._adapted or not len(h):
+            return super().experts(h, experts, routed=routed)
+        router = experts.router
+        logits = multiply(h if routed is None else routed, router.weight, router.bias, dtype=torch.float32)
+        weights_Tk, chosen_Tk = route(logits, experts)
+        if experts.spec.weighs_input:
+            h = (h[:, None] * weights_Tk[..., None]).to(h.dtype).flatten(0, 1)
+            weights_Tk = torch.ones_like(weights_Tk)
+        return mix(h, *experts.stacked, chosen_Tk, weights_Tk.contiguous(), kind=kind)
 
     def _scores(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
         if self._adapted:
             return super()._scores(h, weight)
-        return kernels.multiply(h, weight.weight, weight.bias, dtype=torch.float32)
+        return multiply(h, weight.weight, weight.bias, dtype=torch.float32)
 
     def rotate_and_cache(self, qkv: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
         """q [T, H, d]; k and v go to their slots."""
         spec = attention.spec
         is_of_heads = spec.qk_norm in (QkNorm.HEAD, QkNorm.TURNED)
         keys, values = self._pool(spec.cache_layer)
-        q_THd = kernels.rotate_and_cache(
+        q_THd = rotate_and_cache(
             self._prepared(qkv, attention),
             self._slots,
             keys,
@@ -146,8 +163,8 @@ class TritonOps(TorchOps):
             return super().attention(q_THd, attention)
         keys, values = self._pool(spec.cache_layer)
         out = torch.empty((len(q_THd), spec.n_heads * spec.head_dim), dtype=q_THd.dtype, device=q_THd.device)
-        for one in self._items_of(kernels.item_tokens(spec.head_dim, spec.n_heads // spec.n_kv_heads)):
-            kernels.attend(
+        for one in self._items_of(item_tokens(spec.head_dim, spec.n_heads // spec.n_kv_heads)):
+            attend(
                 q_THd,
                 keys,
                 values,
@@ -191,4 +208,6 @@ def _norms(attention: TorchAttention) -> tuple[torch.Tensor, torch.Tensor]:
 
 def runs_without_the_host(spec: ModelSpec) -> bool:
     """Whether the walk asks the device nothing on its way, so that its steps can be recorded."""
-    return spec.moe is None and not spec.state_layers and all(has_kernels_for(layer.attention) for layer in spec.layers)
+    if spec.moe is not None and kind_of_experts(spec.moe) is None:
+        return False
+    return not spec.state_layers and all(has_kernels_for(layer.attention) for layer in spec.layers)

@@ -17,8 +17,8 @@ import torch
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import TorchKVStore
+from diptych.compute.ops.gpu.ops import Items, TritonOps, singles
 from diptych.compute.ops.torch_ops import StepNumbers, on_device
-from diptych.compute.ops.triton_ops import Items, TritonOps, singles
 from diptych.ground.clock import MonotonicClock
 
 logger = logging.getLogger("diptych.compute")

@@ -1,0 +1,255 @@
+"""Attention over the paged cache, of one token and of many.
+
+Legend: T tokens, S sequences, H query heads, K kv heads, G of the first to one of the second, d head dim, P tokens of a block
+of the cache, M blocks of a table.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from diptych.compute.ops.gpu.launch import launch
+
+SPLIT = 256  # positions whose sum is made apart: decode has a program for each
+TILE = 64  # positions that are attended together
+FEW = 16  # rows of the smallest tile
+LOG2_E = math.log2(math.e)
+LARGEST_HEAD = 256  # beyond it a tile of keys and values does not fit beside another
+
+
+@triton.jit
+def _fold(m_all, l_all, acc_all, m, l, acc):
+    """Sums of exponentials, and what they weigh, of two ranges of positions."""
+    most = tl.maximum(m_all, m)
+    base = tl.where(most == float("-inf"), 0.0, most)
+    a, b = tl.exp2(m_all - base), tl.exp2(m - base)
+    return most, l_all * a[:, None] + l * b[:, None], acc_all * a[:, None] + acc * b[:, None]
+
+
+@triton.jit
+def _finish(sinks_ptr, heads, is_head, m, l, acc):
+    """What attention gives: the weighed sum over the sum of weights, a sink's among them."""
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + heads, mask=is_head, other=0.0).to(tl.float32) * 1.4426950408889634
+        m, l, acc = _fold(m, l, acc, sink, tl.full(l.shape, 1.0, tl.float32), tl.zeros(acc.shape, tl.float32))
+    total = tl.max(l, 1)
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
+def _item(items_ptr, item):
+    """Sequence, first row, tokens, first position."""
+    at = items_ptr + 4 * item
+    sequence, row = tl.load(at).to(tl.int32), tl.load(at + 1).to(tl.int32)
+    return sequence, row, tl.load(at + 2).to(tl.int32), tl.load(at + 3).to(tl.int32)
+
+
+@triton.jit
+def _first_seen(position, WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr):
+    if WINDOW == 0:
+        first = position * 0
+    elif IS_CHUNKED:
+        first = position - position % WINDOW
+    else:
+        first = tl.maximum(position - WINDOW + 1, 0)
+    return first
+
+
+@triton.jit
+def _step(
+    q, k_ptr, v_ptr, blocks_ptr, kv_head, start, end, at, first, factor, m_all, l_all, acc_all, m, l, acc,
+    K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, SOFTCAP: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+    IS_SPLIT: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile more. IS_MASKED: not every row sees every position of it."""
+    DP: tl.constexpr = acc.shape[1]
+    if not IS_SPLIT:
+        if start % SPLIT == 0:
+            m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, l, acc)
+            m = tl.full(m.shape, float("-inf"), tl.float32)
+            l = tl.zeros(l.shape, tl.float32)
+            acc = tl.zeros(acc.shape, tl.float32)
+    d, key = tl.arange(0, DP), start + tl.arange(0, TILE)
+    if IS_MASKED:
+        is_key = key < end
+        block = tl.load(blocks_ptr + key // P, mask=is_key, other=0)
+        is_in = is_key[None, :] & (d < D)[:, None]
+    else:
+        block = tl.load(blocks_ptr + key // P)
+        is_in = (d < D)[:, None]
+    offset = ((block * P + key % P) * K + kv_head) * D
+    k_ptrs = k_ptr + offset[None, :] + d[:, None]
+    k = tl.load(k_ptrs, mask=is_in, other=0.0) if IS_MASKED or D != DP else tl.load(k_ptrs)
+    s = tl.dot(q, k.to(q.dtype))
+    if SOFTCAP > 0.0:  # the factor takes the score to it first, and what comes out has that of exp2
+        s = SOFTCAP * 1.4426950408889634 * (2.0 * tl.sigmoid(2.0 * (s * factor)) - 1.0)
+        factor = 1.0
+    if IS_MASKED:
+        is_seen = (key[None, :] <= at[:, None]) & (key[None, :] >= first[:, None])
+        s = tl.where(is_seen, s, float("-inf"))
+    most = tl.maximum(m, tl.max(s, 1) * factor)
+    base = tl.where(most == float("-inf"), 0.0, most)
+    p = tl.exp2(tl.fma(s, tl.full(s.shape, 1.0, tl.float32) * factor, tl.zeros(s.shape, tl.float32) - base[:, None]))
+    shrink = tl.exp2(m - base)
+    # the weights' sum, in every column, by the same instruction: adding them up across threads would depend on the tile's rows
+    l = tl.dot(p.to(q.dtype), tl.full((TILE, l.shape[1]), 1.0, q.dtype), l * shrink[:, None])
+    v_ptrs = v_ptr + offset[:, None] + d[None, :]
+    v = tl.load(v_ptrs, mask=tl.trans(is_in), other=0.0) if IS_MASKED or D != DP else tl.load(v_ptrs)
+    acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * shrink[:, None])
+    return m_all, l_all, acc_all, most, l, acc
+
+
+@triton.jit(do_not_specialize=["table_stride", "n_splits"])
+def _attend(
+    q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, sinks_ptr, items_ptr, table_ptr, table_stride, factor, n_splits,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr, SOFTCAP: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):  # fmt: skip
+    G: tl.constexpr = H // K
+    item, kv_head = tl.program_id(0), tl.program_id(1)
+    sequence, row, n_tokens, position = _item(items_ptr, item)
+    # the query heads of a kv head stand side by side: no key is read twice for them
+    r, d = tl.arange(0, BM), tl.arange(0, DP)
+    token, head = r // G, kv_head * G + r % G
+    is_row = token < tl.minimum(n_tokens, BM // G)
+    q_ptrs = q_ptr + (row + token).to(tl.int64)[:, None] * (H * D) + head[:, None] * D + d[None, :]
+    q = tl.load(q_ptrs, mask=is_row[:, None] & (d < D)[None, :], other=0.0)
+    at = position + token
+    first = _first_seen(at, WINDOW, IS_CHUNKED)
+    begin = _first_seen(position, WINDOW, IS_CHUNKED)
+    end = position + n_tokens
+    if IS_SPLIT:
+        split = begin // SPLIT + tl.program_id(2)
+        end = tl.minimum(end, (split + 1) * SPLIT)
+        begin = tl.maximum(begin, split * SPLIT)
+        if begin >= end:
+            return
+    begin = begin // TILE * TILE
+    # up to here every row sees all of a tile
+    plain_end = begin if WINDOW > 0 else tl.maximum(begin, tl.minimum(end, position + 1) // TILE * TILE)
+    blocks_ptr = table_ptr + sequence * table_stride
+    m = tl.full((BM,), float("-inf"), tl.float32)
+    l, acc = tl.zeros((BM, 16), tl.float32), tl.zeros((BM, DP), tl.float32)
+    m_all, l_all, acc_all = m, l, acc
+    for start in range(begin, plain_end, TILE):
+        m_all, l_all, acc_all, m, l, acc = _step(
+            q, k_ptr, v_ptr, blocks_ptr, kv_head, start, end, at, first, factor, m_all, l_all, acc_all, m, l, acc,
+            K, D, P, SOFTCAP, TILE, SPLIT, IS_SPLIT, False,
+        )  # fmt: skip
+    for start in range(plain_end, end, TILE):
+        m_all, l_all, acc_all, m, l, acc = _step(
+            q, k_ptr, v_ptr, blocks_ptr, kv_head, start, end, at, first, factor, m_all, l_all, acc_all, m, l, acc,
+            K, D, P, SOFTCAP, TILE, SPLIT, IS_SPLIT, True,
+        )  # fmt: skip
+    if not IS_SPLIT:
+        m, l, acc = _fold(m_all, l_all, acc_all, m, l, acc)
+        out = _finish(sinks_ptr, head, is_row, m, l, acc)
+        out_ptrs = out_ptr + (row + token).to(tl.int64)[:, None] * (H * D) + head[:, None] * D + d[None, :]
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & (d < D)[None, :])
+    else:  # of one token: what `_gather` folds
+        part = (item.to(tl.int64) * n_splits + tl.program_id(2)) * H + head
+        tl.store(out_ptr + part[:, None] * D + d[None, :], acc, mask=is_row[:, None] & (d < D)[None, :])
+        tl.store(stats_ptr + part * 2, m, mask=is_row)
+        tl.store(stats_ptr + part * 2 + 1, tl.max(l, 1), mask=is_row)
+
+
+@triton.jit(do_not_specialize=["n_places"])
+def _gather(
+    part_ptr, stats_ptr, out_ptr, sinks_ptr, items_ptr, n_places,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    item, head, d = tl.program_id(0), tl.program_id(1) + tl.arange(0, 1), tl.arange(0, DP)
+    _, row, n_tokens, position = _item(items_ptr, item)
+    end = position + n_tokens
+    n_splits = tl.cdiv(end, SPLIT) - _first_seen(position, WINDOW, IS_CHUNKED) // SPLIT
+    m = tl.full((1,), float("-inf"), tl.float32)
+    l, acc = tl.zeros((1, 1), tl.float32), tl.zeros((1, DP), tl.float32)
+    for split in range(0, n_splits):
+        part = (item.to(tl.int64) * n_places + split) * H + head
+        one = tl.load(part_ptr + part[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
+        m_one, l_one = tl.load(stats_ptr + part * 2), tl.load(stats_ptr + part * 2 + 1)
+        m, l, acc = _fold(m, l, acc, m_one, l_one[:, None], one)
+    out = _finish(sinks_ptr, head, head < H, m, l, acc)
+    is_in = (d < n_tokens * D)[None, :]  # nothing, where there is no token
+    tl.store(
+        out_ptr + (row.to(tl.int64) * H + head)[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty), mask=is_in
+    )
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    items: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    block_tokens: int,
+    most_rows: int,
+    most_tokens: int,
+    scale: float,
+    window: int | None,
+    is_chunked: bool,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Attention of items, written to their rows of out [T, H d]. q [T, H, d], keys and values [slots, K, d] by the block table
+    [S, M] int32.
+
+    items int32 [I, 4]: a sequence, the first of its rows in T, how many tokens (at most `item_tokens`; 0: nothing is done) and
+    the position of the first. most_rows: tokens of the largest item; most_tokens: of the longest context, where that is 1.
+    """
+    n_heads, head_dim = q.shape[1:]
+    n_kv_heads, group = keys.shape[1], n_heads // keys.shape[1]
+    padded = triton.next_power_of_2(head_dim)
+    n_splits = 0
+    if most_rows == 1:
+        span = most_tokens if window is None else min(most_tokens, window + SPLIT)
+        n_splits = triton.cdiv(span, SPLIT)
+    if n_splits > 1:
+        part = torch.empty((len(items), n_splits, n_heads, head_dim), dtype=torch.float32, device=q.device)
+        stats = torch.empty((len(items), n_splits, n_heads, 2), dtype=torch.float32, device=q.device)
+    else:
+        n_splits, part, stats = 0, out, None
+    bm = FEW if most_rows * group <= FEW else rows_of_item(head_dim)
+    shape = {"H": n_heads, "K": n_kv_heads, "D": head_dim, "DP": max(16, padded)}
+    seen = {"WINDOW": window or 0, "IS_CHUNKED": is_chunked}
+    factor = scale * LOG2_E if softcap is None else scale / softcap
+    launch(
+        _attend,
+        (len(items), n_kv_heads, max(1, n_splits)),
+        (q, keys, values, part, stats, sinks, items, table),
+        (table.stride(0), factor, n_splits),
+        shape
+        | {"P": block_tokens}
+        | seen
+        | {"SOFTCAP": softcap or 0.0, "BM": bm, "TILE": TILE, "SPLIT": SPLIT, "IS_SPLIT": n_splits > 0},
+        num_warps=4 if bm == FEW or (head_dim <= 128 and bm == 64) else 8,
+        num_stages=2 if padded > 128 else 3,
+    )
+    if n_splits:
+        del shape["K"]
+        launch(
+            _gather,
+            (len(items), n_heads, 1),
+            (part, stats, out, sinks, items),
+            (n_splits,),
+            shape | seen | {"SPLIT": SPLIT},
+            num_warps=1,
+        )
+
+
+def rows_of_item(head_dim: int) -> int:
+    """Most rows, tokens times query heads of a kv head, that a program attends."""
+    return 128 if head_dim <= 128 else 64
+
+
+def item_tokens(head_dim: int, group: int) -> int:
+    """Most tokens of an item; 0: none, as the heads of one token are too many."""
+    return rows_of_item(head_dim) // group
