@@ -109,3 +109,13 @@ def in_dirty_blocks(model: Model, tokens: Sequence[int]) -> Answer:
         heads = torch.full((cache.n_heads, stepper.kv.n_blocks * stepper.kv.block_tokens, cache.head_dim), dirt)
         stepper.kv.write(layer, list(range(stepper.kv.n_blocks)), heads, heads)
     return Answer(stepper.prefill("it", tokens, chunk=5), read_cache(model, stepper, "it"))
+
+
+def differing(model: Model, tokens: Sequence[int], whole: Answer) -> dict[str, str]:
+    """What differs from the prompt computed whole, by the way in which its work was cut."""
+    answers = {f"chunks of {chunk}": alone(model, tokens, chunk) for chunk in (1, 7, 16, 64)}
+    answers |= {f"{n} neighbours": beside(model, tokens, n, seed=n) for n in (1, 6)}
+    answers["prefix hit"] = after_prefix_hit(model, tokens, hit_blocks=2)
+    answers["fork"] = after_fork(model, tokens, at=41)
+    answers["dirty blocks"] = in_dirty_blocks(model, tokens)
+    return {name: what for name, answer in answers.items() if (what := answer.differs_from(whole))}

@@ -302,7 +302,7 @@ def test_embed_and_head(rows: list[int], softcap: float | None, kind: Kind) -> N
     check("embed", placed, tensor.tensor[batch.token_ids_T] * 2.0 + tensor.tensor[3:10], dtype)
     norm = Memory("norm", noise(16, seed=61) + 1.0)
     logits = ops.head(x, loader.norm(NormParts(weight=norm)), head, eps=1e-6, softcap=softcap)
-    expected = reference.head(x, norm.tensor, tensor.tensor, rows=rows, eps=1e-6, softcap=softcap)
+    expected = reference.head(x.cpu(), norm.tensor, tensor.tensor, rows=rows, eps=1e-6, softcap=softcap)
     assert logits.dtype == torch.float32
     scale = max(1.0, expected.abs().max().item()) if rows else 1.0
     check("head", logits / scale, expected / scale, dtype)

@@ -13,7 +13,7 @@ from diptych.compute.model import Model
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
-from worlds import KERNEL_SETS, after_fork, after_prefix_hit, alone, beside, in_dirty_blocks, prompt
+from worlds import KERNEL_SETS, after_prefix_hit, alone, beside, differing, prompt
 
 pytestmark = [
     pytest.mark.native,
@@ -57,13 +57,7 @@ def test_cut_of_the_work_changes_no_bit(directories: dict[str, Path], family: st
     whole = alone(model, tokens, None)
     assert torch.isfinite(whole.logits).all()
     assert whole.logits.std() > 0.1, "the model says nearly the same everywhere; the test would see nothing"
-    answers = {f"chunks of {chunk}": alone(model, tokens, chunk) for chunk in (1, 7, 16, 64)}
-    answers |= {f"{n} neighbours": beside(model, tokens, n, seed=n) for n in (1, 6)}
-    answers["prefix hit"] = after_prefix_hit(model, tokens, hit_blocks=2)
-    answers["fork"] = after_fork(model, tokens, at=41)
-    answers["dirty blocks"] = in_dirty_blocks(model, tokens)
-    differing = {name: what for name, answer in answers.items() if (what := answer.differs_from(whole))}
-    assert not differing, differing
+    assert not (found := differing(model, tokens, whole)), found
 
 
 @pytest.mark.parametrize(("weights", "kv"), [("bf16", "bf16"), ("int4", "int8")], ids=["bf16-bf16", "int4-int8"])

@@ -24,6 +24,7 @@ from diptych.ground.formats import engine_weights
 READ_BYTES = 256 * 2**20  # far beyond any last-level cache share
 CACHED = 1.15  # times the memory's rate from which on the place where the weights lie is a cache
 REPEATS = 5
+LAUNCHES = 4
 # why a phase may be faster than its ceiling, by the roof
 ABOVE = {
     "memory": "the ceiling is the memory's, and caches, which are faster, gave part of what was read",
@@ -124,22 +125,38 @@ def _cached_bytes_per_s(model: Model, memory_bytes_per_s: float) -> float | None
 
 def _torch_read_bytes_per_s(device: torch.device) -> float:
     values = torch.ones(READ_BYTES // 4, dtype=torch.float32, device=device)
-    return READ_BYTES / _best_s(lambda: torch.dot(values, values), device)
+    read = READ_BYTES / _best_s(lambda: torch.dot(values, values), device)
+    if device.type != "cuda":
+        return read
+    # a GPU's memory gives more to who also writes
+    target = torch.empty_like(values)
+    return max(read, 2 * READ_BYTES / _best_s(lambda: target.copy_(values), device))
 
 
 def _torch_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    n = 4096 if device.type == "cuda" else 1024
+    n = 8192 if device.type == "cuda" else 1024
     left, right = torch.randn(2, n, n, device=device).to(dtype)
     return 2 * n**3 / _best_s(lambda: left @ right, device)
 
 
 def _best_s(work: Callable[[], torch.Tensor], device: torch.device) -> float:
+    timed = _timed_on_gpu if device.type == "cuda" else _timed
+    return min([timed(work) for _ in range(REPEATS + 1)][1:])  # the first warms up
+
+
+def _timed(work: Callable[[], torch.Tensor]) -> float:
     clock = MonotonicClock()
-    times_s = []
-    for _ in range(REPEATS + 1):  # the first warms up
-        begin_s = clock.now_s()
+    begin_s = clock.now_s()
+    work()
+    return clock.now_s() - begin_s
+
+
+def _timed_on_gpu(work: Callable[[], torch.Tensor]) -> float:
+    """By the device's own clock, over several launches, so that none of them is waited for."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(LAUNCHES):
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times_s.append(clock.now_s() - begin_s)
-    return min(times_s[1:])
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / LAUNCHES

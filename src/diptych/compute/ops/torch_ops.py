@@ -19,6 +19,7 @@ from diptych.compute.adapters import LowRank, Site
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.ops.contract import Activation, AttentionSpec, Ops, QkNorm, RopeSpec, Taps
+from diptych.compute.ops.step_numbers import StepNumbers
 from diptych.compute.ops.torch_loader import TorchAttention, TorchExperts, TorchLinear, TorchNorm
 from diptych.compute.ops.torch_states import move_states
 from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, MoeSpec, QueryScale, Scores
@@ -29,39 +30,6 @@ TorchAdapter = Mapping[int, Sequence[tuple[Site, LowRank]]]
 # queries of one sequence are attended in slices, so that masks and scores stay small whatever the chunk
 QUERY_ROWS = 512
 SMALLEST_SUM = 1e-20  # of the chosen experts' scores, which sigmoids may all leave at nothing
-
-
-@dataclass(frozen=True, slots=True)
-class StepNumbers:
-    """A batch's numbers on a device, int64: what the ops of a step gather and scatter by."""
-
-    token_ids_T: torch.Tensor
-    positions_T: torch.Tensor
-    slots_T: torch.Tensor
-    logits_rows_R: torch.Tensor
-    table_SM: torch.Tensor
-
-    @classmethod
-    def of(cls, batch: ForwardBatch, block_tokens: int, device: torch.device) -> StepNumbers:
-        """One copy to the device for all of them."""
-        return cls(*on_device(cls.arrays(batch, block_tokens), device))
-
-    @staticmethod
-    def arrays(batch: ForwardBatch, block_tokens: int) -> list[np.ndarray]:
-        """The same before they are on a device, in the order of the fields."""
-        return [
-            batch.token_ids_T, batch.positions_T, batch.slots_T(block_tokens), batch.logits_rows_R, batch.block_table_SM,
-        ]  # fmt: skip
-
-
-def on_device(
-    arrays: Sequence[np.ndarray], device: torch.device, into: torch.Tensor | None = None
-) -> list[torch.Tensor]:
-    """The arrays as int64 tensors, parts of one that is copied at once; `into` has its place for it on the device."""
-    flat = torch.from_numpy(np.concatenate([array.reshape(-1).astype(np.int64) for array in arrays]))
-    flat = flat.to(device) if into is None else into.copy_(flat)
-    parts = flat.split([array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 @lru_cache(maxsize=64)

@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.compute.ops.gpu.launch import launch
+from diptych.compute.ops.gpu.launch import cdiv, launch, power_of_two
 
 SPLIT = 256  # positions whose sum is made apart: decode has a program for each
 TILE = 64  # positions that are attended together
-FEW = 16  # rows of the smallest tile
+FEW, ROWS = 16, 64  # of a tile: tokens times query heads of a kv head
 LOG2_E = math.log2(math.e)
 LARGEST_HEAD = 256  # beyond it a tile of keys and values does not fit beside another
 
@@ -207,17 +207,17 @@ def attend(
     """
     n_heads, head_dim = q.shape[1:]
     n_kv_heads, group = keys.shape[1], n_heads // keys.shape[1]
-    padded = triton.next_power_of_2(head_dim)
+    padded = power_of_two(head_dim)
     n_splits = 0
     if most_rows == 1:
         span = most_tokens if window is None else min(most_tokens, window + SPLIT)
-        n_splits = triton.cdiv(span, SPLIT)
+        n_splits = cdiv(span, SPLIT)
     if n_splits > 1:
         part = torch.empty((len(items), n_splits, n_heads, head_dim), dtype=torch.float32, device=q.device)
         stats = torch.empty((len(items), n_splits, n_heads, 2), dtype=torch.float32, device=q.device)
     else:
         n_splits, part, stats = 0, out, None
-    bm = FEW if most_rows * group <= FEW else rows_of_item(head_dim)
+    bm = FEW if most_rows * group <= FEW else ROWS
     shape = {"H": n_heads, "K": n_kv_heads, "D": head_dim, "DP": max(16, padded)}
     seen = {"WINDOW": window or 0, "IS_CHUNKED": is_chunked}
     factor = scale * LOG2_E if softcap is None else scale / softcap
@@ -230,8 +230,8 @@ def attend(
         | {"P": block_tokens}
         | seen
         | {"SOFTCAP": softcap or 0.0, "BM": bm, "TILE": TILE, "SPLIT": SPLIT, "IS_SPLIT": n_splits > 0},
-        num_warps=4 if bm == FEW or (head_dim <= 128 and bm == 64) else 8,
-        num_stages=2 if padded > 128 else 3,
+        num_warps=2 if bm == FEW and padded <= 64 else 4 if bm == FEW or padded <= 128 else 8,
+        num_stages=2,
     )
     if n_splits:
         del shape["K"]
@@ -245,11 +245,6 @@ def attend(
         )
 
 
-def rows_of_item(head_dim: int) -> int:
-    """Most rows, tokens times query heads of a kv head, that a program attends."""
-    return 128 if head_dim <= 128 else 64
-
-
 def item_tokens(head_dim: int, group: int) -> int:
     """Most tokens of an item; 0: none, as the heads of one token are too many."""
-    return rows_of_item(head_dim) // group
+    return ROWS // group if head_dim <= LARGEST_HEAD else 0

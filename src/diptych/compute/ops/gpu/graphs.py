@@ -1,14 +1,15 @@
-"""Decode steps recorded once and replayed: one call in place of a launch for every kernel of every layer.
+"""Steps recorded once and replayed: one call in place of a launch for every kernel of every layer.
 
-A graph is for a number of sequences and of blocks of the longest, both rounded up; places of a step that nobody has write
-nothing and attend to nothing. Bits are those of the same kernels launched one by one.
+A graph is for a form: the sizes of a step, rounded up. Places of a step that nobody has write nothing and attend to nothing.
+Bits are those of the same kernels launched one by one.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -17,22 +18,52 @@ import torch
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import TorchKVStore
-from diptych.compute.ops.gpu.ops import Items, TritonOps, singles
-from diptych.compute.ops.torch_ops import StepNumbers, on_device
+from diptych.compute.ops.gpu.launch import power_of_two
+from diptych.compute.ops.gpu.ops import Items, TritonOps, items_of, singles_of
+from diptych.compute.ops.step_numbers import StepNumbers, on_device
 from diptych.ground.clock import MonotonicClock
 
 logger = logging.getLogger("diptych.compute")
 
 MOST_SEQUENCES = 512  # of a recorded step; larger ones keep the device busy as they are
+MOST_FORMS = 128  # kept of steps with prompts, of which there are many
+MET_BEFORE = 2  # times, until such a step is recorded: that takes as long as three steps
 LEAST_BLOCKS = 16
 
 
 class MakeOps(Protocol):
     """What makes the ops of one step."""
 
-    def __call__(self, batch: ForwardBatch, kv: TorchKVStore, *, numbers: StepNumbers, singles: Items) -> TritonOps:
+    def __call__(self, batch: ForwardBatch, kv: TorchKVStore, *, numbers: StepNumbers, items: list[Items]) -> TritonOps:
         """On numbers that are on the device."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Sizes of a step: of its arrays, and tokens of the largest of its items of several tokens."""
+
+    n_tokens: int
+    n_sequences: int
+    n_blocks: int
+    n_logits: int
+    n_singles: int
+    n_several: int
+    most_rows: int
+
+    @classmethod
+    def of(cls, batch: ForwardBatch, singles: np.ndarray, several: np.ndarray, item_tokens: int, few: int) -> Form:
+        """Rounded up. few: tokens of items that take the smallest tile."""
+        most = int(several[:, 2].max(initial=0))
+        return cls(
+            n_tokens=rounded(batch.n_tokens),
+            n_sequences=rounded(batch.n_sequences),
+            n_blocks=max(LEAST_BLOCKS, power_of_two(batch.block_table_SM.shape[1])),
+            n_logits=rounded(len(batch.logits_rows_R)),
+            n_singles=rounded(len(singles)),
+            n_several=rounded(len(several)),
+            most_rows=few if most <= few else item_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,95 +72,121 @@ class _Recorded:
 
     graph: torch.cuda.CUDAGraph
     numbers: torch.Tensor
-    logits_SV: torch.Tensor
+    logits_RV: torch.Tensor
 
 
-class DecodeGraphs:
-    """The recorded steps of one model, for each of its stores."""
+@dataclass(slots=True)
+class _OfStore:
+    recorded: OrderedDict[Form, _Recorded] = field(default_factory=OrderedDict)
+    met: Counter[Form] = field(default_factory=Counter)
 
-    def __init__(self, make_ops: MakeOps, walk: Callable[[TritonOps], torch.Tensor], device: torch.device) -> None:
+
+class StepGraphs:
+    """The recorded steps of one model, for each of its stores.
+
+    item_tokens: of the model's items (`attention.item_tokens`), and of those that take the smallest tile; None: its layers
+    differ, and steps with prompts are not recorded. most_tokens: of a recorded step; larger ones compute longer than they are
+    launched.
+    """
+
+    def __init__(
+        self,
+        make_ops: MakeOps,
+        walk: Callable[[TritonOps], torch.Tensor],
+        device: torch.device,
+        *,
+        item_tokens: tuple[int, int] | None,
+        most_tokens: int,
+    ) -> None:
         self._make_ops = make_ops
         self._walk = walk
         self._device = device
-        self._recorded: WeakKeyDictionary[TorchKVStore, dict[tuple[int, int], _Recorded]] = WeakKeyDictionary()
+        self._item_tokens = item_tokens
+        self._most_tokens = most_tokens
+        self._stores: WeakKeyDictionary[TorchKVStore, _OfStore] = WeakKeyDictionary()
         self._pool = torch.cuda.graph_pool_handle()
 
     def run(self, batch: ForwardBatch, kv: TorchKVStore) -> torch.Tensor | None:
-        """Logits [S, V] of a step of one token for each sequence, valid until the next; None: it is another kind of step."""
-        if not is_decode(batch):
+        """Logits [R, V], valid until the next step; None: a step of this kind is not recorded, or not yet."""
+        singles = singles_of(batch)
+        is_decode = len(singles) == batch.n_sequences
+        if not self._is_recordable(batch, is_decode):
             return None
-        size = rounded(batch.n_sequences), max(LEAST_BLOCKS, power_of_two(batch.block_table_SM.shape[1]))
-        of_store = self._recorded.setdefault(kv, {})
-        if size not in of_store:
-            of_store[size] = self._record(kv, *size)
-        recorded = of_store[size]
-        on_device(step_arrays(batch, kv.block_tokens, *size), self._device, recorded.numbers)
+        item_tokens, few = self._item_tokens or (1, 1)
+        several = items_of(batch, item_tokens)
+        form = Form.of(batch, singles, several, item_tokens, few)
+        of_store = self._stores.setdefault(kv, _OfStore())
+        arrays = padded(batch, singles, several, kv.block_tokens, form)
+        recorded = of_store.recorded.get(form)
+        if recorded is None:
+            of_store.met[form] += 1
+            if not is_decode and of_store.met[form] <= MET_BEFORE:
+                return None
+            recorded = of_store.recorded[form] = self._record(batch, kv, arrays, form)
+            _forget(of_store)
+        else:
+            on_device(arrays, self._device, recorded.numbers)
+        of_store.recorded.move_to_end(form)
         recorded.graph.replay()
-        return recorded.logits_SV[: batch.n_sequences]
+        return recorded.logits_RV[: len(batch.logits_rows_R)]
 
-    def _record(self, kv: TorchKVStore, n_sequences: int, n_blocks: int) -> _Recorded:
+    def _is_recordable(self, batch: ForwardBatch, is_decode: bool) -> bool:
+        if batch.states is not None or batch.adapters_S is not None or batch.both_ways_S is not None:
+            return False
+        if is_decode:
+            return batch.n_sequences <= MOST_SEQUENCES
+        return self._item_tokens is not None and batch.n_tokens <= self._most_tokens
+
+    def _record(self, batch: ForwardBatch, kv: TorchKVStore, arrays: list[np.ndarray], form: Form) -> _Recorded:
         clock = MonotonicClock()
         begin_s = clock.now_s()
-        batch = empty_step(n_sequences, n_blocks)
-        arrays = step_arrays(batch, kv.block_tokens, n_sequences, n_blocks, n_real=0)
         numbers = torch.empty(sum(array.size for array in arrays), dtype=torch.long, device=self._device)
-        *fields, items_I4 = on_device(arrays, self._device, numbers)
-        on_it, items = StepNumbers(*fields), Items(items_I4, 1, n_blocks * kv.block_tokens)
-        self._walk(
-            self._make_ops(batch, kv, numbers=on_it, singles=items)
-        )  # compiles and allocates what a recording may not
+        *fields, singles, several = on_device(arrays, self._device, numbers)
+        most_tokens = form.n_blocks * kv.block_tokens
+        items = [Items(singles, 1, most_tokens), Items(several, form.most_rows, most_tokens)]
+        on_it = StepNumbers(*fields), [one for one in items if len(one.items_I4)]
+        # compiles and allocates what a recording may not; what it writes, the replay writes again
+        self._walk(self._make_ops(batch, kv, numbers=on_it[0], items=on_it[1]))
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits_SV = self._walk(self._make_ops(batch, kv, numbers=on_it, singles=items))
-        logger.info("step recorded sequences=%d blocks=%d seconds=%.2f", n_sequences, n_blocks, clock.now_s() - begin_s)
-        return _Recorded(graph, numbers, logits_SV)
+            logits_RV = self._walk(self._make_ops(batch, kv, numbers=on_it[0], items=on_it[1]))
+        logger.debug("step recorded form=%s seconds=%.2f", form, clock.now_s() - begin_s)
+        return _Recorded(graph, numbers, logits_RV)
 
 
-def is_decode(batch: ForwardBatch) -> bool:
-    """Whether each sequence has one token, all are drawn from in their order, and nothing else is asked."""
-    n = batch.n_sequences
-    if batch.n_tokens != n or n > MOST_SEQUENCES or batch.states is not None:
-        return False
-    if batch.adapters_S is not None or batch.both_ways_S is not None:
-        return False
-    return np.array_equal(batch.logits_rows_R, np.arange(n))
-
-
-def power_of_two(n: int) -> int:
-    """The least that is not below n."""
-    return 1 << (n - 1).bit_length()
+def _forget(of_store: _OfStore) -> None:
+    """Those with prompts that were used longest ago, where there are too many."""
+    prompts = [form for form in of_store.recorded if form.n_several]
+    for form in prompts[: max(0, len(prompts) - MOST_FORMS)]:
+        del of_store.recorded[form]
 
 
 def rounded(n: int) -> int:
-    """Up to a power of two, from 8 on to one in eight parts of it: at most a ninth of a step's places are nobody's."""
+    """Up to a power of two, from 8 on in steps of a sixteenth of it: at most a ninth of a step's places are nobody's."""
+    if n <= 8:
+        return power_of_two(n) if n else 0
     step = max(1, power_of_two(n) // 16)
-    return power_of_two(n) if n <= 8 else -(-n // step) * step
+    return -(-n // step) * step
 
 
-def empty_step(n_sequences: int, n_blocks: int) -> ForwardBatch:
-    """A step that has the form of those that are recorded."""
-    return ForwardBatch(
-        token_ids_T=np.zeros(n_sequences, dtype=np.int32),
-        query_start_S1=np.arange(n_sequences + 1, dtype=np.int32),
-        context_tokens_S=np.ones(n_sequences, dtype=np.int32),
-        block_table_SM=np.zeros((n_sequences, n_blocks), dtype=np.int32),
-        logits_rows_R=np.arange(n_sequences, dtype=np.int32),
-    )
-
-
-def step_arrays(
-    batch: ForwardBatch, block_tokens: int, n_sequences: int, n_blocks: int, n_real: int | None = None
+def padded(
+    batch: ForwardBatch, singles: np.ndarray, several: np.ndarray, block_tokens: int, form: Form
 ) -> list[np.ndarray]:
-    """The numbers of a step and its items, with places of nobody behind its sequences, or behind the first `n_real`."""
-    n, width = batch.block_table_SM.shape
-    n_real = n if n_real is None else n_real
-    padded = empty_step(n_sequences, n_blocks)
-    padded.token_ids_T[:n] = batch.token_ids_T
-    padded.context_tokens_S[:n] = batch.context_tokens_S
-    padded.block_table_SM[:n, :width] = batch.block_table_SM
-    arrays = StepNumbers.arrays(padded, block_tokens)
-    arrays[2] = np.where(np.arange(n_sequences) < n_real, arrays[2], -1)  # slots
-    items = singles(padded)
-    items[items[:, 0] >= n_real, 2:] = 0
-    return [*arrays, items]
+    """The numbers of a step and its items, with places of nobody behind them."""
+    tokens, positions, slots, rows, table = StepNumbers.arrays(batch, block_tokens)
+    return [
+        _filled(tokens, (form.n_tokens,)),
+        _filled(positions, (form.n_tokens,)),
+        _filled(slots, (form.n_tokens,), -1),
+        _filled(rows, (form.n_logits,)),
+        _filled(table, (form.n_sequences, form.n_blocks)),
+        _filled(singles, (form.n_singles, 4)),
+        _filled(several, (form.n_several, 4)),
+    ]
+
+
+def _filled(array: np.ndarray, shape: tuple[int, ...], rest: int = 0) -> np.ndarray:
+    whole = np.full(shape, rest, dtype=np.int64)
+    whole[tuple(map(slice, array.shape))] = array
+    return whole

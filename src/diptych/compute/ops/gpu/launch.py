@@ -34,3 +34,13 @@ def launch(
 def _kind(number: float) -> object:
     """What Triton compiles a number in: a float or not, 1, a multiple of 16."""
     return type(number), number == 1, number % 16 == 0
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up. Triton's own takes microseconds where the host calls it."""
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The least that is not below n, which is above 0."""
+    return 1 << (n - 1).bit_length()

@@ -1,4 +1,4 @@
-"""A Model on a GPU: that of the torch backend, by our kernels, its decode steps recorded and replayed."""
+"""A Model on a GPU: that of the torch backend, by our kernels, its steps recorded and replayed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore, TorchKVStore
 from diptych.compute.model import Blueprint, Want
 from diptych.compute.ops.contract import Taps
-from diptych.compute.ops.gpu.graphs import DecodeGraphs
-from diptych.compute.ops.gpu.ops import TritonOps, runs_without_the_host
+from diptych.compute.ops.gpu.graphs import StepGraphs
+from diptych.compute.ops.gpu.ops import TritonOps, item_tokens_of, runs_without_the_host
 from diptych.compute.ops.torch_model import TorchModel
 from diptych.compute.ops.torch_ops import TorchOps
 from diptych.ground.clock import MonotonicClock
@@ -22,6 +22,8 @@ from diptych.ground.config import ComputeConfig
 
 logger = logging.getLogger("diptych.compute")
 
+# of a layer's eight launches, at 20 us each, and 600 TFLOP/s
+LAUNCH_FLOPS = 1e11
 WARM_UP_ROWS = (2, 24, 48, 300)  # of steps that between them call every kernel that a step of any size may call
 
 
@@ -31,12 +33,17 @@ class TritonModel(TorchModel):
     compiler = f", triton {triton.__version__}"
 
     def __init__(self, blueprint: Blueprint, config: ComputeConfig, device: torch.device) -> None:
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         super().__init__(blueprint, config, device)
         self.ops = TritonOps if self._dtype == torch.bfloat16 else TorchOps
         if self.ops is TritonOps and runs_without_the_host(self.spec):
-            make_ops = partial(TritonOps, device=device, dtype=self._dtype)
-            self._graphs = DecodeGraphs(make_ops, lambda ops: self._blueprint.forward(ops, self._weights), device)
+            self._graphs = StepGraphs(
+                partial(TritonOps, device=device, dtype=self._dtype),
+                lambda ops: self._blueprint.forward(ops, self._weights),
+                device,
+                item_tokens=item_tokens_of(self.spec),
+                most_tokens=self._launched_tokens(),
+            )
 
     def _rows(
         self,
@@ -52,6 +59,12 @@ class TritonModel(TorchModel):
                 if rows is not None:
                     return rows
             return super()._rows(batch, kv, wants_hidden, given, taps)
+
+    def _launched_tokens(self) -> int:
+        """Tokens of a step that computes no longer than its kernels take to be launched."""
+        moe = self.spec.moe
+        share = 1.0 if moe is None else moe.experts_per_token / moe.n_experts
+        return int(LAUNCH_FLOPS * self.spec.n_layers / (2 * self.n_parameters * share))
 
     def warm_up(self, kv: KVStore) -> None:
         """One token, then rows of every size of tile, in block 0: kernels are compiled when they are first called."""

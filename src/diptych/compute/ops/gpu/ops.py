@@ -15,11 +15,12 @@ import torch
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.ops.contract import AttentionSpec, QkNorm
-from diptych.compute.ops.gpu.attention import LARGEST_HEAD, attend, item_tokens
+from diptych.compute.ops.gpu.attention import FEW, LARGEST_HEAD, attend, item_tokens
 from diptych.compute.ops.gpu.products import CURVES, GATES, mix, multiply
 from diptych.compute.ops.gpu.rows import rms_norm, rotate_and_cache
+from diptych.compute.ops.step_numbers import on_device
 from diptych.compute.ops.torch_loader import TorchAttention, TorchExperts, TorchLinear, TorchNorm
-from diptych.compute.ops.torch_ops import TorchOps, on_device, route
+from diptych.compute.ops.torch_ops import TorchOps, route
 from diptych.models.spec import AttentionLayer, ModelSpec, MoeSpec
 
 
@@ -34,18 +35,20 @@ class Items:
     most_tokens: int
 
 
-def singles(batch: ForwardBatch) -> np.ndarray:
-    """Items of the sequences that have one row."""
-    return _items(batch, np.flatnonzero(np.diff(batch.query_start_S1) == 1), 1)
+def singles_of(batch: ForwardBatch) -> np.ndarray:
+    """Items [I, 4] of the sequences that have one row."""
+    starts, counts = batch.query_start_S1[:-1], np.diff(batch.query_start_S1)
+    of = np.flatnonzero(counts == 1)
+    return np.stack([of, starts[of], np.ones_like(of), batch.context_tokens_S[of] - 1], axis=1).astype(np.int64)
 
 
-def _items(batch: ForwardBatch, sequences: np.ndarray, size: int) -> np.ndarray:
-    """The rows of these sequences in items of `size` tokens at most, those of the longest contexts first."""
+def items_of(batch: ForwardBatch, size: int) -> np.ndarray:
+    """Items [I, 4] of all other sequences, of `size` tokens at most, those of the longest contexts first."""
     starts, counts = batch.query_start_S1[:-1], np.diff(batch.query_start_S1)
     first = batch.context_tokens_S - counts
     rows = [
         (s, starts[s] + row, min(size, counts[s] - row), first[s] + row)
-        for s in sequences
+        for s in np.flatnonzero(counts > 1)
         for row in range(0, counts[s], size)
     ]
     items = np.array(rows, dtype=np.int64).reshape(-1, 4)
@@ -59,18 +62,29 @@ def has_kernels_for(spec: AttentionSpec | AttentionLayer) -> bool:
     return item_tokens(spec.head_dim, spec.n_heads // spec.n_kv_heads) > 0
 
 
+def item_tokens_of(spec: ModelSpec) -> tuple[int, int] | None:
+    """Tokens of an item of several, and of one that takes the smallest tile; None: the layers differ."""
+    found = {
+        (item_tokens(one.head_dim, one.n_heads // one.n_kv_heads), FEW // (one.n_heads // one.n_kv_heads))
+        for one in (layer.attention for layer in spec.layers)
+    }
+    return found.pop() if len(found) == 1 else None
+
+
 def kind_of_experts(spec: MoeSpec) -> int | None:
     """What the kernel makes of the sums of such experts; None: it has no such thing."""
     return (GATES if spec.is_gated else CURVES).get(spec.activation)
 
 
 class TritonOps(TorchOps):
-    """The ops of one step. numbers and singles: on the device already, of a step that is recorded."""
+    """The ops of one step. numbers and items: on the device already, of a step that is recorded."""
 
-    def __init__(self, batch: ForwardBatch, kv: TorchKVStore, *, singles: Items | None = None, **fields: Any) -> None:
+    def __init__(
+        self, batch: ForwardBatch, kv: TorchKVStore, *, items: list[Items] | None = None, **fields: Any
+    ) -> None:
         super().__init__(batch, kv, **fields)
         self._items: dict[int, list[Items]] = {}
-        self._recorded = singles
+        self._recorded = items
 
     def norm(self, x: torch.Tensor, weight: TorchNorm, *, eps: float, parts: int = 1) -> torch.Tensor:
         """h [T, D]."""
@@ -185,16 +199,13 @@ class TritonOps(TorchOps):
     def _items_of(self, size: int) -> list[Items]:
         """Those of sequences with one row, and of all others in items of at most `size` tokens."""
         if self._recorded is not None:
-            return [self._recorded]
+            return self._recorded
         if size not in self._items:
-            batch = self._batch
-            counts = np.diff(batch.query_start_S1)
-            arrays = [singles(batch), _items(batch, np.flatnonzero(counts > 1), size)]
-            tensors = on_device(arrays, self._device)
-            longest = int(batch.context_tokens_S.max(initial=0))
+            arrays = [singles_of(self._batch), items_of(self._batch, size)]
+            longest = int(self._batch.context_tokens_S.max(initial=0))
             self._items[size] = [
                 Items(tensor, int(array[:, 2].max()), longest)
-                for array, tensor in zip(arrays, tensors, strict=True)
+                for array, tensor in zip(arrays, on_device(arrays, self._device), strict=True)
                 if len(array)
             ]
         return self._items[size]

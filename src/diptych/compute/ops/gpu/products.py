@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.compute.ops.gpu.launch import launch
+from diptych.compute.ops.gpu.launch import cdiv, launch
 from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, Activation
 
 FEW, SOME = 16, 64  # rows of the smallest tiles
-BUSY = 90  # programs that keep a GPU of some 130 multiprocessors busy
+BUSY = 70  # programs that keep a GPU of some 130 multiprocessors busy
 
 PLAIN = 0
 # what a kernel makes of its sums: of two matrices, and of one
@@ -110,7 +110,7 @@ def multiply(
     bm, bn, bk, warps, stages = tile_of(rows, n, k, is_gate=kind in GATES.values())
     launch(
         _multiply,
-        (triton.cdiv(rows, bm) * triton.cdiv(n, bn), 1, 1),
+        (cdiv(rows, bm) * cdiv(n, bn), 1, 1),
         (x, weight, bias, added, y),
         (rows, n, k, x.stride(0)),
         {"KIND": kind, "BM": bm, "BN": bn, "BK": bk, "IS_EVEN": k % bk == 0, "GROUP": 8},
@@ -123,16 +123,44 @@ def multiply(
 def tile_of(rows: int, n: int, k: int, *, is_gate: bool) -> tuple[int, int, int, int, int]:
     """Rows, columns and inputs of a tile, its warps and the tiles that are read ahead: speed alone depends on it (LAB.md)."""
     if rows <= FEW:
-        if n >= 64 * BUSY * 3 // 4:
+        if n >= 64 * BUSY:
             return FEW, 64, 128, 4, 5
         return (FEW, 32, 256, 4, 4) if k >= 2048 else (FEW, 32, 128, 4, 5)
     if rows <= SOME:
-        return (SOME, 64, 128, 4, 3 if is_gate else 4) if n >= 64 * BUSY else (SOME, 32, 128, 4, 5)
+        bn = next((bn for bn in (64, 32) if n >= bn * BUSY), 16)
+        return SOME, bn, 128, 4, 4 if bn == 64 else 5
     large = () if is_gate else ((256, 128, 64, 8, 3),)
-    for tile in (*large, (128, 128, 64, 8, 4), (64, 128, 64, 4, 4)):
-        if triton.cdiv(rows, tile[0]) * triton.cdiv(n, tile[1]) >= BUSY:
+    for tile in (*large, (128, 128, 64, 8, 4), (128, 64, 64, 4, 5), (SOME, 64, 128, 4, 4)):
+        if cdiv(rows, tile[0]) * cdiv(n, tile[1]) >= BUSY:
             return tile
-    return 64, 64, 128, 4, 3 if is_gate else 4
+    return SOME, 32, 128, 4, 5
+
+
+@triton.jit(do_not_specialize=["n"])
+def _place(experts_ptr, order_ptr, starts_ptr, n, E, BLOCK: tl.constexpr, SPAN: tl.constexpr):
+    # a choice comes behind those of lower experts and those of its own before it, an expert begins behind those of lower ones
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = at - tl.cdiv(n, BLOCK) * BLOCK
+    own = tl.where(at < n, tl.load(experts_ptr + at, mask=at < n, other=0).to(tl.int32), expert)
+    i = tl.where(at < n, at, -1)
+    before = tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, n, SPAN):
+        j = begin + tl.arange(0, SPAN)
+        other = tl.load(experts_ptr + j, mask=j < n, other=E + 1).to(tl.int32)
+        is_same = (other[None, :] == own[:, None]) & (j[None, :] < i[:, None])
+        before += tl.sum(((other[None, :] < own[:, None]) | is_same).to(tl.int32), 1)
+    tl.store(order_ptr + before, at, mask=at < n)
+    tl.store(starts_ptr + expert, before, mask=(expert >= 0) & (expert <= E))
+
+
+def place(experts: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choices [n] in the order of their experts [n], and where each expert's begin and the last one's end [E + 1], int32."""
+    n, block = len(experts), 64
+    order = torch.empty(n, dtype=torch.int32, device=experts.device)
+    starts = torch.empty(n_experts + 1, dtype=torch.int32, device=experts.device)
+    grid = (cdiv(n, block) + cdiv(n_experts + 1, block), 1, 1)
+    launch(_place, grid, (experts, order, starts), (n, n_experts), {"BLOCK": block, "SPAN": 128}, num_warps=4)
+    return order, starts
 
 
 @triton.jit
@@ -142,8 +170,8 @@ def _multiply_experts(
 ):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     expert = tl.program_id(2)
-    first = tl.load(starts_ptr + expert).to(tl.int32) + tl.program_id(1) * BM
-    end = tl.load(starts_ptr + expert + 1).to(tl.int32)
+    first = tl.load(starts_ptr + expert) + tl.program_id(1) * BM
+    end = tl.load(starts_ptr + expert + 1)
     if first >= end:
         return
     place = first + tl.arange(0, BM)
@@ -184,14 +212,13 @@ def mix(
     weights, in fp32, [T, k]; x [T, D], or of each choice a row of its own [T k, D].
     """
     n_tokens, top = chosen.shape
-    experts = chosen.flatten()
-    # the rows of an expert stand together, in the order of tokens
-    order = torch.argsort(experts, stable=True)
-    starts = torch.searchsorted(experts[order], torch.arange(len(first[0]) + 1, device=x.device))
+    order, starts = place(
+        chosen.flatten(), len(first[0])
+    )  # the rows of an expert stand together, in the order of tokens
     inner = _of_experts(x, first, order, starts, top if len(x) == n_tokens else 1, kind)
     y = _of_experts(inner, second, order, starts, 0, PLAIN)
     out = torch.empty((n_tokens, y.shape[1]), dtype=x.dtype, device=x.device)
-    grid = (n_tokens, triton.cdiv(y.shape[1], 1024), 1)
+    grid = (n_tokens, cdiv(y.shape[1], 1024), 1)
     launch(_combine, grid, (y, weights, out), (y.shape[1],), {"TOP": top, "BLOCK": 1024}, num_warps=4)
     return out
 
@@ -210,11 +237,11 @@ def _of_experts(
     y = torch.empty((len(order), n), dtype=x.dtype, device=x.device)
     # any expert may have all tokens: programs beyond its own end at once
     most = len(order) // max(1, top) if top else len(x)
-    usual = -(-len(order) // n_experts)
+    usual = cdiv(len(order), n_experts)
     bm, bn, bk, warps, stages = expert_tile(usual, n, is_gate=kind in GATES.values())
     launch(
         _multiply_experts,
-        (triton.cdiv(n, bn), triton.cdiv(most, bm), n_experts),
+        (cdiv(n, bn), cdiv(most, bm), n_experts),
         (x, weight, bias, y, order, starts),
         (n, k),
         {"KIND": kind, "TOP": top, "BM": bm, "BN": bn, "BK": bk, "IS_EVEN": k % bk == 0},

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.compute.ops.gpu.launch import launch
+from diptych.compute.ops.gpu.launch import launch, power_of_two
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight [M, D], weight fp32 [D]."""
     y = torch.empty_like(x)
     if len(x):
-        block = triton.next_power_of_2(x.shape[1])
+        block = power_of_two(x.shape[1])
         warps = min(16, max(1, block // 256))
         launch(_norm, (len(x), 1, 1), (x, weight, y), (x.shape[1], eps), {"BLOCK": block}, num_warps=warps)
     return y
@@ -101,7 +101,7 @@ def rotate_and_cache(
             "H": n_heads,
             "K": n_kv_heads,
             "D": head_dim,
-            "DP": triton.next_power_of_2(head_dim),
+            "DP": power_of_two(head_dim),
             "HALF": 0 if cos is None else cos.shape[-1],
             "IS_TURNED": is_turned_first,
         },
