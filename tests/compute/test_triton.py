@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -137,17 +138,20 @@ def test_a_step_recorded_is_the_step(family: str, tmp_path: Path, monkeypatch: p
     record = graphs.StepGraphs._record
     monkeypatch.setattr(graphs.StepGraphs, "_record", lambda *args: recorded.append(args[-1]) or record(*args))
     monkeypatch.setattr(graphs, "MET_BEFORE", 1000)
-    eager = [beside(model, tokens, 6, seed=seed) for seed in range(3)]
+    ways = [partial(beside, n_neighbours=6, seed=seed) for seed in range(3)] + [partial(alone, chunk=20)]
+    eager = [way(model, tokens) for way in ways]
     assert not any(form.n_several for form in recorded)
     monkeypatch.setattr(graphs, "MET_BEFORE", 0)
-    assert not [seed for seed in range(3) if beside(model, tokens, 6, seed=seed).differs_from(eager[seed])]
-    assert {bool(form.n_singles) for form in recorded if form.n_several} == {False, True}, (
+    assert not [
+        what for way, expected in zip(ways, eager, strict=True) if (what := way(model, tokens).differs_from(expected))
+    ]
+    assert {form.n_singles > 0 for form in recorded if form.n_several} == {False, True}, (
         "prompts alone and beside decode"
     )
 
 
 @of_ours
-@pytest.mark.parametrize(("n_tokens", "n_experts", "top"), [(1, 4, 2), (40, 6, 3), (70, 130, 8)])
+@pytest.mark.parametrize(("n_tokens", "n_experts", "top"), [(1, 4, 2), (40, 6, 3), (70, 130, 8), (300, 20, 8)])
 def test_choices_are_placed_by_expert(n_tokens: int, n_experts: int, top: int, kind: Kind) -> None:
     """A choice that is placed wrong meets another expert's weights."""
     products = import_module("diptych.compute.ops.gpu.products")

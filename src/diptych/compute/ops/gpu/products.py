@@ -15,6 +15,7 @@ from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, Activation
 FEW, SOME = 16, 64  # rows of the smallest tiles
 BUSY = 70  # programs that keep a GPU of some 130 multiprocessors busy
 
+COUNTED = 2048  # choices that are placed by counting for each those before it; beyond, sorting takes less time
 PLAIN = 0
 # what a kernel makes of its sums: of two matrices, and of one
 GATES: dict[Activation, int] = {Activation.SILU: 1, Activation.GELU_TANH: 2, Activation.CLAMPED: 3}
@@ -156,6 +157,10 @@ def _place(experts_ptr, order_ptr, starts_ptr, n, E, BLOCK: tl.constexpr, SPAN: 
 def place(experts: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Choices [n] in the order of their experts [n], and where each expert's begin and the last one's end [E + 1], int32."""
     n, block = len(experts), 64
+    if n > COUNTED:
+        by_expert, order = experts.sort(stable=True)
+        starts = torch.searchsorted(by_expert, torch.arange(n_experts + 1, device=experts.device))
+        return order.int(), starts.int()
     order = torch.empty(n, dtype=torch.int32, device=experts.device)
     starts = torch.empty(n_experts + 1, dtype=torch.int32, device=experts.device)
     grid = (cdiv(n, block) + cdiv(n_experts + 1, block), 1, 1)
@@ -238,7 +243,7 @@ def _of_experts(
     # any expert may have all tokens: programs beyond its own end at once
     most = len(order) // max(1, top) if top else len(x)
     usual = cdiv(len(order), n_experts)
-    bm, bn, bk, warps, stages = expert_tile(usual, n, is_gate=kind in GATES.values())
+    bm, bn, bk, warps, stages = expert_tile(usual)
     launch(
         _multiply_experts,
         (cdiv(n, bn), cdiv(most, bm), n_experts),
@@ -251,11 +256,11 @@ def _of_experts(
     return y
 
 
-def expert_tile(rows: int, n: int, *, is_gate: bool) -> tuple[int, int, int, int, int]:
+def expert_tile(rows: int) -> tuple[int, int, int, int, int]:
     """As `tile_of`, for experts that have so many rows each."""
     if rows <= FEW:
         return FEW, 64, 128, 4, 4
-    return (SOME, 64, 128, 4, 3) if rows <= SOME or n < 128 else (128, 128, 64, 8, 3 if is_gate else 4)
+    return (SOME, 128, 64, 4, 4) if rows <= SOME else (128, 128, 64, 8, 3)
 
 
 def _n_outputs(weight: torch.Tensor, kind: int) -> int:
