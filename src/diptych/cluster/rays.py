@@ -74,6 +74,7 @@ class ModelCard:
 
     spec: ModelSpec
     backend_name: str
+    keeps_bits: bool
     weights_format: str
     formats: Mapping[str, int]
     expert_formats: Mapping[str, int]
@@ -331,14 +332,13 @@ class RayCluster:
             "worker engine name=%s backend=%s kernels=%s threads=%d",
             name, card.backend_name, card.instruction_set, card.threads,
         )  # fmt: skip
+        has_prices = all(one.speeds or one.probed for one in self.hellos.values())
         self.core.attach(
             link,
             hello.facts,
             decodes=name.startswith("decode"),
             clock_ahead_s=clock_ahead_s,
-            price=hello.speeds or hello.probed
-            if all(one.speeds or one.probed for one in self.hellos.values())
-            else None,
+            price=hello.speeds or hello.probed if has_prices else None,
         )
 
     def _make_llm(self, begin_s: float) -> AsyncLLM:

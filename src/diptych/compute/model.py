@@ -148,6 +148,9 @@ class Model(ABC):
     spec: ModelSpec
     hf_config: dict[str, Any]
     backend_name: str
+    keeps_bits: (
+        bool  # whether an answer's bits depend on nothing but what the revision is of: not on the batch, not on chunks
+    )
     weights_format: str  # fp32 | bf16 | int8 | int4 | a kept format's name: of most weights of the layers
     formats: Mapping[str, int]  # weights of the layers by format
     expert_formats: Mapping[str, int]  # those of experts among them

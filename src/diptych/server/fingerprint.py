@@ -17,11 +17,11 @@ _CHARS = 16  # of the digest, behind "fp_"
 
 
 def system_fingerprint(engine: AsyncLLM, *, reads_control_tokens: bool) -> str | None:
-    """The fingerprint; None on the torch backend, whose sums depend on how the work was cut, and where
-    workers of several revisions answer.
+    """The fingerprint; None where sums depend on how the work was cut, as torch's do, and where workers of several revisions
+    answer.
     """
     loaded = engine.loaded
-    if loaded.model.backend_name != "cpu" or not loaded.model.revision:
+    if not loaded.model.keeps_bits or not loaded.model.revision:
         return None
     digest = hashlib.sha256(loaded.model.revision.encode())
     # an answer that is not told how long to be ends where the context does

@@ -55,6 +55,7 @@ class CpuModel(Model):
     """Packed weights and a recorded program; one native call per step. Not thread-safe: one step at a time."""
 
     backend_name = "cpu"
+    keeps_bits = True
     device = torch.device("cpu")
 
     def __init__(

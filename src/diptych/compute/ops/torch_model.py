@@ -77,6 +77,7 @@ class TorchModel(Model):
     """Weights as tensors on one device; every op is a torch call."""
 
     backend_name = "torch"
+    keeps_bits = False  # torch chooses kernels by the number of rows
     ops: type[TorchOps] = TorchOps
     compiler = ""  # of the kernels, where they are not torch's
 

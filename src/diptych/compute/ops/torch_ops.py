@@ -261,15 +261,11 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         k, v = qkv[:, n_q:].chunk(2, dim=-1) if spec.has_v else (qkv[:, n_q:],) * 2
         v_TKd = v.unflatten(-1, (spec.n_kv_heads, spec.head_dim))
         if spec.has_v_norm:
-            v_TKd = self._unit(v_TKd, spec)
+            v_TKd = F.rms_norm(v_TKd.float(), v_TKd.shape[-1:], eps=spec.norm_eps)
         keys, values = self._pool(spec.cache_layer)
         keys[self._slots] = self._placed(k, spec.n_kv_heads, attention.k_norm, spec).to(keys.dtype)
         values[self._slots] = v_TKd.to(values.dtype)
         return q_THd
-
-    def _unit(self, v_TKd: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-        """Each head's value normed."""
-        return F.rms_norm(v_TKd.float(), v_TKd.shape[-1:], eps=spec.norm_eps)
 
     def _placed(self, x: torch.Tensor, n_heads: int, norm: TorchNorm | None, spec: AttentionSpec) -> torch.Tensor:
         """Queries or keys [T, heads, d]: normed as the layer says, turned to their positions."""

@@ -44,6 +44,8 @@ class TritonModel(TorchModel):
                 item_tokens=item_tokens_of(self.spec),
                 most_tokens=self._launched_tokens(),
             )
+            # streams are mixed by torch, and who has no head may attend both ways
+            self.keeps_bits = self.spec.streams is None and self.spec.has_head
 
     def _rows(
         self,

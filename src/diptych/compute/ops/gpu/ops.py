@@ -162,7 +162,7 @@ class TritonOps(TorchOps):
             return q
         k, v = rest[:, :n_kv], rest[:, -n_kv:]
         if spec.has_v_norm:
-            v = self._unit(v.unflatten(-1, (spec.n_kv_heads, -1)), spec).to(v.dtype).flatten(1)
+            v = rms_norm(v.reshape(-1, spec.head_dim), None, spec.norm_eps).view(v.shape)
         return torch.cat([q, self._normed(k, spec.n_kv_heads, attention.k_norm, spec) if is_wide else k, v], dim=1)
 
     def _normed(self, x: torch.Tensor, n_heads: int, norm: TorchNorm | None, spec: AttentionSpec) -> torch.Tensor:

@@ -17,12 +17,14 @@ def _norm(x_ptr, w_ptr, y_ptr, D, eps, BLOCK: tl.constexpr):
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / D + eps)
-    y = x * scale * tl.load(w_ptr + d, mask=d < D, other=0.0)
+    y = x * scale
+    if w_ptr is not None:
+        y *= tl.load(w_ptr + d, mask=d < D, other=0.0)
     tl.store(y_ptr + row * D + d, y.to(y_ptr.dtype.element_ty), mask=d < D)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight [M, D], weight fp32 [D]."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight [M, D], weight fp32 [D], if any."""
     y = torch.empty_like(x)
     if len(x):
         block = power_of_two(x.shape[1])

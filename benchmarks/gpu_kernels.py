@@ -1,0 +1,152 @@
+"""Our kernels on a GPU beside torch's, in microseconds: products over tiles, experts, attention.
+
+    python benchmarks/gpu_kernels.py products attention experts
+
+Each is launched over several copies of its weights, more than the L2 holds, from a recorded graph: the best of four replays.
+`products` times every tile of TILES, to choose `tile_of` by, and says where one has other bits than the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+
+import torch
+
+from diptych.compute.ops.gpu import products
+from diptych.compute.ops.gpu.attention import attend, item_tokens
+
+# outputs and inputs of a layer of Llama 3.1 8B and of Qwen2.5 0.5B; a gate has twice the rows
+LAYERS = {
+    "8B qkv": (6144, 4096, False), "8B o": (4096, 4096, False), "8B gate": (14336, 4096, True),
+    "8B down": (4096, 14336, False), "0.5B qkv": (1152, 896, False), "0.5B gate": (4864, 896, True),
+    "0.5B down": (896, 4864, False),
+}  # fmt: skip
+ROWS = (1, 16, 24, 128, 256, 512, 2048)
+TILES = [
+    (16, 64, 128, 4, 5), (16, 32, 256, 4, 4), (16, 32, 128, 4, 5), (16, 16, 512, 2, 3), (64, 64, 128, 4, 4),
+    (64, 32, 128, 4, 5), (64, 16, 128, 4, 5), (64, 128, 64, 4, 4), (128, 64, 64, 4, 5), (128, 128, 64, 8, 4),
+    (256, 128, 64, 8, 3),
+]  # fmt: skip
+HEADS = {"8B": (32, 8, 128), "0.5B": (14, 2, 64)}
+CHUNKS = [(1, 512, 1), (1, 4096, 1), (1, 32768, 1), (64, 2048, 1), (1, 512, 512), (1, 2048, 2048), (1, 8192, 2048)]
+MIXTURES = {"128 of 768, 8 chosen": (128, 8, 2048, 768), "32 of 2,880, 4 chosen": (32, 4, 2880, 2880)}
+
+
+def best_s(work: Callable[[], object]) -> float:
+    """Of four replays."""
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    times_s = []
+    for _ in range(5):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times_s.append(begin.elapsed_time(end) / 1e3)
+    return min(times_s[1:])
+
+
+def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    """In bf16 on the GPU."""
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * scale
+
+
+def time_products() -> Iterator[str]:
+    """Every layer and number of rows."""
+    for name, (n, k, is_gate) in LAYERS.items():
+        full = 2 * n if is_gate else n
+        copies = [random(full, k, scale=k**-0.5) for _ in range(max(1, min(24, int(3e8 // (full * k * 2)))))]
+        for rows in ROWS:
+            yield f"{name}, {rows} rows: {product_times(random(rows, k), copies, is_gate)}"
+
+
+def product_times(x: torch.Tensor, copies: list[torch.Tensor], is_gate: bool) -> str:
+    """By cuBLAS, and by each tile that has room for the rows."""
+    kind = 1 if is_gate else products.PLAIN
+    rows, found, first = len(x), [], None
+    theirs_s = best_s(lambda: [x @ weight.T for weight in copies]) / len(copies)
+    for tile in TILES:
+        if (rows > 16 and tile[0] == 16) or (rows <= 64 and tile[0] > 64) or (is_gate and tile[0] > 128):
+            continue
+        products.tile_of = lambda *sizes, is_gate, tile=tile: tile
+        ours_s = best_s(lambda: [products.multiply(x, weight, kind=kind) for weight in copies]) / len(copies)
+        y = products.multiply(x, copies[0], kind=kind)
+        first = y if first is None else first
+        found.append((ours_s, tile, "" if torch.equal(first, y) else " OTHER BITS"))
+    best = "; ".join(f"{s * 1e6:.1f} {tile}{other}" for s, tile, other in sorted(found)[:4])
+    return f"cuBLAS {theirs_s * 1e6:.1f}; {best}"
+
+
+def time_attention() -> Iterator[str]:
+    """Over a scattered cache, beside torch's over a dense one."""
+    for name, heads in HEADS.items():
+        for batch, context, new in CHUNKS:
+            yield f"{name} heads, {batch} x {new} behind {context}: {attention_times(*heads, batch, context, new)}"
+
+
+def attention_times(heads: int, kv_heads: int, d: int, batch: int, context: int, new: int) -> str:
+    """Of one step."""
+    n_blocks = -(-context // 32)
+    pool = random(2, batch * n_blocks * 32, kv_heads, d)
+    table = torch.randperm(batch * n_blocks, device="cuda").view(batch, n_blocks)
+    q, out = random(batch * new, heads, d), random(batch * new, heads * d)
+    size = item_tokens(d, heads // kv_heads) if new > 1 else 1
+    items = [
+        (s, s * new + row, min(size, new - row), context - new + row)
+        for row in reversed(range(0, new, size))
+        for s in range(batch)
+    ]
+    on_it = torch.tensor(items, device="cuda")
+    dense = [plane.view(batch, -1, kv_heads, d).transpose(1, 2) for plane in pool]
+    queries = q.view(batch, new, heads, d).transpose(1, 2)
+
+    def ours() -> None:
+        attend(
+            q, pool[0], pool[1], out, on_it, table, block_tokens=32, most_rows=size, most_tokens=context,
+            scale=d**-0.5, window=None, is_chunked=False, softcap=None, sinks=None,
+        )  # fmt: skip
+
+    def theirs() -> None:
+        torch.nn.functional.scaled_dot_product_attention(queries, *dense, is_causal=new == context, enable_gqa=True)
+
+    ours_s, theirs_s = best_s(ours), best_s(theirs)
+    gb = 2 * batch * context * kv_heads * d * 2 / 1e9
+    tflop = 4 * batch * heads * d * (new * context - new * (new - 1) / 2) / 1e12
+    rates = f"{gb / ours_s:.0f} GB/s, {tflop / ours_s:.0f} TFLOP/s"
+    return f"{ours_s * 1e6:.1f}, torch {theirs_s * 1e6:.1f}; {rates}"
+
+
+def time_experts() -> Iterator[str]:
+    """Routed at random."""
+    for name, (n_experts, top, d, f) in MIXTURES.items():
+        first, second = random(n_experts, 2 * f, d, scale=d**-0.5), random(n_experts, d, f, scale=f**-0.5)
+        for rows in (1, 8, 64, 512, 2048):
+            yield f"{name}, {rows} rows: {expert_times(rows, top, first, second)}"
+
+
+def expert_times(rows: int, top: int, first: torch.Tensor, second: torch.Tensor) -> str:
+    """Of one step."""
+    n_experts, d, f = second.shape
+    chosen = torch.rand(rows, n_experts, device="cuda").topk(top).indices
+    weights, x = torch.full((rows, top), 1 / top, device="cuda"), random(rows, d)
+    ours_s = best_s(lambda: products.mix(x, (first, None), (second, None), chosen, weights, kind=1))
+    gb, tflop = len(chosen.unique()) * 6 * d * f / 1e9, 6 * rows * top * d * f / 1e12
+    return f"{ours_s * 1e6:.1f}; {gb / ours_s:.0f} GB/s, {tflop / ours_s:.0f} TFLOP/s"
+
+
+def main() -> None:
+    """Print a line for each."""
+    timed = {"products": time_products, "attention": time_attention, "experts": time_experts}
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", nargs="+", choices=timed)
+    for what in parser.parse_args().what:
+        for line in timed[what]():
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

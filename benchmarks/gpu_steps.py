@@ -1,0 +1,74 @@
+"""Steps of both phases on a GPU, by our kernels and by torch's, in milliseconds.
+
+    python benchmarks/gpu_steps.py llama-3.1-8b
+    python benchmarks/gpu_steps.py qwen3-30b-a3b --layers 8 --kernels torch
+
+Random weights in bf16. Each step runs until it is recorded where steps are, then seven times; medians. "host": how long the
+host takes to launch it, behind which it waits for the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from diptych.compute.ops import torch_model
+from diptych.compute.runner import random_model
+from diptych.ground.config import ComputeConfig
+from diptych.ground.shape import StepShape
+from diptych.lab.probe import StepProbe
+from diptych.models.named import SHAPES
+
+DECODE = [(1, 512), (1, 8192), (16, 512), (64, 512)]  # sequences, and tokens that each is behind
+PREFILL = [(512, 0), (2048, 0), (2048, 8192)]  # tokens, and those before them
+WARM_UPS, REPEATS = 3, 7
+
+
+def main() -> None:
+    """Print a line for each step."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("--layers", type=int, help="so many of the shape's")
+    parser.add_argument("--kernels", choices=("ours", "torch"), default="ours")
+    asked = parser.parse_args()
+    if asked.kernels == "torch":
+        torch_model._class_for = lambda device: torch_model.TorchModel
+    config: dict[str, Any] = dict(SHAPES[asked.shape])
+    if asked.layers is not None:
+        config["num_hidden_layers"] = asked.layers
+    model = random_model(config, ComputeConfig(backend="torch", device="cuda", weights="bf16"), seed=0)
+    print(f"{asked.shape}, {config['num_hidden_layers']} layers, {model.instruction_set}")
+    probe = StepProbe(model, max_tokens=40_000)
+    for batch, context in DECODE:
+        step_s, host_s = measured(probe.step(StepShape.decode(batch=batch, context_tokens=context)))
+        nbytes = model.weight_bytes + batch * context * 2 * sum(cache.elements for cache in model.spec.caches)
+        rate = f"{batch / step_s:7.0f} tok/s, all weights and its KV at {nbytes / step_s / 1e9:.0f} GB/s"
+        print(f"decode {batch:3} behind {context:5}: {step_s * 1e3:7.2f} ms, {rate}, host {host_s * 1e3:.2f} ms")
+    for new, cached in PREFILL:
+        step_s, host_s = measured(probe.step(StepShape.prefill(batch=1, new_tokens=new, cached_tokens=cached)))
+        print(
+            f"prefill {new} behind {cached}: {step_s * 1e3:.2f} ms, {new / step_s:.0f} tok/s, host {host_s * 1e3:.2f} ms"
+        )
+
+
+def measured(step: Callable[[], torch.Tensor]) -> tuple[float, float]:
+    """Median seconds of the step, and of its launch."""
+    steps_s, hosts_s = [], []
+    for number in range(WARM_UPS + REPEATS):
+        begin_s = perf_counter()
+        step()
+        hosts_s.append(perf_counter() - begin_s)
+        torch.cuda.synchronize()
+        steps_s.append(perf_counter() - begin_s)
+        if number < WARM_UPS:
+            steps_s, hosts_s = [], []
+    return median(steps_s), median(hosts_s)
+
+
+if __name__ == "__main__":
+    main()
