@@ -1,11 +1,10 @@
 """Whose kernels the torch backend's ops are tested on: torch's on a CPU, and ours.
 
-Ours run on a GPU where there is one, in bf16. Elsewhere Triton interprets them, which it does in fp32 and fp16.
+Ours run on a GPU where there is one, in bf16. Elsewhere Triton interprets them (conftest.py), which it does in fp32 and fp16.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -40,11 +39,8 @@ def kinds() -> dict[str, Kind]:
     found = {name: Kind(TorchOps, CPU, dtype) for name, dtype in DTYPES.items()}
     if not find_spec("triton"):
         return found
-    has_gpu = torch.cuda.is_available()
-    if not has_gpu:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
     ops = import_module("diptych.compute.ops.gpu.ops").TritonOps
-    if has_gpu:
+    if torch.cuda.is_available():
         return found | {"triton bf16": Kind(ops, torch.device("cuda"), torch.bfloat16)}
     return found | {f"triton {name}": Kind(ops, CPU, dtype) for name, dtype in INTERPRETED.items()}
 
