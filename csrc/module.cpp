@@ -83,7 +83,7 @@ Activation activation_of(const std::string& name) {
 }
 
 Scores scores_of(const std::string& name) {
-  return named<Scores>("scores", name, {{"softmax", Scores::softmax}, {"sigmoid", Scores::sigmoid}, {"sparsemixer", Scores::sparsemixer}});
+  return named<Scores>("scores", name, {{"softmax", Scores::softmax}, {"sigmoid", Scores::sigmoid}, {"late_sigmoid", Scores::late_sigmoid}, {"sparsemixer", Scores::sparsemixer}});
 }
 
 QueryScale query_scale_of(const std::tuple<float, int64_t, int64_t>& numbers) {

@@ -108,7 +108,7 @@ struct AttentionOp { int q, out, layer; AttentionShape shape; int sinks = -1; in
 constexpr int64_t kMostGroupBest = 4;
 // What a router's products become: a softmax over all experts, a sigmoid of each, or for each choice a softmax over those that are
 // left and lie within a margin of the best (sparsemixer, arXiv:2409.12136).
-enum class Scores : int32_t { softmax, sigmoid, sparsemixer };
+enum class Scores : int32_t { softmax, sigmoid, late_sigmoid, sparsemixer };
 struct MoeOp {
   int router, router_rows, scores;           // router weight, its input, [T, E] fp32
   std::vector<int> gate_up, down;            // one packed weight per expert

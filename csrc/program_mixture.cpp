@@ -49,6 +49,7 @@ void Program::Run::route_token(const MoeOp& op, int64_t token, float* choice) co
   if (op.by == Scores::softmax) kernels.softmax_row(scores, n_experts);
   if (op.by == Scores::sigmoid) kernels.sigmoid_row(scores, n_experts);
   std::memcpy(choice, scores, static_cast<size_t>(n_experts) * 4);
+  if (op.by == Scores::late_sigmoid) kernels.sigmoid_row(scores, n_experts);
   if (op.choice_bias != -1) kernels.add_row(vector(op.choice_bias), n_experts, 1.0f, choice);
   if (op.n_groups > 1) leave_best_groups(op, choice, choice + n_experts);
   int32_t* ids = program.routing_.expert_ids.data() + token * top_k;

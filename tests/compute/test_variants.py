@@ -12,12 +12,13 @@ import torch
 from golden import ask_reference, check_golden, make_golden
 from safetensors.torch import load_file, save_file
 
-from checkpoints import COMMON, LATENT, VOCAB, enliven, make_checkpoint, make_reference
+from checkpoints import COMMON, VOCAB, enliven, make_checkpoint, make_reference
 from diptych.compute.runner import load_model
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
 from diptych.models.read import load_model_file
 from diptych.models.stored import check_stored
+from family_configs import LATENT
 from stepping import Stepper
 
 REFERENCE = ComputeConfig(backend="torch", device="cpu", weights="fp32")

@@ -70,6 +70,15 @@ MORE: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {"n_shared_experts": 1, **LATENT},
     "mistral4": {"n_shared_experts": 1, **LATENT, "qk_nope_head_dim": 8, "head_dim": 16},
     "hy_v3": {"num_experts": 4, **EXPERTS},
+    "cohere2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "prefix_dense_intermediate_size": 80,
+    },
+    "kolibri1": {"num_experts": 4, "shared_expert_intermediate_size": 48, **EXPERTS},
+    "axk1": {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, **LATENT},
     "phimoe": {"num_local_experts": 4, "lm_head_bias": True},
     "glm4_moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS},
     "glm4v_moe_text": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS},
@@ -300,7 +309,7 @@ def test_every_number_is_that_of_transformers(family: Family, fields: str) -> No
         assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     assert spec.windows == windows_of(config) * (2 if family.has_pairs else 1)  # a layer for each of a pair
     if "rms_norm_eps" in family.keys and hasattr(config, "rms_norm_eps"):
-        assert spec.norm_eps == config.rms_norm_eps
+        assert spec.norm_eps == (config.rms_norm_eps or config.layer_norm_eps)
     if hasattr(config, "max_position_embeddings") and "index_topk" not in family.keys:
         assert spec.max_context_tokens == config.max_position_embeddings
     rope = getattr(config, "rope_parameters", None)

@@ -25,7 +25,7 @@ from diptych.models.gguf import load_gguf_spec
 from diptych.models.gguf_architectures import ARCHITECTURES
 from diptych.models.read import family_of, load_model_file, read_model, refuse_unrun
 from diptych.models.refused import IN_GGUF, MISSING, reason_for
-from diptych.models.spec import ModelSpec, Norms, QkNorm, QueryScale
+from diptych.models.spec import ModelSpec, Norms, QkNorm, QueryScale, Scores
 
 SMALL: dict[str, Any] = {
     "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -338,6 +338,37 @@ def test_command_r7b_and_a_as_they_were_published(caplog: pytest.LogCaptureFixtu
     assert read("granite", position_embedding_type="rope").layers == read("granite").layers
     with pytest.raises(LoadError, match="position_embedding_type"):
         read("granite", position_embedding_type="nope")
+
+
+def test_command_a_plus_by_each_of_its_keys() -> None:
+    """Older files say how many layers are dense, newer ones which; what is added is a mean or a sum, norms are of two kinds."""
+    fields = {"num_hidden_layers": 6, "num_experts": 4, "num_shared_experts": 1, "first_k_dense_replace": 2,
+              "num_attention_heads": 4, "intermediate_size": 40, "sliding_window": 8, "head_dim": 16,
+              "prefix_dense_intermediate_size": 80}  # fmt: skip
+    found = read("cohere2_moe", **fields)
+    assert found.windows == (None, None, 8, 8, 8, None), "each of the dense, every fourth behind them"
+    assert [one.attention.rope is not None for one in found.layers] == [True] * 5 + [False]
+    assert [one.mlp.ffn if i < 2 else one.mlp.expert_ffn for i, one in enumerate(found.layers)] == [80] * 2 + [40] * 4
+    assert [one.scales.mlp_out for one in found.layers] == [1.0] * 2 + [0.5] * 4
+    assert found.centres_norms
+    assert found.moe.renormalises
+    kinds = {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 4, "first_k_dense_replace": 0,
+             "layer_types": ["full_attention" if one is None else "sliding_attention" for one in found.windows]}  # fmt: skip
+    assert read("cohere2_moe", **{**fields, **kinds}).layers == found.layers
+    patterned = read("cohere2_moe", **fields, prefix_dense_sliding_window_pattern=2)
+    assert patterned.windows[:2] == (8, None)
+    assert patterned.layers[1].attention.rope is None
+    others = {"rms_norm_eps": 1e-6, "expert_selection_fn": "sigmoid", "norm_topk_prob": False,
+              "shared_expert_combination_strategy": "sum"}  # fmt: skip
+    other = read("cohere2_moe", **{**fields, **others})
+    assert not other.centres_norms
+    assert other.norm_eps == 1e-6
+    assert (other.moe.scores, other.moe.renormalises) == (Scores.SIGMOID, False)
+    assert {one.scales.mlp_out for one in other.layers} == {1.0}
+    assert read("cohere2_moe", **{**fields, "prefix_dense_intermediate_size": None}).layers[0].mlp.ffn == 40
+    for key in ("expert_selection_fn", "shared_expert_combination_strategy"):
+        with pytest.raises(LoadError, match=rf"{key} .* is 'best'"):
+            read("cohere2_moe", **fields, **{key: "best"})
 
 
 def test_published_files_repeat_and_leave_over() -> None:

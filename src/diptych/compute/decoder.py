@@ -103,7 +103,7 @@ class OwnEmbedding(Generic[Vector, Linear]):
 class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
     """The handles of one layer: dense, experts, or neither; a norm that the family lacks is None.
 
-    is_parallel: attention and the dense MLP read the stream as it comes to the layer, by one norm or each by its own.
+    is_parallel: attention and MLP read the stream as it comes to the layer, by one norm or each by its own.
     is_shared: what it adds is added with what the next layer's attention gives, which reads the stream as it comes here.
     gate: what the heads give is multiplied by, if anything, before o.
     """
@@ -129,7 +129,7 @@ class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
     is_shared: bool = False
     scale: float = 1.0  # of the stream behind the layer
     attention_scale: float = 1.0  # of what attention adds
-    mlp_scale: float = 1.0  # of what the dense MLP adds
+    mlp_scale: float = 1.0  # of what the MLP adds
     branch: BranchWeights[Vector, Linear] | None = None
     mixing: MixingWeights[Vector, Linear] | None = None
     embedding: OwnEmbedding[Vector, Linear] | None = None
@@ -214,11 +214,13 @@ def run_layer(
     """
     h = x if weights.input_norm is None else ops.norm(x, weights.input_norm, eps=eps)
     if weights.is_parallel:
-        assert weights.dense is not None
-        gate_up, down = weights.dense
         # before anything is added to x, which both norms are of
         attended = run_attention(ops, h, weights)
         h = h if weights.pre_mlp_norm is None else ops.norm(x, weights.pre_mlp_norm, eps=eps)
+        if weights.dense is None:
+            assert weights.experts is not None
+            return run_experts(ops, h, weights, weights.experts, x, eps=added_eps, attended=attended)
+        gate_up, down = weights.dense
         beside = run_inner(ops, h, gate_up, weights)
         return ops.linear_add(beside, down, ops.linear_add(attended, weights.o, x))
     if weights.branch is None:
@@ -424,9 +426,13 @@ def run_experts(
     x: Stream,
     *,
     eps: float,
+    attended: Hidden | None = None,
 ) -> Stream:
-    """x + mixture(h), normed or not, + the shared experts of h, gated or not. All that reads h comes before x is written."""
-    shared, norm, latent = weights.shared, weights.post_mlp_norm, weights.latent
+    """x + mixture(h), normed or not, + the shared experts of h, gated or not. All that reads h comes before x is written.
+
+    attended: what the heads give where attention runs beside it, whose projection is added, too.
+    """
+    shared, norm, latent, scale = weights.shared, weights.post_mlp_norm, weights.latent, weights.mlp_scale
     gate = None if shared is None or shared.gate is None else ops.linear(h, shared.gate)
     beside = None if shared is None else run_inner(ops, h, shared.gate_up, weights)
     if shared is not None and beside is not None and norm is not None:  # of both together
@@ -436,9 +442,12 @@ def run_experts(
         x = ops.linear_add(ops.experts(ops.linear(h, latent.down), experts, routed=h), latent.up, x)
     else:
         mixture = ops.experts(h, experts)
-        x = ops.add(x, mixture if norm is None else ops.norm(mixture, norm, eps=eps))
+        x = x if attended is None else ops.linear_add(attended, weights.o, x)
+        x = ops.add(x, mixture if norm is None else ops.norm(mixture, norm, eps=eps), scale=scale)
     if shared is None or beside is None:
         return x
+    if scale != 1.0:
+        return ops.add(x, ops.linear(beside, shared.down), scale=scale)
     if gate is None:
         return ops.linear_add(beside, shared.down, x)
     return ops.add_gated(x, ops.linear(beside, shared.down), gate)

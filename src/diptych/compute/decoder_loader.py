@@ -48,7 +48,7 @@ from diptych.compute.views import (
     halves_order,
 )
 from diptych.compute.weights import SlicedTensor, Source
-from diptych.ground.errors import LoadError, UnsupportedModel
+from diptych.ground.errors import LoadError
 from diptych.models.spec import (
     XIELU_LEAST,
     XIELU_SLOPE,
@@ -114,10 +114,6 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         before_mlp, after_mlp = (self.norm_tensor(name, self.mlp_prefix) for name in of_mlp)
         dense, of_mixture = None, dict[str, Any]()
         is_parallel = self.parts.norms.are_side_by_side
-        if is_parallel and not isinstance(mlp, MlpSpec):
-            raise UnsupportedModel(
-                f"layer {self.layer} has a mixture of experts beside its attention, which is not run"
-            )
         if isinstance(mlp, MlpSpec):  # where it reads the norm that attention reads, that stays as it is
             before_mlp, dense = self.mlp(mlp, before_mlp)
         # what a branch adds is the norm as it is
@@ -241,11 +237,10 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             experts = tuple(ExpertParts(gate_up=gate_up, down=down) for gate_up, down in pairs)
             if shared:
                 shared = (*self.balance_inner(ends[0], shared[1], moe), *ends[1:])
-        choice_bias = (
-            self.source.tensor(f"{root}{self.names.choice_bias}", *self.names.choice_axes, moe.n_experts)
-            if moe.has_choice_bias
-            else None
-        )
+        name, choice_bias = self.names.choice_bias, None
+        bias_name = f"{self.prefix}{name[1:]}" if name.startswith(".") else f"{root}{name}"
+        if moe.has_choice_bias and (self.source.has(bias_name) or not self.names.choice_bias_may_lack):
+            choice_bias = self.source.tensor(bias_name, *self.names.choice_axes, moe.n_experts)
         sites = {"gate": ffn, "up": ffn} if moe.is_gated else {"up": ffn}
         scales = self.source.tensor(f"{root}{self.names.expert_scales}", moe.n_experts) if moe.is_apart else None
         mixture = self.loader.experts(

@@ -9,6 +9,8 @@ from diptych.models.families_shared import (
     BESIDE_VISION,
     BY_ATTENTION_BIAS,
     BY_USE_BIAS,
+    COHERE,
+    COHERE_LAYERS,
     EXAONE,
     EXAONE_LAYERS,
     GRANITE,
@@ -49,13 +51,8 @@ GLM = {**USUAL, "vocab_size": 151_552, "intermediate_size": 13_696, "num_hidden_
        "partial_rotary_factor": 0.5, "attention_bias": True}  # fmt: skip
 GLM4_NAMES = TensorNames(gate_up=("gate_up_proj",), norms={Norms.AROUND: (
     "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")})  # fmt: skip
-COHERE = {**USUAL, "vocab_size": 256_000, "hidden_size": 8192, "intermediate_size": 22_528, "logit_scale": 0.0625,
-          "num_hidden_layers": 40, "num_attention_heads": 64, "max_position_embeddings": 8192,
-          "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "attention_bias": False}  # fmt: skip
 LAYER_NORM_EPS = {"layer_norm_eps": "rms_norm_eps"}
 CAUSAL = {"use_bidirectional_attention": (None, False)}
-COHERE_LAYERS: dict[str, Any] = {"norms": Norms.PARALLEL, "centres_norms": True, "is_interleaved": True,
-                                 **BY_ATTENTION_BIAS}  # fmt: skip
 
 DENSE: tuple[Family, ...] = (
     # Llama 2, 3, 3.1, 3.2 and what copies them: SmolLM2, TinyLlama, Falcon 3, the bundled model

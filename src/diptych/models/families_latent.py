@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from diptych.models.families_shared import BESIDE_VISION, CHOSEN_BY_SIGMOID, LOCAL_EXPERTS, USUAL
-from diptych.models.family import Family
+from diptych.models.family import Family, TensorNames
+from diptych.models.spec import Norms
 
 LATENT = {**USUAL, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
           "v_head_dim": 128, "attention_bias": False, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}  # fmt: skip
@@ -36,6 +37,19 @@ LATENT_ATTENTION: tuple[Family, ...] = (
         more_model_types=("kimi_k2",),
         keys={**DEEPSEEK_V3, "max_position_embeddings": 4096, "rope_interleave": True},
         fixed={"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
+        **LIKE_DEEPSEEK,
+        **CHOSEN_BY_SIGMOID,
+    ),
+    # A.X K1: its mixtures, and no dense MLP, are normed behind, too
+    Family(
+        name="axk1", architectures=("AXK1ForCausalLM",),
+        keys={**DEEPSEEK_V3, "vocab_size": 163_840, "num_attention_heads": 64, "num_key_value_heads": 64, "num_experts": 192,
+              "first_k_dense_replace": 1, "mlp_layer_types": None, "max_position_embeddings": 32_768,
+              "rope_interleave": True},
+        fixed={"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "moe_layer_freq": (1,)},
+        mixture_norms=Norms.AROUND_MLP,
+        names=TensorNames(choice_bias_may_lack=True),
+        ignored=("rotary_emb.inv_freq", ".post_mlp_layernorm."),  # of dense layers, too, in published files
         **LIKE_DEEPSEEK,
         **CHOSEN_BY_SIGMOID,
     ),

@@ -9,6 +9,8 @@ from diptych.models.families_shared import (
     BY_GROUPS,
     BY_USE_BIAS,
     CHOSEN_BY_SIGMOID,
+    COHERE,
+    COHERE_LAYERS,
     EXAONE,
     EXAONE_LAYERS,
     GRANITE,
@@ -278,6 +280,37 @@ MIXTURES: tuple[Family, ...] = (
         scores=Scores.SIGMOID,
         names=TensorNames(shared="shared_expert", sinks="softmax_offset"),
         **BY_ATTENTION_BIAS,
+    ),
+    # Command A+: a mixture beside attention, with the norm of either; the first layers, dense, attend to everything
+    Family(
+        name="cohere2_moe", architectures=("Cohere2MoeForCausalLM",),
+        keys={**COHERE, "moe_intermediate_size": 22_528, "intermediate_size": None, "rms_norm_eps": None,
+              "layer_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None,
+              "mlp_layer_types": None, "first_k_dense_replace": 0, "prefix_dense_sliding_window_pattern": 1,
+              "head_dim": 128, "num_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 0,
+              "shared_expert_combination_strategy": "average", "expert_selection_fn": "softmax", "norm_topk_prob": True},
+        renamed={"intermediate_size": "moe_intermediate_size", "prefix_dense_intermediate_size": "intermediate_size",
+                 "num_shared_experts": "n_shared_experts", "_sliding_window_pattern": "sliding_window_pattern",
+                 **LOCAL_EXPERTS},
+        turns_windowed_only=True,
+        scores="expert_selection_fn",
+        **COHERE_LAYERS,
+    ),
+    # Kolibri 1: windows but on every fifth layer, which knows no positions; norms around attention and mixture
+    Family(
+        name="kolibri1", architectures=("Kolibri1ForCausalLM",),
+        keys={**USUAL, "vocab_size": 128_000, "hidden_size": 2560, "num_hidden_layers": 50, "num_attention_heads": 48,
+              "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 262_144, "sliding_window": 513,
+              "layer_types": None, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+              "num_experts": 384, "num_experts_per_tok": 6, "norm_topk_prob": False},
+        renamed=LOCAL_EXPERTS,
+        norms=Norms.AROUND,
+        qk_norm=QkNorm.HEAD,
+        full_every=5, turns_windowed_only=True, turns_full_alone=True,
+        scores=Scores.LATE_SIGMOID,
+        has_choice_bias=True,
+        names=TensorNames(choice_bias=".moe.router.expert_bias", norms={Norms.AROUND: (
+            "input_layernorm", "post_attn_norm", "post_attention_layernorm", "post_ffn_norm")}),
     ),
     # norms around attention and around experts with the shared one, gated heads, positions in windowed layers alone
     Family(

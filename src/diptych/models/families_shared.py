@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diptych.models.spec import QkNorm, Scores
+from diptych.models.spec import Norms, QkNorm, Scores
 
 # The class defaults that most classes share; an entry overrides what differs.
 USUAL: dict[str, Any] = {
@@ -39,3 +39,8 @@ BY_USE_BIAS: dict[str, Any] = {"qkv_bias": "use_bias", "o_bias": "use_bias", "ml
 CHOSEN_BY_SIGMOID: dict[str, Any] = {
     "scores": Scores.SIGMOID, "has_choice_bias": True, "group_best": 2,
     "renamed": {"n_routed_experts": "num_experts", **LOCAL_EXPERTS}}  # fmt: skip
+COHERE = {**USUAL, "vocab_size": 256_000, "hidden_size": 8192, "intermediate_size": 22_528, "logit_scale": 0.0625,
+          "num_hidden_layers": 40, "num_attention_heads": 64, "max_position_embeddings": 8192,
+          "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "attention_bias": False}  # fmt: skip
+COHERE_LAYERS: dict[str, Any] = {"norms": Norms.PARALLEL, "centres_norms": True, "is_interleaved": True,
+                                 **BY_ATTENTION_BIAS}  # fmt: skip

@@ -21,6 +21,7 @@ NORM_NAMES: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]
         "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     ),
+    Norms.AROUND_MLP: ("input_layernorm", None, "post_attention_layernorm", "post_mlp_layernorm"),
     Norms.ALONE: ("input_layernorm", None, None, None),
     Norms.SHARED: ("input_layernorm", None, None, None),
     Norms.PARALLEL: ("input_layernorm", None, None, None),
@@ -38,7 +39,8 @@ class TensorNames:
     stacked: of all experts in one tensor each, is_transposed: as [inputs, outputs] (None: in some files), takes_turns: rows of
     gate and up in turn.
     apart: norms before the mixture, behind shared experts, behind the mixture, of `MoeSpec.is_apart`.
-    choice_axes: what choice_bias has before its experts. norms: before attention, after it, before the MLP, after it.
+    choice_bias: with a point in front, of the layer; choice_axes: what it has before its experts; choice_bias_may_lack: files
+    without one mean zeros. norms: before attention, after it, before the MLP, after it.
     q_norm, k_norm: where each head has a weight of its own they are stacked in one tensor, or {} stands for the head.
     latent: what takes the stream to experts and back, of `MoeSpec.latent`. gate: what gates the heads, where it is a tensor of
     its own. dense: where a dense MLP lies, if not where mlp says. states: where tensors of a layer with a state lie.
@@ -71,6 +73,7 @@ class TensorNames:
     router: str = "gate"
     choice_bias: str = "gate.e_score_correction_bias"
     choice_axes: tuple[int, ...] = ()
+    choice_bias_may_lack: bool = False
     shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate"
     router_scale: str = "router.scale"
@@ -106,8 +109,9 @@ class Family:
     longrope_names: rope types that mean longrope here. turns_windowed_only: layers that attend to everything have no rotary
     positions; turns_full_alone: unless the model has no window. attends_in_chunks: what is `sliding_window` here is the length
     of chunks that layers with rotary positions attend within; scales_queries: queries of the other layers are scaled by
-    position. positions_offset: learned positions, and how many come first. parallel_key: the key that says whether attention
-    and MLP run side by side, with the norms of `parallel_norms`. has_head_bias: the output projection has one.
+    position. mixture_norms: of layers with mixtures, if not the others'. positions_offset: learned positions, and how many
+    come first. parallel_key: the key that says whether attention and MLP run side by side, with the norms of `parallel_norms`.
+    scores: or the key that says it. has_head_bias: the output projection has one.
     built_as: the class of another family with which transformers builds this one.
     attention_scale: of scores, whatever the heads' width. has_v_norm: heads of v are normed without a weight. full_last: the
     last layer attends to everything. has_full_heads: layers that attend to everything have heads of their own number and
@@ -135,6 +139,7 @@ class Family:
     built_as: str | None = None
     is_run: bool = True
     norms: Norms = Norms.BEFORE
+    mixture_norms: Norms | None = None
     parallel_key: str | None = None
     parallel_norms: Norms = Norms.PARALLEL
     norm_offset: float = 0.0
@@ -171,7 +176,7 @@ class Family:
     scales_queries: bool = False
     positions_offset: int | None = None
     renormalises: bool | str = "norm_topk_prob"
-    scores: Scores = Scores.SOFTMAX
+    scores: Scores | str = Scores.SOFTMAX
     group_best: int = 1
     has_router_bias: bool = False
     has_choice_bias: bool | str = False

@@ -23,6 +23,7 @@ from diptych.models.files import no_model
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL, SYNONYMS
 from diptych.models.read_blocks import as_layers, as_pairs
 from diptych.models.read_gpt import arrangement, n_kv_heads, of_all_layers
+from diptych.models.read_mixtures import expert_groups, mixture_layers, mixture_scales, scores_of
 from diptych.models.read_states import adjusted_width, layer_scales, state_attention, state_layers
 from diptych.models.read_streams import cutoffs, full_heads, layer_inputs, mlp_widths, shared_layers, streams
 from diptych.models.read_windows import is_both_ways, layer_ropes, rope_sections, windows_of
@@ -31,7 +32,6 @@ from diptych.models.rope import ROPE_KEYS, latent_stretch, make_rope, position_l
 from diptych.models.spec import (
     Activation,
     AttentionLayer,
-    LayerScales,
     LayerSpec,
     MlaSpec,
     MlpSpec,
@@ -86,6 +86,7 @@ def read_model(
     ]
     if _decided(config, family.is_interleaved):
         ropes = [replace(rope, is_interleaved=True) for rope in ropes]
+    norm_eps, centres_norms = _norms(config, family)
     hidden = config.integer("hidden_size")
     word_width = config.integer("word_embed_proj_dim", hidden)
     if word_width != hidden:
@@ -100,7 +101,7 @@ def read_model(
         vocab_size=config.integer("vocab_size"),
         layers=_layers(config, family, ropes, windows, heads),
         max_context_tokens=limit,
-        norm_eps=config.number("rms_norm_eps"),
+        norm_eps=norm_eps,
         norm_offset=family.norm_offset,
         embed_scale=hidden**0.5
         if _decided(config, family.has_scaled_embedding)
@@ -112,7 +113,7 @@ def read_model(
         is_run=family.is_run,
         is_wrapped=is_wrapped,
         has_head=has_head and not is_both_ways(config),
-        centres_norms=family.centres_norms,
+        centres_norms=centres_norms,
         has_norm_weight=family.has_norm_weight,
         has_norm_bias=family.has_norm_bias,
         has_embedding_norm=family.has_embedding_norm,
@@ -125,6 +126,13 @@ def read_model(
         scales_layers=family.scales_layers,
         blocks=config.raw.get("blocks", ()),
     )
+
+
+def _norms(config: HfConfig, family: Family) -> tuple[float, bool]:
+    """The eps, and whether the mean is taken away first: of Command A+, which has either, by the key that says the eps."""
+    if "layer_norm_eps" in family.keys and config.raw.get("rms_norm_eps") is None:
+        return config.number("layer_norm_eps"), True
+    return config.number("rms_norm_eps"), family.centres_norms and "layer_norm_eps" not in family.keys
 
 
 def _residual_scale(config: HfConfig) -> float:
@@ -308,7 +316,7 @@ def _layers(
 ) -> tuple[LayerSpec, ...]:
     n_layers = len(windows)
     turns = layer_ropes(config, family, ropes, windows)
-    mixtures = _moe_layers(config, n_layers)
+    mixtures = mixture_layers(config, n_layers)
     moe = _moe(config, family) if mixtures else None
     shared = shared_layers(config, windows)
     mlps = _mlps(config, family, shared)
@@ -337,11 +345,13 @@ def _layers(
         key = (id(heads), id(mlp))
         if key not in made:
             own = norms if heads.state is None or family.state_norms is None else family.state_norms
+            if mlp is moe and family.mixture_norms is not None:
+                own = family.mixture_norms
             made[key] = LayerSpec(
                 attention=heads,
                 mlp=mlp,
                 norms=without_mlp if i in alone else own,
-                scales=layer_scales(config, heads) if family.has_pairs else LayerScales(),
+                scales=layer_scales(config, heads) if family.has_pairs else mixture_scales(config, mlp),
             )
         layers.append(made[key])
     return tuple(layers)
@@ -443,6 +453,8 @@ def _ffn(config: HfConfig) -> int:
     if config.raw.get("num_experts") == 0 and "blocks" not in config.raw:
         # what a mixture has beside its experts is left
         return config.integer("shared_expert_intermediate_size")
+    if config.raw.get("intermediate_size") is None and config.raw.get("moe_intermediate_size") is not None:
+        return config.integer("moe_intermediate_size")
     width = config.integer("intermediate_size", 4 * config.integer("hidden_size"))
     return adjusted_width(config, width) if config.flag("block_auto_adjust_ff_dim") else width
 
@@ -459,61 +471,20 @@ def _activation(config: HfConfig, family: Family) -> Activation:
     return found
 
 
-def _moe_layers(config: HfConfig, n_layers: int) -> frozenset[int]:
-    """Layers whose MLP is a mixture. "Every step-th layer" counts from 1: layers step-1, 2 step-1, ..."""
-    if config.raw.get("num_experts") in (None, 0) or not config.flag("enable_moe_block", True):
-        return frozenset()
-    named = config.integers("moe_layers")
-    if named is not None:
-        return frozenset(named) & frozenset(range(n_layers))
-    dense = config.integers("mlp_only_layers") or []
-    step = config.integer("decoder_sparse_step", 1)
-    kinds = config.raw.get("mlp_layer_types")
-    if kinds is not None:
-        known = ("dense", "sparse", *((None,) if "blocks" in config.raw else ()))
-        if not isinstance(kinds, list) or len(kinds) < n_layers or any(kind not in known for kind in kinds):
-            raise LoadError(f"mlp_layer_types in {config.path} must name {n_layers} layers, each dense or sparse")
-        return frozenset(i for i in range(n_layers) if kinds[i] == "sparse")
-    first = config.optional_integer("first_k_dense_replace", low=0)
-    if first is not None:
-        return frozenset(range(first, n_layers, step))
-    if config.raw.get("moe_layer_start_index") is not None:  # first and last, -1 for the model's last
-        first, last = (config.integer(f"moe_layer_{end}_index", low=-1) for end in ("start", "end"))
-        last = n_layers - 1 if last == -1 else last
-        return frozenset(i for i in range(max(first, 0), min(last + 1, n_layers)) if (i + 1) % step == 0)
-    return frozenset(i for i in range(n_layers) if i not in dense and (i + 1) % step == 0)
-
-
-def _groups(config: HfConfig, family: Family, n_experts: int, chosen: int) -> tuple[int, int]:
-    """Into how many groups the experts fall, and of how many a token may choose."""
-    method = config.raw.get("topk_method")
-    if method not in (None, "greedy", "group_limited_greedy"):
-        raise LoadError(
-            f"topk_method in {config.path} is {method!r}; of {family.name}, greedy and group_limited_greedy are supported"
-        )
-    if method == "greedy":
-        return 1, 1
-    n_groups, per_token = config.integer("n_group", 1), config.integer("topk_group", 1)
-    if n_experts % n_groups or n_experts // n_groups < family.group_best:
-        raise LoadError(
-            f"{n_experts} experts cannot form {n_groups} equal groups of {family.group_best} or more ({config.path})"
-        )
-    config.at_most("topk_group", per_token, n_groups)
-    config.at_most("num_experts_per_tok", chosen, n_experts // n_groups * per_token)
-    return n_groups, per_token
-
-
 def _moe(config: HfConfig, family: Family) -> MoeSpec:
     n_experts, chosen = config.integer("num_experts"), config.integer("num_experts_per_tok")
     config.at_most("num_experts_per_tok", chosen, n_experts)
     has_own = config.raw.get("moe_intermediate_size") is not None
     ffn = config.integer("moe_intermediate_size" if has_own else "intermediate_size")
-    n_groups, per_token = _groups(config, family, n_experts, chosen)
+    n_groups, per_token = expert_groups(config, family, n_experts, chosen)
     shared = config.optional_integer("shared_expert_intermediate_size", low=0)
     if family.mixes_apart:
         shared = config.integer("intermediate_size")
     if shared is None:
         shared = ffn * (config.optional_integer("n_shared_experts", low=0) or 0)
+    scores, renormalises = scores_of(config, family), _decided(config, family.renormalises)
+    if isinstance(family.scores, str) and scores is Scores.SOFTMAX:  # of the chosen alone
+        renormalises = True
     return MoeSpec(
         n_experts=n_experts,
         experts_per_token=chosen,
@@ -521,14 +492,14 @@ def _moe(config: HfConfig, family: Family) -> MoeSpec:
         is_gated=family.is_gated,
         latent=config.optional_integer("moe_latent_size") or 0,
         activation=_activation(config, family),
-        renormalises=_decided(config, family.renormalises),
+        renormalises=renormalises,
         shared_ffn=shared,
         routed_scale=config.number("routed_scaling_factor", 1.0),
         n_groups=n_groups,
         groups_per_token=per_token,
         group_best=family.group_best,
-        scores=family.scores,
-        margin=2 * config.number("router_jitter_noise", 0.0) if family.scores is Scores.SPARSEMIXER else 0.0,
+        scores=scores,
+        margin=2 * config.number("router_jitter_noise", 0.0) if scores is Scores.SPARSEMIXER else 0.0,
         has_router_bias=family.has_router_bias,
         has_choice_bias=_decided(config, family.has_choice_bias),
         has_expert_bias=family.has_expert_bias,

@@ -8,6 +8,7 @@ from typing import Any
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.family import Family
+from diptych.models.read_mixtures import mixture_layers
 from diptych.models.rope import ROPE_KEYS, rope_section
 from diptych.models.spec import Rope
 
@@ -29,6 +30,10 @@ def windows_of(config: HfConfig, family: Family, n_layers: int) -> list[int | No
         windows: list[int | None] = [None] * n_layers
     elif types is not None and "layer_types" in family.keys:
         windows = [None if kind == "full_attention" else window for kind in types]
+    elif pattern is not None and "prefix_dense_sliding_window_pattern" in family.keys:
+        n_dense, of_dense = config.integer("first_k_dense_replace", 0, low=0), _dense_pattern(config)
+        patterns = [(i, of_dense) if i < n_dense else (i - n_dense, pattern) for i in range(n_layers)]
+        windows = [None if (i + 1) % every == 0 else window for i, every in patterns]
     elif pattern is not None:
         first = 0 if family.full_first else pattern - 1
         windows = [None if i % pattern == first else window for i in range(n_layers)]
@@ -51,13 +56,22 @@ def windows_of(config: HfConfig, family: Family, n_layers: int) -> list[int | No
     return windows
 
 
+def _dense_pattern(config: HfConfig) -> int:
+    """Of how many dense layers before a mixture one attends to everything (Command A+); where all do, they turn."""
+    return config.integer("prefix_dense_sliding_window_pattern", 1)
+
+
 def turns_of(config: HfConfig, family: Family, windows: list[int | None]) -> list[bool]:
     """Whether each layer has rotary positions."""
     if "position_embedding_type" in family.keys and config.raw["position_embedding_type"] != "rope":
         return [False] * len(windows)
     has_no_window = config.raw.get("sliding_window") is None
     if family.turns_windowed_only and not (family.turns_full_alone and has_no_window):
-        return [window is not None for window in windows]
+        turns = [window is not None for window in windows]
+        if "prefix_dense_sliding_window_pattern" in family.keys:
+            mixtures = mixture_layers(config, len(windows)) if _dense_pattern(config) == 1 else range(len(windows))
+            return [one or i not in mixtures for i, one in enumerate(turns)]
+        return turns
     return no_rope(config, len(windows))
 
 

@@ -20,10 +20,8 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "q, k and v stacked for groups of accelerators": ("codegen",),
     "norms of q and k without weights, and logits that are capped": ("nanochat",),
     "norms of heads with biases": ("persimmon",),
-    "a mixture of experts beside attention": ("cohere2_moe",),
     "values of another width than keys": ("mimo_v2_flash",),
-    "a norm behind mixtures alone": ("axk1", "axk2"),
-    "experts chosen by their products before the sigmoid": ("kolibri1",),
+    "norms that are weighed by a gate": ("axk2",),
     "a shared expert of another shape": ("dbrx", "longcat_flash"),
     "attention that chooses its tokens by an index": (
         "deepseek_v4", "minimax_m3_vl", "glm5_next"),

@@ -51,14 +51,13 @@ class QkNorm(Enum):
 
 
 class Scores(Enum):
-    """How a router's logits become the weights of the chosen experts: over all experts, or each by itself.
-
-    SPARSEMIXER (arXiv:2409.12136): experts are chosen one by one, each weighed by a softmax over those that are left and lie
-    within a margin of the best of them.
+    """How a router's logits become the weights of the chosen experts: over all experts, or each by itself. LATE_SIGMOID: they
+    are chosen by logits. SPARSEMIXER (arXiv:2409.12136): one by one, each weighed by a softmax over those left that lie near.
     """
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
+    LATE_SIGMOID = "late_sigmoid"
     SPARSEMIXER = "sparsemixer"
 
 
@@ -72,11 +71,12 @@ class Norms(Enum):
     BEFORE = "before"  # before attention, before the MLP
     AFTER = "after"  # after each of them
     AROUND = "around"  # before and after each
+    AROUND_MLP = "around_mlp"  # before attention, before and after the MLP
 
     @property
     def count(self) -> int:
         """Norms per layer."""
-        return {Norms.SHARED: 0, Norms.ALONE: 1, Norms.PARALLEL: 1, Norms.AROUND: 4}.get(self, 2)
+        return {Norms.SHARED: 0, Norms.ALONE: 1, Norms.PARALLEL: 1, Norms.AROUND_MLP: 3, Norms.AROUND: 4}.get(self, 2)
 
     @property
     def are_side_by_side(self) -> bool:

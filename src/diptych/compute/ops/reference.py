@@ -321,7 +321,8 @@ def route(logits: torch.Tensor, spec: MoeSpec, choice_bias: torch.Tensor | None 
             del left[best]
         return weights
     scores = (logits.softmax(dim=-1) if spec.scores is Scores.SOFTMAX else logits.sigmoid()).tolist()
-    choice = [score + (0.0 if choice_bias is None else float(choice_bias[e])) for e, score in enumerate(scores)]
+    chosen_by = logits.tolist() if spec.scores is Scores.LATE_SIGMOID else scores
+    choice = [score + (0.0 if choice_bias is None else float(choice_bias[e])) for e, score in enumerate(chosen_by)]
     size = spec.n_experts // spec.n_groups
 
     def worth(group: int) -> float:

@@ -533,7 +533,8 @@ def _route(
     if spec.scores is Scores.SPARSEMIXER:
         return _route_one_by_one(logits_TE, spec)
     scores_TE = logits_TE.softmax(dim=-1) if spec.scores is Scores.SOFTMAX else logits_TE.sigmoid()
-    choice_TE = scores_TE if choice_bias is None else scores_TE + choice_bias
+    choice_TE = logits_TE if spec.scores is Scores.LATE_SIGMOID else scores_TE
+    choice_TE = choice_TE if choice_bias is None else choice_TE + choice_bias
     if spec.n_groups > 1:
         by_group = choice_TE.unflatten(1, (spec.n_groups, -1))
         groups_Tg = (

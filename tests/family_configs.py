@@ -1,0 +1,516 @@
+"""Small configs of every family, by the classes of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+VOCAB = 160
+# family -> (config class, model class, fields beside COMMON)
+CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 16, "head_dim": 16}),
+    "qwen2": (
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 32, "tie_word_embeddings": True}),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", {}),
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {"head_dim": 24, "sliding_window": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0,
+         "final_logit_softcapping": 5.0, "num_hidden_layers": 4},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {"head_dim": 24, "sliding_window": 16, "query_pre_attn_scalar": 20, "sliding_window_pattern": 3,
+         "num_hidden_layers": 4},
+    ),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layer_interval": 2}),
+    "mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+}  # fmt: skip
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+          "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+          "first_k_dense_replace": 1}  # fmt: skip
+STATES = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+CONVOLUTIONS = ["conv", "full_attention", "conv", "conv"]
+MAMBA = {"num_hidden_layers": 4, "layer_types": STATES, "mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 24,
+         "mamba_d_conv": 4, "mamba_expand": 2, "shared_intermediate_size": 48}  # fmt: skip
+WINDOWS = {"num_hidden_layers": 4, "sliding_window": 16,
+           "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]}  # fmt: skip
+FALCON_H1 = {
+    "num_hidden_layers": 2,
+    "head_dim": 24,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 12,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "embedding_multiplier": 5.0,
+    "lm_head_multiplier": 0.4,
+    "key_multiplier": 0.3,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.7,
+    "ssm_multipliers": [0.8, 0.6, 1.5, 0.5, 0.7],
+    "mlp_multipliers": [0.9, 0.6],
+}
+BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+NEMOTRON_H = {"head_dim": 24, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 4, "ssm_state_size": 24,
+              "layer_norm_epsilon": 1e-5}  # fmt: skip
+
+
+def blocks(pattern: str) -> list[str]:
+    """Nemotron-H's names of its blocks, from the letters that its older files have."""
+    return [BLOCKS[letter] for letter in pattern]
+
+
+NEMOTRON_3 = {**NEMOTRON_H, "layers_block_type": blocks("MEM*EME"), "n_routed_experts": 6, "num_experts_per_tok": 3,
+              "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 48,
+              "routed_scaling_factor": 2.5}  # fmt: skip
+# what other families have beside that: their tests look at one cut of the work, as the walk is the same
+MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", {"head_dim": 24}),
+    # two kinds of layers attend to what others keep, of three the gate is sparse, and a token has no embedding of layers
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        "Gemma3nForCausalLM",
+        {"head_dim": 24, "sliding_window": 16, "num_hidden_layers": 6, "num_kv_shared_layers": 2, "laurel_rank": 12,
+         "layer_types": ["full_attention", "sliding_attention"] * 3, "hidden_size_per_layer_input": 16,
+         "vocab_size_per_layer_input": VOCAB - 1, "activation_sparsity_pattern": [0.6, 0.9, 0.6, 0.0, 0.0, 0.0],
+         "final_logit_softcapping": 5.0},
+    ),
+    # layers that see everything have one wide head whose keys are its values
+    "gemma4": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {"head_dim": 16, "global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+         "sliding_window": 16, "num_hidden_layers": 4, "hidden_size_per_layer_input": 0, "rope_parameters": {
+             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e6},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
+         "layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 5.0},
+    ),
+    # of the small sizes: embeddings for each layer, and the last layers attend to others' and are twice as wide
+    "gemma4-e2b": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {"head_dim": 16, "global_head_dim": 24, "sliding_window": 16, "num_hidden_layers": 6, "num_kv_shared_layers": 2,
+         "layer_types": ["sliding_attention", "full_attention"] * 3, "hidden_size_per_layer_input": 16,
+         "vocab_size_per_layer_input": VOCAB - 1, "use_double_wide_mlp": True},
+    ),
+    # a mixture beside the dense MLP
+    "gemma4-a4b": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {"head_dim": 16, "global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+         "sliding_window": 16, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 6,
+         "top_k_experts": 3, "moe_intermediate_size": 40},
+    ),
+    "gemma4_unified": (
+        "Gemma4UnifiedTextConfig",
+        "Gemma4UnifiedForCausalLM",
+        {"head_dim": 16, "global_head_dim": 32, "sliding_window": 16, "num_hidden_layers": 3},
+    ),
+    "granite": (
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 1.5},
+    ),
+    "glm": ("GlmConfig", "GlmForCausalLM", {"head_dim": 24}),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", {"head_dim": 24}),
+    "cohere": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.5}),
+    "command-r-plus": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.5, "use_qk_norm": True}),
+    "cohere2": (
+        "Cohere2Config", "Cohere2ForCausalLM", {"sliding_window": 16, "sliding_window_pattern": 3, "logit_scale": 0.5}),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM", {"use_qkv_bias": True}),
+    "stablelm-2-12b": (
+        "StableLmConfig", "StableLmForCausalLM", {"qk_layernorm": True, "use_parallel_residual": True, "hidden_size": 96}),
+    "cwm": ("CwmConfig", "CwmForCausalLM", {"head_dim": 24, "sliding_window": 16, "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 64}}),
+    "llama4": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {"head_dim": 24, "num_hidden_layers": 4, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40,
+         "intermediate_size_mlp": 96, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 3, "floor_scale": 8,
+         "attention_chunk_size": 16, "rope_parameters": {
+             "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
+             "original_max_position_embeddings": 64}},
+    ),
+    "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM", {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True}),
+    "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM", {"head_dim": 24, "use_bias": True}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 72,
+         "mlp_only_layers": [1]},
+    ),
+    "olmoe": (
+        "OlmoeConfig", "OlmoeForCausalLM", {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40}),
+    "flex_olmo": (
+        "FlexOlmoConfig", "FlexOlmoForCausalLM", {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40}),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        "GraniteMoeForCausalLM",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40, "embedding_multiplier": 3.0,
+         "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 1.5},
+    ),
+    "granitemoeshared": (
+        "GraniteMoeSharedConfig",
+        "GraniteMoeSharedForCausalLM",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40, "shared_intermediate_size": 72,
+         "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2},
+    ),
+    "minicpm3": (
+        "MiniCPM3Config",
+        "MiniCPM3ForCausalLM",
+        {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+         "v_head_dim": 12, "scale_emb": 3.0, "dim_model_base": 32},
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        "Ernie4_5_MoeForCausalLM",
+        {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 40, "moe_num_shared_experts": 2},
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_group": 4, "topk_group": 2,
+         "routed_scaling_factor": 1.5, "head_dim": 24, "use_qk_norm": True, "rope_parameters": {
+             "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "ministral": (
+        "MinistralConfig",
+        "MinistralForCausalLM",
+        {"head_dim": 16, "sliding_window": 16,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    # queries are scaled by position from 24 on
+    "ministral3": (
+        "Ministral3Config",
+        "Ministral3ForCausalLM",
+        {"head_dim": 24, "rope_parameters": {
+            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 24, "rope_theta": 1e4,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}},
+    ),
+    "internlm3": ("InternLM3Config", "LlamaForCausalLM", {"head_dim": 24, "attention_bias": True, "mlp_bias": True}),
+    "helium": ("HeliumConfig", "HeliumForCausalLM", {"head_dim": 16}),
+    "vaultgemma": (
+        "VaultGemmaConfig",
+        "VaultGemmaForCausalLM",
+        {"head_dim": 24, "sliding_window": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0,
+         "final_logit_softcapping": 5.0},
+    ),
+    "olmo3": (
+        "Olmo3Config",
+        "Olmo3ForCausalLM",
+        {"sliding_window": 16, "num_hidden_layers": 4, "rope_parameters": {
+            "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "attention_factor": 1.2,
+                               "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    ),
+    "exaone4": ("Exaone4Config", "Exaone4ForCausalLM", {"sliding_window": 16, "num_hidden_layers": 4}),
+    "hyperclovax": (
+        "HyperCLOVAXConfig",
+        "HyperCLOVAXForCausalLM",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 0.7},
+    ),
+    "solar_open": (
+        "SolarOpenConfig",
+        "SolarOpenForCausalLM",
+        {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "head_dim": 24,
+         "attention_bias": True},
+    ),
+    "dots1": (
+        "Dots1Config",
+        "Dots1ForCausalLM",
+        {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "norm_topk_prob": True, "max_window_layers": 2,
+         "sliding_window": 16},
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        "Glm4MoeLiteForCausalLM",
+        {**{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}, "q_lora_rank": 24,
+         "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "youtu": (
+        "YoutuConfig",
+        "YoutuForCausalLM",
+        {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16,
+         "qk_rope_head_dim": 8, "v_head_dim": 12},
+    ),
+    # the shape of V2-Lite: queries directly, greedy choice; V2's groups are a variant
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {**LATENT, "q_lora_rank": None, "n_shared_experts": 2, "topk_method": "greedy", "rope_parameters": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4, "mscale": 0.7,
+            "mscale_all_dim": 0.5}},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {**LATENT, "q_lora_rank": 24, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5},
+    ),
+    "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", {"sliding_window": 16}),
+    "nemotron": ("NemotronConfig", "NemotronForCausalLM", {"mlp_bias": True, "head_dim": 24}),
+    "arcee": ("ArceeConfig", "ArceeForCausalLM", {"head_dim": 24}),
+    "jais2": ("Jais2Config", "Jais2ForCausalLM", {"head_dim": 24}),
+    "hunyuan_v1_dense": ("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM", {"head_dim": 24}),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_inner": 96}),
+    "gpt_bigcode": ("GPTBigCodeConfig", "GPTBigCodeForCausalLM", {"activation_function": "gelu"}),
+    "gptj": ("GPTJConfig", "GPTJForCausalLM", {"rotary_dim": 8, "n_inner": 96}),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"rotary_pct": 0.5}),
+    "phi": ("PhiConfig", "PhiForCausalLM", {}),
+    "falcon": ("FalconConfig", "FalconForCausalLM", {}),
+    "falcon-40b": ("FalconConfig", "FalconForCausalLM", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "olmo": ("OlmoConfig", "OlmoForCausalLM", {"clip_qkv": 0.8}),
+    "iquestcoder": ("IQuestCoderConfig", "LlamaForCausalLM", {"head_dim": 24, "attention_bias": True}),
+    "apertus": ("ApertusConfig", "ApertusForCausalLM", {}),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        "MiniMaxM2ForCausalLM",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40, "head_dim": 24, "rotary_dim": 12},
+    ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1Config",
+        "HunYuanMoEV1ForCausalLM",
+        {"num_experts": 6, "moe_topk": [3, 3, 3], "intermediate_size": 40, "head_dim": 24},
+    ),
+    "opt": ("OPTConfig", "OPTForCausalLM", {"ffn_dim": 96}),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 64, "head_dim": 16,
+         "sliding_window": 16, "rope_parameters": {
+             "rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+             "original_max_position_embeddings": 32, "rope_theta": 1e4}},
+    ),
+    # three layers of four have a state, and those between them gates behind their heads
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {"num_hidden_layers": 4, "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "shared_expert_intermediate_size": 48, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "linear_key_head_dim": 16, "linear_value_head_dim": 32, "attention_bias": True, "layer_types": STATES},
+    ),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        "Qwen3_5ForCausalLM",
+        {"num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 3, "linear_num_value_heads": 3,
+         "linear_key_head_dim": 24, "linear_value_head_dim": 16, "tie_word_embeddings": True,
+         "layer_types": STATES},
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForCausalLM",
+        {"num_hidden_layers": 4, "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "shared_expert_intermediate_size": 48, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+         "linear_key_head_dim": 32, "linear_value_head_dim": 16, "layer_types": STATES},
+    ),
+    "olmo_hybrid": (
+        "OlmoHybridConfig",
+        "OlmoHybridForCausalLM",
+        {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24,
+         "linear_value_head_dim": 16, "layer_types": STATES, "rope_parameters": {"rope_theta": None, "rope_type": "default"}},
+    ),
+    # Mamba-2 in three layers of four: with experts and without positions, without experts, and with partly turned heads
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {**MAMBA, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40, "embedding_multiplier": 6.0,
+         "logits_scaling": 0.5, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "tie_word_embeddings": True},
+    ),
+    "granite-h-dense": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {**MAMBA, "num_local_experts": 0, "position_embedding_type": "rope",
+         "mamba_conv_bias": False},
+    ),
+    "bamba": (
+        "BambaConfig",
+        "BambaForCausalLM",
+        {**{key: value for key, value in MAMBA.items() if key not in ("layer_types", "shared_intermediate_size")},
+         "attn_layer_indices": [1]},
+    ),
+    # newer ones that attend to windows: with sinks and bases of their own, with gated heads, with other experts
+    "granite_swa": (
+        "GraniteSWAConfig",
+        "GraniteSWAForCausalLM",
+        {**WINDOWS, "layer_rope_theta": [0, 1e4, 5e3, 1e4], "embedding_multiplier": 6.0, "logits_scaling": 0.5,
+         "residual_multiplier": 0.4, "attention_multiplier": 0.2, "attention_bias": True},
+    ),
+    "granitemoe_swa": (
+        "GraniteMoeSWAConfig",
+        "GraniteMoeSWAForCausalLM",
+        {**WINDOWS, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40, "shared_intermediate_size": 48,
+         "layer_rope_theta": [0, 1e4, 1e4, 1e4], "embedding_multiplier": 6.0, "logits_scaling": 0.5,
+         "residual_multiplier": 0.4, "attention_multiplier": 0.2},
+    ),
+    "exaone_moe": (
+        "ExaoneMoeConfig",
+        "ExaoneMoeForCausalLM",
+        {**WINDOWS, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_shared_experts": 1,
+         "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+    ),
+    "mellum": (
+        "MellumConfig",
+        "MellumForCausalLM",
+        {**WINDOWS, "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+         "rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5,
+                                                "original_max_position_embeddings": 32},
+                             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    ),
+    "flint": (
+        "FlintConfig",
+        "FlintForCausalLM",
+        {**WINDOWS, "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]},
+    ),
+    "afmoe": (
+        "AfmoeConfig",
+        "AfmoeForCausalLM",
+        {**WINDOWS, "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "num_shared_experts": 2, "num_dense_layers": 1, "route_scale": 2.0, "mup_enabled": True},
+    ),
+    "lfm3": (
+        "Lfm3Config",
+        "Lfm3ForCausalLM",
+        {"num_hidden_layers": 4, "head_dim": 24, "sliding_window": 16, "conv_L_cache": 5,
+         "layer_types": ["conv", "sliding_attention", "full_attention", "conv"]},
+    ),
+    # a delta rule that fades by key in three layers of four, latent attention without positions in the other, experts
+    "kimi_linear": (
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        {**{key: value for key, value in LATENT.items() if key not in ("n_routed_experts", "first_k_dense_replace")},
+         "num_hidden_layers": 4, "layer_types": STATES, "num_experts": 8, "mlp_layer_types": ["dense", *["sparse"] * 3],
+         "linear_head_dim": 16, "linear_num_heads": 16, "linear_conv_kernel_dim": 4, "n_group": 2, "topk_group": 1},
+    ),
+    # Mamba-2 beside attention in each layer, and multipliers; without them; normed by group
+    "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", FALCON_H1),
+    "falcon-h1-plain": (
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {key: value for key, value in FALCON_H1.items() if "multiplier" not in key},
+    ),
+    "falcon-h1-normed": (
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 4, "mamba_conv_bias": False,
+         "tie_word_embeddings": True},
+    ),
+    # Mamba-2 normed by group, attention and MLPs as blocks of their own, some of them without an MLP behind; with experts
+    "nemotron_h": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {**NEMOTRON_H, "layers_block_type": blocks("M-M*-MM-")},
+    ),
+    "nemotron-3": ("NemotronHConfig", "NemotronHForCausalLM", NEMOTRON_3),
+    # its experts read latents
+    "nemotron-3-super": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {**NEMOTRON_3, "n_group": 2, "topk_group": 1, "moe_latent_size": 24, "routed_scaling_factor": 1.0},
+    ),
+    # short convolutions in three layers of four, dense and with experts behind the first
+    "lfm2": (
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {"num_hidden_layers": 4, "layer_types": CONVOLUTIONS, "block_multiple_of": 16, "conv_L_cache": 3},
+    ),
+    # by the names of classes that transformers does not have
+    "minicpm": (
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0, "attention_multiplier": 0.25},
+    ),
+    "exaone": ("LlamaConfig", "LlamaForCausalLM", {"head_dim": 24, "tie_word_embeddings": True, "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64}}),
+    "internlm2": ("LlamaConfig", "LlamaForCausalLM", {"attention_bias": True}),
+    "pangu": ("LlamaConfig", "LlamaForCausalLM", {"attention_bias": True}),
+    "mimo": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    # experts chosen one by one, of which some are too far from the best to weigh against it
+    "phimoe": (
+        "PhimoeConfig",
+        "PhimoeForCausalLM",
+        {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.2},
+    ),
+    "hy_v3": (
+        "HYV3Config",
+        "HYV3ForCausalLM",
+        {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "num_shared_experts": 2, "router_scaling_factor": 1.7},
+    ),
+    # an index that chooses all tokens there are
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        "DeepseekV32ForCausalLM",
+        {**LATENT, "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "index_topk": 128, "index_n_heads": 2,
+         "index_head_dim": 16},
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig",
+        "GlmMoeDsaForCausalLM",
+        {**LATENT, "q_lora_rank": 24, "index_topk": 128, "index_n_heads": 2, "index_head_dim": 16,
+         "indexer_types": ["full", "shared", "shared"]},
+    ),
+    # latent queries that are scaled by their position
+    "mistral4": (
+        "Mistral4Config",
+        "Mistral4ForCausalLM",
+        {**LATENT, "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}},
+    ),
+    # a mixture beside attention, whose mean with the shared experts is added; dense layers that attend to everything turn
+    "cohere2_moe": (
+        "Cohere2MoeConfig",
+        "Cohere2MoeForCausalLM",
+        {**WINDOWS, "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "num_shared_experts": 2, "logit_scale": 0.5,
+         "prefix_dense_intermediate_size": 80, "mlp_layer_types": ["dense", *["sparse"] * 3],
+         "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]},
+    ),
+    "cohere2_moe-sums": (
+        "Cohere2MoeConfig",
+        "Cohere2MoeForCausalLM",
+        {**WINDOWS, "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "num_shared_experts": 1, "logit_scale": 0.5,
+         "shared_expert_combination_strategy": "sum", "expert_selection_fn": "sigmoid", "norm_topk_prob": False,
+         "rms_norm_eps": 1e-5},
+    ),
+    "kolibri1": (
+        "Kolibri1Config",
+        "Kolibri1ForCausalLM",
+        {**WINDOWS, "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "shared_expert_intermediate_size": 48, "norm_topk_prob": True},
+    ),
+    "axk1": (
+        "AXK1Config",
+        "AXK1ForCausalLM",
+        {**{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}, "q_lora_rank": 24,
+         "n_group": 4, "topk_group": 2, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        "Lfm2MoeForCausalLM",
+        {"num_hidden_layers": 4, "layer_types": CONVOLUTIONS, "num_experts": 6, "num_experts_per_tok": 3,
+         "moe_intermediate_size": 40, "num_dense_layers": 1, "conv_L_cache": 4},
+    ),
+}  # fmt: skip
