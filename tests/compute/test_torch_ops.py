@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kinds import CPU, DTYPES, Kind, of_kinds
+from kinds import CPU, Kind, of_kinds
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import TorchKVStore
@@ -24,7 +24,7 @@ from diptych.compute.ops.contract import (
     RopeSpec,
 )
 from diptych.compute.ops.tolerances import EDGE_SHAPES, OPS, EdgeShape
-from diptych.compute.ops.torch_loader import TorchAttention, TorchLoader, TorchNorm
+from diptych.compute.ops.torch_loader import TorchAttention, TorchNorm
 from diptych.compute.ops.torch_ops import TorchOps
 from diptych.models.spec import MlaSpec, MoeSpec, Scores
 
@@ -310,17 +310,18 @@ def test_embed_and_head(rows: list[int], softcap: float | None, kind: Kind) -> N
     assert loader.table(tensor, head=head).data_ptr() == head.weight.data_ptr(), "a tied table is not a second copy"
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_latents_are_attended_to_as_their_expansion_would_be(dtype: torch.dtype) -> None:
+@of_kinds
+def test_latents_are_attended_to_as_their_expansion_would_be(kind: Kind) -> None:
     """Latent attention absorbed, over a paged cache of one vector a token, against every head's own keys and values."""
+    dtype = kind.dtype
     shape = EdgeShape(name="any", sequences=((0, 21),), n_heads=3)
     batch, n_blocks = world(shape)
     mla = MlaSpec(q_rank=None, kv_rank=12, nope_dim=6, rope_dim=4, v_dim=5)
     kv = TorchKVStore(
-        heads=[(1, 16)], n_blocks=n_blocks, block_tokens=16, dtype=dtype, device=CPU,
+        heads=[(1, 16)], n_blocks=n_blocks, block_tokens=16, dtype=dtype, device=kind.device,
         has_values=False,
     )  # fmt: skip
-    ops, loader = TorchOps(batch, kv, device=CPU, dtype=dtype), TorchLoader(CPU, dtype)
+    ops, loader = kind.ops(batch, kv, device=kind.device, dtype=dtype), kind.loader()
     rope = RopeSpec(inv_freq=(1.0, 0.3))
     spec = AttentionSpec(layer=0, n_heads=3, n_kv_heads=1, head_dim=16, scale=0.3, rope=rope, mla=mla)
     norm = Memory("n", noise(12, seed=1) + 1.0)
@@ -332,8 +333,8 @@ def test_latents_are_attended_to_as_their_expansion_would_be(dtype: torch.dtype)
         values=tuple(LinearParts(weights=(Memory("v", one),)) for one in values),
     )
     rows, q = noise(21, 16, seed=4).to(dtype), noise(21, 3 * 10, seed=5).to(dtype)
-    ops.cache_latents(rows, heads)
-    got = ops.expand(ops.attention(ops.absorb(q, heads), heads), heads)
+    ops.cache_latents(kind.put(rows), heads)
+    got = ops.expand(ops.attention(ops.absorb(kind.put(q), heads), heads), heads)
 
     positions = torch.from_numpy(batch.positions_T)
     q_parts = q.float().unflatten(1, (3, 10))

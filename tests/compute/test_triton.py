@@ -58,6 +58,20 @@ def test_products_in_tiles(rows: int, n: int, k: int, gate: int, kind: Kind) -> 
 
 
 @of_ours
+def test_parts_of_wider_rows_are_read_as_they_lie(kind: Kind) -> None:
+    """What is split off a row keeps its distance to the next."""
+    products, by_row = (import_module(f"diptych.compute.ops.gpu.{name}") for name in ("products", "rows"))
+    wide, weight = noise(5, 100, seed=1).to(kind.dtype), noise(24, 32, seed=2).to(kind.dtype)
+    part = kind.put(wide)[:, 40:72]
+    expected = wide[:, 40:72].float() @ weight.float().T
+    torch.testing.assert_close(products.multiply(part, kind.put(weight)).cpu().float(), expected, atol=5e-2, rtol=0)
+    turned = kind.put(wide.T.contiguous()).T[:, 40:72]
+    torch.testing.assert_close(products.multiply(turned, kind.put(weight)).cpu().float(), expected, atol=5e-2, rtol=0)
+    normed = torch.nn.functional.rms_norm(wide[:, 40:72].float(), (32,), eps=1e-5)
+    torch.testing.assert_close(by_row.rms_norm(part, None, 1e-5).cpu().float(), normed, atol=2e-2, rtol=0)
+
+
+@of_ours
 @pytest.mark.parametrize("window", [None, 100, 700])
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
 def test_attention_over_long_contexts(window: int | None, has_sinks: bool, kind: Kind) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -32,7 +32,7 @@ QUERY_ROWS = 512
 SMALLEST_SUM = 1e-20  # of the chosen experts' scores, which sigmoids may all leave at nothing
 
 
-@lru_cache(maxsize=64)
+@cache  # for good: recorded steps read them where they lie
 def _inv_freq(rope: RopeSpec, device: torch.device) -> torch.Tensor:
     return torch.tensor(rope.inv_freq, dtype=torch.float32, device=device)
 

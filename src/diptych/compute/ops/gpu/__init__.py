@@ -1,4 +1,4 @@
-"""The torch backend on a GPU: kernels in Triton whose bits do not depend on the batch, and decode steps that are replayed.
+"""The torch backend on a GPU: kernels in Triton whose bits do not depend on the batch, and steps recorded and replayed.
 
 A row's result is made of the same operations in the same order whatever stands beside it: products add along K in steps of
 one matrix instruction, into one sum; attention adds tile by tile from multiples of TILE, into a sum for every SPLIT positions,

@@ -1,4 +1,4 @@
-"""The op vocabulary on a GPU in 16 bits: torch's ops, and in place of those that a step's time goes to, our
+"""The op vocabulary on a GPU in 16 bits: torch's ops, and in place of those that a step's time goes to, our kernels.
 
 What a row gets does not depend on what else the step computes, so the bits of an answer are the same however it was batched,
 chunked or cached. Nothing here waits for the device or asks the host, so steps can be recorded and replayed (`graphs`).
@@ -56,7 +56,7 @@ def items_of(batch: ForwardBatch, size: int) -> np.ndarray:
 
 
 def has_kernels_for(spec: AttentionSpec | AttentionLayer) -> bool:
-    """Whether a layer attends by our"""
+    """Whether a layer attends by our kernels."""
     if spec.mla is not None or spec.state is not None or spec.head_dim > LARGEST_HEAD:
         return False
     return item_tokens(spec.head_dim, spec.n_heads // spec.n_kv_heads) > 0

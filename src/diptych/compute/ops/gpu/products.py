@@ -103,6 +103,8 @@ def multiply(
 
     added [M, N] is added before the one rounding, to `dtype` or that of x.
     """
+    x = x if x.stride(1) == 1 else x.contiguous()
+    added = None if added is None else added.contiguous()
     rows, k = x.shape
     n = _n_outputs(weight, kind)
     y = torch.empty((rows, n), dtype=dtype or x.dtype, device=x.device)
@@ -216,7 +218,7 @@ def mix(
     """The weighed sum of the chosen experts [T, D]. first and second: W [E, N, K] and b [E, N] of all experts; chosen and their
     weights, in fp32, [T, k]; x [T, D], or of each choice a row of its own [T k, D].
     """
-    n_tokens, top = chosen.shape
+    x, (n_tokens, top) = x.contiguous(), chosen.shape
     order, starts = place(
         chosen.flatten(), len(first[0])
     )  # the rows of an expert stand together, in the order of tokens

@@ -25,6 +25,7 @@ def _norm(x_ptr, w_ptr, y_ptr, D, eps, BLOCK: tl.constexpr):
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight [M, D], weight fp32 [D], if any."""
+    x = x.contiguous()
     y = torch.empty_like(x)
     if len(x):
         block = power_of_two(x.shape[1])
