@@ -58,6 +58,7 @@ def _gathered(layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: boo
     """
     attention, mlp, stream = layer.attention, layer.mlp, hidden * FP32
     has_norms_behind = layer.norms in (Norms.AFTER, Norms.AROUND) and not are_whole
+    is_sum_apart = has_norms_behind or layer.norms is Norms.AROUND_MLP or layer.scales.mlp_out != 1.0
     heads = attention.n_heads * attention.head_dim
     values = heads * value_bytes if attention.mla is None else attention.n_heads * attention.mla.v_dim * FP32
     meetings, row_bytes = 2, values + stream  # the heads' values, o
@@ -83,7 +84,7 @@ def _gathered(layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: boo
         if mlp.shared_ffn:  # their gate and what they add, which is a row of its own where it is gated
             meetings += 3 if mlp.has_shared_gate else 2
             row_bytes += mlp.shared_ffn * (BF16 if mlp.is_gated else FP32) + (2 if mlp.has_shared_gate else 1) * stream
-            if has_norms_behind and not mlp.is_apart:  # of their sum, which the rows' owners make
+            if is_sum_apart and not mlp.is_apart:  # of their sum, normed or scaled, which the rows' owners make
                 meetings, row_bytes = meetings + 1, row_bytes + stream
         return meetings, row_bytes
     if mlp is None:
