@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 import torch
 from kinds import KINDS, Kind
+from test_torch_ops import Memory, world
 
 from checkpoints import FAMILIES, make_checkpoint
+from diptych.compute.adapters import LowRank, Site
 from diptych.compute.batch import ForwardBatch
+from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.model import Model
 from diptych.compute.ops import reference
-from diptych.compute.ops.contract import AttentionSpec
+from diptych.compute.ops.contract import Activation, AttentionSpec, LinearParts
+from diptych.compute.ops.tolerances import EdgeShape
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from worlds import alone, beside, differing, prompt
@@ -26,8 +30,8 @@ pytestmark = pytest.mark.skipif(not OURS, reason="triton is not installed")
 of_ours = pytest.mark.parametrize("kind", OURS.values(), ids=OURS)
 
 # each has something of its own that kernels must do, or leave to torch
-OTHERS = ("gemma4", "gemma4-e2b", "gpt_oss", "command-r-plus", "llama4", "gpt2", "falcon", "phi", "apertus", "ernie4_5_moe",
-          "hunyuan_v1_dense", "granite_swa", "afmoe", "ministral3")  # fmt: skip
+OTHERS = ("qwen2_moe", "gemma4", "gemma4-e2b", "gpt_oss", "command-r-plus", "llama4", "gpt2", "falcon", "phi", "apertus",
+          "ernie4_5_moe", "hunyuan_v1_dense", "granite_swa", "afmoe", "ministral3")  # fmt: skip
 CONFIG = ComputeConfig(backend="torch", device="cuda", weights="bf16")
 N_TOKENS = 75
 
@@ -55,6 +59,41 @@ def test_products_in_tiles(rows: int, n: int, k: int, gate: int, kind: Kind) -> 
     error = (got.cpu() - expected - added.float()).abs().max().item()
     assert error < (1e-5 if kind.dtype == torch.float32 else 2e-3), error
     assert got.dtype == torch.float32
+
+
+@of_ours
+def test_an_adapter_changes_no_bit_of_rows_without_it(kind: Kind) -> None:
+    """Its part comes before what is fused, which rows beside it keep."""
+    shape = EdgeShape(name="two", sequences=((0, 5), (0, 4)))
+    batch, n_blocks = world(shape)
+    loader = kind.loader()
+    parts = LinearParts(weights=(Memory("w", noise(48, 32, seed=1).to(kind.dtype)),))
+    plain, gated = loader.linear(parts), loader.gated(parts, Activation.SILU)
+    low_rank = LowRank(a=kind.put(noise(3, 32, seed=2).to(kind.dtype)), b=kind.put(noise(48, 3, seed=3).to(kind.dtype)))
+    adapter = {id(one): [(Site(linear=one, begin=0, end=48, n_inputs=32), low_rank)] for one in (plain, gated)}
+    h, x = (kind.put(noise(9, width, seed=4).to(kind.dtype)) for width in (32, 48))
+    found = []
+    for adapters_S in (None, np.array([0, -1], dtype=np.int32)):
+        kv = TorchKVStore(heads=[(1, 8)], n_blocks=n_blocks, block_tokens=16, dtype=kind.dtype, device=kind.device)
+        step = replace(batch, adapters_S=adapters_S, logits_rows_R=np.array([8, 4], dtype=np.int32))
+        ops = kind.ops(step, kv, device=kind.device, dtype=kind.dtype, adapters={0: adapter})
+        found.append(
+            (
+                ops.linear_add(h, plain, x),
+                ops.linear_gate(h, gated),
+                ops.linear(h, plain),
+                ops._scores(h[[8, 4]], plain),
+            )
+        )
+    changed = h[:5].float() @ low_rank.a.float().T @ low_rank.b.float().T
+    for without, beside in zip(*found, strict=True):
+        own = 1 if len(without) == 2 else 5
+        rows = slice(0, 1) if own == 1 else slice(5, 9)  # those of the sequence without an adapter
+        assert torch.equal(without[rows], beside[rows])
+        assert not torch.equal(without, beside)
+    for without, beside in (pair for i, pair in enumerate(zip(*found, strict=True)) if i in (0, 2)):
+        error = (beside[:5].float() - without[:5].float() - changed).abs().max().item()
+        assert error < (1e-4 if kind.dtype == torch.float32 else 0.3), error
 
 
 @of_ours

@@ -135,7 +135,7 @@ def _torch_read_bytes_per_s(device: torch.device) -> float:
 
 def _torch_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     n = 8192 if device.type == "cuda" else 1024
-    left, right = torch.randn(2, n, n, device=device).to(dtype)
+    left, right = torch.randn(2, n, n, device=device, dtype=dtype)
     return 2 * n**3 / _best_s(lambda: left @ right, device)
 
 

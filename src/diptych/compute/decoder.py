@@ -433,6 +433,7 @@ def run_experts(
     attended: what the heads give where attention runs beside it, whose projection is added, too.
     """
     shared, norm, latent, scale = weights.shared, weights.post_mlp_norm, weights.latent, weights.mlp_scale
+    assert attended is None or (norm is None and latent is None), "no family has these beside its attention"
     gate = None if shared is None or shared.gate is None else ops.linear(h, shared.gate)
     beside = None if shared is None else run_inner(ops, h, shared.gate_up, weights)
     if shared is not None and beside is not None and norm is not None:  # of both together

@@ -46,14 +46,16 @@ def build_torch_model(blueprint: Blueprint, config: ComputeConfig) -> TorchModel
 
 
 def _class_for(device: torch.device) -> type[TorchModel]:
-    """With kernels of ours where the device is a GPU and can compile them; their compiler takes a second to import."""
+    """With kernels of ours where the device is a GPU that they run on; their compiler takes a second to import."""
     if device.type != "cuda":
         return TorchModel
     try:
-        chosen: type[TorchModel] = import_module("diptych.compute.ops.gpu.model").TritonModel
-    except ImportError as error:
+        ours = import_module("diptych.compute.ops.gpu.model")
+        ours.check(device)
+    except Exception as error:  # no Triton, no compiler, another card: torch's kernels are right on any
         logger.warning("kernels=torch reason=%s: steps are slower, and bits depend on the batch", error)
         return TorchModel
+    chosen: type[TorchModel] = ours.TritonModel
     return chosen
 
 

@@ -200,9 +200,9 @@ def attend(
     sinks: torch.Tensor | None,
 ) -> None:
     """Attention of items, written to their rows of out [T, H d]. q [T, H, d], keys and values [slots, K, d] by the block table
-    [S, M] int32.
+    [S, M].
 
-    items int32 [I, 4]: a sequence, the first of its rows in T, how many tokens (at most `item_tokens`; 0: nothing is done) and
+    items [I, 4]: a sequence, the first of its rows in T, how many tokens (at most `item_tokens`; 0: nothing is done) and
     the position of the first. most_rows: tokens of the largest item; most_tokens: of the longest context, where that is 1.
     """
     n_heads, head_dim = q.shape[1:]

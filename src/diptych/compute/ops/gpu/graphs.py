@@ -26,7 +26,7 @@ from diptych.ground.clock import MonotonicClock
 logger = logging.getLogger("diptych.compute")
 
 MOST_SEQUENCES = 512  # of a recorded step; larger ones keep the device busy as they are
-MOST_FORMS = 128  # kept of steps with prompts, of which there are many
+MOST_FORMS = 64  # kept: each has the logits of its rows
 MET_BEFORE = 2  # times, until such a step is recorded: that takes as long as three steps
 LEAST_BLOCKS = 16
 
@@ -52,13 +52,15 @@ class Form:
     most_rows: int
 
     @classmethod
-    def of(cls, batch: ForwardBatch, singles: np.ndarray, several: np.ndarray, item_tokens: int, few: int) -> Form:
-        """Rounded up. few: tokens of items that take the smallest tile."""
+    def of(
+        cls, batch: ForwardBatch, n_blocks: int, singles: np.ndarray, several: np.ndarray, item_tokens: int, few: int
+    ) -> Form:
+        """Rounded up. n_blocks: of the longest context; few: tokens of items that take the smallest tile."""
         most = int(several[:, 2].max(initial=0))
         return cls(
             n_tokens=rounded(batch.n_tokens),
             n_sequences=rounded(batch.n_sequences),
-            n_blocks=max(LEAST_BLOCKS, power_of_two(batch.block_table_SM.shape[1])),
+            n_blocks=max(LEAST_BLOCKS, power_of_two(n_blocks)),
             n_logits=rounded(len(batch.logits_rows_R)),
             n_singles=rounded(len(singles)),
             n_several=rounded(len(several)),
@@ -77,6 +79,9 @@ class _Recorded:
 
 @dataclass(slots=True)
 class _OfStore:
+    """refused: forms that there was no memory for."""
+
+    refused: set[Form] = field(default_factory=set)
     recorded: OrderedDict[Form, _Recorded] = field(default_factory=OrderedDict)
     met: Counter[Form] = field(default_factory=Counter)
 
@@ -114,16 +119,27 @@ class StepGraphs:
             return None
         item_tokens, few = self._item_tokens or (1, 1)
         several = items_of(batch, item_tokens)
-        form = Form.of(batch, singles, several, item_tokens, few)
+        # a table is as wide as the longest context that there ever was
+        n_blocks = -(-int(batch.context_tokens_S.max()) // kv.block_tokens)
+        form = Form.of(batch, n_blocks, singles, several, item_tokens, few)
         of_store = self._stores.setdefault(kv, _OfStore())
+        if form in of_store.refused:
+            return None
         arrays = padded(batch, singles, several, kv.block_tokens, form)
         recorded = of_store.recorded.get(form)
         if recorded is None:
             of_store.met[form] += 1
             if not is_decode and of_store.met[form] <= MET_BEFORE:
                 return None
-            recorded = of_store.recorded[form] = self._record(batch, kv, arrays, form)
-            _forget(of_store)
+            try:
+                recorded = self._record(batch, kv, arrays, form)
+            except torch.OutOfMemoryError as error:
+                logger.warning("step not recorded form=%s reason=%s", form, error)
+                of_store.refused.add(form)
+                return None
+            of_store.recorded[form] = recorded
+            while len(of_store.recorded) > MOST_FORMS:
+                of_store.recorded.popitem(last=False)
         else:
             on_device(arrays, self._device, recorded.numbers)
         of_store.recorded.move_to_end(form)
@@ -155,13 +171,6 @@ class StepGraphs:
         return _Recorded(graph, numbers, logits_RV)
 
 
-def _forget(of_store: _OfStore) -> None:
-    """Those with prompts that were used longest ago, where there are too many."""
-    prompts = [form for form in of_store.recorded if form.n_several]
-    for form in prompts[: max(0, len(prompts) - MOST_FORMS)]:
-        del of_store.recorded[form]
-
-
 def rounded(n: int) -> int:
     """Up to a power of two, from 8 on in steps of a sixteenth of it: at most a ninth of a step's places are nobody's."""
     if n <= 8:
@@ -180,7 +189,7 @@ def padded(
         _filled(positions, (form.n_tokens,)),
         _filled(slots, (form.n_tokens,), -1),
         _filled(rows, (form.n_logits,)),
-        _filled(table, (form.n_sequences, form.n_blocks)),
+        _filled(table[:, : form.n_blocks], (form.n_sequences, form.n_blocks)),
         _filled(singles, (form.n_singles, 4)),
         _filled(several, (form.n_several, 4)),
     ]

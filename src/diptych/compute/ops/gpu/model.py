@@ -15,6 +15,7 @@ from diptych.compute.model import Blueprint, Want
 from diptych.compute.ops.contract import Taps
 from diptych.compute.ops.gpu.graphs import StepGraphs
 from diptych.compute.ops.gpu.ops import TritonOps, item_tokens_of, runs_without_the_host
+from diptych.compute.ops.gpu.rows import rms_norm
 from diptych.compute.ops.torch_model import TorchModel
 from diptych.compute.ops.torch_ops import TorchOps
 from diptych.ground.clock import MonotonicClock
@@ -22,6 +23,7 @@ from diptych.ground.config import ComputeConfig
 
 logger = logging.getLogger("diptych.compute")
 
+HOPPER = 9  # compute capability: on no other cards were the tiles' memory and the equality of their instructions seen
 # of a layer's eight launches, at 20 us each, and 600 TFLOP/s
 LAUNCH_FLOPS = 1e11
 WARM_UP_ROWS = (2, 24, 48, 300)  # of steps that between them call every kernel that a step of any size may call
@@ -81,6 +83,15 @@ class TritonModel(TorchModel):
         """Drop the weights and what was recorded over them."""
         self._graphs = None
         super().close()
+
+
+def check(device: torch.device) -> None:
+    """RuntimeError, or what else Triton raises, where the kernels cannot run, or were never seen to keep their promise."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != HOPPER:
+        raise RuntimeError(f"they were measured on Hopper (9.0); this card has compute capability {major}.{minor}")
+    with torch.cuda.device(device):  # a compiler may be missing, which Triton wants besides its own
+        rms_norm(torch.ones(1, 16, dtype=torch.bfloat16, device=device), torch.ones(16, device=device), 1e-6)
 
 
 def _chunks(rows: int, block_tokens: int) -> ForwardBatch:

@@ -85,6 +85,8 @@ class TritonOps(TorchOps):
         super().__init__(batch, kv, **fields)
         self._items: dict[int, list[Items]] = {}
         self._recorded = items
+        # rows with an adapter, whose part comes before what is fused for all others
+        self._apart = torch.cat([rows for rows, _ in self._adapted]) if self._adapted else None
 
     def norm(self, x: torch.Tensor, weight: TorchNorm, *, eps: float, parts: int = 1) -> torch.Tensor:
         """h [T, D]."""
@@ -98,33 +100,51 @@ class TritonOps(TorchOps):
 
     def _gated(self, h: torch.Tensor, weight: TorchLinear, tokens: torch.Tensor | None) -> torch.Tensor:
         kind = None if weight.activation is None else GATES.get(weight.activation)
-        if kind is None or self._adapted:
+        if kind is None:
             return super()._gated(h, weight, tokens)
-        return multiply(h, weight.weight, weight.bias, kind=kind)
+        y = multiply(h, weight.weight, weight.bias, kind=kind)
+        rows = self._rows_apart(tokens)
+        if rows is not None:
+            y[rows] = super()._gated(h[rows], weight, rows if tokens is None else tokens[rows])
+        return y
+
+    def _rows_apart(self, tokens: torch.Tensor | None) -> torch.Tensor | None:
+        """Those with an adapter, among the step's tokens (None: all of them); None: there are none."""
+        if self._apart is None:
+            return None
+        rows = self._apart if tokens is None else torch.isin(tokens, self._apart).nonzero()[:, 0]
+        return rows if len(rows) else None
 
     def linear_add(self, h: torch.Tensor, weight: TorchLinear, x: torch.Tensor) -> torch.Tensor:
         """x + h W^T + b [T, D]."""
-        if self._adapted:
-            return super().linear_add(h, weight, x)
-        return multiply(h, weight.weight, weight.bias, added=x)
+        y = multiply(h, weight.weight, weight.bias, added=x)
+        if self._apart is not None:
+            y[self._apart] = x[self._apart] + self._product(h[self._apart], weight, self._apart)
+        return y
 
     def experts(self, h: torch.Tensor, experts: TorchExperts, *, routed: torch.Tensor | None = None) -> torch.Tensor:
         """The gated sum of the chosen experts [T, D]."""
         kind = kind_of_experts(experts.spec)
-        if experts.stacked is None or kind is None or self._adapted or not len(h):
+        if experts.stacked is None or kind is None or not len(h):
             return super().experts(h, experts, routed=routed)
+        by_torch = None if self._apart is None else super().experts(h, experts, routed=routed)
         router = experts.router
         logits = multiply(h if routed is None else routed, router.weight, router.bias, dtype=torch.float32)
         weights_Tk, chosen_Tk = route(logits, experts)
         if experts.spec.weighs_input:
             h = (h[:, None] * weights_Tk[..., None]).to(h.dtype).flatten(0, 1)
             weights_Tk = torch.ones_like(weights_Tk)
-        return mix(h, *experts.stacked, chosen_Tk, weights_Tk.contiguous(), kind=kind)
+        y = mix(h, *experts.stacked, chosen_Tk, weights_Tk.contiguous(), kind=kind)
+        if by_torch is not None:
+            y[self._apart] = by_torch[self._apart]
+        return y
 
     def _scores(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
-        if self._adapted:
-            return super()._scores(h, weight)
-        return multiply(h, weight.weight, weight.bias, dtype=torch.float32)
+        y = multiply(h, weight.weight, weight.bias, dtype=torch.float32)
+        rows = self._rows_apart(self._logits_rows)
+        if rows is not None:
+            y[rows] = self._product(h[rows], weight, self._logits_rows[rows]).float()
+        return y
 
     def rotate_and_cache(self, qkv: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
         """q [T, H, d]; k and v go to their slots."""

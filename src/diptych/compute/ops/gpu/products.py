@@ -35,7 +35,9 @@ def _sums(
     # columns beyond the last repeat it, which costs no mask, and so do rows of large tiles; they are not stored. In small
     # tiles most rows may be nobody's, and reading one row for all of them from every program takes longer than the weights.
     w_ptrs = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[None, :] * K + k[:, None]
-    up_ptrs = w_ptrs + N.to(tl.int64) * K
+    up_ptrs = w_ptrs
+    if IS_GATE:  # never of one output, which would be no tensor here
+        up_ptrs += N.to(tl.int64) * K
     acc = tl.zeros((BM, BN), tl.float32)
     up = tl.zeros((BM, BN), tl.float32)
     for begin in range(0, K, BK):
