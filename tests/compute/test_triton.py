@@ -77,22 +77,16 @@ def test_an_adapter_changes_no_bit_of_rows_without_it(kind: Kind) -> None:
         kv = TorchKVStore(heads=[(1, 8)], n_blocks=n_blocks, block_tokens=16, dtype=kind.dtype, device=kind.device)
         step = replace(batch, adapters_S=adapters_S, logits_rows_R=np.array([8, 4], dtype=np.int32))
         ops = kind.ops(step, kv, device=kind.device, dtype=kind.dtype, adapters={0: adapter})
-        found.append(
-            (
-                ops.linear_add(h, plain, x),
-                ops.linear_gate(h, gated),
-                ops.linear(h, plain),
-                ops._scores(h[[8, 4]], plain),
-            )
-        )
+        of_rows = ops.linear_add(h, plain, x), ops.linear_gate(h, gated), ops.linear(h, plain)
+        found.append((*of_rows, ops._scores(h[[8, 4]], plain)))
     changed = h[:5].float() @ low_rank.a.float().T @ low_rank.b.float().T
-    for without, beside in zip(*found, strict=True):
-        own = 1 if len(without) == 2 else 5
-        rows = slice(0, 1) if own == 1 else slice(5, 9)  # those of the sequence without an adapter
-        assert torch.equal(without[rows], beside[rows])
-        assert not torch.equal(without, beside)
-    for without, beside in (pair for i, pair in enumerate(zip(*found, strict=True)) if i in (0, 2)):
-        error = (beside[:5].float() - without[:5].float() - changed).abs().max().item()
+    for first, second in zip(*found, strict=True):
+        rows = slice(0, 1) if len(first) == 2 else slice(5, 9)  # those of the sequence without an adapter
+        assert torch.equal(first[rows], second[rows])
+        assert not torch.equal(first, second)
+    for i in (0, 2):
+        first, second = (each[i][:5].float() for each in found)
+        error = (second - first - changed).abs().max().item()
         assert error < (1e-4 if kind.dtype == torch.float32 else 0.3), error
 
 
