@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from kinds import KINDS, Kind
-from test_torch_ops import Memory, world
+from test_torch_ops import Memory, noise, world
 
 from checkpoints import FAMILIES, make_checkpoint
 from diptych.compute.adapters import LowRank, Site
@@ -21,6 +21,7 @@ from diptych.compute.model import Model
 from diptych.compute.ops import reference
 from diptych.compute.ops.contract import Activation, AttentionSpec, LinearParts
 from diptych.compute.ops.tolerances import EdgeShape
+from diptych.compute.ops.torch_loader import TorchAttention
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from worlds import alone, beside, differing, prompt
@@ -34,10 +35,6 @@ OTHERS = ("qwen2_moe", "gemma4", "gemma4-e2b", "gpt_oss", "command-r-plus", "lla
           "ernie4_5_moe", "hunyuan_v1_dense", "granite_swa", "afmoe", "ministral3")  # fmt: skip
 CONFIG = ComputeConfig(backend="torch", device="cuda", weights="bf16")
 N_TOKENS = 75
-
-
-def noise(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @of_ours
@@ -117,16 +114,14 @@ def test_attention_over_long_contexts(window: int | None, has_sinks: bool, kind:
         token_ids_T=np.zeros(starts[-1], dtype=np.int32), query_start_S1=starts, context_tokens_S=contexts,
         block_table_SM=table, logits_rows_R=np.zeros(0, dtype=np.int32),
     )  # fmt: skip
-    loader = import_module("diptych.compute.ops.torch_loader")
-    store = import_module("diptych.compute.kv_store").TorchKVStore
-    kv = store(heads=[(2, 24)], n_blocks=table.size, block_tokens=16, dtype=kind.dtype, device=kind.device)
+    kv = TorchKVStore(heads=[(2, 24)], n_blocks=table.size, block_tokens=16, dtype=kind.dtype, device=kind.device)
     kv.layers[0].copy_(noise(*kv.layers[0].shape, seed=1))
     spec = AttentionSpec(layer=0, n_heads=6, n_kv_heads=2, head_dim=24, scale=0.2, window=window)
     sinks = noise(6, seed=3) * 3 if has_sinks else None
     q = noise(int(starts[-1]), 6, 24, seed=2).to(kind.dtype)
     expected = reference.attention_paged(q, *kv.layers[0].cpu(), batch, spec, sinks).flatten(1)
     ops = kind.ops(batch, kv, device=kind.device, dtype=kind.dtype)
-    heads = loader.TorchAttention(spec, None, None, None if sinks is None else kind.put(sinks))
+    heads = TorchAttention(spec, None, None, None if sinks is None else kind.put(sinks))
     got = ops.attention(kind.put(q), heads).cpu()
     error = (got.float() - expected.float()).abs().max().item()
     assert error < (1e-5 if kind.dtype == torch.float32 else 5e-3), error

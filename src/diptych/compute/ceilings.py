@@ -24,7 +24,7 @@ from diptych.ground.formats import engine_weights
 READ_BYTES = 256 * 2**20  # far beyond any last-level cache share
 CACHED = 1.15  # times the memory's rate from which on the place where the weights lie is a cache
 REPEATS = 5
-LAUNCHES = 4
+LAUNCHES = 4  # of a reading on a GPU: the first hides what the host takes to launch the rest
 # why a phase may be faster than its ceiling, by the roof
 ABOVE = {
     "memory": "the ceiling is the memory's, and caches, which are faster, gave part of what was read",

@@ -434,6 +434,8 @@ def run_experts(
     """
     shared, norm, latent, scale = weights.shared, weights.post_mlp_norm, weights.latent, weights.mlp_scale
     assert attended is None or (norm is None and latent is None), "no family has these beside its attention"
+    is_scaled_whole = latent is None and (shared is None or (shared.gate is None and norm is None))
+    assert scale == 1.0 or is_scaled_whole, "no family scales a mixture that has these"
     gate = None if shared is None or shared.gate is None else ops.linear(h, shared.gate)
     beside = None if shared is None else run_inner(ops, h, shared.gate_up, weights)
     if shared is not None and beside is not None and norm is not None:  # of both together

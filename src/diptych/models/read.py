@@ -345,7 +345,7 @@ def _layers(
         key = (id(heads), id(mlp))
         if key not in made:
             own = norms if heads.state is None or family.state_norms is None else family.state_norms
-            if mlp is moe and family.mixture_norms is not None:
+            if isinstance(mlp, MoeSpec) and family.mixture_norms is not None:
                 own = family.mixture_norms
             made[key] = LayerSpec(
                 attention=heads,

@@ -79,7 +79,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         self._slots = numbers.slots_T
         self._logits_rows = numbers.logits_rows_R
         self._table = numbers.table_SM
-        self._rotations: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._rotations: dict[tuple[RopeSpec, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
         self._queries: dict[tuple[int | None, bool], list[_Queries]] = {}
         self._adapted = [] if batch.adapters_S is None else self._rows_of_adapters(batch.adapters_S, adapters or {})
 
@@ -422,17 +422,19 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         return planes[0], planes[-1]
 
     def _rotate(self, x_THd: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
-        cos, sin = (part.to(self._dtype)[:, None] for part in self._turns(rope))
+        cos, sin = (part[:, None] for part in self._turns(rope, self._dtype))
         half = rope.rotary_dim // 2
         first, second, rest = x_THd[..., :half], x_THd[..., half : 2 * half], x_THd[..., 2 * half :]
         return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
-    def _turns(self, rope: RopeSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [T, turned / 2] fp32, made when first needed."""
-        if rope not in self._rotations:
+    def _turns(self, rope: RopeSpec, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [T, turned / 2], made in fp32 when first needed."""
+        key = rope, dtype
+        if key not in self._rotations:
             angles = self._positions[:, None].float() * _inv_freq(rope, self._device)
-            self._rotations[rope] = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
-        return self._rotations[rope]
+            cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+            self._rotations[key] = cos.to(dtype), sin.to(dtype)
+        return self._rotations[key]
 
     def _queries_of(self, spec: AttentionSpec) -> list[_Queries]:
         key = spec.window, spec.is_chunked

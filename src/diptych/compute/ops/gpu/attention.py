@@ -18,6 +18,7 @@ SPLIT = 256  # positions whose sum is made apart: decode has a program for each
 TILE = 64  # positions that are attended together
 FEW, ROWS = 16, 64  # of a tile: tokens times query heads of a kv head
 LOG2_E = math.log2(math.e)
+_LOG2_E = tl.constexpr(LOG2_E)  # as kernels see it
 LARGEST_HEAD = 256  # beyond it a tile of keys and values does not fit beside another
 
 
@@ -34,7 +35,7 @@ def _fold(m_all, l_all, acc_all, m, l, acc):
 def _finish(sinks_ptr, heads, is_head, m, l, acc):
     """What attention gives: the weighed sum over the sum of weights, a sink's among them."""
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + heads, mask=is_head, other=0.0).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks_ptr + heads, mask=is_head, other=0.0).to(tl.float32) * _LOG2_E
         m, l, acc = _fold(m, l, acc, sink, tl.full(l.shape, 1.0, tl.float32), tl.zeros(acc.shape, tl.float32))
     total = tl.max(l, 1)
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -86,7 +87,7 @@ def _step(
     k = tl.load(k_ptrs, mask=is_in, other=0.0) if IS_MASKED or D != DP else tl.load(k_ptrs)
     s = tl.dot(q, k.to(q.dtype))
     if SOFTCAP > 0.0:  # the factor takes the score to it first, and what comes out has that of exp2
-        s = SOFTCAP * 1.4426950408889634 * (2.0 * tl.sigmoid(2.0 * (s * factor)) - 1.0)
+        s = SOFTCAP * _LOG2_E * (2.0 * tl.sigmoid(2.0 * (s * factor)) - 1.0)
         factor = 1.0
     if IS_MASKED:
         is_seen = (key[None, :] <= at[:, None]) & (key[None, :] >= first[:, None])

@@ -125,12 +125,13 @@ class StepGraphs:
         of_store = self._stores.setdefault(kv, _OfStore())
         if form in of_store.refused:
             return None
-        arrays = padded(batch, singles, several, kv.block_tokens, form)
         recorded = of_store.recorded.get(form)
         if recorded is None:
             of_store.met[form] += 1
             if not is_decode and of_store.met[form] <= MET_BEFORE:
                 return None
+        arrays = padded(batch, singles, several, kv.block_tokens, form)
+        if recorded is None:
             try:
                 recorded = self._record(batch, kv, arrays, form)
             except torch.OutOfMemoryError as error:

@@ -26,7 +26,7 @@ logger = logging.getLogger("diptych.compute")
 HOPPER = 9  # compute capability: on no other cards were the tiles' memory and the equality of their instructions seen
 # of a layer's eight launches, at 20 us each, and 600 TFLOP/s
 LAUNCH_FLOPS = 1e11
-WARM_UP_ROWS = (2, 24, 48, 300)  # of steps that between them call every kernel that a step of any size may call
+WARM_UP_ROWS = (2, 24, 48, 300)  # of steps that between them call every kernel, in its commonest tiles
 
 
 class TritonModel(TorchModel):
@@ -71,7 +71,9 @@ class TritonModel(TorchModel):
         return int(LAUNCH_FLOPS * self.spec.n_layers / (2 * self.n_parameters * share))
 
     def warm_up(self, kv: KVStore) -> None:
-        """One token, then rows of every size of tile, in block 0: kernels are compiled when they are first called."""
+        """One token, then WARM_UP_ROWS, in block 0: kernels are compiled when first called, the larger tiles with the first
+        step that takes them.
+        """
         clock = MonotonicClock()
         begin_s = clock.now_s()
         super().warm_up(kv)

@@ -221,11 +221,10 @@ def mix(
     weights, in fp32, [T, k]; x [T, D], or of each choice a row of its own [T k, D].
     """
     x, (n_tokens, top) = x.contiguous(), chosen.shape
-    order, starts = place(
-        chosen.flatten(), len(first[0])
-    )  # the rows of an expert stand together, in the order of tokens
-    inner = _of_experts(x, first, order, starts, top if len(x) == n_tokens else 1, kind)
-    y = _of_experts(inner, second, order, starts, 0, PLAIN)
+    # the rows of an expert stand together, in the order of tokens; none has more than one of a token
+    order, starts = place(chosen.flatten(), len(first[0]))
+    inner = _of_experts(x, first, order, starts, top if len(x) == n_tokens else 1, n_tokens, kind)
+    y = _of_experts(inner, second, order, starts, 0, n_tokens, PLAIN)
     out = torch.empty((n_tokens, y.shape[1]), dtype=x.dtype, device=x.device)
     grid = (n_tokens, cdiv(y.shape[1], 1024), 1)
     launch(_combine, grid, (y, weights, out), (y.shape[1],), {"TOP": top, "BLOCK": 1024}, num_warps=4)
@@ -238,14 +237,16 @@ def _of_experts(
     order: torch.Tensor,
     starts: torch.Tensor,
     top: int,
+    most: int,
     kind: int,
 ) -> torch.Tensor:
-    """Of each choice a row [T k, N]: in the order of experts, or where x is (top 0), in that of tokens."""
+    """Of each choice a row [T k, N]: in the order of experts, or where x is (top 0), in that of tokens.
+
+    most: rows that an expert may have; programs beyond its own end at once.
+    """
     weight, bias = of_experts
     n_experts, k, n = len(weight), weight.shape[2], _n_outputs(weight[0], kind)
     y = torch.empty((len(order), n), dtype=x.dtype, device=x.device)
-    # any expert may have all tokens: programs beyond its own end at once
-    most = len(order) // max(1, top) if top else len(x)
     usual = cdiv(len(order), n_experts)
     bm, bn, bk, warps, stages = expert_tile(usual)
     launch(
