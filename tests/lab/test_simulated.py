@@ -17,9 +17,21 @@ from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
 from diptych.lab.calibrate import EMPTY_MODEL
 from diptych.lab.experiment import Verdict
-from diptych.lab.ladder import DECODES, SEQUENCES, SETTLED, SIZES, WOKEN_TOKENS, Climb, Form, Ladder, Scatter
+from diptych.lab.ladder import (
+    APART,
+    DECODES,
+    LAST_DECODES,
+    SEQUENCES,
+    SETTLED,
+    SIZES,
+    WOKEN_TOKENS,
+    Climb,
+    Form,
+    Ladder,
+    Scatter,
+)
 from diptych.lab.parts import parts_of
-from diptych.lab.served import Served
+from diptych.lab.served import RequestsHost, Served
 from diptych.lab.simulated import SITUATIONS, Compared, Round, chosen, numbers, simulate
 from diptych.metrics import StepRecord
 
@@ -122,7 +134,7 @@ class Ran:
         ]
         self.coming_s = [coming_s for *_, coming_s in steps]
 
-    kept_s = Served.kept_s
+    kept_s, n_requests = Served.kept_s, 2
 
 
 def test_the_parts_of_a_run_are_all_of_its_time_with_work() -> None:
@@ -137,7 +149,7 @@ def test_the_parts_of_a_run_are_all_of_its_time_with_work() -> None:
         (1.0, 1.004, prompt, 0.0),
         device_s=0.002,
     )
-    assert run.kept_s() == pytest.approx([0.006, 0.0035, 0.0045, 0.004])
+    assert run.kept_s() == pytest.approx([0.005, 0.0035, 0.003, 0.004])
     parts = parts_of(run, lambda shape: 0.0035, lambda shape: 0.001)
     prefill, decode = parts.phases[Phase.PREFILL], parts.phases[Phase.DECODE]
     assert (prefill.steps, decode.steps) == (2, 2)
@@ -147,6 +159,9 @@ def test_the_parts_of_a_run_are_all_of_its_time_with_work() -> None:
     assert prefill.host.measured_s == pytest.approx(0.005 + 0.004 - 0.004 + 0.0025)
     assert prefill.kernels.error == pytest.approx(0.0025 / 0.002 - 1.0)
     assert prefill.host.predicted_s == pytest.approx(0.002)
+    beside = parts_of(run, lambda shape: 0.0035, lambda shape: 0.001, RequestsHost(come_s=0.002, end_s=0.001)).phases
+    assert beside[Phase.PREFILL].host.predicted_s == pytest.approx(0.002 + 2 * 0.002)
+    assert beside[Phase.DECODE].host.predicted_s == pytest.approx(0.002 + 2 * 0.001)
 
 
 PROFILE = Host(step_s=1e-4, sequence_s=1e-5)
@@ -160,15 +175,30 @@ class Priced:
     def predict_s(self, shape: StepShape) -> float:
         return seconds(shape) + PROFILE.time_s(shape)
 
+    def with_kv_in_memory(self) -> Priced:
+        return self
+
 
 def climb(
-    *, kernels, host: Host, wake_s: float = 0.0, behind: float = 0.0, late: float = 1.0, share: float = 0.0
+    *,
+    kernels,
+    host: Host,
+    wake_s: float = 0.0,
+    behind: float = 0.0,
+    late: float = 1.0,
+    share: float = 0.0,
+    token_s: float = 0.0,
 ) -> Climb:
     """What a ladder sees where kernels take `kernels(shape)` times the profile's time, the first decode step behind a prompt by
     `behind` more and all others up to the ninth by half of that; and every seventh step `late` times as long, all of it.
-    share: of what stands behind a prompt, by which each further sequence makes it less.
+    share: of what stands behind a prompt, by which each further sequence makes it less. token_s: by which the profile's time is
+    short for each token that decode reads: 100 of each sequence on the way up, 200 on the way down.
     """
     steps, n_steps = [], 0
+
+    def taken_s(shape: StepShape) -> float:
+        return kernels(shape) * (seconds(shape) + shape.decode_context_tokens * token_s)
+
     for n, size in enumerate(islice(cycle(SIZES), SEQUENCES)):
         decode = StepShape.decode(batch=n, context_tokens=100) if n else None
         prompt = StepShape.prefill(batch=1, new_tokens=size - n)
@@ -178,19 +208,19 @@ def climb(
             own = behind / (1.0 + share * (shape.n_sequences - 1))
             more = 1.0 + (own if since == 1 else own / 2 if 1 < since < SETTLED else 0.0)
             more *= late if n_steps % 7 == 6 else 1.0
-            kernels_s = more * kernels(shape) * seconds(shape)
+            kernels_s = more * taken_s(shape)
             steps.append((shape, kernels_s + host.time_s(shape), kernels_s))
             n_steps += 1
     for n in range(SEQUENCES, 0, -1):
         shape = StepShape.decode(batch=n, context_tokens=200)
-        kernels_s = kernels(shape) * seconds(shape)
+        kernels_s = taken_s(shape)
         steps.append((shape, kernels_s + host.time_s(shape) + END_S, kernels_s))
     woken = StepShape.prefill(batch=1, new_tokens=WOKEN_TOKENS)
-    woken_s = kernels(woken) * seconds(woken) + host.time_s(woken) + wake_s
-    return Climb(steps=tuple(steps), woken_s=(woken_s,) * 3)
+    woken_s = COME_S + taken_s(woken) + host.time_s(woken) + wake_s
+    return Climb(steps=tuple(steps), coming_s=(COME_S,) * SEQUENCES, woken_s=(woken_s,) * 3)
 
 
-END_S = 4e-5  # what the end of a request takes
+COME_S, END_S = 7e-5, 4e-5  # what a request takes when it comes, and when it goes
 HOST = Host(step_s=8e-5, sequence_s=1.3e-5, prompt_s=2e-4, prompt_token_s=5e-7)
 
 
@@ -205,10 +235,11 @@ def test_a_ladder_says_what_steps_of_each_size_take_right_now() -> None:
     """
     climbs = [climb(kernels=pace, host=HOST, wake_s=4e-4)] * 2
     form = Form(Priced(), climbs)
-    for name in ("step_s", "sequence_s", "prompt_token_s"):
+    for name in ("step_s", "sequence_s", "prompt_s", "prompt_token_s"):
         assert getattr(form.host, name) == pytest.approx(getattr(HOST, name), rel=1e-6)
-    assert form.host.prompt_s == pytest.approx(HOST.prompt_s + END_S, rel=1e-6)
-    assert form.host.wake_s == pytest.approx(4e-4 - END_S)  # it was over when its prompt's end came
+    assert (form.requests_s.come_s, form.requests_s.end_s) == pytest.approx((COME_S, END_S))
+    assert form.host_of_prompts.prompt_s == pytest.approx(HOST.prompt_s + COME_S + END_S, rel=1e-6)
+    assert form.host.wake_s == pytest.approx(4e-4)
     for shape in (
         StepShape.decode(batch=16, context_tokens=300),
         StepShape.decode(batch=3, context_tokens=30),
@@ -217,6 +248,31 @@ def test_a_ladder_says_what_steps_of_each_size_take_right_now() -> None:
     ):
         known_s = pace(shape) * seconds(shape) + form.host.time_s(shape)
         assert form.at(climbs[:1]).usual()(shape) == pytest.approx(known_s, rel=1e-3)
+
+
+def test_tokens_that_decode_reads_are_told_apart_from_sequences() -> None:
+    """On a climb five sequences have a thousand tokens, in the load that preempts half of them: where the profile's price of
+    a token is short, the ladder took that for the sequences', and their steps came out 5 % long there.
+    """
+    climbs = [climb(kernels=pace, host=HOST, token_s=3e-6)] * 2
+    price = Form(Priced(), climbs).at(climbs).usual()
+    for n, context in ((5, 20), (5, 400), (16, 30), (1, 1000)):
+        shape = StepShape.decode(batch=n, context_tokens=context)
+        known_s = pace(shape) * (seconds(shape) + n * context * 3e-6) + HOST.time_s(shape)
+        assert price(shape) == pytest.approx(known_s, rel=1e-3)
+
+
+def test_what_a_request_takes_is_not_taken_again_when_it_was_preempted() -> None:
+    """It comes and goes once, however often its prompt is read and in however many steps."""
+    situation = next(one for one in SITUATIONS if one.name == "preemption")
+    requests = situation.requests(16, capacity_per_s=1.0, vocab_size=300, seed=0)
+    free, taken = (
+        simulate(situation, requests, seconds, wake_s=0.0, requests_s=RequestsHost(come_s=come_s, end_s=END_S))
+        for come_s in (0.0, COME_S)
+    )
+    assert sum(record.recomputed_tokens for record in taken.records.values()) > 0
+    ends_s = [max(record.sample().end_s for record in book.records.values()) for book in (free, taken)]
+    assert ends_s[1] - ends_s[0] == pytest.approx(16 * COME_S)
 
 
 def test_a_minute_has_one_pace_and_sizes_have_theirs_of_all_minutes() -> None:
@@ -315,7 +371,12 @@ def test_the_real_engine_climbs() -> None:
     assert [shape.n_tokens for shape in prompts] == [*SIZES, *SIZES, *SIZES, *SIZES[:2]]
     assert [shape.decode_tokens for shape in prompts] == [*[0] * len(SIZES), *range(SEQUENCES)]
     assert sum(shape.decode_tokens == 1 for shape, *_ in first.steps) > len(SIZES) * SETTLED
-    assert [shape.decode_tokens for shape, *_ in first.steps[-SEQUENCES:]] == list(range(SEQUENCES, 0, -1))
+    down = [shape for shape, *_ in first.steps[-SEQUENCES * LAST_DECODES :]]
+    assert [shape.decode_tokens for shape in down[::LAST_DECODES]] == list(range(SEQUENCES, 0, -1))
+    assert len(first.coming_s) == len(SIZES) + SEQUENCES
+    # the longest end last: few sequences read many times the tokens that as many did on the way up
+    few = next(shape for shape, *_ in first.steps if shape.decode_tokens == 5 and not shape.prefill_tokens)
+    assert down[-5 * LAST_DECODES].decode_context_tokens > APART * few.decode_context_tokens
     form = Form(Priced(), [first, second])
     price = form.at([first]).expected()
     assert all(price(shape) > 0.0 for shape, *_ in first.steps)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -235,6 +235,15 @@ class CalibratedModel:
         """A predictor from a profile that `diptych lab calibrate` wrote. Raises ConfigError when it is damaged."""
         hardware, calibration = read_profile(profile)
         return cls(model, hardware, quant, calibration=calibration, kv=kv)
+
+    def with_kv_in_memory(self) -> CalibratedModel:
+        """The same where keys and values come from memory, however few they are: a token has one price at any length."""
+        cache = self.calibration.cache
+        if cache is None or cache.kv_eb is None:
+            return self
+        calibration = replace(self.calibration, cache=replace(cache, kv_eb=None))
+        shape = (self.model, self.hardware, self.quant)
+        return CalibratedModel(*shape, calibration=calibration, kv=self.kv, tp=self.tp, layout=self.layout)
 
     def _terms(self, c: Constants) -> _Terms:
         units, hardware, quant = self._units, self.hardware, self.quant

@@ -276,7 +276,7 @@ def _host(config: ComputeConfig, profile: dict[str, Any]) -> dict[str, float]:
     """
     with _ladder(HOST_MODEL, config, profile) as (ladder, predictor):
         ladder.climb()
-        host = Form(predictor, [ladder.climb() for _ in range(CLIMBS)]).host
+        host = Form(predictor, [ladder.climb() for _ in range(CLIMBS)]).host_of_prompts
         near_s = ladder.alone_s()
     with _ladder(PROBE_MODEL, config, profile) as (ladder, predictor):
         far_s, share = ladder.alone_s(), predictor.cached_share

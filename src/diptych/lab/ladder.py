@@ -7,7 +7,8 @@
 
 Seven requests come one after the other has ended, with prompts of seven sizes; then sixteen one by one, and between two of
 them the engine decodes. So half a second of it has prompts of each size alone and beside few and many sequences, and decode of
-1 to 16, right behind a prompt and when the caches hold its weights again; they end one by one. Behind them an idle engine is
+1 to 16, right behind a prompt and when the caches hold its weights again; then they end one by one, so many steps apart, the
+shortest first: one number of sequences reads few tokens on the way up and many on the way down. Behind them an idle engine is
 woken some times.
 
 A profile says how steps of one size stand to those of another, on any model; a ladder says what some of them take in this
@@ -31,19 +32,21 @@ import numpy as np
 from diptych.compute.runner import Model
 from diptych.control.scheduler import Predict
 from diptych.cost.calibrated import CalibratedModel
-from diptych.cost.calibration import Host, prompts_in
+from diptych.cost.calibration import Host
 from diptych.ground.clock import sleep_s
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.phase import Phase
 from diptych.ground.request import Request, SamplingParams
 from diptych.ground.shape import StepShape
-from diptych.lab.served import Served, undisturbed
+from diptych.lab.served import RequestsHost, Served, undisturbed
 
 # Rows of a step with a prompt: as odd as prompts are, but for a usual budget, which a step fills to the last row.
 # Few sequences, which notice most what a prompt displaces, come behind middling ones: from 90 rows on it is hardly more.
 SIZES = (30, 150, 90, 210, 256, 45, 600)
 SEQUENCES = 16
 DECODES = (24, *(SEQUENCES - 1) * (12,))  # behind each request; one sequence alone decodes longest
+LAST_DECODES = 4  # of each number of sequences, as they end
+APART = 1.5  # times the tokens, from which on two steps tell what tokens take
 ALONE = 13  # tokens of each request that comes alone
 IDLE_S, WOKEN_TOKENS, WAKES = 0.015, 90, 5
 SETTLED = 9  # steps behind one with a prompt, from which on decode is as quick as it gets: a prompt fills the caches
@@ -55,11 +58,12 @@ BLOCKS = BlockConfig(n_blocks=512, block_tokens=16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Climb:
-    """One time up. steps: see Climbed. woken_s: from the
-    instant a prompt of WOKEN_TOKENS was due, the engine being idle, to its token.
+    """One time up. steps: see Climbed. coming_s: what each request took when it came. woken_s: from the instant a prompt of
+    WOKEN_TOKENS was due, the engine being idle, to its token.
     """
 
     steps: tuple[Climbed, ...]
+    coming_s: tuple[float, ...]
     woken_s: tuple[float, ...]
 
     @property
@@ -83,16 +87,18 @@ class Ladder:
         # made before, as what makes a prompt is not the engine's
         first = self._request(WOKEN_TOKENS, new_tokens=SETTLED)
         alone = [self._request(size, new_tokens=ALONE) for size in SIZES]
-        # they end one by one, the last that came first
+        sizes = [size - number for number, size in enumerate(islice(cycle(SIZES), SEQUENCES))]
+        last = [(1 + sorted(sizes).index(size)) * LAST_DECODES for size in sizes]
         requests = [
-            self._request(size - number, new_tokens=sum(1 + n for n in DECODES[number:]) + SEQUENCES - number)
-            for number, size in enumerate(islice(cycle(SIZES), SEQUENCES))
+            self._request(size, new_tokens=sum(1 + n for n in DECODES[number:]) + last[number])
+            for number, size in enumerate(sizes)
         ]
         prompts = [self._request(WOKEN_TOKENS, new_tokens=1) for _ in range(WAKES)]
         with undisturbed():
             steps = self._climb(first, alone, requests)
+            coming_s = tuple(filter(None, self._served.coming_s))
             woken_s = tuple(self._wake_s(one) for one in prompts)
-        return Climb(steps=steps, woken_s=woken_s)
+        return Climb(steps=steps, coming_s=coming_s, woken_s=woken_s)
 
     def alone_s(self) -> float:
         """What a decode step of one sequence takes beside its kernels, the median of some tens."""
@@ -152,13 +158,15 @@ class Ladder:
         )
 
 
-def host_of(climbs: Iterable[Climb]) -> tuple[Host, float]:
-    """What the scheduler, the executor and the sampler add to steps: the median of each kind of step. And, in it, what the end
-    of a request takes behind its last step: it counts as its prompt's, as its coming does.
+def host_of(climbs: Iterable[Climb]) -> tuple[Host, RequestsHost]:
+    """What the scheduler, the executor and the sampler add to steps, the median of each kind of step; and what requests take
+    between them.
     """
     steps: list[tuple[StepShape, float]] = []
     ending: list[tuple[StepShape, float]] = []
+    coming_s: list[float] = []
     for climb in climbs:
+        coming_s += climb.coming_s
         for (shape, kept_s, kernels_s), is_ending in zip(climb.steps, climb.is_ending, strict=True):
             (ending if is_ending else steps).append((shape, kept_s - kernels_s))
     decode = _medians((shape.decode_tokens, rest_s) for shape, rest_s in steps if not shape.prefill_tokens)
@@ -169,7 +177,35 @@ def host_of(climbs: Iterable[Climb]) -> tuple[Host, float]:
     )
     prompt_token_s, prompt_s = (max(0.0, value) for value in _line(reading))
     end_s = max(0.0, statistics.median(rest_s - known.time_s(shape) for shape, rest_s in ending))
-    return replace(known, prompt_token_s=prompt_token_s, prompt_s=prompt_s + end_s), end_s
+    host = replace(known, prompt_token_s=prompt_token_s, prompt_s=prompt_s)
+    return host, RequestsHost(come_s=statistics.median(coming_s), end_s=end_s)
+
+
+def token_s_of(predictor: CalibratedModel, climbs: Iterable[Climb]) -> float:
+    """Seconds that a token of decode's context takes beside its price: what makes the same number of sequences, settled, as
+    many times the price over few tokens, on a climb's way up, as over many on its way down. What of a price is a sequence's
+    and what a token's, one number of tokens for each number of sequences cannot say: five short sequences came out 5 % long.
+    """
+    found = []
+    for climb in climbs:
+        ways: dict[int, tuple[list[tuple[float, ...]], list[tuple[float, ...]]]] = {}
+        count, n_prompts = Since(), sum(shape.prefill_tokens > 0 for shape, *_ in climb.steps)
+        for shape, _, kernels_s in climb.steps:
+            n_prompts -= shape.prefill_tokens > 0
+            if count(shape) >= SETTLED:
+                step = (kernels_s, kernels_price_s(predictor, shape), float(shape.decode_context_tokens))
+                ways.setdefault(shape.n_sequences, ([], []))[n_prompts == 0].append(step)
+        for up, down in ways.values():
+            if up and down:
+                (few_s, few_price_s, few), (many_s, many_price_s, many) = np.median(up, axis=0), np.median(down, axis=0)
+                if many > APART * few:
+                    found.append(float((many_s * few_price_s - few_s * many_price_s) / (few_s * many - many_s * few)))
+    return statistics.median(found) if found else 0.0
+
+
+def kernels_price_s(predictor: CalibratedModel, shape: StepShape) -> float:
+    """A profile's price without the host's part."""
+    return predictor.predict_s(shape) - predictor.calibration.host.time_s(shape)
 
 
 def _medians(pairs: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -208,8 +244,10 @@ class Form:
     """
 
     def __init__(self, predictor: CalibratedModel, climbs: Sequence[Climb]) -> None:
-        self._predictor = predictor
-        self.host, end_s = host_of(climbs)
+        # a cache's price of keys and values ends at once where they no longer fit, and the machine knows no such edge
+        self._predictor = predictor.with_kv_in_memory()
+        self.host, self.requests_s = host_of(climbs)
+        self._token_s = token_s_of(self._predictor, climbs)
         self._sizes = dict.fromkeys(Phase, (np.zeros(1), np.zeros(1)))
         self._behind = [(np.zeros(1), np.zeros(1))] * SETTLED
         for _ in range(2):  # a climb's pace is what is left beside its sizes, and sizes what is left beside the pace
@@ -221,11 +259,15 @@ class Form:
             for (shape, kept_s, _), is_ending in zip(climb.steps, climb.is_ending, strict=True):
                 price_s = usual_s(shape)
                 if not is_ending:
-                    taken_s = kept_s + end_s * prompts_in(shape)  # where its price has it
-                    self.scatter[shape.phase].add(price_s, taken_s)
+                    self.scatter[shape.phase].add(price_s, kept_s)
         woken = StepShape.prefill(batch=1, new_tokens=WOKEN_TOKENS)
         waking = [woken_s - level.expected()(woken) for level, climb in at for woken_s in climb.woken_s]
-        self.host = replace(self.host, wake_s=max(0.0, statistics.median(waking)))
+        self.host = replace(self.host, wake_s=max(0.0, statistics.median(waking) - self.requests_s.come_s))
+
+    @property
+    def host_of_prompts(self) -> Host:
+        """The host's time where what requests take is their prompts': of a load that reads each prompt once, in one step."""
+        return replace(self.host, prompt_s=self.host.prompt_s + self.requests_s.come_s + self.requests_s.end_s)
 
     def at(self, climbs: Sequence[Climb]) -> Level:
         """Prices at the pace of these climbs."""
@@ -274,7 +316,7 @@ class Form:
         ]
 
     def _kernels_s(self, shape: StepShape) -> float:
-        return self._predictor.predict_s(shape) - self._predictor.calibration.host.time_s(shape)
+        return kernels_price_s(self._predictor, shape) + shape.decode_context_tokens * self._token_s
 
 
 class Scatter:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from diptych.compute.runner import Model
 from diptych.compute.sampler import Sampler
@@ -30,6 +30,16 @@ from diptych.sim.counterfactual import times_of
 from diptych.stepper import Stepper, serve
 
 Wait = Callable[[float], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestsHost:
+    """What a request costs the host beside its steps: when it comes, and behind its last step. Not by its prompts' steps, of
+    which a long one has many, and one that was preempted some more.
+    """
+
+    come_s: float = 0.0
+    end_s: float = 0.0
 
 
 class Served:
@@ -65,13 +75,17 @@ class Served:
         assert self._recorder is not None
         return self._recorder.lines()
 
+    @property
+    def n_requests(self) -> int:
+        """That came."""
+        return len(self.book.records)
+
     def kept_s(self) -> list[float]:
         """How long each step kept the engine: the host's work until the next one begins included, where that decodes (else the
-        engine may have been idle), and the coming of requests charged to the step that they came before.
+        engine may have been idle), without the coming of requests.
         """
         kept = [kept_s for _, kept_s in times_of((one.begin_s, one.end_s, one.shape) for one in self.steps)]
         for i, coming_s in enumerate(self.coming_s):
-            kept[i] += coming_s
             if i and self.steps[i].shape.decode_tokens:
                 kept[i - 1] -= coming_s
         return kept

@@ -30,13 +30,13 @@ from diptych.cost.calibrated import CalibratedModel
 from diptych.ground.clock import sleep_s
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
-from diptych.ground.events import Event, FinishEvent
+from diptych.ground.events import ArrivalEvent, Event, FinishEvent
 from diptych.ground.request import Request
 from diptych.lab.experiment import Verdict
 from diptych.lab.ladder import Climb, Form, Ladder
 from diptych.lab.parts import Parts, parts_of
 from diptych.lab.rounds import DISTURBED, LEAST_QUIET, Estimate, Others
-from diptych.lab.served import Served, drive, undisturbed
+from diptych.lab.served import RequestsHost, Served, drive, undisturbed
 from diptych.metrics import EventBook, Sample, percentile
 from diptych.sim.engine import SimulatedEngine
 from diptych.sim.recorded import rerun
@@ -133,14 +133,18 @@ def simulate(
     *,
     time_s: Predict | None = None,
     wake_s: float,
+    requests_s: RequestsHost = RequestsHost(),  # noqa: B008  # frozen
 ) -> EventBook:
     """Serve it on a virtual clock. time_s: how long steps take, where that is not what the scheduler is told; wake_s: and the
-    first behind a time without work longer.
+    first behind a time without work longer; requests_s: what requests take between steps.
     """
     ended: list[str] = []
 
     def note(events: list[Event]) -> None:
-        ended.extend(event.request_id for event in events if isinstance(event, FinishEvent))
+        n_come = sum(isinstance(event, ArrivalEvent) for event in events)
+        over = [event.request_id for event in events if isinstance(event, FinishEvent)]
+        ended.extend(over)
+        engine.clock.advance(n_come * requests_s.come_s + len(over) * requests_s.end_s)
 
     engine = SimulatedEngine(
         situation.config(),
@@ -384,16 +388,18 @@ def _judged(situation: Situation, run: _Run, form: Form, predictor: CalibratedMo
     """A run beside its simulations: the median of DRAWS by the climbs around it, and one by the profile alone."""
     predict_s, host = predictor.predict_s, predictor.calibration.host
     level, served = form.at(run.climbs), run.served
-    draws = [
-        numbers(simulate(situation, run.requests, predict_s, time_s=level.drawn(draw), wake_s=form.host.wake_s))
-        for draw in range(DRAWS)
-    ]
+
+    def drawn(draw: int) -> EventBook:
+        time_s, wake_s = level.drawn(draw), form.host.wake_s
+        return simulate(situation, run.requests, predict_s, time_s=time_s, wake_s=wake_s, requests_s=form.requests_s)
+
+    draws = [numbers(drawn(draw)) for draw in range(DRAWS)]
     return Round(
         seed=run.seed,
         measured=numbers(served.book),
         simulated={name: _middle([one[name] for one in draws]) for name in MEASURES},
         by_profile=numbers(simulate(situation, run.requests, predict_s, wake_s=host.wake_s)),
-        parts=parts_of(served, level.expected(), form.host.time_s),
+        parts=parts_of(served, level.expected(), form.host.time_s, form.requests_s),
         profile_parts=parts_of(served, predict_s, host.time_s),
         others=run.others,
     )
