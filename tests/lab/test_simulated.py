@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import replace
 from itertools import cycle, islice
+from math import log2
 from types import SimpleNamespace
 
 import pytest
@@ -184,15 +185,16 @@ def climb(
     kernels,
     host: Host,
     wake_s: float = 0.0,
-    behind: float = 0.0,
+    behind_s: float = 0.0,
+    host_behind_s: float = 0.0,
     late: float = 1.0,
-    share: float = 0.0,
+    late_at: int = 0,
     token_s: float = 0.0,
 ) -> Climb:
     """What a ladder sees where kernels take `kernels(shape)` times the profile's time, the first decode step behind a prompt by
-    `behind` more and all others up to the ninth by half of that; and every seventh step `late` times as long, all of it.
-    share: of what stands behind a prompt, by which each further sequence makes it less. token_s: by which the profile's time is
-    short for each token that decode reads: 100 of each sequence on the way up, 200 on the way down.
+    behind_s longer for each doubling of its rows and all others up to the ninth by half of that, the host likewise; and the
+    kernels of every seventh step from `late_at` on `late` times as long. token_s: by which the profile's time is short for each
+    token that decode reads: 100 of each sequence on the way up, 200 on the way down.
     """
     steps, n_steps = [], 0
 
@@ -205,11 +207,9 @@ def climb(
         shapes = [prompt if decode is None else decode.plus(prompt)]
         shapes += [StepShape.decode(batch=n + 1, context_tokens=100)] * DECODES[n]
         for since, shape in enumerate(shapes):
-            own = behind / (1.0 + share * (shape.n_sequences - 1))
-            more = 1.0 + (own if since == 1 else own / 2 if 1 < since < SETTLED else 0.0)
-            more *= late if n_steps % 7 == 6 else 1.0
-            kernels_s = more * taken_s(shape)
-            steps.append((shape, kernels_s + host.time_s(shape), kernels_s))
+            times = place(since) * log2(shapes[0].n_tokens)
+            kernels_s = taken_s(shape) * (late if n_steps % 7 == late_at else 1.0) + times * behind_s
+            steps.append((shape, kernels_s + host.time_s(shape) + times * host_behind_s, kernels_s))
             n_steps += 1
     for n in range(SEQUENCES, 0, -1):
         shape = StepShape.decode(batch=n, context_tokens=200)
@@ -218,6 +218,11 @@ def climb(
     woken = StepShape.prefill(batch=1, new_tokens=WOKEN_TOKENS)
     woken_s = COME_S + taken_s(woken) + host.time_s(woken) + wake_s
     return Climb(steps=tuple(steps), coming_s=(COME_S,) * SEQUENCES, woken_s=(woken_s,) * 3)
+
+
+def place(since: int) -> float:
+    """What a prompt costs the steps behind it: once the first, half of it each up to the ninth."""
+    return 1.0 if since == 1 else 0.5 if 1 < since < SETTLED else 0.0
 
 
 COME_S, END_S = 7e-5, 4e-5  # what a request takes when it comes, and when it goes
@@ -288,38 +293,28 @@ def test_a_minute_has_one_pace_and_sizes_have_theirs_of_all_minutes() -> None:
 
 
 def test_decode_right_behind_a_prompt_takes_longer() -> None:
-    """A prompt fills the caches. Eight steps behind each prompt were all that a ladder knew of decode, and the closed loop of
-    1, whose answers have forty, came out 4 to 8 % long.
+    """A prompt fills the caches, and what is brought back behind it takes its time, the longer the more rows it had, for few
+    sequences and for many. Told by the number of sequences, of which each stood behind a prompt of its own size, steps behind
+    short prompts came out 3 % long; told for none but the first eight steps, answers of forty tokens 4 to 8 %.
     """
-    climbs = [climb(kernels=pace, host=HOST, behind=0.3)] * 2
-    price = Form(Priced(), climbs).at(climbs).usual()
-    shape = StepShape.decode(batch=1, context_tokens=40)
-    rest_s, settled_s = HOST.time_s(shape), pace(shape) * seconds(shape)
-    assert price(shape) == pytest.approx(settled_s + rest_s, rel=1e-3)
-    price(StepShape.prefill(batch=1, new_tokens=45))
-    prices = [price(shape) - rest_s for _ in range(12)]
-    assert prices[0] == pytest.approx(1.3 * settled_s, rel=1e-3)
-    assert prices[1 : SETTLED - 1] == pytest.approx([1.15 * settled_s] * (SETTLED - 2), rel=1e-3)
-    assert prices[SETTLED - 1 :] == pytest.approx([settled_s] * (13 - SETTLED), rel=1e-3)
-
-
-def test_few_sequences_notice_most_what_a_prompt_displaced() -> None:
-    """Weights come back from memory in so many microseconds, whatever the step takes. One share for all numbers of sequences
-    made a closed loop of one 12 % short where it takes half of a step, and its first steps by a third.
-    """
-    climbs = [climb(kernels=pace, host=HOST, behind=0.8, share=1.0)] * 2
-    price = Form(Priced(), climbs).at(climbs).usual()
-    for n, more in ((1, 0.8), (2, 0.4), (8, 0.1)):
-        shape = StepShape.decode(batch=n, context_tokens=40)
-        price(StepShape.prefill(batch=1, new_tokens=45))
-        settled_s = pace(shape) * seconds(shape)
-        assert price(shape) - HOST.time_s(shape) == pytest.approx((1.0 + more) * settled_s, rel=1e-3)
-        assert price(shape) - HOST.time_s(shape) == pytest.approx((1.0 + more / 2) * settled_s, rel=1e-3)
+    climbs = [climb(kernels=pace, host=HOST, behind_s=5e-5, host_behind_s=2e-5)] * 2
+    level = Form(Priced(), climbs).at(climbs)
+    price, host = level.usual(), level.host()
+    for n, rows in ((1, 45), (16, 45), (5, 200)):
+        shape, prompt = StepShape.decode(batch=n, context_tokens=40), StepShape.prefill(batch=1, new_tokens=rows)
+        rest_s, settled_s = HOST.time_s(shape), pace(shape) * seconds(shape)
+        assert price(shape) == pytest.approx(settled_s + rest_s, rel=1e-3)
+        price(prompt), host(prompt)
+        prices, hosts = zip(*((price(shape), host(shape)) for _ in range(12)), strict=True)
+        assert hosts == pytest.approx([rest_s + place(1 + i) * log2(rows) * 2e-5 for i in range(12)], rel=5e-3)
+        assert prices == pytest.approx(
+            [settled_s + rest_s + place(1 + i) * log2(rows) * 7e-5 for i in range(12)], rel=5e-3
+        )
 
 
 def test_simulated_steps_scatter_as_the_ladders_did() -> None:
     """A mean alone has no tail: the worst answers of a load came out at what all of them take."""
-    climbs = [climb(kernels=pace, host=HOST, late=1.4)] * 2
+    climbs = [climb(kernels=pace, host=HOST, late=1.4, late_at=at) for at in range(7)]
     level = Form(Priced(), climbs).at(climbs)
     shape, usual_s = StepShape.decode(batch=1, context_tokens=40), level.usual()
     price, again, other = level.drawn(1), level.drawn(1), level.drawn(2)

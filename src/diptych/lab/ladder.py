@@ -13,8 +13,9 @@ woken some times.
 
 A profile says how steps of one size stand to those of another, on any model; a ladder says what some of them take in this
 minute. A shared machine may be a tenth slower ten minutes later, and a profile's form has errors of its own: a prompt displaces
-weights from the caches, and the first decode steps behind it bring them back. That takes its time whatever else a step does: of
-a model of 20 MB on a Zen 4 0.28, 0.16, 0.1 ms and less, two thirds of a step of one sequence and a tenth of one of sixteen.
+from the caches weights, and what the host reads, and the first decode steps behind it bring them back. That takes its time
+whatever else a step does, the more the longer the prompt was: of a model of 20 MB on a Zen 5 the first step's kernels 10 us
+behind 30 tokens, 60 behind 200 and 150 behind 600, and its host as much.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,6 +56,32 @@ ODD = 1.5  # times its usual time, from which on a step was disturbed
 Climbed = tuple[StepShape, float, float]  # and the seconds that it kept the engine, and those of its kernels
 CONFIG = SchedulerConfig(max_step_tokens=1024, max_running_sequences=SEQUENCES)
 BLOCKS = BlockConfig(n_blocks=512, block_tokens=16)
+
+
+class Behind(NamedTuple):
+    """Where a step stands: so many steps behind the last one with a prompt, which is 0 itself, and that one's rows."""
+
+    steps: int
+    rows: int
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the caches hold again what decode reads."""
+        return self.steps >= SETTLED
+
+
+class Since:
+    """Counts steps behind the last one with a prompt. Before any prompt everything has settled."""
+
+    def __init__(self) -> None:
+        self._last = Behind(SETTLED - 1, 1)
+
+    def __call__(self, shape: StepShape) -> Behind:
+        """Of the next step."""
+        self._last = (
+            Behind(0, shape.n_tokens) if shape.prefill_tokens else self._last._replace(steps=self._last.steps + 1)
+        )
+        return self._last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,22 +187,29 @@ class Ladder:
 
 
 def host_of(climbs: Iterable[Climb]) -> tuple[Host, RequestsHost]:
-    """What the scheduler, the executor and the sampler add to steps, the median of each kind of step; and what requests take
-    between them.
+    """What the scheduler, the executor and the sampler add to settled steps and to those with prompts, the median of each kind;
+    and what requests take between steps.
     """
-    steps: list[tuple[StepShape, float]] = []
+    settled: list[tuple[StepShape, float]] = []
+    with_prompts: list[tuple[StepShape, float]] = []
     ending: list[tuple[StepShape, float]] = []
     coming_s: list[float] = []
     for climb in climbs:
         coming_s += climb.coming_s
+        count = Since()
         for (shape, kept_s, kernels_s), is_ending in zip(climb.steps, climb.is_ending, strict=True):
-            (ending if is_ending else steps).append((shape, kept_s - kernels_s))
-    decode = _medians((shape.decode_tokens, rest_s) for shape, rest_s in steps if not shape.prefill_tokens)
-    sequence_s, step_s = (max(0.0, value) for value in _line(decode))
-    known = Host(step_s=step_s, sequence_s=sequence_s)
-    reading = _medians(
-        (shape.prefill_tokens, rest_s - known.time_s(shape)) for shape, rest_s in steps if shape.prefill_tokens
+            behind, step = count(shape), (shape, kept_s - kernels_s)
+            if is_ending:
+                ending.append(step)
+            elif not behind.steps:
+                with_prompts.append(step)
+            elif behind.is_settled:
+                settled.append(step)
+    sequence_s, step_s = (
+        max(0.0, value) for value in _line(_medians((shape.decode_tokens, rest_s) for shape, rest_s in settled))
     )
+    known = Host(step_s=step_s, sequence_s=sequence_s)
+    reading = _medians((shape.prefill_tokens, rest_s - known.time_s(shape)) for shape, rest_s in with_prompts)
     prompt_token_s, prompt_s = (max(0.0, value) for value in _line(reading))
     end_s = max(0.0, statistics.median(rest_s - known.time_s(shape) for shape, rest_s in ending))
     host = replace(known, prompt_token_s=prompt_token_s, prompt_s=prompt_s)
@@ -192,7 +227,7 @@ def token_s_of(predictor: CalibratedModel, climbs: Iterable[Climb]) -> float:
         count, n_prompts = Since(), sum(shape.prefill_tokens > 0 for shape, *_ in climb.steps)
         for shape, _, kernels_s in climb.steps:
             n_prompts -= shape.prefill_tokens > 0
-            if count(shape) >= SETTLED:
+            if count(shape).is_settled:
                 step = (kernels_s, kernels_price_s(predictor, shape), float(shape.decode_context_tokens))
                 ways.setdefault(shape.n_sequences, ([], []))[n_prompts == 0].append(step)
         for up, down in ways.values():
@@ -223,16 +258,35 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return float(slope), float(height)
 
 
-def _by_rows(found: Iterable[tuple[StepShape, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """The logarithms of how many rows steps had, and the median of what belongs to each."""
-    rows, usual = zip(*_medians((shape.n_tokens, value) for shape, value in found), strict=True)
-    return np.log(rows), np.array(usual)
+class _Curve:
+    """By rows, straight between the medians of each number of them over the logarithm."""
+
+    def __init__(self, found: Iterable[tuple[int, float]] = ()) -> None:
+        rows, usual = zip(*(_medians(found) or [(1, 0.0)]), strict=True)
+        self._rows, self._usual = np.log(rows), np.array(usual)
+
+    def __call__(self, rows: int) -> float:
+        return float(np.interp(math.log(rows), self._rows, self._usual))
 
 
-def _smoothed(values: np.ndarray) -> np.ndarray:
-    """The median of each with its neighbours, as a climb has one step of most; it has many of one sequence alone, the first."""
-    threes = [values[min(max(i - 1, 0), len(values) - 3) :][:3] for i in range(1, len(values))]
-    return np.array([values[0], *map(np.median, threes)])
+def _late_of(found: Iterable[tuple[Behind, float]]) -> list[_Curve]:
+    """What steps right behind prompts take longer, by how far behind and by the prompt's rows, of which a climb has each number
+    once or twice.
+    """
+    pairs: list[list[tuple[int, float]]] = [[] for _ in range(SETTLED)]
+    for behind, late_s in found:
+        if 0 < behind.steps < SETTLED:
+            pairs[behind.steps].append((behind.rows, late_s))
+    return [_Curve(_smoothed(_medians(one))) for one in pairs]
+
+
+def _smoothed(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The median of each with its neighbours."""
+    last = len(points) - 1
+    return [
+        (x, statistics.median(value for _, value in points[max(0, i - 1) : min(last, i + 1) + 1]))
+        for i, (x, _) in enumerate(points)
+    ]
 
 
 class Form:
@@ -248,8 +302,8 @@ class Form:
         self._predictor = predictor.with_kv_in_memory()
         self.host, self.requests_s = host_of(climbs)
         self._token_s = token_s_of(self._predictor, climbs)
-        self._sizes = dict.fromkeys(Phase, (np.zeros(1), np.zeros(1)))
-        self._behind = [(np.zeros(1), np.zeros(1))] * SETTLED
+        self._sizes = dict.fromkeys(Phase, _Curve())
+        self._late = self._late_host = [_Curve()] * SETTLED
         for _ in range(2):  # a climb's pace is what is left beside its sizes, and sizes what is left beside the pace
             self._fit(climbs)
         at = [(self.at([climb]), climb) for climb in climbs]
@@ -274,49 +328,53 @@ class Form:
         paces = [self._pace(climb) for climb in climbs]
         return Level(self, {phase: statistics.median(pace[phase] for pace in paces) for phase in Phase})
 
-    def usual_s(self, shape: StepShape, since: int, pace: float) -> float:
-        """Seconds of a step, the median, that is so many behind the last one with a prompt, which is 0."""
-        kernels_s = self._kernels_s(shape) * math.exp(pace + self._size(shape) + self._late(shape, since))
-        return kernels_s + self.host.time_s(shape)
+    def usual_s(self, shape: StepShape, behind: Behind, pace: float) -> float:
+        """Seconds of a step, the median."""
+        return self._kernels_s(shape, behind) * math.exp(pace) + self.host_s(shape, behind)
+
+    def host_s(self, shape: StepShape, behind: Behind) -> float:
+        """The host's part of it."""
+        return self.host.time_s(shape) + _at(self._late_host, behind)
 
     def _fit(self, climbs: Sequence[Climb]) -> None:
         noted = [(self._pace(climb), *step) for climb in climbs for step in self._noted(climb)]
         for phase in Phase:
-            self._sizes[phase] = _by_rows(
-                (shape, times - pace[phase])
-                for pace, shape, since, times in noted
-                if shape.phase is phase and not 0 < since < SETTLED
+            self._sizes[phase] = _Curve(
+                (shape.n_tokens, math.log(kernels_s / self._price_s(shape)) - pace[phase])
+                for pace, shape, behind, kernels_s, _ in noted
+                if shape.phase is phase and (behind.is_settled or not behind.steps)
             )
-        for place in range(1, SETTLED):
-            rows, late = _by_rows(
-                (shape, times - pace[Phase.DECODE] - self._size(shape))
-                for pace, shape, since, times in noted
-                if since == place
-            )
-            self._behind[place] = rows, _smoothed(late)
+        self._late = _late_of(
+            (behind, kernels_s / math.exp(pace[Phase.DECODE]) - self._sized_s(shape))
+            for pace, shape, behind, kernels_s, _ in noted
+        )
+        self._late_host = _late_of((behind, rest_s - self.host.time_s(shape)) for _, shape, behind, _, rest_s in noted)
 
     def _pace(self, climb: Climb) -> dict[Phase, float]:
         """By phase, the log of how many times the profile's price steps take beside their size and place."""
         left: dict[Phase, list[float]] = {phase: [] for phase in Phase}
-        for shape, since, times in self._noted(climb):
-            left[shape.phase].append(times - self._size(shape) - self._late(shape, since))
+        for shape, behind, kernels_s, _ in self._noted(climb):
+            left[shape.phase].append(math.log(kernels_s / self._kernels_s(shape, behind)))
         return {phase: statistics.median(times) for phase, times in left.items()}
 
-    def _size(self, shape: StepShape) -> float:
-        return float(np.interp(math.log(shape.n_tokens), *self._sizes[shape.phase]))
-
-    def _late(self, shape: StepShape, since: int) -> float:
-        return float(np.interp(math.log(shape.n_tokens), *self._behind[since])) if 0 < since < SETTLED else 0.0
-
-    def _noted(self, climb: Climb) -> list[tuple[StepShape, int, float]]:
-        """Steps, how far each is behind a prompt, and the log of how many times the profile's price its kernels took."""
+    def _noted(self, climb: Climb) -> list[tuple[StepShape, Behind, float, float]]:
+        """Steps, where each stands behind a prompt, and the seconds of its kernels and of the rest."""
         count = Since()
-        return [
-            (shape, count(shape), math.log(kernels_s / self._kernels_s(shape))) for shape, _, kernels_s in climb.steps
-        ]
+        return [(shape, count(shape), kernels_s, kept_s - kernels_s) for shape, kept_s, kernels_s in climb.steps]
 
-    def _kernels_s(self, shape: StepShape) -> float:
+    def _kernels_s(self, shape: StepShape, behind: Behind) -> float:
+        """At the pace of the profile."""
+        return self._sized_s(shape) + _at(self._late, behind)
+
+    def _sized_s(self, shape: StepShape) -> float:
+        return self._price_s(shape) * math.exp(self._sizes[shape.phase](shape.n_tokens))
+
+    def _price_s(self, shape: StepShape) -> float:
         return kernels_price_s(self._predictor, shape) + shape.decode_context_tokens * self._token_s
+
+
+def _at(late: Sequence[_Curve], behind: Behind) -> float:
+    return late[behind.steps](behind.rows) if 0 < behind.steps < SETTLED else 0.0
 
 
 class Scatter:
@@ -362,18 +420,6 @@ class Scatter:
         return taken_s
 
 
-class Since:
-    """Counts steps behind the last one with a prompt, which is 0. Before any prompt everything has settled."""
-
-    def __init__(self) -> None:
-        self._n = SETTLED - 1
-
-    def __call__(self, shape: StepShape) -> int:
-        """Of the next step."""
-        self._n = 0 if shape.prefill_tokens else self._n + 1
-        return self._n
-
-
 class Level:
     """Prices of steps in one minute. What prices a step must be asked of one after the other."""
 
@@ -385,6 +431,11 @@ class Level:
         """Seconds of the next step: the median."""
         count = Since()
         return lambda shape: self._form.usual_s(shape, count(shape), self._pace[shape.phase])
+
+    def host(self) -> Predict:
+        """Its part that is the host's."""
+        count = Since()
+        return lambda shape: self._form.host_s(shape, count(shape))
 
     def expected(self) -> Predict:
         """The mean."""

@@ -399,7 +399,7 @@ def _judged(situation: Situation, run: _Run, form: Form, predictor: CalibratedMo
         measured=numbers(served.book),
         simulated={name: _middle([one[name] for one in draws]) for name in MEASURES},
         by_profile=numbers(simulate(situation, run.requests, predict_s, wake_s=host.wake_s)),
-        parts=parts_of(served, level.expected(), form.host.time_s, form.requests_s),
+        parts=parts_of(served, level.expected(), level.host(), form.requests_s),
         profile_parts=parts_of(served, predict_s, host.time_s),
         others=run.others,
     )
