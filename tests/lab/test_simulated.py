@@ -30,6 +30,7 @@ from diptych.lab.ladder import (
     Form,
     Ladder,
     Scatter,
+    profile_host,
 )
 from diptych.lab.parts import parts_of
 from diptych.lab.served import RequestsHost, Served
@@ -190,11 +191,12 @@ def climb(
     late: float = 1.0,
     late_at: int = 0,
     token_s: float = 0.0,
+    host_token_s: float = 0.0,
 ) -> Climb:
     """What a ladder sees where kernels take `kernels(shape)` times the profile's time, the first decode step behind a prompt by
     behind_s longer for each doubling of its rows and all others up to the ninth by half of that, the host likewise; and the
-    kernels of every seventh step from `late_at` on `late` times as long. token_s: by which the profile's time is short for each
-    token that decode reads: 100 of each sequence on the way up, 200 on the way down.
+    kernels of every seventh step from `late_at` on `late` times as long. token_s, host_token_s: by which the profile's time and
+    the host's are short for each token that decode reads: 100 of each sequence on the way up, 200 on the way down.
     """
     steps, n_steps = [], 0
 
@@ -209,12 +211,15 @@ def climb(
         for since, shape in enumerate(shapes):
             times = place(since) * log2(shapes[0].n_tokens)
             kernels_s = taken_s(shape) * (late if n_steps % 7 == late_at else 1.0) + times * behind_s
-            steps.append((shape, kernels_s + host.time_s(shape) + times * host_behind_s, kernels_s))
+            rest_s = host.time_s(shape) + shape.decode_context_tokens * host_token_s + times * host_behind_s
+            steps.append((shape, kernels_s + rest_s, kernels_s))
             n_steps += 1
     for n in range(SEQUENCES, 0, -1):
         shape = StepShape.decode(batch=n, context_tokens=200)
-        kernels_s = taken_s(shape)
-        steps.append((shape, kernels_s + host.time_s(shape) + END_S, kernels_s))
+        kernels_s, rest_s = taken_s(shape), host.time_s(shape) + shape.decode_context_tokens * host_token_s
+        steps += [
+            (shape, kernels_s + rest_s + (END_S if is_last else 0.0), kernels_s) for is_last in (False, False, True)
+        ]
     woken = StepShape.prefill(batch=1, new_tokens=WOKEN_TOKENS)
     woken_s = COME_S + taken_s(woken) + host.time_s(woken) + wake_s
     return Climb(steps=tuple(steps), coming_s=(COME_S,) * SEQUENCES, woken_s=(woken_s,) * 3)
@@ -243,7 +248,8 @@ def test_a_ladder_says_what_steps_of_each_size_take_right_now() -> None:
     for name in ("step_s", "sequence_s", "prompt_s", "prompt_token_s"):
         assert getattr(form.host, name) == pytest.approx(getattr(HOST, name), rel=1e-6)
     assert (form.requests_s.come_s, form.requests_s.end_s) == pytest.approx((COME_S, END_S))
-    assert form.host_of_prompts.prompt_s == pytest.approx(HOST.prompt_s + COME_S + END_S, rel=1e-6)
+    profile = profile_host(Priced(), climbs)
+    assert (profile.prompt_s, profile.wake_s) == pytest.approx((HOST.prompt_s + COME_S + END_S, 4e-4))
     assert form.host.wake_s == pytest.approx(4e-4)
     for shape in (
         StepShape.decode(batch=16, context_tokens=300),
@@ -259,12 +265,14 @@ def test_tokens_that_decode_reads_are_told_apart_from_sequences() -> None:
     """On a climb five sequences have a thousand tokens, in the load that preempts half of them: where the profile's price of
     a token is short, the ladder took that for the sequences', and their steps came out 5 % long there.
     """
-    climbs = [climb(kernels=pace, host=HOST, token_s=3e-6)] * 2
-    price = Form(Priced(), climbs).at(climbs).usual()
+    climbs = [climb(kernels=pace, host=HOST, token_s=3e-6, host_token_s=2e-8)] * 2
+    level = Form(Priced(), climbs).at(climbs)
+    price, host = level.usual(), level.host()
     for n, context in ((5, 20), (5, 400), (16, 30), (1, 1000)):
         shape = StepShape.decode(batch=n, context_tokens=context)
-        known_s = pace(shape) * (seconds(shape) + n * context * 3e-6) + HOST.time_s(shape)
-        assert price(shape) == pytest.approx(known_s, rel=1e-3)
+        rest_s = HOST.time_s(shape) + n * context * 2e-8
+        assert host(shape) == pytest.approx(rest_s, rel=1e-3)
+        assert price(shape) == pytest.approx(pace(shape) * (seconds(shape) + n * context * 3e-6) + rest_s, rel=1e-3)
 
 
 def test_what_a_request_takes_is_not_taken_again_when_it_was_preempted() -> None:

@@ -38,7 +38,7 @@ from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
 from diptych.lab.adapters import AdaptedSteps, adapted_steps, constants_of
 from diptych.lab.fingerprint import fingerprint
-from diptych.lab.ladder import Form, Ladder
+from diptych.lab.ladder import Ladder, profile_host
 from diptych.lab.probe import StepProbe
 from diptych.lab.rounds import Effort, Estimate, measure
 
@@ -276,7 +276,7 @@ def _host(config: ComputeConfig, profile: dict[str, Any]) -> dict[str, float]:
     """
     with _ladder(HOST_MODEL, config, profile) as (ladder, predictor):
         ladder.climb()
-        host = Form(predictor, [ladder.climb() for _ in range(CLIMBS)]).host_of_prompts
+        host = profile_host(predictor, [ladder.climb() for _ in range(CLIMBS)])
         near_s = ladder.alone_s()
     with _ladder(PROBE_MODEL, config, profile) as (ladder, predictor):
         far_s, share = ladder.alone_s(), predictor.cached_share

@@ -148,7 +148,9 @@ class Ladder:
             self._serve(request)
             ends.add(len(served.steps) - 1)
         for request, n_decodes in zip(requests, DECODES, strict=True):
-            self._submit(request)
+            served.stepper.submit(
+                request
+            )  # when it is due is of no interest: to write that down takes as long as to take it
             for _ in range(1 + n_decodes):
                 served.stepper.step()
         while served.stepper.step():
@@ -160,21 +162,19 @@ class Ladder:
         )
 
     def _serve(self, request: Request) -> None:
-        self._submit(request)
+        self._served.stepper.submit(request)
         while self._served.stepper.step():
             pass
 
     def _wake_s(self, request: Request) -> float:
         served = self._served
         due_s = served.clock.now_s() + IDLE_S
+        coming = replace(request, arrival_s=due_s)
         sleep_s(IDLE_S)
-        served.stepper.submit(replace(request, arrival_s=due_s))
+        served.stepper.submit(coming)
         served.stepper.step()
         served.stepper.step()  # there is nothing left to do
         return served.steps[-1].end_s - due_s
-
-    def _submit(self, request: Request) -> None:
-        self._served.stepper.submit(replace(request, arrival_s=self._served.clock.now_s()))
 
     def _request(self, n_tokens: int, *, new_tokens: int) -> Request:
         self._n_requests += 1
@@ -186,11 +186,13 @@ class Ladder:
         )
 
 
-def host_of(climbs: Iterable[Climb]) -> tuple[Host, RequestsHost]:
-    """What the scheduler, the executor and the sampler add to settled steps and to those with prompts, the median of each kind;
-    and what requests take between steps.
+def host_of(
+    climbs: Iterable[Climb], *, counts: Callable[[Behind], bool] = lambda behind: True, token_s: float = 0.0
+) -> tuple[Host, RequestsHost]:
+    """What the scheduler, the executor and the sampler add to steps, the median of each kind; and what requests take between
+    them. counts: of decode's steps, which. token_s: what each token of decode's context takes of the host, which is not in it.
     """
-    settled: list[tuple[StepShape, float]] = []
+    decode: list[tuple[StepShape, float]] = []
     with_prompts: list[tuple[StepShape, float]] = []
     ending: list[tuple[StepShape, float]] = []
     coming_s: list[float] = []
@@ -198,15 +200,15 @@ def host_of(climbs: Iterable[Climb]) -> tuple[Host, RequestsHost]:
         coming_s += climb.coming_s
         count = Since()
         for (shape, kept_s, kernels_s), is_ending in zip(climb.steps, climb.is_ending, strict=True):
-            behind, step = count(shape), (shape, kept_s - kernels_s)
+            behind, step = count(shape), (shape, kept_s - kernels_s - shape.decode_context_tokens * token_s)
             if is_ending:
                 ending.append(step)
             elif not behind.steps:
                 with_prompts.append(step)
-            elif behind.is_settled:
-                settled.append(step)
+            elif counts(behind):
+                decode.append(step)
     sequence_s, step_s = (
-        max(0.0, value) for value in _line(_medians((shape.decode_tokens, rest_s) for shape, rest_s in settled))
+        max(0.0, value) for value in _line(_medians((shape.decode_tokens, rest_s) for shape, rest_s in decode))
     )
     known = Host(step_s=step_s, sequence_s=sequence_s)
     reading = _medians((shape.prefill_tokens, rest_s - known.time_s(shape)) for shape, rest_s in with_prompts)
@@ -216,26 +218,51 @@ def host_of(climbs: Iterable[Climb]) -> tuple[Host, RequestsHost]:
     return host, RequestsHost(come_s=statistics.median(coming_s), end_s=end_s)
 
 
-def token_s_of(predictor: CalibratedModel, climbs: Iterable[Climb]) -> float:
-    """Seconds that a token of decode's context takes beside its price: what makes the same number of sequences, settled, as
-    many times the price over few tokens, on a climb's way up, as over many on its way down. What of a price is a sequence's
-    and what a token's, one number of tokens for each number of sequences cannot say: five short sequences came out 5 % long.
+def profile_host(predictor: CalibratedModel, climbs: Sequence[Climb]) -> Host:
+    """As a profile has it, which knows neither what a step stands behind nor what a request is: decode's median over all steps,
+    and what requests take with their prompts.
     """
-    found = []
+    host, requests_s = host_of(climbs)
+    prompt_s = host.prompt_s + requests_s.come_s + requests_s.end_s
+    return replace(host, prompt_s=prompt_s, wake_s=Form(predictor, climbs).host.wake_s)
+
+
+class TokenPrice(NamedTuple):
+    """Seconds that a token of decode's context takes beside the profile's price: of the kernels, and of the host, whose own
+    memory keys and values displace.
+    """
+
+    kernels_s: float = 0.0
+    host_s: float = 0.0
+
+
+def token_price_of(predictor: CalibratedModel, climbs: Iterable[Climb]) -> TokenPrice:
+    """What makes the same number of sequences, settled, take as many times the price over few tokens, on a climb's way up, as
+    over many on its way down. What of a step is its sequences' and what their tokens', one number of tokens for each number of
+    sequences cannot say: five short sequences came out 5 % long.
+    """
+    found: list[tuple[float, float]] = []
     for climb in climbs:
         ways: dict[int, tuple[list[tuple[float, ...]], list[tuple[float, ...]]]] = {}
         count, n_prompts = Since(), sum(shape.prefill_tokens > 0 for shape, *_ in climb.steps)
-        for shape, _, kernels_s in climb.steps:
+        for (shape, kept_s, kernels_s), is_ending in zip(climb.steps, climb.is_ending, strict=True):
             n_prompts -= shape.prefill_tokens > 0
-            if count(shape).is_settled:
-                step = (kernels_s, kernels_price_s(predictor, shape), float(shape.decode_context_tokens))
+            if count(shape).is_settled and not is_ending:
+                step = kernels_s, kept_s - kernels_s, kernels_price_s(predictor, shape), shape.decode_context_tokens
                 ways.setdefault(shape.n_sequences, ([], []))[n_prompts == 0].append(step)
         for up, down in ways.values():
             if up and down:
-                (few_s, few_price_s, few), (many_s, many_price_s, many) = np.median(up, axis=0), np.median(down, axis=0)
-                if many > APART * few:
-                    found.append(float((many_s * few_price_s - few_s * many_price_s) / (few_s * many - many_s * few)))
-    return statistics.median(found) if found else 0.0
+                (few_s, few_host_s, few_price_s, few), (many_s, many_host_s, many_price_s, many) = (
+                    np.median(way, axis=0).tolist() for way in (up, down)
+                )
+                if many > APART * few and many_s / few_s < many / few:
+                    kernels_s = (many_s * few_price_s - few_s * many_price_s) / (few_s * many - many_s * few)
+                    least_s = (few_price_s - many_price_s) / (many - few)  # with which a token takes no time at all
+                    found.append((max(kernels_s, least_s), (many_host_s - few_host_s) / (many - few)))
+    if not found:
+        return TokenPrice()
+    kernels_s, host_s = (statistics.median(each) for each in zip(*found, strict=True))
+    return TokenPrice(kernels_s=kernels_s, host_s=max(0.0, host_s))
 
 
 def kernels_price_s(predictor: CalibratedModel, shape: StepShape) -> float:
@@ -276,7 +303,7 @@ def _late_of(found: Iterable[tuple[Behind, float]]) -> list[_Curve]:
     pairs: list[list[tuple[int, float]]] = [[] for _ in range(SETTLED)]
     for behind, late_s in found:
         if 0 < behind.steps < SETTLED:
-            pairs[behind.steps].append((behind.rows, late_s))
+            pairs[behind.steps].append((behind.rows, max(0.0, late_s)))
     return [_Curve(_smoothed(_medians(one))) for one in pairs]
 
 
@@ -300,8 +327,10 @@ class Form:
     def __init__(self, predictor: CalibratedModel, climbs: Sequence[Climb]) -> None:
         # a cache's price of keys and values ends at once where they no longer fit, and the machine knows no such edge
         self._predictor = predictor.with_kv_in_memory()
-        self.host, self.requests_s = host_of(climbs)
-        self._token_s = token_s_of(self._predictor, climbs)
+        self._token = token_price_of(self._predictor, climbs)
+        self.host, self.requests_s = host_of(
+            climbs, counts=lambda behind: behind.is_settled, token_s=self._token.host_s
+        )
         self._sizes = dict.fromkeys(Phase, _Curve())
         self._late = self._late_host = [_Curve()] * SETTLED
         for _ in range(2):  # a climb's pace is what is left beside its sizes, and sizes what is left beside the pace
@@ -318,11 +347,6 @@ class Form:
         waking = [woken_s - level.expected()(woken) for level, climb in at for woken_s in climb.woken_s]
         self.host = replace(self.host, wake_s=max(0.0, statistics.median(waking) - self.requests_s.come_s))
 
-    @property
-    def host_of_prompts(self) -> Host:
-        """The host's time where what requests take is their prompts': of a load that reads each prompt once, in one step."""
-        return replace(self.host, prompt_s=self.host.prompt_s + self.requests_s.come_s + self.requests_s.end_s)
-
     def at(self, climbs: Sequence[Climb]) -> Level:
         """Prices at the pace of these climbs."""
         paces = [self._pace(climb) for climb in climbs]
@@ -334,7 +358,7 @@ class Form:
 
     def host_s(self, shape: StepShape, behind: Behind) -> float:
         """The host's part of it."""
-        return self.host.time_s(shape) + _at(self._late_host, behind)
+        return self._settled_host_s(shape) + _at(self._late_host, behind)
 
     def _fit(self, climbs: Sequence[Climb]) -> None:
         noted = [(self._pace(climb), *step) for climb in climbs for step in self._noted(climb)]
@@ -348,7 +372,9 @@ class Form:
             (behind, kernels_s / math.exp(pace[Phase.DECODE]) - self._sized_s(shape))
             for pace, shape, behind, kernels_s, _ in noted
         )
-        self._late_host = _late_of((behind, rest_s - self.host.time_s(shape)) for _, shape, behind, _, rest_s in noted)
+        self._late_host = _late_of(
+            (behind, rest_s - self._settled_host_s(shape)) for _, shape, behind, _, rest_s in noted
+        )
 
     def _pace(self, climb: Climb) -> dict[Phase, float]:
         """By phase, the log of how many times the profile's price steps take beside their size and place."""
@@ -370,7 +396,10 @@ class Form:
         return self._price_s(shape) * math.exp(self._sizes[shape.phase](shape.n_tokens))
 
     def _price_s(self, shape: StepShape) -> float:
-        return kernels_price_s(self._predictor, shape) + shape.decode_context_tokens * self._token_s
+        return kernels_price_s(self._predictor, shape) + shape.decode_context_tokens * self._token.kernels_s
+
+    def _settled_host_s(self, shape: StepShape) -> float:
+        return self.host.time_s(shape) + shape.decode_context_tokens * self._token.host_s
 
 
 def _at(late: Sequence[_Curve], behind: Behind) -> float:
