@@ -367,11 +367,12 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> packed_blob(Program& program, int i
 }
 
 AttentionShape attention_shape(int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, float scale, std::optional<int64_t> window,
-                               std::optional<float> softcap, bool is_chunked) {
+                               std::optional<float> softcap, bool is_chunked, int64_t v_head_dim) {
   if (n_kv_heads < 1 || n_heads % n_kv_heads != 0) throw std::invalid_argument("n_heads must be a multiple of n_kv_heads");
   if (head_dim < 2 || head_dim % 2 != 0 || head_dim > kMostLatentDim) throw std::invalid_argument("head_dim must be even and at most 1024");
+  if (v_head_dim < 1 || v_head_dim > kMostLatentDim) throw std::invalid_argument("v_head_dim must be at least 1 and at most 1024");
   AttentionShape shape;
-  shape.n_heads = n_heads, shape.n_kv_heads = n_kv_heads, shape.head_dim = head_dim, shape.scale = scale;
+  shape.n_heads = n_heads, shape.n_kv_heads = n_kv_heads, shape.head_dim = head_dim, shape.v_head_dim = v_head_dim, shape.scale = scale;
   if (window) shape.window = *window;
   shape.is_chunked = is_chunked;
   if (shape.window < 1 || (is_chunked && !window)) throw std::invalid_argument("a window has at least one token, and chunks are as long as one");
@@ -395,10 +396,11 @@ void bind_shapes(nb::module_& m) {
       .def_prop_ro("packed_bytes", [](const LinearShape& self) { return packed_bytes(self); });
   nb::class_<AttentionShape>(m, "AttentionShape")
       .def("__init__", [](AttentionShape* self, int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, float scale,
-                          std::optional<int64_t> window, std::optional<float> softcap, bool is_chunked) {
-        new (self) AttentionShape(attention_shape(n_heads, n_kv_heads, head_dim, scale, window, softcap, is_chunked));
+                          std::optional<int64_t> window, std::optional<float> softcap, bool is_chunked, std::optional<int64_t> v_head_dim) {
+        new (self) AttentionShape(attention_shape(n_heads, n_kv_heads, head_dim, scale, window, softcap, is_chunked, v_head_dim.value_or(head_dim)));
       }, nb::kw_only(), nb::arg("n_heads"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("scale"),
-         nb::arg("window").none() = nb::none(), nb::arg("softcap").none() = nb::none(), nb::arg("is_chunked") = false);
+         nb::arg("window").none() = nb::none(), nb::arg("softcap").none() = nb::none(), nb::arg("is_chunked") = false,
+         nb::arg("v_head_dim").none() = nb::none());
 }
 
 void bind_operations(nb::class_<Program>& program) {
@@ -427,15 +429,15 @@ void bind_operations(nb::class_<Program>& program) {
       .def("rotate", [](Program& p, int qkv, int q, int layer, const AttentionShape& shape, std::optional<int> rope, std::optional<int> q_norm,
                         std::optional<int> k_norm, bool has_full_width_norm, float norm_eps, std::optional<std::array<int64_t, 4>> row,
                         bool has_head_norms, std::optional<std::tuple<float, int64_t, int64_t>> query_scale, bool has_v_norm, bool writes_kv, bool has_v,
-                        bool norms_turned) {
+                        bool norms_turned, float v_scale) {
         RotateOp op{};
         const std::array<int64_t, 4> own{shape.n_heads, shape.n_kv_heads, 0, 0}, heads = row.value_or(own);
         op.shape.row_heads = heads[0], op.shape.row_kv_heads = heads[1], op.shape.first_head = heads[2], op.shape.first_kv_head = heads[3];
         op.qkv = qkv, op.q = q, op.layer = layer;
-        op.shape.n_heads = shape.n_heads, op.shape.n_kv_heads = shape.n_kv_heads, op.shape.head_dim = shape.head_dim;
+        op.shape.n_heads = shape.n_heads, op.shape.n_kv_heads = shape.n_kv_heads, op.shape.head_dim = shape.head_dim, op.shape.v_head_dim = shape.v_head_dim;
         op.shape.has_full_width_norm = has_full_width_norm, op.shape.has_head_norms = has_head_norms, op.shape.norm_eps = norm_eps;
         op.shape.has_v_norm = has_v_norm, op.shape.writes_kv = writes_kv;
-        op.shape.has_v = has_v, op.shape.norms_turned = norms_turned;
+        op.shape.has_v = has_v, op.shape.norms_turned = norms_turned, op.shape.v_scale = v_scale;
         if (query_scale) op.shape.query_scale = query_scale_of(*query_scale);
         if (rope) op.has_rope = true, op.rope = *rope;
         if (q_norm) op.has_q_norm = true, op.q_norm = *q_norm;
@@ -444,7 +446,7 @@ void bind_operations(nb::class_<Program>& program) {
       }, nb::kw_only(), nb::arg("qkv"), nb::arg("q"), nb::arg("layer"), nb::arg("shape"), nb::arg("rope").none(), nb::arg("q_norm").none(),
          nb::arg("k_norm").none(), nb::arg("has_full_width_norm"), nb::arg("norm_eps"), nb::arg("row").none() = nb::none(),
          nb::arg("has_head_norms") = false, nb::arg("query_scale").none() = nb::none(), nb::arg("has_v_norm") = false, nb::arg("writes_kv") = true, nb::arg("has_v") = true,
-         nb::arg("norms_turned") = false)
+         nb::arg("norms_turned") = false, nb::arg("v_scale") = 1.0f)
       .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape, int sinks, int64_t column) {
         p.record(Category::attention, AttentionOp{q, out, layer, shape, sinks, column});
       }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("layer"), nb::arg("shape"), nb::arg("sinks") = -1, nb::arg("column") = 0)

@@ -507,6 +507,14 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}, "q_lora_rank": 24,
          "n_group": 4, "topk_group": 2, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     ),
+    # values narrower than keys, in windowed layers of twice the KV heads, with sinks and a base of their own
+    "mimo_v2_flash": (
+        "MiMoV2FlashConfig",
+        "MiMoV2FlashForCausalLM",
+        {**WINDOWS, "num_key_value_heads": 1, "head_dim": 24, "v_head_dim": 10, "n_routed_experts": 8, "n_group": 4,
+         "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "routed_scaling_factor": 1.5,
+         "attention_bias": True, "mlp_layer_types": ["dense", *["sparse"] * 3]},
+    ),
     "lfm2_moe": (
         "Lfm2MoeConfig",
         "Lfm2MoeForCausalLM",

@@ -171,6 +171,7 @@ MORE: dict[str, dict[str, Any]] = {
     "flint": {"num_experts": 4, "shared_expert_intermediate_size": 48, **WINDOWS, **EXPERTS},
     "afmoe": {"num_experts": 4, "num_shared_experts": 1, **EXPERTS},
     "lfm3": {"layer_types": ["conv", "sliding_attention", "full_attention", "conv"], "conv_L_cache": 4},
+    "mimo_v2_flash": {"num_key_value_heads": 1, "head_dim": 24, "v_head_dim": 10, "n_routed_experts": 4, **WINDOWS, **EXPERTS},
     "lfm2": {"layer_types": CONVOLUTIONS, "conv_L_cache": 4, "block_multiple_of": 16},
     "lfm2_moe": {"layer_types": CONVOLUTIONS, "num_experts": 4, "num_dense_layers": 1, **EXPERTS},
     "qwen3_5_text": {"layer_types": ["full_attention", "linear_attention"] * 2, **DELTA},

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Generic
 
 from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Ops, Stream, Table, Vector
-from diptych.models.spec import ModelSpec, StreamsSpec
+from diptych.models.spec import ModelSpec
+from diptych.models.streams import StreamsSpec
 
 HALF_POWER = 2.0**-0.5  # of a sum of two that is to be as large as each of them
 LEAST_SQUARE = 1e-5  # of what is made as large as another stream
@@ -378,7 +379,7 @@ def run_attention(
     h: Stream | Hidden,
     weights: LayerWeights[Vector, Linear, Heads, Experts],
 ) -> Hidden:
-    """The heads' outputs [T, H d], or [T, H v] of latent attention and of states.
+    """The heads' outputs [T, H dv], or [T, H v] of latent attention and of states.
 
     Latents are attended to as they lie in the cache, in prefill as in decode, and states move on token by token: one form,
     so that both phases have the same bits.

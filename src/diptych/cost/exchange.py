@@ -59,7 +59,7 @@ def _gathered(layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: boo
     attention, mlp, stream = layer.attention, layer.mlp, hidden * FP32
     has_norms_behind = layer.norms in (Norms.AFTER, Norms.AROUND) and not are_whole
     is_sum_apart = has_norms_behind or layer.norms is Norms.AROUND_MLP or layer.scales.mlp_out != 1.0
-    heads = attention.n_heads * attention.head_dim
+    heads = attention.width
     values = heads * value_bytes if attention.mla is None else attention.n_heads * attention.mla.v_dim * FP32
     meetings, row_bytes = 2, values + stream  # the heads' values, o
     is_gated = attention.has_gate if attention.state is None else attention.state.gate_width > 0
@@ -69,7 +69,7 @@ def _gathered(layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: boo
         meetings, row_bytes = 4, row_bytes + attention.gate_width * FP32
     if attention.qk_norm is QkNorm.FULL:
         meetings += 3
-        row_bytes += (heads + attention.kv_heads_projected * attention.head_dim) * FP32
+        row_bytes += (attention.n_heads * attention.head_dim + attention.kv_width) * FP32
     if has_norms_behind:  # each is added to the stream by the rows' owners
         meetings += 1
         row_bytes += stream

@@ -374,6 +374,30 @@ MIXTURES: tuple[Family, ...] = (
         **{**BESIDE_VISION, "ignored": (*BESIDE_VISION["ignored"], "vision_model.")},
         **BY_ATTENTION_BIAS,
     ),
+    # values narrower than keys; windowed layers have sinks and more KV heads, and turn by another base
+    Family(
+        name="mimo_v2_flash", architectures=("MiMoV2FlashForCausalLM",),
+        keys={**USUAL, **BY_GROUPS, "vocab_size": 152_576, "intermediate_size": 16_384, "num_hidden_layers": 48,
+              "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128,
+              "swa_num_attention_heads": None, "swa_num_key_value_heads": None, "swa_head_dim": None,
+              "swa_v_head_dim": None, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 5_000_000.0,
+              "swa_rope_theta": 10_000.0, "partial_rotary_factor": 0.334, "attention_bias": False,
+              "attention_value_scale": 0.707, "sliding_window": 129, "sliding_window_size": None, "layer_types": None,
+              "add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True, "mlp_layer_types": None,
+              "first_k_dense_replace": 1, "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "num_experts": 256},
+        fixed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "n_shared_experts": (None, 0),
+               "hybrid_block_size": (None,)},
+        unread=("attention_chunk_size",),  # as long as the window, in published files
+        numbered={"hybrid_layer_pattern": ("layer_types", ("full_attention", "sliding_attention")),
+                  "moe_layer_freq": ("mlp_layer_types", ("dense", "sparse"))},
+        full_every=6, first_is_full=True,
+        local_theta="swa_rope_theta",
+        qkv_bias="attention_bias",
+        has_sinks=("add_full_attention_sink_bias", "add_swa_attention_sink_bias"),
+        ignored=("rotary_emb.inv_freq", "mtp."),
+        names=TensorNames(sinks="attention_sink_bias"),
+        **{**CHOSEN_BY_SIGMOID, "renamed": {**CHOSEN_BY_SIGMOID["renamed"], "layernorm_epsilon": "rms_norm_eps"}},
+    ),
     # sinks, windows on every other layer, biases everywhere, experts published in MXFP4
     Family(
         name="gpt_oss", architectures=("GptOssForCausalLM",),

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from diptych.ground.errors import UnsupportedModel
 from diptych.ground.specs import Provenance
+from diptych.models.streams import LayerInputs, StreamsSpec
 
 
 class Activation(Enum):
@@ -244,16 +245,21 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """What a layer keeps of a token: a key for each head, and a value of that width unless the key serves as both."""
+    """What a layer keeps of a token: for each head a key and a value; value_dim 0: the key serves as both."""
 
     n_heads: int
     head_dim: int
-    has_values: bool = True
+    value_dim: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """All three, as caches take them."""
+        return self.n_heads, self.head_dim, self.value_dim
 
     @property
     def elements(self) -> int:
         """Numbers per token."""
-        return self.n_heads * self.head_dim * (2 if self.has_values else 1)
+        return self.n_heads * (self.head_dim + self.value_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +274,7 @@ class AttentionLayer:
     there is a projection for values; where there is none they are the keys before norm and turn. kv_layer: the number of the
     layer before this one whose keys and values it attends to; it has no k and v of its own then, and keeps nothing. None: its
     own. has_gate: what the heads give is multiplied by a sigmoid of a projection, gates_heads: of one number for each head.
+    v_head_dim: how wide a value is, None: as a key. v_scale: what values are multiplied by.
     """
 
     n_heads: int
@@ -289,6 +296,8 @@ class AttentionLayer:
     kv_layer: int | None = None
     has_gate: bool = False
     gates_heads: bool = False
+    v_head_dim: int | None = None
+    v_scale: float = 1.0
     mla: MlaSpec | None = None
     state: StateSpec | None = None
 
@@ -298,9 +307,19 @@ class AttentionLayer:
         return self.kv_layer is None and self.state is None
 
     @property
+    def value_dim(self) -> int:
+        """Width of a value, and of what a head of grouped queries gives."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def width(self) -> int:
+        """Of what the heads of grouped queries give."""
+        return self.n_heads * self.value_dim
+
+    @property
     def gate_width(self) -> int:
-        """Outputs of what gates the heads of grouped queries."""
-        return self.has_gate * self.n_heads * (1 if self.gates_heads else self.head_dim)
+        """Outputs of what gates them."""
+        return self.has_gate * (self.n_heads if self.gates_heads else self.width)
 
     @property
     def own_kv_heads(self) -> int:
@@ -308,9 +327,9 @@ class AttentionLayer:
         return self.n_kv_heads if self.keeps_kv else 0
 
     @property
-    def kv_heads_projected(self) -> int:
-        """Heads of k and of v, together, that it has projections for."""
-        return self.own_kv_heads * (1 + self.has_v)
+    def kv_width(self) -> int:
+        """Outputs of the projections that it has for k and v, together."""
+        return self.own_kv_heads * (self.head_dim + self.has_v * self.value_dim)
 
     @property
     def cache(self) -> CacheShape:
@@ -319,8 +338,8 @@ class AttentionLayer:
         Of latent attention that is the latent beside the rotary part of the key, for all heads.
         """
         if self.mla is None:
-            return CacheShape(n_heads=self.n_kv_heads, head_dim=self.head_dim)
-        return CacheShape(n_heads=1, head_dim=self.mla.kv_rank + self.mla.rope_dim, has_values=False)
+            return CacheShape(n_heads=self.n_kv_heads, head_dim=self.head_dim, value_dim=self.value_dim)
+        return CacheShape(n_heads=1, head_dim=self.mla.kv_rank + self.mla.rope_dim, value_dim=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,29 +409,6 @@ class MoeSpec:
     def n_products(self) -> int:
         """Matrices of an expert."""
         return 3 if self.is_gated else 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamsSpec:
-    """Residual streams beside each other (AltUp, arXiv 2301.13310): each layer computes one of them and predicts the others.
-
-    active: which one it computes. scales_output: what gates the layer's own embedding is multiplied by a weight first.
-    """
-
-    n_streams: int
-    active: int = 0
-    scales_output: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerInputs:
-    """Embeddings of `width` for each layer and token, beside the one that the stream begins with.
-
-    vocab: how many tokens have one; all others have the first's.
-    """
-
-    width: int
-    vocab: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

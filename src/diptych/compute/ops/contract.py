@@ -73,7 +73,7 @@ class AttentionSpec:
     is_chunked: it sees those from the last multiple of `window` on instead. softcap: scores become
     softcap * tanh(score / softcap), after scale. rope None: no positions in this layer. mla: then there is one kv head, of
     kv_rank + rope_dim, whose keys are the values too. state: then there are no keys and values, and `place` is that of its
-    states among a sequence's.
+    states among a sequence's. v_head_dim: how wide a value is, None: as a key. v_scale: values are multiplied by it.
     """
 
     layer: int
@@ -94,6 +94,13 @@ class AttentionSpec:
     owns_kv: bool = True
     has_v_norm: bool = False
     has_v: bool = True
+    v_head_dim: int | None = None
+    v_scale: float = 1.0
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value, and of what a head gives."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
     def cache_layer(self) -> int:
@@ -472,7 +479,8 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
     def rotate_and_cache(self, qkv: Hidden, attention: Heads) -> Hidden:
         """q [T, H, d] from qkv [T, (H + 2K) d]: norms, rotary embedding, q's scale; writes the tokens' k and v.
 
-        Where the layer owns none it is q [T, H d], and nothing is written; where values are the keys it is [T, (H + K) d].
+        Where the layer owns none it is q [T, H d], and nothing is written; where values are the keys it is [T, (H + K) d], and
+        where they have a width of their own [T, (H + K) d + K dv].
         """
 
     @abstractmethod
@@ -489,7 +497,7 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
 
     @abstractmethod
     def attention(self, q: Hidden, attention: Heads) -> Hidden:
-        """a [T, H d]: each query against its sequence's cached keys up to its own position."""
+        """a [T, H dv]: each query against its sequence's cached keys up to its own position."""
 
     @abstractmethod
     def move_states(

@@ -331,6 +331,7 @@ class CpuOps(
             writes_kv=spec.owns_kv,
             has_v=spec.has_v,
             norms_turned=spec.qk_norm is QkNorm.TURNED,
+            v_scale=spec.v_scale,
         )
         return Value("query", width, buffer=q)
 
@@ -394,11 +395,11 @@ class CpuOps(
         spec, own, program = attention.spec, attention.own, self.program
         is_gathered = attention.latent is None
         n_heads = spec.n_heads if is_gathered or own is None else own.n_heads
-        value = Value("attention", n_heads * spec.head_dim, is_shared=is_gathered and self._is_team)
+        value = Value("attention", n_heads * spec.value_dim, is_shared=is_gathered and self._is_team)
         if own is None:
             value.emit_f32 = value.emit_rows = program.meet
             return value
-        column = own.first_head * spec.head_dim if is_gathered else 0
+        column = own.first_head * spec.value_dim if is_gathered else 0
         settings = {"q": q.buffer, "layer": spec.cache_layer, "shape": attention.shape, "column": column}
         settings["sinks"] = attention.sinks
         value.emit_f32 = value.emit_rows = lambda out: program.attention(out=out, **settings)

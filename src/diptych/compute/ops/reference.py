@@ -55,11 +55,11 @@ def attention_paged(
 ) -> torch.Tensor:
     """Each query of the batch against its sequence's blocks, one token and one head at a time.
 
-    q [T, H, d] · keys, values [N, P, K, d], read · sinks [H]. Returns [T, H, d] fp32.
+    q [T, H, d] · keys [N, P, K, d], values [N, P, K, dv], read · sinks [H]. Returns [T, H, dv] fp32.
     """
     block_tokens = keys.shape[1]
     group = spec.n_heads // spec.n_kv_heads
-    out = torch.zeros(q.shape, dtype=torch.float32)
+    out = torch.zeros((*q.shape[:2], values.shape[-1]), dtype=torch.float32)
     for s in range(batch.n_sequences):
         for t in range(int(batch.query_start_S1[s]), int(batch.query_start_S1[s + 1])):
             position = int(batch.positions_T[t])

@@ -258,8 +258,11 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
             q_THd = (q_THd * self._scales(spec.query_scale)[:, None, None]).to(q_THd.dtype)
         if not spec.owns_kv:
             return q_THd
-        k, v = qkv[:, n_q:].chunk(2, dim=-1) if spec.has_v else (qkv[:, n_q:],) * 2
-        v_TKd = v.unflatten(-1, (spec.n_kv_heads, spec.head_dim))
+        n_k = spec.n_kv_heads * spec.head_dim
+        k, v = qkv[:, n_q : n_q + n_k], qkv[:, n_q + n_k if spec.has_v else n_q :]
+        v_TKd = v.unflatten(-1, (spec.n_kv_heads, spec.value_dim))
+        if spec.v_scale != 1.0:
+            v_TKd = v_TKd * spec.v_scale
         if spec.has_v_norm:
             v_TKd = F.rms_norm(v_TKd.float(), v_TKd.shape[-1:], eps=spec.norm_eps)
         keys, values = self._pool(spec.cache_layer)
@@ -311,10 +314,10 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         return torch.einsum("thr,hvr->thv", a_THr, latent.values).flatten(1)
 
     def attention(self, q_THd: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
-        """a [T, H d]."""
+        """a [T, H dv]."""
         spec = attention.spec
         keys, values = self._pool(spec.cache_layer)
-        out = torch.empty_like(q_THd)
+        out = q_THd.new_empty((len(q_THd), spec.n_heads, values.shape[-1]))
         for queries in self._queries_of(spec):
             n_sequences = queries.slots.shape[0]
             q_BnHd = q_THd[queries.rows].unflatten(0, (n_sequences, -1))
@@ -418,8 +421,8 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         return 1.0 + scale.slope * torch.log1p(times.float())
 
     def _pool(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        planes = self._kv.layers[layer].flatten(1, 2)  # each [N * P, K, d], views
-        return planes[0], planes[-1]
+        planes = self._kv.layers[layer]
+        return planes[0].flatten(0, 1), planes[-1].flatten(0, 1)  # [N * P, K, d] and [N * P, K, dv], views
 
     def _rotate(self, x_THd: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
         cos, sin = (part[:, None] for part in self._turns(rope, self._dtype))

@@ -57,9 +57,13 @@ def items_of(batch: ForwardBatch, size: int) -> np.ndarray:
 
 def has_kernels_for(spec: AttentionSpec | AttentionLayer) -> bool:
     """Whether a layer attends by our kernels."""
-    if spec.mla is not None or spec.state is not None or spec.head_dim > LARGEST_HEAD:
+    if spec.mla is not None or spec.state is not None or spec.head_dim > LARGEST_HEAD or not _has_usual_values(spec):
         return False
     return item_tokens(spec.head_dim, spec.n_heads // spec.n_kv_heads) > 0
+
+
+def _has_usual_values(spec: AttentionSpec | AttentionLayer) -> bool:
+    return spec.value_dim == spec.head_dim and spec.v_scale == 1.0
 
 
 def item_tokens_of(spec: ModelSpec) -> tuple[int, int] | None:
@@ -149,6 +153,8 @@ class TritonOps(TorchOps):
     def rotate_and_cache(self, qkv: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
         """q [T, H, d]; k and v go to their slots."""
         spec = attention.spec
+        if not _has_usual_values(spec):
+            return super().rotate_and_cache(qkv, attention)
         is_of_heads = spec.qk_norm in (QkNorm.HEAD, QkNorm.TURNED)
         keys, values = self._pool(spec.cache_layer)
         q_THd = rotate_and_cache(
