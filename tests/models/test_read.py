@@ -371,6 +371,47 @@ def test_command_a_plus_by_each_of_its_keys() -> None:
             read("cohere2_moe", **fields, **{key: "best"})
 
 
+def test_layers_by_number_and_heads_of_windowed_layers() -> None:
+    """MiMo-V2-Flash as its makers publish it: numbers for kinds of layers, heads of two kinds, a window without its token."""
+    fields = {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_key_value_heads": 2,
+        "head_dim": 24, "v_head_dim": 16,
+    }  # fmt: skip
+    usual = read("mimo_v2_flash", **fields)
+    published = {
+        "hybrid_layer_pattern": [0, 1, 1, 1], "moe_layer_freq": [0, 1, 1, 1], "partial_rotary_factor": 0.334,
+        "rope_theta": 5_000_000, "swa_rope_theta": 10_000, "sliding_window": 128, "sliding_window_size": 128,
+        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": 24, "swa_v_head_dim": 16,
+        "attention_chunk_size": 128, "routed_scaling_factor": None, "layernorm_epsilon": 1e-5, "hybrid_block_size": None,
+        "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "n_shared_experts": None,
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc", "attention_value_scale": 0.707,
+    }  # fmt: skip
+    assert read("mimo_v2_flash", **fields, **published).layers == usual.layers
+    assert usual.windows == (None, 129, 129, 129)
+    full, windowed = usual.layers[0].attention, usual.layers[1].attention
+    assert (full.n_kv_heads, windowed.n_kv_heads, full.has_sinks, windowed.has_sinks) == (2, 4, False, True)
+    assert (full.value_dim, full.v_scale, full.rope.rotary_dim) == (16, 0.707, 8)
+    others = {"swa_num_attention_heads": 6, "swa_num_key_value_heads": 3, "swa_head_dim": 12, "swa_v_head_dim": 10,
+              "add_full_attention_sink_bias": True}  # fmt: skip
+    other = read("mimo_v2_flash", **{**fields, **published, **others})
+    heads = [(one.attention.n_heads, *one.attention.cache.sizes, one.attention.has_sinks) for one in other.layers[:2]]
+    assert heads == [(4, 2, 24, 16, True), (6, 3, 12, 10, True)]
+    for given, what in (
+        ({"hybrid_layer_pattern": [0, 1, 1, 2]}, "hybrid_layer_pattern .* a number below 2"),
+        ({"hybrid_layer_pattern": 6}, "hybrid_layer_pattern .* a number below 2"),
+        ({"hybrid_layer_pattern": [0, 1]}, "layer_types .* has 2 entries"),
+        ({"moe_layer_freq": [0] * 4, "mlp_layer_types": ["sparse"] * 4}, "moe_layer_freq and mlp_layer_types"),
+        ({"swa_head_dim": 11}, "swa_head_dim .* must be even"),
+        ({"swa_num_key_value_heads": 3}, "4 query heads cannot share 3"),
+        ({"n_shared_experts": 1}, "n_shared_experts"),
+        ({"hybrid_block_size": 5}, "hybrid_block_size"),
+    ):
+        with pytest.raises(LoadError, match=what):
+            read("mimo_v2_flash", **{**fields, **given})
+    with pytest.raises(LoadError, match="it changes the mathematics"):
+        read("llama", hybrid_layer_pattern=[0, 1, 1, 1])
+
+
 def test_published_files_repeat_and_leave_over() -> None:
     """StarCoder 2 3B, Hunyuan 7B and A13B, dots.llm1: what an ancestor read, or other classes of the same makers."""
     ancestor = {"activation_function": "gelu", "scale_attn_weights": True, "attention_softmax_in_fp32": True}

@@ -298,6 +298,7 @@ class _Sizes:
         self.heads = layer.attention.n_heads / tp
         self.kv_heads = max(layer.attention.n_kv_heads / tp, 1.0)
         self.kv_bytes = layer_kv_bytes(layer.attention, kv, tp)  # of one token
+        self.value_bytes = self.kv_heads * _vector_bytes(layer.attention.value_dim, kv)  # of them
         self.kept_bytes = kept_kv_bytes(layer.attention, kv, tp)
 
 
@@ -370,7 +371,9 @@ def _gqa(sizes: _Sizes) -> tuple[Component, Component]:
     rotary = 6.0 * sizes.n * (sizes.heads + kv_heads) * head_dim
     qkv = replace(qkv, kv_write_bytes=sizes.n * sizes.kept_bytes, vector_flops=rotary)
     o_bias = hidden if attention.has_o_bias else 0.0
-    return qkv, _linear(sizes, "o", sizes.heads * attention.value_dim, hidden, bias=o_bias, link=_all_reduce_bytes(sizes))
+    return qkv, _linear(
+        sizes, "o", sizes.heads * attention.value_dim, hidden, bias=o_bias, link=_all_reduce_bytes(sizes)
+    )
 
 
 def _mla(sizes: _Sizes, mla: MlaSpec) -> tuple[Component, Component]:
@@ -411,7 +414,7 @@ def _attention(sizes: _Sizes) -> tuple[Component, Component]:
         softmax += 5.0 * sizes.heads * pairs
     kv_read = kv_tokens * sizes.kv_bytes
     width = sizes.heads * (sizes.attention.value_dim if mla is None else mla.v_dim)
-    of_values = 0.0 if mla is not None else kv_tokens * sizes.kv_heads * _vector_bytes(sizes.attention.value_dim, sizes.kv)
+    of_values = kv_tokens * sizes.value_bytes if mla is None else 0.0
     io = sizes.n * width * sizes.a
     sinks = sizes.heads * 2.0 if sizes.attention.has_sinks else 0.0
     scores = Component(

@@ -104,9 +104,9 @@ class Family:
     unread: keys that mean something elsewhere, and nothing here, whatever they say.
     renamed: this class's name of a key -> the name used here. by_layer: keys that may hold a list with the same for each
     layer. numbered: keys with a number for each layer -> a list of names of ours, and what 0, 1, ... stand for in it.
-    full_every: without layer_types, every so many-th layer attends to everything, full_first: beginning with the
-    first, first_is_full: and the first, too; windows_begin: every other layer before max_window_layers is windowed, not all behind it. local_theta: the key with
-    the rotary base of windowed layers, which then have no scaling.
+    full_every: without layer_types, every so many-th layer attends to everything, full_first: beginning with the first,
+    first_is_full: and the first, too; windows_begin: every other layer before max_window_layers is windowed, not all behind
+    it. local_theta: the key with the rotary base of windowed layers, which then have no scaling.
     longrope_names: rope types that mean longrope here. turns_windowed_only: layers that attend to everything have no rotary
     positions; turns_full_alone: unless the model has no window. attends_in_chunks: what is `sliding_window` here is the length
     of chunks that layers with rotary positions attend within; scales_queries: queries of the other layers are scaled by

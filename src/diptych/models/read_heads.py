@@ -33,7 +33,10 @@ class HeadsByWindow:
     def read(config: HfConfig, family: Family, windows: list[int | None]) -> HeadsByWindow:
         """LoadError where query heads cannot share those of keys and values evenly."""
         usual = Heads(
-            n=config.integer("num_attention_heads"), n_kv=n_kv_heads(config), width=_head_dim(config), v_width=_v_width(config)
+            n=config.integer("num_attention_heads"),
+            n_kv=n_kv_heads(config),
+            width=_head_dim(config),
+            v_width=_v_width(config),
         )
         full = windowed = usual
         if family.has_full_heads:

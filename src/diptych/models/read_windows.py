@@ -15,9 +15,7 @@ from diptych.models.spec import Rope
 
 def windows_of(config: HfConfig, family: Family, n_layers: int) -> list[int | None]:
     """The window of each layer: by layer_types, by the family's pattern, or on every layer; none where switched off."""
-    before = config.optional_integer("sliding_window_size")  # a token sees so many, and itself
-    window = config.optional_integer("sliding_window") if before is None else before + 1
-    window = window if config.flag("use_sliding_window", True) else None
+    window = _window(config) if config.flag("use_sliding_window", True) else None
     if window is not None and is_both_ways(config):
         window = window // 2  # to either side
     given = config.raw.get("layer_types")
@@ -38,7 +36,9 @@ def windows_of(config: HfConfig, family: Family, n_layers: int) -> list[int | No
         windows = [None if (i + 1) % every == 0 else window for i, every in patterns]
     elif pattern is not None:
         first = 0 if family.full_first else pattern - 1
-        windows = [None if i % pattern == first or (i == 0 and family.first_is_full) else window for i in range(n_layers)]
+        windows = [
+            None if i % pattern == first or (i == 0 and family.first_is_full) else window for i in range(n_layers)
+        ]
     elif "max_window_layers" in family.keys:
         bound, begins = config.integer("max_window_layers", low=0), family.windows_begin
         windows = [window if (i < bound and i % 2 == 0 if begins else i >= bound) else None for i in range(n_layers)]
@@ -56,6 +56,11 @@ def windows_of(config: HfConfig, family: Family, n_layers: int) -> list[int | No
                 hint="the architecture named there may be wrong, or newer than this version knows",
             )
     return windows
+
+
+def _window(config: HfConfig) -> int | None:
+    before = config.optional_integer("sliding_window_size")  # a token sees so many, and itself
+    return config.optional_integer("sliding_window") if before is None else before + 1
 
 
 def _dense_pattern(config: HfConfig) -> int:

@@ -78,9 +78,7 @@ def warn_of_faster_set(name: str) -> None:
         logger.warning("kernels use %s; this processor also has %s, which is faster", name, faster)
 
 
-def kv_bytes_per_block(
-    spec: ModelSpec, kv_format: str, block_tokens: int, n_heads: list[int] | None = None
-) -> int:
+def kv_bytes_per_block(spec: ModelSpec, kv_format: str, block_tokens: int, n_heads: list[int] | None = None) -> int:
     """Bytes of one block in all layers of a model. n_heads: of each layer, if not its own."""
     heads = [cache.sizes for cache in spec.caches]
     if n_heads is not None:

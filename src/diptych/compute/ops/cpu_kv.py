@@ -24,10 +24,12 @@ BACKED_BYTES = 2 << 20  # a huge page asked for at a time: milliseconds, in whic
 
 def layout_of(cache: dict[str, Any]) -> str:
     """How a block of such a cache lies."""
-    return said_once([
-        (LAYOUT if dv else LATENT_LAYOUT).format(n_kv_heads=n, width=d if dv in (0, d) else f"{d} and {dv}")
-        for n, d, dv in cache["heads"]
-    ])
+    return said_once(
+        [
+            (LAYOUT if dv else LATENT_LAYOUT).format(n_kv_heads=n, width=d if dv in (0, d) else f"{d} and {dv}")
+            for n, d, dv in cache["heads"]
+        ]
+    )
 
 
 class CpuKVStore:
@@ -112,7 +114,9 @@ class CpuKVStore:
         ids = np.asarray(block_ids, dtype=np.int32)
         payload.check_sums(self.native.import_checked(ids, np.ascontiguousarray(payload.data_NB)))
 
-    def read(self, layer: int, block_ids: Sequence[int], n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(
+        self, layer: int, block_ids: Sequence[int] | np.ndarray, n_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) of the first n_tokens of a sequence that lies in block_ids, [K, T, d] and [K, T, dv] fp32; copies."""
         n_heads, d, dv = self._heads[layer]
         keys, values = (torch.empty((n_heads, n_tokens, width), dtype=torch.float32) for width in (d, dv or d))

@@ -102,7 +102,7 @@ class Part:
         """Its heads' keys and values from those of all."""
         first, n = self._heads[layer]
         keys, values = np.split(both[first : first + n], [self._widths[layer]], axis=-1)
-        self.store.write(layer, block_ids, torch.from_numpy(keys), torch.from_numpy(values))
+        self.store.native.write(layer, block_ids, np.ascontiguousarray(keys), np.ascontiguousarray(values))
 
 
 class RankedKVStore:
