@@ -215,8 +215,9 @@ using EmbedRow = void (*)(const void* row, Source source, int64_t n, float scale
 using SoftmaxRow = void (*)(float* x, int64_t n);
 // 1 / (1 + exp(-x)) in place, [n]
 using SigmoidRow = void (*)(float* x, int64_t n);
-// out [n] = g sigmoid(alpha g) (u + shift), g = min(scale gate, limit), u = scale up within +-limit; x = gate [n], up [n]; out may be x.
-struct GateForm { float alpha = 1.0f, limit = 0.0f, shift = 0.0f; };
+// out [n] = min(g sigmoid(alpha g), bound) (u + shift), g = min(scale gate, limit), u = scale up within +-min(limit, bound); x = gate [n],
+// up [n]; out may be x.
+struct GateForm { float alpha = 1.0f, limit = 0.0f, bound = 0.0f, shift = 0.0f; };
 using GateRow = void (*)(const float* x, int64_t n, float scale, const GateForm& form, float* out);
 // rows[i] [n] += sum over j of coefficients[i * n_rows + j] * rows[j], of what all were before; at most kMostStreams.
 constexpr int64_t kMostStreams = 8;

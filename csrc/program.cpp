@@ -428,6 +428,7 @@ void Program::reserve(int64_t tokens) {
       if (const auto* moves = std::get_if<StateOp>(&op.body)) bytes = std::max(bytes, kernels_.step->state_scratch_floats(moves->shape) * 4);
       if (const auto* weigh = std::get_if<WeighOp>(&op.body)) bytes = std::max(bytes, buffers_[weigh->x].width * 4 + 64);
       if (const auto* gate = std::get_if<SparseGateOp>(&op.body)) bytes = std::max(bytes, buffers_[gate->x].width * 2 + 64);
+      if (const auto* gate = std::get_if<BentGateOp>(&op.body)) bytes = std::max(bytes, buffers_[gate->x].width * 2 + 64);
       if (const auto* gated = std::get_if<GateHeadsOp>(&op.body)) bytes = std::max(bytes, buffers_[gated->gates].width * 4 + 64);
       if (const auto* curve = std::get_if<CurveOp>(&op.body)) bytes = std::max(bytes, buffers_[curve->x].width * 4 + 64);
       if (const auto* correct = std::get_if<CorrectOp>(&op.body)) bytes = std::max(bytes, buffers_[correct->y].width * 4 + 64);

@@ -178,7 +178,8 @@ class Recorder {
       if (is_sparse) {  // of a row of gate and up
         const int wide = plain_buffer(p_, BufferKind::f32, 2 * m.ffn);
         p_.record(Category::gate_up, LinearOp{linear(2 * m.ffn, m.hidden), rows, wide, Store::f32, m.activation});
-        p_.record(Category::gate_up, SparseGateOp{wide, hidden_rows, 0.5f, m.activation});
+        if (w_.pick(0, 1)) p_.record(Category::gate_up, SparseGateOp{wide, hidden_rows, 0.5f, m.activation});
+        else p_.record(Category::gate_up, BentGateOp{wide, hidden_rows, {1.0f, 7.0f, 2.0f, 0.5f}});
       } else if (is_curved) {  // up alone
         const int up = plain_buffer(p_, BufferKind::f32, m.ffn);
         p_.record(Category::gate_up, LinearOp{linear(m.ffn, m.hidden), rows, up, Store::f32, m.activation});
@@ -357,7 +358,7 @@ class Recorder {
     op.router = linear(m_.n_experts, m_.hidden);
     op.router_rows = has_bf16_rows(m_.weights) ? router_rows : rows;
     op.scores = plain_buffer(p_, BufferKind::f32, m_.n_experts);
-    op.joins_apart = w_.pick(0, 3) == 0, op.gate = {1.7f, 7.0f, 1.0f}, op.weighs_input = op.joins_apart && w_.pick(0, 1);
+    op.joins_apart = w_.pick(0, 3) == 0, op.gate = {1.7f, 7.0f, 9.0f, 1.0f}, op.weighs_input = op.joins_apart && w_.pick(0, 1);
     if (op.joins_apart) op.wide = plain_buffer(p_, BufferKind::f32, 2 * m_.ffn, m_.top_k);
     op.by = static_cast<Scores>(w_.pick(0, 2)), op.margin = 0.3f, op.choice_bias = some(m_.n_experts), op.scales = some(m_.n_experts), op.routed_scale = 0.5f;
     if (m_.n_experts % 2 == 0 && m_.top_k <= m_.n_experts / 2) op.n_groups = 2, op.group_best = std::min<int64_t>(2, m_.n_experts / 2);

@@ -14,9 +14,10 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops import reference
 from diptych.compute.ops.contract import Activation, AttentionSpec, RopeSpec
-from diptych.compute.ops.cpu_recorder import CLAMPED_GATE, PLAIN_GATE
 from diptych.compute.ops.tolerances import EDGE_SHAPES, EdgeShape
-from diptych.models.spec import MoeSpec, QueryScale, Scores
+from diptych.models.gates import PLAIN
+from diptych.models.positions import QueryScale
+from diptych.models.spec import MoeSpec, Scores
 from op_bench import Bench, check, make_batch, noise, rounded
 from worlds import KERNEL_SETS
 
@@ -365,6 +366,7 @@ ROUTINGS: dict[str, dict[str, Any]] = {
     "V3": {"n_groups": 4, "groups_per_token": 2, "group_best": 2, "scores": Scores.SIGMOID, "renormalises": True},
     "ERNIE": {"renormalises": True, "has_choice_bias": True},
     "Llama 4": {"activation": Activation.SILU, "scores": Scores.SIGMOID, "weighs_input": True},
+    "Step 3.7": {"activation": Activation.SILU, "limit": 0.8, "scores": Scores.SIGMOID, "renormalises": True},
     "sparsemixer": {"scores": Scores.SPARSEMIXER, "margin": 0.4, "activation": Activation.SILU, "routed_scale": 0.5},
     "Kolibri": {"scores": Scores.LATE_SIGMOID, "has_choice_bias": True, "renormalises": True},
     "sigmoid, bias": {"scores": Scores.SIGMOID, "has_choice_bias": True, "routed_scale": 0.5},
@@ -411,7 +413,7 @@ def test_experts_of_groups_and_clamped_gates(isa: str, weights: str, routing: di
         groups=(spec.n_groups, spec.groups_per_token, spec.group_best), routed_scale=spec.routed_scale,
         wide=program.add_f32(width, top_k), weighs_input=spec.weighs_input,
         curve="" if spec.is_gated else spec.activation.value,
-        gate=CLAMPED_GATE if spec.activation is Activation.CLAMPED else PLAIN_GATE,
+        gate=(spec.form or PLAIN).numbers,
     )  # fmt: skip
     check("experts", bench.run(out, hidden), reference.experts(x, router, gate_up, down, spec, bias))
 

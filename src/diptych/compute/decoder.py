@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Ops, Stream, Table, Vector
+from diptych.models.gates import GateForm
 from diptych.models.spec import ModelSpec
 from diptych.models.streams import StreamsSpec
 
@@ -120,6 +121,7 @@ class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
     dense: tuple[Linear, Linear] | None  # gate_up, down
     is_gated: bool = True  # of dense and of shared; else what comes first is up alone
     cutoff: float | None = None  # of the dense MLP's gate
+    form: GateForm | None = None  # of gates of dense and of shared
     curve: tuple[float, ...] = ()  # numbers of the activation's own
     clip: float | None = None  # of q, k and v
     experts: Experts | None = None
@@ -255,6 +257,8 @@ def run_inner(
     """The inner values [T, F] of an MLP, by gate and up, or by up alone."""
     if not weights.is_gated:
         return ops.curve(h, first, numbers=weights.curve)
+    if weights.form is not None:
+        return ops.bent_gate(h, first, form=weights.form)
     return ops.linear_gate(h, first) if weights.cutoff is None else ops.sparse_gate(h, first, cutoff=weights.cutoff)
 
 

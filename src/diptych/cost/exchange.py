@@ -83,7 +83,8 @@ def _gathered(layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: boo
             meetings, row_bytes = meetings + 1, row_bytes + given
         if mlp.shared_ffn:  # their gate and what they add, which is a row of its own where it is gated
             meetings += 3 if mlp.has_shared_gate else 2
-            row_bytes += mlp.shared_ffn * (BF16 if mlp.is_gated else FP32) + (2 if mlp.has_shared_gate else 1) * stream
+            halves = 2 * FP32 if mlp.shared.form is not None else BF16 if mlp.is_gated else FP32
+            row_bytes += mlp.shared_ffn * halves + (2 if mlp.has_shared_gate else 1) * stream
             if is_sum_apart and not mlp.is_apart:  # of their sum, normed or scaled, which the rows' owners make
                 meetings, row_bytes = meetings + 1, row_bytes + stream
         return meetings, row_bytes
@@ -91,6 +92,6 @@ def _gathered(layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: boo
         return meetings, row_bytes
     # each rank joins whole rows of gate and up, or bends those of up, where that is an operation of its own
     gated = mlp.ffn * BF16 if mlp.is_gated else mlp.ffn * FP32
-    gated = gated if mlp.cutoff is None else 2 * mlp.ffn * FP32
+    gated = gated if mlp.cutoff is None and mlp.form is None else 2 * mlp.ffn * FP32
     meetings, row_bytes = meetings + 2, row_bytes + gated + stream
     return (meetings + 1, row_bytes + stream) if has_norms_behind else (meetings, row_bytes)

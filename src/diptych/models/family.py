@@ -46,7 +46,8 @@ class TensorNames:
     its own. dense: where a dense MLP lies, if not where mlp says. states: where tensors of a layer with a state lie.
     states_in: its projections, by a delta rule of q, k and v (or of each), of the gate, of beta, of the decay, or of the
     first two and of the last two together, by key head; else one. states_o, states_norm: what it leaves by, and the norm of
-    it. taps: of its convolution, or of q's, k's and v's where they lie apart. others: what some files call a norm.
+    it. taps: of its convolution, or of q's, k's and v's where they lie apart. others: what some files call a norm, or the
+    choice bias.
     """
 
     embedding: str = "embed_tokens"
@@ -67,7 +68,7 @@ class TensorNames:
     down: str = "down_proj"
     mlp: tuple[str, ...] = ("mlp.",)
     expert: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+    stacked: tuple[str, ...] = ("experts.gate_up_proj", "experts.down_proj")
     is_transposed: bool | None = False
     takes_turns: bool = False
     router: str = "gate"

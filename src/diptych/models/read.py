@@ -21,11 +21,21 @@ from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, PRICED, SUPP
 from diptych.models.family import Family
 from diptych.models.files import no_model
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL, SYNONYMS
+from diptych.models.positions import QueryScale, Rope
 from diptych.models.read_blocks import as_layers, as_pairs
 from diptych.models.read_gpt import arrangement, of_all_layers
 from diptych.models.read_heads import Heads, HeadsByWindow
-from diptych.models.read_mixtures import expert_groups, mixture_layers, mixture_scales, scores_of
+from diptych.models.read_index import within_index, without_index
+from diptych.models.read_mixtures import (
+    expert_groups,
+    limits_of,
+    mixture_layers,
+    mixture_scales,
+    scores_of,
+    within_limit,
+)
 from diptych.models.read_states import adjusted_width, layer_scales, state_attention, state_layers
+from diptych.models.read_step import as_usual
 from diptych.models.read_streams import cutoffs, layer_inputs, mlp_widths, shared_layers, streams
 from diptych.models.read_windows import is_both_ways, layer_ropes, named_layers, rope_sections, windows_of
 from diptych.models.refused import reason_for
@@ -40,8 +50,6 @@ from diptych.models.spec import (
     MoeSpec,
     Norms,
     QkNorm,
-    QueryScale,
-    Rope,
     Scores,
 )
 
@@ -49,7 +57,6 @@ logger = logging.getLogger("diptych.models")
 
 # architectures of transformers that are a family's decoder under another head, or under none
 HEADLESS = ("ForSequenceClassification", "Model", "TextForSequenceClassification", "TextModel")
-INDEXED = ("indexed_attention", "deepseek_sparse_attention")  # what layers are called that attend by an index
 RUN_ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH)  # of gates
 RUN_CURVES = (
     *RUN_ACTIVATIONS,
@@ -73,11 +80,7 @@ def read_model(
     config = _canonical(config, family)
     sections = rope_sections(config, family)
     limit = position_limit(config, sections[0] if sections else None, max_context_tokens)
-    chosen = config.integer("index_topk") if "index_topk" in family.keys else None
-    if chosen is not None and chosen < limit:
-        logger.warning("%s chooses what it attends to by an index, which is not run: up to %d tokens, where that chooses all",
-                       family.name, chosen)  # fmt: skip
-        limit = chosen
+    limit = within_index(config, family, limit)
     context = limit if max_context_tokens is None else min(limit, max_context_tokens)
     windows = windows_of(config, family, config.integer("num_hidden_layers"))
     heads = HeadsByWindow.read(config, family, windows)
@@ -236,9 +239,9 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
     raw = named_layers(raw, family, path)
     for key in family.by_layer:
         raw |= {key: of_all_layers(raw[key], key, path)} if key in raw else {}
-    kinds = raw.get("layer_types")
-    if "index_topk" in family.keys and isinstance(kinds, list) and all(kind in INDEXED for kind in kinds):
-        del raw["layer_types"]  # within index_topk all see everything
+    raw = without_index(raw, family, path)
+    if "num_sliding_attention_heads" in family.keys:
+        raw = as_usual(raw, family.keys, path)
     read = {*family.keys, *(ROPE_KEYS if "rope_theta" in family.keys else ()), "layer_types", "hidden_act"}
     _check_keys(raw, read, family, path)
     if raw.get("rope_scaling") or raw.get("rope_parameters"):  # a class default holds only where neither is given
@@ -309,9 +312,11 @@ def _layers(
     alone = {i for i, (_, mlp) in enumerate(config.raw.get("blocks", ())) if mlp is None}
     without_mlp = Norms.SHARED if family.has_pairs else Norms.ALONE
     made: dict[tuple[int, int], LayerSpec] = {}
+    limits, limited = limits_of(config, n_layers), dict[tuple[int, tuple[float | None, float | None]], Any]()
     layers = []
     for i in range(n_layers):
-        heads, mlp = attention[kinds[i]], None if i in alone else moe if i in mixtures else mlps[i]
+        heads, plain = attention[kinds[i]], None if i in alone else moe if i in mixtures else mlps[i]
+        mlp = limited.setdefault((id(plain), limits[i]), within_limit(plain, limits[i]))
         key = (id(heads), id(mlp))
         if key not in made:
             own = norms if heads.state is None or family.state_norms is None else family.state_norms

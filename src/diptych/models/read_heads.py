@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
@@ -44,6 +44,8 @@ class HeadsByWindow:
             full = Heads(n=usual.n, n_kv=n_kv, width=width, has_v=not config.flag("attention_k_eq_v"))
         if "swa_num_key_value_heads" in family.keys:
             windowed = _windowed(config, usual)
+        elif "num_sliding_attention_heads" in family.keys:
+            windowed = replace(usual, n=config.integer("num_sliding_attention_heads", usual.n))
         found = HeadsByWindow(full, windowed)
         for one in map(found.of, windows):
             if one.n % one.n_kv:

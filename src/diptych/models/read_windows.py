@@ -8,9 +8,9 @@ from typing import Any
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.family import Family
+from diptych.models.positions import Rope
 from diptych.models.read_mixtures import mixture_layers
 from diptych.models.rope import ROPE_KEYS, rope_section
-from diptych.models.spec import Rope
 
 
 def windows_of(config: HfConfig, family: Family, n_layers: int) -> list[int | None]:

@@ -14,6 +14,8 @@ from functools import cached_property
 
 from diptych.ground.errors import UnsupportedModel
 from diptych.ground.specs import Provenance
+from diptych.models.gates import CLAMPED, GateForm
+from diptych.models.positions import QueryScale, Rope
 from diptych.models.streams import LayerInputs, StreamsSpec
 
 
@@ -21,7 +23,7 @@ class Activation(Enum):
     """act in act(gate) * up, or in act(up) where there is no gate.
 
     XIELU: s x + a x^2 above 0, s x + b (exp(min(x, e)) - 1 - x) below, of a layer's own a and b, XIELU_SLOPE and XIELU_LEAST.
-    CLAMPED: g * sigmoid(CLAMPED_ALPHA * g) * (u + 1) of g = min(gate, limit) and u = up within +-limit (gpt-oss).
+    CLAMPED: of gates, as `gates.CLAMPED` says.
     """
 
     SILU = "silu"
@@ -36,8 +38,6 @@ class Activation(Enum):
 
 XIELU_SLOPE = 0.5
 XIELU_LEAST = -1e-6
-CLAMPED_ALPHA = 1.702
-CLAMPED_LIMIT = 7.0
 
 
 class QkNorm(Enum):
@@ -83,49 +83,6 @@ class Norms(Enum):
     def are_side_by_side(self) -> bool:
         """Whether attention and MLP both read the stream as it comes to the layer."""
         return self in (Norms.PARALLEL, Norms.BESIDE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rope:
-    """Rotary positions as the config gives them, settled for the longest sequence that will run (see `rope`).
-
-    kind: default, linear, dynamic, proportional, llama3, yarn or longrope. theta: the base, already stretched for dynamic.
-    trained_tokens: original_max_position_embeddings. divisors: longrope's factors, one per pair of dimensions, of
-    `divisors_name` (short_factor or long_factor). n_turning: of proportional, how many pairs do turn. attention_factor
-    multiplies cos and sin. query_slope: queries are scaled by position as `QueryScale` says, every trained_tokens.
-    is_interleaved: neighbouring dimensions turn together in the checkpoint's order, not those half of rotary_dim apart.
-    """
-
-    theta: float
-    rotary_dim: int
-    kind: str = "default"
-    factor: float = 1.0
-    trained_tokens: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    is_truncated: bool = True
-    attention_factor: float = 1.0
-    n_turning: int | None = None
-    divisors: tuple[float, ...] = ()
-    divisors_name: str | None = None
-    query_slope: float = 0.0
-    is_interleaved: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueryScale:
-    """Queries times 1 + slope * log(1 + (position + shift) // tokens), behind the rotary positions (arXiv:2501.19399)."""
-
-    slope: float
-    tokens: int
-    shift: int = 0
-
-    @property
-    def numbers(self) -> tuple[float, int, int]:
-        """All three, as the kernels take them."""
-        return self.slope, self.tokens, self.shift
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,6 +304,7 @@ class MlpSpec:
     """A dense MLP of width `ffn`: down(act(gate) * up), or down(act(up)) when it is not gated.
 
     cutoff: of a row of gate only what stands out is left, max(gate - (mean + cutoff * deviation), 0), before the activation.
+    limit: act(gate) is at most that, and up within it on both sides.
     """
 
     ffn: int
@@ -354,6 +312,12 @@ class MlpSpec:
     is_gated: bool = True
     has_bias: bool = False
     cutoff: float | None = None
+    limit: float | None = None
+
+    @property
+    def form(self) -> GateForm | None:
+        """How gate and up are joined where both are held within bounds."""
+        return _form(self.activation, self.limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,7 +333,8 @@ class MoeSpec:
     margin: of sparsemixer, times the larger of a logit's size and the best logit.
     has_shared_gate: the shared experts' sum is multiplied by a sigmoid. weighs_input: a chosen expert's input is multiplied
     by its weight, not what it gives. is_apart: shared experts, mixture and router read the stream by norms of their own, what
-    each of the first two gives is normed before they are added, and each expert has a scale.
+    each of the first two gives is normed before they are added, and each expert has a scale. limit, shared_limit: of experts
+    and of shared experts, as `MlpSpec` has it.
     skew: of the routing, 0 is uniform; see `cost.components.expected_experts`.
     """
 
@@ -393,7 +358,19 @@ class MoeSpec:
     has_shared_gate: bool = False
     weighs_input: bool = False
     is_apart: bool = False
+    limit: float | None = None
+    shared_limit: float | None = None
     skew: float = 0.0
+
+    @property
+    def form(self) -> GateForm | None:
+        """Of experts, as `MlpSpec` has it."""
+        return _form(self.activation, self.limit)
+
+    @property
+    def shared(self) -> MlpSpec:
+        """The shared experts as the MLP that they are together."""
+        return MlpSpec(ffn=self.shared_ffn, activation=self.activation, is_gated=self.is_gated, limit=self.shared_limit)
 
     @property
     def n_own_norms(self) -> int:
@@ -403,12 +380,18 @@ class MoeSpec:
     @property
     def joins_apart(self) -> bool:
         """Whether gate and up are joined, or up is bent, by an operation of its own, not where their product is made."""
-        return self.weighs_input or self.activation is Activation.CLAMPED or not self.is_gated
+        return self.weighs_input or self.form is not None or not self.is_gated
 
     @property
     def n_products(self) -> int:
         """Matrices of an expert."""
         return 3 if self.is_gated else 2
+
+
+def _form(activation: Activation, limit: float | None) -> GateForm | None:
+    if activation is Activation.CLAMPED:
+        return CLAMPED
+    return None if limit is None else GateForm(bound=limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -435,10 +418,10 @@ class LayerSpec:
 class ModelSpec:
     """A model: its layers and its two ends.
 
-    Layers may differ, but for their mixtures: one in all layers that have one. max_context_tokens: the longest sequence an
-    engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1). centres_norms: norms take the
-    mean away first (LayerNorm). residual_scale multiplies what a layer adds, logit_scale the logits. is_run: whether the
-    engine runs this family, or the planner only prices it. is_wrapped: whether its checkpoint may have parts for pictures, too.
+    Layers may differ, but for their mixtures: one in all that have one, whatever their limits. max_context_tokens: the longest
+    sequence an engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1). centres_norms: norms
+    take the mean away first (LayerNorm). residual_scale multiplies what a layer adds, logit_scale the logits. is_run: whether
+    the engine runs this family, or the planner only prices it. is_wrapped: whether its checkpoint may have parts for pictures, too.
     has_head: whether there is an output projection that tokens are drawn by; a model without one gives states (embeddings,
     scores) and no tokens. has_head_bias: that projection adds one.
     n_position_embeddings: rows of a learned table of positions, which is added to the embedding; the first `first_position`
@@ -481,7 +464,8 @@ class ModelSpec:
     provenance: tuple[Provenance, ...] = ()
 
     def __post_init__(self) -> None:
-        mixtures = {layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec)}
+        limited = {layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec)}
+        mixtures = {replace(mixture, limit=None, shared_limit=None) for mixture in limited}
         if len(mixtures) > 1:
             raise UnsupportedModel(f"{self.name} has {len(mixtures)} kinds of mixtures of experts; one is supported")
         if not self.kv_layers:

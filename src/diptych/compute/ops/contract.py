@@ -24,7 +24,9 @@ import numpy as np
 import torch
 
 from diptych.ground.formats import KeptFormat
-from diptych.models.spec import Activation, MlaSpec, MoeSpec, QkNorm, QueryScale, StateSpec
+from diptych.models.gates import GateForm
+from diptych.models.positions import QueryScale
+from diptych.models.spec import Activation, MlaSpec, MoeSpec, QkNorm, StateSpec
 
 # The kinds of handle. Each backend names its own types for them, once, where it derives from `Loader` and `Ops`.
 Stream = TypeVar("Stream")  # the residual stream x
@@ -282,7 +284,7 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
     def gated(
         self, parts: LinearParts, activation: Activation, *, role: Role | None = None, is_apart: bool = False
     ) -> Linear:
-        """gate and up stacked [2F, D], gate rows first, for `linear_gate`; is_apart: for `sparse_gate`."""
+        """gate and up stacked [2F, D], gate rows first, for `linear_gate`; is_apart: for `bent_gate` and `sparse_gate`."""
 
     @abstractmethod
     def number(self, tensor: WeightTensor) -> float:
@@ -418,6 +420,10 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
     @abstractmethod
     def scale(self, x: Stream, factor: float) -> Stream:
         """factor * x [T, D]; x may be written and is not used again by the caller."""
+
+    @abstractmethod
+    def bent_gate(self, h: Stream | Hidden, weight: Linear, *, form: GateForm) -> Hidden:
+        """y [T, F] of gate and up as `GateForm` says, gate = h Wgate^T + bg and up = h Wup^T + bu."""
 
     @abstractmethod
     def sparse_gate(self, h: Stream | Hidden, weight: Linear, *, cutoff: float) -> Hidden:

@@ -44,6 +44,8 @@ OPS: dict[str, OpContract] = {
         OpContract(name="add_gated", inputs="x [T,D], y [T,D], gate [T,1]", output="x [T,D]", writes="x",
                    tolerance_fp32=1e-6, tolerance_bf16=3e-2),
         OpContract(name="scale", inputs="x [T,D]", output="x [T,D]", writes="x", tolerance_fp32=1e-6, tolerance_bf16=2e-2),
+        OpContract(name="bent_gate", inputs="h [T,D], W [2F,D], b [2F]", output="y [T,F]", writes="",
+                   tolerance_fp32=1e-5, tolerance_bf16=4e-2),
         OpContract(name="sparse_gate", inputs="h [T,D], W [2F,D], b [2F]", output="y [T,F]", writes="",
                    tolerance_fp32=1e-5, tolerance_bf16=3e-2),
         OpContract(name="curve", inputs="h [T,D], W [F,D], b [F]", output="y [T,F]", writes="",

@@ -77,7 +77,7 @@ def item_tokens_of(spec: ModelSpec) -> tuple[int, int] | None:
 
 def kind_of_experts(spec: MoeSpec) -> int | None:
     """What the kernel makes of the sums of such experts; None: it has no such thing."""
-    return (GATES if spec.is_gated else CURVES).get(spec.activation)
+    return None if spec.limit is not None else (GATES if spec.is_gated else CURVES).get(spec.activation)
 
 
 class TritonOps(TorchOps):
@@ -245,6 +245,6 @@ def _norms(attention: TorchAttention) -> tuple[torch.Tensor, torch.Tensor]:
 
 def runs_without_the_host(spec: ModelSpec) -> bool:
     """Whether the walk asks the device nothing on its way, so that its steps can be recorded."""
-    if spec.moe is not None and kind_of_experts(spec.moe) is None:
+    if any(isinstance(one.mlp, MoeSpec) and kind_of_experts(one.mlp) is None for one in spec.layers):
         return False
     return not spec.state_layers and all(has_kernels_for(layer.attention) for layer in spec.layers)
