@@ -407,6 +407,7 @@ def test_layers_by_number_and_heads_of_windowed_layers() -> None:
         ({"swa_num_key_value_heads": 3}, "4 query heads cannot share 3"),
         ({"n_shared_experts": 1}, "n_shared_experts"),
         ({"hybrid_block_size": 5}, "hybrid_block_size"),
+        ({"sliding_window": None}, "sliding_window is missing"),
     ):
         with pytest.raises(LoadError, match=what):
             read("mimo_v2_flash", **{**fields, **given})
@@ -435,7 +436,8 @@ def test_an_index_of_blocks_bounds_the_context() -> None:
     same = read("minimax_m3_vl_text", **fields, **published, **kinds)
     assert (same.max_context_tokens, same.layers) == (256, found.layers)
     for given, what in (
-        ({"layer_types": ["sliding_attention"] * 4}, "layer_types .* holds 'sliding_attention'"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types .* may hold full_attention and minimax_m3_sparse"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types .* has 3 entries"),
         ({"sparse_attention_config": {**sparse, "sparse_disable_index_value": [0] * 4}}, "sparse_disable_index_value"),
         ({"swiglu_limit": 10.0}, "swiglu_limit"),
         ({"moe_layer_freq": [0, 1, 1, 2]}, "moe_layer_freq"),
@@ -480,6 +482,8 @@ def test_numbers_for_each_layer_and_those_that_draft() -> None:
     for given, what in (
         ({"attention_other_setting": {"num_attention_groups": 4}}, "num_attention_groups .* is 4"),
         ({"per_layer_config": {"1": {"num_attention_heads": 6}}}, "per_layer_config"),
+        ({"per_layer_config": {"1": 6, "3": 6}}, "per_layer_config"),
+        ({"sliding_window": None}, "sliding_window is missing"),
         ({"rope_theta": [5e6, 1e4, 5e6, 2e4, 1e4]}, "rope_theta .* the same for all sliding_attention"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "an object for each kind"),
         ({"moe_layers_enum": "1,x"}, "moe_layers_enum"),

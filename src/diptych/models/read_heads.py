@@ -9,6 +9,7 @@ from diptych.models.config import HfConfig
 from diptych.models.family import Family
 from diptych.models.read_gpt import n_kv_heads
 from diptych.models.read_streams import full_heads
+from diptych.models.rope import LAYER_TYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class HeadsByWindow:
             windowed = _windowed(config, usual)
         elif "num_sliding_attention_heads" in family.keys:
             windowed = replace(usual, n=config.integer("num_sliding_attention_heads", usual.n))
+        if full != windowed and not family.has_full_heads and _lacks_window(config, family):
+            raise LoadError(f"sliding_window is missing from {config.path}; windowed layers have heads of their own")
         found = HeadsByWindow(full, windowed)
         for one in map(found.of, windows):
             if one.n % one.n_kv:
@@ -55,6 +58,13 @@ class HeadsByWindow:
     def of(self, window: int | None) -> Heads:
         """Of a layer with that window."""
         return self.full if window is None else self.windowed
+
+
+def _lacks_window(config: HfConfig, family: Family) -> bool:
+    """Whether some layers are windowed and nobody says how far they see."""
+    kinds = config.raw.get("layer_types")
+    has_windowed = family.full_every is not None if kinds is None else LAYER_TYPES[1] in kinds
+    return has_windowed and config.raw.get("sliding_window") is None and config.raw.get("sliding_window_size") is None
 
 
 def _windowed(config: HfConfig, usual: Heads) -> Heads:

@@ -24,17 +24,20 @@ def without_index(raw: dict[str, Any], family: Family, path: str) -> dict[str, A
         kinds = raw.get("layer_types")
         is_indexed = isinstance(kinds, list) and all(kind in OF_TOKENS for kind in kinds)
         return {key: value for key, value in raw.items() if key != "layer_types"} if is_indexed else raw
-    return _without_blocks(raw, path) if "index_topk_blocks" in family.keys else raw
+    return _without_blocks(raw, family, path) if "index_topk_blocks" in family.keys else raw
 
 
-def _without_blocks(raw: dict[str, Any], path: str) -> dict[str, Any]:
+def _without_blocks(raw: dict[str, Any], family: Family, path: str) -> dict[str, Any]:
+    n_layers = HfConfig({**family.keys, **raw}, path=path).integer("num_hidden_layers")
     sparse = HfConfig(raw, path=path).section("sparse_attention_config")
     kinds = raw.get("layer_types")
     if kinds is None and sparse.raw.get("sparse_attention_freq") is not None:
         kinds = [OF_BLOCKS if one else "full_attention" for one in sparse.integers("sparse_attention_freq") or ()]
-    kinds = kinds if isinstance(kinds, list) else []
-    if unknown := [kind for kind in kinds if kind not in ("full_attention", OF_BLOCKS)]:
-        raise LoadError(f"layer_types in {path} holds {unknown[0]!r}; it may hold full_attention and {OF_BLOCKS} only")
+    kinds = ["full_attention"] * n_layers if kinds is None else kinds
+    if not isinstance(kinds, list) or any(kind not in ("full_attention", OF_BLOCKS) for kind in kinds):
+        raise LoadError(f"layer_types in {path} may hold full_attention and {OF_BLOCKS} only")
+    if len(kinds) != n_layers:
+        raise LoadError(f"layer_types in {path} has {len(kinds)} entries; the model has {n_layers} layers")
     has_index = [kind == OF_BLOCKS for kind in kinds]
     off = sparse.integers("sparse_disable_index_value")
     if off is not None and any(one and not is_off for one, is_off in zip(has_index, off, strict=False)):

@@ -22,7 +22,7 @@ def as_usual(raw: dict[str, Any], defaults: Mapping[str, Any], path: str) -> dic
     n, n_drafting = config.integer("num_hidden_layers"), config.integer("num_nextn_predict_layers", 0, low=0)
     raw = {key: value[:n] if key in BY_LAYER and isinstance(value, list) and len(value) == n + n_drafting else value
            for key, value in raw.items()}  # fmt: skip
-    kinds = raw["layer_types"] = raw.get("layer_types") or ["full_attention"] * n
+    kinds = raw["layer_types"] = HfConfig(raw, path=path).layer_types(n) or ["full_attention"] * n
     if raw.get("mlp_layer_types") is None and raw.get("moe_layers_enum") is not None:
         mixtures = _numbers(raw["moe_layers_enum"], path)
         raw["mlp_layer_types"] = ["sparse" if i in mixtures else "dense" for i in range(n)]
@@ -49,7 +49,7 @@ def _numbers(layers: object, path: str) -> set[int]:
 
 def _windowed_heads(config: HfConfig, kinds: Sequence[str]) -> int | None:
     """Query heads of windowed layers, as published files say it or as transformers writes it; None: all layers have as many."""
-    other, by_layer = config.section("attention_other_setting"), config.raw.get("per_layer_config")
+    other, by_layer = config.section("attention_other_setting"), config.section("per_layer_config").raw
     for key, value in other.raw.items():
         ours = OTHERS.get(key, "")
         if ours is not None and value != config.raw.get(ours):
@@ -59,9 +59,9 @@ def _windowed_heads(config: HfConfig, kinds: Sequence[str]) -> int | None:
     if not by_layer:
         return other.optional_integer("num_attention_heads")
     windowed = [i for i, kind in enumerate(kinds) if kind == LAYER_TYPES[1]]
-    entries = list(by_layer.values()) if isinstance(by_layer, dict) else []
+    entries = [one if isinstance(one, dict) else {} for one in by_layer.values()]
     named = sorted(int(number) if str(number).isdecimal() else -1 for number in by_layer)
-    if named != windowed or any(one != entries[0] or set(one) != {"num_attention_heads"} for one in entries):
+    if named != windowed or any(one != entries[0] or list(one) != ["num_attention_heads"] for one in entries):
         raise LoadError(
             f"per_layer_config in {config.path} must say how many query heads windowed layers have, and no more"
         )
@@ -84,5 +84,6 @@ def _rotary(raw: dict[str, Any], kinds: Sequence[str], path: str) -> dict[str, d
                 section |= {ours: value[own[0]]} if own else {}
             elif value is not None:
                 section[ours] = value
-        found[kind] = section | (raw.get("rope_scaling") or {}) if kind == LAYER_TYPES[0] else section
+        found[kind] = section
+    found[LAYER_TYPES[0]] |= HfConfig(raw, path=path).section("rope_scaling").raw
     return found

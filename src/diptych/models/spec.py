@@ -418,12 +418,12 @@ class LayerSpec:
 class ModelSpec:
     """A model: its layers and its two ends.
 
-    Layers may differ, but for their mixtures: one in all that have one, whatever their limits. max_context_tokens: the longest
-    sequence an engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1). centres_norms: norms
-    take the mean away first (LayerNorm). residual_scale multiplies what a layer adds, logit_scale the logits. is_run: whether
-    the engine runs this family, or the planner only prices it. is_wrapped: whether its checkpoint may have parts for pictures, too.
-    has_head: whether there is an output projection that tokens are drawn by; a model without one gives states (embeddings,
-    scores) and no tokens. has_head_bias: that projection adds one.
+    Layers may differ, but for their mixtures: one in all that have one, whatever their limits. max_context_tokens: the
+    longest sequence an engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1).
+    centres_norms: norms take the mean away first (LayerNorm). residual_scale multiplies what a layer adds, logit_scale the
+    logits. is_run: whether the engine runs this family, or the planner only prices it. is_wrapped: whether its checkpoint may
+    have parts for pictures, too. has_head: whether there is an output projection that tokens are drawn by; a model without
+    one gives states (embeddings, scores) and no tokens. has_head_bias: that projection adds one.
     n_position_embeddings: rows of a learned table of positions, which is added to the embedding; the first `first_position`
     of them stand for none. low_rank: of a branch beside each layer's attention (LAuReL, arXiv 2411.07501), 0: there is none.
     scales_layers: behind each layer the stream is multiplied by a number of the layer's.
