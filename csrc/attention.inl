@@ -85,7 +85,7 @@ DIPTYCH_INLINE T* carve(uint8_t*& at, int64_t n) {
 }
 
 DIPTYCH_INLINE Scratch carve_scratch(const AttentionShape& shape, uint8_t* at) {
-  const int64_t rows = most_rows(shape), d = shape.head_dim, dv = (d + 15) / 16 * 16;
+  const int64_t rows = most_rows(shape), d = shape.head_dim, dv = whole_vectors(shape.v_head_dim);
   Scratch s;
   s.queries = carve<Input>(at, (rows + kRows) * query_stride(d));
   s.positions = carve<int32_t>(at, rows);
@@ -398,7 +398,7 @@ DIPTYCH_INLINE float share_of(const AttentionCall& call, int64_t head, float mos
 }
 
 DIPTYCH_INLINE void write_row(const AttentionCall& call, int64_t token, int64_t head, const float* values, float most, float sum) {
-  const int64_t d = call.shape.head_dim;
+  const int64_t d = call.shape.v_head_dim;
   const F32 inverse = set1(share_of(call, head, most, sum));
   for (int64_t i = 0; i < d; i += 16) {
     const int64_t lanes = d - i < 16 ? d - i : 16;
@@ -581,7 +581,7 @@ static void attention_combine(const AttentionCall& call, const AttentionTask& ta
 }
 
 static int64_t attention_scratch_bytes(const AttentionShape& shape) {
-  const int64_t rows = most_rows(shape), d = shape.head_dim, dv = (d + 15) / 16 * 16;
+  const int64_t rows = most_rows(shape), d = shape.head_dim, dv = whole_vectors(shape.v_head_dim);
   const int64_t floats = 3 * rows + rows * dv + kRows * kTileTokens + 2 * kTileTokens;
   const int64_t inputs = (rows + kRows) * query_stride(d) + kRows * kTileTokens, halves = kTileTokens * (d + dv);
   return (floats * 4 + inputs * static_cast<int64_t>(sizeof(Input)) + halves * 2 + 11 * 64 + 4095) / 4096 * 4096;

@@ -44,7 +44,7 @@ bool is_unbalanced(const std::vector<AttentionTask>& tasks, int threads) {
 }
 
 void split(const AttentionShape& shape, int threads, AttentionPlan& plan) {
-  const int64_t group = shape.n_heads / shape.n_kv_heads, dv = (shape.head_dim + 15) / 16 * 16;
+  const int64_t group = shape.n_heads / shape.n_kv_heads, dv = whole_vectors(shape.v_head_dim);
   int64_t tiles = 0;
   for (const AttentionTask& task : plan.tasks) tiles += task.tile_end - task.tile_begin;
   const int64_t piece = std::max<int64_t>(1, tiles / (4 * threads));

@@ -32,7 +32,7 @@ struct QueryScale {
 };
 
 struct RotateShape {
-  int64_t n_heads = 0, n_kv_heads = 0, head_dim = 0;
+  int64_t n_heads = 0, n_kv_heads = 0, head_dim = 0, v_head_dim = 0;
   // A row of qkv may hold more heads than are dealt with here (those of other ranks): so many, of which these are the first ones.
   int64_t row_heads = 0, row_kv_heads = 0, first_head = 0, first_kv_head = 0;
   int64_t rotary_dim = 0;                   // even; 0 where the layer has no rotary position
@@ -46,6 +46,7 @@ struct RotateShape {
   bool norms_turned = false;                // q and k are normed behind their turn
   bool has_head_norms = false;              // each head has a weight of its own, and its mean is taken away (Command-R+)
   float norm_eps = 0.0f;
+  float v_scale = 1.0f;                     // what values are multiplied by
   const float* cos_table = nullptr;         // [positions, rotary_dim / 2]
   const float* sin_table = nullptr;
 };
@@ -53,16 +54,15 @@ struct RotateShape {
 struct RotateCall {
   RotateShape shape;
   KvLayer kv;
-  const float* qkv = nullptr;               // [T, (H + 2K) * d]: q heads, k heads, v heads of the row, if it has them
+  const float* qkv = nullptr;               // [T, (H + K) * d + K * dv]: q heads, k heads, v heads of the row, if it has them
   uint16_t* q_out = nullptr;                // [T, H, d] bf16, written
   const int32_t* positions = nullptr;       // [T]
   const int32_t* slots = nullptr;           // [T] block * P + offset
   int64_t n_tokens = 0;
 };
 
-// One token and one kv head: its G query heads, its key and its value. scratch: rotate_scratch_floats() fp32.
+// One token and one kv head: its G query heads, its key and its value. scratch: d + dv + 32 fp32.
 using RotateToken = void (*)(const RotateCall& call, int64_t token, int64_t kv_head, float* scratch);
-inline int64_t rotate_scratch_floats(int64_t head_dim) { return 2 * (head_dim + 32); }
 
 // ---- latent attention ------------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ constexpr int64_t kTileTokens = 256;  // keys per softmax tile, at absolute posi
 constexpr int64_t kTaskRows = 64;     // (token, query head) rows of one task, at most (or G when that is larger)
 
 struct AttentionShape {
-  int64_t n_heads = 0, n_kv_heads = 0, head_dim = 0;
+  int64_t n_heads = 0, n_kv_heads = 0, head_dim = 0, v_head_dim = 0;
   float scale = 1.0f;
   int64_t window = INT64_MAX;  // a query sees the last `window` positions up to its own
   float softcap = 0.0f;        // scores become softcap * tanh(score / softcap)
@@ -215,8 +215,9 @@ using EmbedRow = void (*)(const void* row, Source source, int64_t n, float scale
 using SoftmaxRow = void (*)(float* x, int64_t n);
 // 1 / (1 + exp(-x)) in place, [n]
 using SigmoidRow = void (*)(float* x, int64_t n);
-// out [n] = g sigmoid(alpha g) (u + shift), g = min(scale gate, limit), u = scale up within +-limit; x = gate [n], up [n]; out may be x.
-struct GateForm { float alpha = 1.0f, limit = 0.0f, shift = 0.0f; };
+// out [n] = min(g sigmoid(alpha g), bound) (u + shift), g = min(scale gate, limit), u = scale up within +-min(limit, bound); x = gate [n],
+// up [n]; out may be x.
+struct GateForm { float alpha = 1.0f, limit = 0.0f, bound = 0.0f, shift = 0.0f; };
 using GateRow = void (*)(const float* x, int64_t n, float scale, const GateForm& form, float* out);
 // rows[i] [n] += sum over j of coefficients[i * n_rows + j] * rows[j], of what all were before; at most kMostStreams.
 constexpr int64_t kMostStreams = 8;

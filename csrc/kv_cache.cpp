@@ -46,13 +46,13 @@ float of_byte(KvFormat format, int8_t x, float scale) {
 }
 
 void write_token(const KvShape& shape, const KvHead& head, int64_t offset, const float* k, const float* v) {
-  const int64_t d = shape.head_dim, dv = shape.has_values ? shape.value_dim() : 0;
+  const int64_t d = shape.head_dim, n = shape.v_head_dim, dv = shape.has_values ? shape.value_dim() : 0;
   if (shape.format == KvFormat::bf16) {
     uint16_t* keys = reinterpret_cast<uint16_t*>(head.keys);
     uint16_t* values = reinterpret_cast<uint16_t*>(head.values);
     for (int64_t i = 0; i < d; ++i) keys[key_index(d, offset, i)] = to_bf16(k[i]);
     for (int64_t i = 0; i < dv; ++i) {
-      values[value_index(dv, offset, i)] = i < d ? to_bf16(v[i]) : uint16_t{0};
+      values[value_index(dv, offset, i)] = i < n ? to_bf16(v[i]) : uint16_t{0};
       if (offset % 2 == 0) values[value_index(dv, offset + 1, i)] = 0;
     }
     return;
@@ -60,47 +60,48 @@ void write_token(const KvShape& shape, const KvHead& head, int64_t offset, const
   int8_t* keys = reinterpret_cast<int8_t*>(head.keys);
   int8_t* values = reinterpret_cast<int8_t*>(head.values);
   head.key_scales[offset] = scale_of(shape.format, k, d);
-  if (dv != 0) head.value_scales[offset] = scale_of(shape.format, v, d);
+  if (dv != 0) head.value_scales[offset] = scale_of(shape.format, v, n);
   if (dv != 0 && offset % 2 == 0) head.value_scales[offset + 1] = 0.0f;
   for (int64_t i = 0; i < d; ++i) keys[key_index(d, offset, i)] = to_byte(shape.format, k[i], head.key_scales[offset]);
   for (int64_t i = 0; i < dv; ++i) {
-    values[value_index(dv, offset, i)] = i < d ? to_byte(shape.format, v[i], head.value_scales[offset]) : int8_t{0};
+    values[value_index(dv, offset, i)] = i < n ? to_byte(shape.format, v[i], head.value_scales[offset]) : int8_t{0};
     if (offset % 2 == 0) values[value_index(dv, offset + 1, i)] = 0;
   }
 }
 
 void read_token(const KvShape& shape, const KvHead& head, int64_t offset, float* k, float* v) {
   const int64_t d = shape.head_dim, dv = shape.value_dim();
-  for (int64_t i = 0; i < d; ++i) {
-    const int64_t at_k = key_index(d, offset, i), at_v = value_index(dv, offset, i);
-    if (shape.format == KvFormat::bf16) {
-      k[i] = from_bf16(reinterpret_cast<const uint16_t*>(head.keys)[at_k]);
-      v[i] = !shape.has_values ? k[i] : from_bf16(reinterpret_cast<const uint16_t*>(head.values)[at_v]);
-    } else {
-      k[i] = of_byte(shape.format, reinterpret_cast<const int8_t*>(head.keys)[at_k], head.key_scales[offset]);
-      v[i] = !shape.has_values ? k[i] : of_byte(shape.format, reinterpret_cast<const int8_t*>(head.values)[at_v], head.value_scales[offset]);
-    }
-  }
+  auto read = [&](const uint8_t* from, int64_t at, const float* scales) {
+    if (shape.format == KvFormat::bf16) return from_bf16(reinterpret_cast<const uint16_t*>(from)[at]);
+    return of_byte(shape.format, reinterpret_cast<const int8_t*>(from)[at], scales[offset]);
+  };
+  for (int64_t i = 0; i < d; ++i) k[i] = read(head.keys, key_index(d, offset, i), head.key_scales);
+  for (int64_t i = 0; i < shape.v_head_dim; ++i) v[i] = shape.has_values ? read(head.values, value_index(dv, offset, i), head.value_scales) : k[i];
 }
 
 }  // namespace
 
-KvCache::KvCache(const KvShape& shape) : KvCache(shape, std::vector<KvHeads>(std::max<int64_t>(shape.n_layers, 0), {shape.n_kv_heads, shape.head_dim})) {}
+KvCache::KvCache(const KvShape& shape)
+    : KvCache(shape, std::vector<KvHeads>(std::max<int64_t>(shape.n_layers, 0), {shape.n_kv_heads, shape.head_dim, shape.has_values ? shape.v_head_dim : 0})) {}
 
 KvCache::KvCache(const KvShape& common, const std::vector<KvHeads>& layers) {
   if (common.block_tokens < 16 || common.block_tokens % 16 != 0)
     throw std::invalid_argument("block_tokens is " + std::to_string(common.block_tokens) + "; it must be a multiple of 16");
   if (layers.empty() || common.n_blocks < 1) throw std::invalid_argument("a KV cache needs at least one layer and block");
-  const int64_t most = common.has_values ? 512 : kMostLatentDim;
+  const bool has_values = !layers.empty() && layers[0].v_dim != 0;
+  const int64_t most = has_values ? 512 : kMostLatentDim;
   begins_.push_back(0);
   for (const KvHeads& heads : layers) {
     if (heads.dim < 2 || heads.dim % 2 != 0 || heads.dim > most)
       throw std::invalid_argument("head_dim is " + std::to_string(heads.dim) + "; it must be even and at most " + std::to_string(most));
-    if (!common.has_values && heads.n > 1) throw std::invalid_argument("a cache of latents has one head");
+    if (heads.v_dim < 0 || heads.v_dim > most) throw std::invalid_argument("v_head_dim is " + std::to_string(heads.v_dim) + "; it must be at most " + std::to_string(most));
+    if ((heads.v_dim != 0) != has_values) throw std::invalid_argument("a KV cache has values in all layers or in none");
+    if (!has_values && heads.n > 1) throw std::invalid_argument("a cache of latents has one head");
     if (heads.n < 0) throw std::invalid_argument("a KV cache has no fewer heads than none");  // a rank may have none of them
     KvShape shape = common;
     shape.n_layers = static_cast<int64_t>(layers.size());
     shape.n_kv_heads = heads.n, shape.head_dim = heads.dim;
+    shape.has_values = has_values, shape.v_head_dim = has_values ? heads.v_dim : heads.dim;
     begins_.push_back(begins_.back() + shape.layer_bytes());
     shapes_.push_back(shape);
   }
@@ -168,21 +169,21 @@ uint64_t KvCache::import_checked(int64_t block, const uint8_t* data) {
 
 void KvCache::read(int64_t index, const int32_t* block_ids, int64_t n_tokens, float* k, float* v) const {
   const KvLayer view = layer(index);
-  const int64_t d = view.shape.head_dim, block_tokens = view.shape.block_tokens;
+  const int64_t d = view.shape.head_dim, dv = view.shape.v_head_dim, block_tokens = view.shape.block_tokens;
   for (int64_t kv_head = 0; kv_head < view.shape.n_kv_heads; ++kv_head)
     for (int64_t token = 0; token < n_tokens; ++token) {
-      const int64_t at = (kv_head * n_tokens + token) * d;
-      read_token(view.shape, view.head(block_ids[token / block_tokens], kv_head), token % block_tokens, k + at, v + at);
+      const int64_t at = kv_head * n_tokens + token;
+      read_token(view.shape, view.head(block_ids[token / block_tokens], kv_head), token % block_tokens, k + at * d, v + at * dv);
     }
 }
 
 void KvCache::write(int64_t index, const int32_t* block_ids, int64_t n_tokens, const float* k, const float* v) {
   const KvLayer view = layer(index);
-  const int64_t d = view.shape.head_dim, block_tokens = view.shape.block_tokens;
+  const int64_t d = view.shape.head_dim, dv = view.shape.v_head_dim, block_tokens = view.shape.block_tokens;
   for (int64_t kv_head = 0; kv_head < view.shape.n_kv_heads; ++kv_head)
     for (int64_t token = 0; token < n_tokens; ++token) {
-      const int64_t at = (kv_head * n_tokens + token) * d;
-      write_token(view.shape, view.head(block_ids[token / block_tokens], kv_head), token % block_tokens, k + at, v + at);
+      const int64_t at = kv_head * n_tokens + token;
+      write_token(view.shape, view.head(block_ids[token / block_tokens], kv_head), token % block_tokens, k + at * d, v + at * dv);
     }
 }
 

@@ -2,7 +2,7 @@
 // differ in the number of their heads and in how wide these are.
 //
 //   K  [P/16][d/2][16][2]   a group of 16 tokens is contiguous; one load gives the same two dimensions of 16 tokens
-//   V  [P/2][dv][2]         one load gives two tokens of the same 16 dimensions; dv is d rounded up to 16
+//   V  [P/2][dv][2]         one load gives two tokens of the same 16 dimensions; dv is the width of a value rounded up to 16
 //
 // Latent attention keeps no V: K's vectors are both.
 //
@@ -23,12 +23,15 @@ enum class KvFormat : int32_t { bf16 = 0, int8 = 1, fp8 = 2 };
 constexpr int64_t kGroupTokens = 16;
 constexpr int64_t kMostLatentDim = 1024;  // of a head without values; 512 with them
 
+// Lanes that so many dimensions take.
+DIPTYCH_FORCED int64_t whole_vectors(int64_t dim) { return (dim + 15) / 16 * 16; }
+
 struct KvShape {
-  int64_t n_layers = 0, n_blocks = 0, block_tokens = 0, n_kv_heads = 0, head_dim = 0;
+  int64_t n_layers = 0, n_blocks = 0, block_tokens = 0, n_kv_heads = 0, head_dim = 0, v_head_dim = 0;
   KvFormat format = KvFormat::bf16;
   bool has_values = true;
 
-  DIPTYCH_FORCED int64_t value_dim() const { return (head_dim + 15) / 16 * 16; }
+  DIPTYCH_FORCED int64_t value_dim() const { return whole_vectors(v_head_dim); }
   DIPTYCH_FORCED int64_t element_bytes() const { return format == KvFormat::bf16 ? 2 : 1; }
   DIPTYCH_FORCED int64_t key_bytes() const { return block_tokens * head_dim * element_bytes(); }
   DIPTYCH_FORCED int64_t value_bytes() const { return has_values ? block_tokens * value_dim() * element_bytes() : 0; }
@@ -59,13 +62,14 @@ struct KvLayer {
 };
 
 struct KvHeads {  // of one layer
-  int64_t n, dim;
+  int64_t n, dim, v_dim;  // v_dim 0: keys are values
 };
 
 class KvCache {
  public:
   explicit KvCache(const KvShape& shape);  // zeroed; throws std::bad_alloc, std::invalid_argument
-  KvCache(const KvShape& common, const std::vector<KvHeads>& layers);  // the same, of layers that differ: `common` has the rest
+  // The same, of layers that differ: `common` has the number of blocks, their tokens and the format.
+  KvCache(const KvShape& common, const std::vector<KvHeads>& layers);
 
   // Room for the states of n_places sequences beside the blocks, so many floats in each layer that has one; before the first run.
   void add_states(const std::vector<int64_t>& floats_by_layer, int64_t n_places);
@@ -94,9 +98,9 @@ class KvCache {
   uint64_t export_checked(int64_t block, uint8_t* out) const;
   uint64_t import_checked(int64_t block, const uint8_t* data);
 
-  // Unpacks tokens [0, n_tokens) that lie in block_ids, to k and v [K, n_tokens, d] fp32.
+  // Unpacks tokens [0, n_tokens) that lie in block_ids, to k [K, n_tokens, d] and v [K, n_tokens, dv] fp32.
   void read(int64_t layer, const int32_t* block_ids, int64_t n_tokens, float* k, float* v) const;
-  // Packs k and v [K, n_tokens, d] fp32 into block_ids (rounded to the cache's format).
+  // Packs k [K, n_tokens, d] and v [K, n_tokens, dv] fp32 into block_ids (rounded to the cache's format).
   void write(int64_t layer, const int32_t* block_ids, int64_t n_tokens, const float* k, const float* v);
 
  private:

@@ -367,11 +367,12 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> packed_blob(Program& program, int i
 }
 
 AttentionShape attention_shape(int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, float scale, std::optional<int64_t> window,
-                               std::optional<float> softcap, bool is_chunked) {
+                               std::optional<float> softcap, bool is_chunked, int64_t v_head_dim) {
   if (n_kv_heads < 1 || n_heads % n_kv_heads != 0) throw std::invalid_argument("n_heads must be a multiple of n_kv_heads");
   if (head_dim < 2 || head_dim % 2 != 0 || head_dim > kMostLatentDim) throw std::invalid_argument("head_dim must be even and at most 1024");
+  if (v_head_dim < 1 || v_head_dim > kMostLatentDim) throw std::invalid_argument("v_head_dim must be at least 1 and at most 1024");
   AttentionShape shape;
-  shape.n_heads = n_heads, shape.n_kv_heads = n_kv_heads, shape.head_dim = head_dim, shape.scale = scale;
+  shape.n_heads = n_heads, shape.n_kv_heads = n_kv_heads, shape.head_dim = head_dim, shape.v_head_dim = v_head_dim, shape.scale = scale;
   if (window) shape.window = *window;
   shape.is_chunked = is_chunked;
   if (shape.window < 1 || (is_chunked && !window)) throw std::invalid_argument("a window has at least one token, and chunks are as long as one");
@@ -395,10 +396,11 @@ void bind_shapes(nb::module_& m) {
       .def_prop_ro("packed_bytes", [](const LinearShape& self) { return packed_bytes(self); });
   nb::class_<AttentionShape>(m, "AttentionShape")
       .def("__init__", [](AttentionShape* self, int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, float scale,
-                          std::optional<int64_t> window, std::optional<float> softcap, bool is_chunked) {
-        new (self) AttentionShape(attention_shape(n_heads, n_kv_heads, head_dim, scale, window, softcap, is_chunked));
+                          std::optional<int64_t> window, std::optional<float> softcap, bool is_chunked, std::optional<int64_t> v_head_dim) {
+        new (self) AttentionShape(attention_shape(n_heads, n_kv_heads, head_dim, scale, window, softcap, is_chunked, v_head_dim.value_or(head_dim)));
       }, nb::kw_only(), nb::arg("n_heads"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("scale"),
-         nb::arg("window").none() = nb::none(), nb::arg("softcap").none() = nb::none(), nb::arg("is_chunked") = false);
+         nb::arg("window").none() = nb::none(), nb::arg("softcap").none() = nb::none(), nb::arg("is_chunked") = false,
+         nb::arg("v_head_dim").none() = nb::none());
 }
 
 void bind_operations(nb::class_<Program>& program) {
@@ -427,15 +429,15 @@ void bind_operations(nb::class_<Program>& program) {
       .def("rotate", [](Program& p, int qkv, int q, int layer, const AttentionShape& shape, std::optional<int> rope, std::optional<int> q_norm,
                         std::optional<int> k_norm, bool has_full_width_norm, float norm_eps, std::optional<std::array<int64_t, 4>> row,
                         bool has_head_norms, std::optional<std::tuple<float, int64_t, int64_t>> query_scale, bool has_v_norm, bool writes_kv, bool has_v,
-                        bool norms_turned) {
+                        bool norms_turned, float v_scale) {
         RotateOp op{};
         const std::array<int64_t, 4> own{shape.n_heads, shape.n_kv_heads, 0, 0}, heads = row.value_or(own);
         op.shape.row_heads = heads[0], op.shape.row_kv_heads = heads[1], op.shape.first_head = heads[2], op.shape.first_kv_head = heads[3];
         op.qkv = qkv, op.q = q, op.layer = layer;
-        op.shape.n_heads = shape.n_heads, op.shape.n_kv_heads = shape.n_kv_heads, op.shape.head_dim = shape.head_dim;
+        op.shape.n_heads = shape.n_heads, op.shape.n_kv_heads = shape.n_kv_heads, op.shape.head_dim = shape.head_dim, op.shape.v_head_dim = shape.v_head_dim;
         op.shape.has_full_width_norm = has_full_width_norm, op.shape.has_head_norms = has_head_norms, op.shape.norm_eps = norm_eps;
         op.shape.has_v_norm = has_v_norm, op.shape.writes_kv = writes_kv;
-        op.shape.has_v = has_v, op.shape.norms_turned = norms_turned;
+        op.shape.has_v = has_v, op.shape.norms_turned = norms_turned, op.shape.v_scale = v_scale;
         if (query_scale) op.shape.query_scale = query_scale_of(*query_scale);
         if (rope) op.has_rope = true, op.rope = *rope;
         if (q_norm) op.has_q_norm = true, op.q_norm = *q_norm;
@@ -444,7 +446,7 @@ void bind_operations(nb::class_<Program>& program) {
       }, nb::kw_only(), nb::arg("qkv"), nb::arg("q"), nb::arg("layer"), nb::arg("shape"), nb::arg("rope").none(), nb::arg("q_norm").none(),
          nb::arg("k_norm").none(), nb::arg("has_full_width_norm"), nb::arg("norm_eps"), nb::arg("row").none() = nb::none(),
          nb::arg("has_head_norms") = false, nb::arg("query_scale").none() = nb::none(), nb::arg("has_v_norm") = false, nb::arg("writes_kv") = true, nb::arg("has_v") = true,
-         nb::arg("norms_turned") = false)
+         nb::arg("norms_turned") = false, nb::arg("v_scale") = 1.0f)
       .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape, int sinks, int64_t column) {
         p.record(Category::attention, AttentionOp{q, out, layer, shape, sinks, column});
       }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("layer"), nb::arg("shape"), nb::arg("sinks") = -1, nb::arg("column") = 0)
@@ -466,7 +468,7 @@ void bind_operations(nb::class_<Program>& program) {
       .def("moe", [](Program& p, int router, int router_rows, int scores, std::vector<int> gate_up, std::vector<int> down, int rows,
                      std::optional<int> hidden, int hidden_rows, int expanded, int out, int64_t top_k, bool renormalises, const std::string& activation,
                      const std::pair<std::string, float>& scores_by, int choice_bias, std::array<int64_t, 3> groups, float routed_scale, std::optional<int> wide,
-                     std::array<float, 3> gate, bool weighs_input, int64_t hidden_column, int64_t column, std::vector<int> up, int up_rows, int scales, const std::string& curve) {
+                     std::array<float, 4> gate, bool weighs_input, int64_t hidden_column, int64_t column, std::vector<int> up, int up_rows, int scales, const std::string& curve) {
         MoeOp op{};
         op.up = std::move(up), op.up_rows = up_rows;
         op.hidden_column = hidden_column, op.column = column;
@@ -477,7 +479,7 @@ void bind_operations(nb::class_<Program>& program) {
         op.top_k = top_k, op.renormalises = renormalises, op.activation = activation_of(activation);
         op.by = scores_of(scores_by.first), op.margin = scores_by.second, op.choice_bias = choice_bias, op.scales = scales, op.routed_scale = routed_scale;
         op.n_groups = groups[0], op.groups_per_token = groups[1], op.group_best = groups[2];
-        if (wide) op.joins_apart = true, op.wide = *wide, op.gate = {gate[0], gate[1], gate[2]};
+        if (wide) op.joins_apart = true, op.wide = *wide, op.gate = form_of(gate);
         if (!curve.empty()) op.is_gated = false, op.curve = curve_of(curve);
         if ((weighs_input && (!wide || !op.is_gated)) || (!op.is_gated && !wide)) throw std::invalid_argument("experts that weigh their input join gate and up apart, and those without a gate have no other way");
         if (op.curve == Curve::xielu || op.curve == Curve::clip) throw std::invalid_argument("experts have no curve " + curve);
@@ -491,7 +493,7 @@ void bind_operations(nb::class_<Program>& program) {
       }, nb::kw_only(), nb::arg("router"), nb::arg("router_rows"), nb::arg("scores"), nb::arg("gate_up"), nb::arg("down"), nb::arg("rows"), nb::arg("hidden").none(),
          nb::arg("hidden_rows"), nb::arg("expanded"), nb::arg("out"), nb::arg("top_k"), nb::arg("renormalises"), nb::arg("activation"),
          nb::arg("scores_by") = std::pair<std::string, float>{"softmax", 0.0f}, nb::arg("choice_bias") = -1, nb::arg("groups") = std::array<int64_t, 3>{1, 1, 1}, nb::arg("routed_scale") = 1.0f,
-         nb::arg("wide").none() = nb::none(), nb::arg("gate") = std::array<float, 3>{1.0f, 0.0f, 0.0f}, nb::arg("weighs_input") = false, nb::arg("hidden_column") = 0, nb::arg("column") = 0,
+         nb::arg("wide").none() = nb::none(), nb::arg("gate") = std::array<float, 4>{}, nb::arg("weighs_input") = false, nb::arg("hidden_column") = 0, nb::arg("column") = 0,
          nb::arg("up") = std::vector<int>{}, nb::arg("up_rows") = -1, nb::arg("scales") = -1, nb::arg("curve") = "")
       .def("input", [](Program& p, int x) { p.record(Category::embed, InputOp{x}); })
       .def("tap", [](Program& p, int x, int number) { p.record(Category::norm, TapOp{x, number}); })

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <array>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
@@ -47,6 +48,7 @@ using States = std::optional<std::tuple<I32, I32, I32Table>>;
 void bind_kv(nb::module_& m);       // module_kv.cpp
 void bind_streams(nb::class_<Program>& program);  // module_streams.cpp
 Curve curve_of(const std::string& activation);
+GateForm form_of(const std::array<float, 4>& numbers);
 void bind_states(nb::module_& m, nb::class_<Program>& program);  // module_states.cpp
 void add_states(Step& step, const States& states);
 void bind_machine(nb::module_& m);  // module_machine.cpp

@@ -1,6 +1,5 @@
 // Python bindings of the KV cache.
 #include <nanobind/stl/array.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -70,16 +69,18 @@ std::vector<uint64_t> import_checked(KvCache& kv, I32 block_ids, BytesTable data
   return sums;
 }
 
-// That `k` and `v` [kv heads, tokens, head_dim] are tokens of one layer that the blocks can hold; how many tokens.
+// That `k` and `v` [kv heads, tokens, width] are tokens of one layer that the blocks can hold; how many tokens.
 template <class Cube>
 int64_t checked_tokens(const KvCache& kv, int64_t layer, const I32& block_ids, const Cube& k, const Cube& v) {
   const size_t n_tokens = k.shape(1);
   check_layer(kv, layer);
   const KvShape& shape = kv.shape_of(layer);
   check_blocks(kv, block_ids, static_cast<int64_t>(n_tokens));
-  for (const Cube* cube : {&k, &v})
-    if (static_cast<int64_t>(cube->shape(0)) != shape.n_kv_heads || cube->shape(1) != n_tokens || static_cast<int64_t>(cube->shape(2)) != shape.head_dim)
-      throw std::invalid_argument("keys and values must be [kv heads, tokens, head_dim]");
+  auto is_right = [&](const Cube& cube, int64_t width) {
+    return static_cast<int64_t>(cube.shape(0)) == shape.n_kv_heads && cube.shape(1) == n_tokens && static_cast<int64_t>(cube.shape(2)) == width;
+  };
+  if (!is_right(k, shape.head_dim) || !is_right(v, shape.v_head_dim))
+    throw std::invalid_argument("keys and values must be [kv heads, tokens, head_dim] and [kv heads, tokens, v_head_dim]");
   return static_cast<int64_t>(n_tokens);
 }
 
@@ -107,13 +108,12 @@ void read_state(const KvCache& kv, int64_t place, F32VectorOut out) {
 
 void write_state(KvCache& kv, int64_t place, F32Vector state) { std::memcpy(checked_place(kv, place, state.shape(0)), state.data(), state.shape(0) * 4); }
 
-using Heads = std::vector<std::pair<int64_t, int64_t>>;  // of each layer, how many and how wide
+using Heads = std::vector<std::array<int64_t, 3>>;  // of each layer, how many, and how wide keys and values are (0: keys are values)
 
-KvShape kv_shape(int64_t n_blocks, int64_t block_tokens, const std::string& format, bool has_values) {
+KvShape kv_shape(int64_t n_blocks, int64_t block_tokens, const std::string& format) {
   KvShape shape;
   shape.n_blocks = n_blocks, shape.block_tokens = block_tokens;
   shape.format = kv_format_of(format);
-  shape.has_values = has_values;
   return shape;
 }
 
@@ -121,11 +121,11 @@ KvShape kv_shape(int64_t n_blocks, int64_t block_tokens, const std::string& form
 
 void bind_kv(nb::module_& m) {
   nb::class_<KvCache>(m, "KvCache")
-      .def("__init__", [](KvCache* self, const Heads& heads, int64_t n_blocks, int64_t block_tokens, const std::string& format, bool has_values) {
+      .def("__init__", [](KvCache* self, const Heads& heads, int64_t n_blocks, int64_t block_tokens, const std::string& format) {
         std::vector<KvHeads> layers;
-        for (const auto& [n, dim] : heads) layers.push_back({n, dim});
-        new (self) KvCache(kv_shape(n_blocks, block_tokens, format, has_values), layers);
-      }, nb::kw_only(), nb::arg("heads"), nb::arg("n_blocks"), nb::arg("block_tokens"), nb::arg("format"), nb::arg("has_values") = true)
+        for (const auto& [n, dim, v_dim] : heads) layers.push_back({n, dim, v_dim});
+        new (self) KvCache(kv_shape(n_blocks, block_tokens, format), layers);
+      }, nb::kw_only(), nb::arg("heads"), nb::arg("n_blocks"), nb::arg("block_tokens"), nb::arg("format"))
       .def("add_states", &KvCache::add_states, nb::arg("floats_by_layer"), nb::arg("n_places"))
       .def_prop_ro("n_places", &KvCache::n_places)
       .def_prop_ro("state_bytes", &KvCache::state_bytes)
@@ -145,12 +145,15 @@ void bind_kv(nb::module_& m) {
       .def("import_checked", &import_checked, nb::arg("block_ids"), nb::arg("data"))
       .def("read", &read_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"))
       .def("write", &write_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"));
-  m.def("kv_bytes_per_block", [](const Heads& heads, int64_t block_tokens, const std::string& format, bool has_values) {
-    KvShape shape = kv_shape(1, block_tokens, format, has_values);
+  m.def("kv_bytes_per_block", [](const Heads& heads, int64_t block_tokens, const std::string& format) {
+    KvShape shape = kv_shape(1, block_tokens, format);
     int64_t bytes = 0;
-    for (const auto& [n, dim] : heads) shape.n_kv_heads = n, shape.head_dim = dim, bytes += shape.block_bytes();
+    for (const auto& [n, dim, v_dim] : heads) {
+      shape.n_kv_heads = n, shape.head_dim = dim, shape.v_head_dim = v_dim, shape.has_values = v_dim != 0;
+      bytes += shape.block_bytes();
+    }
     return bytes;
-  }, nb::kw_only(), nb::arg("heads"), nb::arg("block_tokens"), nb::arg("format"), nb::arg("has_values") = true);
+  }, nb::kw_only(), nb::arg("heads"), nb::arg("block_tokens"), nb::arg("format"));
 }
 
 }  // namespace diptych

@@ -28,6 +28,8 @@ Curve curve_of(const std::string& activation) {
                                                  {"squared_relu", Curve::squared_relu}, {"clip", Curve::clip}, {"xielu", Curve::xielu}});
 }
 
+GateForm form_of(const std::array<float, 4>& numbers) { return {numbers[0], numbers[1], numbers[2], numbers[3]}; }
+
 void bind_streams(nb::class_<Program>& program) {
   program
       .def("weigh", [](Program& p, int x, int weight, int out) {
@@ -39,6 +41,10 @@ void bind_streams(nb::class_<Program>& program) {
         if (p.buffer_width(x) != 2 * p.buffer_width(out)) throw std::invalid_argument("gate and up lie beside each other, each as wide as what they become");
         p.record(Category::gate_up, SparseGateOp{x, out, cutoff, named<Activation>("activation", activation, {{"silu", Activation::silu}, {"gelu_tanh", Activation::gelu_tanh}})});
       }, nb::arg("x"), nb::arg("out"), nb::arg("cutoff"), nb::arg("activation"))
+      .def("bent_gate", [](Program& p, int x, int out, const std::array<float, 4>& form) {
+        if (p.buffer_width(x) != 2 * p.buffer_width(out)) throw std::invalid_argument("gate and up lie beside each other, each as wide as what they become");
+        p.record(Category::gate_up, BentGateOp{x, out, form_of(form)});
+      }, nb::arg("x"), nb::arg("out"), nb::arg("form"))
       .def("curve", [](Program& p, int x, int out, const std::string& activation, std::array<float, kCurveNumbers> numbers) {
         require_equal(p, x, out);
         p.record(Category::gate_up, CurveOp{x, out, curve_of(activation), numbers});

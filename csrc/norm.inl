@@ -121,12 +121,13 @@ static void sigmoid_row(float* x, int64_t n) {
 }
 
 static void gate_row(const float* x, int64_t n, float scale, const GateForm& form, float* out) {
-  const F32 most = set1(form.limit), least = set1(-form.limit), steepness = set1(form.alpha), factor = set1(scale), shift = set1(form.shift);
+  const F32 limit = set1(form.limit), bound = set1(form.bound), most = min(limit, bound), least = sub(zero(), most);
+  const F32 steepness = set1(form.alpha), factor = set1(scale), shift = set1(form.shift);
   for (int64_t i = 0; i < n; i += 16) {
     const int64_t lanes = n - i < 16 ? n - i : 16;
-    const F32 gate = min(mul(load_n(x + i, lanes), factor), most), up = max(min(mul(load_n(x + n + i, lanes), factor), most), least);
+    const F32 gate = min(mul(load_n(x + i, lanes), factor), limit), up = max(min(mul(load_n(x + n + i, lanes), factor), most), least);
     const F32 slope = add(set1(1.0f), exp_lanes(sub(zero(), mul(steepness, gate))));
-    store_n(out + i, mul(div(gate, slope), add(up, shift)), lanes);
+    store_n(out + i, mul(min(div(gate, slope), bound), add(up, shift)), lanes);
   }
 }
 

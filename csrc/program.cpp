@@ -324,7 +324,7 @@ void Program::record(Category category, OpBody body) {
     auto same = [&](const AttentionShape& other) {  // what a plan is made of
       const AttentionShape& one = op->shape;
       return other.window == one.window && other.is_chunked == one.is_chunked && other.n_heads == one.n_heads && other.n_kv_heads == one.n_kv_heads &&
-             other.head_dim == one.head_dim;
+             other.head_dim == one.head_dim && other.v_head_dim == one.v_head_dim;
     };
     auto found = std::find_if(attention_shapes_.begin(), attention_shapes_.end(), same);
     plan = static_cast<int>(found - attention_shapes_.begin());
@@ -428,6 +428,7 @@ void Program::reserve(int64_t tokens) {
       if (const auto* moves = std::get_if<StateOp>(&op.body)) bytes = std::max(bytes, kernels_.step->state_scratch_floats(moves->shape) * 4);
       if (const auto* weigh = std::get_if<WeighOp>(&op.body)) bytes = std::max(bytes, buffers_[weigh->x].width * 4 + 64);
       if (const auto* gate = std::get_if<SparseGateOp>(&op.body)) bytes = std::max(bytes, buffers_[gate->x].width * 2 + 64);
+      if (const auto* gate = std::get_if<BentGateOp>(&op.body)) bytes = std::max(bytes, buffers_[gate->x].width * 2 + 64);
       if (const auto* gated = std::get_if<GateHeadsOp>(&op.body)) bytes = std::max(bytes, buffers_[gated->gates].width * 4 + 64);
       if (const auto* curve = std::get_if<CurveOp>(&op.body)) bytes = std::max(bytes, buffers_[curve->x].width * 4 + 64);
       if (const auto* correct = std::get_if<CorrectOp>(&op.body)) bytes = std::max(bytes, buffers_[correct->y].width * 4 + 64);
@@ -514,7 +515,8 @@ void Program::check(const Step& step, const KvCache& kv) const {
   for (const Op& op : ops_)
     if (const auto* attention = std::get_if<AttentionOp>(&op.body)) {
       const KvShape& shape = kv.shape_of(attention->layer);
-      require(has_latents_ != shape.has_values && attention->shape.head_dim == shape.head_dim && attention->shape.n_kv_heads == shape.n_kv_heads,
+      const AttentionShape& wanted = attention->shape;
+      require(has_latents_ != shape.has_values && wanted.head_dim == shape.head_dim && wanted.v_head_dim == shape.v_head_dim && wanted.n_kv_heads == shape.n_kv_heads,
               "the KV cache has another shape of heads");
     }
   for (int64_t s = 0; s < step.n_sequences; ++s) check_sequence(step, kv.shape(), s);

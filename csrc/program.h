@@ -170,6 +170,7 @@ struct MeetOp { int out; };                                   // nothing: other 
 
 struct WeighOp { int x, weight, out; };                       // out: rows or f32
 struct SparseGateOp { int x, out; float cutoff; Activation activation; };  // x: gate and up beside each other; out: rows or f32
+struct BentGateOp { int x, out; GateForm form; };             // likewise
 struct CurveOp { int x, out; Curve curve; std::array<float, kCurveNumbers> numbers{}; };  // out = act(x): rows or f32
 struct BranchOp { int x, out; float scale; };                 // out = scale * x
 struct GateHeadsOp { int gates, x; };                         // each of as many heads of x as there are gates times a sigmoid of its own
@@ -181,7 +182,7 @@ struct LayerInputsOp { int x, norm, table, packed; float eps, table_scale, scale
                                                               // table is one, or a packed weight in groups; the other is -1
 
 using OpBody = std::variant<EmbedOp, TiedEmbedOp, NormOp, AddNormOp, AddOp, PrepareOp, LinearOp, RotateOp, AttentionOp, MoeOp, HeadOp,
-                            InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, ScaleQueriesOp, RotateQueriesOp, WeighOp, SparseGateOp, CurveOp, BranchOp, GateHeadsOp, MatchOp,
+                            InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, ScaleQueriesOp, RotateQueriesOp, WeighOp, SparseGateOp, BentGateOp, CurveOp, BranchOp, GateHeadsOp, MatchOp,
                             CopyColumnsOp, PredictOp, CorrectOp, LayerInputsOp, StateOp>;
 
 struct Op {

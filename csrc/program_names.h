@@ -83,6 +83,7 @@ struct Names {
   void operator()(const MeetOp& op) const { buffers({op.out}); }
   void operator()(const WeighOp& op) const { buffers({op.x, op.out}), vectors({op.weight}); }
   void operator()(const SparseGateOp& op) const { buffers({op.x, op.out}); }
+  void operator()(const BentGateOp& op) const { buffers({op.x, op.out}); }
   void operator()(const CurveOp& op) const { buffers({op.x, op.out}); }
   void operator()(const BranchOp& op) const { buffers({op.x, op.out}); }
   void operator()(const GateHeadsOp& op) const { buffers({op.gates, op.x}); }

@@ -100,7 +100,7 @@ void Program::note_meetings(const OpBody& body) {
   } else if (const auto* op = std::get_if<LinearOp>(&body)) {
     columns(op->out, op->column, linears_[op->weight].n_outputs);
   } else if (const auto* op = std::get_if<AttentionOp>(&body)) {
-    columns(op->out, op->column, op->shape.n_heads * op->shape.head_dim);
+    columns(op->out, op->column, op->shape.n_heads * op->shape.v_head_dim);
   } else if (const auto* op = std::get_if<StateOp>(&body)) {
     columns(op->out, op->column, op->shape.n_value_heads * op->shape.value_dim);
   } else if (const auto* op = std::get_if<HeadsOp>(&body)) {

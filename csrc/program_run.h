@@ -78,6 +78,7 @@ struct Program::Run {
   void run(const RotateQueriesOp& op, size_t, int thread, int threads) const;
   void run(const WeighOp& op, size_t, int thread, int threads) const;
   void run(const SparseGateOp& op, size_t, int thread, int threads) const;
+  void run(const BentGateOp& op, size_t, int thread, int threads) const;
   void run(const CurveOp& op, size_t, int thread, int threads) const;
   void run(const BranchOp& op, size_t, int thread, int threads) const;
   void run(const GateHeadsOp& op, size_t, int thread, int threads) const;

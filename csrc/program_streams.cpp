@@ -27,6 +27,17 @@ void Program::Run::run(const SparseGateOp& op, size_t, int thread, int threads) 
   }
 }
 
+void Program::Run::run(const BentGateOp& op, size_t, int thread, int threads) const {
+  const Buffer &x = buffer(op.x), &out = buffer(op.out);
+  float* row = reinterpret_cast<float*>(scratch(thread));
+  const Range part = part_of_rows(out, step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t) {
+    float* target = out.kind == BufferKind::rows ? row : out.f32() + t * out.width;
+    kernels.gate_row(x.f32() + t * x.width, x.width / 2, 1.0f, op.form, target);
+    if (out.kind == BufferKind::rows) prepare_row(set, out.rows, t, row);
+  }
+}
+
 void Program::Run::run(const CurveOp& op, size_t, int thread, int threads) const {
   const Buffer &x = buffer(op.x), &out = buffer(op.out);
   float* row = reinterpret_cast<float*>(scratch(thread));

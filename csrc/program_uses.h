@@ -39,6 +39,7 @@ struct Uses {
   void operator()(const MeetOp& op) { writes = {op.out}; }
   void operator()(const WeighOp& op) { reads = {op.x}, writes = {op.out}; }
   void operator()(const SparseGateOp& op) { reads = {op.x}, writes = {op.out}; }
+  void operator()(const BentGateOp& op) { reads = {op.x}, writes = {op.out}; }
   void operator()(const CurveOp& op) { reads = {op.x}, writes = {op.out}; }
   void operator()(const BranchOp& op) { reads = {op.x}, writes = {op.out}; }
   void operator()(const GateHeadsOp& op) { reads = {op.gates, op.x}, writes = {op.x}; }

@@ -71,7 +71,7 @@ DIPTYCH_INLINE float quantise(KvFormat format, const float* x, int64_t n, int8_t
   return most / 127.0f;
 }
 
-// bf16 keys and values of one token. key [d], value [dv] (zero from d on). clears_next: the odd neighbour is empty.
+// bf16 keys and values of one token. key [d], value [dv] (zero behind its width). clears_next: the odd neighbour is empty.
 DIPTYCH_INLINE void write_bf16(const KvHead& head, const KvShape& shape, int64_t offset, const float* key,
                                const float* value, bool clears_next, uint16_t* rounded) {
   const int64_t d = shape.head_dim, dv = shape.value_dim();
@@ -102,9 +102,10 @@ DIPTYCH_INLINE void write_bytes(const KvHead& head, const KvShape& shape, int64_
 static void rotate_token(const RotateCall& call, int64_t token, int64_t kv_head, float* scratch) {
   const RotateShape& shape = call.shape;
   const int64_t d = shape.head_dim, group = shape.n_heads / shape.n_kv_heads;
-  const int64_t kv_parts = shape.writes_kv ? (shape.has_v ? 2 : 1) : 0;
-  const float* row = call.qkv + token * (shape.row_heads + kv_parts * shape.row_kv_heads) * d;
-  const float* k_row = row + shape.row_heads * d;
+  const int64_t v_dim = shape.v_head_dim, q_width = shape.row_heads * d;
+  const int64_t kv_width = shape.writes_kv ? shape.row_kv_heads * (d + (shape.has_v ? v_dim : 0)) : 0;
+  const float* row = call.qkv + token * (q_width + kv_width);
+  const float* k_row = row + q_width;
   const float* v_row = shape.has_v ? k_row + shape.row_kv_heads * d : k_row;
   const int64_t position = call.positions[token], half = shape.rotary_dim / 2;
   const float* cos_row = call.shape.cos_table + position * half;
@@ -113,7 +114,7 @@ static void rotate_token(const RotateCall& call, int64_t token, int64_t kv_head,
   const int64_t weight_stride = is_full || shape.has_head_norms ? d : 0;
   const float query_scale = shape.query_scale.at(position);
   float q_factor = 0.0f, k_factor = 0.0f;
-  if (is_full && shape.q_norm) q_factor = full_width_factor(row, shape.row_heads * d, shape.norm_eps);
+  if (is_full && shape.q_norm) q_factor = full_width_factor(row, q_width, shape.norm_eps);
   if (is_full && shape.k_norm) k_factor = full_width_factor(k_row, shape.row_kv_heads * d, shape.norm_eps);
 
   for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
@@ -131,11 +132,13 @@ static void rotate_token(const RotateCall& call, int64_t token, int64_t kv_head,
   float* value = scratch + d + 16 - d % 16;
   finish_head(shape, k_row + kv_of_row * d, weight, k_factor, cos_row, sin_row, key);
   std::memset(value, 0, static_cast<size_t>(call.kv.shape.value_dim()) * 4);
-  const float* own_value = v_row + kv_of_row * d;
+  const float* own_value = v_row + kv_of_row * v_dim;
   if (shape.has_v_norm)
-    add_row(own_value, d, full_width_factor(own_value, d, shape.norm_eps), value);
+    add_row(own_value, v_dim, full_width_factor(own_value, v_dim, shape.norm_eps), value);
   else
-    std::memcpy(value, own_value, static_cast<size_t>(d) * 4);
+    std::memcpy(value, own_value, static_cast<size_t>(v_dim) * 4);
+  if (shape.v_scale != 1.0f)
+    for (int64_t i = 0; i < v_dim; ++i) value[i] *= shape.v_scale;
 
   const int64_t slot = call.slots[token], offset = slot % call.kv.shape.block_tokens;
   const bool next_follows = token + 1 < call.n_tokens && call.slots[token + 1] == slot + 1;

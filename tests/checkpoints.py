@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from family_configs import CLASSES, MORE, VOCAB
+from family_configs import CLASSES, MORE, VOCAB, WRAPPED
 from republished import REPUBLISHED, published, republish
 
 COMMON: dict[str, Any] = {
@@ -31,6 +31,8 @@ COMMON: dict[str, Any] = {
 FAMILIES: tuple[str, ...] = tuple(CLASSES)
 MORE_FAMILIES: tuple[str, ...] = tuple(MORE)
 EMBEDDINGS = ("embed_tokens", "embed_in", "word_embeddings", "wte", "wpe", "embed_positions")
+BY_LAYER = ("layer_types", "activation_sparsity_pattern", "layer_rope_theta", "mlp_layer_types", "swiglu_limits",
+            "swiglu_limits_shared")  # fmt: skip
 UNSCALED = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")  # scores are not divided by anything
 
 
@@ -40,7 +42,7 @@ def make_reference(family: str, *, seed: int = 0, **overrides: Any) -> Any:
 
     config_name, model_name, fields = {**CLASSES, **MORE}[family]
     asked = {**COMMON, **fields, **overrides}
-    for by_layer in ("layer_types", "activation_sparsity_pattern", "layer_rope_theta", "mlp_layer_types"):
+    for by_layer in BY_LAYER:
         if by_layer in fields and by_layer not in overrides:
             asked[by_layer] = asked[by_layer][: asked["num_hidden_layers"]]
     if "num_kv_shared_layers" in fields:  # of each kind one before them has its own
@@ -49,6 +51,9 @@ def make_reference(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     usual = config_class()  # has no such key, under no name
     asked = {key: value for key, value in asked.items() if key not in COMMON or hasattr(usual, key)}
     config = config_class(**asked)
+    if family in WRAPPED:
+        wrapper, tower = WRAPPED[family]
+        config = getattr(transformers, wrapper)(text_config=config.to_dict(), vision_config=tower)
     config._attn_implementation = "eager"
     model = getattr(transformers, model_name)(config).eval().float()
     enliven(model, seed)

@@ -82,6 +82,23 @@ def blocks(pattern: str) -> list[str]:
 NEMOTRON_3 = {**NEMOTRON_H, "layers_block_type": blocks("MEM*EME"), "n_routed_experts": 6, "num_experts_per_tok": 3,
               "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 48,
               "routed_scaling_factor": 2.5}  # fmt: skip
+# families whose decoder transformers has in a model for pictures alone: config class of that, and its smallest tower
+WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
+    "minimax_m3": (
+        "MiniMaxM3VLConfig",
+        {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+        },
+    ),
+    "step3p7": (
+        "Step3p7Config",
+        {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+    ),
+}
 # what other families have beside that: their tests look at one cut of the work, as the walk is the same
 MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {"head_dim": 24}),
@@ -506,6 +523,37 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "AXK1ForCausalLM",
         {**{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}, "q_lora_rank": 24,
          "n_group": 4, "topk_group": 2, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    # clamped gates in the dense layer, in shared experts and in experts; an index of four blocks, which are all there are
+    "minimax_m3": (
+        "MiniMaxM3VLTextConfig",
+        "MiniMaxM3SparseForConditionalGeneration",
+        {"head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40,
+         "routed_scaling_factor": 1.5, "dense_intermediate_size": 96, "shared_intermediate_size": 48,
+         "mlp_layer_types": ["dense", "sparse", "sparse"],
+         "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "index_n_heads": 2,
+         "index_head_dim": 24, "index_block_size": 32, "index_topk_blocks": 4,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    # windowed layers of more query heads and positions of their own, each head gated; limits that are met
+    "step3p7": (
+        "Step3p7TextConfig",
+        "Step3p7ForConditionalGeneration",
+        {"num_hidden_layers": 4, "head_dim": 24, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "share_expert_dim": 48, "sliding_window": 16, "num_sliding_attention_heads": 6, "moe_router_scaling_factor": 1.5,
+         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "layer_types": WINDOWS["layer_types"],
+         "swiglu_limits": [None, None, 0.6, None], "swiglu_limits_shared": [0.5, None, 0.7, None], "rope_parameters": {
+             "full_attention": {"rope_type": "llama3", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "factor": 4.0,
+                                "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 64},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}}},
+    ),
+    # values narrower than keys, in windowed layers of twice the KV heads, with sinks and a base of their own
+    "mimo_v2_flash": (
+        "MiMoV2FlashConfig",
+        "MiMoV2FlashForCausalLM",
+        {**WINDOWS, "num_key_value_heads": 1, "head_dim": 24, "v_head_dim": 10, "n_routed_experts": 8, "n_group": 4,
+         "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "routed_scaling_factor": 1.5,
+         "attention_bias": True, "mlp_layer_types": ["dense", *["sparse"] * 3]},
     ),
     "lfm2_moe": (
         "Lfm2MoeConfig",

@@ -60,7 +60,7 @@ class Bench:
         )
         batch = batch or make_batch(EdgeShape(name="", sequences=((0, self.n_tokens),)))[0]
         if kv is None:
-            kv = cpu._cpu.KvCache(heads=[(1, 2)], n_blocks=64, block_tokens=16, format="bf16")
+            kv = cpu._cpu.KvCache(heads=[(1, 2, 2)], n_blocks=64, block_tokens=16, format="bf16")
             self._attend_for_form()
         self.program.run(
             batch.token_ids_T, batch.query_start_S1, batch.context_tokens_S, batch.block_table_SM, batch.logits_rows_R,

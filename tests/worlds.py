@@ -106,8 +106,12 @@ def in_dirty_blocks(model: Model, tokens: Sequence[int]) -> Answer:
     stepper = Stepper(model)
     dirt = torch.nan if model.kv_format == "bf16" else 100.0
     for layer, cache in enumerate(model.spec.caches):
-        heads = torch.full((cache.n_heads, stepper.kv.n_blocks * stepper.kv.block_tokens, cache.head_dim), dirt)
-        stepper.kv.write(layer, list(range(stepper.kv.n_blocks)), heads, heads)
+        n_tokens, widths = (
+            stepper.kv.n_blocks * stepper.kv.block_tokens,
+            (cache.head_dim, cache.value_dim or cache.head_dim),
+        )
+        both = (torch.full((cache.n_heads, n_tokens, width), dirt) for width in widths)
+        stepper.kv.write(layer, list(range(stepper.kv.n_blocks)), *both)
     return Answer(stepper.prefill("it", tokens, chunk=5), read_cache(model, stepper, "it"))
 
 

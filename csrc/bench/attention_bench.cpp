@@ -59,7 +59,7 @@ void run_case(ThreadPool& pool, const Case& c, KvFormat format, int repeats, dou
   const int64_t blocks = (c.context + 31) / 32, tokens = c.sequences * c.new_tokens;
   KvShape kv_shape;
   kv_shape.n_blocks = blocks * c.sequences, kv_shape.block_tokens = 32, kv_shape.n_kv_heads = c.n_kv_heads;
-  kv_shape.head_dim = c.head_dim, kv_shape.format = format;
+  kv_shape.head_dim = kv_shape.v_head_dim = c.head_dim, kv_shape.format = format;
   // enough layers that a decode finds none of its keys in the last cache
   const double kv_bytes = static_cast<double>(kv_shape.n_blocks) * kv_shape.block_bytes();
   kv_shape.n_layers = c.new_tokens > 1 || std::strstr(c.name, "cached") ? 1 : std::max<int64_t>(1, std::min<int64_t>(400, static_cast<int64_t>(4e8 / kv_bytes)));
@@ -72,7 +72,7 @@ void run_case(ThreadPool& pool, const Case& c, KvFormat format, int repeats, dou
   std::vector<uint16_t> q(tokens * c.n_heads * c.head_dim, 0x3c00), out(q.size());
 
   AttentionCall call;
-  call.shape.n_heads = c.n_heads, call.shape.n_kv_heads = c.n_kv_heads, call.shape.head_dim = c.head_dim, call.shape.scale = 0.125f;
+  call.shape.n_heads = c.n_heads, call.shape.n_kv_heads = c.n_kv_heads, call.shape.head_dim = call.shape.v_head_dim = c.head_dim, call.shape.scale = 0.125f;
   call.q = q.data(), call.positions = positions.data(), call.block_table = table.data(), call.table_width = blocks;
   call.out_bf16 = out.data(), call.out_stride = c.n_heads * c.head_dim;
   AttentionPlan plan;

@@ -101,19 +101,20 @@ class AttentionRound : Draws {
   explicit AttentionRound(uint64_t seed) : Draws(seed) {
     const int64_t dims[] = {2, 16, 24, 64, 80, 128}, groups[] = {1, 3, 7, 8, 20};
     shape_.n_kv_heads = pick(1, 2), shape_.n_heads = shape_.n_kv_heads * groups[pick(0, 4)], shape_.head_dim = dims[pick(0, 5)];
+    shape_.v_head_dim = pick(0, 1) ? pick(1, 130) : shape_.head_dim;
     shape_.scale = 0.3f, shape_.has_softcap = pick(0, 3) == 0, shape_.softcap = 3.0f;
     if (pick(0, 1)) shape_.window = pick(1, 300);
     n_ = pick(1, 600), tokens_ = std::min<int64_t>(n_, pick(1, std::max<int64_t>(1, kTaskRows * shape_.n_kv_heads / shape_.n_heads)));
     is_split_ = pick(0, 1);
     KvShape kv;
     kv.n_layers = 1, kv.block_tokens = 16 * pick(1, 4), kv.n_blocks = (n_ + kv.block_tokens - 1) / kv.block_tokens;
-    kv.n_kv_heads = shape_.n_kv_heads, kv.head_dim = shape_.head_dim, kv.format = static_cast<KvFormat>(pick(0, 2));
+    kv.n_kv_heads = shape_.n_kv_heads, kv.head_dim = shape_.head_dim, kv.v_head_dim = shape_.v_head_dim, kv.format = static_cast<KvFormat>(pick(0, 2));
     for (int64_t i = kv.n_blocks; i > 0; --i) table_.push_back(static_cast<int32_t>(i - 1));
     for (int64_t i = 0; i < tokens_; ++i) positions_.push_back(static_cast<int32_t>(n_ - tokens_ + i));
-    const int64_t written = n_ + n_ % 2, width = written * kv.n_kv_heads * kv.head_dim;  // in a step the odd neighbour would be zero
+    const int64_t written = n_ + n_ % 2, vectors = written * kv.n_kv_heads;  // in a step the odd neighbour would be zero
     kv_.reset(new KvCache(kv));
     std::memset(kv_->layer(0).data, 0xff, static_cast<size_t>(kv_->bytes()));  // NaN where nothing is written
-    kv_->write(0, table_.data(), written, floats(width).data(), floats(width).data());
+    kv_->write(0, table_.data(), written, floats(vectors * kv.head_dim).data(), floats(vectors * kv.v_head_dim).data());
     for (float value : floats(tokens_ * shape_.n_heads * shape_.head_dim)) {
       uint32_t bits;
       std::memcpy(&bits, &value, 4);
@@ -125,11 +126,11 @@ class AttentionRound : Draws {
     const int64_t group = shape_.n_heads / shape_.n_kv_heads, rows = tokens_ * group, dv = kv_->shape().value_dim();
     const int64_t low = std::max<int64_t>(0, n_ - tokens_ - std::min(shape_.window, n_) + 1);
     const auto first = static_cast<int32_t>(low / kTileTokens), end = static_cast<int32_t>((n_ - 1) / kTileTokens + 1);
-    std::vector<float> out(tokens_ * shape_.n_heads * shape_.head_dim), partials((end - first) * rows * (dv + 2));
+    std::vector<float> out(tokens_ * shape_.n_heads * shape_.v_head_dim), partials((end - first) * rows * (dv + 2));
     AttentionCall call;
     call.shape = shape_, call.kv = kv_->layer(0), call.q = q_.data(), call.positions = positions_.data();
     call.block_table = table_.data(), call.table_width = static_cast<int64_t>(table_.size());
-    call.out_f32 = out.data(), call.out_stride = shape_.n_heads * shape_.head_dim, call.partials = partials.data();
+    call.out_f32 = out.data(), call.out_stride = shape_.n_heads * shape_.v_head_dim, call.partials = partials.data();
     PageBuffer scratch(set.attention->scratch_bytes(shape_));
     for (int32_t head = 0; head < shape_.n_kv_heads; ++head) {
       const AttentionTask task{0, head, 0, static_cast<int32_t>(tokens_), first, end, is_split_, 0, first};
@@ -140,8 +141,9 @@ class AttentionRound : Draws {
   }
 
   void print() const {
-    std::printf("attention of %lld tokens over %lld, %lld heads, %lld kv heads of %lld\n", static_cast<long long>(tokens_), static_cast<long long>(n_),
-                static_cast<long long>(shape_.n_heads), static_cast<long long>(shape_.n_kv_heads), static_cast<long long>(shape_.head_dim));
+    std::printf("attention of %lld tokens over %lld, %lld heads, %lld kv heads of %lld and %lld\n", static_cast<long long>(tokens_), static_cast<long long>(n_),
+                static_cast<long long>(shape_.n_heads), static_cast<long long>(shape_.n_kv_heads), static_cast<long long>(shape_.head_dim),
+                static_cast<long long>(shape_.v_head_dim));
   }
 
  private:

@@ -25,7 +25,7 @@ namespace diptych {
 namespace {
 
 struct Model {
-  int64_t hidden, ffn, n_heads, n_kv_heads, head_dim, layers, vocab, block_tokens, n_experts, top_k;
+  int64_t hidden, ffn, n_heads, n_kv_heads, head_dim, v_head_dim, layers, vocab, block_tokens, n_experts, top_k;
   int64_t window, group;
   bool is_wide;
   Format weights;
@@ -70,6 +70,7 @@ class World {
       m.shares_kv = false;
       m.n_kv_heads = 1, m.n_heads = pick(0, 4) == 0 ? pick(60, 90) : pick(1, 20), m.head_dim = m.rank + m.rotary;
     }
+    m.v_head_dim = m.rank == 0 && m.has_v && pick(0, 1) ? pick(1, m.n_heads > 24 ? 40 : 200) : m.head_dim;
     m.has_states = pick(0, 2) == 0;
     m.states = states();
     return m;
@@ -140,12 +141,12 @@ class Recorder {
       p_.record(Category::embed, TiedEmbedOp{head, x_, 1.0f, 0, m.vocab, positions(table)});
     else
       p_.record(Category::embed, EmbedOp{p_.add_table({reinterpret_cast<const uint8_t*>(table.data()), Source::f32, m.vocab, m.hidden}), x_, 1.0f, positions(table)});
-    shape_ = {m.n_heads, m.n_kv_heads, m.head_dim, 0.3f, m.window, 3.0f, m.has_softcap};
+    shape_ = {m.n_heads, m.n_kv_heads, m.head_dim, m.v_head_dim, 0.3f, m.window, 3.0f, m.has_softcap};
     const bool is_latent = m.rank != 0, is_direct = has_bf16_rows(m.weights) && !is_latent;
-    const int64_t q_width = m.n_heads * m.head_dim, heads_width = is_latent ? m.n_heads * value_dim_ : q_width;
+    const int64_t q_width = m.n_heads * m.head_dim, a_width = m.n_heads * m.v_head_dim, heads_width = is_latent ? m.n_heads * value_dim_ : a_width;
     const int rows = rows_buffer(p_, m, m.hidden), router_rows = rows_buffer(p_, m, m.hidden);
-    q_ = plain_buffer(p_, BufferKind::bf16, q_width), heads_ = plain_buffer(p_, BufferKind::f32, q_width);
-    if (is_latent) begin_latent(); else qkv_ = plain_buffer(p_, BufferKind::f32, q_width + 2 * m.n_kv_heads * m.head_dim);
+    q_ = plain_buffer(p_, BufferKind::bf16, q_width), heads_ = plain_buffer(p_, BufferKind::f32, a_width);
+    if (is_latent) begin_latent(); else qkv_ = plain_buffer(p_, BufferKind::f32, q_width + m.n_kv_heads * (m.head_dim + m.v_head_dim));
     const int heads_rows = rows_buffer(p_, m, heads_width);
     const int hidden = plain_buffer(p_, BufferKind::f32, m.ffn), hidden_rows = rows_buffer(p_, m, m.ffn);
     const int y = plain_buffer(p_, BufferKind::f32, m.hidden), gate = plain_buffer(p_, BufferKind::f32, 1);
@@ -177,7 +178,8 @@ class Recorder {
       if (is_sparse) {  // of a row of gate and up
         const int wide = plain_buffer(p_, BufferKind::f32, 2 * m.ffn);
         p_.record(Category::gate_up, LinearOp{linear(2 * m.ffn, m.hidden), rows, wide, Store::f32, m.activation});
-        p_.record(Category::gate_up, SparseGateOp{wide, hidden_rows, 0.5f, m.activation});
+        if (w_.pick(0, 1)) p_.record(Category::gate_up, SparseGateOp{wide, hidden_rows, 0.5f, m.activation});
+        else p_.record(Category::gate_up, BentGateOp{wide, hidden_rows, {1.0f, 7.0f, 2.0f, 0.5f}});
       } else if (is_curved) {  // up alone
         const int up = plain_buffer(p_, BufferKind::f32, m.ffn);
         p_.record(Category::gate_up, LinearOp{linear(m.ffn, m.hidden), rows, up, Store::f32, m.activation});
@@ -208,15 +210,17 @@ class Recorder {
   void rotate(int rows, int layer) {
     const int64_t q_width = m_.n_heads * m_.head_dim, kv_width = m_.n_kv_heads * m_.head_dim;
     const bool writes_kv = !m_.shares_kv || layer == 0;
-    const int qkv = writes_kv && m_.has_v ? qkv_ : plain_buffer(p_, BufferKind::f32, q_width + (writes_kv ? kv_width : 0));
-    p_.record(Category::qkv, LinearOp{linear(q_width + (writes_kv ? (m_.has_v ? 2 : 1) * kv_width : 0), m_.hidden), rows, qkv, Store::f32, Activation::silu});
+    const int64_t width = q_width + (writes_kv ? kv_width + (m_.has_v ? m_.n_kv_heads * m_.v_head_dim : 0) : 0);
+    const int qkv = writes_kv && m_.has_v ? qkv_ : plain_buffer(p_, BufferKind::f32, width);
+    p_.record(Category::qkv, LinearOp{linear(width, m_.hidden), rows, qkv, Store::f32, Activation::silu});
     RotateOp rotate{};
     rotate.shape.has_v_norm = m_.has_v_norm, rotate.shape.writes_kv = writes_kv;
     rotate.shape.has_v = m_.has_v, rotate.shape.norms_turned = m_.norms_turned;
     rotate.qkv = qkv, rotate.q = q_, rotate.layer = m_.shares_kv ? 0 : layer, rotate.rope = rope_, rotate.has_rope = w_.pick(0, 3) != 0;
     rotate.has_q_norm = rotate.has_k_norm = m_.has_norms;
     rotate.q_norm = norm(m_.has_full_norm ? q_width : m_.head_dim), rotate.k_norm = norm(m_.has_full_norm ? kv_width : m_.head_dim);
-    rotate.shape.n_heads = m_.n_heads, rotate.shape.n_kv_heads = m_.n_kv_heads, rotate.shape.head_dim = m_.head_dim;
+    rotate.shape.n_heads = m_.n_heads, rotate.shape.n_kv_heads = m_.n_kv_heads, rotate.shape.head_dim = m_.head_dim, rotate.shape.v_head_dim = m_.v_head_dim;
+    rotate.shape.v_scale = w_.pick(0, 1) ? 0.7f : 1.0f;
     rotate.shape.row_heads = m_.n_heads, rotate.shape.row_kv_heads = m_.n_kv_heads;
     rotate.shape.has_full_width_norm = m_.has_full_norm, rotate.shape.norm_eps = 1e-5f;
     p_.record(Category::rope, rotate);
@@ -354,7 +358,7 @@ class Recorder {
     op.router = linear(m_.n_experts, m_.hidden);
     op.router_rows = has_bf16_rows(m_.weights) ? router_rows : rows;
     op.scores = plain_buffer(p_, BufferKind::f32, m_.n_experts);
-    op.joins_apart = w_.pick(0, 3) == 0, op.gate = {1.7f, 7.0f, 1.0f}, op.weighs_input = op.joins_apart && w_.pick(0, 1);
+    op.joins_apart = w_.pick(0, 3) == 0, op.gate = {1.7f, 7.0f, 9.0f, 1.0f}, op.weighs_input = op.joins_apart && w_.pick(0, 1);
     if (op.joins_apart) op.wide = plain_buffer(p_, BufferKind::f32, 2 * m_.ffn, m_.top_k);
     op.by = static_cast<Scores>(w_.pick(0, 2)), op.margin = 0.3f, op.choice_bias = some(m_.n_experts), op.scales = some(m_.n_experts), op.routed_scale = 0.5f;
     if (m_.n_experts % 2 == 0 && m_.top_k <= m_.n_experts / 2) op.n_groups = 2, op.group_best = std::min<int64_t>(2, m_.n_experts / 2);
@@ -395,7 +399,7 @@ std::vector<float> answer(Program& program, World& world, const Model& m, const 
   const int64_t n = static_cast<int64_t>(prompt.size()), per_sequence = (n + m.block_tokens - 1) / m.block_tokens;
   KvShape shape;
   shape.n_layers = m.kv_layers(), shape.n_blocks = per_sequence * (1 + neighbours), shape.block_tokens = m.block_tokens;
-  shape.n_kv_heads = m.n_kv_heads, shape.head_dim = m.head_dim, shape.format = m.kv, shape.has_values = m.rank == 0;
+  shape.n_kv_heads = m.n_kv_heads, shape.head_dim = m.head_dim, shape.v_head_dim = m.v_head_dim, shape.format = m.kv, shape.has_values = m.rank == 0;
   KvCache kv(shape);
   if (neighbours) std::memset(kv.layer(0).data, 0xff, static_cast<size_t>(kv.bytes()));  // NaN everywhere
   if (m.has_states) {  // two places a sequence: a step may run twice, and begins both times with what lay before it

@@ -36,6 +36,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": list(EXPERTS)},
     "qwen3": {"r": 4, "lora_alpha": 8, "target_modules": ["lm_head"]},
     "helium": {"r": 4, "lora_alpha": 8, "target_modules": list(ALL)},
+    # values narrower than keys
+    "mimo_v2_flash": {"r": 4, "lora_alpha": 8, "target_modules": list(ALL)},
     # as [inputs, outputs] in the file; by KV head; under names of their own; beside a bias
     "gpt2": {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
     "falcon-40b": {"r": 4, "lora_alpha": 8, "target_modules": ["query_key_value", "dense", "dense_4h_to_h"]},

@@ -96,7 +96,7 @@ def test_torch_refuses_a_placement_it_does_not_follow() -> None:
 @pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="this kernel has no NUMA policies")
 def test_a_cache_over_several_nodes_is_dealt_out(caplog: pytest.LogCaptureFixture) -> None:
     """Read back from the system, with the one node that every machine has; where the policy is refused, the log says so."""
-    cache = {"heads": [(2, 64), (2, 64)], "format": "bf16"}
+    cache = {"heads": [(2, 64, 64)] * 2, "format": "bf16"}
     node = allowed_cpus()[0].node
     with caplog.at_level(logging.WARNING, "diptych.compute"):
         store = CpuKVStore(cache, n_blocks=64, block_tokens=32, nodes=(node, node))

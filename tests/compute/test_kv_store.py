@@ -42,7 +42,7 @@ LINUX = (
 
 def store(n_blocks: int = 6, block_tokens: int = 4) -> TorchKVStore:
     return TorchKVStore(
-        heads=[(2, 3)] * 2,
+        heads=[(2, 3, 3)] * 2,
         n_blocks=n_blocks,
         block_tokens=block_tokens,
         dtype=torch.float32,
@@ -61,13 +61,13 @@ def test_written_keys_are_read_back(n_tokens: int) -> None:
     """Block edges are where a paged copy goes wrong."""
     kv, blocks = store(), [4, 0, 2]
     keys, values = torch.randn(2, 2, n_tokens, 3).unbind(0)
-    before = kv.layers[0].clone()
+    before = [plane.clone() for plane in kv.layers[0]]
     kv.write(1, blocks, keys, values)
     got_keys, got_values = kv.read(1, blocks, n_tokens)
     assert torch.equal(got_keys, keys)
     assert torch.equal(got_values, values)
-    assert torch.equal(kv.layers[0], before), "the other layer is untouched"
-    assert torch.count_nonzero(kv.layers[1]) == 2 * 2 * n_tokens * 3, "and so is every other slot"
+    assert all(map(torch.equal, kv.layers[0], before)), "the other layer is untouched"
+    assert sum(map(torch.count_nonzero, kv.layers[1])) == 2 * 2 * n_tokens * 3, "and so is every other slot"
 
 
 def test_copied_block_is_independent() -> None:
@@ -108,7 +108,7 @@ def test_pool_that_does_not_fit_is_refused_with_the_number() -> None:
 @pytest.mark.native
 def test_backing_the_memory_leaves_what_is_written() -> None:
     """It runs beside steps, so it may not touch a byte."""
-    cache = {"heads": [(2, 16)] * 2, "format": "bf16"}
+    cache = {"heads": [(2, 16, 16)] * 2, "format": "bf16"}
     kv = CpuKVStore(cache, n_blocks=12_000, block_tokens=32)
     block_ids = [11_999, 3]
     keys, values = torch.randn(2, 40, 16).bfloat16().float(), torch.randn(2, 40, 16).bfloat16().float()
@@ -127,7 +127,7 @@ def test_backing_the_memory_leaves_what_is_written() -> None:
 @pytest.mark.skipif(LINUX < (5, 14), reason="the kernel has no way to ask for memory")
 def test_memory_comes_in_the_order_in_which_blocks_are_handed_out() -> None:
     """It came layer by layer, so the first steps wrote where none was yet: 150 to 390 ms in place of 50 for a second or two."""
-    cache = {"heads": [(2, 64)] * 4, "format": "bf16"}
+    cache = {"heads": [(2, 64, 64)] * 4, "format": "bf16"}
     kv = CpuKVStore(cache, n_blocks=2000, block_tokens=32)
     assert kv.nbytes // 4 > 4 * BACKED_BYTES
     asked = count()
@@ -156,7 +156,7 @@ def filled(make: Callable[[str], KVStore], revision: str, seed: int) -> KVStore:
 
 def torch_store(revision: str) -> KVStore:
     return TorchKVStore(
-        heads=[(2, 4)] * 2,
+        heads=[(2, 4, 4)] * 2,
         n_blocks=6,
         block_tokens=16,
         dtype=torch.bfloat16,
@@ -166,7 +166,7 @@ def torch_store(revision: str) -> KVStore:
 
 
 def native_store(revision: str, kv_format: str = "bf16") -> KVStore:
-    cache = {"heads": [(2, 4)] * 2, "format": kv_format}
+    cache = {"heads": [(2, 4, 4)] * 2, "format": kv_format}
     return CpuKVStore(cache, n_blocks=6, block_tokens=16, revision=revision)
 
 
@@ -224,7 +224,7 @@ def test_blocks_that_are_not_this_stores_are_refused_whole(make: Callable[[str],
 @pytest.mark.parametrize("stripes", [4, 5, 15, 16, 17, 31, 32, 33, 48, 49])
 def test_checksums_of_the_copying_pass_are_xxhash(stripes: int) -> None:
     """Other stores and the ranks take the library's: one number has to be the other, at every edge of the algorithm."""
-    cache = {"heads": [(1, 2 * stripes)] * 3, "format": "bf16", "has_values": False}
+    cache = {"heads": [(1, 2 * stripes, 0)] * 3, "format": "bf16"}
     kv = CpuKVStore(cache, n_blocks=3, block_tokens=16)
     assert kv.header.block_bytes == 3 * 64 * stripes
     one = CpuKVStore({**cache, "heads": cache["heads"][:1]}, n_blocks=3, block_tokens=16)
@@ -249,7 +249,7 @@ def test_fp8_holds_what_e4m3_holds_and_the_rest_to_the_nearest() -> None:
     random = (
         torch.randn(1, 16, 254, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 5, 16)[None, :, None]
     )
-    cache = {"heads": [(1, 254)] * 1, "format": "fp8"}
+    cache = {"heads": [(1, 254, 254)] * 1, "format": "fp8"}
     store = CpuKVStore(cache, n_blocks=1, block_tokens=16)
     for factor in (1.0, 2.0**-20, 2.0**20):
         keys = (codes * factor).expand(1, 16, 254).contiguous()

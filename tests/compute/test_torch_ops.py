@@ -91,16 +91,17 @@ def world(shape: EdgeShape) -> tuple[ForwardBatch, int]:
 def make_ops(shape: EdgeShape, kind: Kind) -> tuple[TorchOps, ForwardBatch, TorchKVStore]:
     batch, n_blocks = world(shape)
     kv = TorchKVStore(
-        heads=[(shape.n_kv_heads, shape.head_dim)], n_blocks=n_blocks, block_tokens=shape.block_tokens,
+        heads=[(shape.n_kv_heads, shape.head_dim, shape.value_dim)], n_blocks=n_blocks, block_tokens=shape.block_tokens,
         dtype=kind.dtype, device=kind.device,
     )  # fmt: skip
-    kv.layers[0].copy_(noise(*kv.layers[0].shape, seed=1))
+    for seed, plane in enumerate(kv.layers[0], 1):
+        plane.copy_(noise(*plane.shape, seed=seed))
     return kind.ops(batch, kv, device=kind.device, dtype=kind.dtype), batch, kv
 
 
 def attention_spec(shape: EdgeShape, **fields: object) -> AttentionSpec:
     sizes = {"n_heads": shape.n_heads, "n_kv_heads": shape.n_kv_heads, "head_dim": shape.head_dim}
-    return AttentionSpec(layer=0, scale=shape.head_dim**-0.5, **sizes, **fields)  # type: ignore[arg-type]
+    return AttentionSpec(layer=0, scale=shape.head_dim**-0.5, v_head_dim=shape.v_head_dim, **sizes, **fields)  # type: ignore[arg-type]
 
 
 def check(name: str, got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -120,7 +121,7 @@ def test_attention(shape: EdgeShape, variant: dict, kind: Kind) -> None:
     spec = attention_spec(shape, **variant)
     q = noise(batch.n_tokens, shape.n_heads, shape.head_dim, seed=2).to(dtype)
     for sinks in (None, noise(shape.n_heads, seed=3, scale=3.0)):
-        expected = reference.attention_paged(q, *kv.layers[0].cpu(), batch, spec, sinks)
+        expected = reference.attention_paged(q, *(plane.cpu() for plane in kv.layers[0]), batch, spec, sinks)
         heads = TorchAttention(spec, None, None, None if sinks is None else kind.put(sinks))
         check("attention", ops.attention(kind.put(q), heads), expected.flatten(1), dtype)
 
@@ -147,20 +148,20 @@ def test_attention_of_a_long_chunk_in_slices(window: int | None) -> None:
 @of_kinds
 @pytest.mark.parametrize("qk_norm", [QkNorm.NONE, QkNorm.HEAD, QkNorm.HEADS, QkNorm.FULL])
 @pytest.mark.parametrize("rotary_dim", [0, 8, 16])
-@pytest.mark.parametrize("shape", [EDGE_SHAPES[0], EDGE_SHAPES[9]], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", [EDGE_SHAPES[i] for i in (0, 9, -2)], ids=lambda shape: shape.name)
 def test_rotate_and_cache(shape: EdgeShape, rotary_dim: int, qk_norm: QkNorm, kind: Kind) -> None:
     """A key is written once and read for the rest of the sequence: its norm, angle and slot must be right."""
     dtype = kind.dtype
     ops, batch, kv = make_ops(shape, kind)
-    n_heads, n_kv, d = shape.n_heads, shape.n_kv_heads, shape.head_dim
+    n_heads, n_kv, d, dv = shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.value_dim
     rope = (
         RopeSpec(inv_freq=tuple(0.7**i for i in range(rotary_dim // 2)), attention_factor=1.2) if rotary_dim else None
     )
-    spec = attention_spec(shape, rope=rope, qk_norm=qk_norm)
+    spec = attention_spec(shape, rope=rope, qk_norm=qk_norm, v_scale=1.0 if dv == d else 0.5)
     widths = {QkNorm.NONE: None, QkNorm.HEAD: (d, d)}.get(qk_norm, (n_heads * d, n_kv * d))
     q_norm, k_norm = (None, None) if widths is None else (noise(w, seed=w) + 1.0 for w in widths)
-    qkv = noise(batch.n_tokens, (n_heads + 2 * n_kv) * d, seed=5).to(dtype)
-    before = kv.layers[0].cpu().clone()
+    qkv = noise(batch.n_tokens, (n_heads + n_kv) * d + n_kv * dv, seed=5).to(dtype)
+    before = [plane.flatten(0, 1).cpu().clone() for plane in kv.layers[0]]
     norms = [None if weight is None else TorchNorm(kind.put(weight)) for weight in (q_norm, k_norm)]
     got = ops.rotate_and_cache(kind.put(qkv), TorchAttention(spec, *norms))
 
@@ -182,12 +183,13 @@ def test_rotate_and_cache(shape: EdgeShape, rotary_dim: int, qk_norm: QkNorm, ki
     scale = max(1.0, expected[0].abs().max().item())
     check("rotate_and_cache", got / scale, expected[0] / scale, dtype)
     slots = torch.from_numpy(batch.slots_T(shape.block_tokens)).long()
-    keys, values = kv.layers[0].cpu().flatten(1, 2)
+    keys, values = (plane.flatten(0, 1).cpu() for plane in kv.layers[0])
     check("rotate_and_cache", keys[slots] / scale, expected[1] / scale, dtype)
-    assert torch.equal(values[slots], qkv[:, -n_kv * d :].unflatten(1, (n_kv, d)))
+    assert torch.equal(values[slots], qkv[:, -n_kv * dv :].unflatten(1, (n_kv, dv)) * spec.v_scale)
     others = torch.ones(len(keys), dtype=torch.bool)
     others[slots] = False
-    assert torch.equal(kv.layers[0].cpu().flatten(1, 2)[:, others], before.flatten(1, 2)[:, others])
+    assert torch.equal(keys[others], before[0][others])
+    assert torch.equal(values[others], before[1][others])
 
 
 @of_kinds
@@ -251,10 +253,11 @@ def test_linears_and_norms(n_tokens: int, activation: Activation, has_bias: bool
         {"n_groups": 3, "groups_per_token": 2, "group_best": 2, "scores": Scores.SIGMOID, "has_choice_bias": True},
         {"scores": Scores.LATE_SIGMOID, "has_choice_bias": True},
         {"activation": Activation.CLAMPED},
+        {"limit": 0.3},
         {"scores": Scores.SIGMOID, "weighs_input": True},
         {"activation": Activation.SQUARED_RELU, "is_gated": False},
     ],
-    ids=["plain", "renormalised", "groups", "V3", "Kolibri", "clamped", "Llama 4", "Nemotron 3"],
+    ids=["plain", "renormalised", "groups", "V3", "Kolibri", "clamped", "Step 3.7", "Llama 4", "Nemotron 3"],
 )
 @pytest.mark.parametrize("n_tokens", [1, 9])
 def test_experts(n_tokens: int, routing: dict[str, Any], kind: Kind) -> None:
@@ -292,7 +295,7 @@ def test_embed_and_head(rows: list[int], softcap: float | None, kind: Kind) -> N
     batch, n_blocks = world(shape)
     fields = {name: getattr(batch, name) for name in ForwardBatch.__slots__}
     batch = ForwardBatch(**{**fields, "logits_rows_R": np.array(rows, dtype=np.int32)})
-    kv = TorchKVStore(heads=[(1, 2)], n_blocks=n_blocks, block_tokens=16, dtype=dtype, device=kind.device)
+    kv = TorchKVStore(heads=[(1, 2, 2)], n_blocks=n_blocks, block_tokens=16, dtype=dtype, device=kind.device)
     ops, loader = kind.ops(batch, kv, device=kind.device, dtype=dtype), kind.loader()
     tensor = Memory("table", noise(50, 16, seed=60).to(dtype))
     head = loader.head(tensor)
@@ -318,8 +321,7 @@ def test_latents_are_attended_to_as_their_expansion_would_be(kind: Kind) -> None
     batch, n_blocks = world(shape)
     mla = MlaSpec(q_rank=None, kv_rank=12, nope_dim=6, rope_dim=4, v_dim=5)
     kv = TorchKVStore(
-        heads=[(1, 16)], n_blocks=n_blocks, block_tokens=16, dtype=dtype, device=kind.device,
-        has_values=False,
+        heads=[(1, 16, 0)], n_blocks=n_blocks, block_tokens=16, dtype=dtype, device=kind.device,
     )  # fmt: skip
     ops, loader = kind.ops(batch, kv, device=kind.device, dtype=dtype), kind.loader()
     rope = RopeSpec(inv_freq=(1.0, 0.3))

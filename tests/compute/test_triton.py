@@ -71,7 +71,7 @@ def test_an_adapter_changes_no_bit_of_rows_without_it(kind: Kind) -> None:
     h, x = (kind.put(noise(9, width, seed=4).to(kind.dtype)) for width in (32, 48))
     found = []
     for adapters_S in (None, np.array([0, -1], dtype=np.int32)):
-        kv = TorchKVStore(heads=[(1, 8)], n_blocks=n_blocks, block_tokens=16, dtype=kind.dtype, device=kind.device)
+        kv = TorchKVStore(heads=[(1, 8, 8)], n_blocks=n_blocks, block_tokens=16, dtype=kind.dtype, device=kind.device)
         step = replace(batch, adapters_S=adapters_S, logits_rows_R=np.array([8, 4], dtype=np.int32))
         ops = kind.ops(step, kv, device=kind.device, dtype=kind.dtype, adapters={0: adapter})
         of_rows = ops.linear_add(h, plain, x), ops.linear_gate(h, gated), ops.linear(h, plain)
@@ -114,12 +114,13 @@ def test_attention_over_long_contexts(window: int | None, has_sinks: bool, kind:
         token_ids_T=np.zeros(starts[-1], dtype=np.int32), query_start_S1=starts, context_tokens_S=contexts,
         block_table_SM=table, logits_rows_R=np.zeros(0, dtype=np.int32),
     )  # fmt: skip
-    kv = TorchKVStore(heads=[(2, 24)], n_blocks=table.size, block_tokens=16, dtype=kind.dtype, device=kind.device)
-    kv.layers[0].copy_(noise(*kv.layers[0].shape, seed=1))
+    kv = TorchKVStore(heads=[(2, 24, 24)], n_blocks=table.size, block_tokens=16, dtype=kind.dtype, device=kind.device)
+    for seed, plane in enumerate(kv.layers[0], 1):
+        plane.copy_(noise(*plane.shape, seed=seed))
     spec = AttentionSpec(layer=0, n_heads=6, n_kv_heads=2, head_dim=24, scale=0.2, window=window)
     sinks = noise(6, seed=3) * 3 if has_sinks else None
     q = noise(int(starts[-1]), 6, 24, seed=2).to(kind.dtype)
-    expected = reference.attention_paged(q, *kv.layers[0].cpu(), batch, spec, sinks).flatten(1)
+    expected = reference.attention_paged(q, *(plane.cpu() for plane in kv.layers[0]), batch, spec, sinks).flatten(1)
     ops = kind.ops(batch, kv, device=kind.device, dtype=kind.dtype)
     heads = TorchAttention(spec, None, None, None if sinks is None else kind.put(sinks))
     got = ops.attention(kind.put(q), heads).cpu()

@@ -18,7 +18,7 @@ from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
 from diptych.models.read import load_model_file
 from diptych.models.stored import check_stored
-from family_configs import LATENT
+from family_configs import LATENT, MORE
 from stepping import Stepper
 
 REFERENCE = ComputeConfig(backend="torch", device="cpu", weights="fp32")
@@ -218,6 +218,19 @@ def test_text_part_of_a_multimodal_gemma3(tmp_path: Path) -> None:
     config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     config._attn_implementation = "eager"
     reference = transformers.Gemma3ForConditionalGeneration(config).eval().float()
+    enliven(reference, 0)
+    reference.save_pretrained(tmp_path)
+    golden = ask_reference(reference, tmp_path, new_tokens=NEW_TOKENS)
+    check_golden(load_model(tmp_path, REFERENCE), golden, chunk=None)
+
+
+def test_minimax_m3_as_its_decoder_alone_is_saved(tmp_path: Path) -> None:
+    """transformers stacks gate and up of what a token always meets, and keeps the bias of the choice with the router."""
+    import transformers
+
+    fields = MORE["minimax_m3"][2]
+    reference = transformers.MiniMaxM3VLForCausalLM(transformers.MiniMaxM3VLTextConfig(**{**COMMON, **fields}))
+    reference.eval().float().set_attn_implementation("eager")
     enliven(reference, 0)
     reference.save_pretrained(tmp_path)
     golden = ask_reference(reference, tmp_path, new_tokens=NEW_TOKENS)

@@ -34,7 +34,7 @@ MIXTURES = (
     "qwen3_next", "qwen3_5_moe", "nemotron-3", "kimi_linear",
     "granitemoe_swa", "exaone_moe", "mellum", "flint", "afmoe",
     "cohere2_moe", "cohere2_moe-sums", "kolibri1", "axk1",
-    "phimoe", "hy_v3", "mistral4", "deepseek_v32", "glm_moe_dsa",
+    "phimoe", "hy_v3", "mistral4", "deepseek_v32", "glm_moe_dsa", "mimo_v2_flash", "minimax_m3", "step3p7",
 )  # fmt: skip
 TIED = ("qwen3", "gemma2", "gemma3", "smollm3")
 ALL = (*FAMILIES, *MORE_FAMILIES)

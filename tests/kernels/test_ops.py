@@ -14,9 +14,10 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops import reference
 from diptych.compute.ops.contract import Activation, AttentionSpec, RopeSpec
-from diptych.compute.ops.cpu_recorder import CLAMPED_GATE, PLAIN_GATE
 from diptych.compute.ops.tolerances import EDGE_SHAPES, EdgeShape
-from diptych.models.spec import MoeSpec, QueryScale, Scores
+from diptych.models.gates import PLAIN
+from diptych.models.positions import QueryScale
+from diptych.models.spec import MoeSpec, Scores
 from op_bench import Bench, check, make_batch, noise, rounded
 from worlds import KERNEL_SETS
 
@@ -54,16 +55,21 @@ def native_cache(
     shape: EdgeShape, n_blocks: int, kv_format: str, *, spread: bool = False
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """A cache filled with noise, and what it holds as [N, P, K, d]."""
-    sizes = {"n_blocks": n_blocks, "block_tokens": shape.block_tokens, "heads": [(shape.n_kv_heads, shape.head_dim)]}
+    sizes = {
+        "n_blocks": n_blocks,
+        "block_tokens": shape.block_tokens,
+        "heads": [(shape.n_kv_heads, shape.head_dim, shape.value_dim)],
+    }
     kv = cpu._cpu.KvCache(format=kv_format, **sizes)
     n_tokens = n_blocks * shape.block_tokens
     blocks = np.arange(n_blocks, dtype=np.int32)
-    dense = [noise(shape.n_kv_heads, n_tokens, shape.head_dim, seed=seed) for seed in (1, 2)]
+    widths = shape.head_dim, shape.value_dim
+    dense = [noise(shape.n_kv_heads, n_tokens, width, seed=seed) for seed, width in enumerate(widths, 1)]
     if spread:
         dense[1] *= torch.logspace(-2, 2, n_tokens)[:, None]
     kv.write(0, blocks, dense[0], dense[1])
     kv.read(0, blocks, dense[0], dense[1])
-    paged = [x.transpose(0, 1).reshape(n_blocks, shape.block_tokens, shape.n_kv_heads, shape.head_dim) for x in dense]
+    paged = [x.transpose(0, 1).reshape(n_blocks, shape.block_tokens, shape.n_kv_heads, x.shape[-1]) for x in dense]
     return kv, paged[0], paged[1]
 
 
@@ -73,7 +79,7 @@ def test_attention_and_cache_write_over_edge_shapes(isa: str, variant: dict[str,
     """Paging, raggedness, windows and groups meet at the edges of blocks, tiles and vectors."""
     variant = dict(variant)
     has_sinks = variant.pop("has_sinks", False)
-    shapes = (*EDGE_SHAPES, *WIDE_SHAPES) if "avx512" in isa or "amx" in isa else (*EDGE_SHAPES[-3:], *WIDE_SHAPES[:3])
+    shapes = (*EDGE_SHAPES, *WIDE_SHAPES) if "avx512" in isa or "amx" in isa else (*EDGE_SHAPES[-5:], *WIDE_SHAPES[:3])
     for shape in shapes:
         check("attention", *attended(isa, shape, kv_format, variant, has_sinks=has_sinks))
 
@@ -100,7 +106,7 @@ def test_every_code_of_fp8_is_its_number_for_few_rows_and_for_many(isa: str) -> 
     column, token = torch.arange(d), torch.arange(n)[:, None]
     values = codes[column // 32 * 128 + column % 16 * 8 + token % 8][None].clone()
     keys[..., 0] = values[..., 15] = 448.0  # of every token, so that its scale is 1 and each code stays what it is
-    kv = cpu._cpu.KvCache(heads=[(1, d)], n_blocks=n_blocks, block_tokens=32, format="fp8")
+    kv = cpu._cpu.KvCache(heads=[(1, d, d)], n_blocks=n_blocks, block_tokens=32, format="fp8")
     kv.write(0, np.arange(n_blocks, dtype=np.int32), keys, values)
     native = cpu._cpu.AttentionShape(scale=2e-4, n_heads=heads, n_kv_heads=1, head_dim=d)
     qkv = rounded(noise(40, (heads + 2) * d, seed=3))
@@ -140,11 +146,10 @@ def attended(
     batch, n_blocks = make_batch(shape)
     kv, _, _ = native_cache(shape, n_blocks, kv_format, spread=spread)
     bench = Bench(isa, rows_in(shape, batch, spread=spread), threads=2)
-    sizes = {"n_heads": shape.n_heads, "n_kv_heads": shape.n_kv_heads, "head_dim": shape.head_dim}
-    native = cpu._cpu.AttentionShape(scale=shape.head_dim**-0.5, **sizes, **variant)
+    native = cpu._cpu.AttentionShape(scale=shape.head_dim**-0.5, **sizes_of(shape), **variant)
     q, out = (
         bench.program.add_bf16(shape.n_heads * shape.head_dim),
-        bench.program.add_f32(shape.n_heads * shape.head_dim),
+        bench.program.add_f32(shape.n_heads * shape.value_dim),
     )
     bench.program.rotate(
         qkv=bench.x, q=q, layer=0, shape=native, rope=None, q_norm=None, k_norm=None,
@@ -152,17 +157,22 @@ def attended(
     )  # fmt: skip
     number = bench.program.add_vector(sinks_of(shape)) if has_sinks else -1
     bench.program.attention(q=q, out=out, layer=0, shape=native, sinks=number)
-    got = bench.run(out, shape.n_heads * shape.head_dim, batch, kv)
+    got = bench.run(out, shape.n_heads * shape.value_dim, batch, kv)
     return got[looked_at(batch)], expected_rows(
         shape, kv_format, tuple(variant.items()), has_sinks=has_sinks, spread=spread
     )
 
 
 def rows_in(shape: EdgeShape, batch: ForwardBatch, *, spread: bool) -> torch.Tensor:
-    qkv = rounded(noise(batch.n_tokens, (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim, seed=3))
+    of_values = shape.n_kv_heads * shape.value_dim
+    qkv = rounded(noise(batch.n_tokens, (shape.n_heads + shape.n_kv_heads) * shape.head_dim + of_values, seed=3))
     if spread:
         qkv[:, -shape.head_dim :] *= 0.01
     return qkv
+
+
+def sizes_of(shape: EdgeShape) -> dict[str, Any]:
+    return {name: getattr(shape, name) for name in ("n_heads", "n_kv_heads", "head_dim", "v_head_dim")}
 
 
 def sinks_of(shape: EdgeShape) -> torch.Tensor:
@@ -180,17 +190,23 @@ def expected_rows(
 ) -> torch.Tensor:
     batch, n_blocks = make_batch(shape)
     _, keys, values = native_cache(shape, n_blocks, kv_format, spread=spread)
-    parts = rows_in(shape, batch, spread=spread).view(batch.n_tokens, -1, shape.head_dim)
-    new_k, new_v = parts[:, shape.n_heads : -shape.n_kv_heads], parts[:, -shape.n_kv_heads :]
+    q_width, k_width = (n * shape.head_dim for n in (shape.n_heads, shape.n_kv_heads))
+    q, new_k, new_v = (
+        part.unflatten(1, (-1, width))
+        for part, width in zip(
+            rows_in(shape, batch, spread=spread).tensor_split((q_width, q_width + k_width), dim=1),
+            (shape.head_dim, shape.head_dim, shape.value_dim),
+            strict=True,
+        )
+    )
     if kv_format in ROUNDED:
         new_k, new_v = (ROUNDED[kv_format](x) for x in (new_k, new_v))
     slots = torch.from_numpy(batch.slots_T(shape.block_tokens)).long()
     keys[slots // shape.block_tokens, slots % shape.block_tokens] = new_k
     values[slots // shape.block_tokens, slots % shape.block_tokens] = new_v
-    sizes = {"n_heads": shape.n_heads, "n_kv_heads": shape.n_kv_heads, "head_dim": shape.head_dim}
-    spec = AttentionSpec(layer=0, scale=shape.head_dim**-0.5, **sizes, **dict(variant))
+    spec = AttentionSpec(layer=0, scale=shape.head_dim**-0.5, **sizes_of(shape), **dict(variant))
     sinks = sinks_of(shape) if has_sinks else None
-    return attention_rows(parts[:, : shape.n_heads], keys, values, batch, spec, looked_at(batch), sinks)
+    return attention_rows(q, keys, values, batch, spec, looked_at(batch), sinks)
 
 
 def quantised(x: torch.Tensor) -> torch.Tensor:
@@ -350,6 +366,7 @@ ROUTINGS: dict[str, dict[str, Any]] = {
     "V3": {"n_groups": 4, "groups_per_token": 2, "group_best": 2, "scores": Scores.SIGMOID, "renormalises": True},
     "ERNIE": {"renormalises": True, "has_choice_bias": True},
     "Llama 4": {"activation": Activation.SILU, "scores": Scores.SIGMOID, "weighs_input": True},
+    "Step 3.7": {"activation": Activation.SILU, "limit": 0.8, "scores": Scores.SIGMOID, "renormalises": True},
     "sparsemixer": {"scores": Scores.SPARSEMIXER, "margin": 0.4, "activation": Activation.SILU, "routed_scale": 0.5},
     "Kolibri": {"scores": Scores.LATE_SIGMOID, "has_choice_bias": True, "renormalises": True},
     "sigmoid, bias": {"scores": Scores.SIGMOID, "has_choice_bias": True, "routed_scale": 0.5},
@@ -396,7 +413,7 @@ def test_experts_of_groups_and_clamped_gates(isa: str, weights: str, routing: di
         groups=(spec.n_groups, spec.groups_per_token, spec.group_best), routed_scale=spec.routed_scale,
         wide=program.add_f32(width, top_k), weighs_input=spec.weighs_input,
         curve="" if spec.is_gated else spec.activation.value,
-        gate=CLAMPED_GATE if spec.activation is Activation.CLAMPED else PLAIN_GATE,
+        gate=(spec.form or PLAIN).numbers,
     )  # fmt: skip
     check("experts", bench.run(out, hidden), reference.experts(x, router, gate_up, down, spec, bias))
 
@@ -452,7 +469,7 @@ def test_head_norms_projects_and_softcaps_the_wanted_rows(isa: str) -> None:
     batch, _ = make_batch(EdgeShape(name="", sequences=((0, 6),)))
     rows = [5, 0, 3]
     logits = torch.empty(3, 77)
-    kv = cpu._cpu.KvCache(heads=[(1, 2)], n_blocks=4, block_tokens=16, format="bf16")
+    kv = cpu._cpu.KvCache(heads=[(1, 2, 2)], n_blocks=4, block_tokens=16, format="bf16")
     program.run(
         batch.token_ids_T, batch.query_start_S1, batch.context_tokens_S, batch.block_table_SM,
         np.array(rows, dtype=np.int32), kv, logits,
@@ -473,7 +490,7 @@ def head_program(
     linear = program.add_linear(cpu._cpu.LinearShape(format=weights, n=len(weight), k=width), [weight])
     norm, rows = program.add_vector(torch.ones(width)), program.add_rows("bf16" if weights == "bf16" else "int8", width)
     program.head(x=buffer, norm=norm, eps=1e-6, rows=rows, weight=linear, softcap=softcap)
-    return program, cpu._cpu.KvCache(heads=[(1, 2)], n_blocks=8, block_tokens=16, format="bf16")
+    return program, cpu._cpu.KvCache(heads=[(1, 2, 2)], n_blocks=8, block_tokens=16, format="bf16")
 
 
 @pytest.mark.parametrize(
@@ -541,7 +558,7 @@ def test_an_operation_on_what_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="group"):
         cpu._cpu.LinearShape(format="int4", n=32, k=16, group=48)
     with pytest.raises(ValueError, match="KV format fp4"):
-        cpu._cpu.KvCache(heads=[(1, 2)], n_blocks=1, block_tokens=16, format="fp4")
+        cpu._cpu.KvCache(heads=[(1, 2, 2)], n_blocks=1, block_tokens=16, format="fp4")
     with pytest.raises(ValueError, match="this machine has"):
         cpu._cpu.Program("abacus", 1)
 

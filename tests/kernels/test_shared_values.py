@@ -27,7 +27,7 @@ SHAPE = EdgeShape(name="", sequences=((40, 1), (7, 1), (0, 33)), n_heads=H, n_kv
 
 def native_kv(n_blocks: int) -> Any:
     return cpu._cpu.KvCache(
-        heads=[(K, D)], n_blocks=n_blocks, block_tokens=16, format="bf16"
+        heads=[(K, D, D)], n_blocks=n_blocks, block_tokens=16, format="bf16"
     )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def test_torch_norms_values_and_shares_them() -> None:
     """The second layer of the model has the cache's only layer."""
     batch, n_blocks = make_batch(SHAPE)
     kv = TorchKVStore(
-        heads=[(K, D)], n_blocks=n_blocks, block_tokens=16, dtype=torch.float32,
+        heads=[(K, D, D)], n_blocks=n_blocks, block_tokens=16, dtype=torch.float32,
         device=torch.device("cpu"),
     )  # fmt: skip
     sizes = {"n_heads": H, "n_kv_heads": K, "head_dim": D, "scale": 0.2}
@@ -127,8 +127,8 @@ def test_torch_norms_values_and_shares_them() -> None:
     slots = torch.from_numpy(batch.slots_T(16)).long()
     expected = reference.rms_norm(qkv[:, (H + K) * D :].unflatten(1, (K, D)), torch.ones(D), eps=1e-6)
     torch.testing.assert_close(kv.layers[0][1].flatten(0, 1)[slots], expected, atol=1e-5, rtol=0)
-    before, rows = kv.layers[0].clone(), noise(batch.n_tokens, H * D, seed=7)
+    before, rows = [plane.clone() for plane in kv.layers[0]], noise(batch.n_tokens, H * D, seed=7)
     got = ops.attention(ops.rotate_and_cache(rows, second), second)
-    assert torch.equal(kv.layers[0], before)
+    assert all(map(torch.equal, kv.layers[0], before))
     whole = reference.attention_paged(rows.view(-1, H, D), kv.layers[0][0], kv.layers[0][1], batch, second.spec)
     torch.testing.assert_close(got, whole.flatten(1), atol=1e-5, rtol=0)

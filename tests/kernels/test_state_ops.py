@@ -130,7 +130,7 @@ class Native(Bench):
         self._attend_for_form()
         rows = program.add_rows("bf16", self.width)
         program.head(x=self.x, norm=self.norm, eps=1e-6, rows=rows, weight=self.head)
-        self.kv = cpu._cpu.KvCache(heads=[(1, 2)], n_blocks=64, block_tokens=64, format="bf16")
+        self.kv = cpu._cpu.KvCache(heads=[(1, 2, 2)], n_blocks=64, block_tokens=64, format="bf16")
         self.kv.add_states([shape.floats], N_PLACES)
 
     def step(self, batch: ForwardBatch) -> torch.Tensor:
@@ -160,7 +160,7 @@ class Torch:
         torch_rule = TorchRule(**numbers)
         self._attention = TorchAttention(spec, None, None, rule=torch_rule)
         self._kv = TorchKVStore(
-            heads=[(1, 2)], n_blocks=64, block_tokens=64, dtype=torch.float32, device=CPU, forms=[form],
+            heads=[(1, 2, 2)], n_blocks=64, block_tokens=64, dtype=torch.float32, device=CPU, forms=[form],
             n_places=N_PLACES,
         )  # fmt: skip
 

@@ -14,6 +14,7 @@ from diptych.compute.ops.contract import Activation
 from diptych.compute.ops.tolerances import EdgeShape
 from diptych.compute.ops.torch_loader import TorchLinear, TorchNorm
 from diptych.compute.ops.torch_ops import TorchOps
+from diptych.models.gates import CLAMPED, GateForm
 from op_bench import Bench, check, make_batch, noise
 from worlds import KERNEL_SETS
 
@@ -42,7 +43,7 @@ def others(bench: Bench, *values: torch.Tensor) -> list[int]:
 
 def torch_ops() -> TorchOps:
     batch, n_blocks = make_batch(EdgeShape(name="", sequences=((0, T),)))
-    sizes: dict[str, Any] = {"heads": [(1, 2)], "n_blocks": n_blocks, "block_tokens": 16}
+    sizes: dict[str, Any] = {"heads": [(1, 2, 2)], "n_blocks": n_blocks, "block_tokens": 16}
     kv = TorchKVStore(dtype=torch.float32, device=CPU, **sizes)
     return TorchOps(batch, kv, device=CPU, dtype=torch.float32)
 
@@ -59,6 +60,21 @@ def test_sparse_gate(isa: str, activation: Activation, width: int) -> None:
     check("sparse_gate", bench.run(out, width), expected)
     both = TorchLinear(torch.eye(2 * width), None, activation)
     torch.testing.assert_close(torch_ops().sparse_gate(x, both, cutoff=0.3), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("form", [CLAMPED, GateForm(bound=0.8), GateForm(alpha=0.5, limit=1.5, bound=0.7, shift=-0.3)])
+def test_bent_gate(isa: str, form: GateForm, width: int) -> None:
+    """Bounds before the sigmoid and behind it, of both signs for up; each value by itself."""
+    x = noise(T, 2 * width, seed=1, scale=6.0)
+    bench = Bench(isa, x)
+    out = bench.program.add_f32(width)
+    bench.program.bent_gate(x=bench.x, out=out, form=form.numbers)
+    expected = reference.bent_gate(x, form)
+    scale = max(1.0, expected.abs().max().item())
+    check("bent_gate", bench.run(out, width) / scale, expected / scale)
+    both = TorchLinear(torch.eye(2 * width), None, Activation.SILU)
+    torch.testing.assert_close(torch_ops().bent_gate(x, both, form=form), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -211,5 +227,7 @@ def test_what_does_not_fit_is_refused(isa: str) -> None:
         program.copy_columns(x=bench.x, out=other, first=3)
     with pytest.raises(ValueError, match="beside each other"):
         program.sparse_gate(x=bench.x, out=other, cutoff=1.0, activation="silu")
+    with pytest.raises(ValueError, match="beside each other"):
+        program.bent_gate(x=bench.x, out=other, form=CLAMPED.numbers)
     with pytest.raises(ValueError, match="whole number"):
         program.layer_inputs(x=bench.x, norm=nine, table=0, eps=1e-6, table_scale=1.0, scale=1.0)

@@ -171,6 +171,31 @@ MORE: dict[str, dict[str, Any]] = {
     "flint": {"num_experts": 4, "shared_expert_intermediate_size": 48, **WINDOWS, **EXPERTS},
     "afmoe": {"num_experts": 4, "num_shared_experts": 1, **EXPERTS},
     "lfm3": {"layer_types": ["conv", "sliding_attention", "full_attention", "conv"], "conv_L_cache": 4},
+    "mimo_v2_flash": {
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "v_head_dim": 10,
+        "n_routed_experts": 4,
+        **WINDOWS,
+        **EXPERTS,
+    },
+    "minimax_m3_vl_text": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 32,
+        "dense_intermediate_size": 96,
+        "shared_intermediate_size": 48,
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+    },
+    "step3p5": {
+        "n_routed_experts": 4,
+        "share_expert_dim": 48,
+        "num_sliding_attention_heads": 6,
+        "sliding_window": 9,
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+        **WINDOWS,
+        **EXPERTS,
+    },
     "lfm2": {"layer_types": CONVOLUTIONS, "conv_L_cache": 4, "block_multiple_of": 16},
     "lfm2_moe": {"layer_types": CONVOLUTIONS, "num_experts": 4, "num_dense_layers": 1, **EXPERTS},
     "qwen3_5_text": {"layer_types": ["full_attention", "linear_attention"] * 2, **DELTA},
@@ -225,7 +250,7 @@ CLASS_NEEDS: dict[str, dict[str, Any]] = {
 
 def config_of(family: Family, **fields: Any) -> Any:
     config = transformers.AutoConfig.for_model(family.name, **{**CLASS_NEEDS.get(family.name, {}), **fields})
-    if family.name.startswith("gemma4"):  # layers differ: what most of them have
+    if family.name.startswith(("gemma4", "step")):  # layers differ: what most of them have
         config.allow_global_per_layer_attribute_access = True
     return config
 
@@ -246,6 +271,9 @@ def counted(config: Any) -> int:
             model = transformers.AutoModel.from_config(config)
             if not getattr(config, "tie_word_embeddings", False):
                 model.head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        elif config.model_type == "step3p5":
+            model = transformers.Step3p7TextModel(config)
+            model.head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         elif config.model_type == "mistral4":  # on no list of those that write text
             model = transformers.Mistral4ForCausalLM(config)
         else:

@@ -31,7 +31,7 @@ from diptych.ground.specs import QuantSpec
 from diptych.models.contents import Contents, contents_of
 from diptych.models.files import model_files
 from diptych.models.gguf_file import find_gguf
-from diptych.models.spec import ModelSpec
+from diptych.models.spec import CacheShape, ModelSpec
 
 SHOWN_WEIGHTS = ("bf16", "int8", "int4")
 SHOWN_KV = ("bf16", "int8")
@@ -101,7 +101,8 @@ def _model(spec: ModelSpec) -> dict[str, Any]:
         "heads": spec.n_heads,
         "kv_heads": spec.n_kv_heads,
         "head_dim": spec.head_dim,
-        "kv_shapes": [[n, width] for n, width in dict.fromkeys((one.n_heads, one.head_dim) for one in spec.caches)],
+        # heads and their width, and that of their values where it is another
+        "kv_shapes": [list(shape) for shape in dict.fromkeys(map(_kv_shape, spec.caches))],
         "experts": None if moe is None else moe.n_experts,
         "experts_per_token": None if moe is None else moe.experts_per_token,
         "vocab_size": spec.vocab_size,
@@ -111,6 +112,11 @@ def _model(spec: ModelSpec) -> dict[str, Any]:
         "window": next((window for window in spec.windows if window is not None), None),
         "rope": None if rope is None else rope.kind,
     }
+
+
+def _kv_shape(cache: CacheShape) -> tuple[int, ...]:
+    own = () if cache.value_dim in (0, cache.head_dim) else (cache.value_dim,)
+    return cache.n_heads, cache.head_dim, *own
 
 
 def _words(path: Path) -> dict[str, Any]:
@@ -199,6 +205,7 @@ def _phase_facts(plan: Plan) -> dict[str, Any]:
 
 def _show(facts: dict[str, Any]) -> None:
     console, model = page(), facts["model"]
+    shapes = [f"{n} of {' and '.join(map(str, widths))}" for n, *widths in model["kv_shapes"]]
     console.print(
         f"[bold]{escape(model['name'])}[/bold]: {escape(model['architecture'])}"
         + ("" if model["is_run"] else " (priced here, not run)")
@@ -207,7 +214,7 @@ def _show(facts: dict[str, Any]) -> None:
         f"{_count(model['parameters'])} parameters, {_count(model['active_parameters'])} active per token; "
         f"{model['layers']} layers of width {model['hidden']}, MLP {model['ffn'] or model['expert_ffn']}"
         + (f", {model['experts_per_token']} of {model['experts']} experts" if model["experts"] else "")
-        + f"; {model['heads']} heads on {' or '.join(f'{n} of {width}' for n, width in model['kv_shapes'])}"
+        + f"; {model['heads']} heads on {' or '.join(shapes)}"
     )
     windows = f"; {model['windowed_layers']} layers see {model['window']} tokens" if model["window"] else ""
     console.print(

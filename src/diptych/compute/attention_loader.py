@@ -63,7 +63,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         if attention.state is not None:
             return self._state_heads(norm, attention.state)
         widths, readers = self._widths, self._readers(root)
-        o = self.linear(root, (self.names.o,), (self.spec.hidden,), widths["q"], has_bias=attention.has_o_bias)
+        o = self.linear(root, (self.names.o,), (self.spec.hidden,), attention.width, has_bias=attention.has_o_bias)
         if self.loader.is_balancing:
             if not is_shared:
                 norm, readers = self.balance_norm(norm, readers)
@@ -99,8 +99,10 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
     def _widths(self) -> dict[str, int]:
         """Rows of q, k and v, of those that it has."""
         attention = self.parts.attention
-        q, kv = attention.n_heads * attention.head_dim, attention.own_kv_heads * attention.head_dim
-        return {"q": q, **dict.fromkeys(("k", "v")[: 1 + attention.has_v] if kv else (), kv)}
+        n_kv, widths = attention.own_kv_heads, {"q": attention.n_heads * attention.head_dim}
+        if n_kv:
+            widths |= {"k": n_kv * attention.head_dim}
+        return widths | ({"v": n_kv * attention.value_dim} if n_kv and attention.has_v else {})
 
     def _readers(self, root: str) -> tuple[LinearParts, ...]:
         """q, k and v together, and the gate of the heads where they have one."""
@@ -291,6 +293,8 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             owns_kv=spec.kv_layer is None,
             has_v_norm=spec.has_v_norm,
             has_v=spec.has_v,
+            v_head_dim=spec.v_head_dim,
+            v_scale=spec.v_scale,
         )
         if spec.qk_norm is QkNorm.NONE:
             return self.loader.attention(heads, q_norm=None, k_norm=None, sinks=sinks)

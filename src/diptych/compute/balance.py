@@ -125,7 +125,7 @@ def balance_curve(up: LinearParts, down: LinearParts, activation: Activation) ->
 
 def balance_values(qkv: LinearParts, o: LinearParts, attention: AttentionLayer) -> tuple[LinearParts, LinearParts]:
     """v (the last rows) and o: attention is linear in v. Query heads of a group share the channels of their v."""
-    n_kv, d = attention.n_kv_heads, attention.head_dim
+    n_kv, d = attention.n_kv_heads, attention.value_dim
     group = attention.n_heads // n_kv
     values = _mean_log2(qkv.weights, axis=1)[-n_kv * d :]
     taken = _mean_log2(o.weights, axis=0).view(n_kv, group, d).nanmean(1).view(-1)

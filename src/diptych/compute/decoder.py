@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Generic
 
 from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Ops, Stream, Table, Vector
-from diptych.models.spec import ModelSpec, StreamsSpec
+from diptych.models.gates import GateForm
+from diptych.models.spec import ModelSpec
+from diptych.models.streams import StreamsSpec
 
 HALF_POWER = 2.0**-0.5  # of a sum of two that is to be as large as each of them
 LEAST_SQUARE = 1e-5  # of what is made as large as another stream
@@ -119,6 +121,7 @@ class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
     dense: tuple[Linear, Linear] | None  # gate_up, down
     is_gated: bool = True  # of dense and of shared; else what comes first is up alone
     cutoff: float | None = None  # of the dense MLP's gate
+    form: GateForm | None = None  # of gates of dense and of shared
     curve: tuple[float, ...] = ()  # numbers of the activation's own
     clip: float | None = None  # of q, k and v
     experts: Experts | None = None
@@ -254,6 +257,8 @@ def run_inner(
     """The inner values [T, F] of an MLP, by gate and up, or by up alone."""
     if not weights.is_gated:
         return ops.curve(h, first, numbers=weights.curve)
+    if weights.form is not None:
+        return ops.bent_gate(h, first, form=weights.form)
     return ops.linear_gate(h, first) if weights.cutoff is None else ops.sparse_gate(h, first, cutoff=weights.cutoff)
 
 
@@ -378,7 +383,7 @@ def run_attention(
     h: Stream | Hidden,
     weights: LayerWeights[Vector, Linear, Heads, Experts],
 ) -> Hidden:
-    """The heads' outputs [T, H d], or [T, H v] of latent attention and of states.
+    """The heads' outputs [T, H dv], or [T, H v] of latent attention and of states.
 
     Latents are attended to as they lie in the cache, in prefill as in decode, and states move on token by token: one form,
     so that both phases have the same bits.

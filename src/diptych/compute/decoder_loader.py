@@ -144,6 +144,7 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             mlp_scale=scales.mlp_out,
             is_gated=mlp is None or mlp.is_gated,
             cutoff=mlp.cutoff if isinstance(mlp, MlpSpec) else None,
+            form=None if mlp is None else (mlp if isinstance(mlp, MlpSpec) else mlp.shared).form,
             curve=self._curve(mlp),
             clip=self.parts.attention.clip,
             branch=load_branch(self.source, self.loader, self.spec, self.prefix),
@@ -192,7 +193,7 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         if self.loader.is_balancing:
             norm, (gate_up,) = self.balance_norm(norm, (gate_up,))
             gate_up, down = self.balance_inner(gate_up, down, mlp)
-        first = self._first(gate_up, mlp.ffn, mlp, is_apart=mlp.cutoff is not None)
+        first = self._first(gate_up, mlp)
         return norm, (first, self.loader.linear(down, role=self.role(Split.INPUTS, down=hidden)))
 
     @property
@@ -201,11 +202,12 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         roots = [f"{self.mlp_prefix}{one}" for one in ((self.names.dense,) if self.names.dense else self.names.mlp)]
         return next((one for one in roots if self.source.has(f"{one}{self.names.down}.weight")), roots[0])
 
-    def _first(self, parts: LinearParts, ffn: int, mlp: MlpSpec | MoeSpec, *, is_apart: bool = False) -> Linear:
+    def _first(self, parts: LinearParts, mlp: MlpSpec) -> Linear:
         """What makes the inner values of an MLP: gate and up, or up alone."""
         if not mlp.is_gated:
-            return self.loader.gate(parts, mlp.activation, role=self.role(Split.OUTPUTS, up=ffn))
-        role = self.role(Split.OUTPUTS, gate=ffn, up=ffn)
+            return self.loader.gate(parts, mlp.activation, role=self.role(Split.OUTPUTS, up=mlp.ffn))
+        role = self.role(Split.OUTPUTS, gate=mlp.ffn, up=mlp.ffn)
+        is_apart = mlp.cutoff is not None or mlp.form is not None
         return self.loader.gated(parts, mlp.activation, role=role, is_apart=is_apart)
 
     def _experts(self, moe: MoeSpec, norm: NormParts | None) -> tuple[NormParts | None, dict[str, Any]]:
@@ -236,9 +238,11 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             ]
             experts = tuple(ExpertParts(gate_up=gate_up, down=down) for gate_up, down in pairs)
             if shared:
-                shared = (*self.balance_inner(ends[0], shared[1], moe), *ends[1:])
+                shared = (*self.balance_inner(ends[0], shared[1], moe.shared), *ends[1:])
         name, choice_bias = self.names.choice_bias, None
         bias_name = f"{self.prefix}{name[1:]}" if name.startswith(".") else f"{root}{name}"
+        if not self.source.has(bias_name):
+            bias_name = f"{root}{self.names.others.get(name, name)}"
         if moe.has_choice_bias and (self.source.has(bias_name) or not self.names.choice_bias_may_lack):
             choice_bias = self.source.tensor(bias_name, *self.names.choice_axes, moe.n_experts)
         sites = {"gate": ffn, "up": ffn} if moe.is_gated else {"up": ffn}
@@ -263,8 +267,8 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         """What makes the inner values of an MLP or an expert, and down, where a factor passes from one to the other."""
         if not mlp.is_gated:
             return balance_curve(first, down, mlp.activation)
-        # a clamped gate is not linear in up
-        return (first, down) if mlp.activation is Activation.CLAMPED else balance_gated(first, down)
+        # what is held within bounds is not linear in up
+        return balance_gated(first, down) if mlp.form is None else (first, down)
 
     def _latent_parts(self, moe: MoeSpec, root: str) -> tuple[LinearParts, ...]:
         """What takes the stream to the experts, and back; nothing where they read it."""
@@ -303,16 +307,18 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         """One tensor per expert and projection, or all experts stacked in one tensor each."""
         n, ffn, hidden = moe.n_experts, moe.expert_ffn, moe.latent or self.spec.hidden
         widths = (ffn,) * (moe.n_products - 1)
-        first, second = (f"{root}{name}" for name in self.names.stacked)
+        stacked = [f"{root}{name}" for name in self.names.stacked]
+        first, second = stacked[0], stacked[-1]
         is_stacked = self.source.has(first) or self.source.has(f"{first}_blocks")
         if is_stacked and self._are_transposed(first, (n, sum(widths), hidden)):
             return self._transposed_parts(moe, first, second)
         if self.source.has(first):
-            gate_up = self.source.tensor(first, n, sum(widths), hidden)
+            rows = sum(widths) if len(stacked) == 2 else ffn
+            halves = [self.source.tensor(one, n, rows, hidden) for one in stacked[:-1]]
             down = self.source.tensor(second, n, hidden, ffn)
             return tuple(
                 ExpertParts(
-                    gate_up=LinearParts(weights=(SlicedTensor(gate_up, e),)),
+                    gate_up=LinearParts(weights=tuple(SlicedTensor(one, e) for one in halves)),
                     down=LinearParts(weights=(SlicedTensor(down, e),)),
                 )
                 for e in range(n)
@@ -386,7 +392,7 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         if not parts:
             return None
         return SharedExperts(
-            gate_up=self._first(parts[0], moe.shared_ffn, moe),
+            gate_up=self._first(parts[0], moe.shared),
             down=self.loader.linear(parts[1], role=self.role(Split.INPUTS, down=self.spec.hidden)),
             gate=self.loader.router(parts[2]) if moe.has_shared_gate else None,
         )

@@ -3,7 +3,8 @@ bytes, in a layout of its own.
 
 Blocks travel as raw bytes (`export_blocks`, `import_blocks`), which only an equal store of an equal revision takes in.
 
-Legend: N pool blocks, P tokens per block, K kv heads, T tokens, d head dim; of states H value heads, v value dim, C channels.
+Legend: N pool blocks, P tokens per block, K kv heads, T tokens, d head dim, dv that of values (d, where keys are values); of
+states H value heads, v value dim, C channels.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class KVHeader:
     """What the bytes of a store's blocks mean. Equal headers: a block's bytes in one are the same block in the other.
 
     revision: of the model that wrote them (`Model.revision`). layout: the order of the bytes in a block of one layer, with its
-    heads and head_dim. dtype: of the numbers.
+    heads and their widths. dtype: of the numbers.
     """
 
     revision: str
@@ -139,11 +140,11 @@ class KVStore(Protocol):
         ...
 
     def read(self, layer: int, block_ids: Sequence[int], n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(keys, values) of the first n_tokens of a sequence that lies in block_ids, each [K, T, d]; copies."""
+        """(keys, values) of the first n_tokens of a sequence that lies in block_ids, [K, T, d] and [K, T, dv]; copies."""
         ...
 
     def write(self, layer: int, block_ids: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store keys and values [K, T, d] as the first T tokens of block_ids."""
+        """Store keys [K, T, d] and values [K, T, dv] as the first T tokens of block_ids."""
         ...
 
     def read_state(self, place: int) -> torch.Tensor:
@@ -184,31 +185,31 @@ class TorchStates:
 
 
 class TorchKVStore:
-    """One tensor per layer, [2, N, P, K, d], on the model's device; [1, ...] where keys serve as values. Zeroed, so that masked
-    slots hold no NaN. heads: K and d of each layer; forms: of the layers that have states, which lie in n_places.
+    """Two tensors per layer, [N, P, K, d] and [N, P, K, dv], on the model's device; one where keys serve as values. Zeroed, so
+    that masked slots hold no NaN. heads: K, d and dv (0: none) of each layer; forms: of layers with states, in n_places.
     """
 
     def __init__(
         self,
         *,
-        heads: Sequence[tuple[int, int]],
+        heads: Sequence[tuple[int, int, int]],
         n_blocks: int,
         block_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
         revision: str = "",
-        has_values: bool = True,
         forms: Sequence[StateSpec] = (),
         n_places: int = 1,
     ) -> None:
-        n_planes = 2 if has_values else 1
+        shapes = [[(n, width) for width in (d, dv) if width] for n, d, dv in heads]
+        said = [f"{n}, {d}" if dv in (0, d) else f"{n}, {d} and {dv}" for n, d, dv in heads]
         self.header = KVHeader(
             revision=revision,
-            layout=f"torch [{n_planes}, {block_tokens}, {said_once([f'{n}, {d}' for n, d in heads])}]",
+            layout=f"torch [{len(shapes[0])}, {block_tokens}, {said_once(said)}]",
             dtype=str(dtype).removeprefix("torch."),
             n_layers=len(heads),
             block_tokens=block_tokens,
-            block_bytes=n_planes * block_tokens * sum(n * d for n, d in heads) * dtype.itemsize,
+            block_bytes=block_tokens * sum(n * (d + dv) for n, d, dv in heads) * dtype.itemsize,
         )
         self.n_blocks = n_blocks
         self.block_tokens = block_tokens
@@ -217,7 +218,8 @@ class TorchKVStore:
         beside = f" and {self.n_places} states {state_bytes}" if forms else ""
         try:
             self.layers = [
-                torch.zeros((n_planes, n_blocks, block_tokens, n, d), dtype=dtype, device=device) for n, d in heads
+                tuple(torch.zeros((n_blocks, block_tokens, *one), dtype=dtype, device=device) for one in of_layer)
+                for of_layer in shapes
             ]
             self.states = [TorchStates.empty(n_places, form, device) for form in forms]
         except (RuntimeError, torch.OutOfMemoryError) as error:
@@ -231,46 +233,54 @@ class TorchKVStore:
     def nbytes(self) -> int:
         """Bytes held."""
         states = sum(one.matrices.nbytes + one.tails.nbytes for one in self.states)
-        return sum(layer.nbytes for layer in self.layers) + states
+        return sum(plane.nbytes for plane in self._planes) + states
+
+    @property
+    def _planes(self) -> list[torch.Tensor]:
+        """Keys and values, layer after layer, as the bytes of a block have them."""
+        return [plane for layer in self.layers for plane in layer]
 
     def back_memory(self, wants_stop: Callable[[], bool]) -> None:
         """Nothing to do: torch owns the memory."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block source to block target in every layer, in the order of the pairs."""
-        for layer in self.layers:
+        for plane in self._planes:
             for source, target in pairs:
-                layer[:, target].copy_(layer[:, source])
+                plane[target].copy_(plane[source])
 
     def export_blocks(self, block_ids: Sequence[int], out: np.ndarray | None = None) -> KVPayload:
         """The bytes of these blocks in every layer; a copy, in memory of its own."""
-        ids = torch.as_tensor(block_ids, dtype=torch.long, device=self.layers[0].device)
-        blocks = torch.cat([layer[:, ids].transpose(0, 1).flatten(1) for layer in self.layers], dim=1)  # [n, numbers]
+        planes = self._planes
+        ids = torch.as_tensor(block_ids, dtype=torch.long, device=planes[0].device)
+        blocks = torch.cat([plane[ids].flatten(1) for plane in planes], dim=1)  # [n, numbers]
         return KVPayload.of(self.header, blocks.contiguous().cpu().view(torch.uint8).numpy())
 
     def import_blocks(self, block_ids: Sequence[int], payload: KVPayload) -> None:
         """Take in blocks that an equal store exported. TransferError, and nothing is written, unless all of them are right."""
         payload.check(self.header, len(block_ids))
-        ids = torch.as_tensor(block_ids, dtype=torch.long, device=self.layers[0].device)
-        data = torch.from_numpy(payload.data_NB.copy()).view(self.layers[0].dtype)
-        sizes = [layer[:, 0].numel() for layer in self.layers]
-        for layer, blocks in zip(self.layers, data.reshape(len(block_ids), -1).split(sizes, dim=1), strict=True):
-            layer[:, ids] = blocks.reshape(-1, len(layer), *layer.shape[2:]).transpose(0, 1).to(ids.device)
+        planes = self._planes
+        ids = torch.as_tensor(block_ids, dtype=torch.long, device=planes[0].device)
+        data = torch.from_numpy(payload.data_NB.copy()).view(planes[0].dtype)
+        sizes = [plane[0].numel() for plane in planes]
+        for plane, blocks in zip(planes, data.reshape(len(block_ids), -1).split(sizes, dim=1), strict=True):
+            plane[ids] = blocks.reshape(-1, *plane.shape[1:]).to(ids.device)
 
     def read(self, layer: int, block_ids: Sequence[int], n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(keys, values) of the first n_tokens of a sequence that lies in block_ids, each [K, T, d]; copies."""
-        data = self.layers[layer]
-        blocks = data[:, torch.as_tensor(block_ids, dtype=torch.long, device=data.device)]  # [2 or 1, n, P, K, d]
-        tokens = blocks.flatten(1, 2)[:, :n_tokens].transpose(1, 2).contiguous()
+        """(keys, values) of the first n_tokens of a sequence that lies in block_ids, [K, T, d] and [K, T, dv]; copies."""
+        planes = self.layers[layer]
+        ids = torch.as_tensor(block_ids, dtype=torch.long, device=planes[0].device)
+        tokens = [plane[ids].flatten(0, 1)[:n_tokens].transpose(0, 1).contiguous() for plane in planes]
         return tokens[0], tokens[-1]
 
     def write(self, layer: int, block_ids: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store keys and values [K, T, d] as the first T tokens of block_ids."""
-        data = self.layers[layer]
-        positions = torch.arange(keys.shape[1], device=data.device)
-        blocks = torch.as_tensor(block_ids, dtype=torch.long, device=data.device)[positions // self.block_tokens]
-        both = torch.stack([keys, values][: len(data)]).to(device=data.device, dtype=data.dtype)
-        data[:, blocks, positions % self.block_tokens] = both.transpose(1, 2)
+        """Store keys [K, T, d] and values [K, T, dv] as the first T tokens of block_ids."""
+        planes = self.layers[layer]
+        device = planes[0].device
+        positions = torch.arange(keys.shape[1], device=device)
+        blocks = torch.as_tensor(block_ids, dtype=torch.long, device=device)[positions // self.block_tokens]
+        for plane, own in zip(planes, (keys, values), strict=False):
+            plane[blocks, positions % self.block_tokens] = own.transpose(0, 1).to(device=device, dtype=plane.dtype)
 
     def read_state(self, place: int) -> torch.Tensor:
         """Matrices and tails, layer after layer."""

@@ -79,9 +79,11 @@ class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
         return LinearParts(weights=weights, biases=biases)
 
     def mlp_names(self, root: str, *, is_gated: bool = True) -> tuple[tuple[str, ...], str]:
-        """Of gate and up, and of down; where a converter has taken gate and up apart, as it calls them."""
+        """Of gate and up, and of down; where a converter has taken gate and up apart, or stacked them, as it calls them."""
         if is_gated and self.source.is_plain and not self.source.has(f"{root}{self.names.down}.weight"):
             return ("gate_proj", "up_proj"), "down_proj"
+        if is_gated and self.source.has(f"{root}gate_up_proj.weight"):
+            return ("gate_up_proj",), self.names.down
         return self.names.gate_up, self.names.down
 
     def norm_tensor(self, name: str | None, prefix: str | None = None) -> NormParts | None:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from diptych.compute.ops.contract import RopeSpec
-from diptych.models.spec import Rope
+from diptych.models.positions import Rope
 
 
 def frequencies(rope: Rope) -> RopeSpec:

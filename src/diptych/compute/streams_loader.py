@@ -6,7 +6,8 @@ from diptych.compute.balance import NORM_SHARE, balance_norm
 from diptych.compute.decoder import BranchWeights, InputsWeights, MixingWeights, OwnEmbedding
 from diptych.compute.ops.contract import Experts, Heads, Linear, LinearParts, Loader, NormParts, Role, Table, Vector
 from diptych.compute.weights import Source
-from diptych.models.spec import LayerInputs, MlpSpec, ModelSpec, MoeSpec, StreamsSpec
+from diptych.models.spec import MlpSpec, ModelSpec, MoeSpec
+from diptych.models.streams import LayerInputs, StreamsSpec
 
 
 def load_inputs(

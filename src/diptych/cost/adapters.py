@@ -89,9 +89,10 @@ def _ends(model: ModelSpec, attention: AttentionLayer, mlp: object) -> list[int]
         gate = [hidden + state.rank, state.rank + state.gate_width] if state.rank else [hidden + state.gate_width]
         ends = [hidden + state.n_inputs, *gate, state.width + hidden]
     elif mla is None:
-        q, kv = attention.n_heads * attention.head_dim, attention.own_kv_heads * attention.head_dim
+        q, n_kv = attention.n_heads * attention.head_dim, attention.own_kv_heads
+        of_kv = 2 * hidden + n_kv * (attention.head_dim + attention.value_dim) if n_kv else 0
         # the gate of heads lies behind q; where it is a tensor of its own, hidden inputs of it are not counted
-        ends = [hidden + q + attention.gate_width, 2 * (hidden + kv) if kv else 0, q + hidden]
+        ends = [hidden + q + attention.gate_width, of_kv, attention.width + hidden]
     else:
         q, kv = attention.n_heads * (mla.nope_dim + mla.rope_dim), attention.n_heads * (mla.nope_dim + mla.v_dim)
         ends = [hidden + q] if mla.q_rank is None else [hidden + mla.q_rank, mla.q_rank + q]

@@ -185,8 +185,13 @@ def layer_kv_bytes(attention: AttentionLayer, kv: KVSpec, tp: int) -> float:
         return 0.0
     if attention.mla is not None:
         return (attention.mla.kv_rank + attention.mla.rope_dim) * kv.bytes_per_element + kv.scale_bytes
-    vector_bytes = attention.head_dim * kv.bytes_per_element + kv.scale_bytes
-    return 2.0 * max(attention.n_kv_heads / tp, 1.0) * vector_bytes
+    widths = attention.head_dim, attention.value_dim
+    return max(attention.n_kv_heads / tp, 1.0) * sum(_vector_bytes(width, kv) for width in widths)
+
+
+def _vector_bytes(width: int, kv: KVSpec) -> float:
+    """Of one token's key or value in a head."""
+    return width * kv.bytes_per_element + kv.scale_bytes
 
 
 def kept_kv_bytes(attention: AttentionLayer, kv: KVSpec, tp: int) -> float:
@@ -293,6 +298,7 @@ class _Sizes:
         self.heads = layer.attention.n_heads / tp
         self.kv_heads = max(layer.attention.n_kv_heads / tp, 1.0)
         self.kv_bytes = layer_kv_bytes(layer.attention, kv, tp)  # of one token
+        self.value_bytes = self.kv_heads * _vector_bytes(layer.attention.value_dim, kv)  # of them
         self.kept_bytes = kept_kv_bytes(layer.attention, kv, tp)
 
 
@@ -352,20 +358,22 @@ def _linear(sizes: _Sizes, name: str, n_in: float, n_out: float, *, bias: float 
 def _gqa(sizes: _Sizes) -> tuple[Component, Component]:
     hidden, attention, head_dim = sizes.model.hidden, sizes.attention, sizes.attention.head_dim
     kv_heads = sizes.kv_heads if attention.kv_layer is None else 0.0
-    q_width, kv_width = sizes.heads * head_dim, kv_heads * head_dim
-    width = q_width + attention.gate_width / sizes.tp + (1 + attention.has_v) * kv_width
+    q_width, k_width, v_width = sizes.heads * head_dim, kv_heads * head_dim, kv_heads * attention.value_dim
+    width = q_width + attention.gate_width / sizes.tp + k_width + attention.has_v * v_width
     qkv = _linear(sizes, "qkv", hidden, width, bias=width if attention.has_qkv_bias else 0.0)
     if attention.qk_norm not in (QkNorm.NONE, QkNorm.UNIT):
         norm = (
             (2 if kv_heads else 1) * head_dim
             if attention.qk_norm in (QkNorm.HEAD, QkNorm.TURNED)
-            else q_width + kv_width
+            else q_width + k_width
         )
         qkv = replace(qkv, weight_bytes=qkv.weight_bytes + norm * 2.0)
     rotary = 6.0 * sizes.n * (sizes.heads + kv_heads) * head_dim
     qkv = replace(qkv, kv_write_bytes=sizes.n * sizes.kept_bytes, vector_flops=rotary)
     o_bias = hidden if attention.has_o_bias else 0.0
-    return qkv, _linear(sizes, "o", q_width, hidden, bias=o_bias, link=_all_reduce_bytes(sizes))
+    return qkv, _linear(
+        sizes, "o", sizes.heads * attention.value_dim, hidden, bias=o_bias, link=_all_reduce_bytes(sizes)
+    )
 
 
 def _mla(sizes: _Sizes, mla: MlaSpec) -> tuple[Component, Component]:
@@ -405,8 +413,8 @@ def _attention(sizes: _Sizes) -> tuple[Component, Component]:
         value_flops += 2.0 * sizes.heads * value_width * pairs
         softmax += 5.0 * sizes.heads * pairs
     kv_read = kv_tokens * sizes.kv_bytes
-    width = sizes.heads * (sizes.attention.head_dim if mla is None else mla.v_dim)
-    half = kv_read / 2.0 if mla is None else 0.0
+    width = sizes.heads * (sizes.attention.value_dim if mla is None else mla.v_dim)
+    of_values = kv_tokens * sizes.value_bytes if mla is None else 0.0
     io = sizes.n * width * sizes.a
     sinks = sizes.heads * 2.0 if sizes.attention.has_sinks else 0.0
     scores = Component(
@@ -415,16 +423,16 @@ def _attention(sizes: _Sizes) -> tuple[Component, Component]:
         vector_flops=softmax,
         weight_bytes=sinks,
         activation_bytes=io,
-        kv_read_bytes=kv_read - half,
+        kv_read_bytes=kv_read - of_values,
     )
-    return scores, Component(name="values", flops=value_flops, activation_bytes=io, kv_read_bytes=half)
+    return scores, Component(name="values", flops=value_flops, activation_bytes=io, kv_read_bytes=of_values)
 
 
 def attention_widths(attention: AttentionLayer, *, on_latents: bool) -> tuple[int, int]:
     """Width of one head's dot products: (scores, values). on_latents: where they are MLA's, as in decode."""
     mla = attention.mla
     if mla is None:
-        return attention.head_dim, attention.head_dim
+        return attention.head_dim, attention.value_dim
     if on_latents:
         return mla.kv_rank + mla.rope_dim, mla.kv_rank
     return mla.nope_dim + mla.rope_dim, mla.v_dim

@@ -59,7 +59,7 @@ def _gathered(layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: boo
     attention, mlp, stream = layer.attention, layer.mlp, hidden * FP32
     has_norms_behind = layer.norms in (Norms.AFTER, Norms.AROUND) and not are_whole
     is_sum_apart = has_norms_behind or layer.norms is Norms.AROUND_MLP or layer.scales.mlp_out != 1.0
-    heads = attention.n_heads * attention.head_dim
+    heads = attention.width
     values = heads * value_bytes if attention.mla is None else attention.n_heads * attention.mla.v_dim * FP32
     meetings, row_bytes = 2, values + stream  # the heads' values, o
     is_gated = attention.has_gate if attention.state is None else attention.state.gate_width > 0
@@ -69,7 +69,7 @@ def _gathered(layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: boo
         meetings, row_bytes = 4, row_bytes + attention.gate_width * FP32
     if attention.qk_norm is QkNorm.FULL:
         meetings += 3
-        row_bytes += (heads + attention.kv_heads_projected * attention.head_dim) * FP32
+        row_bytes += (attention.n_heads * attention.head_dim + attention.kv_width) * FP32
     if has_norms_behind:  # each is added to the stream by the rows' owners
         meetings += 1
         row_bytes += stream
@@ -83,7 +83,8 @@ def _gathered(layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: boo
             meetings, row_bytes = meetings + 1, row_bytes + given
         if mlp.shared_ffn:  # their gate and what they add, which is a row of its own where it is gated
             meetings += 3 if mlp.has_shared_gate else 2
-            row_bytes += mlp.shared_ffn * (BF16 if mlp.is_gated else FP32) + (2 if mlp.has_shared_gate else 1) * stream
+            halves = 2 * FP32 if mlp.shared.form is not None else BF16 if mlp.is_gated else FP32
+            row_bytes += mlp.shared_ffn * halves + (2 if mlp.has_shared_gate else 1) * stream
             if is_sum_apart and not mlp.is_apart:  # of their sum, normed or scaled, which the rows' owners make
                 meetings, row_bytes = meetings + 1, row_bytes + stream
         return meetings, row_bytes
@@ -91,6 +92,6 @@ def _gathered(layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: boo
         return meetings, row_bytes
     # each rank joins whole rows of gate and up, or bends those of up, where that is an operation of its own
     gated = mlp.ffn * BF16 if mlp.is_gated else mlp.ffn * FP32
-    gated = gated if mlp.cutoff is None else 2 * mlp.ffn * FP32
+    gated = gated if mlp.cutoff is None and mlp.form is None else 2 * mlp.ffn * FP32
     meetings, row_bytes = meetings + 2, row_bytes + gated + stream
     return (meetings + 1, row_bytes + stream) if has_norms_behind else (meetings, row_bytes)

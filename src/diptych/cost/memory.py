@@ -120,9 +120,10 @@ def activation_bytes_of(setup: Setup) -> float:
     """Buffers of the largest step: residual, normed input, projections, the widest of MLPs, and logits of a few rows."""
     model = setup.model
     tokens = min(MAX_STEP_TOKENS, model.max_context_tokens or MAX_STEP_TOKENS)
-    attention = max(layer.attention.n_heads * layer.attention.head_dim for layer, _ in model.layer_groups)
+    layers = [layer.attention for layer, _ in model.layer_groups]
+    attention = max(one.n_heads * one.head_dim + one.width for one in layers)
     mlp = max(_mlp_width(setup, layer.mlp) for layer, _ in model.layer_groups)
-    width = 3 * model.hidden + max(mlp, 2 * attention / setup.tp)
+    width = 3 * model.hidden + max(mlp, attention / setup.tp)
     return tokens * width * setup.quant.activation_bytes + 256 * model.vocab_size * LOGIT_BYTES / setup.tp
 
 

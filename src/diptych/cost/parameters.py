@@ -110,7 +110,7 @@ def _attention_matrices(model: ModelSpec, attention: AttentionLayer) -> int:
     if state is not None:
         return hidden * (state.n_projected + state.width) + state.n_second
     if mla is None:
-        return hidden * (attention.head_dim * (2 * heads + attention.kv_heads_projected) + attention.gate_width)
+        return hidden * (heads * attention.head_dim + attention.width + attention.kv_width + attention.gate_width)
     q_head = mla.nope_dim + mla.rope_dim
     q = hidden * heads * q_head if mla.q_rank is None else mla.q_rank * (hidden + heads * q_head)
     latent = hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
@@ -126,8 +126,8 @@ def _repeated(model: ModelSpec, attention: AttentionLayer, tp: int) -> int:
         state = attention.state  # what lies between two steps, and decays by key, each has whole
         small = state.n_rates + (state.rank * (2 if state.n_decays else 1) if state.rank else 0)
         return (tp - 1) * (small * model.hidden + state.rank * state.n_decays)
-    copies = max(tp - attention.n_kv_heads, 0) * attention.kv_heads_projected // attention.n_kv_heads
-    return copies * attention.head_dim * (model.hidden + attention.has_qkv_bias)
+    copied = max(tp - attention.n_kv_heads, 0) * attention.kv_width // attention.n_kv_heads
+    return copied * (model.hidden + attention.has_qkv_bias)
 
 
 def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
@@ -138,7 +138,7 @@ def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
         biases = (spec.mla.q_rank or 0) + spec.mla.kv_rank + spec.mla.rope_dim + model.hidden
         return count + spec.mla.kv_rank + (spec.mla.q_rank or 0) + (biases if spec.has_o_bias else 0)
     if spec.has_qkv_bias:
-        count += ((1 + spec.has_gate) * spec.n_heads + spec.kv_heads_projected) * spec.head_dim
+        count += (1 + spec.has_gate) * spec.n_heads * spec.head_dim + spec.kv_width
     if spec.has_o_bias:
         count += model.hidden
     if spec.has_sinks:

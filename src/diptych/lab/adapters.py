@@ -29,10 +29,11 @@ def modules_of(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     for number, layer in enumerate(spec.layers):
         heads, mlp, root = layer.attention, layer.mlp, f"model.layers.{number}."
-        q, kv = heads.n_heads * heads.head_dim, heads.own_kv_heads * heads.head_dim
-        sizes = {"self_attn.q_proj": (q, spec.hidden), "self_attn.o_proj": (spec.hidden, q)}
-        if kv:
-            sizes |= {"self_attn.k_proj": (kv, spec.hidden), "self_attn.v_proj": (kv, spec.hidden)}
+        q, n_kv = heads.n_heads * heads.head_dim, heads.own_kv_heads
+        sizes = {"self_attn.q_proj": (q, spec.hidden), "self_attn.o_proj": (spec.hidden, heads.width)}
+        if n_kv:
+            sizes |= {"self_attn.k_proj": (n_kv * heads.head_dim, spec.hidden),
+                      "self_attn.v_proj": (n_kv * heads.value_dim, spec.hidden)}  # fmt: skip
         if isinstance(mlp, MlpSpec):
             sizes |= {"mlp.gate_proj": (mlp.ffn, spec.hidden), "mlp.up_proj": (mlp.ffn, spec.hidden),
                       "mlp.down_proj": (spec.hidden, mlp.ffn)}  # fmt: skip

@@ -46,7 +46,8 @@ class TensorNames:
     its own. dense: where a dense MLP lies, if not where mlp says. states: where tensors of a layer with a state lie.
     states_in: its projections, by a delta rule of q, k and v (or of each), of the gate, of beta, of the decay, or of the
     first two and of the last two together, by key head; else one. states_o, states_norm: what it leaves by, and the norm of
-    it. taps: of its convolution, or of q's, k's and v's where they lie apart. others: what some files call a norm.
+    it. taps: of its convolution, or of q's, k's and v's where they lie apart. others: what some files call a norm, or the
+    choice bias.
     """
 
     embedding: str = "embed_tokens"
@@ -67,7 +68,7 @@ class TensorNames:
     down: str = "down_proj"
     mlp: tuple[str, ...] = ("mlp.",)
     expert: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+    stacked: tuple[str, ...] = ("experts.gate_up_proj", "experts.down_proj")
     is_transposed: bool | None = False
     takes_turns: bool = False
     router: str = "gate"
@@ -103,15 +104,17 @@ class Family:
     keys: every key read, with its class default; None: from the others. fixed: known keys and the values they may have.
     unread: keys that mean something elsewhere, and nothing here, whatever they say.
     renamed: this class's name of a key -> the name used here. by_layer: keys that may hold a list with the same for each
-    layer. full_every: without layer_types, every so many-th layer attends to everything, full_first: beginning with the
-    first; windows_begin: every other layer before max_window_layers is windowed, not all behind it. local_theta: the key with
-    the rotary base of windowed layers, which then have no scaling.
+    layer. numbered: keys with a number for each layer -> a list of names of ours, and what 0, 1, ... stand for in it.
+    full_every: without layer_types, every so many-th layer attends to everything, full_first: beginning with the first,
+    first_is_full: and the first, too; windows_begin: every other layer before max_window_layers is windowed, not all behind
+    it. local_theta: the key with the rotary base of windowed layers, which then have no scaling.
     longrope_names: rope types that mean longrope here. turns_windowed_only: layers that attend to everything have no rotary
     positions; turns_full_alone: unless the model has no window. attends_in_chunks: what is `sliding_window` here is the length
     of chunks that layers with rotary positions attend within; scales_queries: queries of the other layers are scaled by
     position. mixture_norms: of layers with mixtures, if not the others'. positions_offset: learned positions, and how many
     come first. parallel_key: the key that says whether attention and MLP run side by side, with the norms of `parallel_norms`.
-    scores: or the key that says it. has_head_bias: the output projection has one.
+    scores: or the key that says it. has_head_bias: the output projection has one. has_sinks: or the keys that say it, of layers
+    that attend to everything and of the others.
     built_as: the class of another family with which transformers builds this one.
     attention_scale: of scores, whatever the heads' width. has_v_norm: heads of v are normed without a weight. full_last: the
     last layer attends to everything. has_full_heads: layers that attend to everything have heads of their own number and
@@ -135,6 +138,7 @@ class Family:
     unread: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     by_layer: tuple[str, ...] = ()
+    numbered: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     more_model_types: tuple[str, ...] = ()
     built_as: str | None = None
     is_run: bool = True
@@ -157,11 +161,12 @@ class Family:
     is_gated: bool = True
     gelu_means_tanh: bool = False
     activation: Activation | None = None
-    has_sinks: bool = False
+    has_sinks: bool | tuple[str, str] = False
     has_v_norm: bool = False
     attention_scale: float | None = None
     full_every: int | None = None
     full_first: bool = False
+    first_is_full: bool = False
     needs_layer_types: bool = False
     full_last: bool = False
     has_full_heads: bool = False

@@ -38,12 +38,13 @@ HARMLESS_ENDINGS = ("_token_id", "_token_ids", "dropout")
 
 # Keys of other families and of hybrids that change the mathematics: refused wherever nobody reads them.
 CHANGING: frozenset[str] = frozenset((
-    *(key for family in FAMILIES for key in (*family.keys, *family.fixed, *family.renamed)),
+    *(key for family in FAMILIES for key in (*family.keys, *family.fixed, *family.renamed, *family.numbered)),
     "is_encoder_decoder", "alibi", "use_alibi", "parallel_attn", "use_parallel_residual", "multi_query",
     "new_decoder_architecture", "rope_pct", "rotary_pct", "rotary_emb_base", "rotary_dim", "qk_layernorm", "qk_norm",
     "clip_qkv", "attn_config", "ffn_config", "ssm_cfg", "mamba_d_state", "mamba_d_conv", "mamba_expand",
     "mamba_num_heads", "hybrid_override_pattern", "layers_block_type", "attn_layer_indices", "attn_type_list",
-    "linear_attn_config", "linear_num_key_heads", "full_attention_interval", "attention_chunk_size", "scale_emb",
+    "sparse_attention_config", "linear_attn_config", "linear_num_key_heads", "full_attention_interval",
+    "attention_chunk_size", "scale_emb",
     "scale_depth", "dim_model_base", "block_configs", "num_zero_experts", "moe_num_experts", "moe_k", "residual_scale",
     "index_topk", "attention_multiplier",
     "interleave_moe_layer_step", "attn_temperature_tuning", "no_rope_layers", "use_qk_norm", "moe_layer_freq",

@@ -11,7 +11,7 @@ named in a warning: the classes of transformers do not read it either.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,23 @@ from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, PRICED, SUPP
 from diptych.models.family import Family
 from diptych.models.files import no_model
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL, SYNONYMS
+from diptych.models.positions import QueryScale, Rope
 from diptych.models.read_blocks import as_layers, as_pairs
-from diptych.models.read_gpt import arrangement, n_kv_heads, of_all_layers
-from diptych.models.read_mixtures import expert_groups, mixture_layers, mixture_scales, scores_of
+from diptych.models.read_gpt import arrangement, of_all_layers
+from diptych.models.read_heads import Heads, HeadsByWindow
+from diptych.models.read_index import within_index, without_index
+from diptych.models.read_mixtures import (
+    expert_groups,
+    limits_of,
+    mixture_layers,
+    mixture_scales,
+    scores_of,
+    within_limit,
+)
 from diptych.models.read_states import adjusted_width, layer_scales, state_attention, state_layers
-from diptych.models.read_streams import cutoffs, full_heads, layer_inputs, mlp_widths, shared_layers, streams
-from diptych.models.read_windows import is_both_ways, layer_ropes, rope_sections, windows_of
+from diptych.models.read_step import as_usual
+from diptych.models.read_streams import cutoffs, layer_inputs, mlp_widths, shared_layers, streams
+from diptych.models.read_windows import is_both_ways, layer_ropes, named_layers, rope_sections, windows_of
 from diptych.models.refused import reason_for
 from diptych.models.rope import ROPE_KEYS, latent_stretch, make_rope, position_limit
 from diptych.models.spec import (
@@ -39,8 +50,6 @@ from diptych.models.spec import (
     MoeSpec,
     Norms,
     QkNorm,
-    QueryScale,
-    Rope,
     Scores,
 )
 
@@ -48,7 +57,6 @@ logger = logging.getLogger("diptych.models")
 
 # architectures of transformers that are a family's decoder under another head, or under none
 HEADLESS = ("ForSequenceClassification", "Model", "TextForSequenceClassification", "TextModel")
-INDEXED = ("indexed_attention", "deepseek_sparse_attention")  # what layers are called that attend by an index
 RUN_ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH)  # of gates
 RUN_CURVES = (
     *RUN_ACTIVATIONS,
@@ -72,17 +80,13 @@ def read_model(
     config = _canonical(config, family)
     sections = rope_sections(config, family)
     limit = position_limit(config, sections[0] if sections else None, max_context_tokens)
-    chosen = config.integer("index_topk") if "index_topk" in family.keys else None
-    if chosen is not None and chosen < limit:
-        logger.warning("%s chooses what it attends to by an index, which is not run: up to %d tokens, where that chooses all",
-                       family.name, chosen)  # fmt: skip
-        limit = chosen
+    limit = within_index(config, family, limit)
     context = limit if max_context_tokens is None else min(limit, max_context_tokens)
     windows = windows_of(config, family, config.integer("num_hidden_layers"))
-    heads = _Heads.read(config, family, windows)
+    heads = HeadsByWindow.read(config, family, windows)
     ropes = [
         make_rope(config, one, head_dim=width, max_context_tokens=context, longrope=longrope)
-        for one, width in zip(sections, (heads.full[1], heads.width), strict=False)
+        for one, width in zip(sections, (heads.full.width, heads.windowed.width), strict=False)
     ]
     if _decided(config, family.is_interleaved):
         ropes = [replace(rope, is_interleaved=True) for rope in ropes]
@@ -232,11 +236,12 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
     for theirs, ours in family.renamed.items():
         if theirs in raw:
             raw[ours] = raw.pop(theirs)
+    raw = named_layers(raw, family, path)
     for key in family.by_layer:
         raw |= {key: of_all_layers(raw[key], key, path)} if key in raw else {}
-    kinds = raw.get("layer_types")
-    if "index_topk" in family.keys and isinstance(kinds, list) and all(kind in INDEXED for kind in kinds):
-        del raw["layer_types"]  # within index_topk all see everything
+    raw = without_index(raw, family, path)
+    if "num_sliding_attention_heads" in family.keys:
+        raw = as_usual(raw, family.keys, path)
     read = {*family.keys, *(ROPE_KEYS if "rope_theta" in family.keys else ()), "layer_types", "hidden_act"}
     _check_keys(raw, read, family, path)
     if raw.get("rope_scaling") or raw.get("rope_parameters"):  # a class default holds only where neither is given
@@ -279,40 +284,8 @@ def _is_said(key: str, raw: dict[str, Any], family: Family) -> bool:
     return any(raw[key] == raw.get(name, family.keys[name]) for name in ours)
 
 
-def _head_dim(config: HfConfig) -> int:
-    """Width of a head; of its rotary part where attention is latent."""
-    if config.raw.get("kv_lora_rank") is not None:
-        return config.integer("qk_rope_head_dim")
-    n_heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
-    head_dim = config.integer("head_dim", max(1, hidden // n_heads))
-    if head_dim % 2:
-        raise LoadError(f"head_dim in {config.path} is {head_dim}; it must be even")
-    return head_dim
-
-
-@dataclass(frozen=True, slots=True)
-class _Heads:
-    """Widths of heads, and KV heads with their width of layers that attend to everything, whose keys may be their values."""
-
-    width: int
-    n_kv: int
-    full: tuple[int, int]
-    has_full_v: bool
-
-    @staticmethod
-    def read(config: HfConfig, family: Family, windows: list[int | None]) -> _Heads:
-        width = _head_dim(config)
-        n_kv = n_kv_heads(config)
-        full = full_heads(config, windows, (n_kv, width)) if family.has_full_heads else (n_kv, width)
-        return _Heads(width, n_kv, full, not (family.has_full_heads and config.flag("attention_k_eq_v")))
-
-    def of(self, window: int | None) -> tuple[int, int, bool]:
-        """KV heads, their width, and whether values have a projection of their own."""
-        return (*self.full, self.has_full_v) if window is None else (self.n_kv, self.width, True)
-
-
 def _layers(
-    config: HfConfig, family: Family, ropes: list[Rope], windows: list[int | None], heads_of: _Heads
+    config: HfConfig, family: Family, ropes: list[Rope], windows: list[int | None], heads_of: HeadsByWindow
 ) -> tuple[LayerSpec, ...]:
     n_layers = len(windows)
     turns = layer_ropes(config, family, ropes, windows)
@@ -339,9 +312,11 @@ def _layers(
     alone = {i for i, (_, mlp) in enumerate(config.raw.get("blocks", ())) if mlp is None}
     without_mlp = Norms.SHARED if family.has_pairs else Norms.ALONE
     made: dict[tuple[int, int], LayerSpec] = {}
+    limits, limited = limits_of(config, n_layers), dict[tuple[int, tuple[float | None, float | None]], Any]()
     layers = []
     for i in range(n_layers):
-        heads, mlp = attention[kinds[i]], None if i in alone else moe if i in mixtures else mlps[i]
+        heads, plain = attention[kinds[i]], None if i in alone else moe if i in mixtures else mlps[i]
+        mlp = limited.setdefault((id(plain), limits[i]), within_limit(plain, limits[i]))
         key = (id(heads), id(mlp))
         if key not in made:
             own = norms if heads.state is None or family.state_norms is None else family.state_norms
@@ -360,17 +335,14 @@ def _layers(
 def _attention(
     config: HfConfig,
     family: Family,
-    kv_heads: tuple[int, int, bool],
+    heads: Heads,
     *,
     window: int | None,
     rope: Rope | None,
     kv_layer: int | None,
 ) -> AttentionLayer:
-    n_heads = config.integer("num_attention_heads")
-    n_kv_heads, head_dim, has_v = kv_heads
-    if n_heads % n_kv_heads:
-        raise LoadError(f"{n_heads} query heads cannot share {n_kv_heads} key-value heads ({config.path})")
-    mla = None
+    n_heads, head_dim = heads.n, heads.width
+    mla, sinks = None, family.has_sinks
     scale = config.number("query_pre_attn_scalar", head_dim) ** -0.5
     qk_norm = family.qk_norm if family.qk_norm_key is None or config.flag(family.qk_norm_key) else QkNorm.NONE
     if qk_norm is QkNorm.UNIT:  # stands behind the rotation, which changes no length
@@ -394,7 +366,7 @@ def _attention(
         scale = family.attention_scale
     return AttentionLayer(
         n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
+        n_kv_heads=heads.n_kv,
         head_dim=head_dim,
         scale=scale,
         window=window,
@@ -406,9 +378,11 @@ def _attention(
         qk_norm=qk_norm,
         has_qkv_bias=_decided(config, family.qkv_bias),
         has_o_bias=_decided(config, family.o_bias),
-        has_sinks=family.has_sinks,
+        has_sinks=_decided(config, sinks if isinstance(sinks, bool) else sinks[window is not None]),
         has_v_norm=family.has_v_norm,
-        has_v=has_v,
+        has_v=heads.has_v,
+        v_head_dim=heads.v_width,
+        v_scale=config.number("attention_value_scale", 1.0),
         kv_layer=kv_layer,
         has_gate=_decided(config, family.has_attention_gate),
         gates_heads=family.gates_heads,

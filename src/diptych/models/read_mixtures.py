@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.family import Family
@@ -31,6 +33,29 @@ def mixture_layers(config: HfConfig, n_layers: int) -> frozenset[int]:
         last = n_layers - 1 if last == -1 else last
         return frozenset(i for i in range(max(first, 0), min(last + 1, n_layers)) if (i + 1) % step == 0)
     return frozenset(i for i in range(n_layers) if i not in dense and (i + 1) % step == 0)
+
+
+def limits_of(config: HfConfig, n_layers: int) -> list[tuple[float | None, float | None]]:
+    """Within what experts, and dense MLPs and shared experts, of each layer are held; 0 and null mean nothing."""
+    return list(
+        zip(*(_limits(config, key, n_layers) for key in ("swiglu_limits", "swiglu_limits_shared")), strict=True)
+    )
+
+
+def _limits(config: HfConfig, key: str, n_layers: int) -> list[float | None]:
+    given = config.raw.get(key) or [None] * n_layers
+    if not isinstance(given, list) or len(given) != n_layers:
+        raise LoadError(f"{key} in {config.path} must hold {n_layers} numbers, one for each layer")
+    return [None if one in (0, None) else HfConfig({key: one}, path=config.path).number(key) for one in given]
+
+
+def within_limit(mlp: MlpSpec | MoeSpec | None, limits: tuple[float | None, float | None]) -> MlpSpec | MoeSpec | None:
+    """The same, held within a layer's limits."""
+    if mlp is None or limits == (None, None):
+        return mlp
+    if isinstance(mlp, MlpSpec):
+        return replace(mlp, limit=limits[1])
+    return replace(mlp, limit=limits[0], shared_limit=limits[1] if mlp.shared_ffn else None)
 
 
 def expert_groups(config: HfConfig, family: Family, n_experts: int, chosen: int) -> tuple[int, int]:

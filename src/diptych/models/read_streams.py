@@ -8,7 +8,7 @@ from statistics import NormalDist
 
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
-from diptych.models.spec import LayerInputs, StreamsSpec
+from diptych.models.streams import LayerInputs, StreamsSpec
 
 MOST_STREAMS = 8  # that a kernel holds at a time
 SPARSE_LAYERS, SPARSITY = 10, 0.95  # of a config that does not say, where it has more layers than that

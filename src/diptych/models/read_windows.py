@@ -8,14 +8,14 @@ from typing import Any
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.family import Family
+from diptych.models.positions import Rope
 from diptych.models.read_mixtures import mixture_layers
 from diptych.models.rope import ROPE_KEYS, rope_section
-from diptych.models.spec import Rope
 
 
 def windows_of(config: HfConfig, family: Family, n_layers: int) -> list[int | None]:
     """The window of each layer: by layer_types, by the family's pattern, or on every layer; none where switched off."""
-    window = config.optional_integer("sliding_window") if config.flag("use_sliding_window", True) else None
+    window = _window(config) if config.flag("use_sliding_window", True) else None
     if window is not None and is_both_ways(config):
         window = window // 2  # to either side
     given = config.raw.get("layer_types")
@@ -36,7 +36,9 @@ def windows_of(config: HfConfig, family: Family, n_layers: int) -> list[int | No
         windows = [None if (i + 1) % every == 0 else window for i, every in patterns]
     elif pattern is not None:
         first = 0 if family.full_first else pattern - 1
-        windows = [None if i % pattern == first else window for i in range(n_layers)]
+        windows = [
+            None if i % pattern == first or (i == 0 and family.first_is_full) else window for i in range(n_layers)
+        ]
     elif "max_window_layers" in family.keys:
         bound, begins = config.integer("max_window_layers", low=0), family.windows_begin
         windows = [window if (i < bound and i % 2 == 0 if begins else i >= bound) else None for i in range(n_layers)]
@@ -54,6 +56,11 @@ def windows_of(config: HfConfig, family: Family, n_layers: int) -> list[int | No
                 hint="the architecture named there may be wrong, or newer than this version knows",
             )
     return windows
+
+
+def _window(config: HfConfig) -> int | None:
+    before = config.optional_integer("sliding_window_size")  # a token sees so many, and itself
+    return config.optional_integer("sliding_window") if before is None else before + 1
 
 
 def _dense_pattern(config: HfConfig) -> int:
@@ -84,6 +91,21 @@ def no_rope(config: HfConfig, n_layers: int) -> list[bool]:
     if len(turns) < n_layers:
         raise LoadError(f"no_rope_layers in {config.path} has {len(turns)} entries; the model has {n_layers} layers")
     return [bool(one) for one in turns[:n_layers]]
+
+
+def named_layers(raw: dict[str, Any], family: Family, path: str) -> dict[str, Any]:
+    """The config with lists of layers' names where it has numbers that stand for them."""
+    for key, (ours, names) in family.numbered.items():
+        numbers = raw.get(key)
+        if numbers is None:
+            continue
+        if not isinstance(numbers, list) or any(type(one) is not int or not 0 <= one < len(names) for one in numbers):
+            raise LoadError(f"{key} in {path} is {numbers!r}; it must hold a number below {len(names)} for each layer")
+        named = [names[one] for one in numbers]
+        if raw.get(ours) not in (None, named):
+            raise LoadError(f"{key} and {ours} in {path} say different things of the layers")
+        raw = {**raw, ours: named}
+    return {key: value for key, value in raw.items() if key not in family.numbered}
 
 
 def is_both_ways(config: HfConfig) -> bool:

@@ -20,11 +20,9 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "q, k and v stacked for groups of accelerators": ("codegen",),
     "norms of q and k without weights, and logits that are capped": ("nanochat",),
     "norms of heads with biases": ("persimmon",),
-    "values of another width than keys": ("mimo_v2_flash",),
     "norms that are weighed by a gate": ("axk2",),
     "a shared expert of another shape": ("dbrx", "longcat_flash"),
-    "attention that chooses its tokens by an index": (
-        "deepseek_v4", "minimax_m3_vl", "glm5_next"),
+    "attention that chooses its tokens by an index": ("deepseek_v4", "glm5_next"),
     "layers that attend to pictures": ("mllama",),
     "attention with two softmaxes": ("diffllama",),
     "an encoder alone, with positions of its own": ("bert", "roberta", "xlm-roberta", "electra", "camembert"),

@@ -18,7 +18,7 @@ from functools import partial
 
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.config import NUMBER_LIMIT, HfConfig
-from diptych.models.spec import Rope
+from diptych.models.positions import Rope
 
 ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
 # what each type reads beside rope_type, rope_theta and partial_rotary_factor

@@ -14,13 +14,16 @@ from functools import cached_property
 
 from diptych.ground.errors import UnsupportedModel
 from diptych.ground.specs import Provenance
+from diptych.models.gates import CLAMPED, GateForm
+from diptych.models.positions import QueryScale, Rope
+from diptych.models.streams import LayerInputs, StreamsSpec
 
 
 class Activation(Enum):
     """act in act(gate) * up, or in act(up) where there is no gate.
 
     XIELU: s x + a x^2 above 0, s x + b (exp(min(x, e)) - 1 - x) below, of a layer's own a and b, XIELU_SLOPE and XIELU_LEAST.
-    CLAMPED: g * sigmoid(CLAMPED_ALPHA * g) * (u + 1) of g = min(gate, limit) and u = up within +-limit (gpt-oss).
+    CLAMPED: of gates, as `gates.CLAMPED` says.
     """
 
     SILU = "silu"
@@ -35,8 +38,6 @@ class Activation(Enum):
 
 XIELU_SLOPE = 0.5
 XIELU_LEAST = -1e-6
-CLAMPED_ALPHA = 1.702
-CLAMPED_LIMIT = 7.0
 
 
 class QkNorm(Enum):
@@ -82,49 +83,6 @@ class Norms(Enum):
     def are_side_by_side(self) -> bool:
         """Whether attention and MLP both read the stream as it comes to the layer."""
         return self in (Norms.PARALLEL, Norms.BESIDE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rope:
-    """Rotary positions as the config gives them, settled for the longest sequence that will run (see `rope`).
-
-    kind: default, linear, dynamic, proportional, llama3, yarn or longrope. theta: the base, already stretched for dynamic.
-    trained_tokens: original_max_position_embeddings. divisors: longrope's factors, one per pair of dimensions, of
-    `divisors_name` (short_factor or long_factor). n_turning: of proportional, how many pairs do turn. attention_factor
-    multiplies cos and sin. query_slope: queries are scaled by position as `QueryScale` says, every trained_tokens.
-    is_interleaved: neighbouring dimensions turn together in the checkpoint's order, not those half of rotary_dim apart.
-    """
-
-    theta: float
-    rotary_dim: int
-    kind: str = "default"
-    factor: float = 1.0
-    trained_tokens: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    is_truncated: bool = True
-    attention_factor: float = 1.0
-    n_turning: int | None = None
-    divisors: tuple[float, ...] = ()
-    divisors_name: str | None = None
-    query_slope: float = 0.0
-    is_interleaved: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueryScale:
-    """Queries times 1 + slope * log(1 + (position + shift) // tokens), behind the rotary positions (arXiv:2501.19399)."""
-
-    slope: float
-    tokens: int
-    shift: int = 0
-
-    @property
-    def numbers(self) -> tuple[float, int, int]:
-        """All three, as the kernels take them."""
-        return self.slope, self.tokens, self.shift
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,16 +202,21 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """What a layer keeps of a token: a key for each head, and a value of that width unless the key serves as both."""
+    """What a layer keeps of a token: for each head a key and a value; value_dim 0: the key serves as both."""
 
     n_heads: int
     head_dim: int
-    has_values: bool = True
+    value_dim: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """All three, as caches take them."""
+        return self.n_heads, self.head_dim, self.value_dim
 
     @property
     def elements(self) -> int:
         """Numbers per token."""
-        return self.n_heads * self.head_dim * (2 if self.has_values else 1)
+        return self.n_heads * (self.head_dim + self.value_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +231,7 @@ class AttentionLayer:
     there is a projection for values; where there is none they are the keys before norm and turn. kv_layer: the number of the
     layer before this one whose keys and values it attends to; it has no k and v of its own then, and keeps nothing. None: its
     own. has_gate: what the heads give is multiplied by a sigmoid of a projection, gates_heads: of one number for each head.
+    v_head_dim: how wide a value is, None: as a key. v_scale: what values are multiplied by.
     """
 
     n_heads: int
@@ -289,6 +253,8 @@ class AttentionLayer:
     kv_layer: int | None = None
     has_gate: bool = False
     gates_heads: bool = False
+    v_head_dim: int | None = None
+    v_scale: float = 1.0
     mla: MlaSpec | None = None
     state: StateSpec | None = None
 
@@ -298,9 +264,19 @@ class AttentionLayer:
         return self.kv_layer is None and self.state is None
 
     @property
+    def value_dim(self) -> int:
+        """Width of a value, and of what a head of grouped queries gives."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def width(self) -> int:
+        """Of what the heads of grouped queries give."""
+        return self.n_heads * self.value_dim
+
+    @property
     def gate_width(self) -> int:
-        """Outputs of what gates the heads of grouped queries."""
-        return self.has_gate * self.n_heads * (1 if self.gates_heads else self.head_dim)
+        """Outputs of what gates them."""
+        return self.has_gate * (self.n_heads if self.gates_heads else self.width)
 
     @property
     def own_kv_heads(self) -> int:
@@ -308,9 +284,9 @@ class AttentionLayer:
         return self.n_kv_heads if self.keeps_kv else 0
 
     @property
-    def kv_heads_projected(self) -> int:
-        """Heads of k and of v, together, that it has projections for."""
-        return self.own_kv_heads * (1 + self.has_v)
+    def kv_width(self) -> int:
+        """Outputs of the projections that it has for k and v, together."""
+        return self.own_kv_heads * (self.head_dim + self.has_v * self.value_dim)
 
     @property
     def cache(self) -> CacheShape:
@@ -319,8 +295,8 @@ class AttentionLayer:
         Of latent attention that is the latent beside the rotary part of the key, for all heads.
         """
         if self.mla is None:
-            return CacheShape(n_heads=self.n_kv_heads, head_dim=self.head_dim)
-        return CacheShape(n_heads=1, head_dim=self.mla.kv_rank + self.mla.rope_dim, has_values=False)
+            return CacheShape(n_heads=self.n_kv_heads, head_dim=self.head_dim, value_dim=self.value_dim)
+        return CacheShape(n_heads=1, head_dim=self.mla.kv_rank + self.mla.rope_dim, value_dim=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,6 +304,7 @@ class MlpSpec:
     """A dense MLP of width `ffn`: down(act(gate) * up), or down(act(up)) when it is not gated.
 
     cutoff: of a row of gate only what stands out is left, max(gate - (mean + cutoff * deviation), 0), before the activation.
+    limit: act(gate) is at most that, and up within it on both sides.
     """
 
     ffn: int
@@ -335,6 +312,12 @@ class MlpSpec:
     is_gated: bool = True
     has_bias: bool = False
     cutoff: float | None = None
+    limit: float | None = None
+
+    @property
+    def form(self) -> GateForm | None:
+        """How gate and up are joined where both are held within bounds."""
+        return _form(self.activation, self.limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,7 +333,8 @@ class MoeSpec:
     margin: of sparsemixer, times the larger of a logit's size and the best logit.
     has_shared_gate: the shared experts' sum is multiplied by a sigmoid. weighs_input: a chosen expert's input is multiplied
     by its weight, not what it gives. is_apart: shared experts, mixture and router read the stream by norms of their own, what
-    each of the first two gives is normed before they are added, and each expert has a scale.
+    each of the first two gives is normed before they are added, and each expert has a scale. limit, shared_limit: of experts
+    and of shared experts, as `MlpSpec` has it.
     skew: of the routing, 0 is uniform; see `cost.components.expected_experts`.
     """
 
@@ -374,7 +358,19 @@ class MoeSpec:
     has_shared_gate: bool = False
     weighs_input: bool = False
     is_apart: bool = False
+    limit: float | None = None
+    shared_limit: float | None = None
     skew: float = 0.0
+
+    @property
+    def form(self) -> GateForm | None:
+        """Of experts, as `MlpSpec` has it."""
+        return _form(self.activation, self.limit)
+
+    @property
+    def shared(self) -> MlpSpec:
+        """The shared experts as the MLP that they are together."""
+        return MlpSpec(ffn=self.shared_ffn, activation=self.activation, is_gated=self.is_gated, limit=self.shared_limit)
 
     @property
     def n_own_norms(self) -> int:
@@ -384,7 +380,7 @@ class MoeSpec:
     @property
     def joins_apart(self) -> bool:
         """Whether gate and up are joined, or up is bent, by an operation of its own, not where their product is made."""
-        return self.weighs_input or self.activation is Activation.CLAMPED or not self.is_gated
+        return self.weighs_input or self.form is not None or not self.is_gated
 
     @property
     def n_products(self) -> int:
@@ -392,27 +388,10 @@ class MoeSpec:
         return 3 if self.is_gated else 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamsSpec:
-    """Residual streams beside each other (AltUp, arXiv 2301.13310): each layer computes one of them and predicts the others.
-
-    active: which one it computes. scales_output: what gates the layer's own embedding is multiplied by a weight first.
-    """
-
-    n_streams: int
-    active: int = 0
-    scales_output: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerInputs:
-    """Embeddings of `width` for each layer and token, beside the one that the stream begins with.
-
-    vocab: how many tokens have one; all others have the first's.
-    """
-
-    width: int
-    vocab: int
+def _form(activation: Activation, limit: float | None) -> GateForm | None:
+    if activation is Activation.CLAMPED:
+        return CLAMPED
+    return None if limit is None else GateForm(bound=limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -439,12 +418,12 @@ class LayerSpec:
 class ModelSpec:
     """A model: its layers and its two ends.
 
-    Layers may differ, but for their mixtures: one in all layers that have one. max_context_tokens: the longest sequence an
-    engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1). centres_norms: norms take the
-    mean away first (LayerNorm). residual_scale multiplies what a layer adds, logit_scale the logits. is_run: whether the
-    engine runs this family, or the planner only prices it. is_wrapped: whether its checkpoint may have parts for pictures, too.
-    has_head: whether there is an output projection that tokens are drawn by; a model without one gives states (embeddings,
-    scores) and no tokens. has_head_bias: that projection adds one.
+    Layers may differ, but for their mixtures: one in all that have one, whatever their limits. max_context_tokens: the
+    longest sequence an engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1).
+    centres_norms: norms take the mean away first (LayerNorm). residual_scale multiplies what a layer adds, logit_scale the
+    logits. is_run: whether the engine runs this family, or the planner only prices it. is_wrapped: whether its checkpoint may
+    have parts for pictures, too. has_head: whether there is an output projection that tokens are drawn by; a model without
+    one gives states (embeddings, scores) and no tokens. has_head_bias: that projection adds one.
     n_position_embeddings: rows of a learned table of positions, which is added to the embedding; the first `first_position`
     of them stand for none. low_rank: of a branch beside each layer's attention (LAuReL, arXiv 2411.07501), 0: there is none.
     scales_layers: behind each layer the stream is multiplied by a number of the layer's.
@@ -485,7 +464,8 @@ class ModelSpec:
     provenance: tuple[Provenance, ...] = ()
 
     def __post_init__(self) -> None:
-        mixtures = {layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec)}
+        limited = {layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec)}
+        mixtures = {replace(mixture, limit=None, shared_limit=None) for mixture in limited}
         if len(mixtures) > 1:
             raise UnsupportedModel(f"{self.name} has {len(mixtures)} kinds of mixtures of experts; one is supported")
         if not self.kv_layers:

@@ -24,7 +24,9 @@ import numpy as np
 import torch
 
 from diptych.ground.formats import KeptFormat
-from diptych.models.spec import Activation, MlaSpec, MoeSpec, QkNorm, QueryScale, StateSpec
+from diptych.models.gates import GateForm
+from diptych.models.positions import QueryScale
+from diptych.models.spec import Activation, MlaSpec, MoeSpec, QkNorm, StateSpec
 
 # The kinds of handle. Each backend names its own types for them, once, where it derives from `Loader` and `Ops`.
 Stream = TypeVar("Stream")  # the residual stream x
@@ -73,7 +75,7 @@ class AttentionSpec:
     is_chunked: it sees those from the last multiple of `window` on instead. softcap: scores become
     softcap * tanh(score / softcap), after scale. rope None: no positions in this layer. mla: then there is one kv head, of
     kv_rank + rope_dim, whose keys are the values too. state: then there are no keys and values, and `place` is that of its
-    states among a sequence's.
+    states among a sequence's. v_head_dim: how wide a value is, None: as a key. v_scale: values are multiplied by it.
     """
 
     layer: int
@@ -94,6 +96,13 @@ class AttentionSpec:
     owns_kv: bool = True
     has_v_norm: bool = False
     has_v: bool = True
+    v_head_dim: int | None = None
+    v_scale: float = 1.0
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value, and of what a head gives."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
     def cache_layer(self) -> int:
@@ -275,7 +284,7 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
     def gated(
         self, parts: LinearParts, activation: Activation, *, role: Role | None = None, is_apart: bool = False
     ) -> Linear:
-        """gate and up stacked [2F, D], gate rows first, for `linear_gate`; is_apart: for `sparse_gate`."""
+        """gate and up stacked [2F, D], gate rows first, for `linear_gate`; is_apart: for `bent_gate` and `sparse_gate`."""
 
     @abstractmethod
     def number(self, tensor: WeightTensor) -> float:
@@ -413,6 +422,10 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         """factor * x [T, D]; x may be written and is not used again by the caller."""
 
     @abstractmethod
+    def bent_gate(self, h: Stream | Hidden, weight: Linear, *, form: GateForm) -> Hidden:
+        """y [T, F] of gate and up as `GateForm` says, gate = h Wgate^T + bg and up = h Wup^T + bu."""
+
+    @abstractmethod
     def sparse_gate(self, h: Stream | Hidden, weight: Linear, *, cutoff: float) -> Hidden:
         """y [T, F] = act(max(g - (mean(g) + cutoff * deviation(g)), 0)) * u, g = h Wgate^T + bg and u = h Wup^T + bu.
 
@@ -472,7 +485,8 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
     def rotate_and_cache(self, qkv: Hidden, attention: Heads) -> Hidden:
         """q [T, H, d] from qkv [T, (H + 2K) d]: norms, rotary embedding, q's scale; writes the tokens' k and v.
 
-        Where the layer owns none it is q [T, H d], and nothing is written; where values are the keys it is [T, (H + K) d].
+        Where the layer owns none it is q [T, H d], and nothing is written; where values are the keys it is [T, (H + K) d], and
+        where they have a width of their own [T, (H + K) d + K dv].
         """
 
     @abstractmethod
@@ -489,7 +503,7 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
 
     @abstractmethod
     def attention(self, q: Hidden, attention: Heads) -> Hidden:
-        """a [T, H d]: each query against its sequence's cached keys up to its own position."""
+        """a [T, H dv]: each query against its sequence's cached keys up to its own position."""
 
     @abstractmethod
     def move_states(

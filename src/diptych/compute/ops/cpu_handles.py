@@ -171,6 +171,7 @@ def attention_shape(spec: AttentionSpec, own: OwnHeads) -> Any:
         n_heads=own.n_heads,
         n_kv_heads=own.n_kv_heads,
         head_dim=spec.head_dim,
+        v_head_dim=spec.value_dim,
         scale=spec.scale,
         window=spec.window,
         softcap=spec.softcap,

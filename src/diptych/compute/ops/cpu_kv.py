@@ -17,15 +17,19 @@ from diptych.ground.errors import CapacityError, ConfigError
 logger = logging.getLogger("diptych.compute")
 
 # csrc/kv_cache.h; the number is raised when that changes
-LAYOUT = "cpu 1: {n_kv_heads} heads of {head_dim}, K [P/16][d/2][16][2], V [P/2][dv][2]"
-LATENT_LAYOUT = "cpu 1: latents of {head_dim}, [P/16][d/2][16][2]"
+LAYOUT = "cpu 1: {n_kv_heads} heads of {width}, K [P/16][d/2][16][2], V [P/2][dv][2]"
+LATENT_LAYOUT = "cpu 1: latents of {width}, [P/16][d/2][16][2]"
 BACKED_BYTES = 2 << 20  # a huge page asked for at a time: milliseconds, in which who needs new memory may have to wait
 
 
 def layout_of(cache: dict[str, Any]) -> str:
-    """How a block of such a cache lies; one has values unless it says otherwise, as in `_cpu.KvCache`."""
-    layout = LAYOUT if cache.get("has_values", True) else LATENT_LAYOUT
-    return said_once([layout.format(n_kv_heads=n, head_dim=width) for n, width in cache["heads"]])
+    """How a block of such a cache lies."""
+    return said_once(
+        [
+            (LAYOUT if dv else LATENT_LAYOUT).format(n_kv_heads=n, width=d if dv in (0, d) else f"{d} and {dv}")
+            for n, d, dv in cache["heads"]
+        ]
+    )
 
 
 class CpuKVStore:
@@ -110,15 +114,17 @@ class CpuKVStore:
         ids = np.asarray(block_ids, dtype=np.int32)
         payload.check_sums(self.native.import_checked(ids, np.ascontiguousarray(payload.data_NB)))
 
-    def read(self, layer: int, block_ids: Sequence[int], n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(keys, values) of the first n_tokens of a sequence that lies in block_ids, each [K, T, d] fp32; copies."""
-        n_heads, head_dim = self._heads[layer]
-        keys, values = (torch.empty((n_heads, n_tokens, head_dim), dtype=torch.float32) for _ in range(2))
+    def read(
+        self, layer: int, block_ids: Sequence[int] | np.ndarray, n_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(keys, values) of the first n_tokens of a sequence that lies in block_ids, [K, T, d] and [K, T, dv] fp32; copies."""
+        n_heads, d, dv = self._heads[layer]
+        keys, values = (torch.empty((n_heads, n_tokens, width), dtype=torch.float32) for width in (d, dv or d))
         self.native.read(layer, np.asarray(block_ids, dtype=np.int32), keys.numpy(), values.numpy())
         return keys, values
 
     def write(self, layer: int, block_ids: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store keys and values [K, T, d] as the first T tokens of block_ids."""
+        """Store keys [K, T, d] and values [K, T, dv] as the first T tokens of block_ids."""
         self.native.write(
             layer,
             np.asarray(block_ids, dtype=np.int32),

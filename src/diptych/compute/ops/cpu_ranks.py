@@ -57,14 +57,14 @@ def heads_of(spec: ModelSpec, rank: Rank) -> Heads:
 
 def cache_of(cache: dict[str, Any], heads: Heads) -> dict[str, Any]:
     """The sizes of a cache of these heads alone."""
-    return {**cache, "heads": [(n, width) for (_, n), (_, width) in zip(heads, cache["heads"], strict=True)]}
+    return {**cache, "heads": [(n, *widths) for (_, n), (_, *widths) in zip(heads, cache["heads"], strict=True)]}
 
 
 def columns_of(cache: dict[str, Any], heads: Heads, block_tokens: int) -> list[slice]:
     """Where in the bytes of a block of all heads these lie, layer after layer."""
     found, begin = [], 0
-    for (first, n), (n_heads, width) in zip(heads, cache["heads"], strict=True):
-        one = int(_cpu.kv_bytes_per_block(block_tokens=block_tokens, **{**cache, "heads": [(1, width)]}))
+    for (first, n), (n_heads, *widths) in zip(heads, cache["heads"], strict=True):
+        one = int(_cpu.kv_bytes_per_block(block_tokens=block_tokens, **{**cache, "heads": [(1, *widths)]}))
         found.append(slice(begin + first * one, begin + (first + n) * one))
         begin += n_heads * one
     return found
@@ -77,7 +77,7 @@ class Part:
         """cache: the sizes of all ranks' together."""
         self.store = store
         self._heads = heads
-        self._widths = [width for _, width in cache["heads"]]
+        self._widths = [d for _, d, _ in cache["heads"]]
         self._columns = columns_of(cache, heads, store.block_tokens)
 
     def copy(self, pairs: np.ndarray) -> None:
@@ -95,16 +95,14 @@ class Part:
         self.store.native.import_blocks(block_ids, np.concatenate([data[:, one] for one in self._columns], axis=1))
 
     def read(self, layer: int, block_ids: np.ndarray, n_tokens: int) -> np.ndarray:
-        """Its heads' keys and values, [2, k, T, d]."""
-        own = np.empty((2, self._heads[layer][1], n_tokens, self._widths[layer]), dtype=np.float32)
-        self.store.native.read(layer, block_ids, own[0], own[1])
-        return own
+        """Its heads' keys and values side by side, [k, T, d + dv]."""
+        return np.concatenate(self.store.read(layer, block_ids, n_tokens), axis=-1)
 
     def write_from(self, layer: int, block_ids: np.ndarray, both: np.ndarray) -> None:
         """Its heads' keys and values from those of all."""
         first, n = self._heads[layer]
-        own = np.ascontiguousarray(both[:, first : first + n])
-        self.store.native.write(layer, block_ids, own[0], own[1])
+        keys, values = np.split(both[first : first + n], [self._widths[layer]], axis=-1)
+        self.store.native.write(layer, block_ids, np.ascontiguousarray(keys), np.ascontiguousarray(values))
 
 
 class RankedKVStore:
@@ -178,23 +176,23 @@ class RankedKVStore:
         self._tell(Verb.IMPORT, {}, ids, data, own=lambda: self._part.import_from(ids, data))
 
     def read(self, layer: int, block_ids: Sequence[int], n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(keys, values) of the first n_tokens of a sequence that lies in block_ids, each [K, T, d] fp32; copies."""
+        """(keys, values) of the first n_tokens of a sequence that lies in block_ids, [K, T, d] and [K, T, dv] fp32; copies."""
         ids = self._ids(block_ids)
-        n_heads, width = self._shapes[layer]
-        both = np.empty((2, n_heads, n_tokens, width), dtype=np.float32)
+        n_heads, d, dv = self._shapes[layer]
+        width = d + (dv or d)
+        both = np.empty((n_heads, n_tokens, width), dtype=np.float32)
         own = [heads[layer] for heads in self._heads]
-        shapes = [(2, n, n_tokens, width) for _, n in own]
+        shapes = [(n, n_tokens, width) for _, n in own]
         head = {"layer": layer, "n_tokens": n_tokens}
         parts = self._gather(Verb.READ, head, ids, shapes, lambda: self._part.read(layer, ids, n_tokens), np.float32)
         for part, (first, n) in zip(parts, own, strict=True):
-            both[:, first : first + n] = part
-        keys, values = torch.from_numpy(both)
-        return keys, values
+            both[first : first + n] = part
+        return torch.from_numpy(both[..., :d]), torch.from_numpy(both[..., d:])
 
     def write(self, layer: int, block_ids: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store keys and values [K, T, d] as the first T tokens of block_ids."""
+        """Store keys [K, T, d] and values [K, T, dv] as the first T tokens of block_ids."""
         ids = self._ids(block_ids)
-        both = torch.stack([keys.to(torch.float32), values.to(torch.float32)]).numpy()
+        both = torch.cat([keys.to(torch.float32), values.to(torch.float32)], dim=-1).numpy()
         self._tell(Verb.WRITE, {"layer": layer}, ids, both, own=lambda: self._part.write_from(layer, ids, both))
 
     def _gather(

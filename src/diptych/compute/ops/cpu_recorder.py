@@ -6,7 +6,6 @@ only when their consumer is known, because the consumer's weight format decides 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,11 +14,9 @@ from diptych.compute.ops.contract import Ops, QkNorm
 from diptych.compute.ops.cpu_handles import AttentionHandle, ExpertsHandle, LinearHandle, TableHandle, VectorHandle
 from diptych.compute.ops.cpu_loader import CpuLoader
 from diptych.compute.ops.cpu_values import CATEGORIES, ResidualStream, Value
-from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, Activation
+from diptych.models.gates import PLAIN, GateForm
+from diptych.models.spec import Activation
 
-# how gate and up are joined where that is an operation of its own: the slope of the sigmoid, a limit, what is added to up
-CLAMPED_GATE = (CLAMPED_ALPHA, CLAMPED_LIMIT, 1.0)
-PLAIN_GATE = (1.0, math.inf, 0.0)
 Given = Value | ResidualStream  # what an operation reads
 
 
@@ -141,19 +138,24 @@ class CpuOps(
         return Value("gate", weight.n_outputs, buffer=out)
 
     def sparse_gate(self, h: Given, weight: LinearHandle, *, cutoff: float) -> Value:
-        """Of gate and up in one buffer, which every rank reads whole."""
+        """Joined apart."""
         assert weight.activation is not None
+        return self._joined_apart(h, weight, "sparse_gate", cutoff=cutoff, activation=weight.activation.value)
+
+    def bent_gate(self, h: Given, weight: LinearHandle, *, form: GateForm) -> Value:
+        """Joined apart."""
+        return self._joined_apart(h, weight, "bent_gate", form=form.numbers)
+
+    def _joined_apart(self, h: Given, weight: LinearHandle, operation: str, **settings: Any) -> Value:
+        """Gate and up in one buffer, which every rank reads whole, joined in the form that their reader wants."""
         gate, *ups = weight.pieces or (weight,)
         width = gate.n_outputs if ups else weight.n_outputs // 2
         both = self._f32("gate and up", 2 * width, weight.is_gathered)
         self._linear_into(self._as_value(h), gate, "gate_up", both)
         for up in ups:
             self._linear_into(self._as_value(h), replace(up, column=width + up.column), "gate_up", both)
-        program, activation = self.program, weight.activation.value
-        value = Value("gate", width)
-        value.emit_f32 = value.emit_rows = lambda out: program.sparse_gate(
-            x=both, out=out, cutoff=cutoff, activation=activation
-        )
+        record, value = getattr(self.program, operation), Value("gate", width)
+        value.emit_f32 = value.emit_rows = lambda out: record(x=both, out=out, **settings)
         return value
 
     def curve(self, h: Given, weight: LinearHandle, *, numbers: tuple[float, ...] = ()) -> Value:
@@ -331,6 +333,7 @@ class CpuOps(
             writes_kv=spec.owns_kv,
             has_v=spec.has_v,
             norms_turned=spec.qk_norm is QkNorm.TURNED,
+            v_scale=spec.v_scale,
         )
         return Value("query", width, buffer=q)
 
@@ -394,11 +397,11 @@ class CpuOps(
         spec, own, program = attention.spec, attention.own, self.program
         is_gathered = attention.latent is None
         n_heads = spec.n_heads if is_gathered or own is None else own.n_heads
-        value = Value("attention", n_heads * spec.head_dim, is_shared=is_gathered and self._is_team)
+        value = Value("attention", n_heads * spec.value_dim, is_shared=is_gathered and self._is_team)
         if own is None:
             value.emit_f32 = value.emit_rows = program.meet
             return value
-        column = own.first_head * spec.head_dim if is_gathered else 0
+        column = own.first_head * spec.value_dim if is_gathered else 0
         settings = {"q": q.buffer, "layer": spec.cache_layer, "shape": attention.shape, "column": column}
         settings["sinks"] = attention.sinks
         value.emit_f32 = value.emit_rows = lambda out: program.attention(out=out, **settings)
@@ -489,7 +492,7 @@ class CpuOps(
             groups=(spec.n_groups, spec.groups_per_token, spec.group_best),
             routed_scale=spec.routed_scale,
             wide=wide,
-            gate=CLAMPED_GATE if spec.activation is Activation.CLAMPED else PLAIN_GATE,
+            gate=(spec.form or PLAIN).numbers,
             curve="" if spec.is_gated else spec.activation.value,
             weighs_input=spec.weighs_input,
             hidden_column=first.column,

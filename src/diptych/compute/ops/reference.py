@@ -15,7 +15,9 @@ import torch
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops.contract import Activation, AttentionSpec, RopeSpec
-from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, MoeSpec, QueryScale, Scores, StateRule, StateSpec
+from diptych.models.gates import CLAMPED, GateForm
+from diptych.models.positions import QueryScale
+from diptych.models.spec import MoeSpec, Scores, StateRule, StateSpec
 
 
 def attention_prefill_dense(
@@ -55,11 +57,11 @@ def attention_paged(
 ) -> torch.Tensor:
     """Each query of the batch against its sequence's blocks, one token and one head at a time.
 
-    q [T, H, d] · keys, values [N, P, K, d], read · sinks [H]. Returns [T, H, d] fp32.
+    q [T, H, d] · keys [N, P, K, d], values [N, P, K, dv], read · sinks [H]. Returns [T, H, dv] fp32.
     """
     block_tokens = keys.shape[1]
     group = spec.n_heads // spec.n_kv_heads
-    out = torch.zeros(q.shape, dtype=torch.float32)
+    out = torch.zeros((*q.shape[:2], values.shape[-1]), dtype=torch.float32)
     for s in range(batch.n_sequences):
         for t in range(int(batch.query_start_S1[s]), int(batch.query_start_S1[s + 1])):
             position = int(batch.positions_T[t])
@@ -194,10 +196,14 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """act(gate) * up for gate_up [T, 2F] with gate first, fp32."""
     half = gate_up.shape[-1] // 2
     g, up = gate_up[..., :half].float(), gate_up[..., half:].float()
-    if activation is Activation.CLAMPED:
-        g, up = g.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
-        return g / (1 + torch.exp(-CLAMPED_ALPHA * g)) * (up + 1)
-    return curve(g, activation) * up
+    return bent_gate(gate_up, CLAMPED) if activation is Activation.CLAMPED else curve(g, activation) * up
+
+
+def bent_gate(gate_up: torch.Tensor, form: GateForm) -> torch.Tensor:
+    """As `GateForm` says, for gate_up [T, 2F] with gate first, fp32."""
+    g, up = gate_up.float().chunk(2, dim=-1)
+    g, up = g.clamp(max=form.limit), up.clamp(-form.most_up, form.most_up)
+    return (g / (1 + torch.exp(-form.alpha * g))).clamp(max=form.bound) * (up + form.shift)
 
 
 def curve(x: torch.Tensor, activation: Activation, numbers: tuple[float, ...] = ()) -> torch.Tensor:
@@ -305,7 +311,10 @@ def experts(
         for e, weight in route(linear(h[t : t + 1], router)[0], spec, choice_bias).items():
             before, after = (weight, 1.0) if spec.weighs_input else (1.0, weight)
             inner = linear(before * h[t : t + 1], gate_up[e])
-            inner = gate(inner, spec.activation) if spec.is_gated else curve(inner, spec.activation)
+            if not spec.is_gated:
+                inner = curve(inner, spec.activation)
+            else:
+                inner = gate(inner, spec.activation) if spec.form is None else bent_gate(inner, spec.form)
             out[t] += after * linear(inner, down[e])[0]
     return out
 

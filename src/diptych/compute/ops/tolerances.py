@@ -44,6 +44,8 @@ OPS: dict[str, OpContract] = {
         OpContract(name="add_gated", inputs="x [T,D], y [T,D], gate [T,1]", output="x [T,D]", writes="x",
                    tolerance_fp32=1e-6, tolerance_bf16=3e-2),
         OpContract(name="scale", inputs="x [T,D]", output="x [T,D]", writes="x", tolerance_fp32=1e-6, tolerance_bf16=2e-2),
+        OpContract(name="bent_gate", inputs="h [T,D], W [2F,D], b [2F]", output="y [T,F]", writes="",
+                   tolerance_fp32=1e-5, tolerance_bf16=4e-2),
         OpContract(name="sparse_gate", inputs="h [T,D], W [2F,D], b [2F]", output="y [T,F]", writes="",
                    tolerance_fp32=1e-5, tolerance_bf16=3e-2),
         OpContract(name="curve", inputs="h [T,D], W [F,D], b [F]", output="y [T,F]", writes="",
@@ -96,7 +98,13 @@ class EdgeShape:
     n_heads: int = 4
     n_kv_heads: int = 2
     head_dim: int = 16
+    v_head_dim: int | None = None
     block_tokens: int = 16
+
+    @property
+    def value_dim(self) -> int:
+        """As `AttentionSpec` has it."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
 
 EDGE_SHAPES: tuple[EdgeShape, ...] = (
@@ -114,4 +122,6 @@ EDGE_SHAPES: tuple[EdgeShape, ...] = (
     EdgeShape(name="groups of four", sequences=((9, 1), (0, 20)), n_heads=8, n_kv_heads=2),
     EdgeShape(name="groups of eight, one kv head", sequences=((9, 1), (0, 20)), n_heads=8, n_kv_heads=1),
     EdgeShape(name="odd head dim groups", sequences=((33, 3), (0, 5)), n_heads=9, n_kv_heads=3, head_dim=24),
+    EdgeShape(name="narrow values", sequences=((40, 1), (7, 1), (0, 33), (5, 2)), head_dim=24, v_head_dim=10),
+    EdgeShape(name="wide values", sequences=((40, 1), (0, 33)), n_heads=6, head_dim=16, v_head_dim=40),
 )

@@ -129,10 +129,9 @@ class TorchModel(Model):
         """An empty cache of this model; CapacityError when there is no memory for it."""
         states = (self.spec.layers[i].attention.state for i in self.spec.state_layers)
         return TorchKVStore(
-            heads=[(cache.n_heads, cache.head_dim) for cache in self.spec.caches],
+            heads=[cache.sizes for cache in self.spec.caches],
             n_blocks=n_blocks,
             block_tokens=block_tokens,
-            has_values=self.spec.caches[0].has_values,
             dtype=DTYPES[self.kv_format],
             device=self.device,
             revision=self.revision,

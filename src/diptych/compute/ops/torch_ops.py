@@ -20,9 +20,12 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.ops.contract import Activation, AttentionSpec, Ops, QkNorm, RopeSpec, Taps
 from diptych.compute.ops.step_numbers import StepNumbers
+from diptych.compute.ops.torch_curves import activated, bent, xielu
 from diptych.compute.ops.torch_loader import TorchAttention, TorchExperts, TorchLinear, TorchNorm
 from diptych.compute.ops.torch_states import move_states
-from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, MoeSpec, QueryScale, Scores
+from diptych.models.gates import CLAMPED, GateForm
+from diptych.models.positions import QueryScale
+from diptych.models.spec import MoeSpec, Scores
 
 # what an adapter adds, by id of the projection's handle; A and B on the device in the compute dtype
 TorchAdapter = Mapping[int, Sequence[tuple[Site, LowRank]]]
@@ -142,22 +145,26 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         return self._gated(h, weight, None)
 
     def _gated(self, h: torch.Tensor, weight: TorchLinear, tokens: torch.Tensor | None) -> torch.Tensor:
-        gate, up = self._product(h, weight, tokens).chunk(2, dim=-1)
+        both = self._product(h, weight, tokens)
         if weight.activation is Activation.CLAMPED:
-            gate, up = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
-            return gate * torch.sigmoid(gate * CLAMPED_ALPHA) * (up + 1)
-        return _activated(gate, weight.activation) * up
+            return bent(both, CLAMPED)
+        gate, up = both.chunk(2, dim=-1)
+        return activated(gate, weight.activation) * up
+
+    def bent_gate(self, h: torch.Tensor, weight: TorchLinear, *, form: GateForm) -> torch.Tensor:
+        """y [T, F]."""
+        return bent(self._product(h, weight, None), form)
 
     def sparse_gate(self, h: torch.Tensor, weight: TorchLinear, *, cutoff: float) -> torch.Tensor:
         """y [T, F]."""
         gate, up = self._product(h, weight, None).chunk(2, dim=-1)
         deviation, mean = torch.std_mean(gate.float(), dim=-1, keepdim=True, correction=0)
-        return _activated(F.relu(gate - (mean + cutoff * deviation).to(gate.dtype)), weight.activation) * up
+        return activated(F.relu(gate - (mean + cutoff * deviation).to(gate.dtype)), weight.activation) * up
 
     def curve(self, h: torch.Tensor, weight: TorchLinear, *, numbers: tuple[float, ...] = ()) -> torch.Tensor:
         """y [T, F]."""
         y = self._product(h, weight, None)
-        return _xielu(y, numbers) if weight.activation is Activation.XIELU else _activated(y, weight.activation)
+        return xielu(y, numbers) if weight.activation is Activation.XIELU else activated(y, weight.activation)
 
     def clip(self, y: torch.Tensor, limit: float) -> torch.Tensor:
         """y [T, N]."""
@@ -166,7 +173,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
     def gate_given(self, h: torch.Tensor, weight: TorchLinear, given: torch.Tensor, first: int) -> torch.Tensor:
         """y [T, F]."""
         gate = self._product(h, weight, None)
-        return _activated(gate, weight.activation) * given[:, first : first + gate.shape[1]]
+        return activated(gate, weight.activation) * given[:, first : first + gate.shape[1]]
 
     def weigh(self, x: torch.Tensor, weight: TorchNorm) -> torch.Tensor:
         """h [T, D]."""
@@ -258,8 +265,11 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
             q_THd = (q_THd * self._scales(spec.query_scale)[:, None, None]).to(q_THd.dtype)
         if not spec.owns_kv:
             return q_THd
-        k, v = qkv[:, n_q:].chunk(2, dim=-1) if spec.has_v else (qkv[:, n_q:],) * 2
-        v_TKd = v.unflatten(-1, (spec.n_kv_heads, spec.head_dim))
+        n_k = spec.n_kv_heads * spec.head_dim
+        k, v = qkv[:, n_q : n_q + n_k], qkv[:, n_q + n_k if spec.has_v else n_q :]
+        v_TKd = v.unflatten(-1, (spec.n_kv_heads, spec.value_dim))
+        if spec.v_scale != 1.0:
+            v_TKd = v_TKd * spec.v_scale
         if spec.has_v_norm:
             v_TKd = F.rms_norm(v_TKd.float(), v_TKd.shape[-1:], eps=spec.norm_eps)
         keys, values = self._pool(spec.cache_layer)
@@ -311,10 +321,10 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         return torch.einsum("thr,hvr->thv", a_THr, latent.values).flatten(1)
 
     def attention(self, q_THd: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
-        """a [T, H d]."""
+        """a [T, H dv]."""
         spec = attention.spec
         keys, values = self._pool(spec.cache_layer)
-        out = torch.empty_like(q_THd)
+        out = q_THd.new_empty((len(q_THd), spec.n_heads, values.shape[-1]))
         for queries in self._queries_of(spec):
             n_sequences = queries.slots.shape[0]
             q_BnHd = q_THd[queries.rows].unflatten(0, (n_sequences, -1))
@@ -339,7 +349,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
 
     def gate_heads(self, h: torch.Tensor, weight: TorchLinear, a: torch.Tensor) -> torch.Tensor:
         """[T, N]."""
-        gates = _activated(self._product(h, weight, None), weight.activation)
+        gates = activated(self._product(h, weight, None), weight.activation)
         return (a.unflatten(-1, (gates.shape[-1], -1)) * gates[..., None]).flatten(-2)
 
     def sum(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -357,11 +367,12 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
             if spec.weighs_input:
                 given, weights = (given * weights).to(h.dtype), torch.ones_like(weights)
             first = experts.gate_up[expert]
-            inner = (
-                self._gated(given, first, rows)
-                if spec.is_gated
-                else _activated(self._product(given, first, rows), first.activation)
-            )
+            if not spec.is_gated:
+                inner = activated(self._product(given, first, rows), first.activation)
+            elif spec.form is None:
+                inner = self._gated(given, first, rows)
+            else:
+                inner = bent(self._product(given, first, rows), spec.form)
             y = self._product(inner, experts.down[expert], rows)
             total.index_add_(0, rows, (y * weights).to(total.dtype))
         return total
@@ -418,8 +429,8 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         return 1.0 + scale.slope * torch.log1p(times.float())
 
     def _pool(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        planes = self._kv.layers[layer].flatten(1, 2)  # each [N * P, K, d], views
-        return planes[0], planes[-1]
+        planes = self._kv.layers[layer]
+        return planes[0].flatten(0, 1), planes[-1].flatten(0, 1)  # [N * P, K, d] and [N * P, K, dv], views
 
     def _rotate(self, x_THd: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
         cos, sin = (part[:, None] for part in self._turns(rope, self._dtype))
@@ -505,21 +516,6 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         # padded positions may lie beyond a short sequence's table; they are masked, any slot will do
         columns = (positions_BC // block_tokens).clamp(max=table_BM.shape[1] - 1)
         return table_BM.gather(1, columns) * block_tokens + positions_BC % block_tokens
-
-
-def _xielu(x: torch.Tensor, numbers: tuple[float, ...]) -> torch.Tensor:
-    above, below, slope, least = numbers
-    return slope * x + torch.where(x > 0, above * x * x, below * (torch.expm1(x.clamp(max=least)) - x))
-
-
-def _activated(gate: torch.Tensor, activation: Activation | None) -> torch.Tensor:
-    if activation is Activation.SILU:
-        return F.silu(gate)
-    if activation is Activation.SIGMOID:
-        return torch.sigmoid(gate)
-    if activation in (Activation.RELU, Activation.SQUARED_RELU):
-        return F.relu(gate) ** (2 if activation is Activation.SQUARED_RELU else 1)
-    return F.gelu(gate, approximate="none" if activation is Activation.GELU else "tanh")
 
 
 def route(logits_TE: torch.Tensor, experts: TorchExperts) -> tuple[torch.Tensor, torch.Tensor]:

@@ -57,9 +57,13 @@ def items_of(batch: ForwardBatch, size: int) -> np.ndarray:
 
 def has_kernels_for(spec: AttentionSpec | AttentionLayer) -> bool:
     """Whether a layer attends by our kernels."""
-    if spec.mla is not None or spec.state is not None or spec.head_dim > LARGEST_HEAD:
+    if spec.mla is not None or spec.state is not None or spec.head_dim > LARGEST_HEAD or not _has_usual_values(spec):
         return False
     return item_tokens(spec.head_dim, spec.n_heads // spec.n_kv_heads) > 0
+
+
+def _has_usual_values(spec: AttentionSpec | AttentionLayer) -> bool:
+    return spec.value_dim == spec.head_dim and spec.v_scale == 1.0
 
 
 def item_tokens_of(spec: ModelSpec) -> tuple[int, int] | None:
@@ -73,7 +77,7 @@ def item_tokens_of(spec: ModelSpec) -> tuple[int, int] | None:
 
 def kind_of_experts(spec: MoeSpec) -> int | None:
     """What the kernel makes of the sums of such experts; None: it has no such thing."""
-    return (GATES if spec.is_gated else CURVES).get(spec.activation)
+    return None if spec.limit is not None else (GATES if spec.is_gated else CURVES).get(spec.activation)
 
 
 class TritonOps(TorchOps):
@@ -149,6 +153,8 @@ class TritonOps(TorchOps):
     def rotate_and_cache(self, qkv: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
         """q [T, H, d]; k and v go to their slots."""
         spec = attention.spec
+        if not _has_usual_values(spec):
+            return super().rotate_and_cache(qkv, attention)
         is_of_heads = spec.qk_norm in (QkNorm.HEAD, QkNorm.TURNED)
         keys, values = self._pool(spec.cache_layer)
         q_THd = rotate_and_cache(
@@ -239,6 +245,6 @@ def _norms(attention: TorchAttention) -> tuple[torch.Tensor, torch.Tensor]:
 
 def runs_without_the_host(spec: ModelSpec) -> bool:
     """Whether the walk asks the device nothing on its way, so that its steps can be recorded."""
-    if spec.moe is not None and kind_of_experts(spec.moe) is None:
+    if any(isinstance(one.mlp, MoeSpec) and kind_of_experts(one.mlp) is None for one in spec.layers):
         return False
     return not spec.state_layers and all(has_kernels_for(layer.attention) for layer in spec.layers)

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from diptych.compute.ops.gpu.launch import cdiv, launch
-from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, Activation
+from diptych.models.gates import CLAMPED
+from diptych.models.spec import Activation
 
 FEW, SOME = 16, 64  # rows of the smallest tiles
 BUSY = 70  # programs that keep a GPU of some 130 multiprocessors busy
@@ -21,7 +22,7 @@ PLAIN = 0
 GATES: dict[Activation, int] = {Activation.SILU: 1, Activation.GELU_TANH: 2, Activation.CLAMPED: 3}
 CURVES: dict[Activation, int] = {Activation.SQUARED_RELU: 4}
 
-_ALPHA, _LIMIT = tl.constexpr(CLAMPED_ALPHA), tl.constexpr(CLAMPED_LIMIT)
+_ALPHA, _LIMIT = tl.constexpr(CLAMPED.alpha), tl.constexpr(CLAMPED.limit)
 
 
 @triton.jit

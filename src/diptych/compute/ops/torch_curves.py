@@ -1,0 +1,33 @@
+"""Activations and gates on the torch backend."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from diptych.models.gates import GateForm
+from diptych.models.spec import Activation
+
+
+def xielu(x: torch.Tensor, numbers: tuple[float, ...]) -> torch.Tensor:
+    """As `Activation` says, of its numbers."""
+    above, below, slope, least = numbers
+    return slope * x + torch.where(x > 0, above * x * x, below * (torch.expm1(x.clamp(max=least)) - x))
+
+
+def activated(gate: torch.Tensor, activation: Activation | None) -> torch.Tensor:
+    """act(gate)."""
+    if activation is Activation.SILU:
+        return F.silu(gate)
+    if activation is Activation.SIGMOID:
+        return torch.sigmoid(gate)
+    if activation in (Activation.RELU, Activation.SQUARED_RELU):
+        return F.relu(gate) ** (2 if activation is Activation.SQUARED_RELU else 1)
+    return F.gelu(gate, approximate="none" if activation is Activation.GELU else "tanh")
+
+
+def bent(gate_up: torch.Tensor, form: GateForm) -> torch.Tensor:
+    """As `GateForm` says, of gate and up side by side."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=form.limit), up.clamp(-form.most_up, form.most_up)
+    return (gate * torch.sigmoid(gate * form.alpha)).clamp(max=form.bound) * (up + form.shift)

@@ -1,0 +1,30 @@
+"""Gates that hold what they join within bounds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GateForm:
+    """min(g sigmoid(alpha g), bound) (u + shift), of g = min(gate, limit) and u = up within +-min(limit, bound)."""
+
+    alpha: float = 1.0
+    limit: float = math.inf
+    bound: float = math.inf
+    shift: float = 0.0
+
+    @property
+    def most_up(self) -> float:
+        """What up is held within on both sides."""
+        return min(self.limit, self.bound)
+
+    @property
+    def numbers(self) -> tuple[float, float, float, float]:
+        """All four, as the kernels take them."""
+        return self.alpha, self.limit, self.bound, self.shift
+
+
+PLAIN = GateForm()
+CLAMPED = GateForm(alpha=1.702, limit=7.0, shift=1.0)  # of gpt-oss and MiniMax M3

@@ -1,0 +1,48 @@
+"""How queries and keys are turned to their positions, and queries scaled by them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary positions as the config gives them, settled for the longest sequence that will run (see `rope`).
+
+    kind: default, linear, dynamic, proportional, llama3, yarn or longrope. theta: the base, already stretched for dynamic.
+    trained_tokens: original_max_position_embeddings. divisors: longrope's factors, one per pair of dimensions, of
+    `divisors_name` (short_factor or long_factor). n_turning: of proportional, how many pairs do turn. attention_factor
+    multiplies cos and sin. query_slope: queries are scaled by position as `QueryScale` says, every trained_tokens.
+    is_interleaved: neighbouring dimensions turn together in the checkpoint's order, not those half of rotary_dim apart.
+    """
+
+    theta: float
+    rotary_dim: int
+    kind: str = "default"
+    factor: float = 1.0
+    trained_tokens: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    is_truncated: bool = True
+    attention_factor: float = 1.0
+    n_turning: int | None = None
+    divisors: tuple[float, ...] = ()
+    divisors_name: str | None = None
+    query_slope: float = 0.0
+    is_interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryScale:
+    """Queries times 1 + slope * log(1 + (position + shift) // tokens), behind the rotary positions (arXiv:2501.19399)."""
+
+    slope: float
+    tokens: int
+    shift: int = 0
+
+    @property
+    def numbers(self) -> tuple[float, int, int]:
+        """All three, as the kernels take them."""
+        return self.slope, self.tokens, self.shift
