@@ -12,7 +12,7 @@ int64_t work_of(const AttentionTask& task) {
 // All row ranges of the step, each with every tile it can see.
 void list_row_ranges(const AttentionShape& shape, const AttentionBatch& batch, std::vector<AttentionTask>& tasks) {
   const int64_t group = shape.n_heads / shape.n_kv_heads;
-  const int64_t tokens_per_task = std::max<int64_t>(1, kTaskRows / group);
+  const int64_t tokens_per_task = shape.most != INT64_MAX ? 1 : std::max<int64_t>(1, kTaskRows / group);  // each has a choice of its own
   for (int64_t s = 0; s < batch.n_sequences; ++s) {
     const int32_t whole = batch.both_ways != nullptr && batch.both_ways[s] != 0 ? batch.context_tokens[s] : 0;
     for (int64_t begin = batch.query_start[s]; begin < batch.query_start[s + 1]; begin += tokens_per_task) {

@@ -78,7 +78,7 @@ int64_t checked_tokens(const KvCache& kv, int64_t layer, const I32& block_ids, c
   const KvShape& shape = kv.shape_of(layer);
   check_blocks(kv, block_ids, static_cast<int64_t>(n_tokens));
   for (const Cube* cube : {&k, &v})
-    if (static_cast<int64_t>(cube->shape(0)) != shape.n_kv_heads || cube->shape(1) != n_tokens || static_cast<int64_t>(cube->shape(2)) != shape.head_dim)
+    if (static_cast<int64_t>(cube->shape(0)) != shape.n_kv_heads || cube->shape(1) != n_tokens || static_cast<int64_t>(cube->shape(2)) != shape.width())
       throw std::invalid_argument("keys and values must be [kv heads, tokens, head_dim]");
   return static_cast<int64_t>(n_tokens);
 }
@@ -121,11 +121,12 @@ KvShape kv_shape(int64_t n_blocks, int64_t block_tokens, const std::string& form
 
 void bind_kv(nb::module_& m) {
   nb::class_<KvCache>(m, "KvCache")
-      .def("__init__", [](KvCache* self, const Heads& heads, int64_t n_blocks, int64_t block_tokens, const std::string& format, bool has_values) {
+      .def("__init__", [](KvCache* self, const Heads& heads, int64_t n_blocks, int64_t block_tokens, const std::string& format, bool has_values, int64_t attended) {
         std::vector<KvHeads> layers;
         for (const auto& [n, dim] : heads) layers.push_back({n, dim});
-        new (self) KvCache(kv_shape(n_blocks, block_tokens, format, has_values), layers);
-      }, nb::kw_only(), nb::arg("heads"), nb::arg("n_blocks"), nb::arg("block_tokens"), nb::arg("format"), nb::arg("has_values") = true)
+        new (self) KvCache(kv_shape(n_blocks, block_tokens, format, has_values), layers, attended);
+      }, nb::kw_only(), nb::arg("heads"), nb::arg("n_blocks"), nb::arg("block_tokens"), nb::arg("format"), nb::arg("has_values") = true,
+         nb::arg("attended") = 0)
       .def("add_states", &KvCache::add_states, nb::arg("floats_by_layer"), nb::arg("n_places"))
       .def_prop_ro("n_places", &KvCache::n_places)
       .def_prop_ro("state_bytes", &KvCache::state_bytes)
@@ -145,12 +146,12 @@ void bind_kv(nb::module_& m) {
       .def("import_checked", &import_checked, nb::arg("block_ids"), nb::arg("data"))
       .def("read", &read_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"))
       .def("write", &write_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"));
-  m.def("kv_bytes_per_block", [](const Heads& heads, int64_t block_tokens, const std::string& format, bool has_values) {
-    KvShape shape = kv_shape(1, block_tokens, format, has_values);
+  m.def("kv_bytes_per_block", [](const Heads& heads, int64_t block_tokens, const std::string& format, bool has_values, int64_t attended) {
+    const KvShape common = kv_shape(1, block_tokens, format, has_values);
     int64_t bytes = 0;
-    for (const auto& [n, dim] : heads) shape.n_kv_heads = n, shape.head_dim = dim, bytes += shape.block_bytes();
+    for (const auto& [n, dim] : heads) bytes += KvHeads{n, dim}.of(common, attended).block_bytes();
     return bytes;
-  }, nb::kw_only(), nb::arg("heads"), nb::arg("block_tokens"), nb::arg("format"), nb::arg("has_values") = true);
+  }, nb::kw_only(), nb::arg("heads"), nb::arg("block_tokens"), nb::arg("format"), nb::arg("has_values") = true, nb::arg("attended") = 0);
 }
 
 }  // namespace diptych

@@ -19,10 +19,10 @@ from diptych.cost.streams import stream_matrices, stream_vectors, table_width
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import KVSpec, QuantSpec
+from diptych.models.latent import MlaSpec
 from diptych.models.spec import (
     AttentionLayer,
     LayerSpec,
-    MlaSpec,
     MlpSpec,
     ModelSpec,
     MoeSpec,

@@ -21,8 +21,10 @@ from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, PRICED, SUPP
 from diptych.models.family import Family
 from diptych.models.files import no_model
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL, SYNONYMS
+from diptych.models.latent import IndexSpec, MlaSpec
 from diptych.models.read_blocks import as_layers, as_pairs
 from diptych.models.read_gpt import arrangement, n_kv_heads, of_all_layers
+from diptych.models.read_index import layer_indices
 from diptych.models.read_mixtures import expert_groups, mixture_layers, mixture_scales, scores_of
 from diptych.models.read_states import adjusted_width, layer_scales, state_attention, state_layers
 from diptych.models.read_streams import cutoffs, full_heads, layer_inputs, mlp_widths, shared_layers, streams
@@ -33,7 +35,6 @@ from diptych.models.spec import (
     Activation,
     AttentionLayer,
     LayerSpec,
-    MlaSpec,
     MlpSpec,
     ModelSpec,
     MoeSpec,
@@ -72,11 +73,6 @@ def read_model(
     config = _canonical(config, family)
     sections = rope_sections(config, family)
     limit = position_limit(config, sections[0] if sections else None, max_context_tokens)
-    chosen = config.integer("index_topk") if "index_topk" in family.keys else None
-    if chosen is not None and chosen < limit:
-        logger.warning("%s chooses what it attends to by an index, which is not run: up to %d tokens, where that chooses all",
-                       family.name, chosen)  # fmt: skip
-        limit = chosen
     context = limit if max_context_tokens is None else min(limit, max_context_tokens)
     windows = windows_of(config, family, config.integer("num_hidden_layers"))
     heads = _Heads.read(config, family, windows)
@@ -236,7 +232,7 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
         raw |= {key: of_all_layers(raw[key], key, path)} if key in raw else {}
     kinds = raw.get("layer_types")
     if "index_topk" in family.keys and isinstance(kinds, list) and all(kind in INDEXED for kind in kinds):
-        del raw["layer_types"]  # within index_topk all see everything
+        del raw["layer_types"]  # which says no more than that there is an index
     read = {*family.keys, *(ROPE_KEYS if "rope_theta" in family.keys else ()), "layer_types", "hidden_act"}
     _check_keys(raw, read, family, path)
     if raw.get("rope_scaling") or raw.get("rope_parameters"):  # a class default holds only where neither is given
@@ -322,9 +318,10 @@ def _layers(
     mlps = _mlps(config, family, shared)
     norms = arrangement(config, family)
     # equal layers are one object
-    kinds = list(zip(windows, turns, shared, state_layers(config, family, n_layers), strict=True))
+    states, indices = state_layers(config, family, n_layers), layer_indices(config, family, n_layers)
+    kinds = list(zip(windows, turns, shared, states, indices, strict=True))
     attention = {
-        (window, rope, kv_layer, has_state): state_attention(config, family)
+        (window, rope, kv_layer, has_state, index): state_attention(config, family)
         if has_state
         else _attention(
             config,
@@ -333,8 +330,9 @@ def _layers(
             window=window,
             rope=rope,
             kv_layer=kv_layer,
+            index=index,
         )
-        for window, rope, kv_layer, has_state in dict.fromkeys(kinds)
+        for window, rope, kv_layer, has_state, index in dict.fromkeys(kinds)
     }
     alone = {i for i, (_, mlp) in enumerate(config.raw.get("blocks", ())) if mlp is None}
     without_mlp = Norms.SHARED if family.has_pairs else Norms.ALONE
@@ -365,6 +363,7 @@ def _attention(
     window: int | None,
     rope: Rope | None,
     kv_layer: int | None,
+    index: IndexSpec | None,
 ) -> AttentionLayer:
     n_heads = config.integer("num_attention_heads")
     n_kv_heads, head_dim, has_v = kv_heads
@@ -384,6 +383,7 @@ def _attention(
             nope_dim=config.integer("qk_nope_head_dim"),
             rope_dim=head_dim,
             v_dim=config.integer("v_head_dim", max(1, config.integer("hidden_size") // n_heads)),
+            index=index,
         )
         stretch = 1.0 if rope is None else latent_stretch(config)
         scale = (mla.nope_dim + mla.rope_dim) ** -0.5 * stretch**2

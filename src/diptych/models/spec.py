@@ -14,6 +14,7 @@ from functools import cached_property
 
 from diptych.ground.errors import UnsupportedModel
 from diptych.ground.specs import Provenance
+from diptych.models.latent import CacheShape, MlaSpec
 
 
 class Activation(Enum):
@@ -127,17 +128,6 @@ class QueryScale:
         return self.slope, self.tokens, self.shift
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MlaSpec:
-    """Multi-head latent attention: ranks and head sizes. q_rank None: queries are projected directly."""
-
-    q_rank: int | None
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    v_dim: int
-
-
 class StateRule(Enum):
     """How a state moves on with a token."""
 
@@ -243,20 +233,6 @@ class StateSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheShape:
-    """What a layer keeps of a token: a key for each head, and a value of that width unless the key serves as both."""
-
-    n_heads: int
-    head_dim: int
-    has_values: bool = True
-
-    @property
-    def elements(self) -> int:
-        """Numbers per token."""
-        return self.n_heads * self.head_dim * (2 if self.has_values else 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayer:
     """One layer's attention: grouped queries, latents where `mla` is given (then head_dim is the rotary part's), or a state
     where `state` is (then heads are its value heads, kv heads its key heads, and it keeps no keys and values).
@@ -316,11 +292,17 @@ class AttentionLayer:
     def cache(self) -> CacheShape:
         """What it keeps of a token, or finds where another layer keeps it.
 
-        Of latent attention that is the latent beside the rotary part of the key, for all heads.
+        Of latent attention that is the latent beside the rotary part of the key, for all heads, and the key of an index.
         """
         if self.mla is None:
             return CacheShape(n_heads=self.n_kv_heads, head_dim=self.head_dim)
-        return CacheShape(n_heads=1, head_dim=self.mla.kv_rank + self.mla.rope_dim, has_values=False)
+        row, own = self.mla.row, self.mla.own_index
+        return CacheShape(
+            n_heads=1,
+            head_dim=row if own is None else row + own.head_dim,
+            has_values=False,
+            attended=None if self.mla.index is None else row,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -490,7 +472,14 @@ class ModelSpec:
             raise UnsupportedModel(f"{self.name} has {len(mixtures)} kinds of mixtures of experts; one is supported")
         if not self.kv_layers:
             raise UnsupportedModel(f"{self.name} has no layer that attends to keys and values; one at least is needed")
+        is_chosen = False
         for i, layer in enumerate(self.layers):
+            mla = layer.attention.mla
+            is_chosen = is_chosen or (mla is not None and mla.own_index is not None)
+            if mla is not None and mla.index is not None and not is_chosen:
+                raise UnsupportedModel(
+                    f"layer {i} of {self.name} attends to what the index of a layer before it chose, and none has one"
+                )
             shared = layer.attention.kv_layer
             if shared is None:
                 continue

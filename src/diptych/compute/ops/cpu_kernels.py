@@ -91,6 +91,7 @@ def cache_sizes(spec: ModelSpec) -> dict[str, Any]:
     return {
         "heads": [(cache.n_heads, cache.head_dim) for cache in spec.caches],
         "has_values": spec.caches[0].has_values,
+        "attended": spec.caches[0].attended or 0,
     }
 
 

@@ -1,0 +1,54 @@
+"""What a config says of an index that chooses what latent attention attends to: its sizes, and which layers have one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diptych.ground.errors import LoadError
+from diptych.models.config import HfConfig
+from diptych.models.family import Family
+from diptych.models.latent import IndexSpec
+
+FULL, SHARED = "full", "shared"  # a layer makes a choice of its own, or takes the last one made before it
+IN_PATTERNS = {"F": FULL, "S": SHARED}
+
+
+def layer_indices(config: HfConfig, family: Family, n_layers: int) -> list[IndexSpec | None]:
+    """Of each layer; equal ones are one object."""
+    if "index_topk" not in family.keys:
+        return [None] * n_layers
+    if config.raw.get("q_lora_rank") is None:
+        raise LoadError(f"q_lora_rank in {config.path} is null; queries of an index are made of what it gives")
+    width, turned = config.integer("index_head_dim"), config.integer("qk_rope_head_dim")
+    if width % 2 or width < turned:
+        raise LoadError(f"index_head_dim in {config.path} is {width}; it must be even, and {turned} of it turn")
+    made = {
+        kind: IndexSpec(
+            most=config.integer("index_topk"),
+            n_heads=config.integer("index_n_heads"),
+            head_dim=width,
+            is_interleaved=config.flag("indexer_rope_interleave"),
+            is_own=kind == FULL,
+        )
+        for kind in (FULL, SHARED)
+    }
+    return [made[kind] for kind in _kinds(config, family, n_layers)]
+
+
+def _kinds(config: HfConfig, family: Family, n_layers: int) -> list[str]:
+    if "indexer_types" not in family.keys:
+        return [FULL] * n_layers
+    named: Any = config.raw["indexer_types"]
+    pattern = config.raw["index_topk_pattern"]
+    if named is None and pattern is None:
+        every = max(config.integer("index_topk_freq", low=0), 1)
+        first = config.integer("index_skip_topk_offset", low=0) - 1
+        return [FULL if max(i - first, 0) % every == 0 else SHARED for i in range(n_layers)]
+    key, kinds = ("index_topk_pattern", pattern) if named is None else ("indexer_types", named)
+    if isinstance(kinds, str):
+        kinds = [IN_PATTERNS.get(one, one) for one in kinds]
+    if not isinstance(kinds, list) or len(kinds) < n_layers or any(kind not in (FULL, SHARED) for kind in kinds):
+        raise LoadError(f"{key} in {config.path} must name {n_layers} layers, each {FULL} or {SHARED}")
+    if kinds[0] != FULL:
+        raise LoadError(f"{key} in {config.path} has the first layer share a choice, and none was made before it")
+    return kinds[:n_layers]
