@@ -53,32 +53,39 @@ DIPTYCH_INLINE void pack_group(const uint16_t* const* rows, int64_t d, int64_t d
 }
 #endif
 
-// Keys and values of one token's tile in scratch; those of a cache of bytes as `widen_tile` has them.
+// Keys and values of a tile of one token, or of some that all have no choice to make, in scratch; those of a cache of bytes as `widen_tile`
+// has them.
 DIPTYCH_INLINE void gather_tile(const SequenceView& view, int64_t token, const Scratch& scratch, Tile& tile) {
   const AttentionCall& call = *view.call;
   const KvShape& kv = call.kv.shape;
-  const int64_t d = kv.head_dim, dv = kv.value_dim();
+  const int64_t d = kv.head_dim, dv = kv.value_dim(), row_bytes = d * kv.element_bytes();
   const bool is_bytes = kv.format != KvFormat::bf16;
   const int32_t* chosen = call.positions[token] < call.shape.most ? nullptr : call.choice + token * call.shape.most;
+  const auto find = [&](int64_t place) -> std::pair<const uint8_t*, const float*> {
+    const int64_t position = chosen == nullptr ? place : chosen[place], block = position / kv.block_tokens;
+    const int64_t offset = position - block * kv.block_tokens;
+    const KvHead head = call.kv.head(view.blocks[block], view.kv_head);
+    return {head.keys + offset * row_bytes, head.key_scales + offset};
+  };
   alignas(64) uint16_t wide[kGroupTokens * (kMostLatentDim + 32)];
   for (int64_t g = tile.span.first; g < tile.span.end; ++g) {
     const uint16_t* rows[kGroupTokens];
     for (int64_t t = 0; t < kGroupTokens; ++t) {
-      const int64_t place = tile.start + g * kGroupTokens + t;
+      const int64_t place = tile.start + g * kGroupTokens + t, next = place + kGroupTokens;
+      if (chosen != nullptr && next <= view.last_key) {  // of the group behind this one, whose rows lie anywhere
+        const uint8_t* ahead = find(next).first;
+        for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(ahead + at, 0, 2);
+      }
       rows[t] = nullptr;
       if (is_bytes) scratch.key_scales[g * kGroupTokens + t] = scratch.value_scales[g * kGroupTokens + t] = 0.0f;
       if (place > view.last_key) continue;
-      const int64_t position = chosen == nullptr ? place : chosen[place], block = position / kv.block_tokens;
-      const int64_t offset = position - block * kv.block_tokens;
-      const KvHead head = call.kv.head(view.blocks[block], view.kv_head);
-      if (!is_bytes) {
-        rows[t] = reinterpret_cast<const uint16_t*>(head.keys) + offset * d;
-        continue;
-      }
+      const auto [row, scale] = find(place);
+      rows[t] = reinterpret_cast<const uint16_t*>(row);
+      if (!is_bytes) continue;
       uint16_t* own = wide + t * (kMostLatentDim + 32);
-      widen_bytes(kv.format, reinterpret_cast<const int8_t*>(head.keys) + offset * d, d, own);
+      widen_bytes(kv.format, reinterpret_cast<const int8_t*>(row), d, own);
       rows[t] = own;
-      scratch.key_scales[g * kGroupTokens + t] = scratch.value_scales[g * kGroupTokens + t] = head.key_scales[offset];
+      scratch.key_scales[g * kGroupTokens + t] = scratch.value_scales[g * kGroupTokens + t] = *scale;
     }
     uint16_t *keys = scratch.wide_keys + g * kGroupTokens * d, *values = scratch.wide_values + g * kGroupTokens * dv;
     pack_group(rows, d, dv, keys, values);
