@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint
+from diptych.compute.adapters import read_adapter
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops import reference
 from diptych.compute.ops.tolerances import EdgeShape
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import LoadError
+from lora import write_adapter
 from op_bench import Bench, make_batch
+from stepping import Stepper
 from worlds import KERNEL_SETS, alone, prompt
 
 pytestmark = [
@@ -119,3 +125,29 @@ def test_a_model_says_something_else_where_all_is_chosen(tmp_path: Path) -> None
     assert torch.equal(*(one[:few] for one in answers))
     different = (answers[0] - answers[1])[few:].abs().amax(dim=-1)
     assert (different > 0.1 * answers[0].std()).float().mean() > 0.8
+
+
+def test_an_adapter_changes_the_queries_of_an_index_and_is_refused_for_the_rest(tmp_path: Path) -> None:
+    """Oracle: the checkpoint with the adapter's product added to `wq_b`."""
+    base = make_checkpoint("glm_moe_dsa", tmp_path / "base")
+    adapter = write_adapter(tmp_path / "adapter", base, {"wq_b": 4})
+    merged = Path(shutil.copytree(base, tmp_path / "merged"))
+    tensors, low_ranks = load_file(base / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
+    for name, b in low_ranks.items():
+        if "lora_B" not in name:
+            continue
+        a = low_ranks[name.replace("lora_B", "lora_A")]
+        tensors[name.removeprefix("base_model.model.").replace("lora_B.weight", "weight")] += 2 * b @ a
+    save_file(tensors, merged / "model.safetensors", metadata={"format": "pt"})
+    model, other = (
+        load_model(path, ComputeConfig(backend="torch", device="cpu", weights="fp32")) for path in (base, merged)
+    )
+    stepper = Stepper(model)
+    stepper.adapters = {"it": model.add_adapter(read_adapter(adapter, max_rank=64))}
+    logits, expected = stepper.prefill("it", prompt(40), chunk=7), alone(other, prompt(40), None).logits
+    assert (logits - expected).abs().max() < 1e-4
+    assert (alone(model, prompt(40), None).logits - expected).abs().max() > 0.1
+    for name in ("wk", "weights_proj"):
+        refused = write_adapter(tmp_path / name, base, {name: 4})
+        with pytest.raises(LoadError, match=name):
+            model.add_adapter(read_adapter(refused, max_rank=64))

@@ -68,6 +68,7 @@ LATENT_ATTENTION: tuple[Family, ...] = (
               "v_head_dim": 256, "qk_nope_head_dim": 192, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5,
               "index_n_heads": 32, "max_position_embeddings": 202_752, "indexer_types": None, "index_topk_pattern": None,
               "index_topk_freq": 1, "index_skip_topk_offset": 2, "indexer_rope_interleave": True},
+        ignored=("rotary_emb.inv_freq", ".indexer."),  # of layers that take another's choice
         **LIKE_DEEPSEEK_V32,
         **CHOSEN_BY_SIGMOID,
     ),

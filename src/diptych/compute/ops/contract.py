@@ -497,8 +497,8 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
     def choose(self, h: Stream | Hidden, low: Hidden, attention: Heads) -> None:
         """Writes the step's tokens' index keys, and chooses what `attention` sees from here on, until the next choice.
 
-        Each token sees the positions up to its own that its index scores highest, as `IndexSpec` says, the lower of equals
-        first. h [T, D]: the layer's input; low [T, q_rank]: what queries are made of.
+        Each token sees the positions up to its own that its index scores highest, as `IndexSpec` says; of equals the cpu
+        backend takes the lower, torch any. h [T, D]: the layer's input; low [T, q_rank]: what queries are made of.
         """
 
     @abstractmethod
