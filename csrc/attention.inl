@@ -298,81 +298,26 @@ DIPTYCH_INLINE float whole_query(const uint16_t* x, int64_t d, uint16_t* out) {
 
 // ---- one task ----
 
-DIPTYCH_INLINE void find_groups(const SequenceView& view, Tile& tile) {
-  const KvShape& kv = view.call->kv.shape;
-  GroupWalk walk(view, tile.start + tile.span.first * 16);
-  for (int64_t g = tile.span.first;;) {
-    tile.keys[g] = reinterpret_cast<const uint16_t*>(walk.head.keys) + walk.offset * kv.head_dim;
-    tile.values[g] = reinterpret_cast<const uint16_t*>(walk.head.values) + walk.offset * kv.value_dim();
-    if (++g == tile.span.end) break;
-    walk.step();
-  }
-}
+#include "attention_groups.inl"
 
-// Whether a cache's bytes are met by whole numbers.
-DIPTYCH_INLINE bool is_whole(KvFormat format) {
+// n heads' queries side by side, as the products read them, from the row-th on.
+DIPTYCH_INLINE void take_queries(const AttentionCall& call, const uint16_t* q, int64_t n, int64_t row, const Scratch& scratch) {
+  const int64_t d = call.shape.head_dim, stride = query_stride(d);
+  for (int64_t r = row; r < row + n; ++r, q += d) {
 #if defined(DIPTYCH_WHOLE)
-  return format == KvFormat::int8;
-#else
-  (void)format;
-  return false;
-#endif
-}
-
-DIPTYCH_INLINE void widen_bytes(KvFormat format, const int8_t* x, int64_t n, uint16_t* out) {
-  int64_t i = 0;
-  if (format == KvFormat::fp8) {
-#if defined(DIPTYCH_BESIDE)
-    for (; i + 64 <= n; i += 64) {
-      Pairs former, latter;
-      widen_64_e4m3(x + i, former.v, latter.v);
-      _mm512_storeu_si512(out + i, former.v), _mm512_storeu_si512(out + i + 32, latter.v);
+    if (is_whole(call.kv.shape.format)) {
+      scratch.query_scales[r] = whole_query(q, d, scratch.whole_queries() + r * d);
+      continue;
     }
 #endif
-    for (; i < n; i += 32) widen_e4m3(reinterpret_cast<const E4m3*>(x + i), out + i);
-  } else {
-    for (; i < n; i += 32)
-#if defined(DIPTYCH_WHOLE)
-      widen_i8_whole(x + i, out + i);
-#else
-      widen_i8(x + i, out + i);
-#endif
+    Input* query = scratch.queries + r * stride;
+    take_inputs(q, d, query);
+    std::memset(query + d, 0, static_cast<size_t>(stride - d) * sizeof(Input));
   }
-}
-
-// A cache of bytes: the tile's keys and values as bf16 or whole numbers, exact; their scales go to scores and weights.
-DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch, int64_t rows, Tile& tile) {
-  const KvShape& kv = view.call->kv.shape;
-  const int64_t d = kv.head_dim, dv = kv.value_dim();
-#if defined(DIPTYCH_BYTES)
-  tile.is_bytes = kv.has_values && turns_of(rows) < (kv.format == KvFormat::fp8 ? kManyTurnsOfFp8 : kManyTurns);
-#else
-  (void)rows;
-#endif
-  GroupWalk walk(view, tile.start + tile.span.first * 16);
-  for (int64_t g = tile.span.first; g < tile.span.end; ++g) {
-    const int64_t offset = walk.offset;
-    const KvHead head = walk.head;
-    const int8_t* keys = reinterpret_cast<const int8_t*>(head.keys) + offset * d;
-    const int8_t* values = reinterpret_cast<const int8_t*>(head.values) + offset * dv;
-    uint16_t* wide_keys = scratch.wide_keys + g * 16 * d;
-    uint16_t* wide_values = scratch.wide_values + g * 16 * dv;
-    if (!tile.is_bytes) widen_bytes(kv.format, keys, 16 * d, wide_keys);
-    if (!tile.is_bytes && kv.has_values) widen_bytes(kv.format, values, 16 * dv, wide_values);
-    std::memcpy(scratch.key_scales + g * 16, head.key_scales + offset, 64);
-    std::memcpy(scratch.value_scales + g * 16, (kv.has_values ? head.value_scales : head.key_scales) + offset, 64);
-    tile.keys[g] = tile.is_bytes ? reinterpret_cast<const uint16_t*>(keys) : wide_keys;
-    tile.values[g] = tile.is_bytes ? reinterpret_cast<const uint16_t*>(values) : wide_values;
-    if (g + 1 < tile.span.end) walk.step();
-  }
-  tile.key_scales = scratch.key_scales, tile.value_scales = scratch.value_scales;
-#if defined(DIPTYCH_WHOLE)
-  tile.is_whole = is_whole(kv.format);
-  if (tile.is_whole && tile.span.first == 0 && tile.span.pairs == kTileTokens / 2) tile.most_value_scale = most_scale(tile.value_scales, 0, kTileTokens);
-#endif
 }
 
 #include "attention_latent.inl"
+#include "attention_index.inl"
 
 // state = state joined with partial, for n <= 16 rows; gives the factors for the values. An empty partial (-inf, 0) changes
 // exactly nothing: what it keeps is multiplied by 1, what it takes by 0.
@@ -496,22 +441,10 @@ DIPTYCH_INLINE int64_t first_key(const AttentionCall& call, const AttentionTask&
 static void attention(const AttentionCall& call, const AttentionTask& task, const AttentionTask* following, uint8_t* memory) {
   const Scratch scratch = carve_scratch(call.shape, memory);
   const TaskRows rows = rows_of(call, task);
-  const int64_t d = call.shape.head_dim, dv = call.kv.shape.value_dim(), stride = query_stride(d);
-  for (int64_t r = 0; r < rows.n; r += rows.group) {  // a token's heads of the group lie side by side
-    const int64_t token = rows.token + r / rows.group;
-    for (int64_t g = 0; g < rows.group; ++g) {
-      const uint16_t* q = call.q + (token * call.shape.n_heads + rows.head + g) * d;
-      scratch.positions[r + g] = call.positions[token];
-#if defined(DIPTYCH_WHOLE)
-      if (is_whole(call.kv.shape.format)) {
-        scratch.query_scales[r + g] = whole_query(q, d, scratch.whole_queries() + (r + g) * d);
-        continue;
-      }
-#endif
-      Input* query = scratch.queries + (r + g) * stride;
-      take_inputs(q, d, query);
-      std::memset(query + d, 0, static_cast<size_t>(stride - d) * sizeof(Input));
-    }
+  const int64_t d = call.shape.head_dim, dv = call.kv.shape.value_dim();
+  for (int64_t r = 0, token = rows.token; r < rows.n; r += rows.group, ++token) {  // a token's heads of the group lie side by side
+    for (int64_t g = 0; g < rows.group; ++g) scratch.positions[r + g] = call.positions[token];
+    take_queries(call, call.q + (token * call.shape.n_heads + rows.head) * d, rows.group, r, scratch);
   }
   for (int64_t r = 0; r < rows.n; ++r) scratch.state_max[r] = -__builtin_inff(), scratch.state_sum[r] = 0.0f;
   std::memset(scratch.state_values, 0, static_cast<size_t>(rows.n * dv) * 4);
@@ -534,12 +467,13 @@ static void attention(const AttentionCall& call, const AttentionTask& task, cons
     }
     Ahead ahead;
     tile.ahead = &ahead;
-    if (call.kv.shape.format != KvFormat::bf16)
-      widen_tile(view, scratch, rows.n, tile);
-    else
-      find_groups(view, tile);
-    ask_ahead(view, after, after_token, rows.n, tile, ahead);
-    if (!call.kv.shape.has_values) values_of_keys(view, scratch, tile);
+    if (call.choice != nullptr) {
+      gather_tile(view, rows.token, scratch, tile);
+    } else {
+      find_tile(view, scratch, rows.n, tile);
+      ask_ahead(view, after, after_token, rows.n, tile, ahead);
+      if (!call.kv.shape.has_values) values_of_keys(view, scratch, tile);
+    }
     float* partial = nullptr;
     if (task.is_split) partial = call.partials + task.partial_begin + (t - task.first_tile) * rows.n * (dv + 2);
     run_tile(call, rows, tile, scratch, partial);
@@ -587,7 +521,7 @@ static int64_t attention_scratch_bytes(const AttentionShape& shape) {
   return (floats * 4 + inputs * static_cast<int64_t>(sizeof(Input)) + halves * 2 + 11 * 64 + 4095) / 4096 * 4096;
 }
 
-extern const AttentionKernels kAttention = {attention, attention_combine, attention_scratch_bytes};
+extern const AttentionKernels kAttention = {attention, attention_combine, attention_scratch_bytes, index_tile, choose_row};
 
 }  // namespace DIPTYCH_ISA
 }  // namespace diptych

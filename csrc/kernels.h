@@ -80,8 +80,24 @@ struct LatentCall {
 
 // One token's row into the cache: latent normed, the rest turned. scratch: rank + rotary + 16 fp32.
 using CacheLatent = void (*)(const LatentCall& call, int64_t token, float* scratch);
-// out [rotary_dim] bf16 = x turned. scratch: rotary_dim + 16 fp32.
-using RotateQuery = void (*)(const float* x, int64_t rotary_dim, const float* cos_row, const float* sin_row, float* scratch, uint16_t* out);
+// out [n] bf16 = x, the first rotary_dim turned. scratch: n + 16 fp32.
+using RotateQuery = void (*)(const float* x, int64_t n, int64_t rotary_dim, const float* cos_row, const float* sin_row, float* scratch, uint16_t* out);
+
+struct IndexKeyCall {
+  KvLayer kv;                               // the index's (KvLayer::index)
+  const float* rows = nullptr;              // [T, index_dim]
+  const float* norm = nullptr;              // [index_dim], and its bias
+  const float* bias = nullptr;
+  float norm_eps = 0.0f;
+  int64_t rotary_dim = 0;                   // so many dimensions turn, the first ones
+  const float* cos_table = nullptr;         // [positions, rotary_dim / 2]
+  const float* sin_table = nullptr;
+  const int32_t* positions = nullptr;       // [T]
+  const int32_t* slots = nullptr;           // [T]
+};
+
+// One token's key into the cache: normed, its mean taken away, and turned. scratch: index_dim + 16 fp32.
+using CacheIndex = void (*)(const IndexKeyCall& call, int64_t token, float* scratch);
 
 // ---- attention --------------------------------------------------------------------------------------------------------
 
@@ -96,6 +112,7 @@ struct AttentionShape {
   bool has_softcap = false;
   const float* sinks = nullptr;  // [H] one more score of each head, of a key without value; null: none
   bool is_chunked = false;       // a query sees the positions from the last multiple of `window` up to its own instead
+  int64_t most = INT64_MAX;      // a query attends to so many positions at most, those of a choice; "positions" are then places in it
 
   // The first and the last position that a query sees. whole: 0, or how many tokens its sequence has where it sees both ways; then
   // a window reaches `window` positions to either side.
@@ -105,7 +122,7 @@ struct AttentionShape {
     return position > reach ? position - reach : 0;
   }
   DIPTYCH_FORCED int64_t last_seen(int64_t position, int64_t whole) const {
-    if (whole == 0) return position;
+    if (whole == 0) return position < most ? position : most - 1;
     return whole - 1 - position < window ? whole - 1 : position + window;
   }
 };
@@ -130,6 +147,7 @@ struct AttentionCall {
   uint16_t* out_bf16 = nullptr;            // [T, stride] bf16, whichever is not null
   int64_t out_stride = 0;
   float* partials = nullptr;
+  const int32_t* choice = nullptr;         // [T, most] ascending positions of tokens that see more than so many; null: all are seen
 };
 
 using AttentionScratchBytes = int64_t (*)(const AttentionShape& shape);  // per thread, 64-byte aligned
@@ -138,6 +156,21 @@ using AttentionRun = void (*)(const AttentionCall& call, const AttentionTask& ta
 // Joins the partials of one row range (a split task with all its tiles), rows [row_begin, row_end) of it.
 using AttentionCombine = void (*)(const AttentionCall& call, const AttentionTask& task, int64_t row_begin, int64_t row_end,
                                   uint8_t* scratch);
+
+// ---- an index that chooses what is attended to (attention_index.inl) ---------------------------------------------------
+
+// Of the index's heads: kv is the index's (KvLayer::index), q [T, H, d] its queries; it writes no output of attention.
+struct IndexCall {
+  AttentionCall heads;
+  const float* weights = nullptr;          // [T, H]
+};
+
+// Scores of keys [256 tile, ...) for some tokens of one sequence, ascending, as far as each of them sees: scores[i * stride + position] =
+// sum over heads of weight * max(q k, 0). Behind a token's own position what is written is no score.
+using IndexTile = void (*)(const IndexCall& call, int64_t sequence, int64_t tile, const int32_t* tokens, int64_t n_tokens, float* scores,
+                           int64_t stride, uint8_t* scratch);
+// The places of the `most` highest of n > most scores, ascending, the lower of equals; scores become other numbers.
+using ChooseRow = void (*)(float* scores, int64_t n, int64_t most, int32_t* chosen);
 
 // ---- states (states.inl) -----------------------------------------------------------------------------------------------
 
@@ -282,6 +315,8 @@ struct AttentionKernels {
   AttentionRun run;
   AttentionCombine combine;
   AttentionScratchBytes scratch_bytes;
+  IndexTile index_tile;
+  ChooseRow choose_row;
 };
 
 struct StepKernels {
@@ -290,6 +325,7 @@ struct StepKernels {
   RotateToken rotate_token;
   CacheLatent cache_latent;
   RotateQuery rotate_query;
+  CacheIndex cache_index;
   AddRow add_row;
   SoftcapRow softcap_row;
   EmbedRow embed_row;

@@ -28,6 +28,9 @@ uint16_t to_bf16(float x) {
 }
 
 int64_t key_index(int64_t d, int64_t offset, int64_t i) { return offset / 16 * 16 * d + i / 2 * 32 + offset % 16 * 2 + i % 2; }
+int64_t key_index(const KvShape& shape, int64_t offset, int64_t i) {
+  return shape.by_token ? offset * shape.head_dim + i : key_index(shape.head_dim, offset, i);
+}
 int64_t value_index(int64_t dv, int64_t offset, int64_t i) { return offset / 2 * dv * 2 + i * 2 + offset % 2; }
 
 float scale_of(KvFormat format, const float* x, int64_t n) {
@@ -45,12 +48,32 @@ float of_byte(KvFormat format, int8_t x, float scale) {
   return (format == KvFormat::fp8 ? from_bf16(e4m3_to_bf16(static_cast<uint8_t>(x))) : static_cast<float>(x)) * scale;
 }
 
+void write_index(const KvShape& shape, const KvHead& head, int64_t offset, const float* x) {
+  const int64_t d = shape.index_dim;
+  const float scale = shape.format == KvFormat::bf16 ? 1.0f : scale_of(shape.format, x, d);
+  if (shape.format != KvFormat::bf16) head.value_scales[offset] = scale;
+  for (int64_t i = 0; i < d; ++i) {
+    const int64_t at = key_index(d, offset, i);
+    if (shape.format == KvFormat::bf16) reinterpret_cast<uint16_t*>(head.values)[at] = to_bf16(x[i]);
+    else reinterpret_cast<int8_t*>(head.values)[at] = to_byte(shape.format, x[i], scale);
+  }
+}
+
+void read_index(const KvShape& shape, const KvHead& head, int64_t offset, float* x) {
+  for (int64_t i = 0; i < shape.index_dim; ++i) {
+    const int64_t at = key_index(shape.index_dim, offset, i);
+    x[i] = shape.format == KvFormat::bf16 ? from_bf16(reinterpret_cast<const uint16_t*>(head.values)[at])
+                                          : of_byte(shape.format, reinterpret_cast<const int8_t*>(head.values)[at], head.value_scales[offset]);
+  }
+}
+
 void write_token(const KvShape& shape, const KvHead& head, int64_t offset, const float* k, const float* v) {
+  if (shape.index_dim != 0) write_index(shape, head, offset, k + shape.head_dim);
   const int64_t d = shape.head_dim, n = shape.v_head_dim, dv = shape.has_values ? shape.value_dim() : 0;
   if (shape.format == KvFormat::bf16) {
     uint16_t* keys = reinterpret_cast<uint16_t*>(head.keys);
     uint16_t* values = reinterpret_cast<uint16_t*>(head.values);
-    for (int64_t i = 0; i < d; ++i) keys[key_index(d, offset, i)] = to_bf16(k[i]);
+    for (int64_t i = 0; i < d; ++i) keys[key_index(shape, offset, i)] = to_bf16(k[i]);
     for (int64_t i = 0; i < dv; ++i) {
       values[value_index(dv, offset, i)] = i < n ? to_bf16(v[i]) : uint16_t{0};
       if (offset % 2 == 0) values[value_index(dv, offset + 1, i)] = 0;
@@ -62,7 +85,7 @@ void write_token(const KvShape& shape, const KvHead& head, int64_t offset, const
   head.key_scales[offset] = scale_of(shape.format, k, d);
   if (dv != 0) head.value_scales[offset] = scale_of(shape.format, v, n);
   if (dv != 0 && offset % 2 == 0) head.value_scales[offset + 1] = 0.0f;
-  for (int64_t i = 0; i < d; ++i) keys[key_index(d, offset, i)] = to_byte(shape.format, k[i], head.key_scales[offset]);
+  for (int64_t i = 0; i < d; ++i) keys[key_index(shape, offset, i)] = to_byte(shape.format, k[i], head.key_scales[offset]);
   for (int64_t i = 0; i < dv; ++i) {
     values[value_index(dv, offset, i)] = i < n ? to_byte(shape.format, v[i], head.value_scales[offset]) : int8_t{0};
     if (offset % 2 == 0) values[value_index(dv, offset + 1, i)] = 0;
@@ -70,12 +93,16 @@ void write_token(const KvShape& shape, const KvHead& head, int64_t offset, const
 }
 
 void read_token(const KvShape& shape, const KvHead& head, int64_t offset, float* k, float* v) {
+  if (shape.index_dim != 0) {
+    read_index(shape, head, offset, k + shape.head_dim);
+    std::memcpy(v + shape.head_dim, k + shape.head_dim, static_cast<size_t>(shape.index_dim) * 4);
+  }
   const int64_t d = shape.head_dim, dv = shape.value_dim();
   auto read = [&](const uint8_t* from, int64_t at, const float* scales) {
     if (shape.format == KvFormat::bf16) return from_bf16(reinterpret_cast<const uint16_t*>(from)[at]);
     return of_byte(shape.format, reinterpret_cast<const int8_t*>(from)[at], scales[offset]);
   };
-  for (int64_t i = 0; i < d; ++i) k[i] = read(head.keys, key_index(d, offset, i), head.key_scales);
+  for (int64_t i = 0; i < d; ++i) k[i] = read(head.keys, key_index(shape, offset, i), head.key_scales);
   for (int64_t i = 0; i < shape.v_head_dim; ++i) v[i] = shape.has_values ? read(head.values, value_index(dv, offset, i), head.value_scales) : k[i];
 }
 
@@ -84,7 +111,7 @@ void read_token(const KvShape& shape, const KvHead& head, int64_t offset, float*
 KvCache::KvCache(const KvShape& shape)
     : KvCache(shape, std::vector<KvHeads>(std::max<int64_t>(shape.n_layers, 0), {shape.n_kv_heads, shape.head_dim, shape.has_values ? shape.v_head_dim : 0})) {}
 
-KvCache::KvCache(const KvShape& common, const std::vector<KvHeads>& layers) {
+KvCache::KvCache(const KvShape& common, const std::vector<KvHeads>& layers, int64_t attended) {
   if (common.block_tokens < 16 || common.block_tokens % 16 != 0)
     throw std::invalid_argument("block_tokens is " + std::to_string(common.block_tokens) + "; it must be a multiple of 16");
   if (layers.empty() || common.n_blocks < 1) throw std::invalid_argument("a KV cache needs at least one layer and block");
@@ -98,10 +125,10 @@ KvCache::KvCache(const KvShape& common, const std::vector<KvHeads>& layers) {
     if ((heads.v_dim != 0) != has_values) throw std::invalid_argument("a KV cache has values in all layers or in none");
     if (!has_values && heads.n > 1) throw std::invalid_argument("a cache of latents has one head");
     if (heads.n < 0) throw std::invalid_argument("a KV cache has no fewer heads than none");  // a rank may have none of them
-    KvShape shape = common;
+    if (attended < 0 || attended % 2 != 0 || attended > heads.dim || (attended != 0 && has_values))
+      throw std::invalid_argument("attended is " + std::to_string(attended) + "; of latents it must be even and at most their head_dim");
+    KvShape shape = heads.of(common, attended);
     shape.n_layers = static_cast<int64_t>(layers.size());
-    shape.n_kv_heads = heads.n, shape.head_dim = heads.dim;
-    shape.has_values = has_values, shape.v_head_dim = has_values ? heads.v_dim : heads.dim;
     begins_.push_back(begins_.back() + shape.layer_bytes());
     shapes_.push_back(shape);
   }
@@ -169,7 +196,7 @@ uint64_t KvCache::import_checked(int64_t block, const uint8_t* data) {
 
 void KvCache::read(int64_t index, const int32_t* block_ids, int64_t n_tokens, float* k, float* v) const {
   const KvLayer view = layer(index);
-  const int64_t d = view.shape.head_dim, dv = view.shape.v_head_dim, block_tokens = view.shape.block_tokens;
+  const int64_t d = view.shape.width(), dv = view.shape.value_width(), block_tokens = view.shape.block_tokens;
   for (int64_t kv_head = 0; kv_head < view.shape.n_kv_heads; ++kv_head)
     for (int64_t token = 0; token < n_tokens; ++token) {
       const int64_t at = kv_head * n_tokens + token;
@@ -179,7 +206,7 @@ void KvCache::read(int64_t index, const int32_t* block_ids, int64_t n_tokens, fl
 
 void KvCache::write(int64_t index, const int32_t* block_ids, int64_t n_tokens, const float* k, const float* v) {
   const KvLayer view = layer(index);
-  const int64_t d = view.shape.head_dim, dv = view.shape.v_head_dim, block_tokens = view.shape.block_tokens;
+  const int64_t d = view.shape.width(), dv = view.shape.value_width(), block_tokens = view.shape.block_tokens;
   for (int64_t kv_head = 0; kv_head < view.shape.n_kv_heads; ++kv_head)
     for (int64_t token = 0; token < n_tokens; ++token) {
       const int64_t at = kv_head * n_tokens + token;

@@ -4,7 +4,10 @@
 //   K  [P/16][d/2][16][2]   a group of 16 tokens is contiguous; one load gives the same two dimensions of 16 tokens
 //   V  [P/2][dv][2]         one load gives two tokens of the same 16 dimensions; dv is the width of a value rounded up to 16
 //
-// Latent attention keeps no V: K's vectors are both.
+// Latent attention keeps no V: K's vectors are both. Where an index chooses what is attended to, single tokens are read, and
+//
+//   K  [P][d]               a token's numbers are contiguous
+//   I  [P/16][i/2][16][2]   in V's place, the keys that the index finds tokens by; none where a layer takes another's choice
 //
 // bf16: both in bf16. int8 and fp8 (e4m3.h): both in bytes with one fp32 scale per token for K and one for V behind them ([P], [P]).
 // A token written to an even slot zeroes the V of its odd neighbour unless that is written in the same step, so that the
@@ -30,18 +33,22 @@ struct KvShape {
   int64_t n_layers = 0, n_blocks = 0, block_tokens = 0, n_kv_heads = 0, head_dim = 0, v_head_dim = 0;
   KvFormat format = KvFormat::bf16;
   bool has_values = true;
+  bool by_token = false;   // K lies token by token
+  int64_t index_dim = 0;   // i
 
   DIPTYCH_FORCED int64_t value_dim() const { return whole_vectors(v_head_dim); }
   DIPTYCH_FORCED int64_t element_bytes() const { return format == KvFormat::bf16 ? 2 : 1; }
   DIPTYCH_FORCED int64_t key_bytes() const { return block_tokens * head_dim * element_bytes(); }
-  DIPTYCH_FORCED int64_t value_bytes() const { return has_values ? block_tokens * value_dim() * element_bytes() : 0; }
+  DIPTYCH_FORCED int64_t value_bytes() const { return block_tokens * (has_values ? value_dim() : index_dim) * element_bytes(); }
   DIPTYCH_FORCED int64_t scale_bytes() const { return format == KvFormat::bf16 ? 0 : 2 * block_tokens * 4; }
   DIPTYCH_FORCED int64_t head_bytes() const { return (key_bytes() + value_bytes() + scale_bytes() + 63) / 64 * 64; }
   DIPTYCH_FORCED int64_t block_bytes() const { return n_kv_heads * head_bytes(); }  // of one layer
   DIPTYCH_FORCED int64_t layer_bytes() const { return n_blocks * block_bytes(); }
+  int64_t width() const { return head_dim + index_dim; }  // of a token's key, and the index's behind it
+  int64_t value_width() const { return v_head_dim + index_dim; }
 };
 
-// One kv head of one block of one layer.
+// One kv head of one block of one layer; values: or the keys of an index.
 struct KvHead {
   uint8_t* keys;
   uint8_t* values;
@@ -52,24 +59,36 @@ struct KvHead {
 struct KvLayer {
   uint8_t* data = nullptr;
   KvShape shape;
+  bool is_index = false;  // then keys are the index's
 
   DIPTYCH_FORCED KvHead head(int64_t block, int64_t kv_head) const {
     uint8_t* base = data + block * shape.block_bytes() + kv_head * shape.head_bytes();
     uint8_t* values = base + shape.key_bytes();
     float* scales = reinterpret_cast<float*>(values + shape.value_bytes());
+    if (is_index) return {values, values, scales + shape.block_tokens, scales + shape.block_tokens};
     return {base, values, scales, scales + shape.block_tokens};
   }
+  KvLayer index() const { return {data, shape, true}; }
 };
 
 struct KvHeads {  // of one layer
   int64_t n, dim, v_dim;  // v_dim 0: keys are values
+
+  // attended: 0, or so many dimensions lie token by token, and those behind them are the key of an index.
+  KvShape of(const KvShape& common, int64_t attended) const {
+    KvShape shape = common;
+    shape.n_kv_heads = n, shape.head_dim = dim, shape.has_values = v_dim != 0;
+    if (attended != 0) shape.by_token = true, shape.head_dim = attended, shape.index_dim = dim - attended;
+    shape.v_head_dim = shape.has_values ? v_dim : shape.head_dim;
+    return shape;
+  }
 };
 
 class KvCache {
  public:
   explicit KvCache(const KvShape& shape);  // zeroed; throws std::bad_alloc, std::invalid_argument
-  // The same, of layers that differ: `common` has the number of blocks, their tokens and the format.
-  KvCache(const KvShape& common, const std::vector<KvHeads>& layers);
+  // The same, of layers that differ: `common` has the number of blocks, their tokens and the format; attended as `KvHeads::of` has it.
+  KvCache(const KvShape& common, const std::vector<KvHeads>& layers, int64_t attended = 0);
 
   // Room for the states of n_places sequences beside the blocks, so many floats in each layer that has one; before the first run.
   void add_states(const std::vector<int64_t>& floats_by_layer, int64_t n_places);
@@ -98,9 +117,9 @@ class KvCache {
   uint64_t export_checked(int64_t block, uint8_t* out) const;
   uint64_t import_checked(int64_t block, const uint8_t* data);
 
-  // Unpacks tokens [0, n_tokens) that lie in block_ids, to k [K, n_tokens, d] and v [K, n_tokens, dv] fp32.
+  // Unpacks tokens [0, n_tokens) that lie in block_ids, to k [K, n_tokens, width] and v [K, n_tokens, value_width] fp32.
   void read(int64_t layer, const int32_t* block_ids, int64_t n_tokens, float* k, float* v) const;
-  // Packs k [K, n_tokens, d] and v [K, n_tokens, dv] fp32 into block_ids (rounded to the cache's format).
+  // Packs the same into block_ids (rounded to the cache's format).
   void write(int64_t layer, const int32_t* block_ids, int64_t n_tokens, const float* k, const float* v);
 
  private:

@@ -1,35 +1,50 @@
-// Latent attention (MLA): the cached row of a token, and the rotary part of a head's query.
+// Latent attention (MLA): the cached row of a token, the rotary part of a head's query, and the key of an index.
 
 namespace diptych {
 namespace DIPTYCH_ISA {
+
+// A key of d numbers to its place: token by token, or pair by pair in its group of 16.
+DIPTYCH_INLINE void store_key(KvFormat format, const float* x, int64_t d, int64_t offset, bool by_token, uint8_t* keys, float* scales) {
+  const int64_t at = by_token ? offset * d : offset / 16 * 16 * d + offset % 16 * 2, step = by_token ? 2 : 32;
+  alignas(64) uint16_t rounded[kMostLatentDim];
+  if (format == KvFormat::bf16) {
+    round_to_bf16(x, d, rounded);
+    uint16_t* out = reinterpret_cast<uint16_t*>(keys) + at;
+    for (int64_t i = 0; i < d / 2; ++i) std::memcpy(out + i * step, rounded + 2 * i, 4);
+  } else {
+    int8_t* whole = reinterpret_cast<int8_t*>(rounded);
+    scales[offset] = quantise(format, x, d, whole);
+    int8_t* out = reinterpret_cast<int8_t*>(keys) + at;
+    for (int64_t i = 0; i < d / 2; ++i) std::memcpy(out + i * step, whole + 2 * i, 2);
+  }
+}
 
 static void cache_latent(const LatentCall& call, int64_t token, float* scratch) {
   const KvShape& shape = call.kv.shape;
   const int64_t rank = call.rank, d = shape.head_dim, half = (d - rank) / 2;
   const float* row = call.rows + token * d;
-  const int64_t position = call.positions[token], slot = call.slots[token], offset = slot % shape.block_tokens;
+  const int64_t position = call.positions[token], slot = call.slots[token];
   rms_norm_row(row, call.norm, rank, call.norm_eps, scratch);
   std::memcpy(scratch + rank, row + rank, static_cast<size_t>(2 * half) * 4);
   rotate(scratch + rank, 2 * half, call.cos_table + position * half, call.sin_table + position * half);
   const KvHead head = call.kv.head(slot / shape.block_tokens, 0);
-  const int64_t at = offset / 16 * 16 * d + offset % 16 * 2;
-  alignas(64) uint16_t rounded[kMostLatentDim];
-  if (shape.format == KvFormat::bf16) {
-    round_to_bf16(scratch, d, rounded);
-    uint16_t* keys = reinterpret_cast<uint16_t*>(head.keys) + at;
-    for (int64_t i = 0; i < d / 2; ++i) std::memcpy(keys + i * 32, rounded + 2 * i, 4);
-  } else {
-    int8_t* whole = reinterpret_cast<int8_t*>(rounded);
-    head.key_scales[offset] = quantise(shape.format, scratch, d, whole);
-    int8_t* keys = reinterpret_cast<int8_t*>(head.keys) + at;
-    for (int64_t i = 0; i < d / 2; ++i) std::memcpy(keys + i * 32, whole + 2 * i, 2);
-  }
+  store_key(shape.format, scratch, d, slot % shape.block_tokens, shape.by_token, head.keys, head.key_scales);
 }
 
-static void rotate_query(const float* x, int64_t rotary_dim, const float* cos_row, const float* sin_row, float* scratch, uint16_t* out) {
-  std::memcpy(scratch, x, static_cast<size_t>(rotary_dim) * 4);
+static void cache_index(const IndexKeyCall& call, int64_t token, float* scratch) {
+  const KvShape& shape = call.kv.shape;
+  const int64_t d = shape.index_dim, half = call.rotary_dim / 2, position = call.positions[token], slot = call.slots[token];
+  layer_norm_row(call.rows + token * d, call.norm, call.bias, d, call.norm_eps, scratch);
+  rotate(scratch, call.rotary_dim, call.cos_table + position * half, call.sin_table + position * half);
+  const KvHead head = call.kv.head(slot / shape.block_tokens, 0);
+  store_key(shape.format, scratch, d, slot % shape.block_tokens, false, head.keys, head.key_scales);
+}
+
+static void rotate_query(const float* x, int64_t n, int64_t rotary_dim, const float* cos_row, const float* sin_row, float* scratch,
+                         uint16_t* out) {
+  std::memcpy(scratch, x, static_cast<size_t>(n) * 4);
   rotate(scratch, rotary_dim, cos_row, sin_row);
-  round_to_bf16(scratch, rotary_dim, out);
+  round_to_bf16(scratch, n, out);
 }
 
 }  // namespace DIPTYCH_ISA

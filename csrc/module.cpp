@@ -367,7 +367,7 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> packed_blob(Program& program, int i
 }
 
 AttentionShape attention_shape(int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, float scale, std::optional<int64_t> window,
-                               std::optional<float> softcap, bool is_chunked, int64_t v_head_dim) {
+                               std::optional<float> softcap, bool is_chunked, int64_t v_head_dim, std::optional<int64_t> most) {
   if (n_kv_heads < 1 || n_heads % n_kv_heads != 0) throw std::invalid_argument("n_heads must be a multiple of n_kv_heads");
   if (head_dim < 2 || head_dim % 2 != 0 || head_dim > kMostLatentDim) throw std::invalid_argument("head_dim must be even and at most 1024");
   if (v_head_dim < 1 || v_head_dim > kMostLatentDim) throw std::invalid_argument("v_head_dim must be at least 1 and at most 1024");
@@ -377,6 +377,8 @@ AttentionShape attention_shape(int64_t n_heads, int64_t n_kv_heads, int64_t head
   shape.is_chunked = is_chunked;
   if (shape.window < 1 || (is_chunked && !window)) throw std::invalid_argument("a window has at least one token, and chunks are as long as one");
   if (softcap) shape.has_softcap = true, shape.softcap = *softcap;
+  if (most) shape.most = *most;
+  if (shape.most < 1 || (most && (window || n_kv_heads != 1))) throw std::invalid_argument("at least one position is chosen, for one head of keys without a window");
   return shape;
 }
 
@@ -396,11 +398,12 @@ void bind_shapes(nb::module_& m) {
       .def_prop_ro("packed_bytes", [](const LinearShape& self) { return packed_bytes(self); });
   nb::class_<AttentionShape>(m, "AttentionShape")
       .def("__init__", [](AttentionShape* self, int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, float scale,
-                          std::optional<int64_t> window, std::optional<float> softcap, bool is_chunked, std::optional<int64_t> v_head_dim) {
-        new (self) AttentionShape(attention_shape(n_heads, n_kv_heads, head_dim, scale, window, softcap, is_chunked, v_head_dim.value_or(head_dim)));
+                          std::optional<int64_t> window, std::optional<float> softcap, bool is_chunked, std::optional<int64_t> v_head_dim,
+                          std::optional<int64_t> most) {
+        new (self) AttentionShape(attention_shape(n_heads, n_kv_heads, head_dim, scale, window, softcap, is_chunked, v_head_dim.value_or(head_dim), most));
       }, nb::kw_only(), nb::arg("n_heads"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("scale"),
          nb::arg("window").none() = nb::none(), nb::arg("softcap").none() = nb::none(), nb::arg("is_chunked") = false,
-         nb::arg("v_head_dim").none() = nb::none());
+         nb::arg("v_head_dim").none() = nb::none(), nb::arg("most").none() = nb::none());
 }
 
 void bind_operations(nb::class_<Program>& program) {
@@ -447,24 +450,18 @@ void bind_operations(nb::class_<Program>& program) {
          nb::arg("k_norm").none(), nb::arg("has_full_width_norm"), nb::arg("norm_eps"), nb::arg("row").none() = nb::none(),
          nb::arg("has_head_norms") = false, nb::arg("query_scale").none() = nb::none(), nb::arg("has_v_norm") = false, nb::arg("writes_kv") = true, nb::arg("has_v") = true,
          nb::arg("norms_turned") = false, nb::arg("v_scale") = 1.0f)
-      .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape, int sinks, int64_t column) {
-        p.record(Category::attention, AttentionOp{q, out, layer, shape, sinks, column});
-      }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("layer"), nb::arg("shape"), nb::arg("sinks") = -1, nb::arg("column") = 0)
+      .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape, int sinks, int64_t column, int choice) {
+        p.record(Category::attention, AttentionOp{q, out, layer, shape, sinks, column, choice});
+      }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("layer"), nb::arg("shape"), nb::arg("sinks") = -1, nb::arg("column") = 0, nb::arg("choice") = -1)
       .def("meet", [](Program& p, int out) { p.record(Category::attention, MeetOp{out}); })
       .def("heads", [](Program& p, std::vector<int> weights, int x, int64_t head_stride, int rows, int out, int64_t out_head_stride, const std::string& store,
                        int64_t column) {
         p.record(Category::qkv, HeadsOp{std::move(weights), x, head_stride, rows, out, out_head_stride, store_of(store), column});
       }, nb::kw_only(), nb::arg("weights"), nb::arg("x"), nb::arg("head_stride"), nb::arg("rows"), nb::arg("out"), nb::arg("out_head_stride"), nb::arg("store"),
          nb::arg("column") = 0)
-      .def("cache_latents", [](Program& p, int kv, int layer, int norm, float norm_eps, int rope, int64_t rank) {
-        p.record(Category::rope, CacheLatentsOp{kv, layer, norm, rope, rank, norm_eps});
-      }, nb::kw_only(), nb::arg("kv"), nb::arg("layer"), nb::arg("norm"), nb::arg("norm_eps"), nb::arg("rope"), nb::arg("rank"))
       .def("scale_queries", [](Program& p, int q, const std::tuple<float, int64_t, int64_t>& scale) {
         p.record(Category::rope, ScaleQueriesOp{q, query_scale_of(scale)});
       }, nb::kw_only(), nb::arg("q"), nb::arg("scale"))
-      .def("rotate_queries", [](Program& p, int q, int out, int rope, int64_t n_heads) {
-        p.record(Category::rope, RotateQueriesOp{q, out, rope, n_heads});
-      }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("rope"), nb::arg("n_heads"))
       .def("moe", [](Program& p, int router, int router_rows, int scores, std::vector<int> gate_up, std::vector<int> down, int rows,
                      std::optional<int> hidden, int hidden_rows, int expanded, int out, int64_t top_k, bool renormalises, const std::string& activation,
                      const std::pair<std::string, float>& scores_by, int choice_bias, std::array<int64_t, 3> groups, float routed_scale, std::optional<int> wide,
@@ -575,6 +572,7 @@ void bind_program(nb::module_& m) {
       .def_prop_ro("threads", &Program::threads);
   bind_operations(program);
   bind_streams(program);
+  bind_latents(program);
   bind_states(m, program);
 }
 

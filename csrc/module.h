@@ -47,6 +47,7 @@ using States = std::optional<std::tuple<I32, I32, I32Table>>;
 
 void bind_kv(nb::module_& m);       // module_kv.cpp
 void bind_streams(nb::class_<Program>& program);  // module_streams.cpp
+void bind_latents(nb::class_<Program>& program);  // module_latents.cpp
 Curve curve_of(const std::string& activation);
 GateForm form_of(const std::array<float, 4>& numbers);
 void bind_states(nb::module_& m, nb::class_<Program>& program);  // module_states.cpp

@@ -79,7 +79,7 @@ int64_t checked_tokens(const KvCache& kv, int64_t layer, const I32& block_ids, c
   auto is_right = [&](const Cube& cube, int64_t width) {
     return static_cast<int64_t>(cube.shape(0)) == shape.n_kv_heads && cube.shape(1) == n_tokens && static_cast<int64_t>(cube.shape(2)) == width;
   };
-  if (!is_right(k, shape.head_dim) || !is_right(v, shape.v_head_dim))
+  if (!is_right(k, shape.width()) || !is_right(v, shape.value_width()))
     throw std::invalid_argument("keys and values must be [kv heads, tokens, head_dim] and [kv heads, tokens, v_head_dim]");
   return static_cast<int64_t>(n_tokens);
 }
@@ -121,11 +121,11 @@ KvShape kv_shape(int64_t n_blocks, int64_t block_tokens, const std::string& form
 
 void bind_kv(nb::module_& m) {
   nb::class_<KvCache>(m, "KvCache")
-      .def("__init__", [](KvCache* self, const Heads& heads, int64_t n_blocks, int64_t block_tokens, const std::string& format) {
+      .def("__init__", [](KvCache* self, const Heads& heads, int64_t n_blocks, int64_t block_tokens, const std::string& format, int64_t attended) {
         std::vector<KvHeads> layers;
         for (const auto& [n, dim, v_dim] : heads) layers.push_back({n, dim, v_dim});
-        new (self) KvCache(kv_shape(n_blocks, block_tokens, format), layers);
-      }, nb::kw_only(), nb::arg("heads"), nb::arg("n_blocks"), nb::arg("block_tokens"), nb::arg("format"))
+        new (self) KvCache(kv_shape(n_blocks, block_tokens, format), layers, attended);
+      }, nb::kw_only(), nb::arg("heads"), nb::arg("n_blocks"), nb::arg("block_tokens"), nb::arg("format"), nb::arg("attended") = 0)
       .def("add_states", &KvCache::add_states, nb::arg("floats_by_layer"), nb::arg("n_places"))
       .def_prop_ro("n_places", &KvCache::n_places)
       .def_prop_ro("state_bytes", &KvCache::state_bytes)
@@ -145,15 +145,12 @@ void bind_kv(nb::module_& m) {
       .def("import_checked", &import_checked, nb::arg("block_ids"), nb::arg("data"))
       .def("read", &read_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"))
       .def("write", &write_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"));
-  m.def("kv_bytes_per_block", [](const Heads& heads, int64_t block_tokens, const std::string& format) {
-    KvShape shape = kv_shape(1, block_tokens, format);
+  m.def("kv_bytes_per_block", [](const Heads& heads, int64_t block_tokens, const std::string& format, int64_t attended) {
+    const KvShape common = kv_shape(1, block_tokens, format);
     int64_t bytes = 0;
-    for (const auto& [n, dim, v_dim] : heads) {
-      shape.n_kv_heads = n, shape.head_dim = dim, shape.v_head_dim = v_dim, shape.has_values = v_dim != 0;
-      bytes += shape.block_bytes();
-    }
+    for (const auto& [n, dim, v_dim] : heads) bytes += KvHeads{n, dim, v_dim}.of(common, attended).block_bytes();
     return bytes;
-  }, nb::kw_only(), nb::arg("heads"), nb::arg("block_tokens"), nb::arg("format"));
+  }, nb::kw_only(), nb::arg("heads"), nb::arg("block_tokens"), nb::arg("format"), nb::arg("attended") = 0);
 }
 
 }  // namespace diptych

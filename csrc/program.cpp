@@ -324,7 +324,7 @@ void Program::record(Category category, OpBody body) {
     auto same = [&](const AttentionShape& other) {  // what a plan is made of
       const AttentionShape& one = op->shape;
       return other.window == one.window && other.is_chunked == one.is_chunked && other.n_heads == one.n_heads && other.n_kv_heads == one.n_kv_heads &&
-             other.head_dim == one.head_dim && other.v_head_dim == one.v_head_dim;
+             other.head_dim == one.head_dim && other.v_head_dim == one.v_head_dim && other.most == one.most;
     };
     auto found = std::find_if(attention_shapes_.begin(), attention_shapes_.end(), same);
     plan = static_cast<int>(found - attention_shapes_.begin());
@@ -333,6 +333,10 @@ void Program::record(Category category, OpBody body) {
     n_layers_ = std::max<int64_t>(n_layers_, op->layer + 1);
   }
   if (std::holds_alternative<CacheLatentsOp>(body)) has_latents_ = true;
+  if (const auto* op = std::get_if<ChooseOp>(&body)) {
+    if (most_chosen_ != INT64_MAX && most_chosen_ != op->shape.most) throw std::invalid_argument("all indices of a program choose equally many");
+    most_chosen_ = op->shape.most;
+  }
   if (const auto* op = std::get_if<StateOp>(&body)) n_state_layers_ = std::max<int64_t>(n_state_layers_, op->layer + 1);
   if (const auto* op = std::get_if<EmbedOp>(&body)) table_rows_ = std::min(table_rows_, tables_.at(op->table).rows), place_by(op->positions, op->x);
   if (const auto* op = std::get_if<TiedEmbedOp>(&body)) {
@@ -424,6 +428,8 @@ void Program::reserve(int64_t tokens) {
       if (const auto* norm = std::get_if<AddNormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
       if (const auto* norm = std::get_if<NormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
       if (const auto* prepare = std::get_if<PrepareOp>(&op.body)) bytes = std::max(bytes, buffers_[prepare->x].width * 4 + 64);
+      if (const auto* keys = std::get_if<CacheIndexOp>(&op.body)) bytes = std::max(bytes, buffers_[keys->x].width * 4 + 64);
+      if (const auto* choose = std::get_if<ChooseOp>(&op.body)) bytes = std::max(bytes, kernels_.attention->scratch_bytes(choose->shape));
       if (const auto* latents = std::get_if<CacheLatentsOp>(&op.body)) bytes = std::max(bytes, buffers_[latents->kv].width * 4 + 64);
       if (const auto* moves = std::get_if<StateOp>(&op.body)) bytes = std::max(bytes, kernels_.step->state_scratch_floats(moves->shape) * 4);
       if (const auto* weigh = std::get_if<WeighOp>(&op.body)) bytes = std::max(bytes, buffers_[weigh->x].width * 4 + 64);
@@ -518,7 +524,11 @@ void Program::check(const Step& step, const KvCache& kv) const {
       const AttentionShape& wanted = attention->shape;
       require(has_latents_ != shape.has_values && wanted.head_dim == shape.head_dim && wanted.v_head_dim == shape.v_head_dim && wanted.n_kv_heads == shape.n_kv_heads,
               "the KV cache has another shape of heads");
+      require((attention->choice != -1) == shape.by_token, "the KV cache has tokens in another order");
+    } else if (const auto* choose = std::get_if<ChooseOp>(&op.body)) {
+      require(kv.shape_of(choose->layer).index_dim == choose->shape.head_dim, "the KV cache has another index");
     }
+  require(most_chosen_ == INT64_MAX || step.both_ways == nullptr, "where an index chooses, nothing attends both ways");
   for (int64_t s = 0; s < step.n_sequences; ++s) check_sequence(step, kv.shape(), s);
   for (int64_t s = 0; s < step.n_sequences; ++s)
     require(step.context_tokens[s] <= table_positions_, "a sequence is longer than the table of positions");

@@ -104,7 +104,8 @@ struct AddOp { int y, x; int gate = -1; float scale = 1.0f; };  // x += scale * 
 struct PrepareOp { int x, rows; };                            // x: f32 or bf16
 struct LinearOp { int weight, rows, out; Store store; Activation activation; int64_t column; };  // outputs go to columns from there on
 struct RotateOp { int qkv, q, layer, rope, q_norm, k_norm; bool has_rope, has_q_norm, has_k_norm; RotateShape shape; };
-struct AttentionOp { int q, out, layer; AttentionShape shape; int sinks = -1; int64_t column = 0; };  // sinks: a vector [H], or -1
+struct AttentionOp { int q, out, layer; AttentionShape shape; int sinks = -1; int64_t column = 0; int choice = -1; };  // sinks: a vector [H],
+                                                              // choice: what a ChooseOp has left, or -1
 constexpr int64_t kMostGroupBest = 4;
 // What a router's products become: a softmax over all experts, a sigmoid of each, or for each choice a softmax over those that are
 // left and lie within a margin of the best (sparsemixer, arXiv:2409.12136).
@@ -155,6 +156,13 @@ struct HeadsOp {                             // for each head a product of its o
   int64_t column = 0;                        // where the first head's outputs begin
 };
 struct CacheLatentsOp { int kv, layer, norm, rope; int64_t rank; float norm_eps; };
+struct CacheIndexOp { int x, layer, norm, bias, rope; float norm_eps; };
+struct ChooseOp {                            // what tokens attend to (attention_index.inl), by heads as `shape` says
+  int q, queries, weights;                   // f32 [T, H d], turned to bf16, and f32 [T, H]
+  int choice;                                // [T, most] whole numbers in an f32 buffer; nothing where a token sees no more than `most`
+  int layer, rope;
+  AttentionShape shape;
+};
 struct ScaleQueriesOp { int q; QueryScale scale; };            // each token's row of q, by its position
 struct RotateQueriesOp { int q, out, rope; int64_t n_heads; };   // the end of each head of q, turned, to the end of each head of out
 struct StateOp {                             // moves states on (states.inl)
@@ -182,7 +190,7 @@ struct LayerInputsOp { int x, norm, table, packed; float eps, table_scale, scale
                                                               // table is one, or a packed weight in groups; the other is -1
 
 using OpBody = std::variant<EmbedOp, TiedEmbedOp, NormOp, AddNormOp, AddOp, PrepareOp, LinearOp, RotateOp, AttentionOp, MoeOp, HeadOp,
-                            InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, ScaleQueriesOp, RotateQueriesOp, WeighOp, SparseGateOp, BentGateOp, CurveOp, BranchOp, GateHeadsOp, MatchOp,
+                            InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, CacheIndexOp, ChooseOp, ScaleQueriesOp, RotateQueriesOp, WeighOp, SparseGateOp, BentGateOp, CurveOp, BranchOp, GateHeadsOp, MatchOp,
                             CopyColumnsOp, PredictOp, CorrectOp, LayerInputsOp, StateOp>;
 
 struct Op {
@@ -197,6 +205,12 @@ struct Meeting {
   Part part;
   int buffer;  // -1: the logits
   Range own;
+};
+
+// The tokens of a step whose index has to choose, in order, each with its sequence; scores of so many lie there at one time, stride apart.
+struct ChoicePlan {
+  std::vector<int32_t> tokens, sequences;
+  int64_t at_once = 0, stride = 0;
 };
 
 // Which expert rows belong together this step; written by one thread, read by all.
@@ -325,6 +339,7 @@ class Program {
   void number_head_rows(int64_t heads, int64_t tokens);
   void place_tokens(const Step& step, int64_t block_tokens);
   void plan_attention(const Step& step);
+  void plan_choice(const Step& step);
 
   const KernelSet& kernels_;  // every model has its own: nothing of the process says how one is computed
   const std::shared_ptr<ThreadPool> shared_pool_;
@@ -345,6 +360,9 @@ class Program {
   std::vector<AttentionShape> attention_shapes_;  // distinct windows, or chunks, and heads
   std::vector<AttentionPlan> attention_plans_;    // one for each of them
   std::vector<int> plan_of_op_;                   // index by op; only read for attention
+  int64_t most_chosen_ = INT64_MAX;               // by an index, of all layers that have one
+  ChoicePlan choice_plan_;
+  PageBuffer index_scores_;
   std::vector<int> next_weight_;                  // by op: the weight that the next op with one reads first, or -1
   std::vector<uint8_t> meets_;                    // by op: whether all ranks meet behind it
   std::vector<int> read_since_meeting_;           // shared buffers

@@ -52,7 +52,10 @@ struct Names {
     if (op.has_q_norm) vectors({op.q_norm});
     if (op.has_k_norm) vectors({op.k_norm});
   }
-  void operator()(const AttentionOp& op) const { buffers({op.q, op.out}), optional_vector(op.sinks); }
+  void operator()(const AttentionOp& op) const {
+    buffers({op.q, op.out}), optional_vector(op.sinks);
+    if (op.choice != -1) buffers({op.choice});
+  }
   void operator()(const MoeOp& op) const {
     buffers({op.router_rows, op.scores, op.rows, op.hidden_rows, op.expanded, op.out}), weights({op.router});
     if (op.has_hidden) buffers({op.hidden});
@@ -70,6 +73,10 @@ struct Names {
     for (const int weight : op.weights) weights({weight});
   }
   void operator()(const CacheLatentsOp& op) const { buffers({op.kv}), vectors({op.norm}), require_below({op.rope}, has.ropes, "rotary table"); }
+  void operator()(const CacheIndexOp& op) const { buffers({op.x}), vectors({op.norm, op.bias}), require_below({op.rope}, has.ropes, "rotary table"); }
+  void operator()(const ChooseOp& op) const {
+    buffers({op.q, op.queries, op.weights, op.choice}), require_below({op.rope}, has.ropes, "rotary table");
+  }
   void operator()(const ScaleQueriesOp& op) const { buffers({op.q}); }
   void operator()(const RotateQueriesOp& op) const { buffers({op.q, op.out}), require_below({op.rope}, has.ropes, "rotary table"); }
   void operator()(const StateOp& op) const {

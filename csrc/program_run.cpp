@@ -195,6 +195,7 @@ void Program::Run::run(const AttentionOp& op, size_t index, int thread, int thre
   call.table_width = step.table_width;
   call.out_stride = out.width;
   call.partials = reinterpret_cast<float*>(program.partials_.data());
+  if (op.choice != -1) call.choice = reinterpret_cast<const int32_t*>(buffer(op.choice).data);
   if (out.kind == BufferKind::rows) {
     call.out_bf16 = reinterpret_cast<uint16_t*>(out.rows.data) + op.column;
     call.out_stride = out.rows.stride_bytes / 2;
@@ -248,7 +249,7 @@ void Program::Run::run(const RotateQueriesOp& op, size_t, int thread, int thread
   const Range part = share(step.n_tokens * op.n_heads, thread, threads);
   for (int64_t i = part.begin; i < part.end; ++i) {
     const int64_t at = program.positions_[i / op.n_heads] * half;
-    kernels.rotate_query(q.f32() + (i + 1) * from - 2 * half, 2 * half, rope.cosine.data() + at, rope.sine.data() + at,
+    kernels.rotate_query(q.f32() + (i + 1) * from - 2 * half, 2 * half, 2 * half, rope.cosine.data() + at, rope.sine.data() + at,
                          reinterpret_cast<float*>(scratch(thread)), reinterpret_cast<uint16_t*>(out.data) + (i + 1) * to - 2 * half);
   }
 }
@@ -420,6 +421,7 @@ void Program::compute(const Step& step, KvCache& kv, const Results& results) {
   reserve(step.n_tokens);
   place_tokens(step, kv.shape().block_tokens);
   plan_attention(step);
+  plan_choice(step);
   adapted_.plan(step.adapters, step.query_start, step.n_sequences, adapters_);
   adapted_head_.plan(adapted_, step.logits_rows, step.n_logits);
   int64_t positions = 0;

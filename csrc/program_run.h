@@ -1,4 +1,4 @@
-// One step of a Program in flight: what its operations share (program_run.cpp, program_mixture.cpp, program_streams.cpp).
+// One step of a Program in flight: what its operations share (program_run.cpp, program_index.cpp, program_mixture.cpp, program_streams.cpp).
 #pragma once
 
 #include <algorithm>
@@ -74,6 +74,8 @@ struct Program::Run {
   void run(const MeetOp&, size_t, int, int) const {}
   void run(const HeadsOp& op, size_t, int thread, int threads) const;
   void run(const CacheLatentsOp& op, size_t, int thread, int threads) const;
+  void run(const CacheIndexOp& op, size_t, int thread, int threads) const;
+  void run(const ChooseOp& op, size_t, int thread, int threads) const;
   void run(const ScaleQueriesOp& op, size_t, int thread, int threads) const;
   void run(const RotateQueriesOp& op, size_t, int thread, int threads) const;
   void run(const WeighOp& op, size_t, int thread, int threads) const;

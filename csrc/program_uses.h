@@ -22,7 +22,10 @@ struct Uses {
   void operator()(const PrepareOp& op) { reads = {op.x}, writes = {op.rows}; }
   void operator()(const LinearOp& op) { reads = {op.rows}, writes = {op.out}; }
   void operator()(const RotateOp& op) { reads = {op.qkv}, writes = {op.q}; }
-  void operator()(const AttentionOp& op) { reads = {op.q}, writes = {op.out}; }
+  void operator()(const AttentionOp& op) {
+    reads = {op.q}, writes = {op.out};
+    if (op.choice != -1) reads.push_back(op.choice);
+  }
   void operator()(const MoeOp& op) {
     reads = {op.router_rows, op.rows}, writes = {op.scores, op.hidden_rows, op.expanded, op.out};
     if (!op.up.empty()) reads.push_back(op.up_rows);
@@ -32,6 +35,8 @@ struct Uses {
   void operator()(const HeadOp& op) { reads = {op.x}, writes = {op.rows}; }
   void operator()(const HeadsOp& op) { reads = {op.x}, writes = {op.rows, op.out}; }
   void operator()(const CacheLatentsOp& op) { reads = {op.kv}; }
+  void operator()(const CacheIndexOp& op) { reads = {op.x}; }
+  void operator()(const ChooseOp& op) { reads = {op.q, op.weights}, writes = {op.queries, op.choice}; }
   void operator()(const ScaleQueriesOp& op) { reads = {op.q}, writes = {op.q}; }
   void operator()(const RotateQueriesOp& op) { reads = {op.q}, writes = {op.out}; }
   void operator()(const InputOp& op) { writes = {op.x}; }

@@ -476,18 +476,18 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
          "num_shared_experts": 2, "router_scaling_factor": 1.7},
     ),
-    # an index that chooses all tokens there are
+    # an index that chooses some of the tokens there are; the second one's choice is shared
     "deepseek_v32": (
         "DeepseekV32Config",
         "DeepseekV32ForCausalLM",
-        {**LATENT, "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "index_topk": 128, "index_n_heads": 2,
-         "index_head_dim": 16},
+        {**LATENT, "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "index_topk": 12, "index_n_heads": 8,
+         "index_head_dim": 32},
     ),
     "glm_moe_dsa": (
         "GlmMoeDsaConfig",
         "GlmMoeDsaForCausalLM",
-        {**LATENT, "q_lora_rank": 24, "index_topk": 128, "index_n_heads": 2, "index_head_dim": 16,
-         "indexer_types": ["full", "shared", "shared"]},
+        {**LATENT, "q_lora_rank": 24, "index_topk": 12, "index_n_heads": 8, "index_head_dim": 32,
+         "indexer_types": ["full", "shared", "full"]},
     ),
     # latent queries that are scaled by their position
     "mistral4": (

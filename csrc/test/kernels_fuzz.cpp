@@ -37,6 +37,9 @@ struct Model {
   int64_t kv_layers() const { return shares_kv ? 1 : layers; }
   int64_t n_adapters;
   int64_t rank, rotary;  // of latent attention, whose one cached vector is both; 0: none
+  int64_t most, index_heads, index_dim;  // of an index that chooses what is attended to; most INT64_MAX: none
+  bool shares_choice;    // the first layer's index chooses for all
+  bool chooses(int64_t layer) const { return most != INT64_MAX && (layer == 0 || !shares_choice); }
   bool has_states;       // each layer moves one on, too
   StateShape states;
 };
@@ -71,6 +74,11 @@ class World {
       m.n_kv_heads = 1, m.n_heads = pick(0, 4) == 0 ? pick(60, 90) : pick(1, 20), m.head_dim = m.rank + m.rotary;
     }
     m.v_head_dim = m.rank == 0 && m.has_v && pick(0, 1) ? pick(1, m.n_heads > 24 ? 40 : 200) : m.head_dim;
+    m.most = INT64_MAX;
+    if (m.rank != 0 && pick(0, 1)) {
+      m.most = pick(0, 2) == 0 ? pick(1, 300) : pick(1, 30), m.shares_choice = pick(0, 1), m.window = INT64_MAX;
+      m.index_heads = pick(1, 20), m.index_dim = std::max<int64_t>(2, m.rotary) + 2 * pick(0, 30);
+    }
     m.has_states = pick(0, 2) == 0;
     m.states = states();
     return m;
@@ -142,6 +150,8 @@ class Recorder {
     else
       p_.record(Category::embed, EmbedOp{p_.add_table({reinterpret_cast<const uint8_t*>(table.data()), Source::f32, m.vocab, m.hidden}), x_, 1.0f, positions(table)});
     shape_ = {m.n_heads, m.n_kv_heads, m.head_dim, m.v_head_dim, 0.3f, m.window, 3.0f, m.has_softcap};
+    shape_.most = m.most;
+    if (m.most != INT64_MAX) choice_ = plain_buffer(p_, BufferKind::f32, m.most);
     const bool is_latent = m.rank != 0, is_direct = has_bf16_rows(m.weights) && !is_latent;
     const int64_t q_width = m.n_heads * m.head_dim, a_width = m.n_heads * m.v_head_dim, heads_width = is_latent ? m.n_heads * value_dim_ : a_width;
     const int rows = rows_buffer(p_, m, m.hidden), router_rows = rows_buffer(p_, m, m.hidden);
@@ -155,7 +165,7 @@ class Recorder {
     for (int layer = 0; layer < m.layers; ++layer) {
       p_.record(Category::norm, NormOp{x_, norm(m.hidden), 1e-5f, rows, some(m.hidden), w_.pick(0, 1) == 1});
       if (is_latent) latent(rows, layer); else rotate(rows, layer);
-      p_.record(Category::attention, AttentionOp{q_, is_direct ? heads_rows : heads_, m.shares_kv ? 0 : layer, shape_, some(m.n_heads)});
+      p_.record(Category::attention, AttentionOp{q_, is_direct ? heads_rows : heads_, m.shares_kv ? 0 : layer, shape_, some(m.n_heads), 0, choice_});
       if (is_latent) p_.record(Category::o, heads_op(values_of_heads_, heads_, m.head_dim, m.rank, expanded_, value_dim_, Store::f32));
       if (!is_direct) p_.record(Category::norm, PrepareOp{is_latent ? expanded_ : heads_, heads_rows});
       if (m.has_states) move_states(rows, layer);
@@ -286,6 +296,19 @@ class Recorder {
     p_.record(Category::qkv, LinearOp{linear(m_.n_heads * (key_dim_ + m_.rotary), m_.hidden), rows, queries_, Store::f32, Activation::silu});
     p_.record(Category::qkv, heads_op(keys_of_heads_, queries_, key_dim_ + m_.rotary, key_dim_, q_, m_.head_dim, Store::bf16));
     p_.record(Category::rope, RotateQueriesOp{queries_, q_, rope_, m_.n_heads});
+    if (m_.chooses(layer)) choose(rows, layer);
+  }
+
+  void choose(int rows, int layer) {
+    const int64_t heads = m_.index_heads, d = m_.index_dim;
+    const int key = plain_buffer(p_, BufferKind::f32, d), q = plain_buffer(p_, BufferKind::f32, heads * d), weights = plain_buffer(p_, BufferKind::f32, heads);
+    const int64_t sizes[] = {d, heads * d, heads};
+    const int outs[] = {key, q, weights};
+    for (int i = 0; i < 3; ++i) p_.record(Category::qkv, LinearOp{linear(sizes[i], m_.hidden), rows, outs[i], Store::f32, Activation::silu});
+    p_.record(Category::rope, CacheIndexOp{key, layer, norm(d), norm(d), rope_, 1e-6f});
+    AttentionShape shape{heads, 1, d};
+    shape.most = m_.most;
+    p_.record(Category::attention, ChooseOp{q, plain_buffer(p_, BufferKind::bf16, heads * d), weights, choice_, layer, rope_, shape});
   }
 
   // Random ranks for one or two parts of some of the layers; some adapters have nothing at all.
@@ -379,7 +402,7 @@ class Recorder {
   int x_, q_, heads_, rope_, qkv_ = -1;
   // of latent attention
   const int64_t key_dim_ = w_.pick(1, 40), value_dim_ = w_.pick(1, 40);
-  int latents_ = -1, queries_ = -1, expanded_ = -1;
+  int latents_ = -1, queries_ = -1, expanded_ = -1, choice_ = -1;
   std::vector<int> keys_of_heads_, values_of_heads_;
 };
 
@@ -400,7 +423,9 @@ std::vector<float> answer(Program& program, World& world, const Model& m, const 
   KvShape shape;
   shape.n_layers = m.kv_layers(), shape.n_blocks = per_sequence * (1 + neighbours), shape.block_tokens = m.block_tokens;
   shape.n_kv_heads = m.n_kv_heads, shape.head_dim = m.head_dim, shape.v_head_dim = m.v_head_dim, shape.format = m.kv, shape.has_values = m.rank == 0;
-  KvCache kv(shape);
+  std::vector<KvHeads> layers;
+  for (int64_t layer = 0; layer < shape.n_layers; ++layer) layers.push_back({m.n_kv_heads, m.head_dim + (m.chooses(layer) ? m.index_dim : 0), m.rank == 0 ? m.v_head_dim : 0});
+  KvCache kv(shape, layers, m.most == INT64_MAX ? 0 : m.head_dim);
   if (neighbours) std::memset(kv.layer(0).data, 0xff, static_cast<size_t>(kv.bytes()));  // NaN everywhere
   if (m.has_states) {  // two places a sequence: a step may run twice, and begins both times with what lay before it
     kv.add_states(std::vector<int64_t>(static_cast<size_t>(m.layers), m.states.floats()), 3 * (1 + neighbours));

@@ -26,7 +26,8 @@ from diptych.compute.ops.contract import (
 from diptych.compute.ops.tolerances import EDGE_SHAPES, OPS, EdgeShape
 from diptych.compute.ops.torch_loader import TorchAttention, TorchNorm
 from diptych.compute.ops.torch_ops import TorchOps
-from diptych.models.spec import MlaSpec, MoeSpec, Scores
+from diptych.models.latent import MlaSpec
+from diptych.models.spec import MoeSpec, Scores
 
 VARIANTS = {
     "plain": {},

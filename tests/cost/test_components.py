@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -24,6 +26,8 @@ from diptych.ground.phase import Phase
 from diptych.ground.shape import ChunkShape, StepShape
 from diptych.ground.specs import KVSpec
 from diptych.ground.step import Chunk, StepPlan
+from diptych.models.config import HfConfig
+from diptych.models.read import read_model
 
 KV = KVSpec()
 
@@ -254,3 +258,35 @@ def test_quantised_weights_shrink_weight_bytes_only():
     small = cost_of(model, work, quant=quant_spec("int4"), kv=KV)
     assert small.weight_bytes / plain.weight_bytes == pytest.approx(0.625 / 2, rel=1e-3)
     assert small.kv_bytes == plain.kv_bytes
+
+
+def published(name: str):
+    """A model by the config that it was published with."""
+    file = Path(__file__).parents[1] / "data" / "published" / "models.jsonl"
+    entries = (json.loads(line) for line in file.read_text().splitlines())
+    return read_model(HfConfig(next(entry["config"] for entry in entries if entry["model"] == name)))
+
+
+def test_an_index_reads_all_its_keys_and_attention_what_was_chosen():
+    """DeepSeek V3.2: of 32k tokens 2,048; a context of 2,048 has nothing to choose. GLM-5.2: 21 of 78 layers choose."""
+    deepseek, glm = published("deepseek-ai/DeepSeek-V3.2"), published("zai-org/GLM-5.2")
+    row, key, chosen, context = 576 * 2, 128 * 2, 2048, 32_768
+    assert kv_bytes_per_token(deepseek, KV) == 61 * (row + key)
+    assert kv_bytes_per_token(glm, KV) == 78 * row + 21 * key
+    for model, layers, owners, heads, index_heads in ((deepseek, 61, 61, 128, 64), (glm, 78, 21, 64, 32)):
+        cost = cost_of(model, StepShape.decode(batch=1, context_tokens=context), quant=BF16, kv=KV)
+        index, scores = cost.component("index"), cost.component("scores")
+        assert (index.flops, index.kv_read_bytes) == (owners * 2 * index_heads * 128 * context, owners * context * key)
+        assert (scores.flops, scores.kv_read_bytes) == (layers * 2 * heads * 576 * chosen, layers * chosen * row)
+        short = cost_of(model, StepShape.decode(batch=1, context_tokens=chosen), quant=BF16, kv=KV)
+        assert (short.component("index").flops, short.component("index").kv_read_bytes) == (0, 0)
+        assert short.component("scores") == scores
+    # a prompt in two pieces looks at as many pairs as in one
+    pairs = [
+        cost_of(deepseek, StepShape((chunk,)), quant=BF16, kv=KV).component("index").flops
+        for chunk in (
+            ChunkShape(Phase.PREFILL, 5000, 0, True),
+            *(ChunkShape(Phase.PREFILL, 2500, at, True) for at in (0, 2500)),
+        )
+    ]
+    assert pairs[0] == pairs[1] + pairs[2] == 61 * 2 * 64 * 128 * sum(range(chosen + 1, 5001))

@@ -1,4 +1,6 @@
-"""Latent attention in the sizes that DeepSeek publishes, on every kernel set: one cached vector a token, for all heads."""
+"""Latent attention in the sizes that DeepSeek publishes, on every kernel set: one cached vector a token, for all heads, with an
+index that chooses some of them, and without.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,14 @@ SIZES = {
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "num_hidden_layers": 2,
     "max_position_embeddings": 512, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
+# what is chosen takes more than a tile, too
+INDEX = {"index_topk": 260, "index_head_dim": 128, "index_n_heads": 8}
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("deepseek_v2", tmp_path_factory.mktemp("latent"), dtype=torch.bfloat16, **SIZES)
+@pytest.fixture(scope="module", params=["deepseek_v2", "deepseek_v32"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = SIZES | (INDEX if request.param == "deepseek_v32" else {})
+    return make_checkpoint(request.param, tmp_path_factory.mktemp("latent"), dtype=torch.bfloat16, **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +78,11 @@ def test_what_an_earlier_owner_left_behind_the_last_token_is_never_met(path: Pat
 
 
 def test_a_token_takes_what_the_planner_says(path: Path) -> None:
-    """kv_rank + rope_dim numbers a layer, not two vectors for each of the heads."""
+    """kv_rank + rope_dim numbers a layer, not two vectors for each of the heads, and the key of an index."""
     for backend in ("cpu", "torch"):
         config = ComputeConfig(backend=backend, device="cpu", kv="bf16")
         model = load_model(path, config)
         planned = kv_bytes_per_token(model.spec, KVSpec())
-        assert planned == 2 * 576 * 2
+        assert planned == 2 * (576 + (128 if model.spec.family == "deepseek_v32" else 0)) * 2
         assert model.kv_bytes_per_block(16) == model.make_kv(3, 16).nbytes // 3 == 16 * planned
         assert memory_of_block(model.spec, config, 16)[1] == 16 * planned

@@ -114,15 +114,37 @@ def test_a_key_that_says_what_another_says_is_no_change() -> None:
             read(kind, **fields)
 
 
-def test_an_index_bounds_the_context(caplog: pytest.LogCaptureFixture) -> None:
-    """DeepSeek V3.2 and GLM-5: up to so many tokens it chooses all, beyond it answers would be another model's."""
-    named = {"layer_types": ["deepseek_sparse_attention"] * 78}
-    assert read("glm_moe_dsa", **named).max_context_tokens == 2048
-    assert "up to 2048 tokens" in caplog.text
-    short = read("deepseek_v32", max_position_embeddings=1024)
-    assert (short.max_context_tokens, short.layers) == (1024, read("deepseek_v32").layers)
+def choosers(spec: ModelSpec) -> str:
+    """F for a layer that chooses what it attends to, S for one that takes another's choice."""
+    kinds = ((layer.attention.mla, layer.attention.mla and layer.attention.mla.own_index) for layer in spec.layers)
+    return "".join("F" if own else "S" for mla, own in kinds if mla and mla.index)
+
+
+def test_layers_choose_what_they_attend_to_or_take_the_choice_of_another() -> None:
+    """GLM-5.2's layers, by any of the three ways to say it; oracle: what the class makes of the same keys."""
+    named = {"layer_types": ["deepseek_sparse_attention"] * 9, "num_hidden_layers": 9}
+    ways = (
+        {},
+        {"index_topk_freq": 4, "index_skip_topk_offset": 3},
+        {"index_topk_freq": 3},
+        {"index_topk_pattern": "FSSFSSFSS", "index_topk_freq": 5},
+        {"indexer_types": ["full", "shared", "full"] * 3, "index_topk_pattern": "F" * 9},
+    )
+    for fields in ways:
+        theirs = transformers.GlmMoeDsaConfig(num_hidden_layers=9, **fields).indexer_types
+        assert choosers(read("glm_moe_dsa", **named, **fields)) == "".join(kind[0].upper() for kind in theirs)
+    assert choosers(read("deepseek_v32")) == "F" * SMALL["num_hidden_layers"]
     with pytest.raises(LoadError, match=r"layer_types in config\.json may hold"):
         read("deepseek_v3", num_hidden_layers=1, layer_types=["indexed_attention"])
+    for fields, said in (
+        ({"indexer_types": ["shared"] * 78}, "none was made before it"),
+        ({"indexer_types": ["full"] * 3}, "must name 4 layers"),
+        ({"index_topk_pattern": "FX" * 39}, "index_topk_pattern"),
+        ({"q_lora_rank": None}, "queries of an index"),
+        ({"index_head_dim": 32}, "64 of it turn"),
+    ):
+        with pytest.raises(LoadError, match=said):
+            read("glm_moe_dsa", **fields)
 
 
 def test_reasons_are_of_what_is_refused_and_stand_in_the_docs() -> None:

@@ -31,7 +31,8 @@ from diptych.ground.specs import QuantSpec
 from diptych.models.contents import Contents, contents_of
 from diptych.models.files import model_files
 from diptych.models.gguf_file import find_gguf
-from diptych.models.spec import CacheShape, ModelSpec
+from diptych.models.latent import CacheShape
+from diptych.models.spec import ModelSpec
 
 SHOWN_WEIGHTS = ("bf16", "int8", "int4")
 SHOWN_KV = ("bf16", "int8")

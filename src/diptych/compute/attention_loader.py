@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic
 
 import torch
@@ -14,6 +14,7 @@ from diptych.compute.ops.contract import (
     AttentionSpec,
     Experts,
     Heads,
+    IndexParts,
     Linear,
     LinearParts,
     NormParts,
@@ -35,7 +36,8 @@ from diptych.compute.views import (
     halves_order,
 )
 from diptych.ground.errors import UnsupportedModel
-from diptych.models.spec import Activation, MlaSpec, Norms, QkNorm, StateRule, StateSpec
+from diptych.models.latent import IndexSpec, MlaSpec
+from diptych.models.spec import Activation, Norms, QkNorm, StateRule, StateSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,10 +193,13 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             down = first = self.linear(root, ("q_a_proj",), (mla.q_rank,), hidden, has_bias=has_bias)
             q = self.linear(root, ("q_b_proj",), (q_width,), mla.q_rank)
         kv = self.linear(root, ("kv_a_proj_with_mqa",), (mla.kv_rank + mla.rope_dim,), hidden, has_bias=has_bias)
+        index = None if mla.own_index is None else self._index_parts(mla, mla.own_index, f"{root}indexer.")
         if self.loader.is_balancing:
-            norm, (first, kv) = self.balance_norm(norm, (first, kv))
+            of_index = () if index is None else (index.key, index.weights)
+            norm, (first, kv, *rest) = self.balance_norm(norm, (first, kv, *of_index))
             down, q = (None, first) if down is None else (first, q)
-        role, handle = self.role(Split.OUTPUTS, q=q_width), self._latent_attention(mla, root)
+            index = index and replace(index, key=rest[0], weights=rest[1])
+        role, handle = self.role(Split.OUTPUTS, q=q_width), self._latent_attention(mla, root, index)
         weights = LatentWeights(
             q_down=None if down is None else self.loader.linear(down),
             q_norm=None
@@ -202,6 +207,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             else self.loader.norm(self._norm_over(f"{root}q_a_layernorm", mla.q_rank)),
             q=self.loader.linear(self._rope_last(q, mla.nope_dim), role=role),
             kv=self.loader.linear(self._rope_last(kv, mla.kv_rank)),
+            has_index=index is not None,
         )
         o = self.linear(root, (self.names.o,), (hidden,), n_heads * mla.v_dim, has_bias=has_bias)
         return norm, LayerHeads(
@@ -219,14 +225,32 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         order = torch.cat([torch.arange(before), before + halves_order(rope.rotary_dim, rope.rotary_dim)])
         return _reordered(parts, order)
 
-    def _latent_attention(self, mla: MlaSpec, root: str) -> Heads:
+    def _index_parts(self, mla: MlaSpec, index: IndexSpec, root: str) -> IndexParts:
+        """Heads of queries and the key turn first, in halves."""
+        assert mla.q_rank is not None
+        d, hidden = index.head_dim, self.spec.hidden
+        queries = self.linear(root, ("wq_b",), (index.n_heads * d,), mla.q_rank)
+        key = self.linear(root, ("wk",), (d,), hidden)
+        weight, bias = (self.source.tensor(f"{root}k_norm.{one}", d) for one in ("weight", "bias"))
+        if index.is_interleaved:
+            order = halves_order(d, mla.rope_dim)
+            queries, key = _reordered(queries, order), _reordered(key, order)
+            weight, bias = ReorderedTensor(weight, order), ReorderedTensor(bias, order)
+        return IndexParts(
+            queries=queries,
+            key=key,
+            norm=NormParts(weight=weight, bias=bias, is_centred=True),
+            weights=self.linear(root, ("weights_proj",), (index.n_heads,), hidden),
+        )
+
+    def _latent_attention(self, mla: MlaSpec, root: str, index: IndexParts | None) -> Heads:
         attention = self.parts.attention
         keys, values = self._latent_matrices(mla, root)
         spec = AttentionSpec(
             layer=self.layer,
             n_heads=attention.n_heads,
             n_kv_heads=1,
-            head_dim=attention.cache.head_dim,
+            head_dim=mla.row,
             scale=attention.scale,
             window=attention.window,
             rope=standstill(mla.rope_dim) if attention.rope is None else frequencies(attention.rope),
@@ -240,6 +264,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             norm=self._norm_over(f"{root}kv_a_layernorm", mla.kv_rank),
             keys=tuple(LinearParts(weights=(one,)) for one in keys),
             values=tuple(LinearParts(weights=(one,)) for one in values),
+            index=index,
         )
 
     def _latent_matrices(self, mla: MlaSpec, root: str) -> tuple[list[WeightTensor], list[WeightTensor]]:

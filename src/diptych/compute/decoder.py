@@ -49,12 +49,16 @@ class ApartNorms(Generic[Vector]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentWeights(Generic[Vector, Linear]):
-    """The projections of latent attention: queries directly (q alone) or over a rank of their own, and the latents."""
+    """The projections of latent attention: queries directly (q alone) or over a rank of their own, and the latents.
+
+    has_index: the layer chooses what it attends to.
+    """
 
     q_down: Linear | None
     q_norm: Vector | None
     q: Linear
     kv: Linear
+    has_index: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -419,7 +423,10 @@ def run_latents(
         q = ops.linear(h, qkv.q)
     else:
         assert qkv.q_norm is not None
-        q = ops.linear(ops.norm(ops.linear(h, qkv.q_down), qkv.q_norm, eps=LATENT_EPS), qkv.q)
+        low = ops.norm(ops.linear(h, qkv.q_down), qkv.q_norm, eps=LATENT_EPS)
+        if qkv.has_index:
+            ops.choose(h, low, heads)
+        q = ops.linear(low, qkv.q)
     return ops.expand(ops.attention(ops.absorb(q, heads), heads), heads)
 
 

@@ -282,10 +282,10 @@ def memory_of_block(spec: ModelSpec, config: ComputeConfig, block_tokens: int) -
         kv_format = "bf16" if config.kv == "auto" else config.kv
         # as many heads as all ranks keep
         kept = [
-            copies_of_kv(spec.layers[i].attention.n_heads, cache.n_heads, config.tp)
+            (copies_of_kv(spec.layers[i].attention.n_heads, cache.n_heads, config.tp), cache.head_dim, cache.value_dim)
             for i, cache in zip(spec.kv_layers, spec.caches, strict=True)
         ]
-        return torch.device("cpu"), cpu_kernels.kv_bytes_per_block(spec, kv_format, block_tokens, n_heads=kept)
+        return torch.device("cpu"), cpu_kernels.kv_bytes_per_block(spec, kv_format, block_tokens, heads=kept)
     bits = 32 if "fp32" in (config.kv, config.weights) and config.kv != "bf16" else 16
     block_bytes = sum(cache.elements for cache in spec.caches) * block_tokens * bits // 8
     return torch_device(config.device if backend == "torch" else "cpu"), block_bytes

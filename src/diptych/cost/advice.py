@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from diptych.cost.components import layer_kv_bytes
+from diptych.cost.components import kv_bytes_read
 from diptych.cost.drafts.acceptance import MOST_DEPTH, chances_at, expected_tokens, speedup
 from diptych.cost.drafts.depths import choose_depths
 from diptych.cost.memory import capacity_of
@@ -267,10 +267,7 @@ def _reread_bytes(setup: Setup, question: Question, starts: range) -> float:
     """Keys and values that chunks read and the prompt in one piece would not."""
 
     def read_bytes(shape: ChunkShape) -> float:
-        return sum(
-            n * shape.kv_read_tokens(layer.attention.window) * layer_kv_bytes(layer.attention, setup.kv, 1)
-            for layer, n in setup.model.layer_groups
-        )
+        return sum(n * kv_bytes_read(layer.attention, shape, setup.kv, 1) for layer, n in setup.model.layer_groups)
 
     new_tokens = question.prompt_tokens - question.cached_tokens
     whole = ChunkShape(Phase.PREFILL, new_tokens, question.cached_tokens, samples=True)

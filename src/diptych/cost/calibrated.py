@@ -25,7 +25,14 @@ from typing import Any
 
 from diptych.cost.adapters import adapter_bytes, adapter_parameters
 from diptych.cost.calibration import Calibration, Constants, Coverage, prompts_in
-from diptych.cost.components import ATTENTION, attention_widths, cost_of, expected_experts, layer_kv_bytes
+from diptych.cost.components import (
+    ATTENTION,
+    attention_widths,
+    cost_of,
+    expected_experts,
+    index_kv_bytes,
+    layer_kv_bytes,
+)
 from diptych.cost.layout import HOP_S, PLAIN, Layout
 from diptych.cost.profile import read_profile
 from diptych.cost.reach import Gap, gaps_of, interval, load_gaps, load_spread_squared, squared
@@ -53,7 +60,7 @@ class _Units:
     head_row_flops: float
     state_row_flops: float
     state_bytes: float  # of a sequence, read and written with each of its chunks
-    # window; over its layers: bytes of one token's KV, FLOPs of a pair in prefill and in decode, where MLA takes the latents
+    # reach; over its layers: bytes of one token's KV, FLOPs of a pair in prefill and in decode, where MLA takes the latents
     windows: tuple[tuple[int | None, float, float, float], ...]
     expand_flops: float  # MLA prefill expands each cached latent
     all_reduces: int
@@ -75,14 +82,18 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int, *, is_our
         attention, mla, heads = layer.attention, layer.attention.mla, layer.attention.n_heads / tp
         if attention.state is not None:
             continue
-        if mla is not None and not is_ours:
+        if mla is not None and mla.index is None and not is_ours:
             expand += 2.0 * n * mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
         pair_flops, absorbed = (
             2.0 * n * heads * sum(attention_widths(attention, on_latents=form)) for form in (is_ours, True)
         )
-        sums = windows.get(attention.window, (0.0, 0.0, 0.0))
-        kv_bytes = n * layer_kv_bytes(attention, kv, tp)
-        windows[attention.window] = (sums[0] + kv_bytes, sums[1] + pair_flops, sums[2] + absorbed)
+        touched = [(attention.reach, n * layer_kv_bytes(attention, kv, tp), pair_flops, absorbed)]
+        if mla is not None and mla.own_index is not None:  # which looks at all positions
+            scored = 2.0 * n * mla.own_index.n_heads * mla.own_index.head_dim
+            touched.append((None, n * index_kv_bytes(attention, kv), scored, scored))
+        for reach, *added in touched:
+            sums = windows.get(reach, (0.0, 0.0, 0.0))
+            windows[reach] = (sums[0] + added[0], sums[1] + added[1], sums[2] + added[2])
     return _Units(
         dense_bytes=sum(part.weight_bytes for part in body),
         dense_class=weight_class(quant.weight_bytes, quant.name),

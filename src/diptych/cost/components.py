@@ -17,12 +17,12 @@ from functools import lru_cache
 from diptych.cost.adapters import adapter_bytes, adapter_parameters
 from diptych.cost.streams import stream_matrices, stream_vectors, table_width
 from diptych.ground.errors import ConfigError
-from diptych.ground.shape import StepShape
+from diptych.ground.shape import ChunkShape, StepShape
 from diptych.ground.specs import KVSpec, QuantSpec
+from diptych.models.latent import IndexSpec, MlaSpec
 from diptych.models.spec import (
     AttentionLayer,
     LayerSpec,
-    MlaSpec,
     MlpSpec,
     ModelSpec,
     MoeSpec,
@@ -34,7 +34,7 @@ from diptych.models.spec import (
 BF16 = QuantSpec(name="bf16", weight_bytes=2.0)
 
 # Components whose time is attention's, not a GEMM's over the step's rows.
-ATTENTION = ("scores", "values")
+ATTENTION = ("scores", "values", "index")
 LOGIT_BYTES = 4
 STATE_BYTES = 4  # of a number of a state
 
@@ -184,7 +184,7 @@ def layer_kv_bytes(attention: AttentionLayer, kv: KVSpec, tp: int) -> float:
     if attention.state is not None:
         return 0.0
     if attention.mla is not None:
-        return (attention.mla.kv_rank + attention.mla.rope_dim) * kv.bytes_per_element + kv.scale_bytes
+        return attention.mla.row * kv.bytes_per_element + kv.scale_bytes
     widths = attention.head_dim, attention.value_dim
     return max(attention.n_kv_heads / tp, 1.0) * sum(_vector_bytes(width, kv) for width in widths)
 
@@ -195,8 +195,24 @@ def _vector_bytes(width: int, kv: KVSpec) -> float:
 
 
 def kept_kv_bytes(attention: AttentionLayer, kv: KVSpec, tp: int) -> float:
-    """The same that it keeps: nothing where it attends to another layer's."""
-    return layer_kv_bytes(attention, kv, tp) if attention.kv_layer is None else 0.0
+    """The same that it keeps: nothing where it attends to another layer's, and the key of an index that it has."""
+    return layer_kv_bytes(attention, kv, tp) + index_kv_bytes(attention, kv) if attention.kv_layer is None else 0.0
+
+
+def index_kv_bytes(attention: AttentionLayer, kv: KVSpec) -> float:
+    """Bytes of the key that a layer's own index finds a token by, on every device."""
+    own = None if attention.mla is None else attention.mla.own_index
+    return 0.0 if own is None else own.head_dim * kv.bytes_per_element + kv.scale_bytes
+
+
+def kv_bytes_read(attention: AttentionLayer, shape: ChunkShape, kv: KVSpec, tp: int) -> float:
+    """KV bytes that one sequence of a chunk reads in one layer to attend; each of its tokens may have a choice of its own."""
+    mla = attention.mla
+    if mla is None or mla.index is None:
+        tokens = shape.kv_read_tokens(attention.window)
+    else:
+        tokens = min(shape.end_pos, mla.index.most * shape.new_tokens)
+    return tokens * layer_kv_bytes(attention, kv, tp)
 
 
 def state_bytes(model: ModelSpec, *, tp: int = 1) -> float:
@@ -297,8 +313,8 @@ class _Sizes:
         self.w = quant.weight_bytes
         self.heads = layer.attention.n_heads / tp
         self.kv_heads = max(layer.attention.n_kv_heads / tp, 1.0)
-        self.kv_bytes = layer_kv_bytes(layer.attention, kv, tp)  # of one token
-        self.value_bytes = self.kv_heads * _vector_bytes(layer.attention.value_dim, kv)  # of them
+        key, value = (_vector_bytes(width, kv) for width in (layer.attention.head_dim, layer.attention.value_dim))
+        self.of_values = value / (key + value)  # the part of a token's bytes
         self.kept_bytes = kept_kv_bytes(layer.attention, kv, tp)
 
 
@@ -310,7 +326,8 @@ def _layer(sizes: _Sizes) -> tuple[Component, ...]:
     if state is not None:
         return (_norms(sizes), *_states(sizes, state), *ffn)
     projections = _gqa(sizes) if mla is None else _mla(sizes, mla)
-    return (_norms(sizes), *projections, *_attention(sizes), *ffn)
+    index = () if mla is None or mla.own_index is None else (_index(sizes, mla.own_index),)
+    return (_norms(sizes), *projections, *index, *_attention(sizes), *ffn)
 
 
 def _states(sizes: _Sizes, state: StateSpec) -> tuple[Component, Component, Component]:
@@ -392,29 +409,47 @@ def _mla(sizes: _Sizes, mla: MlaSpec) -> tuple[Component, Component]:
         q = q.plus(_linear(sizes, "qkv", mla.q_rank, q_width))
     latent = _linear(sizes, "qkv", hidden, mla.kv_rank + mla.rope_dim, bias=mla.kv_rank)
     up = _linear(sizes, "qkv", mla.kv_rank, sizes.heads * (mla.nope_dim + mla.v_dim))
-    is_expanded = not sizes.is_ours
+    is_expanded = not sizes.is_ours and mla.index is None
     expanded = sum(s.start_pos * s.count for s in sizes.work.shapes if is_expanded and not s.is_decode)
     up = replace(up, flops=up.flops + 2.0 * expanded * mla.kv_rank * sizes.heads * (mla.nope_dim + mla.v_dim))
     rotary = 6.0 * sizes.n * (sizes.heads + 1) * mla.rope_dim
-    qkv = replace(q.plus(latent).plus(up), kv_write_bytes=sizes.n * sizes.kv_bytes, vector_flops=rotary)
+    if mla.own_index is not None:  # whole on every device
+        n_heads, d = mla.own_index.n_heads, mla.own_index.head_dim
+        q = q.plus(_linear(sizes, "qkv", mla.q_rank or 0, n_heads * d))
+        latent = latent.plus(_linear(sizes, "qkv", hidden, d + n_heads, bias=2 * d))
+        rotary += 6.0 * sizes.n * (n_heads + 1) * mla.rope_dim
+    qkv = replace(q.plus(latent).plus(up), kv_write_bytes=sizes.n * sizes.kept_bytes, vector_flops=rotary)
     return qkv, _linear(sizes, "o", sizes.heads * mla.v_dim, hidden, link=_all_reduce_bytes(sizes))
+
+
+def _index(sizes: _Sizes, index: IndexSpec) -> Component:
+    """A key of every position before each token that sees more of them than are chosen, whole on every device."""
+    pairs = read_tokens = 0.0
+    for shape in sizes.work.shapes:
+        pairs += index.scored_pairs(shape.start_pos, shape.end_pos) * shape.count
+        read_tokens += (shape.end_pos if shape.end_pos > index.most else 0) * shape.count
+    return Component(
+        name="index",
+        flops=2.0 * index.n_heads * index.head_dim * pairs,
+        vector_flops=3.0 * index.n_heads * pairs,
+        kv_read_bytes=read_tokens * index_kv_bytes(sizes.attention, sizes.kv),
+    )
 
 
 def _attention(sizes: _Sizes) -> tuple[Component, Component]:
     """Scores read K, values read V; with MLA both come from one latent, charged to the scores."""
-    mla, window = sizes.attention.mla, sizes.attention.window
-    score_flops = value_flops = softmax = kv_tokens = 0.0
+    mla = sizes.attention.mla
+    score_flops = value_flops = softmax = kv_read = 0.0
     for shape in sizes.work.shapes:
-        pairs = float(shape.pairs(window) * shape.count)
-        kv_tokens += shape.kv_read_tokens(window) * shape.count
+        pairs = float(shape.pairs(sizes.attention.reach) * shape.count)
+        kv_read += kv_bytes_read(sizes.attention, shape, sizes.kv, sizes.tp) * shape.count
         on_latents = sizes.is_ours or shape.is_decode
         score_width, value_width = attention_widths(sizes.attention, on_latents=on_latents)
         score_flops += 2.0 * sizes.heads * score_width * pairs
         value_flops += 2.0 * sizes.heads * value_width * pairs
         softmax += 5.0 * sizes.heads * pairs
-    kv_read = kv_tokens * sizes.kv_bytes
     width = sizes.heads * (sizes.attention.value_dim if mla is None else mla.v_dim)
-    of_values = kv_tokens * sizes.value_bytes if mla is None else 0.0
+    of_values = kv_read * sizes.of_values if mla is None else 0.0
     io = sizes.n * width * sizes.a
     sinks = sizes.heads * 2.0 if sizes.attention.has_sinks else 0.0
     scores = Component(
@@ -429,12 +464,15 @@ def _attention(sizes: _Sizes) -> tuple[Component, Component]:
 
 
 def attention_widths(attention: AttentionLayer, *, on_latents: bool) -> tuple[int, int]:
-    """Width of one head's dot products: (scores, values). on_latents: where they are MLA's, as in decode."""
+    """Width of one head's dot products: (scores, values). on_latents: where they are MLA's, as in decode.
+
+    Those that an index chooses always are: each token has its own, and expanding them would serve no other.
+    """
     mla = attention.mla
     if mla is None:
         return attention.head_dim, attention.value_dim
-    if on_latents:
-        return mla.kv_rank + mla.rope_dim, mla.kv_rank
+    if on_latents or mla.index is not None:
+        return mla.row, mla.kv_rank
     return mla.nope_dim + mla.rope_dim, mla.v_dim
 
 

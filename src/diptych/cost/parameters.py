@@ -11,6 +11,7 @@ from diptych.cost.components import attention_widths, kv_bytes_of_tokens, own_no
 from diptych.cost.layout import PLAIN, Layout
 from diptych.cost.streams import stream_matrices, stream_vectors, table_width
 from diptych.ground.specs import KVSpec, QuantSpec
+from diptych.models.latent import MlaSpec
 from diptych.models.spec import Activation, AttentionLayer, MlpSpec, ModelSpec, MoeSpec, QkNorm
 
 
@@ -114,14 +115,19 @@ def _attention_matrices(model: ModelSpec, attention: AttentionLayer) -> int:
     q_head = mla.nope_dim + mla.rope_dim
     q = hidden * heads * q_head if mla.q_rank is None else mla.q_rank * (hidden + heads * q_head)
     latent = hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
-    return q + latent + heads * mla.v_dim * hidden
+    return q + latent + heads * mla.v_dim * hidden + _index_matrices(model, mla)
+
+
+def _index_matrices(model: ModelSpec, mla: MlaSpec) -> int:
+    return 0 if mla.own_index is None else mla.own_index.n_matrices(model.hidden, mla.q_rank or 0)
 
 
 def _repeated(model: ModelSpec, attention: AttentionLayer, tp: int) -> int:
     """Parameters of projections that tp devices hold together beyond one of each."""
     mla = attention.mla
     if mla is not None:
-        return (tp - 1) * model.hidden * ((mla.q_rank or 0) + mla.kv_rank + mla.rope_dim)
+        down = model.hidden * ((mla.q_rank or 0) + mla.kv_rank + mla.rope_dim)
+        return (tp - 1) * (down + _index_matrices(model, mla))
     if attention.state is not None:
         state = attention.state  # what lies between two steps, and decays by key, each has whole
         small = state.n_rates + (state.rank * (2 if state.n_decays else 1) if state.rank else 0)
@@ -136,7 +142,9 @@ def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
         return count + state.n_small
     if spec.mla is not None:
         biases = (spec.mla.q_rank or 0) + spec.mla.kv_rank + spec.mla.rope_dim + model.hidden
-        return count + spec.mla.kv_rank + (spec.mla.q_rank or 0) + (biases if spec.has_o_bias else 0)
+        norms = spec.mla.kv_rank + (spec.mla.q_rank or 0)
+        norms += 0 if spec.mla.own_index is None else 2 * spec.mla.own_index.head_dim  # weight and bias
+        return count + norms + (biases if spec.has_o_bias else 0)
     if spec.has_qkv_bias:
         count += (1 + spec.has_gate) * spec.n_heads * spec.head_dim + spec.kv_width
     if spec.has_o_bias:

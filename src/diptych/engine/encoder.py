@@ -329,6 +329,10 @@ def open_encoder(
                 "is_causal is false in %s: embeddings would attend both ways; text is written causally", directory
             )
         return None
+    if said.both_ways and spec.attention.reach != spec.attention.window:
+        raise UnsupportedModel(
+            f"{directory} attends both ways by an index that chooses what is attended to; that is not run"
+        )
     tail = read_tail(directory, spec)
     prompts = ",".join(sorted(said.reading.prompts)) or "none"
     if isinstance(said, EmbeddingSpec):

@@ -15,11 +15,12 @@ DEEPSEEK_V3 = {**LATENT, "vocab_size": 129_280, "hidden_size": 7168, "intermedia
                "num_key_value_heads": 128, "num_experts": 256, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
                "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
                "norm_topk_prob": True}  # fmt: skip
+DEEPSEEK_V32 = {**DEEPSEEK_V3, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64,
+                "indexer_rope_interleave": False, "mlp_layer_types": None}  # fmt: skip
 LIKE_DEEPSEEK_V32: dict[str, Any] = {
-    "is_interleaved": True, "o_bias": "attention_bias", "ignored": ("rotary_emb.inv_freq", ".indexer."),
-    "fixed": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "rope_interleave": (True,), "mlp_bias": (False,)},
-    "unread": ("index_n_heads", "index_head_dim", "index_share_for_mtp_iteration", "index_skip_topk_offset",
-               "index_topk_freq", "index_topk_pattern", "indexer_types", "indexer_rope_interleave")}  # fmt: skip
+    "is_interleaved": True, "o_bias": "attention_bias", "unread": ("index_share_for_mtp_iteration",),
+    "fixed": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "rope_interleave": (True,),
+              "mlp_bias": (False,)}}  # fmt: skip
 LIKE_DEEPSEEK: dict[str, Any] = {"is_interleaved": "rope_interleave", "o_bias": "attention_bias"}
 
 LATENT_ATTENTION: tuple[Family, ...] = (
@@ -53,19 +54,21 @@ LATENT_ATTENTION: tuple[Family, ...] = (
         **LIKE_DEEPSEEK,
         **CHOSEN_BY_SIGMOID,
     ),
-    # DeepSeek V3.2, GLM-5 to 5.2: an index chooses which tokens are attended to, all of them up to index_topk
+    # DeepSeek V3.2, GLM-5 to 5.2: an index chooses which tokens are attended to; layers of GLM-5.2 share a choice
     Family(
         name="deepseek_v32", architectures=("DeepseekV32ForCausalLM",),
-        keys={**DEEPSEEK_V3, "index_topk": 2048, "max_position_embeddings": 163_840, "mlp_layer_types": None},
+        keys={**DEEPSEEK_V32, "max_position_embeddings": 163_840},
         **LIKE_DEEPSEEK_V32,
         **CHOSEN_BY_SIGMOID,
     ),
     Family(
         name="glm_moe_dsa", architectures=("GlmMoeDsaForCausalLM",),
-        keys={**DEEPSEEK_V3, "vocab_size": 154_880, "hidden_size": 6144, "intermediate_size": 12_288,
+        keys={**DEEPSEEK_V32, "vocab_size": 154_880, "hidden_size": 6144, "intermediate_size": 12_288,
               "num_hidden_layers": 78, "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 2048,
               "v_head_dim": 256, "qk_nope_head_dim": 192, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5,
-              "index_topk": 2048, "max_position_embeddings": 202_752, "mlp_layer_types": None},
+              "index_n_heads": 32, "max_position_embeddings": 202_752, "indexer_types": None, "index_topk_pattern": None,
+              "index_topk_freq": 1, "index_skip_topk_offset": 2, "indexer_rope_interleave": True},
+        ignored=("rotary_emb.inv_freq", ".indexer."),  # of layers that take another's choice
         **LIKE_DEEPSEEK_V32,
         **CHOSEN_BY_SIGMOID,
     ),

@@ -21,11 +21,12 @@ from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, PRICED, SUPP
 from diptych.models.family import Family
 from diptych.models.files import no_model
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL, SYNONYMS
+from diptych.models.latent import IndexSpec, MlaSpec
 from diptych.models.positions import QueryScale, Rope
 from diptych.models.read_blocks import as_layers, as_pairs
 from diptych.models.read_gpt import arrangement, of_all_layers
 from diptych.models.read_heads import Heads, HeadsByWindow
-from diptych.models.read_index import within_index, without_index
+from diptych.models.read_index import layer_indices, within_index, without_index
 from diptych.models.read_mixtures import (
     expert_groups,
     limits_of,
@@ -44,7 +45,6 @@ from diptych.models.spec import (
     Activation,
     AttentionLayer,
     LayerSpec,
-    MlaSpec,
     MlpSpec,
     ModelSpec,
     MoeSpec,
@@ -295,9 +295,10 @@ def _layers(
     mlps = _mlps(config, family, shared)
     norms = arrangement(config, family)
     # equal layers are one object
-    kinds = list(zip(windows, turns, shared, state_layers(config, family, n_layers), strict=True))
+    states, indices = state_layers(config, family, n_layers), layer_indices(config, family, n_layers)
+    kinds = list(zip(windows, turns, shared, states, indices, strict=True))
     attention = {
-        (window, rope, kv_layer, has_state): state_attention(config, family)
+        (window, rope, kv_layer, has_state, index): state_attention(config, family)
         if has_state
         else _attention(
             config,
@@ -306,8 +307,9 @@ def _layers(
             window=window,
             rope=rope,
             kv_layer=kv_layer,
+            index=index,
         )
-        for window, rope, kv_layer, has_state in dict.fromkeys(kinds)
+        for window, rope, kv_layer, has_state, index in dict.fromkeys(kinds)
     }
     alone = {i for i, (_, mlp) in enumerate(config.raw.get("blocks", ())) if mlp is None}
     without_mlp = Norms.SHARED if family.has_pairs else Norms.ALONE
@@ -340,6 +342,7 @@ def _attention(
     window: int | None,
     rope: Rope | None,
     kv_layer: int | None,
+    index: IndexSpec | None,
 ) -> AttentionLayer:
     n_heads, head_dim = heads.n, heads.width
     mla, sinks = None, family.has_sinks
@@ -356,6 +359,7 @@ def _attention(
             nope_dim=config.integer("qk_nope_head_dim"),
             rope_dim=head_dim,
             v_dim=config.integer("v_head_dim", max(1, config.integer("hidden_size") // n_heads)),
+            index=index,
         )
         stretch = 1.0 if rope is None else latent_stretch(config)
         scale = (mla.nope_dim + mla.rope_dim) ** -0.5 * stretch**2

@@ -15,6 +15,7 @@ from functools import cached_property
 from diptych.ground.errors import UnsupportedModel
 from diptych.ground.specs import Provenance
 from diptych.models.gates import CLAMPED, GateForm
+from diptych.models.latent import CacheShape, MlaSpec
 from diptych.models.positions import QueryScale, Rope
 from diptych.models.streams import LayerInputs, StreamsSpec
 
@@ -83,17 +84,6 @@ class Norms(Enum):
     def are_side_by_side(self) -> bool:
         """Whether attention and MLP both read the stream as it comes to the layer."""
         return self in (Norms.PARALLEL, Norms.BESIDE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MlaSpec:
-    """Multi-head latent attention: ranks and head sizes. q_rank None: queries are projected directly."""
-
-    q_rank: int | None
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    v_dim: int
 
 
 class StateRule(Enum):
@@ -201,25 +191,6 @@ class StateSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheShape:
-    """What a layer keeps of a token: for each head a key and a value; value_dim 0: the key serves as both."""
-
-    n_heads: int
-    head_dim: int
-    value_dim: int
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """All three, as caches take them."""
-        return self.n_heads, self.head_dim, self.value_dim
-
-    @property
-    def elements(self) -> int:
-        """Numbers per token."""
-        return self.n_heads * (self.head_dim + self.value_dim)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayer:
     """One layer's attention: grouped queries, latents where `mla` is given (then head_dim is the rotary part's), or a state
     where `state` is (then heads are its value heads, kv heads its key heads, and it keeps no keys and values).
@@ -259,6 +230,11 @@ class AttentionLayer:
     state: StateSpec | None = None
 
     @property
+    def reach(self) -> int | None:
+        """How many positions a query attends to at most: a window's, or those that an index chooses. None: all."""
+        return self.window if self.mla is None or self.mla.index is None else self.mla.index.most
+
+    @property
     def keeps_kv(self) -> bool:
         """Whether it keeps keys and values of its own."""
         return self.kv_layer is None and self.state is None
@@ -292,11 +268,17 @@ class AttentionLayer:
     def cache(self) -> CacheShape:
         """What it keeps of a token, or finds where another layer keeps it.
 
-        Of latent attention that is the latent beside the rotary part of the key, for all heads.
+        Of latent attention that is the latent beside the rotary part of the key, for all heads, and the key of an index.
         """
         if self.mla is None:
             return CacheShape(n_heads=self.n_kv_heads, head_dim=self.head_dim, value_dim=self.value_dim)
-        return CacheShape(n_heads=1, head_dim=self.mla.kv_rank + self.mla.rope_dim, value_dim=0)
+        row, own = self.mla.row, self.mla.own_index
+        return CacheShape(
+            n_heads=1,
+            head_dim=row if own is None else row + own.head_dim,
+            value_dim=0,
+            attended=None if self.mla.index is None else row,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -470,7 +452,14 @@ class ModelSpec:
             raise UnsupportedModel(f"{self.name} has {len(mixtures)} kinds of mixtures of experts; one is supported")
         if not self.kv_layers:
             raise UnsupportedModel(f"{self.name} has no layer that attends to keys and values; one at least is needed")
+        is_chosen = False
         for i, layer in enumerate(self.layers):
+            mla = layer.attention.mla
+            is_chosen = is_chosen or (mla is not None and mla.own_index is not None)
+            if mla is not None and mla.index is not None and not is_chosen:
+                raise UnsupportedModel(
+                    f"layer {i} of {self.name} attends to what the index of a layer before it chose, and none has one"
+                )
             shared = layer.attention.kv_layer
             if shared is None:
                 continue

@@ -25,8 +25,9 @@ import torch
 
 from diptych.ground.formats import KeptFormat
 from diptych.models.gates import GateForm
+from diptych.models.latent import MlaSpec
 from diptych.models.positions import QueryScale
-from diptych.models.spec import Activation, MlaSpec, MoeSpec, QkNorm, StateSpec
+from diptych.models.spec import Activation, MoeSpec, QkNorm, StateSpec
 
 # The kinds of handle. Each backend names its own types for them, once, where it derives from `Loader` and `Ops`.
 Stream = TypeVar("Stream")  # the residual stream x
@@ -227,6 +228,18 @@ class NormParts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexParts:
+    """What an index chooses by, of n heads of d: queries [n d, q_rank] of what latent queries are made of; of the layer's input
+    the key [d, D], with a norm, and the heads' weights [n, D].
+    """
+
+    queries: LinearParts
+    key: LinearParts
+    norm: NormParts
+    weights: LinearParts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RuleParts:
     """What moves a layer's states on, beside what is projected: taps [channels, .., n_taps] with a bias [channels]; of each
     head [H] the factor in the exponent of its decay, what shifts its rate (by key: [H d]), and what of its value it gives
@@ -317,11 +330,12 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         norm: NormParts,
         keys: tuple[LinearParts, ...],
         values: tuple[LinearParts, ...],
+        index: IndexParts | None = None,
     ) -> Heads:
-        """What `cache_latents`, `absorb`, `attention` and `expand` need of a layer of latent attention.
+        """What `cache_latents`, `choose`, `absorb`, `attention` and `expand` need of a layer of latent attention.
 
         norm: over the latent. keys: of each head [kv_rank, nope_dim], what takes a query to the latent; values: of each head
-        [v_dim, kv_rank], what takes a latent to the head's output.
+        [v_dim, kv_rank], what takes a latent to the head's output. index: of a layer that has one itself.
         """
 
     @abstractmethod
@@ -494,6 +508,14 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         """Writes the step's tokens from kv [T, kv_rank + rope_dim]: the latent normed, the rotary part of the key turned."""
 
     @abstractmethod
+    def choose(self, h: Stream | Hidden, low: Hidden, attention: Heads) -> None:
+        """Writes the step's tokens' index keys, and chooses what `attention` sees from here on, until the next choice.
+
+        Each token sees the positions up to its own that its index scores highest, as `IndexSpec` says; of equals the cpu
+        backend takes the lower, torch any. h [T, D]: the layer's input; low [T, q_rank]: what queries are made of.
+        """
+
+    @abstractmethod
     def absorb(self, q: Hidden, attention: Heads) -> Hidden:
         """q [T, H, kv_rank + rope_dim] from [T, H (nope_dim + rope_dim)]: first parts to the latent, the rest turned."""
 
@@ -503,7 +525,7 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
 
     @abstractmethod
     def attention(self, q: Hidden, attention: Heads) -> Hidden:
-        """a [T, H dv]: each query against its sequence's cached keys up to its own position."""
+        """a [T, H dv]: each query against its sequence's cached keys up to its own position, or those that `choose` chose."""
 
     @abstractmethod
     def move_states(

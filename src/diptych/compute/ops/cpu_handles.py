@@ -7,16 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from diptych.compute.ops.contract import Activation, AttentionSpec, Role, RuleParts, WeightTensor
+from diptych.compute.ops.contract import (
+    Activation,
+    AttentionSpec,
+    IndexParts,
+    LinearParts,
+    Role,
+    RuleParts,
+    WeightTensor,
+)
 from diptych.compute.ops.cpu_kernels import _cpu, state_shape
 from diptych.compute.ops.cpu_parts import Rows
 from diptych.compute.ops.shares import OwnHeads, head_rows
 from diptych.ground.formats import ENGINE_WEIGHTS, KeptFormat
-from diptych.models.spec import MlaSpec, MoeSpec
+from diptych.models.latent import MlaSpec
+from diptych.models.spec import MoeSpec
 
 # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
 INT4_GROUP = ENGINE_WEIGHTS["int4"][0].group
@@ -99,6 +108,34 @@ class LatentHandle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexHandle:
+    """`IndexParts`: packed weights, the norm's weight and bias by number, and the native shape of the heads."""
+
+    queries: LinearHandle
+    key: LinearHandle
+    norm: int
+    bias: int
+    weights: LinearHandle
+    shape: Any
+
+
+class Packer(Protocol):
+    """What an index is packed by: the loader."""
+
+    def linear(self, parts: LinearParts) -> LinearHandle:
+        """A projection."""
+        ...
+
+    def router(self, parts: LinearParts) -> LinearHandle:
+        """A small one that decides."""
+        ...
+
+    def vector(self, tensor: WeightTensor) -> VectorHandle:
+        """Numbers as they are."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RuleHandle:
     """What moves states on, of a rank's heads: their native shape (None: it has none), and `RuleParts` by number."""
 
@@ -128,6 +165,7 @@ class AttentionHandle:
     k_norm: int | None
     sinks: int = -1
     latent: LatentHandle | None = None
+    index: IndexHandle | None = None
     rule: RuleHandle | None = None
 
     @property
@@ -176,6 +214,23 @@ def attention_shape(spec: AttentionSpec, own: OwnHeads) -> Any:
         window=spec.window,
         softcap=spec.softcap,
         is_chunked=spec.is_chunked,
+        most=spec.mla.index.most if spec.mla is not None and spec.mla.index is not None else None,
+    )
+
+
+def index_handle(spec: AttentionSpec, index: IndexParts, loader: Packer) -> IndexHandle:
+    """Every rank's, whole. Key and weights are in the finest format, as they are small and decide."""
+    assert spec.mla is not None
+    own, bias = spec.mla.own_index, index.norm.bias
+    assert own is not None
+    assert bias is not None
+    return IndexHandle(
+        queries=loader.linear(index.queries),
+        key=loader.router(index.key),
+        norm=loader.vector(index.norm.weight).index,
+        bias=loader.vector(bias).index,
+        weights=loader.router(index.weights),
+        shape=_cpu.AttentionShape(n_heads=own.n_heads, n_kv_heads=1, head_dim=own.head_dim, scale=1.0, most=own.most),
     )
 
 

@@ -78,12 +78,17 @@ def warn_of_faster_set(name: str) -> None:
         logger.warning("kernels use %s; this processor also has %s, which is faster", name, faster)
 
 
-def kv_bytes_per_block(spec: ModelSpec, kv_format: str, block_tokens: int, n_heads: list[int] | None = None) -> int:
-    """Bytes of one block in all layers of a model. n_heads: of each layer, if not its own."""
-    heads = [cache.sizes for cache in spec.caches]
-    if n_heads is not None:
-        heads = [(n, d, dv) for n, (_, d, dv) in zip(n_heads, heads, strict=True)]
-    return int(_cpu.kv_bytes_per_block(block_tokens=block_tokens, format=kv_format, heads=heads))
+def kv_bytes_per_block(
+    spec: ModelSpec, kv_format: str, block_tokens: int, heads: list[tuple[int, int, int]] | None = None
+) -> int:
+    """Bytes of one block in all layers of a model. heads: how many of each layer, and how wide, if not its own."""
+    sizes = {**cache_sizes(spec), **({} if heads is None else {"heads": heads})}
+    return int(_cpu.kv_bytes_per_block(block_tokens=block_tokens, format=kv_format, **sizes))
+
+
+def cache_sizes(spec: ModelSpec) -> dict[str, Any]:
+    """The cache of a model as the kernels want to know it: of each layer that keeps something how many heads, and how wide."""
+    return {"heads": [cache.sizes for cache in spec.caches], "attended": spec.caches[0].attended or 0}
 
 
 def state_shape(state: StateSpec, own: OwnHeads, *, scale: float = 1.0, norm_eps: float = 0.0) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from diptych.compute.ops.contract import (
     Activation,
     AttentionSpec,
     ExpertParts,
+    IndexParts,
     LinearParts,
     Loader,
     NormParts,
@@ -35,12 +35,13 @@ from diptych.compute.ops.cpu_handles import (
     TableHandle,
     VectorHandle,
     attention_shape,
+    index_handle,
     is_table_too,
     native_shape,
     rule_handle,
 )
 from diptych.compute.ops.cpu_kernels import _cpu, choose_instruction_set, is_available
-from diptych.compute.ops.cpu_parts import Rows, finite_weights, native_codes, own_rows
+from diptych.compute.ops.cpu_parts import Rows, finite_weights, native_codes, own_rows, warn_of_large_channel
 from diptych.compute.ops.cpus import allowed_cpus, choose_cpus
 from diptych.compute.ops.shares import OwnHeads, Rank, head_rows
 from diptych.compute.weights import Saved, Source
@@ -49,10 +50,6 @@ from diptych.ground.errors import ConfigError
 from diptych.ground.formats import STRIP_LANES, KeptFormat, head_format
 from diptych.models.contents import EXPONENTS
 from diptych.models.spec import MoeSpec, QkNorm
-
-logger = logging.getLogger("diptych.compute")
-
-STANDS_OUT = 32.0  # from there rows of 8 bits leave what lies beside a large channel three bits or less
 
 
 class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, AttentionHandle, ExpertsHandle]):
@@ -115,19 +112,8 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             raise read[damaged][1].damage()
         self.source.unchecked.clear()
         self._unread.clear()
-        self._warn_of_large_channels()
-
-    def _warn_of_large_channels(self) -> None:
-        """Rows of 8 bits have few levels beside such a channel, and codes that are kept cannot be balanced."""
-        times, norm = self._largest
-        is_narrow = any(name.startswith("group") and not name.endswith("-wide") for name in self.n_values)
-        if times < STANDS_OUT or not is_narrow or self._asked_wide is not None:
-            return
-        logger.warning(
-            "a channel of %s is %d times as large as the middle one: activations of 8 bits have few levels beside it, "
-            "and cost more than the file's own quantisation may (--activations int15 takes 15)",
-            norm, round(times),
-        )  # fmt: skip
+        if self._asked_wide is None:
+            warn_of_large_channel(*self._largest, self.n_values)
 
     def table(self, tensor: WeightTensor, *, head: LinearHandle | None) -> TableHandle | LinearHandle:
         """The embedding [V, D]: the head where that holds the same numbers, else rows of the checkpoint's own pages.
@@ -243,6 +229,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         norm: NormParts,
         keys: tuple[LinearParts, ...],
         values: tuple[LinearParts, ...],
+        index: IndexParts | None = None,
     ) -> AttentionHandle:
         """Each head's matrices packed by themselves: of a rank, those of its heads. Latents are every rank's, whole."""
         own = self.rank.heads(spec.n_heads, spec.n_kv_heads)
@@ -261,6 +248,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             q_norm=None,
             k_norm=None,
             latent=latent,
+            index=None if index is None else index_handle(spec, index, self),
         )
 
     def state_rule(self, spec: AttentionSpec, rule: RuleParts) -> AttentionHandle:

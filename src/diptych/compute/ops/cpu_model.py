@@ -21,7 +21,7 @@ from diptych.compute.kv_store import KVStore
 from diptych.compute.model import Best, Blueprint, Model, Want
 from diptych.compute.ops.contract import Taps
 from diptych.compute.ops.cpu_handles import LinearHandle
-from diptych.compute.ops.cpu_kernels import _cpu, state_floats
+from diptych.compute.ops.cpu_kernels import _cpu, cache_sizes, state_floats
 from diptych.compute.ops.cpu_kv import CpuKVStore
 from diptych.compute.ops.cpu_loader import CpuLoader
 from diptych.compute.ops.cpu_recorder import CpuOps
@@ -90,7 +90,7 @@ class CpuModel(Model):
             self.backend_name, self.instruction_set, *sorted(self.formats), self.head_format, self.kv_format
         )
         self.lineage = blueprint.revision(self.backend_name, *sorted(self.formats), self.head_format, self.kv_format)
-        self._cache = {"heads": [cache.sizes for cache in self.spec.caches], "format": loader.kv_format}
+        self._cache = {**cache_sizes(self.spec), "format": loader.kv_format}
         self._state_floats = state_floats(self.spec, loader.rank)
         self._kept_logits = torch.empty((0, self.spec.vocab_size), dtype=torch.float32)
         logger.info(

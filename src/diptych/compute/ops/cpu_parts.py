@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from diptych.compute.ops.contract import Codes, LinearParts, WeightTensor
 from diptych.ground.errors import LoadError
+
+logger = logging.getLogger("diptych.compute")
+
+STANDS_OUT = 32.0  # from there rows of 8 bits leave what lies beside a large channel three bits or less
 
 Rows = tuple[tuple[int, int], ...]  # ranges of a projection's outputs
 
@@ -54,3 +59,18 @@ def finite_weights(parts: LinearParts, rows: Rows, weights_format: str) -> list[
                     hint="the checkpoint is damaged; download it again",
                 )
     return [values for _, values in weights]
+
+
+def warn_of_large_channel(times: float, norm: str, formats: Iterable[str]) -> None:
+    """Rows of 8 bits have few levels beside such a channel, and codes that are kept cannot be balanced.
+
+    times: how far it stands out of the middle one of that norm; formats: that weights were packed in.
+    """
+    is_narrow = any(name.startswith("group") and not name.endswith("-wide") for name in formats)
+    if times < STANDS_OUT or not is_narrow:
+        return
+    logger.warning(
+        "a channel of %s is %d times as large as the middle one: activations of 8 bits have few levels beside it, "
+        "and cost more than the file's own quantisation may (--activations int15 takes 15)",
+        norm, round(times),
+    )  # fmt: skip

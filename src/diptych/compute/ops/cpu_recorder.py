@@ -6,24 +6,22 @@ only when their consumer is known, because the consumer's weight format decides 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from diptych.compute.ops.contract import Ops, QkNorm
+from diptych.compute.ops.cpu_buffers import Buffers, Given
 from diptych.compute.ops.cpu_handles import AttentionHandle, ExpertsHandle, LinearHandle, TableHandle, VectorHandle
-from diptych.compute.ops.cpu_loader import CpuLoader
 from diptych.compute.ops.cpu_values import CATEGORIES, ResidualStream, Value
 from diptych.models.gates import PLAIN, GateForm
 from diptych.models.spec import Activation
 
-Given = Value | ResidualStream  # what an operation reads
-
 
 class CpuOps(
-    Ops[ResidualStream, Value, TableHandle | LinearHandle, VectorHandle, LinearHandle, AttentionHandle, ExpertsHandle]
+    Buffers,
+    Ops[ResidualStream, Value, TableHandle | LinearHandle, VectorHandle, LinearHandle, AttentionHandle, ExpertsHandle],
 ):
-    """Records a family's forward into the loader's program. Buffers are shared by role: a layer's die with the layer.
+    """Records a family's forward into the loader's program.
 
     What a Value records later holds the program alone: a circle back to here would keep a closed model's weights.
 
@@ -32,14 +30,7 @@ class CpuOps(
     a meeting of all would cost more where a step is small, and where it is large they are little beside the products.
     """
 
-    def __init__(self, loader: CpuLoader) -> None:
-        self.program = loader.program
-        self._buffers: dict[tuple[Any, ...], int] = {}
-        self._owner: dict[int, Value] = {}
-        self._n_inputs = 0
-        self._is_team = loader.rank.size > 1
-        self._orders = loader.input_orders
-        self._has_wide_rows = loader.has_wide_rows
+    _choice = -1  # the buffer of the last one
 
     def embed(
         self,
@@ -351,6 +342,31 @@ class CpuOps(
             rank=mla.kv_rank,
         )
 
+    def choose(self, h: Given, low: Value, attention: AttentionHandle) -> None:
+        """Every rank for itself, over the keys that it has cached."""
+        spec, index, (mla, _) = attention.spec, attention.index, attention.latents
+        assert index is not None
+        assert mla.own_index is not None
+        if attention.own is None:
+            return
+        h, own = self._as_value(h), mla.own_index
+        width, where = own.n_heads * own.head_dim, {"layer": spec.cache_layer, "rope": attention.rope}
+        key = self._f32("index key", own.head_dim)
+        self._linear_into(h, index.key, "qkv", key)
+        self.program.cache_index(x=key, norm=index.norm, bias=index.bias, norm_eps=spec.norm_eps, **where)
+        queries, weights = self._f32("index queries", width), self._f32("index weights", own.n_heads)
+        self._linear_into(low, index.queries, "qkv", queries)
+        self._linear_into(h, index.weights, "qkv", weights)
+        self._choice = self._f32("choice", own.most)
+        self.program.choose(
+            q=queries,
+            queries=self._buffer("index turned", width, lambda width: self.program.add_bf16(width)),
+            weights=weights,
+            choice=self._choice,
+            shape=index.shape,
+            **where,
+        )
+
     def absorb(self, q: Value, attention: AttentionHandle) -> Value:
         """q in bf16 for the attention kernel, by a product for each head."""
         spec, own, (mla, latent) = attention.spec, attention.own, attention.latents
@@ -404,6 +420,8 @@ class CpuOps(
         column = own.first_head * spec.value_dim if is_gathered else 0
         settings = {"q": q.buffer, "layer": spec.cache_layer, "shape": attention.shape, "column": column}
         settings["sinks"] = attention.sinks
+        if spec.mla is not None and spec.mla.index is not None:
+            settings["choice"] = self._choice
         value.emit_f32 = value.emit_rows = lambda out: program.attention(out=out, **settings)
         return value
 
@@ -527,73 +545,3 @@ class CpuOps(
             **kind,
         )
         return Value("logits", weight.n_outputs)
-
-    def _buffer(self, role: str, width: int, make: Callable[[int], int], *more: Any) -> int:
-        key = (role, width, *more)
-        if key not in self._buffers:
-            self._buffers[key] = make(width)
-        return self._buffers[key]
-
-    def _f32(self, role: str, width: int, is_shared: bool = False) -> int:
-        return self._buffer(role, width, lambda width: self.program.add_f32(width, is_shared=is_shared), is_shared)
-
-    def _rows_buffer(
-        self,
-        role: str,
-        width: int,
-        weight: LinearHandle,
-        rows_per_token: int = 1,
-        is_shared: bool = False,
-        is_head: bool = False,
-    ) -> int:
-        kind, order = weight.rows_format, self._orders.get(weight.order)
-        if is_head and kind == "bf16" and self._has_wide_rows:
-            kind = "bf16_pair"
-        return self._buffer(
-            f"{role} rows",
-            width,
-            lambda width: self.program.add_rows(kind, width, rows_per_token, is_shared, order),
-            kind,
-            weight.order,
-            rows_per_token,
-            is_shared,
-        )
-
-    def _rows(self, h: Value, weight: LinearHandle) -> int:
-        """The rows buffer of h in the form the weight reads; recorded on first use, again if another took the buffer."""
-        form, key = weight.rows_format, weight.rows_format + weight.order
-        is_direct = h.emit_rows is not None and (h.kind == "norm" or form == "bf16")
-        rows = self._rows_buffer(h.kind, h.width, weight, is_shared=is_direct and h.is_shared)
-        if h.rows.get(key) == rows and self._owner.get(rows) is h:
-            return rows
-        assert h.source is None or h.source.version == h.source_version, "the norm's input has been overwritten"
-        if is_direct:
-            assert h.emit_rows is not None
-            h.emit_rows(rows)
-        elif h.emit_bf16 is not None and not form.startswith("wide"):  # which bf16 would make narrow
-            half = self._buffer(f"{h.kind} bf16", h.width, lambda width: self.program.add_bf16(width, h.is_shared))
-            h.emit_bf16(half)
-            self.program.prepare(half, rows)
-        else:
-            self.program.prepare(self._materialised(h), rows)
-        h.rows[key] = rows
-        self._owner[rows] = h
-        return rows
-
-    def _as_value(self, h: Given) -> Value:
-        """The residual stream itself as an input (families without a norm before the projection)."""
-        if isinstance(h, Value):
-            return h
-        return Value("residual", h.width, source=h, source_version=h.version, buffer=h.buffer)
-
-    def _materialised(self, h: Value) -> int:
-        """The fp32 buffer of h."""
-        if h.buffer is None:
-            assert h.emit_f32 is not None
-            h.buffer = self._f32(h.kind, h.width, h.is_shared)
-            h.emit_f32(h.buffer)
-        return h.buffer
-
-    def _written(self, x: ResidualStream) -> ResidualStream:
-        x.version += 1
-        return x

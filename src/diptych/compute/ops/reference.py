@@ -110,6 +110,21 @@ def latent_attention(
     return torch.cat(out, dim=-1)
 
 
+def choose(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, *, most: int) -> list[list[int]]:
+    """The positions that each token of one sequence attends to, ascending: those of the highest scores, the lower of equals.
+
+    q [T, n, d] and keys [T, d], both turned, weights [T, n].
+    """
+    chosen = []
+    for t in range(len(q)):
+        scores = [
+            float(sum(weights[t, n] * max(float(q[t, n] @ keys[p]), 0.0) for n in range(q.shape[1])))
+            for p in range(t + 1)
+        ]
+        chosen.append(sorted(sorted(range(t + 1), key=lambda p: -scores[p])[:most]))
+    return chosen
+
+
 def move_states(
     qkv: torch.Tensor,
     rates: torch.Tensor,

@@ -73,6 +73,8 @@ OPS: dict[str, OpContract] = {
                    output="a [T,H*d]", writes="", tolerance_fp32=1e-5, tolerance_bf16=3e-2),
         OpContract(name="cache_latents", inputs="kv [T,r+p], positions [T] i32, slots [T] i32", output="",
                    writes="kv of slots", tolerance_fp32=1e-5, tolerance_bf16=4e-2),
+        OpContract(name="choose", inputs="h [T,D], low [T,q], queries [ni,q], key [i,D], weights [n,D], positions [T] i32",
+                   output="", writes="kv of slots", tolerance_fp32=1e-5, tolerance_bf16=4e-2),
         OpContract(name="absorb", inputs="q [T,H(n+p)], keys [H,r,n], positions [T] i32", output="q [T,H,r+p]", writes="",
                    tolerance_fp32=1e-5, tolerance_bf16=4e-2),
         OpContract(name="expand", inputs="a [T,H(r+p)], values [H,v,r]", output="a [T,Hv]", writes="",

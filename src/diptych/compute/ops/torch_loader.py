@@ -11,6 +11,7 @@ from diptych.compute.ops.contract import (
     Activation,
     AttentionSpec,
     ExpertParts,
+    IndexParts,
     LinearParts,
     Loader,
     NormParts,
@@ -50,6 +51,16 @@ class TorchLatent:
 
 
 @dataclass(frozen=True, slots=True)
+class TorchIndex:
+    """`IndexParts` on the device."""
+
+    queries: TorchLinear
+    key: TorchLinear
+    norm: TorchNorm
+    weights: TorchLinear
+
+
+@dataclass(frozen=True, slots=True)
 class TorchRule:
     """`RuleParts`: taps [channels, n_taps], their bias [channels], and of each head [H] (shift by key [H d]), all fp32, and the
     heads' norm.
@@ -72,6 +83,7 @@ class TorchAttention:
     k_norm: TorchNorm | None
     sinks: torch.Tensor | None = None
     latent: TorchLatent | None = None
+    index: TorchIndex | None = None
     rule: TorchRule | None = None
 
 
@@ -172,10 +184,16 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         norm: NormParts,
         keys: tuple[LinearParts, ...],
         values: tuple[LinearParts, ...],
+        index: IndexParts | None = None,
     ) -> TorchAttention:
         """The heads' matrices stacked."""
         stacked = (torch.stack([self._stack(parts.weights) for parts in both]) for both in (keys, values))
-        return TorchAttention(spec, None, None, latent=TorchLatent(self.norm(norm), *stacked))
+        latent = TorchLatent(self.norm(norm), *stacked)
+        if index is None:
+            return TorchAttention(spec, None, None, latent=latent)
+        queries, key, weights = self.linear(index.queries), self.router(index.key), self.router(index.weights)
+        own = TorchIndex(queries=queries, key=key, norm=self.norm(index.norm), weights=weights)
+        return TorchAttention(spec, None, None, latent=latent, index=own)
 
     def state_rule(self, spec: AttentionSpec, rule: RuleParts) -> TorchAttention:
         """All of it in fp32."""

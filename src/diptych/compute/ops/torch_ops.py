@@ -6,10 +6,8 @@ per block, M block table width, R logits rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -22,6 +20,7 @@ from diptych.compute.ops.contract import Activation, AttentionSpec, Ops, QkNorm,
 from diptych.compute.ops.step_numbers import StepNumbers
 from diptych.compute.ops.torch_curves import activated, bent, xielu
 from diptych.compute.ops.torch_loader import TorchAttention, TorchExperts, TorchLinear, TorchNorm
+from diptych.compute.ops.torch_queries import Queries, QueryGroups, index_scores
 from diptych.compute.ops.torch_states import move_states
 from diptych.models.gates import CLAMPED, GateForm
 from diptych.models.positions import QueryScale
@@ -30,26 +29,12 @@ from diptych.models.spec import MoeSpec, Scores
 # what an adapter adds, by id of the projection's handle; A and B on the device in the compute dtype
 TorchAdapter = Mapping[int, Sequence[tuple[Site, LowRank]]]
 
-# queries of one sequence are attended in slices, so that masks and scores stay small whatever the chunk
-QUERY_ROWS = 512
 SMALLEST_SUM = 1e-20  # of the chosen experts' scores, which sigmoids may all leave at nothing
 
 
 @cache  # for good: recorded steps read them where they lie
 def _inv_freq(rope: RopeSpec, device: torch.device) -> torch.Tensor:
     return torch.tensor(rope.inv_freq, dtype=torch.float32, device=device)
-
-
-@dataclass(frozen=True, slots=True)
-class _Queries:
-    """Rows of the step that attend together: B sequences x n queries over C gathered slots.
-
-    rows: slice of T. slots [B, C] into the pool. mask [B, 1, n, C]: True where a query may look; None: plain causal.
-    """
-
-    rows: slice | torch.Tensor
-    slots: torch.Tensor
-    mask: torch.Tensor | None
 
 
 class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLinear, TorchAttention, TorchExperts]):
@@ -83,7 +68,8 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         self._logits_rows = numbers.logits_rows_R
         self._table = numbers.table_SM
         self._rotations: dict[tuple[RopeSpec, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._queries: dict[tuple[int | None, bool], list[_Queries]] = {}
+        self._queries = QueryGroups(batch, numbers.table_SM, kv.block_tokens, device)
+        self._chosen: torch.Tensor | None = None  # [T, C] bool, of the last choice; None: all
         self._adapted = [] if batch.adapters_S is None else self._rows_of_adapters(batch.adapters_S, adapters or {})
 
     def embed(
@@ -298,7 +284,36 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         keys, _ = self._pool(spec.cache_layer)
         turned = self._rotate(k_Tp[:, None], spec.rope)[:, 0]
         rows = torch.cat([self.norm(c_Tr, latent.norm, eps=spec.norm_eps), turned], dim=-1)
-        keys[self._slots] = rows[:, None].to(keys.dtype)
+        keys[self._slots, :, : spec.mla.row] = rows[:, None].to(keys.dtype)
+
+    def choose(self, h: torch.Tensor, low: torch.Tensor, attention: TorchAttention) -> None:
+        """As a mask over all positions."""
+        spec, own = attention.spec, attention.index
+        assert spec.mla is not None
+        assert spec.mla.own_index is not None
+        assert own is not None
+        assert spec.rope is not None
+        keys, _ = self._pool(spec.cache_layer)
+        k_Td = self.norm(self.linear(h, own.key), own.norm, eps=spec.norm_eps)
+        keys[self._slots, 0, spec.mla.row :] = self._rotate(k_Td[:, None], spec.rope)[:, 0].to(keys.dtype)
+        self._chosen = None
+        most, longest = spec.mla.own_index.most, int(self._batch.context_tokens_S.max())
+        if longest <= most:
+            return
+        q_Tnd = self._rotate(self.linear(low, own.queries).unflatten(-1, (spec.mla.own_index.n_heads, -1)), spec.rope)
+        weights_Tn = self.linear(h, own.weights).float()
+        self._chosen = torch.zeros((len(h), longest), dtype=torch.bool, device=self._device)
+        for queries in self._queries.of(spec):
+            n_sequences, n_seen = queries.slots.shape
+            k_Bdc = keys[queries.slots, 0, spec.mla.row :].transpose(1, 2).float()
+            q_Bknd = q_Tnd[queries.rows].unflatten(0, (n_sequences, -1))
+            weights_Bkn = weights_Tn[queries.rows].unflatten(0, (n_sequences, -1))
+            scores_Bkc = index_scores(q_Bknd, k_Bdc, weights_Bkn)
+            if queries.mask is not None:
+                scores_Bkc = scores_Bkc.masked_fill(~queries.mask[:, 0], float("-inf"))
+            best = scores_Bkc.topk(min(most, n_seen), dim=-1).indices
+            chosen = torch.zeros_like(scores_Bkc, dtype=torch.bool).scatter(-1, best, True)
+            self._chosen[queries.rows, :n_seen] = chosen.flatten(0, 1)
 
     def absorb(self, q: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
         """q [T, H, r + p]."""
@@ -325,14 +340,26 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         spec = attention.spec
         keys, values = self._pool(spec.cache_layer)
         out = q_THd.new_empty((len(q_THd), spec.n_heads, values.shape[-1]))
-        for queries in self._queries_of(spec):
+        for queries in self._queries.of(spec):
             n_sequences = queries.slots.shape[0]
             q_BnHd = q_THd[queries.rows].unflatten(0, (n_sequences, -1))
             k_BKCd = keys[queries.slots].transpose(1, 2).to(q_THd.dtype)
             v_BKCd = values[queries.slots].transpose(1, 2).to(q_THd.dtype)
-            a_BHnd = _attend(q_BnHd.transpose(1, 2), k_BKCd, v_BKCd, queries.mask, attention)
+            mask = queries.mask
+            if spec.mla is not None:
+                k_BKCd, v_BKCd = k_BKCd[..., : spec.mla.row], v_BKCd[..., : spec.mla.row]
+                mask = self._of_chosen(queries) if spec.mla.index is not None else mask
+            a_BHnd = _attend(q_BnHd.transpose(1, 2), k_BKCd, v_BKCd, mask, attention)
             out[queries.rows] = a_BHnd.transpose(1, 2).flatten(0, 1)
         return out.flatten(1)
+
+    def _of_chosen(self, queries: Queries) -> torch.Tensor | None:
+        """The mask of those that were chosen, too."""
+        if self._chosen is None:
+            return queries.mask
+        n_sequences, n_seen = queries.slots.shape
+        chosen = self._chosen[queries.rows, :n_seen].unflatten(0, (n_sequences, -1))[:, None]
+        return chosen if queries.mask is None else chosen & queries.mask
 
     def move_states(
         self,
@@ -446,76 +473,6 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
             cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
             self._rotations[key] = cos.to(dtype), sin.to(dtype)
         return self._rotations[key]
-
-    def _queries_of(self, spec: AttentionSpec) -> list[_Queries]:
-        key = spec.window, spec.is_chunked
-        if key not in self._queries:
-            self._queries[key] = list(self._group(spec))
-        return self._queries[key]
-
-    def _group(self, spec: AttentionSpec) -> Iterator[_Queries]:
-        """All sequences with one query together; every longer one alone, in slices of QUERY_ROWS queries.
-
-        What attends both ways is here whole: its context is its own tokens.
-        """
-        both_ways_S = self._batch.both_ways_S
-        starts = self._batch.query_start_S1.tolist()
-        contexts = self._batch.context_tokens_S.tolist()
-        counts = [end - start for start, end in pairwise(starts)]
-        single = [s for s, count in enumerate(counts) if count == 1]
-        if single:
-            yield self._decode_group(single, [starts[s] for s in single], [contexts[s] for s in single], spec)
-        for s, count in enumerate(counts):
-            if count == 1:
-                continue
-            for row in range(0, count, QUERY_ROWS):
-                n_rows = min(QUERY_ROWS, count - row)
-                end = contexts[s] - count + row + n_rows  # positions of this slice: [end - n_rows, end)
-                if both_ways_S is not None and both_ways_S[s]:
-                    assert contexts[s] == count, "a sequence that attends both ways must come whole"
-                    yield self._both_ways_slice(s, starts[s] + row, (row, end), count, spec.window)
-                else:
-                    yield self._prefill_slice(s, starts[s] + row, n_rows, end, spec)
-
-    def _decode_group(self, sequences: list[int], rows: list[int], ends: list[int], spec: AttentionSpec) -> _Queries:
-        span = max(ends) if spec.window is None else min(spec.window, max(ends))
-        end_S1 = torch.tensor(ends, device=self._device)[:, None]
-        # [end - span, end): the last `span` positions of each sequence; those before its beginning are masked
-        positions_SC = end_S1 - span + torch.arange(span, device=self._device)
-        if spec.window is None:
-            positions_SC = torch.arange(span, device=self._device).expand(len(ends), -1)
-        is_seen_SC = (positions_SC >= 0) & (positions_SC < end_S1) & (positions_SC >= spec.first_seen(end_S1 - 1))
-        table = self._table[torch.tensor(sequences, device=self._device)]
-        slots_SC = self._slots_of(table, positions_SC.clamp(min=0))
-        mask = None if bool(is_seen_SC.all()) else is_seen_SC[:, None, None]
-        return _Queries(torch.tensor(rows, device=self._device), slots_SC, mask)
-
-    def _prefill_slice(self, sequence: int, row: int, n_rows: int, end: int, spec: AttentionSpec) -> _Queries:
-        first_query = end - n_rows
-        begin = max(0, spec.first_seen(first_query))
-        positions_C = torch.arange(begin, end, device=self._device)
-        slots = self._slots_of(self._table[sequence][None], positions_C[None])
-        query_n1 = torch.arange(first_query, end, device=self._device)[:, None]
-        mask_nC = (positions_C <= query_n1) & (positions_C >= spec.first_seen(query_n1))
-        return _Queries(slice(row, row + n_rows), slots, mask_nC[None, None])
-
-    def _both_ways_slice(
-        self, sequence: int, row: int, queries: tuple[int, int], n_tokens: int, window: int | None
-    ) -> _Queries:
-        """Queries [begin, end) of a whole sequence, against `window` positions to either side."""
-        positions_C = torch.arange(n_tokens, device=self._device)
-        slots = self._slots_of(self._table[sequence][None], positions_C[None])
-        mask = None
-        if window is not None:
-            query_n1 = torch.arange(*queries, device=self._device)[:, None]
-            mask = ((positions_C - query_n1).abs() <= window)[None, None]
-        return _Queries(slice(row, row + queries[1] - queries[0]), slots, mask)
-
-    def _slots_of(self, table_BM: torch.Tensor, positions_BC: torch.Tensor) -> torch.Tensor:
-        block_tokens = self._kv.block_tokens
-        # padded positions may lie beyond a short sequence's table; they are masked, any slot will do
-        columns = (positions_BC // block_tokens).clamp(max=table_BM.shape[1] - 1)
-        return table_BM.gather(1, columns) * block_tokens + positions_BC % block_tokens
 
 
 def route(logits_TE: torch.Tensor, experts: TorchExperts) -> tuple[torch.Tensor, torch.Tensor]:

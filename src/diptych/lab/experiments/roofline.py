@@ -21,7 +21,7 @@ BATCHES = (4, 16, 64)
 # (name, kinds of operation counted by the cpu backend, components of the cost model)
 PARTS = (
     ("QKV", ("qkv",), ("qkv",)),
-    ("attention", ("attention",), ("scores", "values")),
+    ("attention", ("attention",), ("scores", "values", "index")),
     ("O", ("o",), ("o",)),
     ("MLP", ("gate_up", "down"), ("mlp",)),
     ("experts", ("moe",), ("router", "experts", "shared_experts")),

@@ -1,0 +1,25 @@
+// Python bindings of the operations on latents, and on the index that chooses which of them are attended to.
+#include "module.h"
+#include "program.h"
+
+namespace diptych {
+
+void bind_latents(nb::class_<Program>& program) {
+  program
+      .def("cache_latents", [](Program& p, int kv, int layer, int norm, float norm_eps, int rope, int64_t rank) {
+        p.record(Category::rope, CacheLatentsOp{kv, layer, norm, rope, rank, norm_eps});
+      }, nb::kw_only(), nb::arg("kv"), nb::arg("layer"), nb::arg("norm"), nb::arg("norm_eps"), nb::arg("rope"), nb::arg("rank"))
+      .def("rotate_queries", [](Program& p, int q, int out, int rope, int64_t n_heads) {
+        p.record(Category::rope, RotateQueriesOp{q, out, rope, n_heads});
+      }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("rope"), nb::arg("n_heads"))
+      .def("cache_index", [](Program& p, int x, int layer, int norm, int bias, float norm_eps, int rope) {
+        p.record(Category::rope, CacheIndexOp{x, layer, norm, bias, rope, norm_eps});
+      }, nb::kw_only(), nb::arg("x"), nb::arg("layer"), nb::arg("norm"), nb::arg("bias"), nb::arg("norm_eps"), nb::arg("rope"))
+      .def("choose", [](Program& p, int q, int queries, int weights, int choice, int layer, int rope, const AttentionShape& shape) {
+        const bool fits = p.buffer_width(q) == shape.n_heads * shape.head_dim && p.buffer_width(weights) == shape.n_heads && p.buffer_width(choice) == shape.most;
+        if (!fits) throw std::invalid_argument("an index has queries, weights and a choice of other sizes");
+        p.record(Category::attention, ChooseOp{q, queries, weights, choice, layer, rope, shape});
+      }, nb::kw_only(), nb::arg("q"), nb::arg("queries"), nb::arg("weights"), nb::arg("choice"), nb::arg("layer"), nb::arg("rope"), nb::arg("shape"));
+}
+
+}  // namespace diptych

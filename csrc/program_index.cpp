@@ -1,0 +1,83 @@
+// Operations of a Program on an index, which chooses what tokens attend to.
+#include <algorithm>
+
+#include "program_run.h"
+
+namespace diptych {
+
+namespace {
+
+constexpr int64_t kScoresAtOnce = 4 << 20;  // tokens whose scores lie there together meet the keys together; 16 MiB
+
+}  // namespace
+
+void Program::plan_choice(const Step& step) {
+  ChoicePlan& plan = choice_plan_;
+  plan.tokens.clear(), plan.sequences.clear();
+  if (most_chosen_ == INT64_MAX) return;
+  int64_t longest = 0;
+  for (int64_t s = 0; s < step.n_sequences; ++s) {
+    longest = std::max<int64_t>(longest, step.context_tokens[s]);
+    for (int32_t t = step.query_start[s]; t < step.query_start[s + 1]; ++t)
+      if (positions_[t] >= most_chosen_) plan.tokens.push_back(t), plan.sequences.push_back(static_cast<int32_t>(s));
+  }
+  plan.stride = (longest + kGroupTokens - 1) / kGroupTokens * kGroupTokens;
+  plan.at_once = std::min<int64_t>(std::max<int64_t>(pool_.size(), kScoresAtOnce / plan.stride), static_cast<int64_t>(plan.tokens.size()));
+  const int64_t bytes = plan.at_once * plan.stride * 4;
+  if (bytes > index_scores_.bytes()) index_scores_ = PageBuffer(bytes + bytes / 4);
+}
+
+void Program::Run::run(const CacheIndexOp& op, size_t, int thread, int threads) const {
+  const RopeTable& rope = program.ropes_[op.rope];
+  IndexKeyCall call;
+  call.kv = kv.layer(op.layer).index();
+  call.rows = buffer(op.x).f32();
+  call.norm = vector(op.norm), call.bias = vector(op.bias), call.norm_eps = op.norm_eps;
+  call.rotary_dim = 2 * static_cast<int64_t>(rope.inverse_frequency.size());
+  call.cos_table = rope.cosine.data(), call.sin_table = rope.sine.data();
+  call.positions = program.positions_.data(), call.slots = program.slots_.data();
+  const Range part = share(step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t) kernels.cache_index(call, t, reinterpret_cast<float*>(scratch(thread)));
+}
+
+void Program::Run::run(const ChooseOp& op, size_t, int thread, int threads) const {
+  const ChoicePlan& plan = program.choice_plan_;
+  const int64_t n = static_cast<int64_t>(plan.tokens.size()), heads = op.shape.n_heads, d = op.shape.head_dim;
+  if (n == 0) return;
+  const RopeTable& rope = program.ropes_[op.rope];
+  const int64_t half = static_cast<int64_t>(rope.inverse_frequency.size());
+  uint16_t* queries = reinterpret_cast<uint16_t*>(buffer(op.queries).data);
+  const Range part = share(n * heads, thread, threads);
+  for (int64_t i = part.begin; i < part.end; ++i) {
+    const int64_t token = plan.tokens[i / heads], at = program.positions_[token] * half, head = (token * heads + i % heads) * d;
+    kernels.rotate_query(buffer(op.q).f32() + head, d, 2 * half, rope.cosine.data() + at, rope.sine.data() + at,
+                         reinterpret_cast<float*>(scratch(thread)), queries + head);
+  }
+  IndexCall call;
+  call.heads.shape = op.shape;
+  call.heads.kv = kv.layer(op.layer).index();
+  call.heads.q = queries;
+  call.heads.positions = program.positions_.data();
+  call.heads.block_table = step.block_table, call.heads.table_width = step.table_width;
+  call.weights = buffer(op.weights).f32();
+  float* scores = reinterpret_cast<float*>(program.index_scores_.data());
+  int32_t* choice = reinterpret_cast<int32_t*>(buffer(op.choice).data);
+  for (int64_t first = 0; first < n; first += plan.at_once) {
+    barrier(thread);
+    const int64_t end = std::min(first + plan.at_once, n);
+    for (int64_t begin = first, next; begin < end; begin = next) {  // tokens of one sequence
+      for (next = begin + 1; next < end && plan.sequences[next] == plan.sequences[begin];) ++next;
+      const int64_t last = program.positions_[plan.tokens[next - 1]];
+      for (int64_t tile = (thread + begin) % threads; tile * kTileTokens <= last; tile += threads)
+        set.attention->index_tile(call, plan.sequences[begin], tile, plan.tokens.data() + begin, next - begin,
+                                  scores + (begin - first) * plan.stride, plan.stride, scratch(thread));
+    }
+    barrier(thread);
+    for (int64_t i = first + thread; i < end; i += threads) {
+      const int64_t token = plan.tokens[i];
+      set.attention->choose_row(scores + (i - first) * plan.stride, program.positions_[token] + 1, op.shape.most, choice + token * op.shape.most);
+    }
+  }
+}
+
+}  // namespace diptych

@@ -1,0 +1,127 @@
+"""Which queries of a step attend together on the torch backend, to which slots of the cache, and what an index thinks of those.
+
+Legend: as in `torch_ops`; k queries, n heads of an index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+from diptych.compute.batch import ForwardBatch
+from diptych.compute.ops.contract import AttentionSpec
+
+# queries of one sequence are attended in slices, so that masks and scores stay small whatever the chunk
+QUERY_ROWS = 512
+INDEX_PRODUCTS = 2**26  # of an index's queries and keys, at one time
+
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """Rows of the step that attend together: B sequences x n queries over C gathered slots.
+
+    rows: slice of T. slots [B, C] into the pool. mask [B, 1, n, C]: True where a query may look; None: plain causal.
+    """
+
+    rows: slice | torch.Tensor
+    slots: torch.Tensor
+    mask: torch.Tensor | None
+
+
+class QueryGroups:
+    """The queries of one step, in groups that are made when a layer first asks for them. table: [S, M]."""
+
+    def __init__(self, batch: ForwardBatch, table: torch.Tensor, block_tokens: int, device: torch.device) -> None:
+        self._batch = batch
+        self._table = table
+        self._block_tokens = block_tokens
+        self._device = device
+        self._made: dict[tuple[int | None, bool], list[Queries]] = {}
+
+    def of(self, spec: AttentionSpec) -> list[Queries]:
+        """Those of a layer."""
+        key = spec.window, spec.is_chunked
+        if key not in self._made:
+            self._made[key] = list(self._group(spec))
+        return self._made[key]
+
+    def _group(self, spec: AttentionSpec) -> Iterator[Queries]:
+        """All sequences with one query together; every longer one alone, in slices of QUERY_ROWS queries.
+
+        What attends both ways is here whole: its context is its own tokens.
+        """
+        both_ways_S = self._batch.both_ways_S
+        starts = self._batch.query_start_S1.tolist()
+        contexts = self._batch.context_tokens_S.tolist()
+        counts = [end - start for start, end in pairwise(starts)]
+        single = [s for s, count in enumerate(counts) if count == 1]
+        if single:
+            yield self._decode_group(single, [starts[s] for s in single], [contexts[s] for s in single], spec)
+        for s, count in enumerate(counts):
+            if count == 1:
+                continue
+            for row in range(0, count, QUERY_ROWS):
+                n_rows = min(QUERY_ROWS, count - row)
+                end = contexts[s] - count + row + n_rows  # positions of this slice: [end - n_rows, end)
+                if both_ways_S is not None and both_ways_S[s]:
+                    assert contexts[s] == count, "a sequence that attends both ways must come whole"
+                    yield self._both_ways_slice(s, starts[s] + row, (row, end), count, spec.window)
+                else:
+                    yield self._prefill_slice(s, starts[s] + row, n_rows, end, spec)
+
+    def _decode_group(self, sequences: list[int], rows: list[int], ends: list[int], spec: AttentionSpec) -> Queries:
+        span = max(ends) if spec.window is None else min(spec.window, max(ends))
+        end_S1 = torch.tensor(ends, device=self._device)[:, None]
+        # [end - span, end): the last `span` positions of each sequence; those before its beginning are masked
+        positions_SC = end_S1 - span + torch.arange(span, device=self._device)
+        if spec.window is None:
+            positions_SC = torch.arange(span, device=self._device).expand(len(ends), -1)
+        is_seen_SC = (positions_SC >= 0) & (positions_SC < end_S1) & (positions_SC >= spec.first_seen(end_S1 - 1))
+        table = self._table[torch.tensor(sequences, device=self._device)]
+        slots_SC = self._slots_of(table, positions_SC.clamp(min=0))
+        mask = None if bool(is_seen_SC.all()) else is_seen_SC[:, None, None]
+        return Queries(torch.tensor(rows, device=self._device), slots_SC, mask)
+
+    def _prefill_slice(self, sequence: int, row: int, n_rows: int, end: int, spec: AttentionSpec) -> Queries:
+        first_query = end - n_rows
+        begin = max(0, spec.first_seen(first_query))
+        positions_C = torch.arange(begin, end, device=self._device)
+        slots = self._slots_of(self._table[sequence][None], positions_C[None])
+        query_n1 = torch.arange(first_query, end, device=self._device)[:, None]
+        mask_nC = (positions_C <= query_n1) & (positions_C >= spec.first_seen(query_n1))
+        return Queries(slice(row, row + n_rows), slots, mask_nC[None, None])
+
+    def _both_ways_slice(
+        self, sequence: int, row: int, queries: tuple[int, int], n_tokens: int, window: int | None
+    ) -> Queries:
+        """Queries [begin, end) of a whole sequence, against `window` positions to either side."""
+        positions_C = torch.arange(n_tokens, device=self._device)
+        slots = self._slots_of(self._table[sequence][None], positions_C[None])
+        mask = None
+        if window is not None:
+            query_n1 = torch.arange(*queries, device=self._device)[:, None]
+            mask = ((positions_C - query_n1).abs() <= window)[None, None]
+        return Queries(slice(row, row + queries[1] - queries[0]), slots, mask)
+
+    def _slots_of(self, table_BM: torch.Tensor, positions_BC: torch.Tensor) -> torch.Tensor:
+        block_tokens = self._block_tokens
+        # padded positions may lie beyond a short sequence's table; they are masked, any slot will do
+        columns = (positions_BC // block_tokens).clamp(max=table_BM.shape[1] - 1)
+        return table_BM.gather(1, columns) * block_tokens + positions_BC % block_tokens
+
+
+def index_scores(q_Bknd: torch.Tensor, k_Bdc: torch.Tensor, weights_Bkn: torch.Tensor) -> torch.Tensor:
+    """[B, k, C] fp32 of k queries of n heads each, so many at a time that their products stay small."""
+    n_sequences, n_queries, n_heads, _ = q_Bknd.shape
+    at_once = max(1, INDEX_PRODUCTS // (n_sequences * n_heads * k_Bdc.shape[2]))
+    parts = []
+    for first in range(0, n_queries, at_once):
+        q = q_Bknd[:, first : first + at_once].float()
+        products = F.relu(torch.matmul(q.flatten(1, 2), k_Bdc)).unflatten(1, (-1, n_heads))
+        weights = weights_Bkn[:, first : first + at_once, None]
+        parts.append(torch.matmul(weights, products).squeeze(2))
+    return torch.cat(parts, dim=1)
