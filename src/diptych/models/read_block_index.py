@@ -1,4 +1,4 @@
-"""Layers that choose by an index what they attend to, which is not run: as far as they choose everything, they need none."""
+"""Layers that choose blocks of tokens by an index (MiniMax M3), which is not run: as far as it chooses all they need none."""
 
 from __future__ import annotations
 
@@ -11,23 +11,13 @@ from diptych.models.family import Family
 
 logger = logging.getLogger("diptych.models")
 
-# what layers are called that attend by an index, of tokens or of blocks
-OF_TOKENS = ("indexed_attention", "deepseek_sparse_attention")
-OF_BLOCKS = "minimax_m3_sparse"
-# MiniMax M3's older files have them in an object of their own
+OF_BLOCKS = "minimax_m3_sparse"  # what layer_types call such a layer
+# published files have the numbers in an object of their own
 IN_SPARSE = {"sparse_block_size": "index_block_size", "sparse_topk_blocks": "index_topk_blocks"}
 
 
-def without_index(raw: dict[str, Any], family: Family, path: str) -> dict[str, Any]:
+def without_blocks(raw: dict[str, Any], family: Family, path: str) -> dict[str, Any]:
     """The config of the same layers if they attended to everything."""
-    if "index_topk" in family.keys:
-        kinds = raw.get("layer_types")
-        is_indexed = isinstance(kinds, list) and all(kind in OF_TOKENS for kind in kinds)
-        return {key: value for key, value in raw.items() if key != "layer_types"} if is_indexed else raw
-    return _without_blocks(raw, family, path) if "index_topk_blocks" in family.keys else raw
-
-
-def _without_blocks(raw: dict[str, Any], family: Family, path: str) -> dict[str, Any]:
     n_layers = HfConfig({**family.keys, **raw}, path=path).integer("num_hidden_layers")
     sparse = HfConfig(raw, path=path).section("sparse_attention_config")
     kinds = raw.get("layer_types")
@@ -49,15 +39,12 @@ def _without_blocks(raw: dict[str, Any], family: Family, path: str) -> dict[str,
     return {**left, **numbers} if any(has_index) else {**left, "index_topk_blocks": None}
 
 
-def within_index(config: HfConfig, family: Family, limit: int) -> int:
-    """How many positions the engine may use of `limit`: as many as an index chooses, where there is one."""
-    chosen = None
-    if "index_topk" in family.keys:
-        chosen = config.integer("index_topk")
-    elif config.raw.get("index_topk_blocks") is not None:
-        chosen = config.integer("index_topk_blocks") * config.integer("index_block_size")
-    if chosen is None or chosen >= limit:
+def within_blocks(config: HfConfig, family: Family, limit: int) -> int:
+    """How many positions the engine may use of `limit`: as many as the blocks that are chosen have, where there is an index."""
+    if config.raw.get("index_topk_blocks") is None:
         return limit
-    logger.warning("%s chooses what it attends to by an index, which is not run: up to %d tokens, where that chooses all",
-                   family.name, chosen)  # fmt: skip
-    return chosen
+    chosen = config.integer("index_topk_blocks") * config.integer("index_block_size")
+    if chosen < limit:
+        logger.warning("%s chooses blocks by an index, which is not run: up to %d tokens, where that chooses all of them",
+                       family.name, chosen)  # fmt: skip
+    return min(chosen, limit)
