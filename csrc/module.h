@@ -40,6 +40,7 @@ Kind named(const char* what, const std::string& name, std::initializer_list<std:
 
 enum class Curve : int32_t;
 class Program;
+struct GateForm;
 struct Step;
 
 // Places that the states of a step's sequences are read from and left in, and (sequence, rows, place) of what is left on the way.

@@ -23,10 +23,11 @@ from diptych.models.files import no_model
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL, SYNONYMS
 from diptych.models.latent import IndexSpec, MlaSpec
 from diptych.models.positions import QueryScale, Rope
+from diptych.models.read_block_index import within_blocks, without_blocks
 from diptych.models.read_blocks import as_layers, as_pairs
 from diptych.models.read_gpt import arrangement, of_all_layers
 from diptych.models.read_heads import Heads, HeadsByWindow
-from diptych.models.read_index import layer_indices, within_index, without_index
+from diptych.models.read_index import layer_indices
 from diptych.models.read_mixtures import (
     expert_groups,
     limits_of,
@@ -57,6 +58,7 @@ logger = logging.getLogger("diptych.models")
 
 # architectures of transformers that are a family's decoder under another head, or under none
 HEADLESS = ("ForSequenceClassification", "Model", "TextForSequenceClassification", "TextModel")
+INDEXED = ("indexed_attention", "deepseek_sparse_attention")  # what layers are called that attend by an index
 RUN_ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH)  # of gates
 RUN_CURVES = (
     *RUN_ACTIVATIONS,
@@ -80,7 +82,7 @@ def read_model(
     config = _canonical(config, family)
     sections = rope_sections(config, family)
     limit = position_limit(config, sections[0] if sections else None, max_context_tokens)
-    limit = within_index(config, family, limit)
+    limit = within_blocks(config, family, limit)
     context = limit if max_context_tokens is None else min(limit, max_context_tokens)
     windows = windows_of(config, family, config.integer("num_hidden_layers"))
     heads = HeadsByWindow.read(config, family, windows)
@@ -239,7 +241,10 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
     raw = named_layers(raw, family, path)
     for key in family.by_layer:
         raw |= {key: of_all_layers(raw[key], key, path)} if key in raw else {}
-    raw = without_index(raw, family, path)
+    kinds = raw.get("layer_types")
+    if "index_topk" in family.keys and isinstance(kinds, list) and all(kind in INDEXED for kind in kinds):
+        del raw["layer_types"]  # which says no more than that there is an index
+    raw = without_blocks(raw, family, path) if "index_topk_blocks" in family.keys else raw
     if "num_sliding_attention_heads" in family.keys:
         raw = as_usual(raw, family.keys, path)
     read = {*family.keys, *(ROPE_KEYS if "rope_theta" in family.keys else ()), "layer_types", "hidden_act"}
