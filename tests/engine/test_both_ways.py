@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.checkpoints import make_checkpoint
 from tests.embedding_files import make_classifier, make_embedder, oracle
 from tests.engine.conftest import BACKENDS, tiny_config
 
 from diptych.compute.ops import cpu_kernels
 from diptych.engine.llm import LLM
+from diptych.engine.load import bundled_dir
 from diptych.ground.config import ComputeConfig, SchedulerConfig
 from diptych.ground.errors import PromptTooLong, RequestError, UnsupportedModel
 from diptych.ground.events import StepBeginEvent
@@ -242,3 +245,14 @@ def test_pairs_are_judged_both_ways(tmp_path: Path) -> None:
         with torch.no_grad():
             logit = reference(input_ids=torch.tensor([prompt.token_ids])).logits[0, 0]
         assert score == pytest.approx(torch.sigmoid(logit).item(), abs=2e-5)
+
+
+def test_an_index_chooses_of_what_came_before_alone(tmp_path: Path) -> None:
+    """DeepSeek V3.2 as an embedding model that attends both ways would be attended to by a causal choice."""
+    path = make_checkpoint("deepseek_v32", tmp_path / "it", vocab_size=4096, num_hidden_layers=1)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled_dir() / name, path / name)
+    fp32(path, task="embed").close()
+    change(path, is_causal=False)
+    with pytest.raises(UnsupportedModel, match="an index that chooses"):
+        fp32(path, task="embed")
