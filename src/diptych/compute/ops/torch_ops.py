@@ -339,7 +339,8 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         """a [T, H dv]."""
         spec = attention.spec
         keys, values = self._pool(spec.cache_layer)
-        out = q_THd.new_empty((len(q_THd), spec.n_heads, values.shape[-1]))
+        width = values.shape[-1] if spec.mla is None else spec.mla.row
+        out = q_THd.new_empty((len(q_THd), spec.n_heads, width))
         for queries in self._queries.of(spec):
             n_sequences = queries.slots.shape[0]
             q_BnHd = q_THd[queries.rows].unflatten(0, (n_sequences, -1))
