@@ -55,12 +55,8 @@ def native_cache(
     shape: EdgeShape, n_blocks: int, kv_format: str, *, spread: bool = False
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """A cache filled with noise, and what it holds as [N, P, K, d]."""
-    sizes = {
-        "n_blocks": n_blocks,
-        "block_tokens": shape.block_tokens,
-        "heads": [(shape.n_kv_heads, shape.head_dim, shape.value_dim)],
-    }
-    kv = cpu._cpu.KvCache(format=kv_format, **sizes)
+    heads = [(shape.n_kv_heads, shape.head_dim, shape.value_dim)]
+    kv = cpu._cpu.KvCache(heads=heads, n_blocks=n_blocks, block_tokens=shape.block_tokens, format=kv_format)
     n_tokens = n_blocks * shape.block_tokens
     blocks = np.arange(n_blocks, dtype=np.int32)
     widths = shape.head_dim, shape.value_dim
