@@ -53,14 +53,22 @@ def _pair(module: str, n: int, k: int, rank: int, generator: torch.Generator, si
 
 
 def peft_model(
-    family: str, directory: Path, *, seed: int = 0, size: float = 0.5, fields: Mapping[str, Any] = MappingProxyType({}), **config: Any
+    family: str,
+    directory: Path,
+    *,
+    seed: int = 0,
+    size: float = 0.5,
+    fields: Mapping[str, Any] = MappingProxyType({}),
+    **config: Any,
 ) -> Any:
-    """The tiny model of a family with a random adapter, in peft, which saves the adapter into directory. fields: of the model."""
+    """The tiny model of a family with a random adapter, in peft, which saves that into directory. fields: of the model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import peft
 
-        model = peft.get_peft_model(make_reference(family, **fields), peft.LoraConfig(task_type="CAUSAL_LM", **config)).eval()
+        model = peft.get_peft_model(
+            make_reference(family, **fields), peft.LoraConfig(task_type="CAUSAL_LM", **config)
+        ).eval()
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in model.named_parameters():

@@ -1,0 +1,144 @@
+"""Configs that say something of each layer: kinds by number, heads and positions by kind, limits, an index of blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diptych.ground.errors import LoadError
+from diptych.models.config import HfConfig
+from diptych.models.gates import CLAMPED
+from diptych.models.read import read_model
+from diptych.models.spec import ModelSpec
+
+SMALL: dict[str, Any] = {
+    "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "vocab_size": 256,
+}  # fmt: skip
+
+
+def read(model_type: str, **fields: Any) -> ModelSpec:
+    return read_model(HfConfig({**SMALL, "model_type": model_type, **fields}))
+
+
+def test_layers_by_number_and_heads_of_windowed_layers() -> None:
+    """MiMo-V2-Flash as its makers publish it: numbers for kinds of layers, heads of two kinds, a window without its token."""
+    fields = {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_key_value_heads": 2,
+        "head_dim": 24, "v_head_dim": 16,
+    }  # fmt: skip
+    usual = read("mimo_v2_flash", **fields)
+    published = {
+        "hybrid_layer_pattern": [0, 1, 1, 1], "moe_layer_freq": [0, 1, 1, 1], "partial_rotary_factor": 0.334,
+        "rope_theta": 5_000_000, "swa_rope_theta": 10_000, "sliding_window": 128, "sliding_window_size": 128,
+        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": 24, "swa_v_head_dim": 16,
+        "attention_chunk_size": 128, "routed_scaling_factor": None, "layernorm_epsilon": 1e-5, "hybrid_block_size": None,
+        "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "n_shared_experts": None,
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc", "attention_value_scale": 0.707,
+    }  # fmt: skip
+    assert read("mimo_v2_flash", **fields, **published).layers == usual.layers
+    assert usual.windows == (None, 129, 129, 129)
+    full, windowed = usual.layers[0].attention, usual.layers[1].attention
+    assert (full.n_kv_heads, windowed.n_kv_heads, full.has_sinks, windowed.has_sinks) == (2, 4, False, True)
+    assert (full.value_dim, full.v_scale, full.rope.rotary_dim) == (16, 0.707, 8)
+    others = {"swa_num_attention_heads": 6, "swa_num_key_value_heads": 3, "swa_head_dim": 12, "swa_v_head_dim": 10,
+              "add_full_attention_sink_bias": True}  # fmt: skip
+    other = read("mimo_v2_flash", **{**fields, **published, **others})
+    heads = [(one.attention.n_heads, *one.attention.cache.sizes, one.attention.has_sinks) for one in other.layers[:2]]
+    assert heads == [(4, 2, 24, 16, True), (6, 3, 12, 10, True)]
+    for given, what in (
+        ({"hybrid_layer_pattern": [0, 1, 1, 2]}, "hybrid_layer_pattern .* a number below 2"),
+        ({"hybrid_layer_pattern": 6}, "hybrid_layer_pattern .* a number below 2"),
+        ({"hybrid_layer_pattern": [0, 1]}, "layer_types .* has 2 entries"),
+        ({"moe_layer_freq": [0] * 4, "mlp_layer_types": ["sparse"] * 4}, "moe_layer_freq and mlp_layer_types"),
+        ({"swa_head_dim": 11}, "swa_head_dim .* must be even"),
+        ({"swa_num_key_value_heads": 3}, "4 query heads cannot share 3"),
+        ({"n_shared_experts": 1}, "n_shared_experts"),
+        ({"hybrid_block_size": 5}, "hybrid_block_size"),
+        ({"sliding_window": None}, "sliding_window is missing"),
+    ):
+        with pytest.raises(LoadError, match=what):
+            read("mimo_v2_flash", **{**fields, **given})
+    with pytest.raises(LoadError, match="it changes the mathematics"):
+        read("llama", hybrid_layer_pattern=[0, 1, 1, 1])
+
+
+def test_an_index_of_blocks_bounds_the_context() -> None:
+    """MiniMax M3: up to so many blocks it chooses all; published files have its numbers in an object of their own."""
+    fields = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "max_position_embeddings": 8192}
+    plain = read("minimax_m3_vl_text", **fields)
+    assert (plain.max_context_tokens, plain.mlp) == (8192, None), "no layer has an index unless it is said"
+    sparse = {"sparse_block_size": 32, "sparse_topk_blocks": 8, "sparse_attention_freq": [0, 1, 1, 1],
+              "sparse_disable_index_value": [0, 1, 1, 1], "sparse_local_block": 1}  # fmt: skip
+    published = {"moe_layer_freq": [0, 1, 1, 1], "dense_intermediate_size": 48, "use_gemma_norm": True, "rotary_dim": 8,
+                 "partial_rotary_factor": 0.5, "qk_norm_type": "per_head", "hidden_act": "swigluoai"}  # fmt: skip
+    found = read("minimax_m3_vl_text", **fields, **published, sparse_attention_config=sparse)
+    assert (found.max_context_tokens, found.mlp.ffn, found.moe.expert_ffn) == (256, 48, 96)
+    assert found.attention.rope.rotary_dim == 8
+    assert found.mlp.form == found.moe.form == found.moe.shared.form == CLAMPED
+    kinds = {
+        "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3],
+        "index_block_size": 32,
+        "index_topk_blocks": 8,
+    }
+    same = read("minimax_m3_vl_text", **fields, **published, **kinds)
+    assert (same.max_context_tokens, same.layers) == (256, found.layers)
+    for given, what in (
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types .* may hold full_attention and minimax_m3_sparse"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types .* has 3 entries"),
+        ({"sparse_attention_config": {**sparse, "sparse_disable_index_value": [0] * 4}}, "sparse_disable_index_value"),
+        ({"swiglu_limit": 10.0}, "swiglu_limit"),
+        ({"moe_layer_freq": [0, 1, 1, 2]}, "moe_layer_freq"),
+    ):
+        with pytest.raises(LoadError, match=what):
+            read("minimax_m3_vl_text", **{**fields, **given})
+    with pytest.raises(LoadError, match="it changes the mathematics"):
+        read("minimax_m2", sparse_attention_config=sparse)
+
+
+def test_numbers_for_each_layer_and_those_that_draft() -> None:
+    """Step 3.7 as it is published: lists that go on behind its layers, heads of windowed layers in an object."""
+    usual = {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16, "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention"] * 2, "num_sliding_attention_heads": 6,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "swiglu_limits": [None, None, None, 7.0],
+        "swiglu_limits_shared": [None, None, 16.0, 16.0], "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+    }  # fmt: skip
+    found = read("step3p5", **usual)
+    assert [one.attention.n_heads for one in found.layers] == [4, 6, 4, 6]
+    assert [one.attention.rope.rotary_dim for one in found.layers] == [8, 16, 8, 16]
+    assert [one.mlp.limit for one in found.layers] == [None, None, None, 7.0]
+    assert [one.mlp.shared_limit for one in found.layers[1:]] == [None, 16.0, 16.0]
+    assert read("step3p5", **{**usual, "swiglu_limits_shared": [5.0, None, None, None]}).mlp.limit == 5.0
+    published = {
+        **{key: value for key, value in usual.items() if key not in ("num_sliding_attention_heads", "mlp_layer_types")},
+        "num_nextn_predict_layers": 1, "layer_types": [*usual["layer_types"], "sliding_attention"],
+        "moe_layers_enum": "1,2,3", "swiglu_limits": [0.0, 0.0, 0.0, 7.0, 0.0], "rope_parameters": None,
+        "swiglu_limits_shared": [0.0, 0.0, 16.0, 16.0, 0.0], "rope_theta": [5e6, 1e4, 5e6, 1e4, 1e4],
+        "partial_rotary_factors": [0.5, 1.0, 0.5, 1.0, 1.0], "yarn_only_types": ["full_attention"],
+        "attention_other_setting": {"attention_type": "sliding_attention", "num_attention_heads": 6,
+                                    "num_attention_groups": 2, "head_dim": 16},
+    }  # fmt: skip
+    assert read("step3p5", **published).layers == found.layers
+    by_layer = {"per_layer_config": {str(i): {"num_attention_heads": 6} for i in (1, 3)}}
+    written = {key: value for key, value in usual.items() if key != "num_sliding_attention_heads"}
+    assert read("step3p5", **written, **by_layer).layers == found.layers
+    stretched = read("step3p5", **published, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    assert [one.attention.rope.factor for one in stretched.layers[:2]] == [2.0, 1.0]
+    for given, what in (
+        ({"attention_other_setting": {"num_attention_groups": 4}}, "num_attention_groups .* is 4"),
+        ({"per_layer_config": {"1": {"num_attention_heads": 6}}}, "per_layer_config"),
+        ({"per_layer_config": {"1": 6, "3": 6}}, "per_layer_config"),
+        ({"sliding_window": None}, "sliding_window is missing"),
+        ({"rope_theta": [5e6, 1e4, 5e6, 2e4, 1e4]}, "rope_theta .* the same for all sliding_attention"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "an object for each kind"),
+        ({"moe_layers_enum": "1,x"}, "moe_layers_enum"),
+        ({"swiglu_limits": [7.0]}, "swiglu_limits .* must hold 4 numbers"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"use_head_wise_attn_gate": False}, "use_head_wise_attn_gate"),
+    ):
+        with pytest.raises(LoadError, match=what):
+            read("step3p5", **{**published, **given})
