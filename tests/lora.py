@@ -61,7 +61,7 @@ def peft_model(
     fields: Mapping[str, Any] = MappingProxyType({}),
     **config: Any,
 ) -> Any:
-    """The tiny model of a family with a random adapter, in peft, which saves it into directory. fields: of the model."""
+    """The tiny model of a family with a random adapter, in peft, which saves that into directory. fields: of the model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import peft

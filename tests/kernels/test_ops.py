@@ -143,10 +143,8 @@ def attended(
     kv, _, _ = native_cache(shape, n_blocks, kv_format, spread=spread)
     bench = Bench(isa, rows_in(shape, batch, spread=spread), threads=2)
     native = cpu._cpu.AttentionShape(scale=shape.head_dim**-0.5, **sizes_of(shape), **variant)
-    q, out = (
-        bench.program.add_bf16(shape.n_heads * shape.head_dim),
-        bench.program.add_f32(shape.n_heads * shape.value_dim),
-    )
+    q = bench.program.add_bf16(shape.n_heads * shape.head_dim)
+    out = bench.program.add_f32(shape.n_heads * shape.value_dim)
     bench.program.rotate(
         qkv=bench.x, q=q, layer=0, shape=native, rope=None, q_norm=None, k_norm=None,
         has_full_width_norm=False, norm_eps=1e-6,
@@ -187,14 +185,9 @@ def expected_rows(
     batch, n_blocks = make_batch(shape)
     _, keys, values = native_cache(shape, n_blocks, kv_format, spread=spread)
     q_width, k_width = (n * shape.head_dim for n in (shape.n_heads, shape.n_kv_heads))
-    q, new_k, new_v = (
-        part.unflatten(1, (-1, width))
-        for part, width in zip(
-            rows_in(shape, batch, spread=spread).tensor_split((q_width, q_width + k_width), dim=1),
-            (shape.head_dim, shape.head_dim, shape.value_dim),
-            strict=True,
-        )
-    )
+    parts = rows_in(shape, batch, spread=spread).tensor_split((q_width, q_width + k_width), dim=1)
+    counts = shape.n_heads, shape.n_kv_heads, shape.n_kv_heads
+    q, new_k, new_v = (part.unflatten(1, (n, -1)) for part, n in zip(parts, counts, strict=True))
     if kv_format in ROUNDED:
         new_k, new_v = (ROUNDED[kv_format](x) for x in (new_k, new_v))
     slots = torch.from_numpy(batch.slots_T(shape.block_tokens)).long()

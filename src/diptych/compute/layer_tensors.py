@@ -82,9 +82,10 @@ class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
         """Of gate and up, and of down; where a converter has taken gate and up apart, or stacked them, as it calls them."""
         if is_gated and self.source.is_plain and not self.source.has(f"{root}{self.names.down}.weight"):
             return ("gate_proj", "up_proj"), "down_proj"
-        if is_gated and self.source.has(f"{root}gate_up_proj.weight"):
-            return ("gate_up_proj",), self.names.down
-        return self.names.gate_up, self.names.down
+        own, stacked = self.names.gate_up, "gate_up_proj"
+        if is_gated and not self.source.has(f"{root}{own[0]}.weight") and self.source.has(f"{root}{stacked}.weight"):
+            own = (stacked,)
+        return own, self.names.down
 
     def norm_tensor(self, name: str | None, prefix: str | None = None) -> NormParts | None:
         """A norm over the residual width. prefix: where it lies, unless with the layer's attention."""

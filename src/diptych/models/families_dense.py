@@ -217,6 +217,7 @@ DENSE: tuple[Family, ...] = (
         fixed=CAUSAL,
         norms=Norms.AROUND,
         norm_offset=1.0, has_scaled_embedding=True,
+        unread=("sliding_window_size",),  # published files repeat sliding_window so
         full_every=2,
         **BY_ATTENTION_BIAS,
     ),
