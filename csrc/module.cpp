@@ -490,7 +490,7 @@ void bind_operations(nb::class_<Program>& program) {
       }, nb::kw_only(), nb::arg("router"), nb::arg("router_rows"), nb::arg("scores"), nb::arg("gate_up"), nb::arg("down"), nb::arg("rows"), nb::arg("hidden").none(),
          nb::arg("hidden_rows"), nb::arg("expanded"), nb::arg("out"), nb::arg("top_k"), nb::arg("renormalises"), nb::arg("activation"),
          nb::arg("scores_by") = std::pair<std::string, float>{"softmax", 0.0f}, nb::arg("choice_bias") = -1, nb::arg("groups") = std::array<int64_t, 3>{1, 1, 1}, nb::arg("routed_scale") = 1.0f,
-         nb::arg("wide").none() = nb::none(), nb::arg("gate") = std::array<float, 4>{}, nb::arg("weighs_input") = false, nb::arg("hidden_column") = 0, nb::arg("column") = 0,
+         nb::arg("wide").none() = nb::none(), nb::arg("gate") = std::array<float, 4>{1.0f, INFINITY, INFINITY, 0.0f}, nb::arg("weighs_input") = false, nb::arg("hidden_column") = 0, nb::arg("column") = 0,
          nb::arg("up") = std::vector<int>{}, nb::arg("up_rows") = -1, nb::arg("scales") = -1, nb::arg("curve") = "")
       .def("input", [](Program& p, int x) { p.record(Category::embed, InputOp{x}); })
       .def("tap", [](Program& p, int x, int number) { p.record(Category::norm, TapOp{x, number}); })

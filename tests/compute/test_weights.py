@@ -302,3 +302,24 @@ def test_what_the_torch_backend_lacks_is_a_config_error(original: Path, config: 
     with pytest.raises(ConfigError) as caught:
         load_model(original, config)
     assert named in str(caught.value)
+
+
+def test_every_layer_that_drafts_is_left_alone(tmp_path: Path) -> None:
+    """Step 3.7 has three of them behind its last layer, and says so in the config of its text."""
+    folder = make_checkpoint("step3p7", tmp_path)
+    plain = load_model(str(folder), ComputeConfig(backend="torch", device="cpu"))
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    config["text_config"]["num_nextn_predict_layers"] = 3
+    drafts = {
+        name.replace(".3.", f".{4 + i}."): one.clone()
+        for name, one in tensors.items()
+        if ".layers.3." in name
+        for i in range(3)
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors | drafts, folder / "model.safetensors", metadata={"format": "pt"})
+    assert load_model(str(folder), ComputeConfig(backend="torch", device="cpu")).n_parameters >= plain.n_parameters
+    config["text_config"]["num_nextn_predict_layers"] = 2
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LoadError, match=r"does not call for, the first is .*layers\.6\."):
+        load_model(str(folder), ComputeConfig(backend="torch", device="cpu"))

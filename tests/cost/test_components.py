@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diptych.cost.attended import Attended, Chosen, Scored, pairs, read_tokens
 from diptych.cost.calibrated import _units_of
 from diptych.cost.components import (
     BF16,
@@ -282,11 +283,39 @@ def test_an_index_reads_all_its_keys_and_attention_what_was_chosen():
         assert (short.component("index").flops, short.component("index").kv_read_bytes) == (0, 0)
         assert short.component("scores") == scores
     # a prompt in two pieces looks at as many pairs as in one
-    pairs = [
+    scored = [
         cost_of(deepseek, StepShape((chunk,)), quant=BF16, kv=KV).component("index").flops
         for chunk in (
             ChunkShape(Phase.PREFILL, 5000, 0, True),
             *(ChunkShape(Phase.PREFILL, 2500, at, True) for at in (0, 2500)),
         )
     ]
-    assert pairs[0] == pairs[1] + pairs[2] == 61 * 2 * 64 * 128 * sum(range(chosen + 1, 5001))
+    assert scored[0] == scored[1] + scored[2] == 61 * 2 * 64 * 128 * sum(range(chosen + 1, 5001))
+
+
+def test_what_an_index_chooses_is_counted_position_by_position():
+    """The same by the components of a step and by its predicted time, which had each chunk reach as a window does, and an index
+    look at keys where there was nothing to choose.
+    """
+    most, chunks = (
+        12,
+        (
+            ChunkShape(Phase.PREFILL, 10, 5, True),
+            ChunkShape(Phase.DECODE, 1, 3, True),
+            ChunkShape(Phase.DECODE, 1, 40, True),
+        ),
+    )
+    for chunk in chunks:
+        seen = [1 + position for position in range(chunk.start_pos, chunk.end_pos)]
+        assert pairs(Chosen(most), chunk) == sum(min(n, most) for n in seen)
+        assert pairs(Scored(most), chunk) == sum(n for n in seen if n > most)
+        assert read_tokens(Scored(most), chunk) == (chunk.end_pos if chunk.end_pos > most else 0)
+        assert read_tokens(Chosen(most), chunk) == min(chunk.end_pos, most * chunk.new_tokens)
+    for reach in (Chosen(most), Scored(most)):
+        prompt, *decodes = chunks
+        known = (
+            read_tokens(reach, prompt),
+            pairs(reach, prompt),
+            *(sum(of(reach, one) for one in decodes) for of in (read_tokens, pairs)),
+        )
+        assert Attended(reach).of(StepShape(chunks)) == known

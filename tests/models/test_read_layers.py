@@ -172,6 +172,8 @@ def test_numbers_for_each_layer_and_those_that_draft() -> None:
                                     "num_attention_groups": 2, "head_dim": 16},
     }  # fmt: skip
     assert read("step3p5", **published).layers == found.layers
+    blank = {**published, "moe_layers_enum": published["moe_layers_enum"] + ","}
+    assert read("step3p5", **blank).layers == found.layers  # transformers skips what is blank, too
     by_layer = {"per_layer_config": {str(i): {"num_attention_heads": 6} for i in (1, 3)}}
     written = {key: value for key, value in usual.items() if key != "num_sliding_attention_heads"}
     assert read("step3p5", **written, **by_layer).layers == found.layers

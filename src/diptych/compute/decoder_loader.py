@@ -241,8 +241,8 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
                 shared = (*self.balance_inner(ends[0], shared[1], moe.shared), *ends[1:])
         name, choice_bias = self.names.choice_bias, None
         bias_name = f"{self.prefix}{name[1:]}" if name.startswith(".") else f"{root}{name}"
-        if not self.source.has(bias_name):
-            bias_name = f"{root}{self.names.others.get(name, name)}"
+        if name in self.names.others and not self.source.has(bias_name):
+            bias_name = f"{root}{self.names.others[name]}"
         if moe.has_choice_bias and (self.source.has(bias_name) or not self.names.choice_bias_may_lack):
             choice_bias = self.source.tensor(bias_name, *self.names.choice_axes, moe.n_experts)
         sites = {"gate": ffn, "up": ffn} if moe.is_gated else {"up": ffn}

@@ -29,7 +29,7 @@ from diptych.compute.ops.cpus import Placement
 from diptych.compute.weights import Source
 from diptych.ground.errors import EngineError, told_of
 from diptych.ground.version import VERSION
-from diptych.models.config import HfConfig
+from diptych.models.config import HfConfig, text_section
 from diptych.models.read import read_model, refuse_unrun
 from diptych.models.spec import ModelSpec
 from diptych.models.stored import unused_names
@@ -69,7 +69,10 @@ class Blueprint:
         weights = load_decoder(self.source, loader, self.spec)
         loader.finish()
         # layers behind the last are there to draft
-        behind = (f".layers.{self.spec.n_blocks}.",) if self.hf_config.get("num_nextn_predict_layers") else ()
+        section = text_section(self.hf_config)
+        config = self.hf_config if section is None else self.hf_config[section]
+        n_behind = config.get("num_nextn_predict_layers") or self.hf_config.get("num_nextn_predict_layers") or 0
+        behind = tuple(f".layers.{self.spec.n_blocks + i}." for i in range(int(n_behind)))
         tied = (f"{family_named(self.spec).names.head}.weight",) if self.spec.is_tied else ()
         scored = () if self.spec.has_head else ("score.weight",)  # read by who scores (`pooler`)
         ignored = (*unused_names(self.spec), *tied, *behind, *scored)

@@ -24,6 +24,7 @@ from types import MappingProxyType
 from typing import Any
 
 from diptych.cost.adapters import adapter_bytes, adapter_parameters
+from diptych.cost.attended import Attended, Reach, Scored, all_of, pairs, reach_of, read_tokens
 from diptych.cost.calibration import Calibration, Constants, Coverage, prompts_in
 from diptych.cost.components import (
     ATTENTION,
@@ -61,7 +62,7 @@ class _Units:
     state_row_flops: float
     state_bytes: float  # of a sequence, read and written with each of its chunks
     # reach; over its layers: bytes of one token's KV, FLOPs of a pair in prefill and in decode, where MLA takes the latents
-    windows: tuple[tuple[int | None, float, float, float], ...]
+    windows: tuple[tuple[Reach, float, float, float], ...]
     expand_flops: float  # MLA prefill expands each cached latent
     all_reduces: int
     moe_layers: int
@@ -76,7 +77,7 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int, *, is_our
     head, experts = unit.component("head"), unit.component("experts")
     body = [part for part in unit.components if part.name not in (*ATTENTION, "head", "experts", "embedding", "states")]
     states = unit.component("states")
-    windows: dict[int | None, tuple[float, float, float]] = {}
+    windows: dict[Reach, tuple[float, float, float]] = {}
     expand = 0.0
     for layer, n in model.layer_groups:
         attention, mla, heads = layer.attention, layer.attention.mla, layer.attention.n_heads / tp
@@ -87,10 +88,12 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int, *, is_our
         pair_flops, absorbed = (
             2.0 * n * heads * sum(attention_widths(attention, on_latents=form)) for form in (is_ours, True)
         )
-        touched = [(attention.reach, n * layer_kv_bytes(attention, kv, tp), pair_flops, absorbed)]
-        if mla is not None and mla.own_index is not None:  # which looks at all positions
+        touched: list[tuple[Reach, float, float, float]] = [
+            (reach_of(attention), n * layer_kv_bytes(attention, kv, tp), pair_flops, absorbed)
+        ]
+        if mla is not None and mla.own_index is not None:
             scored = 2.0 * n * mla.own_index.n_heads * mla.own_index.head_dim
-            touched.append((None, n * index_kv_bytes(attention, kv), scored, scored))
+            touched.append((Scored(mla.own_index.most), n * index_kv_bytes(attention, kv), scored, scored))
         for reach, *added in touched:
             sums = windows.get(reach, (0.0, 0.0, 0.0))
             windows[reach] = (sums[0] + added[0], sums[1] + added[1], sums[2] + added[2])
@@ -116,7 +119,7 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int, *, is_our
     )
 
 
-_Windows = tuple[tuple[int | None, float, float, float], ...]
+_Windows = tuple[tuple[Reach, float, float, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +187,7 @@ class CalibratedModel:
             for windows in (self._decode.windows, self._decode.near_windows)
         )
         self._near_tokens = self._tokens_beside_weights()
-        self._attended = {window: _Attended(window) for window, *_ in self._decode.windows if window is not None}
+        self._attended = {window: Attended(window) for window, *_ in self._decode.windows if window is not None}
         self._reach = tuple(
             self._gaps(coverage) for coverage in (calibration.prefill_coverage, calibration.decode_coverage)
         )
@@ -361,11 +364,11 @@ class CalibratedModel:
         for window, kv_s, pair_s, absorbed_pair_s in self._windows(terms, work):
             for shape in work.shapes:
                 if shape.is_decode:
-                    decode_kv_s += writes * shape.count * shape.kv_read_tokens(window) * kv_s
-                    decode_pair_s += writes * shape.count * shape.pairs(window) * absorbed_pair_s
+                    decode_kv_s += writes * shape.count * read_tokens(window, shape) * kv_s
+                    decode_pair_s += writes * shape.count * pairs(window, shape) * absorbed_pair_s
                 else:
-                    prefill_kv_s += reads * shape.count * shape.kv_read_tokens(window) * kv_s
-                    prefill_pair_s += reads * shape.count * shape.pairs(window) * pair_s
+                    prefill_kv_s += reads * shape.count * read_tokens(window, shape) * kv_s
+                    prefill_pair_s += reads * shape.count * pairs(window, shape) * pair_s
         attention_s = pnorm(prefill_kv_s, prefill_pair_s, terms.p) + pnorm(decode_kv_s, decode_pair_s, terms.p)
         rows = reads * work.prefill_tokens + writes * work.decode_tokens
         link_s = terms.link_base_s + rows * terms.link_row_s + work.n_logits_rows * terms.link_logits_row_s
@@ -453,7 +456,7 @@ class CalibratedModel:
             self._decode_rows_s[key] = device_s
         prefill_kv_s = prefill_pair_s = decode_kv_s = decode_pair_s = 0.0
         for window, kv_s, pair_s, absorbed_pair_s in self._windows(terms, shape):
-            seen = self._attended[window].of(shape) if window is not None else _all_of(shape)
+            seen = self._attended[window].of(shape) if window is not None else all_of(shape)
             prefill_kv_s += seen[0] * kv_s
             prefill_pair_s += seen[1] * pair_s
             decode_kv_s += seen[2] * kv_s
@@ -506,54 +509,7 @@ class CalibratedModel:
         return device_s
 
 
-# what a step's attention touches: cached tokens read and pairs of prefill, then the same of decode
-_Seen = tuple[int, int, int, int]
 _EVENLY = (1.0, 1.0)
-
-
-def _all_of(shape: StepShape) -> _Seen:
-    """Without a window: the sums that a shape carries."""
-    return shape.prefill_context_tokens, shape.prefill_pairs, shape.decode_context_tokens, shape.decode_pairs
-
-
-class _Attended:
-    """The same within one window. Remembers the last base, so that a shape that adds to it costs what it adds."""
-
-    def __init__(self, window: int) -> None:
-        self._window = window
-        self._base: StepShape | None = None
-        self._of_base: _Seen = (0, 0, 0, 0)
-
-    def of(self, shape: StepShape) -> _Seen:
-        """What the step touches."""
-        added: list[StepShape] = []
-        node: StepShape | None = shape
-        while node is not None and node is not self._base:
-            added.append(node)
-            node = node.before
-        seen: _Seen = (0, 0, 0, 0) if node is None else self._of_base
-        for node in reversed(added):
-            seen = self._with(seen, node)
-            if node is not shape or node.before is None:
-                self._base, self._of_base = node, seen
-        return seen
-
-    def _with(self, seen: _Seen, node: StepShape) -> _Seen:
-        """Those of `node` on top of what stood before it."""
-        window = self._window
-        prefill_tokens, prefill_pairs, decode_tokens, decode_pairs = seen
-        if (
-            node.before is None and node.decode_tokens == node.n_tokens == node.n_sequences
-        ):  # plain decode, one row each
-            tokens = node.own_tokens_within(window)
-            return prefill_tokens, prefill_pairs, decode_tokens + tokens, decode_pairs + tokens
-        for shape in node.own:
-            tokens, pairs = shape.count * shape.kv_read_tokens(window), shape.count * shape.pairs(window)
-            if shape.phase is Phase.DECODE:
-                decode_tokens, decode_pairs = decode_tokens + tokens, decode_pairs + pairs
-            else:
-                prefill_tokens, prefill_pairs = prefill_tokens + tokens, prefill_pairs + pairs
-        return prefill_tokens, prefill_pairs, decode_tokens, decode_pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

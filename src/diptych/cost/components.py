@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from diptych.cost.adapters import adapter_bytes, adapter_parameters
+from diptych.cost.attended import Scored, pairs, reach_of, read_tokens
 from diptych.cost.streams import stream_matrices, stream_vectors, table_width
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import ChunkShape, StepShape
@@ -207,12 +208,7 @@ def index_kv_bytes(attention: AttentionLayer, kv: KVSpec) -> float:
 
 def kv_bytes_read(attention: AttentionLayer, shape: ChunkShape, kv: KVSpec, tp: int) -> float:
     """KV bytes that one sequence of a chunk reads in one layer to attend; each of its tokens may have a choice of its own."""
-    mla = attention.mla
-    if mla is None or mla.index is None:
-        tokens = shape.kv_read_tokens(attention.window)
-    else:
-        tokens = min(shape.end_pos, mla.index.most * shape.new_tokens)
-    return tokens * layer_kv_bytes(attention, kv, tp)
+    return read_tokens(reach_of(attention), shape) * layer_kv_bytes(attention, kv, tp)
 
 
 def state_bytes(model: ModelSpec, *, tp: int = 1) -> float:
@@ -424,15 +420,14 @@ def _mla(sizes: _Sizes, mla: MlaSpec) -> tuple[Component, Component]:
 
 def _index(sizes: _Sizes, index: IndexSpec) -> Component:
     """A key of every position before each token that sees more of them than are chosen, whole on every device."""
-    pairs = read_tokens = 0.0
-    for shape in sizes.work.shapes:
-        pairs += index.scored_pairs(shape.start_pos, shape.end_pos) * shape.count
-        read_tokens += (shape.end_pos if shape.end_pos > index.most else 0) * shape.count
+    reach, shapes = Scored(index.most), sizes.work.shapes
+    scored = float(sum(pairs(reach, shape) * shape.count for shape in shapes))
+    tokens = sum(read_tokens(reach, shape) * shape.count for shape in shapes)
     return Component(
         name="index",
-        flops=2.0 * index.n_heads * index.head_dim * pairs,
-        vector_flops=3.0 * index.n_heads * pairs,
-        kv_read_bytes=read_tokens * index_kv_bytes(sizes.attention, sizes.kv),
+        flops=2.0 * index.n_heads * index.head_dim * scored,
+        vector_flops=3.0 * index.n_heads * scored,
+        kv_read_bytes=tokens * index_kv_bytes(sizes.attention, sizes.kv),
     )
 
 
@@ -441,13 +436,13 @@ def _attention(sizes: _Sizes) -> tuple[Component, Component]:
     mla = sizes.attention.mla
     score_flops = value_flops = softmax = kv_read = 0.0
     for shape in sizes.work.shapes:
-        pairs = float(shape.pairs(sizes.attention.reach) * shape.count)
+        seen = float(pairs(reach_of(sizes.attention), shape) * shape.count)
         kv_read += kv_bytes_read(sizes.attention, shape, sizes.kv, sizes.tp) * shape.count
         on_latents = sizes.is_ours or shape.is_decode
         score_width, value_width = attention_widths(sizes.attention, on_latents=on_latents)
-        score_flops += 2.0 * sizes.heads * score_width * pairs
-        value_flops += 2.0 * sizes.heads * value_width * pairs
-        softmax += 5.0 * sizes.heads * pairs
+        score_flops += 2.0 * sizes.heads * score_width * seen
+        value_flops += 2.0 * sizes.heads * value_width * seen
+        softmax += 5.0 * sizes.heads * seen
     width = sizes.heads * (sizes.attention.value_dim if mla is None else mla.v_dim)
     of_values = kv_read * sizes.of_values if mla is None else 0.0
     io = sizes.n * width * sizes.a

@@ -10,6 +10,7 @@ from diptych.cost.parameters import weight_bytes_stored
 from diptych.cost.setup import Setup
 from diptych.ground.formats import engine_quant, head_format
 from diptych.ground.specs import QuantSpec
+from diptych.models.latent import IndexSpec
 from diptych.models.spec import MlpSpec, ModelSpec, MoeSpec
 
 # The part of memory an engine may use; the rest is the runtime's, the allocator's and other programs'.
@@ -124,7 +125,16 @@ def activation_bytes_of(setup: Setup) -> float:
     attention = max(one.n_heads * one.head_dim + one.width for one in layers)
     mlp = max(_mlp_width(setup, layer.mlp) for layer, _ in model.layer_groups)
     width = 3 * model.hidden + max(mlp, attention / setup.tp)
-    return tokens * width * setup.quant.activation_bytes + 256 * model.vocab_size * LOGIT_BYTES / setup.tp
+    index = max((_index_bytes(one.mla.own_index) for one in layers if one.mla is not None), default=0)
+    logits = 256 * model.vocab_size * LOGIT_BYTES / setup.tp
+    return tokens * (width * setup.quant.activation_bytes + index) + logits
+
+
+def _index_bytes(index: IndexSpec | None) -> int:
+    """Of one token: its choice, the queries as they come and as they turned, its key and the heads' weights."""
+    if index is None:
+        return 0
+    return 4 * index.most + 6 * index.n_heads * index.head_dim + 4 * (index.head_dim + index.n_heads)
 
 
 def _mlp_width(setup: Setup, mlp: MlpSpec | MoeSpec | None) -> float:

@@ -209,7 +209,7 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     if "attention.kv_lora_rank" in kind.keys:
         _add_latent(config, keys)
     elif keys.number("attention.value_length") not in (None, config.get("global_head_dim", config["head_dim"])):
-        raise LoadError(f"{file.path} has values of another width than keys, which no op of the engine computes")
+        raise LoadError(f"{file.path} has values of another width than keys, which are not read from GGUF files")
     if keys.number("pooling_type"):
         config["pooling_type"] = keys.number("pooling_type")
     if kind.wide_layers is not None:

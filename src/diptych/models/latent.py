@@ -25,11 +25,6 @@ class IndexSpec:
         """Parameters of the projections of a layer that has one: of queries, the key, the heads' weights."""
         return q_rank * self.n_heads * self.head_dim + hidden * (self.head_dim + self.n_heads)
 
-    def scored_pairs(self, start: int, end: int) -> int:
-        """(query, key) pairs of queries at positions [start, end): none of those that see no more than are chosen."""
-        first = min(max(start, self.most), end)
-        return (end * (end + 1) - first * (first + 1)) // 2
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlaSpec:

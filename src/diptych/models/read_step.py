@@ -41,7 +41,7 @@ def as_usual(raw: dict[str, Any], defaults: Mapping[str, Any], path: str) -> dic
 
 def _numbers(layers: object, path: str) -> set[int]:
     """Of a list of layers, or of one that is written as text."""
-    items = layers.split(",") if isinstance(layers, str) else layers
+    items = [one for one in layers.split(",") if one.strip()] if isinstance(layers, str) else layers
     if not isinstance(items, list) or not all(str(one).strip().isdecimal() for one in items):
         raise LoadError(f"moe_layers_enum in {path} is {layers!r}; it must name layers by their numbers")
     return {int(one) for one in items}

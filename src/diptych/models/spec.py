@@ -230,11 +230,6 @@ class AttentionLayer:
     state: StateSpec | None = None
 
     @property
-    def reach(self) -> int | None:
-        """How many positions a query attends to at most: a window's, or those that an index chooses. None: all."""
-        return self.window if self.mla is None or self.mla.index is None else self.mla.index.most
-
-    @property
     def keeps_kv(self) -> bool:
         """Whether it keeps keys and values of its own."""
         return self.kv_layer is None and self.state is None

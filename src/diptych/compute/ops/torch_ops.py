@@ -254,10 +254,10 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         n_k = spec.n_kv_heads * spec.head_dim
         k, v = qkv[:, n_q : n_q + n_k], qkv[:, n_q + n_k if spec.has_v else n_q :]
         v_TKd = v.unflatten(-1, (spec.n_kv_heads, spec.value_dim))
-        if spec.v_scale != 1.0:
-            v_TKd = v_TKd * spec.v_scale
         if spec.has_v_norm:
             v_TKd = F.rms_norm(v_TKd.float(), v_TKd.shape[-1:], eps=spec.norm_eps)
+        if spec.v_scale != 1.0:
+            v_TKd = v_TKd * spec.v_scale
         keys, values = self._pool(spec.cache_layer)
         keys[self._slots] = self._placed(k, spec.n_kv_heads, attention.k_norm, spec).to(keys.dtype)
         values[self._slots] = v_TKd.to(values.dtype)

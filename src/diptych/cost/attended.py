@@ -1,0 +1,98 @@
+"""What a step touches of a context, as far as a layer reaches: cached tokens that are read, and (query, key) pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diptych.ground.phase import Phase
+from diptych.ground.shape import ChunkShape, StepShape
+from diptych.models.spec import AttentionLayer
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """So many positions, chosen for each token anew."""
+
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """All positions, by each token that sees more than so many: what an index that chooses them looks at."""
+
+    most: int
+
+
+# how far a layer looks: within a window, everywhere (None), or by an index
+Reach = int | Chosen | Scored | None
+
+
+def reach_of(attention: AttentionLayer) -> Reach:
+    """Of the layer's attention."""
+    mla = attention.mla
+    return attention.window if mla is None or mla.index is None else Chosen(mla.index.most)
+
+
+def read_tokens(reach: Reach, shape: ChunkShape) -> int:
+    """Cached tokens of one sequence of a chunk that are read at least once; chosen ones of each token may be others."""
+    if isinstance(reach, Scored):
+        return shape.end_pos if shape.end_pos > reach.most else 0
+    if isinstance(reach, Chosen):
+        return min(shape.end_pos, reach.most * shape.new_tokens)
+    return shape.kv_read_tokens(reach)
+
+
+def pairs(reach: Reach, shape: ChunkShape) -> int:
+    """(query, key) pairs of one sequence of a chunk."""
+    if isinstance(reach, Scored):
+        first, end = min(max(shape.start_pos, reach.most), shape.end_pos), shape.end_pos
+        return (end * (end + 1) - first * (first + 1)) // 2
+    return shape.pairs(reach.most if isinstance(reach, Chosen) else reach)
+
+
+# what a step's attention touches: cached tokens read and pairs of prefill, then the same of decode
+Seen = tuple[int, int, int, int]
+
+
+def all_of(shape: StepShape) -> Seen:
+    """Of a layer that reaches everywhere: the sums that a shape carries."""
+    return shape.prefill_context_tokens, shape.prefill_pairs, shape.decode_context_tokens, shape.decode_pairs
+
+
+class Attended:
+    """The same within one reach. Remembers the last base, so that a shape that adds to it costs what it adds."""
+
+    def __init__(self, reach: Reach) -> None:
+        self._reach = reach
+        self._base: StepShape | None = None
+        self._of_base: Seen = (0, 0, 0, 0)
+
+    def of(self, shape: StepShape) -> Seen:
+        """What the step touches."""
+        added: list[StepShape] = []
+        node: StepShape | None = shape
+        while node is not None and node is not self._base:
+            added.append(node)
+            node = node.before
+        seen: Seen = (0, 0, 0, 0) if node is None else self._of_base
+        for node in reversed(added):
+            seen = self._with(seen, node)
+            if node is not shape or node.before is None:
+                self._base, self._of_base = node, seen
+        return seen
+
+    def _with(self, seen: Seen, node: StepShape) -> Seen:
+        """Those of `node` on top of what stood before it."""
+        reach = self._reach
+        prefill_tokens, prefill_pairs, decode_tokens, decode_pairs = seen
+        # plain decode within a window, one row each
+        if isinstance(reach, int) and node.before is None and node.decode_tokens == node.n_tokens == node.n_sequences:
+            tokens = node.own_tokens_within(reach)
+            return prefill_tokens, prefill_pairs, decode_tokens + tokens, decode_pairs + tokens
+        for shape in node.own:
+            tokens, touched = shape.count * read_tokens(reach, shape), shape.count * pairs(reach, shape)
+            if shape.phase is Phase.DECODE:
+                decode_tokens, decode_pairs = decode_tokens + tokens, decode_pairs + touched
+            else:
+                prefill_tokens, prefill_pairs = prefill_tokens + tokens, prefill_pairs + touched
+        return prefill_tokens, prefill_pairs, decode_tokens, decode_pairs
