@@ -3,7 +3,7 @@
     ladder = Ladder(model, predictor)
     climbs = [ladder.climb() for _ in range(5)]
     form = Form(predictor, climbs)
-    form.at(climbs[-1:]).predict_s(shape), form.host
+    form.at(climbs[-1:]).usual()(shape), form.host
 
 Seven requests come one after the other has ended, with prompts of seven sizes; then sixteen one by one, and between two of
 them the engine decodes. So half a second of it has prompts of each size alone and beside few and many sequences, and decode of
@@ -42,8 +42,7 @@ from diptych.ground.request import Request, SamplingParams
 from diptych.ground.shape import StepShape
 from diptych.lab.served import RequestsHost, Served, undisturbed
 
-# Rows of a step with a prompt: as odd as prompts are, but for a usual budget, which a step fills to the last row.
-# Few sequences, which notice most what a prompt displaces, come behind middling ones: from 90 rows on it is hardly more.
+# rows of a step with a prompt: as odd as prompts are, but for a usual budget, which a step fills to the last row
 SIZES = (30, 150, 90, 210, 256, 45, 600)
 SEQUENCES = 16
 DECODES = (24, *(SEQUENCES - 1) * (12,))  # behind each request; one sequence alone decodes longest
@@ -317,8 +316,8 @@ def _smoothed(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 class Form:
-    """What many climbs say together of steps, beside a profile's prices: by size, by how far behind a prompt beside how many
-    sequences, and how they scatter.
+    """What many climbs say together of steps, beside a profile's prices: by size, by tokens of context, by how far behind how
+    long a prompt, and how they scatter.
 
     A climb has two or three prompts of a size, which stand as far apart as machines move; so a minute is told by one number for
     each phase, its pace, and what sizes make of it by all climbs.
