@@ -84,10 +84,11 @@ class Attended:
     def _with(self, seen: Seen, node: StepShape) -> Seen:
         """Those of `node` on top of what stood before it."""
         reach = self._reach
+        most = reach.most if isinstance(reach, Chosen) else reach
         prefill_tokens, prefill_pairs, decode_tokens, decode_pairs = seen
-        # plain decode within a window, one row each
-        if isinstance(reach, int) and node.before is None and node.decode_tokens == node.n_tokens == node.n_sequences:
-            tokens = node.own_tokens_within(reach)
+        # plain decode, one row each, which reads as many of a choice as within a window
+        if isinstance(most, int) and node.before is None and node.decode_tokens == node.n_tokens == node.n_sequences:
+            tokens = node.own_tokens_within(most)
             return prefill_tokens, prefill_pairs, decode_tokens + tokens, decode_pairs + tokens
         for shape in node.own:
             tokens, touched = shape.count * read_tokens(reach, shape), shape.count * pairs(reach, shape)

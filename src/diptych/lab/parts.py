@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
-from diptych.lab.served import RequestsHost, Served
+from diptych.lab.served import WITH_PROMPTS, RequestsHost, Served
 
 Seconds = Callable[[StepShape], float]
 
@@ -79,9 +79,9 @@ class Parts:
         return whole
 
 
-def parts_of(run: Served, predict_s: Seconds, host_s: Seconds, requests_s: RequestsHost | None = None) -> Parts:
+def parts_of(run: Served, predict_s: Seconds, host_s: Seconds, requests_s: RequestsHost = WITH_PROMPTS) -> Parts:
     """What its steps took, by phase and part. What a request costs when it comes is its prompt's, whenever that is, and its end
-    decode's. host_s: the host's part of predict_s. requests_s: what requests cost beside it; None: prompts have it in theirs.
+    decode's. host_s: the host's part of predict_s. requests_s: what requests cost beside it.
     """
     parts = Parts()
     prefill, decode = (parts.phases[phase].host for phase in (Phase.PREFILL, Phase.DECODE))
@@ -91,7 +91,6 @@ def parts_of(run: Served, predict_s: Seconds, host_s: Seconds, requests_s: Reque
         mine.kernels.add(step.device_s, predict_s(step.shape) - predicted_host_s)
         mine.host.add(kept_s - step.device_s, predicted_host_s)
         prefill.add(coming_s, 0.0)
-    if requests_s is not None:
-        prefill.add(0.0, run.n_requests * requests_s.come_s)
-        decode.add(0.0, run.n_requests * requests_s.end_s)
+    prefill.add(0.0, run.n_requests * requests_s.come_s)
+    decode.add(0.0, run.n_requests * requests_s.end_s)
     return parts

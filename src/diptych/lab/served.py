@@ -42,6 +42,9 @@ class RequestsHost:
     end_s: float = 0.0
 
 
+WITH_PROMPTS = RequestsHost()  # as a profile has it: prompts have it in their price
+
+
 class Served:
     """One run of the real engine. is_recorded: every call to its core is kept, for `lines`.
 

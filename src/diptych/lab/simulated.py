@@ -36,7 +36,7 @@ from diptych.lab.experiment import Verdict
 from diptych.lab.ladder import Climb, Form, Ladder
 from diptych.lab.parts import Parts, parts_of
 from diptych.lab.rounds import DISTURBED, LEAST_QUIET, Estimate, Others
-from diptych.lab.served import RequestsHost, Served, drive, undisturbed
+from diptych.lab.served import WITH_PROMPTS, RequestsHost, Served, drive, undisturbed
 from diptych.metrics import EventBook, Sample, percentile
 from diptych.sim.engine import SimulatedEngine
 from diptych.sim.recorded import rerun
@@ -133,7 +133,7 @@ def simulate(
     *,
     time_s: Predict | None = None,
     wake_s: float,
-    requests_s: RequestsHost = RequestsHost(),  # noqa: B008  # frozen
+    requests_s: RequestsHost = WITH_PROMPTS,
 ) -> EventBook:
     """Serve it on a virtual clock. time_s: how long steps take, where that is not what the scheduler is told; wake_s: and the
     first behind a time without work longer; requests_s: what requests take between steps.
