@@ -6,8 +6,8 @@
 Random weights, through scheduler, executor and sampler. Medians over the steps of one run (of prefill, whole prompts one after
 the other) between two measurements of the machine and of how far the threads are apart (where these differ a host moved them
 meanwhile: run again), the counters of the cpu backend beside the clock; a kind's time ends when the threads have met behind it.
-The least that a kind could take is its bytes over the bandwidth or its operations over the peak of the weights' arithmetic,
-whichever is longer: attention and states, which compute in other formats, have a peak of their own that is lower.
+The least that a kind could take is its bytes over the bandwidth or its operations over the peak of the weights' arithmetic, of
+attention's its own, whichever is longer: states, which compute in another format, have a peak that is lower.
 `decode --batch 5` says what a draft of four costs in the layers, though with five contexts instead of one.
 """
 
@@ -17,13 +17,13 @@ import argparse
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from statistics import median
 
 from diptych.compute.ceilings import Ceilings, machine_ceilings
 from diptych.compute.ops.cpu_kernels import measure_signal_s
 from diptych.compute.ops.cpu_model import CpuModel
 from diptych.compute.runner import random_model
+from diptych.cost.components import ATTENTION
 from diptych.engine.cost_view import CostView
 from diptych.engine.load import make_machinery
 from diptych.ground.clock import MonotonicClock
@@ -108,16 +108,13 @@ def measure(model: CpuModel, phase: Phase, *, batch: int, context: int, n_steps:
 
 def print_table(model: CpuModel, steps: Steps, shape: StepShape, machine: Ceilings) -> None:
     """One row a part, in microseconds."""
-    cost = CostView(model).cost(shape)
-    bytes_s, flops_s = (
-        by_kind((component.name, work(component) / rate) for component in cost.components)
-        for work, rate in (
-            (attrgetter("bytes"), machine.read_bytes_per_s),
-            (attrgetter("flops"), machine.flops_per_s),
-        )
-    )
+    view = CostView(model)
+    components = view.cost(shape).components
+    peaks = dict.fromkeys(ATTENTION, machine.attention_flops_per_s or machine.flops_per_s)
+    bytes_s = by_kind((one.name, one.bytes / machine.roof_bytes_per_s) for one in components)
+    flops_s = by_kind((one.name, one.flops / peaks.get(one.name, machine.flops_per_s)) for one in components)
     least = {name: max(bytes_s[name], flops_s[name]) for name in bytes_s}
-    kernels_s, bound_s = median(steps.kernels), max(sum(bytes_s.values()), sum(flops_s.values()))
+    kernels_s, bound_s = median(steps.kernels), view.bound_s(shape, machine)
     host = {
         "begin_step": median(steps.begin),
         "tables and draw": median(steps.tables_and_draw),
@@ -140,8 +137,7 @@ def print_table(model: CpuModel, steps: Steps, shape: StepShape, machine: Ceilin
     for name, took_s in host.items():
         row(name, took_s, 0.0)
     row("step", total_s, bound_s)
-    rates = f"{machine.read_bytes_per_s * 1e-9:.1f} GB/s and {machine.flops_per_s * 1e-12:.2f} Top/s"
-    print(f"{shape.n_tokens / total_s:.1f} tok/s, {bound_s / total_s:.1%} of {rates}")
+    print(f"{shape.n_tokens / total_s:.1f} tok/s, {bound_s / total_s:.1%} of {machine.words()}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -169,8 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             steps = measure(model, phase, batch=batch, context=args.context, n_steps=args.steps)
             after = machine_ceilings(model)
             machine = replace(
-                before,
-                read_bytes_per_s=0.5 * (before.roof_bytes_per_s + after.roof_bytes_per_s),
+                before.reading(0.5 * (before.roof_bytes_per_s + after.roof_bytes_per_s)),
                 flops_per_s=0.5 * (before.flops_per_s + after.flops_per_s),
             )
             apart = " and ".join(f"{1e9 * one_s:.0f}" for one_s in (apart_s, measure_signal_s(model.placement)))

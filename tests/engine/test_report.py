@@ -51,8 +51,20 @@ def test_only_the_chunk_that_samples_is_charged_an_output_head(loaded: LoadedMod
         StepShape.prefill(batch=1, new_tokens=n, cached_tokens=start, samples=start == 20)
         for n, start in ((10, 0), (10, 10), (5, 20))
     ]
-    bound_s = sum(view.bound_s(one, CEILINGS.read_bytes_per_s, CEILINGS.flops_per_s) for one in chunks)
+    bound_s = sum(view.bound_s(one, CEILINGS) for one in chunks)
     assert abs(report.prefill.fraction_of_ceiling * report.prefill.time_s - bound_s) < 1e-6 * bound_s
+
+
+def test_attention_has_a_ceiling_of_its_own(loaded: LoadedModel) -> None:
+    """int8 weights had attention over a cache of bf16 charged at twice the rate that the machine has for it."""
+    view, work = CostView(loaded.model), StepShape.prefill(batch=1, new_tokens=200)
+    ceilings = replace(CEILINGS, attention_flops_per_s=CEILINGS.flops_per_s / 4)
+    flops = {part.name: part.flops for part in view.cost(work).components}
+    attention = flops["scores"] + flops["values"]
+    assert 0 < attention < sum(flops.values())
+    expected_s = (sum(flops.values()) + 3 * attention) / CEILINGS.flops_per_s
+    assert view.parts_s(work, ceilings)[1] == pytest.approx(expected_s)
+    assert view.bound_s(work, replace(ceilings, read_bytes_per_s=1e15)) == pytest.approx(expected_s)
 
 
 def test_a_phase_above_its_ceiling_says_which_one(loaded: LoadedModel) -> None:

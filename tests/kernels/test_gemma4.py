@@ -119,7 +119,7 @@ def test_what_is_kept_and_counted(name: str, backend: str, tmp_path: Path) -> No
     other = model.make_kv(5, 16)
     other.import_blocks([4, 3], kv.export_blocks([0, 1]))
     for layer, both in enumerate(sent):
-        assert torch.equal(torch.stack(other.read(layer, [4, 3], 20)).float(), both)
+        assert torch.equal(torch.stack(other.read(layer, [4, 3], 20)).float().cpu(), both)
     damaged = kv.export_blocks([0])
     damaged.data_NB[0, -1] ^= 1
     with pytest.raises(TransferError, match="checksum"):

@@ -179,7 +179,7 @@ def predicted(body: dict[str, Any], loaded: LoadedModel, *, block_tokens: int) -
         if predictor is not None:
             return predictor.predict(work).total_s
         assert ceilings is not None
-        return view.bound_s(work, ceilings.roof_bytes_per_s, ceilings.flops_per_s)
+        return view.bound_s(work, ceilings)
 
     segments: list[Segment] = cover(rendered.segments, len(rendered.token_ids))
     n_tokens = len(rendered.token_ids)

@@ -7,7 +7,7 @@ shared machines), so these are quick, and benchmarks call them around every poin
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,7 +19,7 @@ from diptych.compute.ops.cpu_kernels import (
 )
 from diptych.compute.runner import Model
 from diptych.ground.clock import MonotonicClock
-from diptych.ground.formats import engine_weights
+from diptych.ground.formats import engine_quant, engine_weights
 
 READ_BYTES = 256 * 2**20  # far beyond any last-level cache share
 CACHED = 1.15  # times the memory's rate from which on the place where the weights lie is a cache
@@ -37,7 +37,8 @@ TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
     """Best of several tries. flops_per_s is for the dtype in which the model's linear layers multiply, by the best instruction
-    that the machine has for it, whichever the model uses. read_bytes_per_s: of the memory; cached_bytes_per_s: at which as
+    that the machine has for it, whichever the model uses; attention_flops_per_s for that of its products with the cache, where
+    it is another. read_bytes_per_s: of the memory; cached_bytes_per_s: at which as
     many bytes are read as the weights have, where that is a cache's rate. signal_s: how long a thread waits for what another
     has just written. Some 40 ns where threads share a cache; 150 and more where they do not, and a virtual machine's host may
     move them from one to the other: then each has the memory's link of its own chip, and every meeting of threads costs more.
@@ -47,6 +48,7 @@ class Ceilings:
     flops_per_s: float
     compute_dtype: str
     threads: int
+    attention_flops_per_s: float | None = None
     cached_bytes_per_s: float | None = None
     signal_s: float | None = None
 
@@ -60,6 +62,10 @@ class Ceilings:
         """The rate of that."""
         return self.cached_bytes_per_s or self.read_bytes_per_s
 
+    def reading(self, bytes_per_s: float) -> Ceilings:
+        """The same with the roof's rate as it was measured since."""
+        return replace(self, read_bytes_per_s=bytes_per_s, cached_bytes_per_s=None)
+
     def words(self) -> str:
         """For a line of a report."""
         cached = (
@@ -67,13 +73,22 @@ class Ceilings:
             if self.cached_bytes_per_s is None
             else f" from memory, {self.cached_bytes_per_s / 1e9:.1f} from the cache that holds the weights"
         )
+        attention = (
+            "" if self.attention_flops_per_s is None else f" ({self.attention_flops_per_s / 1e9:.0f} in attention)"
+        )
         apart = f", threads {self.signal_s * 1e9:.0f} ns apart" if self.signal_s else ""
-        return f"{self.read_bytes_per_s / 1e9:.1f} GB/s{cached}, {self.flops_per_s / 1e9:.0f} Gop/s{apart}"
+        return f"{self.read_bytes_per_s / 1e9:.1f} GB/s{cached}, {self.flops_per_s / 1e9:.0f} Gop/s{attention}{apart}"
 
 
 def compute_dtype(weights_format: str) -> str:
     """The dtype of the multiplications behind a weight format: int4 weights meet int8 activations."""
     return engine_weights(weights_format)[1]
+
+
+def attention_dtype(model: Model) -> str:
+    """The dtype of its products with the cache: int8 over a cache of it, fp32 beside such weights, else bf16."""
+    quant = engine_quant(model.weights_format, model.head_format)
+    return "int8" if model.kv_format == "int8" else quant.attention_compute
 
 
 def is_measured_natively(model: Model) -> bool:
@@ -83,7 +98,7 @@ def is_measured_natively(model: Model) -> bool:
 
 def machine_ceilings(model: Model) -> Ceilings:
     """Both ceilings of the device the model runs on, with as many threads as it uses; takes some tenths of a second."""
-    dtype = compute_dtype(model.weights_format)
+    dtype, of_attention = compute_dtype(model.weights_format), attention_dtype(model)
     if is_measured_natively(model):
         memory = memory_ceiling(model)
         return Ceilings(
@@ -91,6 +106,7 @@ def machine_ceilings(model: Model) -> Ceilings:
             flops_per_s=measure_ops_per_s(dtype, model.placement),
             compute_dtype=dtype,
             threads=model.threads,
+            attention_flops_per_s=None if of_attention == dtype else measure_ops_per_s(of_attention, model.placement),
             cached_bytes_per_s=_cached_bytes_per_s(model, memory),
             signal_s=measure_signal_s(model.placement),
         )

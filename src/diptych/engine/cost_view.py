@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from diptych.compute.ceilings import Ceilings
 from diptych.compute.runner import Model
-from diptych.cost.components import PhaseCost, cost_of
+from diptych.cost.components import ATTENTION, PhaseCost, cost_of
 from diptych.cost.tables import kv_spec
 from diptych.ground.formats import engine_quant, mean_bytes, mix_of
 from diptych.ground.shape import StepShape
@@ -35,11 +36,13 @@ class CostView:
         """Components of one step, latent attention in the one form that the engine has."""
         return cost_of(self.spec, work, quant=self.quant, kv=self.kv, is_ours=True)
 
-    def bound_s(self, work: StepShape, read_bytes_per_s: float, flops_per_s: float) -> float:
-        """What the two ceilings allow for one step: the longer of bytes over bandwidth and operations over peak.
+    def bound_s(self, work: StepShape, ceilings: Ceilings) -> float:
+        """What the two ceilings allow for one step: the longer of bytes over bandwidth and operations over peak."""
+        return max(self.parts_s(work, ceilings))
 
-        flops_per_s is of the linear layers' dtype. It errs on the side of a shorter time: with int8 weights, attention
-        is charged at the int8 rate too.
-        """
+    def parts_s(self, work: StepShape, ceilings: Ceilings) -> tuple[float, float]:
+        """Seconds of a step's bytes, and of its operations: attention's at the peak of the dtype that it multiplies in."""
         cost = self.cost(work)
-        return max(cost.bytes / read_bytes_per_s, cost.flops / flops_per_s)
+        others = sum(part.flops for part in cost.components if part.name not in ATTENTION)
+        attention_s = (cost.flops - others) / (ceilings.attention_flops_per_s or ceilings.flops_per_s)
+        return cost.bytes / ceilings.roof_bytes_per_s, others / ceilings.flops_per_s + attention_s

@@ -204,9 +204,7 @@ def _phase_row(
     time_s = sum(step.time_s for step in steps) or 1e-9
     bound_s = memory_s = compute_s = 0.0
     for step in steps:
-        cost = view.cost(step.shape)
-        step_memory_s = cost.bytes / ceilings.roof_bytes_per_s
-        step_compute_s = cost.flops / ceilings.flops_per_s
+        step_memory_s, step_compute_s = view.parts_s(step.shape, ceilings)
         bound_s += max(step_memory_s, step_compute_s)
         memory_s += step_memory_s
         compute_s += step_compute_s

@@ -215,14 +215,11 @@ class StaticBench:
         is_prefill = phase is Phase.PREFILL
         times_s = [run.prefill_s if is_prefill else run.decode_s for run in runs]
         tokens = [batch * length if is_prefill else run.decode_tokens for run in runs]
-        costs = [self._cost.cost(step) for step in work]
         read_bytes_per_s = statistics.median(run.read_bytes_per_s for run in runs)
-        read_s, compute_s = (
-            sum(c.bytes for c in costs) / read_bytes_per_s,
-            sum(c.flops for c in costs) / ceilings.flops_per_s,
-        )
+        parts = [self._cost.parts_s(step, ceilings.reading(read_bytes_per_s)) for step in work]
+        read_s, compute_s = (sum(seconds) for seconds in zip(*parts, strict=True))
         bounds_s = [
-            sum(self._cost.bound_s(step, run.read_bytes_per_s, ceilings.flops_per_s) for step in work) for run in runs
+            sum(self._cost.bound_s(step, ceilings.reading(run.read_bytes_per_s)) for step in work) for run in runs
         ]
         return PhasePoint(
             phase=phase.value,

@@ -156,18 +156,17 @@ class Accountant:
         """The least time the machine's ceilings allow for this request if it were alone."""
         if self._view is None or self._ceilings is None:
             return {"prefill_ms": None, "decode_ms": None, "bound": None}
-        usage, bytes_per_s, flops_per_s = account.usage, self._ceilings.roof_bytes_per_s, self._ceilings.flops_per_s
+        usage = account.usage
         prefill_s = decode_s = memory_s = compute_s = 0.0
         if usage.computed_tokens > 0:
             prompt = StepShape.prefill(batch=1, new_tokens=usage.computed_tokens, cached_tokens=usage.cached_tokens)
-            prefill_s = self._view.bound_s(prompt, bytes_per_s, flops_per_s)
+            prefill_s = self._view.bound_s(prompt, self._ceilings)
         n_steps = max((len(one.token_times_s) - 1 for one in account.record.choices.values()), default=0)
         if n_steps > 0:
             middle = usage.prompt_tokens + n_steps // 2 + 1
             work = StepShape.decode(batch=account.request.sampling.n, context_tokens=middle)
-            decode_s = n_steps * self._view.bound_s(work, bytes_per_s, flops_per_s)
-            cost = self._view.cost(work)
-            memory_s, compute_s = n_steps * cost.bytes / bytes_per_s, n_steps * cost.flops / flops_per_s
+            memory_s, compute_s = (n_steps * part_s for part_s in self._view.parts_s(work, self._ceilings))
+            decode_s = max(memory_s, compute_s)
         is_memory = decode_s > prefill_s and memory_s >= compute_s
         return {
             "prefill_ms": _ms(prefill_s),

@@ -7,8 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from diptych.compute.ceilings import CACHED, Ceilings, machine_ceilings
-from diptych.compute.ops.cpu_kernels import measure_ops_per_s
+from diptych.compute.ceilings import CACHED, Ceilings, attention_dtype, machine_ceilings
 from diptych.cost.components import PhaseCost
 from diptych.ground.shape import StepShape
 from diptych.lab.experiment import ROOF, Check, Experiment, Outcome, Roof, Stage, conclude, quantity
@@ -62,9 +61,6 @@ class _Roof:
     def __init__(self, stage: Stage) -> None:
         self._model = stage.model
         self._last: Ceilings = stage.ceilings
-        quant = stage.view.quant
-        self._attention_dtype = quant.attention_compute
-        self._is_split = stage.model.backend_name == "cpu" and quant.attention_compute != quant.compute
 
     def samplers(self) -> list[Sampler]:
         """In the order of the roof's columns."""
@@ -80,9 +76,7 @@ class _Roof:
         return 1.0 / self._last.roof_bytes_per_s
 
     def _per_attention_flop(self) -> float:
-        if self._is_split:  # weights in int8 or int4, attention in bf16
-            return 1.0 / measure_ops_per_s(self._attention_dtype, self._model.placement)
-        return 1.0 / self._last.flops_per_s
+        return 1.0 / (self._last.attention_flops_per_s or self._last.flops_per_s)
 
 
 class _Picture:
@@ -223,7 +217,7 @@ def _roofline(stage: Stage) -> Outcome:
         ),
         notes=[
             f"decode at a context of {context}; linear layers multiply in {stage.ceilings.compute_dtype}, attention in "
-            f"{stage.view.quant.attention_compute}" + stage.cached_weights,
+            f"{attention_dtype(stage.model)}" + stage.cached_weights,
             f"the memory is read at {memory}"
             + (
                 f"; the weights, {stage.model.weight_bytes / 2**20:.0f} MiB, lie in a cache that is read at {cache}: the roof "
