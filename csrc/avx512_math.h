@@ -46,6 +46,10 @@ inline void add_dot_int16_of(__m512i& sum, const uint16_t* pair, __m512i w) {  /
 inline void add_dot_int8(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
 }
+inline void add_dot_int8_of(__m512i& sum, __m512i unsigned_bytes, const uint8_t* word) {  // the same word for all
+  typedef int32_t __attribute__((may_alias)) Word;
+  __asm__("vpdpbusd %1%{1to16%}, %2, %0" : "+v"(sum) : "m"(*reinterpret_cast<const Word*>(word)), "v"(unsigned_bytes));
+}
 
 #if defined(__AVX512BF16__)
 inline void add_dot_bf16_of(__m512& sum, const uint16_t* pair, __m512i w) {  // the same pair for all

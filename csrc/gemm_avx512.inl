@@ -22,20 +22,23 @@ constexpr int64_t kCacheLine = 64;
 // there into L1 shortly before (`both`). `turn` is called once in every kUnroll steps.
 // AMD: a lone row, and two of int8, do best by the processor's prefetchers. With more rows a tile computes for a good part of the time that
 // the memory needs: it reads into L2 and leaves L1 to x (10 to 15 points of the limit at 8 to 16 rows). int4 reads further: two rows from
-// memory at 50 GB/s 43 GB/s by 10 KiB, 22 by 4 KiB into L1, 26 by 4 KiB into L2.
+// memory at 50 GB/s 43 GB/s by 10 KiB, 22 by 4 KiB into L1, 26 by 4 KiB into L2. Zen 5 asks for one line
+// with each that it takes, past L2 (`pass`): what is read once would push lines on from there to L3 (LAB.md: up to 17 %).
 // Intel: L2 takes more lines under way than L1. The dot products of several rows fill the scheduler before it has seen many lines, so that
 // loads which find their line in L2 still wait for it: asking for L1 too gave 5 rows of int8 7 % and one row of int4 6 % (Xeon, two cores).
 enum class Reach { none, l1, l2, far, both };
 constexpr int64_t ahead_bytes(Reach reach) { return reach == Reach::far ? 10240 : reach == Reach::both ? 8192 : reach == Reach::l2 ? 6144 : 4096; }
 constexpr int64_t kNearBytes = 2048;  // of `both`, into L1
 
-template <int kStrips, Reach kReach>
+// kMayPass: AMD's, but for fp8, whose tables fill L1 (8 rows a third slower).
+template <int kStrips, Reach kReach, bool kMayPass = kReach == Reach::none || kReach == Reach::l2 || kReach == Reach::far>
 struct Ahead {
   const uint8_t* next;
   const uint8_t* near;
   const uint8_t* next_strip;
   const int64_t strip_bytes;
   const int64_t lines;   // per turn, second way
+  const int64_t past_bytes;
   int64_t turns_left;    // in the own strips, first way
   const bool is_stream;
   // Without a branch: GCC 12 keeps a tile's sums in memory behind one.
@@ -44,11 +47,18 @@ struct Ahead {
         near(args.strip + kNearBytes),
         next_strip(args.next_strip),
         strip_bytes(args.strip_bytes),
-        lines((args.next_bytes / kCacheLine + turns - 1) / turns),
+        lines(kMayPass && args.past_bytes != 0 ? 0 : (args.next_bytes / kCacheLine + turns - 1) / turns),
+        past_bytes(args.past_bytes),
         turns_left(turns - turns * ahead_bytes(kReach) / block_bytes),
-        is_stream(args.is_stream) {}
+        is_stream(args.is_stream && !(kMayPass && args.past_bytes != 0)) {}
   static inline void prefetch(const uint8_t* line) {
     _mm_prefetch(reinterpret_cast<const char*>(line), kReach == Reach::l1 ? _MM_HINT_T0 : _MM_HINT_T1);
+  }
+  // With a line w that is taken of each strip.
+  inline void pass(const uint8_t* w) const {
+    if constexpr (kMayPass)
+#pragma GCC unroll 4
+      for (int v = 0; v < kStrips; ++v) _mm_prefetch(reinterpret_cast<const char*>(w + v * strip_bytes + past_bytes), _MM_HINT_NTA);
   }
   inline void line() {
     if constexpr (kReach == Reach::none) return;
@@ -87,6 +97,7 @@ struct Words {
     const uint8_t* word = kInterleaved ? x[0] + (at * kRows + row) * 4 : x[row] + at * 4;
     return _mm512_set1_epi32(*reinterpret_cast<const int*>(word));
   }
+  inline const uint8_t* at(int row, int64_t at) const { return x[row] + at * 4; }  // of separate rows
 };
 
 #if defined(__AVX512BF16__)
@@ -122,6 +133,7 @@ void tile_dot(const TileArgs& args) {
       __m512i lanes[kStrips];
 #pragma GCC unroll 4
       for (int v = 0; v < kStrips; ++v) lanes[v] = _mm512_load_si512(w + v * strip_bytes);
+      ahead.pass(w);
 #pragma GCC unroll 24
       for (int row = 0; row < kRows; ++row) {
         const __m512i word = x.get(row, at + step);

@@ -62,7 +62,7 @@ void tile_fp8(const TileArgs& args) {
   const Words<kRows, kInterleaved> x(args);
   const int64_t strip_bytes = args.strip_bytes, steps = args.units * kFp8Inputs / 4, heads = bytes_of_fp8_scales(args.units);
   const uint8_t* w = args.strip + heads;
-  Ahead<kStrips, kReach> ahead(args, steps / kUnroll, heads + steps * kStepBytes);
+  Ahead<kStrips, kReach, false> ahead(args, steps / kUnroll, heads + steps * kStepBytes);
   for (int64_t group = 0, at = 0; group < args.units; ++group) {
     Fp8Tables tables[kStrips];
 #pragma GCC unroll 4

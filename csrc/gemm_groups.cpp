@@ -85,6 +85,7 @@ void run_direct(const Job& job, int thread, int threads) {
         const auto [begin, end] = passes.rows(pass);
         GroupArgs args = args_of(job);
         args.groups = job.groups;
+        args.past_bytes = past_bytes();
         args.strip = job.w.panels + panel * job.w.panel_bytes + (first + strip) * job.strip_bytes();
         args.acc = job.acc + begin * kPanelLanes + strip * kStripLanes;
         args.x = job.x_of + begin, args.rows = job.rows + begin * job.groups;

@@ -18,6 +18,7 @@ void tile_int4_few(const TileArgs& args) {
   for (int64_t group = 0; group < args.units; ++group) {
     if (group % 2 == 0) {
       heads = _mm512_load_si512(w);
+      ahead.pass(w);
       w += 2 * kHeadBytes;
       ahead.line();
     }
@@ -28,14 +29,15 @@ void tile_int4_few(const TileArgs& args) {
       ahead.turn();
 #pragma GCC unroll 4
       for (int step = 0; step < kUnroll; ++step, at += 2, w += kStepBytes) {
+        ahead.pass(w);
         __m512i nibbles = _mm512_load_si512(w);
         __asm__("" : "+v"(nibbles));  // once: GCC would load them for both halves
         const __m512i low = _mm512_and_si512(nibbles, _mm512_set1_epi8(15));
         const __m512i high = _mm512_and_si512(_mm512_srli_epi16(nibbles, 4), _mm512_set1_epi8(15));
 #pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row) add_dot_int8(low_sums[row], low, x.get(row, at));
+        for (int row = 0; row < kRows; ++row) add_dot_int8_of(low_sums[row], low, x.at(row, at));
 #pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row) add_dot_int8(high_sums[row], high, x.get(row, at + 1));
+        for (int row = 0; row < kRows; ++row) add_dot_int8_of(high_sums[row], high, x.at(row, at + 1));
       }
     }
     const __m256i head = group % 2 == 0 ? _mm512_castsi512_si256(heads) : _mm512_extracti64x4_epi64(heads, 1);
@@ -72,6 +74,7 @@ void tile_int4(const TileArgs& args) {
   for (int64_t group = 0; group < args.units; ++group) {
     if (group % 2 == 0) {
       heads = w;
+      ahead.pass(w);
       w += 2 * kHeadBytes;
       ahead.line();
     }
@@ -80,6 +83,7 @@ void tile_int4(const TileArgs& args) {
       ahead.turn();
 #pragma GCC unroll 4
       for (int step = 0; step < kUnroll; ++step, at += 2, w += kStepBytes) {
+        ahead.pass(w);
         const __m512i nibbles = _mm512_load_si512(w), low = grid.low(nibbles), high = grid.high(nibbles);
 #pragma GCC unroll 24
         for (int row = 0; row < kRows; ++row) add_dot_int8(sums[0][row], low, x.get(row, at));

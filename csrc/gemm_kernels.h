@@ -50,7 +50,9 @@ struct TileArgs {
   bool resume;
   // Reading ahead, in one of two ways. A tile that takes W from memory in one pass (a stream) runs some KiB before itself in each
   // strip and turns to next_strip where its own ends; tiles that share W in cache bring in [next, next + next_bytes) between them.
+  // Or a stream asks past_bytes ahead of each line it takes; 0: not in this way.
   bool is_stream;
+  int64_t past_bytes;
   const uint8_t* next_strip;  // first strip of the following tile
   const uint8_t* next;
   int64_t next_bytes;
@@ -193,6 +195,7 @@ struct GroupArgs {
   const RowOfGroup* rows;          // [groups][rows of the tile]
   // direct tiles: one packed strip, whole
   const uint8_t* strip;
+  int64_t past_bytes;              // as in TileArgs
   // others: groups [first, first + groups) of expanded strips [kExpandedBytes], u8 = level + 128 in steps of int8, and of each their
   // scales [kExpandedScales], [groups][16], and minima likewise or null
   int64_t first;
