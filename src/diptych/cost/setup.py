@@ -12,7 +12,7 @@ from diptych.cost.calibration import Calibration
 from diptych.cost.components import check_tp
 from diptych.cost.layout import PLAIN, Layout
 from diptych.cost.parameters import parameter_count
-from diptych.cost.profile import load_profile, read_profile
+from diptych.cost.profile import LOCAL, load_profile, local_kind, read_profile
 from diptych.cost.roofline import compute_dtype
 from diptych.cost.stacks import calibration_for
 from diptych.cost.tables import device_spec, kv_spec, model_spec, quant_spec
@@ -139,14 +139,15 @@ def table_name(name: str) -> str:
 def find_hardware(
     name: str, *, stack: str | None = None, of_services: bool = False
 ) -> tuple[HardwareSpec, Calibration]:
-    """A device by table name with its calibration, or this machine (`local`) with its measured profile."""
-    if name == "local":
+    """A device by table name with its calibration, or this machine (a name of LOCAL) with its measured profile."""
+    if name in LOCAL:
         if stack is not None:
             raise ConfigError(
                 f"the stack is {stack!r}; this machine is priced by its own measurements, of no other software",
                 hint="leave --stack out, or name the device",
             )
-        return read_profile(load_profile())
+        hardware, calibration = read_profile(load_profile(kind=local_kind(name)))
+        return replace(hardware, name=name), calibration
     hardware = device_spec(name.lower())
     return hardware, calibration_for(hardware, stack=stack, of_services=of_services)
 
@@ -189,7 +190,10 @@ def setup_of(
     quant = quant_spec(weights or "bf16")  # its name is refused before anything is read
     device, calibration = find_hardware(hardware, stack=stack, of_services=of_services)
     if calibration.is_local:
-        quant = (stored_quant(model) if weights is None else None) or own_quant(weights or "bf16")
+        stored = (
+            stored_quant(model) if weights is None and device.kind == "cpu" else None
+        )  # a GPU has their values in bf16
+        quant = stored or own_quant(weights or "bf16")
     return Setup(
         model=find_model(model),
         hardware=device,
