@@ -98,7 +98,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
         "-d",
         default="local",
         metavar="NAME",
-        help="device name, or `local` (default), `local-cpu`, `local-gpu`: as calibrated",
+        help="device, or `local` (default; local-cpu, local-gpu): as calibrated",
     )
     add("--weights", "-w", metavar="FORMAT", help="weight format (default bf16, with `local` a quantised file's own)")
     add("--kv", default="bf16", metavar="FORMAT", help="KV cache format (default bf16)")
