@@ -93,13 +93,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", nargs="?", default="bundled", metavar="MODEL", help="a name, a config.json, a folder, or `bundled`")
-    add(
-        "--hardware",
-        "-d",
-        default="local",
-        metavar="NAME",
-        help="device, or `local` (default; local-cpu, local-gpu): as calibrated",
-    )
+    add("--hardware", "-d", default="local", metavar="NAME", help="device name, or `local` (default): as calibrated")
     add("--weights", "-w", metavar="FORMAT", help="weight format (default bf16, with `local` a quantised file's own)")
     add("--kv", default="bf16", metavar="FORMAT", help="KV cache format (default bf16)")
     add("--tp", type=int, default=1, metavar="N", help="devices that share one copy of the model")

@@ -121,7 +121,9 @@ class PhaseReport:
         if self.unpredicted is not None:
             lines.append(f"  no prediction: {self.unpredicted}")
         elif self.is_replayed:
-            lines.append("  predicted: replayed steps; the first ones of their size are recorded, or launched by kernels")
+            lines.append(
+                "  predicted: replayed steps; the first ones of their size are recorded, or launched by kernels"
+            )
         lines.append(
             f"  prompt {usage.prompt_tokens} tokens = {usage.computed_tokens} computed + {usage.cached_tokens} cached"
         )
