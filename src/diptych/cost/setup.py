@@ -16,6 +16,7 @@ from diptych.cost.profile import LOCAL, load_profile, local_kind, read_profile
 from diptych.cost.roofline import compute_dtype
 from diptych.cost.stacks import calibration_for
 from diptych.cost.tables import device_spec, kv_spec, model_spec, quant_spec
+from diptych.cost.weight_formats import weight_class
 from diptych.ground.errors import ConfigError
 from diptych.ground.formats import ENGINE_WEIGHTS, engine_quant, head_format, mean_bytes
 from diptych.ground.shape import StepShape
@@ -190,9 +191,12 @@ def setup_of(
     quant = quant_spec(weights or "bf16")  # its name is refused before anything is read
     device, calibration = find_hardware(hardware, stack=stack, of_services=of_services)
     if calibration.is_local:
-        stored = (
-            stored_quant(model) if weights is None and device.kind == "cpu" else None
-        )  # a GPU has their values in bf16
+        stored = stored_quant(model) if weights is None else None
+        if (
+            stored is not None and device.kind == "gpu"
+        ):  # which reads their values in bf16 where it has no kernels for them
+            is_timed = weight_class(stored.weight_bytes, stored.name) in calibration.decode.eb
+            stored = stored if is_timed else None
         quant = stored or own_quant(weights or "bf16")
     return Setup(
         model=find_model(model),
