@@ -139,6 +139,18 @@ def test_a_backend_that_is_faster_for_a_phase_is_named(
     assert "prefill: the best" not in report.table()
 
 
+def test_predictions_of_replayed_steps_say_so(loaded: LoadedModel) -> None:
+    """The first steps of a form are recorded, which takes many times what it is predicted to take."""
+    observer, done = observed(loaded)
+    report = phase_report(loaded, observer, ceilings=CEILINGS, usage=done.usage, timings=done.timings)
+    assert not report.is_replayed
+    told = {
+        gap: replace(report, is_replayed=True, unpredicted=gap).table() for gap in (None, "this GPU was never measured")
+    }
+    assert "predicted: replayed steps" in told[None]
+    assert "predicted: replayed steps" not in told["this GPU was never measured"]
+
+
 def test_a_profile_of_another_number_of_threads_says_so(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
