@@ -238,6 +238,10 @@ def test_a_machine_has_two_profiles_and_local_is_the_gpus(home: Path, monkeypatc
     assert all(one.name == name for name, one in found.items())
     assert told not in planner_room.notes_of(setup_of("smollm2-135m", "local"))
     assert "bf16" in setup_of("smollm2-135m", "local-gpu", weights=None).label
+    for name in ("local", "local-gpu"):
+        with pytest.raises(ConfigError, match="kv is int8; on a GPU the engine keeps"):
+            setup_of("smollm2-135m", name, kv="int8")
+    assert setup_of("smollm2-135m", "local-cpu", kv="int8").kv.name == "int8"
 
 
 def _gpu_profile(home: Path, **changed: object) -> None:

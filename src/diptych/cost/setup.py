@@ -30,6 +30,7 @@ from diptych.models.spec import ModelSpec
 from diptych.models.stored import check_gguf, check_stored
 
 BUNDLED = "diptych-10m"
+GPU_KV = ("bf16", "fp32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +50,15 @@ class Setup:
     loras: Loras | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a split the model or the device cannot do."""
+        """Refuse a split the model or the device cannot do, and a KV format that the engine has not on this machine's GPU."""
         check_tp(self.model, self.tp)
         self.layout.check(self.model, self.tp)
         self.layout.check_links(self.hardware, self.tp)
         compute_dtype(self.hardware, self.quant.compute)
+        if self.calibration.is_local and self.hardware.kind == "gpu" and self.kv.name not in GPU_KV:
+            raise ConfigError(
+                f"kv is {self.kv.name}; on a GPU the engine keeps keys and values as {' or '.join(GPU_KV)}"
+            )
 
     def model_of_time(self) -> CalibratedModel:
         """The predictor of step times for this setup."""
