@@ -28,7 +28,7 @@ from diptych.engine import load as load_room
 from diptych.engine.load import local_predictor, profile_gap
 from diptych.engine.memory import Memory
 from diptych.ground.config import ComputeConfig
-from diptych.ground.errors import ConfigError
+from diptych.ground.errors import CapacityError, ConfigError
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
 from diptych.lab import calibrate as calibration
@@ -213,6 +213,21 @@ def test_a_calibration_writes_a_gpus_profile_that_plans_read(
     assert CARD in capsys.readouterr().out
     with pytest.raises(ConfigError, match="schema None"):
         find_hardware("local-cpu")
+
+
+def test_a_card_that_is_full_is_refused_with_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs hold what the models would take: torch's own error says nothing of what to do."""
+
+    def full(*arguments: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(gpu_calibration, "random_model", full)
+    monkeypatch.setattr(gpu_calibration, "memory_of", lambda device: Memory(H200_BYTES, 2**30))
+    with pytest.raises(CapacityError, match=r"has 1\.0 of 140\.4 GiB free") as caught:
+        calibrate_gpu(
+            ComputeConfig(), torch.device("cpu"), progress=lambda text: None, effort=Effort(rounds=1), extent=SMALL
+        )
+    assert "12 GiB" in str(caught.value)
 
 
 def test_a_machine_has_two_profiles_and_local_is_the_gpus(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

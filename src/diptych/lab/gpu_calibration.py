@@ -29,6 +29,7 @@ from diptych.engine.load import measured_kernels
 from diptych.engine.memory import memory_of
 from diptych.ground.clock import wall_time_s
 from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import CapacityError
 from diptych.ground.shape import StepShape
 from diptych.ground.version import VERSION
 from diptych.lab.adapters import adapted_steps, constants_of
@@ -53,9 +54,8 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "8 large experts": MIXTURE | {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2,
                                   "moe_intermediate_size": 4096},
 }  # fmt: skip
-# Hardly any arithmetic and bytes: what is left of a step is its kernels' starts.
-LAUNCH_MODEL = NARROW | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1,
-                         "vocab_size": 512}  # fmt: skip
+# Hardly any arithmetic and bytes: what is left of a step is its kernels' starts. Heads are NARROW's, whose kernels it shares.
+LAUNCH_MODEL = NARROW | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "vocab_size": 512}
 HOST_MODEL = NARROW | {"num_hidden_layers": 4}
 
 
@@ -97,9 +97,22 @@ USUAL = Extent(
 def calibrate_gpu(
     compute: ComputeConfig, device: torch.device, *, progress: Progress, effort: Effort, extent: Extent = USUAL
 ) -> dict[str, Any]:
-    """The device's profile, but for its fingerprint. effort: for each of the models timed. CapacityError where the card's
-    memory does not hold them.
+    """The device's profile, but for its fingerprint. effort: for each of the models timed. CapacityError where what is free of
+    the card's memory does not hold them.
     """
+    try:
+        return _measured(compute, device, progress, effort, extent)
+    except torch.OutOfMemoryError as error:
+        free, total = (n / 2**30 for n in (memory_of(device).available_bytes, memory_of(device).total_bytes))
+        raise CapacityError(
+            f"{device_name(device)} has {free:.1f} of {total:.1f} GiB free, too few for the models that are timed",
+            hint="they take 12 GiB; stop what else uses the card",
+        ) from error
+
+
+def _measured(
+    compute: ComputeConfig, device: torch.device, progress: Progress, effort: Effort, extent: Extent
+) -> dict[str, Any]:
     config = replace(compute, backend="torch", device=str(device), weights=WEIGHTS, kv="auto")
     brief = replace(effort, budget_s=effort.budget_s / 2)
     progress(f"measuring what {device_name(device)} can do at most")
