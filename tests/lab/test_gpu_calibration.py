@@ -34,6 +34,7 @@ from diptych.ground.shape import StepShape
 from diptych.lab import calibrate as calibration
 from diptych.lab import gpu_calibration
 from diptych.lab.calibration_words import calibration_words
+from diptych.lab.fingerprint import fingerprint
 from diptych.lab.fitted import TimedStep, fit, fit_held_out
 from diptych.lab.gpu_calibration import LAUNCH_MODEL, MIXTURE, NARROW, Extent, calibrate_gpu, unfitted
 from diptych.lab.rounds import Effort, Estimate
@@ -213,6 +214,23 @@ def test_a_calibration_writes_a_gpus_profile_that_plans_read(
     assert CARD in capsys.readouterr().out
     with pytest.raises(ConfigError, match="schema None"):
         find_hardware("local-cpu")
+
+
+def test_what_it_was_taken_on_names_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two cards was written down as the first, and neither with its memory."""
+    cards = [
+        SimpleNamespace(name=name, total_memory=gib * 2**30, major=9, minor=0, multi_processor_count=132)
+        for name, gib in (("NVIDIA H100", 80), (CARD, 140))
+    ]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cards[index])
+    found = [fingerprint(torch.device(name)) for name in ("cuda", "cuda:1", "cpu")]
+    assert [(one["gpu"], one["gpu memory"]) for one in found] == [
+        ("NVIDIA H100", "80 GiB"),
+        (CARD, "140 GiB"),
+        ("NVIDIA H100", "80 GiB"),
+    ]
+    assert found[1]["gpu capability"] == "9.0, 132 multiprocessors"
 
 
 def test_a_card_that_is_full_is_refused_with_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

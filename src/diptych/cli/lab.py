@@ -139,7 +139,9 @@ def calibrate(
     out: Annotated[
         Path | None, typer.Option(help="write the profile here instead of where the planner reads it")
     ] = None,
-    busy: Annotated[bool, typer.Option("--busy", help="keep it though other programs were busy")] = False,
+    busy: Annotated[
+        bool, typer.Option("--busy", help="keep it though other programs were busy, as a GPU's is")
+    ] = False,
 ) -> None:
     """Measure this machine, or its GPU, in a minute or two; the planner, the reports and the scheduler then use the profile."""
     check_writable(out)
