@@ -274,6 +274,9 @@ def test_a_quantised_file_is_priced_on_this_machine_as_the_engine_holds_it(tmp_p
     assert setup.quant.weight_bytes == mean_bytes(held) < 0.7
     assert setup.quant.head_weight_bytes == 2.0
     assert setup_of(str(path), "local").quant.name == "bf16"
+    for eb, name in (({"bf16": 0.9}, "bf16"), ({"bf16": 0.9, "int4": 0.8}, setup.quant.name)):
+        profile_path("gpu").write_text(json.dumps(PROFILE | {"kind": "gpu", "eb": eb}))
+        assert setup_of(str(path), "local-gpu", weights=None).quant.name == name
     assert setup_of(str(path), "h100-80gb-sxm", weights=None).quant.name == "bf16"
 
 

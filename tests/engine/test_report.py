@@ -124,8 +124,8 @@ def test_a_backend_that_is_faster_for_a_phase_is_named(
     profile = tmp_path / "hardware.json"
     elsewhere = {"backend": "other", "weights": weights, "prefill": 3.0, "decode": 0.5}
     profile.write_text(json.dumps({"elsewhere": elsewhere}))
-    monkeypatch.setattr(load_room, "profile_path", lambda: profile)
-    monkeypatch.setattr(load_room, "load_profile", lambda: json.loads(profile.read_text()))
+    monkeypatch.setattr(load_room, "profile_path", lambda *_: profile)
+    monkeypatch.setattr(load_room, "load_profile", lambda **_: json.loads(profile.read_text()))
     monkeypatch.setattr(report_room, "local_predictor", lambda _: None)
     report = phase_report(loaded, observer, ceilings=CEILINGS, usage=done.usage, timings=done.timings)
     assert f"prefill: the other backend is 3.0 times as fast here with {weights} weights" in report.table()
@@ -139,13 +139,25 @@ def test_a_backend_that_is_faster_for_a_phase_is_named(
     assert "prefill: the best" not in report.table()
 
 
+def test_predictions_of_replayed_steps_say_so(loaded: LoadedModel) -> None:
+    """The first steps of a form are recorded, which takes many times what it is predicted to take."""
+    observer, done = observed(loaded)
+    report = phase_report(loaded, observer, ceilings=CEILINGS, usage=done.usage, timings=done.timings)
+    assert not report.is_replayed
+    told = {
+        gap: replace(report, is_replayed=True, unpredicted=gap).table() for gap in (None, "this GPU was never measured")
+    }
+    assert "predicted: replayed steps" in told[None]
+    assert "predicted: replayed steps" not in told["this GPU was never measured"]
+
+
 def test_a_profile_of_another_number_of_threads_says_so(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A profile of two threads priced the steps of one: half of what they took, and the stall budget believed it."""
     profile, own = tmp_path / "hardware.json", loaded.model.threads
-    monkeypatch.setattr(load_room, "profile_path", lambda: profile)
-    monkeypatch.setattr(load_room, "load_profile", lambda: json.loads(profile.read_text()))
+    monkeypatch.setattr(load_room, "profile_path", lambda *_: profile)
+    monkeypatch.setattr(load_room, "load_profile", lambda **_: json.loads(profile.read_text()))
     profile.write_text(json.dumps({"threads": own + 1}))
     words = f"measured with {own + 1} threads, not with {own} thread"
     assert words in (load_room.profile_gap(loaded.model) or "")

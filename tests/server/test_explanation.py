@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diptych.cli.asked import fields_of, headers_of, refusal
-from diptych.cli.explain import app
+from diptych.cli.explain import app, text_of
 from diptych.ground.errors import ConfigError
 from diptych.insight.explanation import Part, explain, volatile_spot
 from server_process import ServerProcess
@@ -32,6 +32,13 @@ def test_the_next_turn_reuses_whole_blocks_before_the_generation_prompt() -> Non
     assert found.new_chat_tokens == 96
     assert found.new_chat_saved_s == pytest.approx(0.96)
     assert found.reorderings == []
+
+
+def test_a_bound_says_why_it_is_no_prediction() -> None:
+    """On a GPU it advised to measure the processor, which it would not have used."""
+    gap = "this GPU was never measured (diptych lab calibrate --device cuda)"
+    found = text_of(explain(CHAT, source="bound", block_tokens=32), gap)
+    assert f"the least this machine's ceilings allow; no prediction: {gap})" in found
 
 
 def test_a_clock_in_the_system_prompt_costs_the_whole_cache() -> None:

@@ -19,7 +19,7 @@ from diptych.cli.options import engine_config, given, loading_bar
 from diptych.cli.written import refuse_unread
 from diptych.compute.ceilings import machine_ceilings
 from diptych.engine.cost_view import CostView
-from diptych.engine.load import LoadedModel, load, local_predictor
+from diptych.engine.load import LoadedModel, load, local_predictor, profile_gap
 from diptych.ground.config import env_text
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import Segment
@@ -86,14 +86,15 @@ def explain_command(
         raise ConfigError("--what-if and --recording ask about one request; give --request ID")
     _refuse_unread("--messages" if server is None else "--messages with --url", context)
     body = read_body(messages, tools)
+    gap = None
     if server is not None:
         explanation = measured(body, server, key)
     else:
         config = engine_config(backend=backend, weights=weights)
         with loading_bar(f"loading {model}") as progress:
             loaded = load(model, config, progress=progress)
-        explanation = predicted(body, loaded, block_tokens=config.block_tokens)
-    print(json.dumps(explanation.as_json()) if as_json else text_of(explanation))
+        explanation, gap = predicted(body, loaded, block_tokens=config.block_tokens), profile_gap(loaded.model)
+    print(json.dumps(explanation.as_json()) if as_json else text_of(explanation, gap))
 
 
 def _refuse_unread(kind: str, context: typer.Context) -> None:
@@ -209,12 +210,12 @@ def _volatile(body: dict[str, Any], segments: list[tuple[str, int, int]]) -> lis
     return []
 
 
-def text_of(explanation: Explanation) -> str:
-    """A table and what follows from it."""
+def text_of(explanation: Explanation, gap: str | None = None) -> str:
+    """A table and what follows from it. gap: why there is no prediction."""
     words = {
         "measured": "measured on the server, nothing cached",
         "predicted": "predicted from this machine's profile",
-        "bound": "the least this machine's ceilings allow; run `diptych lab calibrate` for a prediction",
+        "bound": f"the least this machine's ceilings allow; no prediction: {gap}",
     }
     n_tokens = sum(part.tokens for part in explanation.parts)
     total_s = explanation.prefill_s or 1e-12

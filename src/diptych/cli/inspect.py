@@ -20,6 +20,7 @@ from diptych.compute.held import Held, what_is_held
 from diptych.cost.memory import engine_weight_bytes
 from diptych.cost.parameters import active_parameter_count, kv_bytes_stored, parameter_count
 from diptych.cost.planner import Plan, Question, make_plan
+from diptych.cost.profile import LOCAL
 from diptych.cost.setup import Setup, find_hardware, find_model, model_path
 from diptych.cost.tables import kv_spec
 from diptych.engine.text.template import ChatTemplate
@@ -176,7 +177,7 @@ def _phases(spec: ModelSpec, hardware: str, formats: Sequence[str], held: Held |
     try:
         device, calibration = find_hardware(hardware)
     except ConfigError as error:
-        if hardware != "local":
+        if hardware not in LOCAL:
             raise
         return {"phases": {}, "phases_missing": error.message, "hint": error.hint}
     plans = {}

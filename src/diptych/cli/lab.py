@@ -19,13 +19,14 @@ from diptych.cli.written import refuse_unread
 from diptych.compute.runner import random_model
 from diptych.cost.profile import profile_path
 from diptych.cost.setup import BUNDLED
-from diptych.engine.load import FASTER, LoadedModel, bundled_dir, load, local_predictor, profile_gap
+from diptych.engine.load import LoadedModel, bundled_dir, calibration_command, load, local_predictor, profile_gap
 from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
 from diptych.lab.calibrate import USUAL_EFFORT
 from diptych.lab.calibrate import calibrate as run_calibration
+from diptych.lab.calibration_words import calibration_words
 from diptych.lab.experiment import Experiment, Outcome, Stage, Verdict
 from diptych.lab.experiments import EXPERIMENTS, QUICK
 from diptych.lab.quality import measure_quality
@@ -130,6 +131,7 @@ def lab(
 @app.command()
 def calibrate(
     backend: options.Backend = "auto",
+    device: options.Device = "auto",
     threads: options.OwnThreads = None,
     repeat: Annotated[
         int, typer.Option(min=1, help="rounds at least: each times every step once")
@@ -137,11 +139,13 @@ def calibrate(
     out: Annotated[
         Path | None, typer.Option(help="write the profile here instead of where the planner reads it")
     ] = None,
-    busy: Annotated[bool, typer.Option("--busy", help="keep it though other programs were busy")] = False,
+    busy: Annotated[
+        bool, typer.Option("--busy", help="keep it though other programs were busy, as a GPU's is")
+    ] = False,
 ) -> None:
-    """Measure this machine in about a minute; the planner, the reports and the scheduler then use the profile."""
+    """Measure this machine, or its GPU, in a minute or two; the planner, the reports and the scheduler then use the profile."""
     check_writable(out)
-    compute = ComputeConfig(backend=backend, threads=threads)
+    compute = ComputeConfig(backend=backend, device=device, threads=threads)
     with console.status("") as status:
         profile = run_calibration(
             compute,
@@ -150,19 +154,9 @@ def calibrate(
             path=out,
             takes_busy=busy,
         )
-    rates = ", ".join(f"{name} {rate / 1e9:.0f} Gop/s" for name, rate in profile["flops_per_s"].items())
-    page().print(f"{profile['device']}: {profile['memory_bytes_per_s'] / 1e9:.1f} GB/s read, {rates}")
-    elsewhere = profile.get("elsewhere", {})
-    for phase in (phase for phase in profile["residuals"] if elsewhere.get(phase, 0.0) > FASTER):
-        page().print(
-            f"  {phase}: the {elsewhere['backend']} backend is {elsewhere[phase]:.1f} times as fast with bf16 weights"
-        )
-    for phase, residual in profile["residuals"].items():
-        page().print(
-            f"  {phase}: median error {residual['median_error']:.1%}, measured/predicted - 1 from {residual['low']:+.0%} "
-            f"to {residual['high']:+.0%} over {residual['rows']} steps"
-        )
-    page().print(f"written to {out or profile_path()}")
+    for line in calibration_words(profile):
+        page().print(line)
+    page().print(f"written to {out or profile_path(profile['kind'])}")
 
 
 @app.command()
@@ -259,7 +253,7 @@ def simulated(
     loaded.model.settle(waits=True)
     predictor = local_predictor(loaded.model)
     if predictor is None:
-        raise ConfigError(f"no prediction for this machine: {profile_gap(loaded.model)}", hint="diptych lab calibrate")
+        raise ConfigError(f"no prediction: {profile_gap(loaded.model)}", hint=calibration_command(loaded.model))
     with Progress(*COLUMNS, console=console, transient=True) as bar:
         task = bar.add_task("measuring the capacity", total=(2 + rounds) * len(situations))
 

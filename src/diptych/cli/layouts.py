@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from diptych.cost.adapters import Loras
 from diptych.cost.layout import Layout
+from diptych.cost.profile import LOCAL
 from diptych.cost.tables import device_names, device_spec
 from diptych.ground.bounds import Bound
 from diptych.ground.errors import ConfigError
@@ -59,8 +60,8 @@ def prices_of(entries: list[str] | None) -> dict[str, float]:
 
 
 def table_name(device: str) -> str:
-    """A device's name in the table, by any of its names; `local` is this machine."""
-    return device if device == "local" else device_spec(device.lower()).name
+    """A device's name in the table, by any of its names; those of LOCAL are this machine."""
+    return device if device in LOCAL else device_spec(device.lower()).name
 
 
 def devices_of(text: str | None, prices: Collection[str]) -> list[str]:
@@ -70,7 +71,7 @@ def devices_of(text: str | None, prices: Collection[str]) -> list[str]:
         raise ConfigError(f"{text!r} names no device", hint="NAME[,NAME]; without it all that have a price are tried")
     if not named:
         priced = [name for name in device_names() if name in prices or device_spec(name).usd_per_hour is not None]
-        return priced + [name for name in prices if name == "local"]
+        return priced + [name for name in prices if name in LOCAL]
     chosen = list(dict.fromkeys(map(table_name, named)))
     for name in prices:
         if name not in chosen:

@@ -80,7 +80,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
         "--hardware",
         "-d",
         metavar="NAME",
-        help="device, or `local` (default): this machine as measured; several: a table",
+        help="device, or `local` (default), `local-cpu`, `local-gpu`: this machine as measured; several: a table",
     )
     add(
         "--weights",

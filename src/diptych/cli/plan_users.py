@@ -24,6 +24,7 @@ from diptych.cli.plan_json import dump
 from diptych.cli.simulate import MAX_USERS, limits_of, seconds
 from diptych.cli.users_text import as_json, show
 from diptych.cli.written import errors_told
+from diptych.cost.profile import LOCAL
 from diptych.cost.roofline import NoRate
 from diptych.cost.setup import Setup, setup_of
 from diptych.cost.sizing import TRIED_TP
@@ -156,7 +157,7 @@ def _price_of(names: list[str], prices: Mapping[str, float]) -> tuple[PriceOf, s
     """What one device costs, and in what: USD per hour where all prices are known, else every device counts 1."""
     known = dict(prices)
     for name in map(table_name, names):
-        usd = None if name == "local" else device_spec(name).usd_per_hour
+        usd = None if name in LOCAL else device_spec(name).usd_per_hour
         if usd is not None:
             known.setdefault(name, usd)
         elif name not in known:

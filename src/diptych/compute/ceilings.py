@@ -111,8 +111,8 @@ def machine_ceilings(model: Model) -> Ceilings:
             signal_s=measure_signal_s(model.placement),
         )
     return Ceilings(  # a GPU, or a CPU without the kernels: what torch reaches
-        read_bytes_per_s=_torch_read_bytes_per_s(model.device),
-        flops_per_s=_torch_flops_per_s(model.device, TORCH_DTYPES[dtype]),
+        read_bytes_per_s=torch_read_bytes_per_s(model.device),
+        flops_per_s=torch_flops_per_s(model.device, TORCH_DTYPES[dtype]),
         compute_dtype=dtype,
         threads=model.threads,
     )
@@ -128,7 +128,7 @@ def memory_ceiling(model: Model) -> float:
     """Only the bandwidth of the memory, whatever the size of the model."""
     if is_measured_natively(model):
         return measure_read_bytes_per_s(READ_BYTES, model.placement, REPEATS)
-    return _torch_read_bytes_per_s(model.device)
+    return torch_read_bytes_per_s(model.device)
 
 
 def _cached_bytes_per_s(model: Model, memory_bytes_per_s: float) -> float | None:
@@ -139,7 +139,8 @@ def _cached_bytes_per_s(model: Model, memory_bytes_per_s: float) -> float | None
     return rate if rate > CACHED * memory_bytes_per_s else None
 
 
-def _torch_read_bytes_per_s(device: torch.device) -> float:
+def torch_read_bytes_per_s(device: torch.device) -> float:
+    """Of the memory, by torch: what is read and, on a GPU, written too."""
     values = torch.ones(READ_BYTES // 4, dtype=torch.float32, device=device)
     read = READ_BYTES / _best_s(lambda: torch.dot(values, values), device)
     if device.type != "cuda":
@@ -149,15 +150,18 @@ def _torch_read_bytes_per_s(device: torch.device) -> float:
     return max(read, 2 * READ_BYTES / _best_s(lambda: target.copy_(values), device))
 
 
-def _torch_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+def torch_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """Of large products of random numbers, by torch."""
     n = 8192 if device.type == "cuda" else 1024
     left, right = torch.randn(2, n, n, device=device, dtype=dtype)
     return 2 * n**3 / _best_s(lambda: left @ right, device)
 
 
 def _best_s(work: Callable[[], torch.Tensor], device: torch.device) -> float:
-    timed = _timed_on_gpu if device.type == "cuda" else _timed
-    return min([timed(work) for _ in range(REPEATS + 1)][1:])  # the first warms up
+    if device.type != "cuda":
+        return min([_timed(work) for _ in range(REPEATS + 1)][1:])  # the first warms up
+    with torch.cuda.device(device):
+        return min([_timed_on_gpu(work) for _ in range(REPEATS + 1)][1:])
 
 
 def _timed(work: Callable[[], torch.Tensor]) -> float:

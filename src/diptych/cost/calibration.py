@@ -146,17 +146,21 @@ class Cache:
     """The last-level cache: what of a model's weights lies in `bytes` is read at bytes_per_s, of which eb is achieved.
 
     kv_eb: the same for keys and values that fit in beside such weights; None: where nobody measured it, they are memory's.
+    reach: weights of so many times `bytes` find nothing there; 1: what does not fit is not looked for.
     """
 
     bytes: float
     bytes_per_s: float
     eb: Mapping[str, float]
     kv_eb: float | None = None
+    reach: float = CACHE_REACH
 
     def share_of(self, n_bytes: float) -> float:
         """How much of weights that are read from front to back, step after step, is still in the cache."""
         times = n_bytes / self.bytes
-        return 1.0 if times <= 1.0 else max(0.0, (CACHE_REACH - times) / (CACHE_REACH - 1.0)) / times
+        if times <= 1.0:
+            return 1.0
+        return 0.0 if times >= self.reach else (self.reach - times) / (self.reach - 1.0) / times
 
     def weights_rate(self, weight_format: str) -> float:
         """Achieved bytes per second when reading weights of this format."""

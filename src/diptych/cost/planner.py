@@ -25,6 +25,7 @@ from diptych.cost.parameters import (
     linear_parameter_count,
     parameter_count,
 )
+from diptych.cost.profile import COMMANDS, has_gpu
 from diptych.cost.roofline import balance, compute_dtype, peak_flops_per_s, roofline
 from diptych.cost.setup import Setup
 from diptych.ground.errors import ConfigError
@@ -338,6 +339,8 @@ def sensitivity_of(setup: Setup, prefill: StepShape, decode: StepShape) -> Sensi
 def notes_of(setup: Setup) -> tuple[str, ...]:
     """What the reader must know before trusting the numbers."""
     notes = [f"times: {setup.calibration.source}"]
+    if setup.hardware.name == "local" and setup.hardware.kind == "cpu" and has_gpu():
+        notes.append(f"they are of the processor: no GPU was measured here ({COMMANDS['gpu']})")
     used = compute_dtype(setup.hardware, setup.quant.compute)
     if used != setup.quant.compute:
         notes.append(f"{setup.hardware.name} does not multiply in {setup.quant.compute}; it multiplies in {used}")

@@ -1,4 +1,6 @@
-"""The measured profile of a machine: the JSON that `diptych lab calibrate` writes and the planner and engine read.
+"""The measured profiles of a machine: the JSON that `diptych lab calibrate` writes and the planner and engine read.
+
+One is of its processor, another of its GPU, as neither says anything of the other's times.
 
     {"schema": 1, "device": "...", "kind": "cpu", "backend": "cpu", "kernels": "avx512", "threads": 2, "date": "2026-01-31",
      "provenance": "diptych lab calibrate ...",
@@ -7,10 +9,11 @@
      "eb": {"bf16": 0.95, "int8": 0.9}, "ef": {"bf16": 0.9},
      "attention": {"kv_eb": 0.8, "prefill_ef": 0.5, "decode_ef": 0.3, "int8": {"prefill_ef": 0.5, "decode_ef": 0.2}},
      "adapters": {"layer_s": 1e-6, "prefill_ef": {"bf16": 0.3}, "decode_ef": {"bf16": 0.2}},
+     "experts": {"layer_s": 3e-5, "ef": {"bf16": 0.4}},
      "activation_bytes_per_s": 4e10,
      "host": {"step_s": 1e-4, "sequence_s": 1e-5, "prompt_s": 2e-4, "prompt_token_s": 2e-7,
               "wake_s": 3e-4, "displaced_s": 1e-4},
-     "cache": {"bytes": 3.2e7, "bytes_per_s": 1.5e11, "eb": {"bf16": 0.5}, "kv_eb": 0.4},
+     "cache": {"bytes": 3.2e7, "bytes_per_s": 1.5e11, "eb": {"bf16": 0.5}, "kv_eb": 0.4, "reach": 8.0},
      "elsewhere": {"backend": "torch", "weights": "bf16", "prefill": 0.7, "decode": 0.4},
      "residuals": {"prefill": {"low": -0.05, "high": 0.08, "median_error": 0.03, "rows": 12}, "decode": {...}}}
 
@@ -19,8 +22,11 @@ t0_s, layer_s and sequence_s are of the kernels, `host` of the scheduler and the
 both. activation_bytes_per_s is of rows between the products: norms, rotations, other number formats. `attention` has entries
 of KV formats other than the one measured with everything else. Another backend, kernel set or number of threads than
 `backend`, `kernels` and `threads` takes no times from it. `elsewhere`: how many times as fast another backend took a step
-of each phase. `activation_bytes_per_s`, `adapters`, `host`, `cache`, `threads` and `elsewhere` may be absent. What of larger
-weights is still found in the `cache` says `Cache.share_of`.
+of each phase. `experts`: what a layer with experts takes beside its products, and the share of the peak that these reach, where
+kernels of their own do them. `activation_bytes_per_s`, `adapters`, `experts`, `host`, `cache`, `threads` and `elsewhere` may
+be absent. What of larger weights is still found in the `cache` says `Cache.share_of`.
+A GPU's (`kind` "gpu") has no `threads`; beside the above it says `launch_s`, what one launch takes the host, and `copy`, bytes
+per second, read and written, by MiB that they lie in.
 """
 
 from __future__ import annotations
@@ -31,31 +37,48 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from diptych.cost.calibration import Cache, Calibration, Constants, Host, Residual
+from diptych.cost.calibration import CACHE_REACH, Cache, Calibration, Constants, Host, Residual
 from diptych.ground.bounds import real, shown
 from diptych.ground.config import profile_dir
 from diptych.ground.errors import ConfigError
 from diptych.ground.specs import Flag, HardwareSpec, Provenance
 
 SCHEMA = 1
-FILE_NAME = "hardware.json"
+FILE_NAMES = {"cpu": "hardware.json", "gpu": "hardware-gpu.json"}
+# What plans call this machine, and of which of its profiles they speak; None: of the GPU's where there is one, as the engine
+# takes a GPU where it finds one.
+LOCAL: Mapping[str, str | None] = MappingProxyType({"local": None, "local-cpu": "cpu", "local-gpu": "gpu"})
+COMMANDS = {"cpu": "diptych lab calibrate --device cpu", "gpu": "diptych lab calibrate --device cuda"}
+_WORDS = {"cpu": "this machine", "gpu": "this machine's GPU"}
 _HINT = "run `diptych lab calibrate` to measure this machine again"
+_DRIVER = Path("/proc/driver/nvidia/gpus")  # a folder for each card
 
 
-def profile_path() -> Path:
-    """Where the profile of this machine is kept."""
-    return profile_dir() / FILE_NAME
+def profile_path(kind: str = "cpu") -> Path:
+    """Where the profile of this machine's processor ("cpu") or of its GPU ("gpu") is kept."""
+    return profile_dir() / FILE_NAMES[kind]
 
 
-def load_profile(path: Path | None = None) -> dict[str, Any]:
+def local_kind(name: str = "local") -> str:
+    """Whose profile a plan for LOCAL's `name` reads."""
+    return LOCAL[name] or ("gpu" if profile_path("gpu").exists() else "cpu")
+
+
+def has_gpu() -> bool:
+    """Whether NVIDIA's driver knows a card here; whether the engine can use it, torch says."""
+    return _DRIVER.is_dir() and any(_DRIVER.iterdir())
+
+
+def load_profile(path: Path | None = None, *, kind: str = "cpu") -> dict[str, Any]:
     """The profile as written. ConfigError when there is none or it is not JSON."""
-    path = path or profile_path()
+    path = path or profile_path(kind)
     try:
         data = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
+        command = "diptych lab calibrate" if kind == "cpu" and not has_gpu() else COMMANDS[kind]
         raise ConfigError(
-            f"this machine has not been measured: there is no {path}",
-            hint="run `diptych lab calibrate` (about a minute), or name a device: --hardware NAME",
+            f"{_WORDS[kind]} has not been measured: there is no {path}",
+            hint=f"run `{command}` (about a minute), or name a device: --hardware NAME",
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read the hardware profile {path}: {error}", hint=_HINT) from None
@@ -106,15 +129,20 @@ def _constants(profile: Mapping[str, Any], attention: Mapping[str, Any], attenti
     adapters = profile.get("adapters", {})
     if not isinstance(adapters, Mapping):
         raise ConfigError("hardware profile: adapters is not an object", hint=_HINT)
+    experts = profile.get("experts", {})
+    if not isinstance(experts, Mapping):
+        raise ConfigError("hardware profile: experts is not an object", hint=_HINT)
     return Constants(
         step_s=_at_least_zero(profile, "t0_s") + host.step_s,
         layer_s=_at_least_zero(profile, "layer_s"),
+        moe_layer_s=_at_least_zero(experts, "layer_s"),
         sequence_s=_at_least_zero(profile, "sequence_s") + host.sequence_s,
         prompt_s=host.prompt_s,
         prompt_token_s=host.prompt_token_s,
         eb=MappingProxyType(_rates(profile, "eb")),
         ef=MappingProxyType(_rates(profile, "ef")),
-        expert_ef=MappingProxyType(_rates(profile, "ef")),  # the engine's experts run on the kernels that were measured
+        # on a CPU the engine's experts run on the kernels that were measured
+        expert_ef=MappingProxyType(_rates(experts, "ef") if experts else _rates(profile, "ef")),
         p=_positive(profile, "p"),
         kv_eb=_positive(attention, "kv_eb"),
         attention_ef=_positive(attention, attention_key),
@@ -152,6 +180,7 @@ def _cache(profile: Mapping[str, Any]) -> Cache | None:
         bytes_per_s=_positive(entry, "bytes_per_s"),
         eb=MappingProxyType(_rates(entry, "eb")),
         kv_eb=_positive(entry, "kv_eb") if "kv_eb" in entry else None,
+        reach=_positive(entry, "reach") if "reach" in entry else CACHE_REACH,
     )
 
 

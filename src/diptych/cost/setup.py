@@ -12,10 +12,11 @@ from diptych.cost.calibration import Calibration
 from diptych.cost.components import check_tp
 from diptych.cost.layout import PLAIN, Layout
 from diptych.cost.parameters import parameter_count
-from diptych.cost.profile import load_profile, read_profile
+from diptych.cost.profile import LOCAL, load_profile, local_kind, read_profile
 from diptych.cost.roofline import compute_dtype
 from diptych.cost.stacks import calibration_for
 from diptych.cost.tables import device_spec, kv_spec, model_spec, quant_spec
+from diptych.cost.weight_formats import weight_class
 from diptych.ground.errors import ConfigError
 from diptych.ground.formats import ENGINE_WEIGHTS, engine_quant, head_format, mean_bytes
 from diptych.ground.shape import StepShape
@@ -29,6 +30,7 @@ from diptych.models.spec import ModelSpec
 from diptych.models.stored import check_gguf, check_stored
 
 BUNDLED = "diptych-10m"
+GPU_KV = ("bf16", "fp32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +50,15 @@ class Setup:
     loras: Loras | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a split the model or the device cannot do."""
+        """Refuse a split the model or the device cannot do, and a KV format that the engine has not on this machine's GPU."""
         check_tp(self.model, self.tp)
         self.layout.check(self.model, self.tp)
         self.layout.check_links(self.hardware, self.tp)
         compute_dtype(self.hardware, self.quant.compute)
+        if self.calibration.is_local and self.hardware.kind == "gpu" and self.kv.name not in GPU_KV:
+            raise ConfigError(
+                f"kv is {self.kv.name}; on a GPU the engine keeps keys and values as {' or '.join(GPU_KV)}"
+            )
 
     def model_of_time(self) -> CalibratedModel:
         """The predictor of step times for this setup."""
@@ -139,14 +145,15 @@ def table_name(name: str) -> str:
 def find_hardware(
     name: str, *, stack: str | None = None, of_services: bool = False
 ) -> tuple[HardwareSpec, Calibration]:
-    """A device by table name with its calibration, or this machine (`local`) with its measured profile."""
-    if name == "local":
+    """A device by table name with its calibration, or this machine (a name of LOCAL) with its measured profile."""
+    if name in LOCAL:
         if stack is not None:
             raise ConfigError(
                 f"the stack is {stack!r}; this machine is priced by its own measurements, of no other software",
                 hint="leave --stack out, or name the device",
             )
-        return read_profile(load_profile())
+        hardware, calibration = read_profile(load_profile(kind=local_kind(name)))
+        return replace(hardware, name=name), calibration
     hardware = device_spec(name.lower())
     return hardware, calibration_for(hardware, stack=stack, of_services=of_services)
 
@@ -189,7 +196,13 @@ def setup_of(
     quant = quant_spec(weights or "bf16")  # its name is refused before anything is read
     device, calibration = find_hardware(hardware, stack=stack, of_services=of_services)
     if calibration.is_local:
-        quant = (stored_quant(model) if weights is None else None) or own_quant(weights or "bf16")
+        stored = stored_quant(model) if weights is None else None
+        if (
+            stored is not None and device.kind == "gpu"
+        ):  # which reads their values in bf16 where it has no kernels for them
+            is_timed = weight_class(stored.weight_bytes, stored.name) in calibration.decode.eb
+            stored = stored if is_timed else None
+        quant = stored or own_quant(weights or "bf16")
     return Setup(
         model=find_model(model),
         hardware=device,

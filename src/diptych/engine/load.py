@@ -12,8 +12,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from diptych.compute.drafter import Drafter
 from diptych.compute.ops.cpu_kernels import faster_set
+from diptych.compute.ops.torch_model import card_of
 from diptych.compute.pooler import Pooler
 from diptych.compute.runner import Model, load_model, memory_of_block
 from diptych.compute.sampler import Sampler
@@ -26,7 +29,8 @@ from diptych.cost.components import STATE_BYTES
 from diptych.cost.drafts.measured import MeasuredDraftPrices
 from diptych.cost.drafts.prices import DraftPrices
 from diptych.cost.places import MAX_STEP_S, STATE_MEMORY_SHARE, Places, beside_states, places, state_places
-from diptych.cost.profile import load_profile, profile_path
+from diptych.cost.profile import COMMANDS, load_profile, profile_path
+from diptych.cost.roofline import NoRate
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.adapters import Adapters
 from diptych.engine.cost_view import CostView
@@ -39,7 +43,7 @@ from diptych.engine.memory import Memory, memory_of
 from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.engine.text.words import words_of
-from diptych.ground.bounds import shown
+from diptych.ground.bounds import real, shown
 from diptych.ground.clock import Clock, MonotonicClock
 from diptych.ground.config import SETTINGS, BlockConfig, ComputeConfig, EngineConfig, engine_config
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
@@ -54,6 +58,7 @@ from diptych.stepper import Observe
 logger = logging.getLogger("diptych.engine")
 
 BUNDLED_MODEL = "diptych-10m"
+SAME_MEMORY = 0.03  # by which the memory that two drivers find on one card may differ
 FASTER = 1.05  # times as fast, from which on another backend is worth a word
 # share of the memory that is free after loading which the KV pool may take when nobody says otherwise
 KV_MEMORY_SHARE = 0.5
@@ -263,21 +268,69 @@ def _blocks(n_tokens: int, block_tokens: int) -> int:
     return -(-n_tokens // block_tokens)
 
 
+def profile_kind(model: Model) -> str:
+    """Which of the machine's profiles speaks of this model's steps."""
+    return "cpu" if model.device.type == "cpu" else "gpu"
+
+
+def calibration_command(model: Model) -> str:
+    """What measures what this model runs on."""
+    is_only = model.device.type == "cpu" and not torch.cuda.is_available()
+    return "diptych lab calibrate" if is_only else COMMANDS[profile_kind(model)]
+
+
+def measured_kernels(model: Model) -> str:
+    """What a profile's times hold for: the kernel set; on a GPU the card with the versions of what made its kernels, without
+    ours where torch's own have the model.
+    """
+    if model.device.type == "cpu":
+        return model.instruction_set
+    return f"{model.instruction_set if model.keeps_bits else card_of(model.device)}, torch {torch.__version__}"
+
+
 def profile_gap(model: Model) -> str | None:
     """Why this machine's measured profile says nothing of the model's step times; None where it does."""
-    if model.device.type != "cpu":
-        return "only CPUs are measured"
-    if not profile_path().exists():
-        return "this machine was never measured (diptych lab calibrate)"
-    profile = load_profile()
+    kind, command = profile_kind(model), calibration_command(model)
+    if not profile_path(kind).exists():
+        own, other = ("machine", "GPU") if kind == "cpu" else ("GPU", "processor")
+        beside = profile_path("gpu" if kind == "cpu" else "cpu").exists()
+        others = f", only its {other} was" if kind == "cpu" else f", only the {other} beside it was"
+        return f"this {own} was never measured{others if beside else ''} ({command})"
+    profile = load_profile(kind=kind)
+    differing = _unlike_cpu(profile, model) if kind == "cpu" else _unlike_gpu(profile, model)
+    return (
+        None
+        if differing is None
+        else f"this {'machine' if kind == 'cpu' else 'GPU'} was measured {differing} ({command})"
+    )
+
+
+def _unlike_cpu(profile: dict[str, Any], model: Model) -> str | None:
     measured, own = profile.get("backend", model.backend_name), model.backend_name
     if measured == own:
         measured, own = profile.get("kernels", model.instruction_set), model.instruction_set
     if measured == own:
         measured, own = (f"{n} thread{'s' * (n != 1)}" for n in (profile.get("threads", model.threads), model.threads))
-    if measured == own:
-        return None
-    return f"this machine was measured with {measured}, not with {own} (diptych lab calibrate)"
+    return None if measured == own else f"with {measured}, not with {own}"
+
+
+def _unlike_gpu(profile: dict[str, Any], model: Model) -> str | None:
+    measured, own = profile.get("kernels"), measured_kernels(model)
+    if measured != own:
+        return f"with {measured}, not with {own}"
+    then, now = (n / 2**30 for n in (real(profile.get("memory_bytes")) or 0.0, memory_of(model.device).total_bytes))
+    if abs(then / now - 1.0) > SAME_MEMORY:  # a part of the card, or another of its name
+        return f"with {then:.0f} GiB of memory, not with {now:.0f}"
+    try:
+        _predictor(profile, model)
+    except NoRate as error:
+        return f"without {model.weights_format} weights: {error.message}"
+    return None
+
+
+def _predictor(profile: dict[str, Any], model: Model) -> CalibratedModel:
+    view = CostView(model)
+    return CalibratedModel.from_profile(profile, view.spec, view.quant, kv=view.kv)
 
 
 def faster_kernels(model: Model) -> str | None:
@@ -290,7 +343,7 @@ def faster_backends(model: Model) -> dict[str, str]:
 
     The profile compares two backends, that which it is of and another; the model may run on either of them.
     """
-    profile = load_profile() if model.device.type == "cpu" and profile_path().exists() else {}
+    profile = load_profile() if profile_kind(model) == "cpu" and profile_path("cpu").exists() else {}
     other = profile.get("elsewhere")
     if not isinstance(other, dict) or other.get("weights") != model.weights_format:
         return {}
@@ -313,9 +366,7 @@ def local_predictor(model: Model) -> CalibratedModel | None:
     """Step times predicted from this machine's measured profile; None where `profile_gap` says why not."""
     if profile_gap(model) is not None:
         return None
-    profile = load_profile()
-    view = CostView(model)
-    return CalibratedModel.from_profile(profile, view.spec, view.quant, kv=view.kv)
+    return _predictor(load_profile(kind=profile_kind(model)), model)
 
 
 def default_places(pool_tokens: int, context_tokens: int, calibrated: CalibratedModel | None) -> Places:

@@ -50,7 +50,8 @@ class PhaseReport:
 
     kernels: the kernel set, or what torch runs on. faster_kernels: a better set that the processor has too.
     faster_backends: phases in which the profile of this machine knows a faster backend.
-    unpredicted: why there is no prediction, where there is none.
+    unpredicted: why there is no prediction, where there is none. is_replayed: predictions are of steps that were recorded
+    before, as a GPU replays them.
     """
 
     model: str
@@ -71,6 +72,7 @@ class PhaseReport:
     undrafted_s: float | None  # predicted time of the same decode without drafts; None without drafts or prediction
     usage: Usage
     unpredicted: str | None = None
+    is_replayed: bool = False
     faster_kernels: str | None = None
     faster_backends: Mapping[str, str] = field(default_factory=dict)
 
@@ -118,6 +120,10 @@ class PhaseReport:
         usage = self.usage
         if self.unpredicted is not None:
             lines.append(f"  no prediction: {self.unpredicted}")
+        elif self.is_replayed:
+            lines.append(
+                "  predicted: replayed steps; the first ones of their size are recorded, or launched by kernels"
+            )
         lines.append(
             f"  prompt {usage.prompt_tokens} tokens = {usage.computed_tokens} computed + {usage.cached_tokens} cached"
         )
@@ -181,6 +187,7 @@ def phase_report(
         undrafted_s=None if not usage.drafted_tokens else _undrafted_s(decode_steps, predictor),
         usage=usage,
         unpredicted=profile_gap(loaded.model),
+        is_replayed=loaded.model.device.type != "cpu" and loaded.model.keeps_bits,
         faster_kernels=faster_kernels(loaded.model),
         faster_backends=faster_backends(loaded.model),
     )

@@ -1,5 +1,7 @@
 """Measures this machine in about a minute and writes its hardware profile (the JSON of `diptych.cost.profile`).
 
+A GPU is another machine than the processor beside it, with a profile of its own (`lab/gpu_calibration.py`); what follows is of
+the processor.
 What is timed: the two ceilings; steps of random models in each weight format over rows (1 to 1024) and contexts, which hold
 the GEMM, attention of both phases and the head, decode where the weights are many times what a cache holds; steps so small
 that only launch is left; and where the last-level cache ends, with steps of a model that fits in it.
@@ -10,39 +12,36 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
+import torch
 
 from diptych import __version__
-from diptych.compute.ceilings import Ceilings, machine_ceilings, memory_ceiling
+from diptych.compute.ceilings import Ceilings, machine_ceilings
 from diptych.compute.ops.cpu_kernels import measure_ops_per_s, measure_read_bytes_per_s
 from diptych.compute.ops.cpus import Placement
-from diptych.compute.runner import Model, random_model
-from diptych.cost.calibrated import CalibratedModel
+from diptych.compute.ops.torch_model import torch_device
+from diptych.compute.runner import Model, choose_backend, random_model
 from diptych.cost.calibration import CACHE_REACH
-from diptych.cost.fitting.fit import residual_of
-from diptych.cost.profile import SCHEMA, profile_path, read_profile
+from diptych.cost.profile import SCHEMA, profile_path
 from diptych.engine.cost_view import CostView
 from diptych.ground.clock import wall_time_s
 from diptych.ground.config import ComputeConfig
-from diptych.ground.errors import ConfigError
-from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
 from diptych.lab.adapters import AdaptedSteps, adapted_steps, constants_of
 from diptych.lab.fingerprint import fingerprint
-from diptych.lab.ladder import Ladder, profile_host
-from diptych.lab.probe import StepProbe
-from diptych.lab.rounds import Effort, Estimate, measure
-
-Progress = Callable[[str], None]
+from diptych.lab.fitted import NO_RESIDUALS, TimedStep, fit
+from diptych.lab.gpu_calibration import calibrate_gpu
+from diptych.lab.ladder import profile_host
+from diptych.lab.rounds import Effort
+from diptych.lab.timed import Progress, open_ladder, timed_steps
 
 # Layers as wide as a 0.5B model's, few of them, so that a step is quick and its launch cost still small beside it.
 PROBE_MODEL: dict[str, Any] = {
@@ -116,27 +115,9 @@ BEYOND_MIB = 256  # read from memory
 CACHE_ROUNDS, CACHE_READS = 3, 8
 CACHED = 1.3  # times the memory's rate from which on a size counts as held by a cache; a shared one is no faster
 LEVEL = 1.25  # times another's rate within which two sizes count as read from one level
-# Shares of a measured rate that a kernel may be fitted to. Rates drift while they are measured, so one may seem to pass its
-# ceiling; beyond these the steps it was fitted to told nothing of it.
-LEAST_SHARE, MOST_SHARE = 0.02, 1.5
 USUAL_EFFORT = Effort(rounds=4, budget_s=4.0)  # for each model, so that all of it takes less than a minute
 FORMATS = {"cpu": ("bf16", "int8", "int4"), "torch": ("fp32", "bf16")}
 KV_FORMATS = ("int8", "fp8")  # beside the one that the engine chooses
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimedStep:
-    """One timed step of one model, and how fast memory was read then: a virtual machine's has more than one pace."""
-
-    view: CostView
-    work: StepShape
-    measured: Estimate
-    read_bytes_per_s: float
-
-    @property
-    def phase(self) -> Phase:
-        """Which of the profile's residuals it belongs to."""
-        return self.work.phase
 
 
 def calibrate(
@@ -149,8 +130,8 @@ def calibrate(
 ) -> dict[str, Any]:
     """Measure, fit, write the profile and return it. `path` None: the place the engine and the planner read.
 
-    effort: for each of the models timed. takes_busy: keep what was measured beside other
-    programs; otherwise that is a ConfigError, and what was known of the machine stays.
+    effort: for each of the models timed. takes_busy: keep what was measured beside other programs; otherwise that is a
+    ConfigError, and what was known of the machine stays. A GPU's times need one core, so there it makes no difference.
     """
     brief = replace(effort, budget_s=effort.budget_s / 2)
     samples: list[TimedStep] = []
@@ -159,6 +140,10 @@ def calibrate(
     paces: list[float] = []  # of the memory beside what reads it
     cache: dict[str, float] | None = None
     elsewhere: dict[str, float | str] = {}
+    device = gpu_of(compute)
+    if device is not None:
+        profile = calibrate_gpu(compute, device, progress=progress, effort=effort)
+        return _written(profile, path or profile_path("gpu"), device)
     backend = kernels = ""
     placement = Placement(threads=1)
     for weights in ("bf16", "int8", "int4", "fp32"):
@@ -172,23 +157,23 @@ def calibrate(
         memory = ceilings[weights].read_bytes_per_s
         if backend == "cpu" and cache is None:
             cache = _cache(model.placement)
-        samples += _sample(model, PREFILL_STEPS, brief, memory, takes_busy=takes_busy)
+        samples += _timed(model, PREFILL_STEPS, brief, memory, takes_busy=takes_busy)
         dtype = CostView(model).quant.compute
         if dtype not in adapted:  # over int4, too, rows are int8
             adapted[dtype] = weights, adapted_steps(model, brief)
         model.close()
         with closing(random_model(DEEP_MODEL, config, seed=0)) as deep:
-            samples += _sample(deep, DECODE_STEPS, brief, takes_busy=takes_busy)
+            samples += _timed(deep, DECODE_STEPS, brief, takes_busy=takes_busy)
             paces.append(samples[-1].read_bytes_per_s)
         if backend == "cpu" and weights == "bf16":
             elsewhere = _elsewhere(samples, config, brief, takes_busy=takes_busy)
         if backend == "cpu":
             small = random_model(SMALL_MODEL, config, seed=0)
-            samples += _sample(small, SMALL_STEPS, brief, memory, takes_busy=takes_busy)
+            samples += _timed(small, SMALL_STEPS, brief, memory, takes_busy=takes_busy)
             small.close()
         if weights == "bf16":
             empty = random_model(EMPTY_MODEL, config, seed=0)
-            samples += _sample(empty, EMPTY_STEPS, brief, memory, takes_busy=takes_busy)
+            samples += _timed(empty, EMPTY_STEPS, brief, memory, takes_busy=takes_busy)
             empty.close()
     if backend == "cpu":
         samples += _attention(compute, effort, progress, statistics.median(paces), takes_busy=takes_busy)
@@ -200,7 +185,7 @@ def calibrate(
         profile["activation_bytes_per_s"] = 1e10
         attention = profile["attention"]
         attention |= {kv: {key: attention[key] for key in ("prefill_ef", "decode_ef")} for kv in KV_FORMATS}
-    profile = _fit(profile, samples)
+    profile = fit(profile, samples)
     progress("measuring the host")
     profile["host"] = _host(replace(compute, weights="bf16"), profile)
     profile["adapters"] = constants_of(
@@ -210,35 +195,31 @@ def calibrate(
     )
     if elsewhere:
         profile["elsewhere"] = elsewhere
-    profile["fingerprint"] = fingerprint()
-    target = path or profile_path()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(profile, indent=1) + "\n")
+    return _written(profile, path or profile_path())
+
+
+def gpu_of(compute: ComputeConfig) -> torch.device | None:
+    """The GPU that an engine of this config would compute on; None where it takes the processor."""
+    if choose_backend(replace(compute, weights="auto", kv="auto"))[0] == "cpu":
+        return None
+    device = torch_device(compute.device)
+    return None if device.type == "cpu" else device
+
+
+def _written(profile: dict[str, Any], path: Path, device: torch.device | None = None) -> dict[str, Any]:
+    """The profile with what it was taken on, in its file."""
+    profile["fingerprint"] = fingerprint(device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(profile, indent=1) + "\n")
     return profile
 
 
-def _sample(
+def _timed(
     model: Model, steps: Sequence[StepShape], effort: Effort, read_bytes_per_s: float | None = None, *, takes_busy: bool
 ) -> list[TimedStep]:
-    """The steps in turns, so that a slow spell of the machine does not bend the fit at some sizes and not at others.
-
-    read_bytes_per_s: of the memory; None: read in the same turns.
-    """
-    longest = max(sum((s.start_pos + s.new_tokens + 32) * s.count for s in work.shapes) for work in steps)
-    probe, view = StepProbe(model, max_tokens=longest), CostView(model)
-    samplers = [probe.usual(work, behind=None if work.phase is Phase.DECODE else USUAL_STEP) for work in steps]
-    if read_bytes_per_s is None:
-        samplers.append(lambda: 1.0 / memory_ceiling(model))
-    rounds = measure(samplers, effort)
-    if rounds.is_disturbed and not takes_busy:
-        raise ConfigError(
-            f"other programs used {rounds.others:.0%} of the cores while this machine was measured; nothing was written",
-            hint="stop them and run it again, or keep such a profile with --busy",
-        )
-    rate = read_bytes_per_s or 1.0 / rounds.point(len(steps)).value
-    return [
-        TimedStep(view=view, work=work, measured=rounds.point(i), read_bytes_per_s=rate) for i, work in enumerate(steps)
-    ]
+    return timed_steps(
+        model, steps, effort, read_bytes_per_s=read_bytes_per_s, behind=USUAL_STEP, takes_busy=takes_busy
+    )
 
 
 def _attention(
@@ -249,7 +230,7 @@ def _attention(
     for kv in (compute.kv, *KV_FORMATS):
         progress(f"measuring attention, KV {kv}")
         with closing(random_model(ATTENTION_MODEL, replace(compute, weights="bf16", kv=kv), seed=0)) as model:
-            samples += _sample(model, ATTENTION_STEPS, brief, read_bytes_per_s, takes_busy=takes_busy)
+            samples += _timed(model, ATTENTION_STEPS, brief, read_bytes_per_s, takes_busy=takes_busy)
     return samples
 
 
@@ -259,8 +240,8 @@ def _elsewhere(
     """How many times as fast the torch backend goes through a step of each phase, with the same weights."""
     found: dict[str, float | str] = {}
     for shape, work in ((DEEP_MODEL, DECODE_STEPS[0]), (PROBE_MODEL, _HALF_A_THOUSAND)):
-        with closing(random_model(shape, replace(config, backend="torch"), seed=0)) as model:
-            (theirs,) = _sample(model, [work], effort, own[0].read_bytes_per_s, takes_busy=takes_busy)
+        with closing(random_model(shape, replace(config, backend="torch", device="cpu"), seed=0)) as model:
+            (theirs,) = _timed(model, [work], effort, own[0].read_bytes_per_s, takes_busy=takes_busy)
             found |= {"backend": model.backend_name, "weights": model.weights_format}
         ours = next(sample for sample in own if sample.work is work)
         found[work.phase.value] = ours.measured.value / theirs.measured.value
@@ -274,24 +255,13 @@ def _host(config: ComputeConfig, profile: dict[str, Any]) -> dict[str, float]:
     takes 45 us beside its kernels over 14 MB of weights, 70 over 22 and 200 over 240. So it is asked beside weights that a
     last-level cache just holds, and beside such as it does not.
     """
-    with _ladder(HOST_MODEL, config, profile) as (ladder, predictor):
+    with open_ladder(HOST_MODEL, config, profile) as (ladder, predictor):
         ladder.climb()
         host = profile_host(predictor, [ladder.climb() for _ in range(CLIMBS)])
         near_s = ladder.alone_s()
-    with _ladder(PROBE_MODEL, config, profile) as (ladder, predictor):
+    with open_ladder(PROBE_MODEL, config, profile) as (ladder, predictor):
         far_s, share = ladder.alone_s(), predictor.cached_share
     return asdict(replace(host, displaced_s=max(0.0, far_s - near_s) / (1.0 - share) if share < 1.0 else 0.0))
-
-
-@contextmanager
-def _ladder(
-    shape: dict[str, Any], config: ComputeConfig, profile: dict[str, Any]
-) -> Iterator[tuple[Ladder, CalibratedModel]]:
-    """An engine on a random model, and the profile's prices of it."""
-    with closing(random_model(shape, config, seed=0)) as model:
-        view = CostView(model)
-        predictor = CalibratedModel.from_profile(profile, view.spec, view.quant, kv=view.kv)
-        yield Ladder(model, predictor), predictor
 
 
 def _cache(placement: Placement) -> dict[str, float] | None:
@@ -332,7 +302,6 @@ def _profile(
     rates = {one.compute_dtype: one.flops_per_s for one in ceilings.values()}
     if "fp32" not in rates:  # a peak that the engine never uses on this backend; the planner wants one
         rates["fp32"] = measure_ops_per_s("fp32", placement)
-    residual = {"low": 0.0, "high": 0.0, "median_error": 0.0, "rows": 0}
     info = fingerprint()
     return {
         "schema": SCHEMA,
@@ -353,93 +322,5 @@ def _profile(
         "eb": dict.fromkeys(ceilings, 0.9),
         "ef": dict.fromkeys(rates, 0.8),
         "attention": {"kv_eb": 0.7, "prefill_ef": 0.4, "decode_ef": 0.3},
-        "residuals": {"prefill": residual, "decode": residual},
-    }
-
-
-def _fit(profile: dict[str, Any], samples: Sequence[TimedStep]) -> dict[str, Any]:
-    """Damped Gauss-Newton on log ratios, with a weak pull to the start so that an unseen constant stays put."""
-    places = _places(profile)
-    start = np.log([table[key] for table, key in _cells(profile, places)])
-    lowest, highest = start - 4.0, start + 4.0
-    is_share = np.array([len(place) > 1 for place in places])
-    lowest[is_share], highest[is_share] = np.log(LEAST_SHARE), np.log(MOST_SHARE)
-    logs = start.copy()
-
-    def residuals(values: np.ndarray) -> np.ndarray:
-        for (table, key), value in zip(_cells(profile, places), np.exp(values), strict=True):
-            table[key] = float(value)
-        ratios = [
-            said / sample.measured.value for said, sample in zip(_predicted_s(profile, samples), samples, strict=True)
-        ]
-        return np.concatenate([np.log(ratios), 0.02 * (values - start)])
-
-    damping, current = 1e-2, residuals(logs)
-    for _ in range(40):
-        jacobian = np.stack([(residuals(logs + step) - current) / 1e-4 for step in 1e-4 * np.eye(len(logs))], axis=1)
-        weight = np.minimum(1.0, 0.1 / np.maximum(np.abs(current), 1e-12))  # Huber: one odd point bends nothing
-        normal = jacobian.T @ (weight[:, None] * jacobian)
-        step = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), -jacobian.T @ (weight * current))
-        tried = np.clip(logs + step, lowest, highest)
-        found = residuals(tried)
-        if np.sum(weight * found**2) < np.sum(weight * current**2):
-            logs, current, damping = tried, found, damping * 0.3
-        else:
-            damping *= 8.0
-    residuals(logs)
-    cache = profile.get("cache")
-    if cache is not None:  # which is never slower than the memory behind it, though a few short steps may say so
-        for weights, share in profile["eb"].items():
-            least = share * profile["memory_bytes_per_s"] / cache["bytes_per_s"]
-            cache["eb"][weights] = max(cache["eb"][weights], least)
-    for phase in Phase:
-        predicted = zip(samples, _predicted_s(profile, samples), strict=True)
-        ratios = [sample.measured.value / said for sample, said in predicted if sample.phase is phase]
-        summary = residual_of(ratios)
-        profile["residuals"][phase.value] = {
-            "low": summary.low, "high": summary.high, "median_error": summary.median_error, "rows": summary.rows
-        }  # fmt: skip
-    return profile
-
-
-def _places(profile: dict[str, Any]) -> list[tuple[str, ...]]:
-    tables: list[tuple[str, ...]] = [(name, key) for name in ("eb", "ef") for key in profile[name]]
-    for key, value in profile["attention"].items():
-        tables += [("attention", key, one) for one in value] if isinstance(value, dict) else [("attention", key)]
-    if "cache" in profile:
-        tables += [("cache", "kv_eb"), *(("cache", "eb", key) for key in profile["cache"]["eb"])]
-    rates = [("activation_bytes_per_s",)] if "activation_bytes_per_s" in profile else []
-    return [("t0_s",), ("layer_s",), ("sequence_s",), ("p",), *rates, *tables]
-
-
-def _cells(profile: dict[str, Any], places: Sequence[tuple[str, ...]]) -> list[tuple[dict[str, float], str]]:
-    cells = []
-    for *parents, key in places:
-        table: dict[str, Any] = profile
-        for name in parents:
-            table = table[name]
-        cells.append((table, key))
-    return cells
-
-
-def _predicted_s(profile: dict[str, Any], samples: Sequence[TimedStep]) -> list[float]:
-    models = _models(profile, samples)
-    return [models[id(sample.view)].predict_s(sample.work) for sample in samples]
-
-
-def _models(profile: dict[str, Any], samples: Sequence[TimedStep]) -> dict[int, CalibratedModel]:
-    """By view, of which there are few: making one takes as long as pricing a hundred steps. Each of the memory's pace of then,
-    or shares of it would differ between formats by what the machine did while one of them was measured.
-    """
-    hardware, calibration = read_profile(profile)
-    firsts = {id(sample.view): sample for sample in reversed(samples)}
-    return {
-        number: CalibratedModel(
-            sample.view.spec,
-            replace(hardware, memory_bytes_per_s=sample.read_bytes_per_s),
-            sample.view.quant,
-            calibration=calibration,
-            kv=sample.view.kv,
-        )
-        for number, sample in firsts.items()
+        "residuals": NO_RESIDUALS,
     }

@@ -19,7 +19,7 @@ from diptych.compute.runner import Model, random_model
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.profile import load_profile
 from diptych.engine.cost_view import CostView
-from diptych.engine.load import LoadedModel, local_predictor, size_pool
+from diptych.engine.load import LoadedModel, local_predictor, profile_gap, profile_kind, size_pool
 from diptych.ground.config import EngineConfig
 from diptych.ground.shape import StepShape
 from diptych.lab.drive import Engines
@@ -233,8 +233,9 @@ class Stage:
     def predictions(self) -> str:
         """Where the predictions come from."""
         if self.predictor is None:
-            return f"none: run `diptych lab calibrate --backend {self.model.backend_name}`"
-        return f"this machine's measured profile of {load_profile()['date']}"
+            return f"none: {profile_gap(self.model)}"
+        kind = profile_kind(self.model)
+        return f"this machine's measured profile{' of its GPU' * (kind == 'gpu')} of {load_profile(kind=kind)['date']}"
 
     @property
     def cached_weights(self) -> str:

@@ -13,8 +13,8 @@ from diptych.ground.clock import wall_time_s
 from diptych.ground.version import VERSION
 
 
-def fingerprint() -> dict[str, str]:
-    """Processor, cores, memory, system and versions, as text."""
+def fingerprint(device: torch.device | None = None) -> dict[str, str]:
+    """Processor, cores, memory, system and versions, as text; the GPU where torch sees one: `device`, or the first."""
     info = {
         "cpu": _cpu_name(),
         "cores": str(psutil.cpu_count(logical=False) or psutil.cpu_count()),
@@ -29,7 +29,14 @@ def fingerprint() -> dict[str, str]:
     if cache_bytes is not None:
         info["last-level cache"] = f"{cache_bytes / 2**20:.0f} MiB"
     if torch.cuda.is_available():
-        info["gpu"] = torch.cuda.get_device_name()
+        index = 0 if device is None or device.type != "cuda" else device.index or 0
+        card = torch.cuda.get_device_properties(index)
+        info |= {
+            "gpu": card.name,
+            "gpu memory": f"{card.total_memory / 2**30:.0f} GiB",
+            "gpu capability": f"{card.major}.{card.minor}, {card.multi_processor_count} multiprocessors",
+            "cuda": str(torch.version.cuda),
+        }
     return info
 
 

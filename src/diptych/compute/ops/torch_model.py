@@ -220,9 +220,17 @@ class TorchModel(Model):
 
 def _instruction_set(device: torch.device) -> str:
     """What torch's own kernels are chosen by."""
-    if device.type == "cpu":
-        return str(torch.backends.cpu.get_cpu_capability()).lower()
-    return f"{torch.cuda.get_device_name(device)} sm_{''.join(map(str, torch.cuda.get_device_capability(device)))}"
+    return str(torch.backends.cpu.get_cpu_capability()).lower() if device.type == "cpu" else card_of(device)
+
+
+def device_name(device: torch.device) -> str:
+    """What torch calls a CUDA device; of another the kind."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def card_of(device: torch.device) -> str:
+    """A CUDA device's name and compute capability: "NVIDIA H200 sm_90"."""
+    return f"{device_name(device)} sm_{''.join(map(str, torch.cuda.get_device_capability(device)))}"
 
 
 def _choose(name: str, asked: str, auto: str) -> str:
