@@ -94,7 +94,7 @@ def attention_times(heads: int, kv_heads: int, d: int, batch: int, context: int,
     pool = random(2, batch * n_blocks * 32, kv_heads, d)
     table = torch.randperm(batch * n_blocks, device="cuda").view(batch, n_blocks)
     q, out = random(batch * new, heads, d), random(batch * new, heads * d)
-    size = item_tokens(d, heads // kv_heads) if new > 1 else 1
+    size = item_tokens(heads // kv_heads) if new > 1 else 1
     items = [
         (s, s * new + row, min(size, new - row), context - new + row)
         for row in reversed(range(0, new, size))
