@@ -187,7 +187,7 @@ def _gather(
     n_splits = tl.cdiv(end, SPLIT) - _first_seen(position, WINDOW, IS_CHUNKED) // SPLIT
     m = tl.full((1,), float("-inf"), tl.float32)
     l, acc = tl.zeros((1, 1), tl.float32), tl.zeros((1, DP), tl.float32)
-    for split in range(0, n_splits):
+    for split in tl.range(0, n_splits, num_stages=4):  # read ahead: folding one takes less time than waiting for it
         part = (item.to(tl.int64) * n_places + split) * H + head
         one = tl.load(part_ptr + part[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
         m_one, l_one = tl.load(stats_ptr + part * 2), tl.load(stats_ptr + part * 2 + 1)

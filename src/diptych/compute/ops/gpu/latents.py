@@ -26,6 +26,7 @@ from diptych.compute.ops.gpu.launch import cdiv, launch
 
 LARGEST_RANK, LARGEST_TURNED = 512, 64  # beyond them a tile of latents does not fit beside the next
 SOME = 32
+MANY = 128  # programs: about one for each multiprocessor
 
 
 @triton.jit
@@ -137,13 +138,15 @@ def attend_latents(
     in their first r, by the block table [S, blocks]. items, most_rows and most_tokens: as `attention.attend` has them.
     """
     n_heads, turned = q.shape[1], q.shape[2] - rank
-    n_splits = cdiv(most_tokens, SPLIT) if most_rows == 1 else 0
-    part, stats, n_splits = parts(out, len(items), n_splits, n_heads, rank)
     rows = most_rows * n_heads
     bm = next((bm for bm in (FEW, SOME) if rows <= bm), ROWS)
+    n_tiles = cdiv(rows, bm)
+    # what a part leaves is nearly as large as what it reads, so where there are programs enough each takes all parts in turn
+    n_splits = cdiv(most_tokens, SPLIT) if most_rows == 1 and len(items) * n_tiles < MANY else 0
+    part, stats, n_splits = parts(out, len(items), n_splits, n_heads, rank)
     launch(
         _attend_latents,
-        (len(items), cdiv(rows, bm), max(1, n_splits)),
+        (len(items), n_tiles, max(1, n_splits)),
         (q, latents, part, stats, items, table),
         (table.stride(0), scale * LOG2_E, n_splits),
         {"H": n_heads, "R": rank, "RP": padded_width(rank), "E": turned, "EP": padded_width(turned)}
