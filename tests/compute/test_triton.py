@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from diptych.compute.ops.tolerances import EdgeShape
 from diptych.compute.ops.torch_loader import TorchAttention
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
-from diptych.models.latent import MlaSpec
+from diptych.models.latent import IndexSpec, MlaSpec
 from worlds import alone, beside, differing, prompt
 
 OURS = {name: kind for name, kind in KINDS.items() if name.startswith("triton")}
@@ -34,8 +35,9 @@ of_ours = pytest.mark.parametrize("kind", OURS.values(), ids=OURS)
 # each has something of its own that kernels must do, or leave to torch
 OTHERS = ("qwen2_moe", "gemma4", "gemma4-e2b", "gpt_oss", "command-r-plus", "llama4", "gpt2", "falcon", "phi", "apertus",
           "ernie4_5_moe", "hunyuan_v1_dense", "granite_swa", "afmoe", "ministral3")  # fmt: skip
-# latent attention, and values narrower than keys
-WIDTHS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu", "mistral4", "axk1", "mimo_v2_flash")
+# latent attention, values narrower than keys, and an index that chooses
+WIDTHS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu", "mistral4", "axk1", "mimo_v2_flash",
+          "deepseek_v32", "glm_moe_dsa")  # fmt: skip
 # sizes of V2-Lite and V3, and of GLM-4.7-Flash, whose heads fill no tile
 LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 PUBLISHED: dict[str, dict[str, int]] = {
@@ -185,6 +187,59 @@ def test_latent_attention_over_long_contexts(
 
 
 @of_ours
+def test_the_highest_scores_are_chosen_and_attended_to(kind: Kind) -> None:
+    """Scores are whole numbers, many of them equal. A token that sees no more than are chosen has the bits of one without."""
+    index = import_module("diptych.compute.ops.gpu.index")
+    batch, n_blocks = long_batch([150, 40, 50], [80, 1, 50])
+    kv = TorchKVStore(heads=[(1, 64, 0)], n_blocks=n_blocks, block_tokens=16, dtype=kind.dtype, device=kind.device)
+    generator = torch.Generator().manual_seed(0)
+    plane = kv.layers[0][0]
+    plane.copy_(noise(*plane.shape, seed=1))
+    plane[..., 40:] = torch.randint(-1, 2, (*plane.shape[:3], 24), generator=generator).to(plane)
+    queries = torch.randint(-1, 2, (batch.n_tokens, 3, 24), generator=generator).float()
+    weights = torch.randint(-2, 4, (batch.n_tokens, 3), generator=generator).float()
+    ops, most = kind.ops(batch, kv, device=kind.device, dtype=kind.dtype), 37
+    scores = torch.full((batch.n_tokens, 150), float("-inf"), device=kind.device)
+    on_it = kind.put(queries.to(kind.dtype)), kind.put(weights)
+    for one in ops._items_of(4):
+        index.score(
+            *on_it,
+            ops._pool(0)[0],
+            scores,
+            one.items_I4,
+            ops._table,
+            begin=40,
+            block_tokens=16,
+            most_rows=one.most_rows,
+        )
+    chosen = index.highest(scores, most)
+    mla = MlaSpec(
+        q_rank=8, kv_rank=24, nope_dim=6, rope_dim=16, v_dim=5, index=IndexSpec(most=most, n_heads=3, head_dim=24)
+    )
+    spec = AttentionSpec(layer=0, n_heads=20, n_kv_heads=1, head_dim=mla.row, scale=0.2, mla=mla)
+    q, heads = noise(batch.n_tokens, 20, mla.row, seed=2).to(kind.dtype), TorchAttention(spec, None, None)
+    everywhere = ops.attention(kind.put(q), heads).cpu()
+    ops._listed = chosen
+    got, few = ops.attention(kind.put(q), heads).cpu(), torch.from_numpy(batch.positions_T) < most
+    if kind.device.type == "cuda":  # numpy, which interprets, adds up as the tile's rows allow
+        assert torch.equal(got[few], everywhere[few])
+    assert few.sum() > 30
+    rows = kv.layers[0][0].cpu().float()
+    for s, (begin, end) in enumerate(pairwise(batch.query_start_S1)):
+        seen = np.arange(batch.context_tokens_S[s])
+        tokens = rows[batch.block_table_SM[s, seen // 16], seen % 16, 0]
+        for t in range(begin, end):
+            at = int(batch.positions_T[t])
+            products = (queries[t] @ tokens[: at + 1, 40:].T).clamp(min=0)
+            best = (weights[t] @ products).sort(descending=True, stable=True).indices[:most].sort().values
+            assert chosen[t, : len(best)].tolist() == best.tolist()
+            keys = tokens[best, :40]
+            expected = ((q[t].float() @ keys.T) * spec.scale).softmax(dim=-1) @ keys[:, :24]
+            error = (got[t].float() - expected.flatten()).abs().max().item()
+            assert error < (1e-5 if kind.dtype == torch.float32 else 5e-3), (t, error)
+
+
+@of_ours
 @pytest.mark.parametrize(("n", "k"), [(24, 10), (130, 136)])
 @pytest.mark.parametrize("rows", [1, 17, 150])
 def test_products_of_heads(rows: int, n: int, k: int, kind: Kind) -> None:
@@ -258,7 +313,7 @@ def test_long_contexts_change_no_bit(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", [*FAMILIES, *WIDTHS])
+@pytest.mark.parametrize("family", [*FAMILIES, "minicpm3", "youtu"])
 def test_logits_are_as_near_as_those_of_torch(family: str, tmp_path: Path) -> None:
     """In 16 bits, against the same weights in fp32: what is rounded to them weighs more than how sums are made."""
     model = load(family, tmp_path)
@@ -273,7 +328,7 @@ def test_logits_are_as_near_as_those_of_torch(family: str, tmp_path: Path) -> No
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma3", "qwen3_moe", "gpt_oss", "gemma4", "deepseek_v3", "glm4_moe_lite", "mimo_v2_flash"]
+    "family", ["llama", "gemma3", "qwen3_moe", "gpt_oss", "gemma4", "deepseek_v3", "deepseek_v32", "mimo_v2_flash"]
 )
 def test_a_step_recorded_is_the_step(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts, decode and both at once, each recorded when it first comes or never."""

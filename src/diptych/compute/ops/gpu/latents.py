@@ -31,12 +31,14 @@ MANY = 128  # programs: about one for each multiprocessor
 
 @triton.jit
 def _step(
-    q, q_turned, kv_ptr, blocks_ptr, start, end, at, factor, m, l, acc,
+    q, q_turned, kv_ptr, blocks_ptr, chosen_ptr, start, end, at, factor, m, l, acc,
     R: tl.constexpr, E: tl.constexpr, ROW: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile more. IS_MASKED: not every row sees every position of it."""
     d, e, key = tl.arange(0, q.shape[1]), tl.arange(0, q_turned.shape[1]), start + tl.arange(0, TILE)
     is_key = key < end
+    if chosen_ptr is not None:
+        key = tl.load(chosen_ptr + key, mask=is_key, other=0) if IS_MASKED else tl.load(chosen_ptr + key)
     block = tl.load(blocks_ptr + key // P, mask=is_key, other=0) if IS_MASKED else tl.load(blocks_ptr + key // P)
     row_ptrs = kv_ptr + ((block * P + key % P) * ROW)[:, None]
     # a latent is read once, as key and as value
@@ -44,7 +46,8 @@ def _step(
     turned = _part(row_ptrs + R, e, E, is_key, IS_MASKED, e.shape[0] == E)
     s = tl.dot(q_turned, tl.trans(turned).to(q.dtype), tl.dot(q, tl.trans(latent).to(q.dtype)))
     if IS_MASKED:
-        s = tl.where(key[None, :] <= at[:, None], s, float("-inf"))
+        is_seen = is_key[None, :] if chosen_ptr is not None else key[None, :] <= at[:, None]
+        s = tl.where(is_seen, s, float("-inf"))
     m, l, shrink, p = weigh(s, factor, m, l, q.dtype)
     acc = tl.dot(p, latent.to(q.dtype), acc * shrink[:, None])
     return m, l, acc
@@ -63,48 +66,65 @@ def _part(row_ptrs, d, WIDTH: tl.constexpr, is_key, IS_MASKED: tl.constexpr, IS_
 
 @triton.jit
 def _sums(
-    q, q_turned, kv_ptr, blocks_ptr, begin, end, at, all_see, factor,
+    q, q_turned, kv_ptr, blocks_ptr, chosen_ptr, begin, end, at, all_see, factor,
     R: tl.constexpr, E: tl.constexpr, ROW: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Largest score, sum of weights and weighed sum over positions from `begin`, a multiple of TILE, to `end`. all_see: so far
-    every row sees every position.
+    """Largest score, sum of weights and weighed sum over positions, or places in a choice of them, from `begin`, a multiple of
+    TILE, to `end`. all_see: so far every row sees every one.
     """
     BM: tl.constexpr = q.shape[0]
     m = tl.full((BM,), float("-inf"), tl.float32)
     l, acc = tl.zeros((BM, 16), tl.float32), tl.zeros((BM, q.shape[1]), tl.float32)
     plain_end = tl.maximum(begin, tl.minimum(end, all_see) // TILE * TILE)
     for start in range(begin, plain_end, TILE):
-        m, l, acc = _step(q, q_turned, kv_ptr, blocks_ptr, start, end, at, factor, m, l, acc, R, E, ROW, P, TILE, False)
+        m, l, acc = _step(
+            q, q_turned, kv_ptr, blocks_ptr, chosen_ptr, start, end, at, factor, m, l, acc, R, E, ROW, P, TILE, False
+        )
     for start in range(plain_end, end, TILE):
-        m, l, acc = _step(q, q_turned, kv_ptr, blocks_ptr, start, end, at, factor, m, l, acc, R, E, ROW, P, TILE, True)
+        m, l, acc = _step(
+            q, q_turned, kv_ptr, blocks_ptr, chosen_ptr, start, end, at, factor, m, l, acc, R, E, ROW, P, TILE, True
+        )
     return m, l, acc
 
 
 @triton.jit(do_not_specialize=["table_stride", "n_splits"])
 def _attend_latents(
-    q_ptr, kv_ptr, out_ptr, stats_ptr, items_ptr, table_ptr, table_stride, factor, n_splits,
-    H: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, ROW: tl.constexpr,
-    P: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, IS_SPLIT: tl.constexpr,
+    q_ptr, kv_ptr, out_ptr, stats_ptr, items_ptr, table_ptr, chosen_ptr, table_stride, factor, n_splits,
+    MOST: tl.constexpr, H: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+    ROW: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
     item, tile = tl.program_id(0), tl.program_id(1)
     sequence, row, n_tokens, position = item_of(items_ptr, item)
-    first_token, end_token = tile * BM // H, tl.minimum(n_tokens, (tile * BM + BM - 1) // H + 1)
-    begin, end = tl.program_id(2) * SPLIT, position + end_token
+    if chosen_ptr is None:
+        first_row = tile * BM
+        first_token, end_token = first_row // H, tl.minimum(n_tokens, (first_row + BM - 1) // H + 1)
+        end = position + end_token
+        all_see = position + first_token + 1
+    else:  # of one token, as each has a choice of its own
+        first_token = tile // ((H + BM - 1) // BM)
+        first_row = first_token * H + tile % ((H + BM - 1) // BM) * BM
+        end_token = tl.minimum(n_tokens, first_token + 1)
+        end = tl.minimum(position + end_token, MOST)
+        all_see = end
+        chosen_ptr += (row + first_token).to(tl.int64) * MOST
+    begin = tl.program_id(2) * SPLIT
     if first_token >= end_token or begin >= end:
         return
-    r, d, e = tile * BM + tl.arange(0, BM), tl.arange(0, RP), tl.arange(0, EP)
+    r, d, e = first_row + tl.arange(0, BM), tl.arange(0, RP), tl.arange(0, EP)
     token, head = r // H, r % H
     is_row = token < end_token
     at_row = (row + token).to(tl.int64) * H + head
     q_ptrs = q_ptr + (at_row * (R + E))[:, None]
     q = tl.load(q_ptrs + d[None, :], mask=is_row[:, None] & (d < R)[None, :], other=0.0)
     q_turned = tl.load(q_ptrs + R + e[None, :], mask=is_row[:, None] & (e < E)[None, :], other=0.0)
-    at, all_see = position + token, position + first_token + 1
+    at = position + token
     blocks_ptr = table_ptr + sequence * table_stride
     is_in = is_row[:, None] & (d < R)[None, :]
     if IS_SPLIT:  # of one token: what `gather` folds
         end = tl.minimum(end, begin + SPLIT)
-        m, l, acc = _sums(q, q_turned, kv_ptr, blocks_ptr, begin, end, at, all_see, factor, R, E, ROW, P, TILE)
+        m, l, acc = _sums(
+            q, q_turned, kv_ptr, blocks_ptr, chosen_ptr, begin, end, at, all_see, factor, R, E, ROW, P, TILE
+        )
         part = (item.to(tl.int64) * n_splits + tl.program_id(2)) * H + head
         tl.store(out_ptr + part[:, None] * R + d[None, :], acc, mask=is_in)
         tl.store(stats_ptr + part * 2, m, mask=is_row)
@@ -114,7 +134,9 @@ def _attend_latents(
         l_all, acc_all = tl.zeros((BM, 16), tl.float32), tl.zeros((BM, RP), tl.float32)
         for first in range(0, end, SPLIT):
             until = tl.minimum(end, first + SPLIT)
-            m, l, acc = _sums(q, q_turned, kv_ptr, blocks_ptr, first, until, at, all_see, factor, R, E, ROW, P, TILE)
+            m, l, acc = _sums(
+                q, q_turned, kv_ptr, blocks_ptr, chosen_ptr, first, until, at, all_see, factor, R, E, ROW, P, TILE
+            )
             m_all, l_all, acc_all = fold(m_all, l_all, acc_all, m, l, acc)
         total = tl.max(l_all, 1)
         out = acc_all / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -133,23 +155,31 @@ def attend_latents(
     most_rows: int,
     most_tokens: int,
     scale: float,
+    chosen: torch.Tensor | None = None,
 ) -> None:
     """Attention of items, written to their rows of out [T, H r]. q [T, H, r + p]; latents [slots, 1, r + p or more], the values
     in their first r, by the block table [S, blocks]. items, most_rows and most_tokens: as `attention.attend` has them.
+    chosen [T, most] int32: the positions that each token attends to, ascending, as many as it sees; None: all that it sees.
     """
     n_heads, turned = q.shape[1], q.shape[2] - rank
-    rows = most_rows * n_heads
+    most = 0 if chosen is None else chosen.shape[1]
+    rows = n_heads if most else most_rows * n_heads
     bm = next((bm for bm in (FEW, SOME) if rows <= bm), ROWS)
-    n_tiles = cdiv(rows, bm)
+    n_tiles = cdiv(rows, bm) * (most_rows if most else 1)
+    if most and most_rows == 1:
+        items = torch.cat(
+            [items[:, :3], items[:, 3:].clamp(max=most - 1)], dim=1
+        )  # a token sees no more, wherever it is
+        most_tokens = min(most_tokens, most)
     # what a part leaves is nearly as large as what it reads, so where there are programs enough each takes all parts in turn
     n_splits = cdiv(most_tokens, SPLIT) if most_rows == 1 and len(items) * n_tiles < MANY else 0
     part, stats, n_splits = parts(out, len(items), n_splits, n_heads, rank)
     launch(
         _attend_latents,
         (len(items), n_tiles, max(1, n_splits)),
-        (q, latents, part, stats, items, table),
+        (q, latents, part, stats, items, table, chosen),
         (table.stride(0), scale * LOG2_E, n_splits),
-        {"H": n_heads, "R": rank, "RP": padded_width(rank), "E": turned, "EP": padded_width(turned)}
+        {"MOST": most, "H": n_heads, "R": rank, "RP": padded_width(rank), "E": turned, "EP": padded_width(turned)}
         | {
             "ROW": latents.stride(0),
             "P": block_tokens,
@@ -166,7 +196,7 @@ def attend_latents(
 
 
 @triton.jit
-def _turn(x_ptrs, y_ptrs, cos_ptrs, sin_ptrs, e, is_in, HALF: tl.constexpr):
+def turn_rows(x_ptrs, y_ptrs, cos_ptrs, sin_ptrs, e, is_in, HALF: tl.constexpr):
     """Rows [M, 2 HALF] turned. cos and sin: where those of a row begin [M, 1]."""
     is_in = is_in & (e < 2 * HALF)[None, :]
     other, at = tl.where(e < HALF, e + HALF, e - HALF), tl.where(e < HALF, e, e - HALF)
@@ -192,7 +222,7 @@ def _multiply_heads(
     if HALF > 0:
         if tl.program_id(0) == N_TILES:
             turn = (at * HALF)[:, None]
-            _turn(x_ptrs + K, y_ptrs + N, cos_ptr + turn, sin_ptr + turn, tl.arange(0, EP), is_row, HALF)
+            turn_rows(x_ptrs + K, y_ptrs + N, cos_ptr + turn, sin_ptr + turn, tl.arange(0, EP), is_row, HALF)
             return
     n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
     w_ptrs = w_ptr + head.to(tl.int64) * N * K + tl.minimum(n, N - 1)[None, :] * K + k[:, None]
@@ -259,7 +289,7 @@ def _cache(
     x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / R + eps)) * tl.load(w_ptr + d, mask=d < R, other=0.0)
     tl.store(to_ptr + d, x.to(kv_ptr.dtype.element_ty), mask=d < R)
     one, turn = tl.arange(0, 1)[:, None], t * HALF
-    _turn(
+    turn_rows(
         row_ptr + R + one,
         to_ptr + R + one,
         cos_ptr + turn + one,

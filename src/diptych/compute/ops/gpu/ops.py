@@ -16,6 +16,7 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.ops.contract import AttentionSpec, QkNorm
 from diptych.compute.ops.gpu.attention import LARGEST_HEAD, attend, few_tokens, item_tokens
+from diptych.compute.ops.gpu.index import cache_keys, highest, score
 from diptych.compute.ops.gpu.latents import (
     LARGEST_RANK,
     LARGEST_TURNED,
@@ -66,7 +67,7 @@ def has_kernels_for(spec: AttentionSpec | AttentionLayer) -> bool:
     """Whether a layer attends by our kernels."""
     if spec.mla is None:
         return spec.state is None and max(spec.head_dim, spec.value_dim) <= LARGEST_HEAD
-    is_plain = spec.mla.index is None and spec.window is None and spec.softcap is None
+    is_plain = spec.window is None and spec.softcap is None
     return is_plain and spec.mla.kv_rank <= LARGEST_RANK and spec.mla.rope_dim <= LARGEST_TURNED
 
 
@@ -95,6 +96,7 @@ class TritonOps(TorchOps):
         super().__init__(batch, kv, **fields)
         self._items: dict[int, list[Items]] = {}
         self._recorded = items
+        self._listed: torch.Tensor | None = None  # [T, most], of the last choice; None: all
         # rows with an adapter, whose part comes before what is fused for all others
         self._apart = torch.cat([rows for rows, _ in self._adapted]) if self._adapted else None
 
@@ -209,6 +211,56 @@ class TritonOps(TorchOps):
         norm, turn = latent.norm.weight, self._turns(spec.rope)
         cache_latents(kv, self._slots, self._pool(spec.cache_layer)[0], weight=norm, turn=turn, eps=spec.norm_eps)
 
+    def choose(self, h: torch.Tensor, low: torch.Tensor, attention: TorchAttention) -> None:
+        """As lists of positions, where some see more than are chosen."""
+        spec, own = attention.spec, attention.index
+        assert spec.mla is not None
+        assert spec.rope is not None
+        index = spec.mla.own_index
+        assert index is not None
+        assert own is not None
+        if self._attends_by_torch(spec):
+            super().choose(h, low, attention)
+            return
+        latents, turn, begin = self._pool(spec.cache_layer)[0], self._turns(spec.rope), spec.mla.row
+        k = self.norm(self.linear(h, own.key), own.norm, eps=spec.norm_eps)
+        cache_keys(k, self._slots, latents, begin=begin, turn=turn)
+        self._listed = None
+        items = self._items_of(item_tokens(group_of(spec)))
+        longest = max(one.most_tokens for one in items)
+        if longest <= index.most:
+            return
+        none = latents[..., : index.head_dim]  # nothing is written to it
+        q = rotate_and_cache(
+            self.linear(low, own.queries),
+            self._slots,
+            none,
+            none,
+            n_heads=index.n_heads,
+            head_dim=index.head_dim,
+            owns_kv=False,
+            turn=turn,
+            norms=None,
+            is_turned_first=False,
+            eps=spec.norm_eps,
+            v_scale=1.0,
+        )
+        weights = self.linear(h, own.weights).float()
+        scores = torch.full((len(h), longest), float("-inf"), dtype=torch.float32, device=h.device)
+        for one in items:
+            score(
+                q,
+                weights,
+                latents,
+                scores,
+                one.items_I4,
+                self._table,
+                begin=begin,
+                block_tokens=self._kv.block_tokens,
+                most_rows=one.most_rows,
+            )
+        self._listed = highest(scores, index.most)
+
     def absorb(self, q: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
         """q [T, H, r + p]."""
         spec, latent = attention.spec, attention.latent
@@ -226,7 +278,7 @@ class TritonOps(TorchOps):
     def attention(self, q_THd: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
         """a [T, H dv], of latent attention [T, H r]."""
         spec, mla = attention.spec, attention.spec.mla
-        if not has_kernels_for(spec) or self._batch.both_ways_S is not None:
+        if self._attends_by_torch(spec):
             return super().attention(q_THd, attention)
         keys, values = self._pool(spec.cache_layer)
         width = spec.value_dim if mla is None else mla.kv_rank
@@ -244,6 +296,7 @@ class TritonOps(TorchOps):
                     most_rows=one.most_rows,
                     most_tokens=one.most_tokens,
                     scale=spec.scale,
+                    chosen=None if mla.index is None else self._listed,
                 )
                 continue
             attend(
@@ -263,6 +316,9 @@ class TritonOps(TorchOps):
                 sinks=attention.sinks,
             )
         return out
+
+    def _attends_by_torch(self, spec: AttentionSpec) -> bool:
+        return not has_kernels_for(spec) or self._batch.both_ways_S is not None
 
     def _items_of(self, size: int) -> list[Items]:
         """Those of sequences with one row, and of all others in items of at most `size` tokens."""
