@@ -19,6 +19,8 @@ TILE = 64  # positions that are attended together
 FEW, ROWS = 16, 64  # of a tile: those of an item, which are its tokens times query heads of a kv head, or some of them
 LOG2_E = math.log2(math.e)
 _LOG2_E = tl.constexpr(LOG2_E)  # as kernels see it
+MANY = 128  # programs: about one for each multiprocessor; with fewer, items of several tokens are taken in parts, too
+MOST_HELD = 2**28  # bytes of those parts
 LARGEST_HEAD = 256  # beyond it a tile of keys and values does not fit beside another
 
 
@@ -117,9 +119,9 @@ def _step(
     return m_all, l_all, acc_all, most, l, acc
 
 
-@triton.jit(do_not_specialize=["table_stride", "n_splits"])
+@triton.jit(do_not_specialize=["table_stride", "n_splits", "most_rows"])
 def _attend(
-    q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, sinks_ptr, items_ptr, table_ptr, table_stride, factor, n_splits,
+    q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, sinks_ptr, items_ptr, table_ptr, table_stride, factor, n_splits, most_rows,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     P: tl.constexpr, WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr, SOFTCAP: tl.constexpr, BM: tl.constexpr,
     TILE: tl.constexpr, SPLIT: tl.constexpr, IS_SPLIT: tl.constexpr,
@@ -141,7 +143,7 @@ def _attend(
     begin = _first_seen(position + first_token, WINDOW, IS_CHUNKED)
     end = position + end_token
     if IS_SPLIT:
-        split = begin // SPLIT + tl.program_id(2)
+        split = _first_seen(position, WINDOW, IS_CHUNKED) // SPLIT + tl.program_id(2)
         end = tl.minimum(end, (split + 1) * SPLIT)
         begin = tl.maximum(begin, split * SPLIT)
         if begin >= end:
@@ -168,35 +170,40 @@ def _attend(
         out = _finish(sinks_ptr, head, is_row, m, l, acc)
         out_ptrs = out_ptr + (row + token).to(tl.int64)[:, None] * (H * DV) + head[:, None] * DV + dv[None, :]
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & (dv < DV)[None, :])
-    else:  # of one token: what `_gather` folds
-        part = (item.to(tl.int64) * n_splits + tl.program_id(2)) * H + head
+    else:  # what `_gather` folds
+        part = ((item.to(tl.int64) * n_splits + tl.program_id(2)) * most_rows + token) * H + head
         tl.store(out_ptr + part[:, None] * DV + dv[None, :], acc, mask=is_row[:, None] & (dv < DV)[None, :])
         tl.store(stats_ptr + part * 2, m, mask=is_row)
         tl.store(stats_ptr + part * 2 + 1, tl.max(l, 1), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["n_places"])
+@triton.jit(do_not_specialize=["n_places", "most_rows"])
 def _gather(
-    part_ptr, stats_ptr, out_ptr, sinks_ptr, items_ptr, n_places,
+    part_ptr, stats_ptr, out_ptr, sinks_ptr, items_ptr, n_places, most_rows,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr,
-    SPLIT: tl.constexpr,
+    MOST: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    item, head, d = tl.program_id(0), tl.program_id(1) + tl.arange(0, 1), tl.arange(0, DP)
+    item, token, d = tl.program_id(0), tl.program_id(1) // H, tl.arange(0, DP)
+    head = tl.program_id(1) % H + tl.arange(0, 1)
     _, row, n_tokens, position = item_of(items_ptr, item)
-    end = position + n_tokens
-    n_splits = tl.cdiv(end, SPLIT) - _first_seen(position, WINDOW, IS_CHUNKED) // SPLIT
+    if token >= n_tokens:
+        return
+    at = position + token
+    if MOST > 0:
+        at = tl.minimum(at, MOST - 1)
+    # of the item's parts, those that hold what this token sees
+    before = _first_seen(position, WINDOW, IS_CHUNKED) // SPLIT
+    begin, end = _first_seen(at, WINDOW, IS_CHUNKED) // SPLIT - before, at // SPLIT + 1 - before
     m = tl.full((1,), float("-inf"), tl.float32)
     l, acc = tl.zeros((1, 1), tl.float32), tl.zeros((1, DP), tl.float32)
-    for split in tl.range(0, n_splits, num_stages=4):  # read ahead: folding one takes less time than waiting for it
-        part = (item.to(tl.int64) * n_places + split) * H + head
+    for place in tl.range(begin, end, num_stages=4):  # read ahead: folding one takes less time than waiting for it
+        part = ((item.to(tl.int64) * n_places + place) * most_rows + token) * H + head
         one = tl.load(part_ptr + part[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
         m_one, l_one = tl.load(stats_ptr + part * 2), tl.load(stats_ptr + part * 2 + 1)
         m, l, acc = fold(m, l, acc, m_one, l_one[:, None], one)
     out = _finish(sinks_ptr, head, head < H, m, l, acc)
-    is_in = (d < n_tokens * D)[None, :]  # nothing, where there is no token
-    tl.store(
-        out_ptr + (row.to(tl.int64) * H + head)[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty), mask=is_in
-    )
+    out_ptrs = out_ptr + ((row + token).to(tl.int64) * H + head)[:, None] * D + d[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(d < D)[None, :])
 
 
 def attend(
@@ -220,26 +227,25 @@ def attend(
     the block table [S, M].
 
     items [I, 4]: a sequence, the first of its rows in T, how many tokens (0: nothing is done) and the position of the first.
-    most_rows: tokens of the largest item; most_tokens: of the longest context, where that is 1.
+    most_rows: tokens of the largest item; most_tokens: of the longest context.
     """
     n_heads, head_dim = q.shape[1:]
     n_kv_heads, value_dim = values.shape[1:]
     group = n_heads // n_kv_heads
     padded, wide = padded_width(head_dim), padded_width(value_dim)
-    n_splits = 0
-    if most_rows == 1:
-        span = most_tokens if window is None else min(most_tokens, window + SPLIT)
-        n_splits = cdiv(span, SPLIT)
-    part, stats, n_splits = parts(out, len(items), n_splits, n_heads, value_dim)
     bm = FEW if most_rows * group <= FEW else ROWS
+    n_tiles = n_kv_heads * cdiv(most_rows * group, bm)
+    span = most_tokens if window is None else min(most_tokens, window + most_rows - 1 + SPLIT)
+    n_programs = len(items) * n_tiles if most_rows > 1 else 0
+    part, stats, n_splits = parts(out, len(items), span, most_rows, n_heads, value_dim, n_programs)
     seen = {"WINDOW": window or 0, "IS_CHUNKED": is_chunked}
     factor = scale * LOG2_E if softcap is None else scale / softcap
     largest = max(padded, wide)
     launch(
         _attend,
-        (len(items), n_kv_heads * cdiv(most_rows * group, bm), max(1, n_splits)),
+        (len(items), n_tiles, max(1, n_splits)),
         (q, keys, values, part, stats, sinks, items, table),
-        (table.stride(0), factor, n_splits),
+        (table.stride(0), factor, n_splits, most_rows),
         {"H": n_heads, "K": n_kv_heads, "D": head_dim, "DP": padded, "DV": value_dim, "DVP": wide, "P": block_tokens}
         | seen
         | {"SOFTCAP": softcap or 0.0, "BM": bm, "TILE": TILE, "SPLIT": SPLIT, "IS_SPLIT": n_splits > 0},
@@ -247,19 +253,22 @@ def attend(
         num_stages=2,
     )
     if n_splits:
-        gather(part, stats, out, items, n_splits, n_heads, value_dim, sinks=sinks, **seen)
+        gather(part, stats, out, items, sinks=sinks, **seen)
 
 
 def parts(
-    out: torch.Tensor, n_items: int, n_splits: int, n_heads: int, width: int
+    out: torch.Tensor, n_items: int, span: int, most_rows: int, n_heads: int, width: int, n_programs: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """Where the sums of each part of a context go, and their largest scores and sums of weights; out, None and 0 where there is
-    no more than one part.
+    """Where the sums of each part of a context go [I, parts, rows, H, width], their largest scores and sums of weights, and how
+    many parts there are; out, None and 0 where no context is taken in parts: there is one, or programs are many.
     """
-    if n_splits <= 1:
+    n_splits = cdiv(span, SPLIT)
+    shape = (n_items, n_splits, most_rows, n_heads)
+    nbytes = n_items * n_splits * most_rows * n_heads * width * 4
+    if n_splits <= 1 or n_programs >= MANY or (most_rows > 1 and nbytes > MOST_HELD):
         return out, None, 0
-    part = torch.empty((n_items, n_splits, n_heads, width), dtype=torch.float32, device=out.device)
-    return part, torch.empty((n_items, n_splits, n_heads, 2), dtype=torch.float32, device=out.device), n_splits
+    part, stats = (torch.empty((*shape, n), dtype=torch.float32, device=out.device) for n in (width, 2))
+    return part, stats, n_splits
 
 
 def gather(
@@ -267,20 +276,21 @@ def gather(
     stats: torch.Tensor | None,
     out: torch.Tensor,
     items: torch.Tensor,
-    n_splits: int,
-    n_heads: int,
-    width: int,
     *,
     sinks: torch.Tensor | None = None,
+    most: int = 0,
     **seen: int,
 ) -> None:
-    """What `parts` has of items of one token, folded and written to their rows of out. seen: WINDOW and IS_CHUNKED."""
+    """What `parts` made room for, folded and written to the items' rows of out. seen: WINDOW and IS_CHUNKED; most: how many
+    positions an index chooses, 0: there is none.
+    """
+    n_items, n_splits, most_rows, n_heads, width = part.shape
     launch(
         _gather,
-        (len(items), n_heads, 1),
+        (n_items, most_rows * n_heads, 1),
         (part, stats, out, sinks, items),
-        (n_splits,),
-        {"H": n_heads, "D": width, "DP": padded_width(width)} | seen | {"SPLIT": SPLIT},
+        (n_splits, most_rows),
+        {"H": n_heads, "D": width, "DP": padded_width(width)} | seen | {"MOST": most, "SPLIT": SPLIT},
         num_warps=1,
     )
 

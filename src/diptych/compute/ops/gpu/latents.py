@@ -26,7 +26,6 @@ from diptych.compute.ops.gpu.launch import cdiv, launch
 
 LARGEST_RANK, LARGEST_TURNED = 512, 64  # beyond them a tile of latents does not fit beside the next
 SOME = 32
-MANY = 128  # programs: about one for each multiprocessor
 
 
 @triton.jit
@@ -87,9 +86,9 @@ def _sums(
     return m, l, acc
 
 
-@triton.jit(do_not_specialize=["table_stride", "n_splits"])
+@triton.jit(do_not_specialize=["table_stride", "n_splits", "most_rows"])
 def _attend_latents(
-    q_ptr, kv_ptr, out_ptr, stats_ptr, items_ptr, table_ptr, chosen_ptr, table_stride, factor, n_splits,
+    q_ptr, kv_ptr, out_ptr, stats_ptr, items_ptr, table_ptr, chosen_ptr, table_stride, factor, n_splits, most_rows,
     MOST: tl.constexpr, H: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
     ROW: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -120,12 +119,12 @@ def _attend_latents(
     at = position + token
     blocks_ptr = table_ptr + sequence * table_stride
     is_in = is_row[:, None] & (d < R)[None, :]
-    if IS_SPLIT:  # of one token: what `gather` folds
+    if IS_SPLIT:  # what `gather` folds
         end = tl.minimum(end, begin + SPLIT)
         m, l, acc = _sums(
             q, q_turned, kv_ptr, blocks_ptr, chosen_ptr, begin, end, at, all_see, factor, R, E, ROW, P, TILE
         )
-        part = (item.to(tl.int64) * n_splits + tl.program_id(2)) * H + head
+        part = ((item.to(tl.int64) * n_splits + tl.program_id(2)) * most_rows + token) * H + head
         tl.store(out_ptr + part[:, None] * R + d[None, :], acc, mask=is_in)
         tl.store(stats_ptr + part * 2, m, mask=is_row)
         tl.store(stats_ptr + part * 2 + 1, tl.max(l, 1), mask=is_row)
@@ -166,19 +165,14 @@ def attend_latents(
     rows = n_heads if most else most_rows * n_heads
     bm = next((bm for bm in (FEW, SOME) if rows <= bm), ROWS)
     n_tiles = cdiv(rows, bm) * (most_rows if most else 1)
-    if most and most_rows == 1:
-        items = torch.cat(
-            [items[:, :3], items[:, 3:].clamp(max=most - 1)], dim=1
-        )  # a token sees no more, wherever it is
-        most_tokens = min(most_tokens, most)
-    # what a part leaves is nearly as large as what it reads, so where there are programs enough each takes all parts in turn
-    n_splits = cdiv(most_tokens, SPLIT) if most_rows == 1 and len(items) * n_tiles < MANY else 0
-    part, stats, n_splits = parts(out, len(items), n_splits, n_heads, rank)
+    most_tokens = min(most_tokens, most or most_tokens)
+    # decode, too: what a part leaves is nearly as large as what it reads
+    part, stats, n_splits = parts(out, len(items), most_tokens, most_rows, n_heads, rank, len(items) * n_tiles)
     launch(
         _attend_latents,
         (len(items), n_tiles, max(1, n_splits)),
         (q, latents, part, stats, items, table, chosen),
-        (table.stride(0), scale * LOG2_E, n_splits),
+        (table.stride(0), scale * LOG2_E, n_splits, most_rows),
         {"MOST": most, "H": n_heads, "R": rank, "RP": padded_width(rank), "E": turned, "EP": padded_width(turned)}
         | {
             "ROW": latents.stride(0),
@@ -192,7 +186,7 @@ def attend_latents(
         num_stages=2,
     )
     if n_splits:
-        gather(part, stats, out, items, n_splits, n_heads, rank, WINDOW=0, IS_CHUNKED=False)
+        gather(part, stats, out, items, most=most, WINDOW=0, IS_CHUNKED=False)
 
 
 @triton.jit
