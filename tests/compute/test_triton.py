@@ -176,7 +176,7 @@ def test_latent_attention_over_long_contexts(
 ) -> None:
     """The same, of keys whose first numbers are the values; behind them lies what is nobody's."""
     batch, n_blocks = long_batch(
-        *([600, 300, 90, 531], [1, 1, 40, 3]) if n_heads < 64 else ([531, 300, 257], [1, 3, 1])
+        *([600, 1100, 90, 531], [1, 1, 25, 3]) if n_heads < 64 else ([531, 1100, 257], [1, 3, 1])
     )
     kv = TorchKVStore(
         heads=[(1, rank + 16, 0)], n_blocks=n_blocks, block_tokens=16, dtype=kind.dtype, device=kind.device

@@ -19,8 +19,9 @@ TILE = 64  # positions that are attended together
 FEW, ROWS = 16, 64  # of a tile: those of an item, which are its tokens times query heads of a kv head, or some of them
 LOG2_E = math.log2(math.e)
 _LOG2_E = tl.constexpr(LOG2_E)  # as kernels see it
-MANY = 128  # programs: about one for each multiprocessor; with fewer, items of several tokens are taken in parts, too
-MOST_HELD = 2**28  # bytes of those parts
+# items of several tokens are taken in parts, too, where programs are fewer than multiprocessors, parts as many as it takes to
+# make up for another kernel, and their bytes no more than that
+MANY, LEAST_PARTS, MOST_HELD = 128, 4, 2**28
 LARGEST_HEAD = 256  # beyond it a tile of keys and values does not fit beside another
 
 
@@ -260,12 +261,13 @@ def parts(
     out: torch.Tensor, n_items: int, span: int, most_rows: int, n_heads: int, width: int, n_programs: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
     """Where the sums of each part of a context go [I, parts, rows, H, width], their largest scores and sums of weights, and how
-    many parts there are; out, None and 0 where no context is taken in parts: there is one, or programs are many.
+    many parts there are; out, None and 0 where no context is taken in parts: there is one, or it would not pay.
     """
     n_splits = cdiv(span, SPLIT)
     shape = (n_items, n_splits, most_rows, n_heads)
     nbytes = n_items * n_splits * most_rows * n_heads * width * 4
-    if n_splits <= 1 or n_programs >= MANY or (most_rows > 1 and nbytes > MOST_HELD):
+    is_worth_it = most_rows == 1 or (n_splits >= LEAST_PARTS and nbytes <= MOST_HELD)
+    if n_splits <= 1 or n_programs >= MANY or not is_worth_it:
         return out, None, 0
     part, stats = (torch.empty((*shape, n), dtype=torch.float32, device=out.device) for n in (width, 2))
     return part, stats, n_splits
