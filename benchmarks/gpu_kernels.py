@@ -1,6 +1,6 @@
-"""Our kernels on a GPU beside torch's, in microseconds: products over tiles, experts, attention.
+"""Our kernels on a GPU beside torch's, in microseconds: products over tiles, experts, attention, latent attention.
 
-    python benchmarks/gpu_kernels.py products attention experts
+    python benchmarks/gpu_kernels.py products attention latents experts
 
 Each is launched over several copies of its weights, more than the L2 holds, from a recorded graph: the best of four replays.
 `products` times every tile of TILES, to choose `tile_of` by, and says where one has other bits than the first.
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
 from diptych.compute.ops.gpu import products
 from diptych.compute.ops.gpu.attention import attend, item_tokens
+from diptych.compute.ops.gpu.latents import attend_latents, multiply_heads
 
 # outputs and inputs of a layer of Llama 3.1 8B and of Qwen2.5 0.5B; a gate has twice the rows
 LAYERS = {
@@ -30,6 +32,9 @@ TILES = [
 ]  # fmt: skip
 HEADS = {"8B": (32, 8, 128), "0.5B": (14, 2, 64)}
 CHUNKS = [(1, 512, 1), (1, 4096, 1), (1, 32768, 1), (64, 2048, 1), (1, 512, 512), (1, 2048, 2048), (1, 8192, 2048)]
+# heads, width of a head's key without positions and of its value; latents of 512 and 64 that turn
+LATENT_HEADS = {"V2-Lite": (16, 128, 128), "GLM-4.7-Flash": (20, 192, 256), "V3": (128, 128, 128)}
+RANK, TURNED = 512, 64
 MIXTURES = {"128 of 768, 8 chosen": (128, 8, 2048, 768), "32 of 2,880, 4 chosen": (32, 4, 2880, 2880)}
 
 
@@ -90,17 +95,11 @@ def time_attention() -> Iterator[str]:
 
 def attention_times(heads: int, kv_heads: int, d: int, batch: int, context: int, new: int) -> str:
     """Of one step."""
-    n_blocks = -(-context // 32)
-    pool = random(2, batch * n_blocks * 32, kv_heads, d)
-    table = torch.randperm(batch * n_blocks, device="cuda").view(batch, n_blocks)
+    table = scattered(batch, context)
+    pool = random(2, table.numel() * 32, kv_heads, d)
     q, out = random(batch * new, heads, d), random(batch * new, heads * d)
-    size = item_tokens(d, heads // kv_heads) if new > 1 else 1
-    items = [
-        (s, s * new + row, min(size, new - row), context - new + row)
-        for row in reversed(range(0, new, size))
-        for s in range(batch)
-    ]
-    on_it = torch.tensor(items, device="cuda")
+    size = item_tokens(heads // kv_heads) if new > 1 else 1
+    on_it = items_of(batch, context, new, size)
     dense = [plane.view(batch, -1, kv_heads, d).transpose(1, 2) for plane in pool]
     queries = q.view(batch, new, heads, d).transpose(1, 2)
 
@@ -118,6 +117,55 @@ def attention_times(heads: int, kv_heads: int, d: int, batch: int, context: int,
     tflop = 4 * batch * heads * d * (new * context - new * (new - 1) / 2) / 1e12
     rates = f"{gb / ours_s:.0f} GB/s, {tflop / ours_s:.0f} TFLOP/s"
     return f"{ours_s * 1e6:.1f}, torch {theirs_s * 1e6:.1f}; {rates}"
+
+
+def scattered(batch: int, context: int) -> torch.Tensor:
+    """The table of contexts in blocks of 32."""
+    n_blocks = -(-context // 32)
+    return torch.randperm(batch * n_blocks, device="cuda").view(batch, n_blocks)
+
+
+def items_of(batch: int, context: int, new: int, size: int) -> torch.Tensor:
+    """As a step has them, of `size` tokens at most."""
+    items = [
+        (s, s * new + row, min(size, new - row), context - new + row)
+        for row in reversed(range(0, new, size))
+        for s in range(batch)
+    ]
+    return torch.tensor(items, device="cuda")
+
+
+def time_latents() -> Iterator[str]:
+    """Over a scattered cache; and what takes queries to the latents and outputs out of them."""
+    for name, (heads, nope, value) in LATENT_HEADS.items():
+        keys, values = random(heads, RANK, nope, scale=nope**-0.5), random(heads, value, RANK, scale=RANK**-0.5)
+        for rows in ROWS:
+            q, a = random(rows, heads, nope + TURNED), random(rows, heads, RANK)
+            cos, sin = torch.rand(2, rows, TURNED // 2, device="cuda")
+            into_s = best_s(partial(multiply_heads, q, keys, turn=(cos, sin)))
+            from_s = best_s(partial(multiply_heads, a, values))
+            yield f"{name}, {rows} rows: into latents {into_s * 1e6:.1f}, out of them {from_s * 1e6:.1f}"
+        for batch, context, new in CHUNKS:
+            yield f"{name} heads, {batch} x {new} behind {context}: {latent_times(heads, batch, context, new)}"
+
+
+def latent_times(heads: int, batch: int, context: int, new: int) -> str:
+    """Of one step."""
+    table = scattered(batch, context)
+    pool, out = random(table.numel() * 32, 1, RANK + TURNED), random(batch * new, heads * RANK)
+    q = random(batch * new, heads, RANK + TURNED)
+    size = item_tokens(heads) if new > 1 else 1
+    on_it = items_of(batch, context, new, size)
+
+    def ours() -> None:
+        attend_latents(
+            q, pool, out, on_it, table, rank=RANK, block_tokens=32, most_rows=size, most_tokens=context, scale=0.1
+        )
+
+    ours_s = best_s(ours)
+    gb = batch * context * (RANK + TURNED) * 2 / 1e9
+    tflop = 2 * (2 * RANK + TURNED) * batch * heads * (new * context - new * (new - 1) / 2) / 1e12
+    return f"{ours_s * 1e6:.1f}; {gb / ours_s:.0f} GB/s, {tflop / ours_s:.0f} TFLOP/s"
 
 
 def time_experts() -> Iterator[str]:
@@ -140,7 +188,12 @@ def expert_times(rows: int, top: int, first: torch.Tensor, second: torch.Tensor)
 
 def main() -> None:
     """Print a line for each."""
-    timed = {"products": time_products, "attention": time_attention, "experts": time_experts}
+    timed = {
+        "products": time_products,
+        "attention": time_attention,
+        "latents": time_latents,
+        "experts": time_experts,
+    }
     parser = argparse.ArgumentParser()
     parser.add_argument("what", nargs="+", choices=timed)
     for what in parser.parse_args().what:

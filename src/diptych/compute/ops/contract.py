@@ -521,7 +521,7 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
 
     @abstractmethod
     def expand(self, a: Hidden, attention: Heads) -> Hidden:
-        """[T, H v_dim] from attention's a [T, H (kv_rank + rope_dim)], of which the latents count."""
+        """[T, H v_dim] from attention's a, of which each head's first kv_rank numbers count."""
 
     @abstractmethod
     def attention(self, q: Hidden, attention: Heads) -> Hidden:

@@ -89,9 +89,8 @@ class _OfStore:
 class StepGraphs:
     """The recorded steps of one model, for each of its stores.
 
-    item_tokens: of the model's items (`attention.item_tokens`), and of those that take the smallest tile; None: its layers
-    differ, and steps with prompts are not recorded. most_tokens: of a recorded step; larger ones compute longer than they are
-    launched.
+    item_tokens: of the model's items (`ops.item_tokens_of`), and of those that take the smallest tile. most_tokens: of a
+    recorded step; larger ones compute longer than they are launched.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class StepGraphs:
         walk: Callable[[TritonOps], torch.Tensor],
         device: torch.device,
         *,
-        item_tokens: tuple[int, int] | None,
+        item_tokens: tuple[int, int],
         most_tokens: int,
     ) -> None:
         self._make_ops = make_ops
@@ -117,7 +116,7 @@ class StepGraphs:
         is_decode = len(singles) == batch.n_sequences
         if not self._is_recordable(batch, is_decode):
             return None
-        item_tokens, few = self._item_tokens or (1, 1)
+        item_tokens, few = self._item_tokens
         several = items_of(batch, item_tokens)
         # a table is as wide as the longest context that there ever was
         n_blocks = -(-int(batch.context_tokens_S.max()) // kv.block_tokens)
@@ -152,7 +151,7 @@ class StepGraphs:
             return False
         if is_decode:
             return batch.n_sequences <= MOST_SEQUENCES
-        return self._item_tokens is not None and batch.n_tokens <= self._most_tokens
+        return batch.n_tokens <= self._most_tokens
 
     def _record(self, batch: ForwardBatch, kv: TorchKVStore, arrays: list[np.ndarray], form: Form) -> _Recorded:
         clock = MonotonicClock()

@@ -15,7 +15,15 @@ import torch
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.ops.contract import AttentionSpec, QkNorm
-from diptych.compute.ops.gpu.attention import FEW, LARGEST_HEAD, attend, item_tokens
+from diptych.compute.ops.gpu.attention import LARGEST_HEAD, attend, few_tokens, item_tokens
+from diptych.compute.ops.gpu.index import cache_keys, highest, score
+from diptych.compute.ops.gpu.latents import (
+    LARGEST_RANK,
+    LARGEST_TURNED,
+    attend_latents,
+    cache_latents,
+    multiply_heads,
+)
 from diptych.compute.ops.gpu.products import CURVES, GATES, mix, multiply
 from diptych.compute.ops.gpu.rows import rms_norm, rotate_and_cache
 from diptych.compute.ops.step_numbers import on_device
@@ -57,22 +65,21 @@ def items_of(batch: ForwardBatch, size: int) -> np.ndarray:
 
 def has_kernels_for(spec: AttentionSpec | AttentionLayer) -> bool:
     """Whether a layer attends by our kernels."""
-    if spec.mla is not None or spec.state is not None or spec.head_dim > LARGEST_HEAD or not _has_usual_values(spec):
-        return False
-    return item_tokens(spec.head_dim, spec.n_heads // spec.n_kv_heads) > 0
+    if spec.mla is None:
+        return spec.state is None and max(spec.head_dim, spec.value_dim) <= LARGEST_HEAD
+    is_plain = spec.window is None and spec.softcap is None
+    return is_plain and spec.mla.kv_rank <= LARGEST_RANK and spec.mla.rope_dim <= LARGEST_TURNED
 
 
-def _has_usual_values(spec: AttentionSpec | AttentionLayer) -> bool:
-    return spec.value_dim == spec.head_dim and spec.v_scale == 1.0
+def group_of(spec: AttentionSpec | AttentionLayer) -> int:
+    """Query heads that meet the same keys."""
+    return spec.n_heads // spec.n_kv_heads if spec.mla is None else spec.n_heads
 
 
-def item_tokens_of(spec: ModelSpec) -> tuple[int, int] | None:
-    """Tokens of an item of several, and of one that takes the smallest tile; None: the layers differ."""
-    found = {
-        (item_tokens(one.head_dim, one.n_heads // one.n_kv_heads), FEW // (one.n_heads // one.n_kv_heads))
-        for one in (layer.attention for layer in spec.layers)
-    }
-    return found.pop() if len(found) == 1 else None
+def item_tokens_of(spec: ModelSpec) -> tuple[int, int]:
+    """Tokens of an item of several in a recorded step, and of one that takes the smallest tile, whatever the layer."""
+    groups = {group_of(layer.attention) for layer in spec.layers}
+    return item_tokens(min(groups)), few_tokens(max(groups))
 
 
 def kind_of_experts(spec: MoeSpec) -> int | None:
@@ -89,6 +96,7 @@ class TritonOps(TorchOps):
         super().__init__(batch, kv, **fields)
         self._items: dict[int, list[Items]] = {}
         self._recorded = items
+        self._listed: torch.Tensor | None = None  # [T, most], of the last choice; None: all
         # rows with an adapter, whose part comes before what is fused for all others
         self._apart = torch.cat([rows for rows, _ in self._adapted]) if self._adapted else None
 
@@ -153,8 +161,6 @@ class TritonOps(TorchOps):
     def rotate_and_cache(self, qkv: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
         """q [T, H, d]; k and v go to their slots."""
         spec = attention.spec
-        if not _has_usual_values(spec):
-            return super().rotate_and_cache(qkv, attention)
         is_of_heads = spec.qk_norm in (QkNorm.HEAD, QkNorm.TURNED)
         keys, values = self._pool(spec.cache_layer)
         q_THd = rotate_and_cache(
@@ -169,6 +175,7 @@ class TritonOps(TorchOps):
             norms=_norms(attention) if is_of_heads else None,
             is_turned_first=spec.qk_norm is QkNorm.TURNED,
             eps=spec.norm_eps,
+            v_scale=spec.v_scale,
         )
         if spec.query_scale is not None:
             q_THd = (q_THd * self._scales(spec.query_scale)[:, None, None]).to(q_THd.dtype)
@@ -180,15 +187,15 @@ class TritonOps(TorchOps):
         is_wide = spec.qk_norm in (QkNorm.FULL, QkNorm.HEADS)
         if not is_wide and (not spec.owns_kv or (spec.has_v and not spec.has_v_norm)):
             return qkv
-        n_q, n_kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+        n_q, n_k, n_v = spec.n_heads * spec.head_dim, *(spec.n_kv_heads * d for d in (spec.head_dim, spec.value_dim))
         q, rest = qkv[:, :n_q], qkv[:, n_q:]
         if is_wide:
             q = self._normed(q, spec.n_heads, attention.q_norm, spec)
         if not spec.owns_kv:
             return q
-        k, v = rest[:, :n_kv], rest[:, -n_kv:]
+        k, v = rest[:, :n_k], rest[:, -n_v:]
         if spec.has_v_norm:
-            v = rms_norm(v.reshape(-1, spec.head_dim), None, spec.norm_eps).view(v.shape)
+            v = rms_norm(v.reshape(-1, spec.value_dim), None, spec.norm_eps).view(v.shape)
         return torch.cat([q, self._normed(k, spec.n_kv_heads, attention.k_norm, spec) if is_wide else k, v], dim=1)
 
     def _normed(self, x: torch.Tensor, n_heads: int, norm: TorchNorm | None, spec: AttentionSpec) -> torch.Tensor:
@@ -196,14 +203,102 @@ class TritonOps(TorchOps):
             return self._norm(x.contiguous(), norm, spec)
         return self._norm(x.unflatten(-1, (n_heads, -1)), norm, spec).flatten(1)
 
+    def cache_latents(self, kv: torch.Tensor, attention: TorchAttention) -> None:
+        """Latent and rotary key side by side, in their slots."""
+        spec, latent = attention.spec, attention.latent
+        assert latent is not None
+        assert spec.rope is not None
+        norm, turn = latent.norm.weight, self._turns(spec.rope)
+        cache_latents(kv, self._slots, self._pool(spec.cache_layer)[0], weight=norm, turn=turn, eps=spec.norm_eps)
+
+    def choose(self, h: torch.Tensor, low: torch.Tensor, attention: TorchAttention) -> None:
+        """As lists of positions, where some see more than are chosen."""
+        spec, own = attention.spec, attention.index
+        assert spec.mla is not None
+        assert spec.rope is not None
+        index = spec.mla.own_index
+        assert index is not None
+        assert own is not None
+        if self._attends_by_torch(spec):
+            super().choose(h, low, attention)
+            return
+        latents, turn, begin = self._pool(spec.cache_layer)[0], self._turns(spec.rope), spec.mla.row
+        k = self.norm(self.linear(h, own.key), own.norm, eps=spec.norm_eps)
+        cache_keys(k, self._slots, latents, begin=begin, turn=turn)
+        self._listed = None
+        items = self._items_of(item_tokens(group_of(spec)))
+        longest = max(one.most_tokens for one in items)
+        if longest <= index.most:
+            return
+        none = latents[..., : index.head_dim]  # nothing is written to it
+        q = rotate_and_cache(
+            self.linear(low, own.queries),
+            self._slots,
+            none,
+            none,
+            n_heads=index.n_heads,
+            head_dim=index.head_dim,
+            owns_kv=False,
+            turn=turn,
+            norms=None,
+            is_turned_first=False,
+            eps=spec.norm_eps,
+            v_scale=1.0,
+        )
+        weights = self.linear(h, own.weights).float()
+        scores = torch.full((len(h), longest), float("-inf"), dtype=torch.float32, device=h.device)
+        for one in items:
+            score(
+                q,
+                weights,
+                latents,
+                scores,
+                one.items_I4,
+                self._table,
+                begin=begin,
+                block_tokens=self._kv.block_tokens,
+                most_rows=one.most_rows,
+            )
+        self._listed = highest(scores, index.most)
+
+    def absorb(self, q: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
+        """q [T, H, r + p]."""
+        spec, latent = attention.spec, attention.latent
+        assert latent is not None
+        assert spec.rope is not None
+        if spec.query_scale is not None:
+            q = (q * self._scales(spec.query_scale)[:, None]).to(q.dtype)
+        return multiply_heads(q.unflatten(-1, (spec.n_heads, -1)), latent.keys, turn=self._turns(spec.rope))
+
+    def expand(self, a: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
+        """[T, H v]."""
+        assert attention.latent is not None
+        return multiply_heads(a.unflatten(-1, (attention.spec.n_heads, -1)), attention.latent.values).flatten(1)
+
     def attention(self, q_THd: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
-        """a [T, H d]."""
-        spec = attention.spec
-        if not has_kernels_for(spec) or self._batch.both_ways_S is not None:
+        """a [T, H dv], of latent attention [T, H r]."""
+        spec, mla = attention.spec, attention.spec.mla
+        if self._attends_by_torch(spec):
             return super().attention(q_THd, attention)
         keys, values = self._pool(spec.cache_layer)
-        out = torch.empty((len(q_THd), spec.n_heads * spec.head_dim), dtype=q_THd.dtype, device=q_THd.device)
-        for one in self._items_of(item_tokens(spec.head_dim, spec.n_heads // spec.n_kv_heads)):
+        width = spec.value_dim if mla is None else mla.kv_rank
+        out = torch.empty((len(q_THd), spec.n_heads * width), dtype=q_THd.dtype, device=q_THd.device)
+        for one in self._items_of(item_tokens(group_of(spec))):
+            if mla is not None:
+                attend_latents(
+                    q_THd,
+                    keys,
+                    out,
+                    one.items_I4,
+                    self._table,
+                    rank=mla.kv_rank,
+                    block_tokens=self._kv.block_tokens,
+                    most_rows=one.most_rows,
+                    most_tokens=one.most_tokens,
+                    scale=spec.scale,
+                    chosen=None if mla.index is None else self._listed,
+                )
+                continue
             attend(
                 q_THd,
                 keys,
@@ -221,6 +316,9 @@ class TritonOps(TorchOps):
                 sinks=attention.sinks,
             )
         return out
+
+    def _attends_by_torch(self, spec: AttentionSpec) -> bool:
+        return not has_kernels_for(spec) or self._batch.both_ways_S is not None
 
     def _items_of(self, size: int) -> list[Items]:
         """Those of sequences with one row, and of all others in items of at most `size` tokens."""

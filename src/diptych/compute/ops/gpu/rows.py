@@ -1,6 +1,6 @@
 """What is done row by row: norms, and what comes of q, k and v before attention.
 
-Legend: M rows; T tokens, H query heads, K kv heads, d head dim.
+Legend: M rows; T tokens, H query heads, K kv heads, d head dim, dv that of values.
 """
 
 from __future__ import annotations
@@ -36,12 +36,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
 
 @triton.jit
 def _rotate(
-    qkv_ptr, q_ptr, k_ptr, v_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, qkv_stride, eps,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, IS_TURNED: tl.constexpr,
+    qkv_ptr, q_ptr, k_ptr, v_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, qkv_stride, eps, v_scale,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr,
+    IS_TURNED: tl.constexpr,
 ):  # fmt: skip
     t, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, DP)
-    is_in = d < D
+    is_value = head >= H + K
+    is_in = d < tl.where(is_value, DV, D)
     row_ptr = qkv_ptr + t * qkv_stride + head * D
+    if is_value:
+        row_ptr += (head - H - K) * (DV - D)
     x = tl.load(row_ptr + d, mask=is_in, other=0.0).to(tl.float32)
     if head < H + K:  # a query or a key
         other = tl.where(d < HALF, d + HALF, d - HALF)
@@ -69,7 +73,7 @@ def _rotate(
         if head < H + K:
             tl.store(k_ptr + (slot * K + head - H) * D + d, x.to(k_ptr.dtype.element_ty), mask=is_in)
         else:
-            tl.store(v_ptr + (slot * K + head - H - K) * D + d, x.to(v_ptr.dtype.element_ty), mask=is_in)
+            tl.store(v_ptr + (slot * K + head - H - K) * DV + d, (x * v_scale).to(v_ptr.dtype.element_ty), mask=is_in)
 
 
 def rotate_and_cache(
@@ -85,13 +89,14 @@ def rotate_and_cache(
     norms: tuple[torch.Tensor, torch.Tensor] | None,
     is_turned_first: bool,
     eps: float,
+    v_scale: float,
 ) -> torch.Tensor:
-    """q [T, H, d]; k and v of qkv [T, (H + 2 K) d] go to their slots of keys and values [slots, K, d].
+    """q [T, H, d]; k and v of qkv [T, (H + K) d + K dv] go to their slots of keys [slots, K, d] and values [slots, K, dv].
 
     slots [T]: below 0 nothing is written. turn: cos and sin [T, turned / 2] fp32. norms: weights [d] fp32 of q and k, applied
-    before they are turned, or behind.
+    before they are turned, or behind. v_scale: values are multiplied by it.
     """
-    n_kv_heads = keys.shape[1]
+    n_kv_heads, value_dim = values.shape[1:]
     q = torch.empty((len(qkv), n_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     cos, sin = turn or (None, None)
     q_norm, k_norm = norms or (None, None)
@@ -99,12 +104,13 @@ def rotate_and_cache(
         _rotate,
         (len(qkv), n_heads + (2 * n_kv_heads if owns_kv else 0), 1),
         (qkv, q, keys, values, slots, cos, sin, q_norm, k_norm),
-        (qkv.stride(0), eps),
+        (qkv.stride(0), eps, v_scale),
         {
             "H": n_heads,
             "K": n_kv_heads,
             "D": head_dim,
-            "DP": power_of_two(head_dim),
+            "DV": value_dim,
+            "DP": power_of_two(max(head_dim, value_dim)),
             "HALF": 0 if cos is None else cos.shape[-1],
             "IS_TURNED": is_turned_first,
         },
