@@ -1,5 +1,7 @@
 """Products of rows and weights, of one matrix and of a mixture's experts.
 
+Weights are values in 16 bits, or codes of which a tile's values are made where they are met (`codes`).
+
 Legend: M rows, N outputs, K inputs; T tokens, E experts, k of them to a token.
 """
 
@@ -9,7 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from diptych.compute.ops.device_codes import CodedWeight, JoinedWeight, Weight
+from diptych.compute.ops.gpu.codes import Held, coded_tile
 from diptych.compute.ops.gpu.launch import cdiv, launch
+from diptych.compute.ops.torch_loader import Stacked
 from diptych.models.gates import CLAMPED
 from diptych.models.spec import Activation
 
@@ -26,12 +31,35 @@ _ALPHA, _LIMIT = tl.constexpr(CLAMPED.alpha), tl.constexpr(CLAMPED.limit)
 
 
 @triton.jit
-def _sums(
-    x_ptrs, is_row, w_ptr, b_ptr, n, N, K,
-    KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, IS_EVEN: tl.constexpr,
+def _coded_sums(
+    x_ptrs, is_row, w_ptr, s_ptr, o_ptr, n, N, K, W,
+    BITS: tl.constexpr, GRID: tl.constexpr, HEAD: tl.constexpr, G: tl.constexpr,
+    IS_GATE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
-    """act of x W^T + b [BM, BN], for columns n of W [N or 2 N, K]."""
-    IS_GATE: tl.constexpr = KIND > 0 and KIND < 4
+    """x W^T [BM, BN], and of a gate x U^T, for columns n: as `_plain_sums` over the weights' values."""
+    k = tl.arange(0, BK)
+    n_rows = 2 * N if IS_GATE else N
+    acc = tl.zeros((BM, BN), tl.float32)
+    up = tl.zeros((BM, BN), tl.float32)
+    for begin in range(0, K, BK):
+        if IS_EVEN:
+            x = tl.load(x_ptrs + begin) if BM > 64 else tl.load(x_ptrs + begin, mask=is_row[:, None], other=0.0)
+        else:
+            x = tl.load(x_ptrs + begin, mask=is_row[:, None] & (k < K - begin)[None, :], other=0.0)
+        w = coded_tile(w_ptr, s_ptr, o_ptr, n, N, n_rows, W, begin, BITS, GRID, HEAD, G, BN, BK)
+        acc = tl.dot(x, w.to(x.dtype), acc)
+        if IS_GATE:
+            w = coded_tile(w_ptr, s_ptr, o_ptr, n + N, 2 * N, n_rows, W, begin, BITS, GRID, HEAD, G, BN, BK)
+            up = tl.dot(x, w.to(x.dtype), up)
+    return acc, up
+
+
+@triton.jit
+def _plain_sums(
+    x_ptrs, is_row, w_ptr, n, N, K,
+    IS_GATE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, IS_EVEN: tl.constexpr,
+):  # fmt: skip
+    """x W^T [BM, BN], and of a gate x U^T, for columns n of W [N or 2 N, K]."""
     k = tl.arange(0, BK)
     # columns beyond the last repeat it, which costs no mask, and so do rows of large tiles; they are not stored. In small
     # tiles most rows may be nobody's, and reading one row for all of them from every program takes longer than the weights.
@@ -53,6 +81,23 @@ def _sums(
             acc = tl.dot(x, tl.load(w_ptrs + begin, mask=is_in[:, None], other=0.0), acc)
             if IS_GATE:
                 up = tl.dot(x, tl.load(up_ptrs + begin, mask=is_in[:, None], other=0.0), up)
+    return acc, up
+
+
+@triton.jit
+def _sums(
+    x_ptrs, is_row, w_ptr, s_ptr, o_ptr, b_ptr, n, N, K, W,
+    KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, IS_EVEN: tl.constexpr,
+    BITS: tl.constexpr, GRID: tl.constexpr, HEAD: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """act of x W^T + b [BM, BN], for columns n of W [N or 2 N, K]."""
+    IS_GATE: tl.constexpr = KIND > 0 and KIND < 4
+    if BITS == 16:
+        acc, up = _plain_sums(x_ptrs, is_row, w_ptr, n, N, K, IS_GATE, BM, BN, BK, IS_EVEN)
+    else:
+        acc, up = _coded_sums(
+            x_ptrs, is_row, w_ptr, s_ptr, o_ptr, n, N, K, W, BITS, GRID, HEAD, G, IS_GATE, BM, BN, BK, IS_EVEN
+        )
     if b_ptr is not None:
         acc += tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
         if IS_GATE:
@@ -73,8 +118,9 @@ def _sums(
 
 @triton.jit(do_not_specialize=["M"])
 def _multiply(
-    x_ptr, w_ptr, b_ptr, added_ptr, y_ptr, M, N, K, x_stride,
+    x_ptr, w_ptr, s_ptr, o_ptr, b_ptr, added_ptr, y_ptr, M, N, K, W, x_stride, added_stride, y_stride,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, IS_EVEN: tl.constexpr,
+    BITS: tl.constexpr, GRID: tl.constexpr, HEAD: tl.constexpr, G: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
     # programs that run together share rows and columns, which then lie in the L2
@@ -85,17 +131,17 @@ def _multiply(
     m = (first + within % size) * BM + tl.arange(0, BM)
     n = within // size * BN + tl.arange(0, BN)
     x_ptrs = x_ptr + tl.minimum(m, M - 1).to(tl.int64)[:, None] * x_stride + tl.arange(0, BK)[None, :]
-    acc = _sums(x_ptrs, m < M, w_ptr, b_ptr, n, N, K, KIND, BM, BN, BK, IS_EVEN)
-    at = m.to(tl.int64)[:, None] * N + n[None, :]
+    acc = _sums(x_ptrs, m < M, w_ptr, s_ptr, o_ptr, b_ptr, n, N, K, W, KIND, BM, BN, BK, IS_EVEN, BITS, GRID, HEAD, G)
+    at = m.to(tl.int64)[:, None]
     is_in = (m < M)[:, None] & (n < N)[None, :]
     if added_ptr is not None:
-        acc += tl.load(added_ptr + at, mask=is_in, other=0.0).to(tl.float32)
-    tl.store(y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=is_in)
+        acc += tl.load(added_ptr + at * added_stride + n[None, :], mask=is_in, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at * y_stride + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=is_in)
 
 
 def multiply(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     *,
     kind: int = PLAIN,
@@ -104,26 +150,47 @@ def multiply(
 ) -> torch.Tensor:
     """x W^T + b [M, N], x [M, K] and W [N, K] in 16 bits. Of a gate, W is [2 N, K]: act(x W0^T + b0) * (x W1^T + b1).
 
-    added [M, N] is added before the one rounding, to `dtype` or that of x.
+    added [M, N] is added before the one rounding, to `dtype` or that of x. Joined weights are no gates'.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     added = None if added is None else added.contiguous()
-    rows, k = x.shape
-    n = _n_outputs(weight, kind)
-    y = torch.empty((rows, n), dtype=dtype or x.dtype, device=x.device)
-    if not rows:
+    y = torch.empty((len(x), _n_outputs(weight, kind)), dtype=dtype or x.dtype, device=x.device)
+    if not len(x):
         return y
-    bm, bn, bk, warps, stages = tile_of(rows, n, k, is_gate=kind in GATES.values())
+    if not isinstance(weight, JoinedWeight):
+        _multiply_into(y, x, weight, bias, kind, added)
+        return y
+    assert kind not in GATES.values(), "gate and up lie in one format"
+    end = 0
+    for piece in weight.pieces:
+        begin, end = end, end + len(piece)
+        own_bias, own_added = None if bias is None else bias[begin:end], None if added is None else added[:, begin:end]
+        _multiply_into(y[:, begin:end], x, piece, own_bias, kind, own_added)
+    return y
+
+
+def _multiply_into(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | CodedWeight,
+    bias: torch.Tensor | None,
+    kind: int,
+    added: torch.Tensor | None,
+) -> None:
+    (rows, n), k, held = y.shape, x.shape[1], Held.of(weight)
+    is_gate = kind in GATES.values()
+    bits = held.form.bits
+    tile = tile_of(rows, n, k, is_gate=is_gate) if bits == 16 else coded_tile_of(rows, n, bits, is_gate=is_gate)
+    bm, bn, bk, warps, stages = tile
     launch(
         _multiply,
         (cdiv(rows, bm) * cdiv(n, bn), 1, 1),
-        (x, weight, bias, added, y),
-        (rows, n, k, x.stride(0)),
-        {"KIND": kind, "BM": bm, "BN": bn, "BK": bk, "IS_EVEN": k % bk == 0, "GROUP": 8},
+        (x, held.words, held.heads, held.more, bias, added, y),
+        (rows, n, k, held.n_words, x.stride(0), 0 if added is None else added.stride(0), y.stride(0)),
+        {"KIND": kind, "BM": bm, "BN": bn, "BK": bk, "IS_EVEN": k % bk == 0, **held.form.constants, "GROUP": 8},
         num_warps=warps,
         num_stages=stages,
     )
-    return y
 
 
 def tile_of(rows: int, n: int, k: int, *, is_gate: bool) -> tuple[int, int, int, int, int]:
@@ -140,6 +207,17 @@ def tile_of(rows: int, n: int, k: int, *, is_gate: bool) -> tuple[int, int, int,
         if cdiv(rows, tile[0]) * cdiv(n, tile[1]) >= BUSY:
             return tile
     return SOME, 32, 128, 4, 5
+
+
+def coded_tile_of(rows: int, n: int, bits: int, *, is_gate: bool) -> tuple[int, int, int, int, int]:
+    """As `tile_of`, for weights in codes, whose values are made anew for every tile of rows."""
+    if rows <= FEW:  # a block of words at a time, of which each is read once
+        return FEW, 64 if n >= 64 * BUSY else 32, 1024 // bits, 4, 4
+    if rows <= SOME:
+        return SOME, 64 if n >= 64 * BUSY else 32, 128, 4, 4
+    if not is_gate and cdiv(rows, 128) * cdiv(n, 128) >= BUSY:
+        return 128, 128, 64, 8, 3
+    return 128, 64, 64, 4, 3
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -175,8 +253,9 @@ def place(experts: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Te
 
 @triton.jit
 def _multiply_experts(
-    x_ptr, w_ptr, b_ptr, y_ptr, order_ptr, starts_ptr, N, K,
+    x_ptr, w_ptr, s_ptr, o_ptr, b_ptr, y_ptr, order_ptr, starts_ptr, N, K, W, s_stride, o_stride,
     KIND: tl.constexpr, TOP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, IS_EVEN: tl.constexpr,
+    BITS: tl.constexpr, GRID: tl.constexpr, HEAD: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     expert = tl.program_id(2)
@@ -191,10 +270,14 @@ def _multiply_experts(
     x_ptrs = x_ptr + tl.where(is_row, row, 0).to(tl.int64)[:, None] * K + tl.arange(0, BK)[None, :]
     IS_GATE: tl.constexpr = KIND > 0 and KIND < 4
     n_rows = 2 * N if IS_GATE else N
-    w_ptr += expert.to(tl.int64) * n_rows * K
+    w_ptr += expert.to(tl.int64) * n_rows * W
+    if s_ptr is not None:
+        s_ptr += expert.to(tl.int64) * s_stride
+    if o_ptr is not None:
+        o_ptr += expert.to(tl.int64) * o_stride
     if b_ptr is not None:
         b_ptr += expert * n_rows
-    acc = _sums(x_ptrs, is_row, w_ptr, b_ptr, n, N, K, KIND, BM, BN, BK, IS_EVEN)
+    acc = _sums(x_ptrs, is_row, w_ptr, s_ptr, o_ptr, b_ptr, n, N, K, W, KIND, BM, BN, BK, IS_EVEN, BITS, GRID, HEAD, G)
     at = target.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & (n < N)[None, :])
 
@@ -211,8 +294,8 @@ def _combine(y_ptr, weights_ptr, out_ptr, D, TOP: tl.constexpr, BLOCK: tl.conste
 
 def mix(
     x: torch.Tensor,
-    first: tuple[torch.Tensor, torch.Tensor | None],
-    second: tuple[torch.Tensor, torch.Tensor | None],
+    first: Stacked,
+    second: Stacked,
     chosen: torch.Tensor,
     weights: torch.Tensor,
     *,
@@ -234,7 +317,7 @@ def mix(
 
 def _of_experts(
     x: torch.Tensor,
-    of_experts: tuple[torch.Tensor, torch.Tensor | None],
+    of_experts: Stacked,
     order: torch.Tensor,
     starts: torch.Tensor,
     top: int,
@@ -248,14 +331,14 @@ def _of_experts(
     weight, bias = of_experts
     n_experts, k, n = len(weight), weight.shape[2], _n_outputs(weight[0], kind)
     y = torch.empty((len(order), n), dtype=x.dtype, device=x.device)
-    usual = cdiv(len(order), n_experts)
+    usual, held = cdiv(len(order), n_experts), Held.of(weight)
     bm, bn, bk, warps, stages = expert_tile(usual)
     launch(
         _multiply_experts,
         (cdiv(n, bn), cdiv(most, bm), n_experts),
-        (x, weight, bias, y, order, starts),
-        (n, k),
-        {"KIND": kind, "TOP": top, "BM": bm, "BN": bn, "BK": bk, "IS_EVEN": k % bk == 0},
+        (x, held.words, held.heads, held.more, bias, y, order, starts),
+        (n, k, held.n_words, *(0 if one is None else one.stride(0) for one in (held.heads, held.more))),
+        {"KIND": kind, "TOP": top, "BM": bm, "BN": bn, "BK": bk, "IS_EVEN": k % bk == 0, **held.form.constants},
         num_warps=warps,
         num_stages=stages,
     )
@@ -269,5 +352,5 @@ def expert_tile(rows: int) -> tuple[int, int, int, int, int]:
     return (SOME, 128, 64, 4, 4) if rows <= SOME else (128, 128, 64, 8, 3)
 
 
-def _n_outputs(weight: torch.Tensor, kind: int) -> int:
+def _n_outputs(weight: Weight, kind: int) -> int:
     return len(weight) // 2 if kind in GATES.values() else len(weight)
