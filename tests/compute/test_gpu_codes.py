@@ -18,8 +18,10 @@ from test_torch_ops import noise
 
 from checkpoints import make_checkpoint
 from coded_files import awq, block_fp8, compressed, gptq, mxfp4_checkpoint, quantised_checkpoints
+from diptych.compute import runner
 from diptych.compute.gguf_codes import codes_of
 from diptych.compute.model import Model
+from diptych.compute.ops import torch_model
 from diptych.compute.ops.contract import Activation, Codes, LinearParts
 from diptych.compute.ops.device_codes import CodedWeight, JoinedWeight
 from diptych.compute.ops.torch_loader import TorchLinear, TorchLoader
@@ -252,6 +254,36 @@ FILES: dict[str, tuple[Any, str]] = {
     ),
     "fp8 blocks": (block_fp8, "gpu8-g128-f32-e4m3"),
 }
+
+
+@of_ours
+@pytest.mark.parametrize("layout", ["awq", "fp8 blocks"])
+def test_a_checkpoint_is_loaded_in_codes(
+    layout: str, kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From its files to logits, interpreted: the model on a CPU with our ops, in a type that the interpreter has."""
+    if kind.dtype != torch.float32:
+        pytest.skip("files' values are made in fp32, and rounded to 16 bits that the interpreter does not have")
+    make, form = FILES[layout]
+    original = make_checkpoint("llama", tmp_path / "original", hidden_size=128, intermediate_size=256)
+    path, _ = quantised_checkpoints(original, tmp_path, make())
+    same_tiles(kind, monkeypatch)
+    monkeypatch.setitem(torch_model.DTYPES, "bf16", kind.dtype)
+    monkeypatch.setattr(runner, "_dequantised_dtype", lambda config: kind.dtype)
+    monkeypatch.setattr(torch_model.TorchModel, "ops", kind.ops)
+    monkeypatch.setattr(torch_model.TorchModel, "multiplies_codes", True)
+    monkeypatch.setattr(torch_model, "_auto_format", lambda blueprint: "bf16")
+    with caplog.at_level(logging.INFO, logger="diptych.compute"):
+        models = [
+            load_model(path, ComputeConfig(backend="torch", device="cpu", weights=how)) for how in ("auto", "bf16")
+        ]
+    answers = [alone(model, prompt(20), 8) for model in models]
+    assert answers[1].logits.std() > 0.1, "the model says nearly the same everywhere; the test would see nothing"
+    assert not (found := answers[0].differs_from(answers[1])), found
+    assert [model.weights_format for model in models] == [form, "bf16"]
+    assert models[0].weight_bytes < models[1].weight_bytes
+    assert f"kept={form}:100.0%" in caplog.text
+    assert models[0].revision == models[1].revision
 
 
 def both_ways(path: Path) -> tuple[Model, Model]:

@@ -211,13 +211,12 @@ def tile_of(rows: int, n: int, k: int, *, is_gate: bool) -> tuple[int, int, int,
 
 def coded_tile_of(rows: int, n: int, bits: int, *, is_gate: bool) -> tuple[int, int, int, int, int]:
     """As `tile_of`, for weights in codes, whose values are made anew for every tile of rows."""
-    if rows <= FEW:  # a block of words at a time, of which each is read once
-        return FEW, 64 if n >= 64 * BUSY else 32, 1024 // bits, 4, 4
+    bn = 64 if n >= 64 * BUSY else 32
+    if rows <= 2 * FEW:  # a block of words at a time, of which each is read once
+        return (FEW, bn, 1024 // bits, 4, 4) if rows <= FEW else (2 * FEW, bn, 128 if is_gate else 1024 // bits, 4, 3)
     if rows <= SOME:
-        return SOME, 64 if n >= 64 * BUSY else 32, 128, 4, 4
-    if not is_gate and cdiv(rows, 128) * cdiv(n, 128) >= BUSY:
-        return 128, 128, 64, 8, 3
-    return 128, 64, 64, 4, 3
+        return SOME, bn, 128, 4, 4
+    return (128, 64, 64, 8, 3) if is_gate or cdiv(rows, 128) * cdiv(n, 128) < BUSY else (128, 128, 64, 8, 3)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -332,7 +331,7 @@ def _of_experts(
     n_experts, k, n = len(weight), weight.shape[2], _n_outputs(weight[0], kind)
     y = torch.empty((len(order), n), dtype=x.dtype, device=x.device)
     usual, held = cdiv(len(order), n_experts), Held.of(weight)
-    bm, bn, bk, warps, stages = expert_tile(usual)
+    bm, bn, bk, warps, stages = expert_tile(usual, held.form.bits)
     launch(
         _multiply_experts,
         (cdiv(n, bn), cdiv(most, bm), n_experts),
@@ -345,10 +344,12 @@ def _of_experts(
     return y
 
 
-def expert_tile(rows: int) -> tuple[int, int, int, int, int]:
+def expert_tile(rows: int, bits: int) -> tuple[int, int, int, int, int]:
     """As `tile_of`, for experts that have so many rows each."""
     if rows <= FEW:
-        return FEW, 64, 128, 4, 4
+        return FEW, 64, 128 if bits == 16 else 1024 // bits, 4, 4
+    if rows <= SOME and bits < 16:
+        return SOME, 128, 64, 8, 4
     return (SOME, 128, 64, 4, 4) if rows <= SOME else (128, 128, 64, 8, 3)
 
 
