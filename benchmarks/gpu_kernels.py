@@ -4,7 +4,7 @@
 
 Each is launched over several copies of its weights, more than the L2 holds, from a recorded graph: the best of four replays.
 `products` times every tile of TILES, to choose `tile_of` by, and says where one has other bits than the first; `codes` those
-of CODED_TILES for weights in 4 and 8 bits, to choose `coded_tile_of` by, beside the tile that bf16 takes.
+of CODED_TILES for weights in 4 and 8 bits, to choose `coded_tile_of` by, and beyond SOME rows what writing the values takes.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ TILES = [
     (256, 128, 64, 8, 3),
 ]  # fmt: skip
 CODED_TILES = [
-    (16, 64, 256, 4, 4), (16, 64, 256, 4, 3), (16, 32, 256, 4, 4), (16, 32, 256, 4, 6), (16, 64, 128, 4, 4),
-    (16, 64, 128, 4, 6), (16, 32, 128, 4, 6), (32, 64, 256, 4, 3), (32, 32, 256, 4, 4), (32, 64, 128, 4, 4),
-    (64, 64, 128, 4, 4), (64, 32, 128, 4, 4), (64, 64, 64, 4, 4), (64, 128, 64, 8, 4), (128, 64, 64, 8, 3),
-    (128, 128, 64, 8, 3),
+    (16, 64, 4, 4), (16, 64, 4, 3), (16, 64, 4, 6), (16, 32, 4, 4), (16, 32, 4, 6), (16, 128, 4, 3), (16, 128, 8, 4),
+    (32, 64, 4, 4), (32, 64, 4, 3), (32, 128, 4, 3), (32, 128, 8, 3),
 ]  # fmt: skip
 CODED_ROWS = (1, 8, 16, 32, 64, 128, 512, 2048)
 CODES = ("gpu4-g128-f16-zeros", "gpu4-g32-f16", "gpu4-g32-s8-minima", "gpu8-g32-f16", "gpu8-g128-f32-e4m3")
@@ -100,12 +98,17 @@ def random_codes(n: int, k: int, name: str) -> CodedWeight:
     if form.scale == "s8":
         of_each = torch.tensor([k**-0.5 / 256, -(k**-0.5) / 32], device="cuda", dtype=torch.float16)
         factors = of_each.view(torch.int32).expand(shape[0] * form.group // 256, n).contiguous()
-        return CodedWeight(words, random_scales(shape, torch.int16), factors, form, k)
+        return CodedWeight(words, in_twos(random_scales(shape, torch.int16)), factors, form, k)
     scales = random_scales(shape, torch.float32 if form.scale == "f32" else torch.float16) * k**-0.5
     if form.grid in OFFSET_GRIDS:
         pairs = torch.stack((scales, torch.full_like(scales, 7.0)), -1)
         return CodedWeight(words, pairs.view(torch.int32)[..., 0], None, form, k)
-    return CodedWeight(words, scales, None, form, k)
+    return CodedWeight(words, scales if form.scale == "f32" else in_twos(scales), None, form, k)
+
+
+def in_twos(heads: torch.Tensor) -> torch.Tensor:
+    """Those of two groups in a word."""
+    return torch.stack((heads[::2], heads[1::2]), -1).view(torch.int32)[..., 0]
 
 
 def random_scales(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -134,7 +137,7 @@ def time_codes() -> Iterator[str]:
 
 
 def coded_times(x: torch.Tensor, copies: list[CodedWeight], is_gate: bool) -> str:
-    """By the tile that is chosen, and by each that has room for the rows."""
+    """By the tile that is chosen, and by each."""
     kind, rows, chosen = 1 if is_gate else products.PLAIN, len(x), products.coded_tile_of
     bits, found, first = copies[0].format.bits, [], products.multiply(x, copies[0], kind=kind)
 
@@ -142,16 +145,9 @@ def coded_times(x: torch.Tensor, copies: list[CodedWeight], is_gate: bool) -> st
         return best_s(lambda: [products.multiply(x, weight, kind=kind) for weight in copies]) / len(copies)
 
     ours_s = measured_s()
-    for tile in CODED_TILES:
-        bm, bn, bk, *_ = tile
-        if (
-            bk > 1024 // bits
-            or (rows > 2 * bm and bm < 64)
-            or (rows <= 64 and bm > 64)
-            or (is_gate and bm * bn > 2**13)
-        ):
-            continue
-        products.coded_tile_of = lambda *sizes, is_gate, tile=tile: tile
+    for bm, bn, warps, stages in CODED_TILES if rows <= products.SOME else ():
+        tile = (bm, bn, 1024 // bits, warps, stages)
+        products.coded_tile_of = lambda *sizes, tile=tile: tile
         other = "" if torch.equal(first, products.multiply(x, copies[0], kind=kind)) else " OTHER BITS"
         found.append((measured_s(), tile, other))
     products.coded_tile_of = chosen

@@ -127,13 +127,20 @@ def loaded(kind: Kind, *tensors: InCodes, gate: Activation | None = None, keeps:
     return loader.linear(parts) if gate is None else loader.gated(parts, gate)
 
 
-def same_tiles(kind: Kind, monkeypatch: pytest.MonkeyPatch, bk: int | None = None) -> None:
-    """Interpreted, a product of two tiles is numpy's, whose sums depend on their sizes; on a GPU nothing does."""
+def same_tiles(kind: Kind, monkeypatch: pytest.MonkeyPatch, name: str = "") -> None:
+    """Interpreted, a product of two tiles is numpy's, whose sums depend on how many inputs it has; on a GPU nothing does.
+
+    name: of WEIGHTS, of whose groups kernels take some inputs at a time.
+    """
+    if kind.device.type != "cpu":
+        return
     products = import_module("diptych.compute.ops.gpu.products")
-    if bk is not None or kind.device.type == "cpu":
-        tile = (16, 32, bk or 128, 4, 3)
-        for name in ("tile_of", "coded_tile_of", "expert_tile") if kind.device.type == "cpu" else ("coded_tile_of",):
-            monkeypatch.setattr(products, name, lambda *sizes, **form: tile)
+    inputs = 16 if name in ("Q2_K", "Q3_K", "Q6_K") or "g16" in name else 32
+    monkeypatch.setattr(products, "tile_of", lambda *sizes, **form: (16, 32, inputs, 4, 3))
+    monkeypatch.setattr(products, "coded_tile_of", lambda rows, n, bits: (16, 32, 1024 // bits, 4, 3))
+    monkeypatch.setattr(
+        products, "expert_tile", lambda rows, bits: (16, 32, inputs if bits == 16 else 1024 // bits, 4, 3)
+    )
 
 
 @of_ours
@@ -143,7 +150,7 @@ def test_products_have_the_bits_of_the_values(
     rows: int, is_gate: bool, name: str, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two matrices behind one another, of outputs that no tile divides; K is whole blocks of GGUF, and otherwise no tile's."""
-    same_tiles(kind, monkeypatch)
+    same_tiles(kind, monkeypatch, name)
     products = import_module("diptych.compute.ops.gpu.products")
     k = 512 if name in GGUF_KEPT else 416 if "128" not in name else 640
     tensors = [WEIGHTS[name](50, k, seed) for seed in (1, 2)]
@@ -158,17 +165,20 @@ def test_products_have_the_bits_of_the_values(
 
 
 @of_ours
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("rows", [1, 20, 130])
-def test_every_tile_has_the_same_bits(rows: int, bits: int, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of as many inputs as it may have: those of a block, or parts of it."""
+@pytest.mark.parametrize("gate", [0, 1])
+@pytest.mark.parametrize("name", ["group4-g128-f16-zeros", "Q6_K"])
+def test_values_written_part_by_part_have_the_same_bits(
+    name: str, gate: int, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For many rows, a hundred outputs and some at a time."""
     products = import_module("diptych.compute.ops.gpu.products")
-    tensor = WEIGHTS["group4-g128-f16-zeros" if bits == 4 else "Q8_0"](40, 768, 1)
+    same_tiles(kind, monkeypatch, name)
+    monkeypatch.setattr(products, "WRITTEN_BYTES", 1)
+    tensor = WEIGHTS[name](600, 256, 1)
     coded, plain = (loaded(kind, tensor, keeps=keeps).weight for keeps in (True, False))
-    x = kind.put(noise(rows, 768, seed=2).to(kind.dtype))
-    for bk in (64, 128, 1024 // bits):
-        same_tiles(kind, monkeypatch, bk)
-        assert torch.equal(products.multiply(x, coded), products.multiply(x, plain)), bk
+    x, n = kind.put(rows_for(70, tensor, seed=2).to(kind.dtype)), 300 if gate else 600
+    bias, added = (kind.put(noise(*shape, seed=3).to(kind.dtype)) for shape in ((600,), (70, n)))
+    assert torch.equal(*(products.multiply(x, weight, bias, kind=gate, added=added) for weight in (coded, plain)))
 
 
 @of_ours
@@ -176,7 +186,7 @@ def test_projections_of_several_formats_lie_each_in_its_own(kind: Kind, monkeypa
     """As q, k and v of many GGUF files do: what is added and the bias go to each."""
     same_tiles(kind, monkeypatch)
     products = import_module("diptych.compute.ops.gpu.products")
-    tensors = [WEIGHTS[name](32, 512, seed) for seed, name in enumerate(("Q4_K", "Q4_K", "Q6_K"))]
+    tensors = [WEIGHTS[name](32, 512, seed) for seed, name in enumerate(("Q4_K", "Q4_K", "Q8_0"))]
     x, added = (kind.put(noise(5, width, seed=3).to(kind.dtype)) for width in (512, 96))
     bias = kind.put(noise(96, seed=4).to(kind.dtype))
     coded, plain = (loaded(kind, *tensors, keeps=keeps).weight for keeps in (True, False))
@@ -187,13 +197,14 @@ def test_projections_of_several_formats_lie_each_in_its_own(kind: Kind, monkeypa
 
 @of_ours
 @pytest.mark.parametrize("name", ["MXFP4", "Q4_K", "group4-g128-f16-zeros", f"fp8-g{FP8_BLOCK}"])
-@pytest.mark.parametrize("n_tokens", [3, 60])
+@pytest.mark.parametrize("n_tokens", [3, 80])
 def test_experts_have_the_bits_of_the_values(
     n_tokens: int, name: str, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gate, up and down of each."""
+    """Gate, up and down of each; for many tokens written out, three experts and then the last."""
     same_tiles(kind, monkeypatch)
     products = import_module("diptych.compute.ops.gpu.products")
+    monkeypatch.setattr(products, "WRITTEN_BYTES", 3 * 2 * 512 * 256)
     of_experts = [(LinearParts(weights=(WEIGHTS[name](512, 256, e),)), LinearParts(weights=(WEIGHTS[name](96, 256, 9 + e),)))
                   for e in range(4)]  # fmt: skip
     found = []

@@ -224,6 +224,11 @@ class DeviceFormat:
         return found
 
     @property
+    def has_offsets(self) -> bool:
+        """Whether zeros or minima stand beside its scales."""
+        return self.grid in OFFSET_GRIDS
+
+    @property
     def inputs(self) -> int:
         """Those of a block of words: rows are filled up to whole ones."""
         return WORD_INPUTS * 32 // self.bits
@@ -236,7 +241,7 @@ class DeviceFormat:
         if self.scale == "s8":  # and the minimum beside it, whether there is one or not
             group_bits = 16 + 32 * self.group // NESTED_INPUTS
         else:
-            group_bits = (32 if self.scale == "f32" else 16) * (2 if self.grid in OFFSET_GRIDS else 1)
+            group_bits = (32 if self.scale == "f32" else 16) * (2 if self.has_offsets else 1)
         return NumberFormat(name=self.name, bits=self.bits, group=self.group, group_bits=group_bits)
 
 

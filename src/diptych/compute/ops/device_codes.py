@@ -21,8 +21,9 @@ class CodedWeight:
     """W [N, K], or several stacked [E, N, K], as codes of `format`.
 
     words [N, W] int32: word j of a block of 32 has input i 32 + j in its bits from i `format.bits` on. Filled up with codes 0
-    behind K. heads [G, N], outputs beside one another: scales in their type; with offsets of 16 bits int32, the scale in the
-    lower half; nested int16, the scale in the lower byte. more: fp32 offsets [G, N], or of nested ones what 256 inputs share,
+    behind K. heads, outputs beside one another: scales of fp32 [G, N]; words int32 [G, N] of a scale of 16 bits and an offset
+    in the upper half; words int32 [G / 2, N] of what two groups have, the first in the lower half: scales, or nested ones in
+    the lower byte of a half and their minima in the upper. more: fp32 offsets [G, N], or of nested ones what 256 inputs share,
     [K / 256, N]: fp32, or with minima int32 of two fp16.
     """
 
@@ -35,8 +36,8 @@ class CodedWeight:
     def __len__(self) -> int:
         return len(self.words)
 
-    def __getitem__(self, index: int) -> CodedWeight:
-        """One of those that are stacked."""
+    def __getitem__(self, index: int | slice) -> CodedWeight:
+        """One or some of those that are stacked."""
         more = None if self.more is None else self.more[index]
         return CodedWeight(self.words[index], self.heads[index], more, self.format, self.n_inputs)
 
@@ -84,11 +85,13 @@ def on_device(codes: Codes, kept: KeptFormat, device: torch.device) -> CodedWeig
     heads, more = _beside(codes, form)
     blocks = -(-k // form.inputs)
     n_groups = 1 if not form.group else blocks * form.inputs // form.group
-    more_groups = blocks * form.inputs // NESTED_INPUTS if form.scale == "s8" else n_groups
+    more_groups = -(-k // NESTED_INPUTS) if form.scale == "s8" else n_groups
+    if form.scale == "s8" or (form.scale != "f32" and not form.has_offsets):
+        heads, n_groups = _in_twos(heads), n_groups // 2
     return CodedWeight(
         _words(values, form, blocks),
         _by_group(heads, n_groups, device),
-        None if more is None else _by_group(more, max(1, more_groups), device),
+        None if more is None else _by_group(more, more_groups, device),
         form,
         k,
     )
@@ -139,6 +142,11 @@ def _beside(codes: Codes, form: DeviceFormat) -> tuple[torch.Tensor, torch.Tenso
     if form.scale == "f32":
         return scales, held
     return torch.stack((scales, held), -1).contiguous().view(torch.int32).squeeze(-1), None
+
+
+def _in_twos(of_groups: torch.Tensor) -> torch.Tensor:
+    """16 bits [N, groups] -> int32 [N, groups / 2]."""
+    return torch.nn.functional.pad(of_groups, (0, of_groups.shape[1] % 2)).contiguous().view(torch.int32)
 
 
 def _by_group(of_rows: torch.Tensor, n_groups: int, device: torch.device) -> torch.Tensor:
