@@ -99,7 +99,9 @@ def random_codes(n: int, k: int, name: str) -> CodedWeight:
         of_each = torch.tensor([k**-0.5 / 256, -(k**-0.5) / 32], device="cuda", dtype=torch.float16)
         factors = of_each.view(torch.int32).expand(shape[0] * form.group // 256, n).contiguous()
         return CodedWeight(words, in_twos(random_scales(shape, torch.int16)), factors, form, k)
-    scales = random_scales(shape, torch.float32 if form.scale == "f32" else torch.float16) * k**-0.5
+    scales = random_scales(shape, torch.float32 if form.scale == "f32" else torch.float16) * (
+        8 / (1 << form.bits) * k**-0.5
+    )
     if form.grid in OFFSET_GRIDS:
         pairs = torch.stack((scales, torch.full_like(scales, 7.0)), -1)
         return CodedWeight(words, pairs.view(torch.int32)[..., 0], None, form, k)

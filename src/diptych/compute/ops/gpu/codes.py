@@ -8,6 +8,7 @@ that meets it has the bits that it has over those.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -15,7 +16,7 @@ import triton.language as tl
 
 from diptych.compute.ops.device_codes import CodedWeight
 from diptych.compute.ops.gpu.launch import cdiv, launch
-from diptych.ground.formats import DEVICE_MIDDLES
+from diptych.ground.formats import DEVICE_MIDDLES, DeviceFormat
 
 SIGNED, ZEROS, MINIMA, E2M1, E4M3 = 0, 1, 2, 3, 4
 GRIDS = {"signed": SIGNED, "zeros": ZEROS, "minima": MINIMA, "e2m1": E2M1, "e4m3": E4M3}
@@ -38,16 +39,19 @@ class CodeForm:
     head: int = ALONE
     group: int = 0
 
-    @classmethod
-    def of(cls, weight: CodedWeight) -> CodeForm:
-        """Of a weight."""
-        form = weight.format
-        return cls(form.bits, GRIDS[form.grid], HEADS[form.scale][form.has_offsets], form.group)
 
-    @property
-    def constants(self) -> dict[str, int]:
-        """Those of a kernel, in the order of its arguments."""
-        return {"BITS": self.bits, "GRID": self.grid, "HEAD": self.head, "G": self.group}
+VALUES = CodeForm()
+
+
+@cache
+def constants_of(form: CodeForm) -> dict[str, int]:
+    """Those of a kernel, in the order of its arguments."""
+    return {"BITS": form.bits, "GRID": form.grid, "HEAD": form.head, "G": form.group}
+
+
+@cache
+def _form_of(form: DeviceFormat) -> CodeForm:
+    return CodeForm(form.bits, GRIDS[form.grid], HEADS[form.scale][form.has_offsets], form.group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +68,8 @@ class Held:
     def of(cls, weight: torch.Tensor | CodedWeight) -> Held:
         """Of either kind."""
         if isinstance(weight, torch.Tensor):
-            return cls(weight, None, None, weight.shape[-1], CodeForm())
-        return cls(weight.words, weight.heads, weight.more, weight.words.shape[-1], CodeForm.of(weight))
+            return cls(weight, None, None, weight.shape[-1], VALUES)
+        return cls(weight.words, weight.heads, weight.more, weight.words.shape[-1], _form_of(weight.format))
 
     @property
     def strides(self) -> tuple[int, int]:
@@ -172,6 +176,6 @@ def write_values(weight: CodedWeight, first: int, y: torch.Tensor) -> None:
         (cdiv(n, 64), cdiv(k, 1024 // held.form.bits), n_matrices),
         (held.words, held.heads, held.more, y),
         (first, n, k, held.words.shape[-2], held.n_words, w_stride, *strides),
-        {**held.form.constants, "BN": 64},
+        {**constants_of(held.form), "BN": 64},
         num_warps=4,
     )

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from diptych.compute.ops.device_codes import CodedWeight, JoinedWeight, Weight
-from diptych.compute.ops.gpu.codes import Held, scale_and_offset, values_of, write_values
+from diptych.compute.ops.gpu.codes import Held, constants_of, scale_and_offset, values_of, write_values
 from diptych.compute.ops.gpu.launch import cdiv, launch
 from diptych.compute.ops.torch_loader import Stacked
 from diptych.models.gates import CLAMPED
@@ -238,7 +238,7 @@ def _multiply_into(
         (cdiv(rows, bm) * cdiv(n, bn), 1, 1),
         (x, held.words, held.heads, held.more, bias, added, y),
         (rows, n, k, held.n_words, x.stride(0), 0 if added is None else added.stride(0), y.stride(0)),
-        {"KIND": kind, "BM": bm, "BN": bn, "BK": bk, "IS_EVEN": k % bk == 0, **held.form.constants, "GROUP": 8},
+        {"KIND": kind, "BM": bm, "BN": bn, "BK": bk, "IS_EVEN": k % bk == 0, **constants_of(held.form), "GROUP": 8},
         num_warps=warps,
         num_stages=stages,
     )
@@ -412,7 +412,7 @@ def _multiply_by_experts(
         (cdiv(n, bn), cdiv(most, bm), len(weight)),
         (x, held.words, held.heads, held.more, bias, y, order, starts),
         (n, k, held.n_words, *held.strides),
-        {"KIND": kind, "TOP": top, "BM": bm, "BN": bn, "BK": bk, "IS_EVEN": k % bk == 0, **held.form.constants},
+        {"KIND": kind, "TOP": top, "BM": bm, "BN": bn, "BK": bk, "IS_EVEN": k % bk == 0, **constants_of(held.form)},
         num_warps=warps,
         num_stages=stages,
     )
