@@ -1,9 +1,11 @@
-"""Our kernels on a GPU beside torch's, in microseconds: products over tiles, experts, attention, latent attention.
+"""Our kernels on a GPU beside torch's, in microseconds: products over tiles, over weights in codes, experts, attention,
+latent attention.
 
-    python benchmarks/gpu_kernels.py products attention latents experts
+    python benchmarks/gpu_kernels.py products codes attention latents experts
 
 Each is launched over several copies of its weights, more than the L2 holds, from a recorded graph: the best of four replays.
-`products` times every tile of TILES, to choose `tile_of` by, and says where one has other bits than the first.
+`products` times every tile of TILES, to choose `tile_of` by, and says where one has other bits than the first; `codes` those
+of CODED_TILES for weights in 4 and 8 bits, to choose `coded_tile_of` by, and beyond SOME rows what writing the values takes.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from functools import partial
 
 import torch
 
+from diptych.compute.ops.device_codes import CodedWeight
 from diptych.compute.ops.gpu import products
 from diptych.compute.ops.gpu.attention import attend, item_tokens
 from diptych.compute.ops.gpu.latents import attend_latents, multiply_heads
+from diptych.ground.formats import OFFSET_GRIDS, DeviceFormat
 
 # outputs and inputs of a layer of Llama 3.1 8B and of Qwen2.5 0.5B; a gate has twice the rows
 LAYERS = {
@@ -30,6 +34,12 @@ TILES = [
     (64, 32, 128, 4, 5), (64, 16, 128, 4, 5), (64, 128, 64, 4, 4), (128, 64, 64, 4, 5), (128, 128, 64, 8, 4),
     (256, 128, 64, 8, 3),
 ]  # fmt: skip
+CODED_TILES = [
+    (16, 64, 4, 4), (16, 64, 4, 3), (16, 64, 4, 6), (16, 32, 4, 4), (16, 32, 4, 6), (16, 128, 4, 3), (16, 128, 8, 4),
+    (32, 64, 4, 4), (32, 64, 4, 3), (32, 128, 4, 3), (32, 128, 8, 3),
+]  # fmt: skip
+CODED_ROWS = (1, 8, 16, 32, 64, 128, 512, 2048)
+CODES = ("gpu4-g128-f16-zeros", "gpu4-g32-f16", "gpu4-g32-s8-minima", "gpu8-g32-f16", "gpu8-g128-f32-e4m3")
 HEADS = {"8B": (32, 8, 128), "0.5B": (14, 2, 64)}
 CHUNKS = [(1, 512, 1), (1, 4096, 1), (1, 32768, 1), (64, 2048, 1), (1, 512, 512), (1, 2048, 2048), (1, 8192, 2048)]
 # heads, width of a head's key without positions and of its value; latents of 512 and 64 that turn
@@ -84,6 +94,73 @@ def product_times(x: torch.Tensor, copies: list[torch.Tensor], is_gate: bool) ->
         found.append((ours_s, tile, "" if torch.equal(first, y) else " OTHER BITS"))
     best = "; ".join(f"{s * 1e6:.1f} {tile}{other}" for s, tile, other in sorted(found)[:4])
     return f"cuBLAS {theirs_s * 1e6:.1f}; {best}"
+
+
+def random_codes(n: int, k: int, name: str) -> CodedWeight:
+    """Every code alike often, with scales that leave products of order one."""
+    form = DeviceFormat.named(name)
+    words = torch.randint(-(2**31), 2**31, (n, -(-k // form.inputs) * 32), device="cuda", dtype=torch.int32)
+    shape = (words.shape[1] * 32 // form.bits // form.group, n)
+    if form.scale == "s8":
+        of_each = torch.tensor([k**-0.5 / 256, -(k**-0.5) / 32], device="cuda", dtype=torch.float16)
+        factors = of_each.view(torch.int32).expand(shape[0] * form.group // 256, n).contiguous()
+        return CodedWeight(words, in_twos(random_scales(shape, torch.int16)), factors, form, k)
+    scales = random_scales(shape, torch.float32 if form.scale == "f32" else torch.float16) * (
+        8 / (1 << form.bits) * k**-0.5
+    )
+    if form.grid in OFFSET_GRIDS:
+        pairs = torch.stack((scales, torch.full_like(scales, 7.0)), -1)
+        return CodedWeight(words, pairs.view(torch.int32)[..., 0], None, form, k)
+    return CodedWeight(words, scales if form.scale == "f32" else in_twos(scales), None, form, k)
+
+
+def in_twos(heads: torch.Tensor) -> torch.Tensor:
+    """Those of two groups in a word."""
+    return torch.stack((heads[::2], heads[1::2]), -1).view(torch.int32)[..., 0]
+
+
+def random_scales(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Around a fifth; of whole numbers two of 6 bits."""
+    if dtype == torch.int16:
+        return torch.randint(1, 64, shape, device="cuda", dtype=dtype) * 257
+    return (0.15 + 0.1 * torch.rand(shape, device="cuda")).to(dtype)
+
+
+def time_codes() -> Iterator[str]:
+    """Layers of 8B in bf16, and in codes by every tile."""
+    for name, (n, k, is_gate) in LAYERS.items():
+        if not name.startswith("8B"):
+            continue
+        full, kind = 2 * n if is_gate else n, 1 if is_gate else products.PLAIN
+        plain = [random(full, k, scale=k**-0.5) for _ in range(max(1, int(3e8 // (full * k * 2))))]
+        coded = {one: [random_codes(full, k, one) for _ in range(max(1, int(3e8 // (full * k // 2))))] for one in CODES}
+        for rows in CODED_ROWS:
+            x = random(rows, k)
+            s = best_s(
+                lambda x=x, plain=plain, kind=kind: [products.multiply(x, one, kind=kind) for one in plain]
+            ) / len(plain)
+            yield f"{name}, {rows} rows: bf16 {s * 1e6:.1f}, {plain[0].nbytes / s / 1e9:.0f} GB/s"
+            for one, copies in coded.items():
+                yield f"{name}, {rows} rows: {one} {coded_times(x, copies, is_gate)}"
+
+
+def coded_times(x: torch.Tensor, copies: list[CodedWeight], is_gate: bool) -> str:
+    """By the tile that is chosen, and by each."""
+    kind, rows, chosen = 1 if is_gate else products.PLAIN, len(x), products.coded_tile_of
+    bits, found, first = copies[0].format.bits, [], products.multiply(x, copies[0], kind=kind)
+
+    def measured_s() -> float:
+        return best_s(lambda: [products.multiply(x, weight, kind=kind) for weight in copies]) / len(copies)
+
+    ours_s = measured_s()
+    for bm, bn, warps, stages in CODED_TILES if rows <= products.SOME else ():
+        tile = (bm, bn, 1024 // bits, warps, stages)
+        products.coded_tile_of = lambda *sizes, tile=tile: tile
+        other = "" if torch.equal(first, products.multiply(x, copies[0], kind=kind)) else " OTHER BITS"
+        found.append((measured_s(), tile, other))
+    products.coded_tile_of = chosen
+    best = "; ".join(f"{s * 1e6:.1f} {tile}{other}" for s, tile, other in sorted(found)[:4])
+    return f"{ours_s * 1e6:.1f}, {copies[0].nbytes / ours_s / 1e9:.0f} GB/s; {best}"
 
 
 def time_attention() -> Iterator[str]:
@@ -190,6 +267,7 @@ def main() -> None:
     """Print a line for each."""
     timed = {
         "products": time_products,
+        "codes": time_codes,
         "attention": time_attention,
         "latents": time_latents,
         "experts": time_experts,

@@ -2,9 +2,10 @@
 
     python benchmarks/gpu_steps.py llama-3.1-8b
     python benchmarks/gpu_steps.py qwen3-30b-a3b --layers 8 --kernels torch
+    python benchmarks/gpu_steps.py llama-3.1-8b --weights group4-g128-f16-zeros
 
-Random weights in bf16. Each step runs until it is recorded where steps are, then seven times; medians. "host": how long the
-host takes to launch it, behind which it waits for the device.
+Random weights, in bf16 or as codes that a file might have (`KeptFormat`). Each step runs until it is recorded where steps are,
+then seven times; medians. "host": how long the host takes to launch it, behind which it waits for the device.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from typing import Any
 
 import torch
 
+from diptych.compute import weights
 from diptych.compute.ops import torch_model
+from diptych.compute.ops.contract import Codes
 from diptych.compute.runner import random_model
+from diptych.compute.weights import RANDOM_BLOCK, RandomTensor
 from diptych.ground.config import ComputeConfig
+from diptych.ground.formats import KEPT_BITS, KeptFormat
 from diptych.ground.shape import StepShape
 from diptych.lab.probe import StepProbe
 from diptych.models.named import SHAPES
@@ -29,20 +34,51 @@ PREFILL = [(512, 0), (2048, 0), (2048, 8192)]  # tokens, and those before them
 WARM_UPS, REPEATS = 3, 7
 
 
+SCALES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+
+
+class CodedRandomTensor(RandomTensor):
+    """One that a file has in codes of `kept`, with plain scales; values are of order 1 / sqrt(inputs)."""
+
+    def codes(self) -> Codes:
+        """A block of random ones, again and again."""
+        n, k = self.shape
+        kept, draw = self.kept, torch.Generator().manual_seed(self.random_seed or 0)
+        assert kept is not None
+        bits = KEPT_BITS.get(kept.kind, 8)
+        block = torch.randint(0, 1 << bits, (RANDOM_BLOCK,), generator=draw, dtype=torch.uint8)
+        if kept.kind == "fp8":
+            block &= 0xB7  # of order one
+        shape = (n, -(-k // kept.group) if kept.group else 1)
+        size = k**-0.5 * (1.0 if kept.kind == "fp8" else 4.0 / (1 << bits))
+        scales = torch.full(shape, size, dtype=SCALES[kept.scale])
+        offsets = {
+            "zeros": torch.full(shape, 1 << (bits - 1), dtype=torch.uint8),
+            "minima": -scales.float() * (1 << (bits - 1)),
+        }.get(kept.grid)
+        return Codes(codes=block.repeat(-(-n * k // RANDOM_BLOCK))[: n * k].view(n, k), scales=scales, offsets=offsets)
+
+
 def main() -> None:
     """Print a line for each step."""
     parser = argparse.ArgumentParser()
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--layers", type=int, help="so many of the shape's")
     parser.add_argument("--kernels", choices=("ours", "torch"), default="ours")
+    parser.add_argument("--weights", default="bf16", help="bf16, or a format of codes such as group4-g128-f16-zeros")
     asked = parser.parse_args()
     if asked.kernels == "torch":
         torch_model._class_for = lambda device: torch_model.TorchModel
     config: dict[str, Any] = dict(SHAPES[asked.shape])
     if asked.layers is not None:
         config["num_hidden_layers"] = asked.layers
-    model = random_model(config, ComputeConfig(backend="torch", device="cuda", weights="bf16"), seed=0)
-    print(f"{asked.shape}, {config['num_hidden_layers']} layers, {model.instruction_set}")
+    if asked.weights != "bf16":
+        CodedRandomTensor.kept = KeptFormat.named(asked.weights)
+        weights.RandomTensor = CodedRandomTensor  # type: ignore[misc]
+    how = ComputeConfig(backend="torch", device="cuda", weights="bf16" if asked.weights == "bf16" else "auto")
+    model = random_model(config, how, seed=0)
+    held = f"{model.weights_format} weights, {model.weight_bytes / 1e9:.2f} GB"
+    print(f"{asked.shape}, {config['num_hidden_layers']} layers, {held}, {model.instruction_set}")
     probe = StepProbe(model, max_tokens=40_000)
     for batch, context in DECODE:
         step_s, host_s = measured(probe.step(StepShape.decode(batch=batch, context_tokens=context)))

@@ -194,9 +194,13 @@ def tame_blocks(kind: gguf.GGMLQuantizationType, shape: tuple[int, ...], seed: i
     elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = np.random.default_rng(seed).integers(0, 256, (math.prod(shape) // elements, nbytes), dtype=np.uint8)
     scale = np.array([2.0**-10], dtype=np.float16).view(np.uint8)
-    where = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2)}.get(kind.name, (0,))
+    where = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(
+        kind.name, (0, 2) if kind.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,)
+    )
     for at in where:
         blocks[:, at : at + 2] = scale
+    if kind.name == "MXFP4":  # 2^-9 to 2^-6
+        blocks[:, 0] = np.random.default_rng(seed + 1).integers(118, 122, len(blocks))
     if kind.name == "NVFP4":  # 2^-6 to 2^-5
         blocks[:, :4] = np.random.default_rng(seed + 1).integers(8, 16, (len(blocks), 4))
     if kind.name == "IQ1_M":  # its scale lies in the upper half of every second byte

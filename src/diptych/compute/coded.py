@@ -22,7 +22,7 @@ from diptych.compute.coded_matrices import Matrix, RawTensors
 from diptych.compute.ops.contract import Codes, WeightTensor
 from diptych.compute.weights import Checkpoint, FileTensor
 from diptych.ground.errors import LoadError
-from diptych.ground.formats import mean_bytes
+from diptych.ground.formats import ENGINE_WEIGHTS, mean_bytes
 from diptych.models.quantised import CODES, Quantisation
 
 logger = logging.getLogger("diptych.compute")
@@ -151,12 +151,15 @@ class CodedCheckpoint(Checkpoint):
             return
         total = sum(formats.values())
         reasons = [f"{reason} ({n} matrices)" for reason, n in why.most_common()]
+        kept_why = (
+            "the kernels hold the file's values" if formats.keys() - ENGINE_WEIGHTS.keys() else "that was asked for"
+        )
         logger.info(
             "weights stored=%s at %.2f bits per weight, kept=%s at %.2f, because %s%s",
             " ".join(f"{label}:{n / stored.total():.1%}" for label, n in stored.most_common()),
             8 * stored_bytes / stored.total(),
             " ".join(f"{name}:{n / total:.1%}" for name, n in Counter(formats).most_common()),
             8 * mean_bytes(formats),
-            "; ".join(reasons) or "the kernels hold the file's values",
+            "; ".join(reasons) or kept_why,
             f"; {self.how.note}" if self.how.note else "",
         )

@@ -337,7 +337,7 @@ class GgufCheckpoint:
                 values[tensor.type] += math.prod(tensor.shape)
         total = sum(formats.values())
         why = "the backend multiplies that"
-        if any(name.startswith("group") for name in formats):
+        if any(name.startswith(("group", "gpu")) for name in formats):
             lost = ", but not those of experts that join several formats, or plain ones" if "bf16" in formats else ""
             why = f"the kernels hold the file's values{lost}"
         elif any(not kind.is_plain for kind in values):

@@ -401,7 +401,8 @@ def _shared(directory: Path, config: EngineConfig, target: Model) -> TargetTenso
 
 def _compute_of(config: EngineConfig, target: Model) -> ComputeConfig:
     """Heads are computed as their model is; not in 4 bits, as they are small and drafts are worth the bits."""
-    weights = target.weights_format if target.weights_format in ("fp32", "bf16") else "int8"
+    small = "int8" if target.backend_name == "cpu" else "bf16"
+    weights = target.weights_format if target.weights_format in ("fp32", "bf16") else small
     return replace(config.compute, backend=target.backend_name, weights=weights, kv=target.kv_format)
 
 

@@ -159,6 +159,92 @@ class KeptFormat:
         return dots / (dots + (END_WIDE if self.is_wide else END if self.grid not in OFFSET_GRIDS else END_OFFSETS))
 
 
+WORD_INPUTS = 32  # words of 32 bits beside one another: word j has inputs j, 32 + j, 64 + j, ... of their block
+DEVICE_MIDDLES = {4: 8, 8: 128}  # the code of 0 where a grid is signed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFormat:
+    """How a GPU holds weights that somebody else quantised: codes of 4 or 8 bits in words of 32, scales by group and output.
+
+    group: inputs that share a scale; 0: all of a row. scale: f16, bf16 or f32, or s8, a whole number of 8 bits times a factor
+    for 256 inputs. grid: what a code q stands for, over s the scale: signed s (q - middle), zeros s (q - z), minima s q + m, or
+    s times what it is the bits of: e2m1, e4m3.
+
+    >>> DeviceFormat.of(KeptFormat.named("group4-g128-f16-zeros")).name
+    'gpu4-g128-f16-zeros'
+    >>> DeviceFormat.named("gpu4-g128-f16-zeros").number.bytes * 8
+    4.25
+    """
+
+    bits: int
+    group: int
+    scale: str
+    grid: str
+
+    @classmethod
+    def of(cls, kept: KeptFormat) -> DeviceFormat | None:
+        """What holds such values, each the number that it is dequantised to; None where nothing does.
+
+        Minima of 8 bits stand for another code than the file's, whose sums may round otherwise; tables are no arithmetic;
+        a factor that scales were divided by is not its inverse.
+        """
+        if not kept.is_grouped:
+            return cls(bits=8, group=kept.group, scale="f32", grid="signed" if kept.kind == "int8" else "e4m3")
+        bits = KEPT_BITS[kept.kind]
+        if kept.grid not in ("signed", "zeros", "minima", "e2m1") or kept.scale == "e4m3":
+            return None
+        if kept.grid == "minima" and bits == 8:
+            return None
+        scale = kept.scale
+        if scale != "s8" and kept.grid == "minima" and bits != 4:
+            scale = "f32"  # zeros times scales, which 16 bits may not hold
+        if kept.grid == "signed" and scale != "s8" and kept.group >= 128:
+            scale = "f32"  # of which a kernel reads ahead as few as it wants, and which weigh next to nothing there
+        return cls(bits=4 if bits <= 4 else 8, group=kept.group, scale=scale, grid=kept.grid)
+
+    @property
+    def name(self) -> str:
+        """Everything about it in a word."""
+        group = f"g{self.group}" if self.group else "row"
+        return f"gpu{self.bits}-{group}-{self.scale}{'' if self.grid == 'signed' else f'-{self.grid}'}"
+
+    @classmethod
+    def named(cls, name: str) -> DeviceFormat:
+        """The format of that name. ValueError where there is none."""
+        kind, group, scale, *grid = name.split("-")
+        found = cls(
+            bits=int(kind.removeprefix("gpu")),
+            group=0 if group == "row" else int(group.removeprefix("g")),
+            scale=scale,
+            grid=grid[0] if grid else "signed",
+        )
+        if found.name != name:
+            raise ValueError(f"{name!r} names no format of a GPU")
+        return found
+
+    @property
+    def has_offsets(self) -> bool:
+        """Whether zeros or minima stand beside its scales."""
+        return self.grid in OFFSET_GRIDS
+
+    @property
+    def inputs(self) -> int:
+        """Those of a block of words: rows are filled up to whole ones."""
+        return WORD_INPUTS * 32 // self.bits
+
+    @property
+    def number(self) -> NumberFormat:
+        """What it takes."""
+        if not self.group:
+            return NumberFormat(name=self.name, bits=self.bits)
+        if self.scale == "s8":  # and the minimum beside it, whether there is one or not
+            group_bits = 16 + 32 * self.group // NESTED_INPUTS
+        else:
+            group_bits = (32 if self.scale == "f32" else 16) * (2 if self.has_offsets else 1)
+        return NumberFormat(name=self.name, bits=self.bits, group=self.group, group_bits=group_bits)
+
+
 def _of_gguf(kind: str, scale: str, grid: str = "signed", *, group: int = 32, bits: int = 0) -> KeptFormat:
     return KeptFormat(kind=kind, group=group, scale=scale, grid=grid, is_wide=bits >= WIDE_BITS)
 
@@ -227,13 +313,15 @@ def engine_weights(name: str) -> tuple[NumberFormat, str]:
     """As ENGINE_WEIGHTS, of kept formats too."""
     if name in ENGINE_WEIGHTS:
         return ENGINE_WEIGHTS[name]
+    if name.startswith("gpu"):
+        return DeviceFormat.named(name).number, "bf16"
     kept = KeptFormat.named(name)
     return kept.number, kept.compute
 
 
 def engine_pace(name: str) -> float:
     """The part of its dtype's rate that products with weights of that format of the engine have."""
-    return 1.0 if name in ENGINE_WEIGHTS else KeptFormat.named(name).pace
+    return 1.0 if name in ENGINE_WEIGHTS or name.startswith("gpu") else KeptFormat.named(name).pace
 
 
 def head_format(weights: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,14 +21,16 @@ from diptych.compute.ops.contract import (
     RuleParts,
     WeightTensor,
 )
+from diptych.compute.ops.device_codes import CodedWeight, JoinedWeight, Weight, empty_stack, joined, on_device
+from diptych.ground.formats import DeviceFormat
 from diptych.models.spec import MoeSpec
 
 
 @dataclass(frozen=True, slots=True)
 class TorchLinear:
-    """W [N, K] and b [N]; activation for gated ones."""
+    """W [N, K] and b [N]; activation for gated ones. In codes only where the ops multiply by such."""
 
-    weight: torch.Tensor
+    weight: Weight
     bias: torch.Tensor | None
     activation: Activation | None = None
     role: Role | None = None
@@ -87,7 +91,7 @@ class TorchAttention:
     rule: TorchRule | None = None
 
 
-Stacked = tuple[torch.Tensor, torch.Tensor | None]
+Stacked = tuple[torch.Tensor | CodedWeight, torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,20 +110,32 @@ class TorchExperts:
 
 
 class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, TorchExperts]):
-    """Puts weights on the device in the compute dtype. A single tensor that already is there in that dtype is not copied."""
+    """Puts weights on the device in the compute dtype. A single tensor that already is there in that dtype is not copied.
+
+    keeps_codes: what a file has in codes stays so, where there is a `DeviceFormat` for it.
+    """
 
     is_balancing = False
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, *, stacks_experts: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, *, stacks_experts: bool = False, keeps_codes: bool = False
+    ) -> None:
         self._stacks_experts = stacks_experts
+        self._keeps_codes = keeps_codes
         self._device = device
         self._dtype = dtype
         self.weight_bytes = 0
+        self.n_values: Counter[str] = Counter()  # format of what is in codes, and "" -> weights of the layers
+        self.n_expert_values: Counter[str] = Counter()  # those of experts among them
+        self.head_format = ""
+        self.lost: Counter[str] = Counter()  # why a matrix in codes was not kept -> how many
         self.sites = Sites()
 
     def table(self, tensor: WeightTensor, *, head: TorchLinear | None) -> torch.Tensor:
-        """[V, D] in the compute dtype: the head's own matrix where tied."""
-        return tensor.read().to(device=self._device, dtype=self._dtype) if head is None else head.weight
+        """[V, D] in the compute dtype: the head's own matrix where tied, unless that is in codes."""
+        if head is not None and isinstance(head.weight, torch.Tensor):
+            return head.weight
+        return tensor.read().to(device=self._device, dtype=self._dtype)
 
     def rows(self, tensor: WeightTensor) -> torch.Tensor:
         """[V, W] in the compute dtype."""
@@ -206,8 +222,8 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         return TorchAttention(spec, None, None, rule=TorchRule(taps, tap_bias, decay, shift, skip, norm))
 
     def router(self, parts: LinearParts) -> TorchLinear:
-        """As any other."""
-        return self._stacked(parts)
+        """In the compute dtype."""
+        return TorchLinear(self._stack(parts.weights), self._stack(parts.biases) if parts.biases else None)
 
     def rates(self, parts: LinearParts) -> TorchLinear:
         """As any other."""
@@ -226,7 +242,9 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         """One pair of matrices per expert."""
         stacked = None
         if self._stacks_experts:
+            before = self.n_values.copy()
             stacked = self._all_of([one.gate_up for one in experts]), self._all_of([one.down for one in experts])
+            self.n_expert_values += self.n_values - before
             gate_up, down = _parts(stacked[0], spec.activation, role), _parts(stacked[1], None, role)
         else:
             gate_up = tuple(self._stacked(expert.gate_up, spec.activation, role=role) for expert in experts)
@@ -237,28 +255,90 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         return TorchExperts(spec, self.router(router), bias, scale, gate_up, down, stacked)
 
     def head(self, tensor: WeightTensor, *, bias: WeightTensor | None = None, role: Role | None = None) -> TorchLinear:
-        """[V, D] in the compute dtype."""
-        linear = TorchLinear(self._place(tensor.read()), None if bias is None else self._place(bias.read()), role=role)
+        """[V, D]."""
+        weight = self._weight((tensor,))
+        self.head_format = _format_of(weight)
+        linear = TorchLinear(weight, None if bias is None else self._place(bias.read()), role=role)
         self.sites.note_head(tensor, linear)
         return linear
 
     def _stacked(
         self, parts: LinearParts, activation: Activation | None = None, *, role: Role | None = None
     ) -> TorchLinear:
-        weight = self._stack(parts.weights)
+        weight = self._weight(parts.weights, is_gate=activation is not None)
+        if role is not None and role.layer is not None:
+            for piece in weight.pieces if isinstance(weight, JoinedWeight) else (weight,):
+                self.n_values[_format_of(piece)] += len(piece) * parts.n_inputs
         return TorchLinear(weight, self._stack(parts.biases) if parts.biases else None, activation, role)
+
+    def _weight(self, tensors: tuple[WeightTensor, ...], *, is_gate: bool = False) -> Weight:
+        """The tensors behind one another: in codes, each run of one format by itself, unless a gate has several."""
+        runs: list[tuple[DeviceFormat | None, list[WeightTensor]]] = []
+        for tensor in tensors:
+            form = self._form(tensor)
+            if runs and runs[-1][0] == form:
+                runs[-1][1].append(tensor)
+            else:
+                runs.append((form, [tensor]))
+        if is_gate and len(runs) > 1:
+            self.lost["gate and up lie in several formats"] += sum(len(run) for form, run in runs if form is not None)
+            runs = [(None, list(tensors))]
+        pieces = tuple(self._stack(tuple(run)) if form is None else self._coded(run) for form, run in runs)
+        return pieces[0] if len(pieces) == 1 else JoinedWeight(pieces)
+
+    def _form(self, tensor: WeightTensor) -> DeviceFormat | None:
+        """What holds its codes, if it has any that are to stay."""
+        kept = getattr(tensor, "kept", None) if self._keeps_codes else None
+        if kept is None:
+            return None
+        form = DeviceFormat.of(kept)
+        if tensor.order is not None:
+            self.lost["inputs in an order of their own would be summed in it"] += 1
+            return None
+        if form is None:
+            self.lost[f"no kernel for {kept.name}"] += 1
+        return form
+
+    def _coded(self, tensors: Sequence[WeightTensor]) -> CodedWeight:
+        coded = joined([self._codes_of(tensor) for tensor in tensors])
+        self.weight_bytes += coded.nbytes
+        return coded
+
+    def _codes_of(self, tensor: WeightTensor) -> CodedWeight:
+        assert tensor.kept is not None, tensor.name
+        return on_device(tensor.codes(), tensor.kept, self._device)
 
     def _all_of(self, several: list[LinearParts]) -> Stacked:
         """W [E, N, K] and b [E, N]; no second copy of a matrix stands beside it."""
         e, n, k = len(several), several[0].n_outputs, several[0].n_inputs
-        weight = torch.empty((e, n, k), dtype=self._dtype, device=self._device)
+        forms = {self._form(tensor) for parts in several for tensor in parts.weights}
+        weight: torch.Tensor | CodedWeight
+        if len(forms) == 1 and None not in forms:
+            weight = self._all_coded(several)
+        else:
+            if forms != {None}:
+                self.lost["experts lie in several formats"] += sum(len(parts.weights) for parts in several)
+            weight = torch.empty((e, n, k), dtype=self._dtype, device=self._device)
+            for i, parts in enumerate(several):
+                _fill(weight[i], parts.weights)
         bias = torch.empty((e, n), dtype=self._dtype, device=self._device) if several[0].biases else None
         for i, parts in enumerate(several):
-            _fill(weight[i], parts.weights)
             if bias is not None:
                 _fill(bias[i], parts.biases)
+        self.n_values[_format_of(weight)] += e * n * k
         self.weight_bytes += weight.nbytes + (0 if bias is None else bias.nbytes)
         return weight, bias
+
+    def _all_coded(self, several: list[LinearParts]) -> CodedWeight:
+        """[E, N, K]."""
+        stack = None
+        for i, parts in enumerate(several):
+            one = joined([self._codes_of(tensor) for tensor in parts.weights])
+            stack = stack or empty_stack(one, len(several))
+            for target, values in zip(stack[i].tensors, one.tensors, strict=True):
+                target.copy_(values)
+        assert stack is not None, "a mixture has experts"
+        return stack
 
     def _vector(self, tensor: WeightTensor, offset: float = 0.0) -> torch.Tensor:
         vector = tensor.read().to(device=self._device, dtype=torch.float32) + offset
@@ -287,7 +367,11 @@ def _fill(target: torch.Tensor, tensors: tuple[WeightTensor, ...]) -> None:
         row += tensor.shape[0]
 
 
+def _format_of(weight: Weight) -> str:
+    return weight.format.name if isinstance(weight, CodedWeight) else ""
+
+
 def _parts(stacked: Stacked, activation: Activation | None, role: Role | None) -> tuple[TorchLinear, ...]:
     weight, bias = stacked
     biases = [None] * len(weight) if bias is None else list(bias)
-    return tuple(TorchLinear(one, b, activation, role) for one, b in zip(weight, biases, strict=True))
+    return tuple(TorchLinear(weight[e], b, activation, role) for e, b in enumerate(biases))

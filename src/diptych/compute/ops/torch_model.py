@@ -81,6 +81,7 @@ class TorchModel(Model):
     backend_name = "torch"
     keeps_bits = False  # torch chooses kernels by the number of rows
     ops: type[TorchOps] = TorchOps
+    multiplies_codes = False
     compiler = ""  # of the kernels, where they are not torch's
 
     def __init__(self, blueprint: Blueprint, config: ComputeConfig, device: torch.device) -> None:
@@ -92,29 +93,36 @@ class TorchModel(Model):
         self._blueprint = blueprint
         if self.weights_format == "auto":
             self.weights_format = _auto_format(blueprint)
-        self.head_format = self.weights_format
-        self.formats = {self.weights_format: 1}
-        self.expert_formats: dict[str, int] = {}
-        self._dtype = DTYPES[self.weights_format]
-        self.kv_format = _choose("kv", config.kv, self.weights_format)
-        loader = TorchLoader(device, self._dtype, stacks_experts=device.type == "cuda")
+        plain = self.weights_format  # what all is in that is not in codes
+        self._dtype = DTYPES[plain]
+        self.kv_format = _choose("kv", config.kv, plain)
+        keeps_codes = self.multiplies_codes and config.weights == "auto" and plain == "bf16"
+        loader = TorchLoader(device, self._dtype, stacks_experts=device.type == "cuda", keeps_codes=keeps_codes)
         self._weights = blueprint.load(loader)
+        self.formats = {name or plain: n for name, n in loader.n_values.items()} or {plain: 1}
+        self.expert_formats = {name or plain: n for name, n in loader.n_expert_values.items()}
+        self.weights_format = max(self.formats, key=lambda name: self.formats[name])
+        self.head_format = loader.head_format or plain
         self._sites = loader.sites
         self._sites.has_multiplied = blueprint.has_multiplied
         self._adapters: dict[int, TorchAdapter] = {}
         self.weight_bytes = loader.weight_bytes
         self.n_parameters = blueprint.source.n_parameters
         self.instruction_set = _instruction_set(device) + self.compiler
+        # codes stand for the very values that they are dequantised to
         self.revision = blueprint.revision(
-            self.backend_name, torch.__version__, self.instruction_set, self.weights_format, self.kv_format
+            self.backend_name, torch.__version__, self.instruction_set, plain, self.kv_format
         )
-        self.lineage = blueprint.revision(self.backend_name, self.weights_format, self.kv_format)
+        self.lineage = blueprint.revision(self.backend_name, plain, self.kv_format)
         self.threads = torch.get_num_threads()
         self.placement = Placement(threads=self.threads)
         logger.info(
             "model loaded backend=torch device=%s architecture=%s weights=%s kv=%s parameters=%d bytes=%d",
             device, self.spec.architecture, self.weights_format, self.kv_format, self.n_parameters, self.weight_bytes,
         )  # fmt: skip
+        if loader.lost:
+            reasons = "; ".join(f"{why} ({n} matrices)" for why, n in loader.lost.most_common())
+            logger.info("weights in codes became %s, because %s", plain, reasons)
 
     def kv_bytes_per_block(self, block_tokens: int) -> int:
         """Bytes of one block in all layers."""

@@ -33,6 +33,7 @@ class TritonModel(TorchModel):
     """In 16 bits; a model in fp32 stays with torch's own kernels, as tensor cores would round its numbers."""
 
     compiler = f", triton {triton.__version__}"
+    multiplies_codes = True
 
     def __init__(self, blueprint: Blueprint, config: ComputeConfig, device: torch.device) -> None:
         self._graphs: StepGraphs | None = None

@@ -15,6 +15,7 @@ import torch
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.ops.contract import AttentionSpec, QkNorm
+from diptych.compute.ops.device_codes import JoinedWeight, Weight
 from diptych.compute.ops.gpu.attention import LARGEST_HEAD, attend, few_tokens, item_tokens
 from diptych.compute.ops.gpu.index import cache_keys, highest, score
 from diptych.compute.ops.gpu.latents import (
@@ -107,11 +108,12 @@ class TritonOps(TorchOps):
         rows = x.reshape(-1, x.shape[-1])
         return rms_norm(rows, weight.weight, eps).view(x.shape)
 
-    def _multiply(self, h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _multiply(self, h: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         return multiply(h, weight, bias)
 
     def _gated(self, h: torch.Tensor, weight: TorchLinear, tokens: torch.Tensor | None) -> torch.Tensor:
         kind = None if weight.activation is None else GATES.get(weight.activation)
+        assert not isinstance(weight.weight, JoinedWeight), "the loader puts a gate into one format"
         if kind is None:
             return super()._gated(h, weight, tokens)
         y = multiply(h, weight.weight, weight.bias, kind=kind)

@@ -1,5 +1,8 @@
 """Products of rows and weights, of one matrix and of a mixture's experts.
 
+Weights are values in 16 bits, or codes (`codes`): few rows meet values that are made in registers, many those that were
+written out, a part of the weight at a time that lies in the L2.
+
 Legend: M rows, N outputs, K inputs; T tokens, E experts, k of them to a token.
 """
 
@@ -9,7 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
+from diptych.compute.ops.device_codes import CodedWeight, JoinedWeight, Weight
+from diptych.compute.ops.gpu.codes import Held, constants_of, scale_and_offset, values_of, write_values
 from diptych.compute.ops.gpu.launch import cdiv, launch
+from diptych.compute.ops.torch_loader import Stacked
 from diptych.models.gates import CLAMPED
 from diptych.models.spec import Activation
 
@@ -17,6 +23,8 @@ FEW, SOME = 16, 64  # rows of the smallest tiles
 BUSY = 70  # programs that keep a GPU of some 130 multiprocessors busy
 
 COUNTED = 2048  # choices that are placed by counting for each those before it; beyond, sorting takes less time
+CODED_ROWS = 32  # of an expert; of more, codes are written out
+WRITTEN_BYTES = 2**25  # of values of codes, at a time
 PLAIN = 0
 # what a kernel makes of its sums: of two matrices, and of one
 GATES: dict[Activation, int] = {Activation.SILU: 1, Activation.GELU_TANH: 2, Activation.CLAMPED: 3}
@@ -26,13 +34,61 @@ _ALPHA, _LIMIT = tl.constexpr(CLAMPED.alpha), tl.constexpr(CLAMPED.limit)
 
 
 @triton.jit
-def _sums(
-    x_ptrs, is_row, w_ptr, b_ptr, n, N, K,
-    KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, IS_EVEN: tl.constexpr,
+def _add_coded(
+    acc, x, words, s_ptr, o_ptr, n, is_in, n_rows, begin,
+    AT: tl.constexpr, BITS: tl.constexpr, GRID: tl.constexpr, HEAD: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """act of x W^T + b [BM, BN], for columns n of W [N or 2 N, K]."""
-    IS_GATE: tl.constexpr = KIND > 0 and KIND < 4
+    scale, offset = scale_and_offset(s_ptr, o_ptr, n, is_in, n_rows, begin, AT, HEAD, G)
+    values = values_of(words, scale[None, :], offset[None, :], AT, BITS, GRID)
+    return tl.dot(x, values.to(x.dtype), acc)
+
+
+@triton.jit
+def _coded_sums(
+    x_rows, is_row, w_ptr, s_ptr, o_ptr, n, N, K, W,
+    IS_GATE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, IS_EVEN: tl.constexpr,
+    BITS: tl.constexpr, GRID: tl.constexpr, HEAD: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """As `_plain_sums`, over the values of codes. Words, not bytes: of smaller ones Triton would put other inputs into one
+    matrix instruction, which sums in another order. Of a group's inputs at a time, as a part of a tile can not be taken out.
+    """
+    P: tl.constexpr = 1024 // BITS  # inputs of a block of 32 words
+    J: tl.constexpr = 16 if G == 16 else 32
+    j = tl.arange(0, J)
+    n_rows = 2 * N if IS_GATE else N
+    x_ptrs = x_rows[:, None] + j[None, :]
+    w_ptrs = w_ptr + (tl.minimum(n, N - 1).to(tl.int64) * W)[None, :] + j[:, None]
+    up_ptrs = w_ptrs
+    if IS_GATE:
+        up_ptrs += N.to(tl.int64) * W
+    acc = tl.zeros((BM, BN), tl.float32)
+    up = tl.zeros((BM, BN), tl.float32)
+    for begin in range(0, K, P):
+        at = begin // P * 32
+        words = tl.load(w_ptrs + at)
+        words_b = tl.load(w_ptrs + at + 16) if J == 16 else words
+        if IS_GATE:
+            up_words = tl.load(up_ptrs + at)
+            up_b = tl.load(up_ptrs + at + 16) if J == 16 else up_words
+        for AT in tl.static_range(0, P, J):
+            is_in = is_row[:, None] if IS_EVEN else is_row[:, None] & (j < K - begin - AT)[None, :]
+            x = tl.load(x_ptrs + begin + AT, mask=is_in, other=0.0)
+            own = words if AT % 32 == 0 else words_b
+            acc = _add_coded(acc, x, own, s_ptr, o_ptr, n, n < N, n_rows, begin, AT, BITS, GRID, HEAD, G)
+            if IS_GATE:
+                own = up_words if AT % 32 == 0 else up_b
+                up = _add_coded(up, x, own, s_ptr, o_ptr, n + N, n < N, n_rows, begin, AT, BITS, GRID, HEAD, G)
+    return acc, up
+
+
+@triton.jit
+def _plain_sums(
+    x_rows, is_row, w_ptr, n, N, K,
+    IS_GATE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, IS_EVEN: tl.constexpr,
+):  # fmt: skip
+    """x W^T [BM, BN], and of a gate x U^T, for columns n of W [N or 2 N, K]."""
     k = tl.arange(0, BK)
+    x_ptrs = x_rows[:, None] + k[None, :]
     # columns beyond the last repeat it, which costs no mask, and so do rows of large tiles; they are not stored. In small
     # tiles most rows may be nobody's, and reading one row for all of them from every program takes longer than the weights.
     w_ptrs = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[None, :] * K + k[:, None]
@@ -53,6 +109,23 @@ def _sums(
             acc = tl.dot(x, tl.load(w_ptrs + begin, mask=is_in[:, None], other=0.0), acc)
             if IS_GATE:
                 up = tl.dot(x, tl.load(up_ptrs + begin, mask=is_in[:, None], other=0.0), up)
+    return acc, up
+
+
+@triton.jit
+def _sums(
+    x_rows, is_row, w_ptr, s_ptr, o_ptr, b_ptr, n, N, K, W,
+    KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, IS_EVEN: tl.constexpr,
+    BITS: tl.constexpr, GRID: tl.constexpr, HEAD: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """act of x W^T + b [BM, BN], for columns n of W [N or 2 N, K]."""
+    IS_GATE: tl.constexpr = KIND > 0 and KIND < 4
+    if BITS == 16:
+        acc, up = _plain_sums(x_rows, is_row, w_ptr, n, N, K, IS_GATE, BM, BN, BK, IS_EVEN)
+    else:
+        acc, up = _coded_sums(
+            x_rows, is_row, w_ptr, s_ptr, o_ptr, n, N, K, W, IS_GATE, BM, BN, IS_EVEN, BITS, GRID, HEAD, G
+        )
     if b_ptr is not None:
         acc += tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
         if IS_GATE:
@@ -73,8 +146,9 @@ def _sums(
 
 @triton.jit(do_not_specialize=["M"])
 def _multiply(
-    x_ptr, w_ptr, b_ptr, added_ptr, y_ptr, M, N, K, x_stride,
+    x_ptr, w_ptr, s_ptr, o_ptr, b_ptr, added_ptr, y_ptr, M, N, K, W, x_stride, added_stride, y_stride,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, IS_EVEN: tl.constexpr,
+    BITS: tl.constexpr, GRID: tl.constexpr, HEAD: tl.constexpr, G: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
     # programs that run together share rows and columns, which then lie in the L2
@@ -84,18 +158,18 @@ def _multiply(
     within = pid % (GROUP * n_n)
     m = (first + within % size) * BM + tl.arange(0, BM)
     n = within // size * BN + tl.arange(0, BN)
-    x_ptrs = x_ptr + tl.minimum(m, M - 1).to(tl.int64)[:, None] * x_stride + tl.arange(0, BK)[None, :]
-    acc = _sums(x_ptrs, m < M, w_ptr, b_ptr, n, N, K, KIND, BM, BN, BK, IS_EVEN)
-    at = m.to(tl.int64)[:, None] * N + n[None, :]
+    x_rows = x_ptr + tl.minimum(m, M - 1).to(tl.int64) * x_stride
+    acc = _sums(x_rows, m < M, w_ptr, s_ptr, o_ptr, b_ptr, n, N, K, W, KIND, BM, BN, BK, IS_EVEN, BITS, GRID, HEAD, G)
+    at = m.to(tl.int64)[:, None]
     is_in = (m < M)[:, None] & (n < N)[None, :]
     if added_ptr is not None:
-        acc += tl.load(added_ptr + at, mask=is_in, other=0.0).to(tl.float32)
-    tl.store(y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=is_in)
+        acc += tl.load(added_ptr + at * added_stride + n[None, :], mask=is_in, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at * y_stride + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=is_in)
 
 
 def multiply(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     *,
     kind: int = PLAIN,
@@ -104,26 +178,70 @@ def multiply(
 ) -> torch.Tensor:
     """x W^T + b [M, N], x [M, K] and W [N, K] in 16 bits. Of a gate, W is [2 N, K]: act(x W0^T + b0) * (x W1^T + b1).
 
-    added [M, N] is added before the one rounding, to `dtype` or that of x.
+    added [M, N] is added before the one rounding, to `dtype` or that of x. Joined weights are no gates'.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     added = None if added is None else added.contiguous()
-    rows, k = x.shape
-    n = _n_outputs(weight, kind)
-    y = torch.empty((rows, n), dtype=dtype or x.dtype, device=x.device)
-    if not rows:
+    y = torch.empty((len(x), _n_outputs(weight, kind)), dtype=dtype or x.dtype, device=x.device)
+    if not len(x):
         return y
-    bm, bn, bk, warps, stages = tile_of(rows, n, k, is_gate=kind in GATES.values())
+    if not isinstance(weight, JoinedWeight):
+        _multiply_by(y, x, weight, bias, kind, added)
+        return y
+    assert kind not in GATES.values(), "gate and up lie in one format"
+    end = 0
+    for piece in weight.pieces:
+        begin, end = end, end + len(piece)
+        own_bias, own_added = None if bias is None else bias[begin:end], None if added is None else added[:, begin:end]
+        _multiply_by(y[:, begin:end], x, piece, own_bias, kind, own_added)
+    return y
+
+
+def _multiply_by(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | CodedWeight,
+    bias: torch.Tensor | None,
+    kind: int,
+    added: torch.Tensor | None,
+) -> None:
+    """By a weight, or of one in codes by its values, as many at a time as are written where rows are many."""
+    if isinstance(weight, torch.Tensor) or len(x) <= SOME:
+        _multiply_into(y, x, weight, bias, kind, added)
+        return
+    n, k, n_matrices = y.shape[1], weight.n_inputs, 2 if kind in GATES.values() else 1
+    step = max(128, WRITTEN_BYTES // (2 * k * n_matrices) // 128 * 128)
+    for begin in range(0, n, step):
+        end = min(n, begin + step)
+        values = torch.empty((n_matrices, end - begin, k), dtype=x.dtype, device=x.device)
+        for i in range(n_matrices):
+            write_values(weight, i * n + begin, values[i])
+        own_bias = None if bias is None else bias.view(n_matrices, n)[:, begin:end].flatten()
+        own_added = None if added is None else added[:, begin:end]
+        _multiply_into(y[:, begin:end], x, values.flatten(0, 1), own_bias, kind, own_added)
+
+
+def _multiply_into(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | CodedWeight,
+    bias: torch.Tensor | None,
+    kind: int,
+    added: torch.Tensor | None,
+) -> None:
+    (rows, n), k, held = y.shape, x.shape[1], Held.of(weight)
+    bits = held.form.bits
+    tile = coded_tile_of(rows, n, bits) if bits < 16 else tile_of(rows, n, k, is_gate=kind in GATES.values())
+    bm, bn, bk, warps, stages = tile
     launch(
         _multiply,
         (cdiv(rows, bm) * cdiv(n, bn), 1, 1),
-        (x, weight, bias, added, y),
-        (rows, n, k, x.stride(0)),
-        {"KIND": kind, "BM": bm, "BN": bn, "BK": bk, "IS_EVEN": k % bk == 0, "GROUP": 8},
+        (x, held.words, held.heads, held.more, bias, added, y),
+        (rows, n, k, held.n_words, x.stride(0), 0 if added is None else added.stride(0), y.stride(0)),
+        {"KIND": kind, "BM": bm, "BN": bn, "BK": bk, "IS_EVEN": k % bk == 0, **constants_of(held.form), "GROUP": 8},
         num_warps=warps,
         num_stages=stages,
     )
-    return y
 
 
 def tile_of(rows: int, n: int, k: int, *, is_gate: bool) -> tuple[int, int, int, int, int]:
@@ -140,6 +258,13 @@ def tile_of(rows: int, n: int, k: int, *, is_gate: bool) -> tuple[int, int, int,
         if cdiv(rows, tile[0]) * cdiv(n, tile[1]) >= BUSY:
             return tile
     return SOME, 32, 128, 4, 5
+
+
+def coded_tile_of(rows: int, n: int, bits: int) -> tuple[int, int, int, int, int]:
+    """As `tile_of`, for at most SOME rows over codes, of whose words a block is taken at a time."""
+    if rows > FEW:
+        return 2 * FEW, 64, 1024 // bits, 4, 4
+    return FEW, 64 if n >= 64 * BUSY else 32, 1024 // bits, 4, 4
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -175,8 +300,9 @@ def place(experts: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Te
 
 @triton.jit
 def _multiply_experts(
-    x_ptr, w_ptr, b_ptr, y_ptr, order_ptr, starts_ptr, N, K,
+    x_ptr, w_ptr, s_ptr, o_ptr, b_ptr, y_ptr, order_ptr, starts_ptr, N, K, W, s_stride, o_stride,
     KIND: tl.constexpr, TOP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, IS_EVEN: tl.constexpr,
+    BITS: tl.constexpr, GRID: tl.constexpr, HEAD: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     expert = tl.program_id(2)
@@ -188,13 +314,17 @@ def _multiply_experts(
     is_row = place < end
     choice = tl.load(order_ptr + place, mask=is_row, other=0)
     row, target = (choice // TOP, place) if TOP > 0 else (place, choice)
-    x_ptrs = x_ptr + tl.where(is_row, row, 0).to(tl.int64)[:, None] * K + tl.arange(0, BK)[None, :]
+    x_rows = x_ptr + tl.where(is_row, row, 0).to(tl.int64) * K
     IS_GATE: tl.constexpr = KIND > 0 and KIND < 4
     n_rows = 2 * N if IS_GATE else N
-    w_ptr += expert.to(tl.int64) * n_rows * K
+    w_ptr += expert.to(tl.int64) * n_rows * W
+    if s_ptr is not None:
+        s_ptr += expert.to(tl.int64) * s_stride
+    if o_ptr is not None:
+        o_ptr += expert.to(tl.int64) * o_stride
     if b_ptr is not None:
         b_ptr += expert * n_rows
-    acc = _sums(x_ptrs, is_row, w_ptr, b_ptr, n, N, K, KIND, BM, BN, BK, IS_EVEN)
+    acc = _sums(x_rows, is_row, w_ptr, s_ptr, o_ptr, b_ptr, n, N, K, W, KIND, BM, BN, BK, IS_EVEN, BITS, GRID, HEAD, G)
     at = target.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & (n < N)[None, :])
 
@@ -211,8 +341,8 @@ def _combine(y_ptr, weights_ptr, out_ptr, D, TOP: tl.constexpr, BLOCK: tl.conste
 
 def mix(
     x: torch.Tensor,
-    first: tuple[torch.Tensor, torch.Tensor | None],
-    second: tuple[torch.Tensor, torch.Tensor | None],
+    first: Stacked,
+    second: Stacked,
     chosen: torch.Tensor,
     weights: torch.Tensor,
     *,
@@ -234,7 +364,7 @@ def mix(
 
 def _of_experts(
     x: torch.Tensor,
-    of_experts: tuple[torch.Tensor, torch.Tensor | None],
+    of_experts: Stacked,
     order: torch.Tensor,
     starts: torch.Tensor,
     top: int,
@@ -249,25 +379,53 @@ def _of_experts(
     n_experts, k, n = len(weight), weight.shape[2], _n_outputs(weight[0], kind)
     y = torch.empty((len(order), n), dtype=x.dtype, device=x.device)
     usual = cdiv(len(order), n_experts)
-    bm, bn, bk, warps, stages = expert_tile(usual)
-    launch(
-        _multiply_experts,
-        (cdiv(n, bn), cdiv(most, bm), n_experts),
-        (x, weight, bias, y, order, starts),
-        (n, k),
-        {"KIND": kind, "TOP": top, "BM": bm, "BN": bn, "BK": bk, "IS_EVEN": k % bk == 0},
-        num_warps=warps,
-        num_stages=stages,
-    )
+    if isinstance(weight, CodedWeight) and usual > CODED_ROWS:
+        step = max(1, WRITTEN_BYTES // (2 * len(weight[0]) * k))
+        for begin in range(0, n_experts, step):
+            end = min(n_experts, begin + step)
+            values = torch.empty((end - begin, len(weight[0]), k), dtype=x.dtype, device=x.device)
+            write_values(weight[begin:end], 0, values)
+            own = values, None if bias is None else bias[begin:end]
+            _multiply_by_experts(y, x, own, order, starts[begin : end + 1], top, most, kind, usual)
+    else:
+        _multiply_by_experts(y, x, of_experts, order, starts, top, most, kind, usual)
     return y
 
 
-def expert_tile(rows: int) -> tuple[int, int, int, int, int]:
+def _multiply_by_experts(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    of_experts: Stacked,
+    order: torch.Tensor,
+    starts: torch.Tensor,
+    top: int,
+    most: int,
+    kind: int,
+    usual: int,
+) -> None:
+    """Those of the choices whose experts these are, of which each has some `usual` rows."""
+    weight, bias = of_experts
+    held, n, k = Held.of(weight), y.shape[1], weight.shape[2]
+    bm, bn, bk, warps, stages = expert_tile(usual, held.form.bits)
+    launch(
+        _multiply_experts,
+        (cdiv(n, bn), cdiv(most, bm), len(weight)),
+        (x, held.words, held.heads, held.more, bias, y, order, starts),
+        (n, k, held.n_words, *held.strides),
+        {"KIND": kind, "TOP": top, "BM": bm, "BN": bn, "BK": bk, "IS_EVEN": k % bk == 0, **constants_of(held.form)},
+        num_warps=warps,
+        num_stages=stages,
+    )
+
+
+def expert_tile(rows: int, bits: int) -> tuple[int, int, int, int, int]:
     """As `tile_of`, for experts that have so many rows each."""
+    if bits < 16:
+        return FEW if rows <= FEW else 2 * FEW, 64, 1024 // bits, 4, 4
     if rows <= FEW:
         return FEW, 64, 128, 4, 4
     return (SOME, 128, 64, 4, 4) if rows <= SOME else (128, 128, 64, 8, 3)
 
 
-def _n_outputs(weight: torch.Tensor, kind: int) -> int:
+def _n_outputs(weight: Weight, kind: int) -> int:
     return len(weight) // 2 if kind in GATES.values() else len(weight)
