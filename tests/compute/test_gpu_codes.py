@@ -181,6 +181,24 @@ def test_values_written_part_by_part_have_the_same_bits(
     assert torch.equal(*(products.multiply(x, weight, bias, kind=gate, added=added) for weight in (coded, plain)))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["group4-g128-f16-zeros", "Q4_K", "Q6_K", f"fp8-g{FP8_BLOCK}"])
+@pytest.mark.parametrize("rows", [1, 20, 60])
+def test_every_tile_has_the_same_bits(rows: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever instructions its size is multiplied by."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    products, kind = import_module("diptych.compute.ops.gpu.products"), OURS["triton bf16"]
+    tensor = WEIGHTS[name](320, 768, 1)
+    coded, plain = (loaded(kind, tensor, keeps=keeps).weight for keeps in (True, False))
+    x = kind.put(rows_for(rows, tensor, seed=2).to(kind.dtype))
+    expected = products.multiply(x, plain)
+    for bm, bn, warps, stages in ((16, 32, 4, 6), (16, 64, 4, 3), (16, 128, 8, 3), (32, 64, 4, 4), (32, 32, 4, 2)):
+        tile = bm, bn, 1024 // coded.format.bits, warps, stages
+        monkeypatch.setattr(products, "coded_tile_of", lambda *sizes, tile=tile: tile)
+        assert torch.equal(products.multiply(x, coded), expected), tile
+
+
 @of_ours
 def test_projections_of_several_formats_lie_each_in_its_own(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """As q, k and v of many GGUF files do: what is added and the bias go to each."""
