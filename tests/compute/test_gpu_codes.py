@@ -28,7 +28,7 @@ from diptych.compute.ops.torch_loader import TorchLinear, TorchLoader
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from diptych.ground.formats import FP8_BLOCK, GGUF_KEPT, DeviceFormat, KeptFormat
-from gguf_files import tame_blocks
+from gguf_files import gguf_reference, tame_blocks, write_gguf
 from worlds import alone, differing, prompt
 
 OURS = {name: kind for name, kind in KINDS.items() if name.startswith("triton")}
@@ -181,6 +181,24 @@ def test_values_written_part_by_part_have_the_same_bits(
     assert torch.equal(*(products.multiply(x, weight, bias, kind=gate, added=added) for weight in (coded, plain)))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["group4-g128-f16-zeros", "Q4_K", "Q6_K", f"fp8-g{FP8_BLOCK}"])
+@pytest.mark.parametrize("rows", [1, 20, 60])
+def test_every_tile_has_the_same_bits(rows: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever instructions its size is multiplied by."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    products, kind = import_module("diptych.compute.ops.gpu.products"), OURS["triton bf16"]
+    tensor = WEIGHTS[name](320, 768, 1)
+    coded, plain = (loaded(kind, tensor, keeps=keeps).weight for keeps in (True, False))
+    x = kind.put(rows_for(rows, tensor, seed=2).to(kind.dtype))
+    expected = products.multiply(x, plain)
+    for bm, bn, warps, stages in ((16, 32, 4, 6), (16, 64, 4, 3), (16, 128, 8, 3), (32, 64, 4, 4), (32, 32, 4, 2)):
+        tile = bm, bn, 1024 // coded.format.bits, warps, stages
+        monkeypatch.setattr(products, "coded_tile_of", lambda *sizes, tile=tile: tile)
+        assert torch.equal(products.multiply(x, coded), expected), tile
+
+
 @of_ours
 def test_projections_of_several_formats_lie_each_in_its_own(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """As q, k and v of many GGUF files do: what is added and the bias go to each."""
@@ -267,34 +285,64 @@ FILES: dict[str, tuple[Any, str]] = {
 }
 
 
-@of_ours
-@pytest.mark.parametrize("layout", ["awq", "fp8 blocks"])
-def test_a_checkpoint_is_loaded_in_codes(
-    layout: str, kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """From its files to logits, interpreted: the model on a CPU with our ops, in a type that the interpreter has."""
-    if kind.dtype != torch.float32:
-        pytest.skip("files' values are made in fp32, and rounded to 16 bits that the interpreter does not have")
-    make, form = FILES[layout]
-    original = make_checkpoint("llama", tmp_path / "original", hidden_size=128, intermediate_size=256)
-    path, _ = quantised_checkpoints(original, tmp_path, make())
+def interpreted(path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
+    """The model in codes, on a CPU with our ops in a type that the interpreter has; it answers as from the files' values."""
+    kind = OURS.get("triton fp32")
+    if kind is None:
+        pytest.skip("on a GPU the interpreter is not at hand")
     same_tiles(kind, monkeypatch)
     monkeypatch.setitem(torch_model.DTYPES, "bf16", kind.dtype)
     monkeypatch.setattr(runner, "_dequantised_dtype", lambda config: kind.dtype)
     monkeypatch.setattr(torch_model.TorchModel, "ops", kind.ops)
     monkeypatch.setattr(torch_model.TorchModel, "multiplies_codes", True)
     monkeypatch.setattr(torch_model, "_auto_format", lambda blueprint: "bf16")
-    with caplog.at_level(logging.INFO, logger="diptych.compute"):
-        models = [
-            load_model(path, ComputeConfig(backend="torch", device="cpu", weights=how)) for how in ("auto", "bf16")
-        ]
-    answers = [alone(model, prompt(20), 8) for model in models]
+    coded, plain = (
+        load_model(path, ComputeConfig(backend="torch", device="cpu", weights=how)) for how in ("auto", "bf16")
+    )
+    answers = [alone(model, prompt(20), 8) for model in (coded, plain)]
     assert answers[1].logits.std() > 0.1, "the model says nearly the same everywhere; the test would see nothing"
     assert not (found := answers[0].differs_from(answers[1])), found
-    assert [model.weights_format for model in models] == [form, "bf16"]
-    assert models[0].weight_bytes < models[1].weight_bytes
+    assert (plain.weights_format, plain.head_format) == ("bf16", "bf16")
+    assert coded.weight_bytes < plain.weight_bytes
+    assert coded.revision == plain.revision
+    return coded
+
+
+@pytest.mark.parametrize("layout", ["awq", "fp8 blocks"])
+def test_a_checkpoint_is_loaded_in_codes(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From its files to logits."""
+    make, form = FILES[layout]
+    original = make_checkpoint("llama", tmp_path / "original", hidden_size=128, intermediate_size=256)
+    path, _ = quantised_checkpoints(original, tmp_path, make())
+    with caplog.at_level(logging.INFO, logger="diptych.compute"):
+        model = interpreted(path, monkeypatch)
+    assert model.weights_format == form
     assert f"kept={form}:100.0%" in caplog.text
-    assert models[0].revision == models[1].revision
+
+
+MIXED = {"attn_v": "Q8_0", "ffn_down_exps": "Q5_K", "ffn_gate_inp": "F32", "token_embd": "F32", "output.": "Q8_0"}
+
+
+def test_a_mixture_in_several_formats_is_loaded_in_codes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As llama.cpp writes them: values in more bits than queries and keys, down in more than gate and up, and the head."""
+    sizes = {
+        "hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64, "num_experts": 4, "num_experts_per_tok": 2
+    }  # fmt: skip
+    path = write_gguf(
+        gguf_reference("qwen3_moe", **sizes),
+        tmp_path / "model.gguf",
+        choose=lambda name: next((kind for part, kind in MIXED.items() if part in name), "Q4_K"),
+    )
+    with caplog.at_level(logging.INFO, logger="diptych.compute"):
+        model = interpreted(path, monkeypatch)
+    assert model.formats.keys() == {"gpu4-g32-s8-minima", "gpu8-g32-f16", "gpu8-g32-s8-minima"}
+    assert model.expert_formats.keys() == {"gpu4-g32-s8-minima", "gpu8-g32-s8-minima"}
+    assert model.head_format == "gpu8-g32-f16"
+    assert "because the kernels hold the file's values" in caplog.text
 
 
 def both_ways(path: Path) -> tuple[Model, Model]:

@@ -240,15 +240,14 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         role: Role | None = None,
     ) -> TorchExperts:
         """One pair of matrices per expert."""
-        stacked = None
+        stacked, before = None, self.n_values.copy()
         if self._stacks_experts:
-            before = self.n_values.copy()
             stacked = self._all_of([one.gate_up for one in experts]), self._all_of([one.down for one in experts])
-            self.n_expert_values += self.n_values - before
             gate_up, down = _parts(stacked[0], spec.activation, role), _parts(stacked[1], None, role)
         else:
             gate_up = tuple(self._stacked(expert.gate_up, spec.activation, role=role) for expert in experts)
             down = tuple(self._stacked(expert.down, role=role) for expert in experts)
+        self.n_expert_values += self.n_values - before
         for e, expert in enumerate(experts):
             self.sites.note_expert(e, (expert.gate_up, gate_up[e]), (expert.down, down[e]))
         bias, scale = (None if one is None else self._vector(one) for one in (choice_bias, scales))

@@ -264,7 +264,8 @@ def coded_tile_of(rows: int, n: int, bits: int) -> tuple[int, int, int, int, int
     """As `tile_of`, for at most SOME rows over codes, of whose words a block is taken at a time."""
     if rows > FEW:
         return 2 * FEW, 64, 1024 // bits, 4, 4
-    return FEW, 64 if n >= 64 * BUSY else 32, 1024 // bits, 4, 4
+    # words are few bytes, of which much must be under way: tiles beside one another on a multiprocessor, read far ahead
+    return (FEW, 64, 1024 // bits, 4, 4) if n >= 256 * BUSY else (FEW, 32, 1024 // bits, 4, 6)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -421,7 +422,7 @@ def _multiply_by_experts(
 def expert_tile(rows: int, bits: int) -> tuple[int, int, int, int, int]:
     """As `tile_of`, for experts that have so many rows each."""
     if bits < 16:
-        return FEW if rows <= FEW else 2 * FEW, 64, 1024 // bits, 4, 4
+        return (FEW, 32, 1024 // bits, 4, 6) if rows <= FEW else (2 * FEW, 64, 1024 // bits, 4, 4)
     if rows <= FEW:
         return FEW, 64, 128, 4, 4
     return (SOME, 128, 64, 4, 4) if rows <= SOME else (128, 128, 64, 8, 3)
