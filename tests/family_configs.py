@@ -102,6 +102,9 @@ WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
 # what other families have beside that: their tests look at one cut of the work, as the walk is the same
 MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {"head_dim": 24}),
+    # layers that attend to pictures, among them the last, are left out
+    "mllama": (
+        "MllamaTextConfig", "MllamaForCausalLM", {"num_hidden_layers": 5, "cross_attention_layers": [1, 4]}),
     # two kinds of layers attend to what others keep, of three the gate is sparse, and a token has no embedding of layers
     "gemma3n": (
         "Gemma3nTextConfig",

@@ -335,6 +335,20 @@ WRAPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model_type": "mistral", "sliding_window": None},
         {"model_type": "clip_vision_model", **SMALL_TOWER},
     ),
+    "Mllama": (
+        {"num_hidden_layers": 4, "cross_attention_layers": [1]},
+        {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_global_layers": 1,
+            "image_size": 16,
+            "patch_size": 8,
+            "attention_heads": 2,
+            "intermediate_layers_indices": [0],
+            "vision_output_dim": 32,
+        },
+    ),
     "LlavaOnevision": ({"model_type": "qwen2"}, {"model_type": "siglip_vision_model", **SMALL_TOWER}),
     "InternVL": (
         {"model_type": "qwen3", "head_dim": 24},

@@ -274,6 +274,12 @@ def counted(config: Any) -> int:
         elif config.model_type == "step3p5":
             model = transformers.Step3p7TextModel(config)
             model.head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        elif config.model_type == "mllama_text_model":
+            model = transformers.MllamaForCausalLM(config)
+            layers = model.model.layers  # those that attend to pictures are not run
+            model.model.layers = torch.nn.ModuleList(
+                one for i, one in enumerate(layers) if i not in config.cross_attention_layers
+            )
         elif config.model_type == "mistral4":  # on no list of those that write text
             model = transformers.Mistral4ForCausalLM(config)
         else:
@@ -332,7 +338,8 @@ def test_every_number_is_that_of_transformers(family: Family, fields: str) -> No
         )
         assert spec.n_kv_heads == (1 if is_multi_query else n_kv_heads)
         assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    assert spec.windows == windows_of(config) * (2 if family.has_pairs else 1)  # a layer for each of a pair
+    # a layer for each of a pair
+    assert (*spec.windows, *(None for _ in spec.left_out)) == windows_of(config) * (2 if family.has_pairs else 1)
     if "rms_norm_eps" in family.keys and hasattr(config, "rms_norm_eps"):
         assert spec.norm_eps == (config.rms_norm_eps or config.layer_norm_eps)
     if hasattr(config, "max_position_embeddings"):

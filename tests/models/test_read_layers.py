@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import transformers
 from test_read import SMALL, read
 
@@ -111,6 +112,25 @@ def test_layers_by_number_and_heads_of_windowed_layers() -> None:
             read("mimo_v2_flash", **{**fields, **given})
     with pytest.raises(LoadError, match="it changes the mathematics"):
         read("llama", hybrid_layer_pattern=[0, 1, 1, 1])
+
+
+def test_layers_that_attend_to_pictures_are_left_out() -> None:
+    """Llama 3.2 Vision without pictures; oracle: which layers the class makes of the same config."""
+    for fields in ({}, {"num_hidden_layers": 5, "cross_attention_layers": [1, 4, 8]}):
+        spec = read("mllama_text_model", **{"num_hidden_layers": 40, **fields})
+        with torch.device("meta"):
+            config = transformers.MllamaTextConfig(**{**SMALL, "pad_token_id": 0, "num_hidden_layers": 40, **fields})
+            layers = transformers.MllamaForCausalLM(config).model.layers
+        left_out = [i for i, layer in enumerate(layers) if hasattr(layer, "cross_attn")]
+        assert list(spec.left_out) == left_out
+        assert [spec.blocks_of(i) for i in range(spec.n_layers)] == [
+            (i, i) for i in range(len(layers)) if i not in left_out
+        ]
+        assert spec.n_blocks == len(layers)
+    with pytest.raises(LoadError, match="names all 2 layers; none is left"):
+        read("mllama_text_model", num_hidden_layers=2, cross_attention_layers=[0, 1])
+    with pytest.raises(LoadError, match="tie_word_embeddings"):
+        read("mllama_text_model", tie_word_embeddings=True)
 
 
 def test_an_index_of_blocks_bounds_the_context() -> None:

@@ -65,7 +65,7 @@ def load_decoder(
 ) -> DecoderWeights[Table, Vector, Linear, Heads, Experts]:
     """Every weight of the model as handles, piece by piece, so that a loader may report progress and free as it goes."""
     prefix, names = prefix_of(source, spec), family_named(spec).names
-    table = source.tensor(table_name(source, spec), spec.vocab_size, spec.hidden)
+    table = source.tensor(table_name(source, spec), spec.n_embeddings, spec.hidden)
     role = Role(sites=(("head", spec.vocab_size),), split=Split.OUTPUTS)
     norm = final_norm(source, spec)
     output = table if spec.is_tied else source.tensor(head_name(source, spec), spec.vocab_size, spec.hidden)

@@ -18,7 +18,7 @@ from diptych.models.spec import Activation, AttentionLayer, MlpSpec, ModelSpec, 
 def parameters_by_component(model: ModelSpec) -> dict[str, int]:
     """Exact parameter count of each component over all layers."""
     counts = {
-        "embedding": (model.vocab_size + model.n_position_embeddings) * model.hidden + _layer_table(model),
+        "embedding": (model.n_embeddings + model.n_position_embeddings) * model.hidden + _layer_table(model),
         "head": (0 if model.is_tied else model.vocab_size * model.hidden) + model.has_head_bias * model.vocab_size,
         **dict.fromkeys(("attention", "mlp", "router", "experts", "shared_experts"), 0),
         "streams": stream_matrices(model) + stream_vectors(model),

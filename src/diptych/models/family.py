@@ -125,6 +125,7 @@ class Family:
     gates_heads: as `AttentionLayer` has it.
     state_rule: some layers have a state in place of keys and values, which moves on by it (`read_states`): those that
     layer_types names so, or all but every `full_every`-th. state_norms, state_norm_eps: theirs, if not the others'.
+    spare_embeddings: rows of the embedding behind the vocabulary, for tokens that nobody writes.
     theta_may_be_null: a rotary base of null means that no positions are known. has_attention_gate: as
     `AttentionLayer.has_gate`; its rows lie behind each query head's unless names.gate says where. needs_layer_types: no layer
     is what it is without being named so.
@@ -195,6 +196,7 @@ class Family:
     state_norm_eps: float | None = None
     theta_may_be_null: bool = False
     has_attention_gate: bool | str = False
+    spare_embeddings: int = 0
     gates_heads: bool = False
     weighs_input: bool = False
     reads_mxfp4: bool = False

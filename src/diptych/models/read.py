@@ -24,7 +24,7 @@ from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL, S
 from diptych.models.latent import IndexSpec, MlaSpec
 from diptych.models.positions import QueryScale, Rope
 from diptych.models.read_block_index import within_blocks, without_blocks
-from diptych.models.read_blocks import as_layers, as_pairs
+from diptych.models.read_blocks import as_layers, as_pairs, without_pictures
 from diptych.models.read_gpt import arrangement, of_all_layers
 from diptych.models.read_heads import Heads, HeadsByWindow
 from diptych.models.read_index import layer_indices
@@ -131,6 +131,8 @@ def read_model(
         layer_inputs=layer_inputs(config) if config.raw.get("hidden_size_per_layer_input") else None,
         scales_layers=family.scales_layers,
         blocks=config.raw.get("blocks", ()),
+        left_out=config.raw.get("left_out", ()),
+        spare_embeddings=family.spare_embeddings,
     )
 
 
@@ -256,6 +258,8 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
         settled |= as_layers(raw, path)
     elif family.has_pairs:
         settled |= as_pairs(settled, path)
+    elif "cross_attention_layers" in family.keys:
+        settled |= without_pictures(settled, path)
     return HfConfig(settled, path=path)
 
 

@@ -1,5 +1,6 @@
 """Models whose layers are something else than ours, as layers of attention and an MLP: each of the two a block of its own with
-a norm before it (Nemotron-H), or attention and a state by one norm (Falcon-H1), of which a layer here has one.
+a norm before it (Nemotron-H), or attention and a state by one norm (Falcon-H1), of which a layer here has one; or between
+layers that attend to pictures (Llama 3.2 Vision), which text without pictures does not pass through.
 
 >>> as_layers({"hybrid_override_pattern": "ME*-M"}, "config.json")["mlp_layer_types"]
 ['sparse', 'dense', None]
@@ -48,6 +49,21 @@ def as_pairs(raw: Mapping[str, Any], path: str) -> dict[str, Any]:
         "num_hidden_layers": 2 * n_layers,
         "layer_types": [STATE, ATTENTION] * n_layers,
     }
+
+
+def without_pictures(raw: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Likewise, of a model some of whose layers attend to pictures: those that text passes through.
+
+    left_out: the numbers of the others.
+    """
+    config = HfConfig(raw, path=path)
+    n_layers, listed = config.integer("num_hidden_layers"), config.integers("cross_attention_layers")
+    to_pictures = frozenset(range(3, n_layers, 5) if listed is None else listed)  # 3, 8, 13 ... in the class
+    blocks = tuple((i, i) for i in range(n_layers) if i not in to_pictures)
+    if not blocks:
+        raise LoadError(f"cross_attention_layers in {path} names all {n_layers} layers; none is left for text")
+    left_out = tuple(i for i in range(n_layers) if i in to_pictures)
+    return {"blocks": blocks, "num_hidden_layers": len(blocks), "left_out": left_out}
 
 
 def _pairs(kinds: list[str], path: str) -> tuple[tuple[int, int | None], ...]:

@@ -23,7 +23,6 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "norms that are weighed by a gate": ("axk2",),
     "a shared expert of another shape": ("dbrx", "longcat_flash"),
     "attention that chooses its tokens by an index": ("deepseek_v4", "glm5_next"),
-    "layers that attend to pictures": ("mllama",),
     "attention with two softmaxes": ("diffllama",),
     "an encoder alone, with positions of its own": ("bert", "roberta", "xlm-roberta", "electra", "camembert"),
     "an encoder beside the decoder": ("bart", "mbart", "pegasus", "marian", "whisper", "blenderbot"),

@@ -406,6 +406,8 @@ class ModelSpec:
     scales_layers: behind each layer the stream is multiplied by a number of the layer's.
     blocks: where checkpoints number something else than these layers, by which number each has its attention, and its MLP: of
     attention and MLPs that are blocks of their own, of attention and a state that are one layer there; else ().
+    left_out: numbers there of what no text passes through (layers that attend to pictures). spare_embeddings: rows of the
+    embedding behind the vocabulary, of tokens that stand for pictures.
     """
 
     name: str
@@ -435,6 +437,8 @@ class ModelSpec:
     low_rank: int = 0
     scales_layers: bool = False
     blocks: tuple[tuple[int, int | None], ...] = ()
+    left_out: tuple[int, ...] = ()
+    spare_embeddings: int = 0
     streams: StreamsSpec | None = None
     layer_inputs: LayerInputs | None = None
     published_parameters: int | None = None
@@ -485,7 +489,13 @@ class ModelSpec:
     @cached_property
     def n_blocks(self) -> int:
         """How many layers its checkpoints number."""
-        return 1 + max((max(attention, mlp or 0) for attention, mlp in self.blocks), default=self.n_layers - 1)
+        last = max((max(attention, mlp or 0) for attention, mlp in self.blocks), default=self.n_layers - 1)
+        return 1 + max(last, *self.left_out, 0)
+
+    @property
+    def n_embeddings(self) -> int:
+        """Rows of the embedding."""
+        return self.vocab_size + self.spare_embeddings
 
     @cached_property
     def n_parts(self) -> int:
