@@ -527,7 +527,7 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}, "q_lora_rank": 24,
          "n_group": 4, "topk_group": 2, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     ),
-    # clamped gates in the dense layer, in shared experts and in experts; an index of four blocks, which are all there are
+    # clamped gates in the dense layer, in shared experts and in experts; an index that chooses two of the blocks there are
     "minimax_m3": (
         "MiniMaxM3VLTextConfig",
         "MiniMaxM3SparseForConditionalGeneration",
@@ -535,7 +535,7 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
          "routed_scaling_factor": 1.5, "dense_intermediate_size": 96, "shared_intermediate_size": 48,
          "mlp_layer_types": ["dense", "sparse", "sparse"],
          "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "index_n_heads": 2,
-         "index_head_dim": 24, "index_block_size": 32, "index_topk_blocks": 4,
+         "index_head_dim": 24, "index_block_size": 16, "index_topk_blocks": 2,
          "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
     # windowed layers of more query heads and positions of their own, each head gated; limits that are met

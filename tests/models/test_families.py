@@ -186,6 +186,9 @@ MORE: dict[str, dict[str, Any]] = {
         "dense_intermediate_size": 96,
         "shared_intermediate_size": 48,
         "mlp_layer_types": ["dense", "sparse"] * 2,
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "index_n_heads": 2,
+        "index_head_dim": 80,
     },
     "step3p5": {
         "n_routed_experts": 4,

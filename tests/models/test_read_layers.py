@@ -10,6 +10,7 @@ from test_read import SMALL, read
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.gates import CLAMPED
+from diptych.models.latent import IndexSpec
 from diptych.models.positions import QueryScale
 from diptych.models.read import read_model
 from diptych.models.spec import ModelSpec, QkNorm
@@ -17,8 +18,8 @@ from diptych.models.spec import ModelSpec, QkNorm
 
 def choosers(spec: ModelSpec) -> str:
     """F for a layer that chooses what it attends to, S for one that takes another's choice."""
-    kinds = ((layer.attention.mla, layer.attention.mla and layer.attention.mla.own_index) for layer in spec.layers)
-    return "".join("F" if own else "S" for mla, own in kinds if mla and mla.index)
+    kinds = ((layer.attention.index, layer.attention.own_index) for layer in spec.layers)
+    return "".join("F" if own else "S" for index, own in kinds if index)
 
 
 def test_layers_choose_what_they_attend_to_or_take_the_choice_of_another() -> None:
@@ -133,28 +134,42 @@ def test_layers_that_attend_to_pictures_are_left_out() -> None:
         read("mllama_text_model", tie_word_embeddings=True)
 
 
-def test_an_index_of_blocks_bounds_the_context() -> None:
-    """MiniMax M3: up to so many blocks it chooses all; published files have its numbers in an object of their own."""
+def test_an_index_of_blocks_by_layer() -> None:
+    """MiniMax M3; published files have its numbers in an object of their own."""
     fields = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "max_position_embeddings": 8192}
     plain = read("minimax_m3_vl_text", **fields)
     assert (plain.max_context_tokens, plain.mlp) == (8192, None), "no layer has an index unless it is said"
     sparse = {"sparse_block_size": 32, "sparse_topk_blocks": 8, "sparse_attention_freq": [0, 1, 1, 1],
-              "sparse_disable_index_value": [0, 1, 1, 1], "sparse_local_block": 1}  # fmt: skip
+              "sparse_disable_index_value": [0, 1, 1, 1], "sparse_local_block": 2, "sparse_num_index_heads": 2,
+              "sparse_index_dim": 24}  # fmt: skip
     published = {"moe_layer_freq": [0, 1, 1, 1], "dense_intermediate_size": 48, "use_gemma_norm": True, "rotary_dim": 8,
                  "partial_rotary_factor": 0.5, "qk_norm_type": "per_head", "hidden_act": "swigluoai"}  # fmt: skip
     found = read("minimax_m3_vl_text", **fields, **published, sparse_attention_config=sparse)
-    assert (found.max_context_tokens, found.mlp.ffn, found.moe.expert_ffn) == (256, 48, 96)
+    assert (found.max_context_tokens, found.mlp.ffn, found.moe.expert_ffn) == (8192, 48, 96)
+    index = IndexSpec(most=256, n_heads=2, head_dim=24, block=32, local=2)
+    assert [layer.attention.index for layer in found.layers] == [None, index, index, index]
+    assert [cache.sizes for cache in found.caches] == [(2, 16, 16)] * 4 + [(1, 24, 0)] * 3
+    assert [found.index_place(i) for i in range(4)] == [None, 4, 5, 6]
     assert found.attention.rope.rotary_dim == 8
     assert found.mlp.form == found.moe.form == found.moe.shared.form == CLAMPED
     kinds = {
         "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3],
         "index_block_size": 32,
         "index_topk_blocks": 8,
+        "index_local_blocks": 2,
+        "index_n_heads": 2,
+        "index_head_dim": 24,
     }
     same = read("minimax_m3_vl_text", **fields, **published, **kinds)
-    assert (same.max_context_tokens, same.layers) == (256, found.layers)
+    assert same.layers == found.layers
     for given, what in (
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types .* may hold full_attention and minimax_m3_sparse"),
+        ({**kinds, "index_block_size": 48}, "index_block_size .* is 48; it must be one of 16, 32"),
+        ({**kinds, "index_n_heads": 4}, "index_n_heads .* is 4; each of the 2 KV heads has one"),
+        ({**kinds, "index_local_blocks": 9}, "index_local_blocks .* is 9; at most 8"),
+        ({**kinds, "index_local_blocks": 0}, "index_local_blocks .* at least 1"),
+        ({**kinds, "index_head_dim": 25}, "index_head_dim .* must be even"),
+        ({**kinds, "index_head_dim": 8}, "index_head_dim .* is 8; 16 dimensions"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types .* has 3 entries"),
         ({"sparse_attention_config": {**sparse, "sparse_disable_index_value": [0] * 4}}, "sparse_disable_index_value"),
         ({"swiglu_limit": 10.0}, "swiglu_limit"),

@@ -111,13 +111,14 @@ class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
 
     is_parallel: attention and MLP read the stream as it comes to the layer, by one norm or each by its own.
     is_shared: what it adds is added with what the next layer's attention gives, which reads the stream as it comes here.
-    gate: what the heads give is multiplied by, if anything, before o.
+    gate: what the heads give is multiplied by, if anything, before o. has_index: grouped queries choose what they attend to.
     """
 
     attention: Heads
     qkv: Linear | LatentWeights[Vector, Linear] | StateWeights[Vector, Linear]
     o: Linear
     gate: Linear | None = None
+    has_index: bool = False
     input_norm: Vector | None
     post_attention_norm: Vector | None
     pre_mlp_norm: Vector | None
@@ -401,6 +402,8 @@ def run_attention(
     elif isinstance(qkv, LatentWeights):
         a = run_latents(ops, h, qkv, heads)
     else:
+        if weights.has_index:
+            ops.choose(h, h, heads)
         y = ops.linear(h, qkv)
         y = y if weights.clip is None else ops.clip(y, weights.clip)
         a = ops.attention(ops.rotate_and_cache(y, heads), heads)

@@ -133,6 +133,7 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             qkv=heads.qkv,
             o=heads.o,
             gate=heads.gate,
+            has_index=heads.has_index,
             input_norm=input_norm,
             post_attention_norm=post_attention_norm,
             pre_mlp_norm=self.norm(scaled_norm(before_mlp, scales.mlp_in)),

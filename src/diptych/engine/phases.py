@@ -197,7 +197,7 @@ class TwoPhase:
             "token_ids": torch.tensor(state.token_ids, dtype=torch.int64),
             "logits": state.logits.detach().cpu().contiguous(),
         }
-        for layer in range(len(self.model.spec.kv_layers)):
+        for layer in range(len(self.model.spec.caches)):
             keys, values = self.kv.read(layer, state.block_ids, len(state.token_ids))
             tensors[f"layers.{layer}.keys"] = keys.detach().cpu().contiguous()
             tensors[f"layers.{layer}.values"] = values.detach().cpu().contiguous()
@@ -241,7 +241,7 @@ class TwoPhase:
         """Take blocks for the state and fill them; nothing is taken when anything is wrong."""
         state.block_ids = self._take_blocks(-(-len(state.token_ids) // self.kv.block_tokens))
         try:
-            for layer in range(len(self.model.spec.kv_layers)):
+            for layer in range(len(self.model.spec.caches)):
                 sample = self.kv.read(layer, [0], 1)[0]
                 shape = (sample.shape[0], len(state.token_ids), sample.shape[2])
                 names = f"layers.{layer}.keys", f"layers.{layer}.values"

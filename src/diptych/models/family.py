@@ -46,8 +46,8 @@ class TensorNames:
     its own. dense: where a dense MLP lies, if not where mlp says. states: where tensors of a layer with a state lie.
     states_in: its projections, by a delta rule of q, k and v (or of each), of the gate, of beta, of the decay, or of the
     first two and of the last two together, by key head; else one. states_o, states_norm: what it leaves by, and the norm of
-    it. taps: of its convolution, or of q's, k's and v's where they lie apart. others: what some files call a norm, or the
-    choice bias.
+    it. taps: of its convolution, or of q's, k's and v's where they lie apart. index: what precedes the names of an index of
+    blocks. others: what some files call a norm, the choice bias, or what precedes those.
     """
 
     embedding: str = "embed_tokens"
@@ -90,6 +90,7 @@ class TensorNames:
     states_o: str = "out_proj"
     states_norm: str = "norm"
     taps: tuple[str, ...] = ("conv1d",)
+    index: str = "indexer."
     states_in: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     norms: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]] = field(
         default_factory=lambda: NORM_NAMES

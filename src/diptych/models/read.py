@@ -23,7 +23,7 @@ from diptych.models.files import no_model
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL, SYNONYMS
 from diptych.models.latent import IndexSpec, MlaSpec
 from diptych.models.positions import QueryScale, Rope
-from diptych.models.read_block_index import within_blocks, without_blocks
+from diptych.models.read_block_index import as_indexed
 from diptych.models.read_blocks import as_layers, as_pairs, without_pictures
 from diptych.models.read_gpt import arrangement, of_all_layers
 from diptych.models.read_heads import Heads, HeadsByWindow
@@ -82,7 +82,6 @@ def read_model(
     config = _canonical(config, family)
     sections = rope_sections(config, family)
     limit = position_limit(config, sections[0] if sections else None, max_context_tokens)
-    limit = within_blocks(config, family, limit)
     context = limit if max_context_tokens is None else min(limit, max_context_tokens)
     windows = windows_of(config, family, config.integer("num_hidden_layers"))
     heads = HeadsByWindow.read(config, family, windows)
@@ -246,7 +245,7 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
     kinds = raw.get("layer_types")
     if "index_topk" in family.keys and isinstance(kinds, list) and all(kind in INDEXED for kind in kinds):
         del raw["layer_types"]  # which says no more than that there is an index
-    raw = without_blocks(raw, family, path) if "index_topk_blocks" in family.keys else raw
+    raw = as_indexed(raw, family, path) if "index_topk_blocks" in family.keys else raw
     if "num_sliding_attention_heads" in family.keys:
         raw = as_usual(raw, family.keys, path)
     read = {*family.keys, *(ROPE_KEYS if "rope_theta" in family.keys else ()), "layer_types", "hidden_act"}
@@ -368,10 +367,13 @@ def _attention(
             nope_dim=config.integer("qk_nope_head_dim"),
             rope_dim=head_dim,
             v_dim=config.integer("v_head_dim", max(1, config.integer("hidden_size") // n_heads)),
-            index=index,
         )
         stretch = 1.0 if rope is None else latent_stretch(config)
         scale = (mla.nope_dim + mla.rope_dim) ** -0.5 * stretch**2
+    elif index is not None and rope is not None and rope.rotary_dim > index.head_dim:
+        raise LoadError(
+            f"index_head_dim in {config.path} is {index.head_dim}; {rope.rotary_dim} dimensions of a head turn there, too"
+        )
     if "attention_multiplier" in family.keys:
         scale = config.number("attention_multiplier", scale)
     scale *= config.number("key_multiplier", 1.0)
@@ -400,6 +402,7 @@ def _attention(
         has_gate=_decided(config, family.has_attention_gate),
         gates_heads=family.gates_heads,
         mla=mla,
+        index=index,
     )
 
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from diptych.ground.errors import UnsupportedModel
 from diptych.ground.specs import Provenance
 from diptych.models.gates import CLAMPED, GateForm
-from diptych.models.latent import CacheShape, MlaSpec
+from diptych.models.latent import CacheShape, IndexSpec, MlaSpec
 from diptych.models.positions import QueryScale, Rope
 from diptych.models.streams import LayerInputs, StreamsSpec
 
@@ -202,7 +202,8 @@ class AttentionLayer:
     there is a projection for values; where there is none they are the keys before norm and turn. kv_layer: the number of the
     layer before this one whose keys and values it attends to; it has no k and v of its own then, and keeps nothing. None: its
     own. has_gate: what the heads give is multiplied by a sigmoid of a projection, gates_heads: of one number for each head.
-    v_head_dim: how wide a value is, None: as a key. v_scale: what values are multiplied by.
+    v_head_dim: how wide a value is, None: as a key. v_scale: what values are multiplied by. index: what chooses the positions
+    that are attended to; None: all are.
     """
 
     n_heads: int
@@ -228,6 +229,12 @@ class AttentionLayer:
     v_scale: float = 1.0
     mla: MlaSpec | None = None
     state: StateSpec | None = None
+    index: IndexSpec | None = None
+
+    @property
+    def own_index(self) -> IndexSpec | None:
+        """The index that the layer has itself, if it has one."""
+        return self.index if self.index is not None and self.index.is_own else None
 
     @property
     def keeps_kv(self) -> bool:
@@ -267,13 +274,20 @@ class AttentionLayer:
         """
         if self.mla is None:
             return CacheShape(n_heads=self.n_kv_heads, head_dim=self.head_dim, value_dim=self.value_dim)
-        row, own = self.mla.row, self.mla.own_index
+        row, own = self.mla.row, self.own_index
         return CacheShape(
             n_heads=1,
             head_dim=row if own is None else row + own.head_dim,
             value_dim=0,
-            attended=None if self.mla.index is None else row,
+            attended=None if self.index is None else row,
         )
+
+    @property
+    def index_cache(self) -> CacheShape | None:
+        """What its index keeps of a token beside that: of latents nothing, as its key lies with them."""
+        if self.mla is not None or self.own_index is None:
+            return None
+        return CacheShape(n_heads=1, head_dim=self.own_index.head_dim, value_dim=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -453,9 +467,8 @@ class ModelSpec:
             raise UnsupportedModel(f"{self.name} has no layer that attends to keys and values; one at least is needed")
         is_chosen = False
         for i, layer in enumerate(self.layers):
-            mla = layer.attention.mla
-            is_chosen = is_chosen or (mla is not None and mla.own_index is not None)
-            if mla is not None and mla.index is not None and not is_chosen:
+            is_chosen = is_chosen or layer.attention.own_index is not None
+            if layer.attention.index is not None and not is_chosen:
                 raise UnsupportedModel(
                     f"layer {i} of {self.name} attends to what the index of a layer before it chose, and none has one"
                 )
@@ -518,9 +531,19 @@ class ModelSpec:
         return tuple(i for i, layer in enumerate(self.layers) if layer.attention.keeps_kv)
 
     @cached_property
+    def index_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers whose index keeps keys in a layer of the cache, which come behind those of kv_layers."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.attention.index_cache is not None)
+
+    @cached_property
     def caches(self) -> tuple[CacheShape, ...]:
-        """What each of them keeps of a token."""
-        return tuple(self.layers[i].attention.cache for i in self.kv_layers)
+        """What each layer of a cache keeps of a token."""
+        indices = (self.layers[i].attention.index_cache for i in self.index_layers)
+        return (*(self.layers[i].attention.cache for i in self.kv_layers), *(one for one in indices if one is not None))
+
+    def index_place(self, number: int) -> int | None:
+        """Which of a cache's layers has the keys of a layer's index, if one has."""
+        return len(self.kv_layers) + self.index_layers.index(number) if number in self.index_layers else None
 
     def kv_place(self, number: int) -> int:
         """Which of a cache's layers a layer attends to."""

@@ -52,7 +52,9 @@ def heads_of(spec: ModelSpec, rank: Rank) -> Heads:
         raise UnsupportedModel(
             "layers that share keys have different numbers of heads, which ranks cannot divide alike"
         )
-    return [found[place].pop() for place in sorted(found)]
+    # each rank that attends has the keys of an index
+    indices = (rank.heads(one.n_heads, one.n_kv_heads) for one in (spec.layers[i].attention for i in spec.index_layers))
+    return [*(found[place].pop() for place in sorted(found)), *((0, int(own is not None)) for own in indices)]
 
 
 def cache_of(cache: dict[str, Any], heads: Heads) -> dict[str, Any]:
@@ -304,7 +306,7 @@ class RankedModel(CpuModel):
             revision=self.revision,
             layout=layout_of(self._cache),
             dtype=self.kv_format,
-            n_layers=len(self.spec.kv_layers),
+            n_layers=len(self.spec.caches),
             block_tokens=block_tokens,
             block_bytes=int(_cpu.kv_bytes_per_block(block_tokens=block_tokens, **self._cache)),
         )

@@ -57,7 +57,9 @@ def items_of(batch: ForwardBatch, size: int) -> np.ndarray:
 
 def has_kernels_for(spec: AttentionSpec | AttentionLayer) -> bool:
     """Whether a layer attends by our kernels."""
-    if spec.mla is not None or spec.state is not None or spec.head_dim > LARGEST_HEAD or not _has_usual_values(spec):
+    if spec.mla is not None or spec.state is not None or spec.index is not None:
+        return False
+    if spec.head_dim > LARGEST_HEAD or not _has_usual_values(spec):
         return False
     return item_tokens(spec.head_dim, spec.n_heads // spec.n_kv_heads) > 0
 
