@@ -299,24 +299,7 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type == "gpt_neox":
         out.add_parallel_residual(config.use_parallel_residual)
     write_heads(out, config, full, head_dim)
-    if full.get("rope_type") in ("linear", "yarn"):
-        out.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
-        out.add_rope_scaling_factor(full["factor"])
-    if full.get("original_max_position_embeddings"):
-        out.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
-    if full.get("rope_type") == "yarn" and "beta_fast" in full:
-        out.add_rope_scaling_yarn_beta_fast(full["beta_fast"])
-        out.add_rope_scaling_yarn_beta_slow(full["beta_slow"])
-    if full.get("attention_factor"):
-        out.add_rope_scaling_yarn_attn_factor(full["attention_factor"])
-    if full.get("mscale_all_dim"):
-        out.add_rope_scaling_yarn_log_mul((0.1 if hasattr(config, "kv_lora_rank") else 1.0) * full["mscale_all_dim"])
-    if full.get("llama_4_scaling_beta"):
-        out.add_attn_temperature_scale(full["llama_4_scaling_beta"])
-    if config.model_type == "phi3" and full.get("long_factor"):
-        stretch = config.max_position_embeddings / full["original_max_position_embeddings"]
-        attention = math.sqrt(1 + math.log(stretch) / math.log(full["original_max_position_embeddings"]))
-        out.add_rope_scaling_attn_factors(attention)
+    write_scaling(out, config, full)
     if config.model_type in ("phi3", "gemma2", "gemma3_text", "gemma3n_text", "cohere2", "gpt_oss", "olmo3", "exaone4",
                              "afmoe"):  # fmt: skip
         out.add_sliding_window(config.sliding_window or 0)
@@ -339,6 +322,28 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
     is_dense |= config.model_type == "nemotron_h" and "moe" not in config.layers_block_type
     if getattr(config, "num_experts_per_tok", None) and not is_dense:
         write_experts(out, config)
+
+
+def write_scaling(out: gguf.GGUFWriter, config: Any, full: Mapping[str, Any]) -> None:
+    """How positions are scaled."""
+    if full.get("rope_type") in ("linear", "yarn"):
+        out.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
+        out.add_rope_scaling_factor(full["factor"])
+    if full.get("original_max_position_embeddings"):
+        out.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+    if full.get("rope_type") == "yarn" and "beta_fast" in full:
+        out.add_rope_scaling_yarn_beta_fast(full["beta_fast"])
+        out.add_rope_scaling_yarn_beta_slow(full["beta_slow"])
+    if full.get("attention_factor"):
+        out.add_rope_scaling_yarn_attn_factor(full["attention_factor"])
+    if full.get("mscale_all_dim"):
+        out.add_rope_scaling_yarn_log_mul((0.1 if hasattr(config, "kv_lora_rank") else 1.0) * full["mscale_all_dim"])
+    if full.get("llama_4_scaling_beta"):
+        out.add_attn_temperature_scale(full["llama_4_scaling_beta"])
+    if config.model_type == "phi3" and full.get("long_factor"):
+        stretch = config.max_position_embeddings / full["original_max_position_embeddings"]
+        attention = math.sqrt(1 + math.log(stretch) / math.log(full["original_max_position_embeddings"]))
+        out.add_rope_scaling_attn_factors(attention)
 
 
 def write_heads(out: gguf.GGUFWriter, config: Any, full: Mapping[str, Any], head_dim: int) -> None:

@@ -229,9 +229,17 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         raise LoadError(f"{file.path} has values of another width than keys, which are not read from GGUF files")
     if keys.number("pooling_type"):
         config["pooling_type"] = keys.number("pooling_type")
+    _add_own(config, keys, file, kind)
+    return _without_unread(config, file)
+
+
+def _add_own(config: dict[str, Any], keys: Keys, file: GgufFile, kind: GgufArchitecture) -> None:
+    """What families have of their own: scales, states, windows, how they turn."""
     if kind.wide_layers is not None:
         is_wide = config["num_hidden_layers"] == kind.wide_layers
-        config["query_pre_attn_scalar"] = config["hidden_size"] // heads if is_wide else config["head_dim"]
+        config["query_pre_attn_scalar"] = (
+            config["hidden_size"] // config["num_attention_heads"] if is_wide else config["head_dim"]
+        )
     if kind.keys.get("attention.scale"):
         config.setdefault("attention_multiplier", config["head_dim"] ** -0.5)
     if kind is GEMMA3N:
@@ -252,7 +260,6 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         config["multi_query"] = config["num_key_value_heads"] == 1
     if kind is FALCON:
         _add_grouping(config, file)
-    return _without_unread(config, file)
 
 
 def _add_grouping(config: dict[str, Any], file: GgufFile) -> None:
