@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from searched import block
+
 VOCAB = 160
 # family -> (config class, model class, fields beside COMMON)
 CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -456,6 +458,12 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"num_hidden_layers": 4, "layer_types": CONVOLUTIONS, "block_multiple_of": 16, "conv_L_cache": 3},
     ),
     # by the names of classes that transformers does not have
+    "nemotron-nas": (
+        "LlamaConfig",
+        "SearchedForCausalLM",
+        {"num_hidden_layers": 6, "head_dim": 16,
+         "block_configs": [block(2, 96), block(None, 40), block(4, None), block(None, None), block(1, 56), block(None, 72)]},
+    ),
     "minicpm": (
         "GraniteConfig",
         "GraniteForCausalLM",

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from checkpoints import VOCAB, make_reference
-from gguf_layers import BY_WINDOW, padded_freqs, write_choice, write_mixture, write_windowed_heads
+from gguf_layers import BY_WINDOW, kv_heads, padded_freqs, write_choice, write_mixture, write_windowed_heads
 from gguf_states import keeps_axes, tensors_with_states, write_states
 
 # family of tests/checkpoints.py -> general.architecture
@@ -475,7 +475,7 @@ def tensors_of(model: Any, architecture: str) -> dict[str, np.ndarray]:
         if name.endswith(("q_proj.weight", "q_proj.bias")) and is_permuted(config, architecture):
             values = permuted(values, config.num_attention_heads)
         if name.endswith(("k_proj.weight", "k_proj.bias")) and is_permuted(config, architecture):
-            values = permuted(values, config.num_key_value_heads)
+            values = permuted(values, kv_heads(config, name))
         is_added = hasattr(config, "linear_num_key_heads") and not name.endswith("linear_attn.norm.weight")
         if name.endswith("norm.weight") and (
             is_added or config.model_type in ("gemma", "gemma2", "gemma3_text", "nemotron", "step3p5")

@@ -75,3 +75,22 @@ def padded_freqs(config: Any, rope: Mapping[str, Any], divisors: Callable[[int],
     turned = int(config.head_dim * rope["partial_rotary_factor"])
     found = divisors(turned)
     return np.concatenate([found, np.ones(config.head_dim // 2 - len(found), dtype=np.float32)])
+
+
+def kv_heads(config: Any, name: str) -> int:
+    """Of the layer whose tensor that is."""
+    blocks = getattr(config, "block_configs", None)
+    if blocks is None:
+        return int(config.num_key_value_heads)
+    return int(config.num_attention_heads // blocks[int(name.split(".")[2])]["attention"]["n_heads_in_group"])
+
+
+def searched_metadata(config: Any) -> dict[str, Any]:
+    """What the converter writes of Nemotron NAS in place of numbers: lists, with 0 for what a layer has not."""
+    heads, blocks = config.num_attention_heads, config.block_configs
+    groups = [one["attention"]["n_heads_in_group"] for one in blocks]
+    return {
+        "attention.head_count": [heads if group else 0 for group in groups],
+        "attention.head_count_kv": [heads // group if group else 0 for group in groups],
+        "feed_forward_length": [one["ffn"]["intermediate_size"] or 0 for one in blocks],
+    }

@@ -10,10 +10,13 @@ import pytest
 from golden import ask_reference, check_golden
 
 from diptych.compute.runner import load_model
+from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError
-from diptych.models.gguf import load_gguf_spec
+from diptych.models.gguf import count_parameters, load_gguf_spec
+from diptych.models.gguf_file import open_gguf
 from gguf_files import Tensors, gguf_reference, write_gguf
+from gguf_layers import searched_metadata
 
 REFERENCE = ComputeConfig(backend="torch", device="cpu", weights="fp32")
 WINDOWED = [False, True, True, False]
@@ -66,6 +69,26 @@ def test_layers_of_glm_that_share_a_choice(tmp_path: Path) -> None:
         layers = load_gguf_spec(path).layers
         assert "".join("F" if layer.attention.own_index else "S" for layer in layers) == kinds
     load_model(path, REFERENCE)  # the index of a layer that takes another's choice is left alone
+
+
+def test_layers_that_a_search_has_taken_apart(tmp_path: Path) -> None:
+    """Nemotron NAS: rows of k by the KV heads of each layer, layers without attention, without an MLP, with neither."""
+    reference = gguf_reference("nemotron-nas", rope_parameters={
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32})  # fmt: skip
+    lists = searched_metadata(reference.config)
+    path = write_gguf(reference, tmp_path / "m.gguf", called="deci", metadata=lists)
+    model = load_model(path, REFERENCE)
+    check_golden(model, ask_reference(reference, path, prompt_tokens=50, new_tokens=6), chunk=7)
+    assert model.n_parameters == parameter_count(load_gguf_spec(path)) == count_parameters(open_gguf(path))
+    for name, values, what in (
+        ("attention.head_count", [4, 4, 4, 0, 4, 0], "layer 1 .* a product in place of attention"),
+        ("attention.head_count_kv", [2, 0, 3, 0, 4, 0], "layer 2 .* has 4 query heads for 3 KV heads"),
+        ("feed_forward_length", [96], "feed_forward_length .* must hold 6 whole numbers"),
+    ):
+        wrong = write_gguf(reference, tmp_path / f"{what[:7]}.gguf", called="deci", metadata={**lists, name: values})
+        with pytest.raises(LoadError, match=what):
+            load_gguf_spec(wrong)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import COMMON, VOCAB, enliven, make_checkpoint, make_reference
 from diptych.compute.runner import load_model
+from diptych.cost.components import BF16, cost_of, kv_bytes_per_token
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
+from diptych.ground.shape import StepShape
+from diptych.ground.specs import KVSpec
 from diptych.models.read import load_model_file
 from diptych.models.stored import check_stored
 from family_configs import LATENT, MORE
@@ -520,3 +523,20 @@ def test_both_names_of_what_is_in_an_olmo_hybrid(tmp_path: Path) -> None:
     assert torch.equal(*found)
     with torch.no_grad():
         assert (model(torch.tensor([ids])).logits[0] - found[0]).abs().max() < 1e-4
+
+
+def test_layers_without_attention_cost_and_keep_nothing_of_it(tmp_path: Path) -> None:
+    """Of six layers of a Nemotron NAS three attend, with KV heads of their own; planner, caches and phases agree."""
+    path = make_checkpoint("nemotron-nas", tmp_path, dtype=torch.bfloat16)
+    check_stored(path, spec := load_model_file(path), parameter_count(spec))
+    assert kv_bytes_per_token(spec, KVSpec()) == 2 * 2 * 16 * (2 + 1 + 4)
+    shape = StepShape.decode(batch=3, context_tokens=20)
+    cost = cost_of(spec, shape, quant=BF16, kv=KVSpec())
+    heads, kv_width = 3 * 4 * 16, 2 * 16 * (2 + 1 + 4)
+    wanted = {"qkv": heads + kv_width, "o": heads, "mlp": 3 * (96 + 40 + 56 + 72)}
+    assert {name: cost.component(name).flops for name in wanted} == {
+        name: 2 * 3 * 64 * width for name, width in wanted.items()
+    }
+    for backend in ("cpu", "torch"):
+        model = load_model(path, ComputeConfig(backend=backend, device="cpu", kv="bf16"))
+        assert model.kv_bytes_per_block(16) == 16 * kv_bytes_per_token(spec, KVSpec())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
 from test_read import SMALL, read
 
-from diptych.ground.errors import LoadError
+from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.config import HfConfig
 from diptych.models.gates import CLAMPED
 from diptych.models.latent import IndexSpec
@@ -132,6 +134,65 @@ def test_layers_that_attend_to_pictures_are_left_out() -> None:
         read("mllama_text_model", num_hidden_layers=2, cross_attention_layers=[0, 1])
     with pytest.raises(LoadError, match="tie_word_embeddings"):
         read("mllama_text_model", tie_word_embeddings=True)
+
+
+def test_layers_that_a_search_has_left() -> None:
+    """Nemotron NAS's block_configs as they are published; what is no attention, no gated MLP and not nothing is refused."""
+
+    def one(attention: dict[str, Any], ffn: dict[str, Any]) -> dict[str, Any]:
+        plain = {"no_op": False, "replace_with_linear": False, "sparsify": None}
+        return {
+            "attention": {
+                **plain,
+                "n_heads_in_group": None,
+                "window_length": None,
+                "unshifted_sink": False,
+                **attention,
+            },
+            "ffn": {**plain, "ffn_mult": None, **ffn},
+        }
+
+    nothing = {"no_op": True}
+    blocks = [
+        one({"n_heads_in_group": 4}, {"ffn_mult": 2.625}),
+        one(nothing, {"ffn_mult": 5.25}),
+        one({"n_heads_in_group": 2}, nothing),
+        one(nothing, nothing),
+    ]
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 64, "num_key_value_heads": None}
+    given = {**sizes, "intermediate_size": None}
+    spec = read("nemotron-nas", **given, block_configs=blocks)
+    found = [(x.attention.n_heads, x.attention.own_kv_heads, x.mlp and x.mlp.ffn, x.norms.count) for x in spec.layers]
+    # 2 / 3 of 512 times 2.625 is 896, which is more than 3 256s
+    assert found == [(8, 2, 1024, 2), (0, 0, 1792, 1), (8, 4, None, 1)]
+    assert (spec.blocks, spec.left_out, spec.kv_layers, spec.n_parts) == (((0, 0), (1, 1), (2, None)), (3,), (0, 2), 4)
+    deci = read("nemotron-nas", **sizes, num_key_value_heads_per_layer=[4, 4, 2, 1])
+    assert [layer.attention.n_kv_heads for layer in deci.layers] == [4, 4, 2, 1]
+    usual = blocks[:3]
+    for last, what in (
+        (
+            one({"replace_with_linear": True}, {"ffn_mult": 1.0}),
+            r"replace_with_linear in attention of block_configs\[3\]",
+        ),
+        (one({"n_heads_in_group": 8, "window_length": 512}, nothing), "window_length in attention .* is 512"),
+        (
+            one({"n_heads_in_group": 8}, {"replace_with_linear": True}),
+            r"replace_with_linear in ffn of block_configs\[3\]",
+        ),
+        (one({"n_heads_in_group": 8}, {"intermediate_size": 64, "gated": True, "moe": {"n": 4}}), "moe in ffn"),
+        (one({"n_heads_in_group": 3}, nothing), "n_heads_in_group .* is 3; 8 query heads"),
+        (one({}, nothing), "n_heads_in_group .* is None"),
+        (one({"n_heads_in_group": 8}, {}), "ffn_mult .* is None"),
+        (one({"no_op": "yes"}, nothing), "no_op .* must be true or false"),
+    ):
+        with pytest.raises(LoadError, match=what):
+            read("nemotron-nas", **given, block_configs=[*usual, last])
+    with pytest.raises(LoadError, match="must hold 4 objects"):
+        read("nemotron-nas", **given, block_configs=usual)
+    with pytest.raises(UnsupportedModel, match="no layer that attends"):
+        read("nemotron-nas", **given, block_configs=[one(nothing, {"ffn_mult": 1.0})] * 4)
+    with pytest.raises(LoadError, match="must hold 4 numbers"):
+        read("nemotron-nas", **sizes, num_key_value_heads_per_layer=[4, 4])
 
 
 def test_an_index_of_blocks_by_layer() -> None:

@@ -107,16 +107,16 @@ class OwnEmbedding(Generic[Vector, Linear]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
-    """The handles of one layer: dense, experts, or neither; a norm that the family lacks is None.
+    """The handles of one layer: dense, experts, or neither; a norm that the family lacks is None, and so is all attention has.
 
     is_parallel: attention and MLP read the stream as it comes to the layer, by one norm or each by its own.
     is_shared: what it adds is added with what the next layer's attention gives, which reads the stream as it comes here.
     gate: what the heads give is multiplied by, if anything, before o. has_index: grouped queries choose what they attend to.
     """
 
-    attention: Heads
-    qkv: Linear | LatentWeights[Vector, Linear] | StateWeights[Vector, Linear]
-    o: Linear
+    attention: Heads | None = None
+    qkv: Linear | LatentWeights[Vector, Linear] | StateWeights[Vector, Linear] | None = None
+    o: Linear | None = None
     gate: Linear | None = None
     has_index: bool = False
     input_norm: Vector | None
@@ -230,8 +230,11 @@ def run_layer(
             return run_experts(ops, h, weights, weights.experts, x, eps=added_eps, attended=attended)
         gate_up, down = weights.dense
         beside = run_inner(ops, h, gate_up, weights)
+        assert weights.o is not None
         return ops.linear_add(beside, down, ops.linear_add(attended, weights.o, x))
-    if weights.branch is None:
+    if weights.o is None:
+        assert onto is None, "an MLP alone adds to what it reads"
+    elif weights.branch is None:
         x = add_normed(
             ops, x if onto is None else onto, run_attention(ops, h, weights), weights.o, weights.post_attention_norm,
             eps=added_eps, scale=weights.attention_scale,
@@ -279,6 +282,7 @@ def add_branched(
 ) -> Stream:
     """(x + norm(attention(h)) + h + norm(h L^T R^T)) / sqrt(2), where h is the norm of x, as stream `number`."""
     assert weights.post_attention_norm is not None
+    assert weights.o is not None
     low = ops.norm(ops.linear(ops.linear(h, branch.left), branch.right), branch.norm, eps=eps)
     y = ops.add(ops.branch(x, number, scale=HALF_POWER), low, scale=HALF_POWER)
     y = ops.add(y, h, scale=HALF_POWER)
@@ -394,6 +398,8 @@ def run_attention(
     so that both phases have the same bits.
     """
     heads, qkv = weights.attention, weights.qkv
+    assert heads is not None
+    assert qkv is not None
     if isinstance(qkv, StateWeights):
         # first, as what lies between its steps may be as wide as rates are, and is done with then
         decays = None if qkv.decays is None else ops.linear(ops.linear(h, qkv.decays[0]), qkv.decays[1])
@@ -460,7 +466,9 @@ def run_experts(
         x = ops.linear_add(ops.experts(ops.linear(h, latent.down), experts, routed=h), latent.up, x)
     else:
         mixture = ops.experts(h, experts)
-        x = x if attended is None else ops.linear_add(attended, weights.o, x)
+        if attended is not None:
+            assert weights.o is not None
+            x = ops.linear_add(attended, weights.o, x)
         x = ops.add(x, mixture if norm is None else ops.norm(mixture, norm, eps=eps), scale=scale)
     if shared is None or beside is None:
         return x

@@ -109,8 +109,8 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
     def load(self) -> LayerWeights[Vector, Linear, Heads, Experts]:
         """All of them: a dense MLP first, a mixture last."""
         mlp = self.parts.mlp
-        of_attention, of_mlp = (self.names.norms[self.parts.norms][i : i + 2] for i in (0, 2))
-        before, after = (self.norm_tensor(name) for name in of_attention)
+        names, of_mlp = (self.names.norms[self.parts.norms][i : i + 2] for i in (0, 2))
+        before, after = (self.norm_tensor(name) for name in names)
         before_mlp, after_mlp = (self.norm_tensor(name, self.mlp_prefix) for name in of_mlp)
         dense, of_mixture = None, dict[str, Any]()
         is_parallel = self.parts.norms.are_side_by_side
@@ -118,22 +118,14 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             before_mlp, dense = self.mlp(mlp, before_mlp)
         # what a branch adds is the norm as it is
         is_shared = self.parts.norms is Norms.PARALLEL or self.spec.low_rank > 0
-        of_heads = self._heads(self.layer)
-        pair = self.spec.pair_of(self.layer)
-        if self.loader.is_balancing and pair is not None:
-            of_heads.beside = self._heads(pair).readers()
-        before, heads = of_heads.load(before, is_shared=is_shared)
+        before, of_attention = self._attention(before, is_shared=is_shared)
         scales = self.parts.scales  # of norms as they lie in the checkpoint, or balanced
         input_norm = self.norm(scaled_norm(before, scales.attention_in))
         post_attention_norm, post_mlp_norm = (self.norm(norm, is_read=False) for norm in (after, after_mlp))
         if isinstance(mlp, MoeSpec):
             before_mlp, of_mixture = self._experts(mlp, before_mlp)
         return LayerWeights(
-            attention=heads.handle,
-            qkv=heads.qkv,
-            o=heads.o,
-            gate=heads.gate,
-            has_index=heads.has_index,
+            **of_attention,
             input_norm=input_norm,
             post_attention_norm=post_attention_norm,
             pre_mlp_norm=self.norm(scaled_norm(before_mlp, scales.mlp_in)),
@@ -155,6 +147,18 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             **of_mixture,
             **self._streams(),
         )
+
+    def _attention(self, norm: NormParts | None, *, is_shared: bool) -> tuple[NormParts | None, dict[str, Any]]:
+        """The norm that attention reads, and of `LayerWeights` what is attention's, if the layer has it."""
+        if self.parts.attention.is_absent:
+            return norm, {}
+        of_heads = self._heads(self.layer)
+        pair = self.spec.pair_of(self.layer)
+        if self.loader.is_balancing and pair is not None:
+            of_heads.beside = self._heads(pair).readers()
+        norm, heads = of_heads.load(norm, is_shared=is_shared)
+        parts = {"attention": heads.handle, "qkv": heads.qkv, "o": heads.o, "gate": heads.gate}
+        return norm, {**parts, "has_index": heads.has_index}
 
     def _heads(self, layer: int) -> HeadsLoader[Table, Vector, Linear, Heads, Experts]:
         return HeadsLoader(self.source, self.loader, self.spec, layer, self.of_model)

@@ -85,7 +85,9 @@ def adapter_bytes(quant: QuantSpec, *, is_ours: bool) -> float:
 def _ends(model: ModelSpec, attention: AttentionLayer, mlp: object) -> list[int]:
     """Inputs and outputs of the projections of one layer that an adapter may have."""
     hidden, mla, state = model.hidden, attention.mla, attention.state
-    if state is not None:
+    if attention.is_absent:
+        ends = []
+    elif state is not None:
         gate = [hidden + state.rank, state.rank + state.gate_width] if state.rank else [hidden + state.gate_width]
         ends = [hidden + state.n_inputs, *gate, state.width + hidden]
     elif mla is None:

@@ -81,7 +81,7 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int, *, is_our
     expand = 0.0
     for layer, n in model.layer_groups:
         attention, mla, heads = layer.attention, layer.attention.mla, layer.attention.n_heads / tp
-        if attention.state is not None:
+        if attention.state is not None or attention.is_absent:
             continue
         if mla is not None and attention.index is None and not is_ours:
             expand += 2.0 * n * mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)

@@ -180,9 +180,9 @@ def _popularity(n_experts: int, experts_per_token: int, skew: float) -> tuple[fl
 def layer_kv_bytes(attention: AttentionLayer, kv: KVSpec, tp: int) -> float:
     """KV bytes per token that one layer attends to on one device, its own or another layer's.
 
-    KV heads are replicated when tp > n_kv_heads; MLA is not split. Nothing where it has a state instead.
+    KV heads are replicated when tp > n_kv_heads; MLA is not split. Nothing where it has a state instead, or no attention.
     """
-    if attention.state is not None:
+    if attention.state is not None or attention.is_absent:
         return 0.0
     if attention.mla is not None:
         return attention.mla.row * kv.bytes_per_element + kv.scale_bytes
@@ -321,6 +321,8 @@ def _layer(sizes: _Sizes) -> tuple[Component, ...]:
         ffn = _experts(sizes, mlp) if isinstance(mlp, MoeSpec) else (_mlp(sizes, mlp),)
     if state is not None:
         return (_norms(sizes), *_states(sizes, state), *ffn)
+    if sizes.attention.is_absent:
+        return (_norms(sizes), *ffn)
     projections = _gqa(sizes) if mla is None else _mla(sizes, mla)
     own = sizes.attention.own_index
     index = () if own is None else (_index(sizes, own),)

@@ -61,7 +61,7 @@ def _gathered(layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: boo
     is_sum_apart = has_norms_behind or layer.norms is Norms.AROUND_MLP or layer.scales.mlp_out != 1.0
     heads = attention.width
     values = heads * value_bytes if attention.mla is None else attention.n_heads * attention.mla.v_dim * FP32
-    meetings, row_bytes = 2, values + stream  # the heads' values, o
+    meetings, row_bytes = (0, 0.0) if attention.is_absent else (2, values + stream)  # the heads' values, o
     is_gated = attention.has_gate if attention.state is None else attention.state.gate_width > 0
     if is_gated:  # what gates them, in fp32
         meetings, row_bytes = 3, 2 * heads * FP32 + stream

@@ -148,9 +148,11 @@ class TwoPhase:
         self._check_owner(state)
         spec = self.model.spec
         layer = int(Bound(int, 0, spec.n_layers - 1, "layer").take("layer", layer, RequestError) or 0)
-        if spec.layers[layer].attention.state is not None:
+        attention = spec.layers[layer].attention
+        if attention.state is not None or attention.is_absent:
+            what = "has no attention" if attention.is_absent else "keeps a state in place of keys and values"
             raise RequestError(
-                f"layer {layer} keeps a state in place of keys and values; layers {list(spec.kv_layers)} keep those",
+                f"layer {layer} {what}; layers {list(spec.kv_layers)} keep those",
                 param="layer",
             )
         keys_KTd, values_KTd = self.kv.read(spec.kv_place(layer), state.block_ids, len(state.token_ids))

@@ -73,6 +73,15 @@ DENSE: tuple[Family, ...] = (
         fixed={"tie_word_embeddings": (False,)},  # the table has rows that the head has not
         spare_embeddings=8,
     ),
+    # Nemotron NAS (Super 49B, Ultra 253B, 51B): Llamas whose layers a search has taken apart; DeciLM 7B
+    Family(
+        name="nemotron-nas", architectures=("DeciLMForCausalLM",),
+        more_model_types=("deci",),
+        keys={**USUAL, "attention_bias": False, "mlp_bias": False, "block_configs": None,
+              "num_key_value_heads_per_layer": None},
+        mlp_bias="mlp_bias",
+        **BY_ATTENTION_BIAS,
+    ),
     # sliding_window null: full attention (v0.2 on); absent: 4096 on every layer
     Family(
         name="mistral", architectures=("MistralForCausalLM",),

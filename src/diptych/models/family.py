@@ -23,6 +23,7 @@ NORM_NAMES: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]
     ),
     Norms.AROUND_MLP: ("input_layernorm", None, "post_attention_layernorm", "post_mlp_layernorm"),
     Norms.ALONE: ("input_layernorm", None, None, None),
+    Norms.MLP_ALONE: (None, None, "post_attention_layernorm", None),
     Norms.SHARED: ("input_layernorm", None, None, None),
     Norms.PARALLEL: ("input_layernorm", None, None, None),
     Norms.BESIDE: ("input_layernorm", None, "post_attention_layernorm", None),

@@ -23,6 +23,7 @@ from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.families import BY_ARCHITECTURE
 from diptych.models.gguf_architectures import (
+    DECI,
     DEEPSEEK_V2,
     FALCON,
     GEMMA3N,
@@ -37,7 +38,16 @@ from diptych.models.gguf_architectures import (
 )
 from diptych.models.gguf_file import PART, GgufFile, GgufTensor, open_gguf
 from diptych.models.gguf_keys import NEEDED, Keys
-from diptych.models.gguf_layers import HEADS, SHARED, add_mimo, add_step, add_windowed_heads, index_kinds
+from diptych.models.gguf_layers import (
+    FFN,
+    HEADS,
+    SHARED,
+    add_mimo,
+    add_searched,
+    add_step,
+    add_windowed_heads,
+    index_kinds,
+)
 from diptych.models.gguf_states import add_states
 from diptych.models.read import read_model
 from diptych.models.spec import ModelSpec
@@ -184,7 +194,7 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     keys.refuse_changing(names, kind)
     config: dict[str, Any] = {"architectures": [kind.architecture], **kind.fixed}
     for name, ours in names.items():
-        if kind.has_windowed_heads and name in HEADS:
+        if (kind.has_windowed_heads and name in HEADS) or (kind is DECI and name in (*HEADS, FFN)):
             continue
         read = keys.by_layer if name in kind.by_layer else keys.number
         value = read(name) if ours else None
@@ -204,6 +214,8 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     HfConfig(config, path=str(file.path)).integer("num_hidden_layers")  # lists as long as that are made below
     if kind.has_windowed_heads:
         add_windowed_heads(config, keys)
+    elif kind is DECI:
+        add_searched(config, keys)
     config["vocab_size"] = table.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     heads = config["num_attention_heads"]

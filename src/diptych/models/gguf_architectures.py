@@ -231,6 +231,9 @@ STEP35 = GgufArchitecture(
     norm_added=1.0,
     has_windowed_heads=True,
 )  # fmt: skip
+DECI = GgufArchitecture(
+    architecture="DeciLMForCausalLM", is_permuted=True, present={"attention_bias": Q_BIAS, "mlp_bias": UP_BIAS}
+)
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     # Llama 1 to 3, Mistral, and what copies them; with experts it is Mixtral
     "llama": LLAMA,
@@ -449,6 +452,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "glm-dsa": GLM_DSA,
     "mimo2": MIMO2,
     "step35": STEP35,
+    "deci": DECI,
 }  # fmt: skip
 
 

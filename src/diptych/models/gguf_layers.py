@@ -1,4 +1,6 @@
-"""What a GGUF file says of layers of several kinds: heads by window (MiMo-V2-Flash, Step 3.5), an index (GLM-5)."""
+"""What a GGUF file says of layers of several kinds: heads by window (MiMo-V2-Flash, Step 3.5), an index (GLM-5), what
+a search has left of them (Nemotron NAS).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from diptych.models.gguf_keys import Keys
 WINDOWED, FULL = "sliding_attention", "full_attention"
 PATTERN, SWA_BASE = "attention.sliding_window_pattern", "rope.freq_base_swa"
 HEADS = {"attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads"}
+FFN = "feed_forward_length"
 LIMITS = {"swiglu_clamp_exp": "swiglu_limits", "swiglu_clamp_shexp": "swiglu_limits_shared"}
 INDEXER_TYPES = "attention.indexer.types"
 OWN, SHARED = "full", "shared"
@@ -42,6 +45,29 @@ def add_windowed_heads(config: dict[str, Any], keys: Keys) -> None:
         of_kind = {kind: one.pop() for kind, one in found.items()}
         config[ours] = of_kind.get(FULL, of_kind.get(WINDOWED))
         config[f"windowed {ours}"] = of_kind.get(WINDOWED, config[ours])
+
+
+def add_searched(config: dict[str, Any], keys: Keys) -> None:
+    """Of Nemotron NAS: block_configs of the numbers of heads, of KV heads and of an MLP's width of each layer, 0 for none."""
+    n_layers = config["num_hidden_layers"]
+    by_layer = []
+    for name in (*HEADS, FFN):
+        values = keys.values(name) or [keys.number(name)] * n_layers
+        if len(values) != n_layers or any(type(one) is not int or one < 0 for one in values):
+            raise LoadError(f"{keys.full(name)} in {keys.path} must hold {n_layers} whole numbers, one for each layer")
+        by_layer.append(values)
+    n_heads = config["num_attention_heads"] = max(by_layer[0])
+    config["num_key_value_heads"], blocks = max(by_layer[1]), []
+    for i, (n, n_kv, width) in enumerate(zip(*by_layer, strict=True)):
+        if n and not n_kv:
+            raise LoadError(f"layer {i} in {keys.path} has a product in place of attention, which is not supported")
+        if n not in (0, n_heads) or (n_kv and n % n_kv):
+            raise LoadError(f"layer {i} in {keys.path} has {n} query heads for {n_kv} KV heads, of {n_heads} elsewhere")
+        blocks.append({
+            "attention": {"no_op": not n, "n_heads_in_group": n // n_kv if n else None},
+            "ffn": {"no_op": not width, "intermediate_size": width or None},
+        })  # fmt: skip
+    config["block_configs"], config["intermediate_size"] = blocks, None
 
 
 def add_mimo(config: dict[str, Any], keys: Keys, file: GgufFile) -> None:

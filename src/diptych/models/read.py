@@ -24,7 +24,7 @@ from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL, S
 from diptych.models.latent import IndexSpec, MlaSpec
 from diptych.models.positions import QueryScale, Rope
 from diptych.models.read_block_index import as_indexed
-from diptych.models.read_blocks import as_layers, as_pairs, without_pictures
+from diptych.models.read_blocks import as_layers, as_pairs, as_searched, without_pictures
 from diptych.models.read_gpt import arrangement, of_all_layers
 from diptych.models.read_heads import Heads, HeadsByWindow
 from diptych.models.read_index import layer_indices
@@ -59,6 +59,7 @@ logger = logging.getLogger("diptych.models")
 # architectures of transformers that are a family's decoder under another head, or under none
 HEADLESS = ("ForSequenceClassification", "Model", "TextForSequenceClassification", "TextModel")
 INDEXED = ("indexed_attention", "deepseek_sparse_attention")  # what layers are called that attend by an index
+NO_ATTENTION = AttentionLayer(n_heads=0, n_kv_heads=1, head_dim=2, scale=1.0)
 RUN_ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH)  # of gates
 RUN_CURVES = (
     *RUN_ACTIVATIONS,
@@ -259,6 +260,8 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
         settled |= as_pairs(settled, path)
     elif "cross_attention_layers" in family.keys:
         settled |= without_pictures(settled, path)
+    elif "block_configs" in family.keys:
+        settled |= as_searched(settled, path)
     return HfConfig(settled, path=path)
 
 
@@ -304,20 +307,14 @@ def _layers(
     norms = arrangement(config, family)
     # equal layers are one object
     states, indices = state_layers(config, family, n_layers), layer_indices(config, family, n_layers)
-    kinds = list(zip(windows, turns, shared, states, indices, strict=True))
+    kinds = list(zip(heads_of.by_layer(windows), windows, turns, shared, states, indices, strict=True))
     attention = {
-        (window, rope, kv_layer, has_state, index): state_attention(config, family)
+        (own, window, rope, kv_layer, has_state, index): NO_ATTENTION
+        if own is None
+        else state_attention(config, family)
         if has_state
-        else _attention(
-            config,
-            family,
-            heads_of.of(window),
-            window=window,
-            rope=rope,
-            kv_layer=kv_layer,
-            index=index,
-        )
-        for window, rope, kv_layer, has_state, index in dict.fromkeys(kinds)
+        else _attention(config, family, own, window=window, rope=rope, kv_layer=kv_layer, index=index)
+        for own, window, rope, kv_layer, has_state, index in dict.fromkeys(kinds)
     }
     alone = {i for i, (_, mlp) in enumerate(config.raw.get("blocks", ())) if mlp is None}
     without_mlp = Norms.SHARED if family.has_pairs else Norms.ALONE
@@ -330,6 +327,7 @@ def _layers(
         key = (id(heads), id(mlp))
         if key not in made:
             own = norms if heads.state is None or family.state_norms is None else family.state_norms
+            own = Norms.MLP_ALONE if heads.is_absent else own
             if isinstance(mlp, MoeSpec) and family.mixture_norms is not None:
                 own = family.mixture_norms
             made[key] = LayerSpec(
@@ -425,7 +423,8 @@ def _decided(config: HfConfig, by: bool | str) -> bool:
 def _mlps(config: HfConfig, family: Family, shared: list[int | None]) -> list[MlpSpec]:
     """Each layer's; equal ones are one object. shared: as `shared_layers` gives it."""
     n_layers, are_apart = len(shared), "activation_sparsity_pattern" in family.keys
-    widths = mlp_widths(config, n_layers) if are_apart or family.has_full_heads else [_ffn(config)] * n_layers
+    has_list = are_apart or family.has_full_heads or "block_configs" in family.keys
+    widths = mlp_widths(config, n_layers) if has_list else [_ffn(config)] * n_layers
     if "use_double_wide_mlp" in family.keys and config.flag("use_double_wide_mlp"):
         widths = [width if one is None else 2 * width for width, one in zip(widths, shared, strict=True)]
     kinds = list(zip(widths, cutoffs(config, n_layers) if are_apart else [None] * n_layers, strict=True))

@@ -17,7 +17,7 @@ from diptych.ground.specs import Provenance
 from diptych.models.gates import CLAMPED, GateForm
 from diptych.models.latent import CacheShape, IndexSpec, MlaSpec
 from diptych.models.positions import QueryScale, Rope
-from diptych.models.streams import LayerInputs, StreamsSpec
+from diptych.models.streams import UNSCALED, LayerInputs, LayerScales, StreamsSpec
 
 
 class Activation(Enum):
@@ -67,6 +67,7 @@ class Norms(Enum):
     """Where a layer norms."""
 
     ALONE = "alone"  # one before attention; there is no MLP
+    MLP_ALONE = "mlp_alone"  # one before the MLP; there is no attention
     SHARED = "shared"  # the same, by the norm of the layer behind it, and added with what that layer's attention gives
     PARALLEL = "parallel"  # one before attention and MLP, which run side by side
     BESIDE = "beside"  # one before each of them, which run side by side
@@ -78,7 +79,8 @@ class Norms(Enum):
     @property
     def count(self) -> int:
         """Norms per layer."""
-        return {Norms.SHARED: 0, Norms.ALONE: 1, Norms.PARALLEL: 1, Norms.AROUND_MLP: 3, Norms.AROUND: 4}.get(self, 2)
+        numbers = {Norms.SHARED: 0, Norms.ALONE: 1, Norms.MLP_ALONE: 1, Norms.PARALLEL: 1, Norms.AROUND_MLP: 3}
+        return numbers.get(self, 4 if self is Norms.AROUND else 2)
 
     @property
     def are_side_by_side(self) -> bool:
@@ -192,16 +194,16 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayer:
-    """One layer's attention: grouped queries, latents where `mla` is given (then head_dim is the rotary part's), or a state
-    where `state` is (then heads are its value heads, kv heads its key heads, and it keeps no keys and values).
+    """One layer's attention: grouped queries, latents where `mla` is given (then head_dim is the rotary part's), a state where
+    `state` is (heads are its value heads, kv heads its key heads; it keeps no keys and values), or none: n_heads is 0.
 
-    window: a query sees the last `window` positions up to and with its own; None: all. is_chunked: it sees those from the
-    last multiple of `window` on instead (priced as a window, which is the most it sees). softcap: scores become
-    softcap * tanh(score / softcap), after scale. clip: q, k and v are held within it on both sides of 0. rope None: no rotary
-    positions. sinks: one learned logit per head. has_v_norm: values are normed like `qk_norm`'s heads, without a weight. has_v:
-    there is a projection for values; where there is none they are the keys before norm and turn. kv_layer: the number of the
-    layer before this one whose keys and values it attends to; it has no k and v of its own then, and keeps nothing. None: its
-    own. has_gate: what the heads give is multiplied by a sigmoid of a projection, gates_heads: of one number for each head.
+    window: a query sees the last `window` positions up to and with its own; None: all. is_chunked: it sees those from the last
+    multiple of `window` on instead (priced as a window, which is the most it sees). softcap: scores become softcap *
+    tanh(score / softcap), after scale. clip: q, k and v are held within it on both sides of 0. rope None: no rotary positions.
+    sinks: one learned logit per head. has_v_norm: values are normed like `qk_norm`'s heads, without a weight. has_v: there is
+    a projection for values; where there is none they are the keys before norm and turn. kv_layer: the number of the layer
+    before this one whose keys and values it attends to; it has no k and v of its own then, and keeps nothing. None: its own.
+    has_gate: what the heads give is multiplied by a sigmoid of a projection, gates_heads: of one number for each head.
     v_head_dim: how wide a value is, None: as a key. v_scale: what values are multiplied by. index: what chooses the positions
     that are attended to; None: all are.
     """
@@ -237,9 +239,14 @@ class AttentionLayer:
         return self.index if self.index is not None and self.index.is_own else None
 
     @property
+    def is_absent(self) -> bool:
+        """Whether the layer has an MLP alone."""
+        return self.n_heads == 0
+
+    @property
     def keeps_kv(self) -> bool:
         """Whether it keeps keys and values of its own."""
-        return self.kv_layer is None and self.state is None
+        return self.kv_layer is None and self.state is None and not self.is_absent
 
     @property
     def value_dim(self) -> int:
@@ -318,15 +325,14 @@ class MoeSpec:
     is_gated: whether experts and shared experts have a gate, as `MlpSpec` has it. latent: the width of what experts read and
     give, which projections take the stream to and back (0: they read and give the stream); shared experts and router read it.
 
-    shared_ffn: the total width of the always-active experts. routed_scale multiplies the mixture's sum.
-    n_groups, groups_per_token: experts are chosen among the best groups only (1 of 1: all), a group being as good as the
-    sum of its `group_best` best. has_router_bias: on the logits; has_choice_bias: on the scores, for the choice only.
-    margin: of sparsemixer, times the larger of a logit's size and the best logit.
-    has_shared_gate: the shared experts' sum is multiplied by a sigmoid. weighs_input: a chosen expert's input is multiplied
-    by its weight, not what it gives. is_apart: shared experts, mixture and router read the stream by norms of their own, what
-    each of the first two gives is normed before they are added, and each expert has a scale. limit, shared_limit: of experts
-    and of shared experts, as `MlpSpec` has it.
-    skew: of the routing, 0 is uniform; see `cost.components.expected_experts`.
+    shared_ffn: the total width of the always-active experts. routed_scale multiplies the mixture's sum. n_groups,
+    groups_per_token: experts are chosen among the best groups only (1 of 1: all), a group being as good as the sum of its
+    `group_best` best. has_router_bias: on the logits; has_choice_bias: on the scores, for the choice only. margin: of
+    sparsemixer, times the larger of a logit's size and the best logit. has_shared_gate: the shared experts' sum is multiplied
+    by a sigmoid. weighs_input: a chosen expert's input is multiplied by its weight, not what it gives. is_apart: shared
+    experts, mixture and router read the stream by norms of their own, what each of the first two gives is normed before they
+    are added, and each expert has a scale. limit, shared_limit: of experts and of shared experts, as `MlpSpec` has it. skew:
+    of the routing, 0 is uniform; see `cost.components.expected_experts`.
     """
 
     n_experts: int
@@ -386,42 +392,31 @@ def _form(activation: Activation, limit: float | None) -> GateForm | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerScales:
-    """What a layer multiplies: what its attention and its MLP read behind their norms, and what each of them adds."""
-
-    attention_in: float = 1.0
-    attention_out: float = 1.0
-    mlp_in: float = 1.0
-    mlp_out: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer. mlp: None where there is attention alone."""
 
     attention: AttentionLayer
     mlp: MlpSpec | MoeSpec | None
     norms: Norms = Norms.BEFORE
-    scales: LayerScales = LayerScales()
+    scales: LayerScales = UNSCALED
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A model: its layers and its two ends.
 
-    Layers may differ, but for their mixtures: one in all that have one, whatever their limits. max_context_tokens: the
-    longest sequence an engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1).
-    centres_norms: norms take the mean away first (LayerNorm). residual_scale multiplies what a layer adds, logit_scale the
-    logits. is_run: whether the engine runs this family, or the planner only prices it. is_wrapped: whether its checkpoint may
-    have parts for pictures, too. has_head: whether there is an output projection that tokens are drawn by; a model without
-    one gives states (embeddings, scores) and no tokens. has_head_bias: that projection adds one.
-    n_position_embeddings: rows of a learned table of positions, which is added to the embedding; the first `first_position`
-    of them stand for none. low_rank: of a branch beside each layer's attention (LAuReL, arXiv 2411.07501), 0: there is none.
-    scales_layers: behind each layer the stream is multiplied by a number of the layer's.
-    blocks: where checkpoints number something else than these layers, by which number each has its attention, and its MLP: of
-    attention and MLPs that are blocks of their own, of attention and a state that are one layer there; else ().
-    left_out: numbers there of what no text passes through (layers that attend to pictures). spare_embeddings: rows of the
-    embedding behind the vocabulary, of tokens that stand for pictures.
+    Layers may differ, but for their mixtures: one in all that have one, whatever their limits. max_context_tokens: the longest
+    sequence an engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1). centres_norms: norms
+    take the mean away first (LayerNorm). residual_scale multiplies what a layer adds, logit_scale the logits. is_run: whether
+    the engine runs this family, or the planner only prices it. is_wrapped: whether its checkpoint may have parts for pictures,
+    too. has_head: whether there is an output projection that tokens are drawn by; a model without one gives states
+    (embeddings, scores) and no tokens. has_head_bias: that projection adds one. n_position_embeddings: rows of a learned table
+    of positions, which is added to the embedding; the first `first_position` of them stand for none. low_rank: of a branch
+    beside each layer's attention (LAuReL, arXiv 2411.07501), 0: there is none. scales_layers: behind each layer the stream is
+    multiplied by a number of the layer's. blocks: where checkpoints number something else than these layers, by which number
+    each has its attention, and its MLP: of attention and MLPs that are blocks of their own, of attention and a state that are
+    one layer there; else (). left_out: numbers there of what no text passes through. spare_embeddings: rows of the embedding
+    behind the vocabulary.
     """
 
     name: str
@@ -513,7 +508,7 @@ class ModelSpec:
     @cached_property
     def n_parts(self) -> int:
         """Attentions and MLPs together, two in most layers."""
-        return sum(1 + (layer.mlp is not None) for layer in self.layers)
+        return sum((not layer.attention.is_absent) + (layer.mlp is not None) for layer in self.layers)
 
     def pair_of(self, layer: int) -> int | None:
         """The number of the layer that reads the same norm, if one does."""

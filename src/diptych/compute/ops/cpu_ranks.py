@@ -42,7 +42,7 @@ def heads_of(spec: ModelSpec, rank: Rank) -> Heads:
     """A rank's KV heads of each layer of the cache. UnsupportedModel where layers that share one would have different ones."""
     found: dict[int, set[tuple[int, int]]] = {}
     for number, layer in enumerate(spec.layers):
-        if layer.attention.state is not None:
+        if layer.attention.state is not None or layer.attention.is_absent:
             continue
         own = rank.heads(layer.attention.n_heads, layer.attention.cache.n_heads)
         found.setdefault(spec.kv_place(number), set()).add(

@@ -73,6 +73,7 @@ def item_tokens_of(spec: ModelSpec) -> tuple[int, int] | None:
     found = {
         (item_tokens(one.head_dim, one.n_heads // one.n_kv_heads), FEW // (one.n_heads // one.n_kv_heads))
         for one in (layer.attention for layer in spec.layers)
+        if not one.is_absent
     }
     return found.pop() if len(found) == 1 else None
 
@@ -249,4 +250,6 @@ def runs_without_the_host(spec: ModelSpec) -> bool:
     """Whether the walk asks the device nothing on its way, so that its steps can be recorded."""
     if any(isinstance(one.mlp, MoeSpec) and kind_of_experts(one.mlp) is None for one in spec.layers):
         return False
-    return not spec.state_layers and all(has_kernels_for(layer.attention) for layer in spec.layers)
+    return not spec.state_layers and all(
+        has_kernels_for(layer.attention) for layer in spec.layers if not layer.attention.is_absent
+    )
