@@ -188,7 +188,7 @@ struct CurveOp { int x, out; Curve curve; std::array<float, kCurveNumbers> numbe
 struct BranchOp { int x, out; float scale; };                 // out = scale * x
 struct GateHeadsOp { int gates, x; };                         // each of as many heads of x as there are gates times a sigmoid of its own
 struct MatchOp { int y, x, out; float least; };               // out = y, as large as x
-struct CopyColumnsOp { int x, out; int64_t first; };          // as many as out is wide
+struct CopyColumnsOp { int x, out; int64_t first, column, n; };  // n from `first` on, to `column` on
 struct PredictOp { std::vector<int> xs; int routed, weight; float scale; };             // as `predict` of ops/contract.py
 struct CorrectOp { std::vector<int> xs; int y, routed, weight, active; float scale; };  // likewise
 struct LayerInputsOp { int x, norm, table, packed; float eps, table_scale, scale; };    // likewise, of the product that lies in x; the

@@ -535,6 +535,14 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}, "q_lora_rank": 24,
          "n_group": 4, "topk_group": 2, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     ),
+    # gated norms, and queries and gates of heads that are made of a latent before and behind its norm
+    "axk2": (
+        "AXK2Config",
+        "AXK2ForCausalLM",
+        {**{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}, "q_lora_rank": 24,
+         "n_group": 4, "topk_group": 2, "mlp_layer_types": ["dense", "sparse", "sparse"], "gated_norm_rank": 8,
+         "index_topk": 12, "index_n_heads": 8, "index_head_dim": 32},
+    ),
     # clamped gates in the dense layer, in shared experts and in experts; an index that chooses two of the blocks there are
     "minimax_m3": (
         "MiniMaxM3VLTextConfig",

@@ -48,6 +48,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn, mscale": ("llama", {"rope_parameters": {**YARN, "rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 0.4}}),
     "yarn, betas": ("llama", {"rope_parameters": {**YARN, "rope_theta": 1e4, "beta_fast": 8, "beta_slow": 2,
                                                   "truncate": False}}),
+    "A.X K2 without groups, with biases, stretched": (
+        "axk2", {"n_group": None, "topk_group": None, "attention_bias": True,
+                 "rope_parameters": {**YARN, "rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 0.4}}),
     "no window": ("mistral", {"sliding_window": None}),
     "windows off": ("qwen2", {"use_sliding_window": False}),
     "windows by layer_types": (
@@ -238,6 +241,13 @@ def test_minimax_m3_as_its_decoder_alone_is_saved(tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path)
     golden = ask_reference(reference, tmp_path, new_tokens=NEW_TOKENS)
     check_golden(load_model(tmp_path, REFERENCE), golden, chunk=None)
+
+
+def test_what_gates_norms_and_heads_is_counted(tmp_path: Path) -> None:
+    """A.X K2: every tensor is read, and the planner knows how many numbers there are."""
+    path = make_checkpoint("axk2", tmp_path)
+    spec = load_model_file(path)
+    check_stored(path, spec, parameter_count(spec))
 
 
 def test_text_part_of_a_published_gemma3n(tmp_path: Path) -> None:

@@ -193,11 +193,11 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         n_heads, has_bias = attention.n_heads, attention.has_o_bias
         q_width = n_heads * (mla.nope_dim + mla.rope_dim)
         if mla.q_rank is None:
-            down = None
+            down = gate = None
             q = first = self.linear(root, ("q_proj",), (q_width,), hidden)
         else:
             down = first = self.linear(root, ("q_a_proj",), (mla.q_rank,), hidden, has_bias=has_bias)
-            q = self.linear(root, ("q_b_proj",), (q_width,), mla.q_rank)
+            q, gate = self._from_latents(mla, root)
         kv = self.linear(root, ("kv_a_proj_with_mqa",), (mla.kv_rank + mla.rope_dim,), hidden, has_bias=has_bias)
         own = attention.own_index
         index = None if own is None else self._index_parts(mla, own, f"{root}indexer.")
@@ -215,11 +215,22 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             q=self.loader.linear(self._rope_last(q, mla.nope_dim), role=role),
             kv=self.loader.linear(self._rope_last(kv, mla.kv_rank)),
             has_index=index is not None,
+            gate=None if gate is None else self._gate(gate, Activation.SIGMOID),
         )
         o = self.linear(root, (self.names.o,), (hidden,), n_heads * mla.v_dim, has_bias=has_bias)
         return norm, LayerHeads(
             handle=handle, qkv=weights, o=self.loader.linear(o, role=self.role(Split.INPUTS, o=hidden))
         )
+
+    def _from_latents(self, mla: MlaSpec, root: str) -> tuple[LinearParts, LinearParts | None]:
+        """What reads their rank: queries, and a gate of the heads where each head's rows lie behind those of its queries."""
+        assert mla.q_rank is not None
+        n_heads, width = self.parts.attention.n_heads, mla.nope_dim + mla.rope_dim
+        if not mla.is_mixed:
+            return self.linear(root, ("q_b_proj",), (n_heads * width,), mla.q_rank), None
+        both = self.linear(root, ("q_b_proj",), (n_heads * (width + mla.v_dim),), mla.q_inputs)
+        queries, gate = torch.arange(both.n_outputs).view(n_heads, -1).split([width, mla.v_dim], dim=1)
+        return _picked(both, queries.reshape(-1)), _picked(both, gate.reshape(-1))
 
     def _norm_over(self, name: str, width: int) -> NormParts:
         return NormParts(weight=self.source.tensor(f"{name}.weight", width))

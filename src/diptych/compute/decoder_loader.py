@@ -13,6 +13,7 @@ from diptych.compute.decoder import (
     DecoderWeights,
     LatentExperts,
     LayerWeights,
+    NormGate,
     SharedExperts,
 )
 from diptych.compute.layer_tensors import LayerTensors
@@ -130,6 +131,8 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             post_attention_norm=post_attention_norm,
             pre_mlp_norm=self.norm(scaled_norm(before_mlp, scales.mlp_in)),
             post_mlp_norm=post_mlp_norm,
+            input_gate=None if before is None else self._norm_gate(self.prefix, "input_layernorm"),
+            mlp_gate=self._norm_gate(self.mlp_prefix, "post_attention_layernorm") if isinstance(mlp, MoeSpec) else None,
             dense=dense,
             is_parallel=is_parallel,
             is_shared=self.parts.norms is Norms.SHARED,
@@ -147,6 +150,15 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             **of_mixture,
             **self._streams(),
         )
+
+    def _norm_gate(self, root: str, name: str) -> NormGate[Linear] | None:
+        """What gates a norm, whole on every rank."""
+        rank, hidden = self.spec.norm_rank, self.spec.hidden
+        if not rank:
+            return None
+        down = self.linear(f"{root}{name}.", ("W_down",), (rank,), hidden)
+        up = self.linear(f"{root}{name}.", ("W_up",), (hidden,), rank)
+        return NormGate(down=self.loader.gate(down, Activation.SILU), up=self.loader.gate(up, Activation.SIGMOID))
 
     def _attention(self, norm: NormParts | None, *, is_shared: bool) -> tuple[NormParts | None, dict[str, Any]]:
         """The norm that attention reads, and of `LayerWeights` what is attention's, if the layer has it."""

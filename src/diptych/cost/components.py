@@ -410,7 +410,7 @@ def _mla(sizes: _Sizes, mla: MlaSpec) -> tuple[Component, Component]:
         q = _linear(sizes, "qkv", hidden, q_width)
     else:
         q = _linear(sizes, "qkv", hidden, mla.q_rank, bias=mla.q_rank)
-        q = q.plus(_linear(sizes, "qkv", mla.q_rank, q_width))
+        q = q.plus(_linear(sizes, "qkv", mla.q_inputs, q_width + sizes.attention.gate_width / sizes.tp))
     latent = _linear(sizes, "qkv", hidden, mla.kv_rank + mla.rope_dim, bias=mla.kv_rank)
     up = _linear(sizes, "qkv", mla.kv_rank, sizes.heads * (mla.nope_dim + mla.v_dim))
     own = sizes.attention.own_index

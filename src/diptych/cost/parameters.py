@@ -113,7 +113,9 @@ def _attention_matrices(model: ModelSpec, attention: AttentionLayer) -> int:
         width = heads * attention.head_dim + attention.width + attention.kv_width + attention.gate_width
         return hidden * width + _index_matrices(model, attention)
     q_head = mla.nope_dim + mla.rope_dim
-    q = hidden * heads * q_head if mla.q_rank is None else mla.q_rank * (hidden + heads * q_head)
+    q = hidden * heads * q_head
+    if mla.q_rank is not None:
+        q = mla.q_rank * hidden + mla.q_inputs * (heads * q_head + attention.gate_width)
     latent = hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
     return q + latent + heads * mla.v_dim * hidden + _index_matrices(model, attention)
 

@@ -48,13 +48,21 @@ class IndexSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlaSpec:
-    """Multi-head latent attention: ranks and head sizes. q_rank None: queries are projected directly."""
+    """Multi-head latent attention: ranks and head sizes. q_rank None: queries are projected directly. is_mixed: queries, and
+    what gates the heads, read their latent as it is, too, behind its norm (A.X K2).
+    """
 
     q_rank: int | None
     kv_rank: int
     nope_dim: int
     rope_dim: int
     v_dim: int
+    is_mixed: bool = False
+
+    @property
+    def q_inputs(self) -> int:
+        """Numbers that queries are made of, where they have a rank."""
+        return (self.q_rank or 0) * (2 if self.is_mixed else 1)
 
     @property
     def row(self) -> int:

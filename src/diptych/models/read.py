@@ -127,6 +127,7 @@ def read_model(
         n_position_embeddings=0 if family.positions_offset is None else limit + family.positions_offset,
         first_position=family.positions_offset or 0,
         low_rank=config.optional_integer("laurel_rank") or 0,
+        norm_rank=config.optional_integer("gated_norm_rank") or 0,
         streams=streams(config) if "altup_num_inputs" in family.keys else None,
         layer_inputs=layer_inputs(config) if config.raw.get("hidden_size_per_layer_input") else None,
         scales_layers=family.scales_layers,
@@ -365,6 +366,7 @@ def _attention(
             nope_dim=config.integer("qk_nope_head_dim"),
             rope_dim=head_dim,
             v_dim=config.integer("v_head_dim", max(1, config.integer("hidden_size") // n_heads)),
+            is_mixed=family.mixes_queries,
         )
         stretch = 1.0 if rope is None else latent_stretch(config)
         scale = (mla.nope_dim + mla.rope_dim) ** -0.5 * stretch**2

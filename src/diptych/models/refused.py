@@ -20,7 +20,6 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "q, k and v stacked for groups of accelerators": ("codegen",),
     "norms of q and k without weights, and logits that are capped": ("nanochat",),
     "norms of heads with biases": ("persimmon",),
-    "norms that are weighed by a gate": ("axk2",),
     "a shared expert of another shape": ("dbrx", "longcat_flash"),
     "attention that chooses its tokens by an index": ("deepseek_v4", "glm5_next"),
     "attention with two softmaxes": ("diffllama",),

@@ -260,8 +260,9 @@ class AttentionLayer:
 
     @property
     def gate_width(self) -> int:
-        """Outputs of what gates them."""
-        return self.has_gate * (self.n_heads if self.gates_heads else self.width)
+        """Outputs of what gates heads."""
+        width = self.width if self.mla is None else self.n_heads * self.mla.v_dim
+        return self.has_gate * (self.n_heads if self.gates_heads else width)
 
     @property
     def own_kv_heads(self) -> int:
@@ -412,7 +413,8 @@ class ModelSpec:
     too. has_head: whether there is an output projection that tokens are drawn by; a model without one gives states
     (embeddings, scores) and no tokens. has_head_bias: that projection adds one. n_position_embeddings: rows of a learned table
     of positions, which is added to the embedding; the first `first_position` of them stand for none. low_rank: of a branch
-    beside each layer's attention (LAuReL, arXiv 2411.07501), 0: there is none. scales_layers: behind each layer the stream is
+    beside each layer's attention (LAuReL, arXiv 2411.07501), 0: there is none. norm_rank: of what gates norms before attention
+    and before mixtures, 0: nothing does. scales_layers: behind each layer the stream is
     multiplied by a number of the layer's. blocks: where checkpoints number something else than these layers, by which number
     each has its attention, and its MLP: of attention and MLPs that are blocks of their own, of attention and a state that are
     one layer there; else (). left_out: numbers there of what no text passes through. spare_embeddings: rows of the embedding
@@ -444,6 +446,7 @@ class ModelSpec:
     n_position_embeddings: int = 0
     first_position: int = 0
     low_rank: int = 0
+    norm_rank: int = 0
     scales_layers: bool = False
     blocks: tuple[tuple[int, int | None], ...] = ()
     left_out: tuple[int, ...] = ()

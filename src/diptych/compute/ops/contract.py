@@ -476,6 +476,10 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         """y [T, F] = act(h W^T + b) * given[:, first : first + F]."""
 
     @abstractmethod
+    def join(self, a: Hidden, b: Hidden) -> Hidden:
+        """[T, N + M]: a norm [T, N], and behind it a projection [T, M], which stays as it is."""
+
+    @abstractmethod
     def weigh(self, x: Stream, weight: Vector) -> Hidden:
         """h [T, D] = x * weight."""
 

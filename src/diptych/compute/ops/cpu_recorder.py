@@ -166,10 +166,31 @@ class CpuOps(
         return y
 
     def gate_given(self, h: Given, weight: LinearHandle, given: Value, first: int) -> Value:
-        """On a copy."""
-        out = self._f32("given", weight.n_outputs)
-        self.program.copy_columns(x=self._materialised(given), out=out, first=first)
-        return Value("gate", weight.n_outputs, buffer=self._gate_onto(h, weight, "gate_up", out))
+        """On a copy; a norm is made there, and stays apart from inner values of MLPs, which its readers make."""
+        out, kind = self._f32("given", weight.n_outputs), "gate"
+        if given.norm is None:
+            self.program.copy_columns(x=self._materialised(given), out=out, first=first)
+        else:
+            assert first == 0
+            assert given.width == weight.n_outputs, "a norm is gated whole"
+            self._norm_into(given, out)
+            kind = "gated norm"
+        return Value(kind, weight.n_outputs, buffer=self._gate_onto(h, weight, "gate_up", out))
+
+    def join(self, a: Value, b: Value) -> Value:
+        """In a buffer of both."""
+        out, norm = self._f32("joined", a.width + b.width), self._f32("joined norm", a.width)
+        self._norm_into(a, norm)
+        self.program.copy_columns(x=norm, out=out, n=a.width)
+        self.program.copy_columns(x=self._materialised(b), out=out, column=a.width, n=b.width)
+        return Value("joined", a.width + b.width, buffer=out)
+
+    def _norm_into(self, h: Value, out: int) -> None:
+        """A norm in fp32."""
+        assert h.norm is not None
+        assert h.emit_rows is not None
+        assert h.source is None or h.source.version == h.source_version, "the norm's input has been overwritten"
+        h.emit_rows(out)
 
     def _gate_onto(self, h: Given, weight: LinearHandle, category: str, out: int) -> int:
         """What is gated lies in the buffer when the gate's epilogue joins them."""

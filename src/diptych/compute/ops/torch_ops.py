@@ -161,6 +161,10 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         gate = self._product(h, weight, None)
         return activated(gate, weight.activation) * given[:, first : first + gate.shape[1]]
 
+    def join(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """[T, N + M]."""
+        return torch.cat([a, b], dim=-1)
+
     def weigh(self, x: torch.Tensor, weight: TorchNorm) -> torch.Tensor:
         """h [T, D]."""
         return (x * weight.weight).to(x.dtype)
