@@ -113,6 +113,7 @@ struct SequenceView {
   const int32_t* blocks;
   int64_t kv_head;
   int64_t last_key;  // no row of the task sees past it
+  const int32_t* chosen = nullptr;  // numbers of blocks of AttentionShape::block positions, whose tokens are those that count; null: all are
 };
 
 // Walks the groups of 16 tokens of a sequence from `token` on, without a division per group.
@@ -121,12 +122,22 @@ struct GroupWalk {
   int64_t block, offset;
   KvHead head;
 
-  DIPTYCH_FORCED GroupWalk(const SequenceView& v, int64_t token) : view(v) {
-    const int64_t block_tokens = v.call->kv.shape.block_tokens;
+  int64_t place = 0;  // in a choice
+
+  DIPTYCH_FORCED GroupWalk(const SequenceView& v, int64_t token) : view(v), place(token) {
+    find(v.chosen == nullptr ? token : place_of(v, token));
+  }
+  DIPTYCH_FORCED static int64_t place_of(const SequenceView& v, int64_t token) {
+    const int64_t block = v.call->shape.block;
+    return v.chosen[token / block] * block + token % block;
+  }
+  DIPTYCH_FORCED void find(int64_t token) {
+    const int64_t block_tokens = view.call->kv.shape.block_tokens;
     block = token / block_tokens, offset = token - block * block_tokens;
-    head = v.call->kv.head(v.blocks[block], v.kv_head);
+    head = view.call->kv.head(view.blocks[block], view.kv_head);
   }
   DIPTYCH_FORCED void step() {
+    if (view.chosen != nullptr) return find(place_of(view, place += 16));
     offset += 16;
     if (offset != view.call->kv.shape.block_tokens) return;
     ++block, offset = 0;
@@ -429,8 +440,11 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
 }
 
 DIPTYCH_INLINE SequenceView view_of(const AttentionCall& call, const AttentionTask& task) {
-  const int64_t last_key = call.shape.last_seen(call.positions[task.token_end - 1], task.whole);
-  return {&call, call.block_table + task.sequence * call.table_width, task.kv_head, last_key};
+  const AttentionShape& shape = call.shape;
+  const int64_t position = call.positions[task.token_end - 1], blocks = shape.most / shape.block;
+  const bool has_chosen = call.choice != nullptr && shape.block > 1 && position >= shape.most;  // then it is a task's only token
+  const int32_t* chosen = has_chosen ? call.choice + ((task.token_end - 1) * shape.n_kv_heads + task.kv_head) * blocks : nullptr;
+  return {&call, call.block_table + task.sequence * call.table_width, task.kv_head, shape.last_seen(position, task.whole), chosen};
 }
 
 // First position that some row of the task sees.
@@ -467,7 +481,7 @@ static void attention(const AttentionCall& call, const AttentionTask& task, cons
     }
     Ahead ahead;
     tile.ahead = &ahead;
-    if (call.choice != nullptr) {
+    if (call.choice != nullptr && call.shape.block == 1) {
       gather_tile(view, rows.token, scratch, tile);
     } else {
       find_tile(view, scratch, rows.n, tile);

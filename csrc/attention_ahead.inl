@@ -103,8 +103,10 @@ DIPTYCH_INLINE void find_next(const SequenceView& view, int64_t token, Ahead& ah
   const int64_t tile_end = (token / kTileTokens + 1) * kTileTokens;
   const int64_t end = view.last_key < tile_end ? view.last_key / 16 * 16 + 16 : tile_end;
   while (token < end) {
-    const int64_t block = token / kv.block_tokens, offset = token - block * kv.block_tokens;
-    const int64_t n = end - token < kv.block_tokens - offset ? end - token : kv.block_tokens - offset;
+    const int64_t position = view.chosen == nullptr ? token : GroupWalk::place_of(view, token);
+    const int64_t block = position / kv.block_tokens, offset = position - block * kv.block_tokens;
+    int64_t n = end - token < kv.block_tokens - offset ? end - token : kv.block_tokens - offset;
+    if (view.chosen != nullptr && n > view.call->shape.block - token % view.call->shape.block) n = view.call->shape.block - token % view.call->shape.block;
     const KvHead head = view.call->kv.head(view.blocks[block], view.kv_head);
     ahead.add(head.keys + offset * key, n * key);
     if (kv.has_values) ahead.add(head.values + offset * value, n * value);

@@ -1,5 +1,5 @@
 // What an index chooses (DeepSeek Sparse Attention, arXiv:2512.02556): scores of all positions before a token, the highest of them, and the
-// tiles of attention that are made of those.
+// tiles of attention that are made of those. Or blocks of positions (MiniMax M3), whose tiles are groups of 16 as they lie (GroupWalk).
 //
 // The i-th tile of a token has the positions that stand at [256 i, 256 i + 256) of its own choice, ascending. So what is summed, and in which
 // order, follows from the choice alone, and a token that has no more positions than are chosen meets the tiles that it met without an index.
@@ -101,11 +101,21 @@ DIPTYCH_INLINE void gather_tile(const SequenceView& view, int64_t token, const S
 
 // ---- scores ----
 
+// A block's score is the largest of its positions', for each head by itself.
+DIPTYCH_INLINE void score_blocks(const float* scores, const Span& seen, int64_t groups, float* out) {
+  for (int64_t g = 0; g < seen.end; g += groups) {
+    const int64_t end = seen.end - g < groups ? seen.end : g + groups;
+    F32 most = load(scores + g * 16);
+    for (int64_t i = g + 1; i < end; ++i) most = max(most, load(scores + i * 16));
+    out[g / groups] = horizontal_max(most);
+  }
+}
+
 static void index_tile(const IndexCall& call, int64_t sequence, int64_t number, const int32_t* tokens, int64_t n_tokens, float* scores,
                        int64_t stride, uint8_t* memory) {
   const AttentionCall& heads = call.heads;
   const Scratch scratch = carve_scratch(heads.shape, memory);
-  const int64_t d = heads.shape.head_dim, n_heads = heads.shape.n_heads;
+  const int64_t d = heads.shape.head_dim, n_heads = heads.shape.n_heads, block = heads.shape.block;
   const SequenceView view = {&heads, heads.block_table + sequence * heads.table_width, 0, heads.positions[tokens[n_tokens - 1]]};
   Ahead ahead;
   Tile tile;
@@ -121,13 +131,17 @@ static void index_tile(const IndexCall& call, int64_t sequence, int64_t number, 
     const int64_t token = tokens[i];
     if (heads.positions[token] < tile.start) continue;
     const Span seen = span_to(heads.positions[token]);
-    float* out = scores + i * stride + tile.start;
-    std::memset(out, 0, static_cast<size_t>(seen.end * kGroupTokens) * 4);
+    float* out = scores + i * stride + tile.start / block;
+    if (block == 1) std::memset(out, 0, static_cast<size_t>(seen.end * kGroupTokens) * 4);
     take_queries(heads, heads.q + token * n_heads * d, n_heads, 0, scratch);
     for (int64_t h = 0; h < n_heads; h += kRows) {
       const int64_t n = n_heads - h < kRows ? n_heads - h : kRows;
       score(scratch, h, n, d, tile, seen);
       for (int64_t r = 0; r < n; ++r) {
+        if (block != 1) {  // by what a head's query is multiplied changes no order
+          score_blocks(scratch.scores + r * kTileTokens, seen, block / kGroupTokens, out + (h + r) * (stride / n_heads));
+          continue;
+        }
         const F32 weight = set1(call.weights[token * n_heads + h + r] * (tile.is_whole ? scratch.query_scales[h + r] : 1.0f));
         for (int64_t g = 0; g < seen.end; ++g)
           store(out + g * 16, fma(weight, max(load(scratch.scores + r * kTileTokens + g * 16), zero()), load(out + g * 16)));

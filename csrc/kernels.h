@@ -84,9 +84,9 @@ using CacheLatent = void (*)(const LatentCall& call, int64_t token, float* scrat
 using RotateQuery = void (*)(const float* x, int64_t n, int64_t rotary_dim, const float* cos_row, const float* sin_row, float* scratch, uint16_t* out);
 
 struct IndexKeyCall {
-  KvLayer kv;                               // the index's (KvLayer::index)
+  KvLayer kv;                               // the index's: KvLayer::index, or a layer of its own
   const float* rows = nullptr;              // [T, index_dim]
-  const float* norm = nullptr;              // [index_dim], and its bias
+  const float* norm = nullptr;              // [index_dim], and its bias; null: an RMSNorm's
   const float* bias = nullptr;
   float norm_eps = 0.0f;
   int64_t rotary_dim = 0;                   // so many dimensions turn, the first ones
@@ -96,7 +96,7 @@ struct IndexKeyCall {
   const int32_t* slots = nullptr;           // [T]
 };
 
-// One token's key into the cache: normed, its mean taken away, and turned. scratch: index_dim + 16 fp32.
+// One token's key into the cache: normed, its mean taken away where there is a bias, and turned. scratch: index_dim + 16 fp32.
 using CacheIndex = void (*)(const IndexKeyCall& call, int64_t token, float* scratch);
 
 // ---- attention --------------------------------------------------------------------------------------------------------
@@ -113,6 +113,7 @@ struct AttentionShape {
   const float* sinks = nullptr;  // [H] one more score of each head, of a key without value; null: none
   bool is_chunked = false;       // a query sees the positions from the last multiple of `window` up to its own instead
   int64_t most = INT64_MAX;      // a query attends to so many positions at most, those of a choice; "positions" are then places in it
+  int64_t block = 1;             // so many positions are chosen together, for each kv head others; of more than one the query's own is among them
 
   // The first and the last position that a query sees. whole: 0, or how many tokens its sequence has where it sees both ways; then
   // a window reaches `window` positions to either side.
@@ -122,7 +123,7 @@ struct AttentionShape {
     return position > reach ? position - reach : 0;
   }
   DIPTYCH_FORCED int64_t last_seen(int64_t position, int64_t whole) const {
-    if (whole == 0) return position < most ? position : most - 1;
+    if (whole == 0) return position < most ? position : most - block + position % block;
     return whole - 1 - position < window ? whole - 1 : position + window;
   }
 };
@@ -147,7 +148,8 @@ struct AttentionCall {
   uint16_t* out_bf16 = nullptr;            // [T, stride] bf16, whichever is not null
   int64_t out_stride = 0;
   float* partials = nullptr;
-  const int32_t* choice = nullptr;         // [T, most] ascending positions of tokens that see more than so many; null: all are seen
+  const int32_t* choice = nullptr;         // [T, most] ascending positions of tokens that see more than so many; null: all are seen.
+                                           // Of blocks: [T, K, most / block] ascending numbers of them
 };
 
 using AttentionScratchBytes = int64_t (*)(const AttentionShape& shape);  // per thread, 64-byte aligned
@@ -159,14 +161,15 @@ using AttentionCombine = void (*)(const AttentionCall& call, const AttentionTask
 
 // ---- an index that chooses what is attended to (attention_index.inl) ---------------------------------------------------
 
-// Of the index's heads: kv is the index's (KvLayer::index), q [T, H, d] its queries; it writes no output of attention.
+// Of the index's heads: kv is the index's (KvLayer::index, or a layer of its own), q [T, H, d] its queries; it writes no output of attention.
 struct IndexCall {
   AttentionCall heads;
-  const float* weights = nullptr;          // [T, H]
+  const float* weights = nullptr;          // [T, H]; null where blocks are chosen
 };
 
 // Scores of keys [256 tile, ...) for some tokens of one sequence, ascending, as far as each of them sees: scores[i * stride + position] =
 // sum over heads of weight * max(q k, 0). Behind a token's own position what is written is no score.
+// Of blocks: scores[i * stride + head * (stride / H) + block] = the largest q k in it; of the token's own block what is written is no score.
 using IndexTile = void (*)(const IndexCall& call, int64_t sequence, int64_t tile, const int32_t* tokens, int64_t n_tokens, float* scores,
                            int64_t stride, uint8_t* scratch);
 // The places of the `most` highest of n > most scores, ascending, the lower of equals; scores become other numbers.

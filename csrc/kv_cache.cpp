@@ -115,16 +115,15 @@ KvCache::KvCache(const KvShape& common, const std::vector<KvHeads>& layers, int6
   if (common.block_tokens < 16 || common.block_tokens % 16 != 0)
     throw std::invalid_argument("block_tokens is " + std::to_string(common.block_tokens) + "; it must be a multiple of 16");
   if (layers.empty() || common.n_blocks < 1) throw std::invalid_argument("a KV cache needs at least one layer and block");
-  const bool has_values = layers[0].v_dim != 0;
-  const int64_t most = has_values ? 512 : kMostLatentDim;
   begins_.push_back(0);
   for (const KvHeads& heads : layers) {
+    const bool has_values = heads.v_dim != 0;
+    const int64_t most = has_values ? 512 : kMostLatentDim;
     const int64_t keys = attended != 0 ? attended : heads.dim;  // and the index's behind them
     if (heads.dim < 2 || heads.dim % 2 != 0 || keys > most || heads.dim - keys > most)
       throw std::invalid_argument("head_dim is " + std::to_string(heads.dim) + "; it must be even and at most " + std::to_string(most));
     if (heads.v_dim < 0 || heads.v_dim > most) throw std::invalid_argument("v_head_dim is " + std::to_string(heads.v_dim) + "; it must be at most " + std::to_string(most));
-    if ((heads.v_dim != 0) != has_values) throw std::invalid_argument("a KV cache has values in all layers or in none");
-    if (!has_values && heads.n > 1) throw std::invalid_argument("a cache of latents has one head");
+    if (!has_values && heads.n > 1) throw std::invalid_argument("a cache of latents, or of an index, has one head");
     if (heads.n < 0) throw std::invalid_argument("a KV cache has no fewer heads than none");  // a rank may have none of them
     if (attended < 0 || attended % 2 != 0 || attended > heads.dim || (attended != 0 && has_values))
       throw std::invalid_argument("attended is " + std::to_string(attended) + "; of latents it must be even and at most their head_dim");

@@ -4,7 +4,8 @@
 //   K  [P/16][d/2][16][2]   a group of 16 tokens is contiguous; one load gives the same two dimensions of 16 tokens
 //   V  [P/2][dv][2]         one load gives two tokens of the same 16 dimensions; dv is the width of a value rounded up to 16
 //
-// Latent attention keeps no V: K's vectors are both. Where an index chooses what is attended to, single tokens are read, and
+// Latent attention keeps no V: K's vectors are both. The keys that an index finds blocks of tokens by are a layer of their own that has no
+// V, either. Where an index chooses what is attended to, single tokens are read, and
 //
 //   K  [P][d]               a token's numbers are contiguous
 //   I  [P/16][i/2][16][2]   in V's place, the keys that the index finds tokens by; none where a layer takes another's choice
@@ -72,7 +73,7 @@ struct KvLayer {
 };
 
 struct KvHeads {  // of one layer
-  int64_t n, dim, v_dim;  // v_dim 0: keys are values
+  int64_t n, dim, v_dim;  // v_dim 0: keys are values, or those of an index
 
   // attended: 0, or so many dimensions lie token by token, and those behind them are the key of an index.
   KvShape of(const KvShape& common, int64_t attended) const {

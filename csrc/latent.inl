@@ -33,8 +33,10 @@ static void cache_latent(const LatentCall& call, int64_t token, float* scratch) 
 
 static void cache_index(const IndexKeyCall& call, int64_t token, float* scratch) {
   const KvShape& shape = call.kv.shape;
-  const int64_t d = shape.index_dim, half = call.rotary_dim / 2, position = call.positions[token], slot = call.slots[token];
-  layer_norm_row(call.rows + token * d, call.norm, call.bias, d, call.norm_eps, scratch);
+  const int64_t d = call.kv.is_index ? shape.index_dim : shape.head_dim, half = call.rotary_dim / 2;
+  const int64_t position = call.positions[token], slot = call.slots[token];
+  const float* row = call.rows + token * d;
+  call.bias == nullptr ? rms_norm_row(row, call.norm, d, call.norm_eps, scratch) : layer_norm_row(row, call.norm, call.bias, d, call.norm_eps, scratch);
   rotate(scratch, call.rotary_dim, call.cos_table + position * half, call.sin_table + position * half);
   const KvHead head = call.kv.head(slot / shape.block_tokens, 0);
   store_key(shape.format, scratch, d, slot % shape.block_tokens, false, head.keys, head.key_scales);

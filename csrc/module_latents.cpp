@@ -17,9 +17,21 @@ void bind_latents(nb::class_<Program>& program) {
       }, nb::kw_only(), nb::arg("x"), nb::arg("layer"), nb::arg("norm"), nb::arg("bias"), nb::arg("norm_eps"), nb::arg("rope"))
       .def("choose", [](Program& p, int q, int queries, int weights, int choice, int layer, int rope, const AttentionShape& shape) {
         const bool fits = p.buffer_width(q) == shape.n_heads * shape.head_dim && p.buffer_width(weights) == shape.n_heads && p.buffer_width(choice) == shape.most;
-        if (!fits) throw std::invalid_argument("an index has queries, weights and a choice of other sizes");
+        if (!fits || shape.block != 1) throw std::invalid_argument("an index has queries, weights and a choice of other sizes");
         p.record(Category::attention, ChooseOp{q, queries, weights, choice, layer, rope, shape});
-      }, nb::kw_only(), nb::arg("q"), nb::arg("queries"), nb::arg("weights"), nb::arg("choice"), nb::arg("layer"), nb::arg("rope"), nb::arg("shape"));
+      }, nb::kw_only(), nb::arg("q"), nb::arg("queries"), nb::arg("weights"), nb::arg("choice"), nb::arg("layer"), nb::arg("rope"), nb::arg("shape"))
+      .def("choose_blocks", [](Program& p, int q, int queries, int choice, int layer, int rope, const AttentionShape& shape, int norm, float norm_eps,
+                               int64_t local, int64_t first_head) {
+        const int64_t n = shape.n_heads, d = shape.head_dim, most = shape.most / shape.block;
+        const bool fits = first_head >= 0 && p.buffer_width(q) % d == 0 && p.buffer_width(q) / d >= first_head + n && p.buffer_width(queries) == n * d &&
+                          p.buffer_width(choice) == n * most && p.vector_size(norm) == d;
+        if (!fits) throw std::invalid_argument("an index has queries and a choice of other sizes");
+        if (shape.block == 1 || local < 1 || local > most) throw std::invalid_argument("of the blocks that are chosen a token's own is one");
+        ChooseOp op{q, queries, -1, choice, layer, rope, shape};
+        op.norm = norm, op.norm_eps = norm_eps, op.local = local, op.first_head = first_head;
+        p.record(Category::attention, op);
+      }, nb::kw_only(), nb::arg("q"), nb::arg("queries"), nb::arg("choice"), nb::arg("layer"), nb::arg("rope"), nb::arg("shape"), nb::arg("norm"),
+         nb::arg("norm_eps"), nb::arg("local"), nb::arg("first_head") = 0);
 }
 
 }  // namespace diptych

@@ -1,5 +1,6 @@
 // Operations on streams beside each other, embeddings of layers, and gates of which most is cut.
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -61,10 +62,12 @@ void bind_streams(nb::class_<Program>& program) {
         require_equal(p, x, out), require_equal(p, y, out);
         p.record(Category::norm, MatchOp{y, x, out, least});
       }, nb::arg("y"), nb::arg("x"), nb::arg("out"), nb::arg("least"))
-      .def("copy_columns", [](Program& p, int x, int out, int64_t first) {
-        if (first < 0 || first + p.buffer_width(out) > p.buffer_width(x)) throw std::invalid_argument("columns beyond the row");
-        p.record(Category::norm, CopyColumnsOp{x, out, first});
-      }, nb::arg("x"), nb::arg("out"), nb::arg("first"))
+      .def("copy_columns", [](Program& p, int x, int out, int64_t first, int64_t column, std::optional<int64_t> n) {
+        const int64_t from = p.buffer_width(x), to = p.buffer_width(out), copied = n.value_or(to);
+        const bool are_there = first >= 0 && column >= 0 && copied >= 0 && first <= from && column <= to && copied <= std::min(from - first, to - column);
+        if (!are_there) throw std::invalid_argument("columns beyond the row");
+        p.record(Category::norm, CopyColumnsOp{x, out, first, column, copied});
+      }, nb::kw_only(), nb::arg("x"), nb::arg("out"), nb::arg("first") = 0, nb::arg("column") = 0, nb::arg("n").none() = nb::none())
       .def("predict", [](Program& p, std::vector<int> xs, int routed, int weight, float scale) {
         require_streams(p, xs, routed, weight, static_cast<int64_t>(xs.size() * xs.size()));
         p.record(Category::norm, PredictOp{std::move(xs), routed, weight, scale});

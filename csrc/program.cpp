@@ -324,7 +324,8 @@ void Program::record(Category category, OpBody body) {
     auto same = [&](const AttentionShape& other) {  // what a plan is made of
       const AttentionShape& one = op->shape;
       return other.window == one.window && other.is_chunked == one.is_chunked && other.n_heads == one.n_heads && other.n_kv_heads == one.n_kv_heads &&
-             other.head_dim == one.head_dim && other.v_head_dim == one.v_head_dim && other.most == one.most;
+             other.head_dim == one.head_dim && other.v_head_dim == one.v_head_dim && other.most == one.most &&
+             other.block == one.block;
     };
     auto found = std::find_if(attention_shapes_.begin(), attention_shapes_.end(), same);
     plan = static_cast<int>(found - attention_shapes_.begin());
@@ -334,8 +335,10 @@ void Program::record(Category category, OpBody body) {
   }
   if (std::holds_alternative<CacheLatentsOp>(body)) has_latents_ = true;
   if (const auto* op = std::get_if<ChooseOp>(&body)) {
-    if (most_chosen_ != INT64_MAX && most_chosen_ != op->shape.most) throw std::invalid_argument("all indices of a program choose equally many");
-    most_chosen_ = op->shape.most;
+    if (most_chosen_ != INT64_MAX && (most_chosen_ != op->shape.most || chosen_block_ != op->shape.block)) throw std::invalid_argument("all indices of a program choose equally many");
+    most_chosen_ = op->shape.most, chosen_block_ = op->shape.block;
+    choosing_heads_ = std::max(choosing_heads_, chosen_block_ == 1 ? 1 : op->shape.n_heads);
+    n_layers_ = std::max<int64_t>(n_layers_, op->layer + 1);  // an index of blocks has a layer of the cache
   }
   if (const auto* op = std::get_if<StateOp>(&body)) n_state_layers_ = std::max<int64_t>(n_state_layers_, op->layer + 1);
   if (const auto* op = std::get_if<EmbedOp>(&body)) table_rows_ = std::min(table_rows_, tables_.at(op->table).rows), place_by(op->positions, op->x);
@@ -524,9 +527,12 @@ void Program::check(const Step& step, const KvCache& kv) const {
       const AttentionShape& wanted = attention->shape;
       require(has_latents_ != shape.has_values && wanted.head_dim == shape.head_dim && wanted.v_head_dim == shape.v_head_dim && wanted.n_kv_heads == shape.n_kv_heads,
               "the KV cache has another shape of heads");
-      require((attention->choice != -1) == shape.by_token, "the KV cache has tokens in another order");
+      require((attention->choice != -1 && wanted.block == 1) == shape.by_token, "the KV cache has tokens in another order");
     } else if (const auto* choose = std::get_if<ChooseOp>(&op.body)) {
-      require(kv.shape_of(choose->layer).index_dim == choose->shape.head_dim, "the KV cache has another index");
+      const KvShape& shape = kv.shape_of(choose->layer);
+      const bool is_of_blocks = choose->shape.block != 1;
+      require(is_of_blocks != (shape.index_dim != 0) && (is_of_blocks ? shape.head_dim : shape.index_dim) == choose->shape.head_dim && !shape.has_values && shape.n_kv_heads == 1,
+              "the KV cache has another index");
     }
   require(most_chosen_ == INT64_MAX || step.both_ways == nullptr, "where an index chooses, nothing attends both ways");
   for (int64_t s = 0; s < step.n_sequences; ++s) check_sequence(step, kv.shape(), s);

@@ -156,12 +156,17 @@ struct HeadsOp {                             // for each head a product of its o
   int64_t column = 0;                        // where the first head's outputs begin
 };
 struct CacheLatentsOp { int kv, layer, norm, rope; int64_t rank; float norm_eps; };
-struct CacheIndexOp { int x, layer, norm, bias, rope; float norm_eps; };
+struct CacheIndexOp { int x, layer, norm, bias, rope; float norm_eps; };  // bias -1: an RMSNorm
 struct ChooseOp {                            // what tokens attend to (attention_index.inl), by heads as `shape` says
   int q, queries, weights;                   // f32 [T, H d], turned to bf16, and f32 [T, H]
   int choice;                                // [T, most] whole numbers in an f32 buffer; nothing where a token sees no more than `most`
   int layer, rope;
   AttentionShape shape;
+  // Of blocks there are no weights (-1), queries are normed, q may hold more heads, and a choice is [T, H, most / block]. The last `local`
+  // blocks up to a token's own are always chosen.
+  int norm = -1;
+  float norm_eps = 0.0f;
+  int64_t local = 0, first_head = 0;
 };
 struct ScaleQueriesOp { int q; QueryScale scale; };            // each token's row of q, by its position
 struct RotateQueriesOp { int q, out, rope; int64_t n_heads; };   // the end of each head of q, turned, to the end of each head of out
@@ -183,7 +188,7 @@ struct CurveOp { int x, out; Curve curve; std::array<float, kCurveNumbers> numbe
 struct BranchOp { int x, out; float scale; };                 // out = scale * x
 struct GateHeadsOp { int gates, x; };                         // each of as many heads of x as there are gates times a sigmoid of its own
 struct MatchOp { int y, x, out; float least; };               // out = y, as large as x
-struct CopyColumnsOp { int x, out; int64_t first; };          // as many as out is wide
+struct CopyColumnsOp { int x, out; int64_t first, column, n; };  // n from `first` on, to `column` on
 struct PredictOp { std::vector<int> xs; int routed, weight; float scale; };             // as `predict` of ops/contract.py
 struct CorrectOp { std::vector<int> xs; int y, routed, weight, active; float scale; };  // likewise
 struct LayerInputsOp { int x, norm, table, packed; float eps, table_scale, scale; };    // likewise, of the product that lies in x; the
@@ -210,7 +215,7 @@ struct Meeting {
 // The tokens of a step whose index has to choose, in order, each with its sequence; scores of so many lie there at one time, stride apart.
 struct ChoicePlan {
   std::vector<int32_t> tokens, sequences;
-  int64_t at_once = 0, stride = 0;
+  int64_t at_once = 0, stride = 0;  // of blocks a stride has those of each head
 };
 
 // Which expert rows belong together this step; written by one thread, read by all.
@@ -361,6 +366,7 @@ class Program {
   std::vector<AttentionPlan> attention_plans_;    // one for each of them
   std::vector<int> plan_of_op_;                   // index by op; only read for attention
   int64_t most_chosen_ = INT64_MAX;               // by an index, of all layers that have one
+  int64_t chosen_block_ = 1, choosing_heads_ = 1;  // in blocks of so many, of each of so many heads
   ChoicePlan choice_plan_;
   PageBuffer index_scores_;
   std::vector<int> next_weight_;                  // by op: the weight that the next op with one reads first, or -1

@@ -1,11 +1,28 @@
 // Operations of a Program on an index, which chooses what tokens attend to.
 #include <algorithm>
+#include <limits>
 
 #include "program_run.h"
 
 namespace diptych {
 
 namespace {
+
+// Beside what is attended to, or in a layer of their own.
+KvLayer index_keys(const KvCache& kv, int64_t layer) {
+  const KvLayer of_layer = kv.layer(layer);
+  return of_layer.shape.index_dim != 0 ? of_layer.index() : of_layer;
+}
+
+// The blocks of the highest scores of each head of a token, the last `local` up to its own among them.
+void choose_blocks(const ChooseOp& op, const AttentionKernels& kernels, int64_t position, float* scores, int64_t stride, int32_t* chosen) {
+  const int64_t own = position / op.shape.block, most = op.shape.most / op.shape.block;
+  for (int64_t h = 0; h < op.shape.n_heads; ++h) {
+    float* of_head = scores + h * (stride / op.shape.n_heads);
+    std::fill(of_head + std::max<int64_t>(own + 1 - op.local, 0), of_head + own + 1, std::numeric_limits<float>::infinity());
+    kernels.choose_row(of_head, own + 1, most, chosen + h * most);
+  }
+}
 
 constexpr int64_t kScoresAtOnce = 4 << 20;  // tokens whose scores lie there together meet the keys together; 16 MiB
 
@@ -21,7 +38,8 @@ void Program::plan_choice(const Step& step) {
     for (int32_t t = step.query_start[s]; t < step.query_start[s + 1]; ++t)
       if (positions_[t] >= most_chosen_) plan.tokens.push_back(t), plan.sequences.push_back(static_cast<int32_t>(s));
   }
-  plan.stride = (longest + kGroupTokens - 1) / kGroupTokens * kGroupTokens;
+  const int64_t scored = (longest + chosen_block_ - 1) / chosen_block_;
+  plan.stride = choosing_heads_ * ((scored + kGroupTokens - 1) / kGroupTokens * kGroupTokens);
   plan.at_once = std::min<int64_t>(std::max<int64_t>(pool_.size(), kScoresAtOnce / plan.stride), static_cast<int64_t>(plan.tokens.size()));
   const int64_t bytes = plan.at_once * plan.stride * 4;
   if (bytes > index_scores_.bytes()) index_scores_ = PageBuffer(bytes + bytes / 4);
@@ -30,9 +48,9 @@ void Program::plan_choice(const Step& step) {
 void Program::Run::run(const CacheIndexOp& op, size_t, int thread, int threads) const {
   const RopeTable& rope = program.ropes_[op.rope];
   IndexKeyCall call;
-  call.kv = kv.layer(op.layer).index();
+  call.kv = index_keys(kv, op.layer);
   call.rows = buffer(op.x).f32();
-  call.norm = vector(op.norm), call.bias = vector(op.bias), call.norm_eps = op.norm_eps;
+  call.norm = vector(op.norm), call.bias = op.bias == -1 ? nullptr : vector(op.bias), call.norm_eps = op.norm_eps;
   call.rotary_dim = 2 * static_cast<int64_t>(rope.inverse_frequency.size());
   call.cos_table = rope.cosine.data(), call.sin_table = rope.sine.data();
   call.positions = program.positions_.data(), call.slots = program.slots_.data();
@@ -42,24 +60,26 @@ void Program::Run::run(const CacheIndexOp& op, size_t, int thread, int threads) 
 
 void Program::Run::run(const ChooseOp& op, size_t, int thread, int threads) const {
   const ChoicePlan& plan = program.choice_plan_;
-  const int64_t n = static_cast<int64_t>(plan.tokens.size()), heads = op.shape.n_heads, d = op.shape.head_dim;
+  const int64_t n = static_cast<int64_t>(plan.tokens.size()), heads = op.shape.n_heads, d = op.shape.head_dim, stride = plan.stride;
   if (n == 0) return;
   const RopeTable& rope = program.ropes_[op.rope];
   const int64_t half = static_cast<int64_t>(rope.inverse_frequency.size());
   uint16_t* queries = reinterpret_cast<uint16_t*>(buffer(op.queries).data);
   const Range part = share(n * heads, thread, threads);
   for (int64_t i = part.begin; i < part.end; ++i) {
-    const int64_t token = plan.tokens[i / heads], at = program.positions_[token] * half, head = (token * heads + i % heads) * d;
-    kernels.rotate_query(buffer(op.q).f32() + head, d, 2 * half, rope.cosine.data() + at, rope.sine.data() + at,
-                         reinterpret_cast<float*>(scratch(thread)), queries + head);
+    const int64_t token = plan.tokens[i / heads], at = program.positions_[token] * half;
+    const float* q = buffer(op.q).f32() + token * buffer(op.q).width + (op.first_head + i % heads) * d;
+    float *turned = reinterpret_cast<float*>(scratch(thread)), *normed = turned + whole_vectors(d) + 16;
+    if (op.norm != -1) kernels.rms_norm_row(q, vector(op.norm), d, op.norm_eps, normed), q = normed;
+    kernels.rotate_query(q, d, 2 * half, rope.cosine.data() + at, rope.sine.data() + at, turned, queries + (token * heads + i % heads) * d);
   }
   IndexCall call;
   call.heads.shape = op.shape;
-  call.heads.kv = kv.layer(op.layer).index();
+  call.heads.kv = index_keys(kv, op.layer);
   call.heads.q = queries;
   call.heads.positions = program.positions_.data();
   call.heads.block_table = step.block_table, call.heads.table_width = step.table_width;
-  call.weights = buffer(op.weights).f32();
+  if (op.weights != -1) call.weights = buffer(op.weights).f32();
   float* scores = reinterpret_cast<float*>(program.index_scores_.data());
   int32_t* choice = reinterpret_cast<int32_t*>(buffer(op.choice).data);
   for (int64_t first = 0; first < n; first += plan.at_once) {
@@ -70,12 +90,16 @@ void Program::Run::run(const ChooseOp& op, size_t, int thread, int threads) cons
       const int64_t last = program.positions_[plan.tokens[next - 1]];
       for (int64_t tile = (thread + begin) % threads; tile * kTileTokens <= last; tile += threads)
         set.attention->index_tile(call, plan.sequences[begin], tile, plan.tokens.data() + begin, next - begin,
-                                  scores + (begin - first) * plan.stride, plan.stride, scratch(thread));
+                                  scores + (begin - first) * stride, stride, scratch(thread));
     }
     barrier(thread);
     for (int64_t i = first + thread; i < end; i += threads) {
       const int64_t token = plan.tokens[i];
-      set.attention->choose_row(scores + (i - first) * plan.stride, program.positions_[token] + 1, op.shape.most, choice + token * op.shape.most);
+      if (op.shape.block != 1) {
+        choose_blocks(op, *set.attention, program.positions_[token], scores + (i - first) * stride, stride, choice + token * heads * (op.shape.most / op.shape.block));
+        continue;
+      }
+      set.attention->choose_row(scores + (i - first) * stride, program.positions_[token] + 1, op.shape.most, choice + token * op.shape.most);
     }
   }
 }

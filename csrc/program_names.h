@@ -73,9 +73,10 @@ struct Names {
     for (const int weight : op.weights) weights({weight});
   }
   void operator()(const CacheLatentsOp& op) const { buffers({op.kv}), vectors({op.norm}), require_below({op.rope}, has.ropes, "rotary table"); }
-  void operator()(const CacheIndexOp& op) const { buffers({op.x}), vectors({op.norm, op.bias}), require_below({op.rope}, has.ropes, "rotary table"); }
+  void operator()(const CacheIndexOp& op) const { buffers({op.x}), vectors({op.norm}), optional_vector(op.bias), require_below({op.rope}, has.ropes, "rotary table"); }
   void operator()(const ChooseOp& op) const {
-    buffers({op.q, op.queries, op.weights, op.choice}), require_below({op.rope}, has.ropes, "rotary table");
+    buffers({op.q, op.queries, op.choice}), optional_vector(op.norm), require_below({op.rope}, has.ropes, "rotary table");
+    if (op.weights != -1) buffers({op.weights});
   }
   void operator()(const ScaleQueriesOp& op) const { buffers({op.q}); }
   void operator()(const RotateQueriesOp& op) const { buffers({op.q, op.out}), require_below({op.rope}, has.ropes, "rotary table"); }

@@ -80,7 +80,7 @@ void Program::Run::run(const CopyColumnsOp& op, size_t, int thread, int threads)
   const Buffer &x = buffer(op.x), &out = buffer(op.out);
   const Range part = part_of_rows(out, step.n_tokens, thread, threads);
   for (int64_t t = part.begin; t < part.end; ++t)
-    std::memcpy(out.f32() + t * out.width, x.f32() + t * x.width + op.first, static_cast<size_t>(out.width) * 4);
+    std::memcpy(out.f32() + t * out.width + op.column, x.f32() + t * x.width + op.first, static_cast<size_t>(op.n) * 4);
 }
 
 // Rows of W, as many as `n`, times tanh(scale * routed), each summed in one order.

@@ -36,7 +36,10 @@ struct Uses {
   void operator()(const HeadsOp& op) { reads = {op.x}, writes = {op.rows, op.out}; }
   void operator()(const CacheLatentsOp& op) { reads = {op.kv}; }
   void operator()(const CacheIndexOp& op) { reads = {op.x}; }
-  void operator()(const ChooseOp& op) { reads = {op.q, op.weights}, writes = {op.queries, op.choice}; }
+  void operator()(const ChooseOp& op) {
+    reads = {op.q}, writes = {op.queries, op.choice};
+    if (op.weights != -1) reads.push_back(op.weights);
+  }
   void operator()(const ScaleQueriesOp& op) { reads = {op.q}, writes = {op.q}; }
   void operator()(const RotateQueriesOp& op) { reads = {op.q}, writes = {op.out}; }
   void operator()(const InputOp& op) { writes = {op.x}; }

@@ -15,6 +15,7 @@ import torch
 
 from family_configs import CLASSES, MORE, VOCAB, WRAPPED
 from republished import REPUBLISHED, published, republish
+from searched import SearchedForCausalLM
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -31,8 +32,8 @@ COMMON: dict[str, Any] = {
 FAMILIES: tuple[str, ...] = tuple(CLASSES)
 MORE_FAMILIES: tuple[str, ...] = tuple(MORE)
 EMBEDDINGS = ("embed_tokens", "embed_in", "word_embeddings", "wte", "wpe", "embed_positions")
-BY_LAYER = ("layer_types", "activation_sparsity_pattern", "layer_rope_theta", "mlp_layer_types", "swiglu_limits",
-            "swiglu_limits_shared")  # fmt: skip
+BY_LAYER = ("layer_types", "block_configs", "activation_sparsity_pattern", "layer_rope_theta", "mlp_layer_types",
+            "swiglu_limits", "swiglu_limits_shared")  # fmt: skip
 UNSCALED = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")  # scores are not divided by anything
 
 
@@ -55,7 +56,8 @@ def make_reference(family: str, *, seed: int = 0, **overrides: Any) -> Any:
         wrapper, tower = WRAPPED[family]
         config = getattr(transformers, wrapper)(text_config=config.to_dict(), vision_config=tower)
     config._attn_implementation = "eager"
-    model = getattr(transformers, model_name)(config).eval().float()
+    made_of = SearchedForCausalLM if model_name == "SearchedForCausalLM" else getattr(transformers, model_name)
+    model = made_of(config).eval().float()
     enliven(model, seed)
     return model
 

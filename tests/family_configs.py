@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from searched import block
+
 VOCAB = 160
 # family -> (config class, model class, fields beside COMMON)
 CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -102,6 +104,9 @@ WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
 # what other families have beside that: their tests look at one cut of the work, as the walk is the same
 MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {"head_dim": 24}),
+    # layers that attend to pictures, among them the last, are left out
+    "mllama": (
+        "MllamaTextConfig", "MllamaForCausalLM", {"num_hidden_layers": 5, "cross_attention_layers": [1, 4]}),
     # two kinds of layers attend to what others keep, of three the gate is sparse, and a token has no embedding of layers
     "gemma3n": (
         "Gemma3nTextConfig",
@@ -453,6 +458,12 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"num_hidden_layers": 4, "layer_types": CONVOLUTIONS, "block_multiple_of": 16, "conv_L_cache": 3},
     ),
     # by the names of classes that transformers does not have
+    "nemotron-nas": (
+        "LlamaConfig",
+        "SearchedForCausalLM",
+        {"num_hidden_layers": 6, "head_dim": 16,
+         "block_configs": [block(2, 96), block(None, 40), block(4, None), block(None, None), block(1, 56), block(None, 72)]},
+    ),
     "minicpm": (
         "GraniteConfig",
         "GraniteForCausalLM",
@@ -524,7 +535,15 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}, "q_lora_rank": 24,
          "n_group": 4, "topk_group": 2, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     ),
-    # clamped gates in the dense layer, in shared experts and in experts; an index of four blocks, which are all there are
+    # gated norms, and queries and gates of heads that are made of a latent before and behind its norm
+    "axk2": (
+        "AXK2Config",
+        "AXK2ForCausalLM",
+        {**{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}, "q_lora_rank": 24,
+         "n_group": 4, "topk_group": 2, "mlp_layer_types": ["dense", "sparse", "sparse"], "gated_norm_rank": 8,
+         "index_topk": 12, "index_n_heads": 8, "index_head_dim": 32},
+    ),
+    # clamped gates in the dense layer, in shared experts and in experts; an index that chooses two of the blocks there are
     "minimax_m3": (
         "MiniMaxM3VLTextConfig",
         "MiniMaxM3SparseForConditionalGeneration",
@@ -532,7 +551,7 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
          "routed_scaling_factor": 1.5, "dense_intermediate_size": 96, "shared_intermediate_size": 48,
          "mlp_layer_types": ["dense", "sparse", "sparse"],
          "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "index_n_heads": 2,
-         "index_head_dim": 24, "index_block_size": 32, "index_topk_blocks": 4,
+         "index_head_dim": 24, "index_block_size": 16, "index_topk_blocks": 2,
          "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
     # windowed layers of more query heads and positions of their own, each head gated; limits that are met

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from checkpoints import VOCAB, make_reference
+from gguf_layers import BY_WINDOW, kv_heads, padded_freqs, write_choice, write_mixture, write_windowed_heads
 from gguf_states import keeps_axes, tensors_with_states, write_states
 
 # family of tests/checkpoints.py -> general.architecture
@@ -40,7 +41,7 @@ ARCHITECTURES = {
     "kimi_linear": "kimi-linear", "falcon_h1": "falcon-h1", "falcon-h1-normed": "falcon-h1",
     "afmoe": "afmoe", "nemotron_h": "nemotron_h", "nemotron-3": "nemotron_h_moe",
     "hunyuan_v1_moe": "hunyuan-moe", "qwen3_next": "qwen3next", "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe",
-    "mistral4": "mistral4",
+    "mistral4": "mistral4", "glm_moe_dsa": "glm-dsa", "mimo_v2_flash": "mimo2", "step3p7": "step35",
 }  # fmt: skip
 EVERY_SECOND = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
 # what a GGUF file cannot say, so that the model must be without it
@@ -133,9 +134,11 @@ def write_gguf(
     change: made to all tensors, by their GGUF names. metadata: keys after the architecture's name, in place of the usual;
     None: without it. called: the architecture, where it is not the model's own.
     """
-    config = model.config
+    config = getattr(model.config, "text_config", model.config)
+    config.allow_global_per_layer_attribute_access = True  # layers differ: what most of them have
     is_nemotron_3 = config.model_type == "nemotron_h" and "moe" in config.layers_block_type
-    name = called or ARCHITECTURES["nemotron-3" if is_nemotron_3 else config.model_type.removesuffix("_text")]
+    family = {"step3p5": "step3p7"}.get(config.model_type, config.model_type.removesuffix("_text"))
+    name = called or ARCHITECTURES["nemotron-3" if is_nemotron_3 else family]
     out = gguf.GGUFWriter(str(path), name, **writer)
     write_metadata(out, config)
     if add_words is None:
@@ -169,8 +172,12 @@ def write_gguf(
         kind = gguf.GGMLQuantizationType[choose(full) if values.ndim > 1 and values.shape[-1] > 1 else "F32"]
         out.add_tensor(full, quantised(values, kind), raw_dtype=kind)
     rope = rope_of(config)
+    of_full = rope.get("full_attention", rope)
     if rope.get("rope_type") == "llama3":
-        out.add_tensor("rope_freqs.weight", llama3_freqs(config, rope))
+        out.add_tensor("rope_freqs.weight", llama3_freqs(config.head_dim, rope))
+    elif config.model_type == "step3p5" and of_full.get("rope_type") == "llama3":
+        divisors = padded_freqs(config, of_full, lambda turned: llama3_freqs(turned, of_full))
+        out.add_tensor("rope_freqs.weight", divisors)
     for length in ("long", "short"):
         if rope.get(f"{length}_factor"):
             out.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], dtype=np.float32))
@@ -210,7 +217,6 @@ def tame_blocks(kind: gguf.GGMLQuantizationType, shape: tuple[int, ...], seed: i
 
 def write_kinds_of_heads(out: gguf.GGUFWriter, config: Any) -> None:
     """Of Gemma 4: the usual keys are of layers that attend to everything."""
-    config.allow_global_per_layer_attribute_access = True
     windowed, n_shared = [kind == "sliding_attention" for kind in config.layer_types], config.num_kv_shared_layers
     full = config.per_layer_config[windowed.index(False)]
     widths = [config.intermediate_size * (2 if config.use_double_wide_mlp and i >= config.num_hidden_layers - n_shared else 1)
@@ -276,7 +282,8 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
     out.add_embedding_length(config.hidden_size)
     out.add_block_count(config.num_hidden_layers)
     out.add_feed_forward_length(ffn_width(config))
-    out.add_head_count(heads)
+    if config.model_type not in BY_WINDOW:
+        out.add_head_count(heads)
     if config.model_type not in BY_DEFAULT:  # which no converter writes for these
         out.add_rope_freq_base(full["rope_theta"])
     out.add_vocab_size(config.vocab_size)
@@ -296,6 +303,33 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type == "gpt_neox":
         out.add_parallel_residual(config.use_parallel_residual)
     write_heads(out, config, full, head_dim)
+    write_scaling(out, config, full)
+    if config.model_type in ("phi3", "gemma2", "gemma3_text", "gemma3n_text", "cohere2", "gpt_oss", "olmo3", "exaone4",
+                             "afmoe"):  # fmt: skip
+        out.add_sliding_window(config.sliding_window or 0)
+    if config.model_type == "gemma2":
+        out.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        out.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.model_type in ("gemma3_text", "gemma3n_text", "olmo3", "exaone4"):
+        out.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if "sliding_attention" in rope:
+        out.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    if config.model_type == "stablelm":
+        out.add_parallel_residual(config.use_parallel_residual)
+    if config.model_type == "gemma3n_text":
+        write_streams(out, config)
+    write_scales(out, config)
+    write_states(out, config)
+    if config.model_type == "glm_moe_dsa":
+        write_choice(out, config)
+    is_dense = getattr(config, "num_local_experts", None) == 0
+    is_dense |= config.model_type == "nemotron_h" and "moe" not in config.layers_block_type
+    if getattr(config, "num_experts_per_tok", None) and not is_dense:
+        write_experts(out, config)
+
+
+def write_scaling(out: gguf.GGUFWriter, config: Any, full: Mapping[str, Any]) -> None:
+    """How positions are scaled."""
     if full.get("rope_type") in ("linear", "yarn"):
         out.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
         out.add_rope_scaling_factor(full["factor"])
@@ -314,31 +348,13 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
         stretch = config.max_position_embeddings / full["original_max_position_embeddings"]
         attention = math.sqrt(1 + math.log(stretch) / math.log(full["original_max_position_embeddings"]))
         out.add_rope_scaling_attn_factors(attention)
-    if config.model_type in ("phi3", "gemma2", "gemma3_text", "gemma3n_text", "cohere2", "gpt_oss", "olmo3", "exaone4",
-                             "afmoe"):  # fmt: skip
-        out.add_sliding_window(config.sliding_window or 0)
-    if config.model_type == "gemma2":
-        out.add_attn_logit_softcapping(config.attn_logit_softcapping)
-        out.add_final_logit_softcapping(config.final_logit_softcapping)
-    if config.model_type in ("gemma3_text", "gemma3n_text", "olmo3", "exaone4"):
-        out.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
-    if "sliding_attention" in rope:
-        out.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
-    if config.model_type == "stablelm":
-        out.add_parallel_residual(config.use_parallel_residual)
-    if config.model_type == "gemma3n_text":
-        write_streams(out, config)
-    write_scales(out, config)
-    write_states(out, config)
-    is_dense = getattr(config, "num_local_experts", None) == 0
-    is_dense |= config.model_type == "nemotron_h" and "moe" not in config.layers_block_type
-    if getattr(config, "num_experts_per_tok", None) and not is_dense:
-        write_experts(out, config)
 
 
 def write_heads(out: gguf.GGUFWriter, config: Any, full: Mapping[str, Any], head_dim: int) -> None:
     """How many, how wide, and how much of them turns."""
-    if hasattr(config, "kv_lora_rank"):
+    if config.model_type in BY_WINDOW:
+        write_windowed_heads(out, config, full)
+    elif hasattr(config, "kv_lora_rank"):
         write_latent(out, config)
     elif config.model_type in BY_DEFAULT:
         if config.model_type not in ("gpt2", "gpt_neox"):
@@ -403,6 +419,8 @@ def write_experts(out: gguf.GGUFWriter, config: Any) -> None:
     out.add_expert_used_count(config.num_experts_per_tok)
     if hasattr(config, "moe_intermediate_size") or kind in ("gpt_oss", "llama4_text", "minimax_m2", "hunyuan_v1_moe"):
         out.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
+    if kind in (*BY_WINDOW, "glm_moe_dsa"):
+        write_mixture(out, config)
     if kind in ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text"):
         out.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if kind == "hunyuan_v1_moe":
@@ -438,7 +456,11 @@ def write_experts(out: gguf.GGUFWriter, config: Any) -> None:
 
 def tensors_of(model: Any, architecture: str) -> dict[str, np.ndarray]:
     """The model's tensors as the converter leaves them, by names that the package's table knows."""
-    config, state = model.config, dict(model.state_dict())
+    config, state = getattr(model.config, "text_config", model.config), dict(model.state_dict())
+    if config is not model.config:  # beside a tower
+        state = {
+            k.replace(".language_model.", "."): v for k, v in state.items() if "language_model." in k or "lm_head" in k
+        }
     is_transposed = config.model_type == "llama4_text"  # experts as [inputs, outputs]
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
@@ -457,10 +479,10 @@ def tensors_of(model: Any, architecture: str) -> dict[str, np.ndarray]:
         if name.endswith(("q_proj.weight", "q_proj.bias")) and is_permuted(config, architecture):
             values = permuted(values, config.num_attention_heads)
         if name.endswith(("k_proj.weight", "k_proj.bias")) and is_permuted(config, architecture):
-            values = permuted(values, config.num_key_value_heads)
+            values = permuted(values, kv_heads(config, name))
         is_added = hasattr(config, "linear_num_key_heads") and not name.endswith("linear_attn.norm.weight")
         if name.endswith("norm.weight") and (
-            is_added or config.model_type in ("gemma", "gemma2", "gemma3_text", "nemotron")
+            is_added or config.model_type in ("gemma", "gemma2", "gemma3_text", "nemotron", "step3p5")
         ):
             values = values.float() + 1
         with_states = tensors_with_states(name, values, config)
@@ -560,9 +582,8 @@ def permuted(weights: torch.Tensor, n_heads: int) -> torch.Tensor:
     return halves.swapaxes(1, 2).reshape(weights.shape)
 
 
-def llama3_freqs(config: Any, rope: Mapping[str, Any]) -> np.ndarray:
-    """`generate_extra_tensors` of the converter: what each frequency is divided by."""
-    dim = config.head_dim
+def llama3_freqs(dim: int, rope: Mapping[str, Any]) -> np.ndarray:
+    """`generate_extra_tensors` of the converter: what each frequency of so many dimensions is divided by."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     length, factor = rope["original_max_position_embeddings"], rope["factor"]
     factors = []

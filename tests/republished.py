@@ -85,6 +85,11 @@ def as_mimo(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
     return config | {"attention_bias": True, "num_nextn_predict_layers": 1}, tensors | drafts
 
 
+def as_nas(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    """Of a Llama of such layers."""
+    return config | {"num_key_value_heads": None, "intermediate_size": None}, tensors
+
+
 # family -> architecture, model_type, and how
 REPUBLISHED: dict[str, tuple[str, str, Callable[[Config, Tensors], tuple[Config, Tensors]]]] = {
     "minicpm": ("MiniCPMForCausalLM", "minicpm", as_minicpm),
@@ -92,6 +97,7 @@ REPUBLISHED: dict[str, tuple[str, str, Callable[[Config, Tensors], tuple[Config,
     "internlm2": ("InternLM2ForCausalLM", "internlm2", as_internlm2),
     "pangu": ("PanguEmbeddedForCausalLM", "PanguEmbedded", as_pangu),
     "mimo": ("MiMoForCausalLM", "mimo", as_mimo),
+    "nemotron-nas": ("DeciLMForCausalLM", "nemotron-nas", as_nas),
 }
 
 

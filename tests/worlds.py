@@ -44,7 +44,7 @@ def prompt(n_tokens: int, seed: int = 0) -> list[int]:
 
 def read_cache(model: Model, stepper: Stepper, name: str) -> tuple[torch.Tensor, ...]:
     found: list[torch.Tensor] = []
-    for layer in range(len(model.spec.kv_layers)):
+    for layer in range(len(model.spec.caches)):
         found += stepper.kv.read(layer, stepper.tables[name], stepper.lengths[name])
     return tuple(found)
 

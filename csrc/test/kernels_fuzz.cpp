@@ -275,7 +275,7 @@ class Recorder {
     const bool is_packed = is_grouped(m_.weights) && w_.pick(0, 1);
     const int rows_of = is_packed ? -1 : p_.add_table({reinterpret_cast<const uint8_t*>(table.data()), Source::f32, w_.pick(1, m_.vocab), hidden});
     p_.record(Category::embed, LayerInputsOp{added, norm(hidden % 2 == 0 ? hidden / 2 : hidden), rows_of, is_packed ? head : -1, 1e-5f, 0.5f, 0.7f});
-    p_.record(Category::norm, CopyColumnsOp{added, y, 0});
+    p_.record(Category::norm, CopyColumnsOp{added, y, 0, 0, hidden});
     p_.record(Category::norm, AddOp{y, x_, -1, 0.5f});
   }
 

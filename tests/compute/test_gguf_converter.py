@@ -79,8 +79,12 @@ def publish_kimi(folder: Path, config: Any) -> dict[str, Any]:
     }
 
 
-# the converter loses the norms of stablelm-2-12b: it returns what stacks them from a function that yields
-@pytest.mark.parametrize("family", [family for family in ARCHITECTURES if family != "stablelm-2-12b"])
+# the converter loses the norms of stablelm-2-12b: it returns what stacks them from a function that yields; of the others it
+# wants the keys and names of published files, which transformers does not write, or has no key for layers that share a choice
+UNCONVERTED = ("stablelm-2-12b", "mimo_v2_flash", "step3p7", "glm_moe_dsa")
+
+
+@pytest.mark.parametrize("family", [family for family in ARCHITECTURES if family not in UNCONVERTED])
 def test_a_converted_checkpoint_has_its_logits(family: str, tmp_path: Path) -> None:
     """The whole way that people's files came: transformers, llama.cpp's converter, this reader."""
     # a pattern of windows that is not Gemma 3's own is lost in the converter

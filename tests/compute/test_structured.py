@@ -77,6 +77,23 @@ def test_an_end_that_the_model_cannot_write_ends_no_grammar() -> None:
     assert TOKENIZER.decode(drawn) == "ab"
 
 
+def test_tokens_that_only_prompts_hold_may_lie_behind_the_logits() -> None:
+    """Llama 3.2 Vision reads a token that stands for a picture and has no logit of it; a word there is an error."""
+    larger = tokenizers.Tokenizer.from_str(TOKENIZER.to_str())
+    width = larger.get_vocab_size()
+    larger.add_special_tokens(["<|image|>"])
+    state = GrammarCompiler(Tokenizer(larger, {}, EOS), width).compile(spec("choice", ["<|image|>"])).begin()
+    written = b""
+    while not state.is_complete:
+        token = int(np.flatnonzero(state.allowed())[0])
+        written += Tokenizer(larger, {}, EOS).token_bytes(token)
+        state.advance(token)
+    assert written == b"<|image|>"
+    larger.add_tokens(["picture"])
+    with pytest.raises(LoadError, match=f"it has {width + 2} tokens and the model {width} logits"):
+        GrammarCompiler(Tokenizer(larger, {}, EOS), width).compile(spec("regex", "a"))
+
+
 def spec(kind: str, source: object) -> StructuredSpec:
     return StructuredSpec(kind=kind, source=source if isinstance(source, str) else json.dumps(source))
 

@@ -14,8 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import COMMON, VOCAB, enliven, make_checkpoint, make_reference
 from diptych.compute.runner import load_model
+from diptych.cost.components import BF16, cost_of, kv_bytes_per_token
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
+from diptych.ground.shape import StepShape
+from diptych.ground.specs import KVSpec
 from diptych.models.read import load_model_file
 from diptych.models.stored import check_stored
 from family_configs import LATENT, MORE
@@ -45,6 +48,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn, mscale": ("llama", {"rope_parameters": {**YARN, "rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 0.4}}),
     "yarn, betas": ("llama", {"rope_parameters": {**YARN, "rope_theta": 1e4, "beta_fast": 8, "beta_slow": 2,
                                                   "truncate": False}}),
+    "A.X K2 without groups, with biases, stretched": (
+        "axk2", {"n_group": None, "topk_group": None, "attention_bias": True,
+                 "rope_parameters": {**YARN, "rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 0.4}}),
     "no window": ("mistral", {"sliding_window": None}),
     "windows off": ("qwen2", {"use_sliding_window": False}),
     "windows by layer_types": (
@@ -237,6 +243,13 @@ def test_minimax_m3_as_its_decoder_alone_is_saved(tmp_path: Path) -> None:
     check_golden(load_model(tmp_path, REFERENCE), golden, chunk=None)
 
 
+def test_what_gates_norms_and_heads_is_counted(tmp_path: Path) -> None:
+    """A.X K2: every tensor is read, and the planner knows how many numbers there are."""
+    path = make_checkpoint("axk2", tmp_path)
+    spec = load_model_file(path)
+    check_stored(path, spec, parameter_count(spec))
+
+
 def test_text_part_of_a_published_gemma3n(tmp_path: Path) -> None:
     """Published files wrap it beside towers, and hold keys and values of the layers that attend to another's, too."""
     path = make_checkpoint("gemma3n", tmp_path)
@@ -334,6 +347,20 @@ WRAPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "LlavaNext": (
         {"model_type": "mistral", "sliding_window": None},
         {"model_type": "clip_vision_model", **SMALL_TOWER},
+    ),
+    "Mllama": (
+        {"num_hidden_layers": 4, "cross_attention_layers": [1]},
+        {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_global_layers": 1,
+            "image_size": 16,
+            "patch_size": 8,
+            "attention_heads": 2,
+            "intermediate_layers_indices": [0],
+            "vision_output_dim": 32,
+        },
     ),
     "LlavaOnevision": ({"model_type": "qwen2"}, {"model_type": "siglip_vision_model", **SMALL_TOWER}),
     "InternVL": (
@@ -506,3 +533,20 @@ def test_both_names_of_what_is_in_an_olmo_hybrid(tmp_path: Path) -> None:
     assert torch.equal(*found)
     with torch.no_grad():
         assert (model(torch.tensor([ids])).logits[0] - found[0]).abs().max() < 1e-4
+
+
+def test_layers_without_attention_cost_and_keep_nothing_of_it(tmp_path: Path) -> None:
+    """Of six layers of a Nemotron NAS three attend, with KV heads of their own; planner, caches and phases agree."""
+    path = make_checkpoint("nemotron-nas", tmp_path, dtype=torch.bfloat16)
+    check_stored(path, spec := load_model_file(path), parameter_count(spec))
+    assert kv_bytes_per_token(spec, KVSpec()) == 2 * 2 * 16 * (2 + 1 + 4)
+    shape = StepShape.decode(batch=3, context_tokens=20)
+    cost = cost_of(spec, shape, quant=BF16, kv=KVSpec())
+    heads, kv_width = 3 * 4 * 16, 2 * 16 * (2 + 1 + 4)
+    wanted = {"qkv": heads + kv_width, "o": heads, "mlp": 3 * (96 + 40 + 56 + 72)}
+    assert {name: cost.component(name).flops for name in wanted} == {
+        name: 2 * 3 * 64 * width for name, width in wanted.items()
+    }
+    for backend in ("cpu", "torch"):
+        model = load_model(path, ComputeConfig(backend=backend, device="cpu", kv="bf16"))
+        assert model.kv_bytes_per_block(16) == 16 * kv_bytes_per_token(spec, KVSpec())

@@ -311,7 +311,11 @@ def test_what_an_index_chooses_is_counted_position_by_position():
         assert pairs(Scored(most), chunk) == sum(n for n in seen if n > most)
         assert read_tokens(Scored(most), chunk) == (chunk.end_pos if chunk.end_pos > most else 0)
         assert read_tokens(Chosen(most), chunk) == min(chunk.end_pos, most * chunk.new_tokens)
-    for reach in (Chosen(most), Scored(most)):
+        # of blocks the last is a token's own, which ends with it
+        ends = [n if n <= most else most - 4 + (n - 1) % 4 + 1 for n in seen]
+        assert pairs(Chosen(most, 4), chunk) == sum(ends)
+        assert read_tokens(Chosen(most, 4), chunk) == min(chunk.end_pos, sum(ends))
+    for reach in (Chosen(most), Chosen(most, 4), Scored(most)):
         prompt, *decodes = chunks
         known = (
             read_tokens(reach, prompt),

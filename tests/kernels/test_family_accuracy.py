@@ -33,7 +33,7 @@ MIXTURES = (
     "deepseek_v2", "deepseek_v3", "solar_open", "dots1", "minimax_m2", "hunyuan_v1_moe", "glm4_moe_lite", "llama4",
     "qwen3_next", "qwen3_5_moe", "nemotron-3", "kimi_linear",
     "granitemoe_swa", "exaone_moe", "mellum", "flint", "afmoe",
-    "cohere2_moe", "cohere2_moe-sums", "kolibri1", "axk1",
+    "cohere2_moe", "cohere2_moe-sums", "kolibri1", "axk1", "axk2",
     "phimoe", "hy_v3", "mistral4", "deepseek_v32", "glm_moe_dsa", "mimo_v2_flash", "minimax_m3", "step3p7",
 )  # fmt: skip
 TIED = ("qwen3", "gemma2", "gemma3", "smollm3")

@@ -127,10 +127,15 @@ def test_a_model_says_something_else_where_all_is_chosen(tmp_path: Path) -> None
     assert (different > 0.1 * answers[0].std()).float().mean() > 0.8
 
 
-def test_an_adapter_changes_the_queries_of_an_index_and_is_refused_for_the_rest(tmp_path: Path) -> None:
-    """Oracle: the checkpoint with the adapter's product added to `wq_b`."""
-    base = make_checkpoint("glm_moe_dsa", tmp_path / "base")
-    adapter = write_adapter(tmp_path / "adapter", base, {"wq_b": 4})
+@pytest.mark.parametrize(
+    ("family", "modules"), [("glm_moe_dsa", {"wq_b": 4}), ("axk2", {"wq_b": 4, "q_b_proj": 4, "W_down": 4, "W_up": 4})]
+)
+def test_an_adapter_changes_the_queries_of_an_index_and_is_refused_for_the_rest(
+    family: str, modules: dict[str, int], tmp_path: Path
+) -> None:
+    """Oracle: the checkpoint with the adapter's product added to `wq_b`; in A.X K2 other modules are read in parts, or gate."""
+    base = make_checkpoint(family, tmp_path / "base")
+    adapter = write_adapter(tmp_path / "adapter", base, modules)
     merged = Path(shutil.copytree(base, tmp_path / "merged"))
     tensors, low_ranks = load_file(base / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
     for name, b in low_ranks.items():

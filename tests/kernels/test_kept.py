@@ -36,6 +36,7 @@ LAYOUTS: dict[str, tuple[str, Layout]] = {
     "act-order": ("llama", gptq(4, 32, symmetric=True, act_order=True)),
     "fp8": ("gemma2", whole_fp8()),
     "fp8 blocks": ("mixtral", block_fp8()),
+    "fp8 blocks, gated latents": ("axk2", block_fp8()),
 }
 
 

@@ -34,9 +34,9 @@ SIZES = {
 INDEX = {"index_topk": 260, "index_head_dim": 128, "index_n_heads": 8}
 
 
-@pytest.fixture(scope="module", params=["deepseek_v2", "deepseek_v32"])
+@pytest.fixture(scope="module", params=["deepseek_v2", "deepseek_v32", "axk2"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = SIZES | (INDEX if request.param == "deepseek_v32" else {})
+    sizes = SIZES | ({} if request.param == "deepseek_v2" else INDEX)
     return make_checkpoint(request.param, tmp_path_factory.mktemp("latent"), dtype=torch.bfloat16, **sizes)
 
 
@@ -83,6 +83,6 @@ def test_a_token_takes_what_the_planner_says(path: Path) -> None:
         config = ComputeConfig(backend=backend, device="cpu", kv="bf16")
         model = load_model(path, config)
         planned = kv_bytes_per_token(model.spec, KVSpec())
-        assert planned == 2 * (576 + (128 if model.spec.family == "deepseek_v32" else 0)) * 2
+        assert planned == 2 * (576 + (0 if model.spec.family == "deepseek_v2" else 128)) * 2
         assert model.kv_bytes_per_block(16) == model.make_kv(3, 16).nbytes // 3 == 16 * planned
         assert memory_of_block(model.spec, config, 16)[1] == 16 * planned

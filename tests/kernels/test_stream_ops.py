@@ -194,6 +194,18 @@ def test_embeddings_of_layers(isa: str, width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
+def test_rows_are_joined(isa: str, width: int) -> None:
+    """Each keeps its columns, whoever is written first."""
+    x, y = noise(T, width, seed=1), noise(T, 9, seed=2)
+    bench = Bench(isa, x)
+    (other,), out = others(bench, y), bench.program.add_f32(width + 9)
+    bench.program.copy_columns(x=other, out=out, column=width, n=9)
+    bench.program.copy_columns(x=bench.x, out=out, n=width)
+    check("join", bench.run(out, width + 9), torch.cat([x, y], dim=1))
+    assert torch.equal(torch_ops().join(x, y), torch.cat([x, y], dim=1))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
 def test_weighed_and_scaled(isa: str, width: int) -> None:
     """What a stream is added with may be scaled, normed or not."""
     x, y, weight = noise(T, width, seed=1), noise(T, width, seed=2), noise(width, seed=3)
@@ -225,6 +237,8 @@ def test_what_does_not_fit_is_refused(isa: str) -> None:
         program.correct(xs=[bench.x] * 9, y=bench.x, routed=other, weight=nine, scale=1.0, active=0)
     with pytest.raises(ValueError, match="beyond the row"):
         program.copy_columns(x=bench.x, out=other, first=3)
+    with pytest.raises(ValueError, match="beyond the row"):
+        program.copy_columns(x=other, out=bench.x, column=3, n=6)
     with pytest.raises(ValueError, match="beside each other"):
         program.sparse_gate(x=bench.x, out=other, cutoff=1.0, activation="silu")
     with pytest.raises(ValueError, match="beside each other"):

@@ -79,6 +79,7 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "kolibri1": {"num_experts": 4, "shared_expert_intermediate_size": 48, **EXPERTS},
     "axk1": {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, **LATENT},
+    "axk2": {"n_shared_experts": 1, **LATENT},
     "phimoe": {"num_local_experts": 4, "lm_head_bias": True},
     "glm4_moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS},
     "glm4v_moe_text": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS},
@@ -186,6 +187,9 @@ MORE: dict[str, dict[str, Any]] = {
         "dense_intermediate_size": 96,
         "shared_intermediate_size": 48,
         "mlp_layer_types": ["dense", "sparse"] * 2,
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "index_n_heads": 2,
+        "index_head_dim": 80,
     },
     "step3p5": {
         "n_routed_experts": 4,
@@ -274,6 +278,12 @@ def counted(config: Any) -> int:
         elif config.model_type == "step3p5":
             model = transformers.Step3p7TextModel(config)
             model.head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        elif config.model_type == "mllama_text_model":
+            model = transformers.MllamaForCausalLM(config)
+            layers = model.model.layers  # those that attend to pictures are not run
+            model.model.layers = torch.nn.ModuleList(
+                one for i, one in enumerate(layers) if i not in config.cross_attention_layers
+            )
         elif config.model_type == "mistral4":  # on no list of those that write text
             model = transformers.Mistral4ForCausalLM(config)
         else:
@@ -332,7 +342,8 @@ def test_every_number_is_that_of_transformers(family: Family, fields: str) -> No
         )
         assert spec.n_kv_heads == (1 if is_multi_query else n_kv_heads)
         assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    assert spec.windows == windows_of(config) * (2 if family.has_pairs else 1)  # a layer for each of a pair
+    # a layer for each of a pair
+    assert (*spec.windows, *(None for _ in spec.left_out)) == windows_of(config) * (2 if family.has_pairs else 1)
     if "rms_norm_eps" in family.keys and hasattr(config, "rms_norm_eps"):
         assert spec.norm_eps == (config.rms_norm_eps or config.layer_norm_eps)
     if hasattr(config, "max_position_embeddings"):

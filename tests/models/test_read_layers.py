@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 import transformers
 from test_read import SMALL, read
 
-from diptych.ground.errors import LoadError
+from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.config import HfConfig
 from diptych.models.gates import CLAMPED
+from diptych.models.latent import IndexSpec
 from diptych.models.positions import QueryScale
 from diptych.models.read import read_model
 from diptych.models.spec import ModelSpec, QkNorm
@@ -16,8 +20,8 @@ from diptych.models.spec import ModelSpec, QkNorm
 
 def choosers(spec: ModelSpec) -> str:
     """F for a layer that chooses what it attends to, S for one that takes another's choice."""
-    kinds = ((layer.attention.mla, layer.attention.mla and layer.attention.mla.own_index) for layer in spec.layers)
-    return "".join("F" if own else "S" for mla, own in kinds if mla and mla.index)
+    kinds = ((layer.attention.index, layer.attention.own_index) for layer in spec.layers)
+    return "".join("F" if own else "S" for index, own in kinds if index)
 
 
 def test_layers_choose_what_they_attend_to_or_take_the_choice_of_another() -> None:
@@ -113,28 +117,120 @@ def test_layers_by_number_and_heads_of_windowed_layers() -> None:
         read("llama", hybrid_layer_pattern=[0, 1, 1, 1])
 
 
-def test_an_index_of_blocks_bounds_the_context() -> None:
-    """MiniMax M3: up to so many blocks it chooses all; published files have its numbers in an object of their own."""
+def test_layers_that_attend_to_pictures_are_left_out() -> None:
+    """Llama 3.2 Vision without pictures; oracle: which layers the class makes of the same config."""
+    for fields in ({}, {"num_hidden_layers": 5, "cross_attention_layers": [1, 4, 8]}):
+        spec = read("mllama_text_model", **{"num_hidden_layers": 40, **fields})
+        with torch.device("meta"):
+            config = transformers.MllamaTextConfig(**{**SMALL, "pad_token_id": 0, "num_hidden_layers": 40, **fields})
+            layers = transformers.MllamaForCausalLM(config).model.layers
+        left_out = [i for i, layer in enumerate(layers) if hasattr(layer, "cross_attn")]
+        assert list(spec.left_out) == left_out
+        assert [spec.blocks_of(i) for i in range(spec.n_layers)] == [
+            (i, i) for i in range(len(layers)) if i not in left_out
+        ]
+        assert spec.n_blocks == len(layers)
+    with pytest.raises(LoadError, match="names all 2 layers; none is left"):
+        read("mllama_text_model", num_hidden_layers=2, cross_attention_layers=[0, 1])
+    with pytest.raises(LoadError, match="tie_word_embeddings"):
+        read("mllama_text_model", tie_word_embeddings=True)
+
+
+def test_layers_that_a_search_has_left() -> None:
+    """Nemotron NAS's block_configs as they are published; what is no attention, no gated MLP and not nothing is refused."""
+
+    def one(attention: dict[str, Any], ffn: dict[str, Any]) -> dict[str, Any]:
+        plain = {"no_op": False, "replace_with_linear": False, "sparsify": None}
+        return {
+            "attention": {
+                **plain,
+                "n_heads_in_group": None,
+                "window_length": None,
+                "unshifted_sink": False,
+                **attention,
+            },
+            "ffn": {**plain, "ffn_mult": None, **ffn},
+        }
+
+    nothing = {"no_op": True}
+    blocks = [
+        one({"n_heads_in_group": 4}, {"ffn_mult": 2.625}),
+        one(nothing, {"ffn_mult": 5.25}),
+        one({"n_heads_in_group": 2}, nothing),
+        one(nothing, nothing),
+    ]
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 64, "num_key_value_heads": None}
+    given = {**sizes, "intermediate_size": None}
+    spec = read("nemotron-nas", **given, block_configs=blocks)
+    found = [(x.attention.n_heads, x.attention.own_kv_heads, x.mlp and x.mlp.ffn, x.norms.count) for x in spec.layers]
+    # 2 / 3 of 512 times 2.625 is 896, which is more than 3 256s
+    assert found == [(8, 2, 1024, 2), (0, 0, 1792, 1), (8, 4, None, 1)]
+    assert (spec.blocks, spec.left_out, spec.kv_layers, spec.n_parts) == (((0, 0), (1, 1), (2, None)), (3,), (0, 2), 4)
+    deci = read("nemotron-nas", **sizes, num_key_value_heads_per_layer=[4, 4, 2, 1])
+    assert [layer.attention.n_kv_heads for layer in deci.layers] == [4, 4, 2, 1]
+    usual = blocks[:3]
+    for last, what in (
+        (
+            one({"replace_with_linear": True}, {"ffn_mult": 1.0}),
+            r"replace_with_linear in attention of block_configs\[3\]",
+        ),
+        (one({"n_heads_in_group": 8, "window_length": 512}, nothing), "window_length in attention .* is 512"),
+        (
+            one({"n_heads_in_group": 8}, {"replace_with_linear": True}),
+            r"replace_with_linear in ffn of block_configs\[3\]",
+        ),
+        (one({"n_heads_in_group": 8}, {"intermediate_size": 64, "gated": True, "moe": {"n": 4}}), "moe in ffn"),
+        (one({"n_heads_in_group": 3}, nothing), "n_heads_in_group .* is 3; 8 query heads"),
+        (one({}, nothing), "n_heads_in_group .* is None"),
+        (one({"n_heads_in_group": 8}, {}), "ffn_mult .* is None"),
+        (one({"no_op": "yes"}, nothing), "no_op .* must be true or false"),
+    ):
+        with pytest.raises(LoadError, match=what):
+            read("nemotron-nas", **given, block_configs=[*usual, last])
+    with pytest.raises(LoadError, match="must hold 4 objects"):
+        read("nemotron-nas", **given, block_configs=usual)
+    with pytest.raises(UnsupportedModel, match="no layer that attends"):
+        read("nemotron-nas", **given, block_configs=[one(nothing, {"ffn_mult": 1.0})] * 4)
+    with pytest.raises(LoadError, match="must hold 4 numbers"):
+        read("nemotron-nas", **sizes, num_key_value_heads_per_layer=[4, 4])
+
+
+def test_an_index_of_blocks_by_layer() -> None:
+    """MiniMax M3; published files have its numbers in an object of their own."""
     fields = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "max_position_embeddings": 8192}
     plain = read("minimax_m3_vl_text", **fields)
     assert (plain.max_context_tokens, plain.mlp) == (8192, None), "no layer has an index unless it is said"
     sparse = {"sparse_block_size": 32, "sparse_topk_blocks": 8, "sparse_attention_freq": [0, 1, 1, 1],
-              "sparse_disable_index_value": [0, 1, 1, 1], "sparse_local_block": 1}  # fmt: skip
+              "sparse_disable_index_value": [0, 1, 1, 1], "sparse_local_block": 2, "sparse_num_index_heads": 2,
+              "sparse_index_dim": 24}  # fmt: skip
     published = {"moe_layer_freq": [0, 1, 1, 1], "dense_intermediate_size": 48, "use_gemma_norm": True, "rotary_dim": 8,
                  "partial_rotary_factor": 0.5, "qk_norm_type": "per_head", "hidden_act": "swigluoai"}  # fmt: skip
     found = read("minimax_m3_vl_text", **fields, **published, sparse_attention_config=sparse)
-    assert (found.max_context_tokens, found.mlp.ffn, found.moe.expert_ffn) == (256, 48, 96)
+    assert (found.max_context_tokens, found.mlp.ffn, found.moe.expert_ffn) == (8192, 48, 96)
+    index = IndexSpec(most=256, n_heads=2, head_dim=24, block=32, local=2)
+    assert [layer.attention.index for layer in found.layers] == [None, index, index, index]
+    assert [cache.sizes for cache in found.caches] == [(2, 16, 16)] * 4 + [(1, 24, 0)] * 3
+    assert [found.index_place(i) for i in range(4)] == [None, 4, 5, 6]
     assert found.attention.rope.rotary_dim == 8
     assert found.mlp.form == found.moe.form == found.moe.shared.form == CLAMPED
     kinds = {
         "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3],
         "index_block_size": 32,
         "index_topk_blocks": 8,
+        "index_local_blocks": 2,
+        "index_n_heads": 2,
+        "index_head_dim": 24,
     }
     same = read("minimax_m3_vl_text", **fields, **published, **kinds)
-    assert (same.max_context_tokens, same.layers) == (256, found.layers)
+    assert same.layers == found.layers
     for given, what in (
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types .* may hold full_attention and minimax_m3_sparse"),
+        ({**kinds, "index_block_size": 48}, "index_block_size .* is 48; it must be one of 16, 32"),
+        ({**kinds, "index_n_heads": 4}, "index_n_heads .* is 4; each of the 2 KV heads has one"),
+        ({**kinds, "index_local_blocks": 9}, "index_local_blocks .* is 9; at most 8"),
+        ({**kinds, "index_local_blocks": 0}, "index_local_blocks .* at least 1"),
+        ({**kinds, "index_head_dim": 25}, "index_head_dim .* must be even"),
+        ({**kinds, "index_head_dim": 8}, "index_head_dim .* is 8; 16 dimensions"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types .* has 3 entries"),
         ({"sparse_attention_config": {**sparse, "sparse_disable_index_value": [0] * 4}}, "sparse_disable_index_value"),
         ({"swiglu_limit": 10.0}, "swiglu_limit"),

@@ -48,6 +48,7 @@ class LayerHeads(Generic[Vector, Linear, Heads]):
     qkv: Linear | LatentWeights[Vector, Linear] | StateWeights[Vector, Linear]
     o: Linear
     gate: Linear | None = None
+    has_index: bool = False
 
 
 class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
@@ -66,14 +67,19 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             return self._state_heads(norm, attention.state)
         widths, readers = self._widths, self._readers(root)
         o = self.linear(root, (self.names.o,), (self.spec.hidden,), attention.width, has_bias=attention.has_o_bias)
+        index = None if attention.own_index is None else self._block_index(attention.own_index, root)
         if self.loader.is_balancing:
             if not is_shared:
-                norm, readers = self.balance_norm(norm, readers)
+                of_index = [] if index is None else [index.queries, index.key]
+                norm, scaled = self.balance_norm(norm, (*readers, *of_index))
+                readers, of_index = scaled[: len(readers)], list(scaled[len(readers) :])
+                index = index and replace(index, queries=of_index[0], key=of_index[1])
             if self._are_values_its_own:
                 balanced, o = balance_values(readers[0], o, attention)
                 readers = (balanced, *readers[1:])
         return norm, LayerHeads(
-            handle=self.attention(root),
+            handle=self.attention(root, index),
+            has_index=index is not None,
             qkv=self.loader.linear(readers[0], role=self.role(Split.OUTPUTS, **widths)),
             o=self.loader.linear(o, role=self.role(Split.INPUTS, o=self.spec.hidden)),
             gate=self._gate(readers[1], Activation.SIGMOID) if attention.has_gate else None,
@@ -187,13 +193,14 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         n_heads, has_bias = attention.n_heads, attention.has_o_bias
         q_width = n_heads * (mla.nope_dim + mla.rope_dim)
         if mla.q_rank is None:
-            down = None
+            down = gate = None
             q = first = self.linear(root, ("q_proj",), (q_width,), hidden)
         else:
             down = first = self.linear(root, ("q_a_proj",), (mla.q_rank,), hidden, has_bias=has_bias)
-            q = self.linear(root, ("q_b_proj",), (q_width,), mla.q_rank)
+            q, gate = self._from_latents(mla, root)
         kv = self.linear(root, ("kv_a_proj_with_mqa",), (mla.kv_rank + mla.rope_dim,), hidden, has_bias=has_bias)
-        index = None if mla.own_index is None else self._index_parts(mla, mla.own_index, f"{root}indexer.")
+        own = attention.own_index
+        index = None if own is None else self._index_parts(mla, own, f"{root}indexer.")
         if self.loader.is_balancing:
             of_index = () if index is None else (index.key, index.weights)
             norm, (first, kv, *rest) = self.balance_norm(norm, (first, kv, *of_index))
@@ -208,11 +215,22 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             q=self.loader.linear(self._rope_last(q, mla.nope_dim), role=role),
             kv=self.loader.linear(self._rope_last(kv, mla.kv_rank)),
             has_index=index is not None,
+            gate=None if gate is None else self._gate(gate, Activation.SIGMOID),
         )
         o = self.linear(root, (self.names.o,), (hidden,), n_heads * mla.v_dim, has_bias=has_bias)
         return norm, LayerHeads(
             handle=handle, qkv=weights, o=self.loader.linear(o, role=self.role(Split.INPUTS, o=hidden))
         )
+
+    def _from_latents(self, mla: MlaSpec, root: str) -> tuple[LinearParts, LinearParts | None]:
+        """What reads their rank: queries, and a gate of the heads where each head's rows lie behind those of its queries."""
+        assert mla.q_rank is not None
+        n_heads, width = self.parts.attention.n_heads, mla.nope_dim + mla.rope_dim
+        if not mla.is_mixed:
+            return self.linear(root, ("q_b_proj",), (n_heads * width,), mla.q_rank), None
+        both = self.linear(root, ("q_b_proj",), (n_heads * (width + mla.v_dim),), mla.q_inputs)
+        queries, gate = torch.arange(both.n_outputs).view(n_heads, -1).split([width, mla.v_dim], dim=1)
+        return _picked(both, queries.reshape(-1)), _picked(both, gate.reshape(-1))
 
     def _norm_over(self, name: str, width: int) -> NormParts:
         return NormParts(weight=self.source.tensor(f"{name}.weight", width))
@@ -243,6 +261,19 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             weights=self.linear(root, ("weights_proj",), (index.n_heads,), hidden),
         )
 
+    def _block_index(self, index: IndexSpec, root: str) -> IndexParts:
+        """Norms as those of the model's queries and keys."""
+        own, d, names = f"{root}{self.names.index}", index.head_dim, self.names
+        if not self.source.has(f"{own}k_proj.weight") and names.index in names.others:
+            own = f"{root}{names.others[names.index]}"
+        return IndexParts(
+            queries=self.linear(own, ("q_proj",), (index.n_heads * d,), self.spec.hidden),
+            key=self.linear(own, ("k_proj",), (d,), self.spec.hidden),
+            norm=self._norm_over(f"{own}k_norm", d),
+            q_norm=self._norm_over(f"{own}q_norm", d),
+            norm_offset=self.spec.norm_offset,
+        )
+
     def _latent_attention(self, mla: MlaSpec, root: str, index: IndexParts | None) -> Heads:
         attention = self.parts.attention
         keys, values = self._latent_matrices(mla, root)
@@ -257,6 +288,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             query_scale=attention.query_scale,
             norm_eps=LATENT_EPS,
             mla=mla,
+            index=attention.index,
             place=self.spec.kv_place(self.layer),
         )
         return self.loader.latent_attention(
@@ -297,7 +329,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
 
         return LinearParts(weights=reordered(qkv.weights), biases=reordered(qkv.biases))
 
-    def attention(self, root: str) -> Heads:
+    def attention(self, root: str, index: IndexParts | None = None) -> Heads:
         """The layer's attention handle, with q_norm and k_norm where it has them."""
         spec = self.parts.attention
         sinks = self.source.tensor(f"{root}{self.names.sinks}", spec.n_heads) if spec.has_sinks else None
@@ -320,13 +352,15 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             has_v=spec.has_v,
             v_head_dim=spec.v_head_dim,
             v_scale=spec.v_scale,
+            index=spec.index,
+            index_place=self.spec.index_place(self.layer),
         )
         if spec.qk_norm is QkNorm.NONE:
-            return self.loader.attention(heads, q_norm=None, k_norm=None, sinks=sinks)
+            return self.loader.attention(heads, q_norm=None, k_norm=None, sinks=sinks, index=index)
         q_norm = self._heads_norm(f"{root}{self.names.q_norm}", spec.n_heads)
         k_norm = self._heads_norm(f"{root}{self.names.k_norm}", spec.n_kv_heads) if heads.owns_kv else None
         return self.loader.attention(
-            heads, q_norm=q_norm, k_norm=k_norm, norm_offset=self.spec.norm_offset, sinks=sinks
+            heads, q_norm=q_norm, k_norm=k_norm, norm_offset=self.spec.norm_offset, sinks=sinks, index=index
         )
 
     def _heads_norm(self, name: str, n_heads: int) -> WeightTensor:

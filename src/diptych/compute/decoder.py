@@ -51,7 +51,8 @@ class ApartNorms(Generic[Vector]):
 class LatentWeights(Generic[Vector, Linear]):
     """The projections of latent attention: queries directly (q alone) or over a rank of their own, and the latents.
 
-    has_index: the layer chooses what it attends to.
+    has_index: the layer chooses what it attends to. gate: of what the heads give, where it and queries read both what is behind
+    the rank's norm and what is before it.
     """
 
     q_down: Linear | None
@@ -59,6 +60,7 @@ class LatentWeights(Generic[Vector, Linear]):
     q: Linear
     kv: Linear
     has_index: bool = False
+    gate: Linear | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,14 @@ class BranchWeights(Generic[Vector, Linear]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NormGate(Generic[Linear]):
+    """What a norm gives is multiplied by: a sigmoid of two projections of it, with an activation between them."""
+
+    down: Linear
+    up: Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MixingWeights(Generic[Vector, Linear]):
     """How a layer mixes streams, by what is routed. output: weighs what the gate of the layer's embedding reads."""
 
@@ -107,21 +117,25 @@ class OwnEmbedding(Generic[Vector, Linear]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
-    """The handles of one layer: dense, experts, or neither; a norm that the family lacks is None.
+    """The handles of one layer: dense, experts, or neither; a norm that the family lacks is None, and so is all attention has.
 
     is_parallel: attention and MLP read the stream as it comes to the layer, by one norm or each by its own.
     is_shared: what it adds is added with what the next layer's attention gives, which reads the stream as it comes here.
-    gate: what the heads give is multiplied by, if anything, before o.
+    gate: what the heads give is multiplied by, if anything, before o; input_gate, mlp_gate: what the norm before attention
+    gives, and the one before the MLP. has_index: grouped queries choose what they attend to.
     """
 
-    attention: Heads
-    qkv: Linear | LatentWeights[Vector, Linear] | StateWeights[Vector, Linear]
-    o: Linear
+    attention: Heads | None = None
+    qkv: Linear | LatentWeights[Vector, Linear] | StateWeights[Vector, Linear] | None = None
+    o: Linear | None = None
     gate: Linear | None = None
+    has_index: bool = False
     input_norm: Vector | None
     post_attention_norm: Vector | None
     pre_mlp_norm: Vector | None
     post_mlp_norm: Vector | None
+    input_gate: NormGate[Linear] | None = None
+    mlp_gate: NormGate[Linear] | None = None
     dense: tuple[Linear, Linear] | None  # gate_up, down
     is_gated: bool = True  # of dense and of shared; else what comes first is up alone
     cutoff: float | None = None  # of the dense MLP's gate
@@ -219,7 +233,7 @@ def run_layer(
     own: the number of the stream that it computes in where it has a branch beside attention; x stays as it is then.
     onto: to which attention adds in place of x, which it reads, and which stays as it is then.
     """
-    h = x if weights.input_norm is None else ops.norm(x, weights.input_norm, eps=eps)
+    h = gated_norm(ops, x, weights.input_norm, weights.input_gate, eps=eps)
     if weights.is_parallel:
         # before anything is added to x, which both norms are of
         attended = run_attention(ops, h, weights)
@@ -229,8 +243,11 @@ def run_layer(
             return run_experts(ops, h, weights, weights.experts, x, eps=added_eps, attended=attended)
         gate_up, down = weights.dense
         beside = run_inner(ops, h, gate_up, weights)
+        assert weights.o is not None
         return ops.linear_add(beside, down, ops.linear_add(attended, weights.o, x))
-    if weights.branch is None:
+    if weights.o is None:
+        assert onto is None, "an MLP alone adds to what it reads"
+    elif weights.branch is None:
         x = add_normed(
             ops, x if onto is None else onto, run_attention(ops, h, weights), weights.o, weights.post_attention_norm,
             eps=added_eps, scale=weights.attention_scale,
@@ -239,7 +256,7 @@ def run_layer(
         x = add_branched(ops, x, h, weights, weights.branch, eps=eps, number=own)
     if weights.dense is None and weights.experts is None:
         return x
-    h = x if weights.pre_mlp_norm is None else ops.norm(x, weights.pre_mlp_norm, eps=eps)
+    h = gated_norm(ops, x, weights.pre_mlp_norm, weights.mlp_gate, eps=eps)
     if weights.dense is not None:
         gate_up, down = weights.dense
         return add_normed(
@@ -250,6 +267,21 @@ def run_layer(
     if weights.apart is not None:
         return run_apart(ops, x, h, weights, weights.experts, weights.apart, eps=eps)
     return run_experts(ops, h, weights, weights.experts, x, eps=added_eps)
+
+
+def gated_norm(
+    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+    x: Stream,
+    norm: Vector | None,
+    gate: NormGate[Linear] | None,
+    *,
+    eps: float,
+) -> Stream | Hidden:
+    """norm(x) times what gates it, if anything does; x where it has no norm."""
+    if norm is None:
+        return x
+    h = ops.norm(x, norm, eps=eps)
+    return h if gate is None else ops.gate_given(ops.curve(h, gate.down), gate.up, h, 0)
 
 
 def run_inner(
@@ -278,6 +310,7 @@ def add_branched(
 ) -> Stream:
     """(x + norm(attention(h)) + h + norm(h L^T R^T)) / sqrt(2), where h is the norm of x, as stream `number`."""
     assert weights.post_attention_norm is not None
+    assert weights.o is not None
     low = ops.norm(ops.linear(ops.linear(h, branch.left), branch.right), branch.norm, eps=eps)
     y = ops.add(ops.branch(x, number, scale=HALF_POWER), low, scale=HALF_POWER)
     y = ops.add(y, h, scale=HALF_POWER)
@@ -393,6 +426,8 @@ def run_attention(
     so that both phases have the same bits.
     """
     heads, qkv = weights.attention, weights.qkv
+    assert heads is not None
+    assert qkv is not None
     if isinstance(qkv, StateWeights):
         # first, as what lies between its steps may be as wide as rates are, and is done with then
         decays = None if qkv.decays is None else ops.linear(ops.linear(h, qkv.decays[0]), qkv.decays[1])
@@ -401,6 +436,8 @@ def run_attention(
     elif isinstance(qkv, LatentWeights):
         a = run_latents(ops, h, qkv, heads)
     else:
+        if weights.has_index:
+            ops.choose(h, h, heads)
         y = ops.linear(h, qkv)
         y = y if weights.clip is None else ops.clip(y, weights.clip)
         a = ops.attention(ops.rotate_and_cache(y, heads), heads)
@@ -421,13 +458,15 @@ def run_latents(
     ops.cache_latents(ops.linear(h, qkv.kv), heads)
     if qkv.q_down is None:
         q = ops.linear(h, qkv.q)
-    else:
-        assert qkv.q_norm is not None
-        low = ops.norm(ops.linear(h, qkv.q_down), qkv.q_norm, eps=LATENT_EPS)
-        if qkv.has_index:
-            ops.choose(h, low, heads)
-        q = ops.linear(low, qkv.q)
-    return ops.expand(ops.attention(ops.absorb(q, heads), heads), heads)
+        return ops.expand(ops.attention(ops.absorb(q, heads), heads), heads)
+    assert qkv.q_norm is not None
+    raw = ops.linear(h, qkv.q_down)
+    low = ops.norm(raw, qkv.q_norm, eps=LATENT_EPS)
+    read = low if qkv.gate is None else ops.join(low, raw)
+    if qkv.has_index:
+        ops.choose(h, low, heads)
+    a = ops.expand(ops.attention(ops.absorb(ops.linear(read, qkv.q), heads), heads), heads)
+    return a if qkv.gate is None else ops.gate_heads(read, qkv.gate, a)
 
 
 def run_experts(
@@ -457,7 +496,9 @@ def run_experts(
         x = ops.linear_add(ops.experts(ops.linear(h, latent.down), experts, routed=h), latent.up, x)
     else:
         mixture = ops.experts(h, experts)
-        x = x if attended is None else ops.linear_add(attended, weights.o, x)
+        if attended is not None:
+            assert weights.o is not None
+            x = ops.linear_add(attended, weights.o, x)
         x = ops.add(x, mixture if norm is None else ops.norm(mixture, norm, eps=eps), scale=scale)
     if shared is None or beside is None:
         return x

@@ -13,6 +13,7 @@ from diptych.compute.decoder import (
     DecoderWeights,
     LatentExperts,
     LayerWeights,
+    NormGate,
     SharedExperts,
 )
 from diptych.compute.layer_tensors import LayerTensors
@@ -65,7 +66,7 @@ def load_decoder(
 ) -> DecoderWeights[Table, Vector, Linear, Heads, Experts]:
     """Every weight of the model as handles, piece by piece, so that a loader may report progress and free as it goes."""
     prefix, names = prefix_of(source, spec), family_named(spec).names
-    table = source.tensor(table_name(source, spec), spec.vocab_size, spec.hidden)
+    table = source.tensor(table_name(source, spec), spec.n_embeddings, spec.hidden)
     role = Role(sites=(("head", spec.vocab_size),), split=Split.OUTPUTS)
     norm = final_norm(source, spec)
     output = table if spec.is_tied else source.tensor(head_name(source, spec), spec.vocab_size, spec.hidden)
@@ -109,8 +110,8 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
     def load(self) -> LayerWeights[Vector, Linear, Heads, Experts]:
         """All of them: a dense MLP first, a mixture last."""
         mlp = self.parts.mlp
-        of_attention, of_mlp = (self.names.norms[self.parts.norms][i : i + 2] for i in (0, 2))
-        before, after = (self.norm_tensor(name) for name in of_attention)
+        names, of_mlp = (self.names.norms[self.parts.norms][i : i + 2] for i in (0, 2))
+        before, after = (self.norm_tensor(name) for name in names)
         before_mlp, after_mlp = (self.norm_tensor(name, self.mlp_prefix) for name in of_mlp)
         dense, of_mixture = None, dict[str, Any]()
         is_parallel = self.parts.norms.are_side_by_side
@@ -118,25 +119,20 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             before_mlp, dense = self.mlp(mlp, before_mlp)
         # what a branch adds is the norm as it is
         is_shared = self.parts.norms is Norms.PARALLEL or self.spec.low_rank > 0
-        of_heads = self._heads(self.layer)
-        pair = self.spec.pair_of(self.layer)
-        if self.loader.is_balancing and pair is not None:
-            of_heads.beside = self._heads(pair).readers()
-        before, heads = of_heads.load(before, is_shared=is_shared)
+        before, of_attention = self._attention(before, is_shared=is_shared)
         scales = self.parts.scales  # of norms as they lie in the checkpoint, or balanced
         input_norm = self.norm(scaled_norm(before, scales.attention_in))
         post_attention_norm, post_mlp_norm = (self.norm(norm, is_read=False) for norm in (after, after_mlp))
         if isinstance(mlp, MoeSpec):
             before_mlp, of_mixture = self._experts(mlp, before_mlp)
         return LayerWeights(
-            attention=heads.handle,
-            qkv=heads.qkv,
-            o=heads.o,
-            gate=heads.gate,
+            **of_attention,
             input_norm=input_norm,
             post_attention_norm=post_attention_norm,
             pre_mlp_norm=self.norm(scaled_norm(before_mlp, scales.mlp_in)),
             post_mlp_norm=post_mlp_norm,
+            input_gate=None if before is None else self._norm_gate(self.prefix, "input_layernorm"),
+            mlp_gate=self._norm_gate(self.mlp_prefix, "post_attention_layernorm") if isinstance(mlp, MoeSpec) else None,
             dense=dense,
             is_parallel=is_parallel,
             is_shared=self.parts.norms is Norms.SHARED,
@@ -154,6 +150,27 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             **of_mixture,
             **self._streams(),
         )
+
+    def _norm_gate(self, root: str, name: str) -> NormGate[Linear] | None:
+        """What gates a norm, whole on every rank."""
+        rank, hidden = self.spec.norm_rank, self.spec.hidden
+        if not rank:
+            return None
+        down = self.linear(f"{root}{name}.", ("W_down",), (rank,), hidden)
+        up = self.linear(f"{root}{name}.", ("W_up",), (hidden,), rank)
+        return NormGate(down=self.loader.gate(down, Activation.SILU), up=self.loader.gate(up, Activation.SIGMOID))
+
+    def _attention(self, norm: NormParts | None, *, is_shared: bool) -> tuple[NormParts | None, dict[str, Any]]:
+        """The norm that attention reads, and of `LayerWeights` what is attention's, if the layer has it."""
+        if self.parts.attention.is_absent:
+            return norm, {}
+        of_heads = self._heads(self.layer)
+        pair = self.spec.pair_of(self.layer)
+        if self.loader.is_balancing and pair is not None:
+            of_heads.beside = self._heads(pair).readers()
+        norm, heads = of_heads.load(norm, is_shared=is_shared)
+        parts = {"attention": heads.handle, "qkv": heads.qkv, "o": heads.o, "gate": heads.gate}
+        return norm, {**parts, "has_index": heads.has_index}
 
     def _heads(self, layer: int) -> HeadsLoader[Table, Vector, Linear, Heads, Experts]:
         return HeadsLoader(self.source, self.loader, self.spec, layer, self.of_model)

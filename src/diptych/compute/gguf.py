@@ -28,7 +28,7 @@ from diptych.compute.ops.contract import Codes, WeightTensor
 from diptych.compute.weights import FLOAT_DTYPES, SAMPLE_BYTES, Meanwhile, Progress, Saved, give_pages_back
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import LEAST_WHOLE, KeptFormat, gguf_kept, mean_bytes
-from diptych.models.gguf import Place, is_beside, joined_place, place_of, scales_beside
+from diptych.models.gguf import BLOCK, Place, is_beside, joined_place, place_of, scales_beside
 from diptych.models.gguf_architectures import architecture_of
 from diptych.models.gguf_file import BlockType, GgufFile, GgufTensor
 from diptych.models.gguf_states import value_heads
@@ -243,7 +243,10 @@ class GgufCheckpoint:
         key = "attention.head_count" if place.heads == "q" else "attention.head_count_kv"
         prefix = self.file.metadata["general.architecture"]
         n_heads = self.file.metadata.get(f"{prefix}.{key}") or self.file.metadata[f"{prefix}.attention.head_count"]
-        n_heads = n_heads if isinstance(n_heads, int) else max(n_heads.values())  # layers with a state have none
+        if not isinstance(n_heads, int):  # layers with a state, or an MLP alone, have none
+            by_layer, block = n_heads.values(), BLOCK.match(place.name)
+            own = by_layer[int(block[1])] if block is not None and int(block[1]) < len(by_layer) else 0
+            n_heads = own or max(by_layer)
         return begin + torch.arange(n_rows).view(n_heads, -1, 2).transpose(1, 2).reshape(-1)
 
     def inputs_of(self, n_inputs: int) -> torch.Tensor:

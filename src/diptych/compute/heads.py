@@ -83,8 +83,8 @@ class TargetTensors:
         self._spec = spec
 
     def embedding(self) -> WeightTensor:
-        """[V, D]."""
-        return self._source.tensor(table_name(self._source, self._spec), self._spec.vocab_size, self._spec.hidden)
+        """[V, D], behind them rows that no text needs, if any."""
+        return self._source.tensor(table_name(self._source, self._spec), self._spec.n_embeddings, self._spec.hidden)
 
     def head(self) -> WeightTensor:
         """[V, D], the embedding where it is tied to that."""

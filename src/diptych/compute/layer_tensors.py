@@ -51,10 +51,10 @@ class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
     def balance_norm(
         self, norm: NormParts | None, readers: tuple[LinearParts, ...]
     ) -> tuple[NormParts | None, tuple[LinearParts, ...]]:
-        """Nothing to share where the projections read the residual stream itself, or a norm without a weight."""
+        """Nothing to share where projections read the residual stream itself, a norm without a weight, or one that is gated."""
         return (
             (norm, readers)
-            if norm is None or not norm.weight.stored
+            if norm is None or not norm.weight.stored or self.spec.norm_rank
             else balance_norm(norm, readers, offset=self.spec.norm_offset, share=NORM_SHARE)
         )
 

@@ -28,7 +28,7 @@ from diptych.compute.ops.cpu_model import build_cpu_model
 from diptych.compute.ops.cpu_ranks import RankedModel
 from diptych.compute.ops.linked import LinkedRanks
 from diptych.compute.ops.ranks import Ranks, placement_head
-from diptych.compute.ops.shares import copies_of_kv
+from diptych.compute.ops.shares import copies_of_kv, ranks_that_attend
 from diptych.compute.ops.torch_model import build_torch_model, torch_device
 from diptych.compute.packed_cache import PackedCache
 from diptych.compute.quant import QuantisedCheckpoint, stored_weights
@@ -283,8 +283,12 @@ def memory_of_block(spec: ModelSpec, config: ComputeConfig, block_tokens: int) -
         # as many heads as all ranks keep
         kept = [
             (copies_of_kv(spec.layers[i].attention.n_heads, cache.n_heads, config.tp), cache.head_dim, cache.value_dim)
-            for i, cache in zip(spec.kv_layers, spec.caches, strict=True)
+            for i, cache in zip(spec.kv_layers, spec.caches, strict=False)
         ]
+        indices = zip(spec.index_layers, spec.caches[len(spec.kv_layers) :], strict=True)
+        for attention, cache in ((spec.layers[i].attention, cache) for i, cache in indices):
+            n = ranks_that_attend(attention.n_heads, attention.n_kv_heads, config.tp)
+            kept.append((n, cache.head_dim, cache.value_dim))
         return torch.device("cpu"), cpu_kernels.kv_bytes_per_block(spec, kv_format, block_tokens, heads=kept)
     bits = 32 if "fp32" in (config.kv, config.weights) and config.kv != "bf16" else 16
     block_bytes = sum(cache.elements for cache in spec.caches) * block_tokens * bits // 8

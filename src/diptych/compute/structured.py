@@ -84,7 +84,7 @@ class _Speller:
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
         self.tokens = [vocabulary.token_bytes(token_id) for token_id in range(vocab_size)]
-        self.special_token_ids = sorted(vocabulary.mark_token_ids)
+        self.special_token_ids = sorted(i for i in vocabulary.mark_token_ids if i < vocab_size)
         self.eos_token_id = next(iter(_ends(vocabulary, vocab_size)), 0)
         self._marks = vocabulary.mark_token_ids
         self._encode = tokenizers.Tokenizer.from_str(vocabulary.json_text).encode
@@ -103,7 +103,10 @@ def _ends(vocabulary: Vocabulary, vocab_size: int) -> list[int]:
 
 
 def _ll_tokenizer(vocabulary: Vocabulary, vocab_size: int) -> llguidance.LLTokenizer:
-    if vocabulary.vocab_size > vocab_size:
+    beyond = range(
+        vocab_size, vocabulary.vocab_size
+    )  # what stands for pictures is read and not written (Llama 3.2 Vision)
+    if not vocabulary.mark_token_ids.issuperset(beyond):
         raise LoadError(
             f"tokenizer cannot be used for structured output: it has {vocabulary.vocab_size} tokens and the model "
             f"{vocab_size} logits"

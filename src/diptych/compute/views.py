@@ -40,7 +40,13 @@ def _keeps_strips(kept: KeptFormat | None, rows: torch.Tensor) -> bool:
 class PickedTensor(WeightTensor):
     """Some rows of another tensor, in an order of their own. What is left over is another view's."""
 
+    _tensor: WeightTensor
+    _rows: torch.Tensor
+
     def __init__(self, tensor: WeightTensor, rows: torch.Tensor) -> None:
+        if isinstance(tensor, PickedTensor):
+            rows = tensor._rows[rows]
+            tensor = tensor._tensor
         self.name = f"{tensor.name}[{int(rows[0])}..]"
         self.shape = (len(rows), *tensor.shape[1:])
         self.dtype = tensor.dtype

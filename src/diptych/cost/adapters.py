@@ -85,7 +85,9 @@ def adapter_bytes(quant: QuantSpec, *, is_ours: bool) -> float:
 def _ends(model: ModelSpec, attention: AttentionLayer, mlp: object) -> list[int]:
     """Inputs and outputs of the projections of one layer that an adapter may have."""
     hidden, mla, state = model.hidden, attention.mla, attention.state
-    if state is not None:
+    if attention.is_absent:
+        ends = []
+    elif state is not None:
         gate = [hidden + state.rank, state.rank + state.gate_width] if state.rank else [hidden + state.gate_width]
         ends = [hidden + state.n_inputs, *gate, state.width + hidden]
     elif mla is None:
@@ -95,10 +97,11 @@ def _ends(model: ModelSpec, attention: AttentionLayer, mlp: object) -> list[int]
         ends = [hidden + q + attention.gate_width, of_kv, attention.width + hidden]
     else:
         q, kv = attention.n_heads * (mla.nope_dim + mla.rope_dim), attention.n_heads * (mla.nope_dim + mla.v_dim)
-        ends = [hidden + q] if mla.q_rank is None else [hidden + mla.q_rank, mla.q_rank + q]
+        ends = [hidden + q] if mla.q_rank is None else [hidden + mla.q_rank, mla.q_inputs + q + attention.gate_width]
         ends += [hidden + mla.kv_rank + mla.rope_dim, mla.kv_rank + kv, attention.n_heads * mla.v_dim + hidden]
-        if mla.own_index is not None and mla.q_rank is not None:  # its queries alone
-            ends.append(mla.q_rank + mla.own_index.n_heads * mla.own_index.head_dim)
+    if attention.own_index is not None:  # its queries alone
+        n_inputs = hidden if mla is None else mla.q_rank or 0
+        ends.append(n_inputs + attention.own_index.n_heads * attention.own_index.head_dim)
     if isinstance(mlp, MlpSpec):
         ends.append((3 if mlp.is_gated else 2) * (hidden + mlp.ffn))
     return ends

@@ -11,9 +11,21 @@ from diptych.models.spec import AttentionLayer
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """So many positions, chosen for each token anew."""
+    """So many positions, chosen for each token anew: by blocks of so many, of which the last is the token's own."""
 
     most: int
+    block: int = 1
+
+    def seen_before(self, end: int) -> int:
+        """What tokens [0, end) see, all together."""
+        all_of = min(end, self.most)
+        count = all_of * (all_of + 1) // 2
+        return count + self._own(end) - self._own(all_of) + (end - all_of) * (self.most - self.block)
+
+    def _own(self, end: int) -> int:
+        """Of their own blocks."""
+        whole, rest = divmod(end, self.block)
+        return (whole * self.block * (self.block + 1) + rest * (rest + 1)) // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +41,8 @@ Reach = int | Chosen | Scored | None
 
 def reach_of(attention: AttentionLayer) -> Reach:
     """Of the layer's attention."""
-    mla = attention.mla
-    return attention.window if mla is None or mla.index is None else Chosen(mla.index.most)
+    index = attention.index
+    return attention.window if index is None else Chosen(index.most, index.block)
 
 
 def read_tokens(reach: Reach, shape: ChunkShape) -> int:
@@ -38,7 +50,7 @@ def read_tokens(reach: Reach, shape: ChunkShape) -> int:
     if isinstance(reach, Scored):
         return shape.end_pos if shape.end_pos > reach.most else 0
     if isinstance(reach, Chosen):
-        return min(shape.end_pos, reach.most * shape.new_tokens)
+        return min(shape.end_pos, pairs(reach, shape))
     return shape.kv_read_tokens(reach)
 
 
@@ -47,7 +59,9 @@ def pairs(reach: Reach, shape: ChunkShape) -> int:
     if isinstance(reach, Scored):
         first, end = min(max(shape.start_pos, reach.most), shape.end_pos), shape.end_pos
         return (end * (end + 1) - first * (first + 1)) // 2
-    return shape.pairs(reach.most if isinstance(reach, Chosen) else reach)
+    if isinstance(reach, Chosen):
+        return reach.seen_before(shape.end_pos) - reach.seen_before(shape.start_pos)
+    return shape.pairs(reach)
 
 
 # what a step's attention touches: cached tokens read and pairs of prefill, then the same of decode
@@ -84,7 +98,7 @@ class Attended:
     def _with(self, seen: Seen, node: StepShape) -> Seen:
         """Those of `node` on top of what stood before it."""
         reach = self._reach
-        most = reach.most if isinstance(reach, Chosen) else reach
+        most = (reach.most if reach.block == 1 else None) if isinstance(reach, Chosen) else reach
         prefill_tokens, prefill_pairs, decode_tokens, decode_pairs = seen
         # plain decode, one row each, which reads as many of a choice as within a window
         if isinstance(most, int) and node.before is None and node.decode_tokens == node.n_tokens == node.n_sequences:

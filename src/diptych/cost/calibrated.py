@@ -81,9 +81,9 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int, *, is_our
     expand = 0.0
     for layer, n in model.layer_groups:
         attention, mla, heads = layer.attention, layer.attention.mla, layer.attention.n_heads / tp
-        if attention.state is not None:
+        if attention.state is not None or attention.is_absent:
             continue
-        if mla is not None and mla.index is None and not is_ours:
+        if mla is not None and attention.index is None and not is_ours:
             expand += 2.0 * n * mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
         pair_flops, absorbed = (
             2.0 * n * heads * sum(attention_widths(attention, on_latents=form)) for form in (is_ours, True)
@@ -91,9 +91,10 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int, *, is_our
         touched: list[tuple[Reach, float, float, float]] = [
             (reach_of(attention), n * layer_kv_bytes(attention, kv, tp), pair_flops, absorbed)
         ]
-        if mla is not None and mla.own_index is not None:
-            scored = 2.0 * n * mla.own_index.n_heads * mla.own_index.head_dim
-            touched.append((Scored(mla.own_index.most), n * index_kv_bytes(attention, kv), scored, scored))
+        own = attention.own_index
+        if own is not None:
+            scored = 2.0 * n * own.n_heads * own.head_dim
+            touched.append((Scored(own.most), n * index_kv_bytes(attention, kv), scored, scored))
         for reach, *added in touched:
             sums = windows.get(reach, (0.0, 0.0, 0.0))
             windows[reach] = (sums[0] + added[0], sums[1] + added[1], sums[2] + added[2])

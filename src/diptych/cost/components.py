@@ -180,9 +180,9 @@ def _popularity(n_experts: int, experts_per_token: int, skew: float) -> tuple[fl
 def layer_kv_bytes(attention: AttentionLayer, kv: KVSpec, tp: int) -> float:
     """KV bytes per token that one layer attends to on one device, its own or another layer's.
 
-    KV heads are replicated when tp > n_kv_heads; MLA is not split. Nothing where it has a state instead.
+    KV heads are replicated when tp > n_kv_heads; MLA is not split. Nothing where it has a state instead, or no attention.
     """
-    if attention.state is not None:
+    if attention.state is not None or attention.is_absent:
         return 0.0
     if attention.mla is not None:
         return attention.mla.row * kv.bytes_per_element + kv.scale_bytes
@@ -202,7 +202,7 @@ def kept_kv_bytes(attention: AttentionLayer, kv: KVSpec, tp: int) -> float:
 
 def index_kv_bytes(attention: AttentionLayer, kv: KVSpec) -> float:
     """Bytes of the key that a layer's own index finds a token by, on every device."""
-    own = None if attention.mla is None else attention.mla.own_index
+    own = attention.own_index
     return 0.0 if own is None else own.head_dim * kv.bytes_per_element + kv.scale_bytes
 
 
@@ -321,8 +321,11 @@ def _layer(sizes: _Sizes) -> tuple[Component, ...]:
         ffn = _experts(sizes, mlp) if isinstance(mlp, MoeSpec) else (_mlp(sizes, mlp),)
     if state is not None:
         return (_norms(sizes), *_states(sizes, state), *ffn)
+    if sizes.attention.is_absent:
+        return (_norms(sizes), *ffn)
     projections = _gqa(sizes) if mla is None else _mla(sizes, mla)
-    index = () if mla is None or mla.own_index is None else (_index(sizes, mla.own_index),)
+    own = sizes.attention.own_index
+    index = () if own is None else (_index(sizes, own),)
     return (_norms(sizes), *projections, *index, *_attention(sizes), *ffn)
 
 
@@ -382,6 +385,11 @@ def _gqa(sizes: _Sizes) -> tuple[Component, Component]:
         )
         qkv = replace(qkv, weight_bytes=qkv.weight_bytes + norm * 2.0)
     rotary = 6.0 * sizes.n * (sizes.heads + kv_heads) * head_dim
+    own = attention.own_index
+    if own is not None:  # whole on every device
+        width = (own.n_heads + 1) * own.head_dim
+        qkv = qkv.plus(_linear(sizes, "qkv", hidden, width, bias=2 * own.head_dim))
+        rotary += 6.0 * sizes.n * width
     qkv = replace(qkv, kv_write_bytes=sizes.n * sizes.kept_bytes, vector_flops=rotary)
     o_bias = hidden if attention.has_o_bias else 0.0
     return qkv, _linear(
@@ -402,15 +410,16 @@ def _mla(sizes: _Sizes, mla: MlaSpec) -> tuple[Component, Component]:
         q = _linear(sizes, "qkv", hidden, q_width)
     else:
         q = _linear(sizes, "qkv", hidden, mla.q_rank, bias=mla.q_rank)
-        q = q.plus(_linear(sizes, "qkv", mla.q_rank, q_width))
+        q = q.plus(_linear(sizes, "qkv", mla.q_inputs, q_width + sizes.attention.gate_width / sizes.tp))
     latent = _linear(sizes, "qkv", hidden, mla.kv_rank + mla.rope_dim, bias=mla.kv_rank)
     up = _linear(sizes, "qkv", mla.kv_rank, sizes.heads * (mla.nope_dim + mla.v_dim))
-    is_expanded = not sizes.is_ours and mla.index is None
+    own = sizes.attention.own_index
+    is_expanded = not sizes.is_ours and sizes.attention.index is None
     expanded = sum(s.start_pos * s.count for s in sizes.work.shapes if is_expanded and not s.is_decode)
     up = replace(up, flops=up.flops + 2.0 * expanded * mla.kv_rank * sizes.heads * (mla.nope_dim + mla.v_dim))
     rotary = 6.0 * sizes.n * (sizes.heads + 1) * mla.rope_dim
-    if mla.own_index is not None:  # whole on every device
-        n_heads, d = mla.own_index.n_heads, mla.own_index.head_dim
+    if own is not None:  # whole on every device
+        n_heads, d = own.n_heads, own.head_dim
         q = q.plus(_linear(sizes, "qkv", mla.q_rank or 0, n_heads * d))
         latent = latent.plus(_linear(sizes, "qkv", hidden, d + n_heads, bias=2 * d))
         rotary += 6.0 * sizes.n * (n_heads + 1) * mla.rope_dim
@@ -426,7 +435,7 @@ def _index(sizes: _Sizes, index: IndexSpec) -> Component:
     return Component(
         name="index",
         flops=2.0 * index.n_heads * index.head_dim * scored,
-        vector_flops=3.0 * index.n_heads * scored,
+        vector_flops=(3.0 if index.n_weights else 1.0) * index.n_heads * scored,
         kv_read_bytes=tokens * index_kv_bytes(sizes.attention, sizes.kv),
     )
 
@@ -466,7 +475,7 @@ def attention_widths(attention: AttentionLayer, *, on_latents: bool) -> tuple[in
     mla = attention.mla
     if mla is None:
         return attention.head_dim, attention.value_dim
-    if on_latents or mla.index is not None:
+    if on_latents or attention.index is not None:
         return mla.row, mla.kv_rank
     return mla.nope_dim + mla.rope_dim, mla.v_dim
 

@@ -61,10 +61,11 @@ def _gathered(layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: boo
     is_sum_apart = has_norms_behind or layer.norms is Norms.AROUND_MLP or layer.scales.mlp_out != 1.0
     heads = attention.width
     values = heads * value_bytes if attention.mla is None else attention.n_heads * attention.mla.v_dim * FP32
-    meetings, row_bytes = 2, values + stream  # the heads' values, o
+    meetings, row_bytes = (0, 0.0) if attention.is_absent else (2, values + stream)  # the heads' values, o
     is_gated = attention.has_gate if attention.state is None else attention.state.gate_width > 0
     if is_gated:  # what gates them, in fp32
-        meetings, row_bytes = 3, 2 * heads * FP32 + stream
+        width = heads if attention.mla is None else attention.gate_width
+        meetings, row_bytes = 3, 2 * width * FP32 + stream
     if attention.gates_heads and attention.has_gate:  # or one number for each, and what they leave, by the rows' owners
         meetings, row_bytes = 4, row_bytes + attention.gate_width * FP32
     if attention.qk_norm is QkNorm.FULL:

@@ -109,7 +109,7 @@ def _held_bytes(model: ModelSpec, quant: QuantSpec) -> float:
     """With the embedding, which the engine keeps in 16 bits (32 for fp32). A tied one is the head itself where both have 16
     or 32 bits.
     """
-    table = model.vocab_size * model.hidden
+    table = model.n_embeddings * model.hidden
     stored = weight_bytes_stored(model, quant)
     plain = 4.0 if quant.name == "fp32" else 2.0
     if model.is_tied:
@@ -125,7 +125,7 @@ def activation_bytes_of(setup: Setup) -> float:
     attention = max(one.n_heads * one.head_dim + one.width for one in layers)
     mlp = max(_mlp_width(setup, layer.mlp) for layer, _ in model.layer_groups)
     width = 3 * model.hidden + max(mlp, attention / setup.tp)
-    index = max((_index_bytes(one.mla.own_index) for one in layers if one.mla is not None), default=0)
+    index = max((_index_bytes(one.own_index) for one in layers), default=0)
     logits = 256 * model.vocab_size * LOGIT_BYTES / setup.tp
     return tokens * (width * setup.quant.activation_bytes + index) + logits
 
@@ -134,7 +134,7 @@ def _index_bytes(index: IndexSpec | None) -> int:
     """Of one token: its choice, the queries as they come and as they turned, its key and the heads' weights."""
     if index is None:
         return 0
-    return 4 * index.most + 6 * index.n_heads * index.head_dim + 4 * (index.head_dim + index.n_heads)
+    return 4 * index.n_choices + 6 * index.n_heads * index.head_dim + 4 * (index.head_dim + index.n_weights)
 
 
 def _mlp_width(setup: Setup, mlp: MlpSpec | MoeSpec | None) -> float:

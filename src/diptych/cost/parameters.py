@@ -11,14 +11,13 @@ from diptych.cost.components import attention_widths, kv_bytes_of_tokens, own_no
 from diptych.cost.layout import PLAIN, Layout
 from diptych.cost.streams import stream_matrices, stream_vectors, table_width
 from diptych.ground.specs import KVSpec, QuantSpec
-from diptych.models.latent import MlaSpec
 from diptych.models.spec import Activation, AttentionLayer, MlpSpec, ModelSpec, MoeSpec, QkNorm
 
 
 def parameters_by_component(model: ModelSpec) -> dict[str, int]:
     """Exact parameter count of each component over all layers."""
     counts = {
-        "embedding": (model.vocab_size + model.n_position_embeddings) * model.hidden + _layer_table(model),
+        "embedding": (model.n_embeddings + model.n_position_embeddings) * model.hidden + _layer_table(model),
         "head": (0 if model.is_tied else model.vocab_size * model.hidden) + model.has_head_bias * model.vocab_size,
         **dict.fromkeys(("attention", "mlp", "router", "experts", "shared_experts"), 0),
         "streams": stream_matrices(model) + stream_vectors(model),
@@ -111,15 +110,25 @@ def _attention_matrices(model: ModelSpec, attention: AttentionLayer) -> int:
     if state is not None:
         return hidden * (state.n_projected + state.width) + state.n_second
     if mla is None:
-        return hidden * (heads * attention.head_dim + attention.width + attention.kv_width + attention.gate_width)
+        width = heads * attention.head_dim + attention.width + attention.kv_width + attention.gate_width
+        return hidden * width + _index_matrices(model, attention)
     q_head = mla.nope_dim + mla.rope_dim
-    q = hidden * heads * q_head if mla.q_rank is None else mla.q_rank * (hidden + heads * q_head)
+    q = hidden * heads * q_head
+    if mla.q_rank is not None:
+        q = mla.q_rank * hidden + mla.q_inputs * (heads * q_head + attention.gate_width)
     latent = hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
-    return q + latent + heads * mla.v_dim * hidden + _index_matrices(model, mla)
+    return q + latent + heads * mla.v_dim * hidden + _index_matrices(model, attention)
 
 
-def _index_matrices(model: ModelSpec, mla: MlaSpec) -> int:
-    return 0 if mla.own_index is None else mla.own_index.n_matrices(model.hidden, mla.q_rank or 0)
+def _index_matrices(model: ModelSpec, attention: AttentionLayer) -> int:
+    own, mla = attention.own_index, attention.mla
+    n_inputs = model.hidden if mla is None else mla.q_rank or 0
+    return 0 if own is None else own.n_matrices(n_inputs, model.hidden)
+
+
+def _index_norms(attention: AttentionLayer) -> int:
+    """Weight and bias of its key's, or weights of its queries' and its key's."""
+    return 0 if attention.own_index is None else 2 * attention.own_index.head_dim
 
 
 def _repeated(model: ModelSpec, attention: AttentionLayer, tp: int) -> int:
@@ -127,13 +136,13 @@ def _repeated(model: ModelSpec, attention: AttentionLayer, tp: int) -> int:
     mla = attention.mla
     if mla is not None:
         down = model.hidden * ((mla.q_rank or 0) + mla.kv_rank + mla.rope_dim)
-        return (tp - 1) * (down + _index_matrices(model, mla))
+        return (tp - 1) * (down + _index_matrices(model, attention))
     if attention.state is not None:
         state = attention.state  # what lies between two steps, and decays by key, each has whole
         small = state.n_rates + (state.rank * (2 if state.n_decays else 1) if state.rank else 0)
         return (tp - 1) * (small * model.hidden + state.rank * state.n_decays)
     copied = max(tp - attention.n_kv_heads, 0) * attention.kv_width // attention.n_kv_heads
-    return copied * (model.hidden + attention.has_qkv_bias)
+    return copied * (model.hidden + attention.has_qkv_bias) + (tp - 1) * _index_matrices(model, attention)
 
 
 def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
@@ -143,7 +152,7 @@ def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
     if spec.mla is not None:
         biases = (spec.mla.q_rank or 0) + spec.mla.kv_rank + spec.mla.rope_dim + model.hidden
         norms = spec.mla.kv_rank + (spec.mla.q_rank or 0)
-        norms += 0 if spec.mla.own_index is None else 2 * spec.mla.own_index.head_dim  # weight and bias
+        norms += _index_norms(spec)
         return count + norms + (biases if spec.has_o_bias else 0)
     if spec.has_qkv_bias:
         count += (1 + spec.has_gate) * spec.n_heads * spec.head_dim + spec.kv_width
@@ -155,7 +164,7 @@ def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
         count += (2 if spec.own_kv_heads else 1) * spec.head_dim
     elif spec.qk_norm in (QkNorm.FULL, QkNorm.HEADS):
         count += (spec.n_heads + spec.own_kv_heads) * spec.head_dim
-    return count
+    return count + _index_norms(spec)
 
 
 def _matrices(mlp: MlpSpec) -> int:

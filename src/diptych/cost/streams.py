@@ -7,13 +7,16 @@
 
 from __future__ import annotations
 
-from diptych.models.spec import ModelSpec
+from diptych.models.spec import ModelSpec, MoeSpec
 
 
 def stream_matrices(model: ModelSpec) -> int:
-    """Parameters of matrices that every token meets: ends of streams, routers, branches, and gates of layers' embeddings."""
+    """Parameters of matrices that every token meets: ends of streams, routers, branches, gates of layers' embeddings and of
+    norms.
+    """
     hidden, n = model.hidden, model.n_layers
-    count = 2 * n * model.low_rank * hidden
+    n_gated = n + sum(isinstance(layer.mlp, MoeSpec) for layer in model.layers) if model.norm_rank else 0
+    count = 2 * n * model.low_rank * hidden + 2 * n_gated * model.norm_rank * hidden
     if model.streams is not None:
         count += 2 * (model.streams.n_streams - 1) * hidden**2 + n * model.streams.n_streams * hidden
     if model.layer_inputs is not None:

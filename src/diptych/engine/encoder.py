@@ -329,7 +329,7 @@ def open_encoder(
                 "is_causal is false in %s: embeddings would attend both ways; text is written causally", directory
             )
         return None
-    if said.both_ways and (spec.attention.mla is not None and spec.attention.mla.index is not None):
+    if said.both_ways and any(layer.attention.index is not None for layer in spec.layers):
         raise UnsupportedModel(
             f"{directory} attends both ways by an index that chooses what is attended to; that is not run"
         )

@@ -148,9 +148,11 @@ class TwoPhase:
         self._check_owner(state)
         spec = self.model.spec
         layer = int(Bound(int, 0, spec.n_layers - 1, "layer").take("layer", layer, RequestError) or 0)
-        if spec.layers[layer].attention.state is not None:
+        attention = spec.layers[layer].attention
+        if attention.state is not None or attention.is_absent:
+            what = "has no attention" if attention.is_absent else "keeps a state in place of keys and values"
             raise RequestError(
-                f"layer {layer} keeps a state in place of keys and values; layers {list(spec.kv_layers)} keep those",
+                f"layer {layer} {what}; layers {list(spec.kv_layers)} keep those",
                 param="layer",
             )
         keys_KTd, values_KTd = self.kv.read(spec.kv_place(layer), state.block_ids, len(state.token_ids))
@@ -197,7 +199,7 @@ class TwoPhase:
             "token_ids": torch.tensor(state.token_ids, dtype=torch.int64),
             "logits": state.logits.detach().cpu().contiguous(),
         }
-        for layer in range(len(self.model.spec.kv_layers)):
+        for layer in range(len(self.model.spec.caches)):
             keys, values = self.kv.read(layer, state.block_ids, len(state.token_ids))
             tensors[f"layers.{layer}.keys"] = keys.detach().cpu().contiguous()
             tensors[f"layers.{layer}.values"] = values.detach().cpu().contiguous()
@@ -241,7 +243,7 @@ class TwoPhase:
         """Take blocks for the state and fill them; nothing is taken when anything is wrong."""
         state.block_ids = self._take_blocks(-(-len(state.token_ids) // self.kv.block_tokens))
         try:
-            for layer in range(len(self.model.spec.kv_layers)):
+            for layer in range(len(self.model.spec.caches)):
                 sample = self.kv.read(layer, [0], 1)[0]
                 shape = (sample.shape[0], len(state.token_ids), sample.shape[2])
                 names = f"layers.{layer}.keys", f"layers.{layer}.values"

@@ -30,7 +30,9 @@ def modules_of(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     for number, layer in enumerate(spec.layers):
         heads, mlp, root = layer.attention, layer.mlp, f"model.layers.{number}."
         q, n_kv = heads.n_heads * heads.head_dim, heads.own_kv_heads
-        sizes = {"self_attn.q_proj": (q, spec.hidden), "self_attn.o_proj": (spec.hidden, heads.width)}
+        sizes: dict[str, tuple[int, int]] = {}
+        if q:
+            sizes |= {"self_attn.q_proj": (q, spec.hidden), "self_attn.o_proj": (spec.hidden, heads.width)}
         if n_kv:
             sizes |= {"self_attn.k_proj": (n_kv * heads.head_dim, spec.hidden),
                       "self_attn.v_proj": (n_kv * heads.value_dim, spec.hidden)}  # fmt: skip

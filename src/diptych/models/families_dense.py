@@ -62,6 +62,26 @@ DENSE: tuple[Family, ...] = (
         mlp_bias="mlp_bias",
         **BY_ATTENTION_BIAS,
     ),
+    # Llama 3.2 Vision, whose layers that attend to pictures are left out
+    Family(
+        name="mllama_text_model", architectures=("MllamaForCausalLM", "MllamaForConditionalGeneration"),
+        more_model_types=("mllama",),
+        keys={**{key: value for key, value in USUAL.items() if key != "tie_word_embeddings"}, "vocab_size": 128_256,
+              "intermediate_size": 14_336, "num_hidden_layers": 40, "num_key_value_heads": 8,
+              "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
+              "cross_attention_layers": None},
+        fixed={"tie_word_embeddings": (False,)},  # the table has rows that the head has not
+        spare_embeddings=8,
+    ),
+    # Nemotron NAS (Super 49B, Ultra 253B, 51B): Llamas whose layers a search has taken apart; DeciLM 7B
+    Family(
+        name="nemotron-nas", architectures=("DeciLMForCausalLM",),
+        more_model_types=("deci",),
+        keys={**USUAL, "attention_bias": False, "mlp_bias": False, "block_configs": None,
+              "num_key_value_heads_per_layer": None},
+        mlp_bias="mlp_bias",
+        **BY_ATTENTION_BIAS,
+    ),
     # sliding_window null: full attention (v0.2 on); absent: 4096 on every layer
     Family(
         name="mistral", architectures=("MistralForCausalLM",),

@@ -72,6 +72,23 @@ LATENT_ATTENTION: tuple[Family, ...] = (
         **LIKE_DEEPSEEK_V32,
         **CHOSEN_BY_SIGMOID,
     ),
+    # A.X K2: norms before attention and before mixtures are gated, and so are heads, by what queries are made of
+    Family(
+        name="axk2", architectures=("AXK2ForCausalLM",),
+        keys={**LATENT, "vocab_size": 163_840, "hidden_size": 2048, "intermediate_size": 5120, "moe_intermediate_size": 512,
+              "num_hidden_layers": 48, "num_key_value_heads": 32, "kv_lora_rank": 128, "q_lora_rank": 384,
+              "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "num_experts": 128, "n_shared_experts": 1,
+              "routed_scaling_factor": 2.5, "n_group": None, "topk_group": None, "num_experts_per_tok": 8,
+              "first_k_dense_replace": 1, "mlp_layer_types": None, "norm_topk_prob": True,
+              "max_position_embeddings": 131_072, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 16,
+              "indexer_rope_interleave": False, "gated_norm_rank": 16},
+        fixed={"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "rope_interleave": (True,), "moe_layer_freq": (1,),
+               "indexer_rope_interleave": (False,)},
+        is_interleaved=True, o_bias="attention_bias", has_attention_gate=True, mixes_queries=True,
+        names=TensorNames(others={"input_layernorm": "input_layernorm.norm",
+                                  "post_attention_layernorm": "post_attention_layernorm.norm"}),
+        **CHOSEN_BY_SIGMOID,
+    ),
     # GLM-4.7-Flash
     Family(
         name="glm4_moe_lite", architectures=("Glm4MoeLiteForCausalLM",),

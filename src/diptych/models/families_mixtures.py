@@ -202,7 +202,7 @@ MIXTURES: tuple[Family, ...] = (
         names=TensorNames(mlp=("block_sparse_moe.", "mlp."), expert=("w1", "w3", "w2"),
                           choice_bias="e_score_correction_bias"),
     ),
-    # MiniMax M3: norms of 1 + w, clamped gates everywhere, an index of blocks, all of which are attended to up to a length
+    # MiniMax M3: norms of 1 + w, clamped gates everywhere, an index that chooses blocks of positions for each KV head
     Family(
         name="minimax_m3_vl_text", architectures=("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLForCausalLM"),
         more_model_types=("minimax_m3_vl",),
@@ -210,12 +210,12 @@ MIXTURES: tuple[Family, ...] = (
               "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 524_288,
               "rope_theta": 5_000_000.0, "partial_rotary_factor": 1.0, "moe_intermediate_size": 3072,
               "shared_expert_intermediate_size": 3072, "num_experts_per_tok": 4, "num_experts": 128,
-              "routed_scaling_factor": 2.0, "mlp_layer_types": None, "index_block_size": 128, "index_topk_blocks": 16},
+              "routed_scaling_factor": 2.0, "mlp_layer_types": None, "index_layers": None, "index_block_size": 128,
+              "index_topk_blocks": 16, "index_local_blocks": 1, "index_n_heads": 4, "index_head_dim": 128},
         fixed={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,), "scoring_func": ("sigmoid",), "use_qk_norm": (True,),
                "qk_norm_type": ("per_head",), "use_routing_bias": (True,), "use_gemma_norm": (True,),
                "n_shared_experts": (1,)},
-        # part of what partial_rotary_factor says; and of an index that chooses everything
-        unread=("rotary_dim", "index_n_heads", "index_head_dim", "index_local_blocks"),
+        unread=("rotary_dim",),  # part of what partial_rotary_factor says
         renamed={**LOCAL_EXPERTS, "intermediate_size": "moe_intermediate_size", "dense_intermediate_size": "intermediate_size",
                  "shared_intermediate_size": "shared_expert_intermediate_size"},
         numbered={"moe_layer_freq": ("mlp_layer_types", ("dense", "sparse"))},
@@ -226,11 +226,10 @@ MIXTURES: tuple[Family, ...] = (
         scores=Scores.SIGMOID,
         has_choice_bias=True,
         names=TensorNames(mlp=("block_sparse_moe.", "mlp."), expert=("w1", "w3", "w2"),
-                          choice_bias="e_score_correction_bias",
-                          others={"e_score_correction_bias": "gate.e_score_correction_bias"}),
+                          choice_bias="e_score_correction_bias", index="index_",
+                          others={"e_score_correction_bias": "gate.e_score_correction_bias", "index_": "indexer."}),
         prefixes=("model.", "language_model.model.", "model.language_model."),
-        ignored=("rotary_emb.inv_freq", "vision_tower.", "multi_modal_projector.", "patch_merge_mlp.", ".index_",
-                 ".indexer.", "mtp."),
+        ignored=("rotary_emb.inv_freq", "vision_tower.", "multi_modal_projector.", "patch_merge_mlp.", "mtp."),
     ),
     # Phi-3.5-MoE, Phi-mini-MoE, Phi-tiny-MoE: experts are chosen one by one
     Family(

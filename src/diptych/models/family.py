@@ -23,6 +23,7 @@ NORM_NAMES: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]
     ),
     Norms.AROUND_MLP: ("input_layernorm", None, "post_attention_layernorm", "post_mlp_layernorm"),
     Norms.ALONE: ("input_layernorm", None, None, None),
+    Norms.MLP_ALONE: (None, None, "post_attention_layernorm", None),
     Norms.SHARED: ("input_layernorm", None, None, None),
     Norms.PARALLEL: ("input_layernorm", None, None, None),
     Norms.BESIDE: ("input_layernorm", None, "post_attention_layernorm", None),
@@ -46,8 +47,8 @@ class TensorNames:
     its own. dense: where a dense MLP lies, if not where mlp says. states: where tensors of a layer with a state lie.
     states_in: its projections, by a delta rule of q, k and v (or of each), of the gate, of beta, of the decay, or of the
     first two and of the last two together, by key head; else one. states_o, states_norm: what it leaves by, and the norm of
-    it. taps: of its convolution, or of q's, k's and v's where they lie apart. others: what some files call a norm, or the
-    choice bias.
+    it. taps: of its convolution, or of q's, k's and v's where they lie apart. index: what precedes the names of an index of
+    blocks. others: what some files call a norm, the choice bias, or what precedes those.
     """
 
     embedding: str = "embed_tokens"
@@ -90,6 +91,7 @@ class TensorNames:
     states_o: str = "out_proj"
     states_norm: str = "norm"
     taps: tuple[str, ...] = ("conv1d",)
+    index: str = "indexer."
     states_in: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     norms: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]] = field(
         default_factory=lambda: NORM_NAMES
@@ -122,9 +124,10 @@ class Family:
     mixes_apart: the dense MLP is the shared expert of a mixture, as `MoeSpec.is_apart` says.
     has_blocks: attention and MLPs are blocks of their own; has_pairs: each layer has a state beside its attention
     (`read_blocks`).
-    gates_heads: as `AttentionLayer` has it.
+    gates_heads: as `AttentionLayer` has it; mixes_queries: as `MlaSpec.is_mixed` says.
     state_rule: some layers have a state in place of keys and values, which moves on by it (`read_states`): those that
     layer_types names so, or all but every `full_every`-th. state_norms, state_norm_eps: theirs, if not the others'.
+    spare_embeddings: rows of the embedding behind the vocabulary, for tokens that nobody writes.
     theta_may_be_null: a rotary base of null means that no positions are known. has_attention_gate: as
     `AttentionLayer.has_gate`; its rows lie behind each query head's unless names.gate says where. needs_layer_types: no layer
     is what it is without being named so.
@@ -195,7 +198,9 @@ class Family:
     state_norm_eps: float | None = None
     theta_may_be_null: bool = False
     has_attention_gate: bool | str = False
+    spare_embeddings: int = 0
     gates_heads: bool = False
+    mixes_queries: bool = False
     weighs_input: bool = False
     reads_mxfp4: bool = False
     names: TensorNames = field(default_factory=TensorNames)

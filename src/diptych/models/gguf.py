@@ -23,17 +23,31 @@ from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.families import BY_ARCHITECTURE
 from diptych.models.gguf_architectures import (
+    DECI,
     DEEPSEEK_V2,
     FALCON,
     GEMMA3N,
     GEMMA4,
+    GLM_DSA,
+    MIMO2,
     NEMOTRON_H,
+    STEP35,
     USUAL,
     GgufArchitecture,
     architecture_of,
 )
 from diptych.models.gguf_file import PART, GgufFile, GgufTensor, open_gguf
 from diptych.models.gguf_keys import NEEDED, Keys
+from diptych.models.gguf_layers import (
+    FFN,
+    HEADS,
+    SHARED,
+    add_mimo,
+    add_searched,
+    add_step,
+    add_windowed_heads,
+    index_kinds,
+)
 from diptych.models.gguf_states import add_states
 from diptych.models.read import read_model
 from diptych.models.spec import ModelSpec
@@ -47,6 +61,9 @@ IN_LAYER = {
     "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm",
     "self_attn.q_b_proj": "attn_q_b", "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
     "self_attn.kv_a_layernorm": "attn_kv_a_norm", "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.indexer.wq_b": "indexer.attn_q_b", "self_attn.indexer.wk": "indexer.attn_k",
+    "self_attn.indexer.k_norm": "indexer.k_norm", "self_attn.indexer.weights_proj": "indexer.proj",
+    "self_attn.g_proj": "attn_gate",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate_up_proj": "ffn_up",
     "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down", "self_attn.query_layernorm": "attn_q_norm",
     "self_attn.key_layernorm": "attn_k_norm",
@@ -102,6 +119,7 @@ AT_THE_ENDS = {
 # tensors that a checkpoint names without an ending, or with another
 ODD_ENDINGS = {
     "self_attn.sinks": "attn_sinks.weight",
+    "self_attn.attention_sink_bias": "attn_sinks.weight",
     "altup.correct_output_scale": "altup_correct_scale.weight",
     "layer_scalar": "layer_output_scale.weight",
     "linear_attn.A_log": "ssm_a",
@@ -119,6 +137,7 @@ ODD_ENDINGS = {
     "block_sparse_moe.gate.e_score_correction_bias": "exp_probs_b.bias",
     "feed_forward.expert_bias": "exp_probs_b.bias",
     "mlp.expert_bias": "exp_probs_b.bias",
+    "moe.router_bias": "exp_probs_b.bias",
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
 }
 # what lies by value head: along rows, of which those of q and k come first, or along the inputs of a row
@@ -127,9 +146,9 @@ BY_VALUE_HEAD = ("attn_qkv.weight", "attn_gate.weight", "ssm_beta.weight", "ssm_
 INPUTS_BY_VALUE_HEAD = "ssm_out.weight"
 EXPERT = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 LAYER = re.compile(r"^(?:model\.layers|backbone\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.+)$")
-MLP = re.compile(r"^(?:block_sparse_moe|feed_forward)\.")  # what some checkpoints call it
+MLP = re.compile(r"^(?:block_sparse_moe|feed_forward|moe)\.")  # what some checkpoints call it
 ONE_EXPERT = re.compile(r"^(?:m(?:lp|ixer)\.)?experts\.(\d+)\.(\w+)$")
-SHARED_EXPERTS = re.compile(r"^(?:m(?:lp|ixer)\.)?shared_(?:experts?|mlp)\.(\w+)$")
+SHARED_EXPERTS = re.compile(r"^(?:m(?:lp|ixer)\.)?(?:shared?_expert|shared_experts|shared_mlp)\.(\w+)$")
 # one head's matrix, queries to latents or latents to values, of those that are stacked here
 LATENT_HEAD = re.compile(r"^self_attn\.([kv]_b)_proj\.(\d+)$")
 STREAM_END = re.compile(r"^model\.altup_(un)?(?:embed_)?projections\.(\d+)\.weight$")  # stacked
@@ -143,6 +162,7 @@ JOINED = {
 }  # fmt: skip
 # what a rotation divides its frequencies by: Llama 3's own scaling, and the two sets of Phi 3
 ROPE_FREQS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+INDEX = re.compile(r"^blk\.(\d+)\.indexer\.")
 UNUSED_KV = re.compile(r"^blk\.\d+\.attn_(k|v|k_norm)\.weight$")
 NEVER = 1e20  # what a frequency is divided by that is none
 BLOCK = re.compile(r"^blk\.(\d+)\.")
@@ -174,6 +194,8 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     keys.refuse_changing(names, kind)
     config: dict[str, Any] = {"architectures": [kind.architecture], **kind.fixed}
     for name, ours in names.items():
+        if (kind.has_windowed_heads and name in HEADS) or (kind is DECI and name in (*HEADS, FFN)):
+            continue
         read = keys.by_layer if name in kind.by_layer else keys.number
         value = read(name) if ours else None
         is_needed = ours and name in (*NEEDED, kind.eps) and not (name == "feed_forward_length" and kind.is_tiled)
@@ -190,6 +212,10 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         )
     config["num_hidden_layers"] = n_layers_of(file)
     HfConfig(config, path=str(file.path)).integer("num_hidden_layers")  # lists as long as that are made below
+    if kind.has_windowed_heads:
+        add_windowed_heads(config, keys)
+    elif kind is DECI:
+        add_searched(config, keys)
     config["vocab_size"] = table.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     heads = config["num_attention_heads"]
@@ -208,28 +234,44 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     config |= {ours: theirs not in blocks for ours, theirs in kind.absent.items()}
     if "attention.kv_lora_rank" in kind.keys:
         _add_latent(config, keys)
-    elif keys.number("attention.value_length") not in (None, config.get("global_head_dim", config["head_dim"])):
+    elif kind is not MIMO2 and keys.number("attention.value_length") not in (
+        None,
+        config.get("global_head_dim", config["head_dim"]),
+    ):
         raise LoadError(f"{file.path} has values of another width than keys, which are not read from GGUF files")
     if keys.number("pooling_type"):
         config["pooling_type"] = keys.number("pooling_type")
+    _add_own(config, keys, file, kind)
+    return _without_unread(config, file)
+
+
+def _add_own(config: dict[str, Any], keys: Keys, file: GgufFile, kind: GgufArchitecture) -> None:
+    """What families have of their own: scales, states, windows, how they turn."""
     if kind.wide_layers is not None:
         is_wide = config["num_hidden_layers"] == kind.wide_layers
-        config["query_pre_attn_scalar"] = config["hidden_size"] // heads if is_wide else config["head_dim"]
+        config["query_pre_attn_scalar"] = (
+            config["hidden_size"] // config["num_attention_heads"] if is_wide else config["head_dim"]
+        )
     if kind.keys.get("attention.scale"):
         config.setdefault("attention_multiplier", config["head_dim"] ** -0.5)
     if kind is GEMMA3N:
         _add_streams(config, keys, file)
     add_states(config, keys, file, kind)
     _add_windows(config, keys, kind)
+    if kind is GLM_DSA:
+        config["indexer_types"] = index_kinds(file, config["num_hidden_layers"])
+    if kind is MIMO2:
+        add_mimo(config, keys, file)
     if kind is GEMMA4:
         _add_full_heads(config, keys, file)
+    elif kind is STEP35:
+        add_step(config, keys, file)
     elif kind is not NEMOTRON_H:  # which knows no positions, whatever the converter says of how much of a head turns
         _add_rope(config, keys, file, kind)
     if "multi_query" in BY_ARCHITECTURE[kind.architecture].keys:
         config["multi_query"] = config["num_key_value_heads"] == 1
     if kind is FALCON:
         _add_grouping(config, file)
-    return _without_unread(config, file)
 
 
 def _add_grouping(config: dict[str, Any], file: GgufFile) -> None:
@@ -344,9 +386,9 @@ def _add_windows(config: dict[str, Any], keys: Keys, kind: GgufArchitecture) -> 
     local, pattern_key = keys.number("rope.freq_base_swa"), "attention.sliding_window_pattern"
     if kind in (GEMMA3N, GEMMA4) or kind.architecture == "Gemma3ForCausalLM":
         config["rope_local_base_freq"] = local or 10_000.0
-    elif local not in (None, config["rope_theta"]):
+    elif not kind.has_windowed_heads and local not in (None, config["rope_theta"]):
         raise LoadError(f"{keys.full('rope.freq_base_swa')} is {local}; {kind.architecture} turns all its layers alike")
-    if "attention.sliding_window" not in kind.keys:
+    if kind.keys.get("attention.sliding_window") != "sliding_window":
         return
     config["sliding_window"] = config.get("sliding_window") or None
     if kind.window_every is None or config["sliding_window"] is None:
@@ -477,11 +519,13 @@ def load_gguf_spec(path: Path) -> ModelSpec:
 
 def is_beside(name: str, file: GgufFile) -> bool:
     """Whether a tensor is none of the decoder's: how positions turn, layers that only draft, keys and values of layers that
-    attend to another's, or for pooled states.
+    attend to another's, an index of those that take another's choice, or for pooled states.
     """
     block = BLOCK.match(name)
     if block is not None and int(block[1]) >= n_layers_of(file):
         return True
+    if INDEX.match(name) and block is not None:
+        return index_kinds(file, n_layers_of(file))[int(block[1])] == SHARED
     if block is not None and "attention.shared_kv_layers" in architecture_of(file).keys and UNUSED_KV.match(name):
         return int(block[1]) >= n_layers_of(file) - (Keys(file).number("attention.shared_kv_layers") or 0)
     return ROPE_TENSOR.match(name) is not None or name in architecture_of(file).dense

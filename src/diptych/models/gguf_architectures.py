@@ -86,6 +86,7 @@ class GgufArchitecture:
     is_tiled: value heads of states lie as llama.cpp repeats key heads, the first of each of those before all the seconds.
     by_layer: keys whose values may differ from layer to layer.
     window_every: every so many-th layer attends to everything where the file does not say which.
+    has_windowed_heads: `gguf_layers` reads heads, and which layers are windowed, layer by layer.
     wide_layers: of the one size whose scores are scaled otherwise. yarn: what the family's yarn has beside the file's.
     dense: layers that a pooled state goes through, in order, where the file has them.
     """
@@ -103,6 +104,7 @@ class GgufArchitecture:
     norm_added: float = 0.0
     by_layer: tuple[str, ...] = ()
     window_every: int | None = None
+    has_windowed_heads: bool = False
     wide_layers: int | None = None
     yarn: Mapping[str, Any] = field(default_factory=dict)
     dense: tuple[str, ...] = ()
@@ -201,6 +203,36 @@ NEMOTRON_H = GgufArchitecture(
     eps=LAYER_NORM,  # beside which a file may have it by the usual name, too
     present={"mamba_conv_bias": "ssm_conv1d.bias"},
     is_permuted=True,
+)
+# of these `gguf_layers` reads what differs from layer to layer
+GLM_DSA = replace(
+    DEEPSEEK_V3,
+    architecture="GlmMoeDsaForCausalLM",
+    keys={**DEEPSEEK_V3.keys, "attention.indexer.head_count": "index_n_heads", "attention.indexer.types": "",
+          "attention.indexer.key_length": "index_head_dim", "attention.indexer.top_k": "index_topk"},
+)  # fmt: skip
+# a file's window is without the token that sees it, as that of the published configs
+MIMO2 = GgufArchitecture(
+    architecture="MiMoV2FlashForCausalLM",
+    keys={**GROUPED, "attention.sliding_window": "sliding_window_size", "attention.value_scale": "attention_value_scale",
+          "leading_dense_block_count": ""},
+    fixed={"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True},
+    values={"expert_gating_func": (0, SIGMOID)},
+    present={"attention_bias": Q_BIAS},
+    has_windowed_heads=True,
+)  # fmt: skip
+STEP35 = GgufArchitecture(
+    architecture="Step3p7ForConditionalGeneration",
+    keys={**GROUPED, **SHARED_WIDTH, **WINDOWED, "expert_group_count": "", "expert_group_used_count": "",
+          "expert_shared_count": "", "expert_weights_norm": "", "swiglu_clamp_exp": "", "swiglu_clamp_shexp": ""},
+    values={"expert_gating_func": (0, SIGMOID), "expert_group_count": (0, 1), "expert_group_used_count": (0, 1),
+            "expert_weights_norm": (True,), "moe_every_n_layers": (0, 1)},
+    present={"attention_bias": Q_BIAS},
+    norm_added=1.0,
+    has_windowed_heads=True,
+)  # fmt: skip
+DECI = GgufArchitecture(
+    architecture="DeciLMForCausalLM", is_permuted=True, present={"attention_bias": Q_BIAS, "mlp_bias": UP_BIAS}
 )
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     # Llama 1 to 3, Mistral, and what copies them; with experts it is Mixtral
@@ -417,6 +449,10 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     ),
     "minicpm3": MINICPM3,
     "mistral4": MISTRAL4,
+    "glm-dsa": GLM_DSA,
+    "mimo2": MIMO2,
+    "step35": STEP35,
+    "deci": DECI,
 }  # fmt: skip
 
 

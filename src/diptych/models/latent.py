@@ -1,4 +1,4 @@
-"""Latent attention in a model's shape: its widths, the index that chooses what it attends to, what a cache keeps of a token."""
+"""Latent attention in a model's shape, an index that chooses what is attended to, what a cache keeps of a token."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexSpec:
-    """An index chooses what latent attention attends to (DeepSeek Sparse Attention, arXiv:2512.02556): the `most` positions of
-    the highest scores, all while there are no more.
+    """An index chooses what is attended to: the `most` positions of the highest scores, all while there are no more.
 
-    A position's score is the sum over n_heads of weight * max(q k, 0), its key k one for all heads; weights and queries are the
-    token's own. Of queries and keys [head_dim] the first rope_dim turn, is_interleaved: neighbours together in the checkpoint's
-    order. is_own: the layer makes the choice; otherwise it takes that of the last layer before it that does.
+    block 1: of latent attention (DeepSeek Sparse Attention, arXiv:2512.02556). A position's score is the sum over n_heads of
+    weight * max(q k, 0), its key k one for all heads; weights and queries are the token's own. Of queries and keys [head_dim]
+    the first rope_dim turn, is_interleaved: neighbours together in the checkpoint's order. is_own: the layer makes the choice;
+    otherwise it takes that of the last layer before it that does.
+    block > 1: of grouped queries (MiniMax M3). So many positions are chosen together, for each KV head by an index head of its
+    own: the `most` / block blocks of the largest q k within them, among them the last `local` up to the token's own. Queries
+    and keys are normed and turn as those of the layer.
     """
 
     most: int
@@ -20,16 +23,33 @@ class IndexSpec:
     head_dim: int
     is_interleaved: bool = False
     is_own: bool = True
+    block: int = 1
+    local: int = 0
 
-    def n_matrices(self, hidden: int, q_rank: int) -> int:
+    @property
+    def n_blocks(self) -> int:
+        """That are chosen."""
+        return self.most // self.block
+
+    @property
+    def n_choices(self) -> int:
+        """Numbers that a token's choice has."""
+        return self.most if self.block == 1 else self.n_heads * self.n_blocks
+
+    @property
+    def n_weights(self) -> int:
+        """Of a token's heads."""
+        return self.n_heads if self.block == 1 else 0
+
+    def n_matrices(self, n_inputs: int, hidden: int) -> int:
         """Parameters of the projections of a layer that has one: of queries, the key, the heads' weights."""
-        return q_rank * self.n_heads * self.head_dim + hidden * (self.head_dim + self.n_heads)
+        return n_inputs * self.n_heads * self.head_dim + hidden * (self.head_dim + self.n_weights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlaSpec:
-    """Multi-head latent attention: ranks and head sizes. q_rank None: queries are projected directly. index: what chooses the
-    positions that are attended to; None: all are.
+    """Multi-head latent attention: ranks and head sizes. q_rank None: queries are projected directly. is_mixed: queries, and
+    what gates the heads, read their latent as it is, too, behind its norm (A.X K2).
     """
 
     q_rank: int | None
@@ -37,12 +57,12 @@ class MlaSpec:
     nope_dim: int
     rope_dim: int
     v_dim: int
-    index: IndexSpec | None = None
+    is_mixed: bool = False
 
     @property
-    def own_index(self) -> IndexSpec | None:
-        """The index that the layer has itself, if it has one."""
-        return self.index if self.index is not None and self.index.is_own else None
+    def q_inputs(self) -> int:
+        """Numbers that queries are made of, where they have a rank."""
+        return (self.q_rank or 0) * (2 if self.is_mixed else 1)
 
     @property
     def row(self) -> int:
@@ -52,9 +72,9 @@ class MlaSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """What a layer keeps of a token: for each head a key and a value; value_dim 0: the key serves as both.
+    """What a layer keeps of a token: for each head a key and a value; value_dim 0: the key serves as both, or is an index's.
 
-    attended: where an index chooses what is attended to, so many of a head's numbers are; those behind are the index's key.
+    attended: of latents that an index chooses among, so many of a head's numbers; those behind are the index's key.
     """
 
     n_heads: int

@@ -23,8 +23,8 @@ from diptych.models.files import no_model
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL, SYNONYMS
 from diptych.models.latent import IndexSpec, MlaSpec
 from diptych.models.positions import QueryScale, Rope
-from diptych.models.read_block_index import within_blocks, without_blocks
-from diptych.models.read_blocks import as_layers, as_pairs
+from diptych.models.read_block_index import as_indexed
+from diptych.models.read_blocks import as_layers, as_pairs, as_searched, without_pictures
 from diptych.models.read_gpt import arrangement, of_all_layers
 from diptych.models.read_heads import Heads, HeadsByWindow
 from diptych.models.read_index import layer_indices
@@ -59,6 +59,7 @@ logger = logging.getLogger("diptych.models")
 # architectures of transformers that are a family's decoder under another head, or under none
 HEADLESS = ("ForSequenceClassification", "Model", "TextForSequenceClassification", "TextModel")
 INDEXED = ("indexed_attention", "deepseek_sparse_attention")  # what layers are called that attend by an index
+NO_ATTENTION = AttentionLayer(n_heads=0, n_kv_heads=1, head_dim=2, scale=1.0)
 RUN_ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH)  # of gates
 RUN_CURVES = (
     *RUN_ACTIVATIONS,
@@ -82,7 +83,6 @@ def read_model(
     config = _canonical(config, family)
     sections = rope_sections(config, family)
     limit = position_limit(config, sections[0] if sections else None, max_context_tokens)
-    limit = within_blocks(config, family, limit)
     context = limit if max_context_tokens is None else min(limit, max_context_tokens)
     windows = windows_of(config, family, config.integer("num_hidden_layers"))
     heads = HeadsByWindow.read(config, family, windows)
@@ -127,10 +127,13 @@ def read_model(
         n_position_embeddings=0 if family.positions_offset is None else limit + family.positions_offset,
         first_position=family.positions_offset or 0,
         low_rank=config.optional_integer("laurel_rank") or 0,
+        norm_rank=config.optional_integer("gated_norm_rank") or 0,
         streams=streams(config) if "altup_num_inputs" in family.keys else None,
         layer_inputs=layer_inputs(config) if config.raw.get("hidden_size_per_layer_input") else None,
         scales_layers=family.scales_layers,
         blocks=config.raw.get("blocks", ()),
+        left_out=config.raw.get("left_out", ()),
+        spare_embeddings=family.spare_embeddings,
     )
 
 
@@ -244,7 +247,7 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
     kinds = raw.get("layer_types")
     if "index_topk" in family.keys and isinstance(kinds, list) and all(kind in INDEXED for kind in kinds):
         del raw["layer_types"]  # which says no more than that there is an index
-    raw = without_blocks(raw, family, path) if "index_topk_blocks" in family.keys else raw
+    raw = as_indexed(raw, family, path) if "index_topk_blocks" in family.keys else raw
     if "num_sliding_attention_heads" in family.keys:
         raw = as_usual(raw, family.keys, path)
     read = {*family.keys, *(ROPE_KEYS if "rope_theta" in family.keys else ()), "layer_types", "hidden_act"}
@@ -256,6 +259,10 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
         settled |= as_layers(raw, path)
     elif family.has_pairs:
         settled |= as_pairs(settled, path)
+    elif "cross_attention_layers" in family.keys:
+        settled |= without_pictures(settled, path)
+    elif "block_configs" in family.keys:
+        settled |= as_searched(settled, path)
     return HfConfig(settled, path=path)
 
 
@@ -301,20 +308,14 @@ def _layers(
     norms = arrangement(config, family)
     # equal layers are one object
     states, indices = state_layers(config, family, n_layers), layer_indices(config, family, n_layers)
-    kinds = list(zip(windows, turns, shared, states, indices, strict=True))
+    kinds = list(zip(heads_of.by_layer(windows), windows, turns, shared, states, indices, strict=True))
     attention = {
-        (window, rope, kv_layer, has_state, index): state_attention(config, family)
+        (own, window, rope, kv_layer, has_state, index): NO_ATTENTION
+        if own is None
+        else state_attention(config, family)
         if has_state
-        else _attention(
-            config,
-            family,
-            heads_of.of(window),
-            window=window,
-            rope=rope,
-            kv_layer=kv_layer,
-            index=index,
-        )
-        for window, rope, kv_layer, has_state, index in dict.fromkeys(kinds)
+        else _attention(config, family, own, window=window, rope=rope, kv_layer=kv_layer, index=index)
+        for own, window, rope, kv_layer, has_state, index in dict.fromkeys(kinds)
     }
     alone = {i for i, (_, mlp) in enumerate(config.raw.get("blocks", ())) if mlp is None}
     without_mlp = Norms.SHARED if family.has_pairs else Norms.ALONE
@@ -327,6 +328,7 @@ def _layers(
         key = (id(heads), id(mlp))
         if key not in made:
             own = norms if heads.state is None or family.state_norms is None else family.state_norms
+            own = Norms.MLP_ALONE if heads.is_absent else own
             if isinstance(mlp, MoeSpec) and family.mixture_norms is not None:
                 own = family.mixture_norms
             made[key] = LayerSpec(
@@ -364,10 +366,14 @@ def _attention(
             nope_dim=config.integer("qk_nope_head_dim"),
             rope_dim=head_dim,
             v_dim=config.integer("v_head_dim", max(1, config.integer("hidden_size") // n_heads)),
-            index=index,
+            is_mixed=family.mixes_queries,
         )
         stretch = 1.0 if rope is None else latent_stretch(config)
         scale = (mla.nope_dim + mla.rope_dim) ** -0.5 * stretch**2
+    elif index is not None and rope is not None and rope.rotary_dim > index.head_dim:
+        raise LoadError(
+            f"index_head_dim in {config.path} is {index.head_dim}; {rope.rotary_dim} dimensions of a head turn there, too"
+        )
     if "attention_multiplier" in family.keys:
         scale = config.number("attention_multiplier", scale)
     scale *= config.number("key_multiplier", 1.0)
@@ -396,6 +402,7 @@ def _attention(
         has_gate=_decided(config, family.has_attention_gate),
         gates_heads=family.gates_heads,
         mla=mla,
+        index=index,
     )
 
 
@@ -418,7 +425,8 @@ def _decided(config: HfConfig, by: bool | str) -> bool:
 def _mlps(config: HfConfig, family: Family, shared: list[int | None]) -> list[MlpSpec]:
     """Each layer's; equal ones are one object. shared: as `shared_layers` gives it."""
     n_layers, are_apart = len(shared), "activation_sparsity_pattern" in family.keys
-    widths = mlp_widths(config, n_layers) if are_apart or family.has_full_heads else [_ffn(config)] * n_layers
+    has_list = are_apart or family.has_full_heads or "block_configs" in family.keys
+    widths = mlp_widths(config, n_layers) if has_list else [_ffn(config)] * n_layers
     if "use_double_wide_mlp" in family.keys and config.flag("use_double_wide_mlp"):
         widths = [width if one is None else 2 * width for width, one in zip(widths, shared, strict=True)]
     kinds = list(zip(widths, cutoffs(config, n_layers) if are_apart else [None] * n_layers, strict=True))

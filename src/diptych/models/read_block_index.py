@@ -1,23 +1,24 @@
-"""Layers that choose blocks of tokens by an index (MiniMax M3), which is not run: as far as it chooses all they need none."""
+"""Layers with an index that chooses blocks of positions (MiniMax M3)."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.family import Family
-
-logger = logging.getLogger("diptych.models")
+from diptych.models.latent import IndexSpec
 
 OF_BLOCKS = "minimax_m3_sparse"  # what layer_types call such a layer
 # published files have the numbers in an object of their own
-IN_SPARSE = {"sparse_block_size": "index_block_size", "sparse_topk_blocks": "index_topk_blocks"}
+IN_SPARSE = {"sparse_block_size": "index_block_size", "sparse_topk_blocks": "index_topk_blocks",
+             "sparse_local_block": "index_local_blocks", "sparse_num_index_heads": "index_n_heads",
+             "sparse_index_dim": "index_head_dim"}  # fmt: skip
+BLOCKS = (16, 32, 64, 128, 256)  # positions that kernels take together: of whole groups, and tiles of whole blocks
 
 
-def without_blocks(raw: dict[str, Any], family: Family, path: str) -> dict[str, Any]:
-    """The config of the same layers if they attended to everything."""
+def as_indexed(raw: dict[str, Any], family: Family, path: str) -> dict[str, Any]:
+    """The config with index_layers, which says of each layer whether it has an index, in place of kinds of layers."""
     n_layers = HfConfig({**family.keys, **raw}, path=path).integer("num_hidden_layers")
     sparse = HfConfig(raw, path=path).section("sparse_attention_config")
     kinds = raw.get("layer_types")
@@ -36,15 +37,24 @@ def without_blocks(raw: dict[str, Any], family: Family, path: str) -> dict[str, 
         )
     numbers = {ours: sparse.raw[theirs] for theirs, ours in IN_SPARSE.items() if theirs in sparse.raw}
     left = {key: value for key, value in raw.items() if key not in ("sparse_attention_config", "layer_types")}
-    return {**left, **numbers} if any(has_index) else {**left, "index_topk_blocks": None}
+    return {**left, **numbers, "index_layers": has_index}
 
 
-def within_blocks(config: HfConfig, family: Family, limit: int) -> int:
-    """How many positions the engine may use of `limit`: as many as the blocks that are chosen have, where there is an index."""
-    if config.raw.get("index_topk_blocks") is None:
-        return limit
-    chosen = config.integer("index_topk_blocks") * config.integer("index_block_size")
-    if chosen < limit:
-        logger.warning("%s chooses blocks by an index, which is not run: up to %d tokens, where that chooses all of them",
-                       family.name, chosen)  # fmt: skip
-    return min(chosen, limit)
+def block_indices(config: HfConfig, n_layers: int) -> list[IndexSpec | None]:
+    """The index of each layer that has one; they are one object."""
+    if not any(config.raw["index_layers"]):
+        return [None] * n_layers
+    block, n_blocks = config.integer("index_block_size"), config.integer("index_topk_blocks")
+    n_heads, local, width = (config.integer(f"index_{name}") for name in ("n_heads", "local_blocks", "head_dim"))
+    n_kv = config.integer("num_key_value_heads", config.integer("num_attention_heads"))
+    if block not in BLOCKS:
+        raise LoadError(
+            f"index_block_size in {config.path} is {block}; it must be one of {', '.join(map(str, BLOCKS))}"
+        )
+    if n_heads != n_kv:
+        raise LoadError(f"index_n_heads in {config.path} is {n_heads}; each of the {n_kv} KV heads has one")
+    config.at_most("index_local_blocks", local, n_blocks)
+    if width % 2:
+        raise LoadError(f"index_head_dim in {config.path} is {width}; it must be even")
+    index = IndexSpec(most=n_blocks * block, n_heads=n_heads, head_dim=width, block=block, local=local)
+    return [index if has_index else None for has_index in config.raw["index_layers"]]

@@ -25,10 +25,11 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class HeadsByWindow:
-    """Of layers that attend to everything, and of windowed ones."""
+    """Of layers that attend to everything, and of windowed ones, or of layers that have KV heads of their own number."""
 
     full: Heads
     windowed: Heads
+    n_kv: tuple[int, ...] | None = None  # of each layer, where they differ; 0: it has no heads
 
     @staticmethod
     def read(config: HfConfig, family: Family, windows: list[int | None]) -> HeadsByWindow:
@@ -49,15 +50,30 @@ class HeadsByWindow:
             windowed = replace(usual, n=config.integer("num_sliding_attention_heads", usual.n))
         if full != windowed and not family.has_full_heads and _lacks_window(config, family):
             raise LoadError(f"sliding_window is missing from {config.path}; windowed layers have heads of their own")
-        found = HeadsByWindow(full, windowed)
-        for one in map(found.of, windows):
-            if one.n % one.n_kv:
+        found = HeadsByWindow(full, windowed, _kv_by_layer(config, len(windows)))
+        for one in found.by_layer(windows):
+            if one is not None and one.n % one.n_kv:
                 raise LoadError(f"{one.n} query heads cannot share {one.n_kv} key-value heads ({config.path})")
         return found
 
-    def of(self, window: int | None) -> Heads:
-        """Of a layer with that window."""
-        return self.full if window is None else self.windowed
+    def by_layer(self, windows: list[int | None]) -> list[Heads | None]:
+        """Of each layer; None: it has none."""
+        found = [self.full if window is None else self.windowed for window in windows]
+        if self.n_kv is None:
+            return [*found]
+        return [replace(one, n_kv=n) if n else None for one, n in zip(found, self.n_kv, strict=True)]
+
+
+def _kv_by_layer(config: HfConfig, n_layers: int) -> tuple[int, ...] | None:
+    """The KV heads of each layer, where a config says them so; 0: the layer has an MLP alone."""
+    given = config.integers("num_key_value_heads_per_layer")
+    if given is None:
+        return None
+    if len(given) != n_layers or min(given) < 0:
+        raise LoadError(
+            f"num_key_value_heads_per_layer in {config.path} must hold {n_layers} numbers, one for each layer"
+        )
+    return tuple(given)
 
 
 def _lacks_window(config: HfConfig, family: Family) -> bool:

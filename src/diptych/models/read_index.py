@@ -8,6 +8,7 @@ from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.family import Family
 from diptych.models.latent import IndexSpec
+from diptych.models.read_block_index import block_indices
 
 FULL, SHARED = "full", "shared"  # a layer makes a choice of its own, or takes the last one made before it
 IN_PATTERNS = {"F": FULL, "S": SHARED}
@@ -15,6 +16,8 @@ IN_PATTERNS = {"F": FULL, "S": SHARED}
 
 def layer_indices(config: HfConfig, family: Family, n_layers: int) -> list[IndexSpec | None]:
     """Of each layer; equal ones are one object."""
+    if "index_topk_blocks" in family.keys:
+        return block_indices(config, n_layers)
     if "index_topk" not in family.keys:
         return [None] * n_layers
     if config.raw.get("q_lora_rank") is None:

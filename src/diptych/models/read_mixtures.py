@@ -7,7 +7,8 @@ from dataclasses import replace
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.family import Family
-from diptych.models.spec import LayerScales, MlpSpec, MoeSpec, Scores
+from diptych.models.spec import MlpSpec, MoeSpec, Scores
+from diptych.models.streams import LayerScales
 
 
 def mixture_layers(config: HfConfig, n_layers: int) -> frozenset[int]:

@@ -10,7 +10,8 @@ from types import MappingProxyType
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.config import NUMBER_LIMIT, HfConfig
 from diptych.models.family import Family
-from diptych.models.spec import Activation, AttentionLayer, LayerScales, StateRule, StateSpec
+from diptych.models.spec import Activation, AttentionLayer, StateRule, StateSpec
+from diptych.models.streams import LayerScales
 
 FULL = ("full_attention", "attention")  # what layer_types call a layer without a state
 CALLED: Mapping[StateRule, tuple[str, ...]] = MappingProxyType({  # and one with it

@@ -15,9 +15,9 @@ from functools import cached_property
 from diptych.ground.errors import UnsupportedModel
 from diptych.ground.specs import Provenance
 from diptych.models.gates import CLAMPED, GateForm
-from diptych.models.latent import CacheShape, MlaSpec
+from diptych.models.latent import CacheShape, IndexSpec, MlaSpec
 from diptych.models.positions import QueryScale, Rope
-from diptych.models.streams import LayerInputs, StreamsSpec
+from diptych.models.streams import UNSCALED, LayerInputs, LayerScales, StreamsSpec
 
 
 class Activation(Enum):
@@ -67,6 +67,7 @@ class Norms(Enum):
     """Where a layer norms."""
 
     ALONE = "alone"  # one before attention; there is no MLP
+    MLP_ALONE = "mlp_alone"  # one before the MLP; there is no attention
     SHARED = "shared"  # the same, by the norm of the layer behind it, and added with what that layer's attention gives
     PARALLEL = "parallel"  # one before attention and MLP, which run side by side
     BESIDE = "beside"  # one before each of them, which run side by side
@@ -78,7 +79,8 @@ class Norms(Enum):
     @property
     def count(self) -> int:
         """Norms per layer."""
-        return {Norms.SHARED: 0, Norms.ALONE: 1, Norms.PARALLEL: 1, Norms.AROUND_MLP: 3, Norms.AROUND: 4}.get(self, 2)
+        numbers = {Norms.SHARED: 0, Norms.ALONE: 1, Norms.MLP_ALONE: 1, Norms.PARALLEL: 1, Norms.AROUND_MLP: 3}
+        return numbers.get(self, 4 if self is Norms.AROUND else 2)
 
     @property
     def are_side_by_side(self) -> bool:
@@ -192,17 +194,18 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayer:
-    """One layer's attention: grouped queries, latents where `mla` is given (then head_dim is the rotary part's), or a state
-    where `state` is (then heads are its value heads, kv heads its key heads, and it keeps no keys and values).
+    """One layer's attention: grouped queries, latents where `mla` is given (then head_dim is the rotary part's), a state where
+    `state` is (heads are its value heads, kv heads its key heads; it keeps no keys and values), or none: n_heads is 0.
 
-    window: a query sees the last `window` positions up to and with its own; None: all. is_chunked: it sees those from the
-    last multiple of `window` on instead (priced as a window, which is the most it sees). softcap: scores become
-    softcap * tanh(score / softcap), after scale. clip: q, k and v are held within it on both sides of 0. rope None: no rotary
-    positions. sinks: one learned logit per head. has_v_norm: values are normed like `qk_norm`'s heads, without a weight. has_v:
-    there is a projection for values; where there is none they are the keys before norm and turn. kv_layer: the number of the
-    layer before this one whose keys and values it attends to; it has no k and v of its own then, and keeps nothing. None: its
-    own. has_gate: what the heads give is multiplied by a sigmoid of a projection, gates_heads: of one number for each head.
-    v_head_dim: how wide a value is, None: as a key. v_scale: what values are multiplied by.
+    window: a query sees the last `window` positions up to and with its own; None: all. is_chunked: it sees those from the last
+    multiple of `window` on instead (priced as a window, which is the most it sees). softcap: scores become softcap *
+    tanh(score / softcap), after scale. clip: q, k and v are held within it on both sides of 0. rope None: no rotary positions.
+    sinks: one learned logit per head. has_v_norm: values are normed like `qk_norm`'s heads, without a weight. has_v: there is
+    a projection for values; where there is none they are the keys before norm and turn. kv_layer: the number of the layer
+    before this one whose keys and values it attends to; it has no k and v of its own then, and keeps nothing. None: its own.
+    has_gate: what the heads give is multiplied by a sigmoid of a projection, gates_heads: of one number for each head.
+    v_head_dim: how wide a value is, None: as a key. v_scale: what values are multiplied by. index: what chooses the positions
+    that are attended to; None: all are.
     """
 
     n_heads: int
@@ -228,11 +231,22 @@ class AttentionLayer:
     v_scale: float = 1.0
     mla: MlaSpec | None = None
     state: StateSpec | None = None
+    index: IndexSpec | None = None
+
+    @property
+    def own_index(self) -> IndexSpec | None:
+        """The index that the layer has itself, if it has one."""
+        return self.index if self.index is not None and self.index.is_own else None
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether the layer has an MLP alone."""
+        return self.n_heads == 0
 
     @property
     def keeps_kv(self) -> bool:
         """Whether it keeps keys and values of its own."""
-        return self.kv_layer is None and self.state is None
+        return self.kv_layer is None and self.state is None and not self.is_absent
 
     @property
     def value_dim(self) -> int:
@@ -246,8 +260,9 @@ class AttentionLayer:
 
     @property
     def gate_width(self) -> int:
-        """Outputs of what gates them."""
-        return self.has_gate * (self.n_heads if self.gates_heads else self.width)
+        """Outputs of what gates heads."""
+        width = self.width if self.mla is None else self.n_heads * self.mla.v_dim
+        return self.has_gate * (self.n_heads if self.gates_heads else width)
 
     @property
     def own_kv_heads(self) -> int:
@@ -267,13 +282,20 @@ class AttentionLayer:
         """
         if self.mla is None:
             return CacheShape(n_heads=self.n_kv_heads, head_dim=self.head_dim, value_dim=self.value_dim)
-        row, own = self.mla.row, self.mla.own_index
+        row, own = self.mla.row, self.own_index
         return CacheShape(
             n_heads=1,
             head_dim=row if own is None else row + own.head_dim,
             value_dim=0,
-            attended=None if self.mla.index is None else row,
+            attended=None if self.index is None else row,
         )
+
+    @property
+    def index_cache(self) -> CacheShape | None:
+        """What its index keeps of a token beside that: of latents nothing, as its key lies with them."""
+        if self.mla is not None or self.own_index is None:
+            return None
+        return CacheShape(n_heads=1, head_dim=self.own_index.head_dim, value_dim=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,15 +326,14 @@ class MoeSpec:
     is_gated: whether experts and shared experts have a gate, as `MlpSpec` has it. latent: the width of what experts read and
     give, which projections take the stream to and back (0: they read and give the stream); shared experts and router read it.
 
-    shared_ffn: the total width of the always-active experts. routed_scale multiplies the mixture's sum.
-    n_groups, groups_per_token: experts are chosen among the best groups only (1 of 1: all), a group being as good as the
-    sum of its `group_best` best. has_router_bias: on the logits; has_choice_bias: on the scores, for the choice only.
-    margin: of sparsemixer, times the larger of a logit's size and the best logit.
-    has_shared_gate: the shared experts' sum is multiplied by a sigmoid. weighs_input: a chosen expert's input is multiplied
-    by its weight, not what it gives. is_apart: shared experts, mixture and router read the stream by norms of their own, what
-    each of the first two gives is normed before they are added, and each expert has a scale. limit, shared_limit: of experts
-    and of shared experts, as `MlpSpec` has it.
-    skew: of the routing, 0 is uniform; see `cost.components.expected_experts`.
+    shared_ffn: the total width of the always-active experts. routed_scale multiplies the mixture's sum. n_groups,
+    groups_per_token: experts are chosen among the best groups only (1 of 1: all), a group being as good as the sum of its
+    `group_best` best. has_router_bias: on the logits; has_choice_bias: on the scores, for the choice only. margin: of
+    sparsemixer, times the larger of a logit's size and the best logit. has_shared_gate: the shared experts' sum is multiplied
+    by a sigmoid. weighs_input: a chosen expert's input is multiplied by its weight, not what it gives. is_apart: shared
+    experts, mixture and router read the stream by norms of their own, what each of the first two gives is normed before they
+    are added, and each expert has a scale. limit, shared_limit: of experts and of shared experts, as `MlpSpec` has it. skew:
+    of the routing, 0 is uniform; see `cost.components.expected_experts`.
     """
 
     n_experts: int
@@ -372,40 +393,32 @@ def _form(activation: Activation, limit: float | None) -> GateForm | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerScales:
-    """What a layer multiplies: what its attention and its MLP read behind their norms, and what each of them adds."""
-
-    attention_in: float = 1.0
-    attention_out: float = 1.0
-    mlp_in: float = 1.0
-    mlp_out: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer. mlp: None where there is attention alone."""
 
     attention: AttentionLayer
     mlp: MlpSpec | MoeSpec | None
     norms: Norms = Norms.BEFORE
-    scales: LayerScales = LayerScales()
+    scales: LayerScales = UNSCALED
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A model: its layers and its two ends.
 
-    Layers may differ, but for their mixtures: one in all that have one, whatever their limits. max_context_tokens: the
-    longest sequence an engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1).
-    centres_norms: norms take the mean away first (LayerNorm). residual_scale multiplies what a layer adds, logit_scale the
-    logits. is_run: whether the engine runs this family, or the planner only prices it. is_wrapped: whether its checkpoint may
-    have parts for pictures, too. has_head: whether there is an output projection that tokens are drawn by; a model without
-    one gives states (embeddings, scores) and no tokens. has_head_bias: that projection adds one.
-    n_position_embeddings: rows of a learned table of positions, which is added to the embedding; the first `first_position`
-    of them stand for none. low_rank: of a branch beside each layer's attention (LAuReL, arXiv 2411.07501), 0: there is none.
-    scales_layers: behind each layer the stream is multiplied by a number of the layer's.
-    blocks: where checkpoints number something else than these layers, by which number each has its attention, and its MLP: of
-    attention and MLPs that are blocks of their own, of attention and a state that are one layer there; else ().
+    Layers may differ, but for their mixtures: one in all that have one, whatever their limits. max_context_tokens: the longest
+    sequence an engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1). centres_norms: norms
+    take the mean away first (LayerNorm). residual_scale multiplies what a layer adds, logit_scale the logits. is_run: whether
+    the engine runs this family, or the planner only prices it. is_wrapped: whether its checkpoint may have parts for pictures,
+    too. has_head: whether there is an output projection that tokens are drawn by; a model without one gives states
+    (embeddings, scores) and no tokens. has_head_bias: that projection adds one. n_position_embeddings: rows of a learned table
+    of positions, which is added to the embedding; the first `first_position` of them stand for none. low_rank: of a branch
+    beside each layer's attention (LAuReL, arXiv 2411.07501), 0: there is none. norm_rank: of what gates norms before attention
+    and before mixtures, 0: nothing does. scales_layers: behind each layer the stream is
+    multiplied by a number of the layer's. blocks: where checkpoints number something else than these layers, by which number
+    each has its attention, and its MLP: of attention and MLPs that are blocks of their own, of attention and a state that are
+    one layer there; else (). left_out: numbers there of what no text passes through. spare_embeddings: rows of the embedding
+    behind the vocabulary.
     """
 
     name: str
@@ -433,8 +446,11 @@ class ModelSpec:
     n_position_embeddings: int = 0
     first_position: int = 0
     low_rank: int = 0
+    norm_rank: int = 0
     scales_layers: bool = False
     blocks: tuple[tuple[int, int | None], ...] = ()
+    left_out: tuple[int, ...] = ()
+    spare_embeddings: int = 0
     streams: StreamsSpec | None = None
     layer_inputs: LayerInputs | None = None
     published_parameters: int | None = None
@@ -449,9 +465,8 @@ class ModelSpec:
             raise UnsupportedModel(f"{self.name} has no layer that attends to keys and values; one at least is needed")
         is_chosen = False
         for i, layer in enumerate(self.layers):
-            mla = layer.attention.mla
-            is_chosen = is_chosen or (mla is not None and mla.own_index is not None)
-            if mla is not None and mla.index is not None and not is_chosen:
+            is_chosen = is_chosen or layer.attention.own_index is not None
+            if layer.attention.index is not None and not is_chosen:
                 raise UnsupportedModel(
                     f"layer {i} of {self.name} attends to what the index of a layer before it chose, and none has one"
                 )
@@ -485,12 +500,18 @@ class ModelSpec:
     @cached_property
     def n_blocks(self) -> int:
         """How many layers its checkpoints number."""
-        return 1 + max((max(attention, mlp or 0) for attention, mlp in self.blocks), default=self.n_layers - 1)
+        last = max((max(attention, mlp or 0) for attention, mlp in self.blocks), default=self.n_layers - 1)
+        return 1 + max(last, *self.left_out, 0)
+
+    @property
+    def n_embeddings(self) -> int:
+        """Rows of the embedding."""
+        return self.vocab_size + self.spare_embeddings
 
     @cached_property
     def n_parts(self) -> int:
         """Attentions and MLPs together, two in most layers."""
-        return sum(1 + (layer.mlp is not None) for layer in self.layers)
+        return sum((not layer.attention.is_absent) + (layer.mlp is not None) for layer in self.layers)
 
     def pair_of(self, layer: int) -> int | None:
         """The number of the layer that reads the same norm, if one does."""
@@ -508,9 +529,19 @@ class ModelSpec:
         return tuple(i for i, layer in enumerate(self.layers) if layer.attention.keeps_kv)
 
     @cached_property
+    def index_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers whose index keeps keys in a layer of the cache, which come behind those of kv_layers."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.attention.index_cache is not None)
+
+    @cached_property
     def caches(self) -> tuple[CacheShape, ...]:
-        """What each of them keeps of a token."""
-        return tuple(self.layers[i].attention.cache for i in self.kv_layers)
+        """What each layer of a cache keeps of a token."""
+        indices = (self.layers[i].attention.index_cache for i in self.index_layers)
+        return (*(self.layers[i].attention.cache for i in self.kv_layers), *(one for one in indices if one is not None))
+
+    def index_place(self, number: int) -> int | None:
+        """Which of a cache's layers has the keys of a layer's index, if one has."""
+        return len(self.kv_layers) + self.index_layers.index(number) if number in self.index_layers else None
 
     def kv_place(self, number: int) -> int:
         """Which of a cache's layers a layer attends to."""

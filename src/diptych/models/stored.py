@@ -24,11 +24,12 @@ LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 def unused_names(spec: ModelSpec) -> tuple[str, ...]:
     """Parts of names of tensors that a checkpoint may hold and its layers have no use for: what the family leaves alone, parts
-    for pictures, keys and values of layers that attend to another's.
+    for pictures, layers that attend to those, keys and values of layers that attend to another's.
     """
     shared = [i for i, layer in enumerate(spec.layers) if layer.attention.kv_layer is not None]
     of_shared = (f"layers.{i}.self_attn.{name}." for i in shared for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
-    return (*BY_MODEL_TYPE[spec.family].ignored, *(BESIDE_WRAPPED if spec.is_wrapped else ()), *of_shared)
+    left_out = (f"layers.{i}." for i in spec.left_out)
+    return (*BY_MODEL_TYPE[spec.family].ignored, *(BESIDE_WRAPPED if spec.is_wrapped else ()), *of_shared, *left_out)
 
 
 def check_stored(folder: Path, spec: ModelSpec, expected: int) -> None:

@@ -1,8 +1,21 @@
-"""What a decoder may have beside its one residual stream: more streams, and embeddings for each layer."""
+"""What becomes of the residual stream: what scales what layers read and add, more streams, and embeddings for each layer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerScales:
+    """What a layer multiplies: what its attention and its MLP read behind their norms, and what each of them adds."""
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    mlp_in: float = 1.0
+    mlp_out: float = 1.0
+
+
+UNSCALED = LayerScales()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

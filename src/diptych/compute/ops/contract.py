@@ -25,7 +25,7 @@ import torch
 
 from diptych.ground.formats import KeptFormat
 from diptych.models.gates import GateForm
-from diptych.models.latent import MlaSpec
+from diptych.models.latent import IndexSpec, MlaSpec
 from diptych.models.positions import QueryScale
 from diptych.models.spec import Activation, MoeSpec, QkNorm, StateSpec
 
@@ -76,7 +76,8 @@ class AttentionSpec:
     is_chunked: it sees those from the last multiple of `window` on instead. softcap: scores become
     softcap * tanh(score / softcap), after scale. rope None: no positions in this layer. mla: then there is one kv head, of
     kv_rank + rope_dim, whose keys are the values too. state: then there are no keys and values, and `place` is that of its
-    states among a sequence's. v_head_dim: how wide a value is, None: as a key. v_scale: values are multiplied by it.
+    states among a sequence's. v_head_dim: how wide a value is, None: as a key. v_scale: values are multiplied by it. index:
+    what chooses what is attended to; index_place: which layer of the cache has its keys, if not those of latents.
     """
 
     layer: int
@@ -99,6 +100,15 @@ class AttentionSpec:
     has_v: bool = True
     v_head_dim: int | None = None
     v_scale: float = 1.0
+    index: IndexSpec | None = None
+    index_place: int | None = None
+
+    @property
+    def own_index(self) -> IndexSpec:
+        """Of a layer that chooses."""
+        assert self.index is not None
+        assert self.index.is_own
+        return self.index
 
     @property
     def value_dim(self) -> int:
@@ -231,12 +241,17 @@ class NormParts:
 class IndexParts:
     """What an index chooses by, of n heads of d: queries [n d, q_rank] of what latent queries are made of; of the layer's input
     the key [d, D], with a norm, and the heads' weights [n, D].
+
+    Of blocks there are no weights, queries [n d, D] are of the layer's input and normed, too. norm_offset: as `Loader.norm` has
+    it, of both norms.
     """
 
     queries: LinearParts
     key: LinearParts
     norm: NormParts
-    weights: LinearParts
+    weights: LinearParts | None = None
+    q_norm: NormParts | None = None
+    norm_offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,10 +331,12 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         k_norm: WeightTensor | None,
         norm_offset: float = 0.0,
         sinks: WeightTensor | None = None,
+        index: IndexParts | None = None,
     ) -> Heads:
-        """What `rotate_and_cache` and `attention` need of a layer; the norms are given unless spec.qk_norm is NONE.
+        """What `rotate_and_cache`, `choose` and `attention` need of a layer; the norms are given unless spec.qk_norm is NONE.
 
-        sinks [H]: the score of one more key of each head, which has no value: a term in the softmax's denominator.
+        sinks [H]: the score of one more key of each head, which has no value: a term in the softmax's denominator. index: of a
+        layer that has one.
         """
 
     @abstractmethod
@@ -459,6 +476,10 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         """y [T, F] = act(h W^T + b) * given[:, first : first + F]."""
 
     @abstractmethod
+    def join(self, a: Hidden, b: Hidden) -> Hidden:
+        """[T, N + M]: a norm [T, N], and behind it a projection [T, M], which stays as it is."""
+
+    @abstractmethod
     def weigh(self, x: Stream, weight: Vector) -> Hidden:
         """h [T, D] = x * weight."""
 
@@ -508,11 +529,11 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         """Writes the step's tokens from kv [T, kv_rank + rope_dim]: the latent normed, the rotary part of the key turned."""
 
     @abstractmethod
-    def choose(self, h: Stream | Hidden, low: Hidden, attention: Heads) -> None:
+    def choose(self, h: Stream | Hidden, low: Stream | Hidden, attention: Heads) -> None:
         """Writes the step's tokens' index keys, and chooses what `attention` sees from here on, until the next choice.
 
         Each token sees the positions up to its own that its index scores highest, as `IndexSpec` says; of equals the cpu
-        backend takes the lower, torch any. h [T, D]: the layer's input; low [T, q_rank]: what queries are made of.
+        backend takes the lower, torch any. h [T, D]: the layer's input; low [T, q_rank]: what queries are made of, or h itself.
         """
 
     @abstractmethod

@@ -16,6 +16,7 @@ from diptych.compute.ops.contract import (
     AttentionSpec,
     IndexParts,
     LinearParts,
+    NormParts,
     Role,
     RuleParts,
     WeightTensor,
@@ -109,13 +110,14 @@ class LatentHandle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexHandle:
-    """`IndexParts`: packed weights, the norm's weight and bias by number, and the native shape of the heads."""
+    """`IndexParts`: packed weights, norms' weights and bias by number (-1: none), and the native shape of the heads."""
 
     queries: LinearHandle
     key: LinearHandle
     norm: int
     bias: int
-    weights: LinearHandle
+    weights: LinearHandle | None
+    q_norm: int
     shape: Any
 
 
@@ -130,8 +132,8 @@ class Packer(Protocol):
         """A small one that decides."""
         ...
 
-    def vector(self, tensor: WeightTensor) -> VectorHandle:
-        """Numbers as they are."""
+    def norm(self, parts: NormParts, *, offset: float = 0.0, is_read: bool = True) -> VectorHandle:
+        """A norm."""
         ...
 
 
@@ -214,23 +216,27 @@ def attention_shape(spec: AttentionSpec, own: OwnHeads) -> Any:
         window=spec.window,
         softcap=spec.softcap,
         is_chunked=spec.is_chunked,
-        most=spec.mla.index.most if spec.mla is not None and spec.mla.index is not None else None,
+        most=None if spec.index is None else spec.index.most,
+        block=1 if spec.index is None else spec.index.block,
     )
 
 
-def index_handle(spec: AttentionSpec, index: IndexParts, loader: Packer) -> IndexHandle:
-    """Every rank's, whole. Key and weights are in the finest format, as they are small and decide."""
-    assert spec.mla is not None
-    own, bias = spec.mla.own_index, index.norm.bias
-    assert own is not None
-    assert bias is not None
+def index_handle(spec: AttentionSpec, index: IndexParts, loader: Packer, own_heads: OwnHeads | None) -> IndexHandle:
+    """Every rank's, whole, but that of blocks each head chooses for a KV head of its own. Key and weights are in the finest
+    format, as they are small and decide.
+    """
+    own, offset = spec.own_index, index.norm_offset
+    norm = loader.norm(index.norm, offset=offset, is_read=False)
+    n_heads = own.n_heads if own.block == 1 or own_heads is None else own_heads.n_kv_heads
+    sizes = {"n_heads": n_heads, "n_kv_heads": 1, "head_dim": own.head_dim, "scale": 1.0}
     return IndexHandle(
         queries=loader.linear(index.queries),
         key=loader.router(index.key),
-        norm=loader.vector(index.norm.weight).index,
-        bias=loader.vector(bias).index,
-        weights=loader.router(index.weights),
-        shape=_cpu.AttentionShape(n_heads=own.n_heads, n_kv_heads=1, head_dim=own.head_dim, scale=1.0, most=own.most),
+        norm=norm.index,
+        bias=norm.bias,
+        weights=None if index.weights is None else loader.router(index.weights),
+        q_norm=-1 if index.q_norm is None else loader.norm(index.q_norm, offset=offset, is_read=False).index,
+        shape=_cpu.AttentionShape(**sizes, most=own.most, block=own.block),
     )
 
 

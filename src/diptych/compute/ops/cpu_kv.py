@@ -19,6 +19,7 @@ logger = logging.getLogger("diptych.compute")
 # csrc/kv_cache.h; the number is raised when that changes
 LAYOUT = "cpu 1: {n_kv_heads} heads of {width}, K [P/16][d/2][16][2], V [P/2][dv][2]"
 LATENT_LAYOUT = "cpu 1: latents of {width}, [P/16][d/2][16][2]"
+INDEX_LAYOUT = "keys of an index of {width}, [P/16][d/2][16][2]"
 CHOSEN_LAYOUT = "cpu 1: latents of {attended}, [P][d], keys of an index of {index_dim}, [P/16][i/2][16][2]"
 BACKED_BYTES = 2 << 20  # a huge page asked for at a time: milliseconds, in which who needs new memory may have to wait
 
@@ -29,9 +30,10 @@ def layout_of(cache: dict[str, Any]) -> str:
         return said_once(
             [CHOSEN_LAYOUT.format(attended=attended, index_dim=width - attended) for _, width, _ in cache["heads"]]
         )
+    alone = INDEX_LAYOUT if any(dv for *_, dv in cache["heads"]) else LATENT_LAYOUT
     return said_once(
         [
-            (LAYOUT if dv else LATENT_LAYOUT).format(n_kv_heads=n, width=d if dv in (0, d) else f"{d} and {dv}")
+            (LAYOUT if dv else alone).format(n_kv_heads=n, width=d if dv in (0, d) else f"{d} and {dv}")
             for n, d, dv in cache["heads"]
         ]
     )

@@ -199,6 +199,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         k_norm: WeightTensor | None,
         norm_offset: float = 0.0,
         sinks: WeightTensor | None = None,
+        index: IndexParts | None = None,
     ) -> AttentionHandle:
         """The layer's native attention shape; layers with equal rotary specs share one table."""
         own = self.rank.heads(spec.n_heads, spec.n_kv_heads)
@@ -220,6 +221,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             q_norm=norms[0],
             k_norm=norms[1],
             sinks=-1 if sinks is None else self._vector(sinks, rows=mine),
+            index=None if index is None else index_handle(spec, index, self, own),
         )
 
     def latent_attention(
@@ -248,7 +250,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             q_norm=None,
             k_norm=None,
             latent=latent,
-            index=None if index is None else index_handle(spec, index, self),
+            index=None if index is None else index_handle(spec, index, self, own),
         )
 
     def state_rule(self, spec: AttentionSpec, rule: RuleParts) -> AttentionHandle:

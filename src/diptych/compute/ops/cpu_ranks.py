@@ -42,7 +42,7 @@ def heads_of(spec: ModelSpec, rank: Rank) -> Heads:
     """A rank's KV heads of each layer of the cache. UnsupportedModel where layers that share one would have different ones."""
     found: dict[int, set[tuple[int, int]]] = {}
     for number, layer in enumerate(spec.layers):
-        if layer.attention.state is not None:
+        if layer.attention.state is not None or layer.attention.is_absent:
             continue
         own = rank.heads(layer.attention.n_heads, layer.attention.cache.n_heads)
         found.setdefault(spec.kv_place(number), set()).add(
@@ -52,7 +52,9 @@ def heads_of(spec: ModelSpec, rank: Rank) -> Heads:
         raise UnsupportedModel(
             "layers that share keys have different numbers of heads, which ranks cannot divide alike"
         )
-    return [found[place].pop() for place in sorted(found)]
+    # each rank that attends has the keys of an index
+    indices = (rank.heads(one.n_heads, one.n_kv_heads) for one in (spec.layers[i].attention for i in spec.index_layers))
+    return [*(found[place].pop() for place in sorted(found)), *((0, int(own is not None)) for own in indices)]
 
 
 def cache_of(cache: dict[str, Any], heads: Heads) -> dict[str, Any]:
@@ -304,7 +306,7 @@ class RankedModel(CpuModel):
             revision=self.revision,
             layout=layout_of(self._cache),
             dtype=self.kv_format,
-            n_layers=len(self.spec.kv_layers),
+            n_layers=len(self.spec.caches),
             block_tokens=block_tokens,
             block_bytes=int(_cpu.kv_bytes_per_block(block_tokens=block_tokens, **self._cache)),
         )

@@ -166,10 +166,31 @@ class CpuOps(
         return y
 
     def gate_given(self, h: Given, weight: LinearHandle, given: Value, first: int) -> Value:
-        """On a copy."""
-        out = self._f32("given", weight.n_outputs)
-        self.program.copy_columns(x=self._materialised(given), out=out, first=first)
-        return Value("gate", weight.n_outputs, buffer=self._gate_onto(h, weight, "gate_up", out))
+        """On a copy; a norm is made there, and stays apart from inner values of MLPs, which its readers make."""
+        out, kind = self._f32("given", weight.n_outputs), "gate"
+        if given.norm is None:
+            self.program.copy_columns(x=self._materialised(given), out=out, first=first)
+        else:
+            assert first == 0
+            assert given.width == weight.n_outputs, "a norm is gated whole"
+            self._norm_into(given, out)
+            kind = "gated norm"
+        return Value(kind, weight.n_outputs, buffer=self._gate_onto(h, weight, "gate_up", out))
+
+    def join(self, a: Value, b: Value) -> Value:
+        """In a buffer of both."""
+        out, norm = self._f32("joined", a.width + b.width), self._f32("joined norm", a.width)
+        self._norm_into(a, norm)
+        self.program.copy_columns(x=norm, out=out, n=a.width)
+        self.program.copy_columns(x=self._materialised(b), out=out, column=a.width, n=b.width)
+        return Value("joined", a.width + b.width, buffer=out)
+
+    def _norm_into(self, h: Value, out: int) -> None:
+        """A norm in fp32."""
+        assert h.norm is not None
+        assert h.emit_rows is not None
+        assert h.source is None or h.source.version == h.source_version, "the norm's input has been overwritten"
+        h.emit_rows(out)
 
     def _gate_onto(self, h: Given, weight: LinearHandle, category: str, out: int) -> int:
         """What is gated lies in the buffer when the gate's epilogue joins them."""
@@ -342,20 +363,36 @@ class CpuOps(
             rank=mla.kv_rank,
         )
 
-    def choose(self, h: Given, low: Value, attention: AttentionHandle) -> None:
-        """Every rank for itself, over the keys that it has cached."""
-        spec, index, (mla, _) = attention.spec, attention.index, attention.latents
+    def choose(self, h: Given, low: Given, attention: AttentionHandle) -> None:
+        """Every rank for itself, over the keys that it has cached; of blocks, for its own KV heads."""
+        spec, index, heads, own = attention.spec, attention.index, attention.own, attention.spec.own_index
         assert index is not None
-        assert mla.own_index is not None
-        if attention.own is None:
+        if heads is None:
             return
-        h, own = self._as_value(h), mla.own_index
-        width, where = own.n_heads * own.head_dim, {"layer": spec.cache_layer, "rope": attention.rope}
+        h, low = self._as_value(h), self._as_value(low)
+        place = spec.cache_layer if spec.index_place is None else spec.index_place
+        width, where = own.n_heads * own.head_dim, {"layer": place, "rope": attention.rope}
         key = self._f32("index key", own.head_dim)
         self._linear_into(h, index.key, "qkv", key)
         self.program.cache_index(x=key, norm=index.norm, bias=index.bias, norm_eps=spec.norm_eps, **where)
-        queries, weights = self._f32("index queries", width), self._f32("index weights", own.n_heads)
+        queries = self._f32("index queries", width)
         self._linear_into(low, index.queries, "qkv", queries)
+        if index.weights is None:
+            turned = heads.n_kv_heads * own.head_dim
+            self._choice = self._f32("choice", heads.n_kv_heads * own.n_blocks)
+            self.program.choose_blocks(
+                q=queries,
+                queries=self._buffer("index turned", turned, lambda width: self.program.add_bf16(width)),
+                choice=self._choice,
+                shape=index.shape,
+                norm=index.q_norm,
+                norm_eps=spec.norm_eps,
+                local=own.local,
+                first_head=heads.first_kv_head,
+                **where,
+            )
+            return
+        weights = self._f32("index weights", own.n_heads)
         self._linear_into(h, index.weights, "qkv", weights)
         self._choice = self._f32("choice", own.most)
         self.program.choose(
@@ -420,7 +457,7 @@ class CpuOps(
         column = own.first_head * spec.value_dim if is_gathered else 0
         settings = {"q": q.buffer, "layer": spec.cache_layer, "shape": attention.shape, "column": column}
         settings["sinks"] = attention.sinks
-        if spec.mla is not None and spec.mla.index is not None:
+        if spec.index is not None:
             settings["choice"] = self._choice
         value.emit_f32 = value.emit_rows = lambda out: program.attention(out=out, **settings)
         return value

@@ -100,6 +100,11 @@ def copies_of_kv(n_heads: int, n_kv_heads: int, size: int) -> int:
     return sum(heads.n_kv_heads for heads in own if heads is not None)
 
 
+def ranks_that_attend(n_heads: int, n_kv_heads: int, size: int) -> int:
+    """Of `size` ranks, those that have heads."""
+    return sum(Rank(number=i, size=size).heads(n_heads, n_kv_heads) is not None for i in range(size))
+
+
 def rank_placements(size: int, threads: int | None, numa: str, cpus: list[Cpu]) -> list[Placement]:
     """The CPUs of each of `size` ranks, which have `threads` threads together (None: one per core).
 

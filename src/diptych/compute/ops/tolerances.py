@@ -53,6 +53,8 @@ OPS: dict[str, OpContract] = {
         OpContract(name="clip", inputs="y [T,N]", output="y [T,N]", writes="y", tolerance_fp32=0.0, tolerance_bf16=0.0),
         OpContract(name="gate_given", inputs="h [T,D], W [F,D], given [T,W]", output="y [T,F]", writes="",
                    tolerance_fp32=1e-5, tolerance_bf16=3e-2),
+        OpContract(name="join", inputs="a [T,N], b [T,M]", output="y [T,N+M]", writes="",
+                   tolerance_fp32=0.0, tolerance_bf16=0.0),
         OpContract(name="weigh", inputs="x [T,D], weight [D] fp32", output="h [T,D]", writes="",
                    tolerance_fp32=1e-6, tolerance_bf16=2e-2),
         OpContract(name="layer_inputs", inputs="x [T,D], W [LP,D], norm [P] fp32, table [V,LP], token_ids [T] i32",

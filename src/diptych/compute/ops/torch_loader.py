@@ -61,7 +61,8 @@ class TorchIndex:
     queries: TorchLinear
     key: TorchLinear
     norm: TorchNorm
-    weights: TorchLinear
+    weights: TorchLinear | None
+    q_norm: TorchNorm | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +185,7 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         k_norm: WeightTensor | None,
         norm_offset: float = 0.0,
         sinks: WeightTensor | None = None,
+        index: IndexParts | None = None,
     ) -> TorchAttention:
         """The spec beside the norms' weights."""
         return TorchAttention(
@@ -191,6 +193,17 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
             None if q_norm is None else self.norm(NormParts(weight=q_norm), offset=norm_offset),
             None if k_norm is None else self.norm(NormParts(weight=k_norm), offset=norm_offset),
             None if sinks is None else self._vector(sinks),
+            index=None if index is None else self._index(index),
+        )
+
+    def _index(self, index: IndexParts) -> TorchIndex:
+        queries, key = self.linear(index.queries), self.router(index.key)
+        return TorchIndex(
+            queries=queries,
+            key=key,
+            norm=self.norm(index.norm, offset=index.norm_offset),
+            weights=None if index.weights is None else self.router(index.weights),
+            q_norm=None if index.q_norm is None else self.norm(index.q_norm, offset=index.norm_offset),
         )
 
     def latent_attention(
@@ -205,11 +218,7 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         """The heads' matrices stacked."""
         stacked = (torch.stack([self._stack(parts.weights) for parts in both]) for both in (keys, values))
         latent = TorchLatent(self.norm(norm), *stacked)
-        if index is None:
-            return TorchAttention(spec, None, None, latent=latent)
-        queries, key, weights = self.linear(index.queries), self.router(index.key), self.router(index.weights)
-        own = TorchIndex(queries=queries, key=key, norm=self.norm(index.norm), weights=weights)
-        return TorchAttention(spec, None, None, latent=latent, index=own)
+        return TorchAttention(spec, None, None, latent=latent, index=None if index is None else self._index(index))
 
     def state_rule(self, spec: AttentionSpec, rule: RuleParts) -> TorchAttention:
         """All of it in fp32."""

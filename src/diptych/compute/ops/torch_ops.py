@@ -21,7 +21,7 @@ from diptych.compute.ops.device_codes import Weight
 from diptych.compute.ops.step_numbers import StepNumbers
 from diptych.compute.ops.torch_curves import activated, bent, xielu
 from diptych.compute.ops.torch_loader import TorchAttention, TorchExperts, TorchLinear, TorchNorm
-from diptych.compute.ops.torch_queries import Queries, QueryGroups, index_scores
+from diptych.compute.ops.torch_queries import Queries, QueryGroups, best_blocks, best_positions, index_scores
 from diptych.compute.ops.torch_states import move_states
 from diptych.models.gates import CLAMPED, GateForm
 from diptych.models.positions import QueryScale
@@ -70,7 +70,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         self._table = numbers.table_SM
         self._rotations: dict[tuple[RopeSpec, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
         self._queries = QueryGroups(batch, numbers.table_SM, kv.block_tokens, device)
-        self._chosen: torch.Tensor | None = None  # [T, C] bool, of the last choice; None: all
+        self._chosen: torch.Tensor | None = None  # [T, 1 or K, C] bool, of the last choice; None: all
         self._adapted = [] if batch.adapters_S is None else self._rows_of_adapters(batch.adapters_S, adapters or {})
 
     def embed(
@@ -162,6 +162,10 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         """y [T, F]."""
         gate = self._product(h, weight, None)
         return activated(gate, weight.activation) * given[:, first : first + gate.shape[1]]
+
+    def join(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """[T, N + M]."""
+        return torch.cat([a, b], dim=-1)
 
     def weigh(self, x: torch.Tensor, weight: TorchNorm) -> torch.Tensor:
         """h [T, D]."""
@@ -289,33 +293,43 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         keys[self._slots, :, : spec.mla.row] = rows[:, None].to(keys.dtype)
 
     def choose(self, h: torch.Tensor, low: torch.Tensor, attention: TorchAttention) -> None:
-        """As a mask over all positions."""
-        spec, own = attention.spec, attention.index
-        assert spec.mla is not None
-        assert spec.mla.own_index is not None
+        """As a mask over all positions, of all heads or of each KV head."""
+        spec, own, index = attention.spec, attention.index, attention.spec.own_index
         assert own is not None
         assert spec.rope is not None
-        keys, _ = self._pool(spec.cache_layer)
+        keys = self._index_keys(spec)
         k_Td = self.norm(self.linear(h, own.key), own.norm, eps=spec.norm_eps)
-        keys[self._slots, 0, spec.mla.row :] = self._rotate(k_Td[:, None], spec.rope)[:, 0].to(keys.dtype)
+        keys[self._slots] = self._rotate(k_Td[:, None], spec.rope)[:, 0].to(keys.dtype)
         self._chosen = None
-        most, longest = spec.mla.own_index.most, int(self._batch.context_tokens_S.max())
-        if longest <= most:
+        longest = int(self._batch.context_tokens_S.max())
+        if longest <= index.most:
             return
-        q_Tnd = self._rotate(self.linear(low, own.queries).unflatten(-1, (spec.mla.own_index.n_heads, -1)), spec.rope)
-        weights_Tn = self.linear(h, own.weights).float()
-        self._chosen = torch.zeros((len(h), longest), dtype=torch.bool, device=self._device)
+        q_Tnd = self.linear(low, own.queries).unflatten(-1, (index.n_heads, -1))
+        q_Tnd = self._rotate(
+            q_Tnd if own.q_norm is None else self.norm(q_Tnd, own.q_norm, eps=spec.norm_eps), spec.rope
+        )
+        weights_Tn = None if own.weights is None else self.linear(h, own.weights).float()
+        n_masks = 1 if weights_Tn is not None else index.n_heads
+        self._chosen = torch.zeros((len(h), n_masks, longest), dtype=torch.bool, device=self._device)
         for queries in self._queries.of(spec):
             n_sequences, n_seen = queries.slots.shape
-            k_Bdc = keys[queries.slots, 0, spec.mla.row :].transpose(1, 2).float()
+            k_Bdc = keys[queries.slots].transpose(1, 2).float()
             q_Bknd = q_Tnd[queries.rows].unflatten(0, (n_sequences, -1))
-            weights_Bkn = weights_Tn[queries.rows].unflatten(0, (n_sequences, -1))
-            scores_Bkc = index_scores(q_Bknd, k_Bdc, weights_Bkn)
-            if queries.mask is not None:
-                scores_Bkc = scores_Bkc.masked_fill(~queries.mask[:, 0], float("-inf"))
-            best = scores_Bkc.topk(min(most, n_seen), dim=-1).indices
-            chosen = torch.zeros_like(scores_Bkc, dtype=torch.bool).scatter(-1, best, True)
-            self._chosen[queries.rows, :n_seen] = chosen.flatten(0, 1)
+            mask = None if queries.mask is None else queries.mask[:, 0]
+            if weights_Tn is None:
+                positions = self._positions[queries.rows].unflatten(0, (n_sequences, -1))
+                chosen = best_blocks(q_Bknd, k_Bdc, positions, index)
+            else:
+                weights_Bkn = weights_Tn[queries.rows].unflatten(0, (n_sequences, -1))
+                chosen = best_positions(index_scores(q_Bknd, k_Bdc, weights_Bkn), mask, index.most)[:, :, None]
+            self._chosen[queries.rows, :, :n_seen] = chosen.flatten(0, 1)
+
+    def _index_keys(self, spec: AttentionSpec) -> torch.Tensor:
+        """[slots, d]: beside latents, or in a layer of their own."""
+        if spec.mla is not None:
+            return self._pool(spec.cache_layer)[0][:, 0, spec.mla.row :]
+        assert spec.index_place is not None
+        return self._pool(spec.index_place)[0][:, 0]
 
     def absorb(self, q: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
         """q [T, H, r + p]."""
@@ -351,7 +365,8 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
             mask = queries.mask
             if spec.mla is not None:
                 k_BKCd, v_BKCd = k_BKCd[..., : spec.mla.row], v_BKCd[..., : spec.mla.row]
-                mask = self._of_chosen(queries) if spec.mla.index is not None else mask
+            if spec.index is not None:
+                mask = self._of_chosen(queries)
             a_BHnd = _attend(q_BnHd.transpose(1, 2), k_BKCd, v_BKCd, mask, attention)
             out[queries.rows] = a_BHnd.transpose(1, 2).flatten(0, 1)
         return out.flatten(1)
@@ -361,7 +376,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         if self._chosen is None:
             return queries.mask
         n_sequences, n_seen = queries.slots.shape
-        chosen = self._chosen[queries.rows, :n_seen].unflatten(0, (n_sequences, -1))[:, None]
+        chosen = self._chosen[queries.rows, :, :n_seen].unflatten(0, (n_sequences, -1)).transpose(1, 2)
         return chosen if queries.mask is None else chosen & queries.mask
 
     def move_states(
@@ -525,7 +540,7 @@ def _attend(
     mask: torch.Tensor | None,
     attention: TorchAttention,
 ) -> torch.Tensor:
-    """a [B, H, n, d]; mask [B, 1, n, C] or None for all."""
+    """a [B, H, n, d]; mask [B, 1 or K, n, C] or None for all."""
     spec, sinks = attention.spec, attention.sinks
     group = spec.n_heads // spec.n_kv_heads
     n = q_BHnd.shape[2]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops.contract import AttentionSpec
+from diptych.models.latent import IndexSpec
 
 # queries of one sequence are attended in slices, so that masks and scores stay small whatever the chunk
 QUERY_ROWS = 512
@@ -125,3 +126,41 @@ def index_scores(q_Bknd: torch.Tensor, k_Bdc: torch.Tensor, weights_Bkn: torch.T
         weights = weights_Bkn[:, first : first + at_once, None]
         parts.append(torch.matmul(weights, products).squeeze(2))
     return torch.cat(parts, dim=1)
+
+
+def best_positions(scores_Bkc: torch.Tensor, mask_Bkc: torch.Tensor | None, most: int) -> torch.Tensor:
+    """[B, k, C] bool: the `most` highest scores of each query, of positions where it may look."""
+    if mask_Bkc is not None:
+        scores_Bkc = scores_Bkc.masked_fill(~mask_Bkc, float("-inf"))
+    return _highest(scores_Bkc, most)
+
+
+def best_blocks(
+    q_Bknd: torch.Tensor, k_Bdc: torch.Tensor, positions_Bk: torch.Tensor, index: IndexSpec
+) -> torch.Tensor:
+    """[B, k, n, C] bool: the positions of the blocks that each head chooses, of which the last reach behind the query's own.
+
+    C begins with position 0. A query that sees no more blocks than are chosen has all of them, and perhaps some behind it.
+    """
+    n_queries, n_heads, n_seen = q_Bknd.shape[1], q_Bknd.shape[2], k_Bdc.shape[2]
+    n_blocks = -(-n_seen // index.block)
+    seen_Bk1c = torch.arange(n_seen, device=q_Bknd.device) <= positions_Bk[..., None, None]
+    behind_Bk1b = positions_Bk[..., None, None] // index.block - torch.arange(n_blocks, device=q_Bknd.device)
+    at_once = max(1, INDEX_PRODUCTS // (len(q_Bknd) * n_heads * n_seen))
+    parts = []
+    for first in range(0, n_queries, at_once):
+        own = slice(first, first + at_once)
+        q = q_Bknd[:, own].float()
+        scores = torch.matmul(q.flatten(1, 2), k_Bdc).unflatten(1, (-1, n_heads))
+        scores = scores.masked_fill(~seen_Bk1c[:, own], float("-inf"))
+        scores = F.pad(scores, (0, n_blocks * index.block - n_seen), value=float("-inf"))
+        of_blocks = scores.unflatten(-1, (n_blocks, index.block)).amax(dim=-1)
+        is_local = (behind_Bk1b[:, own] >= 0) & (behind_Bk1b[:, own] < index.local)
+        chosen = _highest(of_blocks.masked_fill(is_local, float("inf")), index.n_blocks)
+        parts.append(chosen.repeat_interleave(index.block, dim=-1)[..., :n_seen])
+    return torch.cat(parts, dim=1)
+
+
+def _highest(scores: torch.Tensor, most: int) -> torch.Tensor:
+    best = scores.topk(min(most, scores.shape[-1]), dim=-1).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)

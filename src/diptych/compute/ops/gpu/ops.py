@@ -66,8 +66,8 @@ def items_of(batch: ForwardBatch, size: int) -> np.ndarray:
 
 def has_kernels_for(spec: AttentionSpec | AttentionLayer) -> bool:
     """Whether a layer attends by our kernels."""
-    if spec.mla is None:
-        return spec.state is None and max(spec.head_dim, spec.value_dim) <= LARGEST_HEAD
+    if spec.mla is None:  # an index of blocks is torch's
+        return spec.state is None and spec.index is None and max(spec.head_dim, spec.value_dim) <= LARGEST_HEAD
     is_plain = spec.window is None and spec.softcap is None
     return is_plain and spec.mla.kv_rank <= LARGEST_RANK and spec.mla.rope_dim <= LARGEST_TURNED
 
@@ -79,7 +79,7 @@ def group_of(spec: AttentionSpec | AttentionLayer) -> int:
 
 def item_tokens_of(spec: ModelSpec) -> tuple[int, int]:
     """Tokens of an item of several in a recorded step, and of one that takes the smallest tile, whatever the layer."""
-    groups = {group_of(layer.attention) for layer in spec.layers}
+    groups = {group_of(layer.attention) for layer in spec.layers if not layer.attention.is_absent}
     return item_tokens(min(groups)), few_tokens(max(groups))
 
 
@@ -215,15 +215,14 @@ class TritonOps(TorchOps):
 
     def choose(self, h: torch.Tensor, low: torch.Tensor, attention: TorchAttention) -> None:
         """As lists of positions, where some see more than are chosen."""
-        spec, own = attention.spec, attention.index
-        assert spec.mla is not None
-        assert spec.rope is not None
-        index = spec.mla.own_index
-        assert index is not None
-        assert own is not None
+        spec, own, index = attention.spec, attention.index, attention.spec.own_index
         if self._attends_by_torch(spec):
             super().choose(h, low, attention)
             return
+        assert spec.mla is not None
+        assert spec.rope is not None
+        assert own is not None
+        assert own.weights is not None
         latents, turn, begin = self._pool(spec.cache_layer)[0], self._turns(spec.rope), spec.mla.row
         k = self.norm(self.linear(h, own.key), own.norm, eps=spec.norm_eps)
         cache_keys(k, self._slots, latents, begin=begin, turn=turn)
@@ -298,7 +297,7 @@ class TritonOps(TorchOps):
                     most_rows=one.most_rows,
                     most_tokens=one.most_tokens,
                     scale=spec.scale,
-                    chosen=None if mla.index is None else self._listed,
+                    chosen=None if spec.index is None else self._listed,
                 )
                 continue
             attend(
@@ -347,4 +346,6 @@ def runs_without_the_host(spec: ModelSpec) -> bool:
     """Whether the walk asks the device nothing on its way, so that its steps can be recorded."""
     if any(isinstance(one.mlp, MoeSpec) and kind_of_experts(one.mlp) is None for one in spec.layers):
         return False
-    return not spec.state_layers and all(has_kernels_for(layer.attention) for layer in spec.layers)
+    return not spec.state_layers and all(
+        has_kernels_for(layer.attention) for layer in spec.layers if not layer.attention.is_absent
+    )
