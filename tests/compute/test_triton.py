@@ -225,11 +225,17 @@ def test_the_highest_scores_are_chosen_and_attended_to(kind: Kind) -> None:
             most_rows=one.most_rows,
         )
     chosen = index.highest(scores, most)
-    mla = MlaSpec(
-        q_rank=8, kv_rank=24, nope_dim=6, rope_dim=16, v_dim=5, index=IndexSpec(most=most, n_heads=3, head_dim=24)
+    mla = MlaSpec(q_rank=8, kv_rank=24, nope_dim=6, rope_dim=16, v_dim=5)
+    spec = AttentionSpec(
+        layer=0,
+        n_heads=20,
+        n_kv_heads=1,
+        head_dim=40,
+        scale=0.2,
+        mla=mla,
+        index=IndexSpec(most=most, n_heads=3, head_dim=24),
     )
-    spec = AttentionSpec(layer=0, n_heads=20, n_kv_heads=1, head_dim=mla.row, scale=0.2, mla=mla)
-    q, heads = noise(batch.n_tokens, 20, mla.row, seed=2).to(kind.dtype), TorchAttention(spec, None, None)
+    q, heads = noise(batch.n_tokens, 20, 40, seed=2).to(kind.dtype), TorchAttention(spec, None, None)
     everywhere = ops.attention(kind.put(q), heads).cpu()
     ops._listed = chosen
     got, few = ops.attention(kind.put(q), heads).cpu(), torch.from_numpy(batch.positions_T) < most
@@ -248,7 +254,10 @@ def test_the_highest_scores_are_chosen_and_attended_to(kind: Kind) -> None:
             keys = tokens[best, :40]
             expected = ((q[t].float() @ keys.T) * spec.scale).softmax(dim=-1) @ keys[:, :24]
             error = (got[t].float() - expected.flatten()).abs().max().item()
-            assert error < (1e-5 if kind.dtype == torch.float32 else 5e-3), (t, error)
+            assert error < (1e-5 if kind.dtype == torch.float32 else 1.2e-2), (
+                t,
+                error,
+            )  # three values of 16 bits, of up to 3
 
 
 @of_ours
