@@ -5,7 +5,8 @@
     python benchmarks/gpu_steps.py llama-3.1-8b --weights group4-g128-f16-zeros
 
 Random weights, in bf16 or as codes that a file might have (`KeptFormat`). Each step runs until it is recorded where steps are,
-then seven times; medians. "host": how long the host takes to launch it, behind which it waits for the device.
+then seven times; medians. "host": how long the host takes to launch it, behind which it waits for the device. Where the GPU was
+calibrated its prediction stands beside each.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from diptych.compute.ops import torch_model
 from diptych.compute.ops.contract import Codes
 from diptych.compute.runner import random_model
 from diptych.compute.weights import RANDOM_BLOCK, RandomTensor
+from diptych.engine.load import local_predictor
 from diptych.ground.config import ComputeConfig
 from diptych.ground.formats import KEPT_BITS, KeptFormat
 from diptych.ground.shape import StepShape
@@ -79,17 +81,23 @@ def main() -> None:
     model = random_model(config, how, seed=0)
     held = f"{model.weights_format} weights, {model.weight_bytes / 1e9:.2f} GB"
     print(f"{asked.shape}, {config['num_hidden_layers']} layers, {held}, {model.instruction_set}")
-    probe = StepProbe(model, max_tokens=40_000)
+    probe, predictor = StepProbe(model, max_tokens=40_000), local_predictor(model)
+
+    def predicted(work: StepShape) -> str:
+        return "" if predictor is None else f", predicted {predictor.predict_s(work) * 1e3:.2f} ms"
+
     for batch, context in DECODE:
-        step_s, host_s = measured(probe.step(StepShape.decode(batch=batch, context_tokens=context)))
+        work = StepShape.decode(batch=batch, context_tokens=context)
+        step_s, host_s = measured(probe.step(work))
         nbytes = model.weight_bytes + batch * context * 2 * sum(cache.elements for cache in model.spec.caches)
         rate = f"{batch / step_s:7.0f} tok/s, all weights and its KV at {nbytes / step_s / 1e9:.0f} GB/s"
-        print(f"decode {batch:3} behind {context:5}: {step_s * 1e3:7.2f} ms, {rate}, host {host_s * 1e3:.2f} ms")
+        times = f"{step_s * 1e3:7.2f} ms{predicted(work)}"
+        print(f"decode {batch:3} behind {context:5}: {times}, {rate}, host {host_s * 1e3:.2f} ms")
     for new, cached in PREFILL:
-        step_s, host_s = measured(probe.step(StepShape.prefill(batch=1, new_tokens=new, cached_tokens=cached)))
-        print(
-            f"prefill {new} behind {cached}: {step_s * 1e3:.2f} ms, {new / step_s:.0f} tok/s, host {host_s * 1e3:.2f} ms"
-        )
+        work = StepShape.prefill(batch=1, new_tokens=new, cached_tokens=cached)
+        step_s, host_s = measured(probe.step(work))
+        times = f"{step_s * 1e3:.2f} ms{predicted(work)}"
+        print(f"prefill {new} behind {cached}: {times}, {new / step_s:.0f} tok/s, host {host_s * 1e3:.2f} ms")
 
 
 def measured(step: Callable[[], torch.Tensor]) -> tuple[float, float]:
