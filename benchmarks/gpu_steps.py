@@ -77,7 +77,7 @@ def main() -> None:
     if asked.weights != "bf16":
         CodedRandomTensor.kept = KeptFormat.named(asked.weights)
         weights.RandomTensor = CodedRandomTensor  # type: ignore[misc]
-    how = ComputeConfig(backend="torch", device="cuda", weights="bf16" if asked.weights == "bf16" else "auto")
+    how = ComputeConfig(backend="torch", device="cuda", weights="bf16" if asked.weights == "bf16" else "file")
     model = random_model(config, how, seed=0)
     held = f"{model.weights_format} weights, {model.weight_bytes / 1e9:.2f} GB"
     print(f"{asked.shape}, {config['num_hidden_layers']} layers, {held}, {model.instruction_set}")

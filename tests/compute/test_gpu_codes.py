@@ -27,6 +27,7 @@ from diptych.compute.ops.device_codes import CodedWeight, JoinedWeight
 from diptych.compute.ops.torch_loader import TorchLinear, TorchLoader
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import ConfigError
 from diptych.ground.formats import FP8_BLOCK, GGUF_KEPT, DeviceFormat, KeptFormat
 from gguf_files import gguf_reference, tame_blocks, write_gguf
 from worlds import alone, differing, prompt
@@ -34,7 +35,7 @@ from worlds import alone, differing, prompt
 OURS = {name: kind for name, kind in KINDS.items() if name.startswith("triton")}
 pytestmark = pytest.mark.skipif(not OURS, reason="triton is not installed")
 of_ours = pytest.mark.parametrize("kind", OURS.values(), ids=OURS)
-CONFIG = ComputeConfig(backend="torch", device="cuda")
+CONFIG = ComputeConfig(backend="torch", device="cuda", weights="file")
 N_TOKENS = 75
 
 
@@ -137,7 +138,7 @@ def same_tiles(kind: Kind, monkeypatch: pytest.MonkeyPatch, name: str = "") -> N
     products = import_module("diptych.compute.ops.gpu.products")
     inputs = 16 if name in ("Q2_K", "Q3_K", "Q6_K") or "g16" in name else 32
     monkeypatch.setattr(products, "tile_of", lambda *sizes, **form: (16, 32, inputs, 4, 3))
-    monkeypatch.setattr(products, "coded_tile_of", lambda rows, n, bits: (16, 32, 1024 // bits, 4, 3))
+    monkeypatch.setattr(products, "coded_tile_of", lambda rows, bits: (16, 32, 1024 // bits, 4, 3))
     monkeypatch.setattr(
         products, "expert_tile", lambda rows, bits: (16, 32, inputs if bits == 16 else 1024 // bits, 4, 3)
     )
@@ -238,6 +239,19 @@ def test_experts_have_the_bits_of_the_values(
     assert torch.equal(*found)
 
 
+def test_codes_are_kept_where_kernels_meet_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--weights file` was asked for: nothing else is loaded in its place."""
+    path = make_checkpoint("llama", tmp_path)
+    config = ComputeConfig(backend="torch", device="cpu", weights="file")
+    with pytest.raises(
+        ConfigError, match="weights is 'file', and torch's kernels on cpu have no codes\nhint: leave --w"
+    ):
+        load_model(path, config)
+    monkeypatch.setattr(torch_model.TorchModel, "multiplies_codes", True)
+    with pytest.raises(ConfigError, match="weights is 'file', and its other weights are fp32"):
+        load_model(path, config)
+
+
 def test_formats_take_what_they_say() -> None:
     """Of a matrix of whole blocks, but for scales beside a row or a matrix."""
     for name, make in WEIGHTS.items():
@@ -297,7 +311,7 @@ def interpreted(path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
     monkeypatch.setattr(torch_model.TorchModel, "multiplies_codes", True)
     monkeypatch.setattr(torch_model, "_auto_format", lambda blueprint: "bf16")
     coded, plain = (
-        load_model(path, ComputeConfig(backend="torch", device="cpu", weights=how)) for how in ("auto", "bf16")
+        load_model(path, ComputeConfig(backend="torch", device="cpu", weights=how)) for how in ("file", "bf16")
     )
     answers = [alone(model, prompt(20), 8) for model in (coded, plain)]
     assert answers[1].logits.std() > 0.1, "the model says nearly the same everywhere; the test would see nothing"
@@ -379,5 +393,5 @@ def test_a_model_in_codes_is_the_model_in_bf16(layout: str, tmp_path: Path, capl
 @pytest.mark.gpu
 def test_experts_in_mxfp4_are_those_in_bf16(tmp_path: Path) -> None:
     """As gpt-oss has them, beside attention in bf16."""
-    path, _ = mxfp4_checkpoint(tmp_path)
+    path, _ = mxfp4_checkpoint(tmp_path, dtype=torch.bfloat16)
     assert set(answers_alike(path).expert_formats) == {"gpu4-g32-bf16-e2m1"}

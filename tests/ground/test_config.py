@@ -67,7 +67,7 @@ def test_every_setting_has_a_name_and_a_place() -> None:
         ({"weight": "int8"}, "no setting 'weight'\nhint: did you mean weights"),
         ({"max_model_len": 8192}, "no setting 'max_model_len'"),
         ({"zzz": 1}, "no setting 'zzz'\nhint: known are activations, aging_s"),
-        ({"weights": "int3"}, "weights is 'int3'; it must be one of auto, fp32"),
+        ({"weights": "int3"}, "weights is 'int3'; it must be one of auto, file, fp32"),
         ({"device": "gpu"}, "device is 'gpu'; it must be auto, cpu, cuda or cuda:N\nhint: a CUDA device is named cuda"),
     ],
 )

@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 from diptych.cli.asked import client_of, fields_of
 from diptych.cost.setup import setup_of
+from diptych.ground.config import AS_STORED
 from diptych.ground.errors import ConfigError
 from diptych.sim.counterfactual import USUAL_CHANGES, Change, Machine, what_if
 from diptych.sim.journal import is_journal, journal_minutes
@@ -28,7 +29,7 @@ def asked_of_recording(
     request: str, changes: list[str], *, recording: Path, model: str, weights: str
 ) -> dict[str, Any]:
     """The same of a recording; model and weights are what another device is priced with."""
-    setup = setup_of(model, "h100-80gb-sxm", weights="bf16" if weights == "auto" else weights)
+    setup = setup_of(model, "h100-80gb-sxm", weights="bf16" if weights in AS_STORED else weights)
     machine = Machine(model=setup.model, quant=setup.quant, kv=setup.kv)
     wanted = [Change.parse(change) for change in changes or USUAL_CHANGES]
     if is_journal(recording):

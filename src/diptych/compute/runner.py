@@ -33,7 +33,7 @@ from diptych.compute.ops.torch_model import build_torch_model, torch_device
 from diptych.compute.packed_cache import PackedCache
 from diptych.compute.quant import QuantisedCheckpoint, stored_weights
 from diptych.compute.weights import Checkpoint, Meanwhile, Progress, RandomSource, resolve_model_dir
-from diptych.ground.config import ComputeConfig, packed_cache
+from diptych.ground.config import AS_STORED, ComputeConfig, packed_cache
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.config import HfConfig, read_json
 from diptych.models.gguf import read_config
@@ -195,8 +195,9 @@ def _built_once(
         meanwhile()
         return built(checkpoint)
     cache = PackedCache(folder=kept[0], limit_bytes=kept[1])
-    is_plain = config.weights == "auto" and not checkpoint.is_keeping
-    weights = "bf16" if is_plain else config.weights
+    weights = config.weights
+    if weights in AS_STORED:
+        weights = "auto" if checkpoint.is_keeping else "bf16"
     key = cache.key(checkpoint.paths, hf_config, weights, choose_instruction_set(config.instruction_set))
     packed = cache.find(key)
     if packed is not None:
@@ -238,7 +239,7 @@ def _open_folder(directory: Path, config: ComputeConfig) -> Opened:
 
 def _dequantised_dtype(config: ComputeConfig) -> torch.dtype:
     """Of values that are made of another program's codes: what is packed as int8 or int4 is rounded once, from fp32."""
-    return torch.bfloat16 if config.weights in ("auto", "bf16") else torch.float32
+    return torch.bfloat16 if config.weights in (*AS_STORED, "bf16") else torch.float32
 
 
 def _open_gguf(path: Path, config: ComputeConfig) -> Opened:
@@ -297,7 +298,7 @@ def memory_of_block(spec: ModelSpec, config: ComputeConfig, block_tokens: int) -
 
 def settle_stored(config: ComputeConfig, stored: str) -> ComputeConfig:
     """The config for a checkpoint that `diptych quantize` packed as `stored`. ConfigError when it asks for something else."""
-    if config.weights not in ("auto", stored):
+    if config.weights not in (*AS_STORED, stored):
         raise ConfigError(
             f"weights is {config.weights!r}; the checkpoint is packed as {stored}",
             hint="leave --weights out, or load the original checkpoint",

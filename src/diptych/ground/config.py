@@ -19,7 +19,8 @@ from diptych.ground.errors import ConfigError
 from diptych.ground.formats import ENGINE_KV, ENGINE_WEIGHTS
 
 BACKENDS = ("auto", "cpu", "torch")
-WEIGHT_FORMATS = ("auto", *ENGINE_WEIGHTS)
+AS_STORED = ("auto", "file")
+WEIGHT_FORMATS = (*AS_STORED, *ENGINE_WEIGHTS)
 KV_FORMATS = ("auto", *ENGINE_KV)
 LONGROPE_FACTORS = ("auto", "short", "long")
 ACTIVATIONS = ("auto", "int8", "int15")
@@ -126,6 +127,8 @@ class BlockConfig:
 class ComputeConfig:
     """Which kernels run and on what. `auto` is resolved once at start and logged, never silently changed later.
 
+    weights: what a file has in codes (AWQ, GGUF, ...) stays so with `file`, and with `auto` on the cpu backend; torch's `auto`
+    takes the codes' values in 16 bits, which take more memory and less time.
     threads: of the kernels; None is one per physical core that this process may use. numa: where they are pinned: `auto`
     (cores of one NUMA node after the other), nodes such as `0` or `0,1`, or `off` (not pinned at all). instruction_set: the
     cpu backend's kernel set, `auto` being the best that this processor runs; other names are checked when the model is loaded.

@@ -45,7 +45,7 @@ from diptych.compute.ops.cpu_parts import Rows, finite_weights, native_codes, ow
 from diptych.compute.ops.cpus import allowed_cpus, choose_cpus
 from diptych.compute.ops.shares import OwnHeads, Rank, head_rows
 from diptych.compute.weights import Saved, Source
-from diptych.ground.config import ComputeConfig
+from diptych.ground.config import AS_STORED, ComputeConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.formats import STRIP_LANES, KeptFormat, head_format
 from diptych.models.contents import EXPONENTS
@@ -68,7 +68,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         if config.weights == "fp32" or config.kv == "fp32":
             raise ConfigError("the cpu backend has no fp32 weights or cache", hint="use --backend torch for fp32")
         self.instruction_set = choose_instruction_set(config.instruction_set)
-        self.weights_format = "bf16" if config.weights == "auto" else config.weights
+        self.weights_format = "bf16" if config.weights in AS_STORED else config.weights
         self.kv_format = "bf16" if config.kv == "auto" else config.kv
         self.rank = rank or Rank()
         self.placement = self.rank.placement or choose_cpus(config.threads, config.numa, allowed_cpus())
@@ -82,7 +82,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self.source = source
         self._heads: dict[int, tuple[AttentionSpec, OwnHeads | None]] = {}  # by layer
         self.is_balancing = self.weights_format != "bf16" and source.is_balanceable
-        self.is_keeping = config.weights == "auto"
+        self.is_keeping = config.weights in AS_STORED
         self._asked_wide = {"int8": False, "int15": True}.get(config.activations)  # None: as each format has them
         self.packed: dict[str, int] = {}  # key -> number in the program, of all that was packed
         self.kept: dict[str, KeptFormat] = {}  # key -> format, of those that kept their values

@@ -89,15 +89,22 @@ class TorchModel(Model):
         self.device = device
         self.spec = blueprint.spec
         self.hf_config = blueprint.hf_config
-        self.weights_format = _choose("weights", config.weights, "auto")
+        wants_codes = config.weights == "file"
+        self.weights_format = _choose("weights", "auto" if wants_codes else config.weights, "auto")
         self._blueprint = blueprint
         if self.weights_format == "auto":
             self.weights_format = _auto_format(blueprint)
         plain = self.weights_format  # what all is in that is not in codes
         self._dtype = DTYPES[plain]
         self.kv_format = _choose("kv", config.kv, plain)
-        keeps_codes = self.multiplies_codes and config.weights == "auto" and plain == "bf16"
-        loader = TorchLoader(device, self._dtype, stacks_experts=device.type == "cuda", keeps_codes=keeps_codes)
+        if wants_codes and not (self.multiplies_codes and plain == "bf16"):
+            why = (
+                "its other weights are fp32" if self.multiplies_codes else f"torch's kernels on {device} have no codes"
+            )
+            raise ConfigError(
+                f"weights is 'file', and {why}", hint="leave --weights out: values are read, in 16 or 32 bits"
+            )
+        loader = TorchLoader(device, self._dtype, stacks_experts=device.type == "cuda", keeps_codes=wants_codes)
         self._weights = blueprint.load(loader)
         self.formats = {name or plain: n for name, n in loader.n_values.items()} or {plain: 1}
         self.expert_formats = {name or plain: n for name, n in loader.n_expert_values.items()}

@@ -231,7 +231,7 @@ def _multiply_into(
 ) -> None:
     (rows, n), k, held = y.shape, x.shape[1], Held.of(weight)
     bits = held.form.bits
-    tile = coded_tile_of(rows, n, bits) if bits < 16 else tile_of(rows, n, k, is_gate=kind in GATES.values())
+    tile = coded_tile_of(rows, bits) if bits < 16 else tile_of(rows, n, k, is_gate=kind in GATES.values())
     bm, bn, bk, warps, stages = tile
     launch(
         _multiply,
@@ -260,12 +260,9 @@ def tile_of(rows: int, n: int, k: int, *, is_gate: bool) -> tuple[int, int, int,
     return SOME, 32, 128, 4, 5
 
 
-def coded_tile_of(rows: int, n: int, bits: int) -> tuple[int, int, int, int, int]:
+def coded_tile_of(rows: int, bits: int) -> tuple[int, int, int, int, int]:
     """As `tile_of`, for at most SOME rows over codes, of whose words a block is taken at a time."""
-    if rows > FEW:
-        return 2 * FEW, 64, 1024 // bits, 4, 4
-    # words are few bytes, of which much must be under way: tiles beside one another on a multiprocessor, read far ahead
-    return (FEW, 64, 1024 // bits, 4, 4) if n >= 256 * BUSY else (FEW, 32, 1024 // bits, 4, 6)
+    return (2 * FEW if rows > FEW else FEW), (64 if rows > FEW else 32), 1024 // bits, 4, 4
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -422,7 +419,7 @@ def _multiply_by_experts(
 def expert_tile(rows: int, bits: int) -> tuple[int, int, int, int, int]:
     """As `tile_of`, for experts that have so many rows each."""
     if bits < 16:
-        return (FEW, 32, 1024 // bits, 4, 6) if rows <= FEW else (2 * FEW, 64, 1024 // bits, 4, 4)
+        return coded_tile_of(rows, bits)
     if rows <= FEW:
         return FEW, 64, 128, 4, 4
     return (SOME, 128, 64, 4, 4) if rows <= SOME else (128, 128, 64, 8, 3)
