@@ -28,6 +28,7 @@ from diptych.engine.load import local_predictor
 from diptych.ground.config import ComputeConfig
 from diptych.ground.formats import KEPT_BITS, KeptFormat
 from diptych.ground.shape import StepShape
+from diptych.lab.ladder import kernels_price_s
 from diptych.lab.probe import StepProbe
 from diptych.models.named import SHAPES
 
@@ -84,7 +85,7 @@ def main() -> None:
     probe, predictor = StepProbe(model, max_tokens=40_000), local_predictor(model)
 
     def predicted(work: StepShape) -> str:
-        return "" if predictor is None else f", predicted {predictor.predict_s(work) * 1e3:.2f} ms"
+        return "" if predictor is None else f", predicted {kernels_price_s(predictor, work) * 1e3:.2f} ms"
 
     for batch, context in DECODE:
         work = StepShape.decode(batch=batch, context_tokens=context)

@@ -20,6 +20,7 @@ for tool in aarch64-linux-gnu-g++ qemu-aarch64 debootstrap; do
   command -v $tool > /dev/null || { echo "error: $tool is missing: apt-get install g++-aarch64-linux-gnu qemu-user debootstrap" >&2; exit 1; }
 done
 
+mkdir -p "$out"
 if [ ! -e "$root/.done" ]; then
   echo "==> Python for ARM64"
   debootstrap --arch=arm64 --foreign --variant=minbase \
@@ -35,6 +36,7 @@ if [ ! -e "$site/.done" ]; then
   env -u PIP_CONSTRAINT "$bin/pip" install -q --no-deps --target "$site" --only-binary=:all: --python-version 3.11 \
     --platform manylinux_2_31_aarch64 --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 \
     --platform manylinux2014_aarch64 torch==2.7.1 -r "$out/packages.txt"
+  "$bin/pip" install -q --target "$out/tools" nanobind
   touch "$site/.done"
 fi
 
@@ -42,7 +44,7 @@ echo "==> cross build"
 cmake -S "$here" -B "$out/kernels" -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
   -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_CXX_FLAGS="-idirafter $root/usr/include" -DDIPTYCH_BUILD_TESTS=ON \
   -DPython_EXECUTABLE="$bin/python" -DPython_INCLUDE_DIR="$root/usr/include/python3.11" \
-  -Dnanobind_DIR="$("$bin/python" -m nanobind --cmake_dir)" > "$out/cmake.log"
+  -Dnanobind_DIR="$(PYTHONPATH=$out/tools "$bin/python" -m nanobind --cmake_dir)" > "$out/cmake.log"
 cmake --build "$out/kernels" -j2 --target kernels_fuzz _cpu
 rm -rf "$out/stage" && mkdir "$out/stage" && cp -r "$here/src/diptych" "$out/stage/"
 cp "$out"/kernels/_cpu*.so "$out/stage/diptych/compute/ops/_cpu.so"

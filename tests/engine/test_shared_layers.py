@@ -45,6 +45,20 @@ def test_a_state_has_the_keys_that_a_layer_attends_to(loaded: LoadedModel, tmp_p
     assert torch.equal(phases.decode(again)[1], phases.decode(state)[1])
 
 
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("family", ["mimo_v2_flash", "deepseek_v2", "minimax_m3"])
+def test_what_a_state_keeps_of_each_layer_comes_back(family: str, backend: str, tmp_path: Path) -> None:
+    """Values narrower than keys, keys that are the values, and an index's, which have none."""
+    make_checkpoint(family, tmp_path, dtype=torch.bfloat16, vocab_size=4096)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(bundled_dir() / name, tmp_path / name)
+    phases = TwoPhase(load(str(tmp_path), tiny_config(backend)), tiny_config(backend))
+    state = phases.prefill(TOKENS)
+    phases.save(state, tmp_path / "state")
+    again = phases.load_state(tmp_path / "state")
+    assert torch.equal(phases.decode(again)[1], phases.decode(state)[1])
+
+
 def test_a_small_pool_changes_no_token(loaded: LoadedModel) -> None:
     """Prompts that share a beginning, with too few blocks for all of them."""
     prompts = [TOKENS + [100 + i] * (9 + 7 * i) for i in range(5)]

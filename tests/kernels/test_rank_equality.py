@@ -48,9 +48,11 @@ def checkpoint(family: str, path: Path, **fields: int) -> Path:
     return make_checkpoint(family, path, num_hidden_layers=2, dtype=torch.bfloat16, **fields)
 
 
-def differences(path: Path, config: ComputeConfig, ranks: tuple[int, ...] = (2, 4)) -> dict[str, str]:
+def differences(
+    path: Path, config: ComputeConfig, ranks: tuple[int, ...] = (2, 4), n_tokens: int = N_TOKENS
+) -> dict[str, str]:
     """What of KV, logits and blocks as they travel differs from one rank; nothing, it is hoped."""
-    one, tokens, found = load_model(path, config), prompt(N_TOKENS), {}
+    one, tokens, found = load_model(path, config), prompt(n_tokens), {}
     whole, ids = alone(one, tokens, None), [3, 0, 5]
     assert whole.logits.std() > 0.1
     for n in ranks:
@@ -107,6 +109,25 @@ def test_ranks_change_no_bit_of_what_other_families_have(tmp_path: Path, family:
         assert not (found := alone(model, tokens, chunk).differs_from(whole)), found
     assert model.program.n_meetings == gathered(model.spec, tp=3, weights=model.weights_format).meetings  # type: ignore[attr-defined]
     model.close()
+
+
+BEYOND: list[tuple[str, str, str, dict[str, int]]] = [
+    ("minimax_m3", "int8", "int8", {"num_attention_heads": 3, "num_key_value_heads": 3, "index_n_heads": 3}),
+    ("minimax_m3", "int4", "fp8", {"num_attention_heads": 9, "num_key_value_heads": 3, "index_n_heads": 3,
+                                   "index_topk_blocks": 3, "index_local_blocks": 2}),
+    ("minimax_m3", "bf16", "int8", {"num_attention_heads": 2, "num_key_value_heads": 1, "index_n_heads": 1}),
+    ("nemotron-nas", "int8", "int8", {}),
+    ("axk2", "bf16", "bf16", {"num_attention_heads": 3, "num_key_value_heads": 3}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "weights", "kv", "fields"), BEYOND)
+def test_what_is_chosen_on_ranks_is_what_one_chooses(
+    tmp_path: Path, family: str, weights: str, kv: str, fields: dict[str, int]
+) -> None:
+    """Behind more tokens than an index chooses, over layers of every kind: KV heads of ranks choose their own blocks."""
+    path = make_checkpoint(family, tmp_path, dtype=torch.bfloat16, **fields)
+    assert not (found := differences(path, replace(CONFIG, weights=weights, kv=kv), n_tokens=120)), found
 
 
 LATENTS = [("deepseek_v2", "int8", "int8", 4), ("deepseek_v3", "bf16", "bf16", 2), ("deepseek_v3", "int4", "bf16", 4)]

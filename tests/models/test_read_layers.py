@@ -180,6 +180,7 @@ def test_layers_that_a_search_has_left() -> None:
             r"replace_with_linear in ffn of block_configs\[3\]",
         ),
         (one({"n_heads_in_group": 8}, {"intermediate_size": 64, "gated": True, "moe": {"n": 4}}), "moe in ffn"),
+        (one({"n_heads_in_group": 8}, {"intermediate_size": 64, "gated": False}), "gated in ffn .* is False"),
         (one({"n_heads_in_group": 3}, nothing), "n_heads_in_group .* is 3; 8 query heads"),
         (one({}, nothing), "n_heads_in_group .* is None"),
         (one({"n_heads_in_group": 8}, {}), "ffn_mult .* is None"),
@@ -200,7 +201,8 @@ def test_an_index_of_blocks_by_layer() -> None:
     fields = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "max_position_embeddings": 8192}
     plain = read("minimax_m3_vl_text", **fields)
     assert (plain.max_context_tokens, plain.mlp) == (8192, None), "no layer has an index unless it is said"
-    sparse = {"sparse_block_size": 32, "sparse_topk_blocks": 8, "sparse_attention_freq": [0, 1, 1, 1],
+    sparse = {"use_sparse_attention": True, "sparse_init_block": 0, "sparse_score_type": "max",
+              "sparse_block_size": 32, "sparse_topk_blocks": 8, "sparse_attention_freq": [0, 1, 1, 1],
               "sparse_disable_index_value": [0, 1, 1, 1], "sparse_local_block": 2, "sparse_num_index_heads": 2,
               "sparse_index_dim": 24}  # fmt: skip
     published = {"moe_layer_freq": [0, 1, 1, 1], "dense_intermediate_size": 48, "use_gemma_norm": True, "rotary_dim": 8,
@@ -233,6 +235,17 @@ def test_an_index_of_blocks_by_layer() -> None:
         ({**kinds, "index_head_dim": 8}, "index_head_dim .* is 8; 16 dimensions"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types .* has 3 entries"),
         ({"sparse_attention_config": {**sparse, "sparse_disable_index_value": [0] * 4}}, "sparse_disable_index_value"),
+        (
+            {"sparse_attention_config": {**sparse, "sparse_disable_index_value": [0, 1]}},
+            "has 2 entries; the model has 4",
+        ),
+        ({"sparse_attention_config": {**sparse, "sparse_init_block": 1}}, "sparse_init_block .* is 1; only 0 is run"),
+        (
+            {"sparse_attention_config": {**sparse, "sparse_score_type": "mean"}},
+            "sparse_score_type .* only 'max' is run",
+        ),
+        ({"sparse_attention_config": {**sparse, "use_sparse_attention": False}}, "use_sparse_attention .* only True"),
+        ({"sparse_attention_config": {**sparse, "sparse_sinks": 4}}, "sparse_sinks 4, which is not known here"),
         ({"swiglu_limit": 10.0}, "swiglu_limit"),
         ({"moe_layer_freq": [0, 1, 1, 2]}, "moe_layer_freq"),
     ):

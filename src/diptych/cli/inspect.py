@@ -104,7 +104,7 @@ def _model(spec: ModelSpec) -> dict[str, Any]:
         "kv_heads": spec.n_kv_heads,
         "head_dim": spec.head_dim,
         # heads and their width, and that of their values where it is another
-        "kv_shapes": [list(shape) for shape in dict.fromkeys(map(_kv_shape, spec.caches))],
+        "kv_shapes": [list(shape) for shape in dict.fromkeys(map(_kv_shape, spec.caches[: len(spec.kv_layers)]))],
         "experts": None if moe is None else moe.n_experts,
         "experts_per_token": None if moe is None else moe.experts_per_token,
         "vocab_size": spec.vocab_size,

@@ -86,9 +86,8 @@ def compute_dtype(weights_format: str) -> str:
 
 
 def attention_dtype(model: Model) -> str:
-    """The dtype of its products with the cache: int8 over a cache of it, fp32 beside such weights, else bf16."""
-    quant = engine_quant(model.weights_format, model.head_format)
-    return "int8" if model.kv_format == "int8" else quant.attention_compute
+    """The dtype of its products with the cache: one of int8 is met by whole numbers of 16 bits, as many at once as of bf16."""
+    return engine_quant(model.weights_format, model.head_format).attention_compute
 
 
 def is_measured_natively(model: Model) -> bool:

@@ -202,7 +202,7 @@ class TwoPhase:
         for layer in range(len(self.model.spec.caches)):
             keys, values = self.kv.read(layer, state.block_ids, len(state.token_ids))
             tensors[f"layers.{layer}.keys"] = keys.detach().cpu().contiguous()
-            tensors[f"layers.{layer}.values"] = values.detach().cpu().contiguous()
+            tensors[f"layers.{layer}.values"] = values.detach().cpu().contiguous().clone()  # latents: the same tensor
         if state.place is not None:
             tensors["state"] = self.kv.read_state(state.place).detach().cpu()
         # the file is renamed into place: a device of that name would be replaced
@@ -244,10 +244,10 @@ class TwoPhase:
         state.block_ids = self._take_blocks(-(-len(state.token_ids) // self.kv.block_tokens))
         try:
             for layer in range(len(self.model.spec.caches)):
-                sample = self.kv.read(layer, [0], 1)[0]
-                shape = (sample.shape[0], len(state.token_ids), sample.shape[2])
-                names = f"layers.{layer}.keys", f"layers.{layer}.values"
-                keys, values = (saved.tensor(name, shape, sample.dtype) for name in names)
+                keys, values = (
+                    saved.tensor(f"layers.{layer}.{name}", (len(one), len(state.token_ids), one.shape[2]), one.dtype)
+                    for name, one in zip(("keys", "values"), self.kv.read(layer, [0], 1), strict=True)
+                )
                 self.kv.write(layer, state.block_ids, keys, values)
             if self.kv.n_places:
                 state.place = self._take_place()

@@ -14,6 +14,9 @@ OF_BLOCKS = "minimax_m3_sparse"  # what layer_types call such a layer
 IN_SPARSE = {"sparse_block_size": "index_block_size", "sparse_topk_blocks": "index_topk_blocks",
              "sparse_local_block": "index_local_blocks", "sparse_num_index_heads": "index_n_heads",
              "sparse_index_dim": "index_head_dim"}  # fmt: skip
+OF_LAYERS = ("sparse_attention_freq", "sparse_disable_index_value")
+# what its publisher's code may do otherwise
+USUAL = {"use_sparse_attention": True, "sparse_init_block": 0, "sparse_score_type": "max"}
 BLOCKS = (16, 32, 64, 128, 256)  # positions that kernels take together: of whole groups, and tiles of whole blocks
 
 
@@ -30,8 +33,17 @@ def as_indexed(raw: dict[str, Any], family: Family, path: str) -> dict[str, Any]
     if len(kinds) != n_layers:
         raise LoadError(f"layer_types in {path} has {len(kinds)} entries; the model has {n_layers} layers")
     has_index = [kind == OF_BLOCKS for kind in kinds]
+    for key, value in sparse.raw.items():
+        if key in (*IN_SPARSE, *OF_LAYERS) or value is None:
+            continue
+        if key not in USUAL:
+            raise LoadError(f"sparse_attention_config in {path} has {key} {value!r}, which is not known here")
+        if value != USUAL[key]:
+            raise LoadError(f"{key} in {path} is {value!r}; only {USUAL[key]!r} is run")
     off = sparse.integers("sparse_disable_index_value")
-    if off is not None and any(one and not is_off for one, is_off in zip(has_index, off, strict=False)):
+    if off is not None and len(off) != n_layers:
+        raise LoadError(f"sparse_disable_index_value in {path} has {len(off)} entries; the model has {n_layers} layers")
+    if off is not None and any(one and not is_off for one, is_off in zip(has_index, off, strict=True)):
         raise LoadError(
             f"sparse_disable_index_value in {path} has 0 for a layer with an index, whose values are not run"
         )

@@ -126,7 +126,7 @@ def _searched_width(ffn: HfConfig, hidden: int) -> int:
 
 def _refuse_more(config: HfConfig, read: tuple[str, ...], usual: Mapping[str, Any] = MappingProxyType({})) -> None:
     for key, value in config.raw.items():
-        if key not in read and value and value != usual.get(key):
+        if key not in read and (value or key in usual) and value is not None and value != usual.get(key):
             raise LoadError(
                 f"{key} in {config.path} is {value!r}; only attention, a gated MLP, or nothing is supported"
             )
