@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -139,6 +140,26 @@ def test_errors_are_of_models_that_the_fit_did_not_see() -> None:
         assert held["residuals"][phase]["rows"] == rows
         assert held["residuals"][phase]["median_error"] > seen["residuals"][phase]["median_error"]
     assert start()["residuals"]["decode"]["rows"] == 0, "profiles share no table"
+
+
+@pytest.mark.parametrize("slower", Phase)
+def test_nothing_of_a_model_is_in_the_fit_that_judges_it(slower: Phase) -> None:
+    """Its prompts were, when its decode steps were judged, and the other way round."""
+    samples = h200_samples()
+    judged = samples[-1].view
+    kept = [sample.view for sample in samples if sample.view is not judged]
+
+    def twice(sample: TimedStep) -> TimedStep:
+        is_slow = sample.view is judged and sample.phase is slower
+        return replace(sample, measured=Estimate.of([sample.measured.value * 2.0])) if is_slow else sample
+
+    start = partial(unfitted, H200, CARD, H200_BYTES, kernels=KERNELS)
+    plain, slow = (fit_held_out(start(), one, kept=kept)["residuals"] for one in (samples, list(map(twice, samples))))
+    for phase in Phase:
+        scale = 2.0 if phase is slower else 1.0
+        for end in ("low", "high"):
+            expected = scale * (1.0 + plain[phase.value][end]) - 1.0
+            assert slow[phase.value][end] == pytest.approx(expected, abs=2e-4)  # they are rounded
 
 
 @pytest.mark.parametrize(
