@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,17 @@ import torch
 from checkpoints import make_checkpoint
 from coded_files import block_fp8, quantised_checkpoints
 from diptych.cli.inspect import facts_of
+from diptych.cost.planner import gpu_notes
+from diptych.cost.setup import find_hardware
+from diptych.models.config import HfConfig
+from diptych.models.gpu_kernels import left_to_torch
+from diptych.models.latent import IndexSpec
+from diptych.models.named import SHAPES
+from diptych.models.read import read_model
+from diptych.models.spec import ModelSpec, MoeSpec
 from gguf_files import gguf_reference, write_gguf
 from h200 import h200_profile
+from started import run
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
 
@@ -61,3 +72,72 @@ def test_files_in_formats_that_were_not_timed_are_described(name: str, tmp_path:
     assert kept is None or kept in facts["memory"]["weight_bytes"]
     assert facts["phases"].keys() == {"bf16"}
     assert facts["phases"]["bf16"]["decode_s"] > 0.0
+
+
+NOTES: dict[str, tuple[str, dict[str, Any], str | None]] = {
+    "dense": ("llama-3.1-8b", {}, None),
+    "mixture": ("qwen3-30b-a3b", {}, None),
+    "states": ("qwen3-next-80b-a3b", {}, "for its states"),
+    "wide heads": ("qwen2.5-0.5b", {"head_dim": 512}, "for its heads of 512 (at most 256)"),
+    "latents": ("deepseek-v2-lite", {}, "latent attention was not timed"),
+    "wide latents": ("deepseek-v2-lite", {"kv_lora_rank": 1024}, "for its latents of 1024 and 64 (at most 512 and 64)"),
+}
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_what_was_not_timed_on_the_gpu_is_said(name: str) -> None:
+    """As the engine predicts no such steps; of the processor and of others' devices nothing is said."""
+    shape, changed, said = NOTES[name]
+    spec = read_model(HfConfig(SHAPES[shape] | changed, path=name))
+    for device in ("local", "local-gpu"):
+        notes = gpu_notes(spec, *find_hardware(device))
+        assert len(notes) == (said is not None)
+        assert said is None or said in notes[0]
+    assert not gpu_notes(spec, *find_hardware("h200-141gb-sxm"))
+    hardware, calibration = find_hardware("local")
+    assert not gpu_notes(spec, replace(hardware, kind="cpu"), calibration)
+    # where torch's kernels were timed they are those that compute all models
+    by_torch = gpu_notes(spec, hardware, replace(calibration, is_of_our_kernels=False))
+    assert len(by_torch) == ("latents" in name)
+
+
+def test_what_our_kernels_lack_is_named() -> None:
+    """Of each kind by itself; a mixture that they have stays theirs."""
+    plain = read_model(HfConfig(SHAPES["qwen3-30b-a3b"], path="x"))
+    first = plain.layers[0]
+    assert isinstance(first.mlp, MoeSpec)
+    index = IndexSpec(most=512, n_heads=4, head_dim=64, block=128)
+
+    def of(**changed: Any) -> ModelSpec:
+        return replace(plain, layers=(replace(first, **changed), *plain.layers[1:]))
+
+    found = {
+        left_to_torch(spec)
+        for spec in (
+            plain,
+            replace(plain, has_head=False),
+            of(mlp=replace(first.mlp, limit=7.0)),
+            of(attention=replace(first.attention, index=index)),
+            of(attention=replace(first.attention, v_head_dim=320)),
+        )
+    }
+    assert found == {
+        None,
+        "want of an output projection",
+        "experts of silu within limits",
+        "an index of blocks",
+        "heads of 320 (at most 256)",
+    }
+
+
+def test_plans_simulations_and_descriptions_have_the_note() -> None:
+    """Each on its page and in its JSON."""
+    shown = "note: latent attention was not timed"
+    for command in (
+        ("plan", "deepseek-v2-lite"),
+        ("simulate", "deepseek-v2-lite", "--rate", "1/s", "--requests", "4"),
+        ("inspect", "deepseek-v2-lite"),
+    ):
+        assert shown in " ".join(run(*command, "--hardware", "local").stdout.split()), command
+        assert shown.removeprefix("note: ") in run(*command, "--hardware", "local", "--json").stdout
+        assert shown not in run(*command, "--hardware", "h200-141gb-sxm").stdout

@@ -19,7 +19,7 @@ from diptych.cli.tables import amount, duration, page, plain_table
 from diptych.compute.held import Held, what_is_held
 from diptych.cost.memory import engine_weight_bytes
 from diptych.cost.parameters import active_parameter_count, kv_bytes_stored, parameter_count
-from diptych.cost.planner import Plan, Question, make_plan
+from diptych.cost.planner import Plan, Question, gpu_notes, make_plan
 from diptych.cost.profile import LOCAL
 from diptych.cost.roofline import NoRate
 from diptych.cost.setup import Setup, find_hardware, find_model, model_path
@@ -201,7 +201,11 @@ def _phases(spec: ModelSpec, hardware: str, formats: Sequence[str], held: Held |
     plans = {
         weights: phases_of(_quant(weights, None if weights == "bf16" and are_values else held)) for weights in formats
     }
-    return {"hardware": device.name, "phases": {weights: one for weights, one in plans.items() if one is not None}}
+    return {
+        "hardware": device.name,
+        "phases": {weights: one for weights, one in plans.items() if one is not None},
+        "notes": gpu_notes(spec, device, calibration),
+    }
 
 
 def _phase_facts(plan: Plan) -> dict[str, Any]:
@@ -301,3 +305,5 @@ def _show_phases(console: Any, facts: dict[str, Any]) -> None:
             duration(phase["decode_s"]), f"{phase['decode_tokens_per_s']:,.1f} tok/s", phase["decode_bound"].value,
         )  # fmt: skip
     console.print(table)
+    for note in facts["notes"]:
+        console.print(f"note: {note}", markup=False)
