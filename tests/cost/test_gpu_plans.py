@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,13 @@ import torch
 from checkpoints import make_checkpoint
 from coded_files import block_fp8, quantised_checkpoints
 from diptych.cli.inspect import facts_of
+from diptych.compute.quant import save_quantised
+from diptych.compute.runner import load_model
 from diptych.cost.planner import gpu_notes
-from diptych.cost.setup import find_hardware
+from diptych.cost.profile import profile_path
+from diptych.cost.setup import find_hardware, setup_of
+from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import ConfigError
 from diptych.models.config import HfConfig
 from diptych.models.gpu_kernels import left_to_torch
 from diptych.models.latent import IndexSpec
@@ -141,3 +147,28 @@ def test_plans_simulations_and_descriptions_have_the_note() -> None:
         assert shown in " ".join(run(*command, "--hardware", "local").stdout.split()), command
         assert shown.removeprefix("note: ") in run(*command, "--hardware", "local", "--json").stdout
         assert shown not in run(*command, "--hardware", "h200-141gb-sxm").stdout
+
+
+@pytest.mark.native
+def test_a_packed_folder_is_refused_as_the_engine_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was priced in bf16, which nobody can run from it; the processor's profile and others' devices price it still."""
+    make_checkpoint("llama", tmp_path / "original", dtype=torch.bfloat16, **WIDE)
+    packed = str(tmp_path / "packed")
+    save_quantised(tmp_path / "original", tmp_path / "packed", weights="int8", threads=1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="packed for the cpu backend") as by_engine:
+        load_model(tmp_path / "packed", ComputeConfig())
+    for device, weights in product(("local", "local-gpu"), (None, "bf16", "int8")):
+        with pytest.raises(ConfigError) as caught:
+            setup_of(packed, device, weights=weights)
+        assert caught.value.message == by_engine.value.message
+        assert "--hardware local-cpu" in (caught.value.hint or "")
+    facts = facts_of(packed, "local")
+    assert (facts["phases"], facts["phases_missing"]) == ({}, by_engine.value.message)
+    assert "int8" in facts["memory"]["weight_bytes"]
+    cpu = h200_profile() | {"kind": "cpu"}
+    cpu |= {key: cpu[key] | {"int8": 0.5} for key in ("eb", "ef")} | {"flops_per_s": {"bf16": 1e12, "int8": 2e12}}
+    profile_path("cpu").write_text(json.dumps(cpu))
+    assert setup_of(packed, "local-cpu", weights=None).quant.name == "int8"
+    assert setup_of(packed, "h200-141gb-sxm", weights=None).quant.name == "bf16"
+    assert setup_of(str(tmp_path / "original"), "local", weights=None).quant.name == "bf16"

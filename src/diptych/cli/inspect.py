@@ -22,7 +22,7 @@ from diptych.cost.parameters import active_parameter_count, kv_bytes_stored, par
 from diptych.cost.planner import Plan, Question, gpu_notes, make_plan
 from diptych.cost.profile import LOCAL
 from diptych.cost.roofline import NoRate
-from diptych.cost.setup import Setup, find_hardware, find_model, model_path
+from diptych.cost.setup import Setup, find_hardware, find_model, model_path, refuse_packed
 from diptych.cost.tables import kv_spec
 from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
@@ -77,7 +77,7 @@ def facts_of(name: str, hardware: str) -> dict[str, Any]:
         "refusal_hint": None if refused is None else refused.hint,
         "words": None if path is None else _words(path),
         "memory": _memory(spec, {weights: _weight_bytes(spec, weights, path, held) for weights in formats}),
-        **_phases(spec, hardware, formats, held),
+        **_phases(name, spec, hardware, formats, held),
     }
 
 
@@ -174,9 +174,11 @@ def _quant(weights: str, held: Held | None) -> QuantSpec:
     return replace(quant, weight_bytes=dense, expert_weight_bytes=mean_bytes(held.experts) if held.experts else None)
 
 
-def _phases(spec: ModelSpec, hardware: str, formats: Sequence[str], held: Held | None) -> dict[str, Any]:
+def _phases(name: str, spec: ModelSpec, hardware: str, formats: Sequence[str], held: Held | None) -> dict[str, Any]:
     try:
         device, calibration = find_hardware(hardware)
+        if calibration.is_local and device.kind == "gpu":
+            refuse_packed(name)
     except ConfigError as error:
         if hardware not in LOCAL:
             raise
