@@ -73,9 +73,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def model_on(device: str, **facts: Any) -> Any:
     """What a profile is asked about, of a model on that device."""
     spec = read_model(HfConfig(SHAPES["qwen2.5-0.5b"], path="x"))
-    plain = {"backend_name": "torch", "instruction_set": KERNELS, "keeps_bits": True, "weights_format": "bf16", "threads": 8,
-             "head_format": "bf16", "kv_format": "bf16", "formats": {"bf16": 1}, "expert_formats": {}}  # fmt: skip
-    return SimpleNamespace(device=torch.device(device), spec=spec, **(plain | facts))
+    plain = {"spec": spec, "backend_name": "torch", "instruction_set": KERNELS, "keeps_bits": True, "weights_format": "bf16",
+             "threads": 8, "head_format": "bf16", "kv_format": "bf16", "formats": {"bf16": 1},
+             "expert_formats": {}}  # fmt: skip
+    return SimpleNamespace(device=torch.device(device), **(plain | facts))
 
 
 def test_the_form_says_what_an_h200_took() -> None:
@@ -300,13 +301,12 @@ STALE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "another compiler": ({"instruction_set": "NVIDIA H200 sm_90, triton 3.7.0"}, {}, "not with NVIDIA H200 sm_90, triton 3.7"),
     "another torch": ({}, {"kernels": f"{KERNELS}, torch 2.0.0"}, "torch 2.0.0, not with"),
-    "torch's kernels": ({"keeps_bits": False}, {}, f"not with {CARD} sm_90, torch {torch.__version__}"),
-    "a part of the card": ({}, {"memory_bytes": 2.0**34}, "with 16 GiB of memory, not with 140"),
-    "weights": (
-        {"weights_format": "fp32", "head_format": "fp32", "formats": {"fp32": 1}},
+    "our kernels": (
+        {"keeps_bits": False, "instruction_set": f"{CARD} sm_90"},
         {},
-        "without fp32 weights: the calibration has no achieved fraction for fp32",
+        f"not with {CARD} sm_90, torch {torch.__version__}",
     ),
+    "a part of the card": ({}, {"memory_bytes": 2.0**34}, "with 16 GiB of memory, not with 140"),
 }  # fmt: skip
 
 
@@ -320,6 +320,40 @@ def test_a_profile_of_another_gpu_is_stale(name: str, home: Path, monkeypatch: p
     model = model_on("cuda", **facts)
     assert words in (profile_gap(model) or "")
     assert (profile_gap(model) or "").endswith("(diptych lab calibrate --device cuda)")
+    assert local_predictor(model) is None
+
+
+UNTIMED: dict[str, tuple[dict[str, Any], str]] = {
+    "states": (
+        {"keeps_bits": False, "spec": read_model(HfConfig(SHAPES["lfm2-350m"], path="x"))},
+        "torch's kernels compute this model on a GPU, for its states; only ours are timed",
+    ),
+    "fp32": (
+        {"keeps_bits": False, "weights_format": "fp32"},
+        "torch's kernels compute this model on a GPU, for fp32 weights; only ours are timed",
+    ),
+    "codes": (
+        {"weights_format": "group8-g32-f16", "formats": {"group8-g32-f16": 1}},
+        "group8-g32-f16 weights are not timed on a GPU: the calibration has no achieved fraction for int8 and no fallback",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNTIMED)
+def test_no_calibration_is_asked_for_that_would_change_nothing(
+    name: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who ran the command that was named here, heard the same again."""
+    facts, words = UNTIMED[name]
+    monkeypatch.setattr(load_room, "memory_of", lambda device: Memory(H200_BYTES, H200_BYTES))
+    monkeypatch.setattr(load_room, "card_of", lambda device: f"{CARD} sm_90")
+    model = model_on("cuda", **facts)
+    before = profile_gap(model)
+    assert before == (
+        words if "torch's" in words else "this GPU was never measured (diptych lab calibrate --device cuda)"
+    )
+    _gpu_profile(home)
+    assert profile_gap(model) == words
     assert local_predictor(model) is None
 
 
@@ -358,7 +392,7 @@ def test_a_real_gpu_is_calibrated_and_its_steps_are_predicted(home: Path, monkey
         assert 0.0 < predictor.predict_s(work) < math.inf
     model.close()
     fp32 = random_model(NARROW | TINY, ComputeConfig(backend="torch", device="cuda", weights="fp32"), seed=1)
-    assert "this GPU was measured with" in (profile_gap(fp32) or "")
+    assert "for fp32 weights; only ours are timed" in (profile_gap(fp32) or "")
     on_cpu = random_model(NARROW | TINY, ComputeConfig(backend="torch", device="cpu", weights="bf16"), seed=1)
     assert "this machine was never measured, only its GPU was" in (profile_gap(on_cpu) or "")
 
