@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from diptych.cli.plan import app as plan
-from diptych.compute.device_ceilings import DeviceCeilings, cache_of, device_ceilings
+from diptych.compute.device_ceilings import cache_of, device_ceilings
 from diptych.compute.ops.torch_model import card_of
 from diptych.compute.runner import random_model
 from diptych.cost import planner as planner_room
@@ -22,8 +23,7 @@ from diptych.cost import profile as profile_room
 from diptych.cost.calibration import Cache
 from diptych.cost.memory import capacity_of
 from diptych.cost.profile import load_profile, profile_path, read_profile
-from diptych.cost.setup import find_hardware, own_quant, setup_of
-from diptych.cost.tables import kv_spec
+from diptych.cost.setup import find_hardware, setup_of
 from diptych.engine import load as load_room
 from diptych.engine.load import local_predictor, profile_gap
 from diptych.engine.memory import Memory
@@ -41,14 +41,11 @@ from diptych.lab.rounds import Effort, Estimate
 from diptych.models.config import HfConfig
 from diptych.models.named import SHAPES
 from diptych.models.read import read_model
+from h200 import CARD, DECODE, H200, H200_BYTES, KERNELS, PREFILL, h200_profile, h200_samples
 
-CARD, KERNELS = "NVIDIA H200", "NVIDIA H200 sm_90, triton 3.6.0"
-H200_BYTES = 150_754_820_096
 TINY = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
         "num_hidden_layers": 2, "vocab_size": 512}  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-DECODE = [StepShape.decode(batch=b, context_tokens=c) for b, c in ((1, 512), (1, 8192), (16, 512), (64, 512))]
-PREFILL = [StepShape.prefill(batch=1, new_tokens=n, cached_tokens=c) for n, c in ((512, 0), (2048, 0), (2048, 8192))]
 SMALL = Extent(
     models={
         "narrow": NARROW | TINY,
@@ -64,36 +61,6 @@ SMALL = Extent(
     copy_mib=(1, 2, 8),
     climbs=1,
 )
-# ms of steps of an H200 (LAB.md, machine D): DECODE and PREFILL, each as it was measured there by benchmarks/gpu_steps.py
-H200_STEPS: dict[str, tuple[int, list[StepShape], list[float]]] = {
-    "qwen2.5-0.5b": (24, DECODE + PREFILL, [1.32, 1.57, 1.59, 1.87, 2.41, 5.32, 12.2]),
-    "llama-3.1-8b": (32, DECODE + PREFILL, [4.80, 5.07, 5.14, 6.60, 15.3, 55.0, 79.5]),
-    "qwen3-30b-a3b": (8, [DECODE[0], *DECODE[2:], *PREFILL[:2]], [1.26, 2.56, 3.86, 5.8, 14.7]),
-}
-H200 = DeviceCeilings(
-    read_bytes_per_s=4.2e12,
-    copy_bytes_per_s={16: 6e12, 2048: 4.2e12},
-    flops_per_s={"bf16": 8e14, "fp32": 5.2e13},
-    launch_s=3e-5,
-)
-
-
-def h200_samples() -> list[TimedStep]:
-    """Those rows as a calibration has them."""
-    found: list[TimedStep] = []
-    for name, (n_layers, works, times_ms) in H200_STEPS.items():
-        spec = read_model(HfConfig(SHAPES[name] | {"num_hidden_layers": n_layers}, path=name))
-        view: Any = SimpleNamespace(spec=spec, quant=own_quant("bf16"), kv=kv_spec("bf16"))
-        found += [
-            TimedStep(view=view, work=work, measured=Estimate.of([ms / 1e3]), read_bytes_per_s=H200.read_bytes_per_s)
-            for work, ms in zip(works, times_ms, strict=True)
-        ]
-    return found
-
-
-def h200_profile() -> dict[str, Any]:
-    """A profile of that card by the writer's own hands, but for its host, which nobody measured."""
-    return fit(unfitted(H200, CARD, H200_BYTES, kernels=f"{KERNELS}, torch {torch.__version__}"), h200_samples())
 
 
 @pytest.fixture
@@ -106,9 +73,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def model_on(device: str, **facts: Any) -> Any:
     """What a profile is asked about, of a model on that device."""
     spec = read_model(HfConfig(SHAPES["qwen2.5-0.5b"], path="x"))
-    plain = {"backend_name": "torch", "instruction_set": KERNELS, "keeps_bits": True, "weights_format": "bf16", "threads": 8,
-             "head_format": "bf16", "kv_format": "bf16", "formats": {"bf16": 1}, "expert_formats": {}}  # fmt: skip
-    return SimpleNamespace(device=torch.device(device), spec=spec, **(plain | facts))
+    plain = {"spec": spec, "backend_name": "torch", "instruction_set": KERNELS, "keeps_bits": True, "weights_format": "bf16",
+             "threads": 8, "head_format": "bf16", "kv_format": "bf16", "formats": {"bf16": 1},
+             "expert_formats": {}}  # fmt: skip
+    return SimpleNamespace(device=torch.device(device), **(plain | facts))
 
 
 def test_the_form_says_what_an_h200_took() -> None:
@@ -139,6 +107,26 @@ def test_errors_are_of_models_that_the_fit_did_not_see() -> None:
         assert held["residuals"][phase]["rows"] == rows
         assert held["residuals"][phase]["median_error"] > seen["residuals"][phase]["median_error"]
     assert start()["residuals"]["decode"]["rows"] == 0, "profiles share no table"
+
+
+@pytest.mark.parametrize("slower", Phase)
+def test_nothing_of_a_model_is_in_the_fit_that_judges_it(slower: Phase) -> None:
+    """Its prompts were, when its decode steps were judged, and the other way round."""
+    samples = h200_samples()
+    judged = samples[-1].view
+    kept = [sample.view for sample in samples if sample.view is not judged]
+
+    def twice(sample: TimedStep) -> TimedStep:
+        is_slow = sample.view is judged and sample.phase is slower
+        return replace(sample, measured=Estimate.of([sample.measured.value * 2.0])) if is_slow else sample
+
+    start = partial(unfitted, H200, CARD, H200_BYTES, kernels=KERNELS)
+    plain, slow = (fit_held_out(start(), one, kept=kept)["residuals"] for one in (samples, list(map(twice, samples))))
+    for phase in Phase:
+        scale = 2.0 if phase is slower else 1.0
+        for end in ("low", "high"):
+            expected = scale * (1.0 + plain[phase.value][end]) - 1.0
+            assert slow[phase.value][end] == pytest.approx(expected, abs=2e-4)  # they are rounded
 
 
 @pytest.mark.parametrize(
@@ -313,13 +301,12 @@ STALE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "another compiler": ({"instruction_set": "NVIDIA H200 sm_90, triton 3.7.0"}, {}, "not with NVIDIA H200 sm_90, triton 3.7"),
     "another torch": ({}, {"kernels": f"{KERNELS}, torch 2.0.0"}, "torch 2.0.0, not with"),
-    "torch's kernels": ({"keeps_bits": False}, {}, f"not with {CARD} sm_90, torch {torch.__version__}"),
-    "a part of the card": ({}, {"memory_bytes": 2.0**34}, "with 16 GiB of memory, not with 140"),
-    "weights": (
-        {"weights_format": "fp32", "head_format": "fp32", "formats": {"fp32": 1}},
+    "our kernels": (
+        {"keeps_bits": False, "instruction_set": f"{CARD} sm_90"},
         {},
-        "without fp32 weights: the calibration has no achieved fraction for fp32",
+        f"not with {CARD} sm_90, torch {torch.__version__}",
     ),
+    "a part of the card": ({}, {"memory_bytes": 2.0**34}, "with 16 GiB of memory, not with 140"),
 }  # fmt: skip
 
 
@@ -333,6 +320,40 @@ def test_a_profile_of_another_gpu_is_stale(name: str, home: Path, monkeypatch: p
     model = model_on("cuda", **facts)
     assert words in (profile_gap(model) or "")
     assert (profile_gap(model) or "").endswith("(diptych lab calibrate --device cuda)")
+    assert local_predictor(model) is None
+
+
+UNTIMED: dict[str, tuple[dict[str, Any], str]] = {
+    "states": (
+        {"keeps_bits": False, "spec": read_model(HfConfig(SHAPES["lfm2-350m"], path="x"))},
+        "torch's kernels compute this model on a GPU, for its states; only ours are timed",
+    ),
+    "fp32": (
+        {"keeps_bits": False, "weights_format": "fp32"},
+        "torch's kernels compute this model on a GPU, for fp32 weights; only ours are timed",
+    ),
+    "codes": (
+        {"weights_format": "group8-g32-f16", "formats": {"group8-g32-f16": 1}},
+        "group8-g32-f16 weights are not timed on a GPU: the calibration has no achieved fraction for int8 and no fallback",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNTIMED)
+def test_no_calibration_is_asked_for_that_would_change_nothing(
+    name: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who ran the command that was named here, heard the same again."""
+    facts, words = UNTIMED[name]
+    monkeypatch.setattr(load_room, "memory_of", lambda device: Memory(H200_BYTES, H200_BYTES))
+    monkeypatch.setattr(load_room, "card_of", lambda device: f"{CARD} sm_90")
+    model = model_on("cuda", **facts)
+    before = profile_gap(model)
+    assert before == (
+        words if "torch's" in words else "this GPU was never measured (diptych lab calibrate --device cuda)"
+    )
+    _gpu_profile(home)
+    assert profile_gap(model) == words
     assert local_predictor(model) is None
 
 
@@ -371,7 +392,7 @@ def test_a_real_gpu_is_calibrated_and_its_steps_are_predicted(home: Path, monkey
         assert 0.0 < predictor.predict_s(work) < math.inf
     model.close()
     fp32 = random_model(NARROW | TINY, ComputeConfig(backend="torch", device="cuda", weights="fp32"), seed=1)
-    assert "this GPU was measured with" in (profile_gap(fp32) or "")
+    assert "for fp32 weights; only ours are timed" in (profile_gap(fp32) or "")
     on_cpu = random_model(NARROW | TINY, ComputeConfig(backend="torch", device="cpu", weights="bf16"), seed=1)
     assert "this machine was never measured, only its GPU was" in (profile_gap(on_cpu) or "")
 

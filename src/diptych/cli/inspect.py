@@ -19,9 +19,10 @@ from diptych.cli.tables import amount, duration, page, plain_table
 from diptych.compute.held import Held, what_is_held
 from diptych.cost.memory import engine_weight_bytes
 from diptych.cost.parameters import active_parameter_count, kv_bytes_stored, parameter_count
-from diptych.cost.planner import Plan, Question, make_plan
+from diptych.cost.planner import Plan, Question, gpu_notes, make_plan
 from diptych.cost.profile import LOCAL
-from diptych.cost.setup import Setup, find_hardware, find_model, model_path
+from diptych.cost.roofline import NoRate
+from diptych.cost.setup import Setup, find_hardware, find_model, model_path, refuse_packed
 from diptych.cost.tables import kv_spec
 from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
@@ -76,7 +77,7 @@ def facts_of(name: str, hardware: str) -> dict[str, Any]:
         "refusal_hint": None if refused is None else refused.hint,
         "words": None if path is None else _words(path),
         "memory": _memory(spec, {weights: _weight_bytes(spec, weights, path, held) for weights in formats}),
-        **_phases(spec, hardware, formats, held),
+        **_phases(name, spec, hardware, formats, held),
     }
 
 
@@ -173,24 +174,40 @@ def _quant(weights: str, held: Held | None) -> QuantSpec:
     return replace(quant, weight_bytes=dense, expert_weight_bytes=mean_bytes(held.experts) if held.experts else None)
 
 
-def _phases(spec: ModelSpec, hardware: str, formats: Sequence[str], held: Held | None) -> dict[str, Any]:
+def _phases(name: str, spec: ModelSpec, hardware: str, formats: Sequence[str], held: Held | None) -> dict[str, Any]:
     try:
         device, calibration = find_hardware(hardware)
+        if calibration.is_local and device.kind == "gpu":
+            refuse_packed(name)
     except ConfigError as error:
         if hardware not in LOCAL:
             raise
         return {"phases": {}, "phases_missing": error.message, "hint": error.hint}
-    plans = {}
     half = max(1, spec.max_context_tokens // 2)
     question = replace(
         QUESTION, prompt_tokens=min(QUESTION.prompt_tokens, half), output_tokens=min(QUESTION.output_tokens, half)
     )
-    for weights in formats:
-        quant = _quant(weights, held)
-        if quant.compute in device.flops_per_s:
-            setup = Setup(model=spec, hardware=device, quant=quant, kv=kv_spec("bf16"), tp=1, calibration=calibration)
-            plans[weights] = _phase_facts(make_plan(setup, question))
-    return {"hardware": device.name, "phases": plans}
+
+    def phases_of(quant: QuantSpec) -> dict[str, Any] | None:
+        """None where the device does not multiply in it, or nobody measured how fast."""
+        if quant.compute not in device.flops_per_s:
+            return None
+        setup = Setup(model=spec, hardware=device, quant=quant, kv=kv_spec("bf16"), tp=1, calibration=calibration)
+        try:
+            return _phase_facts(make_plan(setup, question))
+        except NoRate:
+            return None
+
+    # of files in several formats, most of it 16 bits, the engine reads all values on a GPU
+    are_values = calibration.is_local and device.kind == "gpu"
+    plans = {
+        weights: phases_of(_quant(weights, None if weights == "bf16" and are_values else held)) for weights in formats
+    }
+    return {
+        "hardware": device.name,
+        "phases": {weights: one for weights, one in plans.items() if one is not None},
+        "notes": gpu_notes(spec, device, calibration),
+    }
 
 
 def _phase_facts(plan: Plan) -> dict[str, Any]:
@@ -290,3 +307,5 @@ def _show_phases(console: Any, facts: dict[str, Any]) -> None:
             duration(phase["decode_s"]), f"{phase['decode_tokens_per_s']:,.1f} tok/s", phase["decode_bound"].value,
         )  # fmt: skip
     console.print(table)
+    for note in facts["notes"]:
+        console.print(f"note: {note}", markup=False)

@@ -19,7 +19,7 @@ from diptych.cli.written import refuse_unread
 from diptych.compute.runner import random_model
 from diptych.cost.profile import profile_path
 from diptych.cost.setup import BUNDLED
-from diptych.engine.load import LoadedModel, bundled_dir, calibration_command, load, local_predictor, profile_gap
+from diptych.engine.load import LoadedModel, bundled_dir, load, local_predictor, profile_gap
 from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.errors import ConfigError
@@ -253,7 +253,7 @@ def simulated(
     loaded.model.settle(waits=True)
     predictor = local_predictor(loaded.model)
     if predictor is None:
-        raise ConfigError(f"no prediction: {profile_gap(loaded.model)}", hint=calibration_command(loaded.model))
+        raise ConfigError(f"no prediction: {profile_gap(loaded.model)}")
     with Progress(*COLUMNS, console=console, transient=True) as bar:
         task = bar.add_task("measuring the capacity", total=(2 + rounds) * len(situations))
 

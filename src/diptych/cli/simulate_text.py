@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from diptych.cli.plan_json import plain
 from diptych.cli.tables import amount, duration, page, plain_table
+from diptych.cost.planner import gpu_notes
 from diptych.sim.pools import Pool, Service
 from diptych.sim.service import Report
 
@@ -37,6 +38,7 @@ def as_json(report: Report, note: str) -> dict[str, Any]:
                 "scheduler": plain(pool.scheduler),
                 "drafts": plain(pool.drafts),
                 "times": pool.setup.calibration.source,
+                "notes": _gpu_notes(pool),
             }
             for pool in service.pools
         ],
@@ -65,10 +67,16 @@ def show_times(console: Console, service: Service) -> None:
     """Where its prices come from."""
     for source in dict.fromkeys(pool.setup.calibration.source for pool in service.pools):
         console.print(f"note: times: {source}")
+    for note in dict.fromkeys(note for pool in service.pools for note in _gpu_notes(pool)):
+        console.print(f"note: {note}", markup=False)
     if service.request_s:
         console.print(
             f"note: {duration(service.request_s)} of each request pass between its client and the scheduler, in its queue"
         )
+
+
+def _gpu_notes(pool: Pool) -> tuple[str, ...]:
+    return gpu_notes(pool.setup.model, pool.setup.hardware, pool.setup.calibration)
 
 
 def _pool(console: Console, service: Service, pool: Pool) -> None:

@@ -36,9 +36,9 @@ from diptych.ground.formats import KeptFormat
 from diptych.models.config import HfConfig, read_json
 from diptych.models.contents import EXPONENTS, INPUT_ORDER, PACKED
 from diptych.models.files import INDEX_FILE, WHOLE_FILE
+from diptych.models.quantised import OWN, own_section
 from diptych.models.read import reads_mxfp4
 
-METHOD = "diptych"
 STORED = ("int8", "int4")
 # raised when the packed form of csrc/pack.cpp changes, or the form in which weights are packed: 3: balanced (compute.balance)
 PACKED_LAYOUT = 3
@@ -57,8 +57,8 @@ NOT_COPIED = ("config.json", INDEX_FILE)
 
 def stored_weights(config: HfConfig) -> str | None:
     """int8 or int4 for a checkpoint that `save_quantised` wrote, None for any other. LoadError for another layout."""
-    section = config.raw.get("quantization_config")
-    if not isinstance(section, dict) or section.get("quant_method") != METHOD:
+    section = own_section(config.raw)
+    if section is None:
         return None
     if (section.get("packed_layout"), section.get("group")) != (PACKED_LAYOUT, INT4_GROUP):
         raise LoadError(
@@ -271,7 +271,7 @@ def _write_folder(
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, copy)
     written = write_tensors(directory / WHOLE_FILE, loader, checkpoint)
-    section = {"quant_method": METHOD, "weights": weights, "packed_layout": PACKED_LAYOUT, "group": INT4_GROUP}
+    section = {"quant_method": OWN, "weights": weights, "packed_layout": PACKED_LAYOUT, "group": INT4_GROUP}
     text = json.dumps({**hf_config, "quantization_config": section}, indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
     return written

@@ -38,7 +38,7 @@ from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.config import HfConfig, read_json
 from diptych.models.gguf import read_config
 from diptych.models.gguf_file import find_gguf, open_gguf
-from diptych.models.quantised import MLX, Quantisation, quantisation_of
+from diptych.models.quantised import MLX, Quantisation, packed_for_cpu, quantisation_of
 from diptych.models.read import family_of, reads_mxfp4, refuse_unrun
 from diptych.models.spec import ModelSpec
 
@@ -306,10 +306,7 @@ def settle_stored(config: ComputeConfig, stored: str) -> ComputeConfig:
     settled = replace(config, weights=stored)
     backend, reason = choose_backend(settled)
     if backend != "cpu":
-        raise ConfigError(
-            f"the checkpoint is packed for the cpu backend, and the backend is {backend} ({reason})",
-            hint="load the original checkpoint",
-        )
+        raise packed_for_cpu(backend, reason, hint="load the original checkpoint")
     return settled
 
 

@@ -205,6 +205,7 @@ class Calibration:
     host: the part of step_s, sequence_s, prompt_s and prompt_token_s that is not the kernels', where it was measured apart.
     request_s: what passes between a client and the scheduler, of each request, all of it before the first token; of services,
     and 0 where nobody measured it.
+    is_of_our_kernels: on this machine's GPU our kernels were timed, not torch's, which are used where ours do not run.
     """
 
     name: str
@@ -219,6 +220,7 @@ class Calibration:
     cache: Cache | None = None
     host: Host = Host()
     request_s: float = 0.0
+    is_of_our_kernels: bool = False
 
     def beside_weights(self, cached_share: float) -> Calibration:
         """Of a model of whose weights so much stays in the cache: what the rest displaces of the host's is in its steps."""

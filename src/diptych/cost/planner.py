@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from diptych.cost.calibration import ADAPTER_SHARE
+from diptych.cost.calibration import ADAPTER_SHARE, Calibration
 from diptych.cost.components import PhaseCost, cost_of, expected_experts, kv_bytes_per_token
 from diptych.cost.drafts.acceptance import MOST_DEPTH
 from diptych.cost.exchange import GLOO_MEETING_S, SHARED_MEETING_S, all_reduced, gathered
@@ -32,6 +32,8 @@ from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import Bottleneck, HardwareSpec, StepCost
+from diptych.models.gpu_kernels import left_to_torch
+from diptych.models.spec import ModelSpec
 
 MOST_SEQUENCES = 65_536  # of one step, that are asked about and looked at
 
@@ -379,7 +381,24 @@ def notes_of(setup: Setup) -> tuple[str, ...]:
             f"{whole.row_bytes / 1e3:,.0f} kB: {whole.time_s(1, meeting_s=SHARED_MEETING_S) * 1e3:.3g} ms of meetings through "
             f"shared memory, {whole.time_s(1, meeting_s=GLOO_MEETING_S) * 1e3:,.0f} ms by gloo between machines"
         )
-    return tuple(notes)
+    return *notes, *gpu_notes(setup.model, setup.hardware, setup.calibration)
+
+
+def gpu_notes(model: ModelSpec, hardware: HardwareSpec, calibration: Calibration) -> tuple[str, ...]:
+    """What of a model no step was timed with on this machine's GPU, though its price is of what was; empty elsewhere."""
+    if not calibration.is_local or hardware.kind != "gpu":
+        return ()
+    missing = left_to_torch(model) if calibration.is_of_our_kernels and model.is_run else None
+    if missing is not None:
+        return (
+            f"torch's kernels compute this model on a GPU, for its {missing}; they were not timed, and the engine predicts "
+            "none of its steps there",
+        )
+    if any(layer.attention.mla is not None for layer in model.layers):
+        return (
+            "latent attention was not timed: on an H200 steps of deepseek-v2-lite took from 8% less to 40% more than predicted",
+        )
+    return ()
 
 
 def _check_context(setup: Setup, question: Question) -> None:

@@ -51,6 +51,7 @@ LOCAL: Mapping[str, str | None] = MappingProxyType({"local": None, "local-cpu": 
 COMMANDS = {"cpu": "diptych lab calibrate --device cpu", "gpu": "diptych lab calibrate --device cuda"}
 _WORDS = {"cpu": "this machine", "gpu": "this machine's GPU"}
 _HINT = "run `diptych lab calibrate` to measure this machine again"
+OUR_COMPILER = ", triton "  # in the name of a GPU's kernels, with its version behind it: ours are compiled by it
 _DRIVER = Path("/proc/driver/nvidia/gpus")  # a folder for each card
 
 
@@ -121,6 +122,7 @@ def read_profile(profile: Mapping[str, Any]) -> tuple[HardwareSpec, Calibration]
         is_local=True,
         cache=_cache(profile),
         host=host,
+        is_of_our_kernels=OUR_COMPILER in str(profile.get("kernels")),
     )
     return hardware, calibration
 

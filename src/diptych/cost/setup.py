@@ -21,10 +21,12 @@ from diptych.ground.errors import ConfigError
 from diptych.ground.formats import ENGINE_WEIGHTS, engine_quant, head_format, mean_bytes
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import HardwareSpec, KVSpec, QuantSpec
+from diptych.models.config import read_json
 from diptych.models.contents import contents_of
 from diptych.models.files import has_weights, model_files
 from diptych.models.gguf import load_gguf_spec
 from diptych.models.gguf_file import SUFFIX, find_gguf
+from diptych.models.quantised import own_section, packed_for_cpu
 from diptych.models.read import load_model_file
 from diptych.models.spec import ModelSpec
 from diptych.models.stored import check_gguf, check_stored
@@ -176,6 +178,17 @@ def stored_quant(name: str) -> QuantSpec | None:
     return replace(engine_quant(contents.kept, contents.head), weight_bytes=mean_bytes(contents.formats))
 
 
+def refuse_packed(name: str) -> None:
+    """ConfigError where a model is a folder that `diptych quantize` wrote, which the engine does not load on a GPU."""
+    path = model_path(name)
+    config = None if path is None else path / "config.json" if path.is_dir() else path
+    if config is None or config.name != "config.json" or not config.is_file() or own_section(read_json(config)) is None:
+        return
+    raise packed_for_cpu(
+        "torch", "a CUDA device is used", hint="price it on the processor: --hardware local-cpu, or name the original"
+    )
+
+
 def setup_of(
     model: str,
     hardware: str,
@@ -196,6 +209,8 @@ def setup_of(
     quant = quant_spec(weights or "bf16")  # its name is refused before anything is read
     device, calibration = find_hardware(hardware, stack=stack, of_services=of_services)
     if calibration.is_local:
+        if device.kind == "gpu":
+            refuse_packed(model)
         stored = stored_quant(model) if weights is None else None
         if (
             stored is not None and device.kind == "gpu"

@@ -51,6 +51,7 @@ from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
 from diptych.models.files import no_model
 from diptych.models.gguf_file import find_gguf
+from diptych.models.gpu_kernels import left_to_torch
 from diptych.models.named import SHAPES
 from diptych.models.spec import ModelSpec
 from diptych.stepper import Observe
@@ -289,7 +290,12 @@ def measured_kernels(model: Model) -> str:
 
 
 def profile_gap(model: Model) -> str | None:
-    """Why this machine's measured profile says nothing of the model's step times; None where it does."""
+    """Why this machine's measured profile says nothing of the model's step times, with the command that changes it where one
+    does; None where it says it.
+    """
+    untimed = _never_timed_on_gpu(model)
+    if untimed is not None:
+        return untimed
     kind, command = profile_kind(model), calibration_command(model)
     if not profile_path(kind).exists():
         own, other = ("machine", "GPU") if kind == "cpu" else ("GPU", "processor")
@@ -298,11 +304,24 @@ def profile_gap(model: Model) -> str | None:
         return f"this {own} was never measured{others if beside else ''} ({command})"
     profile = load_profile(kind=kind)
     differing = _unlike_cpu(profile, model) if kind == "cpu" else _unlike_gpu(profile, model)
-    return (
-        None
-        if differing is None
-        else f"this {'machine' if kind == 'cpu' else 'GPU'} was measured {differing} ({command})"
-    )
+    if differing is not None:
+        return f"this {'machine' if kind == 'cpu' else 'GPU'} was measured {differing} ({command})"
+    if kind == "gpu":
+        try:
+            _predictor(profile, model)
+        except NoRate as error:
+            return f"{model.weights_format} weights are not timed on a GPU: {error.message}"
+    return None
+
+
+def _never_timed_on_gpu(model: Model) -> str | None:
+    """Why no calibration of the GPU would have its times: torch's kernels compute it where ours run, and ours are timed."""
+    is_by_torch = model.device.type != "cpu" and not model.keeps_bits
+    if not is_by_torch or model.instruction_set == card_of(model.device):  # where ours do not run, torch's are timed
+        return None
+    found = left_to_torch(model.spec)
+    why = f"for {model.weights_format} weights" if found is None else f"for its {found}"
+    return f"torch's kernels compute this model on a GPU, {why}; only ours are timed"
 
 
 def _unlike_cpu(profile: dict[str, Any], model: Model) -> str | None:
@@ -321,10 +340,6 @@ def _unlike_gpu(profile: dict[str, Any], model: Model) -> str | None:
     then, now = (n / 2**30 for n in (real(profile.get("memory_bytes")) or 0.0, memory_of(model.device).total_bytes))
     if abs(then / now - 1.0) > SAME_MEMORY:  # a part of the card, or another of its name
         return f"with {then:.0f} GiB of memory, not with {now:.0f}"
-    try:
-        _predictor(profile, model)
-    except NoRate as error:
-        return f"without {model.weights_format} weights: {error.message}"
     return None
 
 

@@ -81,16 +81,14 @@ def fit(profile: dict[str, Any], samples: Sequence[TimedStep]) -> dict[str, Any]
 
 
 def fit_held_out(profile: dict[str, Any], samples: Sequence[TimedStep], *, kept: Container[CostView]) -> dict[str, Any]:
-    """As `fit`; the residuals are of steps that no fit saw: each model's of each phase, by a fit to all others.
+    """As `fit`; the residuals are of models that the fit did not see: each model's steps, by a fit to those of all others.
 
     kept: views of models that are in every fit, and in no residual.
     """
     start, said = deepcopy(profile), dict[int, float]()
-    groups = {(id(sample.view), sample.phase) for sample in samples if sample.view not in kept}
-    for group in groups:
-        inside = [(id(sample.view), sample.phase) == group for sample in samples]
-        others = fit(deepcopy(start), [sample for sample, is_in in zip(samples, inside, strict=True) if not is_in])
-        held = [sample for sample, is_in in zip(samples, inside, strict=True) if is_in]
+    for number in {id(sample.view) for sample in samples if sample.view not in kept}:
+        others = fit(deepcopy(start), [sample for sample in samples if id(sample.view) != number])
+        held = [sample for sample in samples if id(sample.view) == number]
         said |= zip(map(id, held), _predicted_s(others, held), strict=True)
     profile = fit(profile, samples)
     held = [sample for sample in samples if id(sample) in said]

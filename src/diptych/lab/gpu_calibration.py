@@ -6,7 +6,7 @@ add; and the engine itself, for the host's share.
 What is fitted is the form of a CPU's profile, without its cache: what the L2 gives weights that fit in it is less than the
 launches of such models. A step has a floor, each layer takes a time whatever its width (its kernels start one behind the
 other), weights and keys are read at shares of the memory's rate, products and attention reach shares of the arithmetic's.
-How well that holds is said of models that the fit did not see: each is predicted, phase by phase, by a fit to all others.
+How well that holds is said of models that the fit did not see: each is predicted by a fit to all others.
 
 Steps of forms that were not recorded yet are launched kernel by kernel and take longer than predicted.
 """

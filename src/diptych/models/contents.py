@@ -20,7 +20,7 @@ from diptych.models.config import HfConfig, read_json
 from diptych.models.files import has_weights, safetensors_header, weight_files
 from diptych.models.gguf import ROPE_TENSOR, is_beside
 from diptych.models.gguf_file import GgufFile, find_gguf, open_gguf
-from diptych.models.quantised import BESIDE_CODES, CODES, MLX, Quantisation, quantisation_of
+from diptych.models.quantised import BESIDE_CODES, CODES, MLX, Quantisation, own_section, quantisation_of
 
 # parts of names -> the part of the model, the first that fits; of safetensors and of GGUF files
 PARTS: tuple[tuple[str, str], ...] = (
@@ -90,16 +90,14 @@ def contents_of(path: Path) -> Contents:
     files = weight_files(path) if has_weights(path) else []
     config = path / "config.json"
     raw = read_json(config) if config.is_file() else {}
-    is_own = (
-        isinstance(raw.get("quantization_config"), dict) and raw["quantization_config"].get("quant_method") == "diptych"
-    )
+    own = own_section(raw)
     parsed = HfConfig(raw, path=str(config))
-    how = None if is_own or parsed.is_mxfp4 else quantisation_of(parsed)
+    how = None if own is not None or parsed.is_mxfp4 else quantisation_of(parsed)
     entries = (entry for file in files for entry in _safetensors(file, how))
     contents = _contents("safetensors", files, sum(file.stat().st_size for file in files), entries)
     kept = KEPT_MXFP4 if parsed.is_mxfp4 else None if how is None else how.kept
-    if is_own:
-        return replace(contents, kept=raw["quantization_config"].get("weights"))
+    if own is not None:
+        return replace(contents, kept=own.get("weights"))
     return contents if kept is None else replace(contents, kept=kept.name, formats={kept.name: 1})
 
 

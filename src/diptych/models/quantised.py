@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diptych.ground.errors import LoadError
+from diptych.ground.errors import ConfigError, LoadError
 from diptych.ground.formats import FP8_BLOCK, KEPT_BITS, KEPT_MXFP4, KEPT_NVFP4, WIDE_BITS, KeptFormat, group_held
 from diptych.models.config import HfConfig
 
 METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "modelopt")
+OWN = "diptych"  # what `diptych quantize` writes
 MLX = "mlx"  # which names itself nowhere
 MLX_MODES, MLX_GROUPS = ("affine", "mxfp4"), (32, 64, 128)
 CT_FORMATS = (
@@ -31,6 +32,19 @@ BESIDE_CODES = (
     "weight_format", "weight_global_scale", "weight_scale_2", "input_global_scale", "k_scale", "v_scale", "biases",
 )  # fmt: skip
 HINT = "use the unquantised checkpoint and choose the weight format with --weights"
+
+
+def own_section(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a config.json says of weights that `diptych quantize` packed; None: it did not."""
+    section = raw.get("quantization_config")
+    return section if isinstance(section, dict) and section.get("quant_method") == OWN else None
+
+
+def packed_for_cpu(backend: str, reason: str, *, hint: str) -> ConfigError:
+    """The refusal of such weights anywhere but on the backend that multiplies them."""
+    return ConfigError(
+        f"the checkpoint is packed for the cpu backend, and the backend is {backend} ({reason})", hint=hint
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

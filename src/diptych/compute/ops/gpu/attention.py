@@ -22,7 +22,6 @@ _LOG2_E = tl.constexpr(LOG2_E)  # as kernels see it
 # items of several tokens are taken in parts, too, where programs are fewer than multiprocessors, parts as many as it takes to
 # make up for another kernel, and their bytes no more than that
 MANY, LEAST_PARTS, MOST_HELD = 128, 4, 2**28
-LARGEST_HEAD = 256  # beyond it a tile of keys and values does not fit beside another
 
 
 @triton.jit

@@ -24,7 +24,6 @@ from diptych.compute.ops.gpu.attention import (
 )
 from diptych.compute.ops.gpu.launch import cdiv, launch
 
-LARGEST_RANK, LARGEST_TURNED = 512, 64  # beyond them a tile of latents does not fit beside the next
 SOME = 32
 
 

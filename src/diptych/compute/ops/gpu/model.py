@@ -14,12 +14,13 @@ from diptych.compute.kv_store import KVStore, TorchKVStore
 from diptych.compute.model import Blueprint, Want
 from diptych.compute.ops.contract import Taps
 from diptych.compute.ops.gpu.graphs import StepGraphs
-from diptych.compute.ops.gpu.ops import TritonOps, item_tokens_of, runs_without_the_host
+from diptych.compute.ops.gpu.ops import TritonOps, item_tokens_of
 from diptych.compute.ops.gpu.rows import rms_norm
 from diptych.compute.ops.torch_model import TorchModel
 from diptych.compute.ops.torch_ops import TorchOps
 from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import ComputeConfig
+from diptych.models.gpu_kernels import asks_the_host, left_to_torch
 
 logger = logging.getLogger("diptych.compute")
 
@@ -39,7 +40,7 @@ class TritonModel(TorchModel):
         self._graphs: StepGraphs | None = None
         super().__init__(blueprint, config, device)
         self.ops = TritonOps if self._dtype == torch.bfloat16 else TorchOps
-        if self.ops is TritonOps and runs_without_the_host(self.spec):
+        if self.ops is TritonOps and asks_the_host(self.spec) is None:
             self._graphs = StepGraphs(
                 partial(TritonOps, device=device, dtype=self._dtype),
                 lambda ops: self._blueprint.forward(ops, self._weights),
@@ -47,8 +48,7 @@ class TritonModel(TorchModel):
                 item_tokens=item_tokens_of(self.spec),
                 most_tokens=self._launched_tokens(),
             )
-            # streams are mixed by torch, and who has no head may attend both ways
-            self.keeps_bits = self.spec.streams is None and self.spec.has_head
+            self.keeps_bits = left_to_torch(self.spec) is None
 
     def _rows(
         self,

@@ -16,21 +16,20 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.ops.contract import AttentionSpec, QkNorm
 from diptych.compute.ops.device_codes import JoinedWeight, Weight
-from diptych.compute.ops.gpu.attention import LARGEST_HEAD, attend, few_tokens, item_tokens
+from diptych.compute.ops.gpu.attention import attend, few_tokens, item_tokens
 from diptych.compute.ops.gpu.index import cache_keys, highest, score
 from diptych.compute.ops.gpu.latents import (
-    LARGEST_RANK,
-    LARGEST_TURNED,
     attend_latents,
     cache_latents,
     multiply_heads,
 )
-from diptych.compute.ops.gpu.products import CURVES, GATES, mix, multiply
+from diptych.compute.ops.gpu.products import mix, multiply
 from diptych.compute.ops.gpu.rows import rms_norm, rotate_and_cache
 from diptych.compute.ops.step_numbers import on_device
 from diptych.compute.ops.torch_loader import TorchAttention, TorchExperts, TorchLinear, TorchNorm
 from diptych.compute.ops.torch_ops import TorchOps, route
-from diptych.models.spec import AttentionLayer, ModelSpec, MoeSpec
+from diptych.models.gpu_kernels import GATES, kind_of_experts, missing_for
+from diptych.models.spec import AttentionLayer, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +63,6 @@ def items_of(batch: ForwardBatch, size: int) -> np.ndarray:
     return items[np.argsort(-items[:, 3], kind="stable")]
 
 
-def has_kernels_for(spec: AttentionSpec | AttentionLayer) -> bool:
-    """Whether a layer attends by our kernels."""
-    if spec.mla is None:  # an index of blocks is torch's
-        return spec.state is None and spec.index is None and max(spec.head_dim, spec.value_dim) <= LARGEST_HEAD
-    is_plain = spec.window is None and spec.softcap is None
-    return is_plain and spec.mla.kv_rank <= LARGEST_RANK and spec.mla.rope_dim <= LARGEST_TURNED
-
-
 def group_of(spec: AttentionSpec | AttentionLayer) -> int:
     """Query heads that meet the same keys."""
     return spec.n_heads // spec.n_kv_heads if spec.mla is None else spec.n_heads
@@ -81,11 +72,6 @@ def item_tokens_of(spec: ModelSpec) -> tuple[int, int]:
     """Tokens of an item of several in a recorded step, and of one that takes the smallest tile, whatever the layer."""
     groups = {group_of(layer.attention) for layer in spec.layers if not layer.attention.is_absent}
     return item_tokens(min(groups)), few_tokens(max(groups))
-
-
-def kind_of_experts(spec: MoeSpec) -> int | None:
-    """What the kernel makes of the sums of such experts; None: it has no such thing."""
-    return None if spec.limit is not None else (GATES if spec.is_gated else CURVES).get(spec.activation)
 
 
 class TritonOps(TorchOps):
@@ -319,7 +305,7 @@ class TritonOps(TorchOps):
         return out
 
     def _attends_by_torch(self, spec: AttentionSpec) -> bool:
-        return not has_kernels_for(spec) or self._batch.both_ways_S is not None
+        return missing_for(spec) is not None or self._batch.both_ways_S is not None
 
     def _items_of(self, size: int) -> list[Items]:
         """Those of sequences with one row, and of all others in items of at most `size` tokens."""
@@ -340,12 +326,3 @@ def _norms(attention: TorchAttention) -> tuple[torch.Tensor, torch.Tensor]:
     assert attention.q_norm is not None, "a spec with q/k norm is loaded with its weights"
     k_norm = attention.k_norm or attention.q_norm  # where a layer has no keys of its own there is none
     return attention.q_norm.weight, k_norm.weight
-
-
-def runs_without_the_host(spec: ModelSpec) -> bool:
-    """Whether the walk asks the device nothing on its way, so that its steps can be recorded."""
-    if any(isinstance(one.mlp, MoeSpec) and kind_of_experts(one.mlp) is None for one in spec.layers):
-        return False
-    return not spec.state_layers and all(
-        has_kernels_for(layer.attention) for layer in spec.layers if not layer.attention.is_absent
-    )

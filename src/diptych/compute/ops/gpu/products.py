@@ -17,7 +17,7 @@ from diptych.compute.ops.gpu.codes import Held, constants_of, scale_and_offset, 
 from diptych.compute.ops.gpu.launch import cdiv, launch
 from diptych.compute.ops.torch_loader import Stacked
 from diptych.models.gates import CLAMPED
-from diptych.models.spec import Activation
+from diptych.models.gpu_kernels import GATES
 
 FEW, SOME = 16, 64  # rows of the smallest tiles
 BUSY = 70  # programs that keep a GPU of some 130 multiprocessors busy
@@ -25,10 +25,7 @@ BUSY = 70  # programs that keep a GPU of some 130 multiprocessors busy
 COUNTED = 2048  # choices that are placed by counting for each those before it; beyond, sorting takes less time
 CODED_ROWS = 32  # of an expert; of more, codes are written out
 WRITTEN_BYTES = 2**25  # of values of codes, at a time
-PLAIN = 0
-# what a kernel makes of its sums: of two matrices, and of one
-GATES: dict[Activation, int] = {Activation.SILU: 1, Activation.GELU_TANH: 2, Activation.CLAMPED: 3}
-CURVES: dict[Activation, int] = {Activation.SQUARED_RELU: 4}
+PLAIN = 0  # sums as they are; what else is made of them: models.gpu_kernels
 
 _ALPHA, _LIMIT = tl.constexpr(CLAMPED.alpha), tl.constexpr(CLAMPED.limit)
 
