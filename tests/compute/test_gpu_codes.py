@@ -313,7 +313,7 @@ def interpreted(path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
     coded, plain = (
         load_model(path, ComputeConfig(backend="torch", device="cpu", weights=how)) for how in ("file", "bf16")
     )
-    answers = [alone(model, prompt(20), 8) for model in (coded, plain)]
+    answers = [alone(model, prompt(10), 8) for model in (coded, plain)]
     assert answers[1].logits.std() > 0.1, "the model says nearly the same everywhere; the test would see nothing"
     assert not (found := answers[0].differs_from(answers[1])), found
     assert (plain.weights_format, plain.head_format) == ("bf16", "bf16")
