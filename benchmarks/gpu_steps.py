@@ -22,6 +22,7 @@ import torch
 from diptych.compute import weights
 from diptych.compute.ops import torch_model
 from diptych.compute.ops.contract import Codes
+from diptych.compute.ops.device_codes import SCALE_DTYPES
 from diptych.compute.runner import random_model
 from diptych.compute.weights import RANDOM_BLOCK, RandomTensor
 from diptych.engine.load import local_predictor
@@ -35,9 +36,6 @@ from diptych.models.named import SHAPES
 DECODE = [(1, 512), (1, 8192), (16, 512), (64, 512)]  # sequences, and tokens that each is behind
 PREFILL = [(512, 0), (2048, 0), (2048, 8192)]  # tokens, and those before them
 WARM_UPS, REPEATS = 3, 7
-
-
-SCALES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 
 
 class CodedRandomTensor(RandomTensor):
@@ -54,7 +52,7 @@ class CodedRandomTensor(RandomTensor):
             block &= 0xB7  # of order one
         shape = (n, -(-k // kept.group) if kept.group else 1)
         size = k**-0.5 * (1.0 if kept.kind == "fp8" else 4.0 / (1 << bits))
-        scales = torch.full(shape, size, dtype=SCALES[kept.scale])
+        scales = torch.full(shape, size, dtype=SCALE_DTYPES[kept.scale])
         offsets = {
             "zeros": torch.full(shape, 1 << (bits - 1), dtype=torch.uint8),
             "minima": -scales.float() * (1 << (bits - 1)),

@@ -1,5 +1,5 @@
 // What this processor can do and the operating system saves the state of: a set of capabilities, not a ladder. Kernel sets say
-// which of them they need (kernel_sets.h); else only how far a lone row reads ahead goes by them (gemm.cpp).
+// which of them they need (kernel_sets.h); else only how far few rows read ahead goes by them (gemm.cpp).
 #pragma once
 
 #include <cstdint>

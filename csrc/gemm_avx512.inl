@@ -22,8 +22,8 @@ constexpr int64_t kCacheLine = 64;
 // there into L1 shortly before (`both`). `turn` is called once in every kUnroll steps.
 // AMD: a lone row, and two of int8, do best by the processor's prefetchers. With more rows a tile computes for a good part of the time that
 // the memory needs: it reads into L2 and leaves L1 to x (10 to 15 points of the limit at 8 to 16 rows). int4 reads further: two rows from
-// memory at 50 GB/s 43 GB/s by 10 KiB, 22 by 4 KiB into L1, 26 by 4 KiB into L2. Zen 5 asks for one line
-// with each that it takes, past L2 (`pass`): what is read once would push lines on from there to L3 (LAB.md: up to 17 %).
+// memory at 50 GB/s 43 GB/s by 10 KiB, 22 by 4 KiB into L1, 26 by 4 KiB into L2. Zen 5 asks
+// for one line with each that it takes, past L2 (`pass`): what is read once would push lines on from there to L3 (LAB.md: up to 17 %).
 // Intel: L2 takes more lines under way than L1. The dot products of several rows fill the scheduler before it has seen many lines, so that
 // loads which find their line in L2 still wait for it: asking for L1 too gave 5 rows of int8 7 % and one row of int4 6 % (Xeon, two cores).
 enum class Reach { none, l1, l2, far, both };

@@ -48,7 +48,7 @@ struct TileArgs {
   int64_t group;                          // int4
   void* acc;
   bool resume;
-  // Reading ahead, in one of two ways. A tile that takes W from memory in one pass (a stream) runs some KiB before itself in each
+  // Reading ahead, in one of three ways. A tile that takes W from memory in one pass (a stream) runs some KiB before itself in each
   // strip and turns to next_strip where its own ends; tiles that share W in cache bring in [next, next + next_bytes) between them.
   // Or a stream asks past_bytes ahead of each line it takes; 0: not in this way.
   bool is_stream;

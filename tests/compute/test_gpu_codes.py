@@ -23,7 +23,7 @@ from diptych.compute.gguf_codes import codes_of
 from diptych.compute.model import Model
 from diptych.compute.ops import torch_model
 from diptych.compute.ops.contract import Activation, Codes, LinearParts
-from diptych.compute.ops.device_codes import CodedWeight, JoinedWeight
+from diptych.compute.ops.device_codes import SCALE_DTYPES, CodedWeight, JoinedWeight
 from diptych.compute.ops.torch_loader import TorchLinear, TorchLoader
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
@@ -92,7 +92,7 @@ def of_formula(name: str) -> Callable[[int, int, int], InCodes]:
             codes = torch.where((codes & 127) == 127, 3, codes)
             values = codes.view(torch.float8_e4m3fn).float() * scales[:, of_input]
             return InCodes("w", kept, Codes(codes=codes, scales=scales), values)
-        scales = scales.to({"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}[kept.scale])
+        scales = scales.to(SCALE_DTYPES[kept.scale])
         offsets, of_code = None, codes.float() - (1 << (bits - 1))
         by_input = scales.float()[:, of_input]
         if kept.grid == "zeros":
