@@ -79,7 +79,7 @@ def load_profile(path: Path | None = None, *, kind: str = "cpu") -> dict[str, An
         command = "diptych lab calibrate" if kind == "cpu" and not has_gpu() else COMMANDS[kind]
         raise ConfigError(
             f"{_WORDS[kind]} has not been measured: there is no {path}",
-            hint=f"run `{command}` (about a minute), or name a device: --hardware NAME",
+            hint=f"run `{command}` (a minute or two), or name a device: --hardware NAME",
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read the hardware profile {path}: {error}", hint=_HINT) from None

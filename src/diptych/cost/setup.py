@@ -212,9 +212,8 @@ def setup_of(
         if device.kind == "gpu":
             refuse_packed(model)
         stored = stored_quant(model) if weights is None else None
-        if (
-            stored is not None and device.kind == "gpu"
-        ):  # which reads their values in bf16 where it has no kernels for them
+        # on a GPU the engine reads the values of codes in bf16, and other formats were not timed
+        if device.kind == "gpu" and stored is not None:
             is_timed = weight_class(stored.weight_bytes, stored.name) in calibration.decode.eb
             stored = stored if is_timed else None
         quant = stored or own_quant(weights or "bf16")
