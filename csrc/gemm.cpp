@@ -246,7 +246,7 @@ void linear(const KernelSet& set, const PackedLinear& w, const Rows& x, const in
   m *= rows_of_one;
   const LinearCall call{*set.linear, w, x, x_rows, m, epilogue};
   if (is_grouped(w.shape.format)) return linear_by_groups(call, *set.groups, thread, threads);
-  const MatrixTiles* matrix = set.tiles[static_cast<int>(w.shape.format)]->matrix;
+  const MatrixTiles* matrix = set.matrix[static_cast<int>(w.shape.format)];
   if (matrix != nullptr && m >= matrix->least_rows) return linear_by_matrix(call, *matrix, thread, threads);
   Format tile_format = w.shape.format;
   const TileShape& shape = choose_shape(set, m, tile_format);

@@ -147,22 +147,11 @@ constexpr MatrixTiles tiles(int64_t least_rows) {
   return {least_rows, {shape<kWhole, 1, 1>(), shape<kWhole, 2, 1>()}, shape<kWhole, 2, 2>(), kBlocking};
 }
 
-constexpr MatrixTiles kBf16 = tiles<false>(1), kInt8 = tiles<true>(kLeastRowsInt8), kInt4 = tiles<true>(kLeastRowsInt4);
-
-Tiles with(const Tiles& few_rows, const MatrixTiles& matrix) {
-  Tiles all = few_rows;
-  all.matrix = &matrix;
-  return all;
-}
-
 }  // namespace
 
 namespace DIPTYCH_AMX_SET {
 
-extern const Tiles kBf16Tiles = with({}, kBf16);  // the bits of no other instruction
-extern const Tiles kInt8Tiles = with(avx512_fma::kInt8Tiles, kInt8);
-extern const Tiles kInt4Tiles = with(avx512_fma::kInt4Tiles, kInt4);
-extern const Tiles kFp8Tiles = kBf16Tiles;
+extern constexpr MatrixTiles kBf16Matrix = tiles<false>(1), kInt8Matrix = tiles<true>(kLeastRowsInt8), kInt4Matrix = tiles<true>(kLeastRowsInt4);
 extern const MatrixShape kWideShapes[2][2] = {{shape<false, 1, 4>(), shape<false, 2, 2>()}, {shape<true, 1, 4>(), shape<true, 2, 2>()}};
 
 }  // namespace DIPTYCH_AMX_SET

@@ -294,7 +294,6 @@ using SumGroups = void (*)(const int8_t* x, int64_t group, int64_t groups, int32
 struct Tiles {
   TileShape narrow[kMaxShapes];  // one strip wide (or two), ascending rows, ended by rows == 0: W passes once, as one stream
   TileShape wide;                // for many rows: the best reuse of W from cache
-  const MatrixTiles* matrix = nullptr;  // instead of both from its least_rows on
 };
 
 // What the linear layers need beside their tiles.

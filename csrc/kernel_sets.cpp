@@ -14,6 +14,7 @@ constexpr Capabilities kAvx512FmaNeeds = kAvx2Needs | Capabilities{Capability::a
 // What has BF16 has VBMI too, but for Cooper Lake, which takes avx512_fma anyway.
 constexpr Capabilities kAvx512Needs = kAvx512FmaNeeds | Capabilities{Capability::avx512_bf16, Capability::avx512vbmi};
 constexpr Capabilities kTileNeeds = {Capability::amx_tile, Capability::amx_int8, Capability::amx_bf16};
+constexpr Tiles kNoTiles = {};  // any number of rows meets matrix tiles, whose bits no other instruction has
 #endif
 
 // In order of preference.
@@ -21,9 +22,10 @@ const KernelSet kSets[] = {
 #if defined(__x86_64__)
 #if defined(DIPTYCH_AMX)
     {"amx", kAvx512Needs | kTileNeeds, {},
-     {&amx::kBf16Tiles, &amx::kInt8Tiles, &amx::kInt4Tiles, &amx::kFp8Tiles},
+     {&kNoTiles, &avx512_fma::kInt8Tiles, &avx512_fma::kInt4Tiles, &kNoTiles},
      &avx512_fma::kGroupTiles,
-     &avx512::kLinear, &amx::kAttention, &avx512::kStep, &amx::kCeilings},
+     &avx512::kLinear, &amx::kAttention, &avx512::kStep, &amx::kCeilings,
+     {&amx::kBf16Matrix, &amx::kInt8Matrix, &amx::kInt4Matrix, &amx::kBf16Matrix}},
 #endif
     {"avx512", kAvx512Needs, {Capability::full_rate_bf16},
      {&avx512::kBf16Tiles, &avx512::kInt8Tiles, &avx512::kInt4Tiles, &avx512::kFp8Tiles},
@@ -63,9 +65,10 @@ const KernelSet kSets[] = {
      &scalar::kLinear, &scalar::kAttention, &scalar::kStep, &scalar::kCeilings},
 #if defined(__x86_64__)
     {"amx_twin", kAvx512Needs, {},
-     {&amx_twin::kBf16Tiles, &amx_twin::kInt8Tiles, &amx_twin::kInt4Tiles, &amx_twin::kFp8Tiles},
+     {&kNoTiles, &avx512_fma::kInt8Tiles, &avx512_fma::kInt4Tiles, &kNoTiles},
      &avx512_fma::kGroupTiles,
-     &avx512::kLinear, &amx_twin::kAttention, &avx512::kStep, nullptr},
+     &avx512::kLinear, &amx_twin::kAttention, &avx512::kStep, nullptr,
+     {&amx_twin::kBf16Matrix, &amx_twin::kInt8Matrix, &amx_twin::kInt4Matrix, &amx_twin::kBf16Matrix}},
 #if defined(DIPTYCH_AVX_VNNI)
     {"avx2_vnni_twin", kAvx2Needs | Capabilities{Capability::avx512_vnni, Capability::avx512vl}, {},
      {&avx2::kBf16Tiles, &avx2_vnni_twin::kInt8Tiles, &avx2_vnni_twin::kInt4Tiles, &avx2::kFp8Tiles},

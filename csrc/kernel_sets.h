@@ -26,6 +26,7 @@ struct KernelSet {
   const AttentionKernels* attention;
   const StepKernels* step;
   const CeilingLoops* ceilings;  // null: nothing of its own
+  const MatrixTiles* matrix[4];  // by Format, instead of tiles from their least_rows on; null: none
 };
 
 // Those that this processor runs, best first; never empty, the scalar set runs anywhere. Behind it, never the first, come twins of
@@ -47,8 +48,8 @@ const KernelSet& kernel_set(const std::string& name);
   extern const StepKernels kStep;                                 \
   extern const CeilingLoops kCeilings;                            \
   }
-DIPTYCH_DECLARE_PARTS(amx)         // tiles but for groups, attention and ceilings; the rest is avx512's
-DIPTYCH_DECLARE_PARTS(amx_twin)    // likewise, but for ceilings
+DIPTYCH_DECLARE_PARTS(amx)         // attention and ceilings; the rest is avx512's
+DIPTYCH_DECLARE_PARTS(amx_twin)    // attention; likewise
 DIPTYCH_DECLARE_PARTS(avx512)
 DIPTYCH_DECLARE_PARTS(avx512_fma)
 DIPTYCH_DECLARE_PARTS(avx2_vnni)   // tiles of whole numbers and ceilings; the rest is avx2's
@@ -59,5 +60,13 @@ DIPTYCH_DECLARE_PARTS(neon_dot)
 DIPTYCH_DECLARE_PARTS(neon)
 DIPTYCH_DECLARE_PARTS(scalar)
 #undef DIPTYCH_DECLARE_PARTS
+
+#define DIPTYCH_DECLARE_MATRIX(isa) \
+  namespace isa {                   \
+  extern const MatrixTiles kBf16Matrix, kInt8Matrix, kInt4Matrix; \
+  }
+DIPTYCH_DECLARE_MATRIX(amx)
+DIPTYCH_DECLARE_MATRIX(amx_twin)
+#undef DIPTYCH_DECLARE_MATRIX
 
 }  // namespace diptych

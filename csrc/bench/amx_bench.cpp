@@ -78,11 +78,8 @@ class World {
 
   // Seconds of one call; a few calls on weights that follow one another.
   double measure(const MatrixTiles& matrix) {
-    const int format = static_cast<int>(shape_.format);
-    Tiles tiles = *set_.tiles[format];
-    tiles.matrix = &matrix;
     KernelSet set = set_;
-    set.tiles[format] = &tiles;
+    set.matrix[static_cast<int>(shape_.format)] = &matrix;
     Epilogue epilogue;
     epilogue.out = out_.data(), epilogue.out_stride = shape_.n;
     const double operations = 2.0 * static_cast<double>(rows_.m) * shape_.n * shape_.k;
@@ -153,7 +150,7 @@ std::vector<Trial> trials(const MatrixTiles& own, const MatrixShape (&wide)[2][2
 void run(const KernelSet& set, ThreadPool& pool, Peak& peak, Format format, int64_t rows, int repeats) {
   for (const auto& [n, k] : {std::pair<int64_t, int64_t>{9728, 896}, {896, 4864}, {7168, 3584}}) {
     World world(set, pool, {format, n, k, 128, false, false}, rows);
-    const MatrixTiles& own = *set.tiles[static_cast<int>(format)]->matrix;
+    const MatrixTiles& own = *set.matrix[static_cast<int>(format)];
     const std::vector<Trial> all = trials(own, set.needs.has(Capability::amx_tile) ? amx::kWideShapes : amx_twin::kWideShapes, rows, format);
     std::vector<Best> best(all.size());
     for (int repeat = 0; repeat < repeats; ++repeat)
@@ -183,7 +180,7 @@ Options parse(int argc, char** argv) {
 int main_(int argc, char** argv) {
   const Options options = parse(argc, argv);
   const KernelSet& set = kernel_set(options.set);
-  if (set.tiles[0]->matrix == nullptr) return std::fprintf(stderr, "%s has no matrix tiles\n", set.name), 1;
+  if (set.matrix[0] == nullptr) return std::fprintf(stderr, "%s has no matrix tiles\n", set.name), 1;
   ThreadPool pool(options.threads);
   std::printf("%s, %d threads: read %.1f GB/s, bf16 %.2f TOP/s, int8 %.2f TOP/s\n", set.name, pool.size(),
               1e-9 * measure_read_bytes_per_s(pool, 256 << 20, 5), 1e-12 * measure_ops_per_s(&CeilingLoops::bf16_burst, pool, 5),

@@ -73,10 +73,9 @@ class LinearRound : Draws {
   // The set with this round's way through the caches in place of its own.
   std::vector<float> run_otherwise(KernelSet set, const MatrixShape (&wide)[2][2]) const {
     const int format = static_cast<int>(shape_.format);
-    Tiles tiles = *set.tiles[format];
-    MatrixTiles matrix = *tiles.matrix;
+    MatrixTiles matrix = *set.matrix[format];
     matrix.blocking = blocking_, matrix.least_rows = 1, matrix.wide = wide[format != 0][has_other_shape_];
-    tiles.matrix = &matrix, set.tiles[format] = &tiles;
+    set.matrix[format] = &matrix;
     return run(set);
   }
 
@@ -167,7 +166,7 @@ int main(int argc, char** argv) {
   const uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
   const KernelSet& twin_set = kernel_set("amx_twin");
   KernelSet amx_set = twin_set;
-  amx_set.tiles[0] = &amx::kBf16Tiles, amx_set.tiles[1] = &amx::kInt8Tiles, amx_set.tiles[2] = &amx::kInt4Tiles;
+  amx_set.matrix[0] = &amx::kBf16Matrix, amx_set.matrix[1] = &amx::kInt8Matrix, amx_set.matrix[2] = &amx::kInt4Matrix;
   amx_set.attention = &amx::kAttention;
   const bool is_real = std::strcmp(kernel_sets().front()->name, "amx") == 0;
   if (!is_real) emulate_amx();
