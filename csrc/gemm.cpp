@@ -37,6 +37,7 @@ struct Job : LinearCall {
   int32_t* sums;      // int4 shapes that are not: x summed by group, likewise, [rows of the shape][groups]
   uint8_t* expanded;  // int4 met by int8 tiles, fp8 by bf16's: one block of the shape's strips, else null
   int64_t tile_rows;  // the shape's rows, which divide no pair
+  Format tile_format;
   int64_t words_per_row() const { return cut.units * cut.unit_words; }
 };
 
@@ -96,7 +97,8 @@ void interleave_block(const Job& job, int64_t begin, int64_t end) {
     for (int64_t i = rows.begin; i < rows.end; ++i) x[i - rows.begin] = job.x.data + job.row_of(i) * job.x.stride_bytes;
     uint8_t* words = job.words + tile * job.words_per_row() * job.shape.rows * 4;
     if (job.shape.form == XForm::widened) {
-      job.kernels.widen_rows(x, rows.end - rows.begin, job.cut.units, job.shape.rows, words);
+      const InterleaveRows widen = job.tile_format == Format::int8 ? job.kernels.widen_bytes : job.kernels.widen_rows;
+      widen(x, rows.end - rows.begin, job.cut.units, job.shape.rows, words);
     } else {
       job.kernels.interleave_rows(x, rows.end - rows.begin, job.words_per_row(), job.shape.rows, words);
     }
@@ -262,7 +264,7 @@ void linear(const KernelSet& set, const PackedLinear& w, const Rows& x, const in
   uint8_t* memory = linear_scratch(acc_bytes + round_up(words_bytes, 64) + expanded_bytes);
   uint8_t* expanded = expanded_bytes > 0 ? memory + acc_bytes + round_up(words_bytes, 64) : nullptr;
   uint8_t* words = memory + acc_bytes;
-  const Job job{call, cut, shape, memory, words, reinterpret_cast<int32_t*>(words), expanded, tile_rows};
+  const Job job{call, cut, shape, memory, words, reinterpret_cast<int32_t*>(words), expanded, tile_rows, tile_format};
   const int64_t pieces = std::min(pieces_per_panel(w, threads), kPanelStrips / shape.strips), strips = kPanelStrips / pieces, n_pieces = pieces * w.n_panels;
   int64_t ready = -1;
   for (Tasks tasks(blocks * n_pieces, *w.balance, thread, threads); tasks.has_task(); tasks.advance()) {

@@ -17,11 +17,44 @@ namespace {
 
 #include "gemm_avx2.inl"
 
+// Rows of many: twelve sums, two registers of W, one of x and a constant are the sixteen there are.
+constexpr int kManyRows = 6;
+
+// Where every register is taken: a constant stays in memory, and products go into a sum by one register between them.
+alignas(32) constexpr uint32_t kOddBits[8] = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
+alignas(32) constexpr uint32_t kEvenBytes[8] = {0xff00ffu, 0xff00ffu, 0xff00ffu, 0xff00ffu, 0xff00ffu, 0xff00ffu, 0xff00ffu, 0xff00ffu};
+inline __m256i masked(__m256i words, const uint32_t (&mask)[8]) {
+  __m256i out;
+  __asm__("vpand %2, %1, %0" : "=x"(out) : "x"(words), "m"(mask));
+  return out;
+}
+inline void add_pairs(__m256i& sum, __m256i w, __m256i x) {  // int16 by int16
+  __m256i products;
+  __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(w), "x"(x));
+}
+inline void add_codes(__m256i& sum, __m256i codes, __m256i x) {  // u8 by s8, into 16 bits
+  __m256i products;
+  __asm__("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(codes), "x"(x));
+}
+
+// The even (0) or odd (1) inputs of a step, of bf16 as fp32, of bytes as 16 bits.
+inline __m256 bf16_lanes(const uint8_t* w, int half, int parity) {
+  const __m256i words = load_words(w, half);
+  return _mm256_castsi256_ps(parity == 0 ? _mm256_slli_epi32(words, 16) : masked(words, kOddBits));
+}
+inline __m256i byte_lanes(const uint8_t* w, int half, int parity) {
+  const __m256i words = load_words(w, half);
+  return parity == 0 ? masked(words, kEvenBytes) : _mm256_srli_epi16(words, 8);
+}
+// What is loaded behind it is loaded anew: no register keeps what was there before.
+inline void forget(const uint8_t*& pointer) { __asm__ volatile("" : "+r"(pointer)); }
+
 // Each pair of bf16 as two fp32 products, the even input first.
 template <int kRows>
 void tile_bf16(const TileArgs& args) {
   __m256 sums[kRows][kHalves];
   float* acc = static_cast<float*>(args.acc);
+#pragma GCC unroll 6
   for (int row = 0; row < kRows; ++row)
     for (int half = 0; half < kHalves; ++half)
       sums[row][half] = args.resume ? _mm256_load_ps(acc + row * kPanelLanes + half * 8) : _mm256_setzero_ps();
@@ -29,10 +62,10 @@ void tile_bf16(const TileArgs& args) {
   for (int64_t step = 0; step < args.units; ++step) {
     __m256 even[kHalves], odd[kHalves];
     for (int half = 0; half < kHalves; ++half) {
-      const __m256i words = load_words(args.strip + step * kStepBytes, half);
-      even[half] = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
-      odd[half] = _mm256_castsi256_ps(_mm256_and_si256(words, odd_bits));
+      even[half] = bf16_lanes(args.strip + step * kStepBytes, half, 0);
+      odd[half] = bf16_lanes(args.strip + step * kStepBytes, half, 1);
     }
+#pragma GCC unroll 6
     for (int row = 0; row < kRows; ++row) {
       const __m256i word = broadcast_word(args.x[row] + step * 4);
       const __m256 x0 = _mm256_castsi256_ps(_mm256_slli_epi32(word, 16));
@@ -41,7 +74,35 @@ void tile_bf16(const TileArgs& args) {
         sums[row][half] = _mm256_fmadd_ps(odd[half], x1, _mm256_fmadd_ps(even[half], x0, sums[row][half]));
     }
   }
+#pragma GCC unroll 6
   for (int row = 0; row < kRows; ++row)
+    for (int half = 0; half < kHalves; ++half) _mm256_store_ps(acc + row * kPanelLanes + half * 8, sums[row][half]);
+}
+
+// The same sums of x that is fp32 already.
+void tile_bf16_many(const TileArgs& args) {
+  __m256 sums[kManyRows][kHalves];
+  float* acc = static_cast<float*>(args.acc);
+#pragma GCC unroll 6
+  for (int row = 0; row < kManyRows; ++row)
+    for (int half = 0; half < kHalves; ++half)
+      sums[row][half] = args.resume ? _mm256_load_ps(acc + row * kPanelLanes + half * 8) : _mm256_setzero_ps();
+  const uint8_t* w = args.strip;
+  const float* x = reinterpret_cast<const float*>(args.words);
+  for (int64_t step = 0; step < args.units; ++step, w += kStepBytes)
+#pragma GCC unroll 2
+    for (int parity = 0; parity < 2; ++parity, x += kManyRows) {
+      forget(w);
+      const __m256 former = bf16_lanes(w, 0, parity), latter = bf16_lanes(w, 1, parity);
+#pragma GCC unroll 6
+      for (int row = 0; row < kManyRows; ++row) {
+        const __m256 value = _mm256_broadcast_ss(x + row);
+        sums[row][0] = _mm256_fmadd_ps(former, value, sums[row][0]);
+        sums[row][1] = _mm256_fmadd_ps(latter, value, sums[row][1]);
+      }
+    }
+#pragma GCC unroll 6
+  for (int row = 0; row < kManyRows; ++row)
     for (int half = 0; half < kHalves; ++half) _mm256_store_ps(acc + row * kPanelLanes + half * 8, sums[row][half]);
 }
 
@@ -94,46 +155,149 @@ void tile_int8(const TileArgs& args) {
   }
 }
 
-// Sums of code times x fit 16 bits over 32 inputs, 16 * 15 * 127 of each pair of bytes; a group's are multiplied by its unit, and its zero by the sum of x.
-template <int kRows>
-void tile_int4(const TileArgs& args) {
-  __m256i sums[kHalves][kRows];
+// Many rows: 16 bits by 16, two products of a lane at once; u8 as it is, x from `widen_bytes`.
+void tile_int8_many(const TileArgs& args) {
+  __m256i sums[kManyRows][kHalves];
   int32_t* acc = static_cast<int32_t*>(args.acc);
-  for (int half = 0; half < kHalves; ++half)
-    for (int row = 0; row < kRows; ++row) sums[half][row] = _mm256_setzero_si256();
-  const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-  for (int64_t group = 0; group < args.units; ++group) {
-    const uint8_t *head = args.strip + head_of_group(args.group, group), *w = args.strip + steps_of_group(args.group, group);
-    if (args.is_stream)
-      for (int64_t line = 0; line < args.group / 8; ++line) __builtin_prefetch(w + kInt4AheadBytes + line * kStepBytes, 0, 3);
-    for (int half = 0; half < kHalves; ++half) {
-      __m256i dots[kRows];
-      for (int row = 0; row < kRows; ++row) dots[row] = _mm256_setzero_si256();
-      for (int64_t from = 0; from < args.group; from += 32) {
-        __m256i pairs[kRows];
-        for (int row = 0; row < kRows; ++row) pairs[row] = _mm256_setzero_si256();
-#pragma GCC unroll 4
-        for (int64_t at = from; at < from + 32; at += 8) {
-          const __m256i both = load_words(w + at / 8 * kStepBytes, half);
-          const __m256i low = _mm256_and_si256(both, nibble), high = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
-          for (int row = 0; row < kRows; ++row) {
-            const uint8_t* x = args.x[row] + group * args.group + at;
-            pairs[row] = _mm256_add_epi16(pairs[row], _mm256_maddubs_epi16(low, broadcast_word(x)));
-            pairs[row] = _mm256_add_epi16(pairs[row], _mm256_maddubs_epi16(high, broadcast_word(x + 4)));
-          }
-        }
-        for (int row = 0; row < kRows; ++row) dots[row] = _mm256_add_epi32(dots[row], _mm256_madd_epi16(pairs[row], ones));
+#pragma GCC unroll 6
+  for (int row = 0; row < kManyRows; ++row)
+    for (int half = 0; half < kHalves; ++half)
+      sums[row][half] = args.resume ? _mm256_load_si256(reinterpret_cast<const __m256i*>(acc + row * kPanelLanes) + half) : _mm256_setzero_si256();
+  const uint8_t *w = args.strip, *x = args.words;
+  for (int64_t step = 0; step < args.units; ++step, w += kStepBytes)
+#pragma GCC unroll 2
+    for (int parity = 0; parity < 2; ++parity, x += kManyRows * 4) {
+      forget(w);
+      const __m256i former = byte_lanes(w, 0, parity), latter = byte_lanes(w, 1, parity);
+#pragma GCC unroll 6
+      for (int row = 0; row < kManyRows; ++row) {
+        const __m256i pair = broadcast_word(x + row * 4);
+        add_pairs(sums[row][0], former, pair);
+        add_pairs(sums[row][1], latter, pair);
       }
-      const __m256i grid = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(head) + half));
-      const __m256i unit = _mm256_and_si256(grid, _mm256_set1_epi32(255)), zero = _mm256_srli_epi32(grid, 8);
+    }
+#pragma GCC unroll 6
+  for (int row = 0; row < kManyRows; ++row)
+    for (int half = 0; half < kHalves; ++half) _mm256_store_si256(reinterpret_cast<__m256i*>(acc + row * kPanelLanes) + half, sums[row][half]);
+}
+
+// 32 inputs of some rows: their sums of code times x, 16 * 15 * 127 at most, in the 16 bits of two columns. Both halves share each word of x.
+template <int kRows>
+DIPTYCH_FORCED void sum_codes(const uint8_t* w, const uint8_t* const (&x)[kRows], __m256i (&sums)[kRows][kHalves]) {
+  const __m256i nibble = _mm256_set1_epi8(15);
+#pragma GCC unroll 4
+  for (int at = 0; at < 32; at += 8, w += kStepBytes) {
+    const __m256i first = load_words(w, 0), second = load_words(w, 1);
+#pragma GCC unroll 2
+    for (int high = 0; high < 2; ++high) {
+      const __m256i former = _mm256_and_si256(high == 0 ? first : _mm256_srli_epi16(first, 4), nibble);
+      const __m256i latter = _mm256_and_si256(high == 0 ? second : _mm256_srli_epi16(second, 4), nibble);
+#pragma GCC unroll 4
       for (int row = 0; row < kRows; ++row) {
-        const __m256i x = _mm256_set1_epi32(args.group_sums[row * args.units + group]);
-        sums[half][row] = _mm256_add_epi32(sums[half][row], _mm256_add_epi32(_mm256_mullo_epi32(unit, dots[row]), _mm256_mullo_epi32(zero, x)));
+        const __m256i word = broadcast_word(x[row] + at + 4 * high);
+        if (at + high == 0) {
+          sums[row][0] = _mm256_maddubs_epi16(former, word), sums[row][1] = _mm256_maddubs_epi16(latter, word);
+        } else {
+          add_codes(sums[row][0], former, word), add_codes(sums[row][1], latter, word);
+        }
       }
     }
   }
-  for (int half = 0; half < kHalves; ++half)
-    for (int row = 0; row < kRows; ++row) _mm256_store_si256(reinterpret_cast<__m256i*>(acc + row * kPanelLanes + half * 8), sums[half][row]);
+}
+
+// What is widened is multiplied by the unit in the same step; the zeros of two groups by their sums of x, 128 * 127 at most, in another.
+template <int kRows>
+void tile_int4(const TileArgs& args) {
+  const auto acc = [&](int row, int half) { return reinterpret_cast<__m256i*>(static_cast<int32_t*>(args.acc) + row * kPanelLanes) + half; };
+  const uint8_t* x[kRows];
+#pragma GCC unroll 4
+  for (int row = 0; row < kRows; ++row) {
+    x[row] = args.x[row];
+    for (int half = 0; half < kHalves; ++half) _mm256_store_si256(acc(row, half), _mm256_setzero_si256());
+  }
+  for (int64_t pair = 0; pair < args.units; pair += 2) {
+    const uint8_t *head = args.strip + head_of_group(args.group, pair), *w = args.strip + steps_of_group(args.group, pair);
+    const int64_t groups = pair + 1 < args.units ? 2 : 1;  // the zeros of a group that is not there are 0
+    if (args.is_stream)
+      for (int64_t line = 0; line < groups * args.group / 8; ++line) __builtin_prefetch(w + kInt4AheadBytes + line * kStepBytes, 0, 3);
+    alignas(32) __m256i units[2][kHalves], zeros[kHalves];
+    for (int half = 0; half < kHalves; ++half) {
+      __m256i grids[2];
+      for (int group = 0; group < 2; ++group) {
+        grids[group] = _mm256_cvtepu16_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(head + group * kHeadBytes) + half));
+        const __m256i unit = _mm256_and_si256(grids[group], _mm256_set1_epi32(255));
+        units[group][half] = _mm256_or_si256(unit, _mm256_slli_epi32(unit, 16));
+      }
+      zeros[half] = _mm256_blend_epi16(_mm256_srli_epi32(grids[0], 8), _mm256_slli_epi32(_mm256_srli_epi32(grids[1], 8), 16), 0xaa);
+    }
+    __asm__ volatile("" : : "r"(units) : "memory");  // they wait in memory
+    for (int row = 0; row < kRows; ++row) {
+      const int32_t* sums = args.group_sums + row * args.units + pair;
+      const __m256i both = _mm256_set1_epi32((sums[0] & 0xffff) | (groups == 2 ? sums[1] << 16 : 0));
+      for (int half = 0; half < kHalves; ++half)
+        _mm256_store_si256(acc(row, half), _mm256_add_epi32(_mm256_load_si256(acc(row, half)), _mm256_madd_epi16(zeros[half], both)));
+    }
+    for (int64_t group = 0; group < groups; ++group)
+      for (int64_t from = 0; from < args.group; from += 32, w += 4 * kStepBytes) {
+        __m256i sums[kRows][kHalves];
+        sum_codes<kRows>(w, x, sums);
+#pragma GCC unroll 4
+        for (int row = 0; row < kRows; ++row) {
+          x[row] += 32;
+#pragma GCC unroll 2
+          for (int half = 0; half < kHalves; ++half)
+            _mm256_store_si256(acc(row, half), _mm256_add_epi32(_mm256_load_si256(acc(row, half)), _mm256_madd_epi16(sums[row][half], units[group][half])));
+        }
+      }
+  }
+}
+
+// 8 words of each of 8 rows -> 8 registers of a word of each row.
+inline void transpose_8x8(__m256i (&block)[8]) {
+  __m256i pairs[8], fours[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = _mm256_unpacklo_epi32(block[i], block[i + 1]), pairs[i + 1] = _mm256_unpackhi_epi32(block[i], block[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    fours[i] = _mm256_unpacklo_epi64(pairs[i], pairs[i + 2]), fours[i + 1] = _mm256_unpackhi_epi64(pairs[i], pairs[i + 2]);
+    fours[i + 2] = _mm256_unpacklo_epi64(pairs[i + 1], pairs[i + 3]), fours[i + 3] = _mm256_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    block[i] = _mm256_permute2x128_si256(fours[i], fours[i + 4], 0x20), block[i + 4] = _mm256_permute2x128_si256(fours[i], fours[i + 4], 0x31);
+  }
+}
+
+// rows [count] of n_words words -> out [n_words][2][kManyRows], the even and the odd values of each word, wider. n_words is a multiple of 8.
+template <typename Widen>
+void widen(const uint8_t* const* rows, int64_t count, int64_t n_words, uint8_t* out, Widen widen) {
+  for (int64_t word = 0; word < n_words; word += 8) {
+    __m256i block[8];
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < 8; ++i)
+      block[i] = i < kManyRows && i < count ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i] + word * 4)) : _mm256_setzero_si256();
+    transpose_8x8(block);
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < 8; ++i)
+#pragma GCC unroll 2
+      for (int parity = 0; parity < 2; ++parity, out += kManyRows * 4) {
+        const __m256i wide = widen(block[i], parity);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(wide));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(out) + 1, _mm256_extracti128_si256(wide, 1));
+      }
+  }
+}
+void widen_rows(const uint8_t* const* rows, int64_t count, int64_t n_words, int64_t, uint8_t* out) {
+  widen(rows, count, n_words, out, [](__m256i words, int parity) __attribute__((always_inline)) {
+    return parity == 0 ? _mm256_slli_epi32(words, 16) : _mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
+  });
+}
+void widen_bytes(const uint8_t* const* rows, int64_t count, int64_t n_words, int64_t, uint8_t* out) {
+  widen(rows, count, n_words, out, [](__m256i words, int parity) __attribute__((always_inline)) {
+    return _mm256_srai_epi16(parity == 0 ? _mm256_slli_epi16(words, 8) : words, 8);
+  });
 }
 
 #include "gemm_fp8.inl"
@@ -144,11 +308,11 @@ namespace avx2 {
 
 extern const Tiles kBf16Tiles = {
     {{1, 1, XForm::rows, tile_bf16<1>}, {2, 1, XForm::rows, tile_bf16<2>}, {3, 1, XForm::rows, tile_bf16<3>}, {4, 1, XForm::rows, tile_bf16<4>}},
-    {4, 1, XForm::rows, tile_bf16<4>},
+    {kManyRows, 1, XForm::widened, tile_bf16_many},
 };
 extern const Tiles kInt8Tiles = {
     {{1, 1, XForm::rows, tile_int8<1>}, {2, 1, XForm::rows, tile_int8<2>}, {3, 1, XForm::rows, tile_int8<3>}, {4, 1, XForm::rows, tile_int8<4>}},
-    {4, 1, XForm::rows, tile_int8<4>},
+    {kManyRows, 1, XForm::widened, tile_int8_many},
 };
 extern const Tiles kInt4Tiles = {
     {{1, 1, XForm::rows, tile_int4<1>}, {2, 1, XForm::rows, tile_int4<2>}, {3, 1, XForm::rows, tile_int4<3>}, {4, 1, XForm::rows, tile_int4<4>}},
@@ -156,7 +320,7 @@ extern const Tiles kInt4Tiles = {
 };
 extern const Tiles kFp8Tiles = {};
 extern const LinearKernels kLinear = {
-    nullptr, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
+    nullptr, widen_rows, widen_bytes, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
     sum_groups, quantize_group, expand_int4, expand_fp8,
 };
 extern const GroupTiles kGroupTiles = {

@@ -532,7 +532,7 @@ extern const Tiles kFp8Tiles = {
     {},
 };
 extern const LinearKernels kLinear = {
-    interleave_rows, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
+    interleave_rows, nullptr, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
     sum_groups, quantize_group, expand_int4, expand_fp8,
 };
 #else
@@ -542,7 +542,7 @@ extern const Tiles kInt8Tiles = {DIPTYCH_NARROW(Reach::both, Reach::both, tile_d
 extern const Tiles kInt4Tiles = {DIPTYCH_NARROW(Reach::both, Reach::l1, tile_int4<), {}};
 extern const Tiles kFp8Tiles = {};
 extern const LinearKernels kLinear = {
-    interleave_rows, widen_rows, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
+    interleave_rows, widen_rows, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
     sum_groups, quantize_group, expand_int4, expand_fp8,
 };
 #define DIPTYCH_EXPANDED(rows, strips, is_wide, ports) {rows, strips, tile_expanded<rows, strips, is_wide, ports>}

@@ -300,6 +300,7 @@ struct Tiles {
 struct LinearKernels {
   InterleaveRows interleave_rows;  // null where no tile reads interleaved rows
   InterleaveRows widen_rows;       // as interleave_rows, each bf16 as fp32: out [2 n_words][tile_rows]; null: no widened shape
+  InterleaveRows widen_bytes;      // likewise of int8, the even and then the odd ones of four as pairs of 16 bits
   FinishKernel finish;
   TransposeWords transpose_words;
   LoadInputs load_inputs;

@@ -274,7 +274,7 @@ extern const Tiles kInt4Tiles = {{DIPTYCH_TILE(tile_int4, 1), DIPTYCH_TILE(tile_
 extern const Tiles kFp8Tiles = {};
 #undef DIPTYCH_TILE
 extern const LinearKernels kLinear = {
-    nullptr, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
+    nullptr, nullptr, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
     sum_groups, quantize_group, expand_int4, expand_fp8,
 };
 extern const GroupTiles kGroupTiles = {

@@ -58,7 +58,7 @@ extern const Tiles kInt8Tiles = {{{1, 1, XForm::rows, tile_int8}}, {1, 1, XForm:
 extern const Tiles kInt4Tiles = {};
 extern const Tiles kFp8Tiles = {};
 extern const LinearKernels kLinear = {
-    nullptr, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
+    nullptr, nullptr, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
     sum_groups, quantize_group, expand_int4, expand_fp8,
 };
 extern const GroupTiles kGroupTiles = {
