@@ -144,7 +144,7 @@ void fill_whole(const AdapterParts& from, Adapter::Site& site, const LinearKerne
 // One tile of few rows that the set reads by their pointers, a strip wide.
 const TileShape& tile_of(const KernelSet& set, int64_t rows) {
   const TileShape* shape = set.tiles[static_cast<int>(Format::int8)]->narrow;
-  while (shape->rows < rows) ++shape;
+  while (shape->rows < rows || shape->strips != 1) ++shape;
   return *shape;
 }
 

@@ -26,14 +26,13 @@ double fp32_burst(int64_t rounds) {
 double int8_burst(int64_t rounds) {
   __m256i sums[12];
   for (int i = 0; i < 12; ++i) sums[i] = _mm256_setzero_si256();
-  __m256i a = _mm256_set1_epi16(static_cast<int16_t>(rounds)), b = _mm256_set1_epi16(3);
+  const __m256i a = _mm256_set1_epi16(static_cast<int16_t>(rounds)), b = _mm256_set1_epi16(3);
   for (int64_t round = 0; round < rounds; ++round) {
 #pragma GCC unroll 12
-    for (int i = 0; i < 12; ++i) {
-      sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(a, b));
-      __asm__ volatile("" : "+x"(a));  // a new product each time
+    for (int i = 0; i < 12; ++i) {  // as assembly: otherwise all products are one, or sums wait in memory
+      __m256i products;
+      __asm__ volatile("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sums[i]), "=&x"(products) : "x"(a), "x"(b));
     }
-    __asm__ volatile("" : "+x"(a), "+x"(b));
   }
   __m256i total = sums[0];
   for (int i = 1; i < 12; ++i) total = _mm256_add_epi32(total, sums[i]);

@@ -49,34 +49,53 @@ inline __m256i byte_lanes(const uint8_t* w, int half, int parity) {
 // What is loaded behind it is loaded anew: no register keeps what was there before.
 inline void forget(const uint8_t*& pointer) { __asm__ volatile("" : "+r"(pointer)); }
 
+// Few rows pass over W as it comes from memory. Strips side by side are streams that the processor's prefetchers run ahead of, each in
+// pages of its own; a lone one is asked for, not far: what is asked for further ahead stops them.
+constexpr int64_t kAheadBytes = 2048;
+template <int kStrips>
+inline void ask(const TileArgs& args, const uint8_t* w) {
+  if (kStrips == 1 && args.is_stream) __builtin_prefetch(w + kAheadBytes, 0, 3);
+}
+
 // Each pair of bf16 as two fp32 products, the even input first.
-template <int kRows>
+template <int kRows, int kStrips>
 void tile_bf16(const TileArgs& args) {
-  __m256 sums[kRows][kHalves];
+  constexpr int kSums = kStrips * kHalves;
+  __m256 sums[kRows][kSums];
   float* acc = static_cast<float*>(args.acc);
-#pragma GCC unroll 6
+#pragma GCC unroll 4
   for (int row = 0; row < kRows; ++row)
-    for (int half = 0; half < kHalves; ++half)
-      sums[row][half] = args.resume ? _mm256_load_ps(acc + row * kPanelLanes + half * 8) : _mm256_setzero_ps();
+#pragma GCC unroll 8
+    for (int i = 0; i < kSums; ++i) sums[row][i] = args.resume ? _mm256_load_ps(acc + row * kPanelLanes + i * 8) : _mm256_setzero_ps();
   const __m256i odd_bits = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
-  for (int64_t step = 0; step < args.units; ++step) {
-    __m256 even[kHalves], odd[kHalves];
-    for (int half = 0; half < kHalves; ++half) {
-      even[half] = bf16_lanes(args.strip + step * kStepBytes, half, 0);
-      odd[half] = bf16_lanes(args.strip + step * kStepBytes, half, 1);
+  const uint8_t* w = args.strip;
+  for (int64_t step = 0; step < args.units; ++step, w += kStepBytes) {
+    ask<kStrips>(args, w);
+    const auto even = [](__m256i words) __attribute__((always_inline)) { return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16)); };
+    const auto odd = [&](__m256i words) __attribute__((always_inline)) { return _mm256_castsi256_ps(_mm256_and_si256(words, odd_bits)); };
+    // Registers hold what is fewer, the words of x or of W.
+    __m256i kept[kStrips == 1 ? kHalves : kRows];
+    if constexpr (kStrips == 1) {
+      for (int half = 0; half < kHalves; ++half) kept[half] = load_words(w, half);
+    } else {
+#pragma GCC unroll 4
+      for (int row = 0; row < kRows; ++row) kept[row] = broadcast_word(args.x[row] + step * 4);
     }
-#pragma GCC unroll 6
-    for (int row = 0; row < kRows; ++row) {
-      const __m256i word = broadcast_word(args.x[row] + step * 4);
-      const __m256 x0 = _mm256_castsi256_ps(_mm256_slli_epi32(word, 16));
-      const __m256 x1 = _mm256_castsi256_ps(_mm256_and_si256(word, odd_bits));
-      for (int half = 0; half < kHalves; ++half)
-        sums[row][half] = _mm256_fmadd_ps(odd[half], x1, _mm256_fmadd_ps(even[half], x0, sums[row][half]));
+#pragma GCC unroll 8
+    for (int outer = 0; outer < (kStrips == 1 ? kRows : kSums); ++outer) {
+      const __m256i own = kStrips == 1 ? broadcast_word(args.x[outer] + step * 4) : load_words(w + outer / kHalves * args.strip_bytes, outer % kHalves);
+      const __m256 own_even = even(own), own_odd = odd(own);
+#pragma GCC unroll 4
+      for (int inner = 0; inner < (kStrips == 1 ? kHalves : kRows); ++inner) {
+        __m256& sum = kStrips == 1 ? sums[outer][inner] : sums[inner][outer];
+        sum = _mm256_fmadd_ps(own_odd, odd(kept[inner]), _mm256_fmadd_ps(own_even, even(kept[inner]), sum));
+      }
     }
   }
-#pragma GCC unroll 6
+#pragma GCC unroll 4
   for (int row = 0; row < kRows; ++row)
-    for (int half = 0; half < kHalves; ++half) _mm256_store_ps(acc + row * kPanelLanes + half * 8, sums[row][half]);
+#pragma GCC unroll 8
+    for (int i = 0; i < kSums; ++i) _mm256_store_ps(acc + row * kPanelLanes + i * 8, sums[row][i]);
 }
 
 // The same sums of x that is fp32 already.
@@ -124,33 +143,35 @@ inline int32_t sum_bytes(const uint8_t* x, int64_t words) {
 
 // u8 = level + 128 x s8. Two products fit 16 bits, 2 * 127 * 127, where the signs of levels have gone over to x; 128 times the sum of x is
 // added at the end.
-template <int kRows>
+template <int kRows, int kStrips>
 void tile_int8(const TileArgs& args) {
-  __m256i sums[kRows][kHalves];
-  int32_t* acc = static_cast<int32_t*>(args.acc);
+  constexpr int kSums = kStrips * kHalves;
+  __m256i sums[kRows][kSums];
+#pragma GCC unroll 4
   for (int row = 0; row < kRows; ++row)
-    for (int half = 0; half < kHalves; ++half) sums[row][half] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+    for (int i = 0; i < kSums; ++i) sums[row][i] = _mm256_setzero_si256();
   const __m256i offset = _mm256_set1_epi8(-128), ones = _mm256_set1_epi16(1);
-  for (int64_t step = 0; step < args.units; ++step) {
-    __m256i levels[kHalves], magnitudes[kHalves];
-    for (int half = 0; half < kHalves; ++half) {
-      levels[half] = _mm256_xor_si256(load_words(args.strip + step * kStepBytes, half), offset);
-      magnitudes[half] = _mm256_abs_epi8(levels[half]);
-    }
-    for (int row = 0; row < kRows; ++row) {
-      const __m256i word = broadcast_word(args.x[row] + step * 4);
-      for (int half = 0; half < kHalves; ++half) {
-        const __m256i pairs = _mm256_maddubs_epi16(magnitudes[half], _mm256_sign_epi8(word, levels[half]));
-        sums[row][half] = _mm256_add_epi32(sums[row][half], _mm256_madd_epi16(pairs, ones));
+  const uint8_t* w = args.strip;
+  for (int64_t step = 0; step < args.units; ++step, w += kStepBytes) {
+    ask<kStrips>(args, w);
+#pragma GCC unroll 8
+    for (int i = 0; i < kSums; ++i) {
+      const __m256i level = _mm256_xor_si256(load_words(w + i / kHalves * args.strip_bytes, i % kHalves), offset), magnitude = _mm256_abs_epi8(level);
+#pragma GCC unroll 4
+      for (int row = 0; row < kRows; ++row) {
+        const __m256i pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(broadcast_word(args.x[row] + step * 4), level));
+        sums[row][i] = _mm256_add_epi32(sums[row][i], _mm256_madd_epi16(pairs, ones));
       }
     }
   }
   for (int row = 0; row < kRows; ++row) {
     const __m256i lacking = _mm256_set1_epi32(128 * sum_bytes(args.x[row], args.units));
-    for (int half = 0; half < kHalves; ++half) {
-      __m256i* to = reinterpret_cast<__m256i*>(acc + row * kPanelLanes + half * 8);
-      const __m256i sum = _mm256_add_epi32(sums[row][half], lacking);
-      _mm256_store_si256(to, args.resume ? _mm256_add_epi32(sum, _mm256_load_si256(to)) : sum);
+    __m256i* to = reinterpret_cast<__m256i*>(static_cast<int32_t*>(args.acc) + row * kPanelLanes);
+#pragma GCC unroll 8
+    for (int i = 0; i < kSums; ++i) {
+      const __m256i sum = _mm256_add_epi32(sums[row][i], lacking);
+      _mm256_store_si256(to + i, args.resume ? _mm256_add_epi32(sum, _mm256_load_si256(to + i)) : sum);
     }
   }
 }
@@ -183,10 +204,11 @@ void tile_int8_many(const TileArgs& args) {
 
 // 32 inputs of some rows: their sums of code times x, 16 * 15 * 127 at most, in the 16 bits of two columns. Both halves share each word of x.
 template <int kRows>
-DIPTYCH_FORCED void sum_codes(const uint8_t* w, const uint8_t* const (&x)[kRows], __m256i (&sums)[kRows][kHalves]) {
+DIPTYCH_FORCED void sum_codes(const TileArgs& args, const uint8_t* w, const uint8_t* const (&x)[kRows], __m256i (&sums)[kRows][kHalves]) {
   const __m256i nibble = _mm256_set1_epi8(15);
 #pragma GCC unroll 4
   for (int at = 0; at < 32; at += 8, w += kStepBytes) {
+    ask<1>(args, w);
     const __m256i first = load_words(w, 0), second = load_words(w, 1);
 #pragma GCC unroll 2
     for (int high = 0; high < 2; ++high) {
@@ -205,24 +227,14 @@ DIPTYCH_FORCED void sum_codes(const uint8_t* w, const uint8_t* const (&x)[kRows]
   }
 }
 
-// What is widened is multiplied by the unit in the same step; the zeros of two groups by their sums of x, 128 * 127 at most, in another.
-template <int kRows>
-void tile_int4(const TileArgs& args) {
-  const auto acc = [&](int row, int half) { return reinterpret_cast<__m256i*>(static_cast<int32_t*>(args.acc) + row * kPanelLanes) + half; };
-  const uint8_t* x[kRows];
-#pragma GCC unroll 4
-  for (int row = 0; row < kRows; ++row) {
-    x[row] = args.x[row];
-    for (int half = 0; half < kHalves; ++half) _mm256_store_si256(acc(row, half), _mm256_setzero_si256());
-  }
-  for (int64_t pair = 0; pair < args.units; pair += 2) {
-    const uint8_t *head = args.strip + head_of_group(args.group, pair), *w = args.strip + steps_of_group(args.group, pair);
-    const int64_t groups = pair + 1 < args.units ? 2 : 1;  // the zeros of a group that is not there are 0
-    if (args.is_stream)
-      for (int64_t line = 0; line < groups * args.group / 8; ++line) __builtin_prefetch(w + kInt4AheadBytes + line * kStepBytes, 0, 3);
-    alignas(32) __m256i units[2][kHalves], zeros[kHalves];
+// Of two groups of a strip: units as pairs of 16 bits, and a pair of the zeros of both.
+struct Grids {
+  alignas(32) __m256i units[2][kHalves], zeros[kHalves];
+  DIPTYCH_FORCED void load(const uint8_t* head) {
+#pragma GCC unroll 2
     for (int half = 0; half < kHalves; ++half) {
       __m256i grids[2];
+#pragma GCC unroll 2
       for (int group = 0; group < 2; ++group) {
         grids[group] = _mm256_cvtepu16_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(head + group * kHeadBytes) + half));
         const __m256i unit = _mm256_and_si256(grids[group], _mm256_set1_epi32(255));
@@ -230,23 +242,44 @@ void tile_int4(const TileArgs& args) {
       }
       zeros[half] = _mm256_blend_epi16(_mm256_srli_epi32(grids[0], 8), _mm256_slli_epi32(_mm256_srli_epi32(grids[1], 8), 16), 0xaa);
     }
-    __asm__ volatile("" : : "r"(units) : "memory");  // they wait in memory
+  }
+};
+
+// By pairs of groups: what is widened is multiplied by the unit in the same step; the zeros of both by their sums of x, 128 * 127 at most, in
+// another. The head of a group that is not there is 0.
+template <int kRows>
+void tile_int4(const TileArgs& args) {
+  const auto acc = [&](int row, int half) __attribute__((always_inline)) {
+    return reinterpret_cast<__m256i*>(static_cast<int32_t*>(args.acc) + row * kPanelLanes) + half;
+  };
+  const uint8_t* x[kRows];
+#pragma GCC unroll 4
+  for (int row = 0; row < kRows; ++row) x[row] = args.x[row];
+  for (int64_t pair = 0; pair < args.units; pair += 2) {
+    const int64_t groups = pair + 1 < args.units ? 2 : 1;
+    Grids grids;
+    grids.load(args.strip + head_of_group(args.group, pair));
+    __asm__ volatile("" : : "r"(&grids) : "memory");  // they wait in memory
     for (int row = 0; row < kRows; ++row) {
-      const int32_t* sums = args.group_sums + row * args.units + pair;
-      const __m256i both = _mm256_set1_epi32((sums[0] & 0xffff) | (groups == 2 ? sums[1] << 16 : 0));
-      for (int half = 0; half < kHalves; ++half)
-        _mm256_store_si256(acc(row, half), _mm256_add_epi32(_mm256_load_si256(acc(row, half)), _mm256_madd_epi16(zeros[half], both)));
+      const int32_t* x_sums = args.group_sums + row * args.units + pair;
+      const __m256i both = _mm256_set1_epi32((x_sums[0] & 0xffff) | (groups == 2 ? x_sums[1] << 16 : 0));
+      for (int half = 0; half < kHalves; ++half) {
+        const __m256i of_zeros = _mm256_madd_epi16(grids.zeros[half], both);
+        _mm256_store_si256(acc(row, half), pair == 0 ? of_zeros : _mm256_add_epi32(_mm256_load_si256(acc(row, half)), of_zeros));
+      }
     }
+    const uint8_t* w = args.strip + steps_of_group(args.group, pair);
     for (int64_t group = 0; group < groups; ++group)
-      for (int64_t from = 0; from < args.group; from += 32, w += 4 * kStepBytes) {
+      for (int64_t from = 0; from < args.group; from += 32) {
         __m256i sums[kRows][kHalves];
-        sum_codes<kRows>(w, x, sums);
+        sum_codes<kRows>(args, w, x, sums);
+        w += 4 * kStepBytes;
 #pragma GCC unroll 4
         for (int row = 0; row < kRows; ++row) {
           x[row] += 32;
 #pragma GCC unroll 2
           for (int half = 0; half < kHalves; ++half)
-            _mm256_store_si256(acc(row, half), _mm256_add_epi32(_mm256_load_si256(acc(row, half)), _mm256_madd_epi16(sums[row][half], units[group][half])));
+            _mm256_store_si256(acc(row, half), _mm256_add_epi32(_mm256_load_si256(acc(row, half)), _mm256_madd_epi16(sums[row][half], grids.units[group][half])));
         }
       }
   }
@@ -306,18 +339,20 @@ void widen_bytes(const uint8_t* const* rows, int64_t count, int64_t n_words, int
 
 namespace avx2 {
 
+#define DIPTYCH_FEW(kernel, height, width) {height, width, XForm::rows, kernel<height, width>}
 extern const Tiles kBf16Tiles = {
-    {{1, 1, XForm::rows, tile_bf16<1>}, {2, 1, XForm::rows, tile_bf16<2>}, {3, 1, XForm::rows, tile_bf16<3>}, {4, 1, XForm::rows, tile_bf16<4>}},
+    {DIPTYCH_FEW(tile_bf16, 1, 4), DIPTYCH_FEW(tile_bf16, 2, 2), DIPTYCH_FEW(tile_bf16, 3, 1), DIPTYCH_FEW(tile_bf16, 4, 1)},
     {kManyRows, 1, XForm::widened, tile_bf16_many},
 };
-extern const Tiles kInt8Tiles = {
-    {{1, 1, XForm::rows, tile_int8<1>}, {2, 1, XForm::rows, tile_int8<2>}, {3, 1, XForm::rows, tile_int8<3>}, {4, 1, XForm::rows, tile_int8<4>}},
+extern const Tiles kInt8Tiles = {  // adapters take what is a strip wide
+    {DIPTYCH_FEW(tile_int8, 1, 4), DIPTYCH_FEW(tile_int8, 1, 1), DIPTYCH_FEW(tile_int8, 2, 1), DIPTYCH_FEW(tile_int8, 3, 1), DIPTYCH_FEW(tile_int8, 4, 1)},
     {kManyRows, 1, XForm::widened, tile_int8_many},
 };
 extern const Tiles kInt4Tiles = {
     {{1, 1, XForm::rows, tile_int4<1>}, {2, 1, XForm::rows, tile_int4<2>}, {3, 1, XForm::rows, tile_int4<3>}, {4, 1, XForm::rows, tile_int4<4>}},
     {4, 1, XForm::rows, tile_int4<4>},
 };
+#undef DIPTYCH_FEW
 extern const Tiles kFp8Tiles = {};
 extern const LinearKernels kLinear = {
     nullptr, widen_rows, widen_bytes, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,

@@ -2,7 +2,6 @@
 // files, after gemm_generic.inl.
 
 constexpr int kHalves = 2;  // registers of 8 lanes in a strip
-constexpr int64_t kInt4AheadBytes = 4096;
 
 inline __m256i broadcast_word(const uint8_t* x) { return _mm256_set1_epi32(*reinterpret_cast<const int*>(x)); }
 

@@ -18,6 +18,8 @@ namespace {
 
 #include "gemm_avx2.inl"
 
+constexpr int64_t kInt4AheadBytes = 4096;
+
 template <int kRows>
 void tile_int8(const TileArgs& args) {
   __m256i sums[kRows][kHalves];

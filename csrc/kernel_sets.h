@@ -26,7 +26,7 @@ struct KernelSet {
   const AttentionKernels* attention;
   const StepKernels* step;
   const CeilingLoops* ceilings;  // null: nothing of its own
-  const MatrixTiles* matrix[4];  // by Format, instead of tiles from their least_rows on; null: none
+  const MatrixTiles* matrix[4] = {};  // by Format, instead of tiles from their least_rows on; null: none
 };
 
 // Those that this processor runs, best first; never empty, the scalar set runs anywhere. Behind it, never the first, come twins of
