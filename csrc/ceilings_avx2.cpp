@@ -9,6 +9,7 @@ namespace {
 
 double fp32_burst(int64_t rounds) {
   __m256 sums[12];
+#pragma GCC unroll 12
   for (int i = 0; i < 12; ++i) sums[i] = _mm256_set1_ps(static_cast<float>(i));  // equal sums would become one
   __m256 a = _mm256_set1_ps(static_cast<float>(rounds)), b = _mm256_set1_ps(0.5f);
   for (int64_t round = 0; round < rounds; ++round) {
@@ -17,6 +18,7 @@ double fp32_burst(int64_t rounds) {
     __asm__ volatile("" : "+x"(a), "+x"(b));
   }
   __m256 total = sums[0];
+#pragma GCC unroll 12
   for (int i = 1; i < 12; ++i) total = _mm256_add_ps(total, sums[i]);
   volatile float sink = _mm256_cvtss_f32(total);
   (void)sink;
@@ -25,6 +27,7 @@ double fp32_burst(int64_t rounds) {
 
 double int8_burst(int64_t rounds) {
   __m256i sums[12];
+#pragma GCC unroll 12
   for (int i = 0; i < 12; ++i) sums[i] = _mm256_setzero_si256();
   const __m256i a = _mm256_set1_epi16(static_cast<int16_t>(rounds)), b = _mm256_set1_epi16(3);
   for (int64_t round = 0; round < rounds; ++round) {
@@ -35,6 +38,7 @@ double int8_burst(int64_t rounds) {
     }
   }
   __m256i total = sums[0];
+#pragma GCC unroll 12
   for (int i = 1; i < 12; ++i) total = _mm256_add_epi32(total, sums[i]);
   volatile int sink = _mm256_extract_epi32(total, 0);
   (void)sink;
