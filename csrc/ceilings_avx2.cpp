@@ -45,19 +45,30 @@ double int8_burst(int64_t rounds) {
   return 12.0 * 32.0 * static_cast<double>(rounds);
 }
 
-void read_all(const uint8_t* data, int64_t bytes, int64_t ahead) {
+// In four places at a time, which some processors read faster than one; asked for ahead, in one.
+template <int kPlaces>
+void read_places(const uint8_t* data, int64_t bytes, int64_t ahead) {
   __m256i sums[8];
+#pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) sums[i] = _mm256_setzero_si256();
-  for (int64_t at = 0; at + 256 <= bytes; at += 256) {
+  constexpr int kEach = 8 / kPlaces;  // registers
+  const int64_t part = bytes / (kPlaces * 256) * 256;
+  for (int64_t at = 0; at < part; at += 32 * kEach)
+#pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
-      if (ahead != 0 && i % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(data + at + ahead + 32 * i), _MM_HINT_T0);
-      sums[i] = _mm256_or_si256(sums[i], _mm256_load_si256(reinterpret_cast<const __m256i*>(data + at + 32 * i)));
+      const uint8_t* from = data + i / kEach * part + at + 32 * (i % kEach);
+      if (kPlaces == 1 && i % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(from + ahead), _MM_HINT_T0);
+      sums[i] = _mm256_or_si256(sums[i], _mm256_load_si256(reinterpret_cast<const __m256i*>(from)));
     }
-  }
   __m256i total = sums[0];
+#pragma GCC unroll 8
   for (int i = 1; i < 8; ++i) total = _mm256_or_si256(total, sums[i]);
   volatile int sink = _mm256_extract_epi32(total, 0);
   (void)sink;
+}
+
+void read_all(const uint8_t* data, int64_t bytes, int64_t ahead) {
+  ahead == 0 ? read_places<4>(data, bytes, 0) : read_places<1>(data, bytes, ahead);
 }
 
 }  // namespace
