@@ -68,22 +68,31 @@ inline void store_bytes(const Bits (&words)[4], int8_t* out) {
   vst1q_s8(out, vreinterpretq_s8_u8(vcombine_u8(vmovn_u16(low), vmovn_u16(high))));
 }
 #else
+#if defined(__SSE2__)
+inline Lanes load_lanes(const uint16_t* x) {
+  return (Lanes)_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)));
+}
+inline void store_bytes(const Bits (&words)[4], int8_t* out) {
+  const __m128i low = _mm_packs_epi32((__m128i)(words[0] & 255u), (__m128i)(words[1] & 255u));
+  const __m128i high = _mm_packs_epi32((__m128i)(words[2] & 255u), (__m128i)(words[3] & 255u));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm_packus_epi16(low, high));
+}
+#else
 inline Lanes load_lanes(const uint16_t* x) {
   Halves halves;
   std::memcpy(&halves, x, sizeof halves);
   return (Lanes)(__builtin_convertvector(halves, Bits) << 16);
 }
+inline void store_bytes(const Bits (&words)[4], int8_t* out) {
+  for (int64_t i = 0; i < kBlockLanes; ++i) out[i] = static_cast<int8_t>(words[i / kLaneCount][i % kLaneCount] & 255u);
+}
+#endif
 inline Lanes load_f16(const uint16_t* x) {
   Lanes lanes;
   for (int lane = 0; lane < kLaneCount; ++lane) lanes[lane] = from_f16(x[lane]);
   return lanes;
 }
 inline Halves narrow(Bits words) { return __builtin_convertvector(words, Halves); }
-inline void store_bytes(const Bits (&words)[4], int8_t* out) {
-  uint32_t all[kBlockLanes];
-  std::memcpy(all, words, sizeof all);
-  for (int64_t i = 0; i < kBlockLanes; ++i) out[i] = static_cast<int8_t>(all[i] & 255);
-}
 #endif
 
 // ---- finish ------------------------------------------------------------------------------------------------------
@@ -235,6 +244,7 @@ struct Rest {
 template <typename Load>
 inline void widen_inputs(const uint16_t* x, int64_t count, float* out, const Load& load) {
   int64_t i = 0;
+#pragma GCC unroll 4
   for (; i + kLaneCount <= count; i += kLaneCount) {
     const Lanes lanes = load(x + i);
     std::memcpy(out + i, &lanes, sizeof lanes);

@@ -5,6 +5,10 @@
 
 #include "kernel_sets.h"
 
+#if defined(__SSE2__)
+#include <emmintrin.h>  // x86-64 has it at the least
+#endif
+
 #if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
