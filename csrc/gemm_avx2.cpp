@@ -359,7 +359,7 @@ extern const LinearKernels kLinear = {
     sum_groups, quantize_group, expand_int4, expand_fp8,
 };
 extern const GroupTiles kGroupTiles = {
-    {kDirectTiles<false>, kDirectTiles<true>}, {}, {}, ready_rows_of_parts, nullptr, quantize_groups<load_inputs, abs_max, quantize_int8>,
+    {kDirectTiles<false>, kDirectTiles<true>}, {}, {}, ready_rows_of_parts, nullptr, quantize_groups,
 };
 
 }  // namespace avx2

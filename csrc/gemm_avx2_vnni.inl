@@ -105,7 +105,7 @@ extern const Tiles kInt8Tiles = {
 extern const Tiles kInt4Tiles = {{DIPTYCH_TILE(tile_int4, 1), DIPTYCH_TILE(tile_int4, 2), DIPTYCH_TILE(tile_int4, 3)}, {}};
 #undef DIPTYCH_TILE
 extern const GroupTiles kGroupTiles = {
-    {kDirectTiles<false>, kDirectTiles<true>}, {}, {}, ready_rows_of_parts, nullptr, quantize_groups<load_inputs, abs_max, quantize_int8>,
+    {kDirectTiles<false>, kDirectTiles<true>}, {}, {}, ready_rows_of_parts, nullptr, quantize_groups,
 };
 
 }  // namespace DIPTYCH_ISA

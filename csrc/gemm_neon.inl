@@ -285,7 +285,7 @@ extern const GroupTiles kGroupTiles = {
 #else
     {}, {}, ready_rows_of_parts, nullptr,
 #endif
-    quantize_groups<load_inputs, abs_max, quantize_int8>,
+    quantize_groups,
 };
 
 }  // namespace DIPTYCH_ISA

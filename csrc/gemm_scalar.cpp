@@ -5,6 +5,10 @@
 
 #include "kernel_sets.h"
 
+#if defined(__SSE2__)
+#include <emmintrin.h>  // x86-64 has it at the least
+#endif
+
 #if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
@@ -64,7 +68,7 @@ extern const LinearKernels kLinear = {
 extern const GroupTiles kGroupTiles = {
     {}, {1, 1, tile_groups<1, tile_int8, false>},
     {1, 1, tile_groups<1, tile_int8, true>}, ready_rows, expand_groups<load_inputs>,
-    quantize_groups<load_inputs, abs_max, quantize_int8>,
+    quantize_groups,
 };
 
 }  // namespace scalar

@@ -25,8 +25,7 @@ static void cache_latent(const LatentCall& call, int64_t token, float* scratch) 
   const float* row = call.rows + token * d;
   const int64_t position = call.positions[token], slot = call.slots[token];
   rms_norm_row(row, call.norm, rank, call.norm_eps, scratch);
-  std::memcpy(scratch + rank, row + rank, static_cast<size_t>(2 * half) * 4);
-  rotate(scratch + rank, 2 * half, call.cos_table + position * half, call.sin_table + position * half);
+  rotate(row + rank, 2 * half, call.cos_table + position * half, call.sin_table + position * half, scratch + rank);
   const KvHead head = call.kv.head(slot / shape.block_tokens, 0);
   store_key(shape.format, scratch, d, slot % shape.block_tokens, shape.by_token, head.keys, head.key_scales);
 }
@@ -37,15 +36,15 @@ static void cache_index(const IndexKeyCall& call, int64_t token, float* scratch)
   const int64_t position = call.positions[token], slot = call.slots[token];
   const float* row = call.rows + token * d;
   call.bias == nullptr ? rms_norm_row(row, call.norm, d, call.norm_eps, scratch) : layer_norm_row(row, call.norm, call.bias, d, call.norm_eps, scratch);
-  rotate(scratch, call.rotary_dim, call.cos_table + position * half, call.sin_table + position * half);
+  rotate(scratch, call.rotary_dim, call.cos_table + position * half, call.sin_table + position * half, scratch);
   const KvHead head = call.kv.head(slot / shape.block_tokens, 0);
   store_key(shape.format, scratch, d, slot % shape.block_tokens, false, head.keys, head.key_scales);
 }
 
 static void rotate_query(const float* x, int64_t n, int64_t rotary_dim, const float* cos_row, const float* sin_row, float* scratch,
                          uint16_t* out) {
-  std::memcpy(scratch, x, static_cast<size_t>(n) * 4);
-  rotate(scratch, rotary_dim, cos_row, sin_row);
+  if (rotary_dim < n) std::memcpy(scratch + rotary_dim, x + rotary_dim, static_cast<size_t>(n - rotary_dim) * 4);
+  rotate(x, rotary_dim, cos_row, sin_row, scratch);
   round_to_bf16(scratch, n, out);
 }
 

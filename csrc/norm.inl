@@ -12,8 +12,11 @@ DIPTYCH_INLINE float sum_of_squares(const float* x, int64_t n) {
       F32 v = load(x + i + 16 * j);
       sums[j] = fma(v, v, sums[j]);
     }
-  for (int64_t j = 0; i < n; i += 16, ++j) {
-    F32 v = load_n(x + i, n - i < 16 ? n - i : 16);
+#pragma GCC unroll 4
+  for (int64_t j = 0; j < 4; ++j) {  // unrolled, so that the sums are registers
+    const int64_t left = n - i - 16 * j;
+    if (left <= 0) break;
+    F32 v = load_n(x + i + 16 * j, left < 16 ? left : 16);
     sums[j] = fma(v, v, sums[j]);
   }
   return horizontal_sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));

@@ -3,15 +3,15 @@
 namespace diptych {
 namespace DIPTYCH_ISA {
 
-// Pairs (i, i + r/2) of the first r dimensions turn by the position's angle; the rest is left alone.
-DIPTYCH_INLINE void rotate(float* x, int64_t rotary_dim, const float* cos_row, const float* sin_row) {
+// Pairs (i, i + r/2) of the first r dimensions turn by the position's angle; the rest is left alone. out may be x.
+DIPTYCH_INLINE void rotate(const float* x, int64_t rotary_dim, const float* cos_row, const float* sin_row, float* out) {
   int64_t half = rotary_dim / 2;
   for (int64_t i = 0; i < half; i += 16) {
     int64_t lanes = half - i < 16 ? half - i : 16;
     F32 c = load_n(cos_row + i, lanes), s = load_n(sin_row + i, lanes);
     F32 low = load_n(x + i, lanes), high = load_n(x + half + i, lanes);
-    store_n(x + i, sub(mul(low, c), mul(high, s)), lanes);
-    store_n(x + half + i, add(mul(high, c), mul(low, s)), lanes);
+    store_n(out + i, sub(mul(low, c), mul(high, s)), lanes);
+    store_n(out + half + i, add(mul(high, c), mul(low, s)), lanes);
   }
 }
 
@@ -20,8 +20,9 @@ DIPTYCH_INLINE void rotate(float* x, int64_t rotary_dim, const float* cos_row, c
 DIPTYCH_INLINE void finish_head(const RotateShape& shape, const float* x, const float* weight, float row_factor,
                                 const float* cos_row, const float* sin_row, float* out) {
   const int64_t d = shape.head_dim;
-  if (weight == nullptr || shape.norms_turned) {
-    std::memcpy(out, x, static_cast<size_t>(d) * 4);
+  const bool is_plain = weight == nullptr || shape.norms_turned;
+  if (is_plain) {
+    if (shape.rotary_dim < d) std::memcpy(out + shape.rotary_dim, x + shape.rotary_dim, static_cast<size_t>(d - shape.rotary_dim) * 4);
   } else if (shape.has_full_width_norm) {
     scale_by_weight(x, weight, d, row_factor, out);
   } else if (shape.has_head_norms) {
@@ -29,7 +30,7 @@ DIPTYCH_INLINE void finish_head(const RotateShape& shape, const float* x, const 
   } else {
     rms_norm_row(x, weight, d, shape.norm_eps, out);
   }
-  if (shape.rotary_dim) rotate(out, shape.rotary_dim, cos_row, sin_row);
+  if (shape.rotary_dim) rotate(is_plain ? x : out, shape.rotary_dim, cos_row, sin_row, out);
   if (weight != nullptr && shape.norms_turned) rms_norm_row(out, weight, d, shape.norm_eps, out);
 }
 
@@ -64,9 +65,9 @@ DIPTYCH_INLINE float quantise(KvFormat format, const float* x, int64_t n, int8_t
   float inverse = steps_per_unit(most, 127.0f);
   for (int64_t i = 0; i < n; i += 16) {
     int64_t lanes = n - i < 16 ? n - i : 16;
-    float whole[16];
-    to_array(round_even(mul(load_n(x + i, lanes), set1(inverse))), whole);
-    for (int64_t j = 0; j < lanes; ++j) out[i + j] = static_cast<int8_t>(whole[j]);
+    int8_t whole[16];
+    store_i8(lanes < 16 ? whole : out + i, mul(load_n(x + i, lanes), set1(inverse)));
+    if (lanes < 16) std::memcpy(out + i, whole, static_cast<size_t>(lanes));
   }
   return most / 127.0f;
 }
@@ -129,16 +130,19 @@ static void rotate_token(const RotateCall& call, int64_t token, int64_t kv_head,
   const int64_t kv_of_row = shape.first_kv_head + kv_head;
   const float* weight = shape.k_norm ? shape.k_norm + kv_of_row * weight_stride : nullptr;
   float* key = scratch;
-  float* value = scratch + d + 16 - d % 16;
+  float* padded = scratch + d + 16 - d % 16;
   finish_head(shape, k_row + kv_of_row * d, weight, k_factor, cos_row, sin_row, key);
-  std::memset(value, 0, static_cast<size_t>(call.kv.shape.value_dim()) * 4);
-  const float* own_value = v_row + kv_of_row * v_dim;
-  if (shape.has_v_norm)
-    add_row(own_value, v_dim, full_width_factor(own_value, v_dim, shape.norm_eps), value);
-  else
-    std::memcpy(value, own_value, static_cast<size_t>(v_dim) * 4);
-  if (shape.v_scale != 1.0f)
-    for (int64_t i = 0; i < v_dim; ++i) value[i] *= shape.v_scale;
+  const float* value = v_row + kv_of_row * v_dim;
+  if (shape.has_v_norm || shape.v_scale != 1.0f || v_dim != call.kv.shape.value_dim()) {
+    std::memset(padded, 0, static_cast<size_t>(call.kv.shape.value_dim()) * 4);
+    if (shape.has_v_norm)
+      add_row(value, v_dim, full_width_factor(value, v_dim, shape.norm_eps), padded);
+    else
+      std::memcpy(padded, value, static_cast<size_t>(v_dim) * 4);
+    if (shape.v_scale != 1.0f)
+      for (int64_t i = 0; i < v_dim; ++i) padded[i] *= shape.v_scale;
+    value = padded;
+  }
 
   const int64_t slot = call.slots[token], offset = slot % call.kv.shape.block_tokens;
   const bool next_follows = token + 1 < call.n_tokens && call.slots[token + 1] == slot + 1;

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
 import subprocess
 from dataclasses import replace
 
@@ -12,7 +10,7 @@ import linear_layers
 import numpy as np
 import pytest
 import torch
-from built_kernels import made
+from built_kernels import compiler, made
 from linear_layers import (
     ADD_F32,
     FORMATS,
@@ -44,8 +42,7 @@ pytestmark = pytest.mark.native
 
 @pytest.fixture(scope="module")
 def kernels() -> ctypes.CDLL:
-    if shutil.which("make") is None or shutil.which(os.environ.get("CXX", "g++")) is None:
-        pytest.skip("needs make and a C++ compiler")
+    compiler()
     loaded = ctypes.CDLL(str(made("libdiptych_kernels.so")))
     loaded.kernels_packed_bytes.restype = ctypes.c_int64
     loaded.kernels_pool_check.restype = ctypes.c_int64
