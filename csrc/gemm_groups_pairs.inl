@@ -193,23 +193,20 @@ DIPTYCH_FORCED void sum_group(From& weights, const uint8_t* const (&x)[kRows], i
 // zero_of where there are any: the lanes' of a half.
 template <bool kWide, Offset kOffset, int kRows, class ScaleOf, class OffsetOf>
 DIPTYCH_FORCED void end_group(const RowOfGroup* of, __m256i (&whole)[kRows][kHalves], const ScaleOf& scale_of, const OffsetOf& offset_of, float* acc) {
-#pragma GCC unroll 2
-  for (int half = 0; half < kHalves; ++half) {
-    const __m256 scale = (__m256)scale_of(half);
-    const __m256i offset = kOffset == Offset::none ? _mm256_setzero_si256() : offset_of(half);
+  const __m256 scales[kHalves] = {(__m256)scale_of(0), (__m256)scale_of(1)};
+  __m256i offsets[kHalves];
+  if constexpr (kOffset != Offset::none) offsets[0] = offset_of(0), offsets[1] = offset_of(1);
 #pragma GCC unroll 4
-    for (int row = 0; row < kRows; ++row) {
+  for (int row = 0; row < kRows; ++row) {
+    const __m256 own = _mm256_set1_ps(kWide ? of[row].power : of[row].offset), of_x = _mm256_set1_ps(of[row].sum);  // once: stores follow
+#pragma GCC unroll 2
+    for (int half = 0; half < kHalves; ++half) {
       __m256i sum = whole[row][half];
-      if constexpr (kOffset == Offset::zeros) {
-        int32_t of_x;
-        std::memcpy(&of_x, &of[row].sum, sizeof(of_x));
-        sum = _mm256_sub_epi32(sum, _mm256_mullo_epi32(offset, _mm256_set1_epi32(of_x)));
-      }
+      if constexpr (kOffset == Offset::zeros) sum = _mm256_sub_epi32(sum, _mm256_mullo_epi32(offsets[half], _mm256_castps_si256(of_x)));
       float* at = acc + row * kPanelLanes + half * 8;
-      __m256 value = kWide ? _mm256_mul_ps(_mm256_cvtepi32_ps(sum), _mm256_set1_ps(of[row].power))
-                           : _mm256_sub_ps(_mm256_castsi256_ps(sum), _mm256_set1_ps(of[row].offset));
-      value = _mm256_fmadd_ps(value, scale, _mm256_load_ps(at));
-      if constexpr (kOffset == Offset::minima) value = _mm256_fmadd_ps(_mm256_set1_ps(of[row].sum), _mm256_castsi256_ps(offset), value);
+      __m256 value = kWide ? _mm256_mul_ps(_mm256_cvtepi32_ps(sum), own) : _mm256_sub_ps(_mm256_castsi256_ps(sum), own);
+      value = _mm256_fmadd_ps(value, scales[half], _mm256_load_ps(at));
+      if constexpr (kOffset == Offset::minima) value = _mm256_fmadd_ps(of_x, _mm256_castsi256_ps(offsets[half]), value);
       _mm256_store_ps(at, value);
     }
   }
@@ -348,6 +345,14 @@ inline void expand_pairs(const LinearShape& shape, const uint8_t* strip, int64_t
 
 constexpr int kExpandedRows = 4;
 
+// One group of the rows of the next tile, into L1, where those of this one are in use.
+DIPTYCH_FORCED void bring_rows(const GroupArgs& args, int64_t group, int64_t input_bytes) {
+  const int64_t bytes = args.shape->group * input_bytes, from = (args.first + group) * bytes;
+  for (int64_t at = from; at < from + bytes; at += 64)
+#pragma GCC unroll 4
+    for (int row = 0; row < kExpandedRows; ++row) __builtin_prefetch(args.next_x[row] + at, 0, 3);
+}
+
 template <bool kWide, Joined kJoined, Offset kOffset, class From>
 void run_expanded(const GroupArgs& args) {
   const int64_t groups = args.groups, inputs = args.shape->group;
@@ -360,6 +365,7 @@ void run_expanded(const GroupArgs& args) {
   for (int row = 0; row < kExpandedRows; ++row) x[row] = args.x[row];
   if (!args.resume) clear_sums(args.acc, kExpandedRows);
   for (int64_t group = 0; group < groups; ++group, of += kExpandedRows, scales += kStripLanes, offsets += kStepBytes) {
+    bring_rows(args, group, kJoined == Joined::words ? 2 : 1);
     __m256i whole[kExpandedRows][kHalves];
     sum_group<kJoined>(weights, x, (args.first + group) * inputs, inputs, of, whole);
     const auto scale_of = [&](int half) __attribute__((always_inline)) { return _mm256_load_ps(scales + half * 8); };
