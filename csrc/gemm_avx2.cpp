@@ -359,7 +359,8 @@ extern const LinearKernels kLinear = {
     sum_groups, quantize_group, expand_int4, expand_fp8,
 };
 extern const GroupTiles kGroupTiles = {
-    {kDirectTiles<false>, kDirectTiles<true>}, {}, {}, ready_rows_of_parts, nullptr, quantize_groups,
+    {kDirectTiles<false>, kDirectTiles<true>}, {kExpandedRows, 1, tile_expanded}, {kExpandedRows, 1, tile_expanded_wide}, ready_rows_of_pairs, expand_pairs,
+    quantize_groups, {}, row_form_of_pairs, {8, 8},
 };
 
 }  // namespace avx2

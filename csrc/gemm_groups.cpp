@@ -9,8 +9,12 @@
 namespace diptych {
 namespace {
 
-constexpr int64_t kDirectPasses = 8, kWidePasses = 5;  // of few rows over a strip, before expanding it is cheaper
 constexpr int64_t kBlockRows = 264;      // their fp32 sums of a panel and some groups of x lie in L2
+
+// Rows at multiples of 64 bytes meet in one bank of AMD's L1, where a tile reads the same word of each.
+constexpr int64_t kRowGap = 72;
+
+int64_t bytes_of_row(const RowForm& form, int64_t inputs) { return form.bytes * inputs + kRowGap; }
 
 struct Job : LinearCall {
   const GroupTiles& tiles;
@@ -25,11 +29,14 @@ struct Job : LinearCall {
   uint8_t* steps;    // one block of the tile's strips, expanded
   float* scales;
   float* minima;
+  RowForm form;
+  uint8_t* own_rows;  // of the block in that form, row_bytes() apart
   const LinearShape& shape() const { return w.shape; }
+  int64_t row_bytes() const { return bytes_of_row(form, x.k_padded); }
   int64_t strip_bytes() const { return w.panel_bytes / kPanelStrips; }
 };
 
-// Pads to whole tiles of so many rows.
+// Pads to whole tiles of so many rows, in the form that the tiles read; one row lies well enough where its bytes are left alone.
 void point_at_rows(const Job& job, Range rows, int64_t height) {
   const int64_t count = round_up(rows.end - rows.begin, height);
   for (int64_t i = 0; i < count; ++i) {
@@ -37,6 +44,12 @@ void point_at_rows(const Job& job, Range rows, int64_t height) {
     job.x_of[i] = job.x.data + from * job.x.stride_bytes;
     job.powers_of[i] = job.x.powers + from * job.x.groups;
     job.sums_of[i] = job.x.sums + from * job.x.groups;
+  }
+  if (job.form.make == nullptr || (count == 1 && job.form.bytes == 1)) return;
+  for (int64_t i = 0; i < count; ++i) {
+    uint8_t* out = job.own_rows + i * job.row_bytes();
+    job.form.make(job.x_of[i], job.x.k_padded, job.x.k_padded, out);
+    job.x_of[i] = out;
   }
 }
 
@@ -144,6 +157,7 @@ void run_block(const Job& job, const Block& block, const Block& next, Range rows
   args.steps = job.steps;
   args.scales = job.scales;
   args.minima = shape.grid.offset == Offset::minima ? job.minima : nullptr;
+  args.zeros = shape.grid.offset == Offset::zeros ? reinterpret_cast<const int32_t*>(job.minima) : nullptr;
   for (int64_t i = 0; i < job.tile.strips; ++i) {
     const int64_t at = i * kExpandedScales;
     job.tiles.expand(shape, strip_of(job, block, i), group, count, job.steps + i * kExpandedBytes, job.scales + at, job.minima + at);
@@ -193,7 +207,7 @@ void run_expanded(const Job& job, int thread, int threads) {
 // Whether rows meet the codes as they are packed: few do, and all where a set has no other tiles.
 bool is_direct(const PackedLinear& w, const GroupTiles& tiles, int64_t m) {
   if (tiles.expanded.run == nullptr) return true;
-  return m <= (w.shape.wide ? kWidePasses : kDirectPasses) * kDirectRows && direct_tile(tiles, w.shape, 1) != nullptr;
+  return m <= tiles.most_direct[w.shape.wide] && direct_tile(tiles, w.shape, 1) != nullptr;
 }
 
 const ExpandedTile& tile_of(const LinearShape& shape, const GroupTiles& tiles) {
@@ -201,17 +215,23 @@ const ExpandedTile& tile_of(const LinearShape& shape, const GroupTiles& tiles) {
   return shape.wide ? tiles.expanded_wide : is_long ? tiles.expanded_long : tiles.expanded;
 }
 
-// Parts of a thread's memory for a call of m rows, in bytes; acc, steps, two of scales, three of pointers, rows.
+RowForm row_form_of(const LinearShape& shape, const GroupTiles& tiles) {
+  return tiles.row_form == nullptr ? RowForm{nullptr, 0} : tiles.row_form(shape);
+}
+
+// Parts of a thread's memory for a call of m rows, in bytes; acc, steps, two of scales, three of pointers, rows, those in the form of the tiles.
 struct Memory {
-  int64_t acc, steps, scales, pointers, rows;
-  int64_t bytes() const { return acc + steps + 2 * scales + 3 * pointers + rows; }
+  int64_t acc, steps, scales, pointers, rows, own_rows;
+  int64_t bytes() const { return acc + steps + 2 * scales + 3 * pointers + rows + own_rows; }
 };
 
 Memory memory_of(const PackedLinear& w, const GroupTiles& tiles, int64_t m) {
   const ExpandedTile& tile = tile_of(w.shape, tiles);
   const int64_t block_rows = std::min(m, kBlockRows) + kMaxTileRows;
-  return {block_rows * kPanelLanes * 4, tile.strips * kExpandedBytes, tile.strips * kExpandedScales * 4, round_up(block_rows * 8, kStepBytes),
-          block_rows * (w.k_padded / w.shape.group) * static_cast<int64_t>(sizeof(RowOfGroup))};
+  const RowForm form = row_form_of(w.shape, tiles);
+  return {block_rows * kPanelLanes * 4, std::max<int64_t>(form.bytes, 1) * tile.strips * kExpandedBytes, tile.strips * kExpandedScales * 4,
+          round_up(block_rows * 8, kStepBytes), round_up(block_rows * (w.k_padded / w.shape.group) * static_cast<int64_t>(sizeof(RowOfGroup)), kStepBytes),
+          form.make == nullptr ? 0 : round_up(block_rows * bytes_of_row(form, round_up(w.k_padded, kMaxGroup)), kStepBytes)};
 }
 
 }  // namespace
@@ -225,9 +245,10 @@ void linear_by_groups(const LinearCall& call, const GroupTiles& tiles, int threa
   const Memory memory = memory_of(call.w, tiles, call.m);
   uint8_t* next = linear_scratch(memory.bytes());
   auto take = [&](auto*& part, int64_t bytes) { part = reinterpret_cast<std::decay_t<decltype(part)>>(next), next += bytes; };
-  Job job{call, tiles, tile, call.w.k_padded / call.w.shape.group, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+  Job job{call, tiles, tile, call.w.k_padded / call.w.shape.group, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+          row_form_of(call.w.shape, tiles), nullptr};
   take(job.acc, memory.acc), take(job.steps, memory.steps), take(job.scales, memory.scales), take(job.minima, memory.scales);
-  take(job.x_of, memory.pointers), take(job.powers_of, memory.pointers), take(job.sums_of, memory.pointers), take(job.rows, memory.rows);
+  take(job.x_of, memory.pointers), take(job.powers_of, memory.pointers), take(job.sums_of, memory.pointers), take(job.rows, memory.rows), take(job.own_rows, memory.own_rows);
   is_direct(call.w, tiles, call.m) ? run_direct(job, thread, threads) : run_expanded(job, thread, threads);
 }
 

@@ -1,13 +1,6 @@
-// What AVX2, and with DIPTYCH_DOT4 AVX-VNNI, have for tiles of weights in groups (gemm_groups_parts.inl). Included by gemm_avx2.inl.
+// What AVX2 (gemm_groups_pairs.inl), and with DIPTYCH_DOT4 AVX-VNNI (gemm_groups_parts.inl), have for tiles of weights in groups. Included by gemm_avx2.inl.
 
 using Operand = __m256i;
-#if defined(DIPTYCH_DOT4)
-constexpr int32_t kSignedBase = 128;  // signed levels are met as u8
-constexpr int kLeastRowsOfOne = 3, kMostRowsOfOne = 8;  // a sum waits for itself: as many as the registers hold
-#else
-constexpr int kLeastRowsOfOne = 3, kMostRowsOfOne = 4;
-constexpr int32_t kSignedBase = 0;
-#endif
 
 #include "gemm_group_forms.inl"
 
@@ -24,16 +17,12 @@ inline Lanes widen_e4m3(const uint8_t* at) {
   const __m128i fields = _mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))), 7);
   return (Lanes)_mm256_mul_ps(_mm256_cvtph_ps(fields), _mm256_set1_ps(256.0f));
 }
-inline Operand load_table(const LinearShape& shape) {
-  const __m256i levels = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table_of(shape))));
-  return _mm256_add_epi8(levels, _mm256_set1_epi8(static_cast<char>(kSignedBase)));
-}
 
-// Step `word` of the four of 16 inputs, of a piece of the lanes: codes, or levels (and kSignedBase) where they are signed.
+// Step `word` of the four of 16 inputs, of a piece of the lanes: codes, or what the table has for them.
 template <CodeForm kForm>
 DIPTYCH_FORCED Operand operand_of(const uint8_t* unit, const uint8_t* tops, int word, int part, const Operand& table) {
   const auto step = [&](int i) __attribute__((always_inline)) { return load_words(unit + i * kStepBytes, part); };
-  if constexpr (kForm == CodeForm::bytes) return _mm256_add_epi8(step(word), _mm256_set1_epi8(static_cast<char>(kSignedBase + 128)));
+  if constexpr (kForm == CodeForm::bytes) return step(word);
   constexpr bool kIsPairs = kForm == CodeForm::twos || kForm == CodeForm::threes || kForm == CodeForm::threes_table;
   const __m256i packed = step(kIsPairs ? 0 : word / 2);
   const int shift = kIsPairs ? 2 * word : word % 2 * 4;
@@ -55,6 +44,14 @@ DIPTYCH_FORCED Operand operand_of(const uint8_t* unit, const uint8_t* tops, int 
 }
 
 #if defined(DIPTYCH_DOT4)
+constexpr int32_t kSignedBase = 128;  // signed levels are met as u8
+constexpr int kLeastRowsOfOne = 3, kMostRowsOfOne = 8;  // a sum waits for itself: as many as the registers hold
+
+inline Operand load_table(const LinearShape& shape) {
+  const __m256i levels = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table_of(shape))));
+  return _mm256_add_epi8(levels, _mm256_set1_epi8(static_cast<char>(kSignedBase)));
+}
+
 template <CodeForm kForm>
 DIPTYCH_FORCED Operand magnitude_of(Operand operand) { return operand; }
 
@@ -66,25 +63,7 @@ DIPTYCH_FORCED Whole add_16(Whole sum, const Operand (&operands)[4], const Opera
   for (int word = 0; word < 4; ++word) add_dot4(whole, operands[word], broadcast_word(x + word * 4));
   return (Whole)whole;
 }
-#else
-template <CodeForm kForm>
-DIPTYCH_FORCED Operand magnitude_of(Operand operand) { return is_signed(kForm) ? _mm256_abs_epi8(operand) : operand; }
-
-// The dot products of 16 inputs of a row, joined to whole sums. Pairs of products fit 16 bits: 2 * 63 * 127, or 2 * 128 * 127 where the sign
-// of a level has gone over to x; so do two sums of pairs of codes below 64, and four of codes below 32.
-template <CodeForm kForm>
-DIPTYCH_FORCED Whole add_16(Whole sum, const Operand (&operands)[4], const Operand (&magnitudes)[4], const uint8_t* x) {
-  const auto pairs = [&](int word) __attribute__((always_inline)) {
-    const __m256i own = broadcast_word(x + word * 4);
-    if constexpr (is_signed(kForm)) return _mm256_maddubs_epi16(magnitudes[word], _mm256_sign_epi8(own, operands[word]));
-    return _mm256_maddubs_epi16(operands[word], own);
-  };
-  const auto widened = [](__m256i of_pairs) __attribute__((always_inline)) { return (Whole)_mm256_madd_epi16(of_pairs, _mm256_set1_epi16(1)); };
-  if constexpr (is_signed(kForm)) return sum + (widened(pairs(0)) + widened(pairs(1))) + (widened(pairs(2)) + widened(pairs(3)));
-  const __m256i former = _mm256_add_epi16(pairs(0), pairs(1)), latter = _mm256_add_epi16(pairs(2), pairs(3));
-  if constexpr (kForm == CodeForm::sixes) return sum + (widened(former) + widened(latter));
-  return sum + widened(_mm256_add_epi16(former, latter));
-}
-#endif
-
 #include "gemm_groups_parts.inl"
+#else
+#include "gemm_groups_pairs.inl"
+#endif

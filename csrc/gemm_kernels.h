@@ -204,6 +204,7 @@ struct GroupArgs {
   const uint8_t* steps;
   const float* scales;
   const float* minima;
+  const int32_t* zeros;            // in place of minima, of a set whose levels have them not yet; or null
 };
 using GroupKernel = void (*)(const GroupArgs& args);
 
@@ -240,6 +241,12 @@ struct DirectTiles {
   GroupKernel of[kCodeForms][kDirectRows];
 };
 
+// How a set's tiles read rows of x, where not as they lie: made of int8 [inputs] (wide: and the low halves behind `low` bytes).
+struct RowForm {
+  void (*make)(const uint8_t* x, int64_t low, int64_t inputs, uint8_t* out);  // null: as they lie
+  int64_t bytes;  // of an input
+};
+
 struct GroupTiles {
   DirectTiles direct[2];  // of wide rows the second
   ExpandedTile expanded, expanded_wide;  // without: all rows meet the codes as they are packed
@@ -247,6 +254,8 @@ struct GroupTiles {
   ExpandGroups expand;
   QuantizeGroups quantize;
   ExpandedTile expanded_long = {};  // for groups of kMaxGroup, where another tile is best for them
+  RowForm (*row_form)(const LinearShape& shape) = nullptr;  // null: rows as they lie
+  int64_t most_direct[2] = {64, 40};  // rows, and wide ones, that meet packed codes, before expanding them is cheaper
 };
 
 // rows [count] of n_words words each -> out [n_words][tile_rows], zero where row >= count.
