@@ -218,7 +218,7 @@ inline void clear_sums(float* acc, int rows) {
 
 // ---- codes as they are packed ----
 
-constexpr int64_t kGroupAheadBytes = 4096;
+constexpr int64_t kGroupAheadBytes = 8192;
 
 // Rows [first, first + kRows) of a tile of `rows`.
 template <CodeForm kForm, bool kWide, Joined kJoined, Offset kOffset, int kRows>
