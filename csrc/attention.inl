@@ -16,7 +16,7 @@ constexpr int kRows = 16;
 #elif defined(DIPTYCH_AVX512)
 constexpr int kRows = 8;  // by 3 vectors, fewer rows by 4: at most 28 accumulators of 32 registers
 #elif defined(DIPTYCH_AVX2)
-constexpr int kRows = 2;  // by 2 vectors: 8 accumulators of 16 registers
+constexpr int kRows = 6;  // by 1 vector of two registers, fewer rows by more: at most 12 accumulators of 16 registers
 #elif defined(DIPTYCH_NEON)
 constexpr int kRows = 4;  // by 1 vector: 16 accumulators of 32 registers
 #else
@@ -24,9 +24,13 @@ constexpr int kRows = 1;
 #endif
 
 // How the products read what they multiply keys and values with: bf16, or the same numbers in fp32 where no instruction takes bf16.
-#if defined(DIPTYCH_AVX512) && !defined(__AVX512BF16__) && !defined(DIPTYCH_ATTENTION_TILES)
+#if (defined(DIPTYCH_AVX512) && !defined(__AVX512BF16__) && !defined(DIPTYCH_ATTENTION_TILES)) || defined(DIPTYCH_AVX2)
 using Input = float;
+#if defined(DIPTYCH_AVX2)
+DIPTYCH_INLINE void store_inputs(Input* out, F32 x) { store(out, x); }  // weights as they are: to round them takes as long as to find them
+#else
 DIPTYCH_INLINE void store_inputs(Input* out, F32 x) { store(out, bf16_numbers(x)); }
+#endif
 DIPTYCH_INLINE void take_inputs(const uint16_t* x, int64_t n, Input* out) {
   for (int64_t i = 0; i < n; i += 16) store_n(out + i, load_bf16_n(x + i, n - i < 16 ? n - i : 16), n - i < 16 ? n - i : 16);
 }
@@ -38,10 +42,10 @@ DIPTYCH_INLINE void take_inputs(const uint16_t* x, int64_t n, Input* out) { std:
 
 #if !defined(DIPTYCH_ATTENTION_TILES) && !defined(DIPTYCH_NEON)
 #define DIPTYCH_WHOLE 1
-#if defined(DIPTYCH_AVX512)
+#if defined(DIPTYCH_AVX512) || defined(DIPTYCH_AVX2)
 #define DIPTYCH_BYTES 1  // bytes are widened in the registers that multiply
-#if defined(__AVX512BF16__)
-#define DIPTYCH_BESIDE 1  // what comes is asked for as AMD's processors like it: Intel's without tiles take the set without BF16
+#if defined(__AVX512BF16__) || defined(DIPTYCH_AVX2)
+#define DIPTYCH_BESIDE 1  // what comes is asked for as AMD's processors like it: Intel's without tiles take the sets without BF16
 #endif
 #endif
 #endif
@@ -165,13 +169,14 @@ struct Tile {
 // the first cache. Of 7 rows, one turn, widening took a third of the time.
 constexpr int64_t kManyTurns = 4;
 // The same of fp8.
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(DIPTYCH_AVX2)
 constexpr int64_t kManyTurnsOfFp8 = kManyTurns;
 #else
 constexpr int64_t kManyTurnsOfFp8 = 2;  // each turn widens twice, from eight bits to sixteen and to fp32
 #endif
 
 DIPTYCH_INLINE int64_t turns_of(int64_t rows) { return (rows + kRows - 1) / kRows; }
+DIPTYCH_INLINE int64_t turn_of(int64_t rows) { return (rows + turns_of(rows) - 1) / turns_of(rows); }  // nine rows by eight at most: five, four
 
 // Steps of the work on a tile: a vector that is multiplied is one, and weighing 16 keys takes a row as long as so many products.
 constexpr int64_t kStepsToWeigh = 17;
@@ -198,6 +203,8 @@ struct Joined {
 
 #if defined(DIPTYCH_ATTENTION_TILES)
 #include "attention_tiles.inl"
+#elif defined(DIPTYCH_AVX2)
+#include "attention_products_avx2.inl"
 #else
 #include "attention_products.inl"
 #endif
@@ -311,7 +318,7 @@ DIPTYCH_INLINE float whole_query(const uint16_t* x, int64_t d, uint16_t* out) {
 
 #include "attention_groups.inl"
 
-// n heads' queries side by side, as the products read them, from the row-th on.
+// n heads' queries side by side, from the row-th on; arrange_queries puts them as the products read them.
 DIPTYCH_INLINE void take_queries(const AttentionCall& call, const uint16_t* q, int64_t n, int64_t row, const Scratch& scratch) {
   const int64_t d = call.shape.head_dim, stride = query_stride(d);
   for (int64_t r = row; r < row + n; ++r, q += d) {
@@ -397,7 +404,7 @@ DIPTYCH_INLINE TaskRows rows_of(const AttentionCall& call, const AttentionTask& 
 DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, const Tile& tile, const Scratch& scratch,
                              float* partial) {
   const int64_t d = call.shape.head_dim, dv = call.kv.shape.value_dim();
-  const int64_t parts = turns_of(rows.n), most = (rows.n + parts - 1) / parts;  // nine rows: five and four
+  const int64_t most = turn_of(rows.n);
   for (int64_t r0 = 0; r0 < rows.n; r0 += most) {
     const int64_t n = rows.n - r0 < most ? rows.n - r0 : most;
     // Only the groups that these few rows see: what is left out would have added exact zeros.
@@ -460,6 +467,7 @@ static void attention(const AttentionCall& call, const AttentionTask& task, cons
     for (int64_t g = 0; g < rows.group; ++g) scratch.positions[r + g] = call.positions[token];
     take_queries(call, call.q + (token * call.shape.n_heads + rows.head) * d, rows.group, r, scratch);
   }
+  arrange_queries(scratch, is_whole(call.kv.shape.format), rows.n, turn_of(rows.n), d);
   for (int64_t r = 0; r < rows.n; ++r) scratch.state_max[r] = -__builtin_inff(), scratch.state_sum[r] = 0.0f;
   std::memset(scratch.state_values, 0, static_cast<size_t>(rows.n * dv) * 4);
   const SequenceView view = view_of(call, task);

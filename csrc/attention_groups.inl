@@ -24,7 +24,7 @@ DIPTYCH_INLINE bool is_whole(KvFormat format) {
 DIPTYCH_INLINE void widen_bytes(KvFormat format, const int8_t* x, int64_t n, uint16_t* out) {
   int64_t i = 0;
   if (format == KvFormat::fp8) {
-#if defined(DIPTYCH_BESIDE)
+#if defined(DIPTYCH_BESIDE) && defined(DIPTYCH_AVX512)
     for (; i + 64 <= n; i += 64) {
       Pairs former, latter;
       widen_64_e4m3(x + i, former.v, latter.v);
@@ -40,6 +40,11 @@ DIPTYCH_INLINE void widen_bytes(KvFormat format, const int8_t* x, int64_t n, uin
       widen_i8(x + i, out + i);
 #endif
   }
+}
+
+// The scales of a group of 16 tokens.
+DIPTYCH_INLINE void take_scales(KvFormat format, const float* scales, float* out) {
+  store(out, format == KvFormat::fp8 ? mul(load(scales), set1(kE4m3Unit)) : load(scales));
 }
 
 // A cache of bytes: the tile's keys and values as bf16 or whole numbers, exact; their scales go to scores and weights.
@@ -61,8 +66,8 @@ DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch,
     uint16_t* wide_values = scratch.wide_values + g * 16 * dv;
     if (!tile.is_bytes) widen_bytes(kv.format, keys, 16 * d, wide_keys);
     if (!tile.is_bytes && kv.has_values) widen_bytes(kv.format, values, 16 * dv, wide_values);
-    std::memcpy(scratch.key_scales + g * 16, head.key_scales + offset, 64);
-    std::memcpy(scratch.value_scales + g * 16, (kv.has_values ? head.value_scales : head.key_scales) + offset, 64);
+    take_scales(kv.format, head.key_scales + offset, scratch.key_scales + g * 16);
+    take_scales(kv.format, (kv.has_values ? head.value_scales : head.key_scales) + offset, scratch.value_scales + g * 16);
     tile.keys[g] = tile.is_bytes ? reinterpret_cast<const uint16_t*>(keys) : wide_keys;
     tile.values[g] = tile.is_bytes ? reinterpret_cast<const uint16_t*>(values) : wide_values;
     if (g + 1 < tile.span.end) walk.step();

@@ -38,6 +38,30 @@ DIPTYCH_INLINE void pack_group(const uint16_t* const* rows, int64_t d, int64_t d
       _mm512_storeu_si512(values + p * 2 * dv + 2 * i, _mm512_or_si512(both[0], _mm512_slli_epi32(both[1], 16)));
     }
 }
+#elif defined(DIPTYCH_AVX2)
+DIPTYCH_INLINE void pack_group(const uint16_t* const* rows, int64_t d, int64_t dv, uint16_t* keys, uint16_t* values) {
+  const auto words_of = [&](int64_t t, int64_t i) {  // eight of a row's pairs from its i-th number on, zeros behind the last
+    if (rows[t] == nullptr) return _mm256_setzero_si256();
+    return _mm256_maskload_epi32(reinterpret_cast<const int*>(rows[t] + i), lane_mask((d - i) / 2));
+  };
+  for (int64_t t = 0; t < kGroupTokens; t += 8)
+    for (int64_t i = 0; i < d; i += 16) {  // a square of 8 tokens and 8 pairs of dimensions
+      __m256 square[8];
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; ++j) square[j] = _mm256_castsi256_ps(words_of(t + j, i));
+      turn_square(square);
+      for (int64_t j = 0; j < 8 && i + 2 * j < d; ++j)
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(keys + (i + 2 * j) * kGroupTokens + 2 * t), _mm256_castps_si256(square[j]));
+    }
+  for (int64_t p = 0; p < kGroupTokens / 2; ++p)
+    for (int64_t i = 0; i < dv; i += 16) {
+      const __m256i even = words_of(2 * p, i), odd = words_of(2 * p + 1, i);
+      const __m256i low = _mm256_unpacklo_epi16(even, odd), high = _mm256_unpackhi_epi16(even, odd);
+      __m256i* at = reinterpret_cast<__m256i*>(values + p * 2 * dv + 2 * i);
+      _mm256_storeu_si256(at, _mm256_permute2x128_si256(low, high, 0x20));
+      _mm256_storeu_si256(at + 1, _mm256_permute2x128_si256(low, high, 0x31));
+    }
+}
 #else
 DIPTYCH_INLINE void pack_group(const uint16_t* const* rows, int64_t d, int64_t dv, uint16_t* keys, uint16_t* values) {
   std::memset(values, 0, static_cast<size_t>(kGroupTokens * dv) * 2);
@@ -60,6 +84,7 @@ DIPTYCH_INLINE void gather_tile(const SequenceView& view, int64_t token, const S
   const KvShape& kv = call.kv.shape;
   const int64_t d = kv.head_dim, dv = kv.value_dim(), row_bytes = d * kv.element_bytes();
   const bool is_bytes = kv.format != KvFormat::bf16;
+  const float unit = kv.format == KvFormat::fp8 ? kE4m3Unit : 1.0f;
   const int32_t* chosen = call.positions[token] < call.shape.most ? nullptr : call.choice + token * call.shape.most;
   const auto find = [&](int64_t place) -> std::pair<const uint8_t*, const float*> {
     const int64_t position = chosen == nullptr ? place : chosen[place], block = position / kv.block_tokens;
@@ -85,7 +110,7 @@ DIPTYCH_INLINE void gather_tile(const SequenceView& view, int64_t token, const S
       uint16_t* own = wide + t * (kMostLatentDim + 32);
       widen_bytes(kv.format, reinterpret_cast<const int8_t*>(row), d, own);
       rows[t] = own;
-      scratch.key_scales[g * kGroupTokens + t] = scratch.value_scales[g * kGroupTokens + t] = *scale;
+      scratch.key_scales[g * kGroupTokens + t] = scratch.value_scales[g * kGroupTokens + t] = *scale * unit;
     }
     uint16_t *keys = scratch.wide_keys + g * kGroupTokens * d, *values = scratch.wide_values + g * kGroupTokens * dv;
     pack_group(rows, d, dv, keys, values);
@@ -134,6 +159,7 @@ static void index_tile(const IndexCall& call, int64_t sequence, int64_t number, 
     float* out = scores + i * stride + tile.start / block;
     if (block == 1) std::memset(out, 0, static_cast<size_t>(seen.end * kGroupTokens) * 4);
     take_queries(heads, heads.q + token * n_heads * d, n_heads, 0, scratch);
+    arrange_queries(scratch, tile.is_whole, n_heads, kRows, d);
     for (int64_t h = 0; h < n_heads; h += kRows) {
       const int64_t n = n_heads - h < kRows ? n_heads - h : kRows;
       score(scratch, h, n, d, tile, seen);

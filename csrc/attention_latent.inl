@@ -29,6 +29,28 @@ DIPTYCH_INLINE void turn_group(const uint16_t* keys, int64_t known, int64_t d, i
     }
   }
 }
+#elif defined(DIPTYCH_AVX2)
+DIPTYCH_INLINE void turn_group(const uint16_t* keys, int64_t known, int64_t d, int64_t dv, uint16_t* values) {
+  const __m256i tokens_inside = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+  const auto store_at = [&](int64_t p, int64_t i, __m256i x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(values + p * 2 * dv + 4 * i), x); };
+  for (int64_t i = 0; i < dv / 2; i += 4)  // four words of 8 tokens are a square of four pairs of tokens; zeros fill up dv
+    for (int64_t half = 0; half < 2; ++half) {
+      const __m256i own = lane_mask(known - half * 8);
+      __m256i words[4];
+#pragma GCC unroll 4
+      for (int64_t j = 0; j < 4; ++j) {
+        words[j] = _mm256_setzero_si256();
+        if (i + j < d / 2) words[j] = _mm256_maskload_epi32(reinterpret_cast<const int*>(keys + (i + j) * 2 * kGroupTokens + half * 16), own);
+        words[j] = _mm256_shuffle_epi8(words[j], tokens_inside);
+      }
+      const __m256i even[2] = {_mm256_unpacklo_epi64(words[0], words[1]), _mm256_unpacklo_epi64(words[2], words[3])};  // pairs of tokens 0 and 2
+      const __m256i odd[2] = {_mm256_unpackhi_epi64(words[0], words[1]), _mm256_unpackhi_epi64(words[2], words[3])};   // 1 and 3
+      store_at(half * 4, i, _mm256_permute2x128_si256(even[0], even[1], 0x20));
+      store_at(half * 4 + 1, i, _mm256_permute2x128_si256(odd[0], odd[1], 0x20));
+      store_at(half * 4 + 2, i, _mm256_permute2x128_si256(even[0], even[1], 0x31));
+      store_at(half * 4 + 3, i, _mm256_permute2x128_si256(odd[0], odd[1], 0x31));
+    }
+}
 #else
 DIPTYCH_INLINE void turn_group(const uint16_t* keys, int64_t known, int64_t d, int64_t dv, uint16_t* values) {
   for (int64_t i = 0; i < d / 2; ++i) {

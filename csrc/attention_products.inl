@@ -1,6 +1,7 @@
 // The two products of attention on registers: tiles of R rows by Z vectors, the same walk for each kind of keys and values.
 
 DIPTYCH_INLINE int64_t query_stride(int64_t d) { return d; }
+DIPTYCH_INLINE void arrange_queries(const Scratch&, bool, int64_t, int64_t, int64_t) {}
 DIPTYCH_INLINE void begin_products() {}
 DIPTYCH_INLINE void end_products() {}
 

@@ -6,6 +6,7 @@ constexpr int64_t kTileDims = 32;
 DIPTYCH_INLINE int64_t query_stride(int64_t d) { return (d + kTileDims - 1) / kTileDims * kTileDims; }
 
 // 0 to 3: sums. 4: queries, 5: keys. 6: weights of two groups, 7: their values.
+DIPTYCH_INLINE void arrange_queries(const Scratch&, bool, int64_t, int64_t, int64_t) {}
 DIPTYCH_INLINE void begin_products() {
   TileConfig config;
   for (int tile = 0; tile < kTileRegisters; ++tile) config.rows[tile] = kTileRows, config.row_bytes[tile] = kTileRowBytes;
