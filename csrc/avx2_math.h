@@ -25,5 +25,18 @@ static inline __attribute__((always_inline)) __m256 widen_e4m3_words(__m128i wor
   return _mm256_cvtph_ps(_mm_and_si128(_mm_srai_epi16(words, 1), _mm_set1_epi16(static_cast<int16_t>(0xbf80))));
 }
 
+// To the nearest bf16, even where two are; the upper halves of the result's 32-bit lanes are zero.
+static inline __attribute__((always_inline)) __m256i round_bf16(__m256 x) {
+  __m256i bits = _mm256_castps_si256(x);
+  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+  __m256i high = _mm256_srli_epi32(bits, 16);
+  __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  rounded = _mm256_blendv_epi8(rounded, _mm256_or_si256(high, _mm256_set1_epi32(0x40)), is_nan);
+  __m256i exponent = _mm256_and_si256(bits, _mm256_set1_epi32(0x7f800000));
+  __m256i is_tiny = _mm256_cmpeq_epi32(exponent, _mm256_setzero_si256());
+  return _mm256_blendv_epi8(rounded, _mm256_and_si256(high, _mm256_set1_epi32(0x8000)), is_tiny);
+}
+
 }  // namespace DIPTYCH_ISA
 }  // namespace diptych

@@ -50,11 +50,17 @@ inline __m256i byte_lanes(const uint8_t* w, int half, int parity) {
 inline void forget(const uint8_t*& pointer) { __asm__ volatile("" : "+r"(pointer)); }
 
 // Few rows pass over W as it comes from memory. Strips side by side are streams that the processor's prefetchers run ahead of, each in
-// pages of its own; a lone one is asked for, not far: what is asked for further ahead stops them.
-constexpr int64_t kAheadBytes = 2048;
+// pages of its own, once they have begun: their first lines are asked for while the strips before them end. A lone strip is asked for, not
+// far: what is asked for further ahead stops the prefetchers.
+constexpr int64_t kAheadBytes = 2048, kBeginnings = 16;  // lines
 template <int kStrips>
-inline void ask(const TileArgs& args, const uint8_t* w) {
-  if (kStrips == 1 && args.is_stream) __builtin_prefetch(w + kAheadBytes, 0, 3);
+inline void ask(const TileArgs& args, const uint8_t* w, int64_t step) {
+  if (!args.is_stream) return;
+  if (kStrips == 1) return __builtin_prefetch(w + kAheadBytes, 0, 3);
+  const int64_t line = step - (args.units - kBeginnings);
+  if (line < 0) return;
+#pragma GCC unroll 4
+  for (int strip = 0; strip < kStrips; ++strip) __builtin_prefetch(args.next_strip + strip * args.strip_bytes + line * kStepBytes, 0, 3);
 }
 
 // Each pair of bf16 as two fp32 products, the even input first.
@@ -70,7 +76,7 @@ void tile_bf16(const TileArgs& args) {
   const __m256i odd_bits = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
   const uint8_t* w = args.strip;
   for (int64_t step = 0; step < args.units; ++step, w += kStepBytes) {
-    ask<kStrips>(args, w);
+    ask<kStrips>(args, w, step);
     const auto even = [](__m256i words) __attribute__((always_inline)) { return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16)); };
     const auto odd = [&](__m256i words) __attribute__((always_inline)) { return _mm256_castsi256_ps(_mm256_and_si256(words, odd_bits)); };
     // Registers hold what is fewer, the words of x or of W.
@@ -154,7 +160,7 @@ void tile_int8(const TileArgs& args) {
   const __m256i offset = _mm256_set1_epi8(-128), ones = _mm256_set1_epi16(1);
   const uint8_t* w = args.strip;
   for (int64_t step = 0; step < args.units; ++step, w += kStepBytes) {
-    ask<kStrips>(args, w);
+    ask<kStrips>(args, w, step);
 #pragma GCC unroll 8
     for (int i = 0; i < kSums; ++i) {
       const __m256i level = _mm256_xor_si256(load_words(w + i / kHalves * args.strip_bytes, i % kHalves), offset), magnitude = _mm256_abs_epi8(level);
@@ -208,7 +214,7 @@ DIPTYCH_FORCED void sum_codes(const TileArgs& args, const uint8_t* w, const uint
   const __m256i nibble = _mm256_set1_epi8(15);
 #pragma GCC unroll 4
   for (int at = 0; at < 32; at += 8, w += kStepBytes) {
-    ask<1>(args, w);
+    ask<1>(args, w, 0);
     const __m256i first = load_words(w, 0), second = load_words(w, 1);
 #pragma GCC unroll 2
     for (int high = 0; high < 2; ++high) {

@@ -246,18 +246,6 @@ DIPTYCH_INLINE F32 load_bf16_n(const uint16_t* p, int64_t n) {
   std::memcpy(raw, p, static_cast<size_t>(n) * 2);
   return load_bf16(raw);
 }
-// the upper halves of the result's 32-bit lanes are zero
-DIPTYCH_INLINE __m256i round_bf16(__m256 x) {
-  __m256i bits = _mm256_castps_si256(x);
-  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
-  __m256i high = _mm256_srli_epi32(bits, 16);
-  __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-  rounded = _mm256_blendv_epi8(rounded, _mm256_or_si256(high, _mm256_set1_epi32(0x40)), is_nan);
-  __m256i exponent = _mm256_and_si256(bits, _mm256_set1_epi32(0x7f800000));
-  __m256i is_tiny = _mm256_cmpeq_epi32(exponent, _mm256_setzero_si256());
-  return _mm256_blendv_epi8(rounded, _mm256_and_si256(high, _mm256_set1_epi32(0x8000)), is_tiny);
-}
 DIPTYCH_INLINE __m256i pack_bf16(F32 x) {
   return _mm256_permute4x64_epi64(_mm256_packus_epi32(round_bf16(x.a), round_bf16(x.b)), 0xD8);
 }
