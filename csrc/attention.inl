@@ -45,7 +45,7 @@ DIPTYCH_INLINE void take_inputs(const uint16_t* x, int64_t n, Input* out) { std:
 #if defined(DIPTYCH_AVX512) || defined(DIPTYCH_AVX2)
 #define DIPTYCH_BYTES 1  // bytes are widened in the registers that multiply
 #if defined(__AVX512BF16__) || defined(DIPTYCH_AVX2)
-#define DIPTYCH_BESIDE 1  // what comes is asked for as AMD's processors like it: Intel's without tiles take the sets without BF16
+#define DIPTYCH_BESIDE 1  // what comes is asked for as AMD's processors like it; Intel's with AVX-512 and no tiles take the set without BF16
 #endif
 #endif
 #endif
@@ -538,9 +538,9 @@ static void attention_combine(const AttentionCall& call, const AttentionTask& ta
 
 static int64_t attention_scratch_bytes(const AttentionShape& shape) {
   const int64_t rows = most_rows(shape), d = shape.head_dim, dv = whole_vectors(shape.v_head_dim);
-  const int64_t floats = 3 * rows + rows * dv + kRows * kTileTokens + 2 * kTileTokens;
+  const int64_t floats = 4 * rows + rows * dv + kRows * kTileTokens + 2 * kTileTokens;
   const int64_t inputs = (rows + kRows) * query_stride(d) + kRows * kTileTokens, halves = kTileTokens * (d + dv);
-  return (floats * 4 + inputs * static_cast<int64_t>(sizeof(Input)) + halves * 2 + 11 * 64 + 4095) / 4096 * 4096;
+  return (floats * 4 + inputs * static_cast<int64_t>(sizeof(Input)) + halves * 2 + 12 * 64 + 4095) / 4096 * 4096;
 }
 
 extern const AttentionKernels kAttention = {attention, attention_combine, attention_scratch_bytes, index_tile, choose_row};

@@ -62,7 +62,7 @@ struct Piece {
   const uint8_t* next;  // what the thread likely reads after it
 };
 
-// Few rows: the lowest strip-wide shape that takes them all in one pass over W, or half of them in two where that leaves fewer
+// Few rows: the lowest narrow shape that takes them all in one pass over W, or half of them in two where that leaves fewer
 // spare rows than the wide tiles of many rows. The format becomes that of the tiles where they meet the weights expanded.
 const TileShape& choose_shape(const KernelSet& set, int64_t m, Format& format) {
   const Tiles& tiles = *set.tiles[static_cast<int>(format)];
@@ -79,6 +79,15 @@ const TileShape& choose_shape(const KernelSet& set, int64_t m, Format& format) {
   if (m > 2 * highest->rows) return wide;
   const TileShape& half = choose_shape(set, (m + 1) / 2, format);
   return 2 * half.rows < round_up(m, wide.rows) ? half : wide;
+}
+
+// Strips side by side belong to one thread. Where whole panels would leave threads without work, the shape of as many rows that is a strip wide.
+const TileShape& divisible_shape(const KernelSet& set, const TileShape& shape, Format format, int64_t m, int64_t n_panels, int threads) {
+  const int64_t whole = (n_panels + threads - 1) / threads * kPanelStrips, even = (n_panels * kPanelStrips + threads - 1) / threads;
+  if (shape.strips == 1 || m > shape.rows || 10 * whole <= 11 * even) return shape;
+  for (const TileShape* other = set.tiles[static_cast<int>(format)]->narrow; other->rows != 0; ++other)
+    if (other->rows == shape.rows && other->strips == 1) return *other;
+  return shape;
 }
 
 int64_t count_tiles(const Job& job, int64_t rows) { return (rows + job.tile_rows - 1) / job.tile_rows; }
@@ -251,7 +260,8 @@ void linear(const KernelSet& set, const PackedLinear& w, const Rows& x, const in
   const MatrixTiles* matrix = set.matrix[static_cast<int>(w.shape.format)];
   if (matrix != nullptr && m >= matrix->least_rows) return linear_by_matrix(call, *matrix, thread, threads);
   Format tile_format = w.shape.format;
-  const TileShape& shape = choose_shape(set, m, tile_format);
+  const TileShape& chosen = choose_shape(set, m, tile_format);
+  const TileShape& shape = divisible_shape(set, chosen, tile_format, m, w.n_panels, threads);
   const int64_t tile_rows = shape.rows / rows_of_one * rows_of_one;
   const int64_t tiles = (m + tile_rows - 1) / tile_rows;
   const int64_t blocks = (m + kBlockRows - 1) / kBlockRows, block_tiles = (tiles + blocks - 1) / blocks;

@@ -1,4 +1,4 @@
-// AVX2 kernels (with FMA and F16C): tiles of up to 4 rows x 16 lanes, of groups 8; the rest is the generic text under this file's flags.
+// AVX2 kernels (with FMA and F16C): tiles of a row x 64 lanes to 6 rows x 16; the rest is the generic text under this file's flags.
 #include <cmath>
 #include <cstring>
 #include <initializer_list>
@@ -268,7 +268,7 @@ void tile_int4(const TileArgs& args) {
     __asm__ volatile("" : : "r"(&grids) : "memory");  // they wait in memory
     for (int row = 0; row < kRows; ++row) {
       const int32_t* x_sums = args.group_sums + row * args.units + pair;
-      const __m256i both = _mm256_set1_epi32((x_sums[0] & 0xffff) | (groups == 2 ? x_sums[1] << 16 : 0));
+      const __m256i both = _mm256_set1_epi32((x_sums[0] & 0xffff) | (groups == 2 ? x_sums[1] * (1 << 16) : 0));
       for (int half = 0; half < kHalves; ++half) {
         const __m256i of_zeros = _mm256_madd_epi16(grids.zeros[half], both);
         _mm256_store_si256(acc(row, half), pair == 0 ? of_zeros : _mm256_add_epi32(_mm256_load_si256(acc(row, half)), of_zeros));
@@ -347,7 +347,8 @@ namespace avx2 {
 
 #define DIPTYCH_FEW(kernel, height, width) {height, width, XForm::rows, kernel<height, width>}
 extern const Tiles kBf16Tiles = {
-    {DIPTYCH_FEW(tile_bf16, 1, 4), DIPTYCH_FEW(tile_bf16, 2, 2), DIPTYCH_FEW(tile_bf16, 3, 1), DIPTYCH_FEW(tile_bf16, 4, 1)},
+    {DIPTYCH_FEW(tile_bf16, 1, 4), DIPTYCH_FEW(tile_bf16, 1, 1), DIPTYCH_FEW(tile_bf16, 2, 2), DIPTYCH_FEW(tile_bf16, 2, 1), DIPTYCH_FEW(tile_bf16, 3, 1),
+     DIPTYCH_FEW(tile_bf16, 4, 1)},
     {kManyRows, 1, XForm::widened, tile_bf16_many},
 };
 extern const Tiles kInt8Tiles = {  // adapters take what is a strip wide

@@ -1,5 +1,5 @@
 // The driver of the linear layers for weights in groups (group2 to group8). Few rows meet the codes as they are packed, strip after strip,
-// in one stream, as all do where dot products cost so much that taking codes apart costs little beside them (NEON). More rows: some groups
+// in one stream, as all do where dot products cost so much that taking codes apart costs little beside them (AVX-VNNI, NEON). More rows: some groups
 // of a few strips are expanded to the form of int8, or what a set has in its place, which lies in L1 while the rows of a block
 // pass over it. Nothing here touches the order of a sum: it ascends over the groups, wherever they are cut.
 #include <type_traits>

@@ -48,7 +48,7 @@ struct TileArgs {
   int64_t group;                          // int4
   void* acc;
   bool resume;
-  // Reading ahead, in one of three ways. A tile that takes W from memory in one pass (a stream) runs some KiB before itself in each
+  // Reading ahead, as a set finds best. A tile that takes W from memory in one pass (a stream) runs some KiB before itself in each
   // strip and turns to next_strip where its own ends; tiles that share W in cache bring in [next, next + next_bytes) between them.
   // Or a stream asks past_bytes ahead of each line it takes; 0: not in this way.
   bool is_stream;
@@ -59,8 +59,8 @@ struct TileArgs {
 };
 using TileKernel = void (*)(const TileArgs& args);
 
-// How a tile reads x: row by row as it lies in Rows, as words interleaved row after row, or (bf16) as fp32 interleaved likewise, two
-// to a word.
+// How a tile reads x: row by row as it lies in Rows, as words interleaved row after row, or wider and interleaved
+// likewise, two to a word: bf16 as fp32, four int8 as pairs of 16 bits.
 enum class XForm { rows, words, widened };
 
 // One tile shape a set offers for a format. rows * strips accumulators.
@@ -180,7 +180,7 @@ struct RowOfGroup {
   int32_t start;   // of a whole sum: what the levels' offset adds too much, and what else the set's tile begins with
   float power;
   float offset;    // what the tile's float of a whole sum has too much
-  float sum;       // power times the sum of q: of a minimum; a direct tile over zeros: the bits of the sum
+  float sum;       // power times the sum of q: of a minimum; over zeros the bits of the sum
 };
 // shape: of the weights. is_direct: for a direct tile, which meets codes as they are.
 using ReadyRows = void (*)(const LinearShape& shape, bool is_direct, const float* const* x_powers, const int32_t* const* x_sums, int64_t rows,
@@ -196,8 +196,8 @@ struct GroupArgs {
   // direct tiles: one packed strip, whole
   const uint8_t* strip;
   int64_t past_bytes;              // as in TileArgs
-  // others: groups [first, first + groups) of expanded strips [kExpandedBytes], u8 = level + 128 in steps of int8, and of each their
-  // scales [kExpandedScales], [groups][16], and minima likewise or null
+  // others: groups [first, first + groups) of expanded strips [kExpandedBytes], u8 = level + 128 in steps of int8 (or as the set's `expand`
+  // makes them), and their scales [kExpandedScales], [groups][16], and minima likewise or null
   int64_t first;
   bool resume;                     // acc holds the sums of earlier groups
   const uint8_t* const* next_x;    // of the tile that follows: its rows can be brought into L1
@@ -301,7 +301,7 @@ using SumGroups = void (*)(const int8_t* x, int64_t group, int64_t groups, int32
 // One weight format's. Every shape gives the same bits. Where int4 and fp8 have no wide shape, more rows than their narrow ones take meet them
 // expanded to int8 and bf16.
 struct Tiles {
-  TileShape narrow[kMaxShapes];  // one strip wide (or two), ascending rows, ended by rows == 0: W passes once, as one stream
+  TileShape narrow[kMaxShapes];  // ascending rows, ended by rows == 0, of as many rows the first taken: W passes once, as one stream or one of each strip
   TileShape wide;                // for many rows: the best reuse of W from cache
 };
 
@@ -387,11 +387,11 @@ inline int64_t bytes_of_group_head(const LinearShape& shape) {
 }
 inline int64_t bytes_of_group_steps(const LinearShape& shape) { return bytes_of_steps(shape.format, shape.group); }
 // Of a head and its first group, then of a group within it.
-inline GroupPlace place_of_head(const LinearShape& shape, int64_t begin) {
+DIPTYCH_FORCED GroupPlace place_of_head(const LinearShape& shape, int64_t begin) {
   const int64_t groups = groups_of_head(shape), scales = begin + bytes_of_factors(shape), offsets = scales + groups * kStripLanes * bytes_of_scale(shape);
   return {begin, scales, offsets, offsets + groups * kStripLanes * bytes_of_offset(shape), begin + bytes_of_group_head(shape)};
 }
-inline GroupPlace place_of_group(const LinearShape& shape, int64_t group) {
+DIPTYCH_FORCED GroupPlace place_of_group(const LinearShape& shape, int64_t group) {
   const int64_t groups = groups_of_head(shape), steps = bytes_of_group_steps(shape), within = group % groups;
   GroupPlace place = place_of_head(shape, group / groups * (bytes_of_group_head(shape) + groups * steps));
   place.scales += within * kStripLanes * bytes_of_scale(shape), place.offsets += within * kStripLanes * bytes_of_offset(shape);

@@ -538,7 +538,7 @@ DIPTYCH_INLINE F32 exp2_lanes(F32 x) {
   return scale2(p, n);
 }
 
-// 2^x for weights of a softmax, x <= 0: relative error below 9e-5 (by AVX2 1.1e-4, not rounded), which their rounding to bf16 (2e-3) drowns; exactly 1 at 0,
+// 2^x for weights of a softmax, x <= 0: relative error below 9e-5, drowned by their rounding to bf16 (2e-3), by AVX2, which does not round them, 1.1e-4; exactly 1 at 0,
 // exactly 0 at -inf. Where it is the inner loop (AVX-512) the fraction above floor(x) meets the minimax cubic of 2^f on [0, 1]
 // through (0, 1), and the scaling takes floor(x) by itself.
 DIPTYCH_INLINE F32 weight_exp2_lanes(F32 x) {
