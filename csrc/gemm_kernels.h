@@ -139,8 +139,8 @@ constexpr int8_t kTables[8][16] = {
     {-112, -78, -59, -44, -32, -21, -10, 0, 9, 18, 28, 38, 49, 63, 81, 112},      // 112 times NF4's fractions of bitsandbytes
     {0, 1, 80, 120, 40, 60, 20, 30, 0, -1, -80, -120, -40, -60, -20, -30},        // 120 times FP4's, whose least is a 192nd
 };
-inline bool is_table(const LinearShape& shape) { return shape.grid.levels > Levels::plain; }
-inline const int8_t* table_of(const LinearShape& shape) { return kTables[is_table(shape) ? static_cast<int>(shape.grid.levels) - 2 : 0]; }
+DIPTYCH_FORCED bool is_table(const LinearShape& shape) { return shape.grid.levels > Levels::plain; }
+DIPTYCH_FORCED const int8_t* table_of(const LinearShape& shape) { return kTables[is_table(shape) ? static_cast<int>(shape.grid.levels) - 2 : 0]; }
 
 // A tile over whole groups: acc [rows][64] fp32, 64-byte aligned. For each group in ascending order, of each row and lane:
 //   sum = whole sum of level * q;   acc = fma(float(sum) * power, scale, acc);   acc = fma(power * float(sum of q), minimum, acc)
@@ -225,7 +225,7 @@ struct ExpandedTile {
 // How a tile makes operands of codes.
 enum class CodeForm { twos, threes, threes_table, fours, fours_table, fives, sixes, bytes };
 constexpr int kCodeForms = 8;
-inline CodeForm form_of(const LinearShape& shape) {
+DIPTYCH_FORCED CodeForm form_of(const LinearShape& shape) {
   switch (shape.format) {
     case Format::group2: return CodeForm::twos;
     case Format::group3: return is_table(shape) ? CodeForm::threes_table : CodeForm::threes;
@@ -323,32 +323,32 @@ struct LinearKernels {
   ExpandFp8 expand_fp8;
 };
 
-inline bool has_whole_sums(Format format) { return format == Format::int8 || format == Format::int4; }
+DIPTYCH_FORCED bool has_whole_sums(Format format) { return format == Format::int8 || format == Format::int4; }
 // Whether the epilogue scales sums by lane.
-inline bool has_lane_scales(Format format) { return has_whole_sums(format) || format == Format::fp8; }
+DIPTYCH_FORCED bool has_lane_scales(Format format) { return has_whole_sums(format) || format == Format::fp8; }
 // What many rows meet in its place, expanded.
-inline Format expanded_form(Format format) { return format == Format::int4 ? Format::int8 : format == Format::fp8 ? Format::bf16 : format; }
+DIPTYCH_FORCED Format expanded_form(Format format) { return format == Format::int4 ? Format::int8 : format == Format::fp8 ? Format::bf16 : format; }
 
-inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+DIPTYCH_FORCED int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
 // Row of W (checkpoint order) <-> lane of the packed form.
-inline int64_t packed_lanes(const LinearShape& shape) {
+DIPTYCH_FORCED int64_t packed_lanes(const LinearShape& shape) {
   const int64_t lanes = shape.gated ? round_up(shape.n / 2, 16) * 2 : shape.n;
   return round_up(lanes, kPanelLanes);
 }
-inline int64_t row_of_lane(const LinearShape& shape, int64_t lane) {  // -1: padding
+DIPTYCH_FORCED int64_t row_of_lane(const LinearShape& shape, int64_t lane) {  // -1: padding
   if (!shape.gated) return lane < shape.n ? lane : -1;
   const int64_t feature = lane / 32 * 16 + lane % 16, features = shape.n / 2;
   if (feature >= features) return -1;
   return lane % 32 < 16 ? feature : features + feature;
 }
-inline int64_t lane_of_row(const LinearShape& shape, int64_t row) {
+DIPTYCH_FORCED int64_t lane_of_row(const LinearShape& shape, int64_t row) {
   if (!shape.gated) return row;
   const int64_t features = shape.n / 2, feature = row % features;
   return feature / 16 * 32 + feature % 16 + (row < features ? 0 : 16);
 }
 
-inline int64_t bits_of(Format format) {
+DIPTYCH_FORCED int64_t bits_of(Format format) {
   switch (format) {
     case Format::bf16: return 16;
     case Format::int8: case Format::fp8: case Format::group8: return 8;
@@ -360,18 +360,18 @@ inline int64_t bits_of(Format format) {
   }
 }
 // What a code has more than its level.
-inline int32_t middle_of(const LinearShape& shape) { return shape.grid.levels == Levels::centred ? 1 << (bits_of(shape.format) - 1) : 0; }
-inline bool has_tops(Format format) { return format == Format::group3 || format == Format::group5; }  // bits that lie in the heads
-inline int64_t bits_in_steps(Format format) { return bits_of(format) - has_tops(format); }
-inline int64_t inputs_per_step(Format format) { return 32 / bits_in_steps(format); }  // but of group6, whose three steps hold 16
+DIPTYCH_FORCED int32_t middle_of(const LinearShape& shape) { return shape.grid.levels == Levels::centred ? 1 << (bits_of(shape.format) - 1) : 0; }
+DIPTYCH_FORCED bool has_tops(Format format) { return format == Format::group3 || format == Format::group5; }  // bits that lie in the heads
+DIPTYCH_FORCED int64_t bits_in_steps(Format format) { return bits_of(format) - has_tops(format); }
+DIPTYCH_FORCED int64_t inputs_per_step(Format format) { return 32 / bits_in_steps(format); }  // but of group6, whose three steps hold 16
 // Of a strip's steps that hold so many inputs.
-inline int64_t bytes_of_steps(Format format, int64_t inputs) { return inputs * kStripLanes * bits_in_steps(format) / 8; }
-inline int64_t padded_inputs(const LinearShape& shape) {
+DIPTYCH_FORCED int64_t bytes_of_steps(Format format, int64_t inputs) { return inputs * kStripLanes * bits_in_steps(format) / 8; }
+DIPTYCH_FORCED int64_t padded_inputs(const LinearShape& shape) {
   if (shape.format == Format::fp8) return round_up(shape.k, kFp8Inputs);
   return round_up(shape.k, shape.format == Format::int4 || is_grouped(shape.format) ? shape.group : 32);
 }
-inline int64_t bytes_of_scale(const LinearShape& shape) { return shape.grid.nested ? 1 : shape.grid.scale == Source::f32 ? 4 : 2; }
-inline int64_t bytes_of_offset(const LinearShape& shape) {
+DIPTYCH_FORCED int64_t bytes_of_scale(const LinearShape& shape) { return shape.grid.nested ? 1 : shape.grid.scale == Source::f32 ? 4 : 2; }
+DIPTYCH_FORCED int64_t bytes_of_offset(const LinearShape& shape) {
   return shape.grid.offset == Offset::none ? 0 : shape.grid.offset == Offset::zeros || shape.grid.nested ? 1 : 4;
 }
 
@@ -379,13 +379,13 @@ inline int64_t bytes_of_offset(const LinearShape& shape) {
 struct GroupPlace {
   int64_t factors, scales, offsets, tops, steps;
 };
-inline int64_t groups_of_head(const LinearShape& shape) { return shape.grid.nested ? kNestedInputs / shape.group : 4; }  // a power of two
-inline int64_t bytes_of_factors(const LinearShape& shape) { return shape.grid.nested ? kStripLanes * 4 : 0; }
-inline int64_t bytes_of_tops(const LinearShape& shape) { return has_tops(shape.format) ? shape.group / 4 * 8 : 0; }  // of a group
-inline int64_t bytes_of_group_head(const LinearShape& shape) {
+DIPTYCH_FORCED int64_t groups_of_head(const LinearShape& shape) { return shape.grid.nested ? kNestedInputs / shape.group : 4; }  // a power of two
+DIPTYCH_FORCED int64_t bytes_of_factors(const LinearShape& shape) { return shape.grid.nested ? kStripLanes * 4 : 0; }
+DIPTYCH_FORCED int64_t bytes_of_tops(const LinearShape& shape) { return has_tops(shape.format) ? shape.group / 4 * 8 : 0; }  // of a group
+DIPTYCH_FORCED int64_t bytes_of_group_head(const LinearShape& shape) {
   return bytes_of_factors(shape) + groups_of_head(shape) * (kStripLanes * (bytes_of_scale(shape) + bytes_of_offset(shape)) + bytes_of_tops(shape));
 }
-inline int64_t bytes_of_group_steps(const LinearShape& shape) { return bytes_of_steps(shape.format, shape.group); }
+DIPTYCH_FORCED int64_t bytes_of_group_steps(const LinearShape& shape) { return bytes_of_steps(shape.format, shape.group); }
 // Of a head and its first group, then of a group within it.
 DIPTYCH_FORCED GroupPlace place_of_head(const LinearShape& shape, int64_t begin) {
   const int64_t groups = groups_of_head(shape), scales = begin + bytes_of_factors(shape), offsets = scales + groups * kStripLanes * bytes_of_scale(shape);
@@ -400,14 +400,14 @@ DIPTYCH_FORCED GroupPlace place_of_group(const LinearShape& shape, int64_t group
 }
 
 // Of a strip of fp8.
-inline int64_t bytes_of_fp8_scales(int64_t groups) { return round_up(groups * 4, kStepBytes); }
-inline float fp8_scale(const uint8_t* strip, int64_t group) {
+DIPTYCH_FORCED int64_t bytes_of_fp8_scales(int64_t groups) { return round_up(groups * 4, kStepBytes); }
+DIPTYCH_FORCED float fp8_scale(const uint8_t* strip, int64_t group) {
   float scale;
   std::memcpy(&scale, strip + group * 4, 4);
   return scale;
 }
 
-inline int64_t bytes_of_strip(const LinearShape& shape) {
+DIPTYCH_FORCED int64_t bytes_of_strip(const LinearShape& shape) {
   const int64_t k = padded_inputs(shape);
   const int64_t steps = bytes_of_steps(shape.format, k);
   if (is_grouped(shape.format)) return steps + (k / shape.group + groups_of_head(shape) - 1) / groups_of_head(shape) * bytes_of_group_head(shape);
@@ -415,12 +415,12 @@ inline int64_t bytes_of_strip(const LinearShape& shape) {
   return shape.format == Format::int4 ? steps + (k / shape.group + 1) / 2 * 2 * kHeadBytes : steps;
 }
 // Where the head and the first step of one int4 group lie in its strip.
-inline int64_t head_of_group(int64_t group_inputs, int64_t group) {
+DIPTYCH_FORCED int64_t head_of_group(int64_t group_inputs, int64_t group) {
   return group / 2 * 2 * (group_inputs / 8 * kStepBytes + kHeadBytes) + group % 2 * kHeadBytes;
 }
-inline int64_t steps_of_group(int64_t group_inputs, int64_t group) {
+DIPTYCH_FORCED int64_t steps_of_group(int64_t group_inputs, int64_t group) {
   return group * (group_inputs / 8 * kStepBytes) + (group / 2 + 1) * 2 * kHeadBytes;
 }
-inline int64_t bytes_of_panel(const LinearShape& shape) { return kPanelStrips * bytes_of_strip(shape); }
+DIPTYCH_FORCED int64_t bytes_of_panel(const LinearShape& shape) { return kPanelStrips * bytes_of_strip(shape); }
 
 }  // namespace diptych
