@@ -126,8 +126,7 @@ def test_published_widths_on_every_set(path: Path, expected: torch.Tensor, name:
     far = (whole.logits - expected)[N_CHOSEN:].abs().amax(dim=-1) / expected.std()
     # in the usual row 0.02, 0.03 and 0.09; where all is attended to 0.13
     bound = 0.22 if kv == "fp8" else 0.06
-    # of int8 by AVX2 0.89 of the rows
-    assert (far < bound).float().mean() > 0.85, "now and then another of two nearly equal blocks is the larger"
+    assert (far < bound).float().mean() > 0.9, "now and then another of two nearly equal blocks is the larger"
     assert not alone(two, tokens, 69).differs_from(whole)
     assert not after_prefix_hit(one, tokens, hit_blocks=19).differs_from(whole)
     assert not after_fork(two, tokens, at=331).differs_from(whole)
