@@ -196,16 +196,21 @@ def quantised(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray
         return tame_blocks(kind, values.shape)
 
 
+# codes without a sign: those with offsets add theirs (_1) or take them away (_K)
+MEAN_CODES = {"Q4_1": -7.5, "Q5_1": -15.5, "Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}
+
+
 def tame_blocks(kind: gguf.GGMLQuantizationType, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Random blocks of a kind whose values are all of order one or less."""
+    """Random blocks of a kind whose values are all of order one or less, and on the average next to nothing.
+
+    Of values that are mostly positive a model makes sums that grow from layer to layer, beside which single tokens are noise.
+    """
     elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = np.random.default_rng(seed).integers(0, 256, (math.prod(shape) // elements, nbytes), dtype=np.uint8)
-    scale = np.array([2.0**-10], dtype=np.float16).view(np.uint8)
-    where = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(
-        kind.name, (0, 2) if kind.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,)
-    )
-    for at in where:
-        blocks[:, at : at + 2] = scale
+    at = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}.get(kind.name, 0)
+    scales = np.array([1.0, MEAN_CODES.get(kind.name, 0.0)], dtype=np.float16) * np.float16(2.0**-10)
+    n_scales = 2 if kind.name in MEAN_CODES else 1  # a block's own, and that of its offsets
+    blocks[:, at : at + 2 * n_scales] = scales[:n_scales].view(np.uint8)
     if kind.name == "MXFP4":  # 2^-9 to 2^-6
         blocks[:, 0] = np.random.default_rng(seed + 1).integers(118, 122, len(blocks))
     if kind.name == "NVFP4":  # 2^-6 to 2^-5

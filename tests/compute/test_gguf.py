@@ -389,7 +389,7 @@ def test_value_heads_of_states_come_in_order_out_of_any_blocks(family: str, kind
         model = load_model(coded, config)
         assert all(name.startswith("group") for name in model.formats), model.formats  # type: ignore[attr-defined]
         logits = Stepper(model).prefill("it", prompt, chunk=None)
-        assert (logits - exact).std() < 0.05 * exact.std(), float((logits - exact).std() / exact.std())
+        assert (logits - exact).std() < 0.02 * exact.std(), float((logits - exact).std() / exact.std())
         again = load_model(coded, config)  # of which what was packed is found again
         assert torch.equal(Stepper(again).prefill("it", prompt, chunk=5), logits)
 

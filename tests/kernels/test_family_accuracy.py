@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import FAMILIES, MORE_FAMILIES, make_checkpoint, make_reference
-from compute.golden import ask_reference, make_golden
+from compute.golden import Golden, ask_reference, make_golden
 from diptych.compute.ops import cpu_kernels
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
@@ -36,6 +36,12 @@ MIXTURES = (
     "cohere2_moe", "cohere2_moe-sums", "kolibri1", "axk1", "axk2",
     "phimoe", "hy_v3", "mistral4", "deepseek_v32", "glm_moe_dsa", "mimo_v2_flash", "minimax_m3", "step3p7",
 )  # fmt: skip
+# These choose twice in each layer, whom to attend to and which experts to ask, and drawn weights make many choices close: 0.02
+# where nothing is chosen (which is held to the dense bound below), up to 0.19 by either alone, 0.17 to 0.38 by both, on every
+# set, scalar as well. More chosen, and experts that weigh less, leave 0.04 to 0.13; without the index it would be 0.7.
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
+LESS_BY_CHANCE = {"index_topk": 24, "routed_scaling_factor": 1.0}
+NOTHING_CHOSEN = {"index_topk": 64, "first_k_dense_replace": 3}
 TIED = ("qwen3", "gemma2", "gemma3", "smollm3")
 ALL = (*FAMILIES, *MORE_FAMILIES)
 
@@ -49,19 +55,30 @@ def test_family_agrees_with_transformers(family: str, dtype: torch.dtype, tmp_pa
     A tied head serves as the embedding too where the file is in bf16.
     """
     if dtype == torch.float32:
-        golden = make_golden(family, tmp_path, new_tokens=16)
+        golden = make_golden(family, tmp_path, new_tokens=16, **(LESS_BY_CHANCE if family in INDEXED else {}))
     else:
         oracle = make_reference(family)
         with torch.no_grad():
             for parameter in oracle.parameters():  # not oracle.to(): rotary frequencies stay in fp32
                 parameter.copy_(parameter.to(dtype))
         golden = ask_reference(oracle, make_checkpoint(family, tmp_path, dtype=dtype), new_tokens=16)
+    agree(golden, MIXTURE_TOLERANCE if family in MIXTURES else DENSE_TOLERANCE)
+
+
+@pytest.mark.parametrize("family", INDEXED)
+def test_layers_with_an_index_agree_where_nothing_is_chosen(family: str, tmp_path: Path) -> None:
+    """As near as any dense model: what is farther above comes of choices alone."""
+    agree(make_golden(family, tmp_path, new_tokens=16, **NOTHING_CHOSEN), DENSE_TOLERANCE)
+
+
+def agree(golden: Golden, tolerance: float) -> None:
+    """Raises where the logits of the whole text, or a clear greedy token, are others."""
     model = load_model(golden.path, ComputeConfig(backend="cpu", weights="bf16", threads=1))
     text = golden.prompt + golden.greedy
     logits = Stepper(model).prefill("it", text[:-1], chunk=None)
     difference = logits - golden.logits
     relative = (difference.norm() / golden.logits.norm()).item()
-    assert relative < (MIXTURE_TOLERANCE if family in MIXTURES else DENSE_TOLERANCE)
+    assert relative < tolerance
     best = golden.logits.topk(2, dim=-1)
     is_clear = best.values[:, 0] - best.values[:, 1] > 2 * difference.abs().amax(dim=-1)
     assert is_clear.sum() >= len(text) // 8, "too few clear positions; the test would see nothing"
