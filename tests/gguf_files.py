@@ -201,10 +201,7 @@ MEAN_CODES = {"Q4_1": -7.5, "Q5_1": -15.5, "Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.
 
 
 def tame_blocks(kind: gguf.GGMLQuantizationType, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Random blocks of a kind whose values are all of order one or less, and on the average next to nothing.
-
-    Of values that are mostly positive a model makes sums that grow from layer to layer, beside which single tokens are noise.
-    """
+    """Random blocks of a kind whose values are of order one or less, with a mean of next to nothing: sums of others grow."""
     elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = np.random.default_rng(seed).integers(0, 256, (math.prod(shape) // elements, nbytes), dtype=np.uint8)
     at = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}.get(kind.name, 0)
