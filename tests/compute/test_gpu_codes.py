@@ -137,10 +137,10 @@ def same_tiles(kind: Kind, monkeypatch: pytest.MonkeyPatch, name: str = "") -> N
         return
     products = import_module("diptych.compute.ops.gpu.products")
     inputs = 16 if name in ("Q2_K", "Q3_K", "Q6_K") or "g16" in name else 32
-    monkeypatch.setattr(products, "tile_of", lambda *sizes, **form: (16, 32, inputs, 4, 3))
-    monkeypatch.setattr(products, "coded_tile_of", lambda rows, bits: (16, 32, 1024 // bits, 4, 3))
+    monkeypatch.setattr(products, "tile_of", lambda *sizes, **form: (64, 64, inputs, 4, 3))
+    monkeypatch.setattr(products, "coded_tile_of", lambda rows, bits: (64, 64, 1024 // bits, 4, 3))
     monkeypatch.setattr(
-        products, "expert_tile", lambda rows, bits: (16, 32, inputs if bits == 16 else 1024 // bits, 4, 3)
+        products, "expert_tile", lambda rows, bits: (64, 64, inputs if bits == 16 else 1024 // bits, 4, 3)
     )
 
 
