@@ -33,7 +33,7 @@ FAMILIES: tuple[str, ...] = tuple(CLASSES)
 MORE_FAMILIES: tuple[str, ...] = tuple(MORE)
 EMBEDDINGS = ("embed_tokens", "embed_in", "word_embeddings", "wte", "wpe", "embed_positions")
 BY_LAYER = ("layer_types", "block_configs", "activation_sparsity_pattern", "layer_rope_theta", "mlp_layer_types",
-            "swiglu_limits", "swiglu_limits_shared")  # fmt: skip
+            "swiglu_limits", "swiglu_limits_shared", "num_attention_heads_per_layer")  # fmt: skip
 UNSCALED = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")  # scores are not divided by anything
 
 

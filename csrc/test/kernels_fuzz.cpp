@@ -193,7 +193,7 @@ class Recorder {
       } else if (is_curved) {  // up alone
         const int up = plain_buffer(p_, BufferKind::f32, m.ffn);
         p_.record(Category::gate_up, LinearOp{linear(m.ffn, m.hidden), rows, up, Store::f32, m.activation});
-        p_.record(Category::gate_up, CurveOp{up, hidden_rows, static_cast<Curve>(w_.pick(0, 6)), {0.8f, 0.9f, 0.5f, -1e-6f}});
+        p_.record(Category::gate_up, CurveOp{up, hidden_rows, static_cast<Curve>(w_.pick(0, 7)), {0.8f, 0.9f, 0.5f, -1e-6f}});
       } else if (is_apart) {  // gate and up as weights of their own
         p_.record(Category::gate_up, LinearOp{linear(m.ffn, m.hidden), rows, hidden, Store::f32, m.activation});
         p_.record(Category::gate_up, LinearOp{linear(m.ffn, m.hidden), rows, hidden, Store::gate_f32, m.activation});

@@ -82,7 +82,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             has_index=index is not None,
             qkv=self.loader.linear(readers[0], role=self.role(Split.OUTPUTS, **widths)),
             o=self.loader.linear(o, role=self.role(Split.INPUTS, o=self.spec.hidden)),
-            gate=self._gate(readers[1], Activation.SIGMOID) if attention.has_gate else None,
+            gate=self._gate(readers[1], attention.gate_by) if attention.has_gate else None,
         )
 
     def readers(self) -> tuple[LinearParts, ...]:

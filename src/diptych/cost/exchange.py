@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diptych.cost.components import gathered_bytes, ring_bytes
-from diptych.models.spec import LayerSpec, ModelSpec, MoeSpec, Norms, QkNorm
+from diptych.models.spec import Activation, LayerSpec, ModelSpec, MoeSpec, Norms, QkNorm
 
 FP32, BF16 = 4, 2
 # one meeting of two ranks: through shared memory, and a small collective of gloo over loopback (LAB.md, Ranks)
@@ -66,7 +66,8 @@ def _gathered(layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: boo
     if is_gated:  # what gates them, in fp32
         width = heads if attention.mla is None else attention.gate_width
         meetings, row_bytes = 3, 2 * width * FP32 + stream
-    if attention.gates_heads and attention.has_gate:  # or one number for each, and what they leave, by the rows' owners
+    is_gated_apart = attention.gates_heads or attention.gate_by is Activation.SOFTPLUS
+    if attention.has_gate and is_gated_apart:  # or numbers in a buffer, and what they leave, by the rows' owners
         meetings, row_bytes = 4, row_bytes + attention.gate_width * FP32
     if attention.qk_norm is QkNorm.FULL:
         meetings += 3

@@ -124,7 +124,7 @@ class Family:
     mixes_apart: the dense MLP is the shared expert of a mixture, as `MoeSpec.is_apart` says.
     has_blocks: attention and MLPs are blocks of their own; has_pairs: each layer has a state beside its attention
     (`read_blocks`).
-    gates_heads: as `AttentionLayer` has it; mixes_queries: as `MlaSpec.is_mixed` says.
+    gates_heads, gate_by: as `AttentionLayer` has them; mixes_queries: as `MlaSpec.is_mixed` says.
     state_rule: some layers have a state in place of keys and values, which moves on by it (`read_states`): those that
     layer_types names so, or all but every `full_every`-th. state_norms, state_norm_eps: theirs, if not the others'.
     spare_embeddings: rows of the embedding behind the vocabulary, for tokens that nobody writes.
@@ -199,7 +199,8 @@ class Family:
     theta_may_be_null: bool = False
     has_attention_gate: bool | str = False
     spare_embeddings: int = 0
-    gates_heads: bool = False
+    gates_heads: bool | str = False
+    gate_by: Activation = Activation.SIGMOID
     mixes_queries: bool = False
     weighs_input: bool = False
     reads_mxfp4: bool = False

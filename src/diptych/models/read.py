@@ -28,6 +28,7 @@ from diptych.models.read_blocks import as_layers, as_pairs, as_searched, without
 from diptych.models.read_gpt import arrangement, of_all_layers
 from diptych.models.read_heads import Heads, HeadsByWindow
 from diptych.models.read_index import layer_indices
+from diptych.models.read_laguna import as_gated
 from diptych.models.read_mixtures import (
     expert_groups,
     limits_of,
@@ -250,6 +251,8 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
     raw = as_indexed(raw, family, path) if "index_topk_blocks" in family.keys else raw
     if "num_sliding_attention_heads" in family.keys:
         raw = as_usual(raw, family.keys, path)
+    elif "gating" in family.keys:
+        raw = as_gated(raw, family.keys, path)
     read = {*family.keys, *(ROPE_KEYS if "rope_theta" in family.keys else ()), "layer_types", "hidden_act"}
     _check_keys(raw, read, family, path)
     if raw.get("rope_scaling") or raw.get("rope_parameters"):  # a class default holds only where neither is given
@@ -400,7 +403,8 @@ def _attention(
         v_scale=config.number("attention_value_scale", 1.0),
         kv_layer=kv_layer,
         has_gate=_decided(config, family.has_attention_gate),
-        gates_heads=family.gates_heads,
+        gates_heads=_decided(config, family.gates_heads),
+        gate_by=family.gate_by,
         mla=mla,
         index=index,
     )
@@ -490,6 +494,7 @@ def _moe(config: HfConfig, family: Family) -> MoeSpec:
         groups_per_token=per_token,
         group_best=family.group_best,
         scores=scores,
+        softcap=config.optional_number("moe_router_logit_softcapping"),
         margin=2 * config.number("router_jitter_noise", 0.0) if scores is Scores.SPARSEMIXER else 0.0,
         has_router_bias=family.has_router_bias,
         has_choice_bias=_decided(config, family.has_choice_bias),
