@@ -464,6 +464,8 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Lfm2ForCausalLM",
         {"num_hidden_layers": 4, "layer_types": CONVOLUTIONS, "block_multiple_of": 16, "conv_L_cache": 3},
     ),
+    # norms before o and down, squared gates
+    "bitnet": ("BitNetConfig", "BitNetForCausalLM", {"attention_bias": True, "tie_word_embeddings": True}),
     # by the names of classes that transformers does not have
     "nemotron-nas": (
         "LlamaConfig",

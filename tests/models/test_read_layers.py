@@ -11,7 +11,7 @@ from test_read import SMALL, read
 
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.config import HfConfig
-from diptych.models.gates import CLAMPED
+from diptych.models.gates import CLAMPED, SQUARED
 from diptych.models.latent import IndexSpec
 from diptych.models.positions import QueryScale
 from diptych.models.read import read_model
@@ -355,3 +355,15 @@ def test_laguna_says_gates_heads_and_dense_layers_in_several_ways() -> None:
     ):
         with pytest.raises(LoadError, match=what):
             read("laguna", **{**usual, **given})
+
+
+def test_gates_of_a_squared_relu_are_read_where_gate_and_up_are_joined_apart() -> None:
+    """As `hidden_act` of any dense family; experts and sparse gates have another way to join them, which has no such form."""
+    assert read("llama", hidden_act="relu2").mlp.form is SQUARED
+    assert read("arcee").mlp.form is None  # without a gate
+    assert read("bitnet").mlp.form is SQUARED
+    for family, more in (("mixtral", {"num_local_experts": 4}), ("gemma3n_text", {
+        "hidden_activation": "relu2", "num_kv_shared_layers": 2, "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.9, 0.0, 0.5, 0.0]})):  # fmt: skip
+        with pytest.raises(LoadError, match="'relu2'; no op of the engine computes it"):
+            read(family, **{"hidden_act": "relu2", **more})

@@ -132,6 +132,7 @@ def read_model(
         streams=streams(config) if "altup_num_inputs" in family.keys else None,
         layer_inputs=layer_inputs(config) if config.raw.get("hidden_size_per_layer_input") else None,
         scales_layers=family.scales_layers,
+        has_inner_norms=family.has_inner_norms,
         blocks=config.raw.get("blocks", ()),
         left_out=config.raw.get("left_out", ()),
         spare_embeddings=family.spare_embeddings,
@@ -461,7 +462,9 @@ def _activation(config: HfConfig, family: Family) -> Activation:
     found = config.activation(*names)
     if family.gelu_means_tanh and found is Activation.GELU:
         return Activation.GELU_TANH
-    if family.is_run and found not in (RUN_ACTIVATIONS if family.is_gated else RUN_CURVES):
+    is_run = found in (RUN_ACTIVATIONS if family.is_gated else RUN_CURVES)
+    is_plain = "num_experts" not in family.keys and "activation_sparsity_pattern" not in family.keys
+    if family.is_run and not is_run and not (is_plain and found is Activation.SQUARED_RELU):
         raise LoadError(f"{names[0]} in {config.path} is {config.raw.get(names[0])!r}; no op of the engine computes it")
     return found
 

@@ -417,11 +417,11 @@ class ModelSpec:
     (embeddings, scores) and no tokens. has_head_bias: that projection adds one. n_position_embeddings: rows of a learned table
     of positions, which is added to the embedding; the first `first_position` of them stand for none. low_rank: of a branch
     beside each layer's attention (LAuReL, arXiv 2411.07501), 0: there is none. norm_rank: of what gates norms before attention
-    and before mixtures, 0: nothing does. scales_layers: behind each layer the stream is
-    multiplied by a number of the layer's. blocks: where checkpoints number something else than these layers, by which number
-    each has its attention, and its MLP: of attention and MLPs that are blocks of their own, of attention and a state that are
-    one layer there; else (). left_out: numbers there of what no text passes through. spare_embeddings: rows of the embedding
-    behind the vocabulary.
+    and before mixtures, 0: nothing does. has_inner_norms: what heads give and inner values of dense MLPs are normed before they
+    are projected. scales_layers: behind each layer the stream is multiplied by a number of the layer's. blocks: where
+    checkpoints number something else than these layers, by which number each has its attention, and its MLP: of attention and
+    MLPs that are blocks of their own, of attention and a state that are one layer there; else (). left_out: numbers there of
+    what no text passes through. spare_embeddings: rows of the embedding behind the vocabulary.
     """
 
     name: str
@@ -450,6 +450,7 @@ class ModelSpec:
     first_position: int = 0
     low_rank: int = 0
     norm_rank: int = 0
+    has_inner_norms: bool = False
     scales_layers: bool = False
     blocks: tuple[tuple[int, int | None], ...] = ()
     left_out: tuple[int, ...] = ()
