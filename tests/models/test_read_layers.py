@@ -357,13 +357,31 @@ def test_laguna_says_gates_heads_and_dense_layers_in_several_ways() -> None:
             read("laguna", **{**usual, **given})
 
 
-def test_gates_of_a_squared_relu_are_read_where_gate_and_up_are_joined_apart() -> None:
-    """As `hidden_act` of any dense family; experts and sparse gates have another way to join them, which has no such form."""
-    assert read("llama", hidden_act="relu2").mlp.form is SQUARED
-    assert read("arcee").mlp.form is None  # without a gate
+def test_gates_of_a_squared_relu_are_bitnet_s_alone() -> None:
+    """Experts and sparse gates have other ways to join gate and up, which have no such form."""
     assert read("bitnet").mlp.form is SQUARED
-    for family, more in (("mixtral", {"num_local_experts": 4}), ("gemma3n_text", {
-        "hidden_activation": "relu2", "num_kv_shared_layers": 2, "layer_types": ["full_attention", "sliding_attention"] * 2,
-        "intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.9, 0.0, 0.5, 0.0]})):  # fmt: skip
+    assert read("bitnet", hidden_act="silu").mlp.form is None
+    assert read("arcee").mlp.form is None  # which has the curve, and no gate
+    for family, more in (("llama", {}), ("mixtral", {"num_local_experts": 4})):
         with pytest.raises(LoadError, match="'relu2'; no op of the engine computes it"):
             read(family, **{"hidden_act": "relu2", **more})
+
+
+def test_gpt_neo_s_layers_are_runs_of_names() -> None:
+    """Each with how often it comes; what a file has beside them says the same, or it is not clear what is meant."""
+    usual = {"attention_types": [[["global"], 1], [["local", "global"], 1], [["local"], 1]], "window_size": 7,
+             "num_key_value_heads": None, "head_dim": None}  # fmt: skip
+    assert read("gpt_neo", **usual).windows == (None, 7, None, 7)
+    named = ["global", "local", "global", "local"]
+    assert read("gpt_neo", **usual, attention_layers=named).windows == (None, 7, None, 7)
+    assert {layer.attention.scale for layer in read("gpt_neo", **usual).layers} == {1.0}
+    for given, what in (
+        ({"attention_layers": named[::-1]}, "attention_layers and attention_types .* say different things"),
+        ({"attention_types": [[["global"], 3]]}, "layer_types in .* has 3 entries; the model has 4 layers"),
+        ({"attention_types": [[["global", "sparse"], 2]]}, "a list of global and local and how often it comes"),
+        ({"attention_types": [[["global"], 4_000_000_000]]}, "how often it comes are expected"),
+        ({"attention_types": [["global", 4]]}, "a list of global and local"),
+        ({"attention_types": "global"}, "attention_types in .* has 'global'"),
+    ):
+        with pytest.raises(LoadError, match=what):
+            read("gpt_neo", **{**usual, **given})

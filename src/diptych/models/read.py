@@ -25,7 +25,7 @@ from diptych.models.latent import IndexSpec, MlaSpec
 from diptych.models.positions import QueryScale, Rope
 from diptych.models.read_block_index import as_indexed
 from diptych.models.read_blocks import as_layers, as_pairs, as_searched, without_pictures
-from diptych.models.read_gpt import arrangement, of_all_layers
+from diptych.models.read_gpt import arrangement, of_all_layers, with_kinds
 from diptych.models.read_heads import Heads, HeadsByWindow
 from diptych.models.read_index import layer_indices
 from diptych.models.read_laguna import as_gated
@@ -252,6 +252,8 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
     raw = as_indexed(raw, family, path) if "index_topk_blocks" in family.keys else raw
     if "num_sliding_attention_heads" in family.keys:
         raw = as_usual(raw, family.keys, path)
+    elif "attention_types" in family.keys:
+        raw = with_kinds(raw, path)
     elif "gating" in family.keys:
         raw = as_gated(raw, family.keys, path)
     read = {*family.keys, *(ROPE_KEYS if "rope_theta" in family.keys else ()), "layer_types", "hidden_act"}
@@ -462,9 +464,10 @@ def _activation(config: HfConfig, family: Family) -> Activation:
     found = config.activation(*names)
     if family.gelu_means_tanh and found is Activation.GELU:
         return Activation.GELU_TANH
-    is_run = found in (RUN_ACTIVATIONS if family.is_gated else RUN_CURVES)
-    is_plain = "num_experts" not in family.keys and "activation_sparsity_pattern" not in family.keys
-    if family.is_run and not is_run and not (is_plain and found is Activation.SQUARED_RELU):
+    is_own = (
+        found is Activation.SQUARED_RELU and family.keys.get("hidden_act") == "relu2"
+    )  # BitNet's, of dense MLPs alone
+    if family.is_run and not is_own and found not in (RUN_ACTIVATIONS if family.is_gated else RUN_CURVES):
         raise LoadError(f"{names[0]} in {config.path} is {config.raw.get(names[0])!r}; no op of the engine computes it")
     return found
 
