@@ -185,7 +185,7 @@ struct MeetOp { int out; };                                   // nothing: other 
 struct WeighOp { int x, weight, out; };                       // out: rows or f32
 struct SparseGateOp { int x, out; float cutoff; Activation activation; };  // x: gate and up beside each other; out: rows or f32
 struct BentGateOp { int x, out; GateForm form; };             // likewise
-struct CurveOp { int x, out; Curve curve; std::array<float, kCurveNumbers> numbers{}; };  // out = act(x): rows or f32
+struct CurveOp { int x, out; Curve curve; std::array<float, kCurveNumbers> numbers{}; };  // out = act(x), or of x twice as wide act(gate) * up: rows or f32
 struct BranchOp { int x, out; float scale; };                 // out = scale * x
 struct GateHeadsOp { int gates, x; bool is_softplus; };       // each of as many heads of x as there are gates times a sigmoid of its own, or that
 struct MatchOp { int y, x, out; float least; };               // out = y, as large as x
