@@ -579,11 +579,7 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
              "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}}},
     ),
     # query heads by layer, each gated by softplus; products of the router held within a cap
-    "laguna": (
-        "LagunaConfig",
-        "LagunaForCausalLM",
-        {**LAGUNA, "moe_router_logit_softcapping": 0.8},
-    ),
+    "laguna": ("LagunaConfig", "LagunaForCausalLM", {**LAGUNA, "moe_router_logit_softcapping": 0.8}),
     # each channel gated
     "laguna-m": ("LagunaConfig", "LagunaForCausalLM", {**LAGUNA, "gating": "per-element"}),
     # values narrower than keys, in windowed layers of twice the KV heads, with sinks and a base of their own
