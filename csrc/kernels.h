@@ -265,8 +265,8 @@ using WeighRow = void (*)(const float* x, const float* weight, int64_t n, float*
 // out [n] = act(max(gate - (mean(gate) + cutoff * deviation(gate)), 0)) * up; x = gate [n], up [n].
 using SparseGateRow = void (*)(const float* x, int64_t n, float cutoff, Activation activation, float* out);
 // out = act(x), [n]; out may be x. squared_relu: max(x, 0)^2. clip: within +-numbers[0]. xielu (arXiv 2411.13010), of numbers a, b, s
-// and e: s x + a x^2 above 0, s x + b (exp(min(x, e)) - 1 - x) below.
-enum class Curve : int32_t { silu, gelu_tanh, gelu, relu, squared_relu, clip, xielu };
+// and e: s x + a x^2 above 0, s x + b (exp(min(x, e)) - 1 - x) below. softplus: log(1 + e^x).
+enum class Curve : int32_t { silu, gelu_tanh, gelu, relu, squared_relu, clip, xielu, softplus };
 constexpr int64_t kCurveNumbers = 4;
 using CurveRow = void (*)(const float* x, int64_t n, Curve curve, const float* numbers, float* out);
 // The largest of some numbers and the first place that holds it; NaN is no number.

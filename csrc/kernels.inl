@@ -8,8 +8,8 @@
 #include "latent.inl"
 #include "attention.inl"
 #include "lora.inl"
-#include "streams.inl"
 #include "states.inl"
+#include "streams.inl"
 
 namespace diptych {
 namespace DIPTYCH_ISA {

@@ -469,7 +469,7 @@ void bind_operations(nb::class_<Program>& program) {
       .def("moe", [](Program& p, int router, int router_rows, int scores, std::vector<int> gate_up, std::vector<int> down, int rows,
                      std::optional<int> hidden, int hidden_rows, int expanded, int out, int64_t top_k, bool renormalises, const std::string& activation,
                      const std::pair<std::string, float>& scores_by, int choice_bias, std::array<int64_t, 3> groups, float routed_scale, std::optional<int> wide,
-                     std::array<float, 4> gate, bool weighs_input, int64_t hidden_column, int64_t column, std::vector<int> up, int up_rows, int scales, const std::string& curve) {
+                     std::array<float, 4> gate, bool weighs_input, int64_t hidden_column, int64_t column, std::vector<int> up, int up_rows, int scales, const std::string& curve, float softcap) {
         MoeOp op{};
         op.up = std::move(up), op.up_rows = up_rows;
         op.hidden_column = hidden_column, op.column = column;
@@ -479,7 +479,7 @@ void bind_operations(nb::class_<Program>& program) {
         op.hidden_rows = hidden_rows, op.expanded = expanded, op.out = out;
         op.top_k = top_k, op.renormalises = renormalises, op.activation = activation_of(activation);
         op.by = scores_of(scores_by.first), op.margin = scores_by.second, op.choice_bias = choice_bias, op.scales = scales, op.routed_scale = routed_scale;
-        op.n_groups = groups[0], op.groups_per_token = groups[1], op.group_best = groups[2];
+        op.softcap = softcap, op.n_groups = groups[0], op.groups_per_token = groups[1], op.group_best = groups[2];
         if (wide) op.joins_apart = true, op.wide = *wide, op.gate = form_of(gate);
         if (!curve.empty()) op.is_gated = false, op.curve = curve_of(curve);
         if ((weighs_input && (!wide || !op.is_gated)) || (!op.is_gated && !wide)) throw std::invalid_argument("experts that weigh their input join gate and up apart, and those without a gate have no other way");
@@ -495,7 +495,7 @@ void bind_operations(nb::class_<Program>& program) {
          nb::arg("hidden_rows"), nb::arg("expanded"), nb::arg("out"), nb::arg("top_k"), nb::arg("renormalises"), nb::arg("activation"),
          nb::arg("scores_by") = std::pair<std::string, float>{"softmax", 0.0f}, nb::arg("choice_bias") = -1, nb::arg("groups") = std::array<int64_t, 3>{1, 1, 1}, nb::arg("routed_scale") = 1.0f,
          nb::arg("wide").none() = nb::none(), nb::arg("gate") = std::array<float, 4>{1.0f, INFINITY, INFINITY, 0.0f}, nb::arg("weighs_input") = false, nb::arg("hidden_column") = 0, nb::arg("column") = 0,
-         nb::arg("up") = std::vector<int>{}, nb::arg("up_rows") = -1, nb::arg("scales") = -1, nb::arg("curve") = "")
+         nb::arg("up") = std::vector<int>{}, nb::arg("up_rows") = -1, nb::arg("scales") = -1, nb::arg("curve") = "", nb::arg("softcap") = 0.0f)
       .def("input", [](Program& p, int x) { p.record(Category::embed, InputOp{x}); })
       .def("tap", [](Program& p, int x, int number) { p.record(Category::norm, TapOp{x, number}); })
       .def("head", [](Program& p, int x, std::optional<int> norm, float eps, int rows, int weight, float scale, std::optional<float> softcap, int bias,

@@ -26,7 +26,7 @@ void require_equal(const Program& p, int x, int y) {
 
 Curve curve_of(const std::string& activation) {
   return named<Curve>("activation", activation, {{"silu", Curve::silu}, {"gelu_tanh", Curve::gelu_tanh}, {"gelu", Curve::gelu}, {"relu", Curve::relu},
-                                                 {"squared_relu", Curve::squared_relu}, {"clip", Curve::clip}, {"xielu", Curve::xielu}});
+                                                 {"squared_relu", Curve::squared_relu}, {"clip", Curve::clip}, {"xielu", Curve::xielu}, {"softplus", Curve::softplus}});
 }
 
 GateForm form_of(const std::array<float, 4>& numbers) { return {numbers[0], numbers[1], numbers[2], numbers[3]}; }
@@ -47,17 +47,18 @@ void bind_streams(nb::class_<Program>& program) {
         p.record(Category::gate_up, BentGateOp{x, out, form_of(form)});
       }, nb::arg("x"), nb::arg("out"), nb::arg("form"))
       .def("curve", [](Program& p, int x, int out, const std::string& activation, std::array<float, kCurveNumbers> numbers) {
-        require_equal(p, x, out);
+        const int64_t from = p.buffer_width(x), to = p.buffer_width(out);  // gate alone, or up behind it
+        if (from != to && from != 2 * to) throw std::invalid_argument("a row becomes one as wide, or with what is multiplied by it beside it one half as wide");
         p.record(Category::gate_up, CurveOp{x, out, curve_of(activation), numbers});
       }, nb::arg("x"), nb::arg("out"), nb::arg("activation"), nb::arg("numbers") = std::array<float, kCurveNumbers>{})
       .def("branch", [](Program& p, int x, int out, float scale) {
         require_equal(p, x, out);
         p.record(Category::norm, BranchOp{x, out, scale});
       }, nb::arg("x"), nb::arg("out"), nb::arg("scale"))
-      .def("gate_heads", [](Program& p, int gates, int x) {
+      .def("gate_heads", [](Program& p, int gates, int x, const std::string& activation) {
         if (p.buffer_width(gates) < 1 || p.buffer_width(x) % p.buffer_width(gates) != 0) throw std::invalid_argument("a row has equal parts, one for each gate");
-        p.record(Category::qkv, GateHeadsOp{gates, x});
-      }, nb::arg("gates"), nb::arg("x"))
+        p.record(Category::qkv, GateHeadsOp{gates, x, named<bool>("activation", activation, {{"sigmoid", false}, {"softplus", true}})});
+      }, nb::arg("gates"), nb::arg("x"), nb::arg("activation") = "sigmoid")
       .def("match", [](Program& p, int y, int x, int out, float least) {
         require_equal(p, x, out), require_equal(p, y, out);
         p.record(Category::norm, MatchOp{y, x, out, least});

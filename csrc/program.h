@@ -124,6 +124,7 @@ struct MoeOp {
   Activation activation;
   Scores by = Scores::softmax;
   float margin = 0.0f;                       // of sparsemixer, times the larger of a product's size and the best product
+  float softcap = 0.0f;                      // products become softcap * tanh(product / softcap) first; 0: they stay
   int scales = -1;                           // a vector [E] that the chosen experts' weights are multiplied by, or -1
   int choice_bias = -1;                      // a vector [E] added to the scores for the choice, or -1
   int64_t n_groups = 1, groups_per_token = 1, group_best = 1;  // experts of the best groups only, by the sum of their best
@@ -184,9 +185,9 @@ struct MeetOp { int out; };                                   // nothing: other 
 struct WeighOp { int x, weight, out; };                       // out: rows or f32
 struct SparseGateOp { int x, out; float cutoff; Activation activation; };  // x: gate and up beside each other; out: rows or f32
 struct BentGateOp { int x, out; GateForm form; };             // likewise
-struct CurveOp { int x, out; Curve curve; std::array<float, kCurveNumbers> numbers{}; };  // out = act(x): rows or f32
+struct CurveOp { int x, out; Curve curve; std::array<float, kCurveNumbers> numbers{}; };  // out = act(x), or of x twice as wide act(gate) * up: rows or f32
 struct BranchOp { int x, out; float scale; };                 // out = scale * x
-struct GateHeadsOp { int gates, x; };                         // each of as many heads of x as there are gates times a sigmoid of its own
+struct GateHeadsOp { int gates, x; bool is_softplus; };       // each of as many heads of x as there are gates times a sigmoid of its own, or that
 struct MatchOp { int y, x, out; float least; };               // out = y, as large as x
 struct CopyColumnsOp { int x, out; int64_t first, column, n; };  // n from `first` on, to `column` on
 struct PredictOp { std::vector<int> xs; int routed, weight; float scale; };             // as `predict` of ops/contract.py

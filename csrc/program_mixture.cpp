@@ -46,6 +46,7 @@ static float sparse_weight(const float* choice, int64_t n, int64_t best, float m
 void Program::Run::route_token(const MoeOp& op, int64_t token, float* choice) const {
   const int64_t n_experts = static_cast<int64_t>(op.down.size()), top_k = op.top_k;
   float* scores = buffer(op.scores).f32() + token * n_experts;
+  if (op.softcap > 0.0f) kernels.softcap_row(scores, n_experts, op.softcap);
   if (op.by == Scores::softmax) kernels.softmax_row(scores, n_experts);
   if (op.by == Scores::sigmoid) kernels.sigmoid_row(scores, n_experts);
   std::memcpy(choice, scores, static_cast<size_t>(n_experts) * 4);

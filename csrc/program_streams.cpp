@@ -44,7 +44,8 @@ void Program::Run::run(const CurveOp& op, size_t, int thread, int threads) const
   const Range part = part_of_rows(out, step.n_tokens, thread, threads);
   for (int64_t t = part.begin; t < part.end; ++t) {
     float* target = out.kind == BufferKind::rows ? row : out.f32() + t * out.width;
-    kernels.curve_row(x.f32() + t * x.width, x.width, op.curve, op.numbers.data(), target);
+    kernels.curve_row(x.f32() + t * x.width, out.width, op.curve, op.numbers.data(), target);
+    if (x.width > out.width) kernels.weigh_row(target, x.f32() + t * x.width + out.width, out.width, target);
     if (out.kind == BufferKind::rows) prepare_row(set, out.rows, t, row);
   }
 }
@@ -63,8 +64,13 @@ void Program::Run::run(const GateHeadsOp& op, size_t, int thread, int threads) c
   const Range part = part_of_rows(x, step.n_tokens, thread, threads);
   for (int64_t t = part.begin; t < part.end; ++t) {
     std::memcpy(row, gates.f32() + t * n_heads, static_cast<size_t>(n_heads) * 4);
-    kernels.sigmoid_row(row, n_heads);
+    if (op.is_softplus) kernels.curve_row(row, n_heads, Curve::softplus, nullptr, row);
+    else kernels.sigmoid_row(row, n_heads);
     float* head = x.f32() + t * x.width;
+    if (n_heads == x.width) {
+      kernels.weigh_row(head, row, n_heads, head);
+      continue;
+    }
     for (int64_t h = 0; h < n_heads; ++h, head += width) kernels.embed_row(head, Source::f32, width, row[h], head);
   }
 }

@@ -68,6 +68,7 @@ static void curve_row(const float* x, int64_t n, Curve curve, const float* numbe
     else if (curve == Curve::gelu) value = gelu_lanes(value);
     else if (curve == Curve::clip) value = min(max(value, set1(-numbers[0])), set1(numbers[0]));
     else if (curve == Curve::xielu) value = xielu_lanes(value, numbers);
+    else if (curve == Curve::softplus) value = softplus_lanes(value);
     else value = max(value, zero());
     store_n(out + i, curve == Curve::squared_relu ? mul(value, value) : value, lanes);
   }

@@ -33,8 +33,9 @@ FAMILIES: tuple[str, ...] = tuple(CLASSES)
 MORE_FAMILIES: tuple[str, ...] = tuple(MORE)
 EMBEDDINGS = ("embed_tokens", "embed_in", "word_embeddings", "wte", "wpe", "embed_positions")
 BY_LAYER = ("layer_types", "block_configs", "activation_sparsity_pattern", "layer_rope_theta", "mlp_layer_types",
-            "swiglu_limits", "swiglu_limits_shared")  # fmt: skip
+            "swiglu_limits", "swiglu_limits_shared", "num_attention_heads_per_layer", "attention_types")  # fmt: skip
 UNSCALED = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")  # scores are not divided by anything
+UNSCALED_QUERIES = ("gpt_neo",)  # likewise, and nothing norms them
 
 
 def make_reference(family: str, *, seed: int = 0, **overrides: Any) -> Any:
@@ -73,6 +74,8 @@ def enliven(model: torch.nn.Module, seed: int) -> None:
             parameter.copy_(noise * (0.5 if is_embedding else 1.5 / parameter.shape[-1] ** 0.5))
             if "modality_router" in name:  # what it reads is divided by the width
                 parameter.mul_(parameter.shape[-1])
+            if "q_proj" in name and model.config.model_type in UNSCALED_QUERIES:
+                parameter.mul_(0.25)
             if "_coefs" in name:  # streams add up
                 parameter.mul_(0.2)
         elif name.endswith("A_log"):  # the class draws it by a generator of its own; so states fade in some tokens

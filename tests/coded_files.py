@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.bitnet import WeightQuant, pack_weights
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from checkpoints import make_checkpoint
@@ -241,6 +242,26 @@ def whole_fp8() -> Layout:
         return {"weight": quantised, **beside}, quantised.float() * scale.float()
 
     return Layout({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}, write)
+
+
+def bitnet(linear: str = "autobitlinear", mode: str = "offline", *, saved: bool = False) -> Layout:
+    """By transformers' own packing and rounding. saved: as it saves what it has unpacked."""
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        plain = w.bfloat16()
+        with torch.compiler.set_stance("force_eager"):
+            if mode == "online":
+                return {"weight": plain}, WeightQuant.apply(plain).float()
+            scale = plain.float().abs().mean()[None].to(torch.bfloat16)
+            found = (w / scale.float()).round().clamp(-1, 1)
+            stored = found.bfloat16() if saved else pack_weights(found.clone())
+            if linear == "bitlinear":
+                inverse = (1 / scale.float()).to(torch.bfloat16)
+                return {"weight": stored, "weight_scale": inverse}, found * (1 / inverse.float())
+            return {"weight": stored, "weight_scale": scale}, found * scale.float()
+
+    config = {"quant_method": "bitnet", "linear_class": linear, "quantization_mode": mode}
+    return Layout(config, write)
 
 
 def quantised_checkpoints(original: Path, folder: Path, layout: Layout) -> tuple[Path, Path]:

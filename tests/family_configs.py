@@ -53,6 +53,13 @@ MAMBA = {"num_hidden_layers": 4, "layer_types": STATES, "mamba_n_heads": 8, "mam
          "mamba_d_conv": 4, "mamba_expand": 2, "shared_intermediate_size": 48}  # fmt: skip
 WINDOWS = {"num_hidden_layers": 4, "sliding_window": 16,
            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]}  # fmt: skip
+LAGUNA = {**WINDOWS, "head_dim": 24, "num_attention_heads_per_layer": [4, 6, 2, 4], "num_experts": 6,
+          "num_experts_per_tok": 3, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 48,
+          "moe_routed_scaling_factor": 1.7, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+          "rope_parameters": {
+             "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "partial_rotary_factor": 0.5,
+                                "original_max_position_embeddings": 64, "beta_fast": 64.0, "beta_slow": 1.0},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 1.0}}}  # fmt: skip
 FALCON_H1 = {
     "num_hidden_layers": 2,
     "head_dim": 24,
@@ -297,6 +304,9 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_inner": 96}),
     "gpt_bigcode": ("GPTBigCodeConfig", "GPTBigCodeForCausalLM", {"activation_function": "gelu"}),
     "gptj": ("GPTJConfig", "GPTJForCausalLM", {"rotary_dim": 8, "n_inner": 96}),
+    # windows on every other layer, scores that nothing divides
+    "gpt_neo": ("GPTNeoConfig", "GPTNeoForCausalLM", {"num_hidden_layers": 4, "window_size": 16, "attention_types": [
+        [["global"], 1], [["local"], 1], [["local"], 1], [["global"], 1]]}),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"rotary_pct": 0.5}),
     "phi": ("PhiConfig", "PhiForCausalLM", {}),
     "falcon": ("FalconConfig", "FalconForCausalLM", {}),
@@ -457,6 +467,8 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Lfm2ForCausalLM",
         {"num_hidden_layers": 4, "layer_types": CONVOLUTIONS, "block_multiple_of": 16, "conv_L_cache": 3},
     ),
+    # norms before o and down, squared gates
+    "bitnet": ("BitNetConfig", "BitNetForCausalLM", {"attention_bias": True, "tie_word_embeddings": True}),
     # by the names of classes that transformers does not have
     "nemotron-nas": (
         "LlamaConfig",
@@ -566,6 +578,10 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
                                 "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 64},
              "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}}},
     ),
+    # query heads by layer, each gated by softplus; products of the router held within a cap
+    "laguna": ("LagunaConfig", "LagunaForCausalLM", {**LAGUNA, "moe_router_logit_softcapping": 0.8}),
+    # each channel gated
+    "laguna-m": ("LagunaConfig", "LagunaForCausalLM", {**LAGUNA, "gating": "per-element"}),
     # values narrower than keys, in windowed layers of twice the KV heads, with sinks and a base of their own
     "mimo_v2_flash": (
         "MiMoV2FlashConfig",

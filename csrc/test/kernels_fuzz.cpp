@@ -167,6 +167,12 @@ class Recorder {
       if (is_latent) latent(rows, layer); else rotate(rows, layer);
       p_.record(Category::attention, AttentionOp{q_, is_direct ? heads_rows : heads_, m.shares_kv ? 0 : layer, shape_, some(m.n_heads), 0, choice_});
       if (is_latent) p_.record(Category::o, heads_op(values_of_heads_, heads_, m.head_dim, m.rank, expanded_, value_dim_, Store::f32));
+      if (!is_direct && !is_latent && w_.pick(0, 1)) {  // a gate of each head, or of each of their channels
+        const int64_t n_gates = w_.pick(0, 1) ? m.n_heads : heads_width;
+        const int gates = plain_buffer(p_, BufferKind::f32, n_gates);
+        p_.record(Category::qkv, LinearOp{linear(n_gates, m.hidden), rows, gates, Store::f32, Activation::silu});
+        p_.record(Category::qkv, GateHeadsOp{gates, heads_, w_.pick(0, 1) == 1});
+      }
       if (!is_direct) p_.record(Category::norm, PrepareOp{is_latent ? expanded_ : heads_, heads_rows});
       if (m.has_states) move_states(rows, layer);
       if (w_.pick(0, 3) == 0) {  // a gate of the token's own
@@ -190,10 +196,11 @@ class Recorder {
         p_.record(Category::gate_up, LinearOp{linear(2 * m.ffn, m.hidden), rows, wide, Store::f32, m.activation});
         if (w_.pick(0, 1)) p_.record(Category::gate_up, SparseGateOp{wide, hidden_rows, 0.5f, m.activation});
         else p_.record(Category::gate_up, BentGateOp{wide, hidden_rows, {1.0f, 7.0f, 2.0f, 0.5f}});
-      } else if (is_curved) {  // up alone
-        const int up = plain_buffer(p_, BufferKind::f32, m.ffn);
-        p_.record(Category::gate_up, LinearOp{linear(m.ffn, m.hidden), rows, up, Store::f32, m.activation});
-        p_.record(Category::gate_up, CurveOp{up, hidden_rows, static_cast<Curve>(w_.pick(0, 6)), {0.8f, 0.9f, 0.5f, -1e-6f}});
+      } else if (is_curved) {  // up alone, or behind its gate
+        const int64_t width = w_.pick(0, 1) ? m.ffn : 2 * m.ffn;
+        const int up = plain_buffer(p_, BufferKind::f32, width);
+        p_.record(Category::gate_up, LinearOp{linear(width, m.hidden), rows, up, Store::f32, m.activation});
+        p_.record(Category::gate_up, CurveOp{up, hidden_rows, static_cast<Curve>(w_.pick(0, 7)), {0.8f, 0.9f, 0.5f, -1e-6f}});
       } else if (is_apart) {  // gate and up as weights of their own
         p_.record(Category::gate_up, LinearOp{linear(m.ffn, m.hidden), rows, hidden, Store::f32, m.activation});
         p_.record(Category::gate_up, LinearOp{linear(m.ffn, m.hidden), rows, hidden, Store::gate_f32, m.activation});
@@ -389,7 +396,7 @@ class Recorder {
     op.rows = rows, op.has_hidden = !has_bf16_rows(m_.weights) && !op.joins_apart;
     op.hidden = plain_buffer(p_, BufferKind::f32, m_.ffn, m_.top_k), op.hidden_rows = rows_buffer(p_, m_, m_.ffn, m_.top_k);
     op.expanded = plain_buffer(p_, BufferKind::f32, m_.hidden, m_.top_k), op.out = y;
-    op.top_k = m_.top_k, op.renormalises = w_.pick(0, 1), op.activation = m_.activation;
+    op.top_k = m_.top_k, op.renormalises = w_.pick(0, 1), op.activation = m_.activation, op.softcap = w_.pick(0, 1) ? 0.7f : 0.0f;
     p_.record(Category::moe, op);
   }
 

@@ -45,6 +45,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gptj": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "fc_in"]},
     # what a state is of; a gate that files call otherwise; blocks of their own
     "olmo_hybrid": {"r": 4, "lora_alpha": 8, "target_modules": [f"{one}_proj" for one in "qkvogab"]},
+    "laguna": {"r": 4, "lora_alpha": 8, "target_modules": ["g_proj", "q_proj", "o_proj"]},
+    "bitnet": {"r": 4, "lora_alpha": 8, "target_modules": list(ALL)},
     "lfm3": {"r": 4, "lora_alpha": 8, "target_modules": ["g_proj", "q_proj", "in_proj"]},
     "nemotron-3-super": {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj", "q_proj", *LATENT]},
     # inputs and outputs that are multiplied; projections in two steps, names that only the class has

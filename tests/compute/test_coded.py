@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint
-from coded_files import Layout, awq, block_fp8, compressed, gptq, logits_of, quantised_checkpoints, whole_fp8
+from coded_files import Layout, awq, bitnet, block_fp8, compressed, gptq, logits_of, quantised_checkpoints, whole_fp8
 from diptych.compute.coded import CodedCheckpoint
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.ground.errors import ConfigError, LoadError
@@ -85,6 +85,10 @@ LAYOUTS: dict[str, tuple[Any, str | None]] = {
     "fp8 small blocks": (lambda: block_fp8(32, 16), None),
     "fp8 blocks in powers of two": (lambda: block_fp8(32, 16, in_powers=True), None),
     "fp8 whole": (lambda: whole_fp8(), "fp8"),
+    "bitnet": (lambda: bitnet(), "group2-g128-bf16"),
+    "bitnet divided": (lambda: bitnet("bitlinear"), "group2-g128-f32"),
+    "bitnet saved": (lambda: bitnet(saved=True), "group2-g128-bf16"),
+    "bitnet online": (lambda: bitnet(mode="online"), "group2-g128-bf16"),
 }
 
 
@@ -153,6 +157,9 @@ def test_every_layout_gives_the_values_of_its_own_formula(layout: str, original:
         "fp8 blocks",
         "fp8 small blocks",
         "fp8 whole",
+        "bitnet",
+        "bitnet divided",
+        "bitnet online",
     ],
 )
 def test_kept_weights_answer_as_their_values_do(

@@ -253,12 +253,13 @@ def test_linears_and_norms(n_tokens: int, activation: Activation, has_bias: bool
         {"n_groups": 3, "groups_per_token": 2, "routed_scale": 2.0},
         {"n_groups": 3, "groups_per_token": 2, "group_best": 2, "scores": Scores.SIGMOID, "has_choice_bias": True},
         {"scores": Scores.LATE_SIGMOID, "has_choice_bias": True},
+        {"scores": Scores.SIGMOID, "softcap": 0.4, "has_choice_bias": True, "renormalises": True},
         {"activation": Activation.CLAMPED},
         {"limit": 0.3},
         {"scores": Scores.SIGMOID, "weighs_input": True},
         {"activation": Activation.SQUARED_RELU, "is_gated": False},
     ],
-    ids=["plain", "renormalised", "groups", "V3", "Kolibri", "clamped", "Step 3.7", "Llama 4", "Nemotron 3"],
+    ids=["plain", "renormalised", "groups", "V3", "Kolibri", "Laguna", "clamped", "Step 3.7", "Llama 4", "Nemotron 3"],
 )
 @pytest.mark.parametrize("n_tokens", [1, 9])
 def test_experts(n_tokens: int, routing: dict[str, Any], kind: Kind) -> None:

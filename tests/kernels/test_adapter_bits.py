@@ -114,7 +114,7 @@ WITH_STATES = ("qwen3_next", "qwen3_5", "granite-h-dense")
 
 @pytest.mark.parametrize("family", [
     "qwen3", "gemma2", "phi3", "qwen3_moe", "gpt2", "falcon-40b", "qwen3_next", "qwen3_5", "granite-h-dense", "lfm2",
-    "mimo_v2_flash",
+    "mimo_v2_flash", "bitnet",
 ])  # fmt: skip
 def test_logits_are_those_of_peft_as_the_model_s_own_are(family: str, tmp_path: Path) -> None:
     """Oracle: peft in fp32. The error with an adapter is of the size that the format's rounding has without one."""

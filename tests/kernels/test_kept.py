@@ -14,7 +14,7 @@ from test_balance import reparametrised
 from bitsandbytes_files import DATA as BITSANDBYTES
 from bitsandbytes_files import fours
 from checkpoints import make_checkpoint
-from coded_files import Layout, awq, block_fp8, gptq, quantised_checkpoints, whole_fp8
+from coded_files import Layout, awq, bitnet, block_fp8, gptq, quantised_checkpoints, whole_fp8
 from diptych.compute.ops.cpu_kernels import _cpu, instruction_sets
 from diptych.compute.runner import load_model
 from diptych.engine.load import bundled_dir
@@ -36,6 +36,7 @@ LAYOUTS: dict[str, tuple[str, Layout]] = {
     "act-order": ("llama", gptq(4, 32, symmetric=True, act_order=True)),
     "fp8": ("gemma2", whole_fp8()),
     "fp8 blocks": ("mixtral", block_fp8()),
+    "ternary": ("bitnet", bitnet()),
     "fp8 blocks, gated latents": ("axk2", block_fp8()),
 }
 

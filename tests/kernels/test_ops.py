@@ -358,6 +358,8 @@ ROUTINGS: dict[str, dict[str, Any]] = {
     "Step 3.7": {"activation": Activation.SILU, "limit": 0.8, "scores": Scores.SIGMOID, "renormalises": True},
     "sparsemixer": {"scores": Scores.SPARSEMIXER, "margin": 0.4, "activation": Activation.SILU, "routed_scale": 0.5},
     "Kolibri": {"scores": Scores.LATE_SIGMOID, "has_choice_bias": True, "renormalises": True},
+    "Laguna": {"activation": Activation.SILU, "scores": Scores.SIGMOID, "softcap": 0.4, "has_choice_bias": True,
+               "renormalises": True},
     "sigmoid, bias": {"scores": Scores.SIGMOID, "has_choice_bias": True, "routed_scale": 0.5},
     "Nemotron 3": {
         "activation": Activation.SQUARED_RELU,
@@ -365,7 +367,7 @@ ROUTINGS: dict[str, dict[str, Any]] = {
         "scores": Scores.SIGMOID,
         "renormalises": True,
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
@@ -402,7 +404,7 @@ def test_experts_of_groups_and_clamped_gates(isa: str, weights: str, routing: di
         groups=(spec.n_groups, spec.groups_per_token, spec.group_best), routed_scale=spec.routed_scale,
         wide=program.add_f32(width, top_k), weighs_input=spec.weighs_input,
         curve="" if spec.is_gated else spec.activation.value,
-        gate=(spec.form or PLAIN).numbers,
+        gate=(spec.form or PLAIN).numbers, softcap=spec.softcap or 0.0,
     )  # fmt: skip
     check("experts", bench.run(out, hidden), reference.experts(x, router, gate_up, down, spec, bias))
 

@@ -14,7 +14,7 @@ from diptych.compute.ops.contract import Activation
 from diptych.compute.ops.tolerances import EdgeShape
 from diptych.compute.ops.torch_loader import TorchLinear, TorchNorm
 from diptych.compute.ops.torch_ops import TorchOps
-from diptych.models.gates import CLAMPED, GateForm
+from diptych.models.gates import CLAMPED, SQUARED, GateForm
 from op_bench import Bench, check, make_batch, noise
 from worlds import KERNEL_SETS
 
@@ -78,6 +78,19 @@ def test_bent_gate(isa: str, form: GateForm, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
+def test_squared_gate(isa: str, width: int) -> None:
+    """BitNet's: the curve of the first half of a row times the second."""
+    x = noise(T, 2 * width, seed=1, scale=3.0)
+    bench = Bench(isa, x)
+    out = bench.program.add_f32(width)
+    bench.program.curve(x=bench.x, out=out, activation=Activation.SQUARED_RELU.value)
+    expected = reference.bent_gate(x, SQUARED)
+    check("bent_gate", bench.run(out, width), expected)
+    both = TorchLinear(torch.eye(2 * width), None, Activation.SQUARED_RELU)
+    torch.testing.assert_close(torch_ops().bent_gate(x, both, form=SQUARED), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(
     "activation",
     [
@@ -87,6 +100,7 @@ def test_bent_gate(isa: str, form: GateForm, width: int) -> None:
         Activation.RELU,
         Activation.SQUARED_RELU,
         Activation.XIELU,
+        Activation.SOFTPLUS,
     ],
 )
 def test_curve(isa: str, activation: Activation, width: int) -> None:
@@ -116,18 +130,22 @@ def test_clip(isa: str, width: int) -> None:
     assert torch.equal(torch_ops().clip(x, 1.5), x.clamp(-1.5, 1.5))
 
 
-@pytest.mark.parametrize(("n_heads", "head_dim"), [(3, 24), (17, 5), (4, 128)])
-def test_gates_of_heads(isa: str, n_heads: int, head_dim: int) -> None:
-    """One number a head: LFM3 has one projection for all, of a row for each."""
+@pytest.mark.parametrize("activation", [Activation.SIGMOID, Activation.SOFTPLUS])
+@pytest.mark.parametrize(("n_heads", "head_dim"), [(3, 24), (17, 5), (4, 128), (50, 1)])
+def test_gates_of_heads(isa: str, n_heads: int, head_dim: int, activation: Activation) -> None:
+    """One number a head: LFM3 has one projection for all, of a row for each; or by softplus one a channel (Laguna)."""
     a, gates = noise(T, n_heads * head_dim, seed=1, scale=3.0), noise(T, n_heads, seed=2, scale=3.0)
     bench = Bench(isa, a)
     (given,), odd = others(bench, gates), bench.program.add_f32(n_heads * head_dim - 1)
     with pytest.raises(ValueError, match="equal parts"):
         bench.program.gate_heads(gates=odd, x=bench.x)
-    bench.program.gate_heads(gates=given, x=bench.x)
-    expected = (a.unflatten(-1, (n_heads, head_dim)) * torch.sigmoid(gates)[..., None]).flatten(1)
+    with pytest.raises(ValueError, match="activation"):
+        bench.program.gate_heads(gates=given, x=bench.x, activation="silu")
+    bench.program.gate_heads(gates=given, x=bench.x, activation=activation.value)
+    curve = torch.sigmoid if activation is Activation.SIGMOID else torch.nn.functional.softplus
+    expected = (a.unflatten(-1, (n_heads, head_dim)) * curve(gates)[..., None]).flatten(1)
     check("gate_heads", bench.run(bench.x, n_heads * head_dim), expected)
-    one_each = TorchLinear(torch.eye(n_heads), None, Activation.SIGMOID)
+    one_each = TorchLinear(torch.eye(n_heads), None, activation)
     torch.testing.assert_close(torch_ops().gate_heads(gates, one_each, a), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(torch_ops().sum(a, expected), a + expected)
 
@@ -243,5 +261,7 @@ def test_what_does_not_fit_is_refused(isa: str) -> None:
         program.sparse_gate(x=bench.x, out=other, cutoff=1.0, activation="silu")
     with pytest.raises(ValueError, match="beside each other"):
         program.bent_gate(x=bench.x, out=other, form=CLAMPED.numbers)
+    with pytest.raises(ValueError, match="half as wide"):
+        program.curve(x=bench.x, out=other, activation="squared_relu")
     with pytest.raises(ValueError, match="whole number"):
         program.layer_inputs(x=bench.x, norm=nine, table=0, eps=1e-6, table_scale=1.0, scale=1.0)

@@ -200,6 +200,15 @@ MORE: dict[str, dict[str, Any]] = {
         **WINDOWS,
         **EXPERTS,
     },
+    "laguna": {
+        "num_attention_heads_per_layer": [4, 6, 2, 8],
+        "shared_expert_intermediate_size": 48,
+        "num_experts": 4,
+        "sliding_window": 9,
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+        **WINDOWS,
+        **EXPERTS,
+    },
     "lfm2": {"layer_types": CONVOLUTIONS, "conv_L_cache": 4, "block_multiple_of": 16},
     "lfm2_moe": {"layer_types": CONVOLUTIONS, "num_experts": 4, "num_dense_layers": 1, **EXPERTS},
     "qwen3_5_text": {"layer_types": ["full_attention", "linear_attention"] * 2, **DELTA},
@@ -216,6 +225,14 @@ SMALL_GPT: dict[str, dict[str, Any]] = {
         "vocab_size": 256,
     },
     "gpt_bigcode": {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256, "multi_query": False},
+    "gpt_neo": {
+        "hidden_size": 64,
+        "num_layers": 4,
+        "num_heads": 4,
+        "vocab_size": 256,
+        "window_size": 9,
+        "attention_types": [[["global", "local"], 2]],
+    },
     "gptj": {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256, "rotary_dim": 8},
     "gpt_neox": {
         "hidden_size": 64,
@@ -357,6 +374,8 @@ def test_every_number_is_that_of_transformers(family: Family, fields: str) -> No
 
 
 def windows_of(config: Any) -> tuple[int | None, ...]:
+    if config.model_type == "gpt_neo":
+        return tuple(None if kind == "global" else config.window_size for kind in config.attention_layers)
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or None
     types = getattr(config, "layer_types", None)
     if hasattr(config, "layers_block_type"):  # blocks, of which MLPs are a part of the layer before them

@@ -11,7 +11,7 @@ from test_read import SMALL, read
 
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.config import HfConfig
-from diptych.models.gates import CLAMPED
+from diptych.models.gates import CLAMPED, SQUARED
 from diptych.models.latent import IndexSpec
 from diptych.models.positions import QueryScale
 from diptych.models.read import read_model
@@ -302,3 +302,86 @@ def test_numbers_for_each_layer_and_those_that_draft() -> None:
     ):
         with pytest.raises(LoadError, match=what):
             read("step3p5", **{**published, **given})
+
+
+def test_laguna_says_gates_heads_and_dense_layers_in_several_ways() -> None:
+    """XS.2, XS 2.1 and M.1 as they are published; oracle: what the class makes of the same keys (`test_families`)."""
+    rope = {
+        "full_attention": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    usual = {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 24,
+        "head_dim": 16, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "num_attention_heads_per_layer": [4, 6, 2, 4], "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "gating": True, "partial_rotary_factor": 0.5, "rope_parameters": rope,
+    }  # fmt: skip
+    found = read("laguna", **usual)
+    assert [one.attention.n_heads for one in found.layers] == [4, 6, 2, 4]
+    assert [one.attention.rope.rotary_dim for one in found.layers] == [8, 16, 8, 16]
+    assert [one.attention.gate_width for one in found.layers] == [4, 6, 2, 4]
+    newer = {
+        **usual, "gating": "per-head", "gating_types": ["per_head"] * 4, "mlp_only_layers": [0], "decoder_sparse_step": 1,
+        "norm_topk_prob": True, "qkv_bias": None, "swa_attention_sink_enabled": False,
+        "moe_router_logit_softcapping": 0.0, "moe_apply_router_weight_on_input": False,
+        "rope_parameters": {**rope, "original_max_position_embeddings": 4096},
+    }  # fmt: skip
+    assert read("laguna", **newer).layers == found.layers
+    assert read("laguna", **newer, rope_theta=3.0).layers == found.layers  # which no class of Laguna reads
+    windowless = {
+        key: value for key, value in usual.items() if key not in ("layer_types", "num_attention_heads_per_layer")
+    }
+    channels = read("laguna", **{**windowless, "gating": "per-element", "sliding_window": 0,
+                                 "rope_parameters": {"full_attention": rope["full_attention"]}})  # fmt: skip
+    assert {(one.attention.window, one.attention.gate_width) for one in channels.layers} == {(None, 64)}
+    assert read("laguna", **{**usual, "moe_router_logit_softcapping": 30.0}).moe.softcap == 30.0
+    for given, what in (
+        ({"gating": False}, "gating in .* is False"),
+        ({"gating": "sigmoid"}, "gating in .* is 'sigmoid'"),
+        ({"gating_types": ["per_head"] * 3}, "gates of 4 layers"),
+        ({"gating_types": ["per_head"] * 3 + ["per_element"]}, "other gates than gating"),
+        ({"mlp_only_layers": [0, 1]}, r"mlp_only_layers in .* is \[0, 1\]"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "no object for full_attention layers"),
+        ({"rope_parameters": {**rope, "sliding_attention": {"rope_type": "default"}}}, "rope_theta is missing"),
+        ({"num_attention_heads_per_layer": [4, 4]}, "num_attention_heads_per_layer .* must hold 4 numbers from 1 on"),
+        ({"num_attention_heads_per_layer": [4, 3, 4, 4]}, "3 query heads cannot share 2"),
+        ({"num_attention_heads_per_layer": [4, 0, 4, 4]}, "must hold 4 numbers from 1 on"),
+        ({"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input"),
+        ({"moe_router_logit_softcapping": -1.0}, "moe_router_logit_softcapping"),
+        ({"swa_attention_sink_enabled": True}, "swa_attention_sink_enabled"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"sliding_window": 0}, "sliding_window"),
+    ):
+        with pytest.raises(LoadError, match=what):
+            read("laguna", **{**usual, **given})
+
+
+def test_gates_of_a_squared_relu_are_bitnet_s_alone() -> None:
+    """Experts and sparse gates have other ways to join gate and up, which have no such form."""
+    assert read("bitnet").mlp.form is SQUARED
+    assert read("bitnet", hidden_act="silu").mlp.form is None
+    assert read("arcee").mlp.form is None  # which has the curve, and no gate
+    for family, more in (("llama", {}), ("mixtral", {"num_local_experts": 4})):
+        with pytest.raises(LoadError, match="'relu2'; no op of the engine computes it"):
+            read(family, **{"hidden_act": "relu2", **more})
+
+
+def test_gpt_neo_s_layers_are_runs_of_names() -> None:
+    """Each with how often it comes; what a file has beside them says the same, or it is not clear what is meant."""
+    usual = {"attention_types": [[["global"], 1], [["local", "global"], 1], [["local"], 1]], "window_size": 7,
+             "num_key_value_heads": None, "head_dim": None}  # fmt: skip
+    assert read("gpt_neo", **usual).windows == (None, 7, None, 7)
+    named = ["global", "local", "global", "local"]
+    assert read("gpt_neo", **usual, attention_layers=named).windows == (None, 7, None, 7)
+    assert {layer.attention.scale for layer in read("gpt_neo", **usual).layers} == {1.0}
+    for given, what in (
+        ({"attention_layers": named[::-1]}, "attention_layers and attention_types .* say different things"),
+        ({"attention_types": [[["global"], 3]]}, "layer_types in .* has 3 entries; the model has 4 layers"),
+        ({"attention_types": [[["global", "sparse"], 2]]}, "a list of global and local and how often it comes"),
+        ({"attention_types": [[["global"], 4_000_000_000]]}, "how often it comes are expected"),
+        ({"attention_types": [["global", 4]]}, "a list of global and local"),
+        ({"attention_types": "global"}, "attention_types in .* has 'global'"),
+    ):
+        with pytest.raises(LoadError, match=what):
+            read("gpt_neo", **{**usual, **given})

@@ -48,6 +48,7 @@ class LayerHeads(Generic[Vector, Linear, Heads]):
     qkv: Linear | LatentWeights[Vector, Linear] | StateWeights[Vector, Linear]
     o: Linear
     gate: Linear | None = None
+    o_norm: Vector | None = None
     has_index: bool = False
 
 
@@ -67,6 +68,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             return self._state_heads(norm, attention.state)
         widths, readers = self._widths, self._readers(root)
         o = self.linear(root, (self.names.o,), (self.spec.hidden,), attention.width, has_bias=attention.has_o_bias)
+        o_norm = self.inner_norm(f"{root}{self.names.o_norm}", attention.width)
         index = None if attention.own_index is None else self._block_index(attention.own_index, root)
         if self.loader.is_balancing:
             if not is_shared:
@@ -77,12 +79,15 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             if self._are_values_its_own:
                 balanced, o = balance_values(readers[0], o, attention)
                 readers = (balanced, *readers[1:])
+            elif o_norm is not None:
+                o_norm, (o,) = balance_norm(o_norm, (o,), offset=self.spec.norm_offset, share=NORM_SHARE)
         return norm, LayerHeads(
             handle=self.attention(root, index),
             has_index=index is not None,
             qkv=self.loader.linear(readers[0], role=self.role(Split.OUTPUTS, **widths)),
             o=self.loader.linear(o, role=self.role(Split.INPUTS, o=self.spec.hidden)),
-            gate=self._gate(readers[1], Activation.SIGMOID) if attention.has_gate else None,
+            gate=self._gate(readers[1], attention.gate_by) if attention.has_gate else None,
+            o_norm=self.norm(o_norm),
         )
 
     def readers(self) -> tuple[LinearParts, ...]:
@@ -183,7 +188,8 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         """Whether v and o may share factors: not where a norm stands between them, or keys or other layers read the values."""
         attention = self.parts.attention
         is_shared = any(layer.attention.kv_layer is not None for layer in self.spec.layers)
-        return attention.has_v and not attention.has_v_norm and not is_shared
+        has_norm = attention.has_v_norm or self.spec.has_inner_norms
+        return attention.has_v and not has_norm and not is_shared
 
     def _latent_heads(
         self, norm: NormParts | None, mla: MlaSpec, root: str

@@ -1,4 +1,4 @@
-"""How other programs lay out a quantised matrix in safetensors: AWQ, GPTQ, compressed-tensors, fp8, bitsandbytes, MLX.
+"""How other programs lay out a quantised matrix in safetensors: AWQ, GPTQ, compressed-tensors, fp8, bitsandbytes, MLX, BitNet.
 
 Each layout gives the numbers as its file has them: integer codes with scales and zero points (`CodedMatrix`), which the kernels
 keep, or fp8 values with scales, or entries of a table, which become floats. Sources of the layouts: AutoAWQ
@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 
+from diptych.compute import ternary
 from diptych.compute.coded_matrices import (
     CodedMatrix,
     CodedParts,
@@ -26,6 +27,7 @@ from diptych.compute.coded_matrices import (
     TableMatrix,
     TableState,
 )
+from diptych.compute.ternary import TernaryMatrix
 from diptych.ground.errors import LoadError
 from diptych.models.quantised import BESIDE_CODES, CODES, MLX, Quantisation
 
@@ -40,6 +42,8 @@ def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quant
         return _awq(raw, prefix, shape, how)
     if how.method == "gptq" and raw.holds(f"{prefix}.qweight"):
         return _gptq(raw, prefix, shape, how)
+    if how.method == "bitnet":
+        return _bitnet(raw, prefix, shape, how)
     if raw.holds(f"{prefix}.weight_packed"):
         is_fp4 = raw.header(f"{prefix}.weight_packed")[1] == "U8"
         return (_fp4 if is_fp4 else _packed)(raw, prefix, shape, how)
@@ -286,6 +290,31 @@ def _bitsandbytes(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> Matri
     return TableMatrix(weight, raw, shape, state, _all_bytes(raw, prefix))
 
 
+def _bitnet(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> TernaryMatrix | None:
+    """weight u8 [n / 4, k], or floats [n, k], and weight_scale, one number; without that, plain floats, rounded or not."""
+    weight, scale, (n, k) = f"{prefix}.weight", f"{prefix}.weight_scale", shape
+    if not raw.holds(weight):
+        return None
+    dtype, nbytes = raw.header(weight)[1], _all_bytes(raw, prefix)
+    if how.is_online and not raw.holds(scale):
+        if not how.rounds(prefix):
+            return None
+        _require(raw, weight, shape, *_FLOATS)
+        return TernaryMatrix("bitnet-online", nbytes, _FLOAT_TYPES[dtype], ternary.rounded(raw, weight))
+    if dtype != "U8" and not raw.holds(scale):
+        return None
+    found = raw.header(scale)[0] if raw.holds(scale) else (1,)
+    _require(raw, scale, () if found == () else (1,), *_FLOATS)
+    kind = torch.float32 if how.divides else _FLOAT_TYPES[raw.header(scale)[1]]
+    if dtype != "U8":
+        _require(raw, weight, shape, *_FLOATS)
+        return TernaryMatrix("bitnet-unpacked", nbytes, kind, ternary.unpacked(raw, weight, scale, divides=how.divides))
+    if n % ternary.PER_BYTE:
+        raise LoadError(f"{prefix} has {n} outputs, of which bytes hold {ternary.PER_BYTE} each", hint=_CONTRADICTION)
+    _require(raw, weight, (n // ternary.PER_BYTE, k), "U8")
+    return TernaryMatrix("bitnet-packed", nbytes, kind, ternary.packed(raw, weight, scale, divides=how.divides))
+
+
 def _require_rows(raw: RawTensors, name: str) -> None:
     """LoadError where a version for older GPUs saved the matrix in tiles: it says so beside it, in a number."""
     if not raw.holds(name):
@@ -356,6 +385,7 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 _FLOATS = ("F16", "BF16", "F32")
+_FLOAT_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _TABLES = ("nf4", "fp4")
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _MOST_STATE_BYTES = 4096

@@ -122,13 +122,17 @@ class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
     is_parallel: attention and MLP read the stream as it comes to the layer, by one norm or each by its own.
     is_shared: what it adds is added with what the next layer's attention gives, which reads the stream as it comes here.
     gate: what the heads give is multiplied by, if anything, before o; input_gate, mlp_gate: what the norm before attention
-    gives, and the one before the MLP. has_index: grouped queries choose what they attend to.
+    gives, and the one before the MLP. o_norm, down_norm: of what o and a dense MLP's down read, if they have one, with
+    inner_eps. has_index: grouped queries choose what they attend to.
     """
 
     attention: Heads | None = None
     qkv: Linear | LatentWeights[Vector, Linear] | StateWeights[Vector, Linear] | None = None
     o: Linear | None = None
     gate: Linear | None = None
+    o_norm: Vector | None = None
+    down_norm: Vector | None = None
+    inner_eps: float = 0.0
     has_index: bool = False
     input_norm: Vector | None
     post_attention_norm: Vector | None
@@ -242,7 +246,7 @@ def run_layer(
             assert weights.experts is not None
             return run_experts(ops, h, weights, weights.experts, x, eps=added_eps, attended=attended)
         gate_up, down = weights.dense
-        beside = run_inner(ops, h, gate_up, weights)
+        beside = run_dense(ops, h, gate_up, weights)
         assert weights.o is not None
         return ops.linear_add(beside, down, ops.linear_add(attended, weights.o, x))
     if weights.o is None:
@@ -260,7 +264,7 @@ def run_layer(
     if weights.dense is not None:
         gate_up, down = weights.dense
         return add_normed(
-            ops, x, run_inner(ops, h, gate_up, weights), down, weights.post_mlp_norm,
+            ops, x, run_dense(ops, h, gate_up, weights), down, weights.post_mlp_norm,
             eps=added_eps, scale=weights.mlp_scale,
         )  # fmt: skip
     assert weights.experts is not None
@@ -296,6 +300,17 @@ def run_inner(
     if weights.form is not None:
         return ops.bent_gate(h, first, form=weights.form)
     return ops.linear_gate(h, first) if weights.cutoff is None else ops.sparse_gate(h, first, cutoff=weights.cutoff)
+
+
+def run_dense(
+    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+    h: Stream | Hidden,
+    first: Linear,
+    weights: LayerWeights[Vector, Linear, Heads, Experts],
+) -> Hidden:
+    """What down reads of a dense MLP."""
+    inner = run_inner(ops, h, first, weights)
+    return inner if weights.down_norm is None else ops.norm(inner, weights.down_norm, eps=weights.inner_eps)
 
 
 def add_branched(
@@ -442,7 +457,8 @@ def run_attention(
         y = y if weights.clip is None else ops.clip(y, weights.clip)
         a = ops.attention(ops.rotate_and_cache(y, heads), heads)
     if not isinstance(qkv, StateWeights):
-        return a if weights.gate is None else ops.gate_heads(h, weights.gate, a)
+        a = a if weights.gate is None else ops.gate_heads(h, weights.gate, a)
+        return a if weights.o_norm is None else ops.norm(a, weights.o_norm, eps=weights.inner_eps)
     if weights.gate is not None:
         a = ops.gate_heads(h if qkv.first_gate is None else ops.linear(h, qkv.first_gate), weights.gate, a)
     return a if qkv.norm is None else ops.norm(a, qkv.norm, eps=qkv.norm_eps, parts=qkv.n_norms)

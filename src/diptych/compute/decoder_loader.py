@@ -113,10 +113,10 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         names, of_mlp = (self.names.norms[self.parts.norms][i : i + 2] for i in (0, 2))
         before, after = (self.norm_tensor(name) for name in names)
         before_mlp, after_mlp = (self.norm_tensor(name, self.mlp_prefix) for name in of_mlp)
-        dense, of_mixture = None, dict[str, Any]()
+        dense, down_norm, of_mixture = None, None, dict[str, Any]()
         is_parallel = self.parts.norms.are_side_by_side
         if isinstance(mlp, MlpSpec):  # where it reads the norm that attention reads, that stays as it is
-            before_mlp, dense = self.mlp(mlp, before_mlp)
+            before_mlp, dense, down_norm = self.mlp(mlp, before_mlp)
         # what a branch adds is the norm as it is
         is_shared = self.parts.norms is Norms.PARALLEL or self.spec.low_rank > 0
         before, of_attention = self._attention(before, is_shared=is_shared)
@@ -134,6 +134,8 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             input_gate=None if before is None else self._norm_gate(self.prefix, "input_layernorm"),
             mlp_gate=self._norm_gate(self.mlp_prefix, "post_attention_layernorm") if isinstance(mlp, MoeSpec) else None,
             dense=dense,
+            down_norm=down_norm,
+            inner_eps=self.spec.norm_eps,
             is_parallel=is_parallel,
             is_shared=self.parts.norms is Norms.SHARED,
             attention_scale=scales.attention_out,
@@ -170,7 +172,7 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             of_heads.beside = self._heads(pair).readers()
         norm, heads = of_heads.load(norm, is_shared=is_shared)
         parts = {"attention": heads.handle, "qkv": heads.qkv, "o": heads.o, "gate": heads.gate}
-        return norm, {**parts, "has_index": heads.has_index}
+        return norm, {**parts, "o_norm": heads.o_norm, "has_index": heads.has_index}
 
     def _heads(self, layer: int) -> HeadsLoader[Table, Vector, Linear, Heads, Experts]:
         return HeadsLoader(self.source, self.loader, self.spec, layer, self.of_model)
@@ -200,18 +202,25 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
 
     def mlp(
         self, mlp: MlpSpec, norm: NormParts | None, root: str | None = None
-    ) -> tuple[NormParts | None, tuple[Linear, Linear]]:
-        """The norm that a dense MLP reads, and its gate_up and down. root: where its tensors lie, unless in the usual place."""
+    ) -> tuple[NormParts | None, tuple[Linear, Linear], Vector | None]:
+        """The norm that a dense MLP reads, its gate_up and down, and the norm that down reads, if it has one. root: where its
+        tensors lie, unless in the usual place.
+        """
         root, hidden = root or self._dense_root, self.spec.hidden
         widths = (mlp.ffn,) * (2 if mlp.is_gated else 1)
         names, name = self.mlp_names(root, is_gated=mlp.is_gated)
         gate_up = self.linear(root, names, widths, hidden, has_bias=mlp.has_bias)
         down = self.linear(root, (name,), (hidden,), mlp.ffn, has_bias=mlp.has_bias)
+        inner = self.inner_norm(f"{root}{self.names.down_norm}", mlp.ffn)
         if self.loader.is_balancing:
             norm, (gate_up,) = self.balance_norm(norm, (gate_up,))
-            gate_up, down = self.balance_inner(gate_up, down, mlp)
+            if inner is None:
+                gate_up, down = self.balance_inner(gate_up, down, mlp)
+            else:
+                inner, (down,) = self.balance_norm(inner, (down,))
         first = self._first(gate_up, mlp)
-        return norm, (first, self.loader.linear(down, role=self.role(Split.INPUTS, down=hidden)))
+        dense = first, self.loader.linear(down, role=self.role(Split.INPUTS, down=hidden))
+        return norm, dense, self.norm(inner)
 
     @property
     def _dense_root(self) -> str:

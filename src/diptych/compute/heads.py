@@ -238,7 +238,7 @@ class EagleBlueprint(Blueprint):
         fuse, attention, norms = (self._first if self.eagle.version == 1 else self._third)(loader, layer)
         mlp = spec.layers[0].mlp
         assert isinstance(mlp, MlpSpec)
-        pre_mlp, dense = layer.mlp(mlp, layer.norm_tensor("post_attention_layernorm"))
+        pre_mlp, dense, _ = layer.mlp(mlp, layer.norm_tensor("post_attention_layernorm"))
         source.finish(lambda name: name in ("d2t", "t2d") or "rotary" in name)
         return EagleWeights(
             embedding=loader.table(table, head=head if table.name == output.name and not own_head else None),

@@ -97,6 +97,10 @@ class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
             name = other
         return norm_parts(self.source, f"{root}{name}", self.spec)
 
+    def inner_norm(self, name: str, width: int) -> NormParts | None:
+        """What o or down reads, of models that norm before those."""
+        return NormParts(weight=self.source.tensor(f"{name}.weight", width)) if self.spec.has_inner_norms else None
+
     def norm(self, parts: NormParts | None, *, is_read: bool = True) -> Vector | None:
         """A norm's handle; None where there is none."""
         return None if parts is None else self.loader.norm(parts, offset=self.spec.norm_offset, is_read=is_read)

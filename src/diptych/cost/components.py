@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from diptych.cost.adapters import adapter_bytes, adapter_parameters
 from diptych.cost.attended import Scored, pairs, reach_of, read_tokens
-from diptych.cost.streams import stream_matrices, stream_vectors, table_width
+from diptych.cost.streams import inner_width, stream_matrices, stream_vectors, table_width
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import ChunkShape, StepShape
 from diptych.ground.specs import KVSpec, QuantSpec
@@ -543,11 +543,13 @@ def own_norms(mlp: MlpSpec | MoeSpec | None) -> int:
 def _norms(sizes: _Sizes) -> Component:
     model, count = sizes.model, sizes.layer.norms.count + own_norms(sizes.layer.mlp)
     per_norm = model.hidden * (model.has_norm_weight + model.has_norm_bias)
+    inner = inner_width(model, sizes.layer)
+    width = count * model.hidden + inner
     return Component(
         name="norms",
-        vector_flops=4.0 * count * sizes.n * model.hidden,
-        weight_bytes=count * per_norm * 2.0,
-        activation_bytes=3.0 * count * sizes.n * model.hidden * sizes.a,
+        vector_flops=4.0 * width * sizes.n,
+        weight_bytes=(count * per_norm + inner) * 2.0,
+        activation_bytes=3.0 * width * sizes.n * sizes.a,
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diptych.cost.components import gathered_bytes, ring_bytes
-from diptych.models.spec import LayerSpec, ModelSpec, MoeSpec, Norms, QkNorm
+from diptych.models.spec import Activation, LayerSpec, ModelSpec, MoeSpec, Norms, QkNorm
 
 FP32, BF16 = 4, 2
 # one meeting of two ranks: through shared memory, and a small collective of gloo over loopback (LAB.md, Ranks)
@@ -44,7 +44,8 @@ def gathered(model: ModelSpec, *, tp: int, weights: str = "bf16") -> Exchange:
     if tp == 1:
         return Exchange(meetings=0, row_bytes=0.0)
     are_whole, value_bytes = model.streams is not None, FP32 if weights != "bf16" else BF16
-    layers = [_gathered(layer, model.hidden, value_bytes, are_whole=are_whole) for layer in model.layers]
+    settings = {"are_whole": are_whole, "is_normed": model.has_inner_norms}
+    layers = [_gathered(layer, model.hidden, value_bytes, **settings) for layer in model.layers]
     # behind a layer its own embedding is projected and added to the stream, which is scaled
     behind = model.n_layers * (model.scales_layers + 2 * (model.layer_inputs is not None and not are_whole))
     width = sum(row_bytes for _, row_bytes in layers) + (behind + 1) * model.hidden * FP32
@@ -52,21 +53,26 @@ def gathered(model: ModelSpec, *, tp: int, weights: str = "bf16") -> Exchange:
     return Exchange(meetings=meetings, row_bytes=gathered_bytes(width, tp))
 
 
-def _gathered(layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: bool) -> tuple[int, float]:
+def _gathered(
+    layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: bool, is_normed: bool
+) -> tuple[int, float]:
     """(meetings, bytes of one row that ranks share) of a layer. value_bytes: of the heads' values; are_whole: each rank has
-    streams of its own, to which it adds everything.
+    streams of its own, to which it adds everything. is_normed: what the heads give is normed before o.
     """
     attention, mlp, stream = layer.attention, layer.mlp, hidden * FP32
     has_norms_behind = layer.norms in (Norms.AFTER, Norms.AROUND) and not are_whole
     is_sum_apart = has_norms_behind or layer.norms is Norms.AROUND_MLP or layer.scales.mlp_out != 1.0
     heads = attention.width
-    values = heads * value_bytes if attention.mla is None else attention.n_heads * attention.mla.v_dim * FP32
+    values = heads * (FP32 if is_normed else value_bytes)
+    if attention.mla is not None:
+        values = attention.n_heads * attention.mla.v_dim * FP32
     meetings, row_bytes = (0, 0.0) if attention.is_absent else (2, values + stream)  # the heads' values, o
     is_gated = attention.has_gate if attention.state is None else attention.state.gate_width > 0
     if is_gated:  # what gates them, in fp32
         width = heads if attention.mla is None else attention.gate_width
         meetings, row_bytes = 3, 2 * width * FP32 + stream
-    if attention.gates_heads and attention.has_gate:  # or one number for each, and what they leave, by the rows' owners
+    is_gated_apart = attention.gates_heads or attention.gate_by is Activation.SOFTPLUS
+    if attention.has_gate and is_gated_apart:  # or numbers in a buffer, and what they leave, by the rows' owners
         meetings, row_bytes = 4, row_bytes + attention.gate_width * FP32
     if attention.qk_norm is QkNorm.FULL:
         meetings += 3

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from diptych.cost.components import attention_widths, kv_bytes_of_tokens, own_norms
 from diptych.cost.layout import PLAIN, Layout
-from diptych.cost.streams import stream_matrices, stream_vectors, table_width
+from diptych.cost.streams import inner_width, stream_matrices, stream_vectors, table_width
 from diptych.ground.specs import KVSpec, QuantSpec
 from diptych.models.spec import Activation, AttentionLayer, MlpSpec, ModelSpec, MoeSpec, QkNorm
 
@@ -199,4 +199,5 @@ def _norms(model: ModelSpec) -> int:
     per_norm = model.hidden * (model.has_norm_weight + model.has_norm_bias)
     ends = per_norm * (2 if model.has_embedding_norm else 1)
     of_layers = sum(n * (layer.norms.count + own_norms(layer.mlp)) for layer, n in model.layer_groups)
-    return of_layers * per_norm + ends
+    inner = sum(n * inner_width(model, layer) for layer, n in model.layer_groups)
+    return of_layers * per_norm + inner + ends

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from diptych.models.spec import ModelSpec, MoeSpec
+from diptych.models.spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 
 def stream_matrices(model: ModelSpec) -> int:
@@ -33,6 +33,12 @@ def stream_vectors(model: ModelSpec) -> int:
     if model.layer_inputs is not None:
         count += n * hidden + model.layer_inputs.width
     return count
+
+
+def inner_width(model: ModelSpec, layer: LayerSpec) -> int:
+    """Numbers of a token that a layer norms before o and before down."""
+    ffn = layer.mlp.ffn if isinstance(layer.mlp, MlpSpec) else 0
+    return layer.attention.width + ffn if model.has_inner_norms else 0
 
 
 def table_width(model: ModelSpec) -> int:

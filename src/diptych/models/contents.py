@@ -152,6 +152,8 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
             stored = f"mlx {32 * words / max(1, count):.2g} bit"
         elif how is not None and name.endswith(_endings(CODES)) and stored == "I32":
             count, stored = count * 32 // (how.bits or 4), f"{how.method} {how.bits or 4} bit"
+        elif how is not None and how.method == "bitnet" and stored == "U8":
+            count, stored = 4 * nbytes, "bitnet 2 bit"
         elif how is not None and stored == "U8" and _has_pairs(name, header):
             count, stored = 2 * nbytes, f"{how.method} 4 bit"
         elif how is not None and name.endswith(_endings(BESIDE_CODES)):  # scales and zeros are no parameters

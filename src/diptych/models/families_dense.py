@@ -536,6 +536,15 @@ DENSE: tuple[Family, ...] = (
         names=TensorNames(gate_up=("up_proj",)),
         **BY_ATTENTION_BIAS,
     ),
+    # norms before o and down; its weights are ternary, by `quantization_config`
+    Family(
+        name="bitnet", architectures=("BitNetForCausalLM",),
+        keys={**USUAL, "vocab_size": 128_256, "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 30,
+              "num_attention_heads": 20, "num_key_value_heads": 5, "hidden_act": "relu2", "rms_norm_eps": 1e-5,
+              "rope_theta": 500_000.0, "attention_bias": False},
+        has_inner_norms=True,
+        **BY_ATTENTION_BIAS,
+    ),
     # queries and keys are normed behind their turn
     Family(
         name="hunyuan_v1_dense", architectures=("HunYuanDenseV1ForCausalLM",),

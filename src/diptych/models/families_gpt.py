@@ -53,6 +53,23 @@ GPT_KIND: tuple[Family, ...] = (
         **NOT_GATED,
         **ALL_BIASES,
     ),
+    # GPT-Neo, TinyStories: windows on every other layer, scores that nothing divides
+    Family(
+        name="gpt_neo", architectures=("GPTNeoForCausalLM",),
+        keys={**GPT_2, "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16,
+              "max_position_embeddings": 2048, "sliding_window": 256, "attention_types": None,
+              "attention_layers": None, "layer_types": None},
+        renamed={"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "window_size": "sliding_window",
+                 "activation_function": "hidden_act", "layer_norm_epsilon": "rms_norm_eps"},
+        attention_scale=1.0,
+        positions_offset=0,
+        o_bias=True, mlp_bias=True,
+        names=TensorNames(**{**NAMES, "attention": "attn.attention", "qkv": ("q_proj", "k_proj", "v_proj"),
+                             "o": "out_proj"}),
+        prefixes=("transformer.",),
+        ignored=(".attention.bias", ".attention.masked_bias"),
+        **NOT_GATED,
+    ),
     # attention and MLP read one norm; neighbouring dimensions turn together; the head has a bias
     Family(
         name="gptj", architectures=("GPTJForCausalLM",),

@@ -458,6 +458,30 @@ MIXTURES: tuple[Family, ...] = (
         ignored=("rotary_emb.inv_freq", "vision_model.", "multi_modal_projector.", "vit_large_projector."),
         **BY_ATTENTION_BIAS,
     ),
+    # Laguna: query heads by layer, half of a head turned where a layer attends to everything, gates of heads by softplus
+    Family(
+        name="laguna", architectures=("LagunaForCausalLM",),
+        keys={**USUAL, "vocab_size": 100_352, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 40,
+              "num_attention_heads": 48, "num_attention_heads_per_layer": None, "num_key_value_heads": 8, "head_dim": 128,
+              "max_position_embeddings": 131_072, "sliding_window": 512, "layer_types": None, "partial_rotary_factor": None,
+              "rope_theta": 500_000.0, "swa_rope_theta": 10_000.0, "rope_parameters": {
+                  "full_attention": {"rope_type": "default", "rope_theta": 500_000.0, "partial_rotary_factor": 0.5},
+                  "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0}},
+              "gating": True, "mlp_layer_types": None, "first_k_dense_replace": 1, "moe_intermediate_size": 512,
+              "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8, "num_experts": 256,
+              "routed_scaling_factor": 1.0, "moe_router_logit_softcapping": None},
+        fixed={"attention_bias": (False,), "qkv_bias": (False, None), "norm_topk_prob": (True,), "decoder_sparse_step": (1,),
+               "moe_apply_router_weight_on_input": (False,), "swa_attention_sink_enabled": (False, None)},
+        renamed={**LOCAL_EXPERTS, "moe_routed_scaling_factor": "routed_scaling_factor"},
+        qk_norm=QkNorm.HEAD,
+        local_theta="swa_rope_theta",
+        has_attention_gate=True, gates_heads="gating", gate_by=Activation.SOFTPLUS,
+        renormalises=True,
+        scores=Scores.SIGMOID,
+        has_choice_bias=True,
+        names=TensorNames(gate="g_proj", shared="shared_expert", choice_bias="experts.e_score_correction_bias",
+                          others={"experts.e_score_correction_bias": "gate.e_score_correction_bias"}),
+    ),
     # sinks, windows on every other layer, biases everywhere, experts published in MXFP4
     Family(
         name="gpt_oss", architectures=("GptOssForCausalLM",),

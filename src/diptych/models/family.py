@@ -39,6 +39,7 @@ class TensorNames:
     mlp: where the MLP may be found, tried in order. expert: gate (if any), up and down of one expert, where they are separate;
     stacked: of all experts in one tensor each, is_transposed: as [inputs, outputs] (None: in some files), takes_turns: rows of
     gate and up in turn.
+    o_norm, down_norm: of `ModelSpec.has_inner_norms`, beside attention's projections and the MLP's.
     apart: norms before the mixture, behind shared experts, behind the mixture, of `MoeSpec.is_apart`.
     choice_bias: with a point in front, of the layer; choice_axes: what it has before its experts; choice_bias_may_lack: files
     without one mean zeros. norms: before attention, after it, before the MLP, after it.
@@ -61,12 +62,14 @@ class TensorNames:
     qkv_by_head: bool = False
     transposes: bool = False
     o: str = "o_proj"
+    o_norm: str = "attn_sub_norm"
     gate: str | None = None
     q_norm: str = "q_norm"
     k_norm: str = "k_norm"
     sinks: str = "sinks"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
+    down_norm: str = "ffn_sub_norm"
     mlp: tuple[str, ...] = ("mlp.",)
     expert: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     stacked: tuple[str, ...] = ("experts.gate_up_proj", "experts.down_proj")
@@ -120,11 +123,11 @@ class Family:
     built_as: the class of another family with which transformers builds this one.
     attention_scale: of scores, whatever the heads' width. has_v_norm: heads of v are normed without a weight. full_last: the
     last layer attends to everything. has_full_heads: layers that attend to everything have heads of their own number and
-    width (`read_streams.full_heads`). scales_layers: as in `ModelSpec`.
+    width (`read_streams.full_heads`). scales_layers, has_inner_norms: as in `ModelSpec`.
     mixes_apart: the dense MLP is the shared expert of a mixture, as `MoeSpec.is_apart` says.
     has_blocks: attention and MLPs are blocks of their own; has_pairs: each layer has a state beside its attention
     (`read_blocks`).
-    gates_heads: as `AttentionLayer` has it; mixes_queries: as `MlaSpec.is_mixed` says.
+    gates_heads, gate_by: as `AttentionLayer` has them; mixes_queries: as `MlaSpec.is_mixed` says.
     state_rule: some layers have a state in place of keys and values, which moves on by it (`read_states`): those that
     layer_types names so, or all but every `full_every`-th. state_norms, state_norm_eps: theirs, if not the others'.
     spare_embeddings: rows of the embedding behind the vocabulary, for tokens that nobody writes.
@@ -174,6 +177,7 @@ class Family:
     full_last: bool = False
     has_full_heads: bool = False
     scales_layers: bool = False
+    has_inner_norms: bool = False
     windows_begin: bool = False
     local_theta: str | None = None
     longrope_names: tuple[str, ...] = ("su",)
@@ -199,7 +203,8 @@ class Family:
     theta_may_be_null: bool = False
     has_attention_gate: bool | str = False
     spare_embeddings: int = 0
-    gates_heads: bool = False
+    gates_heads: bool | str = False
+    gate_by: Activation = Activation.SIGMOID
     mixes_queries: bool = False
     weighs_input: bool = False
     reads_mxfp4: bool = False

@@ -1,4 +1,4 @@
-"""Gates that hold what they join within bounds."""
+"""Gates that are joined with up in a form of their own: within bounds, or squared."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GateForm:
-    """min(g sigmoid(alpha g), bound) (u + shift), of g = min(gate, limit) and u = up within +-min(limit, bound)."""
+    """min(g sigmoid(alpha g), bound) (u + shift), of g = min(gate, limit) and u = up within +-min(limit, bound).
+
+    is_squared: max(gate, 0)^2 up instead, whatever the numbers say.
+    """
 
     alpha: float = 1.0
     limit: float = math.inf
     bound: float = math.inf
     shift: float = 0.0
+    is_squared: bool = False
 
     @property
     def most_up(self) -> float:
@@ -28,3 +32,4 @@ class GateForm:
 
 PLAIN = GateForm()
 CLAMPED = GateForm(alpha=1.702, limit=7.0, shift=1.0)  # of gpt-oss and MiniMax M3
+SQUARED = GateForm(is_squared=True)  # of BitNet

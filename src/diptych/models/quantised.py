@@ -14,7 +14,7 @@ from diptych.ground.errors import ConfigError, LoadError
 from diptych.ground.formats import FP8_BLOCK, KEPT_BITS, KEPT_MXFP4, KEPT_NVFP4, WIDE_BITS, KeptFormat, group_held
 from diptych.models.config import HfConfig
 
-METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "modelopt")
+METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "modelopt", "bitnet")
 OWN = "diptych"  # what `diptych quantize` writes
 MLX = "mlx"  # which names itself nowhere
 MLX_MODES, MLX_GROUPS = ("affine", "mxfp4"), (32, 64, 128)
@@ -31,6 +31,8 @@ BESIDE_CODES = (
     "weight.nested_quant_map", "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4", "SCB",
     "weight_format", "weight_global_scale", "weight_scale_2", "input_global_scale", "k_scale", "v_scale", "biases",
 )  # fmt: skip
+# whose layers have no matrix but in projections, all of which BitNet's online mode rounds
+ROUNDED = ("BitNetForCausalLM", "LlamaForCausalLM")
 HINT = "use the unquantised checkpoint and choose the weight format with --weights"
 
 
@@ -54,8 +56,9 @@ class Quantisation:
     bits, group: of all matrices (awq, gptq; group None: a whole row), or of most (mlx), own_groups: of those that have others.
     groups: of compressed-tensors, how many inputs may share a scale where a row has several. block: rows and inputs that share
     one (fp8), None without. has_zeros: each matrix has zero points beside it; has_order: it says in which group each input is.
-    zero_added: to every zero point as it is stored (gptq's first layout: 1). kept: the kernels' format that will hold most
-    matrices, as far as the config says.
+    zero_added: to every zero point as it is stored (gptq's first layout: 1). divides: what the scale of a matrix does (bitnet).
+    is_online: floats of layers are rounded at load, as the model does it whenever it runs (bitnet), but for those of `plain`.
+    kept: the kernels' format that will hold most matrices, as far as the config says.
     note: what is read otherwise than its publisher runs it, for the log.
     """
 
@@ -69,7 +72,15 @@ class Quantisation:
     has_zeros: bool = False
     has_order: bool = False
     zero_added: int = 0
+    divides: bool = False
+    is_online: bool = False
+    plain: tuple[str, ...] = ()
     note: str = ""
+
+    def rounds(self, module: str) -> bool:
+        """Whether floats there are rounded at load: not the head, nor what the config names, by its beginning or its end."""
+        is_plain = any(module == one or module.startswith(f"{one}.") or module.endswith(one) for one in self.plain)
+        return self.is_online and ".layers." in f".{module}" and not is_plain
 
     def group_of(self, module: str) -> int:
         """Inputs that share a scale there, where the config says it."""
@@ -89,7 +100,7 @@ def quantisation_of(config: HfConfig) -> Quantisation | None:
     section = HfConfig(raw, path=f"quantization_config of {config.path}")
     method = raw.get("quant_method")
     readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors, "fp8": _fp8,
-               "bitsandbytes": _bitsandbytes, "modelopt": _modelopt}  # fmt: skip
+               "bitsandbytes": _bitsandbytes, "modelopt": _modelopt, "bitnet": _bitnet}  # fmt: skip
     read = readers.get(str(method))
     if read is None:
         raise LoadError(
@@ -97,7 +108,15 @@ def quantisation_of(config: HfConfig) -> Quantisation | None:
             "those of `diptych quantize` are read",
             hint=HINT,
         )
-    return read(section)
+    how = read(section)
+    named = config.raw.get("architectures")
+    if how.is_online and not (isinstance(named, list) and named and named[0] in ROUNDED):
+        raise LoadError(
+            f"quantization_mode in {section.path} is 'online', and which weights of {named!r} that rounds is not known; it is "
+            f"of {' and '.join(ROUNDED)}",
+            hint="have transformers pack them first (quantization_mode 'offline')",
+        )
+    return how
 
 
 def _kept(bits: int, group: int | None, scale: str, *, is_symmetric: bool) -> KeptFormat | None:
@@ -293,3 +312,31 @@ def _bitsandbytes(section: HfConfig) -> Quantisation:
         kept=_kept(8, None, "f32", is_symmetric=True),
         note="large activations are not taken apart (llm_int8_threshold): all have 15 bits",
     )
+
+
+def _bitnet(section: HfConfig) -> Quantisation:
+    """Ternary weights with one scale for each matrix, packed, or rounded whenever the model runs."""
+    linear = _one_of(section, "linear_class", ("bitlinear", "autobitlinear"), "bitlinear")
+    mode = _one_of(section, "quantization_mode", ("offline", "online"), "offline")
+    if section.flag("use_rms_norm", False):
+        _refuse(section, "use_rms_norm", "norms inside of projections are not run", default=False)
+    plain = section.raw.get("modules_to_not_convert")
+    is_online = linear == "autobitlinear" and mode == "online"  # the other class packs whatever the mode
+    if plain is not None and not (isinstance(plain, list) and all(_is_module(one) for one in plain)):
+        _refuse(section, "modules_to_not_convert", "it must be a list of names of modules")
+    if is_online and plain is not None and not any("lm_head".endswith(one) for one in plain):
+        _refuse(section, "modules_to_not_convert", "without lm_head that would be rounded, too, which is not read")
+    return Quantisation(
+        method="bitnet",
+        bits=2,
+        divides=linear == "bitlinear",
+        is_online=is_online,
+        plain=tuple(plain or ()),
+        kept=KeptFormat(kind="group2", group=128, scale="f32" if linear == "bitlinear" else "bf16"),
+        note="activations have 8 bits with a scale for each row and powers of two below it by group, not by row alone",
+    )
+
+
+def _is_module(name: object) -> bool:
+    """Whether it is a plain name: what else a pattern may say is not read."""
+    return isinstance(name, str) and name.replace(".", "").replace("_", "").isalnum()

@@ -25,9 +25,10 @@ from diptych.models.latent import IndexSpec, MlaSpec
 from diptych.models.positions import QueryScale, Rope
 from diptych.models.read_block_index import as_indexed
 from diptych.models.read_blocks import as_layers, as_pairs, as_searched, without_pictures
-from diptych.models.read_gpt import arrangement, of_all_layers
+from diptych.models.read_gpt import arrangement, of_all_layers, with_kinds
 from diptych.models.read_heads import Heads, HeadsByWindow
 from diptych.models.read_index import layer_indices
+from diptych.models.read_laguna import as_gated
 from diptych.models.read_mixtures import (
     expert_groups,
     limits_of,
@@ -131,6 +132,7 @@ def read_model(
         streams=streams(config) if "altup_num_inputs" in family.keys else None,
         layer_inputs=layer_inputs(config) if config.raw.get("hidden_size_per_layer_input") else None,
         scales_layers=family.scales_layers,
+        has_inner_norms=family.has_inner_norms,
         blocks=config.raw.get("blocks", ()),
         left_out=config.raw.get("left_out", ()),
         spare_embeddings=family.spare_embeddings,
@@ -250,6 +252,10 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
     raw = as_indexed(raw, family, path) if "index_topk_blocks" in family.keys else raw
     if "num_sliding_attention_heads" in family.keys:
         raw = as_usual(raw, family.keys, path)
+    elif "attention_types" in family.keys:
+        raw = with_kinds(raw, path)
+    elif "gating" in family.keys:
+        raw = as_gated(raw, family.keys, path)
     read = {*family.keys, *(ROPE_KEYS if "rope_theta" in family.keys else ()), "layer_types", "hidden_act"}
     _check_keys(raw, read, family, path)
     if raw.get("rope_scaling") or raw.get("rope_parameters"):  # a class default holds only where neither is given
@@ -400,7 +406,8 @@ def _attention(
         v_scale=config.number("attention_value_scale", 1.0),
         kv_layer=kv_layer,
         has_gate=_decided(config, family.has_attention_gate),
-        gates_heads=family.gates_heads,
+        gates_heads=_decided(config, family.gates_heads),
+        gate_by=family.gate_by,
         mla=mla,
         index=index,
     )
@@ -457,7 +464,10 @@ def _activation(config: HfConfig, family: Family) -> Activation:
     found = config.activation(*names)
     if family.gelu_means_tanh and found is Activation.GELU:
         return Activation.GELU_TANH
-    if family.is_run and found not in (RUN_ACTIVATIONS if family.is_gated else RUN_CURVES):
+    is_own = (
+        found is Activation.SQUARED_RELU and family.keys.get("hidden_act") == "relu2"
+    )  # BitNet's, of dense MLPs alone
+    if family.is_run and not is_own and found not in (RUN_ACTIVATIONS if family.is_gated else RUN_CURVES):
         raise LoadError(f"{names[0]} in {config.path} is {config.raw.get(names[0])!r}; no op of the engine computes it")
     return found
 
@@ -490,6 +500,7 @@ def _moe(config: HfConfig, family: Family) -> MoeSpec:
         groups_per_token=per_token,
         group_best=family.group_best,
         scores=scores,
+        softcap=config.optional_number("moe_router_logit_softcapping"),
         margin=2 * config.number("router_jitter_noise", 0.0) if scores is Scores.SPARSEMIXER else 0.0,
         has_router_bias=family.has_router_bias,
         has_choice_bias=_decided(config, family.has_choice_bias),

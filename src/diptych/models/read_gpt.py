@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.family import Family
 from diptych.models.spec import Norms
+
+KINDS = {"global": "full_attention", "local": "sliding_attention"}
+MOST_RUNS = 2048  # as many as there may be layers
 
 
 def n_kv_heads(config: HfConfig) -> int:
@@ -35,6 +38,26 @@ def arrangement(config: HfConfig, family: Family) -> Norms:
     if not is_parallel:
         return family.norms
     return Norms.BESIDE if n_norms == 2 else Norms.PARALLEL
+
+
+def with_kinds(raw: dict[str, Any], path: str) -> dict[str, Any]:
+    """GPT-Neo's config with layer_types in place of runs of names, each with how often it comes: [[["global"], 12]]."""
+    runs, layers = raw.get("attention_types"), list[str]()
+    for run in [[list(KINDS), 12]] if runs is None else runs if isinstance(runs, list) else [runs]:
+        names, count = cast("list[Any]", run) if isinstance(run, list) and len(run) == 2 else (None, 0)
+        if not isinstance(names, list) or any(one not in KINDS for one in map(str, names)) or not _is_count(count):
+            raise LoadError(
+                f"attention_types in {path} has {run!r}; a list of {' and '.join(KINDS)} and how often it comes are expected"
+            )
+        layers += names * count
+    if raw.get("attention_layers", layers) != layers:
+        raise LoadError(f"attention_layers and attention_types in {path} say different things of the layers")
+    others = {key: one for key, one in raw.items() if key not in ("attention_types", "attention_layers")}
+    return {**others, "layer_types": [KINDS[one] for one in layers]}
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MOST_RUNS
 
 
 def of_all_layers(value: Any, name: str, path: str) -> Any:

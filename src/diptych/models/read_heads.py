@@ -30,6 +30,7 @@ class HeadsByWindow:
     full: Heads
     windowed: Heads
     n_kv: tuple[int, ...] | None = None  # of each layer, where they differ; 0: it has no heads
+    n: tuple[int, ...] | None = None  # query heads, likewise
 
     @staticmethod
     def read(config: HfConfig, family: Family, windows: list[int | None]) -> HeadsByWindow:
@@ -50,7 +51,9 @@ class HeadsByWindow:
             windowed = replace(usual, n=config.integer("num_sliding_attention_heads", usual.n))
         if full != windowed and not family.has_full_heads and _lacks_window(config, family):
             raise LoadError(f"sliding_window is missing from {config.path}; windowed layers have heads of their own")
-        found = HeadsByWindow(full, windowed, _kv_by_layer(config, len(windows)))
+        by_layer = [_by_layer(config, f"num_{kind}_heads_per_layer", len(windows), least)
+                    for kind, least in (("key_value", 0), ("attention", 1))]  # fmt: skip
+        found = HeadsByWindow(full, windowed, *by_layer)
         for one in found.by_layer(windows):
             if one is not None and one.n % one.n_kv:
                 raise LoadError(f"{one.n} query heads cannot share {one.n_kv} key-value heads ({config.path})")
@@ -59,20 +62,20 @@ class HeadsByWindow:
     def by_layer(self, windows: list[int | None]) -> list[Heads | None]:
         """Of each layer; None: it has none."""
         found = [self.full if window is None else self.windowed for window in windows]
+        if self.n is not None:
+            found = [replace(one, n=n) for one, n in zip(found, self.n, strict=True)]
         if self.n_kv is None:
             return [*found]
         return [replace(one, n_kv=n) if n else None for one, n in zip(found, self.n_kv, strict=True)]
 
 
-def _kv_by_layer(config: HfConfig, n_layers: int) -> tuple[int, ...] | None:
-    """The KV heads of each layer, where a config says them so; 0: the layer has an MLP alone."""
-    given = config.integers("num_key_value_heads_per_layer")
+def _by_layer(config: HfConfig, key: str, n_layers: int, least: int) -> tuple[int, ...] | None:
+    """The heads of each layer, where a config says them so; no KV heads: the layer has an MLP alone."""
+    given = config.integers(key)
     if given is None:
         return None
-    if len(given) != n_layers or min(given) < 0:
-        raise LoadError(
-            f"num_key_value_heads_per_layer in {config.path} must hold {n_layers} numbers, one for each layer"
-        )
+    if len(given) != n_layers or min(given) < least:
+        raise LoadError(f"{key} in {config.path} must hold {n_layers} numbers from {least} on, one for each layer")
     return tuple(given)
 
 

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from diptych.ground.errors import UnsupportedModel
 from diptych.ground.specs import Provenance
-from diptych.models.gates import CLAMPED, GateForm
+from diptych.models.gates import CLAMPED, SQUARED, GateForm
 from diptych.models.latent import CacheShape, IndexSpec, MlaSpec
 from diptych.models.positions import QueryScale, Rope
 from diptych.models.streams import UNSCALED, LayerInputs, LayerScales, StreamsSpec
@@ -35,6 +35,7 @@ class Activation(Enum):
     XIELU = "xielu"
     CLAMPED = "clamped"
     SIGMOID = "sigmoid"  # of gates without up
+    SOFTPLUS = "softplus"  # likewise, log(1 + e^x)
 
 
 XIELU_SLOPE = 0.5
@@ -203,7 +204,7 @@ class AttentionLayer:
     sinks: one learned logit per head. has_v_norm: values are normed like `qk_norm`'s heads, without a weight. has_v: there is
     a projection for values; where there is none they are the keys before norm and turn. kv_layer: the number of the layer
     before this one whose keys and values it attends to; it has no k and v of its own then, and keeps nothing. None: its own.
-    has_gate: what the heads give is multiplied by a sigmoid of a projection, gates_heads: of one number for each head.
+    has_gate: what the heads give is multiplied by a projection bent by gate_by, gates_heads: of one number for each head.
     v_head_dim: how wide a value is, None: as a key. v_scale: what values are multiplied by. index: what chooses the positions
     that are attended to; None: all are.
     """
@@ -227,6 +228,7 @@ class AttentionLayer:
     kv_layer: int | None = None
     has_gate: bool = False
     gates_heads: bool = False
+    gate_by: Activation = Activation.SIGMOID
     v_head_dim: int | None = None
     v_scale: float = 1.0
     mla: MlaSpec | None = None
@@ -316,7 +318,7 @@ class MlpSpec:
     @property
     def form(self) -> GateForm | None:
         """How gate and up are joined where both are held within bounds."""
-        return _form(self.activation, self.limit)
+        return _form(self.activation, self.limit) if self.is_gated else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,12 +330,12 @@ class MoeSpec:
 
     shared_ffn: the total width of the always-active experts. routed_scale multiplies the mixture's sum. n_groups,
     groups_per_token: experts are chosen among the best groups only (1 of 1: all), a group being as good as the sum of its
-    `group_best` best. has_router_bias: on the logits; has_choice_bias: on the scores, for the choice only. margin: of
-    sparsemixer, times the larger of a logit's size and the best logit. has_shared_gate: the shared experts' sum is multiplied
-    by a sigmoid. weighs_input: a chosen expert's input is multiplied by its weight, not what it gives. is_apart: shared
-    experts, mixture and router read the stream by norms of their own, what each of the first two gives is normed before they
-    are added, and each expert has a scale. limit, shared_limit: of experts and of shared experts, as `MlpSpec` has it. skew:
-    of the routing, 0 is uniform; see `cost.components.expected_experts`.
+    `group_best` best. softcap: logits become softcap * tanh(logit / softcap). has_router_bias: on the logits; has_choice_bias:
+    on the scores, for the choice only. margin: of sparsemixer, times the larger of a logit's size and the best logit.
+    has_shared_gate: the shared experts' sum is multiplied by a sigmoid. weighs_input: a chosen expert's input is multiplied by
+    its weight, not what it gives. is_apart: shared experts, mixture and router read the stream by norms of their own, what each
+    of the first two gives is normed before they are added, and each expert has a scale. limit, shared_limit: of experts and of
+    shared experts, as `MlpSpec` has it. skew: of the routing, 0 is uniform; see `cost.components.expected_experts`.
     """
 
     n_experts: int
@@ -350,6 +352,7 @@ class MoeSpec:
     group_best: int = 1
     scores: Scores = Scores.SOFTMAX
     margin: float = 0.0
+    softcap: float | None = None
     has_router_bias: bool = False
     has_choice_bias: bool = False
     has_expert_bias: bool = False
@@ -363,7 +366,7 @@ class MoeSpec:
     @property
     def form(self) -> GateForm | None:
         """Of experts, as `MlpSpec` has it."""
-        return _form(self.activation, self.limit)
+        return _form(self.activation, self.limit) if self.is_gated else None
 
     @property
     def shared(self) -> MlpSpec:
@@ -387,8 +390,8 @@ class MoeSpec:
 
 
 def _form(activation: Activation, limit: float | None) -> GateForm | None:
-    if activation is Activation.CLAMPED:
-        return CLAMPED
+    if activation in (Activation.CLAMPED, Activation.SQUARED_RELU):
+        return CLAMPED if activation is Activation.CLAMPED else SQUARED
     return None if limit is None else GateForm(bound=limit)
 
 
@@ -414,11 +417,11 @@ class ModelSpec:
     (embeddings, scores) and no tokens. has_head_bias: that projection adds one. n_position_embeddings: rows of a learned table
     of positions, which is added to the embedding; the first `first_position` of them stand for none. low_rank: of a branch
     beside each layer's attention (LAuReL, arXiv 2411.07501), 0: there is none. norm_rank: of what gates norms before attention
-    and before mixtures, 0: nothing does. scales_layers: behind each layer the stream is
-    multiplied by a number of the layer's. blocks: where checkpoints number something else than these layers, by which number
-    each has its attention, and its MLP: of attention and MLPs that are blocks of their own, of attention and a state that are
-    one layer there; else (). left_out: numbers there of what no text passes through. spare_embeddings: rows of the embedding
-    behind the vocabulary.
+    and before mixtures, 0: nothing does. has_inner_norms: what heads give and inner values of dense MLPs are normed before they
+    are projected. scales_layers: behind each layer the stream is multiplied by a number of the layer's. blocks: where
+    checkpoints number something else than these layers, by which number each has its attention, and its MLP: of attention and
+    MLPs that are blocks of their own, of attention and a state that are one layer there; else (). left_out: numbers there of
+    what no text passes through. spare_embeddings: rows of the embedding behind the vocabulary.
     """
 
     name: str
@@ -447,6 +450,7 @@ class ModelSpec:
     first_position: int = 0
     low_rank: int = 0
     norm_rank: int = 0
+    has_inner_norms: bool = False
     scales_layers: bool = False
     blocks: tuple[tuple[int, int | None], ...] = ()
     left_out: tuple[int, ...] = ()

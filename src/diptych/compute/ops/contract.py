@@ -565,7 +565,9 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
 
     @abstractmethod
     def gate_heads(self, h: Stream | Hidden, weight: Linear, a: Hidden) -> Hidden:
-        """a * act(h W^T + b) [T, N], or where W has fewer outputs each of as many parts of a by one number, with a sigmoid.
+        """a * act(h W^T + b) [T, N], or where W has fewer outputs each of as many parts of a by one number.
+
+        act is a sigmoid or softplus; where W has as many, any of gates.
 
         a may be written and is not used again by the caller.
         """
@@ -578,9 +580,9 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
     def experts(self, h: Stream | Hidden, experts: Experts, *, routed: Stream | Hidden | None = None) -> Hidden:
         """y [T, D] = sum over the chosen experts of weight * expert(h). routed: what the router reads, if not h.
 
-        Each expert's score is a softmax over n_experts or a sigmoid. The best experts_per_token are chosen by score (plus
-        choice_bias) among the best groups; their scores are the weights, renormalised to 1 or not, times routed_scale and the
-        expert's scale, if any. Where the spec weighs inputs it is expert(weight * h) instead.
+        Each expert's score is a softmax over n_experts or a sigmoid, of logits that may be capped. The best experts_per_token
+        are chosen by score (plus choice_bias) among the best groups; their scores are the weights, renormalised to 1 or not,
+        times routed_scale and the expert's scale, if any. Where the spec weighs inputs it is expert(weight * h) instead.
         """
 
     @abstractmethod

@@ -135,6 +135,8 @@ class CpuOps(
 
     def bent_gate(self, h: Given, weight: LinearHandle, *, form: GateForm) -> Value:
         """Joined apart."""
+        if form.is_squared:
+            return self._joined_apart(h, weight, "curve", activation=Activation.SQUARED_RELU.value)
         return self._joined_apart(h, weight, "bent_gate", form=form.numbers)
 
     def _joined_apart(self, h: Given, weight: LinearHandle, operation: str, **settings: Any) -> Value:
@@ -489,10 +491,12 @@ class CpuOps(
 
     def gate_heads(self, h: Given, weight: LinearHandle, a: Value) -> Value:
         """In place."""
-        if weight.n_outputs == a.width:
+        act = weight.activation
+        if weight.n_outputs == a.width and act is not Activation.SOFTPLUS:  # which no epilogue has
             return Value("gated heads", a.width, buffer=self._gate_onto(h, weight, "qkv", self._materialised(a)))
-        assert weight.activation is Activation.SIGMOID
-        self.program.gate_heads(gates=self._materialised(self.linear(h, weight)), x=self._materialised(a))
+        assert act in (Activation.SIGMOID, Activation.SOFTPLUS)
+        gates, x = self._materialised(self.linear(h, weight)), self._materialised(a)
+        self.program.gate_heads(gates=gates, x=x, activation=act.value)
         return Value("gated heads", a.width, buffer=a.buffer)
 
     def sum(self, a: Value, b: Value) -> Value:
@@ -542,6 +546,7 @@ class CpuOps(
             renormalises=spec.renormalises,
             activation=(Activation.SILU if spec.joins_apart else spec.activation).value,
             scores_by=(spec.scores.value, spec.margin),
+            softcap=spec.softcap or 0.0,
             choice_bias=experts.choice_bias,
             scales=experts.scales,
             groups=(spec.n_groups, spec.groups_per_token, spec.group_best),

@@ -217,6 +217,8 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 def bent_gate(gate_up: torch.Tensor, form: GateForm) -> torch.Tensor:
     """As `GateForm` says, for gate_up [T, 2F] with gate first, fp32."""
     g, up = gate_up.float().chunk(2, dim=-1)
+    if form.is_squared:
+        return g.clamp(min=0) ** 2 * up
     g, up = g.clamp(max=form.limit), up.clamp(-form.most_up, form.most_up)
     return (g / (1 + torch.exp(-form.alpha * g))).clamp(max=form.bound) * (up + form.shift)
 
@@ -231,6 +233,8 @@ def curve(x: torch.Tensor, activation: Activation, numbers: tuple[float, ...] = 
         return x.clamp(min=0) ** (2 if activation is Activation.SQUARED_RELU else 1)
     if activation is Activation.SIGMOID:
         return 1 / (1 + torch.exp(-x))
+    if activation is Activation.SOFTPLUS:
+        return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
     if activation is Activation.SILU:
         return x / (1 + torch.exp(-x))
     if activation is Activation.GELU:
@@ -336,6 +340,8 @@ def experts(
 
 def route(logits: torch.Tensor, spec: MoeSpec, choice_bias: torch.Tensor | None = None) -> dict[int, float]:
     """One token's experts and their weights, from the router's logits [E]."""
+    if spec.softcap is not None:
+        logits = spec.softcap * torch.tanh(logits / spec.softcap)
     if spec.scores is Scores.SPARSEMIXER:
         left, weights = dict(enumerate(logits.tolist())), {}
         for _ in range(spec.experts_per_token):

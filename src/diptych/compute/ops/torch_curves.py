@@ -21,6 +21,8 @@ def activated(gate: torch.Tensor, activation: Activation | None) -> torch.Tensor
         return F.silu(gate)
     if activation is Activation.SIGMOID:
         return torch.sigmoid(gate)
+    if activation is Activation.SOFTPLUS:
+        return F.softplus(gate.float()).to(gate.dtype)
     if activation in (Activation.RELU, Activation.SQUARED_RELU):
         return F.relu(gate) ** (2 if activation is Activation.SQUARED_RELU else 1)
     return F.gelu(gate, approximate="none" if activation is Activation.GELU else "tanh")
@@ -29,5 +31,7 @@ def activated(gate: torch.Tensor, activation: Activation | None) -> torch.Tensor
 def bent(gate_up: torch.Tensor, form: GateForm) -> torch.Tensor:
     """As `GateForm` says, of gate and up side by side."""
     gate, up = gate_up.chunk(2, dim=-1)
+    if form.is_squared:
+        return F.relu(gate) ** 2 * up
     gate, up = gate.clamp(max=form.limit), up.clamp(-form.most_up, form.most_up)
     return (gate * torch.sigmoid(gate * form.alpha)).clamp(max=form.bound) * (up + form.shift)

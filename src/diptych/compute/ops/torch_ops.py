@@ -503,6 +503,8 @@ def _route(
     logits_TE: torch.Tensor, choice_bias: torch.Tensor | None, spec: MoeSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights, experts), each [T, k]."""
+    if spec.softcap is not None:
+        logits_TE = torch.tanh(logits_TE / spec.softcap) * spec.softcap
     if spec.scores is Scores.SPARSEMIXER:
         return _route_one_by_one(logits_TE, spec)
     scores_TE = logits_TE.softmax(dim=-1) if spec.scores is Scores.SOFTMAX else logits_TE.sigmoid()
