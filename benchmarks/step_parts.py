@@ -150,13 +150,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument(
+        "--instruction-set", default="auto", help="of the kernels; peaks are the machine's all the same"
+    )
     args = parser.parse_args(arguments)
     phase = Phase(args.phase)
     if phase is Phase.PREFILL and args.batch != [1]:
         parser.error("prompts are read one at a time: --batch is of decode")
     for weights in args.weights:
         model = random_model(
-            SHAPES[args.shape], ComputeConfig(backend="cpu", weights=weights, threads=args.threads), seed=0
+            SHAPES[args.shape],
+            ComputeConfig(backend="cpu", weights=weights, threads=args.threads, instruction_set=args.instruction_set),
+            seed=0,
         )
         assert isinstance(model, CpuModel)
         for batch in args.batch:
