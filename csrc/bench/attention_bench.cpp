@@ -1,5 +1,5 @@
 // Attention alone: prefill against the bf16 peak, decode against the read ceiling, both measured in the same run.
-//   attention_bench [--threads N] [--case PART_OF_A_NAME] [--formats bf16,int8,fp8] [--repeats N] [--clock cpu]
+//   attention_bench [--set NAME] [--threads N] [--case PART_OF_A_NAME] [--formats bf16,int8,fp8] [--repeats N] [--clock cpu]
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -19,6 +19,8 @@ struct Case {
   const char* name;
   int64_t n_heads, n_kv_heads, head_dim, sequences, context, new_tokens;
 };
+
+const KernelSet* set = kernel_sets().front();
 
 const Case kCases[] = {
     {"0.5b prefill 512", 14, 2, 64, 1, 512, 512},   {"0.5b prefill 2048", 14, 2, 64, 1, 2048, 2048},
@@ -79,7 +81,7 @@ void run_case(ThreadPool& pool, const Case& c, KvFormat format, int repeats, dou
   plan_attention_tasks(call.shape, {starts.data(), positions.data(), c.sequences}, pool.size(), plan);
   std::vector<float> partials(plan.partial_floats + 64);
   call.partials = partials.data();
-  const AttentionKernels& kernels = *kernel_sets().front()->attention;
+  const AttentionKernels& kernels = *set->attention;
   const int64_t stride = kernels.scratch_bytes(call.shape);
   PageBuffer scratch(stride * pool.size());
 
@@ -125,13 +127,15 @@ int main(int argc, char** argv) {
   int threads = 0, repeats = 7;
   std::string part;
   std::vector<std::string> formats = {"bf16", "int8", "fp8"};
-  for (int i = 1; i + 1 < argc; i += 2) {
-    const std::string key = argv[i], value = argv[i + 1];
-    if (key == "--threads") threads = std::atoi(value.c_str());
-    if (key == "--case") part = value;
-    if (key == "--formats") formats = split(value);
-    if (key == "--repeats") repeats = std::atoi(value.c_str());
-    if (key == "--clock" && value == "cpu") cpu_threads = 1;  // with --threads 1
+  for (int i = 1; i < argc; i += 2) {
+    const std::string key = argv[i], value = value_of(argc, argv, i);
+    if (key == "--set") set = &kernel_set(value);
+    else if (key == "--threads") threads = std::atoi(value.c_str());
+    else if (key == "--case") part = value;
+    else if (key == "--formats") formats = split(value);
+    else if (key == "--repeats") repeats = std::atoi(value.c_str());
+    else if (key == "--clock" && value == "cpu") cpu_threads = 1;  // with --threads 1
+    else refuse(key);
   }
   ThreadPool pool(threads);
   for (const KvFormat format : {KvFormat::bf16, KvFormat::int8, KvFormat::fp8}) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <ctime>
 #include <string>
@@ -35,6 +36,16 @@ inline std::vector<int64_t> whole_numbers(const std::string& text) {
   std::vector<int64_t> numbers;
   for (const std::string& part : split(text)) numbers.push_back(std::atoll(part.c_str()));
   return numbers;
+}
+
+[[noreturn]] inline void refuse(const std::string& option) {
+  std::fprintf(stderr, "no such option, or without its value: %s; the file's first lines have them all\n", option.c_str());
+  std::exit(2);
+}
+
+inline std::string value_of(int argc, char** argv, int option) {
+  if (option + 1 == argc) refuse(argv[option]);
+  return argv[option + 1];
 }
 
 }  // namespace diptych

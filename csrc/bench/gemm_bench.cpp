@@ -298,18 +298,19 @@ void run_layers(ThreadPool& pool, const ModelShape& shape, const std::string& na
 
 Options parse(int argc, char** argv) {
   Options options;
-  for (int i = 1; i + 1 < argc; i += 2) {
-    const std::string key = argv[i], value = argv[i + 1];
+  for (int i = 1; i < argc; i += 2) {
+    const std::string key = argv[i], value = value_of(argc, argv, i);
     if (key == "--clock" && value == "cpu") cpu_threads = 1;  // with --threads 1
-    if (key == "--set") set = &kernel_set(value);
-    if (key == "--shape") options.shape = value;
-    if (key == "--threads") options.threads = std::atoi(value.c_str());
-    if (key == "--group") options.group = std::atoi(value.c_str());
-    if (key == "--megabytes") options.megabytes = std::atoi(value.c_str());
-    if (key == "--repeats") options.repeats = std::atoi(value.c_str());
-    if (key == "--formats") options.formats = split(value);
-    if (key == "--layers") options.layers = split(value);
-    if (key == "--rows") options.rows = whole_numbers(value);
+    else if (key == "--set") set = &kernel_set(value);
+    else if (key == "--shape") options.shape = value;
+    else if (key == "--threads") options.threads = std::atoi(value.c_str());
+    else if (key == "--group") options.group = std::atoi(value.c_str());
+    else if (key == "--megabytes") options.megabytes = std::atoi(value.c_str());
+    else if (key == "--repeats") options.repeats = std::atoi(value.c_str());
+    else if (key == "--formats") options.formats = split(value);
+    else if (key == "--layers") options.layers = split(value);
+    else if (key == "--rows") options.rows = whole_numbers(value);
+    else refuse(key);
   }
   return options;
 }
