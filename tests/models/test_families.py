@@ -209,6 +209,7 @@ MORE: dict[str, dict[str, Any]] = {
         **WINDOWS,
         **EXPERTS,
     },
+    "aria_text": {"moe_num_experts": 4, "moe_num_shared_experts": 1, "attention_bias": True},
     "lfm2": {"layer_types": CONVOLUTIONS, "conv_L_cache": 4, "block_multiple_of": 16},
     "lfm2_moe": {"layer_types": CONVOLUTIONS, "num_experts": 4, "num_dense_layers": 1, **EXPERTS},
     "qwen3_5_text": {"layer_types": ["full_attention", "linear_attention"] * 2, **DELTA},

@@ -385,3 +385,13 @@ def test_gpt_neo_s_layers_are_runs_of_names() -> None:
     ):
         with pytest.raises(LoadError, match=what):
             read("gpt_neo", **{**usual, **given})
+
+
+def test_aria_gates_all_experts_by_silu() -> None:
+    """Its class computes experts by SiLU whatever `hidden_act` says, and shared ones by that; biases lie in none here."""
+    with pytest.raises(
+        LoadError, match=r"hidden_act in config\.json is 'gelu'; of aria_text, only 'silu' is supported"
+    ):
+        read("aria_text", hidden_act="gelu")
+    with pytest.raises(LoadError, match="mlp_bias"):
+        read("aria_text", mlp_bias=True)

@@ -49,7 +49,7 @@ class TensorNames:
     states_in: its projections, by a delta rule of q, k and v (or of each), of the gate, of beta, of the decay, or of the
     first two and of the last two together, by key head; else one. states_o, states_norm: what it leaves by, and the norm of
     it. taps: of its convolution, or of q's, k's and v's where they lie apart. index: what precedes the names of an index of
-    blocks. others: what some files call a norm, the choice bias, or what precedes those.
+    blocks. others: what some files call a norm, the choice bias, stacked experts, or what precedes those.
     """
 
     embedding: str = "embed_tokens"
