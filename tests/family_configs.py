@@ -130,6 +130,15 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "command-r-plus": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.5, "use_qk_norm": True}),
     "cohere2": (
         "Cohere2Config", "Cohere2ForCausalLM", {"sliding_window": 16, "sliding_window_pattern": 3, "logit_scale": 0.5}),
+    # windowed layers turn, by halves; those that see everything do not
+    "cohere_compass": (
+        "CohereCompassTextConfig",
+        "CohereCompassForCausalLM",
+        {**WINDOWS, "logit_scale": 0.5, "attention_bias": True, "rope_parameters": {
+            "full_attention": None,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3, "mrope_section": [4, 2, 2],
+                                  "mrope_interleaved": True}}},
+    ),
     "stablelm": ("StableLmConfig", "StableLmForCausalLM", {"use_qkv_bias": True}),
     "stablelm-2-12b": (
         "StableLmConfig", "StableLmForCausalLM", {"qk_layernorm": True, "use_parallel_residual": True, "hidden_size": 96}),

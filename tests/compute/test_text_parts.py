@@ -189,6 +189,24 @@ WRAPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "max_source_positions": 8,
         },
     ),
+    "CohereCompass": (
+        {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 16,
+            "logit_scale": 0.5,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "sliding_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e3,
+                    "factor": 4.0,
+                    "mrope_section": [4, 2, 2],
+                    "original_max_position_embeddings": 32,
+                },
+            },
+        },
+        QWEN_TOWER,
+    ),
     "Aria": (
         {"moe_num_experts": 6, "moe_topk": 3, "intermediate_size": 40, "head_dim": 24},
         {"model_type": "idefics3_vision", **SMALL_TOWER},

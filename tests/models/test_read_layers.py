@@ -395,3 +395,34 @@ def test_aria_gates_all_experts_by_silu() -> None:
         read("aria_text", hidden_act="gelu")
     with pytest.raises(LoadError, match="mlp_bias"):
         read("aria_text", mlp_bias=True)
+
+
+def test_compass_turns_each_kind_of_layers_in_its_own_way_or_not() -> None:
+    """What published files have beside the kinds is looked at by nobody; a kind that is not named is refused."""
+    kinds = {"full_attention": None, "sliding_attention": {"rope_type": "default", "rope_theta": 50_000.0}}
+    layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    spec = read("cohere_compass_text", **layers, rope_parameters={**kinds, "rope_theta": 1e4, "rope_type": "default"})
+    ropes = [layer.attention.rope for layer in spec.layers]
+    assert [rope and rope.theta for rope in ropes] == [50_000.0, None] * 2
+    assert spec.windows == (4096, None) * 2
+    spec = read(
+        "cohere_compass_text", num_hidden_layers=3, rope_parameters=kinds
+    )  # without layer_types all see everything
+    assert [layer.attention.rope for layer in spec.layers] == [None] * 3
+    assert spec.windows == (None,) * 3
+    for fields, said in (
+        ({}, "neither an object nor null for full_attention"),
+        ({**layers, "rope_parameters": {"full_attention": None}}, "neither an object nor null for sliding_attention"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "neither an object nor null"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "rope_theta is missing from full_attention",
+        ),
+        ({"rope_parameters": {**kinds, "factor": 2.0}}, "factor in rope_parameters"),
+        ({"rope_parameters": kinds, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling in"),
+        ({**layers, "rope_parameters": kinds, "sliding_window": None}, "sliding_window in config"),
+        ({"rope_parameters": kinds, "is_causal": False}, "is_causal"),
+        ({"rope_parameters": kinds, "transformer_block_type": "sequential"}, "transformer_block_type"),
+    ):
+        with pytest.raises(LoadError, match=said):
+            read("cohere_compass_text", **fields)

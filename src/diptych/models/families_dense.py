@@ -443,6 +443,21 @@ DENSE: tuple[Family, ...] = (
         turns_windowed_only=True,
         **COHERE_LAYERS,
     ),
+    # the text of North Micro Vision: halves of a head turn together, by settings of each kind of layers, or not at all
+    Family(
+        name="cohere_compass_text", architectures=("CohereCompassForCausalLM", "CohereCompassForConditionalGeneration"),
+        more_model_types=("cohere_compass",),
+        keys={**COHERE, "logit_scale": None, "sliding_window": 4096, "layer_types": None},
+        renamed=LAYER_NORM_EPS,
+        fixed={"is_causal": (True, None), "norm_type": ("layer_norm", None), "transformer_block_type": ("parallel", None),
+               "rope_style": ("split", None)},
+        # what its class does not look at, or another head does
+        unread=("sliding_window_pattern", "_sliding_window_pattern", "rope_on_all_layers", "pooling"),
+        full_every=1, turns_by_kind=True,
+        norms=Norms.PARALLEL,
+        centres_norms=True,
+        **BESIDE_PICTURES, **BY_ATTENTION_BIAS,
+    ),
     # StableLM 2 1.6B and 3B; the 12B norms each head of q and k by weights of its own
     Family(
         name="stablelm", architectures=("StableLmForCausalLM", "StableLMEpochForCausalLM"),
