@@ -12,6 +12,7 @@ from family_fields import (
     MAMBA,
     NEMOTRON_3,
     NEMOTRON_H,
+    SMALL_TOWER,
     STATES,
     WINDOWS,
     blocks,
@@ -130,6 +131,16 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "command-r-plus": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.5, "use_qk_norm": True}),
     "cohere2": (
         "Cohere2Config", "Cohere2ForCausalLM", {"sliding_window": 16, "sliding_window_pattern": 3, "logit_scale": 0.5}),
+    # beside towers that text does not pass
+    "phi4_multimodal": (
+        "Phi4MultimodalConfig",
+        "Phi4MultimodalForCausalLM",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+         "vision_config": {**SMALL_TOWER, "num_hidden_layers": 2, "image_size": 28, "patch_size": 14, "crop_size": 28},
+         "audio_config": {"hidden_size": 16, "intermediate_size": 16, "num_blocks": 1, "num_attention_heads": 2,
+                          "nemo_conv_channels": 8, "ext_pw_out_channel": 16, "depthwise_separable_out_channel": 16,
+                          "input_size": 16}},
+    ),
     # windowed layers turn, by halves; those that see everything do not
     "cohere_compass": (
         "CohereCompassTextConfig",

@@ -49,3 +49,5 @@ def blocks(pattern: str) -> list[str]:
 NEMOTRON_3 = {**NEMOTRON_H, "layers_block_type": blocks("MEM*EME"), "n_routed_experts": 6, "num_experts_per_tok": 3,
               "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 48,
               "routed_scaling_factor": 2.5}  # fmt: skip
+SMALL_TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+               "image_size": 16, "patch_size": 8}  # fmt: skip

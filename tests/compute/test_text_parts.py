@@ -13,12 +13,15 @@ from golden import ask_reference, check_golden
 from safetensors.torch import load_file, save_file
 
 from checkpoints import COMMON, enliven, make_checkpoint, make_reference
+from diptych.compute.adapters import read_adapter
 from diptych.compute.runner import load_model
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import LoadError
 from diptych.models.read import load_model_file
 from diptych.models.stored import check_stored
-from family_fields import LATENT
+from family_fields import LATENT, SMALL_TOWER
+from lora import write_adapter
 from stepping import Stepper
 
 REFERENCE = ComputeConfig(backend="torch", device="cpu", weights="fp32")
@@ -126,8 +129,6 @@ def test_text_part_of_a_multimodal_lfm2(tmp_path: Path) -> None:
     check_golden(load_model(tmp_path, REFERENCE), golden, chunk=9)
 
 
-SMALL_TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-               "image_size": 16, "patch_size": 8}  # fmt: skip
 QWEN_TOWER = {"depth": 1, "num_heads": 2, "patch_size": 8, "embed_dim": 16, "hidden_size": 64, "out_hidden_size": 64,
               "intermediate_size": 16, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]}  # fmt: skip
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
@@ -327,3 +328,79 @@ def test_aria_by_the_names_of_its_class(tmp_path: Path) -> None:
     save_file(renamed, path / "model.safetensors", metadata={"format": "pt"})
     check_stored(path, spec := load_model_file(path), parameter_count(spec))
     assert torch.equal(Stepper(load_model(path, REFERENCE)).step({"a": ids})["a"], before)
+
+
+STACKED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.1, 1.3, 1.5, 1.7, 2.0], "long_factor": [1.5, 2.0, 3.0, 4.0, 5.0, 6.0]}  # fmt: skip
+
+
+def as_phi4mm(path: Path) -> None:
+    """As Microsoft publishes it: projections beside adapters for pictures and sound, which would change what text gives."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, one in load_file(path / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if ".layers." not in name or "embed_tokens_extend" in name or not module.endswith(STACKED):
+            tensors[name] = one
+            continue
+        tensors[f"{module}.base_layer.weight"] = one
+        for kind in ("vision", "speech"):
+            tensors[f"{module}.lora_A.{kind}.weight"] = torch.ones(4, one.shape[1])
+            tensors[f"{module}.lora_B.{kind}.weight"] = torch.ones(one.shape[0], 4)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    rope, lora = config.pop("rope_parameters"), {"r": 4, "lora_alpha": 8, "layer": "layers.*", "dp": 0.0}
+    del config["vision_config"], config["audio_config"]
+    config |= {"architectures": ["Phi4MMForCausalLM"], "model_type": "phi4mm", "rope_theta": rope.pop("rope_theta"),
+               "partial_rotary_factor": rope.pop("partial_rotary_factor"), "vision_lora": lora, "speech_lora": lora,
+               "rope_scaling": {"type": rope.pop("rope_type"), "short_factor": rope["short_factor"],
+                                "long_factor": rope["long_factor"]},
+               "embd_layer": {"embedding_cls": "image_audio"}, "audio_processor": {"name": "cascades"}, "img_processor": None,
+               "attention_bias": False, "mlp_bias": False, "lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1,
+               "sliding_window": 262_144}  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(("trained", "prompt"), [(256, 40), (32, 80)], ids=["short", "long"])
+def test_phi4_multimodal_as_it_is_published(trained: int, prompt: int, tmp_path: Path) -> None:
+    """Of a flat config and of files with adapters inside, text is what the base layers alone give, in either set of factors."""
+    fields = {"rope_parameters": LONGROPE, "original_max_position_embeddings": trained, "tie_word_embeddings": True}
+    path = make_checkpoint("phi4_multimodal", tmp_path, **fields)
+    golden = ask_reference(make_reference("phi4_multimodal", **fields), path, new_tokens=4, prompt_tokens=prompt)
+    as_phi4mm(path)
+    check_stored(path, spec := load_model_file(path), parameter_count(spec))
+    assert (spec.attention.rope.kind, spec.attention.rope.rotary_dim) == ("longrope", 12)
+    check_golden(load_model(path, REFERENCE), golden, chunk=9)
+
+
+def test_an_adapter_fits_phi4_multimodal_by_either_name_of_its_projections(tmp_path: Path) -> None:
+    """Adapters are trained on the class, whose modules have no base layers."""
+    path = make_checkpoint("phi4_multimodal", tmp_path / "base", rope_parameters=LONGROPE, tie_word_embeddings=True)
+    adapter = read_adapter(write_adapter(tmp_path / "adapter", path, {"qkv_proj": 3}), max_rank=8)
+    ids, found = list(range(3, 20)), []
+    for is_published in (False, True):
+        if is_published:
+            as_phi4mm(path)
+        stepper = Stepper(model := load_model(path, REFERENCE))
+        stepper.adapters = {"adapted": model.add_adapter(adapter)}
+        found.append(stepper.step({"adapted": ids, "plain": ids}))
+    assert (found[0]["adapted"] - found[0]["plain"]).abs().max() > 0.5
+    assert all(torch.equal(found[0][name], found[1][name]) for name in ("adapted", "plain"))
+
+
+def test_an_index_that_counts_towers_says_nothing_of_a_decoder(tmp_path: Path) -> None:
+    """Where the files are not there; of a decoder alone the same sum is refused."""
+    config = {
+        "model_type": "phi4mm",
+        "architectures": ["Phi4MMForCausalLM"],
+        "torch_dtype": "bfloat16",
+        "embd_layer": {"a": 1},
+    }
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 11_148_920_000}, "weight_map": {"model.x": "a"}})
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_stored(tmp_path, spec := load_model_file(tmp_path), parameter_count(spec))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "embd_layer": None}))
+    with pytest.raises(LoadError, match="the files beside it hold 5574460000"):
+        check_stored(tmp_path, spec, parameter_count(spec))

@@ -306,6 +306,9 @@ def counted(config: Any) -> int:
             model.model.layers = torch.nn.ModuleList(
                 one for i, one in enumerate(layers) if i not in config.cross_attention_layers
             )
+        elif config.model_type == "phi4_multimodal":
+            model = transformers.Phi4MultimodalForCausalLM(config)
+            del model.model.embed_tokens_extend  # of pictures and sound
         elif config.model_type == "mistral4":  # on no list of those that write text
             model = transformers.Mistral4ForCausalLM(config)
         else:

@@ -426,3 +426,16 @@ def test_compass_turns_each_kind_of_layers_in_its_own_way_or_not() -> None:
     ):
         with pytest.raises(LoadError, match=said):
             read("cohere_compass_text", **fields)
+
+
+def test_phi4_multimodal_says_what_it_does_not_have() -> None:
+    """Keys of its own files, in the one setting that they are published in."""
+    read("phi4_multimodal", full_attn_mod=1, interpolate_factor=1, lm_head_bias=False, vision_lora={"r": 256})
+    for key, value in (
+        ("full_attn_mod", 2),
+        ("interpolate_factor", 4),
+        ("lm_head_bias", True),
+        ("attention_bias", True),
+    ):
+        with pytest.raises(LoadError, match=f"{key} in config.*phi4_multimodal, only"):
+            read("phi4_multimodal", **{key: value})

@@ -218,6 +218,20 @@ DENSE: tuple[Family, ...] = (
         longrope_names=("su", "yarn"),
         names=TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
     ),
+    # beside towers in a flat config; published files hold adapters for pictures and for sound, which text does not pass
+    Family(
+        name="phi4_multimodal", architectures=("Phi4MultimodalForCausalLM", "Phi4MMForCausalLM"),
+        more_model_types=("phi4mm",),
+        keys={**USUAL, "vocab_size": 200_064, "hidden_size": 3072, "intermediate_size": 8192, "num_key_value_heads": 8,
+              "max_position_embeddings": 131_072, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+              "sliding_window": None, "partial_rotary_factor": 1.0},
+        fixed={**dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), (False, None)),
+               **dict.fromkeys(("full_attn_mod", "interpolate_factor"), (1, None))},
+        unread=("audio_config", "embd_layer", "img_processor", "audio_processor", "vision_lora", "speech_lora"),
+        longrope_names=("su", "yarn"),
+        names=TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",), base="base_layer"),
+        ignored=("rotary_emb.inv_freq", "embed_tokens_extend.", ".lora_A.", ".lora_B."),
+    ),
     # its configs say gelu and mean the form with tanh; what they say of hidden_activation beside it is not looked at
     Family(
         name="gemma", architectures=("GemmaForCausalLM",),

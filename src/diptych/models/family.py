@@ -39,6 +39,7 @@ class TensorNames:
     mlp: where the MLP may be found, tried in order. expert: gate (if any), up and down of one expert, where they are separate;
     stacked: of all experts in one tensor each, is_transposed: as [inputs, outputs] (None: in some files), takes_turns: rows of
     gate and up in turn.
+    base: what may lie between a projection's name and .weight, where files hold adapters of their own beside it.
     o_norm, down_norm: of `ModelSpec.has_inner_norms`, beside attention's projections and the MLP's.
     apart: norms before the mixture, behind shared experts, behind the mixture, of `MoeSpec.is_apart`.
     choice_bias: with a point in front, of the layer; choice_axes: what it has before its experts; choice_bias_may_lack: files
@@ -61,6 +62,7 @@ class TensorNames:
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     qkv_by_head: bool = False
     transposes: bool = False
+    base: str | None = None
     o: str = "o_proj"
     o_norm: str = "attn_sub_norm"
     gate: str | None = None
