@@ -428,14 +428,33 @@ def test_compass_turns_each_kind_of_layers_in_its_own_way_or_not() -> None:
             read("cohere_compass_text", **fields)
 
 
-def test_phi4_multimodal_says_what_it_does_not_have() -> None:
-    """Keys of its own files, in the one setting that they are published in."""
-    read("phi4_multimodal", full_attn_mod=1, interpolate_factor=1, lm_head_bias=False, vision_lora={"r": 256})
+@pytest.mark.parametrize("name", ["phi3", "phi4_multimodal"])
+def test_phi_4_says_what_it_does_not_have(name: str) -> None:
+    """Keys of its own files, in the one setting that they are published in; Phi-4-mini has them, too."""
+    read(name, full_attn_mod=1, interpolate_factor=1, lm_head_bias=False, mlp_bias=False, attention_bias=False)
     for key, value in (
         ("full_attn_mod", 2),
         ("interpolate_factor", 4),
         ("lm_head_bias", True),
         ("attention_bias", True),
     ):
-        with pytest.raises(LoadError, match=f"{key} in config.*phi4_multimodal, only"):
-            read("phi4_multimodal", **{key: value})
+        with pytest.raises(LoadError, match=f"{key} in config.*{name}, only"):
+            read(name, **{key: value})
+
+
+def test_words_of_one_family_shut_no_other_out() -> None:
+    """Files made of Phi-4-mini by the name of a Llama keep its keys, and others name their norms."""
+    assert read("llama", full_attn_mod=1, interpolate_factor=1, norm_type="rms_norm", rope_style="split") == read(
+        "llama"
+    )
+
+
+def test_what_has_no_op_is_refused_by_its_reason() -> None:
+    """dots3-note attends to latents within windows and norms the part of a key that turns; ZAYA convolves queries and keys."""
+    for named, kind, said in (
+        ("Dots3NoteForConditionalGeneration", "dots3_note", "latent attention within windows"),
+        ("Dots3NoteForCausalLM", "dots3_note_text", "rotary keys that are normed"),
+        ("ZayaForCausalLM", "zaya", "convolved over tokens"),
+    ):
+        with pytest.raises(UnsupportedModel, match=f"{named}.*{said}"):
+            read_model(HfConfig({**SMALL, "architectures": [named], "model_type": kind}))

@@ -52,6 +52,9 @@ GLM = {**USUAL, "vocab_size": 151_552, "intermediate_size": 13_696, "num_hidden_
 GLM4_NAMES = TensorNames(gate_up=("gate_up_proj",), norms={Norms.AROUND: (
     "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")})  # fmt: skip
 LAYER_NORM_EPS = {"layer_norm_eps": "rms_norm_eps"}
+# what files of Phi-4-mini and Phi-4-multimodal say of what their classes have no key for
+PHI_4 = {**dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), (False, None)),
+         **dict.fromkeys(("full_attn_mod", "interpolate_factor"), (1, None))}  # fmt: skip
 CAUSAL = {"use_bidirectional_attention": (None, False)}
 
 DENSE: tuple[Family, ...] = (
@@ -215,6 +218,7 @@ DENSE: tuple[Family, ...] = (
         keys={**USUAL, "vocab_size": 32_064, "hidden_size": 3072, "intermediate_size": 8192,
               "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
               "sliding_window": None, "partial_rotary_factor": 1.0},
+        fixed=PHI_4,
         longrope_names=("su", "yarn"),
         names=TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
     ),
@@ -225,8 +229,7 @@ DENSE: tuple[Family, ...] = (
         keys={**USUAL, "vocab_size": 200_064, "hidden_size": 3072, "intermediate_size": 8192, "num_key_value_heads": 8,
               "max_position_embeddings": 131_072, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
               "sliding_window": None, "partial_rotary_factor": 1.0},
-        fixed={**dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), (False, None)),
-               **dict.fromkeys(("full_attn_mod", "interpolate_factor"), (1, None))},
+        fixed=PHI_4,
         unread=("audio_config", "embd_layer", "img_processor", "audio_processor", "vision_lora", "speech_lora"),
         longrope_names=("su", "yarn"),
         names=TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",), base="base_layer"),
