@@ -4,6 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from family_fields import (
+    CONVOLUTIONS,
+    FALCON_H1,
+    LAGUNA,
+    LATENT,
+    MAMBA,
+    NEMOTRON_3,
+    NEMOTRON_H,
+    SMALL_TOWER,
+    STATES,
+    WINDOWS,
+    blocks,
+)
 from searched import block
 
 VOCAB = 160
@@ -44,53 +57,6 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
          "norm_topk_prob": True, "mlp_only_layers": [1]},
     ),
 }  # fmt: skip
-LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-          "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
-          "first_k_dense_replace": 1}  # fmt: skip
-STATES = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
-CONVOLUTIONS = ["conv", "full_attention", "conv", "conv"]
-MAMBA = {"num_hidden_layers": 4, "layer_types": STATES, "mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 24,
-         "mamba_d_conv": 4, "mamba_expand": 2, "shared_intermediate_size": 48}  # fmt: skip
-WINDOWS = {"num_hidden_layers": 4, "sliding_window": 16,
-           "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]}  # fmt: skip
-LAGUNA = {**WINDOWS, "head_dim": 24, "num_attention_heads_per_layer": [4, 6, 2, 4], "num_experts": 6,
-          "num_experts_per_tok": 3, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 48,
-          "moe_routed_scaling_factor": 1.7, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-          "rope_parameters": {
-             "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "partial_rotary_factor": 0.5,
-                                "original_max_position_embeddings": 64, "beta_fast": 64.0, "beta_slow": 1.0},
-             "sliding_attention": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 1.0}}}  # fmt: skip
-FALCON_H1 = {
-    "num_hidden_layers": 2,
-    "head_dim": 24,
-    "mamba_d_ssm": 96,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 12,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 24,
-    "embedding_multiplier": 5.0,
-    "lm_head_multiplier": 0.4,
-    "key_multiplier": 0.3,
-    "attention_in_multiplier": 1.2,
-    "attention_out_multiplier": 0.9,
-    "ssm_in_multiplier": 1.25,
-    "ssm_out_multiplier": 0.7,
-    "ssm_multipliers": [0.8, 0.6, 1.5, 0.5, 0.7],
-    "mlp_multipliers": [0.9, 0.6],
-}
-BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-NEMOTRON_H = {"head_dim": 24, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 4, "ssm_state_size": 24,
-              "layer_norm_epsilon": 1e-5}  # fmt: skip
-
-
-def blocks(pattern: str) -> list[str]:
-    """Nemotron-H's names of its blocks, from the letters that its older files have."""
-    return [BLOCKS[letter] for letter in pattern]
-
-
-NEMOTRON_3 = {**NEMOTRON_H, "layers_block_type": blocks("MEM*EME"), "n_routed_experts": 6, "num_experts_per_tok": 3,
-              "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 48,
-              "routed_scaling_factor": 2.5}  # fmt: skip
 # families whose decoder transformers has in a model for pictures alone: config class of that, and its smallest tower
 WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m3": (
@@ -165,6 +131,25 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "command-r-plus": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.5, "use_qk_norm": True}),
     "cohere2": (
         "Cohere2Config", "Cohere2ForCausalLM", {"sliding_window": 16, "sliding_window_pattern": 3, "logit_scale": 0.5}),
+    # beside towers that text does not pass
+    "phi4_multimodal": (
+        "Phi4MultimodalConfig",
+        "Phi4MultimodalForCausalLM",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+         "vision_config": {**SMALL_TOWER, "num_hidden_layers": 2, "image_size": 28, "patch_size": 14, "crop_size": 28},
+         "audio_config": {"hidden_size": 16, "intermediate_size": 16, "num_blocks": 1, "num_attention_heads": 2,
+                          "nemo_conv_channels": 8, "ext_pw_out_channel": 16, "depthwise_separable_out_channel": 16,
+                          "input_size": 16}},
+    ),
+    # windowed layers turn, by halves; those that see everything do not
+    "cohere_compass": (
+        "CohereCompassTextConfig",
+        "CohereCompassForCausalLM",
+        {**WINDOWS, "logit_scale": 0.5, "attention_bias": True, "rope_parameters": {
+            "full_attention": None,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3, "mrope_section": [4, 2, 2],
+                                  "mrope_interleaved": True}}},
+    ),
     "stablelm": ("StableLmConfig", "StableLmForCausalLM", {"use_qkv_bias": True}),
     "stablelm-2-12b": (
         "StableLmConfig", "StableLmForCausalLM", {"qk_layernorm": True, "use_parallel_residual": True, "hidden_size": 96}),
@@ -582,6 +567,13 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "laguna": ("LagunaConfig", "LagunaForCausalLM", {**LAGUNA, "moe_router_logit_softcapping": 0.8}),
     # each channel gated
     "laguna-m": ("LagunaConfig", "LagunaForCausalLM", {**LAGUNA, "gating": "per-element"}),
+    # experts as [inputs, outputs], weighed among the chosen
+    "aria": (
+        "AriaTextConfig",
+        "AriaTextForCausalLM",
+        {"moe_num_experts": 6, "moe_topk": 3, "moe_num_shared_experts": 2, "intermediate_size": 40, "head_dim": 24,
+         "attention_bias": True},
+    ),
     # values narrower than keys, in windowed layers of twice the KV heads, with sinks and a base of their own
     "mimo_v2_flash": (
         "MiMoV2FlashConfig",

@@ -45,6 +45,7 @@ KINDS: dict[str, tuple[str, str, dict[str, int], dict[str, int]]] = {
     "inner norms": ("bitnet", "int4", SOME, {}),
     "gates by softplus": ("laguna", "int8", {"g_proj": 3, "q_proj": 2, "o_proj": 5}, {}),
     "experts": ("qwen3_moe", "int8", {**SOME, "lm_head": 3}, {}),
+    "experts beside shared ones": ("aria", "int8", {**SOME, "lm_head": 3}, {}),
     "one head": ("llama", "int8", SOME, {"num_attention_heads": 2, "num_key_value_heads": 1}),
 }
 

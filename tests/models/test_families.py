@@ -209,6 +209,8 @@ MORE: dict[str, dict[str, Any]] = {
         **WINDOWS,
         **EXPERTS,
     },
+    "cohere_compass_text": {"sliding_window": 9, "attention_bias": True, **WINDOWS},
+    "aria_text": {"moe_num_experts": 4, "moe_num_shared_experts": 1, "attention_bias": True},
     "lfm2": {"layer_types": CONVOLUTIONS, "conv_L_cache": 4, "block_multiple_of": 16},
     "lfm2_moe": {"layer_types": CONVOLUTIONS, "num_experts": 4, "num_dense_layers": 1, **EXPERTS},
     "qwen3_5_text": {"layer_types": ["full_attention", "linear_attention"] * 2, **DELTA},
@@ -255,6 +257,8 @@ SMALL_GPT: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256, "bos_token_id": 0, "eos_token_id": 1},
     "bloom": {"hidden_size": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256},
 }
+KINDS = {kind: {"rope_type": "default", "rope_theta": theta}
+         for kind, theta in (("full_attention", 1e4), ("sliding_attention", 1e3))}  # fmt: skip
 # no default in the class, and one that gives a rotary dimension of 21
 CLASS_NEEDS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": [*["linear_attention"] * 31, "full_attention"]},
@@ -262,6 +266,7 @@ CLASS_NEEDS: dict[str, dict[str, Any]] = {
     "kimi_linear": {"layer_types": ["linear_attention"] * 26 + ["full_attention"]},
     "mellum": {"layer_types": ["full_attention"] * 28}, "flint": {"layer_types": ["full_attention"] * 49},
     "lfm3": {"layer_types": ["conv", "full_attention"] * 12},
+    "cohere_compass_text": {"rope_parameters": KINDS},
     "nemotron": {"num_key_value_heads": 48}, "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6},
     "glm4_moe": {"head_dim": 128}, "glm4v_moe_text": {"head_dim": 128}, "ministral": {"head_dim": 128},
@@ -301,6 +306,9 @@ def counted(config: Any) -> int:
             model.model.layers = torch.nn.ModuleList(
                 one for i, one in enumerate(layers) if i not in config.cross_attention_layers
             )
+        elif config.model_type == "phi4_multimodal":
+            model = transformers.Phi4MultimodalForCausalLM(config)
+            del model.model.embed_tokens_extend  # of pictures and sound
         elif config.model_type == "mistral4":  # on no list of those that write text
             model = transformers.Mistral4ForCausalLM(config)
         else:

@@ -385,3 +385,76 @@ def test_gpt_neo_s_layers_are_runs_of_names() -> None:
     ):
         with pytest.raises(LoadError, match=what):
             read("gpt_neo", **{**usual, **given})
+
+
+def test_aria_gates_all_experts_by_silu() -> None:
+    """Its class computes experts by SiLU whatever `hidden_act` says, and shared ones by that; biases lie in none here."""
+    with pytest.raises(
+        LoadError, match=r"hidden_act in config\.json is 'gelu'; of aria_text, only 'silu' is supported"
+    ):
+        read("aria_text", hidden_act="gelu")
+    with pytest.raises(LoadError, match="mlp_bias"):
+        read("aria_text", mlp_bias=True)
+
+
+def test_compass_turns_each_kind_of_layers_in_its_own_way_or_not() -> None:
+    """What published files have beside the kinds is looked at by nobody; a kind that is not named is refused."""
+    kinds = {"full_attention": None, "sliding_attention": {"rope_type": "default", "rope_theta": 50_000.0}}
+    layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    spec = read("cohere_compass_text", **layers, rope_parameters={**kinds, "rope_theta": 1e4, "rope_type": "default"})
+    ropes = [layer.attention.rope for layer in spec.layers]
+    assert [rope and rope.theta for rope in ropes] == [50_000.0, None] * 2
+    assert spec.windows == (4096, None) * 2
+    spec = read(
+        "cohere_compass_text", num_hidden_layers=3, rope_parameters=kinds
+    )  # without layer_types all see everything
+    assert [layer.attention.rope for layer in spec.layers] == [None] * 3
+    assert spec.windows == (None,) * 3
+    for fields, said in (
+        ({}, "neither an object nor null for full_attention"),
+        ({**layers, "rope_parameters": {"full_attention": None}}, "neither an object nor null for sliding_attention"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "neither an object nor null"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "rope_theta is missing from full_attention",
+        ),
+        ({"rope_parameters": {**kinds, "factor": 2.0}}, "factor in rope_parameters"),
+        ({"rope_parameters": kinds, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling in"),
+        ({**layers, "rope_parameters": kinds, "sliding_window": None}, "sliding_window in config"),
+        ({"rope_parameters": kinds, "is_causal": False}, "is_causal"),
+        ({"rope_parameters": kinds, "transformer_block_type": "sequential"}, "transformer_block_type"),
+    ):
+        with pytest.raises(LoadError, match=said):
+            read("cohere_compass_text", **fields)
+
+
+@pytest.mark.parametrize("name", ["phi3", "phi4_multimodal"])
+def test_phi_4_says_what_it_does_not_have(name: str) -> None:
+    """Keys of its own files, in the one setting that they are published in; Phi-4-mini has them, too."""
+    read(name, full_attn_mod=1, interpolate_factor=1, lm_head_bias=False, mlp_bias=False, attention_bias=False)
+    for key, value in (
+        ("full_attn_mod", 2),
+        ("interpolate_factor", 4),
+        ("lm_head_bias", True),
+        ("attention_bias", True),
+    ):
+        with pytest.raises(LoadError, match=f"{key} in config.*{name}, only"):
+            read(name, **{key: value})
+
+
+def test_words_of_one_family_shut_no_other_out() -> None:
+    """Files made of Phi-4-mini by the name of a Llama keep its keys, and others name their norms."""
+    assert read("llama", full_attn_mod=1, interpolate_factor=1, norm_type="rms_norm", rope_style="split") == read(
+        "llama"
+    )
+
+
+def test_what_has_no_op_is_refused_by_its_reason() -> None:
+    """dots3-note attends to latents within windows and norms the part of a key that turns; ZAYA convolves queries and keys."""
+    for named, kind, said in (
+        ("Dots3NoteForConditionalGeneration", "dots3_note", "latent attention within windows"),
+        ("Dots3NoteForCausalLM", "dots3_note_text", "rotary keys that are normed"),
+        ("ZayaForCausalLM", "zaya", "convolved over tokens"),
+    ):
+        with pytest.raises(UnsupportedModel, match=f"{named}.*{said}"):
+            read_model(HfConfig({**SMALL, "architectures": [named], "model_type": kind}))

@@ -42,7 +42,8 @@ COMPARED_ROWS = 4096  # of the head at one time
 MOST_REPEATS = 2  # of a pattern for names: more could take for ever, as could a group that is repeated
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 MOST_EXPERTS = 1024
-_WEIGHT = re.compile(r"\.weight(\[\d+\.\.\])?$")  # of all rows, or of some that a view picks
+# of all rows, or of some that a view picks; files of Phi-4-multimodal hold adapters of their own beside it
+_WEIGHT = re.compile(r"(\.base_layer)?\.weight(\[\d+\.\.\])?$")
 # what a class in transformers calls its modules -> how their tensors are called in files
 _IN_FILES = (
     (".self_attn.g_proj", ".self_attn.gate_proj"),  # LFM3

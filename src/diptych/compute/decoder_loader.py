@@ -333,7 +333,9 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         """One tensor per expert and projection, or all experts stacked in one tensor each."""
         n, ffn, hidden = moe.n_experts, moe.expert_ffn, moe.latent or self.spec.hidden
         widths = (ffn,) * (moe.n_products - 1)
-        stacked = [f"{root}{name}" for name in self.names.stacked]
+        others, stacked = self.names.others, [f"{root}{name}" for name in self.names.stacked]
+        if self.names.stacked[0] in others and not self.source.has(stacked[0]):
+            stacked = [f"{root}{others[name]}" for name in self.names.stacked]
         first, second = stacked[0], stacked[-1]
         is_stacked = self.source.has(first) or self.source.has(f"{first}_blocks")
         if is_stacked and self._are_transposed(first, (n, sum(widths), hidden)):

@@ -67,7 +67,7 @@ class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
     ) -> LinearParts:
         """Projections stacked along their outputs; one name for all of them: stacked in the file already."""
         rows = rows if len(names) == len(rows) else (sum(rows),)
-        named = list(zip(names, rows, strict=True))
+        named = [(self._stored(root, name), n) for name, n in zip(names, rows, strict=True)]
         weights: tuple[WeightTensor, ...]
         if self.names.transposes and not self.source.is_plain:
             weights = tuple(
@@ -77,6 +77,17 @@ class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
             weights = tuple(self.source.tensor(f"{root}{name}.weight", n, n_inputs) for name, n in named)
         biases = tuple(self.source.tensor(f"{root}{name}.bias", n) for name, n in named) if has_bias else ()
         return LinearParts(weights=weights, biases=biases)
+
+    def _stored(self, root: str, name: str) -> str:
+        """A projection's name, or of a file that holds adapters beside it, of what they adapt."""
+        inner = f"{name}.{self.names.base}"
+        if (
+            self.names.base is None
+            or self.source.has(f"{root}{name}.weight")
+            or not self.source.has(f"{root}{inner}.weight")
+        ):
+            return name
+        return inner
 
     def mlp_names(self, root: str, *, is_gated: bool = True) -> tuple[tuple[str, ...], str]:
         """Of gate and up, and of down; where a converter has taken gate and up apart, or stacked them, as it calls them."""

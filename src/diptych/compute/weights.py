@@ -450,8 +450,8 @@ class RandomSource:
 
     def has(self, name: str) -> bool:
         """Separate projections exist; stacked experts do not, so that a family asks for one expert at a time."""
-        stacked = ("experts.gate_up_proj", "experts.gate_up_proj_blocks", "experts.up_proj", "experts.down_proj")
-        return not name.endswith(stacked)
+        stacked = ("experts.gate_up_proj", "experts.up_proj", "experts.down_proj", "experts.fc1.weight")
+        return not name.removesuffix("_blocks").endswith(stacked)
 
     def tensor(self, name: str, *shape: int) -> RandomTensor:
         """The random tensor of that name."""

@@ -24,7 +24,7 @@ from diptych.models.quantised import BESIDE_CODES, CODES, MLX, Quantisation, own
 
 # parts of names -> the part of the model, the first that fits; of safetensors and of GGUF files
 PARTS: tuple[tuple[str, str], ...] = (
-    ("vision", "other"), ("multi_modal", "other"), ("nextn", "other"),
+    ("embed_tokens_extend", "other"), (".lora_", "other"), ("vision", "other"), ("multi_modal", "other"), ("nextn", "other"),
     ("rope_f", "positions"), ("rotary_emb", "positions"),
     ("embed_tokens", "embedding"), ("embeddings.", "embedding"), ("token_embd", "embedding"), ("wte", "embedding"),
     ("lm_head", "head"),

@@ -52,6 +52,9 @@ GLM = {**USUAL, "vocab_size": 151_552, "intermediate_size": 13_696, "num_hidden_
 GLM4_NAMES = TensorNames(gate_up=("gate_up_proj",), norms={Norms.AROUND: (
     "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")})  # fmt: skip
 LAYER_NORM_EPS = {"layer_norm_eps": "rms_norm_eps"}
+# what files of Phi-4-mini and Phi-4-multimodal say of what their classes have no key for
+PHI_4 = {**dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), (False, None)),
+         **dict.fromkeys(("full_attn_mod", "interpolate_factor"), (1, None))}  # fmt: skip
 CAUSAL = {"use_bidirectional_attention": (None, False)}
 
 DENSE: tuple[Family, ...] = (
@@ -215,8 +218,22 @@ DENSE: tuple[Family, ...] = (
         keys={**USUAL, "vocab_size": 32_064, "hidden_size": 3072, "intermediate_size": 8192,
               "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
               "sliding_window": None, "partial_rotary_factor": 1.0},
+        fixed=PHI_4,
         longrope_names=("su", "yarn"),
         names=TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
+    ),
+    # beside towers in a flat config; published files hold adapters for pictures and for sound, which text does not pass
+    Family(
+        name="phi4_multimodal", architectures=("Phi4MultimodalForCausalLM", "Phi4MMForCausalLM"),
+        more_model_types=("phi4mm",),
+        keys={**USUAL, "vocab_size": 200_064, "hidden_size": 3072, "intermediate_size": 8192, "num_key_value_heads": 8,
+              "max_position_embeddings": 131_072, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+              "sliding_window": None, "partial_rotary_factor": 1.0},
+        fixed=PHI_4,
+        unread=("audio_config", "embd_layer", "img_processor", "audio_processor", "vision_lora", "speech_lora"),
+        longrope_names=("su", "yarn"),
+        names=TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",), base="base_layer"),
+        ignored=("rotary_emb.inv_freq", "embed_tokens_extend.", ".lora_A.", ".lora_B."),
     ),
     # its configs say gelu and mean the form with tanh; what they say of hidden_activation beside it is not looked at
     Family(
@@ -442,6 +459,21 @@ DENSE: tuple[Family, ...] = (
         unread=("layer_switch", "use_parallel_embedding"),
         turns_windowed_only=True,
         **COHERE_LAYERS,
+    ),
+    # the text of North Micro Vision: halves of a head turn together, by settings of each kind of layers, or not at all
+    Family(
+        name="cohere_compass_text", architectures=("CohereCompassForCausalLM", "CohereCompassForConditionalGeneration"),
+        more_model_types=("cohere_compass",),
+        keys={**COHERE, "logit_scale": None, "sliding_window": 4096, "layer_types": None},
+        renamed=LAYER_NORM_EPS,
+        fixed={"is_causal": (True, None), "norm_type": ("layer_norm", None), "transformer_block_type": ("parallel", None),
+               "rope_style": ("split", None)},
+        # what its class does not look at, or another head does
+        unread=("sliding_window_pattern", "_sliding_window_pattern", "rope_on_all_layers", "pooling"),
+        full_every=1, turns_by_kind=True,
+        norms=Norms.PARALLEL,
+        centres_norms=True,
+        **BESIDE_PICTURES, **BY_ATTENTION_BIAS,
     ),
     # StableLM 2 1.6B and 3B; the 12B norms each head of q and k by weights of its own
     Family(

@@ -482,6 +482,20 @@ MIXTURES: tuple[Family, ...] = (
         names=TensorNames(gate="g_proj", shared="shared_expert", choice_bias="experts.e_score_correction_bias",
                           others={"experts.e_score_correction_bias": "gate.e_score_correction_bias"}),
     ),
+    # Aria: each layer a mixture, as [inputs, outputs]; experts are gated by SiLU, shared ones by what the config says
+    Family(
+        name="aria_text", architectures=("AriaTextForCausalLM", "AriaForConditionalGeneration"),
+        more_model_types=("aria",),
+        keys={**USUAL, "intermediate_size": 4096, "attention_bias": False, "num_experts": 8, "num_experts_per_tok": 2,
+              "n_shared_experts": 2},
+        fixed={"mlp_bias": (False,), "hidden_act": ("silu",)},
+        renamed={"moe_num_experts": "num_experts", "moe_topk": "num_experts_per_tok",
+                 "moe_num_shared_experts": "n_shared_experts"},
+        renormalises=True,
+        names=TensorNames(router="router", stacked=("experts.fc1.weight", "experts.fc2.weight"), is_transposed=True,
+                          others={"experts.fc1.weight": "experts.gate_up_proj", "experts.fc2.weight": "experts.down_proj"}),
+        **BESIDE_VISION, **BY_ATTENTION_BIAS,
+    ),
     # sinks, windows on every other layer, biases everywhere, experts published in MXFP4
     Family(
         name="gpt_oss", architectures=("GptOssForCausalLM",),

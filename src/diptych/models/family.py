@@ -39,6 +39,7 @@ class TensorNames:
     mlp: where the MLP may be found, tried in order. expert: gate (if any), up and down of one expert, where they are separate;
     stacked: of all experts in one tensor each, is_transposed: as [inputs, outputs] (None: in some files), takes_turns: rows of
     gate and up in turn.
+    base: what may lie between a projection's name and .weight, where files hold adapters of their own beside it.
     o_norm, down_norm: of `ModelSpec.has_inner_norms`, beside attention's projections and the MLP's.
     apart: norms before the mixture, behind shared experts, behind the mixture, of `MoeSpec.is_apart`.
     choice_bias: with a point in front, of the layer; choice_axes: what it has before its experts; choice_bias_may_lack: files
@@ -49,7 +50,7 @@ class TensorNames:
     states_in: its projections, by a delta rule of q, k and v (or of each), of the gate, of beta, of the decay, or of the
     first two and of the last two together, by key head; else one. states_o, states_norm: what it leaves by, and the norm of
     it. taps: of its convolution, or of q's, k's and v's where they lie apart. index: what precedes the names of an index of
-    blocks. others: what some files call a norm, the choice bias, or what precedes those.
+    blocks. others: what some files call a norm, the choice bias, stacked experts, or what precedes those.
     """
 
     embedding: str = "embed_tokens"
@@ -61,6 +62,7 @@ class TensorNames:
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     qkv_by_head: bool = False
     transposes: bool = False
+    base: str | None = None
     o: str = "o_proj"
     o_norm: str = "attn_sub_norm"
     gate: str | None = None
@@ -114,10 +116,11 @@ class Family:
     first_is_full: and the first, too; windows_begin: every other layer before max_window_layers is windowed, not all behind
     it. local_theta: the key with the rotary base of windowed layers, which then have no scaling.
     longrope_names: rope types that mean longrope here. turns_windowed_only: layers that attend to everything have no rotary
-    positions; turns_full_alone: unless the model has no window. attends_in_chunks: what is `sliding_window` here is the length
-    of chunks that layers with rotary positions attend within; scales_queries: queries of the other layers are scaled by
-    position. mixture_norms: of layers with mixtures, if not the others'. positions_offset: learned positions, and how many
-    come first. parallel_key: the key that says whether attention and MLP run side by side, with the norms of `parallel_norms`.
+    positions; turns_full_alone: unless the model has no window. turns_by_kind: rope_parameters says of each kind of layers
+    how it turns, or null. attends_in_chunks: what is `sliding_window` here is the length of chunks that layers with rotary
+    positions attend within; scales_queries: queries of the other layers are scaled by position. mixture_norms: of layers
+    with mixtures, if not the others'. positions_offset: learned positions, and how many come first. parallel_key: the key
+    that says whether attention and MLP run side by side, with the norms of `parallel_norms`.
     scores: or the key that says it. has_head_bias: the output projection has one. has_sinks: or the keys that say it, of layers
     that attend to everything and of the others.
     built_as: the class of another family with which transformers builds this one.
@@ -184,6 +187,7 @@ class Family:
     is_interleaved: bool | str = False
     turns_windowed_only: bool = False
     turns_full_alone: bool = False
+    turns_by_kind: bool = False
     attends_in_chunks: bool = False
     scales_queries: bool = False
     positions_offset: int | None = None

@@ -275,13 +275,11 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
 def _check_keys(raw: dict[str, Any], read: set[str], family: Family, path: str) -> None:
     unknown = []
     for key, value in raw.items():
-        if key in read:
-            continue
-        if key in family.fixed:
+        if key in family.fixed:  # also of what every family has, as the activation
             if value not in family.fixed[key]:
                 allowed = " or ".join(repr(one) for one in family.fixed[key])
                 raise LoadError(f"{key} in {path} is {value!r}; of {family.name}, only {allowed} is supported")
-        elif key in HARMLESS or key in family.unread or key.endswith(HARMLESS_ENDINGS) or _is_said(key, raw, family):
+        elif key in read or _is_harmless(key, family) or _is_said(key, raw, family):
             continue
         elif key in CHANGING:
             if value and not (key in NEUTRAL and value == NEUTRAL[key]):
@@ -294,6 +292,11 @@ def _check_keys(raw: dict[str, Any], read: set[str], family: Family, path: str) 
     if unknown:
         logger.warning("config keys that no family knows, not read (transformers reads none of them for %s): %s",
                        family.name, ", ".join(sorted(unknown)))  # fmt: skip
+
+
+def _is_harmless(key: str, family: Family) -> bool:
+    """Whether a key means nothing, to any family or to this one."""
+    return key in HARMLESS or key in family.unread or key.endswith(HARMLESS_ENDINGS)
 
 
 def _is_said(key: str, raw: dict[str, Any], family: Family) -> bool:

@@ -10,7 +10,7 @@ from diptych.models.config import HfConfig
 from diptych.models.family import Family
 from diptych.models.positions import Rope
 from diptych.models.read_mixtures import mixture_layers
-from diptych.models.rope import ROPE_KEYS, rope_section
+from diptych.models.rope import LAYER_TYPES, ROPE_KEYS, rope_section
 
 
 def windows_of(config: HfConfig, family: Family, n_layers: int) -> list[int | None]:
@@ -72,6 +72,9 @@ def turns_of(config: HfConfig, family: Family, windows: list[int | None]) -> lis
     """Whether each layer has rotary positions."""
     if "position_embedding_type" in family.keys and config.raw["position_embedding_type"] != "rope":
         return [False] * len(windows)
+    if family.turns_by_kind:
+        kinds = [_kind(window) for window in windows]
+        return [kind in _of_kinds(config, kinds) for kind in kinds]
     has_no_window = config.raw.get("sliding_window") is None
     if family.turns_windowed_only and not (family.turns_full_alone and has_no_window):
         turns = [window is not None for window in windows]
@@ -124,6 +127,15 @@ def rope_sections(config: HfConfig, family: Family) -> list[HfConfig]:
     if family.theta_may_be_null and (given.get("rope_theta", theta) if isinstance(given, dict) else theta) is None:
         return []
     settings: dict[str, Any] = {"aliases": family.longrope_names, "is_partial": "partial_rotary_factor" in family.keys}
+    if family.turns_by_kind:
+        kinds = map(_kind, windows_of(config, family, config.integer("num_hidden_layers")))
+        outside = {key: value for key, value in config.raw.items() if key not in ROPE_KEYS}
+        return [
+            rope_section(
+                HfConfig({**outside, "rope_parameters": own, "rope_theta": own["rope_theta"]}, path=config.path)
+            )
+            for own in _of_kinds(config, list(kinds)).values()
+        ]
     full = rope_section(config, **settings)
     if family.local_theta is None:
         return [full]
@@ -132,6 +144,38 @@ def rope_sections(config: HfConfig, family: Family) -> list[HfConfig]:
     local["rope_parameters"] = config.section("rope_parameters").section("sliding_attention").raw
     local["rope_theta"] = config.number(family.local_theta)
     return [full, rope_section(HfConfig(local, path=config.path), **settings)]
+
+
+def _kind(window: int | None) -> str:
+    return LAYER_TYPES[window is not None]
+
+
+def _of_kinds(config: HfConfig, kinds: list[str]) -> dict[str, dict[str, Any]]:
+    """Rotary settings of those kinds of layers that turn: null stands for no positions, and each kind says one or the other."""
+    section = config.section("rope_parameters")
+    for key, value in config.raw.items():
+        if key in ("rope_scaling", "original_max_position_embeddings") and value:
+            raise LoadError(
+                f"{key} in {config.path} is {value!r}; rope_parameters has an object for each kind of layers instead"
+            )
+    if config.raw.get("sliding_window") is None and LAYER_TYPES[1] in (config.raw.get("layer_types") or ()):
+        raise LoadError(f"sliding_window in {config.path} is null; layer_types names layers that attend to one")
+    for kind in LAYER_TYPES:
+        if kind in kinds and (kind not in section.raw or not isinstance(section.raw[kind], dict | None)):
+            raise LoadError(
+                f"{section.path} has neither an object nor null for {kind} layers; each kind of layers has one"
+            )
+    # what published files have beside the kinds is read by nobody
+    unknown = sorted(section.raw.keys() - {*LAYER_TYPES, "rope_theta", "rope_type"})
+    if unknown:
+        raise LoadError(
+            f"{unknown[0]} in {section.path} is {section.raw[unknown[0]]!r}; it has objects for kinds of layers"
+        )
+    found = {kind: section.raw[kind] for kind in LAYER_TYPES if kind in kinds and section.raw[kind] is not None}
+    for kind, own in found.items():
+        if own.get("rope_theta") is None:
+            raise LoadError(f"rope_theta is missing from {kind} of {section.path}")
+    return found
 
 
 def layer_ropes(config: HfConfig, family: Family, ropes: list[Rope], windows: list[int | None]) -> list[Rope | None]:

@@ -23,6 +23,8 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "a shared expert of another shape": ("dbrx", "longcat_flash"),
     "attention that chooses its tokens by an index": ("deepseek_v4", "glm5_next"),
     "attention with two softmaxes": ("diffllama",),
+    "latent attention within windows, and rotary keys that are normed": ("dots3_note", "dots3_note_text"),
+    "queries and keys that are convolved over tokens": ("zaya",),
     "an encoder alone, with positions of its own": ("bert", "roberta", "xlm-roberta", "electra", "camembert"),
     "an encoder beside the decoder": ("bart", "mbart", "pegasus", "marian", "whisper", "blenderbot"),
 })  # fmt: skip

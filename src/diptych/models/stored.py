@@ -19,6 +19,8 @@ from diptych.models.spec import ModelSpec
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PLAIN = ("F32", "BF16", "F16")
+# of a flat config: what it holds beside the keys of its decoder, whose parts for pictures and sound an index counts, too
+BESIDE_DECODER = ("vision_config", "audio_config", "embd_layer")
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
@@ -41,7 +43,8 @@ def check_stored(folder: Path, spec: ModelSpec, expected: int) -> None:
     if config.get("quantization_config"):
         return
     found = _in_headers(folder, spec)
-    if found is None and text_section(config) is None and not config.get("num_nextn_predict_layers"):
+    is_alone = text_section(config) is None and not any(config.get(key) for key in BESIDE_DECODER)
+    if found is None and is_alone and not config.get("num_nextn_predict_layers"):
         found = _in_index(folder, config)
     # a tied head may be stored a second time
     allowed = (expected, expected + spec.vocab_size * spec.hidden) if spec.is_tied else (expected,)

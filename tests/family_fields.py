@@ -1,0 +1,53 @@
+"""Fields that small configs of several families have in common (`family_configs`)."""
+
+from __future__ import annotations
+
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+          "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+          "first_k_dense_replace": 1}  # fmt: skip
+STATES = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+CONVOLUTIONS = ["conv", "full_attention", "conv", "conv"]
+MAMBA = {"num_hidden_layers": 4, "layer_types": STATES, "mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 24,
+         "mamba_d_conv": 4, "mamba_expand": 2, "shared_intermediate_size": 48}  # fmt: skip
+WINDOWS = {"num_hidden_layers": 4, "sliding_window": 16,
+           "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]}  # fmt: skip
+LAGUNA = {**WINDOWS, "head_dim": 24, "num_attention_heads_per_layer": [4, 6, 2, 4], "num_experts": 6,
+          "num_experts_per_tok": 3, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 48,
+          "moe_routed_scaling_factor": 1.7, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+          "rope_parameters": {
+             "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "partial_rotary_factor": 0.5,
+                                "original_max_position_embeddings": 64, "beta_fast": 64.0, "beta_slow": 1.0},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 1.0}}}  # fmt: skip
+FALCON_H1 = {
+    "num_hidden_layers": 2,
+    "head_dim": 24,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 12,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "embedding_multiplier": 5.0,
+    "lm_head_multiplier": 0.4,
+    "key_multiplier": 0.3,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.7,
+    "ssm_multipliers": [0.8, 0.6, 1.5, 0.5, 0.7],
+    "mlp_multipliers": [0.9, 0.6],
+}
+BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+NEMOTRON_H = {"head_dim": 24, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 4, "ssm_state_size": 24,
+              "layer_norm_epsilon": 1e-5}  # fmt: skip
+
+
+def blocks(pattern: str) -> list[str]:
+    """Nemotron-H's names of its blocks, from the letters that its older files have."""
+    return [BLOCKS[letter] for letter in pattern]
+
+
+NEMOTRON_3 = {**NEMOTRON_H, "layers_block_type": blocks("MEM*EME"), "n_routed_experts": 6, "num_experts_per_tok": 3,
+              "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 48,
+              "routed_scaling_factor": 2.5}  # fmt: skip
+SMALL_TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+               "image_size": 16, "patch_size": 8}  # fmt: skip
