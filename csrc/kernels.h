@@ -258,6 +258,8 @@ using GateRow = void (*)(const float* x, int64_t n, float scale, const GateForm&
 // rows[i] [n] += sum over j of coefficients[i * n_rows + j] * rows[j], of what all were before; at most kMostStreams.
 constexpr int64_t kMostStreams = 8;
 using MixRows = void (*)(float* const* rows, int64_t n_rows, int64_t n, const float* coefficients);
+// The sum of x * y, [n], in an order that n alone decides.
+using RowProduct = float (*)(const float* x, const float* y, int64_t n);
 // out = y * sqrt(mean(x^2) / max(mean(y^2), least)), [n]; out may be y.
 using MatchRow = void (*)(const float* y, const float* x, int64_t n, float least, float* out);
 // out = x * weight, [n]
@@ -341,6 +343,7 @@ struct StepKernels {
   ExpandRows expand_rows;
   ExpandBlocks expand_blocks;
   MixRows mix_rows;
+  RowProduct row_product;
   MatchRow match_row;
   WeighRow weigh_row;
   SparseGateRow sparse_gate_row;

@@ -4,6 +4,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+
 #include "module.h"
 #include "program.h"
 
@@ -14,6 +16,15 @@ void require_streams(const Program& p, const std::vector<int>& xs, int routed, i
   const int64_t n = static_cast<int64_t>(xs.size());
   if (n < 1 || n > kMostStreams) throw std::invalid_argument("there are from 1 to 8 streams");
   if (p.buffer_width(routed) != n || p.vector_size(weight) != rows * n) throw std::invalid_argument("what is routed, or its coefficients, are not of as many streams");
+  for (const int x : xs)
+    if (p.buffer_width(x) != p.buffer_width(xs[0])) throw std::invalid_argument("streams have one width");
+}
+
+// c: what their connections say, at least so many parts, each a number for each stream.
+void require_connected(const Program& p, const std::vector<int>& xs, int c, int64_t parts) {
+  const int64_t n = static_cast<int64_t>(xs.size());
+  if (n < 1 || n > kMostStreams) throw std::invalid_argument("there are from 1 to 8 streams");
+  if (p.buffer_width(c) < parts * n) throw std::invalid_argument("what is connected is not of as many streams");
   for (const int x : xs)
     if (p.buffer_width(x) != p.buffer_width(xs[0])) throw std::invalid_argument("streams have one width");
 }
@@ -79,6 +90,24 @@ void bind_streams(nb::class_<Program>& program) {
         require_equal(p, xs[0], y);
         p.record(Category::norm, CorrectOp{std::move(xs), y, routed, weight, active, scale});
       }, nb::arg("xs"), nb::arg("y"), nb::arg("routed"), nb::arg("weight"), nb::arg("scale"), nb::arg("active"))
+      .def("connections", [](Program& p, std::vector<int> xs, int weight, int scale, int base, int out, float eps) {
+        require_connected(p, xs, out, 1);
+        const int64_t outputs = p.buffer_width(out), inputs = static_cast<int64_t>(xs.size()) * p.buffer_width(xs[0]);
+        const bool is_whole = p.vector_size(weight) == outputs * inputs && p.vector_size(base) == outputs && p.vector_size(scale) >= 1;
+        if (!is_whole) throw std::invalid_argument("a connection has a weight of all streams and a base for each output, and a scale at least");
+        p.record(Category::norm, ConnectionsOp{std::move(xs), weight, scale, base, out, eps});
+      }, nb::kw_only(), nb::arg("xs"), nb::arg("weight"), nb::arg("scale"), nb::arg("base"), nb::arg("out"), nb::arg("eps"))
+      .def("gather", [](Program& p, std::vector<int> xs, int c, int out, float eps) {
+        require_connected(p, xs, c, 1), require_equal(p, xs[0], out);
+        if (std::find(xs.begin(), xs.end(), out) != xs.end()) throw std::invalid_argument("streams are gathered in a buffer beside them");
+        p.record(Category::norm, GatherOp{std::move(xs), c, out, eps});
+      }, nb::kw_only(), nb::arg("xs"), nb::arg("c"), nb::arg("out"), nb::arg("eps"))
+      .def("spread", [](Program& p, std::vector<int> xs, int y, int c, float magnitude, float eps) {
+        require_connected(p, xs, c, 2), require_equal(p, xs[0], y);
+        if (std::find(xs.begin(), xs.end(), y) != xs.end()) throw std::invalid_argument("what is added to streams is none of them");
+        p.record(Category::norm, SpreadOp{std::move(xs), y, c, magnitude, eps});
+      }, nb::kw_only(), nb::arg("xs"), nb::arg("y"), nb::arg("c"), nb::arg("magnitude"), nb::arg("eps"))
+      .def("vector_size", &Program::vector_size, nb::arg("vector"))
       .def("layer_inputs", [](Program& p, int x, int norm, float eps, float table_scale, float scale, int table, int packed) {
         const int64_t width = p.vector_size(norm);
         if (width < 1 || p.buffer_width(x) % width != 0) throw std::invalid_argument("a row has a whole number of layers' parts");

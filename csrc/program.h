@@ -192,12 +192,15 @@ struct MatchOp { int y, x, out; float least; };               // out = y, as lar
 struct CopyColumnsOp { int x, out; int64_t first, column, n; };  // n from `first` on, to `column` on
 struct PredictOp { std::vector<int> xs; int routed, weight; float scale; };             // as `predict` of ops/contract.py
 struct CorrectOp { std::vector<int> xs; int y, routed, weight, active; float scale; };  // likewise
+struct ConnectionsOp { std::vector<int> xs; int weight, scale, base, out; float eps; };  // likewise
+struct GatherOp { std::vector<int> xs; int c, out; float eps; };                        // likewise
+struct SpreadOp { std::vector<int> xs; int y, c; float magnitude, eps; };               // likewise
 struct LayerInputsOp { int x, norm, table, packed; float eps, table_scale, scale; };    // likewise, of the product that lies in x; the
                                                               // table is one, or a packed weight in groups; the other is -1
 
 using OpBody = std::variant<EmbedOp, TiedEmbedOp, NormOp, AddNormOp, AddOp, PrepareOp, LinearOp, RotateOp, AttentionOp, MoeOp, HeadOp,
                             InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, CacheIndexOp, ChooseOp, ScaleQueriesOp, RotateQueriesOp, WeighOp, SparseGateOp, BentGateOp, CurveOp, BranchOp, GateHeadsOp, MatchOp,
-                            CopyColumnsOp, PredictOp, CorrectOp, LayerInputsOp, StateOp>;
+                            CopyColumnsOp, PredictOp, CorrectOp, ConnectionsOp, GatherOp, SpreadOp, LayerInputsOp, StateOp>;
 
 struct Op {
   Category category;

@@ -105,6 +105,18 @@ struct Names {
     buffers({op.y, op.routed}), vectors({op.weight});
     for (const int x : op.xs) buffers({x});
   }
+  void operator()(const ConnectionsOp& op) const {
+    buffers({op.out}), vectors({op.weight, op.scale, op.base});
+    for (const int x : op.xs) buffers({x});
+  }
+  void operator()(const GatherOp& op) const {
+    buffers({op.c, op.out});
+    for (const int x : op.xs) buffers({x});
+  }
+  void operator()(const SpreadOp& op) const {
+    buffers({op.y, op.c});
+    for (const int x : op.xs) buffers({x});
+  }
   void operator()(const LayerInputsOp& op) const {
     buffers({op.x}), vectors({op.norm});
     if (op.packed != -1) weights({op.packed}); else require_below({op.table}, has.tables, "table");

@@ -88,7 +88,11 @@ struct Program::Run {
   void run(const CopyColumnsOp& op, size_t, int thread, int threads) const;
   void run(const PredictOp& op, size_t, int thread, int threads) const;
   void run(const CorrectOp& op, size_t, int thread, int threads) const;
+  void run(const ConnectionsOp& op, size_t, int thread, int threads) const;
+  void run(const GatherOp& op, size_t, int thread, int threads) const;
+  void run(const SpreadOp& op, size_t, int thread, int threads) const;
   void run(const LayerInputsOp& op, size_t, int thread, int threads) const;
+  void connect(const Buffer& c, int64_t token, int64_t first, int64_t n, float magnitude, float eps, float* out) const;
   void route_streams(int routed, int weight, float scale, int64_t token, int64_t n, float* out) const;
   bool is_idle(const OpBody& op) const {  // a tap that the step does not ask for
     const auto* tap = std::get_if<TapOp>(&op);

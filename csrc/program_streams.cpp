@@ -1,4 +1,5 @@
 // What a step of a Program does with streams beside each other, embeddings of layers, gates of which most is cut, and curves.
+#include <algorithm>
 #include <cstring>
 
 #include "program_run.h"
@@ -122,6 +123,54 @@ void Program::Run::run(const CorrectOp& op, size_t, int thread, int threads) con
     std::memcpy(news, buffer(op.y).f32() + t * width, static_cast<size_t>(width) * 4);
     kernels.add_row(buffer(op.xs[op.active]).f32() + t * width, width, -1.0f, news);
     for (int64_t i = 0; i < n; ++i) kernels.add_row(news, width, coefficients[i] + 1.0f, buffer(op.xs[i]).f32() + t * width);
+  }
+}
+
+// Output by output: each is a sum over the streams in their order, times the inverse length of all of them.
+void Program::Run::run(const ConnectionsOp& op, size_t, int thread, int threads) const {
+  const Buffer& out = buffer(op.out);
+  const int64_t n = static_cast<int64_t>(op.xs.size()), width = buffer(op.xs[0]).width, last = program.vector_size(op.scale) - 1;
+  const float *scale = vector(op.scale), *base = vector(op.base);
+  const Range part = part_of_rows(out, step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t) {
+    float squares = 0.0f;
+    for (const int x : op.xs) squares += kernels.row_product(buffer(x).f32() + t * width, buffer(x).f32() + t * width, width);
+    const float factor = 1.0f / __builtin_sqrtf(squares / static_cast<float>(n * width) + op.eps), *row = vector(op.weight);
+    for (int64_t i = 0; i < out.width; ++i) {
+      float sum = 0.0f;
+      for (const int x : op.xs) sum += kernels.row_product(buffer(x).f32() + t * width, row, width), row += width;
+      out.f32()[t * out.width + i] = scale[std::min(i / n, last)] * (sum * factor) + base[i];
+    }
+  }
+}
+
+// What one part of the connections says of each stream: magnitude * sigmoid(c) + eps.
+void Program::Run::connect(const Buffer& c, int64_t token, int64_t first, int64_t n, float magnitude, float eps, float* out) const {
+  std::memcpy(out, c.f32() + token * c.width + first, static_cast<size_t>(n) * 4);
+  kernels.sigmoid_row(out, n);
+  for (int64_t i = 0; i < n; ++i) out[i] = magnitude * out[i] + eps;
+}
+
+void Program::Run::run(const GatherOp& op, size_t, int thread, int threads) const {
+  const Buffer& out = buffer(op.out);
+  float weights[kMostStreams];
+  const Range part = part_of_rows(out, step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t) {
+    float* row = out.f32() + t * out.width;
+    connect(buffer(op.c), t, 0, static_cast<int64_t>(op.xs.size()), 1.0f, op.eps, weights);
+    kernels.embed_row(buffer(op.xs[0]).f32() + t * out.width, Source::f32, out.width, weights[0], row);
+    for (size_t i = 1; i < op.xs.size(); ++i) kernels.add_row(buffer(op.xs[i]).f32() + t * out.width, out.width, weights[i], row);
+  }
+}
+
+void Program::Run::run(const SpreadOp& op, size_t, int thread, int threads) const {
+  const Buffer& y = buffer(op.y);
+  const int64_t n = static_cast<int64_t>(op.xs.size());
+  float weights[kMostStreams];
+  const Range part = part_of_rows(buffer(op.xs[0]), step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t) {
+    connect(buffer(op.c), t, n, n, op.magnitude, op.eps, weights);
+    for (int64_t i = 0; i < n; ++i) kernels.add_row(y.f32() + t * y.width, y.width, weights[i], buffer(op.xs[i]).f32() + t * y.width);
   }
 }
 

@@ -55,6 +55,12 @@ struct Uses {
   void operator()(const CopyColumnsOp& op) { reads = {op.x}, writes = {op.out}; }
   void operator()(const PredictOp& op) { reads = {op.routed}, writes = op.xs; }
   void operator()(const CorrectOp& op) { reads = {op.y, op.routed}, writes = op.xs; }
+  void operator()(const ConnectionsOp& op) { reads = op.xs, writes = {op.out}; }
+  void operator()(const GatherOp& op) {
+    reads = op.xs, writes = {op.out};
+    reads.push_back(op.c);
+  }
+  void operator()(const SpreadOp& op) { reads = {op.y, op.c}, writes = op.xs; }
   void operator()(const StateOp& op) {
     reads = {op.qkv}, writes = {op.out};
     for (const int number : {op.rates, op.decays})

@@ -17,6 +17,21 @@ static void mix_rows(float* const* rows, int64_t n_rows, int64_t n, const float*
   }
 }
 
+// Four lane sums, added as a fixed tree, as of squares.
+static float row_product(const float* x, const float* y, int64_t n) {
+  F32 sums[4] = {zero(), zero(), zero(), zero()};
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64)
+    for (int64_t j = 0; j < 4; ++j) sums[j] = fma(load(x + i + 16 * j), load(y + i + 16 * j), sums[j]);
+#pragma GCC unroll 4
+  for (int64_t j = 0; j < 4; ++j) {  // unrolled, so that the sums are registers
+    const int64_t left = n - i - 16 * j, lanes = left < 16 ? left : 16;
+    if (left <= 0) break;
+    sums[j] = fma(load_n(x + i + 16 * j, lanes), load_n(y + i + 16 * j, lanes), sums[j]);
+  }
+  return horizontal_sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+}
+
 static void match_row(const float* y, const float* x, int64_t n, float least, float* out) {
   const float wanted = sum_of_squares(x, n) / static_cast<float>(n), found = sum_of_squares(y, n) / static_cast<float>(n);
   const F32 factor = set1(__builtin_sqrtf(wanted) / __builtin_sqrtf(found > least ? found : least));

@@ -33,7 +33,8 @@ FAMILIES: tuple[str, ...] = tuple(CLASSES)
 MORE_FAMILIES: tuple[str, ...] = tuple(MORE)
 EMBEDDINGS = ("embed_tokens", "embed_in", "word_embeddings", "wte", "wpe", "embed_positions")
 BY_LAYER = ("layer_types", "block_configs", "activation_sparsity_pattern", "layer_rope_theta", "mlp_layer_types",
-            "swiglu_limits", "swiglu_limits_shared", "num_attention_heads_per_layer", "attention_types")  # fmt: skip
+            "swiglu_limits", "swiglu_limits_shared", "num_attention_heads_per_layer", "attention_types",
+            "indexer_types")  # fmt: skip
 UNSCALED = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")  # scores are not divided by anything
 UNSCALED_QUERIES = ("gpt_neo",)  # likewise, and nothing norms them
 
@@ -84,6 +85,10 @@ def enliven(model: torch.nn.Module, seed: int) -> None:
             parameter.copy_(0.3 * noise)
         else:
             parameter.add_(0.2 * noise)
+            if name.endswith(
+                ("_hc.scale", "hc_scale")
+            ):  # a hundredth at first, by which no weight would depend on a token
+                parameter.add_(0.8)
             if name.endswith("q_norm.weight") and model.config.model_type in UNSCALED:
                 parameter.mul_(0.4)
     for name, buffer in model.named_buffers():

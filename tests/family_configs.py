@@ -8,7 +8,6 @@ from family_fields import (
     CONVOLUTIONS,
     FALCON_H1,
     LAGUNA,
-    LATENT,
     MAMBA,
     NEMOTRON_3,
     NEMOTRON_H,
@@ -17,6 +16,7 @@ from family_fields import (
     WINDOWS,
     blocks,
 )
+from latent_configs import LATENT, LATENT_MORE
 from searched import block
 
 VOCAB = 160
@@ -484,19 +484,6 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
          "num_shared_experts": 2, "router_scaling_factor": 1.7},
     ),
-    # an index that chooses some of the tokens there are; the second one's choice is shared
-    "deepseek_v32": (
-        "DeepseekV32Config",
-        "DeepseekV32ForCausalLM",
-        {**LATENT, "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "index_topk": 12, "index_n_heads": 8,
-         "index_head_dim": 32},
-    ),
-    "glm_moe_dsa": (
-        "GlmMoeDsaConfig",
-        "GlmMoeDsaForCausalLM",
-        {**LATENT, "q_lora_rank": 24, "index_topk": 12, "index_n_heads": 8, "index_head_dim": 32,
-         "indexer_types": ["full", "shared", "full"]},
-    ),
     # latent queries that are scaled by their position
     "mistral4": (
         "Mistral4Config",
@@ -525,20 +512,6 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Kolibri1ForCausalLM",
         {**WINDOWS, "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
          "shared_expert_intermediate_size": 48, "norm_topk_prob": True},
-    ),
-    "axk1": (
-        "AXK1Config",
-        "AXK1ForCausalLM",
-        {**{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}, "q_lora_rank": 24,
-         "n_group": 4, "topk_group": 2, "mlp_layer_types": ["dense", "sparse", "sparse"]},
-    ),
-    # gated norms, and queries and gates of heads that are made of a latent before and behind its norm
-    "axk2": (
-        "AXK2Config",
-        "AXK2ForCausalLM",
-        {**{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}, "q_lora_rank": 24,
-         "n_group": 4, "topk_group": 2, "mlp_layer_types": ["dense", "sparse", "sparse"], "gated_norm_rank": 8,
-         "index_topk": 12, "index_n_heads": 8, "index_head_dim": 32},
     ),
     # clamped gates in the dense layer, in shared experts and in experts; an index that chooses two of the blocks there are
     "minimax_m3": (
@@ -588,4 +561,5 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"num_hidden_layers": 4, "layer_types": CONVOLUTIONS, "num_experts": 6, "num_experts_per_tok": 3,
          "moe_intermediate_size": 40, "num_dense_layers": 1, "conv_L_cache": 4},
     ),
+    **LATENT_MORE,
 }  # fmt: skip

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-          "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
-          "first_k_dense_replace": 1}  # fmt: skip
 STATES = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 CONVOLUTIONS = ["conv", "full_attention", "conv", "conv"]
 MAMBA = {"num_hidden_layers": 4, "layer_types": STATES, "mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 24,

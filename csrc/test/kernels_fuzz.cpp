@@ -262,7 +262,7 @@ class Recorder {
     p_.record(Category::o, LinearOp{linear(m_.hidden, column + width), given, x_, Store::add_f32, Activation::silu});
   }
 
-  // Streams that begin with x, predict each other and are corrected, and what a layer adds of an embedding of its own.
+  // Streams that begin with x, predict each other and are corrected, and are joined and added to by a connection; what a layer adds of an embedding of its own.
   void mix(int rows, int head, const std::vector<float>& table) {
     const int64_t n = w_.pick(1, 4), hidden = m_.hidden;
     std::vector<int> xs{x_};
@@ -277,6 +277,11 @@ class Recorder {
     p_.record(Category::qkv, LinearOp{linear(n, hidden), rows, routed, Store::f32, Activation::silu});
     p_.record(Category::norm, PredictOp{xs, routed, p_.add_vector(w_.floats(n * n * n, -0.3f, 0.3f)), 0.7f});
     p_.record(Category::norm, CorrectOp{xs, y, routed, p_.add_vector(w_.floats(n * n, -0.3f, 0.3f)), static_cast<int>(w_.pick(0, n - 1)), 0.7f});
+    const int c = plain_buffer(p_, BufferKind::f32, 2 * n), read = plain_buffer(p_, BufferKind::f32, hidden);
+    p_.record(Category::norm, ConnectionsOp{xs, p_.add_vector(w_.floats(2 * n * n * hidden, -0.3f, 0.3f)), p_.add_vector(w_.floats(w_.pick(1, 3), -0.5f, 0.5f)),
+                                            p_.add_vector(w_.floats(2 * n, -0.3f, 0.3f)), c, 1e-5f});
+    p_.record(Category::norm, GatherOp{xs, c, read, 1e-6f});
+    p_.record(Category::norm, SpreadOp{xs, read, c, 0.3f, 1e-6f});
     const int added = plain_buffer(p_, BufferKind::f32, hidden);
     p_.record(Category::qkv, LinearOp{linear(hidden, hidden), rows, added, Store::f32, Activation::silu});
     const bool is_packed = is_grouped(m_.weights) && w_.pick(0, 1);

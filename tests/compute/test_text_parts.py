@@ -20,7 +20,8 @@ from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError
 from diptych.models.read import load_model_file
 from diptych.models.stored import check_stored
-from family_fields import LATENT, SMALL_TOWER
+from family_fields import SMALL_TOWER
+from latent_configs import LATENT
 from lora import write_adapter
 from stepping import Stepper
 

@@ -34,9 +34,10 @@ SIZES = {
 INDEX = {"index_topk": 260, "index_head_dim": 128, "index_n_heads": 8}
 
 
-@pytest.fixture(scope="module", params=["deepseek_v2", "deepseek_v32", "axk2"])
+@pytest.fixture(scope="module", params=["deepseek_v2", "deepseek_v32", "axk2", "hy_v4"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = SIZES | ({} if request.param == "deepseek_v2" else INDEX)
+    sizes |= {"indexer_types": ["full", "full"]} if request.param == "hy_v4" else {}
     return make_checkpoint(request.param, tmp_path_factory.mktemp("latent"), dtype=torch.bfloat16, **sizes)
 
 

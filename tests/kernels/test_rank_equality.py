@@ -118,6 +118,7 @@ BEYOND: list[tuple[str, str, str, dict[str, int]]] = [
     ("minimax_m3", "bf16", "int8", {"num_attention_heads": 2, "num_key_value_heads": 1, "index_n_heads": 1}),
     ("nemotron-nas", "int8", "int8", {}),
     ("axk2", "bf16", "bf16", {"num_attention_heads": 3, "num_key_value_heads": 3}),
+    ("hy_v4", "int8", "int8", {"num_attention_heads": 3}),
 ]  # fmt: skip
 
 

@@ -192,6 +192,42 @@ def test_streams_predict_and_correct_each_other(isa: str, width: int, n: int) ->
         torch.testing.assert_close(one, other, atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("n", [1, 3, 4, 8])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_streams_are_joined_by_what_a_connection_says(isa: str, width: int, n: int) -> None:
+    """Every weight is of all streams; outputs have the scale of their n, those behind the last scale that one."""
+    xs, y = [noise(T, width, seed=i, scale=3.0) for i in range(n)], noise(T, width, seed=20)
+    m, eps, magnitude = 2 * n + 5, 0.03, 1.5
+    weight, base = noise(m, n * width, seed=21, scale=(n * width) ** -0.5), noise(m, seed=22)
+    scale = torch.tensor([0.7, 1.3])
+    c = reference.connections(xs, weight, scale, base, eps=0.5)
+    joined = reference.gather(xs, c, eps=eps)
+    spread = reference.spread(xs, y, c, magnitude=magnitude, eps=eps)
+
+    def run(*, spreads: bool, buffer: int, size: int) -> torch.Tensor:
+        bench = Bench(isa, xs[0])
+        program, buffers = bench.program, [bench.x, *others(bench, *xs[1:])]
+        (new,), out, to = others(bench, y), program.add_f32(m), program.add_f32(width)
+        vectors = [program.add_vector(one.flatten().contiguous()) for one in (weight, scale, base)]
+        program.connections(xs=buffers, weight=vectors[0], scale=vectors[1], base=vectors[2], out=out, eps=0.5)
+        if spreads:
+            program.spread(xs=buffers, y=new, c=out, magnitude=magnitude, eps=eps)
+        else:
+            program.gather(xs=buffers, c=out, out=to, eps=eps)
+        return bench.run([*buffers, out, to][buffer], size)
+
+    check("connections", run(spreads=False, buffer=n, size=m), c)
+    check("gather", run(spreads=False, buffer=n + 1, size=width), joined)
+    for i in range(n):
+        check("spread", run(spreads=True, buffer=i, size=width), spread[i])
+    ops, vectors = torch_ops(), [TorchNorm(one) for one in (weight, scale, base)]
+    found = ops.connections(tuple(xs), *vectors, eps=0.5)
+    torch.testing.assert_close(found, c, atol=1e-5, rtol=0)
+    torch.testing.assert_close(ops.gather(tuple(xs), c, n, eps=eps), joined, atol=1e-5, rtol=0)
+    for one, other in zip(ops.spread(tuple(xs), y, c, magnitude=magnitude, eps=eps), spread, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [3, 16, 40])
 def test_embeddings_of_layers(isa: str, width: int, dtype: torch.dtype) -> None:
@@ -253,6 +289,19 @@ def test_what_does_not_fit_is_refused(isa: str) -> None:
         program.predict(xs=[bench.x, bench.x], routed=other, weight=nine, scale=1.0)
     with pytest.raises(ValueError, match="from 1 to 8"):
         program.correct(xs=[bench.x] * 9, y=bench.x, routed=other, weight=nine, scale=1.0, active=0)
+    two, vectors = [bench.x, program.add_f32(8)], {"weight": nine, "scale": nine, "base": nine}
+    with pytest.raises(ValueError, match="a base for each output"):
+        program.connections(xs=two, out=other, eps=1.0, **vectors)
+    with pytest.raises(ValueError, match="from 1 to 8"):
+        program.connections(xs=[bench.x] * 9, out=other, eps=1.0, **vectors)
+    with pytest.raises(ValueError, match="not of as many streams"):
+        program.spread(xs=[*two, *two], y=program.add_f32(8), c=other, magnitude=1.0, eps=0.0)
+    with pytest.raises(ValueError, match="one width"):
+        program.gather(xs=two, c=other, out=other, eps=0.0)
+    with pytest.raises(ValueError, match="beside them"):
+        program.gather(xs=two, c=other, out=two[1], eps=0.0)
+    with pytest.raises(ValueError, match="none of them"):
+        program.spread(xs=two, y=two[1], c=other, magnitude=1.0, eps=0.0)
     with pytest.raises(ValueError, match="beyond the row"):
         program.copy_columns(x=bench.x, out=other, first=3)
     with pytest.raises(ValueError, match="beyond the row"):

@@ -80,6 +80,11 @@ MORE: dict[str, dict[str, Any]] = {
     "kolibri1": {"num_experts": 4, "shared_expert_intermediate_size": 48, **EXPERTS},
     "axk1": {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, **LATENT},
     "axk2": {"n_shared_experts": 1, **LATENT},
+    "hy_v4": {
+        "hc_mult": 3,
+        "indexer_types": ["full", "shared", "full", "shared"],
+        **{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
+    },
     "phimoe": {"num_local_experts": 4, "lm_head_bias": True},
     "glm4_moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS},
     "glm4v_moe_text": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS},

@@ -11,11 +11,12 @@ from test_read import SMALL, read
 
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.config import HfConfig
-from diptych.models.gates import CLAMPED, SQUARED
+from diptych.models.gates import CLAMPED, SQUARED, GateForm
 from diptych.models.latent import IndexSpec
 from diptych.models.positions import QueryScale
 from diptych.models.read import read_model
-from diptych.models.spec import ModelSpec, QkNorm
+from diptych.models.spec import ModelSpec, MoeSpec, QkNorm
+from diptych.models.streams import HyperSpec
 
 
 def choosers(spec: ModelSpec) -> str:
@@ -49,6 +50,42 @@ def test_layers_choose_what_they_attend_to_or_take_the_choice_of_another() -> No
     ):
         with pytest.raises(LoadError, match=said):
             read("glm_moe_dsa", **fields)
+
+
+def test_streams_by_hyper_connections() -> None:
+    """HY V4; oracle: what the class makes of the same keys. A limit of 0 is refused: to its pages it is none."""
+    for n in (1, 7):
+        config = transformers.HYV4Config(num_hidden_layers=n)
+        spec = read("hy_v4", num_hidden_layers=n)
+        assert choosers(spec) == "".join(kind[0].upper() for kind in config.indexer_types)
+        kinds = ["sparse" if isinstance(layer.mlp, MoeSpec) else "dense" for layer in spec.layers]
+        assert kinds == config.mlp_layer_types
+    assert spec.streams == HyperSpec(n_streams=4, magnitude=2.0, eps=1e-6)
+    attention, moe = spec.layers[0].attention, spec.moe
+    assert moe is not None
+    assert (moe.form, moe.shared.form) == (GateForm(limit=10.0), None)
+    assert (attention.has_sinks, attention.has_gate, attention.gates_heads) == (True, True, False)
+    index = attention.own_index
+    assert index is not None
+    assert (index.turns_last, index.norm_eps) == (True, spec.norm_eps)
+    assert read("hy_v4", num_key_value_heads=3).n_kv_heads == spec.n_heads  # which the class puts there, too
+    for fields, said in (
+        ({"hc_mult": 9}, "hc_mult in .* is 9; at most 8"),
+        ({"hc_mult": 0}, "hc_mult in .* is 0; it must be a whole number of at least 1"),
+        ({"hc_magnitude": -1.0}, "hc_magnitude in .* must be a number greater than 0"),
+        ({"hc_eps": "small"}, "hc_eps in .* must be a number"),
+        ({"swiglu_limit": 0.0}, r"swiglu_limit in .* is 0\.0; it must be a number greater than 0"),
+        ({"swiglu_limit": None}, "swiglu_limit in .* is None; it must be a number greater than 0"),
+        ({"indexer_types": ["shared", "full", "full", "full"]}, "none was made before it"),
+        ({"mlp_layer_types": ["dense"]}, "mlp_layer_types in .* must name 4 layers"),
+        ({"index_topk_freq": 4}, "it changes the mathematics, and hy_v4 has no such key"),
+        ({"first_k_dense_replace": 2}, "first_k_dense_replace .* hy_v4 has no such key"),
+        ({"q_lora_rank": None}, "queries of an index"),
+    ):
+        with pytest.raises(LoadError, match=said):
+            read("hy_v4", **fields)
+    with pytest.raises(LoadError, match=r"hc_mult .* changes the mathematics"):
+        read("llama", hc_mult=4)
 
 
 def test_the_layers_of_llama_4() -> None:

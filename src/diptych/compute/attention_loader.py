@@ -207,10 +207,13 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         kv = self.linear(root, ("kv_a_proj_with_mqa",), (mla.kv_rank + mla.rope_dim,), hidden, has_bias=has_bias)
         own = attention.own_index
         index = None if own is None else self._index_parts(mla, own, f"{root}indexer.")
+        of_heads = self._latent_gate(mla, root)
         if self.loader.is_balancing:
             of_index = () if index is None else (index.key, index.weights)
-            norm, (first, kv, *rest) = self.balance_norm(norm, (first, kv, *of_index))
+            of_gate = () if of_heads is None else (of_heads,)
+            norm, (first, kv, *rest) = self.balance_norm(norm, (first, kv, *of_gate, *of_index))
             down, q = (None, first) if down is None else (first, q)
+            of_heads, rest = (rest[0], rest[1:]) if of_gate else (None, rest)
             index = index and replace(index, key=rest[0], weights=rest[1])
         role, handle = self.role(Split.OUTPUTS, q=q_width), self._latent_attention(mla, root, index)
         weights = LatentWeights(
@@ -225,8 +228,18 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         )
         o = self.linear(root, (self.names.o,), (hidden,), n_heads * mla.v_dim, has_bias=has_bias)
         return norm, LayerHeads(
-            handle=handle, qkv=weights, o=self.loader.linear(o, role=self.role(Split.INPUTS, o=hidden))
+            handle=handle,
+            qkv=weights,
+            o=self.loader.linear(o, role=self.role(Split.INPUTS, o=hidden)),
+            gate=None if of_heads is None else self._gate(of_heads, attention.gate_by),
         )
+
+    def _latent_gate(self, mla: MlaSpec, root: str) -> LinearParts | None:
+        """What gates the heads, where it reads the layer's input and not what queries are made of."""
+        if mla.is_mixed or not self.parts.attention.has_gate:
+            return None
+        assert self.names.gate is not None
+        return self.linear(root, (self.names.gate,), (self.parts.attention.gate_width,), self.spec.hidden)
 
     def _from_latents(self, mla: MlaSpec, root: str) -> tuple[LinearParts, LinearParts | None]:
         """What reads their rank: queries, and a gate of the heads where each head's rows lie behind those of its queries."""
@@ -250,14 +263,14 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         return _reordered(parts, order)
 
     def _index_parts(self, mla: MlaSpec, index: IndexSpec, root: str) -> IndexParts:
-        """Heads of queries and the key turn first, in halves."""
+        """Heads of queries and the key turn first, in halves: scores are the same in any order."""
         assert mla.q_rank is not None
         d, hidden = index.head_dim, self.spec.hidden
         queries = self.linear(root, ("wq_b",), (index.n_heads * d,), mla.q_rank)
         key = self.linear(root, ("wk",), (d,), hidden)
         weight, bias = (self.source.tensor(f"{root}k_norm.{one}", d) for one in ("weight", "bias"))
-        if index.is_interleaved:
-            order = halves_order(d, mla.rope_dim)
+        if index.is_interleaved or index.turns_last:
+            order = halves_order(d, mla.rope_dim) if index.is_interleaved else torch.arange(d).roll(mla.rope_dim)
             queries, key = _reordered(queries, order), _reordered(key, order)
             weight, bias = ReorderedTensor(weight, order), ReorderedTensor(bias, order)
         return IndexParts(
@@ -296,9 +309,11 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             mla=mla,
             index=attention.index,
             place=self.spec.kv_place(self.layer),
+            has_sinks=attention.has_sinks,
         )
         return self.loader.latent_attention(
             spec,
+            sinks=self._sinks(root),
             norm=self._norm_over(f"{root}kv_a_layernorm", mla.kv_rank),
             keys=tuple(LinearParts(weights=(one,)) for one in keys),
             values=tuple(LinearParts(weights=(one,)) for one in values),
@@ -337,8 +352,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
 
     def attention(self, root: str, index: IndexParts | None = None) -> Heads:
         """The layer's attention handle, with q_norm and k_norm where it has them."""
-        spec = self.parts.attention
-        sinks = self.source.tensor(f"{root}{self.names.sinks}", spec.n_heads) if spec.has_sinks else None
+        spec, sinks = self.parts.attention, self._sinks(root)
         heads = AttentionSpec(
             layer=self.layer,
             n_heads=spec.n_heads,
@@ -360,6 +374,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             v_scale=spec.v_scale,
             index=spec.index,
             index_place=self.spec.index_place(self.layer),
+            has_sinks=spec.has_sinks,
         )
         if spec.qk_norm is QkNorm.NONE:
             return self.loader.attention(heads, q_norm=None, k_norm=None, sinks=sinks, index=index)
@@ -368,6 +383,12 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         return self.loader.attention(
             heads, q_norm=q_norm, k_norm=k_norm, norm_offset=self.spec.norm_offset, sinks=sinks, index=index
         )
+
+    def _sinks(self, root: str) -> WeightTensor | None:
+        attention = self.parts.attention
+        if not attention.has_sinks:
+            return None
+        return self.source.tensor(f"{root}{self.spelt(root, self.names.sinks)}", attention.n_heads)
 
     def _heads_norm(self, name: str, n_heads: int) -> WeightTensor:
         """The weight of the norm of q or of k, dimensions in the order that the projections are read in."""

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Generic
 
 from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Ops, Stream, Table, Vector
+from diptych.compute.stream_weights import BranchWeights, Connection, InputsWeights, MixingWeights, OwnEmbedding
 from diptych.models.gates import GateForm
 from diptych.models.spec import ModelSpec
-from diptych.models.streams import StreamsSpec
+from diptych.models.streams import HyperSpec, StreamsSpec
 
 HALF_POWER = 2.0**-0.5  # of a sum of two that is to be as large as each of them
 LEAST_SQUARE = 1e-5  # of what is made as large as another stream
@@ -79,40 +80,11 @@ class StateWeights(Generic[Vector, Linear]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BranchWeights(Generic[Vector, Linear]):
-    """A low-rank branch beside attention."""
-
-    left: Linear
-    right: Linear
-    norm: Vector
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NormGate(Generic[Linear]):
     """What a norm gives is multiplied by: a sigmoid of two projections of it, with an activation between them."""
 
     down: Linear
     up: Linear
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixingWeights(Generic[Vector, Linear]):
-    """How a layer mixes streams, by what is routed. output: weighs what the gate of the layer's embedding reads."""
-
-    norm: Vector
-    router: Linear
-    predict: Vector
-    correct: Vector
-    output: Vector | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnEmbedding(Generic[Vector, Linear]):
-    """What becomes of a layer's own embedding: gated by the stream, projected, normed."""
-
-    gate: Linear
-    projection: Linear
-    norm: Vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,16 +129,8 @@ class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
     mlp_scale: float = 1.0  # of what the MLP adds
     branch: BranchWeights[Vector, Linear] | None = None
     mixing: MixingWeights[Vector, Linear] | None = None
+    connections: tuple[Connection[Vector], Connection[Vector]] | None = None  # of attention, of the MLP
     embedding: OwnEmbedding[Vector, Linear] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputsWeights(Generic[Table, Vector, Linear]):
-    """Embeddings of all layers: a table, and what the beginning of the stream adds."""
-
-    table: Table
-    projection: Linear
-    norm: Vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +145,7 @@ class DecoderWeights(Generic[Table, Vector, Linear, Heads, Experts]):
     inputs: InputsWeights[Table, Vector, Linear] | None = None
     begin: tuple[Linear, ...] = ()  # of each stream but the first
     end: tuple[Linear, ...] = ()
+    connection: Connection[Vector] | None = None  # of the streams' end
 
 
 def run_decoder(
@@ -200,8 +165,10 @@ def run_decoder(
         positions=weights.positions,
         first_position=spec.first_position,
     )
-    if spec.streams is not None:
+    if isinstance(spec.streams, StreamsSpec):
         x = run_streams(ops, spec, spec.streams, weights, x)
+    elif spec.streams is not None:
+        x = run_connected(ops, spec, spec.streams, weights, x)
     else:
         given = begin_inputs(ops, spec, weights, x)
         onto: Stream | None = None
@@ -357,6 +324,66 @@ def run_streams(
         x = ops.add(x, ops.match(ops.linear(xs[i], one), xs[0], i, least=LEAST_SQUARE), scale=1 / n)
     ops.tap(x, spec.n_layers - 1)
     return x
+
+
+def run_connected(
+    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+    spec: ModelSpec,
+    hyper: HyperSpec,
+    weights: DecoderWeights[Table, Vector, Linear, Heads, Experts],
+    x: Stream,
+) -> Stream:
+    """All layers over streams that x begins, and their sum: what reads and adds to them is weighed by hyper-connections."""
+    n, eps = hyper.n_streams, spec.norm_eps
+    xs = tuple(ops.branch(x, i) for i in range(n))
+    for number, layer in enumerate(weights.layers):
+        assert layer.connections is not None
+        for connection, run in zip(layer.connections, (attention_alone, mlp_alone), strict=True):
+            c = ops.connections(xs, connection.weight, connection.scale, connection.base, eps=eps)
+            y = run(ops, ops.gather(xs, c, n, eps=hyper.eps), layer, eps=eps)
+            xs = ops.spread(xs, y, c, magnitude=hyper.magnitude, eps=hyper.eps)
+        if number < spec.n_layers - 1:
+            ops.tap(xs[0], number)
+    end = weights.connection
+    assert end is not None
+    x = ops.gather(xs, ops.connections(xs, end.weight, end.scale, end.base, eps=eps), n, eps=hyper.eps)
+    ops.tap(x, spec.n_layers - 1)
+    return x
+
+
+def attention_alone(
+    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+    x: Stream,
+    weights: LayerWeights[Vector, Linear, Heads, Experts],
+    *,
+    eps: float,
+) -> Hidden:
+    """attention(norm(x))."""
+    assert weights.input_norm is not None
+    assert weights.o is not None
+    return ops.linear(run_attention(ops, ops.norm(x, weights.input_norm, eps=eps), weights), weights.o)
+
+
+def mlp_alone(
+    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+    x: Stream,
+    weights: LayerWeights[Vector, Linear, Heads, Experts],
+    *,
+    eps: float,
+) -> Hidden:
+    """mlp(norm(x)), or mixture(norm(x)) + the shared experts of norm(x)."""
+    assert weights.pre_mlp_norm is not None
+    h = ops.norm(x, weights.pre_mlp_norm, eps=eps)
+    if weights.dense is not None:
+        gate_up, down = weights.dense
+        return ops.linear(run_dense(ops, h, gate_up, weights), down)
+    shared = weights.shared
+    assert weights.experts is not None
+    beside = None if shared is None else run_inner(ops, h, shared.gate_up, weights)
+    mixture = ops.experts(h, weights.experts)
+    if shared is None or beside is None:
+        return mixture
+    return ops.sum(mixture, ops.linear(beside, shared.down))
 
 
 def begin_inputs(

@@ -34,6 +34,8 @@ from diptych.compute.ops.contract import (
 )
 from diptych.compute.streams_loader import (
     load_branch,
+    load_connection,
+    load_connections,
     load_embedding,
     load_ends,
     load_inputs,
@@ -59,6 +61,7 @@ from diptych.models.spec import (
     MoeSpec,
     Norms,
 )
+from diptych.models.streams import HyperSpec
 
 
 def load_decoder(
@@ -94,6 +97,7 @@ def load_decoder(
         inputs=inputs,
         begin=begin,
         end=end,
+        connection=load_connection(source, loader, spec, prefix),
     )
 
 
@@ -188,6 +192,8 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
     def _streams(self) -> dict[str, Any]:
         """How it mixes streams, and its own embedding."""
         spec, mlp = self.spec, self.parts.mlp
+        if isinstance(spec.streams, HyperSpec):
+            return {"connections": load_connections(self.source, self.loader, spec, spec.streams, self.prefix)}
         if spec.layer_inputs is None:
             return {}
         assert mlp is not None

@@ -67,7 +67,9 @@ class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
     ) -> LinearParts:
         """Projections stacked along their outputs; one name for all of them: stacked in the file already."""
         rows = rows if len(names) == len(rows) else (sum(rows),)
-        named = [(self._stored(root, name), n) for name, n in zip(names, rows, strict=True)]
+        named = [
+            (self._stored(root, self.spelt(root, name, ".weight")), n) for name, n in zip(names, rows, strict=True)
+        ]
         weights: tuple[WeightTensor, ...]
         if self.names.transposes and not self.source.is_plain:
             weights = tuple(
@@ -89,6 +91,12 @@ class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
             return name
         return inner
 
+    def spelt(self, root: str, name: str, ending: str = "") -> str:
+        """What this file calls it: as the family does, or by its other name."""
+        other = self.names.others.get(name)
+        has_other = other is not None and self.source.has(f"{root}{other}{ending}")
+        return other if other is not None and has_other else name
+
     def mlp_names(self, root: str, *, is_gated: bool = True) -> tuple[tuple[str, ...], str]:
         """Of gate and up, and of down; where a converter has taken gate and up apart, or stacked them, as it calls them."""
         if is_gated and self.source.is_plain and not self.source.has(f"{root}{self.names.down}.weight"):
@@ -103,10 +111,7 @@ class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
         if name is None:
             return None
         root = prefix or self.prefix
-        other = self.names.others.get(name)
-        if other is not None and self.source.has(f"{root}{other}.weight"):
-            name = other
-        return norm_parts(self.source, f"{root}{name}", self.spec)
+        return norm_parts(self.source, f"{root}{self.spelt(root, name, '.weight')}", self.spec)
 
     def inner_norm(self, name: str, width: int) -> NormParts | None:
         """What o or down reads, of models that norm before those."""

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from diptych.compute.balance import NORM_SHARE, balance_norm
-from diptych.compute.decoder import BranchWeights, InputsWeights, MixingWeights, OwnEmbedding
 from diptych.compute.ops.contract import Experts, Heads, Linear, LinearParts, Loader, NormParts, Role, Table, Vector
+from diptych.compute.stream_weights import BranchWeights, Connection, InputsWeights, MixingWeights, OwnEmbedding
 from diptych.compute.weights import Source
 from diptych.models.spec import MlpSpec, ModelSpec, MoeSpec
-from diptych.models.streams import LayerInputs, StreamsSpec
+from diptych.models.streams import HyperSpec, LayerInputs, StreamsSpec
+
+# what precedes the names of a hyper-connection's tensors, before attention, before the MLP and at the end: as the class of
+# transformers has them, as HY V4's own files do, and as transformers saves those
+ATTENTION_HC = ("attn_hc.", "hc_attn_layer.hc_pre.hc_", "hc_attn_layer.hc_", "hc_pre.hc_attn_layer.hc_")
+MLP_HC = ("ffn_hc.", "hc_mlp_layer.hc_pre.hc_", "hc_mlp_layer.hc_", "hc_pre.hc_mlp_layer.hc_")
+END_HC = ("hc_head.hc_", "hc_head.hc_pre.hc_head_", "hc_head.hc_head_", "hc_pre.hc_head.hc_head_")
 
 
 def load_inputs(
@@ -32,7 +38,7 @@ def load_ends(
     begin, end = (
         tuple(
             loader.linear(_matrix(source, f"{prefix}{name}.{i}", spec.hidden, spec.hidden))
-            for i in range(0 if spec.streams is None else spec.streams.n_streams - 1)
+            for i in range(spec.streams.n_streams - 1 if isinstance(spec.streams, StreamsSpec) else 0)
         )
         for name in ("altup_projections", "altup_unembed_projections")
     )
@@ -58,6 +64,45 @@ def load_mixing(
     )
 
 
+def load_connections(
+    source: Source, loader: Loader[Table, Vector, Linear, Heads, Experts], spec: ModelSpec, hyper: HyperSpec, root: str
+) -> tuple[Connection[Vector], Connection[Vector]]:
+    """Of the layer whose tensors begin with root: how its attention and its MLP read the streams, and are added to them."""
+    attention, mlp = (
+        _connection(source, loader, spec, hyper, root, names, n_parts=2) for names in (ATTENTION_HC, MLP_HC)
+    )
+    return attention, mlp
+
+
+def load_connection(
+    source: Source, loader: Loader[Table, Vector, Linear, Heads, Experts], spec: ModelSpec, prefix: str
+) -> Connection[Vector] | None:
+    """How the streams are joined at their end, where they are so."""
+    if not isinstance(spec.streams, HyperSpec):
+        return None
+    return _connection(source, loader, spec, spec.streams, prefix, END_HC, n_parts=1)
+
+
+def _connection(
+    source: Source,
+    loader: Loader[Table, Vector, Linear, Heads, Experts],
+    spec: ModelSpec,
+    hyper: HyperSpec,
+    root: str,
+    names: tuple[str, ...],
+    *,
+    n_parts: int,
+) -> Connection[Vector]:
+    """n_parts: each of as many outputs as there are streams, with a scale of its own."""
+    name = next((one for one in names if source.has(f"{root}{one}fn")), names[0])
+    n = hyper.n_streams
+    return Connection(
+        weight=loader.vector(source.tensor(f"{root}{name}fn", n_parts * n, n * spec.hidden)),
+        scale=loader.vector(source.tensor(f"{root}{name}scale", n_parts)),
+        base=loader.vector(source.tensor(f"{root}{name}base", n_parts * n)),
+    )
+
+
 def load_branch(
     source: Source,
     loader: Loader[Table, Vector, Linear, Heads, Experts],
@@ -79,7 +124,7 @@ def own_gate(
 ) -> tuple[NormParts | None, LinearParts]:
     """What weighs a stream before the gate of the layer's embedding reads it, if anything does, and that gate."""
     gate = _matrix(source, f"{root}per_layer_input_gate", inputs.width, spec.hidden)
-    if spec.streams is None:
+    if not isinstance(spec.streams, StreamsSpec):
         return None, gate
     output = NormParts(weight=source.tensor(f"{root}altup.correct_output_scale", spec.hidden))
     if not spec.streams.scales_output:

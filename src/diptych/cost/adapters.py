@@ -97,7 +97,12 @@ def _ends(model: ModelSpec, attention: AttentionLayer, mlp: object) -> list[int]
         ends = [hidden + q + attention.gate_width, of_kv, attention.width + hidden]
     else:
         q, kv = attention.n_heads * (mla.nope_dim + mla.rope_dim), attention.n_heads * (mla.nope_dim + mla.v_dim)
-        ends = [hidden + q] if mla.q_rank is None else [hidden + mla.q_rank, mla.q_inputs + q + attention.gate_width]
+        ends = (
+            [hidden + q]
+            if mla.q_rank is None
+            else [hidden + mla.q_rank, mla.q_inputs + q + mla.is_mixed * attention.gate_width]
+        )
+        ends += [] if mla.is_mixed or not attention.has_gate else [hidden + attention.gate_width]
         ends += [hidden + mla.kv_rank + mla.rope_dim, mla.kv_rank + kv, attention.n_heads * mla.v_dim + hidden]
     if attention.own_index is not None:  # its queries alone
         n_inputs = hidden if mla is None else mla.q_rank or 0

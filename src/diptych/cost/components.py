@@ -404,13 +404,15 @@ def _mla(sizes: _Sizes, mla: MlaSpec) -> tuple[Component, Component]:
     latents of the tokens cached before it.
     """
     hidden = sizes.model.hidden
-    q_head = mla.nope_dim + mla.rope_dim
+    q_head, gate = mla.nope_dim + mla.rope_dim, sizes.attention.gate_width / sizes.tp
     q_width = sizes.heads * q_head
     if mla.q_rank is None:
         q = _linear(sizes, "qkv", hidden, q_width)
     else:
         q = _linear(sizes, "qkv", hidden, mla.q_rank, bias=mla.q_rank)
-        q = q.plus(_linear(sizes, "qkv", mla.q_inputs, q_width + sizes.attention.gate_width / sizes.tp))
+        q = q.plus(_linear(sizes, "qkv", mla.q_inputs, q_width + mla.is_mixed * gate))
+    if gate and not mla.is_mixed:  # which reads the layer's input then
+        q = q.plus(_linear(sizes, "qkv", hidden, gate))
     latent = _linear(sizes, "qkv", hidden, mla.kv_rank + mla.rope_dim, bias=mla.kv_rank)
     up = _linear(sizes, "qkv", mla.kv_rank, sizes.heads * (mla.nope_dim + mla.v_dim))
     own = sizes.attention.own_index

@@ -94,6 +94,8 @@ def _gathered(
             row_bytes += mlp.shared_ffn * halves + (2 if mlp.has_shared_gate else 1) * stream
             if is_sum_apart and not mlp.is_apart:  # of their sum, normed or scaled, which the rows' owners make
                 meetings, row_bytes = meetings + 1, row_bytes + stream
+        elif are_whole:  # each rank adds their sum to streams of its own
+            meetings, row_bytes = meetings - 1, row_bytes - stream
         return meetings, row_bytes
     if mlp is None:
         return meetings, row_bytes

@@ -115,7 +115,9 @@ def _attention_matrices(model: ModelSpec, attention: AttentionLayer) -> int:
     q_head = mla.nope_dim + mla.rope_dim
     q = hidden * heads * q_head
     if mla.q_rank is not None:
-        q = mla.q_rank * hidden + mla.q_inputs * (heads * q_head + attention.gate_width)
+        q = mla.q_rank * hidden + mla.q_inputs * (heads * q_head + mla.is_mixed * attention.gate_width)
+    if not mla.is_mixed:
+        q += hidden * attention.gate_width
     latent = hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
     return q + latent + heads * mla.v_dim * hidden + _index_matrices(model, attention)
 
@@ -152,7 +154,7 @@ def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
     if spec.mla is not None:
         biases = (spec.mla.q_rank or 0) + spec.mla.kv_rank + spec.mla.rope_dim + model.hidden
         norms = spec.mla.kv_rank + (spec.mla.q_rank or 0)
-        norms += _index_norms(spec)
+        norms += _index_norms(spec) + spec.has_sinks * spec.n_heads
         return count + norms + (biases if spec.has_o_bias else 0)
     if spec.has_qkv_bias:
         count += (1 + spec.has_gate) * spec.n_heads * spec.head_dim + spec.kv_width

@@ -1,4 +1,5 @@
-"""What a model with residual streams beside each other multiplies and reads outside attention and MLP (Gemma 3n).
+"""What a model with residual streams beside each other multiplies and reads outside attention and MLP (Gemma 3n,
+HY V4).
 
 >>> from diptych.cost.tables import model_spec
 >>> stream_matrices(model_spec("llama-3.1-8b"))
@@ -8,16 +9,19 @@
 from __future__ import annotations
 
 from diptych.models.spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from diptych.models.streams import HyperSpec
 
 
 def stream_matrices(model: ModelSpec) -> int:
-    """Parameters of matrices that every token meets: ends of streams, routers, branches, gates of layers' embeddings and of
-    norms.
+    """Parameters of matrices that every token meets: ends of streams, routers, connections, branches, gates of layers'
+    embeddings and of norms.
     """
     hidden, n = model.hidden, model.n_layers
     n_gated = n + sum(isinstance(layer.mlp, MoeSpec) for layer in model.layers) if model.norm_rank else 0
     count = 2 * n * model.low_rank * hidden + 2 * n_gated * model.norm_rank * hidden
-    if model.streams is not None:
+    if isinstance(model.streams, HyperSpec):
+        count += _connected(model) * model.streams.n_streams * hidden
+    elif model.streams is not None:
         count += 2 * (model.streams.n_streams - 1) * hidden**2 + n * model.streams.n_streams * hidden
     if model.layer_inputs is not None:
         count += 3 * n * model.layer_inputs.width * hidden  # one from the stream's beginning, two in the layer
@@ -28,11 +32,18 @@ def stream_vectors(model: ModelSpec) -> int:
     """Norms and coefficients beside them, kept in fp32."""
     hidden, n = model.hidden, model.n_layers
     count = (n * hidden if model.low_rank else 0) + (n if model.scales_layers else 0)
-    if model.streams is not None:
+    if isinstance(model.streams, HyperSpec):  # a base for each output, a scale for as many as there are streams
+        count += _connected(model) + _connected(model) // model.streams.n_streams
+    elif model.streams is not None:
         count += n * (2 * hidden + model.streams.n_streams**3 + model.streams.n_streams**2)
     if model.layer_inputs is not None:
         count += n * hidden + model.layer_inputs.width
     return count
+
+
+def _connected(model: ModelSpec) -> int:
+    """Outputs of all hyper-connections: two of each attention and each MLP for each stream, and one at the end."""
+    return 0 if model.streams is None else (2 * model.n_parts + 1) * model.streams.n_streams
 
 
 def inner_width(model: ModelSpec, layer: LayerSpec) -> int:

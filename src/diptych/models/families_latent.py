@@ -89,6 +89,21 @@ LATENT_ATTENTION: tuple[Family, ...] = (
                                   "post_attention_layernorm": "post_attention_layernorm.norm"}),
         **CHOSEN_BY_SIGMOID,
     ),
+    # HY V4: hyper-connections of four streams, sinks, gated heads, an index whose last dimensions turn
+    Family(
+        name="hy_v4", architectures=("HYV4ForCausalLM",),
+        keys={**{key: value for key, value in LATENT.items() if key != "num_key_value_heads"}, "vocab_size": 120_832,
+              "hidden_size": 2816, "intermediate_size": 6912, "moe_intermediate_size": 768, "num_hidden_layers": 34,
+              "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5, "qk_nope_head_dim": 192, "v_head_dim": 256,
+              "num_experts": 256, "n_shared_experts": 1, "routed_scaling_factor": 2.827, "num_experts_per_tok": 8,
+              "norm_topk_prob": True, "mlp_layer_types": None, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 16,
+              "indexer_types": None, "hc_mult": 4, "hc_magnitude": 2.0, "hc_eps": 1e-6, "swiglu_limit": 10.0},
+        unread=("num_key_value_heads", "learnable_sink_init"),
+        o_bias="attention_bias", has_sinks=True, has_attention_gate=True, index_turns_last=True,
+        names=TensorNames(gate="gate_proj", others={"gate_proj": "linear_gate", "sinks": "learnable_sink_param"}),
+        ignored=("rotary_emb.inv_freq", "mtp_layers."),
+        **CHOSEN_BY_SIGMOID,
+    ),
     # GLM-4.7-Flash
     Family(
         name="glm4_moe_lite", architectures=("Glm4MoeLiteForCausalLM",),

@@ -50,7 +50,8 @@ class TensorNames:
     states_in: its projections, by a delta rule of q, k and v (or of each), of the gate, of beta, of the decay, or of the
     first two and of the last two together, by key head; else one. states_o, states_norm: what it leaves by, and the norm of
     it. taps: of its convolution, or of q's, k's and v's where they lie apart. index: what precedes the names of an index of
-    blocks. others: what some files call a norm, the choice bias, stacked experts, or what precedes those.
+    blocks. others: what some files call a norm, the choice bias, stacked experts, or what precedes those, and projections, and
+    sinks.
     """
 
     embedding: str = "embed_tokens"
@@ -130,7 +131,8 @@ class Family:
     mixes_apart: the dense MLP is the shared expert of a mixture, as `MoeSpec.is_apart` says.
     has_blocks: attention and MLPs are blocks of their own; has_pairs: each layer has a state beside its attention
     (`read_blocks`).
-    gates_heads, gate_by: as `AttentionLayer` has them; mixes_queries: as `MlaSpec.is_mixed` says.
+    gates_heads, gate_by: as `AttentionLayer` has them; mixes_queries: as `MlaSpec.is_mixed` says. index_turns_last: of an index
+    as `IndexSpec.turns_last` says, and the key's norm has the model's eps.
     state_rule: some layers have a state in place of keys and values, which moves on by it (`read_states`): those that
     layer_types names so, or all but every `full_every`-th. state_norms, state_norm_eps: theirs, if not the others'.
     spare_embeddings: rows of the embedding behind the vocabulary, for tokens that nobody writes.
@@ -210,6 +212,7 @@ class Family:
     gates_heads: bool | str = False
     gate_by: Activation = Activation.SIGMOID
     mixes_queries: bool = False
+    index_turns_last: bool = False
     weighs_input: bool = False
     reads_mxfp4: bool = False
     names: TensorNames = field(default_factory=TensorNames)

@@ -50,6 +50,10 @@ class Attends(Protocol):
     def index(self) -> IndexSpec | None:
         """What chooses among positions."""
 
+    @property
+    def has_sinks(self) -> bool:
+        """Whether each head has a score of no position."""
+
 
 def missing_for(spec: Attends) -> str | None:
     """What of a layer's attention our kernels do not have; None where it attends by them."""
@@ -60,6 +64,8 @@ def missing_for(spec: Attends) -> str | None:
             return "an index of blocks"
         widest = max(spec.head_dim, spec.value_dim)
         return f"heads of {widest} (at most {LARGEST_HEAD})" if widest > LARGEST_HEAD else None
+    if spec.has_sinks:
+        return "latents beside sinks"
     if spec.window is not None or spec.softcap is not None:
         return "latents in a window or with capped scores"
     if spec.mla.kv_rank > LARGEST_RANK or spec.mla.rope_dim > LARGEST_TURNED:

@@ -11,8 +11,9 @@ class IndexSpec:
 
     block 1: of latent attention (DeepSeek Sparse Attention, arXiv:2512.02556). A position's score is the sum over n_heads of
     weight * max(q k, 0), its key k one for all heads; weights and queries are the token's own. Of queries and keys [head_dim]
-    the first rope_dim turn, is_interleaved: neighbours together in the checkpoint's order. is_own: the layer makes the choice;
-    otherwise it takes that of the last layer before it that does.
+    the first rope_dim turn, or in the checkpoint's order the last (turns_last), is_interleaved: neighbours together there.
+    norm_eps: of the key's norm. is_own: the layer makes the choice; otherwise it takes that of the last layer before it that
+    does.
     block > 1: of grouped queries (MiniMax M3). So many positions are chosen together, for each KV head by an index head of its
     own: the `most` / block blocks of the largest q k within them, among them the last `local` up to the token's own. Queries
     and keys are normed and turn as those of the layer.
@@ -22,6 +23,8 @@ class IndexSpec:
     n_heads: int
     head_dim: int
     is_interleaved: bool = False
+    turns_last: bool = False
+    norm_eps: float = 1e-6
     is_own: bool = True
     block: int = 1
     local: int = 0

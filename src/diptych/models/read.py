@@ -129,7 +129,7 @@ def read_model(
         first_position=family.positions_offset or 0,
         low_rank=config.optional_integer("laurel_rank") or 0,
         norm_rank=config.optional_integer("gated_norm_rank") or 0,
-        streams=streams(config) if "altup_num_inputs" in family.keys else None,
+        streams=streams(config, family),
         layer_inputs=layer_inputs(config) if config.raw.get("hidden_size_per_layer_input") else None,
         scales_layers=family.scales_layers,
         has_inner_norms=family.has_inner_norms,
@@ -511,4 +511,6 @@ def _moe(config: HfConfig, family: Family) -> MoeSpec:
         has_shared_gate=family.has_shared_gate,
         weighs_input=family.weighs_input,
         is_apart=family.mixes_apart,
+        limit=config.number("swiglu_limit") if "swiglu_limit" in family.keys else None,
+        limits_gate="swiglu_limit" in family.keys,
     )

@@ -11,6 +11,8 @@ from diptych.models.latent import IndexSpec
 from diptych.models.read_block_index import block_indices
 
 FULL, SHARED = "full", "shared"  # a layer makes a choice of its own, or takes the last one made before it
+SHARED_BY = 4  # layers, the first of which chooses, where a class has no key for it; the model's first is by itself
+INDEX_EPS = 1e-6  # of the key's norm, whatever the config says of the others
 IN_PATTERNS = {"F": FULL, "S": SHARED}
 
 
@@ -31,6 +33,8 @@ def layer_indices(config: HfConfig, family: Family, n_layers: int) -> list[Index
             n_heads=config.integer("index_n_heads"),
             head_dim=width,
             is_interleaved=config.flag("indexer_rope_interleave"),
+            turns_last=family.index_turns_last,
+            norm_eps=config.number("rms_norm_eps") if family.index_turns_last else INDEX_EPS,
             is_own=kind == FULL,
         )
         for kind in (FULL, SHARED)
@@ -42,10 +46,10 @@ def _kinds(config: HfConfig, family: Family, n_layers: int) -> list[str]:
     if "indexer_types" not in family.keys:
         return [FULL] * n_layers
     named: Any = config.raw["indexer_types"]
-    pattern = config.raw["index_topk_pattern"]
+    pattern = config.raw.get("index_topk_pattern")
     if named is None and pattern is None:
-        every = max(config.integer("index_topk_freq", low=0), 1)
-        first = config.integer("index_skip_topk_offset", low=0) - 1
+        every = max(config.integer("index_topk_freq", SHARED_BY, low=0), 1)
+        first = config.integer("index_skip_topk_offset", 2, low=0) - 1
         return [FULL if max(i - first, 0) % every == 0 else SHARED for i in range(n_layers)]
     key, kinds = ("index_topk_pattern", pattern) if named is None else ("indexer_types", named)
     if isinstance(kinds, str):

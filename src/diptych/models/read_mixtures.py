@@ -21,6 +21,8 @@ def mixture_layers(config: HfConfig, n_layers: int) -> frozenset[int]:
     dense = config.integers("mlp_only_layers") or []
     step = config.integer("decoder_sparse_step", 1)
     kinds = config.raw.get("mlp_layer_types")
+    if kinds is None and "hc_mult" in config.raw:
+        return frozenset(range(1, n_layers))
     if kinds is not None:
         known = ("dense", "sparse", *((None,) if "blocks" in config.raw else ()))
         if not isinstance(kinds, list) or len(kinds) < n_layers or any(kind not in known for kind in kinds):

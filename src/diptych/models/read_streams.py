@@ -8,7 +8,8 @@ from statistics import NormalDist
 
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
-from diptych.models.streams import LayerInputs, StreamsSpec
+from diptych.models.family import Family
+from diptych.models.streams import HyperSpec, LayerInputs, StreamsSpec
 
 MOST_STREAMS = 8  # that a kernel holds at a time
 SPARSE_LAYERS, SPARSITY = 10, 0.95  # of a config that does not say, where it has more layers than that
@@ -94,8 +95,14 @@ def cutoffs(config: HfConfig, n_layers: int) -> list[float | None]:
     return [NormalDist().inv_cdf(value) if value > 0 else None for value in pattern]
 
 
-def streams(config: HfConfig) -> StreamsSpec:
-    """How many residual streams there are, and which is computed."""
+def streams(config: HfConfig, family: Family) -> StreamsSpec | HyperSpec | None:
+    """How many residual streams there are, and which is computed or how they are joined; None where there is but one."""
+    if "hc_mult" in family.keys:
+        n_streams = config.integer("hc_mult")
+        config.at_most("hc_mult", n_streams, MOST_STREAMS)
+        return HyperSpec(n_streams=n_streams, magnitude=config.number("hc_magnitude"), eps=config.number("hc_eps"))
+    if "altup_num_inputs" not in family.keys:
+        return None
     n_streams, active = config.integer("altup_num_inputs"), config.integer("altup_active_idx", low=0)
     config.at_most("altup_num_inputs", n_streams, MOST_STREAMS)
     config.at_most("altup_active_idx", active, n_streams - 1)

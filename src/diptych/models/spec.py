@@ -17,7 +17,7 @@ from diptych.ground.specs import Provenance
 from diptych.models.gates import CLAMPED, SQUARED, GateForm
 from diptych.models.latent import CacheShape, IndexSpec, MlaSpec
 from diptych.models.positions import QueryScale, Rope
-from diptych.models.streams import UNSCALED, LayerInputs, LayerScales, StreamsSpec
+from diptych.models.streams import UNSCALED, HyperSpec, LayerInputs, LayerScales, StreamsSpec
 
 
 class Activation(Enum):
@@ -327,7 +327,6 @@ class MoeSpec:
 
     is_gated: whether experts and shared experts have a gate, as `MlpSpec` has it. latent: the width of what experts read and
     give, which projections take the stream to and back (0: they read and give the stream); shared experts and router read it.
-
     shared_ffn: the total width of the always-active experts. routed_scale multiplies the mixture's sum. n_groups,
     groups_per_token: experts are chosen among the best groups only (1 of 1: all), a group being as good as the sum of its
     `group_best` best. softcap: logits become softcap * tanh(logit / softcap). has_router_bias: on the logits; has_choice_bias:
@@ -335,7 +334,8 @@ class MoeSpec:
     has_shared_gate: the shared experts' sum is multiplied by a sigmoid. weighs_input: a chosen expert's input is multiplied by
     its weight, not what it gives. is_apart: shared experts, mixture and router read the stream by norms of their own, what each
     of the first two gives is normed before they are added, and each expert has a scale. limit, shared_limit: of experts and of
-    shared experts, as `MlpSpec` has it. skew: of the routing, 0 is uniform; see `cost.components.expected_experts`.
+    shared experts, as `MlpSpec` has it; limits_gate: that of experts is the most of a gate before its activation instead. skew:
+    of the routing, 0 is uniform; see `cost.components.expected_experts`.
     """
 
     n_experts: int
@@ -360,13 +360,14 @@ class MoeSpec:
     weighs_input: bool = False
     is_apart: bool = False
     limit: float | None = None
+    limits_gate: bool = False
     shared_limit: float | None = None
     skew: float = 0.0
 
     @property
     def form(self) -> GateForm | None:
         """Of experts, as `MlpSpec` has it."""
-        return _form(self.activation, self.limit) if self.is_gated else None
+        return _form(self.activation, self.limit, self.limits_gate) if self.is_gated else None
 
     @property
     def shared(self) -> MlpSpec:
@@ -389,10 +390,10 @@ class MoeSpec:
         return 3 if self.is_gated else 2
 
 
-def _form(activation: Activation, limit: float | None) -> GateForm | None:
+def _form(activation: Activation, limit: float | None, limits_gate: bool = False) -> GateForm | None:
     if activation in (Activation.CLAMPED, Activation.SQUARED_RELU):
         return CLAMPED if activation is Activation.CLAMPED else SQUARED
-    return None if limit is None else GateForm(bound=limit)
+    return None if limit is None else GateForm(limit=limit) if limits_gate else GateForm(bound=limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -455,7 +456,7 @@ class ModelSpec:
     blocks: tuple[tuple[int, int | None], ...] = ()
     left_out: tuple[int, ...] = ()
     spare_embeddings: int = 0
-    streams: StreamsSpec | None = None
+    streams: StreamsSpec | HyperSpec | None = None
     layer_inputs: LayerInputs | None = None
     published_parameters: int | None = None
     provenance: tuple[Provenance, ...] = ()

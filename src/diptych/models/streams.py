@@ -31,6 +31,19 @@ class StreamsSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HyperSpec:
+    """Residual streams beside each other that hyper-connections join (arXiv 2409.19606, as HY V4 has them): each attention and
+    each MLP reads their sum and is added to all of them, by weights that its own connection makes of all streams.
+
+    magnitude: the most that a stream is added with. eps: added to each weight.
+    """
+
+    n_streams: int
+    magnitude: float
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInputs:
     """Embeddings of `width` for each layer and token, beside the one that the stream begins with.
 

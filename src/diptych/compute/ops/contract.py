@@ -23,17 +23,16 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
+from diptych.compute.ops.contract_streams import Hidden, Stream, StreamOps, Vector
 from diptych.ground.formats import KeptFormat
 from diptych.models.gates import GateForm
 from diptych.models.latent import IndexSpec, MlaSpec
 from diptych.models.positions import QueryScale
 from diptych.models.spec import Activation, MoeSpec, QkNorm, StateSpec
 
-# The kinds of handle. Each backend names its own types for them, once, where it derives from `Loader` and `Ops`.
-Stream = TypeVar("Stream")  # the residual stream x
-Hidden = TypeVar("Hidden")  # every other activation
+# The kinds of handle, beside those of streams. Each backend names its own types for them, once, where it derives from `Loader`
+# and `Ops`.
 Table = TypeVar("Table")  # an embedding
-Vector = TypeVar("Vector")  # a norm's weight
 Linear = TypeVar("Linear")  # a projection
 Heads = TypeVar("Heads")  # a layer's attention
 Experts = TypeVar("Experts")  # a mixture
@@ -77,7 +76,8 @@ class AttentionSpec:
     softcap * tanh(score / softcap), after scale. rope None: no positions in this layer. mla: then there is one kv head, of
     kv_rank + rope_dim, whose keys are the values too. state: then there are no keys and values, and `place` is that of its
     states among a sequence's. v_head_dim: how wide a value is, None: as a key. v_scale: values are multiplied by it. index:
-    what chooses what is attended to; index_place: which layer of the cache has its keys, if not those of latents.
+    what chooses what is attended to; index_place: which layer of the cache has its keys, if not those of latents. has_sinks:
+    as `AttentionLayer` has it.
     """
 
     layer: int
@@ -102,6 +102,7 @@ class AttentionSpec:
     v_scale: float = 1.0
     index: IndexSpec | None = None
     index_place: int | None = None
+    has_sinks: bool = False
 
     @property
     def own_index(self) -> IndexSpec:
@@ -109,6 +110,11 @@ class AttentionSpec:
         assert self.index is not None
         assert self.index.is_own
         return self.index
+
+    @property
+    def index_eps(self) -> float:
+        """Of the norm of an index's keys: of blocks, that of the layer's norms."""
+        return self.norm_eps if self.own_index.block > 1 else self.own_index.norm_eps
 
     @property
     def value_dim(self) -> int:
@@ -302,7 +308,7 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
 
     @abstractmethod
     def vector(self, tensor: WeightTensor) -> Vector:
-        """Numbers in fp32 as they are: of `weigh`, of `predict` and `correct`."""
+        """Numbers in fp32 as they are: of `weigh`, and of what mixes streams."""
 
     @abstractmethod
     def linear(self, parts: LinearParts, *, role: Role | None = None) -> Linear:
@@ -347,12 +353,14 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         norm: NormParts,
         keys: tuple[LinearParts, ...],
         values: tuple[LinearParts, ...],
+        sinks: WeightTensor | None = None,
         index: IndexParts | None = None,
     ) -> Heads:
         """What `cache_latents`, `choose`, `absorb`, `attention` and `expand` need of a layer of latent attention.
 
         norm: over the latent. keys: of each head [kv_rank, nope_dim], what takes a query to the latent; values: of each head
-        [v_dim, kv_rank], what takes a latent to the head's output. index: of a layer that has one itself.
+        [v_dim, kv_rank], what takes a latent to the head's output. sinks: as `attention` has them. index: of a layer that has
+        one itself.
         """
 
     @abstractmethod
@@ -395,7 +403,7 @@ class Taps:
     states: torch.Tensor | None = None
 
 
-class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
+class Ops(StreamOps[Stream, Hidden, Vector], Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
     """The forward vocabulary. Handles of the residual stream are called x, everything else h, y, q, a."""
 
     @abstractmethod
@@ -491,30 +499,6 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
 
         norm is over [P]. A token id beyond the table has its first row.
         """
-
-    # Streams beside the residual stream are numbered: who begins one anew ends the one that had the number.
-
-    @abstractmethod
-    def branch(self, x: Stream, number: int, *, scale: float = 1.0) -> Stream:
-        """Stream `number` [T, D] = scale * x, which stays as it is."""
-
-    @abstractmethod
-    def stream(self, h: Hidden, number: int) -> Stream:
-        """Stream `number` [T, D] = h, a norm."""
-
-    @abstractmethod
-    def match(self, y: Hidden, x: Stream, number: int, *, least: float) -> Stream:
-        """Stream `number` [T, D] = y * sqrt(mean(x^2) / max(mean(y^2), least)): y as large as x."""
-
-    @abstractmethod
-    def predict(self, xs: tuple[Stream, ...], routed: Hidden, weight: Vector, *, scale: float) -> tuple[Stream, ...]:
-        """x_i + sum over j of c_ij x_j, c [n n] = W tanh(scale * routed), routed [T, n], W [n n, n]; all may be written."""
-
-    @abstractmethod
-    def correct(
-        self, xs: tuple[Stream, ...], y: Stream, routed: Hidden, weight: Vector, *, scale: float, active: int
-    ) -> tuple[Stream, ...]:
-        """x_i + c_i (y - x_active), c [n] = W tanh(scale * routed) + 1, W [n, n]; all xs may be written."""
 
     @abstractmethod
     def rotate_and_cache(self, qkv: Hidden, attention: Heads) -> Hidden:

@@ -231,6 +231,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         norm: NormParts,
         keys: tuple[LinearParts, ...],
         values: tuple[LinearParts, ...],
+        sinks: WeightTensor | None = None,
         index: IndexParts | None = None,
     ) -> AttentionHandle:
         """Each head's matrices packed by themselves: of a rank, those of its heads. Latents are every rank's, whole."""
@@ -249,6 +250,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             rope=self._rope(spec.rope),
             q_norm=None,
             k_norm=None,
+            sinks=-1 if sinks is None else self._vector(sinks, rows=mine),
             latent=latent,
             index=None if index is None else index_handle(spec, index, self, own),
         )

@@ -10,15 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 from diptych.compute.ops.contract import Ops, QkNorm
-from diptych.compute.ops.cpu_buffers import Buffers, Given
+from diptych.compute.ops.cpu_buffers import Given
 from diptych.compute.ops.cpu_handles import AttentionHandle, ExpertsHandle, LinearHandle, TableHandle, VectorHandle
+from diptych.compute.ops.cpu_streams import StreamRecorder
 from diptych.compute.ops.cpu_values import CATEGORIES, ResidualStream, Value
 from diptych.models.gates import PLAIN, GateForm
 from diptych.models.spec import Activation
 
 
 class CpuOps(
-    Buffers,
+    StreamRecorder,
     Ops[ResidualStream, Value, TableHandle | LinearHandle, VectorHandle, LinearHandle, AttentionHandle, ExpertsHandle],
 ):
     """Records a family's forward into the loader's program.
@@ -227,54 +228,6 @@ class CpuOps(
         self.program.layer_inputs(x=out, norm=norm.index, eps=eps, table_scale=table_scale, scale=scale, **which)
         return Value("given", projection.n_outputs, buffer=out)
 
-    # Streams beside the residual stream are every rank's own, whole: what mixes them is small beside the products, and ranks
-    # would have to meet behind each of its operations.
-
-    def branch(self, x: ResidualStream, number: int, *, scale: float = 1.0) -> ResidualStream:
-        """A copy."""
-        out = ResidualStream(self._f32(f"stream {number}", x.width), x.width, is_whole=True)
-        self.program.branch(x=x.buffer, out=out.buffer, scale=scale)
-        return out
-
-    def stream(self, h: Value, number: int) -> ResidualStream:
-        """Written by the norm itself."""
-        assert h.kind == "norm"
-        assert h.emit_rows is not None
-        out = ResidualStream(self._f32(f"stream {number}", h.width), h.width)
-        h.emit_rows(out.buffer)
-        return out
-
-    def match(self, y: Value, x: ResidualStream, number: int, *, least: float) -> ResidualStream:
-        """From the projection's buffer."""
-        out = ResidualStream(self._f32(f"stream {number}", x.width), x.width)
-        self.program.match(y=self._materialised(y), x=x.buffer, out=out.buffer, least=least)
-        return out
-
-    def predict(
-        self, xs: tuple[ResidualStream, ...], routed: Value, weight: VectorHandle, *, scale: float
-    ) -> tuple[ResidualStream, ...]:
-        """In place."""
-        buffers = [x.buffer for x in xs]
-        self.program.predict(xs=buffers, routed=self._materialised(routed), weight=weight.index, scale=scale)
-        return tuple(self._written(x) for x in xs)
-
-    def correct(
-        self,
-        xs: tuple[ResidualStream, ...],
-        y: ResidualStream,
-        routed: Value,
-        weight: VectorHandle,
-        *,
-        scale: float,
-        active: int,
-    ) -> tuple[ResidualStream, ...]:
-        """In place."""
-        buffers = [x.buffer for x in xs]
-        self.program.correct(
-            xs=buffers, y=y.buffer, routed=self._materialised(routed), weight=weight.index, scale=scale, active=active
-        )
-        return tuple(self._written(x) for x in xs)
-
     def linear_add(self, h: Given, weight: LinearHandle, x: ResidualStream) -> ResidualStream:
         """x += h W^T + b in the product's epilogue; a rank that has all of x adds what all ranks made."""
         if self._is_team and x.is_whole:
@@ -376,7 +329,7 @@ class CpuOps(
         width, where = own.n_heads * own.head_dim, {"layer": place, "rope": attention.rope}
         key = self._f32("index key", own.head_dim)
         self._linear_into(h, index.key, "qkv", key)
-        self.program.cache_index(x=key, norm=index.norm, bias=index.bias, norm_eps=spec.norm_eps, **where)
+        self.program.cache_index(x=key, norm=index.norm, bias=index.bias, norm_eps=spec.index_eps, **where)
         queries = self._f32("index queries", width)
         self._linear_into(low, index.queries, "qkv", queries)
         if index.weights is None:

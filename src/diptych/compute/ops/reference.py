@@ -295,6 +295,31 @@ def correct(
     return [x.float() + coefficients[:, i, None] * (y - xs[active]).float() for i, x in enumerate(xs)]
 
 
+def connections(
+    xs: list[torch.Tensor], weight: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, eps: float
+) -> torch.Tensor:
+    """[T, m] of all n streams [T, D] side by side, fp32: weight [m, n D], base [m], a scale for each n outputs."""
+    x = torch.cat(xs, dim=-1).float()
+    scales = torch.stack([scale[min(i // len(xs), len(scale) - 1)] for i in range(len(base))])
+    return scales * linear(x, weight) / torch.sqrt((x**2).mean(dim=-1, keepdim=True) + eps) + base
+
+
+def gather(xs: list[torch.Tensor], c: torch.Tensor, *, eps: float) -> torch.Tensor:
+    """The streams' sum [T, D], each times a sigmoid of its own, fp32."""
+    total = torch.zeros_like(xs[0], dtype=torch.float32)
+    for i, x in enumerate(xs):
+        total = total + (torch.sigmoid(c[:, i, None]) + eps) * x.float()
+    return total
+
+
+def spread(
+    xs: list[torch.Tensor], y: torch.Tensor, c: torch.Tensor, *, magnitude: float, eps: float
+) -> list[torch.Tensor]:
+    """Each of n streams plus y times a sigmoid of its own, fp32."""
+    n = len(xs)
+    return [x.float() + (magnitude * torch.sigmoid(c[:, n + i, None]) + eps) * y.float() for i, x in enumerate(xs)]
+
+
 def rotate(x: torch.Tensor, positions: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
     """X [T, heads, d] with dimensions i and i + rotary_dim/2 turned by position * inv_freq[i], fp32."""
     x = x.float()

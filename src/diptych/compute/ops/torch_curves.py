@@ -15,6 +15,15 @@ def xielu(x: torch.Tensor, numbers: tuple[float, ...]) -> torch.Tensor:
     return slope * x + torch.where(x > 0, above * x * x, below * (torch.expm1(x.clamp(max=least)) - x))
 
 
+def connected(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, n: int, eps: float
+) -> torch.Tensor:
+    """[T, m] fp32 of all n streams side by side, as `StreamOps.connections` says."""
+    x = x.float()
+    of_outputs = scale[(torch.arange(len(base), device=scale.device) // n).clamp(max=len(scale) - 1)]
+    return of_outputs * F.linear(x, weight) * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) + base
+
+
 def activated(gate: torch.Tensor, activation: Activation | None) -> torch.Tensor:
     """act(gate)."""
     if activation is Activation.SILU:

@@ -213,12 +213,14 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         norm: NormParts,
         keys: tuple[LinearParts, ...],
         values: tuple[LinearParts, ...],
+        sinks: WeightTensor | None = None,
         index: IndexParts | None = None,
     ) -> TorchAttention:
         """The heads' matrices stacked."""
         stacked = (torch.stack([self._stack(parts.weights) for parts in both]) for both in (keys, values))
         latent = TorchLatent(self.norm(norm), *stacked)
-        return TorchAttention(spec, None, None, latent=latent, index=None if index is None else self._index(index))
+        own, of_heads = None if index is None else self._index(index), None if sinks is None else self._vector(sinks)
+        return TorchAttention(spec, None, None, of_heads, latent=latent, index=own)
 
     def state_rule(self, spec: AttentionSpec, rule: RuleParts) -> TorchAttention:
         """All of it in fp32."""

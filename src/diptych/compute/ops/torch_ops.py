@@ -19,7 +19,7 @@ from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.ops.contract import Activation, AttentionSpec, Ops, QkNorm, RopeSpec, Taps
 from diptych.compute.ops.device_codes import Weight
 from diptych.compute.ops.step_numbers import StepNumbers
-from diptych.compute.ops.torch_curves import activated, bent, xielu
+from diptych.compute.ops.torch_curves import activated, bent, connected, xielu
 from diptych.compute.ops.torch_loader import TorchAttention, TorchExperts, TorchLinear, TorchNorm
 from diptych.compute.ops.torch_queries import Queries, QueryGroups, best_blocks, best_positions, index_scores
 from diptych.compute.ops.torch_states import move_states
@@ -228,6 +228,25 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         news = y - xs[active]
         return tuple(x + coefficients[:, i, None] * news for i, x in enumerate(xs))
 
+    def connections(
+        self, xs: tuple[torch.Tensor, ...], weight: TorchNorm, scale: TorchNorm, base: TorchNorm, *, eps: float
+    ) -> torch.Tensor:
+        """c [T, m] fp32."""
+        return connected(torch.cat(xs, dim=-1), weight.weight, scale.weight, base.weight, n=len(xs), eps=eps)
+
+    def gather(self, xs: tuple[torch.Tensor, ...], c: torch.Tensor, number: int, *, eps: float) -> torch.Tensor:
+        """[T, D]."""
+        del number
+        weights = torch.sigmoid(c[:, : len(xs), None]) + eps
+        return (weights * torch.stack(xs, dim=1)).sum(dim=1).to(xs[0].dtype)
+
+    def spread(
+        self, xs: tuple[torch.Tensor, ...], y: torch.Tensor, c: torch.Tensor, *, magnitude: float, eps: float
+    ) -> tuple[torch.Tensor, ...]:
+        """n of [T, D]."""
+        weights = magnitude * torch.sigmoid(c[:, len(xs) : 2 * len(xs)]) + eps
+        return tuple((x + weights[:, i, None] * y).to(x.dtype) for i, x in enumerate(xs))
+
     def linear_add(self, h: torch.Tensor, weight: TorchLinear, x: torch.Tensor) -> torch.Tensor:
         """x + h W^T + b [T, D]."""
         return x + self.linear(h, weight)
@@ -298,7 +317,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         assert own is not None
         assert spec.rope is not None
         keys = self._index_keys(spec)
-        k_Td = self.norm(self.linear(h, own.key), own.norm, eps=spec.norm_eps)
+        k_Td = self.norm(self.linear(h, own.key), own.norm, eps=spec.index_eps)
         keys[self._slots] = self._rotate(k_Td[:, None], spec.rope)[:, 0].to(keys.dtype)
         self._chosen = None
         longest = int(self._batch.context_tokens_S.max())

@@ -210,7 +210,7 @@ class TritonOps(TorchOps):
         assert own is not None
         assert own.weights is not None
         latents, turn, begin = self._pool(spec.cache_layer)[0], self._turns(spec.rope), spec.mla.row
-        k = self.norm(self.linear(h, own.key), own.norm, eps=spec.norm_eps)
+        k = self.norm(self.linear(h, own.key), own.norm, eps=spec.index_eps)
         cache_keys(k, self._slots, latents, begin=begin, turn=turn)
         self._listed = None
         items = self._items_of(item_tokens(group_of(spec)))

@@ -1,0 +1,48 @@
+"""Small configs of families of latent attention that choose what they attend to, or norm and gate in ways of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+          "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+          "first_k_dense_replace": 1}  # fmt: skip
+WITHOUT_FIRST = {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}
+# as `family_configs.MORE`
+LATENT_MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    # an index that chooses some of the tokens there are; the second one's choice is shared
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        "DeepseekV32ForCausalLM",
+        {**LATENT, "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "index_topk": 12, "index_n_heads": 8,
+         "index_head_dim": 32},
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig",
+        "GlmMoeDsaForCausalLM",
+        {**LATENT, "q_lora_rank": 24, "index_topk": 12, "index_n_heads": 8, "index_head_dim": 32,
+         "indexer_types": ["full", "shared", "full"]},
+    ),
+    "axk1": (
+        "AXK1Config",
+        "AXK1ForCausalLM",
+        {**WITHOUT_FIRST, "q_lora_rank": 24,
+         "n_group": 4, "topk_group": 2, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    # gated norms, and queries and gates of heads that are made of a latent before and behind its norm
+    "axk2": (
+        "AXK2Config",
+        "AXK2ForCausalLM",
+        {**WITHOUT_FIRST, "q_lora_rank": 24,
+         "n_group": 4, "topk_group": 2, "mlp_layer_types": ["dense", "sparse", "sparse"], "gated_norm_rank": 8,
+         "index_topk": 12, "index_n_heads": 8, "index_head_dim": 32},
+    ),
+    # streams by hyper-connections, sinks and gates of latent heads, limits that are met, a choice that is shared
+    "hy_v4": (
+        "HYV4Config",
+        "HYV4ForCausalLM",
+        {**WITHOUT_FIRST, "q_lora_rank": 24, "mlp_layer_types": ["dense", "sparse", "sparse"], "index_topk": 12,
+         "index_n_heads": 8, "index_head_dim": 32, "indexer_types": ["full", "shared", "full"], "hc_mult": 3,
+         "hc_magnitude": 1.5, "swiglu_limit": 0.6},
+    ),
+}  # fmt: skip
