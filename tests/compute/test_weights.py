@@ -168,12 +168,14 @@ def test_every_required_family_is_supported() -> None:
         "Qwen3_5MoeForConditionalGeneration",
         *(f"{name}ForConditionalGeneration" for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe")),
         *(f"{name}ForConditionalGeneration" for name in ("Glm4v", "Glm46V", "Glm4vMoe")),
+        *(f"{name}ForConditionalGeneration" for name in ("Aria", "CohereCompass")),
         *WRAPPERS,
         "MiniMaxM3VLForCausalLM",  # the text alone: tests/compute/test_variants.py
     }
     # Llamas there; and how files write what transformers writes otherwise
     elsewhere = {*wrapped, "InternLM3ForCausalLM", "IQuestCoderForCausalLM", "ExaoneMoEForCausalLM", "PhiMoEForCausalLM",
-                 "StableLMEpochForCausalLM", *(architecture for architecture, _, _ in REPUBLISHED.values())}  # fmt: skip
+                 "StableLMEpochForCausalLM", "Phi4MMForCausalLM",
+                 *(architecture for architecture, _, _ in REPUBLISHED.values())}  # fmt: skip
     assert set(SUPPORTED) == {*checked, *elsewhere}
 
 
