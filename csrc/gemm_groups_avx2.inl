@@ -52,12 +52,8 @@ inline Operand load_table(const LinearShape& shape) {
   return _mm256_add_epi8(levels, _mm256_set1_epi8(static_cast<char>(kSignedBase)));
 }
 
-template <CodeForm kForm>
-DIPTYCH_FORCED Operand magnitude_of(Operand operand) { return operand; }
-
 // The dot products of 16 inputs of a row, joined to whole sums.
-template <CodeForm kForm>
-DIPTYCH_FORCED Whole add_16(Whole sum, const Operand (&operands)[4], const Operand (&)[4], const uint8_t* x) {
+DIPTYCH_FORCED Whole add_16(Whole sum, const Operand (&operands)[4], const uint8_t* x) {
   __m256i whole = (__m256i)sum;
 #pragma GCC unroll 4
   for (int word = 0; word < 4; ++word) add_dot4(whole, operands[word], broadcast_word(x + word * 4));

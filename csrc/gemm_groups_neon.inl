@@ -42,12 +42,8 @@ DIPTYCH_FORCED Operand operand_of(const uint8_t* unit, const uint8_t* tops, int 
   return is_table(kForm) ? vqtbl1q_s8(table, codes) : vreinterpretq_s8_u8(codes);
 }
 
-template <CodeForm kForm>
-DIPTYCH_FORCED Operand magnitude_of(Operand operand) { return operand; }
-
 // The dot products of 16 inputs of a row, joined to whole sums. Two products fit 16 bits: 2 * 128 * 127.
-template <CodeForm kForm>
-DIPTYCH_FORCED Whole add_16(Whole sum, const Operand (&operands)[4], const Operand (&)[4], const uint8_t* x) {
+DIPTYCH_FORCED Whole add_16(Whole sum, const Operand (&operands)[4], const uint8_t* x) {
   int32x4_t whole = (int32x4_t)sum;
 #if defined(__ARM_FEATURE_DOTPROD)
   const int8x16_t row = vld1q_s8(reinterpret_cast<const int8_t*>(x));

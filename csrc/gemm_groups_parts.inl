@@ -31,14 +31,11 @@ DIPTYCH_FORCED void sum_group(const RowOfGroup* of, const uint8_t* w, const uint
   for (int pass = 0; pass < (kWide ? 2 : 1); ++pass) {
     const uint8_t *unit = w, *top = tops;
     for (int64_t at = from; at < from + group; at += 16, unit += steps_of_16(kForm) * kStepBytes, top += 4 * 8) {
-      Operand operands[4], magnitudes[4];
+      Operand operands[4];
 #pragma GCC unroll 8
-      for (int word = 0; word < 4; ++word) {
-        operands[word] = operand_of<kForm>(unit, top, word, part, table);
-        magnitudes[word] = magnitude_of<kForm>(operands[word]);
-      }
+      for (int word = 0; word < 4; ++word) operands[word] = operand_of<kForm>(unit, top, word, part, table);
 #pragma GCC unroll 8
-      for (int row = 0; row < kRows; ++row) whole[row] = add_16<kForm>(whole[row], operands, magnitudes, x[row] + at + (pass == 0 ? 0 : low));
+      for (int row = 0; row < kRows; ++row) whole[row] = add_16(whole[row], operands, x[row] + at + (pass == 0 ? 0 : low));
     }
     if (kWide && pass == 0)
 #pragma GCC unroll 8

@@ -67,9 +67,7 @@ class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
     ) -> LinearParts:
         """Projections stacked along their outputs; one name for all of them: stacked in the file already."""
         rows = rows if len(names) == len(rows) else (sum(rows),)
-        named = [
-            (self._stored(root, self.spelt(root, name, ".weight")), n) for name, n in zip(names, rows, strict=True)
-        ]
+        named = [(self.spelt(root, name, ".weight"), n) for name, n in zip(names, rows, strict=True)]
         weights: tuple[WeightTensor, ...]
         if self.names.transposes and not self.source.is_plain:
             weights = tuple(
@@ -80,22 +78,10 @@ class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
         biases = tuple(self.source.tensor(f"{root}{name}.bias", n) for name, n in named) if has_bias else ()
         return LinearParts(weights=weights, biases=biases)
 
-    def _stored(self, root: str, name: str) -> str:
-        """A projection's name, or of a file that holds adapters beside it, of what they adapt."""
-        inner = f"{name}.{self.names.base}"
-        if (
-            self.names.base is None
-            or self.source.has(f"{root}{name}.weight")
-            or not self.source.has(f"{root}{inner}.weight")
-        ):
-            return name
-        return inner
-
     def spelt(self, root: str, name: str, ending: str = "") -> str:
-        """What this file calls it: as the family does, or by its other name."""
-        other = self.names.others.get(name)
-        has_other = other is not None and self.source.has(f"{root}{other}{ending}")
-        return other if other is not None and has_other else name
+        """What this file calls it: as the family does, by its other name, or by that of what adapters beside it adapt."""
+        others = (self.names.others.get(name), f"{name}.{self.names.base}" if self.names.base is not None else None)
+        return next((one for one in others if one is not None and self.source.has(f"{root}{one}{ending}")), name)
 
     def mlp_names(self, root: str, *, is_gated: bool = True) -> tuple[tuple[str, ...], str]:
         """Of gate and up, and of down; where a converter has taken gate and up apart, or stacked them, as it calls them."""
