@@ -519,6 +519,7 @@ def test_sigterm_turns_ready_off_and_lets_open_requests_finish(guarded: ServerPr
 def test_a_crash_in_a_step_errors_every_open_request_and_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody may wait for ever on a dead engine, and a supervisor must see a non-zero code."""
     monkeypatch.setitem(os.environ, "CRASH_AT_STEP", "25")
+    monkeypatch.setitem(os.environ, "CRASH_WITH", "6")  # all are open then
     script = Path(__file__).with_name("crashing_server.py")
     with ServerProcess(script=script) as process:
         bodies = [
