@@ -96,6 +96,13 @@ def test_text_part_of_a_published_gemma4(kind: str, tmp_path: Path) -> None:
     check_golden(load_model(path, REFERENCE), golden, chunk=9)
 
 
+def agree(reference: Any, folder: Path) -> None:
+    """What transformers writes of a wrapper is read as it answers."""
+    enliven(reference, 0)
+    reference.save_pretrained(folder)
+    check_golden(load_model(folder, REFERENCE), ask_reference(reference, folder, new_tokens=4), chunk=9)
+
+
 @pytest.mark.parametrize(("kind", "is_tied"), [("mistral", False), ("ministral3", True)])
 def test_text_part_of_a_multimodal_mistral(kind: str, is_tied: bool, tmp_path: Path) -> None:
     """Mistral Small 3.1 and Ministral 3 come in one wrapper, whose word on tied embeddings counts."""
@@ -107,10 +114,7 @@ def test_text_part_of_a_multimodal_mistral(kind: str, is_tied: bool, tmp_path: P
     config = transformers.Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=is_tied)
     config._attn_implementation = "eager"
     reference = transformers.Mistral3ForConditionalGeneration(config).eval().float()
-    enliven(reference, 0)
-    reference.save_pretrained(tmp_path)
-    golden = ask_reference(reference, tmp_path, new_tokens=4)
-    check_golden(load_model(tmp_path, REFERENCE), golden, chunk=9)
+    agree(reference, tmp_path)
 
 
 def test_text_part_of_a_multimodal_lfm2(tmp_path: Path) -> None:
@@ -124,10 +128,7 @@ def test_text_part_of_a_multimodal_lfm2(tmp_path: Path) -> None:
     config = transformers.Lfm2VlConfig(text_config=text, vision_config=vision)
     config._attn_implementation = "eager"
     reference = transformers.Lfm2VlForConditionalGeneration(config).eval().float()
-    enliven(reference, 0)
-    reference.save_pretrained(tmp_path)
-    golden = ask_reference(reference, tmp_path, new_tokens=4)
-    check_golden(load_model(tmp_path, REFERENCE), golden, chunk=9)
+    agree(reference, tmp_path)
 
 
 QWEN_TOWER = {"depth": 1, "num_heads": 2, "patch_size": 8, "embed_dim": 16, "hidden_size": 64, "out_hidden_size": 64,

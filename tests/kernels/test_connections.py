@@ -19,7 +19,7 @@ from diptych.compute.runner import load_model
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError
-from worlds import KERNEL_SETS, after_fork, after_prefix_hit, alone, beside, in_dirty_blocks, prompt
+from worlds import KERNEL_SETS, alone, differing, prompt
 
 pytestmark = [
     pytest.mark.native,
@@ -42,15 +42,9 @@ def test_cut_of_the_work_changes_no_bit(path: Path, weights: str, kv: str) -> No
     model, tokens = load_model(path, config), prompt(75)
     whole = alone(model, tokens, None)
     assert whole.logits.std() > 0.3
-    answers = {f"chunks of {chunk}": alone(model, tokens, chunk) for chunk in (1, 7, 64)}
-    answers |= {"neighbours": beside(model, tokens, 6, seed=1), "fork": after_fork(model, tokens, at=41)}
-    answers |= {
-        "prefix hit": after_prefix_hit(model, tokens, hit_blocks=2),
-        "dirty blocks": in_dirty_blocks(model, tokens),
-        "threads": alone(load_model(path, replace(config, threads=3)), tokens, 9),
-    }
-    differing = {name: what for name, answer in answers.items() if (what := answer.differs_from(whole))}
-    assert not differing, differing
+    found = differing(model, tokens, whole)
+    assert not found, found
+    assert not alone(load_model(path, replace(config, threads=3)), tokens, 9).differs_from(whole)
     assert model.n_parameters == parameter_count(model.spec)
 
 

@@ -38,7 +38,7 @@ MIXTURES = (
     "laguna", "laguna-m", "aria", "hy_v4",
 )  # fmt: skip
 # These choose twice in each layer, whom to attend to and which experts to ask, and drawn weights make many choices close: 0.02
-# where nothing is chosen (which is held to the dense bound below), up to 0.19 by either alone, 0.17 to 0.38 by both, on every
+# where nothing is chosen (which is held to the dense bound below), up to 0.19 by either alone, 0.07 to 0.38 by both, on every
 # set, scalar as well. More chosen, and experts that weigh less, leave 0.04 to 0.13; without the index it would be 0.7.
 INDEXED = ("deepseek_v32", "glm_moe_dsa", "hy_v4")
 LESS_BY_CHANCE = {"index_topk": 24, "routed_scaling_factor": 1.0}

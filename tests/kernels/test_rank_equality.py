@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -129,6 +130,21 @@ def test_what_is_chosen_on_ranks_is_what_one_chooses(
     """Behind more tokens than an index chooses, over layers of every kind: KV heads of ranks choose their own blocks."""
     path = make_checkpoint(family, tmp_path, dtype=torch.bfloat16, **fields)
     assert not (found := differences(path, replace(CONFIG, weights=weights, kv=kv), n_tokens=120)), found
+
+
+def test_ranks_meet_as_planned_where_streams_are_added_a_mixture_alone(tmp_path: Path) -> None:
+    """HY V4 without shared experts, which its class draws none of: each rank adds the sum to streams of its own."""
+    path = make_checkpoint("hy_v4", tmp_path, dtype=torch.bfloat16)
+    tensors, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
+    kept = {name: tensor for name, tensor in tensors.items() if "shared_experts" not in name}
+    assert len(kept) < len(tensors)
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps({**config, "n_shared_experts": 0}))
+    whole = alone(load_model(path, replace(CONFIG, weights="int8")), prompt(40), None)
+    model = over(path, replace(CONFIG, weights="int8"), 3)
+    assert not (found := alone(model, prompt(40), 5).differs_from(whole)), found
+    assert model.program.n_meetings == gathered(model.spec, tp=3, weights=model.weights_format).meetings  # type: ignore[attr-defined]
+    model.close()
 
 
 LATENTS = [("deepseek_v2", "int8", "int8", 4), ("deepseek_v3", "bf16", "bf16", 2), ("deepseek_v3", "int4", "bf16", 4)]

@@ -391,9 +391,8 @@ class MoeSpec:
 
 
 def _form(activation: Activation, limit: float | None, limits_gate: bool = False) -> GateForm | None:
-    if activation in (Activation.CLAMPED, Activation.SQUARED_RELU):
-        return CLAMPED if activation is Activation.CLAMPED else SQUARED
-    return None if limit is None else GateForm(limit=limit) if limits_gate else GateForm(bound=limit)
+    held = None if limit is None else GateForm(limit=limit) if limits_gate else GateForm(bound=limit)
+    return {Activation.CLAMPED: CLAMPED, Activation.SQUARED_RELU: SQUARED}.get(activation, held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
