@@ -250,6 +250,48 @@ void expand_steps(const LinearCall& call, const uint8_t* strip, int64_t step, in
   call.kernels.expand_int4(strip, group, step / group_steps, steps / group_steps, out);
 }
 
+namespace {
+
+// How a call is cut, and the parts of a thread's memory that it works in.
+struct Layout {
+  Format tile_format;
+  const TileShape& shape;
+  KBlocks cut;
+  int64_t tile_rows;           // the shape's rows, which divide no pair
+  int64_t blocks, block_rows;
+  bool has_sums;
+  int64_t acc_bytes, words_bytes, expanded_bytes;
+  int64_t bytes() const { return acc_bytes + words_bytes + expanded_bytes; }
+};
+
+// m: rows in memory, of which so many stand for one.
+Layout layout_of(const KernelSet& set, const PackedLinear& w, int64_t m, int64_t rows_of_one, int threads) {
+  Format tile_format = w.shape.format;
+  const TileShape& chosen = choose_shape(set, m, tile_format);
+  const TileShape& shape = divisible_shape(set, chosen, tile_format, m, w.n_panels, threads);
+  const int64_t tile_rows = shape.rows / rows_of_one * rows_of_one, tiles = (m + tile_rows - 1) / tile_rows;
+  const int64_t blocks = (m + kBlockRows - 1) / kBlockRows, block_tiles = (tiles + blocks - 1) / blocks, sums_rows = block_tiles * shape.rows;
+  const KBlocks cut = cut_inputs(w, tile_format, shape, tiles == 1);
+  const bool has_sums = tile_format == Format::int4 && !shape.interleaved();
+  const int64_t words_bytes = shape.interleaved() ? sums_rows * cut.units * cut.unit_words * 4 : has_sums ? sums_rows * cut.units * 4 : 0;
+  const int64_t expanded_bytes = tile_format != w.shape.format ? shape.strips * cut.units_per_block * kStepBytes : 0;
+  return {tile_format, shape, cut, tile_rows, blocks, block_tiles * tile_rows, has_sums, sums_rows * kPanelLanes * 4, round_up(words_bytes, 64), expanded_bytes};
+}
+
+const MatrixTiles* matrix_tiles(const KernelSet& set, const PackedLinear& w, int64_t m) {
+  const MatrixTiles* matrix = set.matrix[static_cast<int>(w.shape.format)];
+  return matrix != nullptr && m >= matrix->least_rows ? matrix : nullptr;
+}
+
+}  // namespace
+
+int64_t linear_scratch_bytes(const KernelSet& set, const LinearShape& shape, int64_t m, bool is_routed, int threads) {
+  const PackedLinear w = view_packed(shape, nullptr);
+  if (is_grouped(shape.format)) return group_scratch_bytes(w, *set.groups, m);
+  if (const MatrixTiles* matrix = matrix_tiles(set, w, m)) return matrix_scratch_bytes(w, *matrix, m, is_routed, threads);
+  return layout_of(set, w, m, 1, threads).bytes();
+}
+
 void linear(const KernelSet& set, const PackedLinear& w, const Rows& x, const int32_t* x_rows, int64_t m,
             const Epilogue& epilogue, int thread, int threads) {
   if (m <= 0) return;
@@ -257,30 +299,19 @@ void linear(const KernelSet& set, const PackedLinear& w, const Rows& x, const in
   m *= rows_of_one;
   const LinearCall call{*set.linear, w, x, x_rows, m, epilogue};
   if (is_grouped(w.shape.format)) return linear_by_groups(call, *set.groups, thread, threads);
-  const MatrixTiles* matrix = set.matrix[static_cast<int>(w.shape.format)];
-  if (matrix != nullptr && m >= matrix->least_rows) return linear_by_matrix(call, *matrix, thread, threads);
-  Format tile_format = w.shape.format;
-  const TileShape& chosen = choose_shape(set, m, tile_format);
-  const TileShape& shape = divisible_shape(set, chosen, tile_format, m, w.n_panels, threads);
-  const int64_t tile_rows = shape.rows / rows_of_one * rows_of_one;
-  const int64_t tiles = (m + tile_rows - 1) / tile_rows;
-  const int64_t blocks = (m + kBlockRows - 1) / kBlockRows, block_tiles = (tiles + blocks - 1) / blocks;
-  const int64_t block_rows = block_tiles * tile_rows, sums_rows = block_tiles * shape.rows;
-  const KBlocks cut = cut_inputs(w, tile_format, shape, tiles == 1);
-  const int64_t acc_bytes = sums_rows * kPanelLanes * 4;
-  const bool has_sums = tile_format == Format::int4 && !shape.interleaved();
-  const int64_t words_bytes = shape.interleaved() ? sums_rows * cut.units * cut.unit_words * 4 : has_sums ? sums_rows * cut.units * 4 : 0;
-  const int64_t expanded_bytes = tile_format != w.shape.format ? shape.strips * cut.units_per_block * kStepBytes : 0;
-  uint8_t* memory = linear_scratch(acc_bytes + round_up(words_bytes, 64) + expanded_bytes);
-  uint8_t* expanded = expanded_bytes > 0 ? memory + acc_bytes + round_up(words_bytes, 64) : nullptr;
-  uint8_t* words = memory + acc_bytes;
-  const Job job{call, cut, shape, memory, words, reinterpret_cast<int32_t*>(words), expanded, tile_rows, tile_format};
+  if (const MatrixTiles* matrix = matrix_tiles(set, w, m)) return linear_by_matrix(call, *matrix, thread, threads);
+  const Layout layout = layout_of(set, w, m, rows_of_one, threads);
+  const TileShape& shape = layout.shape;
+  uint8_t* memory = linear_scratch(layout.bytes());
+  uint8_t* words = memory + layout.acc_bytes;
+  uint8_t* expanded = layout.expanded_bytes > 0 ? words + layout.words_bytes : nullptr;
+  const Job job{call, layout.cut, shape, memory, words, reinterpret_cast<int32_t*>(words), expanded, layout.tile_rows, layout.tile_format};
   const int64_t pieces = std::min(pieces_per_panel(w, threads), kPanelStrips / shape.strips), strips = kPanelStrips / pieces, n_pieces = pieces * w.n_panels;
   int64_t ready = -1;
-  for (Tasks tasks(blocks * n_pieces, *w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
-    const int64_t block = tasks.current() / n_pieces, begin = block * block_rows, end = std::min(m, begin + block_rows);
+  for (Tasks tasks(layout.blocks * n_pieces, *w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
+    const int64_t block = tasks.current() / n_pieces, begin = block * layout.block_rows, end = std::min(m, begin + layout.block_rows);
     if (shape.interleaved() && block != ready) interleave_block(job, begin, end);
-    if (has_sums && block != ready) sum_groups(job, begin, end);
+    if (layout.has_sums && block != ready) sum_groups(job, begin, end);
     ready = block;
     const int64_t piece = tasks.current() % n_pieces, strip = piece % pieces * strips;
     const uint8_t* next = w.panels + tasks.following() % n_pieces * (w.panel_bytes / pieces);

@@ -35,8 +35,10 @@ void expand_steps(const LinearCall& call, const uint8_t* strip, int64_t step, in
 void linear_by_matrix(const LinearCall& call, const MatrixTiles& tiles, int thread, int threads);
 void linear_by_groups(const LinearCall& call, const GroupTiles& tiles, int thread, int threads);
 
-// What each thread that multiplies m rows by a weight in groups works in; 0 for the other formats.
-int64_t group_scratch_bytes(const KernelSet& set, const LinearShape& shape, int64_t m);
+// What each of the threads that multiply m rows by a weight works in; is_routed: some of the rows of x, as experts take.
+int64_t linear_scratch_bytes(const KernelSet& set, const LinearShape& shape, int64_t m, bool is_routed, int threads);
+int64_t matrix_scratch_bytes(const PackedLinear& w, const MatrixTiles& tiles, int64_t m, bool is_routed, int threads);
+int64_t group_scratch_bytes(const PackedLinear& w, const GroupTiles& tiles, int64_t m);
 
 // Pieces of a panel: one strip (two where gated) for few rows where a thread has so few panels that the last ones would not be
 // shared evenly, else the panel.

@@ -237,9 +237,7 @@ Memory memory_of(const PackedLinear& w, const GroupTiles& tiles, int64_t m) {
 
 }  // namespace
 
-int64_t group_scratch_bytes(const KernelSet& set, const LinearShape& shape, int64_t m) {
-  return is_grouped(shape.format) ? memory_of(view_packed(shape, nullptr), *set.groups, m).bytes() : 0;
-}
+int64_t group_scratch_bytes(const PackedLinear& w, const GroupTiles& tiles, int64_t m) { return memory_of(w, tiles, m).bytes(); }
 
 void linear_by_groups(const LinearCall& call, const GroupTiles& tiles, int thread, int threads) {
   const ExpandedTile& tile = tile_of(call.w.shape, tiles);

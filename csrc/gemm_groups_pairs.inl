@@ -191,22 +191,23 @@ DIPTYCH_FORCED void sum_group(From& weights, const uint8_t* const (&x)[kRows], i
 
 // The whole sums of a group join those of the groups before, which lie in L1: the registers hold no more. scale_of, and minimum_of or
 // zero_of where there are any: the lanes' of a half.
-template <bool kWide, Offset kOffset, int kRows, class ScaleOf, class OffsetOf>
-DIPTYCH_FORCED void end_group(const RowOfGroup* of, __m256i (&whole)[kRows][kHalves], const ScaleOf& scale_of, const OffsetOf& offset_of, float* acc) {
+template <bool kWide, bool kHasZeros, int kRows, class ScaleOf, class OffsetOf>
+DIPTYCH_FORCED void end_group(const RowOfGroup* of, __m256i (&whole)[kRows][kHalves], bool has_minima, const ScaleOf& scale_of, const OffsetOf& offset_of,
+                              float* acc) {
   const __m256 scales[kHalves] = {(__m256)scale_of(0), (__m256)scale_of(1)};
-  __m256i offsets[kHalves];
-  if constexpr (kOffset != Offset::none) offsets[0] = offset_of(0), offsets[1] = offset_of(1);
+  __m256i offsets[kHalves] = {};
+  if (kHasZeros || has_minima) offsets[0] = offset_of(0), offsets[1] = offset_of(1);
 #pragma GCC unroll 4
   for (int row = 0; row < kRows; ++row) {
     const __m256 own = _mm256_set1_ps(kWide ? of[row].power : of[row].offset), of_x = _mm256_set1_ps(of[row].sum);  // once: stores follow
 #pragma GCC unroll 2
     for (int half = 0; half < kHalves; ++half) {
       __m256i sum = whole[row][half];
-      if constexpr (kOffset == Offset::zeros) sum = _mm256_sub_epi32(sum, _mm256_mullo_epi32(offsets[half], _mm256_castps_si256(of_x)));
+      if constexpr (kHasZeros) sum = _mm256_sub_epi32(sum, _mm256_mullo_epi32(offsets[half], _mm256_castps_si256(of_x)));
       float* at = acc + row * kPanelLanes + half * 8;
       __m256 value = kWide ? _mm256_mul_ps(_mm256_cvtepi32_ps(sum), own) : _mm256_sub_ps(_mm256_castsi256_ps(sum), own);
       value = _mm256_fmadd_ps(value, scales[half], _mm256_load_ps(at));
-      if constexpr (kOffset == Offset::minima) value = _mm256_fmadd_ps(of_x, _mm256_castsi256_ps(offsets[half]), value);
+      if (has_minima) value = _mm256_fmadd_ps(of_x, _mm256_castsi256_ps(offsets[half]), value);
       _mm256_store_ps(at, value);
     }
   }
@@ -221,10 +222,11 @@ inline void clear_sums(float* acc, int rows) {
 constexpr int64_t kGroupAheadBytes = 8192;
 
 // Rows [first, first + kRows) of a tile of `rows`.
-template <CodeForm kForm, bool kWide, Joined kJoined, Offset kOffset, int kRows>
+template <CodeForm kForm, bool kWide, Joined kJoined, bool kHasZeros, int kRows>
 void run_packed(const GroupArgs& args, int rows, int first) {
   const LinearShape& shape = *args.shape;
   const int64_t head_groups = groups_of_head(shape), inputs = shape.group, groups = args.groups, group_bytes = bytes_of_group_steps(shape);
+  const bool has_minima = shape.grid.offset == Offset::minima;  // asked for each group, as a text of its own would be half as much again to compile
   const GroupPlace head = place_of_head(shape, 0);
   const RowOfGroup* of = args.rows + first;
   float* const acc = args.acc + first * kPanelLanes;
@@ -243,26 +245,25 @@ void run_packed(const GroupArgs& args, int rows, int first) {
     sum_group<kJoined>(weights, x, group * inputs, inputs, of, whole);
     const auto scale_of = [&](int half) __attribute__((always_inline)) { return scales.scale(within, half); };
     const auto offset_of = [&](int half) __attribute__((always_inline)) {
-      return kOffset == Offset::zeros ? (__m256i)widen_u8(scales.offset(within, half)) : (__m256i)scales.minimum(within, half);
+      return kHasZeros ? (__m256i)widen_u8(scales.offset(within, half)) : (__m256i)scales.minimum(within, half);
     };
-    end_group<kWide, kOffset>(of, whole, scale_of, offset_of, acc);
+    end_group<kWide, kHasZeros>(of, whole, has_minima, scale_of, offset_of, acc);
   }
 }
 
 // As many rows at a time as the registers hold sums of.
-template <CodeForm kForm, bool kWide, Joined kJoined, Offset kOffset, int kRows>
+template <CodeForm kForm, bool kWide, Joined kJoined, bool kHasZeros, int kRows>
 void run_tile(const GroupArgs& args) {
   constexpr int kFew = kRows <= 4 ? kRows : (kRows + 1) / 2, kRest = kRows - kFew;
-  run_packed<kForm, kWide, kJoined, kOffset, kFew>(args, kRows, 0);
-  if constexpr (kRest > 0) run_packed<kForm, kWide, kJoined, kOffset, kRest>(args, kRows, kFew);
+  run_packed<kForm, kWide, kJoined, kHasZeros, kFew>(args, kRows, 0);
+  if constexpr (kRest > 0) run_packed<kForm, kWide, kJoined, kHasZeros, kRest>(args, kRows, kFew);
 }
 
 template <CodeForm kForm, bool kWide, Joined kJoined, int kRows>
 void choose_offset(const GroupArgs& args) {
-  const Offset offset = args.shape->grid.offset;
   if constexpr (kForm == CodeForm::fours)
-    if (offset == Offset::zeros) return run_tile<kForm, kWide, kJoined, Offset::zeros, kRows>(args);
-  offset == Offset::minima ? run_tile<kForm, kWide, kJoined, Offset::minima, kRows>(args) : run_tile<kForm, kWide, kJoined, Offset::none, kRows>(args);
+    if (args.shape->grid.offset == Offset::zeros) return run_tile<kForm, kWide, kJoined, true, kRows>(args);
+  run_tile<kForm, kWide, kJoined, false, kRows>(args);
 }
 
 // How many codes of a form join where a group is too large for all of them to.
@@ -353,12 +354,13 @@ DIPTYCH_FORCED void bring_rows(const GroupArgs& args, int64_t group, int64_t inp
     for (int row = 0; row < kExpandedRows; ++row) __builtin_prefetch(args.next_x[row] + at, 0, 3);
 }
 
-template <bool kWide, Joined kJoined, Offset kOffset, class From>
+template <bool kWide, Joined kJoined, bool kHasZeros, class From>
 void run_expanded(const GroupArgs& args) {
   const int64_t groups = args.groups, inputs = args.shape->group;
   const RowOfGroup* of = args.rows;
   const float* scales = args.scales;
-  const uint8_t* offsets = kOffset == Offset::zeros ? reinterpret_cast<const uint8_t*>(args.zeros) : reinterpret_cast<const uint8_t*>(args.minima);
+  const bool has_minima = args.shape->grid.offset == Offset::minima;
+  const uint8_t* offsets = kHasZeros ? reinterpret_cast<const uint8_t*>(args.zeros) : reinterpret_cast<const uint8_t*>(args.minima);
   From weights{args.steps};
   const uint8_t* x[kExpandedRows];
 #pragma GCC unroll 4
@@ -370,17 +372,13 @@ void run_expanded(const GroupArgs& args) {
     sum_group<kJoined>(weights, x, (args.first + group) * inputs, inputs, of, whole);
     const auto scale_of = [&](int half) __attribute__((always_inline)) { return _mm256_load_ps(scales + half * 8); };
     const auto offset_of = [&](int half) __attribute__((always_inline)) { return load_words(offsets, half); };
-    end_group<kWide, kOffset>(of, whole, scale_of, offset_of, args.acc);
+    end_group<kWide, kHasZeros>(of, whole, has_minima, scale_of, offset_of, args.acc);
   }
 }
 
 template <bool kWide, Joined kJoined, class From>
 void choose_expanded(const GroupArgs& args) {
-  switch (args.shape->grid.offset) {
-    case Offset::none: return run_expanded<kWide, kJoined, Offset::none, From>(args);
-    case Offset::zeros: return run_expanded<kWide, kJoined, Offset::zeros, From>(args);
-    case Offset::minima: return run_expanded<kWide, kJoined, Offset::minima, From>(args);
-  }
+  args.shape->grid.offset == Offset::zeros ? run_expanded<kWide, kJoined, true, From>(args) : run_expanded<kWide, kJoined, false, From>(args);
 }
 
 inline void tile_expanded(const GroupArgs& args) {

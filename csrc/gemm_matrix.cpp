@@ -13,6 +13,8 @@ constexpr int64_t kStepsPerTile = 16;
 constexpr int64_t kSumsStride = kPanelLanes * 4;
 constexpr int64_t kCacheLine = 64;
 
+int64_t row_bytes_of(int64_t steps) { return round_up(steps, kStepsPerTile) * 4; }
+
 struct Job {
   const LinearCall& call;
   const MatrixShape& shape;
@@ -24,7 +26,7 @@ struct Job {
   uint8_t* rows;                   // copied x
   uint8_t* expanded;               // one block of the shape's strips
   int64_t strip_bytes() const { return call.w.panel_bytes / kPanelStrips; }
-  int64_t row_bytes() const { return round_up(steps, kStepsPerTile) * 4; }
+  int64_t row_bytes() const { return row_bytes_of(steps); }
   // Where a step begins in a packed strip, of what is expanded about; blocks of int4 begin with whole pairs of groups.
   int64_t packed_offset(int64_t step) const { return is_expanded ? strip_bytes() * step / steps : step * kStepBytes; }
 };
@@ -200,40 +202,60 @@ class Walk {
   Finish finish_;
 };
 
-// How many panels share a block of K, so that x is read from beyond L2 once for all of them.
-int64_t panels_per_task(const Job& job, int64_t blocks, int threads) {
-  if (job.is_narrow || job.steps_per_block >= job.steps || job.block_rows * job.row_bytes() <= job.blocking.x_bytes) return 1;
-  const int64_t sharing = (threads + blocks - 1) / blocks, most = (job.call.w.n_panels + sharing - 1) / sharing;
-  return std::clamp<int64_t>(job.blocking.sums_bytes / (job.block_rows * kSumsStride), 1, most);
+// How a call is cut, and the parts of a thread's memory that it works in.
+struct Layout {
+  const MatrixShape& shape;
+  bool is_narrow, is_expanded;
+  int64_t steps, per_block, blocks, block_rows;
+  int64_t groups;  // of panels that share a block of K, so that x is read from beyond L2 once for all of them
+  int64_t sums_bytes, rows_bytes, expanded_bytes;
+  int64_t row_bytes() const { return row_bytes_of(steps); }
+  int64_t bytes() const { return sums_bytes + rows_bytes + expanded_bytes; }
+};
+
+int64_t panels_per_task(const PackedLinear& w, const MatrixBlocking& blocking, const Layout& cut, int threads) {
+  if (cut.is_narrow || cut.per_block >= cut.steps || cut.block_rows * cut.row_bytes() <= blocking.x_bytes) return 1;
+  const int64_t sharing = (threads + cut.blocks - 1) / cut.blocks, most = (w.n_panels + sharing - 1) / sharing;
+  return std::clamp<int64_t>(blocking.sums_bytes / (cut.block_rows * kSumsStride), 1, most);
+}
+
+Layout layout_of(const PackedLinear& w, const MatrixTiles& tiles, int64_t m, bool is_routed, int threads) {
+  const MatrixShape& shape = choose_shape(tiles, m);
+  Layout cut{shape, shape.strips == 1, expanded_form(w.shape.format) != w.shape.format, w.k_padded / (has_bf16_rows(w.shape.format) ? 2 : 4), 0, 0, 0, 0, 0, 0, 0};
+  cut.per_block = cut.is_narrow && !cut.is_expanded ? cut.steps : count_steps_per_block(w.shape, shape, tiles.blocking, cut.steps);
+  const int64_t most_rows = cut.per_block < cut.steps && !cut.is_narrow ? tiles.blocking.rows / 2 : tiles.blocking.rows;
+  const int64_t row_tiles = (m + shape.rows - 1) / shape.rows;
+  cut.blocks = (m + most_rows - 1) / most_rows, cut.block_rows = (row_tiles + cut.blocks - 1) / cut.blocks * shape.rows;
+  const int64_t panels = panels_per_task(w, tiles.blocking, cut, threads);
+  cut.groups = std::min(w.n_panels, round_up((w.n_panels + panels - 1) / panels, panels > 1 ? threads : 1));
+  cut.sums_bytes = std::max((w.n_panels + cut.groups - 1) / cut.groups * cut.block_rows, 2 * shape.rows) * kSumsStride;
+  cut.rows_bytes = is_routed ? round_up((cut.block_rows + shape.rows) * (cut.row_bytes() + kCacheLine), kCacheLine) : 0;
+  cut.expanded_bytes = cut.is_expanded ? shape.strips * cut.per_block * kStepBytes : 0;
+  return cut;
 }
 
 }  // namespace
 
+int64_t matrix_scratch_bytes(const PackedLinear& w, const MatrixTiles& tiles, int64_t m, bool is_routed, int threads) {
+  return layout_of(w, tiles, m, is_routed, threads).bytes();
+}
+
 void linear_by_matrix(const LinearCall& call, const MatrixTiles& tiles, int thread, int threads) {
   const PackedLinear& w = call.w;
-  const MatrixShape& shape = choose_shape(tiles, call.m);
-  const bool is_narrow = shape.strips == 1, is_expanded = expanded_form(w.shape.format) != w.shape.format;
-  const int64_t steps = w.k_padded / (has_bf16_rows(w.shape.format) ? 2 : 4);
-  const int64_t per_block = is_narrow && !is_expanded ? steps : count_steps_per_block(w.shape, shape, tiles.blocking, steps);
-  const int64_t most_rows = per_block < steps && !is_narrow ? tiles.blocking.rows / 2 : tiles.blocking.rows;
-  const int64_t row_tiles = (call.m + shape.rows - 1) / shape.rows, blocks = (call.m + most_rows - 1) / most_rows;
-  const int64_t block_rows = (row_tiles + blocks - 1) / blocks * shape.rows;
-  Job job{call, shape, tiles.blocking, steps, per_block, block_rows, is_narrow, is_expanded, nullptr, nullptr, nullptr};
+  const Layout cut = layout_of(w, tiles, call.m, call.x_rows != nullptr, threads);
+  const MatrixShape& shape = cut.shape;
+  const int64_t blocks = cut.blocks, block_rows = cut.block_rows, groups = cut.groups;
+  uint8_t* memory = linear_scratch(cut.bytes());
+  Job job{call, shape, tiles.blocking, cut.steps, cut.per_block, block_rows, cut.is_narrow, cut.is_expanded,
+          memory, memory + cut.sums_bytes, memory + cut.sums_bytes + cut.rows_bytes};
 
   // A task is a piece and a block of rows. Pieces of few rows are strips, as they are for register tiles.
-  const int64_t panels = panels_per_task(job, blocks, threads), groups = std::min(w.n_panels, round_up((w.n_panels + panels - 1) / panels, panels > 1 ? threads : 1));
-  const int64_t cuts = is_narrow ? pieces_per_panel(w, threads) : 1, strips = kPanelStrips / cuts, n_pieces = cuts * groups;
+  const int64_t cuts = cut.is_narrow ? pieces_per_panel(w, threads) : 1, strips = kPanelStrips / cuts, n_pieces = cuts * groups;
   auto piece_at = [&](int64_t i) {
     const Range own = share(w.n_panels, static_cast<int>(i / cuts), static_cast<int>(groups));
     return Piece{own, {i % cuts * strips, i % cuts * strips + strips}, nullptr};
   };
   auto begin_of = [&](const Piece& piece) { return w.panels + piece.panels.begin * w.panel_bytes + piece.strips.begin * job.strip_bytes(); };
-
-  const int64_t sums_bytes = std::max((w.n_panels + groups - 1) / groups * block_rows, 2 * shape.rows) * kSumsStride;
-  const int64_t rows_bytes = call.x_rows == nullptr ? 0 : round_up((block_rows + shape.rows) * (job.row_bytes() + kCacheLine), kCacheLine);
-  job.sums = linear_scratch(sums_bytes + rows_bytes + (is_expanded ? shape.strips * per_block * kStepBytes : 0));
-  job.rows = job.sums + sums_bytes;
-  job.expanded = job.rows + rows_bytes;
 
   shape.begin(call.m);
   View x;
@@ -245,7 +267,7 @@ void linear_by_matrix(const LinearCall& call, const MatrixTiles& tiles, int thre
     ready = block;
     Piece piece = piece_at(tasks.current() % n_pieces);
     piece.next = begin_of(piece_at(tasks.following() % n_pieces));
-    const RowBiases* biases = is_narrow ? call.epilogue.biases : nullptr;
+    const RowBiases* biases = cut.is_narrow ? call.epilogue.biases : nullptr;
     if (biases != nullptr)
       biases->fetch(piece.panels.begin * kPanelLanes + piece.strips.begin * kStripLanes, (piece.strips.end - piece.strips.begin) * kStripLanes);
     Walk(job, x, piece, begin, end).run();

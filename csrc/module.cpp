@@ -523,8 +523,8 @@ void bind_program(nb::module_& m) {
       .def("settle", &Program::settle, nb::arg("waits") = false, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("is_settling", &Program::is_settling)
       .def("read_packed", &read_packed, nb::arg("saved"))
-      .def("group_scratch_bytes", [](const Program& p, const LinearShape& shape, int64_t rows) { return group_scratch_bytes(p.kernels(), shape, rows); },
-           nb::arg("shape"), nb::arg("rows"))
+      .def("linear_scratch_bytes", [](const Program& p, const LinearShape& shape, int64_t rows, bool is_routed, int threads) { return linear_scratch_bytes(p.kernels(), shape, rows, is_routed, threads); },
+           nb::arg("shape"), nb::arg("rows"), nb::arg("is_routed"), nb::arg("threads"))
       .def("add_packed_part", &add_packed_part, nb::arg("shape"), nb::arg("whole"), nb::arg("rows"), nb::arg("blob"))
       .def("add_random_part", &add_random_part, nb::arg("shape"), nb::arg("whole"), nb::arg("rows"), nb::arg("seed"), nb::arg("amplitude"))
       .def("join", &Program::join, nb::keep_alive<1, 2>(), nb::arg("team"))

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from kinds import KINDS, Kind
+from kinds import KINDS, Kind, in_turns
 from test_torch_ops import noise
 
 from checkpoints import make_checkpoint
@@ -145,6 +145,7 @@ def same_tiles(kind: Kind, monkeypatch: pytest.MonkeyPatch, name: str = "") -> N
 
 
 @of_ours
+@in_turns
 @of_weights
 @pytest.mark.parametrize(("rows", "is_gate"), [(1, False), (17, True), (70, False)])
 def test_products_have_the_bits_of_the_values(
@@ -165,6 +166,7 @@ def test_products_have_the_bits_of_the_values(
     assert torch.equal(got, expected)
 
 
+@in_turns
 @of_ours
 @pytest.mark.parametrize("gate", [0, 1])
 @pytest.mark.parametrize("name", ["group4-g128-f16-zeros", "Q6_K"])
@@ -214,6 +216,7 @@ def test_projections_of_several_formats_lie_each_in_its_own(kind: Kind, monkeypa
     assert torch.equal(*(products.multiply(x, weight, bias, added=added) for weight in (coded, plain)))
 
 
+@in_turns
 @of_ours
 @pytest.mark.parametrize("name", ["MXFP4", "Q4_K", "group4-g128-f16-zeros", f"fp8-g{FP8_BLOCK}"])
 @pytest.mark.parametrize("n_tokens", [3, 80])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kinds import CPU, Kind, of_kinds
+from kinds import CPU, Kind, in_turns, of_kinds
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import TorchKVStore
@@ -112,6 +112,7 @@ def check(name: str, got: torch.Tensor, expected: torch.Tensor, dtype: torch.dty
     assert error <= OPS[name].tolerance(dtype), f"{name} differs by {error}"
 
 
+@in_turns
 @of_kinds
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("shape", EDGE_SHAPES, ids=lambda shape: shape.name)
@@ -146,6 +147,7 @@ def test_attention_of_a_long_chunk_in_slices(window: int | None) -> None:
         torch.testing.assert_close(got[row], expected, atol=1e-5, rtol=0)
 
 
+@in_turns
 @of_kinds
 @pytest.mark.parametrize("qk_norm", [QkNorm.NONE, QkNorm.HEAD, QkNorm.HEADS, QkNorm.FULL])
 @pytest.mark.parametrize("rotary_dim", [0, 8, 16])
@@ -193,6 +195,7 @@ def test_rotate_and_cache(shape: EdgeShape, rotary_dim: int, qk_norm: QkNorm, ki
     assert torch.equal(values[others], before[1][others])
 
 
+@in_turns
 @of_kinds
 @pytest.mark.parametrize("n_tokens", [1, 2, 17])
 @pytest.mark.parametrize("activation", [one for one in Activation if one is not Activation.XIELU])  # it has no gate

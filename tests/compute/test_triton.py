@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kinds import KINDS, Kind
+from kinds import KINDS, Kind, in_turns
 from test_torch_ops import Memory, noise, world
 
 from checkpoints import FAMILIES, make_checkpoint
@@ -60,6 +60,7 @@ CONFIG = ComputeConfig(backend="torch", device="cuda", weights="bf16")
 N_TOKENS = 75
 
 
+@in_turns
 @of_ours
 @pytest.mark.parametrize("gate", [0, 1, 2], ids=["plain", "silu", "gelu"])
 @pytest.mark.parametrize(("n", "k"), [(48, 40), (300, 320)])
@@ -135,6 +136,7 @@ def long_batch(contexts: list[int], rows: list[int]) -> tuple[ForwardBatch, int]
     return batch, table.size
 
 
+@in_turns
 @of_ours
 @pytest.mark.parametrize(
     ("n_heads", "n_kv_heads", "value_dim", "window"),
@@ -169,6 +171,7 @@ def test_attention_over_long_contexts(
     assert error < (1e-5 if kind.dtype == torch.float32 else 5e-3), error
 
 
+@in_turns
 @of_ours
 @pytest.mark.parametrize(("n_heads", "rank"), [(3, 24), (20, 32), (70, 16)])
 def test_latent_attention_over_long_contexts(
@@ -260,6 +263,7 @@ def test_the_highest_scores_are_chosen_and_attended_to(kind: Kind) -> None:
             )  # three values of 16 bits, of up to 3
 
 
+@in_turns
 @of_ours
 @pytest.mark.parametrize(("n", "k"), [(24, 10), (130, 136)])
 @pytest.mark.parametrize("rows", [1, 17, 150])

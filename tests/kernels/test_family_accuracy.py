@@ -105,7 +105,7 @@ def test_tied_head_answers_as_a_table_beside_it(family: str, name: str, tmp_path
     prompt = torch.randint(len(table), (41,), generator=torch.Generator().manual_seed(0)).tolist()
     logits, sizes = [], []
     for directory in (path, separate):
-        model = load_model(directory, ComputeConfig(backend="cpu", threads=2, instruction_set=name))
+        model = load_model(directory, ComputeConfig(backend="cpu", threads=1, instruction_set=name))
         steppers = [Stepper(model), Stepper(model)]
         logits += [steppers[0].prefill("it", prompt, chunk=None), steppers[1].prefill("it", prompt, chunk=1)]
         sizes.append(model.program.table_bytes)

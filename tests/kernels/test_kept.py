@@ -211,7 +211,7 @@ def test_an_embedding_in_blocks_lies_in_the_head_that_it_is_tied_to(
         pytest.skip(f"this CPU cannot run {kernels}")
     tokens, logits, sizes = list(range(3, 60)), [], []
     for path in tied_and_apart:
-        model = load_model(path, ComputeConfig(backend="cpu", threads=2, instruction_set=kernels))
+        model = load_model(path, ComputeConfig(backend="cpu", threads=1, instruction_set=kernels))
         steppers = [Stepper(model), Stepper(model)]
         logits += [steppers[0].prefill("it", tokens, chunk=None), steppers[1].prefill("it", tokens, chunk=1)]
         sizes.append(model.program.table_bytes)

@@ -248,8 +248,8 @@ def _show(facts: dict[str, Any]) -> None:
         parts = sorted(facts["held"].nbytes.items(), key=lambda part: -part[1])
         text = ", ".join(f"{name} {amount(n).strip()}B" for name, n in parts)
         scratch = facts["held"].scratch
-        beside = f"; beside it {amount(scratch).strip()}B for all threads that multiply in groups" if scratch else ""
-        console.print(f"in memory as the files have it: {text}{beside}")
+        beside = f"beside it {amount(scratch).strip()}B for all threads that multiply"
+        console.print(f"in memory as the files have it: {text}; {beside}")
     _show_memory(console, facts["memory"])
     _show_phases(console, facts)
 

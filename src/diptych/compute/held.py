@@ -35,7 +35,7 @@ MANY_ROWS = 2**20  # more than any kernel takes at a time
 class Held:
     """nbytes: by format, VECTORS and TABLE. dense, experts: weights of the layers by format, of experts and of all others.
 
-    scratch: what the threads that multiply in groups work in, all of them together, once a long prompt has passed.
+    scratch: what the threads that multiply work in, all of them together, once a long prompt has passed.
     """
 
     nbytes: Mapping[str, int]
@@ -75,11 +75,14 @@ class _Measure(CpuLoader):
         super().__init__(config, source)
         self.nbytes: Counter[str] = Counter()
         self.scratch = 0  # of one thread: that of its largest layer
+        self.is_routed = False  # weights take some of the rows
         self.of_experts: Counter[str] = Counter()
 
     def experts(self, *args: Any, **kwargs: Any) -> Any:
         before = self.n_values.copy()
+        self.is_routed = True
         handle = super().experts(*args, **kwargs)
+        self.is_routed = False
         self.of_experts += self.n_values - before
         return handle
 
@@ -101,7 +104,9 @@ class _Measure(CpuLoader):
     def _add(self, shape: Any, *args: Any) -> tuple[int, bool]:
         weights_format: str = args[-2]
         self.nbytes[weights_format] += shape.packed_bytes
-        self.scratch = max(self.scratch, self.program.group_scratch_bytes(shape, MANY_ROWS))
+        threads = self.placement.threads
+        scratch = self.program.linear_scratch_bytes(shape, MANY_ROWS, is_routed=self.is_routed, threads=threads)
+        self.scratch = max(self.scratch, scratch)
         return 0, True
 
     def _note_exponents(self, key: str, parts: LinearParts, *, is_packed: bool) -> None:
