@@ -37,6 +37,9 @@ constexpr int64_t kPanelLanes = 64;  // output lanes of one packed panel
 enum class Format : int32_t { bf16 = 0, int8 = 1, int4 = 2, fp8 = 3, group4 = 4, group8 = 5, group6 = 6, group2 = 7, group3 = 8, group5 = 9 };
 enum class Source : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
 
+// Of magnitudes; NaN where one is.
+DIPTYCH_FORCED float higher_magnitude(float a, float b) { return a > b || a != a ? a : b; }
+
 // How many steps of a grid one unit is, where the largest magnitude of its numbers takes `top` steps. Numbers so small that the
 // inverse would not be finite (2^-100: products of a closed gate, say) are zero on every grid.
 DIPTYCH_FORCED float steps_per_unit(float highest, float top) { return highest > 0x1p-100f ? top / highest : 0.0f; }

@@ -382,13 +382,18 @@ void round_inputs(const float* x, int64_t count, uint16_t* out) {
   }
 }
 
+// Magnitudes compare as whole numbers: then infinity is above all others, and what is no number above that. As floats it would be lost, and a
+// row that holds one would answer as if it were plain.
+inline __m512i magnitude_bits(__m512 x) { return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff)); }
+inline float highest_of(__m512i magnitudes) { return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(_mm512_reduce_max_epi32(magnitudes)))); }
+
 float abs_max(const float* x, int64_t count) {
-  __m512 highest[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  __m512i highest[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
   int64_t i = 0;
   for (; i + 32 <= count; i += 32)
-    for (int v = 0; v < 2; ++v) highest[v] = _mm512_max_ps(highest[v], _mm512_abs_ps(_mm512_loadu_ps(x + i + 16 * v)));
-  for (; i < count; i += 16) highest[0] = _mm512_max_ps(highest[0], _mm512_abs_ps(_mm512_maskz_loadu_ps(head(count - i), x + i)));
-  return _mm512_reduce_max_ps(_mm512_max_ps(highest[0], highest[1]));
+    for (int v = 0; v < 2; ++v) highest[v] = _mm512_max_epi32(highest[v], magnitude_bits(_mm512_loadu_ps(x + i + 16 * v)));
+  for (; i < count; i += 16) highest[0] = _mm512_max_epi32(highest[0], magnitude_bits(_mm512_maskz_loadu_ps(head(count - i), x + i)));
+  return highest_of(_mm512_max_epi32(highest[0], highest[1]));
 }
 
 // Four vectors of levels as 64 bytes in their order.
@@ -411,7 +416,7 @@ void quantize_int8(const float* x, int64_t count, float inverse_scale, int8_t* o
 
 inline float row_abs_max(const float* x, int64_t count) { return abs_max(x, count); }
 
-// Magnitudes of bf16 compare like whole numbers.
+// Of bf16 as whole numbers of 16 bits.
 inline float row_abs_max(const uint16_t* x, int64_t count) {
   __m512i highest[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
   const __m512i magnitude = _mm512_set1_epi16(0x7fff);
@@ -424,8 +429,7 @@ inline float row_abs_max(const uint16_t* x, int64_t count) {
     highest[0] = _mm512_max_epu16(highest[0], _mm512_and_si512(magnitude, _mm512_maskz_loadu_epi16(mask, x + i)));
   }
   const __m512i most = _mm512_max_epu16(highest[0], highest[1]);
-  return _mm512_reduce_max_ps(
-      _mm512_max_ps(widen_bf16(_mm512_castsi512_si256(most)), widen_bf16(_mm512_extracti64x4_epi64(most, 1))));
+  return highest_of(_mm512_max_epi32(_mm512_slli_epi32(most, 16), _mm512_slli_epi32(_mm512_srli_epi32(most, 16), 16)));
 }
 
 inline __m512 load_some(const float* x, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, x); }

@@ -270,33 +270,42 @@ inline void round_inputs(const float* x, int64_t count, uint16_t* out) {
   for (; i < count; ++i) out[i] = to_bf16(x[i]);
 }
 
-inline Lanes magnitude(Lanes x) { return (Lanes)((Bits)x & 0x7fffffffu); }
+// Magnitudes compare as whole numbers: then infinity is above all others, and what is no number above that. As floats it would be lost, and a
+// row that holds one would answer as if it were plain.
+inline Whole magnitude(Lanes x) { return (Whole)((Bits)x & 0x7fffffffu); }
+#if defined(__AVX2__)
+inline Whole higher_whole(Whole a, Whole b) { return (Whole)_mm256_max_epi32((__m256i)a, (__m256i)b); }
+#else
+inline Whole higher_whole(Whole a, Whole b) { return a > b ? a : b; }
+#endif
 
 // Of magnitudes.
-inline float highest_of(Lanes x) {
+inline float highest_of(Whole x) {
 #if defined(__AVX2__)
-  __m128 four = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
-  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
+  __m128i four = _mm_max_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+  four = _mm_max_epi32(four, _mm_unpackhi_epi64(four, four));
+  return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epi32(four, _mm_shuffle_epi32(four, 1))));
 #else
-  float highest = 0.0f;
+  int32_t highest = 0;
   for (int lane = 0; lane < kLaneCount; ++lane) highest = x[lane] > highest ? x[lane] : highest;
-  return highest;
+  float value;
+  std::memcpy(&value, &highest, sizeof(value));
+  return value;
 #endif
 }
 
-// What is no number counts as none.
+// NaN where one is.
 template <typename Value>
 inline float largest_of(const Value* x, int64_t count) {
-  Lanes even = {}, odd = {};
+  Whole even = {}, odd = {};
   int64_t i = 0;
   for (; i + 2 * kLaneCount <= count; i += 2 * kLaneCount) {
-    even = higher(magnitude(load_lanes(x + i)), even);
-    odd = higher(magnitude(load_lanes(x + i + kLaneCount)), odd);
+    even = higher_whole(magnitude(load_lanes(x + i)), even);
+    odd = higher_whole(magnitude(load_lanes(x + i + kLaneCount)), odd);
   }
-  if (i + kLaneCount <= count) even = higher(magnitude(load_lanes(x + i)), even);
-  if (count % kLaneCount != 0) odd = higher(magnitude(load_lanes(Rest<kLaneCount, Value>(x, count).values)), odd);
-  return highest_of(higher(even, odd));
+  if (i + kLaneCount <= count) even = higher_whole(magnitude(load_lanes(x + i)), even);
+  if (count % kLaneCount != 0) odd = higher_whole(magnitude(load_lanes(Rest<kLaneCount, Value>(x, count).values)), odd);
+  return highest_of(higher_whole(even, odd));
 }
 
 inline float abs_max(const float* x, int64_t count) { return largest_of(x, count); }
@@ -390,7 +399,7 @@ inline void quantize_groups_of(const Value* x, int64_t count, int64_t group, int
   for (int64_t chunk = 0, all = 0; chunk < chunks; ++chunk)
     for (const Value *from = chunk_of(chunk), *end = from + kMaxGroup; from < end; from += group, ++all) {
       powers[all] = largest_of(from, group);
-      most = powers[all] > most ? powers[all] : most;
+      most = higher_magnitude(powers[all], most);
     }
   const float top = kWide ? kMostWide : 127.0f;
   *scale = most / top;

@@ -311,10 +311,10 @@ inline void quantize_groups_of(const Value* x, int64_t count, int64_t group, int
   const float top = low == nullptr ? 127.0f : kMostWide;
   float most = 0.0f;
   for (int64_t g = 0; g < groups; ++g) {
-    __m512 of_group = _mm512_setzero_ps();
-    for (int64_t i = g * group; i < (g + 1) * group; i += 16) of_group = _mm512_max_ps(of_group, _mm512_abs_ps(load_some(x + i, head(count - i))));
-    powers[g] = _mm512_reduce_max_ps(of_group);
-    most = powers[g] > most ? powers[g] : most;
+    __m512i of_group = _mm512_setzero_si512();
+    for (int64_t i = g * group; i < (g + 1) * group; i += 16) of_group = _mm512_max_epi32(of_group, magnitude_bits(load_some(x + i, head(count - i))));
+    powers[g] = highest_of(of_group);
+    most = higher_magnitude(powers[g], most);
   }
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t begin = g * group;

@@ -366,12 +366,12 @@ void run_expanded(const GroupArgs& args) {
 #pragma GCC unroll 4
   for (int row = 0; row < kExpandedRows; ++row) x[row] = args.x[row];
   if (!args.resume) clear_sums(args.acc, kExpandedRows);
-  for (int64_t group = 0; group < groups; ++group, of += kExpandedRows, scales += kStripLanes, offsets += kStepBytes) {
+  for (int64_t group = 0; group < groups; ++group, of += kExpandedRows, scales += kStripLanes) {
     bring_rows(args, group, kJoined == Joined::words ? 2 : 1);
     __m256i whole[kExpandedRows][kHalves];
     sum_group<kJoined>(weights, x, (args.first + group) * inputs, inputs, of, whole);
     const auto scale_of = [&](int half) __attribute__((always_inline)) { return _mm256_load_ps(scales + half * 8); };
-    const auto offset_of = [&](int half) __attribute__((always_inline)) { return load_words(offsets, half); };
+    const auto offset_of = [&](int half) __attribute__((always_inline)) { return load_words(offsets + group * kStepBytes, half); };
     end_group<kWide, kHasZeros>(of, whole, has_minima, scale_of, offset_of, args.acc);
   }
 }

@@ -395,6 +395,18 @@ def test_zero_rows_quantise_to_zero(kernels, isa):
         assert np.array_equal(got, np.stack([bias, bias]))
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_no_number_stays_none(kernels, isa, value):
+    """Infinity less infinity lies in a row of a model that overflows; as a level of 0 it gave text, and nobody was told."""
+    x, w, _ = world(83, 4, 70, 200)
+    for row, place in ((0, 0), (1, 100), (2, 199)):
+        x[row, place] = value
+    for format_name in KINDS:
+        got = pack(kernels, isa, format_name, [w], group=64).apply(x)
+        assert not np.isfinite(got[:3]).any(), format_name
+        assert np.isfinite(got[3]).all(), format_name
+
+
 def test_no_rows_is_no_work(kernels, isa):
     """An expert that no token chose is called with m = 0."""
     _, w, _ = world(82, 1, 70, 64)
