@@ -292,6 +292,7 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     # windows on every other layer, scores that nothing divides
     "gpt_neo": ("GPTNeoConfig", "GPTNeoForCausalLM", {"num_hidden_layers": 4, "window_size": 16, "attention_types": [
         [["global"], 1], [["local"], 1], [["local"], 1], [["global"], 1]]}),
+    "nanochat": ("NanoChatConfig", "NanoChatForCausalLM", {"attention_bias": True, "final_logit_softcapping": 3.0}),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"rotary_pct": 0.5}),
     "phi": ("PhiConfig", "PhiForCausalLM", {}),
     "falcon": ("FalconConfig", "FalconForCausalLM", {}),

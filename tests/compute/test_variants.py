@@ -87,6 +87,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "Falcon one after the other": ("falcon", {"parallel_attn": False, "multi_query": False, "tie_word_embeddings": False}),
     "SantaCoder's heads": ("gpt_bigcode", {"multi_query": False, "activation_function": "gelu_fast"}),
     "GPT-J that turns whole heads": ("gptj", {"rotary_dim": 16, "tie_word_embeddings": True}),
+    "nanochat whose logits have no cap": ("nanochat", {"final_logit_softcapping": None, "tie_word_embeddings": True,
+                                                       "num_key_value_heads": 1, "rms_norm_eps": 0.05}),
     "Mamba-2 whose channels have no bias": ("bamba", {"mamba_conv_bias": False, "mamba_d_conv": 2}),
     "Granite 4 without a state": ("granite-h-dense", {"layer_types": ["full_attention"] * 4}),
     "convolutions of one tap": ("lfm2", {"conv_L_cache": 1, "block_auto_adjust_ff_dim": False}),

@@ -44,6 +44,7 @@ KINDS: dict[str, tuple[str, str, dict[str, int], dict[str, int]]] = {
     "gated latents": ("axk2", "int8", {"q_b_proj": 3, "W_down": 2, "W_up": 4, "o_proj": 5}, {}),
     "streams by connections": ("hy_v4", "int8", {"q_b_proj": 3, "linear_gate": 2, "o_proj": 5}, {}),
     "inner norms": ("bitnet", "int4", SOME, {}),
+    "an embedding that is normed": ("nanochat", "int8", {"q_proj": 3, "fc1": 4, "fc2": 2, "o_proj": 5}, {}),
     "gates by softplus": ("laguna", "int8", {"g_proj": 3, "q_proj": 2, "o_proj": 5}, {}),
     "experts": ("qwen3_moe", "int8", {**SOME, "lm_head": 3}, {}),
     "experts beside shared ones": ("aria", "int8", {**SOME, "lm_head": 3}, {}),

@@ -146,6 +146,7 @@ class DecoderWeights(Generic[Table, Vector, Linear, Heads, Experts]):
     begin: tuple[Linear, ...] = ()  # of each stream but the first
     end: tuple[Linear, ...] = ()
     connection: Connection[Vector] | None = None  # of the streams' end
+    embedding_norm: Vector | None = None
 
 
 def run_decoder(
@@ -165,6 +166,8 @@ def run_decoder(
         positions=weights.positions,
         first_position=spec.first_position,
     )
+    if weights.embedding_norm is not None:
+        x = ops.stream(ops.norm(x, weights.embedding_norm, eps=eps), 0, is_residual=True)
     if isinstance(spec.streams, StreamsSpec):
         x = run_streams(ops, spec, spec.streams, weights, x)
     elif spec.streams is not None:

@@ -98,6 +98,8 @@ def load_decoder(
         begin=begin,
         end=end,
         connection=load_connection(source, loader, spec, prefix),
+        # of the only family that is run with one: the final norm, which has no weight
+        embedding_norm=loader.norm(final_norm(source, spec), is_read=False) if spec.has_embedding_norm else None,
     )
 
 

@@ -118,10 +118,10 @@ class Family:
     it. local_theta: the key with the rotary base of windowed layers, which then have no scaling.
     longrope_names: rope types that mean longrope here. turns_windowed_only: layers that attend to everything have no rotary
     positions; turns_full_alone: unless the model has no window. turns_by_kind: rope_parameters says of each kind of layers
-    how it turns, or null. attends_in_chunks: what is `sliding_window` here is the length of chunks that layers with rotary
-    positions attend within; scales_queries: queries of the other layers are scaled by position. mixture_norms: of layers
-    with mixtures, if not the others'. positions_offset: learned positions, and how many come first. parallel_key: the key
-    that says whether attention and MLP run side by side, with the norms of `parallel_norms`.
+    how it turns, or null. turns_back: as in `Rope`. attends_in_chunks: what is `sliding_window` here is the length of chunks
+    that layers with rotary positions attend within; scales_queries: queries of the other layers are scaled by position.
+    mixture_norms: of layers with mixtures, if not the others'. positions_offset: learned positions, and how many come first.
+    parallel_key: the key that says whether attention and MLP run side by side, with the norms of `parallel_norms`.
     scores: or the key that says it. has_head_bias: the output projection has one. has_sinks: or the keys that say it, of layers
     that attend to everything and of the others.
     built_as: the class of another family with which transformers builds this one.
@@ -190,6 +190,7 @@ class Family:
     turns_windowed_only: bool = False
     turns_full_alone: bool = False
     turns_by_kind: bool = False
+    turns_back: bool = False
     attends_in_chunks: bool = False
     scales_queries: bool = False
     positions_offset: int | None = None

@@ -93,6 +93,7 @@ def read_model(
     ]
     if _decided(config, family.is_interleaved):
         ropes = [replace(rope, is_interleaved=True) for rope in ropes]
+    ropes = [replace(rope, turns_back=True) for rope in ropes] if family.turns_back else ropes
     norm_eps, centres_norms = _norms(config, family)
     hidden = config.integer("hidden_size")
     word_width = config.integer("word_embed_proj_dim", hidden)

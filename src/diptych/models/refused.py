@@ -18,7 +18,6 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "jamba", "zamba", "mamba", "falcon_mamba", "rwkv", "minimax", "recurrent_gemma", "bailing_hybrid"),
     "scores that fall with the distance (ALiBi)": ("mpt",),
     "q, k and v stacked for groups of accelerators": ("codegen",),
-    "norms of q and k without weights, and logits that are capped": ("nanochat",),
     "norms of heads with biases": ("persimmon",),
     "a shared expert of another shape": ("dbrx", "longcat_flash"),
     "attention that chooses its tokens by an index": ("deepseek_v4", "glm5_next"),

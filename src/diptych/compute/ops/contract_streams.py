@@ -21,8 +21,8 @@ class StreamOps(ABC, Generic[Stream, Hidden, Vector]):
         """Stream `number` [T, D] = scale * x, which stays as it is."""
 
     @abstractmethod
-    def stream(self, h: Hidden, number: int) -> Stream:
-        """Stream `number` [T, D] = h, a norm."""
+    def stream(self, h: Hidden, number: int, *, is_residual: bool = False) -> Stream:
+        """Stream `number` [T, D] = h, a norm. is_residual: it takes the place of the residual stream."""
 
     @abstractmethod
     def match(self, y: Hidden, x: Stream, number: int, *, least: float) -> Stream:

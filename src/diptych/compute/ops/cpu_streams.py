@@ -21,11 +21,12 @@ class StreamRecorder(Buffers, StreamOps[ResidualStream, Value, VectorHandle]):
         self.program.branch(x=x.buffer, out=out.buffer, scale=scale)
         return out
 
-    def stream(self, h: Value, number: int) -> ResidualStream:
+    def stream(self, h: Value, number: int, *, is_residual: bool = False) -> ResidualStream:
         """Written by the norm itself."""
         assert h.kind == "norm"
         assert h.emit_rows is not None
-        out = ResidualStream(self._f32(f"stream {number}", h.width), h.width)
+        is_shared = is_residual and self._is_team
+        out = ResidualStream(self._f32(f"stream {number}", h.width, is_shared), h.width)
         h.emit_rows(out.buffer)
         return out
 

@@ -193,9 +193,9 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         del number
         return x if scale == 1.0 else x * scale
 
-    def stream(self, h: torch.Tensor, number: int) -> torch.Tensor:
+    def stream(self, h: torch.Tensor, number: int, *, is_residual: bool = False) -> torch.Tensor:
         """The very same."""
-        del number
+        del number, is_residual
         return h
 
     def match(self, y: torch.Tensor, x: torch.Tensor, number: int, *, least: float) -> torch.Tensor:
