@@ -193,6 +193,7 @@ struct StateShape {
   float most_weight = 1.0f;  // delta: what beta is at most
   float rate_scale = 1.0f;   // of what is softened, before it is shifted
   bool fades_by_key = false;  // delta: each row of a head's state has a decay of its own
+  float least_decay = 0.0f;   // by key: what bounds its logarithm, 0: nothing
 
   DIPTYCH_FORCED int64_t channels() const { return 2 * n_key_heads * key_dim + n_value_heads * value_dim; }
   DIPTYCH_FORCED int64_t inputs() const { return rule == StateRule::convolution ? 3 * channels() : channels(); }

@@ -421,6 +421,14 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
          "num_hidden_layers": 4, "layer_types": STATES, "num_experts": 8, "mlp_layer_types": ["dense", *["sparse"] * 3],
          "linear_head_dim": 16, "linear_num_heads": 16, "linear_conv_kernel_dim": 4, "n_group": 2, "topk_group": 1},
     ),
+    # the same with a bound, in one step; latent attention that turns and has a gate for each head
+    "bailing_hybrid": (
+        "BailingHybridConfig",
+        "BailingHybridForCausalLM",
+        {**{key: value for key, value in LATENT.items() if key not in ("n_routed_experts", "first_k_dense_replace")},
+         "num_hidden_layers": 4, "layer_types": STATES, "num_local_experts": 8,
+         "mlp_layer_types": ["dense", *["sparse"] * 3], "head_dim": 24, "n_group": 2, "topk_group": 1},
+    ),
     # Mamba-2 beside attention in each layer, and multipliers; without them; normed by group
     "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", FALCON_H1),
     "falcon-h1-plain": (

@@ -90,6 +90,8 @@ class World {
     s.n_key_heads = pick(1, 3), s.n_value_heads = s.n_key_heads * pick(1, s.rule == StateRule::ssd ? 20 : 3);
     s.key_dim = s.rule == StateRule::convolution ? 0 : pick(1, 40), s.value_dim = pick(1, 70), s.n_taps = pick(1, 4);
     s.scale = 0.3f, s.norm_eps = 1e-5f, s.most_step = 2.0f;
+    s.fades_by_key = s.rule == StateRule::delta && pick(0, 1);
+    s.least_decay = s.fades_by_key && pick(0, 1) ? -5.0f : 0.0f;
     return s;
   }
 

@@ -151,6 +151,15 @@ MORE: dict[str, dict[str, Any]] = {
         "linear_head_dim": 20,
         **EXPERTS,
     },
+    "bailing_hybrid": {
+        **{key: value for key, value in LATENT.items() if ("rank" in key and key[0] == "k") or "head_dim" in key},
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_local_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        **EXPERTS,
+    },
     "nemotron_h": {
         "layers_block_type": [
             "linear_attention",

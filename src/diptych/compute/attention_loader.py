@@ -36,8 +36,10 @@ from diptych.compute.views import (
     halves_order,
 )
 from diptych.ground.errors import UnsupportedModel
+from diptych.models.gates import Activation
 from diptych.models.latent import IndexSpec, MlaSpec
-from diptych.models.spec import Activation, Norms, QkNorm, StateRule, StateSpec
+from diptych.models.spec import Norms, QkNorm
+from diptych.models.states import StateRule, StateSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,9 +171,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             qkv=StateWeights(
                 qkv=self.loader.linear(readers[0], role=self.role(Split.OUTPUTS, q=keys, k=keys, v=state.width)),
                 rates=None if parts.rates is None else self.loader.rates(readers[2]),
-                decays=None
-                if parts.decays is None
-                else (self.loader.rates(readers[3]), self.loader.rates(parts.decays)),
+                decays=tuple(self.loader.rates(one) for one in (*readers[3:], parts.decays) if one is not None),
                 first_gate=None if parts.first_gate is None else self.loader.linear(readers[1]),
                 norm=None if behind is None else self.loader.norm(behind),
                 n_norms=max(state.n_norms, 1),

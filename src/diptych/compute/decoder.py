@@ -72,7 +72,7 @@ class StateWeights(Generic[Vector, Linear]):
 
     qkv: Linear
     rates: Linear | None
-    decays: tuple[Linear, Linear] | None = None
+    decays: tuple[Linear, ...] = ()
     first_gate: Linear | None = None
     norm: Vector | None
     n_norms: int  # equal parts of what they give, each normed by itself
@@ -475,7 +475,9 @@ def run_attention(
     assert qkv is not None
     if isinstance(qkv, StateWeights):
         # first, as what lies between its steps may be as wide as rates are, and is done with then
-        decays = None if qkv.decays is None else ops.linear(ops.linear(h, qkv.decays[0]), qkv.decays[1])
+        decays: Hidden | None = None
+        for one in qkv.decays:
+            decays = ops.linear(h if decays is None else decays, one)
         rates = None if qkv.rates is None else ops.linear(h, qkv.rates)
         a = ops.move_states(ops.linear(h, qkv.qkv), rates, heads, decays=decays)
     elif isinstance(qkv, LatentWeights):

@@ -52,15 +52,8 @@ from diptych.compute.views import (
 )
 from diptych.compute.weights import SlicedTensor, Source
 from diptych.ground.errors import LoadError
-from diptych.models.spec import (
-    XIELU_LEAST,
-    XIELU_SLOPE,
-    Activation,
-    MlpSpec,
-    ModelSpec,
-    MoeSpec,
-    Norms,
-)
+from diptych.models.gates import XIELU_LEAST, XIELU_SLOPE, Activation
+from diptych.models.spec import MlpSpec, ModelSpec, MoeSpec, Norms
 from diptych.models.streams import HyperSpec
 
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from diptych.models.spec import Activation, Norms, QkNorm, Scores, StateRule
+from diptych.models.gates import Activation
+from diptych.models.spec import Norms, QkNorm, Scores
+from diptych.models.states import StateRule
 
 NORM_NAMES: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]] = MappingProxyType({
     Norms.BEFORE: ("input_layernorm", None, "post_attention_layernorm", None),
@@ -49,9 +51,9 @@ class TensorNames:
     its own. dense: where a dense MLP lies, if not where mlp says. states: where tensors of a layer with a state lie.
     states_in: its projections, by a delta rule of q, k and v (or of each), of the gate, of beta, of the decay, or of the
     first two and of the last two together, by key head; else one. states_o, states_norm: what it leaves by, and the norm of
-    it. taps: of its convolution, or of q's, k's and v's where they lie apart. index: what precedes the names of an index of
-    blocks. others: what some files call a norm, the choice bias, stacked experts, or what precedes those, and projections, and
-    sinks.
+    it. taps: of its convolution, or of q's, k's and v's where they lie apart. wraps_decays: the numbers of its heads' decays
+    have axes of one around them. index: what precedes the names of an index of blocks. others: what some files call a norm, the
+    choice bias, stacked experts, or what precedes those, and projections, and sinks.
     """
 
     embedding: str = "embed_tokens"
@@ -97,6 +99,7 @@ class TensorNames:
     states_o: str = "out_proj"
     states_norm: str = "norm"
     taps: tuple[str, ...] = ("conv1d",)
+    wraps_decays: bool = False
     index: str = "indexer."
     states_in: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     norms: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]] = field(

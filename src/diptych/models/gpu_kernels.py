@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Protocol
 
+from diptych.models.gates import Activation
 from diptych.models.latent import IndexSpec, MlaSpec
-from diptych.models.spec import Activation, ModelSpec, MoeSpec, StateSpec
+from diptych.models.spec import ModelSpec, MoeSpec
+from diptych.models.states import StateSpec
 
 LARGEST_HEAD = 256  # beyond it a tile of keys and values does not fit beside another
 LARGEST_RANK, LARGEST_TURNED = 512, 64  # beyond them a tile of latents does not fit beside the next

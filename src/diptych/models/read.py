@@ -20,6 +20,7 @@ from diptych.models.config import TEXT_SECTIONS, HfConfig, read_json, text_secti
 from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, PRICED, SUPPORTED, WRAPPERS
 from diptych.models.family import Family
 from diptych.models.files import no_model
+from diptych.models.gates import Activation
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL, SYNONYMS
 from diptych.models.latent import IndexSpec, MlaSpec
 from diptych.models.positions import QueryScale, Rope
@@ -29,6 +30,7 @@ from diptych.models.read_gpt import arrangement, of_all_layers, with_kinds
 from diptych.models.read_heads import Heads, HeadsByWindow
 from diptych.models.read_index import layer_indices
 from diptych.models.read_laguna import as_gated
+from diptych.models.read_ling import as_ling
 from diptych.models.read_mixtures import (
     expert_groups,
     limits_of,
@@ -43,17 +45,7 @@ from diptych.models.read_streams import cutoffs, layer_inputs, mlp_widths, share
 from diptych.models.read_windows import is_both_ways, layer_ropes, named_layers, rope_sections, windows_of
 from diptych.models.refused import reason_for
 from diptych.models.rope import ROPE_KEYS, latent_stretch, make_rope, position_limit
-from diptych.models.spec import (
-    Activation,
-    AttentionLayer,
-    LayerSpec,
-    MlpSpec,
-    ModelSpec,
-    MoeSpec,
-    Norms,
-    QkNorm,
-    Scores,
-)
+from diptych.models.spec import AttentionLayer, LayerSpec, MlpSpec, ModelSpec, MoeSpec, Norms, QkNorm, Scores
 
 logger = logging.getLogger("diptych.models")
 
@@ -187,7 +179,7 @@ def family_of(config: HfConfig) -> Family:
         what, name = "model_type", kind
         family = BY_MODEL_TYPE.get(name) if isinstance(name, str) else None
     if family is None:
-        reason = reason_for(kind)
+        reason = reason_for(kind) or reason_for(name)
         missing = "" if reason is None else f" ({reason})"
         raise UnsupportedModel(
             f"{what} {name!r} in {config.path} is not supported{missing}; supported: {', '.join(SUPPORTED)}; "
@@ -257,6 +249,8 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
         raw = with_kinds(raw, path)
     elif "gating" in family.keys:
         raw = as_gated(raw, family.keys, path)
+    elif "kda_lower_bound" in family.keys:
+        raw = as_ling(raw, family.keys, path)
     read = {*family.keys, *(ROPE_KEYS if "rope_theta" in family.keys else ()), "layer_types", "hidden_act"}
     _check_keys(raw, read, family, path)
     if raw.get("rope_scaling") or raw.get("rope_parameters"):  # a class default holds only where neither is given

@@ -14,8 +14,7 @@ from diptych.compute.ops.cpu_buffers import Given
 from diptych.compute.ops.cpu_handles import AttentionHandle, ExpertsHandle, LinearHandle, TableHandle, VectorHandle
 from diptych.compute.ops.cpu_streams import StreamRecorder
 from diptych.compute.ops.cpu_values import CATEGORIES, ResidualStream, Value
-from diptych.models.gates import PLAIN, GateForm
-from diptych.models.spec import Activation
+from diptych.models.gates import PLAIN, Activation, GateForm
 
 
 class CpuOps(

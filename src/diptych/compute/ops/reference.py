@@ -17,7 +17,8 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops.contract import Activation, AttentionSpec, RopeSpec
 from diptych.models.gates import CLAMPED, GateForm
 from diptych.models.positions import QueryScale
-from diptych.models.spec import MoeSpec, Scores, StateRule, StateSpec
+from diptych.models.spec import MoeSpec, Scores
+from diptych.models.states import StateRule, StateSpec
 
 
 def attention_prefill_dense(
@@ -161,10 +162,14 @@ def move_states(
             rate, shift = (
                 (rates[t, h - heads], rule["shift"][h]) if decays is None else (decays[t, own], rule["shift"][own])
             )
-            step = torch.log1p(torch.exp(form.rate_scale * rate.float() + shift))
+            given = form.rate_scale * rate.float() + shift
+            step = torch.log1p(torch.exp(given))
             if is_delta:
                 q, k = scale * q / torch.sqrt(q @ q + 1e-6), k / torch.sqrt(k @ k + 1e-6)
-                matrices[h] *= torch.exp(-rule["decay"][h] * step).view(-1, 1)
+                log = -rule["decay"][h] * step
+                if form.least_decay is not None:
+                    log = form.least_decay * torch.sigmoid(rule["decay"][h] * given)
+                matrices[h] *= torch.exp(log).view(-1, 1)
                 matrices[h] += torch.outer(k, form.most_weight * rates[t, h].float().sigmoid() * (v - k @ matrices[h]))
                 out[t, h] = q @ matrices[h]
             else:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from diptych.models.gates import GateForm
-from diptych.models.spec import Activation
+from diptych.models.gates import Activation, GateForm
 
 
 def xielu(x: torch.Tensor, numbers: tuple[float, ...]) -> torch.Tensor:
