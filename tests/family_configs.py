@@ -73,7 +73,12 @@ WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
         "Step3p7Config",
         {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
     ),
-}
+    "glm5_next": (
+        "Glm5NextConfig",
+        {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 16,
+         "projection_intermediate_size": 16, "image_size": 28},
+    ),
+}  # fmt: skip
 # what other families have beside that: their tests look at one cut of the work, as the walk is the same
 MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {"head_dim": 24}),

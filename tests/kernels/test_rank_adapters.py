@@ -43,6 +43,18 @@ KINDS: dict[str, tuple[str, str, dict[str, int], dict[str, int]]] = {
     "latents": ("deepseek_v2", "int8", LATENT, {}),
     "gated latents": ("axk2", "int8", {"q_b_proj": 3, "W_down": 2, "W_up": 4, "o_proj": 5}, {}),
     "streams by connections": ("hy_v4", "int8", {"q_b_proj": 3, "linear_gate": 2, "o_proj": 5}, {}),
+    "streams that mix": (
+        "glm5_next",
+        "int8",
+        {"q_b_proj": 3, "f_b_proj": 2, "g_a_proj": 2, "wq_b": 2, "o_proj": 5},
+        {},
+    ),
+    "states in one step": (
+        "bailing_hybrid",
+        "int8",
+        {"f_proj": 3, "g_proj": 2, "dense": 5, "kv_a_proj_with_mqa": 2},
+        {},
+    ),
     "inner norms": ("bitnet", "int4", SOME, {}),
     "an embedding that is normed": ("nanochat", "int8", {"q_proj": 3, "fc1": 4, "fc2": 2, "o_proj": 5}, {}),
     "gates by softplus": ("laguna", "int8", {"g_proj": 3, "q_proj": 2, "o_proj": 5}, {}),

@@ -130,8 +130,7 @@ def _index_matrices(model: ModelSpec, attention: AttentionLayer) -> int:
 
 
 def _index_norms(attention: AttentionLayer) -> int:
-    """Weight and bias of its key's, or weights of its queries' and its key's."""
-    return 0 if attention.own_index is None else 2 * attention.own_index.head_dim
+    return 0 if attention.own_index is None else attention.own_index.n_small
 
 
 def _repeated(model: ModelSpec, attention: AttentionLayer, tp: int) -> int:

@@ -135,7 +135,8 @@ class Family:
     has_blocks: attention and MLPs are blocks of their own; has_pairs: each layer has a state beside its attention
     (`read_blocks`).
     gates_heads, gate_by: as `AttentionLayer` has them; mixes_queries: as `MlaSpec.is_mixed` says. index_turns_last: of an index
-    as `IndexSpec.turns_last` says, and the key's norm has the model's eps.
+    as `IndexSpec.turns_last` says, and the key's norm has the model's eps. norms_latents_alike: norms of latents have it, too.
+    limits_all: `swiglu_limit` is of dense MLPs and shared experts, too.
     state_rule: some layers have a state in place of keys and values, which moves on by it (`read_states`): those that
     layer_types names so, or all but every `full_every`-th. state_norms, state_norm_eps: theirs, if not the others'.
     spare_embeddings: rows of the embedding behind the vocabulary, for tokens that nobody writes.
@@ -217,6 +218,8 @@ class Family:
     gate_by: Activation = Activation.SIGMOID
     mixes_queries: bool = False
     index_turns_last: bool = False
+    norms_latents_alike: bool = False
+    limits_all: bool = False
     weighs_input: bool = False
     reads_mxfp4: bool = False
     names: TensorNames = field(default_factory=TensorNames)

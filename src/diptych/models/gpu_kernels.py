@@ -68,6 +68,10 @@ def missing_for(spec: Attends) -> str | None:
         return f"heads of {widest} (at most {LARGEST_HEAD})" if widest > LARGEST_HEAD else None
     if spec.has_sinks:
         return "latents beside sinks"
+    if spec.mla.rope_dim == 0:
+        return "latents without a part that turns"
+    if spec.index is not None and spec.index.pool > 1:
+        return "an index of pools"
     if spec.window is not None or spec.softcap is not None:
         return "latents in a window or with capped scores"
     if spec.mla.kv_rank > LARGEST_RANK or spec.mla.rope_dim > LARGEST_TURNED:

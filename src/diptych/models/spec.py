@@ -161,7 +161,7 @@ class AttentionLayer:
         row, own = self.mla.row, self.own_index
         return CacheShape(
             n_heads=1,
-            head_dim=row if own is None else row + own.head_dim,
+            head_dim=row if own is None else row + own.key_width,
             value_dim=0,
             attended=None if self.index is None else row,
         )
@@ -179,7 +179,7 @@ class MlpSpec:
     """A dense MLP of width `ffn`: down(act(gate) * up), or down(act(up)) when it is not gated.
 
     cutoff: of a row of gate only what stands out is left, max(gate - (mean + cutoff * deviation), 0), before the activation.
-    limit: act(gate) is at most that, and up within it on both sides.
+    limit: act(gate) is at most that, and up within it on both sides; limits_gate: gate is, before act.
     """
 
     ffn: int
@@ -188,11 +188,12 @@ class MlpSpec:
     has_bias: bool = False
     cutoff: float | None = None
     limit: float | None = None
+    limits_gate: bool = False
 
     @property
     def form(self) -> GateForm | None:
         """How gate and up are joined where both are held within bounds."""
-        return _form(self.activation, self.limit) if self.is_gated else None
+        return _form(self.activation, self.limit, self.limits_gate) if self.is_gated else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,8 +209,8 @@ class MoeSpec:
     has_shared_gate: the shared experts' sum is multiplied by a sigmoid. weighs_input: a chosen expert's input is multiplied by
     its weight, not what it gives. is_apart: shared experts, mixture and router read the stream by norms of their own, what each
     of the first two gives is normed before they are added, and each expert has a scale. limit, shared_limit: of experts and of
-    shared experts, as `MlpSpec` has it; limits_gate: that of experts is the most of a gate before its activation instead. skew:
-    of the routing, 0 is uniform; see `cost.components.expected_experts`.
+    shared experts, as `MlpSpec` has it; limits_gate: of both. skew: of the routing, 0 is uniform; see
+    `cost.components.expected_experts`.
     """
 
     n_experts: int
@@ -246,7 +247,14 @@ class MoeSpec:
     @property
     def shared(self) -> MlpSpec:
         """The shared experts as the MLP that they are together."""
-        return MlpSpec(ffn=self.shared_ffn, activation=self.activation, is_gated=self.is_gated, limit=self.shared_limit)
+        limit = self.shared_limit
+        return MlpSpec(
+            ffn=self.shared_ffn,
+            activation=self.activation,
+            is_gated=self.is_gated,
+            limit=limit,
+            limits_gate=self.limits_gate and limit is not None,
+        )
 
     @property
     def n_own_norms(self) -> int:

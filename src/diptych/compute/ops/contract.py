@@ -250,7 +250,7 @@ class IndexParts:
     the key [d, D], with a norm, and the heads' weights [n, D].
 
     Of blocks there are no weights, queries [n d, D] are of the layer's input and normed, too. norm_offset: as `Loader.norm` has
-    it, of both norms.
+    it, of both norms. Of pools there is one of gates [d, D] of the layer's input, and offsets [pool, d].
     """
 
     queries: LinearParts
@@ -259,6 +259,13 @@ class IndexParts:
     weights: LinearParts | None = None
     q_norm: NormParts | None = None
     norm_offset: float = 0.0
+    gates: tuple[LinearParts, ...] = ()
+    offsets: WeightTensor | None = None
+
+    @property
+    def of_input(self) -> tuple[LinearParts, ...]:
+        """What reads the layer's input, of an index beside latents."""
+        return tuple(one for one in (self.key, self.weights, *self.gates) if one is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,3 +92,18 @@ class StreamRecorder(Buffers, StreamOps[ResidualStream, Value, VectorHandle]):
             xs=[x.buffer for x in xs], y=self._materialised(y), c=self._materialised(c), magnitude=magnitude, eps=eps
         )
         return tuple(self._written(x) for x in xs)
+
+    def mingle(
+        self,
+        xs: tuple[ResidualStream, ...],
+        y: Value,
+        c: Value,
+        *,
+        magnitude: float,
+        rounds: int,
+        eps: float,
+    ) -> tuple[ResidualStream, ...]:
+        """In place."""
+        settings = {"magnitude": magnitude, "rounds": rounds, "eps": eps}
+        self.program.mingle(xs=[x.buffer for x in xs], y=self._materialised(y), c=self._materialised(c), **settings)
+        return tuple(self._written(x) for x in xs)

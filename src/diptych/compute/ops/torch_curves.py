@@ -14,6 +14,14 @@ def xielu(x: torch.Tensor, numbers: tuple[float, ...]) -> torch.Tensor:
     return slope * x + torch.where(x > 0, above * x * x, below * (torch.expm1(x.clamp(max=least)) - x))
 
 
+def mixed(c: torch.Tensor, n: int, *, rounds: int, eps: float) -> torch.Tensor:
+    """[T, n, n] fp32 of what connections say of how streams mix, as `StreamOps.mingle` says."""
+    m = torch.softmax(c[:, 2 * n :].unflatten(-1, (n, n)), dim=-1) + eps
+    for dim in (-2, *(-1, -2) * (rounds - 1)):
+        m = m / (m.sum(dim=dim, keepdim=True) + eps)
+    return m
+
+
 def connected(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, n: int, eps: float
 ) -> torch.Tensor:
