@@ -89,6 +89,7 @@ struct IndexKeyCall {
   const float* norm = nullptr;              // [index_dim], and its bias; null: an RMSNorm's
   const float* bias = nullptr;
   float norm_eps = 0.0f;
+  int64_t n_gates = 0;                      // so many numbers behind the key stay as they are: what weighs it in its pool
   int64_t rotary_dim = 0;                   // so many dimensions turn, the first ones
   const float* cos_table = nullptr;         // [positions, rotary_dim / 2]
   const float* sin_table = nullptr;
@@ -98,6 +99,12 @@ struct IndexKeyCall {
 
 // One token's key into the cache: normed, its mean taken away where there is a bias, and turned. scratch: index_dim + 16 fp32.
 using CacheIndex = void (*)(const IndexKeyCall& call, int64_t token, float* scratch);
+
+// A pool of keys in a cache of an index, each with as many gates behind it: in the place of the last one lies afterwards what all of them are
+// together, a sum by the softmax of gates and offsets [pool, d] over the pool, number by number, and zeros. slots: of the pool, in their order.
+// scratch: 2 d (pool + 1) + 16 fp32.
+constexpr int64_t kMostPool = 64;
+using PoolIndex = void (*)(const KvLayer& index, const int32_t* slots, int64_t pool, const float* offsets, float* scratch);
 
 // ---- attention --------------------------------------------------------------------------------------------------------
 
@@ -114,6 +121,8 @@ struct AttentionShape {
   bool is_chunked = false;       // a query sees the positions from the last multiple of `window` up to its own instead
   int64_t most = INT64_MAX;      // a query attends to so many positions at most, those of a choice; "positions" are then places in it
   int64_t block = 1;             // so many positions are chosen together, for each kv head others; of more than one the query's own is among them
+  int64_t pool = 1;              // so many positions are chosen together, for all heads; those behind the last whole pool are seen, too, and `most`
+                                 // are seen where one is missing to a whole pool
 
   // The first and the last position that a query sees. whole: 0, or how many tokens its sequence has where it sees both ways; then
   // a window reaches `window` positions to either side.
@@ -123,7 +132,7 @@ struct AttentionShape {
     return position > reach ? position - reach : 0;
   }
   DIPTYCH_FORCED int64_t last_seen(int64_t position, int64_t whole) const {
-    if (whole == 0) return position < most ? position : most - block + position % block;
+    if (whole == 0) return position < most ? position : most - block + position % block - (pool - 1 - (position + 1) % pool);
     return whole - 1 - position < window ? whole - 1 : position + window;
   }
 };
@@ -193,6 +202,7 @@ struct StateShape {
   float most_weight = 1.0f;  // delta: what beta is at most
   float rate_scale = 1.0f;   // of what is softened, before it is shifted
   bool fades_by_key = false;  // delta: each row of a head's state has a decay of its own
+  float least_decay = 0.0f;   // by key: what bounds its logarithm, 0: nothing
 
   DIPTYCH_FORCED int64_t channels() const { return 2 * n_key_heads * key_dim + n_value_heads * value_dim; }
   DIPTYCH_FORCED int64_t inputs() const { return rule == StateRule::convolution ? 3 * channels() : channels(); }
@@ -331,6 +341,7 @@ struct StepKernels {
   CacheLatent cache_latent;
   RotateQuery rotate_query;
   CacheIndex cache_index;
+  PoolIndex pool_index;
   AddRow add_row;
   SoftcapRow softcap_row;
   EmbedRow embed_row;

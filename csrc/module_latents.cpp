@@ -12,14 +12,25 @@ void bind_latents(nb::class_<Program>& program) {
       .def("rotate_queries", [](Program& p, int q, int out, int rope, int64_t n_heads) {
         p.record(Category::rope, RotateQueriesOp{q, out, rope, n_heads});
       }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("rope"), nb::arg("n_heads"))
-      .def("cache_index", [](Program& p, int x, int layer, int norm, int bias, float norm_eps, int rope) {
-        p.record(Category::rope, CacheIndexOp{x, layer, norm, bias, rope, norm_eps});
-      }, nb::kw_only(), nb::arg("x"), nb::arg("layer"), nb::arg("norm"), nb::arg("bias"), nb::arg("norm_eps"), nb::arg("rope"))
-      .def("choose", [](Program& p, int q, int queries, int weights, int choice, int layer, int rope, const AttentionShape& shape) {
-        const bool fits = p.buffer_width(q) == shape.n_heads * shape.head_dim && p.buffer_width(weights) == shape.n_heads && p.buffer_width(choice) == shape.most;
+      .def("cache_index", [](Program& p, int x, int layer, int norm, int bias, float norm_eps, int rope, int64_t n_gates) {
+        if (n_gates < 0 || n_gates >= p.buffer_width(x)) throw std::invalid_argument("a key stands before its gates");
+        p.record(Category::rope, CacheIndexOp{x, layer, norm, bias, rope, norm_eps, n_gates});
+      }, nb::kw_only(), nb::arg("x"), nb::arg("layer"), nb::arg("norm"), nb::arg("bias"), nb::arg("norm_eps"), nb::arg("rope"), nb::arg("n_gates") = 0)
+      .def("pool_index", [](Program& p, int layer, int offsets, int64_t pool, int64_t width) {
+        const bool fits = pool > 1 && pool <= kMostPool && width > 0 && width % 2 == 0 && width <= kMostLatentDim && p.vector_size(offsets) == pool * (width / 2);
+        if (!fits) throw std::invalid_argument("a pool is of 2 to 64 keys, which have offsets and as many gates as they are wide");
+        p.record(Category::rope, PoolIndexOp{layer, offsets, pool, width});
+      }, nb::kw_only(), nb::arg("layer"), nb::arg("offsets"), nb::arg("pool"), nb::arg("width"))
+      .def("choose", [](Program& p, int q, int queries, int weights, int choice, int layer, int rope, const AttentionShape& shape, int64_t width) {
+        const int64_t own = width == 0 ? shape.head_dim : width;
+        if (own < 1 || own > shape.head_dim || p.buffer_width(queries) != shape.n_heads * shape.head_dim) throw std::invalid_argument("an index has queries that are wider than its keys");
+        const bool fits = p.buffer_width(q) == shape.n_heads * own && p.buffer_width(weights) == shape.n_heads && p.buffer_width(choice) == shape.most;
         if (!fits || shape.block != 1) throw std::invalid_argument("an index has queries, weights and a choice of other sizes");
-        p.record(Category::attention, ChooseOp{q, queries, weights, choice, layer, rope, shape});
-      }, nb::kw_only(), nb::arg("q"), nb::arg("queries"), nb::arg("weights"), nb::arg("choice"), nb::arg("layer"), nb::arg("rope"), nb::arg("shape"))
+        ChooseOp op{q, queries, weights, choice, layer, rope, shape};
+        op.width = width;
+        p.record(Category::attention, op);
+      }, nb::kw_only(), nb::arg("q"), nb::arg("queries"), nb::arg("weights"), nb::arg("choice"), nb::arg("layer"), nb::arg("rope"), nb::arg("shape"),
+         nb::arg("width") = 0)
       .def("choose_blocks", [](Program& p, int q, int queries, int choice, int layer, int rope, const AttentionShape& shape, int norm, float norm_eps,
                                int64_t local, int64_t first_head) {
         const int64_t n = shape.n_heads, d = shape.head_dim, most = shape.most / shape.block;

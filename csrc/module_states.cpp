@@ -19,12 +19,13 @@ StateRule rule_named(const std::string& name) {
   throw std::invalid_argument("no rule for states is called " + name);
 }
 
-StateShape state_shape(const std::string& rule, int64_t n_key_heads, int64_t n_value_heads, int64_t key_dim, int64_t value_dim, int64_t n_taps, float scale, float norm_eps, float least_step, float most_step, float most_weight, float rate_scale, bool fades_by_key) {
-  const StateShape shape{n_key_heads, n_value_heads, key_dim, value_dim, n_taps, scale, norm_eps, rule_named(rule), least_step, most_step, most_weight, rate_scale, fades_by_key};
+StateShape state_shape(const std::string& rule, int64_t n_key_heads, int64_t n_value_heads, int64_t key_dim, int64_t value_dim, int64_t n_taps, float scale, float norm_eps, float least_step, float most_step, float most_weight, float rate_scale, bool fades_by_key, float least_decay) {
+  const StateShape shape{n_key_heads, n_value_heads, key_dim, value_dim, n_taps, scale, norm_eps, rule_named(rule), least_step, most_step, most_weight, rate_scale, fades_by_key, least_decay};
   for (const int64_t size : {n_key_heads, n_value_heads, value_dim, n_taps})
     if (size < 1) throw std::invalid_argument("heads of states, their widths and their taps are at least one each");
   if ((shape.rule == StateRule::convolution) != (key_dim == 0) || key_dim < 0) throw std::invalid_argument("heads with a matrix have a key's width, a convolution has none");
   if (fades_by_key && shape.rule != StateRule::delta) throw std::invalid_argument("only a delta rule's states fade by key");
+  if (!(least_decay <= 0.0f) || (least_decay != 0.0f && !fades_by_key)) throw std::invalid_argument("what bounds a decay by key is below 0");
   if (n_value_heads % n_key_heads != 0) throw std::invalid_argument("value heads are shared evenly by key heads");
   return shape;
 }
@@ -57,9 +58,9 @@ void record_states(Program& p, int qkv, int rates, int decays, int out, const Ru
 
 void bind_states(nb::module_& m, nb::class_<Program>& program) {
   nb::class_<StateShape>(m, "StateShape")
-      .def("__init__", [](StateShape* self, const std::string& rule, int64_t n_key_heads, int64_t n_value_heads, int64_t key_dim, int64_t value_dim, int64_t n_taps, float scale, float norm_eps, float least_step, float most_step, float most_weight, float rate_scale, bool fades_by_key) {
-        new (self) StateShape(state_shape(rule, n_key_heads, n_value_heads, key_dim, value_dim, n_taps, scale, norm_eps, least_step, most_step, most_weight, rate_scale, fades_by_key));
-      }, nb::kw_only(), nb::arg("rule"), nb::arg("n_key_heads"), nb::arg("n_value_heads"), nb::arg("key_dim"), nb::arg("value_dim"), nb::arg("n_taps"), nb::arg("scale") = 1.0f, nb::arg("norm_eps") = 0.0f, nb::arg("least_step") = 0.0f, nb::arg("most_step") = std::numeric_limits<float>::infinity(), nb::arg("most_weight") = 1.0f, nb::arg("rate_scale") = 1.0f, nb::arg("fades_by_key") = false)
+      .def("__init__", [](StateShape* self, const std::string& rule, int64_t n_key_heads, int64_t n_value_heads, int64_t key_dim, int64_t value_dim, int64_t n_taps, float scale, float norm_eps, float least_step, float most_step, float most_weight, float rate_scale, bool fades_by_key, float least_decay) {
+        new (self) StateShape(state_shape(rule, n_key_heads, n_value_heads, key_dim, value_dim, n_taps, scale, norm_eps, least_step, most_step, most_weight, rate_scale, fades_by_key, least_decay));
+      }, nb::kw_only(), nb::arg("rule"), nb::arg("n_key_heads"), nb::arg("n_value_heads"), nb::arg("key_dim"), nb::arg("value_dim"), nb::arg("n_taps"), nb::arg("scale") = 1.0f, nb::arg("norm_eps") = 0.0f, nb::arg("least_step") = 0.0f, nb::arg("most_step") = std::numeric_limits<float>::infinity(), nb::arg("most_weight") = 1.0f, nb::arg("rate_scale") = 1.0f, nb::arg("fades_by_key") = false, nb::arg("least_decay") = 0.0f)
       .def_prop_ro("floats", &StateShape::floats);
   program.def("move_states", [](Program& p, int qkv, int rates, int decays, int out, int taps, int tap_bias, int decay, int shift, int skip, int norm, int layer, const StateShape& shape, int64_t first_head, int64_t column) {
         record_states(p, qkv, rates, decays, out, {taps, tap_bias, decay, shift, skip, norm}, layer, shape, first_head, column);

@@ -107,6 +107,12 @@ void bind_streams(nb::class_<Program>& program) {
         if (std::find(xs.begin(), xs.end(), y) != xs.end()) throw std::invalid_argument("what is added to streams is none of them");
         p.record(Category::norm, SpreadOp{std::move(xs), y, c, magnitude, eps});
       }, nb::kw_only(), nb::arg("xs"), nb::arg("y"), nb::arg("c"), nb::arg("magnitude"), nb::arg("eps"))
+      .def("mingle", [](Program& p, std::vector<int> xs, int y, int c, float magnitude, int rounds, float eps) {
+        require_connected(p, xs, c, 2 + static_cast<int64_t>(xs.size())), require_equal(p, xs[0], y);
+        if (rounds < 1) throw std::invalid_argument("a matrix is brought near to sums of 1 in one round at least");
+        if (std::find(xs.begin(), xs.end(), y) != xs.end()) throw std::invalid_argument("what is added to streams is none of them");
+        p.record(Category::norm, MingleOp{std::move(xs), y, c, rounds, magnitude, eps});
+      }, nb::kw_only(), nb::arg("xs"), nb::arg("y"), nb::arg("c"), nb::arg("magnitude"), nb::arg("rounds"), nb::arg("eps"))
       .def("vector_size", &Program::vector_size, nb::arg("vector"))
       .def("layer_inputs", [](Program& p, int x, int norm, float eps, float table_scale, float scale, int table, int packed) {
         const int64_t width = p.vector_size(norm);

@@ -157,7 +157,8 @@ struct HeadsOp {                             // for each head a product of its o
   int64_t column = 0;                        // where the first head's outputs begin
 };
 struct CacheLatentsOp { int kv, layer, norm, rope; int64_t rank; float norm_eps; };
-struct CacheIndexOp { int x, layer, norm, bias, rope; float norm_eps; };  // bias -1: an RMSNorm
+struct CacheIndexOp { int x, layer, norm, bias, rope; float norm_eps; int64_t n_gates = 0; };  // bias -1: an RMSNorm
+struct PoolIndexOp { int layer, offsets; int64_t pool, width; };  // of the pools that the step's tokens complete; width: of a key and its gates
 struct ChooseOp {                            // what tokens attend to (attention_index.inl), by heads as `shape` says
   int q, queries, weights;                   // f32 [T, H d], turned to bf16, and f32 [T, H]
   int choice;                                // [T, most] whole numbers in an f32 buffer; nothing where a token sees no more than `most`
@@ -168,6 +169,7 @@ struct ChooseOp {                            // what tokens attend to (attention
   int norm = -1;
   float norm_eps = 0.0f;
   int64_t local = 0, first_head = 0;
+  int64_t width = 0;                         // of a head's query in q, which zeros are put behind; 0: as wide as keys
 };
 struct ScaleQueriesOp { int q; QueryScale scale; };            // each token's row of q, by its position
 struct RotateQueriesOp { int q, out, rope; int64_t n_heads; };   // the end of each head of q, turned, to the end of each head of out
@@ -195,12 +197,13 @@ struct CorrectOp { std::vector<int> xs; int y, routed, weight, active; float sca
 struct ConnectionsOp { std::vector<int> xs; int weight, scale, base, out; float eps; };  // likewise
 struct GatherOp { std::vector<int> xs; int c, out; float eps; };                        // likewise
 struct SpreadOp { std::vector<int> xs; int y, c; float magnitude, eps; };               // likewise
+struct MingleOp { std::vector<int> xs; int y, c, rounds; float magnitude, eps; };        // likewise
 struct LayerInputsOp { int x, norm, table, packed; float eps, table_scale, scale; };    // likewise, of the product that lies in x; the
                                                               // table is one, or a packed weight in groups; the other is -1
 
 using OpBody = std::variant<EmbedOp, TiedEmbedOp, NormOp, AddNormOp, AddOp, PrepareOp, LinearOp, RotateOp, AttentionOp, MoeOp, HeadOp,
-                            InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, CacheIndexOp, ChooseOp, ScaleQueriesOp, RotateQueriesOp, WeighOp, SparseGateOp, BentGateOp, CurveOp, BranchOp, GateHeadsOp, MatchOp,
-                            CopyColumnsOp, PredictOp, CorrectOp, ConnectionsOp, GatherOp, SpreadOp, LayerInputsOp, StateOp>;
+                            InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, CacheIndexOp, PoolIndexOp, ChooseOp, ScaleQueriesOp, RotateQueriesOp, WeighOp, SparseGateOp, BentGateOp, CurveOp, BranchOp, GateHeadsOp, MatchOp,
+                            CopyColumnsOp, PredictOp, CorrectOp, ConnectionsOp, GatherOp, SpreadOp, MingleOp, LayerInputsOp, StateOp>;
 
 struct Op {
   Category category;
@@ -371,6 +374,7 @@ class Program {
   std::vector<int> plan_of_op_;                   // index by op; only read for attention
   int64_t most_chosen_ = INT64_MAX;               // by an index, of all layers that have one
   int64_t chosen_block_ = 1, choosing_heads_ = 1;  // in blocks of so many, of each of so many heads
+  int64_t chosen_pool_ = 1;                        // or in pools of so many
   ChoicePlan choice_plan_;
   PageBuffer index_scores_;
   std::vector<int> next_weight_;                  // by op: the weight that the next op with one reads first, or -1

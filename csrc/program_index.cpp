@@ -1,5 +1,6 @@
 // Operations of a Program on an index, which chooses what tokens attend to.
 #include <algorithm>
+#include <cstring>
 #include <limits>
 
 #include "program_run.h"
@@ -22,6 +23,16 @@ void choose_blocks(const ChooseOp& op, const AttentionKernels& kernels, int64_t 
     std::fill(of_head + std::max<int64_t>(own + 1 - op.local, 0), of_head + own + 1, std::numeric_limits<float>::infinity());
     kernels.choose_row(of_head, own + 1, most, chosen + h * most);
   }
+}
+
+// The pools of the highest scores, each the score of its last position, and all positions behind the last whole pool.
+void choose_pools(const AttentionShape& shape, const AttentionKernels& kernels, int64_t position, float* scores, int32_t* chosen) {
+  const int64_t pool = shape.pool, n = (position + 1) / pool, most = (shape.most + 1) / pool - 1;
+  for (int64_t i = 0; i < n; ++i) scores[i] = scores[i * pool + pool - 1];
+  kernels.choose_row(scores, n, most, chosen);
+  for (int64_t i = most - 1; i >= 0; --i)  // the last first, as they lie where the first ones come to
+    for (int64_t at = pool - 1, first = chosen[i] * pool; at >= 0; --at) chosen[i * pool + at] = static_cast<int32_t>(first + at);
+  for (int64_t at = n * pool; at <= position; ++at) chosen[most * pool + at - n * pool] = static_cast<int32_t>(at);
 }
 
 constexpr int64_t kScoresAtOnce = 4 << 20;  // tokens whose scores lie there together meet the keys together; 16 MiB
@@ -50,12 +61,31 @@ void Program::Run::run(const CacheIndexOp& op, size_t, int thread, int threads) 
   IndexKeyCall call;
   call.kv = index_keys(kv, op.layer);
   call.rows = buffer(op.x).f32();
+  call.n_gates = op.n_gates;
   call.norm = vector(op.norm), call.bias = op.bias == -1 ? nullptr : vector(op.bias), call.norm_eps = op.norm_eps;
   call.rotary_dim = 2 * static_cast<int64_t>(rope.inverse_frequency.size());
   call.cos_table = rope.cosine.data(), call.sin_table = rope.sine.data();
   call.positions = program.positions_.data(), call.slots = program.slots_.data();
   const Range part = share(step.n_tokens, thread, threads);
   for (int64_t t = part.begin; t < part.end; ++t) kernels.cache_index(call, t, reinterpret_cast<float*>(scratch(thread)));
+}
+
+void Program::Run::run(const PoolIndexOp& op, size_t, int thread, int threads) const {
+  const KvLayer index = index_keys(kv, op.layer);
+  int32_t slots[kMostPool];
+  const int64_t block_tokens = index.shape.block_tokens;
+  for (int64_t s = 0; s < step.n_sequences; ++s) {
+    const Range part = share(step.query_start[s + 1] - step.query_start[s], thread, threads);
+    for (int64_t t = step.query_start[s] + part.begin; t < step.query_start[s] + part.end; ++t) {
+      const int64_t end = program.positions_[t] + 1;
+      if (end % op.pool != 0) continue;
+      for (int64_t i = 0; i < op.pool; ++i) {
+        const int64_t position = end - op.pool + i;
+        slots[i] = static_cast<int32_t>(step.block_table[s * step.table_width + position / block_tokens] * block_tokens + position % block_tokens);
+      }
+      kernels.pool_index(index, slots, op.pool, vector(op.offsets), reinterpret_cast<float*>(scratch(thread)));
+    }
+  }
 }
 
 void Program::Run::run(const ChooseOp& op, size_t, int thread, int threads) const {
@@ -68,10 +98,13 @@ void Program::Run::run(const ChooseOp& op, size_t, int thread, int threads) cons
   const Range part = share(n * heads, thread, threads);
   for (int64_t i = part.begin; i < part.end; ++i) {
     const int64_t token = plan.tokens[i / heads], at = program.positions_[token] * half;
-    const float* q = buffer(op.q).f32() + token * buffer(op.q).width + (op.first_head + i % heads) * d;
+    const int64_t own = op.width == 0 ? d : op.width;
+    const float* q = buffer(op.q).f32() + token * buffer(op.q).width + (op.first_head + i % heads) * own;
     float *turned = reinterpret_cast<float*>(scratch(thread)), *normed = turned + whole_vectors(d) + 16;
     if (op.norm != -1) kernels.rms_norm_row(q, vector(op.norm), d, op.norm_eps, normed), q = normed;
-    kernels.rotate_query(q, d, 2 * half, rope.cosine.data() + at, rope.sine.data() + at, turned, queries + (token * heads + i % heads) * d);
+    uint16_t* to = queries + (token * heads + i % heads) * d;
+    kernels.rotate_query(q, own, 2 * half, rope.cosine.data() + at, rope.sine.data() + at, turned, to);
+    std::memset(to + own, 0, static_cast<size_t>(d - own) * 2);
   }
   IndexCall call;
   call.heads.shape = op.shape;
@@ -97,6 +130,10 @@ void Program::Run::run(const ChooseOp& op, size_t, int thread, int threads) cons
       const int64_t token = plan.tokens[i];
       if (op.shape.block != 1) {
         choose_blocks(op, *set.attention, program.positions_[token], scores + (i - first) * stride, stride, choice + token * heads * (op.shape.most / op.shape.block));
+        continue;
+      }
+      if (op.shape.pool != 1) {
+        choose_pools(op.shape, *set.attention, program.positions_[token], scores + (i - first) * stride, choice + token * op.shape.most);
         continue;
       }
       set.attention->choose_row(scores + (i - first) * stride, program.positions_[token] + 1, op.shape.most, choice + token * op.shape.most);

@@ -74,6 +74,7 @@ struct Names {
   }
   void operator()(const CacheLatentsOp& op) const { buffers({op.kv}), vectors({op.norm}), require_below({op.rope}, has.ropes, "rotary table"); }
   void operator()(const CacheIndexOp& op) const { buffers({op.x}), vectors({op.norm}), optional_vector(op.bias), require_below({op.rope}, has.ropes, "rotary table"); }
+  void operator()(const PoolIndexOp& op) const { vectors({op.offsets}); }
   void operator()(const ChooseOp& op) const {
     buffers({op.q, op.queries, op.choice}), optional_vector(op.norm), require_below({op.rope}, has.ropes, "rotary table");
     if (op.weights != -1) buffers({op.weights});
@@ -114,6 +115,10 @@ struct Names {
     for (const int x : op.xs) buffers({x});
   }
   void operator()(const SpreadOp& op) const {
+    buffers({op.y, op.c});
+    for (const int x : op.xs) buffers({x});
+  }
+  void operator()(const MingleOp& op) const {
     buffers({op.y, op.c});
     for (const int x : op.xs) buffers({x});
   }

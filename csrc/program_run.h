@@ -75,6 +75,7 @@ struct Program::Run {
   void run(const HeadsOp& op, size_t, int thread, int threads) const;
   void run(const CacheLatentsOp& op, size_t, int thread, int threads) const;
   void run(const CacheIndexOp& op, size_t, int thread, int threads) const;
+  void run(const PoolIndexOp& op, size_t, int thread, int threads) const;
   void run(const ChooseOp& op, size_t, int thread, int threads) const;
   void run(const ScaleQueriesOp& op, size_t, int thread, int threads) const;
   void run(const RotateQueriesOp& op, size_t, int thread, int threads) const;
@@ -91,6 +92,7 @@ struct Program::Run {
   void run(const ConnectionsOp& op, size_t, int thread, int threads) const;
   void run(const GatherOp& op, size_t, int thread, int threads) const;
   void run(const SpreadOp& op, size_t, int thread, int threads) const;
+  void run(const MingleOp& op, size_t, int thread, int threads) const;
   void run(const LayerInputsOp& op, size_t, int thread, int threads) const;
   void connect(const Buffer& c, int64_t token, int64_t first, int64_t n, float magnitude, float eps, float* out) const;
   void route_streams(int routed, int weight, float scale, int64_t token, int64_t n, float* out) const;

@@ -174,6 +174,39 @@ void Program::Run::run(const SpreadOp& op, size_t, int thread, int threads) cons
   }
 }
 
+// By what connections say of each pair of streams: rows through a softmax, then columns and rows in turn near to sums of 1.
+static void mixing_matrix(const StepKernels& kernels, const float* given, int64_t n, int rounds, float eps, float* m) {
+  std::memcpy(m, given, static_cast<size_t>(n * n) * 4);
+  for (int64_t i = 0; i < n; ++i) kernels.softmax_row(m + i * n, n);
+  for (int64_t i = 0; i < n * n; ++i) m[i] += eps;
+  const auto divide = [&](int64_t step, int64_t next) {  // each line by its sum
+    for (int64_t line = 0; line < n; ++line) {
+      float sum = 0.0f;
+      for (int64_t i = 0; i < n; ++i) sum += m[line * next + i * step];
+      for (int64_t i = 0; i < n; ++i) m[line * next + i * step] /= sum + eps;
+    }
+  };
+  divide(n, 1);
+  for (int round = 1; round < rounds; ++round) divide(1, n), divide(n, 1);
+}
+
+void Program::Run::run(const MingleOp& op, size_t, int thread, int threads) const {
+  const Buffer &y = buffer(op.y), &c = buffer(op.c);
+  const int64_t n = static_cast<int64_t>(op.xs.size());
+  float weights[kMostStreams], m[kMostStreams * kMostStreams], coefficients[kMostStreams * kMostStreams], *rows[kMostStreams];
+  const Range part = part_of_rows(buffer(op.xs[0]), step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t) {
+    connect(c, t, n, n, op.magnitude, 0.0f, weights);
+    mixing_matrix(kernels, c.f32() + t * c.width + 2 * n, n, op.rounds, op.eps, m);
+    for (int64_t i = 0; i < n; ++i) {
+      rows[i] = buffer(op.xs[i]).f32() + t * y.width;
+      for (int64_t j = 0; j < n; ++j) coefficients[i * n + j] = m[j * n + i] - (i == j ? 1.0f : 0.0f);
+    }
+    kernels.mix_rows(rows, n, y.width, coefficients);
+    for (int64_t i = 0; i < n; ++i) kernels.add_row(y.f32() + t * y.width, y.width, weights[i], rows[i]);
+  }
+}
+
 void Program::Run::run(const LayerInputsOp& op, size_t, int thread, int threads) const {
   const Buffer& x = buffer(op.x);
   const bool is_packed = op.packed != -1;

@@ -36,6 +36,7 @@ struct Uses {
   void operator()(const HeadsOp& op) { reads = {op.x}, writes = {op.rows, op.out}; }
   void operator()(const CacheLatentsOp& op) { reads = {op.kv}; }
   void operator()(const CacheIndexOp& op) { reads = {op.x}; }
+  void operator()(const PoolIndexOp&) {}
   void operator()(const ChooseOp& op) {
     reads = {op.q}, writes = {op.queries, op.choice};
     if (op.weights != -1) reads.push_back(op.weights);
@@ -61,6 +62,7 @@ struct Uses {
     reads.push_back(op.c);
   }
   void operator()(const SpreadOp& op) { reads = {op.y, op.c}, writes = op.xs; }
+  void operator()(const MingleOp& op) { reads = {op.y, op.c}, writes = op.xs; }
   void operator()(const StateOp& op) {
     reads = {op.qkv}, writes = {op.out};
     for (const int number : {op.rates, op.decays})

@@ -86,12 +86,14 @@ static void fade_by_key(const StateCall& call, const StateTask& task, int64_t he
                         const Fading& out) {
   const int64_t dk = call.shape.key_dim;
   const float* shift = call.shift + head * dk;
-  const F32 decay = set1(-call.decay[head]), scale = set1(call.shape.rate_scale);
+  const F32 decay = set1(-call.decay[head]), scale = set1(call.shape.rate_scale), least = set1(call.shape.least_decay);
+  const bool is_bounded = call.shape.least_decay != 0.0f;
   for (int64_t t = 0; t < n; ++t) {
     const float* given = call.decays + (task.first_row + begin + t) * call.decays_stride + (call.first_head + head) * dk;
     for (int64_t i = 0; i < dk; i += 16) {
       const int64_t lanes = dk - i < 16 ? dk - i : 16;
-      const F32 left = exp_lanes(mul(decay, softplus_lanes(fma(load_n(given + i, lanes), scale, load_n(shift + i, lanes)))));
+      const F32 shifted = fma(load_n(given + i, lanes), scale, load_n(shift + i, lanes));
+      const F32 left = exp_lanes(is_bounded ? div(least, add(set1(1.0f), exp_lanes(mul(decay, shifted)))) : mul(decay, softplus_lanes(shifted)));
       store_n(out.left + t * dk + i, left, lanes);
       store_n(out.k + t * dk + i, mul(left, load_n(k + t * stride + i, lanes)), lanes);
       store_n(out.q + t * dk + i, mul(left, load_n(q + t * stride + i, lanes)), lanes);

@@ -73,7 +73,12 @@ WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
         "Step3p7Config",
         {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
     ),
-}
+    "glm5_next": (
+        "Glm5NextConfig",
+        {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 16,
+         "projection_intermediate_size": 16, "image_size": 28},
+    ),
+}  # fmt: skip
 # what other families have beside that: their tests look at one cut of the work, as the walk is the same
 MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {"head_dim": 24}),
@@ -292,6 +297,7 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     # windows on every other layer, scores that nothing divides
     "gpt_neo": ("GPTNeoConfig", "GPTNeoForCausalLM", {"num_hidden_layers": 4, "window_size": 16, "attention_types": [
         [["global"], 1], [["local"], 1], [["local"], 1], [["global"], 1]]}),
+    "nanochat": ("NanoChatConfig", "NanoChatForCausalLM", {"attention_bias": True, "final_logit_softcapping": 3.0}),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"rotary_pct": 0.5}),
     "phi": ("PhiConfig", "PhiForCausalLM", {}),
     "falcon": ("FalconConfig", "FalconForCausalLM", {}),
@@ -419,6 +425,14 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**{key: value for key, value in LATENT.items() if key not in ("n_routed_experts", "first_k_dense_replace")},
          "num_hidden_layers": 4, "layer_types": STATES, "num_experts": 8, "mlp_layer_types": ["dense", *["sparse"] * 3],
          "linear_head_dim": 16, "linear_num_heads": 16, "linear_conv_kernel_dim": 4, "n_group": 2, "topk_group": 1},
+    ),
+    # the same with a bound, in one step; latent attention that turns and has a gate for each head
+    "bailing_hybrid": (
+        "BailingHybridConfig",
+        "BailingHybridForCausalLM",
+        {**{key: value for key, value in LATENT.items() if key not in ("n_routed_experts", "first_k_dense_replace")},
+         "num_hidden_layers": 4, "layer_types": STATES, "num_local_experts": 8,
+         "mlp_layer_types": ["dense", *["sparse"] * 3], "head_dim": 24, "n_group": 2, "topk_group": 1},
     ),
     # Mamba-2 beside attention in each layer, and multipliers; without them; normed by group
     "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", FALCON_H1),

@@ -45,4 +45,15 @@ LATENT_MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
          "index_n_heads": 8, "index_head_dim": 32, "indexer_types": ["full", "shared", "full"], "hc_mult": 3,
          "hc_magnitude": 1.5, "swiglu_limit": 0.6},
     ),
+    # streams that mix, states in two steps of a bounded rule, latents without positions, an index of pools with a tail
+    "glm5_next": (
+        "Glm5NextTextConfig",
+        "Glm5NextForConditionalGeneration",
+        {**{key: value for key, value in WITHOUT_FIRST.items() if key != "qk_rope_head_dim"}, "q_lora_rank": 24,
+         "num_hidden_layers": 5, "linear_head_dim": 16, "linear_num_heads": 4, "n_group": 2, "topk_group": 1,
+         "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention", "indexed_attention"],
+         "indexer_types": ["full", "full", "shared", "full", "full"],
+         "mlp_layer_types": ["dense", *["sparse"] * 4], "index_topk": 12, "index_kpool": 4,
+         "index_n_heads": 8, "index_head_dim": 32, "hc_mult": 3, "hc_sinkhorn_iters": 3, "swiglu_limit": 0.6},
+    ),
 }  # fmt: skip

@@ -37,7 +37,7 @@ struct Model {
   int64_t kv_layers() const { return shares_kv ? 1 : layers; }
   int64_t n_adapters;
   int64_t rank, rotary;  // of latent attention, whose one cached vector is both; 0: none
-  int64_t most, index_heads, index_dim;  // of an index that chooses what is attended to; most INT64_MAX: none
+  int64_t most, index_heads, index_dim, pool = 1;  // of an index that chooses what is attended to; most INT64_MAX: none
   bool shares_choice;    // the first layer's index chooses for all
   bool chooses(int64_t layer) const { return most != INT64_MAX && (layer == 0 || !shares_choice); }
   bool has_states;       // each layer moves one on, too
@@ -78,6 +78,8 @@ class World {
     if (m.rank != 0 && pick(0, 1)) {
       m.most = pick(0, 2) == 0 ? pick(1, 300) : pick(1, 30), m.shares_choice = pick(0, 1), m.window = INT64_MAX;
       m.index_heads = pick(1, 20), m.index_dim = std::max<int64_t>(2, m.rotary) + 2 * pick(0, 30);
+      m.pool = pick(0, 2) == 0 ? pick(2, 9) : 1;  // with gates behind its keys
+      if (m.pool != 1) m.index_dim *= 2, m.most = (m.most / m.pool + 2) * m.pool - 1;
     }
     m.has_states = pick(0, 2) == 0;
     m.states = states();
@@ -90,6 +92,8 @@ class World {
     s.n_key_heads = pick(1, 3), s.n_value_heads = s.n_key_heads * pick(1, s.rule == StateRule::ssd ? 20 : 3);
     s.key_dim = s.rule == StateRule::convolution ? 0 : pick(1, 40), s.value_dim = pick(1, 70), s.n_taps = pick(1, 4);
     s.scale = 0.3f, s.norm_eps = 1e-5f, s.most_step = 2.0f;
+    s.fades_by_key = s.rule == StateRule::delta && pick(0, 1);
+    s.least_decay = s.fades_by_key && pick(0, 1) ? -5.0f : 0.0f;
     return s;
   }
 
@@ -150,7 +154,7 @@ class Recorder {
     else
       p_.record(Category::embed, EmbedOp{p_.add_table({reinterpret_cast<const uint8_t*>(table.data()), Source::f32, m.vocab, m.hidden}), x_, 1.0f, positions(table)});
     shape_ = {m.n_heads, m.n_kv_heads, m.head_dim, m.v_head_dim, 0.3f, m.window, 3.0f, m.has_softcap};
-    shape_.most = m.most;
+    shape_.most = m.most, shape_.pool = m.pool;
     if (m.most != INT64_MAX) choice_ = plain_buffer(p_, BufferKind::f32, m.most);
     const bool is_latent = m.rank != 0, is_direct = has_bf16_rows(m.weights) && !is_latent;
     const int64_t q_width = m.n_heads * m.head_dim, a_width = m.n_heads * m.v_head_dim, heads_width = is_latent ? m.n_heads * value_dim_ : a_width;
@@ -277,11 +281,13 @@ class Recorder {
     p_.record(Category::qkv, LinearOp{linear(n, hidden), rows, routed, Store::f32, Activation::silu});
     p_.record(Category::norm, PredictOp{xs, routed, p_.add_vector(w_.floats(n * n * n, -0.3f, 0.3f)), 0.7f});
     p_.record(Category::norm, CorrectOp{xs, y, routed, p_.add_vector(w_.floats(n * n, -0.3f, 0.3f)), static_cast<int>(w_.pick(0, n - 1)), 0.7f});
-    const int c = plain_buffer(p_, BufferKind::f32, 2 * n), read = plain_buffer(p_, BufferKind::f32, hidden);
-    p_.record(Category::norm, ConnectionsOp{xs, p_.add_vector(w_.floats(2 * n * n * hidden, -0.3f, 0.3f)), p_.add_vector(w_.floats(w_.pick(1, 3), -0.5f, 0.5f)),
-                                            p_.add_vector(w_.floats(2 * n, -0.3f, 0.3f)), c, 1e-5f});
+    const int64_t m = (2 + n) * n;
+    const int c = plain_buffer(p_, BufferKind::f32, m), read = plain_buffer(p_, BufferKind::f32, hidden);
+    p_.record(Category::norm, ConnectionsOp{xs, p_.add_vector(w_.floats(m * n * hidden, -0.3f, 0.3f)), p_.add_vector(w_.floats(w_.pick(1, 3), -0.5f, 0.5f)),
+                                            p_.add_vector(w_.floats(m, -0.3f, 0.3f)), c, 1e-5f});
     p_.record(Category::norm, GatherOp{xs, c, read, 1e-6f});
     p_.record(Category::norm, SpreadOp{xs, read, c, 0.3f, 1e-6f});
+    p_.record(Category::norm, MingleOp{xs, read, c, static_cast<int>(w_.pick(1, 20)), 0.3f, 1e-6f});
     const int added = plain_buffer(p_, BufferKind::f32, hidden);
     p_.record(Category::qkv, LinearOp{linear(hidden, hidden), rows, added, Store::f32, Activation::silu});
     const bool is_packed = is_grouped(m_.weights) && w_.pick(0, 1);
@@ -312,15 +318,18 @@ class Recorder {
   }
 
   void choose(int rows, int layer) {
-    const int64_t heads = m_.index_heads, d = m_.index_dim;
-    const int key = plain_buffer(p_, BufferKind::f32, d), q = plain_buffer(p_, BufferKind::f32, heads * d), weights = plain_buffer(p_, BufferKind::f32, heads);
-    const int64_t sizes[] = {d, heads * d, heads};
+    const int64_t heads = m_.index_heads, width = m_.index_dim, d = m_.pool == 1 ? width : width / 2;
+    const int key = plain_buffer(p_, BufferKind::f32, width), q = plain_buffer(p_, BufferKind::f32, heads * d), weights = plain_buffer(p_, BufferKind::f32, heads);
+    const int64_t sizes[] = {width, heads * d, heads};
     const int outs[] = {key, q, weights};
     for (int i = 0; i < 3; ++i) p_.record(Category::qkv, LinearOp{linear(sizes[i], m_.hidden), rows, outs[i], Store::f32, Activation::silu});
-    p_.record(Category::rope, CacheIndexOp{key, layer, norm(d), norm(d), rope_, 1e-6f});
-    AttentionShape shape{heads, 1, d};
-    shape.most = m_.most;
-    p_.record(Category::attention, ChooseOp{q, plain_buffer(p_, BufferKind::bf16, heads * d), weights, choice_, layer, rope_, shape});
+    p_.record(Category::rope, CacheIndexOp{key, layer, norm(d), norm(d), rope_, 1e-6f, width - d});
+    if (m_.pool != 1) p_.record(Category::rope, PoolIndexOp{layer, norm(m_.pool * d), m_.pool, width});
+    AttentionShape shape{heads, 1, width};
+    shape.most = m_.most, shape.pool = m_.pool;
+    ChooseOp choose{q, plain_buffer(p_, BufferKind::bf16, heads * width), weights, choice_, layer, rope_, shape};
+    choose.width = d;
+    p_.record(Category::attention, choose);
   }
 
   // Random ranks for one or two parts of some of the layers; some adapters have nothing at all.

@@ -53,6 +53,10 @@ CASES: dict[str, dict[str, Any]] = {
     "falcon_h1": {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj", *sorted(ALL)]},
     "kimi_linear": {"r": 4, "lora_alpha": 8, "target_modules": [
         f"{one}_proj" for one in ("q", "k", "v", "o", "b", "f_a", "f_b", "g_a", "g_b", "gate", "up", "down")]},
+    "glm5_next": {"r": 4, "lora_alpha": 8, "target_modules": [
+        f"{one}_proj" for one in ("q", "k", "v", "o", "b", "f_a", "f_b", "g_a", "g_b", "q_a", "q_b")]},
+    "bailing_hybrid": {"r": 4, "lora_alpha": 8, "target_modules": [
+        f"{one}_proj" for one in ("q", "k", "v", "o", "b", "f", "g", "gate", "up", "down")]},
 }  # fmt: skip
 
 

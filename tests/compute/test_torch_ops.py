@@ -319,18 +319,19 @@ def test_embed_and_head(rows: list[int], softcap: float | None, kind: Kind) -> N
 
 
 @of_kinds
-def test_latents_are_attended_to_as_their_expansion_would_be(kind: Kind) -> None:
+@pytest.mark.parametrize("turned", [4, 0], ids=["turned in part", "without positions"])
+def test_latents_are_attended_to_as_their_expansion_would_be(kind: Kind, turned: int) -> None:
     """Latent attention absorbed, over a paged cache of one vector a token, against every head's own keys and values."""
     dtype = kind.dtype
     shape = EdgeShape(name="any", sequences=((0, 21),), n_heads=3)
     batch, n_blocks = world(shape)
-    mla = MlaSpec(q_rank=None, kv_rank=12, nope_dim=6, rope_dim=4, v_dim=5)
+    mla = MlaSpec(q_rank=None, kv_rank=12, nope_dim=6, rope_dim=turned, v_dim=5)
     kv = TorchKVStore(
-        heads=[(1, 16, 0)], n_blocks=n_blocks, block_tokens=16, dtype=dtype, device=kind.device,
+        heads=[(1, mla.row, 0)], n_blocks=n_blocks, block_tokens=16, dtype=dtype, device=kind.device,
     )  # fmt: skip
     ops, loader = kind.ops(batch, kv, device=kind.device, dtype=dtype), kind.loader()
-    rope = RopeSpec(inv_freq=(1.0, 0.3))
-    spec = AttentionSpec(layer=0, n_heads=3, n_kv_heads=1, head_dim=16, scale=0.3, rope=rope, mla=mla)
+    rope = RopeSpec(inv_freq=(1.0, 0.3)[: turned // 2])
+    spec = AttentionSpec(layer=0, n_heads=3, n_kv_heads=1, head_dim=mla.row, scale=0.3, rope=rope, mla=mla)
     norm = Memory("n", noise(12, seed=1) + 1.0)
     keys, values = noise(3, 12, 6, seed=2, scale=0.3).to(dtype), noise(3, 5, 12, seed=3, scale=0.3).to(dtype)
     heads = loader.latent_attention(
@@ -339,16 +340,16 @@ def test_latents_are_attended_to_as_their_expansion_would_be(kind: Kind) -> None
         keys=tuple(LinearParts(weights=(Memory("k", one),)) for one in keys),
         values=tuple(LinearParts(weights=(Memory("v", one),)) for one in values),
     )
-    rows, q = noise(21, 16, seed=4).to(dtype), noise(21, 3 * 10, seed=5).to(dtype)
+    rows, q = noise(21, mla.row, seed=4).to(dtype), noise(21, 3 * (6 + turned), seed=5).to(dtype)
     ops.cache_latents(kind.put(rows), heads)
     got = ops.expand(ops.attention(ops.absorb(kind.put(q), heads), heads), heads)
 
     positions = torch.from_numpy(batch.positions_T)
-    q_parts = q.float().unflatten(1, (3, 10))
+    q_parts = q.float().unflatten(1, (3, 6 + turned))
     q_parts = torch.cat([q_parts[..., :6], reference.rotate(q_parts[..., 6:], positions, rope)], dim=-1)
     latent = reference.rms_norm(rows[:, :12], norm.tensor, eps=spec.norm_eps)
-    turned = reference.rotate(rows[:, None, 12:], positions, rope)[:, 0]
-    expected = reference.latent_attention(q_parts, torch.cat([latent, turned], dim=-1), keys, values, scale=0.3)
+    rotated = reference.rotate(rows[:, None, 12:], positions, rope)[:, 0]
+    expected = reference.latent_attention(q_parts, torch.cat([latent, rotated], dim=-1), keys, values, scale=0.3)
     scale = max(1.0, expected.abs().max().item())
     check("attention", got / scale, expected / scale, dtype)
     assert torch.equal(*kv.read(0, batch.block_table_SM[0], 21)), "a key is its own value"

@@ -34,7 +34,7 @@ of_ours = pytest.mark.parametrize("kind", OURS.values(), ids=OURS)
 
 # each has something of its own that kernels must do, or leave to torch
 OTHERS = ("qwen2_moe", "gemma4", "gemma4-e2b", "gpt_oss", "command-r-plus", "llama4", "gpt2", "falcon", "phi", "apertus",
-          "ernie4_5_moe", "hunyuan_v1_dense", "granite_swa", "afmoe", "ministral3")  # fmt: skip
+          "ernie4_5_moe", "hunyuan_v1_dense", "granite_swa", "afmoe", "ministral3", "nanochat")  # fmt: skip
 # latent attention, values narrower than keys, and an index that chooses
 WIDTHS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu", "mistral4", "axk1", "mimo_v2_flash",
           "deepseek_v32", "glm_moe_dsa")  # fmt: skip

@@ -24,7 +24,7 @@ from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError
 from diptych.models.config import HfConfig
 from diptych.models.gpu_kernels import left_to_torch
-from diptych.models.latent import IndexSpec
+from diptych.models.latent import IndexSpec, MlaSpec
 from diptych.models.named import SHAPES
 from diptych.models.read import read_model
 from diptych.models.spec import ModelSpec, MoeSpec
@@ -113,6 +113,8 @@ def test_what_our_kernels_lack_is_named() -> None:
     first = plain.layers[0]
     assert isinstance(first.mlp, MoeSpec)
     index = IndexSpec(most=512, n_heads=4, head_dim=64, block=128)
+    latents = MlaSpec(q_rank=64, kv_rank=64, nope_dim=64, rope_dim=0, v_dim=64)
+    pools = IndexSpec(most=515, n_heads=4, head_dim=64, pool=4)
 
     def of(**changed: Any) -> ModelSpec:
         return replace(plain, layers=(replace(first, **changed), *plain.layers[1:]))
@@ -125,6 +127,8 @@ def test_what_our_kernels_lack_is_named() -> None:
             of(mlp=replace(first.mlp, limit=7.0)),
             of(attention=replace(first.attention, index=index)),
             of(attention=replace(first.attention, v_head_dim=320)),
+            of(attention=replace(first.attention, mla=latents)),
+            of(attention=replace(first.attention, mla=replace(latents, rope_dim=64), index=pools)),
         )
     }
     assert found == {
@@ -132,6 +136,8 @@ def test_what_our_kernels_lack_is_named() -> None:
         "want of an output projection",
         "experts of silu within limits",
         "an index of blocks",
+        "an index of pools",
+        "latents without a part that turns",
         "heads of 320 (at most 256)",
     }
 

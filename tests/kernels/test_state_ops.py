@@ -19,7 +19,7 @@ from diptych.compute.ops.shares import OwnHeads
 from diptych.compute.ops.tolerances import OPS
 from diptych.compute.ops.torch_loader import TorchAttention, TorchNorm, TorchRule
 from diptych.compute.ops.torch_ops import TorchOps
-from diptych.models.spec import StateRule, StateSpec
+from diptych.models.states import StateRule, StateSpec
 from op_bench import Bench, noise
 from worlds import KERNEL_SETS
 
@@ -40,6 +40,9 @@ FORMS = {
     "usual": StateSpec(n_key_heads=2, key_dim=128, n_value_heads=4, value_dim=128, n_taps=4),
     "by-key-one": StateSpec(n_key_heads=1, key_dim=1, n_value_heads=1, value_dim=1, n_taps=1, fades_by_key=True),
     "by-key-odd": StateSpec(n_key_heads=2, key_dim=21, n_value_heads=4, value_dim=19, n_taps=3, fades_by_key=True),
+    "by-key-bounded": StateSpec(
+        n_key_heads=2, key_dim=21, n_value_heads=4, value_dim=19, n_taps=3, fades_by_key=True, least_decay=-5.0
+    ),
     "by-key-usual": StateSpec(n_key_heads=2, key_dim=128, n_value_heads=2, value_dim=128, n_taps=4, fades_by_key=True),
     "ssd-one": StateSpec(n_key_heads=1, key_dim=1, n_value_heads=1, value_dim=1, n_taps=1, rule=StateRule.SSD),
     "ssd-odd": StateSpec(

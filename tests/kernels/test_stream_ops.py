@@ -228,6 +228,24 @@ def test_streams_are_joined_by_what_a_connection_says(isa: str, width: int, n: i
         torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("rounds", [1, 2, 20])
+@pytest.mark.parametrize("n", [1, 3, 4, 8])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_streams_mix_by_a_matrix_whose_sums_are_near_one(isa: str, width: int, n: int, rounds: int) -> None:
+    """Outputs of connections that are far apart, so that a softmax alone would be far from it."""
+    xs, y = [noise(T, width, seed=i) for i in range(n)], noise(T, width, seed=20)
+    c, settings = noise(T, n * (n + 2), seed=21, scale=3.0), {"magnitude": 2.0, "rounds": rounds, "eps": 1e-3}
+    expected = reference.mingle(xs, y, c, **settings)
+    for i in range(n):
+        bench = Bench(isa, xs[0])
+        buffers = [bench.x, *others(bench, *xs[1:])]
+        new, given = others(bench, y, c)
+        bench.program.mingle(xs=buffers, y=new, c=given, **settings)
+        check("mingle", bench.run(buffers[i], width), expected[i])
+    for one, other in zip(torch_ops().mingle(tuple(xs), y, c, **settings), expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [3, 16, 40])
 def test_embeddings_of_layers(isa: str, width: int, dtype: torch.dtype) -> None:
@@ -302,6 +320,10 @@ def test_what_does_not_fit_is_refused(isa: str) -> None:
         program.gather(xs=two, c=other, out=two[1], eps=0.0)
     with pytest.raises(ValueError, match="none of them"):
         program.spread(xs=two, y=two[1], c=other, magnitude=1.0, eps=0.0)
+    with pytest.raises(ValueError, match="not of as many streams"):
+        program.mingle(xs=two, y=program.add_f32(8), c=other, magnitude=1.0, rounds=1, eps=0.0)
+    with pytest.raises(ValueError, match="one round at least"):
+        program.mingle(xs=two, y=program.add_f32(8), c=bench.x, magnitude=1.0, rounds=0, eps=0.0)
     with pytest.raises(ValueError, match="beyond the row"):
         program.copy_columns(x=bench.x, out=other, first=3)
     with pytest.raises(ValueError, match="beyond the row"):

@@ -85,6 +85,18 @@ MORE: dict[str, dict[str, Any]] = {
         "indexer_types": ["full", "shared", "full", "shared"],
         **{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
     },
+    "glm5_next_text": {
+        **{key: value for key, value in LATENT.items() if key not in ("first_k_dense_replace", "qk_rope_head_dim")},
+        "num_key_value_heads": 4,
+        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+        "indexer_types": ["full", "full", "shared", "full"],
+        "linear_num_heads": 3,
+        "linear_head_dim": 20,
+        "hc_mult": 3,
+        "index_topk": 32,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "phimoe": {"num_local_experts": 4, "lm_head_bias": True},
     "glm4_moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS},
     "glm4v_moe_text": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS},
@@ -149,6 +161,15 @@ MORE: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "linear_num_heads": 3,
         "linear_head_dim": 20,
+        **EXPERTS,
+    },
+    "bailing_hybrid": {
+        **{key: value for key, value in LATENT.items() if ("rank" in key and key[0] == "k") or "head_dim" in key},
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_local_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
         **EXPERTS,
     },
     "nemotron_h": {
@@ -240,6 +261,7 @@ SMALL_GPT: dict[str, dict[str, Any]] = {
         "window_size": 9,
         "attention_types": [[["global", "local"], 2]],
     },
+    "nanochat": {key: value for key, value in SMALL.items() if key != "head_dim"} | {"attention_bias": True},
     "gptj": {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256, "rotary_dim": 8},
     "gpt_neox": {
         "hidden_size": 64,
@@ -304,6 +326,9 @@ def counted(config: Any) -> int:
                 model.head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         elif config.model_type == "step3p5":
             model = transformers.Step3p7TextModel(config)
+            model.head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        elif config.model_type == "glm5_next_text":
+            model = transformers.Glm5NextTextModel(config)
             model.head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         elif config.model_type == "mllama_text_model":
             model = transformers.MllamaForCausalLM(config)

@@ -79,7 +79,7 @@ def test_multimodal_wrappers_give_their_language_part() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["zamba2", "minimax", "recurrent_gemma", "bailing_hybrid",
+    ["zamba2", "minimax", "recurrent_gemma", "falcon_mamba",
      "dbrx", "mpt", "bert", "mamba2", "jamba", "rwkv", "codegen", "persimmon"],
 )  # fmt: skip
 def test_what_is_on_no_list_is_refused_with_the_list(kind: str) -> None:

@@ -48,6 +48,8 @@ _WEIGHT = re.compile(r"(\.base_layer)?\.weight(\[\d+\.\.\])?$")
 _IN_FILES = (
     (".self_attn.g_proj", ".self_attn.gate_proj"),  # LFM3
     (".forget_gate.", "."), (".mlp.", ".block_sparse_moe."),  # Kimi Linear
+    (".self_attn.forget_gate.", ".attention."), (".self_attn.o_proj", ".attention.dense"),  # Ling 3.0
+    (".self_attn.", ".attention."),
 )  # fmt: skip
 _EXPERT = re.compile(r"(?P<layer>(?:^|.*\.)layers\.\d+)\..*experts(?:\.base_layer)*\[(?P<number>\d+)\]")
 

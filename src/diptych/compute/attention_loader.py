@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Generic
+from typing import Any, Generic
 
 import torch
 
 from diptych.compute.balance import NORM_SHARE, balance_norm, balance_values
-from diptych.compute.decoder import LATENT_EPS, LatentWeights, StateWeights
+from diptych.compute.decoder import LatentWeights, StateWeights
 from diptych.compute.layer_tensors import LayerTensors
 from diptych.compute.ops.contract import (
     AttentionSpec,
@@ -36,8 +36,10 @@ from diptych.compute.views import (
     halves_order,
 )
 from diptych.ground.errors import UnsupportedModel
+from diptych.models.gates import Activation
 from diptych.models.latent import IndexSpec, MlaSpec
-from diptych.models.spec import Activation, Norms, QkNorm, StateRule, StateSpec
+from diptych.models.spec import Norms, QkNorm
+from diptych.models.states import StateRule, StateSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,9 +171,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             qkv=StateWeights(
                 qkv=self.loader.linear(readers[0], role=self.role(Split.OUTPUTS, q=keys, k=keys, v=state.width)),
                 rates=None if parts.rates is None else self.loader.rates(readers[2]),
-                decays=None
-                if parts.decays is None
-                else (self.loader.rates(readers[3]), self.loader.rates(parts.decays)),
+                decays=tuple(self.loader.rates(one) for one in (*readers[3:], parts.decays) if one is not None),
                 first_gate=None if parts.first_gate is None else self.loader.linear(readers[1]),
                 norm=None if behind is None else self.loader.norm(behind),
                 n_norms=max(state.n_norms, 1),
@@ -209,12 +209,12 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         index = None if own is None else self._index_parts(mla, own, f"{root}indexer.")
         of_heads = self._latent_gate(mla, root)
         if self.loader.is_balancing:
-            of_index = () if index is None else (index.key, index.weights)
+            of_index = () if index is None else index.of_input
             of_gate = () if of_heads is None else (of_heads,)
             norm, (first, kv, *rest) = self.balance_norm(norm, (first, kv, *of_gate, *of_index))
             down, q = (None, first) if down is None else (first, q)
             of_heads, rest = (rest[0], rest[1:]) if of_gate else (None, rest)
-            index = index and replace(index, key=rest[0], weights=rest[1])
+            index = index and replace(index, key=rest[0], weights=rest[1], gates=tuple(rest[2:]))
         role, handle = self.role(Split.OUTPUTS, q=q_width), self._latent_attention(mla, root, index)
         weights = LatentWeights(
             q_down=None if down is None else self.loader.linear(down),
@@ -224,6 +224,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             q=self.loader.linear(self._rope_last(q, mla.nope_dim), role=role),
             kv=self.loader.linear(self._rope_last(kv, mla.kv_rank)),
             has_index=index is not None,
+            norm_eps=mla.norm_eps,
             gate=None if gate is None else self._gate(gate, Activation.SIGMOID),
         )
         o = self.linear(root, (self.names.o,), (hidden,), n_heads * mla.v_dim, has_bias=has_bias)
@@ -278,7 +279,14 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             key=key,
             norm=NormParts(weight=weight, bias=bias, is_centred=True),
             weights=self.linear(root, ("weights_proj",), (index.n_heads,), hidden),
+            **({} if index.pool == 1 else self._pool_parts(index, root)),
         )
+
+    def _pool_parts(self, index: IndexSpec, root: str) -> dict[str, Any]:
+        """What weighs keys in a pool, whose tensors have no ending."""
+        gate = self.source.tensor(f"{root}index_kpool_compress_gate", index.head_dim, self.spec.hidden)
+        offsets = self.source.tensor(f"{root}index_kpool_compress_ape", index.pool, index.head_dim)
+        return {"gates": (LinearParts(weights=(gate,)),), "offsets": offsets}
 
     def _block_index(self, index: IndexSpec, root: str) -> IndexParts:
         """Norms as those of the model's queries and keys."""
@@ -305,7 +313,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             window=attention.window,
             rope=standstill(mla.rope_dim) if attention.rope is None else frequencies(attention.rope),
             query_scale=attention.query_scale,
-            norm_eps=LATENT_EPS,
+            norm_eps=mla.norm_eps,
             mla=mla,
             index=attention.index,
             place=self.spec.kv_place(self.layer),

@@ -26,7 +26,8 @@ from dataclasses import replace
 import torch
 
 from diptych.compute.ops.contract import LinearParts, NormParts, WeightTensor
-from diptych.models.spec import Activation, AttentionLayer
+from diptych.models.gates import Activation
+from diptych.models.spec import AttentionLayer
 
 # What of a channel's size stays in the weights; the rest goes to the activations. LAB.md, quality of the number formats.
 NORM_SHARE = 0.75

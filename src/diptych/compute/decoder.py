@@ -18,7 +18,6 @@ from diptych.models.streams import HyperSpec, StreamsSpec
 
 HALF_POWER = 2.0**-0.5  # of a sum of two that is to be as large as each of them
 LEAST_SQUARE = 1e-5  # of what is made as large as another stream
-LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever the config says of the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,18 +60,19 @@ class LatentWeights(Generic[Vector, Linear]):
     q: Linear
     kv: Linear
     has_index: bool = False
+    norm_eps: float = 1e-6  # of q_norm
     gate: Linear | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateWeights(Generic[Vector, Linear]):
-    """The projections of a state: q, k and v together, its rates, if any, and decays by key, in two steps; the norm of what its
+    """The projections of a state: q, k and v together, its rates, if any, and decays by key, in steps; the norm of what its
     gated heads give. first_gate: what `LayerWeights.gate` reads.
     """
 
     qkv: Linear
     rates: Linear | None
-    decays: tuple[Linear, Linear] | None = None
+    decays: tuple[Linear, ...] = ()
     first_gate: Linear | None = None
     norm: Vector | None
     n_norms: int  # equal parts of what they give, each normed by itself
@@ -146,6 +146,7 @@ class DecoderWeights(Generic[Table, Vector, Linear, Heads, Experts]):
     begin: tuple[Linear, ...] = ()  # of each stream but the first
     end: tuple[Linear, ...] = ()
     connection: Connection[Vector] | None = None  # of the streams' end
+    embedding_norm: Vector | None = None
 
 
 def run_decoder(
@@ -165,6 +166,8 @@ def run_decoder(
         positions=weights.positions,
         first_position=spec.first_position,
     )
+    if weights.embedding_norm is not None:
+        x = ops.stream(ops.norm(x, weights.embedding_norm, eps=eps), 0, is_residual=True)
     if isinstance(spec.streams, StreamsSpec):
         x = run_streams(ops, spec, spec.streams, weights, x)
     elif spec.streams is not None:
@@ -333,7 +336,9 @@ def run_connected(
     weights: DecoderWeights[Table, Vector, Linear, Heads, Experts],
     x: Stream,
 ) -> Stream:
-    """All layers over streams that x begins, and their sum: what reads and adds to them is weighed by hyper-connections."""
+    """All layers over streams that x begins, and their sum or mean: what reads and adds to them is weighed by connections, by
+    which they may mix, too.
+    """
     n, eps = hyper.n_streams, spec.norm_eps
     xs = tuple(ops.branch(x, i) for i in range(n))
     for number, layer in enumerate(weights.layers):
@@ -341,12 +346,17 @@ def run_connected(
         for connection, run in zip(layer.connections, (attention_alone, mlp_alone), strict=True):
             c = ops.connections(xs, connection.weight, connection.scale, connection.base, eps=eps)
             y = run(ops, ops.gather(xs, c, n, eps=hyper.eps), layer, eps=eps)
-            xs = ops.spread(xs, y, c, magnitude=hyper.magnitude, eps=hyper.eps)
+            how = {"magnitude": hyper.magnitude, "eps": hyper.eps}
+            xs = ops.mingle(xs, y, c, rounds=hyper.rounds, **how) if hyper.rounds else ops.spread(xs, y, c, **how)
         if number < spec.n_layers - 1:
             ops.tap(xs[0], number)
     end = weights.connection
-    assert end is not None
-    x = ops.gather(xs, ops.connections(xs, end.weight, end.scale, end.base, eps=eps), n, eps=hyper.eps)
+    if end is None:
+        x = ops.branch(xs[0], n, scale=1 / n)
+        for other in xs[1:]:
+            x = ops.add(x, other, scale=1 / n)
+    else:
+        x = ops.gather(xs, ops.connections(xs, end.weight, end.scale, end.base, eps=eps), n, eps=hyper.eps)
     ops.tap(x, spec.n_layers - 1)
     return x
 
@@ -472,7 +482,9 @@ def run_attention(
     assert qkv is not None
     if isinstance(qkv, StateWeights):
         # first, as what lies between its steps may be as wide as rates are, and is done with then
-        decays = None if qkv.decays is None else ops.linear(ops.linear(h, qkv.decays[0]), qkv.decays[1])
+        decays: Hidden | None = None
+        for one in qkv.decays:
+            decays = ops.linear(h if decays is None else decays, one)
         rates = None if qkv.rates is None else ops.linear(h, qkv.rates)
         a = ops.move_states(ops.linear(h, qkv.qkv), rates, heads, decays=decays)
     elif isinstance(qkv, LatentWeights):
@@ -504,7 +516,7 @@ def run_latents(
         return ops.expand(ops.attention(ops.absorb(q, heads), heads), heads)
     assert qkv.q_norm is not None
     raw = ops.linear(h, qkv.q_down)
-    low = ops.norm(raw, qkv.q_norm, eps=LATENT_EPS)
+    low = ops.norm(raw, qkv.q_norm, eps=qkv.norm_eps)
     read = low if qkv.gate is None else ops.join(low, raw)
     if qkv.has_index:
         ops.choose(h, low, heads)

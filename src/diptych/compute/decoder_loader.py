@@ -52,15 +52,8 @@ from diptych.compute.views import (
 )
 from diptych.compute.weights import SlicedTensor, Source
 from diptych.ground.errors import LoadError
-from diptych.models.spec import (
-    XIELU_LEAST,
-    XIELU_SLOPE,
-    Activation,
-    MlpSpec,
-    ModelSpec,
-    MoeSpec,
-    Norms,
-)
+from diptych.models.gates import XIELU_LEAST, XIELU_SLOPE, Activation
+from diptych.models.spec import MlpSpec, ModelSpec, MoeSpec, Norms
 from diptych.models.streams import HyperSpec
 
 
@@ -98,6 +91,8 @@ def load_decoder(
         begin=begin,
         end=end,
         connection=load_connection(source, loader, spec, prefix),
+        # of the only family that is run with one: the final norm, which has no weight
+        embedding_norm=loader.norm(final_norm(source, spec), is_read=False) if spec.has_embedding_norm else None,
     )
 
 

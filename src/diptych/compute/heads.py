@@ -20,8 +20,9 @@ from diptych.compute.naming import final_norm, head_name, table_name
 from diptych.compute.ops.contract import LinearParts, Loader, NormParts, Ops, WeightTensor
 from diptych.compute.weights import Checkpoint, FileTensor, Source
 from diptych.ground.errors import LoadError
+from diptych.models.gates import Activation
 from diptych.models.heads import EagleSpec, MedusaSpec
-from diptych.models.spec import Activation, MlpSpec, ModelSpec
+from diptych.models.spec import MlpSpec, ModelSpec
 
 # A head is walked on every backend, with whatever kinds of handle that has.
 Handle = Any

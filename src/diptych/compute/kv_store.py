@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from diptych.ground.errors import CapacityError, TransferError
-from diptych.models.spec import StateSpec
+from diptych.models.states import StateSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from diptych.compute.weights import FileTensor, SlicedTensor
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.family import Family
 from diptych.models.quantised import HINT, Quantisation
-from diptych.models.spec import StateRule
+from diptych.models.states import StateRule
 
 EXPERT = re.compile(r"(?P<root>.*\.)experts\.(?P<entry>\d+)\.(?P<part>\w+)")
 LATENT = re.compile(r"(?P<root>.*\.)(?P<part>k_b_proj|v_b_proj)\.(?P<entry>\d+)")

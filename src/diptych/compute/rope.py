@@ -25,6 +25,7 @@ def frequencies(rope: Rope) -> RopeSpec:
         inv_freq = _yarn(wavelengths, rope)
     elif rope.kind == "longrope":
         inv_freq = np.float32(1.0) / (np.array(rope.divisors, dtype=np.float32) * wavelengths)
+    inv_freq = -inv_freq if rope.turns_back else inv_freq
     return RopeSpec(inv_freq=tuple(float(value) for value in inv_freq), attention_factor=rope.attention_factor)
 
 

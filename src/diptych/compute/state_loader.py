@@ -22,7 +22,8 @@ from diptych.compute.ops.contract import (
 from diptych.compute.views import JoinedTensor, PickedTensor, PowerTensor, ScaledTensor
 from diptych.compute.weights import Source
 from diptych.models.family import TensorNames
-from diptych.models.spec import AttentionLayer, ModelSpec, StateRule, StateSpec
+from diptych.models.spec import AttentionLayer, ModelSpec
+from diptych.models.states import StateRule, StateSpec
 
 APART = ("in_proj_qkv", "in_proj_z")  # what a converter makes of one matrix by key head
 TOGETHER = "conv1d"  # taps of all channels
@@ -31,7 +32,7 @@ TOGETHER = "conv1d"  # taps of all channels
 @dataclass(frozen=True, slots=True)
 class StateProjections:
     """q, k and v, or what a convolution is of; what gates the heads; rates; o; of gate and decays by key the first steps,
-    of these the second.
+    of these the second, if there are two.
     """
 
     qkv: LinearParts
@@ -45,9 +46,13 @@ class StateProjections:
 
 def state_projections(source: Source, state: StateSpec, names: TensorNames, root: str, hidden: int) -> StateProjections:
     """Those of the layer whose tensors begin with root."""
-    o = _parts(source.tensor(f"{root}{names.states_o}.weight", hidden, state.width))
+    other = names.others.get(names.states_o)
+    name = other if other is not None and source.has(f"{root}{other}.weight") else names.states_o
+    o = _parts(source.tensor(f"{root}{name}.weight", hidden, state.width))
     if state.rank:
         return _in_two_steps(source, state, names.states_in, root, o)
+    if state.fades_by_key:
+        return _in_one_step(source, state, names.states_in, root, o)
     if len(names.states_in) > 1:
         return StateProjections(*_apart(source, state, names.states_in, root, hidden), o)
     all_of_them = source.tensor(f"{root}{names.states_in[0]}.weight", state.n_projected, hidden)
@@ -91,6 +96,21 @@ def _in_two_steps(
         first_decays=linear(first_decays, rank, hidden),
         decays=linear(decays, state.n_decays, rank),
     )
+
+
+def _in_one_step(
+    source: Source, state: StateSpec, names: tuple[str, ...], root: str, o: LinearParts
+) -> StateProjections:
+    """Of a delta rule that fades by key: q, k and v, the gate, beta, the decays."""
+    *of_qkv, gate, beta, decays = names
+    rows = (
+        *_of_channels(state, tuple(of_qkv)),
+        (gate, state.gate_width),
+        (beta, state.n_rates),
+        (decays, state.n_decays),
+    )
+    *qkv, of_gate, rates, first_decays = (source.tensor(f"{root}{name}.weight", n, o.n_outputs) for name, n in rows)
+    return StateProjections(_parts(*qkv), _parts(of_gate), _parts(rates), o, first_decays=_parts(first_decays))
 
 
 def _apart(
@@ -155,7 +175,7 @@ def _rule(source: Source, state: StateSpec, names: TensorNames, root: str) -> Ru
         taps, bias = JoinedTensor(tuple(picked)), bias and PickedTensor(bias, torch.cat([q, k, v]))
     decay: WeightTensor = (
         JoinedTensor((source.tensor(f"{root}A_log", 1, 1, heads, 1),))
-        if state.fades_by_key and not source.is_plain
+        if names.wraps_decays and not source.is_plain
         else source.tensor(f"{root}A_log", heads)
     )
     return RuleParts(

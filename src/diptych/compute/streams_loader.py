@@ -10,9 +10,9 @@ from diptych.models.spec import MlpSpec, ModelSpec, MoeSpec
 from diptych.models.streams import HyperSpec, LayerInputs, StreamsSpec
 
 # what precedes the names of a hyper-connection's tensors, before attention, before the MLP and at the end: as the class of
-# transformers has them, as HY V4's own files do, and as transformers saves those
-ATTENTION_HC = ("attn_hc.", "hc_attn_layer.hc_pre.hc_", "hc_attn_layer.hc_", "hc_pre.hc_attn_layer.hc_")
-MLP_HC = ("ffn_hc.", "hc_mlp_layer.hc_pre.hc_", "hc_mlp_layer.hc_", "hc_pre.hc_mlp_layer.hc_")
+# transformers has them, as HY V4's own files do, as transformers saves those, and as GLM-5.3-Flash's own files do
+ATTENTION_HC = ("attn_hc.", "hc_attn_layer.hc_pre.hc_", "hc_attn_layer.hc_", "hc_pre.hc_attn_layer.hc_", "hc_attn_")
+MLP_HC = ("ffn_hc.", "hc_mlp_layer.hc_pre.hc_", "hc_mlp_layer.hc_", "hc_pre.hc_mlp_layer.hc_", "hc_ffn_")
 END_HC = ("hc_head.hc_", "hc_head.hc_pre.hc_head_", "hc_head.hc_head_", "hc_pre.hc_head.hc_head_")
 
 
@@ -68,19 +68,17 @@ def load_connections(
     source: Source, loader: Loader[Table, Vector, Linear, Heads, Experts], spec: ModelSpec, hyper: HyperSpec, root: str
 ) -> tuple[Connection[Vector], Connection[Vector]]:
     """Of the layer whose tensors begin with root: how its attention and its MLP read the streams, and are added to them."""
-    attention, mlp = (
-        _connection(source, loader, spec, hyper, root, names, n_parts=2) for names in (ATTENTION_HC, MLP_HC)
-    )
+    attention, mlp = (_connection(source, loader, spec, hyper, root, names) for names in (ATTENTION_HC, MLP_HC))
     return attention, mlp
 
 
 def load_connection(
     source: Source, loader: Loader[Table, Vector, Linear, Heads, Experts], spec: ModelSpec, prefix: str
 ) -> Connection[Vector] | None:
-    """How the streams are joined at their end, where they are so."""
-    if not isinstance(spec.streams, HyperSpec):
+    """How the streams are joined at their end, where they are so, and not by their mean."""
+    if not isinstance(spec.streams, HyperSpec) or spec.streams.rounds:
         return None
-    return _connection(source, loader, spec, spec.streams, prefix, END_HC, n_parts=1)
+    return _connection(source, loader, spec, spec.streams, prefix, END_HC, is_end=True)
 
 
 def _connection(
@@ -91,15 +89,16 @@ def _connection(
     root: str,
     names: tuple[str, ...],
     *,
-    n_parts: int,
+    is_end: bool = False,
 ) -> Connection[Vector]:
-    """n_parts: each of as many outputs as there are streams, with a scale of its own."""
+    """is_end: it says what is read alone."""
     name = next((one for one in names if source.has(f"{root}{one}fn")), names[0])
-    n = hyper.n_streams
+    n, m, n_scales = hyper.n_streams, hyper.n_connected, hyper.n_scales
+    m, n_scales = (n, 1) if is_end else (m, n_scales)
     return Connection(
-        weight=loader.vector(source.tensor(f"{root}{name}fn", n_parts * n, n * spec.hidden)),
-        scale=loader.vector(source.tensor(f"{root}{name}scale", n_parts)),
-        base=loader.vector(source.tensor(f"{root}{name}base", n_parts * n)),
+        weight=loader.vector(source.tensor(f"{root}{name}fn", m, n * spec.hidden)),
+        scale=loader.vector(source.tensor(f"{root}{name}scale", n_scales)),
+        base=loader.vector(source.tensor(f"{root}{name}base", m)),
     )
 
 

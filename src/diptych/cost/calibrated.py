@@ -93,7 +93,7 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int, *, is_our
         ]
         own = attention.own_index
         if own is not None:
-            scored = 2.0 * n * own.n_heads * own.head_dim
+            scored = 2.0 * n * own.n_heads * own.key_width
             touched.append((Scored(own.most), n * index_kv_bytes(attention, kv), scored, scored))
         for reach, *added in touched:
             sums = windows.get(reach, (0.0, 0.0, 0.0))

@@ -21,16 +21,8 @@ from diptych.ground.errors import ConfigError
 from diptych.ground.shape import ChunkShape, StepShape
 from diptych.ground.specs import KVSpec, QuantSpec
 from diptych.models.latent import IndexSpec, MlaSpec
-from diptych.models.spec import (
-    AttentionLayer,
-    LayerSpec,
-    MlpSpec,
-    ModelSpec,
-    MoeSpec,
-    QkNorm,
-    StateRule,
-    StateSpec,
-)
+from diptych.models.spec import AttentionLayer, LayerSpec, MlpSpec, ModelSpec, MoeSpec, QkNorm
+from diptych.models.states import StateRule, StateSpec
 
 BF16 = QuantSpec(name="bf16", weight_bytes=2.0)
 
@@ -203,7 +195,7 @@ def kept_kv_bytes(attention: AttentionLayer, kv: KVSpec, tp: int) -> float:
 def index_kv_bytes(attention: AttentionLayer, kv: KVSpec) -> float:
     """Bytes of the key that a layer's own index finds a token by, on every device."""
     own = attention.own_index
-    return 0.0 if own is None else own.head_dim * kv.bytes_per_element + kv.scale_bytes
+    return 0.0 if own is None else own.key_width * kv.bytes_per_element + kv.scale_bytes
 
 
 def kv_bytes_read(attention: AttentionLayer, shape: ChunkShape, kv: KVSpec, tp: int) -> float:
@@ -421,9 +413,9 @@ def _mla(sizes: _Sizes, mla: MlaSpec) -> tuple[Component, Component]:
     up = replace(up, flops=up.flops + 2.0 * expanded * mla.kv_rank * sizes.heads * (mla.nope_dim + mla.v_dim))
     rotary = 6.0 * sizes.n * (sizes.heads + 1) * mla.rope_dim
     if own is not None:  # whole on every device
-        n_heads, d = own.n_heads, own.head_dim
-        q = q.plus(_linear(sizes, "qkv", mla.q_rank or 0, n_heads * d))
-        latent = latent.plus(_linear(sizes, "qkv", hidden, d + n_heads, bias=2 * d))
+        n_heads, width = own.n_heads, own.key_width
+        q = q.plus(_linear(sizes, "qkv", mla.q_rank or 0, n_heads * own.head_dim))
+        latent = latent.plus(_linear(sizes, "qkv", hidden, width + n_heads, bias=own.n_small))
         rotary += 6.0 * sizes.n * (n_heads + 1) * mla.rope_dim
     qkv = replace(q.plus(latent).plus(up), kv_write_bytes=sizes.n * sizes.kept_bytes, vector_flops=rotary)
     return qkv, _linear(sizes, "o", sizes.heads * mla.v_dim, hidden, link=_all_reduce_bytes(sizes))
@@ -436,7 +428,7 @@ def _index(sizes: _Sizes, index: IndexSpec) -> Component:
     tokens = sum(read_tokens(reach, shape) * shape.count for shape in shapes)
     return Component(
         name="index",
-        flops=2.0 * index.n_heads * index.head_dim * scored,
+        flops=2.0 * index.n_heads * index.key_width * scored,
         vector_flops=(3.0 if index.n_weights else 1.0) * index.n_heads * scored,
         kv_read_bytes=tokens * index_kv_bytes(sizes.attention, sizes.kv),
     )

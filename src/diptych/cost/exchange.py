@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diptych.cost.components import gathered_bytes, ring_bytes
-from diptych.models.spec import Activation, LayerSpec, ModelSpec, MoeSpec, Norms, QkNorm
+from diptych.models.gates import Activation
+from diptych.models.spec import LayerSpec, ModelSpec, MoeSpec, Norms, QkNorm
 
 FP32, BF16 = 4, 2
 # one meeting of two ranks: through shared memory, and a small collective of gloo over loopback (LAB.md, Ranks)
@@ -48,6 +49,7 @@ def gathered(model: ModelSpec, *, tp: int, weights: str = "bf16") -> Exchange:
     layers = [_gathered(layer, model.hidden, value_bytes, **settings) for layer in model.layers]
     # behind a layer its own embedding is projected and added to the stream, which is scaled
     behind = model.n_layers * (model.scales_layers + 2 * (model.layer_inputs is not None and not are_whole))
+    behind += model.has_embedding_norm  # whose rows' owners make it
     width = sum(row_bytes for _, row_bytes in layers) + (behind + 1) * model.hidden * FP32
     meetings = sum(meetings for meetings, _ in layers) + behind + 2
     return Exchange(meetings=meetings, row_bytes=gathered_bytes(width, tp))
@@ -69,7 +71,7 @@ def _gathered(
     meetings, row_bytes = (0, 0.0) if attention.is_absent else (2, values + stream)  # the heads' values, o
     is_gated = attention.has_gate if attention.state is None else attention.state.gate_width > 0
     if is_gated:  # what gates them, in fp32
-        width = heads if attention.mla is None else attention.gate_width
+        width = heads if attention.mla is None else attention.n_heads * attention.mla.v_dim
         meetings, row_bytes = 3, 2 * width * FP32 + stream
     is_gated_apart = attention.gates_heads or attention.gate_by is Activation.SOFTPLUS
     if attention.has_gate and is_gated_apart:  # or numbers in a buffer, and what they leave, by the rows' owners

@@ -134,7 +134,8 @@ def _index_bytes(index: IndexSpec | None) -> int:
     """Of one token: its choice, the queries as they come and as they turned, its key and the heads' weights."""
     if index is None:
         return 0
-    return 4 * index.n_choices + 6 * index.n_heads * index.head_dim + 4 * (index.head_dim + index.n_weights)
+    queries = index.n_heads * (4 * index.head_dim + 2 * index.key_width)
+    return 4 * index.n_choices + queries + 4 * (index.key_width + index.n_weights)
 
 
 def _mlp_width(setup: Setup, mlp: MlpSpec | MoeSpec | None) -> float:

@@ -11,7 +11,8 @@ from diptych.cost.components import attention_widths, kv_bytes_of_tokens, own_no
 from diptych.cost.layout import PLAIN, Layout
 from diptych.cost.streams import inner_width, stream_matrices, stream_vectors, table_width
 from diptych.ground.specs import KVSpec, QuantSpec
-from diptych.models.spec import Activation, AttentionLayer, MlpSpec, ModelSpec, MoeSpec, QkNorm
+from diptych.models.gates import Activation
+from diptych.models.spec import AttentionLayer, MlpSpec, ModelSpec, MoeSpec, QkNorm
 
 
 def parameters_by_component(model: ModelSpec) -> dict[str, int]:
@@ -129,8 +130,7 @@ def _index_matrices(model: ModelSpec, attention: AttentionLayer) -> int:
 
 
 def _index_norms(attention: AttentionLayer) -> int:
-    """Weight and bias of its key's, or weights of its queries' and its key's."""
-    return 0 if attention.own_index is None else 2 * attention.own_index.head_dim
+    return 0 if attention.own_index is None else attention.own_index.n_small
 
 
 def _repeated(model: ModelSpec, attention: AttentionLayer, tp: int) -> int:
@@ -141,7 +141,7 @@ def _repeated(model: ModelSpec, attention: AttentionLayer, tp: int) -> int:
         return (tp - 1) * (down + _index_matrices(model, attention))
     if attention.state is not None:
         state = attention.state  # what lies between two steps, and decays by key, each has whole
-        small = state.n_rates + (state.rank * (2 if state.n_decays else 1) if state.rank else 0)
+        small = state.n_rates + (state.rank * (2 if state.n_decays else 1) if state.rank else state.n_decays)
         return (tp - 1) * (small * model.hidden + state.rank * state.n_decays)
     copied = max(tp - attention.n_kv_heads, 0) * attention.kv_width // attention.n_kv_heads
     return copied * (model.hidden + attention.has_qkv_bias) + (tp - 1) * _index_matrices(model, attention)

@@ -1,5 +1,5 @@
 """What a model with residual streams beside each other multiplies and reads outside attention and MLP (Gemma 3n,
-HY V4).
+HY V4, GLM-5.3-Flash).
 
 >>> from diptych.cost.tables import model_spec
 >>> stream_matrices(model_spec("llama-3.1-8b"))
@@ -20,7 +20,7 @@ def stream_matrices(model: ModelSpec) -> int:
     n_gated = n + sum(isinstance(layer.mlp, MoeSpec) for layer in model.layers) if model.norm_rank else 0
     count = 2 * n * model.low_rank * hidden + 2 * n_gated * model.norm_rank * hidden
     if isinstance(model.streams, HyperSpec):
-        count += _connected(model) * model.streams.n_streams * hidden
+        count += _connected(model, model.streams) * model.streams.n_streams * hidden
     elif model.streams is not None:
         count += 2 * (model.streams.n_streams - 1) * hidden**2 + n * model.streams.n_streams * hidden
     if model.layer_inputs is not None:
@@ -32,8 +32,8 @@ def stream_vectors(model: ModelSpec) -> int:
     """Norms and coefficients beside them, kept in fp32."""
     hidden, n = model.hidden, model.n_layers
     count = (n * hidden if model.low_rank else 0) + (n if model.scales_layers else 0)
-    if isinstance(model.streams, HyperSpec):  # a base for each output, a scale for as many as there are streams
-        count += _connected(model) + _connected(model) // model.streams.n_streams
+    if isinstance(model.streams, HyperSpec):  # a base for each output, a scale for those of one kind
+        count += _connected(model, model.streams) + model.n_parts * model.streams.n_scales + (not model.streams.rounds)
     elif model.streams is not None:
         count += n * (2 * hidden + model.streams.n_streams**3 + model.streams.n_streams**2)
     if model.layer_inputs is not None:
@@ -41,9 +41,9 @@ def stream_vectors(model: ModelSpec) -> int:
     return count
 
 
-def _connected(model: ModelSpec) -> int:
-    """Outputs of all hyper-connections: two of each attention and each MLP for each stream, and one at the end."""
-    return 0 if model.streams is None else (2 * model.n_parts + 1) * model.streams.n_streams
+def _connected(model: ModelSpec, streams: HyperSpec) -> int:
+    """Outputs of all connections: of each attention and each MLP, and for each stream one at the end, unless that is a mean."""
+    return model.n_parts * streams.n_connected + (0 if streams.rounds else streams.n_streams)
 
 
 def inner_width(model: ModelSpec, layer: LayerSpec) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from diptych.ground.errors import LoadError
-from diptych.models.spec import Activation
+from diptych.models.gates import Activation
 
 ACTIVATIONS = {
     "silu": Activation.SILU,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from diptych.models.families_shared import USUAL
+from diptych.models.families_shared import BY_ATTENTION_BIAS, USUAL
 from diptych.models.family import Family, TensorNames
-from diptych.models.spec import Norms
+from diptych.models.spec import Norms, QkNorm
 
 NOT_IN_GPT = ("rope_theta", "num_key_value_heads", "head_dim")
 GPT: dict[str, Any] = {**{key: USUAL[key] for key in USUAL if key not in NOT_IN_GPT}, "tie_word_embeddings": True,
@@ -69,6 +69,17 @@ GPT_KIND: tuple[Family, ...] = (
         prefixes=("transformer.",),
         ignored=(".attention.bias", ".attention.masked_bias"),
         **NOT_GATED,
+    ),
+    # nanochat: norms without weights, of embeddings, too, and of q and k behind a rotation that turns back
+    Family(
+        name="nanochat", architectures=("NanoChatForCausalLM",),
+        keys={**USUAL, "vocab_size": 50_304, "hidden_size": 768, "intermediate_size": 8192, "num_hidden_layers": 12,
+              "num_attention_heads": 6, "hidden_act": "relu2", "final_logit_softcapping": 15.0, "attention_bias": False},
+        qk_norm=QkNorm.UNIT, turns_back=True,
+        has_norm_weight=False, has_embedding_norm=True,
+        is_gated=False,
+        names=TensorNames(gate_up=("fc1",), down="fc2"),
+        **BY_ATTENTION_BIAS,
     ),
     # attention and MLP read one norm; neighbouring dimensions turn together; the head has a bias
     Family(

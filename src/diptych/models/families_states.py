@@ -6,7 +6,8 @@ from typing import Any
 
 from diptych.models.families_shared import BESIDE_VISION, BY_ATTENTION_BIAS, BY_GROUPS, GRANITE, LOCAL_EXPERTS, USUAL
 from diptych.models.family import NORM_NAMES, Family, TensorNames
-from diptych.models.spec import Norms, QkNorm, Scores, StateRule
+from diptych.models.spec import Norms, QkNorm, Scores
+from diptych.models.states import StateRule
 
 DELTA = {**USUAL, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
          "max_position_embeddings": 32_768, "attention_bias": False, "partial_rotary_factor": 0.25, "layer_types": None,
@@ -45,6 +46,11 @@ IN_BLOCKS: dict[str, Any] = {
 KIMI_LINEAR = {"model_max_length": "max_position_embeddings", "moe_renormalize": "norm_topk_prob",
                "num_expert_group": "n_group", "num_experts_per_token": "num_experts_per_tok",
                "num_shared_experts": "n_shared_experts"}  # fmt: skip
+# what configs of Ling 3.0 say beside what is read, in the one form that its class has
+LING_WORDS: dict[str, tuple[Any, ...]] = {
+    "score_function": ("sigmoid",), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "use_bias": (False,),
+    "use_qkv_bias": (False,), "use_mla_nope": (False,), "use_nGPT": (False,), "up_proj_norm": (False,), "value_norm": (False,),
+    "scale_router_input": (False,)}  # fmt: skip
 
 # short convolutions beside attention
 LFM2 = {**USUAL, "vocab_size": 65_536, "hidden_size": 2560, "intermediate_size": 12_288, "num_key_value_heads": 8,
@@ -125,7 +131,65 @@ STATES: tuple[Family, ...] = (
         names=TensorNames(
             mlp=("block_sparse_moe.", "mlp."), expert=("w1", "w3", "w2"), states="self_attn",
             states_in=("q_proj", "k_proj", "v_proj", "g_a_proj", "g_b_proj", "b_proj", "f_a_proj", "f_b_proj"),
+            states_o="o_proj", states_norm="o_norm", taps=("q_conv1d", "k_conv1d", "v_conv1d"), wraps_decays=True),
+    ),
+    # Ling 3.0: a delta rule that fades by key no faster than a bound, latent attention with a gate for each head
+    Family(
+        name="bailing_hybrid", architectures=("BailingHybridForCausalLM", "BailingMoeV3ForCausalLM"),
+        keys={**USUAL, **BY_GROUPS, "vocab_size": 157_184, "hidden_size": 2560, "intermediate_size": 6144,
+              "num_hidden_layers": 42, "num_key_value_heads": 32, "max_position_embeddings": 262_144, "rope_theta": 6_000_000.0,
+              "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+              "attention_bias": False, "num_experts": 512, "num_experts_per_tok": 8, "n_shared_experts": 1,
+              "moe_intermediate_size": 768, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
+              "first_k_dense_replace": 2, "mlp_layer_types": None, "layer_types": None, "full_attention_interval": 6,
+              "linear_head_dim": 128, "linear_num_heads": None, "linear_conv_kernel_dim": 4, "kda_safe_gate": True,
+              "kda_lower_bound": -5.0, "swiglu_limits": None, "swiglu_limits_shared": None},
+        renamed={**KIMI_LINEAR, **LOCAL_EXPERTS, "layer_group_size": "full_attention_interval",
+                 "short_conv_kernel_size": "linear_conv_kernel_dim"},
+        fixed={**LING_WORDS, "linear_attention": ("kda",), "no_kda_lora": (True,), "use_kda_lora": (False,),
+               "gated_attention_proj_granularity_type": ("head_wise",), "rope_interleave": (True,),
+               "num_kv_heads_for_linear_attn": (0, None), "moe_router_enable_expert_bias": (True,)},
+        unread=("group_norm_size", "linear_silu", "use_qk_norm", "router_dtype", "mtp_use_kda", "mtp_loss_scaling_factor",
+                "num_mtp_layers", "num_nextn_predict_layers"),
+        state_rule=StateRule.DELTA,
+        is_interleaved=True, o_bias="attention_bias", has_attention_gate=True, gates_heads=True,
+        scores=Scores.SIGMOID, group_best=2, has_choice_bias=True,
+        names=TensorNames(
+            embedding="word_embeddings", attention="attention", o="dense", gate="g_proj", states="attention",
+            states_in=("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "f_proj"), states_o="dense", states_norm="o_norm",
+            taps=("q_conv1d", "k_conv1d", "v_conv1d"), choice_bias="gate.expert_bias",
+            others={"dense": "o_proj", "gate.expert_bias": "gate.e_score_correction_bias"}),
+        ignored=("rotary_emb.inv_freq", "model.mtp"),
+    ),
+    # GLM-5.3-Flash: the same in two steps, streams that mix, latent attention without positions, an index that chooses pools
+    Family(
+        name="glm5_next_text", architectures=("Glm5NextForConditionalGeneration",),
+        more_model_types=("glm5_next",),
+        keys={key: value for key, value in USUAL.items() if key != "rope_theta"}
+        | {**BY_GROUPS, "vocab_size": 154_880, "intermediate_size": 12_288, "num_hidden_layers": 45, "num_attention_heads": 64,
+           "num_key_value_heads": 64, "max_position_embeddings": 1_048_576, "rms_norm_eps": 1e-5, "kv_lora_rank": 512,
+           "q_lora_rank": 1536, "qk_nope_head_dim": 256, "qk_rope_head_dim": 0, "v_head_dim": 256, "attention_bias": False,
+           "num_experts": 288, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048,
+           "routed_scaling_factor": 2.5, "mlp_layer_types": None, "layer_types": None, "swiglu_limit": 10.0,
+           "linear_head_dim": 128, "linear_num_heads": 64, "linear_conv_kernel_dim": 4, "linear_lower_bound": -5.0,
+           "hc_mult": 4, "hc_eps": 1e-6, "hc_sinkhorn_iters": 20, "index_topk": 2048,
+           "index_head_dim": 128, "index_n_heads": 32, "index_kpool": 16, "indexer_types": None, "index_topk_pattern": None,
+           "index_topk_freq": 1, "index_skip_topk_offset": 2},
+        fixed={"qk_rope_head_dim": (0,), "index_kpool_always_select_tail": (True,), "index_kpool_compress": (True,),
+               "mla_use_nope": (True,), "mhc": (True,), "topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",),
+               "use_head_norm": (False,)},
+        renamed={"n_routed_experts": "num_experts", **LOCAL_EXPERTS},
+        unread=("indexer_rope_interleave", "index_share_for_mtp_iteration", "moe_router_dtype", "num_nextn_predict_layers",
+                "rope_theta", "rope_parameters", "rope_scaling"),
+        state_rule=StateRule.DELTA,
+        o_bias="attention_bias", norms_latents_alike=True, limits_all=True,
+        scores=Scores.SIGMOID, group_best=2, has_choice_bias=True,
+        names=TensorNames(
+            states="self_attn",
+            states_in=("q_proj", "k_proj", "v_proj", "g_a_proj", "g_b_proj", "b_proj", "f_a_proj", "f_b_proj"),
             states_o="o_proj", states_norm="o_norm", taps=("q_conv1d", "k_conv1d", "v_conv1d")),
+        prefixes=("model.language_model.", "model."),
+        ignored=("rotary_emb.inv_freq", "visual.", ".shared_head."),
     ),
     Family(
         name="granitemoehybrid", architectures=("GraniteMoeHybridForCausalLM",),

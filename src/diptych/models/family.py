@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from diptych.models.spec import Activation, Norms, QkNorm, Scores, StateRule
+from diptych.models.gates import Activation
+from diptych.models.spec import Norms, QkNorm, Scores
+from diptych.models.states import StateRule
 
 NORM_NAMES: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]] = MappingProxyType({
     Norms.BEFORE: ("input_layernorm", None, "post_attention_layernorm", None),
@@ -49,9 +51,9 @@ class TensorNames:
     its own. dense: where a dense MLP lies, if not where mlp says. states: where tensors of a layer with a state lie.
     states_in: its projections, by a delta rule of q, k and v (or of each), of the gate, of beta, of the decay, or of the
     first two and of the last two together, by key head; else one. states_o, states_norm: what it leaves by, and the norm of
-    it. taps: of its convolution, or of q's, k's and v's where they lie apart. index: what precedes the names of an index of
-    blocks. others: what some files call a norm, the choice bias, stacked experts, or what precedes those, and projections, and
-    sinks.
+    it. taps: of its convolution, or of q's, k's and v's where they lie apart. wraps_decays: the numbers of its heads' decays
+    have axes of one around them. index: what precedes the names of an index of blocks. others: what some files call a norm, the
+    choice bias, stacked experts, or what precedes those, and projections, and sinks.
     """
 
     embedding: str = "embed_tokens"
@@ -97,6 +99,7 @@ class TensorNames:
     states_o: str = "out_proj"
     states_norm: str = "norm"
     taps: tuple[str, ...] = ("conv1d",)
+    wraps_decays: bool = False
     index: str = "indexer."
     states_in: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     norms: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]] = field(
@@ -118,10 +121,10 @@ class Family:
     it. local_theta: the key with the rotary base of windowed layers, which then have no scaling.
     longrope_names: rope types that mean longrope here. turns_windowed_only: layers that attend to everything have no rotary
     positions; turns_full_alone: unless the model has no window. turns_by_kind: rope_parameters says of each kind of layers
-    how it turns, or null. attends_in_chunks: what is `sliding_window` here is the length of chunks that layers with rotary
-    positions attend within; scales_queries: queries of the other layers are scaled by position. mixture_norms: of layers
-    with mixtures, if not the others'. positions_offset: learned positions, and how many come first. parallel_key: the key
-    that says whether attention and MLP run side by side, with the norms of `parallel_norms`.
+    how it turns, or null. turns_back: as in `Rope`. attends_in_chunks: what is `sliding_window` here is the length of chunks
+    that layers with rotary positions attend within; scales_queries: queries of the other layers are scaled by position.
+    mixture_norms: of layers with mixtures, if not the others'. positions_offset: learned positions, and how many come first.
+    parallel_key: the key that says whether attention and MLP run side by side, with the norms of `parallel_norms`.
     scores: or the key that says it. has_head_bias: the output projection has one. has_sinks: or the keys that say it, of layers
     that attend to everything and of the others.
     built_as: the class of another family with which transformers builds this one.
@@ -132,7 +135,8 @@ class Family:
     has_blocks: attention and MLPs are blocks of their own; has_pairs: each layer has a state beside its attention
     (`read_blocks`).
     gates_heads, gate_by: as `AttentionLayer` has them; mixes_queries: as `MlaSpec.is_mixed` says. index_turns_last: of an index
-    as `IndexSpec.turns_last` says, and the key's norm has the model's eps.
+    as `IndexSpec.turns_last` says, and the key's norm has the model's eps. norms_latents_alike: norms of latents have it, too.
+    limits_all: `swiglu_limit` is of dense MLPs and shared experts, too.
     state_rule: some layers have a state in place of keys and values, which moves on by it (`read_states`): those that
     layer_types names so, or all but every `full_every`-th. state_norms, state_norm_eps: theirs, if not the others'.
     spare_embeddings: rows of the embedding behind the vocabulary, for tokens that nobody writes.
@@ -190,6 +194,7 @@ class Family:
     turns_windowed_only: bool = False
     turns_full_alone: bool = False
     turns_by_kind: bool = False
+    turns_back: bool = False
     attends_in_chunks: bool = False
     scales_queries: bool = False
     positions_offset: int | None = None
@@ -213,6 +218,8 @@ class Family:
     gate_by: Activation = Activation.SIGMOID
     mixes_queries: bool = False
     index_turns_last: bool = False
+    norms_latents_alike: bool = False
+    limits_all: bool = False
     weighs_input: bool = False
     reads_mxfp4: bool = False
     names: TensorNames = field(default_factory=TensorNames)

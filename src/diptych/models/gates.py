@@ -1,9 +1,34 @@
-"""Gates that are joined with up in a form of their own: within bounds, or squared."""
+"""What bends a gate, or up where there is none, and gates that are joined with up in a form of their own: within bounds, or
+squared.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import Enum
+
+
+class Activation(Enum):
+    """act in act(gate) * up, or in act(up) where there is no gate.
+
+    XIELU: s x + a x^2 above 0, s x + b (exp(min(x, e)) - 1 - x) below, of a layer's own a and b, XIELU_SLOPE and XIELU_LEAST.
+    CLAMPED: of gates, as `gates.CLAMPED` says.
+    """
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+    GELU = "gelu"
+    RELU = "relu"
+    SQUARED_RELU = "squared_relu"  # max(x, 0)^2
+    XIELU = "xielu"
+    CLAMPED = "clamped"
+    SIGMOID = "sigmoid"  # of gates without up
+    SOFTPLUS = "softplus"  # likewise, log(1 + e^x)
+
+
+XIELU_SLOPE = 0.5
+XIELU_LEAST = -1e-6
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from diptych.models.families import BY_ARCHITECTURE
 from diptych.models.gguf_architectures import GgufArchitecture
 from diptych.models.gguf_file import GgufFile
 from diptych.models.gguf_keys import Keys
-from diptych.models.spec import StateRule
+from diptych.models.states import StateRule
 
 
 def add_states(config: dict[str, Any], keys: Keys, file: GgufFile, kind: GgufArchitecture) -> None:

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Protocol
 
+from diptych.models.gates import Activation
 from diptych.models.latent import IndexSpec, MlaSpec
-from diptych.models.spec import Activation, ModelSpec, MoeSpec, StateSpec
+from diptych.models.spec import ModelSpec, MoeSpec
+from diptych.models.states import StateSpec
 
 LARGEST_HEAD = 256  # beyond it a tile of keys and values does not fit beside another
 LARGEST_RANK, LARGEST_TURNED = 512, 64  # beyond them a tile of latents does not fit beside the next
@@ -66,6 +68,10 @@ def missing_for(spec: Attends) -> str | None:
         return f"heads of {widest} (at most {LARGEST_HEAD})" if widest > LARGEST_HEAD else None
     if spec.has_sinks:
         return "latents beside sinks"
+    if spec.mla.rope_dim == 0:
+        return "latents without a part that turns"
+    if spec.index is not None and spec.index.pool > 1:
+        return "an index of pools"
     if spec.window is not None or spec.softcap is not None:
         return "latents in a window or with capped scores"
     if spec.mla.kv_rank > LARGEST_RANK or spec.mla.rope_dim > LARGEST_TURNED:

@@ -14,6 +14,9 @@ class IndexSpec:
     the first rope_dim turn, or in the checkpoint's order the last (turns_last), is_interleaved: neighbours together there.
     norm_eps: of the key's norm. is_own: the layer makes the choice; otherwise it takes that of the last layer before it that
     does.
+    pool > 1: so many positions are chosen together, for the score of what their keys are together: their sum, number by number
+    weighed by a softmax of gates of each token and offsets of the pool's places (GLM-5.3-Flash). The positions behind the last
+    whole pool are seen, too, so `most` are where one is missing to a whole one.
     block > 1: of grouped queries (MiniMax M3). So many positions are chosen together, for each KV head by an index head of its
     own: the `most` / block blocks of the largest q k within them, among them the last `local` up to the token's own. Queries
     and keys are normed and turn as those of the layer.
@@ -26,6 +29,7 @@ class IndexSpec:
     turns_last: bool = False
     norm_eps: float = 1e-6
     is_own: bool = True
+    pool: int = 1
     block: int = 1
     local: int = 0
 
@@ -33,6 +37,16 @@ class IndexSpec:
     def n_blocks(self) -> int:
         """That are chosen."""
         return self.most // self.block
+
+    @property
+    def key_width(self) -> int:
+        """Numbers that are kept of a token to find it by: its key, and in a pool what weighs that."""
+        return self.head_dim * (1 if self.pool == 1 else 2)
+
+    @property
+    def n_pools(self) -> int:
+        """That are chosen."""
+        return (self.most + 1) // self.pool - 1
 
     @property
     def n_choices(self) -> int:
@@ -45,14 +59,19 @@ class IndexSpec:
         return self.n_heads if self.block == 1 else 0
 
     def n_matrices(self, n_inputs: int, hidden: int) -> int:
-        """Parameters of the projections of a layer that has one: of queries, the key, the heads' weights."""
-        return n_inputs * self.n_heads * self.head_dim + hidden * (self.head_dim + self.n_weights)
+        """Parameters of the projections of a layer that has one: of queries, the key and its gates, the heads' weights."""
+        return n_inputs * self.n_heads * self.head_dim + hidden * (self.key_width + self.n_weights)
+
+    @property
+    def n_small(self) -> int:
+        """Parameters beside those: weight and bias of its key's norm, or weights of its queries' and its key's, and offsets."""
+        return self.head_dim * (2 if self.pool == 1 else 2 + self.pool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlaSpec:
     """Multi-head latent attention: ranks and head sizes. q_rank None: queries are projected directly. is_mixed: queries, and
-    what gates the heads, read their latent as it is, too, behind its norm (A.X K2).
+    what gates the heads, read their latent as it is, too, behind its norm (A.X K2). norm_eps: of the norms of both latents.
     """
 
     q_rank: int | None
@@ -61,6 +80,7 @@ class MlaSpec:
     rope_dim: int
     v_dim: int
     is_mixed: bool = False
+    norm_eps: float = 1e-6
 
     @property
     def q_inputs(self) -> int:

@@ -14,6 +14,7 @@ class Rope:
     `divisors_name` (short_factor or long_factor). n_turning: of proportional, how many pairs do turn. attention_factor
     multiplies cos and sin. query_slope: queries are scaled by position as `QueryScale` says, every trained_tokens.
     is_interleaved: neighbouring dimensions turn together in the checkpoint's order, not those half of rotary_dim apart.
+    turns_back: they turn by the same angles the other way.
     """
 
     theta: float
@@ -32,6 +33,7 @@ class Rope:
     divisors_name: str | None = None
     query_slope: float = 0.0
     is_interleaved: bool = False
+    turns_back: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

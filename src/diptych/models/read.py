@@ -20,15 +20,18 @@ from diptych.models.config import TEXT_SECTIONS, HfConfig, read_json, text_secti
 from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, PRICED, SUPPORTED, WRAPPERS
 from diptych.models.family import Family
 from diptych.models.files import no_model
+from diptych.models.gates import Activation
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL, SYNONYMS
 from diptych.models.latent import IndexSpec, MlaSpec
 from diptych.models.positions import QueryScale, Rope
 from diptych.models.read_block_index import as_indexed
 from diptych.models.read_blocks import as_layers, as_pairs, as_searched, without_pictures
+from diptych.models.read_glm_next import as_glm_next
 from diptych.models.read_gpt import arrangement, of_all_layers, with_kinds
 from diptych.models.read_heads import Heads, HeadsByWindow
 from diptych.models.read_index import layer_indices
 from diptych.models.read_laguna import as_gated
+from diptych.models.read_ling import as_ling
 from diptych.models.read_mixtures import (
     expert_groups,
     limits_of,
@@ -43,23 +46,14 @@ from diptych.models.read_streams import cutoffs, layer_inputs, mlp_widths, share
 from diptych.models.read_windows import is_both_ways, layer_ropes, named_layers, rope_sections, windows_of
 from diptych.models.refused import reason_for
 from diptych.models.rope import ROPE_KEYS, latent_stretch, make_rope, position_limit
-from diptych.models.spec import (
-    Activation,
-    AttentionLayer,
-    LayerSpec,
-    MlpSpec,
-    ModelSpec,
-    MoeSpec,
-    Norms,
-    QkNorm,
-    Scores,
-)
+from diptych.models.spec import AttentionLayer, LayerSpec, MlpSpec, ModelSpec, MoeSpec, Norms, QkNorm, Scores
 
 logger = logging.getLogger("diptych.models")
 
 # architectures of transformers that are a family's decoder under another head, or under none
 HEADLESS = ("ForSequenceClassification", "Model", "TextForSequenceClassification", "TextModel")
 INDEXED = ("indexed_attention", "deepseek_sparse_attention")  # what layers are called that attend by an index
+LATENT_EPS = 1e-6  # of the norms inside latent attention, in most families whatever the config says of the others
 NO_ATTENTION = AttentionLayer(n_heads=0, n_kv_heads=1, head_dim=2, scale=1.0)
 RUN_ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH)  # of gates
 RUN_CURVES = (
@@ -93,6 +87,7 @@ def read_model(
     ]
     if _decided(config, family.is_interleaved):
         ropes = [replace(rope, is_interleaved=True) for rope in ropes]
+    ropes = [replace(rope, turns_back=True) for rope in ropes] if family.turns_back else ropes
     norm_eps, centres_norms = _norms(config, family)
     hidden = config.integer("hidden_size")
     word_width = config.integer("word_embed_proj_dim", hidden)
@@ -186,7 +181,7 @@ def family_of(config: HfConfig) -> Family:
         what, name = "model_type", kind
         family = BY_MODEL_TYPE.get(name) if isinstance(name, str) else None
     if family is None:
-        reason = reason_for(kind)
+        reason = reason_for(kind) or reason_for(name)
         missing = "" if reason is None else f" ({reason})"
         raise UnsupportedModel(
             f"{what} {name!r} in {config.path} is not supported{missing}; supported: {', '.join(SUPPORTED)}; "
@@ -247,7 +242,8 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
     for key in family.by_layer:
         raw |= {key: of_all_layers(raw[key], key, path)} if key in raw else {}
     kinds = raw.get("layer_types")
-    if "index_topk" in family.keys and isinstance(kinds, list) and all(kind in INDEXED for kind in kinds):
+    is_indexed = "index_topk" in family.keys and family.state_rule is None
+    if is_indexed and isinstance(kinds, list) and all(kind in INDEXED for kind in kinds):
         del raw["layer_types"]  # which says no more than that there is an index
     raw = as_indexed(raw, family, path) if "index_topk_blocks" in family.keys else raw
     if "num_sliding_attention_heads" in family.keys:
@@ -256,6 +252,10 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
         raw = with_kinds(raw, path)
     elif "gating" in family.keys:
         raw = as_gated(raw, family.keys, path)
+    elif "kda_lower_bound" in family.keys:
+        raw = as_ling(raw, family.keys, path)
+    elif "index_kpool" in family.keys:
+        raw = as_glm_next(raw, family.keys, path)
     read = {*family.keys, *(ROPE_KEYS if "rope_theta" in family.keys else ()), "layer_types", "hidden_act"}
     _check_keys(raw, read, family, path)
     if raw.get("rope_scaling") or raw.get("rope_parameters"):  # a class default holds only where neither is given
@@ -316,7 +316,8 @@ def _layers(
     mlps = _mlps(config, family, shared)
     norms = arrangement(config, family)
     # equal layers are one object
-    states, indices = state_layers(config, family, n_layers), layer_indices(config, family, n_layers)
+    states = state_layers(config, family, n_layers)
+    indices = layer_indices(config, family, states)
     kinds = list(zip(heads_of.by_layer(windows), windows, turns, shared, states, indices, strict=True))
     attention = {
         (own, window, rope, kv_layer, has_state, index): NO_ATTENTION
@@ -362,7 +363,7 @@ def _attention(
 ) -> AttentionLayer:
     n_heads, head_dim = heads.n, heads.width
     mla, sinks = None, family.has_sinks
-    scale = config.number("query_pre_attn_scalar", head_dim) ** -0.5
+    scale = config.number("query_pre_attn_scalar", head_dim or 1) ** -0.5
     qk_norm = family.qk_norm if family.qk_norm_key is None or config.flag(family.qk_norm_key) else QkNorm.NONE
     if qk_norm is QkNorm.UNIT:  # stands behind the rotation, which changes no length
         qk_norm = QkNorm.NONE if rope is None else qk_norm
@@ -376,6 +377,7 @@ def _attention(
             rope_dim=head_dim,
             v_dim=config.integer("v_head_dim", max(1, config.integer("hidden_size") // n_heads)),
             is_mixed=family.mixes_queries,
+            norm_eps=config.number("rms_norm_eps") if family.norms_latents_alike else LATENT_EPS,
         )
         stretch = 1.0 if rope is None else latent_stretch(config)
         scale = (mla.nope_dim + mla.rope_dim) ** -0.5 * stretch**2
@@ -443,7 +445,13 @@ def _mlps(config: HfConfig, family: Family, shared: list[int | None]) -> list[Ml
     has_bias, activation = _decided(config, family.mlp_bias), _activation(config, family)
     made = {
         (ffn, cutoff): MlpSpec(
-            ffn=ffn, activation=activation, is_gated=family.is_gated, has_bias=has_bias, cutoff=cutoff
+            ffn=ffn,
+            activation=activation,
+            is_gated=family.is_gated,
+            has_bias=has_bias,
+            cutoff=cutoff,
+            limit=config.number("swiglu_limit") if family.limits_all else None,
+            limits_gate=family.limits_all,
         )
         for ffn, cutoff in dict.fromkeys(kinds)
     }
@@ -513,4 +521,5 @@ def _moe(config: HfConfig, family: Family) -> MoeSpec:
         is_apart=family.mixes_apart,
         limit=config.number("swiglu_limit") if "swiglu_limit" in family.keys else None,
         limits_gate="swiglu_limit" in family.keys,
+        shared_limit=config.number("swiglu_limit") if family.limits_all and shared else None,
     )

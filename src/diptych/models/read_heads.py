@@ -99,7 +99,7 @@ def _windowed(config: HfConfig, usual: Heads) -> Heads:
 def _head_dim(config: HfConfig) -> int:
     """Width of a head; of its rotary part where attention is latent."""
     if config.raw.get("kv_lora_rank") is not None:
-        return config.integer("qk_rope_head_dim")
+        return config.integer("qk_rope_head_dim", low=1 if "rope_theta" in config.raw else 0)
     n_heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
     return _even("head_dim", config.integer("head_dim", max(1, hidden // n_heads)), config)
 

@@ -16,30 +16,46 @@ INDEX_EPS = 1e-6  # of the key's norm, whatever the config says of the others
 IN_PATTERNS = {"F": FULL, "S": SHARED}
 
 
-def layer_indices(config: HfConfig, family: Family, n_layers: int) -> list[IndexSpec | None]:
-    """Of each layer; equal ones are one object."""
+def layer_indices(config: HfConfig, family: Family, have_states: list[bool]) -> list[IndexSpec | None]:
+    """Of each layer, of those with a state, too, which have none to make; equal ones are one object."""
+    n_layers = len(have_states)
     if "index_topk_blocks" in family.keys:
         return block_indices(config, n_layers)
     if "index_topk" not in family.keys:
         return [None] * n_layers
     if config.raw.get("q_lora_rank") is None:
         raise LoadError(f"q_lora_rank in {config.path} is null; queries of an index are made of what it gives")
-    width, turned = config.integer("index_head_dim"), config.integer("qk_rope_head_dim")
+    width, turned = config.integer("index_head_dim"), config.integer("qk_rope_head_dim", low=0)
     if width % 2 or width < turned:
         raise LoadError(f"index_head_dim in {config.path} is {width}; it must be even, and {turned} of it turn")
+    most, pool = (
+        config.integer("index_topk"),
+        config.integer("index_kpool", low=2) if "index_kpool" in family.keys else 1,
+    )
+    if most % pool:
+        raise LoadError(
+            f"index_topk in {config.path} is {most}; it must be whole pools of {pool} positions (index_kpool)"
+        )
     made = {
         kind: IndexSpec(
-            most=config.integer("index_topk"),
+            most=most + pool - 1,
             n_heads=config.integer("index_n_heads"),
             head_dim=width,
             is_interleaved=config.flag("indexer_rope_interleave"),
             turns_last=family.index_turns_last,
             norm_eps=config.number("rms_norm_eps") if family.index_turns_last else INDEX_EPS,
             is_own=kind == FULL,
+            pool=pool,
         )
         for kind in (FULL, SHARED)
     }
-    return [made[kind] for kind in _kinds(config, family, n_layers)]
+    kinds = _kinds(config, family, n_layers)
+    for i, (kind, has_state) in enumerate(zip(kinds, have_states, strict=True)):
+        if any(have_states) and kind == SHARED and not has_state and (i == 0 or have_states[i - 1]):
+            raise LoadError(
+                f"indexer_types in {config.path} has layer {i} share a choice, and the one before it makes none"
+            )
+    return [made[kind] for kind in kinds]
 
 
 def _kinds(config: HfConfig, family: Family, n_layers: int) -> list[str]:
@@ -56,6 +72,6 @@ def _kinds(config: HfConfig, family: Family, n_layers: int) -> list[str]:
         kinds = [IN_PATTERNS.get(one, one) for one in kinds]
     if not isinstance(kinds, list) or len(kinds) < n_layers or any(kind not in (FULL, SHARED) for kind in kinds):
         raise LoadError(f"{key} in {config.path} must name {n_layers} layers, each {FULL} or {SHARED}")
-    if kinds[0] != FULL:
+    if kinds[0] != FULL and family.state_rule is None:
         raise LoadError(f"{key} in {config.path} has the first layer share a choice, and none was made before it")
     return kinds[:n_layers]

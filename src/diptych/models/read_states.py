@@ -6,11 +6,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.config import NUMBER_LIMIT, HfConfig
 from diptych.models.family import Family
-from diptych.models.spec import Activation, AttentionLayer, StateRule, StateSpec
+from diptych.models.gates import Activation
+from diptych.models.spec import AttentionLayer
+from diptych.models.states import StateRule, StateSpec
 from diptych.models.streams import LayerScales
 
 FULL = ("full_attention", "attention")  # what layer_types call a layer without a state
@@ -91,6 +94,12 @@ def state_attention(config: HfConfig, family: Family) -> AttentionLayer:
 def _delta(config: HfConfig) -> StateSpec:
     if "linear_attn_config" in config.raw:
         return _by_key(config)
+    if "kda_lower_bound" in config.raw:
+        least = config.raw["kda_lower_bound"] if config.flag("kda_safe_gate") else None
+        return _bounded(config, "kda_lower_bound", least)
+    if "linear_lower_bound" in config.raw:
+        state = _bounded(config, "linear_lower_bound", config.raw["linear_lower_bound"])
+        return replace(state, rank=state.key_dim)
     heads = config.integer("num_attention_heads")  # where the config says no more
     n_key_heads = config.integer("linear_num_key_heads", heads)
     key_dim = config.integer("linear_key_head_dim", max(1, int(0.75 * config.integer("hidden_size") / n_key_heads)))
@@ -122,6 +131,26 @@ def _by_key(config: HfConfig) -> StateSpec:
         fades_by_key=True,
         gate=Activation.SIGMOID,
         rank=width,
+    )
+
+
+def _bounded(config: HfConfig, key: str, least: Any) -> StateSpec:
+    """Of Ling 3.0 and GLM-5.3-Flash, whose decays by key have a bound, which `key` says, or none."""
+    if least is not None and (
+        isinstance(least, bool) or not isinstance(least, int | float) or not -NUMBER_LIMIT <= least < 0
+    ):
+        raise LoadError(f"{key} in {config.path} is {least!r}; it must be below 0")
+    heads = config.integer("linear_num_heads", config.integer("num_attention_heads"))
+    width = config.integer("linear_head_dim", low=2)
+    return StateSpec(
+        n_key_heads=heads,
+        key_dim=width,
+        n_value_heads=heads,
+        value_dim=width,
+        n_taps=config.integer("linear_conv_kernel_dim"),
+        fades_by_key=True,
+        least_decay=None if least is None else float(least),
+        gate=Activation.SIGMOID,
     )
 
 

@@ -100,7 +100,12 @@ def streams(config: HfConfig, family: Family) -> StreamsSpec | HyperSpec | None:
     if "hc_mult" in family.keys:
         n_streams = config.integer("hc_mult")
         config.at_most("hc_mult", n_streams, MOST_STREAMS)
-        return HyperSpec(n_streams=n_streams, magnitude=config.number("hc_magnitude"), eps=config.number("hc_eps"))
+        return HyperSpec(
+            n_streams=n_streams,
+            magnitude=config.number("hc_magnitude", 2.0),
+            eps=config.number("hc_eps"),
+            rounds=config.integer("hc_sinkhorn_iters") if "hc_sinkhorn_iters" in family.keys else 0,
+        )
     if "altup_num_inputs" not in family.keys:
         return None
     n_streams, active = config.integer("altup_num_inputs"), config.integer("altup_active_idx", low=0)

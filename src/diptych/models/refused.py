@@ -10,18 +10,18 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
+OTHER_STATES = "a state per sequence of another kind (Mamba-1, RWKV, Lightning attention, RG-LRU)"
 # what is missing -> model_type of transformers
 MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "no layer that attends, but states alone": ("mamba2",),
     "layers that are shared": ("zamba2",),
-    "a state per sequence of another kind (Mamba-1, RWKV, Lightning attention, RG-LRU)": (
-        "jamba", "zamba", "mamba", "falcon_mamba", "rwkv", "minimax", "recurrent_gemma", "bailing_hybrid"),
+    OTHER_STATES: (
+        "jamba", "zamba", "mamba", "falcon_mamba", "rwkv", "minimax", "recurrent_gemma"),
     "scores that fall with the distance (ALiBi)": ("mpt",),
     "q, k and v stacked for groups of accelerators": ("codegen",),
-    "norms of q and k without weights, and logits that are capped": ("nanochat",),
     "norms of heads with biases": ("persimmon",),
     "a shared expert of another shape": ("dbrx", "longcat_flash"),
-    "attention that chooses its tokens by an index": ("deepseek_v4", "glm5_next"),
+    "attention that chooses its tokens by an index": ("deepseek_v4",),
     "attention with two softmaxes": ("diffllama",),
     "latent attention within windows, and rotary keys that are normed": ("dots3_note", "dots3_note_text"),
     "queries and keys that are convolved over tokens": ("zaya",),
@@ -30,6 +30,10 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
 })  # fmt: skip
 
 
+# architectures that call themselves by the model_type of another one -> what is missing
+NAMESAKES: Mapping[str, str] = MappingProxyType({
+    "BailingMoeV2_5ForCausalLM": OTHER_STATES, "BailingMoeLinearV2ForCausalLM": OTHER_STATES,  # Ling 2.5
+})  # fmt: skip
 # names of GGUF architectures that are more than a spelling of the model_type
 IN_GGUF: Mapping[str, str] = MappingProxyType({
     "rwkv6": "rwkv", "rwkv7": "rwkv",
@@ -38,9 +42,11 @@ IN_GGUF: Mapping[str, str] = MappingProxyType({
 
 
 def reason_for(kind: object) -> str | None:
-    """What is missing for a model_type, or a GGUF architecture; None for one that is on no list."""
+    """What is missing for a model_type, an architecture or one of GGUF; None for one that is on no list."""
     if not isinstance(kind, str):
         return None
+    if kind in NAMESAKES:
+        return NAMESAKES[kind]
     named = _spelt(IN_GGUF.get(kind, kind))
     return next((reason for reason, kinds in MISSING.items() if named in map(_spelt, kinds)), None)
 

@@ -6,7 +6,6 @@ standard library only; numbers that need arrays (rotary tables) are made from it
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -14,32 +13,11 @@ from functools import cached_property
 
 from diptych.ground.errors import UnsupportedModel
 from diptych.ground.specs import Provenance
-from diptych.models.gates import CLAMPED, SQUARED, GateForm
+from diptych.models.gates import CLAMPED, SQUARED, Activation, GateForm
 from diptych.models.latent import CacheShape, IndexSpec, MlaSpec
 from diptych.models.positions import QueryScale, Rope
+from diptych.models.states import StateSpec
 from diptych.models.streams import UNSCALED, HyperSpec, LayerInputs, LayerScales, StreamsSpec
-
-
-class Activation(Enum):
-    """act in act(gate) * up, or in act(up) where there is no gate.
-
-    XIELU: s x + a x^2 above 0, s x + b (exp(min(x, e)) - 1 - x) below, of a layer's own a and b, XIELU_SLOPE and XIELU_LEAST.
-    CLAMPED: of gates, as `gates.CLAMPED` says.
-    """
-
-    SILU = "silu"
-    GELU_TANH = "gelu_tanh"
-    GELU = "gelu"
-    RELU = "relu"
-    SQUARED_RELU = "squared_relu"  # max(x, 0)^2
-    XIELU = "xielu"
-    CLAMPED = "clamped"
-    SIGMOID = "sigmoid"  # of gates without up
-    SOFTPLUS = "softplus"  # likewise, log(1 + e^x)
-
-
-XIELU_SLOPE = 0.5
-XIELU_LEAST = -1e-6
 
 
 class QkNorm(Enum):
@@ -87,110 +65,6 @@ class Norms(Enum):
     def are_side_by_side(self) -> bool:
         """Whether attention and MLP both read the stream as it comes to the layer."""
         return self in (Norms.PARALLEL, Norms.BESIDE)
-
-
-class StateRule(Enum):
-    """How a state moves on with a token."""
-
-    DELTA = "delta"
-    SSD = "ssd"
-    CONVOLUTION = "convolution"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateSpec:
-    """A state of one size in place of keys and values: what was read of a sequence lies in it.
-
-    Each value head has a matrix S [key_dim, value_dim] per sequence. rule: how it moves on.
-    DELTA (arXiv:2412.06464): S = decay S + k (beta (v - (decay S)^T k))^T gives S^T q, which is normed over value_dim (with
-    norm_eps, or the model's own), then gated. beta is most_weight times a sigmoid. fades_by_key: each row of S has a decay of
-    its own (arXiv:2510.26692).
-    SSD (Mamba-2, arXiv:2405.21060; its C, B and x are q, k and v): S = decay S + k (step v)^T gives S^T q + skip v, which is
-    gated, then normed, over all heads or over each of n_norms equal parts of them (0: it is not); step is held within
-    step_limits.
-    CONVOLUTION: no matrix, key_dim is 0, heads are width alone: gate_out * taps(gate_in * v), as LFM2 has it.
-    gate: what the projection that gates goes through. rank: that one, and the decays by key, are projected in two steps with so
-    many values between (0: in one). q_scale, k_scale, v_scale, rate_scale: what q, k and v are multiplied by before their taps,
-    and steps before they are shifted.
-    n_key_heads: heads of q and k, each for as many value heads as come to it. n_taps: q, k and v of a token (of a convolution,
-    what is gated) are sums over its own and the n_taps - 1 tokens before, by a weight for each channel and tap.
-    """
-
-    rule: StateRule = StateRule.DELTA
-    n_key_heads: int
-    key_dim: int
-    n_value_heads: int
-    value_dim: int
-    n_taps: int
-    n_norms: int = 1
-    has_tap_bias: bool = False
-    norm_eps: float | None = None
-    most_weight: float = 1.0
-    step_limits: tuple[float, float] = (0.0, math.inf)
-    q_scale: float = 1.0
-    k_scale: float = 1.0
-    v_scale: float = 1.0
-    rate_scale: float = 1.0
-    fades_by_key: bool = False
-    gate: Activation = Activation.SILU
-    rank: int = 0
-
-    @property
-    def n_channels(self) -> int:
-        """That taps are for: of q, k and v together."""
-        return 2 * self.n_key_heads * self.key_dim + self.width
-
-    @property
-    def n_inputs(self) -> int:
-        """Of a token, that the taps' channels are made of."""
-        return 3 * self.width if self.rule is StateRule.CONVOLUTION else self.n_channels
-
-    @property
-    def width(self) -> int:
-        """Of what the value heads give."""
-        return self.n_value_heads * self.value_dim
-
-    @property
-    def gate_width(self) -> int:
-        """Of the projection that gates what the heads give."""
-        return 0 if self.rule is StateRule.CONVOLUTION else self.width
-
-    @property
-    def n_rates(self) -> int:
-        """Numbers of a token that say how much is new and what is left: beta and decay of each head, or its step."""
-        per_head = {StateRule.DELTA: 1 if self.fades_by_key else 2, StateRule.SSD: 1, StateRule.CONVOLUTION: 0}
-        return per_head[self.rule] * self.n_value_heads
-
-    @property
-    def n_decays(self) -> int:
-        """Those of them that are projected by themselves: by key, of each head."""
-        return self.n_value_heads * self.key_dim if self.fades_by_key else 0
-
-    @property
-    def n_projected(self) -> int:
-        """Outputs of all that reads a layer's input."""
-        return self.n_inputs + (self.rank or self.gate_width) + self.n_rates + min(self.rank, self.n_decays)
-
-    @property
-    def n_second(self) -> int:
-        """Parameters of second steps."""
-        return self.rank * (self.gate_width + self.n_decays)
-
-    @property
-    def n_small(self) -> int:
-        """Parameters beside the projections: taps, numbers of each head, a norm."""
-        taps, heads = self.n_channels * (self.n_taps + self.has_tap_bias), self.n_value_heads
-        of_heads = {
-            StateRule.DELTA: heads + (self.n_decays or heads) + self.value_dim,
-            StateRule.SSD: 3 * heads + (self.width if self.n_norms else 0),
-            StateRule.CONVOLUTION: 0,
-        }
-        return taps + of_heads[self.rule]
-
-    @property
-    def state_elements(self) -> int:
-        """Numbers that a layer keeps of a sequence: the heads' matrices, and the tokens that its taps still see."""
-        return self.n_value_heads * self.key_dim * self.value_dim + (self.n_taps - 1) * self.n_channels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +161,7 @@ class AttentionLayer:
         row, own = self.mla.row, self.own_index
         return CacheShape(
             n_heads=1,
-            head_dim=row if own is None else row + own.head_dim,
+            head_dim=row if own is None else row + own.key_width,
             value_dim=0,
             attended=None if self.index is None else row,
         )
@@ -305,7 +179,7 @@ class MlpSpec:
     """A dense MLP of width `ffn`: down(act(gate) * up), or down(act(up)) when it is not gated.
 
     cutoff: of a row of gate only what stands out is left, max(gate - (mean + cutoff * deviation), 0), before the activation.
-    limit: act(gate) is at most that, and up within it on both sides.
+    limit: act(gate) is at most that, and up within it on both sides; limits_gate: gate is, before act.
     """
 
     ffn: int
@@ -314,11 +188,12 @@ class MlpSpec:
     has_bias: bool = False
     cutoff: float | None = None
     limit: float | None = None
+    limits_gate: bool = False
 
     @property
     def form(self) -> GateForm | None:
         """How gate and up are joined where both are held within bounds."""
-        return _form(self.activation, self.limit) if self.is_gated else None
+        return _form(self.activation, self.limit, self.limits_gate) if self.is_gated else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,8 +209,8 @@ class MoeSpec:
     has_shared_gate: the shared experts' sum is multiplied by a sigmoid. weighs_input: a chosen expert's input is multiplied by
     its weight, not what it gives. is_apart: shared experts, mixture and router read the stream by norms of their own, what each
     of the first two gives is normed before they are added, and each expert has a scale. limit, shared_limit: of experts and of
-    shared experts, as `MlpSpec` has it; limits_gate: that of experts is the most of a gate before its activation instead. skew:
-    of the routing, 0 is uniform; see `cost.components.expected_experts`.
+    shared experts, as `MlpSpec` has it; limits_gate: of both. skew: of the routing, 0 is uniform; see
+    `cost.components.expected_experts`.
     """
 
     n_experts: int
@@ -372,7 +247,14 @@ class MoeSpec:
     @property
     def shared(self) -> MlpSpec:
         """The shared experts as the MLP that they are together."""
-        return MlpSpec(ffn=self.shared_ffn, activation=self.activation, is_gated=self.is_gated, limit=self.shared_limit)
+        limit = self.shared_limit
+        return MlpSpec(
+            ffn=self.shared_ffn,
+            activation=self.activation,
+            is_gated=self.is_gated,
+            limit=limit,
+            limits_gate=self.limits_gate and limit is not None,
+        )
 
     @property
     def n_own_norms(self) -> int:

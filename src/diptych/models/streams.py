@@ -35,12 +35,25 @@ class HyperSpec:
     """Residual streams beside each other that hyper-connections join (arXiv 2409.19606, as HY V4 has them): each attention and
     each MLP reads their sum and is added to all of them, by weights that its own connection makes of all streams.
 
-    magnitude: the most that a stream is added with. eps: added to each weight.
+    magnitude: the most that a stream is added with. eps: added to each weight. rounds: where a connection says how streams mix,
+    too, by a matrix whose rows and columns so many rounds bring near to sums of 1 (arXiv 2512.24880, as GLM-5.3-Flash has it);
+    then eps is added to what is read and in those rounds alone, and the end is the streams' mean. 0: they do not mix.
     """
 
     n_streams: int
     magnitude: float
     eps: float
+    rounds: int = 0
+
+    @property
+    def n_connected(self) -> int:
+        """Outputs of a connection: for each stream what is read and what is added, and by what streams mix."""
+        return self.n_streams * (2 + (self.n_streams if self.rounds else 0))
+
+    @property
+    def n_scales(self) -> int:
+        """Of those."""
+        return 3 if self.rounds else 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

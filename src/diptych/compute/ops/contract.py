@@ -25,10 +25,11 @@ import torch
 
 from diptych.compute.ops.contract_streams import Hidden, Stream, StreamOps, Vector
 from diptych.ground.formats import KeptFormat
-from diptych.models.gates import GateForm
+from diptych.models.gates import Activation, GateForm
 from diptych.models.latent import IndexSpec, MlaSpec
 from diptych.models.positions import QueryScale
-from diptych.models.spec import Activation, MoeSpec, QkNorm, StateSpec
+from diptych.models.spec import MoeSpec, QkNorm
+from diptych.models.states import StateSpec
 
 # The kinds of handle, beside those of streams. Each backend names its own types for them, once, where it derives from `Loader`
 # and `Ops`.
@@ -249,7 +250,7 @@ class IndexParts:
     the key [d, D], with a norm, and the heads' weights [n, D].
 
     Of blocks there are no weights, queries [n d, D] are of the layer's input and normed, too. norm_offset: as `Loader.norm` has
-    it, of both norms.
+    it, of both norms. Of pools there is one of gates [d, D] of the layer's input, and offsets [pool, d].
     """
 
     queries: LinearParts
@@ -258,6 +259,13 @@ class IndexParts:
     weights: LinearParts | None = None
     q_norm: NormParts | None = None
     norm_offset: float = 0.0
+    gates: tuple[LinearParts, ...] = ()
+    offsets: WeightTensor | None = None
+
+    @property
+    def of_input(self) -> tuple[LinearParts, ...]:
+        """What reads the layer's input, of an index beside latents."""
+        return tuple(one for one in (self.key, self.weights, *self.gates) if one is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -541,7 +549,8 @@ class Ops(StreamOps[Stream, Hidden, Vector], Generic[Stream, Hidden, Table, Vect
         c = silu(bias + sum over taps of tap * the channel's inputs) is q, k and v, each q and k for H / K value heads.
         Delta rule: q and k have length 1 (with 1e-6 in the root), q is scaled. With beta = most_weight sigmoid(rates[:H]) and
         r = exp(-decay softplus(rates[H:] + shift)): S = r S, S += k (beta (v - S^T k))^T, and S^T q is normed over v. By key
-        r is a number for each row of S, of decays [T, H d] in place of rates[H:].
+        r is a number for each row of S, of decays [T, H d] in place of rates[H:], and where that has a bound it is
+        exp(least_decay sigmoid(decay (decays + shift))).
         SSD: with step = softplus(rate_scale rates + shift) within its limits and r = exp(-decay step): S = r S + k (step v)^T,
         and S^T q + skip v. Convolution: qkv is b, c and x, and a = c * (bias + sum over taps of tap * (b * x)).
         A sequence begins with the state that the batch names, or with zeros.

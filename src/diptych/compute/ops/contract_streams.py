@@ -21,8 +21,8 @@ class StreamOps(ABC, Generic[Stream, Hidden, Vector]):
         """Stream `number` [T, D] = scale * x, which stays as it is."""
 
     @abstractmethod
-    def stream(self, h: Hidden, number: int) -> Stream:
-        """Stream `number` [T, D] = h, a norm."""
+    def stream(self, h: Hidden, number: int, *, is_residual: bool = False) -> Stream:
+        """Stream `number` [T, D] = h, a norm. is_residual: it takes the place of the residual stream."""
 
     @abstractmethod
     def match(self, y: Hidden, x: Stream, number: int, *, least: float) -> Stream:
@@ -38,8 +38,8 @@ class StreamOps(ABC, Generic[Stream, Hidden, Vector]):
     ) -> tuple[Stream, ...]:
         """x_i + c_i (y - x_active), c [n] = W tanh(scale * routed) + 1, W [n, n]; all xs may be written."""
 
-    # Hyper-connections: `connections` says once how near all streams are to each weight, `gather` and `spread` read their part.
-    # Another form may read more outputs (a matrix by which streams mix), by an operation of its own.
+    # Hyper-connections: `connections` says once how near all streams are to each weight, `gather` and `spread` read their part;
+    # `mingle` stands in the place of `spread` where more outputs are a matrix by which streams mix.
 
     @abstractmethod
     def connections(self, xs: tuple[Stream, ...], weight: Vector, scale: Vector, base: Vector, *, eps: float) -> Hidden:
@@ -57,3 +57,13 @@ class StreamOps(ABC, Generic[Stream, Hidden, Vector]):
         self, xs: tuple[Stream, ...], y: Hidden, c: Hidden, *, magnitude: float, eps: float
     ) -> tuple[Stream, ...]:
         """x_i + (magnitude * sigmoid(c_(n + i)) + eps) y, y [T, D]; all xs may be written."""
+
+    @abstractmethod
+    def mingle(
+        self, xs: tuple[Stream, ...], y: Hidden, c: Hidden, *, magnitude: float, rounds: int, eps: float
+    ) -> tuple[Stream, ...]:
+        """sum over j of m_ji x_j + magnitude * sigmoid(c_(n + i)) y, y [T, D]; all xs may be written.
+
+        m [n, n]: rows of c[2 n:] through a softmax, plus eps; then columns, and in rounds - 1 more rounds rows and columns, are
+        divided by their sum plus eps (Sinkhorn and Knopp).
+        """

@@ -119,6 +119,8 @@ class IndexHandle:
     weights: LinearHandle | None
     q_norm: int
     shape: Any
+    gates: LinearHandle | None = None
+    offsets: int = -1
 
 
 class Packer(Protocol):
@@ -134,6 +136,10 @@ class Packer(Protocol):
 
     def norm(self, parts: NormParts, *, offset: float = 0.0, is_read: bool = True) -> VectorHandle:
         """A norm."""
+        ...
+
+    def vector(self, tensor: WeightTensor) -> VectorHandle:
+        """Numbers as they are."""
         ...
 
 
@@ -218,6 +224,7 @@ def attention_shape(spec: AttentionSpec, own: OwnHeads) -> Any:
         is_chunked=spec.is_chunked,
         most=None if spec.index is None else spec.index.most,
         block=1 if spec.index is None else spec.index.block,
+        pool=1 if spec.index is None else spec.index.pool,
     )
 
 
@@ -228,7 +235,7 @@ def index_handle(spec: AttentionSpec, index: IndexParts, loader: Packer, own_hea
     own, offset = spec.own_index, index.norm_offset
     norm = loader.norm(index.norm, offset=offset, is_read=False)
     n_heads = own.n_heads if own.block == 1 or own_heads is None else own_heads.n_kv_heads
-    sizes = {"n_heads": n_heads, "n_kv_heads": 1, "head_dim": own.head_dim, "scale": 1.0}
+    sizes = {"n_heads": n_heads, "n_kv_heads": 1, "head_dim": own.key_width, "scale": 1.0}
     return IndexHandle(
         queries=loader.linear(index.queries),
         key=loader.router(index.key),
@@ -236,7 +243,9 @@ def index_handle(spec: AttentionSpec, index: IndexParts, loader: Packer, own_hea
         bias=norm.bias,
         weights=None if index.weights is None else loader.router(index.weights),
         q_norm=-1 if index.q_norm is None else loader.norm(index.q_norm, offset=offset, is_read=False).index,
-        shape=_cpu.AttentionShape(**sizes, most=own.most, block=own.block),
+        shape=_cpu.AttentionShape(**sizes, most=own.most, block=own.block, pool=own.pool),
+        gates=loader.router(index.gates[0]) if index.gates else None,
+        offsets=-1 if index.offsets is None else loader.vector(index.offsets).index,
     )
 
 

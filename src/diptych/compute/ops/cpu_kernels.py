@@ -13,7 +13,8 @@ from typing import Any
 from diptych.compute.ops.cpus import Placement
 from diptych.compute.ops.shares import OwnHeads, Rank
 from diptych.ground.errors import ConfigError
-from diptych.models.spec import ModelSpec, StateSpec
+from diptych.models.spec import ModelSpec
+from diptych.models.states import StateSpec
 
 try:
     from diptych.compute.ops import _cpu  # type: ignore[attr-defined]
@@ -107,6 +108,7 @@ def state_shape(state: StateSpec, own: OwnHeads, *, scale: float = 1.0, norm_eps
         most_weight=state.most_weight,
         rate_scale=state.rate_scale,
         fades_by_key=state.fades_by_key,
+        least_decay=state.least_decay or 0.0,
     )
 
 

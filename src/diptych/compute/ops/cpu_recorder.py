@@ -14,8 +14,7 @@ from diptych.compute.ops.cpu_buffers import Given
 from diptych.compute.ops.cpu_handles import AttentionHandle, ExpertsHandle, LinearHandle, TableHandle, VectorHandle
 from diptych.compute.ops.cpu_streams import StreamRecorder
 from diptych.compute.ops.cpu_values import CATEGORIES, ResidualStream, Value
-from diptych.models.gates import PLAIN, GateForm
-from diptych.models.spec import Activation
+from diptych.models.gates import PLAIN, Activation, GateForm
 
 
 class CpuOps(
@@ -327,9 +326,15 @@ class CpuOps(
         h, low = self._as_value(h), self._as_value(low)
         place = spec.cache_layer if spec.index_place is None else spec.index_place
         width, where = own.n_heads * own.head_dim, {"layer": place, "rope": attention.rope}
-        key = self._f32("index key", own.head_dim)
+        key = self._f32("index key", own.key_width)
         self._linear_into(h, index.key, "qkv", key)
-        self.program.cache_index(x=key, norm=index.norm, bias=index.bias, norm_eps=spec.index_eps, **where)
+        if index.gates is not None:
+            self._linear_into(h, replace(index.gates, column=own.head_dim), "qkv", key)
+        n_gates = own.key_width - own.head_dim
+        norm = {"norm": index.norm, "bias": index.bias, "norm_eps": spec.index_eps}
+        self.program.cache_index(x=key, n_gates=n_gates, **norm, **where)
+        if n_gates:
+            self.program.pool_index(layer=place, offsets=index.offsets, pool=own.pool, width=own.key_width)
         queries = self._f32("index queries", width)
         self._linear_into(low, index.queries, "qkv", queries)
         if index.weights is None:
@@ -350,9 +355,11 @@ class CpuOps(
         weights = self._f32("index weights", own.n_heads)
         self._linear_into(h, index.weights, "qkv", weights)
         self._choice = self._f32("choice", own.most)
+        turned = own.n_heads * own.key_width
         self.program.choose(
             q=queries,
-            queries=self._buffer("index turned", width, lambda width: self.program.add_bf16(width)),
+            width=own.head_dim,
+            queries=self._buffer("index turned", turned, lambda width: self.program.add_bf16(width)),
             weights=weights,
             choice=self._choice,
             shape=index.shape,

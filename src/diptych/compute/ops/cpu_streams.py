@@ -21,11 +21,12 @@ class StreamRecorder(Buffers, StreamOps[ResidualStream, Value, VectorHandle]):
         self.program.branch(x=x.buffer, out=out.buffer, scale=scale)
         return out
 
-    def stream(self, h: Value, number: int) -> ResidualStream:
+    def stream(self, h: Value, number: int, *, is_residual: bool = False) -> ResidualStream:
         """Written by the norm itself."""
         assert h.kind == "norm"
         assert h.emit_rows is not None
-        out = ResidualStream(self._f32(f"stream {number}", h.width), h.width)
+        is_shared = is_residual and self._is_team
+        out = ResidualStream(self._f32(f"stream {number}", h.width, is_shared), h.width)
         h.emit_rows(out.buffer)
         return out
 
@@ -90,4 +91,19 @@ class StreamRecorder(Buffers, StreamOps[ResidualStream, Value, VectorHandle]):
         self.program.spread(
             xs=[x.buffer for x in xs], y=self._materialised(y), c=self._materialised(c), magnitude=magnitude, eps=eps
         )
+        return tuple(self._written(x) for x in xs)
+
+    def mingle(
+        self,
+        xs: tuple[ResidualStream, ...],
+        y: Value,
+        c: Value,
+        *,
+        magnitude: float,
+        rounds: int,
+        eps: float,
+    ) -> tuple[ResidualStream, ...]:
+        """In place."""
+        settings = {"magnitude": magnitude, "rounds": rounds, "eps": eps}
+        self.program.mingle(xs=[x.buffer for x in xs], y=self._materialised(y), c=self._materialised(c), **settings)
         return tuple(self._written(x) for x in xs)

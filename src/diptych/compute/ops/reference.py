@@ -17,7 +17,8 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops.contract import Activation, AttentionSpec, RopeSpec
 from diptych.models.gates import CLAMPED, GateForm
 from diptych.models.positions import QueryScale
-from diptych.models.spec import MoeSpec, Scores, StateRule, StateSpec
+from diptych.models.spec import MoeSpec, Scores
+from diptych.models.states import StateRule, StateSpec
 
 
 def attention_prefill_dense(
@@ -125,6 +126,31 @@ def choose(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, *, most: 
     return chosen
 
 
+def pool_keys(k: torch.Tensor, gates: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """What each whole pool of one sequence's keys [T, d] is together, [T // pool, d] fp32; gates [T, d], offsets [pool, d]."""
+    pool, found = len(offsets), []
+    for begin in range(0, len(k) - pool + 1, pool):
+        weights = torch.softmax(gates[begin : begin + pool].float() + offsets, dim=0)
+        found.append((weights * k[begin : begin + pool].float()).sum(dim=0))
+    return torch.stack(found) if found else torch.zeros(0, k.shape[1])
+
+
+def choose_pools(
+    q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, *, pool: int, n_pools: int
+) -> list[list[int]]:
+    """As `choose`, of whole pools by their keys [T // pool, d], and all positions behind the last whole one."""
+    chosen = []
+    for t in range(len(q)):
+        n_whole = (t + 1) // pool
+        scores = [
+            float(sum(weights[t, n] * max(float(q[t, n] @ keys[p]), 0.0) for n in range(q.shape[1])))
+            for p in range(n_whole)
+        ]
+        best = sorted(sorted(range(n_whole), key=lambda p: -scores[p])[:n_pools])
+        chosen.append([p * pool + i for p in best for i in range(pool)] + list(range(n_whole * pool, t + 1)))
+    return chosen
+
+
 def move_states(
     qkv: torch.Tensor,
     rates: torch.Tensor,
@@ -161,10 +187,14 @@ def move_states(
             rate, shift = (
                 (rates[t, h - heads], rule["shift"][h]) if decays is None else (decays[t, own], rule["shift"][own])
             )
-            step = torch.log1p(torch.exp(form.rate_scale * rate.float() + shift))
+            given = form.rate_scale * rate.float() + shift
+            step = torch.log1p(torch.exp(given))
             if is_delta:
                 q, k = scale * q / torch.sqrt(q @ q + 1e-6), k / torch.sqrt(k @ k + 1e-6)
-                matrices[h] *= torch.exp(-rule["decay"][h] * step).view(-1, 1)
+                log = -rule["decay"][h] * step
+                if form.least_decay is not None:
+                    log = form.least_decay * torch.sigmoid(rule["decay"][h] * given)
+                matrices[h] *= torch.exp(log).view(-1, 1)
                 matrices[h] += torch.outer(k, form.most_weight * rates[t, h].float().sigmoid() * (v - k @ matrices[h]))
                 out[t, h] = q @ matrices[h]
             else:
@@ -318,6 +348,24 @@ def spread(
     """Each of n streams plus y times a sigmoid of its own, fp32."""
     n = len(xs)
     return [x.float() + (magnitude * torch.sigmoid(c[:, n + i, None]) + eps) * y.float() for i, x in enumerate(xs)]
+
+
+def mingle(
+    xs: list[torch.Tensor], y: torch.Tensor, c: torch.Tensor, *, magnitude: float, rounds: int, eps: float
+) -> list[torch.Tensor]:
+    """Each of n streams becomes a sum of all, by a matrix of nearly doubly stochastic numbers, and y times a sigmoid, fp32."""
+    n, out = len(xs), [torch.zeros_like(x, dtype=torch.float32) for x in xs]
+    for t in range(len(y)):
+        m = torch.softmax(c[t, 2 * n :].float().view(n, n), dim=1) + eps
+        m = m / (m.sum(dim=0) + eps)
+        for _ in range(rounds - 1):
+            m = m / (m.sum(dim=1, keepdim=True) + eps)
+            m = m / (m.sum(dim=0) + eps)
+        for i in range(n):
+            out[i][t] = magnitude * torch.sigmoid(c[t, n + i]) * y[t].float()
+            for j in range(n):
+                out[i][t] += m[j, i] * xs[j][t].float()
+    return out
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, rope: RopeSpec) -> torch.Tensor:

@@ -75,6 +75,8 @@ OPS: dict[str, OpContract] = {
                    tolerance_fp32=1e-5, tolerance_bf16=3e-2),
         OpContract(name="spread", inputs="xs n of [T,D], y [T,D], c [T,m]", output="xs n of [T,D]", writes="xs",
                    tolerance_fp32=1e-5, tolerance_bf16=3e-2),
+        OpContract(name="mingle", inputs="xs n of [T,D], y [T,D], c [T,n (n + 2)]", output="xs n of [T,D]", writes="xs",
+                   tolerance_fp32=1e-5, tolerance_bf16=3e-2),
         OpContract(name="rotate_and_cache", inputs="qkv [T,(H+2K)d], positions [T] i32, slots [T] i32",
                    output="q [T,H,d]", writes="kv of slots", tolerance_fp32=1e-5, tolerance_bf16=4e-2),
         OpContract(name="attention", inputs="q [T,H,d], kv paged, block_table [S,M] i32, context_tokens [S] i32",

@@ -5,14 +5,21 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from diptych.models.gates import GateForm
-from diptych.models.spec import Activation
+from diptych.models.gates import Activation, GateForm
 
 
 def xielu(x: torch.Tensor, numbers: tuple[float, ...]) -> torch.Tensor:
     """As `Activation` says, of its numbers."""
     above, below, slope, least = numbers
     return slope * x + torch.where(x > 0, above * x * x, below * (torch.expm1(x.clamp(max=least)) - x))
+
+
+def mixed(c: torch.Tensor, n: int, *, rounds: int, eps: float) -> torch.Tensor:
+    """[T, n, n] fp32 of what connections say of how streams mix, as `StreamOps.mingle` says."""
+    m = torch.softmax(c[:, 2 * n :].unflatten(-1, (n, n)), dim=-1) + eps
+    for dim in (-2, *(-1, -2) * (rounds - 1)):
+        m = m / (m.sum(dim=dim, keepdim=True) + eps)
+    return m
 
 
 def connected(

@@ -63,6 +63,8 @@ class TorchIndex:
     norm: TorchNorm
     weights: TorchLinear | None
     q_norm: TorchNorm | None
+    gates: TorchLinear | None = None
+    offsets: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,8 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
             norm=self.norm(index.norm, offset=index.norm_offset),
             weights=None if index.weights is None else self.router(index.weights),
             q_norm=None if index.q_norm is None else self.norm(index.q_norm, offset=index.norm_offset),
+            gates=self.router(index.gates[0]) if index.gates else None,
+            offsets=None if index.offsets is None else self._vector(index.offsets),
         )
 
     def latent_attention(

@@ -19,10 +19,18 @@ from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.ops.contract import Activation, AttentionSpec, Ops, QkNorm, RopeSpec, Taps
 from diptych.compute.ops.device_codes import Weight
 from diptych.compute.ops.step_numbers import StepNumbers
-from diptych.compute.ops.torch_curves import activated, bent, connected, xielu
+from diptych.compute.ops.torch_curves import activated, bent, xielu
 from diptych.compute.ops.torch_loader import TorchAttention, TorchExperts, TorchLinear, TorchNorm
-from diptych.compute.ops.torch_queries import Queries, QueryGroups, best_blocks, best_positions, index_scores
+from diptych.compute.ops.torch_queries import (
+    Queries,
+    QueryGroups,
+    best_blocks,
+    best_pools,
+    best_positions,
+    index_scores,
+)
 from diptych.compute.ops.torch_states import move_states
+from diptych.compute.ops.torch_streams import TorchStreams
 from diptych.models.gates import CLAMPED, GateForm
 from diptych.models.positions import QueryScale
 from diptych.models.spec import MoeSpec, Scores
@@ -38,7 +46,9 @@ def _inv_freq(rope: RopeSpec, device: torch.device) -> torch.Tensor:
     return torch.tensor(rope.inv_freq, dtype=torch.float32, device=device)
 
 
-class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLinear, TorchAttention, TorchExperts]):
+class TorchOps(
+    TorchStreams, Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLinear, TorchAttention, TorchExperts]
+):
     """The ops of one step: made for a batch and a cache, used once. Index tensors are made when first needed."""
 
     def __init__(
@@ -188,65 +198,6 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         rows = table[torch.where(self._token_ids < len(table), self._token_ids, 0)]
         return (of_stream + rows.to(x.dtype) * table_scale) * scale
 
-    def branch(self, x: torch.Tensor, number: int, *, scale: float = 1.0) -> torch.Tensor:
-        """A tensor of its own where it is not the very same."""
-        del number
-        return x if scale == 1.0 else x * scale
-
-    def stream(self, h: torch.Tensor, number: int) -> torch.Tensor:
-        """The very same."""
-        del number
-        return h
-
-    def match(self, y: torch.Tensor, x: torch.Tensor, number: int, *, least: float) -> torch.Tensor:
-        """[T, D]."""
-        del number
-        wanted, found = (one.float().square().mean(dim=-1, keepdim=True) for one in (x, y))
-        return (y * (wanted.sqrt() / found.clamp(min=least).sqrt())).to(x.dtype)
-
-    def predict(
-        self, xs: tuple[torch.Tensor, ...], routed: torch.Tensor, weight: TorchNorm, *, scale: float
-    ) -> tuple[torch.Tensor, ...]:
-        """n of [T, D]."""
-        n, together = len(xs), torch.stack(xs, dim=1)
-        coefficients = F.linear(torch.tanh(routed.float() * scale), weight.weight).unflatten(-1, (n, n))
-        mixed = torch.baddbmm(together, coefficients.to(together.dtype), together)
-        return tuple(mixed.unbind(dim=1))
-
-    def correct(
-        self,
-        xs: tuple[torch.Tensor, ...],
-        y: torch.Tensor,
-        routed: torch.Tensor,
-        weight: TorchNorm,
-        *,
-        scale: float,
-        active: int,
-    ) -> tuple[torch.Tensor, ...]:
-        """n of [T, D]."""
-        coefficients = (F.linear(torch.tanh(routed.float() * scale), weight.weight) + 1.0).to(y.dtype)
-        news = y - xs[active]
-        return tuple(x + coefficients[:, i, None] * news for i, x in enumerate(xs))
-
-    def connections(
-        self, xs: tuple[torch.Tensor, ...], weight: TorchNorm, scale: TorchNorm, base: TorchNorm, *, eps: float
-    ) -> torch.Tensor:
-        """c [T, m] fp32."""
-        return connected(torch.cat(xs, dim=-1), weight.weight, scale.weight, base.weight, n=len(xs), eps=eps)
-
-    def gather(self, xs: tuple[torch.Tensor, ...], c: torch.Tensor, number: int, *, eps: float) -> torch.Tensor:
-        """[T, D]."""
-        del number
-        weights = torch.sigmoid(c[:, : len(xs), None]) + eps
-        return (weights * torch.stack(xs, dim=1)).sum(dim=1).to(xs[0].dtype)
-
-    def spread(
-        self, xs: tuple[torch.Tensor, ...], y: torch.Tensor, c: torch.Tensor, *, magnitude: float, eps: float
-    ) -> tuple[torch.Tensor, ...]:
-        """n of [T, D]."""
-        weights = magnitude * torch.sigmoid(c[:, len(xs) : 2 * len(xs)]) + eps
-        return tuple((x + weights[:, i, None] * y).to(x.dtype) for i, x in enumerate(xs))
-
     def linear_add(self, h: torch.Tensor, weight: TorchLinear, x: torch.Tensor) -> torch.Tensor:
         """x + h W^T + b [T, D]."""
         return x + self.linear(h, weight)
@@ -318,7 +269,11 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         assert spec.rope is not None
         keys = self._index_keys(spec)
         k_Td = self.norm(self.linear(h, own.key), own.norm, eps=spec.index_eps)
-        keys[self._slots] = self._rotate(k_Td[:, None], spec.rope)[:, 0].to(keys.dtype)
+        keys[self._slots, : index.head_dim] = self._rotate(k_Td[:, None], spec.rope)[:, 0].to(keys.dtype)
+        if own.gates is not None:
+            assert own.offsets is not None
+            keys[self._slots, index.head_dim :] = self.linear(h, own.gates).to(keys.dtype)
+            self._pool_keys(keys, own.offsets)
         self._chosen = None
         longest = int(self._batch.context_tokens_S.max())
         if longest <= index.most:
@@ -332,7 +287,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         self._chosen = torch.zeros((len(h), n_masks, longest), dtype=torch.bool, device=self._device)
         for queries in self._queries.of(spec):
             n_sequences, n_seen = queries.slots.shape
-            k_Bdc = keys[queries.slots].transpose(1, 2).float()
+            k_Bdc = keys[queries.slots, : index.head_dim].transpose(1, 2).float()
             q_Bknd = q_Tnd[queries.rows].unflatten(0, (n_sequences, -1))
             mask = None if queries.mask is None else queries.mask[:, 0]
             if weights_Tn is None:
@@ -340,8 +295,26 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
                 chosen = best_blocks(q_Bknd, k_Bdc, positions, index)
             else:
                 weights_Bkn = weights_Tn[queries.rows].unflatten(0, (n_sequences, -1))
-                chosen = best_positions(index_scores(q_Bknd, k_Bdc, weights_Bkn), mask, index.most)[:, :, None]
+                scores = index_scores(q_Bknd, k_Bdc[..., index.pool - 1 :: index.pool], weights_Bkn)
+                if index.pool == 1:
+                    chosen = best_positions(scores, mask, index.most)[:, :, None]
+                else:
+                    positions = self._positions[queries.rows].unflatten(0, (n_sequences, -1))
+                    chosen = best_pools(scores, positions, index, n_seen)[:, :, None]
             self._chosen[queries.rows, :, :n_seen] = chosen.flatten(0, 1)
+
+    def _pool_keys(self, keys: torch.Tensor, offsets_pd: torch.Tensor) -> None:
+        """In the place of the last key of each pool that the step completes: what its keys are together. keys [slots, 2 d]."""
+        pool, width = offsets_pd.shape
+        ends = ((self._positions + 1) % pool == 0).nonzero()[:, 0]
+        starts = torch.tensor(self._batch.query_start_S1[1:-1], device=self._device)
+        sequences = torch.bucketize(ends, starts.long(), right=True)
+        positions_np = self._positions[ends, None] - pool + 1 + torch.arange(pool, device=self._device)
+        block = self._kv.block_tokens
+        slots_np = self._table[sequences[:, None], positions_np // block] * block + positions_np % block
+        k, gates = keys[slots_np].float().split(width, dim=-1)
+        together = (torch.softmax(gates + offsets_pd, dim=1) * k).sum(dim=1)
+        keys[self._slots[ends], :width] = together.to(keys.dtype)
 
     def _index_keys(self, spec: AttentionSpec) -> torch.Tensor:
         """[slots, d]: beside latents, or in a layer of their own."""

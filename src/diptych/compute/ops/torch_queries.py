@@ -161,6 +161,19 @@ def best_blocks(
     return torch.cat(parts, dim=1)
 
 
+def best_pools(scores_Bkp: torch.Tensor, positions_Bk: torch.Tensor, index: IndexSpec, n_seen: int) -> torch.Tensor:
+    """[B, k, C] bool: the positions of the pools of the highest scores of each query, of those that are whole up to its own,
+    and all behind the last of them.
+    """
+    device = scores_Bkp.device
+    n_whole_Bk1 = (positions_Bk[..., None] + 1) // index.pool
+    is_whole = torch.arange(scores_Bkp.shape[2], device=device) < n_whole_Bk1
+    chosen = _highest(scores_Bkp.masked_fill(~is_whole, float("-inf")), index.n_pools) & is_whole
+    of_pools = F.pad(chosen.repeat_interleave(index.pool, dim=-1), (0, index.pool))[..., :n_seen]
+    positions_c = torch.arange(n_seen, device=device)
+    return of_pools | ((positions_c >= n_whole_Bk1 * index.pool) & (positions_c <= positions_Bk[..., None]))
+
+
 def _highest(scores: torch.Tensor, most: int) -> torch.Tensor:
     best = scores.topk(min(most, scores.shape[-1]), dim=-1).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)

@@ -20,7 +20,7 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import TorchStates
 from diptych.compute.ops.contract import AttentionSpec
 from diptych.compute.ops.torch_loader import TorchAttention, TorchRule
-from diptych.models.spec import StateRule, StateSpec
+from diptych.models.states import StateRule, StateSpec
 
 CHUNK_TOKENS = 64
 LEAST_SQUARE = 1e-6  # in the root of a query's and a key's length
@@ -118,12 +118,15 @@ def _advance(
     v = v.unflatten(-1, (form.n_value_heads, -1)).transpose(1, 2)
     heads = form.n_value_heads
     rates = rates_BnR.transpose(1, 2)
-    step = F.softplus(form.rate_scale * rates[:, -(form.n_decays or heads) :] + rule.shift[:, None])
-    step = step.unflatten(1, (heads, -1)).transpose(2, 3)  # one for all keys, or each
+    shifted = form.rate_scale * rates[:, -(form.n_decays or heads) :] + rule.shift[:, None]
+    shifted = shifted.unflatten(1, (heads, -1)).transpose(2, 3)  # one for all keys, or each
+    step = F.softplus(shifted)
     if not is_delta:
         step = step.clamp(*form.step_limits)
     beta = form.most_weight * rates[:, :heads].sigmoid() if is_delta else step[..., 0]
     log_decay = -rule.decay[:, None, None] * step
+    if form.least_decay is not None:
+        log_decay = form.least_decay * torch.sigmoid(rule.decay[:, None, None] * shifted)
     outputs = []
     whole = (q, k, v, beta, log_decay)
     for begin in range(0, q.shape[2], CHUNK_TOKENS):

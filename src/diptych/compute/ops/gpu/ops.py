@@ -196,6 +196,9 @@ class TritonOps(TorchOps):
         spec, latent = attention.spec, attention.latent
         assert latent is not None
         assert spec.rope is not None
+        if not spec.rope.inv_freq:  # the kernel turns some dimensions at least
+            super().cache_latents(kv, attention)
+            return
         norm, turn = latent.norm.weight, self._turns(spec.rope)
         cache_latents(kv, self._slots, self._pool(spec.cache_layer)[0], weight=norm, turn=turn, eps=spec.norm_eps)
 
@@ -253,6 +256,8 @@ class TritonOps(TorchOps):
         spec, latent = attention.spec, attention.latent
         assert latent is not None
         assert spec.rope is not None
+        if not spec.rope.inv_freq:
+            return super().absorb(q, attention)
         if spec.query_scale is not None:
             q = (q * self._scales(spec.query_scale)[:, None]).to(q.dtype)
         return multiply_heads(q.unflatten(-1, (spec.n_heads, -1)), latent.keys, turn=self._turns(spec.rope))
