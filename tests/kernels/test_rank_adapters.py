@@ -43,6 +43,7 @@ KINDS: dict[str, tuple[str, str, dict[str, int], dict[str, int]]] = {
     "latents": ("deepseek_v2", "int8", LATENT, {}),
     "gated latents": ("axk2", "int8", {"q_b_proj": 3, "W_down": 2, "W_up": 4, "o_proj": 5}, {}),
     "streams by connections": ("hy_v4", "int8", {"q_b_proj": 3, "linear_gate": 2, "o_proj": 5}, {}),
+    "streams in one row": ("qwen4_exp", "int8", {"q_proj": 3, "in_proj_qkv": 2, "o_proj": 5}, {}),
     "inner norms": ("bitnet", "int4", SOME, {}),
     "gates by softplus": ("laguna", "int8", {"g_proj": 3, "q_proj": 2, "o_proj": 5}, {}),
     "experts": ("qwen3_moe", "int8", {**SOME, "lm_head": 3}, {}),

@@ -8,14 +8,8 @@ from typing import Any
 
 from diptych.compute.attention_loader import HeadsLoader
 from diptych.compute.balance import HEAD_SHARE, balance_curve, balance_gated, balance_norm
-from diptych.compute.decoder import (
-    ApartNorms,
-    DecoderWeights,
-    LatentExperts,
-    LayerWeights,
-    NormGate,
-    SharedExperts,
-)
+from diptych.compute.decoder import DecoderWeights, LayerWeights
+from diptych.compute.gated_loader import load_gated, load_gated_end, load_ids, load_ngrams
 from diptych.compute.layer_tensors import LayerTensors
 from diptych.compute.naming import family_named, final_norm, head_name, prefix_of, table_name
 from diptych.compute.ops.contract import (
@@ -32,6 +26,7 @@ from diptych.compute.ops.contract import (
     Vector,
     WeightTensor,
 )
+from diptych.compute.part_weights import ApartNorms, LatentExperts, NormGate, SharedExperts
 from diptych.compute.streams_loader import (
     load_branch,
     load_connection,
@@ -61,7 +56,7 @@ from diptych.models.spec import (
     MoeSpec,
     Norms,
 )
-from diptych.models.streams import HyperSpec
+from diptych.models.streams import GatedSpec, HyperSpec
 
 
 def load_decoder(
@@ -74,7 +69,7 @@ def load_decoder(
     norm = final_norm(source, spec)
     output = table if spec.is_tied else source.tensor(head_name(source, spec), spec.vocab_size, spec.hidden)
     bias = source.tensor(f"{names.head}.bias", spec.vocab_size) if spec.has_head_bias and spec.has_head else None
-    if loader.is_balancing and norm.weight.stored:
+    if loader.is_balancing and norm is not None and norm.weight.stored:
         norm, (parts,) = balance_norm(
             norm, (LinearParts(weights=(output,)),), offset=spec.norm_offset, share=HEAD_SHARE
         )
@@ -92,12 +87,14 @@ def load_decoder(
         embedding=embedding,
         positions=positions,
         layers=layers,
-        norm=loader.norm(norm, offset=spec.norm_offset),
+        norm=None if norm is None else loader.norm(norm, offset=spec.norm_offset),
         head=head,
         inputs=inputs,
         begin=begin,
         end=end,
         connection=load_connection(source, loader, spec, prefix),
+        gated=load_gated_end(source, loader, spec, prefix),
+        ids=None if spec.ngrams is None else load_ids(loader, spec, spec.ngrams),
     )
 
 
@@ -111,7 +108,7 @@ def scaled_norm(norm: NormParts | None, factor: float) -> NormParts | None:
 class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
     """Loads the tensors of one layer."""
 
-    def load(self) -> LayerWeights[Vector, Linear, Heads, Experts]:
+    def load(self) -> LayerWeights[Table, Vector, Linear, Heads, Experts]:
         """All of them: a dense MLP first, a mixture last."""
         mlp = self.parts.mlp
         names, of_mlp = (self.names.norms[self.parts.norms][i : i + 2] for i in (0, 2))
@@ -194,6 +191,9 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         spec, mlp = self.spec, self.parts.mlp
         if isinstance(spec.streams, HyperSpec):
             return {"connections": load_connections(self.source, self.loader, spec, spec.streams, self.prefix)}
+        if isinstance(spec.streams, GatedSpec):
+            gated = load_gated(self.source, self.loader, spec, spec.streams, self.prefix)
+            return {"gated": gated, "ngrams": load_ngrams(self.source, self.loader, spec, self.layer, self.prefix)}
         if spec.layer_inputs is None:
             return {}
         assert mlp is not None

@@ -6,7 +6,6 @@ standard library only; numbers that need arrays (rotary tables) are made from it
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -14,29 +13,14 @@ from functools import cached_property
 
 from diptych.ground.errors import UnsupportedModel
 from diptych.ground.specs import Provenance
+from diptych.models.activations import Activation as Activation
 from diptych.models.gates import CLAMPED, SQUARED, GateForm
 from diptych.models.latent import CacheShape, IndexSpec, MlaSpec
+from diptych.models.ngrams import NgramSpec, ngram_states
 from diptych.models.positions import QueryScale, Rope
-from diptych.models.streams import UNSCALED, HyperSpec, LayerInputs, LayerScales, StreamsSpec
-
-
-class Activation(Enum):
-    """act in act(gate) * up, or in act(up) where there is no gate.
-
-    XIELU: s x + a x^2 above 0, s x + b (exp(min(x, e)) - 1 - x) below, of a layer's own a and b, XIELU_SLOPE and XIELU_LEAST.
-    CLAMPED: of gates, as `gates.CLAMPED` says.
-    """
-
-    SILU = "silu"
-    GELU_TANH = "gelu_tanh"
-    GELU = "gelu"
-    RELU = "relu"
-    SQUARED_RELU = "squared_relu"  # max(x, 0)^2
-    XIELU = "xielu"
-    CLAMPED = "clamped"
-    SIGMOID = "sigmoid"  # of gates without up
-    SOFTPLUS = "softplus"  # likewise, log(1 + e^x)
-
+from diptych.models.states import StateRule as StateRule
+from diptych.models.states import StateSpec as StateSpec
+from diptych.models.streams import UNSCALED, GatedSpec, HyperSpec, LayerInputs, LayerScales, StreamsSpec
 
 XIELU_SLOPE = 0.5
 XIELU_LEAST = -1e-6
@@ -67,6 +51,7 @@ class Scores(Enum):
 class Norms(Enum):
     """Where a layer norms."""
 
+    BARE = "bare"  # nowhere: what joins the streams gives normed ones
     ALONE = "alone"  # one before attention; there is no MLP
     MLP_ALONE = "mlp_alone"  # one before the MLP; there is no attention
     SHARED = "shared"  # the same, by the norm of the layer behind it, and added with what that layer's attention gives
@@ -80,117 +65,20 @@ class Norms(Enum):
     @property
     def count(self) -> int:
         """Norms per layer."""
-        numbers = {Norms.SHARED: 0, Norms.ALONE: 1, Norms.MLP_ALONE: 1, Norms.PARALLEL: 1, Norms.AROUND_MLP: 3}
+        numbers = {
+            Norms.BARE: 0,
+            Norms.SHARED: 0,
+            Norms.ALONE: 1,
+            Norms.MLP_ALONE: 1,
+            Norms.PARALLEL: 1,
+            Norms.AROUND_MLP: 3,
+        }
         return numbers.get(self, 4 if self is Norms.AROUND else 2)
 
     @property
     def are_side_by_side(self) -> bool:
         """Whether attention and MLP both read the stream as it comes to the layer."""
         return self in (Norms.PARALLEL, Norms.BESIDE)
-
-
-class StateRule(Enum):
-    """How a state moves on with a token."""
-
-    DELTA = "delta"
-    SSD = "ssd"
-    CONVOLUTION = "convolution"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateSpec:
-    """A state of one size in place of keys and values: what was read of a sequence lies in it.
-
-    Each value head has a matrix S [key_dim, value_dim] per sequence. rule: how it moves on.
-    DELTA (arXiv:2412.06464): S = decay S + k (beta (v - (decay S)^T k))^T gives S^T q, which is normed over value_dim (with
-    norm_eps, or the model's own), then gated. beta is most_weight times a sigmoid. fades_by_key: each row of S has a decay of
-    its own (arXiv:2510.26692).
-    SSD (Mamba-2, arXiv:2405.21060; its C, B and x are q, k and v): S = decay S + k (step v)^T gives S^T q + skip v, which is
-    gated, then normed, over all heads or over each of n_norms equal parts of them (0: it is not); step is held within
-    step_limits.
-    CONVOLUTION: no matrix, key_dim is 0, heads are width alone: gate_out * taps(gate_in * v), as LFM2 has it.
-    gate: what the projection that gates goes through. rank: that one, and the decays by key, are projected in two steps with so
-    many values between (0: in one). q_scale, k_scale, v_scale, rate_scale: what q, k and v are multiplied by before their taps,
-    and steps before they are shifted.
-    n_key_heads: heads of q and k, each for as many value heads as come to it. n_taps: q, k and v of a token (of a convolution,
-    what is gated) are sums over its own and the n_taps - 1 tokens before, by a weight for each channel and tap.
-    """
-
-    rule: StateRule = StateRule.DELTA
-    n_key_heads: int
-    key_dim: int
-    n_value_heads: int
-    value_dim: int
-    n_taps: int
-    n_norms: int = 1
-    has_tap_bias: bool = False
-    norm_eps: float | None = None
-    most_weight: float = 1.0
-    step_limits: tuple[float, float] = (0.0, math.inf)
-    q_scale: float = 1.0
-    k_scale: float = 1.0
-    v_scale: float = 1.0
-    rate_scale: float = 1.0
-    fades_by_key: bool = False
-    gate: Activation = Activation.SILU
-    rank: int = 0
-
-    @property
-    def n_channels(self) -> int:
-        """That taps are for: of q, k and v together."""
-        return 2 * self.n_key_heads * self.key_dim + self.width
-
-    @property
-    def n_inputs(self) -> int:
-        """Of a token, that the taps' channels are made of."""
-        return 3 * self.width if self.rule is StateRule.CONVOLUTION else self.n_channels
-
-    @property
-    def width(self) -> int:
-        """Of what the value heads give."""
-        return self.n_value_heads * self.value_dim
-
-    @property
-    def gate_width(self) -> int:
-        """Of the projection that gates what the heads give."""
-        return 0 if self.rule is StateRule.CONVOLUTION else self.width
-
-    @property
-    def n_rates(self) -> int:
-        """Numbers of a token that say how much is new and what is left: beta and decay of each head, or its step."""
-        per_head = {StateRule.DELTA: 1 if self.fades_by_key else 2, StateRule.SSD: 1, StateRule.CONVOLUTION: 0}
-        return per_head[self.rule] * self.n_value_heads
-
-    @property
-    def n_decays(self) -> int:
-        """Those of them that are projected by themselves: by key, of each head."""
-        return self.n_value_heads * self.key_dim if self.fades_by_key else 0
-
-    @property
-    def n_projected(self) -> int:
-        """Outputs of all that reads a layer's input."""
-        return self.n_inputs + (self.rank or self.gate_width) + self.n_rates + min(self.rank, self.n_decays)
-
-    @property
-    def n_second(self) -> int:
-        """Parameters of second steps."""
-        return self.rank * (self.gate_width + self.n_decays)
-
-    @property
-    def n_small(self) -> int:
-        """Parameters beside the projections: taps, numbers of each head, a norm."""
-        taps, heads = self.n_channels * (self.n_taps + self.has_tap_bias), self.n_value_heads
-        of_heads = {
-            StateRule.DELTA: heads + (self.n_decays or heads) + self.value_dim,
-            StateRule.SSD: 3 * heads + (self.width if self.n_norms else 0),
-            StateRule.CONVOLUTION: 0,
-        }
-        return taps + of_heads[self.rule]
-
-    @property
-    def state_elements(self) -> int:
-        """Numbers that a layer keeps of a sequence: the heads' matrices, and the tokens that its taps still see."""
-        return self.n_value_heads * self.key_dim * self.value_dim + (self.n_taps - 1) * self.n_channels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -455,8 +343,9 @@ class ModelSpec:
     blocks: tuple[tuple[int, int | None], ...] = ()
     left_out: tuple[int, ...] = ()
     spare_embeddings: int = 0
-    streams: StreamsSpec | HyperSpec | None = None
+    streams: StreamsSpec | HyperSpec | GatedSpec | None = None
     layer_inputs: LayerInputs | None = None
+    ngrams: NgramSpec | None = None
     published_parameters: int | None = None
     provenance: tuple[Provenance, ...] = ()
 
@@ -558,10 +447,21 @@ class ModelSpec:
         return tuple(i for i, layer in enumerate(self.layers) if layer.attention.state is not None)
 
     @cached_property
+    def states(self) -> tuple[StateSpec, ...]:
+        """All that it keeps of a sequence beside keys and values: those of state_layers, and behind them those of n-grams."""
+        of_layers = (layer.attention.state for layer in self.layers)
+        beside = () if self.ngrams is None else ngram_states(self.ngrams, self.hidden * self.n_streams)
+        return (*(state for state in of_layers if state is not None), *beside)
+
+    @property
+    def n_streams(self) -> int:
+        """Residual streams."""
+        return 1 if self.streams is None else self.streams.n_streams
+
+    @cached_property
     def state_elements(self) -> int:
         """Numbers that a sequence keeps in all layers, however long it is, beside its keys and values."""
-        states = (layer.attention.state for layer in self.layers)
-        return sum(state.state_elements for state in states if state is not None)
+        return sum(state.state_elements for state in self.states)
 
     @cached_property
     def attention(self) -> AttentionLayer:

@@ -19,10 +19,20 @@ from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.ops.contract import Activation, AttentionSpec, Ops, QkNorm, RopeSpec, Taps
 from diptych.compute.ops.device_codes import Weight
 from diptych.compute.ops.step_numbers import StepNumbers
-from diptych.compute.ops.torch_curves import activated, bent, connected, xielu
+from diptych.compute.ops.torch_curves import activated, bent, xielu
 from diptych.compute.ops.torch_loader import TorchAttention, TorchExperts, TorchLinear, TorchNorm
-from diptych.compute.ops.torch_queries import Queries, QueryGroups, best_blocks, best_positions, index_scores
+from diptych.compute.ops.torch_queries import (
+    Queries,
+    QueryGroups,
+    best_blocks,
+    best_pooled,
+    best_positions,
+    index_scores,
+    pooled,
+    turned,
+)
 from diptych.compute.ops.torch_states import move_states
+from diptych.compute.ops.torch_streams import TorchStreams
 from diptych.models.gates import CLAMPED, GateForm
 from diptych.models.positions import QueryScale
 from diptych.models.spec import MoeSpec, Scores
@@ -38,7 +48,9 @@ def _inv_freq(rope: RopeSpec, device: torch.device) -> torch.Tensor:
     return torch.tensor(rope.inv_freq, dtype=torch.float32, device=device)
 
 
-class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLinear, TorchAttention, TorchExperts]):
+class TorchOps(
+    TorchStreams, Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLinear, TorchAttention, TorchExperts]
+):
     """The ops of one step: made for a batch and a cache, used once. Index tensors are made when first needed."""
 
     def __init__(
@@ -188,68 +200,13 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         rows = table[torch.where(self._token_ids < len(table), self._token_ids, 0)]
         return (of_stream + rows.to(x.dtype) * table_scale) * scale
 
-    def branch(self, x: torch.Tensor, number: int, *, scale: float = 1.0) -> torch.Tensor:
-        """A tensor of its own where it is not the very same."""
-        del number
-        return x if scale == 1.0 else x * scale
-
-    def stream(self, h: torch.Tensor, number: int) -> torch.Tensor:
-        """The very same."""
-        del number
-        return h
-
-    def match(self, y: torch.Tensor, x: torch.Tensor, number: int, *, least: float) -> torch.Tensor:
-        """[T, D]."""
-        del number
-        wanted, found = (one.float().square().mean(dim=-1, keepdim=True) for one in (x, y))
-        return (y * (wanted.sqrt() / found.clamp(min=least).sqrt())).to(x.dtype)
-
-    def predict(
-        self, xs: tuple[torch.Tensor, ...], routed: torch.Tensor, weight: TorchNorm, *, scale: float
-    ) -> tuple[torch.Tensor, ...]:
-        """n of [T, D]."""
-        n, together = len(xs), torch.stack(xs, dim=1)
-        coefficients = F.linear(torch.tanh(routed.float() * scale), weight.weight).unflatten(-1, (n, n))
-        mixed = torch.baddbmm(together, coefficients.to(together.dtype), together)
-        return tuple(mixed.unbind(dim=1))
-
-    def correct(
-        self,
-        xs: tuple[torch.Tensor, ...],
-        y: torch.Tensor,
-        routed: torch.Tensor,
-        weight: TorchNorm,
-        *,
-        scale: float,
-        active: int,
-    ) -> tuple[torch.Tensor, ...]:
-        """n of [T, D]."""
-        coefficients = (F.linear(torch.tanh(routed.float() * scale), weight.weight) + 1.0).to(y.dtype)
-        news = y - xs[active]
-        return tuple(x + coefficients[:, i, None] * news for i, x in enumerate(xs))
-
-    def connections(
-        self, xs: tuple[torch.Tensor, ...], weight: TorchNorm, scale: TorchNorm, base: TorchNorm, *, eps: float
-    ) -> torch.Tensor:
-        """c [T, m] fp32."""
-        return connected(torch.cat(xs, dim=-1), weight.weight, scale.weight, base.weight, n=len(xs), eps=eps)
-
-    def gather(self, xs: tuple[torch.Tensor, ...], c: torch.Tensor, number: int, *, eps: float) -> torch.Tensor:
-        """[T, D]."""
-        del number
-        weights = torch.sigmoid(c[:, : len(xs), None]) + eps
-        return (weights * torch.stack(xs, dim=1)).sum(dim=1).to(xs[0].dtype)
-
-    def spread(
-        self, xs: tuple[torch.Tensor, ...], y: torch.Tensor, c: torch.Tensor, *, magnitude: float, eps: float
-    ) -> tuple[torch.Tensor, ...]:
-        """n of [T, D]."""
-        weights = magnitude * torch.sigmoid(c[:, len(xs) : 2 * len(xs)]) + eps
-        return tuple((x + weights[:, i, None] * y).to(x.dtype) for i, x in enumerate(xs))
-
     def linear_add(self, h: torch.Tensor, weight: TorchLinear, x: torch.Tensor) -> torch.Tensor:
         """x + h W^T + b [T, D]."""
         return x + self.linear(h, weight)
+
+    def injections(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
+        """[T, n]."""
+        return self.linear(h, weight)
 
     def linear_sum(self, h: torch.Tensor, weight: TorchLinear, y: torch.Tensor) -> torch.Tensor:
         """y + h W^T + b [T, N]."""
@@ -317,8 +274,10 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         assert own is not None
         assert spec.rope is not None
         keys = self._index_keys(spec)
-        k_Td = self.norm(self.linear(h, own.key), own.norm, eps=spec.index_eps)
-        keys[self._slots] = self._rotate(k_Td[:, None], spec.rope)[:, 0].to(keys.dtype)
+        k_Td = self.linear(h, own.key)
+        if not index.pools:
+            k_Td = self._rotate(self.norm(k_Td, own.norm, eps=spec.index_eps)[:, None], spec.rope)[:, 0]
+        keys[self._slots] = k_Td.to(keys.dtype)
         self._chosen = None
         longest = int(self._batch.context_tokens_S.max())
         if longest <= index.most:
@@ -328,7 +287,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
             q_Tnd if own.q_norm is None else self.norm(q_Tnd, own.q_norm, eps=spec.norm_eps), spec.rope
         )
         weights_Tn = None if own.weights is None else self.linear(h, own.weights).float()
-        n_masks = 1 if weights_Tn is not None else index.n_heads
+        n_masks = 1 if weights_Tn is not None or index.pools else index.n_heads
         self._chosen = torch.zeros((len(h), n_masks, longest), dtype=torch.bool, device=self._device)
         for queries in self._queries.of(spec):
             n_sequences, n_seen = queries.slots.shape
@@ -337,7 +296,13 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
             mask = None if queries.mask is None else queries.mask[:, 0]
             if weights_Tn is None:
                 positions = self._positions[queries.rows].unflatten(0, (n_sequences, -1))
-                chosen = best_blocks(q_Bknd, k_Bdc, positions, index)
+                if index.pools:
+                    k_Bbd = self.norm(pooled(k_Bdc, index.block).to(self._dtype), own.norm, eps=spec.index_eps)
+                    firsts = torch.arange(k_Bbd.shape[1], device=self._device) * index.block
+                    k_Bdb = turned(k_Bbd, firsts, spec.rope).transpose(1, 2).float()
+                    chosen = best_pooled(q_Bknd, k_Bdb, positions, index, n_seen)[:, :, None]
+                else:
+                    chosen = best_blocks(q_Bknd, k_Bdc, positions, index)
             else:
                 weights_Bkn = weights_Tn[queries.rows].unflatten(0, (n_sequences, -1))
                 chosen = best_positions(index_scores(q_Bknd, k_Bdc, weights_Bkn), mask, index.most)[:, :, None]
@@ -416,9 +381,9 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         gates = activated(self._product(h, weight, None), weight.activation)
         return (a.unflatten(-1, (gates.shape[-1], -1)) * gates[..., None]).flatten(-2)
 
-    def sum(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def sum(self, a: torch.Tensor, b: torch.Tensor, *, gate: torch.Tensor | None = None) -> torch.Tensor:
         """[T, N]."""
-        return a + b
+        return a + b if gate is None else self.add_gated(a, b, gate)
 
     def experts(self, h: torch.Tensor, experts: TorchExperts, *, routed: torch.Tensor | None = None) -> torch.Tensor:
         """The gated sum of the chosen experts [T, D]."""

@@ -1,0 +1,120 @@
+"""States of sequences: what is kept in place of keys and values, or beside them, in a model's shape."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from diptych.models.activations import Activation
+
+
+class StateRule(Enum):
+    """How a state moves on with a token."""
+
+    DELTA = "delta"
+    SSD = "ssd"
+    CONVOLUTION = "convolution"
+    TAPS = "taps"
+    BENT_TAPS = "bent_taps"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """A state of one size in place of keys and values: what was read of a sequence lies in it.
+
+    Each value head has a matrix S [key_dim, value_dim] per sequence. rule: how it moves on.
+    DELTA (arXiv:2412.06464): S = decay S + k (beta (v - (decay S)^T k))^T gives S^T q, which is normed over value_dim (with
+    norm_eps, or the model's own), then gated. beta is most_weight times a sigmoid. fades_by_key: each row of S has a decay of
+    its own (arXiv:2510.26692).
+    SSD (Mamba-2, arXiv:2405.21060; its C, B and x are q, k and v): S = decay S + k (step v)^T gives S^T q + skip v, which is
+    gated, then normed, over all heads or over each of n_norms equal parts of them (0: it is not); step is held within
+    step_limits.
+    CONVOLUTION: no matrix, key_dim is 0, heads are width alone: gate_out * taps(gate_in * v), as LFM2 has it.
+    TAPS, BENT_TAPS: likewise taps(v), or silu of it: of n-grams (`ngrams`), never a layer's own.
+    gate: what the projection that gates goes through. rank: that one, and the decays by key, are projected in two steps with so
+    many values between (0: in one). q_scale, k_scale, v_scale, rate_scale: what q, k and v are multiplied by before their taps,
+    and steps before they are shifted.
+    n_key_heads: heads of q and k, each for as many value heads as come to it. n_taps: q, k and v of a token (of a convolution,
+    what is gated) are sums over its own and the n_taps - 1 tokens before, by a weight for each channel and tap.
+    """
+
+    rule: StateRule = StateRule.DELTA
+    n_key_heads: int
+    key_dim: int
+    n_value_heads: int
+    value_dim: int
+    n_taps: int
+    n_norms: int = 1
+    has_tap_bias: bool = False
+    norm_eps: float | None = None
+    most_weight: float = 1.0
+    step_limits: tuple[float, float] = (0.0, math.inf)
+    q_scale: float = 1.0
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    rate_scale: float = 1.0
+    fades_by_key: bool = False
+    gate: Activation = Activation.SILU
+    rank: int = 0
+
+    @property
+    def has_matrix(self) -> bool:
+        """Whether its heads have one."""
+        return self.rule in (StateRule.DELTA, StateRule.SSD)
+
+    @property
+    def n_channels(self) -> int:
+        """That taps are for: of q, k and v together."""
+        return 2 * self.n_key_heads * self.key_dim + self.width
+
+    @property
+    def n_inputs(self) -> int:
+        """Of a token, that the taps' channels are made of."""
+        return 3 * self.width if self.rule is StateRule.CONVOLUTION else self.n_channels
+
+    @property
+    def width(self) -> int:
+        """Of what the value heads give."""
+        return self.n_value_heads * self.value_dim
+
+    @property
+    def gate_width(self) -> int:
+        """Of the projection that gates what the heads give."""
+        return self.width if self.has_matrix else 0
+
+    @property
+    def n_rates(self) -> int:
+        """Numbers of a token that say how much is new and what is left: beta and decay of each head, or its step."""
+        per_head = {StateRule.DELTA: 1 if self.fades_by_key else 2, StateRule.SSD: 1}
+        return per_head.get(self.rule, 0) * self.n_value_heads
+
+    @property
+    def n_decays(self) -> int:
+        """Those of them that are projected by themselves: by key, of each head."""
+        return self.n_value_heads * self.key_dim if self.fades_by_key else 0
+
+    @property
+    def n_projected(self) -> int:
+        """Outputs of all that reads a layer's input."""
+        return self.n_inputs + (self.rank or self.gate_width) + self.n_rates + min(self.rank, self.n_decays)
+
+    @property
+    def n_second(self) -> int:
+        """Parameters of second steps."""
+        return self.rank * (self.gate_width + self.n_decays)
+
+    @property
+    def n_small(self) -> int:
+        """Parameters beside the projections: taps, numbers of each head, a norm."""
+        taps, heads = self.n_channels * (self.n_taps + self.has_tap_bias), self.n_value_heads
+        of_heads = {
+            StateRule.DELTA: heads + (self.n_decays or heads) + self.value_dim,
+            StateRule.SSD: 3 * heads + (self.width if self.n_norms else 0),
+        }
+        return taps + of_heads.get(self.rule, 0)
+
+    @property
+    def state_elements(self) -> int:
+        """Numbers that a layer keeps of a sequence: the heads' matrices, and the tokens that its taps still see."""
+        return self.n_value_heads * self.key_dim * self.value_dim + (self.n_taps - 1) * self.n_channels
