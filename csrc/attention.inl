@@ -68,6 +68,7 @@ struct Scratch {
   float* key_scales;       // [256]
   float* value_scales;     // [256]
   float* query_scales;     // [rows] where queries are whole numbers
+  uint8_t* gathered;       // of a tile, where blocks of fewer tokens than a group has are chosen
 
   // In place of queries and weights where the cache is met by whole numbers of 16 bits.
   uint16_t* whole_queries() const { return reinterpret_cast<uint16_t*>(queries); }
@@ -88,6 +89,10 @@ DIPTYCH_INLINE T* carve(uint8_t*& at, int64_t n) {
   return out;
 }
 
+DIPTYCH_INLINE int64_t gathered_bytes(const AttentionShape& shape) {
+  return shape.pools ? kTileTokens * ((shape.head_dim + whole_vectors(shape.v_head_dim)) * 2 + 8) + 64 : 0;
+}
+
 DIPTYCH_INLINE Scratch carve_scratch(const AttentionShape& shape, uint8_t* at) {
   const int64_t rows = most_rows(shape), d = shape.head_dim, dv = whole_vectors(shape.v_head_dim);
   Scratch s;
@@ -103,6 +108,7 @@ DIPTYCH_INLINE Scratch carve_scratch(const AttentionShape& shape, uint8_t* at) {
   s.key_scales = carve<float>(at, kTileTokens);
   s.value_scales = carve<float>(at, kTileTokens);
   s.query_scales = carve<float>(at, rows);
+  s.gathered = carve<uint8_t>(at, gathered_bytes(shape));
   return s;
 }
 
@@ -450,7 +456,7 @@ DIPTYCH_INLINE SequenceView view_of(const AttentionCall& call, const AttentionTa
   const AttentionShape& shape = call.shape;
   const int64_t position = call.positions[task.token_end - 1], blocks = shape.most / shape.block;
   const bool has_chosen = call.choice != nullptr && shape.block > 1 && position >= shape.most;  // then it is a task's only token
-  const int32_t* chosen = has_chosen ? call.choice + ((task.token_end - 1) * shape.n_kv_heads + task.kv_head) * blocks : nullptr;
+  const int32_t* chosen = has_chosen ? call.choice + (shape.pools ? (task.token_end - 1) * (blocks + 1) : ((task.token_end - 1) * shape.n_kv_heads + task.kv_head) * blocks) : nullptr;
   return {&call, call.block_table + task.sequence * call.table_width, task.kv_head, shape.last_seen(position, task.whole), chosen};
 }
 
@@ -491,6 +497,8 @@ static void attention(const AttentionCall& call, const AttentionTask& task, cons
     tile.ahead = &ahead;
     if (call.choice != nullptr && call.shape.block == 1) {
       gather_tile(view, rows.token, scratch, tile);
+    } else if (view.chosen != nullptr && call.shape.pools) {
+      gather_blocks(view, scratch, rows.n, tile);
     } else {
       find_tile(view, scratch, rows.n, tile);
       ask_ahead(view, after, after_token, rows.n, tile, ahead);
@@ -540,7 +548,7 @@ static int64_t attention_scratch_bytes(const AttentionShape& shape) {
   const int64_t rows = most_rows(shape), d = shape.head_dim, dv = whole_vectors(shape.v_head_dim);
   const int64_t floats = 4 * rows + rows * dv + kRows * kTileTokens + 2 * kTileTokens;
   const int64_t inputs = (rows + kRows) * query_stride(d) + kRows * kTileTokens, halves = kTileTokens * (d + dv);
-  return (floats * 4 + inputs * static_cast<int64_t>(sizeof(Input)) + halves * 2 + 12 * 64 + 4095) / 4096 * 4096;
+  return (floats * 4 + inputs * static_cast<int64_t>(sizeof(Input)) + halves * 2 + gathered_bytes(shape) + 13 * 64 + 4095) / 4096 * 4096;
 }
 
 extern const AttentionKernels kAttention = {attention, attention_combine, attention_scratch_bytes, index_tile, choose_row};

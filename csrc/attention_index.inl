@@ -1,5 +1,6 @@
 // What an index chooses (DeepSeek Sparse Attention, arXiv:2512.02556): scores of all positions before a token, the highest of them, and the
-// tiles of attention that are made of those. Or blocks of positions (MiniMax M3), whose tiles are groups of 16 as they lie (GroupWalk).
+// tiles of attention that are made of those. Or blocks of positions (MiniMax M3), whose tiles are groups of 16 as they lie (GroupWalk); of
+// fewer than 16 (Qwen4-Exp) groups are made of several.
 //
 // The i-th tile of a token has the positions that stand at [256 i, 256 i + 256) of its own choice, ascending. So what is summed, and in which
 // order, follows from the choice alone, and a token that has no more positions than are chosen meets the tiles that it met without an index.
@@ -124,6 +125,34 @@ DIPTYCH_INLINE void gather_tile(const SequenceView& view, int64_t token, const S
 #endif
 }
 
+// A tile of blocks of fewer positions than a group has: copied beside each other, as they lie in a cache of one block. Behind the last of
+// them stands the first chosen, so that all that is multiplied are numbers.
+DIPTYCH_INLINE void gather_blocks(const SequenceView& view, const Scratch& scratch, int64_t rows, Tile& tile) {
+  const AttentionCall& call = *view.call;
+  const KvShape& kv = call.kv.shape;
+  const int64_t block = call.shape.block, d = kv.head_dim, dv = kv.value_dim(), bytes = kv.element_bytes();
+  AttentionCall gathered = call;
+  gathered.kv.data = scratch.gathered, gathered.kv.shape.block_tokens = kTileTokens, gathered.kv.shape.n_kv_heads = 1;
+  const KvHead to = gathered.kv.head(0, 0);
+  for (int64_t at = 0; at < tile.span.end * kGroupTokens; at += block) {
+    const int64_t place = tile.start + at, position = view.chosen[place > view.last_key ? 0 : place / block] * block;
+    const int64_t offset = position % kv.block_tokens;
+    const KvHead from = call.kv.head(view.blocks[position / kv.block_tokens], view.kv_head);
+    const uint8_t* keys = from.keys + (offset / kGroupTokens * kGroupTokens * d + offset % kGroupTokens * 2) * bytes;
+    uint8_t* own = to.keys + (at / kGroupTokens * kGroupTokens * d + at % kGroupTokens * 2) * bytes;
+    for (int64_t i = 0; i < d / 2; ++i, keys += 2 * kGroupTokens * bytes, own += 2 * kGroupTokens * bytes) std::memcpy(own, keys, static_cast<size_t>(2 * block * bytes));
+    std::memcpy(to.values + at * dv * bytes, from.values + offset * dv * bytes, static_cast<size_t>(block * dv * bytes));
+    if (kv.format == KvFormat::bf16) continue;
+    std::memcpy(to.key_scales + at, from.key_scales + offset, static_cast<size_t>(block) * 4);
+    std::memcpy(to.value_scales + at, from.value_scales + offset, static_cast<size_t>(block) * 4);
+  }
+  const int32_t only = 0;
+  const int64_t start = tile.start;
+  tile.start = 0;
+  find_tile({&gathered, &only, 0, view.last_key - start}, scratch, rows, tile);
+  tile.start = start;
+}
+
 // ---- scores ----
 
 // A block's score is the largest of its positions', for each head by itself.
@@ -168,7 +197,7 @@ static void index_tile(const IndexCall& call, int64_t sequence, int64_t number, 
           score_blocks(scratch.scores + r * kTileTokens, seen, block / kGroupTokens, out + (h + r) * (stride / n_heads));
           continue;
         }
-        const F32 weight = set1(call.weights[token * n_heads + h + r] * (tile.is_whole ? scratch.query_scales[h + r] : 1.0f));
+        const F32 weight = set1((call.weights == nullptr ? 1.0f : call.weights[token * n_heads + h + r]) * (tile.is_whole ? scratch.query_scales[h + r] : 1.0f));
         for (int64_t g = 0; g < seen.end; ++g)
           store(out + g * 16, fma(weight, max(load(scratch.scores + r * kTileTokens + g * 16), zero()), load(out + g * 16)));
       }

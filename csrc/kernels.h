@@ -86,7 +86,7 @@ using RotateQuery = void (*)(const float* x, int64_t n, int64_t rotary_dim, cons
 struct IndexKeyCall {
   KvLayer kv;                               // the index's: KvLayer::index, or a layer of its own
   const float* rows = nullptr;              // [T, index_dim]
-  const float* norm = nullptr;              // [index_dim], and its bias; null: an RMSNorm's
+  const float* norm = nullptr;              // [index_dim], null: a key is stored as it is; and its bias, null: an RMSNorm's
   const float* bias = nullptr;
   float norm_eps = 0.0f;
   int64_t n_gates = 0;                      // so many numbers behind the key stay as they are: what weighs it in its pool
@@ -95,9 +95,10 @@ struct IndexKeyCall {
   const float* sin_table = nullptr;
   const int32_t* positions = nullptr;       // [T]
   const int32_t* slots = nullptr;           // [T]
+  int64_t pooled = 0;                       // the token's own key is the last of so many, whose mean takes its place; 0: rows are keys
 };
 
-// One token's key into the cache: normed, its mean taken away where there is a bias, and turned. scratch: index_dim + 16 fp32.
+// One token's key into the cache, or where keys are pooled of every so many-th the mean of so many as they lie there: normed, its mean taken away where there is a bias, and turned. scratch: twice (index_dim + 16) fp32.
 using CacheIndex = void (*)(const IndexKeyCall& call, int64_t token, float* scratch);
 
 // A pool of keys in a cache of an index, each with as many gates behind it: in the place of the last one lies afterwards what all of them are
@@ -120,6 +121,7 @@ struct AttentionShape {
   const float* sinks = nullptr;  // [H] one more score of each head, of a key without value; null: none
   bool is_chunked = false;       // a query sees the positions from the last multiple of `window` up to its own instead
   int64_t most = INT64_MAX;      // a query attends to so many positions at most, those of a choice; "positions" are then places in it
+  bool pools = false;            // of blocks: for all kv heads the same, whole ones; behind them those are seen that make no whole one yet
   int64_t block = 1;             // so many positions are chosen together, for each kv head others; of more than one the query's own is among them
   int64_t pool = 1;              // so many positions are chosen together, for all heads; those behind the last whole pool are seen, too, and `most`
                                  // are seen where one is missing to a whole pool
@@ -132,7 +134,10 @@ struct AttentionShape {
     return position > reach ? position - reach : 0;
   }
   DIPTYCH_FORCED int64_t last_seen(int64_t position, int64_t whole) const {
-    if (whole == 0) return position < most ? position : most - block + position % block - (pool - 1 - (position + 1) % pool);
+    if (whole == 0) {
+      if (position < most) return position;
+      return pool != 1 ? most - pool + (position + 1) % pool : most - block + (position + pools) % block;
+    }
     return whole - 1 - position < window ? whole - 1 : position + window;
   }
 };
@@ -158,7 +163,8 @@ struct AttentionCall {
   int64_t out_stride = 0;
   float* partials = nullptr;
   const int32_t* choice = nullptr;         // [T, most] ascending positions of tokens that see more than so many; null: all are seen.
-                                           // Of blocks: [T, K, most / block] ascending numbers of them
+                                           // Of blocks: [T, K, most / block] ascending numbers of them; pooled: [T, most / block + 1],
+                                           // the last that of what makes no whole one
 };
 
 using AttentionScratchBytes = int64_t (*)(const AttentionShape& shape);  // per thread, 64-byte aligned
@@ -173,7 +179,7 @@ using AttentionCombine = void (*)(const AttentionCall& call, const AttentionTask
 // Of the index's heads: kv is the index's (KvLayer::index, or a layer of its own), q [T, H, d] its queries; it writes no output of attention.
 struct IndexCall {
   AttentionCall heads;
-  const float* weights = nullptr;          // [T, H]; null where blocks are chosen
+  const float* weights = nullptr;          // [T, H]; null where blocks are chosen, and of pooled keys: 1
 };
 
 // Scores of keys [256 tile, ...) for some tokens of one sequence, ascending, as far as each of them sees: scores[i * stride + position] =
@@ -187,11 +193,12 @@ using ChooseRow = void (*)(float* scores, int64_t n, int64_t most, int32_t* chos
 // ---- states (states.inl) -----------------------------------------------------------------------------------------------
 
 // How states move on: by a gated delta rule (arXiv:2412.06464), by Mamba-2's rule (arXiv:2405.21060), or inputs alone that a short convolution sees.
-enum class StateRule : int32_t { delta, ssd, convolution };
+// Taps: of a convolution sums alone, without gates; bent_taps: by silu.
+enum class StateRule : int32_t { delta, ssd, convolution, taps, bent_taps };
 
 // A layer's heads. Value heads that share a key head are divided into parts, each a task by itself. A state of one sequence: each value head's
 // [columns / 16][key_dim][16], columns padded to whole lanes, and behind all of them for each part the last n_taps - 1 inputs of its channels.
-// Of a convolution key_dim is 0: channels alone, in heads of value_dim.
+// Of a convolution and of taps key_dim is 0: channels alone, in heads of value_dim.
 struct StateShape {
   static constexpr int64_t kMostHeads = 8;  // of a part
   int64_t n_key_heads = 0, n_value_heads = 0, key_dim = 0, value_dim = 0, n_taps = 1;
@@ -204,9 +211,10 @@ struct StateShape {
   bool fades_by_key = false;  // delta: each row of a head's state has a decay of its own
   float least_decay = 0.0f;   // by key: what bounds its logarithm, 0: nothing
 
+  DIPTYCH_FORCED bool has_matrix() const { return rule == StateRule::delta || rule == StateRule::ssd; }
   DIPTYCH_FORCED int64_t channels() const { return 2 * n_key_heads * key_dim + n_value_heads * value_dim; }
   DIPTYCH_FORCED int64_t inputs() const { return rule == StateRule::convolution ? 3 * channels() : channels(); }
-  DIPTYCH_FORCED int64_t n_rates() const { return rule == StateRule::convolution ? 0 : rule == StateRule::delta && !fades_by_key ? 2 : 1; }  // of a head
+  DIPTYCH_FORCED int64_t n_rates() const { return !has_matrix() ? 0 : rule == StateRule::delta && !fades_by_key ? 2 : 1; }  // of a head
   DIPTYCH_FORCED int64_t n_shifts() const { return fades_by_key ? key_dim : 1; }  // likewise
   DIPTYCH_FORCED int64_t part_heads() const {
     const int64_t group = n_value_heads / n_key_heads;

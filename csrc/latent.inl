@@ -30,19 +30,6 @@ static void cache_latent(const LatentCall& call, int64_t token, float* scratch) 
   store_key(shape.format, scratch, d, slot % shape.block_tokens, shape.by_token, head.keys, head.key_scales);
 }
 
-static void cache_index(const IndexKeyCall& call, int64_t token, float* scratch) {
-  const KvShape& shape = call.kv.shape;
-  const int64_t d = call.kv.is_index ? shape.index_dim : shape.head_dim, half = call.rotary_dim / 2;
-  const int64_t position = call.positions[token], slot = call.slots[token];
-  const int64_t own = d - call.n_gates;
-  const float* row = call.rows + token * d;
-  call.bias == nullptr ? rms_norm_row(row, call.norm, own, call.norm_eps, scratch) : layer_norm_row(row, call.norm, call.bias, own, call.norm_eps, scratch);
-  std::memcpy(scratch + own, row + own, static_cast<size_t>(call.n_gates) * 4);
-  rotate(scratch, call.rotary_dim, call.cos_table + position * half, call.sin_table + position * half, scratch);
-  const KvHead head = call.kv.head(slot / shape.block_tokens, 0);
-  store_key(shape.format, scratch, d, slot % shape.block_tokens, false, head.keys, head.key_scales);
-}
-
 // What `store_key` has stored in groups.
 DIPTYCH_INLINE void load_key(KvFormat format, const uint8_t* keys, const float* scales, int64_t d, int64_t offset, float* x) {
   const int64_t at = offset / 16 * 16 * d + offset % 16 * 2;
@@ -56,6 +43,46 @@ DIPTYCH_INLINE void load_key(KvFormat format, const uint8_t* keys, const float* 
     std::memcpy(x + i, &bits, 4);
     if (format == KvFormat::fp8) x[i] *= scales[offset];
   }
+}
+
+// The mean of the last `pooled` keys of a sequence, which lie in one group, in the last one's place; turned as the first.
+DIPTYCH_INLINE void cache_mean(const IndexKeyCall& call, int64_t token, float* scratch) {
+  const KvShape& shape = call.kv.shape;
+  const int64_t d = shape.head_dim, half = call.rotary_dim / 2, first = call.positions[token] + 1 - call.pooled;
+  if (first % call.pooled != 0) return;
+  const KvHead head = call.kv.head(call.slots[token] / shape.block_tokens, 0);
+  const int64_t offset = call.slots[token] % shape.block_tokens;
+  float *mean = scratch, *one = scratch + whole_vectors(d);
+  std::memset(mean, 0, static_cast<size_t>(d) * 4);
+  const F32 share = set1(1.0f / static_cast<float>(call.pooled));
+  for (int64_t j = call.pooled - 1; j >= 0; --j) {
+    load_key(shape.format, head.keys, head.key_scales, d, offset - j, one);
+    for (int64_t i = 0; i < d; i += 16) {
+      const int64_t lanes = d - i < 16 ? d - i : 16;
+      store_n(mean + i, fma(load_n(one + i, lanes), share, load_n(mean + i, lanes)), lanes);
+    }
+  }
+  rms_norm_row(mean, call.norm, d, call.norm_eps, one);
+  rotate(one, call.rotary_dim, call.cos_table + first * half, call.sin_table + first * half, one);
+  store_key(shape.format, one, d, offset, false, head.keys, head.key_scales);
+}
+
+static void cache_index(const IndexKeyCall& call, int64_t token, float* scratch) {
+  if (call.pooled != 0) return cache_mean(call, token, scratch);
+  const KvShape& shape = call.kv.shape;
+  const int64_t d = call.kv.is_index ? shape.index_dim : shape.head_dim, half = call.rotary_dim / 2;
+  const int64_t position = call.positions[token], slot = call.slots[token];
+  const int64_t own = d - call.n_gates;
+  const float* row = call.rows + token * d;
+  if (call.norm == nullptr) {
+    const KvHead head = call.kv.head(slot / shape.block_tokens, 0);
+    return store_key(shape.format, row, d, slot % shape.block_tokens, false, head.keys, head.key_scales);
+  }
+  call.bias == nullptr ? rms_norm_row(row, call.norm, own, call.norm_eps, scratch) : layer_norm_row(row, call.norm, call.bias, own, call.norm_eps, scratch);
+  std::memcpy(scratch + own, row + own, static_cast<size_t>(call.n_gates) * 4);
+  rotate(scratch, call.rotary_dim, call.cos_table + position * half, call.sin_table + position * half, scratch);
+  const KvHead head = call.kv.head(slot / shape.block_tokens, 0);
+  store_key(shape.format, scratch, d, slot % shape.block_tokens, false, head.keys, head.key_scales);
 }
 
 static void pool_index(const KvLayer& index, const int32_t* slots, int64_t pool, const float* offsets, float* scratch) {

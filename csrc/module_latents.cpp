@@ -12,10 +12,16 @@ void bind_latents(nb::class_<Program>& program) {
       .def("rotate_queries", [](Program& p, int q, int out, int rope, int64_t n_heads) {
         p.record(Category::rope, RotateQueriesOp{q, out, rope, n_heads});
       }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("rope"), nb::arg("n_heads"))
-      .def("cache_index", [](Program& p, int x, int layer, int norm, int bias, float norm_eps, int rope, int64_t n_gates) {
+      .def("cache_index", [](Program& p, int x, int layer, int norm, int bias, float norm_eps, int rope, int64_t n_gates, int64_t pooled) {
         if (n_gates < 0 || n_gates >= p.buffer_width(x)) throw std::invalid_argument("a key stands before its gates");
-        p.record(Category::rope, CacheIndexOp{x, layer, norm, bias, rope, norm_eps, n_gates});
-      }, nb::kw_only(), nb::arg("x"), nb::arg("layer"), nb::arg("norm"), nb::arg("bias"), nb::arg("norm_eps"), nb::arg("rope"), nb::arg("n_gates") = 0)
+        const bool is_right = pooled == 0 ? norm != -1 || (bias == -1 && n_gates == 0)
+                                          : pooled > 1 && kGroupTokens % pooled == 0 && n_gates == 0 && norm != -1 && bias == -1 && p.vector_size(norm) == p.buffer_width(x);
+        if (!is_right) throw std::invalid_argument("keys are pooled that lie in one group, and normed without a bias; what has no norm has no bias");
+        CacheIndexOp op{x, layer, norm, bias, rope, norm_eps};
+        op.n_gates = n_gates, op.pooled = pooled;
+        p.record(Category::rope, op);
+      }, nb::kw_only(), nb::arg("x"), nb::arg("layer"), nb::arg("norm") = -1, nb::arg("bias") = -1, nb::arg("norm_eps") = 0.0f, nb::arg("rope"), nb::arg("n_gates") = 0,
+         nb::arg("pooled") = 0)
       .def("pool_index", [](Program& p, int layer, int offsets, int64_t pool, int64_t width) {
         const bool fits = pool > 1 && pool <= kMostPool && width > 0 && width % 2 == 0 && width <= kMostLatentDim && p.vector_size(offsets) == pool * (width / 2);
         if (!fits) throw std::invalid_argument("a pool is of 2 to 64 keys, which have offsets and as many gates as they are wide");
@@ -37,12 +43,20 @@ void bind_latents(nb::class_<Program>& program) {
         const bool fits = first_head >= 0 && p.buffer_width(q) % d == 0 && p.buffer_width(q) / d >= first_head + n && p.buffer_width(queries) == n * d &&
                           p.buffer_width(choice) == n * most && p.vector_size(norm) == d;
         if (!fits) throw std::invalid_argument("an index has queries and a choice of other sizes");
-        if (shape.block == 1 || local < 1 || local > most) throw std::invalid_argument("of the blocks that are chosen a token's own is one");
+        if (shape.block == 1 || shape.pools || local < 1 || local > most) throw std::invalid_argument("of the blocks that are chosen a token's own is one");
         ChooseOp op{q, queries, -1, choice, layer, rope, shape};
         op.norm = norm, op.norm_eps = norm_eps, op.local = local, op.first_head = first_head;
         p.record(Category::attention, op);
       }, nb::kw_only(), nb::arg("q"), nb::arg("queries"), nb::arg("choice"), nb::arg("layer"), nb::arg("rope"), nb::arg("shape"), nb::arg("norm"),
-         nb::arg("norm_eps"), nb::arg("local"), nb::arg("first_head") = 0);
+         nb::arg("norm_eps"), nb::arg("local"), nb::arg("first_head") = 0)
+      .def("choose_pooled", [](Program& p, int q, int queries, int choice, int layer, int rope, const AttentionShape& shape, int norm, float norm_eps) {
+        const int64_t n = shape.n_heads, d = shape.head_dim;
+        const bool fits = p.buffer_width(q) == n * d && p.buffer_width(queries) == n * d && shape.pools && p.buffer_width(choice) == shape.most / shape.block + 1 && p.vector_size(norm) == d;
+        if (!fits) throw std::invalid_argument("an index has queries and a choice of other sizes");
+        ChooseOp op{q, queries, -1, choice, layer, rope, shape};
+        op.norm = norm, op.norm_eps = norm_eps;
+        p.record(Category::attention, op);
+      }, nb::kw_only(), nb::arg("q"), nb::arg("queries"), nb::arg("choice"), nb::arg("layer"), nb::arg("rope"), nb::arg("shape"), nb::arg("norm"), nb::arg("norm_eps"));
 }
 
 }  // namespace diptych

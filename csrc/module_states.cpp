@@ -16,6 +16,8 @@ StateRule rule_named(const std::string& name) {
   if (name == "delta") return StateRule::delta;
   if (name == "ssd") return StateRule::ssd;
   if (name == "convolution") return StateRule::convolution;
+  if (name == "taps") return StateRule::taps;
+  if (name == "bent_taps") return StateRule::bent_taps;
   throw std::invalid_argument("no rule for states is called " + name);
 }
 
@@ -23,7 +25,7 @@ StateShape state_shape(const std::string& rule, int64_t n_key_heads, int64_t n_v
   const StateShape shape{n_key_heads, n_value_heads, key_dim, value_dim, n_taps, scale, norm_eps, rule_named(rule), least_step, most_step, most_weight, rate_scale, fades_by_key, least_decay};
   for (const int64_t size : {n_key_heads, n_value_heads, value_dim, n_taps})
     if (size < 1) throw std::invalid_argument("heads of states, their widths and their taps are at least one each");
-  if ((shape.rule == StateRule::convolution) != (key_dim == 0) || key_dim < 0) throw std::invalid_argument("heads with a matrix have a key's width, a convolution has none");
+  if (shape.has_matrix() != (key_dim != 0) || key_dim < 0) throw std::invalid_argument("heads with a matrix have a key's width, a convolution has none");
   if (fades_by_key && shape.rule != StateRule::delta) throw std::invalid_argument("only a delta rule's states fade by key");
   if (!(least_decay <= 0.0f) || (least_decay != 0.0f && !fades_by_key)) throw std::invalid_argument("what bounds a decay by key is below 0");
   if (n_value_heads % n_key_heads != 0) throw std::invalid_argument("value heads are shared evenly by key heads");
@@ -36,7 +38,7 @@ struct RuleVectors {  // by number; -1: the rule, or the layer, has none
 
 void record_states(Program& p, int qkv, int rates, int decays, int out, const RuleVectors& given, int layer, const StateShape& shape, int64_t first_head, int64_t column) {
   const int64_t heads = shape.n_value_heads, width = heads * shape.value_dim;
-  const bool has_heads = shape.rule != StateRule::convolution, is_delta = shape.rule == StateRule::delta;
+  const bool has_heads = shape.has_matrix(), is_delta = shape.rule == StateRule::delta;
   if (layer < 0 || first_head < 0 || column < 0) throw std::invalid_argument("a layer, a head or a column below 0");
   if (has_heads == (rates == -1)) throw std::invalid_argument("heads have rates, a convolution has none");
   const bool has_width = rates == -1 || (p.buffer_width(rates) % shape.n_rates() == 0 && p.buffer_width(rates) / shape.n_rates() >= first_head + heads);

@@ -114,6 +114,36 @@ void bind_streams(nb::class_<Program>& program) {
         p.record(Category::norm, MingleOp{std::move(xs), y, c, rounds, magnitude, eps});
       }, nb::kw_only(), nb::arg("xs"), nb::arg("y"), nb::arg("c"), nb::arg("magnitude"), nb::arg("rounds"), nb::arg("eps"))
       .def("vector_size", &Program::vector_size, nb::arg("vector"))
+      .def("fold", [](Program& p, int x, int out) {
+        if (p.buffer_width(x) % p.buffer_width(out) != 0) throw std::invalid_argument("a row has a whole number of streams");
+        p.record(Category::norm, FoldOp{x, out});
+      }, nb::kw_only(), nb::arg("x"), nb::arg("out"))
+      .def("inject", [](Program& p, int x, int y, int c, float magnitude, float scale) {
+        const int64_t n = p.buffer_width(c);
+        if (n > kMostStreams || p.buffer_width(x) != n * p.buffer_width(y)) throw std::invalid_argument("a row has a stream for each weight, 8 at most");
+        p.record(Category::norm, InjectOp{x, y, c, magnitude, scale});
+      }, nb::kw_only(), nb::arg("x"), nb::arg("y"), nb::arg("c"), nb::arg("magnitude"), nb::arg("scale"))
+      .def("meet_keys", [](Program& p, int keys, int queries, int values, int out) {
+        const int64_t width = p.buffer_width(values);
+        require_equal(p, keys, out), require_equal(p, queries, out);
+        if (p.buffer_width(out) % width != 0 || p.buffer_width(out) / width > kMostStreams) throw std::invalid_argument("a row has a whole number of streams, 8 at most");
+        p.record(Category::norm, MeetKeysOp{keys, queries, values, out});
+      }, nb::kw_only(), nb::arg("keys"), nb::arg("queries"), nb::arg("values"), nb::arg("out"))
+      .def("ids", [](Program& p, int out, int32_t shift) { p.record(Category::embed, IdsOp{out, shift}); }, nb::kw_only(), nb::arg("out"), nb::arg("shift"))
+      .def("ngrams", [](Program& p, int before, int out, std::vector<int> tables, int32_t shift, std::vector<int64_t> factors, std::vector<std::array<int64_t, 2>> heads) {
+        const int64_t n = static_cast<int64_t>(heads.size()), width = n == 0 ? 0 : p.buffer_width(out) / n;
+        if (n == 0 || tables.empty() || n % p.buffer_width(before) != 0 || p.buffer_width(out) != n * width || static_cast<int64_t>(factors.size()) != p.buffer_width(before) + 1)
+          throw std::invalid_argument("n-grams have as many heads of each length, equal parts of a row, and a factor for each token");
+        const int64_t table_rows = p.table_at(tables[0]).rows;
+        int64_t rows = 0;
+        for (const int table : tables) {
+          if (p.table_at(table).width != width || table_rows < 1 || (rows % table_rows != 0)) throw std::invalid_argument("tables of n-grams are as wide as a head, and equally long but for the last");
+          rows += p.table_at(table).rows;
+        }
+        for (const auto& [size, first] : heads)
+          if (size < 1 || first < 0 || first + size > rows) throw std::invalid_argument("a head of n-grams has rows beyond its tables");
+        p.record(Category::embed, NgramsOp{before, out, std::move(tables), table_rows, shift, std::move(factors), std::move(heads)});
+      }, nb::kw_only(), nb::arg("before"), nb::arg("out"), nb::arg("tables"), nb::arg("shift"), nb::arg("factors"), nb::arg("heads"))
       .def("layer_inputs", [](Program& p, int x, int norm, float eps, float table_scale, float scale, int table, int packed) {
         const int64_t width = p.vector_size(norm);
         if (width < 1 || p.buffer_width(x) % width != 0) throw std::invalid_argument("a row has a whole number of layers' parts");

@@ -325,7 +325,7 @@ void Program::record(Category category, OpBody body) {
       const AttentionShape& one = op->shape;
       return other.window == one.window && other.is_chunked == one.is_chunked && other.n_heads == one.n_heads && other.n_kv_heads == one.n_kv_heads &&
              other.head_dim == one.head_dim && other.v_head_dim == one.v_head_dim && other.most == one.most &&
-             other.block == one.block && other.pool == one.pool;
+            other.block == one.block && other.pool == one.pool && other.pools == one.pools;
     };
     auto found = std::find_if(attention_shapes_.begin(), attention_shapes_.end(), same);
     plan = static_cast<int>(found - attention_shapes_.begin());
@@ -335,8 +335,9 @@ void Program::record(Category category, OpBody body) {
   }
   if (std::holds_alternative<CacheLatentsOp>(body)) has_latents_ = true;
   if (const auto* op = std::get_if<ChooseOp>(&body)) {
-    if (most_chosen_ != INT64_MAX && (most_chosen_ != op->shape.most || chosen_block_ != op->shape.block || chosen_pool_ != op->shape.pool)) throw std::invalid_argument("all indices of a program choose equally many");
-    most_chosen_ = op->shape.most, chosen_block_ = op->shape.block, chosen_pool_ = op->shape.pool;
+    const int64_t block = op->shape.pools ? 1 : op->shape.block;  // of scores: of pooled keys one for each position
+    if (most_chosen_ != INT64_MAX && (most_chosen_ != op->shape.most || chosen_block_ != block || chosen_pool_ != op->shape.pool)) throw std::invalid_argument("all indices of a program choose equally many");
+    most_chosen_ = op->shape.most, chosen_block_ = block, chosen_pool_ = op->shape.pool;
     choosing_heads_ = std::max(choosing_heads_, chosen_block_ == 1 ? 1 : op->shape.n_heads);
     n_layers_ = std::max<int64_t>(n_layers_, op->layer + 1);  // an index of blocks has a layer of the cache
   }
@@ -431,7 +432,7 @@ void Program::reserve(int64_t tokens) {
       if (const auto* norm = std::get_if<AddNormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
       if (const auto* norm = std::get_if<NormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
       if (const auto* prepare = std::get_if<PrepareOp>(&op.body)) bytes = std::max(bytes, buffers_[prepare->x].width * 4 + 64);
-      if (const auto* keys = std::get_if<CacheIndexOp>(&op.body)) bytes = std::max(bytes, buffers_[keys->x].width * 4 + 64);
+      if (const auto* keys = std::get_if<CacheIndexOp>(&op.body)) bytes = std::max(bytes, 2 * (buffers_[keys->x].width * 4 + 64));
       if (const auto* pools = std::get_if<PoolIndexOp>(&op.body)) bytes = std::max(bytes, pools->width * (pools->pool + 1) * 4 + 64);
       if (const auto* choose = std::get_if<ChooseOp>(&op.body)) bytes = std::max(bytes, kernels_.attention->scratch_bytes(choose->shape));
       if (const auto* latents = std::get_if<CacheLatentsOp>(&op.body)) bytes = std::max(bytes, buffers_[latents->kv].width * 4 + 64);

@@ -157,7 +157,7 @@ struct HeadsOp {                             // for each head a product of its o
   int64_t column = 0;                        // where the first head's outputs begin
 };
 struct CacheLatentsOp { int kv, layer, norm, rope; int64_t rank; float norm_eps; };
-struct CacheIndexOp { int x, layer, norm, bias, rope; float norm_eps; int64_t n_gates = 0; };  // bias -1: an RMSNorm
+struct CacheIndexOp { int x, layer, norm, bias, rope; float norm_eps; int64_t n_gates = 0, pooled = 0; };  // bias -1: an RMSNorm; norm -1: none
 struct PoolIndexOp { int layer, offsets; int64_t pool, width; };  // of the pools that the step's tokens complete; width: of a key and its gates
 struct ChooseOp {                            // what tokens attend to (attention_index.inl), by heads as `shape` says
   int q, queries, weights;                   // f32 [T, H d], turned to bf16, and f32 [T, H]
@@ -165,7 +165,7 @@ struct ChooseOp {                            // what tokens attend to (attention
   int layer, rope;
   AttentionShape shape;
   // Of blocks there are no weights (-1), queries are normed, q may hold more heads, and a choice is [T, H, most / block]. The last `local`
-  // blocks up to a token's own are always chosen.
+  // blocks up to a token's own are always chosen. Pooled, a choice is [T, most / block + 1].
   int norm = -1;
   float norm_eps = 0.0f;
   int64_t local = 0, first_head = 0;
@@ -198,12 +198,25 @@ struct ConnectionsOp { std::vector<int> xs; int weight, scale, base, out; float 
 struct GatherOp { std::vector<int> xs; int c, out; float eps; };                        // likewise
 struct SpreadOp { std::vector<int> xs; int y, c; float magnitude, eps; };               // likewise
 struct MingleOp { std::vector<int> xs; int y, c, rounds; float magnitude, eps; };        // likewise
+struct FoldOp { int x, out; };                                // out = the mean of x's parts, each as wide as out
+struct InjectOp { int x, y, c; float magnitude, scale; };     // each part of x, as wide as y, += magnitude * sigmoid(scale * c) * y, of its own c
+struct MeetKeysOp { int keys, queries, values, out; };        // as `meet_keys` of ops/contract_streams.py
+struct IdsOp { int out; int32_t shift; };                     // out: in each column the token's id, less shift
+// likewise, as `ngrams`: of each token rows of tables that hold `table_rows` each, all but the last; heads: (rows of the head, its first)
+struct NgramsOp {
+  int before, out;
+  std::vector<int> tables;
+  int64_t table_rows;
+  int32_t shift;
+  std::vector<int64_t> factors;
+  std::vector<std::array<int64_t, 2>> heads;
+};
 struct LayerInputsOp { int x, norm, table, packed; float eps, table_scale, scale; };    // likewise, of the product that lies in x; the
                                                               // table is one, or a packed weight in groups; the other is -1
 
 using OpBody = std::variant<EmbedOp, TiedEmbedOp, NormOp, AddNormOp, AddOp, PrepareOp, LinearOp, RotateOp, AttentionOp, MoeOp, HeadOp,
                             InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, CacheIndexOp, PoolIndexOp, ChooseOp, ScaleQueriesOp, RotateQueriesOp, WeighOp, SparseGateOp, BentGateOp, CurveOp, BranchOp, GateHeadsOp, MatchOp,
-                            CopyColumnsOp, PredictOp, CorrectOp, ConnectionsOp, GatherOp, SpreadOp, MingleOp, LayerInputsOp, StateOp>;
+                            CopyColumnsOp, PredictOp, CorrectOp, ConnectionsOp, GatherOp, SpreadOp, MingleOp, FoldOp, InjectOp, MeetKeysOp, IdsOp, NgramsOp, LayerInputsOp, StateOp>;
 
 struct Op {
   Category category;

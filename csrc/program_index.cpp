@@ -35,6 +35,14 @@ void choose_pools(const AttentionShape& shape, const AttentionKernels& kernels, 
   for (int64_t at = n * pool; at <= position; ++at) chosen[most * pool + at - n * pool] = static_cast<int32_t>(at);
 }
 
+// The whole blocks of the highest scores, each that of its last position, and behind them the number of the one that is not whole.
+void choose_pooled(const ChooseOp& op, const AttentionKernels& kernels, int64_t position, float* scores, int32_t* chosen) {
+  const int64_t block = op.shape.block, whole = (position + 1) / block, most = op.shape.most / block;
+  for (int64_t i = 0; i < whole; ++i) scores[i] = scores[i * block + block - 1];
+  kernels.choose_row(scores, whole, most, chosen);
+  chosen[most] = static_cast<int32_t>(whole);
+}
+
 constexpr int64_t kScoresAtOnce = 4 << 20;  // tokens whose scores lie there together meet the keys together; 16 MiB
 
 }  // namespace
@@ -61,8 +69,8 @@ void Program::Run::run(const CacheIndexOp& op, size_t, int thread, int threads) 
   IndexKeyCall call;
   call.kv = index_keys(kv, op.layer);
   call.rows = buffer(op.x).f32();
-  call.n_gates = op.n_gates;
-  call.norm = vector(op.norm), call.bias = op.bias == -1 ? nullptr : vector(op.bias), call.norm_eps = op.norm_eps;
+  call.n_gates = op.n_gates, call.pooled = op.pooled;
+  call.norm = op.norm == -1 ? nullptr : vector(op.norm), call.bias = op.bias == -1 ? nullptr : vector(op.bias), call.norm_eps = op.norm_eps;
   call.rotary_dim = 2 * static_cast<int64_t>(rope.inverse_frequency.size());
   call.cos_table = rope.cosine.data(), call.sin_table = rope.sine.data();
   call.positions = program.positions_.data(), call.slots = program.slots_.data();
@@ -108,6 +116,7 @@ void Program::Run::run(const ChooseOp& op, size_t, int thread, int threads) cons
   }
   IndexCall call;
   call.heads.shape = op.shape;
+  if (op.shape.pools) call.heads.shape.block = 1;
   call.heads.kv = index_keys(kv, op.layer);
   call.heads.q = queries;
   call.heads.positions = program.positions_.data();
@@ -128,6 +137,10 @@ void Program::Run::run(const ChooseOp& op, size_t, int thread, int threads) cons
     barrier(thread);
     for (int64_t i = first + thread; i < end; i += threads) {
       const int64_t token = plan.tokens[i];
+      if (op.shape.pools) {
+        choose_pooled(op, *set.attention, program.positions_[token], scores + (i - first) * stride, choice + token * (op.shape.most / op.shape.block + 1));
+        continue;
+      }
       if (op.shape.block != 1) {
         choose_blocks(op, *set.attention, program.positions_[token], scores + (i - first) * stride, stride, choice + token * heads * (op.shape.most / op.shape.block));
         continue;

@@ -73,7 +73,7 @@ struct Names {
     for (const int weight : op.weights) weights({weight});
   }
   void operator()(const CacheLatentsOp& op) const { buffers({op.kv}), vectors({op.norm}), require_below({op.rope}, has.ropes, "rotary table"); }
-  void operator()(const CacheIndexOp& op) const { buffers({op.x}), vectors({op.norm}), optional_vector(op.bias), require_below({op.rope}, has.ropes, "rotary table"); }
+  void operator()(const CacheIndexOp& op) const { buffers({op.x}), optional_vector(op.norm), optional_vector(op.bias), require_below({op.rope}, has.ropes, "rotary table"); }
   void operator()(const PoolIndexOp& op) const { vectors({op.offsets}); }
   void operator()(const ChooseOp& op) const {
     buffers({op.q, op.queries, op.choice}), optional_vector(op.norm), require_below({op.rope}, has.ropes, "rotary table");
@@ -121,6 +121,14 @@ struct Names {
   void operator()(const MingleOp& op) const {
     buffers({op.y, op.c});
     for (const int x : op.xs) buffers({x});
+  }
+  void operator()(const FoldOp& op) const { buffers({op.x, op.out}); }
+  void operator()(const InjectOp& op) const { buffers({op.x, op.y, op.c}); }
+  void operator()(const MeetKeysOp& op) const { buffers({op.keys, op.queries, op.values, op.out}); }
+  void operator()(const IdsOp& op) const { buffers({op.out}); }
+  void operator()(const NgramsOp& op) const {
+    buffers({op.before, op.out});
+    for (const int table : op.tables) require_below({table}, has.tables, "table");
   }
   void operator()(const LayerInputsOp& op) const {
     buffers({op.x}), vectors({op.norm});

@@ -93,6 +93,11 @@ struct Program::Run {
   void run(const GatherOp& op, size_t, int thread, int threads) const;
   void run(const SpreadOp& op, size_t, int thread, int threads) const;
   void run(const MingleOp& op, size_t, int thread, int threads) const;
+  void run(const FoldOp& op, size_t, int thread, int threads) const;
+  void run(const InjectOp& op, size_t, int thread, int threads) const;
+  void run(const MeetKeysOp& op, size_t, int thread, int threads) const;
+  void run(const IdsOp& op, size_t, int thread, int threads) const;
+  void run(const NgramsOp& op, size_t, int thread, int threads) const;
   void run(const LayerInputsOp& op, size_t, int thread, int threads) const;
   void connect(const Buffer& c, int64_t token, int64_t first, int64_t n, float magnitude, float eps, float* out) const;
   void route_streams(int routed, int weight, float scale, int64_t token, int64_t n, float* out) const;

@@ -68,6 +68,11 @@ struct Uses {
     for (const int number : {op.rates, op.decays})
       if (number != -1) reads.push_back(number);
   }
+  void operator()(const FoldOp& op) { reads = {op.x}, writes = {op.out}; }
+  void operator()(const InjectOp& op) { reads = {op.y, op.c}, writes = {op.x}; }
+  void operator()(const MeetKeysOp& op) { reads = {op.keys, op.queries, op.values}, writes = {op.out}; }
+  void operator()(const IdsOp& op) { writes = {op.out}; }
+  void operator()(const NgramsOp& op) { reads = {op.before}, writes = {op.out}; }
   void operator()(const LayerInputsOp& op) { writes = {op.x}; }
 };
 

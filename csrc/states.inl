@@ -319,8 +319,34 @@ static void move_inputs(const StateCall& call, const StateTask& task, float* scr
   by_tiles(task, move, leave);
 }
 
+// Sums over the taps of a part's channels, and nothing else. What a state keeps is their inputs.
+template <bool IsBent>
+static void move_taps(const StateCall& call, const StateTask& task, float* scratch) {
+  const StateShape& shape = call.shape;
+  const int64_t before = shape.n_taps - 1, width = shape.part_width(), channels = shape.channels(), first = task.part * width;
+  const float* rows = call.qkv + task.first_row * channels + first;
+  read_tail(shape, task, scratch);
+  auto leave = [&](int64_t end, float* place) {
+    float* to = place + shape.heads_floats() + task.part * shape.tail_floats();
+    for (int64_t row = 0; row < before; ++row, to += width) {
+      const int64_t at = end + row - before;
+      std::memcpy(to, at < 0 ? scratch + (at + before) * width : rows + at * channels, static_cast<size_t>(width) * 4);
+    }
+  };
+  auto move = [&](int64_t begin, int64_t n) {
+    float* out = call.out + (task.first_row + begin) * call.out_stride + first;
+    sum_taps<IsBent>(call, rows, channels, scratch, width, first, width, begin, n, out, call.out_stride);
+  };
+  by_tiles(task, move, leave);
+}
+
 static void move_state(const StateCall& call, const StateTask& task, float* scratch) {
-  (call.shape.rule == StateRule::convolution ? move_inputs : move_heads)(call, task, scratch);
+  switch (call.shape.rule) {
+    case StateRule::convolution: return move_inputs(call, task, scratch);
+    case StateRule::taps: return move_taps<false>(call, task, scratch);
+    case StateRule::bent_taps: return move_taps<true>(call, task, scratch);
+    default: return move_heads(call, task, scratch);
+  }
 }
 
 }  // namespace DIPTYCH_ISA

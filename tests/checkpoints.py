@@ -50,6 +50,8 @@ def make_reference(family: str, *, seed: int = 0, **overrides: Any) -> Any:
             asked[by_layer] = asked[by_layer][: asked["num_hidden_layers"]]
     if "num_kv_shared_layers" in fields:  # of each kind one before them has its own
         asked["num_kv_shared_layers"] = min(asked["num_kv_shared_layers"], asked["num_hidden_layers"] - 2)
+    if "ple_layer_ids" in fields:  # from 1 on
+        asked["ple_layer_ids"] = [number for number in asked["ple_layer_ids"] if number <= asked["num_hidden_layers"]]
     config_class = getattr(transformers, config_name)
     usual = config_class()  # has no such key, under no name
     asked = {key: value for key, value in asked.items() if key not in COMMON or hasattr(usual, key)}

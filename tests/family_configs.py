@@ -11,6 +11,7 @@ from family_fields import (
     MAMBA,
     NEMOTRON_3,
     NEMOTRON_H,
+    QWEN4,
     SMALL_TOWER,
     STATES,
     WINDOWS,
@@ -345,6 +346,12 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"num_hidden_layers": 4, "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
          "shared_expert_intermediate_size": 48, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
          "linear_key_head_dim": 32, "linear_value_head_dim": 16, "layer_types": STATES},
+    ),
+    # streams in one row, n-grams in two layers, an index that chooses blocks by the means of their keys
+    "qwen4_exp": (
+        "Qwen4ExpTextConfig",
+        "Qwen4ExpForCausalLM",
+        QWEN4,
     ),
     "olmo_hybrid": (
         "OlmoHybridConfig",

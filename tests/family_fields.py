@@ -48,3 +48,11 @@ NEMOTRON_3 = {**NEMOTRON_H, "layers_block_type": blocks("MEM*EME"), "n_routed_ex
               "routed_scaling_factor": 2.5}  # fmt: skip
 SMALL_TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
                "image_size": 16, "patch_size": 8}  # fmt: skip
+QWEN4 = {"num_hidden_layers": 4, "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "shared_expert_intermediate_size": 48, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "linear_key_head_dim": 16, "linear_value_head_dim": 32, "output_gate_type": "sigmoid", "layer_types": STATES,
+         "hc_count": 3, "hc_lowrank": 24, "ple_layer_ids": [1, 4], "ple_embed_dim": 48, "ngram_size": 3, "heads_per_ngram": 2,
+         "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 3,
+         "indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 12,
+         "indexer_compress_ratio": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                                          "partial_rotary_factor": 0.25}}  # fmt: skip

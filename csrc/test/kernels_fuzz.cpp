@@ -38,6 +38,7 @@ struct Model {
   int64_t n_adapters;
   int64_t rank, rotary;  // of latent attention, whose one cached vector is both; 0: none
   int64_t most, index_heads, index_dim, pool = 1;  // of an index that chooses what is attended to; most INT64_MAX: none
+  int64_t block;         // positions that are chosen together by the means of their keys, not of latents; 0: none
   bool shares_choice;    // the first layer's index chooses for all
   bool chooses(int64_t layer) const { return most != INT64_MAX && (layer == 0 || !shares_choice); }
   bool has_states;       // each layer moves one on, too
@@ -81,6 +82,10 @@ class World {
       m.pool = pick(0, 2) == 0 ? pick(2, 9) : 1;  // with gates behind its keys
       if (m.pool != 1) m.index_dim *= 2, m.most = (m.most / m.pool + 2) * m.pool - 1;
     }
+    if (m.rank == 0 && pick(0, 3) == 0) {
+      m.block = int64_t{2} << pick(0, 3), m.most = m.block * pick(1, 12) + m.block - 1, m.shares_choice = pick(0, 1), m.window = INT64_MAX, m.shares_kv = false;
+      m.index_heads = pick(1, 9), m.index_dim = 2 * std::min<int64_t>(m.head_dim / 2, 20) + 2 * pick(0, 30);
+    }
     m.has_states = pick(0, 2) == 0;
     m.states = states();
     return m;
@@ -88,9 +93,9 @@ class World {
 
   StateShape states() {
     StateShape s;
-    s.rule = static_cast<StateRule>(pick(0, 2));
+    s.rule = static_cast<StateRule>(pick(0, 4));
     s.n_key_heads = pick(1, 3), s.n_value_heads = s.n_key_heads * pick(1, s.rule == StateRule::ssd ? 20 : 3);
-    s.key_dim = s.rule == StateRule::convolution ? 0 : pick(1, 40), s.value_dim = pick(1, 70), s.n_taps = pick(1, 4);
+    s.key_dim = s.has_matrix() ? pick(1, 40) : 0, s.value_dim = pick(1, 70), s.n_taps = pick(1, s.has_matrix() ? 4 : 10);
     s.scale = 0.3f, s.norm_eps = 1e-5f, s.most_step = 2.0f;
     s.fades_by_key = s.rule == StateRule::delta && pick(0, 1);
     s.least_decay = s.fades_by_key && pick(0, 1) ? -5.0f : 0.0f;
@@ -155,7 +160,8 @@ class Recorder {
       p_.record(Category::embed, EmbedOp{p_.add_table({reinterpret_cast<const uint8_t*>(table.data()), Source::f32, m.vocab, m.hidden}), x_, 1.0f, positions(table)});
     shape_ = {m.n_heads, m.n_kv_heads, m.head_dim, m.v_head_dim, 0.3f, m.window, 3.0f, m.has_softcap};
     shape_.most = m.most, shape_.pool = m.pool;
-    if (m.most != INT64_MAX) choice_ = plain_buffer(p_, BufferKind::f32, m.most);
+    if (m.block != 0) shape_.block = m.block, shape_.pools = true, choice_ = plain_buffer(p_, BufferKind::f32, m.most / m.block + 1);
+    else if (m.most != INT64_MAX) choice_ = plain_buffer(p_, BufferKind::f32, m.most);
     const bool is_latent = m.rank != 0, is_direct = has_bf16_rows(m.weights) && !is_latent;
     const int64_t q_width = m.n_heads * m.head_dim, a_width = m.n_heads * m.v_head_dim, heads_width = is_latent ? m.n_heads * value_dim_ : a_width;
     const int rows = rows_buffer(p_, m, m.hidden), router_rows = rows_buffer(p_, m, m.hidden);
@@ -169,6 +175,7 @@ class Recorder {
     for (int layer = 0; layer < m.layers; ++layer) {
       p_.record(Category::norm, NormOp{x_, norm(m.hidden), 1e-5f, rows, some(m.hidden), w_.pick(0, 1) == 1});
       if (is_latent) latent(rows, layer); else rotate(rows, layer);
+      if (m.block != 0 && m.chooses(layer)) choose_blocks(rows, static_cast<int>(m.layers) + layer);
       p_.record(Category::attention, AttentionOp{q_, is_direct ? heads_rows : heads_, m.shares_kv ? 0 : layer, shape_, some(m.n_heads), 0, choice_});
       if (is_latent) p_.record(Category::o, heads_op(values_of_heads_, heads_, m.head_dim, m.rank, expanded_, value_dim_, Store::f32));
       if (!is_direct && !is_latent && w_.pick(0, 1)) {  // a gate of each head, or of each of their channels
@@ -250,7 +257,7 @@ class Recorder {
   void move_states(int rows, int layer) {
     const StateShape& s = m_.states;
     const int64_t heads = s.n_value_heads, width = heads * s.value_dim, first = w_.pick(0, 2), column = w_.pick(0, 3);
-    const bool has_heads = s.rule != StateRule::convolution, is_delta = s.rule == StateRule::delta;
+    const bool has_heads = s.has_matrix(), is_delta = s.rule == StateRule::delta;
     const int inputs = plain_buffer(p_, BufferKind::f32, s.inputs()), out = plain_buffer(p_, BufferKind::f32, column + width);
     const int rates = has_heads ? plain_buffer(p_, BufferKind::f32, s.n_rates() * (first + heads)) : -1;
     p_.record(Category::qkv, LinearOp{linear(s.inputs(), m_.hidden), rows, inputs, Store::f32, Activation::silu});
@@ -288,6 +295,7 @@ class Recorder {
     p_.record(Category::norm, GatherOp{xs, c, read, 1e-6f});
     p_.record(Category::norm, SpreadOp{xs, read, c, 0.3f, 1e-6f});
     p_.record(Category::norm, MingleOp{xs, read, c, static_cast<int>(w_.pick(1, 20)), 0.3f, 1e-6f});
+    gate(n, table);
     const int added = plain_buffer(p_, BufferKind::f32, hidden);
     p_.record(Category::qkv, LinearOp{linear(hidden, hidden), rows, added, Store::f32, Activation::silu});
     const bool is_packed = is_grouped(m_.weights) && w_.pick(0, 1);
@@ -295,6 +303,31 @@ class Recorder {
     p_.record(Category::embed, LayerInputsOp{added, norm(hidden % 2 == 0 ? hidden / 2 : hidden), rows_of, is_packed ? head : -1, 1e-5f, 0.5f, 0.7f});
     p_.record(Category::norm, CopyColumnsOp{added, y, 0, 0, hidden});
     p_.record(Category::norm, AddOp{y, x_, -1, 0.5f});
+  }
+
+  // Streams that lie in one row: their mean, what is added to each, what n-grams say of them.
+  void gate(int64_t n, const std::vector<float>& table) {
+    const int64_t hidden = m_.hidden, before = w_.pick(1, 3), heads = before * w_.pick(1, 2), width = w_.pick(1, 4);
+    const int wide = plain_buffer(p_, BufferKind::f32, n * hidden), other = plain_buffer(p_, BufferKind::f32, n * hidden), mean = plain_buffer(p_, BufferKind::f32, hidden);
+    for (int64_t i = 0; i < n; ++i) p_.record(Category::norm, CopyColumnsOp{x_, wide, 0, i * hidden, hidden});
+    p_.record(Category::norm, BranchOp{wide, other, 0.5f});
+    const int c = plain_buffer(p_, BufferKind::f32, n), ids = plain_buffer(p_, BufferKind::f32, before), found = plain_buffer(p_, BufferKind::f32, heads * width);
+    p_.record(Category::norm, FoldOp{wide, mean});
+    p_.record(Category::norm, CopyColumnsOp{mean, c, 0, 0, std::min(n, hidden)});
+    p_.record(Category::norm, InjectOp{wide, mean, c, 2.0f, 0.25f});
+    p_.record(Category::norm, MeetKeysOp{wide, other, mean, other});
+    p_.record(Category::embed, IdsOp{ids, static_cast<int32_t>(w_.pick(0, 3))});
+    const int64_t rows = w_.pick(2, 4), last = w_.pick(1, rows);
+    NgramsOp ngrams{ids, found, {}, rows, 1, {}, {}};
+    for (const int64_t held : {rows, rows, last}) ngrams.tables.push_back(p_.add_table({reinterpret_cast<const uint8_t*>(table.data()), Source::f32, held, width}));
+    for (int64_t i = 0; i <= before; ++i) ngrams.factors.push_back(2 * w_.pick(0, int64_t{1} << 40) + 1);
+    for (int64_t i = 0; i < heads; ++i) {
+      const int64_t size = w_.pick(1, 2 * rows);
+      ngrams.heads.push_back({size, w_.pick(0, 2 * rows + last - size)});
+    }
+    p_.record(Category::embed, std::move(ngrams));
+    p_.record(Category::norm, FoldOp{other, mean});
+    p_.record(Category::norm, AddOp{mean, x_, -1, 0.1f});
   }
 
   void begin_latent() {
@@ -330,6 +363,21 @@ class Recorder {
     ChooseOp choose{q, plain_buffer(p_, BufferKind::bf16, heads * width), weights, choice_, layer, rope_, shape};
     choose.width = d;
     p_.record(Category::attention, choose);
+  }
+
+  // By the means of keys, which lie in a layer of the cache of their own.
+  void choose_blocks(int rows, int layer) {
+    const int64_t heads = m_.index_heads, d = m_.index_dim;
+    const int key = plain_buffer(p_, BufferKind::f32, d), q = plain_buffer(p_, BufferKind::f32, heads * d);
+    p_.record(Category::qkv, LinearOp{linear(d, m_.hidden), rows, key, Store::f32, Activation::silu});
+    p_.record(Category::qkv, LinearOp{linear(heads * d, m_.hidden), rows, q, Store::f32, Activation::silu});
+    p_.record(Category::rope, CacheIndexOp{key, layer, -1, -1, rope_, 0.0f});
+    p_.record(Category::rope, CacheIndexOp{key, layer, norm(d), -1, rope_, 1e-6f, m_.block});
+    AttentionShape shape{heads, 1, d};
+    shape.most = m_.most, shape.block = m_.block, shape.pools = true, shape.v_head_dim = d;
+    ChooseOp op{q, plain_buffer(p_, BufferKind::bf16, heads * d), -1, choice_, layer, rope_, shape};
+    op.norm = norm(d), op.norm_eps = 1e-6f;
+    p_.record(Category::attention, op);
   }
 
   // Random ranks for one or two parts of some of the layers; some adapters have nothing at all.
@@ -445,8 +493,10 @@ std::vector<float> answer(Program& program, World& world, const Model& m, const 
   shape.n_layers = m.kv_layers(), shape.n_blocks = per_sequence * (1 + neighbours), shape.block_tokens = m.block_tokens;
   shape.n_kv_heads = m.n_kv_heads, shape.head_dim = m.head_dim, shape.v_head_dim = m.v_head_dim, shape.format = m.kv, shape.has_values = m.rank == 0;
   std::vector<KvHeads> layers;
-  for (int64_t layer = 0; layer < shape.n_layers; ++layer) layers.push_back({m.n_kv_heads, m.head_dim + (m.chooses(layer) ? m.index_dim : 0), m.rank == 0 ? m.v_head_dim : 0});
-  KvCache kv(shape, layers, m.most == INT64_MAX ? 0 : m.head_dim);
+  for (int64_t layer = 0; layer < shape.n_layers; ++layer) layers.push_back({m.n_kv_heads, m.head_dim + (m.chooses(layer) && m.block == 0 ? m.index_dim : 0), m.rank == 0 ? m.v_head_dim : 0});
+  for (int64_t layer = 0; m.block != 0 && layer < m.layers; ++layer)
+    if (m.chooses(layer)) layers.push_back({1, m.index_dim, 0});
+  KvCache kv(shape, layers, m.most == INT64_MAX || m.block != 0 ? 0 : m.head_dim);
   if (neighbours) std::memset(kv.layer(0).data, 0xff, static_cast<size_t>(kv.bytes()));  // NaN everywhere
   if (m.has_states) {  // two places a sequence: a step may run twice, and begins both times with what lay before it
     kv.add_states(std::vector<int64_t>(static_cast<size_t>(m.layers), m.states.floats()), 3 * (1 + neighbours));

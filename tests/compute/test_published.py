@@ -57,6 +57,9 @@ class NamesAlone(RandomSource):
     def differ(self, name: str, other: str) -> bool:
         return False
 
+    def whole_numbers(self, name: str) -> list[int] | None:
+        return None
+
     def tensor(self, name: str, *shape: int) -> RandomTensor:
         assert self.has(name), f"the published model has no {name}"
         self.asked[name] = shape

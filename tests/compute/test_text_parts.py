@@ -20,7 +20,7 @@ from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError
 from diptych.models.read import load_model_file
 from diptych.models.stored import check_stored
-from family_fields import SMALL_TOWER
+from family_fields import QWEN4, SMALL_TOWER
 from latent_configs import LATENT
 from lora import write_adapter
 from stepping import Stepper
@@ -43,6 +43,29 @@ def test_text_part_of_a_multimodal_gemma3(tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path)
     golden = ask_reference(reference, tmp_path, new_tokens=NEW_TOKENS)
     check_golden(load_model(tmp_path, REFERENCE), golden, chunk=None)
+
+
+def test_text_part_of_a_multimodal_qwen4(tmp_path: Path) -> None:
+    """Published files wrap it, call layers with an index full_attention, and say its turned part beside rope_parameters."""
+    import transformers
+
+    text = {**COMMON, **QWEN4, "hidden_act": "silu"}
+    del text["intermediate_size"]
+    tower = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64,
+             "num_position_embeddings": 16}  # fmt: skip
+    config = transformers.Qwen4ExpConfig(text_config=text, vision_config=tower)
+    config._attn_implementation = "eager"
+    reference = transformers.Qwen4ExpForConditionalGeneration(config).eval().float()
+    enliven(reference, 0)
+    reference.save_pretrained(tmp_path)
+    assert any("language_model" in name for name in load_file(tmp_path / "model.safetensors"))
+    golden = ask_reference(reference, tmp_path, new_tokens=NEW_TOKENS)
+    given = json.loads((tmp_path / "config.json").read_text())
+    of_text = given["text_config"]
+    of_text["layer_types"] = [kind.replace("indexed", "full") for kind in of_text["layer_types"]]
+    of_text["partial_rotary_factor"] = of_text["rope_parameters"].pop("partial_rotary_factor")
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    check_golden(load_model(tmp_path, REFERENCE), golden, chunk=5)
 
 
 def test_text_part_of_a_published_gemma3n(tmp_path: Path) -> None:

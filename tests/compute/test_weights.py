@@ -166,6 +166,7 @@ def test_every_required_family_is_supported() -> None:
         "MllamaForConditionalGeneration",
         "Qwen3_5ForConditionalGeneration",
         "Qwen3_5MoeForConditionalGeneration",
+        "Qwen4ExpForConditionalGeneration",
         *(f"{name}ForConditionalGeneration" for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe")),
         *(f"{name}ForConditionalGeneration" for name in ("Glm4v", "Glm46V", "Glm4vMoe")),
         *(f"{name}ForConditionalGeneration" for name in ("Aria", "CohereCompass")),

@@ -24,10 +24,10 @@ from diptych.ground.request import SamplingParams, StructuredSpec
 BLOCK = 16
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen4_exp"])  # the other's states hand on tokens' ids, too
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     directory = tmp_path_factory.mktemp("tiny-states")
-    make_checkpoint("qwen3_5", directory, vocab_size=4096, max_position_embeddings=512, dtype=torch.bfloat16)
+    make_checkpoint(request.param, directory, vocab_size=4096, max_position_embeddings=512, dtype=torch.bfloat16)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         shutil.copy(bundled_dir() / name, directory / name)
     return directory

@@ -55,6 +55,7 @@ KINDS: dict[str, tuple[str, str, dict[str, int], dict[str, int]]] = {
         {"f_proj": 3, "g_proj": 2, "dense": 5, "kv_a_proj_with_mqa": 2},
         {},
     ),
+    "streams in one row": ("qwen4_exp", "int8", {"q_proj": 3, "in_proj_qkv": 2, "o_proj": 5}, {}),
     "inner norms": ("bitnet", "int4", SOME, {}),
     "an embedding that is normed": ("nanochat", "int8", {"q_proj": 3, "fc1": 4, "fc2": 2, "o_proj": 5}, {}),
     "gates by softplus": ("laguna", "int8", {"g_proj": 3, "q_proj": 2, "o_proj": 5}, {}),

@@ -52,6 +52,11 @@ FORMS = {
     "taps-one": StateSpec(n_key_heads=1, n_value_heads=1, value_dim=1, n_taps=1, **CONVOLUTION),
     "taps-odd": StateSpec(n_key_heads=3, n_value_heads=3, value_dim=19, n_taps=4, has_tap_bias=True, **CONVOLUTION),
     "taps-usual": StateSpec(n_key_heads=4, n_value_heads=4, value_dim=64, n_taps=3, **CONVOLUTION),
+    "alone": StateSpec(n_key_heads=1, n_value_heads=1, value_dim=2, n_taps=3, key_dim=0, rule=StateRule.TAPS),
+    "bent-odd": StateSpec(n_key_heads=3, n_value_heads=3, value_dim=19, n_taps=10, key_dim=0, rule=StateRule.BENT_TAPS),
+    "bent-usual": StateSpec(
+        n_key_heads=4, n_value_heads=4, value_dim=64, n_taps=10, key_dim=0, rule=StateRule.BENT_TAPS
+    ),
 }
 
 

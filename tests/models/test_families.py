@@ -36,6 +36,11 @@ DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 3,
 }  # fmt: skip
+QWEN4 = {
+    "layer_types": ["linear_attention", "full_attention"] * 2, "hc_count": 3, "hc_lowrank": 8, "ple_layer_ids": [1, 3],
+    "ple_embed_dim": 24, "heads_per_ngram": 2, "ngram_vocab_size_base": 20, "split_ngram_parts": 2, "eos_token_id": 2,
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 4,
+}  # fmt: skip
 MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 12, "mamba_d_conv": 3, "mamba_expand": 2}
 CONVOLUTIONS = ["conv", "full_attention"] * 2
 WINDOWS = {"layer_types": ["full_attention", "sliding_attention"] * 2}
@@ -241,6 +246,7 @@ MORE: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": CONVOLUTIONS, "num_experts": 4, "num_dense_layers": 1, **EXPERTS},
     "qwen3_5_text": {"layer_types": ["full_attention", "linear_attention"] * 2, **DELTA},
     "qwen3_5_moe_text": {"num_experts": 4, "shared_expert_intermediate_size": 48, **DELTA, **EXPERTS},
+    "qwen4_exp_text": {"num_experts": 4, "shared_expert_intermediate_size": 48, **DELTA, **EXPERTS, **QWEN4},
     "youtu": {key: value for key, value in LATENT.items() if "rank" in key or "head_dim" in key},
 }
 SMALL_GPT: dict[str, dict[str, Any]] = {
@@ -294,6 +300,7 @@ CLASS_NEEDS: dict[str, dict[str, Any]] = {
     "mellum": {"layer_types": ["full_attention"] * 28}, "flint": {"layer_types": ["full_attention"] * 49},
     "lfm3": {"layer_types": ["conv", "full_attention"] * 12},
     "cohere_compass_text": {"rope_parameters": KINDS},
+    "qwen4_exp_text": {**{name: value for name, value in QWEN4.items() if name.startswith("indexer")}, "indexer_head_dim": 256},
     "nemotron": {"num_key_value_heads": 48}, "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6},
     "glm4_moe": {"head_dim": 128}, "glm4v_moe_text": {"head_dim": 128}, "ministral": {"head_dim": 128},

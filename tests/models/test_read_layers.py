@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from test_read import SMALL, read
+from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
 
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.config import HfConfig
@@ -16,7 +17,7 @@ from diptych.models.latent import IndexSpec
 from diptych.models.positions import QueryScale
 from diptych.models.read import read_model
 from diptych.models.spec import ModelSpec, MoeSpec, QkNorm
-from diptych.models.streams import HyperSpec
+from diptych.models.streams import GatedSpec, HyperSpec
 
 
 def choosers(spec: ModelSpec) -> str:
@@ -86,6 +87,60 @@ def test_streams_by_hyper_connections() -> None:
             read("hy_v4", **fields)
     with pytest.raises(LoadError, match=r"hc_mult .* changes the mathematics"):
         read("llama", hc_mult=4)
+
+
+QWEN4: dict[str, Any] = {
+    "num_hidden_layers": 4, "ple_layer_ids": [3, 1, 3], "eos_token_id": [7, 9], "indexer_n_heads": 4, "indexer_kv_heads": 1,
+    "indexer_head_dim": 128, "indexer_budget": 2048, "indexer_compress_ratio": 4, "partial_rotary_factor": 0.25,
+    "hidden_size": 128, "head_dim": 64, "ngram_vocab_size_base": 100, "vocab_size": 500,
+}  # fmt: skip
+
+
+def test_streams_in_one_row_n_grams_and_blocks_by_their_means() -> None:
+    """Qwen4-Exp; oracle: what the classes make of the same keys."""
+    config = transformers.Qwen4ExpTextConfig(**QWEN4)
+    spec = read("qwen4_exp_text", **QWEN4)
+    assert spec == read("qwen4_exp_text", **QWEN4, layer_types=config.layer_types)
+    types = ["full_attention" if kind == "indexed_attention" else kind for kind in config.layer_types]
+    assert spec == read("qwen4_exp_text", **QWEN4, layer_types=types)  # as published
+    assert [layer.attention.state is not None for layer in spec.layers] == [kind[0] == "l" for kind in types]
+    assert spec.streams == GatedSpec(n_streams=4, rank=320)
+    assert spec.layers[3].attention.index == IndexSpec(most=2051, n_heads=4, head_dim=128, block=4, pools=True)
+    ngrams = spec.ngrams
+    assert ngrams is not None
+    assert (ngrams.layers, ngrams.end, ngrams.width) == ((0, 2), 7, 128)
+    for place in range(2):
+        theirs = Qwen4ExpTextNGramEmbedding(config, config.ple_embed_dim, 0, place)
+        sizes, firsts = zip(*ngrams.heads(place), strict=True)
+        assert (list(sizes), list(firsts)) == (theirs.head_vocab_sizes, theirs.head_offsets)
+        assert ngrams.factors(place) == tuple(theirs.layer_multipliers.tolist())
+        assert (ngrams.rows(place), ngrams.head_width) == tuple(theirs.ngram_embedding.weight.shape)
+    published = {"mamba_ssm_dtype": "float32", "mtp": {"hybrid": True}, "mtp_num_hidden_layers": 1, "ple_embed_dim": 2560,
+                 "ple_layer_ids": [2], "ngram_vocab_size_base": 20_000_000, "split_ngram_parts": 128}  # fmt: skip
+    ngrams = read("qwen4_exp_text", **{**QWEN4, **published}).ngrams
+    assert ngrams is not None
+    assert (ngrams.rows(0), ngrams.head_width) == (128 * 2_500_012, 160)  # as its files have them
+    for fields, said in (
+        ({"hc_count": 1}, "hc_count in .* is 1; it must be a whole number of at least 2"),
+        ({"hc_count": 9}, "hc_count in .* is 9; at most 8"),
+        ({"ple_layer_ids": [4]}, "ple_layer_ids in .* the number, from 1 to 4, of a layer with linear attention"),
+        ({"ple_layer_ids": [0]}, "ple_layer_ids in .* the number, from 1 to 4"),
+        ({"ple_embed_dim": 120}, "ple_embed_dim in .* is 120; 16 heads of n-grams cannot share it evenly"),
+        ({"ngram_size": 1}, "ngram_size in .* at least 2"),
+        ({"eos_token_id": None}, "eos_token_id in .* is None; n-grams begin anew behind the first"),
+        ({"eos_token_id": 500}, "eos_token_id in .* must be below 500"),
+        ({"indexer_kv_heads": 2}, "indexer_kv_heads in .* is 2; an index has one key for all its heads"),
+        ({"indexer_compress_ratio": 32}, "indexer_compress_ratio in .* is 32; it must be one of 2, 4, 8, 16"),
+        ({"indexer_budget": 2050}, "indexer_budget in .* is 2050; it must be a multiple of 4"),
+        ({"indexer_head_dim": 8}, "index_head_dim in .* is 8; 16 dimensions of a head turn there, too"),
+        ({"indexer_budget": None}, "indexer_budget in .* must be a whole number of at least 1"),
+        ({"output_gate_type": "tanh"}, "output_gate_type in .* is 'tanh'; it may be silu or sigmoid"),
+        ({"altup_num_inputs": 4}, "altup_num_inputs .* changes the mathematics"),
+    ):
+        with pytest.raises(LoadError, match=said):
+            read("qwen4_exp_text", **{**QWEN4, **fields})
+    with pytest.raises(LoadError, match=r"hc_lowrank .* changes the mathematics"):
+        read("llama", hc_lowrank=4)
 
 
 def test_the_layers_of_llama_4() -> None:

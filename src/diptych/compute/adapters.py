@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
 from diptych.compute.ops.contract import LinearParts, WeightTensor
+from diptych.compute.views import ScaledTensor
 from diptych.compute.weights import FLOAT_DTYPES
 from diptych.ground.bounds import real, shown, whole
 from diptych.ground.errors import CapacityError, LoadError
@@ -168,9 +169,10 @@ class Sites:
         for tensor in parts.weights:
             end = begin + tensor.shape[0]
             names.append(module or _WEIGHT.sub("", tensor.name))
-            self._by_module.setdefault(names[-1], []).append(
-                Site(linear=linear, begin=begin, end=end, n_inputs=tensor.shape[1], row_order=tensor.row_order)
-            )
+            if not isinstance(tensor, ScaledTensor):  # where what an adapter adds would have to be multiplied, too
+                self._by_module.setdefault(names[-1], []).append(
+                    Site(linear=linear, begin=begin, end=end, n_inputs=tensor.shape[1], row_order=tensor.row_order)
+                )
             begin = end
         return names
 

@@ -8,7 +8,6 @@ from typing import Any, Generic
 import torch
 
 from diptych.compute.balance import NORM_SHARE, balance_norm, balance_values
-from diptych.compute.decoder import LatentWeights, StateWeights
 from diptych.compute.layer_tensors import LayerTensors
 from diptych.compute.ops.contract import (
     AttentionSpec,
@@ -23,6 +22,7 @@ from diptych.compute.ops.contract import (
     Vector,
     WeightTensor,
 )
+from diptych.compute.part_weights import LatentWeights, StateWeights
 from diptych.compute.rope import frequencies, standstill
 from diptych.compute.state_loader import state_heads, state_projections, state_readers
 from diptych.compute.views import (
@@ -291,6 +291,16 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
     def _block_index(self, index: IndexSpec, root: str) -> IndexParts:
         """Norms as those of the model's queries and keys."""
         own, d, names = f"{root}{self.names.index}", index.head_dim, self.names
+        if index.pools:
+            n = index.n_heads * d
+            (both,) = self.linear(own, ("index_qk_proj",), (n + d,), self.spec.hidden).weights
+            return IndexParts(
+                queries=LinearParts(weights=(RowsTensor(both, 0, n),)),
+                key=LinearParts(weights=(RowsTensor(both, n, n + d),)),
+                norm=self._norm_over(f"{own}k_layernorm", d),
+                q_norm=self._norm_over(f"{own}q_layernorm", d),
+                norm_offset=self.spec.norm_offset,
+            )
         if not self.source.has(f"{own}k_proj.weight") and names.index in names.others:
             own = f"{root}{names.others[names.index]}"
         return IndexParts(

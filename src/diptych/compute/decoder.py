@@ -10,85 +10,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic
 
+from diptych.compute.gated_streams import add_ngrams, gated_streams
 from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Ops, Stream, Table, Vector
-from diptych.compute.stream_weights import BranchWeights, Connection, InputsWeights, MixingWeights, OwnEmbedding
+from diptych.compute.part_weights import ApartNorms, LatentExperts, LatentWeights, NormGate, SharedExperts, StateWeights
+from diptych.compute.stream_weights import (
+    BranchWeights,
+    Connection,
+    GatedConnection,
+    InputsWeights,
+    MixingWeights,
+    NgramWeights,
+    OwnEmbedding,
+)
 from diptych.models.gates import GateForm
 from diptych.models.spec import ModelSpec
-from diptych.models.streams import HyperSpec, StreamsSpec
+from diptych.models.streams import GatedSpec, HyperSpec, StreamsSpec
 
 HALF_POWER = 2.0**-0.5  # of a sum of two that is to be as large as each of them
 LEAST_SQUARE = 1e-5  # of what is made as large as another stream
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedExperts(Generic[Linear]):
-    """The handles of what every token meets beside a mixture: an MLP, and the projection [1, D] that gates it, if any."""
-
-    gate_up: Linear
-    down: Linear
-    gate: Linear | None
+MOST_INJECTED = 2.0  # of what attention and MLPs give, to each of the streams in one row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatentExperts(Generic[Linear]):
-    """What takes the stream to a mixture's experts, and what they give back to it."""
-
-    down: Linear
-    up: Linear
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApartNorms(Generic[Vector]):
-    """Norms of a mixture and shared experts that each have their own: before router and mixture, behind both."""
-
-    router: Vector
-    mixture: Vector
-    behind_shared: Vector
-    behind_mixture: Vector
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentWeights(Generic[Vector, Linear]):
-    """The projections of latent attention: queries directly (q alone) or over a rank of their own, and the latents.
-
-    has_index: the layer chooses what it attends to. gate: of what the heads give, where it and queries read both what is behind
-    the rank's norm and what is before it.
-    """
-
-    q_down: Linear | None
-    q_norm: Vector | None
-    q: Linear
-    kv: Linear
-    has_index: bool = False
-    norm_eps: float = 1e-6  # of q_norm
-    gate: Linear | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateWeights(Generic[Vector, Linear]):
-    """The projections of a state: q, k and v together, its rates, if any, and decays by key, in steps; the norm of what its
-    gated heads give. first_gate: what `LayerWeights.gate` reads.
-    """
-
-    qkv: Linear
-    rates: Linear | None
-    decays: tuple[Linear, ...] = ()
-    first_gate: Linear | None = None
-    norm: Vector | None
-    n_norms: int  # equal parts of what they give, each normed by itself
-    norm_eps: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NormGate(Generic[Linear]):
-    """What a norm gives is multiplied by: a sigmoid of two projections of it, with an activation between them."""
-
-    down: Linear
-    up: Linear
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
+class LayerWeights(Generic[Table, Vector, Linear, Heads, Experts]):
     """The handles of one layer: dense, experts, or neither; a norm that the family lacks is None, and so is all attention has.
 
     is_parallel: attention and MLP read the stream as it comes to the layer, by one norm or each by its own.
@@ -130,6 +76,8 @@ class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
     branch: BranchWeights[Vector, Linear] | None = None
     mixing: MixingWeights[Vector, Linear] | None = None
     connections: tuple[Connection[Vector], Connection[Vector]] | None = None  # of attention, of the MLP
+    gated: tuple[GatedConnection[Vector, Linear], GatedConnection[Vector, Linear]] | None = None  # likewise
+    ngrams: NgramWeights[Table, Vector, Linear, Heads] | None = None
     embedding: OwnEmbedding[Vector, Linear] | None = None
 
 
@@ -138,8 +86,8 @@ class DecoderWeights(Generic[Table, Vector, Linear, Heads, Experts]):
     """The handles of a model."""
 
     embedding: Table
-    layers: tuple[LayerWeights[Vector, Linear, Heads, Experts], ...]
-    norm: Vector
+    layers: tuple[LayerWeights[Table, Vector, Linear, Heads, Experts], ...]
+    norm: Vector | None
     head: Linear
     positions: Table | None = None
     inputs: InputsWeights[Table, Vector, Linear] | None = None
@@ -147,6 +95,8 @@ class DecoderWeights(Generic[Table, Vector, Linear, Heads, Experts]):
     end: tuple[Linear, ...] = ()
     connection: Connection[Vector] | None = None  # of the streams' end
     embedding_norm: Vector | None = None
+    gated: GatedConnection[Vector, Linear] | None = None  # likewise
+    ids: Heads | None = None  # of tokens, moved on as states are
 
 
 def run_decoder(
@@ -170,8 +120,10 @@ def run_decoder(
         x = ops.stream(ops.norm(x, weights.embedding_norm, eps=eps), 0, is_residual=True)
     if isinstance(spec.streams, StreamsSpec):
         x = run_streams(ops, spec, spec.streams, weights, x)
-    elif spec.streams is not None:
+    elif isinstance(spec.streams, HyperSpec):
         x = run_connected(ops, spec, spec.streams, weights, x)
+    elif spec.streams is not None:
+        x = run_gated(ops, spec, spec.streams, weights, x)
     else:
         given = begin_inputs(ops, spec, weights, x)
         onto: Stream | None = None
@@ -195,7 +147,7 @@ def run_decoder(
 def run_layer(
     ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
     x: Stream,
-    weights: LayerWeights[Vector, Linear, Heads, Experts],
+    weights: LayerWeights[Table, Vector, Linear, Heads, Experts],
     *,
     eps: float,
     added_eps: float,
@@ -262,7 +214,7 @@ def run_inner(
     ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
     h: Stream | Hidden,
     first: Linear,
-    weights: LayerWeights[Vector, Linear, Heads, Experts],
+    weights: LayerWeights[Table, Vector, Linear, Heads, Experts],
 ) -> Hidden:
     """The inner values [T, F] of an MLP, by gate and up, or by up alone."""
     if not weights.is_gated:
@@ -276,7 +228,7 @@ def run_dense(
     ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
     h: Stream | Hidden,
     first: Linear,
-    weights: LayerWeights[Vector, Linear, Heads, Experts],
+    weights: LayerWeights[Table, Vector, Linear, Heads, Experts],
 ) -> Hidden:
     """What down reads of a dense MLP."""
     inner = run_inner(ops, h, first, weights)
@@ -287,7 +239,7 @@ def add_branched(
     ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
     x: Stream,
     h: Stream | Hidden,
-    weights: LayerWeights[Vector, Linear, Heads, Experts],
+    weights: LayerWeights[Table, Vector, Linear, Heads, Experts],
     branch: BranchWeights[Vector, Linear],
     *,
     eps: float,
@@ -361,39 +313,72 @@ def run_connected(
     return x
 
 
+def run_gated(
+    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+    spec: ModelSpec,
+    streams: GatedSpec,
+    weights: DecoderWeights[Table, Vector, Linear, Heads, Experts],
+    x: Stream,
+) -> Stream:
+    """All layers over streams in one row that x begins, and what the end's connection reads of them, which alone is tapped."""
+    n, eps = streams.n_streams, spec.norm_eps
+    x = ops.widen(x, n)
+    before: Hidden | None = None
+    if spec.ngrams is not None:
+        assert weights.ids is not None
+        before = ops.move_states(ops.token_ids(spec.ngrams.n_before, spec.ngrams.end), None, weights.ids)
+    for layer in weights.layers:
+        assert layer.gated is not None
+        if layer.ngrams is not None:
+            assert before is not None
+            assert spec.ngrams is not None
+            x = add_ngrams(ops, x, before, layer.ngrams, spec.ngrams, n, eps=eps)
+        for connection, run in zip(layer.gated, (attention_alone, mlp_alone), strict=True):
+            assert connection.inject is not None
+            h = ops.norm(x, connection.norm, eps=eps, parts=n)
+            c = ops.injections(h, connection.inject)
+            y = run(ops, gated_streams(ops, h, connection, n), layer, eps=eps)
+            x = ops.inject(x, y, c, magnitude=MOST_INJECTED, scale=1 / n)
+    end = weights.gated
+    assert end is not None
+    x = ops.stream(gated_streams(ops, ops.norm(x, end.norm, eps=eps, parts=n), end, n), n)
+    ops.tap(x, spec.n_layers - 1)
+    return x
+
+
 def attention_alone(
     ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
-    x: Stream,
-    weights: LayerWeights[Vector, Linear, Heads, Experts],
+    x: Stream | Hidden,
+    weights: LayerWeights[Table, Vector, Linear, Heads, Experts],
     *,
     eps: float,
 ) -> Hidden:
-    """attention(norm(x))."""
-    assert weights.input_norm is not None
+    """attention(norm(x)), or of x where it has no norm."""
     assert weights.o is not None
-    return ops.linear(run_attention(ops, ops.norm(x, weights.input_norm, eps=eps), weights), weights.o)
+    h = x if weights.input_norm is None else ops.norm(x, weights.input_norm, eps=eps)
+    return ops.linear(run_attention(ops, h, weights), weights.o)
 
 
 def mlp_alone(
     ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
-    x: Stream,
-    weights: LayerWeights[Vector, Linear, Heads, Experts],
+    x: Stream | Hidden,
+    weights: LayerWeights[Table, Vector, Linear, Heads, Experts],
     *,
     eps: float,
 ) -> Hidden:
-    """mlp(norm(x)), or mixture(norm(x)) + the shared experts of norm(x)."""
-    assert weights.pre_mlp_norm is not None
-    h = ops.norm(x, weights.pre_mlp_norm, eps=eps)
+    """mlp(norm(x)), or mixture(norm(x)) + the shared experts of norm(x), gated or not; of x where it has no norm."""
+    h = x if weights.pre_mlp_norm is None else ops.norm(x, weights.pre_mlp_norm, eps=eps)
     if weights.dense is not None:
         gate_up, down = weights.dense
         return ops.linear(run_dense(ops, h, gate_up, weights), down)
     shared = weights.shared
     assert weights.experts is not None
+    gate = None if shared is None or shared.gate is None else ops.linear(h, shared.gate)
     beside = None if shared is None else run_inner(ops, h, shared.gate_up, weights)
     mixture = ops.experts(h, weights.experts)
     if shared is None or beside is None:
         return mixture
-    return ops.sum(mixture, ops.linear(beside, shared.down))
+    return ops.sum(mixture, ops.linear(beside, shared.down), gate=gate)
 
 
 def begin_inputs(
@@ -418,7 +403,7 @@ def mix_layer(
     spec: ModelSpec,
     streams: StreamsSpec,
     xs: tuple[Stream, ...],
-    layer: LayerWeights[Vector, Linear, Heads, Experts],
+    layer: LayerWeights[Table, Vector, Linear, Heads, Experts],
 ) -> tuple[Stream, ...]:
     """Predict all streams from all of them, compute the active one, correct each by how far that was off."""
     mixing, eps, active = layer.mixing, spec.norm_eps, streams.active
@@ -436,7 +421,7 @@ def own_embedding(
     ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
     spec: ModelSpec,
     x: Stream,
-    layer: LayerWeights[Vector, Linear, Heads, Experts],
+    layer: LayerWeights[Table, Vector, Linear, Heads, Experts],
     given: Hidden,
     number: int,
 ) -> Hidden:
@@ -470,7 +455,7 @@ def add_normed(
 def run_attention(
     ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
     h: Stream | Hidden,
-    weights: LayerWeights[Vector, Linear, Heads, Experts],
+    weights: LayerWeights[Table, Vector, Linear, Heads, Experts],
 ) -> Hidden:
     """The heads' outputs [T, H dv], or [T, H v] of latent attention and of states.
 
@@ -527,7 +512,7 @@ def run_latents(
 def run_experts(
     ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
     h: Stream | Hidden,
-    weights: LayerWeights[Vector, Linear, Heads, Experts],
+    weights: LayerWeights[Table, Vector, Linear, Heads, Experts],
     experts: Experts,
     x: Stream,
     *,
@@ -568,7 +553,7 @@ def run_apart(
     ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
     x: Stream,
     h: Stream | Hidden,
-    weights: LayerWeights[Vector, Linear, Heads, Experts],
+    weights: LayerWeights[Table, Vector, Linear, Heads, Experts],
     experts: Experts,
     norms: ApartNorms[Vector],
     *,

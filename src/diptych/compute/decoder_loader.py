@@ -8,14 +8,8 @@ from typing import Any
 
 from diptych.compute.attention_loader import HeadsLoader
 from diptych.compute.balance import HEAD_SHARE, balance_curve, balance_gated, balance_norm
-from diptych.compute.decoder import (
-    ApartNorms,
-    DecoderWeights,
-    LatentExperts,
-    LayerWeights,
-    NormGate,
-    SharedExperts,
-)
+from diptych.compute.decoder import DecoderWeights, LayerWeights
+from diptych.compute.gated_loader import load_gated, load_gated_end, load_ids, load_ngrams
 from diptych.compute.layer_tensors import LayerTensors
 from diptych.compute.naming import family_named, final_norm, head_name, prefix_of, table_name
 from diptych.compute.ops.contract import (
@@ -32,6 +26,7 @@ from diptych.compute.ops.contract import (
     Vector,
     WeightTensor,
 )
+from diptych.compute.part_weights import ApartNorms, LatentExperts, NormGate, SharedExperts
 from diptych.compute.streams_loader import (
     load_branch,
     load_connection,
@@ -54,7 +49,7 @@ from diptych.compute.weights import SlicedTensor, Source
 from diptych.ground.errors import LoadError
 from diptych.models.gates import XIELU_LEAST, XIELU_SLOPE, Activation
 from diptych.models.spec import MlpSpec, ModelSpec, MoeSpec, Norms
-from diptych.models.streams import HyperSpec
+from diptych.models.streams import GatedSpec, HyperSpec
 
 
 def load_decoder(
@@ -67,7 +62,7 @@ def load_decoder(
     norm = final_norm(source, spec)
     output = table if spec.is_tied else source.tensor(head_name(source, spec), spec.vocab_size, spec.hidden)
     bias = source.tensor(f"{names.head}.bias", spec.vocab_size) if spec.has_head_bias and spec.has_head else None
-    if loader.is_balancing and norm.weight.stored:
+    if loader.is_balancing and norm is not None and norm.weight.stored:
         norm, (parts,) = balance_norm(
             norm, (LinearParts(weights=(output,)),), offset=spec.norm_offset, share=HEAD_SHARE
         )
@@ -79,20 +74,23 @@ def load_decoder(
     if spec.n_position_embeddings:
         rows = source.tensor(f"{prefix}{names.positions}.weight", spec.n_position_embeddings, spec.hidden)
         positions = loader.table(rows, head=None)
+    # of the only family that is run with one: it has no weight
+    first = final_norm(source, spec) if spec.has_embedding_norm else None
     inputs, (begin, end) = load_inputs(source, loader, spec, prefix), load_ends(source, loader, spec, prefix)
     layers = tuple(LayerLoader(source, loader, spec, i, prefix).load() for i in range(spec.n_layers))
     return DecoderWeights(
         embedding=embedding,
         positions=positions,
         layers=layers,
-        norm=loader.norm(norm, offset=spec.norm_offset),
+        norm=None if norm is None else loader.norm(norm, offset=spec.norm_offset),
         head=head,
         inputs=inputs,
         begin=begin,
         end=end,
         connection=load_connection(source, loader, spec, prefix),
-        # of the only family that is run with one: the final norm, which has no weight
-        embedding_norm=loader.norm(final_norm(source, spec), is_read=False) if spec.has_embedding_norm else None,
+        embedding_norm=None if first is None else loader.norm(first, is_read=False),
+        gated=load_gated_end(source, loader, spec, prefix),
+        ids=None if spec.ngrams is None else load_ids(loader, spec, spec.ngrams),
     )
 
 
@@ -106,7 +104,7 @@ def scaled_norm(norm: NormParts | None, factor: float) -> NormParts | None:
 class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
     """Loads the tensors of one layer."""
 
-    def load(self) -> LayerWeights[Vector, Linear, Heads, Experts]:
+    def load(self) -> LayerWeights[Table, Vector, Linear, Heads, Experts]:
         """All of them: a dense MLP first, a mixture last."""
         mlp = self.parts.mlp
         names, of_mlp = (self.names.norms[self.parts.norms][i : i + 2] for i in (0, 2))
@@ -189,6 +187,9 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         spec, mlp = self.spec, self.parts.mlp
         if isinstance(spec.streams, HyperSpec):
             return {"connections": load_connections(self.source, self.loader, spec, spec.streams, self.prefix)}
+        if isinstance(spec.streams, GatedSpec):
+            gated = load_gated(self.source, self.loader, spec, spec.streams, self.prefix)
+            return {"gated": gated, "ngrams": load_ngrams(self.source, self.loader, spec, self.layer, self.prefix)}
         if spec.layer_inputs is None:
             return {}
         assert mlp is not None

@@ -264,6 +264,10 @@ class GgufCheckpoint:
         """Never: a file with an output projection of its own says that it is not tied."""
         return False
 
+    def whole_numbers(self, name: str) -> list[int] | None:
+        """None: no converter writes any."""
+        return None
+
     def find_packed(self, key: str, nbytes: int) -> Saved | None:
         """None: nothing is packed here."""
         return None

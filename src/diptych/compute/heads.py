@@ -19,10 +19,11 @@ from diptych.compute.model import Blueprint
 from diptych.compute.naming import final_norm, head_name, table_name
 from diptych.compute.ops.contract import LinearParts, Loader, NormParts, Ops, WeightTensor
 from diptych.compute.weights import Checkpoint, FileTensor, Source
-from diptych.ground.errors import LoadError
+from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.gates import Activation
 from diptych.models.heads import EagleSpec, MedusaSpec
 from diptych.models.spec import MlpSpec, ModelSpec
+from diptych.models.streams import GatedSpec
 
 # A head is walked on every backend, with whatever kinds of handle that has.
 Handle = Any
@@ -80,6 +81,12 @@ class TargetTensors:
     """What a head shares with the model that it drafts for: its embedding, output projection and last norm."""
 
     def __init__(self, source: Source, spec: ModelSpec) -> None:
+        """UnsupportedModel for one whose layers have no state of one width, and no norm behind them."""
+        if isinstance(spec.streams, GatedSpec):
+            raise UnsupportedModel(
+                f"{spec.name} has {spec.n_streams} residual streams in one row; a head that drafts reads one",
+                hint="use a draft model, or a drafter that reads tokens alone",
+            )
         self._source = source
         self._spec = spec
 
@@ -95,7 +102,9 @@ class TargetTensors:
 
     def norm(self) -> torch.Tensor:
         """[D] fp32, its offset added."""
-        values = final_norm(self._source, self._spec).weight.read()
+        norm = final_norm(self._source, self._spec)
+        assert norm is not None
+        values = norm.weight.read()
         return values.to(torch.float32) + self._spec.norm_offset
 
 

@@ -8,6 +8,7 @@ from diptych.compute.weights import Source
 from diptych.models.families import BY_MODEL_TYPE, WRAPPED_PREFIXES
 from diptych.models.family import Family
 from diptych.models.spec import ModelSpec
+from diptych.models.streams import GatedSpec
 
 
 def family_named(spec: ModelSpec) -> Family:
@@ -42,6 +43,8 @@ def norm_parts(source: Source, name: str, spec: ModelSpec) -> NormParts:
     return NormParts(weight=weight, bias=bias, is_centred=spec.centres_norms)
 
 
-def final_norm(source: Source, spec: ModelSpec) -> NormParts:
-    """The norm behind the last layer."""
+def final_norm(source: Source, spec: ModelSpec) -> NormParts | None:
+    """The norm behind the last layer; None where what joins streams norms them."""
+    if isinstance(spec.streams, GatedSpec):
+        return None
     return norm_parts(source, f"{prefix_of(source, spec)}{family_named(spec).names.final_norm}", spec)

@@ -74,6 +74,8 @@ def read_tail(directory: Path, spec: ModelSpec) -> Tail:
     """The final norm of a checkpoint folder or GGUF file. Raises LoadError, UnsupportedModel."""
     source = _open(directory)
     norm = final_norm(source, spec)
+    if norm is None:
+        raise UnsupportedModel(f"{spec.name} has no norm behind its last layer; its states are not pooled")
     return Tail(
         norm_D=_numbers(norm.weight.read()) + np.float32(spec.norm_offset),
         eps=spec.norm_eps / spec.residual_scale**2,  # as the walk, whose stream is the model's over that scale

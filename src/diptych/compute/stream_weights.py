@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic
 
-from diptych.compute.ops.contract import Linear, Table, Vector
+from diptych.compute.ops.contract import Heads, Linear, Table, Vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,3 +53,29 @@ class InputsWeights(Generic[Table, Vector, Linear]):
     table: Table
     projection: Linear
     norm: Vector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedConnection(Generic[Vector, Linear]):
+    """How the streams in one row are read: their norms, and what gates them. inject: what says how much is added to each; None
+    where nothing is.
+    """
+
+    norm: Vector
+    down: Linear
+    up: Linear
+    inject: Linear | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NgramWeights(Generic[Table, Vector, Linear, Heads]):
+    """A layer's embeddings of n-grams: the place-th of them. taps: of what they give, moved on as states are."""
+
+    place: int
+    tables: tuple[Table, ...]
+    key: Linear
+    value: Linear
+    key_norm: Vector
+    query_norm: Vector
+    taps_norm: Vector
+    taps: Heads

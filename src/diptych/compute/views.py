@@ -236,3 +236,48 @@ class Mxfp4Tensor(WeightTensor):
         table = torch.tensor(FP4_VALUES, dtype=torch.float32)
         values = torch.stack([table[(codes & 15).long()], table[(codes >> 4).long()]], dim=-1).flatten(-2)
         return torch.ldexp(values, exponents[..., None]).to(torch.bfloat16).flatten(1)
+
+
+class SpacedTensor(WeightTensor):
+    """Taps [channels, 1, n] of inputs that stand `apart` from each other, as of all: [channels, (n - 1) apart + 1], fp32."""
+
+    random_seed: int | None = None
+    dtype = torch.float32
+
+    def __init__(self, tensor: WeightTensor, apart: int) -> None:
+        n_channels, *_, n_taps = tensor.shape
+        self.name = tensor.name
+        self.shape = (n_channels, (n_taps - 1) * apart + 1)
+        self._tensor = tensor
+        self._apart = apart
+
+    @property
+    def stored(self) -> tuple[WeightTensor, ...]:
+        """What it is made of."""
+        return self._tensor.stored
+
+    def read(self) -> torch.Tensor:
+        """Zeros between them."""
+        taps = torch.zeros(self.shape)
+        taps[:, :: self._apart] = self._tensor.read().flatten(1).to(torch.float32)
+        return taps
+
+
+class ShiftingTensor(WeightTensor):
+    """Taps [n, n + 1] of which channel i has the input of i + 1 tokens before, fp32."""
+
+    name = "shifts"
+    random_seed: int | None = None
+    dtype = torch.float32
+
+    def __init__(self, n: int) -> None:
+        self.shape = (n, n + 1)
+
+    @property
+    def stored(self) -> tuple[WeightTensor, ...]:
+        """Nothing."""
+        return ()
+
+    def read(self) -> torch.Tensor:
+        """One in each row."""
+        return torch.eye(*self.shape).flip(1).roll(-1, 1)

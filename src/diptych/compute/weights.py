@@ -150,6 +150,10 @@ class Source(Protocol):
         """Whether both tensors are there and hold different numbers."""
         ...
 
+    def whole_numbers(self, name: str) -> list[int] | None:
+        """A small tensor of whole numbers, which is no parameter; None where there is none of that name."""
+        ...
+
     def find_packed(self, key: str, nbytes: int) -> Saved | None:
         """The bytes of a weight that was packed and saved under `key`; None where it must be packed from its tensors."""
         ...
@@ -300,6 +304,13 @@ class Checkpoint:
             return False
         left, right = self.read(name), self.read(other)
         return left.dtype != right.dtype or not torch.equal(left, right)
+
+    def whole_numbers(self, name: str) -> list[int] | None:
+        """A small tensor of whole numbers; None where there is none of that name."""
+        if not self.has(name):
+            return None
+        found = self._files[self._file_of[name]].get_tensor(name)
+        return [int(one) for one in found.flatten().tolist()]
 
     def find_packed(self, key: str, nbytes: int) -> Saved | None:
         """None: nothing is packed here."""
@@ -466,6 +477,10 @@ class RandomSource:
     def differ(self, name: str, other: str) -> bool:
         """Never: a tied head is the embedding."""
         return False
+
+    def whole_numbers(self, name: str) -> list[int] | None:
+        """None: there are random tensors alone."""
+        return None
 
     def find_packed(self, key: str, nbytes: int) -> Saved | None:
         """None: nothing is packed here."""

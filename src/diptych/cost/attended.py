@@ -11,16 +11,20 @@ from diptych.models.spec import AttentionLayer
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """So many positions, chosen for each token anew: by blocks of so many, of which the last is the token's own."""
+    """So many positions, chosen for each token anew: by blocks of so many, of which the last is the token's own. shift: 1 where
+    that is not whole, and one that is counts as any other.
+    """
 
     most: int
     block: int = 1
+    shift: int = 0
 
     def seen_before(self, end: int) -> int:
         """What tokens [0, end) see, all together."""
         all_of = min(end, self.most)
         count = all_of * (all_of + 1) // 2
-        return count + self._own(end) - self._own(all_of) + (end - all_of) * (self.most - self.block)
+        own = self._own(end + self.shift) - self._own(all_of + self.shift)
+        return count + own + (end - all_of) * (self.most - self.block)
 
     def _own(self, end: int) -> int:
         """Of their own blocks."""
@@ -42,7 +46,7 @@ Reach = int | Chosen | Scored | None
 def reach_of(attention: AttentionLayer) -> Reach:
     """Of the layer's attention."""
     index = attention.index
-    return attention.window if index is None else Chosen(index.most, index.block)
+    return attention.window if index is None else Chosen(index.most, index.block, int(index.pools))
 
 
 def read_tokens(reach: Reach, shape: ChunkShape) -> int:

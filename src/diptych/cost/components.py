@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from diptych.cost.adapters import adapter_bytes, adapter_parameters
 from diptych.cost.attended import Scored, pairs, reach_of, read_tokens
-from diptych.cost.streams import inner_width, stream_matrices, stream_vectors, table_width
+from diptych.cost.streams import end_norms, inner_width, ngram_elements, stream_matrices, stream_vectors, table_width
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import ChunkShape, StepShape
 from diptych.ground.specs import KVSpec, QuantSpec
@@ -548,7 +548,7 @@ def _norms(sizes: _Sizes) -> Component:
 
 
 def _final_norm(sizes: _Sizes) -> Component:
-    hidden = sizes.model.hidden
+    hidden = sizes.model.hidden * end_norms(sizes.model)
     rows = sizes.work.n_logits_rows
     return Component(name="norms", vector_flops=4.0 * rows * hidden, weight_bytes=hidden * 2.0)
 
@@ -560,19 +560,19 @@ def _embedding(sizes: _Sizes) -> Component:
 
 
 def _streams(sizes: _Sizes) -> Component:
-    """Of all layers: each device has what mixes streams whole, and what embeds layers. A layer passes over them some five
-    times.
-    """
+    """Of all layers: each device has what mixes streams and embeds layers whole. A layer passes over them some five times."""
     model = sizes.model
-    n_streams = 1 if model.streams is None else model.streams.n_streams
-    passed = sizes.n * model.n_layers * n_streams * model.hidden
+    passed = sizes.n * model.n_layers * model.n_streams * model.hidden
+    moved = sum(shape.count for shape in sizes.work.shapes) * ngram_elements(model) * STATE_BYTES
     passes = 5.0 if stream_matrices(model) else 2.0  # where layers are only scaled
     return Component(
         name="streams",
         flops=2.0 * sizes.n * stream_matrices(model),
-        vector_flops=2.0 * (n_streams + 4) * passed,
+        vector_flops=2.0 * (model.n_streams + 4) * passed,
         weight_bytes=stream_matrices(model) * sizes.w + stream_vectors(model) * 2.0,
         activation_bytes=passes * passed * sizes.a,
+        kv_read_bytes=moved,
+        kv_write_bytes=moved,
     )
 
 

@@ -91,9 +91,10 @@ def _gathered(
         if mlp.latent:  # what experts read; by what takes it back it is added to the stream
             meetings, row_bytes = meetings + 1, row_bytes + given
         if mlp.shared_ffn:  # their gate and what they add, which is a row of its own where it is gated
-            meetings += 3 if mlp.has_shared_gate else 2
+            adds_apart = mlp.has_shared_gate and not are_whole  # streams of its own each rank adds the sum of both to
+            meetings += 3 if adds_apart else 2
             halves = 2 * FP32 if mlp.shared.form is not None else BF16 if mlp.is_gated else FP32
-            row_bytes += mlp.shared_ffn * halves + (2 if mlp.has_shared_gate else 1) * stream
+            row_bytes += mlp.shared_ffn * halves + (2 if adds_apart else 1) * stream
             if is_sum_apart and not mlp.is_apart:  # of their sum, normed or scaled, which the rows' owners make
                 meetings, row_bytes = meetings + 1, row_bytes + stream
         elif are_whole:  # each rank adds their sum to streams of its own

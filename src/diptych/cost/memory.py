@@ -12,6 +12,7 @@ from diptych.ground.formats import engine_quant, head_format
 from diptych.ground.specs import QuantSpec
 from diptych.models.latent import IndexSpec
 from diptych.models.spec import MlpSpec, ModelSpec, MoeSpec
+from diptych.models.streams import GatedSpec
 
 # The part of memory an engine may use; the rest is the runtime's, the allocator's and other programs'.
 MEMORY_SHARE = 0.9
@@ -124,7 +125,8 @@ def activation_bytes_of(setup: Setup) -> float:
     layers = [layer.attention for layer, _ in model.layer_groups]
     attention = max(one.n_heads * one.head_dim + one.width for one in layers)
     mlp = max(_mlp_width(setup, layer.mlp) for layer, _ in model.layer_groups)
-    width = 3 * model.hidden + max(mlp, attention / setup.tp)
+    rows = model.n_streams if isinstance(model.streams, GatedSpec) else 1  # whose norms and gates are as wide as they
+    width = 3 * rows * model.hidden + max(mlp, attention / setup.tp)
     index = max((_index_bytes(one.own_index) for one in layers), default=0)
     logits = 256 * model.vocab_size * LOGIT_BYTES / setup.tp
     return tokens * (width * setup.quant.activation_bytes + index) + logits

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from diptych.cost.components import attention_widths, kv_bytes_of_tokens, own_norms
 from diptych.cost.layout import PLAIN, Layout
-from diptych.cost.streams import inner_width, stream_matrices, stream_vectors, table_width
+from diptych.cost.streams import end_norms, inner_width, stream_matrices, stream_vectors, table_width
 from diptych.ground.specs import KVSpec, QuantSpec
 from diptych.models.gates import Activation
 from diptych.models.spec import AttentionLayer, MlpSpec, ModelSpec, MoeSpec, QkNorm
@@ -33,6 +33,8 @@ def parameters_by_component(model: ModelSpec) -> dict[str, int]:
 
 
 def _layer_table(model: ModelSpec) -> int:
+    if model.ngrams is not None:
+        return model.ngrams.table_elements
     return 0 if model.layer_inputs is None else model.layer_inputs.vocab * table_width(model)
 
 
@@ -199,7 +201,7 @@ def _moe(model: ModelSpec, moe: MoeSpec) -> dict[str, int]:
 
 def _norms(model: ModelSpec) -> int:
     per_norm = model.hidden * (model.has_norm_weight + model.has_norm_bias)
-    ends = per_norm * (2 if model.has_embedding_norm else 1)
+    ends = per_norm * (model.has_embedding_norm + end_norms(model))
     of_layers = sum(n * (layer.norms.count + own_norms(layer.mlp)) for layer, n in model.layer_groups)
     inner = sum(n * inner_width(model, layer) for layer, n in model.layer_groups)
     return of_layers * per_norm + inner + ends

@@ -1,5 +1,5 @@
 """What a model with residual streams beside each other multiplies and reads outside attention and MLP (Gemma 3n,
-HY V4, GLM-5.3-Flash).
+HY V4, GLM-5.3-Flash, Qwen4-Exp).
 
 >>> from diptych.cost.tables import model_spec
 >>> stream_matrices(model_spec("llama-3.1-8b"))
@@ -9,7 +9,7 @@ HY V4, GLM-5.3-Flash).
 from __future__ import annotations
 
 from diptych.models.spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
-from diptych.models.streams import HyperSpec
+from diptych.models.streams import GatedSpec, HyperSpec
 
 
 def stream_matrices(model: ModelSpec) -> int:
@@ -21,8 +21,13 @@ def stream_matrices(model: ModelSpec) -> int:
     count = 2 * n * model.low_rank * hidden + 2 * n_gated * model.norm_rank * hidden
     if isinstance(model.streams, HyperSpec):
         count += _connected(model, model.streams) * model.streams.n_streams * hidden
+    elif isinstance(model.streams, GatedSpec):
+        width = model.streams.n_streams * hidden
+        count += 2 * (model.n_parts + 1) * model.streams.rank * width + model.n_parts * model.streams.n_streams * width
     elif model.streams is not None:
         count += 2 * (model.streams.n_streams - 1) * hidden**2 + n * model.streams.n_streams * hidden
+    if model.ngrams is not None:
+        count += model.ngrams.n_matrices(hidden, model.n_streams)
     if model.layer_inputs is not None:
         count += 3 * n * model.layer_inputs.width * hidden  # one from the stream's beginning, two in the layer
     return count
@@ -34,8 +39,12 @@ def stream_vectors(model: ModelSpec) -> int:
     count = (n * hidden if model.low_rank else 0) + (n if model.scales_layers else 0)
     if isinstance(model.streams, HyperSpec):  # a base for each output, a scale for those of one kind
         count += _connected(model, model.streams) + model.n_parts * model.streams.n_scales + (not model.streams.rounds)
+    elif isinstance(model.streams, GatedSpec):
+        count += (model.n_parts + 1) * model.streams.n_streams * hidden
     elif model.streams is not None:
         count += n * (2 * hidden + model.streams.n_streams**3 + model.streams.n_streams**2)
+    if model.ngrams is not None:
+        count += model.ngrams.n_vectors(hidden, model.n_streams)
     if model.layer_inputs is not None:
         count += n * hidden + model.layer_inputs.width
     return count
@@ -53,5 +62,16 @@ def inner_width(model: ModelSpec, layer: LayerSpec) -> int:
 
 
 def table_width(model: ModelSpec) -> int:
-    """Numbers that a token gathers from the table of layers' embeddings."""
-    return 0 if model.layer_inputs is None else model.n_layers * model.layer_inputs.width
+    """Numbers that a token gathers from the table of layers' embeddings, or from those of n-grams."""
+    of_ngrams = 0 if model.ngrams is None else len(model.ngrams.layers) * model.ngrams.width
+    return of_ngrams + (0 if model.layer_inputs is None else model.n_layers * model.layer_inputs.width)
+
+
+def ngram_elements(model: ModelSpec) -> int:
+    """Numbers that a sequence keeps for its n-grams, which each chunk reads and writes."""
+    return sum(state.state_elements for state in model.states[len(model.state_layers) :])
+
+
+def end_norms(model: ModelSpec) -> int:
+    """Norms behind the last layer: none where what joins streams norms them."""
+    return 0 if isinstance(model.streams, GatedSpec) else 1

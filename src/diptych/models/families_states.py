@@ -94,6 +94,25 @@ STATES: tuple[Family, ...] = (
         names=TensorNames(shared="shared_expert"),
         **QWEN_3_5,
     ),
+    # streams in one row that are read by gates, n-grams, an index that chooses blocks by the means of their keys
+    Family(
+        name="qwen4_exp_text", architectures=("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),
+        more_model_types=("qwen4_exp",),
+        keys={**DELTA, **EXPERTS, "partial_rotary_factor": 1.0, "vocab_size": 248_320, "intermediate_size": None,
+              "num_hidden_layers": 40, "num_experts_per_tok": 10, "num_experts": 512, "norm_topk_prob": True,
+              "output_gate_type": None, "hc_count": 4, "hc_lowrank": 320, "ple_layer_ids": None, "ple_embed_dim": None,
+              "ple_conv_kernel_size": 4, "ngram_size": 3, "heads_per_ngram": 8, "ngram_vocab_size_base": 20_000_000,
+              "make_ngram_vocab_size_divisible_by": 128, "seed": 1234, "split_ngram_parts": 512, "eos_token_id": None,
+              "index_n_heads": None, "indexer_kv_heads": None, "index_head_dim": None, "indexer_budget": None,
+              "indexer_compress_ratio": None},
+        renamed={"indexer_n_heads": "index_n_heads", "indexer_head_dim": "index_head_dim"},
+        fixed=QWEN_3_5["fixed"],
+        unread=("number_of_conv_states", "mtp"),  # which follows from ple_layer_ids, and is of layers that draft
+        norms=Norms.BARE,
+        has_shared_gate=True,
+        names=TensorNames(shared="shared_expert"),
+        **{**STATE_LAYERS, "ignored": (*STATE_LAYERS["ignored"], "layer_multipliers", "ngram_heads_")},
+    ),
     # a rule of its own before it, norms of whole rows of q and k and norms behind attention where there are keys and values
     Family(
         name="olmo_hybrid", architectures=("OlmoHybridForCausalLM",),

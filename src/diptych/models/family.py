@@ -24,6 +24,7 @@ NORM_NAMES: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]
         "post_feedforward_layernorm",
     ),
     Norms.AROUND_MLP: ("input_layernorm", None, "post_attention_layernorm", "post_mlp_layernorm"),
+    Norms.BARE: (None, None, None, None),
     Norms.ALONE: ("input_layernorm", None, None, None),
     Norms.MLP_ALONE: (None, None, "post_attention_layernorm", None),
     Norms.SHARED: ("input_layernorm", None, None, None),

@@ -42,7 +42,7 @@ from diptych.models.read_mixtures import (
 )
 from diptych.models.read_states import adjusted_width, layer_scales, state_attention, state_layers
 from diptych.models.read_step import as_usual
-from diptych.models.read_streams import cutoffs, layer_inputs, mlp_widths, shared_layers, streams
+from diptych.models.read_streams import cutoffs, layer_inputs, mlp_widths, ngrams, shared_layers, streams
 from diptych.models.read_windows import is_both_ways, layer_ropes, named_layers, rope_sections, windows_of
 from diptych.models.refused import reason_for
 from diptych.models.rope import ROPE_KEYS, latent_stretch, make_rope, position_limit
@@ -126,6 +126,7 @@ def read_model(
         norm_rank=config.optional_integer("gated_norm_rank") or 0,
         streams=streams(config, family),
         layer_inputs=layer_inputs(config) if config.raw.get("hidden_size_per_layer_input") else None,
+        ngrams=ngrams(config, state_layers(config, family, len(windows))) if "ple_layer_ids" in family.keys else None,
         scales_layers=family.scales_layers,
         has_inner_norms=family.has_inner_norms,
         blocks=config.raw.get("blocks", ()),
@@ -245,6 +246,8 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
     is_indexed = "index_topk" in family.keys and family.state_rule is None
     if is_indexed and isinstance(kinds, list) and all(kind in INDEXED for kind in kinds):
         del raw["layer_types"]  # which says no more than that there is an index
+    if "indexer_budget" in family.keys and isinstance(kinds, list):
+        raw["layer_types"] = ["full_attention" if kind == INDEXED[0] else kind for kind in kinds]
     raw = as_indexed(raw, family, path) if "index_topk_blocks" in family.keys else raw
     if "num_sliding_attention_heads" in family.keys:
         raw = as_usual(raw, family.keys, path)

@@ -13,6 +13,7 @@ from diptych.models.read_block_index import block_indices
 FULL, SHARED = "full", "shared"  # a layer makes a choice of its own, or takes the last one made before it
 SHARED_BY = 4  # layers, the first of which chooses, where a class has no key for it; the model's first is by itself
 INDEX_EPS = 1e-6  # of the key's norm, whatever the config says of the others
+POOLED = (2, 4, 8, 16)  # positions of a block, of which a group of keys in the cache has some
 IN_PATTERNS = {"F": FULL, "S": SHARED}
 
 
@@ -21,6 +22,8 @@ def layer_indices(config: HfConfig, family: Family, have_states: list[bool]) -> 
     n_layers = len(have_states)
     if "index_topk_blocks" in family.keys:
         return block_indices(config, n_layers)
+    if "indexer_budget" in family.keys:
+        return [_pooled_index(config)] * n_layers
     if "index_topk" not in family.keys:
         return [None] * n_layers
     if config.raw.get("q_lora_rank") is None:
@@ -75,3 +78,25 @@ def _kinds(config: HfConfig, family: Family, n_layers: int) -> list[str]:
     if kinds[0] != FULL and family.state_rule is None:
         raise LoadError(f"{key} in {config.path} has the first layer share a choice, and none was made before it")
     return kinds[:n_layers]
+
+
+def _pooled_index(config: HfConfig) -> IndexSpec:
+    """Of blocks by the means of their keys (Qwen4-Exp)."""
+    budget, block, width = (
+        config.integer(name) for name in ("indexer_budget", "indexer_compress_ratio", "index_head_dim")
+    )
+    n_keys = config.integer("indexer_kv_heads")
+    if n_keys != 1:
+        raise LoadError(f"indexer_kv_heads in {config.path} is {n_keys}; an index has one key for all its heads")
+    if block not in POOLED:
+        raise LoadError(
+            f"indexer_compress_ratio in {config.path} is {block}; it must be one of {', '.join(map(str, POOLED))}"
+        )
+    if budget % block:
+        raise LoadError(f"indexer_budget in {config.path} is {budget}; it must be a multiple of {block}")
+    if width % 2:
+        raise LoadError(f"index_head_dim in {config.path} is {width}; it must be even")
+    # whole blocks, and what makes no whole one
+    return IndexSpec(
+        most=budget + block - 1, n_heads=config.integer("index_n_heads"), head_dim=width, block=block, pools=True
+    )

@@ -110,7 +110,16 @@ def _delta(config: HfConfig) -> StateSpec:
         value_dim=config.integer("linear_value_head_dim", 2 * key_dim),
         n_taps=config.integer("linear_conv_kernel_dim"),
         most_weight=2.0 if config.flag("linear_allow_neg_eigval") else 1.0,
+        gate=_output_gate(config),
     )
+
+
+def _output_gate(config: HfConfig) -> Activation:
+    """What gates the heads' outputs: by output_gate_type, of families that have it."""
+    named = config.raw.get("output_gate_type")
+    if named not in (None, "silu", "sigmoid"):
+        raise LoadError(f"output_gate_type in {config.path} is {named!r}; it may be silu or sigmoid")
+    return Activation.SIGMOID if named == "sigmoid" else Activation.SILU
 
 
 def _by_key(config: HfConfig) -> StateSpec:

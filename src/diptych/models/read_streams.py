@@ -9,7 +9,8 @@ from statistics import NormalDist
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.family import Family
-from diptych.models.streams import HyperSpec, LayerInputs, StreamsSpec
+from diptych.models.ngrams import NgramSpec
+from diptych.models.streams import GatedSpec, HyperSpec, LayerInputs, StreamsSpec
 
 MOST_STREAMS = 8  # that a kernel holds at a time
 SPARSE_LAYERS, SPARSITY = 10, 0.95  # of a config that does not say, where it has more layers than that
@@ -95,7 +96,7 @@ def cutoffs(config: HfConfig, n_layers: int) -> list[float | None]:
     return [NormalDist().inv_cdf(value) if value > 0 else None for value in pattern]
 
 
-def streams(config: HfConfig, family: Family) -> StreamsSpec | HyperSpec | None:
+def streams(config: HfConfig, family: Family) -> StreamsSpec | HyperSpec | GatedSpec | None:
     """How many residual streams there are, and which is computed or how they are joined; None where there is but one."""
     if "hc_mult" in family.keys:
         n_streams = config.integer("hc_mult")
@@ -106,6 +107,10 @@ def streams(config: HfConfig, family: Family) -> StreamsSpec | HyperSpec | None:
             eps=config.number("hc_eps"),
             rounds=config.integer("hc_sinkhorn_iters") if "hc_sinkhorn_iters" in family.keys else 0,
         )
+    if "hc_count" in family.keys:
+        n_streams = config.integer("hc_count", low=2)
+        config.at_most("hc_count", n_streams, MOST_STREAMS)
+        return GatedSpec(n_streams=n_streams, rank=config.integer("hc_lowrank"))
     if "altup_num_inputs" not in family.keys:
         return None
     n_streams, active = config.integer("altup_num_inputs"), config.integer("altup_active_idx", low=0)
@@ -118,4 +123,40 @@ def layer_inputs(config: HfConfig) -> LayerInputs:
     """The embeddings of layers."""
     return LayerInputs(
         width=config.integer("hidden_size_per_layer_input"), vocab=config.integer("vocab_size_per_layer_input")
+    )
+
+
+def ngrams(config: HfConfig, has_state: list[bool]) -> NgramSpec | None:
+    """The embeddings of n-grams, if any layer has some. has_state: which layers keep one; no other may have them."""
+    numbers = sorted(set(config.integers("ple_layer_ids") or ()))
+    if not numbers:
+        return None
+    if any(not 1 <= one <= len(has_state) or not has_state[one - 1] for one in numbers):
+        raise LoadError(
+            f"ple_layer_ids in {config.path} is {numbers}; each must be the number, from 1 to {len(has_state)}, of a layer "
+            "with linear attention"
+        )
+    longest, n_heads = config.integer("ngram_size", low=2), config.integer("heads_per_ngram")
+    width, n = config.integer("ple_embed_dim", config.integer("hidden_size")), (longest - 1) * n_heads
+    if width % n:
+        raise LoadError(f"ple_embed_dim in {config.path} is {width}; {n} heads of n-grams cannot share it evenly")
+    ends = config.raw.get("eos_token_id")
+    end = ends[0] if isinstance(ends, list) and ends else ends
+    vocab = config.integer("vocab_size")
+    if isinstance(end, bool) or not isinstance(end, int) or not 0 <= end < vocab:
+        raise LoadError(
+            f"eos_token_id in {config.path} is {ends!r}; n-grams begin anew behind the first, which must be below {vocab}"
+        )
+    return NgramSpec(
+        layers=tuple(one - 1 for one in numbers),
+        width=width,
+        longest=longest,
+        n_heads=n_heads,
+        least_rows=config.integer("ngram_vocab_size_base"),
+        multiple=config.integer("make_ngram_vocab_size_divisible_by"),
+        seed=config.integer("seed", low=0),
+        parts=config.integer("split_ngram_parts"),
+        vocab=vocab,
+        end=end,
+        n_taps=config.integer("ple_conv_kernel_size"),
     )

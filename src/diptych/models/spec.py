@@ -15,9 +15,10 @@ from diptych.ground.errors import UnsupportedModel
 from diptych.ground.specs import Provenance
 from diptych.models.gates import CLAMPED, SQUARED, Activation, GateForm
 from diptych.models.latent import CacheShape, IndexSpec, MlaSpec
+from diptych.models.ngrams import NgramSpec, ngram_states
 from diptych.models.positions import QueryScale, Rope
 from diptych.models.states import StateSpec
-from diptych.models.streams import UNSCALED, HyperSpec, LayerInputs, LayerScales, StreamsSpec
+from diptych.models.streams import UNSCALED, GatedSpec, HyperSpec, LayerInputs, LayerScales, StreamsSpec
 
 
 class QkNorm(Enum):
@@ -45,6 +46,7 @@ class Scores(Enum):
 class Norms(Enum):
     """Where a layer norms."""
 
+    BARE = "bare"  # nowhere: what joins the streams gives normed ones
     ALONE = "alone"  # one before attention; there is no MLP
     MLP_ALONE = "mlp_alone"  # one before the MLP; there is no attention
     SHARED = "shared"  # the same, by the norm of the layer behind it, and added with what that layer's attention gives
@@ -58,7 +60,14 @@ class Norms(Enum):
     @property
     def count(self) -> int:
         """Norms per layer."""
-        numbers = {Norms.SHARED: 0, Norms.ALONE: 1, Norms.MLP_ALONE: 1, Norms.PARALLEL: 1, Norms.AROUND_MLP: 3}
+        numbers = {
+            Norms.BARE: 0,
+            Norms.SHARED: 0,
+            Norms.ALONE: 1,
+            Norms.MLP_ALONE: 1,
+            Norms.PARALLEL: 1,
+            Norms.AROUND_MLP: 3,
+        }
         return numbers.get(self, 4 if self is Norms.AROUND else 2)
 
     @property
@@ -337,8 +346,9 @@ class ModelSpec:
     blocks: tuple[tuple[int, int | None], ...] = ()
     left_out: tuple[int, ...] = ()
     spare_embeddings: int = 0
-    streams: StreamsSpec | HyperSpec | None = None
+    streams: StreamsSpec | HyperSpec | GatedSpec | None = None
     layer_inputs: LayerInputs | None = None
+    ngrams: NgramSpec | None = None
     published_parameters: int | None = None
     provenance: tuple[Provenance, ...] = ()
 
@@ -440,10 +450,21 @@ class ModelSpec:
         return tuple(i for i, layer in enumerate(self.layers) if layer.attention.state is not None)
 
     @cached_property
+    def states(self) -> tuple[StateSpec, ...]:
+        """All that it keeps of a sequence beside keys and values: those of state_layers, and behind them those of n-grams."""
+        of_layers = (layer.attention.state for layer in self.layers)
+        beside = () if self.ngrams is None else ngram_states(self.ngrams, self.hidden * self.n_streams)
+        return (*(state for state in of_layers if state is not None), *beside)
+
+    @property
+    def n_streams(self) -> int:
+        """Residual streams."""
+        return 1 if self.streams is None else self.streams.n_streams
+
+    @cached_property
     def state_elements(self) -> int:
         """Numbers that a sequence keeps in all layers, however long it is, beside its keys and values."""
-        states = (layer.attention.state for layer in self.layers)
-        return sum(state.state_elements for state in states if state is not None)
+        return sum(state.state_elements for state in self.states)
 
     @cached_property
     def attention(self) -> AttentionLayer:

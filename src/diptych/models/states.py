@@ -1,4 +1,4 @@
-"""States of sequences: what a layer may keep in place of keys and values."""
+"""States of sequences: what is kept in place of keys and values, or beside them, in a model's shape."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ class StateRule(Enum):
     DELTA = "delta"
     SSD = "ssd"
     CONVOLUTION = "convolution"
+    TAPS = "taps"
+    BENT_TAPS = "bent_taps"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,7 @@ class StateSpec:
     gated, then normed, over all heads or over each of n_norms equal parts of them (0: it is not); step is held within
     step_limits.
     CONVOLUTION: no matrix, key_dim is 0, heads are width alone: gate_out * taps(gate_in * v), as LFM2 has it.
+    TAPS, BENT_TAPS: likewise taps(v), or silu of it: of n-grams (`ngrams`), never a layer's own.
     gate: what the projection that gates goes through. rank: that one, and the decays by key, are projected in two steps with so
     many values between (0: in one each). q_scale, k_scale, v_scale, rate_scale: what q, k and v are multiplied by before their
     taps, and steps before they are shifted.
@@ -58,6 +61,11 @@ class StateSpec:
     rank: int = 0
 
     @property
+    def has_matrix(self) -> bool:
+        """Whether its heads have one."""
+        return self.rule in (StateRule.DELTA, StateRule.SSD)
+
+    @property
     def n_channels(self) -> int:
         """That taps are for: of q, k and v together."""
         return 2 * self.n_key_heads * self.key_dim + self.width
@@ -75,13 +83,13 @@ class StateSpec:
     @property
     def gate_width(self) -> int:
         """Of the projection that gates what the heads give."""
-        return 0 if self.rule is StateRule.CONVOLUTION else self.width
+        return self.width if self.has_matrix else 0
 
     @property
     def n_rates(self) -> int:
         """Numbers of a token that say how much is new and what is left: beta and decay of each head, or its step."""
-        per_head = {StateRule.DELTA: 1 if self.fades_by_key else 2, StateRule.SSD: 1, StateRule.CONVOLUTION: 0}
-        return per_head[self.rule] * self.n_value_heads
+        per_head = {StateRule.DELTA: 1 if self.fades_by_key else 2, StateRule.SSD: 1}
+        return per_head.get(self.rule, 0) * self.n_value_heads
 
     @property
     def n_decays(self) -> int:
@@ -106,9 +114,8 @@ class StateSpec:
         of_heads = {
             StateRule.DELTA: heads + (self.n_decays or heads) + self.value_dim,
             StateRule.SSD: 3 * heads + (self.width if self.n_norms else 0),
-            StateRule.CONVOLUTION: 0,
         }
-        return taps + of_heads[self.rule]
+        return taps + of_heads.get(self.rule, 0)
 
     @property
     def state_elements(self) -> int:

@@ -57,6 +57,17 @@ class HyperSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GatedSpec:
+    """Residual streams beside each other, in one row (Qwen4-Exp's gated residual): each attention, each MLP and the head read
+    the mean of all streams, each normed by itself and gated by a sigmoid of two projections of all, `rank` numbers between
+    them. What attention and MLP give is added to each stream, times twice a sigmoid of a projection of all.
+    """
+
+    n_streams: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInputs:
     """Embeddings of `width` for each layer and token, beside the one that the stream begins with.
 

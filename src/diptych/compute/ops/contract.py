@@ -23,7 +23,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
-from diptych.compute.ops.contract_streams import Hidden, Stream, StreamOps, Vector
+from diptych.compute.ops.contract_streams import Hidden, Linear, Stream, StreamOps, Table, Vector
 from diptych.ground.formats import KeptFormat
 from diptych.models.gates import Activation, GateForm
 from diptych.models.latent import IndexSpec, MlaSpec
@@ -33,8 +33,6 @@ from diptych.models.states import StateSpec
 
 # The kinds of handle, beside those of streams. Each backend names its own types for them, once, where it derives from `Loader`
 # and `Ops`.
-Table = TypeVar("Table")  # an embedding
-Linear = TypeVar("Linear")  # a projection
 Heads = TypeVar("Heads")  # a layer's attention
 Experts = TypeVar("Experts")  # a mixture
 
@@ -78,7 +76,7 @@ class AttentionSpec:
     kv_rank + rope_dim, whose keys are the values too. state: then there are no keys and values, and `place` is that of its
     states among a sequence's. v_head_dim: how wide a value is, None: as a key. v_scale: values are multiplied by it. index:
     what chooses what is attended to; index_place: which layer of the cache has its keys, if not those of latents. has_sinks:
-    as `AttentionLayer` has it.
+    as `AttentionLayer` has it. is_whole: of a state, each rank has all of it.
     """
 
     layer: int
@@ -104,6 +102,7 @@ class AttentionSpec:
     index: IndexSpec | None = None
     index_place: int | None = None
     has_sinks: bool = False
+    is_whole: bool = False
 
     @property
     def own_index(self) -> IndexSpec:
@@ -411,7 +410,9 @@ class Taps:
     states: torch.Tensor | None = None
 
 
-class Ops(StreamOps[Stream, Hidden, Vector], Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
+class Ops(
+    StreamOps[Stream, Hidden, Table, Vector, Linear], Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]
+):
     """The forward vocabulary. Handles of the residual stream are called x, everything else h, y, q, a."""
 
     @abstractmethod
@@ -553,6 +554,7 @@ class Ops(StreamOps[Stream, Hidden, Vector], Generic[Stream, Hidden, Table, Vect
         exp(least_decay sigmoid(decay (decays + shift))).
         SSD: with step = softplus(rate_scale rates + shift) within its limits and r = exp(-decay step): S = r S + k (step v)^T,
         and S^T q + skip v. Convolution: qkv is b, c and x, and a = c * (bias + sum over taps of tap * (b * x)).
+        Taps: a = the sum over taps of tap * qkv, bent taps: silu of it.
         A sequence begins with the state that the batch names, or with zeros.
         """
 
@@ -566,8 +568,8 @@ class Ops(StreamOps[Stream, Hidden, Vector], Generic[Stream, Hidden, Table, Vect
         """
 
     @abstractmethod
-    def sum(self, a: Hidden, b: Hidden) -> Hidden:
-        """a + b [T, N]; a may be written and is not used again by the caller."""
+    def sum(self, a: Hidden, b: Hidden, *, gate: Hidden | None = None) -> Hidden:
+        """a + b [T, N], or a + sigmoid(gate) * b, gate [T, 1]; a may be written and is not used again by the caller."""
 
     @abstractmethod
     def experts(self, h: Stream | Hidden, experts: Experts, *, routed: Stream | Hidden | None = None) -> Hidden:

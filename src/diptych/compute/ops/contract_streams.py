@@ -8,12 +8,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
+from diptych.models.ngrams import NgramSpec
+
 Stream = TypeVar("Stream")  # the residual stream x
 Hidden = TypeVar("Hidden")  # every other activation
 Vector = TypeVar("Vector")  # a norm's weight
+Linear = TypeVar("Linear")  # a projection
+Table = TypeVar("Table")  # an embedding
 
 
-class StreamOps(ABC, Generic[Stream, Hidden, Vector]):
+class StreamOps(ABC, Generic[Stream, Hidden, Table, Vector, Linear]):
     """What `contract.Ops` has of them."""
 
     @abstractmethod
@@ -22,7 +26,7 @@ class StreamOps(ABC, Generic[Stream, Hidden, Vector]):
 
     @abstractmethod
     def stream(self, h: Hidden, number: int, *, is_residual: bool = False) -> Stream:
-        """Stream `number` [T, D] = h, a norm. is_residual: it takes the place of the residual stream."""
+        """Stream `number` [T, D] = h, a norm or what `fold` gives. is_residual: it takes the place of the residual stream."""
 
     @abstractmethod
     def match(self, y: Hidden, x: Stream, number: int, *, least: float) -> Stream:
@@ -66,4 +70,43 @@ class StreamOps(ABC, Generic[Stream, Hidden, Vector]):
 
         m [n, n]: rows of c[2 n:] through a softmax, plus eps; then columns, and in rounds - 1 more rounds rows and columns, are
         divided by their sum plus eps (Sinkhorn and Knopp).
+        """
+
+    # Streams in one row, x [T, n D]: norms and projections read all of them, as of any row.
+
+    @abstractmethod
+    def widen(self, x: Stream, n: int) -> Stream:
+        """[T, n D]: n streams in one row, each of them x, which stays as it is."""
+
+    @abstractmethod
+    def fold(self, h: Hidden, n: int) -> Hidden:
+        """[T, D]: the mean of n streams that lie in one row."""
+
+    @abstractmethod
+    def injections(self, h: Hidden, weight: Linear) -> Hidden:
+        """c [T, n] = h W^T, for `inject`: it lasts until the next is made."""
+
+    @abstractmethod
+    def inject(self, x: Stream, y: Hidden, c: Hidden, *, magnitude: float, scale: float) -> Stream:
+        """x_i + magnitude * sigmoid(scale * c_i) y, of each stream of x [T, n D]; x may be written."""
+
+    # N-grams of tokens, as `NgramSpec` says.
+
+    @abstractmethod
+    def token_ids(self, width: int, end: int) -> Hidden:
+        """[T, width] fp32: in each column the token's id, less `end`."""
+
+    @abstractmethod
+    def ngrams(self, before: Hidden, tables: tuple[Table, ...], spec: NgramSpec, place: int) -> Hidden:
+        """[T, width]: rows of the token's n-grams, head after head, in the table of the place-th layer that has one.
+
+        before [T, longest - 1]: ids of the tokens before it, the last one first, less `end`. tables: rows of the one table,
+        equally many in each but the last.
+        """
+
+    @abstractmethod
+    def meet_keys(self, keys: Hidden, queries: Hidden, values: Hidden) -> Hidden:
+        """[T, n D]: values [T, D] times a sigmoid for each of n streams of keys and queries [T, n D], which are norms.
+
+        It is of m = sum(key query) / sqrt(D), bent: sqrt(max(|m|, 1e-6)) with m's sign.
         """

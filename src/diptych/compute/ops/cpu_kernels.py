@@ -115,9 +115,8 @@ def state_shape(state: StateSpec, own: OwnHeads, *, scale: float = 1.0, norm_eps
 def state_floats(spec: ModelSpec, rank: Rank) -> list[int]:
     """What the kernels keep of a sequence in each layer that has a state, in numbers of 4 bytes: of a rank's heads."""
     found = []
-    for one in (spec.layers[i].attention.state for i in spec.state_layers):
-        assert one is not None
-        own = rank.heads(one.n_value_heads, one.n_key_heads)
+    for place, one in enumerate(spec.states):  # those behind the layers' each rank has whole
+        own = (rank if place < len(spec.state_layers) else Rank()).heads(one.n_value_heads, one.n_key_heads)
         if own is None:
             found.append(0)
             continue

@@ -257,8 +257,9 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
     def state_rule(self, spec: AttentionSpec, rule: RuleParts) -> AttentionHandle:
         """Of a rank, the numbers of its heads. Ranks share whole key heads, as they share those of keys and values."""
-        own = self.rank.heads(spec.n_heads, spec.n_kv_heads)
-        self._heads[spec.layer] = spec, own
+        own = (Rank() if spec.is_whole else self.rank).heads(spec.n_heads, spec.n_kv_heads)
+        if not spec.is_whole:
+            self._heads[spec.layer] = spec, own
         handle = rule_handle(spec, rule, own, self._values, self._add_vector)
         return AttentionHandle(spec=spec, own=own, shape=None, rope=None, q_norm=None, k_norm=None, rule=handle)
 

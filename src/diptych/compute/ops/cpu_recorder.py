@@ -330,13 +330,29 @@ class CpuOps(
         self._linear_into(h, index.key, "qkv", key)
         if index.gates is not None:
             self._linear_into(h, replace(index.gates, column=own.head_dim), "qkv", key)
+        normed = {"norm": index.norm, "norm_eps": spec.index_eps}
+        if own.pools:  # of what lies in the cache then, whoever has written it
+            self.program.cache_index(x=key, **where)
+            self.program.cache_index(x=key, pooled=own.block, **normed, **where)
+            return
         n_gates = own.key_width - own.head_dim
-        norm = {"norm": index.norm, "bias": index.bias, "norm_eps": spec.index_eps}
-        self.program.cache_index(x=key, n_gates=n_gates, **norm, **where)
+        self.program.cache_index(x=key, n_gates=n_gates, bias=index.bias, **normed, **where)
         if n_gates:
             self.program.pool_index(layer=place, offsets=index.offsets, pool=own.pool, width=own.key_width)
         queries = self._f32("index queries", width)
         self._linear_into(low, index.queries, "qkv", queries)
+        if own.pools:
+            self._choice = self._f32("choice", own.n_choices)
+            self.program.choose_pooled(
+                q=queries,
+                queries=self._buffer("index turned", width, lambda width: self.program.add_bf16(width)),
+                choice=self._choice,
+                shape=index.shape,
+                norm=index.q_norm,
+                norm_eps=spec.norm_eps,
+                **where,
+            )
+            return
         if index.weights is None:
             turned = heads.n_kv_heads * own.head_dim
             self._choice = self._f32("choice", heads.n_kv_heads * own.n_blocks)
@@ -432,12 +448,13 @@ class CpuOps(
         assert spec.state is not None
         assert rule is not None
         width = spec.state.width
-        out = self._f32("states", width, self._is_team)
+        name = "taps" if spec.is_whole else "states"
+        out = self._f32(name, width, self._is_team and not spec.is_whole)
         if own is None:
             self.program.meet(out)
         else:
             self.program.move_states(
-                qkv=qkv.buffer,
+                qkv=self._states_inputs(qkv),
                 rates=-1 if rates is None else self._materialised(rates),
                 decays=-1 if decays is None else self._materialised(decays),
                 out=out,
@@ -447,7 +464,16 @@ class CpuOps(
                 first_head=own.first_head,
                 column=own.first_head * spec.state.value_dim,
             )
-        return Value("attention", width, buffer=out)
+        return Value(name if spec.is_whole else "attention", width, buffer=out)
+
+    def _states_inputs(self, qkv: Value) -> int:
+        """A projection lies in a buffer already; a norm is made in one."""
+        if qkv.kind != "norm":
+            assert qkv.buffer is not None
+            return qkv.buffer
+        given = self._f32("tapped", qkv.width)
+        self._norm_into(qkv, given)
+        return given
 
     def gate_heads(self, h: Given, weight: LinearHandle, a: Value) -> Value:
         """In place."""
@@ -459,9 +485,10 @@ class CpuOps(
         self.program.gate_heads(gates=gates, x=x, activation=act.value)
         return Value("gated heads", a.width, buffer=a.buffer)
 
-    def sum(self, a: Value, b: Value) -> Value:
+    def sum(self, a: Value, b: Value, *, gate: Value | None = None) -> Value:
         """In place."""
-        self.program.add(self._materialised(b), self._materialised(a))
+        gates = () if gate is None else (self._materialised(gate),)
+        self.program.add(self._materialised(b), self._materialised(a), *gates)
         return a
 
     def experts(self, h: Given, experts: ExpertsHandle, *, routed: Given | None = None) -> Value:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from diptych.compute.ops.contract_streams import StreamOps
 from diptych.compute.ops.cpu_buffers import Buffers
-from diptych.compute.ops.cpu_handles import VectorHandle
+from diptych.compute.ops.cpu_handles import LinearHandle, TableHandle, VectorHandle
 from diptych.compute.ops.cpu_values import ResidualStream, Value
+from diptych.models.ngrams import NgramSpec
 
 
-class StreamRecorder(Buffers, StreamOps[ResidualStream, Value, VectorHandle]):
+class StreamRecorder(Buffers, StreamOps[ResidualStream, Value, TableHandle | LinearHandle, VectorHandle, LinearHandle]):
     """The part of `CpuOps` that is about streams."""
 
     def branch(self, x: ResidualStream, number: int, *, scale: float = 1.0) -> ResidualStream:
@@ -22,7 +23,9 @@ class StreamRecorder(Buffers, StreamOps[ResidualStream, Value, VectorHandle]):
         return out
 
     def stream(self, h: Value, number: int, *, is_residual: bool = False) -> ResidualStream:
-        """Written by the norm itself."""
+        """Written by the norm itself; what lies in a buffer stays there."""
+        if h.kind == "folded":
+            return ResidualStream(self._materialised(h), h.width, is_whole=True)
         assert h.kind == "norm"
         assert h.emit_rows is not None
         is_shared = is_residual and self._is_team
@@ -107,3 +110,60 @@ class StreamRecorder(Buffers, StreamOps[ResidualStream, Value, VectorHandle]):
         settings = {"magnitude": magnitude, "rounds": rounds, "eps": eps}
         self.program.mingle(xs=[x.buffer for x in xs], y=self._materialised(y), c=self._materialised(c), **settings)
         return tuple(self._written(x) for x in xs)
+
+    def widen(self, x: ResidualStream, n: int) -> ResidualStream:
+        """Copies of it."""
+        out = ResidualStream(self._f32("streams", n * x.width), n * x.width, is_whole=True)
+        for i in range(n):
+            self.program.copy_columns(x=x.buffer, out=out.buffer, column=i * x.width, n=x.width)
+        return out
+
+    def fold(self, h: Value, n: int) -> Value:
+        """In a buffer of its own."""
+        out = self._f32("folded", h.width // n)
+        self.program.fold(x=self._materialised(h), out=out)
+        return Value("folded", h.width // n, buffer=out)
+
+    def injections(self, h: Value, weight: LinearHandle) -> Value:
+        """In a buffer that nothing else is written to."""
+        out = self._f32("injections", weight.n_outputs)
+        self.program.linear(category="qkv", weight=weight.index, rows=self._rows(h, weight), out=out)
+        return Value("injections", weight.n_outputs, buffer=out)
+
+    def inject(self, x: ResidualStream, y: Value, c: Value, *, magnitude: float, scale: float) -> ResidualStream:
+        """In place."""
+        self.program.inject(
+            x=x.buffer, y=self._materialised(y), c=self._materialised(c), magnitude=magnitude, scale=scale
+        )
+        return self._written(x)
+
+    def token_ids(self, width: int, end: int) -> Value:
+        """In fp32, which holds every id."""
+        out = self._f32("token ids", width)
+        self.program.ids(out=out, shift=end)
+        return Value("token ids", width, buffer=out)
+
+    def ngrams(
+        self, before: Value, tables: tuple[TableHandle | LinearHandle, ...], spec: NgramSpec, place: int
+    ) -> Value:
+        """From the checkpoint's own pages."""
+        out = self._f32("ngrams", spec.width)
+        self.program.ngrams(
+            before=self._materialised(before),
+            out=out,
+            tables=[table.index for table in tables],
+            shift=spec.end,
+            factors=list(spec.factors(place)),
+            heads=[list(head) for head in spec.heads(place)],
+        )
+        return Value("ngrams", spec.width, buffer=out)
+
+    def meet_keys(self, keys: Value, queries: Value, values: Value) -> Value:
+        """Norms in buffers of their own."""
+        width, out = keys.width, self._f32("met", keys.width)
+        both = [self._f32(name, width) for name in ("met keys", "met queries")]
+        for h, buffer in zip((keys, queries), both, strict=True):
+            assert h.emit_rows is not None
+            h.emit_rows(buffer)
+        self.program.meet_keys(keys=both[0], queries=both[1], values=self._materialised(values), out=out)
+        return Value("met", width, buffer=out)

@@ -10,7 +10,7 @@ from diptych.compute.ops.cpu_handles import VectorHandle
 # What a projection is, by what it reads (its time is counted under this name).
 CATEGORIES = {
     "norm": "qkv", "residual": "qkv", "gated norm": "qkv", "joined": "qkv", "projection": "o", "attention": "o",
-    "gated heads": "o", "gate": "down", "experts": "down",
+    "gated heads": "o", "gate": "down", "experts": "down", "folded": "qkv", "ngrams": "qkv",
 }  # fmt: skip
 
 

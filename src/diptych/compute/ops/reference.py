@@ -16,6 +16,7 @@ import torch
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops.contract import Activation, AttentionSpec, RopeSpec
 from diptych.models.gates import CLAMPED, GateForm
+from diptych.models.ngrams import NgramSpec
 from diptych.models.positions import QueryScale
 from diptych.models.spec import MoeSpec, Scores
 from diptych.models.states import StateRule, StateSpec
@@ -178,6 +179,10 @@ def move_states(
             out[t], tail = (c * (bias + (seen * rule["taps"].T).sum(dim=0))).view(heads, -1), seen[1:]
             continue
         seen = torch.cat([tail, given[None]])
+        if not form.has_matrix:
+            sums, tail = (seen * rule["taps"].T).sum(dim=0), seen[1:]
+            out[t] = (curve(sums, Activation.SILU) if form.rule is StateRule.BENT_TAPS else sums).view(heads, -1)
+            continue
         mixed, tail = curve(bias + (seen * rule["taps"].T).sum(dim=0), Activation.SILU), seen[1:]
         for h in range(heads):
             at = h // group * form.key_dim
@@ -366,6 +371,46 @@ def mingle(
             for j in range(n):
                 out[i][t] += m[j, i] * xs[j][t].float()
     return out
+
+
+def fold(x: torch.Tensor, n: int) -> torch.Tensor:
+    """The mean [T, D] of n streams in one row, fp32."""
+    return torch.stack(x.float().chunk(n, dim=-1)).mean(dim=0)
+
+
+def inject(x: torch.Tensor, y: torch.Tensor, c: torch.Tensor, *, magnitude: float, scale: float) -> torch.Tensor:
+    """Each of the streams in a row plus y times a sigmoid of its own, fp32."""
+    parts = x.float().chunk(c.shape[1], dim=-1)
+    gates = magnitude * torch.sigmoid(scale * c)
+    return torch.cat([part + gates[:, i, None] * y.float() for i, part in enumerate(parts)], dim=-1)
+
+
+def meet_keys(keys: torch.Tensor, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Values [T, D] for each stream in a row of keys and queries, gated by what those have in common, fp32."""
+    width, parts = values.shape[1], []
+    for key, query in zip(keys.float().split(width, dim=-1), queries.float().split(width, dim=-1), strict=True):
+        met = (key * query).sum(dim=-1, keepdim=True) / width**0.5
+        root = torch.sqrt(torch.clamp(torch.abs(met), min=1e-6))
+        parts.append(torch.sigmoid(root * torch.sign(met)) * values.float())
+    return torch.cat(parts, dim=-1)
+
+
+def ngrams(token_ids: list[int], tables: list[torch.Tensor], spec: NgramSpec, place: int) -> torch.Tensor:
+    """[T, width] fp32 of one sequence from its beginning: each head's row, by what is hashed token by token."""
+    table, factors, rows = torch.cat(tables).float(), spec.factors(place), []
+    for t in range(len(token_ids)):
+        seen = []  # the token itself and those before it, up to the end of another text
+        for back in range(spec.longest):
+            has_ended = spec.end in token_ids[max(t - back, 0) : t] or t < back
+            seen.append(spec.end if has_ended else token_ids[t - back])
+        found = []
+        for head, (size, first) in enumerate(spec.heads(place)):
+            mixed = 0
+            for token, factor in list(zip(seen, factors, strict=True))[: head // spec.n_heads + 2]:
+                mixed ^= token * factor
+            found.append(table[mixed % size + first])
+        rows.append(torch.cat(found))
+    return torch.stack(rows)
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, rope: RopeSpec) -> torch.Tensor:

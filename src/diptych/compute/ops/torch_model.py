@@ -142,7 +142,6 @@ class TorchModel(Model):
 
     def make_kv(self, n_blocks: int, block_tokens: int, n_places: int = 1) -> TorchKVStore:
         """An empty cache of this model; CapacityError when there is no memory for it."""
-        states = (self.spec.layers[i].attention.state for i in self.spec.state_layers)
         return TorchKVStore(
             heads=[cache.sizes for cache in self.spec.caches],
             n_blocks=n_blocks,
@@ -150,7 +149,7 @@ class TorchModel(Model):
             dtype=DTYPES[self.kv_format],
             device=self.device,
             revision=self.revision,
-            forms=tuple(one for one in states if one is not None),
+            forms=self.spec.states,
             n_places=n_places,
         )
 

@@ -25,9 +25,12 @@ from diptych.compute.ops.torch_queries import (
     Queries,
     QueryGroups,
     best_blocks,
+    best_pooled,
     best_pools,
     best_positions,
     index_scores,
+    pooled,
+    turned,
 )
 from diptych.compute.ops.torch_states import move_states
 from diptych.compute.ops.torch_streams import TorchStreams
@@ -202,6 +205,10 @@ class TorchOps(
         """x + h W^T + b [T, D]."""
         return x + self.linear(h, weight)
 
+    def injections(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
+        """[T, n]."""
+        return self.linear(h, weight)
+
     def linear_sum(self, h: torch.Tensor, weight: TorchLinear, y: torch.Tensor) -> torch.Tensor:
         """y + h W^T + b [T, N]."""
         return self.linear_add(h, weight, y)
@@ -268,8 +275,10 @@ class TorchOps(
         assert own is not None
         assert spec.rope is not None
         keys = self._index_keys(spec)
-        k_Td = self.norm(self.linear(h, own.key), own.norm, eps=spec.index_eps)
-        keys[self._slots, : index.head_dim] = self._rotate(k_Td[:, None], spec.rope)[:, 0].to(keys.dtype)
+        k_Td = self.linear(h, own.key)
+        if not index.pools:
+            k_Td = self._rotate(self.norm(k_Td, own.norm, eps=spec.index_eps)[:, None], spec.rope)[:, 0]
+        keys[self._slots, : index.head_dim] = k_Td.to(keys.dtype)
         if own.gates is not None:
             assert own.offsets is not None
             keys[self._slots, index.head_dim :] = self.linear(h, own.gates).to(keys.dtype)
@@ -283,7 +292,7 @@ class TorchOps(
             q_Tnd if own.q_norm is None else self.norm(q_Tnd, own.q_norm, eps=spec.norm_eps), spec.rope
         )
         weights_Tn = None if own.weights is None else self.linear(h, own.weights).float()
-        n_masks = 1 if weights_Tn is not None else index.n_heads
+        n_masks = 1 if weights_Tn is not None or index.pools else index.n_heads
         self._chosen = torch.zeros((len(h), n_masks, longest), dtype=torch.bool, device=self._device)
         for queries in self._queries.of(spec):
             n_sequences, n_seen = queries.slots.shape
@@ -292,7 +301,13 @@ class TorchOps(
             mask = None if queries.mask is None else queries.mask[:, 0]
             if weights_Tn is None:
                 positions = self._positions[queries.rows].unflatten(0, (n_sequences, -1))
-                chosen = best_blocks(q_Bknd, k_Bdc, positions, index)
+                if index.pools:
+                    k_Bbd = self.norm(pooled(k_Bdc, index.block).to(self._dtype), own.norm, eps=spec.index_eps)
+                    firsts = torch.arange(k_Bbd.shape[1], device=self._device) * index.block
+                    k_Bdb = turned(k_Bbd, firsts, spec.rope).transpose(1, 2).float()
+                    chosen = best_pooled(q_Bknd, k_Bdb, positions, index, n_seen)[:, :, None]
+                else:
+                    chosen = best_blocks(q_Bknd, k_Bdc, positions, index)
             else:
                 weights_Bkn = weights_Tn[queries.rows].unflatten(0, (n_sequences, -1))
                 scores = index_scores(q_Bknd, k_Bdc[..., index.pool - 1 :: index.pool], weights_Bkn)
@@ -389,9 +404,9 @@ class TorchOps(
         gates = activated(self._product(h, weight, None), weight.activation)
         return (a.unflatten(-1, (gates.shape[-1], -1)) * gates[..., None]).flatten(-2)
 
-    def sum(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def sum(self, a: torch.Tensor, b: torch.Tensor, *, gate: torch.Tensor | None = None) -> torch.Tensor:
         """[T, N]."""
-        return a + b
+        return a + b if gate is None else self.add_gated(a, b, gate)
 
     def experts(self, h: torch.Tensor, experts: TorchExperts, *, routed: torch.Tensor | None = None) -> torch.Tensor:
         """The gated sum of the chosen experts [T, D]."""

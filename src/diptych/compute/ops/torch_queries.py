@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from diptych.compute.batch import ForwardBatch
-from diptych.compute.ops.contract import AttentionSpec
+from diptych.compute.ops.contract import AttentionSpec, RopeSpec
 from diptych.models.latent import IndexSpec
 
 # queries of one sequence are attended in slices, so that masks and scores stay small whatever the chunk
@@ -118,7 +118,7 @@ class QueryGroups:
 def index_scores(q_Bknd: torch.Tensor, k_Bdc: torch.Tensor, weights_Bkn: torch.Tensor) -> torch.Tensor:
     """[B, k, C] fp32 of k queries of n heads each, so many at a time that their products stay small."""
     n_sequences, n_queries, n_heads, _ = q_Bknd.shape
-    at_once = max(1, INDEX_PRODUCTS // (n_sequences * n_heads * k_Bdc.shape[2]))
+    at_once = max(1, INDEX_PRODUCTS // (n_sequences * n_heads * max(1, k_Bdc.shape[2])))
     parts = []
     for first in range(0, n_queries, at_once):
         q = q_Bknd[:, first : first + at_once].float()
@@ -172,6 +172,33 @@ def best_pools(scores_Bkp: torch.Tensor, positions_Bk: torch.Tensor, index: Inde
     of_pools = F.pad(chosen.repeat_interleave(index.pool, dim=-1), (0, index.pool))[..., :n_seen]
     positions_c = torch.arange(n_seen, device=device)
     return of_pools | ((positions_c >= n_whole_Bk1 * index.pool) & (positions_c <= positions_Bk[..., None]))
+
+
+def pooled(k_Bdc: torch.Tensor, block: int) -> torch.Tensor:
+    """[B, blocks, d]: the mean of the keys of each whole block."""
+    whole = k_Bdc.shape[2] // block
+    return k_Bdc[:, :, : whole * block].unflatten(2, (whole, block)).mean(dim=-1).transpose(1, 2)
+
+
+def turned(x_Bcd: torch.Tensor, positions_c: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
+    """Keys as `RopeSpec` says, at these positions."""
+    angles = positions_c[:, None].float() * torch.tensor(rope.inv_freq, device=x_Bcd.device)
+    cos, sin = ((one * rope.attention_factor).to(x_Bcd.dtype) for one in (angles.cos(), angles.sin()))
+    half = rope.rotary_dim // 2
+    first, second, rest = x_Bcd[..., :half], x_Bcd[..., half : 2 * half], x_Bcd[..., 2 * half :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def best_pooled(
+    q_Bknd: torch.Tensor, k_Bdb: torch.Tensor, positions_Bk: torch.Tensor, index: IndexSpec, n_seen: int
+) -> torch.Tensor:
+    """[B, k, n_seen] bool: the positions of the whole blocks of the highest scores, and those that make none yet."""
+    whole_Bk1 = (positions_Bk[..., None] + 1) // index.block
+    weights = torch.ones(q_Bknd.shape[:3], device=q_Bknd.device)
+    is_whole = torch.arange(k_Bdb.shape[2], device=q_Bknd.device) < whole_Bk1
+    chosen = best_positions(index_scores(q_Bknd, k_Bdb, weights), is_whole, index.n_blocks) & is_whole
+    chosen = F.pad(chosen.repeat_interleave(index.block, dim=-1), (0, n_seen))[..., :n_seen]
+    return chosen | (torch.arange(n_seen, device=q_Bknd.device) >= whole_Bk1 * index.block)
 
 
 def _highest(scores: torch.Tensor, most: int) -> torch.Tensor:

@@ -45,7 +45,9 @@ def move_states(
         matrices, tails = states.read([int(batch.states.reads_S[s]) for s in sequences])
         for rows, places in pieces:
             x_BnC = qkv_TC[rows].unflatten(0, (len(sequences), -1)).float()
-            if rates_TR is None:
+            if spec.state.rule in (StateRule.TAPS, StateRule.BENT_TAPS):
+                a, tails = _tap(x_BnC, tails, rule, spec.state)
+            elif rates_TR is None:
                 a, tails = _convolve(x_BnC, tails, rule, spec.state)
             else:
                 given = rates_TR[rows] if decays_TD is None else torch.cat([rates_TR[rows], decays_TD[rows]], dim=-1)
@@ -92,6 +94,16 @@ def _convolve(
     b, c, x = x_BnC.chunk(3, dim=-1)
     seen = torch.cat([tails, b * x], dim=1)
     return (c * _taps(seen, rule)).unflatten(-1, (form.n_value_heads, -1)), seen[:, x.shape[1] :]
+
+
+def _tap(
+    x_BnC: torch.Tensor, tails: torch.Tensor, rule: TorchRule, form: StateSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """a [B, n, H, v], and the tails behind n tokens."""
+    seen = torch.cat([tails, x_BnC], dim=1)
+    sums = _taps(seen, rule)
+    sums = F.silu(sums) if form.rule is StateRule.BENT_TAPS else sums
+    return sums.unflatten(-1, (form.n_value_heads, -1)), seen[:, x_BnC.shape[1] :]
 
 
 def _advance(

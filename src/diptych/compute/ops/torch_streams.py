@@ -1,4 +1,7 @@
-"""Streams beside each other on the torch backend: what `contract_streams` asks of it."""
+"""Streams beside each other, or in one row, and embeddings of n-grams, on the torch backend.
+
+Legend: as in `torch_ops`; n streams.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,17 @@ import torch.nn.functional as F
 
 from diptych.compute.ops.contract_streams import StreamOps
 from diptych.compute.ops.torch_curves import connected, mixed
-from diptych.compute.ops.torch_loader import TorchNorm
+from diptych.compute.ops.torch_loader import TorchLinear, TorchNorm
+from diptych.models.ngrams import NgramSpec
+
+LEAST_MEETING = 1e-6  # of what a root is taken of
 
 
-class TorchStreams(StreamOps[torch.Tensor, torch.Tensor, TorchNorm]):
-    """The part of `TorchOps` that is about streams: each op makes new tensors, or hands out the very same."""
+class TorchStreams(StreamOps[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLinear]):
+    """The part of `TorchOps` that is about them."""
+
+    _token_ids: torch.Tensor  # [T]
+    _dtype: torch.dtype
 
     def branch(self, x: torch.Tensor, number: int, *, scale: float = 1.0) -> torch.Tensor:
         """A tensor of its own where it is not the very same."""
@@ -87,3 +96,48 @@ class TorchStreams(StreamOps[torch.Tensor, torch.Tensor, TorchNorm]):
         new = magnitude * torch.sigmoid(c[:, n : 2 * n, None]) * y.float()[:, None]
         mingled = torch.baddbmm(new, mixed(c, n, rounds=rounds, eps=eps).transpose(1, 2), together)
         return tuple(mingled.to(y.dtype).unbind(dim=1))
+
+    def widen(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        """[T, n D]."""
+        return x.repeat(1, n)
+
+    def fold(self, h: torch.Tensor, n: int) -> torch.Tensor:
+        """[T, D]."""
+        return h.unflatten(-1, (n, -1)).mean(dim=1)
+
+    def inject(
+        self, x: torch.Tensor, y: torch.Tensor, c: torch.Tensor, *, magnitude: float, scale: float
+    ) -> torch.Tensor:
+        """[T, n D]."""
+        weights = magnitude * torch.sigmoid(scale * c.float())
+        return x + (weights[..., None] * y[:, None]).flatten(1).to(x.dtype)
+
+    def token_ids(self, width: int, end: int) -> torch.Tensor:
+        """[T, width] fp32."""
+        return (self._token_ids - end)[:, None].expand(-1, width).float()
+
+    def ngrams(
+        self, before: torch.Tensor, tables: tuple[torch.Tensor, ...], spec: NgramSpec, place: int
+    ) -> torch.Tensor:
+        """[T, width]: a table's rows are found in whole numbers of 64 bits."""
+        ids, factors = self._token_ids.long(), spec.factors(place)
+        mixed, has_ended, rows = ids * factors[0], torch.zeros_like(ids, dtype=torch.bool), []
+        heads = iter(spec.heads(place))
+        for i in range(spec.n_before):
+            away = torch.where(has_ended, 0, before[:, i].long())
+            has_ended = away == 0
+            mixed = mixed ^ ((away + spec.end) * factors[i + 1])
+            rows += [mixed % size + first for _, (size, first) in zip(range(spec.n_heads), heads, strict=False)]
+        at, per_table = torch.stack(rows, dim=1), len(tables[0])
+        found = tables[0].new_empty((*at.shape, spec.head_width))
+        for number, table in enumerate(tables):
+            own = at // per_table == number
+            found[own] = table[at[own] - number * per_table]
+        return found.flatten(1).to(self._dtype)
+
+    def meet_keys(self, keys: torch.Tensor, queries: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """[T, n D]."""
+        width = values.shape[-1]
+        met = (keys * queries).float().unflatten(-1, (-1, width)).sum(dim=-1) / width**0.5
+        gate = torch.sigmoid(met.abs().clamp(min=LEAST_MEETING).sqrt() * met.sign())
+        return (gate[..., None] * values[:, None]).flatten(1).to(values.dtype)

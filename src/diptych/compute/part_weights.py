@@ -1,0 +1,75 @@
+"""The handles of what attention and mixtures are made of, as the walk in `decoder` takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic
+
+from diptych.compute.ops.contract import Linear, Vector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedExperts(Generic[Linear]):
+    """The handles of what every token meets beside a mixture: an MLP, and the projection [1, D] that gates it, if any."""
+
+    gate_up: Linear
+    down: Linear
+    gate: Linear | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentExperts(Generic[Linear]):
+    """What takes the stream to a mixture's experts, and what they give back to it."""
+
+    down: Linear
+    up: Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApartNorms(Generic[Vector]):
+    """Norms of a mixture and shared experts that each have their own: before router and mixture, behind both."""
+
+    router: Vector
+    mixture: Vector
+    behind_shared: Vector
+    behind_mixture: Vector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentWeights(Generic[Vector, Linear]):
+    """The projections of latent attention: queries directly (q alone) or over a rank of their own, and the latents.
+
+    has_index: the layer chooses what it attends to. gate: of what the heads give, where it and queries read both what is behind
+    the rank's norm and what is before it.
+    """
+
+    q_down: Linear | None
+    q_norm: Vector | None
+    q: Linear
+    kv: Linear
+    has_index: bool = False
+    norm_eps: float = 1e-6  # of q_norm
+    gate: Linear | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateWeights(Generic[Vector, Linear]):
+    """The projections of a state: q, k and v together, its rates, if any, and decays by key, in steps; the norm of what its
+    gated heads give. first_gate: what `LayerWeights.gate` reads.
+    """
+
+    qkv: Linear
+    rates: Linear | None
+    decays: tuple[Linear, ...] = ()
+    first_gate: Linear | None = None
+    norm: Vector | None
+    n_norms: int  # equal parts of what they give, each normed by itself
+    norm_eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormGate(Generic[Linear]):
+    """What a norm gives is multiplied by: a sigmoid of two projections of it, with an activation between them."""
+
+    down: Linear
+    up: Linear
