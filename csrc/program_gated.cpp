@@ -1,6 +1,7 @@
 // What a step of a Program does with streams that lie in one row, and with embeddings of n-grams.
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 
 #include "program_run.h"
 
@@ -73,7 +74,7 @@ void Program::Run::run(const NgramsOp& op, size_t, int thread, int threads) cons
       has_ended = away == 0;
       mixed ^= (away + op.shift) * op.factors[i + 1];
       for (int64_t j = 0; j < per_n; ++j, ++head, row += width) {
-        const int64_t at = mixed % op.heads[head][0] + op.heads[head][1];
+        const int64_t at = (mixed & INT64_MAX) % op.heads[head][0] + op.heads[head][1];  // of ids that are there no number is below 0
         const Table& table = program.tables_[op.tables[at / op.table_rows]];
         const int64_t element = table.source == Source::f32 ? 4 : 2;
         kernels.embed_row(table.data + at % op.table_rows * width * element, table.source, width, 1.0f, row);

@@ -323,3 +323,14 @@ def test_what_an_index_chooses_is_counted_position_by_position():
             *(sum(of(reach, one) for one in decodes) for of in (read_tokens, pairs)),
         )
         assert Attended(reach).of(StepShape(chunks)) == known
+
+
+def test_blocks_by_their_means_are_seen_with_what_makes_no_whole_one() -> None:
+    """Qwen4-Exp: whole blocks of the budget, and behind them up to three positions; token by token."""
+    budget, block = 12, 4
+    reach = Chosen(budget + block - 1, block, shift=1)
+    seen = 0
+    for end in range(1, 60):
+        whole, rest = divmod(end, block)
+        seen += min(whole * block, budget) + rest
+        assert reach.seen_before(end) == seen, end

@@ -334,10 +334,10 @@ class CpuOps(
         if own.pools:  # of what lies in the cache then, whoever has written it
             self.program.cache_index(x=key, **where)
             self.program.cache_index(x=key, pooled=own.block, **normed, **where)
-            return
-        n_gates = own.key_width - own.head_dim
-        self.program.cache_index(x=key, n_gates=n_gates, bias=index.bias, **normed, **where)
-        if n_gates:
+        else:
+            n_gates = own.key_width - own.head_dim
+            self.program.cache_index(x=key, n_gates=n_gates, bias=index.bias, **normed, **where)
+        if own.pool != 1:
             self.program.pool_index(layer=place, offsets=index.offsets, pool=own.pool, width=own.key_width)
         queries = self._f32("index queries", width)
         self._linear_into(low, index.queries, "qkv", queries)
