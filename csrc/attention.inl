@@ -90,7 +90,7 @@ DIPTYCH_INLINE T* carve(uint8_t*& at, int64_t n) {
 }
 
 DIPTYCH_INLINE int64_t gathered_bytes(const AttentionShape& shape) {
-  return shape.pools ? kTileTokens * ((shape.head_dim + whole_vectors(shape.v_head_dim)) * 2 + 8) + 64 : 0;
+  return shape.by_means ? kTileTokens * ((shape.head_dim + whole_vectors(shape.v_head_dim)) * 2 + 8) + 64 : 0;
 }
 
 DIPTYCH_INLINE Scratch carve_scratch(const AttentionShape& shape, uint8_t* at) {
@@ -456,7 +456,7 @@ DIPTYCH_INLINE SequenceView view_of(const AttentionCall& call, const AttentionTa
   const AttentionShape& shape = call.shape;
   const int64_t position = call.positions[task.token_end - 1], blocks = shape.most / shape.block;
   const bool has_chosen = call.choice != nullptr && shape.block > 1 && position >= shape.most;  // then it is a task's only token
-  const int32_t* chosen = has_chosen ? call.choice + (shape.pools ? (task.token_end - 1) * (blocks + 1) : ((task.token_end - 1) * shape.n_kv_heads + task.kv_head) * blocks) : nullptr;
+  const int32_t* chosen = has_chosen ? call.choice + (shape.by_means ? (task.token_end - 1) * (blocks + 1) : ((task.token_end - 1) * shape.n_kv_heads + task.kv_head) * blocks) : nullptr;
   return {&call, call.block_table + task.sequence * call.table_width, task.kv_head, shape.last_seen(position, task.whole), chosen};
 }
 
@@ -497,7 +497,7 @@ static void attention(const AttentionCall& call, const AttentionTask& task, cons
     tile.ahead = &ahead;
     if (call.choice != nullptr && call.shape.block == 1) {
       gather_tile(view, rows.token, scratch, tile);
-    } else if (view.chosen != nullptr && call.shape.pools) {
+    } else if (view.chosen != nullptr && call.shape.by_means) {
       gather_blocks(view, scratch, rows.n, tile);
     } else {
       find_tile(view, scratch, rows.n, tile);

@@ -121,8 +121,9 @@ struct AttentionShape {
   const float* sinks = nullptr;  // [H] one more score of each head, of a key without value; null: none
   bool is_chunked = false;       // a query sees the positions from the last multiple of `window` up to its own instead
   int64_t most = INT64_MAX;      // a query attends to so many positions at most, those of a choice; "positions" are then places in it
-  bool pools = false;            // of blocks: for all kv heads the same, whole ones; behind them those are seen that make no whole one yet
   int64_t block = 1;             // so many positions are chosen together, for each kv head others; of more than one the query's own is among them
+  bool by_means = false;         // of blocks, by the means of their keys: whole ones, for all kv heads the same; behind them those are seen that
+                                 // make no whole one yet
   int64_t pool = 1;              // so many positions are chosen together, for all heads; those behind the last whole pool are seen, too, and `most`
                                  // are seen where one is missing to a whole pool
 
@@ -136,7 +137,7 @@ struct AttentionShape {
   DIPTYCH_FORCED int64_t last_seen(int64_t position, int64_t whole) const {
     if (whole == 0) {
       if (position < most) return position;
-      return pool != 1 ? most - pool + (position + 1) % pool : most - block + (position + pools) % block;
+      return pool != 1 ? most - pool + (position + 1) % pool : most - block + (position + (by_means ? 1 : 0)) % block;
     }
     return whole - 1 - position < window ? whole - 1 : position + window;
   }

@@ -368,7 +368,7 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> packed_blob(Program& program, int i
 
 AttentionShape attention_shape(int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, float scale, std::optional<int64_t> window,
                                std::optional<float> softcap, bool is_chunked, int64_t v_head_dim, std::optional<int64_t> most,
-                               int64_t block, int64_t pool, bool pools) {
+                               int64_t block, int64_t pool, bool by_means) {
   if (n_kv_heads < 1 || n_heads % n_kv_heads != 0) throw std::invalid_argument("n_heads must be a multiple of n_kv_heads");
   if (head_dim < 2 || head_dim % 2 != 0 || head_dim > kMostLatentDim) throw std::invalid_argument("head_dim must be even and at most 1024");
   if (v_head_dim < 1 || v_head_dim > kMostLatentDim) throw std::invalid_argument("v_head_dim must be at least 1 and at most 1024");
@@ -379,14 +379,14 @@ AttentionShape attention_shape(int64_t n_heads, int64_t n_kv_heads, int64_t head
   if (shape.window < 1 || (is_chunked && !window)) throw std::invalid_argument("a window has at least one token, and chunks are as long as one");
   if (softcap) shape.has_softcap = true, shape.softcap = *softcap;
   if (most) shape.most = *most;
-  shape.block = block, shape.pool = pool, shape.pools = pools;
+  shape.block = block, shape.pool = pool, shape.by_means = by_means;
   if (pool < 1 || pool > kMostPool || (pool != 1 && (!most || block != 1 || *most < 2 * pool - 1 || (*most + 1) % pool != 0)))
     throw std::invalid_argument("pools that are chosen are whole, and what is seen at most is one less than some of them");
   if (shape.most < 1 || (most && (window || (block == 1 && n_kv_heads != 1)))) throw std::invalid_argument("at least one position is chosen, for one head of keys without a window");
   const bool are_whole = block >= kGroupTokens && block % kGroupTokens == 0 && kTileTokens % block == 0 && most && *most % block == 0;
   const bool are_parts = block > 1 && kGroupTokens % block == 0 && most && (*most + 1) % block == 0 && *most >= 2 * block - 1;
-  if (pools && !are_parts) throw std::invalid_argument("blocks that are chosen by the means of their keys are parts of a group, and seen with what makes no whole one");
-  if (block != 1 && !pools && !are_whole) throw std::invalid_argument("blocks that are chosen are of whole groups, and tiles of whole blocks");
+  if (by_means && !are_parts) throw std::invalid_argument("blocks that are chosen by the means of their keys are parts of a group, and seen with what makes no whole one");
+  if (block != 1 && !by_means && !are_whole) throw std::invalid_argument("blocks that are chosen are of whole groups, and tiles of whole blocks");
   return shape;
 }
 
@@ -407,11 +407,11 @@ void bind_shapes(nb::module_& m) {
   nb::class_<AttentionShape>(m, "AttentionShape")
       .def("__init__", [](AttentionShape* self, int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, float scale,
                           std::optional<int64_t> window, std::optional<float> softcap, bool is_chunked, std::optional<int64_t> v_head_dim,
-                          std::optional<int64_t> most, int64_t block, int64_t pool, bool pools) {
-        new (self) AttentionShape(attention_shape(n_heads, n_kv_heads, head_dim, scale, window, softcap, is_chunked, v_head_dim.value_or(head_dim), most, block, pool, pools));
+                          std::optional<int64_t> most, int64_t block, int64_t pool, bool by_means) {
+        new (self) AttentionShape(attention_shape(n_heads, n_kv_heads, head_dim, scale, window, softcap, is_chunked, v_head_dim.value_or(head_dim), most, block, pool, by_means));
       }, nb::kw_only(), nb::arg("n_heads"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("scale"),
          nb::arg("window").none() = nb::none(), nb::arg("softcap").none() = nb::none(), nb::arg("is_chunked") = false,
-         nb::arg("v_head_dim").none() = nb::none(), nb::arg("most").none() = nb::none(), nb::arg("block") = 1, nb::arg("pool") = 1, nb::arg("pools") = false);
+         nb::arg("v_head_dim").none() = nb::none(), nb::arg("most").none() = nb::none(), nb::arg("block") = 1, nb::arg("pool") = 1, nb::arg("by_means") = false);
 }
 
 void bind_operations(nb::class_<Program>& program) {

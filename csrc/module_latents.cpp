@@ -43,7 +43,7 @@ void bind_latents(nb::class_<Program>& program) {
         const bool fits = first_head >= 0 && p.buffer_width(q) % d == 0 && p.buffer_width(q) / d >= first_head + n && p.buffer_width(queries) == n * d &&
                           p.buffer_width(choice) == n * most && p.vector_size(norm) == d;
         if (!fits) throw std::invalid_argument("an index has queries and a choice of other sizes");
-        if (shape.block == 1 || shape.pools || local < 1 || local > most) throw std::invalid_argument("of the blocks that are chosen a token's own is one");
+        if (shape.block == 1 || shape.by_means || local < 1 || local > most) throw std::invalid_argument("of the blocks that are chosen a token's own is one");
         ChooseOp op{q, queries, -1, choice, layer, rope, shape};
         op.norm = norm, op.norm_eps = norm_eps, op.local = local, op.first_head = first_head;
         p.record(Category::attention, op);
@@ -51,7 +51,7 @@ void bind_latents(nb::class_<Program>& program) {
          nb::arg("norm_eps"), nb::arg("local"), nb::arg("first_head") = 0)
       .def("choose_pooled", [](Program& p, int q, int queries, int choice, int layer, int rope, const AttentionShape& shape, int norm, float norm_eps) {
         const int64_t n = shape.n_heads, d = shape.head_dim;
-        const bool fits = p.buffer_width(q) == n * d && p.buffer_width(queries) == n * d && shape.pools && p.buffer_width(choice) == shape.most / shape.block + 1 && p.vector_size(norm) == d;
+        const bool fits = p.buffer_width(q) == n * d && p.buffer_width(queries) == n * d && shape.by_means && p.buffer_width(choice) == shape.most / shape.block + 1 && p.vector_size(norm) == d;
         if (!fits) throw std::invalid_argument("an index has queries and a choice of other sizes");
         ChooseOp op{q, queries, -1, choice, layer, rope, shape};
         op.norm = norm, op.norm_eps = norm_eps;

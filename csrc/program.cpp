@@ -325,7 +325,7 @@ void Program::record(Category category, OpBody body) {
       const AttentionShape& one = op->shape;
       return other.window == one.window && other.is_chunked == one.is_chunked && other.n_heads == one.n_heads && other.n_kv_heads == one.n_kv_heads &&
              other.head_dim == one.head_dim && other.v_head_dim == one.v_head_dim && other.most == one.most &&
-            other.block == one.block && other.pool == one.pool && other.pools == one.pools;
+            other.block == one.block && other.pool == one.pool && other.by_means == one.by_means;
     };
     auto found = std::find_if(attention_shapes_.begin(), attention_shapes_.end(), same);
     plan = static_cast<int>(found - attention_shapes_.begin());
@@ -335,7 +335,7 @@ void Program::record(Category category, OpBody body) {
   }
   if (std::holds_alternative<CacheLatentsOp>(body)) has_latents_ = true;
   if (const auto* op = std::get_if<ChooseOp>(&body)) {
-    const int64_t block = op->shape.pools ? 1 : op->shape.block;  // of scores: of pooled keys one for each position
+    const int64_t block = op->shape.by_means ? 1 : op->shape.block;  // of scores: of pooled keys one for each position
     if (most_chosen_ != INT64_MAX && (most_chosen_ != op->shape.most || chosen_block_ != block || chosen_pool_ != op->shape.pool)) throw std::invalid_argument("all indices of a program choose equally many");
     most_chosen_ = op->shape.most, chosen_block_ = block, chosen_pool_ = op->shape.pool;
     choosing_heads_ = std::max(choosing_heads_, chosen_block_ == 1 ? 1 : op->shape.n_heads);

@@ -116,7 +116,7 @@ void Program::Run::run(const ChooseOp& op, size_t, int thread, int threads) cons
   }
   IndexCall call;
   call.heads.shape = op.shape;
-  if (op.shape.pools) call.heads.shape.block = 1;
+  if (op.shape.by_means) call.heads.shape.block = 1;
   call.heads.kv = index_keys(kv, op.layer);
   call.heads.q = queries;
   call.heads.positions = program.positions_.data();
@@ -137,7 +137,7 @@ void Program::Run::run(const ChooseOp& op, size_t, int thread, int threads) cons
     barrier(thread);
     for (int64_t i = first + thread; i < end; i += threads) {
       const int64_t token = plan.tokens[i];
-      if (op.shape.pools) {
+      if (op.shape.by_means) {
         choose_pooled(op, *set.attention, program.positions_[token], scores + (i - first) * stride, choice + token * (op.shape.most / op.shape.block + 1));
         continue;
       }

@@ -160,7 +160,7 @@ class Recorder {
       p_.record(Category::embed, EmbedOp{p_.add_table({reinterpret_cast<const uint8_t*>(table.data()), Source::f32, m.vocab, m.hidden}), x_, 1.0f, positions(table)});
     shape_ = {m.n_heads, m.n_kv_heads, m.head_dim, m.v_head_dim, 0.3f, m.window, 3.0f, m.has_softcap};
     shape_.most = m.most, shape_.pool = m.pool;
-    if (m.block != 0) shape_.block = m.block, shape_.pools = true, choice_ = plain_buffer(p_, BufferKind::f32, m.most / m.block + 1);
+    if (m.block != 0) shape_.block = m.block, shape_.by_means = true, choice_ = plain_buffer(p_, BufferKind::f32, m.most / m.block + 1);
     else if (m.most != INT64_MAX) choice_ = plain_buffer(p_, BufferKind::f32, m.most);
     const bool is_latent = m.rank != 0, is_direct = has_bf16_rows(m.weights) && !is_latent;
     const int64_t q_width = m.n_heads * m.head_dim, a_width = m.n_heads * m.v_head_dim, heads_width = is_latent ? m.n_heads * value_dim_ : a_width;
@@ -374,7 +374,7 @@ class Recorder {
     p_.record(Category::rope, CacheIndexOp{key, layer, -1, -1, rope_, 0.0f});
     p_.record(Category::rope, CacheIndexOp{key, layer, norm(d), -1, rope_, 1e-6f, m_.block});
     AttentionShape shape{heads, 1, d};
-    shape.most = m_.most, shape.block = m_.block, shape.pools = true, shape.v_head_dim = d;
+    shape.most = m_.most, shape.block = m_.block, shape.by_means = true, shape.v_head_dim = d;
     ChooseOp op{q, plain_buffer(p_, BufferKind::bf16, heads * d), -1, choice_, layer, rope_, shape};
     op.norm = norm(d), op.norm_eps = 1e-6f;
     p_.record(Category::attention, op);

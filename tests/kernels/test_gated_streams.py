@@ -153,7 +153,7 @@ def test_blocks_of_the_highest_scores_are_chosen(isa: str, kv_format: str) -> No
     program.cache_index(x=key, layer=0, rope=rope)
     program.cache_index(x=key, layer=0, norm=norm, norm_eps=1e-6, rope=rope, pooled=BLOCK)
     shape = cpu._cpu.AttentionShape(
-        n_heads=N_HEADS, n_kv_heads=1, head_dim=WIDTH, scale=1.0, most=most, block=BLOCK, pools=True
+        n_heads=N_HEADS, n_kv_heads=1, head_dim=WIDTH, scale=1.0, most=most, block=BLOCK, by_means=True
     )
     program.choose_pooled(q=q, queries=turned, choice=choice, layer=0, rope=rope, shape=shape, norm=norm, norm_eps=1e-6)
     kv = cpu._cpu.KvCache(heads=[(1, WIDTH, 0)], n_blocks=n_blocks, block_tokens=16, format=kv_format)
@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_refused(isa: str) -> None:  # noqa: F811
         program.meet_keys(keys=bench.x, queries=bench.x, values=program.add_f32(5), out=program.add_f32(12))
     with pytest.raises(ValueError, match="pooled that lie in one group"):
         program.cache_index(x=four, layer=0, rope=program.add_rope([0.0], 1.0), pooled=3)
-    shape: dict[str, Any] = {"n_heads": 1, "n_kv_heads": 1, "head_dim": 4, "scale": 1.0, "pools": True}
+    shape: dict[str, Any] = {"n_heads": 1, "n_kv_heads": 1, "head_dim": 4, "scale": 1.0, "by_means": True}
     for most, block in ((7, 3), (8, 4), (3, 4), (31, 32)):
         with pytest.raises(ValueError, match="parts of a group"):
             cpu._cpu.AttentionShape(**shape, most=most, block=block)

@@ -291,7 +291,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
     def _block_index(self, index: IndexSpec, root: str) -> IndexParts:
         """Norms as those of the model's queries and keys."""
         own, d, names = f"{root}{self.names.index}", index.head_dim, self.names
-        if index.pools:
+        if index.by_means:
             n = index.n_heads * d
             (both,) = self.linear(own, ("index_qk_proj",), (n + d,), self.spec.hidden).weights
             return IndexParts(

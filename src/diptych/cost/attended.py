@@ -46,7 +46,7 @@ Reach = int | Chosen | Scored | None
 def reach_of(attention: AttentionLayer) -> Reach:
     """Of the layer's attention."""
     index = attention.index
-    return attention.window if index is None else Chosen(index.most, index.block, int(index.pools))
+    return attention.window if index is None else Chosen(index.most, index.block, int(index.by_means))
 
 
 def read_tokens(reach: Reach, shape: ChunkShape) -> int:

@@ -21,7 +21,8 @@ STATE_LAYERS: dict[str, Any] = {
 EXPERTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 
 # what configs say beside that, in the one form that runs here
-QWEN_3_5: dict[str, Any] = {"fixed": {"attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",)}, **STATE_LAYERS}
+QWEN_3_5: dict[str, Any] = {"fixed": {"attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",),
+                                      "output_gate_type": ("swish", "silu", None)}, **STATE_LAYERS}  # fmt: skip
 
 # Mamba-2 beside attention
 MAMBA = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto", "mamba_d_conv": 4,
@@ -106,7 +107,7 @@ STATES: tuple[Family, ...] = (
               "index_n_heads": None, "indexer_kv_heads": None, "index_head_dim": None, "indexer_budget": None,
               "indexer_compress_ratio": None},
         renamed={"indexer_n_heads": "index_n_heads", "indexer_head_dim": "index_head_dim"},
-        fixed=QWEN_3_5["fixed"],
+        fixed={key: QWEN_3_5["fixed"][key] for key in ("attn_output_gate", "mamba_ssm_dtype")},
         unread=("number_of_conv_states", "mtp"),  # which follows from ple_layer_ids, and is of layers that draft
         norms=Norms.BARE,
         has_shared_gate=True,

@@ -20,7 +20,7 @@ class IndexSpec:
     block > 1: of grouped queries (MiniMax M3). So many positions are chosen together, for each KV head by an index head of its
     own: the `most` / block blocks of the largest q k within them, among them the last `local` up to the token's own. Queries
     and keys are normed and turn as those of the layer.
-    pools: of grouped queries, too (Qwen4-Exp), for all KV heads together: whole blocks of the highest scores, which are sums
+    by_means: of grouped queries, too (Qwen4-Exp), for all KV heads together: whole blocks of the highest scores, which are sums
     over n_heads of max(q k, 0), their key the mean of those of the block, normed and turned to its first position; and those
     positions up to the token's own that make no whole block, so that `most` are seen at most.
     """
@@ -35,7 +35,7 @@ class IndexSpec:
     pool: int = 1
     block: int = 1
     local: int = 0
-    pools: bool = False
+    by_means: bool = False
 
     @property
     def n_blocks(self) -> int:
@@ -55,7 +55,7 @@ class IndexSpec:
     @property
     def n_choices(self) -> int:
         """Numbers that a token's choice has."""
-        if self.pools:
+        if self.by_means:
             return self.n_blocks + 1
         return self.most if self.block == 1 else self.n_heads * self.n_blocks
 

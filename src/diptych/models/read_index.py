@@ -98,5 +98,5 @@ def _pooled_index(config: HfConfig) -> IndexSpec:
         raise LoadError(f"index_head_dim in {config.path} is {width}; it must be even")
     # whole blocks, and what makes no whole one
     return IndexSpec(
-        most=budget + block - 1, n_heads=config.integer("index_n_heads"), head_dim=width, block=block, pools=True
+        most=budget + block - 1, n_heads=config.integer("index_n_heads"), head_dim=width, block=block, by_means=True
     )

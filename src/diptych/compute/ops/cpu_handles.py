@@ -225,7 +225,7 @@ def attention_shape(spec: AttentionSpec, own: OwnHeads) -> Any:
         most=None if spec.index is None else spec.index.most,
         block=1 if spec.index is None else spec.index.block,
         pool=1 if spec.index is None else spec.index.pool,
-        pools=spec.index is not None and spec.index.pools,
+        by_means=spec.index is not None and spec.index.by_means,
     )
 
 
@@ -235,7 +235,7 @@ def index_handle(spec: AttentionSpec, index: IndexParts, loader: Packer, own_hea
     """
     own, offset = spec.own_index, index.norm_offset
     norm = loader.norm(index.norm, offset=offset, is_read=False)
-    n_heads = own.n_heads if own.block == 1 or own.pools or own_heads is None else own_heads.n_kv_heads
+    n_heads = own.n_heads if own.block == 1 or own.by_means or own_heads is None else own_heads.n_kv_heads
     sizes = {"n_heads": n_heads, "n_kv_heads": 1, "head_dim": own.key_width, "scale": 1.0}
     return IndexHandle(
         queries=loader.linear(index.queries),
@@ -244,7 +244,7 @@ def index_handle(spec: AttentionSpec, index: IndexParts, loader: Packer, own_hea
         bias=norm.bias,
         weights=None if index.weights is None else loader.router(index.weights),
         q_norm=-1 if index.q_norm is None else loader.norm(index.q_norm, offset=offset, is_read=False).index,
-        shape=_cpu.AttentionShape(**sizes, most=own.most, block=own.block, pool=own.pool, pools=own.pools),
+        shape=_cpu.AttentionShape(**sizes, most=own.most, block=own.block, pool=own.pool, by_means=own.by_means),
         gates=loader.router(index.gates[0]) if index.gates else None,
         offsets=-1 if index.offsets is None else loader.vector(index.offsets).index,
     )

@@ -331,7 +331,7 @@ class CpuOps(
         if index.gates is not None:
             self._linear_into(h, replace(index.gates, column=own.head_dim), "qkv", key)
         normed = {"norm": index.norm, "norm_eps": spec.index_eps}
-        if own.pools:  # of what lies in the cache then, whoever has written it
+        if own.by_means:  # of what lies in the cache then, whoever has written it
             self.program.cache_index(x=key, **where)
             self.program.cache_index(x=key, pooled=own.block, **normed, **where)
         else:
@@ -341,7 +341,7 @@ class CpuOps(
             self.program.pool_index(layer=place, offsets=index.offsets, pool=own.pool, width=own.key_width)
         queries = self._f32("index queries", width)
         self._linear_into(low, index.queries, "qkv", queries)
-        if own.pools:
+        if own.by_means:
             self._choice = self._f32("choice", own.n_choices)
             self.program.choose_pooled(
                 q=queries,

@@ -276,7 +276,7 @@ class TorchOps(
         assert spec.rope is not None
         keys = self._index_keys(spec)
         k_Td = self.linear(h, own.key)
-        if not index.pools:
+        if not index.by_means:
             k_Td = self._rotate(self.norm(k_Td, own.norm, eps=spec.index_eps)[:, None], spec.rope)[:, 0]
         keys[self._slots, : index.head_dim] = k_Td.to(keys.dtype)
         if own.gates is not None:
@@ -292,7 +292,7 @@ class TorchOps(
             q_Tnd if own.q_norm is None else self.norm(q_Tnd, own.q_norm, eps=spec.norm_eps), spec.rope
         )
         weights_Tn = None if own.weights is None else self.linear(h, own.weights).float()
-        n_masks = 1 if weights_Tn is not None or index.pools else index.n_heads
+        n_masks = 1 if weights_Tn is not None or index.by_means else index.n_heads
         self._chosen = torch.zeros((len(h), n_masks, longest), dtype=torch.bool, device=self._device)
         for queries in self._queries.of(spec):
             n_sequences, n_seen = queries.slots.shape
@@ -301,7 +301,7 @@ class TorchOps(
             mask = None if queries.mask is None else queries.mask[:, 0]
             if weights_Tn is None:
                 positions = self._positions[queries.rows].unflatten(0, (n_sequences, -1))
-                if index.pools:
+                if index.by_means:
                     k_Bbd = self.norm(pooled(k_Bdc, index.block).to(self._dtype), own.norm, eps=spec.index_eps)
                     firsts = torch.arange(k_Bbd.shape[1], device=self._device) * index.block
                     k_Bdb = turned(k_Bbd, firsts, spec.rope).transpose(1, 2).float()
