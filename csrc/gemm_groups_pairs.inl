@@ -222,11 +222,13 @@ inline void clear_sums(float* acc, int rows) {
 constexpr int64_t kGroupAheadBytes = 8192;
 
 // Rows [first, first + kRows) of a tile of `rows`.
-template <CodeForm kForm, bool kWide, Joined kJoined, bool kHasZeros, int kRows>
+template <CodeForm kForm, bool kWide, Joined kJoined, Offset kOffset, int kRows>
 void run_packed(const GroupArgs& args, int rows, int first) {
   const LinearShape& shape = *args.shape;
   const int64_t head_groups = groups_of_head(shape), inputs = shape.group, groups = args.groups, group_bytes = bytes_of_group_steps(shape);
-  const bool has_minima = shape.grid.offset == Offset::minima;  // asked for each group, as a text of its own would be half as much again to compile
+  constexpr bool kHasZeros = kOffset == Offset::zeros;
+  // Of several rows asked for each group: a text of its own would be half as much again to compile. One row has it, as asking took 6 % there.
+  const bool has_minima = kOffset == Offset::minima && (kRows == 1 || shape.grid.offset == Offset::minima);
   const GroupPlace head = place_of_head(shape, 0);
   const RowOfGroup* of = args.rows + first;
   float* const acc = args.acc + first * kPanelLanes;
@@ -252,18 +254,21 @@ void run_packed(const GroupArgs& args, int rows, int first) {
 }
 
 // As many rows at a time as the registers hold sums of.
-template <CodeForm kForm, bool kWide, Joined kJoined, bool kHasZeros, int kRows>
+template <CodeForm kForm, bool kWide, Joined kJoined, Offset kOffset, int kRows>
 void run_tile(const GroupArgs& args) {
   constexpr int kFew = kRows <= 4 ? kRows : (kRows + 1) / 2, kRest = kRows - kFew;
-  run_packed<kForm, kWide, kJoined, kHasZeros, kFew>(args, kRows, 0);
-  if constexpr (kRest > 0) run_packed<kForm, kWide, kJoined, kHasZeros, kRest>(args, kRows, kFew);
+  run_packed<kForm, kWide, kJoined, kOffset, kFew>(args, kRows, 0);
+  if constexpr (kRest > 0) run_packed<kForm, kWide, kJoined, kOffset, kRest>(args, kRows, kFew);
 }
 
 template <CodeForm kForm, bool kWide, Joined kJoined, int kRows>
 void choose_offset(const GroupArgs& args) {
+  const Offset offset = args.shape->grid.offset;
   if constexpr (kForm == CodeForm::fours)
-    if (args.shape->grid.offset == Offset::zeros) return run_tile<kForm, kWide, kJoined, true, kRows>(args);
-  run_tile<kForm, kWide, kJoined, false, kRows>(args);
+    if (offset == Offset::zeros) return run_tile<kForm, kWide, kJoined, Offset::zeros, kRows>(args);
+  if constexpr (kRows == 1)
+    if (offset == Offset::none) return run_tile<kForm, kWide, kJoined, Offset::none, kRows>(args);
+  run_tile<kForm, kWide, kJoined, Offset::minima, kRows>(args);
 }
 
 // How many codes of a form join where a group is too large for all of them to.
@@ -354,12 +359,12 @@ DIPTYCH_FORCED void bring_rows(const GroupArgs& args, int64_t group, int64_t inp
     for (int row = 0; row < kExpandedRows; ++row) __builtin_prefetch(args.next_x[row] + at, 0, 3);
 }
 
-template <bool kWide, Joined kJoined, bool kHasZeros, class From>
+template <bool kWide, Joined kJoined, Offset kOffset, class From>
 void run_expanded(const GroupArgs& args) {
   const int64_t groups = args.groups, inputs = args.shape->group;
   const RowOfGroup* of = args.rows;
   const float* scales = args.scales;
-  const bool has_minima = args.shape->grid.offset == Offset::minima;
+  constexpr bool kHasZeros = kOffset == Offset::zeros, kHasMinima = kOffset == Offset::minima;
   const uint8_t* offsets = kHasZeros ? reinterpret_cast<const uint8_t*>(args.zeros) : reinterpret_cast<const uint8_t*>(args.minima);
   From weights{args.steps};
   const uint8_t* x[kExpandedRows];
@@ -372,13 +377,17 @@ void run_expanded(const GroupArgs& args) {
     sum_group<kJoined>(weights, x, (args.first + group) * inputs, inputs, of, whole);
     const auto scale_of = [&](int half) __attribute__((always_inline)) { return _mm256_load_ps(scales + half * 8); };
     const auto offset_of = [&](int half) __attribute__((always_inline)) { return load_words(offsets + group * kStepBytes, half); };
-    end_group<kWide, kHasZeros>(of, whole, has_minima, scale_of, offset_of, args.acc);
+    end_group<kWide, kHasZeros>(of, whole, kHasMinima, scale_of, offset_of, args.acc);
   }
 }
 
 template <bool kWide, Joined kJoined, class From>
 void choose_expanded(const GroupArgs& args) {
-  args.shape->grid.offset == Offset::zeros ? run_expanded<kWide, kJoined, true, From>(args) : run_expanded<kWide, kJoined, false, From>(args);
+  switch (args.shape->grid.offset) {
+    case Offset::none: return run_expanded<kWide, kJoined, Offset::none, From>(args);
+    case Offset::zeros: return run_expanded<kWide, kJoined, Offset::zeros, From>(args);
+    case Offset::minima: return run_expanded<kWide, kJoined, Offset::minima, From>(args);
+  }
 }
 
 inline void tile_expanded(const GroupArgs& args) {

@@ -45,12 +45,13 @@ DIPTYCH_FORCED void sum_group(const RowOfGroup* of, const uint8_t* w, const uint
 
 // Rows [first, first + kRows) of a tile of `rows` against kCount parts of a strip from `begin` on: as many sums as the
 // registers hold beside what makes them.
-template <CodeForm kForm, bool kWide, bool kHasZeros, int kRows, int kCount>
+template <CodeForm kForm, bool kWide, Offset kOffset, int kRows, int kCount>
 void run_rows(const GroupArgs& args, int rows, int first, int begin) {
   const LinearShape& shape = *args.shape;
   const int64_t head_groups = groups_of_head(shape), inputs = shape.group, low = args.low, groups = args.groups;
   const int64_t group_bytes = bytes_of_group_steps(shape), tops_bytes = bytes_of_tops(shape);
-  const bool has_minima = shape.grid.offset == Offset::minima;  // asked for each group, as a text of its own would be half as much again to compile
+  // Of several rows asked for each group: a text of its own would be half as much again to compile.
+  const bool has_minima = kOffset == Offset::minima && (kRows == 1 || shape.grid.offset == Offset::minima);
   const GroupPlace head = place_of_head(shape, 0);
   const Operand table = load_table(shape);
   const RowOfGroup* of = args.rows + first;
@@ -76,7 +77,7 @@ void run_rows(const GroupArgs& args, int rows, int first, int begin) {
       const Lanes scale = scales.scale(within, part);
 #pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) {
-        if constexpr (kHasZeros) {
+        if constexpr (kOffset == Offset::zeros) {
           int32_t sum;
           std::memcpy(&sum, &of[row].sum, sizeof(sum));
           whole[row] -= widen_u8(scales.offset(within, part)) * sum;
@@ -97,23 +98,26 @@ void run_rows(const GroupArgs& args, int rows, int first, int begin) {
     for (int row = 0; row < kRows; ++row) *reinterpret_cast<Lanes*>(args.acc + (first + row) * kPanelLanes + (begin + at) * kLaneCount) = sums[at][row];
 }
 
-template <CodeForm kForm, bool kWide, bool kHasZeros, int kRows>
+template <CodeForm kForm, bool kWide, Offset kOffset, int kRows>
 void run_tile(const GroupArgs& args) {
   if constexpr (kRows < kLeastRowsOfOne) {
-    run_rows<kForm, kWide, kHasZeros, kRows, kStripPieces>(args, kRows, 0, 0);
+    run_rows<kForm, kWide, kOffset, kRows, kStripPieces>(args, kRows, 0, 0);
   } else {
     constexpr int kFew = kRows <= kMostRowsOfOne ? kRows : (kRows + 1) / 2, kRest = kRows - kFew;
-    for (int part = 0; part < kStripPieces; ++part) run_rows<kForm, kWide, kHasZeros, kFew, 1>(args, kRows, 0, part);
+    for (int part = 0; part < kStripPieces; ++part) run_rows<kForm, kWide, kOffset, kFew, 1>(args, kRows, 0, part);
     if constexpr (kRest > 0)
-      for (int part = 0; part < kStripPieces; ++part) run_rows<kForm, kWide, kHasZeros, kRest, 1>(args, kRows, kFew, part);
+      for (int part = 0; part < kStripPieces; ++part) run_rows<kForm, kWide, kOffset, kRest, 1>(args, kRows, kFew, part);
   }
 }
 
 template <CodeForm kForm, bool kWide, int kRows>
 void tile_direct(const GroupArgs& args) {
+  const Offset offset = args.shape->grid.offset;
   if constexpr (kForm == CodeForm::fours)
-    if (args.shape->grid.offset == Offset::zeros) return run_tile<kForm, kWide, true, kRows>(args);
-  run_tile<kForm, kWide, false, kRows>(args);
+    if (offset == Offset::zeros) return run_tile<kForm, kWide, Offset::zeros, kRows>(args);
+  if constexpr (kRows == 1)
+    if (offset == Offset::none) return run_tile<kForm, kWide, Offset::none, kRows>(args);
+  run_tile<kForm, kWide, Offset::minima, kRows>(args);
 }
 
 #define DIPTYCH_DIRECT(form) \

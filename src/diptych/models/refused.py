@@ -21,7 +21,7 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "q, k and v stacked for groups of accelerators": ("codegen",),
     "norms of heads with biases": ("persimmon",),
     "a shared expert of another shape": ("dbrx", "longcat_flash"),
-    "attention that chooses its tokens by an index": ("deepseek_v4",),
+    "keys made of windows of tokens, and experts that a token's id chooses": ("deepseek_v4",),
     "attention with two softmaxes": ("diffllama",),
     "latent attention within windows, and rotary keys that are normed": ("dots3_note", "dots3_note_text"),
     "queries and keys that are convolved over tokens": ("zaya",),
