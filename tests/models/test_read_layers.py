@@ -105,7 +105,7 @@ def test_streams_in_one_row_n_grams_and_blocks_by_their_means() -> None:
     assert spec == read("qwen4_exp_text", **QWEN4, layer_types=types)  # as published
     assert [layer.attention.state is not None for layer in spec.layers] == [kind[0] == "l" for kind in types]
     assert spec.streams == GatedSpec(n_streams=4, rank=320)
-    assert spec.layers[3].attention.index == IndexSpec(most=2051, n_heads=4, head_dim=128, block=4, pools=True)
+    assert spec.layers[3].attention.index == IndexSpec(most=2051, n_heads=4, head_dim=128, block=4, by_means=True)
     ngrams = spec.ngrams
     assert ngrams is not None
     assert (ngrams.layers, ngrams.end, ngrams.width) == ((0, 2), 7, 128)
