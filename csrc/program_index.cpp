@@ -25,20 +25,25 @@ void choose_blocks(const ChooseOp& op, const AttentionKernels& kernels, int64_t 
   }
 }
 
-// The pools of the highest scores, each the score of its last position, and all positions behind the last whole pool.
+// How many whole pools there are up to a position; their scores, each that of its last position, come to the front.
+int64_t keep_scores_of_pools(int64_t position, int64_t pool, float* scores) {
+  const int64_t whole = (position + 1) / pool;
+  for (int64_t i = 0; i < whole; ++i) scores[i] = scores[i * pool + pool - 1];
+  return whole;
+}
+
+// The pools of the highest scores, and all positions behind the last whole pool.
 void choose_pools(const AttentionShape& shape, const AttentionKernels& kernels, int64_t position, float* scores, int32_t* chosen) {
-  const int64_t pool = shape.pool, n = (position + 1) / pool, most = (shape.most + 1) / pool - 1;
-  for (int64_t i = 0; i < n; ++i) scores[i] = scores[i * pool + pool - 1];
+  const int64_t pool = shape.pool, n = keep_scores_of_pools(position, pool, scores), most = (shape.most + 1) / pool - 1;
   kernels.choose_row(scores, n, most, chosen);
   for (int64_t i = most - 1; i >= 0; --i)  // the last first, as they lie where the first ones come to
     for (int64_t at = pool - 1, first = chosen[i] * pool; at >= 0; --at) chosen[i * pool + at] = static_cast<int32_t>(first + at);
   for (int64_t at = n * pool; at <= position; ++at) chosen[most * pool + at - n * pool] = static_cast<int32_t>(at);
 }
 
-// The whole blocks of the highest scores, each that of its last position, and behind them the number of the one that is not whole.
-void choose_pooled(const ChooseOp& op, const AttentionKernels& kernels, int64_t position, float* scores, int32_t* chosen) {
-  const int64_t block = op.shape.block, whole = (position + 1) / block, most = op.shape.most / block;
-  for (int64_t i = 0; i < whole; ++i) scores[i] = scores[i * block + block - 1];
+// The whole blocks of the highest scores, and behind them the number of the one that is not whole.
+void choose_by_means(const AttentionShape& shape, const AttentionKernels& kernels, int64_t position, float* scores, int32_t* chosen) {
+  const int64_t whole = keep_scores_of_pools(position, shape.block, scores), most = shape.most / shape.block;
   kernels.choose_row(scores, whole, most, chosen);
   chosen[most] = static_cast<int32_t>(whole);
 }
@@ -138,7 +143,7 @@ void Program::Run::run(const ChooseOp& op, size_t, int thread, int threads) cons
     for (int64_t i = first + thread; i < end; i += threads) {
       const int64_t token = plan.tokens[i];
       if (op.shape.by_means) {
-        choose_pooled(op, *set.attention, program.positions_[token], scores + (i - first) * stride, choice + token * (op.shape.most / op.shape.block + 1));
+        choose_by_means(op.shape, *set.attention, program.positions_[token], scores + (i - first) * stride, choice + token * (op.shape.most / op.shape.block + 1));
         continue;
       }
       if (op.shape.block != 1) {

@@ -201,7 +201,7 @@ def test_what_it_says_is_held_is_what_the_engine_holds(name: str, tmp_path: Path
 def test_what_threads_work_in_is_as_large_as_the_widest_layer_makes_it() -> None:
     """Up to 2.3 MB for each thread stood in no figure: 264 rows and a tile, their sums and where each group of theirs lies.
 
-    Of other formats it was up to 12 MB: 192 rows, as words side by side where the tiles read them so.
+    Of other formats it was up to 11 MB: 192 rows, as words side by side where the tiles read them so (AVX2).
     """
     program = _cpu.Program(instruction_sets()[0], 1)
 

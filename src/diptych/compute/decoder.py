@@ -28,8 +28,6 @@ from diptych.models.streams import GatedSpec, HyperSpec, StreamsSpec
 
 HALF_POWER = 2.0**-0.5  # of a sum of two that is to be as large as each of them
 LEAST_SQUARE = 1e-5  # of what is made as large as another stream
-
-
 MOST_INJECTED = 2.0  # of what attention and MLPs give, to each of the streams in one row
 
 
