@@ -104,7 +104,7 @@ def _ends(model: ModelSpec, attention: AttentionLayer, mlp: object) -> list[int]
         )
         ends += [] if mla.is_mixed or not attention.has_gate else [hidden + attention.gate_width]
         ends += [hidden + mla.kv_rank + mla.rope_dim, mla.kv_rank + kv, attention.n_heads * mla.v_dim + hidden]
-    if attention.own_index is not None and not attention.own_index.pools:  # its queries alone
+    if attention.own_index is not None and not attention.own_index.by_means:  # its queries alone
         n_inputs = hidden if mla is None else mla.q_rank or 0
         ends.append(n_inputs + attention.own_index.n_heads * attention.own_index.head_dim)
     if isinstance(mlp, MlpSpec):
