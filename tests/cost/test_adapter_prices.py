@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpoints import make_checkpoint
 from diptych.control.loop import EngineCore
 from diptych.cost.adapters import Loras
 from diptych.cost.calibrated import CalibratedModel
@@ -22,6 +24,7 @@ from diptych.ground.request import AdapterRef, Request, SamplingParams
 from diptych.ground.shape import AdapterShape, ChunkShape, StepShape
 from diptych.ground.specs import KVSpec
 from diptych.ground.step import ChunkResult, StepResult
+from diptych.models.read import load_model_file
 from diptych.sim.load import AdaptedLoad, UsersLoad, UsersSpec
 from diptych.sim.service import Service, simulate
 from diptych.workload import LengthRange
@@ -148,3 +151,18 @@ def test_adapters_take_memory_from_the_cache() -> None:
     held = 32 * 64 * 2_621_440 * 2.0
     free = [capacity_of(one, context_tokens=1, batch=1).free_kv_bytes for one in (bare, many)]
     assert free[0] - free[1] == pytest.approx(held)
+
+
+@pytest.mark.parametrize(
+    ("family", "takes_adapters"), [("glm5_next", True), ("glm_moe_dsa", True), ("qwen4_exp", False)]
+)
+def test_an_index_takes_adapters_of_its_queries(family: str, takes_adapters: bool, tmp_path: Path) -> None:
+    """Nobody asked for the price of adapters beside one that chooses by the means of keys, and it was a traceback."""
+    spec = load_model_file(make_checkpoint(family, tmp_path))
+    plain = replace(spec, layers=tuple(
+        replace(layer, attention=None if layer.attention is None else replace(layer.attention, index=None))
+        for layer in spec.layers))  # fmt: skip
+    own = [layer.attention.own_index for layer in spec.layers if layer.attention is not None]
+    assert any(own)
+    more = Loras(count=1, rank=1).parameters(spec) - Loras(count=1, rank=1).parameters(plain)
+    assert (more > 0) == takes_adapters
