@@ -6,7 +6,7 @@
 //   dot_bf16  C fp32 [rows][16] += A bf16 [rows][2 n] x B [n][16] pairs of bf16. The even and the odd products of an output are summed
 //             apart by FMA in ascending order from zero, their sum is then added to C: one rounding each, to nearest even, denormals
 //             read and written as zero.
-//   dot_int8  C int32 [rows][16] += A s8 [rows][4 n] x B [n][16] words of four u8, exact.
+//   dot_int8  C int32 [rows][16] += A s8 [rows][4 n] x B [n][16] words of four u8, exact; dot_signed of four s8.
 // A row of C comes from that row of A alone, so the number of rows changes no bit.
 #pragma once
 
@@ -58,6 +58,10 @@ inline void dot_bf16() {
 template <int kC, int kA, int kB>
 inline void dot_int8() {
   __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+}
+template <int kC, int kA, int kB>
+inline void dot_signed() {
+  __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
 }
 
 #else
@@ -136,13 +140,16 @@ inline void dot_bf16() {
   }
 }
 
-template <int kC, int kA, int kB>
-inline void dot_int8() {
+template <int kC, int kA, int kB, bool kSigned>
+inline void dot_bytes() {
   TileFile& file = tile_file();
   const int words = file.config.row_bytes[kA] / 4;
   TileWhole w[kTileRows][4];
   for (int n = 0; n < words; ++n)
-    for (int i = 0; i < 4; ++i) w[n][i] = (tile_words(file.data[kB][n]) >> (8 * i)) & 0xff;
+    for (int i = 0; i < 4; ++i) {
+      const TileWhole last = tile_words(file.data[kB][n]) << (24 - 8 * i);  // the byte as the highest of its word
+      w[n][i] = kSigned ? last >> 24 : (last >> 24) & 0xff;
+    }
   for (int row = 0; row < file.config.rows[kC]; ++row) {
     const int8_t* x = reinterpret_cast<const int8_t*>(file.data[kA][row]);
     TileWhole sum = tile_words(file.data[kC][row]);
@@ -150,6 +157,14 @@ inline void dot_int8() {
       for (int i = 0; i < 4; ++i) sum += w[n][i] * x[4 * n + i];
     std::memcpy(file.data[kC][row], &sum, sizeof sum);
   }
+}
+template <int kC, int kA, int kB>
+inline void dot_int8() {
+  dot_bytes<kC, kA, kB, false>();
+}
+template <int kC, int kA, int kB>
+inline void dot_signed() {
+  dot_bytes<kC, kA, kB, true>();
 }
 
 #endif

@@ -549,6 +549,7 @@ extern const LinearKernels kLinear = {
     interleave_rows, widen_rows, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
     sum_groups, quantize_group, expand_int4, expand_fp8,
 };
+extern const ExpandGroups kExpandSigned = expand_with<0>;
 #define DIPTYCH_EXPANDED(rows, strips, is_wide, ports) {rows, strips, tile_expanded<rows, strips, is_wide, ports>}
 extern const GroupTiles kGroupTiles = {
     {kDirectTiles<false>, kDirectTiles<true>}, DIPTYCH_EXPANDED(6, 2, false, Ports::shared), DIPTYCH_EXPANDED(6, 2, true, Ports::shared), ready_rows,

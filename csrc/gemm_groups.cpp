@@ -10,17 +10,13 @@
 namespace diptych {
 namespace {
 
-constexpr int64_t kBlockRows = 264;      // their fp32 sums of a panel and some groups of x lie in L2
-
-// Rows at multiples of 64 bytes meet in one bank of AMD's L1, where a tile reads the same word of each.
-constexpr int64_t kRowGap = 72;
-
-int64_t bytes_of_row(const RowForm& form, int64_t inputs) { return form.bytes * inputs + kRowGap; }
+int64_t bytes_of_row(const RowForm& form, int64_t inputs) { return form.bytes * inputs + form.gap; }
 
 struct Job : LinearCall {
   const GroupTiles& tiles;
   const ExpandedTile& tile;
   int64_t groups;  // of a strip
+  int64_t blocks, block_rows;  // of rows
   // Of one block of rows; the spare rows of its last tile repeat the last one.
   const uint8_t** x_of;
   const float** powers_of;
@@ -86,11 +82,10 @@ void ready_passes(const Job& job, const Passes& passes) {
 // A strip passes once or several times, from memory and then from cache.
 void run_direct(const Job& job, int thread, int threads) {
   const int64_t pieces = pieces_per_panel(job.w, threads), strips = kPanelStrips / pieces, n_pieces = pieces * job.w.n_panels;
-  const int64_t blocks = (job.m + kBlockRows - 1) / kBlockRows, block_rows = round_up((job.m + blocks - 1) / blocks, kDirectRows);
   int64_t ready = -1;
-  for (Tasks tasks(blocks * n_pieces, *job.w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
+  for (Tasks tasks(job.blocks * n_pieces, *job.w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
     const int64_t block = tasks.current() / n_pieces, piece = tasks.current() % n_pieces, panel = piece / pieces, first = piece % pieces * strips;
-    const Passes passes{block * block_rows, std::min(job.m, (block + 1) * block_rows)};
+    const Passes passes{block * job.block_rows, std::min(job.m, (block + 1) * job.block_rows)};
     if (passes.begin >= passes.end) continue;
     if (block != ready) ready_passes(job, passes);
     ready = block;
@@ -183,11 +178,10 @@ void run_block(const Job& job, const Block& block, const Block& next, Range rows
 }
 
 void run_expanded(const Job& job, int thread, int threads) {
-  const int64_t blocks = (job.m + kBlockRows - 1) / kBlockRows, block_rows = round_up((job.m + blocks - 1) / blocks, job.tile.rows);
   const int64_t per_block = kBlockInputs / job.shape().group, panels = job.w.n_panels;
   int64_t ready = -1;
-  for (Tasks tasks(blocks * panels, *job.w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
-    const int64_t begin = tasks.current() / panels * block_rows, end = std::min(job.m, begin + block_rows);
+  for (Tasks tasks(job.blocks * panels, *job.w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
+    const int64_t begin = tasks.current() / panels * job.block_rows, end = std::min(job.m, begin + job.block_rows);
     if (begin >= end) continue;
     if (begin != ready) ready_block(job, {begin, end});
     ready = begin;
@@ -216,8 +210,8 @@ const ExpandedTile& tile_of(const LinearShape& shape, const GroupTiles& tiles) {
   return shape.wide ? tiles.expanded_wide : is_long ? tiles.expanded_long : tiles.expanded;
 }
 
-RowForm row_form_of(const LinearShape& shape, const GroupTiles& tiles) {
-  return tiles.row_form == nullptr ? RowForm{nullptr, 0} : tiles.row_form(shape);
+RowForm row_form_of(const PackedLinear& w, const GroupTiles& tiles, int64_t m) {
+  return tiles.row_form == nullptr ? RowForm{} : tiles.row_form(w.shape, is_direct(w, tiles, m));
 }
 
 // Parts of a thread's memory for a call of m rows, in bytes; acc, steps, two of scales, three of pointers, rows, those in the form of the tiles.
@@ -228,8 +222,8 @@ struct Memory {
 
 Memory memory_of(const PackedLinear& w, const GroupTiles& tiles, int64_t m) {
   const ExpandedTile& tile = tile_of(w.shape, tiles);
-  const int64_t block_rows = std::min(m, kBlockRows) + kMaxTileRows;
-  const RowForm form = row_form_of(w.shape, tiles);
+  const int64_t block_rows = std::min(m, tiles.block_rows) + kMaxTileRows;
+  const RowForm form = row_form_of(w, tiles, m);
   return {block_rows * kPanelLanes * 4, std::max<int64_t>(form.bytes, 1) * tile.strips * kExpandedBytes, tile.strips * kExpandedScales * 4,
           round_up(block_rows * 8, kStepBytes), round_up(block_rows * (w.k_padded / w.shape.group) * static_cast<int64_t>(sizeof(RowOfGroup)), kStepBytes),
           form.make == nullptr ? 0 : round_up(block_rows * bytes_of_row(form, round_up(w.k_padded, kMaxGroup)), kStepBytes)};
@@ -244,11 +238,16 @@ void linear_by_groups(const LinearCall& call, const GroupTiles& tiles, int threa
   const Memory memory = memory_of(call.w, tiles, call.m);
   uint8_t* next = linear_scratch(memory.bytes());
   auto take = [&](auto*& part, int64_t bytes) { part = reinterpret_cast<std::decay_t<decltype(part)>>(next), next += bytes; };
-  Job job{call, tiles, tile, call.w.k_padded / call.w.shape.group, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
-          row_form_of(call.w.shape, tiles), nullptr};
+  const bool is_direct_call = is_direct(call.w, tiles, call.m);
+  const int64_t blocks = (call.m + tiles.block_rows - 1) / tiles.block_rows;
+  Job job{call, tiles, tile, call.w.k_padded / call.w.shape.group, blocks, round_up((call.m + blocks - 1) / blocks, is_direct_call ? kDirectRows : tile.rows),
+          nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, row_form_of(call.w, tiles, call.m), nullptr};
   take(job.acc, memory.acc), take(job.steps, memory.steps), take(job.scales, memory.scales), take(job.minima, memory.scales);
   take(job.x_of, memory.pointers), take(job.powers_of, memory.pointers), take(job.sums_of, memory.pointers), take(job.rows, memory.rows), take(job.own_rows, memory.own_rows);
-  is_direct(call.w, tiles, call.m) ? run_direct(job, thread, threads) : run_expanded(job, thread, threads);
+  if (is_direct_call) return run_direct(job, thread, threads);
+  if (tile.begin != nullptr) tile.begin(call.w.shape);
+  run_expanded(job, thread, threads);
+  if (tile.end != nullptr) tile.end();
 }
 
 }  // namespace diptych

@@ -268,10 +268,9 @@ void tile_expanded(const GroupArgs& args) {
   args.minima == nullptr ? run_expanded<kRows, kStrips, kWide, false, kPorts>(args) : run_expanded<kRows, kStrips, kWide, true, kPorts>(args);
 }
 
-// Of one group. zero: of each lane, in all its bytes.
+// Of one group. base: what a code has more than it is expanded to, of each lane in all its bytes; of a table, what its level + 128 has.
 template <CodeForm kForm>
-uint8_t* expand_codes(const LinearShape& shape, const uint8_t* unit, const uint8_t* tops, const __m512i& table, const __m512i& zero, uint8_t* out) {
-  const __m512i base = is_table(kForm) ? zero : _mm512_sub_epi8(zero, _mm512_set1_epi8(static_cast<char>(128 - middle_of(shape))));
+uint8_t* expand_codes(const LinearShape& shape, const uint8_t* unit, const uint8_t* tops, const __m512i& table, const __m512i& base, uint8_t* out) {
   for (int64_t i = 0; i < shape.group; i += 16, unit += steps_of_16(kForm) * kStepBytes, tops += 4 * 8)
 #pragma GCC unroll 4
     for (int step = 0; step < 4; ++step, out += kStepBytes) _mm512_store_si512(out, _mm512_sub_epi8(operand_of<kForm>(unit, tops, step, table), base));
@@ -281,8 +280,10 @@ constexpr uint8_t* (*kExpandCodes[kCodeForms])(const LinearShape&, const uint8_t
     expand_codes<CodeForm::twos>, expand_codes<CodeForm::threes>, expand_codes<CodeForm::threes_table>, expand_codes<CodeForm::fours>,
     expand_codes<CodeForm::fours_table>, expand_codes<CodeForm::fives>, expand_codes<CodeForm::sixes>, expand_codes<CodeForm::bytes>};
 
-void expand_groups(const LinearShape& shape, const uint8_t* strip, int64_t first, int64_t count, uint8_t* steps, float* scales, float* minima) {
-  const __m512i table = load_table(shape);
+// more: what expanded levels have more than themselves, 128 or 0.
+template <int kMore>
+void expand_with(const LinearShape& shape, const uint8_t* strip, int64_t first, int64_t count, uint8_t* steps, float* scales, float* minima) {
+  const __m512i table = load_table(shape), base = _mm512_set1_epi8(static_cast<char>(is_table(shape) ? 128 - kMore : middle_of(shape) - kMore));
   const auto expand = kExpandCodes[static_cast<int>(form_of(shape))];
   Scales scales_of(shape);
   for (int64_t g = first; g < first + count; ++g) {
@@ -293,16 +294,20 @@ void expand_groups(const LinearShape& shape, const uint8_t* strip, int64_t first
     const __mmask16 is_zero = _mm512_cmp_ps_mask(scale, _mm512_setzero_ps(), _CMP_EQ_OQ);
     _mm512_store_ps(scales + (g - first) * kStripLanes, _mm512_mask_mov_ps(scale, is_zero, _mm512_set1_ps(1.0f)));
     if (shape.grid.offset == Offset::minima) _mm512_store_ps(minima + (g - first) * kStripLanes, scales_of.minimum(within));
-    __m512i zero = _mm512_setzero_si512();
+    __m512i own = base;
     if (shape.grid.offset == Offset::zeros) {
       const __m512i zeros = _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(strip + place.offsets)));
-      zero = _mm512_mullo_epi32(zeros, _mm512_set1_epi32(0x01010101));
+      own = _mm512_add_epi8(base, _mm512_mullo_epi32(zeros, _mm512_set1_epi32(0x01010101)));
     }
     uint8_t* const begin = steps;
-    steps = expand(shape, strip + place.steps, strip + place.tops, table, zero, steps);
+    steps = expand(shape, strip + place.steps, strip + place.tops, table, own, steps);
     if (is_zero != 0)  // zero has no exponent that a power could join: levels of zero, with another scale
-      for (uint8_t* step = begin; step < steps; step += kStepBytes) _mm512_mask_storeu_epi32(step, is_zero, _mm512_set1_epi8(static_cast<char>(0x80)));
+      for (uint8_t* step = begin; step < steps; step += kStepBytes) _mm512_mask_storeu_epi32(step, is_zero, _mm512_set1_epi8(static_cast<char>(kMore)));
   }
+}
+
+void expand_groups(const LinearShape& shape, const uint8_t* strip, int64_t first, int64_t count, uint8_t* steps, float* scales, float* minima) {
+  expand_with<128>(shape, strip, first, count, steps, scales, minima);
 }
 
 template <typename Value>

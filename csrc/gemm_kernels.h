@@ -197,7 +197,7 @@ struct GroupArgs {
   const uint8_t* strip;
   int64_t past_bytes;              // as in TileArgs
   // others: groups [first, first + groups) of expanded strips [kExpandedBytes], u8 = level + 128 in steps of int8 (or as the set's `expand`
-  // makes them), and their scales [kExpandedScales], [groups][16], and minima likewise or null
+  // makes them: s8 = level), and their scales [kExpandedScales], [groups][16], and minima likewise or null
   int64_t first;
   bool resume;                     // acc holds the sums of earlier groups
   const uint8_t* const* next_x;    // of the tile that follows: its rows can be brought into L1
@@ -220,6 +220,8 @@ using QuantizeGroups = void (*)(const void* x, Source source, int64_t count, int
 struct ExpandedTile {
   int64_t rows, strips;
   GroupKernel run;
+  void (*begin)(const LinearShape& shape) = nullptr;  // where the calling thread holds what `run` computes with until `end`
+  void (*end)() = nullptr;
 };
 
 // How a tile makes operands of codes.
@@ -245,6 +247,7 @@ struct DirectTiles {
 struct RowForm {
   void (*make)(const uint8_t* x, int64_t low, int64_t inputs, uint8_t* out);  // null: as they lie
   int64_t bytes;  // of an input
+  int64_t gap;    // bytes between two rows, which then lie at one distance
 };
 
 struct GroupTiles {
@@ -254,8 +257,16 @@ struct GroupTiles {
   ExpandGroups expand;
   QuantizeGroups quantize;
   ExpandedTile expanded_long = {};  // for groups of kMaxGroup, where another tile is best for them
-  RowForm (*row_form)(const LinearShape& shape) = nullptr;  // null: rows as they lie
+  RowForm (*row_form)(const LinearShape& shape, bool is_direct) = nullptr;  // null: rows as they lie
   int64_t most_direct[2] = {64, 40};  // rows, and wide ones, that meet packed codes, before expanding them is cheaper
+  int64_t block_rows = 264;           // that pass over expanded groups: their fp32 sums of a panel and some groups of x lie in L2
+};
+
+// What matrix tiles put in the place of another set's; they want signed levels.
+struct MatrixGroups {
+  ExpandedTile expanded, expanded_wide;
+  RowForm (*row_form)(const LinearShape& shape, bool is_direct);
+  int64_t most_direct[2], block_rows;
 };
 
 // rows [count] of n_words words each -> out [n_words][tile_rows], zero where row >= count.

@@ -1,5 +1,6 @@
 #include "kernel_sets.h"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
@@ -15,6 +16,11 @@ constexpr Capabilities kAvx512FmaNeeds = kAvx2Needs | Capabilities{Capability::a
 constexpr Capabilities kAvx512Needs = kAvx512FmaNeeds | Capabilities{Capability::avx512_bf16, Capability::avx512vbmi};
 constexpr Capabilities kTileNeeds = {Capability::amx_tile, Capability::amx_int8, Capability::amx_bf16};
 constexpr Tiles kNoTiles = {};  // any number of rows meets matrix tiles, whose bits no other instruction has
+
+#if defined(DIPTYCH_AMX)
+const GroupTiles kAmxGroups = on_matrix_tiles(amx::kGroups);
+#endif
+const GroupTiles kAmxTwinGroups = on_matrix_tiles(amx_twin::kGroups);
 #endif
 
 // In order of preference.
@@ -23,7 +29,7 @@ const KernelSet kSets[] = {
 #if defined(DIPTYCH_AMX)
     {"amx", kAvx512Needs | kTileNeeds, {},
      {&kNoTiles, &avx512_fma::kInt8Tiles, &avx512_fma::kInt4Tiles, &kNoTiles},
-     &avx512_fma::kGroupTiles,
+     &kAmxGroups,
      &avx512::kLinear, &amx::kAttention, &avx512::kStep, &amx::kCeilings,
      {&amx::kBf16Matrix, &amx::kInt8Matrix, &amx::kInt4Matrix, &amx::kBf16Matrix}},
 #endif
@@ -66,7 +72,7 @@ const KernelSet kSets[] = {
 #if defined(__x86_64__)
     {"amx_twin", kAvx512Needs, {},
      {&kNoTiles, &avx512_fma::kInt8Tiles, &avx512_fma::kInt4Tiles, &kNoTiles},
-     &avx512_fma::kGroupTiles,
+     &kAmxTwinGroups,
      &avx512::kLinear, &amx_twin::kAttention, &avx512::kStep, nullptr,
      {&amx_twin::kBf16Matrix, &amx_twin::kInt8Matrix, &amx_twin::kInt4Matrix, &amx_twin::kBf16Matrix}},
 #if defined(DIPTYCH_AVX_VNNI)
@@ -90,6 +96,16 @@ std::vector<const KernelSet*> find_sets() {
 }
 
 }  // namespace
+
+#if defined(__x86_64__)
+GroupTiles on_matrix_tiles(const MatrixGroups& matrix) {
+  GroupTiles tiles = avx512_fma::kGroupTiles;  // whole sums have the same bits in both
+  tiles.expanded = matrix.expanded, tiles.expanded_wide = matrix.expanded_wide, tiles.expanded_long = {};
+  tiles.expand = avx512_fma::kExpandSigned, tiles.row_form = matrix.row_form, tiles.block_rows = matrix.block_rows;
+  std::copy(matrix.most_direct, matrix.most_direct + 2, tiles.most_direct);
+  return tiles;
+}
+#endif
 
 const std::vector<const KernelSet*>& kernel_sets() {
   static const std::vector<const KernelSet*> found = find_sets();

@@ -64,9 +64,15 @@ DIPTYCH_DECLARE_PARTS(scalar)
 #define DIPTYCH_DECLARE_MATRIX(isa) \
   namespace isa {                   \
   extern const MatrixTiles kBf16Matrix, kInt8Matrix, kInt4Matrix; \
+  extern const MatrixGroups kGroups; \
   }
 DIPTYCH_DECLARE_MATRIX(amx)
 DIPTYCH_DECLARE_MATRIX(amx_twin)
 #undef DIPTYCH_DECLARE_MATRIX
+
+namespace avx512_fma {
+extern const ExpandGroups kExpandSigned;  // for matrix tiles
+}
+GroupTiles on_matrix_tiles(const MatrixGroups& matrix);
 
 }  // namespace diptych

@@ -38,9 +38,17 @@ class Draws {
 class LinearRound : Draws {
  public:
   explicit LinearRound(uint64_t seed) : Draws(seed) {
-    shape_.format = static_cast<Format>(pick(0, 2));
+    const Format of_groups[] = {Format::group2, Format::group3, Format::group4, Format::group5, Format::group6, Format::group8};
+    shape_.format = pick(0, 1) ? of_groups[pick(0, 5)] : static_cast<Format>(pick(0, 2));
     shape_.n = 2 * pick(1, 100), shape_.k = pick(0, 4) == 0 ? pick(1000, 3000) : pick(1, 300);
     shape_.group = 32 << pick(0, 2), shape_.gated = pick(0, 1), shape_.has_bias = pick(0, 1);
+    if (is_grouped(shape_.format)) {
+      if (pick(0, 3) == 0) shape_.group = 16;
+      shape_.wide = pick(0, 1), shape_.grid.scale = static_cast<Source>(pick(0, 2));
+      const bool is_plain = shape_.format != Format::group8;  // whose levels are centred
+      if (pick(0, 1)) shape_.grid.offset = shape_.format == Format::group4 && pick(0, 1) ? Offset::zeros : Offset::minima;
+      if (shape_.grid.offset != Offset::none && is_plain) shape_.grid.levels = Levels::plain;
+    }
     x_count_ = pick(0, 9) == 0 ? pick(500, 600) : pick(1, 80);
     if (pick(0, 1))
       for (int64_t i = pick(1, x_count_); i > 0; --i) row_ids_.push_back(static_cast<int32_t>(pick(0, x_count_ - 1)));
@@ -49,11 +57,16 @@ class LinearRound : Draws {
     blocking_ = {16 * pick(1, 40), pick(1, 64) << 10, pick(0, 1) << 20, pick(64, 512) << 10, 64 * pick(0, 64)};
     has_other_shape_ = pick(0, 1);
     w_ = floats(shape_.n * shape_.k), bias_ = floats(shape_.n), x_ = floats(x_count_ * shape_.k);
+    for (int64_t i = 0, power = 0; i < x_count_ * shape_.k; ++i) {  // groups of many magnitudes
+      if (i % 16 == 0) power = pick(0, 6);
+      x_[i] /= static_cast<float>(int64_t{1} << power);
+    }
+    seed_ = seed;
   }
 
   std::vector<float> run(const KernelSet& set) const {
-    PageBuffer blob(packed_bytes(shape_)), memory(rows_bytes(rows_kind(shape_.format), x_count_, shape_.k));
-    const Rows rows = view_rows(rows_kind(shape_.format), x_count_, shape_.k, memory.data());
+    PageBuffer blob(packed_bytes(shape_)), memory(rows_bytes(rows_kind(shape_), x_count_, shape_.k));
+    const Rows rows = view_rows(rows_kind(shape_), x_count_, shape_.k, memory.data());
     const PackedLinear w = view_packed(shape_, blob.data());
     std::vector<float> out(m_ * w.n_outputs);
     Epilogue epilogue;
@@ -61,7 +74,8 @@ class LinearRound : Draws {
     const WeightPart part{w_.data(), Source::f32, shape_.n, shape_.k};
     ThreadPool pool(threads_);
     pool.run([&](int thread, int threads) {
-      pack_linear(set, shape_, &part, 1, bias_.data(), blob.data(), thread, threads);
+      is_grouped(shape_.format) ? pack_random(set, shape_, seed_, 1.0f, blob.data(), thread, threads)
+                                : pack_linear(set, shape_, &part, 1, bias_.data(), blob.data(), thread, threads);
       const Range own = share(x_count_, thread, threads);
       prepare_rows(set, rows, x_.data(), shape_.k, own.begin, own.end);
       pool.barrier();
@@ -72,6 +86,7 @@ class LinearRound : Draws {
 
   // The set with this round's way through the caches in place of its own.
   std::vector<float> run_otherwise(KernelSet set, const MatrixShape (&wide)[2][2]) const {
+    if (is_grouped(shape_.format)) return run(set);  // one way
     const int format = static_cast<int>(shape_.format);
     MatrixTiles matrix = *set.matrix[format];
     matrix.blocking = blocking_, matrix.least_rows = 1, matrix.wide = wide[format != 0][has_other_shape_];
@@ -79,9 +94,11 @@ class LinearRound : Draws {
     return run(set);
   }
 
+  bool has_groups() const { return is_grouped(shape_.format); }  // whole sums, which register tiles have with the same bits
+
   void print() const {
-    std::printf("format %d, %lld rows, n %lld, k %lld, group %lld\n", static_cast<int>(shape_.format), static_cast<long long>(m_),
-                static_cast<long long>(shape_.n), static_cast<long long>(shape_.k), static_cast<long long>(shape_.group));
+    std::printf("format %d%s, %lld rows, n %lld, k %lld, group %lld, offset %d\n", static_cast<int>(shape_.format), shape_.wide ? " wide" : "", static_cast<long long>(m_),
+                static_cast<long long>(shape_.n), static_cast<long long>(shape_.k), static_cast<long long>(shape_.group), static_cast<int>(shape_.grid.offset));
   }
 
  private:
@@ -90,6 +107,7 @@ class LinearRound : Draws {
   LinearShape shape_;
   int64_t x_count_ = 0, m_ = 0;
   int threads_ = 1;
+  uint64_t seed_ = 0;
   std::vector<int32_t> row_ids_;
   std::vector<float> w_, bias_, x_;
 };
@@ -168,6 +186,8 @@ int main(int argc, char** argv) {
   KernelSet amx_set = twin_set;
   amx_set.matrix[0] = &amx::kBf16Matrix, amx_set.matrix[1] = &amx::kInt8Matrix, amx_set.matrix[2] = &amx::kInt4Matrix;
   amx_set.attention = &amx::kAttention;
+  const GroupTiles amx_groups = on_matrix_tiles(amx::kGroups);
+  amx_set.groups = &amx_groups;
   const bool is_real = std::strcmp(kernel_sets().front()->name, "amx") == 0;
   if (!is_real) emulate_amx();
   const auto begin = steady_clock::now();
@@ -176,7 +196,7 @@ int main(int argc, char** argv) {
     const LinearRound linear(seed);
     const AttentionRound attention(seed);
     const std::vector<float> twin = linear.run(twin_set), attended = attention.run(twin_set);
-    const bool is_linear_right = is_equal(twin, linear.run(amx_set)) && is_equal(twin, linear.run_otherwise(amx_set, amx::kWideShapes)) &&
+    const bool is_linear_right = is_equal(twin, linear.run(amx_set)) && (!linear.has_groups() || is_equal(twin, linear.run(kernel_set("avx512_fma")))) && is_equal(twin, linear.run_otherwise(amx_set, amx::kWideShapes)) &&
                                  is_equal(twin, linear.run_otherwise(twin_set, amx_twin::kWideShapes));
     bool is_attention_right = is_equal(attended, attention.run(amx_set));
     for (const float value : attended) is_attention_right = is_attention_right && value - value == 0.0f;

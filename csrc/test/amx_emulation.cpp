@@ -110,7 +110,7 @@ void multiply(const Instruction& instruction) {
     twin.config.rows[i] = config.rows[tiles[i]], twin.config.row_bytes[i] = config.row_bytes[tiles[i]];
     std::memcpy(twin.data[i], state.data[tiles[i]], kTileBytes);
   }
-  instruction.opcode == 0x5c ? dot_bf16<0, 1, 2>() : dot_int8<0, 1, 2>();
+  instruction.opcode == 0x5c ? dot_bf16<0, 1, 2>() : instruction.prefix == 2 ? dot_int8<0, 1, 2>() : dot_signed<0, 1, 2>();
   std::memcpy(state.data[c], twin.data[0], kTileBytes);
 }
 
@@ -130,8 +130,10 @@ void run(const Instruction& instruction) {
       if (prefix != 0) return move(instruction, prefix != 2);  // with 66: TILELOADDT1
       break;
     case 0x5c:  // TDPBF16PS
-    case 0x5e:  // with F3: TDPBSUD
       if (prefix == 2 && !is_memory) return multiply(instruction);
+      break;
+    case 0x5e:  // with F3: TDPBSUD, with F2: TDPBSSD
+      if (prefix >= 2 && !is_memory) return multiply(instruction);
       break;
   }
   require(false, "an instruction of AMX that is not known here");
