@@ -310,40 +310,122 @@ void expand_groups(const LinearShape& shape, const uint8_t* strip, int64_t first
   expand_with<128>(shape, strip, first, count, steps, scales, minima);
 }
 
-template <typename Value>
-inline void quantize_groups_of(const Value* x, int64_t count, int64_t group, int8_t* out, int8_t* low, float* scale, float* powers, int32_t* sums) {
-  const int64_t vectors = group / 16, groups = round_up(count, kMaxGroup) / group;
-  const float top = low == nullptr ? 127.0f : kMostWide;
-  float most = 0.0f;
-  for (int64_t g = 0; g < groups; ++g) {
-    __m512i of_group = _mm512_setzero_si512();
-    for (int64_t i = g * group; i < (g + 1) * group; i += 16) of_group = _mm512_max_epi32(of_group, magnitude_bits(load_some(x + i, head(count - i))));
-    powers[g] = highest_of(of_group);
-    most = higher_magnitude(powers[g], most);
-  }
-  for (int64_t g = 0; g < groups; ++g) {
-    const int64_t begin = g * group;
-    powers[g] = power_of_group(most, powers[g]);
-    const __m512 inverse = _mm512_set1_ps(steps_per_unit(most * powers[g], top));
-    __m512i sum = _mm512_setzero_si512();
-    for (int64_t v = 0; v < vectors; ++v) {
-      const __m512 values = load_some(x + begin + 16 * v, head(count - begin - 16 * v));
-      const __m512i level = _mm512_cvtps_epi32(_mm512_mul_ps(values, inverse));
-      sum = _mm512_add_epi32(sum, level);
-      __m512i high = level;
-      if (low != nullptr) {
-        high = _mm512_srai_epi32(_mm512_add_epi32(level, _mm512_set1_epi32(64)), kLowBits);
-        const __m512i rest = _mm512_sub_epi32(level, _mm512_slli_epi32(high, kLowBits));
-        _mm_store_si128(reinterpret_cast<__m128i*>(low + begin + 16 * v), _mm512_cvtepi32_epi8(rest));
-      }
-      _mm_store_si128(reinterpret_cast<__m128i*>(out + begin + 16 * v), _mm512_cvtsepi32_epi8(high));
+// Of each of 16 vectors what joins all its lanes, in the lane of its number.
+template <class Join>
+DIPTYCH_FORCED __m512i join_each(const __m512i (&v)[16], Join&& join) {
+  __m512i pairs[8], fours[4];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) pairs[i] = join(_mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) fours[i] = join(_mm512_unpacklo_epi64(pairs[2 * i], pairs[2 * i + 1]), _mm512_unpackhi_epi64(pairs[2 * i], pairs[2 * i + 1]));
+  const auto halves = [&](__m512i a, __m512i b) __attribute__((always_inline)) {
+    return join(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
+  };
+  return halves(halves(fours[0], fours[1]), halves(fours[2], fours[3]));
+}
+
+// power_of_group and steps_per_unit of 16 groups.
+inline __m512 powers_of_groups(float row, __m512 groups) {
+  const __m512i halvings = _mm512_srai_epi32(_mm512_sub_epi32(_mm512_set1_epi32(bits_of(row)), _mm512_castps_si512(groups)), 23);
+  const __m512i held = _mm512_min_epi32(_mm512_max_epi32(halvings, _mm512_setzero_si512()), _mm512_set1_epi32(kMostHalvings));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(127), held), 23));
+}
+inline __m512 steps_of_groups(__m512 highest, float top) {
+  const __mmask16 has_steps = _mm512_cmp_ps_mask(highest, _mm512_set1_ps(0x1p-100f), _CMP_GT_OQ);
+  return _mm512_maskz_div_ps(has_steps, _mm512_set1_ps(top), highest);
+}
+
+// Sixteen groups of 16 * kVectors of a row from group `first` on, of which `groups` are its own.
+template <int kVectors, bool kWide, typename Value>
+struct GroupsOfRow {
+  const Value* x;  // of the first; all of them can be read
+  int64_t first, groups;
+
+  DIPTYCH_FORCED __m512 load(int64_t vector) const { return load_some(x + 16 * vector, 0xffff); }
+  DIPTYCH_FORCED __mmask16 own() const { return head(groups); }
+
+  __m512i largest() const {
+    __m512i of_groups[16];
+    const auto larger = [](__m512i a, __m512i b) __attribute__((always_inline)) { return _mm512_max_epi32(a, b); };
+#pragma GCC unroll 16
+    for (int64_t g = 0; g < 16; ++g) {
+      of_groups[g] = magnitude_bits(load(g * kVectors));
+#pragma GCC unroll 8
+      for (int v = 1; v < kVectors; ++v) of_groups[g] = larger(of_groups[g], magnitude_bits(load(g * kVectors + v)));
     }
-    sums[g] = _mm512_reduce_add_epi32(sum);
+    return join_each(of_groups, larger);
   }
+
+  void quantize(float most, float top, int8_t* out, int8_t* low, float* powers, int32_t* sums) const {
+    const __m512 power = powers_of_groups(most, _mm512_maskz_loadu_ps(own(), powers + first));
+    _mm512_mask_storeu_ps(powers + first, own(), power);
+    alignas(64) float steps[16];
+    _mm512_store_ps(steps, steps_of_groups(_mm512_mul_ps(_mm512_set1_ps(most), power), top));
+    __m512i of_vectors[16 * kVectors], of_groups[16];
+    for (int64_t v = groups * kVectors; v < 16 * kVectors; ++v) of_vectors[v] = _mm512_setzero_si512();
+    for (int64_t v = 0; v < groups * kVectors; v += 4) {  // whole ones: rows are filled up to kMaxGroup
+      const int64_t at = 16 * (first * kVectors + v);
+      __m512i level[4], rest[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        level[i] = _mm512_cvtps_epi32(_mm512_mul_ps(load(v + i), _mm512_set1_ps(steps[(v + i) / kVectors])));
+        of_vectors[v + i] = level[i];
+        if constexpr (kWide) {
+          const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(level[i], _mm512_set1_epi32(64)), kLowBits);
+          rest[i] = _mm512_sub_epi32(level[i], _mm512_slli_epi32(high, kLowBits)), level[i] = high;
+        }
+      }
+      _mm512_store_si512(out + at, pack_levels(level));
+      if constexpr (kWide) _mm512_store_si512(low + at, pack_levels(rest));
+    }
+    const auto sum = [](__m512i a, __m512i b) __attribute__((always_inline)) { return _mm512_add_epi32(a, b); };
+#pragma GCC unroll 16
+    for (int g = 0; g < 16; ++g) {
+      of_groups[g] = of_vectors[g * kVectors];
+#pragma GCC unroll 8
+      for (int v = 1; v < kVectors; ++v) of_groups[g] = sum(of_groups[g], of_vectors[g * kVectors + v]);
+    }
+    _mm512_mask_storeu_epi32(sums + first, own(), join_each(of_groups, sum));
+  }
+};
+
+template <int kVectors, bool kWide, typename Value>
+void quantize_groups_of(const Value* x, int64_t count, int8_t* out, int8_t* low, float* scale, float* powers, int32_t* sums) {
+  constexpr int64_t kInputs = 16 * 16 * kVectors;  // of 16 groups
+  const int64_t groups = round_up(count, kMaxGroup) / (16 * kVectors);
+  const float top = kWide ? kMostWide : 127.0f;
+  Value last[kInputs];
+  const int64_t rest = count % kInputs;
+  if (rest != 0) std::memcpy(last, x + count - rest, rest * sizeof(Value)), std::memset(last + rest, 0, (kInputs - rest) * sizeof(Value));
+  const auto some = [&](int64_t first) {
+    const int64_t at = first / 16 * kInputs;
+    return GroupsOfRow<kVectors, kWide, Value>{at + kInputs <= count ? x + at : last, first, std::min<int64_t>(16, groups - first)};
+  };
+  __m512i most_of_lanes = _mm512_setzero_si512();
+  for (int64_t first = 0; first < groups; first += 16) {
+    const __m512i largest = some(first).largest();
+    most_of_lanes = _mm512_max_epi32(most_of_lanes, largest);
+    _mm512_mask_storeu_epi32(powers + first, some(first).own(), largest);
+  }
+  const float most = highest_of(most_of_lanes);
   *scale = most / top;
+  for (int64_t first = 0; first < groups; first += 16) some(first).quantize(most, top, out, low, powers, sums);
+}
+
+template <bool kWide, typename Value>
+void quantize_groups_as(const Value* x, int64_t count, int64_t group, int8_t* out, int8_t* low, float* scale, float* powers, int32_t* sums) {
+  switch (group) {
+    case 16: return quantize_groups_of<1, kWide>(x, count, out, low, scale, powers, sums);
+    case 32: return quantize_groups_of<2, kWide>(x, count, out, low, scale, powers, sums);
+    case 64: return quantize_groups_of<4, kWide>(x, count, out, low, scale, powers, sums);
+    default: return quantize_groups_of<8, kWide>(x, count, out, low, scale, powers, sums);
+  }
 }
 
 void quantize_groups(const void* x, Source source, int64_t count, int64_t group, int8_t* out, int8_t* low, float* scale, float* powers, int32_t* sums) {
-  if (source == Source::bf16) return quantize_groups_of(static_cast<const uint16_t*>(x), count, group, out, low, scale, powers, sums);
-  quantize_groups_of(static_cast<const float*>(x), count, group, out, low, scale, powers, sums);
+  const auto run = [&](const auto* values) {
+    low == nullptr ? quantize_groups_as<false>(values, count, group, out, low, scale, powers, sums)
+                   : quantize_groups_as<true>(values, count, group, out, low, scale, powers, sums);
+  };
+  source == Source::bf16 ? run(static_cast<const uint16_t*>(x)) : run(static_cast<const float*>(x));
 }
