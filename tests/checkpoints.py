@@ -8,10 +8,13 @@ small says nearly the same everywhere, and no test could tell a right answer fro
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from family_configs import CLASSES, MORE, VOCAB, WRAPPED
 from republished import REPUBLISHED, published, republish
@@ -103,6 +106,16 @@ def enliven(model: torch.nn.Module, seed: int) -> None:
     tie = getattr(model, "tie_weights", None)
     if tie is not None:
         tie()
+
+
+def one_row_less(path: Path, part: str, shape: Sequence[int], copy: Path) -> Path:
+    """A copy of a checkpoint whose first tensor with that part in its name, of that shape, has lost its first row."""
+    shutil.copytree(path, copy)
+    tensors = load_file(path / "model.safetensors")
+    name = next(name for name in tensors if part in name)
+    assert list(tensors[name].shape) == list(shape)
+    save_file({**tensors, name: tensors[name][1:].clone()}, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
 
 
 def make_checkpoint(

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from checkpoints import VOCAB
+from diptych.compute.kv_store import KVPayload
 from diptych.compute.model import Model
 from stepping import Stepper
 
@@ -113,6 +114,43 @@ def in_dirty_blocks(model: Model, tokens: Sequence[int]) -> Answer:
         both = (torch.full((cache.n_heads, n_tokens, width), dirt) for width in widths)
         stepper.kv.write(layer, list(range(stepper.kv.n_blocks)), *both)
     return Answer(stepper.prefill("it", tokens, chunk=5), read_cache(model, stepper, "it"))
+
+
+def in_blocks_of_ones(model: Model, tokens: Sequence[int], *, n_blocks: int = 4) -> torch.Tensor:
+    """The prompt's logits where every bit of the pool was set: a scale that is no number survives a weight of zero."""
+    stepper = Stepper(model, n_blocks=n_blocks)
+    ids = range(stepper.kv.n_blocks)
+    ones = np.full_like(stepper.kv.export_blocks(ids).data_NB, 0xFF)
+    stepper.kv.import_blocks(ids, KVPayload.of(stepper.kv.header, ones))
+    return stepper.prefill("it", tokens)
+
+
+def check_blocks_travel(one: Model, other: Model, tokens: Sequence[int]) -> None:
+    """Between two that compute the same, of which one has ranks: out, in, read and written, a block's bytes are the same."""
+    ids, copies, written = [3, 0, 5], [6, 7, 8], [9, 10, 11]
+    theirs, ours = Stepper(one), Stepper(other)
+    for stepper in (ours, theirs):
+        stepper.prefill("it", tokens)
+    sent = theirs.kv.export_blocks(ids)
+    assert np.array_equal(ours.kv.export_blocks(ids).data_NB, sent.data_NB)
+    ours.kv.import_blocks(copies, sent)
+    assert np.array_equal(ours.kv.export_blocks(copies).data_NB, sent.data_NB)
+    for layer in range(len(one.spec.caches)):
+        both = theirs.kv.read(layer, ids, len(tokens))
+        ours.kv.write(layer, written, *both)
+        assert all(map(torch.equal, ours.kv.read(layer, written, len(tokens)), both))
+
+
+def differing_past_tiles(one: Model, two: Model, tokens: Sequence[int], whole: Answer) -> dict[str, str]:
+    """As `differing`, of a prompt past a tile of keys; `two` is the same model on two threads."""
+    answers = {
+        "chunks of 69": alone(two, tokens, 69),
+        "prefix hit": after_prefix_hit(one, tokens, hit_blocks=19),
+        "fork": after_fork(two, tokens, at=331),
+        "neighbours": beside(one, tokens, 2, seed=1),
+        "the last token alone": alone(two, tokens, len(tokens) - 1),  # its tiles are dealt to both threads
+    }
+    return {name: what for name, answer in answers.items() if (what := answer.differs_from(whole))}
 
 
 def differing(model: Model, tokens: Sequence[int], whole: Answer) -> dict[str, str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from typing import Any
 
 import numpy as np
 import psutil
@@ -22,12 +23,15 @@ from diptych.compute.model import Model
 from diptych.compute.ops import cpu_kernels
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.ops.cpu_kv import BACKED_BYTES, CpuKVStore
-from diptych.compute.runner import load_model
-from diptych.cost.components import kv_bytes_of_context
+from diptych.compute.runner import load_model, memory_of_block
+from diptych.cost.components import kv_bytes_of_context, kv_bytes_per_token, state_bytes
+from diptych.cost.parameters import kv_bytes_stored
 from diptych.cost.setup import find_model
 from diptych.cost.tables import kv_spec
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError, TransferError
+from diptych.models.config import HfConfig
+from diptych.models.read import read_model
 from stepping import Stepper
 
 CPU = torch.device("cpu")
@@ -276,6 +280,41 @@ def test_the_planner_knows_how_much_a_block_takes(name: str, kv_format: str) -> 
     planned_bytes = kv_bytes_of_context(spec, kv_spec(kv_format), 32)
     assert planned_bytes <= kernel_bytes <= planned_bytes + 63 * spec.n_kv_heads * spec.n_layers
     assert kernel_bytes == planned_bytes or kv_format != "bf16"
+
+
+# latents alone, beside states and under streams, with an index, with one for several layers, over pools; an index beside
+# grouped queries, of keys and of means; heads of two shapes, layers that keep nothing
+NAMED = ["deepseek-v2-lite", "kimi-linear-48b-a3b", "qwen3-0.6b", "gemma-4-e2b"]
+KEEPERS: dict[str, dict[str, Any]] = {
+    "DeepseekV3ForCausalLM": {},
+    "MiniCPM3ForCausalLM": {},
+    "BailingMoeV3ForCausalLM": {},
+    "DeepseekV32ForCausalLM": {},
+    "GlmMoeDsaForCausalLM": {"index_topk_freq": 4},
+    "AXK2ForCausalLM": {},
+    "HYV4ForCausalLM": {},
+    "Glm5NextForConditionalGeneration": {},
+    "MiniMaxM3SparseForConditionalGeneration": {"layer_types": ["full_attention", *["minimax_m3_sparse"] * 59]},
+    "Qwen4ExpForCausalLM": {
+        "indexer_budget": 2048, "indexer_compress_ratio": 4, "indexer_n_heads": 4, "indexer_kv_heads": 1,
+        "indexer_head_dim": 256,
+    },
+}  # fmt: skip
+
+
+@NATIVE[0]
+@NATIVE[1]
+@pytest.mark.parametrize("name", [*NAMED, *KEEPERS])
+@pytest.mark.parametrize("kv_format", ["bf16", "int8", "fp8"])
+def test_a_pool_holds_what_is_counted(name: str, kv_format: str) -> None:
+    """Latents without an index, and keys of an index beside grouped queries, have room for a scale that was not counted."""
+    config = {"architectures": [name], **KEEPERS.get(name, {})}
+    spec = find_model(name) if name in NAMED else read_model(HfConfig(config))
+    kv = kv_spec(kv_format, block_tokens=64)  # each head of a block is filled up to 64 bytes
+    pool = CpuKVStore({**cpu_kernels.cache_sizes(spec), "format": kv_format}, n_blocks=2, block_tokens=64)
+    assert pool.nbytes == 2 * 64 * kv_bytes_per_token(spec, kv) == kv_bytes_stored(spec, kv, 128, is_ours=True)
+    assert pool.nbytes == kv_bytes_of_context(spec, kv, 100, is_ours=True) - state_bytes(spec)
+    assert pool.nbytes == 2 * memory_of_block(spec, ComputeConfig(backend="cpu", kv=kv_format), 64)[1]
 
 
 def test_a_block_keeps_what_windows_no_longer_see() -> None:

@@ -18,7 +18,7 @@ from diptych.cli.inspect import facts_of
 from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model
 from diptych.cost.planner import gpu_notes
-from diptych.cost.profile import profile_path
+from diptych.cost.profile import profile_path, read_profile
 from diptych.cost.setup import find_hardware, setup_of
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError
@@ -105,6 +105,17 @@ def test_what_was_not_timed_on_the_gpu_is_said(name: str) -> None:
     # where torch's kernels were timed they are those that compute all models
     by_torch = gpu_notes(spec, hardware, replace(calibration, is_of_our_kernels=False))
     assert len(by_torch) == ("latents" in name)
+
+
+def test_latents_that_were_timed_are_no_guess() -> None:
+    """Only what an index chooses by is still priced by what was timed of others."""
+    spec = read_model(HfConfig(SHAPES["deepseek-v2-lite"], path="x"))
+    latents = {"latents": {"layer_s": 3e-5, "kv_eb": 0.4, "prefill_ef": 0.2, "decode_ef": 0.1}}
+    hardware, calibration = read_profile(h200_profile() | latents)
+    assert not gpu_notes(spec, hardware, calibration)
+    indexed = read_model(HfConfig({"architectures": ["DeepseekV32ForCausalLM"]}))
+    (said,) = gpu_notes(indexed, hardware, calibration)
+    assert "what an index chooses by was not timed" in said
 
 
 def test_what_our_kernels_lack_is_named() -> None:

@@ -163,6 +163,33 @@ def test_factors_pass_through_curves(family: str, up: str, down: str, degree: in
     assert other < 1.2 * error
 
 
+def test_factors_pass_through_norms_that_are_gated(tmp_path: Path) -> None:
+    """What gates a norm reads it, too. Such norms were left as they were: a loud channel took the levels of all others.
+
+    All positions are attended to, by all experts: what another number chooses would say little of this.
+    """
+    config = {"index_topk": 64, "num_experts_per_tok": 8, "n_group": None, "topk_group": None}
+    plain, planted = (make_checkpoint("axk2", tmp_path / name, **config) for name in ("plain", "planted"))
+    tensors = load_file(planted / "model.safetensors")
+    inside = {"input_layernorm": "self_attn", "post_attention_layernorm": "mlp"}
+    for layer in range(3):
+        for name, reader in inside.items():
+            norm, at = tensors.get(f"model.layers.{layer}.{name}.norm.weight"), f"model.layers.{layer}."
+            if norm is None:  # before a dense MLP
+                continue
+            norm[::7] *= 64
+            for other, matrix in tensors.items():
+                if other.startswith((f"{at}{name}.W_down", f"{at}{reader}.")) and matrix.shape[1:] == norm.shape:
+                    matrix[:, ::7] /= 64
+    save_file(tensors, planted / "model.safetensors", metadata={"format": "pt"})
+    prompt = torch.randint(160, (48,), generator=torch.Generator().manual_seed(0)).tolist()
+    reference, alike = (logits_of(path, prompt, "fp32", "torch") for path in (plain, planted))
+    assert (alike - reference).abs().max() < 1e-3, "the same function in other numbers"
+    ours, theirs = (logits_of(path, prompt, "int8") for path in (plain, planted))
+    error, other = ((found - reference).norm().item() for found in (ours, theirs))
+    assert other < 1.2 * error
+
+
 class Plain(WeightTensor):
     """Numbers in memory."""
 

@@ -24,7 +24,13 @@ from diptych.ground.specs import KVSpec
 from diptych.models.read import load_model_file
 from diptych.models.stored import check_stored
 from op_bench import Bench, make_batch
-from worlds import KERNEL_SETS, after_fork, after_prefix_hit, alone, beside, in_dirty_blocks, prompt
+from worlds import (
+    KERNEL_SETS,
+    alone,
+    differing_past_tiles,
+    in_dirty_blocks,
+    prompt,
+)
 
 pytestmark = [
     pytest.mark.native,
@@ -129,12 +135,7 @@ def test_published_widths_on_every_set(path: Path, expected: torch.Tensor, name:
     # in the usual row 0.02, 0.03 and 0.09; where all is attended to 0.13
     bound = 0.22 if kv == "fp8" else 0.06
     assert (far < bound).float().mean() > 0.9, "now and then another of two nearly equal blocks is the larger"
-    assert not alone(two, tokens, 69).differs_from(whole)
-    assert not after_prefix_hit(one, tokens, hit_blocks=19).differs_from(whole)
-    assert not after_fork(two, tokens, at=331).differs_from(whole)
-    assert not beside(one, tokens, 2, seed=1).differs_from(whole)
-    rows = alone(two, tokens, N_TOKENS - 1)  # the last token alone: its tiles are dealt to both threads
-    assert torch.equal(rows.logits, whole.logits)
+    assert not (found := differing_past_tiles(one, two, tokens, whole)), found
 
 
 def test_what_an_earlier_owner_left_is_never_chosen(path: Path) -> None:

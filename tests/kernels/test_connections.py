@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from functools import reduce
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, one_row_less
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model
@@ -96,13 +97,8 @@ def test_a_file_may_name_tensors_in_other_ways(path: Path, names: tuple[tuple[st
      ("learnable_sink_param", [4]), ("self_attn.linear_gate.weight", [48, 64])],
 )  # fmt: skip
 def test_tensors_of_other_shapes_are_refused_by_name(path: Path, part: str, shape: list[int], tmp_path: Path) -> None:
-    other = Path(shutil.copytree(path, tmp_path / "other"))
-    tensors = load_file(path / "model.safetensors")
-    name = next(name for name in tensors if part in name)
-    assert list(tensors[name].shape) == shape
-    save_file({**tensors, name: tensors[name][1:].clone()}, other / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(LoadError, match=part.replace(".", r"\.")):
-        load_model(other, CONFIG)
+    with pytest.raises(LoadError, match=re.escape(part)):
+        load_model(one_row_less(path, part, shape, tmp_path / "other"), CONFIG)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,14 @@ from diptych.models.read import load_model_file
 from lora import write_adapter
 from op_bench import Bench, check, make_batch, noise
 from stepping import Stepper
-from worlds import KERNEL_SETS, after_fork, after_prefix_hit, alone, beside, differing, in_dirty_blocks, prompt
+from worlds import (
+    KERNEL_SETS,
+    alone,
+    differing,
+    differing_past_tiles,
+    in_dirty_blocks,
+    prompt,
+)
 
 pytestmark = [
     pytest.mark.native,
@@ -298,12 +305,7 @@ def test_published_widths_on_every_set(wide: Path, expected: torch.Tensor, name:
     far = (whole.logits - expected).abs().amax(dim=-1) / expected.std()
     bound = 0.3 if kv == "fp8" else 0.12
     assert (far < bound).float().mean() > 0.9, "now and then another of two nearly equal blocks is the larger"
-    assert not alone(two, tokens, 69).differs_from(whole)
-    assert not after_prefix_hit(one, tokens, hit_blocks=19).differs_from(whole)
-    assert not after_fork(two, tokens, at=331).differs_from(whole)
-    assert not beside(one, tokens, 2, seed=1).differs_from(whole)
-    rows = alone(two, tokens, N_TOKENS - 1)  # the last token alone: its tiles are dealt to both threads
-    assert torch.equal(rows.logits, whole.logits)
+    assert not (found := differing_past_tiles(one, two, tokens, whole)), found
 
 
 @pytest.mark.parametrize(

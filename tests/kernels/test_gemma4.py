@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,9 +19,8 @@ from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import TransferError
 from diptych.ground.specs import KVSpec
-from stepping import Stepper
 from thread_ranks import load_over_threads
-from worlds import after_fork, after_prefix_hit, alone, beside, in_dirty_blocks, prompt
+from worlds import alone, check_blocks_travel, differing, prompt
 
 pytestmark = [
     pytest.mark.native,
@@ -59,21 +57,15 @@ def test_cut_of_the_work_changes_no_bit(path: Path, weights: str, kv: str) -> No
     tokens = prompt(75)
     whole = alone(model, tokens, None)
     assert whole.logits.std() > 0.2
-    answers = {f"chunks of {chunk}": alone(model, tokens, chunk) for chunk in (1, 7, 64)}
-    answers |= {"neighbours": beside(model, tokens, 6, seed=1), "fork": after_fork(model, tokens, at=41)}
-    answers |= {
-        "prefix hit": after_prefix_hit(model, tokens, hit_blocks=2),
-        "dirty blocks": in_dirty_blocks(model, tokens),
-    }
-    answers["threads"] = alone(load_model(path, replace(CONFIG, weights=weights, kv=kv, threads=3)), tokens, 9)
-    differing = {name: what for name, answer in answers.items() if (what := answer.differs_from(whole))}
-    assert not differing, differing
+    assert not (found := differing(model, tokens, whole)), found
+    by_threads = load_model(path, replace(CONFIG, weights=weights, kv=kv, threads=3))
+    assert not alone(by_threads, tokens, 9).differs_from(whole)
 
 
 @pytest.mark.parametrize(("weights", "kv"), FORMATS, ids=["-".join(pair) for pair in FORMATS])
 def test_ranks_change_no_bit(path: Path, weights: str, kv: str) -> None:
     """A rank has other heads of one layer than of another, and none of some; blocks travel as one rank has them."""
-    config, tokens, ids = replace(CONFIG, weights=weights, kv=kv), prompt(40), [3, 0, 5]
+    config, tokens = replace(CONFIG, weights=weights, kv=kv), prompt(40)
     one = load_model(path, config)
     whole = alone(one, tokens, None)
     for ranks in (2, 4):
@@ -81,17 +73,7 @@ def test_ranks_change_no_bit(path: Path, weights: str, kv: str) -> None:
         for chunk in (None, 7):
             assert not (found := alone(model, tokens, chunk).differs_from(whole)), found
         assert model.program.n_meetings == gathered(model.spec, tp=ranks, weights=model.weights_format).meetings  # type: ignore[attr-defined]
-        ours, theirs = Stepper(model), Stepper(one)
-        for stepper in (ours, theirs):
-            stepper.prefill("it", tokens)
-        exported = theirs.kv.export_blocks(ids)
-        assert np.array_equal(ours.kv.export_blocks(ids).data_NB, exported.data_NB)
-        ours.kv.import_blocks([6, 7, 8], exported)
-        assert np.array_equal(ours.kv.export_blocks([6, 7, 8]).data_NB, exported.data_NB)
-        for layer in range(len(one.spec.caches)):
-            keys, values = theirs.kv.read(layer, ids, 40)
-            ours.kv.write(layer, [9, 10, 11], keys, values)
-            assert all(map(torch.equal, ours.kv.read(layer, [9, 10, 11], 40), (keys, values)))
+        check_blocks_travel(one, model, tokens)
         assert memory_of_block(one.spec, replace(config, tp=ranks), 16)[1] == model.kv_bytes_per_block(16)
         model.close()
 

@@ -6,19 +6,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from checkpoints import make_checkpoint
-from diptych.compute.kv_store import KVPayload
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.runner import load_model, memory_of_block
 from diptych.cost.components import kv_bytes_per_token
 from diptych.ground.config import ComputeConfig
 from diptych.ground.specs import KVSpec
-from stepping import Stepper
-from worlds import KERNEL_SETS, alone, beside, prompt
+from worlds import KERNEL_SETS, alone, beside, in_blocks_of_ones, prompt
 
 pytestmark = [
     pytest.mark.native,
@@ -70,12 +67,8 @@ def test_published_sizes_on_every_set(path: Path, expected: torch.Tensor, name: 
 
 def test_what_an_earlier_owner_left_behind_the_last_token_is_never_met(path: Path) -> None:
     """The scale behind an odd number of tokens was multiplied by a weight of zero, which a scale that is no number survives."""
-    model = load_model(path, ComputeConfig(backend="cpu", kv="int8", threads=1))
-    tokens, n_blocks = prompt(21), 4
-    dirty = Stepper(model, n_blocks=n_blocks)
-    ids = range(dirty.kv.n_blocks)
-    dirty.kv.import_blocks(ids, KVPayload.of(dirty.kv.header, np.full_like(dirty.kv.export_blocks(ids).data_NB, 0xFF)))
-    assert torch.equal(dirty.prefill("it", tokens), Stepper(model, n_blocks=n_blocks).prefill("it", tokens))
+    model, tokens = load_model(path, ComputeConfig(backend="cpu", kv="int8", threads=1)), prompt(21)
+    assert torch.equal(in_blocks_of_ones(model, tokens), alone(model, tokens, None).logits)
 
 
 def test_a_token_takes_what_the_planner_says(path: Path) -> None:

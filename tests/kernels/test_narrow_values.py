@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,9 +17,8 @@ from diptych.cost.tables import kv_spec, quant_spec
 from diptych.ground.config import ComputeConfig
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import KVSpec
-from stepping import Stepper
 from thread_ranks import load_over_threads
-from worlds import KERNEL_SETS, alone, beside, differing, prompt
+from worlds import KERNEL_SETS, alone, beside, check_blocks_travel, differing, prompt
 
 pytestmark = [
     pytest.mark.native,
@@ -78,24 +76,14 @@ def test_cut_of_the_work_changes_no_bit(weights: str, kv: str, tmp_path: Path) -
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
 def test_ranks_divide_heads_of_two_widths(kv: str, tmp_path: Path) -> None:
     """What they hand to the next projection lies by the values' width; blocks travel as one rank has them."""
-    path, ids = make_checkpoint("mimo_v2_flash", tmp_path, dtype=torch.bfloat16), [3, 0, 5]
+    path = make_checkpoint("mimo_v2_flash", tmp_path, dtype=torch.bfloat16)
     config, tokens = replace(CONFIG, kv=kv), prompt(40)
     one = load_model(path, config)
     whole = alone(one, tokens, None)
     for ranks in (2, 4):
         model = load_over_threads(path, replace(config, tp=ranks, threads=ranks))
         assert not (found := alone(model, tokens, 7).differs_from(whole)), found
-        ours, theirs = Stepper(model), Stepper(one)
-        for stepper in (ours, theirs):
-            stepper.prefill("it", tokens)
-        sent = theirs.kv.export_blocks(ids)
-        assert np.array_equal(ours.kv.export_blocks(ids).data_NB, sent.data_NB)
-        ours.kv.import_blocks([6, 7, 8], sent)
-        assert np.array_equal(ours.kv.export_blocks([6, 7, 8]).data_NB, sent.data_NB)
-        for layer in range(len(one.spec.caches)):
-            both = theirs.kv.read(layer, ids, 40)
-            ours.kv.write(layer, [9, 10, 11], *both)
-            assert all(map(torch.equal, ours.kv.read(layer, [9, 10, 11], 40), both))
+        check_blocks_travel(one, model, tokens)
         assert memory_of_block(one.spec, replace(config, tp=ranks), 16)[1] == model.kv_bytes_per_block(16)
         model.close()
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from built_kernels import MACHINE, compiler, objects
+from built_kernels import BENCH, MACHINE, compiler, objects
 
 from worlds import KERNEL_SETS
 
@@ -88,3 +88,17 @@ def test_such_code_is_found(text: str, wrong: str | None, tmp_path: Path) -> Non
     subprocess.run([compiler(), "-std=c++17", "-O2", "-c", str(source), "-o", str(built)], check=True)
     found = wrongs([built])
     assert found == [] if wrong is None else len(found) == 1 and found[0].startswith(wrong)
+
+
+@pytest.mark.parametrize(
+    "program", ["gemm_bench", "attention_bench", "amx_check", "amx_bench", "libdiptych_kernels.so"]
+)
+def test_an_archive_of_kernels_stands_behind_what_needs_them(program: str, tmp_path: Path) -> None:
+    """A linker takes of an archive what those before it lack, so benches whose objects came behind it had no kernels."""
+    compiler()
+    archive = tmp_path / "kernels.a"
+    archive.touch()
+    command = ["make", "-n", "-C", str(BENCH), f"KERNELS={archive}", f"OUT={tmp_path}", str(tmp_path / program)]
+    steps = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    (link,) = (step.split() for step in steps if str(archive) in step)
+    assert not [one for one in link[link.index(str(archive)) :] if one.endswith((".o", ".cpp"))]

@@ -10,7 +10,7 @@ from diptych.compute.attention_loader import HeadsLoader
 from diptych.compute.balance import HEAD_SHARE, balance_curve, balance_gated, balance_norm
 from diptych.compute.decoder import DecoderWeights, LayerWeights
 from diptych.compute.gated_loader import load_gated, load_gated_end, load_ids, load_ngrams
-from diptych.compute.layer_tensors import LayerTensors
+from diptych.compute.layer_tensors import GatedNormParts, LayerTensors
 from diptych.compute.naming import family_named, final_norm, head_name, prefix_of, table_name
 from diptych.compute.ops.contract import (
     ExpertParts,
@@ -110,6 +110,9 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         names, of_mlp = (self.names.norms[self.parts.norms][i : i + 2] for i in (0, 2))
         before, after = (self.norm_tensor(name) for name in names)
         before_mlp, after_mlp = (self.norm_tensor(name, self.mlp_prefix) for name in of_mlp)
+        before = self._gated(before, self.prefix, "input_layernorm")
+        if isinstance(mlp, MoeSpec):
+            before_mlp = self._gated(before_mlp, self.mlp_prefix, "post_attention_layernorm")
         dense, down_norm, of_mixture = None, None, dict[str, Any]()
         is_parallel = self.parts.norms.are_side_by_side
         if isinstance(mlp, MlpSpec):  # where it reads the norm that attention reads, that stays as it is
@@ -128,8 +131,8 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             post_attention_norm=post_attention_norm,
             pre_mlp_norm=self.norm(scaled_norm(before_mlp, scales.mlp_in)),
             post_mlp_norm=post_mlp_norm,
-            input_gate=None if before is None else self._norm_gate(self.prefix, "input_layernorm"),
-            mlp_gate=self._norm_gate(self.mlp_prefix, "post_attention_layernorm") if isinstance(mlp, MoeSpec) else None,
+            input_gate=self._norm_gate(before),
+            mlp_gate=self._norm_gate(before_mlp),
             dense=dense,
             down_norm=down_norm,
             inner_eps=self.spec.norm_eps,
@@ -150,14 +153,21 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             **self._streams(),
         )
 
-    def _norm_gate(self, root: str, name: str) -> NormGate[Linear] | None:
-        """What gates a norm, whole on every rank."""
+    def _gated(self, norm: NormParts | None, root: str, name: str) -> NormParts | None:
+        """The norm of that name with what gates it, in models that gate theirs."""
         rank, hidden = self.spec.norm_rank, self.spec.hidden
-        if not rank:
-            return None
+        if norm is None or not rank:
+            return norm
         down = self.linear(f"{root}{name}.", ("W_down",), (rank,), hidden)
         up = self.linear(f"{root}{name}.", ("W_up",), (hidden,), rank)
-        return NormGate(down=self.loader.gate(down, Activation.SILU), up=self.loader.gate(up, Activation.SIGMOID))
+        return GatedNormParts(weight=norm.weight, bias=norm.bias, is_centred=norm.is_centred, down=down, up=up)
+
+    def _norm_gate(self, norm: NormParts | None) -> NormGate[Linear] | None:
+        """What gates a norm, whole on every rank."""
+        if not isinstance(norm, GatedNormParts):
+            return None
+        down, up = self.loader.gate(norm.down, Activation.SILU), self.loader.gate(norm.up, Activation.SIGMOID)
+        return NormGate(down=down, up=up)
 
     def _attention(self, norm: NormParts | None, *, is_shared: bool) -> tuple[NormParts | None, dict[str, Any]]:
         """The norm that attention reads, and of `LayerWeights` what is attention's, if the layer has it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Generic
 
 from diptych.compute.balance import NORM_SHARE, balance_norm
@@ -22,6 +23,14 @@ from diptych.compute.ops.contract import (
 from diptych.compute.views import TransposedTensor
 from diptych.compute.weights import Source
 from diptych.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedNormParts(NormParts):
+    """A norm times a sigmoid of two projections of it: down [r, D], and up [D, r] of what an activation makes of that."""
+
+    down: LinearParts
+    up: LinearParts
 
 
 class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
@@ -51,12 +60,17 @@ class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
     def balance_norm(
         self, norm: NormParts | None, readers: tuple[LinearParts, ...]
     ) -> tuple[NormParts | None, tuple[LinearParts, ...]]:
-        """Nothing to share where projections read the residual stream itself, a norm without a weight, or one that is gated."""
-        return (
-            (norm, readers)
-            if norm is None or not norm.weight.stored or self.spec.norm_rank
-            else balance_norm(norm, readers, offset=self.spec.norm_offset, share=NORM_SHARE)
-        )
+        """Nothing to share where projections read the residual stream itself, or a norm without a weight.
+
+        What gates a norm reads it, too: while that is what it was, what the others read is divided as the norm is.
+        """
+        if norm is None or not norm.weight.stored:
+            return norm, readers
+        own = (norm.down,) if isinstance(norm, GatedNormParts) else ()
+        norm, scaled = balance_norm(norm, (*own, *readers), offset=self.spec.norm_offset, share=NORM_SHARE)
+        if isinstance(norm, GatedNormParts):
+            norm = replace(norm, down=scaled[0])
+        return norm, scaled[len(own) :]
 
     def role(self, split: Split, **outputs: int) -> Role:
         """Of a projection of the layer with these outputs, site by site."""

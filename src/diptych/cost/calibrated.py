@@ -175,7 +175,7 @@ class CalibratedModel:
         self.layout = layout
         # once: hashing a model costs more than pricing a step
         self._units = _units_of(model, quant, self.kv, tp, is_ours=calibration.is_local)
-        self.calibration = calibration
+        self.calibration = calibration = calibration.of(model)
         self.calibration = calibration = calibration.beside_weights(self.cached_share)
         self._expert_skew = calibration.decode.expert_skew or 0.0  # the router's, whatever the phase
         self._prefill = self._terms(calibration.prefill)

@@ -77,9 +77,8 @@ class Constants:
     def launch_s(self, model: ModelSpec) -> float:
         """Launches and host time of a step, beside what its sequences take."""
         experts = sum(n for layer, n in model.layer_groups if isinstance(layer.mlp, MoeSpec))
-        latent = sum(n for layer, n in model.layer_groups if layer.attention.mla is not None)
-        layers_s = model.n_parts / 2 * self.layer_s + experts * self.moe_layer_s + latent * (self.latent_layer_s or 0.0)
-        return self.step_s + layers_s
+        latent_s = latent_layers(model) * (self.latent_layer_s or 0.0)
+        return self.step_s + model.n_parts / 2 * self.layer_s + experts * self.moe_layer_s + latent_s
 
     def weight_fraction(self, weight_format: str) -> float:
         """Achieved share of memory bandwidth when reading weights of this format; of fp4 int4's where it was not measured."""
@@ -110,6 +109,11 @@ class Constants:
         """Achieved share of the peak in low-rank products beside matrices of this dtype."""
         found = self.adapter_ef.get(dtype)
         return ADAPTER_SHARE * self.compute_fraction(dtype) if found is None else found
+
+
+def latent_layers(model: ModelSpec) -> int:
+    """How many of a model's layers have latent attention."""
+    return sum(n for layer, n in model.layer_groups if layer.attention.mla is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +210,7 @@ class Calibration:
     request_s: what passes between a client and the scheduler, of each request, all of it before the first token; of services,
     and 0 where nobody measured it.
     is_of_our_kernels: on this machine's GPU our kernels were timed, not torch's, which are used where ours do not run.
+    on_latents: constants of prefill and decode for models with latent attention, where its kernels were timed apart.
     """
 
     name: str
@@ -221,6 +226,13 @@ class Calibration:
     host: Host = Host()
     request_s: float = 0.0
     is_of_our_kernels: bool = False
+    on_latents: tuple[Constants, Constants] | None = None
+
+    def of(self, model: ModelSpec) -> Calibration:
+        """With the constants that are this model's."""
+        if self.on_latents is None or not latent_layers(model):
+            return self
+        return replace(self, prefill=self.on_latents[0], decode=self.on_latents[1], on_latents=None)
 
     def beside_weights(self, cached_share: float) -> Calibration:
         """Of a model of whose weights so much stays in the cache: what the rest displaces of the host's is in its steps."""

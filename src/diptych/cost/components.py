@@ -188,8 +188,15 @@ def _vector_bytes(width: int, kv: KVSpec) -> float:
 
 
 def kept_kv_bytes(attention: AttentionLayer, kv: KVSpec, tp: int) -> float:
-    """The same that it keeps: nothing where it attends to another layer's, and the key of an index that it has."""
-    return layer_kv_bytes(attention, kv, tp) + index_kv_bytes(attention, kv) if attention.kv_layer is None else 0.0
+    """The same that it keeps: nothing where it attends to another layer's; with the key of an index that it has. Each head has
+    room for two scales of a token, of key and value, also where there is no value.
+    """
+    caches = (attention.cache, attention.index_cache) if attention.keeps_kv else ()
+    return sum(
+        max(one.n_heads / tp, 1.0) * ((one.head_dim + one.value_dim) * kv.bytes_per_element + 2.0 * kv.scale_bytes)
+        for one in caches
+        if one is not None
+    )
 
 
 def index_kv_bytes(attention: AttentionLayer, kv: KVSpec) -> float:
@@ -303,7 +310,8 @@ class _Sizes:
         self.kv_heads = max(layer.attention.n_kv_heads / tp, 1.0)
         key, value = (_vector_bytes(width, kv) for width in (layer.attention.head_dim, layer.attention.value_dim))
         self.of_values = value / (key + value)  # the part of a token's bytes
-        self.kept_bytes = kept_kv_bytes(layer.attention, kv, tp)
+        written = layer_kv_bytes(layer.attention, kv, tp) + index_kv_bytes(layer.attention, kv)
+        self.written_bytes = layer.attention.keeps_kv * written
 
 
 def _layer(sizes: _Sizes) -> tuple[Component, ...]:
@@ -382,7 +390,7 @@ def _gqa(sizes: _Sizes) -> tuple[Component, Component]:
         width = (own.n_heads + 1) * own.head_dim
         qkv = qkv.plus(_linear(sizes, "qkv", hidden, width, bias=2 * own.head_dim))
         rotary += 6.0 * sizes.n * width
-    qkv = replace(qkv, kv_write_bytes=sizes.n * sizes.kept_bytes, vector_flops=rotary)
+    qkv = replace(qkv, kv_write_bytes=sizes.n * sizes.written_bytes, vector_flops=rotary)
     o_bias = hidden if attention.has_o_bias else 0.0
     return qkv, _linear(
         sizes, "o", sizes.heads * attention.value_dim, hidden, bias=o_bias, link=_all_reduce_bytes(sizes)
@@ -417,7 +425,7 @@ def _mla(sizes: _Sizes, mla: MlaSpec) -> tuple[Component, Component]:
         q = q.plus(_linear(sizes, "qkv", mla.q_rank or 0, n_heads * own.head_dim))
         latent = latent.plus(_linear(sizes, "qkv", hidden, width + n_heads, bias=own.n_small))
         rotary += 6.0 * sizes.n * (n_heads + 1) * mla.rope_dim
-    qkv = replace(q.plus(latent).plus(up), kv_write_bytes=sizes.n * sizes.kept_bytes, vector_flops=rotary)
+    qkv = replace(q.plus(latent).plus(up), kv_write_bytes=sizes.n * sizes.written_bytes, vector_flops=rotary)
     return qkv, _linear(sizes, "o", sizes.heads * mla.v_dim, hidden, link=_all_reduce_bytes(sizes))
 
 

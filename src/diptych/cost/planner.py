@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from diptych.cost.calibration import ADAPTER_SHARE, Calibration
+from diptych.cost.calibration import ADAPTER_SHARE, Calibration, latent_layers
 from diptych.cost.components import PhaseCost, cost_of, expected_experts, kv_bytes_per_token
 from diptych.cost.drafts.acceptance import MOST_DEPTH
 from diptych.cost.exchange import GLOO_MEETING_S, SHARED_MEETING_S, all_reduced, gathered
@@ -394,10 +394,13 @@ def gpu_notes(model: ModelSpec, hardware: HardwareSpec, calibration: Calibration
             f"torch's kernels compute this model on a GPU, for its {missing}; they were not timed, and the engine predicts "
             "none of its steps there",
         )
-    if any(layer.attention.mla is not None for layer in model.layers):
+    if latent_layers(model) and calibration.on_latents is None:
         return (
-            "latent attention was not timed: on an H200 steps of deepseek-v2-lite took from 8% less to 40% more than predicted",
+            "latent attention was not timed: on an H200 steps of deepseek-v2-lite took from 8% less to 40% more than predicted "
+            "(diptych lab calibrate times it)",
         )
+    if any(layer.attention.index is not None for layer in model.layers):
+        return ("what an index chooses by was not timed: it is priced as latent attention is",)
     return ()
 
 

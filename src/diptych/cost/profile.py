@@ -10,6 +10,7 @@ One is of its processor, another of its GPU, as neither says anything of the oth
      "attention": {"kv_eb": 0.8, "prefill_ef": 0.5, "decode_ef": 0.3, "int8": {"prefill_ef": 0.5, "decode_ef": 0.2}},
      "adapters": {"layer_s": 1e-6, "prefill_ef": {"bf16": 0.3}, "decode_ef": {"bf16": 0.2}},
      "experts": {"layer_s": 3e-5, "ef": {"bf16": 0.4}},
+     "latents": {"layer_s": 3e-5, "kv_eb": 0.6, "prefill_ef": 0.3, "decode_ef": 0.1},
      "activation_bytes_per_s": 4e10,
      "host": {"step_s": 1e-4, "sequence_s": 1e-5, "prompt_s": 2e-4, "prompt_token_s": 2e-7,
               "wake_s": 3e-4, "displaced_s": 1e-4},
@@ -23,8 +24,9 @@ both. activation_bytes_per_s is of rows between the products: norms, rotations, 
 of KV formats other than the one measured with everything else. Another backend, kernel set or number of threads than
 `backend`, `kernels` and `threads` takes no times from it. `elsewhere`: how many times as fast another backend took a step
 of each phase. `experts`: what a layer with experts takes beside its products, and the share of the peak that these reach, where
-kernels of their own do them. `activation_bytes_per_s`, `adapters`, `experts`, `host`, `cache`, `threads` and `elsewhere` may
-be absent. What of larger weights is still found in the `cache` says `Cache.share_of`.
+kernels of their own do them. `latents`: what a layer takes more whose attention is latent, and what its kernels reach in place
+of `attention`'s. `activation_bytes_per_s`, `adapters`, `experts`, `latents`, `host`, `cache`, `threads` and `elsewhere` may be
+absent. What of larger weights is still found in the `cache` says `Cache.share_of`.
 A GPU's (`kind` "gpu") has no `threads`; beside the above it says `launch_s`, what one launch takes the host, and `copy`, bytes
 per second, read and written, by MiB that they lie in.
 """
@@ -33,6 +35,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -123,6 +126,7 @@ def read_profile(profile: Mapping[str, Any]) -> tuple[HardwareSpec, Calibration]
         cache=_cache(profile),
         host=host,
         is_of_our_kernels=OUR_COMPILER in str(profile.get("kernels")),
+        on_latents=_on_latents(profile, host),
     )
     return hardware, calibration
 
@@ -157,6 +161,17 @@ def _constants(profile: Mapping[str, Any], attention: Mapping[str, Any], attenti
         if "activation_bytes_per_s" in profile
         else None,
     )
+
+
+def _on_latents(profile: Mapping[str, Any], host: Host) -> tuple[Constants, Constants] | None:
+    latents = profile.get("latents")
+    if latents is None:
+        return None
+    if not isinstance(latents, Mapping):
+        raise ConfigError("hardware profile: latents is not an object", hint=_HINT)
+    layer_s = _at_least_zero(latents, "layer_s")
+    prefill, decode = (_constants(profile, latents, key, host) for key in ("prefill_ef", "decode_ef"))
+    return replace(prefill, latent_layer_s=layer_s), replace(decode, latent_layer_s=layer_s)
 
 
 def _host(profile: Mapping[str, Any]) -> Host:

@@ -119,7 +119,7 @@ class QuantSpec:
 class KVSpec:
     """How the KV cache is stored: bytes per element, and the block that a sequence's length is rounded up to.
 
-    scale_bytes: beside the elements of each token's key in a head, and as many beside its value.
+    scale_bytes: beside the elements of each token's key in a head, and as many beside its value, held where there is none, too.
     """
 
     name: str = "bf16"

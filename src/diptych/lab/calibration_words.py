@@ -51,6 +51,11 @@ def _of_gpu(profile: Mapping[str, Any]) -> list[str]:
             f"    of the arithmetic {profile['ef'][weights]:.0%} in products, {experts['ef'][weights]:.0%} in those of experts,"
             f" {attention['prefill_ef']:.0%} in attention of prompts",
         ]
+    if latents := profile.get("latents"):
+        lines.append(
+            f"  latent attention: {latents['kv_eb']:.0%} of the bandwidth, {latents['prefill_ef']:.0%} of the arithmetic in "
+            f"prompts, {_us(latents['layer_s'])} more a layer"
+        )
     return [
         *lines,
         f"  a step takes {_us(profile['t0_s'])}, each layer {_us(profile['layer_s'])}, one with experts "

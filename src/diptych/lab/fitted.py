@@ -114,6 +114,7 @@ def _places(profile: dict[str, Any]) -> list[tuple[str, ...]]:
         tables += [("cache", "kv_eb"), *(("cache", "eb", key) for key in profile["cache"]["eb"])]
     if "experts" in profile:
         tables += [("experts", "layer_s"), *(("experts", "ef", key) for key in profile["experts"]["ef"])]
+    tables += [("latents", key) for key in profile.get("latents", {})]
     rates = [("activation_bytes_per_s",)] if "activation_bytes_per_s" in profile else []
     return [("t0_s",), ("layer_s",), ("sequence_s",), ("p",), *rates, *tables]
 

@@ -1,8 +1,8 @@
-"""Measures a GPU in a minute or two: what `lab/calibrate.py` does for the processor, by the engine's own kernels there.
+"""Measures a GPU in some two minutes: what `lab/calibrate.py` does for the processor, by the engine's own kernels there.
 
-What is timed: the ceilings (`compute/device_ceilings.py`); steps of random models of several widths and depths, and of
-mixtures, each run until it is recorded where steps are; steps so small that only the starts of kernels are left; what adapters
-add; and the engine itself, for the host's share.
+What is timed: the ceilings (`compute/device_ceilings.py`); steps of random models of several widths and depths, of mixtures
+and of latent attention, each run until it is recorded where steps are; steps so small that only the starts of kernels are
+left; what adapters add; and the engine itself, for the host's share.
 What is fitted is the form of a CPU's profile, without its cache: what the L2 gives weights that fit in it is less than the
 launches of such models. A step has a floor, each layer takes a time whatever its width (its kernels start one behind the
 other), weights and keys are read at shares of the memory's rate, products and attention reach shares of the arithmetic's.
@@ -24,6 +24,7 @@ import torch
 from diptych.compute.device_ceilings import COPY_MIB, DeviceCeilings, device_ceilings
 from diptych.compute.ops.torch_model import device_name
 from diptych.compute.runner import random_model
+from diptych.cost.calibration import latent_layers
 from diptych.cost.profile import SCHEMA
 from diptych.engine.load import measured_kernels
 from diptych.engine.memory import memory_of
@@ -53,6 +54,9 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "32 small experts": MIXTURE | {"num_hidden_layers": 6, "num_experts": 32, "num_experts_per_tok": 4},
     "8 large experts": MIXTURE | {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2,
                                   "moe_intermediate_size": 4096},
+    "latents of 16 heads": SHAPES["deepseek-v2-lite"] | VOCAB | {"num_hidden_layers": 12, "first_k_dense_replace": 12},
+    "latents of 128 heads": SHAPES["deepseek-v3"] | VOCAB | {"num_hidden_layers": 4, "first_k_dense_replace": 4,
+                                                             "hidden_size": 4096, "intermediate_size": 8192},
 }  # fmt: skip
 # Hardly any arithmetic and bytes: what is left of a step is its kernels' starts. Heads are NARROW's, whose kernels it shares.
 LAUNCH_MODEL = NARROW | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "vocab_size": 512}
@@ -137,6 +141,8 @@ def _measured(
             profile = profile or unfitted(
                 ceilings, device_name(device), memory_of(device).total_bytes, kernels=measured_kernels(model)
             )
+    if any(latent_layers(sample.view.spec) for sample in samples):
+        profile["latents"] = latents_unfitted()
     progress("fitting")
     profile = fit_held_out(profile, samples, kept=[samples[0].view])
     if ceilings.cache is not None:  # the roof of what fits in it; kernels reach as much of it as of the memory
@@ -176,6 +182,11 @@ def unfitted(ceilings: DeviceCeilings, name: str, memory_bytes: float, *, kernel
         "activation_bytes_per_s": ceilings.read_bytes_per_s / 2.0,
         "residuals": NO_RESIDUALS,
     }
+
+
+def latents_unfitted() -> dict[str, float]:
+    """Of a profile what stands in place of `attention` where that is latent, before fitting."""
+    return {"layer_s": 2e-5, "kv_eb": 0.6, "prefill_ef": 0.3, "decode_ef": 0.1}
 
 
 def _host(extent: Extent, config: ComputeConfig, profile: Mapping[str, Any]) -> dict[str, float]:

@@ -341,46 +341,21 @@ class CpuOps(
             self.program.pool_index(layer=place, offsets=index.offsets, pool=own.pool, width=own.key_width)
         queries = self._f32("index queries", width)
         self._linear_into(low, index.queries, "qkv", queries)
-        if own.by_means:
-            self._choice = self._f32("choice", own.n_choices)
-            self.program.choose_pooled(
-                q=queries,
-                queries=self._buffer("index turned", width, lambda width: self.program.add_bf16(width)),
-                choice=self._choice,
-                shape=index.shape,
-                norm=index.q_norm,
-                norm_eps=spec.norm_eps,
-                **where,
-            )
-            return
-        if index.weights is None:
-            turned = heads.n_kv_heads * own.head_dim
-            self._choice = self._f32("choice", heads.n_kv_heads * own.n_blocks)
-            self.program.choose_blocks(
-                q=queries,
-                queries=self._buffer("index turned", turned, lambda width: self.program.add_bf16(width)),
-                choice=self._choice,
-                shape=index.shape,
-                norm=index.q_norm,
-                norm_eps=spec.norm_eps,
-                local=own.local,
-                first_head=heads.first_kv_head,
-                **where,
-            )
-            return
-        weights = self._f32("index weights", own.n_heads)
-        self._linear_into(h, index.weights, "qkv", weights)
-        self._choice = self._f32("choice", own.most)
-        turned = own.n_heads * own.key_width
-        self.program.choose(
-            q=queries,
-            width=own.head_dim,
-            queries=self._buffer("index turned", turned, lambda width: self.program.add_bf16(width)),
-            weights=weights,
-            choice=self._choice,
-            shape=index.shape,
-            **where,
-        )
+        turned, n_choices = own.n_heads * own.key_width, own.n_choices
+        if index.weights is None and not own.by_means:
+            turned, n_choices = heads.n_kv_heads * own.head_dim, heads.n_kv_heads * own.n_blocks
+        self._choice = self._f32("choice", n_choices)
+        buffer = self._buffer("index turned", turned, lambda width: self.program.add_bf16(width))
+        given = {"q": queries, "queries": buffer, "choice": self._choice, "shape": index.shape, **where}
+        normed = {"norm": index.q_norm, "norm_eps": spec.norm_eps}
+        if index.weights is not None:
+            weights = self._f32("index weights", own.n_heads)
+            self._linear_into(h, index.weights, "qkv", weights)
+            self.program.choose(width=own.head_dim, weights=weights, **given)
+        elif own.by_means:
+            self.program.choose_pooled(**normed, **given)
+        else:
+            self.program.choose_blocks(local=own.local, first_head=heads.first_kv_head, **normed, **given)
 
     def absorb(self, q: Value, attention: AttentionHandle) -> Value:
         """q in bf16 for the attention kernel, by a product for each head."""
