@@ -178,7 +178,7 @@ void run_piece(const Job& job, const Piece& piece, int64_t begin, int64_t end) {
 
 int64_t past_bytes() {
   static const bool is_measured = cpu_capabilities().has_all({Capability::full_rate_bf16, Capability::avx_vnni});
-  return is_measured ? 6 << 10 : 0;
+  return is_measured ? kPastBytes : 0;
 }
 
 // Working memory of one thread, grown to the largest layer it has met.

@@ -79,6 +79,17 @@ void ready_passes(const Job& job, const Passes& passes) {
   for (int64_t pass = 0; pass < passes.count(); ++pass) ready_rows(job, passes.rows(pass), true);
 }
 
+// AMD's processors are asked once for each line: asked twice, rows of which a line costs more than some dot products waited for half of their
+// time and more (Zen 4, LAB.md). A lone row of plain codes does best by the processor's own prefetchers. Zen 5 is asked past L2, as other
+// streams there, but for strips that pass again.
+Asking asking_for(const LinearShape& shape, const Passes& passes) {
+  static const bool is_amd = cpu_capabilities().has_all({Capability::full_rate_bf16});
+  if (past_bytes() != 0) return passes.count() == 1 ? Asking::past : Asking::once;
+  const bool is_plain = (shape.format == Format::group4 || shape.format == Format::group8) && shape.grid.offset != Offset::minima;
+  const bool is_lone = passes.end - passes.begin == 1;
+  return is_amd && !(is_lone && is_plain) ? Asking::once : Asking::twice;
+}
+
 // A strip passes once or several times, from memory and then from cache.
 void run_direct(const Job& job, int thread, int threads) {
   const int64_t pieces = pieces_per_panel(job.w, threads), strips = kPanelStrips / pieces, n_pieces = pieces * job.w.n_panels;
@@ -89,12 +100,13 @@ void run_direct(const Job& job, int thread, int threads) {
     if (passes.begin >= passes.end) continue;
     if (block != ready) ready_passes(job, passes);
     ready = block;
+    const Asking asking = asking_for(job.shape(), passes);
     for (int64_t strip = 0; strip < strips; ++strip)
       for (int64_t pass = 0; pass < passes.count(); ++pass) {
         const auto [begin, end] = passes.rows(pass);
         GroupArgs args = args_of(job);
         args.groups = job.groups;
-        args.past_bytes = past_bytes();
+        args.asking = asking;
         args.strip = job.w.panels + panel * job.w.panel_bytes + (first + strip) * job.strip_bytes();
         args.acc = job.acc + begin * kPanelLanes + strip * kStripLanes;
         args.x = job.x_of + begin, args.rows = job.rows + begin * job.groups;

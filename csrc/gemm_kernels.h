@@ -186,6 +186,10 @@ struct RowOfGroup {
 using ReadyRows = void (*)(const LinearShape& shape, bool is_direct, const float* const* x_powers, const int32_t* const* x_sums, int64_t rows,
                            int64_t groups, RowOfGroup* out);
 
+// How a direct tile asks for the lines that it will take: into L2 and then again into L1; once, into L2; or once, past L2.
+enum class Asking { twice, once, past };
+constexpr int64_t kPastBytes = 6 << 10;  // ahead, of the last
+
 struct GroupArgs {
   const LinearShape* shape;
   const uint8_t* const* x;         // of each row at its first input
@@ -195,7 +199,7 @@ struct GroupArgs {
   const RowOfGroup* rows;          // [groups][rows of the tile]
   // direct tiles: one packed strip, whole
   const uint8_t* strip;
-  int64_t past_bytes;              // as in TileArgs
+  Asking asking;
   // others: groups [first, first + groups) of expanded strips [kExpandedBytes], u8 = level + 128 in steps of int8 (or as the set's `expand`
   // makes them: s8 = level), and their scales [kExpandedScales], [groups][16], and minima likewise or null
   int64_t first;
