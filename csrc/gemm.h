@@ -49,8 +49,9 @@ inline bool has_bf16_rows(Format format) { return format == Format::bf16 || form
 
 // What a group's codes stand for: weight = scale * (level - zero) or scale * level + minimum. Scales are kept in the type of the file that
 // they come from. Nested ones, as of GGUF's blocks of 256, are whole numbers of 8 bits, and so are their minima, times a factor of each that
-// kNestedInputs share; or, as NVFP4's, E4M3 of 8 bits without a sign.
-enum class Offset : int32_t { none = 0, zeros = 1, minima = 2 };  // zeros: u8, group4 with plain levels only; minima: fp32
+// kNestedInputs share; or, as NVFP4's, E4M3 of 8 bits without a sign. Powers of two, as MXFP4's, are E8M0: half of what it says, 2^(e - 128),
+// since levels of e2m1 are twice its values.
+enum class Offset : int32_t { none = 0, zeros = 1, minima = 2 };  // zeros: u8, group4 with plain levels only; minima: fp32, or as Grid says
 // Of a code: itself less half of their number; itself; tables, iq2 and iq1 for group3 and the others for group4, e2m1's of twice its values,
 // nf4's and fp4's of so many times bitsandbytes' fractions as whole numbers hold them best.
 enum class Levels : int32_t { centred = 0, plain = 1, iq4_nl = 2, e2m1 = 3, iq2 = 4, iq3_xxs = 5, iq3_s = 6, iq1 = 7, nf4 = 8, fp4 = 9 };
@@ -62,6 +63,8 @@ struct Grid {
   Levels levels = Levels::centred;
   bool nested = false;  // then `scale` is of the factors: f16 of scales and of minima, or f32 where there are no minima
   bool e4m3 = false;    // nested and without minima: the scales' type
+  bool e8m0 = false;    // not nested, without zeros and minima: the scales' type, in place of `scale`
+  bool halves = false;  // not nested: minima in the scales' type, which has 16 bits
 };
 
 struct LinearShape {
@@ -106,8 +109,8 @@ void pack_linear(const KernelSet& set, const LinearShape& shape, const WeightPar
 // are, scales in fp32, 0 or from 2^-100 to 2^100, of a row or, all 16 lanes of a strip alike, of kFp8Inputs of it; no offset).
 struct CodePart {
   const uint8_t* codes;  // [rows, k], one to a byte
-  const void* scales;    // [rows, groups] in shape.grid.scale; nested: s8 or E4M3
-  const void* offsets;   // [rows, groups] u8 or fp32 as shape.grid.offset says, or null; nested: s8
+  const void* scales;    // [rows, groups] in shape.grid.scale, or E8M0; nested: s8 or E4M3
+  const void* offsets;   // [rows, groups] u8, fp32 or 16 bits as shape.grid says, or null; nested: s8
   int64_t rows;
   const void* factors = nullptr;  // nested: [rows, blocks of kNestedInputs] pairs of f16, of scales and of offsets, or f32
 };

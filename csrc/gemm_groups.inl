@@ -5,9 +5,13 @@
 template <LoadInputs kLoad>
 void load_grid(const LinearShape& shape, const uint8_t* strip, const GroupPlace& place, float* scale, float* minimum) {
   const bool has_minima = shape.grid.offset == Offset::minima;
+  if (shape.grid.e8m0) {
+    for (int64_t lane = 0; lane < kStripLanes; ++lane) scale[lane] = power_of_field(strip[place.scales + lane]);
+    return;
+  }
   if (!shape.grid.nested) {
     kLoad(strip + place.scales, shape.grid.scale, 0, kStripLanes, scale);
-    if (has_minima) std::memcpy(minimum, strip + place.offsets, sizeof(float) * kStripLanes);
+    if (has_minima) kLoad(strip + place.offsets, shape.grid.halves ? shape.grid.scale : Source::f32, 0, kStripLanes, minimum);
     return;
   }
   float factors[2 * kStripLanes];

@@ -14,8 +14,8 @@ inline __m512 load_halves(const uint8_t* at) { return _mm512_cvtph_ps(_mm256_loa
 // Of a group of 16 lanes, from its head.
 struct Scales {
   explicit Scales(const LinearShape& shape)
-      : source_(shape.grid.scale), nested_(shape.grid.nested), e4m3_(shape.grid.e4m3), scale_bytes_(kStripLanes * bytes_of_scale(shape)),
-        offset_bytes_(kStripLanes * bytes_of_offset(shape)), scales_(place_of_head(shape, 0).scales), offsets_(place_of_head(shape, 0).offsets) {}
+      : source_(shape.grid.scale), nested_(shape.grid.nested), e4m3_(shape.grid.e4m3), e8m0_(shape.grid.e8m0), halves_(shape.grid.halves),
+        scale_bytes_(kStripLanes * bytes_of_scale(shape)), offset_bytes_(kStripLanes * bytes_of_offset(shape)), scales_(place_of_head(shape, 0).scales), offsets_(place_of_head(shape, 0).offsets) {}
   void enter(const uint8_t* head) {
     head_ = head;
     if (!nested_) return;
@@ -25,13 +25,19 @@ struct Scales {
   __m512 scale(int64_t within) const {
     const uint8_t* at = head_ + scales_ + within * scale_bytes_;
     if (nested_) return times(factors_[0], at);
-    if (source_ == Source::f32) return _mm512_load_ps(at);
-    return source_ == Source::f16 ? load_halves(at) : widen_bf16(_mm256_load_si256(reinterpret_cast<const __m256i*>(at)));
+    if (e8m0_) return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(at))), 23));
+    return source_ == Source::f32 ? _mm512_load_ps(at) : widen(at);
   }
   const uint8_t* offset(int64_t within) const { return head_ + offsets_ + within * offset_bytes_; }
-  __m512 minimum(int64_t within) const { return nested_ ? times(factors_[1], offset(within)) : _mm512_load_ps(offset(within)); }
+  __m512 minimum(int64_t within) const {
+    if (nested_) return times(factors_[1], offset(within));
+    return halves_ ? widen(offset(within)) : _mm512_load_ps(offset(within));
+  }
 
  private:
+  __m512 widen(const uint8_t* at) const {
+    return source_ == Source::f16 ? load_halves(at) : widen_bf16(_mm256_load_si256(reinterpret_cast<const __m256i*>(at)));
+  }
   __m512 times(const __m512& factor, const uint8_t* at) const {
     const __m128i stored = _mm_load_si128(reinterpret_cast<const __m128i*>(at));
     if (!e4m3_) return _mm512_mul_ps(factor, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(stored)));
@@ -39,7 +45,7 @@ struct Scales {
     return _mm512_mul_ps(factor, _mm512_mul_ps(small, _mm512_set1_ps(256.0f)));
   }
   const Source source_;
-  const bool nested_, e4m3_;
+  const bool nested_, e4m3_, e8m0_, halves_;
   const int64_t scale_bytes_, offset_bytes_, scales_, offsets_;
   const uint8_t* head_ = nullptr;
   __m512 factors_[2];

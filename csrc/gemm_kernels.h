@@ -11,8 +11,9 @@
 //         fp32, up to whole lines; then steps of 4 inputs, of each 4 lanes inputs k, k+1 of all, then k+2, k+3, so that interleaved bytes
 //         are two steps of bf16. Codes are zero where their scale is. The epilogue has a scale of each lane besides.
 //   group4, group8  words as int4's and int8's (of codes). Four groups follow their heads: a line or more of scales [4][16] in the file's
-//         type, then zeros [4][16] u8 or minima [4][16] fp32; the last four may be fewer, their heads are not. Nested: as many groups as have
-//         256 inputs, heads of a line of factors, f16 [2][16] or f32 [16], scales [groups][16] s8 or E4M3, minima likewise.
+//         type, then zeros [4][16] u8 or minima [4][16], fp32 or in the scales' type; the last four may be fewer, their heads are not. A power
+//         of two is a byte, the exponent of a float. Nested: as many groups as have 256 inputs, heads of a line of factors, f16 [2][16] or
+//         f32 [16], scales [groups][16] s8 or E4M3, minima likewise.
 //   group6  as group4, and of each two such words (16 inputs) a third: bits 2 i and 2 i + 1 of its bytes are the codes' fifth and sixth,
 //         of nibble i of the four.
 //   group2  word = 16 inputs: bits 2 i and 2 i + 1 of byte j are input k + 4 i + j.
@@ -149,6 +150,14 @@ DIPTYCH_FORCED const int8_t* table_of(const LinearShape& shape) { return kTables
 constexpr int kLowBits = 7;
 constexpr float kMostWide = 127 * 128;   // the highest q of wide rows; low halves reach from -64 to 63
 
+// A power of two from its exponent's field in a float, as heads have it; 0 of zero.
+DIPTYCH_FORCED float power_of_field(uint8_t field) {
+  const int32_t bits = field << 23;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
 // A nested scale or minimum without its factor.
 DIPTYCH_FORCED float nested_value(const LinearShape& shape, uint8_t stored) {
   if (!shape.grid.e4m3) return static_cast<float>(static_cast<int8_t>(stored));
@@ -163,6 +172,8 @@ DIPTYCH_FORCED float nested_value(const LinearShape& shape, uint8_t stored) {
 // packed scales below kLeastScale are zero, as the values of rows are, and no group lies further below its row than kMostHalvings.
 constexpr int kMostHalvings = 24;
 constexpr float kLeastScale = 0x1p-100f;
+// Of the scale that E8M0 stands for (gemm.h) the field; zero below kLeastScale.
+DIPTYCH_FORCED uint8_t field_of_e8m0(uint8_t stored) { return stored < 128 - 100 ? 0 : static_cast<uint8_t>(stored - 1); }
 
 // The largest magnitudes of a row and of one of its groups -> 2^-n, the least with which the row's grid reaches over the group.
 DIPTYCH_FORCED float power_of_group(float row, float group) {
@@ -385,9 +396,9 @@ DIPTYCH_FORCED int64_t padded_inputs(const LinearShape& shape) {
   if (shape.format == Format::fp8) return round_up(shape.k, kFp8Inputs);
   return round_up(shape.k, shape.format == Format::int4 || is_grouped(shape.format) ? shape.group : 32);
 }
-DIPTYCH_FORCED int64_t bytes_of_scale(const LinearShape& shape) { return shape.grid.nested ? 1 : shape.grid.scale == Source::f32 ? 4 : 2; }
+DIPTYCH_FORCED int64_t bytes_of_scale(const LinearShape& shape) { return shape.grid.nested || shape.grid.e8m0 ? 1 : shape.grid.scale == Source::f32 ? 4 : 2; }
 DIPTYCH_FORCED int64_t bytes_of_offset(const LinearShape& shape) {
-  return shape.grid.offset == Offset::none ? 0 : shape.grid.offset == Offset::zeros || shape.grid.nested ? 1 : 4;
+  return shape.grid.offset == Offset::none ? 0 : shape.grid.offset == Offset::zeros || shape.grid.nested ? 1 : shape.grid.halves ? 2 : 4;
 }
 
 // Where the parts of a group lie in its strip. A head begins with the factors of what is nested.

@@ -21,16 +21,6 @@
 namespace diptych {
 namespace {
 
-Source source_of(const AnyArray& array) {
-  const nb::dlpack::dtype dtype = array.dtype();
-  const bool is_float = dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Float) && dtype.lanes == 1;
-  const bool is_bfloat = dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat) && dtype.lanes == 1;
-  if (is_bfloat && dtype.bits == 16) return Source::bf16;
-  if (is_float && dtype.bits == 16) return Source::f16;
-  if (is_float && dtype.bits == 32) return Source::f32;
-  throw std::invalid_argument("a weight must be float32, float16 or bfloat16");
-}
-
 void require_matrix(const AnyArray& array) {
   if (array.ndim() != 2) throw std::invalid_argument("a weight must have two axes");
   if (array.stride(1) != 1) throw std::invalid_argument("a weight's rows must be contiguous");
@@ -40,30 +30,6 @@ Format format_of(const std::string& name) {
   return named<Format>("weight format", name, {{"bf16", Format::bf16}, {"int8", Format::int8}, {"int4", Format::int4}, {"fp8", Format::fp8},
                                                  {"group2", Format::group2}, {"group3", Format::group3}, {"group4", Format::group4},
                                                  {"group5", Format::group5}, {"group6", Format::group6}, {"group8", Format::group8}});
-}
-
-Grid grid_of(const std::string& format, const std::string& scale, const std::string& grid) {
-  const auto [offset, levels] = named<std::pair<Offset, Levels>>("grid", grid, {
-      {"signed", {Offset::none, Levels::centred}},
-      {"zeros", {Offset::zeros, Levels::plain}},
-      {"minima", {Offset::minima, format == "group8" ? Levels::centred : Levels::plain}},
-      {"iq4_nl", {Offset::none, Levels::iq4_nl}},
-      {"e2m1", {Offset::none, Levels::e2m1}},
-      {"iq2", {Offset::none, Levels::iq2}},
-      {"iq3_xxs", {Offset::none, Levels::iq3_xxs}},
-      {"iq3_s", {Offset::none, Levels::iq3_s}},
-      {"iq1", {Offset::none, Levels::iq1}},
-      {"nf4", {Offset::none, Levels::nf4}},
-      {"fp4", {Offset::none, Levels::fp4}},
-  });
-  const bool is_of_threes = levels == Levels::iq2 || levels == Levels::iq1;
-  const bool is_of_fours = offset == Offset::zeros || (levels > Levels::plain && !is_of_threes);
-  if ((is_of_threes && format != "group3") || (is_of_fours && format != "group4")) throw std::invalid_argument(format + " has no grid " + grid);
-  const bool is_e4m3 = scale == "e4m3", is_nested = scale == "s8" || is_e4m3;
-  if (is_nested && offset == Offset::zeros) throw std::invalid_argument("nested scales have no zeros beside them");
-  if (is_e4m3 && offset != Offset::none) throw std::invalid_argument("scales of E4M3 have no minima beside them");
-  const Source factors = offset == Offset::minima ? Source::f16 : Source::f32;
-  return {named<Source>("type of scales", scale, {{"f32", Source::f32}, {"bf16", Source::bf16}, {"f16", Source::f16}, {"s8", factors}, {"e4m3", factors}}), offset, levels, is_nested, is_e4m3};
 }
 
 RowsKind rows_kind_of(const std::string& name) {
@@ -114,53 +80,6 @@ int add_linear(Program& program, const LinearShape& shape, const std::vector<Any
   const float* bias_data = bias ? bias->data() : nullptr;
   nb::gil_scoped_release release;
   return program.add_linear(shape, parts, bias_data);
-}
-
-// Codes [rows, k], scales and offsets [rows, groups] of one tensor; where they are nested, factors [rows, blocks], of f16 two for each.
-using Coded = std::tuple<BytesTable, AnyArray, std::optional<AnyArray>, std::optional<AnyArray>>;
-
-// s8, or E4M3 as its bits.
-bool is_byte(const AnyArray& array, bool is_e4m3) {
-  return array.dtype().code == static_cast<uint8_t>(is_e4m3 ? nb::dlpack::dtype_code::UInt : nb::dlpack::dtype_code::Int) && array.dtype().bits == 8;
-}
-
-int add_coded_linear(Program& program, const LinearShape& shape, const std::vector<Coded>& arrays, std::optional<F32Vector> bias) {
-  std::vector<CodePart> parts;
-  int64_t rows = 0;
-  const bool has_groups = is_grouped(shape.format) || (shape.format == Format::fp8 && shape.group != 0);
-  const int64_t groups = has_groups ? (shape.k + shape.group - 1) / shape.group : 1;
-  const bool is_nested = shape.grid.nested;
-  for (const auto& [codes, scales, offsets, factors] : arrays) {
-    const int64_t n = static_cast<int64_t>(codes.shape(0));
-    auto require = [&](const AnyArray& array, int64_t width) {
-      // the stride along an axis of one entry says nothing
-      const bool is_whole = array.ndim() == 2 && static_cast<int64_t>(array.shape(0)) == n && static_cast<int64_t>(array.shape(1)) == width &&
-                            (width == 1 || array.stride(1) == 1) && (n == 1 || array.stride(0) == width);
-      if (!is_whole)
-        throw std::invalid_argument("scales and offsets must be contiguous, one for each row and group, and factors for each row and block");
-    };
-    if (static_cast<int64_t>(codes.shape(1)) != shape.k) throw std::invalid_argument("the codes' second axis is not k");
-    require(scales, groups);
-    if (is_nested ? !is_byte(scales, shape.grid.e4m3) : source_of(scales) != shape.grid.scale) throw std::invalid_argument("the scales have another type than the shape says");
-    if (factors.has_value() != is_nested) throw std::invalid_argument("nested scales have factors, and others none");
-    if (factors) {
-      require(*factors, (shape.grid.scale == Source::f16 ? 2 : 1) * ((shape.k + kNestedInputs - 1) / kNestedInputs));
-      if (source_of(*factors) != shape.grid.scale) throw std::invalid_argument("factors are f16 beside minima, else f32");
-    }
-    if (offsets.has_value() != (shape.grid.offset != Offset::none)) throw std::invalid_argument("the offsets and the shape's grid disagree");
-    if (offsets) {
-      require(*offsets, groups);
-      const size_t bits = shape.grid.offset == Offset::zeros || is_nested ? 8 : 32;
-      if (offsets->dtype().bits != bits) throw std::invalid_argument("the offsets have another type than the shape's grid");
-    }
-    parts.push_back({codes.data(), scales.data(), offsets ? offsets->data() : nullptr, n, factors ? factors->data() : nullptr});
-    rows += n;
-  }
-  if (rows != shape.n) throw std::invalid_argument("the parts' rows do not add up to n");
-  if (bias.has_value() != shape.has_bias || (bias && static_cast<int64_t>(bias->shape(0)) != shape.n)) throw std::invalid_argument("the bias is not n long");
-  const float* bias_data = bias ? bias->data() : nullptr;
-  nb::gil_scoped_release release;
-  return program.add_coded_linear(shape, parts, bias_data);
 }
 
 // By weight (-1: read where it is), bytes and XXH3-64 (none: not looked at).
@@ -399,6 +318,7 @@ void bind_shapes(nb::module_& m) {
         if (is_fp8 && ((group != 0 && group != kFp8Inputs) || scale != "f32" || grid != "signed")) throw std::invalid_argument("fp8 has scales in f32, of 128 inputs or (group 0) of rows");
         if (!is_fp8 && group != 32 && group != 64 && group != 128 && !(group == 16 && has_least)) throw std::invalid_argument("group must be 32, 64 or 128, or 16 of weights in groups");
         if ((scale == "s8" || scale == "e4m3") && (!has_least || group > kMaxNestedGroup)) throw std::invalid_argument("nested scales are of weights in groups of at most 64");
+        if (scale == "e8m0" && !has_least) throw std::invalid_argument("scales of E8M0 are of weights in groups");
         if (is_wide && !has_least) throw std::invalid_argument("wide rows meet weights in groups alone");
         new (self) LinearShape{format_of(format), n, k, group, is_gated, has_bias, grid_of(format, scale, grid), is_wide};
       }, nb::kw_only(), nb::arg("format"), nb::arg("n"), nb::arg("k"), nb::arg("group") = 64, nb::arg("is_gated") = false, nb::arg("has_bias") = false,

@@ -12,6 +12,7 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 namespace nb = nanobind;
 
@@ -39,13 +40,22 @@ Kind named(const char* what, const std::string& name, std::initializer_list<std:
 }
 
 enum class Curve : int32_t;
+enum class Source : int32_t;
 class Program;
+struct Grid;
+struct LinearShape;
 struct GateForm;
 struct Step;
 
 // Places that the states of a step's sequences are read from and left in, and (sequence, rows, place) of what is left on the way.
 using States = std::optional<std::tuple<I32, I32, I32Table>>;
 
+// Codes [rows, k], scales and offsets [rows, groups] of one tensor; where they are nested, factors [rows, blocks], of f16 two for each.
+using Coded = std::tuple<BytesTable, AnyArray, std::optional<AnyArray>, std::optional<AnyArray>>;
+
+Source source_of(const AnyArray& array);  // module_codes.cpp
+Grid grid_of(const std::string& format, const std::string& scale, const std::string& grid);
+int add_coded_linear(Program& program, const LinearShape& shape, const std::vector<Coded>& arrays, std::optional<F32Vector> bias);
 void bind_kv(nb::module_& m);       // module_kv.cpp
 void bind_streams(nb::class_<Program>& program);  // module_streams.cpp
 void bind_latents(nb::class_<Program>& program);  // module_latents.cpp

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <tuple>
 #include <vector>
 
 #include "kernel_sets.h"
@@ -234,7 +235,8 @@ void check_part(const LinearShape& shape, const LinearShape& whole, const std::v
     n += range.end - range.begin;
   }
   const Grid &grid = shape.grid, &other = whole.grid;
-  const bool is_alike = grid.scale == other.scale && grid.nested == other.nested && grid.e4m3 == other.e4m3 && grid.offset == other.offset && grid.levels == other.levels;
+  const auto all = [](const Grid& of) { return std::make_tuple(of.scale, of.offset, of.levels, of.nested, of.e4m3, of.e8m0, of.halves); };
+  const bool is_alike = all(grid) == all(other);
   if (n != shape.n || shape.k != whole.k || shape.format != whole.format || shape.group != whole.group || !is_alike || shape.gated != whole.gated || shape.has_bias != whole.has_bias)
     throw std::invalid_argument("a part of a weight has its rows and all else of the whole");
   for (int64_t lane = 0; lane < packed_lanes(shape); lane += kStripLanes) strip_of_whole(shape, whole, rows, lane);

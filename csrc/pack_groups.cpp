@@ -75,7 +75,9 @@ void put_grid(const LinearKernels& kernels, const LinearShape& shape, const Code
   uint8_t* scale_at = out + place.scales + lane * scale;
   std::memcpy(scale_at, row.scales + group * scale, static_cast<size_t>(scale));
   if (row.offsets != nullptr) std::memcpy(out + place.offsets + lane * offset, row.offsets + group * offset, static_cast<size_t>(offset));
-  if (!shape.grid.nested) {
+  if (shape.grid.e8m0) {
+    *scale_at = field_of_e8m0(*scale_at);
+  } else if (!shape.grid.nested) {
     float value;
     kernels.load_inputs(scale_at, shape.grid.scale, 0, 1, &value);
     if (std::fabs(value) < kLeastScale) std::memset(scale_at, 0, static_cast<size_t>(scale));
@@ -201,7 +203,7 @@ void pack_random_codes(const KernelSet& set, const LinearShape& shape, uint64_t 
   std::vector<uint8_t> codes(shape.n * shape.k), zeros(shape.n * groups, 8);
   std::vector<float> scales(shape.n * groups, amplitude / (shape.format == Format::group8 ? 128.0f : shape.format == Format::fp8 ? 2.0f : 8.0f)), minima(shape.n * groups);
   std::vector<uint16_t> halves(shape.n * std::max(groups, 2 * count_nests(shape)), shape.grid.scale == Source::bf16 ? 0x3c00 : 0x2000);  // 2^-7
-  std::vector<uint8_t> ones(shape.n * groups, shape.grid.e4m3 ? 0x38 : 1);
+  std::vector<uint8_t> ones(shape.n * groups, shape.grid.e4m3 ? 0x38 : shape.grid.e8m0 ? 121 : 1);  // E8M0: 2^-7
   std::vector<float> factors(shape.n * count_nests(shape), 0x1p-7f);
   for (size_t i = 0; i < codes.size(); ++i) {
     seed = seed * 6364136223846793005ull + 1442695040888963407ull;
@@ -212,7 +214,7 @@ void pack_random_codes(const KernelSet& set, const LinearShape& shape, uint64_t 
   const CodePart part = shape.grid.nested
       ? CodePart{codes.data(), ones.data(), shape.grid.offset == Offset::none ? nullptr : ones.data(), shape.n,
                  shape.grid.scale == Source::f32 ? static_cast<const void*>(factors.data()) : halves.data()}
-      : CodePart{codes.data(), shape.grid.scale == Source::f32 ? static_cast<const void*>(scales.data()) : halves.data(), offsets, shape.n};
+      : CodePart{codes.data(), shape.grid.e8m0 ? ones.data() : shape.grid.scale == Source::f32 ? static_cast<const void*>(scales.data()) : halves.data(), offsets, shape.n};
   const std::vector<float> bias(shape.n);
   pack_codes(set, shape, &part, 1, bias.data(), blob, thread, threads);
 }
@@ -238,8 +240,10 @@ struct LaneGroup {
       if (shape.grid.offset == Offset::minima) minimum = nested(1, place.offsets);
       return;
     }
-    scalar::kLinear.load_inputs(strip + place.scales, shape.grid.scale, within, 1, &scale);
-    if (shape.grid.offset == Offset::minima) std::memcpy(&minimum, strip + place.offsets + within * 4, 4);
+    if (shape.grid.e8m0) scale = power_of_field(strip[place.scales + within]);
+    else scalar::kLinear.load_inputs(strip + place.scales, shape.grid.scale, within, 1, &scale);
+    if (shape.grid.offset == Offset::minima)
+      scalar::kLinear.load_inputs(strip + place.offsets, shape.grid.halves ? shape.grid.scale : Source::f32, within, 1, &minimum);
   }
   int code(int64_t inside) const {
     const int64_t word = inside % 16 / 4;

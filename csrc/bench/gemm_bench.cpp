@@ -1,6 +1,7 @@
 // Microbenchmark of the linear layers: every format and row count on the layers of a model shape, beside the machine's
 // ceilings measured in the same run.   gemm_bench [--shape 0.5b|1b] [--threads N] [--rows 1,16,512] [--formats bf16,int8] [--group 64] [--clock cpu]
-// group2 to group8 with w: met by wide rows; with n: nested scales (groups of up to 64); with m: with minima; group4 with t: NF4's levels
+// group2 to group8 with w: met by wide rows; with n: nested scales (groups of up to 64); with m: with minima; with mh: in 16 bits; group4 with t:
+// NF4's levels; with e: MXFP4's levels and scales
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -227,7 +228,9 @@ Grid grid_of(const std::string& name) {
   if (name == "fp8") grid.scale = Source::f32;
   if (has_mark(name, 'n')) grid.nested = true, grid.scale = has_mark(name, 'm') ? Source::f16 : Source::f32;
   if (has_mark(name, 'm')) grid.offset = Offset::minima, grid.levels = format_of(name) == Format::group8 ? Levels::centred : Levels::plain;
+  if (has_mark(name, 'h')) grid.halves = true;
   if (has_mark(name, 't')) grid.levels = Levels::nf4;
+  if (has_mark(name, 'e')) grid.levels = Levels::e2m1, grid.e8m0 = true;
   return grid;
 }
 

@@ -15,9 +15,9 @@ namespace {
 
 using namespace diptych;
 
-LinearShape make_shape(const int64_t* v) {  // format, n, k, group, gated, has_bias, scale, offset, levels, wide, nested
+LinearShape make_shape(const int64_t* v) {  // format, n, k, group, gated, has_bias, scale, offset, levels, wide, nested, e8m0, halves
   return {static_cast<Format>(v[0]), v[1], v[2], v[3], v[4] != 0, v[5] != 0,
-          {static_cast<Source>(v[6]), static_cast<Offset>(v[7]), static_cast<Levels>(v[8]), v[10] != 0}, v[9] != 0};
+          {static_cast<Source>(v[6]), static_cast<Offset>(v[7]), static_cast<Levels>(v[8]), v[10] != 0, false, v[11] != 0, v[12] != 0}, v[9] != 0};
 }
 
 }  // namespace

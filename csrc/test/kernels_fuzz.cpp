@@ -1,10 +1,9 @@
 // Random shapes through whole programs for a number of seconds, every kernel set, meant to run under sanitizers:
 //   kernels_fuzz [seconds [seed]]
 // Each round builds a small random model (dense or experts, with latent attention or without, layers that attend to another's keys, streams beside
-// each other, states beside attention, every weight and cache format, some adapters, its weights packed, or used in a file and moved while it answers) for two sets,
-// computes one prompt whole,
-// and again cut at random beside neighbours and over dirty blocks, both models at once; logits must agree bit for bit, and the best found without them must
-// be theirs. Exit 1 on a difference.
+// each other, states beside attention, every weight and cache format, some adapters, its weights packed, or used in a file and moved while it answers)
+// for two sets, computes one prompt whole, and again cut at random beside neighbours and over dirty blocks, both models at once; logits must agree bit
+// for bit, and the best found without them must be theirs. Exit 1 on a difference.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -417,6 +416,7 @@ class Recorder {
       else if (kind > 0 && shape.format != Format::group8) shape.grid.levels = Levels::plain;
       if (shape.grid.offset != Offset::zeros && w_.pick(0, 1)) shape.grid.nested = m_.group <= kMaxNestedGroup, shape.grid.scale = kind == 1 ? Source::f16 : Source::f32;
       shape.grid.e4m3 = shape.grid.nested && kind != 1 && w_.pick(0, 1);
+      if (!shape.grid.nested && w_.pick(0, 1)) shape.grid.e8m0 = shape.grid.offset == Offset::none, shape.grid.halves = kind == 1 && shape.grid.scale != Source::f32;
       const auto seed = static_cast<uint64_t>(w_.pick(0, 1 << 30));
       return keep([&](Program& program) { return program.add_random_linear(shape, seed, bound); });
     }

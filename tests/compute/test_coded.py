@@ -79,7 +79,7 @@ LAYOUTS: dict[str, tuple[Any, str | None]] = {
         lambda: compressed(
             "mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8
         ),
-        "group4-g32-bf16-e2m1",
+        "group4-g32-e8m0-e2m1",
     ),
     "fp8 blocks": (lambda: block_fp8(), "fp8-g128"),
     "fp8 small blocks": (lambda: block_fp8(32, 16), None),

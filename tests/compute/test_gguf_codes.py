@@ -10,6 +10,7 @@ from gguf.quants import dequantize
 
 from diptych.compute.gguf_codes import codes_of
 from diptych.compute.gguf_lattices import LEVELS as LATTICE_LEVELS
+from diptych.compute.ops.device_codes import halved_powers
 from diptych.ground.formats import GGUF_KEPT as KEPT
 
 TABLES = {
@@ -46,16 +47,15 @@ def test_codes_are_the_values_of_the_gguf_package(kind: str) -> None:
     expected = dequantize(raw, number)
     kept, codes = KEPT[kind], codes_of(torch.from_numpy(raw), kind)
     assert codes.codes.shape == (6, 4 * elements)
-    assert (
-        codes.scales.dtype
-        == {"f16": torch.float16, "bf16": torch.bfloat16, "s8": torch.int8, "e4m3": torch.uint8}[kept.scale]
-    )
+    dtypes = {"f16": torch.float16, "e8m0": torch.uint8, "s8": torch.int8, "e4m3": torch.uint8}
+    assert codes.scales.dtype == dtypes[kept.scale]
     stored = codes.codes.numpy()
     bits = int(kept.kind.removeprefix("group"))
     assert stored.max() < 2**bits
     middle = 2 ** (bits - 1) if kept.grid == "signed" else 0
     levels = TABLES[kept.grid][stored] if kept.grid in TABLES else stored.astype(np.int64) - middle
     stored_scales = codes.scales.view(torch.float8_e4m3fn) if kept.scale == "e4m3" else codes.scales
+    stored_scales = halved_powers(codes.scales) if kept.scale == "e8m0" else stored_scales
     scales, minima = stored_scales.float(), None if codes.offsets is None else codes.offsets.float()
     assert (codes.factors is not None) == (kept.scale in ("s8", "e4m3"))
     if codes.factors is not None:
@@ -63,7 +63,8 @@ def test_codes_are_the_values_of_the_gguf_package(kind: str) -> None:
         by_group = by_block.repeat_interleave(256 // kept.group, 1)
         scales, minima = scales * by_group[..., 0], None if minima is None else minima * by_group[..., 1]
     values = scales.numpy().repeat(kept.group, 1) * levels.astype(np.float32)
-    assert (minima is not None) == (kept.grid == "minima")
+    assert (minima is not None) == (kept.grid in ("minima", "minima16"))
+    assert codes.offsets is None or codes.offsets.dtype == dtypes[kept.scale]
     if minima is not None:
         values = values + minima.numpy().repeat(kept.group, 1)
     assert np.array_equal(values, expected)

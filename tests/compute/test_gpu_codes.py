@@ -100,8 +100,11 @@ def of_formula(name: str) -> Callable[[int, int, int], InCodes]:
             of_code = codes.float() - offsets.float()[:, of_input]
         values = by_input * of_code
         if kept.grid == "minima":
-            offsets = (torch.randn(scales.shape, generator=draw) * 0.1).to(scales.dtype).float()
+            offsets = torch.randn(scales.shape, generator=draw) * 0.1
             values = by_input * codes.float() + offsets[:, of_input]
+        if kept.grid == "minima16":
+            offsets = (torch.randn(scales.shape, generator=draw) * 0.1).to(scales.dtype)
+            values = by_input * codes.float() + offsets.float()[:, of_input]
         return InCodes("w", kept, Codes(codes=codes, scales=scales, offsets=offsets), values)
 
     return made
@@ -111,7 +114,8 @@ BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K"
 WEIGHTS = {kind: of_blocks(kind) for kind in BLOCKS} | {
     name: of_formula(name)
     for name in ("group4-g128-f16-zeros", "group4-g64-bf16-zeros", "group4-g32-f32-zeros", "group4-g16-f16", "group4-g128-bf16",
-                 "group4-g64-bf16-minima", "group3-g32-f32-minima", "group8-g64-f16-wide", "int8", "fp8", f"fp8-g{FP8_BLOCK}")
+                 "group4-g64-bf16-minima16", "group4-g64-f16-minima", "group3-g32-f32-minima", "group6-g32-bf16-minima16",
+                 "group8-g64-f16-wide", "int8", "fp8", f"fp8-g{FP8_BLOCK}")
 }  # fmt: skip
 of_weights = pytest.mark.parametrize("name", WEIGHTS)
 

@@ -12,20 +12,26 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from coded_files import said_in_use
+from diptych.compute.coded import CodedCheckpoint
 from diptych.compute.mlx import WITH_ONE_ADDED
+from diptych.compute.ops.contract import LinearParts
+from diptych.compute.ops.device_codes import CodedWeight
+from diptych.compute.ops.torch_loader import TorchLoader
 from diptych.compute.runner import load_model
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError, UnsupportedModel
+from diptych.models.config import HfConfig, read_json
 from diptych.models.contents import contents_of
+from diptych.models.quantised import quantisation_of
 from diptych.models.read import load_model_file
 from mlx_files import DATA, KINDS, PROMPT, logits_by_mlx, quantise
 from stepping import Stepper
 
 REFERENCE = ComputeConfig(backend="torch", device="cpu", weights="fp32")
-HELD = {"2 bits": "group2-g32-bf16-minima", "3 bits": "group3-g32-bf16-minima", "4 bits": "group4-g32-bf16-minima",
-        "5 bits": "group5-g32-bf16-minima", "6 bits": "group6-g32-bf16-minima-wide",
-        "8 bits": "group8-g32-bf16-minima-wide", "powers": "group4-g32-bf16-e2m1"}  # fmt: skip
+HELD = {"2 bits": "group2-g32-bf16-minima16", "3 bits": "group3-g32-bf16-minima16", "4 bits": "group4-g32-bf16-minima16",
+        "5 bits": "group5-g32-bf16-minima16", "6 bits": "group6-g32-bf16-minima16-wide",
+        "8 bits": "group8-g32-bf16-minima-wide", "powers": "group4-g32-e8m0-e2m1"}  # fmt: skip
 
 
 def folder_of(kind: str) -> Path:
@@ -59,8 +65,45 @@ def test_a_folder_holds_as_many_parameters_as_its_model_has(kind: str) -> None:
 def test_values_are_kept_and_the_log_says_so(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Scales in bf16 and what code 0 stands for, per group, as the file has them."""
     said = said_in_use(folder_of(kind), caplog, 0.06)
-    assert "kept=" + HELD.get(kind, "group4-g32-bf16-minima") in said
+    assert "kept=" + HELD.get(kind, "group4-g32-bf16-minima16") in said
     assert said.endswith("the kernels hold the file's values")
+
+
+OTHER_TYPES = {
+    "alike": (torch.float16, torch.float16, "f16-minima16", "gpu4-g32-f16-minima"),
+    "wider": (torch.float16, torch.float32, "f16-minima", "gpu4-g32-f32-minima"),
+    "other": (torch.bfloat16, torch.float16, "bf16-minima", "gpu4-g32-f32-minima"),
+    "wide": (torch.float32, torch.float32, "f32-minima", "gpu4-g32-f32-minima"),
+}
+
+
+@pytest.mark.parametrize(("scales", "biases", "kept", "on_gpu"), OTHER_TYPES.values(), ids=OTHER_TYPES)
+def test_offsets_of_another_type_than_the_scales_are_held_whole(
+    scales: torch.dtype, biases: torch.dtype, kept: str, on_gpu: str, tmp_path: Path
+) -> None:
+    """16 bits may not hold them: a GPU's loader ended in an assertion."""
+
+    def as_others(tensors: dict[str, torch.Tensor]) -> None:
+        numbers = torch.Generator().manual_seed(1)
+        for name, one in tensors.items():
+            kind = {"scales": scales, "biases": biases}.get(name.rpartition(".")[2])
+            if kind is not None:
+                tensors[name] = (one.float() * (1 + 0.01 * torch.rand(one.shape, generator=numbers))).to(kind)
+
+    path = damaged(tmp_path, as_others)
+    how, tensors = quantisation_of(HfConfig(read_json(path / "config.json"))), load_file(path / "model.safetensors")
+    assert how is not None
+    matrix = CodedCheckpoint(path, how, dtype=torch.bfloat16).tensor(f"{Q}.weight", 96, 64)
+    assert matrix.kept is not None
+    assert matrix.kept.name == f"group4-g32-{kept}"
+    codes = matrix.codes()
+    assert codes.offsets is not None
+    assert torch.equal(codes.offsets.to(biases), tensors[f"{Q}.biases"])
+    held = TorchLoader(torch.device("cpu"), torch.bfloat16, keeps_codes=True).linear(LinearParts(weights=(matrix,)))
+    assert isinstance(held.weight, CodedWeight)
+    assert held.weight.format.name == on_gpu
+    offsets = held.weight.heads.T.contiguous().view(biases)[:, 1::2] if held.weight.more is None else held.weight.more.T
+    assert torch.equal(offsets[:, :2].to(biases), tensors[f"{Q}.biases"])
 
 
 def damaged(tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], kind: str = "4 bits") -> Path:

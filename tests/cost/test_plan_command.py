@@ -244,10 +244,14 @@ def test_a_rate_is_read_as_elsewhere(capsys):
     assert "rate is '-1'" in fails(capsys, "llama-2-7b", "-d", "l40s", "--rate", "-1")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["group4-g0-f16", "group4-g32-xyz", "group4-gx-f16", "group8-g48-f16", "group4-g128-s8", "group4-g32-s8-zeros"],
-)
+NO_KERNEL_HAS = (
+    "group4-g0-f16", "group4-g32-xyz", "group4-gx-f16", "group8-g48-f16", "group4-g128-s8", "group4-g32-s8-zeros",
+    "group4-g32-e8m0-zeros", "group4-g32-e8m0-minima", "group4-g32-e8m0-minima16", "group4-g32-f32-minima16",
+    "group4-g32-s8-minima16",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_KERNEL_HAS)
 def test_a_format_that_no_kernel_has_is_no_name(capsys, name):
     """A group of none divided by it, and a scale of no type was priced as one of 16 bits."""
     assert f"unknown weight format '{name}'" in fails(capsys, "llama-2-7b", "-d", "l40s", "--weights", name)

@@ -10,14 +10,16 @@ import torch
 
 from diptych.compute.coded_matrices import LEVEL_TABLES
 
-SOURCES = {"f32": 0, "bf16": 1, "f16": 2, "s8": 2}  # s8: whole numbers times an f16, which is the type that is told
+# s8: whole numbers times an f16, which is the type that is told; e8m0 has none of these
+SOURCES = {"f32": 0, "bf16": 1, "f16": 2, "s8": 2, "e8m0": 0}
 NESTED_INPUTS = 256
-NO_OFFSET, ZEROS, MINIMA = 0, 1, 2
-CENTRED, PLAIN, IQ4_NL, IQ2, NF4, FP4 = 0, 1, 2, 4, 8, 9
+NO_OFFSET, ZEROS, MINIMA, MINIMA16 = 0, 1, 2, 3  # the last: minima in the type of the scales
+CENTRED, PLAIN, IQ4_NL, E2M1, IQ2, NF4, FP4 = 0, 1, 2, 3, 4, 8, 9
 IQ4_NL_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 BITS = {4: 4, 5: 8, 6: 6, 7: 2, 8: 3, 9: 5}
 TABLES = {
     IQ4_NL: np.array(IQ4_NL_LEVELS),
+    E2M1: np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]),
     IQ2: np.array([8, 25, 43, 0, -8, -25, -43, 0]),
     NF4: np.array(LEVEL_TABLES["nf4"].levels),
     FP4: np.array(LEVEL_TABLES["fp4"].levels),
@@ -51,6 +53,10 @@ KINDS = {
     "group3-nested-table": (8, "s8", NO_OFFSET, IQ2),
     "group5": (9, "f16", NO_OFFSET, CENTRED),
     "group5-nested-wide": (9, "s8", MINIMA, PLAIN),
+    "group4-powers": (4, "e8m0", NO_OFFSET, E2M1),
+    "group8-powers-wide": (5, "e8m0", NO_OFFSET, CENTRED),
+    "group5-halves": (9, "f16", MINIMA16, PLAIN),
+    "group6-halves-wide": (6, "bf16", MINIMA16, PLAIN),
 }
 FORMATS = (
     "bf16",
@@ -89,6 +95,20 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
 
 def from_bf16(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def stored_as(kind: str, values: np.ndarray) -> np.ndarray:
+    """Scales or minima in the type of that name; e8m0: the next power of two, of which E8M0 says twice as much."""
+    if kind == "e8m0":
+        return (np.ceil(np.log2(values)) + 128).astype(np.uint8)
+    return to_bf16(values) if kind == "bf16" else values.astype(np.float16 if kind == "f16" else np.float32)
+
+
+def read_as(kind: str, stored: np.ndarray) -> np.ndarray:
+    """What those are, in fp32."""
+    if kind == "e8m0":
+        return np.exp2(stored.astype(np.float32) - 128)
+    return from_bf16(stored) if kind == "bf16" else stored.astype(np.float32)
 
 
 @dataclass
@@ -139,8 +159,9 @@ class Codes:
 
     def grid(self, format_name: str, group: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Scales and offsets in fp32."""
-        scales = from_bf16(self.scales) if KINDS[format_name][1] == "bf16" else self.scales.astype(np.float32)
-        offsets = None if self.offsets is None else self.offsets.astype(np.float32)
+        _, kind, offset, _ = KINDS[format_name]
+        scales = read_as(kind, self.scales)
+        offsets = None if self.offsets is None else read_as(kind if offset == MINIMA16 else "f32", self.offsets)
         if self.factors is None:
             return scales, offsets
         of_groups = self.factors.astype(np.float32).repeat(NESTED_INPUTS // group, 1)[:, : scales.shape[1]]
@@ -213,13 +234,13 @@ def encode(w: np.ndarray, format_name: str, group: int) -> Codes:
             offsets, of_minima = nested(low, group)
         factors = np.stack((of_scales, of_minima), -1)
     else:
-        bits = {"f32": lambda x: x, "bf16": to_bf16, "f16": lambda x: x.astype(np.float16)}[scale_type](scales)
+        bits = stored_as(scale_type, scales)
     kept = Codes(bits, bits, offsets, factors).grid(format_name, group)[0]
     kept = np.where(kept == 0, np.float32(1), kept)
     if offset == ZEROS:
         offsets = np.clip(np.rint(-low / kept), 0, 16).astype(np.uint8)
-    elif offset == MINIMA and factors is None:
-        offsets = (low - grid.min() * kept).astype(np.float32)
+    elif offset in (MINIMA, MINIMA16) and factors is None:
+        offsets = stored_as(scale_type if offset == MINIMA16 else "f32", low - grid.min() * kept)
     shift = Codes(bits, bits, offsets, factors).grid(format_name, group)[1]
     shift = np.zeros_like(kept) if shift is None else -shift * kept if offset == ZEROS else shift
     wanted = (by_group - shift[..., None]) / kept[..., None]
@@ -247,10 +268,12 @@ def pack_codes(kernels, isa, format_name, parts, *, group, gated, bias, threads)
             gated,
             bias is not None,
             SOURCES[scale_type],
-            offset,
+            min(offset, MINIMA),
             levels,
             is_wide,
             scale_type == "s8",
+            scale_type == "e8m0",
+            offset == MINIMA16,
         ],
         np.int64,
     )
@@ -278,7 +301,7 @@ def pack(kernels, isa, format_name, parts, *, group=32, gated=False, bias=None, 
     if len(KINDS[format_name]) > 1:
         return pack_codes(kernels, isa, format_name, parts, group=group, gated=gated, bias=bias, threads=threads)
     n, k = sum(len(p) for p in parts), parts[0].shape[1]
-    shape = np.array([KINDS[format_name][0], n, k, group, gated, bias is not None, 0, 0, 0, 0, 0], np.int64)
+    shape = np.array([KINDS[format_name][0], n, k, group, gated, bias is not None, *[0] * 7], np.int64)
     blob = aligned(kernels.kernels_packed_bytes(address(shape)))
     table = np.array([[p.ctypes.data, SOURCES[source], len(p), p.shape[1]] for p in stored], np.int64)
     kernels.kernels_pack(

@@ -18,6 +18,7 @@ from linear_layers import (
     GROUPED,
     KINDS,
     MINIMA,
+    MINIMA16,
     SILU,
     STORE_BF16,
     STORE_F32,
@@ -173,7 +174,7 @@ def test_groups_stand_for_the_values_of_their_codes(kernels, isa, format_name, g
     spread = [part.repeat(group, 1)[:, :300] for part in stored.grid(format_name, group) if part is not None]
     level = levels_of(format_name)[stored.codes].astype(np.float32)
     expected = spread[0] * (level - spread[1] if offset == ZEROS else level)
-    expected = expected + spread[1] if offset == MINIMA else expected
+    expected = expected + spread[1] if offset in (MINIMA, MINIMA16) else expected
     for gated in (False, True):
         got = pack(kernels, isa, format_name, [w[:20], w[20:]], group=group, gated=gated).unpacked()
         assert np.array_equal(got, expected.astype(np.float32))
@@ -232,11 +233,15 @@ def test_a_scale_of_each_row_of_fp8_rounds_no_weight(kernels, isa):
 
 
 @pytest.mark.parametrize("m", [2, 40])
-def test_scales_next_to_nothing_give_nothing(kernels, isa, m, monkeypatch):
+@pytest.mark.parametrize("format_name", ["group4-fp4", "group4-powers", "group8-powers-wide"])
+def test_scales_next_to_nothing_give_nothing(kernels, isa, format_name, m, monkeypatch):
     """Where a group's power of two joins the exponent of a scale, one of 2^-110 would come out beyond all numbers."""
 
     def fading(w: np.ndarray, format_name: str, group: int) -> Codes:
         stored = encode(w, format_name, group)
+        if "powers" in format_name:
+            stored.scales[:, 1], stored.scales[:, 2] = 18, 0
+            return stored
         scales = from_bf16(stored.scales)
         scales[:, 1], scales[:, 2], scales[:, 3] = 2.0**-110, 0.0, -scales[:, 3]
         return replace(stored, scales=to_bf16(scales))
@@ -245,10 +250,28 @@ def test_scales_next_to_nothing_give_nothing(kernels, isa, m, monkeypatch):
     x[:, 32:128] *= 2.0**-20
     with monkeypatch.context() as patched:
         patched.setattr(linear_layers, "encode_codes", fading)
-        packed = pack(kernels, isa, "group4-fp4", [w])
+        packed = pack(kernels, isa, format_name, [w])
     assert not packed.unpacked()[:, 32:96].any()
-    exact, scale = reference(packed, "group4-fp4", x)
+    exact, scale = reference(packed, format_name, x)
     assert np.all(np.abs(packed.apply(x) - exact) <= scale * 300 * 2.0**-24)
+
+
+@pytest.mark.parametrize("m", [1, 8, 40])
+def test_every_power_of_two_is_half_of_what_e8m0_says(kernels, isa, m, monkeypatch):
+    """Twice the levels of E2M1 make that up; what is less than 2^-100 is nothing, on packing."""
+    powers = np.arange(256, dtype=np.uint8).clip(max=254).reshape(32, 8)  # 255 is no number
+    codes = np.resize(np.arange(16, dtype=np.uint8), (32, 256))
+    monkeypatch.setattr(linear_layers, "encode_codes", lambda *_: Codes(codes, powers, None))
+    packed = pack(kernels, isa, "group4-powers", [np.zeros((32, 256), np.float32)])
+    with np.errstate(over="ignore"):
+        wanted = levels_of("group4-powers")[codes] * np.exp2(powers.astype(np.float64) - 128).repeat(32, 1)
+        wanted = np.where((powers < 28).repeat(32, 1), 0, wanted).astype(np.float32)
+    assert np.array_equal(packed.unpacked(), wanted)
+    rows = slice(0, 28)  # sums of higher powers leave fp32
+    x = np.random.default_rng(27).standard_normal((m, 256)).astype(np.float32)
+    exact = prepared(kernels, isa, "group4-powers", x) @ wanted[rows].astype(np.float64).T
+    bound = np.abs(prepared(kernels, isa, "group4-powers", x)) @ np.abs(wanted[rows]).astype(np.float64).T
+    assert np.all(np.abs(packed.apply(x)[:, rows] - exact) <= bound * 256 * 2.0**-24)
 
 
 @pytest.mark.parametrize("format_name", ["bf16", "int8", "group4", "group8-wide"])

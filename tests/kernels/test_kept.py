@@ -170,11 +170,47 @@ def test_large_channels_are_told_of_norms_that_projections_read(
     assert ("as large as the middle one" in caplog.text) == is_told
 
 
-@pytest.mark.parametrize(("given", "said"), [({"group": 128}, "at most 64"), ({"grid": "zeros"}, "no zeros")])
-def test_nested_scales_that_no_head_holds_are_refused(given: dict[str, Any], said: str) -> None:
-    """Four groups share a line of factors, each of 256 inputs."""
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"group": 128}, "at most 64"),
+        ({"grid": "zeros"}, "no zeros"),
+        ({"grid": "minima16"}, "as many"),
+        ({"scale": "f32", "grid": "minima16"}, "as many"),
+        ({"scale": "e8m0", "grid": "zeros"}, "neither zeros nor minima"),
+        ({"scale": "e8m0", "grid": "minima"}, "neither zeros nor minima"),
+        ({"scale": "e8m0", "grid": "minima16"}, "neither zeros nor minima"),
+        ({"scale": "e8m0", "format": "int8"}, "in groups"),
+    ],
+    ids=str,
+)
+def test_scales_that_no_head_holds_are_refused(given: dict[str, Any], said: str) -> None:
+    """Four groups share a line of factors, each of 256 inputs; powers of two have nothing beside them."""
     with pytest.raises(ValueError, match=said):
-        _cpu.LinearShape(format="group4", n=32, k=512, scale="s8", **({"group": 32} | given))
+        _cpu.LinearShape(n=32, k=512, **({"format": "group4", "scale": "s8", "group": 32} | given))
+
+
+@pytest.mark.parametrize(
+    ("scale", "grid", "scales", "offsets"),
+    [
+        ("e8m0", "e2m1", torch.bfloat16, None),
+        ("e8m0", "e2m1", torch.int8, None),
+        ("bf16", "minima16", torch.bfloat16, torch.float32),
+        ("bf16", "minima16", torch.bfloat16, torch.float16),
+        ("f16", "minima", torch.float16, torch.float16),
+    ],
+    ids=str,
+)
+def test_numbers_of_another_type_than_the_shape_says_are_refused(
+    scale: str, grid: str, scales: torch.dtype, offsets: torch.dtype | None
+) -> None:
+    """They would be read as other numbers, or behind their end."""
+    shape = _cpu.LinearShape(format="group4", n=32, k=64, group=32, scale=scale, grid=grid)
+    beside = None if offsets is None else torch.ones(32, 2, dtype=offsets)
+    with pytest.raises(ValueError, match="another type than the shape"):
+        _cpu.Program("scalar", 1).add_coded_linear(
+            shape, [(torch.zeros(32, 64, dtype=torch.uint8), torch.ones(32, 2, dtype=scales), beside, None)], None
+        )
 
 
 # every table of levels, every width, with minima and without, scales as they are and nested

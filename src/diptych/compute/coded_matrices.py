@@ -15,12 +15,13 @@ from typing import Protocol
 
 import torch
 
-from diptych.compute.gguf_codes import halved_powers
 from diptych.compute.ops.contract import Codes
+from diptych.compute.ops.device_codes import halved_powers
 from diptych.compute.views import FP4_VALUES
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import (
     FP8_BLOCK,
+    HALVES,
     KEPT_MXFP4,
     KEPT_NVFP4,
     LEAST_WHOLE,
@@ -139,8 +140,13 @@ class CodedMatrix:
             return None
         if self._meets_int8_rows and self.is_symmetric and parts.group >= k:
             return KeptFormat(kind="int8")
-        has_zeros = self.bits == 4 and parts.minima is None
-        grid = "signed" if self.is_symmetric else "zeros" if has_zeros else "minima"
+        if self.is_symmetric:
+            grid = "signed"
+        elif parts.minima is None:
+            grid = "zeros" if self.bits == 4 else "minima"
+        else:  # of 8 bits level 0 is in the middle of the codes, and what that stands for may have more bits than the file's
+            are_alike = scale in HALVES and parts.minima.dtype == parts.scales.dtype
+            grid = "minima16" if are_alike and self.bits < 8 else "minima"
         return KeptFormat(kind=f"group{self.bits}", group=held, scale=scale, grid=grid, is_wide=self.bits >= WIDE_BITS)
 
     @cached_property
@@ -176,6 +182,9 @@ class CodedMatrix:
         offsets = None
         if kept.grid == "zeros":
             offsets = by_group(self._zeros().to(torch.uint8))
+        elif kept.grid == "minima16":
+            assert parts.minima is not None
+            offsets = by_group(parts.minima)
         elif kept.grid == "minima":
             # of code 0, or of 8 bits level 0: at most 11 bits times 9, exact in fp32 for scales of 16 bits
             none = self.middle if self.bits == 8 else 0
@@ -300,7 +309,7 @@ class Fp4Matrix:
         """The kernels' levels are twice E2M1's."""
         codes = self._unpacked(slice(None))
         if self._whole is None:
-            return Codes(codes=codes, scales=halved_powers(self._bytes(slice(None))))
+            return Codes(codes=codes, scales=self._bytes(slice(None)))
         factor = self._factor
         n_factors = -(-codes.shape[1] // NESTED_INPUTS)
         half = (0.5 / factor if self._divides else 0.5 * factor).expand(len(codes), n_factors)

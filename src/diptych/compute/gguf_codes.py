@@ -34,8 +34,8 @@ def codes_of(blocks: torch.Tensor, kind: str) -> Codes:
     if kind in ("Q5_0", "Q5_1"):
         high = _bits(blocks[..., -20:-16])
         codes = codes + (high << 4)
-    scales = halved_powers(blocks[..., 0]) if kind == "MXFP4" else _halves(blocks[..., :2])
-    minima = _halves(blocks[..., 2:4]).float() if kind in ("Q4_1", "Q5_1") else None
+    scales = blocks[..., 0] if kind == "MXFP4" else _halves(blocks[..., :2])
+    minima = _halves(blocks[..., 2:4]) if kind in ("Q4_1", "Q5_1") else None
     return Codes(codes=codes.flatten(1), scales=scales, offsets=minima)
 
 
@@ -46,13 +46,6 @@ def _halves(stored: torch.Tensor) -> torch.Tensor:
 def _bits(stored: torch.Tensor) -> torch.Tensor:
     """uint8 [..., 4] -> their 32 bits, the lowest first."""
     return ((stored[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2)
-
-
-def halved_powers(exponents: torch.Tensor) -> torch.Tensor:
-    """2^(e - 128), half of what E8M0 says: the levels are twice E2M1's."""
-    wide = exponents.to(torch.int32)
-    small = torch.tensor(0x20, dtype=torch.int32) << wide.clamp(max=1)
-    return torch.where(wide < 2, small, (wide - 1) << 7).to(torch.int16).view(torch.bfloat16)
 
 
 def _floats_of_four(blocks: torch.Tensor) -> Codes:

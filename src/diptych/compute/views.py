@@ -6,7 +6,6 @@ import math
 
 import torch
 
-from diptych.compute.gguf_codes import halved_powers
 from diptych.compute.ops.contract import Codes, WeightTensor
 from diptych.ground.formats import FP8_BLOCK, KEPT_MXFP4, STRIP_LANES, KeptFormat
 
@@ -228,7 +227,7 @@ class Mxfp4Tensor(WeightTensor):
         """New tensors."""
         pairs = self._blocks.read()[self._index]
         codes = torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)
-        return Codes(codes=codes, scales=halved_powers(self._scales.read()[self._index]))
+        return Codes(codes=codes, scales=self._scales.read()[self._index])
 
     def _values(self, rows: slice) -> torch.Tensor:
         codes = self._blocks.read()[self._index, rows]

@@ -48,12 +48,14 @@ FORMATS: dict[str, NumberFormat] = {
 }
 
 KEPT_BITS = {f"group{bits}": bits for bits in (2, 3, 4, 5, 6, 8)}
-KEPT_SCALES = ("f16", "bf16", "f32", "s8", "e4m3")
+HALVES = ("f16", "bf16")
+KEPT_SCALES = (*HALVES, "f32", "s8", "e4m3", "e8m0")
 NESTED_SCALES = ("s8", "e4m3")
-OFFSET_GRIDS = ("zeros", "minima")
-KEPT_GRIDS = {  # by kind; the others have signed and minima alone
-    "group3": ("signed", "minima", "iq2", "iq1"),
-    "group4": ("signed", "zeros", "minima", "iq4_nl", "e2m1", "iq3_xxs", "iq3_s", "nf4", "fp4"),
+OFFSET_GRIDS = ("zeros", "minima", "minima16")
+USUAL_GRIDS = ("signed", "minima", "minima16")
+KEPT_GRIDS = {  # by kind; the others have the usual ones alone
+    "group3": (*USUAL_GRIDS, "iq2", "iq1"),
+    "group4": (*USUAL_GRIDS, "zeros", "iq4_nl", "e2m1", "iq3_xxs", "iq3_s", "nf4", "fp4"),
 }
 # Dot products of four inputs that the end of a group costs, as kernels on Zen 4 were measured at 512 rows (LAB.md): groups of
 # 32, 64 and 128 have 0.85, 0.92 and 0.96 of int4's rate, of 32 with minima 0.76; wide ones of 16 and 32 0.39 and 0.44
@@ -71,10 +73,11 @@ FINE_BITS = 5  # of a file's codes on the average, below which what its coarser 
 class KeptFormat:
     """How the cpu backend holds weights that somebody else quantised: in groups of codes, in its own 'int8', or as 'fp8'.
 
-    group: inputs that share a scale of type `scale`: f16, bf16, f32, or nested, times a factor that 256 inputs share: s8, a
-    whole number of 8 bits, or e4m3, a float of 8. grid: what a code q stands for, over s the scale: signed
-    s (q - 2^(bits - 1)), zeros s (q - z) with z of 8 bits, minima s q + m with m of 32 (beside s8 nested as the scales are),
-    or an entry of a table.
+    group: inputs that share a scale of type `scale`: f16, bf16, f32, e8m0, a power of two of 8 bits (2^(e - 128), as e2m1 has
+    twice its values), or nested, times a factor that 256 inputs share: s8, a whole number of 8 bits, or e4m3, a float of 8.
+    grid: what a code q stands for, over s the scale: signed s (q - 2^(bits - 1)), zeros s (q - z) with z of 8 bits, minima
+    s q + m with m of 32 (beside s8 nested as the scales are), minima16 with m of 16 bits, in the type of s, or an entry of a
+    table.
     int8 has a scale per row, in fp32, and neither group nor grid; fp8 (E4M3) likewise, or with a group a scale of that many
     inputs of a block's rows, with which codes are multiplied and rounded to bf16 before they meet rows in bf16. Nothing else
     is rounded, but what nf4 and fp4 are made of (`compute.coded_matrices`). is_wide (in groups): it meets rows of 15 bits, in
@@ -118,9 +121,10 @@ class KeptFormat:
             or len(rest) not in (2, 3)
             or rest[0] not in groups
             or rest[1] not in KEPT_SCALES
-            or grid not in KEPT_GRIDS.get(kind, ("signed", "minima"))
+            or grid not in KEPT_GRIDS.get(kind, USUAL_GRIDS)
             or (rest[1] in NESTED_SCALES and (groups[rest[0]] > MOST_NESTED or grid == "zeros"))
-            or (rest[1] == "e4m3" and grid == "minima")
+            or (rest[1] in ("e4m3", "e8m0") and grid in OFFSET_GRIDS)
+            or (rest[1] not in HALVES and grid == "minima16")
         ):
             raise ValueError(f"{name!r} names no format of kept weights")
         return cls(kind=kind, group=groups[rest[0]], scale=rest[1], grid=grid, is_wide=is_wide)
@@ -132,8 +136,9 @@ class KeptFormat:
             each = FORMATS[self.kind]
             return replace(each, name=self.name, group=self.group * STRIP_LANES, group_bits=32) if self.group else each
         is_nested = self.scale in NESTED_SCALES
-        offset_bits = {"zeros": 8, "minima": 8 if is_nested else 32}.get(self.grid, 0)
-        scale_bits = 8 + 32 * self.group // NESTED_INPUTS if is_nested else 32 if self.scale == "f32" else 16
+        offset_bits = {"zeros": 8, "minima": 8 if is_nested else 32, "minima16": 16}.get(self.grid, 0)
+        factor_bits = 32 * self.group // NESTED_INPUTS if is_nested else 0
+        scale_bits = {"f32": 32, "f16": 16, "bf16": 16}.get(self.scale, 8) + factor_bits
         return NumberFormat(
             name=self.name, bits=KEPT_BITS[self.kind], group=self.group, group_bits=scale_bits + offset_bits
         )
@@ -192,16 +197,17 @@ class DeviceFormat:
         if not kept.is_grouped:
             return cls(bits=8, group=kept.group, scale="f32", grid="signed" if kept.kind == "int8" else "e4m3")
         bits = KEPT_BITS[kept.kind]
-        if kept.grid not in ("signed", "zeros", "minima", "e2m1") or kept.scale == "e4m3":
+        grid = "minima" if kept.grid == "minima16" else kept.grid
+        if grid not in ("signed", "zeros", "minima", "e2m1") or kept.scale == "e4m3":
             return None
-        if kept.grid == "minima" and bits == 8:
+        if grid == "minima" and bits == 8:
             return None
-        scale = kept.scale
-        if scale != "s8" and kept.grid == "minima" and bits != 4:
-            scale = "f32"  # zeros times scales, which 16 bits may not hold
+        scale = "bf16" if kept.scale == "e8m0" else kept.scale
+        if scale != "s8" and grid == "minima" and (kept.grid == "minima" or bits != 4):
+            scale = "f32"  # 16 bits may not hold them: zeros times scales, say, or those of a file whose scales have less bits
         if kept.grid == "signed" and scale != "s8" and kept.group >= 128:
             scale = "f32"  # of which a kernel reads ahead as few as it wants, and which weigh next to nothing there
-        return cls(bits=4 if bits <= 4 else 8, group=kept.group, scale=scale, grid=kept.grid)
+        return cls(bits=4 if bits <= 4 else 8, group=kept.group, scale=scale, grid=grid)
 
     @property
     def name(self) -> str:
@@ -249,7 +255,7 @@ def _of_gguf(kind: str, scale: str, grid: str = "signed", *, group: int = 32, bi
     return KeptFormat(kind=kind, group=group, scale=scale, grid=grid, is_wide=bits >= WIDE_BITS)
 
 
-KEPT_MXFP4 = _of_gguf("group4", "bf16", "e2m1")
+KEPT_MXFP4 = _of_gguf("group4", "e8m0", "e2m1")
 LEAST_WHOLE = (
     2.0**-64
 )  # of one scale of a whole matrix, and the inverse of the largest: no group's leaves what the kernels hold
@@ -258,9 +264,9 @@ KEPT_NVFP4 = _of_gguf("group4", "e4m3", "e2m1", group=16)
 # Types of GGUF whose blocks are held as they are (`compute.gguf_codes`, `compute.gguf_lattices`).
 GGUF_KEPT: dict[str, KeptFormat] = {
     "Q4_0": _of_gguf("group4", "f16"),
-    "Q4_1": _of_gguf("group4", "f16", "minima"),
+    "Q4_1": _of_gguf("group4", "f16", "minima16"),
     "Q5_0": _of_gguf("group5", "f16"),
-    "Q5_1": _of_gguf("group5", "f16", "minima"),
+    "Q5_1": _of_gguf("group5", "f16", "minima16"),
     "Q8_0": _of_gguf("group8", "f16", bits=8),
     "IQ4_NL": _of_gguf("group4", "f16", "iq4_nl"),
     "MXFP4": KEPT_MXFP4,

@@ -184,7 +184,8 @@ def _mlx_kept(section: HfConfig) -> KeptFormat:
         _one_of(section, "group_size", (32,), 32)
         return KEPT_MXFP4
     bits, group = _one_of(section, "bits", (2, 3, 4, 5, 6, 8), 4), _one_of(section, "group_size", MLX_GROUPS, 64)
-    return KeptFormat(kind=f"group{bits}", group=group, scale="bf16", grid="minima", is_wide=bits >= WIDE_BITS)
+    grid = "minima" if bits == 8 else "minima16"
+    return KeptFormat(kind=f"group{bits}", group=group, scale="bf16", grid=grid, is_wide=bits >= WIDE_BITS)
 
 
 def _gptq(section: HfConfig) -> Quantisation:

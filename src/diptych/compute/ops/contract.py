@@ -138,9 +138,10 @@ class Codes:
     """A matrix [n, k] as its file quantised it, in the terms of a `KeptFormat`.
 
     codes: uint8 [n, k], one to a byte (8 bits: 128 + level; fp8: E4M3's bits). scales [n, groups] in the format's type;
-    offsets [n, groups]: uint8 zeros, float32 minima, or None. Of scale `s8` both are int8, of `e4m3` scales uint8, its bits,
-    and `factors` has what those of 256 inputs are multiplied by: float16 [n, 2 blocks], of scales and then of minima, or where
-    there are none float32 [n, blocks].
+    offsets [n, groups]: uint8 zeros, float32 minima, `minima16` in the type of the scales, or None. Scales `e8m0` are uint8,
+    its bits, of which half is meant. Of scale `s8` both are int8, of `e4m3` scales uint8, its bits, and `factors` has what
+    those of 256 inputs are multiplied by: float16 [n, 2 blocks], of scales and then of minima, or where there are none float32
+    [n, blocks].
     """
 
     codes: torch.Tensor

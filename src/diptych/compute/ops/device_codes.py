@@ -82,7 +82,7 @@ def on_device(codes: Codes, kept: KeptFormat, device: torch.device) -> CodedWeig
     values, k = codes.codes.to(device), codes.codes.shape[1]
     if form.grid == "signed" and kept.is_grouped:
         values = values + (DEVICE_MIDDLES[form.bits] - (1 << (KEPT_BITS[kept.kind] - 1)))
-    heads, more = _beside(codes, form)
+    heads, more = _beside(codes, kept, form)
     blocks = -(-k // form.inputs)
     n_groups = 1 if not form.group else blocks * form.inputs // form.group
     more_groups = -(-k // NESTED_INPUTS) if form.scale == "s8" else n_groups
@@ -95,6 +95,13 @@ def on_device(codes: Codes, kept: KeptFormat, device: torch.device) -> CodedWeig
         form,
         k,
     )
+
+
+def halved_powers(exponents: torch.Tensor) -> torch.Tensor:
+    """2^(e - 128) in bf16, half of what E8M0 says, as scales of `e8m0` are."""
+    wide = exponents.to(torch.int32)
+    small = torch.tensor(0x20, dtype=torch.int32) << wide.clamp(max=1)
+    return torch.where(wide < 2, small, (wide - 1) << 7).to(torch.int16).view(torch.bfloat16)
 
 
 def empty_stack(one: CodedWeight, n: int) -> CodedWeight:
@@ -124,9 +131,9 @@ def _words(values: torch.Tensor, form: DeviceFormat, blocks: int) -> torch.Tenso
     return words.flatten(1)
 
 
-def _beside(codes: Codes, form: DeviceFormat) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _beside(codes: Codes, kept: KeptFormat, form: DeviceFormat) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Heads and more [N, groups]."""
-    scales, offsets = codes.scales, codes.offsets
+    scales, offsets = halved_powers(codes.scales) if kept.scale == "e8m0" else codes.scales, codes.offsets
     if form.scale == "s8":
         assert codes.factors is not None
         heads = scales.to(torch.int16) & 255
