@@ -60,9 +60,10 @@ types: $(VENV)/.dev
 	@echo "==> types"
 	@$(BIN)/mypy
 
+# freed memory stays with its process: what the system gives it anew it has to clear
 tests: $(VENV)/.dev
 	@echo "==> tests"
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=15
+	@MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=15
 
 test-slow: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m slow --timeout 7200

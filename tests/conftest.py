@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Where there is no GPU Triton interprets our kernels for one, as it is told before anything imports it.
 if not Path("/dev/nvidia0").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_finish() -> None:
+    """What is collected stands until the end: no collection of garbage walks it again."""
+    gc.collect()
+    gc.freeze()
+
 
 _end_step, _usage = EngineCore.end_step, RequestRecord.usage
 
