@@ -9,6 +9,7 @@ constexpr int kGroupStrips = static_cast<int>(kPanelStrips);
 constexpr int kHeldX = 4;       // tiles of x
 constexpr int kRing = 4;        // groups' whole sums
 constexpr int kProductsAhead = 2;
+constexpr int64_t kGroupRows = 256;  // of a block: with 4,096 inputs they stay in 2 MiB of L2 from panel to panel, beside a panel's sums
 
 // kTiles: of one group, side by side along its inputs. Wide rows have as many of their low halves.
 template <int kTiles, bool kWide>
