@@ -29,6 +29,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """At the end it may go: modules with code of their own say so otherwise."""
+    gc.unfreeze()
+
+
 _end_step, _usage = EngineCore.end_step, RequestRecord.usage
 
 
