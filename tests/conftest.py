@@ -30,7 +30,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """At the end it may go: modules with code of their own say so otherwise."""
+    """At the end it may go: extension modules report what is left of them."""
     gc.unfreeze()
 
 

@@ -400,7 +400,7 @@ def gpu_notes(model: ModelSpec, hardware: HardwareSpec, calibration: Calibration
             "(diptych lab calibrate times it)",
         )
     if any(layer.attention.index is not None for layer in model.layers):
-        return ("what an index chooses by was not timed: it is priced as latent attention is",)
+        return ("what an index chooses by was not timed: it is priced as attention is",)
     return ()
 
 

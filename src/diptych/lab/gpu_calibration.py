@@ -1,4 +1,4 @@
-"""Measures a GPU in some two minutes: what `lab/calibrate.py` does for the processor, by the engine's own kernels there.
+"""Measures a GPU in a few minutes: what `lab/calibrate.py` does for the processor, by the engine's own kernels there.
 
 What is timed: the ceilings (`compute/device_ceilings.py`); steps of random models of several widths and depths, of mixtures
 and of latent attention, each run until it is recorded where steps are; steps so small that only the starts of kernels are
