@@ -49,20 +49,6 @@ inline __m256i byte_lanes(const uint8_t* w, int half, int parity) {
 // What is loaded behind it is loaded anew: no register keeps what was there before.
 inline void forget(const uint8_t*& pointer) { __asm__ volatile("" : "+r"(pointer)); }
 
-// Few rows pass over W as it comes from memory. Strips side by side are streams that the processor's prefetchers run ahead of, each in
-// pages of its own, once they have begun: their first lines are asked for while the strips before them end. A lone strip is asked for, not
-// far: what is asked for further ahead stops the prefetchers.
-constexpr int64_t kAheadBytes = 2048, kBeginnings = 16;  // lines
-template <int kStrips>
-inline void ask(const TileArgs& args, const uint8_t* w, int64_t step) {
-  if (!args.is_stream) return;
-  if (kStrips == 1) return __builtin_prefetch(w + kAheadBytes, 0, 3);
-  const int64_t line = step - (args.units - kBeginnings);
-  if (line < 0) return;
-#pragma GCC unroll 4
-  for (int strip = 0; strip < kStrips; ++strip) __builtin_prefetch(args.next_strip + strip * args.strip_bytes + line * kStepBytes, 0, 3);
-}
-
 // Each pair of bf16 as two fp32 products, the even input first.
 template <int kRows, int kStrips>
 void tile_bf16(const TileArgs& args) {
@@ -74,9 +60,11 @@ void tile_bf16(const TileArgs& args) {
 #pragma GCC unroll 8
     for (int i = 0; i < kSums; ++i) sums[row][i] = args.resume ? _mm256_load_ps(acc + row * kPanelLanes + i * 8) : _mm256_setzero_ps();
   const __m256i odd_bits = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  const StripsAhead ahead(args.strip, kStrips, args.strip_bytes, args.next_strip, args.is_stream);
   const uint8_t* w = args.strip;
   for (int64_t step = 0; step < args.units; ++step, w += kStepBytes) {
-    ask<kStrips>(args, w, step);
+#pragma GCC unroll 4
+    for (int strip = 0; strip < kStrips; ++strip) ahead.ask(w, strip);
     const auto even = [](__m256i words) __attribute__((always_inline)) { return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16)); };
     const auto odd = [&](__m256i words) __attribute__((always_inline)) { return _mm256_castsi256_ps(_mm256_and_si256(words, odd_bits)); };
     // Registers hold what is fewer, the words of x or of W.
@@ -158,9 +146,11 @@ void tile_int8(const TileArgs& args) {
 #pragma GCC unroll 8
     for (int i = 0; i < kSums; ++i) sums[row][i] = _mm256_setzero_si256();
   const __m256i offset = _mm256_set1_epi8(-128), ones = _mm256_set1_epi16(1);
+  const StripsAhead ahead(args.strip, kStrips, args.strip_bytes, args.next_strip, args.is_stream);
   const uint8_t* w = args.strip;
   for (int64_t step = 0; step < args.units; ++step, w += kStepBytes) {
-    ask<kStrips>(args, w, step);
+#pragma GCC unroll 4
+    for (int strip = 0; strip < kStrips; ++strip) ahead.ask(w, strip);
 #pragma GCC unroll 8
     for (int i = 0; i < kSums; ++i) {
       const __m256i level = _mm256_xor_si256(load_words(w + i / kHalves * args.strip_bytes, i % kHalves), offset), magnitude = _mm256_abs_epi8(level);
@@ -208,25 +198,51 @@ void tile_int8_many(const TileArgs& args) {
     for (int half = 0; half < kHalves; ++half) _mm256_store_si256(reinterpret_cast<__m256i*>(acc + row * kPanelLanes) + half, sums[row][half]);
 }
 
-// 32 inputs of some rows: their sums of code times x, 16 * 15 * 127 at most, in the 16 bits of two columns. Both halves share each word of x.
-template <int kRows>
-DIPTYCH_FORCED void sum_codes(const TileArgs& args, const uint8_t* w, const uint8_t* const (&x)[kRows], __m256i (&sums)[kRows][kHalves]) {
+// 32 inputs of some rows: their sums of code times x, 16 * 15 * 127 at most, in the 16 bits of two columns. Registers hold what is fewer, the
+// words of x or the codes of a step.
+template <int kRows, int kStrips>
+DIPTYCH_FORCED void sum_codes(const uint8_t* w, int64_t strip_bytes, const uint8_t* const (&x)[kRows], const StripsAhead& ahead,
+                              __m256i (&sums)[kRows][kStrips * kHalves]) {
   const __m256i nibble = _mm256_set1_epi8(15);
+  const auto load = [&](int i) __attribute__((always_inline)) {
+    __m256i words = load_words(w + i / kHalves * strip_bytes, i % kHalves);
+    __asm__("" : "+x"(words));  // once
+    return words;
+  };
+  const auto codes = [&](__m256i words, int high) __attribute__((always_inline)) {
+    return _mm256_and_si256(high == 0 ? words : _mm256_srli_epi16(words, 4), nibble);
+  };
+  const auto add = [&](int row, int i, bool is_first, __m256i own, __m256i word) __attribute__((always_inline)) {
+    if (is_first) sums[row][i] = _mm256_maddubs_epi16(own, word);
+    else add_codes(sums[row][i], own, word);
+  };
 #pragma GCC unroll 4
   for (int at = 0; at < 32; at += 8, w += kStepBytes) {
-    ask<1>(args, w, 0);
-    const __m256i first = load_words(w, 0), second = load_words(w, 1);
-#pragma GCC unroll 2
-    for (int high = 0; high < 2; ++high) {
-      const __m256i former = _mm256_and_si256(high == 0 ? first : _mm256_srli_epi16(first, 4), nibble);
-      const __m256i latter = _mm256_and_si256(high == 0 ? second : _mm256_srli_epi16(second, 4), nibble);
 #pragma GCC unroll 4
-      for (int row = 0; row < kRows; ++row) {
-        const __m256i word = broadcast_word(x[row] + at + 4 * high);
-        if (at + high == 0) {
-          sums[row][0] = _mm256_maddubs_epi16(former, word), sums[row][1] = _mm256_maddubs_epi16(latter, word);
-        } else {
-          add_codes(sums[row][0], former, word), add_codes(sums[row][1], latter, word);
+    for (int strip = 0; strip < kStrips; ++strip) ahead.ask(w, strip);
+    if constexpr (kStrips == 1) {
+      const __m256i words[kHalves] = {load(0), load(1)};
+#pragma GCC unroll 2
+      for (int high = 0; high < 2; ++high) {
+        const __m256i former = codes(words[0], high), latter = codes(words[1], high);
+#pragma GCC unroll 4
+        for (int row = 0; row < kRows; ++row) {
+          const __m256i word = broadcast_word(x[row] + at + 4 * high);
+          add(row, 0, at + high == 0, former, word), add(row, 1, at + high == 0, latter, word);
+        }
+      }
+    } else {
+      __m256i words_of_x[kRows][2];
+#pragma GCC unroll 4
+      for (int row = 0; row < kRows; ++row) words_of_x[row][0] = broadcast_word(x[row] + at), words_of_x[row][1] = broadcast_word(x[row] + at + 4);
+#pragma GCC unroll 8
+      for (int i = 0; i < kStrips * kHalves; ++i) {
+        const __m256i words = load(i);
+#pragma GCC unroll 2
+        for (int high = 0; high < 2; ++high) {
+          const __m256i own = codes(words, high);
+#pragma GCC unroll 4
+          for (int row = 0; row < kRows; ++row) add(row, i, at + high == 0, own, words_of_x[row][high]);
         }
       }
     }
@@ -237,55 +253,65 @@ DIPTYCH_FORCED void sum_codes(const TileArgs& args, const uint8_t* w, const uint
 struct Grids {
   alignas(32) __m256i units[2][kHalves], zeros[kHalves];
   DIPTYCH_FORCED void load(const uint8_t* head) {
+    // {u8 unit, u8 zero} of 8 lanes, in both halves of a register; each takes those of its own four
+    const __m128i unit = _mm_setr_epi8(0, -1, 0, -1, 2, -1, 2, -1, 4, -1, 4, -1, 6, -1, 6, -1);
+    const __m128i former_zero = _mm_setr_epi8(1, -1, -1, -1, 3, -1, -1, -1, 5, -1, -1, -1, 7, -1, -1, -1);
+    const auto of_lanes = [](__m128i bytes) __attribute__((always_inline)) {
+      return _mm256_set_m128i(_mm_or_si128(bytes, _mm_set1_epi8(8)), bytes);  // what is -1 stays that
+    };
+    const __m128i latter_zero = _mm_setr_epi8(-1, -1, 1, -1, -1, -1, 3, -1, -1, -1, 5, -1, -1, -1, 7, -1);
 #pragma GCC unroll 2
     for (int half = 0; half < kHalves; ++half) {
-      __m256i grids[2];
-#pragma GCC unroll 2
-      for (int group = 0; group < 2; ++group) {
-        grids[group] = _mm256_cvtepu16_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(head + group * kHeadBytes) + half));
-        const __m256i unit = _mm256_and_si256(grids[group], _mm256_set1_epi32(255));
-        units[group][half] = _mm256_or_si256(unit, _mm256_slli_epi32(unit, 16));
-      }
-      zeros[half] = _mm256_blend_epi16(_mm256_srli_epi32(grids[0], 8), _mm256_slli_epi32(_mm256_srli_epi32(grids[1], 8), 16), 0xaa);
+      const auto grid = [&](int group) __attribute__((always_inline)) {
+        return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(head + group * kHeadBytes) + half));
+      };
+      units[0][half] = _mm256_shuffle_epi8(grid(0), of_lanes(unit)), units[1][half] = _mm256_shuffle_epi8(grid(1), of_lanes(unit));
+      zeros[half] = _mm256_or_si256(_mm256_shuffle_epi8(grid(0), of_lanes(former_zero)), _mm256_shuffle_epi8(grid(1), of_lanes(latter_zero)));
     }
   }
 };
 
 // By pairs of groups: what is widened is multiplied by the unit in the same step; the zeros of both by their sums of x, 128 * 127 at most, in
 // another. The head of a group that is not there is 0.
-template <int kRows>
+template <int kRows, int kStrips>
 void tile_int4(const TileArgs& args) {
-  const auto acc = [&](int row, int half) __attribute__((always_inline)) {
-    return reinterpret_cast<__m256i*>(static_cast<int32_t*>(args.acc) + row * kPanelLanes) + half;
+  constexpr int kSums = kStrips * kHalves;
+  const auto acc = [&](int row, int i) __attribute__((always_inline)) {
+    return reinterpret_cast<__m256i*>(static_cast<int32_t*>(args.acc) + row * kPanelLanes) + i;
   };
-  const uint8_t* x[kRows];
+  const int64_t strip_bytes = args.strip_bytes, group_inputs = args.group;
+  const StripsAhead ahead(args.strip, kStrips, strip_bytes, args.next_strip, args.is_stream);
+  const uint8_t *x[kRows], *w = args.strip;
 #pragma GCC unroll 4
   for (int row = 0; row < kRows; ++row) x[row] = args.x[row];
   for (int64_t pair = 0; pair < args.units; pair += 2) {
     const int64_t groups = pair + 1 < args.units ? 2 : 1;
-    Grids grids;
-    grids.load(args.strip + head_of_group(args.group, pair));
+    Grids grids[kStrips];
+#pragma GCC unroll 4
+    for (int strip = 0; strip < kStrips; ++strip) ahead.ask(w, strip), grids[strip].load(w + strip * strip_bytes);
+    w += 2 * kHeadBytes;
     __asm__ volatile("" : : "r"(&grids) : "memory");  // they wait in memory
     for (int row = 0; row < kRows; ++row) {
       const int32_t* x_sums = args.group_sums + row * args.units + pair;
       const __m256i both = _mm256_set1_epi32((x_sums[0] & 0xffff) | (groups == 2 ? x_sums[1] * (1 << 16) : 0));
-      for (int half = 0; half < kHalves; ++half) {
-        const __m256i of_zeros = _mm256_madd_epi16(grids.zeros[half], both);
-        _mm256_store_si256(acc(row, half), pair == 0 ? of_zeros : _mm256_add_epi32(_mm256_load_si256(acc(row, half)), of_zeros));
+#pragma GCC unroll 8
+      for (int i = 0; i < kSums; ++i) {
+        const __m256i of_zeros = _mm256_madd_epi16(grids[i / kHalves].zeros[i % kHalves], both);
+        _mm256_store_si256(acc(row, i), pair == 0 ? of_zeros : _mm256_add_epi32(_mm256_load_si256(acc(row, i)), of_zeros));
       }
     }
-    const uint8_t* w = args.strip + steps_of_group(args.group, pair);
     for (int64_t group = 0; group < groups; ++group)
-      for (int64_t from = 0; from < args.group; from += 32) {
-        __m256i sums[kRows][kHalves];
-        sum_codes<kRows>(args, w, x, sums);
+      for (int64_t from = 0; from < group_inputs; from += 32) {
+        __m256i sums[kRows][kSums];
+        sum_codes<kRows, kStrips>(w, strip_bytes, x, ahead, sums);
         w += 4 * kStepBytes;
 #pragma GCC unroll 4
         for (int row = 0; row < kRows; ++row) {
           x[row] += 32;
-#pragma GCC unroll 2
-          for (int half = 0; half < kHalves; ++half)
-            _mm256_store_si256(acc(row, half), _mm256_add_epi32(_mm256_load_si256(acc(row, half)), _mm256_madd_epi16(sums[row][half], grids.units[group][half])));
+#pragma GCC unroll 8
+          for (int i = 0; i < kSums; ++i)
+            _mm256_store_si256(acc(row, i), _mm256_add_epi32(_mm256_load_si256(acc(row, i)),
+                                                             _mm256_madd_epi16(sums[row][i], grids[i / kHalves].units[group][i % kHalves])));
         }
       }
   }
@@ -356,8 +382,9 @@ extern const Tiles kInt8Tiles = {  // adapters take what is a strip wide
     {kManyRows, 1, XForm::widened, tile_int8_many},
 };
 extern const Tiles kInt4Tiles = {
-    {{1, 1, XForm::rows, tile_int4<1>}, {2, 1, XForm::rows, tile_int4<2>}, {3, 1, XForm::rows, tile_int4<3>}, {4, 1, XForm::rows, tile_int4<4>}},
-    {4, 1, XForm::rows, tile_int4<4>},
+    {DIPTYCH_FEW(tile_int4, 1, 4), DIPTYCH_FEW(tile_int4, 1, 1), DIPTYCH_FEW(tile_int4, 2, 2), DIPTYCH_FEW(tile_int4, 2, 1), DIPTYCH_FEW(tile_int4, 3, 1),
+     DIPTYCH_FEW(tile_int4, 4, 1)},
+    DIPTYCH_FEW(tile_int4, 4, 1),
 };
 #undef DIPTYCH_FEW
 extern const Tiles kFp8Tiles = {};
@@ -367,7 +394,7 @@ extern const LinearKernels kLinear = {
 };
 extern const GroupTiles kGroupTiles = {
     {kDirectTiles<false>, kDirectTiles<true>}, {kExpandedRows, 1, tile_expanded}, {kExpandedRows, 1, tile_expanded_wide}, ready_rows_of_pairs, expand_pairs,
-    quantize_groups, {}, row_form_of_pairs, {8, 8},
+    quantize_groups, {}, row_form_of_pairs, {8, 8}, kPanelStrips,
 };
 
 }  // namespace avx2

@@ -1,37 +1,53 @@
-// What stands in the heads of groups, a piece of a strip's lanes at a time. Included by the tiles of AVX2 and NEON, after how numbers are
-// widened.
+// What stands in the heads of groups, as numbers. Included by the tiles of AVX2 and NEON, after how they are widened.
 
-// Of a group, the lanes of one part, from its head.
-struct Scales {
-  explicit Scales(const LinearShape& shape)
-      : source_(shape.grid.scale), nested_(shape.grid.nested), e4m3_(shape.grid.e4m3), e8m0_(shape.grid.e8m0), halves_(shape.grid.halves),
-        scale_bytes_(bytes_of_scale(shape)), offset_bytes_(bytes_of_offset(shape)), scales_(place_of_head(shape, 0).scales), offsets_(place_of_head(shape, 0).offsets) {}
-  void enter(const uint8_t* head) {
-    head_ = head;
-    if (!nested_) return;
-    for (int part = 0; part < kStripPieces; ++part) {
-      if (source_ == Source::f32) factors_[0][part] = *reinterpret_cast<const Lanes*>(head + part * kLaneCount * 4);
-      else factors_[0][part] = widen_halves(head + part * kLaneCount * 2), factors_[1][part] = widen_halves(head + 2 * (kStripLanes + part * kLaneCount));
-    }
-  }
-  Lanes scale(int64_t within, int part) const {
-    const uint8_t* at = head_ + scales_ + (within * kStripLanes + part * kLaneCount) * scale_bytes_;
-    if (nested_) return factors_[0][part] * (e4m3_ ? widen_e4m3(at) : widen_s8(at));
-    if (e8m0_) return (Lanes)(widen_u8(at) << 23);
-    return source_ == Source::f32 ? *reinterpret_cast<const Lanes*>(at) : widen(at);
-  }
-  const uint8_t* offset(int64_t within, int part) const { return head_ + offsets_ + (within * kStripLanes + part * kLaneCount) * offset_bytes_; }
-  Lanes minimum(int64_t within, int part) const {
-    const uint8_t* at = offset(within, part);
-    if (nested_) return factors_[1][part] * widen_s8(at);
-    return halves_ ? widen(at) : *reinterpret_cast<const Lanes*>(at);
-  }
+constexpr int64_t kMostHeadGroups = kNestedInputs / 16;
 
- private:
-  Lanes widen(const uint8_t* at) const { return source_ == Source::f16 ? widen_halves(at) : widen_bf16(at); }
-  const Source source_;
-  const bool nested_, e4m3_, e8m0_, halves_;
-  const int64_t scale_bytes_, offset_bytes_, scales_, offsets_;
-  const uint8_t* head_ = nullptr;
-  Lanes factors_[2][kStripPieces];
+// Of the groups of a head the lanes of a strip, by pieces. offsets: zeros, as they are stored, of the first group.
+struct Head {
+  Lanes scales[kMostHeadGroups][kStripPieces], minima[kMostHeadGroups][kStripPieces];
+  const uint8_t* offsets;
+  Whole zeros(int64_t group, int piece) const { return widen_u8(offsets + group * kStripLanes + piece * kLaneCount); }
 };
+
+// Once for all groups of a head: what numbers are stored as is asked for once, not for each. Of kCount pieces from `begin` on.
+template <int kCount>
+__attribute__((noinline)) void read_head(const LinearShape& shape, const uint8_t* at, int begin, Head& out) {
+  const Grid& grid = shape.grid;
+  const int64_t groups = groups_of_head(shape);
+  const GroupPlace place = place_of_head(shape, 0);
+  const auto read = [&](Lanes (&to)[kMostHeadGroups][kStripPieces], const uint8_t* from, int64_t bytes, const auto& widened) __attribute__((always_inline)) {
+    from += begin * kLaneCount * bytes;
+    for (int64_t group = 0; group < groups; ++group, from += kStripLanes * bytes)
+#pragma GCC unroll 4
+      for (int piece = 0; piece < kCount; ++piece) to[group][begin + piece] = widened(from + piece * kLaneCount * bytes, piece);
+  };
+  const auto as_floats = [](const uint8_t* from, int) __attribute__((always_inline)) { return *reinterpret_cast<const Lanes*>(from); };
+  const auto as_halves = [](const uint8_t* from, int) __attribute__((always_inline)) { return widen_halves(from); };
+  const auto as_bf16 = [](const uint8_t* from, int) __attribute__((always_inline)) { return widen_bf16(from); };
+  const auto read_16 = [&](Lanes (&to)[kMostHeadGroups][kStripPieces], const uint8_t* from) __attribute__((always_inline)) {
+    grid.scale == Source::f16 ? read(to, from, 2, as_halves) : read(to, from, 2, as_bf16);
+  };
+  const uint8_t *scales = at + place.scales, *offsets = at + place.offsets;
+  out.offsets = offsets;
+  if (grid.nested) {
+    Lanes factors[2][kCount];
+    const auto read_factors = [&](int which, const uint8_t* from, int64_t bytes, const auto& widened) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+      for (int piece = 0; piece < kCount; ++piece) factors[which][piece] = widened(from + (begin + piece) * kLaneCount * bytes, piece);
+    };
+    if (grid.scale == Source::f32) read_factors(0, at, 4, as_floats);
+    else read_factors(0, at, 2, as_halves), read_factors(1, at + 2 * kStripLanes, 2, as_halves);
+    const auto times = [&](int which) __attribute__((always_inline)) {
+      return [&factors, which](const uint8_t* from, int piece) __attribute__((always_inline)) { return factors[which][piece] * widen_s8(from); };
+    };
+    if (grid.e4m3) read(out.scales, scales, 1, [&](const uint8_t* from, int piece) __attribute__((always_inline)) { return factors[0][piece] * widen_e4m3(from); });
+    else read(out.scales, scales, 1, times(0));
+    if (grid.offset == Offset::minima) read(out.minima, offsets, 1, times(1));
+    return;
+  }
+  if (grid.e8m0) read(out.scales, scales, 1, [](const uint8_t* from, int) __attribute__((always_inline)) { return (Lanes)(widen_u8(from) << 23); });
+  else if (grid.scale == Source::f32) read(out.scales, scales, 4, as_floats);
+  else read_16(out.scales, scales);
+  if (grid.offset != Offset::minima) return;
+  grid.halves ? read_16(out.minima, offsets) : read(out.minima, offsets, 4, as_floats);
+}

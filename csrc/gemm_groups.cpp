@@ -101,13 +101,18 @@ void run_direct(const Job& job, int thread, int threads) {
     if (block != ready) ready_passes(job, passes);
     ready = block;
     const Asking asking = asking_for(job.shape(), passes);
-    for (int64_t strip = 0; strip < strips; ++strip)
+    const uint8_t *own = job.w.panels + panel * job.w.panel_bytes + first * job.strip_bytes();
+    const uint8_t *next = job.w.panels + tasks.following() % n_pieces * strips * job.strip_bytes();
+    const int64_t beside = std::min(strips, job.tiles.direct_strips);
+    for (int64_t strip = 0; strip < strips; strip += beside)
       for (int64_t pass = 0; pass < passes.count(); ++pass) {
         const auto [begin, end] = passes.rows(pass);
         GroupArgs args = args_of(job);
         args.groups = job.groups;
         args.asking = asking;
-        args.strip = job.w.panels + panel * job.w.panel_bytes + (first + strip) * job.strip_bytes();
+        args.strip = own + strip * job.strip_bytes();
+        args.strips = beside, args.strip_bytes = job.strip_bytes();
+        args.next_strip = strip + beside < strips ? args.strip + beside * job.strip_bytes() : next;
         args.acc = job.acc + begin * kPanelLanes + strip * kStripLanes;
         args.x = job.x_of + begin, args.rows = job.rows + begin * job.groups;
         direct_tile(job.tiles, job.shape(), end - begin)(args);

@@ -21,7 +21,11 @@ inline Lanes widen_e4m3(const uint8_t* at) {
 // Step `word` of the four of 16 inputs, of a piece of the lanes: codes, or what the table has for them.
 template <CodeForm kForm>
 DIPTYCH_FORCED Operand operand_of(const uint8_t* unit, const uint8_t* tops, int word, int part, const Operand& table) {
-  const auto step = [&](int i) __attribute__((always_inline)) { return load_words(unit + i * kStepBytes, part); };
+  const auto step = [&](int i) __attribute__((always_inline)) {
+    __m256i words = load_words(unit + i * kStepBytes, part);
+    if (!has_tops(kForm)) __asm__("" : "+x"(words));  // once, where registers are left for it
+    return words;
+  };
   if constexpr (kForm == CodeForm::bytes) return step(word);
   constexpr bool kIsPairs = kForm == CodeForm::twos || kForm == CodeForm::threes || kForm == CodeForm::threes_table;
   const __m256i packed = step(kIsPairs ? 0 : word / 2);

@@ -101,6 +101,16 @@ struct Packed {
   }
   DIPTYCH_FORCED void advance() { unit += steps_of_16(kForm) * kStepBytes, tops += 4 * 8; }
 };
+// Lines are asked for while as many are taken.
+template <CodeForm kForm>
+struct Streamed : Packed<kForm> {
+  int64_t ahead;
+  DIPTYCH_FORCED void advance() {
+#pragma GCC unroll 4
+    for (int line = 0; line < steps_of_16(kForm); ++line) __builtin_prefetch(this->unit + ahead + line * kStepBytes, 0, 3);
+    Packed<kForm>::advance();
+  }
+};
 struct ExpandedBytes {
   const uint8_t* at;
   DIPTYCH_FORCED __m256i bytes(int step, int part) const { return load_words(at + step * kStepBytes, part); }
@@ -222,41 +232,50 @@ inline void clear_sums(float* acc, int rows) {
 
 // ---- codes as they are packed ----
 
-constexpr int64_t kGroupAheadBytes = 8192;
-
-// Rows [first, first + kRows) of a tile of `rows`.
+// Rows [first, first + kRows) of a tile of `rows`, group after group of all strips.
 template <CodeForm kForm, bool kWide, Joined kJoined, Offset kOffset, int kRows>
 void run_packed(const GroupArgs& args, int rows, int first) {
   const LinearShape& shape = *args.shape;
-  const int64_t head_groups = groups_of_head(shape), inputs = shape.group, groups = args.groups, group_bytes = bytes_of_group_steps(shape);
+  const int64_t head_groups = groups_of_head(shape), inputs = shape.group, groups = args.groups, strips = args.strips, strip_bytes = args.strip_bytes;
+  const int64_t group_bytes = bytes_of_group_steps(shape), tops_bytes = bytes_of_tops(shape);
   constexpr bool kHasZeros = kOffset == Offset::zeros;
   // Of several rows asked for each group: a text of its own would be half as much again to compile. One row has it, as asking took 6 % there.
   const bool has_minima = kOffset == Offset::minima && (kRows == 1 || shape.grid.offset == Offset::minima);
-  const GroupPlace head = place_of_head(shape, 0);
+  const GroupPlace place = place_of_head(shape, 0);
+  const Operand table = load_table(shape);
   const RowOfGroup* of = args.rows + first;
   float* const acc = args.acc + first * kPanelLanes;
-  Scales scales(shape);
-  Packed<kForm> weights{args.strip, nullptr, load_table(shape)};
-  const uint8_t* x[kRows];
+  Head heads[kPanelStrips];
+  const StripsAhead ahead(args.strip, strips, strip_bytes, args.next_strip, first == 0);
+  const uint8_t *x[kRows], *steps = args.strip, *tops = nullptr;
 #pragma GCC unroll 4
   for (int row = 0; row < kRows; ++row) x[row] = args.x[first + row];
-  clear_sums(acc, kRows);
-  for (int64_t group = 0, within = 0; group < groups; ++group, ++within, of += rows) {
+  for (int64_t strip = 0; strip < strips; ++strip) clear_sums(acc + strip * kStripLanes, kRows);
+  for (int64_t group = 0, within = 0; group < groups; ++group, ++within, of += rows, steps += group_bytes, tops += tops_bytes) {
     if (within == head_groups) within = 0;
-    if (within == 0) scales.enter(weights.unit), weights.tops = weights.unit + head.tops, weights.unit += head.steps;
-    if (first == 0)
-      for (int64_t line = 0; line < group_bytes; line += kStepBytes) __builtin_prefetch(weights.unit + line + kGroupAheadBytes, 0, 3);
-    __m256i whole[kRows][kHalves];
-    sum_group<kJoined>(weights, x, group * inputs, inputs, of, whole);
-    const auto scale_of = [&](int half) __attribute__((always_inline)) { return scales.scale(within, half); };
-    const auto offset_of = [&](int half) __attribute__((always_inline)) {
-      return kHasZeros ? (__m256i)widen_u8(scales.offset(within, half)) : (__m256i)scales.minimum(within, half);
-    };
-    end_group<kWide, kHasZeros>(of, whole, has_minima, scale_of, offset_of, acc);
+    if (within == 0) {
+      for (int64_t strip = 0; strip < strips; ++strip) {
+        for (int64_t line = 0; line < place.steps; line += kStepBytes) ahead.ask(steps + line, strip);
+        read_head<kHalves>(shape, steps + strip * strip_bytes, 0, heads[strip]);
+      }
+      tops = steps + place.tops, steps += place.steps;
+    }
+    const int64_t distance = ahead.distance(steps);
+    for (int64_t strip = 0; strip < strips; ++strip) {
+      const Head& head = heads[strip];
+      Streamed<kForm> weights{{steps + strip * strip_bytes, tops + strip * strip_bytes, table}, distance};
+      __m256i whole[kRows][kHalves];
+      sum_group<kJoined>(weights, x, group * inputs, inputs, of, whole);
+      const auto scale_of = [&](int half) __attribute__((always_inline)) { return head.scales[within][half]; };
+      const auto offset_of = [&](int half) __attribute__((always_inline)) {
+        return kHasZeros ? (__m256i)head.zeros(within, half) : (__m256i)head.minima[within][half];
+      };
+      end_group<kWide, kHasZeros>(of, whole, has_minima, scale_of, offset_of, acc + strip * kStripLanes);
+    }
   }
 }
 
-// As many rows at a time as the registers hold sums of.
+// As many rows at a time as the registers hold sums of; the latter ones meet the strips in L2.
 template <CodeForm kForm, bool kWide, Joined kJoined, Offset kOffset, int kRows>
 void run_tile(const GroupArgs& args) {
   constexpr int kFew = kRows <= 4 ? kRows : (kRows + 1) / 2, kRest = kRows - kFew;
@@ -329,14 +348,14 @@ void expand_codes(const LinearShape& shape, const uint8_t* strip, int64_t first,
 
 // minima: or whole numbers, zeros.
 inline void expand_pairs(const LinearShape& shape, const uint8_t* strip, int64_t first, int64_t count, uint8_t* steps, float* scales, float* minima) {
-  Scales grid(shape);
+  Head head;
   for (int64_t group = first; group < first + count; ++group) {
     const int64_t within = group % groups_of_head(shape);
-    if (within == 0 || group == first) grid.enter(strip + place_of_group(shape, group).factors);
+    if (within == 0 || group == first) read_head<kHalves>(shape, strip + place_of_group(shape, group).factors, 0, head);
     for (int half = 0; half < kHalves; ++half, scales += 8, minima += 8) {
-      *reinterpret_cast<Lanes*>(scales) = grid.scale(within, half);
-      if (shape.grid.offset == Offset::minima) *reinterpret_cast<Lanes*>(minima) = grid.minimum(within, half);
-      if (shape.grid.offset == Offset::zeros) *reinterpret_cast<Whole*>(minima) = widen_u8(grid.offset(within, half));
+      *reinterpret_cast<Lanes*>(scales) = head.scales[within][half];
+      if (shape.grid.offset == Offset::minima) *reinterpret_cast<Lanes*>(minima) = head.minima[within][half];
+      if (shape.grid.offset == Offset::zeros) *reinterpret_cast<Whole*>(minima) = head.zeros(within, half);
     }
   }
   const bool to_words = joined_of(shape) == Joined::words;

@@ -1,6 +1,6 @@
 // Tiles of weights in groups that meet strips as they are packed, any number of rows, a piece of a strip's lanes at a time: the text that
 // AVX-VNNI and NEON share. Before it stand a set's own (gemm_groups_avx2.inl, gemm_groups_neon.inl): operand_of and add_16, what signed levels
-// are met with more (kSignedBase), and how numbers are widened.
+// are met with more (kSignedBase), and how head are widened.
 
 #include "gemm_group_scales.inl"
 
@@ -52,10 +52,10 @@ void run_rows(const GroupArgs& args, int rows, int first, int begin) {
   const int64_t group_bytes = bytes_of_group_steps(shape), tops_bytes = bytes_of_tops(shape);
   // Of several rows asked for each group: a text of its own would be half as much again to compile.
   const bool has_minima = kOffset == Offset::minima && (kRows == 1 || shape.grid.offset == Offset::minima);
-  const GroupPlace head = place_of_head(shape, 0);
+  const GroupPlace place = place_of_head(shape, 0);
   const Operand table = load_table(shape);
   const RowOfGroup* of = args.rows + first;
-  Scales scales(shape);
+  Head head;
   const uint8_t *x[kRows], *w = args.strip, *tops = nullptr;
   Lanes sums[kCount][kRows];
 #pragma GCC unroll 8
@@ -66,7 +66,7 @@ void run_rows(const GroupArgs& args, int rows, int first, int begin) {
   }
   for (int64_t group = 0, within = 0; group < groups; ++group, of += rows, w += group_bytes, tops += tops_bytes) {
     if (within == head_groups) within = 0;
-    if (within == 0) scales.enter(w), tops = w + head.tops, w += head.steps;
+    if (within == 0) read_head<kCount>(shape, w, begin, head), tops = w + place.tops, w += place.steps;
     if (begin == 0)
       for (int64_t line = 0; line < group_bytes; line += kStepBytes) __builtin_prefetch(w + line + kGroupAheadBytes, 0, 3);
 #pragma GCC unroll 8
@@ -74,18 +74,18 @@ void run_rows(const GroupArgs& args, int rows, int first, int begin) {
       const int part = begin + at;
       Whole whole[kRows];
       sum_group<kForm, kWide, kRows>(of, w, tops, x, group * inputs, inputs, low, part, table, whole);
-      const Lanes scale = scales.scale(within, part);
+      const Lanes scale = head.scales[within][part];
 #pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) {
         if constexpr (kOffset == Offset::zeros) {
           int32_t sum;
           std::memcpy(&sum, &of[row].sum, sizeof(sum));
-          whole[row] -= widen_u8(scales.offset(within, part)) * sum;
+          whole[row] -= head.zeros(within, part) * sum;
         }
         sums[at][row] = fused(__builtin_convertvector(whole[row], Lanes) * of[row].power, scale, sums[at][row]);
       }
       if (has_minima) {
-        const Lanes minimum = scales.minimum(within, part);
+        const Lanes minimum = head.minima[within][part];
 #pragma GCC unroll 8
         for (int row = 0; row < kRows; ++row) sums[at][row] = fused(Lanes{} + of[row].sum, minimum, sums[at][row]);
       }

@@ -208,8 +208,10 @@ struct GroupArgs {
   int64_t groups;
   float* acc;
   const RowOfGroup* rows;          // [groups][rows of the tile]
-  // direct tiles: one packed strip, whole
+  // direct tiles: packed strips, whole, side by side, as many as the set takes at most; acc of each kStripLanes after that before it
   const uint8_t* strip;
+  int64_t strips, strip_bytes;
+  const uint8_t* next_strip;       // that likely follow
   Asking asking;
   // others: groups [first, first + groups) of expanded strips [kExpandedBytes], u8 = level + 128 in steps of int8 (or as the set's `expand`
   // makes them: s8 = level), and their scales [kExpandedScales], [groups][16], and minima likewise or null
@@ -274,6 +276,7 @@ struct GroupTiles {
   ExpandedTile expanded_long = {};  // for groups of kMaxGroup, where another tile is best for them
   RowForm (*row_form)(const LinearShape& shape, bool is_direct) = nullptr;  // null: rows as they lie
   int64_t most_direct[2] = {64, 40};  // rows, and wide ones, that meet packed codes, before expanding them is cheaper
+  int64_t direct_strips = 1;          // that a direct tile takes at one time
   int64_t block_rows = 264;           // that pass over expanded groups: their fp32 sums of a panel and some groups of x lie in L2
 };
 
