@@ -101,7 +101,7 @@ struct Packed {
   }
   DIPTYCH_FORCED void advance() { unit += steps_of_16(kForm) * kStepBytes, tops += 4 * 8; }
 };
-// Lines are asked for while as many are taken.
+// Lines are asked for, so far ahead, while as many are taken; 0 bytes ahead: those that are, which is nothing.
 template <CodeForm kForm>
 struct Streamed : Packed<kForm> {
   int64_t ahead;

@@ -1,6 +1,6 @@
 // Tiles of weights in groups that meet strips as they are packed, any number of rows, a piece of a strip's lanes at a time: the text that
 // AVX-VNNI and NEON share. Before it stand a set's own (gemm_groups_avx2.inl, gemm_groups_neon.inl): operand_of and add_16, what signed levels
-// are met with more (kSignedBase), and how head are widened.
+// are met with more (kSignedBase), and how numbers are widened.
 
 #include "gemm_group_scales.inl"
 
