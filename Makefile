@@ -79,7 +79,7 @@ test-arm64: $(VENV)/.dev
 
 sanitize: $(VENV)/.dev
 	@echo "==> kernels under AddressSanitizer and UBSan"
-	@cmake -S . -B build/sanitize -DDIPTYCH_BUILD_MODULE=OFF -DDIPTYCH_BUILD_TESTS=ON -DDIPTYCH_SANITIZE=address,undefined && cmake --build build/sanitize -j2 && build/sanitize/kernels_fuzz $${SECONDS_TO_RUN:-60} && { [ ! -e build/sanitize/amx_check ] || build/sanitize/amx_check 20; }
+	@cmake -S . -B build/sanitize -DDIPTYCH_BUILD_MODULE=OFF -DDIPTYCH_BUILD_TESTS=ON -DDIPTYCH_SANITIZE=address,undefined && cmake --build build/sanitize -j2 && build/sanitize/kernels_fuzz $${SECONDS_TO_RUN:-60} && { [ ! -e build/sanitize/amx_check ] || build/sanitize/amx_check 20 || [ $$? = 77 ]; }
 
 # each peer has an environment of its own: their pins clash. PEERS="openvino vllm" measures only some; PEERS_AT=/elsewhere keeps them there
 PEERS ?= openvino llama-cpp vllm onnxruntime
