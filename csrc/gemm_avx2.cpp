@@ -404,7 +404,7 @@ extern const Tiles kBf16Tiles = {
     {kManyRows, 1, XForm::widened, tile_bf16_many},
 };
 extern const Tiles kInt8Tiles = {  // adapters take what is a strip wide
-    {DIPTYCH_FEW(tile_int8, 1, 4), DIPTYCH_FEW(tile_int8, 1, 1), DIPTYCH_FEW(tile_int8, 2, 1), DIPTYCH_FEW(tile_int8, 3, 1), DIPTYCH_FEW(tile_int8, 4, 1)},
+    {DIPTYCH_FEW(tile_int8, 1, 4), DIPTYCH_FEW(tile_int8, 1, 1), DIPTYCH_FEW(tile_int8, 2, 2), DIPTYCH_FEW(tile_int8, 2, 1), DIPTYCH_FEW(tile_int8, 3, 1), DIPTYCH_FEW(tile_int8, 4, 1)},
     {kManyRows, 1, XForm::widened, tile_int8_many},
 };
 extern const Tiles kInt4Tiles = {
