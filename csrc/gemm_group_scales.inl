@@ -30,7 +30,7 @@ __attribute__((noinline)) void read_head(const LinearShape& shape, const uint8_t
   const uint8_t *scales = at + place.scales, *offsets = at + place.offsets;
   out.offsets = offsets;
   if (grid.nested) {
-    Lanes factors[2][kCount];
+    Lanes factors[2][kCount] = {};
     const auto read_factors = [&](int which, const uint8_t* from, int64_t bytes, const auto& widened) __attribute__((always_inline)) {
 #pragma GCC unroll 4
       for (int piece = 0; piece < kCount; ++piece) factors[which][piece] = widened(from + (begin + piece) * kLaneCount * bytes, piece);
