@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import shutil
@@ -38,7 +39,10 @@ def made(name: str) -> Path:
         out = archive.parent / "kernels"
     options = [] if archive is None else [f"KERNELS={archive}"]
     command = ["make", "-s", "-j2", "-C", str(BENCH), f"OUT={out}", *options, str(out / name)]
-    subprocess.run(command, check=True, capture_output=True)
+    BUILD.mkdir(exist_ok=True)
+    with (BUILD / "kernels.lock").open("w") as lock:  # another process of the tests would load what is half written
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.run(command, check=True, capture_output=True)
     return out / name
 
 
