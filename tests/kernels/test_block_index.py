@@ -52,8 +52,6 @@ def products_of_blocks(q: torch.Tensor, keys: torch.Tensor, position: int) -> to
 @pytest.mark.parametrize("isa", KERNEL_SETS)
 def test_each_head_chooses_the_blocks_of_its_largest_products(isa: str, local: int, kv_format: str) -> None:
     """Oracle: the plain definition. Products of signs are whole numbers, so that many are equal: of those the lower block."""
-    if isa not in cpu.instruction_sets():
-        pytest.skip(f"this CPU cannot run {isa}")
     batch, n_blocks = make_batch(EdgeShape(name="", sequences=SEQUENCES))
     generator, n = torch.Generator().manual_seed(0), len(batch.token_ids_T)
     keys = [torch.randint(0, 2, (end, WIDTH), generator=generator) * 2.0 - 1 for end in batch.context_tokens_S]
@@ -126,8 +124,6 @@ def loaded(path: Path, name: str, kv: str, threads: int) -> Model:
 @pytest.mark.parametrize("name", KERNEL_SETS)
 def test_published_widths_on_every_set(path: Path, expected: torch.Tensor, name: str, kv: str) -> None:
     """Near fp32, and the same bits however the work was cut."""
-    if name not in cpu.instruction_sets():
-        pytest.skip(f"this CPU cannot run {name}")
     one, two = (loaded(path, name, kv, threads) for threads in (1, 2))
     tokens = prompt(N_TOKENS)
     whole = alone(one, tokens, None)

@@ -21,8 +21,6 @@ BEST = cpu.instruction_sets()[0] if cpu.instruction_sets() else ""
 
 @pytest.fixture(params=KERNEL_SETS)
 def isa(request: pytest.FixtureRequest) -> str:
-    if request.param not in cpu.instruction_sets():
-        pytest.skip(f"this CPU cannot run {request.param}")
     return request.param
 
 

@@ -243,8 +243,6 @@ def test_cut_of_the_work_changes_no_bit(path: Path, weights: str, kv: str) -> No
 
 @pytest.mark.parametrize("isa", KERNEL_SETS)
 def test_each_set_is_equal_within_itself(path: Path, isa: str) -> None:  # noqa: F811
-    if isa not in cpu.instruction_sets():
-        pytest.skip(f"this CPU cannot run {isa}")
     for kv in ("bf16", "int8", "fp8"):
         model = load_model(path, replace(CONFIG, instruction_set=isa, kv=kv))
         whole = alone(model, text(60), None)
@@ -297,8 +295,6 @@ def expected(wide: Path) -> torch.Tensor:
 @pytest.mark.parametrize("name", KERNEL_SETS)
 def test_published_widths_on_every_set(wide: Path, expected: torch.Tensor, name: str, kv: str) -> None:
     """Near fp32, and the same bits however the work was cut."""
-    if name not in cpu.instruction_sets():
-        pytest.skip(f"this CPU cannot run {name}")
     one, two = (load_model(wide, replace(CONFIG, instruction_set=name, kv=kv, threads=n)) for n in (1, 2))
     tokens = text(N_TOKENS)
     whole = alone(one, tokens, None)

@@ -28,8 +28,6 @@ FAR = 1e4  # of gates: by a softmax one place of a pool has all of it
 
 @pytest.fixture(params=KERNEL_SETS)
 def isa(request: pytest.FixtureRequest) -> str:
-    if request.param not in cpu.instruction_sets():
-        pytest.skip(f"this CPU cannot run {request.param}")
     return request.param
 
 

@@ -48,8 +48,6 @@ def expected(path: Path) -> torch.Tensor:
 @pytest.mark.parametrize("name", KERNEL_SETS)
 def test_published_sizes_on_every_set(path: Path, expected: torch.Tensor, name: str, kv: str) -> None:
     """Near fp32, and the same bits in one prefill, in chunks, beside others and with the work of a decode split."""
-    if name not in instruction_sets():
-        pytest.skip(f"this CPU cannot run {name}")
     one, two = (load_model(path, ComputeConfig(backend="cpu", instruction_set=name, kv=kv, threads=n)) for n in (1, 2))
     tokens = prompt(N_TOKENS)
     whole = alone(one, tokens, None)

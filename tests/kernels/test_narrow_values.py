@@ -51,8 +51,6 @@ def expected(path: Path) -> torch.Tensor:
 @pytest.mark.parametrize("name", KERNEL_SETS)
 def test_every_set_is_near_fp32_and_equal_within_itself(path: Path, expected: torch.Tensor, name: str, kv: str) -> None:
     """In one prefill, in chunks, beside others, and with the tiles of a decode dealt to two threads."""
-    if name not in instruction_sets():
-        pytest.skip(f"this CPU cannot run {name}")
     one, two = (load_model(path, replace(CONFIG, instruction_set=name, kv=kv, threads=n)) for n in (1, 2))
     tokens = prompt(N_TOKENS)
     whole = alone(one, tokens, None)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from built_kernels import BENCH, MACHINE, compiler, objects
 
-from worlds import KERNEL_SETS
+from worlds import EVERY_KERNEL_SET
 
 pytestmark = pytest.mark.native
 
@@ -38,7 +38,7 @@ def own_code(files: list[Path]) -> Iterator[tuple[str, str, str]]:
     """Of each object that belongs to one kernel set alone: its name, the set's, and the listing."""
     for name, listing in listings(files):
         _, _, of = name.partition("_")
-        if of in KERNEL_SETS and of != "scalar":
+        if of in EVERY_KERNEL_SET and of != "scalar":
             yield name, of, listing
 
 

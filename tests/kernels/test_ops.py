@@ -19,7 +19,7 @@ from diptych.models.gates import PLAIN
 from diptych.models.positions import QueryScale
 from diptych.models.spec import MoeSpec, Scores
 from op_bench import Bench, check, make_batch, noise, rounded
-from worlds import KERNEL_SETS
+from worlds import EVERY_KERNEL_SET, KERNEL_SETS
 
 pytestmark = [
     pytest.mark.native,
@@ -44,10 +44,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 BEST = next(iter(cpu.instruction_sets()), "")
 
 
+@pytest.mark.parametrize("name", EVERY_KERNEL_SET)
+def test_the_sets_of_this_processor_are_chosen_by_name(name: str) -> None:
+    """Whatever is tested on every set is tested on these."""
+    if name not in KERNEL_SETS:
+        pytest.skip(f"this CPU cannot run {name}, whose kernels have no tests here")
+    assert cpu.choose_instruction_set(name) == name
+
+
 @pytest.fixture(params=KERNEL_SETS)
 def isa(request: pytest.FixtureRequest) -> str:
-    if request.param not in cpu.instruction_sets():
-        pytest.skip(f"this CPU cannot run {request.param}")
     return request.param
 
 

@@ -34,8 +34,6 @@ def native_kv(n_blocks: int) -> Any:
 @pytest.mark.parametrize("isa", KERNEL_SETS)
 def test_values_are_normed_before_they_are_written(isa: str) -> None:
     """Each head over its own width, without a weight."""
-    if isa not in cpu.instruction_sets():
-        pytest.skip(f"this CPU cannot run {isa}")
     batch, n_blocks = make_batch(SHAPE)
     qkv, kv = noise(batch.n_tokens, (H + 2 * K) * D, seed=5, scale=3.0), native_kv(n_blocks)
     bench, native = Bench(isa, qkv), cpu._cpu.AttentionShape(n_heads=H, n_kv_heads=K, head_dim=D, scale=1.0)
@@ -60,8 +58,6 @@ def test_values_are_normed_before_they_are_written(isa: str) -> None:
 @pytest.mark.parametrize("isa", KERNEL_SETS)
 def test_keys_may_be_the_values_and_norms_follow_the_turn(isa: str) -> None:
     """A row has no values then: they are the keys as they were projected, normed without a weight."""
-    if isa not in cpu.instruction_sets():
-        pytest.skip(f"this CPU cannot run {isa}")
     batch, n_blocks = make_batch(SHAPE)
     qk, kv = noise(batch.n_tokens, (H + K) * D, seed=5, scale=3.0), native_kv(n_blocks)
     bench, native = Bench(isa, qk), cpu._cpu.AttentionShape(n_heads=H, n_kv_heads=K, head_dim=D, scale=1.0)
@@ -88,8 +84,6 @@ def test_keys_may_be_the_values_and_norms_follow_the_turn(isa: str) -> None:
 @pytest.mark.parametrize("isa", KERNEL_SETS)
 def test_a_layer_without_keys_reads_what_is_there_and_writes_nothing(isa: str) -> None:
     """Its rows hold queries alone, as wide as they are."""
-    if isa not in cpu.instruction_sets():
-        pytest.skip(f"this CPU cannot run {isa}")
     batch, n_blocks = make_batch(SHAPE)
     kv, blocks = native_kv(n_blocks), torch.arange(n_blocks, dtype=torch.int32).numpy()
     dense = [rounded(noise(K, n_blocks * 16, D, seed=seed)) for seed in (1, 2)]

@@ -28,8 +28,6 @@ WIDTHS = [2, 15, 64, 130]
 
 @pytest.fixture(params=KERNEL_SETS)
 def isa(request: pytest.FixtureRequest) -> str:
-    if request.param not in cpu.instruction_sets():
-        pytest.skip(f"this CPU cannot run {request.param}")
     return request.param
 
 

@@ -79,6 +79,7 @@ SMALL = Extent(
     prefill=[StepShape.prefill(batch=1, new_tokens=n, cached_tokens=c) for n, c in ((30, 0), (90, 0), (40, 200))],
     launch=[StepShape.decode(batch=1, context_tokens=16), StepShape.prefill(batch=1, new_tokens=16)],
     copy_mib=(1, 2, 8),
+    side=256,
     climbs=1,
 )
 
@@ -205,7 +206,7 @@ def test_what_does_not_fit_a_gpus_cache_is_not_looked_for_there() -> None:
 
 def test_ceilings_of_a_device_are_measured() -> None:
     """As on a GPU, without its recorded runs."""
-    found = device_ceilings(torch.device("cpu"), copy_mib=(1, 4))
+    found = device_ceilings(torch.device("cpu"), copy_mib=(1, 4), side=128)
     assert found.copy_bytes_per_s.keys() == {1, 4}
     assert found.flops_per_s.keys() == {"bf16", "fp32"}
     rates = [found.read_bytes_per_s, found.launch_s, *found.copy_bytes_per_s.values(), *found.flops_per_s.values()]

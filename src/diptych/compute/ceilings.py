@@ -149,9 +149,9 @@ def torch_read_bytes_per_s(device: torch.device) -> float:
     return max(read, 2 * READ_BYTES / _best_s(lambda: target.copy_(values), device))
 
 
-def torch_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """Of large products of random numbers, by torch."""
-    n = 8192 if device.type == "cuda" else 1024
+def torch_flops_per_s(device: torch.device, dtype: torch.dtype, *, side: int | None = None) -> float:
+    """Of products of square matrices of random numbers, by torch: large ones, or of so many rows."""
+    n = side or (8192 if device.type == "cuda" else 1024)
     left, right = torch.randn(2, n, n, device=device, dtype=dtype)
     return 2 * n**3 / _best_s(lambda: left @ right, device)
 

@@ -45,8 +45,13 @@ def cache_of(rates: Mapping[int, float], memory_bytes_per_s: float) -> dict[str,
     return {"bytes": held[-1] * 2.0**20, "bytes_per_s": min(rates[mib] for mib in held)} if held else None
 
 
-def device_ceilings(device: torch.device, *, copy_mib: Sequence[int] = COPY_MIB) -> DeviceCeilings:
-    """Measured now; takes some seconds. Sizes of which the free memory does not hold four are left out."""
+def device_ceilings(
+    device: torch.device, *, copy_mib: Sequence[int] = COPY_MIB, side: int | None = None
+) -> DeviceCeilings:
+    """Measured now; takes some seconds. Sizes of which the free memory does not hold four are left out.
+
+    side: rows of the matrices that are multiplied; what the device needs for its best where none is given.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         copy_mib = [mib for mib in copy_mib if 4 * mib * 2**20 <= free]
@@ -56,7 +61,7 @@ def device_ceilings(device: torch.device, *, copy_mib: Sequence[int] = COPY_MIB)
     return DeviceCeilings(
         read_bytes_per_s=max(torch_read_bytes_per_s(device), copies[max(copies)] if copies else 0.0),
         copy_bytes_per_s=copies,
-        flops_per_s={name: torch_flops_per_s(device, dtype) for name, dtype in DTYPES.items()},
+        flops_per_s={name: torch_flops_per_s(device, dtype, side=side) for name, dtype in DTYPES.items()},
         launch_s=_launch_s(device),
     )
 

@@ -82,6 +82,7 @@ class Extent:
     prefill: Sequence[StepShape]
     launch: Sequence[StepShape]
     copy_mib: Sequence[int] = COPY_MIB
+    side: int | None = None  # rows of the products that show the most arithmetic; those that a device needs for it
     climbs: int = CLIMBS
 
 
@@ -120,7 +121,7 @@ def _measured(
     config = replace(compute, backend="torch", device=str(device), weights=WEIGHTS, kv="auto")
     brief = replace(effort, budget_s=effort.budget_s / 2)
     progress(f"measuring what {device_name(device)} can do at most")
-    ceilings = device_ceilings(device, copy_mib=extent.copy_mib)
+    ceilings = device_ceilings(device, copy_mib=extent.copy_mib, side=extent.side)
     samples: list[TimedStep] = []
     shapes = {"launches": extent.launch_model} | dict(extent.models)
     adapted, profile = None, dict[str, Any]()
