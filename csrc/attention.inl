@@ -217,14 +217,24 @@ struct Joined {
 
 // ---- softmax of a few rows over one tile ----
 
-// Hides the keys outside [lo, hi) of the tile from one row's scores and returns their maximum, lane by lane. `scale` makes them the scores
-// that a softcap bends.
-DIPTYCH_INLINE F32 hide_and_max(float* scores, const Span& seen, int64_t lo, int64_t hi, const AttentionShape& shape, float scale) {
-  if (shape.has_softcap)
-    for (int64_t g = seen.first; g < seen.end; ++g) {
-      const F32 x = mul(load(scores + g * 16), set1(scale / shape.softcap));
-      store(scores + g * 16, mul(tanh_lanes(x), set1(shape.softcap)));
-    }
+// What one row's products with keys become before a softmax: `scale` makes them scores, and a softcap bends these.
+DIPTYCH_INLINE void cap_scores(float* scores, const Span& seen, float softcap, float scale) {
+  for (int64_t g = seen.first; g < seen.end; ++g) {
+    const F32 x = mul(load(scores + g * 16), set1(scale / softcap));
+    store(scores + g * 16, mul(tanh_lanes(x), set1(softcap)));
+  }
+}
+// Or they lose so much for each position from the key to the query, which is `ahead` positions behind the tile's first key.
+DIPTYCH_INLINE void slope_scores(float* scores, const Span& seen, float slope, int64_t ahead, float scale) {
+  alignas(64) static constexpr float kSteps[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  for (int64_t g = seen.first; g < seen.end; ++g) {
+    const F32 nearer = add(load(kSteps), set1(static_cast<float>(g * 16 - ahead)));
+    store(scores + g * 16, fma(nearer, set1(slope), mul(load(scores + g * 16), set1(scale))));
+  }
+}
+
+// Hides the keys outside [lo, hi) of the tile from one row's scores and returns their maximum, lane by lane.
+DIPTYCH_INLINE F32 hide_and_max(float* scores, const Span& seen, int64_t lo, int64_t hi) {
   const F32 none = set1(-__builtin_inff());
   int64_t first = seen.first, end = seen.end;
   for (; first < end && lo > first * 16; ++first) {
@@ -430,8 +440,11 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
       const int64_t lo = call.shape.first_seen(positions[r], rows.whole) - tile.start;
       const int64_t hi = call.shape.last_seen(positions[r], rows.whole) + 1 - tile.start;
       const float scale = tile.is_whole ? call.shape.scale * scratch.query_scales[r0 + r] : call.shape.scale;
-      units[r] = (call.shape.has_softcap ? 1.0f : scale) * kLog2e;
-      lanes[r] = hide_and_max(scratch.scores + r * kTileTokens, seen, lo, hi, call.shape, scale);
+      float* scores = scratch.scores + r * kTileTokens;
+      units[r] = (call.shape.has_softcap || call.shape.slopes != nullptr ? 1.0f : scale) * kLog2e;
+      if (call.shape.has_softcap) cap_scores(scores, seen, call.shape.softcap, scale);
+      if (call.shape.slopes != nullptr) slope_scores(scores, seen, call.shape.slopes[rows.head + (r0 + r) % rows.group], positions[r] - tile.start, scale);
+      lanes[r] = hide_and_max(scores, seen, lo, hi);
 #if defined(DIPTYCH_WHOLE)  // a bound by the keys that the row sees, whoever stands beside it
       if (tile.is_whole) value_units[r] = lo <= 0 && hi >= kTileTokens ? tile.most_value_scale : most_scale(tile.value_scales, lo, hi);
 #endif

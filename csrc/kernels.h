@@ -119,6 +119,7 @@ struct AttentionShape {
   float softcap = 0.0f;        // scores become softcap * tanh(score / softcap)
   bool has_softcap = false;
   const float* sinks = nullptr;  // [H] one more score of each head, of a key without value; null: none
+  const float* slopes = nullptr;  // [H] what a score of each head loses for each position between query and key; null: nothing
   bool is_chunked = false;       // a query sees the positions from the last multiple of `window` up to its own instead
   int64_t most = INT64_MAX;      // a query attends to so many positions at most, those of a choice; "positions" are then places in it
   int64_t block = 1;             // so many positions are chosen together, for each kv head others; of more than one the query's own is among them

@@ -378,9 +378,10 @@ void bind_operations(nb::class_<Program>& program) {
          nb::arg("k_norm").none(), nb::arg("has_full_width_norm"), nb::arg("norm_eps"), nb::arg("row").none() = nb::none(),
          nb::arg("has_head_norms") = false, nb::arg("query_scale").none() = nb::none(), nb::arg("has_v_norm") = false, nb::arg("writes_kv") = true, nb::arg("has_v") = true,
          nb::arg("norms_turned") = false, nb::arg("v_scale") = 1.0f)
-      .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape, int sinks, int64_t column, int choice) {
-        p.record(Category::attention, AttentionOp{q, out, layer, shape, sinks, column, choice});
-      }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("layer"), nb::arg("shape"), nb::arg("sinks") = -1, nb::arg("column") = 0, nb::arg("choice") = -1)
+      .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape, int sinks, int64_t column, int choice, int slopes) {
+        p.record(Category::attention, AttentionOp{q, out, layer, shape, sinks, column, choice, slopes});
+      }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("layer"), nb::arg("shape"), nb::arg("sinks") = -1, nb::arg("column") = 0, nb::arg("choice") = -1,
+         nb::arg("slopes") = -1)
       .def("meet", [](Program& p, int out) { p.record(Category::attention, MeetOp{out}); })
       .def("heads", [](Program& p, std::vector<int> weights, int x, int64_t head_stride, int rows, int out, int64_t out_head_stride, const std::string& store,
                        int64_t column) {

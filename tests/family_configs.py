@@ -317,6 +317,10 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"num_experts": 6, "moe_topk": [3, 3, 3], "intermediate_size": 40, "head_dim": 24},
     ),
     "opt": ("OPTConfig", "OPTForCausalLM", {"ffn_dim": 96}),
+    # scores that fall with the distance; heads whose number is no power of two, too
+    "bloom": ("BloomConfig", "BloomForCausalLM", {}),
+    "mpt": ("MptConfig", "MptForCausalLM", {
+        "num_attention_heads": 3, "hidden_size": 72, "attn_config": {"clip_qkv": 0.8, "softmax_scale": 0.3}}),
     "gpt_oss": (
         "GptOssConfig",
         "GptOssForCausalLM",

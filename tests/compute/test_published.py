@@ -27,11 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {entry["model"]: entry for entry in map(json
 # of 8B, not of 8x7B, of 17B-128E, of which it is a part, nor of E2B, which leaves embeddings out
 SIZE = re.compile(r"(?<=[-_])(\d+(?:\.\d+)?)b(?![a-z0-9])(?!-\d+e)", re.IGNORECASE)
 BESIDE_TEXT = ("vl", "vision", "voxtral", "docling", "4.1v", "gemma-4")  # a part of it reads pictures or sound
-INDEXED = [
-    name
-    for name, entry in MODELS.items()
-    if "tensors" in entry and entry["config"]["architectures"] != ["BloomForCausalLM"]
-]
+INDEXED = [name for name, entry in MODELS.items() if "tensors" in entry]
 
 
 PLAIN = [name for name in INDEXED if "quantization_config" not in MODELS[name]["config"]]

@@ -27,6 +27,7 @@ from diptych.compute.ops.tolerances import EDGE_SHAPES, OPS, EdgeShape
 from diptych.compute.ops.torch_loader import TorchAttention, TorchNorm
 from diptych.compute.ops.torch_ops import TorchOps
 from diptych.models.latent import MlaSpec
+from diptych.models.positions import slopes
 from diptych.models.spec import MoeSpec, Scores
 
 VARIANTS = {
@@ -38,6 +39,7 @@ VARIANTS = {
     "chunks of 12": {"window": 12, "is_chunked": True},
     "softcap": {"softcap": 1.5},
     "softcap, window": {"softcap": 1.5, "window": 9},
+    "slopes": {"has_slopes": True},
 }
 
 
@@ -102,6 +104,8 @@ def make_ops(shape: EdgeShape, kind: Kind) -> tuple[TorchOps, ForwardBatch, Torc
 
 def attention_spec(shape: EdgeShape, **fields: object) -> AttentionSpec:
     sizes = {"n_heads": shape.n_heads, "n_kv_heads": shape.n_kv_heads, "head_dim": shape.head_dim}
+    if fields.pop("has_slopes", False):
+        fields["slopes"] = slopes(shape.n_heads, 8.0)
     return AttentionSpec(layer=0, scale=shape.head_dim**-0.5, v_head_dim=shape.v_head_dim, **sizes, **fields)  # type: ignore[arg-type]
 
 

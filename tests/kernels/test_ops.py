@@ -16,7 +16,7 @@ from diptych.compute.ops import reference
 from diptych.compute.ops.contract import Activation, AttentionSpec, RopeSpec
 from diptych.compute.ops.tolerances import EDGE_SHAPES, EdgeShape
 from diptych.models.gates import PLAIN
-from diptych.models.positions import QueryScale
+from diptych.models.positions import QueryScale, slopes
 from diptych.models.spec import MoeSpec, Scores
 from op_bench import Bench, check, make_batch, noise, rounded
 from worlds import EVERY_KERNEL_SET, KERNEL_SETS
@@ -38,7 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {}, "window 1": {"window": 1}, "window 17": {"window": 17}, "window 260": {"window": 260},
     "softcap": {"softcap": 1.5}, "softcap, window": {"softcap": 1.5, "window": 9}, "sinks": {"has_sinks": True},
     "sinks, window": {"has_sinks": True, "window": 17}, "chunks": {"window": 24, "is_chunked": True},
-    "long chunks": {"window": 300, "is_chunked": True},
+    "long chunks": {"window": 300, "is_chunked": True}, "slopes": {"has_slopes": True},
 }  # fmt: skip
 
 BEST = next(iter(cpu.instruction_sets()), "")
@@ -148,15 +148,19 @@ def attended(
     batch, n_blocks = make_batch(shape)
     kv, _, _ = native_cache(shape, n_blocks, kv_format, spread=spread)
     bench = Bench(isa, rows_in(shape, batch, spread=spread), threads=2)
-    native = cpu._cpu.AttentionShape(scale=shape.head_dim**-0.5, **sizes_of(shape), **variant)
+    fields = {name: one for name, one in variant.items() if name != "has_slopes"}
+    native = cpu._cpu.AttentionShape(scale=shape.head_dim**-0.5, **sizes_of(shape), **fields)
     q = bench.program.add_bf16(shape.n_heads * shape.head_dim)
     out = bench.program.add_f32(shape.n_heads * shape.value_dim)
     bench.program.rotate(
         qkv=bench.x, q=q, layer=0, shape=native, rope=None, q_norm=None, k_norm=None,
         has_full_width_norm=False, norm_eps=1e-6,
     )  # fmt: skip
-    number = bench.program.add_vector(sinks_of(shape)) if has_sinks else -1
-    bench.program.attention(q=q, out=out, layer=0, shape=native, sinks=number)
+    numbers = {
+        "sinks": bench.program.add_vector(sinks_of(shape)) if has_sinks else -1,
+        "slopes": bench.program.add_vector(torch.tensor(slopes_of(shape))) if variant != fields else -1,
+    }
+    bench.program.attention(q=q, out=out, layer=0, shape=native, **numbers)
     got = bench.run(out, shape.n_heads * shape.value_dim, batch, kv)
     return got[looked_at(batch)], expected_rows(
         shape, kv_format, tuple(variant.items()), has_sinks=has_sinks, spread=spread
@@ -179,6 +183,10 @@ def sinks_of(shape: EdgeShape) -> torch.Tensor:
     return noise(shape.n_heads, seed=4, scale=3.0)
 
 
+def slopes_of(shape: EdgeShape) -> tuple[float, ...]:
+    return slopes(shape.n_heads, 8.0)
+
+
 def looked_at(batch: ForwardBatch) -> list[int]:
     n = batch.n_tokens
     return list(range(n)) if n < 64 else [0, 1, 2, 255, 256, 257, n - 1]
@@ -199,7 +207,8 @@ def expected_rows(
     slots = torch.from_numpy(batch.slots_T(shape.block_tokens)).long()
     keys[slots // shape.block_tokens, slots % shape.block_tokens] = new_k
     values[slots // shape.block_tokens, slots % shape.block_tokens] = new_v
-    spec = AttentionSpec(layer=0, scale=shape.head_dim**-0.5, **sizes_of(shape), **dict(variant))
+    fields: dict[str, Any] = {"slopes": slopes_of(shape)} if dict(variant) == {"has_slopes": True} else dict(variant)
+    spec = AttentionSpec(layer=0, scale=shape.head_dim**-0.5, **sizes_of(shape), **fields)
     sinks = sinks_of(shape) if has_sinks else None
     return attention_rows(q, keys, values, batch, spec, looked_at(batch), sinks)
 

@@ -19,7 +19,6 @@ from diptych.models.read import read_model
 from diptych.models.rope import ROPE_KEYS
 from diptych.models.spec import ModelSpec
 
-RUN = [family for family in FAMILIES if family.is_run]
 CLASSES = [
     family for family in FAMILIES if family.name in transformers.CONFIG_MAPPING
 ]  # of others stand republished.py
@@ -289,6 +288,7 @@ SMALL_GPT: dict[str, dict[str, Any]] = {
     },
     "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256, "bos_token_id": 0, "eos_token_id": 1},
     "bloom": {"hidden_size": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256},
+    "mpt": {"d_model": 64, "n_layers": 4, "n_heads": 4, "vocab_size": 256},
 }
 KINDS = {kind: {"rope_type": "default", "rope_theta": theta}
          for kind, theta in (("full_attention", 1e4), ("sliding_attention", 1e3))}  # fmt: skip
@@ -441,7 +441,7 @@ def test_windows_without_layer_types_are_where_the_class_has_them(name: str) -> 
     assert read(family, fields).windows == windows_of(config)
 
 
-@pytest.mark.parametrize("family", RUN, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("fields", ["all left out", "small"])
 def test_the_count_is_what_the_loader_loads(family: Family, fields: str) -> None:
     """The planner's number of parameters and the tensors the engine asks for are one thing."""
@@ -449,7 +449,7 @@ def test_the_count_is_what_the_loader_loads(family: Family, fields: str) -> None
     assert parameter_count(spec) == loaded(spec)
 
 
-@pytest.mark.parametrize("family", [one for one in CLASSES if one.is_run], ids=lambda family: family.name)
+@pytest.mark.parametrize("family", CLASSES, ids=lambda family: family.name)
 def test_every_field_of_the_class_is_read_fixed_or_harmless(family: Family) -> None:
     """A field that a new version of transformers adds, or that was forgotten here, must be decided about by someone."""
     config = transformers.AutoConfig.for_model(family.name, **CLASS_NEEDS.get(family.name, {}))

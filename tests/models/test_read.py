@@ -20,11 +20,11 @@ from diptych.cost.setup import find_model
 from diptych.cost.tables import model_spec
 from diptych.ground.errors import ConfigError, EngineError, LoadError, UnsupportedModel
 from diptych.models.config import MAX_JSON_DEPTH, HfConfig, read_json
-from diptych.models.families import BY_MODEL_TYPE, PRICED, SUPPORTED
+from diptych.models.families import BY_MODEL_TYPE, SUPPORTED
 from diptych.models.gguf import load_gguf_spec
 from diptych.models.gguf_architectures import ARCHITECTURES
 from diptych.models.positions import QueryScale
-from diptych.models.read import family_of, load_model_file, read_model, refuse_unrun
+from diptych.models.read import family_of, load_model_file, read_model
 from diptych.models.refused import IN_GGUF, MISSING, reason_for
 from diptych.models.spec import ModelSpec, Norms, Scores
 
@@ -80,13 +80,13 @@ def test_multimodal_wrappers_give_their_language_part() -> None:
 @pytest.mark.parametrize(
     "kind",
     ["zamba2", "minimax", "recurrent_gemma", "falcon_mamba",
-     "dbrx", "mpt", "bert", "mamba2", "jamba", "rwkv", "codegen", "persimmon"],
+     "dbrx", "bert", "mamba2", "jamba", "rwkv", "codegen", "persimmon"],
 )  # fmt: skip
 def test_what_is_on_no_list_is_refused_with_the_list(kind: str) -> None:
     """Hybrids and encoders were priced as dense decoders: a wrong price is worse than none."""
     with pytest.raises(UnsupportedModel, match=kind) as caught:
         read(kind)
-    assert all(name in str(caught.value) for name in (*SUPPORTED, *PRICED))
+    assert all(name in str(caught.value) for name in SUPPORTED)
 
 
 @pytest.mark.parametrize(("kind", "named"), sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()))
@@ -156,12 +156,6 @@ def test_queries_are_scaled_by_position_to_the_whole_length() -> None:
     assert {layer.attention.query_scale for layer in read("ministral3").layers} == {
         QueryScale(slope=0.1, tokens=16_384)
     }
-
-
-def test_what_is_priced_only_is_not_run() -> None:
-    refuse_unrun(HfConfig({"architectures": ["LlamaForCausalLM"]}))
-    with pytest.raises(UnsupportedModel, match=r"BloomForCausalLM.*not run"):
-        refuse_unrun(HfConfig({"architectures": ["BloomForCausalLM"]}))
 
 
 def test_an_architecture_under_another_model_type_is_refused() -> None:

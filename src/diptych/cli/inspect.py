@@ -66,7 +66,7 @@ def facts_of(name: str, hardware: str) -> dict[str, Any]:
     """Everything the command says. Raises LoadError and ConfigError."""
     spec, path = find_model(name), model_files(model_path(name))
     contents = None if path is None else contents_of(path)
-    held, refused = (None, None) if path is None or not spec.is_run else _held(path)
+    held, refused = (None, None) if path is None else _held(path)
     kept = held.main_format if held is not None else None if contents is None else contents.kept
     formats = SHOWN_WEIGHTS if kept in (None, *SHOWN_WEIGHTS) else (kept, *SHOWN_WEIGHTS)
     return {
@@ -94,7 +94,6 @@ def _model(spec: ModelSpec) -> dict[str, Any]:
     return {
         "name": spec.name,
         "architecture": spec.architecture,
-        "is_run": spec.is_run,
         "parameters": parameter_count(spec),
         "active_parameters": active_parameter_count(spec),
         "layers": spec.n_blocks,
@@ -159,7 +158,7 @@ def _memory(spec: ModelSpec, weight_bytes: Mapping[str, float]) -> dict[str, Any
     return {
         "weight_bytes": weight_bytes,
         "kv_bytes": {
-            kv: {str(context): kv_bytes_stored(spec, kv_spec(kv), context, is_ours=spec.is_run) for context in contexts}
+            kv: {str(context): kv_bytes_stored(spec, kv_spec(kv), context, is_ours=True) for context in contexts}
             for kv in SHOWN_KV
         },
     }
@@ -225,10 +224,7 @@ def _phase_facts(plan: Plan) -> dict[str, Any]:
 def _show(facts: dict[str, Any]) -> None:
     console, model = page(), facts["model"]
     shapes = [f"{n} of {' and '.join(map(str, widths))}" for n, *widths in model["kv_shapes"]]
-    console.print(
-        f"[bold]{escape(model['name'])}[/bold]: {escape(model['architecture'])}"
-        + ("" if model["is_run"] else " (priced here, not run)")
-    )
+    console.print(f"[bold]{escape(model['name'])}[/bold]: {escape(model['architecture'])}")
     console.print(
         f"{_count(model['parameters'])} parameters, {_count(model['active_parameters'])} active per token; "
         f"{model['layers']} layers of width {model['hidden']}, MLP {model['ffn'] or model['expert_ffn']}"

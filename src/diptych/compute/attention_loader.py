@@ -393,6 +393,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             index=spec.index,
             index_place=self.spec.index_place(self.layer),
             has_sinks=spec.has_sinks,
+            slopes=spec.slopes,
         )
         if spec.qk_norm is QkNorm.NONE:
             return self.loader.attention(heads, q_norm=None, k_norm=None, sinks=sinks, index=index)

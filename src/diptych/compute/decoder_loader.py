@@ -11,7 +11,7 @@ from diptych.compute.balance import HEAD_SHARE, balance_curve, balance_gated, ba
 from diptych.compute.decoder import DecoderWeights, LayerWeights
 from diptych.compute.gated_loader import load_gated, load_gated_end, load_ids, load_ngrams
 from diptych.compute.layer_tensors import GatedNormParts, LayerTensors
-from diptych.compute.naming import family_named, final_norm, head_name, prefix_of, table_name
+from diptych.compute.naming import embedding_norm, family_named, final_norm, head_name, prefix_of, table_name
 from diptych.compute.ops.contract import (
     ExpertParts,
     Experts,
@@ -74,8 +74,7 @@ def load_decoder(
     if spec.n_position_embeddings:
         rows = source.tensor(f"{prefix}{names.positions}.weight", spec.n_position_embeddings, spec.hidden)
         positions = loader.table(rows, head=None)
-    # of the only family that is run with one: it has no weight
-    first = final_norm(source, spec) if spec.has_embedding_norm else None
+    first = embedding_norm(source, spec) if spec.has_embedding_norm else None
     inputs, (begin, end) = load_inputs(source, loader, spec, prefix), load_ends(source, loader, spec, prefix)
     layers = tuple(LayerLoader(source, loader, spec, i, prefix).load() for i in range(spec.n_layers))
     return DecoderWeights(

@@ -30,7 +30,7 @@ from diptych.compute.weights import Source
 from diptych.ground.errors import EngineError, told_of
 from diptych.ground.version import VERSION
 from diptych.models.config import HfConfig, text_section
-from diptych.models.read import read_model, refuse_unrun
+from diptych.models.read import family_of, read_model
 from diptych.models.spec import ModelSpec
 from diptych.models.stored import unused_names
 
@@ -115,7 +115,7 @@ def draw_blueprint(
 ) -> Blueprint:
     """The blueprint of a config whose family the engine runs; LoadError, UnsupportedModel for any other."""
     config = HfConfig(hf_config, path=path)
-    refuse_unrun(config)
+    family_of(config)
     spec = read_model(config, max_context_tokens, longrope=longrope)
     rope = spec.attention.rope
     if rope is not None and rope.divisors_name is not None:

@@ -43,6 +43,11 @@ def norm_parts(source: Source, name: str, spec: ModelSpec) -> NormParts:
     return NormParts(weight=weight, bias=bias, is_centred=spec.centres_norms)
 
 
+def embedding_norm(source: Source, spec: ModelSpec) -> NormParts:
+    """The norm before the first layer, of a model that has one."""
+    return norm_parts(source, f"{prefix_of(source, spec)}{family_named(spec).names.embedding_norm}", spec)
+
+
 def final_norm(source: Source, spec: ModelSpec) -> NormParts | None:
     """The norm behind the last layer; None where what joins streams norms them."""
     if isinstance(spec.streams, GatedSpec):

@@ -39,7 +39,7 @@ from diptych.models.config import HfConfig, read_json
 from diptych.models.gguf import read_config
 from diptych.models.gguf_file import find_gguf, open_gguf
 from diptych.models.quantised import MLX, Quantisation, packed_for_cpu, quantisation_of
-from diptych.models.read import family_of, reads_mxfp4, refuse_unrun
+from diptych.models.read import family_of, reads_mxfp4
 from diptych.models.spec import ModelSpec
 
 logger = logging.getLogger("diptych.compute")
@@ -218,7 +218,7 @@ def _built_once(
 def _open_folder(directory: Path, config: ComputeConfig) -> Opened:
     hf_config = read_json(directory / "config.json")
     parsed = HfConfig(hf_config, path=str(directory / "config.json"))
-    refuse_unrun(parsed)
+    family_of(parsed)  # refuses others, whatever else is wrong with them
     stored = stored_weights(parsed)
     if stored is not None:
         return hf_config, parsed.path, QuantisedCheckpoint(directory), settle_stored(config, stored)
@@ -245,7 +245,7 @@ def _dequantised_dtype(config: ComputeConfig) -> torch.dtype:
 def _open_gguf(path: Path, config: ComputeConfig) -> Opened:
     file = open_gguf(path)
     hf_config = read_config(file)
-    refuse_unrun(HfConfig(hf_config, path=str(path)))
+    family_of(HfConfig(hf_config, path=str(path)))
     # the embedding is kept as it is read, so it is bf16 unless fp32 is asked
     checkpoint = GgufCheckpoint(
         file,

@@ -388,7 +388,7 @@ def gpu_notes(model: ModelSpec, hardware: HardwareSpec, calibration: Calibration
     """What of a model no step was timed with on this machine's GPU, though its price is of what was; empty elsewhere."""
     if not calibration.is_local or hardware.kind != "gpu":
         return ()
-    missing = left_to_torch(model) if calibration.is_of_our_kernels and model.is_run else None
+    missing = left_to_torch(model) if calibration.is_of_our_kernels else None
     if missing is not None:
         return (
             f"torch's kernels compute this model on a GPU, for its {missing}; they were not timed, and the engine predicts "

@@ -38,7 +38,7 @@ class TensorNames:
     """Names inside a layer, without '.weight'. qkv and gate_up: separate projections, or one that is already stacked.
 
     qkv_by_head: its rows lie by KV head: the queries that share it, its key, its value. transposes: projections of a layer are
-    stored as [inputs, outputs]. embedding, positions, final_norm, layers, head: at the ends, behind a prefix.
+    stored as [inputs, outputs]. embedding, embedding_norm, positions, final_norm, layers, head: at the ends, behind a prefix.
     mlp: where the MLP may be found, tried in order. expert: gate (if any), up and down of one expert, where they are separate;
     stacked: of all experts in one tensor each, is_transposed: as [inputs, outputs] (None: in some files), takes_turns: rows of
     gate and up in turn.
@@ -58,6 +58,7 @@ class TensorNames:
     """
 
     embedding: str = "embed_tokens"
+    embedding_norm: str = "embedding_norm"
     positions: str = "embed_positions"
     final_norm: str = "norm"
     layers: str = "layers"
@@ -127,7 +128,8 @@ class Family:
     mixture_norms: of layers with mixtures, if not the others'. positions_offset: learned positions, and how many come first.
     parallel_key: the key that says whether attention and MLP run side by side, with the norms of `parallel_norms`.
     scores: or the key that says it. has_head_bias: the output projection has one. has_sinks: or the keys that say it, of layers
-    that attend to everything and of the others.
+    that attend to everything and of the others. has_slopes: scores fall with the distance (ALiBi), down to a head where they
+    do by 2^-alibi_bias_max.
     built_as: the class of another family with which transformers builds this one.
     attention_scale: of scores, whatever the heads' width. has_v_norm: heads of v are normed without a weight. full_last: the
     last layer attends to everything. has_full_heads: layers that attend to everything have heads of their own number and
@@ -157,7 +159,6 @@ class Family:
     numbered: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     more_model_types: tuple[str, ...] = ()
     built_as: str | None = None
-    is_run: bool = True
     norms: Norms = Norms.BEFORE
     mixture_norms: Norms | None = None
     parallel_key: str | None = None
@@ -178,6 +179,7 @@ class Family:
     gelu_means_tanh: bool = False
     activation: Activation | None = None
     has_sinks: bool | tuple[str, str] = False
+    has_slopes: bool = False
     has_v_norm: bool = False
     attention_scale: float | None = None
     full_every: int | None = None

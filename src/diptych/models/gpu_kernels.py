@@ -56,11 +56,17 @@ class Attends(Protocol):
     def has_sinks(self) -> bool:
         """Whether each head has a score of no position."""
 
+    @property
+    def slopes(self) -> tuple[float, ...]:
+        """What each head's scores lose with the distance."""
+
 
 def missing_for(spec: Attends) -> str | None:
     """What of a layer's attention our kernels do not have; None where it attends by them."""
     if spec.state is not None:
         return "states"
+    if spec.slopes:
+        return "scores that fall with the distance"
     if spec.mla is None:
         if spec.index is not None:
             return "an index of blocks"

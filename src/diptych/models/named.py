@@ -14,7 +14,6 @@ from typing import Any
 
 from diptych.ground.specs import Flag, Provenance
 from diptych.models.config import HfConfig
-from diptych.models.families import BY_ARCHITECTURE
 from diptych.models.read import read_model
 from diptych.models.spec import ModelSpec
 
@@ -22,11 +21,9 @@ TABLE: dict[str, Any] = json.loads(files("diptych.models").joinpath("data", "mod
 ROWS: dict[str, dict[str, Any]] = {row["name"]: row for row in TABLE["models"]}
 ALIASES: dict[str, str] = TABLE["aliases"]
 
-# what `bench --shape` and `lab --shape` run with random weights: the configs of the families that the engine runs
+# what `bench --shape` and `lab --shape` run with random weights
 SHAPES: dict[str, dict[str, Any]] = {
-    name: ROWS[target]["config"]
-    for name, target in ({name: name for name in ROWS} | ALIASES).items()
-    if BY_ARCHITECTURE[ROWS[target]["config"]["architectures"][0]].is_run
+    name: ROWS[target]["config"] for name, target in ({name: name for name in ROWS} | ALIASES).items()
 }
 
 

@@ -36,6 +36,22 @@ class Rope:
     turns_back: bool = False
 
 
+def slopes(n_heads: int, most: float) -> tuple[float, ...]:
+    """What a score of each head loses for each position between query and key: powers of two from near 1 down to 2^-most.
+
+    ALiBi (arXiv:2108.12409): of as many heads as a power of two a geometric row; of others every second number of the next
+    such row, and then as many of those between as there are heads left.
+
+    >>> slopes(4, 8.0)
+    (0.25, 0.0625, 0.015625, 0.00390625)
+    >>> slopes(3, 8.0)
+    (0.0625, 0.00390625, 0.25)
+    """
+    whole = 1 << (n_heads - 1).bit_length()
+    row = [2.0 ** (-most * i / whole) for i in range(1, whole + 1)]
+    return tuple(row if whole == n_heads else (row[1::2] + row[::2])[:n_heads])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryScale:
     """Queries times 1 + slope * log(1 + (position + shift) // tokens), behind the rotary positions (arXiv:2501.19399)."""

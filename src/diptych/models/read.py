@@ -17,17 +17,17 @@ from typing import Any
 
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.config import TEXT_SECTIONS, HfConfig, read_json, text_section
-from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, PRICED, SUPPORTED, WRAPPERS
+from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, SUPPORTED, WRAPPERS
 from diptych.models.family import Family
 from diptych.models.files import no_model
 from diptych.models.gates import Activation
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL, SYNONYMS
 from diptych.models.latent import IndexSpec, MlaSpec
-from diptych.models.positions import QueryScale, Rope
+from diptych.models.positions import QueryScale, Rope, slopes
 from diptych.models.read_block_index import as_indexed
 from diptych.models.read_blocks import as_layers, as_pairs, as_searched, without_pictures
 from diptych.models.read_glm_next import as_glm_next
-from diptych.models.read_gpt import arrangement, of_all_layers, with_kinds
+from diptych.models.read_gpt import arrangement, of_all_layers, with_kinds, with_section
 from diptych.models.read_heads import Heads, HeadsByWindow
 from diptych.models.read_index import layer_indices
 from diptych.models.read_laguna import as_gated
@@ -112,7 +112,6 @@ def read_model(
         logit_scale=config.number("logit_scale", 1.0) / config.number("logits_scaling", _base_stretch(config, hidden)),
         logit_softcap=config.optional_number("final_logit_softcapping"),
         is_tied=config.flag("tie_word_embeddings"),
-        is_run=family.is_run,
         is_wrapped=is_wrapped,
         has_head=has_head and not is_both_ways(config),
         centres_norms=centres_norms,
@@ -185,8 +184,7 @@ def family_of(config: HfConfig) -> Family:
         reason = reason_for(kind) or reason_for(name)
         missing = "" if reason is None else f" ({reason})"
         raise UnsupportedModel(
-            f"{what} {name!r} in {config.path} is not supported{missing}; supported: {', '.join(SUPPORTED)}; "
-            f"priced by `diptych plan` only: {', '.join(PRICED)}"
+            f"{what} {name!r} in {config.path} is not supported{missing}; supported: {', '.join(SUPPORTED)}"
         )
     if kind is not None and kind not in family.model_types:
         raise UnsupportedModel(
@@ -210,16 +208,6 @@ def _with_head(architecture: str) -> str:
         if architecture.endswith(ending) and whole in BY_ARCHITECTURE:
             return whole
     return architecture
-
-
-def refuse_unrun(config: HfConfig) -> None:
-    """UnsupportedModel for a family that is priced and not run."""
-    family = family_of(config)
-    if not family.is_run:
-        raise UnsupportedModel(
-            f"architecture {family.architectures[0]!r} in {config.path} is priced by `diptych plan`, not run; "
-            f"supported: {', '.join(SUPPORTED)}"
-        )
 
 
 def reads_mxfp4(config: HfConfig) -> bool:
@@ -259,6 +247,8 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
         raw = as_ling(raw, family.keys, path)
     elif "index_kpool" in family.keys:
         raw = as_glm_next(raw, family.keys, path)
+    elif "alibi_bias_max" in family.keys:
+        raw = with_section(raw, "attn_config", family, path)
     read = {*family.keys, *(ROPE_KEYS if "rope_theta" in family.keys else ()), "layer_types", "hidden_act"}
     _check_keys(raw, read, family, path)
     if raw.get("rope_scaling") or raw.get("rope_parameters"):  # a class default holds only where neither is given
@@ -408,6 +398,7 @@ def _attention(
         has_qkv_bias=_decided(config, family.qkv_bias),
         has_o_bias=_decided(config, family.o_bias),
         has_sinks=_decided(config, sinks if isinstance(sinks, bool) else sinks[window is not None]),
+        slopes=slopes(n_heads, config.number("alibi_bias_max", 8.0)) if family.has_slopes else (),
         has_v_norm=family.has_v_norm,
         has_v=heads.has_v,
         v_head_dim=heads.v_width,
@@ -481,7 +472,7 @@ def _activation(config: HfConfig, family: Family) -> Activation:
     is_own = (
         found is Activation.SQUARED_RELU and family.keys.get("hidden_act") == "relu2"
     )  # BitNet's, of dense MLPs alone
-    if family.is_run and not is_own and found not in (RUN_ACTIVATIONS if family.is_gated else RUN_CURVES):
+    if not is_own and found not in (RUN_ACTIVATIONS if family.is_gated else RUN_CURVES):
         raise LoadError(f"{names[0]} in {config.path} is {config.raw.get(names[0])!r}; no op of the engine computes it")
     return found
 

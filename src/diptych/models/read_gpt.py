@@ -7,6 +7,7 @@ from typing import Any, cast
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.family import Family
+from diptych.models.keys import HARMLESS
 from diptych.models.spec import Norms
 
 KINDS = {"global": "full_attention", "local": "sliding_attention"}
@@ -54,6 +55,13 @@ def with_kinds(raw: dict[str, Any], path: str) -> dict[str, Any]:
         raise LoadError(f"attention_layers and attention_types in {path} say different things of the layers")
     others = {key: one for key, one in raw.items() if key not in ("attention_types", "attention_layers")}
     return {**others, "layer_types": [KINDS[one] for one in layers]}
+
+
+def with_section(raw: dict[str, Any], name: str, family: Family, path: str) -> dict[str, Any]:
+    """MPT's config with what a section of it says in its place; keys of the section that configs have anyway are left out."""
+    section = HfConfig(raw, path=path).section(name).raw
+    own = {family.renamed.get(key, key): one for key, one in section.items() if key not in HARMLESS}
+    return {**own, **{key: one for key, one in raw.items() if key != name}}
 
 
 def _is_count(value: Any) -> bool:

@@ -17,7 +17,6 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "layers that are shared": ("zamba2",),
     OTHER_STATES: (
         "jamba", "zamba", "mamba", "falcon_mamba", "rwkv", "minimax", "recurrent_gemma"),
-    "scores that fall with the distance (ALiBi)": ("mpt",),
     "q, k and v stacked for groups of accelerators": ("codegen",),
     "norms of heads with biases": ("persimmon",),
     "a shared expert of another shape": ("dbrx", "longcat_flash"),

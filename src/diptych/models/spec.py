@@ -84,7 +84,8 @@ class AttentionLayer:
     window: a query sees the last `window` positions up to and with its own; None: all. is_chunked: it sees those from the last
     multiple of `window` on instead (priced as a window, which is the most it sees). softcap: scores become softcap *
     tanh(score / softcap), after scale. clip: q, k and v are held within it on both sides of 0. rope None: no rotary positions.
-    sinks: one learned logit per head. has_v_norm: values are normed like `qk_norm`'s heads, without a weight. has_v: there is
+    sinks: one learned logit per head. slopes: what a score of each head loses for each position between query and key (ALiBi,
+    arXiv:2108.12409), (): nothing. has_v_norm: values are normed like `qk_norm`'s heads, without a weight. has_v: there is
     a projection for values; where there is none they are the keys before norm and turn. kv_layer: the number of the layer
     before this one whose keys and values it attends to; it has no k and v of its own then, and keeps nothing. None: its own.
     has_gate: what the heads give is multiplied by a projection bent by gate_by, gates_heads: of one number for each head.
@@ -106,6 +107,7 @@ class AttentionLayer:
     has_qkv_bias: bool = False
     has_o_bias: bool = False
     has_sinks: bool = False
+    slopes: tuple[float, ...] = ()
     has_v_norm: bool = False
     has_v: bool = True
     kv_layer: int | None = None
@@ -302,17 +304,17 @@ class ModelSpec:
 
     Layers may differ, but for their mixtures: one in all that have one, whatever their limits. max_context_tokens: the longest
     sequence an engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1). centres_norms: norms
-    take the mean away first (LayerNorm). residual_scale multiplies what a layer adds, logit_scale the logits. is_run: whether
-    the engine runs this family, or the planner only prices it. is_wrapped: whether its checkpoint may have parts for pictures,
-    too. has_head: whether there is an output projection that tokens are drawn by; a model without one gives states
-    (embeddings, scores) and no tokens. has_head_bias: that projection adds one. n_position_embeddings: rows of a learned table
-    of positions, which is added to the embedding; the first `first_position` of them stand for none. low_rank: of a branch
-    beside each layer's attention (LAuReL, arXiv 2411.07501), 0: there is none. norm_rank: of what gates norms before attention
-    and before mixtures, 0: nothing does. has_inner_norms: what heads give and inner values of dense MLPs are normed before they
-    are projected. scales_layers: behind each layer the stream is multiplied by a number of the layer's. blocks: where
-    checkpoints number something else than these layers, by which number each has its attention, and its MLP: of attention and
-    MLPs that are blocks of their own, of attention and a state that are one layer there; else (). left_out: numbers there of
-    what no text passes through. spare_embeddings: rows of the embedding behind the vocabulary.
+    take the mean away first (LayerNorm). residual_scale multiplies what a layer adds, logit_scale the logits. is_wrapped:
+    whether its checkpoint may have parts for pictures, too. has_head: whether there is an output projection that tokens are
+    drawn by; a model without one gives states (embeddings, scores) and no tokens. has_head_bias: that projection adds one.
+    n_position_embeddings: rows of a learned table of positions, which is added to the embedding; the first `first_position` of
+    them stand for none. low_rank: of a branch beside each layer's attention (LAuReL, arXiv 2411.07501), 0: there is none.
+    norm_rank: of what gates norms before attention and before mixtures, 0: nothing does. has_inner_norms: what heads give and
+    inner values of dense MLPs are normed before they are projected. scales_layers: behind each layer the stream is multiplied
+    by a number of the layer's. blocks: where checkpoints number something else than these layers, by which number each has its
+    attention, and its MLP: of attention and MLPs that are blocks of their own, of attention and a state that are one layer
+    there; else (). left_out: numbers there of what no text passes through. spare_embeddings: rows of the embedding behind the
+    vocabulary.
     """
 
     name: str
@@ -329,7 +331,6 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     is_tied: bool = False
-    is_run: bool = True
     is_wrapped: bool = False
     has_head: bool = True
     centres_norms: bool = False

@@ -75,8 +75,8 @@ class AttentionSpec:
     softcap * tanh(score / softcap), after scale. rope None: no positions in this layer. mla: then there is one kv head, of
     kv_rank + rope_dim, whose keys are the values too. state: then there are no keys and values, and `place` is that of its
     states among a sequence's. v_head_dim: how wide a value is, None: as a key. v_scale: values are multiplied by it. index:
-    what chooses what is attended to; index_place: which layer of the cache has its keys, if not those of latents. has_sinks:
-    as `AttentionLayer` has it. is_whole: of a state, each rank has all of it.
+    what chooses what is attended to; index_place: which layer of the cache has its keys, if not those of latents. has_sinks,
+    slopes: as `AttentionLayer` has them. is_whole: of a state, each rank has all of it.
     """
 
     layer: int
@@ -102,6 +102,7 @@ class AttentionSpec:
     index: IndexSpec | None = None
     index_place: int | None = None
     has_sinks: bool = False
+    slopes: tuple[float, ...] = ()
     is_whole: bool = False
 
     @property

@@ -172,6 +172,7 @@ class AttentionHandle:
     q_norm: int | None
     k_norm: int | None
     sinks: int = -1
+    slopes: int = -1
     latent: LatentHandle | None = None
     index: IndexHandle | None = None
     rule: RuleHandle | None = None

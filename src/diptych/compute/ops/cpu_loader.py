@@ -221,6 +221,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             q_norm=norms[0],
             k_norm=norms[1],
             sinks=-1 if sinks is None else self._vector(sinks, rows=mine),
+            slopes=self._add_vector(torch.tensor(spec.slopes[mine])) if spec.slopes else -1,
             index=None if index is None else index_handle(spec, index, self, own),
         )
 

@@ -76,6 +76,8 @@ def attention_paged(
                 scores = k @ q[t, h].float() * spec.scale
                 if spec.softcap is not None:
                     scores = spec.softcap * torch.tanh(scores / spec.softcap)
+                if spec.slopes:
+                    scores = scores + spec.slopes[h] * (torch.tensor(list(seen)) - position)
                 if sinks is not None:
                     scores = torch.cat([scores, sinks[h : h + 1]])
                 out[t, h] = scores.softmax(dim=-1)[: len(v)] @ v

@@ -542,6 +542,15 @@ def _route_one_by_one(logits_TE: torch.Tensor, spec: MoeSpec) -> tuple[torch.Ten
     return torch.cat(weights, dim=1) * spec.routed_scale, torch.cat(chosen, dim=1)
 
 
+def _lost(spec: AttentionSpec, mask: torch.Tensor | None, n_keys: int, device: torch.device) -> torch.Tensor:
+    """What scores lose with the distance [B, K, G n, C], over keys that begin with their sequence. mask: `_attend`'s."""
+    assert spec.window is None, "a query's position is how many keys it sees"
+    n_seen = torch.full((1, 1, 1, 1), n_keys, device=device) if mask is None else mask.sum(dim=-1, keepdim=True)
+    nearer_B1nC = torch.arange(n_keys, device=device) - (n_seen - 1)
+    slopes_KG11 = torch.tensor(spec.slopes, device=device).view(spec.n_kv_heads, -1, 1, 1)
+    return (slopes_KG11 * nearer_B1nC[:, :, None]).flatten(2, 3)
+
+
 def _attend(
     q_BHnd: torch.Tensor,
     k_BKCd: torch.Tensor,
@@ -555,14 +564,17 @@ def _attend(
     n = q_BHnd.shape[2]
     # the G query heads of a kv head become further queries: no copy of keys and values per query head
     q = q_BHnd.unflatten(1, (spec.n_kv_heads, group)).flatten(2, 3)  # [B, K, G * n, d]
+    lost = _lost(spec, mask, k_BKCd.shape[2], q.device) if spec.slopes else None
     if mask is not None and group > 1:
         mask = mask.repeat(1, 1, group, 1) if n > 1 else mask
-    if spec.softcap is None and sinks is None:
+    if spec.softcap is None and sinks is None and lost is None:
         a = F.scaled_dot_product_attention(q, k_BKCd, v_BKCd, attn_mask=mask, scale=spec.scale)
     else:
         scores = torch.matmul(q, k_BKCd.transpose(2, 3)).float() * spec.scale
         if spec.softcap is not None:
             scores = torch.tanh(scores / spec.softcap) * spec.softcap
+        if lost is not None:
+            scores = scores + lost
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         if sinks is not None:  # one more key, which has no value
