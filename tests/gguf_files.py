@@ -19,7 +19,18 @@ import numpy as np
 import torch
 
 from checkpoints import VOCAB, make_reference
-from gguf_layers import BY_WINDOW, kv_heads, padded_freqs, write_choice, write_mixture, write_windowed_heads
+from gguf_layers import (
+    BY_WINDOW,
+    ffn_width,
+    kv_heads,
+    longest,
+    padded_freqs,
+    rope_of,
+    turning_pairs,
+    write_choice,
+    write_mixture,
+    write_windowed_heads,
+)
 from gguf_states import keeps_axes, tensors_with_states, write_states
 
 # family of tests/checkpoints.py -> general.architecture
@@ -36,6 +47,7 @@ ARCHITECTURES = {
     "youtu": "deepseek2", "glm4_moe_lite": "deepseek2", "command-r-plus": "command-r", "stablelm-2-12b": "stablelm",
     "minicpm3": "minicpm3", "starcoder2": "starcoder2", "nemotron": "nemotron", "arcee": "arcee",
     "hunyuan_v1_dense": "hunyuan-dense", "gpt2": "gpt2", "gpt_bigcode": "starcoder", "gpt_neox": "gptneox",
+    "bloom": "bloom", "mpt": "mpt",
     "phi": "phi2", "falcon": "falcon", "falcon-40b": "falcon", "olmo": "olmo", "minimax_m2": "minimax-m2",
     "granitemoehybrid": "granitehybrid", "granite-h-dense": "granitehybrid", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
     "kimi_linear": "kimi-linear", "falcon_h1": "falcon-h1", "falcon-h1-normed": "falcon-h1",
@@ -71,6 +83,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     # chunks are longer than any prompt here, and the last layer has no positions
     "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "no_rope_layer_interval": 4},
     "gpt2": {"n_inner": None},
+    "mpt": {"attn_config": {"clip_qkv": 0.8}},
     "phi": {"intermediate_size": 256, "num_key_value_heads": 4},  # as the converter says of all of them
     "hunyuan_v1_moe": {"moe_topk": 3},
     # a tied head has the embedding's multiplier there
@@ -97,9 +110,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 # what becomes a scale beside another tensor
 ROUTER_SCALES = {"router.scale": "router.proj", "router.per_expert_scale": "experts.down_proj"}
-BY_DEFAULT = ("gpt2", "gpt_bigcode", "gpt_neox", "phi", "falcon")
+BY_DEFAULT = ("gpt2", "gpt_bigcode", "gpt_neox", "phi", "falcon", "bloom", "mpt")
+ALONE = ("gpt2", "gpt_neox", "bloom", "mpt")  # each query head has a KV head of its own, and nothing says so
 SAVED_AS = {"block_sparse_moe.router.": "block_sparse_moe.router.layer.", "block_sparse_moe.experts.": "mlp.experts.",
             "mlp.gate.moe_statics.": "mlp.moe_statics."}  # fmt: skip
+BEGIN = {"nemotron_h": ("model.", "backbone."), "bloom": ("transformer.", "")}
 Choose = Callable[[str], str]
 Tensors = dict[str, np.ndarray]
 
@@ -251,27 +266,6 @@ def write_kinds_of_heads(out: gguf.GGUFWriter, config: Any) -> None:
     out.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
 
 
-def turning_pairs(config: Any) -> np.ndarray:
-    """What the converter adds for Gemma 4: by what frequencies are divided, of pairs that do not turn 1e30."""
-    full = config.per_layer_config[config.layer_types.index("full_attention")]
-    turning = int(full.head_dim * config.rope_parameters["full_attention"]["partial_rotary_factor"] / 2)
-    return np.array([1.0] * turning + [1e30] * (full.head_dim // 2 - turning), dtype=np.float32)
-
-
-def rope_of(config: Any) -> dict[str, Any]:
-    """The rotary settings; of a model without them what nobody reads."""
-    return dict(getattr(config, "rope_parameters", None) or {"rope_theta": 1e4})
-
-
-def ffn_width(config: Any) -> int:
-    """Of the MLP, by whatever name."""
-    if getattr(config, "block_auto_adjust_ff_dim", False):
-        return -(-int(2 * config.intermediate_size / 3) // config.block_multiple_of) * config.block_multiple_of
-    names = ("intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_hidden_size")
-    found = (getattr(config, name, None) for name in names)
-    return next((one for one in found if one), 4 * config.hidden_size)
-
-
 def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
     """What the converter writes of a config."""
     rope = rope_of(config)
@@ -280,7 +274,7 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type == "gemma4_text":
         return write_kinds_of_heads(out, config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    out.add_context_length(config.max_position_embeddings)
+    out.add_context_length(longest(config))
     out.add_embedding_length(config.hidden_size)
     out.add_block_count(config.num_hidden_layers)
     out.add_feed_forward_length(ffn_width(config))
@@ -294,6 +288,9 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
         for name in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
         if hasattr(config, name)
     ]
+    if config.model_type == "mpt":
+        out.add_clamp_kqv(config.attn_config.clip_qkv)
+        out.add_max_alibi_bias(config.attn_config.alibi_bias_max)
     if config.model_type.startswith("lfm2"):
         out.add_layer_norm_rms_eps(config.norm_eps)
     elif centred or config.model_type == "olmo":
@@ -359,7 +356,7 @@ def write_heads(out: gguf.GGUFWriter, config: Any, full: Mapping[str, Any], head
     elif hasattr(config, "kv_lora_rank"):
         write_latent(out, config)
     elif config.model_type in BY_DEFAULT:
-        if config.model_type not in ("gpt2", "gpt_neox"):
+        if config.model_type not in ALONE:
             is_old = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
             names = ("num_kv_heads", "num_key_value_heads")
             many = next(n for n in (getattr(config, name, None) for name in names) if n)
@@ -476,8 +473,8 @@ def tensors_of(model: Any, architecture: str) -> dict[str, np.ndarray]:
             values = by_site(values, config, n_kv)
         for new, old in SAVED_AS.items():  # what transformers calls it in a file
             name = name.replace(new, old)
-        if config.model_type == "nemotron_h":
-            name = name.replace("model.", "backbone.", 1)
+        old, new = BEGIN.get(config.model_type, ("", ""))
+        name = new + name.removeprefix(old) if name.startswith(old) else name
         if name.endswith(("q_proj.weight", "q_proj.bias")) and is_permuted(config, architecture):
             values = permuted(values, config.num_attention_heads)
         if name.endswith(("k_proj.weight", "k_proj.bias")) and is_permuted(config, architecture):

@@ -1,4 +1,4 @@
-"""What the converter writes of layers of several kinds: heads by window, positions, limits, what an index chooses.
+"""What the converter writes of layers of several kinds (heads by window, positions, limits, an index) and of widths.
 
 Its words are those of `conversion/mimo.py`, `step3.py` and `glm.py` of llama.cpp.
 """
@@ -94,3 +94,33 @@ def searched_metadata(config: Any) -> dict[str, Any]:
         "attention.head_count_kv": [heads // group if group else 0 for group in groups],
         "feed_forward_length": [one["ffn"]["intermediate_size"] or 0 for one in blocks],
     }
+
+
+def longest(config: Any) -> int:
+    """By whatever name; of BLOOM, whose files rarely say it, the converter takes the width."""
+    return next(
+        getattr(config, name)
+        for name in ("max_position_embeddings", "max_seq_len", "hidden_size")
+        if hasattr(config, name)
+    )
+
+
+def ffn_width(config: Any) -> int:
+    """Of the MLP, by whatever name."""
+    if getattr(config, "block_auto_adjust_ff_dim", False):
+        return -(-int(2 * config.intermediate_size / 3) // config.block_multiple_of) * config.block_multiple_of
+    names = ("intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_hidden_size")
+    found = (getattr(config, name, None) for name in names)
+    return next((one for one in found if one), 4 * config.hidden_size)
+
+
+def turning_pairs(config: Any) -> np.ndarray:
+    """What the converter adds for Gemma 4: by what frequencies are divided, of pairs that do not turn 1e30."""
+    full = config.per_layer_config[config.layer_types.index("full_attention")]
+    turning = int(full.head_dim * config.rope_parameters["full_attention"]["partial_rotary_factor"] / 2)
+    return np.array([1.0] * turning + [1e30] * (full.head_dim // 2 - turning), dtype=np.float32)
+
+
+def rope_of(config: Any) -> dict[str, Any]:
+    """The rotary settings; of a model without them what nobody reads."""
+    return dict(getattr(config, "rope_parameters", None) or {"rope_theta": 1e4})

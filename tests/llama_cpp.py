@@ -18,7 +18,7 @@ def llama_cpp_source() -> Path:
     if not source.is_dir():
         root.mkdir(exist_ok=True)
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-binary", ":all:", "--no-deps"]
-        command += ["--no-build-isolation", f"llama-cpp-python=={VERSION}", "-d", str(root)]
+        command += [f"llama-cpp-python=={VERSION}", "-d", str(root)]
         subprocess.run(command, check=True, timeout=600)
         with tarfile.open(root / f"llama_cpp_python-{VERSION}.tar.gz") as archive:
             archive.extractall(root, filter="data")

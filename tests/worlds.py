@@ -22,7 +22,7 @@ EVERY_KERNEL_SET = (
     "neon_mmla", "neon_dot", "neon",  # ARM64
     "scalar",
 )  # fmt: skip
-# Of these what this processor runs: others have no tests here (test_ops.py says which they are).
+# Of these what this processor runs: others have no tests here (test_cpus.py says which they are).
 KERNEL_SETS = tuple(name for name in EVERY_KERNEL_SET if name in instruction_sets())
 
 

@@ -16,6 +16,7 @@ from diptych.compute.ops.cpus import Cpu, Placement, allowed_cpus, choose_cpus, 
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError
+from worlds import EVERY_KERNEL_SET, KERNEL_SETS
 
 BUNDLED = Path(diptych.__file__).parent / "bundled" / "diptych-10m"
 
@@ -140,3 +141,11 @@ def test_more_threads_than_cpus_are_warned_of(caplog: pytest.LogCaptureFixture) 
         assert not caplog.records
         assert choose_cpus(3, numa, cpus).threads == 3
         assert [record.getMessage().split(":")[0] for record in caplog.records] == ["threads=3 share cpus=2"]
+
+
+@pytest.mark.parametrize("name", EVERY_KERNEL_SET)
+def test_the_sets_of_this_processor_are_chosen_by_name(name: str) -> None:
+    """Whatever is tested on every set is tested on these."""
+    if name not in KERNEL_SETS:
+        pytest.skip(f"this CPU cannot run {name}, whose kernels have no tests here")
+    assert cpu_kernels.choose_instruction_set(name) == name

@@ -56,6 +56,7 @@ PUBLISHED = {
     "gemma4-e2b": {"global_head_dim": 24},
     "gpt2": {"n_ctx": 256},
     "falcon": {"num_kv_heads": 1},
+    "mpt": {"architectures": ["MPTForCausalLM"]},
     "hunyuan_v1_moe": {"moe_intermediate_size": [40] * 3, "moe_topk": [3] * 3, "num_shared_expert": [1] * 3},
 }
 

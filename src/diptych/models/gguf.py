@@ -81,8 +81,10 @@ IN_LAYER = {
     "conv.in_proj": "shortconv.in_proj", "conv.conv": "shortconv.conv", "conv.out_proj": "shortconv.out_proj",
     "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm",
     "mlp.w1": "ffn_gate", "mlp.w3": "ffn_up", "mlp.w2": "ffn_down",
-    **dict.fromkeys(("attn.c_attn", "attention.query_key_value", "self_attention.query_key_value"), "attn_qkv"),
-    **dict.fromkeys(("attn.c_proj", "attention.dense", "self_attention.dense", "self_attn.dense"), "attn_output"),
+    **dict.fromkeys(("attn.c_attn", "attention.query_key_value", "self_attention.query_key_value", "attn.Wqkv"), "attn_qkv"),
+    **dict.fromkeys(("attn.c_proj", "attention.dense", "self_attention.dense", "self_attn.dense", "attn.out_proj"),
+                    "attn_output"),
+    "ffn.up_proj": "ffn_up", "ffn.down_proj": "ffn_down",
     "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down",
     **dict.fromkeys(("router.proj", "mlp.gate", "mlp.gate.wg", "mlp.router", "mlp.router.layer", "mlp.router.gate"),
                     "ffn_gate_inp"),
@@ -109,9 +111,11 @@ AT_THE_ENDS = {
     **{
         f"{norm}.{ending}": f"output_norm.{ending}"
         for ending in ("weight", "bias")
-        for norm in ("transformer.ln_f", "gpt_neox.final_layer_norm", "model.final_layernorm")
+        for norm in ("transformer.ln_f", "transformer.norm_f", "gpt_neox.final_layer_norm", "model.final_layernorm")
     },
     "model.embedding_norm.weight": "token_embd_norm.weight",
+    "transformer.word_embeddings_layernorm.weight": "token_embd_norm.weight",
+    "transformer.word_embeddings_layernorm.bias": "token_embd_norm.bias",
     "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
     "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
     "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
@@ -145,7 +149,7 @@ BY_VALUE_HEAD = ("attn_qkv.weight", "attn_gate.weight", "ssm_beta.weight", "ssm_
                  "ssm_a", "ssm_dt.bias")  # fmt: skip
 INPUTS_BY_VALUE_HEAD = "ssm_out.weight"
 EXPERT = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
-LAYER = re.compile(r"^(?:model\.layers|backbone\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.+)$")
+LAYER = re.compile(r"^(?:model\.layers|backbone\.layers|transformer\.(?:h|blocks)|gpt_neox\.layers)\.(\d+)\.(.+)$")
 MLP = re.compile(r"^(?:block_sparse_moe|feed_forward|moe)\.")  # what some checkpoints call it
 ONE_EXPERT = re.compile(r"^(?:m(?:lp|ixer)\.)?experts\.(\d+)\.(\w+)$")
 SHARED_EXPERTS = re.compile(r"^(?:m(?:lp|ixer)\.)?(?:shared?_expert|shared_experts|shared_mlp)\.(\w+)$")

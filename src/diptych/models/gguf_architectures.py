@@ -409,6 +409,13 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         present={"attention_bias": Q_BIAS},
     ),
     "phi2": GgufArchitecture(architecture="PhiForCausalLM", eps=LAYER_NORM),
+    "bloom": GgufArchitecture(architecture="BloomForCausalLM", eps=LAYER_NORM),
+    "mpt": GgufArchitecture(
+        architecture="MptForCausalLM",
+        keys={"attention.clamp_kqv": "clip_qkv", "attention.max_alibi_bias": "alibi_bias_max"},
+        eps=LAYER_NORM,
+        norms={"norm_1": "attn_norm", "norm_2": "ffn_norm"},
+    ),
     "falcon": FALCON,
     "olmo": GgufArchitecture(
         architecture="OlmoForCausalLM", keys={"attention.clamp_kqv": "clip_qkv"}, eps=LAYER_NORM, is_permuted=True
