@@ -44,8 +44,8 @@ DIPTYCH_INLINE void take_inputs(const uint16_t* x, int64_t n, Input* out) { std:
 #define DIPTYCH_WHOLE 1
 #if defined(DIPTYCH_AVX512) || defined(DIPTYCH_AVX2)
 #define DIPTYCH_BYTES 1  // bytes are widened in the registers that multiply
-#if defined(__AVX512BF16__) || defined(DIPTYCH_AVX2)
-#define DIPTYCH_BESIDE 1  // what comes is asked for as AMD's processors like it; Intel's with AVX-512 and no tiles take the set without BF16
+#if defined(__AVX512BF16__)
+#define DIPTYCH_BESIDE 1  // what comes is asked for as AMD's processors with AVX-512 like it; Intel's without tiles take the set without BF16
 #endif
 #endif
 #endif

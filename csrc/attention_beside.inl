@@ -31,8 +31,6 @@ class Ahead {
       at += stride;
     }
     DIPTYCH_FORCED void step(int64_t) {}
-    DIPTYCH_FORCED bool asks_keys() const { return places != nullptr; }
-    DIPTYCH_FORCED bool asks_values() const { return at != nullptr; }
     DIPTYCH_FORCED bool is_idle() const { return true; }  // of `step`
   };
   DIPTYCH_FORCED void end_turn() { is_asking = false; }

@@ -24,7 +24,7 @@ DIPTYCH_INLINE bool is_whole(KvFormat format) {
 DIPTYCH_INLINE void widen_bytes(KvFormat format, const int8_t* x, int64_t n, uint16_t* out) {
   int64_t i = 0;
   if (format == KvFormat::fp8) {
-#if defined(DIPTYCH_BESIDE) && defined(DIPTYCH_AVX512)
+#if defined(DIPTYCH_BESIDE)
     for (; i + 64 <= n; i += 64) {
       Pairs former, latter;
       widen_64_e4m3(x + i, former.v, latter.v);

@@ -53,8 +53,6 @@ struct Bytes { using Sum = __m256i; using In = uint16_t; using Stored = int8_t; 
 struct Eights { using Sum = __m256; using In = float; using Stored = E4m3; };  // fp8: the numbers that it would be widened to
 template <class Kind>
 constexpr bool kIsWhole = std::is_same_v<typename Kind::Sum, __m256i>;
-template <class Kind>
-constexpr int kBytesOf = 32 * sizeof(typename Kind::Stored);  // of a pair of inputs of 16 columns
 
 DIPTYCH_INLINE void clear(__m256& sum) { sum = _mm256_setzero_ps(); }
 DIPTYCH_INLINE void clear(__m256i& sum) { sum = _mm256_setzero_si256(); }
@@ -127,36 +125,26 @@ DIPTYCH_INLINE void add_pair(__m256i (&acc)[R][V], X x, Y y) {
 
 #define DIPTYCH_WITHIN __attribute__((always_inline))  // a function of its own would have the sums in memory
 
-// Calls step(i) n times, and before it ask(i) if there is something to ask for: two loops, as not all sums would stay in registers beside
-// a choice.
-template <class Ask, class Step>
-DIPTYCH_INLINE void each_step(int64_t n, bool is_asking, Ask ask, Step step) {
-  if (is_asking) {
-    for (int64_t i = 0; i < n; ++i) ask(i), step(i);
-  } else {
-    for (int64_t i = 0; i < n; ++i) step(i);
-  }
-}
-
-template <class Kind, int R, int V>
+// kAsks: beside the products what comes next is asked for. Where nothing is, sums and addresses have all registers.
+template <class Kind, int R, int V, bool kAsks>
 DIPTYCH_INLINE void score_columns(const typename Kind::In* q, int64_t d, const Tile& tile, int64_t group, float* out) {
   using Stored = typename Kind::Stored;
   const Stored* keys[V / 2];
 #pragma GCC unroll 4
   for (int z = 0; z < V / 2; ++z) keys[z] = reinterpret_cast<const Stored*>(tile.keys[group + z]);
-  Ahead::Cursor cursor = tile.ahead->cursor;
-  cursor.to_keys(group);
+  Ahead::Cursor cursor;
+  if constexpr (kAsks) cursor = tile.ahead->cursor;
   typename Kind::Sum acc[R][V];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) clear(acc[r][v]);
-  each_step(
-      d / 2, cursor.asks_keys(), [&](int64_t i) DIPTYCH_WITHIN { cursor.template step_keys<V / 2, kBytesOf<Kind>>(i); },
-      [&](int64_t i) DIPTYCH_WITHIN {
-        const auto x = [&](int r, int half) DIPTYCH_WITHIN { return kIsWhole<Kind> ? q + (i * R + r) * 2 : q + (2 * i + half) * R + r; };
-        add_pair(acc, x, [&](int v) DIPTYCH_WITHIN { return keys[v / 2] + i * 32 + v % 2 * 16; });
-      });
+  for (int64_t i = 0; i < d / 2; ++i) {
+    if constexpr (kAsks) cursor.step(V / 2);
+    const auto x = [&](int r, int half) DIPTYCH_WITHIN { return kIsWhole<Kind> ? q + (i * R + r) * 2 : q + (2 * i + half) * R + r; };
+    add_pair(acc, x, [&](int v) DIPTYCH_WITHIN { return keys[v / 2] + i * 32 + v % 2 * 16; });
+  }
+  if constexpr (kAsks) tile.ahead->cursor = cursor;
   const float* scales = tile.key_scales ? tile.key_scales + group * 16 : nullptr;
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
@@ -171,14 +159,19 @@ DIPTYCH_INLINE void score_columns(const typename Kind::In* q, int64_t d, const T
 template <int R>
 constexpr int kVectors = R <= 3 ? 4 : 2;
 
+template <class Kind, int R, bool kAsks>
+DIPTYCH_INLINE void score_groups(const typename Kind::In* q, int64_t d, const Tile& tile, const Span& seen, float* scores) {
+  int64_t g = seen.first;
+  for (; g + kVectors<R> / 2 <= seen.end; g += kVectors<R> / 2) score_columns<Kind, R, kVectors<R>, kAsks>(q, d, tile, g, scores + g * 16);
+  if (g < seen.end) score_columns<Kind, R, 2, kAsks>(q, d, tile, g, scores + g * 16);
+}
 template <class Kind, int R>
 static void score_rows(const typename Kind::In* q, int64_t d, const Tile& tile, const Span& seen, float* scores) {
-  int64_t g = seen.first;
-  for (; g + kVectors<R> / 2 <= seen.end; g += kVectors<R> / 2) score_columns<Kind, R, kVectors<R>>(q, d, tile, g, scores + g * 16);
-  if (g < seen.end) score_columns<Kind, R, 2>(q, d, tile, g, scores + g * 16);
+  if (tile.ahead->cursor.is_idle()) score_groups<Kind, R, false>(q, d, tile, seen, scores);
+  else score_groups<Kind, R, true>(q, d, tile, seen, scores);
 }
 
-template <class Kind, int R, int V>
+template <class Kind, int R, int V, bool kAsks>
 DIPTYCH_INLINE void weigh_columns(const typename Kind::In* weights, const Tile& tile, const Span& seen, int64_t column, int64_t dv,
                                   const Joined& to) {
   using Stored = typename Kind::Stored;
@@ -187,20 +180,19 @@ DIPTYCH_INLINE void weigh_columns(const typename Kind::In* weights, const Tile& 
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) clear(acc[r][v]);
-  Ahead::Cursor cursor = tile.ahead->cursor;
+  Ahead::Cursor cursor;
+  if constexpr (kAsks) cursor = tile.ahead->cursor;
   for (int64_t g = seen.first; g < seen.end; ++g) {
     const Stored* at = reinterpret_cast<const Stored*>(tile.values[g]) + column * 2;
     const typename Kind::In* x = weights + g * 16;
-    const int64_t left = seen.pairs - g * 8;
-    cursor.to_values(g, column * 2 * static_cast<int64_t>(sizeof(Stored)), 2 * dv * static_cast<int64_t>(sizeof(Stored)));
-    each_step(
-        left < 8 ? left : 8, cursor.asks_values(), [&](int64_t) DIPTYCH_WITHIN { cursor.template step_values<V / 2, kBytesOf<Kind>>(); },
-        [&](int64_t) DIPTYCH_WITHIN {
-          const auto weight = [&](int r, int half) DIPTYCH_WITHIN { return x + r * kTileTokens + half; };
-          add_pair(acc, weight, [&](int v) DIPTYCH_WITHIN { return at + v * 16; });
-          at += 2 * dv, x += 2;
-        });
+    const int64_t left = seen.pairs - g * 8, pairs = left < 8 ? left : 8;
+    for (int64_t p = 0; p < pairs; ++p, at += 2 * dv, x += 2) {
+      if constexpr (kAsks) cursor.step(V / 2);
+      const auto weight = [&](int r, int half) DIPTYCH_WITHIN { return x + r * kTileTokens + half; };
+      add_pair(acc, weight, [&](int v) DIPTYCH_WITHIN { return at + v * 16; });
+    }
   }
+  if constexpr (kAsks) tile.ahead->cursor = cursor;
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
     float* out = to.out + r * to.stride + column;
@@ -217,11 +209,17 @@ DIPTYCH_INLINE void weigh_columns(const typename Kind::In* weights, const Tile& 
   }
 }
 
+template <class Kind, int R, bool kAsks>
+DIPTYCH_INLINE void weigh_values(const typename Kind::In* weights, const Tile& tile, const Span& seen, int64_t dv, const Joined& to) {
+  int64_t column = 0;
+  for (; column + kVectors<R> * 8 <= dv; column += kVectors<R> * 8)
+    weigh_columns<Kind, R, kVectors<R>, kAsks>(weights, tile, seen, column, dv, to);
+  if (column < dv) weigh_columns<Kind, R, 2, kAsks>(weights, tile, seen, column, dv, to);
+}
 template <class Kind, int R>
 static void weigh_rows(const typename Kind::In* weights, const Tile& tile, const Span& seen, int64_t dv, const Joined& to) {
-  int64_t column = 0;
-  for (; column + kVectors<R> * 8 <= dv; column += kVectors<R> * 8) weigh_columns<Kind, R, kVectors<R>>(weights, tile, seen, column, dv, to);
-  if (column < dv) weigh_columns<Kind, R, 2>(weights, tile, seen, column, dv, to);
+  if (tile.ahead->cursor.is_idle()) weigh_values<Kind, R, false>(weights, tile, seen, dv, to);
+  else weigh_values<Kind, R, true>(weights, tile, seen, dv, to);
 }
 
 // By the number of rows, 1 to kRows.
