@@ -153,6 +153,7 @@ GPT_KIND: tuple[Family, ...] = (
         keys={**GPT, "vocab_size": 250_880, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": None,
               "num_attention_heads": 8, "hidden_act": "gelu_new"},
         fixed={"apply_residual_connection_post_layernorm": (False,)},
+        unread=("offset_alibi", "bias_dropout_fusion", "masked_softmax_fusion", "skip_bias_add", "skip_bias_add_qkv"),
         renamed={"layer_norm_epsilon": "rms_norm_eps", "n_embed": "hidden_size", "n_layer": "num_hidden_layers",
                  "n_head": "num_attention_heads", "seq_length": "max_position_embeddings"},
         has_slopes=True,
