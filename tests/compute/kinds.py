@@ -40,8 +40,8 @@ def make_faster() -> None:
     """Spare Triton's interpreter, which takes much of what the tests do, what changes nothing that it computes.
 
     It puts its own functions into the language anew for each call of each function of a kernel, a quarter of its time; nothing
-    else here compiles for a GPU that is not there. It finds for each whole number whether it overflows, another quarter, and
-    says so where it debugs alone. And it makes a table of numpy's types each time that it looks for one.
+    else here compiles for a GPU that is not there. It finds for each whole number whether it overflows, and says so where it
+    debugs alone, and makes a table of numpy's types each time that it looks for one: a sixth.
     """
     interpreter = import_module("triton.runtime.interpreter")
     patch, scopes = getattr(interpreter, "_patch_lang", None), {}

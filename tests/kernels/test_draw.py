@@ -7,17 +7,11 @@ import pytest
 import torch
 
 from diptych.compute.ops import cpu_kernels as cpu
-from worlds import KERNEL_SETS
 
 pytestmark = [
     pytest.mark.native,
     pytest.mark.skipif(not cpu.instruction_sets(), reason="the native kernels are not installed"),
 ]
-
-
-@pytest.fixture(params=KERNEL_SETS)
-def isa(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 def noise(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:

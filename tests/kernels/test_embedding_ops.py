@@ -9,7 +9,6 @@ import torch
 from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops.tolerances import EdgeShape
 from op_bench import Bench, check, make_batch, noise
-from worlds import KERNEL_SETS
 
 pytestmark = [
     pytest.mark.native,
@@ -17,11 +16,6 @@ pytestmark = [
 ]
 BF16 = torch.bfloat16
 BEST = cpu.instruction_sets()[0] if cpu.instruction_sets() else ""
-
-
-@pytest.fixture(params=KERNEL_SETS)
-def isa(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])

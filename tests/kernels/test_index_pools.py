@@ -13,7 +13,6 @@ from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops import reference
 from diptych.compute.ops.tolerances import EdgeShape
 from op_bench import Bench, make_batch, noise
-from worlds import KERNEL_SETS
 
 pytestmark = [
     pytest.mark.native,
@@ -24,11 +23,6 @@ N_HEADS, WIDTH, ROW, N_POOLS = 3, 24, 40, 9
 SEQUENCES = ((0, 290), (0, 30), (0, 38))
 OWN = [slice(begin, end) for begin, end in pairwise(np.cumsum([0, *(new for _, new in SEQUENCES)]))]
 FAR = 1e4  # of gates: by a softmax one place of a pool has all of it
-
-
-@pytest.fixture(params=KERNEL_SETS)
-def isa(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 class Pools:

@@ -44,11 +44,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 BEST = next(iter(cpu.instruction_sets()), "")
 
 
-@pytest.fixture(params=KERNEL_SETS)
-def isa(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 def native_cache(
     shape: EdgeShape, n_blocks: int, kv_format: str, *, spread: bool = False
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:

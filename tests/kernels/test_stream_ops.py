@@ -16,7 +16,6 @@ from diptych.compute.ops.torch_loader import TorchLinear, TorchNorm
 from diptych.compute.ops.torch_ops import TorchOps
 from diptych.models.gates import CLAMPED, SQUARED, GateForm
 from op_bench import Bench, check, make_batch, noise
-from worlds import KERNEL_SETS
 
 pytestmark = [
     pytest.mark.native,
@@ -24,11 +23,6 @@ pytestmark = [
 ]
 T, CPU = 5, torch.device("cpu")
 WIDTHS = [2, 15, 64, 130]
-
-
-@pytest.fixture(params=KERNEL_SETS)
-def isa(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 def others(bench: Bench, *values: torch.Tensor) -> list[int]:

@@ -158,6 +158,19 @@ def test_queries_are_scaled_by_position_to_the_whole_length() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("section", "named"),
+    [({"alibi": False}, "alibi in"), ({"qk_ln": True}, "qk_ln in"), ({"attn_type": "multiquery_attention"}, "attn_type in"),
+     ({"alibi_bias_max": 0}, "alibi_bias_max in"), (3, "attn_config in .* must be an object")],
+)  # fmt: skip
+def test_what_a_section_of_mpt_says_is_honoured_or_refused(section: object, named: str) -> None:
+    mpt = {"model_type": "mpt", "d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 256}
+    said = read_model(HfConfig({**mpt, "attn_config": {"alibi_bias_max": 16, "clip_qkv": 6.0}})).attention
+    assert (said.slopes[-1], said.clip) == (2.0**-16, 6.0)
+    with pytest.raises(LoadError, match=named):
+        read_model(HfConfig({**mpt, "attn_config": section}))
+
+
 def test_an_architecture_under_another_model_type_is_refused() -> None:
     """transformers takes the class, and with it every default, from model_type."""
     with pytest.raises(UnsupportedModel, match="ministral"):
