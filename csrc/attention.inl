@@ -217,14 +217,14 @@ struct Joined {
 
 // ---- softmax of a few rows over one tile ----
 
-// What one row's products with keys become before a softmax: `scale` makes them scores, and a softcap bends these.
+// What one row's products with keys become before a softmax: `scale` makes them scores, of which each is bent.
 DIPTYCH_INLINE void cap_scores(float* scores, const Span& seen, float softcap, float scale) {
   for (int64_t g = seen.first; g < seen.end; ++g) {
     const F32 x = mul(load(scores + g * 16), set1(scale / softcap));
     store(scores + g * 16, mul(tanh_lanes(x), set1(softcap)));
   }
 }
-// Or they lose so much for each position from the key to the query, which is `ahead` positions behind the tile's first key.
+// Scores lose so much for each position from the key to the query, which is `ahead` positions behind the tile's first key.
 DIPTYCH_INLINE void slope_scores(float* scores, const Span& seen, float slope, int64_t ahead, float scale) {
   alignas(64) static constexpr float kSteps[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   for (int64_t g = seen.first; g < seen.end; ++g) {
@@ -443,7 +443,8 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
       float* scores = scratch.scores + r * kTileTokens;
       units[r] = (call.shape.has_softcap || call.shape.slopes != nullptr ? 1.0f : scale) * kLog2e;
       if (call.shape.has_softcap) cap_scores(scores, seen, call.shape.softcap, scale);
-      if (call.shape.slopes != nullptr) slope_scores(scores, seen, call.shape.slopes[rows.head + (r0 + r) % rows.group], positions[r] - tile.start, scale);
+      if (call.shape.slopes != nullptr)
+        slope_scores(scores, seen, call.shape.slopes[rows.head + (r0 + r) % rows.group], positions[r] - tile.start, call.shape.has_softcap ? 1.0f : scale);
       lanes[r] = hide_and_max(scores, seen, lo, hi);
 #if defined(DIPTYCH_WHOLE)  // a bound by the keys that the row sees, whoever stands beside it
       if (tile.is_whole) value_units[r] = lo <= 0 && hi >= kTileTokens ? tile.most_value_scale : most_scale(tile.value_scales, lo, hi);

@@ -39,6 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 1.5}, "softcap, window": {"softcap": 1.5, "window": 9}, "sinks": {"has_sinks": True},
     "sinks, window": {"has_sinks": True, "window": 17}, "chunks": {"window": 24, "is_chunked": True},
     "long chunks": {"window": 300, "is_chunked": True}, "slopes": {"has_slopes": True},
+    "slopes, softcap": {"has_slopes": True, "softcap": 1.5},
 }  # fmt: skip
 
 BEST = next(iter(cpu.instruction_sets()), "")
@@ -190,9 +191,9 @@ def expected_rows(
     slots = torch.from_numpy(batch.slots_T(shape.block_tokens)).long()
     keys[slots // shape.block_tokens, slots % shape.block_tokens] = new_k
     values[slots // shape.block_tokens, slots % shape.block_tokens] = new_v
-    fields: dict[str, Any] = (
-        {"slopes": slopes(shape.n_heads, 8.0)} if dict(variant) == {"has_slopes": True} else dict(variant)
-    )
+    fields = dict(variant)
+    if fields.pop("has_slopes", False):
+        fields["slopes"] = slopes(shape.n_heads, 8.0)
     spec = AttentionSpec(layer=0, scale=shape.head_dim**-0.5, **sizes_of(shape), **fields)
     sinks = sinks_of(shape) if has_sinks else None
     return attention_rows(q, keys, values, batch, spec, looked_at(batch), sinks)
