@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_stream_ops import T, isa, others, torch_ops  # noqa: F401
+from test_stream_ops import T, others, torch_ops  # noqa: F401
 
 from checkpoints import make_checkpoint
 from diptych.compute.adapters import read_adapter
