@@ -53,16 +53,19 @@ void end() { tile_release(); }
 template <int kStrips>
 class ReadingAhead {
  public:
-  ReadingAhead(const MatrixArgs& args, int64_t tiles) : args_(args), lines_((args.next_bytes / kLine + tiles - 1) / tiles) {}
+  ReadingAhead(const MatrixArgs& args, int64_t tiles)
+      : args_(args), lines_((args.next_bytes / kLine + tiles - 1) / tiles), to_then_(args.then_w - (args.next_w + args.first_bytes)) {}
 
-  inline void turn(int64_t tile) {
-    for (int64_t line = tile * lines_; line < (tile + 1) * lines_; ++line)
-      for (int strip = 0; strip < kStrips; ++strip) __builtin_prefetch(args_.next_w + strip * args_.next_strip_bytes + line * kLine, 0, 2);
+  DIPTYCH_FORCED void turn(int64_t tile) {
+    for (int64_t line = tile * lines_; line < (tile + 1) * lines_; ++line) {
+      const uint8_t* at = args_.next_w + line * kLine + (line * kLine < args_.first_bytes ? 0 : to_then_);
+      for (int strip = 0; strip < kStrips; ++strip) __builtin_prefetch(at + strip * args_.next_strip_bytes, 0, 2);
+    }
   }
 
  private:
   const MatrixArgs& args_;
-  const int64_t lines_;
+  const int64_t lines_, to_then_;
 };
 
 // One step of all products. kWhole: int8. Rows pass over the strips of a wide shape, which stay in L1.
@@ -136,7 +139,7 @@ constexpr MatrixBlocking kBlocking = {
     28 << 10,  // w_bytes
     1 << 20,   // x_bytes
     1 << 20,   // sums_bytes
-    6 << 10,   // stream_ahead
+    2 << 10,   // stream_ahead
 };
 
 // The fewest rows for which tiles beat the register tiles of AVX-512; whole sums have the same bits in both.
@@ -144,7 +147,7 @@ constexpr int64_t kLeastRowsInt8 = 7, kLeastRowsInt4 = 9;
 
 template <bool kWhole>
 constexpr MatrixTiles tiles(int64_t least_rows) {
-  return {least_rows, {shape<kWhole, 1, 1>(), shape<kWhole, 2, 1>()}, shape<kWhole, 2, 2>(), kBlocking};
+  return {least_rows, {shape<kWhole, 1, 2>(), shape<kWhole, 1, 1>(), shape<kWhole, 2, 2>(), shape<kWhole, 2, 1>()}, shape<kWhole, 2, 2>(), kBlocking};
 }
 
 #include "gemm_amx_groups.inl"

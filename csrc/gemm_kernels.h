@@ -93,8 +93,10 @@ struct MatrixArgs {
   int64_t rows;          // as given to `begin`, at most the shape's
   void* sums;
   bool resume;
-  const uint8_t* next_w;  // of each strip [next_w + i next_strip_bytes, + next_bytes) is brought into L2 while the tile runs; may be empty
-  int64_t next_strip_bytes, next_bytes;
+  // Of each strip next_bytes are brought into L2 while the tile runs, maybe none: first_bytes of them from next_w + i next_strip_bytes on, the
+  // rest from then_w + i next_strip_bytes on.
+  const uint8_t *next_w, *then_w;
+  int64_t next_strip_bytes, next_bytes, first_bytes;
   Beside* beside;         // what is done between the steps of the products, which leave the vector units idle; or null
 };
 struct MatrixShape {
@@ -116,7 +118,7 @@ struct MatrixBlocking {
 
 struct MatrixTiles {
   int64_t least_rows;     // fewer take the register tiles
-  MatrixShape narrow[2];  // ascending rows, one strip wide: W passes once, as one stream
+  MatrixShape narrow[4];  // ascending rows, the most strips first: W passes once, each strip as a stream
   MatrixShape wide;       // whole pairs of strips; a call has at least its rows
   MatrixBlocking blocking;
 };

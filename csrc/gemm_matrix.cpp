@@ -50,9 +50,13 @@ struct Block {
   int64_t step, steps;
 };
 
-const MatrixShape& choose_shape(const MatrixTiles& tiles, int64_t m) {
-  for (const MatrixShape& shape : tiles.narrow)
-    if (shape.rows >= m) return shape;
+// Strips side by side belong to one thread: not where whole pieces of so many would leave threads without work.
+const MatrixShape& choose_shape(const MatrixTiles& tiles, int64_t m, int64_t n_panels, int threads) {
+  const int64_t strips = n_panels * kPanelStrips, even = (strips + threads - 1) / threads;
+  for (const MatrixShape& shape : tiles.narrow) {
+    const int64_t pieces = strips / shape.strips, most = (pieces + threads - 1) / threads * shape.strips;
+    if (shape.rows >= m && (shape.strips == 1 || 10 * most <= 11 * even)) return shape;
+  }
   return tiles.wide;
 }
 
@@ -88,7 +92,15 @@ void read_ahead(const Job& job, MatrixArgs& args, const Block& next, int64_t til
   const int64_t lines = (end - begin) / kCacheLine, from = lines * tile / tiles, to = lines * (tile + 1) / tiles;
   args.next_w = next.strip + begin + from * kCacheLine;
   args.next_strip_bytes = job.strip_bytes();
-  args.next_bytes = (to - from) * kCacheLine;
+  args.next_bytes = args.first_bytes = (to - from) * kCacheLine;
+}
+
+// A stream runs ahead of itself in its own strips, and from their ends on in those that follow.
+void read_on(const Job& job, MatrixArgs& args, const Block& next) {
+  const int64_t bytes = args.steps * kStepBytes, ahead = std::min(job.blocking.stream_ahead, bytes);
+  args.next_w = args.w + ahead, args.then_w = next.strip;
+  args.next_strip_bytes = args.strip_bytes;
+  args.next_bytes = bytes, args.first_bytes = bytes - ahead;
 }
 
 // Points args at a block of W, where the tiles can read it.
@@ -182,8 +194,7 @@ class Walk {
       uint8_t* sums = place_sums(panel, tile, is_one_pass);
       args.x = x_.row(first) + step * 4;
       args.sums = sums + (strip - piece_.strips.begin) * kStepBytes;
-      read_ahead(job_, args, next, tile, tiles_);
-      if (is_stream) args.next_w = args.w + job_.blocking.stream_ahead, args.next_bytes = own.steps * kStepBytes;
+      is_stream ? read_on(job_, args, next) : read_ahead(job_, args, next, tile, tiles_);
       job_.shape.run(args);
       finish_.rest();
       if (!is_last_step || (job_.is_narrow && done.end != piece_.strips.end)) continue;
@@ -220,8 +231,8 @@ int64_t panels_per_task(const PackedLinear& w, const MatrixBlocking& blocking, c
 }
 
 Layout layout_of(const PackedLinear& w, const MatrixTiles& tiles, int64_t m, bool is_routed, int threads) {
-  const MatrixShape& shape = choose_shape(tiles, m);
-  Layout cut{shape, shape.strips == 1, expanded_form(w.shape.format) != w.shape.format, w.k_padded / (has_bf16_rows(w.shape.format) ? 2 : 4), 0, 0, 0, 0, 0, 0, 0};
+  const MatrixShape& shape = choose_shape(tiles, m, w.n_panels, threads);
+  Layout cut{shape, m <= std::end(tiles.narrow)[-1].rows, expanded_form(w.shape.format) != w.shape.format, w.k_padded / (has_bf16_rows(w.shape.format) ? 2 : 4), 0, 0, 0, 0, 0, 0, 0};
   cut.per_block = cut.is_narrow && !cut.is_expanded ? cut.steps : count_steps_per_block(w.shape, shape, tiles.blocking, cut.steps);
   const int64_t most_rows = cut.per_block < cut.steps && !cut.is_narrow ? tiles.blocking.rows / 2 : tiles.blocking.rows;
   const int64_t row_tiles = (m + shape.rows - 1) / shape.rows;
@@ -250,7 +261,7 @@ void linear_by_matrix(const LinearCall& call, const MatrixTiles& tiles, int thre
           memory, memory + cut.sums_bytes, memory + cut.sums_bytes + cut.rows_bytes};
 
   // A task is a piece and a block of rows. Pieces of few rows are strips, as they are for register tiles.
-  const int64_t cuts = cut.is_narrow ? pieces_per_panel(w, threads) : 1, strips = kPanelStrips / cuts, n_pieces = cuts * groups;
+  const int64_t cuts = cut.is_narrow ? std::min(pieces_per_panel(w, threads), kPanelStrips / shape.strips) : 1, strips = kPanelStrips / cuts, n_pieces = cuts * groups;
   auto piece_at = [&](int64_t i) {
     const Range own = share(w.n_panels, static_cast<int>(i / cuts), static_cast<int>(groups));
     return Piece{own, {i % cuts * strips, i % cuts * strips + strips}, nullptr};
