@@ -24,18 +24,18 @@ constexpr int64_t kCacheLine = 64;
 // the memory needs: it reads into L2 and leaves L1 to x (10 to 15 points of the limit at 8 to 16 rows). int4 reads further: two rows from
 // memory at 50 GB/s 43 GB/s by 10 KiB, 22 by 4 KiB into L1, 26 by 4 KiB into L2. Zen 5 asks
 // for one line with each that it takes, past L2 (`pass`): what is read once would push lines on from there to L3 (LAB.md: up to 17 %).
-// Intel: L2 takes more lines under way than L1. The dot products of several rows fill the scheduler before it has seen many lines, so that
-// loads which find their line in L2 still wait for it: asking for L1 too gave 5 rows of int8 7 % and one row of int4 6 % (Xeon, two cores).
-enum class Reach { none, l1, l2, far, both };
-constexpr int64_t ahead_bytes(Reach reach) { return reach == Reach::far ? 10240 : reach == Reach::both ? 8192 : reach == Reach::l2 ? 6144 : 4096; }
-constexpr int64_t kNearBytes = 2048;  // of `both`, into L1
+// Intel: L2 takes more lines under way than L1, and the processor's prefetchers bring several streams faster than one: strips side by side,
+// one line asked for with each that is taken (`lines`), a little ahead, and taken in the order of addresses (LAB.md, machine C).
+enum class Reach { none, l1, l2, far, lines };
+constexpr int64_t ahead_bytes(Reach reach) { return reach == Reach::far ? 10240 : reach == Reach::lines ? 2048 : reach == Reach::l2 ? 6144 : 4096; }
 
 // kMayPass: AMD's, but for fp8, whose tables fill L1 (8 rows a third slower).
 template <int kStrips, Reach kReach, bool kMayPass = kReach == Reach::none || kReach == Reach::l2 || kReach == Reach::far>
 struct Ahead {
   const uint8_t* next;
-  const uint8_t* near;
   const uint8_t* next_strip;
+  const uint8_t* last;  // of `lines`: from where on the lines asked for are those of the following strips, to_next further
+  const int64_t to_next;
   const int64_t strip_bytes;
   const int64_t lines;   // per turn, second way
   const int64_t past_bytes;
@@ -44,37 +44,40 @@ struct Ahead {
   // Without a branch: GCC 12 keeps a tile's sums in memory behind one.
   Ahead(const TileArgs& args, int64_t turns, int64_t block_bytes)
       : next(args.is_stream ? args.strip + ahead_bytes(kReach) : args.next),
-        near(args.strip + kNearBytes),
         next_strip(args.next_strip),
+        last(args.strip + args.strip_bytes - ahead_bytes(kReach)),
+        to_next(args.next_strip - args.strip - args.strip_bytes),
         strip_bytes(args.strip_bytes),
-        lines(kMayPass && args.past_bytes != 0 ? 0 : (args.next_bytes / kCacheLine + turns - 1) / turns),
-        past_bytes(args.past_bytes),
+        lines(by_lines(args) ? 0 : (args.next_bytes / kCacheLine + turns - 1) / turns),
+        past_bytes(kReach == Reach::lines && args.is_stream ? ahead_bytes(kReach) : args.past_bytes),
         turns_left(turns - turns * ahead_bytes(kReach) / block_bytes),
-        is_stream(args.is_stream && !(kMayPass && args.past_bytes != 0)) {}
+        is_stream(args.is_stream && !by_lines(args)) {}
+  static inline bool by_lines(const TileArgs& args) { return kReach == Reach::lines ? args.is_stream : kMayPass && args.past_bytes != 0; }
   static inline void prefetch(const uint8_t* line) {
     _mm_prefetch(reinterpret_cast<const char*>(line), kReach == Reach::l1 ? _MM_HINT_T0 : _MM_HINT_T1);
   }
   // With a line w that is taken of each strip.
   inline void pass(const uint8_t* w) const {
-    if constexpr (kMayPass)
+    const uint8_t* at = w + past_bytes + (kReach == Reach::lines && kStrips > 1 && w >= last ? to_next : 0);
+    if constexpr (kMayPass || kReach == Reach::lines)
 #pragma GCC unroll 4
-      for (int v = 0; v < kStrips; ++v) _mm_prefetch(reinterpret_cast<const char*>(w + v * strip_bytes + past_bytes), _MM_HINT_NTA);
+      for (int v = 0; v < kStrips; ++v) _mm_prefetch(reinterpret_cast<const char*>(at + v * strip_bytes), kMayPass ? _MM_HINT_NTA : _MM_HINT_T1);
+  }
+  // Lines of a stream are loaded one after the other: what GCC orders otherwise the prefetchers take for no stream.
+  static inline void in_order(__m512i& line) {
+    if constexpr (kReach == Reach::lines) __asm__ volatile("" : "+v"(line));
   }
   inline void line() {
-    if constexpr (kReach == Reach::none) return;
+    if constexpr (kReach == Reach::none || kReach == Reach::lines) return;
     prefetch(next);
     next += kCacheLine;
-    near += kCacheLine;
   }
   inline void turn() {
     if constexpr (kReach == Reach::none) return;
-    if (is_stream) {
+    if (kReach != Reach::lines && is_stream) {
       if (turns_left-- == 0) next = next_strip;
-      for (int step = 0; step < kUnroll; ++step, next += kCacheLine, near += kCacheLine)
-        for (int v = 0; v < kStrips; ++v) {
-          prefetch(next + v * strip_bytes);
-          if constexpr (kReach == Reach::both) _mm_prefetch(reinterpret_cast<const char*>(near + v * strip_bytes), _MM_HINT_T0);
-        }
+      for (int step = 0; step < kUnroll; ++step, next += kCacheLine)
+        for (int v = 0; v < kStrips; ++v) prefetch(next + v * strip_bytes);
     } else {
       for (int64_t line = 0; line < lines; ++line, next += kCacheLine) prefetch(next);
     }
@@ -132,7 +135,7 @@ void tile_dot(const TileArgs& args) {
     for (int step = 0; step < kUnroll; ++step, w += kStepBytes) {
       __m512i lanes[kStrips];
 #pragma GCC unroll 4
-      for (int v = 0; v < kStrips; ++v) lanes[v] = _mm512_load_si512(w + v * strip_bytes);
+      for (int v = 0; v < kStrips; ++v) lanes[v] = _mm512_load_si512(w + v * strip_bytes), ahead.in_order(lanes[v]);
       ahead.pass(w);
 #pragma GCC unroll 24
       for (int row = 0; row < kRows; ++row) {
@@ -505,8 +508,19 @@ void transpose_words(const uint32_t* words, int64_t stride, int64_t n_words, uin
   }
 
 #if !defined(__AVX512BF16__)
+// Few rows of whole numbers on Intel: strips side by side, and one by one where panels cannot be shared evenly. kPair: the strips of two to six rows.
+#define DIPTYCH_BESIDE(n, strips, ...) {n, strips, XForm::rows, __VA_ARGS__ n, strips, false, Reach::lines>}
+#define DIPTYCH_FEW(n, strips, ...) DIPTYCH_BESIDE(n, strips, __VA_ARGS__), DIPTYCH_BESIDE(n, 1, __VA_ARGS__)
+#define DIPTYCH_NARROW_BESIDE(kPair, kMany, ...)                                                                               \
+  {                                                                                                                            \
+    DIPTYCH_FEW(1, 4, __VA_ARGS__), DIPTYCH_FEW(2, kPair, __VA_ARGS__), DIPTYCH_FEW(3, kPair, __VA_ARGS__),                    \
+    DIPTYCH_FEW(4, kPair, __VA_ARGS__), DIPTYCH_FEW(5, kPair, __VA_ARGS__), DIPTYCH_FEW(6, kPair, __VA_ARGS__),                \
+    DIPTYCH_TILE(8, kMany, __VA_ARGS__), DIPTYCH_TILE(10, kMany, __VA_ARGS__), DIPTYCH_TILE(12, kMany, __VA_ARGS__),           \
+    DIPTYCH_TILE(14, kMany, __VA_ARGS__), DIPTYCH_TILE(16, kMany, __VA_ARGS__), DIPTYCH_TILE(18, kMany, __VA_ARGS__),          \
+    DIPTYCH_TILE(20, kMany, __VA_ARGS__), DIPTYCH_TILE(22, kMany, __VA_ARGS__), DIPTYCH_TILE(24, kMany, __VA_ARGS__),          \
+  }
 // Few rows of bf16 take two strips: one chain of sums, whose order is fixed, takes 8 cycles a step.
-#define DIPTYCH_WIDENED(n) {n, (n > 6 ? 1 : 2), XForm::widened, tile_widened<n, (n > 6 ? 1 : 2), Reach::both>}
+#define DIPTYCH_WIDENED(n) {n, (n > 6 ? 1 : 2), XForm::widened, tile_widened<n, (n > 6 ? 1 : 2), Reach::lines>}
 #define DIPTYCH_NARROW_WIDENED                                                                                             \
   {                                                                                                                        \
     DIPTYCH_WIDENED(1), DIPTYCH_WIDENED(2), DIPTYCH_WIDENED(3), DIPTYCH_WIDENED(4), DIPTYCH_WIDENED(5), DIPTYCH_WIDENED(6), \
@@ -542,8 +556,8 @@ extern const LinearKernels kLinear = {
 #else
 constexpr TileShape kWideInt8 = {6, 4, XForm::rows, tile_dot<__m512i, 6, 4, false, Reach::l1>};
 extern const Tiles kBf16Tiles = {DIPTYCH_NARROW_WIDENED, {12, 2, XForm::widened, tile_widened<12, 2, Reach::l1>}};
-extern const Tiles kInt8Tiles = {DIPTYCH_NARROW(Reach::both, Reach::both, tile_dot<__m512i, ), kWideInt8};
-extern const Tiles kInt4Tiles = {DIPTYCH_NARROW(Reach::both, Reach::l1, tile_int4<), {}};
+extern const Tiles kInt8Tiles = {DIPTYCH_NARROW_BESIDE(4, Reach::lines, tile_dot<__m512i, ), kWideInt8};
+extern const Tiles kInt4Tiles = {DIPTYCH_NARROW_BESIDE(2, Reach::l1, tile_int4<), {}};
 extern const Tiles kFp8Tiles = {};
 extern const LinearKernels kLinear = {
     interleave_rows, widen_rows, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,

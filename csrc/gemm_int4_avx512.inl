@@ -2,64 +2,83 @@
 
 // int4, the whole K. Sums of whole numbers may be cut at will, so few rows take the nibbles as they are and weigh each group's sum:
 // sum (unit q + zero) x = unit sum q x + zero sum x. That is a few operations a row and group.
-template <int kRows, Reach kReach>
+template <int kRows, int kStrips, Reach kReach>
 void tile_int4_few(const TileArgs& args) {
-  __m512i sums[kRows];
+  constexpr int kChains = kRows * kStrips <= 6 || kStrips == 1 ? 2 : 1;  // of a group: one waits for its own sums, where there are few
+  __m512i sums[kRows][kStrips];
 #pragma GCC unroll 8
-  for (int row = 0; row < kRows; ++row) sums[row] = _mm512_setzero_si512();
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+    for (int v = 0; v < kStrips; ++v) sums[row][v] = _mm512_setzero_si512();
   const Words<kRows, false> x(args);
-  const int64_t words = args.group / 4, step_bytes = args.group / 8 * kStepBytes;
+  const int64_t words = args.group / 4, step_bytes = args.group / 8 * kStepBytes, strip_bytes = args.strip_bytes;
   const uint8_t* w = args.strip;
-  Ahead<1, kReach> ahead(args, args.units * (words / 8), args.units * step_bytes);
+  Ahead<kStrips, kReach> ahead(args, args.units * (words / 8), args.units * step_bytes);
   // Of two groups, loaded in the order of addresses: reached for behind its groups, that line made the prefetchers lose the stream
   // (a twentieth of a lone row's time, where the threads share no cache and memory gives each of them all it can take).
-  __m512i heads = _mm512_setzero_si512();
+  __m512i heads[kStrips];
   int64_t at = 0;
   for (int64_t group = 0; group < args.units; ++group) {
     if (group % 2 == 0) {
-      heads = _mm512_load_si512(w);
+#pragma GCC unroll 4
+      for (int v = 0; v < kStrips; ++v) heads[v] = _mm512_load_si512(w + v * strip_bytes), ahead.in_order(heads[v]);
       ahead.pass(w);
       w += 2 * kHeadBytes;
       ahead.line();
     }
-    __m512i low_sums[kRows], high_sums[kRows];
+    __m512i group_sums[kRows][kStrips][kChains];
 #pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row) low_sums[row] = high_sums[row] = _mm512_setzero_si512();
+    for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+      for (int v = 0; v < kStrips; ++v)
+#pragma GCC unroll 2
+        for (int chain = 0; chain < kChains; ++chain) group_sums[row][v][chain] = _mm512_setzero_si512();
     for (const int64_t end = at + words; at < end;) {
       ahead.turn();
 #pragma GCC unroll 4
       for (int step = 0; step < kUnroll; ++step, at += 2, w += kStepBytes) {
         ahead.pass(w);
-        __m512i nibbles = _mm512_load_si512(w);
-        __asm__("" : "+v"(nibbles));  // once: GCC would load them for both halves
-        const __m512i low = _mm512_and_si512(nibbles, _mm512_set1_epi8(15));
-        const __m512i high = _mm512_and_si512(_mm512_srli_epi16(nibbles, 4), _mm512_set1_epi8(15));
+#pragma GCC unroll 4
+        for (int v = 0; v < kStrips; ++v) {
+          __m512i nibbles = _mm512_load_si512(w + v * strip_bytes);
+          __asm__("" : "+v"(nibbles));  // once: GCC would load them for both halves
+          ahead.in_order(nibbles);
+          const __m512i low = _mm512_and_si512(nibbles, _mm512_set1_epi8(15));
+          const __m512i high = _mm512_and_si512(_mm512_srli_epi16(nibbles, 4), _mm512_set1_epi8(15));
 #pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row) add_dot_int8_of(low_sums[row], low, x.at(row, at));
+          for (int row = 0; row < kRows; ++row) add_dot_int8_of(group_sums[row][v][0], low, x.at(row, at));
 #pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row) add_dot_int8_of(high_sums[row], high, x.at(row, at + 1));
+          for (int row = 0; row < kRows; ++row) add_dot_int8_of(group_sums[row][v][kChains - 1], high, x.at(row, at + 1));
+        }
       }
     }
-    const __m256i head = group % 2 == 0 ? _mm512_castsi512_si256(heads) : _mm512_extracti64x4_epi64(heads, 1);
-    const __m512i both = _mm512_cvtepu16_epi32(head);
-    const __m512i unit = _mm512_and_si512(both, _mm512_set1_epi32(0xff)), zero = _mm512_srli_epi32(both, 8);
+#pragma GCC unroll 4
+    for (int v = 0; v < kStrips; ++v) {
+      const __m256i head = group % 2 == 0 ? _mm512_castsi512_si256(heads[v]) : _mm512_extracti64x4_epi64(heads[v], 1);
+      const __m512i both = _mm512_cvtepu16_epi32(head);
+      const __m512i unit = _mm512_and_si512(both, _mm512_set1_epi32(0xff)), zero = _mm512_srli_epi32(both, 8);
 #pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row) {
-      const __m512i q = _mm512_mullo_epi32(unit, _mm512_add_epi32(low_sums[row], high_sums[row]));
-      const __m512i z = _mm512_mullo_epi32(zero, _mm512_set1_epi32(args.group_sums[row * args.units + group]));
-      sums[row] = _mm512_add_epi32(sums[row], _mm512_add_epi32(q, z));
+      for (int row = 0; row < kRows; ++row) {
+        __m512i of_group = group_sums[row][v][0];
+        if constexpr (kChains == 2) of_group = _mm512_add_epi32(of_group, group_sums[row][v][1]);
+        const __m512i q = _mm512_mullo_epi32(unit, of_group);
+        const __m512i z = _mm512_mullo_epi32(zero, _mm512_set1_epi32(args.group_sums[row * args.units + group]));
+        sums[row][v] = _mm512_add_epi32(sums[row][v], _mm512_add_epi32(q, z));
+      }
     }
   }
   __m512i* acc = static_cast<__m512i*>(args.acc);
 #pragma GCC unroll 8
-  for (int row = 0; row < kRows; ++row) acc[row * kVectors] = sums[row];
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+    for (int v = 0; v < kStrips; ++v) acc[row * kVectors + v] = sums[row][v];
 }
 
 // More rows: each step becomes two vectors of int8 in registers, for all of them.
 template <int kRows, int kStrips, bool kInterleaved, Reach kReach>
 void tile_int4(const TileArgs& args) {
-  static_assert(kStrips == 1);
-  if constexpr (!kInterleaved) return tile_int4_few<kRows, kReach>(args);
+  if constexpr (!kInterleaved) return tile_int4_few<kRows, kStrips, kReach>(args);
+  static_assert(kStrips == 1 || !kInterleaved);
   constexpr int kChains = kRows <= 8 ? 2 : 1;
   __m512i sums[kChains][kRows];
 #pragma GCC unroll 2
