@@ -139,11 +139,12 @@ constexpr MatrixBlocking kBlocking = {
     28 << 10,  // w_bytes
     1 << 20,   // x_bytes
     1 << 20,   // sums_bytes
+    16 << 10,  // passing_bytes
     2 << 10,   // stream_ahead
 };
 
 // The fewest rows for which tiles beat the register tiles of AVX-512; whole sums have the same bits in both.
-constexpr int64_t kLeastRowsInt8 = 7, kLeastRowsInt4 = 9;
+constexpr int64_t kLeastRowsInt8 = 7, kLeastRowsInt4 = 7;
 
 template <bool kWhole>
 constexpr MatrixTiles tiles(int64_t least_rows) {

@@ -113,6 +113,7 @@ struct MatrixBlocking {
   int64_t w_bytes;      // of a shape's strips that rows pass over at one time; all of K where that is less
   int64_t x_bytes;      // of a block of x that stay in L2 from panel to panel; where there are more, several panels share each block of K
   int64_t sums_bytes;   // the sums of those panels, in L2
+  int64_t passing_bytes;  // in place of w_bytes where one tile of rows meets what was expanded
   int64_t stream_ahead; // bytes that W is brought into L2 before it is used, where it passes once for one tile of rows
 };
 

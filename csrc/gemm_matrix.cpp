@@ -60,8 +60,8 @@ const MatrixShape& choose_shape(const MatrixTiles& tiles, int64_t m, int64_t n_p
   return tiles.wide;
 }
 
-int64_t count_steps_per_block(const LinearShape& w, const MatrixShape& shape, const MatrixBlocking& blocking, int64_t steps) {
-  const int64_t blocks = (shape.strips * steps * kStepBytes + blocking.w_bytes - 1) / blocking.w_bytes;
+int64_t count_steps_per_block(const LinearShape& w, int64_t strips, int64_t block_bytes, int64_t steps) {
+  const int64_t blocks = (strips * steps * kStepBytes + block_bytes - 1) / block_bytes;
   const int64_t round = w.format == Format::int4 ? w.group / 2 : w.format == Format::fp8 ? kFp8Inputs / 2 : kStepsPerTile;
   return round_up((steps + blocks - 1) / blocks, std::max(kStepsPerTile, round));
 }
@@ -233,7 +233,7 @@ int64_t panels_per_task(const PackedLinear& w, const MatrixBlocking& blocking, c
 Layout layout_of(const PackedLinear& w, const MatrixTiles& tiles, int64_t m, bool is_routed, int threads) {
   const MatrixShape& shape = choose_shape(tiles, m, w.n_panels, threads);
   Layout cut{shape, m <= std::end(tiles.narrow)[-1].rows, expanded_form(w.shape.format) != w.shape.format, w.k_padded / (has_bf16_rows(w.shape.format) ? 2 : 4), 0, 0, 0, 0, 0, 0, 0};
-  cut.per_block = cut.is_narrow && !cut.is_expanded ? cut.steps : count_steps_per_block(w.shape, shape, tiles.blocking, cut.steps);
+  cut.per_block = cut.is_narrow && !cut.is_expanded ? cut.steps : count_steps_per_block(w.shape, shape.strips, cut.is_narrow ? tiles.blocking.passing_bytes : tiles.blocking.w_bytes, cut.steps);
   const int64_t most_rows = cut.per_block < cut.steps && !cut.is_narrow ? tiles.blocking.rows / 2 : tiles.blocking.rows;
   const int64_t row_tiles = (m + shape.rows - 1) / shape.rows;
   cut.blocks = (m + most_rows - 1) / most_rows, cut.block_rows = (row_tiles + cut.blocks - 1) / cut.blocks * shape.rows;

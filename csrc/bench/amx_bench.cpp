@@ -133,7 +133,7 @@ std::vector<Trial> trials(const MatrixTiles& own, const MatrixShape (&wide)[2][2
       all.back().matrix.least_rows = rows + 1;
     }
     add("stream_ahead", &MatrixBlocking::stream_ahead, {0, 2048, 4096, 8192, 12288, 16384});
-    if (format == Format::int4) add("w_bytes", &MatrixBlocking::w_bytes, {8 << 10, 16 << 10, 64 << 10});
+    if (format == Format::int4) add("passing_bytes", &MatrixBlocking::passing_bytes, {8 << 10, 12 << 10, 20 << 10, 28 << 10});
   } else {
     all.push_back({"16 x 4, w_bytes 32768", own});
     all.back().matrix.wide = wide[format != Format::bf16][0], all.back().matrix.blocking.w_bytes = 32 << 10;
