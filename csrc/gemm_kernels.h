@@ -201,7 +201,7 @@ using ReadyRows = void (*)(const LinearShape& shape, bool is_direct, const float
                            int64_t groups, RowOfGroup* out);
 
 // How a direct tile asks for the lines that it will take: into L2 and then again into L1; once, into L2; or once, past L2.
-enum class Asking { twice, once, near, past };
+enum class Asking { twice, once, past };
 constexpr int64_t kPastBytes = 6 << 10;  // ahead, of the last
 
 struct GroupArgs {
