@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_stream_ops import T, others, torch_ops  # noqa: F401
+from test_stream_ops import T, others, torch_ops
 
 from checkpoints import make_checkpoint
 from diptych.compute.adapters import read_adapter
@@ -57,7 +57,7 @@ END = 2  # of the small checkpoints' texts
 
 @pytest.mark.parametrize("n", [2, 3, 8])
 @pytest.mark.parametrize("width", [1, 15, 64, 130])
-def test_streams_in_one_row(isa: str, width: int, n: int) -> None:  # noqa: F811
+def test_streams_in_one_row(isa: str, width: int, n: int) -> None:
     """Their mean, what is added to each by a weight of its own, and values that keys and queries gate."""
     x, keys, y = noise(T, n * width, seed=1), noise(T, n * width, seed=2), noise(T, width, seed=3)
     c = noise(T, n, seed=4, scale=4.0)
@@ -94,7 +94,7 @@ SPEC = NgramSpec(layers=(0, 3), width=18, longest=4, n_heads=2, least_rows=11, m
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_n_grams(isa: str, dtype: torch.dtype) -> None:  # noqa: F811
+def test_rows_of_n_grams(isa: str, dtype: torch.dtype) -> None:
     """Found over tokens before, which a state hands on; behind the end of a text stand ends alone."""
     tokens, place = list(range(23)), 1  # the ninth ends a text
     rows = SPEC.rows(place)
@@ -139,7 +139,7 @@ SEQUENCES = ((0, 300), (0, BUDGET + BLOCK - 1), (200, 1), (201, 2))
 
 
 @pytest.mark.parametrize("kv_format", ["bf16", "int8", "fp8"])
-def test_blocks_of_the_highest_scores_are_chosen(isa: str, kv_format: str) -> None:  # noqa: F811
+def test_blocks_of_the_highest_scores_are_chosen(isa: str, kv_format: str) -> None:
     """Oracle: the plain definition over what lies in the cache: means where a block ends, keys as they came elsewhere."""
     batch, n_blocks = make_batch(EdgeShape(name="", sequences=SEQUENCES))
     n, most = len(batch.token_ids_T), BUDGET + BLOCK - 1
@@ -200,7 +200,7 @@ def test_blocks_of_the_highest_scores_are_chosen(isa: str, kv_format: str) -> No
     assert n_chosen == 300 - most + 3
 
 
-def test_what_does_not_fit_is_refused(isa: str) -> None:  # noqa: F811
+def test_what_does_not_fit_is_refused(isa: str) -> None:
     bench = Bench(isa, noise(T, 12, seed=1))
     program, four, two = bench.program, bench.program.add_f32(4), bench.program.add_f32(2)
     with pytest.raises(ValueError, match="whole number of streams"):
@@ -242,7 +242,7 @@ def test_cut_of_the_work_changes_no_bit(path: Path, weights: str, kv: str) -> No
 
 
 @pytest.mark.parametrize("isa", KERNEL_SETS)
-def test_each_set_is_equal_within_itself(path: Path, isa: str) -> None:  # noqa: F811
+def test_each_set_is_equal_within_itself(path: Path, isa: str) -> None:
     for kv in ("bf16", "int8", "fp8"):
         model = load_model(path, replace(CONFIG, instruction_set=isa, kv=kv))
         whole = alone(model, text(60), None)
