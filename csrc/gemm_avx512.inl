@@ -194,6 +194,7 @@ void tile_widened(const TileArgs& args) {
     ahead.turn();
 #pragma GCC unroll 4
     for (int step = 0; step < kUnroll; ++step, w += kStepBytes, x += 2 * kRows) {
+      ahead.pass(w);
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
         __m512 lanes[kStrips];
@@ -556,7 +557,7 @@ extern const LinearKernels kLinear = {
 #else
 constexpr TileShape kWideInt8 = {6, 4, XForm::rows, tile_dot<__m512i, 6, 4, false, Reach::l1>};
 extern const Tiles kBf16Tiles = {DIPTYCH_NARROW_WIDENED, {12, 2, XForm::widened, tile_widened<12, 2, Reach::l1>}};
-extern const Tiles kInt8Tiles = {DIPTYCH_NARROW_BESIDE(4, Reach::lines, tile_dot<__m512i, ), kWideInt8};
+extern const Tiles kInt8Tiles = {DIPTYCH_NARROW_BESIDE(4, Reach::l2, tile_dot<__m512i, ), kWideInt8};
 extern const Tiles kInt4Tiles = {DIPTYCH_NARROW_BESIDE(2, Reach::l1, tile_int4<), {}};
 extern const Tiles kFp8Tiles = {};
 extern const LinearKernels kLinear = {
