@@ -81,10 +81,9 @@ const TileShape& choose_shape(const KernelSet& set, int64_t m, Format& format) {
   return 2 * half.rows < round_up(m, wide.rows) ? half : wide;
 }
 
-// Strips side by side belong to one thread. Where whole panels would leave threads without work, the shape of as many rows that is a strip wide.
-const TileShape& divisible_shape(const KernelSet& set, const TileShape& shape, Format format, int64_t m, int64_t n_panels, int threads) {
-  const int64_t whole = (n_panels + threads - 1) / threads * kPanelStrips, even = (n_panels * kPanelStrips + threads - 1) / threads;
-  if (shape.strips == 1 || m > shape.rows || 10 * whole <= 11 * even) return shape;
+// Where strips side by side would leave threads without work, the shape of as many rows that is a strip wide.
+const TileShape& divisible_shape(const KernelSet& set, const TileShape& shape, Format format, int64_t m, const PackedLinear& w, int threads) {
+  if (shape.strips == 1 || m > shape.rows || is_shared_evenly(w, kPanelStrips, threads)) return shape;
   for (const TileShape* other = set.tiles[static_cast<int>(format)]->narrow; other->rows != 0; ++other)
     if (other->rows == shape.rows && other->strips == 1) return *other;
   return shape;
@@ -268,7 +267,7 @@ struct Layout {
 Layout layout_of(const KernelSet& set, const PackedLinear& w, int64_t m, int64_t rows_of_one, int threads) {
   Format tile_format = w.shape.format;
   const TileShape& chosen = choose_shape(set, m, tile_format);
-  const TileShape& shape = divisible_shape(set, chosen, tile_format, m, w.n_panels, threads);
+  const TileShape& shape = divisible_shape(set, chosen, tile_format, m, w, threads);
   const int64_t tile_rows = shape.rows / rows_of_one * rows_of_one, tiles = (m + tile_rows - 1) / tile_rows;
   const int64_t blocks = (m + kBlockRows - 1) / kBlockRows, block_tiles = (tiles + blocks - 1) / blocks, sums_rows = block_tiles * shape.rows;
   const KBlocks cut = cut_inputs(w, tile_format, shape, tiles == 1);

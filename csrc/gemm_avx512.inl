@@ -18,23 +18,23 @@ constexpr int kVectors = kPanelLanes / 16;
 constexpr int kUnroll = 4;  // steps between two rounds of prefetches
 constexpr int64_t kCacheLine = 64;
 
-// Reading ahead (see TileArgs): not at all, into one cache (`far`: into L2 like `l2`, from further off), or into L2 far before and from
-// there into L1 shortly before (`both`). `turn` is called once in every kUnroll steps.
+// Reading ahead (see TileArgs): not at all, into one cache (`far`: into L2 like `l2`, from further off) by `turn`, which is called once in
+// every kUnroll steps, or into L2 with each line that is taken (`each`) by `pass`.
 // AMD: a lone row, and two of int8, do best by the processor's prefetchers. With more rows a tile computes for a good part of the time that
 // the memory needs: it reads into L2 and leaves L1 to x (10 to 15 points of the limit at 8 to 16 rows). int4 reads further: two rows from
 // memory at 50 GB/s 43 GB/s by 10 KiB, 22 by 4 KiB into L1, 26 by 4 KiB into L2. Zen 5 asks
 // for one line with each that it takes, past L2 (`pass`): what is read once would push lines on from there to L3 (LAB.md: up to 17 %).
 // Intel: L2 takes more lines under way than L1, and the processor's prefetchers bring several streams faster than one: strips side by side,
-// one line asked for with each that is taken (`lines`), a little ahead, and taken in the order of addresses (LAB.md, machine C).
-enum class Reach { none, l1, l2, far, lines };
-constexpr int64_t ahead_bytes(Reach reach) { return reach == Reach::far ? 10240 : reach == Reach::lines ? 2048 : reach == Reach::l2 ? 6144 : 4096; }
+// one line asked for with each that is taken, a little ahead, and taken in the order of addresses (LAB.md, machine C).
+enum class Reach { none, l1, l2, far, each };
+constexpr int64_t ahead_bytes(Reach reach) { return reach == Reach::far ? 10240 : reach == Reach::each ? 2048 : reach == Reach::l2 ? 6144 : 4096; }
 
 // kMayPass: AMD's, but for fp8, whose tables fill L1 (8 rows a third slower).
 template <int kStrips, Reach kReach, bool kMayPass = kReach == Reach::none || kReach == Reach::l2 || kReach == Reach::far>
 struct Ahead {
   const uint8_t* next;
   const uint8_t* next_strip;
-  const uint8_t* last;  // of `lines`: from where on the lines asked for are those of the following strips, to_next further
+  const uint8_t* last;  // of `each`: from where on the lines asked for are those of the following strips, to_next further
   const int64_t to_next;
   const int64_t strip_bytes;
   const int64_t lines;   // per turn, second way
@@ -48,33 +48,33 @@ struct Ahead {
         last(args.strip + args.strip_bytes - ahead_bytes(kReach)),
         to_next(args.next_strip - args.strip - args.strip_bytes),
         strip_bytes(args.strip_bytes),
-        lines(by_lines(args) ? 0 : (args.next_bytes / kCacheLine + turns - 1) / turns),
-        past_bytes(kReach == Reach::lines && args.is_stream ? ahead_bytes(kReach) : args.past_bytes),
+        lines(asks_each(args) ? 0 : (args.next_bytes / kCacheLine + turns - 1) / turns),
+        past_bytes(kReach == Reach::each && args.is_stream ? ahead_bytes(kReach) : args.past_bytes),
         turns_left(turns - turns * ahead_bytes(kReach) / block_bytes),
-        is_stream(args.is_stream && !by_lines(args)) {}
-  static inline bool by_lines(const TileArgs& args) { return kReach == Reach::lines ? args.is_stream : kMayPass && args.past_bytes != 0; }
+        is_stream(args.is_stream && !asks_each(args)) {}
+  static inline bool asks_each(const TileArgs& args) { return kReach == Reach::each ? args.is_stream : kMayPass && args.past_bytes != 0; }
   static inline void prefetch(const uint8_t* line) {
     _mm_prefetch(reinterpret_cast<const char*>(line), kReach == Reach::l1 ? _MM_HINT_T0 : _MM_HINT_T1);
   }
   // With a line w that is taken of each strip.
   inline void pass(const uint8_t* w) const {
-    const uint8_t* at = w + past_bytes + (kReach == Reach::lines && kStrips > 1 && w >= last ? to_next : 0);
-    if constexpr (kMayPass || kReach == Reach::lines)
+    const uint8_t* at = w + past_bytes + (kReach == Reach::each && kStrips > 1 && w >= last ? to_next : 0);
+    if constexpr (kMayPass || kReach == Reach::each)
 #pragma GCC unroll 4
       for (int v = 0; v < kStrips; ++v) _mm_prefetch(reinterpret_cast<const char*>(at + v * strip_bytes), kMayPass ? _MM_HINT_NTA : _MM_HINT_T1);
   }
   // Lines of a stream are loaded one after the other: what GCC orders otherwise the prefetchers take for no stream.
   static inline void in_order(__m512i& line) {
-    if constexpr (kReach == Reach::lines) __asm__ volatile("" : "+v"(line));
+    if constexpr (kReach == Reach::each) __asm__ volatile("" : "+v"(line));
   }
   inline void line() {
-    if constexpr (kReach == Reach::none || kReach == Reach::lines) return;
+    if constexpr (kReach == Reach::none || kReach == Reach::each) return;
     prefetch(next);
     next += kCacheLine;
   }
   inline void turn() {
     if constexpr (kReach == Reach::none) return;
-    if (kReach != Reach::lines && is_stream) {
+    if (kReach != Reach::each && is_stream) {
       if (turns_left-- == 0) next = next_strip;
       for (int step = 0; step < kUnroll; ++step, next += kCacheLine)
         for (int v = 0; v < kStrips; ++v) prefetch(next + v * strip_bytes);
@@ -499,29 +499,29 @@ void transpose_words(const uint32_t* words, int64_t stride, int64_t n_words, uin
 
 // A few rows by their pointers, more interleaved: from 7 rows on the address registers run short. kFew, kMany: how rows to 5 and from 6 on read ahead.
 #define DIPTYCH_TILE(n, reach, ...) {n, 1, (n > 6 ? XForm::words : XForm::rows), __VA_ARGS__ n, 1, (n > 6), reach>}
+#define DIPTYCH_INTERLEAVED(reach, ...)                                                                                        \
+  DIPTYCH_TILE(8, reach, __VA_ARGS__), DIPTYCH_TILE(10, reach, __VA_ARGS__), DIPTYCH_TILE(12, reach, __VA_ARGS__),             \
+  DIPTYCH_TILE(14, reach, __VA_ARGS__), DIPTYCH_TILE(16, reach, __VA_ARGS__), DIPTYCH_TILE(18, reach, __VA_ARGS__),            \
+  DIPTYCH_TILE(20, reach, __VA_ARGS__), DIPTYCH_TILE(22, reach, __VA_ARGS__), DIPTYCH_TILE(24, reach, __VA_ARGS__)
 #define DIPTYCH_NARROW(kFew, kMany, ...)                                                                                       \
   {                                                                                                                            \
     DIPTYCH_TILE(1, kFew, __VA_ARGS__), DIPTYCH_TILE(2, kFew, __VA_ARGS__), DIPTYCH_TILE(3, kFew, __VA_ARGS__),                \
     DIPTYCH_TILE(4, kFew, __VA_ARGS__), DIPTYCH_TILE(5, kFew, __VA_ARGS__), DIPTYCH_TILE(6, kMany, __VA_ARGS__),               \
-    DIPTYCH_TILE(8, kMany, __VA_ARGS__), DIPTYCH_TILE(10, kMany, __VA_ARGS__), DIPTYCH_TILE(12, kMany, __VA_ARGS__),           \
-    DIPTYCH_TILE(14, kMany, __VA_ARGS__), DIPTYCH_TILE(16, kMany, __VA_ARGS__), DIPTYCH_TILE(18, kMany, __VA_ARGS__),          \
-    DIPTYCH_TILE(20, kMany, __VA_ARGS__), DIPTYCH_TILE(22, kMany, __VA_ARGS__), DIPTYCH_TILE(24, kMany, __VA_ARGS__),          \
+    DIPTYCH_INTERLEAVED(kMany, __VA_ARGS__)                                                                                    \
   }
 
 #if !defined(__AVX512BF16__)
 // Few rows of whole numbers on Intel: strips side by side, and one by one where panels cannot be shared evenly. kPair: the strips of two to six rows.
-#define DIPTYCH_BESIDE(n, strips, ...) {n, strips, XForm::rows, __VA_ARGS__ n, strips, false, Reach::lines>}
+#define DIPTYCH_BESIDE(n, strips, ...) {n, strips, XForm::rows, __VA_ARGS__ n, strips, false, Reach::each>}
 #define DIPTYCH_FEW(n, strips, ...) DIPTYCH_BESIDE(n, strips, __VA_ARGS__), DIPTYCH_BESIDE(n, 1, __VA_ARGS__)
 #define DIPTYCH_NARROW_BESIDE(kPair, kMany, ...)                                                                               \
   {                                                                                                                            \
     DIPTYCH_FEW(1, 4, __VA_ARGS__), DIPTYCH_FEW(2, kPair, __VA_ARGS__), DIPTYCH_FEW(3, kPair, __VA_ARGS__),                    \
     DIPTYCH_FEW(4, kPair, __VA_ARGS__), DIPTYCH_FEW(5, kPair, __VA_ARGS__), DIPTYCH_FEW(6, kPair, __VA_ARGS__),                \
-    DIPTYCH_TILE(8, kMany, __VA_ARGS__), DIPTYCH_TILE(10, kMany, __VA_ARGS__), DIPTYCH_TILE(12, kMany, __VA_ARGS__),           \
-    DIPTYCH_TILE(14, kMany, __VA_ARGS__), DIPTYCH_TILE(16, kMany, __VA_ARGS__), DIPTYCH_TILE(18, kMany, __VA_ARGS__),          \
-    DIPTYCH_TILE(20, kMany, __VA_ARGS__), DIPTYCH_TILE(22, kMany, __VA_ARGS__), DIPTYCH_TILE(24, kMany, __VA_ARGS__),          \
+    DIPTYCH_INTERLEAVED(kMany, __VA_ARGS__)                                                                                    \
   }
 // Few rows of bf16 take two strips: one chain of sums, whose order is fixed, takes 8 cycles a step.
-#define DIPTYCH_WIDENED(n) {n, (n > 6 ? 1 : 2), XForm::widened, tile_widened<n, (n > 6 ? 1 : 2), Reach::lines>}
+#define DIPTYCH_WIDENED(n) {n, (n > 6 ? 1 : 2), XForm::widened, tile_widened<n, (n > 6 ? 1 : 2), Reach::each>}
 #define DIPTYCH_NARROW_WIDENED                                                                                             \
   {                                                                                                                        \
     DIPTYCH_WIDENED(1), DIPTYCH_WIDENED(2), DIPTYCH_WIDENED(3), DIPTYCH_WIDENED(4), DIPTYCH_WIDENED(5), DIPTYCH_WIDENED(6), \

@@ -48,6 +48,12 @@ inline int64_t pieces_per_panel(const PackedLinear& w, int threads) {
   return w.shape.gated ? kPanelStrips / 2 : kPanelStrips;
 }
 
+// Strips side by side belong to one thread: whether pieces of so many leave no thread a tenth more than its part.
+inline bool is_shared_evenly(const PackedLinear& w, int64_t strips, int threads) {
+  const int64_t all = w.n_panels * kPanelStrips, pieces = all / strips;
+  return 10 * ((pieces + threads - 1) / threads * strips) <= 11 * ((all + threads - 1) / threads);
+}
+
 // The threads share the tasks of a call in parts, one each or several threads to one.
 inline int count_parts(int threads) { return std::min(threads, Balance::kParts); }
 inline int part_of(int thread, int threads) { return thread * count_parts(threads) / threads; }

@@ -23,6 +23,7 @@
 #pragma once
 
 #include <cstring>
+#include <iterator>
 
 #include "e4m3.h"
 #include "gemm.h"
@@ -122,6 +123,7 @@ struct MatrixTiles {
   MatrixShape narrow[4];  // ascending rows, the most strips first: W passes once, each strip as a stream
   MatrixShape wide;       // whole pairs of strips; a call has at least its rows
   MatrixBlocking blocking;
+  bool is_narrow(int64_t m) const { return m <= std::end(narrow)[-1].rows; }
 };
 
 // ---- groups ----

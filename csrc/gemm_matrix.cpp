@@ -50,13 +50,9 @@ struct Block {
   int64_t step, steps;
 };
 
-// Strips side by side belong to one thread: not where whole pieces of so many would leave threads without work.
-const MatrixShape& choose_shape(const MatrixTiles& tiles, int64_t m, int64_t n_panels, int threads) {
-  const int64_t strips = n_panels * kPanelStrips, even = (strips + threads - 1) / threads;
-  for (const MatrixShape& shape : tiles.narrow) {
-    const int64_t pieces = strips / shape.strips, most = (pieces + threads - 1) / threads * shape.strips;
-    if (shape.rows >= m && (shape.strips == 1 || 10 * most <= 11 * even)) return shape;
-  }
+const MatrixShape& choose_shape(const MatrixTiles& tiles, const PackedLinear& w, int64_t m, int threads) {
+  for (const MatrixShape& shape : tiles.narrow)
+    if (shape.rows >= m && (shape.strips == 1 || is_shared_evenly(w, shape.strips, threads))) return shape;
   return tiles.wide;
 }
 
@@ -93,6 +89,7 @@ void read_ahead(const Job& job, MatrixArgs& args, const Block& next, int64_t til
   args.next_w = next.strip + begin + from * kCacheLine;
   args.next_strip_bytes = job.strip_bytes();
   args.next_bytes = args.first_bytes = (to - from) * kCacheLine;
+  args.then_w = args.next_w + args.next_bytes;
 }
 
 // A stream runs ahead of itself in its own strips, and from their ends on in those that follow.
@@ -231,9 +228,10 @@ int64_t panels_per_task(const PackedLinear& w, const MatrixBlocking& blocking, c
 }
 
 Layout layout_of(const PackedLinear& w, const MatrixTiles& tiles, int64_t m, bool is_routed, int threads) {
-  const MatrixShape& shape = choose_shape(tiles, m, w.n_panels, threads);
-  Layout cut{shape, m <= std::end(tiles.narrow)[-1].rows, expanded_form(w.shape.format) != w.shape.format, w.k_padded / (has_bf16_rows(w.shape.format) ? 2 : 4), 0, 0, 0, 0, 0, 0, 0};
-  cut.per_block = cut.is_narrow && !cut.is_expanded ? cut.steps : count_steps_per_block(w.shape, shape.strips, cut.is_narrow ? tiles.blocking.passing_bytes : tiles.blocking.w_bytes, cut.steps);
+  const MatrixShape& shape = choose_shape(tiles, w, m, threads);
+  Layout cut{shape, tiles.is_narrow(m), expanded_form(w.shape.format) != w.shape.format, w.k_padded / (has_bf16_rows(w.shape.format) ? 2 : 4), 0, 0, 0, 0, 0, 0, 0};
+  const int64_t block_bytes = cut.is_narrow ? tiles.blocking.passing_bytes : tiles.blocking.w_bytes;
+  cut.per_block = cut.is_narrow && !cut.is_expanded ? cut.steps : count_steps_per_block(w.shape, shape.strips, block_bytes, cut.steps);
   const int64_t most_rows = cut.per_block < cut.steps && !cut.is_narrow ? tiles.blocking.rows / 2 : tiles.blocking.rows;
   const int64_t row_tiles = (m + shape.rows - 1) / shape.rows;
   cut.blocks = (m + most_rows - 1) / most_rows, cut.block_rows = (row_tiles + cut.blocks - 1) / cut.blocks * shape.rows;

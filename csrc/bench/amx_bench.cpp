@@ -127,7 +127,7 @@ std::vector<Trial> trials(const MatrixTiles& own, const MatrixShape (&wide)[2][2
       all.back().matrix.blocking.*number = value;
     }
   };
-  if (rows <= own.narrow[3].rows) {
+  if (own.is_narrow(rows)) {
     if (rows <= 16 && format != Format::bf16) {
       all.push_back({"avx512", own});
       all.back().matrix.least_rows = rows + 1;
