@@ -283,11 +283,13 @@ void AdaptedRows::shrink_whole(const KernelSet& set, const Some& some, const Ada
     lanes.scales = site.a_scales + block * kStripLanes;
     TileArgs args = {};
     FinishArgs last = {};
+    int32_t taken[kMostRows];
     for (int64_t i = 0; i < shape.rows; ++i) {
-      const int64_t row = calls.row(rows_[first + std::min(i, rows - 1)]);  // the shape's spare rows repeat the last one
-      args.x[i] = x.data + row * x.stride_bytes;
-      last.row_scales[i] = x.scales + row, last.row_sums[i] = x.sums + row, last.out[i] = u + i * kStripLanes;
+      taken[i] = static_cast<int32_t>(calls.row(rows_[first + std::min(i, rows - 1)]));  // the shape's spare rows repeat the last one
+      args.x[i] = x.data + taken[i] * x.stride_bytes;
     }
+    last.x_rows = taken, last.row_scales = x.scales, last.row_sums = x.sums;
+    last.out = reinterpret_cast<uint8_t*>(u), last.out_stride = kStripLanes * 4;
     args.units = site.stride / 4;
     args.strip_bytes = args.units * kStepBytes;
     args.strip = args.next = args.next_strip = site.a8 + block * args.strip_bytes;
@@ -348,7 +350,7 @@ void AdaptedRows::shrink(const KernelSet& set, const AdapterCalls& calls, const 
 }
 
 // The same as write_whole, by the set's own kernel for it.
-void AdapterBiases::write_blocks(const Adapter::Site& site, int64_t row, const int64_t* of_tile, int64_t count, int64_t first_lane,
+void AdapterBiases::write_blocks(const Adapter::Site& site, int64_t row, const int32_t* of_tile, int64_t count, int64_t first_lane,
                                  int64_t lanes, float* out) const {
   const ShrunkBlock* shrunk[kMostRows];
   float* target[kMostRows];
@@ -366,7 +368,7 @@ void AdapterBiases::write_blocks(const Adapter::Site& site, int64_t row, const i
 }
 
 // What B adds to rows row + of_tile[i] of the call, which have one adapter, at out + of_tile[i] * 64.
-void AdapterBiases::write_whole(const Adapter::Site& site, int64_t row, const int64_t* of_tile, int64_t count, int64_t first_lane,
+void AdapterBiases::write_whole(const Adapter::Site& site, int64_t row, const int32_t* of_tile, int64_t count, int64_t first_lane,
                                 int64_t lanes, float* out) const {
   alignas(64) int32_t sums[kMostRows * kPanelLanes];
   const Adapter::Strip* strips = site.strips.data() + first_lane / kStripLanes;
@@ -380,15 +382,18 @@ void AdapterBiases::write_whole(const Adapter::Site& site, int64_t row, const in
   FinishArgs last = {};
   args.units = kBlockSteps;
   last.w = &site.lanes, last.lanes = last.outputs = together * kStripLanes, last.rows = count, last.acc = sums;
-  std::fill_n(last.row_weights, count, 1.0f);
+  float scales[kMostRows];
+  int32_t row_sums[kMostRows];
+  last.row_scales = scales, last.row_sums = row_sums;
+  last.out_rows = of_tile, last.out_stride = kPanelLanes * 4;
   for (int64_t lane = 0; lane < lanes; lane += together * kStripLanes) {
     const Adapter::Strip& strip = strips[lane / kStripLanes];
     const float* bias = layer_.bias != nullptr ? layer_.bias + first_lane + lane : nullptr;
-    for (int64_t i = 0; i < count; ++i) last.out[i] = out + of_tile[i] * kPanelLanes + lane;
+    last.out = reinterpret_cast<uint8_t*>(out + lane);
     if (strip.count == 0)
       for (int64_t i = 0; i < count; ++i)
         for (int64_t s = 0; s < together; ++s)
-          std::memcpy(static_cast<float*>(last.out[i]) + s * kStripLanes, bias != nullptr ? bias + s * kStripLanes : kNone, sizeof kNone);
+          std::memcpy(out + of_tile[i] * kPanelLanes + lane + s * kStripLanes, bias != nullptr ? bias + s * kStripLanes : kNone, sizeof kNone);
     last.first_lane = first_lane + lane, last.bias = bias, last.store = Store::f32;
     args.strip_bytes = strip.count * kBlockBytes;
     for (int64_t block = 0; block < strip.count; ++block, last.bias = nullptr, last.store = Store::add_f32) {
@@ -396,7 +401,7 @@ void AdapterBiases::write_whole(const Adapter::Site& site, int64_t row, const in
         const int64_t place = rows_.places_[row + of_tile[std::min(i, count - 1)]];  // the shape's spare rows repeat the last one
         const ShrunkBlock& shrunk = rows_.blocks_[place * rows_.stride_ + strip.first + block];
         args.x[i] = reinterpret_cast<const uint8_t*>(shrunk.q);
-        last.row_scales[i] = &shrunk.scale, last.row_sums[i] = &shrunk.sum;
+        scales[i] = shrunk.scale, row_sums[i] = shrunk.sum;
       }
       for (int64_t s = 0; s < together; s += shape.strips) {
         args.strip = args.next = args.next_strip = site.b8 + strip.begin + s * args.strip_bytes + block * kBlockBytes;
@@ -423,9 +428,10 @@ bool AdapterBiases::write(int64_t row_of_call, int64_t n_rows, int64_t first_lan
     if (is_written[i]) continue;
     const Adapter::Site* site = site_of(groups[i]);
     const bool is_whole = site != nullptr && site->is_whole;
-    int64_t count = 0, of_tile[kMostRows];
+    int64_t count = 0;
+    int32_t of_tile[kMostRows];
     for (int64_t j = i; j < n_rows && count < (is_whole ? most : kBlock); ++j)  // sequences of one adapter seldom stand together
-      if (groups[j] == groups[i] && !is_written[j]) is_written[j] = true, of_tile[count++] = j;
+      if (groups[j] == groups[i] && !is_written[j]) is_written[j] = true, of_tile[count++] = static_cast<int32_t>(j);
     if (is_whole) {
       if (set_.step->expand_blocks != nullptr)
         write_blocks(*site, row, of_tile, count, first_lane, lanes, out);

@@ -130,9 +130,9 @@ class AdapterBiases final : public RowBiases {
   void fetch(int64_t first_lane, int64_t lanes) const override;
 
  private:
-  void write_blocks(const Adapter::Site& site, int64_t row, const int64_t* of_tile, int64_t count, int64_t first_lane, int64_t lanes,
+  void write_blocks(const Adapter::Site& site, int64_t row, const int32_t* of_tile, int64_t count, int64_t first_lane, int64_t lanes,
                     float* out) const;
-  void write_whole(const Adapter::Site& site, int64_t row, const int64_t* of_tile, int64_t count, int64_t first_lane, int64_t lanes,
+  void write_whole(const Adapter::Site& site, int64_t row, const int32_t* of_tile, int64_t count, int64_t first_lane, int64_t lanes,
                    float* out) const;
 
   const KernelSet& set_;

@@ -207,16 +207,23 @@ void add_pairs(float* sums, int64_t pairs, int64_t lanes) {
 }  // namespace
 
 void finish_tile(const LinearCall& call, int64_t panel, Range strips, Range rows, uint8_t* acc) {
+  FinishArgs args = finish_args(call, panel, strips, rows, acc);
+  if (args.outputs <= 0) return;  // padding
+  const int64_t first_row = rows.begin / rows_of_one(call.x.kind);
+  call.epilogue.biases == nullptr ? call.kernels.finish(args) : finish_rows(call, first_row, args);
+  show_outputs(call, first_row, args);
+}
+
+FinishArgs finish_args(const LinearCall& call, int64_t panel, Range strips, Range rows, uint8_t* acc) {
   const Epilogue& epilogue = call.epilogue;
   const int64_t lanes_per_output = call.w.shape.gated ? 2 : 1;
-  FinishArgs args;
+  FinishArgs args = {};
   args.w = &call.w;
   args.first_lane = panel * kPanelLanes + strips.begin * kStripLanes;
   args.lanes = (strips.end - strips.begin) * kStripLanes;
   const int64_t first_output = args.first_lane / lanes_per_output;
   args.rows = rows.end - rows.begin;
   args.outputs = std::min(args.lanes / lanes_per_output, call.w.n_outputs - first_output);
-  if (args.outputs <= 0) return;  // padding
   if (call.x.kind == RowsKind::bf16_pair) {
     rows = {rows.begin / 2, rows.end / 2}, args.rows /= 2;
     add_pairs(reinterpret_cast<float*>(acc), args.rows, args.lanes);
@@ -224,20 +231,26 @@ void finish_tile(const LinearCall& call, int64_t panel, Range strips, Range rows
   args.acc = acc;
   args.store = epilogue.store;
   args.activation = epilogue.activation;
+  args.x_rows = call.x_rows != nullptr ? call.x_rows + rows.begin : nullptr;
+  const int64_t first_x = call.x_rows != nullptr ? 0 : rows.begin;
+  args.row_scales = call.x.scales + first_x, args.row_sums = call.x.sums + first_x;
+  args.row_weights = epilogue.row_weights != nullptr ? epilogue.row_weights + rows.begin : nullptr;
   const int64_t element = args.store == Store::bf16 ? 2 : 4;
-  for (int64_t i = 0; i < args.rows; ++i) {
-    const int64_t from = call.row_of(rows.begin + i);
-    const int64_t to = epilogue.out_rows != nullptr ? epilogue.out_rows[rows.begin + i] : rows.begin + i;
-    args.row_scales[i] = call.x.scales + from;
-    args.row_sums[i] = call.x.sums + from;
-    args.out[i] = epilogue.out != nullptr ? static_cast<uint8_t*>(epilogue.out) + (to * epilogue.out_stride + first_output) * element
-                                          : acc + i * kPanelLanes * element;
-    args.row_weights[i] = epilogue.row_weights != nullptr ? epilogue.row_weights[rows.begin + i] : 1.0f;
+  args.out = acc, args.out_stride = kPanelLanes * element;
+  if (epilogue.out != nullptr) {
+    const int64_t first_row = epilogue.out_rows != nullptr ? 0 : rows.begin;
+    args.out = static_cast<uint8_t*>(epilogue.out) + (first_row * epilogue.out_stride + first_output) * element;
+    args.out_stride = epilogue.out_stride * element;
+    args.out_rows = epilogue.out_rows != nullptr ? epilogue.out_rows + rows.begin : nullptr;
   }
   args.bias = call.w.bias != nullptr ? call.w.bias + args.first_lane : nullptr;
-  args.bias_stride = 0;
-  epilogue.biases == nullptr ? call.kernels.finish(args) : finish_rows(call, rows.begin, args);
-  if (epilogue.reader != nullptr) epilogue.reader->read(rows.begin, args.rows, first_output, args.outputs, args.out);
+  return args;
+}
+
+void show_outputs(const LinearCall& call, int64_t first_row, const FinishArgs& args) {
+  if (call.epilogue.reader == nullptr) return;
+  const int64_t first = args.first_lane / (call.w.shape.gated ? 2 : 1);
+  call.epilogue.reader->read(first_row, args.rows, first, args.outputs, reinterpret_cast<float*>(args.out), args.out_stride / 4);
 }
 
 void expand_steps(const LinearCall& call, const uint8_t* strip, int64_t step, int64_t steps, uint8_t* out) {

@@ -231,8 +231,8 @@ enum class Activation : int32_t { silu = 0, gelu_tanh = 1, sigmoid = 2 };  // th
 // Sees (and may change) the outputs tile by tile, while they lie in cache, in any order.
 class OutputReader {
  public:
-  // Outputs [first, first + count) of rows [row, row + rows) of the call; outputs[i] begins row + i's.
-  virtual void read(int64_t row, int64_t rows, int64_t first, int64_t count, void* const* outputs) = 0;
+  // Outputs [first, first + count) of rows [row, row + rows) of the call: [rows, stride] fp32.
+  virtual void read(int64_t row, int64_t rows, int64_t first, int64_t count, float* outputs, int64_t stride) = 0;
 
  protected:
   ~OutputReader() = default;
@@ -259,7 +259,7 @@ struct Epilogue {
   const int32_t* out_rows = nullptr;   // row i goes to out row out_rows[i]; null: row i. No row twice in one call.
   const float* row_weights = nullptr;  // add_f32: weight of row i; null: 1
   const RowBiases* biases = nullptr;   // of rows of the call, or none
-  OutputReader* reader = nullptr;      // f32 and add_f32: the calling thread's own, or none
+  OutputReader* reader = nullptr;      // f32 and add_f32, without out_rows: the calling thread's own, or none
 };
 
 // y[i] = x[x_rows ? x_rows[i] : i] W^T (+ bias), i in [0, m), stored by the epilogue. Any m >= 0. One expert of a MoE is

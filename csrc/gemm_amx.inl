@@ -1,13 +1,18 @@
 // Linear layers on matrix tiles, the text of gemm_amx.cpp (the instructions) and of gemm_amx_twin.cpp (their twin in plain C++).
+#include <immintrin.h>
+
 #include <algorithm>
 #include <utility>
 
 #include "amx_tiles.h"
+#include "avx512_math.h"
 #include "gemm_amx.h"
 #include "kernel_sets.h"
 
 namespace diptych {
 namespace {
+
+#include "gemm_finish_avx512.inl"
 
 template <class Function, int... kI>
 inline void each(std::integer_sequence<int, kI...>, Function&& function) {
@@ -53,19 +58,39 @@ void end() { tile_release(); }
 template <int kStrips>
 class ReadingAhead {
  public:
-  ReadingAhead(const MatrixArgs& args, int64_t tiles)
-      : args_(args), lines_((args.next_bytes / kLine + tiles - 1) / tiles), to_then_(args.then_w - (args.next_w + args.first_bytes)) {}
+  DIPTYCH_FORCED ReadingAhead(const MatrixArgs& args, int64_t tiles)
+      : at_(args.next_w), end_(args.next_w + args.first_bytes), then_(args.then_w), strip_bytes_(args.next_strip_bytes),
+        turn_bytes_((args.next_bytes / kLine + tiles - 1) / tiles * kLine) {}
 
-  DIPTYCH_FORCED void turn(int64_t tile) {
-    for (int64_t line = tile * lines_; line < (tile + 1) * lines_; ++line) {
-      const uint8_t* at = args_.next_w + line * kLine + (line * kLine < args_.first_bytes ? 0 : to_then_);
-      for (int strip = 0; strip < kStrips; ++strip) __builtin_prefetch(at + strip * args_.next_strip_bytes, 0, 2);
+  DIPTYCH_FORCED void turn() {
+    for (int64_t byte = 0; byte < turn_bytes_; byte += kLine, at_ += kLine) {
+      if (at_ == end_) at_ = then_;
+      for (int strip = 0; strip < kStrips; ++strip) __builtin_prefetch(at_ + strip * strip_bytes_, 0, 2);
     }
   }
 
  private:
-  const MatrixArgs& args_;
-  const int64_t lines_, to_then_;
+  const uint8_t *at_, *const end_, *const then_;
+  const int64_t strip_bytes_, turn_bytes_;
+};
+
+// The rows of the tile before, some with each step of the products.
+template <class Rows>
+class Finishing {
+ public:
+  DIPTYCH_FORCED Finishing(const FinishArgs& args, int64_t steps)
+      : rows_(args), count_(args.rows), per_step_((count_ + steps - 1) / steps) {}
+  DIPTYCH_FORCED void turn() {
+    for (const int64_t end = std::min(next_ + per_step_, count_); next_ < end; ++next_) rows_.finish(next_);
+  }
+
+ private:
+  Rows rows_;
+  const int64_t count_, per_step_;
+  int64_t next_ = 0;
+};
+struct NoFinishing {
+  void turn() {}
 };
 
 // One step of all products. kWhole: int8. Rows pass over the strips of a wide shape, which stay in L1.
@@ -100,8 +125,8 @@ inline void multiply_rest(const MatrixArgs& args, int64_t tiles) {
   multiply<kWhole, kRowTiles, kStrips, 0>(args.x + tiles * kTileRowBytes, args.x_stride, rest[0], kTileBytes);
 }
 
-template <bool kWhole, int kRowTiles, int kStrips>
-void run(const MatrixArgs& args) {
+template <bool kWhole, int kRowTiles, int kStrips, class Beside>
+DIPTYCH_FORCED void run_beside(const MatrixArgs& args, int64_t tiles, Beside beside) {
   using R = Registers<kRowTiles, kStrips>;
   uint8_t* sums = static_cast<uint8_t*>(args.sums);
   auto place = [&](int sum) { return sums + sum / kStrips * kTileRows * kSumsStride + sum % kStrips * kTileRowBytes; };
@@ -112,19 +137,46 @@ void run(const MatrixArgs& args) {
       tile_zero<sum>();
     }
   });
-  const int64_t tiles = args.steps / kStepsPerTile;
   ReadingAhead<kStrips> ahead(args, std::max<int64_t>(tiles, 1));
   int64_t tile = 0;
-  auto step = [&](auto turn) {
-    ahead.turn(tile);
-    if (args.beside != nullptr) args.beside->advance(tile, tiles);
+  auto step = [&](auto turn) __attribute__((always_inline)) {
+    ahead.turn();
+    beside.turn();
     multiply<kWhole, kRowTiles, kStrips, turn>(args.x + tile * kTileRowBytes, args.x_stride, args.w + tile * kTileBytes, args.strip_bytes);
     ++tile;
   };
   while (tile + R::kTurns <= tiles) each<R::kTurns>(step);
   if (tile < tiles) step(std::integral_constant<int, 0>{});
-  if (args.steps % kStepsPerTile != 0) multiply_rest<kWhole, kRowTiles, kStrips>(args, tiles);
+  if (args.steps % kStepsPerTile != 0) {
+    if (tiles == 0) beside.turn();
+    multiply_rest<kWhole, kRowTiles, kStrips>(args, tiles);
+  }
   each<R::kSums>([&](auto sum) { tile_store<sum>(place(sum), kSumsStride); });
+}
+
+template <bool kWhole, int kRowTiles, int kStrips, bool kGated, Store kStore>
+void run_finishing(const MatrixArgs& args, int64_t tiles) {
+  using Beside = Finishing<FinishRows<kWhole, kGated, kStrips, kStore>>;
+  run_beside<kWhole, kRowTiles, kStrips>(args, tiles, Beside(*args.finish, std::max<int64_t>(tiles, 1)));
+}
+
+template <bool kWhole, int kRowTiles, int kStrips, bool kGated>
+void run_storing(const MatrixArgs& args, int64_t tiles) {
+  switch (args.finish->store) {
+    case Store::f32: return run_finishing<kWhole, kRowTiles, kStrips, kGated, Store::f32>(args, tiles);
+    case Store::bf16: return run_finishing<kWhole, kRowTiles, kStrips, kGated, Store::bf16>(args, tiles);
+    case Store::add_f32: return run_finishing<kWhole, kRowTiles, kStrips, kGated, Store::add_f32>(args, tiles);
+    case Store::gate_f32: return run_finishing<kWhole, kRowTiles, kStrips, kGated, Store::gate_f32>(args, tiles);
+  }
+}
+
+template <bool kWhole, int kRowTiles, int kStrips>
+void run(const MatrixArgs& args) {
+  const int64_t tiles = args.steps / kStepsPerTile;
+  if constexpr (kRowTiles * kStrips == 4)
+    if (args.finish != nullptr)
+      return args.finish->w->shape.gated ? run_storing<kWhole, kRowTiles, kStrips, true>(args, tiles) : run_storing<kWhole, kRowTiles, kStrips, false>(args, tiles);
+  run_beside<kWhole, kRowTiles, kStrips>(args, tiles, NoFinishing{});
 }
 
 template <bool kWhole, int kRowTiles, int kStrips>

@@ -29,6 +29,11 @@ int64_t past_bytes();
 // strip; they may be overwritten.
 void finish_tile(const LinearCall& call, int64_t panel, Range strips, Range rows, uint8_t* acc);
 
+// The same for any number of rows in parts, for calls without biases of rows: what LinearKernels::finish is asked (no outputs: nothing), and
+// what the call's reader sees of it then.
+FinishArgs finish_args(const LinearCall& call, int64_t panel, Range strips, Range rows, uint8_t* acc);
+void show_outputs(const LinearCall& call, int64_t first_row, const FinishArgs& args);
+
 // Steps [step, step + steps) of a strip of int4 or fp8, whole groups of it, as those of its expanded form.
 void expand_steps(const LinearCall& call, const uint8_t* strip, int64_t step, int64_t steps, uint8_t* out);
 

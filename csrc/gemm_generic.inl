@@ -179,16 +179,17 @@ void finish_as(const FinishArgs& args) {
   const float* lane_scales = kWholeSums || has_lane_scales(w.shape.format) ? w.scales + args.first_lane : nullptr;
   const Activation activation = args.activation;
   for (int64_t row = 0; row < args.rows; ++row) {
-    const float row_scale = has_row_scales ? *args.row_scales[row] : 1.0f, weight = args.row_weights[row];
-    const int32_t lacking = kWholeSums ? 128 * *args.row_sums[row] : 0;
+    const int64_t from = args.x_rows != nullptr ? args.x_rows[row] : row;
+    const float row_scale = has_row_scales ? args.row_scales[from] : 1.0f, weight = args.row_weights != nullptr ? args.row_weights[row] : 1.0f;
+    const int32_t lacking = kWholeSums ? 128 * args.row_sums[from] : 0;
     const float* sums = static_cast<const float*>(args.acc) + row * kPanelLanes;
     const float* bias = args.bias == nullptr ? nullptr : args.bias + row * args.bias_stride;
-    uint8_t* to = static_cast<uint8_t*>(args.out[row]);
+    uint8_t* to = args.out + (args.out_rows != nullptr ? args.out_rows[row] : row) * args.out_stride;
     const auto make = [&](int64_t output, auto& y) __attribute__((always_inline)) {
       constexpr int kCount = static_cast<int>(sizeof y / sizeof(Lanes));
-      const auto from = [](const float* lanes, int64_t lane) { return lanes == nullptr ? nullptr : lanes + lane; };
+      const auto of = [](const float* lanes, int64_t lane) { return lanes == nullptr ? nullptr : lanes + lane; };
       const auto at = [&](int64_t lane) __attribute__((always_inline)) {
-        return scaled<kWholeSums>(sums + lane, lacking, row_scale, from(lane_scales, lane), from(bias, lane));
+        return scaled<kWholeSums>(sums + lane, lacking, row_scale, of(lane_scales, lane), of(bias, lane));
       };
       const auto lane_of = [&](int64_t i) { return kGated ? i + i / kStripLanes * kStripLanes : i; };
       DIPTYCH_EACH y[i] = at(lane_of(output + i * kLaneCount));

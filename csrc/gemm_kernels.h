@@ -74,14 +74,7 @@ struct TileShape {
 };
 constexpr int kMaxShapes = 24;
 
-// Work in pieces.
-class Beside {
- public:
-  virtual void advance(int64_t piece, int64_t pieces) = 0;
-
- protected:
-  ~Beside() = default;
-};
+struct FinishArgs;
 
 // One matrix tile shape (AMX): 16 * row_tiles rows x 16 * strips lanes over one block of K. x comes row by row as it lies in Rows, rows
 // at one distance; sums as acc above.
@@ -98,7 +91,7 @@ struct MatrixArgs {
   // rest from then_w + i next_strip_bytes on.
   const uint8_t *next_w, *then_w;
   int64_t next_strip_bytes, next_bytes, first_bytes;
-  Beside* beside;         // what is done between the steps of the products, which leave the vector units idle; or null
+  const FinishArgs* finish;  // of the tile before, done between the steps of the products, which leave the vector units idle; or null
 };
 struct MatrixShape {
   int64_t rows, strips;
@@ -305,10 +298,13 @@ struct FinishArgs {
   int64_t rows;
   int64_t outputs;                        // of these lanes: as many (gated: half), fewer at the end
   const void* acc;                        // as TileArgs, at the first lane
-  const float* row_scales[kMaxTileRows];  // one value each; unused with bf16
-  const int32_t* row_sums[kMaxTileRows];  // int8 and int4
-  void* out[kMaxTileRows];                // where these outputs of each row go, fp32 or bf16
-  float row_weights[kMaxTileRows];        // add_f32
+  const float* row_scales;                // of x; unused with bf16
+  const int32_t* row_sums;                // of x; int8 and int4
+  const int32_t* x_rows;                  // row i has the scale and the sum at x_rows[i]; null: at i
+  uint8_t* out;                           // these outputs of row 0, fp32 or bf16
+  int64_t out_stride;                     // bytes
+  const int32_t* out_rows;                // row i's are out_rows[i] strides behind `out`; null: i
+  const float* row_weights;               // add_f32; null: 1
   Store store;
   Activation activation;
 };

@@ -111,36 +111,39 @@ void point_at_weights(const Job& job, MatrixArgs& args, const Block& block) {
     expand_steps(job.call, block.strip + i * job.strip_bytes(), block.step, block.steps, job.expanded + i * args.strip_bytes);
 }
 
-// The epilogue of one tile, done a few rows at a time between the products of the next.
-class Finish final : public Beside {
+// The epilogue of the tile before, done beside the products of the next.
+class Finish {
  public:
   explicit Finish(const LinearCall& call) : call_(call) {}
   ~Finish() { rest(); }
 
-  // acc: of the first row at the first strip. It must stay as it is until `rest`.
-  void begin(int64_t panel, Range strips, Range rows, uint8_t* acc) { panel_ = panel, strips_ = strips, rows_ = rows, acc_ = acc; }
+  // acc: of the first row at the first strip. It must stay as it is until the next tile has run.
+  void begin(int64_t panel, Range strips, Range rows, uint8_t* acc) {
+    if (call_.epilogue.biases == nullptr) {
+      args_ = finish_args(call_, panel, strips, rows, acc);
+      first_row_ = rows.begin / rows_of_one(call_.x.kind);
+      is_pending_ = args_.outputs > 0;
+      return;
+    }
+    for (int64_t row = rows.begin; row < rows.end; row += kMaxTileRows)
+      finish_tile(call_, panel, strips, {row, std::min(row + kMaxTileRows, rows.end)}, acc + (row - rows.begin) * kSumsStride);
+  }
 
-  void advance(int64_t piece, int64_t pieces) override {
-    if (piece == 0) per_piece_ = std::clamp<int64_t>(round_up((rows_.end - rows_.begin + pieces - 1) / pieces, 2), kRowsAtOnce, kMaxTileRows);
-    if (rows_.begin < rows_.end) some(per_piece_);
+  const FinishArgs* pending() const { return is_pending_ ? &args_ : nullptr; }
+  void done() {
+    if (is_pending_) show_outputs(call_, first_row_, args_);
+    is_pending_ = false;
   }
   void rest() {
-    while (rows_.begin < rows_.end) some(kMaxTileRows);
+    if (is_pending_) call_.kernels.finish(args_);
+    done();
   }
 
  private:
-  static constexpr int64_t kRowsAtOnce = 4;
-
-  void some(int64_t count) {
-    const Range rows = {rows_.begin, std::min(rows_.begin + count, rows_.end)};
-    finish_tile(call_, panel_, strips_, rows, acc_);
-    rows_.begin = rows.end, acc_ += count * kSumsStride;
-  }
-
   const LinearCall& call_;
-  int64_t panel_ = 0, per_piece_ = 0;
-  Range strips_ = {0, 0}, rows_ = {0, 0};
-  uint8_t* acc_ = nullptr;
+  FinishArgs args_ = {};
+  int64_t first_row_ = 0;
+  bool is_pending_ = false;
 };
 
 // Rows [begin, end) of the call against one piece.
@@ -185,15 +188,15 @@ class Walk {
     point_at_weights(job_, args, own);
     args.x_stride = x_.stride;
     args.rows = std::min(job_.call.m, job_.shape.rows);
-    args.beside = job_.is_narrow ? nullptr : &finish_;
     for (int64_t tile = 0; tile < tiles_; ++tile) {
       const int64_t first = first_row(job_, begin_, tile), begin = begin_ + tile * job_.shape.rows;
       uint8_t* sums = place_sums(panel, tile, is_one_pass);
       args.x = x_.row(first) + step * 4;
       args.sums = sums + (strip - piece_.strips.begin) * kStepBytes;
       is_stream ? read_on(job_, args, next) : read_ahead(job_, args, next, tile, tiles_);
+      args.finish = finish_.pending();
       job_.shape.run(args);
-      finish_.rest();
+      finish_.done();
       if (!is_last_step || (job_.is_narrow && done.end != piece_.strips.end)) continue;
       // the rows that no other tile has
       finish_.begin(panel, done, {begin, std::min(end_, begin + job_.shape.rows)},

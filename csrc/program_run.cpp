@@ -277,9 +277,9 @@ class HeadReader final : public OutputReader {
  public:
   HeadReader(const StepKernels& kernels, const HeadOp& op, Best* best) : kernels_(kernels), op_(op), best_(best) {}
 
-  void read(int64_t row, int64_t rows, int64_t first, int64_t count, void* const* outputs) override {
+  void read(int64_t row, int64_t rows, int64_t first, int64_t count, float* outputs, int64_t stride) override {
     for (int64_t i = 0; i < rows; ++i) {
-      float* logits = static_cast<float*>(outputs[i]);
+      float* logits = outputs + i * stride;
       if (op_.has_softcap) kernels_.softcap_row(logits, count, op_.softcap);
       if (best_ != nullptr) join(logits, count, op_.first + first, best_ + row + i);
     }

@@ -57,7 +57,7 @@ class LinearRound : Draws {
       for (int64_t i = pick(1, x_count_); i > 0; --i) row_ids_.push_back(static_cast<int32_t>(pick(0, x_count_ - 1)));
     m_ = row_ids_.empty() ? x_count_ : static_cast<int64_t>(row_ids_.size());
     threads_ = static_cast<int>(pick(1, 3));
-    blocking_ = {16 * pick(1, 40), pick(1, 64) << 10, pick(0, 1) << 20, pick(64, 512) << 10, 64 * pick(0, 64)};
+    blocking_ = {16 * pick(1, 40), pick(1, 64) << 10, pick(0, 1) << 20, pick(64, 512) << 10, pick(1, 32) << 10, 64 * pick(0, 64)};
     has_other_shape_ = pick(0, 1);
     w_ = floats(shape_.n * shape_.k), bias_ = floats(shape_.n), x_ = floats(x_count_ * shape_.k);
     for (int64_t i = 0, power = 0; i < x_count_ * shape_.k; ++i) {  // groups of many magnitudes
