@@ -207,17 +207,17 @@ void add_pairs(float* sums, int64_t pairs, int64_t lanes) {
 }  // namespace
 
 void finish_tile(const LinearCall& call, int64_t panel, Range strips, Range rows, uint8_t* acc) {
-  FinishArgs args = finish_args(call, panel, strips, rows, acc);
+  FinishArgs args;
+  point_at_tile(call, panel, strips, rows, acc, args);
   if (args.outputs <= 0) return;  // padding
   const int64_t first_row = rows.begin / rows_of_one(call.x.kind);
   call.epilogue.biases == nullptr ? call.kernels.finish(args) : finish_rows(call, first_row, args);
   show_outputs(call, first_row, args);
 }
 
-FinishArgs finish_args(const LinearCall& call, int64_t panel, Range strips, Range rows, uint8_t* acc) {
+void point_at_tile(const LinearCall& call, int64_t panel, Range strips, Range rows, uint8_t* acc, FinishArgs& args) {
   const Epilogue& epilogue = call.epilogue;
   const int64_t lanes_per_output = call.w.shape.gated ? 2 : 1;
-  FinishArgs args = {};
   args.w = &call.w;
   args.first_lane = panel * kPanelLanes + strips.begin * kStripLanes;
   args.lanes = (strips.end - strips.begin) * kStripLanes;
@@ -241,10 +241,10 @@ FinishArgs finish_args(const LinearCall& call, int64_t panel, Range strips, Rang
     const int64_t first_row = epilogue.out_rows != nullptr ? 0 : rows.begin;
     args.out = static_cast<uint8_t*>(epilogue.out) + (first_row * epilogue.out_stride + first_output) * element;
     args.out_stride = epilogue.out_stride * element;
-    args.out_rows = epilogue.out_rows != nullptr ? epilogue.out_rows + rows.begin : nullptr;
   }
+  args.out_rows = epilogue.out != nullptr && epilogue.out_rows != nullptr ? epilogue.out_rows + rows.begin : nullptr;
   args.bias = call.w.bias != nullptr ? call.w.bias + args.first_lane : nullptr;
-  return args;
+  args.bias_stride = 0;
 }
 
 void show_outputs(const LinearCall& call, int64_t first_row, const FinishArgs& args) {

@@ -30,8 +30,8 @@ int64_t past_bytes();
 void finish_tile(const LinearCall& call, int64_t panel, Range strips, Range rows, uint8_t* acc);
 
 // The same for any number of rows in parts, for calls without biases of rows: what LinearKernels::finish is asked (no outputs: nothing), and
-// what the call's reader sees of it then.
-FinishArgs finish_args(const LinearCall& call, int64_t panel, Range strips, Range rows, uint8_t* acc);
+// what the call's reader sees of it then. Written in place: a copy would wait for all stores before it, of whole tiles.
+void point_at_tile(const LinearCall& call, int64_t panel, Range strips, Range rows, uint8_t* acc, FinishArgs& args);
 void show_outputs(const LinearCall& call, int64_t first_row, const FinishArgs& args);
 
 // Steps [step, step + steps) of a strip of int4 or fp8, whole groups of it, as those of its expanded form.

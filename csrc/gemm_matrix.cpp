@@ -120,7 +120,7 @@ class Finish {
   // acc: of the first row at the first strip. It must stay as it is until the next tile has run.
   void begin(int64_t panel, Range strips, Range rows, uint8_t* acc) {
     if (call_.epilogue.biases == nullptr) {
-      args_ = finish_args(call_, panel, strips, rows, acc);
+      point_at_tile(call_, panel, strips, rows, acc, args_);
       first_row_ = rows.begin / rows_of_one(call_.x.kind);
       is_pending_ = args_.outputs > 0;
       return;
@@ -141,7 +141,7 @@ class Finish {
 
  private:
   const LinearCall& call_;
-  FinishArgs args_ = {};
+  FinishArgs args_;
   int64_t first_row_ = 0;
   bool is_pending_ = false;
 };
