@@ -211,7 +211,7 @@ namespace DIPTYCH_AMX_SET {
 
 extern constexpr MatrixTiles kBf16Matrix = tiles<false>(1), kInt8Matrix = tiles<true>(kLeastRowsInt8), kInt4Matrix = tiles<true>(kLeastRowsInt4);
 extern constexpr MatrixGroups kGroups = {{kTileRows, kGroupStrips, run_group_tile<false>, begin_groups, end},
-                                         {kTileRows, kGroupStrips, run_group_tile<true>, begin_groups, end}, row_form_of_groups, {15, 7}, kGroupRows};
+                                         {kTileRows, kGroupStrips, run_group_tile<true>, begin_groups, end}, row_form_of_groups, {16, 8}, kGroupRows};
 extern const MatrixShape kWideShapes[2][2] = {{shape<false, 1, 4>(), shape<false, 2, 2>()}, {shape<true, 1, 4>(), shape<true, 2, 2>()}};
 
 }  // namespace DIPTYCH_AMX_SET

@@ -480,7 +480,7 @@ extern const ExpandGroups kExpandSigned = expand_with<0>;
 #define DIPTYCH_EXPANDED(rows, strips, is_wide, ports) {rows, strips, tile_expanded<rows, strips, is_wide, ports>}
 extern const GroupTiles kGroupTiles = {
     {kDirectTiles<false>, kDirectTiles<true>}, DIPTYCH_EXPANDED(6, 2, false, Ports::shared), DIPTYCH_EXPANDED(6, 2, true, Ports::shared), ready_rows,
-    expand_groups, quantize_groups, DIPTYCH_EXPANDED(8, 2, false, Ports::shared),
+    expand_groups, quantize_groups, DIPTYCH_EXPANDED(8, 2, false, Ports::shared), nullptr, {64, 40}, 1, kRowsBeside,
 };
 #endif
 

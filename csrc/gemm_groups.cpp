@@ -79,20 +79,31 @@ void ready_passes(const Job& job, const Passes& passes) {
   for (int64_t pass = 0; pass < passes.count(); ++pass) ready_rows(job, passes.rows(pass), true);
 }
 
-// AMD's processors are asked once for each line: asked twice, rows of which a line costs more than some dot products waited for half of their
+// Intel's bring strips side by side faster than one. AMD's processors are asked once for each line: asked twice, rows of which a line costs more than some dot products waited for half of their
 // time and more (Zen 4, LAB.md). A lone row of plain codes does best by the processor's own prefetchers. Zen 5 is asked past L2, as other
 // streams there, but for strips that pass again.
-Asking asking_for(const LinearShape& shape, const Passes& passes) {
+Asking asking_for(const Job& job) {
   static const bool is_amd = cpu_capabilities().has_all({Capability::full_rate_bf16});
-  if (past_bytes() != 0) return passes.count() == 1 ? Asking::past : Asking::once;
+  if (past_bytes() != 0) return job.m <= kDirectRows ? Asking::past : Asking::once;
+  if (!is_amd) return job.m <= job.tiles.beside_rows ? Asking::beside : Asking::twice;
+  const LinearShape& shape = job.shape();
   const bool is_plain = (shape.format == Format::group4 || shape.format == Format::group8) && shape.grid.offset != Offset::minima;
-  const bool is_lone = passes.end - passes.begin == 1;
-  return is_amd && !(is_lone && is_plain) ? Asking::once : Asking::twice;
+  return job.m == 1 && is_plain ? Asking::twice : Asking::once;
+}
+
+// Strips of one piece.
+int64_t strips_of_piece(const Job& job, Asking asking, int threads) {
+  const int64_t least = kPanelStrips / pieces_per_panel(job.w, threads);
+  int64_t strips = asking == Asking::beside ? kPanelStrips : least;
+  while (strips > least && !is_shared_evenly(job.w, strips, threads)) strips /= 2;
+  return strips;
 }
 
 // A strip passes once or several times, from memory and then from cache.
 void run_direct(const Job& job, int thread, int threads) {
-  const int64_t pieces = pieces_per_panel(job.w, threads), strips = kPanelStrips / pieces, n_pieces = pieces * job.w.n_panels;
+  const Asking asking = asking_for(job);
+  const int64_t strips = strips_of_piece(job, asking, threads), pieces = kPanelStrips / strips, n_pieces = pieces * job.w.n_panels;
+  const int64_t beside = asking == Asking::beside ? strips : std::min(strips, job.tiles.direct_strips);
   int64_t ready = -1;
   for (Tasks tasks(job.blocks * n_pieces, *job.w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
     const int64_t block = tasks.current() / n_pieces, piece = tasks.current() % n_pieces, panel = piece / pieces, first = piece % pieces * strips;
@@ -100,10 +111,8 @@ void run_direct(const Job& job, int thread, int threads) {
     if (passes.begin >= passes.end) continue;
     if (block != ready) ready_passes(job, passes);
     ready = block;
-    const Asking asking = asking_for(job.shape(), passes);
     const uint8_t *own = job.w.panels + panel * job.w.panel_bytes + first * job.strip_bytes();
     const uint8_t *next = job.w.panels + tasks.following() % n_pieces * strips * job.strip_bytes();
-    const int64_t beside = std::min(strips, job.tiles.direct_strips);
     for (int64_t strip = 0; strip < strips; strip += beside)
       for (int64_t pass = 0; pass < passes.count(); ++pass) {
         const auto [begin, end] = passes.rows(pass);

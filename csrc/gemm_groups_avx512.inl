@@ -102,48 +102,44 @@ inline void ready_rows(const LinearShape& shape, bool is_direct, const float* co
     }
 }
 
-// Few rows meet one strip as it is packed. sum (code - zero) q = sum code q - zero sum q, whole numbers. A row has two chains of sums:
+// Few rows meet strips as they are packed. sum (code - zero) q = sum code q - zero sum q, whole numbers. A row has two chains of sums:
 // of wide rows those of its low and its high halves.
 template <CodeForm kForm, bool kWide, int kRows>
-void tile_direct(const GroupArgs& args) {
-  const LinearShape& shape = *args.shape;
-  const int64_t words = shape.group / 4, head_groups = groups_of_head(shape);
-  const GroupPlace head = place_of_head(shape, 0);
-  const __m512i table = is_table(kForm) ? load_table(shape) : _mm512_setzero_si512();
-  const int64_t low_words = args.low / 4;
-  const Asking asking = args.asking;
-  const bool has_zeros = kForm == CodeForm::fours && shape.grid.offset == Offset::zeros, has_minima = shape.grid.offset == Offset::minima;
-  const RowOfGroup* of = args.rows;
-  Scales scales(shape);
-  const uint8_t *x[kRows], *w = args.strip, *tops = nullptr;
-  __m512 sums[kRows];
+class Direct {
+ public:
+  static constexpr int64_t kUnitBytes = steps_of_16(kForm) * kStepBytes, kUnitTops = has_tops(kForm) ? 4 * 8 : 0;  // of 16 inputs
+
+  explicit DIPTYCH_FORCED Direct(const GroupArgs& args)
+      : words_(args.shape->group / 4), low_words_(args.low / 4), has_zeros_(kForm == CodeForm::fours && args.shape->grid.offset == Offset::zeros),
+        has_minima_(args.shape->grid.offset == Offset::minima), table_(is_table(kForm) ? load_table(*args.shape) : _mm512_setzero_si512()) {
 #pragma GCC unroll 8
-  for (int row = 0; row < kRows; ++row) x[row] = args.x[row], sums[row] = _mm512_setzero_ps();
-  int64_t at = 0;
-  for (int64_t group = 0; group < args.groups; ++group, of += kRows) {
-    const int64_t within = group & (head_groups - 1);
-    if (within == 0) {
-      scales.enter(w), tops = w + head.tops;
-      for (const uint8_t* end = w + head.steps; w < end; w += kCacheLine) read_ahead(w, asking);
-    }
+    for (int row = 0; row < kRows; ++row) x_[row] = args.x[row];
+  }
+
+  int64_t units() const { return words_ / 4; }
+
+  // One group of a strip, whose codes begin at w and the inputs at word `at`. ask: of each line that is taken.
+  template <class Ask>
+  DIPTYCH_FORCED void add(const uint8_t* w, const uint8_t* tops, int64_t at, const Scales& scales, int64_t within, const RowOfGroup* of, const Ask& ask,
+                          __m512 (&sums)[kRows]) const {
     __m512i low_sums[kRows], high_sums[kRows];
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) low_sums[row] = _mm512_set1_epi32(of[row].start), high_sums[row] = _mm512_setzero_si512();
-    for (const int64_t end = at + words; at < end; at += 4, w += steps_of_16(kForm) * kStepBytes, tops += has_tops(kForm) ? 4 * 8 : 0) {
+    for (const int64_t end = at + words_; at < end; at += 4, w += kUnitBytes, tops += kUnitTops) {
       __m512i sixes[4];  // three steps make four operands, which GCC would load again for each
 #pragma GCC unroll 4
       for (int step = 0; step < 4; ++step) {
-        if (step < steps_of_16(kForm)) read_ahead(w + step * kStepBytes, asking);
-        if (kForm == CodeForm::sixes) sixes[step] = operand_of<kForm>(w, tops, step, table);
+        if (step < steps_of_16(kForm)) ask(w + step * kStepBytes);
+        if (kForm == CodeForm::sixes) sixes[step] = operand_of<kForm>(w, tops, step, table_);
       }
 #pragma GCC unroll 4
       for (int step = 0; step < 4; ++step) {
-        const __m512i operand = kForm == CodeForm::sixes ? sixes[step] : operand_of<kForm>(w, tops, step, table);
-        const auto word = [&](int row, int64_t i) __attribute__((always_inline)) { return _mm512_set1_epi32(*reinterpret_cast<const int*>(x[row] + i * 4)); };
+        const __m512i operand = kForm == CodeForm::sixes ? sixes[step] : operand_of<kForm>(w, tops, step, table_);
+        const auto word = [&](int row, int64_t i) __attribute__((always_inline)) { return _mm512_set1_epi32(*reinterpret_cast<const int*>(x_[row] + i * 4)); };
 #pragma GCC unroll 8
         for (int row = 0; row < kRows; ++row) {
           if constexpr (kWide) {
-            add_dot_int8(low_sums[row], operand, word(row, at + step + low_words)), add_dot_int8(high_sums[row], operand, word(row, at + step));
+            add_dot_int8(low_sums[row], operand, word(row, at + step + low_words_)), add_dot_int8(high_sums[row], operand, word(row, at + step));
           } else {
             add_dot_int8(step % 2 == 0 ? low_sums[row] : high_sums[row], operand, word(row, at + step));
           }
@@ -151,21 +147,93 @@ void tile_direct(const GroupArgs& args) {
       }
     }
     const __m512 scale = scales.scale(within);
-    const __m512i zero = has_zeros ? _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(scales.offset(within)))) : _mm512_setzero_si512();
-    const __m512 minimum = has_minima ? scales.minimum(within) : _mm512_setzero_ps();
+    const __m512i zero = has_zeros_ ? _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(scales.offset(within)))) : _mm512_setzero_si512();
+    const __m512 minimum = has_minima_ ? scales.minimum(within) : _mm512_setzero_ps();
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
       if constexpr (kWide) high_sums[row] = _mm512_slli_epi32(high_sums[row], kLowBits);
       __m512i whole = _mm512_add_epi32(low_sums[row], high_sums[row]);
-      if (has_zeros) whole = _mm512_sub_epi32(whole, _mm512_mullo_epi32(zero, _mm512_set1_epi32(bits_of(of[row].sum))));
+      if (has_zeros_) whole = _mm512_sub_epi32(whole, _mm512_mullo_epi32(zero, _mm512_set1_epi32(bits_of(of[row].sum))));
       const __m512 value = kWide ? _mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(of[row].power))
                                  : _mm512_sub_ps(_mm512_castsi512_ps(whole), _mm512_set1_ps(of[row].offset));
       sums[row] = _mm512_fmadd_ps(value, scale, sums[row]);
-      if (has_minima) sums[row] = _mm512_fmadd_ps(_mm512_set1_ps(of[row].sum), minimum, sums[row]);
+      if (has_minima_) sums[row] = _mm512_fmadd_ps(_mm512_set1_ps(of[row].sum), minimum, sums[row]);
     }
+  }
+
+ private:
+  const int64_t words_, low_words_;
+  const bool has_zeros_, has_minima_;
+  const __m512i table_;
+  const uint8_t* x_[kRows];
+};
+
+template <CodeForm kForm, bool kWide, int kRows>
+void tile_lone(const GroupArgs& args) {
+  const Direct<kForm, kWide, kRows> direct(args);
+  const int64_t head_groups = groups_of_head(*args.shape);
+  const GroupPlace head = place_of_head(*args.shape, 0);
+  const auto ask = [asking = args.asking](const uint8_t* at) __attribute__((always_inline)) { read_ahead(at, asking); };
+  const RowOfGroup* of = args.rows;
+  Scales scales(*args.shape);
+  const uint8_t *w = args.strip, *tops = nullptr;
+  __m512 sums[kRows];
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row) sums[row] = _mm512_setzero_ps();
+  for (int64_t group = 0; group < args.groups; ++group, of += kRows) {
+    const int64_t within = group & (head_groups - 1);
+    if (within == 0) {
+      scales.enter(w), tops = w + head.tops;
+      for (const uint8_t* end = w + head.steps; w < end; w += kCacheLine) ask(w);
+    }
+    direct.add(w, tops, group * direct.units() * 4, scales, within, of, ask, sums);
+    w += direct.units() * direct.kUnitBytes, tops += direct.units() * direct.kUnitTops;
   }
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row) _mm512_store_ps(args.acc + row * kPanelLanes, sums[row]);
+}
+
+// Strips side by side, as several streams come faster than one: group after group of all. Lines are asked for a little ahead, from where the
+// strips end on those of the strips that follow.
+template <CodeForm kForm, bool kWide, int kRows>
+void tile_beside(const GroupArgs& args) {
+  const Direct<kForm, kWide, kRows> direct(args);
+  const int64_t head_groups = groups_of_head(*args.shape), strips = args.strips, strip_bytes = args.strip_bytes;
+  const GroupPlace head = place_of_head(*args.shape, 0);
+  const uint8_t *w = args.strip, *tops = nullptr, *entered = nullptr, *const last = w + strip_bytes - ahead_bytes(Reach::each);
+  const int64_t to_next = args.next_strip - last;
+  const RowOfGroup* of = args.rows;
+  Scales scales(*args.shape);
+  for (int row = 0; row < kRows; ++row)
+    for (int64_t strip = 0; strip < strips; ++strip) _mm512_store_ps(args.acc + row * kPanelLanes + strip * kStripLanes, _mm512_setzero_ps());
+  for (int64_t group = 0; group < args.groups; ++group, of += kRows) {
+    const int64_t within = group & (head_groups - 1), distance = w < last ? ahead_bytes(Reach::each) : to_next;
+    const auto ask = [distance](const uint8_t* at) __attribute__((always_inline)) { _mm_prefetch(reinterpret_cast<const char*>(at + distance), _MM_HINT_T0); };
+    if (within == 0) {
+      entered = w, tops = w + head.tops;
+      for (const uint8_t* end = w + head.steps; w < end; w += kCacheLine)
+        for (int64_t strip = 0; strip < strips; ++strip) ask(w + strip * strip_bytes);
+    }
+    for (int64_t strip = 0; strip < strips; ++strip) {
+      const int64_t from = strip * strip_bytes;
+      float* acc = args.acc + strip * kStripLanes;
+      __m512 sums[kRows];
+      scales.enter(entered + from);
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) sums[row] = _mm512_load_ps(acc + row * kPanelLanes);
+      direct.add(w + from, tops + from, group * direct.units() * 4, scales, within, of, ask, sums);
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) _mm512_store_ps(acc + row * kPanelLanes, sums[row]);
+    }
+    w += direct.units() * direct.kUnitBytes, tops += direct.units() * direct.kUnitTops;
+  }
+}
+
+constexpr int64_t kRowsBeside = 32;  // the most for which strips side by side are faster, though later rows meet them in cache (Xeon, two cores)
+
+template <CodeForm kForm, bool kWide, int kRows>
+void tile_direct(const GroupArgs& args) {
+  args.strips > 1 ? tile_beside<kForm, kWide, kRows>(args) : tile_lone<kForm, kWide, kRows>(args);
 }
 
 #define DIPTYCH_DIRECT(form) \

@@ -195,8 +195,9 @@ struct RowOfGroup {
 using ReadyRows = void (*)(const LinearShape& shape, bool is_direct, const float* const* x_powers, const int32_t* const* x_sums, int64_t rows,
                            int64_t groups, RowOfGroup* out);
 
-// How a direct tile asks for the lines that it will take: into L2 and then again into L1; once, into L2; or once, past L2.
-enum class Asking { twice, once, past };
+// How a direct tile asks for the lines that it will take: into L2 and then again into L1; once, into L2; once, past L2; or of strips side by side
+// once, a little ahead.
+enum class Asking { twice, once, past, beside };
 constexpr int64_t kPastBytes = 6 << 10;  // ahead, of the last
 
 struct GroupArgs {
@@ -275,6 +276,7 @@ struct GroupTiles {
   RowForm (*row_form)(const LinearShape& shape, bool is_direct) = nullptr;  // null: rows as they lie
   int64_t most_direct[2] = {64, 40};  // rows, and wide ones, that meet packed codes, before expanding them is cheaper
   int64_t direct_strips = 1;          // that a direct tile takes at one time
+  int64_t beside_rows = 0;            // up to so many take a panel's strips side by side, where that is the processor's way of asking
   int64_t block_rows = 264;           // that pass over expanded groups: their fp32 sums of a panel and some groups of x lie in L2
 };
 
