@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -59,6 +60,12 @@ class LinearRound : Draws {
     threads_ = static_cast<int>(pick(1, 3));
     blocking_ = {16 * pick(1, 40), pick(1, 64) << 10, pick(0, 1) << 20, pick(64, 512) << 10, pick(1, 32) << 10, 64 * pick(0, 64)};
     has_other_shape_ = pick(0, 1);
+    store_ = static_cast<Store>(pick(0, 3)), activation_ = static_cast<Activation>(pick(0, 2));
+    if (pick(0, 1)) {
+      out_rows_.resize(m_), row_weights_ = floats(m_);
+      std::iota(out_rows_.begin(), out_rows_.end(), 0);
+      for (int64_t i = m_ - 1; i > 0; --i) std::swap(out_rows_[i], out_rows_[pick(0, i)]);
+    }
     w_ = floats(shape_.n * shape_.k), bias_ = floats(shape_.n), x_ = floats(x_count_ * shape_.k);
     for (int64_t i = 0, power = 0; i < x_count_ * shape_.k; ++i) {  // groups of many magnitudes
       if (i % 16 == 0) power = pick(0, 6);
@@ -71,9 +78,10 @@ class LinearRound : Draws {
     PageBuffer blob(packed_bytes(shape_)), memory(rows_bytes(rows_kind(shape_), x_count_, shape_.k));
     const Rows rows = view_rows(rows_kind(shape_), x_count_, shape_.k, memory.data());
     const PackedLinear w = view_packed(shape_, blob.data());
-    std::vector<float> out(m_ * w.n_outputs);
+    std::vector<float> out(m_ * w.n_outputs, 0.25f);  // of bf16 the first half is written
     Epilogue epilogue;
-    epilogue.out = out.data(), epilogue.out_stride = w.n_outputs;
+    epilogue.out = out.data(), epilogue.out_stride = w.n_outputs, epilogue.store = store_, epilogue.activation = activation_;
+    if (!out_rows_.empty()) epilogue.out_rows = out_rows_.data(), epilogue.row_weights = row_weights_.data();
     const WeightPart part{w_.data(), Source::f32, shape_.n, shape_.k};
     ThreadPool pool(threads_);
     pool.run([&](int thread, int threads) {
@@ -96,9 +104,11 @@ class LinearRound : Draws {
     return run(set);
   }
 
-  bool has_groups() const { return is_grouped(shape_.format); }  // whole sums, which register tiles have with the same bits
+  bool has_groups() const { return is_grouped(shape_.format); }
+  bool has_whole_sums() const { return shape_.format != Format::bf16; }  // which register tiles have with the same bits
 
   void print() const {
+    std::printf("store %d, activation %d%s, ", static_cast<int>(store_), static_cast<int>(activation_), out_rows_.empty() ? "" : ", rows out of order");
     std::printf("format %d%s, %lld rows, n %lld, k %lld, group %lld, offset %d\n", static_cast<int>(shape_.format), shape_.wide ? " wide" : "", static_cast<long long>(m_),
                 static_cast<long long>(shape_.n), static_cast<long long>(shape_.k), static_cast<long long>(shape_.group), static_cast<int>(shape_.grid.offset));
   }
@@ -110,8 +120,10 @@ class LinearRound : Draws {
   int64_t x_count_ = 0, m_ = 0;
   int threads_ = 1;
   uint64_t seed_ = 0;
-  std::vector<int32_t> row_ids_;
-  std::vector<float> w_, bias_, x_;
+  Store store_ = Store::f32;
+  Activation activation_ = Activation::silu;
+  std::vector<int32_t> row_ids_, out_rows_;
+  std::vector<float> w_, bias_, x_, row_weights_;
 };
 
 // The last tokens of one sequence, a task for each kv head, its tiles joined as they come or split and combined.
@@ -203,9 +215,8 @@ int main(int argc, char** argv) {
     const AttentionRound attention(seed);
     const std::vector<float> twin = linear.run(twin_set), attended = attention.run(twin_set);
     bool is_linear_right = is_equal(twin, linear.run(amx_set));
-    if (linear.has_groups()) {
-      is_linear_right = is_linear_right && is_equal(twin, linear.run(kernel_set("avx512_fma")));
-    } else {
+    if (linear.has_whole_sums()) is_linear_right = is_linear_right && is_equal(twin, linear.run(kernel_set("avx512_fma")));
+    if (!linear.has_groups()) {
       is_linear_right = is_linear_right && is_equal(twin, linear.run_otherwise(amx_set, amx::kWideShapes)) &&
                         is_equal(twin, linear.run_otherwise(twin_set, amx_twin::kWideShapes));
     }
