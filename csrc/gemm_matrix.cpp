@@ -111,15 +111,16 @@ void point_at_weights(const Job& job, MatrixArgs& args, const Block& block) {
     expand_steps(job.call, block.strip + i * job.strip_bytes(), block.step, block.steps, job.expanded + i * args.strip_bytes);
 }
 
-// The epilogue of the tile before, done beside the products of the next.
+// The epilogue of the tile before, done beside the products of the next, whichever task has it: the next writes its own sums behind them.
 class Finish {
  public:
   explicit Finish(const LinearCall& call) : call_(call) {}
   ~Finish() { rest(); }
 
-  // acc: of the first row at the first strip. It must stay as it is until the next tile has run.
+  // acc: of the first row at the first strip. It must stay as it is until the next tile has multiplied. At once where the rows have biases
+  // of their own, or where the outputs lie nowhere but in acc.
   void begin(int64_t panel, Range strips, Range rows, uint8_t* acc) {
-    if (call_.epilogue.biases == nullptr) {
+    if (call_.epilogue.biases == nullptr && call_.epilogue.out != nullptr) {
       point_at_tile(call_, panel, strips, rows, acc, args_);
       first_row_ = rows.begin / rows_of_one(call_.x.kind);
       is_pending_ = args_.outputs > 0;
@@ -149,8 +150,8 @@ class Finish {
 // Rows [begin, end) of the call against one piece.
 class Walk {
  public:
-  Walk(const Job& job, const View& x, const Piece& piece, int64_t begin, int64_t end)
-      : job_(job), x_(x), piece_(piece), begin_(begin), end_(end), tiles_((end - begin + job.shape.rows - 1) / job.shape.rows), finish_(job.call) {}
+  Walk(const Job& job, const View& x, const Piece& piece, int64_t begin, int64_t end, Finish& finish)
+      : job_(job), x_(x), piece_(piece), begin_(begin), end_(end), tiles_((end - begin + job.shape.rows - 1) / job.shape.rows), finish_(finish) {}
 
   void run() {
     for (int64_t step = 0; step < job_.steps; step += job_.steps_per_block)
@@ -182,8 +183,9 @@ class Walk {
     const Block own = block(panel, strip, step), next = following(panel, strip, step);
     const bool is_stream = job_.is_narrow && !job_.is_expanded, is_last_step = step + own.steps == job_.steps;
     const bool is_one_pass = !job_.is_narrow && own.steps == job_.steps;
-    // Of a narrow shape gate and up meet when all strips are done.
-    const Range done = {job_.is_narrow ? piece_.strips.begin : strip, strip + job_.shape.strips};
+    // Where strips pass alone gate and up meet when all are done. A stream waits for memory, and its loads would come later beside an epilogue.
+    const bool is_apart = is_stream || job_.shape.strips == 1;
+    const Range done = {is_apart ? piece_.strips.begin : strip, strip + job_.shape.strips};
     MatrixArgs args = {};
     point_at_weights(job_, args, own);
     args.x_stride = x_.stride;
@@ -197,11 +199,11 @@ class Walk {
       args.finish = finish_.pending();
       job_.shape.run(args);
       finish_.done();
-      if (!is_last_step || (job_.is_narrow && done.end != piece_.strips.end)) continue;
+      if (!is_last_step || (is_apart && done.end != piece_.strips.end)) continue;
       // the rows that no other tile has
       finish_.begin(panel, done, {begin, std::min(end_, begin + job_.shape.rows)},
                     sums + (done.begin - piece_.strips.begin) * kStepBytes + (begin - first) * kSumsStride);
-      if (job_.is_narrow) finish_.rest();
+      if (is_apart) finish_.rest();
     }
   }
 
@@ -210,7 +212,7 @@ class Walk {
   const Piece& piece_;
   const int64_t begin_, end_, tiles_;
   int64_t turn_ = 0;
-  Finish finish_;
+  Finish& finish_;
 };
 
 // How a call is cut, and the parts of a thread's memory that it works in.
@@ -271,6 +273,7 @@ void linear_by_matrix(const LinearCall& call, const MatrixTiles& tiles, int thre
 
   shape.begin(call.m);
   View x;
+  Finish finish(call);
   int64_t ready = -1;
   for (Tasks tasks(blocks * n_pieces, *w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
     const int64_t block = tasks.current() / n_pieces, begin = block * block_rows, end = std::min(call.m, begin + block_rows);
@@ -282,7 +285,7 @@ void linear_by_matrix(const LinearCall& call, const MatrixTiles& tiles, int thre
     const RowBiases* biases = cut.is_narrow ? call.epilogue.biases : nullptr;
     if (biases != nullptr)
       biases->fetch(piece.panels.begin * kPanelLanes + piece.strips.begin * kStripLanes, (piece.strips.end - piece.strips.begin) * kStripLanes);
-    Walk(job, x, piece, begin, end).run();
+    Walk(job, x, piece, begin, end, finish).run();
   }
   shape.end();
 }
