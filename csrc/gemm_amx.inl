@@ -173,7 +173,7 @@ void run_storing(const MatrixArgs& args, int64_t tiles) {
 template <bool kWhole, int kRowTiles, int kStrips>
 void run(const MatrixArgs& args) {
   const int64_t tiles = args.steps / kStepsPerTile;
-  if constexpr (kStrips > 1)  // what a strip alone has summed may be but gates
+  if constexpr (kStrips > 1)  // a strip alone may hold gates without their up
     if (args.finish != nullptr)
       return args.finish->w->shape.gated ? run_storing<kWhole, kRowTiles, kStrips, true>(args, tiles) : run_storing<kWhole, kRowTiles, kStrips, false>(args, tiles);
   run_beside<kWhole, kRowTiles, kStrips>(args, tiles, NoFinishing{});
