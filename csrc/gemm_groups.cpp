@@ -79,9 +79,9 @@ void ready_passes(const Job& job, const Passes& passes) {
   for (int64_t pass = 0; pass < passes.count(); ++pass) ready_rows(job, passes.rows(pass), true);
 }
 
-// Intel's processors bring strips side by side faster than one. AMD's are asked once for each line: asked twice, rows of which a line costs more than some dot products waited for half of their
-// time and more (Zen 4, LAB.md). A lone row of plain codes does best by the processor's own prefetchers. Zen 5 is asked past L2, as other
-// streams there, but for strips that pass again.
+// Intel's processors bring strips side by side faster than one. AMD's are asked once for each line: asked twice, rows of which a line costs
+// more than some dot products waited for half of their time and more (Zen 4, LAB.md). A lone row of plain codes does best by the processor's
+// own prefetchers. Zen 5 is asked past L2, as other streams there, but for strips that pass again.
 Asking asking_for(const Job& job) {
   static const bool is_amd = cpu_capabilities().has_all({Capability::full_rate_bf16});
   if (past_bytes() != 0) return job.m <= kDirectRows ? Asking::past : Asking::once;
