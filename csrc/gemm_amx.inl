@@ -81,7 +81,10 @@ class Finishing {
   DIPTYCH_FORCED Finishing(const FinishArgs& args, int64_t steps)
       : rows_(args), count_(args.rows), per_step_((count_ + steps - 1) / steps) {}
   DIPTYCH_FORCED void turn() {
-    for (const int64_t end = std::min(next_ + per_step_, count_); next_ < end; ++next_) rows_.finish(next_);
+    for (const int64_t end = std::min(next_ + per_step_, count_); next_ < end; ++next_) {
+      rows_.finish(next_);
+      rows_.ask(next_ + count_);
+    }
   }
 
  private:

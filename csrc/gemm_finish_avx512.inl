@@ -71,6 +71,15 @@ class FinishRows {
     for (int v = 0; v < kStored; ++v) put<kStore>(out + v * 16 * kElement, masks_[v], activation_, weight, y[v]);
   }
 
+  // Brings the lines of a row's outputs into L2, of rows that follow, too, where they lie in order: those of many rows are beyond it.
+  DIPTYCH_FORCED void ask(int64_t row) const {
+    if constexpr (kStore == Store::f32) {
+      if (out_rows_ != nullptr) return;
+      const uint8_t* out = out_ + row * out_stride_;
+      for (int64_t byte = 0; byte < kStored * 16 * kElement; byte += 64) __builtin_prefetch(out + byte, 0, 2);
+    }
+  }
+
  private:
   static constexpr int kStored = kGated ? kLanes / 2 : kLanes;  // vectors of outputs
   static constexpr int64_t kElement = kStore == Store::bf16 ? 2 : 4;
