@@ -25,7 +25,8 @@
 #include <memory>
 #include <vector>
 
-// Header functions that kernels call are forced inline: an out-of-line copy compiled with wide flags must not exist.
+// Header functions that kernels call are forced inline: an out-of-line copy compiled with wide flags must not exist. So are functions that do
+// nothing but prefetch: GCC 12 takes one for free of effects and drops its calls.
 #define DIPTYCH_FORCED inline __attribute__((always_inline))
 
 namespace diptych {

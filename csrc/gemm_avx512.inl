@@ -53,11 +53,11 @@ struct Ahead {
         turns_left(turns - turns * ahead_bytes(kReach) / block_bytes),
         is_stream(args.is_stream && !asks_each(args)) {}
   static inline bool asks_each(const TileArgs& args) { return kReach == Reach::each ? args.is_stream : kMayPass && args.past_bytes != 0; }
-  static inline void prefetch(const uint8_t* line) {
+  static DIPTYCH_FORCED void prefetch(const uint8_t* line) {
     _mm_prefetch(reinterpret_cast<const char*>(line), kReach == Reach::l1 ? _MM_HINT_T0 : _MM_HINT_T1);
   }
   // With a line w that is taken of each strip.
-  inline void pass(const uint8_t* w) const {
+  DIPTYCH_FORCED void pass(const uint8_t* w) const {
     const uint8_t* at = w + past_bytes + (kReach == Reach::each && kStrips > 1 && w >= last ? to_next : 0);
     if constexpr (kMayPass || kReach == Reach::each)
 #pragma GCC unroll 4

@@ -31,7 +31,7 @@ constexpr uint8_t kWeightFlip = 0x80;
 #endif
 
 constexpr int64_t kAheadBytes = 4096;
-inline void read_ahead(const uint8_t* w, int64_t at, const TileArgs& args) {
+DIPTYCH_FORCED void read_ahead(const uint8_t* w, int64_t at, const TileArgs& args) {
   if (args.is_stream) __builtin_prefetch(w + at + kAheadBytes, 0, 3);
 }
 
