@@ -492,7 +492,7 @@ extern const Tiles kInt8Tiles = with_fewest({DIPTYCH_NARROW(Reach::l2, Reach::l2
                                             {tile_dot<__m512i, 1, 1, false, Reach::none>, tile_dot<__m512i, 2, 1, false, Reach::none>});
 extern const Tiles kInt4Tiles = with_fewest({DIPTYCH_NARROW(Reach::far, Reach::far, tile_int4<), {}}, {tile_int4<1, 1, false, Reach::none>});
 extern const GroupTiles kGroupTiles = {
-    {kDirectTiles<false>, kDirectTiles<true>}, DIPTYCH_EXPANDED(3, 4, false, Ports::apart), DIPTYCH_EXPANDED(3, 4, true, Ports::apart), ready_rows,
+    {kDirectTiles<false>, kDirectTiles<true>}, DIPTYCH_EXPANDED(6, 2, false, Ports::shared), DIPTYCH_EXPANDED(6, 2, true, Ports::apart), ready_rows,
     expand_groups, quantize_groups,
 };
 }  // namespace avx512

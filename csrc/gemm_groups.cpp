@@ -184,8 +184,8 @@ void run_block(const Job& job, const Block& block, const Block& next, Range rows
     const int64_t at = i * kExpandedScales;
     job.tiles.expand(shape, strip_of(job, block, i), group, count, job.steps + i * kExpandedBytes, job.scales + at, job.minima + at);
   }
-  const Range pair{strip / 2 * 2, strip + job.tile.strips};  // gate and up
-  const bool is_last = pair.end % 2 == 0 && group + count == job.groups;
+  const int64_t finished = std::min(kPanelStrips, 2 * job.tile.strips), end = strip + job.tile.strips;  // strips at once: gate and up, and few calls
+  const bool is_last = end % finished == 0 && group + count == job.groups;
   const int64_t tiles = (rows.end - rows.begin + job.tile.rows - 1) / job.tile.rows;
   ReadingAhead ahead(job, next, tiles);
   for (int64_t tile = 0; tile < tiles; ++tile) {
@@ -198,8 +198,8 @@ void run_block(const Job& job, const Block& block, const Block& next, Range rows
     args.acc = acc + strip * kStripLanes;
     job.tile.run(args);
     if (is_last)
-      finish_tile(job, panel, pair, {rows.begin + row, std::min(rows.begin + row + job.tile.rows, rows.end)},
-                  reinterpret_cast<uint8_t*>(acc + pair.begin * kStripLanes));
+      finish_tile(job, panel, {end - finished, end}, {rows.begin + row, std::min(rows.begin + row + job.tile.rows, rows.end)},
+                  reinterpret_cast<uint8_t*>(acc + (end - finished) * kStripLanes));
   }
 }
 

@@ -270,17 +270,6 @@ DIPTYCH_FORCED void add_group(__m512i (&whole)[kRows][kStrips], const uint8_t* w
   }
 }
 
-// One group of the rows of the next tile, into L1.
-template <int kRows, bool kWide>
-DIPTYCH_FORCED void bring_rows(const GroupArgs& args, int64_t from) {
-  for (const int64_t end = from + args.shape->group; from < end; from += kCacheLine)
-#pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row) {
-      _mm_prefetch(reinterpret_cast<const char*>(args.next_x[row] + from), _MM_HINT_T0);
-      if constexpr (kWide) _mm_prefetch(reinterpret_cast<const char*>(args.next_x[row] + from + args.low), _MM_HINT_T0);
-    }
-}
-
 // The sums of one group of a row join those of the groups before.
 template <int kStrips, bool kWide, bool kMinima, Ports kPorts>
 DIPTYCH_FORCED void end_group(__m512 (&sums)[kStrips], const __m512i (&whole)[kStrips], const RowOfGroup& row, const float* scales, const float* minima) {
@@ -317,7 +306,6 @@ inline void run_expanded(const GroupArgs& args) {
   const RowOfGroup* rows = args.rows;
   const float *scales = args.scales, *minima = args.minima;
   for (int64_t group = 0; group < groups; ++group, w += inputs / 4 * kStepBytes, rows += kRows, scales += kStripLanes, minima += kMinima ? kStripLanes : 0) {
-    if constexpr (kPorts == Ports::apart) bring_rows<kRows, kWide>(args, (args.first + group) * inputs);
     __m512i whole[kRows][kStrips];
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row)
@@ -363,10 +351,14 @@ void expand_with(const LinearShape& shape, const uint8_t* strip, int64_t first, 
   const __m512i table = load_table(shape), base = _mm512_set1_epi8(static_cast<char>(is_table(shape) ? 128 - kMore : middle_of(shape) - kMore));
   const auto expand = kExpandCodes[static_cast<int>(form_of(shape))];
   Scales scales_of(shape);
-  for (int64_t g = first; g < first + count; ++g) {
-    const GroupPlace place = place_of_group(shape, g);
-    scales_of.enter(strip + place.factors);
+  const int64_t offset_bytes = kStripLanes * bytes_of_offset(shape), top_bytes = bytes_of_tops(shape), step_bytes = bytes_of_group_steps(shape);
+  GroupPlace place{};
+  for (int64_t g = first; g < first + count; ++g, place.offsets += offset_bytes, place.tops += top_bytes, place.steps += step_bytes) {
     const int64_t within = g & (groups_of_head(shape) - 1);
+    if (within == 0 || g == first) {  // found once a head, by divisions
+      place = place_of_group(shape, g);
+      scales_of.enter(strip + place.factors);
+    }
     const __m512 scale = scales_of.scale(within);
     const __mmask16 is_zero = _mm512_cmp_ps_mask(scale, _mm512_setzero_ps(), _CMP_EQ_OQ);
     _mm512_store_ps(scales + (g - first) * kStripLanes, _mm512_mask_mov_ps(scale, is_zero, _mm512_set1_ps(1.0f)));
