@@ -155,6 +155,20 @@ def test_functions_are_short() -> None:
     assert not too_long, too_long
 
 
+def test_what_prefetches_is_inlined_by_force() -> None:
+    """GCC takes a function that only prefetches for free of effects and drops its calls; nothing but speed would show it."""
+    head = re.compile(r"^( *)(?:[\w:<>*&]+ )+(\w+)\(.*\) (?:const )?{(?:  //.*)?$")
+    droppable = []
+    for path in (path for path in CODE if path.suffix != ".py"):
+        function = ""
+        for line in path.read_text().splitlines():
+            if head.match(line):
+                function = line
+            if "_prefetch(" in line and re.match(r" *(?:static )?inline ", function):
+                droppable.append(f"{path.name}: {function.strip()}")
+    assert not droppable, droppable
+
+
 def test_modules_import_in_no_circle() -> None:
     """Two files that import each other are one file in two places: neither can be read, tested or moved alone."""
     imports: dict[str, set[str]] = {}
