@@ -351,14 +351,10 @@ void expand_with(const LinearShape& shape, const uint8_t* strip, int64_t first, 
   const __m512i table = load_table(shape), base = _mm512_set1_epi8(static_cast<char>(is_table(shape) ? 128 - kMore : middle_of(shape) - kMore));
   const auto expand = kExpandCodes[static_cast<int>(form_of(shape))];
   Scales scales_of(shape);
-  const int64_t offset_bytes = kStripLanes * bytes_of_offset(shape), top_bytes = bytes_of_tops(shape), step_bytes = bytes_of_group_steps(shape);
-  GroupPlace place{};
-  for (int64_t g = first; g < first + count; ++g, place.offsets += offset_bytes, place.tops += top_bytes, place.steps += step_bytes) {
+  for (int64_t g = first; g < first + count; ++g) {
+    const GroupPlace place = place_of_group(shape, g);
+    scales_of.enter(strip + place.factors);
     const int64_t within = g & (groups_of_head(shape) - 1);
-    if (within == 0 || g == first) {  // found once a head, by divisions
-      place = place_of_group(shape, g);
-      scales_of.enter(strip + place.factors);
-    }
     const __m512 scale = scales_of.scale(within);
     const __mmask16 is_zero = _mm512_cmp_ps_mask(scale, _mm512_setzero_ps(), _CMP_EQ_OQ);
     _mm512_store_ps(scales + (g - first) * kStripLanes, _mm512_mask_mov_ps(scale, is_zero, _mm512_set1_ps(1.0f)));

@@ -411,7 +411,7 @@ DIPTYCH_FORCED int64_t bytes_of_offset(const LinearShape& shape) {
 struct GroupPlace {
   int64_t factors, scales, offsets, tops, steps;
 };
-DIPTYCH_FORCED int64_t groups_of_head(const LinearShape& shape) { return shape.grid.nested ? kNestedInputs / shape.group : 4; }  // a power of two
+DIPTYCH_FORCED int64_t groups_of_head(const LinearShape& shape) { return shape.grid.nested ? kNestedInputs >> __builtin_ctzll(shape.group) : 4; }  // a power of two
 DIPTYCH_FORCED int64_t bytes_of_factors(const LinearShape& shape) { return shape.grid.nested ? kStripLanes * 4 : 0; }
 DIPTYCH_FORCED int64_t bytes_of_tops(const LinearShape& shape) { return has_tops(shape.format) ? shape.group / 4 * 8 : 0; }  // of a group
 DIPTYCH_FORCED int64_t bytes_of_group_head(const LinearShape& shape) {
@@ -423,9 +423,10 @@ DIPTYCH_FORCED GroupPlace place_of_head(const LinearShape& shape, int64_t begin)
   const int64_t groups = groups_of_head(shape), scales = begin + bytes_of_factors(shape), offsets = scales + groups * kStripLanes * bytes_of_scale(shape);
   return {begin, scales, offsets, offsets + groups * kStripLanes * bytes_of_offset(shape), begin + bytes_of_group_head(shape)};
 }
+// By shifts: divisions would take a good part of what expanding a group takes.
 DIPTYCH_FORCED GroupPlace place_of_group(const LinearShape& shape, int64_t group) {
-  const int64_t groups = groups_of_head(shape), steps = bytes_of_group_steps(shape), within = group % groups;
-  GroupPlace place = place_of_head(shape, group / groups * (bytes_of_group_head(shape) + groups * steps));
+  const int64_t groups = groups_of_head(shape), steps = bytes_of_group_steps(shape), within = group & (groups - 1);
+  GroupPlace place = place_of_head(shape, (group >> __builtin_ctzll(groups)) * (bytes_of_group_head(shape) + groups * steps));
   place.scales += within * kStripLanes * bytes_of_scale(shape), place.offsets += within * kStripLanes * bytes_of_offset(shape);
   place.tops += within * bytes_of_tops(shape), place.steps += within * steps;
   return place;
