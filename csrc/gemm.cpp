@@ -17,6 +17,8 @@ namespace {
 constexpr int64_t kBlockRows = 192;
 // Bytes of one panel that stay in L2 while the tiles of a block of rows pass over them; expanded for a single tile, in L1.
 constexpr int64_t kBlockPanelBytes = 256 << 10, kSingleExpandedBytes = 16 << 10;
+// Inputs of a strip that stay in L1, spread, while the tiles of a block of rows pass over them: whole pairs of groups.
+constexpr int64_t kSpreadInputs = 512;
 
 // Most weights to bring in while waiting: what memory delivers between two layers.
 constexpr int64_t kWaitBytes = 32 << 10;
@@ -25,7 +27,7 @@ constexpr int64_t kWaitBytes = 32 << 10;
 struct KBlocks {
   int64_t units;            // of the whole K: steps (bf16, int8) or groups (int4, fp8)
   int64_t units_per_block;
-  int64_t unit_bytes;       // of a strip; tiles of int4 and fp8 have one block and need none
+  int64_t unit_bytes;       // of a strip; tiles of int4 and fp8 have one block, or what is made for each, and need none
   int64_t unit_words;       // of a row of x
 };
 
@@ -34,8 +36,8 @@ struct Job : LinearCall {
   const TileShape& shape;
   uint8_t* acc;       // [kBlockRows][64]
   uint8_t* words;     // interleaved shapes: the tiles of the current block of rows, one after the other
-  int32_t* sums;      // int4 shapes that are not: x summed by group, likewise, [rows of the shape][groups]
-  uint8_t* expanded;  // int4 met by int8 tiles, fp8 by bf16's: one block of the shape's strips, else null
+  int32_t* sums;      // int4 shapes that ask for them: x summed by group, likewise, [rows of the shape][groups]
+  uint8_t* expanded;  // int4 spread or met by int8 tiles, fp8 by bf16's: one block of the shape's strips, else null
   int64_t tile_rows;  // the shape's rows, which divide no pair
   Format tile_format;
   int64_t words_per_row() const { return cut.units * cut.unit_words; }
@@ -44,7 +46,8 @@ struct Job : LinearCall {
 KBlocks cut_inputs(const PackedLinear& w, Format tile_format, const TileShape& shape, bool is_single_tile) {
   if (tile_format == Format::int4 || tile_format == Format::fp8) {
     const int64_t group = tile_format == Format::int4 ? w.shape.group : kFp8Inputs, groups = w.k_padded / group;
-    return {groups, groups, 0, group / (tile_format == Format::int4 ? 4 : 2)};
+    const int64_t blocks = shape.spread ? (w.k_padded + kSpreadInputs - 1) / kSpreadInputs : 1;
+    return {groups, round_up((groups + blocks - 1) / blocks, shape.spread ? 2 : 1), 0, group / (tile_format == Format::int4 ? 4 : 2)};
   }
   const int64_t units = w.k_padded / inputs_per_step(tile_format), panel_bytes = kPanelStrips * units * kStepBytes;
   const bool is_expanded = tile_format != w.shape.format;
@@ -62,8 +65,9 @@ struct Piece {
   const uint8_t* next;  // what the thread likely reads after it
 };
 
-// Few rows: the lowest narrow shape that takes them all in one pass over W, or half of them in two where that leaves fewer
-// spare rows than the wide tiles of many rows. The format becomes that of the tiles where they meet the weights expanded.
+// Few rows: the lowest narrow shape that takes them all in one pass over W, or a part of them in each of few passes where that leaves fewer
+// spare rows than the wide tiles of many rows, or costs less than spreading. The format becomes that of the tiles where they meet the
+// weights expanded.
 const TileShape& choose_shape(const KernelSet& set, int64_t m, Format& format) {
   const Tiles& tiles = *set.tiles[static_cast<int>(format)];
   const TileShape* highest = tiles.narrow;
@@ -76,9 +80,10 @@ const TileShape& choose_shape(const KernelSet& set, int64_t m, Format& format) {
     return choose_shape(set, m, format);
   }
   const TileShape& wide = tiles.wide;
-  if (m > 2 * highest->rows) return wide;
-  const TileShape& half = choose_shape(set, (m + 1) / 2, format);
-  return 2 * half.rows < round_up(m, wide.rows) ? half : wide;
+  const int64_t passes = (m + highest->rows - 1) / highest->rows;
+  if (passes > (wide.spread ? 3 : 2)) return wide;
+  const TileShape& part = choose_shape(set, (m + passes - 1) / passes, format);
+  return wide.spread || passes * part.rows < round_up(m, wide.rows) ? part : wide;
 }
 
 // Where strips side by side would leave threads without work, the shape of as many rows that is a strip wide.
@@ -128,13 +133,14 @@ void point_at_rows(const Job& job, TileArgs& args, int64_t tile, Range rows, int
     const int64_t row = job.row_of(rows.begin + std::min(i, height - 1));  // the shape's spare rows repeat the last one
     args.x[i] = job.x.data + row * job.x.stride_bytes + unit * job.cut.unit_words * 4;
   }
-  args.group_sums = job.sums + tile * job.shape.rows * job.cut.units;
+  args.group_sums = job.sums + tile * job.shape.rows * job.cut.units + (job.shape.spread ? unit : 0);
   args.words = job.words + (tile * job.words_per_row() + unit * job.cut.unit_words) * job.shape.rows * 4;
 }
 
 // Block [unit, unit + units) of the shape's strips of one panel, from `strip` on, as the tiles' format.
 void expand_block(const Job& job, const uint8_t* strip, int64_t unit, int64_t units) {
   const int64_t strip_bytes = job.w.panel_bytes / kPanelStrips;
+  if (job.shape.spread) return job.kernels.spread_int4(strip, job.w.shape.group, unit, units, job.expanded);
   for (int64_t i = 0; i < job.shape.strips; ++i)
     expand_steps(job, strip + i * strip_bytes, unit, units, job.expanded + i * job.cut.units_per_block * kStepBytes);
 }
@@ -148,6 +154,7 @@ void run_piece(const Job& job, const Piece& piece, int64_t begin, int64_t end) {
   TileArgs args;
   args.strip_bytes = is_expanded ? job.cut.units_per_block * kStepBytes : strip_bytes;
   args.group = job.w.shape.group;
+  args.sums_stride = job.cut.units;
   args.is_stream = tiles == 1 && !is_expanded;
   args.past_bytes = args.is_stream ? past_bytes() : 0;
   for (int64_t strip = piece.strips.begin; strip < piece.strips.end; strip += strips) {
@@ -271,9 +278,8 @@ struct Layout {
   KBlocks cut;
   int64_t tile_rows;           // the shape's rows, which divide no pair
   int64_t blocks, block_rows;
-  bool has_sums;
-  int64_t acc_bytes, words_bytes, expanded_bytes;
-  int64_t bytes() const { return acc_bytes + words_bytes + expanded_bytes; }
+  int64_t acc_bytes, words_bytes, sums_bytes, expanded_bytes;
+  int64_t bytes() const { return acc_bytes + words_bytes + sums_bytes + expanded_bytes; }
 };
 
 // m: rows in memory, of which so many stand for one.
@@ -284,10 +290,12 @@ Layout layout_of(const KernelSet& set, const PackedLinear& w, int64_t m, int64_t
   const int64_t tile_rows = shape.rows / rows_of_one * rows_of_one, tiles = (m + tile_rows - 1) / tile_rows;
   const int64_t blocks = (m + kBlockRows - 1) / kBlockRows, block_tiles = (tiles + blocks - 1) / blocks, sums_rows = block_tiles * shape.rows;
   const KBlocks cut = cut_inputs(w, tile_format, shape, tiles == 1);
-  const bool has_sums = tile_format == Format::int4 && !shape.interleaved();
-  const int64_t words_bytes = shape.interleaved() ? sums_rows * cut.units * cut.unit_words * 4 : has_sums ? sums_rows * cut.units * 4 : 0;
-  const int64_t expanded_bytes = tile_format != w.shape.format ? shape.strips * cut.units_per_block * kStepBytes : 0;
-  return {tile_format, shape, cut, tile_rows, blocks, block_tiles * tile_rows, has_sums, sums_rows * kPanelLanes * 4, round_up(words_bytes, 64), expanded_bytes};
+  const int64_t words_bytes = shape.interleaved() ? sums_rows * cut.units * cut.unit_words * 4 : 0;
+  const int64_t sums_bytes = shape.has_sums(tile_format) ? (sums_rows * cut.units + 1) * 4 : 0;  // a last pair may be read whole
+  const int64_t expanded_bytes = shape.spread ? (cut.units_per_block + 1) / 2 * bytes_of_spread(w.shape.group)
+                                 : tile_format != w.shape.format ? shape.strips * cut.units_per_block * kStepBytes : 0;
+  return {tile_format, shape, cut, tile_rows, blocks, block_tiles * tile_rows, sums_rows * kPanelLanes * 4, round_up(words_bytes, 64), round_up(sums_bytes, 64),
+          expanded_bytes};
 }
 
 const MatrixTiles* matrix_tiles(const KernelSet& set, const PackedLinear& w, int64_t m) {
@@ -315,15 +323,15 @@ void linear(const KernelSet& set, const PackedLinear& w, const Rows& x, const in
   const Layout layout = layout_of(set, w, m, rows_of_one, threads);
   const TileShape& shape = layout.shape;
   uint8_t* memory = linear_scratch(layout.bytes());
-  uint8_t* words = memory + layout.acc_bytes;
-  uint8_t* expanded = layout.expanded_bytes > 0 ? words + layout.words_bytes : nullptr;
-  const Job job{call, layout.cut, shape, memory, words, reinterpret_cast<int32_t*>(words), expanded, layout.tile_rows, layout.tile_format};
+  uint8_t *words = memory + layout.acc_bytes, *sums = words + layout.words_bytes;
+  uint8_t* expanded = layout.expanded_bytes > 0 ? sums + layout.sums_bytes : nullptr;
+  const Job job{call, layout.cut, shape, memory, words, reinterpret_cast<int32_t*>(sums), expanded, layout.tile_rows, layout.tile_format};
   const int64_t pieces = std::min(pieces_per_panel(w, threads), kPanelStrips / shape.strips), strips = kPanelStrips / pieces, n_pieces = pieces * w.n_panels;
   int64_t ready = -1;
   for (Tasks tasks(layout.blocks * n_pieces, *w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
     const int64_t block = tasks.current() / n_pieces, begin = block * layout.block_rows, end = std::min(m, begin + layout.block_rows);
     if (shape.interleaved() && block != ready) interleave_block(job, begin, end);
-    if (layout.has_sums && block != ready) sum_groups(job, begin, end);
+    if (layout.sums_bytes > 0 && block != ready) sum_groups(job, begin, end);
     ready = block;
     const int64_t piece = tasks.current() % n_pieces, strip = piece % pieces * strips;
     const uint8_t* next = w.panels + tasks.following() % n_pieces * (w.panel_bytes / pieces);

@@ -1,4 +1,5 @@
 // AVX2 kernels (with FMA and F16C): tiles of a row x 64 lanes to 6 rows x 16; the rest is the generic text under this file's flags.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <initializer_list>
@@ -343,6 +344,82 @@ void tile_int4(const TileArgs& args) {
   }
 }
 
+// ---- many rows of int4 ----
+
+// A tile of packed codes takes them apart for each few rows that it holds, and makes grids of heads: half as many instructions again as its
+// products are. So a block of a strip is taken apart once, into L1: of each pair of groups the zeros of both, the units of each, as Grids, and
+// codes in whole bytes.
+constexpr int kSpreadRows = 4;
+
+void spread_int4(const uint8_t* strip, int64_t group, int64_t first, int64_t count, uint8_t* out) {
+  const __m256i nibble = _mm256_set1_epi8(15);
+  const uint8_t* in = strip + first / 2 * (2 * kHeadBytes + group * kStripLanes);
+  for (int64_t at = 0; at < count; at += 2) {
+    Grids grids;
+    grids.load(in);
+    __m256i* to = reinterpret_cast<__m256i*>(out);
+#pragma GCC unroll 2
+    for (int half = 0; half < kHalves; ++half) to[half] = grids.zeros[half], to[2 + half] = grids.units[0][half], to[4 + half] = grids.units[1][half];
+    in += 2 * kHeadBytes, out += 3 * kStepBytes;
+    for (int64_t steps = std::min<int64_t>(2, count - at) * group / 8; steps > 0; --steps, in += kStepBytes, out += 2 * kStepBytes)
+#pragma GCC unroll 2
+      for (int half = 0; half < kHalves; ++half) {
+        const __m256i words = load_words(in, half);
+        to = reinterpret_cast<__m256i*>(out) + half;
+        to[0] = _mm256_and_si256(words, nibble), to[kHalves] = _mm256_and_si256(_mm256_srli_epi16(words, 4), nibble);
+      }
+  }
+}
+
+// Zeros first, in registers; then the sums of each 32 inputs join those in memory, as in tile_int4.
+void tile_int4_many(const TileArgs& args) {
+  __m256i* const acc = static_cast<__m256i*>(args.acc);
+  constexpr int kRow = kPanelLanes / 8;
+  const int64_t group = args.group, pair_bytes = bytes_of_spread(group);
+  __m256i whole[kSpreadRows][kHalves];
+#pragma GCC unroll 4
+  for (int row = 0; row < kSpreadRows; ++row)
+    for (int half = 0; half < kHalves; ++half) whole[row][half] = args.resume ? _mm256_load_si256(acc + row * kRow + half) : _mm256_setzero_si256();
+  const __m256i low_halves = _mm256_set1_epi32(0x05040100);  // of both sums of x: they fit
+  for (int64_t pair = 0; pair < args.units; pair += 2) {
+    const uint8_t* zeros = args.strip + pair / 2 * pair_bytes;
+#pragma GCC unroll 4
+    for (int row = 0; row < kSpreadRows; ++row) {
+      int64_t sums;
+      std::memcpy(&sums, args.group_sums + row * args.sums_stride + pair, sizeof(sums));
+      const __m256i both = _mm256_shuffle_epi8(_mm256_set1_epi64x(sums), low_halves);
+      for (int half = 0; half < kHalves; ++half) whole[row][half] = chained(_mm256_add_epi32(whole[row][half], _mm256_madd_epi16(load_words(zeros, half), both)));
+    }
+  }
+#pragma GCC unroll 4
+  for (int row = 0; row < kSpreadRows; ++row)
+    for (int half = 0; half < kHalves; ++half) _mm256_store_si256(acc + row * kRow + half, whole[row][half]);
+  const uint8_t *pair = args.strip, *x = args.words;
+  for (int64_t i = 0; i < args.units; ++i, pair += i % 2 == 0 ? pair_bytes : 0) {
+    const uint8_t *units = pair + (1 + i % 2) * kStepBytes, *w = pair + 3 * kStepBytes + i % 2 * group * kStripLanes;
+    for (int64_t from = 0; from < group; from += 32, w += 8 * kStepBytes, x += 8 * 4 * kSpreadRows) {
+      __m256i sums[kSpreadRows][kHalves];
+#pragma GCC unroll 8
+      for (int step = 0; step < 8; ++step) {
+        const __m256i former = load_words(w + step * kStepBytes, 0), latter = load_words(w + step * kStepBytes, 1);
+#pragma GCC unroll 4
+        for (int row = 0; row < kSpreadRows; ++row) {
+          const __m256i word = broadcast_word(x + (step * kSpreadRows + row) * 4);
+          if (step == 0) sums[row][0] = _mm256_maddubs_epi16(former, word), sums[row][1] = _mm256_maddubs_epi16(latter, word);
+          else add_codes(sums[row][0], former, word), add_codes(sums[row][1], latter, word);
+        }
+      }
+#pragma GCC unroll 4
+      for (int row = 0; row < kSpreadRows; ++row)
+#pragma GCC unroll 2
+        for (int half = 0; half < kHalves; ++half) {
+          __m256i* to = acc + row * kRow + half;
+          _mm256_store_si256(to, _mm256_add_epi32(_mm256_madd_epi16(sums[row][half], load_words(units, half)), _mm256_load_si256(to)));
+        }
+    }
+  }
+}
+
 // 8 words of each of 8 rows -> 8 registers of a word of each row.
 inline void transpose_8x8(__m256i (&block)[8]) {
   __m256i pairs[8], fours[8];
@@ -380,6 +457,18 @@ void widen(const uint8_t* const* rows, int64_t count, int64_t n_words, uint8_t* 
       }
   }
 }
+// Of kSpreadRows rows [word][row].
+void interleave_rows(const uint8_t* const* rows, int64_t count, int64_t n_words, int64_t, uint8_t* out) {
+  for (int64_t word = 0; word < n_words; word += 8, out += 8 * 4 * kSpreadRows) {
+    __m256i block[8];
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < 8; ++i)
+      block[i] = i < kSpreadRows && i < count ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i] + word * 4)) : _mm256_setzero_si256();
+    transpose_8x8(block);
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < 8; ++i) _mm_store_si128(reinterpret_cast<__m128i*>(out) + i, _mm256_castsi256_si128(block[i]));
+  }
+}
 void widen_rows(const uint8_t* const* rows, int64_t count, int64_t n_words, int64_t, uint8_t* out) {
   widen(rows, count, n_words, out, [](__m256i words, int parity) __attribute__((always_inline)) {
     return parity == 0 ? _mm256_slli_epi32(words, 16) : _mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
@@ -410,13 +499,13 @@ extern const Tiles kInt8Tiles = {  // adapters take what is a strip wide
 extern const Tiles kInt4Tiles = {
     {DIPTYCH_FEW(tile_int4, 1, 4), DIPTYCH_FEW(tile_int4, 1, 1), DIPTYCH_FEW(tile_int4, 2, 2), DIPTYCH_FEW(tile_int4, 2, 1), DIPTYCH_FEW(tile_int4, 3, 1),
      DIPTYCH_FEW(tile_int4, 4, 1)},
-    DIPTYCH_FEW(tile_int4, 4, 1),
+    {kSpreadRows, 1, XForm::words, tile_int4_many, true},
 };
 #undef DIPTYCH_FEW
 extern const Tiles kFp8Tiles = {};
 extern const LinearKernels kLinear = {
-    nullptr, widen_rows, widen_bytes, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
-    sum_groups, quantize_group, expand_int4, expand_fp8,
+    interleave_rows, widen_rows, widen_bytes, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
+    sum_groups, quantize_group, expand_int4, expand_fp8, spread_int4,
 };
 extern const GroupTiles kGroupTiles = {
     {kDirectTiles<false>, kDirectTiles<true>}, {kExpandedRows, 1, tile_expanded}, {kExpandedRows, 1, tile_expanded_wide}, ready_rows_of_pairs, expand_pairs,

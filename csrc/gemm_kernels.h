@@ -39,13 +39,14 @@ constexpr int kMaxTileRows = 24;                      // the highest register ti
 
 // One register tile: rows x (16 * strips) lanes over one block of K. acc [rows][64] (row stride 64, whatever the strips) is fp32
 // (bf16) or int32 (int8, int4), 64-byte aligned; with resume it holds the partial sums of the earlier blocks of K, otherwise
-// it is only written. Tiles of int4 and fp8 take the whole K.
+// it is only written. Tiles of fp8, and of int4 that is not spread, take the whole K.
 struct TileArgs {
   const uint8_t* strip;                   // first step of the block in the tile's first strip
   int64_t strip_bytes;                    // from strip to strip
   const uint8_t* x[kMaxTileRows];         // rows of x at the block's first input; unused when the shape is interleaved
   const uint8_t* words;                   // interleaved shapes: [words of the block][rows] of x
-  const int32_t* group_sums;              // int4 shapes that are not interleaved: [rows][groups] sums of x
+  const int32_t* group_sums;              // int4 shapes that ask for them: [rows][sums_stride] sums of x, from the block's first group on
+  int64_t sums_stride;
   int64_t units;                          // steps (bf16, int8) or groups (int4; fp8: of kFp8Inputs) in the block
   int64_t group;                          // int4
   void* acc;
@@ -70,7 +71,9 @@ struct TileShape {
   int64_t rows, strips;
   XForm form;
   TileKernel run;
+  bool spread = false;  // int4 comes as LinearKernels::spread_int4 lays it, pairs of groups after pairs
   bool interleaved() const { return form != XForm::rows; }
+  bool has_sums(Format format) const { return format == Format::int4 && (spread || !interleaved()); }
 };
 constexpr int kMaxShapes = 24;
 
@@ -325,6 +328,9 @@ using QuantizeRow = void (*)(const void* x, Source source, int64_t count, int8_t
 using QuantizeGroup = void (*)(float* x, const float* inverse, int64_t group, uint8_t* head, uint32_t* words);
 // Groups [first, first + count) of a strip of int4 -> the steps [count * group / 4] of the same weights as int8.
 using ExpandInt4 = void (*)(const uint8_t* strip, int64_t group, int64_t first, int64_t count, uint8_t* out);
+// Pairs of groups, from an even `first` on, as a set's tiles take them that pass over them often: bytes_of_spread(group) each, 64-byte aligned.
+using SpreadInt4 = void (*)(const uint8_t* strip, int64_t group, int64_t first, int64_t count, uint8_t* out);
+constexpr int64_t bytes_of_spread(int64_t group) { return 3 * kStepBytes + 2 * group * kStripLanes; }
 // Likewise of fp8: groups of kFp8Inputs, `groups` in the whole strip -> the steps of bf16.
 using ExpandFp8 = void (*)(const uint8_t* strip, int64_t groups, int64_t first, int64_t count, uint8_t* out);
 // sums [groups] of x [groups * group]; group is 32, 64 or 128.
@@ -353,6 +359,7 @@ struct LinearKernels {
   QuantizeGroup quantize_group;
   ExpandInt4 expand_int4;
   ExpandFp8 expand_fp8;
+  SpreadInt4 spread_int4 = nullptr;  // null: no spread shape
 };
 
 DIPTYCH_FORCED bool has_whole_sums(Format format) { return format == Format::int8 || format == Format::int4; }
