@@ -81,7 +81,7 @@ const TileShape& choose_shape(const KernelSet& set, int64_t m, Format& format) {
   }
   const TileShape& wide = tiles.wide;
   const int64_t passes = (m + highest->rows - 1) / highest->rows;
-  if (passes > (wide.spread ? 3 : 2)) return wide;
+  if (passes > (wide.spread ? 4 : 2)) return wide;
   const TileShape& part = choose_shape(set, (m + passes - 1) / passes, format);
   return wide.spread || passes * part.rows < round_up(m, wide.rows) ? part : wide;
 }

@@ -295,6 +295,7 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_inner": 96}),
     "gpt_bigcode": ("GPTBigCodeConfig", "GPTBigCodeForCausalLM", {"activation_function": "gelu"}),
     "gptj": ("GPTJConfig", "GPTJForCausalLM", {"rotary_dim": 8, "n_inner": 96}),
+    "codegen": ("CodeGenConfig", "CodeGenForCausalLM", {"n_head": 8, "rotary_dim": 4, "n_inner": 96}),
     # windows on every other layer, scores that nothing divides
     "gpt_neo": ("GPTNeoConfig", "GPTNeoForCausalLM", {"num_hidden_layers": 4, "window_size": 16, "attention_types": [
         [["global"], 1], [["local"], 1], [["local"], 1], [["global"], 1]]}),

@@ -43,6 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "falcon-40b": {"r": 4, "lora_alpha": 8, "target_modules": ["query_key_value", "dense", "dense_4h_to_h"]},
     "gpt_neox": {"r": 4, "lora_alpha": 8, "target_modules": ["query_key_value", "embed_out"]},
     "gptj": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "fc_in"]},
+    "codegen": {"r": 4, "lora_alpha": 8, "target_modules": ["qkv_proj", "fc_in"]},
     # what a state is of; a gate that files call otherwise; blocks of their own
     "olmo_hybrid": {"r": 4, "lora_alpha": 8, "target_modules": [f"{one}_proj" for one in "qkvogab"]},
     "laguna": {"r": 4, "lora_alpha": 8, "target_modules": ["g_proj", "q_proj", "o_proj"]},

@@ -268,6 +268,7 @@ SMALL_GPT: dict[str, dict[str, Any]] = {
     },
     "nanochat": {key: value for key, value in SMALL.items() if key != "head_dim"} | {"attention_bias": True},
     "gptj": {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256, "rotary_dim": 8},
+    "codegen": {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256, "rotary_dim": 8},
     "gpt_neox": {
         "hidden_size": 64,
         "num_hidden_layers": 4,

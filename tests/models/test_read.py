@@ -80,7 +80,7 @@ def test_multimodal_wrappers_give_their_language_part() -> None:
 @pytest.mark.parametrize(
     "kind",
     ["zamba2", "minimax", "recurrent_gemma", "falcon_mamba",
-     "dbrx", "bert", "mamba2", "jamba", "rwkv", "codegen", "persimmon"],
+     "dbrx", "bert", "mamba2", "jamba", "rwkv", "persimmon"],
 )  # fmt: skip
 def test_what_is_on_no_list_is_refused_with_the_list(kind: str) -> None:
     """Hybrids and encoders were priced as dense decoders: a wrong price is worse than none."""
@@ -228,6 +228,7 @@ def test_an_architecture_under_another_model_type_is_refused() -> None:
         ("falcon_h1", {"ssm_multipliers": [1.0, 2.0]}, "ssm_multipliers in config.json has 2 numbers; 5 are needed"),
         ("falcon_h1", {"mlp_multipliers": [1.0, 0.0]}, "mlp_multipliers in config.json is 0.0"),
         ("falcon_h1", {"mlp_bias": True}, "mlp_bias in config.json is True"),
+        ("codegen", {"num_attention_heads": 2, "num_key_value_heads": None, "rotary_dim": 8}, "is 2; .* codegen lie in 4"),
         *(("kimi_linear", {"linear_attn_config": given}, words) for given, words in (
             (None, "must hold the numbers from 1 to 4"), ({"full_attn_layers": [1, 2, 3, 4], "kda_layers": [4]}, "from 1 to 4"),
             ({"full_attn_layers": [4], "kda_layers": [1, 2, 3], "head_dim": 1}, "head_dim in .* is 1"),

@@ -34,6 +34,7 @@ from diptych.compute.views import (
     TransposedTensor,
     by_head_order,
     halves_order,
+    rows_in_parts,
 )
 from diptych.ground.errors import UnsupportedModel
 from diptych.models.gates import Activation
@@ -138,6 +139,9 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         if self.names.qkv_by_head and not self.source.is_plain:
             order = by_head_order(attention.n_heads, attention.n_kv_heads, attention.head_dim)
             readers = (_reordered(readers[0], order),)
+        if self.names.qkv_parts:
+            parts = rows_in_parts(self.names.qkv_parts, attention.width)
+            readers = (_stacked(*(_picked(readers[0], rows) for rows in parts)),)
         return (self._in_halves(readers[0], len(rows)), *readers[1:])
 
     def _queries_and_gate(self, root: str, name: str, *, has_bias: bool) -> tuple[LinearParts, LinearParts]:
@@ -434,8 +438,11 @@ def _picked(parts: LinearParts, rows: torch.Tensor) -> LinearParts:
     return LinearParts(weights=weights, biases=biases)
 
 
-def _stacked(first: LinearParts, second: LinearParts) -> LinearParts:
-    return LinearParts(weights=(*first.weights, *second.weights), biases=(*first.biases, *second.biases))
+def _stacked(*parts: LinearParts) -> LinearParts:
+    return LinearParts(
+        weights=tuple(one for part in parts for one in part.weights),
+        biases=tuple(one for part in parts for one in part.biases),
+    )
 
 
 def _reordered(parts: LinearParts, order: torch.Tensor) -> LinearParts:

@@ -28,6 +28,12 @@ def by_head_order(n_heads: int, n_kv_heads: int, head_dim: int) -> torch.Tensor:
     return torch.cat([part.reshape(-1) for part in (rows[:, :group], rows[:, group], rows[:, group + 1])])
 
 
+def rows_in_parts(n_parts: int, width: int) -> list[torch.Tensor]:
+    """The rows of q, of k and of v, `width` each, that lie in parts: of each some queries, their values, their keys."""
+    rows = torch.arange(3 * width).view(n_parts, 3, width // n_parts)
+    return [rows[:, kind].reshape(-1) for kind in (0, 2, 1)]
+
+
 def _keeps_strips(kept: KeptFormat | None, rows: torch.Tensor) -> bool:
     """Whether each strip of these rows lies within one block of fp8 still."""
     if kept is None or kept.kind != "fp8" or not kept.group:

@@ -23,6 +23,12 @@ NAMES: dict[str, Any] = {
     "embedding": "wte", "positions": "wpe", "layers": "h", "final_norm": "ln_f", "attention": "attn",
     "qkv": ("c_attn",), "o": "c_proj", "gate_up": ("c_fc",), "down": "c_proj",
     "norms": {Norms.BEFORE: ("ln_1", None, "ln_2", None), Norms.PARALLEL: ("ln_1", None, None, None)}}  # fmt: skip
+GPT_J = {**GPT_2, "vocab_size": 50_400, "hidden_size": 4096, "num_hidden_layers": 28, "num_attention_heads": 16,
+         "max_position_embeddings": 2048, "rotary_dim": 64, "rope_theta": 10_000.0, "tie_word_embeddings": False}  # fmt: skip
+NAMES_OF_GPT_J = {**NAMES, "o": "out_proj", "gate_up": ("fc_in",), "down": "fc_out"}
+LIKE_GPT_J: dict[str, Any] = {"renamed": GPT_2_KEYS, "norms": Norms.PARALLEL, "is_interleaved": True, "mlp_bias": True,
+                              "has_head_bias": True, "prefixes": ("transformer.",), **NOT_GATED,
+                              "ignored": (*OF_GPT_2["ignored"], ".attn.causal_mask")}  # fmt: skip
 BY_HEAD: dict[str, Any] = {"qkv": ("query_key_value",), "qkv_by_head": True, "o": "dense",
                            "gate_up": ("dense_h_to_4h",), "down": "dense_4h_to_h"}  # fmt: skip
 
@@ -84,18 +90,18 @@ GPT_KIND: tuple[Family, ...] = (
     # attention and MLP read one norm; neighbouring dimensions turn together; the head has a bias
     Family(
         name="gptj", architectures=("GPTJForCausalLM",),
-        keys={**GPT_2, "vocab_size": 50_400, "hidden_size": 4096, "num_hidden_layers": 28, "num_attention_heads": 16,
-              "max_position_embeddings": 2048, "rotary_dim": 64, "rope_theta": 10_000.0, "tie_word_embeddings": False},
+        keys=GPT_J,
         fixed={"rotary": (True,), "scale_attn_weights": (True,)},
-        renamed=GPT_2_KEYS,
-        norms=Norms.PARALLEL,
-        is_interleaved=True,
-        mlp_bias=True,
-        has_head_bias=True,
-        names=TensorNames(**{**NAMES, "qkv": ("q_proj", "k_proj", "v_proj"), "o": "out_proj", "gate_up": ("fc_in",),
-                             "down": "fc_out"}),
-        **OF_GPT_2,
-        **NOT_GATED,
+        names=TensorNames(**{**NAMES_OF_GPT_J, "qkv": ("q_proj", "k_proj", "v_proj")}),
+        **LIKE_GPT_J,
+    ),
+    # CodeGen: the same, q, v and k stacked as four accelerators held them
+    Family(
+        name="codegen", architectures=("CodeGenForCausalLM",),
+        keys=GPT_J,
+        fixed={"scale_attn_weights": (True,)},
+        names=TensorNames(qkv_parts=4, **{**NAMES_OF_GPT_J, "qkv": ("qkv_proj",)}),
+        **LIKE_GPT_J,
     ),
     # GPT-NeoX 20B, Pythia, Dolly: attention and MLP side by side, each with a norm of its own
     Family(

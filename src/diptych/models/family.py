@@ -37,8 +37,9 @@ NORM_NAMES: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]
 class TensorNames:
     """Names inside a layer, without '.weight'. qkv and gate_up: separate projections, or one that is already stacked.
 
-    qkv_by_head: its rows lie by KV head: the queries that share it, its key, its value. transposes: projections of a layer are
-    stored as [inputs, outputs]. embedding, embedding_norm, positions, final_norm, layers, head: at the ends, behind a prefix.
+    qkv_by_head: its rows lie by KV head: the queries that share it, its key, its value. qkv_parts: they lie in so many parts,
+    of each the queries, values and keys of its heads. transposes: projections of a layer are stored as [inputs, outputs].
+    embedding, embedding_norm, positions, final_norm, layers, head: at the ends, behind a prefix.
     mlp: where the MLP may be found, tried in order. expert: gate (if any), up and down of one expert, where they are separate;
     stacked: of all experts in one tensor each, is_transposed: as [inputs, outputs] (None: in some files), takes_turns: rows of
     gate and up in turn.
@@ -66,6 +67,7 @@ class TensorNames:
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     qkv_by_head: bool = False
+    qkv_parts: int = 0
     transposes: bool = False
     base: str | None = None
     o: str = "o_proj"

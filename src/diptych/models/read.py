@@ -356,6 +356,11 @@ def _attention(
 ) -> AttentionLayer:
     n_heads, head_dim = heads.n, heads.width
     mla, sinks = None, family.has_sinks
+    if family.names.qkv_parts and n_heads % family.names.qkv_parts:
+        raise LoadError(
+            f"num_attention_heads in {config.path} is {n_heads}; "
+            f"q, k and v of {family.name} lie in {family.names.qkv_parts} parts"
+        )
     scale = config.number("query_pre_attn_scalar", head_dim or 1) ** -0.5
     qk_norm = family.qk_norm if family.qk_norm_key is None or config.flag(family.qk_norm_key) else QkNorm.NONE
     if qk_norm is QkNorm.UNIT:  # stands behind the rotation, which changes no length

@@ -17,7 +17,6 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "layers that are shared": ("zamba2",),
     OTHER_STATES: (
         "jamba", "zamba", "mamba", "falcon_mamba", "rwkv", "minimax", "recurrent_gemma"),
-    "q, k and v stacked for groups of accelerators": ("codegen",),
     "norms of heads with biases": ("persimmon",),
     "a shared expert of another shape": ("dbrx", "longcat_flash"),
     "keys made of windows of tokens, and experts that a token's id chooses": ("deepseek_v4",),

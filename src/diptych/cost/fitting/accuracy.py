@@ -16,7 +16,7 @@ from diptych.cost.calibration import Constants
 from diptych.cost.components import cost_of
 from diptych.cost.fitting.fit import StackForm, fit, predicted_s, quantile
 from diptych.cost.fitting.forms import FORMS
-from diptych.cost.fitting.held_out import NEAR, HeldRow, coverage_of, residuals_of, widths_of
+from diptych.cost.fitting.held_out import NEAR, HeldRow, coverage_of, needs_of, residuals_of, widths_of
 from diptych.cost.fitting.rows import PublishedRow, ServiceRow
 from diptych.cost.roofline import roofline
 from diptych.cost.stacks import calibration_for
@@ -187,11 +187,12 @@ def near_rows(errors: Iterable[RowError], *, forms: Sequence[StackForm] = FORMS)
 def refit(near: Sequence[HeldRow], far: Sequence[HeldRow]) -> list[dict[str, Any]]:
     """The entries of `data/calibrations.json`: constants on all rows, residuals and widths on rows held back."""
     residuals = residuals_of(near)
+    needs = needs_of(far, residuals)
     entries: list[dict[str, Any]] = []
     for form in FORMS:
         members = [entry.row for entry in near if form.covers(entry.row)]
         pools = dict.fromkeys(entry.pool for entry in near if form.covers(entry.row))
-        widths = widths_of(far, residuals, form)
+        widths = widths_of(needs, form)
         for pool in pools:
             device = pool[1]
             group = [row for row in members if device is None or row.device == device]

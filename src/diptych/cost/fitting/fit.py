@@ -75,6 +75,11 @@ def with_values(fixed: Constants, free: Sequence[Free], values: Sequence[float])
 
 def predicted_s(row: PublishedRow, constants: Constants) -> float:
     """What these constants say about a row."""
+    return predicted_each_s([row], constants)[0]
+
+
+def predicted_each_s(rows: Sequence[PublishedRow], constants: Constants) -> list[float]:
+    """The same of many rows; those of one setup share a model, which costs more to build than to ask."""
     calibration = Calibration(
         name="fit",
         prefill=constants,
@@ -83,10 +88,15 @@ def predicted_s(row: PublishedRow, constants: Constants) -> float:
         decode_residual=NO_RESIDUAL,
         source="fit",
     )
-    model = CalibratedModel(
-        model_spec(row.model), device_spec(row.device), quant_spec(row.quant), calibration=calibration, tp=row.tp
-    )
-    return model.predict(row.work).total_s
+    models: dict[tuple[str, str, str, int], CalibratedModel] = {}
+    times = []
+    for row in rows:
+        setup = row.model, row.device, row.quant, row.tp
+        if setup not in models:
+            specs = model_spec(row.model), device_spec(row.device), quant_spec(row.quant)
+            models[setup] = CalibratedModel(*specs, calibration=calibration, tp=row.tp)
+        times.append(models[setup].predict(row.work).total_s)
+    return times
 
 
 def fit(form: StackForm, rows: Sequence[PublishedRow]) -> Constants:
@@ -94,7 +104,8 @@ def fit(form: StackForm, rows: Sequence[PublishedRow]) -> Constants:
 
     def residuals(logs: Sequence[float]) -> list[float]:
         constants = with_values(form.fixed, form.free, [math.exp(log) for log in logs])
-        return [math.log(predicted_s(row, constants) / row.measured_s) for row in rows]
+        times = predicted_each_s(rows, constants)
+        return [math.log(time / row.measured_s) for time, row in zip(times, rows, strict=True)]
 
     return with_values(form.fixed, form.free, [math.exp(log) for log in gauss_newton(form.free, residuals)])
 
@@ -120,8 +131,8 @@ def gauss_newton(
     damping = 1e-2
     residuals = residuals_of(logs)
     cost = _cost(residuals)
+    jacobian = _jacobian(residuals_of, logs, residuals)
     for _ in range(rounds):
-        jacobian = _jacobian(residuals_of, logs, residuals)
         step = _step(jacobian, residuals, damping)
         tried = [_clamp(entry, log + delta) for entry, log, delta in zip(free, logs, step, strict=True)]
         tried_residuals = residuals_of(tried)
@@ -131,6 +142,7 @@ def gauss_newton(
             logs, residuals, cost, damping = tried, tried_residuals, tried_cost, damping * 0.3
             if gain < 1e-4:
                 break
+            jacobian = _jacobian(residuals_of, logs, residuals)
         else:
             damping *= 8.0
             if damping > 1e6:

@@ -121,12 +121,12 @@ def _split(row: PublishedRow) -> int:
     return row.tp
 
 
-def widths_of(held: Iterable[HeldRow], residuals: Mapping[object, Residual], form: StackForm) -> dict[str, float]:
-    """Spread of one step along each axis: what 80 % of the held-back rows need beyond the residual of their fit.
+# by axis and form: what each held-back row needs beyond the residual of its fit, in steps along the axis
+Needs = Mapping[str, Mapping[FormKey, Sequence[float]]]
 
-    Its own rows where there are enough, else what covers most of the software in this phase (or in both), but at least
-    `reach.ASSUMED`: what other software shows is no proof for this one.
-    """
+
+def needs_of(held: Iterable[HeldRow], residuals: Mapping[object, Residual]) -> Needs:
+    """What held-back rows need along each axis, of all forms."""
     needs: dict[str, dict[FormKey, list[float]]] = {}
     for entry in held:
         residual = residuals.get(entry.pool)
@@ -137,6 +137,15 @@ def widths_of(held: Iterable[HeldRow], residuals: Mapping[object, Residual], for
         steps = math.sqrt(squared(gap for gap in entry.gaps if gap.axis == entry.axis))
         need = math.sqrt(max(entry.error**2 - base**2, 0.0)) / steps
         needs.setdefault(entry.axis, {}).setdefault(_key(entry.form), []).append(need)
+    return needs
+
+
+def widths_of(needs: Needs, form: StackForm) -> dict[str, float]:
+    """Spread of one step along each axis: what 80 % of the held-back rows need beyond the residual of their fit.
+
+    Its own rows where there are enough, else what covers most of the software in this phase (or in both), but at least
+    `reach.ASSUMED`: what other software shows is no proof for this one.
+    """
     return {axis: round(_width(axis, of_forms, _key(form)), 4) for axis, of_forms in needs.items()}
 
 
@@ -174,14 +183,14 @@ def check(near: Sequence[HeldRow], far: Sequence[HeldRow]) -> list[Holding]:
     for group in dict.fromkeys(entry.group for entry in [*near, *far]):
         others = [entry for entry in near if entry.group != group]
         residuals = residuals_of(others)
-        strangers = [entry for entry in far if entry.group != group]
+        needs = needs_of((entry for entry in far if entry.group != group), residuals)
         widths: dict[int, Mapping[str, float]] = {}
         for entry in (entry for entry in [*near, *far] if entry.group == group):
             residual = residuals.get(entry.pool)
             if residual is None:
                 continue
             if id(entry.form) not in widths:
-                widths[id(entry.form)] = widths_of(strangers, residuals, entry.form)
+                widths[id(entry.form)] = widths_of(needs, entry.form)
             known = Coverage(widths=MappingProxyType(dict(widths[id(entry.form)])))
             is_held = _is_inside(entry, residual, known)
             counts.setdefault(f"{entry.row.phase.value}, {entry.axis}", []).append(is_held)
