@@ -438,15 +438,21 @@ inline void transpose_8x8(__m256i (&block)[8]) {
   }
 }
 
+// 8 words from `word` on of kRows rows, of which `count` are there, word by word.
+template <int kRows>
+DIPTYCH_FORCED void load_turned(const uint8_t* const* rows, int64_t count, int64_t word, __m256i (&block)[8]) {
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < 8; ++i)
+    block[i] = i < kRows && i < count ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i] + word * 4)) : _mm256_setzero_si256();
+  transpose_8x8(block);
+}
+
 // rows [count] of n_words words -> out [n_words][2][kManyRows], the even and the odd values of each word, wider. n_words is a multiple of 8.
 template <typename Widen>
 void widen(const uint8_t* const* rows, int64_t count, int64_t n_words, uint8_t* out, Widen widen) {
   for (int64_t word = 0; word < n_words; word += 8) {
     __m256i block[8];
-#pragma GCC unroll 8
-    for (int64_t i = 0; i < 8; ++i)
-      block[i] = i < kManyRows && i < count ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i] + word * 4)) : _mm256_setzero_si256();
-    transpose_8x8(block);
+    load_turned<kManyRows>(rows, count, word, block);
 #pragma GCC unroll 8
     for (int64_t i = 0; i < 8; ++i)
 #pragma GCC unroll 2
@@ -461,10 +467,7 @@ void widen(const uint8_t* const* rows, int64_t count, int64_t n_words, uint8_t* 
 void interleave_rows(const uint8_t* const* rows, int64_t count, int64_t n_words, int64_t, uint8_t* out) {
   for (int64_t word = 0; word < n_words; word += 8, out += 8 * 4 * kSpreadRows) {
     __m256i block[8];
-#pragma GCC unroll 8
-    for (int64_t i = 0; i < 8; ++i)
-      block[i] = i < kSpreadRows && i < count ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i] + word * 4)) : _mm256_setzero_si256();
-    transpose_8x8(block);
+    load_turned<kSpreadRows>(rows, count, word, block);
 #pragma GCC unroll 8
     for (int64_t i = 0; i < 8; ++i) _mm_store_si128(reinterpret_cast<__m128i*>(out) + i, _mm256_castsi256_si128(block[i]));
   }

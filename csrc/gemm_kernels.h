@@ -328,11 +328,11 @@ using QuantizeRow = void (*)(const void* x, Source source, int64_t count, int8_t
 using QuantizeGroup = void (*)(float* x, const float* inverse, int64_t group, uint8_t* head, uint32_t* words);
 // Groups [first, first + count) of a strip of int4 -> the steps [count * group / 4] of the same weights as int8.
 using ExpandInt4 = void (*)(const uint8_t* strip, int64_t group, int64_t first, int64_t count, uint8_t* out);
-// Pairs of groups, from an even `first` on, as a set's tiles take them that pass over them often: bytes_of_spread(group) each, 64-byte aligned.
-using SpreadInt4 = void (*)(const uint8_t* strip, int64_t group, int64_t first, int64_t count, uint8_t* out);
-constexpr int64_t bytes_of_spread(int64_t group) { return 3 * kStepBytes + 2 * group * kStripLanes; }
 // Likewise of fp8: groups of kFp8Inputs, `groups` in the whole strip -> the steps of bf16.
 using ExpandFp8 = void (*)(const uint8_t* strip, int64_t groups, int64_t first, int64_t count, uint8_t* out);
+// Groups of int4 from an even `first` on, as a set's tiles take them that pass over them often: bytes_of_spread(group) for each pair, 64-byte aligned.
+using SpreadInt4 = void (*)(const uint8_t* strip, int64_t group, int64_t first, int64_t count, uint8_t* out);
+constexpr int64_t bytes_of_spread(int64_t group) { return 3 * kStepBytes + 2 * group * kStripLanes; }
 // sums [groups] of x [groups * group]; group is 32, 64 or 128.
 using SumGroups = void (*)(const int8_t* x, int64_t group, int64_t groups, int32_t* sums);
 
