@@ -20,6 +20,9 @@ constexpr int64_t kBlockPanelBytes = 256 << 10, kSingleExpandedBytes = 16 << 10;
 // Inputs of a strip that stay in L1, spread, while the tiles of a block of rows pass over them: whole pairs of groups.
 constexpr int64_t kSpreadInputs = 512;
 
+// The most passes of few rows in place of wide tiles: those of packed codes are level with spread ones at 16 rows (AVX2, LAB.md).
+constexpr int64_t kMostPasses = 2, kMostPackedPasses = 4;
+
 // Most weights to bring in while waiting: what memory delivers between two layers.
 constexpr int64_t kWaitBytes = 32 << 10;
 
@@ -81,7 +84,7 @@ const TileShape& choose_shape(const KernelSet& set, int64_t m, Format& format) {
   }
   const TileShape& wide = tiles.wide;
   const int64_t passes = (m + highest->rows - 1) / highest->rows;
-  if (passes > (wide.spread ? 4 : 2)) return wide;
+  if (passes > (wide.spread ? kMostPackedPasses : kMostPasses)) return wide;
   const TileShape& part = choose_shape(set, (m + passes - 1) / passes, format);
   return wide.spread || passes * part.rows < round_up(m, wide.rows) ? part : wide;
 }
@@ -133,11 +136,11 @@ void point_at_rows(const Job& job, TileArgs& args, int64_t tile, Range rows, int
     const int64_t row = job.row_of(rows.begin + std::min(i, height - 1));  // the shape's spare rows repeat the last one
     args.x[i] = job.x.data + row * job.x.stride_bytes + unit * job.cut.unit_words * 4;
   }
-  args.group_sums = job.sums + tile * job.shape.rows * job.cut.units + (job.shape.spread ? unit : 0);
+  args.group_sums = job.sums + tile * job.shape.rows * job.cut.units + unit;
   args.words = job.words + (tile * job.words_per_row() + unit * job.cut.unit_words) * job.shape.rows * 4;
 }
 
-// Block [unit, unit + units) of the shape's strips of one panel, from `strip` on, as the tiles' format.
+// Block [unit, unit + units) of the shape's strips of one panel, from `strip` on, as the tiles take it.
 void expand_block(const Job& job, const uint8_t* strip, int64_t unit, int64_t units) {
   const int64_t strip_bytes = job.w.panel_bytes / kPanelStrips;
   if (job.shape.spread) return job.kernels.spread_int4(strip, job.w.shape.group, unit, units, job.expanded);

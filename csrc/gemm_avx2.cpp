@@ -346,9 +346,8 @@ void tile_int4(const TileArgs& args) {
 
 // ---- many rows of int4 ----
 
-// A tile of packed codes takes them apart for each few rows that it holds, and makes grids of heads: half as many instructions again as its
-// products are. So a block of a strip is taken apart once, into L1: of each pair of groups the zeros of both, the units of each, as Grids, and
-// codes in whole bytes.
+// A tile of packed codes takes them apart for each few rows that it holds, and makes grids of heads: a quarter of its time (LAB.md). So a block
+// of a strip is taken apart once, into L1: of each pair of groups the zeros of both, the units of each, as Grids, and codes in whole bytes.
 constexpr int kSpreadRows = 4;
 
 void spread_int4(const uint8_t* strip, int64_t group, int64_t first, int64_t count, uint8_t* out) {
