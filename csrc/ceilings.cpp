@@ -41,7 +41,7 @@ double int32_burst(int64_t rounds) {
   return 2.0 * 32.0 * static_cast<double>(rounds);
 }
 
-void read_words(const uint8_t* data, int64_t bytes, int64_t) {
+void read_words(const uint8_t* data, int64_t bytes, Reading) {
   uint64_t total[8] = {};
   for (int64_t at = 0; at + 64 <= bytes; at += 64) {
     uint64_t words[8];
@@ -106,12 +106,11 @@ double measure_read_bytes_per_s(ThreadPool& pool, const PageBuffer& buffer, int 
   const int64_t bytes = buffer.bytes();
   const int64_t passes = (kLeastRead + bytes - 1) / bytes;
   double best = 0;
-  // Which of the two is faster depends on the machine and its neighbours, so both are tried.
-  for (const int64_t ahead : {int64_t{0}, int64_t{2048}}) {
+  for (const Reading how : kReadings) {
     const double seconds = best_s(repeats, [&] {
       pool.run([&](int thread, int threads) {
         const Range part = share(bytes, thread, threads, 4096);
-        for (int64_t pass = 0; pass < passes; ++pass) read_all(buffer.data() + part.begin, part.end - part.begin, ahead);
+        for (int64_t pass = 0; pass < passes; ++pass) read_all(buffer.data() + part.begin, part.end - part.begin, how);
       });
     });
     best = std::max(best, static_cast<double>(bytes * passes) / seconds);

@@ -10,12 +10,18 @@ namespace diptych {
 
 class PageBuffer;  // gemm.h
 
+// How memory is read, as which is fastest depends on the machine and its neighbours: left to the processor's prefetchers; asked for a little
+// ahead; or each line asked for as it is taken, past the caches, so that nothing is pushed on to the last of them.
+enum class Reading { plain, ahead, past };
+constexpr Reading kReadings[] = {Reading::plain, Reading::ahead, Reading::past};
+constexpr int64_t kReadAheadBytes = 2048;
+
 // A kernel set's loops, for one thread. Bursts return the operations done (a multiply and an add are two). Null: nothing of its own.
 struct CeilingLoops {
   double (*fp32_burst)(int64_t rounds);
   double (*bf16_burst)(int64_t rounds);  // by a product of bf16, or widened by one of fp32
   double (*int8_burst)(int64_t rounds);
-  void (*read_all)(const uint8_t* data, int64_t bytes, int64_t ahead);  // ahead: software prefetch distance, 0: none
+  void (*read_all)(const uint8_t* data, int64_t bytes, Reading how);
 };
 
 // Best of `repeats` passes over a fresh buffer of `bytes`, which should exceed every cache several times.

@@ -46,8 +46,8 @@ double int8_burst(int64_t rounds) {
 }
 
 // In four places at a time, which some processors read faster than one; asked for ahead, in one.
-template <int kPlaces>
-void read_places(const uint8_t* data, int64_t bytes, int64_t ahead) {
+template <Reading kHow, int kPlaces>
+void read_places(const uint8_t* data, int64_t bytes) {
   __m256i sums[8];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) sums[i] = _mm256_setzero_si256();
@@ -57,7 +57,8 @@ void read_places(const uint8_t* data, int64_t bytes, int64_t ahead) {
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
       const uint8_t* from = data + i / kEach * part + at + 32 * (i % kEach);
-      if (kPlaces == 1 && i % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(from + ahead), _MM_HINT_T0);
+      if (kHow == Reading::ahead && i % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(from + kReadAheadBytes), _MM_HINT_T0);
+      if (kHow == Reading::past && i % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_NTA);
       sums[i] = _mm256_or_si256(sums[i], _mm256_load_si256(reinterpret_cast<const __m256i*>(from)));
     }
   __m256i total = sums[0];
@@ -67,8 +68,9 @@ void read_places(const uint8_t* data, int64_t bytes, int64_t ahead) {
   (void)sink;
 }
 
-void read_all(const uint8_t* data, int64_t bytes, int64_t ahead) {
-  ahead == 0 ? read_places<4>(data, bytes, 0) : read_places<1>(data, bytes, ahead);
+void read_all(const uint8_t* data, int64_t bytes, Reading how) {
+  if (how == Reading::past) return read_places<Reading::past, 4>(data, bytes);
+  how == Reading::ahead ? read_places<Reading::ahead, 1>(data, bytes) : read_places<Reading::plain, 4>(data, bytes);
 }
 
 }  // namespace

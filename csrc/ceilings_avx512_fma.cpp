@@ -39,19 +39,32 @@ double int8_burst(int64_t rounds) {
   return 24.0 * 128.0 * static_cast<double>(rounds);
 }
 
-void read_all(const uint8_t* data, int64_t bytes, int64_t ahead) {
+// Past the caches two places at a time come faster than one (Zen 4, threads far apart: 68 GB/s against 64).
+template <Reading kHow, int kPlaces>
+void read_places(const uint8_t* data, int64_t bytes) {
   __m512i sums[8];
+#pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) sums[i] = _mm512_setzero_si512();
-  for (int64_t at = 0; at + 512 <= bytes; at += 512) {
+  constexpr int kEach = 8 / kPlaces;
+  const int64_t part = bytes / (kPlaces * 512) * 512;
+  for (int64_t at = 0; at < part; at += 64 * kEach)
+#pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
-      if (ahead != 0) _mm_prefetch(reinterpret_cast<const char*>(data + at + ahead + 64 * i), _MM_HINT_T0);
-      sums[i] = _mm512_or_si512(sums[i], _mm512_load_si512(data + at + 64 * i));
+      const uint8_t* from = data + i / kEach * part + at + 64 * (i % kEach);
+      if (kHow == Reading::ahead) _mm_prefetch(reinterpret_cast<const char*>(from + kReadAheadBytes), _MM_HINT_T0);
+      if (kHow == Reading::past) _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_NTA);
+      sums[i] = _mm512_or_si512(sums[i], _mm512_load_si512(from));
     }
-  }
   __m512i total = sums[0];
+#pragma GCC unroll 8
   for (int i = 1; i < 8; ++i) total = _mm512_or_si512(total, sums[i]);
   volatile int sink = _mm512_cvtsi512_si32(total);
   (void)sink;
+}
+
+void read_all(const uint8_t* data, int64_t bytes, Reading how) {
+  if (how == Reading::past) return read_places<Reading::past, 2>(data, bytes);
+  how == Reading::ahead ? read_places<Reading::ahead, 1>(data, bytes) : read_places<Reading::plain, 1>(data, bytes);
 }
 
 }  // namespace

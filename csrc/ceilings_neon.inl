@@ -73,12 +73,14 @@ double int8_burst(int64_t rounds) {
   return kSums * kOps * static_cast<double>(rounds);
 }
 
-void read_all(const uint8_t* data, int64_t bytes, int64_t ahead) {
+void read_all(const uint8_t* data, int64_t bytes, Reading how) {
   uint8x16_t sums[8];
   for (uint8x16_t& sum : sums) sum = vdupq_n_u8(0);
   for (int64_t at = 0; at + 128 <= bytes; at += 128) {
-    if (ahead != 0) __builtin_prefetch(data + at + ahead), __builtin_prefetch(data + at + ahead + 64);
-    for (int i = 0; i < 8; ++i) sums[i] = vorrq_u8(sums[i], vld1q_u8(data + at + 16 * i));
+    const uint8_t* from = data + at;
+    if (how == Reading::ahead) __builtin_prefetch(from + kReadAheadBytes), __builtin_prefetch(from + kReadAheadBytes + 64);
+    if (how == Reading::past) __builtin_prefetch(from, 0, 0), __builtin_prefetch(from + 64, 0, 0);
+    for (int i = 0; i < 8; ++i) sums[i] = vorrq_u8(sums[i], vld1q_u8(from + 16 * i));
   }
   for (int i = 1; i < 8; ++i) sums[0] = vorrq_u8(sums[0], sums[i]);
   volatile uint8_t sink = vgetq_lane_u8(sums[0], 0);

@@ -39,7 +39,7 @@ struct Job : LinearCall {
   const TileShape& shape;
   uint8_t* acc;       // [kBlockRows][64]
   uint8_t* words;     // interleaved shapes: the tiles of the current block of rows, one after the other
-  int32_t* sums;      // int4 shapes that ask for them: x summed by group, likewise, [rows of the shape][groups]
+  int16_t* sums;      // int4 shapes that ask for them: x summed by group, likewise, [rows of the shape][sums_stride]
   uint8_t* expanded;  // int4 spread or met by int8 tiles, fp8 by bf16's: one block of the shape's strips, else null
   int64_t tile_rows;  // the shape's rows, which divide no pair
   Format tile_format;
@@ -121,11 +121,15 @@ void interleave_block(const Job& job, int64_t begin, int64_t end) {
   }
 }
 
+int64_t sums_stride(const KBlocks& cut) { return round_up(cut.units, 2); }
+
 // What the zeros of int4 groups are multiplied by, for every tile of [begin, end).
 void sum_groups(const Job& job, int64_t begin, int64_t end) {
   for (int64_t row = 0; row < count_tiles(job, end - begin) * job.shape.rows; ++row) {
     const uint8_t* x = job.x.data + job.row_of(std::min(begin + row, end - 1)) * job.x.stride_bytes;
-    job.kernels.sum_groups(reinterpret_cast<const int8_t*>(x), job.w.shape.group, job.cut.units, job.sums + row * job.cut.units);
+    int16_t* sums = job.sums + row * sums_stride(job.cut);
+    sums[sums_stride(job.cut) - 1] = 0;
+    job.kernels.sum_groups(reinterpret_cast<const int8_t*>(x), job.w.shape.group, job.cut.units, sums);
   }
 }
 
@@ -136,7 +140,7 @@ void point_at_rows(const Job& job, TileArgs& args, int64_t tile, Range rows, int
     const int64_t row = job.row_of(rows.begin + std::min(i, height - 1));  // the shape's spare rows repeat the last one
     args.x[i] = job.x.data + row * job.x.stride_bytes + unit * job.cut.unit_words * 4;
   }
-  args.group_sums = job.sums + tile * job.shape.rows * job.cut.units + unit;
+  args.group_sums = job.sums + tile * job.shape.rows * sums_stride(job.cut) + unit;
   args.words = job.words + (tile * job.words_per_row() + unit * job.cut.unit_words) * job.shape.rows * 4;
 }
 
@@ -157,9 +161,9 @@ void run_piece(const Job& job, const Piece& piece, int64_t begin, int64_t end) {
   TileArgs args;
   args.strip_bytes = is_expanded ? job.cut.units_per_block * kStepBytes : strip_bytes;
   args.group = job.w.shape.group;
-  args.sums_stride = job.cut.units;
+  args.sums_stride = sums_stride(job.cut);
   args.is_stream = tiles == 1 && !is_expanded;
-  args.past_bytes = args.is_stream ? past_bytes() : 0;
+  args.is_past = args.is_stream && asks_past();
   for (int64_t strip = piece.strips.begin; strip < piece.strips.end; strip += strips) {
     const uint8_t* base = job.w.panels + piece.panel * job.w.panel_bytes + strip * strip_bytes;
     const bool is_last = strip + strips == piece.strips.end;
@@ -185,9 +189,9 @@ void run_piece(const Job& job, const Piece& piece, int64_t begin, int64_t end) {
 
 }  // namespace
 
-int64_t past_bytes() {
+bool asks_past() {
   static const bool is_measured = cpu_capabilities().has_all({Capability::full_rate_bf16, Capability::avx_vnni});
-  return is_measured ? kPastBytes : 0;
+  return is_measured;
 }
 
 // Working memory of one thread, grown to the largest layer it has met.
@@ -294,7 +298,7 @@ Layout layout_of(const KernelSet& set, const PackedLinear& w, int64_t m, int64_t
   const int64_t blocks = (m + kBlockRows - 1) / kBlockRows, block_tiles = (tiles + blocks - 1) / blocks, sums_rows = block_tiles * shape.rows;
   const KBlocks cut = cut_inputs(w, tile_format, shape, tiles == 1);
   const int64_t words_bytes = shape.interleaved() ? sums_rows * cut.units * cut.unit_words * 4 : 0;
-  const int64_t sums_bytes = shape.has_sums(tile_format) ? (sums_rows * cut.units + 1) * 4 : 0;  // a last pair may be read whole
+  const int64_t sums_bytes = shape.has_sums(tile_format) ? sums_rows * sums_stride(cut) * 2 : 0;
   const int64_t expanded_bytes = shape.spread ? (cut.units_per_block + 1) / 2 * bytes_of_spread(w.shape.group)
                                  : tile_format != w.shape.format ? shape.strips * cut.units_per_block * kStepBytes : 0;
   return {tile_format, shape, cut, tile_rows, blocks, block_tiles * tile_rows, sums_rows * kPanelLanes * 4, round_up(words_bytes, 64), round_up(sums_bytes, 64),
@@ -328,7 +332,7 @@ void linear(const KernelSet& set, const PackedLinear& w, const Rows& x, const in
   uint8_t* memory = linear_scratch(layout.bytes());
   uint8_t *words = memory + layout.acc_bytes, *sums = words + layout.words_bytes;
   uint8_t* expanded = layout.expanded_bytes > 0 ? sums + layout.sums_bytes : nullptr;
-  const Job job{call, layout.cut, shape, memory, words, reinterpret_cast<int32_t*>(sums), expanded, layout.tile_rows, layout.tile_format};
+  const Job job{call, layout.cut, shape, memory, words, reinterpret_cast<int16_t*>(sums), expanded, layout.tile_rows, layout.tile_format};
   const int64_t pieces = std::min(pieces_per_panel(w, threads), kPanelStrips / shape.strips), strips = kPanelStrips / pieces, n_pieces = pieces * w.n_panels;
   int64_t ready = -1;
   for (Tasks tasks(layout.blocks * n_pieces, *w.balance, thread, threads); tasks.has_task(); tasks.advance()) {

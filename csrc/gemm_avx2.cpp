@@ -319,8 +319,7 @@ void tile_int4(const TileArgs& args) {
     w += 2 * kHeadBytes;
     __asm__ volatile("" : : "r"(&grids) : "memory");  // they wait in memory
     for (int row = 0; row < kRows; ++row) {
-      const int32_t* x_sums = args.group_sums + row * args.units + pair;
-      const __m256i both = _mm256_set1_epi32((x_sums[0] & 0xffff) | (groups == 2 ? x_sums[1] * (1 << 16) : 0));
+      const __m256i both = _mm256_set1_epi32(sums_of_pair(args, row, pair));
 #pragma GCC unroll 8
       for (int i = 0; i < kSums; ++i) {
         const __m256i of_zeros = _mm256_madd_epi16(grids[i / kHalves].zeros[i % kHalves], both);
@@ -379,14 +378,11 @@ void tile_int4_many(const TileArgs& args) {
 #pragma GCC unroll 4
   for (int row = 0; row < kSpreadRows; ++row)
     for (int half = 0; half < kHalves; ++half) whole[row][half] = args.resume ? _mm256_load_si256(acc + row * kRow + half) : _mm256_setzero_si256();
-  const __m256i low_halves = _mm256_set1_epi32(0x05040100);  // of both sums of x: they fit
   for (int64_t pair = 0; pair < args.units; pair += 2) {
     const uint8_t* zeros = args.strip + pair / 2 * pair_bytes;
 #pragma GCC unroll 4
     for (int row = 0; row < kSpreadRows; ++row) {
-      int64_t sums;
-      std::memcpy(&sums, args.group_sums + row * args.sums_stride + pair, sizeof(sums));
-      const __m256i both = _mm256_shuffle_epi8(_mm256_set1_epi64x(sums), low_halves);
+      const __m256i both = _mm256_set1_epi32(sums_of_pair(args, row, pair));
       for (int half = 0; half < kHalves; ++half) whole[row][half] = chained(_mm256_add_epi32(whole[row][half], _mm256_madd_epi16(load_words(zeros, half), both)));
     }
   }

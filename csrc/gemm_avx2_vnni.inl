@@ -81,7 +81,7 @@ void tile_int4(const TileArgs& args) {
       const __m256i unit = _mm256_and_si256(grid, _mm256_set1_epi32(255)), zero = _mm256_srli_epi32(grid, 8);
 #pragma GCC unroll 6
       for (int row = 0; row < kRows; ++row) {
-        const __m256i x = _mm256_set1_epi32(args.group_sums[row * args.units + group]);
+        const __m256i x = _mm256_set1_epi32(args.group_sums[row * args.sums_stride + group]);
         sums[row][half] = _mm256_add_epi32(sums[row][half], _mm256_add_epi32(_mm256_mullo_epi32(unit, dots[row][half]), _mm256_mullo_epi32(zero, x)));
       }
     }

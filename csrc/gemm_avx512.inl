@@ -5,7 +5,6 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#include <initializer_list>
 #include <type_traits>
 #include <utility>
 
@@ -18,28 +17,32 @@ constexpr int kVectors = kPanelLanes / 16;
 constexpr int kUnroll = 4;  // steps between two rounds of prefetches
 constexpr int64_t kCacheLine = 64;
 
-// Reading ahead (see TileArgs): not at all, into one cache (`far`: into L2 like `l2`, from further off) by `turn`, which is called once in
-// every kUnroll steps, or into L2 with each line that is taken (`each`) by `pass`.
-// AMD: a lone row, and two of int8, do best by the processor's prefetchers. With more rows a tile computes for a good part of the time that
-// the memory needs: it reads into L2 and leaves L1 to x (10 to 15 points of the limit at 8 to 16 rows). int4 reads further: two rows from
-// memory at 50 GB/s 43 GB/s by 10 KiB, 22 by 4 KiB into L1, 26 by 4 KiB into L2. Zen 5 asks
-// for one line with each that it takes, past L2 (`pass`): what is read once would push lines on from there to L3 (LAB.md: up to 17 %).
+// Reading ahead (see TileArgs). A stream asks for one line with each that it takes (`pass`): where it is taken (`here`), 4 KiB ahead into L1,
+// 6 into L2, `far`, 10, into L2, `each`, 2, into L2, or 6 KiB ahead past the caches (`past`). Tiles that share W bring what follows into the
+// same cache by `turn`, called once in every kUnroll steps; those of `l1`, whose strips W leaves soon, do so as a stream, too.
+// AMD: one and two rows do best by the processor's prefetchers, and ask past the caches for what they take: it pushes nothing on to L3 then
+// (Zen 4, threads far apart: two rows of int4 70 GB/s, by 10 KiB 48, where plain reading has 60; LAB.md). With more rows a tile computes for a
+// good part of the time that the memory needs: it reads into L2 and leaves L1 to x. Zen 5 asks past L2, 6 KiB ahead (LAB.md: up to 17 %).
 // Intel: L2 takes more lines under way than L1, and the processor's prefetchers bring several streams faster than one: strips side by side,
 // one line asked for with each that is taken, a little ahead, and taken in the order of addresses (LAB.md, machine C).
-enum class Reach { none, l1, l2, far, each };
-constexpr int64_t ahead_bytes(Reach reach) { return reach == Reach::far ? 10240 : reach == Reach::each ? 2048 : reach == Reach::l2 ? 6144 : 4096; }
+enum class Reach { here, l1, l2, far, each, past };
+constexpr int64_t ahead_bytes(Reach reach) {
+  return reach == Reach::here ? 0 : reach == Reach::l1 ? 4096 : reach == Reach::far ? 10240 : reach == Reach::each ? 2048 : 6144;
+}
+static_assert(ahead_bytes(Reach::past) == kPastBytes);
 
-// kMayPass: AMD's, but for fp8, whose tables fill L1 (8 rows a third slower).
-template <int kStrips, Reach kReach, bool kMayPass = kReach == Reach::none || kReach == Reach::l2 || kReach == Reach::far>
+// kMayPass: not fp8, whose tables fill L1.
+template <int kStrips, Reach kReach, bool kMayPass = kReach != Reach::l1>
 struct Ahead {
+  static constexpr _mm_hint kHint = kReach == Reach::here || kReach == Reach::past ? _MM_HINT_NTA : kReach == Reach::l1 ? _MM_HINT_T0 : _MM_HINT_T1;
   const uint8_t* next;
   const uint8_t* next_strip;
   const uint8_t* last;  // of `each`: from where on the lines asked for are those of the following strips, to_next further
   const int64_t to_next;
   const int64_t strip_bytes;
-  const int64_t lines;   // per turn, second way
-  const int64_t past_bytes;
-  int64_t turns_left;    // in the own strips, first way
+  const int64_t lines;   // per turn, of tiles that share W
+  const int64_t distance;
+  int64_t turns_left;    // in the own strips, of streams that do not pass
   const bool is_stream;
   // Without a branch: GCC 12 keeps a tile's sums in memory behind one.
   Ahead(const TileArgs& args, int64_t turns, int64_t block_bytes)
@@ -48,33 +51,30 @@ struct Ahead {
         last(args.strip + args.strip_bytes - ahead_bytes(kReach)),
         to_next(args.next_strip - args.strip - args.strip_bytes),
         strip_bytes(args.strip_bytes),
-        lines(asks_each(args) ? 0 : (args.next_bytes / kCacheLine + turns - 1) / turns),
-        past_bytes(kReach == Reach::each && args.is_stream ? ahead_bytes(kReach) : args.past_bytes),
+        lines(kMayPass && args.is_stream ? 0 : (args.next_bytes / kCacheLine + turns - 1) / turns),
+        distance(kMayPass && args.is_stream ? ahead_bytes(kReach) : 0),
         turns_left(turns - turns * ahead_bytes(kReach) / block_bytes),
-        is_stream(args.is_stream && !asks_each(args)) {}
-  static inline bool asks_each(const TileArgs& args) { return kReach == Reach::each ? args.is_stream : kMayPass && args.past_bytes != 0; }
-  static DIPTYCH_FORCED void prefetch(const uint8_t* line) {
-    _mm_prefetch(reinterpret_cast<const char*>(line), kReach == Reach::l1 ? _MM_HINT_T0 : _MM_HINT_T1);
-  }
+        is_stream(!kMayPass && args.is_stream) {}
+  static DIPTYCH_FORCED void prefetch(const uint8_t* line) { _mm_prefetch(reinterpret_cast<const char*>(line), kHint); }
   // With a line w that is taken of each strip.
   DIPTYCH_FORCED void pass(const uint8_t* w) const {
-    const uint8_t* at = w + past_bytes + (kReach == Reach::each && kStrips > 1 && w >= last ? to_next : 0);
-    if constexpr (kMayPass || kReach == Reach::each)
+    const uint8_t* at = w + distance + (kReach == Reach::each && kStrips > 1 && w >= last ? to_next : 0);
+    if constexpr (kMayPass)
 #pragma GCC unroll 4
-      for (int v = 0; v < kStrips; ++v) _mm_prefetch(reinterpret_cast<const char*>(at + v * strip_bytes), kMayPass ? _MM_HINT_NTA : _MM_HINT_T1);
+      for (int v = 0; v < kStrips; ++v) prefetch(at + v * strip_bytes);
   }
   // Lines of a stream are loaded one after the other: what GCC orders otherwise the prefetchers take for no stream.
   static inline void in_order(__m512i& line) {
     if constexpr (kReach == Reach::each) __asm__ volatile("" : "+v"(line));
   }
   inline void line() {
-    if constexpr (kReach == Reach::none || kReach == Reach::each) return;
+    if constexpr (kMayPass) return;
     prefetch(next);
     next += kCacheLine;
   }
   inline void turn() {
-    if constexpr (kReach == Reach::none) return;
-    if (kReach != Reach::each && is_stream) {
+    if constexpr (kReach == Reach::here) return;
+    if (is_stream) {
       if (turns_left-- == 0) next = next_strip;
       for (int step = 0; step < kUnroll; ++step, next += kCacheLine)
         for (int v = 0; v < kStrips; ++v) prefetch(next + v * strip_bytes);
@@ -83,6 +83,10 @@ struct Ahead {
     }
   }
 };
+
+// A tile of a set for AMD: kPast where streams ask past the caches.
+template <TileKernel kOwn, TileKernel kPast>
+void tile_either(const TileArgs& args) { return (args.is_past ? kPast : kOwn)(args); }
 
 // The tile's view of x: word `at` of a row, from separate rows (few) or from words interleaved row after row (many).
 template <int kRows, bool kInterleaved>
@@ -377,12 +381,12 @@ void quantize_row(const void* x, Source source, int64_t count, int8_t* out, floa
   quantize_values(static_cast<const float*>(x), count, out, scale, sum);
 }
 
-void sum_groups(const int8_t* x, int64_t group, int64_t groups, int32_t* sums) {
+void sum_groups(const int8_t* x, int64_t group, int64_t groups, int16_t* sums) {
   const __m512i ones = _mm512_set1_epi8(1);
   for (int64_t g = 0; g < groups; ++g) {
     __m512i sum = _mm512_setzero_si512();
     for (int64_t i = 0; i < group; i += 64) add_dot_int8(sum, ones, _mm512_maskz_loadu_epi8(head64(group - i), x + g * group + i));
-    sums[g] = _mm512_reduce_add_epi32(sum);
+    sums[g] = static_cast<int16_t>(_mm512_reduce_add_epi32(sum));
   }
 }
 
@@ -409,17 +413,23 @@ void transpose_words(const uint32_t* words, int64_t stride, int64_t n_words, uin
 #include "gemm_groups_avx512.inl"
 #endif
 
-// A few rows by their pointers, more interleaved: from 7 rows on the address registers run short. kFew, kMany: how rows to 5 and from 6 on read ahead.
-#define DIPTYCH_TILE(n, reach, ...) {n, 1, (n > 6 ? XForm::words : XForm::rows), __VA_ARGS__ n, 1, (n > 6), reach>}
-#define DIPTYCH_INTERLEAVED(reach, ...)                                                                                        \
-  DIPTYCH_TILE(8, reach, __VA_ARGS__), DIPTYCH_TILE(10, reach, __VA_ARGS__), DIPTYCH_TILE(12, reach, __VA_ARGS__),             \
-  DIPTYCH_TILE(14, reach, __VA_ARGS__), DIPTYCH_TILE(16, reach, __VA_ARGS__), DIPTYCH_TILE(18, reach, __VA_ARGS__),            \
-  DIPTYCH_TILE(20, reach, __VA_ARGS__), DIPTYCH_TILE(22, reach, __VA_ARGS__), DIPTYCH_TILE(24, reach, __VA_ARGS__)
-#define DIPTYCH_NARROW(kFew, kMany, ...)                                                                                       \
+// A few rows by their pointers, more interleaved: from 7 rows on the address registers run short.
+#define DIPTYCH_RUN(n, reach, ...) __VA_ARGS__ n, 1, (n > 6), reach>
+#define DIPTYCH_TILE(n, run) {n, 1, (n > 6 ? XForm::words : XForm::rows), run}
+#define DIPTYCH_INTERLEAVED(run, reach, ...)                                                                                   \
+  DIPTYCH_TILE(8, run(8, reach, __VA_ARGS__)), DIPTYCH_TILE(10, run(10, reach, __VA_ARGS__)),                                  \
+  DIPTYCH_TILE(12, run(12, reach, __VA_ARGS__)), DIPTYCH_TILE(14, run(14, reach, __VA_ARGS__)),                                \
+  DIPTYCH_TILE(16, run(16, reach, __VA_ARGS__)), DIPTYCH_TILE(18, run(18, reach, __VA_ARGS__)),                                \
+  DIPTYCH_TILE(20, run(20, reach, __VA_ARGS__)), DIPTYCH_TILE(22, run(22, reach, __VA_ARGS__)),                                \
+  DIPTYCH_TILE(24, run(24, reach, __VA_ARGS__))
+// On AMD. reach: of three rows and more.
+#define DIPTYCH_EITHER(n, reach, ...) tile_either<DIPTYCH_RUN(n, reach, __VA_ARGS__), DIPTYCH_RUN(n, Reach::past, __VA_ARGS__)>
+#define DIPTYCH_NARROW(reach, ...)                                                                                             \
   {                                                                                                                            \
-    DIPTYCH_TILE(1, kFew, __VA_ARGS__), DIPTYCH_TILE(2, kFew, __VA_ARGS__), DIPTYCH_TILE(3, kFew, __VA_ARGS__),                \
-    DIPTYCH_TILE(4, kFew, __VA_ARGS__), DIPTYCH_TILE(5, kFew, __VA_ARGS__), DIPTYCH_TILE(6, kMany, __VA_ARGS__),               \
-    DIPTYCH_INTERLEAVED(kMany, __VA_ARGS__)                                                                                    \
+    DIPTYCH_TILE(1, DIPTYCH_EITHER(1, Reach::here, __VA_ARGS__)), DIPTYCH_TILE(2, DIPTYCH_EITHER(2, Reach::here, __VA_ARGS__)), \
+    DIPTYCH_TILE(3, DIPTYCH_EITHER(3, reach, __VA_ARGS__)), DIPTYCH_TILE(4, DIPTYCH_EITHER(4, reach, __VA_ARGS__)),            \
+    DIPTYCH_TILE(5, DIPTYCH_EITHER(5, reach, __VA_ARGS__)), DIPTYCH_TILE(6, DIPTYCH_EITHER(6, reach, __VA_ARGS__)),            \
+    DIPTYCH_INTERLEAVED(DIPTYCH_EITHER, reach, __VA_ARGS__)                                                                    \
   }
 
 #if !defined(__AVX512BF16__)
@@ -430,7 +440,7 @@ void transpose_words(const uint32_t* words, int64_t stride, int64_t n_words, uin
   {                                                                                                                            \
     DIPTYCH_FEW(1, 4, __VA_ARGS__), DIPTYCH_FEW(2, kPair, __VA_ARGS__), DIPTYCH_FEW(3, kPair, __VA_ARGS__),                    \
     DIPTYCH_FEW(4, kPair, __VA_ARGS__), DIPTYCH_FEW(5, kPair, __VA_ARGS__), DIPTYCH_FEW(6, kPair, __VA_ARGS__),                \
-    DIPTYCH_INTERLEAVED(kMany, __VA_ARGS__)                                                                                    \
+    DIPTYCH_INTERLEAVED(DIPTYCH_RUN, kMany, __VA_ARGS__)                                                                       \
   }
 // Few rows of bf16 take two strips: one chain of sums, whose order is fixed, takes 8 cycles a step.
 #define DIPTYCH_WIDENED(n) {n, (n > 6 ? 1 : 2), XForm::widened, tile_widened<n, (n > 6 ? 1 : 2), Reach::each>}
@@ -442,20 +452,12 @@ void transpose_words(const uint32_t* words, int64_t stride, int64_t n_words, uin
   }
 #endif
 
-// The same but for the tiles of the fewest rows.
-constexpr Tiles with_fewest(Tiles tiles, std::initializer_list<TileKernel> runs) {
-  TileShape* shape = tiles.narrow;
-  for (const TileKernel run : runs) (shape++)->run = run;
-  return tiles;
-}
-
 }  // namespace
 
 namespace DIPTYCH_ISA {
 
 #if defined(__AVX512BF16__)
-extern const Tiles kBf16Tiles = with_fewest({DIPTYCH_NARROW(Reach::l2, Reach::l2, tile_dot<__m512, ), {6, 4, XForm::rows, tile_dot<__m512, 6, 4, false, Reach::l1>}},
-                                            {tile_dot<__m512, 1, 1, false, Reach::none>});
+extern const Tiles kBf16Tiles = {DIPTYCH_NARROW(Reach::l2, tile_dot<__m512, ), {6, 4, XForm::rows, tile_dot<__m512, 6, 4, false, Reach::l1>}};
 #define DIPTYCH_FP8(n, width) {n, width, (n > 6 ? XForm::words : XForm::rows), tile_fp8<n, width, (n > 6), Reach::l2>}
 extern const Tiles kFp8Tiles = {
     {{1, 4, XForm::rows, tile_fp8<1, 4, false, Reach::far>}, DIPTYCH_FP8(2, 2), DIPTYCH_FP8(3, 2), DIPTYCH_FP8(4, 2), DIPTYCH_FP8(5, 2), DIPTYCH_FP8(6, 2), DIPTYCH_FP8(8, 2),
@@ -488,9 +490,8 @@ extern const GroupTiles kGroupTiles = {
 
 #if !defined(__AVX512BF16__)
 namespace avx512 {  // its tiles of int8, int4 and groups need no BF16, so they are compiled here
-extern const Tiles kInt8Tiles = with_fewest({DIPTYCH_NARROW(Reach::l2, Reach::l2, tile_dot<__m512i, ), avx512_fma::kWideInt8},
-                                            {tile_dot<__m512i, 1, 1, false, Reach::none>, tile_dot<__m512i, 2, 1, false, Reach::none>});
-extern const Tiles kInt4Tiles = with_fewest({DIPTYCH_NARROW(Reach::far, Reach::far, tile_int4<), {}}, {tile_int4<1, 1, false, Reach::none>});
+extern const Tiles kInt8Tiles = {DIPTYCH_NARROW(Reach::l2, tile_dot<__m512i, ), avx512_fma::kWideInt8};
+extern const Tiles kInt4Tiles = {DIPTYCH_NARROW(Reach::far, tile_int4<), {}};
 extern const GroupTiles kGroupTiles = {
     {kDirectTiles<false>, kDirectTiles<true>}, DIPTYCH_EXPANDED(6, 2, false, Ports::shared), DIPTYCH_EXPANDED(6, 2, true, Ports::apart), ready_rows,
     expand_groups, quantize_groups,

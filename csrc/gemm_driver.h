@@ -22,8 +22,8 @@ struct LinearCall {
 // Of one thread, 64-byte aligned, contents undefined, until the next call on it.
 uint8_t* linear_scratch(int64_t bytes);
 
-// How far streams of few rows ask ahead past L2: 6 KiB from Zen 5 on, where AMD's processors have AVX-VNNI; 0 on all that were not measured.
-int64_t past_bytes();
+// Whether streams of few rows ask ahead past L2: from Zen 5 on, where AMD's processors have AVX-VNNI; not on any that was not measured.
+bool asks_past();
 
 // The epilogue of some strips of a panel for rows [begin, end) of the call, at most kMaxTileRows, of pairs both. acc: the first row's sums at the first
 // strip; they may be overwritten.

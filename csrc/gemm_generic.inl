@@ -353,8 +353,8 @@ inline int32_t sum_int8(const int8_t* x, int64_t count) {
   return sum;
 }
 
-inline void sum_groups(const int8_t* x, int64_t group, int64_t groups, int32_t* sums) {
-  for (int64_t g = 0; g < groups; ++g) sums[g] = sum_int8(x + g * group, group);
+inline void sum_groups(const int8_t* x, int64_t group, int64_t groups, int16_t* sums) {
+  for (int64_t g = 0; g < groups; ++g) sums[g] = static_cast<int16_t>(sum_int8(x + g * group, group));
 }
 
 template <typename Value>

@@ -5,6 +5,7 @@
 constexpr int64_t kFarBytes = 8192, kNearBytes = 2048;
 DIPTYCH_FORCED void read_ahead(const uint8_t* at, Asking asking) {
   if (asking == Asking::once) return _mm_prefetch(reinterpret_cast<const char*>(at + ahead_bytes(Reach::far)), _MM_HINT_T1);
+  if (asking == Asking::here) return _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_NTA);
   if (asking == Asking::past) return _mm_prefetch(reinterpret_cast<const char*>(at + kPastBytes), _MM_HINT_NTA);
   _mm_prefetch(reinterpret_cast<const char*>(at + kFarBytes), _MM_HINT_T1);
   _mm_prefetch(reinterpret_cast<const char*>(at + kNearBytes), _MM_HINT_T0);

@@ -1,10 +1,11 @@
 // AVX-512 (VNNI) tiles of int4. Included inside the anonymous namespace of gemm_avx512.inl.
 
 // int4, the whole K. Sums of whole numbers may be cut at will, so few rows take the nibbles as they are and weigh each group's sum:
-// sum (unit q + zero) x = unit sum q x + zero sum x. That is a few operations a row and group.
+// sum (unit q + zero) x = unit sum q x + zero sum x. That is a few operations a row and group. On AMD all that is no multiplication may take
+// a port of the multiplications, too, so each operation counts: high nibbles are multiplied where they stand, and their sum is shifted.
 template <int kRows, int kStrips, Reach kReach>
 void tile_int4_few(const TileArgs& args) {
-  constexpr int kChains = kRows * kStrips <= 6 || kStrips == 1 ? 2 : 1;  // of a group: one waits for its own sums, where there are few
+  constexpr int kChains = kRows * kStrips <= 6 || kStrips == 1 ? 2 : 1;  // of a group: of low and high nibbles, or one, where registers are short
   __m512i sums[kRows][kStrips];
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row)
@@ -16,12 +17,20 @@ void tile_int4_few(const TileArgs& args) {
   Ahead<kStrips, kReach> ahead(args, args.units * (words / 8), args.units * step_bytes);
   // Of two groups, loaded in the order of addresses: reached for behind its groups, that line made the prefetchers lose the stream
   // (a twentieth of a lone row's time, where the threads share no cache and memory gives each of them all it can take).
-  __m512i heads[kStrips];
+  __m512i units[kStrips];  // of two groups in 16 bits each
+  const __m512i by_lanes = _mm512_or_si512(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set_epi32(31 << 16, 30 << 16, 29 << 16, 28 << 16, 27 << 16, 26 << 16, 25 << 16, 24 << 16, 23 << 16, 22 << 16, 21 << 16, 20 << 16, 19 << 16, 18 << 16, 17 << 16, 16 << 16));
   int64_t at = 0;
   for (int64_t group = 0; group < args.units; ++group) {
     if (group % 2 == 0) {
 #pragma GCC unroll 4
-      for (int v = 0; v < kStrips; ++v) heads[v] = _mm512_load_si512(w + v * strip_bytes), ahead.in_order(heads[v]);
+      for (int v = 0; v < kStrips; ++v) {
+        __m512i heads = _mm512_load_si512(w + v * strip_bytes);
+        ahead.in_order(heads);
+        units[v] = _mm512_permutexvar_epi16(by_lanes, heads);
+        const __m512i zeros = _mm512_srli_epi16(units[v], 8);
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row) sums[row][v] = _mm512_dpwssd_epi32(sums[row][v], zeros, _mm512_set1_epi32(sums_of_pair(args, row, group)));
+      }
       ahead.pass(w);
       w += 2 * kHeadBytes;
       ahead.line();
@@ -44,7 +53,7 @@ void tile_int4_few(const TileArgs& args) {
           __asm__("" : "+v"(nibbles));  // once: GCC would load them for both halves
           ahead.in_order(nibbles);
           const __m512i low = _mm512_and_si512(nibbles, _mm512_set1_epi8(15));
-          const __m512i high = _mm512_and_si512(_mm512_srli_epi16(nibbles, 4), _mm512_set1_epi8(15));
+          const __m512i high = kChains == 2 ? _mm512_andnot_si512(_mm512_set1_epi8(15), nibbles) : _mm512_and_si512(_mm512_srli_epi16(nibbles, 4), _mm512_set1_epi8(15));
 #pragma GCC unroll 8
           for (int row = 0; row < kRows; ++row) add_dot_int8_of(group_sums[row][v][0], low, x.at(row, at));
 #pragma GCC unroll 8
@@ -54,16 +63,12 @@ void tile_int4_few(const TileArgs& args) {
     }
 #pragma GCC unroll 4
     for (int v = 0; v < kStrips; ++v) {
-      const __m256i head = group % 2 == 0 ? _mm512_castsi512_si256(heads[v]) : _mm512_extracti64x4_epi64(heads[v], 1);
-      const __m512i both = _mm512_cvtepu16_epi32(head);
-      const __m512i unit = _mm512_and_si512(both, _mm512_set1_epi32(0xff)), zero = _mm512_srli_epi32(both, 8);
+      const __m512i unit = _mm512_and_si512(group % 2 == 0 ? units[v] : _mm512_srli_epi32(units[v], 16), _mm512_set1_epi32(0xff));
 #pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) {
         __m512i of_group = group_sums[row][v][0];
-        if constexpr (kChains == 2) of_group = _mm512_add_epi32(of_group, group_sums[row][v][1]);
-        const __m512i q = _mm512_mullo_epi32(unit, of_group);
-        const __m512i z = _mm512_mullo_epi32(zero, _mm512_set1_epi32(args.group_sums[row * args.units + group]));
-        sums[row][v] = _mm512_add_epi32(sums[row][v], _mm512_add_epi32(q, z));
+        if constexpr (kChains == 2) of_group = _mm512_add_epi32(of_group, _mm512_srai_epi32(group_sums[row][v][1], 4));
+        sums[row][v] = _mm512_add_epi32(sums[row][v], _mm512_mullo_epi32(unit, of_group));
       }
     }
   }

@@ -35,6 +35,7 @@ constexpr int64_t kPanelStrips = kPanelLanes / kStripLanes;
 constexpr int64_t kStepBytes = kStripLanes * 4;       // of one strip
 constexpr int64_t kHeadBytes = kStripLanes * 2;       // unit and zero of one int4 group of a strip
 constexpr int64_t kMaxGroup = 128;                    // the largest group of any format
+constexpr int64_t kPastBytes = 6 << 10;              // how far ahead streams ask past L2, where they do
 constexpr int kMaxTileRows = 24;                      // the highest register tile of any set
 
 // One register tile: rows x (16 * strips) lanes over one block of K. acc [rows][64] (row stride 64, whatever the strips) is fp32
@@ -45,7 +46,9 @@ struct TileArgs {
   int64_t strip_bytes;                    // from strip to strip
   const uint8_t* x[kMaxTileRows];         // rows of x at the block's first input; unused when the shape is interleaved
   const uint8_t* words;                   // interleaved shapes: [words of the block][rows] of x
-  const int32_t* group_sums;              // int4 shapes that ask for them: [rows][sums_stride] sums of x, from the block's first group on
+  // int4 shapes that ask for them: [rows][sums_stride] sums of x, from the block's first group on, 128 * 127 at most. In pairs, as the
+  // groups' heads are: the last has 0 for a group that is not there.
+  const int16_t* group_sums;
   int64_t sums_stride;
   int64_t units;                          // steps (bf16, int8) or groups (int4; fp8: of kFp8Inputs) in the block
   int64_t group;                          // int4
@@ -53,14 +56,20 @@ struct TileArgs {
   bool resume;
   // Reading ahead, as a set finds best. A tile that takes W from memory in one pass (a stream) runs some KiB before itself in each
   // strip and turns to next_strip where its own ends; tiles that share W in cache bring in [next, next + next_bytes) between them.
-  // Or a stream asks past_bytes ahead of each line it takes; 0: not in this way.
   bool is_stream;
-  int64_t past_bytes;
+  bool is_past;  // of a stream: each line past L2, kPastBytes ahead
   const uint8_t* next_strip;  // first strip of the following tile
   const uint8_t* next;
   int64_t next_bytes;
 };
 using TileKernel = void (*)(const TileArgs& args);
+
+// group_sums of two groups from an even one on, as 16 bits each.
+DIPTYCH_FORCED int32_t sums_of_pair(const TileArgs& args, int64_t row, int64_t group) {
+  int32_t both;
+  std::memcpy(&both, args.group_sums + row * args.sums_stride + group, sizeof(both));
+  return both;
+}
 
 // How a tile reads x: row by row as it lies in Rows, as words interleaved row after row, or wider and interleaved
 // likewise, two to a word: bf16 as fp32, four int8 as pairs of 16 bits.
@@ -198,10 +207,9 @@ struct RowOfGroup {
 using ReadyRows = void (*)(const LinearShape& shape, bool is_direct, const float* const* x_powers, const int32_t* const* x_sums, int64_t rows,
                            int64_t groups, RowOfGroup* out);
 
-// How a direct tile asks for the lines that it will take: into L2 and then again into L1; once, into L2; once, past L2; or of strips side by side
-// once, a little ahead.
-enum class Asking { twice, once, past, beside };
-constexpr int64_t kPastBytes = 6 << 10;  // ahead, of the last
+// How a direct tile asks for the lines that it will take: into L2 and then again into L1; once, into L2; once, past L2, 6 KiB ahead or as it is
+// taken; or of strips side by side once, a little ahead.
+enum class Asking { twice, once, past, here, beside };
 
 struct GroupArgs {
   const LinearShape* shape;
@@ -334,7 +342,7 @@ using ExpandFp8 = void (*)(const uint8_t* strip, int64_t groups, int64_t first, 
 using SpreadInt4 = void (*)(const uint8_t* strip, int64_t group, int64_t first, int64_t count, uint8_t* out);
 constexpr int64_t bytes_of_spread(int64_t group) { return 3 * kStepBytes + 2 * group * kStripLanes; }
 // sums [groups] of x [groups * group]; group is 32, 64 or 128.
-using SumGroups = void (*)(const int8_t* x, int64_t group, int64_t groups, int32_t* sums);
+using SumGroups = void (*)(const int8_t* x, int64_t group, int64_t groups, int16_t* sums);
 
 // One weight format's. Every shape gives the same bits. Where int4 and fp8 have no wide shape, more rows than their narrow ones take meet them
 // expanded to int8 and bf16.
