@@ -17,9 +17,9 @@ constexpr int kVectors = kPanelLanes / 16;
 constexpr int kUnroll = 4;  // steps between two rounds of prefetches
 constexpr int64_t kCacheLine = 64;
 
-// Reading ahead (see TileArgs). A stream asks for one line with each that it takes (`pass`): where it is taken (`here`), 4 KiB ahead into L1,
-// 6 into L2, `far`, 10, into L2, `each`, 2, into L2, or 6 KiB ahead past the caches (`past`). Tiles that share W bring what follows into the
-// same cache by `turn`, called once in every kUnroll steps; those of `l1`, whose strips W leaves soon, do so as a stream, too.
+// Reading ahead (see TileArgs). A stream asks for one line with each that it takes (`pass`): for the line itself, past the caches (`here`), for
+// one that follows into L2 (`each`: 2 KiB ahead, `l2`: 6, `far`: 10), or past the caches (`past`: 6). Tiles that share W bring what follows
+// into the same cache by `turn`, which is called once in every kUnroll steps; so do streams of `l1` (4 KiB ahead) and of fp8.
 // AMD: one and two rows do best by the processor's prefetchers, and ask past the caches for what they take: it pushes nothing on to L3 then
 // (Zen 4, threads far apart: two rows of int4 70 GB/s, by 10 KiB 48, where plain reading has 60; LAB.md). With more rows a tile computes for a
 // good part of the time that the memory needs: it reads into L2 and leaves L1 to x. Zen 5 asks past L2, 6 KiB ahead (LAB.md: up to 17 %).
@@ -31,7 +31,7 @@ constexpr int64_t ahead_bytes(Reach reach) {
 }
 static_assert(ahead_bytes(Reach::past) == kPastBytes);
 
-// kMayPass: not fp8, whose tables fill L1.
+// kMayPass: whether a stream asks by `pass`; not of fp8, whose tables fill L1.
 template <int kStrips, Reach kReach, bool kMayPass = kReach != Reach::l1>
 struct Ahead {
   static constexpr _mm_hint kHint = kReach == Reach::here || kReach == Reach::past ? _MM_HINT_NTA : kReach == Reach::l1 ? _MM_HINT_T0 : _MM_HINT_T1;
@@ -85,8 +85,8 @@ struct Ahead {
 };
 
 // A tile of a set for AMD: kPast where streams ask past the caches.
-template <TileKernel kOwn, TileKernel kPast>
-void tile_either(const TileArgs& args) { return (args.is_past ? kPast : kOwn)(args); }
+template <TileKernel kUsual, TileKernel kPast>
+void tile_either(const TileArgs& args) { return (args.is_past ? kPast : kUsual)(args); }
 
 // The tile's view of x: word `at` of a row, from separate rows (few) or from words interleaved row after row (many).
 template <int kRows, bool kInterleaved>

@@ -15,18 +15,19 @@ void tile_int4_few(const TileArgs& args) {
   const int64_t words = args.group / 4, step_bytes = args.group / 8 * kStepBytes, strip_bytes = args.strip_bytes;
   const uint8_t* w = args.strip;
   Ahead<kStrips, kReach> ahead(args, args.units * (words / 8), args.units * step_bytes);
-  // Of two groups, loaded in the order of addresses: reached for behind its groups, that line made the prefetchers lose the stream
-  // (a twentieth of a lone row's time, where the threads share no cache and memory gives each of them all it can take).
-  __m512i units[kStrips];  // of two groups in 16 bits each
-  const __m512i by_lanes = _mm512_or_si512(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set_epi32(31 << 16, 30 << 16, 29 << 16, 28 << 16, 27 << 16, 26 << 16, 25 << 16, 24 << 16, 23 << 16, 22 << 16, 21 << 16, 20 << 16, 19 << 16, 18 << 16, 17 << 16, 16 << 16));
+  __m512i units[kStrips];  // of two groups, in 16 bits each
+  const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i of_both = _mm512_or_si512(lane, _mm512_slli_epi32(_mm512_add_epi32(lane, _mm512_set1_epi32(16)), 16));
   int64_t at = 0;
   for (int64_t group = 0; group < args.units; ++group) {
+    // Heads of two groups are loaded in the order of addresses: reached for behind its groups, that line made the prefetchers lose the stream
+    // (a twentieth of a lone row's time, where the threads share no cache and memory gives each of them all it can take).
     if (group % 2 == 0) {
 #pragma GCC unroll 4
       for (int v = 0; v < kStrips; ++v) {
         __m512i heads = _mm512_load_si512(w + v * strip_bytes);
         ahead.in_order(heads);
-        units[v] = _mm512_permutexvar_epi16(by_lanes, heads);
+        units[v] = _mm512_permutexvar_epi16(of_both, heads);
         const __m512i zeros = _mm512_srli_epi16(units[v], 8);
 #pragma GCC unroll 8
         for (int row = 0; row < kRows; ++row) sums[row][v] = _mm512_dpwssd_epi32(sums[row][v], zeros, _mm512_set1_epi32(sums_of_pair(args, row, group)));
@@ -53,7 +54,8 @@ void tile_int4_few(const TileArgs& args) {
           __asm__("" : "+v"(nibbles));  // once: GCC would load them for both halves
           ahead.in_order(nibbles);
           const __m512i low = _mm512_and_si512(nibbles, _mm512_set1_epi8(15));
-          const __m512i high = kChains == 2 ? _mm512_andnot_si512(_mm512_set1_epi8(15), nibbles) : _mm512_and_si512(_mm512_srli_epi16(nibbles, 4), _mm512_set1_epi8(15));
+          const __m512i high = kChains == 2 ? _mm512_andnot_si512(_mm512_set1_epi8(15), nibbles)
+                                            : _mm512_and_si512(_mm512_srli_epi16(nibbles, 4), _mm512_set1_epi8(15));
 #pragma GCC unroll 8
           for (int row = 0; row < kRows; ++row) add_dot_int8_of(group_sums[row][v][0], low, x.at(row, at));
 #pragma GCC unroll 8
