@@ -82,14 +82,13 @@ void ready_passes(const Job& job, const Passes& passes) {
 // Intel's processors bring strips side by side faster than one. AMD's are asked once for each line: asked twice, rows of which a line costs
 // more than some dot products waited for half of their time and more (Zen 4, LAB.md). Where a line costs less than memory needs for it, the
 // processor's own prefetchers do best, and what is taken passes L3 by, as in other streams there: two rows of codes of six and eight bits, one of
-// five and of plain codes of four. Zen 5 is asked past L2, as other streams there, but for strips that pass again.
+// four and five. Zen 5 is asked past L2, as other streams there, but for strips that pass again.
 Asking asking_for(const Job& job) {
   static const bool is_amd = cpu_capabilities().has_all({Capability::full_rate_bf16});
   if (asks_past()) return job.m <= kDirectRows ? Asking::past : Asking::once;
   if (!is_amd) return job.m <= job.tiles.beside_rows ? Asking::beside : Asking::twice;
-  const LinearShape& shape = job.shape();
-  const bool is_long = shape.format == Format::group6 || shape.format == Format::group8;
-  const bool is_middle = shape.format == Format::group5 || (shape.format == Format::group4 && shape.grid.offset != Offset::minima);
+  const Format format = job.shape().format;
+  const bool is_long = format == Format::group6 || format == Format::group8, is_middle = format == Format::group4 || format == Format::group5;
   return job.m <= (is_long ? 2 : is_middle ? 1 : 0) ? Asking::here : Asking::once;
 }
 
