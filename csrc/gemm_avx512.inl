@@ -21,7 +21,7 @@ constexpr int64_t kCacheLine = 64;
 // one that follows into L2 (`each`: 2 KiB ahead, `l2`: 6, `far`: 10), or past the caches (`past`: 6). Tiles that share W bring what follows
 // into the same cache by `turn`, which is called once in every kUnroll steps; so do streams of `l1` (4 KiB ahead) and of fp8.
 // AMD: one and two rows do best by the processor's prefetchers, and ask past the caches for what they take: it pushes nothing on to L3 then
-// (Zen 4, threads far apart: two rows of int4 70 GB/s, by 10 KiB 48, where plain reading has 60; LAB.md). With more rows a tile computes for a
+// (Zen 4, threads far apart: two rows of int4 70 GB/s, by 10 KiB 48, where plain reading has 65; LAB.md). With more rows a tile computes for a
 // good part of the time that the memory needs: it reads into L2 and leaves L1 to x. Zen 5 asks past L2, 6 KiB ahead (LAB.md: up to 17 %).
 // Intel: L2 takes more lines under way than L1, and the processor's prefetchers bring several streams faster than one: strips side by side,
 // one line asked for with each that is taken, a little ahead, and taken in the order of addresses (LAB.md, machine C).
@@ -42,8 +42,8 @@ struct Ahead {
   const int64_t strip_bytes;
   const int64_t lines;   // per turn, of tiles that share W
   const int64_t distance;
-  int64_t turns_left;    // in the own strips, of streams that do not pass
-  const bool is_stream;
+  int64_t turns_left;    // in the own strips, of streams that ask by `turn`
+  const bool is_by_turn;  // a stream that does
   // Without a branch: GCC 12 keeps a tile's sums in memory behind one.
   Ahead(const TileArgs& args, int64_t turns, int64_t block_bytes)
       : next(args.is_stream ? args.strip + ahead_bytes(kReach) : args.next),
@@ -54,7 +54,7 @@ struct Ahead {
         lines(kMayPass && args.is_stream ? 0 : (args.next_bytes / kCacheLine + turns - 1) / turns),
         distance(kMayPass && args.is_stream ? ahead_bytes(kReach) : 0),
         turns_left(turns - turns * ahead_bytes(kReach) / block_bytes),
-        is_stream(!kMayPass && args.is_stream) {}
+        is_by_turn(!kMayPass && args.is_stream) {}
   static DIPTYCH_FORCED void prefetch(const uint8_t* line) { _mm_prefetch(reinterpret_cast<const char*>(line), kHint); }
   // With a line w that is taken of each strip.
   DIPTYCH_FORCED void pass(const uint8_t* w) const {
@@ -74,7 +74,7 @@ struct Ahead {
   }
   inline void turn() {
     if constexpr (kReach == Reach::here) return;
-    if (is_stream) {
+    if (is_by_turn) {
       if (turns_left-- == 0) next = next_strip;
       for (int step = 0; step < kUnroll; ++step, next += kCacheLine)
         for (int v = 0; v < kStrips; ++v) prefetch(next + v * strip_bytes);

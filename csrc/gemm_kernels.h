@@ -35,7 +35,7 @@ constexpr int64_t kPanelStrips = kPanelLanes / kStripLanes;
 constexpr int64_t kStepBytes = kStripLanes * 4;       // of one strip
 constexpr int64_t kHeadBytes = kStripLanes * 2;       // unit and zero of one int4 group of a strip
 constexpr int64_t kMaxGroup = 128;                    // the largest group of any format
-constexpr int64_t kPastBytes = 6 << 10;              // how far ahead streams ask past L2, where they do
+constexpr int64_t kPastBytes = 6 << 10;               // how far ahead streams ask past L2, where they do
 constexpr int kMaxTileRows = 24;                      // the highest register tile of any set
 
 // One register tile: rows x (16 * strips) lanes over one block of K. acc [rows][64] (row stride 64, whatever the strips) is fp32
