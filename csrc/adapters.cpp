@@ -144,14 +144,14 @@ void fill_whole(const AdapterParts& from, Adapter::Site& site, const LinearKerne
 // One tile of few rows that the set reads by their pointers, a strip wide.
 const TileShape& tile_of(const KernelSet& set, int64_t rows) {
   const TileShape* shape = set.tiles[static_cast<int>(Format::int8)]->narrow;
-  while (shape->rows < rows || shape->strips != 1) ++shape;
+  while (shape->rows < rows || shape->strips != 1 || shape->interleaved()) ++shape;
   return *shape;
 }
 
 int64_t most_rows(const KernelSet& set) {
   int64_t most = 1;
-  for (const TileShape* shape = set.tiles[static_cast<int>(Format::int8)]->narrow; shape->rows != 0 && !shape->interleaved(); ++shape)
-    most = std::min(kMostRows, shape->rows);
+  for (const TileShape* shape = set.tiles[static_cast<int>(Format::int8)]->narrow; shape->rows != 0; ++shape)
+    if (!shape->interleaved()) most = std::min(kMostRows, shape->rows);
   return most;
 }
 

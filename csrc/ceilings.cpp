@@ -88,7 +88,7 @@ std::vector<Loop> loops_of_machine(Loop CeilingLoops::* loop) {
 }  // namespace
 
 namespace scalar {
-extern const CeilingLoops kCeilings = {fp32_burst, fp32_burst, int32_burst, read_words};
+extern const CeilingLoops kCeilings = {fp32_burst, fp32_burst, int32_burst, nullptr, read_words};
 }
 
 double measure_read_bytes_per_s(ThreadPool& pool, int64_t bytes, int repeats) {
@@ -139,6 +139,10 @@ double measure_ops_per_s(double (*CeilingLoops::* burst)(int64_t), ThreadPool& p
   double best = 0;
   for (const auto loop : loops_of_machine(burst)) best = std::max(best, ops_per_s(pool, repeats, loop));
   return best;
+}
+
+double measure_codes_per_s(ThreadPool& pool, int repeats) {
+  return std::max(measure_ops_per_s(&CeilingLoops::int4_burst, pool, repeats), measure_ops_per_s(&CeilingLoops::int8_burst, pool, repeats));
 }
 
 }  // namespace diptych

@@ -21,6 +21,7 @@ struct CeilingLoops {
   double (*fp32_burst)(int64_t rounds);
   double (*bf16_burst)(int64_t rounds);  // by a product of bf16, or widened by one of fp32
   double (*int8_burst)(int64_t rounds);
+  double (*int4_burst)(int64_t rounds);  // of codes so few bits wide that several products fit 16 bits, where that is faster than int8
   void (*read_all)(const uint8_t* data, int64_t bytes, Reading how);
 };
 
@@ -31,6 +32,9 @@ double measure_read_bytes_per_s(ThreadPool& pool, const PageBuffer& buffer, int 
 
 // Best of `repeats` bursts of each set that this machine runs.
 double measure_ops_per_s(double (*CeilingLoops::* burst)(int64_t), ThreadPool& pool, int repeats);
+
+// The same of codes of fewer than eight bits by int8: what int8 by int8 can do serves them, too.
+double measure_codes_per_s(ThreadPool& pool, int repeats);
 
 // How long a thread waits for what another has just written: best of `repeats` walks of a word round all threads, in seconds a hop; 0 of one
 // thread. Threads that share a cache are some 40 ns apart, those that do not 150 and more: every meeting of threads costs a few of these.

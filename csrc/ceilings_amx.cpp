@@ -36,7 +36,7 @@ double burst(int64_t rounds) {
 }  // namespace
 
 namespace amx {
-extern const CeilingLoops kCeilings = {nullptr, burst<false>, burst<true>, nullptr};
+extern const CeilingLoops kCeilings = {nullptr, burst<false>, burst<true>, nullptr, nullptr};
 }
 
 }  // namespace diptych

@@ -29,7 +29,7 @@ double int8_burst(int64_t rounds) {
 }  // namespace
 
 namespace avx2_vnni {
-extern const CeilingLoops kCeilings = {nullptr, nullptr, int8_burst, nullptr};
+extern const CeilingLoops kCeilings = {nullptr, nullptr, int8_burst, nullptr, nullptr};
 }
 
 }  // namespace diptych

@@ -26,7 +26,7 @@ double bf16_burst(int64_t rounds) {
 }  // namespace
 
 namespace avx512 {
-extern const CeilingLoops kCeilings = {nullptr, bf16_burst, nullptr, nullptr};  // the rest is avx512_fma's
+extern const CeilingLoops kCeilings = {nullptr, bf16_burst, nullptr, nullptr, nullptr};  // the rest is avx512_fma's
 }
 
 }  // namespace diptych

@@ -70,7 +70,7 @@ void read_all(const uint8_t* data, int64_t bytes, Reading how) {
 }  // namespace
 
 namespace avx512_fma {
-extern const CeilingLoops kCeilings = {fp32_burst, fp32_burst, int8_burst, read_all};
+extern const CeilingLoops kCeilings = {fp32_burst, fp32_burst, int8_burst, nullptr, read_all};
 }
 
 }  // namespace diptych

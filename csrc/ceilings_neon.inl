@@ -90,7 +90,7 @@ void read_all(const uint8_t* data, int64_t bytes, Reading how) {
 }  // namespace
 
 namespace DIPTYCH_ISA {
-extern const CeilingLoops kCeilings = {fp32_burst, bf16_burst, int8_burst, read_all};
+extern const CeilingLoops kCeilings = {fp32_burst, bf16_burst, int8_burst, nullptr, read_all};
 }
 
 }  // namespace diptych

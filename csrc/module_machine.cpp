@@ -105,7 +105,8 @@ void bind_ceilings(nb::module_& m) {
     if (dtype == "fp32") return measure_ops_per_s(&CeilingLoops::fp32_burst, pool, repeats);
     if (dtype == "bf16") return measure_ops_per_s(&CeilingLoops::bf16_burst, pool, repeats);
     if (dtype == "int8") return measure_ops_per_s(&CeilingLoops::int8_burst, pool, repeats);
-    throw std::invalid_argument("no ceiling for " + dtype + "; there are fp32, bf16 and int8");
+    if (dtype == "int4") return measure_codes_per_s(pool, repeats);
+    throw std::invalid_argument("no ceiling for " + dtype + "; there are fp32, bf16, int8 and int4");
   }, nb::arg("dtype"), nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
 }
 

@@ -243,7 +243,8 @@ Sample measure(ThreadPool& pool, const ModelShape& shape, const Model& model, co
                double layer_bytes, double operations, int64_t layers, const PageBuffer& buffer) {
   const int64_t m = buffers.hidden.m;
   Sample sample;
-  sample.peak = measure_burst(pool, has_bf16_rows(format) ? &CeilingLoops::bf16_burst : &CeilingLoops::int8_burst);
+  sample.peak = has_bf16_rows(format) ? measure_burst(pool, &CeilingLoops::bf16_burst)
+                : bits_of(format) < 8 ? measure_codes_per_s(pool, 3) : measure_burst(pool, &CeilingLoops::int8_burst);
   const double before = measure_bandwidth(pool, buffer);
   sample.seconds = pass_s(pool, shape, model, buffers, m, layers, 2) / static_cast<double>(layers);
   sample.bytes_per_s = 0.5 * (before + measure_bandwidth(pool, buffer));

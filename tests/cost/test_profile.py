@@ -21,8 +21,9 @@ from diptych.cost.memory import capacity_of, engine_weight_bytes
 from diptych.cost.parameters import kv_bytes_stored
 from diptych.cost.planner import Question, make_plan, quadratic_prompt_tokens
 from diptych.cost.profile import load_profile, profile_path, read_profile
+from diptych.cost.roofline import multiplies_in
 from diptych.cost.setup import own_quant, setup_of
-from diptych.cost.tables import kv_spec, model_spec, quant_spec
+from diptych.cost.tables import device_spec, kv_spec, model_spec, quant_spec
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.formats import engine_quant, mean_bytes, mix_of
@@ -79,6 +80,52 @@ def test_products_of_weights_in_groups_take_the_ends_of_their_groups() -> None:
     formats = {"group4-g32-s8-minima": 830, "group6-g16-s8-wide": 143}
     mixed = replace(engine_quant("group4-g32-s8-minima", "int8"), mix=mix_of(formats, usual="group4-g32-s8-minima"))
     assert whole / seconds(mixed) == pytest.approx(1.0 / (0.853 / 0.76 + 0.147 / 0.39), abs=0.02)
+
+
+def test_codes_of_few_bits_have_a_rate_of_their_own() -> None:
+    """Where no dot product is, int4 products take half as long as int8's, as which prompts in int4 were predicted."""
+    model, prompt = model_spec("llama-3.2-1b"), StepShape.prefill(batch=1, new_tokens=512)
+    own = {"flops_per_s": PROFILE["flops_per_s"] | {"int4": 4e12}, "ef": {"bf16": 0.7, "int8": 0.7, "int4": 0.7}}
+
+    def seconds(weights: str, profile: dict) -> float:
+        said = PROFILE | profile | {"attention": {**PROFILE["attention"], "prefill_ef": 1e3}}
+        return CalibratedModel.from_profile(said, model, engine_quant(weights, "int8")).predict_s(prompt)
+
+    for weights in ("int4", "group4-g128-f16", "group6-g16-s8"):
+        assert seconds(weights, {}) / seconds(weights, own) == pytest.approx(2.0, abs=0.05)
+    for weights in (
+        "int8",
+        "bf16",
+        "group8-g32-f16",
+        "group4-g32-f16-wide",
+    ):  # of wide rows products are priced in bf16
+        assert seconds(weights, {"ef": own["ef"]}) == pytest.approx(seconds(weights, own))
+    # a profile of before says nothing of int4, which then is int8
+    quant = engine_quant("int4", "int8")
+    hardware = replace(device_spec("h100-80gb-sxm"), flops_per_s=PROFILE["flops_per_s"])
+    assert quant.compute == "int4"
+    assert multiplies_in(hardware, quant.compute)
+    assert not multiplies_in(hardware, "fp8")
+
+
+def test_adapters_beside_int4_multiply_in_int8() -> None:
+    """Their rows are int8 there, too: what was measured beside int8 prices them."""
+    model, work = (
+        model_spec("llama-3.2-1b"),
+        Loras.parse("2:16").spread(model_spec("llama-3.2-1b"), StepShape.prefill(batch=2, new_tokens=256)),
+    )
+    adapters = {"layer_s": 1e-6, "prefill_ef": {"int8": 0.2}, "decode_ef": {"int8": 0.2}}
+    own = {
+        "flops_per_s": PROFILE["flops_per_s"] | {"int4": 4e12},
+        "ef": {"int8": 0.7, "int4": 0.7},
+        "adapters": adapters,
+    }
+
+    def added(weights: str) -> float:
+        predictor = CalibratedModel.from_profile(PROFILE | own, model, engine_quant(weights, "int8"))
+        return predictor.predict_s(work) - predictor.predict_s(StepShape.prefill(batch=2, new_tokens=256))
+
+    assert added("int4") == pytest.approx(added("int8"), rel=0.05)
 
 
 def test_profile_predicts_a_plan():

@@ -11,7 +11,7 @@ import pytest
 from tests.engine.conftest import tiny_config
 from tests.engine.test_speculation import unpriced
 
-from diptych.compute.ceilings import Ceilings, is_measured_natively, machine_ceilings
+from diptych.compute.ceilings import Ceilings, compute_dtype, is_measured_natively, machine_ceilings
 from diptych.compute.ops import cpu_kernels
 from diptych.engine import load as load_room
 from diptych.engine import report as report_room
@@ -19,6 +19,7 @@ from diptych.engine.cost_view import CostView
 from diptych.engine.llm import LLM, Completion
 from diptych.engine.load import LoadedModel
 from diptych.engine.report import PhaseObserver, phase_report
+from diptych.ground.formats import ENGINE_WEIGHTS
 from diptych.ground.request import SamplingParams
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import Stored
@@ -100,6 +101,16 @@ def test_ceilings_say_how_far_the_threads_are_apart(loaded: LoadedModel) -> None
     assert bool(ceilings.signal_s) == (is_measured_natively(loaded.model) and loaded.model.threads > 1)
     assert "threads 170 ns apart" in replace(ceilings, signal_s=170e-9).words()
     assert "apart" not in replace(ceilings, signal_s=0.0).words()
+
+
+def test_every_dtype_of_the_engine_has_a_ceiling(loaded: LoadedModel) -> None:
+    """int4 had int8's, above which its prompts stood where no dot product is: which the report laid to the processor."""
+    if not is_measured_natively(loaded.model):
+        pytest.skip("the kernels were not built here")
+    for weights in ENGINE_WEIGHTS:
+        assert cpu_kernels.measure_ops_per_s(compute_dtype(weights), loaded.model.placement, repeats=1) > 1e6
+    with pytest.raises(ValueError, match="no ceiling for fp8; there are fp32, bf16, int8 and int4"):
+        cpu_kernels.measure_ops_per_s("fp8", loaded.model.placement)
 
 
 def test_kernels_that_are_not_the_processors_best_are_named(

@@ -21,7 +21,7 @@ from diptych.cost.memory import engine_weight_bytes
 from diptych.cost.parameters import active_parameter_count, kv_bytes_stored, parameter_count
 from diptych.cost.planner import Plan, Question, gpu_notes, make_plan
 from diptych.cost.profile import LOCAL
-from diptych.cost.roofline import NoRate
+from diptych.cost.roofline import NoRate, multiplies_in
 from diptych.cost.setup import Setup, find_hardware, find_model, model_path, refuse_packed
 from diptych.cost.tables import kv_spec
 from diptych.engine.text.template import ChatTemplate
@@ -189,10 +189,10 @@ def _phases(name: str, spec: ModelSpec, hardware: str, formats: Sequence[str], h
 
     def phases_of(quant: QuantSpec) -> dict[str, Any] | None:
         """None where the device does not multiply in it, or nobody measured how fast."""
-        if quant.compute not in device.flops_per_s:
-            return None
-        setup = Setup(model=spec, hardware=device, quant=quant, kv=kv_spec("bf16"), tp=1, calibration=calibration)
         try:
+            if not multiplies_in(device, quant.compute):
+                return None
+            setup = Setup(model=spec, hardware=device, quant=quant, kv=kv_spec("bf16"), tp=1, calibration=calibration)
             return _phase_facts(make_plan(setup, question))
         except NoRate:
             return None

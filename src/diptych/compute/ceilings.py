@@ -81,7 +81,7 @@ class Ceilings:
 
 
 def compute_dtype(weights_format: str) -> str:
-    """The dtype of the multiplications behind a weight format: int4 weights meet int8 activations."""
+    """The dtype of the multiplications behind a weight format; of int4 weights, which meet int8 activations, int4."""
     return engine_weights(weights_format)[1]
 
 

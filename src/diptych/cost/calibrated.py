@@ -23,7 +23,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from diptych.cost.adapters import adapter_bytes, adapter_parameters
+from diptych.cost.adapters import adapter_bytes, adapter_dtype, adapter_parameters
 from diptych.cost.attended import Attended, Reach, Scored, all_of, pairs, reach_of, read_tokens
 from diptych.cost.calibration import Calibration, Constants, Coverage, prompts_in
 from diptych.cost.components import (
@@ -37,7 +37,7 @@ from diptych.cost.components import (
 from diptych.cost.layout import HOP_S, PLAIN, Layout
 from diptych.cost.profile import read_profile
 from diptych.cost.reach import Gap, gaps_of, interval, load_gaps, load_spread_squared, squared
-from diptych.cost.roofline import compute_dtype, link_rate, longest, peak_flops_per_s
+from diptych.cost.roofline import compute_dtype, link_rate, longest, multiplies_in, peak_flops_per_s
 from diptych.cost.weight_formats import experts_of, read_as, weight_class
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
@@ -267,11 +267,11 @@ class CalibratedModel:
         head_flop_s = self._flop_s(
             (Stored(1.0, quant.head_bytes, quant.head_compute or quant.compute),), c.compute_fraction
         )
-        is_unpacked = compute_dtype(hardware, quant.compute) != quant.compute  # e.g. fp8 weights on an A100
+        is_unpacked = not multiplies_in(hardware, quant.compute)  # e.g. fp8 weights on an A100
         has_fp4 = "fp4" in hardware.flops_per_s
-        multiplied_in = compute_dtype(hardware, quant.compute)
+        of_adapters = adapter_dtype(quant)
         attention_rate = peak_flops_per_s(hardware, quant.attention_compute) * c.attention_fraction(self.kv.name)
-        adapter_share = c.adapter_fraction(multiplied_in)
+        adapter_share = c.adapter_fraction(compute_dtype(hardware, of_adapters))
         # on this machine states move on in fp32; devices with a product of matrices multiply chunks of them
         state_rate = hardware.flops_per_s.get("fp32", attention_rate) if self.calibration.is_local else attention_rate
         activations = c.activations_rate(bandwidth)
@@ -325,7 +325,7 @@ class CalibratedModel:
             launch_p=c.launch_p,
             adapter_base_s=self.model.n_layers * c.adapter_layer_s,
             adapter_parameter_s=weights_s(adapter_width, units.dense_class) / self.tp,
-            adapter_product_s=2.0 / (peak_flops_per_s(hardware, quant.compute) * adapter_share * self.tp) / parts,
+            adapter_product_s=2.0 / (peak_flops_per_s(hardware, of_adapters) * adapter_share * self.tp) / parts,
         )
 
     def _flop_s(self, mix: tuple[Stored, ...], fraction: Callable[[str], float]) -> float:

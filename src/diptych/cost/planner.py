@@ -26,7 +26,7 @@ from diptych.cost.parameters import (
     parameter_count,
 )
 from diptych.cost.profile import COMMANDS, has_gpu
-from diptych.cost.roofline import balance, compute_dtype, peak_flops_per_s, roofline
+from diptych.cost.roofline import balance, compute_dtype, multiplies_in, peak_flops_per_s, roofline
 from diptych.cost.setup import Setup
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
@@ -344,7 +344,7 @@ def notes_of(setup: Setup) -> tuple[str, ...]:
     if setup.hardware.name == "local" and setup.hardware.kind == "cpu" and has_gpu():
         notes.append(f"they are of the processor: no GPU was measured here ({COMMANDS['gpu']})")
     used = compute_dtype(setup.hardware, setup.quant.compute)
-    if used != setup.quant.compute:
+    if not multiplies_in(setup.hardware, setup.quant.compute):
         notes.append(f"{setup.hardware.name} does not multiply in {setup.quant.compute}; it multiplies in {used}")
     for name, text in (("memory_bytes_per_s", "memory bandwidth"), (f"flops_{used}", f"{used} peak")):
         if setup.hardware.flag_of(name).value == "unverified":

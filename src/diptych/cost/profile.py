@@ -4,7 +4,7 @@ One is of its processor, another of its GPU, as neither says anything of the oth
 
     {"schema": 1, "device": "...", "kind": "cpu", "backend": "cpu", "kernels": "avx512", "threads": 2, "date": "2026-01-31",
      "provenance": "diptych lab calibrate ...",
-     "memory_bytes_per_s": 4.7e10, "memory_bytes": 1.6e10, "flops_per_s": {"fp32": ..., "bf16": ..., "int8": ...},
+     "memory_bytes_per_s": 4.7e10, "memory_bytes": 1.6e10, "flops_per_s": {"fp32": ..., "bf16": ..., "int8": ..., "int4": ...},
      "t0_s": 1e-4, "layer_s": 2e-5, "sequence_s": 5e-6, "p": 3.0,
      "eb": {"bf16": 0.95, "int8": 0.9}, "ef": {"bf16": 0.9},
      "attention": {"kv_eb": 0.8, "prefill_ef": 0.5, "decode_ef": 0.3, "int8": {"prefill_ef": 0.5, "decode_ef": 0.2}},

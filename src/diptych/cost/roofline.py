@@ -17,7 +17,7 @@ from diptych.ground.errors import ConfigError
 from diptych.ground.specs import Bottleneck, HardwareSpec, QuantSpec, StepCost
 
 # When a device lacks a dtype, weights are stored in it all the same but multiplied in the next wider one it has.
-_WIDER = {"fp4": "fp8", "fp8": "bf16", "int8": "bf16", "bf16": "fp32"}
+_WIDER = {"fp4": "fp8", "fp8": "bf16", "int4": "int8", "int8": "bf16", "bf16": "fp32"}
 
 
 class NoRate(ConfigError):
@@ -32,6 +32,11 @@ def compute_dtype(hardware: HardwareSpec, wanted: str) -> str:
             return dtype
         dtype = _WIDER.get(dtype)
     raise NoRate(f"{hardware.name} has no peak rate for {wanted} or anything wider")
+
+
+def multiplies_in(hardware: HardwareSpec, dtype: str) -> bool:
+    """Whether it multiplies in just that; where nobody measured it apart, int4 is int8, whose rows it meets."""
+    return compute_dtype(hardware, dtype) in (dtype, "int8" if dtype == "int4" else dtype)
 
 
 def peak_flops_per_s(hardware: HardwareSpec, wanted: str) -> float:

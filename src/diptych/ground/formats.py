@@ -153,7 +153,9 @@ class KeptFormat:
     @property
     def compute(self) -> str:
         """The dtype in which its products are priced: two of int8 for each input take as long as one of bf16."""
-        return "bf16" if self.is_wide or self.kind == "fp8" else "int8"
+        if self.is_wide or self.kind == "fp8":
+            return "bf16"
+        return "int4" if self.is_grouped and KEPT_BITS[self.kind] < 8 else "int8"
 
     @property
     def pace(self) -> float:
@@ -305,12 +307,13 @@ def group_held(stored: int) -> int | None:
     return next((group for group in GROUPS if stored % group == 0), None)
 
 
-# What the engine offers: its name -> the format, and the dtype in which the linear layers multiply.
+# What the engine offers: its name -> the format, and the dtype in which the linear layers multiply. int4: codes of fewer than
+# eight bits by rows of int8. Processors without a dot product sum several such products in 16 bits; int8 by int8 takes longer.
 ENGINE_WEIGHTS: dict[str, tuple[NumberFormat, str]] = {
     "fp32": (FORMATS["fp32"], "fp32"),
     "bf16": (FORMATS["bf16"], "bf16"),
     "int8": (FORMATS["int8"], "int8"),
-    "int4": (FORMATS["int4-g64"], "int8"),
+    "int4": (FORMATS["int4-g64"], "int4"),
 }
 ENGINE_KV = ("fp32", "bf16", "int8", "fp8")
 
@@ -323,6 +326,11 @@ def engine_weights(name: str) -> tuple[NumberFormat, str]:
         return DeviceFormat.named(name).number, "bf16"
     kept = KeptFormat.named(name)
     return kept.number, kept.compute
+
+
+def rows_dtype(compute: str) -> str:
+    """In which rows meet the weights of products of that dtype."""
+    return "int8" if compute == "int4" else compute
 
 
 def engine_pace(name: str) -> float:

@@ -29,6 +29,7 @@ from diptych.compute.ops.cpu_kernels import measure_ops_per_s, measure_read_byte
 from diptych.compute.ops.cpus import Placement
 from diptych.compute.ops.torch_model import torch_device
 from diptych.compute.runner import Model, choose_backend, random_model
+from diptych.cost.adapters import adapter_dtype
 from diptych.cost.calibration import CACHE_REACH
 from diptych.cost.profile import SCHEMA, profile_path
 from diptych.engine.cost_view import CostView
@@ -158,8 +159,8 @@ def calibrate(
         if backend == "cpu" and cache is None:
             cache = _cache(model.placement)
         samples += _timed(model, PREFILL_STEPS, brief, memory, takes_busy=takes_busy)
-        dtype = CostView(model).quant.compute
-        if dtype not in adapted:  # over int4, too, rows are int8
+        dtype = adapter_dtype(CostView(model).quant)
+        if dtype not in adapted:
             adapted[dtype] = weights, adapted_steps(model, brief)
         model.close()
         with closing(random_model(DEEP_MODEL, config, seed=0)) as deep:

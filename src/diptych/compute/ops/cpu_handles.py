@@ -24,7 +24,7 @@ from diptych.compute.ops.contract import (
 from diptych.compute.ops.cpu_kernels import _cpu, state_shape
 from diptych.compute.ops.cpu_parts import Rows
 from diptych.compute.ops.shares import OwnHeads, head_rows
-from diptych.ground.formats import ENGINE_WEIGHTS, KeptFormat
+from diptych.ground.formats import ENGINE_WEIGHTS, KeptFormat, rows_dtype
 from diptych.models.latent import MlaSpec
 from diptych.models.spec import MoeSpec
 
@@ -74,7 +74,9 @@ class LinearHandle:
     @property
     def rows_format(self) -> str:
         """The form of the rows it multiplies: int8 and int4 weights share one."""
-        return ENGINE_WEIGHTS[self.format][1] if self.format in ENGINE_WEIGHTS else KeptFormat.named(self.format).rows
+        if self.format in ENGINE_WEIGHTS:
+            return rows_dtype(ENGINE_WEIGHTS[self.format][1])
+        return KeptFormat.named(self.format).rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,5 +135,8 @@ def measure_signal_s(placement: Placement, repeats: int = 3) -> float:
 
 
 def measure_ops_per_s(dtype: str, placement: Placement, repeats: int = 25) -> float:
-    """The best rate at which these threads multiply `dtype` (fp32, bf16, int8) by any instruction, from registers."""
+    """The best rate at which these threads multiply `dtype` (fp32, bf16, int8, int4) by any instruction, from registers.
+
+    int4: codes of fewer than eight bits by int8.
+    """
     return float(_cpu.measure_ops_per_s(dtype, placement.threads, placement.cpus, repeats))
