@@ -311,13 +311,15 @@ template <int kRows, int kStrips>
 void tile_int4(const TileArgs& args) {
   constexpr int kAtOnce = kRows == 1 ? std::min(kStrips, 2) : 1;
   const int64_t pair_inputs = 2 * args.group, pair_bytes = head_of_group(args.group, 2);
-  const StripsAhead ahead(args.strip, kStrips, args.strip_bytes, args.next_strip, args.is_stream);
   const uint8_t *x[kRows], *head = args.strip;
 #pragma GCC unroll 4
   for (int row = 0; row < kRows; ++row) x[row] = args.x[row];
   for (int64_t pair = 0; pair < args.units; pair += 2, head += pair_bytes) {
-    for (int strip = 0; strip < kStrips; strip += kAtOnce)
-      add_pair_of_groups<kRows, kAtOnce>(args, pair, head + strip * args.strip_bytes, ahead, x, static_cast<int32_t*>(args.acc) + strip * kStripLanes);
+    for (int strip = 0; strip < kStrips; strip += kAtOnce) {
+      const int64_t at = strip * args.strip_bytes;
+      const StripsAhead ahead(args.strip + at, kStrips, args.strip_bytes, args.next_strip + at, args.is_stream);
+      add_pair_of_groups<kRows, kAtOnce>(args, pair, head + at, ahead, x, static_cast<int32_t*>(args.acc) + strip * kStripLanes);
+    }
 #pragma GCC unroll 4
     for (int row = 0; row < kRows; ++row) x[row] += pair_inputs;
   }
