@@ -44,7 +44,7 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareSpec:
-    """One device. `flops_per_s` is the dense peak by compute dtype: fp32, bf16 (any 16-bit), fp8, int8, fp4.
+    """One device. `flops_per_s` is the dense peak by compute dtype: fp32, bf16 (any 16-bit), fp8, int8, int4, fp4.
 
     link_bytes_per_s: per direction to its peers; None when devices of this kind are not joined.
     """
