@@ -244,7 +244,8 @@ Sample measure(ThreadPool& pool, const ModelShape& shape, const Model& model, co
   const int64_t m = buffers.hidden.m;
   Sample sample;
   sample.peak = has_bf16_rows(format) ? measure_burst(pool, &CeilingLoops::bf16_burst)
-                : bits_of(format) < 8 ? measure_codes_per_s(pool, 3) : measure_burst(pool, &CeilingLoops::int8_burst);
+                : bits_of(format) < 8 && !model.layers[0].qkv.shape.wide ? measure_codes_per_s(pool, 3)
+                : measure_burst(pool, &CeilingLoops::int8_burst);
   const double before = measure_bandwidth(pool, buffer);
   sample.seconds = pass_s(pool, shape, model, buffers, m, layers, 2) / static_cast<double>(layers);
   sample.bytes_per_s = 0.5 * (before + measure_bandwidth(pool, buffer));

@@ -93,12 +93,8 @@ def test_codes_of_few_bits_have_a_rate_of_their_own() -> None:
 
     for weights in ("int4", "group4-g128-f16", "group6-g16-s8"):
         assert seconds(weights, {}) / seconds(weights, own) == pytest.approx(2.0, abs=0.05)
-    for weights in (
-        "int8",
-        "bf16",
-        "group8-g32-f16",
-        "group4-g32-f16-wide",
-    ):  # of wide rows products are priced in bf16
+    # products of wide rows are priced in bf16
+    for weights in ("int8", "bf16", "group8-g32-f16", "group4-g32-f16-wide"):
         assert seconds(weights, {"ef": own["ef"]}) == pytest.approx(seconds(weights, own))
     # a profile of before says nothing of int4, which then is int8
     quant = engine_quant("int4", "int8")
@@ -110,10 +106,8 @@ def test_codes_of_few_bits_have_a_rate_of_their_own() -> None:
 
 def test_adapters_beside_int4_multiply_in_int8() -> None:
     """Their rows are int8 there, too: what was measured beside int8 prices them."""
-    model, work = (
-        model_spec("llama-3.2-1b"),
-        Loras.parse("2:16").spread(model_spec("llama-3.2-1b"), StepShape.prefill(batch=2, new_tokens=256)),
-    )
+    model, plain = model_spec("llama-3.2-1b"), StepShape.prefill(batch=2, new_tokens=256)
+    work = Loras.parse("2:16").spread(model, plain)
     adapters = {"layer_s": 1e-6, "prefill_ef": {"int8": 0.2}, "decode_ef": {"int8": 0.2}}
     own = {
         "flops_per_s": PROFILE["flops_per_s"] | {"int4": 4e12},
@@ -123,7 +117,7 @@ def test_adapters_beside_int4_multiply_in_int8() -> None:
 
     def added(weights: str) -> float:
         predictor = CalibratedModel.from_profile(PROFILE | own, model, engine_quant(weights, "int8"))
-        return predictor.predict_s(work) - predictor.predict_s(StepShape.prefill(batch=2, new_tokens=256))
+        return predictor.predict_s(work) - predictor.predict_s(plain)
 
     assert added("int4") == pytest.approx(added("int8"), rel=0.05)
 

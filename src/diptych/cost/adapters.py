@@ -78,14 +78,9 @@ def adapter_parameters(work: StepShape) -> int:
     return sum([one.parameters for one in work.adapters])
 
 
-def adapter_dtype(quant: QuantSpec) -> str:
-    """In which A and B multiply beside such weights: as their rows are."""
-    return rows_dtype(quant.compute)
-
-
 def adapter_bytes(quant: QuantSpec, *, is_ours: bool) -> float:
     """Bytes of an element of A or B; is_ours: as Diptych's engine keeps them."""
-    return INT8_BYTES if is_ours and adapter_dtype(quant) == "int8" else PLAIN_BYTES
+    return INT8_BYTES if is_ours and rows_dtype(quant.compute) == "int8" else PLAIN_BYTES
 
 
 def _ends(model: ModelSpec, attention: AttentionLayer, mlp: object) -> list[int]:

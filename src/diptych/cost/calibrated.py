@@ -23,7 +23,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from diptych.cost.adapters import adapter_bytes, adapter_dtype, adapter_parameters
+from diptych.cost.adapters import adapter_bytes, adapter_parameters
 from diptych.cost.attended import Attended, Reach, Scored, all_of, pairs, reach_of, read_tokens
 from diptych.cost.calibration import Calibration, Constants, Coverage, prompts_in
 from diptych.cost.components import (
@@ -39,6 +39,7 @@ from diptych.cost.profile import read_profile
 from diptych.cost.reach import Gap, gaps_of, interval, load_gaps, load_spread_squared, squared
 from diptych.cost.roofline import compute_dtype, link_rate, longest, multiplies_in, peak_flops_per_s
 from diptych.cost.weight_formats import experts_of, read_as, weight_class
+from diptych.ground.formats import rows_dtype
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import HardwareSpec, KVSpec, QuantSpec, StepCost, Stored
@@ -269,7 +270,7 @@ class CalibratedModel:
         )
         is_unpacked = not multiplies_in(hardware, quant.compute)  # e.g. fp8 weights on an A100
         has_fp4 = "fp4" in hardware.flops_per_s
-        of_adapters = adapter_dtype(quant)
+        of_adapters = rows_dtype(quant.compute)  # which meet the rows of the weights beside them
         attention_rate = peak_flops_per_s(hardware, quant.attention_compute) * c.attention_fraction(self.kv.name)
         adapter_share = c.adapter_fraction(compute_dtype(hardware, of_adapters))
         # on this machine states move on in fp32; devices with a product of matrices multiply chunks of them

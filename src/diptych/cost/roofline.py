@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from diptych.cost.components import ATTENTION, PhaseCost
 from diptych.ground.errors import ConfigError
+from diptych.ground.formats import rows_dtype
 from diptych.ground.specs import Bottleneck, HardwareSpec, QuantSpec, StepCost
 
 # When a device lacks a dtype, weights are stored in it all the same but multiplied in the next wider one it has.
@@ -36,7 +37,7 @@ def compute_dtype(hardware: HardwareSpec, wanted: str) -> str:
 
 def multiplies_in(hardware: HardwareSpec, dtype: str) -> bool:
     """Whether it multiplies in just that; where nobody measured it apart, int4 is int8, whose rows it meets."""
-    return compute_dtype(hardware, dtype) in (dtype, "int8" if dtype == "int4" else dtype)
+    return compute_dtype(hardware, dtype) in (dtype, rows_dtype(dtype))
 
 
 def peak_flops_per_s(hardware: HardwareSpec, wanted: str) -> float:

@@ -29,12 +29,12 @@ from diptych.compute.ops.cpu_kernels import measure_ops_per_s, measure_read_byte
 from diptych.compute.ops.cpus import Placement
 from diptych.compute.ops.torch_model import torch_device
 from diptych.compute.runner import Model, choose_backend, random_model
-from diptych.cost.adapters import adapter_dtype
 from diptych.cost.calibration import CACHE_REACH
 from diptych.cost.profile import SCHEMA, profile_path
 from diptych.engine.cost_view import CostView
 from diptych.ground.clock import wall_time_s
 from diptych.ground.config import ComputeConfig
+from diptych.ground.formats import rows_dtype
 from diptych.ground.shape import StepShape
 from diptych.lab.adapters import AdaptedSteps, adapted_steps, constants_of
 from diptych.lab.fingerprint import fingerprint
@@ -159,7 +159,7 @@ def calibrate(
         if backend == "cpu" and cache is None:
             cache = _cache(model.placement)
         samples += _timed(model, PREFILL_STEPS, brief, memory, takes_busy=takes_busy)
-        dtype = adapter_dtype(CostView(model).quant)
+        dtype = rows_dtype(CostView(model).quant.compute)
         if dtype not in adapted:
             adapted[dtype] = weights, adapted_steps(model, brief)
         model.close()
