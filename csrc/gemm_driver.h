@@ -25,6 +25,20 @@ uint8_t* linear_scratch(int64_t bytes);
 // Whether streams of few rows ask ahead past L2: from Zen 5 on, where AMD's processors have AVX-VNNI; not on any that was not measured.
 bool asks_past();
 
+// Asks for what the epilogue of some strips of a panel would wait for while no weights come: the scales and biases of their lanes, and outputs
+// that it adds to, which another thread may hold. For few rows: those of many are at hand, or ask for more than they wait.
+DIPTYCH_FORCED void ask_for_end(const LinearCall& call, int64_t panel, Range strips, Range rows) {
+  const Epilogue& epilogue = call.epilogue;
+  const bool is_added = epilogue.store == Store::add_f32 && epilogue.out_rows == nullptr;
+  for (int64_t strip = strips.begin; strip < strips.end; ++strip) {
+    const int64_t lane = panel * kPanelLanes + strip * kStripLanes;
+    if (call.w.scales != nullptr) __builtin_prefetch(call.w.scales + lane);
+    if (call.w.bias != nullptr) __builtin_prefetch(call.w.bias + lane);
+    if (is_added)
+      for (int64_t row = rows.begin; row < rows.end; ++row) __builtin_prefetch(static_cast<const float*>(epilogue.out) + row * epilogue.out_stride + lane, 1);
+  }
+}
+
 // The epilogue of some strips of a panel for rows [begin, end) of the call, at most kMaxTileRows, of pairs both. acc: the first row's sums at the first
 // strip; they may be overwritten.
 void finish_tile(const LinearCall& call, int64_t panel, Range strips, Range rows, uint8_t* acc);

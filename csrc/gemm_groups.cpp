@@ -112,6 +112,7 @@ void run_direct(const Job& job, int thread, int threads) {
     if (passes.begin >= passes.end) continue;
     if (block != ready) ready_passes(job, passes);
     ready = block;
+    ask_for_end(job, panel, {first, first + strips}, {passes.begin, passes.end});
     const uint8_t *own = job.w.panels + panel * job.w.panel_bytes + first * job.strip_bytes();
     const uint8_t *next = job.w.panels + tasks.following() % n_pieces * strips * job.strip_bytes();
     for (int64_t strip = 0; strip < strips; strip += beside)

@@ -319,6 +319,10 @@ void Program::record(Category category, OpBody body) {
   std::visit(Pairs{buffers_}, body);
   check_order(body);
   note_meetings(body);
+  auto multiplies_alone = [&](int weight) { linears_[weight].balance = balance_; };
+  if (const auto* op = std::get_if<LinearOp>(&body)) multiplies_alone(op->weight);
+  if (const auto* op = std::get_if<HeadOp>(&body)) multiplies_alone(op->weight);
+  if (const auto* op = std::get_if<MoeOp>(&body)) multiplies_alone(op->router);
   int plan = 0;
   if (const auto* op = std::get_if<AttentionOp>(&body)) {
     auto same = [&](const AttentionShape& other) {  // what a plan is made of

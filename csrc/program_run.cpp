@@ -204,8 +204,7 @@ void Program::Run::run(const AttentionOp& op, size_t index, int thread, int thre
     call.out_f32 = out.f32() + op.column;
   }
   const int32_t n_tasks = static_cast<int32_t>(plan.tasks.size());
-  auto take = [&] { return counters[index].fetch_add(1, std::memory_order_relaxed); };
-  for (int32_t i = take(); i < n_tasks; i = take()) {
+  for (int32_t i = thread; i < n_tasks; i = next_task(index, n_tasks, threads)) {
     const int32_t following = i + threads;  // likely the next of this thread
     set.attention->run(call, plan.tasks[i], following < n_tasks ? &plan.tasks[following] : nullptr, scratch(thread));
   }

@@ -65,7 +65,7 @@ void Program::check_states(const Step& step, const KvCache& kv) const {
   }
 }
 
-void Program::Run::run(const StateOp& op, size_t index, int thread, int) const {
+void Program::Run::run(const StateOp& op, size_t index, int thread, int threads) const {
   const Buffer& out = buffer(op.out);
   auto given = [&](int number) { return number == -1 ? nullptr : vector(number); };
   StateCall call;
@@ -79,8 +79,7 @@ void Program::Run::run(const StateOp& op, size_t index, int thread, int) const {
   const Saves saves{step.state_saves, step.n_saves};
   const int64_t parts = op.shape.n_parts();
   const int32_t n_tasks = static_cast<int32_t>(step.n_sequences * parts);
-  auto take = [&] { return counters[index].fetch_add(1, std::memory_order_relaxed); };
-  for (int32_t i = take(); i < n_tasks; i = take()) {
+  for (int32_t i = thread; i < n_tasks; i = next_task(index, n_tasks, threads)) {
     const int64_t s = i / parts, read = step.state_reads[s];
     StateSave own[kMostSaves];
     int64_t n = 0;
