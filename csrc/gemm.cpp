@@ -180,9 +180,11 @@ void run_piece(const Job& job, const Piece& piece, int64_t begin, int64_t end) {
         args.acc = acc + (strip - piece.strips.begin) * kStripLanes * 4;
         if (strip == piece.strips.begin || tiles > 1 || job.cut.units > args.units)  // one tile and one block: once for all strips
           point_at_rows(job, args, tile, tile_rows(job, begin, end, tile), unit);
+        const bool is_whole = is_last && unit + args.units == job.cut.units;
+        if (is_whole && tiles > 1) ask_for_end(job, piece.panel, piece.strips, tile_rows(job, begin, end, tile));
         job.shape.run(args);
         args.next += args.next_bytes;
-        if (is_last && unit + args.units == job.cut.units) finish_tile(job, piece.panel, piece.strips, tile_rows(job, begin, end, tile), acc);
+        if (is_whole) finish_tile(job, piece.panel, piece.strips, tile_rows(job, begin, end, tile), acc);
       }
     }
   }

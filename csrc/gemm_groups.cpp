@@ -198,10 +198,10 @@ void run_block(const Job& job, const Block& block, const Block& next, Range rows
     args.rows = job.rows + row * job.groups + group * job.tile.rows;
     float* acc = job.acc + row * kPanelLanes;
     args.acc = acc + strip * kStripLanes;
+    const Range strips{end - finished, end}, of_tile{rows.begin + row, std::min(rows.begin + row + job.tile.rows, rows.end)};
+    if (is_last) ask_for_end(job, panel, strips, of_tile);
     job.tile.run(args);
-    if (is_last)
-      finish_tile(job, panel, {end - finished, end}, {rows.begin + row, std::min(rows.begin + row + job.tile.rows, rows.end)},
-                  reinterpret_cast<uint8_t*>(acc + (end - finished) * kStripLanes));
+    if (is_last) finish_tile(job, panel, strips, of_tile, reinterpret_cast<uint8_t*>(acc + strips.begin * kStripLanes));
   }
 }
 
