@@ -30,12 +30,14 @@ bool asks_past();
 DIPTYCH_FORCED void ask_for_end(const LinearCall& call, int64_t panel, Range strips, Range rows) {
   const Epilogue& epilogue = call.epilogue;
   const bool is_added = epilogue.store == Store::add_f32 && epilogue.out_rows == nullptr;
+  const int64_t of_one = rows_of_one(call.x.kind);
   for (int64_t strip = strips.begin; strip < strips.end; ++strip) {
     const int64_t lane = panel * kPanelLanes + strip * kStripLanes;
     if (call.w.scales != nullptr) __builtin_prefetch(call.w.scales + lane);
     if (call.w.bias != nullptr) __builtin_prefetch(call.w.bias + lane);
     if (is_added)
-      for (int64_t row = rows.begin; row < rows.end; ++row) __builtin_prefetch(static_cast<const float*>(epilogue.out) + row * epilogue.out_stride + lane, 1);
+      for (int64_t row = rows.begin / of_one; row < rows.end / of_one; ++row)
+        __builtin_prefetch(static_cast<const float*>(epilogue.out) + row * epilogue.out_stride + lane, 1);
   }
 }
 

@@ -319,7 +319,7 @@ void Program::record(Category category, OpBody body) {
   std::visit(Pairs{buffers_}, body);
   check_order(body);
   note_meetings(body);
-  auto multiplies_alone = [&](int weight) { linears_[weight].balance = balance_; };
+  auto multiplies_alone = [&](int weight) { linears_[weight].balance = balance_; };  // threads meet before and after it
   if (const auto* op = std::get_if<LinearOp>(&body)) multiplies_alone(op->weight);
   if (const auto* op = std::get_if<HeadOp>(&body)) multiplies_alone(op->weight);
   if (const auto* op = std::get_if<MoeOp>(&body)) multiplies_alone(op->router);

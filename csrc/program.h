@@ -372,7 +372,7 @@ class Program {
   std::vector<PageBuffer> weight_pages_;
   int64_t weights_left_ = 0;  // bytes of the last of them that nothing has taken
   std::vector<PackedLinear> linears_;
-  const std::shared_ptr<Balance> balance_ = std::make_shared<Balance>();  // of weights that no operation shares with others: it stays in cache
+  const std::shared_ptr<Balance> balance_ = std::make_shared<Balance>();  // of every weight that is multiplied with no other beside it: in use all the time it stays in cache
   std::vector<int> mapped_;                 // those that are used in a mapped file
   std::unique_ptr<Settling> settling_;      // to where they move; ends before the memory it writes to
   std::vector<std::vector<float>> vectors_;

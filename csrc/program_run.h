@@ -28,7 +28,7 @@ struct Program::Run {
   uint8_t* scratch(int thread) const { return program.scratch_.data() + thread * program.scratch_stride_; }
   const Buffer& buffer(int index) const { return program.buffers_[index]; }
   const float* vector(int index) const { return program.vectors_[index].data(); }
-  // Of tasks of which each thread has begun with the one of its own number. The counter goes to and fro between the threads.
+  // The task that follows, where each thread has begun with that of its own number: a counter that all of them write to goes to and fro.
   int32_t next_task(size_t op, int32_t n_tasks, int threads) const {
     return n_tasks <= threads ? n_tasks : threads + counters[op].fetch_add(1, std::memory_order_relaxed);
   }
