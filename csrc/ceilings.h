@@ -25,7 +25,8 @@ struct CeilingLoops {
   void (*read_all)(const uint8_t* data, int64_t bytes, Reading how);
 };
 
-// Best of `repeats` passes over a fresh buffer of `bytes`, which should exceed every cache several times.
+// Best of `repeats` passes over a fresh buffer of `bytes`, which should exceed every cache several times; of 512 MiB and more over its first
+// half, of which nothing is left in the caches when a pass begins.
 double measure_read_bytes_per_s(ThreadPool& pool, int64_t bytes, int repeats);
 // The same over a buffer that has been written to.
 double measure_read_bytes_per_s(ThreadPool& pool, const PageBuffer& buffer, int repeats);

@@ -125,7 +125,10 @@ def state_floats(spec: ModelSpec, rank: Rank) -> list[int]:
 
 
 def measure_read_bytes_per_s(n_bytes: int, placement: Placement, repeats: int) -> float:
-    """The best rate at which these threads read `n_bytes` of memory; n_bytes should exceed every cache."""
+    """The best rate at which these threads read `n_bytes`, again and again.
+
+    From 512 MiB on it is the memory's: one half is timed after the other was read, so that caches hold nothing of it.
+    """
     return float(_cpu.measure_read_bytes_per_s(n_bytes, placement.threads, placement.cpus, repeats))
 
 
