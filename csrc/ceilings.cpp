@@ -16,9 +16,6 @@ namespace {
 constexpr int64_t kBurstRounds = 100000;  // a few milliseconds
 constexpr int kSignalRounds = 1000;  // of a walk
 constexpr int kSignalSpins = 10000;  // from which on a thread has lost its core
-// Last caches keep a part of what is read again and again, most where it is read past them, and two chips have two: from so many bytes on the
-// first half is timed, after the second has taken its place there.
-constexpr int64_t kReadByHalves = 512 << 20;
 constexpr int64_t kLeastRead = 16 << 20;  // less than this is read again and again, so that starting the threads takes no part of the time
 
 // The scalar twins: what plain loops reach with the baseline instruction set.
@@ -106,7 +103,7 @@ double measure_read_bytes_per_s(ThreadPool& pool, int64_t bytes, int repeats) {
 
 double measure_read_bytes_per_s(ThreadPool& pool, const PageBuffer& buffer, int repeats) {
   const auto read_all = loops_of_machine(&CeilingLoops::read_all).front();
-  const bool by_halves = buffer.bytes() >= kReadByHalves;
+  const bool by_halves = buffer.bytes() >= kBeyondCaches;
   const int64_t bytes = by_halves ? buffer.bytes() / 2 : buffer.bytes(), passes = (kLeastRead + bytes - 1) / bytes;
   const auto read = [&](const uint8_t* data, Reading how) {
     pool.run([&](int thread, int threads) {

@@ -25,8 +25,11 @@ struct CeilingLoops {
   void (*read_all)(const uint8_t* data, int64_t bytes, Reading how);
 };
 
-// Best of `repeats` passes over a fresh buffer of `bytes`, which should exceed every cache several times; of 512 MiB and more over its first
-// half, of which nothing is left in the caches when a pass begins.
+// Last caches keep a part of what is read again and again, most where it is read past them, and two chips have two: from so many bytes on the
+// first half is timed, after the second has taken its place there.
+constexpr int64_t kBeyondCaches = 512 << 20;
+
+// Best of `repeats` passes over a fresh buffer of `bytes`: from kBeyondCaches on the rate of the memory, below it of whatever holds them.
 double measure_read_bytes_per_s(ThreadPool& pool, int64_t bytes, int repeats);
 // The same over a buffer that has been written to.
 double measure_read_bytes_per_s(ThreadPool& pool, const PageBuffer& buffer, int repeats);

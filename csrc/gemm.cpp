@@ -181,7 +181,7 @@ void run_piece(const Job& job, const Piece& piece, int64_t begin, int64_t end) {
         if (strip == piece.strips.begin || tiles > 1 || job.cut.units > args.units)  // one tile and one block: once for all strips
           point_at_rows(job, args, tile, tile_rows(job, begin, end, tile), unit);
         const bool is_whole = is_last && unit + args.units == job.cut.units;
-        if (is_whole && tiles > 1) ask_for_end(job, piece.panel, piece.strips, tile_rows(job, begin, end, tile));
+        if (is_whole && !args.is_stream) ask_for_end(job, piece.panel, piece.strips, tile_rows(job, begin, end, tile));
         job.shape.run(args);
         args.next += args.next_bytes;
         if (is_whole) finish_tile(job, piece.panel, piece.strips, tile_rows(job, begin, end, tile), acc);

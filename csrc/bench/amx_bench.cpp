@@ -183,7 +183,7 @@ int main_(int argc, char** argv) {
   if (set.matrix[0] == nullptr) return std::fprintf(stderr, "%s has no matrix tiles\n", set.name), 1;
   ThreadPool pool(options.threads);
   std::printf("%s, %d threads: read %.1f GB/s, bf16 %.2f TOP/s, int8 %.2f TOP/s\n", set.name, pool.size(),
-              1e-9 * measure_read_bytes_per_s(pool, 512 << 20, 5), 1e-12 * measure_ops_per_s(&CeilingLoops::bf16_burst, pool, 5),
+              1e-9 * measure_read_bytes_per_s(pool, kBeyondCaches, 5), 1e-12 * measure_ops_per_s(&CeilingLoops::bf16_burst, pool, 5),
               1e-12 * measure_ops_per_s(&CeilingLoops::int8_burst, pool, 5));
   Peak peak(pool);
   for (int i = 0; i < 20; ++i) peak.measure();

@@ -142,7 +142,7 @@ int main(int argc, char** argv) {
     if (std::find(formats.begin(), formats.end(), name_of(format)) == formats.end()) continue;
     for (const Case& c : kCases)
       if (std::strstr(c.name, part.c_str()))
-        run_case(pool, c, format, repeats, measure_read_bytes_per_s(pool, int64_t{512} << 20, 3),
+        run_case(pool, c, format, repeats, measure_read_bytes_per_s(pool, kBeyondCaches, 3),
                  measure_ops_per_s(&CeilingLoops::bf16_burst, pool, 3));
   }
   return 0;

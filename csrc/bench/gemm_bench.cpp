@@ -323,7 +323,7 @@ Options parse(int argc, char** argv) {
 int main_(int argc, char** argv) {
   const Options options = parse(argc, argv);
   ThreadPool pool(options.threads);
-  PageBuffer buffer(int64_t{512} << 20);
+  PageBuffer buffer(kBeyondCaches);
   std::memset(buffer.data(), 1, buffer.bytes());
   const Ceilings top = measure_ceilings(pool, buffer);
   std::printf("%s   threads %d, %.0f ns apart   read %.1f GB/s   bf16 %.0f Gop/s   int8 %.0f Gop/s\n", set->name, pool.size(),

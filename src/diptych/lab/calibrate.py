@@ -24,7 +24,7 @@ import psutil
 import torch
 
 from diptych import __version__
-from diptych.compute.ceilings import Ceilings, machine_ceilings
+from diptych.compute.ceilings import READ_BYTES, Ceilings, machine_ceilings
 from diptych.compute.ops.cpu_kernels import measure_ops_per_s, measure_read_bytes_per_s
 from diptych.compute.ops.cpus import Placement
 from diptych.compute.ops.torch_model import torch_device
@@ -112,7 +112,7 @@ ATTENTION_STEPS = [*(StepShape.decode(batch=b, context_tokens=c) for b, c in ((1
                    _rows(256, 1792), _rows(512, 4096)]  # fmt: skip
 CLIMBS = 5  # of the ladder that tells the host's time
 CACHE_MIB = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # sizes whose read rate shows where the caches end
-BEYOND_MIB = 512  # read from memory, of which one half is timed
+BEYOND_MIB = 2 * READ_BYTES // 2**20  # read from memory, of which one half is timed
 CACHE_ROUNDS, CACHE_READS = 3, 8
 CACHED = 1.3  # times the memory's rate from which on a size counts as held by a cache; a shared one is no faster
 LEVEL = 1.25  # times another's rate within which two sizes count as read from one level
