@@ -99,6 +99,11 @@ const Capabilities& cpu_capabilities() {
   return found;
 }
 
+bool asks_past() {
+  static const bool is_measured = cpu_capabilities().has_all({Capability::full_rate_bf16, Capability::avx_vnni});
+  return is_measured;
+}
+
 int request_tiles() {
 #if defined(__linux__) && defined(__x86_64__)
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA

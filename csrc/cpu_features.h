@@ -1,5 +1,5 @@
 // What this processor can do and the operating system saves the state of: a set of capabilities, not a ladder. Kernel sets say
-// which of them they need (kernel_sets.h); else only how far few rows read ahead goes by them (gemm.cpp).
+// which of them they need (kernel_sets.h); else only how far what is streamed is read ahead goes by them (gemm.cpp, attention_beside.inl).
 #pragma once
 
 #include <cstdint>
@@ -37,6 +37,10 @@ class Capabilities {
 };
 
 const Capabilities& cpu_capabilities();
+
+// Whether what few rows stream from memory is asked for past L2: from Zen 5 on, where AMD's processors have AVX-VNNI; not on any that was not
+// measured.
+bool asks_past();
 
 // Asks the system for the state of AMX's tiles, once for the process and all its threads: 0, or the error number of its refusal.
 int request_tiles();

@@ -192,11 +192,6 @@ void run_piece(const Job& job, const Piece& piece, int64_t begin, int64_t end) {
 
 }  // namespace
 
-bool asks_past() {
-  static const bool is_measured = cpu_capabilities().has_all({Capability::full_rate_bf16, Capability::avx_vnni});
-  return is_measured;
-}
-
 // Working memory of one thread, grown to the largest layer it has met.
 uint8_t* linear_scratch(int64_t bytes) {
   static thread_local PageBuffer buffer;

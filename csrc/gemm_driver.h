@@ -22,9 +22,6 @@ struct LinearCall {
 // Of one thread, 64-byte aligned, contents undefined, until the next call on it.
 uint8_t* linear_scratch(int64_t bytes);
 
-// Whether streams of few rows ask ahead past L2: from Zen 5 on, where AMD's processors have AVX-VNNI; not on any that was not measured.
-bool asks_past();
-
 // Asks for what the epilogue of some strips of a panel would wait for: the scales and biases of their lanes, and outputs that it adds to, which
 // another thread may hold. Those that it only writes are better left: asked for they stay, and who reads them next takes twice as long.
 DIPTYCH_FORCED void ask_for_end(const LinearCall& call, int64_t panel, Range strips, Range rows) {
