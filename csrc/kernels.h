@@ -195,12 +195,13 @@ using ChooseRow = void (*)(float* scores, int64_t n, int64_t most, int32_t* chos
 // ---- states (states.inl) -----------------------------------------------------------------------------------------------
 
 // How states move on: by a gated delta rule (arXiv:2412.06464), by Mamba-2's rule (arXiv:2405.21060), or inputs alone that a short convolution sees.
-// Taps: of a convolution sums alone, without gates; bent_taps: by silu.
-enum class StateRule : int32_t { delta, ssd, convolution, taps, bent_taps };
+// Taps: of a convolution sums alone, without gates; bent_taps: by silu. Selective: by Mamba-1's rule (arXiv:2312.00752), a decay for each channel
+// and row.
+enum class StateRule : int32_t { delta, ssd, convolution, taps, bent_taps, selective };
 
 // A layer's heads. Value heads that share a key head are divided into parts, each a task by itself. A state of one sequence: each value head's
 // [columns / 16][key_dim][16], columns padded to whole lanes, and behind all of them for each part the last n_taps - 1 inputs of its channels.
-// Of a convolution and of taps key_dim is 0: channels alone, in heads of value_dim.
+// Of a convolution and of taps key_dim is 0: channels alone, in heads of value_dim. Of the selective rule there is one key head and one tap.
 struct StateShape {
   static constexpr int64_t kMostHeads = 8;  // of a part
   int64_t n_key_heads = 0, n_value_heads = 0, key_dim = 0, value_dim = 0, n_taps = 1;
@@ -213,11 +214,13 @@ struct StateShape {
   bool fades_by_key = false;  // delta: each row of a head's state has a decay of its own
   float least_decay = 0.0f;   // by key: what bounds its logarithm, 0: nothing
 
-  DIPTYCH_FORCED bool has_matrix() const { return rule == StateRule::delta || rule == StateRule::ssd; }
-  DIPTYCH_FORCED int64_t channels() const { return 2 * n_key_heads * key_dim + n_value_heads * value_dim; }
+  DIPTYCH_FORCED bool is_selective() const { return rule == StateRule::selective; }
+  DIPTYCH_FORCED bool has_matrix() const { return rule == StateRule::delta || rule == StateRule::ssd || is_selective(); }
+  DIPTYCH_FORCED int64_t channels() const { return (is_selective() ? 0 : 2 * n_key_heads * key_dim) + n_value_heads * value_dim; }
   DIPTYCH_FORCED int64_t inputs() const { return rule == StateRule::convolution ? 3 * channels() : channels(); }
   DIPTYCH_FORCED int64_t n_rates() const { return !has_matrix() ? 0 : rule == StateRule::delta && !fades_by_key ? 2 : 1; }  // of a head
-  DIPTYCH_FORCED int64_t n_shifts() const { return fades_by_key ? key_dim : 1; }  // likewise
+  DIPTYCH_FORCED int64_t n_decays() const { return fades_by_key ? key_dim : is_selective() ? value_dim : 0; }  // likewise, projected by themselves
+  DIPTYCH_FORCED int64_t n_shifts() const { return n_decays() == 0 ? 1 : n_decays(); }  // likewise
   DIPTYCH_FORCED int64_t part_heads() const {
     const int64_t group = n_value_heads / n_key_heads;
     int64_t n = group < kMostHeads ? group : kMostHeads;
@@ -246,14 +249,16 @@ struct StateTask {  // one part of one sequence
 
 struct StateCall {
   StateShape shape;
-  const float* qkv = nullptr;    // [T, inputs]: q, k and v; of a convolution what gates its inputs, what gates its outputs, its inputs
-  const float* rates = nullptr;  // [T, stride]: delta: beta of every head of the model, then their decays; ssd: their steps
-  const float* decays = nullptr;  // [T, stride]: where they fade by key, of every head's rows, in place of those
-  int64_t rates_stride = 0, decays_stride = 0, first_head = 0;
+  // [T, inputs]: q, k and v; of a convolution what gates its inputs, what gates its outputs, its inputs; selective: [T, stride], v of every head
+  const float* qkv = nullptr;
+  const float* rates = nullptr;  // [T, stride]: delta: beta of every head of the model, then their decays; ssd: their steps; selective: k, then q
+  // [T, stride]: where they fade by key, of every head's rows, in place of those; selective: the steps of every head's channels
+  const float* decays = nullptr;
+  int64_t qkv_stride = 0, rates_stride = 0, decays_stride = 0, first_head = 0;
   const float* taps = nullptr;      // [n_taps, channels]
   const float* tap_bias = nullptr;  // [channels], or null
-  const float *decay = nullptr, *shift = nullptr;  // [H], [H, shifts]; null of a convolution
-  const float* skip = nullptr;   // ssd: [H], what of a value is added to what its head gives
+  const float *decay = nullptr, *shift = nullptr;  // [H], selective: as a state's heads lie; [H, shifts]; null of a convolution
+  const float* skip = nullptr;   // ssd: [H], what of a value is added to what its head gives; selective: [H * value_dim]
   const float* norm = nullptr;   // delta: [value_dim]
   float* out = nullptr;          // [T, stride], H * value_dim of each row
   int64_t out_stride = 0;

@@ -18,6 +18,7 @@ StateRule rule_named(const std::string& name) {
   if (name == "convolution") return StateRule::convolution;
   if (name == "taps") return StateRule::taps;
   if (name == "bent_taps") return StateRule::bent_taps;
+  if (name == "selective") return StateRule::selective;
   throw std::invalid_argument("no rule for states is called " + name);
 }
 
@@ -26,6 +27,7 @@ StateShape state_shape(const std::string& rule, int64_t n_key_heads, int64_t n_v
   for (const int64_t size : {n_key_heads, n_value_heads, value_dim, n_taps})
     if (size < 1) throw std::invalid_argument("heads of states, their widths and their taps are at least one each");
   if (shape.has_matrix() != (key_dim != 0) || key_dim < 0) throw std::invalid_argument("heads with a matrix have a key's width, a convolution has none");
+  if (shape.is_selective() && (n_key_heads != 1 || n_taps != 1)) throw std::invalid_argument("channels with decays of their own have one key head and no taps");
   if (fades_by_key && shape.rule != StateRule::delta) throw std::invalid_argument("only a delta rule's states fade by key");
   if (!(least_decay <= 0.0f) || (least_decay != 0.0f && !fades_by_key)) throw std::invalid_argument("what bounds a decay by key is below 0");
   if (n_value_heads % n_key_heads != 0) throw std::invalid_argument("value heads are shared evenly by key heads");
@@ -37,22 +39,24 @@ struct RuleVectors {  // by number; -1: the rule, or the layer, has none
 };
 
 void record_states(Program& p, int qkv, int rates, int decays, int out, const RuleVectors& given, int layer, const StateShape& shape, int64_t first_head, int64_t column) {
-  const int64_t heads = shape.n_value_heads, width = heads * shape.value_dim;
-  const bool has_heads = shape.has_matrix(), is_delta = shape.rule == StateRule::delta;
+  const int64_t heads = shape.n_value_heads, width = heads * shape.value_dim, end = first_head + heads;
+  const bool has_heads = shape.has_matrix(), is_delta = shape.rule == StateRule::delta, is_selective = shape.is_selective();
   if (layer < 0 || first_head < 0 || column < 0) throw std::invalid_argument("a layer, a head or a column below 0");
   if (has_heads == (rates == -1)) throw std::invalid_argument("heads have rates, a convolution has none");
-  const bool has_width = rates == -1 || (p.buffer_width(rates) % shape.n_rates() == 0 && p.buffer_width(rates) / shape.n_rates() >= first_head + heads);
-  if ((decays != -1) != shape.fades_by_key || (decays != -1 && p.buffer_width(decays) < (first_head + heads) * shape.key_dim))
-    throw std::invalid_argument("what fades by key has decays of all its heads' rows, and nothing else has");
-  if (p.buffer_width(qkv) != shape.inputs() || p.buffer_width(out) < column + width || !has_width)
+  const bool has_width = rates == -1 || (is_selective ? p.buffer_width(rates) == 2 * shape.key_dim
+                                                      : p.buffer_width(rates) % shape.n_rates() == 0 && p.buffer_width(rates) / shape.n_rates() >= end);
+  if ((decays != -1) != (shape.n_decays() != 0) || (decays != -1 && p.buffer_width(decays) < end * shape.n_decays()))
+    throw std::invalid_argument("what fades by key has decays of all its heads' rows, what is selective steps of all its channels, and nothing else has");
+  const bool has_inputs = is_selective ? p.buffer_width(qkv) >= end * shape.value_dim : p.buffer_width(qkv) == shape.inputs();
+  if (!has_inputs || p.buffer_width(out) < column + width || !has_width)
     throw std::invalid_argument("rows of q, k and v, of rates or of outputs are not as wide as the heads");
   auto check = [&](int number, bool is_there, int64_t size) {
     if ((number != -1) != is_there || (is_there && p.vector_size(number) != size)) throw std::invalid_argument("taps, decays, shifts, skips or norms are not as many as the heads have");
   };
-  check(given.taps, true, shape.n_taps * shape.channels());
+  check(given.taps, !is_selective, shape.n_taps * shape.channels());
   check(given.tap_bias, given.tap_bias != -1, shape.channels());
-  check(given.decay, has_heads, heads), check(given.shift, has_heads, heads * shape.n_shifts());
-  check(given.skip, has_heads && !is_delta, heads), check(given.norm, is_delta, shape.value_dim);
+  check(given.decay, has_heads, is_selective ? shape.heads_floats() : heads), check(given.shift, has_heads, heads * shape.n_shifts());
+  check(given.skip, has_heads && !is_delta, is_selective ? width : heads), check(given.norm, is_delta, shape.value_dim);
   p.record(Category::attention, StateOp{qkv, rates, decays, out, given.taps, given.tap_bias, given.decay, given.shift, given.skip, given.norm, layer, shape, first_head, column});
 }
 
@@ -66,7 +70,7 @@ void bind_states(nb::module_& m, nb::class_<Program>& program) {
       .def_prop_ro("floats", &StateShape::floats);
   program.def("move_states", [](Program& p, int qkv, int rates, int decays, int out, int taps, int tap_bias, int decay, int shift, int skip, int norm, int layer, const StateShape& shape, int64_t first_head, int64_t column) {
         record_states(p, qkv, rates, decays, out, {taps, tap_bias, decay, shift, skip, norm}, layer, shape, first_head, column);
-      }, nb::kw_only(), nb::arg("qkv"), nb::arg("rates"), nb::arg("decays") = -1, nb::arg("out"), nb::arg("taps"), nb::arg("tap_bias") = -1, nb::arg("decay") = -1, nb::arg("shift") = -1, nb::arg("skip") = -1,
+      }, nb::kw_only(), nb::arg("qkv"), nb::arg("rates"), nb::arg("decays") = -1, nb::arg("out"), nb::arg("taps") = -1, nb::arg("tap_bias") = -1, nb::arg("decay") = -1, nb::arg("shift") = -1, nb::arg("skip") = -1,
       nb::arg("norm") = -1, nb::arg("layer"), nb::arg("shape"), nb::arg("first_head") = 0, nb::arg("column") = 0);
 }
 

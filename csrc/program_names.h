@@ -82,10 +82,10 @@ struct Names {
   void operator()(const ScaleQueriesOp& op) const { buffers({op.q}); }
   void operator()(const RotateQueriesOp& op) const { buffers({op.q, op.out}), require_below({op.rope}, has.ropes, "rotary table"); }
   void operator()(const StateOp& op) const {
-    buffers({op.qkv, op.out}), vectors({op.taps});
+    buffers({op.qkv, op.out});
     for (const int number : {op.rates, op.decays})
       if (number != -1) buffers({number});
-    for (const int number : {op.tap_bias, op.decay, op.shift, op.skip, op.norm}) optional_vector(number);
+    for (const int number : {op.taps, op.tap_bias, op.decay, op.shift, op.skip, op.norm}) optional_vector(number);
   }
   void operator()(const InputOp& op) const { buffers({op.x}); }
   void operator()(const TapOp& op) const { buffers({op.x}); }

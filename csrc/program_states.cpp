@@ -70,10 +70,10 @@ void Program::Run::run(const StateOp& op, size_t index, int thread, int threads)
   auto given = [&](int number) { return number == -1 ? nullptr : vector(number); };
   StateCall call;
   call.shape = op.shape;
-  call.qkv = buffer(op.qkv).f32();
+  call.qkv = buffer(op.qkv).f32(), call.qkv_stride = buffer(op.qkv).width;
   if (op.rates != -1) call.rates = buffer(op.rates).f32(), call.rates_stride = buffer(op.rates).width, call.first_head = op.first_head;
   if (op.decays != -1) call.decays = buffer(op.decays).f32(), call.decays_stride = buffer(op.decays).width;
-  call.taps = vector(op.taps), call.tap_bias = given(op.tap_bias), call.decay = given(op.decay), call.shift = given(op.shift);
+  call.taps = given(op.taps), call.tap_bias = given(op.tap_bias), call.decay = given(op.decay), call.shift = given(op.shift);
   call.skip = given(op.skip), call.norm = given(op.norm);
   call.out = out.f32() + op.column, call.out_stride = out.width;
   const Saves saves{step.state_saves, step.n_saves};

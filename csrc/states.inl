@@ -201,6 +201,40 @@ static void move_by_decay(const Columns& over, int64_t dk, const Fading&) {
   for (; t < over.n; ++t) pass_tokens<G, 1>(over, dk, t);
 }
 
+// By Mamba-1's rule, T tokens that pass 16 channels: `columns` of them. A row of the state stays in registers meanwhile, and what is left of it
+// waits for no state, so tokens hide each other's exponentials.
+struct Channels {
+  const float *x, *steps, *keys, *queries;  // of the first token
+  int64_t x_stride, steps_stride, keys_stride, out_stride;
+  const float *decay, *shift, *skip;        // [key_dim][16], of the channels
+  float *state, *out;                       // [key_dim][16]; a row for each token
+  int64_t lanes;
+};
+
+template <int64_t T>
+static void pass_channels(const Channels& over, int64_t dk, int64_t begin) {
+  const float *k = over.keys + begin * over.keys_stride, *q = over.queries + begin * over.keys_stride;
+  F32 value[T], step[T], news[T], given[T];
+  for (int64_t t = 0; t < T; ++t) {
+    value[t] = load_n(over.x + (begin + t) * over.x_stride, over.lanes);
+    step[t] = softplus_lanes(add(load_n(over.steps + (begin + t) * over.steps_stride, over.lanes), load_n(over.shift, over.lanes)));
+    news[t] = mul(step[t], value[t]);
+    step[t] = sub(zero(), step[t]);
+    given[t] = zero();
+  }
+  for (int64_t i = 0; i < dk; ++i) {
+    const F32 decay = load(over.decay + i * 16);
+    F32 s = load(over.state + i * 16);
+    for (int64_t t = 0; t < T; ++t) {
+      s = fma(exp_lanes(mul(step[t], decay)), s, mul(news[t], set1(k[t * over.keys_stride + i])));
+      given[t] = fma(s, set1(q[t * over.keys_stride + i]), given[t]);
+    }
+    store(over.state + i * 16, s);
+  }
+  const F32 skip = load_n(over.skip, over.lanes);
+  for (int64_t t = 0; t < T; ++t) store_n(over.out + (begin + t) * over.out_stride, fma(value[t], skip, given[t]), over.lanes);
+}
+
 // The task's heads of a state, from one place to another; from nowhere: zeros.
 static void copy_heads(const StateShape& shape, int64_t part, const float* from, float* to) {
   const int64_t floats = shape.part_heads() * shape.head_floats();
@@ -288,6 +322,30 @@ static void move_heads(const StateCall& call, const StateTask& task, float* scra
   by_tiles(task, move, leave);
 }
 
+// Channels that each have decays of their own. They come as taps have bent them, and so a state has no tail.
+static void move_channels(const StateCall& call, const StateTask& task) {
+  const StateShape& shape = call.shape;
+  const int64_t dk = shape.key_dim, dv = shape.value_dim, heads = shape.part_heads();
+  copy_heads(shape, task.part, task.read, task.write);
+  auto leave = [&](int64_t, float* place) { copy_heads(shape, task.part, task.write, place); };
+  auto move = [&](int64_t begin, int64_t n) {
+    const int64_t row = task.first_row + begin;
+    for (int64_t head = task.part * heads; head < (task.part + 1) * heads; ++head)
+      for (int64_t column = 0; column < dv; column += 16) {
+        const int64_t at = head * shape.head_floats() + column * dk, own = head * dv + column, of_all = call.first_head * dv + own;
+        const float* rates = call.rates + row * call.rates_stride;
+        const Channels over{.x = call.qkv + row * call.qkv_stride + of_all, .steps = call.decays + row * call.decays_stride + of_all, .keys = rates,
+                            .queries = rates + dk, .x_stride = call.qkv_stride, .steps_stride = call.decays_stride, .keys_stride = call.rates_stride,
+                            .out_stride = call.out_stride, .decay = call.decay + at, .shift = call.shift + own, .skip = call.skip + own,
+                            .state = task.write + at, .out = call.out + row * call.out_stride + own, .lanes = dv - column < 16 ? dv - column : 16};
+        int64_t t = 0;
+        for (; t + 4 <= n; t += 4) pass_channels<4>(over, dk, t);
+        for (; t < n; ++t) pass_channels<1>(over, dk, t);
+      }
+  };
+  by_tiles(task, move, leave);
+}
+
 // A short convolution of gated inputs, gated again: out = c * (sum over taps of tap * (b * x)). What a state keeps is b * x.
 static void move_inputs(const StateCall& call, const StateTask& task, float* scratch) {
   const StateShape& shape = call.shape;
@@ -345,6 +403,7 @@ static void move_state(const StateCall& call, const StateTask& task, float* scra
     case StateRule::convolution: return move_inputs(call, task, scratch);
     case StateRule::taps: return move_taps<false>(call, task, scratch);
     case StateRule::bent_taps: return move_taps<true>(call, task, scratch);
+    case StateRule::selective: return move_channels(call, task);
     default: return move_heads(call, task, scratch);
   }
 }

@@ -82,6 +82,8 @@ def enliven(model: torch.nn.Module, seed: int) -> None:
                 parameter.mul_(parameter.shape[-1])
             if "q_proj" in name and model.config.model_type in UNSCALED_QUERIES:
                 parameter.mul_(0.25)
+            if name.endswith("A_log") and parameter.ndim == 2:  # so states fade in some tokens
+                parameter.copy_(noise - 1.0)
             if "_coefs" in name:  # streams add up
                 parameter.mul_(0.2)
         elif "forget_gate." in name:  # by whose bound states would fade in a token or two

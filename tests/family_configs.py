@@ -7,6 +7,7 @@ from typing import Any
 from family_fields import (
     CONVOLUTIONS,
     FALCON_H1,
+    JAMBA,
     LAGUNA,
     MAMBA,
     NEMOTRON_3,
@@ -383,6 +384,13 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**{key: value for key, value in MAMBA.items() if key not in ("layer_types", "shared_intermediate_size")},
          "attn_layer_indices": [1]},
     ),
+    # Mamba-1 in three layers of four, with experts in every second layer, and without any
+    "jamba": (
+        "JambaConfig",
+        "JambaForCausalLM",
+        {**JAMBA, "num_experts": 6, "num_experts_per_tok": 3, "expert_layer_period": 2, "expert_layer_offset": 1},
+    ),
+    "jamba-dense": ("JambaConfig", "JambaForCausalLM", {**JAMBA, "num_experts": 1, "mamba_dt_rank": "auto"}),
     # newer ones that attend to windows: with sinks and bases of their own, with gated heads, with other experts
     "granite_swa": (
         "GraniteSWAConfig",

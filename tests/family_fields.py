@@ -6,6 +6,8 @@ STATES = ["linear_attention", "full_attention", "linear_attention", "linear_atte
 CONVOLUTIONS = ["conv", "full_attention", "conv", "conv"]
 MAMBA = {"num_hidden_layers": 4, "layer_types": STATES, "mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 24,
          "mamba_d_conv": 4, "mamba_expand": 2, "shared_intermediate_size": 48}  # fmt: skip
+JAMBA = {"num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 1, "mamba_d_state": 12, "mamba_d_conv": 4,
+         "mamba_expand": 2, "mamba_dt_rank": 24}  # fmt: skip
 WINDOWS = {"num_hidden_layers": 4, "sliding_window": 16,
            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]}  # fmt: skip
 LAGUNA = {**WINDOWS, "head_dim": 24, "num_attention_heads_per_layer": [4, 6, 2, 4], "num_experts": 6,

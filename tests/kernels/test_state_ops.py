@@ -15,6 +15,7 @@ from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops import reference
 from diptych.compute.ops.contract import AttentionSpec
+from diptych.compute.ops.cpu_handles import by_lanes
 from diptych.compute.ops.shares import OwnHeads
 from diptych.compute.ops.tolerances import OPS
 from diptych.compute.ops.torch_loader import TorchAttention, TorchNorm, TorchRule
@@ -32,6 +33,7 @@ State = tuple[torch.Tensor, torch.Tensor]
 # heads of one lane, of half a vector, of odd widths, of one key head for many (in parts), and of the published sizes; taps of
 # one to four
 SSD: Any = {"rule": StateRule.SSD, "has_tap_bias": True}
+SELECTIVE: Any = {"rule": StateRule.SELECTIVE, "n_taps": 1}
 CONVOLUTION: Any = {"rule": StateRule.CONVOLUTION, "key_dim": 0}
 FORMS = {
     "one": StateSpec(n_key_heads=1, key_dim=1, n_value_heads=1, value_dim=1, n_taps=1),
@@ -54,6 +56,12 @@ FORMS = {
     "taps-usual": StateSpec(n_key_heads=4, n_value_heads=4, value_dim=64, n_taps=3, **CONVOLUTION),
     "alone": StateSpec(n_key_heads=1, n_value_heads=1, value_dim=2, n_taps=3, key_dim=0, rule=StateRule.TAPS),
     "bent-odd": StateSpec(n_key_heads=3, n_value_heads=3, value_dim=19, n_taps=10, key_dim=0, rule=StateRule.BENT_TAPS),
+    "bent-biased": StateSpec(
+        n_key_heads=1, n_value_heads=6, value_dim=19, n_taps=4, key_dim=0, rule=StateRule.BENT_TAPS, has_tap_bias=True
+    ),
+    "selective-one": StateSpec(n_key_heads=1, key_dim=1, n_value_heads=1, value_dim=1, **SELECTIVE),
+    "selective-odd": StateSpec(n_key_heads=1, key_dim=7, n_value_heads=20, value_dim=19, **SELECTIVE),
+    "selective-usual": StateSpec(n_key_heads=1, key_dim=16, n_value_heads=24, value_dim=32, **SELECTIVE),
     "bent-usual": StateSpec(
         n_key_heads=4, n_value_heads=4, value_dim=64, n_taps=10, key_dim=0, rule=StateRule.BENT_TAPS
     ),
@@ -69,8 +77,16 @@ class Rule:
     def __post_init__(self) -> None:
         form, heads = self.form, self.form.n_value_heads
         self.qkv, self.rates = noise(T, form.n_inputs, seed=1), noise(T, form.n_rates, seed=2, scale=3.0)
-        self.decays = noise(T, form.n_decays, seed=8, scale=3.0) if form.fades_by_key else None
+        self.decays = noise(T, form.n_decays, seed=8, scale=3.0) if form.n_decays else None
         self.scale = max(1, form.key_dim) ** -0.5
+        if form.is_selective:
+            width = form.width
+            self.numbers = {
+                "decay": noise(width, form.key_dim, seed=4).exp(),
+                "shift": noise(width, seed=5),
+                "skip": noise(width, seed=6),
+            }
+            return
         self.numbers = {"taps": noise(form.n_channels, form.n_taps, seed=3)}
         if form.has_tap_bias:
             self.numbers["tap_bias"] = noise(form.n_channels, seed=7)
@@ -130,10 +146,10 @@ class Native(Bench):
         self.out = program.add_f32(form.width)
         heads = OwnHeads(first_head=0, n_heads=form.n_value_heads, first_kv_head=0, n_kv_heads=form.n_key_heads)
         shape = cpu.state_shape(form, heads, scale=rule.scale, norm_eps=EPS)
-        numbers = {
-            name: program.add_vector((one.mT if one.ndim == 2 else one).reshape(-1).contiguous().numpy())
-            for name, one in rule.numbers.items()
-        }
+        laid = {name: one.mT if one.ndim == 2 else one for name, one in rule.numbers.items()}
+        if form.is_selective:
+            laid["decay"] = by_lanes(rule.numbers["decay"].view(form.n_value_heads, form.value_dim, -1))
+        numbers = {name: program.add_vector(one.reshape(-1).contiguous().numpy()) for name, one in laid.items()}
         program.move_states(qkv=self.x, rates=rates, decays=decays, out=self.out, layer=0, shape=shape, **numbers)
         self._attend_for_form()
         rows = program.add_rows("bf16", self.width)

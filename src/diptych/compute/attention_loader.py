@@ -22,8 +22,9 @@ from diptych.compute.ops.contract import (
     Vector,
     WeightTensor,
 )
-from diptych.compute.part_weights import LatentWeights, StateWeights
+from diptych.compute.part_weights import LatentWeights, SelectiveWeights, StateWeights
 from diptych.compute.rope import frequencies, standstill
+from diptych.compute.selective_loader import load_selective
 from diptych.compute.state_loader import state_heads, state_projections, state_readers
 from diptych.compute.views import (
     JoinedTensor,
@@ -48,7 +49,9 @@ class LayerHeads(Generic[Vector, Linear, Heads]):
     """The handles of a layer's attention, as `LayerWeights` has them."""
 
     handle: Heads
-    qkv: Linear | LatentWeights[Vector, Linear] | StateWeights[Vector, Linear]
+    qkv: (
+        Linear | LatentWeights[Vector, Linear] | StateWeights[Vector, Linear] | SelectiveWeights[Vector, Linear, Heads]
+    )
     o: Linear
     gate: Linear | None = None
     o_norm: Vector | None = None
@@ -172,7 +175,9 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         keys = state.n_key_heads * state.key_dim if state.key_dim else state.width
         return norm, LayerHeads(
             handle=state_heads(self.source, self.loader, self.spec, self.layer, self.parts.attention, self.names, root),
-            qkv=StateWeights(
+            qkv=load_selective(self, state, root, readers[0])
+            if state.is_selective
+            else StateWeights(
                 qkv=self.loader.linear(readers[0], role=self.role(Split.OUTPUTS, q=keys, k=keys, v=state.width)),
                 rates=None if parts.rates is None else self.loader.rates(readers[2]),
                 decays=tuple(self.loader.rates(one) for one in (*readers[3:], parts.decays) if one is not None),

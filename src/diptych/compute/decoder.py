@@ -12,7 +12,16 @@ from typing import Generic
 
 from diptych.compute.gated_streams import add_ngrams, gated_streams
 from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Ops, Stream, Table, Vector
-from diptych.compute.part_weights import ApartNorms, LatentExperts, LatentWeights, NormGate, SharedExperts, StateWeights
+from diptych.compute.part_weights import (
+    ApartNorms,
+    LatentExperts,
+    LatentWeights,
+    NormGate,
+    SelectiveWeights,
+    SharedExperts,
+    StateWeights,
+)
+from diptych.compute.selective_states import run_selective
 from diptych.compute.stream_weights import (
     BranchWeights,
     Connection,
@@ -43,7 +52,13 @@ class LayerWeights(Generic[Table, Vector, Linear, Heads, Experts]):
     """
 
     attention: Heads | None = None
-    qkv: Linear | LatentWeights[Vector, Linear] | StateWeights[Vector, Linear] | None = None
+    qkv: (
+        Linear
+        | LatentWeights[Vector, Linear]
+        | StateWeights[Vector, Linear]
+        | SelectiveWeights[Vector, Linear, Heads]
+        | None
+    ) = None
     o: Linear | None = None
     gate: Linear | None = None
     o_norm: Vector | None = None
@@ -472,6 +487,8 @@ def run_attention(
         a = ops.move_states(ops.linear(h, qkv.qkv), rates, heads, decays=decays)
     elif isinstance(qkv, LatentWeights):
         a = run_latents(ops, h, qkv, heads)
+    elif isinstance(qkv, SelectiveWeights):
+        a = run_selective(ops, h, qkv, heads)
     else:
         if weights.has_index:
             ops.choose(h, h, heads)

@@ -104,7 +104,7 @@ def load_ngrams(
         key_norm=norm("norm_key"),
         query_norm=norm("norm_query"),
         taps_norm=norm("norm_conv"),
-        taps=_taps(loader, spec, len(spec.state_layers) + place, taps),
+        taps=_taps(loader, spec, spec.n_layer_states + place, taps),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic
 
-from diptych.compute.ops.contract import Linear, Vector
+from diptych.compute.ops.contract import Heads, Linear, Vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,22 @@ class StateWeights(Generic[Vector, Linear]):
     first_gate: Linear | None = None
     norm: Vector | None
     n_norms: int  # equal parts of what they give, each normed by itself
+    norm_eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectiveWeights(Generic[Vector, Linear, Heads]):
+    """The projections of a selective state: what its taps see, which `taps` moves on; of what these give the channels' steps, in
+    two projections with a norm between them, if any, and keys and queries beside each other, normed apart, if at all.
+    """
+
+    values: Linear
+    taps: Heads
+    first_steps: Linear
+    steps_norm: Vector | None
+    steps: Linear
+    keys: Linear
+    keys_norm: Vector | None
     norm_eps: float
 
 

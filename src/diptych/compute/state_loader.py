@@ -49,6 +49,10 @@ def state_projections(source: Source, state: StateSpec, names: TensorNames, root
     other = names.others.get(names.states_o)
     name = other if other is not None and source.has(f"{root}{other}.weight") else names.states_o
     o = _parts(source.tensor(f"{root}{name}.weight", hidden, state.width))
+    if state.is_selective:  # what taps see, then what gates
+        both = source.tensor(f"{root}{names.states_in[0]}.weight", state.n_projected, hidden)
+        of_values, of_gate = (PickedTensor(both, rows) for rows in torch.arange(state.n_projected).chunk(2))
+        return StateProjections(_parts(of_values), _parts(of_gate), None, o)
     if state.rank:
         return _in_two_steps(source, state, names.states_in, root, o)
     if state.fades_by_key:
@@ -161,6 +165,8 @@ def state_heads(
 
 def _rule(source: Source, state: StateSpec, names: TensorNames, root: str) -> RuleParts:
     """Its numbers. Mamba-2's channels lie as x, B and C: v, k and q here."""
+    if state.is_selective:
+        return _selective_rule(source, state, names, root)
     channels, heads = state.n_channels, state.n_value_heads
     is_delta = state.rule is StateRule.DELTA
     taps = _taps(source, state, names, root)
@@ -187,6 +193,16 @@ def _rule(source: Source, state: StateSpec, names: TensorNames, root: str) -> Ru
         norm=NormParts(weight=source.tensor(f"{root}{names.states_norm}.weight", state.value_dim))
         if is_delta
         else None,
+    )
+
+
+def _selective_rule(source: Source, state: StateSpec, names: TensorNames, root: str) -> RuleParts:
+    """Of channels: decays of each of its rows, what shifts its step, what of it is given besides."""
+    width, decay = state.width, source.tensor(f"{root}A_log", state.width, state.key_dim)
+    return RuleParts(
+        decay=decay if source.is_plain else PowerTensor(decay),
+        shift=source.tensor(f"{root}{names.steps}.bias", width),
+        skip=source.tensor(f"{root}D", width),
     )
 
 

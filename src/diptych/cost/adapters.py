@@ -90,6 +90,8 @@ def _ends(model: ModelSpec, attention: AttentionLayer, mlp: object) -> list[int]
         ends = []
     elif state is not None:
         gate = [hidden + state.rank, state.rank + state.gate_width] if state.rank else [hidden + state.gate_width]
+        if state.is_selective:  # and what makes steps, keys and queries
+            gate = [hidden + state.gate_width, state.width + state.rank + state.n_rates, state.rank + state.width]
         ends = [hidden + state.n_inputs, *gate, state.width + hidden]
     elif mla is None:
         q, n_kv = attention.n_heads * attention.head_dim, attention.own_kv_heads

@@ -73,6 +73,8 @@ def _gathered(
     if is_gated:  # what gates them, in fp32
         width = heads if attention.mla is None else attention.n_heads * attention.mla.v_dim
         meetings, row_bytes = 3, 2 * width * FP32 + stream
+    if attention.state is not None and attention.state.is_selective:  # and what its taps give, which all read whole
+        meetings, row_bytes = meetings + 1, row_bytes + heads * FP32
     is_gated_apart = attention.gates_heads or attention.gate_by is Activation.SOFTPLUS
     if attention.has_gate and is_gated_apart:  # or numbers in a buffer, and what they leave, by the rows' owners
         meetings, row_bytes = 4, row_bytes + attention.gate_width * FP32

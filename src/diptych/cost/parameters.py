@@ -143,6 +143,8 @@ def _repeated(model: ModelSpec, attention: AttentionLayer, tp: int) -> int:
         return (tp - 1) * (down + _index_matrices(model, attention))
     if attention.state is not None:
         state = attention.state  # what lies between two steps, and decays by key, each has whole
+        if state.is_selective:
+            return (tp - 1) * state.n_second
         small = state.n_rates + (state.rank * (2 if state.n_decays else 1) if state.rank else state.n_decays)
         return (tp - 1) * (small * model.hidden + state.rank * state.n_decays)
     copied = max(tp - attention.n_kv_heads, 0) * attention.kv_width // attention.n_kv_heads

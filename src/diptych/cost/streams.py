@@ -69,7 +69,7 @@ def table_width(model: ModelSpec) -> int:
 
 def ngram_elements(model: ModelSpec) -> int:
     """Numbers that a sequence keeps for its n-grams, which each chunk reads and writes."""
-    return sum(state.state_elements for state in model.states[len(model.state_layers) :])
+    return sum(state.state_elements for state in model.states[model.n_layer_states :])
 
 
 def end_norms(model: ModelSpec) -> int:

@@ -222,6 +222,22 @@ STATES: tuple[Family, ...] = (
                           stacked=("input_linear.weight", "output_linear.weight"), **IN_MAMBA),
         **MAMBA_LAYERS, **BY_ATTENTION_BIAS,
     ),
+    # a selective state, attention without positions on every eighth layer, mixtures on every second
+    Family(
+        name="jamba", architectures=("JambaForCausalLM",),
+        keys={key: value for key, value in USUAL.items() if key != "rope_theta"}
+        | {"vocab_size": 65_536, "intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 262_144,
+           "num_experts_per_tok": 2, "num_experts": 16, "expert_layer_period": 2, "expert_layer_offset": 1,
+           "attn_layer_period": 8, "attn_layer_offset": 4, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2,
+           "mamba_dt_rank": "auto", "mamba_conv_bias": True},
+        renamed=LOCAL_EXPERTS,
+        fixed={"mamba_proj_bias": (False,), "attention_bias": (False,), "sliding_window": (None,),
+               "mamba_inner_layernorms": (True,)},
+        unread=("use_mambapy", "use_associative_scan", "layers_block_type"),
+        state_rule=StateRule.SELECTIVE,
+        names=TensorNames(final_norm="final_layernorm", mlp=("feed_forward.",), router="router",
+                          norms={Norms.BEFORE: ("input_layernorm", None, "pre_ff_layernorm", None)}, **IN_MAMBA),
+    ),
     Family(
         name="bamba", architectures=("BambaForCausalLM",),
         keys={**USUAL, **MAMBA, "vocab_size": 128_000, "intermediate_size": 14_336, "num_key_value_heads": 8,

@@ -53,7 +53,8 @@ class TensorNames:
     its own. dense: where a dense MLP lies, if not where mlp says. states: where tensors of a layer with a state lie.
     states_in: its projections, by a delta rule of q, k and v (or of each), of the gate, of beta, of the decay, or of the
     first two and of the last two together, by key head; else one. states_o, states_norm: what it leaves by, and the norm of
-    it. taps: of its convolution, or of q's, k's and v's where they lie apart. wraps_decays: the numbers of its heads' decays
+    it. taps: of its convolution, or of q's, k's and v's where they lie apart. reads_taps, steps, step_norms: of a selective
+    state, what makes steps, keys and queries of what taps give, the steps' second projection, and norms of the three. wraps_decays: the numbers of its heads' decays
     have axes of one around them. index: what precedes the names of an index of blocks. others: what some files call a norm, the
     choice bias, stacked experts, or what precedes those, and projections, and sinks.
     """
@@ -103,6 +104,9 @@ class TensorNames:
     states_o: str = "out_proj"
     states_norm: str = "norm"
     taps: tuple[str, ...] = ("conv1d",)
+    reads_taps: str = "x_proj"
+    steps: str = "dt_proj"
+    step_norms: tuple[str, str, str] = ("dt_layernorm", "b_layernorm", "c_layernorm")
     wraps_decays: bool = False
     index: str = "indexer."
     states_in: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")

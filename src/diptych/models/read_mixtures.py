@@ -7,6 +7,7 @@ from dataclasses import replace
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.family import Family
+from diptych.models.read_states import every_so_many
 from diptych.models.spec import MlpSpec, MoeSpec, Scores
 from diptych.models.streams import LayerScales
 
@@ -28,6 +29,9 @@ def mixture_layers(config: HfConfig, n_layers: int) -> frozenset[int]:
         if not isinstance(kinds, list) or len(kinds) < n_layers or any(kind not in known for kind in kinds):
             raise LoadError(f"mlp_layer_types in {config.path} must name {n_layers} layers, each dense or sparse")
         return frozenset(i for i in range(n_layers) if kinds[i] == "sparse")
+    if "expert_layer_period" in config.raw:
+        step, first = every_so_many(config, "expert_layer")
+        return frozenset(range(first, n_layers, step)) if config.integer("num_experts") > 1 else frozenset()
     first = config.optional_integer("first_k_dense_replace", low=0)
     if first is not None:
         return frozenset(range(first, n_layers, step))

@@ -13,7 +13,7 @@ from diptych.models.config import NUMBER_LIMIT, HfConfig
 from diptych.models.family import Family
 from diptych.models.gates import Activation
 from diptych.models.spec import AttentionLayer
-from diptych.models.states import StateRule, StateSpec
+from diptych.models.states import StateRule, StateSpec, StepNorms
 from diptych.models.streams import LayerScales
 
 FULL = ("full_attention", "attention")  # what layer_types call a layer without a state
@@ -21,9 +21,11 @@ CALLED: Mapping[StateRule, tuple[str, ...]] = MappingProxyType({  # and one with
     StateRule.DELTA: ("linear_attention",),
     StateRule.SSD: ("linear_attention", "mamba"),
     StateRule.CONVOLUTION: ("conv",),
+    StateRule.SELECTIVE: ("linear_attention", "mamba"),
 })  # fmt: skip
 IN_LINEAR = ("full_attn_layers", "kda_layers", "head_dim", "num_heads", "short_conv_kernel_size")
 CONVOLVED_HEAD = 64  # channels of a convolution that are computed together, where its width allows it
+SELECTED_HEAD = 32  # those of a selective state
 
 
 def state_layers(config: HfConfig, family: Family, n_layers: int) -> list[bool]:
@@ -54,8 +56,18 @@ def _found(config: HfConfig, family: Family, rule: StateRule, n_layers: int) -> 
         if without is None and rule is StateRule.CONVOLUTION:
             return [False] * n_layers
         return [i not in (without or ()) for i in range(n_layers)]
+    if "attn_layer_period" in family.keys:
+        period, first = every_so_many(config, "attn_layer")
+        return [i % period != first for i in range(n_layers)]
     interval = config.integer("full_attention_interval", family.full_every)
     return [(i + 1) % interval != 0 for i in range(n_layers)]
+
+
+def every_so_many(config: HfConfig, of: str) -> tuple[int, int]:
+    """Which layers are of a kind, of Jamba: those whose numbers leave the second number, divided by the first."""
+    period, first = config.integer(f"{of}_period"), config.integer(f"{of}_offset", low=0)
+    config.at_most(f"{of}_offset", first, period - 1)
+    return period, first
 
 
 def _counted(given: HfConfig, n_layers: int) -> list[bool]:
@@ -77,7 +89,8 @@ def state_attention(config: HfConfig, family: Family) -> AttentionLayer:
         raise LoadError(
             f"{name} in {config.path} is {config.raw[name]!r}; layers with a state are computed with silu only"
         )
-    state = replace(READERS[family.state_rule](config), norm_eps=family.state_norm_eps)
+    state = READERS[family.state_rule](config)
+    state = replace(state, norm_eps=family.state_norm_eps or state.norm_eps)
     if state.n_value_heads % state.n_key_heads:
         raise LoadError(
             f"{state.n_value_heads} value heads cannot share {state.n_key_heads} key heads evenly ({config.path})"
@@ -282,8 +295,31 @@ def _convolution(config: HfConfig) -> StateSpec:
     )
 
 
+def _selective(config: HfConfig) -> StateSpec:
+    """Of Mamba-1: heads are as many channels as are computed together, which ranks divide."""
+    hidden = config.integer("hidden_size")
+    width = config.integer("mamba_expand") * hidden
+    head, has_bare = math.gcd(width, SELECTED_HEAD), config.raw.get("mixer_rms_eps") is not None
+    norms = StepNorms.BARE if has_bare else StepNorms.WEIGHED if "attn_layer_period" in config.raw else StepNorms.NONE
+    auto = config.raw.get("mamba_dt_rank") in ("auto", None)
+    return StateSpec(
+        rule=StateRule.SELECTIVE,
+        n_key_heads=1,
+        key_dim=config.integer("mamba_d_state"),
+        n_value_heads=width // head,
+        value_dim=head,
+        n_taps=1,
+        tapped=config.integer("mamba_d_conv"),
+        has_tap_bias=config.flag("mamba_conv_bias"),
+        rank=-(-hidden // 16) if auto else config.integer("mamba_dt_rank"),
+        step_norms=norms,
+        norm_eps=config.number("mixer_rms_eps") if has_bare else None,
+    )
+
+
 READERS: Mapping[StateRule, Callable[[HfConfig], StateSpec]] = MappingProxyType({
     StateRule.DELTA: _delta, StateRule.SSD: _ssd, StateRule.CONVOLUTION: _convolution,
+    StateRule.SELECTIVE: _selective,
 })  # fmt: skip
 
 

@@ -16,7 +16,7 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "no layer that attends, but states alone": ("mamba2",),
     "layers that are shared": ("zamba2",),
     OTHER_STATES: (
-        "jamba", "zamba", "mamba", "falcon_mamba", "rwkv", "minimax", "recurrent_gemma"),
+        "zamba", "mamba", "falcon_mamba", "rwkv", "minimax", "recurrent_gemma"),
     "norms of heads with biases": ("persimmon",),
     "a shared expert of another shape": ("dbrx", "longcat_flash"),
     "keys made of windows of tokens, and experts that a token's id chooses": ("deepseek_v4",),

@@ -452,10 +452,23 @@ class ModelSpec:
 
     @cached_property
     def states(self) -> tuple[StateSpec, ...]:
-        """All that it keeps of a sequence beside keys and values: those of state_layers, and behind them those of n-grams."""
-        of_layers = (layer.attention.state for layer in self.layers)
+        """All that it keeps of a sequence beside keys and values: those of state_layers, behind them those that theirs are made
+        by, and behind these those of n-grams.
+        """
+        of_layers = [layer.attention.state for layer in self.layers if layer.attention.state is not None]
+        before = (state.before for state in of_layers)
         beside = () if self.ngrams is None else ngram_states(self.ngrams, self.hidden * self.n_streams)
-        return (*(state for state in of_layers if state is not None), *beside)
+        return (*of_layers, *(state for state in before if state is not None), *beside)
+
+    @cached_property
+    def n_layer_states(self) -> int:
+        """How many of them are of layers, which ranks divide; others each rank has whole."""
+        return len(self.states) - (0 if self.ngrams is None else len(self.ngrams.layers) + 1)
+
+    def place_before(self, layer: int) -> int:
+        """Which of the states is the one before a layer's own."""
+        with_one = [i for i in self.state_layers if (own := self.layers[i].attention.state) and own.before]
+        return len(self.state_layers) + with_one.index(layer)
 
     @property
     def n_streams(self) -> int:

@@ -17,6 +17,17 @@ class StateRule(Enum):
     CONVOLUTION = "convolution"
     TAPS = "taps"
     BENT_TAPS = "bent_taps"
+    SELECTIVE = "selective"
+
+
+class StepNorms(Enum):
+    """What norms a selective state's steps, before their second projection, its keys and its queries: nothing, norms without
+    weights, or norms with them.
+    """
+
+    NONE = "none"
+    BARE = "bare"
+    WEIGHED = "weighed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +43,11 @@ class StateSpec:
     gated, then normed, over all heads or over each of n_norms equal parts of them (0: it is not); step is held within
     step_limits.
     CONVOLUTION: no matrix, key_dim is 0, heads are width alone: gate_out * taps(gate_in * v), as LFM2 has it.
-    TAPS, BENT_TAPS: likewise taps(v), or silu of it: of n-grams (`ngrams`), never a layer's own.
+    TAPS, BENT_TAPS: likewise taps(v), or silu of it: of n-grams (`ngrams`), or of what is `before` a selective state.
+    SELECTIVE (Mamba-1, arXiv:2312.00752; its B, C and x are k, q and v): each row and column of S has a decay of its own, and
+    each column a step: S = exp(-decay step) S + k (step v)^T gives S^T q + skip v, which is gated. v is silu of as many taps as
+    tapped says, which are a state of their own; steps (by way of `rank` values), k and q are projected from it, and normed as
+    step_norms says, with norm_eps. It has one key head and no taps itself; heads are width alone.
     gate: what the projection that gates goes through. rank: that one, and the decays by key, are projected in two steps with so
     many values between (0: in one each). q_scale, k_scale, v_scale, rate_scale: what q, k and v are multiplied by before their
     taps, and steps before they are shifted.
@@ -59,16 +74,38 @@ class StateSpec:
     least_decay: float | None = None
     gate: Activation = Activation.SILU
     rank: int = 0
+    tapped: int = 0
+    step_norms: StepNorms = StepNorms.NONE
+
+    @property
+    def is_selective(self) -> bool:
+        """Whether it is Mamba-1's."""
+        return self.rule is StateRule.SELECTIVE
 
     @property
     def has_matrix(self) -> bool:
         """Whether its heads have one."""
-        return self.rule in (StateRule.DELTA, StateRule.SSD)
+        return self.rule in (StateRule.DELTA, StateRule.SSD, StateRule.SELECTIVE)
+
+    @property
+    def before(self) -> StateSpec | None:
+        """The state that what it reads is made by; None where a layer has but one."""
+        if not self.is_selective:
+            return None
+        return StateSpec(
+            rule=StateRule.BENT_TAPS,
+            n_key_heads=1,
+            key_dim=0,
+            n_value_heads=self.n_value_heads,
+            value_dim=self.value_dim,
+            n_taps=self.tapped,
+            has_tap_bias=self.has_tap_bias,
+        )
 
     @property
     def n_channels(self) -> int:
-        """That taps are for: of q, k and v together."""
-        return 2 * self.n_key_heads * self.key_dim + self.width
+        """That taps are for: of q, k and v together; of a selective state v's."""
+        return self.width if self.is_selective else 2 * self.n_key_heads * self.key_dim + self.width
 
     @property
     def n_inputs(self) -> int:
@@ -87,29 +124,42 @@ class StateSpec:
 
     @property
     def n_rates(self) -> int:
-        """Numbers of a token that say how much is new and what is left: beta and decay of each head, or its step."""
+        """Numbers of a token that say how much is new and what is left: beta and decay of each head, or its step; of a selective
+        state k and q.
+        """
+        if self.is_selective:
+            return 2 * self.key_dim
         per_head = {StateRule.DELTA: 1 if self.fades_by_key else 2, StateRule.SSD: 1}
         return per_head.get(self.rule, 0) * self.n_value_heads
 
     @property
     def n_decays(self) -> int:
-        """Those of them that are projected by themselves: by key, of each head."""
+        """Those of them that are projected by themselves: by key, of each head; of a selective state each channel's step."""
+        if self.is_selective:
+            return self.width
         return self.n_value_heads * self.key_dim if self.fades_by_key else 0
 
     @property
     def n_projected(self) -> int:
         """Outputs of all that reads a layer's input."""
+        if self.is_selective:
+            return self.n_inputs + self.gate_width
         of_decays = min(self.rank, self.n_decays) if self.rank else self.n_decays
         return self.n_inputs + (self.rank or self.gate_width) + self.n_rates + of_decays
 
     @property
     def n_second(self) -> int:
-        """Parameters of second steps."""
+        """Parameters of second steps; of a selective state all that reads v, and its steps."""
+        if self.is_selective:
+            return self.width * (self.n_rates + 2 * self.rank)
         return self.rank * (self.gate_width + self.n_decays)
 
     @property
     def n_small(self) -> int:
         """Parameters beside the projections: taps, numbers of each head, a norm."""
+        if self.is_selective:  # taps, decays, skips, shifts, norms
+            norms = self.rank + self.n_rates if self.step_norms is StepNorms.WEIGHED else 0
+            return self.width * (self.tapped + self.has_tap_bias + self.key_dim + 2) + norms
         taps, heads = self.n_channels * (self.n_taps + self.has_tap_bias), self.n_value_heads
         of_heads = {
             StateRule.DELTA: heads + (self.n_decays or heads) + self.value_dim,
@@ -119,5 +169,10 @@ class StateSpec:
 
     @property
     def state_elements(self) -> int:
-        """Numbers that a layer keeps of a sequence: the heads' matrices, and the tokens that its taps still see."""
+        """Numbers that are kept of a sequence: the heads' matrices, and the tokens that its taps still see."""
         return self.n_value_heads * self.key_dim * self.value_dim + (self.n_taps - 1) * self.n_channels
+
+    @property
+    def layer_elements(self) -> int:
+        """The same with those of the state before it."""
+        return self.state_elements + (0 if self.before is None else self.before.state_elements)

@@ -30,6 +30,7 @@ from diptych.models.spec import MoeSpec
 
 # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
 INT4_GROUP = ENGINE_WEIGHTS["int4"][0].group
+LANES = 16  # of a vector, in which a state's columns lie (csrc/kernels.h)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +151,7 @@ class RuleHandle:
     """What moves states on, of a rank's heads: their native shape (None: it has none), and `RuleParts` by number."""
 
     shape: Any
-    taps: int
+    taps: int = -1
     tap_bias: int = -1
     decay: int = -1
     shift: int = -1
@@ -276,15 +277,26 @@ def rule_handle(
     def of_heads(tensor: WeightTensor | None) -> int:
         return -1 if tensor is None else add(read(tensor).view(state.n_value_heads, -1)[mine].reshape(-1))
 
+    def of_decays(tensor: WeightTensor | None) -> int:
+        if tensor is None or not state.is_selective:
+            return of_heads(tensor)
+        return add(by_lanes(read(tensor).view(state.n_value_heads, state.value_dim, -1)[mine]))
+
     return RuleHandle(
         shape=own and state_shape(state, own, scale=spec.scale, norm_eps=spec.norm_eps),
-        taps=of_channels(rule.taps),
+        taps=-1 if rule.taps is None else of_channels(rule.taps),
         tap_bias=-1 if rule.tap_bias is None else of_channels(rule.tap_bias),
-        decay=of_heads(rule.decay),
+        decay=of_decays(rule.decay),
         shift=of_heads(rule.shift),
         skip=of_heads(rule.skip),
         norm=-1 if rule.norm is None else add(read(rule.norm.weight)),
     )
+
+
+def by_lanes(decays: torch.Tensor) -> torch.Tensor:
+    """Decays [H, v, d] as the kernels have a state's heads: for each 16 columns a row of each key, zeros behind the last."""
+    padded = torch.nn.functional.pad(decays, (0, 0, 0, -decays.shape[1] % LANES))
+    return padded.unflatten(1, (-1, LANES)).mT.reshape(-1)
 
 
 def is_table_too(head: LinearHandle, tensor: WeightTensor) -> bool:

@@ -116,7 +116,7 @@ def state_floats(spec: ModelSpec, rank: Rank) -> list[int]:
     """What the kernels keep of a sequence in each layer that has a state, in numbers of 4 bytes: of a rank's heads."""
     found = []
     for place, one in enumerate(spec.states):  # those behind the layers' each rank has whole
-        own = (rank if place < len(spec.state_layers) else Rank()).heads(one.n_value_heads, one.n_key_heads)
+        own = (rank if place < spec.n_layer_states else Rank()).heads(one.n_value_heads, one.n_key_heads)
         if own is None:
             found.append(0)
             continue

@@ -15,6 +15,7 @@ from diptych.compute.ops.cpu_handles import AttentionHandle, ExpertsHandle, Line
 from diptych.compute.ops.cpu_streams import StreamRecorder
 from diptych.compute.ops.cpu_values import CATEGORIES, ResidualStream, Value
 from diptych.models.gates import PLAIN, Activation, GateForm
+from diptych.models.states import StateRule
 
 
 class CpuOps(
@@ -88,7 +89,8 @@ class CpuOps(
             for _ in weight.pieces:
                 self.program.meet(self._f32(f"{category} out", weight.n_outputs, weight.is_gathered))
             return Value("projection", weight.n_outputs)
-        out = self._f32(f"{category} out", weight.n_outputs, weight.is_gathered)
+        role = h.kind if h.kind == "bent" else category  # several may read that, and are read together
+        out = self._f32(f"{role} out", weight.n_outputs, weight.is_gathered)
         self._linear_into(h, weight, category, out)
         return Value("projection", weight.n_outputs, buffer=out)
 
@@ -423,14 +425,15 @@ class CpuOps(
         assert spec.state is not None
         assert rule is not None
         width = spec.state.width
-        name = "taps" if spec.is_whole else "states"
+        is_before = spec.state.rule is StateRule.BENT_TAPS and not spec.is_whole
+        name = "taps" if spec.is_whole else "bent" if is_before else "states"
         out = self._f32(name, width, self._is_team and not spec.is_whole)
         if own is None:
             self.program.meet(out)
         else:
             self.program.move_states(
                 qkv=self._states_inputs(qkv),
-                rates=-1 if rates is None else self._materialised(rates),
+                rates=-1 if rates is None else self._states_inputs(rates),
                 decays=-1 if decays is None else self._materialised(decays),
                 out=out,
                 **rule.numbers,
@@ -439,7 +442,7 @@ class CpuOps(
                 first_head=own.first_head,
                 column=own.first_head * spec.state.value_dim,
             )
-        return Value(name if spec.is_whole else "attention", width, buffer=out)
+        return Value("attention" if name == "states" else name, width, buffer=out)
 
     def _states_inputs(self, qkv: Value) -> int:
         """A projection lies in a buffer already; a norm is made in one."""

@@ -11,6 +11,7 @@ from diptych.compute.ops.cpu_handles import VectorHandle
 CATEGORIES = {
     "norm": "qkv", "residual": "qkv", "gated norm": "qkv", "joined": "qkv", "projection": "o", "attention": "o",
     "gated heads": "o", "gate": "down", "experts": "down", "folded": "qkv", "ngrams": "qkv",
+    "bent": "qkv",
 }  # fmt: skip
 
 

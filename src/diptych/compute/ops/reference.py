@@ -169,6 +169,10 @@ def move_states(
 
     qkv [T, C], rates [T, R], decays [T, H d] by key; rule: what `RuleParts` has, by name: taps [C, n], of heads [H], norm [v].
     """
+    if form.is_selective:
+        assert decays is not None
+        a, matrix = _select(qkv.float(), rates.float(), decays.float(), state[0].float().clone(), rule)
+        return a, (matrix, state[1])
     matrices, tail = (one.float().clone() for one in state)
     heads, keys, group = form.n_value_heads, form.n_key_heads * form.key_dim, form.n_value_heads // form.n_key_heads
     out = torch.zeros(len(qkv), heads, form.value_dim)
@@ -182,7 +186,7 @@ def move_states(
             continue
         seen = torch.cat([tail, given[None]])
         if not form.has_matrix:
-            sums, tail = (seen * rule["taps"].T).sum(dim=0), seen[1:]
+            sums, tail = bias + (seen * rule["taps"].T).sum(dim=0), seen[1:]
             out[t] = (curve(sums, Activation.SILU) if form.rule is StateRule.BENT_TAPS else sums).view(heads, -1)
             continue
         mixed, tail = curve(bias + (seen * rule["taps"].T).sum(dim=0), Activation.SILU), seen[1:]
@@ -210,6 +214,25 @@ def move_states(
                 out[t, h] = q @ matrices[h] + rule["skip"][h] * v
     a = rms_norm(out, rule["norm"], eps=eps) if is_delta else out
     return a.flatten(1), (matrices, tail)
+
+
+def _select(
+    v: torch.Tensor,
+    rates: torch.Tensor,
+    steps: torch.Tensor,
+    matrices: torch.Tensor,
+    rule: Mapping[str, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by the selective rule: v and steps [T, H v], k and q [T, 2 d], decays [H v, d]."""
+    out, (_, d, width) = torch.zeros_like(v), matrices.shape
+    for t in range(len(v)):
+        k, q = rates[t, :d], rates[t, d:]
+        for c in range(v.shape[1]):
+            step = torch.log1p(torch.exp(steps[t, c] + rule["shift"][c]))
+            column = matrices[c // width, :, c % width]
+            column.copy_(torch.exp(-rule["decay"][c] * step) * column + k * (step * v[t, c]))
+            out[t, c] = q @ column + rule["skip"][c] * v[t, c]
+    return out, matrices
 
 
 def gate_heads(a: torch.Tensor, given: torch.Tensor, activation: Activation) -> torch.Tensor:

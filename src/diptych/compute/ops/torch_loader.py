@@ -69,11 +69,11 @@ class TorchIndex:
 
 @dataclass(frozen=True, slots=True)
 class TorchRule:
-    """`RuleParts`: taps [channels, n_taps], their bias [channels], and of each head [H] (shift by key [H d]), all fp32, and the
-    heads' norm.
+    """`RuleParts`: taps [channels, n_taps], their bias [channels], and of each head [H] (shift by key [H d]; selective: decay
+    [H v, d], others [H v]), all fp32, and the heads' norm.
     """
 
-    taps: torch.Tensor
+    taps: torch.Tensor | None = None
     tap_bias: torch.Tensor | None = None
     decay: torch.Tensor | None = None
     shift: torch.Tensor | None = None
@@ -233,7 +233,10 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
             None if one is None else self._vector(one) for one in (rule.tap_bias, rule.decay, rule.shift, rule.skip)
         )
         norm = None if rule.norm is None else self.norm(rule.norm)
-        taps = self._vector(rule.taps).view(spec.state.n_channels, -1)
+        taps = None if rule.taps is None else self._vector(rule.taps).view(spec.state.n_channels, -1)
+        if spec.state.is_selective:
+            assert decay is not None
+            decay = decay.view(spec.state.width, -1)
         return TorchAttention(spec, None, None, rule=TorchRule(taps, tap_bias, decay, shift, skip, norm))
 
     def router(self, parts: LinearParts) -> TorchLinear:

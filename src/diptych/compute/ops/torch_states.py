@@ -3,7 +3,8 @@
 Within a chunk of n tokens the delta rule is a triangular system (arXiv:2412.06464, section 3.3): with G the running sum of log
 decays and D = exp(G_i - G_j) below the diagonal, u solves (1 + beta (k k^T) D) u = beta (v - exp(G) k S), the outputs are
 exp(G) q S + (q k^T) D u, and the state becomes exp(G_n) S + (exp(G_n - G) k)^T u. Of Mamba-2 u is step * v. Where it fades by
-key G has d columns, and D stands inside the sums over them.
+key G has d columns, and D stands inside the sums over them. A selective state has a decay for each of its numbers, which no such
+sum has in common: it moves on token by token, behind exponentials of a chunk at one time.
 
 Legend: B sequences, n tokens of each, C channels of q, k and v, H value heads, K key heads, d key dim, v value dim.
 """
@@ -49,6 +50,10 @@ def move_states(
                 a, tails = _tap(x_BnC, tails, rule, spec.state)
             elif rates_TR is None:
                 a, tails = _convolve(x_BnC, tails, rule, spec.state)
+            elif spec.state.is_selective:
+                assert decays_TD is not None
+                given_BnR = (x[rows].unflatten(0, (len(sequences), -1)).float() for x in (rates_TR, decays_TD))
+                a, matrices = _select(x_BnC, *given_BnR, matrices, rule)
             else:
                 given = rates_TR[rows] if decays_TD is None else torch.cat([rates_TR[rows], decays_TD[rows]], dim=-1)
                 rates_BnR = given.unflatten(0, (len(sequences), -1)).float()
@@ -84,6 +89,7 @@ def _groups(batch: ForwardBatch) -> Iterator[tuple[list[int], list[Piece]]]:
 
 def _taps(seen_BnC: torch.Tensor, rule: TorchRule) -> torch.Tensor:
     """[B, n - taps + 1, C]: of each channel the sums over its taps."""
+    assert rule.taps is not None
     return F.conv1d(seen_BnC.transpose(1, 2), rule.taps[:, None], rule.tap_bias, groups=len(rule.taps)).transpose(1, 2)
 
 
@@ -104,6 +110,33 @@ def _tap(
     sums = _taps(seen, rule)
     sums = F.silu(sums) if form.rule is StateRule.BENT_TAPS else sums
     return sums.unflatten(-1, (form.n_value_heads, -1)), seen[:, x_BnC.shape[1] :]
+
+
+def _select(
+    x_BnC: torch.Tensor,
+    keys_Bnd: torch.Tensor,
+    steps_BnC: torch.Tensor,
+    matrices: torch.Tensor,
+    rule: TorchRule,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """a [B, n, H, v] and the matrices behind n tokens. keys: each token's key, then its query."""
+    assert rule.decay is not None
+    assert rule.shift is not None
+    assert rule.skip is not None
+    heads, values = matrices.shape[1], matrices.shape[3]
+    state = matrices.transpose(2, 3).flatten(1, 2)  # [B, C, d]
+    step = F.softplus(steps_BnC + rule.shift)
+    k, q = keys_Bnd.chunk(2, dim=-1)
+    rows = []
+    for begin in range(0, x_BnC.shape[1], CHUNK_TOKENS):
+        of_step, of_x, of_k, of_q = (one[:, begin : begin + CHUNK_TOKENS] for one in (step, x_BnC, k, q))
+        left = torch.exp(-of_step[..., None] * rule.decay)
+        news = (of_step * of_x)[..., None] * of_k[:, :, None]
+        for t in range(of_x.shape[1]):
+            state = left[:, t] * state + news[:, t]
+            rows.append((state @ of_q[:, t, :, None])[..., 0])
+    a = torch.stack(rows, dim=1) + rule.skip * x_BnC
+    return a.unflatten(-1, (heads, -1)), state.unflatten(1, (heads, values)).transpose(2, 3)
 
 
 def _advance(

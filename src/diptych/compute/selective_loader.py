@@ -1,0 +1,83 @@
+"""Selective states (Mamba-1) as weight handles: the taps before them, and what is projected from what those give."""
+
+from __future__ import annotations
+
+import torch
+
+from diptych.compute.layer_tensors import LayerTensors
+from diptych.compute.ops.contract import (
+    AttentionSpec,
+    Experts,
+    Heads,
+    Linear,
+    LinearParts,
+    NormParts,
+    RuleParts,
+    Split,
+    Table,
+    Vector,
+)
+from diptych.compute.part_weights import SelectiveWeights
+from diptych.compute.views import JoinedTensor, OnesTensor, PickedTensor
+from diptych.models.states import StateSpec, StepNorms
+
+
+def load_selective(
+    layer: LayerTensors[Table, Vector, Linear, Heads, Experts], state: StateSpec, root: str, values: LinearParts
+) -> SelectiveWeights[Vector, Linear, Heads]:
+    """The layer's, whose tensors begin with root. Steps, keys and queries decide about what is kept: they stay in the finest
+    format. values: what taps see.
+    """
+    source, loader, names, rank = layer.source, layer.loader, layer.names, state.rank
+    low_and_keys = source.tensor(f"{root}{names.reads_taps}.weight", rank + state.n_rates, state.width)
+    low, keys = (PickedTensor(low_and_keys, rows) for rows in torch.arange(rank + state.n_rates).split((rank, state.n_rates)))
+    steps = source.tensor(f"{root}{names.steps}.weight", state.width, rank)
+    steps_norm, keys_norm = _norms(layer, state, root)
+    return SelectiveWeights(
+        values=loader.linear(values, role=layer.role(Split.OUTPUTS, q=0, k=0, v=state.width)),
+        taps=_taps(layer, state, root),
+        first_steps=loader.rates(LinearParts(weights=(low,))),
+        steps_norm=None if steps_norm is None else loader.norm(steps_norm),
+        steps=loader.rates(LinearParts(weights=(steps,))),
+        keys=loader.rates(LinearParts(weights=(keys,))),
+        keys_norm=None if keys_norm is None else loader.norm(keys_norm),
+        norm_eps=state.norm_eps or layer.spec.norm_eps,
+    )
+
+
+def _taps(layer: LayerTensors[Table, Vector, Linear, Heads, Experts], state: StateSpec, root: str) -> Heads:
+    """What moves those on that the state reads."""
+    source, before = layer.source, state.before
+    assert before is not None
+    (name,), between = layer.names.taps, () if source.is_plain else (1,)
+    spec = AttentionSpec(
+        layer=layer.layer,
+        n_heads=before.n_value_heads,
+        n_kv_heads=before.n_key_heads,
+        head_dim=before.value_dim,
+        scale=1.0,
+        state=before,
+        place=layer.spec.place_before(layer.layer),
+    )
+    return layer.loader.state_rule(
+        spec,
+        RuleParts(
+            taps=source.tensor(f"{root}{name}.weight", state.width, *between, before.n_taps),
+            tap_bias=source.tensor(f"{root}{name}.bias", state.width) if before.has_tap_bias else None,
+        ),
+    )
+
+
+def _norms(
+    layer: LayerTensors[Table, Vector, Linear, Heads, Experts], state: StateSpec, root: str
+) -> tuple[NormParts | None, NormParts | None]:
+    """Of steps before their second projection; of keys and of queries, one behind the other."""
+    if state.step_norms is StepNorms.NONE:
+        return None, None
+    if state.step_norms is StepNorms.BARE:
+        return NormParts(weight=OnesTensor(state.rank)), NormParts(weight=OnesTensor(state.n_rates))
+    steps, keys, queries = (
+        layer.source.tensor(f"{root}{name}.weight", n)
+        for name, n in zip(layer.names.step_norms, (state.rank, state.key_dim, state.key_dim), strict=True)
+    )
+    return NormParts(weight=steps), NormParts(weight=JoinedTensor((keys, queries)))

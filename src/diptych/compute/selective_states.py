@@ -1,0 +1,24 @@
+"""What the walk does with a selective state (Mamba-1): what it reads is tapped first, and says how fast it moves on."""
+
+from __future__ import annotations
+
+from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Ops, Stream, Table, Vector
+from diptych.compute.part_weights import SelectiveWeights
+
+
+def run_selective(
+    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+    h: Stream | Hidden,
+    weights: SelectiveWeights[Vector, Linear, Heads],
+    heads: Heads,
+) -> Hidden:
+    """What its channels give [T, H v], before it is gated."""
+    v = ops.move_states(ops.linear(h, weights.values), None, weights.taps)
+    # keys and queries last, as what lies between the steps' projections may be as wide, and is done with then
+    low = ops.linear(v, weights.first_steps)
+    normed = low if weights.steps_norm is None else ops.norm(low, weights.steps_norm, eps=weights.norm_eps)
+    steps = ops.linear(normed, weights.steps)
+    keys = ops.linear(v, weights.keys)
+    if weights.keys_norm is not None:
+        keys = ops.norm(keys, weights.keys_norm, eps=weights.norm_eps, parts=2)
+    return ops.move_states(v, keys, heads, decays=steps)
