@@ -12,6 +12,8 @@
 namespace diptych {
 namespace {
 
+constexpr uint64_t kOfNothing = 0x2D06800538D394C2u;  // the XXH3-64 of no bytes
+
 float from_bf16(uint16_t x) {
   const uint32_t bits = static_cast<uint32_t>(x) << 16;
   float out;
@@ -114,8 +116,8 @@ KvCache::KvCache(const KvShape& shape)
 KvCache::KvCache(const KvShape& common, const std::vector<KvHeads>& layers, int64_t attended) {
   if (common.block_tokens < 16 || common.block_tokens % 16 != 0)
     throw std::invalid_argument("block_tokens is " + std::to_string(common.block_tokens) + "; it must be a multiple of 16");
-  if (layers.empty() || common.n_blocks < 1) throw std::invalid_argument("a KV cache needs at least one layer and block");
-  begins_.push_back(0);
+  if (common.n_blocks < 1) throw std::invalid_argument("a KV cache needs at least one block");
+  begins_.push_back(0), common_ = common;
   for (const KvHeads& heads : layers) {
     const bool has_values = heads.v_dim != 0;
     const int64_t most = has_values ? 512 : kMostLatentDim;
@@ -175,6 +177,7 @@ void KvCache::import_block(int64_t block, const uint8_t* data) {
 }
 
 uint64_t KvCache::export_checked(int64_t block, uint8_t* out) const {
+  if (shapes_.empty()) return kOfNothing;
   Xxh3Copy pass(block_bytes());
   for (size_t index = 0; index < shapes_.size(); ++index) {
     const int64_t bytes = shapes_[index].block_bytes();
@@ -185,6 +188,7 @@ uint64_t KvCache::export_checked(int64_t block, uint8_t* out) const {
 }
 
 uint64_t KvCache::import_checked(int64_t block, const uint8_t* data) {
+  if (shapes_.empty()) return kOfNothing;
   Xxh3Copy pass(block_bytes());
   for (size_t index = 0; index < shapes_.size(); ++index) {
     const int64_t bytes = shapes_[index].block_bytes();

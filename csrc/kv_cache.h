@@ -102,7 +102,8 @@ class KvCache {
 
   int32_t number = 0;  // under which other ranks know theirs of the same pool
 
-  const KvShape& shape() const { return shapes_[0]; }  // of the first layer; blocks, format and layers are those of all
+  // Of the first layer; blocks, format and layers are those of all. Where no layer keeps anything, blocks number tokens and have no bytes.
+  const KvShape& shape() const { return shapes_.empty() ? common_ : shapes_[0]; }
   int64_t bytes() const { return begins_.back(); }
   int64_t block_bytes() const;  // over all layers
   const KvShape& shape_of(int64_t layer) const { return shapes_[layer]; }
@@ -124,6 +125,7 @@ class KvCache {
   void write(int64_t layer, const int32_t* block_ids, int64_t n_tokens, const float* k, const float* v);
 
  private:
+  KvShape common_;                // of all layers
   std::vector<KvShape> shapes_;   // by layer
   std::vector<int64_t> begins_;   // [layers + 1]
   PageBuffer buffer_;

@@ -390,6 +390,14 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "JambaForCausalLM",
         {**JAMBA, "num_experts": 6, "num_experts_per_tok": 3, "expert_layer_period": 2, "expert_layer_offset": 1},
     ),
+    # states alone: with bare norms, with none, and Mamba-2's
+    "falcon_mamba": ("FalconMambaConfig", "FalconMambaForCausalLM", {"state_size": 12, "time_step_rank": 20}),
+    "mamba": ("MambaConfig", "MambaForCausalLM", {"state_size": 12, "tie_word_embeddings": False}),
+    "mamba2": (
+        "Mamba2Config",
+        "Mamba2ForCausalLM",
+        {"state_size": 24, "num_heads": 8, "head_dim": 16, "n_groups": 4, "conv_kernel": 3},
+    ),
     "jamba-dense": ("JambaConfig", "JambaForCausalLM", {**JAMBA, "num_experts": 1, "mamba_dt_rank": "auto"}),
     # newer ones that attend to windows: with sinks and bases of their own, with gated heads, with other experts
     "granite_swa": (

@@ -250,7 +250,11 @@ MORE: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": {"num_experts": 4, "shared_expert_intermediate_size": 48, **DELTA, **EXPERTS, **QWEN4},
     "youtu": {key: value for key, value in LATENT.items() if "rank" in key or "head_dim" in key},
 }
+ALONE = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 256, "state_size": 12, "conv_kernel": 3}
 SMALL_GPT: dict[str, dict[str, Any]] = {
+    "mamba": {**ALONE, "intermediate_size": 96},
+    "falcon_mamba": {**ALONE, "time_step_rank": 20, "tie_word_embeddings": False},
+    "mamba2": {**ALONE, "num_heads": 8, "head_dim": 16, "n_groups": 2},
     "opt": {
         "hidden_size": 64,
         "num_hidden_layers": 4,
@@ -398,9 +402,10 @@ def test_every_number_is_that_of_transformers(family: Family, fields: str) -> No
     assert parameter_count(spec) == counted(config)
     assert (spec.hidden, spec.vocab_size, spec.n_blocks) == (
         config.hidden_size, config.vocab_size, config.num_hidden_layers)  # fmt: skip
-    assert spec.n_heads == config.num_attention_heads
     assert spec.is_tied == getattr(config, "tie_word_embeddings", False)
-    if spec.attention.mla is None:
+    if spec.kv_layers:
+        assert spec.n_heads == config.num_attention_heads
+    if spec.kv_layers and spec.attention.mla is None:
         n_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         is_multi_query = getattr(config, "multi_query", False) and not getattr(
             config, "new_decoder_architecture", False

@@ -91,6 +91,7 @@ def _held(path: Path) -> tuple[Held | None, LoadError | None]:
 
 def _model(spec: ModelSpec) -> dict[str, Any]:
     rope, moe = spec.attention.rope, spec.moe
+    attention = spec.attention if spec.kv_layers else None
     return {
         "name": spec.name,
         "architecture": spec.architecture,
@@ -100,9 +101,10 @@ def _model(spec: ModelSpec) -> dict[str, Any]:
         "hidden": spec.hidden,
         "ffn": None if spec.mlp is None else spec.mlp.ffn,
         "expert_ffn": None if moe is None else moe.expert_ffn,
-        "heads": spec.n_heads,
-        "kv_heads": spec.n_kv_heads,
-        "head_dim": spec.head_dim,
+        # None: no layer attends
+        "heads": None if attention is None else attention.n_heads,
+        "kv_heads": None if attention is None else attention.n_kv_heads,
+        "head_dim": None if attention is None else attention.head_dim,
         # heads and their width, and that of their values where it is another
         "kv_shapes": [list(shape) for shape in dict.fromkeys(map(_kv_shape, spec.caches[: len(spec.kv_layers)]))],
         "experts": None if moe is None else moe.n_experts,
@@ -225,11 +227,13 @@ def _show(facts: dict[str, Any]) -> None:
     console, model = page(), facts["model"]
     shapes = [f"{n} of {' and '.join(map(str, widths))}" for n, *widths in model["kv_shapes"]]
     console.print(f"[bold]{escape(model['name'])}[/bold]: {escape(model['architecture'])}")
+    ffn = model["ffn"] or model["expert_ffn"]
     console.print(
         f"{_count(model['parameters'])} parameters, {_count(model['active_parameters'])} active per token; "
-        f"{model['layers']} layers of width {model['hidden']}, MLP {model['ffn'] or model['expert_ffn']}"
+        f"{model['layers']} layers of width {model['hidden']}"
+        + (f", MLP {ffn}" if ffn else "")
         + (f", {model['experts_per_token']} of {model['experts']} experts" if model["experts"] else "")
-        + f"; {model['heads']} heads on {' or '.join(shapes)}"
+        + (f"; {model['heads']} heads on {' or '.join(shapes)}" if model["heads"] else "; states alone, no attention")
     )
     windows = f"; {model['windowed_layers']} layers see {model['window']} tokens" if model["window"] else ""
     console.print(

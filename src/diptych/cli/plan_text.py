@@ -152,10 +152,16 @@ def _limits(console: Console, plan: Plan) -> None:
     capacity, context = plan.capacity, plan.decode.context_tokens
     linear = plan.compute_bound_batch
     words = "beyond 65536" if linear is None else f"{linear:.0f}"
+    quadratic = plan.quadratic_prompt_tokens
+    attention = (
+        "no layer attends"
+        if quadratic is None
+        else f"attention equals linear FLOPs at a prompt of {quadratic:,.0f} tokens"
+    )
     console.print(
         f"linear layers turn compute bound at batch [bold]{words}[/bold]; KV traffic equals weight traffic at batch "
         f"[bold]{plan.kv_equals_weights_batch:.0f}[/bold] (context {context}); "
-        f"attention equals linear FLOPs at a prompt of {plan.quadratic_prompt_tokens:,.0f} tokens"
+        f"{attention}"
     )
     console.print(
         f"memory of one device: {amount(capacity.memory_bytes)}B, weights {amount(capacity.weight_bytes)}B, "

@@ -93,10 +93,10 @@ class Worker:
         self._lineage, self._takes_other_kernels = self._executor.lineage, takes_other_kernels
         self._lease_s, self._late_s = lease_s, late_s
         # blocks of a parcel, always in the same memory: new pages are a fault each
-        self._parcel_blocks = max(1, parcel_bytes // self._executor.block_bytes)
+        self._parcel_blocks = max(1, parcel_bytes // max(self._executor.block_bytes, 1))  # which may have none
         self._room = np.empty((self._parcel_blocks, self._executor.block_bytes), dtype=np.uint8)
         self._machine = machine
-        self._slots = Slots(name, 0 if machine is None else N_SLOTS, self._room.nbytes)
+        self._slots = Slots(name, N_SLOTS if machine is not None and self._room.nbytes else 0, self._room.nbytes)
         self._mapped = Mapped()
         self._stepper = Stepper(self.core, self._executor, clock, fold=self._fold, observe=machinery.observe)
         self._events: list[Event | Heard] = []

@@ -80,7 +80,7 @@ class KVPayload:
 
 
 def said_once(of_layers: Sequence[str]) -> str:
-    """What all layers have, or each behind the other where they differ."""
+    """What all layers have, or each behind the other where they differ; nothing where no layer keeps anything."""
     return of_layers[0] if len(set(of_layers)) == 1 else " | ".join(of_layers)
 
 
@@ -205,7 +205,7 @@ class TorchKVStore:
         said = [f"{n}, {d}" if dv in (0, d) else f"{n}, {d} and {dv}" for n, d, dv in heads]
         self.header = KVHeader(
             revision=revision,
-            layout=f"torch [{len(shapes[0])}, {block_tokens}, {said_once(said)}]",
+            layout=f"torch [{len(shapes[0]) if shapes else 0}, {block_tokens}, {said_once(said)}]",
             dtype=str(dtype).removeprefix("torch."),
             n_layers=len(heads),
             block_tokens=block_tokens,
@@ -252,6 +252,8 @@ class TorchKVStore:
     def export_blocks(self, block_ids: Sequence[int], out: np.ndarray | None = None) -> KVPayload:
         """The bytes of these blocks in every layer; a copy, in memory of its own."""
         planes = self._planes
+        if not planes:  # blocks number tokens alone
+            return KVPayload.of(self.header, np.empty((len(block_ids), 0), dtype=np.uint8))
         ids = torch.as_tensor(block_ids, dtype=torch.long, device=planes[0].device)
         blocks = torch.cat([plane[ids].flatten(1) for plane in planes], dim=1)  # [n, numbers]
         return KVPayload.of(self.header, blocks.contiguous().cpu().view(torch.uint8).numpy())
@@ -260,6 +262,8 @@ class TorchKVStore:
         """Take in blocks that an equal store exported. TransferError, and nothing is written, unless all of them are right."""
         payload.check(self.header, len(block_ids))
         planes = self._planes
+        if not planes:
+            return
         ids = torch.as_tensor(block_ids, dtype=torch.long, device=planes[0].device)
         data = torch.from_numpy(payload.data_NB.copy()).view(planes[0].dtype)
         sizes = [plane[0].numel() for plane in planes]

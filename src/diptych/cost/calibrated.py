@@ -234,10 +234,10 @@ class CalibratedModel:
 
     def _tokens_beside_weights(self) -> float:
         """Tokens whose keys and values lie in the cache with all the weights; below 0 where not even those do."""
-        cache = self.calibration.cache
-        if cache is None or self.cached_share < 1.0:
+        cache, token_bytes = self.calibration.cache, sum(kv_bytes for _, kv_bytes, *_ in self._units.windows)
+        if cache is None or self.cached_share < 1.0 or not token_bytes:
             return -1.0
-        return (cache.bytes - self._weight_bytes) / sum(kv_bytes for _, kv_bytes, *_ in self._units.windows)
+        return (cache.bytes - self._weight_bytes) / token_bytes
 
     def _windows(self, terms: _Terms, shape: StepShape) -> _Windows:
         """Attention's prices: the cache's where what the step reads of keys and values fits in beside the weights."""

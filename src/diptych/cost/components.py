@@ -30,7 +30,7 @@ BF16 = QuantSpec(name="bf16", weight_bytes=2.0)
 ATTENTION = ("scores", "values", "index")
 LOGIT_BYTES = 4
 STATE_BYTES = 4  # of a number of a state
-EXPONENTIAL_FLOPS = 20.0  # of e to the power of a number, as kernels compute it
+EXPONENTIAL_FLOPS = 20.0  # of e to the power of a number, as csrc/simd.h computes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,19 +341,18 @@ def _states(sizes: _Sizes, state: StateSpec) -> tuple[Component, Component, Comp
     # what lies between two steps, rates and decays each device makes whole
     divided = (state.n_inputs + (0 if state.rank and not state.is_selective else state.gate_width)) / tp
     qkv = _linear(sizes, "qkv", hidden, divided + state.n_projected - divided * tp)
-    bent = state.n_value_heads / tp * state.key_dim * state.value_dim if state.is_selective else 0.0
     if state.is_selective:  # steps by way of a rank, k and q
         qkv = qkv.plus(_linear(sizes, "qkv", state.width, state.rank + state.n_rates))
         qkv = qkv.plus(_linear(sizes, "qkv", state.rank, state.n_decays))
     elif state.rank:
         qkv = qkv.plus(_linear(sizes, "qkv", state.rank, state.gate_width / tp + state.n_decays))
-    products = 6.0 if state.rule is StateRule.DELTA else 4.0
+    products = 6.0 if state.rule is StateRule.DELTA else 4.0 + EXPONENTIAL_FLOPS * state.is_selective
     chunks = sum(shape.count for shape in sizes.work.shapes)
     moved = chunks * state.layer_elements * STATE_BYTES / tp
     states = Component(
         name="states",
         flops=products * n * heads * state.key_dim * state.value_dim,
-        vector_flops=n * (2.0 * channels * (state.tapped or state.n_taps) + 8.0 * width + EXPONENTIAL_FLOPS * bent),
+        vector_flops=n * (2.0 * channels * (state.tapped or state.n_taps) + 8.0 * width),
         weight_bytes=state.n_small / tp * 4.0,
         activation_bytes=n * (inputs + width) * sizes.a,
         kv_read_bytes=moved,

@@ -77,11 +77,19 @@ def capacity_of(setup: Setup, *, context_tokens: int, batch: int, rule: MemoryRu
         weight_bytes=weights,
         activation_bytes=activations,
         free_kv_bytes=max(free, 0.0),
-        kv_tokens=max(int(free * layout.parts // _token_bytes(setup, context_tokens)), 0),
+        kv_tokens=_kv_tokens(setup, free, context_tokens, max_batch),
         max_batch=max_batch,
         max_context_tokens=longest,
         is_fitting=max_batch >= batch,
     )
+
+
+def _kv_tokens(setup: Setup, free_bytes: float, context_tokens: int, max_batch: int) -> int:
+    """Where no layer keeps keys and values, those of as many sequences as there is room for states of."""
+    token_bytes = _token_bytes(setup, context_tokens)
+    if not token_bytes:
+        return max_batch * context_tokens
+    return max(int(free_bytes * setup.layout.parts // token_bytes), 0)
 
 
 def _weight_bytes(setup: Setup) -> float:

@@ -152,7 +152,7 @@ class Plan:
     kv_s: float  # decode: reading the cache
     compute_bound_batch: float | None
     kv_equals_weights_batch: float
-    quadratic_prompt_tokens: float
+    quadratic_prompt_tokens: float | None
     capacity: Capacity
     sensitivity: Sensitivity
     notes: tuple[str, ...]
@@ -313,10 +313,12 @@ def kv_equals_weights_batch(setup: Setup, context_tokens: int, batch: int) -> fl
     return cost.weight_bytes / (cost.total("kv_read_bytes") / rows)
 
 
-def quadratic_prompt_tokens(setup: Setup) -> float:
-    """Prompt length at which causal attention costs as many FLOPs as the linear layers (no windows): P / (L H h)."""
+def quadratic_prompt_tokens(setup: Setup) -> float | None:
+    """Prompt length at which causal attention costs as many FLOPs as the linear layers (no windows): P / (L H h). None: no layer
+    attends.
+    """
     pair_flops = attention_flops_per_pair(setup.model, on_latents=setup.calibration.is_local)
-    return 4.0 * linear_parameter_count(setup.model) / pair_flops
+    return 4.0 * linear_parameter_count(setup.model) / pair_flops if pair_flops else None
 
 
 def sensitivity_of(setup: Setup, prefill: StepShape, decode: StepShape) -> Sensitivity:

@@ -227,16 +227,18 @@ def _pool(
     if memory_bytes is None:
         memory_bytes = int(memory.available_bytes * KV_MEMORY_SHARE)
     elif memory_bytes > memory.available_bytes:
-        largest = memory.available_bytes // block_bytes * block_tokens
+        largest = memory.available_bytes // block_bytes * block_tokens if block_bytes else 0
         raise CapacityError(
             f"kv_memory_bytes is {memory_bytes}; of the {memory.total_bytes} bytes of memory here {memory.available_bytes} "
-            f"are free, which hold at most {largest} tokens",
+            "are free" + (f", which hold at most {largest} tokens" if block_bytes else ""),
             hint=f"leave kv_memory_bytes out to use {KV_MEMORY_SHARE:.0%} of what is free"
             + (f", and ask for a context of at most {min(largest, model_context)}" if largest else ""),
         )
     n_places = _places(state_bytes, memory_bytes, config)
-    fitting_blocks = max(0, memory_bytes - scratch_bytes - n_places * state_bytes) // block_bytes
     needed_blocks = _blocks(context, block_tokens)
+    if not block_bytes:  # no layer attends: blocks number tokens, and take no memory
+        return PoolSize(context, needed_blocks * (config.scheduler.max_running_sequences or POOL_CONTEXTS), n_places)
+    fitting_blocks = max(0, memory_bytes - scratch_bytes - n_places * state_bytes) // block_bytes
     if needed_blocks > fitting_blocks:
         largest = fitting_blocks * block_tokens
         if asked is not None or config.kv_memory_bytes is not None or largest < 2:

@@ -43,6 +43,23 @@ IN_BLOCKS: dict[str, Any] = {
     "norms": {Norms.BEFORE: ("norm", None, "norm", None), Norms.ALONE: ("norm", None, None, None)}, **IN_MAMBA,
     "states": "mixer"}  # fmt: skip
 
+# Mamba, alone. No class of these says how long a text may be, as nothing of it grows; so many tokens is the longest that one of
+# them was published for (Codestral Mamba)
+ALONE: dict[str, Any] = {
+    "vocab_size": 50_280, "hidden_size": 768, "num_hidden_layers": 32, "num_attention_heads": 1, "head_dim": None,
+    "hidden_act": "silu", "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+    "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_conv_bias": True}  # fmt: skip
+ALONE_NAMES = {"layer_norm_epsilon": "rms_norm_eps", "state_size": "mamba_d_state", "conv_kernel": "mamba_d_conv",
+               "use_conv_bias": "mamba_conv_bias"}  # fmt: skip
+SELECTIVE = {"mamba_d_ssm": None, "mamba_expand": 2, "mamba_dt_rank": "auto"}
+SELECTIVE_NAMES = {"intermediate_size": "mamba_d_ssm", "expand": "mamba_expand", "time_step_rank": "mamba_dt_rank"}
+STATES_ALONE: dict[str, Any] = {
+    "fixed": {"use_bias": (False,)}, "has_states_alone": True, "prefixes": ("backbone.", "model."),
+    # how weights were drawn, and words of the code that they were trained with
+    "unread": ("time_step_scale", "time_step_init_scheme", "use_mambapy", "use_falcon_mambapy",
+               "use_associative_scan", "rms_norm", "norm_before_gate", "d_inner", "d_model", "n_layer", "ssm_cfg",
+               "fused_add_norm", "pad_vocab_size_multiple")}  # fmt: skip
+
 # Kimi Linear: latent attention without positions, a delta rule that fades by key
 KIMI_LINEAR = {"model_max_length": "max_position_embeddings", "moe_renormalize": "norm_topk_prob",
                "num_expert_group": "n_group", "num_experts_per_token": "num_experts_per_tok",
@@ -221,6 +238,25 @@ STATES: tuple[Family, ...] = (
                           gate_up=("input_linear",), down="output_linear",
                           stacked=("input_linear.weight", "output_linear.weight"), **IN_MAMBA),
         **MAMBA_LAYERS, **BY_ATTENTION_BIAS,
+    ),
+    # states alone: selective ones, with norms of steps, keys and queries or without, and Mamba-2's
+    Family(
+        name="mamba", architectures=("MambaForCausalLM",),
+        keys={**ALONE, **SELECTIVE}, renamed={**ALONE_NAMES, **SELECTIVE_NAMES},
+        state_rule=StateRule.SELECTIVE, names=TensorNames(**IN_BLOCKS), **STATES_ALONE,
+    ),
+    Family(
+        name="falcon_mamba", architectures=("FalconMambaForCausalLM",),
+        keys={**ALONE, **SELECTIVE, "mixer_rms_eps": 1e-6}, renamed={**ALONE_NAMES, **SELECTIVE_NAMES},
+        state_rule=StateRule.SELECTIVE, names=TensorNames(**IN_BLOCKS), **STATES_ALONE,
+    ),
+    Family(
+        name="mamba2", architectures=("Mamba2ForCausalLM",),
+        keys={**ALONE, "vocab_size": 32_768, "hidden_size": 4096, "num_hidden_layers": 64, "tie_word_embeddings": False,
+              "mamba_d_state": 128, "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 8, "time_step_limit": None},
+        renamed={**ALONE_NAMES, "num_heads": "mamba_n_heads", "head_dim": "mamba_d_head", "n_groups": "mamba_n_groups"},
+        state_rule=StateRule.SSD, names=TensorNames(**IN_BLOCKS),
+        **{**STATES_ALONE, "unread": (*STATES_ALONE["unread"], "intermediate_size")},
     ),
     # a selective state, attention without positions on every eighth layer, mixtures on every second
     Family(

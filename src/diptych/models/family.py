@@ -141,8 +141,8 @@ class Family:
     last layer attends to everything. has_full_heads: layers that attend to everything have heads of their own number and
     width (`read_streams.full_heads`). scales_layers, has_inner_norms: as in `ModelSpec`.
     mixes_apart: the dense MLP is the shared expert of a mixture, as `MoeSpec.is_apart` says.
-    has_blocks: attention and MLPs are blocks of their own; has_pairs: each layer has a state beside its attention
-    (`read_blocks`).
+    has_blocks: attention and MLPs are blocks of their own; has_pairs: each layer has a state beside its attention;
+    has_states_alone: each has a state and nothing else (`read_blocks`).
     gates_heads, gate_by: as `AttentionLayer` has them; mixes_queries: as `MlaSpec.is_mixed` says. index_turns_last: of an index
     as `IndexSpec.turns_last` says, and the key's norm has the model's eps. norms_latents_alike: norms of latents have it, too.
     limits_all: `swiglu_limit` is of dense MLPs and shared experts, too.
@@ -217,6 +217,7 @@ class Family:
     mixes_apart: bool = False
     has_blocks: bool = False
     has_pairs: bool = False
+    has_states_alone: bool = False
     state_rule: StateRule | None = None
     state_norms: Norms | None = None
     state_norm_eps: float | None = None

@@ -25,7 +25,7 @@ from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL, S
 from diptych.models.latent import IndexSpec, MlaSpec
 from diptych.models.positions import QueryScale, Rope, slopes
 from diptych.models.read_block_index import as_indexed
-from diptych.models.read_blocks import as_layers, as_pairs, as_searched, without_pictures
+from diptych.models.read_blocks import as_layers, as_pairs, as_searched, as_states, without_pictures
 from diptych.models.read_glm_next import as_glm_next
 from diptych.models.read_gpt import arrangement, of_all_layers, with_kinds, with_section
 from diptych.models.read_heads import Heads, HeadsByWindow
@@ -258,6 +258,8 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
         settled |= as_layers(raw, path)
     elif family.has_pairs:
         settled |= as_pairs(settled, path)
+    elif family.has_states_alone:
+        settled |= as_states(settled, path)
     elif "cross_attention_layers" in family.keys:
         settled |= without_pictures(settled, path)
     elif "block_configs" in family.keys:

@@ -1,5 +1,6 @@
 """Models whose layers are something else than ours, as layers of attention and an MLP: each of the two a block of its own with
-a norm before it (Nemotron-H), or attention and a state by one norm (Falcon-H1), of which a layer here has one; or between
+a norm before it (Nemotron-H), or attention and a state by one norm (Falcon-H1), of which a layer here has one; or states
+alone (Mamba); or between
 layers that attend to pictures (Llama 3.2 Vision), which text without pictures does not pass through; or what a search has left
 of a Llama's layers (Nemotron NAS): attention and MLP, one of the two, or none.
 
@@ -51,6 +52,12 @@ def as_pairs(raw: Mapping[str, Any], path: str) -> dict[str, Any]:
         "num_hidden_layers": 2 * n_layers,
         "layer_types": [STATE, ATTENTION] * n_layers,
     }
+
+
+def as_states(raw: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Likewise, of layers that each have a state alone (Mamba)."""
+    n_layers = HfConfig(raw, path=path).integer("num_hidden_layers")
+    return {"blocks": tuple((i, None) for i in range(n_layers)), "layer_types": [STATE] * n_layers}
 
 
 def without_pictures(raw: Mapping[str, Any], path: str) -> dict[str, Any]:

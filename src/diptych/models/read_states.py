@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from diptych.ground.errors import LoadError, UnsupportedModel
+from diptych.ground.errors import LoadError
 from diptych.models.config import NUMBER_LIMIT, HfConfig
 from diptych.models.family import Family
 from diptych.models.gates import Activation
@@ -30,12 +30,7 @@ SELECTED_HEAD = 32  # those of a selective state
 
 def state_layers(config: HfConfig, family: Family, n_layers: int) -> list[bool]:
     """Which layers have a state."""
-    found = [False] * n_layers if family.state_rule is None else _found(config, family, family.state_rule, n_layers)
-    if all(found):
-        raise UnsupportedModel(
-            f"all {n_layers} layers in {config.path} keep a state; one at least must attend to keys and values"
-        )
-    return found
+    return [False] * n_layers if family.state_rule is None else _found(config, family, family.state_rule, n_layers)
 
 
 def _found(config: HfConfig, family: Family, rule: StateRule, n_layers: int) -> list[bool]:
@@ -298,7 +293,7 @@ def _convolution(config: HfConfig) -> StateSpec:
 def _selective(config: HfConfig) -> StateSpec:
     """Of Mamba-1: heads are as many channels as are computed together, which ranks divide."""
     hidden = config.integer("hidden_size")
-    width = config.integer("mamba_expand") * hidden
+    width = config.integer("mamba_d_ssm", config.integer("mamba_expand") * hidden)
     head, has_bare = math.gcd(width, SELECTED_HEAD), config.raw.get("mixer_rms_eps") is not None
     norms = StepNorms.BARE if has_bare else StepNorms.WEIGHED if "attn_layer_period" in config.raw else StepNorms.NONE
     auto = config.raw.get("mamba_dt_rank") in ("auto", None)

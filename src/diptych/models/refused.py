@@ -10,13 +10,11 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-OTHER_STATES = "a state per sequence of another kind (Mamba-1, RWKV, Lightning attention, RG-LRU)"
+OTHER_STATES = "a state per sequence of another kind (RWKV, Lightning attention, RG-LRU)"
 # what is missing -> model_type of transformers
 MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "no layer that attends, but states alone": ("mamba2",),
-    "layers that are shared": ("zamba2",),
-    OTHER_STATES: (
-        "zamba", "mamba", "falcon_mamba", "rwkv", "minimax", "recurrent_gemma"),
+    "layers that are shared": ("zamba", "zamba2"),
+    OTHER_STATES: ("rwkv", "minimax", "recurrent_gemma"),
     "norms of heads with biases": ("persimmon",),
     "a shared expert of another shape": ("dbrx", "longcat_flash"),
     "keys made of windows of tokens, and experts that a token's id chooses": ("deepseek_v4",),

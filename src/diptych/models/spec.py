@@ -358,8 +358,10 @@ class ModelSpec:
         mixtures = {replace(mixture, limit=None, shared_limit=None) for mixture in limited}
         if len(mixtures) > 1:
             raise UnsupportedModel(f"{self.name} has {len(mixtures)} kinds of mixtures of experts; one is supported")
-        if not self.kv_layers:
-            raise UnsupportedModel(f"{self.name} has no layer that attends to keys and values; one at least is needed")
+        if not self.kv_layers and not self.state_layers:
+            raise UnsupportedModel(
+                f"{self.name} has no layer that attends to keys and values or keeps a state; one at least is needed"
+            )
         is_chosen = False
         for i, layer in enumerate(self.layers):
             is_chosen = is_chosen or layer.attention.own_index is not None
@@ -482,8 +484,10 @@ class ModelSpec:
 
     @cached_property
     def attention(self) -> AttentionLayer:
-        """The first attention to keys and values; of most models heads, biases and norms are the same in all layers."""
-        return self.layers[self.kv_layers[0]].attention
+        """The first attention to keys and values; of most models heads, biases and norms are the same in all layers. Where
+        none attends, the first that keeps a state.
+        """
+        return self.layers[(self.kv_layers or self.state_layers)[0]].attention
 
     @property
     def n_heads(self) -> int:

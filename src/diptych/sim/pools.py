@@ -298,6 +298,9 @@ def _blocks(
                 hint="a larger device, a larger --tp or a smaller weight format",
             )
         states = n_states(capacity.free_kv_bytes)
+        if not setup.model.kv_layers:  # blocks number tokens, and states alone take room
+            kv_tokens = min(kv_tokens, MAX_BLOCKS * block_tokens)
+            return BlockConfig(n_blocks=kv_tokens // block_tokens, block_tokens=block_tokens, n_places=states)
         kv_tokens -= int(kv_tokens * states * state_bytes(setup.model, tp=setup.tp) / capacity.free_kv_bytes)
     else:
         states = n_states(math.inf)

@@ -89,7 +89,8 @@ def kv_bytes_per_block(
 
 def cache_sizes(spec: ModelSpec) -> dict[str, Any]:
     """The cache of a model as the kernels want to know it: of each layer that keeps something how many heads, and how wide."""
-    return {"heads": [cache.sizes for cache in spec.caches], "attended": spec.caches[0].attended or 0}
+    attended = spec.caches[0].attended if spec.caches else None
+    return {"heads": [cache.sizes for cache in spec.caches], "attended": attended or 0}
 
 
 def state_shape(state: StateSpec, own: OwnHeads, *, scale: float = 1.0, norm_eps: float = 0.0) -> Any:

@@ -65,7 +65,7 @@ class CpuKVStore:
             if state_floats:
                 self.native.add_states(list(state_floats), n_places)
             # any thread may meet any block
-            if len(nodes) > 1 and not self.native.interleave(list(nodes)):
+            if len(nodes) > 1 and self._heads and not self.native.interleave(list(nodes)):
                 logger.warning(
                     "the KV cache stays where it is first written: the system refused to deal it out over nodes"
                 )
@@ -97,7 +97,7 @@ class CpuKVStore:
         Blocks that are handed out first come first, in all layers: a step writes to every layer.
         """
         layers = list(pairwise(self.native.begins))
-        for at in range(0, max(end - begin for begin, end in layers), BACKED_BYTES):
+        for at in range(0, max((end - begin for begin, end in layers), default=0), BACKED_BYTES):
             for begin, end in layers:
                 if wants_stop():
                     return

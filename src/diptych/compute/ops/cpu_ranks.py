@@ -94,7 +94,8 @@ class Part:
 
     def import_from(self, block_ids: np.ndarray, data: np.ndarray) -> None:
         """Its heads' bytes from those of all."""
-        self.store.native.import_blocks(block_ids, np.concatenate([data[:, one] for one in self._columns], axis=1))
+        own = [data[:, :0], *(data[:, one] for one in self._columns)]  # nothing where no layer keeps anything
+        self.store.native.import_blocks(block_ids, np.concatenate(own, axis=1))
 
     def read(self, layer: int, block_ids: np.ndarray, n_tokens: int) -> np.ndarray:
         """Its heads' keys and values side by side, [k, T, d + dv]."""
