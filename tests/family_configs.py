@@ -7,9 +7,9 @@ from typing import Any
 from family_fields import (
     CONVOLUTIONS,
     FALCON_H1,
-    JAMBA,
     LAGUNA,
     MAMBA,
+    MAMBA_1,
     NEMOTRON_3,
     NEMOTRON_H,
     QWEN4,
@@ -384,21 +384,7 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**{key: value for key, value in MAMBA.items() if key not in ("layer_types", "shared_intermediate_size")},
          "attn_layer_indices": [1]},
     ),
-    # Mamba-1 in three layers of four, with experts in every second layer, and without any
-    "jamba": (
-        "JambaConfig",
-        "JambaForCausalLM",
-        {**JAMBA, "num_experts": 6, "num_experts_per_tok": 3, "expert_layer_period": 2, "expert_layer_offset": 1},
-    ),
-    # states alone: with bare norms, with none, and Mamba-2's
-    "falcon_mamba": ("FalconMambaConfig", "FalconMambaForCausalLM", {"state_size": 12, "time_step_rank": 20}),
-    "mamba": ("MambaConfig", "MambaForCausalLM", {"state_size": 12, "tie_word_embeddings": False}),
-    "mamba2": (
-        "Mamba2Config",
-        "Mamba2ForCausalLM",
-        {"state_size": 24, "num_heads": 8, "head_dim": 16, "n_groups": 4, "conv_kernel": 3},
-    ),
-    "jamba-dense": ("JambaConfig", "JambaForCausalLM", {**JAMBA, "num_experts": 1, "mamba_dt_rank": "auto"}),
+    **MAMBA_1,
     # newer ones that attend to windows: with sinks and bases of their own, with gated heads, with other experts
     "granite_swa": (
         "GraniteSWAConfig",

@@ -58,3 +58,14 @@ QWEN4 = {"num_hidden_layers": 4, "head_dim": 32, "num_experts": 6, "num_experts_
          "indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 12,
          "indexer_compress_ratio": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
                                                           "partial_rotary_factor": 0.25}}  # fmt: skip
+# Mamba-1 in three layers of four, with experts in every second layer and without any; states alone, with bare norms and
+# without, and Mamba-2's
+MAMBA_1 = {
+    "jamba": ("JambaConfig", "JambaForCausalLM", {
+        **JAMBA, "num_experts": 6, "num_experts_per_tok": 3, "expert_layer_period": 2, "expert_layer_offset": 1}),
+    "jamba-dense": ("JambaConfig", "JambaForCausalLM", {**JAMBA, "num_experts": 1, "mamba_dt_rank": "auto"}),
+    "falcon_mamba": ("FalconMambaConfig", "FalconMambaForCausalLM", {"state_size": 12, "time_step_rank": 20}),
+    "mamba": ("MambaConfig", "MambaForCausalLM", {"state_size": 12, "tie_word_embeddings": False}),
+    "mamba2": ("Mamba2Config", "Mamba2ForCausalLM", {
+        "state_size": 24, "num_heads": 8, "head_dim": 16, "n_groups": 4, "conv_kernel": 3}),
+}  # fmt: skip

@@ -152,6 +152,8 @@ HOLDERS: dict[str, Callable[[Path], Path]] = {
     "a delta rule": lambda folder: make_checkpoint("qwen3_next", folder, dtype=torch.bfloat16),
     "Mamba-2": lambda folder: make_checkpoint("granitemoehybrid", folder, dtype=torch.bfloat16),
     "convolutions": lambda folder: make_checkpoint("lfm2", folder, dtype=torch.bfloat16),
+    "Mamba-1": lambda folder: make_checkpoint("jamba", folder, dtype=torch.bfloat16),
+    "no attention": lambda folder: make_checkpoint("mamba2", folder, dtype=torch.bfloat16),
 }  # fmt: skip
 
 

@@ -27,13 +27,15 @@ Faulty = list[tuple[int, ToWorker]]
 READ = sum((n - 1) // BLOCK * BLOCK for n in LENGTHS)
 
 
-@pytest.fixture(scope="module", params=["cpu", "torch"])
+# of the other no layer attends, and a block has no bytes
+@pytest.fixture(scope="module", params=[(one, backend) for one in ("qwen3_5", "mamba") for backend in ("cpu", "torch")])
 def loaded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> LoadedModel:
     directory = tmp_path_factory.mktemp("states")
-    make_checkpoint("qwen3_5", directory, vocab_size=4096, max_position_embeddings=512, dtype=torch.bfloat16)
+    family, backend = request.param
+    make_checkpoint(family, directory, vocab_size=4096, max_position_embeddings=512, dtype=torch.bfloat16)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         shutil.copy(bundled_dir() / name, directory / name)
-    return load(str(directory), tiny_config(request.param))
+    return load(str(directory), tiny_config(backend))
 
 
 def config_of(loaded: LoadedModel, **scheduler: object) -> EngineConfig:

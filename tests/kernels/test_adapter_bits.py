@@ -103,18 +103,19 @@ TARGETS = {
     "qwen3_5": ["q_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "o_proj"],
     "granite-h-dense": ["v_proj", "in_proj", "out_proj", "input_linear"],
     "lfm2": ["q_proj", "in_proj", "out_proj", "w1", "w2"],
+    "jamba-dense": ["q_proj", "in_proj", "x_proj", "out_proj", "down_proj"],
 }
 
 
 LIKE = {"bf16": 0.999, "int8": 0.99, "int4": 0.8}
 # a state adds up what was rounded, and experts are chosen by it
 LIKE_STATES = {"bf16": 0.998, "int8": 0.98, "int4": 0.6}
-WITH_STATES = ("qwen3_next", "qwen3_5", "granite-h-dense")
+WITH_STATES = ("qwen3_next", "qwen3_5", "granite-h-dense", "jamba-dense")
 
 
 @pytest.mark.parametrize("family", [
     "qwen3", "gemma2", "phi3", "qwen3_moe", "gpt2", "falcon-40b", "qwen3_next", "qwen3_5", "granite-h-dense", "lfm2",
-    "mimo_v2_flash", "bitnet",
+    "mimo_v2_flash", "bitnet", "jamba-dense",
 ])  # fmt: skip
 def test_logits_are_those_of_peft_as_the_model_s_own_are(family: str, tmp_path: Path) -> None:
     """Oracle: peft in fp32. The error with an adapter is of the size that the format's rounding has without one."""

@@ -149,8 +149,14 @@ MORE: dict[str, dict[str, Any]] = {
         **MAMBA,
     },
     "bamba": {"attn_layer_indices": [1, 3], **MAMBA},
-    "jamba": {"num_experts": 4, "mamba_d_state": 12, "mamba_d_conv": 3, "mamba_dt_rank": 20, "attn_layer_period": 2,
-              "attn_layer_offset": 1},
+    "jamba": {
+        "num_experts": 4,
+        "mamba_d_state": 12,
+        "mamba_d_conv": 3,
+        "mamba_dt_rank": 20,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+    },
     "qwen3_vl_moe_text": {"num_experts": 4, "tie_word_embeddings": False, **EXPERTS},
     "falcon_h1": {
         "mamba_d_ssm": 96,

@@ -79,8 +79,7 @@ def test_multimodal_wrappers_give_their_language_part() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["zamba2", "minimax", "recurrent_gemma", "falcon_mamba",
-     "dbrx", "bert", "mamba2", "jamba", "rwkv", "persimmon"],
+    ["zamba", "zamba2", "minimax", "recurrent_gemma", "dbrx", "bert", "rwkv", "persimmon"],
 )  # fmt: skip
 def test_what_is_on_no_list_is_refused_with_the_list(kind: str) -> None:
     """Hybrids and encoders were priced as dense decoders: a wrong price is worse than none."""
@@ -209,14 +208,19 @@ def test_an_architecture_under_another_model_type_is_refused() -> None:
         ("phi3", {"rope_scaling": {**LONGROPE, "long_factor": [2.0]}, "max_position_embeddings": 8192}, "short_factor"),
         *(("bamba", {"time_step_limit": value}, "time_step_limit in config.json is") for value in (
             3, True, "x", [], [1.0], [2.0, 1.0], [-1.0, 1.0], [float("nan")] * 2, [0, 10**400], [{"a": 1}, 2])),
-        ("bamba", {"attn_layer_indices": []}, "all 4 layers in config.json keep a state"),
+        ("jamba", {"attn_layer_offset": 8}, "attn_layer_offset in config.json is 8; it must be at most 7"),
+        ("jamba", {"attn_layer_period": 0}, "attn_layer_period in config.json is 0"),
+        ("jamba", {"expert_layer_offset": 2}, "expert_layer_offset in config.json is 2; it must be at most 1"),
+        ("jamba", {"mamba_proj_bias": True}, "mamba_proj_bias in config.json is True"),
+        ("jamba", {"mamba_dt_rank": "some"}, "mamba_dt_rank in config.json is 'some'"),
+        ("jamba", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act in config.json is 'gelu_pytorch_tanh'; layers with a"),
+        ("jamba", {"sliding_window": 8}, "sliding_window in config.json is 8"),
         ("bamba", {"mamba_n_groups": 2}, "mamba_n_groups in config.json is 2"),
         ("bamba", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act in config.json is 'gelu_pytorch_tanh'; layers with a"),
         *(("nemotron_h", {"hybrid_override_pattern": pattern, "num_hidden_layers": None}, words) for pattern, words in (
             ("-M*", "block 0 in config.json is an MLP with no attention or state right before it"),
             ("M-E*", "block 2 in config.json is an MLP"), ("M|*-", "hybrid_override_pattern in config.json is 'M|\\*-'"),
-            (["M", "*"], "hybrid_override_pattern"), ("", "names 0 blocks"), ("M" * 4096, "names 4096 blocks"),
-            ("M-M-", "all 2 layers in config.json keep a state"))),
+            (["M", "*"], "hybrid_override_pattern"), ("", "names 0 blocks"), ("M" * 4096, "names 4096 blocks"))),
         ("nemotron_h", {"hybrid_override_pattern": "M-*"}, "names 3 blocks; num_hidden_layers is 4"),
         ("nemotron_h", {"layers_block_type": ["mamba", "moe", "attention", 3]}, "layers_block_type in config.json is"),
         ("nemotron_h", {"layers_block_type": ["mamba", "mlp", "attention", "mlp"], "use_bias": True}, "use_bias"),
@@ -257,6 +261,38 @@ def test_the_steps_of_mamba_2_are_held_as_the_config_says(given: Any, limits: tu
     state = read("bamba", **STATES["bamba"], time_step_limit=given).layers[0].attention.state
     assert state is not None
     assert state.step_limits == limits
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [("bamba", {**STATES["bamba"], "attn_layer_indices": []}), ("nemotron_h", {"hybrid_override_pattern": "M-M-"})],
+)
+def test_no_layer_has_to_attend(kind: str, fields: dict[str, Any]) -> None:
+    """Such models were refused, as were those whose class has no attention at all."""
+    spec = read(kind, **fields)
+    assert (spec.kv_layers, spec.caches) == ((), ())
+    assert spec.state_layers == tuple(range(spec.n_layers))
+
+
+@pytest.mark.parametrize("kind", ["mamba", "falcon_mamba", "mamba2"])
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [({"use_bias": True}, "use_bias in config.json is True"), ({"hidden_act": "gelu_pytorch_tanh"}, "tanh'; layers with"),
+     ({"state_size": 0}, "is 0"), ({"sliding_window": 4}, "sliding_window in config.json is 4")],
+)  # fmt: skip
+def test_what_states_alone_do_not_have_is_refused(kind: str, fields: dict[str, Any], words: str) -> None:
+    """Biases of the projections around a state, gates of another kind, and what only attention could have."""
+    with pytest.raises(LoadError, match=words):
+        read_model(HfConfig({"model_type": kind, "num_hidden_layers": 2, **fields}, path="config.json"))
+
+
+def test_a_width_that_is_said_is_that_of_the_channels() -> None:
+    """transformers takes intermediate_size before what expand would give."""
+    for fields, width in (({}, 1536), ({"intermediate_size": 1600}, 1600), ({"expand": 3}, 2304)):
+        spec = read_model(HfConfig({"model_type": "mamba", **fields}))
+        state = spec.layers[0].attention.state
+        assert state is not None
+        assert (state.width, state.rank, spec.n_layers) == (width, 48, 32)
 
 
 def test_blocks_of_their_own_are_layers_of_both() -> None:

@@ -49,9 +49,7 @@ class LayerHeads(Generic[Vector, Linear, Heads]):
     """The handles of a layer's attention, as `LayerWeights` has them."""
 
     handle: Heads
-    qkv: (
-        Linear | LatentWeights[Vector, Linear] | StateWeights[Vector, Linear] | SelectiveWeights[Vector, Linear, Heads]
-    )
+    qkv: Linear | LatentWeights[Vector, Linear] | StateWeights[Vector, Linear] | SelectiveWeights[Vector, Linear, Heads]
     o: Linear
     gate: Linear | None = None
     o_norm: Vector | None = None

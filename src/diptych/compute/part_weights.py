@@ -69,8 +69,8 @@ class StateWeights(Generic[Vector, Linear]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectiveWeights(Generic[Vector, Linear, Heads]):
-    """The projections of a selective state: what its taps see, which `taps` moves on; of what these give the channels' steps, in
-    two projections with a norm between them, if any, and keys and queries beside each other, normed apart, if at all.
+    """The projections of a selective state: what its taps see, which `taps` moves on; of what these give the channels' steps,
+    in two projections with a norm between them, if any, and keys and queries beside each other, normed apart, if at all.
     """
 
     values: Linear

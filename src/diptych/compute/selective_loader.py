@@ -30,7 +30,9 @@ def load_selective(
     """
     source, loader, names, rank = layer.source, layer.loader, layer.names, state.rank
     low_and_keys = source.tensor(f"{root}{names.reads_taps}.weight", rank + state.n_rates, state.width)
-    low, keys = (PickedTensor(low_and_keys, rows) for rows in torch.arange(rank + state.n_rates).split((rank, state.n_rates)))
+    low, keys = (
+        PickedTensor(low_and_keys, rows) for rows in torch.arange(rank + state.n_rates).split((rank, state.n_rates))
+    )
     steps = source.tensor(f"{root}{names.steps}.weight", state.width, rank)
     steps_norm, keys_norm = _norms(layer, state, root)
     return SelectiveWeights(

@@ -22,7 +22,7 @@ from diptych.ground.shape import ChunkShape, StepShape
 from diptych.ground.specs import KVSpec, QuantSpec
 from diptych.models.latent import IndexSpec, MlaSpec
 from diptych.models.spec import AttentionLayer, LayerSpec, MlpSpec, ModelSpec, MoeSpec, QkNorm
-from diptych.models.states import StateRule, StateSpec
+from diptych.models.states import StateSpec
 
 BF16 = QuantSpec(name="bf16", weight_bytes=2.0)
 
@@ -30,7 +30,6 @@ BF16 = QuantSpec(name="bf16", weight_bytes=2.0)
 ATTENTION = ("scores", "values", "index")
 LOGIT_BYTES = 4
 STATE_BYTES = 4  # of a number of a state
-EXPONENTIAL_FLOPS = 20.0  # of e to the power of a number, as csrc/simd.h computes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,27 +330,24 @@ def _layer(sizes: _Sizes) -> tuple[Component, ...]:
 
 
 def _states(sizes: _Sizes, state: StateSpec) -> tuple[Component, Component, Component]:
-    """Projections, and states, which every chunk reads and writes once: the update and S^T q for each of its tokens, and by the
-    delta rule S^T k before them. Of a selective state each of its numbers has an exponential for every token.
+    """Projections, and states, which every chunk reads and writes once: the update and S^T q for each of its tokens, by the
+    delta rule S^T k before them, of a selective state an exponential of each number.
     """
     hidden, n, tp = sizes.model.hidden, sizes.n, sizes.tp
-    channels, inputs, width, heads = (
-        one / tp for one in (state.n_channels, state.n_inputs, state.width, state.n_value_heads)
-    )
+    sizes_of = state.n_channels, state.n_inputs, state.width, state.n_value_heads
+    channels, inputs, width, heads = (one / tp for one in sizes_of)
     # what lies between two steps, rates and decays each device makes whole
-    divided = (state.n_inputs + (0 if state.rank and not state.is_selective else state.gate_width)) / tp
+    late = state.gate_width if state.rank and not state.is_selective else 0  # of what gates, in a second step
+    divided = (state.n_inputs + state.gate_width - late) / tp
     qkv = _linear(sizes, "qkv", hidden, divided + state.n_projected - divided * tp)
-    if state.is_selective:  # steps by way of a rank, k and q
+    if state.is_selective:  # what v is projected to
         qkv = qkv.plus(_linear(sizes, "qkv", state.width, state.rank + state.n_rates))
-        qkv = qkv.plus(_linear(sizes, "qkv", state.rank, state.n_decays))
-    elif state.rank:
-        qkv = qkv.plus(_linear(sizes, "qkv", state.rank, state.gate_width / tp + state.n_decays))
-    products = 6.0 if state.rule is StateRule.DELTA else 4.0 + EXPONENTIAL_FLOPS * state.is_selective
-    chunks = sum(shape.count for shape in sizes.work.shapes)
-    moved = chunks * state.layer_elements * STATE_BYTES / tp
+    if state.rank:
+        qkv = qkv.plus(_linear(sizes, "qkv", state.rank, late / tp + state.n_decays))
+    moved = sum(shape.count for shape in sizes.work.shapes) * state.layer_elements * STATE_BYTES / tp
     states = Component(
         name="states",
-        flops=products * n * heads * state.key_dim * state.value_dim,
+        flops=state.flops_each * n * heads * state.key_dim * state.value_dim,
         vector_flops=n * (2.0 * channels * (state.tapped or state.n_taps) + 8.0 * width),
         weight_bytes=state.n_small / tp * 4.0,
         activation_bytes=n * (inputs + width) * sizes.a,

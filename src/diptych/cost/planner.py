@@ -314,8 +314,9 @@ def kv_equals_weights_batch(setup: Setup, context_tokens: int, batch: int) -> fl
 
 
 def quadratic_prompt_tokens(setup: Setup) -> float | None:
-    """Prompt length at which causal attention costs as many FLOPs as the linear layers (no windows): P / (L H h). None: no layer
-    attends.
+    """Prompt length at which causal attention costs as many FLOPs as the linear layers (no windows): P / (L H h).
+
+    None: no layer attends.
     """
     pair_flops = attention_flops_per_pair(setup.model, on_latents=setup.calibration.is_local)
     return 4.0 * linear_parameter_count(setup.model) / pair_flops if pair_flops else None

@@ -151,8 +151,9 @@ class TwoPhase:
         attention = spec.layers[layer].attention
         if attention.state is not None or attention.is_absent:
             what = "has no attention" if attention.is_absent else "keeps a state in place of keys and values"
+            others = f"layers {list(spec.kv_layers)} keep those" if spec.kv_layers else "no layer keeps those"
             raise RequestError(
-                f"layer {layer} {what}; layers {list(spec.kv_layers)} keep those",
+                f"layer {layer} {what}; {others}",
                 param="layer",
             )
         keys_KTd, values_KTd = self.kv.read(spec.kv_place(layer), state.block_ids, len(state.token_ids))

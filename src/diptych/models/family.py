@@ -54,9 +54,10 @@ class TensorNames:
     states_in: its projections, by a delta rule of q, k and v (or of each), of the gate, of beta, of the decay, or of the
     first two and of the last two together, by key head; else one. states_o, states_norm: what it leaves by, and the norm of
     it. taps: of its convolution, or of q's, k's and v's where they lie apart. reads_taps, steps, step_norms: of a selective
-    state, what makes steps, keys and queries of what taps give, the steps' second projection, and norms of the three. wraps_decays: the numbers of its heads' decays
-    have axes of one around them. index: what precedes the names of an index of blocks. others: what some files call a norm, the
-    choice bias, stacked experts, or what precedes those, and projections, and sinks.
+    state, what makes steps, keys and queries of what taps give, the steps' second projection, and norms of the three.
+    wraps_decays: the numbers of its heads' decays have axes of one around them. index: what precedes the names of an index of
+    blocks. others: what some files call a norm, the choice bias, stacked experts, or what precedes those, and projections, and
+    sinks.
     """
 
     embedding: str = "embed_tokens"

@@ -30,8 +30,8 @@ def mixture_layers(config: HfConfig, n_layers: int) -> frozenset[int]:
             raise LoadError(f"mlp_layer_types in {config.path} must name {n_layers} layers, each dense or sparse")
         return frozenset(i for i in range(n_layers) if kinds[i] == "sparse")
     if "expert_layer_period" in config.raw:
-        step, first = every_so_many(config, "expert_layer")
-        return frozenset(range(first, n_layers, step)) if config.integer("num_experts") > 1 else frozenset()
+        period, begin = every_so_many(config, "expert_layer")
+        return frozenset(range(begin, n_layers, period)) if config.integer("num_experts") > 1 else frozenset()
     first = config.optional_integer("first_k_dense_replace", low=0)
     if first is not None:
         return frozenset(range(first, n_layers, step))

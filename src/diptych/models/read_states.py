@@ -61,7 +61,8 @@ def _found(config: HfConfig, family: Family, rule: StateRule, n_layers: int) -> 
 def every_so_many(config: HfConfig, of: str) -> tuple[int, int]:
     """Which layers are of a kind, of Jamba: those whose numbers leave the second number, divided by the first."""
     period, first = config.integer(f"{of}_period"), config.integer(f"{of}_offset", low=0)
-    config.at_most(f"{of}_offset", first, period - 1)
+    if first >= period:
+        raise LoadError(f"{of}_offset in {config.path} is {first}; it must be at most {period - 1}")
     return period, first
 
 

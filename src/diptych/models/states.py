@@ -9,6 +9,9 @@ from enum import Enum
 from diptych.models.gates import Activation
 
 
+EXPONENTIAL_FLOPS = 20.0  # of e to the power of a number, as csrc/simd.h computes it
+
+
 class StateRule(Enum):
     """How a state moves on with a token."""
 
@@ -124,8 +127,8 @@ class StateSpec:
 
     @property
     def n_rates(self) -> int:
-        """Numbers of a token that say how much is new and what is left: beta and decay of each head, or its step; of a selective
-        state k and q.
+        """Numbers of a token that say how much is new and what is left: beta and decay of each head, or its step; of a
+        selective state k and q.
         """
         if self.is_selective:
             return 2 * self.key_dim
@@ -171,6 +174,11 @@ class StateSpec:
     def state_elements(self) -> int:
         """Numbers that are kept of a sequence: the heads' matrices, and the tokens that its taps still see."""
         return self.n_value_heads * self.key_dim * self.value_dim + (self.n_taps - 1) * self.n_channels
+
+    @property
+    def flops_each(self) -> float:
+        """Of a token, for each number of the heads' matrices."""
+        return {StateRule.DELTA: 6.0, StateRule.SELECTIVE: 4.0 + EXPONENTIAL_FLOPS}.get(self.rule, 4.0)
 
     @property
     def layer_elements(self) -> int:

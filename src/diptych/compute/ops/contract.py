@@ -273,8 +273,8 @@ class IndexParts:
 class RuleParts:
     """What moves a layer's states on, beside what is projected: taps [channels, .., n_taps] with a bias [channels]; of each
     head [H] the factor in the exponent of its decay, what shifts its rate (by key: [H d]), and what of its value it gives
-    besides; the norm over value_dim. Of a selective state decays [H v, d], shifts and skips [H v]. None: the rule, or the layer,
-    has none.
+    besides; the norm over value_dim. Of a selective state decays [H v, d], shifts and skips [H v]. None: the rule, or the
+    layer, has none.
     """
 
     taps: WeightTensor | None = None
@@ -558,8 +558,8 @@ class Ops(
         SSD: with step = softplus(rate_scale rates + shift) within its limits and r = exp(-decay step): S = r S + k (step v)^T,
         and S^T q + skip v. Convolution: qkv is b, c and x, and a = c * (bias + sum over taps of tap * (b * x)).
         Taps: a = the sum over taps of tap * qkv, bent taps: silu of bias + it.
-        Selective: qkv is v, rates are k and q [T, 2d], decays [T, H v]; with step = softplus(decays + shift) of each channel and
-        r = exp(-decay step) of each of its rows: S = r S + k (step v)^T, and S^T q + skip v.
+        Selective: qkv is v, rates are k and q [T, 2d], decays [T, H v]; with step = softplus(decays + shift) of each channel
+        and r = exp(-decay step) of each of its rows: S = r S + k (step v)^T, and S^T q + skip v.
         A sequence begins with the state that the batch names, or with zeros.
         """
 

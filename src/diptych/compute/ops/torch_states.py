@@ -3,8 +3,8 @@
 Within a chunk of n tokens the delta rule is a triangular system (arXiv:2412.06464, section 3.3): with G the running sum of log
 decays and D = exp(G_i - G_j) below the diagonal, u solves (1 + beta (k k^T) D) u = beta (v - exp(G) k S), the outputs are
 exp(G) q S + (q k^T) D u, and the state becomes exp(G_n) S + (exp(G_n - G) k)^T u. Of Mamba-2 u is step * v. Where it fades by
-key G has d columns, and D stands inside the sums over them. A selective state has a decay for each of its numbers, which no such
-sum has in common: it moves on token by token, behind exponentials of a chunk at one time.
+key G has d columns, and D stands inside the sums over them. A selective state has a decay for each of its numbers, which no
+such sum has in common: it moves on token by token, behind exponentials of a chunk at one time.
 
 Legend: B sequences, n tokens of each, C channels of q, k and v, H value heads, K key heads, d key dim, v value dim.
 """
@@ -52,8 +52,8 @@ def move_states(
                 a, tails = _convolve(x_BnC, tails, rule, spec.state)
             elif spec.state.is_selective:
                 assert decays_TD is not None
-                given_BnR = (x[rows].unflatten(0, (len(sequences), -1)).float() for x in (rates_TR, decays_TD))
-                a, matrices = _select(x_BnC, *given_BnR, matrices, rule)
+                keys, steps = (x[rows].unflatten(0, (len(sequences), -1)).float() for x in (rates_TR, decays_TD))
+                a, matrices = _select(x_BnC, keys, steps, matrices, rule)
             else:
                 given = rates_TR[rows] if decays_TD is None else torch.cat([rates_TR[rows], decays_TD[rows]], dim=-1)
                 rates_BnR = given.unflatten(0, (len(sequences), -1)).float()
