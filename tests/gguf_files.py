@@ -31,7 +31,7 @@ from gguf_layers import (
     write_mixture,
     write_windowed_heads,
 )
-from gguf_states import keeps_axes, tensors_with_states, write_states
+from gguf_states import STATES_ALONE, keeps_axes, tensors_with_states, write_states, write_states_alone
 
 # family of tests/checkpoints.py -> general.architecture
 ARCHITECTURES = {
@@ -53,6 +53,7 @@ ARCHITECTURES = {
     "kimi_linear": "kimi-linear", "falcon_h1": "falcon-h1", "falcon-h1-normed": "falcon-h1",
     "afmoe": "afmoe", "nemotron_h": "nemotron_h", "nemotron-3": "nemotron_h_moe",
     "hunyuan_v1_moe": "hunyuan-moe", "qwen3_next": "qwen3next", "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe",
+    "jamba": "jamba", "jamba-dense": "jamba", "mamba": "mamba", "falcon_mamba": "mamba", "mamba2": "mamba2",
     "mistral4": "mistral4", "glm_moe_dsa": "glm-dsa", "mimo_v2_flash": "mimo2", "step3p7": "step35",
 }  # fmt: skip
 EVERY_SECOND = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
@@ -84,6 +85,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "no_rope_layer_interval": 4},
     "gpt2": {"n_inner": None},
     "mpt": {"attn_config": {"clip_qkv": 0.8}},
+    "mamba": {"intermediate_size": 128},  # as the converter wants it
+    "falcon_mamba": {"intermediate_size": 128, "mixer_rms_eps": 1e-5},  # a file has one epsilon
     "phi": {"intermediate_size": 256, "num_key_value_heads": 4},  # as the converter says of all of them
     "hunyuan_v1_moe": {"moe_topk": 3},
     # a tied head has the embedding's multiplier there
@@ -268,6 +271,8 @@ def write_kinds_of_heads(out: gguf.GGUFWriter, config: Any) -> None:
 
 def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
     """What the converter writes of a config."""
+    if config.model_type in STATES_ALONE:
+        return write_states_alone(out, config)
     rope = rope_of(config)
     full = rope.get("full_attention", rope)
     heads = config.num_attention_heads

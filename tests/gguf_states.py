@@ -8,12 +8,41 @@ import gguf
 import torch
 
 
+STATES_ALONE = ("mamba", "falcon_mamba", "mamba2")
+
+
+def write_states_alone(out: gguf.GGUFWriter, config: Any) -> None:
+    """All that the converter writes of a model without attention; how long its texts may be is any large number there."""
+    out.add_context_length(2**20)
+    out.add_embedding_length(config.hidden_size)
+    out.add_feed_forward_length(0)
+    out.add_head_count(0)
+    out.add_block_count(config.num_hidden_layers)
+    out.add_vocab_size(config.vocab_size)
+    out.add_ssm_conv_kernel(config.conv_kernel)
+    out.add_ssm_state_size(config.state_size)
+    out.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    if config.model_type == "mamba2":
+        out.add_ssm_inner_size(config.num_heads * config.head_dim)
+        out.add_ssm_time_step_rank(config.num_heads)
+        out.add_ssm_group_count(config.n_groups)
+        return
+    out.add_ssm_inner_size(config.intermediate_size)
+    out.add_ssm_time_step_rank(config.time_step_rank)
+    out.add_ssm_dt_b_c_rms(config.model_type == "falcon_mamba")
+
+
 def write_states(out: gguf.GGUFWriter, config: Any) -> None:
     """Of a gated delta rule, of Mamba-2, of short convolutions, or nothing."""
     if hasattr(config, "linear_num_key_heads"):
         write_delta(out, config)
     if hasattr(config, "mamba_n_heads"):
         write_mamba(out, config)
+    if config.model_type == "jamba":
+        out.add_ssm_conv_kernel(config.mamba_d_conv)
+        out.add_ssm_state_size(config.mamba_d_state)
+        out.add_ssm_time_step_rank(config.mamba_dt_rank)
+        out.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
     if config.model_type == "kimi_linear":
         write_by_key(out, config)
     if config.model_type == "nemotron_h":
@@ -26,6 +55,12 @@ def tensors_with_states(name: str, values: torch.Tensor, config: Any) -> dict[st
     """A tensor that such models alone have, as the converter leaves it; None for any other."""
     if "linear_attn." in name:
         return states_of(name, values, config)
+    if config.model_type == "jamba" and ".feed_forward.experts." in name:
+        return experts_of(name, values)
+    if config.model_type in ("jamba", "mamba", "falcon_mamba") and name.endswith(("A_log", ".D")):
+        return {f"{name}.none": -values.float().exp() if name.endswith("A_log") else values}
+    if config.model_type in ("jamba", "mamba", "falcon_mamba"):
+        return None
     if config.model_type == "falcon_h1":
         values = multiplied(name, values, config)
         return mamba_of(name, values) if ".mamba." in name else {name: values}
@@ -145,9 +180,18 @@ def mixer_of(name: str, values: torch.Tensor, config: Any) -> dict[str, torch.Te
         return {f"{root}mixer.gate.e_score_correction.bias": values}
     if part == "norm.weight":
         return {name: values.view(config.n_groups, -1)}
-    if part == "dt_bias" and "moe" in config.layers_block_type:
+    if part == "dt_bias" and "moe" in getattr(config, "layers_block_type", ()):
         return {f"{root}mixer.dt.bias": values}
     return mamba_of(name, values)
+
+
+def experts_of(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of Jamba's mixture, by the names of others."""
+    name = name.replace("feed_forward.", "mlp.")
+    if name.endswith("down_proj"):
+        return {f"{name}.weight": values}
+    parts = zip(("gate_proj", "up_proj"), values.chunk(2, dim=1), strict=True)
+    return {f"{name.replace('gate_up_proj', one)}.weight": part for one, part in parts}
 
 
 def mamba_of(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:

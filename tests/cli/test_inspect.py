@@ -45,7 +45,7 @@ def test_every_tensor_of_a_gguf_file_is_counted_once(family: str, tmp_path: Path
     assert any(group.part == "experts" for group in groups) == (family in ("qwen3_moe", "qwen2_moe"))
 
 
-MIXTURES = ("granitemoehybrid", "lfm2_moe", "qwen3_next", "nemotron-3")
+MIXTURES = ("granitemoehybrid", "lfm2_moe", "qwen3_next", "nemotron-3", "jamba")
 STATES = ("granite-h-dense", "lfm2", "nemotron_h", *MIXTURES)
 
 

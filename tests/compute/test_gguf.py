@@ -236,6 +236,11 @@ def test_pairs_that_gemma_4_does_not_turn_come_last(freqs: list[float], tmp_path
         ("nemotron_h", {"feed_forward_length": [0, 96]}, "feed_forward_length in .* must hold 8 whole numbers"),
         ("nemotron_h", {"feed_forward_length": None}, "feed_forward_length in .* must hold 8 whole numbers"),
         ("nemotron_h", {"ssm.group_count": 3}, "each must be at least 1 and divide the next"),
+        ("mamba2", {"ssm.group_count": 3}, "each must be at least 1 and divide the next"),
+        ("jamba", {"ssm.inner_size": 100}, "inner_size in .* is 100; it must be a multiple of the model's width, 64"),
+        ("jamba", {"attention.head_count_kv": [2, 0]}, "head_count_kv in .* must hold 4 whole numbers"),
+        ("mamba", {"ssm.state_size": 0}, "mamba_d_state in .* is 0"),
+        ("mamba", {"ssm.dt_b_c_rms": False, "attention.scale": 0.5}, r"attention\.scale .* is 0.5"),
     ],
 )
 def test_metadata_that_change_the_mathematics_are_refused(
@@ -399,7 +404,7 @@ def test_value_heads_of_states_come_in_order_out_of_any_blocks(family: str, kind
     ("family", "weights"),
     [("llama", "bf16"), ("llama", "int8"), ("llama", "int4"), ("deepseek_v2", "bf16"), ("gpt_oss", "int8"),
      ("granitemoe", "bf16"), ("qwen3_next", "bf16"), ("qwen3_5_moe", "int8"), ("granitemoehybrid", "bf16"),
-     ("lfm2_moe", "int8"), ("nemotron-3", "int8")],
+     ("lfm2_moe", "int8"), ("nemotron-3", "int8"), ("jamba", "int8"), ("falcon_mamba", "bf16")],
 )  # fmt: skip
 def test_a_bf16_file_has_the_bits_of_the_checkpoint(family: str, weights: str, tmp_path: Path) -> None:
     """The two containers hold the same numbers, so nothing after the reader may tell them apart."""

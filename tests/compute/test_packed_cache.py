@@ -149,13 +149,13 @@ def test_joined_projections_of_several_types_keep_their_values(
 
 
 @pytest.mark.parametrize(
-    "family", ["granitemoehybrid", "qwen3_next", "qwen3_5", "nemotron_h", "falcon_h1", "kimi_linear"]
+    "family", ["granitemoehybrid", "qwen3_next", "qwen3_5", "nemotron_h", "falcon_h1", "kimi_linear", "jamba"]
 )
 def test_some_rows_of_a_kept_tensor_come_back_from_the_cache(
     family: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What Mamba-2 and gated heads have in one tensor is read by several: each start packed it anew, with a warning."""
-    reference, several = gguf_reference(family, hidden_size=256), ("attn_q.", "attn_qkv", "ssm_in", "ssm_ba")
+    reference, several = gguf_reference(family, hidden_size=256), ("attn_q.", "attn_qkv", "ssm_in", "ssm_ba", "ssm_x")
     path = write_gguf(
         reference, tmp_path / "m.gguf", choose=lambda name: "Q8_0" if any(one in name for one in several) else "F32"
     )

@@ -129,7 +129,7 @@ def test_a_gguf_file_of_a_refused_kind_is_told_why_too(tmp_path: Path) -> None:
     names = set(gguf.MODEL_ARCH_NAMES.values())
     assert not [kind for kind in IN_GGUF.values() if reason_for(kind) is None]
     assert set(IN_GGUF) - names <= {"deepseek32", "deepseek4", "minimax-01"}  # newer than the package
-    for name in ("mamba", "jamba", "minimax-01"):
+    for name in ("rwkv6", "rwkv7", "minimax-01"):
         out = gguf.GGUFWriter(str(tmp_path / name), name)
         out.write_header_to_file()
         out.write_kv_data_to_file()

@@ -46,7 +46,7 @@ IN_BLOCKS: dict[str, Any] = {
 # Mamba, alone. No class of these says how long a text may be, as nothing of it grows; so many tokens is the longest that one of
 # them was published for (Codestral Mamba)
 ALONE: dict[str, Any] = {
-    "vocab_size": 50_280, "hidden_size": 768, "num_hidden_layers": 32, "num_attention_heads": 1, "head_dim": None,
+    "vocab_size": 50_280, "hidden_size": 768, "num_hidden_layers": 32, "num_attention_heads": 1,
     "hidden_act": "silu", "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
     "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_conv_bias": True}  # fmt: skip
 ALONE_NAMES = {"layer_norm_epsilon": "rms_norm_eps", "state_size": "mamba_d_state", "conv_kernel": "mamba_d_conv",
@@ -263,7 +263,7 @@ STATES: tuple[Family, ...] = (
         name="jamba", architectures=("JambaForCausalLM",),
         keys={key: value for key, value in USUAL.items() if key != "rope_theta"}
         | {"vocab_size": 65_536, "intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 262_144,
-           "num_experts_per_tok": 2, "num_experts": 16, "expert_layer_period": 2, "expert_layer_offset": 1,
+           "num_experts_per_tok": 2, "num_experts": 16, "mlp_layer_types": None, "expert_layer_period": 2, "expert_layer_offset": 1,
            "attn_layer_period": 8, "attn_layer_offset": 4, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2,
            "mamba_dt_rank": "auto", "mamba_conv_bias": True},
         renamed=LOCAL_EXPERTS,

@@ -48,6 +48,10 @@ BESIDE_MAMBA = {
     **{key: name for key, name in MAMBA.items() if name},
     "ssm.inner_size": "mamba_d_ssm",
 }  # attention in each layer
+# of Mamba-1; how wide it is, `gguf_states` reads where layers attend, too
+SELECTIVE = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state",
+             "ssm.time_step_rank": "mamba_dt_rank"}  # fmt: skip
+NO_HEADS = {"attention.head_count": "", "feed_forward_length": ""}  # 0 each where no layer attends
 # of a delta rule that fades by key; which layers have it, `gguf_states` reads
 BY_KEY = {"kda.head_dim": "linear_head_dim", "ssm.conv_kernel": "linear_conv_kernel_dim", "attention.head_count_kv": ""}
 CONVOLUTIONS = {"shortconv.l_cache": "conv_L_cache", "attention.head_count_kv": ""}
@@ -204,6 +208,15 @@ NEMOTRON_H = GgufArchitecture(
     present={"mamba_conv_bias": "ssm_conv1d.bias"},
     is_permuted=True,
 )
+# the same architecture with norms that have no weights, of the epsilon of all others
+MAMBA_1 = GgufArchitecture(
+    architecture="MambaForCausalLM",
+    keys={**SELECTIVE, **NO_HEADS, "ssm.inner_size": "mamba_d_ssm", "ssm.dt_b_c_rms": ""},
+    fixed={"num_attention_heads": 1},
+    norms={"norm": "attn_norm"},
+    present={"mamba_conv_bias": "ssm_conv1d.bias"},
+)
+FALCON_MAMBA = replace(MAMBA_1, architecture="FalconMambaForCausalLM")
 # of these `gguf_layers` reads what differs from layer to layer
 GLM_DSA = replace(
     DEEPSEEK_V3,
@@ -331,6 +344,20 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         fixed={"mamba_norm_before_gate": False},
         norms={"input_layernorm": "attn_norm", "pre_ff_layernorm": "ffn_norm"},
         present={"mamba_conv_bias": "ssm_conv1d.bias", "mamba_rms_norm": "ssm_norm.weight"},
+    ),
+    "jamba": GgufArchitecture(
+        architecture="JambaForCausalLM",
+        keys={**SELECTIVE, **EXPERTS, "ssm.inner_size": "", "attention.head_count_kv": ""},
+        norms={"input_layernorm": "attn_norm", "pre_ff_layernorm": "ffn_norm"},
+        present={"mamba_conv_bias": "ssm_conv1d.bias"},
+    ),
+    "mamba": MAMBA_1,
+    "mamba2": GgufArchitecture(
+        architecture="Mamba2ForCausalLM",
+        keys={**MAMBA, **NO_HEADS},
+        fixed=MAMBA_1.fixed,
+        norms=MAMBA_1.norms,
+        present=MAMBA_1.present,
     ),
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_moe": NEMOTRON_H,
@@ -476,6 +503,8 @@ def architecture_of(file: GgufFile) -> GgufArchitecture:
         )
     if found is OLMO2 and file.metadata.get("olmo2.attention.sliding_window"):
         return OLMO3
+    if found is MAMBA_1 and file.metadata.get("mamba.ssm.dt_b_c_rms"):
+        return FALCON_MAMBA
     if found is GLM4 and _turns_by_axes(file):
         return GLM4V
     if found is DEEPSEEK_V2 and not file.metadata.get("deepseek2.expert_count"):

@@ -19,6 +19,15 @@ def add_states(config: dict[str, Any], keys: Keys, file: GgufFile, kind: GgufArc
     rule = family.state_rule
     if rule is None or family.has_pairs:
         return
+    if family.has_states_alone:
+        if "mixer_rms_eps" in family.keys:  # of norms that have the epsilon of all others
+            config["mixer_rms_eps"] = config["rms_norm_eps"]
+        if rule is StateRule.SSD:
+            config["mamba_d_head"] = value_heads(file)[2]
+        return
+    if rule is StateRule.SELECTIVE:
+        _add_selective(config, keys, file)
+        return
     if family.has_blocks:
         _add_blocks(config, keys, file)
         return
@@ -34,17 +43,29 @@ def add_states(config: dict[str, Any], keys: Keys, file: GgufFile, kind: GgufArc
     if rule is not StateRule.SSD:
         return
     _, n_heads, head_dim = value_heads(file)
-    hidden = HfConfig(config, path=str(file.path)).integer("hidden_size")
-    if n_heads * head_dim % hidden:
-        raise LoadError(
-            f"{keys.full('ssm.inner_size')} in {file.path} is {n_heads * head_dim}; it must be a multiple of the "
-            f"model's width, {hidden}"
-        )
-    config["mamba_expand"] = n_heads * head_dim // hidden
+    _add_width(config, keys, n_heads * head_dim)
     config["position_embedding_type"] = "rope" if keys.number("rope.scaling.finetuned") else None
     if not config.get("num_experts"):
         config["num_experts"] = 0
         config.setdefault("shared_expert_intermediate_size", config["intermediate_size"])
+
+
+def _add_selective(config: dict[str, Any], keys: Keys, file: GgufFile) -> None:
+    """Of Mamba-1 beside attention: which layers have it, how wide it is, and which have a mixture."""
+    _add_layers(config, keys, "mamba")
+    _add_width(config, keys, keys.number("ssm.inner_size"))
+    routers = [f"blk.{i}.ffn_gate_inp.weight" in file.tensors for i in range(config["num_hidden_layers"])]
+    config["mlp_layer_types"] = ["sparse" if one else "dense" for one in routers]
+
+
+def _add_width(config: dict[str, Any], keys: Keys, width: Any) -> None:
+    """What the width of all channels is of the model's."""
+    hidden = HfConfig(config, path=str(keys.path)).integer("hidden_size")
+    if not isinstance(width, int) or width < 1 or width % hidden:
+        raise LoadError(
+            f"{keys.full('ssm.inner_size')} in {keys.path} is {width}; it must be a multiple of the model's width, {hidden}"
+        )
+    config["mamba_expand"] = width // hidden
 
 
 def _add_recurrent(config: dict[str, Any], keys: Keys) -> None:

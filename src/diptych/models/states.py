@@ -8,7 +8,6 @@ from enum import Enum
 
 from diptych.models.gates import Activation
 
-
 EXPONENTIAL_FLOPS = 20.0  # of e to the power of a number, as csrc/simd.h computes it
 
 
