@@ -7,7 +7,6 @@ from typing import Any
 import gguf
 import torch
 
-
 STATES_ALONE = ("mamba", "falcon_mamba", "mamba2")
 
 
