@@ -274,8 +274,7 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type in STATES_ALONE:
         return write_states_alone(out, config)
     rope = rope_of(config)
-    full = rope.get("full_attention", rope)
-    heads = config.num_attention_heads
+    full, heads = rope.get("full_attention", rope), config.num_attention_heads
     if config.model_type == "gemma4_text":
         return write_kinds_of_heads(out, config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads

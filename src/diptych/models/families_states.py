@@ -264,7 +264,8 @@ STATES: tuple[Family, ...] = (
         keys={key: value for key, value in USUAL.items() if key != "rope_theta"}
         | {"vocab_size": 65_536, "intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 262_144,
            "num_experts_per_tok": 2, "num_experts": 16, "mlp_layer_types": None, "expert_layer_period": 2,
-           "expert_layer_offset": 1, "attn_layer_period": 8, "attn_layer_offset": 4, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2,
+           "expert_layer_offset": 1, "attn_layer_period": 8, "attn_layer_offset": 4,
+           "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2,
            "mamba_dt_rank": "auto", "mamba_conv_bias": True},
         renamed=LOCAL_EXPERTS,
         fixed={"mamba_proj_bias": (False,), "attention_bias": (False,), "sliding_window": (None,),
