@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,30 @@ def test_bytes_per_block_are_the_bytes_held(model: Model) -> None:
     """The pool is sized by this number; a wrong one is an out-of-memory error later."""
     for block_tokens in (1, 16, 32):
         assert model.make_kv(5, block_tokens).nbytes == 5 * model.kv_bytes_per_block(block_tokens)
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("cpu", marks=NATIVE)])
+def test_where_no_layer_attends_blocks_have_no_bytes(backend: str, tmp_path: Path) -> None:
+    """They number tokens: all that is done with blocks is done with them, and nothing moves."""
+    path = make_checkpoint("mamba", tmp_path)
+    model = load_model(path, ComputeConfig(backend=backend, device="cpu", threads=1, weights="bf16"))
+    assert model.kv_bytes_per_block(32) == 0
+    kv = model.make_kv(4, 32, n_places=2)
+    assert kv.nbytes == 2 * model.state_bytes > 0
+    assert (kv.header.block_bytes, kv.header.n_layers) == (0, 0)
+    kv.back_memory(lambda: False)
+    kv.copy_blocks([(0, 3)])
+    payload = kv.export_blocks([1, 2])
+    assert payload.data_NB.shape == (2, 0)
+    assert payload.checksums == (xxhash.xxh3_64_intdigest(b""),) * 2
+    kv.import_blocks([0, 3], payload)
+    other = replace(payload, checksums=(payload.checksums[0], 7))
+    with pytest.raises(TransferError, match="block 1 of 2 does not have its checksum"):
+        kv.import_blocks([0, 3], other)
+    state = torch.arange(model.state_bytes // 4, dtype=torch.float32)
+    kv.write_state(1, state)
+    assert torch.equal(kv.read_state(1), state)
+    assert not kv.read_state(0).any()
 
 
 def test_pool_that_does_not_fit_is_refused_with_the_number() -> None:
