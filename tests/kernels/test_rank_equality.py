@@ -122,6 +122,8 @@ BEYOND: list[tuple[str, str, str, dict[str, int]]] = [
     ("hy_v4", "int8", "int8", {"num_attention_heads": 3}),
     ("glm5_next", "int8", "int8", {"num_attention_heads": 3, "num_key_value_heads": 3, "linear_num_heads": 3}),
     ("qwen4_exp", "int8", "int8", {"num_attention_heads": 6, "num_key_value_heads": 3}),
+    ("jamba", "int8", "int8", {}),
+    ("falcon_mamba", "int4", "bf16", {}),  # blocks of no bytes travel, too
 ]  # fmt: skip
 
 

@@ -167,7 +167,8 @@ class RankedKVStore:
         shapes = [(len(ids), sum(of_rank)) for of_rank in widths]
         parts = self._gather(Verb.EXPORT, {}, ids, shapes, lambda: self._part.export(ids))
         for part, columns, of_rank in zip(parts, self._columns, widths, strict=True):
-            for one, values in zip(columns, np.split(part, np.cumsum(of_rank)[:-1], axis=1), strict=True):
+            # behind the last column nothing is left
+            for one, values in zip(columns, np.split(part, np.cumsum(of_rank, dtype=int), axis=1), strict=False):
                 data[:, one] = values
         return KVPayload.of(self.header, data)
 
