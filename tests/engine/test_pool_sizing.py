@@ -7,7 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from tests.checkpoints import make_checkpoint
 
+from diptych.compute.runner import load_model
 from diptych.compute.weights import Checkpoint
 from diptych.cost.places import MAX_PLACES, MAX_STEP_S, places
 from diptych.engine import memory
@@ -51,6 +53,22 @@ def test_more_kv_memory_than_there_is_is_refused_with_what_fits() -> None:
     assert str(asked) in caught.value.message
     assert str(memory_of(CPU).total_bytes) in caught.value.message
     assert "at most 4096" in (caught.value.hint or "")
+
+
+def test_where_no_layer_attends_states_alone_take_memory(tmp_path: Path) -> None:
+    """A block has no bytes there, and memory was divided by them."""
+    path = make_checkpoint("mamba", tmp_path)
+    model = load_model(path, ComputeConfig(backend="torch", device="cpu", weights="fp32"))
+    config = EngineConfig(kv_memory_bytes=model.state_bytes * 40, max_context_tokens=1000)
+    size = size_pool(model, config)
+    assert (size.context_tokens, size.n_places) == (1000, 20), "half of the memory is for states"
+    assert size.n_blocks >= 4 * -(-1000 // config.block_tokens)
+    for asked in (1, model.state_bytes):
+        with pytest.raises(CapacityError, match=rf"1 sequences need {model.state_bytes} bytes for their states"):
+            size_pool(model, EngineConfig(kv_memory_bytes=asked))
+    with pytest.raises(CapacityError, match="are free") as caught:
+        size_pool(model, EngineConfig(kv_memory_bytes=4 * psutil.virtual_memory().total))
+    assert "tokens" not in caught.value.message + (caught.value.hint or "")
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("cpu", marks=pytest.mark.native)])
