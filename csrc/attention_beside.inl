@@ -1,11 +1,11 @@
 // What the memory brings while a tile is worked on, of a core that keeps many lines of its own on their way and whose prefetchers bring
 // little: beside each vector that the first turn of rows multiplies, the line at the same place of what is read some groups later: keys, then
 // values, then the keys of the tile that comes after. Up to Zen 4 that is half a tile later: while keys are scored the values, while values
-// are weighed the next keys. Zen 5 is asked kBytesAhead ahead, few rows of bf16 past L2 (LAB.md: up to a fifth; half of its L1, which half a
-// tile would fill), and prompts ask, too. Nothing is counted, so that the request costs what it is; several groups of keys are several places
-// at once.
+// are weighed the next keys. Zen 5 asks kBytesAhead ahead, for few rows of bf16 past L2, and prompts ask, too, behind more than L2 holds (LAB.md:
+// up to a fifth). Nothing is counted, so that the request costs what it is; several groups of keys are several places at once.
 constexpr int64_t kBytesAhead = 8192;
 constexpr int64_t kLeastAhead = 4;  // groups: so many are multiplied together
+constexpr int64_t kL2Bytes = 1 << 20;
 class Ahead {
  public:
   struct Cursor {
@@ -13,13 +13,14 @@ class Ahead {
     const char* const* places;
     const char* at;
     int64_t stride;
+    bool is_past;  // L2 is left out
 
     DIPTYCH_FORCED void to_keys(int64_t group) { places = ahead->is_asking && ahead->narrower == 0 ? ahead->beside_keys + group : nullptr; }
     DIPTYCH_FORCED void to_values(int64_t group, int64_t offset, int64_t bytes) {
       at = ahead->is_asking ? ahead->beside_values[group] + (offset >> ahead->narrower) : nullptr, stride = bytes >> ahead->narrower;
     }
     DIPTYCH_FORCED void ask(const char* line) const {
-      if (ahead->is_past) __builtin_prefetch(line, 0, 0);
+      if (is_past) __builtin_prefetch(line, 0, 0);
       else __builtin_prefetch(line, 0, 2);
     }
     // Beside Z vectors of kBytes, the i-th of each group: a line holds one or two of them.
@@ -43,12 +44,11 @@ class Ahead {
   };
   DIPTYCH_FORCED void end_turn() { is_asking = false; }
 
-  Cursor cursor = {this, nullptr, nullptr, 0};
+  Cursor cursor = {this, nullptr, nullptr, 0, false};
 
   const char* beside_keys[kTileGroups];
   const char* beside_values[kTileGroups];
   bool is_asking = false;
-  bool is_past = false;  // L2 is left out
   int narrower = 0;  // 1: a cache of bytes is asked for beside vectors of 16 bits, which are twice as many, and beside values alone
 };
 
@@ -57,9 +57,10 @@ DIPTYCH_INLINE void ask_ahead(const SequenceView& view, const SequenceView* afte
   const KvShape& kv = view.call->kv.shape;
   const bool is_widened = kv.format != KvFormat::bf16 && !tile.is_bytes;  // then what is multiplied lies in scratch
   const bool is_many = turns_of(rows) >= kManyTurns, is_near = kv.has_values && asks_past();
-  if ((is_widened && kv.has_values) || (is_many && !is_near)) return;
+  const bool is_in_l2 = view.last_key * (kv.head_dim + kv.value_dim()) * kv.element_bytes() < kL2Bytes;
+  if ((is_widened && kv.has_values) || (is_many && (!is_near || is_in_l2))) return;
   ahead.is_asking = true, ahead.narrower = is_widened ? 1 : 0;
-  ahead.is_past = is_near && !is_many && kv.format == KvFormat::bf16;
+  ahead.cursor.is_past = is_near && !is_many && kv.format == KvFormat::bf16;
   const int64_t key = kv.head_dim * kv.element_bytes(), first = tile.span.first, end = tile.span.end;
   const char* next[kTileGroups];  // its own keys, here already, where nobody knows what comes
   for (int64_t g = first; g < end; ++g) next[g] = reinterpret_cast<const char*>(tile.keys[g]);
