@@ -1,8 +1,8 @@
-"""Checkpoints that GPTQModel and llm-compressor quantised: small ones that they wrote (tests/data/quantisers), and fresh ones.
+"""Checkpoints that GPTQModel, AutoRound and llm-compressor quantised: small ones (tests/data/quantisers), and fresh ones.
 
     python tests/quantiser_files.py tests/data/quantisers     # how those were made: the kinds of the tool that is installed
 
-Both tools are large and hold to versions of torch and transformers of their own, so only slow tests that make fresh
+These tools are large and hold to versions of torch and transformers of their own, so only slow tests that make fresh
 checkpoints import them, where somebody has installed them.
 """
 
@@ -14,6 +14,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -43,6 +44,23 @@ MORE_OF_GPTQMODEL: dict[str, dict[str, Any]] = {
     "gptq-8 asymmetric": {"bits": 8, "sym": False, "desc_act": False, "act_group_aware": False},
     "awq symmetric": {"bits": 4, "sym": True, "method": "awq", "format": "gemm"},
 }
+AUTO_ROUND: dict[str, dict[str, Any]] = {
+    "auto-round-mixture": {
+        "bits": 4, "sym": False, "layer_config": {
+            "model.layers.0.mlp.down_proj": {"bits": 8}, "q_proj": {"bits": 2, "group_size": 16},
+        },
+    },
+    "auto-round-3": {"bits": 3, "sym": True},
+    "auto-round-awq": {"bits": 4, "sym": False, "format": "auto_round:auto_awq"},
+}  # fmt: skip
+MORE_OF_AUTO_ROUND: dict[str, dict[str, Any]] = {
+    **{f"auto-round {bits}": {"bits": bits, "sym": True} for bits in (2, 4, 8)},
+    "auto-round rows": {"bits": 3, "sym": True, "group_size": -1},
+    **{f"auto-round asymmetric {bits}": {"bits": bits, "sym": False} for bits in range(2, 8)},
+    "auto-round gptq": {"bits": 3, "sym": False, "format": "auto_round:auto_gptq"},
+    "auto-round gptqmodel": {"bits": 4, "sym": False, "format": "auto_round:gptqmodel"},
+    "auto-round awq symmetric": {"bits": 4, "sym": True, "format": "auto_round:auto_awq"},
+}
 COMPRESSED: dict[str, dict[str, Any]] = {
     "w4a16": {"num_bits": 4, "strategy": "group", "group_size": GROUP, "symmetric": False},
     "w8a8": {"num_bits": 8, "strategy": "channel"},
@@ -54,12 +72,14 @@ MORE_COMPRESSED: dict[str, dict[str, Any]] = {
     "w8a16": {"num_bits": 8, "strategy": "group", "group_size": GROUP, "symmetric": False},
     "fp8": {"num_bits": 8, "type": "float", "strategy": "tensor"},
 }
-KINDS = {**GPTQMODEL, **COMPRESSED}
-MORE_KINDS = {**MORE_OF_GPTQMODEL, **MORE_COMPRESSED}
+KINDS = {**GPTQMODEL, **AUTO_ROUND, **COMPRESSED}
+MORE_KINDS = {**MORE_OF_GPTQMODEL, **MORE_OF_AUTO_ROUND, **MORE_COMPRESSED}
 
 
 def tool_of(kind: str) -> str:
     """The package that writes it."""
+    if kind in AUTO_ROUND | MORE_OF_AUTO_ROUND:
+        return "auto_round"
     return "gptqmodel" if kind in GPTQMODEL | MORE_OF_GPTQMODEL else "llmcompressor"
 
 
@@ -73,8 +93,8 @@ def quantise(folder: Path, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
     _write_tokenizer(original)
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(3, FIELDS["vocab_size"], (1, 64), generator=generator) for _ in range(16)]
-    by = _by_gptqmodel if tool_of(kind) == "gptqmodel" else _by_llmcompressor
-    return folder / "coded", by(original, folder / "coded", (KINDS | MORE_KINDS)[kind], rows)
+    tools = {"gptqmodel": _by_gptqmodel, "auto_round": _by_auto_round, "llmcompressor": _by_llmcompressor}
+    return folder / "coded", tools[tool_of(kind)](original, folder / "coded", (KINDS | MORE_KINDS)[kind], rows)
 
 
 def _write_tokenizer(folder: Path) -> None:
@@ -108,6 +128,43 @@ def _by_gptqmodel(
             weight = module.dequantize_weight()
         values[f"{name}.weight"] = weight.T.float().contiguous()
     return values
+
+
+def _by_auto_round(
+    original: Path, target: Path, how: dict[str, Any], rows: list[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    del rows  # of rounding to nearest
+    import auto_round
+    from auto_round.export.export_to_awq.utils import dequantize_gemm
+    from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
+
+    options = {"group_size": GROUP, "iters": 0, "disable_opt_rtn": True, "disable_model_free": True, **how}
+    form = options.pop("format", "auto_round")
+    outer = target.with_suffix(".outer")  # within which it makes a folder with a name of its own
+    auto_round.AutoRound(str(original), device_map="cpu", **options).quantize_and_save(str(outer), format=form)
+    next(outer.rglob("config.json")).parent.rename(target)
+    section = json.loads((target / "config.json").read_text())["quantization_config"]
+    tensors, values = load_file(target / "model.safetensors"), {}
+    for name in [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]:
+        parts = {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
+        codes, scales = parts["qweight"], parts["scales"].float()  # in the file's own type
+        if section["packing_format"] == "auto_round:auto_awq":
+            weight = dequantize_gemm(codes, parts["qzeros"], scales, 4, GROUP)
+        else:
+            n_inputs = codes.shape[0] * 32 // _bits_of(name, section)
+            less_one = section["packing_format"] == "auto_round:auto_gptq"
+            kind = (qlinear_torch_zp if less_one else qlinear_torch).QuantLinear
+            group, bits = n_inputs // len(scales), _bits_of(name, section)
+            module = kind(bits, group, n_inputs, codes.shape[1], bias=False)  # g_idx is in order
+            module.qweight, module.qzeros, module.scales = codes, parts["qzeros"], scales
+            with patch.object(torch, "matmul", lambda _, weight: weight):  # behind a product zeros have no sign
+                weight = module(torch.zeros(n_inputs, n_inputs))
+        values[f"{name}.weight"] = weight.T.contiguous()
+    return values
+
+
+def _bits_of(name: str, section: dict[str, Any]) -> int:
+    return int(section.get("extra_config", {}).get(name, {}).get("bits", section["bits"]))
 
 
 def _by_llmcompressor(

@@ -27,6 +27,7 @@ native = [
 CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel"}
 DYNAMIC = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "dynamic": "local", "group_size": 16}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True}
 # layout -> how it is made, and what holds it
 LAYOUTS: dict[str, tuple[Any, str | None]] = {
     "awq": (lambda: awq(32), "group4-g32-f16-zeros"),
@@ -289,6 +290,22 @@ def test_rows_of_heads_and_of_what_gates_them_come_out_of_one_matrix(
         ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt .* is 'e5m2'"),
+        (AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "bits": 3}, "bits .* is 3; 4 can be read"),
+        (AUTO_ROUND | {"bits": 1}, "bits .* is 1"),
+        (AUTO_ROUND | {"bits": True}, "bits .* is True"),
+        (AUTO_ROUND | {"packing_format": "auto_round:other"}, "packing_format .* is 'auto_round:other'"),
+        (AUTO_ROUND | {"packing_format": 3}, "packing_format .* is 3"),
+        (AUTO_ROUND | {"backend": "gemlite"}, "backend .* is 'gemlite'"),
+        (AUTO_ROUND | {"data_type": "int_asym_dq"}, "data_type .* is 'int_asym_dq'"),
+        (AUTO_ROUND | {"act_bits": 8}, "act_bits .* is 8"),
+        (AUTO_ROUND | {"rotation_config": {"block_size": 32}}, "rotation_config"),
+        (AUTO_ROUND | {"extra_config": {"lm_head": 4}}, "has a int for lm_head"),
+        (AUTO_ROUND | {"extra_config": {"lm_head": {"bits": 9}}}, "bits in lm_head in extra_config .* is 9"),
+        (AUTO_ROUND | {"extra_config": {"lm_head": {"data_type": "mx_fp"}}}, "data_type in lm_head .* is 'mx_fp'"),
+        (
+            AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "extra_config": {"a": {"group_size": 64}}},
+            "a in extra_config",
+        ),
         ("awq", "is a str"),
     ],
 )
@@ -296,6 +313,52 @@ def test_what_is_not_known_is_refused_by_name(changed: Any, message: str) -> Non
     """An unknown method read by the rules of a known one gives noise, not an error."""
     with pytest.raises(LoadError, match=message):
         quantisation_of(HfConfig({"quantization_config": changed}))
+
+
+@pytest.mark.parametrize(
+    ("named", "bits", "version"),
+    [
+        ({"backend": "auto_round:gptq:exllamav2"}, 4, 1),
+        ({"backend": "auto_round:exllamav2"}, 4, 2),
+        ({"backend": "autoround:exllamav2"}, 4, 1),
+        ({"packing_format": "auto_round:auto_gptq"}, 2, 1),
+        ({"packing_format": "auto_round:gptqmodel", "backend": "auto"}, 8, 2),
+        ({}, 3, 1),
+    ],
+)
+def test_auto_round_stores_zero_points_as_its_layout_does(
+    named: dict[str, str], bits: int, version: int, tmp_path: Path
+) -> None:
+    """Files of 0.2 to 0.4 name the kernel in place of the layout, and whole numbers off by one are another model."""
+    original = make_checkpoint("llama", tmp_path / "original", dtype=torch.bfloat16, head_dim=32)
+    coded, plain = quantised_checkpoints(original, tmp_path, gptq(bits, 32, symmetric=False, version=version))
+    config = read_json(coded / "config.json")
+    config["quantization_config"] = {
+        "quant_method": "intel/auto-round",
+        "bits": bits,
+        "group_size": 32,
+        "sym": False,
+        **named,
+    }
+    (coded / "config.json").write_text(json.dumps(config))
+    checkpoint = opened(coded)
+    for name, values in load_file(plain / "model.safetensors").items():
+        assert torch.equal(checkpoint.tensor(name, *values.shape).read().float(), values.float()), name
+
+
+def test_bits_that_no_part_of_a_mixture_has_are_refused(original: Path, tmp_path: Path) -> None:
+    """Wrappers change the names of modules, so a matrix may be any of those that the config has, but no other."""
+    coded, plain = quantised_checkpoints(original, tmp_path, gptq(4, 32, symmetric=False))
+    config = read_json(coded / "config.json")
+    section = {"quant_method": "auto-round", "bits": 8, "group_size": 128, "sym": False}
+    config["quantization_config"] = section | {"extra_config": {"other.name": {"bits": 4, "group_size": 32}}}
+    (coded / "config.json").write_text(json.dumps(config))
+    values = load_file(plain / "model.safetensors")[f"{DOWN}weight"]
+    assert torch.equal(opened(coded).tensor(f"{DOWN}weight", *values.shape).read(), values)
+    config["quantization_config"] = section | {"extra_config": {"other.name": {"bits": 4, "group_size": 48}}}
+    (coded / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LoadError, match=r"qweight is I32 .* is expected by config.json and its quantization_config"):
+        logits_of(coded, backend="torch")
 
 
 def damaged(path: Path, change: Any) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that GPTQModel and llm-compressor wrote give the very values that these tools read in them."""
+"""Checkpoints that GPTQModel, AutoRound and llm-compressor wrote give the very values that these tools read in them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from safetensors.torch import load_file, save_file
 from bitsandbytes_files import DIGESTS, digest
 from coded_files import logits_of, said_in_use
 from diptych.compute.coded import CodedCheckpoint
+from diptych.compute.runner import load_model
+from diptych.ground.config import ComputeConfig
 from diptych.models.config import HfConfig, read_json
+from diptych.models.contents import contents_of
 from diptych.models.quantised import quantisation_of
 from quantiser_files import DATA, KINDS, MORE_KINDS, quantise, tool_of
 
@@ -23,6 +26,9 @@ HELD = {
     "gptq-4-act-order": "group4-g32-f16-zeros",
     "gptq-8-act-order": "group8-g32-f16-wide",
     "awq": "group4-g32-f16-zeros",
+    "auto-round-mixture": ("group4-g32-f16-zeros", "group8-g32-f16-wide", "group2-g16-f16-minima"),
+    "auto-round-3": "group3-g32-f16",
+    "auto-round-awq": "group4-g32-f16-zeros",
     "w4a16": "group4-g32-bf16-zeros",
     "w8a8": "int8",
     "fp8-channel": "fp8",
@@ -57,12 +63,22 @@ def test_a_checkpoint_has_the_values_that_its_own_tool_reads(kind: str) -> None:
     assert {name: digest(values) for name, values in matrices(DATA / kind).items()} == expected
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_many_parameters_are_counted_as_loaded(kind: str) -> None:
+    """From the headers alone, of mixtures of bits too: `inspect` and `plan` say bits per weight by them."""
+    folder = DATA / kind
+    counted = sum(group.parameters for group in contents_of(folder).groups)
+    assert counted == load_model(folder, ComputeConfig(backend="torch", threads=1)).n_parameters
+
+
 @pytest.mark.native
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_run_and_the_log_says_as_what(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """With everything else that these tools write into a config."""
     said = said_in_use(DATA / kind, caplog, 0.02)
-    assert f"kept={HELD[kind]}:100.0%" in said
+    held = HELD[kind]
+    for name in held if isinstance(held, tuple) else (f"{held}:100.0%",):
+        assert f" {name}" in said.replace("=", " "), said
 
 
 @pytest.mark.slow

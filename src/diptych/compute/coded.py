@@ -23,7 +23,8 @@ from diptych.compute.ops.contract import Codes, WeightTensor
 from diptych.compute.weights import Checkpoint, FileTensor
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import ENGINE_WEIGHTS, mean_bytes
-from diptych.models.quantised import CODES, Quantisation
+from diptych.models.quantisation import Quantisation
+from diptych.models.quantised import CODES
 
 logger = logging.getLogger("diptych.compute")
 

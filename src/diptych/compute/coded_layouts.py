@@ -29,7 +29,8 @@ from diptych.compute.coded_matrices import (
 )
 from diptych.compute.ternary import TernaryMatrix
 from diptych.ground.errors import LoadError
-from diptych.models.quantised import BESIDE_CODES, CODES, MLX, Quantisation
+from diptych.models.quantisation import Quantisation
+from diptych.models.quantised import BESIDE_CODES, CODES, MLX
 
 # AutoAWQ packs column 8 c + AWQ_ORDER[i] of eight into nibble i of a word
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -95,31 +96,35 @@ def _awq(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation
 
 def _gptq(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> CodedMatrix:
     """qweight [k * bits / 32, n] along the inputs, qzeros [G, n * bits / 32] along the outputs, scales [G, n], g_idx [k]."""
-    (n, k), bits = shape, how.bits or 4
-    group = k if how.group is None else how.group
+    (n, k), qweight, scales = shape, f"{prefix}.qweight", f"{prefix}.scales"
+    words, groups = (
+        raw.header(name)[0][0] if raw.holds(name) and raw.header(name)[0] else 0 for name in (qweight, scales)
+    )
+    scheme = how.scheme_of(prefix, words, groups, k)
+    bits, group = scheme.bits, k if scheme.group is None else scheme.group
     groups, run = -(-k // group), 32 // math.gcd(32, bits)
     if n % run or k % run:
         raise LoadError(
             f"{prefix} is {n} by {k}; whole words of 32 bits hold {run} codes, which must divide both",
             hint=_CONTRADICTION,
         )
-    _require(raw, f"{prefix}.qweight", (k * bits // 32, n), "I32")
+    _require(raw, qweight, (k * bits // 32, n), "I32")
     _require(raw, f"{prefix}.qzeros", (groups, n * bits // 32), "I32")
-    _require(raw, f"{prefix}.scales", (groups, n), *_FLOATS)
+    _require(raw, scales, (groups, n), *_FLOATS)
     if how.has_order or raw.holds(f"{prefix}.g_idx"):
         _require(raw, f"{prefix}.g_idx", (k,), "I32", "I64")
+    held = 8 if bits == 7 else bits  # of 7 bits there is no kernel, and 64 more on both sides is the same number
+    added = (1 << held - 1) - (1 << bits - 1)
 
     def codes() -> torch.Tensor:
-        return unpack_words(raw.stored(f"{prefix}.qweight").T, bits).flatten(1)
+        return unpack_words(raw.stored(qweight).T, bits).flatten(1) + added
 
     def parts() -> CodedParts:
-        zeros = unpack_words(raw.stored(f"{prefix}.qzeros"), bits).flatten(1).T.to(torch.int32) + how.zero_added
+        zeros = unpack_words(raw.stored(f"{prefix}.qzeros"), bits).flatten(1).T.to(torch.int32) + how.zero_added + added
         index = _index(raw, f"{prefix}.g_idx", group, groups)
-        return CodedParts(
-            scales=raw.stored(f"{prefix}.scales").T.contiguous(), zeros=zeros.contiguous(), group=group, index=index
-        )
+        return CodedParts(scales=raw.stored(scales).T.contiguous(), zeros=zeros.contiguous(), group=group, index=index)
 
-    return CodedMatrix(prefix, shape, bits, f"gptq-{bits}", codes, parts, _all_bytes(raw, prefix))
+    return CodedMatrix(prefix, shape, held, f"gptq-{bits}", codes, parts, _all_bytes(raw, prefix))
 
 
 def _mlx(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> CodedMatrix | Fp4Matrix:

@@ -18,7 +18,7 @@ from diptych.compute.ops.contract import WeightTensor
 from diptych.compute.weights import FileTensor, SlicedTensor
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.family import Family
-from diptych.models.quantised import HINT, Quantisation
+from diptych.models.quantisation import HINT, Quantisation
 from diptych.models.states import StateRule
 
 EXPERT = re.compile(r"(?P<root>.*\.)experts\.(?P<entry>\d+)\.(?P<part>\w+)")

@@ -38,7 +38,8 @@ from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.config import HfConfig, read_json
 from diptych.models.gguf import read_config
 from diptych.models.gguf_file import find_gguf, open_gguf
-from diptych.models.quantised import MLX, Quantisation, packed_for_cpu, quantisation_of
+from diptych.models.quantisation import Quantisation
+from diptych.models.quantised import MLX, packed_for_cpu, quantisation_of
 from diptych.models.read import family_of, reads_mxfp4
 from diptych.models.spec import ModelSpec
 

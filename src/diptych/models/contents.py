@@ -20,7 +20,8 @@ from diptych.models.config import HfConfig, read_json
 from diptych.models.files import has_weights, safetensors_header, weight_files
 from diptych.models.gguf import ROPE_TENSOR, is_beside
 from diptych.models.gguf_file import GgufFile, find_gguf, open_gguf
-from diptych.models.quantised import BESIDE_CODES, CODES, MLX, Quantisation, own_section, quantisation_of
+from diptych.models.quantisation import Quantisation
+from diptych.models.quantised import BESIDE_CODES, CODES, MLX, own_section, quantisation_of
 
 # parts of names -> the part of the model, the first that fits; of safetensors and of GGUF files
 PARTS: tuple[tuple[str, str], ...] = (
@@ -151,7 +152,8 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
             count = math.prod(scales["shape"]) * how.group_of(module)
             stored = f"mlx {32 * words / max(1, count):.2g} bit"
         elif how is not None and name.endswith(_endings(CODES)) and stored == "I32":
-            count, stored = count * 32 // (how.bits or 4), f"{how.method} {how.bits or 4} bit"
+            bits = _bits(how, name, header)
+            count, stored = count * 32 // bits, f"{how.method} {bits} bit"
         elif how is not None and how.method == "bitnet" and stored == "U8":
             count, stored = 4 * nbytes, "bitnet 2 bit"
         elif how is not None and stored == "U8" and _has_pairs(name, header):
@@ -159,6 +161,13 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
         elif how is not None and name.endswith(_endings(BESIDE_CODES)):  # scales and zeros are no parameters
             count, stored = 0, f"{how.method} scales"
         yield name, stored, count, nbytes
+
+
+def _bits(how: Quantisation, name: str, header: Mapping[str, Any]) -> int:
+    """Of the codes in words of 32: those of the config, of a mixture those that fit the scales beside them."""
+    module = name.removesuffix(".qweight")
+    words, groups = ((header.get(f"{module}.{one}") or {}).get("shape") or [0] for one in ("qweight", "scales"))
+    return how.scheme_of(module, words[0], groups[0]).bits if how.own_schemes else how.bits or 4
 
 
 def _packed_shapes(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:

@@ -7,14 +7,23 @@ of everything that would be read wrongly: methods, bits, layouts, caches and spa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from diptych.ground.errors import ConfigError, LoadError
-from diptych.ground.formats import FP8_BLOCK, KEPT_BITS, KEPT_MXFP4, KEPT_NVFP4, WIDE_BITS, KeptFormat, group_held
+from diptych.ground.formats import KEPT_BITS, KEPT_MXFP4, KEPT_NVFP4, WIDE_BITS, KeptFormat
 from diptych.models.config import HfConfig
+from diptych.models.quantisation import (
+    HINT,
+    Quantisation,
+    group_size,
+    is_module,
+    kept_fp8,
+    kept_groups,
+    one_of,
+    refuse,
+)
+from diptych.models.quantised_auto_round import read_auto_round
 
-METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "modelopt", "bitnet")
 OWN = "diptych"  # what `diptych quantize` writes
 MLX = "mlx"  # which names itself nowhere
 MLX_MODES, MLX_GROUPS = ("affine", "mxfp4"), (32, 64, 128)
@@ -33,7 +42,6 @@ BESIDE_CODES = (
 )  # fmt: skip
 # whose layers have no matrix but in projections, all of which BitNet's online mode rounds
 ROUNDED = ("BitNetForCausalLM", "LlamaForCausalLM")
-HINT = "use the unquantised checkpoint and choose the weight format with --weights"
 
 
 def own_section(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -49,44 +57,6 @@ def packed_for_cpu(backend: str, reason: str, *, hint: str) -> ConfigError:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quantisation:
-    """How a checkpoint was quantised.
-
-    bits, group: of all matrices (awq, gptq; group None: a whole row), or of most (mlx), own_groups: of those that have others.
-    groups: of compressed-tensors, how many inputs may share a scale where a row has several. block: rows and inputs that share
-    one (fp8), None without. has_zeros: each matrix has zero points beside it; has_order: it says in which group each input is.
-    zero_added: to every zero point as it is stored (gptq's first layout: 1). divides: what the scale of a matrix does (bitnet).
-    is_online: floats of layers are rounded at load, as the model does it whenever it runs (bitnet), but for those of `plain`.
-    kept: the kernels' format that will hold most matrices, as far as the config says.
-    note: what is read otherwise than its publisher runs it, for the log.
-    """
-
-    method: str
-    kept: KeptFormat | None = None
-    bits: int | None = None
-    group: int | None = None
-    groups: tuple[int, ...] = ()
-    own_groups: Mapping[str, int] = field(default_factory=dict)
-    block: tuple[int, int] | None = None
-    has_zeros: bool = False
-    has_order: bool = False
-    zero_added: int = 0
-    divides: bool = False
-    is_online: bool = False
-    plain: tuple[str, ...] = ()
-    note: str = ""
-
-    def rounds(self, module: str) -> bool:
-        """Whether floats there are rounded at load: not the head, nor what the config names, by its beginning or its end."""
-        is_plain = any(module == one or module.startswith(f"{one}.") or module.endswith(one) for one in self.plain)
-        return self.is_online and ".layers." in f".{module}" and not is_plain
-
-    def group_of(self, module: str) -> int:
-        """Inputs that share a scale there, where the config says it."""
-        return self.own_groups.get(module, self.group or 0)
-
-
 def quantisation_of(config: HfConfig) -> Quantisation | None:
     """What the config says; None for a checkpoint of plain floats. LoadError for what is not read."""
     raw = config.raw.get("quantization_config", config.raw.get("compression_config"))
@@ -99,12 +69,13 @@ def quantisation_of(config: HfConfig) -> Quantisation | None:
         raise LoadError(f"quantization_config in {config.path} is a {type(raw).__name__}; it must be an object")
     section = HfConfig(raw, path=f"quantization_config of {config.path}")
     method = raw.get("quant_method")
-    readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors, "fp8": _fp8,
-               "bitsandbytes": _bitsandbytes, "modelopt": _modelopt, "bitnet": _bitnet}  # fmt: skip
+    method = "auto-round" if method == "intel/auto-round" else method  # as older files have it
+    readers = {"awq": _awq, "gptq": _gptq, "auto-round": read_auto_round, "compressed-tensors": _compressed_tensors,
+               "fp8": _fp8, "bitsandbytes": _bitsandbytes, "modelopt": _modelopt, "bitnet": _bitnet}  # fmt: skip
     read = readers.get(str(method))
     if read is None:
         raise LoadError(
-            f"{config.path} says the weights are quantised with {method!r}; of quantised files {', '.join(METHODS)}, GGUF and "
+            f"{config.path} says the weights are quantised with {method!r}; of quantised files {', '.join(readers)}, GGUF and "
             "those of `diptych quantize` are read",
             hint=HINT,
         )
@@ -119,53 +90,16 @@ def quantisation_of(config: HfConfig) -> Quantisation | None:
     return how
 
 
-def _kept(bits: int, group: int | None, scale: str, *, is_symmetric: bool) -> KeptFormat | None:
-    held = 128 if group is None else group_held(group)
-    grid = "signed" if is_symmetric else "zeros" if bits == 4 else "minima"
-    if held is None:
-        return None
-    return KeptFormat(kind=f"group{bits}", group=held, scale=scale, grid=grid, is_wide=bits >= WIDE_BITS)
-
-
-def _kept_fp8(block: tuple[int, int] | None) -> KeptFormat | None:
-    if block is None:
-        return KeptFormat(kind="fp8")
-    return None if any(size % FP8_BLOCK for size in block) else KeptFormat(kind="fp8", group=FP8_BLOCK)
-
-
-def _refuse(section: HfConfig, name: str, allowed: str, *, default: Any = None) -> None:
-    raise LoadError(f"{name} in {section.path} is {section.raw.get(name, default)!r}; {allowed}", hint=HINT)
-
-
-def _one_of(section: HfConfig, name: str, allowed: tuple[Any, ...], default: Any) -> Any:
-    """A field of which some values are read. A bool is no number here."""
-    value = section.raw.get(name, default)
-    if isinstance(value, str):
-        value = value.lower()
-    if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
-        _refuse(section, name, f"{' or '.join(map(repr, allowed))} can be read", default=default)
-    return value
-
-
-def _group(section: HfConfig, name: str) -> int | None:
-    value = section.raw.get(name, 128)
-    if value in (-1, None):
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        _refuse(section, name, "it must be -1 (a whole row) or a whole number of inputs")
-    return int(value)
-
-
 def _awq(section: HfConfig) -> Quantisation:
     bits, group = ("bits", "group_size") if "bits" in section.raw else ("w_bit", "q_group_size")  # the older names
-    _one_of(section, "version", ("gemm",), "gemm")
-    inputs, is_symmetric = _group(section, group), not section.flag("zero_point", True)
+    one_of(section, "version", ("gemm",), "gemm")
+    inputs, is_symmetric = group_size(section, group), not section.flag("zero_point", True)
     return Quantisation(
         method="awq",
-        bits=_one_of(section, bits, (4,), 4),
+        bits=one_of(section, bits, (4,), 4),
         group=inputs,
         has_zeros=not is_symmetric,
-        kept=_kept(4, inputs, "f16", is_symmetric=is_symmetric),
+        kept=kept_groups(4, inputs, "f16", is_symmetric=is_symmetric),
     )
 
 
@@ -180,19 +114,19 @@ def _mlx(section: HfConfig) -> Quantisation:
 
 
 def _mlx_kept(section: HfConfig) -> KeptFormat:
-    if _one_of(section, "mode", MLX_MODES, "affine") == "mxfp4":
-        _one_of(section, "group_size", (32,), 32)
+    if one_of(section, "mode", MLX_MODES, "affine") == "mxfp4":
+        one_of(section, "group_size", (32,), 32)
         return KEPT_MXFP4
-    bits, group = _one_of(section, "bits", (2, 3, 4, 5, 6, 8), 4), _one_of(section, "group_size", MLX_GROUPS, 64)
+    bits, group = one_of(section, "bits", (2, 3, 4, 5, 6, 8), 4), one_of(section, "group_size", MLX_GROUPS, 64)
     grid = "minima" if bits == 8 else "minima16"
     return KeptFormat(kind=f"group{bits}", group=group, scale="bf16", grid=grid, is_wide=bits >= WIDE_BITS)
 
 
 def _gptq(section: HfConfig) -> Quantisation:
-    bits = _one_of(section, "bits", (2, 3, 4, 8), None)
-    _one_of(section, "pack_dtype", ("int32",), "int32")
-    layout = _one_of(section, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    group = _group(section, "group_size")
+    bits = one_of(section, "bits", (2, 3, 4, 8), None)
+    one_of(section, "pack_dtype", ("int32",), "int32")
+    layout = one_of(section, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    group = group_size(section, "group_size")
     return Quantisation(
         method="gptq",
         bits=bits,
@@ -200,36 +134,36 @@ def _gptq(section: HfConfig) -> Quantisation:
         has_zeros=True,
         has_order=section.flag("desc_act", False) and group is not None,
         zero_added=1 if layout == "gptq" else 0,
-        kept=_kept(bits, group, "f16", is_symmetric=section.flag("sym", True)),
+        kept=kept_groups(bits, group, "f16", is_symmetric=section.flag("sym", True)),
     )
 
 
 def _compressed_tensors(section: HfConfig) -> Quantisation:
-    _one_of(section, "format", CT_FORMATS, "dense")
+    one_of(section, "format", CT_FORMATS, "dense")
     if section.raw.get("kv_cache_scheme") is not None:
-        _refuse(
+        refuse(
             section, "kv_cache_scheme", "quantised caches of a checkpoint are not read; --kv int8 is this engine's own"
         )
     sparsity = section.section("sparsity_config")
-    _one_of(sparsity, "format", ("dense",), "dense")
+    one_of(sparsity, "format", ("dense",), "dense")
     if section.raw.get("transform_config"):
-        _refuse(section, "transform_config", "rotations of activations are not run")
+        refuse(section, "transform_config", "rotations of activations are not run")
     groups = section.section("config_groups")
     note, block, bits, kept = "", None, None, None
     sizes: list[int] = []
     zeros: list[bool] = []
     for name in groups.raw:
         scheme = groups.section(name)
-        _one_of(scheme, "format", (None, *CT_FORMATS), None)
+        one_of(scheme, "format", (None, *CT_FORMATS), None)
         if scheme.raw.get("output_activations") is not None:
-            _refuse(scheme, "output_activations", "outputs are not quantised here")
+            refuse(scheme, "output_activations", "outputs are not quantised here")
         weights, inputs = scheme.section("weights"), scheme.section("input_activations")
-        kind = _one_of(weights, "type", ("int", "float"), "int")
-        width = _one_of(weights, "num_bits", (4, 8), 8)
-        strategy = _one_of(weights, "strategy", ("tensor", "channel", "group", "tensor_group", "block", None), None)
+        kind = one_of(weights, "type", ("int", "float"), "int")
+        width = one_of(weights, "num_bits", (4, 8), 8)
+        strategy = one_of(weights, "strategy", ("tensor", "channel", "group", "tensor_group", "block", None), None)
         if kind == "float" and width == 4:
-            kept = FP4_KEPT[_one_of(weights, "group_size", tuple(FP4_KEPT), None)]
-            _one_of(weights, "symmetric", (True,), True)
+            kept = FP4_KEPT[one_of(weights, "group_size", tuple(FP4_KEPT), None)]
+            one_of(weights, "symmetric", (True,), True)
             if _has_inputs_of_4_bits(scheme):
                 note = "activations have 8 bits, and scales for them in the file are not used"
             continue
@@ -240,12 +174,12 @@ def _compressed_tensors(section: HfConfig) -> Quantisation:
             group = weights.optional_integer("group_size") if has_groups else None
             sizes += [] if group is None else [group]
             zeros.append(not weights.flag("symmetric", True))
-            kept = _kept(bits, group, "bf16", is_symmetric=weights.flag("symmetric", True))
+            kept = kept_groups(bits, group, "bf16", is_symmetric=weights.flag("symmetric", True))
             if bits == 8 and group is None and inputs.raw and weights.flag("symmetric", True):
                 kept = KeptFormat(kind="int8")
         block = _block(weights, "block_structure") or block
         if kind == "float":
-            kept = _kept_fp8(block)
+            kept = kept_fp8(block)
         if inputs.raw and not inputs.raw.get("dynamic", False):
             note = "scales of activations in the file are not used: they are found for each row"
     return Quantisation(
@@ -266,7 +200,7 @@ def _has_inputs_of_4_bits(scheme: HfConfig) -> bool:
 
 def _modelopt(section: HfConfig) -> Quantisation:
     """NVIDIA's TensorRT Model Optimizer: NVFP4, whose groups have 16 inputs, with a scale for each matrix."""
-    _one_of(section, "quant_algo", ("nvfp4",), None)
+    one_of(section, "quant_algo", ("nvfp4",), None)
     return Quantisation(
         method="modelopt",
         bits=4,
@@ -278,18 +212,18 @@ def _modelopt(section: HfConfig) -> Quantisation:
 def _block(section: HfConfig, name: str) -> tuple[int, int] | None:
     block = section.integers(name)
     if block is not None and (len(block) != 2 or min(block) < 1):
-        _refuse(section, name, "it must be two whole numbers, rows and inputs")
+        refuse(section, name, "it must be two whole numbers, rows and inputs")
     return None if block is None else (block[0], block[1])
 
 
 def _fp8(section: HfConfig) -> Quantisation:
-    _one_of(section, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
-    _one_of(section, "activation_scheme", ("dynamic", "static"), "dynamic")
+    one_of(section, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    one_of(section, "activation_scheme", ("dynamic", "static"), "dynamic")
     static, block = section.raw.get("activation_scheme") == "static", _block(section, "weight_block_size")
     return Quantisation(
         method="fp8",
         block=block,
-        kept=_kept_fp8(block),
+        kept=kept_fp8(block),
         note="scales of activations in the file are not used" if static else "",
     )
 
@@ -297,9 +231,9 @@ def _fp8(section: HfConfig) -> Quantisation:
 def _bitsandbytes(section: HfConfig) -> Quantisation:
     is_4bit, is_8bit = section.flag("load_in_4bit", False), section.flag("load_in_8bit", False)
     if is_4bit == is_8bit:
-        _refuse(section, "load_in_4bit", f"one of it and load_in_8bit ({is_8bit}) must be true", default=False)
+        refuse(section, "load_in_4bit", f"one of it and load_in_8bit ({is_8bit}) must be true", default=False)
     if is_4bit:
-        grid = _one_of(section, "bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+        grid = one_of(section, "bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
         usual = KeptFormat(kind="group4", group=64, scale="bf16", grid=grid)  # no config names the size of its blocks
         return Quantisation(
             method="bitsandbytes",
@@ -310,23 +244,23 @@ def _bitsandbytes(section: HfConfig) -> Quantisation:
     return Quantisation(
         method="bitsandbytes",
         bits=8,
-        kept=_kept(8, None, "f32", is_symmetric=True),
+        kept=kept_groups(8, None, "f32", is_symmetric=True),
         note="large activations are not taken apart (llm_int8_threshold): all have 15 bits",
     )
 
 
 def _bitnet(section: HfConfig) -> Quantisation:
     """Ternary weights with one scale for each matrix, packed, or rounded whenever the model runs."""
-    linear = _one_of(section, "linear_class", ("bitlinear", "autobitlinear"), "bitlinear")
-    mode = _one_of(section, "quantization_mode", ("offline", "online"), "offline")
+    linear = one_of(section, "linear_class", ("bitlinear", "autobitlinear"), "bitlinear")
+    mode = one_of(section, "quantization_mode", ("offline", "online"), "offline")
     if section.flag("use_rms_norm", False):
-        _refuse(section, "use_rms_norm", "norms inside of projections are not run", default=False)
+        refuse(section, "use_rms_norm", "norms inside of projections are not run", default=False)
     plain = section.raw.get("modules_to_not_convert")
     is_online = linear == "autobitlinear" and mode == "online"  # the other class packs whatever the mode
-    if plain is not None and not (isinstance(plain, list) and all(_is_module(one) for one in plain)):
-        _refuse(section, "modules_to_not_convert", "it must be a list of names of modules")
+    if plain is not None and not (isinstance(plain, list) and all(is_module(one) for one in plain)):
+        refuse(section, "modules_to_not_convert", "it must be a list of names of modules")
     if is_online and plain is not None and not any("lm_head".endswith(one) for one in plain):
-        _refuse(section, "modules_to_not_convert", "without lm_head that would be rounded, too, which is not read")
+        refuse(section, "modules_to_not_convert", "without lm_head that would be rounded, too, which is not read")
     return Quantisation(
         method="bitnet",
         bits=2,
@@ -336,8 +270,3 @@ def _bitnet(section: HfConfig) -> Quantisation:
         kept=KeptFormat(kind="group2", group=128, scale="f32" if linear == "bitlinear" else "bf16"),
         note="activations have 8 bits with a scale for each row and powers of two below it by group, not by row alone",
     )
-
-
-def _is_module(name: object) -> bool:
-    """Whether it is a plain name: what else a pattern may say is not read."""
-    return isinstance(name, str) and name.replace(".", "").replace("_", "").isalnum()
