@@ -14,13 +14,16 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.bitnet import WeightQuant, pack_weights
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from checkpoints import make_checkpoint
 from diptych.compute.ops.cpu_kernels import instruction_sets
@@ -230,6 +233,21 @@ def block_fp8(rows: int = 128, inputs: int = 128, *, in_powers: bool = False) ->
 
     config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [rows, inputs]}
     return Layout(config, write)
+
+
+def mxfp8(*, in_bytes: bool = False) -> Layout:
+    """By transformers' own quantiser and dequantisation. in_bytes: exponents as whole numbers, as some are published."""
+    section = FineGrainedFP8Config(quant_method="mxfp8", weight_block_size=(1, 32), scale_fmt="ue8m0")
+    made = Fp8Quantize(SimpleNamespace(quantization_config=section))
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        parts = made.convert({"weight": w})
+        values = made.reverse_op.convert(parts)["weight"]
+        scales = parts["weight_scale_inv"]
+        stored = scales.view(torch.uint8) if in_bytes else scales
+        return {"weight": parts["weight"], "weight_scale_inv": stored}, values.float()
+
+    return Layout(section.to_dict(), write)
 
 
 def whole_fp8() -> Layout:

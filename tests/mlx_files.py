@@ -23,6 +23,7 @@ DATA = Path(__file__).parent / "data" / "mlx"
 LOGITS = "logits.safetensors"  # of PROMPT, by mlx-lm in fp32 [T, V]
 PROMPT = torch.randint(3, VOCAB, (24,), generator=torch.Generator().manual_seed(7)).tolist()
 GROUP = 32
+MODES = ("nvfp4", "mxfp8")
 NO_EXPERT_IS_DENSE = {"mlp_only_layers": []}
 STATES = {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
 WIDE = {"moe_intermediate_size": 64}  # that groups divide
@@ -38,6 +39,8 @@ KINDS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
     "plain": ("qwen3_5_moe", None, {**STATES, **WIDE, "shared_expert_intermediate_size": 48}),
     "correction": ("exaone_moe", 4, {**WIDE, "num_hidden_layers": 2, "sliding_window": 64}),
     "taps": ("lfm2_moe", 4, {**WIDE, "num_dense_layers": 1}),
+    "nvfp4": ("qwen3_moe", 4, {**WIDE, **NO_EXPERT_IS_DENSE, "num_hidden_layers": 1}),
+    "mxfp8": ("llama", 8, {"num_hidden_layers": 1}),
     "powers": ("gpt_oss", 8, {"num_hidden_layers": 2, "intermediate_size": 64, **PLAIN_POSITIONS}),  # experts in MXFP4
 }
 
@@ -88,9 +91,9 @@ def quantise(folder: Path, kind: str) -> Path:
         original = make_checkpoint(family, folder / "original", dtype=torch.bfloat16, **fields)
     config = published(json.loads((original / "config.json").read_text()))
     if config["model_type"].startswith("qwen3_5"):  # as they are published
-        kind = config["model_type"].removesuffix("_text")
-        name = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[kind]
-        config = {"architectures": [f"{name}ForConditionalGeneration"], "model_type": kind, "text_config": config}
+        outer = config["model_type"].removesuffix("_text")
+        name = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[outer]
+        config = {"architectures": [f"{name}ForConditionalGeneration"], "model_type": outer, "text_config": config}
     (original / "config.json").write_text(json.dumps(config))
     if family == "qwen3_5_moe":
         stack_experts(original / "model.safetensors")
@@ -102,7 +105,9 @@ def quantise(folder: Path, kind: str) -> Path:
         return {"bits": 8, "group_size": GROUP} if is_finer else hasattr(module, "to_quantized")
 
     made = config
-    if bits is not None:
+    if kind in MODES:  # with what its recipe has finer
+        model, made = mlx.quantize_model(model, config, None, None, mode=kind)
+    elif bits is not None:
         model, made = mlx.quantize_model(model, config, GROUP, bits, quant_predicate=finer)
     if has_powers:  # what experts have is what most of it has, as in the folders there are
         made["quantization"] |= {"group_size": 32, "bits": 4, "mode": "mxfp4"}

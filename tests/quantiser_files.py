@@ -52,6 +52,7 @@ AUTO_ROUND: dict[str, dict[str, Any]] = {
     },
     "auto-round-3": {"bits": 3, "sym": True},
     "auto-round-awq": {"bits": 4, "sym": False, "format": "auto_round:auto_awq"},
+    "auto-round-mxfp8": {"scheme": "MXFP8"},
 }  # fmt: skip
 MORE_OF_AUTO_ROUND: dict[str, dict[str, Any]] = {
     **{f"auto-round {bits}": {"bits": bits, "sym": True} for bits in (2, 4, 8)},
@@ -59,6 +60,7 @@ MORE_OF_AUTO_ROUND: dict[str, dict[str, Any]] = {
     **{f"auto-round asymmetric {bits}": {"bits": bits, "sym": False} for bits in range(2, 8)},
     "auto-round gptq": {"bits": 3, "sym": False, "format": "auto_round:auto_gptq"},
     "auto-round gptqmodel": {"bits": 4, "sym": False, "format": "auto_round:gptqmodel"},
+    "auto-round mxfp4": {"scheme": "MXFP4"},
     "auto-round awq symmetric": {"bits": 4, "sym": True, "format": "auto_round:auto_awq"},
 }
 COMPRESSED: dict[str, dict[str, Any]] = {
@@ -138,11 +140,17 @@ def _by_auto_round(
     from auto_round.export.export_to_awq.utils import dequantize_gemm
     from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
 
-    options = {"group_size": GROUP, "iters": 0, "disable_opt_rtn": True, "disable_model_free": True, **how}
+    options = {"iters": 0, "disable_opt_rtn": True, "disable_model_free": True, **how}
+    if "scheme" not in how:
+        options = {"group_size": GROUP, **options}
     form = options.pop("format", "auto_round")
     outer = target.with_suffix(".outer")  # within which it makes a folder with a name of its own
     auto_round.AutoRound(str(original), device_map="cpu", **options).quantize_and_save(str(outer), format=form)
     next(outer.rglob("config.json")).parent.rename(target)
+    if "scheme" in how:
+        model = transformers.AutoModelForCausalLM.from_pretrained(target, device_map="cpu")
+        modules = {name: one for name, one in model.named_modules() if hasattr(one, "dequant_weight_online")}
+        return {f"{name}.weight": one.dequant_weight_online().float() for name, one in modules.items()}
     section = json.loads((target / "config.json").read_text())["quantization_config"]
     tensors, values = load_file(target / "model.safetensors"), {}
     for name in [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]:

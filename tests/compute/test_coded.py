@@ -13,7 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint
-from coded_files import Layout, awq, bitnet, block_fp8, compressed, gptq, logits_of, quantised_checkpoints, whole_fp8
+from coded_files import (
+    Layout,
+    awq,
+    bitnet,
+    block_fp8,
+    compressed,
+    gptq,
+    logits_of,
+    mxfp8,
+    quantised_checkpoints,
+    whole_fp8,
+)
 from diptych.compute.coded import CodedCheckpoint
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.ground.errors import ConfigError, LoadError
@@ -86,6 +97,14 @@ LAYOUTS: dict[str, tuple[Any, str | None]] = {
     "fp8 small blocks": (lambda: block_fp8(32, 16), None),
     "fp8 blocks in powers of two": (lambda: block_fp8(32, 16, in_powers=True), None),
     "fp8 whole": (lambda: whole_fp8(), "fp8"),
+    "mxfp8": (lambda: mxfp8(), None),
+    "mxfp8 in bytes": (lambda: mxfp8(in_bytes=True), None),
+    "w8a8 mxfp8": (
+        lambda: compressed(
+            "mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8
+        ),
+        None,
+    ),
     "bitnet": (lambda: bitnet(), "group2-g128-bf16"),
     "bitnet divided": (lambda: bitnet("bitlinear"), "group2-g128-f32"),
     "bitnet saved": (lambda: bitnet(saved=True), "group2-g128-bf16"),
@@ -158,6 +177,7 @@ def test_every_layout_gives_the_values_of_its_own_formula(layout: str, original:
         "fp8 blocks",
         "fp8 small blocks",
         "fp8 whole",
+        "mxfp8",
         "bitnet",
         "bitnet divided",
         "bitnet online",
@@ -280,7 +300,14 @@ def test_rows_of_heads_and_of_what_gates_them_come_out_of_one_matrix(
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size .* is 0"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format .* is 'marlin'"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format .* is 'marlin-24'"),
-        ({"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}, "mxfp8"),
+        ({"quant_method": "compressed-tensors", "format": "mxfp6-quantized"}, "mxfp6"),
+        ({"quant_method": "mxfp8", "scale_fmt": "float"}, "scale_fmt .* is 'float'; 'ue8m0' can be read"),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype .* is 'fp4'"),
+        ({"quant_method": "nvfp4"}, "quantised with 'nvfp4'"),
+        (AUTO_ROUND | {"data_type": "mx_fp", "bits": 6, "packing_format": "auto_round:llm_compressor"}, "bits .* is 6"),
+        (AUTO_ROUND | {"data_type": "nv_fp"}, "packing_format .* is None"),
+        (AUTO_ROUND | {"data_type": "nvfp4_v2"}, "data_type .* is 'nvfp4_v2'"),
+        (AUTO_ROUND | {"data_type": "fp", "bits": 8, "group_size": [128]}, "group_size"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": FP4 | {"symmetric": False}}}},
             "symmetric .* is False",

@@ -31,7 +31,7 @@ from stepping import Stepper
 REFERENCE = ComputeConfig(backend="torch", device="cpu", weights="fp32")
 HELD = {"2 bits": "group2-g32-bf16-minima16", "3 bits": "group3-g32-bf16-minima16", "4 bits": "group4-g32-bf16-minima16",
         "5 bits": "group5-g32-bf16-minima16", "6 bits": "group6-g32-bf16-minima16-wide",
-        "8 bits": "group8-g32-bf16-minima-wide", "powers": "group4-g32-e8m0-e2m1"}  # fmt: skip
+        "8 bits": "group8-g32-bf16-minima-wide", "powers": "group4-g32-e8m0-e2m1", "nvfp4": "group4-g16-e4m3-e2m1"}  # fmt: skip
 
 
 def folder_of(kind: str) -> Path:
@@ -61,12 +61,31 @@ def test_a_folder_holds_as_many_parameters_as_its_model_has(kind: str) -> None:
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("kind", [kind for kind, (_, bits, _) in KINDS.items() if bits is not None])
+@pytest.mark.parametrize("kind", [kind for kind, (_, bits, _) in KINDS.items() if bits is not None and kind != "mxfp8"])
 def test_values_are_kept_and_the_log_says_so(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Scales in bf16 and what code 0 stands for, per group, as the file has them."""
     said = said_in_use(folder_of(kind), caplog, 0.06)
     assert "kept=" + HELD.get(kind, "group4-g32-bf16-minima16") in said
     assert said.endswith("the kernels hold the file's values")
+
+
+@pytest.mark.native
+def test_floats_of_8_bits_in_groups_go_to_bf16_which_holds_them(caplog: pytest.LogCaptureFixture) -> None:
+    """E4M3 times a power of two has no more than 4 bits."""
+    path = folder_of("mxfp8")
+    said = said_in_use(path, caplog, 0.06)
+    assert (
+        "stored=mxfp8:100.0% at 8.25 bits per weight, kept=bf16:100.0% at 16.00, because no kernel has blocks of 1 by 32"
+        in said
+    )
+    how = quantisation_of(HfConfig(read_json(path / "config.json")))
+    assert how is not None
+    exact, rounded = (
+        CodedCheckpoint(path, how, dtype=dtype).tensor(f"{Q}.weight", 96, 64).read()
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert exact.count_nonzero()
+    assert torch.equal(exact, rounded.float())
 
 
 OTHER_TYPES = {
@@ -142,6 +161,29 @@ def test_what_is_wrong_with_a_matrix_is_said(
         load_model(damaged(tmp_path, change), REFERENCE)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "change", "said"),
+    [
+        ("mxfp8", f"{Q}.scales", lambda one: one.fill_(255), "q_proj.scales has a scale that is not finite"),
+        (
+            "mxfp8",
+            f"{Q}.weight",
+            lambda one: one.view(torch.uint8).fill_(127).view(one.dtype),
+            "q_proj.weight has a value that is no number",
+        ),
+        ("mxfp8", f"{Q}.scales", lambda one: one[:, :1].clone(), r"q_proj.scales is U8 \[96, 1\]; U8 \[96, 2\]"),
+        ("mxfp8", f"{Q}.weight", lambda one: one[:, :9].clone(), r"q_proj.weight is U32 \[96, 9\]; U32 \[96, 8\]"),
+        ("nvfp4", f"{Q}.scales", lambda one: one.fill_(128), "q_proj.scales has a scale that is negative"),
+    ],
+)
+def test_what_is_wrong_with_floats_is_said(
+    kind: str, name: str, change: Callable[[torch.Tensor], torch.Tensor], said: str, tmp_path: Path
+) -> None:
+    """No number comes of what is none."""
+    with pytest.raises(LoadError, match=said):
+        load_model(damaged(tmp_path, lambda tensors: tensors.update({name: change(tensors[name])}), kind), REFERENCE)
+
+
 @pytest.mark.parametrize("part", ["weight", "scales", "biases"])
 def test_experts_that_are_too_few_are_refused(part: str, tmp_path: Path) -> None:
     """A stack is cut by its first axis."""
@@ -157,11 +199,13 @@ def test_experts_that_are_too_few_are_refused(part: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"mode": "mxfp8"}, "mode in quantization of .* is 'mxfp8'; 'affine' or 'mxfp4' can be read"),
+        ({"mode": "mxfp6"}, "mode in quantization of .* is 'mxfp6'; 'affine' or 'mxfp4' or 'nvfp4' or 'mxfp8' can be read"),
+        ({"mode": "mxfp8", "group_size": 32, "bits": 4}, "bits in quantization of .* is 4; 8 can be read"),
         ({"mode": "mxfp4", "group_size": 64}, "group_size in quantization of .* is 64; 32 can be read"),
         ({"bits": 7}, "bits in quantization of .* is 7"),
         ({"group_size": 48}, "group_size in quantization of .* is 48"),
-        ({"model.layers.0.mlp.up_proj": {"mode": "nvfp4"}}, "mode in model.layers.0.mlp.up_proj .* is 'nvfp4'"),
+        ({"model.layers.0.mlp.up_proj": {"mode": "int4"}}, "mode in model.layers.0.mlp.up_proj .* is 'int4'"),
+        ({"model.layers.0.mlp.up_proj": {"mode": "nvfp4", "global_scale": True}}, "global_scale in model.layers.0.mlp.up_proj"),
     ],
     ids=str,
 )  # fmt: skip

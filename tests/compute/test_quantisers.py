@@ -29,6 +29,7 @@ HELD = {
     "auto-round-mixture": ("group4-g32-f16-zeros", "group8-g32-f16-wide", "group2-g16-f16-minima"),
     "auto-round-3": "group3-g32-f16",
     "auto-round-awq": "group4-g32-f16-zeros",
+    "auto-round-mxfp8": "bf16",
     "w4a16": "group4-g32-bf16-zeros",
     "w8a8": "int8",
     "fp8-channel": "fp8",

@@ -127,10 +127,10 @@ def _gptq(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisatio
     return CodedMatrix(prefix, shape, held, f"gptq-{bits}", codes, parts, _all_bytes(raw, prefix))
 
 
-def _mlx(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> CodedMatrix | Fp4Matrix:
+def _mlx(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> Matrix:
     """weight u32 [n, k * bits / 32], scales and biases (what code 0 stands for) [n, G]; bits and groups follow from those.
 
-    In its mode MXFP4 codes of 4 bits with scales u8 [n, k / 32], exponents.
+    In its modes MXFP4, NVFP4 and MXFP8 scales u8 alone, exponents of 32 inputs or E4M3 of 16, and 4 or 8 bits of a float.
     """
     n, k = shape
     weight, scales = f"{prefix}.weight", f"{prefix}.scales"
@@ -138,9 +138,7 @@ def _mlx(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> CodedMatrix | 
         if len(raw.header(name)[0]) != 2:
             _require(raw, name, shape)
     if raw.header(scales)[1] == "U8":
-        _require(raw, weight, (n, k // 8), "U32")
-        _require(raw, scales, (n, k // 32), "U8")
-        return Fp4Matrix(prefix, raw, weight, scales, None, divides=False, stored_bytes=_all_bytes(raw, prefix))
+        return _mlx_floats(raw, prefix, shape)
     (found, dtype), groups = raw.header(weight), raw.header(scales)[0][-1]
     words = found[-1]
     bits = next((bits for bits in MLX_BITS if words * 32 == k * bits), None)
@@ -162,6 +160,21 @@ def _mlx(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> CodedMatrix | 
         return CodedParts(scales=raw.stored(scales), zeros=None, group=k // groups, minima=least)
 
     return CodedMatrix(prefix, shape, bits, f"mlx-{bits}", codes, parts, _all_bytes(raw, prefix))
+
+
+def _mlx_floats(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> Fp4Matrix | ScaledMatrix:
+    """Codes of 4 bits in words of eight, of 8 bits in words of four."""
+    n, k = shape
+    weight, scales, nbytes = f"{prefix}.weight", f"{prefix}.scales", _all_bytes(raw, prefix)
+    group = 16 if raw.header(scales)[0] == (n, k // 16) and k >= 16 else 32
+    bits = 8 if group == 32 and raw.header(weight)[0] == (n, k // 4) else 4
+    if k % group:
+        raise LoadError(f"{prefix} has {k} inputs, which groups of {group} do not divide", hint=_CONTRADICTION)
+    _require(raw, weight, (n, k * bits // 32), "U32")
+    _require(raw, scales, (n, k // group), "U8")
+    if bits == 8:
+        return ScaledMatrix(weight, raw, scales, (1, group), "mxfp8", nbytes)
+    return Fp4Matrix(prefix, raw, weight, scales, None, divides=False, stored_bytes=nbytes, group=group)
 
 
 def _packed(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> CodedMatrix:
@@ -241,11 +254,15 @@ def _fp4(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation
         found_whole = raw.header(whole)[0] if raw.holds(whole) else (1,)
         _require(raw, whole, () if found_whole == () else (1,), "F32")
     divides = how.method != "modelopt"
-    return Fp4Matrix(prefix, raw, codes, scale, whole, divides=divides, stored_bytes=_all_bytes(raw, prefix))
+    nbytes = _all_bytes(raw, prefix)
+    return Fp4Matrix(prefix, raw, codes, scale, whole, divides=divides, stored_bytes=nbytes, group=group)
 
 
 def _fp8(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> ScaledMatrix:
-    """weight fp8 E4M3 [n, k] with weight_scale_inv or weight_scale (a factor, both): one, of rows, or of blocks."""
+    """weight fp8 E4M3 [n, k] with weight_scale_inv or weight_scale (a factor, both): one, of rows, of blocks, of 32 inputs.
+
+    Of the last (MXFP8) u8, exponents.
+    """
     n, k = shape
     _require(raw, f"{prefix}.weight", shape, "F8_E4M3")
     scale = next((name for name in (f"{prefix}.weight_scale_inv", f"{prefix}.weight_scale") if raw.holds(name)), None)
@@ -253,6 +270,8 @@ def _fp8(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation
         raise LoadError(f"{prefix}.weight is fp8 and has no scale beside it", hint="the checkpoint is incomplete")
     found, nbytes = raw.header(scale)[0], _nbytes(raw, f"{prefix}.weight") + _nbytes(raw, scale)
     rows, inputs = how.block or (128, 128)
+    if raw.header(scale)[1] in ("U8", "F8_E8M0") and found == (n, k // 32) and k % 32 == 0:
+        return ScaledMatrix(f"{prefix}.weight", raw, scale, (1, 32), "mxfp8", nbytes)
     _require(raw, scale, found, *_FLOATS, "F8_E8M0")
     if found in ((), (1,)) or (found == (1, 1) and how.block is None):
         return ScaledMatrix(f"{prefix}.weight", raw, scale, None, "fp8-tensor", nbytes)

@@ -245,7 +245,8 @@ class ScaledMatrix:
     @cached_property
     def _scales(self) -> torch.Tensor:
         """[rows or blocks of them or 1, blocks of inputs or 1] fp32. LoadError for one that is not finite."""
-        scales = self._raw.stored(self._scale).float()
+        stored = self._raw.stored(self._scale)
+        scales = (stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored).float()
         if not bool(torch.isfinite(scales).all()):
             raise LoadError(
                 f"{self._scale} has a scale that is not finite", hint="the checkpoint is damaged; download it again"
@@ -258,21 +259,26 @@ class ScaledMatrix:
         return self._scales[at.clamp(max=len(self._scales) - 1)]
 
     def codes(self) -> Codes:
-        """E4M3 as its bits. LoadError for one that is no number."""
-        stored = self._raw.stored(self._name).view(torch.uint8)
-        if bool(((stored & NAN_E4M3) == NAN_E4M3).any()):
-            raise LoadError(
-                f"{self._name} has a value that is no number", hint="the checkpoint is damaged; download it again"
-            )
+        """E4M3 as its bits."""
+        stored = self._bits(slice(None))
         n, k = stored.shape
         scales = self._of(torch.arange(n))
         if self._block is not None:
             scales = scales.repeat_interleave(self._block[1] // FP8_BLOCK, 1)[:, : -(-k // FP8_BLOCK)]
         return Codes(codes=stored, scales=scales.contiguous())
 
+    def _bits(self, rows: slice) -> torch.Tensor:
+        """LoadError for one that is no number."""
+        stored = self._raw.stored(self._name)[rows].view(torch.uint8)  # MLX has words of four
+        if bool(((stored & NAN_E4M3) == NAN_E4M3).any()):
+            raise LoadError(
+                f"{self._name} has a value that is no number", hint="the checkpoint is damaged; download it again"
+            )
+        return stored
+
     def values(self, rows: slice) -> torch.Tensor:
         """fp32; LoadError for a scale that is not finite."""
-        values = self._raw.stored(self._name)[rows].float()
+        values = self._bits(rows).view(torch.float8_e4m3fn).float()
         scales = self._of(torch.arange(self._raw.header(self._name)[0][0])[rows])
         if self._block is None:
             return values * scales
@@ -283,7 +289,7 @@ class ScaledMatrix:
 class Fp4Matrix:
     """E2M1 values in groups: value = q * scale, a power of two (groups of 32) or E4M3 times one of the whole matrix (16).
 
-    whole: the tensor of the latter; divides: the group's scale is divided by it.
+    whole: the tensor of the latter, which MLX does not have; divides: the group's scale is divided by it.
     """
 
     order: torch.Tensor | None = None
@@ -299,16 +305,18 @@ class Fp4Matrix:
         *,
         divides: bool,
         stored_bytes: int,
+        group: int,
     ) -> None:
         self.name, self._raw = name, raw
         self._codes, self._scales, self._whole, self._divides = codes, scales, whole, divides
-        self.kept: KeptFormat | None = KEPT_MXFP4 if whole is None else KEPT_NVFP4
-        self.label, self.stored_bytes = "mxfp4" if whole is None else "nvfp4", stored_bytes
+        self._has_powers = group == 32
+        self.kept: KeptFormat | None = KEPT_MXFP4 if self._has_powers else KEPT_NVFP4
+        self.label, self.stored_bytes = "mxfp4" if self._has_powers else "nvfp4", stored_bytes
 
     def codes(self) -> Codes:
         """The kernels' levels are twice E2M1's."""
         codes = self._unpacked(slice(None))
-        if self._whole is None:
+        if self._has_powers:
             return Codes(codes=codes, scales=self._bytes(slice(None)))
         factor = self._factor
         n_factors = -(-codes.shape[1] // NESTED_INPUTS)
@@ -318,7 +326,7 @@ class Fp4Matrix:
     def values(self, rows: slice) -> torch.Tensor:
         """fp32."""
         codes, stored = self._unpacked(rows), self._bytes(rows)
-        if self._whole is None:
+        if self._has_powers:
             scales = 2 * halved_powers(stored).float()
         else:
             scales = stored.view(torch.float8_e4m3fn).float()
@@ -333,7 +341,7 @@ class Fp4Matrix:
     def _bytes(self, rows: slice) -> torch.Tensor:
         """Scales as their bits. LoadError for E4M3 that is negative or not finite."""
         stored = self._raw.stored(self._scales).view(torch.uint8)[rows].contiguous()
-        if self._whole is not None and bool((stored >= NAN_E4M3).any()):
+        if not self._has_powers and bool((stored >= NAN_E4M3).any()):
             raise LoadError(
                 f"{self._scales} has a scale that is negative or not finite",
                 hint="the checkpoint is damaged; download it again",
@@ -342,7 +350,8 @@ class Fp4Matrix:
 
     @cached_property
     def _factor(self) -> torch.Tensor:
-        assert self._whole is not None
+        if self._whole is None:
+            return torch.tensor(1.0)
         factor = self._raw.stored(self._whole).float().reshape(())
         if not LEAST_WHOLE < float(factor) < 1 / LEAST_WHOLE:
             raise LoadError(

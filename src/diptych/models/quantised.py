@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from diptych.ground.errors import ConfigError, LoadError
-from diptych.ground.formats import KEPT_BITS, KEPT_MXFP4, KEPT_NVFP4, WIDE_BITS, KeptFormat
+from diptych.ground.formats import KEPT_MXFP4, KEPT_NVFP4, WIDE_BITS, KeptFormat
 from diptych.models.config import HfConfig
 from diptych.models.quantisation import (
     HINT,
@@ -26,10 +26,11 @@ from diptych.models.quantised_auto_round import read_auto_round
 
 OWN = "diptych"  # what `diptych quantize` writes
 MLX = "mlx"  # which names itself nowhere
-MLX_MODES, MLX_GROUPS = ("affine", "mxfp4"), (32, 64, 128)
+MLX_MODES = {"mxfp4": (4, 32, KEPT_MXFP4), "nvfp4": (4, 16, KEPT_NVFP4), "mxfp8": (8, 32, None)}  # beside "affine"
+MLX_GROUPS = (32, 64, 128)
 CT_FORMATS = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense",
-    "nvfp4-pack-quantized", "mxfp4-pack-quantized",
+    "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
 )  # fmt: skip
 FP4_KEPT = {16: KEPT_NVFP4, 32: KEPT_MXFP4}  # by the inputs that share a scale
 # how the tensors end in which one matrix lies: its codes, and what belongs to them and is no parameter
@@ -70,12 +71,10 @@ def quantisation_of(config: HfConfig) -> Quantisation | None:
     section = HfConfig(raw, path=f"quantization_config of {config.path}")
     method = raw.get("quant_method")
     method = "auto-round" if method == "intel/auto-round" else method  # as older files have it
-    readers = {"awq": _awq, "gptq": _gptq, "auto-round": read_auto_round, "compressed-tensors": _compressed_tensors,
-               "fp8": _fp8, "bitsandbytes": _bitsandbytes, "modelopt": _modelopt, "bitnet": _bitnet}  # fmt: skip
-    read = readers.get(str(method))
+    read = READERS.get(str(method))
     if read is None:
         raise LoadError(
-            f"{config.path} says the weights are quantised with {method!r}; of quantised files {', '.join(readers)}, GGUF and "
+            f"{config.path} says the weights are quantised with {method!r}; of quantised files {', '.join(READERS)}, GGUF and "
             "those of `diptych quantize` are read",
             hint=HINT,
         )
@@ -108,18 +107,24 @@ def _mlx(section: HfConfig) -> Quantisation:
     own_groups = {}
     for name, own in section.raw.items():
         if isinstance(own, Mapping):
-            own_groups[name] = _mlx_kept(HfConfig(own, path=f"{name} in {section.path}")).group
-    kept = _mlx_kept(section)
-    return Quantisation(method=MLX, bits=KEPT_BITS[kept.kind], group=kept.group, own_groups=own_groups, kept=kept)
+            own_groups[name] = _mlx_scheme(HfConfig(own, path=f"{name} in {section.path}"))[1]
+    bits, group, kept = _mlx_scheme(section)
+    return Quantisation(method=MLX, bits=bits, group=group, own_groups=own_groups, kept=kept)
 
 
-def _mlx_kept(section: HfConfig) -> KeptFormat:
-    if one_of(section, "mode", MLX_MODES, "affine") == "mxfp4":
-        one_of(section, "group_size", (32,), 32)
-        return KEPT_MXFP4
+def _mlx_scheme(section: HfConfig) -> tuple[int, int, KeptFormat | None]:
+    """(bits, inputs that share a scale, what holds them)."""
+    if section.flag("global_scale", False):
+        refuse(section, "global_scale", "scales of whole matrices are not read")
+    mode = one_of(section, "mode", ("affine", *MLX_MODES), "affine")
+    if mode != "affine":
+        bits, group, kept = MLX_MODES[mode]
+        one_of(section, "bits", (bits,), bits)
+        return bits, one_of(section, "group_size", (group,), group), kept
     bits, group = one_of(section, "bits", (2, 3, 4, 5, 6, 8), 4), one_of(section, "group_size", MLX_GROUPS, 64)
     grid = "minima" if bits == 8 else "minima16"
-    return KeptFormat(kind=f"group{bits}", group=group, scale="bf16", grid=grid, is_wide=bits >= WIDE_BITS)
+    held = KeptFormat(kind=f"group{bits}", group=group, scale="bf16", grid=grid, is_wide=bits >= WIDE_BITS)
+    return bits, group, held
 
 
 def _gptq(section: HfConfig) -> Quantisation:
@@ -178,6 +183,8 @@ def _compressed_tensors(section: HfConfig) -> Quantisation:
             if bits == 8 and group is None and inputs.raw and weights.flag("symmetric", True):
                 kept = KeptFormat(kind="int8")
         block = _block(weights, "block_structure") or block
+        if kind == "float" and strategy == "group":
+            block = (1, weights.integer("group_size"))
         if kind == "float":
             kept = kept_fp8(block)
         if inputs.raw and not inputs.raw.get("dynamic", False):
@@ -216,9 +223,17 @@ def _block(section: HfConfig, name: str) -> tuple[int, int] | None:
     return None if block is None else (block[0], block[1])
 
 
+def _mxfp8(section: HfConfig) -> Quantisation:
+    """As `_fp8`, with a power of two for 32 inputs."""
+    one_of(section, "scale_fmt", ("ue8m0",), "ue8m0")
+    return _fp8(HfConfig({"weight_block_size": [1, 32], **section.raw}, path=section.path))
+
+
 def _fp8(section: HfConfig) -> Quantisation:
     one_of(section, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     one_of(section, "activation_scheme", ("dynamic", "static"), "dynamic")
+    one_of(section, "scale_fmt", ("float", "ue8m0", None), None)  # which the scales themselves show
+    one_of(section, "expert_dtype", ("fp8", None), None)
     static, block = section.raw.get("activation_scheme") == "static", _block(section, "weight_block_size")
     return Quantisation(
         method="fp8",
@@ -270,3 +285,9 @@ def _bitnet(section: HfConfig) -> Quantisation:
         kept=KeptFormat(kind="group2", group=128, scale="f32" if linear == "bitlinear" else "bf16"),
         note="activations have 8 bits with a scale for each row and powers of two below it by group, not by row alone",
     )
+
+
+READERS = {
+    "awq": _awq, "gptq": _gptq, "auto-round": read_auto_round, "compressed-tensors": _compressed_tensors, "fp8": _fp8,
+    "mxfp8": _mxfp8, "bitsandbytes": _bitsandbytes, "modelopt": _modelopt, "bitnet": _bitnet,
+}  # fmt: skip

@@ -1,4 +1,5 @@
-"""AutoRound's `quantization_config`: codes of whole numbers, which lie as AutoGPTQ's or AutoAWQ's do.
+"""AutoRound's `quantization_config`: whole numbers, which lie as AutoGPTQ's or AutoAWQ's do, or floats of 4 and 8 bits, which
+lie as those of compressed-tensors.
 
 Sources: auto-round 0.16 (`export/export_to_autoround`, `inference/backend.py` and `convert_model.py`), and of older files 0.2
 to 0.4, which name a kernel (`backend`) where newer ones name the layout (`packing_format`).
@@ -10,8 +11,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from diptych.ground.errors import LoadError
+from diptych.ground.formats import KEPT_MXFP4, KEPT_NVFP4
 from diptych.models.config import HfConfig
-from diptych.models.quantisation import HINT, Quantisation, Scheme, group_size, kept_groups, one_of, refuse
+from diptych.models.quantisation import (
+    HINT,
+    Quantisation,
+    Scheme,
+    group_size,
+    kept_fp8,
+    kept_groups,
+    one_of,
+    refuse,
+)
 
 BITS = (2, 3, 4, 5, 6, 7, 8)
 LEFT_ALONE = 16  # bits of matrices that stay floats
@@ -25,9 +36,14 @@ def read_auto_round(section: HfConfig) -> Quantisation:
     for name in UNREAD:
         if section.raw.get(name):
             refuse(section, name, "it is not read")
+    kind = section.raw.get("data_type", "int")
+    if isinstance(kind, str) and kind.startswith(("mx_fp", "nv_fp")):
+        return _read_fp4(section, kind)
+    if kind in ("fp", "fp8", "fp8_e4m3"):
+        return _read_fp8(section)
     layout = _layout(section)
     if not _is_integer(section):
-        refuse(section, "data_type", "whole numbers ('int') can be read")
+        refuse(section, "data_type", "whole numbers ('int'), 'mx_fp', 'nv_fp' and 'fp' can be read")
     if section.raw.get("act_bits") is not None and section.integer("act_bits") < LEFT_ALONE:
         refuse(section, "act_bits", "activations of 16 bits beside codes of whole numbers can be read")
     bits = one_of(section, "bits", BITS if layout != "awq" else (4,), None)
@@ -41,6 +57,33 @@ def read_auto_round(section: HfConfig) -> Quantisation:
         zero_added=1 if layout == "gptq" else 0,
         kept=kept_groups(8 if bits == 7 else bits, group, "f16", is_symmetric=is_symmetric),
     )
+
+
+def _read_fp4(section: HfConfig, kind: str) -> Quantisation:
+    """MXFP4, MXFP8 and NVFP4; which of them a matrix of a mixture is, its tensors show."""
+    one_of(section, "packing_format", ("auto_round:llm_compressor",), None)
+    is_mx = kind.startswith("mx_fp")
+    bits = one_of(section, "bits", (4, 8) if is_mx else (4,), None)
+    one_of(section, "group_size", (32,) if is_mx else (16,), None)
+    return Quantisation(
+        method="compressed-tensors",
+        bits=bits,
+        kept=None if bits == 8 else KEPT_MXFP4 if is_mx else KEPT_NVFP4,
+        note="activations have 8 bits, and scales for them in the file are not used" if bits == 4 else "",
+    )
+
+
+def _read_fp8(section: HfConfig) -> Quantisation:
+    """E4M3 with a scale of a matrix, of rows or of blocks."""
+    one_of(section, "packing_format", ("auto_round:fp8_static", "auto_round:fp8", None), None)
+    one_of(section, "bits", (8,), None)
+    found = section.raw.get("group_size")
+    block = section.integers("group_size") if isinstance(found, list) else None
+    if (block is None and found not in (-1, 0, None)) or (block is not None and (len(block) != 2 or min(block) < 1)):
+        refuse(section, "group_size", "-1 (rows), 0 (a matrix) or two whole numbers (a block) can be read")
+    of_blocks = None if block is None else (block[0], block[1])
+    note = "scales of activations in the file are not used: they are found for each row"
+    return Quantisation(method="fp8", block=of_blocks, kept=kept_fp8(of_blocks), note=note)
 
 
 def _layout(section: HfConfig) -> str:
