@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.bitnet import WeightQuant, pack_weights
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-from transformers.utils.quantization_config import FineGrainedFP8Config
+from transformers.utils.quantization_config import FbgemmFp8Config, FineGrainedFP8Config
 
 from checkpoints import make_checkpoint
 from diptych.compute.ops.cpu_kernels import instruction_sets
@@ -233,6 +233,64 @@ def block_fp8(rows: int = 128, inputs: int = 128, *, in_powers: bool = False) ->
 
     config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [rows, inputs]}
     return Layout(config, write)
+
+
+def quark(kind: str, *, in_order: bool = False) -> Layout:
+    """As amd-quark 0.13 exports it (`torch/utils/pack.py`, `realquantizer.py`): fp8, int8, fp4, int4 or uint4 in groups."""
+    spec: dict[str, Any] = {"dtype": kind, "qscheme": "per_group", "ch_axis": -1, "group_size": 32, "is_dynamic": False}
+    spec |= {"scale_format": "e8m0"} if kind == "fp4" else {}
+    spec |= {"qscheme": "per_channel", "ch_axis": 0, "group_size": None} if kind in ("fp8_e4m3", "int8") else {}
+    order = range(8) if in_order else AWQ_ORDER
+
+    def packed(values: torch.Tensor) -> torch.Tensor:  # [rows, n] -> [rows, n / 8], of two's complement where signed
+        words = torch.zeros(values.shape[0], values.shape[1] // 8, dtype=torch.int64)
+        for i in range(8):
+            words |= (values[:, [8 * c + order[i] for c in range(words.shape[1])]] & 15) << (4 * i)
+        return words.to(torch.int32)
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        if kind == "fp8_e4m3":
+            scale = w.abs().amax(1) / 448.0
+            codes = (w / scale[:, None]).to(torch.float8_e4m3fn)
+            return {"weight": codes, "weight_scale": scale}, codes.float() * scale[:, None]
+        if kind == "int8":
+            scale = (w.abs().amax(1) / 127.0).bfloat16()
+            codes = (w / scale.float()[:, None]).round().clamp(-128, 127)
+            parts = {
+                "weight": codes.to(torch.int8),
+                "weight_scale": scale,
+                "weight_zero_point": 0 * scale.to(torch.int8),
+            }
+            return parts, codes * scale.float()[:, None]
+        if kind == "fp4":
+            blocks, exponents = random_blocks(len(w), w.shape[1] // 32, seed=w.shape[1])
+            plain = convert_moe_packed_tensors(blocks[None], exponents[None], dtype=torch.float32)[0].T
+            return {"weight": blocks.flatten(1), "weight_scale": exponents}, plain.contiguous()
+        codes, scales, zeros = rounded(w, 4, 32, symmetric=kind == "int4")
+        shift = 8 if kind == "int4" else 0
+        parts = {
+            "weight": packed((codes - shift).T),
+            "weight_scale": scales.T,
+            "weight_zero_point": packed((zeros - shift).T),
+        }
+        return parts, valued(codes, scales, zeros, torch.arange(w.shape[1]) // 32)
+
+    inputs = {"dtype": "int8", "is_dynamic": True} if kind == "int8" else None
+    config = {"quant_method": "quark", "global_quant_config": {"weight": spec, "input_tensors": inputs, "bias": None},
+              "layer_quant_config": {}, "layer_type_quant_config": {}, "exclude": ["lm_head"], "softmax_quant_spec": None,
+              "export": {"weight_format": "real_quantized", "pack_method": "order" if in_order else "reorder"}}  # fmt: skip
+    return Layout(config, write)
+
+
+def fbgemm_fp8() -> Layout:
+    """As Meta publishes Llama 3.1 405B: E4M3 with a scale of each row [n, 1] in fp32 (FbgemmFp8Linear of transformers)."""
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        scale = w.abs().amax(1, keepdim=True) / 448.0
+        quantised = (w / scale).to(torch.float8_e4m3fn)
+        return {"weight": quantised, "weight_scale": scale}, quantised.float() * scale
+
+    return Layout(FbgemmFp8Config(activation_scale_ub=1200.0).to_dict(), write)
 
 
 def mxfp8(*, in_bytes: bool = False) -> Layout:

@@ -1,4 +1,4 @@
-"""Checkpoints that GPTQModel, AutoRound and llm-compressor quantised: small ones (tests/data/quantisers), and fresh ones.
+"""Checkpoints that several programs quantised: small ones that they wrote (tests/data/quantisers), and fresh ones.
 
     python tests/quantiser_files.py tests/data/quantisers     # how those were made: the kinds of the tool that is installed
 
@@ -63,6 +63,11 @@ MORE_OF_AUTO_ROUND: dict[str, dict[str, Any]] = {
     "auto-round mxfp4": {"scheme": "MXFP4"},
     "auto-round awq symmetric": {"bits": 4, "sym": True, "format": "auto_round:auto_awq"},
 }
+MODELOPT: dict[str, dict[str, Any]] = {"modelopt-fp8": {"name": "FP8_DEFAULT_CFG"}}
+MORE_OF_MODELOPT: dict[str, dict[str, Any]] = {
+    f"modelopt {name}": {"name": f"{name}_CFG"}
+    for name in ("FP8_PER_CHANNEL_PER_TOKEN", "FP8_2D_BLOCKWISE_WEIGHT_ONLY", "MXFP8_DEFAULT", "NVFP4_DEFAULT")
+}
 COMPRESSED: dict[str, dict[str, Any]] = {
     "w4a16": {"num_bits": 4, "strategy": "group", "group_size": GROUP, "symmetric": False},
     "w8a8": {"num_bits": 8, "strategy": "channel"},
@@ -74,14 +79,16 @@ MORE_COMPRESSED: dict[str, dict[str, Any]] = {
     "w8a16": {"num_bits": 8, "strategy": "group", "group_size": GROUP, "symmetric": False},
     "fp8": {"num_bits": 8, "type": "float", "strategy": "tensor"},
 }
-KINDS = {**GPTQMODEL, **AUTO_ROUND, **COMPRESSED}
-MORE_KINDS = {**MORE_OF_GPTQMODEL, **MORE_OF_AUTO_ROUND, **MORE_COMPRESSED}
+KINDS = {**GPTQMODEL, **AUTO_ROUND, **MODELOPT, **COMPRESSED}
+MORE_KINDS = {**MORE_OF_GPTQMODEL, **MORE_OF_AUTO_ROUND, **MORE_OF_MODELOPT, **MORE_COMPRESSED}
 
 
 def tool_of(kind: str) -> str:
     """The package that writes it."""
     if kind in AUTO_ROUND | MORE_OF_AUTO_ROUND:
         return "auto_round"
+    if kind in MODELOPT | MORE_OF_MODELOPT:
+        return "modelopt"
     return "gptqmodel" if kind in GPTQMODEL | MORE_OF_GPTQMODEL else "llmcompressor"
 
 
@@ -95,8 +102,10 @@ def quantise(folder: Path, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
     _write_tokenizer(original)
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(3, FIELDS["vocab_size"], (1, 64), generator=generator) for _ in range(16)]
-    tools = {"gptqmodel": _by_gptqmodel, "auto_round": _by_auto_round, "llmcompressor": _by_llmcompressor}
-    return folder / "coded", tools[tool_of(kind)](original, folder / "coded", (KINDS | MORE_KINDS)[kind], rows)
+    tools = {"gptqmodel": _by_gptqmodel, "auto_round": _by_auto_round, "modelopt": _by_modelopt}
+    return folder / "coded", tools.get(tool_of(kind), _by_llmcompressor)(
+        original, folder / "coded", (KINDS | MORE_KINDS)[kind], rows
+    )
 
 
 def _write_tokenizer(folder: Path) -> None:
@@ -173,6 +182,33 @@ def _by_auto_round(
 
 def _bits_of(name: str, section: dict[str, Any]) -> int:
     return int(section.get("extra_config", {}).get(name, {}).get("bits", section["bits"]))
+
+
+def _by_modelopt(
+    original: Path, target: Path, how: dict[str, Any], rows: list[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    from modelopt.torch import quantization as tool
+    from modelopt.torch.export import export_hf_checkpoint
+    from modelopt.torch.quantization.qtensor import FP8QTensor, MXFP8QTensor, NVFP4QTensor
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(original, dtype=torch.bfloat16)
+    model = tool.quantize(model, getattr(tool, how["name"]), lambda one: [one(row) for row in rows])
+    export_hf_checkpoint(model, export_dir=target)
+    tensors, values = load_file(target / "model.safetensors"), {}
+    for name in [name.removesuffix("_scale") for name in tensors if name.endswith(".weight_scale")]:
+        codes, scale = tensors[name], tensors[f"{name}_scale"]
+        shape = torch.Size((codes.shape[0], codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)))
+        if codes.dtype == torch.uint8:
+            more = {"scale": scale, "double_scale": tensors[f"{name}_scale_2"], "block_sizes": {-1: 16}}
+            values[name] = NVFP4QTensor(shape, torch.float32, codes).dequantize(dtype=torch.float32, **more)
+        elif scale.dtype == torch.uint8:
+            values[name] = MXFP8QTensor(shape, torch.float32, codes).dequantize(scale=scale)
+        else:
+            flat = scale[:, None] if scale.ndim == 1 else scale
+            blocks = {-1: 128, -2: 128} if scale.ndim == 4 else None
+            flat = scale[:, 0, :, 0] if scale.ndim == 4 else flat
+            values[name] = FP8QTensor(shape, torch.float32, codes).dequantize(scale=flat, block_sizes=blocks)
+    return {name: one.contiguous() for name, one in values.items()}
 
 
 def _by_llmcompressor(

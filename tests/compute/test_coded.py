@@ -19,16 +19,19 @@ from coded_files import (
     bitnet,
     block_fp8,
     compressed,
+    fbgemm_fp8,
     gptq,
     logits_of,
     mxfp8,
     quantised_checkpoints,
+    quark,
     whole_fp8,
 )
 from diptych.compute.coded import CodedCheckpoint
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.config import HfConfig, read_json
+from diptych.models.contents import contents_of
 from diptych.models.quantised import quantisation_of
 
 native = [
@@ -39,6 +42,15 @@ CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel"}
 DYNAMIC = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "dynamic": "local", "group_size": 16}
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True}
+GROUPS = {"qscheme": "per_group", "ch_axis": -1, "group_size": 32}
+
+
+def quark_with(weight: Any, **fields: Any) -> dict[str, Any]:
+    """A config of Quark with another type of weights."""
+    own = {"dtype": "fp4", "scale_format": "e8m0", **GROUPS, **weight} if isinstance(weight, dict) else weight
+    return {"quant_method": "quark", "global_quant_config": {"weight": own}, **fields}
+
+
 # layout -> how it is made, and what holds it
 LAYOUTS: dict[str, tuple[Any, str | None]] = {
     "awq": (lambda: awq(32), "group4-g32-f16-zeros"),
@@ -97,6 +109,13 @@ LAYOUTS: dict[str, tuple[Any, str | None]] = {
     "fp8 small blocks": (lambda: block_fp8(32, 16), None),
     "fp8 blocks in powers of two": (lambda: block_fp8(32, 16, in_powers=True), None),
     "fp8 whole": (lambda: whole_fp8(), "fp8"),
+    "fp8 of fbgemm": (lambda: fbgemm_fp8(), "fp8"),
+    "quark int4": (lambda: quark("int4"), "group4-g32-f16"),
+    "quark uint4": (lambda: quark("uint4"), "group4-g32-f16-zeros"),
+    "quark uint4 in order": (lambda: quark("uint4", in_order=True), "group4-g32-f16-zeros"),
+    "quark int8": (lambda: quark("int8"), "int8"),
+    "quark fp8": (lambda: quark("fp8_e4m3"), "fp8"),
+    "quark fp4": (lambda: quark("fp4"), "group4-g32-e8m0-e2m1"),
     "mxfp8": (lambda: mxfp8(), None),
     "mxfp8 in bytes": (lambda: mxfp8(in_bytes=True), None),
     "w8a8 mxfp8": (
@@ -153,6 +172,7 @@ def test_every_layout_gives_the_values_of_its_own_formula(layout: str, original:
             assert torch.equal(tensor.part(slice(3, 20, 4), 40).float(), values[3:20:4, :40].float())
     checkpoint.finish(lambda name: False)
     assert checkpoint.n_parameters == sum(values.numel() for values in expected.values())
+    assert checkpoint.n_parameters == sum(group.parameters for group in contents_of(coded).groups)
     assert torch.equal(
         logits_of(coded, backend="torch", weights="fp32"), logits_of(plain, backend="torch", weights="fp32")
     )
@@ -177,6 +197,9 @@ def test_every_layout_gives_the_values_of_its_own_formula(layout: str, original:
         "fp8 blocks",
         "fp8 small blocks",
         "fp8 whole",
+        "fp8 of fbgemm",
+        "quark int4",
+        "quark fp4",
         "mxfp8",
         "bitnet",
         "bitnet divided",
@@ -312,7 +335,17 @@ def test_rows_of_heads_and_of_what_gates_them_come_out_of_one_matrix(
             {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": FP4 | {"symmetric": False}}}},
             "symmetric .* is False",
         ),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo .* is 'FP8'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo .* is 'NVFP4_AWQ'"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quantized_layers .* is None"),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a": {"quant_algo": "W8A16"}},
+            },
+            "quant_algo in a of quantized_layers .* is 'W8A16'",
+        ),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": "much"}, "activation_scale_ub .* is 'much'"),
         ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
@@ -332,6 +365,24 @@ def test_rows_of_heads_and_of_what_gates_them_come_out_of_one_matrix(
         (
             AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "extra_config": {"a": {"group_size": 64}}},
             "a in extra_config",
+        ),
+        ({"quant_method": "quark"}, "global_quant_config"),
+        (quark_with({"dtype": "mx"}), "dtype in weight of global_quant_config .* is 'mx'"),
+        (
+            quark_with({"dtype": "int4", "qscheme": "per_channel"}),
+            "qscheme .* is 'per_channel'; 'per_group' can be read",
+        ),
+        (quark_with({"dtype": "fp4", "group_size": 16}), "group_size .* is 16; 32 can be read"),
+        (quark_with({"dtype": "fp4", "scale_format": "e4m3"}), "scale_format .* is 'e4m3'"),
+        (quark_with({"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}), "input_tensors .* is None"),
+        (quark_with([{}, {}]), "weight in global_quant_config .* one type with one scale"),
+        (quark_with({}, export={"weight_format": "fake_quantized"}), "weight_format .* is 'fake_quantized'"),
+        (quark_with({}, export={"pack_method": "other"}), "pack_method .* is 'other'"),
+        (quark_with({}, algo_config=[{"name": "awq"}, {"name": "rotation"}]), "algo_config"),
+        (quark_with({}, softmax_quant_spec={}), "softmax_quant_spec"),
+        (
+            quark_with({"dtype": "int4"}, layer_quant_config={"*v_proj": {"weight": {"dtype": "uint4", **GROUPS}}}),
+            "layer_quant_config .* one kind of whole numbers",
         ),
         ("awq", "is a str"),
     ],

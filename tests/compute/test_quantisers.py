@@ -1,4 +1,4 @@
-"""Checkpoints that GPTQModel, AutoRound and llm-compressor wrote give the very values that these tools read in them."""
+"""Checkpoints that several programs wrote give the very values that these programs read in them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from coded_files import logits_of, said_in_use
 from diptych.compute.coded import CodedCheckpoint
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig, read_json
 from diptych.models.contents import contents_of
 from diptych.models.quantised import quantisation_of
@@ -30,6 +31,7 @@ HELD = {
     "auto-round-3": "group3-g32-f16",
     "auto-round-awq": "group4-g32-f16-zeros",
     "auto-round-mxfp8": "bf16",
+    "modelopt-fp8": "fp8",
     "w4a16": "group4-g32-bf16-zeros",
     "w8a8": "int8",
     "fp8-channel": "fp8",
@@ -80,6 +82,27 @@ def test_they_run_and_the_log_says_as_what(kind: str, caplog: pytest.LogCaptureF
     held = HELD[kind]
     for name in held if isinstance(held, tuple) else (f"{held}:100.0%",):
         assert f" {name}" in said.replace("=", " "), said
+
+
+def test_what_modelopt_says_in_a_file_beside_the_config_is_read(tmp_path: Path) -> None:
+    """Its older folders have it there alone, and their fp8 was refused as a dtype that cannot be read."""
+    path = tmp_path / "it"
+    shutil.copytree(DATA / "modelopt-fp8", path)
+    config = read_json(path / "config.json")
+    section = config.pop("quantization_config")
+    (path / "config.json").write_text(json.dumps(config))
+    how = {"quant_algo": section["quant_algo"], "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    beside = {"producer": section["producer"], "quantization": how}
+    (path / "hf_quant_config.json").write_text(json.dumps(beside))
+    tensors = load_file(path / "model.safetensors")
+    tensors |= {f"model.layers.0.self_attn.{one}_scale": torch.tensor(0.5) for one in "kv"}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    got, expected = (logits_of(one, backend="torch", weights="fp32") for one in (path, DATA / "modelopt-fp8"))
+    assert torch.equal(got, expected)
+    assert contents_of(path).kept == "fp8"
+    (path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W4A16_AWQ"}}))
+    with pytest.raises(LoadError, match=r"quant_algo in quantization_config .* is 'W4A16_AWQ'"):
+        logits_of(path, backend="torch")
 
 
 @pytest.mark.slow

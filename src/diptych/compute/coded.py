@@ -116,7 +116,11 @@ class CodedCheckpoint(Checkpoint):
                 f"config.json in {self.directory} says that weights are quantised ({self.how.method}), and none of them is",
                 hint="remove quantization_config, or download the files that belong to it",
             )
-        super().finish(lambda name: is_ignored(name) or self._is_no_bias(name))
+        super().finish(lambda name: is_ignored(name) or self._is_no_bias(name) or self._is_of_cache(name))
+
+    def _is_of_cache(self, name: str) -> bool:
+        """Whether it is a scale of keys or values in a cache of 8 bits, which is not the engine's."""
+        return self.how.method == "modelopt" and name.endswith((".self_attn.k_scale", ".self_attn.v_scale"))
 
     def _is_no_bias(self, name: str) -> bool:
         """Whether it is one of zeros beside a quantised matrix: AutoGPTQ wrote those for every matrix without a bias."""

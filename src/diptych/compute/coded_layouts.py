@@ -34,6 +34,7 @@ from diptych.models.quantised import BESIDE_CODES, CODES, MLX
 
 # AutoAWQ packs column 8 c + AWQ_ORDER[i] of eight into nibble i of a word
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_AWQ_NAMES, _QUARK_NAMES = ("qweight", "scales", "qzeros"), ("weight", "weight_scale", "weight_zero_point")
 MLX_BITS = (2, 3, 4, 5, 6, 8)
 
 
@@ -56,8 +57,10 @@ def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quant
     dtype = raw.header(weight)[1]
     if how.method == MLX:
         return _mlx(raw, prefix, shape) if raw.holds(f"{prefix}.scales") else None
-    if how.method == "modelopt" and dtype == "U8":
+    if how.method in ("modelopt", "quark") and dtype == "U8":
         return _fp4(raw, prefix, shape, how)
+    if how.method == "quark" and dtype == "I32":
+        return _awq(raw, prefix, shape, how)
     if dtype == "F8_E4M3":
         return _fp8(raw, prefix, shape, how)
     if dtype == "I8":
@@ -66,32 +69,36 @@ def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quant
 
 
 def _awq(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> CodedMatrix:
-    """qweight [k, n / 8], qzeros [G, n / 8], scales [G, n]; nibbles of a word in AWQ_ORDER."""
+    """qweight [k, n / 8], qzeros [G, n / 8], scales [G, n]; nibbles of a word in AWQ_ORDER.
+
+    Quark's: weight, weight_zero_point and weight_scale, in that order or in none, signed or not.
+    """
     n, k = shape
     group = k if how.group is None else how.group
     if k % group != 0:
         raise LoadError(f"{prefix} has {k} inputs, which groups of {group} do not divide", hint=_CONTRADICTION)
     if n % 8:
         raise LoadError(f"{prefix} has {n} outputs, of which words of 32 bits hold 8 each", hint=_CONTRADICTION)
-    groups = k // group
-    _require(raw, f"{prefix}.qweight", (k, n // 8), "I32")
-    _require(raw, f"{prefix}.scales", (groups, n), *_FLOATS)
-    has_zeros = how.has_zeros or raw.holds(f"{prefix}.qzeros")
+    groups, names = k // group, _QUARK_NAMES if how.method == "quark" else _AWQ_NAMES
+    weight, scales, zeros = (f"{prefix}.{name}" for name in names)
+    _require(raw, weight, (k, n // 8), "I32")
+    _require(raw, scales, (groups, n), *_FLOATS)
+    has_zeros = how.has_zeros or raw.holds(zeros)
     if has_zeros:
-        _require(raw, f"{prefix}.qzeros", (groups, n // 8), "I32")
-    order = torch.argsort(torch.tensor(AWQ_ORDER))
+        _require(raw, zeros, (groups, n // 8), "I32")
+    order = torch.arange(8) if how.is_ordered else torch.argsort(torch.tensor(AWQ_ORDER))
+    middle = 8 if how.is_signed else 0  # both codes and zero points have two's complement
 
     def unpacked(name: str) -> torch.Tensor:
-        return unpack_words(raw.stored(f"{prefix}.{name}"), 4)[..., order].flatten(1).T.contiguous()
+        return (unpack_words(raw.stored(name), 4)[..., order].flatten(1).T ^ middle).contiguous()
 
     def parts() -> CodedParts:
         return CodedParts(
-            scales=raw.stored(f"{prefix}.scales").T.contiguous(),
-            zeros=unpacked("qzeros") if has_zeros else None,
-            group=group,
+            scales=raw.stored(scales).T.contiguous(), zeros=unpacked(zeros) if has_zeros else None, group=group
         )
 
-    return CodedMatrix(prefix, shape, 4, "awq-4", lambda: unpacked("qweight"), parts, _all_bytes(raw, prefix))
+    label = "quark-4" if how.method == "quark" else "awq-4"
+    return CodedMatrix(prefix, shape, 4, label, lambda: unpacked(weight), parts, _all_bytes(raw, prefix))
 
 
 def _gptq(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> CodedMatrix:
@@ -232,22 +239,22 @@ def _int8(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisatio
 
 
 def _fp4(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> Fp4Matrix:
-    """weight_packed, or modelopt's weight, u8 [n, k / 2], the lower nibble first.
+    """weight_packed, or modelopt's and Quark's weight, u8 [n, k / 2], the lower nibble first.
 
     NVFP4: weight_scale E4M3 [n, k / 16] and one scale of all, weight_global_scale, which divides, or modelopt's weight_scale_2,
     which multiplies. MXFP4: weight_scale u8 [n, k / 32], exponents.
     """
     n, k = shape
     codes, scale = (
-        f"{prefix}.weight" if how.method == "modelopt" else f"{prefix}.weight_packed",
+        f"{prefix}.weight" if how.method in ("modelopt", "quark") else f"{prefix}.weight_packed",
         f"{prefix}.weight_scale",
     )
     found = raw.header(scale)[1] if raw.holds(scale) else "F8_E4M3"
-    group = 32 if found in ("U8", "F8_E8M0") else 16
+    group = 32 if found in ("U8", "F8_E8M0") or how.method == "quark" else 16
     if k % group:
         raise LoadError(f"{prefix} has {k} inputs, which groups of {group} do not divide", hint=_CONTRADICTION)
     _require(raw, codes, (n, k // 2), "U8")
-    _require(raw, scale, (n, k // group), "F8_E4M3", "U8", "F8_E8M0")
+    _require(raw, scale, (n, k // group), *(("F8_E4M3",) if group == 16 else ("U8", "F8_E8M0")))
     whole = None
     if group == 16:
         whole = f"{prefix}.weight_scale_2" if how.method == "modelopt" else f"{prefix}.weight_global_scale"
@@ -269,15 +276,19 @@ def _fp8(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation
     if scale is None:
         raise LoadError(f"{prefix}.weight is fp8 and has no scale beside it", hint="the checkpoint is incomplete")
     found, nbytes = raw.header(scale)[0], _nbytes(raw, f"{prefix}.weight") + _nbytes(raw, scale)
+    stored = found
+    if len(found) == 4 and found[1] == found[3] == 1:  # modelopt's, of blocks
+        found = (found[0], found[2])
     rows, inputs = how.block or (128, 128)
     if raw.header(scale)[1] in ("U8", "F8_E8M0") and found == (n, k // 32) and k % 32 == 0:
         return ScaledMatrix(f"{prefix}.weight", raw, scale, (1, 32), "mxfp8", nbytes)
-    _require(raw, scale, found, *_FLOATS, "F8_E8M0")
+    _require(raw, scale, stored, *_FLOATS, "F8_E8M0")
     if found in ((), (1,)) or (found == (1, 1) and how.block is None):
         return ScaledMatrix(f"{prefix}.weight", raw, scale, None, "fp8-tensor", nbytes)
     if found in ((n,), (n, 1)):
         return ScaledMatrix(f"{prefix}.weight", raw, scale, None, "fp8-channel", nbytes)
-    _require(raw, scale, (-(-n // rows), -(-k // inputs)), *_FLOATS, "F8_E8M0")
+    if found != (-(-n // rows), -(-k // inputs)):
+        _require(raw, scale, (-(-n // rows), -(-k // inputs)), *_FLOATS, "F8_E8M0")
     return ScaledMatrix(f"{prefix}.weight", raw, scale, (rows, inputs), f"fp8-{rows}x{inputs}", nbytes)
 
 

@@ -33,7 +33,7 @@ from diptych.compute.weights import Checkpoint, FileTensor, Progress, Saved, res
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
 from diptych.ground.formats import KeptFormat
-from diptych.models.config import HfConfig, read_json
+from diptych.models.config import HfConfig, read_config_file
 from diptych.models.contents import EXPONENTS, INPUT_ORDER, PACKED
 from diptych.models.files import INDEX_FILE, WHOLE_FILE
 from diptych.models.quantised import OWN, own_section
@@ -222,7 +222,7 @@ def save_quantised(
     directory = directory.absolute()  # "." has no name to make another of
     _refuse_used(directory)
     source = resolve_model_dir(model)
-    hf_config = read_json(source / "config.json")
+    hf_config = read_config_file(source / "config.json")
     config_path = str(source / "config.json")
     if hf_config.get("quantization_config") and not reads_mxfp4(HfConfig(hf_config, path=config_path)):
         method = HfConfig(hf_config, path=config_path).section("quantization_config").raw.get("quant_method")

@@ -35,7 +35,7 @@ from diptych.compute.quant import QuantisedCheckpoint, stored_weights
 from diptych.compute.weights import Checkpoint, Meanwhile, Progress, RandomSource, resolve_model_dir
 from diptych.ground.config import AS_STORED, ComputeConfig, packed_cache
 from diptych.ground.errors import ConfigError, LoadError
-from diptych.models.config import HfConfig, read_json
+from diptych.models.config import HfConfig, read_config_file
 from diptych.models.gguf import read_config
 from diptych.models.gguf_file import find_gguf, open_gguf
 from diptych.models.quantisation import Quantisation
@@ -217,7 +217,7 @@ def _built_once(
 
 
 def _open_folder(directory: Path, config: ComputeConfig) -> Opened:
-    hf_config = read_json(directory / "config.json")
+    hf_config = read_config_file(directory / "config.json")
     parsed = HfConfig(hf_config, path=str(directory / "config.json"))
     family_of(parsed)  # refuses others, whatever else is wrong with them
     stored = stored_weights(parsed)

@@ -46,6 +46,7 @@ SIZE_LIMITS = {
     "qk_rope_head_dim": 4096,
     "v_head_dim": 4096,
 }
+MODELOPT_FILE = "hf_quant_config.json"
 SIZE_LIMIT = 2**31 - 1
 TEXT_SECTIONS = ("text_config", "llm_config")  # where wrappers have their decoder; the second in InternVL's own files
 NUMBER_LIMIT = 1e30  # its powers and products are numbers still
@@ -74,6 +75,16 @@ def read_json(path: Path) -> dict[str, Any]:
     if level:
         raise LoadError(f"{path} is nested deeper than {MAX_JSON_DEPTH} levels")
     return value
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """A config.json, with what NVIDIA's older folders say of their weights in a file beside it. LoadError as `read_json`."""
+    raw = read_json(path)
+    beside = path.with_name(MODELOPT_FILE)
+    if path.name != "config.json" or raw.get("quantization_config") or not beside.is_file():
+        return raw
+    section = HfConfig(read_json(beside), path=str(beside)).section("quantization")
+    return {**raw, "quantization_config": {**section.raw, "quant_method": "modelopt"}}
 
 
 def text_section(raw: Mapping[str, Any]) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import KEPT_MXFP4, gguf_kept
-from diptych.models.config import HfConfig, read_json
+from diptych.models.config import HfConfig, read_config_file
 from diptych.models.files import has_weights, safetensors_header, weight_files
 from diptych.models.gguf import ROPE_TENSOR, is_beside
 from diptych.models.gguf_file import GgufFile, find_gguf, open_gguf
@@ -90,7 +90,7 @@ def contents_of(path: Path) -> Contents:
         return _gguf(gguf)
     files = weight_files(path) if has_weights(path) else []
     config = path / "config.json"
-    raw = read_json(config) if config.is_file() else {}
+    raw = read_config_file(config) if config.is_file() else {}
     own = own_section(raw)
     parsed = HfConfig(raw, path=str(config))
     how = None if own is not None or parsed.is_mxfp4 else quantisation_of(parsed)
@@ -154,6 +154,8 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
         elif how is not None and name.endswith(_endings(CODES)) and stored == "I32":
             bits = _bits(how, name, header)
             count, stored = count * 32 // bits, f"{how.method} {bits} bit"
+        elif how is not None and how.method == "quark" and stored in ("U8", "I32") and name.endswith(".weight"):
+            count, stored = 2 * nbytes, "quark 4 bit"
         elif how is not None and how.method == "bitnet" and stored == "U8":
             count, stored = 4 * nbytes, "bitnet 2 bit"
         elif how is not None and stored == "U8" and _has_pairs(name, header):

@@ -23,6 +23,7 @@ from diptych.models.quantisation import (
     refuse,
 )
 from diptych.models.quantised_auto_round import read_auto_round
+from diptych.models.quantised_quark import read_quark
 
 OWN = "diptych"  # what `diptych quantize` writes
 MLX = "mlx"  # which names itself nowhere
@@ -32,6 +33,10 @@ CT_FORMATS = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense",
     "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
 )  # fmt: skip
+MODELOPT: dict[str, KeptFormat | None] = {  # by quant_algo
+    "nvfp4": KEPT_NVFP4, "w4a16_nvfp4": KEPT_NVFP4, "fp8": kept_fp8(None), "fp8_per_channel_per_token": kept_fp8(None),
+    "fp8_pb_wo": kept_fp8((128, 128)), "mxfp8": None,
+}  # fmt: skip
 FP4_KEPT = {16: KEPT_NVFP4, 32: KEPT_MXFP4}  # by the inputs that share a scale
 # how the tensors end in which one matrix lies: its codes, and what belongs to them and is no parameter
 CODES = ("qweight", "weight_packed")
@@ -40,6 +45,7 @@ BESIDE_CODES = (
     "input_scale", "input_zero_point", "activation_scale", "weight.absmax", "weight.quant_map", "weight.nested_absmax",
     "weight.nested_quant_map", "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4", "SCB",
     "weight_format", "weight_global_scale", "weight_scale_2", "input_global_scale", "k_scale", "v_scale", "biases",
+    "output_scale", "output_zero_point",
 )  # fmt: skip
 # whose layers have no matrix but in projections, all of which BitNet's online mode rounds
 ROUNDED = ("BitNetForCausalLM", "LlamaForCausalLM")
@@ -206,13 +212,31 @@ def _has_inputs_of_4_bits(scheme: HfConfig) -> bool:
 
 
 def _modelopt(section: HfConfig) -> Quantisation:
-    """NVIDIA's TensorRT Model Optimizer: NVFP4, whose groups have 16 inputs, with a scale for each matrix."""
-    one_of(section, "quant_algo", ("nvfp4",), None)
+    """NVIDIA's TensorRT Model Optimizer: NVFP4, whose groups have 16 inputs, with a scale for each matrix; FP8; mixtures."""
+    algorithm = one_of(section, "quant_algo", (*MODELOPT, "mixed_precision"), None)
+    if algorithm == "mixed_precision":
+        layers = section.section("quantized_layers")
+        each = [one_of(layers.section(name), "quant_algo", tuple(MODELOPT), None) for name in layers.raw]
+        if not each:
+            refuse(section, "quantized_layers", "it must say how each layer of the mixture is quantised")
+        algorithm = max(each, key=each.count)
+    kept = MODELOPT[algorithm]
     return Quantisation(
         method="modelopt",
-        bits=4,
-        kept=KEPT_NVFP4,
-        note="activations have 8 bits; scales for them and for a cache of 8 bits in the file are not used",
+        bits=4 if kept == KEPT_NVFP4 else 8,
+        kept=kept,
+        note=f"activations have {8 if kept == KEPT_NVFP4 else 16} bits; scales for them and for a cache of 8 bits in the file "
+        "are not used",
+    )
+
+
+def _fbgemm_fp8(section: HfConfig) -> Quantisation:
+    """E4M3 with a scale of each row, as Meta publishes Llama 3.1 405B."""
+    section.optional_number("activation_scale_ub")
+    return Quantisation(
+        method="fbgemm_fp8",
+        kept=kept_fp8(None),
+        note="activations have 16 bits, and no upper bound (activation_scale_ub)",
     )
 
 
@@ -289,5 +313,6 @@ def _bitnet(section: HfConfig) -> Quantisation:
 
 READERS = {
     "awq": _awq, "gptq": _gptq, "auto-round": read_auto_round, "compressed-tensors": _compressed_tensors, "fp8": _fp8,
-    "mxfp8": _mxfp8, "bitsandbytes": _bitsandbytes, "modelopt": _modelopt, "bitnet": _bitnet,
+    "mxfp8": _mxfp8, "fbgemm_fp8": _fbgemm_fp8, "bitsandbytes": _bitsandbytes, "modelopt": _modelopt, "bitnet": _bitnet,
+    "quark": read_quark,
 }  # fmt: skip

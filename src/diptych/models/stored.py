@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from diptych.ground.errors import LoadError
-from diptych.models.config import read_json, text_section
+from diptych.models.config import read_config_file, read_json, text_section
 from diptych.models.families import BESIDE_WRAPPED, BY_MODEL_TYPE
 from diptych.models.files import INDEX_FILE, safetensors_header, weight_files
 from diptych.models.gguf import count_parameters
@@ -39,7 +39,7 @@ def check_stored(folder: Path, spec: ModelSpec, expected: int) -> None:
 
     Files that hold packed weights, or none at all, say nothing.
     """
-    config = read_json(folder / "config.json")
+    config = read_config_file(folder / "config.json")
     if config.get("quantization_config"):
         return
     found = _in_headers(folder, spec)
