@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.bitnet import WeightQuant, pack_weights
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
+from transformers.integrations.gemma_quant import QuantizedLinear
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.utils.quantization_config import FbgemmFp8Config, FineGrainedFP8Config
 
@@ -280,6 +281,30 @@ def quark(kind: str, *, in_order: bool = False) -> Layout:
               "layer_quant_config": {}, "layer_type_quant_config": {}, "exclude": ["lm_head"], "softmax_quant_spec": None,
               "export": {"weight_format": "real_quantized", "pack_method": "order" if in_order else "reorder"}}  # fmt: skip
     return Layout(config, write)
+
+
+def gemma(bits: int, *, activation_scale: float = 0.0) -> Layout:
+    """As Gemma's packed checkpoints have it: the values are those that transformers' own layer makes of the tensors."""
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        layer = QuantizedLinear(w.shape[1], w.shape[0], num_bits=bits)
+        scale = w.abs().amax(1, keepdim=True) / (1 << (bits - 1))
+        codes = (w / scale).round().clamp(-(1 << (bits - 1)), (1 << (bits - 1)) - 1).to(torch.int8)
+        layer.weight.data, layer.weight_scale.data = packed_bytes(codes, bits), scale
+        parts = {name: one.data for name, one in layer.named_parameters()}
+        for name in ("input_activation_scale", "output_activation_scale"):
+            parts[name] = torch.tensor(activation_scale)
+        return parts, layer._dequantize_weights().float()
+
+    return Layout({"quant_method": "gemma", "num_bits": bits, "quantize_embeddings": False}, write)
+
+
+def packed_bytes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Signed codes of 2 or 4 bits, of which several share a byte, the lowest bits first; of 8 as they are."""
+    if bits == 8:
+        return codes
+    unsigned = (codes.to(torch.int16) + (1 << (bits - 1))).unflatten(1, (-1, 8 // bits))
+    return sum(unsigned[..., i] << (bits * i) for i in range(8 // bits)).to(torch.uint8)
 
 
 def fbgemm_fp8() -> Layout:

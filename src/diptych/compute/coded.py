@@ -26,6 +26,11 @@ from diptych.ground.formats import ENGINE_WEIGHTS, mean_bytes
 from diptych.models.quantisation import Quantisation
 from diptych.models.quantised import CODES
 
+# scales of keys and values in a cache of 8 bits, which is not the engine's
+OF_CACHE = {
+    "modelopt": (".self_attn.k_scale", ".self_attn.v_scale"),
+    "gemma": (".k_cache_scale", ".v_cache_scale"),
+}
 logger = logging.getLogger("diptych.compute")
 
 
@@ -119,8 +124,8 @@ class CodedCheckpoint(Checkpoint):
         super().finish(lambda name: is_ignored(name) or self._is_no_bias(name) or self._is_of_cache(name))
 
     def _is_of_cache(self, name: str) -> bool:
-        """Whether it is a scale of keys or values in a cache of 8 bits, which is not the engine's."""
-        return self.how.method == "modelopt" and name.endswith((".self_attn.k_scale", ".self_attn.v_scale"))
+        """Whether it is a scale that only a cache of its publisher's has."""
+        return name.endswith(OF_CACHE.get(self.how.method, ()))
 
     def _is_no_bias(self, name: str) -> bool:
         """Whether it is one of zeros beside a quantised matrix: AutoGPTQ wrote those for every matrix without a bias."""

@@ -46,6 +46,8 @@ def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quant
         return _gptq(raw, prefix, shape, how)
     if how.method == "bitnet":
         return _bitnet(raw, prefix, shape, how)
+    if how.method == "gemma":
+        return _gemma(raw, prefix, shape)
     if raw.holds(f"{prefix}.weight_packed"):
         is_fp4 = raw.header(f"{prefix}.weight_packed")[1] == "U8"
         return (_fp4 if is_fp4 else _packed)(raw, prefix, shape, how)
@@ -323,6 +325,39 @@ def _bitsandbytes(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> Matri
         _require(raw, f"{weight}.nested_absmax", (-(-blocks // state.nested_block),), "F32")
         _require(raw, f"{weight}.nested_quant_map", (256,), "F32")
     return TableMatrix(weight, raw, shape, state, _all_bytes(raw, prefix))
+
+
+def _gemma(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> CodedMatrix | None:
+    """weight int8 [n, k], or u8 [n, k * bits / 8], the lowest bits first, and weight_scale [n, G]; 2^(bits-1) was added.
+
+    Of embeddings embedding_quantized and embedding_scale.
+    """
+    is_table = raw.holds(f"{prefix}.embedding_quantized")
+    codes_name, scale = (
+        f"{prefix}.{one}"
+        for one in (("embedding_quantized", "embedding_scale") if is_table else ("weight", "weight_scale"))
+    )
+    if not raw.holds(codes_name) or raw.header(codes_name)[1] in _FLOATS:
+        return None
+    (n, k), (found, dtype) = shape, raw.header(codes_name)
+    bits = next((bits for bits in (2, 4) if dtype == "U8" and found == (n, -(-k * bits // 8))), 8)
+    if bits == 8:
+        _require(raw, codes_name, shape, "I8")
+    groups = raw.header(scale)[0][-1] if raw.holds(scale) and len(raw.header(scale)[0]) == 2 else 1
+    _require(raw, scale, (n, groups), *_FLOATS)
+    if groups < 1 or k % groups:
+        raise LoadError(f"tensor {scale} has {groups} scales a row, which {k} inputs are not", hint=_CONTRADICTION)
+
+    def codes() -> torch.Tensor:
+        stored = raw.stored(codes_name).view(torch.uint8)
+        if bits == 8:
+            return stored ^ 128
+        return torch.stack([stored >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], -1).flatten(1)[:, :k]
+
+    def parts() -> CodedParts:
+        return CodedParts(scales=raw.stored(scale).contiguous(), zeros=None, group=k // groups)
+
+    return CodedMatrix(prefix, shape, bits, f"gemma-{bits}", codes, parts, _all_bytes(raw, prefix))
 
 
 def _bitnet(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> TernaryMatrix | None:

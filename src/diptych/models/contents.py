@@ -154,6 +154,9 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
         elif how is not None and name.endswith(_endings(CODES)) and stored == "I32":
             bits = _bits(how, name, header)
             count, stored = count * 32 // bits, f"{how.method} {bits} bit"
+        elif how is not None and how.method == "gemma" and stored == "U8":
+            bits = how.bits_of(name.rpartition(".")[0])
+            count, stored = nbytes * 8 // bits, f"gemma {bits} bit"
         elif how is not None and how.method == "quark" and stored in ("U8", "I32") and name.endswith(".weight"):
             count, stored = 2 * nbytes, "quark 4 bit"
         elif how is not None and how.method == "bitnet" and stored == "U8":

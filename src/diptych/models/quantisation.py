@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -34,6 +35,7 @@ class Quantisation:
     """How a checkpoint was quantised.
 
     bits, group: of all matrices (awq, gptq; group None: a whole row), or of most (mlx), own_groups: of those that have others.
+    own_bits: bits by pattern of a module's name, the first that fits (gemma).
     own_schemes: bits and group by module, or part of a name, of those that a mixture names (gptq).
     groups: of compressed-tensors, how many inputs may share a scale where a row has several. block: rows and inputs that share
     one (fp8), None without. has_zeros: each matrix has zero points beside it; has_order: it says in which group each input is.
@@ -50,6 +52,7 @@ class Quantisation:
     group: int | None = None
     groups: tuple[int, ...] = ()
     own_groups: Mapping[str, int] = field(default_factory=dict)
+    own_bits: tuple[tuple[re.Pattern[str], int], ...] = ()
     own_schemes: Mapping[str, Scheme] = field(default_factory=dict)
     block: tuple[int, int] | None = None
     has_zeros: bool = False
@@ -70,6 +73,10 @@ class Quantisation:
     def group_of(self, module: str) -> int:
         """Inputs that share a scale there, where the config says it."""
         return self.own_groups.get(module, self.group or 0)
+
+    def bits_of(self, module: str) -> int:
+        """Bits of a code there, where the config says it."""
+        return next((bits for pattern, bits in self.own_bits if pattern.search(module)), self.bits or 4)
 
     def scheme_of(self, module: str, words: int, groups: int, inputs: int | None = None) -> Scheme:
         """Bits and group there. words: of 32 bits, that one output's codes take; groups: its scales; inputs: where known.
