@@ -15,7 +15,18 @@ from safetensors.torch import load_file, save_file
 
 from bitsandbytes_files import DATA as BITSANDBYTES
 from checkpoints import make_checkpoint
-from coded_files import Layout, awq, block_fp8, compressed, gptq, mxfp4_checkpoint, quantised_checkpoints
+from coded_files import (
+    Layout,
+    awq,
+    block_fp8,
+    compressed,
+    gemma,
+    gptq,
+    mxfp4_checkpoint,
+    mxfp8,
+    quantised_checkpoints,
+    quark,
+)
 from diptych.cli.inspect import facts_of
 from diptych.compute.ops.cpu_handles import native_shape
 from diptych.compute.ops.cpu_kernels import _cpu, instruction_sets
@@ -27,6 +38,8 @@ from diptych.ground.config import ComputeConfig
 from diptych.ground.formats import KeptFormat
 from diptych.models.contents import contents_of
 from gguf_files import gguf_reference, write_gguf
+from mlx_files import DATA as MLX
+from quantiser_files import DATA as QUANTISERS
 from started import run
 
 
@@ -134,6 +147,12 @@ HOLDERS: dict[str, Callable[[Path], Path]] = {
     ),
     "W8A8": lambda folder: coded(folder, compressed("int-quantized", num_bits=8, type="int", strategy="channel")),
     "fp8 in blocks": lambda folder: coded(folder, block_fp8()),
+    "MXFP8": lambda folder: coded(folder, mxfp8()),
+    "Quark": lambda folder: coded(folder, quark("int4")),
+    "Gemma": lambda folder: coded(folder, gemma(2)),
+    "AutoRound": lambda folder: QUANTISERS / "auto-round-mixture",
+    "modelopt": lambda folder: QUANTISERS / "modelopt-fp8",
+    "NVFP4 of MLX": lambda folder: MLX / "nvfp4",
     "NF4": lambda folder: BITSANDBYTES / "nf4",
     "LLM.int8": lambda folder: BITSANDBYTES / "int8",
     "Llama 4 in GGUF": lambda folder: write_gguf(

@@ -15,7 +15,7 @@ import torch
 
 from bitsandbytes_files import DATA as BITSANDBYTES
 from checkpoints import make_checkpoint
-from coded_files import Layout, awq, compressed, gptq, mxfp4_checkpoint, quantised_checkpoints
+from coded_files import Layout, awq, compressed, gemma, gptq, mxfp4_checkpoint, mxfp8, quantised_checkpoints, quark
 from diptych.compute.held import what_is_held
 from diptych.compute.quant import save_quantised
 from diptych.cost.setup import find_model
@@ -25,6 +25,8 @@ from diptych.models.contents import contents_of
 from diptych.models.heads import kind_of_heads, read_eagle, read_medusa
 from diptych.models.pooling import read_pooling
 from diptych.models.read import read_model
+from mlx_files import DATA as MLX
+from quantiser_files import DATA as QUANTISERS
 
 FIELDS = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32}
 VALUES: tuple[Any, ...] = (
@@ -54,6 +56,12 @@ FOLDERS: dict[str, Callable[[Path], Path]] = {
     "AWQ": lambda folder: coded(folder, awq(32)),
     "GPTQ": lambda folder: coded(folder, gptq(4, 32, symmetric=False, act_order=True)),
     "NF4": lambda folder: Path(shutil.copytree(BITSANDBYTES / "nf4", folder)),
+    "AutoRound": lambda folder: Path(shutil.copytree(QUANTISERS / "auto-round-mixture", folder)),
+    "modelopt": lambda folder: Path(shutil.copytree(QUANTISERS / "modelopt-fp8", folder)),
+    "MXFP8 of MLX": lambda folder: Path(shutil.copytree(MLX / "mxfp8", folder)),
+    "MXFP8": lambda folder: coded(folder, mxfp8(in_bytes=True)),
+    "Quark": lambda folder: coded(folder, quark("uint4")),
+    "Gemma": lambda folder: coded(folder, gemma(2)),
     "own int8": lambda folder: own(folder),
     "W8A8": lambda folder: coded(folder, compressed("int-quantized", num_bits=8, strategy="channel", symmetric=True)),
 }  # fmt: skip
