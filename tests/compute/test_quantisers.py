@@ -84,6 +84,24 @@ def test_they_run_and_the_log_says_as_what(kind: str, caplog: pytest.LogCaptureF
         assert f" {name}" in said.replace("=", " "), said
 
 
+def test_mixtures_of_gptqmodel_are_read(tmp_path: Path) -> None:
+    """Its `dynamic` names bits and groups by pattern; what is in the files is as AutoRound has it."""
+    path = tmp_path / "it"
+    shutil.copytree(DATA / "auto-round-mixture", path)
+    config = read_json(path / "config.json")
+    mixture = {"+:.*down_proj": {"bits": 8}, r".*q_proj": {"bits": 2, "group_size": 16}, "-:.*lm_head": {}}
+    section = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "checkpoint_format": "gptq_v2"}
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": {**section, "dynamic": mixture}}))
+    expected = json.loads((path / DIGESTS).read_text())
+    assert {name: digest(values) for name, values in matrices(path).items()} == expected
+    counted = sum(group.parameters for group in contents_of(path).groups)
+    assert counted == load_model(path, ComputeConfig(backend="torch", threads=1)).n_parameters
+    mixture["+:.*down_proj"] = {"bits": 5}
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": {**section, "dynamic": mixture}}))
+    with pytest.raises(LoadError, match=r"bits in \+:\.\*down_proj in dynamic .* is 5"):
+        matrices(path)
+
+
 def test_what_modelopt_says_in_a_file_beside_the_config_is_read(tmp_path: Path) -> None:
     """Its older folders have it there alone, and their fp8 was refused as a dtype that cannot be read."""
     path = tmp_path / "it"

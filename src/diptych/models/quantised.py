@@ -6,7 +6,7 @@ of everything that would be read wrongly: methods, bits, layouts, caches and spa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from diptych.ground.errors import ConfigError, LoadError
@@ -15,6 +15,7 @@ from diptych.models.config import HfConfig
 from diptych.models.quantisation import (
     HINT,
     Quantisation,
+    Scheme,
     group_size,
     is_module,
     kept_fp8,
@@ -144,11 +145,24 @@ def _gptq(section: HfConfig) -> Quantisation:
         method="gptq",
         bits=bits,
         group=group,
+        own_schemes=dict(_dynamic(section, bits, group)),
         has_zeros=True,
         has_order=section.flag("desc_act", False) and group is not None,
         zero_added=1 if layout == "gptq" else 0,
         kept=kept_groups(bits, group, "f16", is_symmetric=section.flag("sym", True)),
     )
+
+
+def _dynamic(section: HfConfig, bits: int, group: int | None) -> Iterator[tuple[str, Scheme]]:
+    """GPTQModel's mixtures, by pattern of a name. Those behind "-:" are floats, which the files show."""
+    usual = {"bits": bits, "group_size": -1 if group is None else group}
+    for pattern, own in section.section("dynamic").raw.items():
+        if pattern.startswith("-:") or not own:
+            continue
+        if not isinstance(own, Mapping):
+            raise LoadError(f"dynamic of {section.path} has a {type(own).__name__} for {pattern}; it must be an object")
+        part = HfConfig({**usual, **own}, path=f"{pattern} in dynamic of {section.path}")
+        yield pattern, Scheme(one_of(part, "bits", (2, 3, 4, 8), None), group_size(part, "group_size"))
 
 
 def _compressed_tensors(section: HfConfig) -> Quantisation:
