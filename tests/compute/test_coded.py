@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.gemma_quant import QuantizedEmbedding
 
 from checkpoints import make_checkpoint
 from coded_files import (
@@ -25,15 +24,12 @@ from coded_files import (
     gptq,
     logits_of,
     mxfp8,
-    packed_bytes,
     quantised_checkpoints,
     quark,
     whole_fp8,
 )
 from diptych.compute.coded import CodedCheckpoint
 from diptych.compute.ops.cpu_kernels import instruction_sets
-from diptych.compute.runner import load_model
-from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.config import HfConfig, read_json
 from diptych.models.contents import contents_of
@@ -437,40 +433,6 @@ def test_auto_round_stores_zero_points_as_its_layout_does(
     checkpoint = opened(coded)
     for name, values in load_file(plain / "model.safetensors").items():
         assert torch.equal(checkpoint.tensor(name, *values.shape).read().float(), values.float()), name
-
-
-@pytest.mark.parametrize("blocks", [1, 2])
-def test_embeddings_of_gemma_are_read_in_codes(blocks: int, tmp_path: Path) -> None:
-    """One table is the head, too, and another is gathered from by layer: transformers' own tables are the reference."""
-    original = make_checkpoint("gemma3n", tmp_path / "original", dtype=torch.bfloat16)
-    coded, plain = quantised_checkpoints(original, tmp_path, gemma(4))
-    tensors, values = load_file(coded / "model.safetensors"), load_file(plain / "model.safetensors")
-    names = [name for name in values if "embed_tokens" in name]
-    assert len(names) == 2
-    for name, bits in zip(names, (8, 2), strict=True):
-        stem, (n, width) = name.removesuffix(".weight"), values[name].shape
-        table = QuantizedEmbedding(n, width, torch.float32, num_bits=bits)
-        codes = torch.randint(
-            -(1 << (bits - 1)), 1 << (bits - 1), (n, width), generator=torch.Generator().manual_seed(bits)
-        )
-        table.embedding_quantized.data = packed_bytes(codes.to(torch.int8), bits)
-        table.embedding_scale.data = 0.01 * torch.rand(n, blocks, generator=torch.Generator().manual_seed(n)) + 0.001
-        del tensors[name]
-        tensors |= {f"{stem}.{part}": one.data for part, one in table.named_parameters()}
-        values[name] = table.weight.detach()
-    tensors["model.layers.0.self_attn.k_cache_scale"] = torch.tensor(0.1)
-    save_file(tensors, coded / "model.safetensors", metadata={"format": "pt"})
-    save_file(values, plain / "model.safetensors", metadata={"format": "pt"})
-    config = read_json(coded / "config.json")
-    patterns = {r"embed_tokens$": {"num_bits": 8}, "per_layer$": {"num_bits": 2}}
-    config["quantization_config"] |= {"quantize_embeddings": True, "module_quant_configs": patterns}
-    (coded / "config.json").write_text(json.dumps(config))
-    exact = logits_of(plain, backend="torch", weights="fp32")
-    assert torch.equal(logits_of(coded, backend="torch", weights="fp32"), exact)
-    expected = load_model(plain, ComputeConfig(backend="torch", threads=1)).n_parameters
-    assert sum(group.parameters for group in contents_of(coded).groups) == expected
-    if instruction_sets():
-        assert (logits_of(coded, backend="cpu") - exact).abs().mean() < 0.06 * exact.std()
 
 
 def test_bits_that_no_part_of_a_mixture_has_are_refused(original: Path, tmp_path: Path) -> None:
