@@ -1,9 +1,11 @@
-"""How other programs lay out a quantised matrix in safetensors: AWQ, GPTQ, compressed-tensors, fp8, bitsandbytes, MLX, BitNet.
+"""How other programs lay out a quantised matrix in safetensors: AWQ, GPTQ, compressed-tensors, fp8, modelopt, Quark,
+bitsandbytes, MLX, BitNet, Gemma.
 
 Each layout gives the numbers as its file has them: integer codes with scales and zero points (`CodedMatrix`), which the kernels
 keep, or fp8 values with scales, or entries of a table, which become floats. Sources of the layouts: AutoAWQ
 `awq/modules/linear/gemm.py`, GPTQModel `nn_modules/qlinear`, compressed-tensors `compressors`, transformers
-`integrations/finegrained_fp8.py`, bitsandbytes `functional.py` and `nn/modules.py`, MLX `backend/cpu/quantized.cpp`.
+`integrations/finegrained_fp8.py` and `gemma_quant.py`, modelopt `torch/export/quant_utils.py`, Quark `torch/utils/pack.py`,
+bitsandbytes `functional.py` and `nn/modules.py`, MLX `backend/cpu/quantized.cpp`.
 
 Legend: n outputs, k inputs, G scales of a row.
 """
