@@ -36,7 +36,7 @@ struct RotateShape {
   // A row of qkv may hold more heads than are dealt with here (those of other ranks): so many, of which these are the first ones.
   int64_t row_heads = 0, row_kv_heads = 0, first_head = 0, first_kv_head = 0;
   int64_t rotary_dim = 0;                   // even; 0 where the layer has no rotary position
-  const float* q_norm = nullptr;            // [d], or [H*d] of all heads of the row, null: none
+  const float* q_norm = nullptr;            // [d], or [H*d] of all heads of the row, twice that with biases; null: none
   const float* k_norm = nullptr;            // [d], or [K*d] likewise, null: none
   QueryScale query_scale;
   bool has_full_width_norm = false;         // the norm runs over all heads of the row (OLMo 2)
@@ -45,6 +45,7 @@ struct RotateShape {
   bool has_v = true;                        // or a row holds q and k, and the values are the keys before their norm and turn
   bool norms_turned = false;                // q and k are normed behind their turn
   bool has_head_norms = false;              // each head has a weight of its own, and its mean is taken away (Command-R+)
+  bool has_norm_biases = false;             // behind each such weight lie the d numbers of a bias (Persimmon)
   float norm_eps = 0.0f;
   float v_scale = 1.0f;                     // what values are multiplied by
   const float* cos_table = nullptr;         // [positions, rotary_dim / 2]

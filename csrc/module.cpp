@@ -360,8 +360,10 @@ void bind_operations(nb::class_<Program>& program) {
       .def("rotate", [](Program& p, int qkv, int q, int layer, const AttentionShape& shape, std::optional<int> rope, std::optional<int> q_norm,
                         std::optional<int> k_norm, bool has_full_width_norm, float norm_eps, std::optional<std::array<int64_t, 4>> row,
                         bool has_head_norms, std::optional<std::tuple<float, int64_t, int64_t>> query_scale, bool has_v_norm, bool writes_kv, bool has_v,
-                        bool norms_turned, float v_scale) {
+                        bool norms_turned, float v_scale, bool has_norm_biases) {
         RotateOp op{};
+        op.shape.has_norm_biases = has_norm_biases;
+        if (has_norm_biases && !has_head_norms) throw std::invalid_argument("norms of q and k have biases where each head has a weight of its own");
         const std::array<int64_t, 4> own{shape.n_heads, shape.n_kv_heads, 0, 0}, heads = row.value_or(own);
         op.shape.row_heads = heads[0], op.shape.row_kv_heads = heads[1], op.shape.first_head = heads[2], op.shape.first_kv_head = heads[3];
         op.qkv = qkv, op.q = q, op.layer = layer;
@@ -377,7 +379,7 @@ void bind_operations(nb::class_<Program>& program) {
       }, nb::kw_only(), nb::arg("qkv"), nb::arg("q"), nb::arg("layer"), nb::arg("shape"), nb::arg("rope").none(), nb::arg("q_norm").none(),
          nb::arg("k_norm").none(), nb::arg("has_full_width_norm"), nb::arg("norm_eps"), nb::arg("row").none() = nb::none(),
          nb::arg("has_head_norms") = false, nb::arg("query_scale").none() = nb::none(), nb::arg("has_v_norm") = false, nb::arg("writes_kv") = true, nb::arg("has_v") = true,
-         nb::arg("norms_turned") = false, nb::arg("v_scale") = 1.0f)
+         nb::arg("norms_turned") = false, nb::arg("v_scale") = 1.0f, nb::arg("has_norm_biases") = false)
       .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape, int sinks, int64_t column, int choice, int slopes) {
         p.record(Category::attention, AttentionOp{q, out, layer, shape, sinks, column, choice, slopes});
       }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("layer"), nb::arg("shape"), nb::arg("sinks") = -1, nb::arg("column") = 0, nb::arg("choice") = -1,
@@ -394,8 +396,10 @@ void bind_operations(nb::class_<Program>& program) {
       .def("moe", [](Program& p, int router, int router_rows, int scores, std::vector<int> gate_up, std::vector<int> down, int rows,
                      std::optional<int> hidden, int hidden_rows, int expanded, int out, int64_t top_k, bool renormalises, const std::string& activation,
                      const std::pair<std::string, float>& scores_by, int choice_bias, std::array<int64_t, 3> groups, float routed_scale, std::optional<int> wide,
-                     std::array<float, 4> gate, bool weighs_input, int64_t hidden_column, int64_t column, std::vector<int> up, int up_rows, int scales, const std::string& curve, float softcap) {
+                     std::array<float, 4> gate, bool weighs_input, int64_t hidden_column, int64_t column, std::vector<int> up, int up_rows, int scales, const std::string& curve, float softcap,
+                     const std::pair<int64_t, int>& identities) {
         MoeOp op{};
+        op.n_identities = identities.first, op.given = identities.second;
         op.up = std::move(up), op.up_rows = up_rows;
         op.hidden_column = hidden_column, op.column = column;
         op.router = router, op.router_rows = router_rows, op.scores = scores;
@@ -410,17 +414,19 @@ void bind_operations(nb::class_<Program>& program) {
         if ((weighs_input && (!wide || !op.is_gated)) || (!op.is_gated && !wide)) throw std::invalid_argument("experts that weigh their input join gate and up apart, and those without a gate have no other way");
         if (op.curve == Curve::xielu || op.curve == Curve::clip) throw std::invalid_argument("experts have no curve " + curve);
         op.weighs_input = weighs_input;
-        const int64_t experts = static_cast<int64_t>(op.down.size());
+        const int64_t experts = op.n_scored();
+        if (op.n_identities < 0 || (op.n_identities > 0 && op.weighs_input)) throw std::invalid_argument("the number of experts without weights is wrong, or they weigh their input");
         if (op.n_groups < 1 || experts % op.n_groups != 0 || op.groups_per_token < 1 || op.groups_per_token > op.n_groups || op.group_best < 1 || op.group_best > kMostGroupBest || op.group_best > experts / op.n_groups ||
             top_k > experts / op.n_groups * op.groups_per_token) throw std::invalid_argument("the groups of experts are wrong");
-        if (op.gate_up.size() != op.down.size() || top_k < 1 || top_k > static_cast<int64_t>(op.down.size())) throw std::invalid_argument("top_k or the experts are wrong");
+        if (op.gate_up.size() != op.down.size() || top_k < 1 || top_k > experts) throw std::invalid_argument("top_k or the experts are wrong");
         if (!op.up.empty() && (op.up.size() != op.down.size() || op.has_hidden == op.joins_apart)) throw std::invalid_argument("gate and up apart need as many weights, and a buffer");
         p.record(Category::moe, std::move(op));
       }, nb::kw_only(), nb::arg("router"), nb::arg("router_rows"), nb::arg("scores"), nb::arg("gate_up"), nb::arg("down"), nb::arg("rows"), nb::arg("hidden").none(),
          nb::arg("hidden_rows"), nb::arg("expanded"), nb::arg("out"), nb::arg("top_k"), nb::arg("renormalises"), nb::arg("activation"),
          nb::arg("scores_by") = std::pair<std::string, float>{"softmax", 0.0f}, nb::arg("choice_bias") = -1, nb::arg("groups") = std::array<int64_t, 3>{1, 1, 1}, nb::arg("routed_scale") = 1.0f,
          nb::arg("wide").none() = nb::none(), nb::arg("gate") = std::array<float, 4>{1.0f, INFINITY, INFINITY, 0.0f}, nb::arg("weighs_input") = false, nb::arg("hidden_column") = 0, nb::arg("column") = 0,
-         nb::arg("up") = std::vector<int>{}, nb::arg("up_rows") = -1, nb::arg("scales") = -1, nb::arg("curve") = "", nb::arg("softcap") = 0.0f)
+         nb::arg("up") = std::vector<int>{}, nb::arg("up_rows") = -1, nb::arg("scales") = -1, nb::arg("curve") = "", nb::arg("softcap") = 0.0f,
+         nb::arg("identities") = std::pair<int64_t, int>{0, -1})
       .def("input", [](Program& p, int x) { p.record(Category::embed, InputOp{x}); })
       .def("tap", [](Program& p, int x, int number) { p.record(Category::norm, TapOp{x, number}); })
       .def("head", [](Program& p, int x, std::optional<int> norm, float eps, int rows, int weight, float scale, std::optional<float> softcap, int bias,

@@ -111,7 +111,7 @@ constexpr int64_t kMostGroupBest = 4;
 // left and lie within a margin of the best (sparsemixer, arXiv:2409.12136).
 enum class Scores : int32_t { softmax, sigmoid, late_sigmoid, sparsemixer };
 struct MoeOp {
-  int router, router_rows, scores;           // router weight, its input, [T, E] fp32
+  int router, router_rows, scores;           // router weight, its input, [T, E] fp32, E as in n_scored
   std::vector<int> gate_up, down;            // one packed weight per expert
   std::vector<int> up;                       // the same, where gate_up is gate alone (or a rank's part of it); else empty
   int rows, up_rows;                         // input of the experts, and in the form that `up` reads
@@ -136,6 +136,9 @@ struct MoeOp {
   Curve curve = Curve::silu;
   bool weighs_input = false;                 // an expert's input is multiplied by its weight, not its output; of those that join apart
   int64_t hidden_column = 0, column = 0;     // where the outputs of gate_up and down begin
+  int64_t n_identities = 0;                  // experts behind the others that give what they read, a row of `given` [T, D] fp32
+  int given = -1;
+  int64_t n_scored() const { return static_cast<int64_t>(down.size()) + n_identities; }
 };
 struct HeadOp {
   int x, norm;

@@ -11,7 +11,7 @@ namespace diptych {
 // Experts outside the best groups are chosen never. A group is as good as the sum of its best few.
 void Program::Run::leave_best_groups(const MoeOp& op, float* choice, float* worths) const {
   const float none = -std::numeric_limits<float>::infinity();
-  const int64_t size = static_cast<int64_t>(op.down.size()) / op.n_groups;
+  const int64_t size = op.n_scored() / op.n_groups;
   for (int64_t g = 0; g < op.n_groups; ++g) {
     float best[kMostGroupBest];  // descending
     std::fill(best, best + op.group_best, none);
@@ -44,7 +44,7 @@ static float sparse_weight(const float* choice, int64_t n, int64_t best, float m
 
 // Scores of all experts, the k best (lowest index first among equals), kept in ascending order of expert.
 void Program::Run::route_token(const MoeOp& op, int64_t token, float* choice) const {
-  const int64_t n_experts = static_cast<int64_t>(op.down.size()), top_k = op.top_k;
+  const int64_t n_experts = op.n_scored(), top_k = op.top_k;
   float* scores = buffer(op.scores).f32() + token * n_experts;
   if (op.softcap > 0.0f) kernels.softcap_row(scores, n_experts, op.softcap);
   if (op.by == Scores::softmax) kernels.softmax_row(scores, n_experts);
@@ -76,7 +76,7 @@ void Program::Run::route_token(const MoeOp& op, int64_t token, float* choice) co
 
 void Program::Run::group_by_expert(const MoeOp& op) const {
   Routing& routing = program.routing_;
-  const int64_t n_experts = static_cast<int64_t>(op.down.size()), choices = step.n_tokens * op.top_k;
+  const int64_t n_experts = op.n_scored(), choices = step.n_tokens * op.top_k;
   int32_t* begin = routing.expert_begin.data();
   std::memset(begin, 0, static_cast<size_t>(n_experts + 1) * 4);
   for (int64_t i = 0; i < choices; ++i) ++begin[routing.expert_ids[i] + 1];
@@ -132,17 +132,20 @@ void Program::Run::gate_experts(const MoeOp& op, size_t index, int thread, int t
   if (is_direct) return;
   const Buffer& from = buffer(out);
   const Rows& rows = buffer(op.hidden_rows).rows;
-  const Range part = share(step.n_tokens * op.top_k, thread, threads);
+  const int64_t n_given = program.routing_.expert_begin[op.down.size()];  // rows of experts that have weights
   if (op.joins_apart) {
+    const Range part = share(step.n_tokens * op.top_k, thread, threads);
     float* row = reinterpret_cast<float*>(scratch(thread));
     for (int64_t choice = part.begin; choice < part.end; ++choice) {
       const int64_t i = program.routing_.expanded_rows[choice];
+      if (i >= n_given) continue;
       const float scale = op.weighs_input ? program.routing_.expert_weights[choice] : 1.0f;  // of the input: products are linear
       if (op.is_gated) kernels.gate_row(from.f32() + i * from.width, from.width / 2, scale, op.gate, row);
       else kernels.curve_row(from.f32() + i * from.width, from.width, op.curve, nullptr, row);
       prepare_row(set, rows, i, row);
     }
   } else {
+    const Range part = share(n_given, thread, threads);
     prepare_rows(set, rows, from.f32(), from.width, part.begin, part.end);
   }
   barrier(thread);
@@ -163,17 +166,20 @@ void Program::Run::run(const MoeOp& op, size_t index, int thread, int threads) c
   meet(thread, index, 1);  // their columns are those of all ranks
   const Buffer &expanded = buffer(op.expanded), &out = buffer(op.out);
   const Range summed = part_of_rows(out, step.n_tokens, thread, threads);
+  const int64_t n_experts = static_cast<int64_t>(op.down.size());
   for (int64_t t = summed.begin; t < summed.end; ++t) {
     float* y = out.f32() + t * out.width;
     std::memset(y, 0, static_cast<size_t>(out.width) * 4);
-    for (int64_t j = t * op.top_k; j < (t + 1) * op.top_k; ++j)
-      kernels.add_row(expanded.f32() + program.routing_.expanded_rows[j] * out.width, out.width,
-                      op.weighs_input ? 1.0f : program.routing_.expert_weights[j], y);
+    for (int64_t j = t * op.top_k; j < (t + 1) * op.top_k; ++j) {
+      const bool is_identity = program.routing_.expert_ids[j] >= n_experts;
+      const float* row = is_identity ? buffer(op.given).f32() + t * out.width : expanded.f32() + program.routing_.expanded_rows[j] * out.width;
+      kernels.add_row(row, out.width, op.weighs_input ? 1.0f : program.routing_.expert_weights[j], y);
+    }
   }
 }
 
 void Program::reserve_routing(const MoeOp& op, int64_t tokens) {
-  routing_.resize(tokens, op.top_k, static_cast<int64_t>(op.down.size()));
+  routing_.resize(tokens, op.top_k, op.n_scored());
   for (int64_t i = static_cast<int64_t>(row_numbers_.size()); i < tokens * op.top_k; ++i)
     row_numbers_.push_back(static_cast<int32_t>(i));
 }

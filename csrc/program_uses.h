@@ -31,6 +31,7 @@ struct Uses {
     if (!op.up.empty()) reads.push_back(op.up_rows);
     if (op.has_hidden) writes.push_back(op.hidden);
     if (op.joins_apart) writes.push_back(op.wide);
+    if (op.n_identities > 0) reads.push_back(op.given);
   }
   void operator()(const HeadOp& op) { reads = {op.x}, writes = {op.rows}; }
   void operator()(const HeadsOp& op) { reads = {op.x}, writes = {op.rows, op.out}; }

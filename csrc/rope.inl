@@ -26,7 +26,7 @@ DIPTYCH_INLINE void finish_head(const RotateShape& shape, const float* x, const 
   } else if (shape.has_full_width_norm) {
     scale_by_weight(x, weight, d, row_factor, out);
   } else if (shape.has_head_norms) {
-    layer_norm_row(x, weight, nullptr, d, shape.norm_eps, out);
+    layer_norm_row(x, weight, shape.has_norm_biases ? weight + d : nullptr, d, shape.norm_eps, out);
   } else {
     rms_norm_row(x, weight, d, shape.norm_eps, out);
   }
@@ -112,7 +112,7 @@ static void rotate_token(const RotateCall& call, int64_t token, int64_t kv_head,
   const float* cos_row = call.shape.cos_table + position * half;
   const float* sin_row = call.shape.sin_table + position * half;
   const bool is_full = shape.has_full_width_norm;
-  const int64_t weight_stride = is_full || shape.has_head_norms ? d : 0;
+  const int64_t weight_stride = is_full || shape.has_head_norms ? d << shape.has_norm_biases : 0;
   const float query_scale = shape.query_scale.at(position);
   float q_factor = 0.0f, k_factor = 0.0f;
   if (is_full && shape.q_norm) q_factor = full_width_factor(row, q_width, shape.norm_eps);

@@ -19,6 +19,7 @@ from family_fields import (
     blocks,
 )
 from latent_configs import LATENT, LATENT_MORE
+from part_configs import PARTS_MORE
 from searched import block
 
 VOCAB = 160
@@ -590,4 +591,5 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
          "moe_intermediate_size": 40, "num_dense_layers": 1, "conv_L_cache": 4},
     ),
     **LATENT_MORE,
+    **PARTS_MORE,
 }  # fmt: skip

@@ -31,6 +31,7 @@ from gguf_layers import (
     write_mixture,
     write_windowed_heads,
 )
+from gguf_parts import experts_of_dbrx, write_dbrx
 from gguf_states import STATES_ALONE, keeps_axes, tensors_with_states, write_states, write_states_alone
 
 # family of tests/checkpoints.py -> general.architecture
@@ -48,7 +49,7 @@ ARCHITECTURES = {
     "minicpm3": "minicpm3", "starcoder2": "starcoder2", "nemotron": "nemotron", "arcee": "arcee",
     "hunyuan_v1_dense": "hunyuan-dense", "gpt2": "gpt2", "gpt_bigcode": "starcoder", "gpt_neox": "gptneox",
     "bloom": "bloom", "mpt": "mpt",
-    "phi": "phi2", "falcon": "falcon", "falcon-40b": "falcon", "olmo": "olmo", "minimax_m2": "minimax-m2",
+    "phi": "phi2", "falcon": "falcon", "falcon-40b": "falcon", "olmo": "olmo", "dbrx": "dbrx", "minimax_m2": "minimax-m2",
     "granitemoehybrid": "granitehybrid", "granite-h-dense": "granitehybrid", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
     "kimi_linear": "kimi-linear", "falcon_h1": "falcon-h1", "falcon-h1-normed": "falcon-h1",
     "afmoe": "afmoe", "nemotron_h": "nemotron_h", "nemotron-3": "nemotron_h_moe",
@@ -275,8 +276,8 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
         return write_states_alone(out, config)
     rope = rope_of(config)
     full, heads = rope.get("full_attention", rope), config.num_attention_heads
-    if config.model_type == "gemma4_text":
-        return write_kinds_of_heads(out, config)
+    if config.model_type in ("gemma4_text", "dbrx"):
+        return (write_dbrx if config.model_type == "dbrx" else write_kinds_of_heads)(out, config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     out.add_context_length(longest(config))
     out.add_embedding_length(config.hidden_size)
@@ -491,8 +492,8 @@ def tensors_of(model: Any, architecture: str) -> dict[str, np.ndarray]:
         with_states = tensors_with_states(name, values, config)
         if with_states is not None:
             tensors |= with_states
-        elif config.model_type == "gpt_oss" and ".experts." in name:
-            tensors |= clamped_experts(name, values)
+        elif config.model_type in OWN_EXPERTS and ".experts." in name:
+            tensors |= OWN_EXPERTS[config.model_type](name, values)
         elif config.model_type == "gemma4_text" and name.endswith("experts.gate_up_proj"):
             tensors[f"{name}.weight"] = values  # as they are
         elif name.endswith("experts.gate_up_proj"):
@@ -537,6 +538,9 @@ def clamped_experts(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
     if stem == "down_proj":
         return {f"{root}.{stem}.{ending}": values}
     return {f"{root}.gate_proj.{ending}": values[:, ::2], f"{root}.up_proj.{ending}": values[:, 1::2]}
+
+
+OWN_EXPERTS = {"gpt_oss": clamped_experts, "dbrx": experts_of_dbrx}
 
 
 def joined(tensors: Tensors) -> Tensors:

@@ -447,13 +447,13 @@ class Recorder {
 
   void experts(int rows, int router_rows, int y) {
     MoeOp op{};
-    op.router = linear(m_.n_experts, m_.hidden);
+    const int64_t n_scored = m_.n_experts + (op.n_identities = w_.pick(0, 3));
+    op.router = linear(n_scored, m_.hidden), op.given = x_;
     op.router_rows = has_bf16_rows(m_.weights) ? router_rows : rows;
-    op.scores = plain_buffer(p_, BufferKind::f32, m_.n_experts);
-    op.joins_apart = w_.pick(0, 3) == 0, op.gate = {1.7f, 7.0f, 9.0f, 1.0f}, op.weighs_input = op.joins_apart && w_.pick(0, 1);
-    if (op.joins_apart) op.wide = plain_buffer(p_, BufferKind::f32, 2 * m_.ffn, m_.top_k);
-    op.by = static_cast<Scores>(w_.pick(0, 2)), op.margin = 0.3f, op.choice_bias = some(m_.n_experts), op.scales = some(m_.n_experts), op.routed_scale = 0.5f;
-    if (m_.n_experts % 2 == 0 && m_.top_k <= m_.n_experts / 2) op.n_groups = 2, op.group_best = std::min<int64_t>(2, m_.n_experts / 2);
+    op.scores = plain_buffer(p_, BufferKind::f32, n_scored);
+    op.joins_apart = w_.pick(0, 3) == 0, op.wide = op.joins_apart ? plain_buffer(p_, BufferKind::f32, 2 * m_.ffn, m_.top_k) : -1, op.gate = {1.7f, 7.0f, 9.0f, 1.0f}, op.weighs_input = op.joins_apart && op.n_identities == 0 && w_.pick(0, 1);
+    op.by = static_cast<Scores>(w_.pick(0, 2)), op.margin = 0.3f, op.choice_bias = some(n_scored), op.scales = some(n_scored), op.routed_scale = 0.5f;
+    if (n_scored % 2 == 0 && m_.top_k <= n_scored / 2) op.n_groups = 2, op.group_best = std::min<int64_t>(2, n_scored / 2);
     for (int64_t e = 0; e < m_.n_experts; ++e) op.gate_up.push_back(linear(2 * m_.ffn, m_.hidden, !op.joins_apart)), op.down.push_back(linear(m_.hidden, m_.ffn));
     op.rows = rows, op.has_hidden = !has_bf16_rows(m_.weights) && !op.joins_apart;
     op.hidden = plain_buffer(p_, BufferKind::f32, m_.ffn, m_.top_k), op.hidden_rows = rows_buffer(p_, m_, m_.ffn, m_.top_k);

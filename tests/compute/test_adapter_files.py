@@ -58,6 +58,10 @@ CASES: dict[str, dict[str, Any]] = {
         f"{one}_proj" for one in ("q", "k", "v", "o", "b", "f_a", "f_b", "g_a", "g_b", "gate", "up", "down")]},
     "glm5_next": {"r": 4, "lora_alpha": 8, "target_modules": [
         f"{one}_proj" for one in ("q", "k", "v", "o", "b", "f_a", "f_b", "g_a", "g_b", "q_a", "q_b")]},
+    # layers of two parts, whose latents are scaled
+    "longcat_flash": {"r": 4, "lora_alpha": 8, "target_modules": [
+        f"{one}_proj" for one in ("q_a", "q_b", "o")]},
+    "dbrx": {"r": 4, "lora_alpha": 8, "target_modules": ["Wqkv", "out_proj"]},
     "bailing_hybrid": {"r": 4, "lora_alpha": 8, "target_modules": [
         f"{one}_proj" for one in ("q", "k", "v", "o", "b", "f", "g", "gate", "up", "down")]},
 }  # fmt: skip

@@ -265,8 +265,21 @@ def test_linears_and_norms(n_tokens: int, activation: Activation, has_bias: bool
         {"limit": 0.3},
         {"scores": Scores.SIGMOID, "weighs_input": True},
         {"activation": Activation.SQUARED_RELU, "is_gated": False},
+        {"n_identities": 3, "has_choice_bias": True, "routed_scale": 2.0},
     ],
-    ids=["plain", "renormalised", "groups", "V3", "Kolibri", "Laguna", "clamped", "Step 3.7", "Llama 4", "Nemotron 3"],
+    ids=[
+        "plain",
+        "renormalised",
+        "groups",
+        "V3",
+        "Kolibri",
+        "Laguna",
+        "clamped",
+        "Step 3.7",
+        "Llama 4",
+        "Nemotron 3",
+        "LongCat",
+    ],
 )
 @pytest.mark.parametrize("n_tokens", [1, 9])
 def test_experts(n_tokens: int, routing: dict[str, Any], kind: Kind) -> None:
@@ -274,10 +287,10 @@ def test_experts(n_tokens: int, routing: dict[str, Any], kind: Kind) -> None:
     dtype = kind.dtype
     ops, _, _ = make_ops(EdgeShape(name="any", sequences=((0, n_tokens),)), kind)
     spec = MoeSpec(**{"n_experts": 6, "experts_per_token": 2, "expert_ffn": 12, **routing})
-    router = noise(6, 16, seed=20).to(dtype)
+    router = noise(spec.n_scored, 16, seed=20).to(dtype)
     gate_up = [noise(12 * (spec.n_products - 1), 16, seed=30 + e, scale=0.25).to(dtype) for e in range(6)]
     down = [noise(16, 12, seed=40 + e, scale=0.25).to(dtype) for e in range(6)]
-    bias = noise(6, seed=45) if spec.has_choice_bias else None
+    bias = noise(spec.n_scored, seed=45) if spec.has_choice_bias else None
     handle = kind.loader().experts(
         spec,
         router=LinearParts(weights=(Memory("r", router),)),

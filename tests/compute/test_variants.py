@@ -21,6 +21,7 @@ from diptych.ground.specs import KVSpec
 from diptych.models.read import load_model_file
 from diptych.models.stored import check_stored
 from family_configs import MORE
+from part_configs import PARTS_MORE
 from stepping import Stepper
 
 REFERENCE = ComputeConfig(backend="torch", device="cpu", weights="fp32")
@@ -50,6 +51,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "A.X K2 without groups, with biases, stretched": (
         "axk2", {"n_group": None, "topk_group": None, "attention_bias": True,
                  "rope_parameters": {**YARN, "rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 0.4}}),
+    "LongCat-Flash with biases, stretched": (
+        "longcat_flash", {"attention_bias": True, "num_hidden_layers": 2, "zero_expert_num": 1, "moe_topk": 2,
+                          "rope_parameters": {**YARN, "rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 0.4}}),
+    "LongCat-Flash whose experts all have weights": ("longcat_flash", {"zero_expert_num": 0}),
+    "DBRX of one KV head": ("dbrx", {"attn_config": {"kv_n_heads": 1, "clip_qkv": 0.8, "rope_theta": 500.0}}),
     "no window": ("mistral", {"sliding_window": None}),
     "windows off": ("qwen2", {"use_sliding_window": False}),
     "windows by layer_types": (
@@ -232,9 +238,10 @@ def test_minimax_m3_as_its_decoder_alone_is_saved(tmp_path: Path) -> None:
     check_golden(load_model(tmp_path, REFERENCE), golden, chunk=None)
 
 
-def test_what_gates_norms_and_heads_is_counted(tmp_path: Path) -> None:
-    """A.X K2: every tensor is read, and the planner knows how many numbers there are."""
-    path = make_checkpoint("axk2", tmp_path)
+@pytest.mark.parametrize("family", ["axk2", *PARTS_MORE])
+def test_every_tensor_is_counted(family: str, tmp_path: Path) -> None:
+    """What gates norms and heads, experts below each other: all is read, and the planner knows how many numbers there are."""
+    path = make_checkpoint(family, tmp_path)
     spec = load_model_file(path)
     check_stored(path, spec, parameter_count(spec))
 

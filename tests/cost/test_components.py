@@ -15,12 +15,12 @@ from diptych.cost.calibrated import _units_of
 from diptych.cost.components import (
     BF16,
     cost_of,
-    expected_experts,
     kv_bytes_of_context,
     kv_bytes_per_token,
     ring_bytes,
 )
 from diptych.cost.parameters import attention_flops_per_pair, kv_bytes_stored, linear_parameter_count, parameter_count
+from diptych.cost.routing import expected_experts
 from diptych.cost.tables import model_spec, quant_spec
 from diptych.ground.errors import ConfigError, UnsupportedModel
 from diptych.ground.phase import Phase

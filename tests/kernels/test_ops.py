@@ -361,6 +361,7 @@ ROUTINGS: dict[str, dict[str, Any]] = {
     "Kolibri": {"scores": Scores.LATE_SIGMOID, "has_choice_bias": True, "renormalises": True},
     "Laguna": {"activation": Activation.SILU, "scores": Scores.SIGMOID, "softcap": 0.4, "has_choice_bias": True,
                "renormalises": True},
+    "LongCat": {"activation": Activation.SILU, "n_identities": 4, "has_choice_bias": True, "routed_scale": 2.0},
     "sigmoid, bias": {"scores": Scores.SIGMOID, "has_choice_bias": True, "routed_scale": 0.5},
     "Nemotron 3": {
         "activation": Activation.SQUARED_RELU,
@@ -381,11 +382,11 @@ def test_experts_of_groups_and_clamped_gates(isa: str, weights: str, routing: di
     spec = MoeSpec(**{"activation": Activation.CLAMPED, **sizes, **routing})
     n, ffn, hidden, top_k = spec.n_experts, spec.expert_ffn, 64, spec.experts_per_token
     x = rounded(noise(9, hidden, seed=1))
-    router = rounded(noise(n, hidden, seed=2, scale=2 * hidden**-0.5))
+    router = rounded(noise(spec.n_scored, hidden, seed=2, scale=2 * hidden**-0.5))
     width = (spec.n_products - 1) * ffn
     gate_up = [rounded(noise(width, hidden, seed=3 + e, scale=4 * hidden**-0.5)) for e in range(n)]
     down = [rounded(noise(hidden, ffn, seed=30 + e, scale=0.02 * ffn**-0.5)) for e in range(n)]
-    bias = noise(n, seed=50, scale=0.5) if spec.has_choice_bias else None
+    bias = noise(spec.n_scored, seed=50, scale=0.5) if spec.has_choice_bias else None
     bench = Bench(isa, x)
     program = bench.program
 
@@ -397,7 +398,7 @@ def test_experts_of_groups_and_clamped_gates(isa: str, weights: str, routing: di
     program.prepare(bench.x, router_rows)
     out = program.add_f32(hidden)
     program.moe(
-        router=pack(router, "bf16"), router_rows=router_rows, scores=program.add_f32(n),
+        router=pack(router, "bf16"), router_rows=router_rows, scores=program.add_f32(spec.n_scored),
         gate_up=[pack(w, weights) for w in gate_up], down=[pack(w, weights) for w in down], rows=rows, hidden=None,
         hidden_rows=program.add_rows(weights, ffn, rows_per_token=top_k), expanded=program.add_f32(hidden, top_k),
         out=out, top_k=top_k, renormalises=spec.renormalises, activation="silu",
@@ -405,22 +406,23 @@ def test_experts_of_groups_and_clamped_gates(isa: str, weights: str, routing: di
         groups=(spec.n_groups, spec.groups_per_token, spec.group_best), routed_scale=spec.routed_scale,
         wide=program.add_f32(width, top_k), weighs_input=spec.weighs_input,
         curve="" if spec.is_gated else spec.activation.value,
-        gate=(spec.form or PLAIN).numbers, softcap=spec.softcap or 0.0,
+        gate=(spec.form or PLAIN).numbers, softcap=spec.softcap or 0.0, identities=(spec.n_identities, bench.x),
     )  # fmt: skip
     check("experts", bench.run(out, hidden), reference.experts(x, router, gate_up, down, spec, bias))
 
 
 @pytest.mark.parametrize("activation", [Activation.SILU, Activation.GELU_TANH])
 @pytest.mark.parametrize("renormalises", [True, False])
-@pytest.mark.parametrize("weights", ["bf16", "int8"])
-def test_experts(isa: str, weights: str, renormalises: bool, activation: Activation) -> None:
+@pytest.mark.parametrize(("weights", "n_identities"), [("bf16", 0), ("int8", 0), ("bf16", 2), ("int8", 3)])
+def test_experts(isa: str, weights: str, n_identities: int, renormalises: bool, activation: Activation) -> None:
     """Routing, gathering and the weighted sum; equal scores go to the lowest expert."""
     n_experts, top_k, ffn, hidden = 5, 2, 48, 64
     spec = MoeSpec(
-        n_experts=n_experts, experts_per_token=top_k, expert_ffn=ffn, renormalises=renormalises, activation=activation
-    )
+        n_experts=n_experts, experts_per_token=top_k, expert_ffn=ffn, renormalises=renormalises, activation=activation,
+        n_identities=n_identities,
+    )  # fmt: skip
     x = rounded(noise(9, hidden, seed=1))
-    router = rounded(noise(n_experts, hidden, seed=2, scale=hidden**-0.5))
+    router = rounded(noise(spec.n_scored, hidden, seed=2, scale=hidden**-0.5))
     router[3] = router[1]
     gate_up = [rounded(noise(2 * ffn, hidden, seed=3 + e, scale=hidden**-0.5)) for e in range(n_experts)]
     down = [rounded(noise(hidden, ffn, seed=30 + e, scale=ffn**-0.5)) for e in range(n_experts)]
@@ -435,11 +437,12 @@ def test_experts(isa: str, weights: str, renormalises: bool, activation: Activat
     program.prepare(bench.x, router_rows)
     out = program.add_f32(hidden)
     program.moe(
-        router=pack(router, "bf16"), router_rows=router_rows, scores=program.add_f32(n_experts),
+        router=pack(router, "bf16"), router_rows=router_rows, scores=program.add_f32(spec.n_scored),
         gate_up=[pack(w, weights, is_gated=True) for w in gate_up], down=[pack(w, weights) for w in down], rows=rows,
         hidden=None if weights == "bf16" else program.add_f32(ffn, top_k),
         hidden_rows=program.add_rows(weights, ffn, rows_per_token=top_k), expanded=program.add_f32(hidden, top_k),
         out=out, top_k=top_k, renormalises=renormalises, activation=activation.value,
+        identities=(n_identities, bench.x),
     )  # fmt: skip
     check("experts", bench.run(out, hidden), reference.experts(x, router, gate_up, down, spec))
 

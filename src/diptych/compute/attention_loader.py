@@ -32,6 +32,7 @@ from diptych.compute.views import (
     PickedTensor,
     ReorderedTensor,
     RowsTensor,
+    ScaledTensor,
     TransposedTensor,
     by_head_order,
     halves_order,
@@ -227,7 +228,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             q_down=None if down is None else self.loader.linear(down),
             q_norm=None
             if mla.q_rank is None
-            else self.loader.norm(self._norm_over(f"{root}q_a_layernorm", mla.q_rank)),
+            else self.loader.norm(self._norm_over(f"{root}q_a_layernorm", mla.q_rank, mla.q_scale)),
             q=self.loader.linear(self._rope_last(q, mla.nope_dim), role=role),
             kv=self.loader.linear(self._rope_last(kv, mla.kv_rank)),
             has_index=index is not None,
@@ -259,8 +260,9 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         queries, gate = torch.arange(both.n_outputs).view(n_heads, -1).split([width, mla.v_dim], dim=1)
         return _picked(both, queries.reshape(-1)), _picked(both, gate.reshape(-1))
 
-    def _norm_over(self, name: str, width: int) -> NormParts:
-        return NormParts(weight=self.source.tensor(f"{name}.weight", width))
+    def _norm_over(self, name: str, width: int, scale: float = 1.0) -> NormParts:
+        weight = self.source.tensor(f"{name}.weight", width)
+        return NormParts(weight=weight if scale == 1.0 else ScaledTensor(weight, scale))
 
     def _rope_last(self, parts: LinearParts, before: int) -> LinearParts:
         """Each head's rotary dimensions, which follow `before` others, in halves."""
@@ -339,7 +341,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         return self.loader.latent_attention(
             spec,
             sinks=self._sinks(root),
-            norm=self._norm_over(f"{root}kv_a_layernorm", mla.kv_rank),
+            norm=self._norm_over(f"{root}kv_a_layernorm", mla.kv_rank, mla.kv_scale),
             keys=tuple(LinearParts(weights=(one,)) for one in keys),
             values=tuple(LinearParts(weights=(one,)) for one in values),
             index=index,

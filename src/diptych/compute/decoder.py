@@ -46,6 +46,7 @@ class LayerWeights(Generic[Table, Vector, Linear, Heads, Experts]):
 
     is_parallel: attention and MLP read the stream as it comes to the layer, by one norm or each by its own.
     is_shared: what it adds is added with what the next layer's attention gives, which reads the stream as it comes here.
+    is_late: what its experts give, but not those that are shared, is added behind the next layer.
     gate: what the heads give is multiplied by, if anything, before o; input_gate, mlp_gate: what the norm before attention
     gives, and the one before the MLP. o_norm, down_norm: of what o and a dense MLP's down read, if they have one, with
     inner_eps. has_index: grouped queries choose what they attend to.
@@ -83,6 +84,7 @@ class LayerWeights(Generic[Table, Vector, Linear, Heads, Experts]):
     latent: LatentExperts[Linear] | None = None
     is_parallel: bool = False
     is_shared: bool = False
+    is_late: bool = False
     scale: float = 1.0  # of the stream behind the layer
     attention_scale: float = 1.0  # of what attention adds
     mlp_scale: float = 1.0  # of what the MLP adds
@@ -140,6 +142,7 @@ def run_decoder(
     else:
         given = begin_inputs(ops, spec, weights, x)
         onto: Stream | None = None
+        late: Hidden | None = None
         for number, layer in enumerate(weights.layers):
             if layer.is_shared:  # streams in turn: that of two layers before has ended
                 onto = run_layer(
@@ -147,8 +150,15 @@ def run_decoder(
                 )
                 ops.tap(x, number)
                 continue
+            if layer.is_late:
+                x, mixture = run_late(ops, x, layer, eps=eps)
+                late = mixture
+                ops.tap(x, number)
+                continue
             x = run_layer(ops, x, layer, eps=eps, added_eps=spec.norm_eps, onto=onto)
             onto = None
+            if late is not None:
+                x, late = ops.add(x, late), None
             if given is not None:
                 x = ops.add(x, own_embedding(ops, spec, x, layer, given, number))
             if layer.scale != 1.0:
@@ -206,6 +216,26 @@ def run_layer(
     if weights.apart is not None:
         return run_apart(ops, x, h, weights, weights.experts, weights.apart, eps=eps)
     return run_experts(ops, h, weights, weights.experts, x, eps=added_eps)
+
+
+def run_late(
+    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+    x: Stream,
+    weights: LayerWeights[Table, Vector, Linear, Heads, Experts],
+    *,
+    eps: float,
+) -> tuple[Stream, Hidden]:
+    """x + attention(x), then + the shared experts of it; and what the mixture gives, by the same norm, which is to be added."""
+    assert weights.input_norm is not None
+    assert weights.pre_mlp_norm is not None
+    assert weights.o is not None
+    assert weights.experts is not None
+    assert weights.shared is not None
+    x = ops.linear_add(run_attention(ops, ops.norm(x, weights.input_norm, eps=eps), weights), weights.o, x)
+    h = ops.norm(x, weights.pre_mlp_norm, eps=eps)
+    mixture = ops.experts(h, weights.experts)
+    beside = run_inner(ops, h, weights.shared.gate_up, weights)
+    return ops.linear_add(beside, weights.shared.down, x), mixture
 
 
 def gated_norm(

@@ -41,6 +41,7 @@ from diptych.compute.views import (
     MXFP4_BLOCK,
     Mxfp4Tensor,
     ReorderedTensor,
+    RowsTensor,
     ScaledTensor,
     TransposedTensor,
     halves_order,
@@ -137,6 +138,7 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             inner_eps=self.spec.norm_eps,
             is_parallel=is_parallel,
             is_shared=self.parts.norms is Norms.SHARED,
+            is_late=isinstance(mlp, MoeSpec) and mlp.is_late,
             attention_scale=scales.attention_out,
             mlp_scale=scales.mlp_out,
             is_gated=mlp is None or mlp.is_gated,
@@ -254,7 +256,7 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         roots = [f"{self.mlp_prefix}{root}" for root in self.names.mlp]
         root = next((root for root in roots if self.source.has(f"{root}{self.names.router}.weight")), roots[0])
         ffn, hidden = moe.expert_ffn, self.spec.hidden
-        router = self.linear(root, (self.names.router,), (moe.n_experts,), hidden, has_bias=moe.has_router_bias)
+        router = self.linear(root, (self.names.router,), (moe.n_scored,), hidden, has_bias=moe.has_router_bias)
         experts = self._expert_parts(moe, root)
         shared = self._shared_parts(moe, roots, root)
         latent = self._latent_parts(moe, root)
@@ -281,7 +283,7 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         if name in self.names.others and not self.source.has(bias_name):
             bias_name = f"{root}{self.names.others[name]}"
         if moe.has_choice_bias and (self.source.has(bias_name) or not self.names.choice_bias_may_lack):
-            choice_bias = self.source.tensor(bias_name, *self.names.choice_axes, moe.n_experts)
+            choice_bias = self.source.tensor(bias_name, *self.names.choice_axes, moe.n_scored)
         sites = {"gate": ffn, "up": ffn} if moe.is_gated else {"up": ffn}
         scales = self.source.tensor(f"{root}{self.names.expert_scales}", moe.n_experts) if moe.is_apart else None
         mixture = self.loader.experts(
@@ -349,6 +351,8 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             stacked = [f"{root}{others[name]}" for name in self.names.stacked]
         first, second = stacked[0], stacked[-1]
         is_stacked = self.source.has(first) or self.source.has(f"{first}_blocks")
+        if is_stacked and self.names.is_flat:
+            return self._flat_parts(moe, stacked)
         if is_stacked and self._are_transposed(first, (n, sum(widths), hidden)):
             return self._transposed_parts(moe, first, second)
         if self.source.has(first):
@@ -371,6 +375,19 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
                 down=self.linear(f"{root}experts.{e}.", (down_name,), (hidden,), ffn, has_bias=moe.has_expert_bias),
             )
             for e in range(n)
+        )
+
+    def _flat_parts(self, moe: MoeSpec, stacked: list[str]) -> tuple[ExpertParts, ...]:
+        """All experts below each other: of gate and up one matrix each, and of down, which lies as [inputs, outputs]."""
+        ffn, hidden = moe.expert_ffn, self.spec.hidden
+        *firsts, down = (self.source.tensor(one, moe.n_experts * ffn, hidden) for one in stacked)
+        begins = [e * ffn for e in range(moe.n_experts)]
+        return tuple(
+            ExpertParts(
+                gate_up=LinearParts(weights=tuple(RowsTensor(one, at, at + ffn) for one in firsts)),
+                down=LinearParts(weights=(TransposedTensor(RowsTensor(down, at, at + ffn)),)),
+            )
+            for at in begins
         )
 
     def _are_transposed(self, first: str, shape: tuple[int, ...]) -> bool:

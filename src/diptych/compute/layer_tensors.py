@@ -46,7 +46,7 @@ class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
         layer: int,
         prefix: str,
     ) -> None:
-        self.names = family_named(spec).names
+        self.names = family_named(spec).names.of_half(spec.half_of(layer))
         self.source = source
         self.loader = loader
         self.spec = spec

@@ -30,7 +30,6 @@ from diptych.cost.components import (
     ATTENTION,
     attention_widths,
     cost_of,
-    expected_experts,
     index_kv_bytes,
     layer_kv_bytes,
 )
@@ -38,6 +37,7 @@ from diptych.cost.layout import HOP_S, PLAIN, Layout
 from diptych.cost.profile import read_profile
 from diptych.cost.reach import Gap, gaps_of, interval, load_gaps, load_spread_squared, squared
 from diptych.cost.roofline import compute_dtype, link_rate, longest, multiplies_in, peak_flops_per_s
+from diptych.cost.routing import touched_experts
 from diptych.cost.weight_formats import experts_of, read_as, weight_class
 from diptych.ground.formats import rows_dtype
 from diptych.ground.phase import Phase
@@ -102,7 +102,7 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int, *, is_our
     return _Units(
         dense_bytes=sum(part.weight_bytes for part in body),
         dense_class=weight_class(quant.weight_bytes, quant.name),
-        expert_bytes=0.0 if model.moe is None else experts.weight_bytes / model.moe.experts_per_token,
+        expert_bytes=0.0 if model.moe is None else experts.weight_bytes / model.moe.met_experts,
         expert_class=weight_class(quant.expert_bytes, quant.name),
         head_bytes=head.weight_bytes,
         head_class=weight_class(quant.head_bytes, quant.name),
@@ -354,7 +354,7 @@ class CalibratedModel:
             return row_s, 0
         mixtures = self._units.moe_layers
         away = (layout.dp - 1) / layout.dp
-        return row_s + 2 * mixtures * model.moe.experts_per_token * width * away / layout.parts / link, 2 * mixtures
+        return row_s + 2 * mixtures * model.moe.met_experts * width * away / layout.parts / link, 2 * mixtures
 
     def predict(self, work: StepShape) -> StepCost:
         """The predicted time of a step with its parts and its interval."""
@@ -434,7 +434,7 @@ class CalibratedModel:
         if moe is None:
             return 0.0
         skew = moe.skew or self._expert_skew
-        read = expected_experts(moe.n_experts, moe.experts_per_token, -(-rows // self.layout.pp), skew=skew)
+        read = touched_experts(moe, -(-rows // self.layout.pp), skew=skew)
         return self.layout.most_experts(self.model, read)
 
     def _expert_rows(self, rows: int) -> float:

@@ -12,10 +12,10 @@ All figures are of ONE of the t devices. Matrix FLOPs and vector FLOPs (softmax,
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from diptych.cost.adapters import adapter_bytes, adapter_parameters
 from diptych.cost.attended import Scored, pairs, reach_of, read_tokens
+from diptych.cost.routing import touched_experts
 from diptych.cost.streams import end_norms, inner_width, ngram_elements, stream_matrices, stream_vectors, table_width
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import ChunkShape, StepShape
@@ -130,43 +130,6 @@ def ring_bytes(payload_bytes: float, tp: int) -> float:
 def gathered_bytes(payload_bytes: float, tp: int) -> float:
     """The same in a ring all-gather, where each has its part of `payload_bytes` at first."""
     return (tp - 1) / tp * payload_bytes
-
-
-def expected_experts(n_experts: int, experts_per_token: int, n_tokens: int, *, skew: float = 0.0) -> float:
-    """Distinct experts that n_tokens touch: E (1 - (1 - k/E)^N) for uniform routing.
-
-    skew > 0 gives expert i a popularity proportional to (i+1)^-skew (k/E on average, never above 1).
-    """
-    if n_experts < 1 or not 1 <= experts_per_token <= n_experts:
-        raise ConfigError(f"experts per token is {experts_per_token}; it must be between 1 and {n_experts}")
-    share = experts_per_token / n_experts
-    if skew == 0.0:
-        return float(n_experts * (1.0 - (1.0 - share) ** n_tokens))
-    return _expected_of(n_experts, experts_per_token, n_tokens, skew)
-
-
-@lru_cache(maxsize=4096)
-def _expected_of(n_experts: int, experts_per_token: int, n_tokens: int, skew: float) -> float:
-    return sum(1.0 - (1.0 - chance) ** n_tokens for chance in _popularity(n_experts, experts_per_token, skew))
-
-
-@lru_cache(maxsize=32)
-def _popularity(n_experts: int, experts_per_token: int, skew: float) -> tuple[float, ...]:
-    weights = [(i + 1.0) ** -skew for i in range(n_experts)]
-    chances = [0.0] * n_experts
-    left, free = float(experts_per_token), list(range(n_experts))
-    while free:  # water-fill: an expert cannot be chosen more than once per token
-        scale = left / sum(weights[i] for i in free)
-        full = [i for i in free if weights[i] * scale >= 1.0]
-        if not full:
-            for i in free:
-                chances[i] = weights[i] * scale
-            break
-        for i in full:
-            chances[i] = 1.0
-        left -= len(full)
-        free = [i for i in free if chances[i] == 0.0]
-    return tuple(chances)
 
 
 def layer_kv_bytes(attention: AttentionLayer, kv: KVSpec, tp: int) -> float:
@@ -507,22 +470,22 @@ def _experts(sizes: _Sizes, moe: MoeSpec) -> tuple[Component, ...]:
     per_expert = moe.n_products * width * shard * sizes.quant.expert_bytes
     if moe.has_expert_bias:
         per_expert += ((moe.n_products - 1) * shard + width) * 2.0
-    touched = expected_experts(moe.n_experts, moe.experts_per_token, n, skew=moe.skew)
+    touched = touched_experts(moe, n)
     router_bias = (
-        moe.n_experts * (moe.has_router_bias + moe.has_choice_bias + moe.is_apart) + model.hidden * moe.is_apart
+        moe.n_scored * (moe.has_router_bias + moe.has_choice_bias + moe.is_apart) + model.hidden * moe.is_apart
     )
     router = Component(
         name="router",
-        flops=2.0 * n * model.hidden * moe.n_experts,
-        weight_bytes=(model.hidden * moe.n_experts + router_bias) * 2.0,
-        activation_bytes=n * (model.hidden + moe.n_experts) * sizes.a,
+        flops=2.0 * n * model.hidden * moe.n_scored,
+        weight_bytes=(model.hidden * moe.n_scored + router_bias) * 2.0,
+        activation_bytes=n * (model.hidden + moe.n_scored) * sizes.a,
     )
     experts = Component(
         name="experts",
-        flops=2.0 * moe.n_products * n * moe.experts_per_token * width * shard,
-        vector_flops=4.0 * n * moe.experts_per_token * shard,
+        flops=2.0 * moe.n_products * n * moe.met_experts * width * shard,
+        vector_flops=4.0 * n * moe.met_experts * shard,
         weight_bytes=touched * per_expert,
-        activation_bytes=n * moe.experts_per_token * (4 * width + moe.n_products * shard) * sizes.a,
+        activation_bytes=n * moe.met_experts * (4 * width + moe.n_products * shard) * sizes.a,
         link_bytes=_all_reduce_bytes(sizes),
     )
     if not moe.shared_ffn and not moe.latent:

@@ -95,7 +95,7 @@ class Layout:
         moe = model.moe
         if self.ep == 1 or moe is None or rows <= 0:
             return 1.0
-        mean = rows * moe.experts_per_token / self.ep
+        mean = rows * moe.met_experts / self.ep
         return min(1.0 + math.sqrt(2.0 * math.log(self.ep) / mean), float(self.ep))
 
     def most_experts(self, model: ModelSpec, read: float) -> float:

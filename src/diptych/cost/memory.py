@@ -158,7 +158,7 @@ def _mlp_width(setup: Setup, mlp: MlpSpec | MoeSpec | None) -> float:
         return 2 * mlp.ffn / setup.tp
     layout = setup.layout
     groups = max(layout.ep, layout.dp)  # that have whole experts, and each its part of all tokens' rows
-    rows = mlp.experts_per_token * layout.dp / groups
+    rows = mlp.met_experts * layout.dp / groups
     slices = setup.tp * layout.dp / groups
     width = mlp.latent or setup.model.hidden
     return max(rows * (width + 2 * mlp.expert_ffn / slices), 2 * mlp.shared_ffn / setup.tp)

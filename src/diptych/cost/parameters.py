@@ -49,7 +49,7 @@ def active_parameter_count(model: ModelSpec) -> int:
     active = sum(counts.values()) - counts["embedding"] + (model.vocab_size * model.hidden if model.is_tied else 0)
     if model.moe is None:
         return active
-    return active - counts["experts"] + counts["experts"] * model.moe.experts_per_token // model.moe.n_experts
+    return active - counts["experts"] + counts["experts"] * model.moe.experts_per_token // model.moe.n_scored
 
 
 def linear_parameter_count(model: ModelSpec) -> int:
@@ -67,8 +67,8 @@ def _met_by_token(model: ModelSpec, mlp: MlpSpec | MoeSpec | None) -> int:
         return 0
     if isinstance(mlp, MlpSpec):
         return model.hidden * _matrices(mlp) * mlp.ffn
-    experts = (mlp.latent or model.hidden) * mlp.n_products * mlp.experts_per_token * mlp.expert_ffn
-    return experts + model.hidden * (2 * mlp.latent + mlp.n_products * mlp.shared_ffn + mlp.n_experts)
+    experts = int((mlp.latent or model.hidden) * mlp.n_products * mlp.met_experts * mlp.expert_ffn)
+    return experts + model.hidden * (2 * mlp.latent + mlp.n_products * mlp.shared_ffn + mlp.n_scored)
 
 
 def attention_flops_per_pair(model: ModelSpec, *, on_latents: bool = False) -> float:
@@ -194,8 +194,8 @@ def _moe(model: ModelSpec, moe: MoeSpec) -> dict[str, int]:
     width = moe.latent or model.hidden
     bias = (moe.n_products - 1) * moe.expert_ffn + width if moe.has_expert_bias else 0
     return {
-        "router": model.hidden * (moe.n_experts + moe.is_apart)
-        + moe.n_experts * (moe.has_router_bias + moe.has_choice_bias + moe.is_apart),
+        "router": model.hidden * (moe.n_scored + moe.is_apart)
+        + moe.n_scored * (moe.has_router_bias + moe.has_choice_bias + moe.is_apart),
         "experts": moe.n_experts * (moe.n_products * width * moe.expert_ffn + bias),
         "shared_experts": model.hidden * (moe.n_products * moe.shared_ffn + 2 * moe.latent + moe.has_shared_gate),
     }

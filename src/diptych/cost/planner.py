@@ -14,7 +14,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from diptych.cost.calibration import ADAPTER_SHARE, Calibration, latent_layers
-from diptych.cost.components import PhaseCost, cost_of, expected_experts, kv_bytes_per_token
+from diptych.cost.components import PhaseCost, cost_of, kv_bytes_per_token
 from diptych.cost.drafts.acceptance import MOST_DEPTH
 from diptych.cost.exchange import GLOO_MEETING_S, SHARED_MEETING_S, all_reduced, gathered
 from diptych.cost.layout import PLAIN
@@ -27,6 +27,7 @@ from diptych.cost.parameters import (
 )
 from diptych.cost.profile import COMMANDS, has_gpu
 from diptych.cost.roofline import balance, compute_dtype, multiplies_in, peak_flops_per_s, roofline
+from diptych.cost.routing import touched_experts
 from diptych.cost.setup import Setup
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
@@ -206,7 +207,7 @@ def _cost(setup: Setup, work: StepShape) -> PhaseCost:
     experts = float(layout.dp)
     if moe is not None:  # a part of the rows passes all stages at a time, and reads the experts that it asks for
         rows = work.n_tokens, -(-work.n_tokens // layout.pp)
-        of_all, of_part = (expected_experts(moe.n_experts, moe.experts_per_token, n, skew=moe.skew) for n in rows)
+        of_all, of_part = (touched_experts(moe, n) for n in rows)
         experts *= of_all / of_part
     return cost.shared(rows=layout.parts, experts=experts)
 
@@ -293,11 +294,11 @@ def compute_bound_batch(setup: Setup) -> float | None:
     moe = setup.model.moe
     if moe is None:
         return dense / bandwidth / row_s
-    per_expert = unit.component("experts").weight_bytes / moe.experts_per_token
+    per_expert = unit.component("experts").weight_bytes / moe.met_experts
 
     def is_compute_bound(rows: int) -> bool:
         of_part = -(-rows // setup.layout.pp)
-        touched = expected_experts(moe.n_experts, moe.experts_per_token, of_part, skew=moe.skew)
+        touched = touched_experts(moe, of_part)
         return rows * row_s >= (dense + touched * per_expert) / bandwidth
 
     rows = range(1, MOST_SEQUENCES + 1)

@@ -183,6 +183,7 @@ GPT_KIND: tuple[Family, ...] = (
         renamed={"d_model": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers",
                  "max_seq_len": "max_position_embeddings", "layer_norm_epsilon": "rms_norm_eps",
                  "softmax_scale": "attention_multiplier"},
+        sections=("attn_config",),
         has_slopes=True,
         names=TensorNames(embedding="wte", layers="blocks", final_norm="norm_f", attention="attn", qkv=("Wqkv",),
                           o="out_proj", mlp=("ffn.",), gate_up=("up_proj",), down="down_proj",

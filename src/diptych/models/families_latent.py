@@ -131,6 +131,26 @@ LATENT_ATTENTION: tuple[Family, ...] = (
         group_best=2,
         **{**BESIDE_VISION, **LIKE_DEEPSEEK},
     ),
+    # LongCat-Flash: two attentions and MLPs a layer, a mixture beside the first, experts without weights, scaled latents
+    Family(
+        name="longcat_flash", architectures=("LongcatFlashForCausalLM",),
+        keys={**{key: value for key, value in LATENT.items() if key not in ("n_group", "topk_group")}, "vocab_size": 131_072,
+              "hidden_size": 6144, "intermediate_size": 12_288, "moe_intermediate_size": 2048, "num_layers": None,
+              "num_hidden_layers": None, "num_attention_heads": 64, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
+              "rope_theta": 10_000_000.0, "num_experts": 512, "zero_expert_num": 256, "num_experts_per_tok": 12,
+              "routed_scaling_factor": 6.0, "mlp_layer_types": None},
+        fixed={"zero_expert_type": ("identity", None), "mla_scale_q_lora": (True, None), "mla_scale_kv_lora": (True, None),
+               "router_bias": (False, None), "norm_topk_prob": (False, None), "attention_method": ("MLA", None)},
+        renamed={"n_routed_experts": "num_experts", **LOCAL_EXPERTS, "moe_topk": "num_experts_per_tok",
+                 "ffn_hidden_size": "intermediate_size", "expert_ffn_hidden_size": "moe_intermediate_size"},
+        has_halves=True, scales_latents=True,
+        is_interleaved=True, o_bias="attention_bias",
+        renormalises=False, has_choice_bias=True,
+        names=TensorNames(attention="self_attn.{half}", mlp=("mlp.", ""), dense="mlps.1.", shared="mlps.0",
+                          router="router.classifier", choice_bias="router.e_score_correction_bias", norms={Norms.BEFORE: (
+                              "input_layernorm.{half}", None, "post_attention_layernorm.{half}", None)}),
+        ignored=("rotary_emb.inv_freq", "mtp."),
+    ),
     # MiniCPM3: embeddings, what layers add, and logits are scaled
     Family(
         name="minicpm3", architectures=("MiniCPM3ForCausalLM",),

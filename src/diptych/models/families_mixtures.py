@@ -497,6 +497,27 @@ MIXTURES: tuple[Family, ...] = (
                           others={"experts.fc1.weight": "experts.gate_up_proj", "experts.fc2.weight": "experts.down_proj"}),
         **BESIDE_VISION, **BY_ATTENTION_BIAS,
     ),
+    # DBRX: LayerNorm without biases, q, k and v clipped, experts below each other; some of it in sections of its config
+    Family(
+        name="dbrx", architectures=("DbrxForCausalLM",),
+        keys={**USUAL, "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 1,
+              "rms_norm_eps": 1e-5, "clip_qkv": None, "moe_intermediate_size": 3584, "num_experts": 4,
+              "num_experts_per_tok": 1},
+        fixed={"ffn_act_fn": ({"name": "silu"}, None), "moe_normalize_expert_weights": (1.0,), "attn_type": (None,)},
+        unread=("attn_config", "ffn_config", "emb_pdrop", "moe_jitter_eps", "moe_loss_weight"),
+        renamed={"d_model": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers",
+                 "max_seq_len": "max_position_embeddings", "kv_n_heads": "num_key_value_heads",
+                 "ffn_hidden_size": "moe_intermediate_size", "moe_num_experts": "num_experts",
+                 "moe_top_k": "num_experts_per_tok"},
+        sections=("attn_config", "ffn_config"),
+        centres_norms=True,
+        renormalises=True,
+        names=TensorNames(embedding="wte", layers="blocks", final_norm="norm_f", attention="norm_attn_norm.attn",
+                          qkv=("Wqkv",), o="out_proj", mlp=("ffn.",), router="router.layer", is_flat=True,
+                          stacked=("experts.mlp.w1", "experts.mlp.v1", "experts.mlp.w2"),
+                          norms={Norms.BEFORE: ("norm_attn_norm.norm_1", None, "norm_attn_norm.norm_2", None)}),
+        prefixes=("transformer.",),
+    ),
     # sinks, windows on every other layer, biases everywhere, experts published in MXFP4
     Family(
         name="gpt_oss", architectures=("GptOssForCausalLM",),

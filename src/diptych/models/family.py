@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -42,13 +42,14 @@ class TensorNames:
     embedding, embedding_norm, positions, final_norm, layers, head: at the ends, behind a prefix.
     mlp: where the MLP may be found, tried in order. expert: gate (if any), up and down of one expert, where they are separate;
     stacked: of all experts in one tensor each, is_transposed: as [inputs, outputs] (None: in some files), takes_turns: rows of
-    gate and up in turn.
+    gate and up in turn, is_flat: below each other in one matrix each, down as [inputs, outputs].
     base: what may lie between a projection's name and .weight, where files hold adapters of their own beside it.
     o_norm, down_norm: of `ModelSpec.has_inner_norms`, beside attention's projections and the MLP's.
     apart: norms before the mixture, behind shared experts, behind the mixture, of `MoeSpec.is_apart`.
     choice_bias: with a point in front, of the layer; choice_axes: what it has before its experts; choice_bias_may_lack: files
     without one mean zeros. norms: before attention, after it, before the MLP, after it.
     q_norm, k_norm: where each head has a weight of its own they are stacked in one tensor, or {} stands for the head.
+    attention, norms: {half} stands for the part of a layer that has two.
     latent: what takes the stream to experts and back, of `MoeSpec.latent`. gate: what gates the heads, where it is a tensor of
     its own. dense: where a dense MLP lies, if not where mlp says. states: where tensors of a layer with a state lie.
     states_in: its projections, by a delta rule of q, k and v (or of each), of the gate, of beta, of the decay, or of the
@@ -86,6 +87,7 @@ class TensorNames:
     stacked: tuple[str, ...] = ("experts.gate_up_proj", "experts.down_proj")
     is_transposed: bool | None = False
     takes_turns: bool = False
+    is_flat: bool = False
     router: str = "gate"
     choice_bias: str = "gate.e_score_correction_bias"
     choice_axes: tuple[int, ...] = ()
@@ -116,6 +118,17 @@ class TensorNames:
     )
     others: Mapping[str, str] = field(default_factory=dict)
 
+    def of_half(self, half: int) -> TensorNames:
+        """Of one part of a layer."""
+        if "{half}" not in self.attention:
+            return self
+
+        def named(name: str | None) -> str | None:
+            return name and name.replace("{half}", str(half))
+
+        norms = {kind: (named(a), named(b), named(c), named(d)) for kind, (a, b, c, d) in self.norms.items()}
+        return replace(self, attention=self.attention.replace("{half}", str(half)), norms=norms)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
@@ -123,8 +136,9 @@ class Family:
 
     keys: every key read, with its class default; None: from the others. fixed: known keys and the values they may have.
     unread: keys that mean something elsewhere, and nothing here, whatever they say.
-    renamed: this class's name of a key -> the name used here. by_layer: keys that may hold a list with the same for each
-    layer. numbered: keys with a number for each layer -> a list of names of ours, and what 0, 1, ... stand for in it.
+    renamed: this class's name of a key -> the name used here. sections: of the config, whose keys count as its own.
+    by_layer: keys that may hold a list with the same for each layer. numbered: keys with a number
+    for each layer -> a list of names of ours, and what 0, 1, ... stand for in it.
     full_every: without layer_types, every so many-th layer attends to everything, full_first: beginning with the first,
     first_is_full: and the first, too; windows_begin: every other layer before max_window_layers is windowed, not all behind
     it. local_theta: the key with the rotary base of windowed layers, which then have no scaling.
@@ -143,9 +157,11 @@ class Family:
     width (`read_streams.full_heads`). scales_layers, has_inner_norms: as in `ModelSpec`.
     mixes_apart: the dense MLP is the shared expert of a mixture, as `MoeSpec.is_apart` says.
     has_blocks: attention and MLPs are blocks of their own; has_pairs: each layer has a state beside its attention;
-    has_states_alone: each has a state and nothing else (`read_blocks`).
+    has_states_alone: each has a state and nothing else; has_halves: each has two of attention and of dense MLPs, and a mixture
+    beside the first, added behind the second (`read_blocks`).
     gates_heads, gate_by: as `AttentionLayer` has them; mixes_queries: as `MlaSpec.is_mixed` says. index_turns_last: of an index
     as `IndexSpec.turns_last` says, and the key's norm has the model's eps. norms_latents_alike: norms of latents have it, too.
+    scales_latents: behind those they are multiplied by the root of the model's width over theirs.
     limits_all: `swiglu_limit` is of dense MLPs and shared experts, too.
     state_rule: some layers have a state in place of keys and values, which moves on by it (`read_states`): those that
     layer_types names so, or all but every `full_every`-th. state_norms, state_norm_eps: theirs, if not the others'.
@@ -162,6 +178,7 @@ class Family:
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
+    sections: tuple[str, ...] = ()
     by_layer: tuple[str, ...] = ()
     numbered: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     more_model_types: tuple[str, ...] = ()
@@ -219,6 +236,7 @@ class Family:
     has_blocks: bool = False
     has_pairs: bool = False
     has_states_alone: bool = False
+    has_halves: bool = False
     state_rule: StateRule | None = None
     state_norms: Norms | None = None
     state_norm_eps: float | None = None
@@ -230,6 +248,7 @@ class Family:
     mixes_queries: bool = False
     index_turns_last: bool = False
     norms_latents_alike: bool = False
+    scales_latents: bool = False
     limits_all: bool = False
     weighs_input: bool = False
     reads_mxfp4: bool = False

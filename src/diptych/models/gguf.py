@@ -83,10 +83,11 @@ IN_LAYER = {
     "conv.in_proj": "shortconv.in_proj", "conv.conv": "shortconv.conv", "conv.out_proj": "shortconv.out_proj",
     "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm",
     "mlp.w1": "ffn_gate", "mlp.w3": "ffn_up", "mlp.w2": "ffn_down",
-    **dict.fromkeys(("attn.c_attn", "attention.query_key_value", "self_attention.query_key_value", "attn.Wqkv"), "attn_qkv"),
-    **dict.fromkeys(("attn.c_proj", "attention.dense", "self_attention.dense", "self_attn.dense", "attn.out_proj"),
+    **dict.fromkeys(("attn.c_attn", "attention.query_key_value", "self_attention.query_key_value", "attn.Wqkv",
+                     "norm_attn_norm.attn.Wqkv"), "attn_qkv"),
+    **dict.fromkeys(("attn.c_proj", "attention.dense", "self_attention.dense", "self_attn.dense", "attn.out_proj",
+                     "norm_attn_norm.attn.out_proj"),
                     "attn_output"),
-    "ffn.up_proj": "ffn_up", "ffn.down_proj": "ffn_down",
     "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down",
     **dict.fromkeys(("router.proj", "mlp.gate", "mlp.gate.wg", "mlp.router", "mlp.router.layer", "mlp.router.gate"),
                     "ffn_gate_inp"),
@@ -152,7 +153,7 @@ BY_VALUE_HEAD = ("attn_qkv.weight", "attn_gate.weight", "ssm_beta.weight", "ssm_
 INPUTS_BY_VALUE_HEAD = "ssm_out.weight"
 EXPERT = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 LAYER = re.compile(r"^(?:model\.layers|backbone\.layers|transformer\.(?:h|blocks)|gpt_neox\.layers)\.(\d+)\.(.+)$")
-MLP = re.compile(r"^(?:block_sparse_moe|feed_forward|moe)\.")  # what some checkpoints call it
+MLP = re.compile(r"^(?:block_sparse_moe|feed_forward|ffn|moe)\.")  # what some checkpoints call it
 ONE_EXPERT = re.compile(r"^(?:m(?:lp|ixer)\.)?experts\.(\d+)\.(\w+)$")
 SHARED_EXPERTS = re.compile(r"^(?:m(?:lp|ixer)\.)?(?:shared?_expert|shared_experts|shared_mlp)\.(\w+)$")
 # one head's matrix, queries to latents or latents to values, of those that are stacked here

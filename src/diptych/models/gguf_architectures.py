@@ -443,6 +443,12 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         eps=LAYER_NORM,
         norms={"norm_1": "attn_norm", "norm_2": "ffn_norm"},
     ),
+    "dbrx": GgufArchitecture(
+        architecture="DbrxForCausalLM",
+        keys={**EXPERTS, "feed_forward_length": "moe_intermediate_size", "attention.clamp_kqv": "clip_qkv"},
+        eps=LAYER_NORM,
+        norms={"norm_attn_norm.norm_1": "attn_norm", "norm_attn_norm.norm_2": "attn_output_norm"},
+    ),
     "falcon": FALCON,
     "olmo": GgufArchitecture(
         architecture="OlmoForCausalLM", keys={"attention.clamp_kqv": "clip_qkv"}, eps=LAYER_NORM, is_permuted=True

@@ -88,7 +88,11 @@ def missing_for(spec: Attends) -> str | None:
 
 def kind_of_experts(spec: MoeSpec) -> int | None:
     """What the kernel makes of the sums of such experts; None: it has no such thing."""
-    return None if spec.limit is not None else (GATES if spec.is_gated else CURVES).get(spec.activation)
+    return (
+        None
+        if spec.limit is not None or spec.n_identities
+        else (GATES if spec.is_gated else CURVES).get(spec.activation)
+    )
 
 
 def asks_the_host(spec: ModelSpec) -> str | None:
@@ -98,7 +102,13 @@ def asks_the_host(spec: ModelSpec) -> str | None:
     if found is None and spec.moe is not None:
         mixtures = (layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec))
         if any(kind_of_experts(one) is None for one in mixtures):
-            limited = " within limits" if spec.moe.limit is not None else ""
+            limited = (
+                " within limits"
+                if spec.moe.limit is not None
+                else " beside identities"
+                if spec.moe.n_identities
+                else ""
+            )
             return f"experts of {spec.moe.activation.value}{limited}"
     return found
 

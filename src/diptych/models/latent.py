@@ -78,6 +78,7 @@ class IndexSpec:
 class MlaSpec:
     """Multi-head latent attention: ranks and head sizes. q_rank None: queries are projected directly. is_mixed: queries, and
     what gates the heads, read their latent as it is, too, behind its norm (A.X K2). norm_eps: of the norms of both latents.
+    q_scale, kv_scale: what the latents of queries, and of keys and values, are multiplied by behind their norms.
     """
 
     q_rank: int | None
@@ -87,6 +88,8 @@ class MlaSpec:
     v_dim: int
     is_mixed: bool = False
     norm_eps: float = 1e-6
+    q_scale: float = 1.0
+    kv_scale: float = 1.0
 
     @property
     def q_inputs(self) -> int:

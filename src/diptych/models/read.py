@@ -25,7 +25,7 @@ from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL, S
 from diptych.models.latent import IndexSpec, MlaSpec
 from diptych.models.positions import QueryScale, Rope, slopes
 from diptych.models.read_block_index import as_indexed
-from diptych.models.read_blocks import as_layers, as_pairs, as_searched, as_states, without_pictures
+from diptych.models.read_blocks import as_halves, as_layers, as_pairs, as_searched, as_states, without_pictures
 from diptych.models.read_glm_next import as_glm_next
 from diptych.models.read_gpt import arrangement, of_all_layers, with_kinds, with_section
 from diptych.models.read_heads import Heads, HeadsByWindow
@@ -247,8 +247,8 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
         raw = as_ling(raw, family.keys, path)
     elif "index_kpool" in family.keys:
         raw = as_glm_next(raw, family.keys, path)
-    elif "alibi_bias_max" in family.keys:
-        raw = with_section(raw, "attn_config", family, path)
+    for section in family.sections:
+        raw = with_section(raw, section, family, path)
     read = {*family.keys, *(ROPE_KEYS if "rope_theta" in family.keys else ()), "layer_types", "hidden_act"}
     _check_keys(raw, read, family, path)
     if raw.get("rope_scaling") or raw.get("rope_parameters"):  # a class default holds only where neither is given
@@ -260,6 +260,8 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
         settled |= as_pairs(settled, path)
     elif family.has_states_alone:
         settled |= as_states(settled, path)
+    elif family.has_halves:
+        settled |= as_halves(settled, path)
     elif "cross_attention_layers" in family.keys:
         settled |= without_pictures(settled, path)
     elif "block_configs" in family.keys:
@@ -356,7 +358,7 @@ def _attention(
     kv_layer: int | None,
     index: IndexSpec | None,
 ) -> AttentionLayer:
-    n_heads, head_dim = heads.n, heads.width
+    n_heads, head_dim, hidden = heads.n, heads.width, config.integer("hidden_size")
     mla, sinks = None, family.has_sinks
     if family.names.qkv_parts and n_heads % family.names.qkv_parts:
         raise LoadError(
@@ -375,10 +377,13 @@ def _attention(
             kv_rank=config.integer("kv_lora_rank"),
             nope_dim=config.integer("qk_nope_head_dim"),
             rope_dim=head_dim,
-            v_dim=config.integer("v_head_dim", max(1, config.integer("hidden_size") // n_heads)),
+            v_dim=config.integer("v_head_dim", max(1, hidden // n_heads)),
             is_mixed=family.mixes_queries,
             norm_eps=config.number("rms_norm_eps") if family.norms_latents_alike else LATENT_EPS,
         )
+        if family.scales_latents:
+            q_scale = 1.0 if mla.q_rank is None else (hidden / mla.q_rank) ** 0.5
+            mla = replace(mla, q_scale=q_scale, kv_scale=(hidden / mla.kv_rank) ** 0.5)
         stretch = 1.0 if rope is None else latent_stretch(config)
         scale = (mla.nope_dim + mla.rope_dim) ** -0.5 * stretch**2
     elif index is not None and rope is not None and rope.rotary_dim > index.head_dim:
@@ -486,12 +491,13 @@ def _activation(config: HfConfig, family: Family) -> Activation:
 
 def _moe(config: HfConfig, family: Family) -> MoeSpec:
     n_experts, chosen = config.integer("num_experts"), config.integer("num_experts_per_tok")
-    config.at_most("num_experts_per_tok", chosen, n_experts)
+    n_identities = config.integer("zero_expert_num", 0, low=0)
+    config.at_most("num_experts_per_tok", chosen, n_experts + n_identities)
     has_own = config.raw.get("moe_intermediate_size") is not None
     ffn = config.integer("moe_intermediate_size" if has_own else "intermediate_size")
-    n_groups, per_token = expert_groups(config, family, n_experts, chosen)
+    n_groups, per_token = expert_groups(config, family, n_experts + n_identities, chosen)
     shared = config.optional_integer("shared_expert_intermediate_size", low=0)
-    if family.mixes_apart:
+    if family.mixes_apart or family.has_halves:
         shared = config.integer("intermediate_size")
     if shared is None:
         shared = ffn * (config.optional_integer("n_shared_experts", low=0) or 0)
@@ -519,6 +525,8 @@ def _moe(config: HfConfig, family: Family) -> MoeSpec:
         has_expert_bias=family.has_expert_bias,
         has_shared_gate=family.has_shared_gate,
         weighs_input=family.weighs_input,
+        n_identities=n_identities,
+        is_late=family.has_halves,
         is_apart=family.mixes_apart,
         limit=config.number("swiglu_limit") if "swiglu_limit" in family.keys else None,
         limits_gate="swiglu_limit" in family.keys,

@@ -1,6 +1,6 @@
 """Models whose layers are something else than ours, as layers of attention and an MLP: each of the two a block of its own with
 a norm before it (Nemotron-H), or attention and a state by one norm (Falcon-H1), of which a layer here has one; or states
-alone (Mamba); or between
+alone (Mamba); or two of attention and of MLPs, which are two layers here (LongCat-Flash); or between
 layers that attend to pictures (Llama 3.2 Vision), which text without pictures does not pass through; or what a search has left
 of a Llama's layers (Nemotron NAS): attention and MLP, one of the two, or none.
 
@@ -58,6 +58,20 @@ def as_states(raw: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Likewise, of layers that each have a state alone (Mamba)."""
     n_layers = HfConfig(raw, path=path).integer("num_hidden_layers")
     return {"blocks": tuple((i, None) for i in range(n_layers)), "layer_types": [STATE] * n_layers}
+
+
+def as_halves(raw: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Likewise, of layers with two attentions and two MLPs, the first of them beside a mixture."""
+    config = HfConfig(raw, path=path)
+    said = config.optional_integer("num_hidden_layers")
+    n_layers = config.integer("num_layers", 28 if said is None else said // 2)  # 28 in the class
+    if said is not None and said != 2 * n_layers:
+        raise LoadError(f"num_hidden_layers in {path} is {said}; it must be twice num_layers, {n_layers}")
+    return {
+        "blocks": tuple((i, i) for i in range(n_layers) for _ in range(2)),
+        "num_hidden_layers": 2 * n_layers,
+        "mlp_layer_types": ["sparse", "dense"] * n_layers,
+    }
 
 
 def without_pictures(raw: Mapping[str, Any], path: str) -> dict[str, Any]:

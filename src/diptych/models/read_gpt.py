@@ -58,10 +58,11 @@ def with_kinds(raw: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def with_section(raw: dict[str, Any], name: str, family: Family, path: str) -> dict[str, Any]:
-    """MPT's config with what a section of it says in its place; keys of the section that configs have anyway are left out."""
+    """MPT's and DBRX's with what a section says in its place; keys of the section that configs have anyway are left out."""
     section = HfConfig(raw, path=path).section(name).raw
-    own = {family.renamed.get(key, key): one for key, one in section.items() if key not in HARMLESS}
-    return {**own, **{key: one for key, one in raw.items() if key != name}}
+    own = {key: one for key, one in section.items() if key not in HARMLESS and key not in family.renamed}
+    by_own_names = {family.renamed[key]: one for key, one in section.items() if key in family.renamed}
+    return {**own, **{key: one for key, one in raw.items() if key != name}, **by_own_names}
 
 
 def _is_count(value: Any) -> bool:

@@ -16,7 +16,6 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "layers that are shared": ("zamba", "zamba2"),
     OTHER_STATES: ("rwkv", "minimax", "recurrent_gemma"),
     "norms of heads with biases": ("persimmon",),
-    "a shared expert of another shape": ("dbrx", "longcat_flash"),
     "keys made of windows of tokens, and experts that a token's id chooses": ("deepseek_v4",),
     "attention with two softmaxes": ("diffllama",),
     "latent attention within windows, and rotary keys that are normed": ("dots3_note", "dots3_note_text"),

@@ -218,10 +218,11 @@ class MoeSpec:
     `group_best` best. softcap: logits become softcap * tanh(logit / softcap). has_router_bias: on the logits; has_choice_bias:
     on the scores, for the choice only. margin: of sparsemixer, times the larger of a logit's size and the best logit.
     has_shared_gate: the shared experts' sum is multiplied by a sigmoid. weighs_input: a chosen expert's input is multiplied by
-    its weight, not what it gives. is_apart: shared experts, mixture and router read the stream by norms of their own, what each
-    of the first two gives is normed before they are added, and each expert has a scale. limit, shared_limit: of experts and of
-    shared experts, as `MlpSpec` has it; limits_gate: of both. skew: of the routing, 0 is uniform; see
-    `cost.components.expected_experts`.
+    its weight, not what it gives. n_identities: experts without weights behind the others, which give what they read. is_late:
+    what the mixture gives, but not shared experts, is added behind the layer that follows. is_apart: shared experts, mixture
+    and router read the stream by norms of their own, what each of the first two gives is normed before they are added, and
+    each expert has a scale. limit, shared_limit: of experts and of shared experts, as `MlpSpec` has it; limits_gate: of both.
+    skew: of the routing, 0 is uniform; see `cost.routing.expected_experts`.
     """
 
     n_experts: int
@@ -244,11 +245,23 @@ class MoeSpec:
     has_expert_bias: bool = False
     has_shared_gate: bool = False
     weighs_input: bool = False
+    n_identities: int = 0
+    is_late: bool = False
     is_apart: bool = False
     limit: float | None = None
     limits_gate: bool = False
     shared_limit: float | None = None
     skew: float = 0.0
+
+    @property
+    def n_scored(self) -> int:
+        """Outputs of the router."""
+        return self.n_experts + self.n_identities
+
+    @property
+    def met_experts(self) -> float:
+        """Experts with weights that a token meets, on average where all are chosen alike."""
+        return self.experts_per_token * self.n_experts / self.n_scored
 
     @property
     def form(self) -> GateForm | None:
@@ -417,6 +430,10 @@ class ModelSpec:
         if self.layers[layer].norms is Norms.SHARED:
             return layer + 1
         return layer - 1 if layer and self.layers[layer - 1].norms is Norms.SHARED else None
+
+    def half_of(self, layer: int) -> int:
+        """Which part of what a checkpoint numbers as one layer with an attention in each part: 0 or 1."""
+        return int(layer > 0 and bool(self.blocks) and self.blocks[layer][0] == self.blocks[layer - 1][0])
 
     def blocks_of(self, layer: int) -> tuple[int, int | None]:
         """By which number a checkpoint has a layer's attention, and by which its MLP."""

@@ -580,9 +580,10 @@ class Ops(
     def experts(self, h: Stream | Hidden, experts: Experts, *, routed: Stream | Hidden | None = None) -> Hidden:
         """y [T, D] = sum over the chosen experts of weight * expert(h). routed: what the router reads, if not h.
 
-        Each expert's score is a softmax over n_experts or a sigmoid, of logits that may be capped. The best experts_per_token
+        Each expert's score is a softmax over n_scored or a sigmoid, of logits that may be capped. The best experts_per_token
         are chosen by score (plus choice_bias) among the best groups; their scores are the weights, renormalised to 1 or not,
         times routed_scale and the expert's scale, if any. Where the spec weighs inputs it is expert(weight * h) instead.
+        Experts behind n_experts give h.
         """
 
     @abstractmethod

@@ -493,7 +493,7 @@ class CpuOps(
         self.program.moe(
             router=experts.router.index,
             router_rows=router_rows,
-            scores=self._f32("experts scores", spec.n_experts),
+            scores=self._f32("experts scores", spec.n_scored),
             gate_up=[gate.index for gate, *_ in gates],
             up=[up.index for _, *some in gates for up in some],
             up_rows=self._rows(h, ups[0]) if ups else -1,
@@ -520,10 +520,19 @@ class CpuOps(
             gate=(spec.form or PLAIN).numbers,
             curve="" if spec.is_gated else spec.activation.value,
             weighs_input=spec.weighs_input,
+            identities=(spec.n_identities, self._given(h) if spec.n_identities else -1),
             hidden_column=first.column,
             column=down.column,
         )
         return Value("experts", h.width, buffer=out)
+
+    def _given(self, h: Value) -> int:
+        """What experts read, in fp32, for those that give it."""
+        if h.norm is None:
+            return self._materialised(h)
+        out = self._f32("experts given", h.width)
+        self._norm_into(h, out)
+        return out
 
     def head(
         self,

@@ -471,6 +471,9 @@ def experts(
     out = torch.zeros(h.shape, dtype=torch.float32)
     for t in range(len(h)):
         for e, weight in route(linear(h[t : t + 1], router)[0], spec, choice_bias).items():
+            if e >= spec.n_experts:
+                out[t] += weight * h[t].float()
+                continue
             before, after = (weight, 1.0) if spec.weighs_input else (1.0, weight)
             inner = linear(before * h[t : t + 1], gate_up[e])
             if not spec.is_gated:
@@ -496,13 +499,13 @@ def route(logits: torch.Tensor, spec: MoeSpec, choice_bias: torch.Tensor | None 
     scores = (logits.softmax(dim=-1) if spec.scores is Scores.SOFTMAX else logits.sigmoid()).tolist()
     chosen_by = logits.tolist() if spec.scores is Scores.LATE_SIGMOID else scores
     choice = [score + (0.0 if choice_bias is None else float(choice_bias[e])) for e, score in enumerate(chosen_by)]
-    size = spec.n_experts // spec.n_groups
+    size = spec.n_scored // spec.n_groups
 
     def worth(group: int) -> float:
         return sum(sorted(choice[group * size : (group + 1) * size], reverse=True)[: spec.group_best])
 
     groups = sorted(range(spec.n_groups), key=lambda group: -worth(group))[: spec.groups_per_token]
-    allowed = [e for e in range(spec.n_experts) if e // size in groups]
+    allowed = [e for e in range(spec.n_scored) if e // size in groups]
     chosen = sorted(allowed, key=lambda e: -choice[e])[: spec.experts_per_token]
     total = sum(scores[e] for e in chosen) if spec.renormalises else 1.0
     return {e: spec.routed_scale * scores[e] / total for e in chosen}

@@ -416,6 +416,9 @@ class TorchOps(
         for expert in chosen_Tk.unique().tolist():
             rows, column = torch.where(chosen_Tk == expert)
             weights, given = weights_Tk[rows, column, None], h[rows]
+            if expert >= spec.n_experts:
+                total.index_add_(0, rows, (given * weights).to(total.dtype))
+                continue
             if spec.weighs_input:
                 given, weights = (given * weights).to(h.dtype), torch.ones_like(weights)
             first = experts.gate_up[expert]

@@ -1,0 +1,72 @@
+"""Configs of layers that have more parts than others, or less: what they say, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diptych.cost.parameters import active_parameter_count, parameter_count
+from diptych.cost.routing import expected_experts, touched_experts
+from diptych.ground.errors import LoadError
+from diptych.models.config import HfConfig
+from diptych.models.read import read_model
+from diptych.models.spec import MlpSpec, ModelSpec, MoeSpec
+
+LONGCAT = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 36,
+           "n_routed_experts": 8, "zero_expert_num": 4, "moe_topk": 3}  # fmt: skip
+
+
+def read(kind: str, **fields: Any) -> ModelSpec:
+    return read_model(HfConfig({"model_type": kind, **fields}), name="it")
+
+
+def test_longcat_flash_as_it_is_published_has_its_size() -> None:
+    """560 billion numbers, of which a token meets 18.6 to 31.3 billion, 27 on average (the model's card)."""
+    said = {"zero_expert_type": "identity", "mla_scale_q_lora": True, "mla_scale_kv_lora": True, "attention_method": "MLA",
+            "attention_bias": False, "router_bias": False}  # fmt: skip
+    spec = read("longcat_flash", **said)
+    assert round(parameter_count(spec) / 1e9) in (560, 561)
+    assert 26e9 < active_parameter_count(spec) < 28e9
+    assert len(spec.layers) == 2 * spec.n_blocks == 56
+
+
+def test_a_layer_of_two_parts_is_two_layers() -> None:
+    """The mixture beside the first MLP, which every token meets as it does shared experts, is added behind the second."""
+    spec = read("longcat_flash", **LONGCAT)
+    first, second = spec.layers[0].mlp, spec.layers[1].mlp
+    assert isinstance(first, MoeSpec)
+    assert isinstance(second, MlpSpec)
+    assert first.is_late
+    assert (first.n_experts, first.n_scored, first.shared_ffn) == (8, 12, second.ffn)
+    assert [spec.half_of(i) for i in range(4)] == [0, 1, 0, 1]
+    mla = spec.attention.mla
+    assert mla is not None
+    assert (mla.q_scale, mla.kv_scale) == (2.0, 4 / 3)
+
+
+def test_tokens_touch_fewer_experts_where_some_have_no_weights() -> None:
+    """What they choose of those costs nothing."""
+    moe = read("longcat_flash", **LONGCAT).moe
+    assert moe is not None
+    assert moe.met_experts == 2
+    assert touched_experts(moe, 1) == pytest.approx(2)
+    assert touched_experts(moe, 50) < expected_experts(8, 3, 50)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "named"),
+    [
+        ("longcat_flash", {"zero_expert_type": "copy"}, "zero_expert_type"),
+        ("longcat_flash", {"mla_scale_q_lora": False}, "mla_scale_q_lora"),
+        ("longcat_flash", {"num_layers": 2, "num_hidden_layers": 5}, "twice num_layers, 2"),
+        ("longcat_flash", {**LONGCAT, "moe_topk": 13}, "num_experts_per_tok"),
+        ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": 2.0}}, "moe_normalize_expert_weights"),
+        ("dbrx", {"ffn_config": {"ffn_act_fn": {"name": "gelu"}}}, "ffn_act_fn"),
+        ("dbrx", {"ffn_config": 3}, "ffn_config"),
+    ],
+)
+def test_what_would_be_another_model_is_refused_by_name(kind: str, fields: dict[str, Any], named: str) -> None:
+    """An option that is read and not honoured gives fluent nonsense."""
+    with pytest.raises(LoadError, match=named):
+        read(kind, **fields)

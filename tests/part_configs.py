@@ -1,0 +1,26 @@
+"""Small configs of families whose layers have parts that few others have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# as `family_configs.MORE`
+PARTS_MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    # two layers of two parts each; a third of the experts have no weights
+    "longcat_flash": (
+        "LongcatFlashConfig",
+        "LongcatFlashForCausalLM",
+        {"num_hidden_layers": 4, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+         "qk_rope_head_dim": 8, "head_dim": 8, "v_head_dim": 12, "n_routed_experts": 6, "zero_expert_num": 3, "moe_topk": 4,
+         "expert_ffn_hidden_size": 40, "ffn_hidden_size": 96, "routed_scaling_factor": 1.5},
+    ),
+    # q, k and v within a bound that is met; experts below each other
+    "dbrx": (
+        "DbrxConfig",
+        "DbrxForCausalLM",
+        {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 256,
+         "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.2, "rope_theta": 500.0},  # which rope_parameters repeat in its class
+         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+         "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 6, "moe_top_k": 3}},
+    ),
+}  # fmt: skip
