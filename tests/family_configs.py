@@ -72,6 +72,7 @@ WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
             "image_size": 28,
         },
     ),
+    "fuyu": ("FuyuConfig", {}),
     "step3p7": (
         "Step3p7Config",
         {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+PERSIMMON = {
+    "hidden_size": 80,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.4},
+}
 # as `family_configs.MORE`
 PARTS_MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     # two layers of two parts each; a third of the experts have no weights
@@ -23,4 +27,7 @@ PARTS_MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
          "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
          "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 6, "moe_top_k": 3}},
     ),
+    # norms of heads with biases; the same around what reads pictures
+    "persimmon": ("PersimmonConfig", "PersimmonForCausalLM", PERSIMMON),
+    "fuyu": ("PersimmonConfig", "FuyuForCausalLM", PERSIMMON),
 }  # fmt: skip

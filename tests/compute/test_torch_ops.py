@@ -153,7 +153,7 @@ def test_attention_of_a_long_chunk_in_slices(window: int | None) -> None:
 
 @in_turns
 @of_kinds
-@pytest.mark.parametrize("qk_norm", [QkNorm.NONE, QkNorm.HEAD, QkNorm.HEADS, QkNorm.FULL])
+@pytest.mark.parametrize("qk_norm", [QkNorm.NONE, QkNorm.HEAD, QkNorm.HEADS, QkNorm.CENTRED, QkNorm.FULL])
 @pytest.mark.parametrize("rotary_dim", [0, 8, 16])
 @pytest.mark.parametrize("shape", [EDGE_SHAPES[i] for i in (0, 9, -2)], ids=lambda shape: shape.name)
 def test_rotate_and_cache(shape: EdgeShape, rotary_dim: int, qk_norm: QkNorm, kind: Kind) -> None:
@@ -165,7 +165,8 @@ def test_rotate_and_cache(shape: EdgeShape, rotary_dim: int, qk_norm: QkNorm, ki
         RopeSpec(inv_freq=tuple(0.7**i for i in range(rotary_dim // 2)), attention_factor=1.2) if rotary_dim else None
     )
     spec = attention_spec(shape, rope=rope, qk_norm=qk_norm, v_scale=1.0 if dv == d else 0.5)
-    widths = {QkNorm.NONE: None, QkNorm.HEAD: (d, d)}.get(qk_norm, (n_heads * d, n_kv * d))
+    both = (2 * n_heads * d, 2 * n_kv * d)
+    widths = {QkNorm.NONE: None, QkNorm.HEAD: (d, d), QkNorm.CENTRED: both}.get(qk_norm, (n_heads * d, n_kv * d))
     q_norm, k_norm = (None, None) if widths is None else (noise(w, seed=w) + 1.0 for w in widths)
     qkv = noise(batch.n_tokens, (n_heads + n_kv) * d + n_kv * dv, seed=5).to(dtype)
     before = [plane.flatten(0, 1).cpu().clone() for plane in kv.layers[0]]
@@ -185,6 +186,9 @@ def test_rotate_and_cache(shape: EdgeShape, rotary_dim: int, qk_norm: QkNorm, ki
             part = reference.rms_norm(part, norm, eps=spec.norm_eps)
         if qk_norm is QkNorm.HEADS:
             part = reference.layer_norm(part, torch.ones(d), eps=spec.norm_eps) * norm.view(heads, d)
+        if qk_norm is QkNorm.CENTRED:
+            scales, biases = norm.view(heads, 2, d).unbind(1)
+            part = reference.layer_norm(part, torch.ones(d), eps=spec.norm_eps) * scales + biases
         expected.append(part if rope is None else reference.rotate(part, positions, rope))
     # values reach 3 with weights up to 3: the tolerance is of values of order one
     scale = max(1.0, expected[0].abs().max().item())

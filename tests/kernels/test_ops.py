@@ -235,7 +235,7 @@ def attention_rows(
     return torch.cat(picked)
 
 
-@pytest.mark.parametrize("norm", ["none", "head", "heads", "full"])
+@pytest.mark.parametrize("norm", ["none", "head", "heads", "centred", "full"])
 @pytest.mark.parametrize("rotary_dim", [0, 8, 24])
 def test_rotate_writes_query_key_and_value(isa: str, rotary_dim: int, norm: str) -> None:
     """A key is written once and read for the rest of the sequence: its norm, angle and slot must be right."""
@@ -247,7 +247,7 @@ def test_rotate_writes_query_key_and_value(isa: str, rotary_dim: int, norm: str)
     rope = RopeSpec(
         inv_freq=tuple(10000 ** (-i / max(rotary_dim // 2, 1)) for i in range(rotary_dim // 2)), attention_factor=1.2
     )
-    width = {"none": (0, 0), "head": (24, 24)}.get(norm, (6 * 24, 2 * 24))
+    width = {"none": (0, 0), "head": (24, 24), "centred": (6 * 48, 2 * 48)}.get(norm, (6 * 24, 2 * 24))
     scale = QueryScale(slope=0.3, tokens=8, shift=1) if norm == "none" else None
     weights = [noise(n, seed=6 + i) + 1 for i, n in enumerate(width)]
     native = cpu._cpu.AttentionShape(n_heads=6, n_kv_heads=2, head_dim=24, scale=1.0)
@@ -257,7 +257,8 @@ def test_rotate_writes_query_key_and_value(isa: str, rotary_dim: int, norm: str)
         rope=bench.program.add_rope(list(rope.inv_freq), rope.attention_factor) if rotary_dim else None,
         q_norm=bench.program.add_vector(weights[0]) if width[0] else None,
         k_norm=bench.program.add_vector(weights[1]) if width[1] else None,
-        has_full_width_norm=norm == "full", has_head_norms=norm == "heads", norm_eps=1e-6,
+        has_full_width_norm=norm == "full", has_head_norms=norm in ("heads", "centred"), norm_eps=1e-6,
+        has_norm_biases=norm == "centred",
         query_scale=scale and (scale.slope, scale.tokens, scale.shift),
     )  # fmt: skip
     bench.program.attention(q=q, out=bench.program.add_f32(6 * 24), layer=0, shape=native)
@@ -269,6 +270,9 @@ def test_rotate_writes_query_key_and_value(isa: str, rotary_dim: int, norm: str)
             heads = reference.rms_norm(heads, weight, eps=1e-6)
         if norm == "heads":
             heads = reference.layer_norm(heads, torch.ones(24), eps=1e-6) * weight.view(-1, 24)
+        if norm == "centred":
+            scales, biases = weight.view(-1, 2, 24).unbind(1)
+            heads = reference.layer_norm(heads, torch.ones(24), eps=1e-6) * scales + biases
         if norm == "full":
             heads = reference.rms_norm(x, weight, eps=1e-6).unflatten(1, (-1, 24))
         return reference.rotate(heads, torch.from_numpy(batch.positions_T), rope) if rotary_dim else heads
@@ -363,12 +367,8 @@ ROUTINGS: dict[str, dict[str, Any]] = {
                "renormalises": True},
     "LongCat": {"activation": Activation.SILU, "n_identities": 4, "has_choice_bias": True, "routed_scale": 2.0},
     "sigmoid, bias": {"scores": Scores.SIGMOID, "has_choice_bias": True, "routed_scale": 0.5},
-    "Nemotron 3": {
-        "activation": Activation.SQUARED_RELU,
-        "is_gated": False,
-        "scores": Scores.SIGMOID,
-        "renormalises": True,
-    },
+    "Nemotron 3": {"activation": Activation.SQUARED_RELU, "is_gated": False, "scores": Scores.SIGMOID,
+                   "renormalises": True},
 }  # fmt: skip
 
 

@@ -304,6 +304,7 @@ SMALL_GPT: dict[str, dict[str, Any]] = {
         "rotary_pct": 0.5,
     },
     "phi": {key: value for key, value in SMALL.items() if key != "head_dim"},
+    "persimmon": {key: value for key, value in SMALL.items() if key not in ("head_dim", "num_key_value_heads")},
     "falcon": {
         "hidden_size": 64,
         "num_hidden_layers": 4,

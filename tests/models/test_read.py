@@ -79,7 +79,7 @@ def test_multimodal_wrappers_give_their_language_part() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["zamba", "zamba2", "minimax", "recurrent_gemma", "bert", "rwkv", "persimmon"],
+    ["zamba", "zamba2", "minimax", "recurrent_gemma", "bert", "rwkv", "jetmoe"],
 )  # fmt: skip
 def test_what_is_on_no_list_is_refused_with_the_list(kind: str) -> None:
     """Hybrids and encoders were priced as dense decoders: a wrong price is worse than none."""
@@ -120,8 +120,8 @@ def test_reasons_are_of_what_is_refused_and_stand_in_the_docs() -> None:
         assert reason in page
         assert not set(kinds) & set(BY_MODEL_TYPE)
         assert set(kinds) <= set(transformers.CONFIG_MAPPING.keys())
-    with pytest.raises(UnsupportedModel, match=r"not supported \(norms of heads with biases"):
-        read("persimmon", architectures=["PersimmonForCausalLM"])
+    with pytest.raises(UnsupportedModel, match=r"not supported \(a mask that is made of the values"):
+        read("doge", architectures=["DogeForCausalLM"])
 
 
 def test_a_gguf_file_of_a_refused_kind_is_told_why_too(tmp_path: Path) -> None:

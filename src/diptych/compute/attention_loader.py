@@ -430,6 +430,8 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             weight = JoinedTensor(tuple(self.source.tensor(f"{name.format(head)}.weight", d) for head in heads))
         elif kind is QkNorm.HEADS:
             weight = JoinedTensor((self.source.tensor(f"{name}.weight", n_heads, d),))
+        elif kind is QkNorm.CENTRED:  # each head's in turn, as the ops take them
+            weight = JoinedTensor(tuple(self.source.tensor(f"{name}.{one}", d) for one in ("weight", "bias")) * n_heads)
         else:
             weight = self.source.tensor(f"{name}.weight", d * (n_heads if kind is QkNorm.FULL else 1))
         if rope is None or not rope.is_interleaved:

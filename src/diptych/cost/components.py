@@ -343,7 +343,7 @@ def _gqa(sizes: _Sizes) -> tuple[Component, Component]:
     if attention.qk_norm not in (QkNorm.NONE, QkNorm.UNIT):
         norm = (
             (2 if kv_heads else 1) * head_dim
-            if attention.qk_norm in (QkNorm.HEAD, QkNorm.TURNED)
+            if attention.qk_norm in (QkNorm.HEAD, QkNorm.TURNED, QkNorm.CENTRED)
             else q_width + k_width
         )
         qkv = replace(qkv, weight_bytes=qkv.weight_bytes + norm * 2.0)

@@ -168,6 +168,8 @@ def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
         count += spec.n_heads
     if spec.qk_norm in (QkNorm.HEAD, QkNorm.TURNED):
         count += (2 if spec.own_kv_heads else 1) * spec.head_dim
+    elif spec.qk_norm is QkNorm.CENTRED:
+        count += (4 if spec.own_kv_heads else 2) * spec.head_dim
     elif spec.qk_norm in (QkNorm.FULL, QkNorm.HEADS):
         count += (spec.n_heads + spec.own_kv_heads) * spec.head_dim
     return count + _index_norms(spec)

@@ -119,6 +119,21 @@ GPT_KIND: tuple[Family, ...] = (
         ignored=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
         **NOT_GATED,
     ),
+    # Persimmon, and the text of Fuyu: each head of q and k normed with a bias, by one weight for all heads
+    Family(
+        name="persimmon", architectures=("PersimmonForCausalLM", "FuyuForCausalLM"),
+        more_model_types=("fuyu",),
+        keys={**GPT, "vocab_size": 262_144, "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 64,
+              "intermediate_size": 16_384, "hidden_act": "relu2", "max_position_embeddings": 16_384,
+              "tie_word_embeddings": False, "partial_rotary_factor": 0.5, "rope_theta": 10_000.0, "qk_layernorm": True},
+        renamed={"layer_norm_eps": "rms_norm_eps"},
+        qk_norm=QkNorm.CENTRED, qk_norm_key="qk_layernorm",
+        names=TensorNames(final_norm="final_layernorm", q_norm="q_layernorm", k_norm="k_layernorm", **BY_HEAD),
+        prefixes=("model.", "language_model.model.", "model.language_model."),
+        ignored=("rotary_emb.inv_freq", "vision_embed_tokens."),
+        **NOT_GATED,
+        **ALL_BIASES,
+    ),
     # Phi-1, 1.5 and 2; the head has a bias
     Family(
         name="phi", architectures=("PhiForCausalLM",),

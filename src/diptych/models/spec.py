@@ -29,6 +29,7 @@ class QkNorm(Enum):
     TURNED = "turned"  # the same, behind the rotary embedding
     UNIT = "unit"  # each head over d, without a weight
     HEADS = "heads"  # each head over d, its mean taken away, by a weight of its own: [H, d] for q and [K, d] for k
+    CENTRED = "centred"  # each head over d, its mean taken away, by a weight and a bias [d] that all heads share
     FULL = "full"  # the whole projection, weight [H*d] for q and [K*d] for k
 
 

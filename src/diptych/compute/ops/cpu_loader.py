@@ -206,9 +206,10 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self._heads[spec.layer] = spec, own
         mine = slice(0, 0) if own is None else slice(own.first_head, own.first_head + own.n_heads)
         of_norms = [slice(None), slice(None)]
-        if spec.qk_norm is QkNorm.HEADS and own is not None:
+        if spec.qk_norm in (QkNorm.HEADS, QkNorm.CENTRED) and own is not None:
             heads = (own.first_head, own.n_heads), (own.first_kv_head, own.n_kv_heads)
-            of_norms = [slice(first * spec.head_dim, (first + n) * spec.head_dim) for first, n in heads]
+            width = spec.head_dim * (2 if spec.qk_norm is QkNorm.CENTRED else 1)
+            of_norms = [slice(first * width, (first + n) * width) for first, n in heads]
         norms = [
             None if norm is None else self._vector(norm, norm_offset, rows=rows)
             for norm, rows in zip((q_norm, k_norm), of_norms, strict=True)

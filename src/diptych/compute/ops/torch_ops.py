@@ -251,7 +251,7 @@ class TorchOps(
         if spec.qk_norm is QkNorm.FULL:
             x = self._norm(x, norm, spec)
         x_THd = x.unflatten(-1, (n_heads, spec.head_dim))
-        if spec.qk_norm in (QkNorm.HEAD, QkNorm.HEADS):
+        if spec.qk_norm in (QkNorm.HEAD, QkNorm.HEADS, QkNorm.CENTRED):
             x_THd = self._norm(x_THd, norm, spec)
         if spec.rope is not None:
             x_THd = self._rotate(x_THd, spec.rope)
@@ -476,6 +476,9 @@ class TorchOps(
         if spec.qk_norm is QkNorm.HEADS:
             unit = F.layer_norm(x.float(), x.shape[-1:], eps=spec.norm_eps)
             return (unit * weight.weight.view(x.shape[1:])).to(x.dtype)
+        if spec.qk_norm is QkNorm.CENTRED:
+            scales, biases = weight.weight.view(x.shape[1], 2, x.shape[2]).unbind(1)
+            return torch.addcmul(biases, F.layer_norm(x.float(), x.shape[-1:], eps=spec.norm_eps), scales).to(x.dtype)
         return self.norm(x, weight, eps=spec.norm_eps)
 
     def _scales(self, scale: QueryScale) -> torch.Tensor:

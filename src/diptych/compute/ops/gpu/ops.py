@@ -172,7 +172,7 @@ class TritonOps(TorchOps):
     def _prepared(self, qkv: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
         """qkv with what the kernel does not do: norms over more than a head, and values that are keys or are normed."""
         spec = attention.spec
-        is_wide = spec.qk_norm in (QkNorm.FULL, QkNorm.HEADS)
+        is_wide = spec.qk_norm in (QkNorm.FULL, QkNorm.HEADS, QkNorm.CENTRED)
         if not is_wide and (not spec.owns_kv or (spec.has_v and not spec.has_v_norm)):
             return qkv
         n_q, n_k, n_v = spec.n_heads * spec.head_dim, *(spec.n_kv_heads * d for d in (spec.head_dim, spec.value_dim))
