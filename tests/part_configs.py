@@ -30,4 +30,18 @@ PARTS_MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     # norms of heads with biases; the same around what reads pictures
     "persimmon": ("PersimmonConfig", "PersimmonForCausalLM", PERSIMMON),
     "fuyu": ("PersimmonConfig", "FuyuForCausalLM", PERSIMMON),
+    # norms of sums; positions that are learned, or made; a bias in the last layer alone; a head in two steps, exact gates
+    "openai-gpt": ("OpenAIGPTConfig", "OpenAIGPTLMHeadModel", {}),
+    "biogpt": ("BioGptConfig", "BioGptForCausalLM", {}),
+    "xglm": ("XGLMConfig", "XGLMForCausalLM", {"ffn_dim": 96}),
+    "gpt_neox_japanese": (
+        "GPTNeoXJapaneseConfig", "GPTNeoXJapaneseForCausalLM",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5}}),
+    "modernbert-decoder": (
+        "ModernBertDecoderConfig",
+        "ModernBertDecoderForCausalLM",
+        {"num_hidden_layers": 4, "local_attention": 32, "attention_bias": True, "mlp_bias": True, "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}}},
+    ),
 }  # fmt: skip

@@ -43,6 +43,8 @@ CASES: dict[str, dict[str, Any]] = {
     "falcon-40b": {"r": 4, "lora_alpha": 8, "target_modules": ["query_key_value", "dense", "dense_4h_to_h"]},
     "gpt_neox": {"r": 4, "lora_alpha": 8, "target_modules": ["query_key_value", "embed_out"]},
     "persimmon": {"r": 4, "lora_alpha": 8, "target_modules": ["query_key_value", "dense", "dense_4h_to_h"]},
+    "openai-gpt": {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
+    "modernbert-decoder": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "Wi", "Wo"]},
     "gptj": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "fc_in"]},
     "codegen": {"r": 4, "lora_alpha": 8, "target_modules": ["qkv_proj", "fc_in"]},
     # what a state is of; a gate that files call otherwise; blocks of their own

@@ -14,7 +14,7 @@ from diptych.compute.ops.contract import Activation
 from diptych.compute.ops.tolerances import EdgeShape
 from diptych.compute.ops.torch_loader import TorchLinear, TorchNorm
 from diptych.compute.ops.torch_ops import TorchOps
-from diptych.models.gates import CLAMPED, SQUARED, GateForm
+from diptych.models.gates import CLAMPED, EXACT, SQUARED, GateForm
 from op_bench import Bench, check, make_batch, noise
 
 pytestmark = [
@@ -69,17 +69,19 @@ def test_bent_gate(isa: str, form: GateForm, width: int) -> None:
     torch.testing.assert_close(torch_ops().bent_gate(x, both, form=form), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("form", [SQUARED, EXACT])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_squared_gate(isa: str, width: int) -> None:
-    """BitNet's: the curve of the first half of a row times the second."""
+def test_curved_gate(isa: str, width: int, form: GateForm) -> None:
+    """BitNet's and ModernBERT's: the curve of the first half of a row times the second."""
+    assert form.curve is not None
     x = noise(T, 2 * width, seed=1, scale=3.0)
     bench = Bench(isa, x)
     out = bench.program.add_f32(width)
-    bench.program.curve(x=bench.x, out=out, activation=Activation.SQUARED_RELU.value)
-    expected = reference.bent_gate(x, SQUARED)
+    bench.program.curve(x=bench.x, out=out, activation=form.curve.value)
+    expected = reference.bent_gate(x, form)
     check("bent_gate", bench.run(out, width), expected)
-    both = TorchLinear(torch.eye(2 * width), None, Activation.SQUARED_RELU)
-    torch.testing.assert_close(torch_ops().bent_gate(x, both, form=SQUARED), expected, atol=1e-5, rtol=1e-5)
+    both = TorchLinear(torch.eye(2 * width), None, form.curve)
+    torch.testing.assert_close(torch_ops().bent_gate(x, both, form=form), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from diptych.cost.components import BF16, cost_of
 from diptych.cost.parameters import active_parameter_count, parameter_count
 from diptych.cost.routing import expected_experts, touched_experts
 from diptych.ground.errors import LoadError
+from diptych.ground.shape import StepShape
+from diptych.ground.specs import KVSpec
 from diptych.models.config import HfConfig
 from diptych.models.read import read_model
-from diptych.models.spec import MlpSpec, ModelSpec, MoeSpec
+from diptych.models.spec import MlpSpec, ModelSpec, MoeSpec, Norms
 
 LONGCAT = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 36,
            "n_routed_experts": 8, "zero_expert_num": 4, "moe_topk": 3}  # fmt: skip
@@ -54,6 +58,34 @@ def test_tokens_touch_fewer_experts_where_some_have_no_weights() -> None:
     assert touched_experts(moe, 50) < expected_experts(8, 3, 50)
 
 
+def test_what_stands_before_a_head_is_priced_once_a_row() -> None:
+    """ModernBERT's decoders project each row once more before the output projection, which only wanted rows meet."""
+    spec = read("modernbert-decoder")
+    assert spec.transforms_head
+    plain = replace(spec, transforms_head=False)
+    shape = StepShape.prefill(batch=1, new_tokens=64)
+    flops = [cost_of(one, shape, quant=BF16, kv=KVSpec()).component("head").flops for one in (spec, plain)]
+    assert flops[0] - flops[1] == 2 * 64 * spec.hidden**2
+    assert [layer.norms for layer in spec.layers[:2]] == [Norms.BEFORE_MLP, Norms.BEFORE]
+    assert spec.windows[:4] == (None, 64, 64, None)
+
+
+def test_positions_that_are_made_are_no_parameters() -> None:
+    """XGLM's table is in no file; its rows are the mathematics of its class."""
+    spec = read("xglm")
+    assert (spec.n_position_embeddings, spec.first_position) == (2050, 2)
+    assert parameter_count(spec) == parameter_count(replace(spec, n_position_embeddings=0))
+
+
+def test_the_last_layer_alone_has_a_bias() -> None:
+    """Of GPT-NeoX Japanese; a bias in each would be asked for and not found."""
+    assert [layer.attention.has_o_bias for layer in read("gpt_neox_japanese", num_hidden_layers=3).layers] == [
+        False,
+        False,
+        True,
+    ]
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "named"),
     [
@@ -64,6 +96,11 @@ def test_tokens_touch_fewer_experts_where_some_have_no_weights() -> None:
         ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": 2.0}}, "moe_normalize_expert_weights"),
         ("dbrx", {"ffn_config": {"ffn_act_fn": {"name": "gelu"}}}, "ffn_act_fn"),
         ("dbrx", {"ffn_config": 3}, "ffn_config"),
+        ("xglm", {"pad_token_id": 5}, "pad_token_id"),
+        ("xglm", {"add_cross_attention": True}, "add_cross_attention"),
+        ("gpt_neox_japanese", {"intermediate_multiple_size": 3}, "intermediate_multiple_size"),
+        ("modernbert-decoder", {"norm_bias": True}, "norm_bias"),
+        ("modernbert-decoder", {"local_attention": 1}, "local_attention"),
     ],
 )
 def test_what_would_be_another_model_is_refused_by_name(kind: str, fields: dict[str, Any], named: str) -> None:

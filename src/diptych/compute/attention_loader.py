@@ -72,7 +72,12 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         if attention.state is not None:
             return self._state_heads(norm, attention.state)
         widths, readers = self._widths, self._readers(root)
-        o = self.linear(root, (self.names.o,), (self.spec.hidden,), attention.width, has_bias=attention.has_o_bias)
+        has_bias, named = attention.has_o_bias, self.names.o_bias
+        o = self.linear(
+            root, (self.names.o,), (self.spec.hidden,), attention.width, has_bias=has_bias and named is None
+        )
+        if has_bias and named is not None:
+            o = replace(o, biases=(self.source.tensor(f"{root}{named}", self.spec.hidden),))
         o_norm = self.inner_norm(f"{root}{self.names.o_norm}", attention.width)
         index = None if attention.own_index is None else self._block_index(attention.own_index, root)
         if self.loader.is_balancing:

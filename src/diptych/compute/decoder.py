@@ -7,111 +7,20 @@ the cpu backend.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Generic
-
 from diptych.compute.gated_streams import add_ngrams, gated_streams
+from diptych.compute.layer_weights import DecoderWeights, LayerWeights
 from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Ops, Stream, Table, Vector
-from diptych.compute.part_weights import (
-    ApartNorms,
-    LatentExperts,
-    LatentWeights,
-    NormGate,
-    SelectiveWeights,
-    SharedExperts,
-    StateWeights,
-)
+from diptych.compute.part_weights import ApartNorms, LatentWeights, NormGate, SelectiveWeights, StateWeights
 from diptych.compute.selective_states import run_selective
 from diptych.compute.stream_weights import (
     BranchWeights,
-    Connection,
-    GatedConnection,
-    InputsWeights,
-    MixingWeights,
-    NgramWeights,
-    OwnEmbedding,
 )
-from diptych.models.gates import GateForm
 from diptych.models.spec import ModelSpec
 from diptych.models.streams import GatedSpec, HyperSpec, StreamsSpec
 
 HALF_POWER = 2.0**-0.5  # of a sum of two that is to be as large as each of them
 LEAST_SQUARE = 1e-5  # of what is made as large as another stream
 MOST_INJECTED = 2.0  # of what attention and MLPs give, to each of the streams in one row
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights(Generic[Table, Vector, Linear, Heads, Experts]):
-    """The handles of one layer: dense, experts, or neither; a norm that the family lacks is None, and so is all attention has.
-
-    is_parallel: attention and MLP read the stream as it comes to the layer, by one norm or each by its own.
-    is_shared: what it adds is added with what the next layer's attention gives, which reads the stream as it comes here.
-    is_late: what its experts give, but not those that are shared, is added behind the next layer.
-    gate: what the heads give is multiplied by, if anything, before o; input_gate, mlp_gate: what the norm before attention
-    gives, and the one before the MLP. o_norm, down_norm: of what o and a dense MLP's down read, if they have one, with
-    inner_eps. has_index: grouped queries choose what they attend to.
-    """
-
-    attention: Heads | None = None
-    qkv: (
-        Linear
-        | LatentWeights[Vector, Linear]
-        | StateWeights[Vector, Linear]
-        | SelectiveWeights[Vector, Linear, Heads]
-        | None
-    ) = None
-    o: Linear | None = None
-    gate: Linear | None = None
-    o_norm: Vector | None = None
-    down_norm: Vector | None = None
-    inner_eps: float = 0.0
-    has_index: bool = False
-    input_norm: Vector | None
-    post_attention_norm: Vector | None
-    pre_mlp_norm: Vector | None
-    post_mlp_norm: Vector | None
-    input_gate: NormGate[Linear] | None = None
-    mlp_gate: NormGate[Linear] | None = None
-    dense: tuple[Linear, Linear] | None  # gate_up, down
-    is_gated: bool = True  # of dense and of shared; else what comes first is up alone
-    cutoff: float | None = None  # of the dense MLP's gate
-    form: GateForm | None = None  # of gates of dense and of shared
-    curve: tuple[float, ...] = ()  # numbers of the activation's own
-    clip: float | None = None  # of q, k and v
-    experts: Experts | None = None
-    shared: SharedExperts[Linear] | None = None
-    apart: ApartNorms[Vector] | None = None
-    latent: LatentExperts[Linear] | None = None
-    is_parallel: bool = False
-    is_shared: bool = False
-    is_late: bool = False
-    scale: float = 1.0  # of the stream behind the layer
-    attention_scale: float = 1.0  # of what attention adds
-    mlp_scale: float = 1.0  # of what the MLP adds
-    branch: BranchWeights[Vector, Linear] | None = None
-    mixing: MixingWeights[Vector, Linear] | None = None
-    connections: tuple[Connection[Vector], Connection[Vector]] | None = None  # of attention, of the MLP
-    gated: tuple[GatedConnection[Vector, Linear], GatedConnection[Vector, Linear]] | None = None  # likewise
-    ngrams: NgramWeights[Table, Vector, Linear, Heads] | None = None
-    embedding: OwnEmbedding[Vector, Linear] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderWeights(Generic[Table, Vector, Linear, Heads, Experts]):
-    """The handles of a model."""
-
-    embedding: Table
-    layers: tuple[LayerWeights[Table, Vector, Linear, Heads, Experts], ...]
-    norm: Vector | None
-    head: Linear
-    positions: Table | None = None
-    inputs: InputsWeights[Table, Vector, Linear] | None = None
-    begin: tuple[Linear, ...] = ()  # of each stream but the first
-    end: tuple[Linear, ...] = ()
-    connection: Connection[Vector] | None = None  # of the streams' end
-    embedding_norm: Vector | None = None
-    gated: GatedConnection[Vector, Linear] | None = None  # likewise
-    ids: Heads | None = None  # of tokens, moved on as states are
 
 
 def run_decoder(
@@ -164,7 +73,13 @@ def run_decoder(
             if layer.scale != 1.0:
                 x = ops.scale(x, layer.scale)
             ops.tap(x, number)
-    return ops.head(x, weights.norm, weights.head, eps=eps, softcap=spec.logit_softcap, scale=spec.logit_scale)
+    norm = weights.norm
+    if weights.transform is not None:
+        assert norm is not None
+        dense, behind = weights.transform
+        x = ops.stream(ops.norm(ops.curve(ops.norm(x, norm, eps=eps), dense), behind, eps=eps), 0)
+        norm = None
+    return ops.head(x, norm, weights.head, eps=eps, softcap=spec.logit_softcap, scale=spec.logit_scale)
 
 
 def run_layer(
@@ -182,6 +97,8 @@ def run_layer(
     own: the number of the stream that it computes in where it has a branch beside attention; x stays as it is then.
     onto: to which attention adds in place of x, which it reads, and which stays as it is then.
     """
+    if weights.norms_sums:
+        return run_summed(ops, x, weights, eps=eps)
     h = gated_norm(ops, x, weights.input_norm, weights.input_gate, eps=eps)
     if weights.is_parallel:
         # before anything is added to x, which both norms are of
@@ -216,6 +133,25 @@ def run_layer(
     if weights.apart is not None:
         return run_apart(ops, x, h, weights, weights.experts, weights.apart, eps=eps)
     return run_experts(ops, h, weights, weights.experts, x, eps=added_eps)
+
+
+def run_summed(
+    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+    x: Stream,
+    weights: LayerWeights[Table, Vector, Linear, Heads, Experts],
+    *,
+    eps: float,
+) -> Stream:
+    """norm(n + mlp(n)) of n = norm(x + attention(x)); each norm gives a stream of its own, which the other does not read."""
+    assert weights.o is not None
+    assert weights.dense is not None
+    assert weights.post_attention_norm is not None
+    assert weights.post_mlp_norm is not None
+    gate_up, down = weights.dense
+    x = ops.linear_add(run_attention(ops, x, weights), weights.o, x)
+    x = ops.stream(ops.norm(x, weights.post_attention_norm, eps=eps), 0, is_residual=True)
+    x = ops.linear_add(run_dense(ops, x, gate_up, weights), down, x)
+    return ops.stream(ops.norm(x, weights.post_mlp_norm, eps=eps), 1, is_residual=True)
 
 
 def run_late(

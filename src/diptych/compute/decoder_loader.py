@@ -8,10 +8,18 @@ from typing import Any
 
 from diptych.compute.attention_loader import HeadsLoader
 from diptych.compute.balance import HEAD_SHARE, balance_curve, balance_gated, balance_norm
-from diptych.compute.decoder import DecoderWeights, LayerWeights
 from diptych.compute.gated_loader import load_gated, load_gated_end, load_ids, load_ngrams
 from diptych.compute.layer_tensors import GatedNormParts, LayerTensors
-from diptych.compute.naming import embedding_norm, family_named, final_norm, head_name, prefix_of, table_name
+from diptych.compute.layer_weights import DecoderWeights, LayerWeights
+from diptych.compute.naming import (
+    embedding_norm,
+    family_named,
+    final_norm,
+    head_name,
+    norm_parts,
+    prefix_of,
+    table_name,
+)
 from diptych.compute.ops.contract import (
     ExpertParts,
     Experts,
@@ -43,6 +51,7 @@ from diptych.compute.views import (
     ReorderedTensor,
     RowsTensor,
     ScaledTensor,
+    SinesTensor,
     TransposedTensor,
     halves_order,
 )
@@ -63,7 +72,7 @@ def load_decoder(
     norm = final_norm(source, spec)
     output = table if spec.is_tied else source.tensor(head_name(source, spec), spec.vocab_size, spec.hidden)
     bias = source.tensor(f"{names.head}.bias", spec.vocab_size) if spec.has_head_bias and spec.has_head else None
-    if loader.is_balancing and norm is not None and norm.weight.stored:
+    if loader.is_balancing and norm is not None and norm.weight.stored and not spec.transforms_head:
         norm, (parts,) = balance_norm(
             norm, (LinearParts(weights=(output,)),), offset=spec.norm_offset, share=HEAD_SHARE
         )
@@ -73,7 +82,9 @@ def load_decoder(
     embedding = loader.table(table, head=head if spec.is_tied else None)
     positions = None
     if spec.n_position_embeddings:
-        rows = source.tensor(f"{prefix}{names.positions}.weight", spec.n_position_embeddings, spec.hidden)
+        n, width = spec.n_position_embeddings, spec.hidden
+        is_made = spec.computes_positions
+        rows = SinesTensor(n, width) if is_made else source.tensor(f"{prefix}{names.positions}.weight", n, width)
         positions = loader.table(rows, head=None)
     first = embedding_norm(source, spec) if spec.has_embedding_norm else None
     inputs, (begin, end) = load_inputs(source, loader, spec, prefix), load_ends(source, loader, spec, prefix)
@@ -90,8 +101,21 @@ def load_decoder(
         connection=load_connection(source, loader, spec, prefix),
         embedding_norm=None if first is None else loader.norm(first, is_read=False),
         gated=load_gated_end(source, loader, spec, prefix),
+        transform=_transform(source, loader, spec),
         ids=None if spec.ngrams is None else load_ids(loader, spec, spec.ngrams),
     )
+
+
+def _transform(
+    source: Source, loader: Loader[Table, Vector, Linear, Heads, Experts], spec: ModelSpec
+) -> tuple[Linear, Vector] | None:
+    """What stands between the last layer's norm and the head, whole on every rank."""
+    names = family_named(spec).names.transform
+    if not spec.transforms_head or names is None:
+        return None
+    dense = LinearParts(weights=(source.tensor(f"{names[0]}.weight", spec.hidden, spec.hidden),))
+    norm = loader.norm(norm_parts(source, names[1], spec), offset=spec.norm_offset, is_read=False)
+    return loader.gate(dense, Activation.GELU), norm
 
 
 def scaled_norm(norm: NormParts | None, factor: float) -> NormParts | None:
@@ -139,6 +163,7 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             is_parallel=is_parallel,
             is_shared=self.parts.norms is Norms.SHARED,
             is_late=isinstance(mlp, MoeSpec) and mlp.is_late,
+            norms_sums=self.parts.norms is Norms.SUMS,
             attention_scale=scales.attention_out,
             mlp_scale=scales.mlp_out,
             is_gated=mlp is None or mlp.is_gated,

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from diptych.compute.attention_loader import HeadsLoader
-from diptych.compute.decoder import LayerWeights, run_layer
+from diptych.compute.decoder import run_layer
 from diptych.compute.decoder_loader import LayerLoader
+from diptych.compute.layer_weights import LayerWeights
 from diptych.compute.model import Blueprint
 from diptych.compute.naming import final_norm, head_name, table_name
 from diptych.compute.ops.contract import LinearParts, Loader, NormParts, Ops, WeightTensor
@@ -82,6 +83,11 @@ class TargetTensors:
 
     def __init__(self, source: Source, spec: ModelSpec) -> None:
         """UnsupportedModel for one whose layers have no state of one width, and no norm behind them."""
+        if spec.transforms_head or not spec.has_final_norm:
+            raise UnsupportedModel(
+                f"{spec.name} has more or less than a norm before its output projection; a head that drafts reads one",
+                hint="use a draft model, or a drafter that reads tokens alone",
+            )
         if isinstance(spec.streams, GatedSpec):
             raise UnsupportedModel(
                 f"{spec.name} has {spec.n_streams} residual streams in one row; a head that drafts reads one",

@@ -19,10 +19,11 @@ import torch
 
 from diptych.compute.adapters import Adapter
 from diptych.compute.batch import ForwardBatch, StatePlaces
-from diptych.compute.decoder import DecoderWeights, run_decoder
+from diptych.compute.decoder import run_decoder
 from diptych.compute.decoder_loader import load_decoder
 from diptych.compute.drawing import Weighed
 from diptych.compute.kv_store import KVStore
+from diptych.compute.layer_weights import DecoderWeights
 from diptych.compute.naming import family_named, head_name, prefix_of, table_name
 from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Loader, Ops, Stream, Table, Taps, Vector
 from diptych.compute.ops.cpus import Placement

@@ -49,7 +49,7 @@ def embedding_norm(source: Source, spec: ModelSpec) -> NormParts:
 
 
 def final_norm(source: Source, spec: ModelSpec) -> NormParts | None:
-    """The norm behind the last layer; None where what joins streams norms them."""
-    if isinstance(spec.streams, GatedSpec):
+    """The norm behind the last layer; None where what joins streams norms them, or layers norm what they leave."""
+    if isinstance(spec.streams, GatedSpec) or not spec.has_final_norm:
         return None
     return norm_parts(source, f"{prefix_of(source, spec)}{family_named(spec).names.final_norm}", spec)

@@ -172,6 +172,32 @@ class OnesTensor(WeightTensor):
         return torch.ones(self.shape)
 
 
+class SinesTensor(WeightTensor):
+    """A table of positions [n, width] that no checkpoint has: sines of falling frequencies, behind them their cosines, as
+    tensor2tensor has them (arXiv:1706.03762, with the halves one behind the other).
+    """
+
+    name = "sines"
+    dtype = torch.float32
+    random_seed: int | None = None
+
+    def __init__(self, n: int, width: int) -> None:
+        self.shape = (n, width)
+
+    @property
+    def stored(self) -> tuple[WeightTensor, ...]:
+        """Nothing."""
+        return ()
+
+    def read(self) -> torch.Tensor:
+        """A new tensor."""
+        n, width = self.shape
+        half = width // 2
+        steps = torch.exp(torch.arange(half).float() * -(math.log(10_000) / (half - 1)))
+        angles = torch.arange(n).float()[:, None] * steps
+        return torch.cat([angles.sin(), angles.cos(), torch.zeros(n, width % 2)], dim=1)
+
+
 class RowsTensor(WeightTensor):
     """Rows [begin, end) of a matrix, by themselves."""
 

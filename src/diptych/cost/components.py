@@ -553,11 +553,14 @@ def _head(sizes: _Sizes) -> Component:
     Logits are gathered as the product writes them, before they are widened for the sampler.
     """
     model, rows = sizes.model, sizes.work.n_logits_rows
-    vocab = model.vocab_size / sizes.tp
+    vocab, transform = (
+        model.vocab_size / sizes.tp,
+        model.transforms_head * model.hidden**2,
+    )  # of all rows, on each device
     return Component(
         name="head",
-        flops=2.0 * rows * model.hidden * vocab,
-        weight_bytes=model.hidden * vocab * sizes.quant.head_bytes if rows else 0.0,
+        flops=2.0 * rows * model.hidden * vocab + 2.0 * sizes.n * transform,
+        weight_bytes=(model.hidden * vocab * sizes.quant.head_bytes if rows else 0.0) + transform * sizes.w,
         activation_bytes=rows * (model.hidden * sizes.a + vocab * LOGIT_BYTES),
         link_bytes=gathered_bytes(rows * model.vocab_size * sizes.a, sizes.tp),
     )

@@ -62,7 +62,7 @@ def _gathered(
     streams of its own, to which it adds everything. is_normed: what the heads give is normed before o.
     """
     attention, mlp, stream = layer.attention, layer.mlp, hidden * FP32
-    has_norms_behind = layer.norms in (Norms.AFTER, Norms.AROUND) and not are_whole
+    has_norms_behind = layer.norms in (Norms.AFTER, Norms.AROUND, Norms.SUMS) and not are_whole
     is_sum_apart = has_norms_behind or layer.norms is Norms.AROUND_MLP or layer.scales.mlp_out != 1.0
     heads = attention.width
     values = heads * (FP32 if is_normed else value_bytes)

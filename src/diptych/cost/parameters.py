@@ -18,8 +18,10 @@ from diptych.models.spec import AttentionLayer, MlpSpec, ModelSpec, MoeSpec, QkN
 def parameters_by_component(model: ModelSpec) -> dict[str, int]:
     """Exact parameter count of each component over all layers."""
     counts = {
-        "embedding": (model.n_embeddings + model.n_position_embeddings) * model.hidden + _layer_table(model),
-        "head": (0 if model.is_tied else model.vocab_size * model.hidden) + model.has_head_bias * model.vocab_size,
+        "embedding": (model.n_embeddings + _learned_positions(model)) * model.hidden + _layer_table(model),
+        "head": (0 if model.is_tied else model.vocab_size * model.hidden)
+        + model.has_head_bias * model.vocab_size
+        + model.transforms_head * model.hidden**2,
         **dict.fromkeys(("attention", "mlp", "router", "experts", "shared_experts"), 0),
         "streams": stream_matrices(model) + stream_vectors(model),
         "norms": _norms(model),
@@ -30,6 +32,10 @@ def parameters_by_component(model: ModelSpec) -> dict[str, int]:
         for name, count in _mlp_counts(model, mlp).items():
             counts[name] += n * count
     return counts
+
+
+def _learned_positions(model: ModelSpec) -> int:
+    return 0 if model.computes_positions else model.n_position_embeddings
 
 
 def _layer_table(model: ModelSpec) -> int:

@@ -73,5 +73,6 @@ def ngram_elements(model: ModelSpec) -> int:
 
 
 def end_norms(model: ModelSpec) -> int:
-    """Norms behind the last layer: none where what joins streams norms them."""
-    return 0 if isinstance(model.streams, GatedSpec) else 1
+    """Norms behind the last layer: none where what joins streams norms them, two where one stands before the head."""
+    has_none = isinstance(model.streams, GatedSpec) or not model.has_final_norm
+    return (0 if has_none else 1) + model.transforms_head

@@ -24,6 +24,8 @@ NORM_NAMES: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]
         "post_feedforward_layernorm",
     ),
     Norms.AROUND_MLP: ("input_layernorm", None, "post_attention_layernorm", "post_mlp_layernorm"),
+    Norms.BEFORE_MLP: (None, None, "post_attention_layernorm", None),
+    Norms.SUMS: (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     Norms.BARE: (None, None, None, None),
     Norms.ALONE: ("input_layernorm", None, None, None),
     Norms.MLP_ALONE: (None, None, "post_attention_layernorm", None),
@@ -39,34 +41,35 @@ class TensorNames:
 
     qkv_by_head: its rows lie by KV head: the queries that share it, its key, its value. qkv_parts: they lie in so many parts,
     of each the queries, values and keys of its heads. transposes: projections of a layer are stored as [inputs, outputs].
-    embedding, embedding_norm, positions, final_norm, layers, head: at the ends, behind a prefix.
+    embedding, embedding_norm, positions, final_norm, layers, head: at the ends, behind a prefix. transform: what stands before
+    the head, a projection and a norm.
     mlp: where the MLP may be found, tried in order. expert: gate (if any), up and down of one expert, where they are separate;
     stacked: of all experts in one tensor each, is_transposed: as [inputs, outputs] (None: in some files), takes_turns: rows of
     gate and up in turn, is_flat: below each other in one matrix each, down as [inputs, outputs].
     base: what may lie between a projection's name and .weight, where files hold adapters of their own beside it.
-    o_norm, down_norm: of `ModelSpec.has_inner_norms`, beside attention's projections and the MLP's.
-    apart: norms before the mixture, behind shared experts, behind the mixture, of `MoeSpec.is_apart`.
+    o_bias: of o, where it has a name of its own. o_norm, down_norm: of `ModelSpec.has_inner_norms`, beside attention's
+    projections and the MLP's. apart: norms before the mixture, behind shared experts, behind the mixture, of `MoeSpec.is_apart`.
     choice_bias: with a point in front, of the layer; choice_axes: what it has before its experts; choice_bias_may_lack: files
-    without one mean zeros. norms: before attention, after it, before the MLP, after it.
-    q_norm, k_norm: where each head has a weight of its own they are stacked in one tensor, or {} stands for the head.
-    attention, norms: {half} stands for the part of a layer that has two.
-    latent: what takes the stream to experts and back, of `MoeSpec.latent`. gate: what gates the heads, where it is a tensor of
-    its own. dense: where a dense MLP lies, if not where mlp says. states: where tensors of a layer with a state lie.
-    states_in: its projections, by a delta rule of q, k and v (or of each), of the gate, of beta, of the decay, or of the
-    first two and of the last two together, by key head; else one. states_o, states_norm: what it leaves by, and the norm of
-    it. taps: of its convolution, or of q's, k's and v's where they lie apart. reads_taps, steps, step_norms: of a selective
-    state, what makes steps, keys and queries of what taps give, the steps' second projection, and norms of the three.
-    wraps_decays: the numbers of its heads' decays have axes of one around them. index: what precedes the names of an index of
-    blocks. others: what some files call a norm, the choice bias, stacked experts, or what precedes those, and projections, and
-    sinks.
+    without one mean zeros. norms: before attention, after it, before the MLP, after it. q_norm, k_norm: where each head has a
+    weight of its own they are stacked in one tensor, or {} stands for the head. attention, norms: {half} stands for the part
+    of a layer that has two. latent: what takes the stream to experts and back, of `MoeSpec.latent`. gate: what gates the
+    heads, where it is a tensor of its own. dense: where a dense MLP lies, if not where mlp says. states: where tensors of a
+    layer with a state lie. states_in: its projections, by a delta rule of q, k and v (or of each), of the gate, of beta, of
+    the decay, or of the first two and of the last two together, by key head; else one. states_o, states_norm: what it leaves
+    by, and the norm of it. taps: of its convolution, or of q's, k's and v's where they lie apart. reads_taps, steps,
+    step_norms: of a selective state, what makes steps, keys and queries of what taps give, the steps' second projection, and
+    norms of the three. wraps_decays: the numbers of its heads' decays have axes of one around them. index: what precedes the
+    names of an index of blocks. others: what some files call a norm, the choice bias, stacked experts, or what precedes those,
+    and projections, and sinks.
     """
 
     embedding: str = "embed_tokens"
     embedding_norm: str = "embedding_norm"
     positions: str = "embed_positions"
-    final_norm: str = "norm"
+    final_norm: str | None = "norm"
     layers: str = "layers"
     head: str = "lm_head"
+    transform: tuple[str, str] | None = None
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     qkv_by_head: bool = False
@@ -74,6 +77,7 @@ class TensorNames:
     transposes: bool = False
     base: str | None = None
     o: str = "o_proj"
+    o_bias: str | None = None
     o_norm: str = "attn_sub_norm"
     gate: str | None = None
     q_norm: str = "q_norm"
@@ -146,7 +150,9 @@ class Family:
     positions; turns_full_alone: unless the model has no window. turns_by_kind: rope_parameters says of each kind of layers
     how it turns, or null. turns_back: as in `Rope`. attends_in_chunks: what is `sliding_window` here is the length of chunks
     that layers with rotary positions attend within; scales_queries: queries of the other layers are scaled by position.
-    mixture_norms: of layers with mixtures, if not the others'. positions_offset: learned positions, and how many come first.
+    mixture_norms: of layers with mixtures, if not the others'; first_norms: of the first layer. positions_offset: learned
+    positions, and how many come first; computes_positions: sines and cosines in their place. has_last_bias: o has a bias in
+    the last layer.
     parallel_key: the key that says whether attention and MLP run side by side, with the norms of `parallel_norms`.
     scores: or the key that says it. has_head_bias: the output projection has one. has_sinks: or the keys that say it, of layers
     that attend to everything and of the others. has_slopes: scores fall with the distance (ALiBi), down to a head where they
@@ -185,6 +191,7 @@ class Family:
     built_as: str | None = None
     norms: Norms = Norms.BEFORE
     mixture_norms: Norms | None = None
+    first_norms: Norms | None = None
     parallel_key: str | None = None
     parallel_norms: Norms = Norms.PARALLEL
     norm_offset: float = 0.0
@@ -197,6 +204,7 @@ class Family:
     qk_norm_key: str | None = None
     qkv_bias: bool | str = False
     o_bias: bool | str = False
+    has_last_bias: bool = False
     mlp_bias: bool | str = False
     has_head_bias: bool | str = False
     is_gated: bool = True
@@ -225,6 +233,7 @@ class Family:
     attends_in_chunks: bool = False
     scales_queries: bool = False
     positions_offset: int | None = None
+    computes_positions: bool = False
     renormalises: bool | str = "norm_topk_prob"
     scores: Scores | str = Scores.SOFTMAX
     group_best: int = 1

@@ -35,14 +35,14 @@ XIELU_LEAST = -1e-6
 class GateForm:
     """min(g sigmoid(alpha g), bound) (u + shift), of g = min(gate, limit) and u = up within +-min(limit, bound).
 
-    is_squared: max(gate, 0)^2 up instead, whatever the numbers say.
+    curve: act(gate) up instead, whatever the numbers say, where no product's epilogue has that act.
     """
 
     alpha: float = 1.0
     limit: float = math.inf
     bound: float = math.inf
     shift: float = 0.0
-    is_squared: bool = False
+    curve: Activation | None = None
 
     @property
     def most_up(self) -> float:
@@ -57,4 +57,5 @@ class GateForm:
 
 PLAIN = GateForm()
 CLAMPED = GateForm(alpha=1.702, limit=7.0, shift=1.0)  # of gpt-oss and MiniMax M3
-SQUARED = GateForm(is_squared=True)  # of BitNet
+SQUARED = GateForm(curve=Activation.SQUARED_RELU)  # of BitNet
+EXACT = GateForm(curve=Activation.GELU)  # of ModernBERT

@@ -119,6 +119,9 @@ def read_model(
         has_norm_bias=family.has_norm_bias,
         has_embedding_norm=family.has_embedding_norm,
         has_head_bias=_decided(config, family.has_head_bias),
+        has_final_norm=family.names.final_norm is not None,
+        transforms_head=has_head and family.names.transform is not None,
+        computes_positions=family.computes_positions,
         n_position_embeddings=0 if family.positions_offset is None else limit + family.positions_offset,
         first_position=family.positions_offset or 0,
         low_rank=config.optional_integer("laurel_rank") or 0,
@@ -262,6 +265,8 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
         settled |= as_states(settled, path)
     elif family.has_halves:
         settled |= as_halves(settled, path)
+    elif "local_attention" in family.keys:  # to either side, in what it was made of
+        settled["sliding_window"] = HfConfig(settled, path=path).integer("local_attention", low=2) // 2
     elif "cross_attention_layers" in family.keys:
         settled |= without_pictures(settled, path)
     elif "block_configs" in family.keys:
@@ -326,18 +331,20 @@ def _layers(
     }
     alone = {i for i, (_, mlp) in enumerate(config.raw.get("blocks", ())) if mlp is None}
     without_mlp = Norms.SHARED if family.has_pairs else Norms.ALONE
-    made: dict[tuple[int, int], LayerSpec] = {}
+    made: dict[tuple[int, int, bool], LayerSpec] = {}
     limits, limited = limits_of(config, n_layers), dict[tuple[int, tuple[float | None, float | None]], Any]()
     layers = []
     for i in range(n_layers):
         heads, plain = attention[kinds[i]], None if i in alone else moe if i in mixtures else mlps[i]
         mlp = limited.setdefault((id(plain), limits[i]), within_limit(plain, limits[i]))
-        key = (id(heads), id(mlp))
+        key = (id(heads), id(mlp), i == 0 and family.first_norms is not None)
         if key not in made:
             own = norms if heads.state is None or family.state_norms is None else family.state_norms
             own = Norms.MLP_ALONE if heads.is_absent else own
             if isinstance(mlp, MoeSpec) and family.mixture_norms is not None:
                 own = family.mixture_norms
+            if i == 0 and family.first_norms is not None:
+                own = family.first_norms
             made[key] = LayerSpec(
                 attention=heads,
                 mlp=mlp,
@@ -345,6 +352,8 @@ def _layers(
                 scales=layer_scales(config, heads) if family.has_pairs else mixture_scales(config, mlp),
             )
         layers.append(made[key])
+    if family.has_last_bias:
+        layers[-1] = replace(layers[-1], attention=replace(layers[-1].attention, has_o_bias=True))
     return tuple(layers)
 
 
@@ -481,9 +490,9 @@ def _activation(config: HfConfig, family: Family) -> Activation:
     found = config.activation(*names)
     if family.gelu_means_tanh and found is Activation.GELU:
         return Activation.GELU_TANH
-    is_own = (
-        found is Activation.SQUARED_RELU and family.keys.get("hidden_act") == "relu2"
-    )  # BitNet's, of dense MLPs alone
+    # BitNet's and ModernBERT's, of dense MLPs alone
+    own = {Activation.SQUARED_RELU: "relu2", Activation.GELU: "gelu"}.get(found)
+    is_own = own is not None and family.keys.get(names[0]) == own and "num_experts" not in family.keys
     if not is_own and found not in (RUN_ACTIVATIONS if family.is_gated else RUN_CURVES):
         raise LoadError(f"{names[0]} in {config.path} is {config.raw.get(names[0])!r}; no op of the engine computes it")
     return found

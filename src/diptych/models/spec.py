@@ -13,7 +13,7 @@ from functools import cached_property
 
 from diptych.ground.errors import UnsupportedModel
 from diptych.ground.specs import Provenance
-from diptych.models.gates import CLAMPED, SQUARED, Activation, GateForm
+from diptych.models.gates import CLAMPED, EXACT, SQUARED, Activation, GateForm
 from diptych.models.latent import CacheShape, IndexSpec, MlaSpec
 from diptych.models.ngrams import NgramSpec, ngram_states
 from diptych.models.positions import QueryScale, Rope
@@ -54,6 +54,8 @@ class Norms(Enum):
     PARALLEL = "parallel"  # one before attention and MLP, which run side by side
     BESIDE = "beside"  # one before each of them, which run side by side
     BEFORE = "before"  # before attention, before the MLP
+    BEFORE_MLP = "before_mlp"  # before the MLP alone: attention reads the stream as it comes
+    SUMS = "sums"  # behind attention and behind the MLP, of the stream with what they add, which goes on from there
     AFTER = "after"  # after each of them
     AROUND = "around"  # before and after each
     AROUND_MLP = "around_mlp"  # before attention, before and after the MLP
@@ -67,6 +69,7 @@ class Norms(Enum):
             Norms.ALONE: 1,
             Norms.MLP_ALONE: 1,
             Norms.PARALLEL: 1,
+            Norms.BEFORE_MLP: 1,
             Norms.AROUND_MLP: 3,
         }
         return numbers.get(self, 4 if self is Norms.AROUND else 2)
@@ -299,7 +302,8 @@ class MoeSpec:
 
 def _form(activation: Activation, limit: float | None, limits_gate: bool = False) -> GateForm | None:
     held = None if limit is None else GateForm(limit=limit) if limits_gate else GateForm(bound=limit)
-    return {Activation.CLAMPED: CLAMPED, Activation.SQUARED_RELU: SQUARED}.get(activation, held)
+    own = {Activation.CLAMPED: CLAMPED, Activation.SQUARED_RELU: SQUARED, Activation.GELU: EXACT}
+    return own.get(activation, held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,14 +325,15 @@ class ModelSpec:
     take the mean away first (LayerNorm). residual_scale multiplies what a layer adds, logit_scale the logits. is_wrapped:
     whether its checkpoint may have parts for pictures, too. has_head: whether there is an output projection that tokens are
     drawn by; a model without one gives states (embeddings, scores) and no tokens. has_head_bias: that projection adds one.
+    has_final_norm: behind the last layer; transforms_head: what it gives is projected, bent by GELU, and normed once more.
     n_position_embeddings: rows of a learned table of positions, which is added to the embedding; the first `first_position` of
-    them stand for none. low_rank: of a branch beside each layer's attention (LAuReL, arXiv 2411.07501), 0: there is none.
-    norm_rank: of what gates norms before attention and before mixtures, 0: nothing does. has_inner_norms: what heads give and
-    inner values of dense MLPs are normed before they are projected. scales_layers: behind each layer the stream is multiplied
-    by a number of the layer's. blocks: where checkpoints number something else than these layers, by which number each has its
-    attention, and its MLP: of attention and MLPs that are blocks of their own, of attention and a state that are one layer
-    there; else (). left_out: numbers there of what no text passes through. spare_embeddings: rows of the embedding behind the
-    vocabulary.
+    them stand for none. computes_positions: they are sines and cosines, which no checkpoint has. low_rank: of a branch beside
+    each layer's attention (LAuReL, arXiv 2411.07501), 0: there is none. norm_rank: of what gates norms before attention and
+    before mixtures, 0: nothing does. has_inner_norms: what heads give and inner values of dense MLPs are normed before they
+    are projected. scales_layers: behind each layer the stream is multiplied by a number of the layer's. blocks: where
+    checkpoints number something else than these layers, by which number each has its attention, and its MLP: of attention and
+    MLPs that are blocks of their own, of attention and a state that are one layer there; else (). left_out: numbers there of
+    what no text passes through. spare_embeddings: rows of the embedding behind the vocabulary.
     """
 
     name: str
@@ -352,6 +357,9 @@ class ModelSpec:
     has_norm_bias: bool = False
     has_embedding_norm: bool = False
     has_head_bias: bool = False
+    has_final_norm: bool = True
+    transforms_head: bool = False
+    computes_positions: bool = False
     n_position_embeddings: int = 0
     first_position: int = 0
     low_rank: int = 0

@@ -122,7 +122,8 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         """
         if head is not None and is_table_too(head, tensor):
             return head
-        self.plain[tensor.name] = tensor
+        if tensor.stored:  # not what is made anew each time
+            self.plain[tensor.name] = tensor
         values = tensor.read()
         values = values if values.is_contiguous() else values.contiguous()
         return TableHandle(index=self.program.add_table(values.detach()), width=tensor.shape[1])

@@ -137,8 +137,8 @@ class CpuOps(
 
     def bent_gate(self, h: Given, weight: LinearHandle, *, form: GateForm) -> Value:
         """Joined apart."""
-        if form.is_squared:
-            return self._joined_apart(h, weight, "curve", activation=Activation.SQUARED_RELU.value)
+        if form.curve is not None:
+            return self._joined_apart(h, weight, "curve", activation=form.curve.value)
         return self._joined_apart(h, weight, "bent_gate", form=form.numbers)
 
     def _joined_apart(self, h: Given, weight: LinearHandle, operation: str, **settings: Any) -> Value:

@@ -277,8 +277,8 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 def bent_gate(gate_up: torch.Tensor, form: GateForm) -> torch.Tensor:
     """As `GateForm` says, for gate_up [T, 2F] with gate first, fp32."""
     g, up = gate_up.float().chunk(2, dim=-1)
-    if form.is_squared:
-        return g.clamp(min=0) ** 2 * up
+    if form.curve is not None:
+        return curve(g, form.curve) * up
     g, up = g.clamp(max=form.limit), up.clamp(-form.most_up, form.most_up)
     return (g / (1 + torch.exp(-form.alpha * g))).clamp(max=form.bound) * (up + form.shift)
 

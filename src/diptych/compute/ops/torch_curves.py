@@ -47,7 +47,7 @@ def activated(gate: torch.Tensor, activation: Activation | None) -> torch.Tensor
 def bent(gate_up: torch.Tensor, form: GateForm) -> torch.Tensor:
     """As `GateForm` says, of gate and up side by side."""
     gate, up = gate_up.chunk(2, dim=-1)
-    if form.is_squared:
-        return F.relu(gate) ** 2 * up
+    if form.curve is not None:
+        return activated(gate, form.curve) * up
     gate, up = gate.clamp(max=form.limit), up.clamp(-form.most_up, form.most_up)
     return (gate * torch.sigmoid(gate * form.alpha)).clamp(max=form.bound) * (up + form.shift)
