@@ -225,6 +225,7 @@ def test_what_is_not_read_is_refused_by_name(fields: dict[str, object], said: st
     [
         ("FalconH1ForCausalLM", "falcon_h1"),  # whose multipliers are in the weights there, and in the config still
         ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),  # whose correction of choices it drops
+        ("DbrxForCausalLM", "dbrx"),  # whose experts it takes apart
         ("GPT2LMHeadModel", "gpt2"),
         ("Gemma3nForCausalLM", "gemma3n_text"),
     ],

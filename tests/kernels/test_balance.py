@@ -190,6 +190,27 @@ def test_factors_pass_through_norms_that_are_gated(tmp_path: Path) -> None:
     assert other < 1.2 * error
 
 
+def test_what_experts_without_weights_give_is_not_divided(tmp_path: Path) -> None:
+    """They give the norm before the mixture as it is: a factor that its other readers made up for stayed in the stream.
+
+    All experts are asked: what another number chooses would say little of this.
+    """
+    config = {"num_hidden_layers": 2, "moe_topk": 9, "routed_scaling_factor": 9.0}
+    path = make_checkpoint("longcat_flash", tmp_path / "it", **config)
+    tensors = load_file(path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if ".mlps.1." in name or "self_attn" in name:
+            continue
+        if name.endswith(("gate_proj.weight", "up_proj.weight")):
+            tensor[:, ::7] *= 64
+        elif name.endswith("down_proj.weight"):
+            tensor /= 64**2
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    prompt = torch.randint(160, (48,), generator=torch.Generator().manual_seed(0)).tolist()
+    reference, found = logits_of(path, prompt, "fp32", "torch"), logits_of(path, prompt, "int8")
+    assert (found - reference).norm() < 0.03 * reference.norm()
+
+
 class Plain(WeightTensor):
     """Numbers in memory."""
 

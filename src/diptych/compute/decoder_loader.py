@@ -289,7 +289,9 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         if self.loader.is_balancing:
             gate_ups = tuple(expert.gate_up for expert in experts)
             readers = latent[:1] or gate_ups  # of the norm that experts have
-            if own is None:
+            if moe.n_identities:  # which give the norm as it is
+                scaled = (router, *readers, *shared[::2])
+            elif own is None:
                 norm, scaled = self.balance_norm(norm, (router, *readers, *shared[::2]))
             else:
                 own, readers = self.balance_norm(own, readers)

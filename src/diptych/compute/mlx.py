@@ -29,7 +29,7 @@ NEMOTRON_NAMES = {"up_proj": "fc1", "down_proj": "fc2"}
 LATENT_NAMES = {"k_b_proj": "embed_q", "v_b_proj": "unembed_out"}
 STACKS = ("switch_mlp.", "experts.", "experts.switch_glu.")
 # whose projections it joins or takes apart, whose tensors it drops, or of which it keeps other numbers
-REWRITTEN = ("kimi_linear", "gemma3n_text", "ernie4_5_moe", "granitemoehybrid", "falcon_h1", "qwen4_exp_text")
+REWRITTEN = ("kimi_linear", "gemma3n_text", "ernie4_5_moe", "granitemoehybrid", "falcon_h1", "qwen4_exp_text", "dbrx")
 CORRECTION = ".mlp.e_score_correction_bias"  # of K-EXAONE, which it has with the router
 WITH_ONE_ADDED = (
     ".input_layernorm.weight",
