@@ -198,11 +198,13 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
 
     @property
     def _are_values_its_own(self) -> bool:
-        """Whether v and o may share factors: not where a norm stands between them, or keys or other layers read the values."""
+        """Whether v and o may share factors: not where a norm or a bound stands between them, or keys or other layers read the
+        values.
+        """
         attention = self.parts.attention
         is_shared = any(layer.attention.kv_layer is not None for layer in self.spec.layers)
         has_norm = attention.has_v_norm or self.spec.has_inner_norms
-        return attention.has_v and not has_norm and not is_shared
+        return attention.has_v and not has_norm and not is_shared and attention.clip is None
 
     def _latent_heads(
         self, norm: NormParts | None, mla: MlaSpec, root: str
