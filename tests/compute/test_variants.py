@@ -18,6 +18,7 @@ from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import KVSpec
+from diptych.models.contents import contents_of
 from diptych.models.read import load_model_file
 from diptych.models.stored import check_stored
 from family_configs import MORE
@@ -244,6 +245,10 @@ def test_every_tensor_is_counted(family: str, tmp_path: Path) -> None:
     path = make_checkpoint(family, tmp_path)
     spec = load_model_file(path)
     check_stored(path, spec, parameter_count(spec))
+    parts = {group.part for group in contents_of(path).groups}
+    assert {"embedding", "attention", "norms"} <= parts
+    assert ("other" in parts) == (family == "fuyu")  # what reads pictures
+    assert ("mlp" in parts) == (spec.mlp is not None)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])

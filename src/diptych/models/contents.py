@@ -28,7 +28,8 @@ PARTS: tuple[tuple[str, str], ...] = (
     ("embed_tokens_extend", "other"), (".lora_", "other"), ("vision", "other"), ("multi_modal", "other"), ("nextn", "other"),
     ("rope_f", "positions"), ("rotary_emb", "positions"),
     ("embed_tokens", "embedding"), ("embeddings.", "embedding"), ("token_embd", "embedding"), ("wte", "embedding"),
-    ("lm_head", "head"),
+    ("tokens_embed", "embedding"), ("positions_embed", "embedding"), ("embed_in", "embedding"), ("embed_out", "head"),
+    ("lm_head", "head"), ("decoder.bias", "head"), ("norm_attn_norm.attn.", "attention"), ("ffn.router.", "router"),
     ("norm", "norms"), ("layernorm", "norms"), ("gate_inp", "router"), ("exp_probs", "router"),
     ("e_score_correction", "router"), ("mixer.gate.", "router"), ("latent_proj", "experts"),
     ("experts", "experts"), ("_exps", "experts"), ("_shexp", "experts"), ("mlp.gate.", "router"),
@@ -37,7 +38,9 @@ PARTS: tuple[tuple[str, str], ...] = (
     ("mixer.up_proj", "mlp"), ("mixer.down_proj", "mlp"), *((f"mixer.{one}_proj", "attention") for one in "qkvo"),
     (".mixer.", "states"),
     (".conv.", "states"), ("ssm_", "states"), ("shortconv", "states"), ("attn", "attention"), ("mlp", "mlp"),
-    ("ffn", "mlp"), ("feed_forward", "mlp"), ("output.weight", "head"),
+    ("ffn", "mlp"), ("feed_forward", "mlp"), ("output.weight", "head"), ("attention.", "attention"), ("fc1.", "mlp"),
+    ("fc2.", "mlp"), ("wpe.", "embedding"), ("embed_positions.", "embedding"), ("position_embd.", "embedding"),
+    ("ln_1.", "norms"), ("ln_2.", "norms"), ("ln_f.", "norms"),
 )  # fmt: skip
 ORDER = ("embedding", "head", "attention", "states", "mlp", "router", "experts", "norms", "positions", "other")
 EXPONENTS = "|exponents"  # behind such a name: by what channels were balanced, which is no parameter
