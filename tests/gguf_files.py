@@ -31,7 +31,7 @@ from gguf_layers import (
     write_mixture,
     write_windowed_heads,
 )
-from gguf_parts import experts_of_dbrx, write_dbrx
+from gguf_parts import OWN_EXPERTS, write_dbrx
 from gguf_states import STATES_ALONE, keeps_axes, tensors_with_states, write_states, write_states_alone
 
 # family of tests/checkpoints.py -> general.architecture
@@ -528,19 +528,6 @@ def tensors_of(model: Any, architecture: str) -> dict[str, np.ndarray]:
         )
         for name, values in tensors.items()
     }
-
-
-def clamped_experts(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of gpt-oss: [inputs, outputs] and biases, gate and up in turn."""
-    root, _, part = name.rpartition(".")
-    stem, ending = (part.removesuffix("_bias"), "bias") if part.endswith("_bias") else (part, "weight")
-    values = values.transpose(-1, -2) if ending == "weight" else values
-    if stem == "down_proj":
-        return {f"{root}.{stem}.{ending}": values}
-    return {f"{root}.gate_proj.{ending}": values[:, ::2], f"{root}.up_proj.{ending}": values[:, 1::2]}
-
-
-OWN_EXPERTS = {"gpt_oss": clamped_experts, "dbrx": experts_of_dbrx}
 
 
 def joined(tensors: Tensors) -> Tensors:

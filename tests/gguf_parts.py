@@ -29,3 +29,16 @@ def experts_of_dbrx(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
     """Apart, each as [outputs, inputs]."""
     by_expert = values.unflatten(0, (-1, WIDTH_OF_DBRX))
     return {f"{name}.weight": by_expert.transpose(1, 2) if name.endswith("w2") else by_expert}
+
+
+def clamped_experts(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of gpt-oss: [inputs, outputs] and biases, gate and up in turn."""
+    root, _, part = name.rpartition(".")
+    stem, ending = (part.removesuffix("_bias"), "bias") if part.endswith("_bias") else (part, "weight")
+    values = values.transpose(-1, -2) if ending == "weight" else values
+    if stem == "down_proj":
+        return {f"{root}.{stem}.{ending}": values}
+    return {f"{root}.gate_proj.{ending}": values[:, ::2], f"{root}.up_proj.{ending}": values[:, 1::2]}
+
+
+OWN_EXPERTS = {"gpt_oss": clamped_experts, "dbrx": experts_of_dbrx}

@@ -145,7 +145,7 @@ def test_unreadable_config_is_refused(path: Path, text: str) -> None:
     assert "config.json" in refusal(path)
 
 
-@pytest.mark.parametrize("architectures", [["MambaForCausalLM"], [], None, "LlamaForCausalLM", [["x"]]], ids=str)
+@pytest.mark.parametrize("architectures", [["RwkvForCausalLM"], [], None, "LlamaForCausalLM", [["x"]]], ids=str)
 def test_unsupported_architecture_is_refused_with_the_list(path: Path, architectures: object) -> None:
     edit_config(path, architectures=architectures)
     message = refusal(path, UnsupportedModel)
