@@ -214,7 +214,7 @@ def test_what_experts_without_weights_give_is_not_divided(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("family", ["olmo", "mpt", "dbrx"])
 def test_values_within_bounds_share_no_factors(family: str, tmp_path: Path) -> None:
-    """A bound (`clip_qkv`) holds values as they are: divided before it and multiplied behind it, it was another one."""
+    """A bound (`clip_qkv`) holds values as they are: divided before it and multiplied behind it, another one held them."""
     path = make_checkpoint(family, tmp_path / "it", **({"ffn_config": ALL_ASKED} if family == "dbrx" else {}))
     tensors = load_file(path / "model.safetensors")
     for name, tensor in tensors.items():

@@ -12,9 +12,7 @@ from diptych.compute.layer_weights import DecoderWeights, LayerWeights
 from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Ops, Stream, Table, Vector
 from diptych.compute.part_weights import ApartNorms, LatentWeights, NormGate, SelectiveWeights, StateWeights
 from diptych.compute.selective_states import run_selective
-from diptych.compute.stream_weights import (
-    BranchWeights,
-)
+from diptych.compute.stream_weights import BranchWeights
 from diptych.models.spec import ModelSpec
 from diptych.models.streams import GatedSpec, HyperSpec, StreamsSpec
 
