@@ -119,6 +119,7 @@ def test_thinking_and_tool_marks_stay_visible(tmp_path):
     ("files", "words"),
     [
         ({}, "no tokenizer.json"),
+        ({"vocab.json": "{}", "merges.txt": ""}, "no tokenizer.model; vocab.json, merges.txt there can't be read"),
         ({"tokenizer.model": "x"}, "no SentencePiece model"),
         ({"tokenizer.json": "{"}, "cannot be read"),
         ({"tokenizer.json": "{}"}, "cannot be read"),

@@ -33,6 +33,11 @@ SHOWN_TOKENS = frozenset(
 )
 
 
+# what tokenizers written in Python read, and SentencePiece vocabularies whose ids that code moves (XGLM)
+_OTHER_FILES = (
+    "vocab.json", "merges.txt", "vocab.txt", "emoji.json", "sentencepiece.bpe.model", "spiece.model", "tekken.json",
+    "tiktoken.model",
+)  # fmt: skip
 # only `encode_batch` lets other threads run meanwhile; 90,000 tokens held every stream for 0.2 s
 _LONG_TEXT_CHARS = 4096
 _MANY_CHARS_PER_TOKEN = 16  # English has about 4; only blanks and repeated signs have so many
@@ -82,8 +87,7 @@ class Tokenizer:
         elif (folder / "tokenizer.model").is_file():
             backend = sentencepiece_backend(folder / "tokenizer.model", config)
         else:
-            hint = "point to a folder that holds one of them"
-            raise LoadError(f"no tokenizer.json in {folder}, and no tokenizer.model", hint=hint)
+            raise _no_tokenizer(folder)
         backend.no_padding()
         backend.no_truncation()
         with told_of(folder):
@@ -309,6 +313,19 @@ def _named_tokens(config: Mapping[str, Any], added: Mapping[str, Any]) -> dict[i
         flags = {name: bool(entry.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
         wanted[int(token_id)] = tokenizers.AddedToken(entry["content"], special=bool(entry.get("special")), **flags)
     return wanted
+
+
+def _no_tokenizer(folder: Path) -> LoadError:
+    """Of a folder without one that can be read, with what it has in place of one."""
+    found = [name for name in _OTHER_FILES if (folder / name).is_file()]
+    if not found:
+        hint = "point to a folder that holds one of them"
+        return LoadError(f"no tokenizer.json in {folder}, and no tokenizer.model", hint=hint)
+    return LoadError(
+        f"no tokenizer.json in {folder}, and no tokenizer.model; {', '.join(found)} there can't be read",
+        hint="transformers writes tokenizer.json, where its tokenizer of this model is a fast one: "
+        "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)",
+    )
 
 
 def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> list[int]:
