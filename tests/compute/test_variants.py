@@ -132,6 +132,28 @@ def test_gpt2_is_read_as_it_lies_on_the_hub(tmp_path: Path) -> None:
     check_stored(tmp_path, model.spec, parameter_count(model.spec))
 
 
+@pytest.mark.parametrize(
+    ("family", "ours", "theirs"),
+    [
+        ("openai-gpt", "transformer.", ""),
+        ("mamba", "backbone.embeddings.", "backbone.embedding."),
+        ("mamba2", "backbone.embeddings.", "backbone.embedding."),
+    ],
+)
+def test_names_that_files_have_from_elsewhere_are_read(family: str, ours: str, theirs: str, tmp_path: Path) -> None:
+    """GPT-1 without the model's name before its tensors, Mamba with the words of its makers' own code, as in transformers."""
+    golden = make_golden(family, tmp_path, new_tokens=NEW_TOKENS)
+    tensors = {
+        f"{theirs}{name.removeprefix(ours)}" if name.startswith(ours) else name: one
+        for name, one in load_file(tmp_path / "model.safetensors").items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = load_model(tmp_path, REFERENCE)
+    check_golden(model, golden, chunk=9)
+    check_stored(tmp_path, model.spec, parameter_count(model.spec))
+    assert {group.part for group in contents_of(tmp_path).groups} >= {"embedding", "norms"}
+
+
 def old_layout(config: dict[str, Any]) -> dict[str, Any]:
     """config.json as transformers 4 wrote it."""
     rope = config.pop("rope_parameters")

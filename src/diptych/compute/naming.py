@@ -21,12 +21,21 @@ def prefix_of(source: Source, spec: ModelSpec) -> str:
     family = family_named(spec)
     around = WRAPPED_PREFIXES if spec.is_wrapped else ()
     known = (*family.prefixes, *around, "")  # "": a decoder that was saved without the model around it
-    return next((p for p in known if source.has(f"{p}{family.names.embedding}.weight")), family.prefixes[0])
+    return next(
+        (p for p in known for name in _embeddings(family) if source.has(f"{p}{name}.weight")), family.prefixes[0]
+    )
+
+
+def _embeddings(family: Family) -> tuple[str, ...]:
+    """What the embedding is called, and what some files call it."""
+    name = family.names.embedding
+    return (name, family.names.others[name]) if name in family.names.others else (name,)
 
 
 def table_name(source: Source, spec: ModelSpec) -> str:
     """The embedding."""
-    return f"{prefix_of(source, spec)}{family_named(spec).names.embedding}.weight"
+    names = [f"{prefix_of(source, spec)}{name}.weight" for name in _embeddings(family_named(spec))]
+    return next((name for name in names if source.has(name)), names[0])
 
 
 def head_name(source: Source, spec: ModelSpec) -> str:

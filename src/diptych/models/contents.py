@@ -27,7 +27,8 @@ from diptych.models.quantised import BESIDE_CODES, CODES, MLX, own_section, quan
 PARTS: tuple[tuple[str, str], ...] = (
     ("embed_tokens_extend", "other"), (".lora_", "other"), ("vision", "other"), ("multi_modal", "other"), ("nextn", "other"),
     ("rope_f", "positions"), ("rotary_emb", "positions"),
-    ("embed_tokens", "embedding"), ("embeddings.", "embedding"), ("token_embd", "embedding"), ("wte", "embedding"),
+    ("embed_tokens", "embedding"), ("embeddings.", "embedding"), ("backbone.embedding.", "embedding"),
+    ("token_embd", "embedding"), ("wte", "embedding"),
     ("tokens_embed", "embedding"), ("positions_embed", "embedding"), ("embed_in", "embedding"), ("embed_out", "head"),
     ("lm_head", "head"), ("decoder.bias", "head"), ("norm_attn_norm.attn.", "attention"), ("ffn.router.", "router"),
     ("norm", "norms"), ("layernorm", "norms"), ("gate_inp", "router"), ("exp_probs", "router"),

@@ -51,6 +51,7 @@ ALONE: dict[str, Any] = {
     "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_conv_bias": True}  # fmt: skip
 ALONE_NAMES = {"layer_norm_epsilon": "rms_norm_eps", "state_size": "mamba_d_state", "conv_kernel": "mamba_d_conv",
                "use_conv_bias": "mamba_conv_bias"}  # fmt: skip
+ALONE_TENSORS: dict[str, Any] = {**IN_BLOCKS, "others": {"embeddings": "embedding"}}  # as they were trained with
 SELECTIVE = {"mamba_d_ssm": None, "mamba_expand": 2, "mamba_dt_rank": "auto"}
 SELECTIVE_NAMES = {"intermediate_size": "mamba_d_ssm", "expand": "mamba_expand", "time_step_rank": "mamba_dt_rank"}
 STATES_ALONE: dict[str, Any] = {
@@ -243,19 +244,19 @@ STATES: tuple[Family, ...] = (
     Family(
         name="mamba", architectures=("MambaForCausalLM",),
         keys={**ALONE, **SELECTIVE}, renamed={**ALONE_NAMES, **SELECTIVE_NAMES},
-        state_rule=StateRule.SELECTIVE, names=TensorNames(**IN_BLOCKS), **STATES_ALONE,
+        state_rule=StateRule.SELECTIVE, names=TensorNames(**ALONE_TENSORS), **STATES_ALONE,
     ),
     Family(
         name="falcon_mamba", architectures=("FalconMambaForCausalLM",),
         keys={**ALONE, **SELECTIVE, "mixer_rms_eps": 1e-6}, renamed={**ALONE_NAMES, **SELECTIVE_NAMES},
-        state_rule=StateRule.SELECTIVE, names=TensorNames(**IN_BLOCKS), **STATES_ALONE,
+        state_rule=StateRule.SELECTIVE, names=TensorNames(**ALONE_TENSORS), **STATES_ALONE,
     ),
     Family(
         name="mamba2", architectures=("Mamba2ForCausalLM",),
         keys={**ALONE, "vocab_size": 32_768, "hidden_size": 4096, "num_hidden_layers": 64, "tie_word_embeddings": False,
               "mamba_d_state": 128, "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 8, "time_step_limit": None},
         renamed={**ALONE_NAMES, "num_heads": "mamba_n_heads", "head_dim": "mamba_d_head", "n_groups": "mamba_n_groups"},
-        state_rule=StateRule.SSD, names=TensorNames(**IN_BLOCKS),
+        state_rule=StateRule.SSD, names=TensorNames(**ALONE_TENSORS),
         **{**STATES_ALONE, "unread": (*STATES_ALONE["unread"], "intermediate_size")},
     ),
     # a selective state, attention without positions on every eighth layer, mixtures on every second

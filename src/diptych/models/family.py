@@ -48,7 +48,7 @@ class TensorNames:
     gate and up in turn, is_flat: below each other in one matrix each, down as [inputs, outputs].
     base: what may lie between a projection's name and .weight, where files hold adapters of their own beside it.
     o_bias: of o, where it has a name of its own. o_norm, down_norm: of `ModelSpec.has_inner_norms`, beside attention's
-    projections and the MLP's. apart: norms before the mixture, behind shared experts and behind it, of `MoeSpec.is_apart`.
+    projections and the MLP's. apart: norms before the mixture, behind shared experts, behind it, of `MoeSpec.is_apart`.
     choice_bias: with a point in front, of the layer; choice_axes: what it has before its experts; choice_bias_may_lack: files
     without one mean zeros. norms: before attention, after it, before the MLP, after it. q_norm, k_norm: where each head has a
     weight of its own they are stacked in one tensor, or {} stands for the head. attention, norms: {half} stands for the part
@@ -59,8 +59,8 @@ class TensorNames:
     by, and the norm of it. taps: of its convolution, or of q's, k's and v's where they lie apart. reads_taps, steps,
     step_norms: of a selective state, what makes steps, keys and queries of what taps give, the steps' second projection, and
     norms of the three. wraps_decays: the numbers of its heads' decays have axes of one around them. index: what precedes the
-    names of an index of blocks. others: what some files call a norm, the choice bias, stacked experts, or what precedes those,
-    and projections, and sinks.
+    names of an index of blocks. others: what some files call the embedding, a
+    norm, the choice bias, stacked experts, or what precedes those, and projections, and sinks.
     """
 
     embedding: str = "embed_tokens"
