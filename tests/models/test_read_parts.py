@@ -107,3 +107,10 @@ def test_what_would_be_another_model_is_refused_by_name(kind: str, fields: dict[
     """An option that is read and not honoured gives fluent nonsense."""
     with pytest.raises(LoadError, match=named):
         read(kind, **fields)
+
+
+def test_kv_heads_of_a_family_without_them_may_be_its_heads() -> None:
+    """Configs that were converted by another family's code say it (Persimmon's); fewer would be another model."""
+    assert read("persimmon", num_attention_heads=64, num_key_value_heads=64).n_kv_heads == 64
+    with pytest.raises(LoadError, match=r"num_key_value_heads in .* is 8; it changes the mathematics"):
+        read("persimmon", num_attention_heads=64, num_key_value_heads=8)

@@ -304,6 +304,8 @@ def _is_harmless(key: str, family: Family) -> bool:
 def _is_said(key: str, raw: dict[str, Any], family: Family) -> bool:
     """Whether a key by which other families call one of this family's says what that one does."""
     ours = [name for name in SYNONYMS.get(key, ()) if name in family.keys]
+    if key == "num_key_value_heads":  # as many as there are heads: no two share one
+        ours = ["num_attention_heads"]
     return any(raw[key] == raw.get(name, family.keys[name]) for name in ours)
 
 
