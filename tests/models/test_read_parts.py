@@ -10,7 +10,7 @@ import pytest
 from diptych.cost.components import BF16, cost_of
 from diptych.cost.parameters import active_parameter_count, parameter_count
 from diptych.cost.routing import expected_experts, touched_experts
-from diptych.ground.errors import LoadError
+from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import KVSpec
 from diptych.models.config import HfConfig
@@ -114,3 +114,18 @@ def test_kv_heads_of_a_family_without_them_may_be_its_heads() -> None:
     assert read("persimmon", num_attention_heads=64, num_key_value_heads=64).n_kv_heads == 64
     with pytest.raises(LoadError, match=r"num_key_value_heads in .* is 8; it changes the mathematics"):
         read("persimmon", num_attention_heads=64, num_key_value_heads=8)
+
+
+def test_a_model_that_keeps_nothing_of_a_text_is_none() -> None:
+    """Convolutions of one tap alone: its plan divided by the bytes that a sequence takes."""
+    fields = {"num_hidden_layers": 2, "layer_types": ["conv", "conv"]}
+    assert not read("lfm2", conv_L_cache=2, **fields).kv_layers
+    with pytest.raises(UnsupportedModel, match="no layer that attends to keys and values or keeps a state"):
+        read("lfm2", conv_L_cache=1, **fields)
+
+
+def test_made_positions_have_two_sines() -> None:
+    """Frequencies are spread from the first to the last; with one of them that was a division by zero at load."""
+    assert read("xglm", d_model=4, attention_heads=1).computes_positions
+    with pytest.raises(UnsupportedModel, match="2 numbers wide; made positions need 4"):
+        read("xglm", d_model=2, attention_heads=1)

@@ -20,6 +20,8 @@ from diptych.models.positions import QueryScale, Rope
 from diptych.models.states import StateSpec
 from diptych.models.streams import UNSCALED, GatedSpec, HyperSpec, LayerInputs, LayerScales, StreamsSpec
 
+LEAST_SINES = 4  # numbers of a made position: frequencies fall from the first sine to the last, so there are two
+
 
 class QkNorm(Enum):
     """Whether queries and keys are normed, before the rotary embedding unless it is said otherwise, and over what."""
@@ -380,9 +382,15 @@ class ModelSpec:
         mixtures = {replace(mixture, limit=None, shared_limit=None) for mixture in limited}
         if len(mixtures) > 1:
             raise UnsupportedModel(f"{self.name} has {len(mixtures)} kinds of mixtures of experts; one is supported")
-        if not self.kv_layers and not self.state_layers:
+        if not self.kv_layers and not any(
+            state.state_elements for state in self.states
+        ):  # as of a convolution of one tap
             raise UnsupportedModel(
                 f"{self.name} has no layer that attends to keys and values or keeps a state; one at least is needed"
+            )
+        if self.computes_positions and self.hidden < LEAST_SINES:
+            raise UnsupportedModel(
+                f"{self.name} is {self.hidden} numbers wide; made positions need {LEAST_SINES}, two sines and two cosines"
             )
         is_chosen = False
         for i, layer in enumerate(self.layers):
