@@ -129,3 +129,14 @@ def test_made_positions_have_two_sines() -> None:
     assert read("xglm", d_model=4, attention_heads=1).computes_positions
     with pytest.raises(UnsupportedModel, match="2 numbers wide; made positions need 4"):
         read("xglm", d_model=2, attention_heads=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [("longcat_flash", "num_layers"), ("longcat_flash", "zero_expert_num"),
+     *(("mamba", one) for one in ("state_size", "conv_kernel", "time_step_rank", "intermediate_size"))],
+)  # fmt: skip
+def test_numbers_past_every_model_are_refused_at_once(kind: str, key: str) -> None:
+    """A config of a hundred bytes made lists of billions of layers, and of names of experts."""
+    with pytest.raises(LoadError, match=f"is {2**31 - 1}; it must be at most"):
+        read(kind, **{key: 2**31 - 1})

@@ -45,6 +45,13 @@ SIZE_LIMITS = {
     "qk_nope_head_dim": 4096,
     "qk_rope_head_dim": 4096,
     "v_head_dim": 4096,
+    "num_layers": 1024,  # of LongCat-Flash, each of which is two here
+    "zero_expert_num": 16_384,
+    "mamba_d_ssm": 2**21,
+    "mamba_expand": 1024,
+    "mamba_d_state": 2**16,
+    "mamba_d_conv": 4096,
+    "mamba_dt_rank": 2**17,
 }
 MODELOPT_FILE = "hf_quant_config.json"
 SIZE_LIMIT = 2**31 - 1
