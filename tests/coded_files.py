@@ -392,6 +392,13 @@ def quantised_checkpoints(original: Path, folder: Path, layout: Layout) -> tuple
     return folder / "coded", folder / "plain"
 
 
+def damaged(path: Path, change: Callable[[Tensors], object]) -> None:
+    """Change its tensors."""
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
 
 

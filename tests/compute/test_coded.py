@@ -19,6 +19,7 @@ from coded_files import (
     bitnet,
     block_fp8,
     compressed,
+    damaged,
     fbgemm_fp8,
     gemma,
     gptq,
@@ -448,12 +449,6 @@ def test_bits_that_no_part_of_a_mixture_has_are_refused(original: Path, tmp_path
     (coded / "config.json").write_text(json.dumps(config))
     with pytest.raises(LoadError, match=r"qweight is I32 .* is expected by config.json and its quantization_config"):
         logits_of(coded, backend="torch")
-
-
-def damaged(path: Path, change: Any) -> None:
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 DOWN = "model.layers.0.mlp.down_proj."

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from diptych.compute.coded_layouts import companions, open_matrix
+from diptych.compute.coded_layouts import companions, companions_of_stack, open_matrix, open_stacked
 from diptych.compute.coded_matrices import Matrix, RawTensors
 from diptych.compute.ops.contract import Codes, WeightTensor
-from diptych.compute.weights import Checkpoint, FileTensor
+from diptych.compute.weights import Checkpoint, FileTensor, StackedTensor
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import ENGINE_WEIGHTS, mean_bytes
 from diptych.models.quantisation import Quantisation
@@ -60,6 +60,24 @@ class CodedTensor(WeightTensor):
         return self.matrix.codes()
 
 
+class CodedStack(StackedTensor):
+    """Experts [E, n, k] in one tensor. dtype: of what `read` gives."""
+
+    random_seed: int | None = None
+
+    def __init__(self, checkpoint: CodedCheckpoint, name: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+        self.name, self.shape, self.dtype = name, shape, dtype
+        self._checkpoint = checkpoint
+
+    def entry(self, index: int) -> CodedTensor:
+        """The matrix of one expert."""
+        return self._checkpoint.stacked(self.name, index)
+
+    def read(self) -> torch.Tensor:
+        """Dequantised; new."""
+        return torch.stack([self.entry(e).read() for e in range(self.shape[0])])
+
+
 class CodedCheckpoint(Checkpoint):
     """The quantised and the plain tensors of one folder. dtype: of dequantised values."""
 
@@ -89,9 +107,11 @@ class CodedCheckpoint(Checkpoint):
         """Whether there is a tensor, plain or quantised, that a plain checkpoint would call so."""
         return self.holds(name) or any(self.holds(name.removesuffix("weight") + suffix) for suffix in CODES)
 
-    def tensor(self, name: str, *shape: int) -> FileTensor | CodedTensor:  # type: ignore[override]
+    def tensor(self, name: str, *shape: int) -> FileTensor | CodedTensor | CodedStack:  # type: ignore[override]
         """The tensor of that name, checked against the shape the config gives. Raises LoadError."""
         matrix = None
+        if len(shape) == 3 and self._is_stack(name):
+            return self._stack(name, (shape[0], shape[1], shape[2]))
         if name.endswith(".weight") and len(shape) == 2:
             raw, prefix = self.place(name.removesuffix(".weight"))
             matrix = open_matrix(raw, prefix, (shape[0], shape[1]), self.how)
@@ -103,6 +123,30 @@ class CodedCheckpoint(Checkpoint):
         if name not in self._matrices:
             self._matrices[name] = CodedTensor(name, (shape[0], shape[1]), self._dtype, matrix)
         return self._matrices[name]
+
+    def _is_stack(self, name: str) -> bool:
+        return self.how.method == "fp8" and self.holds(name) and self.header(name)[1] == "F8_E4M3"
+
+    def _stack(self, name: str, shape: tuple[int, int, int]) -> CodedStack:
+        found = self.header(name)[0]
+        if found != shape:
+            raise LoadError(
+                f"tensor {name} has shape {list(found)} in the files; the config gives {list(shape)}",
+                hint="config.json contradicts the weights; they must come from the same model",
+            )
+        parts = companions_of_stack(self, name)
+        self._used |= dict.fromkeys(parts, 0)
+        self._coded.update(parts)
+        return CodedStack(self, name, shape, self._dtype)
+
+    def stacked(self, name: str, index: int) -> CodedTensor:
+        """One of the experts that lie in the tensor of that name. Raises LoadError."""
+        own = f"{name}[{index}]"
+        if own not in self._matrices:
+            _, n, k = self.header(name)[0]
+            matrix = open_stacked(self, name, index, (n, k), self.how)
+            self._matrices[own] = CodedTensor(own, (n, k), self._dtype, matrix)
+        return self._matrices[own]
 
     def place(self, prefix: str) -> tuple[RawTensors, str]:
         """The tensors, and among them the prefix, of the matrix that lies under `prefix` in a plain checkpoint."""

@@ -29,10 +29,11 @@ from diptych.compute.coded_matrices import (
     TableMatrix,
     TableState,
 )
+from diptych.compute.coded_stacks import Fp8Entry
 from diptych.compute.ternary import TernaryMatrix
 from diptych.ground.errors import LoadError
 from diptych.models.quantisation import Quantisation
-from diptych.models.quantised import BESIDE_CODES, CODES, MLX
+from diptych.models.quantised import BESIDE_CODES, BESIDE_STACKS, CODES, MLX
 
 # AutoAWQ packs column 8 c + AWQ_ORDER[i] of eight into nibble i of a word
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -66,10 +67,15 @@ def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quant
     if how.method == "quark" and dtype == "I32":
         return _awq(raw, prefix, shape, how)
     if dtype == "F8_E4M3":
-        return _fp8(raw, prefix, shape, how)
+        return _fp8(raw, weight, shape, how)
     if dtype == "I8":
         return _int8(raw, prefix, shape, how)
     return None
+
+
+def open_stacked(raw: RawTensors, name: str, index: int, shape: tuple[int, int], how: Quantisation) -> ScaledMatrix:
+    """One of the experts that lie in one tensor of fp8."""
+    return _fp8(Fp8Entry(raw, name, index, None if how.block is None else how.block[0]), name, shape, how)
 
 
 def _awq(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> CodedMatrix:
@@ -269,31 +275,31 @@ def _fp4(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation
     return Fp4Matrix(prefix, raw, codes, scale, whole, divides=divides, stored_bytes=nbytes, group=group)
 
 
-def _fp8(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> ScaledMatrix:
+def _fp8(raw: RawTensors, weight: str, shape: tuple[int, int], how: Quantisation) -> ScaledMatrix:
     """weight fp8 E4M3 [n, k] with weight_scale_inv or weight_scale (a factor, both): one, of rows, of blocks, of 32 inputs.
 
     Of the last (MXFP8) u8, exponents.
     """
     n, k = shape
-    _require(raw, f"{prefix}.weight", shape, "F8_E4M3")
-    scale = next((name for name in (f"{prefix}.weight_scale_inv", f"{prefix}.weight_scale") if raw.holds(name)), None)
+    _require(raw, weight, shape, "F8_E4M3")
+    scale = next((name for name in (f"{weight}_scale_inv", f"{weight}_scale") if raw.holds(name)), None)
     if scale is None:
-        raise LoadError(f"{prefix}.weight is fp8 and has no scale beside it", hint="the checkpoint is incomplete")
-    found, nbytes = raw.header(scale)[0], _nbytes(raw, f"{prefix}.weight") + _nbytes(raw, scale)
+        raise LoadError(f"{weight} is fp8 and has no scale beside it", hint="the checkpoint is incomplete")
+    found, nbytes = raw.header(scale)[0], _nbytes(raw, weight) + _nbytes(raw, scale)
     stored = found
     if len(found) == 4 and found[1] == found[3] == 1:  # modelopt's, of blocks
         found = (found[0], found[2])
     rows, inputs = how.block or (128, 128)
     if raw.header(scale)[1] in ("U8", "F8_E8M0") and found == (n, k // 32) and k % 32 == 0:
-        return ScaledMatrix(f"{prefix}.weight", raw, scale, (1, 32), "mxfp8", nbytes)
+        return ScaledMatrix(weight, raw, scale, (1, 32), "mxfp8", nbytes)
     _require(raw, scale, stored, *_FLOATS, "F8_E8M0")
     if found in ((), (1,)) or (found == (1, 1) and how.block is None):
-        return ScaledMatrix(f"{prefix}.weight", raw, scale, None, "fp8-tensor", nbytes)
+        return ScaledMatrix(weight, raw, scale, None, "fp8-tensor", nbytes)
     if found in ((n,), (n, 1)):
-        return ScaledMatrix(f"{prefix}.weight", raw, scale, None, "fp8-channel", nbytes)
+        return ScaledMatrix(weight, raw, scale, None, "fp8-channel", nbytes)
     if found != (-(-n // rows), -(-k // inputs)):
         _require(raw, scale, (-(-n // rows), -(-k // inputs)), *_FLOATS, "F8_E8M0")
-    return ScaledMatrix(f"{prefix}.weight", raw, scale, (rows, inputs), f"fp8-{rows}x{inputs}", nbytes)
+    return ScaledMatrix(weight, raw, scale, (rows, inputs), f"fp8-{rows}x{inputs}", nbytes)
 
 
 def _bitsandbytes(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> Matrix | None:
@@ -462,6 +468,11 @@ _TABLES = ("nf4", "fp4")
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _MOST_STATE_BYTES = 4096
 _CONTRADICTION = "config.json contradicts the weights; they must come from the same model"
+
+
+def companions_of_stack(raw: RawTensors, name: str) -> list[str]:
+    """All tensors of the file that belong to stacked experts."""
+    return [name, *(one for one in (f"{name}{suffix}" for suffix in BESIDE_STACKS) if raw.holds(one))]
 
 
 def companions(raw: RawTensors, prefix: str) -> list[str]:

@@ -55,7 +55,7 @@ from diptych.compute.views import (
     TransposedTensor,
     halves_order,
 )
-from diptych.compute.weights import SlicedTensor, Source
+from diptych.compute.weights import SlicedTensor, Source, entry_of
 from diptych.ground.errors import LoadError
 from diptych.models.gates import XIELU_LEAST, XIELU_SLOPE, Activation
 from diptych.models.spec import MlpSpec, ModelSpec, MoeSpec, Norms
@@ -388,8 +388,8 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             down = self.source.tensor(second, n, hidden, ffn)
             return tuple(
                 ExpertParts(
-                    gate_up=LinearParts(weights=tuple(SlicedTensor(one, e) for one in halves)),
-                    down=LinearParts(weights=(SlicedTensor(down, e),)),
+                    gate_up=LinearParts(weights=tuple(entry_of(one, e) for one in halves)),
+                    down=LinearParts(weights=(entry_of(down, e),)),
                 )
                 for e in range(n)
             )
@@ -448,7 +448,7 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         """n matrices [rows, columns] that lie transposed in one tensor, or as blocks of MXFP4."""
         if not self.source.has(f"{name}_blocks"):
             stacked = self.source.tensor(name, n, columns, rows)
-            return tuple(TransposedTensor(SlicedTensor(stacked, e)) for e in range(n))
+            return tuple(TransposedTensor(entry_of(stacked, e)) for e in range(n))
         if columns % MXFP4_BLOCK:
             raise LoadError(f"{name}_blocks holds rows of {columns}; MXFP4 has blocks of {MXFP4_BLOCK}")
         groups = columns // MXFP4_BLOCK

@@ -14,9 +14,10 @@ import torch
 
 from diptych.compute.coded import CodedCheckpoint, CodedTensor
 from diptych.compute.coded_matrices import RawTensors
+from diptych.compute.coded_stacks import Entry
 from diptych.compute.ops.contract import WeightTensor
 from diptych.compute.weights import FileTensor, SlicedTensor
-from diptych.ground.errors import LoadError, UnsupportedModel
+from diptych.ground.errors import UnsupportedModel
 from diptych.models.family import Family
 from diptych.models.quantisation import HINT, Quantisation
 from diptych.models.states import StateRule
@@ -38,31 +39,6 @@ WITH_ONE_ADDED = (
     ".q_norm.weight",
     ".k_norm.weight",
 )
-
-
-class Entry:
-    """One of stacked tensors, as `RawTensors`."""
-
-    def __init__(self, raw: RawTensors, index: int) -> None:
-        self._raw, self.index = raw, index
-
-    def holds(self, name: str) -> bool:
-        """Whether the stack is there."""
-        return self._raw.holds(name)
-
-    def header(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Without the axis of the stack. LoadError where the stack has no such entry."""
-        shape, dtype = self._raw.header(name)
-        if not shape or shape[0] <= self.index:
-            raise LoadError(
-                f"tensor {name} has {shape[0] if shape else 0} entries; entry {self.index} is asked for",
-                hint="config.json contradicts the weights; they must come from the same model",
-            )
-        return shape[1:], dtype
-
-    def stored(self, name: str) -> torch.Tensor:
-        """A view."""
-        return self._raw.stored(name)[self.index]
 
 
 class Shifted(WeightTensor):

@@ -193,6 +193,19 @@ class FileTensor(WeightTensor):
         return self._checkpoint.read(self.name)
 
 
+class StackedTensor(WeightTensor):
+    """Matrices stacked in one tensor that are handed out one by one, each with codes of its own."""
+
+    def entry(self, index: int) -> WeightTensor:
+        """One of them."""
+        raise NotImplementedError(f"{self.name} has no entry {index}")
+
+
+def entry_of(tensor: WeightTensor, index: int) -> WeightTensor:
+    """Entry `index` along the first axis."""
+    return tensor.entry(index) if isinstance(tensor, StackedTensor) else SlicedTensor(tensor, index)
+
+
 class SlicedTensor(WeightTensor):
     """Entry `index` along the first axis of another tensor, for checkpoints that stack their experts."""
 

@@ -21,7 +21,7 @@ from diptych.models.files import has_weights, safetensors_header, weight_files
 from diptych.models.gguf import ROPE_TENSOR, is_beside
 from diptych.models.gguf_file import GgufFile, find_gguf, open_gguf
 from diptych.models.quantisation import Quantisation
-from diptych.models.quantised import BESIDE_CODES, CODES, MLX, own_section, quantisation_of
+from diptych.models.quantised import BESIDE_CODES, BESIDE_STACKS, CODES, MLX, own_section, quantisation_of
 
 # parts of names -> the part of the model, the first that fits; of safetensors and of GGUF files
 PARTS: tuple[tuple[str, str], ...] = (
@@ -167,7 +167,9 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
             count, stored = 4 * nbytes, "bitnet 2 bit"
         elif how is not None and stored == "U8" and _has_pairs(name, header):
             count, stored = 2 * nbytes, f"{how.method} 4 bit"
-        elif how is not None and name.endswith(_endings(BESIDE_CODES)):  # scales and zeros are no parameters
+        elif how is not None and name.endswith(
+            (*_endings(BESIDE_CODES), *BESIDE_STACKS)
+        ):  # scales and zeros are no parameters
             count, stored = 0, f"{how.method} scales"
         yield name, stored, count, nbytes
 

@@ -50,6 +50,7 @@ BESIDE_CODES = (
     "output_scale", "output_zero_point", "embedding_scale", "input_activation_scale", "output_activation_scale",
     "k_cache_scale", "v_cache_scale",
 )  # fmt: skip
+BESIDE_STACKS = ("_scale_inv", "_activation_scale")  # behind the name of stacked experts, of fp8
 # whose layers have no matrix but in projections, all of which BitNet's online mode rounds
 ROUNDED = ("BitNetForCausalLM", "LlamaForCausalLM")
 
