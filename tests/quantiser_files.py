@@ -68,6 +68,20 @@ MORE_OF_MODELOPT: dict[str, dict[str, Any]] = {
     f"modelopt {name}": {"name": f"{name}_CFG"}
     for name in ("FP8_PER_CHANNEL_PER_TOKEN", "FP8_2D_BLOCKWISE_WEIGHT_ONLY", "MXFP8_DEFAULT", "NVFP4_DEFAULT")
 }
+HQQ: dict[str, dict[str, Any]] = {
+    "hqq-4": {"nbits": 4},
+    "hqq-mixture": {
+        "self_attn.q_proj": {"nbits": 3}, "self_attn.k_proj": {"nbits": 6}, "self_attn.v_proj": {"nbits": 4},
+        "self_attn.o_proj": {"nbits": 8}, "mlp.gate_proj": {"nbits": 2}, "mlp.up_proj": {"nbits": 1},
+        "mlp.down_proj": {"nbits": 4, "group_size": 16},
+    },
+    "hqq-columns": {"nbits": 4, "axis": 0},
+}  # fmt: skip
+MORE_OF_HQQ: dict[str, dict[str, Any]] = {
+    **{f"hqq {bits}": {"nbits": bits} for bits in (1, 1.58, 2, 3, 5, 6, 8)},
+    **{f"hqq columns {bits}": {"nbits": bits, "axis": 0} for bits in (1, 2, 3, 8)},
+    "hqq across rows": {"nbits": 4, "group_size": 64},
+}
 COMPRESSED: dict[str, dict[str, Any]] = {
     "w4a16": {"num_bits": 4, "strategy": "group", "group_size": GROUP, "symmetric": False},
     "w8a8": {"num_bits": 8, "strategy": "channel"},
@@ -79,8 +93,8 @@ MORE_COMPRESSED: dict[str, dict[str, Any]] = {
     "w8a16": {"num_bits": 8, "strategy": "group", "group_size": GROUP, "symmetric": False},
     "fp8": {"num_bits": 8, "type": "float", "strategy": "tensor"},
 }
-KINDS = {**GPTQMODEL, **AUTO_ROUND, **MODELOPT, **COMPRESSED}
-MORE_KINDS = {**MORE_OF_GPTQMODEL, **MORE_OF_AUTO_ROUND, **MORE_OF_MODELOPT, **MORE_COMPRESSED}
+KINDS = {**GPTQMODEL, **AUTO_ROUND, **MODELOPT, **HQQ, **COMPRESSED}
+MORE_KINDS = {**MORE_OF_GPTQMODEL, **MORE_OF_AUTO_ROUND, **MORE_OF_MODELOPT, **MORE_OF_HQQ, **MORE_COMPRESSED}
 
 
 def tool_of(kind: str) -> str:
@@ -89,6 +103,8 @@ def tool_of(kind: str) -> str:
         return "auto_round"
     if kind in MODELOPT | MORE_OF_MODELOPT:
         return "modelopt"
+    if kind in HQQ | MORE_OF_HQQ:
+        return "hqq"
     return "gptqmodel" if kind in GPTQMODEL | MORE_OF_GPTQMODEL else "llmcompressor"
 
 
@@ -102,7 +118,7 @@ def quantise(folder: Path, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
     _write_tokenizer(original)
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(3, FIELDS["vocab_size"], (1, 64), generator=generator) for _ in range(16)]
-    tools = {"gptqmodel": _by_gptqmodel, "auto_round": _by_auto_round, "modelopt": _by_modelopt}
+    tools = {"gptqmodel": _by_gptqmodel, "auto_round": _by_auto_round, "modelopt": _by_modelopt, "hqq": _by_hqq}
     return folder / "coded", tools.get(tool_of(kind), _by_llmcompressor)(
         original, folder / "coded", (KINDS | MORE_KINDS)[kind], rows
     )
@@ -209,6 +225,29 @@ def _by_modelopt(
             flat = scale[:, 0, :, 0] if scale.ndim == 4 else flat
             values[name] = FP8QTensor(shape, torch.float32, codes).dequantize(scale=flat, block_sizes=blocks)
     return {name: one.contiguous() for name, one in values.items()}
+
+
+def _by_hqq(original: Path, target: Path, how: dict[str, Any], rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    del rows  # it looks at the weights alone
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear, Quantizer
+    from hqq.models.hf.base import AutoHQQHFModel
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(original, dtype=torch.float16)
+    options = {"group_size": GROUP, "axis": 1}
+    is_mixture = "nbits" not in how
+    config = {tag: BaseQuantizeConfig(**{**options, **one}) for tag, one in (how if is_mixture else {"": how}).items()}
+    AutoHQQHFModel.quantize_model(
+        model, quant_config=config if is_mixture else config[""], compute_dtype=torch.float16, device="cpu"
+    )
+    stored = config if is_mixture else config[""]
+    model.config.quantization_config = {"quant_method": "hqq", "quant_config": stored, "skip_modules": ["lm_head"]}
+    model.save_pretrained(target)
+    values = {}
+    for name, module in model.named_modules():
+        if isinstance(module, HQQLinear):
+            meta = {key: one.float() if key in ("scale", "zero") else one for key, one in module.meta.items()}
+            values[f"{name}.weight"] = Quantizer.dequantize(module.W_q, {**meta, "compute_dtype": torch.float32})
+    return values
 
 
 def _by_llmcompressor(

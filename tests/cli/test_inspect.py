@@ -40,6 +40,7 @@ from diptych.models.contents import contents_of
 from gguf_files import gguf_reference, write_gguf
 from mlx_files import DATA as MLX
 from quantiser_files import DATA as QUANTISERS
+from stacked_files import original_stacks, stacked_checkpoints
 from started import run
 
 
@@ -152,6 +153,9 @@ HOLDERS: dict[str, Callable[[Path], Path]] = {
     "Gemma": lambda folder: coded(folder, gemma(2)),
     "AutoRound": lambda folder: QUANTISERS / "auto-round-mixture",
     "modelopt": lambda folder: QUANTISERS / "modelopt-fp8",
+    "HQQ": lambda folder: QUANTISERS / "hqq-mixture",
+    "HQQ in columns": lambda folder: QUANTISERS / "hqq-columns",
+    "stacked fp8": lambda folder: stacked_checkpoints("experts", original_stacks(folder), folder)[0],
     "NVFP4 of MLX": lambda folder: MLX / "nvfp4",
     "NF4": lambda folder: BITSANDBYTES / "nf4",
     "LLM.int8": lambda folder: BITSANDBYTES / "int8",

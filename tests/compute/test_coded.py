@@ -47,6 +47,11 @@ AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": 
 GROUPS = {"qscheme": "per_group", "ch_axis": -1, "group_size": 32}
 
 
+def hqq_with(**weights: Any) -> dict[str, Any]:
+    """A config of HQQ."""
+    return {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64, **weights}}}
+
+
 def quark_with(weight: Any, **fields: Any) -> dict[str, Any]:
     """A config of Quark with another type of weights."""
     own = {"dtype": "fp4", "scale_format": "e8m0", **GROUPS, **weight} if isinstance(weight, dict) else weight
@@ -396,6 +401,17 @@ def test_rows_of_heads_and_of_what_gates_them_come_out_of_one_matrix(
             quark_with({"dtype": "int4"}, layer_quant_config={"*v_proj": {"weight": {"dtype": "uint4", **GROUPS}}}),
             "layer_quant_config .* one kind of whole numbers",
         ),
+        ({"quant_method": "hqq"}, "quant_config .* it must say how"),
+        (hqq_with(nbits=7), "nbits .* is 7; 8 or 6"),
+        (hqq_with(group_size=0), "group_size .* is 0"),
+        (hqq_with(axis=2), "axis .* is 2; 0 or 1"),
+        (hqq_with(channel_wise=False), "channel_wise .* is False"),
+        (hqq_with(view_as_float=True), "view_as_float .* is True"),
+        (
+            {"quant_method": "hqq", "quant_config": {"mlp.up_proj": {"scale_quant_params": {"nbits": 8}}}},
+            "scale_quant_params .* quantised themselves",
+        ),
+        ({"quant_method": "hqq", "quant_config": {"mlp.up_proj": 4}}, "a int for 'mlp.up_proj'"),
         ("awq", "is a str"),
     ],
 )

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers.integrations.finegrained_fp8 import Fp8Quantize
-from transformers.utils.quantization_config import FineGrainedFP8Config
+from safetensors.torch import load_file
 
-from checkpoints import make_checkpoint
 from coded_files import Tensors, damaged, logits_of
 from diptych.compute.coded import CodedCheckpoint
 from diptych.compute.ops.cpu_kernels import instruction_sets
@@ -25,93 +19,22 @@ from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig, read_json
 from diptych.models.contents import contents_of
 from diptych.models.quantised import quantisation_of
+from stacked_files import KINDS, original_stacks, stacked_checkpoints
 
 UP, DOWN = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"
-SIZES = {"hidden_size": 128, "moe_intermediate_size": 128, "n_routed_experts": 8, "num_experts_per_tok": 4}
-
-
-def by_transformers(
-    block: tuple[int, int] | None, **fields: str
-) -> Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]:
-    """What its quantiser saves of a tensor, and its values as its own dequantisation has them, in fp32."""
-    made = Fp8Quantize(SimpleNamespace(quantization_config=FineGrainedFP8Config(weight_block_size=block, **fields)))
-
-    def write(name: str, w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        parts = made.convert({name: w.float()})
-        assert len(parts) == 2, name
-        scale = next(part for one, part in parts.items() if one != name)
-        return parts, made.reverse_op._dequantize_one(parts[name], scale, torch.float32)
-
-    return write
-
-
-def of_halves(name: str, w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """A scale of gate and one of up, for which FP8Experts has room."""
-    is_pair = w.ndim == 3 and "gate_up" in name
-    return by_transformers((w.shape[-2] // (2 if is_pair else 1), w.shape[-1]))(name, w)
-
-
-def of_all(name: str, w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """One scale for all experts."""
-    parts, values = by_transformers(None)(name, w.flatten(0, -2))
-    parts[name] = parts[name].view(w.shape)
-    return {one: part if one == name else part.reshape(1) for one, part in parts.items()}, values.view(w.shape)
-
-
-def of_experts(name: str, w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """As Mistral Small 4: a scale of each expert, and one of its inputs."""
-    parts, values = by_transformers(None)(name, w)
-    if w.ndim == 3:
-        return {**parts, f"{name}_activation_scale": torch.full((len(w),), 0.5)}, values
-    return {**parts, f"{name.removesuffix('weight')}activation_scale": torch.tensor(0.5)}, values
-
-
-# block of the config, how its tensors are written, what holds stacked experts
-KINDS = {
-    "blocks": ([128, 128], by_transformers((128, 128)), "fp8-g128"),
-    "blocks in powers of two": ([128, 128], by_transformers((128, 128), scale_fmt="ue8m0"), "fp8-g128"),
-    "small blocks": ([32, 64], by_transformers((32, 64)), None),
-    "experts": (None, of_experts, "fp8"),
-    "gate and up": (None, of_halves, "fp8"),
-    "all": (None, of_all, "fp8"),
-}
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_checkpoint("mistral4", tmp_path_factory.mktemp("plain"), dtype=torch.bfloat16, **SIZES)
+    path = original_stacks(tmp_path_factory.mktemp("plain"))
     assert UP in load_file(path / "model.safetensors")
     return path
-
-
-def made(kind: str, original: Path, folder: Path) -> tuple[Path, Path]:
-    """(as transformers quantises it, plain fp32 of the same values)"""
-    block, write, _ = KINDS[kind]
-    coded: Tensors = {}
-    plain: Tensors = {}
-    for name, tensor in load_file(original / "model.safetensors").items():
-        coded[name] = plain[name] = tensor
-        if ".experts." in name or (".shared_experts." in name and tensor.ndim == 2):
-            parts, values = write(name, tensor)
-            coded |= {one: part.contiguous() for one, part in parts.items()}
-            plain[name] = values.contiguous()
-    config = read_json(original / "config.json")
-    scheme = "static" if kind == "experts" else "dynamic"
-    section = {"quant_method": "fp8", "activation_scheme": scheme, "weight_block_size": block}
-    for path, tensors, more in (
-        (folder / "coded", coded, {"quantization_config": section}),
-        (folder / "plain", plain, {}),
-    ):
-        shutil.copytree(original, path)
-        (path / "config.json").write_text(json.dumps({**config, **more}))
-        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return folder / "coded", folder / "plain"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_expert_has_the_values_that_transformers_reads(kind: str, original: Path, tmp_path: Path) -> None:
     """A neighbour's scale, or gate's in place of up's, is another expert; they were refused as a dtype that cannot be read."""
-    coded, plain = made(kind, original, tmp_path)
+    coded, plain = stacked_checkpoints(kind, original, tmp_path)
     how = quantisation_of(HfConfig(read_json(coded / "config.json")))
     assert how is not None
     checkpoint, expected = CodedCheckpoint(coded, how, dtype=torch.float32), load_file(plain / "model.safetensors")
@@ -136,7 +59,7 @@ def test_kept_experts_answer_as_their_values_do(
     """By the kernels, and the log says what is kept."""
     if not instruction_sets():
         pytest.skip("the native kernels are not installed")
-    coded, plain = made(kind, original, tmp_path)
+    coded, plain = stacked_checkpoints(kind, original, tmp_path)
     exact = logits_of(plain, backend="torch", weights="fp32")
     with caplog.at_level(logging.INFO, logger="diptych.compute"):
         got = logits_of(coded, backend="cpu")
@@ -161,7 +84,7 @@ def test_damaged_stacks_are_refused(
     kind: str, change: Callable[[Tensors], object], message: str, original: Path, tmp_path: Path
 ) -> None:
     """What, the number and the limit, by the names that the file has."""
-    coded, _ = made(kind, original, tmp_path)
+    coded, _ = stacked_checkpoints(kind, original, tmp_path)
     damaged(coded, change)
     with pytest.raises(LoadError, match=message):
         logits_of(coded, backend="torch", weights="fp32")

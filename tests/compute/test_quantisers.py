@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from bitsandbytes_files import DIGESTS, digest
-from coded_files import logits_of, said_in_use
+from coded_files import damaged, logits_of, said_in_use
 from diptych.compute.coded import CodedCheckpoint
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
@@ -32,11 +33,15 @@ HELD = {
     "auto-round-awq": "group4-g32-f16-zeros",
     "auto-round-mxfp8": "bf16",
     "modelopt-fp8": "fp8",
+    "hqq-4": "group4-g32-f16-minima",
+    "hqq-mixture": ("group4-g16-f16-minima", "group8-g32-f16-minima-wide", "group6-g32-f16-minima-wide",
+                    "group3-g32-f16-minima", "group2-g32-f16-minima"),
+    "hqq-columns": "bf16",
     "w4a16": "group4-g32-bf16-zeros",
     "w8a8": "int8",
     "fp8-channel": "fp8",
     "fp8-block": "fp8-g128",
-}
+}  # fmt: skip
 
 
 def matrices(path: Path) -> dict[str, torch.Tensor]:
@@ -121,6 +126,35 @@ def test_what_modelopt_says_in_a_file_beside_the_config_is_read(tmp_path: Path) 
     (path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W4A16_AWQ"}}))
     with pytest.raises(LoadError, match=r"quant_algo in quantization_config .* is 'W4A16_AWQ'"):
         logits_of(path, backend="torch")
+
+
+K = "model.layers.0.self_attn.k_proj."
+HQQ = "model.layers.0.mlp.down_proj."
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("hqq-4", lambda t: t.pop(f"{HQQ}zero"), "zero is missing beside HQQ's codes"),
+        ("hqq-4", lambda t: t.update({f"{HQQ}W_q": t[f"{HQQ}W_q"][1:].clone()}), r"W_q is U8 \[95, 32\]; U8 \[96, 32\]"),
+        ("hqq-4", lambda t: t.update({f"{HQQ}scale": t[f"{HQQ}scale"] * float("inf")}), "scale has a number that is not"),
+        ("hqq-4", lambda t: t.update({f"{HQQ}nbits": torch.tensor(7, dtype=torch.int32)}), "names codes of 7 bits in groups"),
+        ("hqq-4", lambda t: t.update({f"{HQQ}group_size": torch.tensor(float("nan"))}), "group_size is F32"),
+        ("hqq-4", lambda t: t.update({f"{HQQ}group_size": torch.tensor(80)}), "6144 values, which groups of 80"),
+        ("hqq-4", lambda t: t.update({f"{HQQ}shape": torch.tensor([96, 64])}), r"shape is \[96, 64\]; .* \[64, 96\]"),
+        ("hqq-4", lambda t: t.update({f"{HQQ}view_as_float": torch.tensor(1)}), "view_as_float is set"),
+        ("hqq-4", lambda t: t.update({f"{HQQ}other": torch.tensor(1)}), "other"),
+        ("hqq-mixture", lambda t: t.update({f"{K}W_q": t[f"{K}W_q"] | 64}), r"W_q has a code of \d+; 6 bits are named"),
+        ("hqq-columns", lambda t: t.update({f"{HQQ}zero": t[f"{HQQ}zero"].T.contiguous()}), r"zero is F16 \[192, 1\]"),
+    ],
+)  # fmt: skip
+def test_damaged_codes_of_hqq_are_refused(kind: str, change: Any, message: str, tmp_path: Path) -> None:
+    """What, the number and the limit, before a model of it stands."""
+    path = tmp_path / "it"
+    shutil.copytree(DATA / kind, path)
+    damaged(path, change)
+    with pytest.raises(LoadError, match=message):
+        logits_of(path, backend="torch", weights="fp32")
 
 
 @pytest.mark.slow

@@ -27,8 +27,10 @@ from diptych.models.pooling import read_pooling
 from diptych.models.read import read_model
 from mlx_files import DATA as MLX
 from quantiser_files import DATA as QUANTISERS
+from stacked_files import original_stacks, stacked_checkpoints
 
 FIELDS = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32}
+FEW = {"num_hidden_layers": 1, "hidden_size": 64, "moe_intermediate_size": 32}
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 3, 2**31, 2**63, 10**30, 0.5, -0.0, 1e308, float("nan"), float("inf"), "", "x", "default",
     "llama", [], [0], [[1]], {}, {"a": 1}, [None] * 3,
@@ -65,6 +67,9 @@ FOLDERS: dict[str, Callable[[Path], Path]] = {
     "MXFP8": lambda folder: coded(folder, mxfp8(in_bytes=True)),
     "Quark": lambda folder: coded(folder, quark("uint4")),
     "Gemma": lambda folder: coded(folder, gemma(2)),
+    "HQQ": lambda folder: Path(shutil.copytree(QUANTISERS / "hqq-mixture", folder)),
+    "HQQ in columns": lambda folder: Path(shutil.copytree(QUANTISERS / "hqq-columns", folder)),
+    "stacked fp8": lambda folder: stacked_checkpoints("gate and up", original_stacks(folder, **FEW), folder)[0],
     "own int8": lambda folder: own(folder),
     "W8A8": lambda folder: coded(folder, compressed("int-quantized", num_bits=8, strategy="channel", symmetric=True)),
 }  # fmt: skip

@@ -1,5 +1,5 @@
 """How other programs lay out a quantised matrix in safetensors: AWQ, GPTQ, compressed-tensors, fp8, modelopt, Quark,
-bitsandbytes, MLX, BitNet, Gemma.
+bitsandbytes, MLX, BitNet, Gemma, HQQ (`coded_hqq`).
 
 Each layout gives the numbers as its file has them: integer codes with scales and zero points (`CodedMatrix`), which the kernels
 keep, or fp8 values with scales, or entries of a table, which become floats. Sources of the layouts: AutoAWQ
@@ -19,6 +19,7 @@ from collections.abc import Callable
 import torch
 
 from diptych.compute import ternary
+from diptych.compute.coded_hqq import open_hqq
 from diptych.compute.coded_matrices import (
     CodedMatrix,
     CodedParts,
@@ -33,7 +34,7 @@ from diptych.compute.coded_stacks import Fp8Entry
 from diptych.compute.ternary import TernaryMatrix
 from diptych.ground.errors import LoadError
 from diptych.models.quantisation import Quantisation
-from diptych.models.quantised import BESIDE_CODES, BESIDE_STACKS, CODES, MLX
+from diptych.models.quantised import BESIDE_CODES, BESIDE_HQQ, BESIDE_STACKS, CODES, MLX
 
 # AutoAWQ packs column 8 c + AWQ_ORDER[i] of eight into nibble i of a word
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -49,6 +50,8 @@ def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quant
         return _gptq(raw, prefix, shape, how)
     if how.method == "bitnet":
         return _bitnet(raw, prefix, shape, how)
+    if how.method == "hqq":
+        return open_hqq(raw, prefix, shape, _all_bytes(raw, prefix))
     if how.method == "gemma":
         return _gemma(raw, prefix, shape)
     if raw.holds(f"{prefix}.weight_packed"):
@@ -477,7 +480,8 @@ def companions_of_stack(raw: RawTensors, name: str) -> list[str]:
 
 def companions(raw: RawTensors, prefix: str) -> list[str]:
     """All tensors of the file that belong to the matrix."""
-    return [name for name in (f"{prefix}.{suffix}" for suffix in ("weight", *CODES, *BESIDE_CODES)) if raw.holds(name)]
+    beside = (*BESIDE_CODES, *(BESIDE_HQQ if raw.holds(f"{prefix}.W_q") else ()))
+    return [name for name in (f"{prefix}.{suffix}" for suffix in ("weight", *CODES, *beside)) if raw.holds(name)]
 
 
 def _row_scales(

@@ -85,7 +85,7 @@ class Matrix(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodedParts:
-    """Scales [n, G] and zero points [n, G] in units of codes (None: the middle), and which of them each input has.
+    """Scales [n, G] and zero points [n, G] in units of codes, whole or not (None: the middle), and which each input has.
 
     minima [n, G]: in place of zero points, what code 0 stands for. group: inputs in order that share one; index [k]: of each
     input, where they do not lie in order (act-order).
@@ -143,7 +143,8 @@ class CodedMatrix:
         if self.is_symmetric:
             grid = "signed"
         elif parts.minima is None:
-            grid = "zeros" if self.bits == 4 else "minima"
+            is_whole = parts.zeros is None or not parts.zeros.is_floating_point()
+            grid = "zeros" if self.bits == 4 and is_whole else "minima"
         else:  # of 8 bits level 0 is in the middle of the codes, and what that stands for may have more bits than the file's
             are_alike = scale in HALVES and parts.minima.dtype == parts.scales.dtype
             grid = "minima16" if are_alike and self.bits < 8 else "minima"

@@ -1,8 +1,8 @@
 """Experts stacked in one quantised tensor [E, n, k], as transformers 5 saves mixtures in fp8, as one matrix each.
 
-Beside `experts.gate_up_proj` lies `experts.gate_up_proj_scale_inv`: [E, blocks of rows, blocks of inputs], [E, 1, 1], [E] or one
-number, or [E, 2, blocks of inputs], where gate and up have a scale each. Source: transformers 5.23
-(`integrations/finegrained_fp8.py`, FP8Experts and Fp8Dequantize).
+Beside `experts.gate_up_proj` lies `experts.gate_up_proj_scale_inv`: [E, blocks of rows, blocks of inputs], [E, 1, 1], [E], one
+number, or [E, 2, 1], where gate and up have a scale each. Source: transformers 5.23 (`integrations/finegrained_fp8.py`,
+FP8Experts and Fp8Dequantize).
 """
 
 from __future__ import annotations

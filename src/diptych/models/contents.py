@@ -21,7 +21,8 @@ from diptych.models.files import has_weights, safetensors_header, weight_files
 from diptych.models.gguf import ROPE_TENSOR, is_beside
 from diptych.models.gguf_file import GgufFile, find_gguf, open_gguf
 from diptych.models.quantisation import Quantisation
-from diptych.models.quantised import BESIDE_CODES, BESIDE_STACKS, CODES, MLX, own_section, quantisation_of
+from diptych.models.quantised import BESIDE_CODES, BESIDE_HQQ, BESIDE_STACKS, CODES, MLX, own_section, quantisation_of
+from diptych.models.quantised_hqq import tag_of
 
 # parts of names -> the part of the model, the first that fits; of safetensors and of GGUF files
 PARTS: tuple[tuple[str, str], ...] = (
@@ -155,6 +156,10 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
             scales = header.get(f"{module}.scales") or {"shape": (0,)}  # without them it is refused by who reads it
             count = math.prod(scales["shape"]) * how.group_of(module)
             stored = f"mlx {32 * words / max(1, count):.2g} bit"
+        elif how is not None and how.method == "hqq" and f"{name.rpartition('.')[0]}.W_q" in header:
+            is_codes, is_beside = name.endswith(".W_q"), name.endswith(_endings(BESIDE_HQQ))
+            count = _hqq_values(how, name, header) if is_codes else 0 if is_beside else count
+            stored = "hqq" if is_codes else "hqq scales" if is_beside else stored
         elif how is not None and name.endswith(_endings(CODES)) and stored == "I32":
             bits = _bits(how, name, header)
             count, stored = count * 32 // bits, f"{how.method} {bits} bit"
@@ -179,6 +184,13 @@ def _bits(how: Quantisation, name: str, header: Mapping[str, Any]) -> int:
     module = name.removesuffix(".qweight")
     words, groups = ((header.get(f"{module}.{one}") or {}).get("shape") or [0] for one in ("qweight", "scales"))
     return how.scheme_of(module, words[0], groups[0]).bits if how.own_schemes else how.bits or 4
+
+
+def _hqq_values(how: Quantisation, name: str, header: Mapping[str, Any]) -> int:
+    """Of the codes W_q: so many as its groups have, by the rows of codes, or, in columns, by the config."""
+    module, columns = name.removesuffix(".W_q"), (header[name].get("shape") or [0])[-1]
+    groups = (header.get(f"{module}.scale") or {}).get("shape") or [0]
+    return math.prod(groups) * (columns if groups[-1] == 1 else how.group_of(tag_of(module)))
 
 
 def _packed_shapes(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:

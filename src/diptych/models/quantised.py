@@ -25,6 +25,7 @@ from diptych.models.quantisation import (
 )
 from diptych.models.quantised_auto_round import read_auto_round
 from diptych.models.quantised_gemma import read_gemma
+from diptych.models.quantised_hqq import read_hqq
 from diptych.models.quantised_quark import read_quark
 
 OWN = "diptych"  # what `diptych quantize` writes
@@ -41,7 +42,7 @@ MODELOPT: dict[str, KeptFormat | None] = {  # by quant_algo
 }  # fmt: skip
 FP4_KEPT = {16: KEPT_NVFP4, 32: KEPT_MXFP4}  # by the inputs that share a scale
 # how the tensors end in which one matrix lies: its codes, and what belongs to them and is no parameter
-CODES = ("qweight", "weight_packed", "embedding_quantized")
+CODES = ("qweight", "weight_packed", "embedding_quantized", "W_q")
 BESIDE_CODES = (
     "qzeros", "scales", "g_idx", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_scale_inv",
     "input_scale", "input_zero_point", "activation_scale", "weight.absmax", "weight.quant_map", "weight.nested_absmax",
@@ -49,6 +50,11 @@ BESIDE_CODES = (
     "weight_format", "weight_global_scale", "weight_scale_2", "input_global_scale", "k_scale", "v_scale", "biases",
     "output_scale", "output_zero_point", "embedding_scale", "input_activation_scale", "output_activation_scale",
     "k_cache_scale", "v_cache_scale",
+)  # fmt: skip
+BESIDE_HQQ = (
+    "scale", "zero", "nbits", "group_size", "shape", "axis", "packing", "unpack_view_dtype", "view_as_float", "quant_scale",
+    "quant_zero", "compute_dtype", "offload_meta", "encoded_state_dict", "stores_quant_config", "channel_wise", "optimize",
+    "round_zero",
 )  # fmt: skip
 BESIDE_STACKS = ("_scale_inv", "_activation_scale")  # behind the name of stacked experts, of fp8
 # whose layers have no matrix but in projections, all of which BitNet's online mode rounds
@@ -331,5 +337,5 @@ def _bitnet(section: HfConfig) -> Quantisation:
 READERS = {
     "awq": _awq, "gptq": _gptq, "auto-round": read_auto_round, "compressed-tensors": _compressed_tensors, "fp8": _fp8,
     "mxfp8": _mxfp8, "fbgemm_fp8": _fbgemm_fp8, "bitsandbytes": _bitsandbytes, "modelopt": _modelopt, "bitnet": _bitnet,
-    "quark": read_quark, "gemma": read_gemma,
+    "quark": read_quark, "gemma": read_gemma, "hqq": read_hqq,
 }  # fmt: skip
