@@ -82,6 +82,23 @@ MORE_OF_HQQ: dict[str, dict[str, Any]] = {
     **{f"hqq columns {bits}": {"nbits": bits, "axis": 0} for bits in (1, 2, 3, 8)},
     "hqq across rows": {"nbits": 4, "group_size": 64},
 }
+TORCHAO: dict[str, dict[str, Any]] = {
+    "torchao-intx-4": {"name": "IntxWeightOnly", "weight_dtype": torch.int4, "granularity": GROUP},
+    "torchao-int8": {"name": "Int8DynamicActivationInt8Weight"},
+    "torchao-fp8": {"name": "Float8WeightOnly"},
+}
+MORE_OF_TORCHAO: dict[str, dict[str, Any]] = {
+    "torchao int8 weights": {"name": "Int8WeightOnly"},
+    "torchao int8 groups": {"name": "Int8WeightOnly", "granularity": GROUP},
+    **{
+        f"torchao intx asymmetric {bits}": {
+            "name": "IntxWeightOnly", "weight_dtype": getattr(torch, f"int{bits}"), "granularity": GROUP,
+            "mapping_type": "ASYMMETRIC",
+        }
+        for bits in range(1, 9)
+    },
+    "torchao intx rows": {"name": "Int8DynamicActivationIntxWeight", "weight_dtype": torch.int4},
+}  # fmt: skip
 COMPRESSED: dict[str, dict[str, Any]] = {
     "w4a16": {"num_bits": 4, "strategy": "group", "group_size": GROUP, "symmetric": False},
     "w8a8": {"num_bits": 8, "strategy": "channel"},
@@ -93,8 +110,15 @@ MORE_COMPRESSED: dict[str, dict[str, Any]] = {
     "w8a16": {"num_bits": 8, "strategy": "group", "group_size": GROUP, "symmetric": False},
     "fp8": {"num_bits": 8, "type": "float", "strategy": "tensor"},
 }
-KINDS = {**GPTQMODEL, **AUTO_ROUND, **MODELOPT, **HQQ, **COMPRESSED}
-MORE_KINDS = {**MORE_OF_GPTQMODEL, **MORE_OF_AUTO_ROUND, **MORE_OF_MODELOPT, **MORE_OF_HQQ, **MORE_COMPRESSED}
+KINDS = {**GPTQMODEL, **AUTO_ROUND, **MODELOPT, **HQQ, **TORCHAO, **COMPRESSED}
+MORE_KINDS = {
+    **MORE_OF_GPTQMODEL,
+    **MORE_OF_AUTO_ROUND,
+    **MORE_OF_MODELOPT,
+    **MORE_OF_HQQ,
+    **MORE_OF_TORCHAO,
+    **MORE_COMPRESSED,
+}
 
 
 def tool_of(kind: str) -> str:
@@ -105,6 +129,8 @@ def tool_of(kind: str) -> str:
         return "modelopt"
     if kind in HQQ | MORE_OF_HQQ:
         return "hqq"
+    if kind in TORCHAO | MORE_OF_TORCHAO:
+        return "torchao"
     return "gptqmodel" if kind in GPTQMODEL | MORE_OF_GPTQMODEL else "llmcompressor"
 
 
@@ -118,7 +144,13 @@ def quantise(folder: Path, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
     _write_tokenizer(original)
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(3, FIELDS["vocab_size"], (1, 64), generator=generator) for _ in range(16)]
-    tools = {"gptqmodel": _by_gptqmodel, "auto_round": _by_auto_round, "modelopt": _by_modelopt, "hqq": _by_hqq}
+    tools = {
+        "gptqmodel": _by_gptqmodel,
+        "auto_round": _by_auto_round,
+        "modelopt": _by_modelopt,
+        "hqq": _by_hqq,
+        "torchao": _by_torchao,
+    }
     return folder / "coded", tools.get(tool_of(kind), _by_llmcompressor)(
         original, folder / "coded", (KINDS | MORE_KINDS)[kind], rows
     )
@@ -247,6 +279,35 @@ def _by_hqq(original: Path, target: Path, how: dict[str, Any], rows: list[torch.
         if isinstance(module, HQQLinear):
             meta = {key: one.float() if key in ("scale", "zero") else one for key, one in module.meta.items()}
             values[f"{name}.weight"] = Quantizer.dequantize(module.W_q, {**meta, "compute_dtype": torch.float32})
+    return values
+
+
+def _by_torchao(original: Path, target: Path, how: dict[str, Any], rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    del rows  # of rounding to nearest
+    from torchao import quantization as tool
+    from torchao.quantization.quant_primitives import dequantize_affine
+
+    options = {key: value for key, value in how.items() if key != "name"}
+    if "granularity" in options:
+        options["granularity"] = tool.PerGroup(options["granularity"])
+    if "mapping_type" in options:
+        options["mapping_type"] = tool.MappingType[options["mapping_type"]]
+    config = transformers.TorchAoConfig(getattr(tool, f"{how['name']}Config")(**options))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        original, quantization_config=config, dtype=torch.bfloat16, device_map="cpu"
+    )
+    model.save_pretrained(target)
+    values = {}
+    for name, parameter in model.named_parameters():
+        if not hasattr(parameter, "qdata"):
+            continue
+        if parameter.qdata.dtype == torch.int8:
+            found, scale = parameter.detach(), parameter.scale.float()
+            values[name] = dequantize_affine(
+                found.qdata, found.block_size, scale, found.zero_point, torch.int8, output_dtype=torch.float32
+            )
+        else:
+            values[name] = parameter.dequantize(torch.float32).detach()
     return values
 
 

@@ -155,6 +155,8 @@ HOLDERS: dict[str, Callable[[Path], Path]] = {
     "modelopt": lambda folder: QUANTISERS / "modelopt-fp8",
     "HQQ": lambda folder: QUANTISERS / "hqq-mixture",
     "HQQ in columns": lambda folder: QUANTISERS / "hqq-columns",
+    "torchao": lambda folder: QUANTISERS / "torchao-intx-4",
+    "torchao W8A8": lambda folder: QUANTISERS / "torchao-int8",
     "stacked fp8": lambda folder: stacked_checkpoints("experts", original_stacks(folder), folder)[0],
     "NVFP4 of MLX": lambda folder: MLX / "nvfp4",
     "NF4": lambda folder: BITSANDBYTES / "nf4",

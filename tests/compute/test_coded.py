@@ -52,6 +52,11 @@ def hqq_with(**weights: Any) -> dict[str, Any]:
     return {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64, **weights}}}
 
 
+def torchao_with(name: str, **data: Any) -> dict[str, Any]:
+    """A config of torchao."""
+    return {"quant_method": "torchao", "quant_type": {"default": {"_type": name, "_version": 2, "_data": data}}}
+
+
 def quark_with(weight: Any, **fields: Any) -> dict[str, Any]:
     """A config of Quark with another type of weights."""
     own = {"dtype": "fp4", "scale_format": "e8m0", **GROUPS, **weight} if isinstance(weight, dict) else weight
@@ -412,6 +417,20 @@ def test_rows_of_heads_and_of_what_gates_them_come_out_of_one_matrix(
             "scale_quant_params .* quantised themselves",
         ),
         ({"quant_method": "hqq", "quant_config": {"mlp.up_proj": 4}}, "a int for 'mlp.up_proj'"),
+        ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "quant_type"),
+        ({"quant_method": "torchao"}, "_type in .* is None"),
+        (torchao_with("Int4WeightOnlyConfig"), "_type .* is 'Int4WeightOnlyConfig'; Int8WeightOnlyConfig"),
+        (
+            torchao_with("FqnToConfig", fqn_to_config={"_default": {"_type": "NVFP4Config"}}),
+            "_type .* is 'NVFP4Config'",
+        ),
+        (torchao_with("FqnToConfig"), "'default' must say how"),
+        (torchao_with("IntxWeightOnlyConfig", weight_dtype={"_data": "uint4"}), "weight_dtype .* int1 or int2"),
+        (torchao_with("IntxWeightOnlyConfig", intx_packing_format={"_data": "OPAQUE"}), "intx_packing_format"),
+        (
+            torchao_with("Float8WeightOnlyConfig", weight_dtype={"_data": "float8_e5m2"}),
+            "weight_dtype .* float8_e4m3fn",
+        ),
         ("awq", "is a str"),
     ],
 )

@@ -37,6 +37,9 @@ HELD = {
     "hqq-mixture": ("group4-g16-f16-minima", "group8-g32-f16-minima-wide", "group6-g32-f16-minima-wide",
                     "group3-g32-f16-minima", "group2-g32-f16-minima"),
     "hqq-columns": "bf16",
+    "torchao-intx-4": "group4-g32-bf16",
+    "torchao-int8": "int8",
+    "torchao-fp8": "fp8",
     "w4a16": "group4-g32-bf16-zeros",
     "w8a8": "int8",
     "fp8-channel": "fp8",
@@ -129,6 +132,7 @@ def test_what_modelopt_says_in_a_file_beside_the_config_is_read(tmp_path: Path) 
 
 
 K = "model.layers.0.self_attn.k_proj."
+AO = f"{K}_weight_"
 HQQ = "model.layers.0.mlp.down_proj."
 
 
@@ -145,10 +149,16 @@ HQQ = "model.layers.0.mlp.down_proj."
         ("hqq-4", lambda t: t.update({f"{HQQ}view_as_float": torch.tensor(1)}), "view_as_float is set"),
         ("hqq-4", lambda t: t.update({f"{HQQ}other": torch.tensor(1)}), "other"),
         ("hqq-mixture", lambda t: t.update({f"{K}W_q": t[f"{K}W_q"] | 64}), r"W_q has a code of \d+; 6 bits are named"),
+        ("torchao-intx-4", lambda t: t.pop(f"{AO}scale"), "_weight_scale is missing beside torchao's codes"),
+        ("torchao-intx-4", lambda t: t.update({f"{AO}qdata": t[f"{AO}qdata"] * 2}), "codes from -16 to 14; .* names 4 bits"),
+        ("torchao-intx-4", lambda t: t.update({f"{AO}zero_point": t[f"{AO}zero_point"] + 9}), "zero points from 9 to 9"),
+        ("torchao-intx-4", lambda t: t.update({f"{AO}qdata": t[f"{AO}qdata"].view(torch.uint8)}), "qdata is U8"),
+        ("torchao-intx-4", lambda t: t.update({f"{AO}act_pre_scale": torch.ones(1)}), "act_pre_scale"),
+        ("torchao-fp8", lambda t: t.pop(f"{AO}scale"), "is fp8 and has no scale beside it"),
         ("hqq-columns", lambda t: t.update({f"{HQQ}zero": t[f"{HQQ}zero"].T.contiguous()}), r"zero is F16 \[192, 1\]"),
     ],
 )  # fmt: skip
-def test_damaged_codes_of_hqq_are_refused(kind: str, change: Any, message: str, tmp_path: Path) -> None:
+def test_damaged_codes_are_refused(kind: str, change: Any, message: str, tmp_path: Path) -> None:
     """What, the number and the limit, before a model of it stands."""
     path = tmp_path / "it"
     shutil.copytree(DATA / kind, path)

@@ -69,6 +69,7 @@ FOLDERS: dict[str, Callable[[Path], Path]] = {
     "Gemma": lambda folder: coded(folder, gemma(2)),
     "HQQ": lambda folder: Path(shutil.copytree(QUANTISERS / "hqq-mixture", folder)),
     "HQQ in columns": lambda folder: Path(shutil.copytree(QUANTISERS / "hqq-columns", folder)),
+    "torchao": lambda folder: Path(shutil.copytree(QUANTISERS / "torchao-intx-4", folder)),
     "stacked fp8": lambda folder: stacked_checkpoints("gate and up", original_stacks(folder, **FEW), folder)[0],
     "own int8": lambda folder: own(folder),
     "W8A8": lambda folder: coded(folder, compressed("int-quantized", num_bits=8, strategy="channel", symmetric=True)),

@@ -1,5 +1,5 @@
 """How other programs lay out a quantised matrix in safetensors: AWQ, GPTQ, compressed-tensors, fp8, modelopt, Quark,
-bitsandbytes, MLX, BitNet, Gemma, HQQ (`coded_hqq`).
+bitsandbytes, MLX, BitNet, Gemma, HQQ (`coded_hqq`), torchao (`coded_torchao`).
 
 Each layout gives the numbers as its file has them: integer codes with scales and zero points (`CodedMatrix`), which the kernels
 keep, or fp8 values with scales, or entries of a table, which become floats. Sources of the layouts: AutoAWQ
@@ -31,6 +31,7 @@ from diptych.compute.coded_matrices import (
     TableState,
 )
 from diptych.compute.coded_stacks import Fp8Entry
+from diptych.compute.coded_torchao import open_integers
 from diptych.compute.ternary import TernaryMatrix
 from diptych.ground.errors import LoadError
 from diptych.models.quantisation import Quantisation
@@ -52,6 +53,8 @@ def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quant
         return _bitnet(raw, prefix, shape, how)
     if how.method == "hqq":
         return open_hqq(raw, prefix, shape, _all_bytes(raw, prefix))
+    if how.method == "torchao":
+        return _torchao(raw, prefix, shape, how)
     if how.method == "gemma":
         return _gemma(raw, prefix, shape)
     if raw.holds(f"{prefix}.weight_packed"):
@@ -278,14 +281,26 @@ def _fp4(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation
     return Fp4Matrix(prefix, raw, codes, scale, whole, divides=divides, stored_bytes=nbytes, group=group)
 
 
-def _fp8(raw: RawTensors, weight: str, shape: tuple[int, int], how: Quantisation) -> ScaledMatrix:
+def _torchao(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> Matrix | None:
+    """_weight_qdata, fp8 or int8, [n, k], and _weight_scale [n, G], or of fp8 one, or of blocks."""
+    codes = f"{prefix}._weight_qdata"
+    if not raw.holds(codes):
+        return None
+    if raw.header(codes)[1] == "F8_E4M3":
+        return _fp8(raw, codes, shape, how, scales=(f"{prefix}._weight_scale",))
+    return open_integers(raw, prefix, shape, how, _all_bytes(raw, prefix))
+
+
+def _fp8(
+    raw: RawTensors, weight: str, shape: tuple[int, int], how: Quantisation, *, scales: tuple[str, ...] = ()
+) -> ScaledMatrix:
     """weight fp8 E4M3 [n, k] with weight_scale_inv or weight_scale (a factor, both): one, of rows, of blocks, of 32 inputs.
 
     Of the last (MXFP8) u8, exponents.
     """
     n, k = shape
     _require(raw, weight, shape, "F8_E4M3")
-    scale = next((name for name in (f"{weight}_scale_inv", f"{weight}_scale") if raw.holds(name)), None)
+    scale = next((one for one in scales or (f"{weight}_scale_inv", f"{weight}_scale") if raw.holds(one)), None)
     if scale is None:
         raise LoadError(f"{weight} is fp8 and has no scale beside it", hint="the checkpoint is incomplete")
     found, nbytes = raw.header(scale)[0], _nbytes(raw, weight) + _nbytes(raw, scale)

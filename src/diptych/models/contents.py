@@ -190,7 +190,7 @@ def _hqq_values(how: Quantisation, name: str, header: Mapping[str, Any]) -> int:
     """Of the codes W_q: so many as its groups have, by the rows of codes, or, in columns, by the config."""
     module, columns = name.removesuffix(".W_q"), (header[name].get("shape") or [0])[-1]
     groups = (header.get(f"{module}.scale") or {}).get("shape") or [0]
-    return math.prod(groups) * (columns if groups[-1] == 1 else how.group_of(tag_of(module)))
+    return int(math.prod(groups)) * (columns if groups[-1] == 1 else how.group_of(tag_of(module)))
 
 
 def _packed_shapes(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:

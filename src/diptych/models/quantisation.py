@@ -41,6 +41,7 @@ class Quantisation:
     one (fp8), None without. has_zeros: each matrix has zero points beside it; has_order: it says in which group each input is.
     zero_added: to every zero point as it is stored (gptq's first layout: 1). divides: what the scale of a matrix does (bitnet).
     is_ordered: codes of a word lie in their order, not in AutoAWQ's; is_signed: they are signed (quark).
+    meets_int8_rows: codes of 8 bits meet activations of 8, as their publisher runs them (torchao).
     is_online: floats of layers are rounded at load, as the model does it whenever it runs (bitnet), but for those of `plain`.
     kept: the kernels' format that will hold most matrices, as far as the config says.
     note: what is read otherwise than its publisher runs it, for the log.
@@ -61,6 +62,7 @@ class Quantisation:
     divides: bool = False
     is_ordered: bool = False
     is_signed: bool = False
+    meets_int8_rows: bool = False
     is_online: bool = False
     plain: tuple[str, ...] = ()
     note: str = ""

@@ -27,6 +27,7 @@ from diptych.models.quantised_auto_round import read_auto_round
 from diptych.models.quantised_gemma import read_gemma
 from diptych.models.quantised_hqq import read_hqq
 from diptych.models.quantised_quark import read_quark
+from diptych.models.quantised_torchao import read_torchao
 
 OWN = "diptych"  # what `diptych quantize` writes
 MLX = "mlx"  # which names itself nowhere
@@ -42,14 +43,14 @@ MODELOPT: dict[str, KeptFormat | None] = {  # by quant_algo
 }  # fmt: skip
 FP4_KEPT = {16: KEPT_NVFP4, 32: KEPT_MXFP4}  # by the inputs that share a scale
 # how the tensors end in which one matrix lies: its codes, and what belongs to them and is no parameter
-CODES = ("qweight", "weight_packed", "embedding_quantized", "W_q")
+CODES = ("qweight", "weight_packed", "embedding_quantized", "W_q", "_weight_qdata")
 BESIDE_CODES = (
     "qzeros", "scales", "g_idx", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_scale_inv",
     "input_scale", "input_zero_point", "activation_scale", "weight.absmax", "weight.quant_map", "weight.nested_absmax",
     "weight.nested_quant_map", "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4", "SCB",
     "weight_format", "weight_global_scale", "weight_scale_2", "input_global_scale", "k_scale", "v_scale", "biases",
     "output_scale", "output_zero_point", "embedding_scale", "input_activation_scale", "output_activation_scale",
-    "k_cache_scale", "v_cache_scale",
+    "k_cache_scale", "v_cache_scale", "_weight_scale", "_weight_zero_point",
 )  # fmt: skip
 BESIDE_HQQ = (
     "scale", "zero", "nbits", "group_size", "shape", "axis", "packing", "unpack_view_dtype", "view_as_float", "quant_scale",
@@ -337,5 +338,5 @@ def _bitnet(section: HfConfig) -> Quantisation:
 READERS = {
     "awq": _awq, "gptq": _gptq, "auto-round": read_auto_round, "compressed-tensors": _compressed_tensors, "fp8": _fp8,
     "mxfp8": _mxfp8, "fbgemm_fp8": _fbgemm_fp8, "bitsandbytes": _bitsandbytes, "modelopt": _modelopt, "bitnet": _bitnet,
-    "quark": read_quark, "gemma": read_gemma, "hqq": read_hqq,
+    "quark": read_quark, "gemma": read_gemma, "hqq": read_hqq, "torchao": read_torchao,
 }  # fmt: skip
