@@ -45,6 +45,9 @@ HELD = {
     "fp8-channel": "fp8",
     "fp8-block": "fp8-g128",
 }  # fmt: skip
+K = "model.layers.0.self_attn.k_proj."
+AO = f"{K}_weight_"
+HQQ = "model.layers.0.mlp.down_proj."
 
 
 def matrices(path: Path) -> dict[str, torch.Tensor]:
@@ -131,9 +134,29 @@ def test_what_modelopt_says_in_a_file_beside_the_config_is_read(tmp_path: Path) 
         logits_of(path, backend="torch")
 
 
-K = "model.layers.0.self_attn.k_proj."
-AO = f"{K}_weight_"
-HQQ = "model.layers.0.mlp.down_proj."
+def test_biases_beside_codes_of_hqq_are_read(tmp_path: Path) -> None:
+    """They lie in its own modules, under the name that they have in a plain checkpoint."""
+    coded, plain = tmp_path / "coded", tmp_path / "plain"
+    shutil.copytree(DATA / "hqq-mixture", coded)
+    values, config = matrices(coded), read_json(coded / "config.json")
+    generator = torch.Generator().manual_seed(2)
+    biases = {
+        name.replace("weight", "bias"): torch.randn(len(one), generator=generator).half()
+        for name, one in values.items()
+        if "self_attn" in name
+    }
+    damaged(coded, lambda tensors: tensors.update(biases))
+    others = {name: one for name, one in load_file(coded / "model.safetensors").items() if "_proj." not in name}
+    (coded / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
+    plain.mkdir()
+    save_file({**others, **values, **biases}, plain / "model.safetensors", metadata={"format": "pt"})
+    del config["quantization_config"]
+    (plain / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
+    got, expected = (logits_of(path, backend="torch", weights="fp32") for path in (coded, plain))
+    assert torch.equal(got, expected)
+    assert not torch.allclose(got, logits_of(DATA / "hqq-mixture", backend="torch", weights="fp32"), atol=0.1)
+    counted = sum(group.parameters for group in contents_of(coded).groups)
+    assert counted == load_model(coded, ComputeConfig(backend="torch", threads=1)).n_parameters
 
 
 @pytest.mark.parametrize(
