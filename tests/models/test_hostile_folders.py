@@ -30,7 +30,7 @@ from quantiser_files import DATA as QUANTISERS
 from stacked_files import original_stacks, stacked_checkpoints
 
 FIELDS = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32}
-FEW = {"num_hidden_layers": 1, "hidden_size": 64, "moe_intermediate_size": 32}
+FEW = {"num_hidden_layers": 2, "hidden_size": 64, "moe_intermediate_size": 32}
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 3, 2**31, 2**63, 10**30, 0.5, -0.0, 1e308, float("nan"), float("inf"), "", "x", "default",
     "llama", [], [0], [[1]], {}, {"a": 1}, [None] * 3,
