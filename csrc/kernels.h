@@ -214,12 +214,13 @@ struct StateShape {
   float rate_scale = 1.0f;   // of what is softened, before it is shifted
   bool fades_by_key = false;  // delta: each row of a head's state has a decay of its own
   float least_decay = 0.0f;   // by key: what bounds its logarithm, 0: nothing
+  bool is_steady = false;     // ssd: each step is 1, and there are no taps: q, k and v are bent as they come
 
   DIPTYCH_FORCED bool is_selective() const { return rule == StateRule::selective; }
   DIPTYCH_FORCED bool has_matrix() const { return rule == StateRule::delta || rule == StateRule::ssd || is_selective(); }
   DIPTYCH_FORCED int64_t channels() const { return (is_selective() ? 0 : 2 * n_key_heads * key_dim) + n_value_heads * value_dim; }
   DIPTYCH_FORCED int64_t inputs() const { return rule == StateRule::convolution ? 3 * channels() : channels(); }
-  DIPTYCH_FORCED int64_t n_rates() const { return !has_matrix() ? 0 : rule == StateRule::delta && !fades_by_key ? 2 : 1; }  // of a head
+  DIPTYCH_FORCED int64_t n_rates() const { return !has_matrix() || is_steady ? 0 : rule == StateRule::delta && !fades_by_key ? 2 : 1; }  // of a head
   DIPTYCH_FORCED int64_t n_decays() const { return fades_by_key ? key_dim : is_selective() ? value_dim : 0; }  // likewise, projected by themselves
   DIPTYCH_FORCED int64_t n_shifts() const { return n_decays() == 0 ? 1 : n_decays(); }  // likewise
   DIPTYCH_FORCED int64_t part_heads() const {
@@ -252,14 +253,14 @@ struct StateCall {
   StateShape shape;
   // [T, inputs]: q, k and v; of a convolution what gates its inputs, what gates its outputs, its inputs; selective: [T, stride], v of every head
   const float* qkv = nullptr;
-  const float* rates = nullptr;  // [T, stride]: delta: beta of every head of the model, then their decays; ssd: their steps; selective: k, then q
+  const float* rates = nullptr;  // [T, stride]: delta: beta of every head of the model, then their decays; ssd: their steps, null: 1; selective: k, then q
   // [T, stride]: where they fade by key, of every head's rows, in place of those; selective: the steps of every head's channels
   const float* decays = nullptr;
   int64_t qkv_stride = 0, rates_stride = 0, decays_stride = 0, first_head = 0;
-  const float* taps = nullptr;      // [n_taps, channels]
+  const float* taps = nullptr;      // [n_taps, channels]; steady: null
   const float* tap_bias = nullptr;  // [channels], or null
-  const float *decay = nullptr, *shift = nullptr;  // [H], selective: as a state's heads lie; [H, shifts]; null of a convolution
-  const float* skip = nullptr;   // ssd: [H], what of a value is added to what its head gives; selective: [H * value_dim]
+  const float *decay = nullptr, *shift = nullptr;  // [H], selective: as a state's heads lie; [H, shifts]; null of a convolution, steady: the latter
+  const float* skip = nullptr;   // ssd: [H], what of a value is added to what its head gives, steady: null; selective: [H * value_dim]
   const float* norm = nullptr;   // delta: [value_dim]
   float* out = nullptr;          // [T, stride], H * value_dim of each row
   int64_t out_stride = 0;

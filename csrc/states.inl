@@ -33,6 +33,10 @@ static void sum_taps(const StateCall& call, const float* x, int64_t x_stride, co
   for (int64_t t = 0; t < n; ++t)
     for (int64_t i = 0; i < width; i += 16) {
       const int64_t lanes = width - i < 16 ? width - i : 16;
+      if (shape.is_steady) {
+        store_n(out + t * out_stride + i, silu_lanes(load_n(x + (begin + t) * x_stride + i, lanes)), lanes);
+        continue;
+      }
       F32 sum = call.tap_bias == nullptr ? zero() : load_n(call.tap_bias + channel + i, lanes);
       for (int64_t tap = 0; tap < shape.n_taps; ++tap) {
         const int64_t at = begin + t + tap - before;
@@ -62,6 +66,10 @@ DIPTYCH_INLINE float dot_row(const float* a, const float* b, int64_t n) {
 
 // What weighs a head's news and what is left of its state, for n tokens: beta and decay, or the token's step and what is left behind it.
 static void rates_of(const StateCall& call, const StateTask& task, int64_t head, int64_t begin, int64_t n, float* weight, float* left) {
+  if (call.shape.is_steady) {
+    for (int64_t t = 0; t < kStateTile; t += 16) store(weight + t, set1(1.0f)), store(left + t, exp_lanes(set1(-call.decay[head])));
+    return;
+  }
   const int64_t row = call.rates_stride, own = call.first_head + head;
   const bool is_delta = call.shape.rule == StateRule::delta, has_decays = !call.shape.fades_by_key;
   float given[2][kStateTile] = {};
@@ -304,7 +312,7 @@ static void move_heads(const StateCall& call, const StateTask& task, float* scra
     }
     for (int64_t i = 0; i < heads; ++i) {
       const int64_t head = task.part * heads + i;
-      const float skip = is_delta ? 0.0f : call.skip[head];
+      const float skip = call.skip == nullptr ? 0.0f : call.skip[head];
       float *state = task.write + head * shape.head_floats(), *out = call.out + (task.first_row + begin) * call.out_stride + head * dv;
       rates_of(call, task, head, begin, n, weight, left);
       if (shape.fades_by_key) fade_by_key(call, task, head, begin, n, tile, tile + dk, width, by_key);

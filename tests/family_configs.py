@@ -8,6 +8,7 @@ from family_fields import (
     CONVOLUTIONS,
     FALCON_H1,
     LAGUNA,
+    LIGHTNING,
     MAMBA,
     MAMBA_1,
     NEMOTRON_3,
@@ -387,6 +388,7 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
          "attn_layer_indices": [1]},
     ),
     **MAMBA_1,
+    **LIGHTNING,
     # newer ones that attend to windows: with sinks and bases of their own, with gated heads, with other experts
     "granite_swa": (
         "GraniteSWAConfig",

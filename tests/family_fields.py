@@ -58,6 +58,13 @@ QWEN4 = {"num_hidden_layers": 4, "head_dim": 32, "num_experts": 6, "num_experts_
          "indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 12,
          "indexer_compress_ratio": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
                                                           "partial_rotary_factor": 0.25}}  # fmt: skip
+# Lightning attention in three layers of four, four heads of which fade at different rates, and a factor of each kind of its own
+LIGHTNING = {
+    "minimax": ("MiniMaxConfig", "MiniMaxForCausalLM", {
+        "num_hidden_layers": 4, "layer_types": STATES, "head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 3,
+        "block_size": 7, "full_attn_alpha_factor": 1.5, "full_attn_beta_factor": 0.8, "linear_attn_alpha_factor": 0.7,
+        "linear_attn_beta_factor": 1.3, "mlp_alpha_factor": 2.1, "mlp_beta_factor": 0.6}),
+}  # fmt: skip
 # Mamba-1 in three layers of four, with experts in every second layer and without any; states alone, with bare norms and
 # without, and Mamba-2's
 MAMBA_1 = {

@@ -50,6 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     # what a state is of; a gate that files call otherwise; blocks of their own
     "olmo_hybrid": {"r": 4, "lora_alpha": 8, "target_modules": [f"{one}_proj" for one in "qkvogab"]},
     "jamba": {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj", "x_proj", "out_proj", "q_proj"]},
+    "minimax": {"r": 4, "lora_alpha": 8, "target_modules": ["qkv_proj", "output_gate", "out_proj", "q_proj", "o_proj"]},
     "mamba": {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj", "x_proj"]},
     "laguna": {"r": 4, "lora_alpha": 8, "target_modules": ["g_proj", "q_proj", "o_proj"]},
     "bitnet": {"r": 4, "lora_alpha": 8, "target_modules": list(ALL)},

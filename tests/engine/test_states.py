@@ -25,7 +25,7 @@ BLOCK = 16
 
 
 # the second one's states hand on tokens' ids, too; the third has two for each layer, the last no layer that attends
-@pytest.fixture(scope="module", params=["qwen3_5", "qwen4_exp", "jamba", "falcon_mamba"])
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen4_exp", "jamba", "falcon_mamba", "minimax"])
 def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     directory = tmp_path_factory.mktemp("tiny-states")
     make_checkpoint(request.param, directory, vocab_size=4096, max_position_embeddings=512, dtype=torch.bfloat16)

@@ -104,6 +104,7 @@ TARGETS = {
     "granite-h-dense": ["v_proj", "in_proj", "out_proj", "input_linear"],
     "lfm2": ["q_proj", "in_proj", "out_proj", "w1", "w2"],
     "jamba-dense": ["q_proj", "in_proj", "x_proj", "out_proj", "down_proj"],
+    "minimax": ["qkv_proj", "output_gate", "out_proj", "q_proj", "o_proj"],
 }
 
 

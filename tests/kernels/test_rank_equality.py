@@ -123,6 +123,8 @@ BEYOND: list[tuple[str, str, str, dict[str, int]]] = [
     ("glm5_next", "int8", "int8", {"num_attention_heads": 3, "num_key_value_heads": 3, "linear_num_heads": 3}),
     ("qwen4_exp", "int8", "int8", {"num_attention_heads": 6, "num_key_value_heads": 3}),
     ("jamba", "int8", "int8", {}),
+    ("minimax", "int8", "int8", {"num_attention_heads": 3, "num_key_value_heads": 3}),
+    ("minimax", "bf16", "bf16", {"full_attn_alpha_factor": 1, "full_attn_beta_factor": 1, "mlp_alpha_factor": 1}),
     ("falcon_mamba", "int4", "bf16", {}),  # blocks of no bytes travel, too
 ]  # fmt: skip
 

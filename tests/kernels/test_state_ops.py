@@ -33,6 +33,7 @@ State = tuple[torch.Tensor, torch.Tensor]
 # heads of one lane, of half a vector, of odd widths, of one key head for many (in parts), and of the published sizes; taps of
 # one to four
 SSD: Any = {"rule": StateRule.SSD, "has_tap_bias": True}
+STEADY: Any = {"rule": StateRule.SSD, "n_taps": 1, "is_steady": True}
 SELECTIVE: Any = {"rule": StateRule.SELECTIVE, "n_taps": 1}
 CONVOLUTION: Any = {"rule": StateRule.CONVOLUTION, "key_dim": 0}
 FORMS = {
@@ -51,6 +52,9 @@ FORMS = {
         n_key_heads=2, key_dim=7, n_value_heads=20, value_dim=19, n_taps=3, step_limits=(0.5, 2.0), **SSD
     ),
     "ssd-usual": StateSpec(n_key_heads=1, key_dim=128, n_value_heads=24, value_dim=64, n_taps=4, rate_scale=0.7, **SSD),
+    "steady-one": StateSpec(n_key_heads=1, key_dim=1, n_value_heads=1, value_dim=1, **STEADY),
+    "steady-odd": StateSpec(n_key_heads=3, key_dim=7, n_value_heads=3, value_dim=19, **STEADY),
+    "steady-usual": StateSpec(n_key_heads=4, key_dim=128, n_value_heads=4, value_dim=128, **STEADY),
     "taps-one": StateSpec(n_key_heads=1, n_value_heads=1, value_dim=1, n_taps=1, **CONVOLUTION),
     "taps-odd": StateSpec(n_key_heads=3, n_value_heads=3, value_dim=19, n_taps=4, has_tap_bias=True, **CONVOLUTION),
     "taps-usual": StateSpec(n_key_heads=4, n_value_heads=4, value_dim=64, n_taps=3, **CONVOLUTION),
@@ -86,6 +90,9 @@ class Rule:
                 "shift": noise(width, seed=5),
                 "skip": noise(width, seed=6),
             }
+            return
+        if form.is_steady:
+            self.numbers = {"decay": noise(heads, seed=4).exp()}
             return
         self.numbers = {"taps": noise(form.n_channels, form.n_taps, seed=3)}
         if form.has_tap_bias:

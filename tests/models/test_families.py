@@ -65,6 +65,7 @@ MORE: dict[str, dict[str, Any]] = {
     "stablelm": {"use_qkv_bias": True, "qk_layernorm": True},
     "seed_oss": {"attention_out_bias": True, "mlp_bias": True},
     "gpt_oss": {"num_local_experts": 4},
+    "minimax": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": [2, 2, 2, 2]},
     "olmo": {"clip_qkv": 8.0},

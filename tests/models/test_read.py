@@ -79,7 +79,7 @@ def test_multimodal_wrappers_give_their_language_part() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["zamba", "zamba2", "minimax", "recurrent_gemma", "bert", "rwkv", "jetmoe"],
+    ["zamba", "zamba2", "recurrent_gemma", "bert", "rwkv", "jetmoe"],
 )  # fmt: skip
 def test_what_is_on_no_list_is_refused_with_the_list(kind: str) -> None:
     """Hybrids and encoders were priced as dense decoders: a wrong price is worse than none."""
@@ -128,8 +128,8 @@ def test_a_gguf_file_of_a_refused_kind_is_told_why_too(tmp_path: Path) -> None:
     """Such a file was sent to its Hugging Face checkpoint, which is refused as well."""
     names = set(gguf.MODEL_ARCH_NAMES.values())
     assert not [kind for kind in IN_GGUF.values() if reason_for(kind) is None]
-    assert set(IN_GGUF) - names <= {"deepseek32", "deepseek4", "minimax-01"}  # newer than the package
-    for name in ("rwkv6", "rwkv7", "minimax-01"):
+    assert set(IN_GGUF) - names <= {"deepseek32", "deepseek4"}  # newer than the package
+    for name in ("rwkv6", "rwkv7"):
         out = gguf.GGUFWriter(str(tmp_path / name), name)
         out.write_header_to_file()
         out.write_kv_data_to_file()

@@ -70,7 +70,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         if attention.mla is not None:
             return self._latent_heads(norm, attention.mla, root)
         if attention.state is not None:
-            return self._state_heads(norm, attention.state)
+            return self._state_heads(norm, attention.state, is_shared=is_shared)
         widths, readers = self._widths, self._readers(root)
         has_bias, named = attention.has_o_bias, self.names.o_bias
         o = self.linear(
@@ -164,7 +164,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         return self.loader.gate(parts, activation, role=self.role(Split.OUTPUTS, attention_gate=parts.n_outputs))
 
     def _state_heads(
-        self, norm: NormParts | None, state: StateSpec
+        self, norm: NormParts | None, state: StateSpec, *, is_shared: bool
     ) -> tuple[NormParts | None, LayerHeads[Vector, Linear, Heads]]:
         """As `heads`, of a state. Its rates decide about what is kept, so they stay in the finest format."""
         root = f"{self.prefix}{self.names.states}."
@@ -173,7 +173,8 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         has_norm = state.rule is StateRule.SSD and state.n_norms > 0
         behind = self._norm_over(f"{root}norm", state.width) if has_norm else None
         if self.loader.is_balancing:
-            norm, readers = self.balance_norm(norm, readers)
+            if not is_shared:
+                norm, readers = self.balance_norm(norm, readers)
             if behind is not None:
                 behind, (o,) = balance_norm(behind, (o,), offset=0.0, share=NORM_SHARE)
         keys = state.n_key_heads * state.key_dim if state.key_dim else state.width
@@ -188,7 +189,8 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
                 first_gate=None if parts.first_gate is None else self.loader.linear(readers[1]),
                 norm=None if behind is None else self.loader.norm(behind),
                 n_norms=max(state.n_norms, 1),
-                norm_eps=self.spec.norm_eps,
+                norm_eps=state.norm_eps or self.spec.norm_eps,
+                norms_first=state.is_steady,
             ),
             o=self.loader.linear(o, role=self.role(Split.INPUTS, o=self.spec.hidden)),
             gate=None

@@ -97,6 +97,8 @@ def run_layer(
     """
     if weights.norms_sums:
         return run_summed(ops, x, weights, eps=eps)
+    if weights.keeps_norms:
+        return run_kept(ops, x, weights, eps=eps)
     h = gated_norm(ops, x, weights.input_norm, weights.input_gate, eps=eps)
     if weights.is_parallel:
         # before anything is added to x, which both norms are of
@@ -150,6 +152,31 @@ def run_summed(
     x = ops.stream(ops.norm(x, weights.post_attention_norm, eps=eps), 0, is_residual=True)
     x = ops.linear_add(run_dense(ops, x, gate_up, weights), down, x)
     return ops.stream(ops.norm(x, weights.post_mlp_norm, eps=eps), 1, is_residual=True)
+
+
+def run_kept(
+    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+    x: Stream,
+    weights: LayerWeights[Table, Vector, Linear, Heads, Experts],
+    *,
+    eps: float,
+) -> Stream:
+    """m + mixture(m) of m = norm(n + attention(n)), n = norm(x), all four scaled; each norm gives a stream of its own."""
+    assert weights.input_norm is not None
+    assert weights.pre_mlp_norm is not None
+    assert weights.o is not None
+    assert weights.experts is not None
+    x = ops.stream(ops.norm(x, weights.input_norm, eps=eps), 0, is_residual=True)
+    a = run_attention(ops, x, weights)
+    if weights.before_attention == 1.0:
+        x = add_normed(ops, x, a, weights.o, None, eps=eps, scale=weights.attention_scale)
+    else:  # ranks read x until they have met behind the projection
+        added = ops.linear(a, weights.o)
+        x = ops.add(ops.scale(x, weights.before_attention), added, scale=weights.attention_scale)
+    x = ops.stream(ops.norm(x, weights.pre_mlp_norm, eps=eps), 1, is_residual=True)
+    mixture = ops.experts(x, weights.experts)
+    x = x if weights.before_mlp == 1.0 else ops.scale(x, weights.before_mlp)
+    return ops.add(x, mixture, scale=weights.mlp_scale)
 
 
 def run_late(
@@ -462,6 +489,10 @@ def run_attention(
     if not isinstance(qkv, StateWeights):
         a = a if weights.gate is None else ops.gate_heads(h, weights.gate, a)
         return a if weights.o_norm is None else ops.norm(a, weights.o_norm, eps=weights.inner_eps)
+    if qkv.norms_first:
+        assert qkv.norm is not None
+        assert weights.gate is not None
+        return ops.gate_heads(h, weights.gate, ops.norm(a, qkv.norm, eps=qkv.norm_eps))
     if weights.gate is not None:
         a = ops.gate_heads(h if qkv.first_gate is None else ops.linear(h, qkv.first_gate), weights.gate, a)
     return a if qkv.norm is None else ops.norm(a, qkv.norm, eps=qkv.norm_eps, parts=qkv.n_norms)

@@ -141,11 +141,12 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         is_parallel = self.parts.norms.are_side_by_side
         if isinstance(mlp, MlpSpec):  # where it reads the norm that attention reads, that stays as it is
             before_mlp, dense, down_norm = self.mlp(mlp, before_mlp)
-        # what a branch adds is the norm as it is
-        is_shared = self.parts.norms is Norms.PARALLEL or self.spec.low_rank > 0
+        # what a branch adds is the norm as it is, and so is a stream that goes on from there
+        is_kept = self.parts.norms is Norms.KEPT
+        is_shared = is_kept or self.parts.norms is Norms.PARALLEL or self.spec.low_rank > 0
         before, of_attention = self._attention(before, is_shared=is_shared)
         scales = self.parts.scales  # of norms as they lie in the checkpoint, or balanced
-        input_norm = self.norm(scaled_norm(before, scales.attention_in))
+        input_norm = self.norm(scaled_norm(before, scales.attention_in), is_read=not is_kept)
         post_attention_norm, post_mlp_norm = (self.norm(norm, is_read=False) for norm in (after, after_mlp))
         if isinstance(mlp, MoeSpec):
             before_mlp, of_mixture = self._experts(mlp, before_mlp)
@@ -153,7 +154,7 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             **of_attention,
             input_norm=input_norm,
             post_attention_norm=post_attention_norm,
-            pre_mlp_norm=self.norm(scaled_norm(before_mlp, scales.mlp_in)),
+            pre_mlp_norm=self.norm(scaled_norm(before_mlp, scales.mlp_in), is_read=not is_kept),
             post_mlp_norm=post_mlp_norm,
             input_gate=self._norm_gate(before),
             mlp_gate=self._norm_gate(before_mlp),
@@ -164,6 +165,9 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             is_shared=self.parts.norms is Norms.SHARED,
             is_late=isinstance(mlp, MoeSpec) and mlp.is_late,
             norms_sums=self.parts.norms is Norms.SUMS,
+            keeps_norms=is_kept,
+            before_attention=scales.before_attention,
+            before_mlp=scales.before_mlp,
             attention_scale=scales.attention_out,
             mlp_scale=scales.mlp_out,
             is_gated=mlp is None or mlp.is_gated,
@@ -289,7 +293,7 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         if self.loader.is_balancing:
             gate_ups = tuple(expert.gate_up for expert in experts)
             readers = latent[:1] or gate_ups  # of the norm that experts have
-            if moe.n_identities:  # which give the norm as it is
+            if moe.n_identities or self.parts.norms is Norms.KEPT:  # which give, or go on with, the norm as it is
                 scaled = (router, *readers, *shared[::2])
             elif own is None:
                 norm, scaled = self.balance_norm(norm, (router, *readers, *shared[::2]))

@@ -35,6 +35,8 @@ class LayerWeights(Generic[Table, Vector, Linear, Heads, Experts]):
     is_shared: what it adds is added with what the next layer's attention gives, which reads the stream as it comes here.
     is_late: what its experts give, but not those that are shared, is added behind the next layer.
     norms_sums: the norms after attention and after the MLP are of the stream that they have added to, and become it.
+    keeps_norms: what the norms before attention and before the MLP give becomes the stream, which is multiplied by
+    before_attention and before_mlp when each has read it.
     gate: what the heads give is multiplied by, if anything, before o; input_gate, mlp_gate: what the norm before attention
     gives, and the one before the MLP. o_norm, down_norm: of what o and a dense MLP's down read, if they have one, with
     inner_eps. has_index: grouped queries choose what they attend to.
@@ -74,6 +76,9 @@ class LayerWeights(Generic[Table, Vector, Linear, Heads, Experts]):
     is_shared: bool = False
     is_late: bool = False
     norms_sums: bool = False
+    keeps_norms: bool = False
+    before_attention: float = 1.0
+    before_mlp: float = 1.0
     scale: float = 1.0  # of the stream behind the layer
     attention_scale: float = 1.0  # of what attention adds
     mlp_scale: float = 1.0  # of what the MLP adds

@@ -55,7 +55,7 @@ class LatentWeights(Generic[Vector, Linear]):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateWeights(Generic[Vector, Linear]):
     """The projections of a state: q, k and v together, its rates, if any, and decays by key, in steps; the norm of what its
-    gated heads give. first_gate: what `LayerWeights.gate` reads.
+    gated heads give, or of what is gated behind it (norms_first). first_gate: what `LayerWeights.gate` reads.
     """
 
     qkv: Linear
@@ -65,6 +65,7 @@ class StateWeights(Generic[Vector, Linear]):
     norm: Vector | None
     n_norms: int  # equal parts of what they give, each normed by itself
     norm_eps: float
+    norms_first: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

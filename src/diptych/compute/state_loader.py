@@ -19,11 +19,11 @@ from diptych.compute.ops.contract import (
     Vector,
     WeightTensor,
 )
-from diptych.compute.views import JoinedTensor, PickedTensor, PowerTensor, ScaledTensor
+from diptych.compute.views import JoinedTensor, NumbersTensor, PickedTensor, PowerTensor, ScaledTensor
 from diptych.compute.weights import Source
 from diptych.models.family import TensorNames
 from diptych.models.spec import AttentionLayer, ModelSpec
-from diptych.models.states import StateRule, StateSpec
+from diptych.models.states import StateRule, StateSpec, steady_decays
 
 APART = ("in_proj_qkv", "in_proj_z")  # what a converter makes of one matrix by key head
 TOGETHER = "conv1d"  # taps of all channels
@@ -57,6 +57,8 @@ def state_projections(source: Source, state: StateSpec, names: TensorNames, root
         return _in_two_steps(source, state, names.states_in, root, o)
     if state.fades_by_key:
         return _in_one_step(source, state, names.states_in, root, o)
+    if state.is_steady:
+        return _by_head(source, state, names.states_in, root, o)
     if len(names.states_in) > 1:
         return StateProjections(*_apart(source, state, names.states_in, root, hidden), o)
     all_of_them = source.tensor(f"{root}{names.states_in[0]}.weight", state.n_projected, hidden)
@@ -117,6 +119,14 @@ def _in_one_step(
     return StateProjections(_parts(*qkv), _parts(of_gate), _parts(rates), o, first_decays=_parts(first_decays))
 
 
+def _by_head(source: Source, state: StateSpec, names: tuple[str, ...], root: str, o: LinearParts) -> StateProjections:
+    """Of a steady state: q, k and v of each head behind one another, and the gate."""
+    both = source.tensor(f"{root}{names[0]}.weight", state.n_channels, o.n_outputs)
+    rows = torch.arange(state.n_channels).view(state.n_value_heads, 3, -1).transpose(0, 1).reshape(-1)
+    gate = source.tensor(f"{root}{names[1]}.weight", state.width, o.n_outputs)
+    return StateProjections(_parts(PickedTensor(both, rows)), _parts(gate), None, o)
+
+
 def _apart(
     source: Source, state: StateSpec, names: tuple[str, ...], root: str, hidden: int
 ) -> tuple[LinearParts, LinearParts, LinearParts]:
@@ -159,7 +169,9 @@ def state_heads(
             state=state,
             place=spec.state_layers.index(layer),
         ),
-        _rule(source, state, names, root),
+        RuleParts(decay=NumbersTensor(steady_decays(state.n_value_heads, layer, spec.n_layers)))
+        if state.is_steady
+        else _rule(source, state, names, root),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -170,6 +171,27 @@ class OnesTensor(WeightTensor):
     def read(self) -> torch.Tensor:
         """A new tensor."""
         return torch.ones(self.shape)
+
+
+class NumbersTensor(WeightTensor):
+    """Numbers [n] that no checkpoint needs to have, as they follow from what its config says."""
+
+    name = "numbers"
+    dtype = torch.float32
+    random_seed: int | None = None
+
+    def __init__(self, numbers: Sequence[float]) -> None:
+        self.shape = (len(numbers),)
+        self._numbers = tuple(numbers)
+
+    @property
+    def stored(self) -> tuple[WeightTensor, ...]:
+        """Nothing."""
+        return ()
+
+    def read(self) -> torch.Tensor:
+        """A new tensor."""
+        return torch.tensor(self._numbers, dtype=torch.float32)
 
 
 class SinesTensor(WeightTensor):

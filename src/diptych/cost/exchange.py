@@ -55,6 +55,17 @@ def gathered(model: ModelSpec, *, tp: int, weights: str = "bf16") -> Exchange:
     return Exchange(meetings=meetings, row_bytes=gathered_bytes(width, tp))
 
 
+def _kept(layer: LayerSpec, stream: int) -> tuple[int, float]:
+    """The same of norms that become the stream, written by the rows' owners, of what scales that and what is added to it, and
+    of norms of what heads give that are gated behind.
+    """
+    scales, state = layer.scales, layer.attention.state
+    is_scaled, is_apart = scales.before_attention != 1.0, scales.attention_out != 1.0
+    n = 2 + is_scaled + (is_scaled or is_apart) + (scales.before_mlp != 1.0)
+    heads = layer.attention.width * FP32 if state is not None and state.is_steady else 0
+    return n + (heads > 0), float(n * stream + heads)
+
+
 def _gathered(
     layer: LayerSpec, hidden: int, value_bytes: int, *, are_whole: bool, is_normed: bool
 ) -> tuple[int, float]:
@@ -75,6 +86,9 @@ def _gathered(
         meetings, row_bytes = 3, 2 * width * FP32 + stream
     if attention.state is not None and attention.state.is_selective:  # and what its taps give, which all read whole
         meetings, row_bytes = meetings + 1, row_bytes + heads * FP32
+    if layer.norms is Norms.KEPT:
+        more, wider = _kept(layer, stream)
+        meetings, row_bytes = meetings + more, row_bytes + wider
     is_gated_apart = attention.gates_heads or attention.gate_by is Activation.SOFTPLUS
     if attention.has_gate and is_gated_apart:  # or numbers in a buffer, and what they leave, by the rows' owners
         meetings, row_bytes = 4, row_bytes + attention.gate_width * FP32

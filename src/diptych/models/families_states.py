@@ -71,6 +71,11 @@ LING_WORDS: dict[str, tuple[Any, ...]] = {
     "use_qkv_bias": (False,), "use_mla_nope": (False,), "use_nGPT": (False,), "up_proj_norm": (False,), "value_norm": (False,),
     "scale_router_input": (False,)}  # fmt: skip
 
+# Lightning attention: transformers' names -> what published configs of MiniMax-Text-01 and M1 call them
+MINIMAX = {f"{part}_{one}_factor": f"layernorm_{theirs}_{one}"
+           for part, theirs in (("full_attn", "full_attention"), ("linear_attn", "linear_attention"), ("mlp", "mlp"))
+           for one in ("alpha", "beta")}  # fmt: skip
+
 # short convolutions beside attention
 LFM2 = {**USUAL, "vocab_size": 65_536, "hidden_size": 2560, "intermediate_size": 12_288, "num_key_value_heads": 8,
         "max_position_embeddings": 128_000, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "tie_word_embeddings": True,
@@ -131,6 +136,25 @@ STATES: tuple[Family, ...] = (
         has_shared_gate=True,
         names=TensorNames(shared="shared_expert"),
         **{**STATE_LAYERS, "ignored": (*STATE_LAYERS["ignored"], "layer_multipliers", "ngram_heads_")},
+    ),
+    # norms whose outputs go on as the stream, experts in every layer
+    Family(
+        name="minimax", architectures=("MiniMaxForCausalLM", "MiniMaxM1ForCausalLM", "MiniMaxText01ForCausalLM"),
+        more_model_types=("minimax_m1", "minimax_text_01"),
+        keys={**USUAL, "intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 131_072,
+              "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "rotary_dim": None, "num_experts_per_tok": 2,
+              "num_experts": 8, "layer_types": None, **dict.fromkeys(MINIMAX, 1.0)},
+        renamed={**LOCAL_EXPERTS, **{theirs: ours for ours, theirs in MINIMAX.items()}},
+        numbered={"attn_type_list": ("layer_types", ("linear_attention", "full_attention"))},
+        fixed={"sliding_window": (None,), "postnorm": (True,), "shared_intermediate_size": (0,)},
+        unread=("block_size", "shared_moe_mode"),
+        renormalises=True,
+        norms=Norms.KEPT,
+        full_every=2, full_first=True,
+        state_rule=StateRule.SSD, state_norm_eps=1e-6,
+        names=TensorNames(mlp=("block_sparse_moe.", "mlp."), expert=("w1", "w3", "w2"), states="self_attn",
+                          states_in=("qkv_proj", "output_gate")),
+        ignored=("rotary_emb.inv_freq", "slope_rate", "query_decay", "key_decay", "diagonal_decay"),
     ),
     # a rule of its own before it, norms of whole rows of q and k and norms behind attention where there are keys and values
     Family(

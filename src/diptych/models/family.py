@@ -26,6 +26,7 @@ NORM_NAMES: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]
     Norms.AROUND_MLP: ("input_layernorm", None, "post_attention_layernorm", "post_mlp_layernorm"),
     Norms.BEFORE_MLP: (None, None, "post_attention_layernorm", None),
     Norms.SUMS: (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    Norms.KEPT: ("input_layernorm", None, "post_attention_layernorm", None),
     Norms.BARE: (None, None, None, None),
     Norms.ALONE: ("input_layernorm", None, None, None),
     Norms.MLP_ALONE: (None, None, "post_attention_layernorm", None),
@@ -55,7 +56,8 @@ class TensorNames:
     of a layer that has two. latent: what takes the stream to experts and back, of `MoeSpec.latent`. gate: what gates the
     heads, where it is a tensor of its own. dense: where a dense MLP lies, if not where mlp says. states: where tensors of a
     layer with a state lie. states_in: its projections, by a delta rule of q, k and v (or of each), of the gate, of beta, of
-    the decay, or of the first two and of the last two together, by key head; else one. states_o, states_norm: what it leaves
+    the decay, or of the first two and of the last two together, by key head; of a steady one q, k and v by head, and the
+    gate; else one. states_o, states_norm: what it leaves
     by, and the norm of it. taps: of its convolution, or of q's, k's and v's where they lie apart. reads_taps, steps,
     step_norms: of a selective state, what makes steps, keys and queries of what taps give, the steps' second projection, and
     norms of the three. wraps_decays: the numbers of its heads' decays have axes of one around them. index: what precedes the

@@ -40,7 +40,7 @@ from diptych.models.read_mixtures import (
     scores_of,
     within_limit,
 )
-from diptych.models.read_states import adjusted_width, layer_scales, state_attention, state_layers
+from diptych.models.read_states import adjusted_width, kept_scales, layer_scales, state_attention, state_layers
 from diptych.models.read_step import as_usual
 from diptych.models.read_streams import cutoffs, layer_inputs, mlp_widths, ngrams, shared_layers, streams
 from diptych.models.read_windows import is_both_ways, layer_ropes, named_layers, rope_sections, windows_of
@@ -351,7 +351,11 @@ def _layers(
                 attention=heads,
                 mlp=mlp,
                 norms=without_mlp if i in alone else own,
-                scales=layer_scales(config, heads) if family.has_pairs else mixture_scales(config, mlp),
+                scales=layer_scales(config, heads)
+                if family.has_pairs
+                else kept_scales(config, heads)
+                if own is Norms.KEPT
+                else mixture_scales(config, mlp),
             )
         layers.append(made[key])
     if family.has_last_bias:

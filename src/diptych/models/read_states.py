@@ -55,7 +55,7 @@ def _found(config: HfConfig, family: Family, rule: StateRule, n_layers: int) -> 
         period, first = every_so_many(config, "attn_layer")
         return [i % period != first for i in range(n_layers)]
     interval = config.integer("full_attention_interval", family.full_every)
-    return [(i + 1) % interval != 0 for i in range(n_layers)]
+    return [(i + (not family.full_first)) % interval != 0 for i in range(n_layers)]
 
 
 def every_so_many(config: HfConfig, of: str) -> tuple[int, int]:
@@ -176,6 +176,8 @@ def _ssd(config: HfConfig) -> StateSpec:
     """Of Mamba-2: as many channels as its heads say, normed by group (Nemotron-H; Falcon-H1, if at all), or mamba_expand times
     the stream's. What multiplies a gate bends it, so that the layer's input has that (`layer_scales`) and all else the rest.
     """
+    if "linear_attn_alpha_factor" in config.raw:
+        return _steady(config)
     n_heads, n_groups, n_norms = config.integer("mamba_n_heads"), config.integer("mamba_n_groups"), 1
     gate, x, b, c, steps = _multipliers(config)
     if "mamba_d_ssm" in config.raw:
@@ -202,6 +204,22 @@ def _ssd(config: HfConfig) -> StateSpec:
         rate_scale=steps / gate,
         has_tap_bias=config.flag("mamba_conv_bias"),
         step_limits=_step_limits(config),
+    )
+
+
+def _steady(config: HfConfig) -> StateSpec:
+    """Of MiniMax-01: as many heads as attend, each as wide."""
+    heads = config.integer("num_attention_heads")
+    width = config.integer("head_dim", max(1, config.integer("hidden_size") // heads))
+    return StateSpec(
+        rule=StateRule.SSD,
+        n_key_heads=heads,
+        key_dim=width,
+        n_value_heads=heads,
+        value_dim=width,
+        n_taps=1,
+        is_steady=True,
+        gate=Activation.SIGMOID,
     )
 
 
@@ -249,6 +267,17 @@ def layer_scales(config: HfConfig, attention: AttentionLayer) -> LayerScales:
         attention_out=config.number("attention_out_multiplier", 1.0),
         mlp_in=gate,
         mlp_out=down / gate,
+    )
+
+
+def kept_scales(config: HfConfig, attention: AttentionLayer) -> LayerScales:
+    """MiniMax-01's factors: alpha of what the norm gives, beta of what is added to it."""
+    kind = "full_attn" if attention.state is None else "linear_attn"
+    return LayerScales(
+        attention_out=config.number(f"{kind}_beta_factor"),
+        mlp_out=config.number("mlp_beta_factor"),
+        before_attention=config.number(f"{kind}_alpha_factor"),
+        before_mlp=config.number("mlp_alpha_factor"),
     )
 
 

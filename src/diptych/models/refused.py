@@ -10,11 +10,11 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-OTHER_STATES = "a state per sequence of another kind (RWKV, Lightning attention, RG-LRU)"
+OTHER_STATES = "a state per sequence of another kind (RWKV, Ling 2.5, RG-LRU)"
 # what is missing -> model_type of transformers
 MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "layers that are shared": ("zamba", "zamba2"),
-    OTHER_STATES: ("rwkv", "minimax", "recurrent_gemma"),
+    OTHER_STATES: ("rwkv", "recurrent_gemma"),
     "attention whose queries and outputs a router chooses": ("jetmoe",),
     "a mask that is made of the values": ("doge",),
     "keys made of windows of tokens, and experts that a token's id chooses": ("deepseek_v4",),
@@ -33,7 +33,7 @@ NAMESAKES: Mapping[str, str] = MappingProxyType({
 # names of GGUF architectures that are more than a spelling of the model_type
 IN_GGUF: Mapping[str, str] = MappingProxyType({
     "rwkv6": "rwkv", "rwkv7": "rwkv",
-    "deepseek4": "deepseek_v4", "minimax-01": "minimax",
+    "deepseek4": "deepseek_v4",
 })  # fmt: skip
 
 

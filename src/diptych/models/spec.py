@@ -57,6 +57,7 @@ class Norms(Enum):
     BESIDE = "beside"  # one before each of them, which run side by side
     BEFORE = "before"  # before attention, before the MLP
     BEFORE_MLP = "before_mlp"  # before the MLP alone: attention reads the stream as it comes
+    KEPT = "kept"  # before each of them, which adds to what the norm gives: the stream goes on from there
     SUMS = "sums"  # behind attention and behind the MLP, of the stream with what they add, which goes on from there
     AFTER = "after"  # after each of them
     AROUND = "around"  # before and after each

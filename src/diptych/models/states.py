@@ -44,6 +44,9 @@ class StateSpec:
     SSD (Mamba-2, arXiv:2405.21060; its C, B and x are q, k and v): S = decay S + k (step v)^T gives S^T q + skip v, which is
     gated, then normed, over all heads or over each of n_norms equal parts of them (0: it is not); step is held within
     step_limits.
+    SSD that is_steady (Lightning attention, arXiv:2501.08313): q, k and v are silu of what is projected, each step is 1, and a
+    head's decay follows from its number and its layer's (`steady_decays`): S = decay S + k v^T gives S^T q, which is normed
+    over all heads, then gated. It has no taps.
     CONVOLUTION: no matrix, key_dim is 0, heads are width alone: gate_out * taps(gate_in * v), as LFM2 has it.
     TAPS, BENT_TAPS: likewise taps(v), or silu of it: of n-grams (`ngrams`), or of what is `before` a selective state.
     SELECTIVE (Mamba-1, arXiv:2312.00752; its B, C and x are k, q and v): each row and column of S has a decay of its own, and
@@ -76,6 +79,7 @@ class StateSpec:
     least_decay: float | None = None
     gate: Activation = Activation.SILU
     rank: int = 0
+    is_steady: bool = False
     tapped: int = 0
     step_norms: StepNorms = StepNorms.NONE
 
@@ -131,6 +135,8 @@ class StateSpec:
         """
         if self.is_selective:
             return 2 * self.key_dim
+        if self.is_steady:
+            return 0
         per_head = {StateRule.DELTA: 1 if self.fades_by_key else 2, StateRule.SSD: 1}
         return per_head.get(self.rule, 0) * self.n_value_heads
 
@@ -162,6 +168,8 @@ class StateSpec:
         if self.is_selective:  # taps, decays, skips, shifts, norms
             norms = self.rank + self.n_rates if self.step_norms is StepNorms.WEIGHED else 0
             return self.width * (self.tapped + self.has_tap_bias + self.key_dim + 2) + norms
+        if self.is_steady:
+            return self.width
         taps, heads = self.n_channels * (self.n_taps + self.has_tap_bias), self.n_value_heads
         of_heads = {
             StateRule.DELTA: heads + (self.n_decays or heads) + self.value_dim,
@@ -183,3 +191,13 @@ class StateSpec:
     def layer_elements(self) -> int:
         """The same with those of the state before it."""
         return self.state_elements + (0 if self.before is None else self.before.state_elements)
+
+
+def steady_decays(n_heads: int, layer: int, n_layers: int) -> tuple[float, ...]:
+    """How fast each head's steady state fades in a layer: e to minus that is left of it behind a token.
+
+    The slopes of ALiBi for the numbers of the heads, less in each layer and next to nothing in the last (`get_slope_rate` of
+    transformers' MiniMax, and of its published code).
+    """
+    factor = 1 - layer / (n_layers - 1 + 1e-5) + 1e-5
+    return tuple(2.0 ** (-8.0 / n_heads * (head + 1)) * factor for head in range(n_heads))

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerScales:
-    """What a layer multiplies: what its attention and its MLP read behind their norms, and what each of them adds."""
+    """What a layer multiplies: what its attention and its MLP read behind their norms, what each of them adds, and the stream
+    that each is added to (`Norms.KEPT` alone).
+    """
 
     attention_in: float = 1.0
     attention_out: float = 1.0
     mlp_in: float = 1.0
     mlp_out: float = 1.0
+    before_attention: float = 1.0
+    before_mlp: float = 1.0
 
 
 UNSCALED = LayerScales()

@@ -556,7 +556,8 @@ class Ops(
         r is a number for each row of S, of decays [T, H d] in place of rates[H:], and where that has a bound it is
         exp(least_decay sigmoid(decay (decays + shift))).
         SSD: with step = softplus(rate_scale rates + shift) within its limits and r = exp(-decay step): S = r S + k (step v)^T,
-        and S^T q + skip v. Convolution: qkv is b, c and x, and a = c * (bias + sum over taps of tap * (b * x)).
+        and S^T q + skip v; steady: c is silu of what is projected, and step is 1. Convolution: qkv is b, c and x, and
+        a = c * (bias + sum over taps of tap * (b * x)).
         Taps: a = the sum over taps of tap * qkv, bent taps: silu of bias + it.
         Selective: qkv is v, rates are k and q [T, 2d], decays [T, H v]; with step = softplus(decays + shift) of each channel
         and r = exp(-decay step) of each of its rows: S = r S + k (step v)^T, and S^T q + skip v.

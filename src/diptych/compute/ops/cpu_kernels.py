@@ -110,6 +110,7 @@ def state_shape(state: StateSpec, own: OwnHeads, *, scale: float = 1.0, norm_eps
         rate_scale=state.rate_scale,
         fades_by_key=state.fades_by_key,
         least_decay=state.least_decay or 0.0,
+        is_steady=state.is_steady,
     )
 
 

@@ -455,8 +455,12 @@ class CpuOps(
         return given
 
     def gate_heads(self, h: Given, weight: LinearHandle, a: Value) -> Value:
-        """In place."""
+        """In place; a norm is made in a buffer first, by the rows' owners."""
         act = weight.activation
+        if a.norm is not None:
+            out = self._f32("normed heads", a.width, self._is_team)
+            self._norm_into(a, out)
+            a = Value("gated heads", a.width, buffer=out)
         if weight.n_outputs == a.width and act is not Activation.SOFTPLUS:  # which no epilogue has
             return Value("gated heads", a.width, buffer=self._gate_onto(h, weight, "qkv", self._materialised(a)))
         assert act in (Activation.SIGMOID, Activation.SOFTPLUS)

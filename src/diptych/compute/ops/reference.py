@@ -189,11 +189,16 @@ def move_states(
             sums, tail = bias + (seen * rule["taps"].T).sum(dim=0), seen[1:]
             out[t] = (curve(sums, Activation.SILU) if form.rule is StateRule.BENT_TAPS else sums).view(heads, -1)
             continue
-        mixed, tail = curve(bias + (seen * rule["taps"].T).sum(dim=0), Activation.SILU), seen[1:]
+        sums = given if form.is_steady else bias + (seen * rule["taps"].T).sum(dim=0)
+        mixed, tail = curve(sums, Activation.SILU), seen[1:]
         for h in range(heads):
             at = h // group * form.key_dim
             q, k = mixed[at : at + form.key_dim], mixed[keys + at : keys + at + form.key_dim]
             v = mixed[2 * keys :][h * form.value_dim : (h + 1) * form.value_dim]
+            if form.is_steady:
+                matrices[h] = torch.exp(-rule["decay"][h]) * matrices[h] + torch.outer(k, v)
+                out[t, h] = q @ matrices[h]
+                continue
             own = slice(h * form.key_dim, (h + 1) * form.key_dim)
             rate, shift = (
                 (rates[t, h - heads], rule["shift"][h]) if decays is None else (decays[t, own], rule["shift"][own])

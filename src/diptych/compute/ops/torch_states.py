@@ -2,9 +2,10 @@
 
 Within a chunk of n tokens the delta rule is a triangular system (arXiv:2412.06464, section 3.3): with G the running sum of log
 decays and D = exp(G_i - G_j) below the diagonal, u solves (1 + beta (k k^T) D) u = beta (v - exp(G) k S), the outputs are
-exp(G) q S + (q k^T) D u, and the state becomes exp(G_n) S + (exp(G_n - G) k)^T u. Of Mamba-2 u is step * v. Where it fades by
-key G has d columns, and D stands inside the sums over them. A selective state has a decay for each of its numbers, which no
-such sum has in common: it moves on token by token, behind exponentials of a chunk at one time.
+exp(G) q S + (q k^T) D u, and the state becomes exp(G_n) S + (exp(G_n - G) k)^T u. Of Mamba-2 u is step * v, of a
+steady state v. Where it fades by key G has d columns, and D stands inside the sums over them. A selective state has a decay
+for each of its numbers, which no such sum has in common: it moves on token by token, behind exponentials of a chunk at one
+time.
 
 Legend: B sequences, n tokens of each, C channels of q, k and v, H value heads, K key heads, d key dim, v value dim.
 """
@@ -48,12 +49,15 @@ def move_states(
             x_BnC = qkv_TC[rows].unflatten(0, (len(sequences), -1)).float()
             if spec.state.rule in (StateRule.TAPS, StateRule.BENT_TAPS):
                 a, tails = _tap(x_BnC, tails, rule, spec.state)
-            elif rates_TR is None:
+            elif spec.state.rule is StateRule.CONVOLUTION:
                 a, tails = _convolve(x_BnC, tails, rule, spec.state)
             elif spec.state.is_selective:
+                assert rates_TR is not None
                 assert decays_TD is not None
                 keys, steps = (x[rows].unflatten(0, (len(sequences), -1)).float() for x in (rates_TR, decays_TD))
                 a, matrices = _select(x_BnC, keys, steps, matrices, rule)
+            elif rates_TR is None:
+                a, matrices, tails = _advance(x_BnC, None, matrices, tails, rule, spec)
             else:
                 given = rates_TR[rows] if decays_TD is None else torch.cat([rates_TR[rows], decays_TD[rows]], dim=-1)
                 rates_BnR = given.unflatten(0, (len(sequences), -1)).float()
@@ -141,7 +145,7 @@ def _select(
 
 def _advance(
     x_BnC: torch.Tensor,
-    rates_BnR: torch.Tensor,
+    rates_BnR: torch.Tensor | None,
     matrices: torch.Tensor,
     tails: torch.Tensor,
     rule: TorchRule,
@@ -150,28 +154,16 @@ def _advance(
     """a [B, n, H, v], the matrices and the tails behind n tokens."""
     form = spec.state
     assert form is not None
-    assert rule.decay is not None
-    assert rule.shift is not None
     is_delta = form.rule is StateRule.DELTA
     seen = torch.cat([tails, x_BnC], dim=1)
     keys = form.n_key_heads * form.key_dim
-    q, k, v = F.silu(_taps(seen, rule)).split((keys, keys, form.width), dim=-1)
+    q, k, v = F.silu(seen if rule.taps is None else _taps(seen, rule)).split((keys, keys, form.width), dim=-1)
     group = form.n_value_heads // form.n_key_heads
     q, k = (x.unflatten(-1, (form.n_key_heads, -1)) for x in (q, k))
     q, k = (_unit(q) * spec.scale, _unit(k)) if is_delta else (q, k)
     q, k = (x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (q, k))
     v = v.unflatten(-1, (form.n_value_heads, -1)).transpose(1, 2)
-    heads = form.n_value_heads
-    rates = rates_BnR.transpose(1, 2)
-    shifted = form.rate_scale * rates[:, -(form.n_decays or heads) :] + rule.shift[:, None]
-    shifted = shifted.unflatten(1, (heads, -1)).transpose(2, 3)  # one for all keys, or each
-    step = F.softplus(shifted)
-    if not is_delta:
-        step = step.clamp(*form.step_limits)
-    beta = form.most_weight * rates[:, :heads].sigmoid() if is_delta else step[..., 0]
-    log_decay = -rule.decay[:, None, None] * step
-    if form.least_decay is not None:
-        log_decay = form.least_decay * torch.sigmoid(rule.decay[:, None, None] * shifted)
+    beta, log_decay = _rates(rates_BnR, rule, form, n_tokens=x_BnC.shape[1])
     outputs = []
     whole = (q, k, v, beta, log_decay)
     for begin in range(0, q.shape[2], CHUNK_TOKENS):
@@ -182,6 +174,29 @@ def _advance(
     if rule.skip is not None:
         a = a + rule.skip[:, None, None] * v
     return a.transpose(1, 2), matrices, seen[:, x_BnC.shape[1] :]
+
+
+def _rates(
+    rates_BnR: torch.Tensor | None, rule: TorchRule, form: StateSpec, *, n_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What weighs news [B or 1, H, n], and logarithms of what is left [B or 1, H, n, 1 or d]."""
+    assert rule.decay is not None
+    heads = form.n_value_heads
+    if rates_BnR is None:
+        log_decay = -rule.decay[None, :, None, None].expand(1, heads, n_tokens, 1)
+        return torch.ones_like(log_decay[..., 0]), log_decay
+    assert rule.shift is not None
+    is_delta, rates = form.rule is StateRule.DELTA, rates_BnR.transpose(1, 2)
+    shifted = form.rate_scale * rates[:, -(form.n_decays or heads) :] + rule.shift[:, None]
+    shifted = shifted.unflatten(1, (heads, -1)).transpose(2, 3)  # one for all keys, or each
+    step = F.softplus(shifted)
+    if not is_delta:
+        step = step.clamp(*form.step_limits)
+    beta = form.most_weight * rates[:, :heads].sigmoid() if is_delta else step[..., 0]
+    log_decay = -rule.decay[:, None, None] * step
+    if form.least_decay is not None:
+        log_decay = form.least_decay * torch.sigmoid(rule.decay[:, None, None] * shifted)
+    return beta, log_decay
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
