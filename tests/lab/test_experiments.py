@@ -349,7 +349,7 @@ TINY = {"vocab_size": 160, "hidden_size": 64, "num_hidden_layers": 2, "num_atten
     [
         ({"architectures": ["FalconForCausalLM"], "model_type": "falcon"} | TINY, "nothing to compare"),
         ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4},
-         "num_key_value_heads in config.json is 4"),
+         "num_key_value_heads in config.json is 2"),
     ],
     ids=["falcon", "gpt2"],
 )  # fmt: skip
