@@ -5,7 +5,7 @@
 // up to a fifth). Nothing is counted, so that the request costs what it is; several groups of keys are several places at once.
 constexpr int64_t kBytesAhead = 8192;
 constexpr int64_t kLeastAhead = 4;  // groups: so many are multiplied together
-constexpr int64_t kL2Bytes = 1 << 20;
+constexpr int64_t kL2Bytes = 1 << 20;  // of a core of Zen 5
 class Ahead {
  public:
   struct Cursor {

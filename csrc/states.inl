@@ -227,7 +227,7 @@ static void pass_channels(const Channels& over, int64_t dk, int64_t begin) {
     value[t] = load_n(over.x + (begin + t) * over.x_stride, over.lanes);
     step[t] = softplus_lanes(add(load_n(over.steps + (begin + t) * over.steps_stride, over.lanes), load_n(over.shift, over.lanes)));
     news[t] = mul(step[t], value[t]);
-    step[t] = mul(step[t], set1(-1.44269504089f));  // so that what is left is a power of 2, which takes less than one of e
+    step[t] = mul(step[t], set1(-kLog2e));  // so that what is left is a power of 2, which takes less than one of e
     given[t] = zero();
   }
   for (int64_t i = 0; i < dk; ++i) {

@@ -47,6 +47,7 @@ from diptych.models.read_windows import is_both_ways, layer_ropes, named_layers,
 from diptych.models.refused import reason_for
 from diptych.models.rope import ROPE_KEYS, latent_stretch, make_rope, position_limit
 from diptych.models.spec import AttentionLayer, LayerSpec, MlpSpec, ModelSpec, MoeSpec, Norms, QkNorm, Scores
+from diptych.models.streams import LayerScales
 
 logger = logging.getLogger("diptych.models")
 
@@ -351,16 +352,20 @@ def _layers(
                 attention=heads,
                 mlp=mlp,
                 norms=without_mlp if i in alone else own,
-                scales=layer_scales(config, heads)
-                if family.has_pairs
-                else kept_scales(config, heads)
-                if own is Norms.KEPT
-                else mixture_scales(config, mlp),
+                scales=_scales(config, family, own, heads, mlp),
             )
         layers.append(made[key])
     if family.has_last_bias:
         layers[-1] = replace(layers[-1], attention=replace(layers[-1].attention, has_o_bias=True))
     return tuple(layers)
+
+
+def _scales(
+    config: HfConfig, family: Family, norms: Norms, attention: AttentionLayer, mlp: MlpSpec | MoeSpec | None
+) -> LayerScales:
+    if family.has_pairs:
+        return layer_scales(config, attention)
+    return kept_scales(config, attention) if norms is Norms.KEPT else mixture_scales(config, mlp)
 
 
 def _attention(

@@ -175,6 +175,7 @@ def _bounded(config: HfConfig, key: str, least: Any) -> StateSpec:
 def _ssd(config: HfConfig) -> StateSpec:
     """Of Mamba-2: as many channels as its heads say, normed by group (Nemotron-H; Falcon-H1, if at all), or mamba_expand times
     the stream's. What multiplies a gate bends it, so that the layer's input has that (`layer_scales`) and all else the rest.
+    Lightning attention is the same rule with constant decays, and has sizes of its own.
     """
     if "linear_attn_alpha_factor" in config.raw:
         return _steady(config)
