@@ -553,10 +553,8 @@ def _head(sizes: _Sizes) -> Component:
     Logits are gathered as the product writes them, before they are widened for the sampler.
     """
     model, rows = sizes.model, sizes.work.n_logits_rows
-    vocab, transform = (
-        model.vocab_size / sizes.tp,
-        model.transforms_head * model.hidden**2,
-    )  # of all rows, on each device
+    vocab = model.vocab_size / sizes.tp
+    transform = model.transforms_head * model.hidden**2  # of all rows, on each device
     return Component(
         name="head",
         flops=2.0 * rows * model.hidden * vocab + 2.0 * sizes.n * transform,
