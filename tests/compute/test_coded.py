@@ -363,7 +363,6 @@ def test_rows_of_heads_and_of_what_gates_them_come_out_of_one_matrix(
             "quant_algo in a of quantized_layers .* is 'W8A16'",
         ),
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": "much"}, "activation_scale_ub .* is 'much'"),
-        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt .* is 'e5m2'"),

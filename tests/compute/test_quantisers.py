@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from bitsandbytes_files import DIGESTS, digest
+from checkpoints import make_checkpoint
 from coded_files import damaged, logits_of, said_in_use
 from diptych.compute.coded import CodedCheckpoint
 from diptych.compute.runner import load_model
@@ -132,6 +134,42 @@ def test_what_modelopt_says_in_a_file_beside_the_config_is_read(tmp_path: Path) 
     (path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W4A16_AWQ"}}))
     with pytest.raises(LoadError, match=r"quant_algo in quantization_config .* is 'W4A16_AWQ'"):
         logits_of(path, backend="torch")
+
+
+FP8_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+
+
+@pytest.mark.parametrize(
+    ("folder", "section"),
+    [
+        ("fp8-channel", {"kv_cache_scheme": FP8_CACHE}),
+        ("w4a16", {"kv_cache_scheme": FP8_CACHE}),
+        (None, {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": FP8_CACHE}),
+        (None, {"quant_method": "modelopt", "quant_algo": None, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}),
+        (None, {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}),
+    ],
+    ids=["beside fp8", "beside w4a16", "a cache alone", "modelopt's", "modelopt's older word"],
+)
+def test_scales_of_a_cache_are_left_and_the_log_says_so(
+    folder: str | None, section: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """llm-compressor and modelopt write them for engines whose caches have one scale; the weights are what they were."""
+    path = tmp_path / "it"
+    plain = DATA / folder if folder is not None else tmp_path / "plain"
+    if folder is None:
+        make_checkpoint("llama", plain)
+    shutil.copytree(plain, path)
+    config = read_json(path / "config.json")
+    config["quantization_config"] = {**config.get("quantization_config", {}), **section}
+    (path / "config.json").write_text(json.dumps(config))
+    scales = {f"model.layers.0.self_attn.{one}": torch.tensor(0.5) for one in ("k_scale", "v_scale", "v_zero_point")}
+    damaged(path, lambda tensors: tensors.update(scales))
+    expected = logits_of(plain, backend="torch", weights="fp32")
+    with caplog.at_level(logging.INFO, logger="diptych.compute"):
+        assert torch.equal(logits_of(path, backend="torch", weights="fp32"), expected)
+    assert "scales for a cache of 8 bits in the file are not used" in caplog.text
+    counts = [sum(group.parameters for group in contents_of(one).groups) for one in (path, plain)]
+    assert counts[0] == counts[1]
 
 
 def test_biases_beside_codes_of_hqq_are_read(tmp_path: Path) -> None:

@@ -27,10 +27,10 @@ from diptych.models.quantisation import Quantisation
 from diptych.models.quantised import CODES
 
 # scales of keys and values in a cache of 8 bits, which is not the engine's
-OF_CACHE = {
-    "modelopt": (".self_attn.k_scale", ".self_attn.v_scale"),
-    "gemma": (".k_cache_scale", ".v_cache_scale"),
-}
+OF_CACHE = (
+    ".self_attn.k_scale", ".self_attn.v_scale", ".self_attn.kv_scale", ".self_attn.k_zero_point", ".self_attn.v_zero_point",
+    ".k_cache_scale", ".v_cache_scale",
+)  # fmt: skip
 logger = logging.getLogger("diptych.compute")
 
 
@@ -169,7 +169,7 @@ class CodedCheckpoint(Checkpoint):
 
     def _is_of_cache(self, name: str) -> bool:
         """Whether it is a scale that only a cache of its publisher's has."""
-        return name.endswith(OF_CACHE.get(self.how.method, ()))
+        return name.endswith(OF_CACHE)
 
     def _is_no_bias(self, name: str) -> bool:
         """Whether it is one of zeros beside a quantised matrix: AutoGPTQ wrote those for every matrix without a bias."""
@@ -201,7 +201,9 @@ class CodedCheckpoint(Checkpoint):
             stored_bytes += tensor.matrix.stored_bytes
             if tensor.kept is None:
                 why[tensor.matrix.why] += 1
-        if not stored:  # all of it came from an earlier start's packed weights
+        if not stored:  # nothing is quantised but a cache, or all came from an earlier start's packed weights
+            if self.how.kept is None and self.how.note:
+                logger.info("weights: %s", self.how.note)
             return
         total = sum(formats.values())
         reasons = [f"{reason} ({n} matrices)" for reason, n in why.most_common()]

@@ -1,7 +1,7 @@
 """`quantization_config` of a config.json: which program quantised a checkpoint's weights, and how its numbers are read.
 
 What each matrix holds is seen from its tensors (`compute.coded`); here stands what they cannot say, and the refusal, by name,
-of everything that would be read wrongly: methods, bits, layouts, caches and sparsity that are not known.
+of everything that would be read wrongly: methods, bits, layouts and sparsity that are not known.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ MODELOPT: dict[str, KeptFormat | None] = {  # by quant_algo
     "nvfp4": KEPT_NVFP4, "w4a16_nvfp4": KEPT_NVFP4, "fp8": kept_fp8(None), "fp8_per_channel_per_token": kept_fp8(None),
     "fp8_pb_wo": kept_fp8((128, 128)), "mxfp8": None,
 }  # fmt: skip
+OF_CACHE_NOTE = (
+    "scales for a cache of 8 bits in the file are not used: --kv fp8 and int8 find one for each token and head"
+)
 FP4_KEPT = {16: KEPT_NVFP4, 32: KEPT_MXFP4}  # by the inputs that share a scale
 # how the tensors end in which one matrix lies: its codes, and what belongs to them and is no parameter
 CODES = ("qweight", "weight_packed", "embedding_quantized", "W_q", "_weight_qdata")
@@ -50,7 +53,7 @@ BESIDE_CODES = (
     "weight.nested_quant_map", "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4", "SCB",
     "weight_format", "weight_global_scale", "weight_scale_2", "input_global_scale", "k_scale", "v_scale", "biases",
     "output_scale", "output_zero_point", "embedding_scale", "input_activation_scale", "output_activation_scale",
-    "k_cache_scale", "v_cache_scale", "_weight_scale", "_weight_zero_point",
+    "k_cache_scale", "v_cache_scale", "kv_scale", "k_zero_point", "v_zero_point", "_weight_scale", "_weight_zero_point",
 )  # fmt: skip
 BESIDE_HQQ = (
     "scale", "zero", "nbits", "group_size", "shape", "axis", "packing", "unpack_view_dtype", "view_as_float", "quant_scale",
@@ -175,16 +178,13 @@ def _dynamic(section: HfConfig, bits: int, group: int | None) -> Iterator[tuple[
 
 def _compressed_tensors(section: HfConfig) -> Quantisation:
     one_of(section, "format", CT_FORMATS, "dense")
-    if section.raw.get("kv_cache_scheme") is not None:
-        refuse(
-            section, "kv_cache_scheme", "quantised caches of a checkpoint are not read; --kv int8 is this engine's own"
-        )
     sparsity = section.section("sparsity_config")
     one_of(sparsity, "format", ("dense",), "dense")
     if section.raw.get("transform_config"):
         refuse(section, "transform_config", "rotations of activations are not run")
     groups = section.section("config_groups")
-    note, block, bits, kept = "", None, None, None
+    notes = [OF_CACHE_NOTE] if section.raw.get("kv_cache_scheme") is not None else []
+    block, bits, kept = None, None, None
     sizes: list[int] = []
     zeros: list[bool] = []
     for name in groups.raw:
@@ -200,7 +200,7 @@ def _compressed_tensors(section: HfConfig) -> Quantisation:
             kept = FP4_KEPT[one_of(weights, "group_size", tuple(FP4_KEPT), None)]
             one_of(weights, "symmetric", (True,), True)
             if _has_inputs_of_4_bits(scheme):
-                note = "activations have 8 bits, and scales for them in the file are not used"
+                notes.append("activations have 8 bits, and scales for them in the file are not used")
             continue
         if kind == "int":
             bits = weights.integer("num_bits", 8)
@@ -218,7 +218,7 @@ def _compressed_tensors(section: HfConfig) -> Quantisation:
         if kind == "float":
             kept = kept_fp8(block)
         if inputs.raw and not inputs.raw.get("dynamic", False):
-            note = "scales of activations in the file are not used: they are found for each row"
+            notes.append("scales of activations in the file are not used: they are found for each row")
     return Quantisation(
         method="compressed-tensors",
         bits=bits,
@@ -226,7 +226,7 @@ def _compressed_tensors(section: HfConfig) -> Quantisation:
         block=block,
         has_zeros=bool(zeros) and all(zeros),
         kept=kept,
-        note=note,
+        note="; ".join(dict.fromkeys(notes)),
     )
 
 
@@ -237,6 +237,10 @@ def _has_inputs_of_4_bits(scheme: HfConfig) -> bool:
 
 def _modelopt(section: HfConfig) -> Quantisation:
     """NVIDIA's TensorRT Model Optimizer: NVFP4, whose groups have 16 inputs, with a scale for each matrix; FP8; mixtures."""
+    if section.raw.get("quant_algo") is None and (
+        section.raw.get("kv_cache_quant_algo") or section.raw.get("kv_cache_scheme")
+    ):
+        return Quantisation(method="modelopt", note=OF_CACHE_NOTE)
     algorithm = one_of(section, "quant_algo", (*MODELOPT, "mixed_precision"), None)
     if algorithm == "mixed_precision":
         layers = section.section("quantized_layers")
@@ -282,13 +286,12 @@ def _fp8(section: HfConfig) -> Quantisation:
     one_of(section, "activation_scheme", ("dynamic", "static"), "dynamic")
     one_of(section, "scale_fmt", ("float", "ue8m0", None), None)  # which the scales themselves show
     one_of(section, "expert_dtype", ("fp8", None), None)
-    static, block = section.raw.get("activation_scheme") == "static", _block(section, "weight_block_size")
-    return Quantisation(
-        method="fp8",
-        block=block,
-        kept=kept_fp8(block),
-        note="scales of activations in the file are not used" if static else "",
+    block = _block(section, "weight_block_size")
+    notes = (
+        ["scales of activations in the file are not used"] if section.raw.get("activation_scheme") == "static" else []
     )
+    notes += [OF_CACHE_NOTE] if section.raw.get("kv_cache_scheme") is not None else []
+    return Quantisation(method="fp8", block=block, kept=kept_fp8(block), note="; ".join(notes))
 
 
 def _bitsandbytes(section: HfConfig) -> Quantisation:
