@@ -50,6 +50,12 @@ DIPTYCH_INLINE void take_inputs(const uint16_t* x, int64_t n, Input* out) { std:
 #endif
 #endif
 
+#if defined(DIPTYCH_BESIDE)
+constexpr int64_t kFastRows = 6;  // by 4 vectors: a row's pair has a register, and 16 groups and heads of 64 and 128 leave none over
+#else
+constexpr int64_t kFastRows = kRows;
+#endif
+
 constexpr int64_t kTileGroups = kTileTokens / kGroupTokens;
 constexpr float kWeightLevels = 32767.0f;
 constexpr float kLog2e = 1.44269504088896f;
@@ -182,7 +188,11 @@ constexpr int64_t kManyTurnsOfFp8 = 2;  // each turn widens twice, from eight bi
 #endif
 
 DIPTYCH_INLINE int64_t turns_of(int64_t rows) { return (rows + kRows - 1) / kRows; }
-DIPTYCH_INLINE int64_t turn_of(int64_t rows) { return (rows + turns_of(rows) - 1) / turns_of(rows); }  // nine rows by eight at most: five, four
+// Rows of a turn: of nine by eight at most five, then four. Where turns are many they go by the shape that multiplies fastest.
+DIPTYCH_INLINE int64_t turn_of(int64_t rows) {
+  const int64_t turns = turns_of(rows) < kManyTurns ? turns_of(rows) : (rows + kFastRows - 1) / kFastRows;
+  return (rows + turns - 1) / turns;
+}
 
 // Steps of the work on a tile: a vector that is multiplied is one, and weighing 16 keys takes a row as long as so many products.
 constexpr int64_t kStepsToWeigh = 17;
@@ -286,19 +296,20 @@ DIPTYCH_INLINE F32 weigh_scores(const float* scores, Input* weights, const Span&
 
 #if defined(DIPTYCH_WHOLE)
 // The same as whole numbers of 16 bits behind one scale for the row: what stands before them is at most `most_scale`.
-DIPTYCH_INLINE F32 weigh_scores_whole(const float* scores, uint16_t* weights, const Span& seen, float unit, float most,
-                                      const float* value_scales, float most_scale, Ahead& ahead, int64_t steps) {
+template <bool kIsAsking>
+static __attribute__((noinline)) F32 weigh_scores_whole(const float* scores, uint16_t* weights, const Span& seen, float unit, float most,
+                                                        const float* value_scales, float most_scale, Ahead& ahead, int64_t steps) {
   const F32 shift = set1(most == -__builtin_inff() ? 0.0f : -most), factor = set1(unit);
   const F32 levels = set1(most_scale > 1e-30f ? kWeightLevels / most_scale : 0.0f);
   F32 sum = zero();
   Ahead::Cursor cursor = ahead.cursor;
   for (int64_t g = seen.first; g < seen.end; ++g) {
-    cursor.step(steps);
+    if (kIsAsking) cursor.step(steps);
     const F32 p = weight_exp2_lanes(fma(load(scores + g * 16), factor, shift));
     sum = add(sum, p);
     store_i16(weights + g * 16, mul(p, mul(load(value_scales + g * 16), levels)));
   }
-  ahead.cursor = cursor;
+  if (kIsAsking) ahead.cursor = cursor;
   return sum;
 }
 
@@ -320,11 +331,12 @@ DIPTYCH_INLINE float whole_query(const uint16_t* x, int64_t d, uint16_t* out) {
   }
   const float largest = horizontal_max(most);
   const F32 inverse = set1(largest > 1e-30f ? levels / largest : 0.0f);
-  for (int64_t i = 0; i < d; i += 16) {
-    const int64_t lanes = d - i < 16 ? d - i : 16;
+  int64_t i = 0;
+  for (; i + 16 <= d; i += 16) store_i16(out + i, mul(load_bf16_n(x + i, 16), inverse));
+  if (i < d) {
     uint16_t whole[16];
-    store_i16(whole, mul(load_bf16_n(x + i, lanes), inverse));
-    std::memcpy(out + i, whole, static_cast<size_t>(lanes) * 2);
+    store_i16(whole, mul(load_bf16_n(x + i, d - i), inverse));
+    std::memcpy(out + i, whole, static_cast<size_t>(d - i) * 2);
   }
   return largest > 1e-30f ? largest / levels : 0.0f;
 }
@@ -397,8 +409,8 @@ DIPTYCH_INLINE void weigh_all_scores(const Scratch& scratch, int64_t n, const Ti
     const float* scores = scratch.scores + r * kTileTokens;
 #if defined(DIPTYCH_WHOLE)
     if (tile.is_whole) {
-      sums[r] = weigh_scores_whole(scores, scratch.whole_weights() + r * kTileTokens, seen, units[r], most[r], tile.value_scales, most_scales[r],
-                                   *tile.ahead, steps);
+      const auto weigh = tile.ahead->cursor.is_idle() ? weigh_scores_whole<false> : weigh_scores_whole<true>;
+      sums[r] = weigh(scores, scratch.whole_weights() + r * kTileTokens, seen, units[r], most[r], tile.value_scales, most_scales[r], *tile.ahead, steps);
       continue;
     }
 #else

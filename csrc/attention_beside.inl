@@ -56,7 +56,7 @@ class Ahead {
 DIPTYCH_INLINE void ask_ahead(const SequenceView& view, const SequenceView* after, int64_t after_token, int64_t rows, const Tile& tile, Ahead& ahead) {
   const KvShape& kv = view.call->kv.shape;
   const bool is_widened = kv.format != KvFormat::bf16 && !tile.is_bytes;  // then what is multiplied lies in scratch
-  const bool is_many = turns_of(rows) >= kManyTurns, is_near = kv.has_values && asks_past();
+  const bool is_many = turns_of(rows) >= kManyTurns, is_near = kv.has_values && is_zen5();
   const bool is_in_l2 = view.last_key * (kv.head_dim + kv.value_dim()) * kv.element_bytes() < kL2Bytes;
   if ((is_widened && kv.has_values) || (is_many && (!is_near || is_in_l2))) return;
   ahead.is_asking = true, ahead.narrower = is_widened ? 1 : 0;

@@ -21,6 +21,16 @@ DIPTYCH_INLINE bool is_whole(KvFormat format) {
 #endif
 }
 
+#if defined(DIPTYCH_BYTES)
+// Whether so many rows meet the bytes as they lie.
+DIPTYCH_INLINE bool meets_bytes(KvFormat format, int64_t rows) {
+#if defined(DIPTYCH_BESIDE)
+  if (is_whole(format) && is_zen5()) return true;
+#endif
+  return turns_of(rows) < (format == KvFormat::fp8 ? kManyTurnsOfFp8 : kManyTurns);
+}
+#endif
+
 DIPTYCH_INLINE void widen_bytes(KvFormat format, const int8_t* x, int64_t n, uint16_t* out) {
   int64_t i = 0;
   if (format == KvFormat::fp8) {
@@ -52,7 +62,7 @@ DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch,
   const KvShape& kv = view.call->kv.shape;
   const int64_t d = view.call->shape.head_dim, dv = kv.value_dim();
 #if defined(DIPTYCH_BYTES)
-  tile.is_bytes = kv.has_values && turns_of(rows) < (kv.format == KvFormat::fp8 ? kManyTurnsOfFp8 : kManyTurns);
+  tile.is_bytes = kv.has_values && meets_bytes(kv.format, rows);
 #else
   (void)rows;
 #endif

@@ -57,13 +57,20 @@ DIPTYCH_INLINE void add_pair(F32 (&acc)[R][Z], X x, Y y) {
 #endif
 
 #if defined(DIPTYCH_AVX512) && defined(__AVX512BF16__)
-// A dot takes its row's pair from memory, as those of bf16 do: then four vectors of seven rows fit the registers.
+// A dot takes its row's pair from memory, as those of bf16 do, where four vectors of seven rows fill the registers. Elsewhere a pair is
+// read once: two loads a cycle are as many as there are dots.
 template <int R, int Z, class X, class Y>
 DIPTYCH_INLINE void add_pair(I32 (&acc)[R][Z], X x, Y y) {
   Pairs pairs[Z];
   for (int z = 0; z < Z; ++z) pairs[z] = load_pairs(y(z));
-  for (int r = 0; r < R; ++r)
-    for (int z = 0; z < Z; ++z) add_dot_int16_of(acc[r][z].v, x(r), pairs[z].v);
+  for (int r = 0; r < R; ++r) {
+    if constexpr (R * Z + Z < 32) {
+      const Pairs b = broadcast_pair(x(r));
+      for (int z = 0; z < Z; ++z) acc[r][z] = dot2(acc[r][z], b, pairs[z]);
+    } else {
+      for (int z = 0; z < Z; ++z) add_dot_int16_of(acc[r][z].v, x(r), pairs[z].v);
+    }
+  }
 }
 
 // 64 codes of fp8 are widened at once: acc[r][first] += x(r) * the former half, acc[r][second] += x(r)[step] * the latter.

@@ -99,9 +99,9 @@ const Capabilities& cpu_capabilities() {
   return found;
 }
 
-bool asks_past() {
-  static const bool is_measured = cpu_capabilities().has_all({Capability::full_rate_bf16, Capability::avx_vnni});
-  return is_measured;
+bool is_zen5() {
+  static const bool is = cpu_capabilities().has_all({Capability::full_rate_bf16, Capability::avx_vnni});
+  return is;
 }
 
 int request_tiles() {

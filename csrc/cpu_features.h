@@ -38,9 +38,9 @@ class Capabilities {
 
 const Capabilities& cpu_capabilities();
 
-// Whether what few rows stream from memory is asked for past L2: from Zen 5 on, where AMD's processors have AVX-VNNI; not on any that was not
-// measured.
-bool asks_past();
+// AMD's processors with AVX-VNNI beside AVX-512, Zen 5 and what follows. What memory brings few rows is asked for past L2 there, and bytes of
+// a cache are widened in the registers that multiply however many rows meet them; no other processor was measured to like it.
+bool is_zen5();
 
 // Asks the system for the state of AMX's tiles, once for the process and all its threads: 0, or the error number of its refusal.
 int request_tiles();

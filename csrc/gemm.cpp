@@ -163,7 +163,7 @@ void run_piece(const Job& job, const Piece& piece, int64_t begin, int64_t end) {
   args.group = job.w.shape.group;
   args.sums_stride = sums_stride(job.cut);
   args.is_stream = tiles == 1 && !is_expanded;
-  args.is_past = args.is_stream && asks_past();
+  args.is_past = args.is_stream && is_zen5();
   if (args.is_stream) ask_for_end(job, piece.panel, piece.strips, {begin, end});
   for (int64_t strip = piece.strips.begin; strip < piece.strips.end; strip += strips) {
     const uint8_t* base = job.w.panels + piece.panel * job.w.panel_bytes + strip * strip_bytes;

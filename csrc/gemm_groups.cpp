@@ -85,7 +85,7 @@ void ready_passes(const Job& job, const Passes& passes) {
 // four and five. Zen 5 is asked past L2, as other streams there, but for strips that pass again.
 Asking asking_for(const Job& job) {
   static const bool is_amd = cpu_capabilities().has_all({Capability::full_rate_bf16});
-  if (asks_past()) return job.m <= kDirectRows ? Asking::past : Asking::once;
+  if (is_zen5()) return job.m <= kDirectRows ? Asking::past : Asking::once;
   if (!is_amd) return job.m <= job.tiles.beside_rows ? Asking::beside : Asking::twice;
   const Format format = job.shape().format;
   const bool is_long = format == Format::group6 || format == Format::group8, is_middle = format == Format::group4 || format == Format::group5;
