@@ -19,15 +19,11 @@ from typing import Any
 
 import torch
 
-from diptych.compute import weights
 from diptych.compute.ops import torch_model
-from diptych.compute.ops.contract import Codes
-from diptych.compute.ops.device_codes import SCALE_DTYPES
 from diptych.compute.runner import random_model
-from diptych.compute.weights import RANDOM_BLOCK, RandomTensor
 from diptych.engine.load import local_predictor
 from diptych.ground.config import ComputeConfig
-from diptych.ground.formats import KEPT_BITS, KeptFormat
+from diptych.ground.formats import KeptFormat
 from diptych.ground.shape import StepShape
 from diptych.lab.ladder import kernels_price_s
 from diptych.lab.probe import StepProbe
@@ -36,28 +32,6 @@ from diptych.models.named import SHAPES
 DECODE = [(1, 512), (1, 8192), (16, 512), (64, 512)]  # sequences, and tokens that each is behind
 PREFILL = [(512, 0), (2048, 0), (2048, 8192)]  # tokens, and those before them
 WARM_UPS, REPEATS = 3, 7
-
-
-class CodedRandomTensor(RandomTensor):
-    """One that a file has in codes of `kept`, with plain scales; values are of order 1 / sqrt(inputs)."""
-
-    def codes(self) -> Codes:
-        """A block of random ones, again and again."""
-        n, k = self.shape
-        kept, draw = self.kept, torch.Generator().manual_seed(self.random_seed or 0)
-        assert kept is not None
-        bits = KEPT_BITS.get(kept.kind, 8)
-        block = torch.randint(0, 1 << bits, (RANDOM_BLOCK,), generator=draw, dtype=torch.uint8)
-        if kept.kind == "fp8":
-            block &= 0xB7  # of order one
-        shape = (n, -(-k // kept.group) if kept.group else 1)
-        size = k**-0.5 * (1.0 if kept.kind == "fp8" else 4.0 / (1 << bits))
-        scales = torch.full(shape, size, dtype=SCALE_DTYPES[kept.scale])
-        offsets = {
-            "zeros": torch.full(shape, 1 << (bits - 1), dtype=torch.uint8),
-            "minima": -scales.float() * (1 << (bits - 1)),
-        }.get(kept.grid)
-        return Codes(codes=block.repeat(-(-n * k // RANDOM_BLOCK))[: n * k].view(n, k), scales=scales, offsets=offsets)
 
 
 def main() -> None:
@@ -73,11 +47,9 @@ def main() -> None:
     config: dict[str, Any] = dict(SHAPES[asked.shape])
     if asked.layers is not None:
         config["num_hidden_layers"] = asked.layers
-    if asked.weights != "bf16":
-        CodedRandomTensor.kept = KeptFormat.named(asked.weights)
-        weights.RandomTensor = CodedRandomTensor  # type: ignore[misc]
-    how = ComputeConfig(backend="torch", device="cuda", weights="bf16" if asked.weights == "bf16" else "file")
-    model = random_model(config, how, seed=0)
+    kept = None if asked.weights == "bf16" else KeptFormat.named(asked.weights)
+    how = ComputeConfig(backend="torch", device="cuda", weights="bf16" if kept is None else "file")
+    model = random_model(config, how, seed=0, kept=kept)
     held = f"{model.weights_format} weights, {model.weight_bytes / 1e9:.2f} GB"
     print(f"{asked.shape}, {config['num_hidden_layers']} layers, {held}, {model.instruction_set}")
     probe, predictor = StepProbe(model, max_tokens=40_000), local_predictor(model)

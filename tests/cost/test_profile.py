@@ -82,6 +82,23 @@ def test_products_of_weights_in_groups_take_the_ends_of_their_groups() -> None:
     assert whole / seconds(mixed) == pytest.approx(1.0 / (0.853 / 0.76 + 0.147 / 0.39), abs=0.02)
 
 
+def test_what_ends_a_group_takes_as_long_as_this_machine_was_seen_to_take() -> None:
+    """Matrix tiles leave little to hide it behind: on them groups of 32 have a quarter of int4's rate, not Zen 4's 0.85."""
+    model, prompt = model_spec("llama-3.2-1b"), StepShape.prefill(batch=1, new_tokens=512)
+    profile = PROFILE | {"ef": {"bf16": 0.7, "int8": 0.7}, "attention": {**PROFILE["attention"], "prefill_ef": 1e3}}
+
+    def seconds(name: str, **groups: float) -> float:
+        said = profile | ({"groups": groups} if groups else {})
+        return CalibratedModel.from_profile(said, model, engine_quant(name, "int8")).predict_s(prompt)
+
+    usual, wide = "group4-g32-f16", "group8-g32-f16-wide"
+    assert seconds(usual, int8=1.0, bf16=1.0) == pytest.approx(seconds(usual))
+    assert seconds("int8") / seconds(usual, int8=17.0, bf16=1.0) == pytest.approx(0.25, abs=0.02)
+    assert seconds("int8", int8=17.0) == pytest.approx(seconds("int8"))
+    assert seconds(wide, int8=17.0, bf16=1.0) == pytest.approx(seconds(wide))
+    assert seconds(wide, int8=1.0, bf16=3.0) > 1.2 * seconds(wide)
+
+
 def test_codes_of_few_bits_have_a_rate_of_their_own() -> None:
     """Where no dot product is, int4 products take half as long as int8's, as which prompts in int4 were predicted."""
     model, prompt = model_spec("llama-3.2-1b"), StepShape.prefill(batch=1, new_tokens=512)
@@ -265,6 +282,7 @@ def test_local_numbers_are_flagged_measured_and_say_when():
         ("residuals.decode.rows", float("inf"), "rows is inf"),
         ("residuals.prefill.low", 0.5, "from 0.5 to 0.08"),
         ("layer_s", -1e-5, "layer_s is -1e-05"),
+        ("groups", {"int8": 0.0}, "int8 is 0"),
         pytest.param("layer_s", 10**400, "layer_s is inf", id="a number that no float holds"),
         ("residuals.decode.high", float("inf"), "from -0.05 to inf"),
     ],

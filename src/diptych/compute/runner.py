@@ -32,9 +32,11 @@ from diptych.compute.ops.shares import copies_of_kv, ranks_that_attend
 from diptych.compute.ops.torch_model import build_torch_model, torch_device
 from diptych.compute.packed_cache import PackedCache
 from diptych.compute.quant import QuantisedCheckpoint, stored_weights
+from diptych.compute.random_codes import CodedRandomSource
 from diptych.compute.weights import Checkpoint, Meanwhile, Progress, RandomSource, resolve_model_dir
 from diptych.ground.config import AS_STORED, ComputeConfig, packed_cache
 from diptych.ground.errors import ConfigError, LoadError
+from diptych.ground.formats import KeptFormat
 from diptych.models.config import HfConfig, read_config_file
 from diptych.models.gguf import read_config
 from diptych.models.gguf_file import find_gguf, open_gguf
@@ -257,12 +259,20 @@ def _open_gguf(path: Path, config: ComputeConfig) -> Opened:
 
 
 def random_model(
-    hf_config: Mapping[str, Any], config: ComputeConfig, seed: int, *, beside: Model | None = None
+    hf_config: Mapping[str, Any],
+    config: ComputeConfig,
+    seed: int,
+    *,
+    beside: Model | None = None,
+    kept: KeptFormat | None = None,
 ) -> Model:
     """A model of this config with random bf16 weights and no checkpoint; a pure function of config and seed.
 
-    beside: a model that it takes turns with, on the same threads.
+    beside: a model that it takes turns with, on the same threads. kept: what its layers have in place of bf16, as a file that
+    another program quantised; `config.weights` is `auto` or `file` then.
     """
+    if kept is not None:
+        return build(draw_blueprint(dict(hf_config), CodedRandomSource(seed, kept)), config, beside=beside)
     blueprint = random_blueprint(hf_config, config, seed)
     if config.tp > 1:
         return build_over_ranks(blueprint, config, {"path": None, "hf_config": dict(hf_config), "seed": seed})

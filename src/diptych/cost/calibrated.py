@@ -264,9 +264,9 @@ class CalibratedModel:
     def _terms(self, c: Constants) -> _Terms:
         units, hardware, quant = self._units, self.hardware, self.quant
         bandwidth = hardware.memory_bytes_per_s
-        flop_s = self._flop_s(quant.mix, c.compute_fraction)
+        flop_s = self._flop_s(quant.mix, c, c.compute_fraction)
         head_flop_s = self._flop_s(
-            (Stored(1.0, quant.head_bytes, quant.head_compute or quant.compute),), c.compute_fraction
+            (Stored(1.0, quant.head_bytes, quant.head_compute or quant.compute),), c, c.compute_fraction
         )
         is_unpacked = not multiplies_in(hardware, quant.compute)  # e.g. fp8 weights on an A100
         has_fp4 = "fp4" in hardware.flops_per_s
@@ -314,7 +314,9 @@ class CalibratedModel:
             expert_s=weights_s(units.expert_bytes, units.expert_class, quant.expert_mix) / layout.dp,
             row_s=(units.row_flops * flop_s + units.state_row_flops / state_rate) / parts,
             row_activation_s=units.row_activation_bytes / activations / parts if activations else 0.0,
-            expert_row_s=units.expert_row_flops * self._flop_s(experts_of(quant, hardware), c.expert_fraction) / parts,
+            expert_row_s=units.expert_row_flops
+            * self._flop_s(experts_of(quant, hardware), c, c.expert_fraction)
+            / parts,
             head_weights_s=weights_s(units.head_bytes, units.head_class),
             head_row_s=units.head_row_flops * head_flop_s / parts,
             windows=windows_at(bandwidth * c.kv_eb),
@@ -329,12 +331,16 @@ class CalibratedModel:
             adapter_product_s=2.0 / (peak_flops_per_s(hardware, of_adapters) * adapter_share * self.tp) / parts,
         )
 
-    def _flop_s(self, mix: tuple[Stored, ...], fraction: Callable[[str], float]) -> float:
+    def _flop_s(self, mix: tuple[Stored, ...], c: Constants, fraction: Callable[[str], float]) -> float:
         """Seconds of one operation in products of weights so stored."""
         hardware, whole = self.hardware, (Stored(1.0, self.quant.weight_bytes, self.quant.compute, self.quant.pace),)
         return sum(
             one.share
-            / (peak_flops_per_s(hardware, one.compute) * fraction(compute_dtype(hardware, one.compute)) * one.pace)
+            / (
+                peak_flops_per_s(hardware, one.compute)
+                * fraction(compute_dtype(hardware, one.compute))
+                * c.group_pace(one)
+            )
             for one in mix or whole
         )
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from diptych.cost.roofline import NoRate
+from diptych.ground.formats import rows_dtype
 from diptych.ground.shape import StepShape
+from diptych.ground.specs import Stored
 from diptych.models.spec import ModelSpec, MoeSpec
 
 # Expert GEMMs against the dense ones of the same software and dtype, where no row tells: measured ratios run from
@@ -44,6 +46,7 @@ class Constants:
     expert_ef: share of the peak in expert GEMMs by compute dtype; where no mixture was measured in a dtype, experts reach
     EXPERT_SHARE of what the other matrices do. adapter_layer_s, adapter_ef: the same of low-rank products, per layer of a step
     that has any, and ADAPTER_SHARE where they were not measured.
+    group_ends: how many times as long as `formats.END` says the end of a group of codes takes, by the dtype of its products.
     activation_bytes_per_s: at which rows pass between the products (norms, rotations, activations, other number formats),
     beside the products' own time; activation_eb: the same as a share of the memory's bandwidth, where it was not measured in
     bytes. None of both: it is in the products' share of the peak.
@@ -68,6 +71,7 @@ class Constants:
     adapter_layer_s: float = 0.0
     adapter_ef: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     attention_ef_of: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    group_ends: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     activation_bytes_per_s: float | None = None
     activation_eb: float | None = None
     expert_skew: float | None = None
@@ -94,6 +98,11 @@ class Constants:
         """Achieved share of the peak in expert GEMMs in this dtype."""
         found = self.expert_ef.get(dtype)
         return EXPERT_SHARE * self.compute_fraction(dtype) if found is None else found
+
+    def group_pace(self, stored: Stored) -> float:
+        """The part of their dtype's rate that is left to weights whose sums end with every group (`Stored.pace`)."""
+        ends = self.group_ends.get(rows_dtype(stored.compute), 1.0)
+        return 1.0 / (1.0 + ends * (1.0 / stored.pace - 1.0))
 
     def attention_fraction(self, kv_format: str) -> float:
         """Achieved share of the peak inside attention over keys and values of this format."""

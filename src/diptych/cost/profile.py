@@ -11,6 +11,7 @@ One is of its processor, another of its GPU, as neither says anything of the oth
      "adapters": {"layer_s": 1e-6, "prefill_ef": {"bf16": 0.3}, "decode_ef": {"bf16": 0.2}},
      "experts": {"layer_s": 3e-5, "ef": {"bf16": 0.4}},
      "latents": {"layer_s": 3e-5, "kv_eb": 0.6, "prefill_ef": 0.3, "decode_ef": 0.1},
+     "groups": {"int8": 1.0, "bf16": 1.1},
      "activation_bytes_per_s": 4e10,
      "host": {"step_s": 1e-4, "sequence_s": 1e-5, "prompt_s": 2e-4, "prompt_token_s": 2e-7,
               "wake_s": 3e-4, "displaced_s": 1e-4},
@@ -25,8 +26,9 @@ of KV formats other than the one measured with everything else. Another backend,
 `backend`, `kernels` and `threads` takes no times from it. `elsewhere`: how many times as fast another backend took a step
 of each phase. `experts`: what a layer with experts takes beside its products, and the share of the peak that these reach, where
 kernels of their own do them. `latents`: what a layer takes more whose attention is latent, and what its kernels reach in place
-of `attention`'s. `activation_bytes_per_s`, `adapters`, `experts`, `latents`, `host`, `cache`, `threads` and `elsewhere` may be
-absent. What of larger weights is still found in the `cache` says `Cache.share_of`.
+of `attention`'s. `groups`: how many times as long as on a Zen 4 the end of a group of codes takes, by the dtype of the rows
+that meet them (bf16: those of 15 bits). `groups`, `activation_bytes_per_s`, `adapters`, `experts`, `latents`, `host`, `cache`,
+`threads` and `elsewhere` may be absent. What of larger weights is still found in the `cache` says `Cache.share_of`.
 A GPU's (`kind` "gpu") has no `threads`; beside the above it says `launch_s`, what one launch takes the host, and `copy`, bytes
 per second, read and written, by MiB that they lie in.
 """
@@ -157,6 +159,7 @@ def _constants(profile: Mapping[str, Any], attention: Mapping[str, Any], attenti
         ),
         adapter_layer_s=_at_least_zero(adapters, "layer_s"),
         adapter_ef=MappingProxyType(_rates(adapters, attention_key) if adapters else {}),
+        group_ends=MappingProxyType(_rates(profile, "groups") if "groups" in profile else {}),
         activation_bytes_per_s=_positive(profile, "activation_bytes_per_s")
         if "activation_bytes_per_s" in profile
         else None,

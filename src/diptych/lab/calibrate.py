@@ -34,7 +34,7 @@ from diptych.cost.profile import SCHEMA, profile_path
 from diptych.engine.cost_view import CostView
 from diptych.ground.clock import wall_time_s
 from diptych.ground.config import ComputeConfig
-from diptych.ground.formats import rows_dtype
+from diptych.ground.formats import KeptFormat, rows_dtype
 from diptych.ground.shape import StepShape
 from diptych.lab.adapters import AdaptedSteps, adapted_steps, constants_of
 from diptych.lab.fingerprint import fingerprint
@@ -118,6 +118,9 @@ CACHED = 1.3  # times the memory's rate from which on a size counts as held by a
 LEVEL = 1.25  # times another's rate within which two sizes count as read from one level
 USUAL_EFFORT = Effort(rounds=4, budget_s=4.0)  # for each model, so that all of it takes less than a minute
 FORMATS = {"cpu": ("bf16", "int8", "int4"), "torch": ("fp32", "bf16")}
+# What GGUF and GPTQ files have most, met by rows of 8 bits and of 15: what ends a group is fitted to these, other sizes follow.
+GROUPED = tuple(KeptFormat.named(name) for name in ("group4-g32-f16", "group8-g32-f16-wide"))
+GROUPED_STEPS = [_rows(n) for n in (90, 230, 512, 1024)]
 KV_FORMATS = ("int8", "fp8")  # beside the one that the engine chooses
 
 
@@ -177,13 +180,15 @@ def calibrate(
             samples += _timed(empty, EMPTY_STEPS, brief, memory, takes_busy=takes_busy)
             empty.close()
     if backend == "cpu":
-        samples += _attention(compute, effort, progress, statistics.median(paces), takes_busy=takes_busy)
+        for measure in (_attention, _grouped):
+            samples += measure(compute, effort, progress, statistics.median(paces), takes_busy=takes_busy)
     progress("fitting")
     profile = _profile(ceilings, statistics.median(paces), backend, kernels=kernels, placement=placement)
     if cache is not None:
         profile["cache"] = cache | {"eb": dict.fromkeys(ceilings, 0.6), "kv_eb": 0.5}
     if backend == "cpu":  # the only one of which two widths are measured
         profile["activation_bytes_per_s"] = 1e10
+        profile["groups"] = {rows_dtype(kept.compute): 1.0 for kept in GROUPED}
         attention = profile["attention"]
         attention |= {kv: {key: attention[key] for key in ("prefill_ef", "decode_ef")} for kv in KV_FORMATS}
     profile = fit(profile, samples)
@@ -232,6 +237,18 @@ def _attention(
         progress(f"measuring attention, KV {kv}")
         with closing(random_model(ATTENTION_MODEL, replace(compute, weights="bf16", kv=kv), seed=0)) as model:
             samples += _timed(model, ATTENTION_STEPS, brief, read_bytes_per_s, takes_busy=takes_busy)
+    return samples
+
+
+def _grouped(
+    compute: ComputeConfig, effort: Effort, progress: Progress, read_bytes_per_s: float, *, takes_busy: bool
+) -> list[TimedStep]:
+    """Prompts on weights in groups."""
+    brief, samples = replace(effort, budget_s=effort.budget_s / 4), []
+    for kept in GROUPED:
+        progress(f"measuring {kept.name}")
+        with closing(random_model(PROBE_MODEL, replace(compute, weights="auto"), seed=0, kept=kept)) as model:
+            samples += _timed(model, GROUPED_STEPS, brief, read_bytes_per_s, takes_busy=takes_busy)
     return samples
 
 

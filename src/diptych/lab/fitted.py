@@ -45,7 +45,7 @@ def fit(profile: dict[str, Any], samples: Sequence[TimedStep]) -> dict[str, Any]
     places = _places(profile)
     start = np.log([table[key] for table, key in _cells(profile, places)])
     lowest, highest = start - 4.0, start + 4.0
-    is_share = np.array([len(place) > 1 and place[-1] != "layer_s" for place in places])
+    is_share = np.array([len(place) > 1 and place[-1] != "layer_s" and place[0] != "groups" for place in places])
     lowest[is_share], highest[is_share] = np.log(LEAST_SHARE), np.log(MOST_SHARE)
     lowest[places.index(("p",))] = 0.0  # nothing takes longer than one behind the other
     logs = start.copy()
@@ -114,7 +114,7 @@ def _places(profile: dict[str, Any]) -> list[tuple[str, ...]]:
         tables += [("cache", "kv_eb"), *(("cache", "eb", key) for key in profile["cache"]["eb"])]
     if "experts" in profile:
         tables += [("experts", "layer_s"), *(("experts", "ef", key) for key in profile["experts"]["ef"])]
-    tables += [("latents", key) for key in profile.get("latents", {})]
+    tables += [(name, key) for name in ("latents", "groups") for key in profile.get(name, {})]
     rates = [("activation_bytes_per_s",)] if "activation_bytes_per_s" in profile else []
     return [("t0_s",), ("layer_s",), ("sequence_s",), ("p",), *rates, *tables]
 
