@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
+from math import prod
 from typing import Any
 
 import pytest
@@ -41,7 +42,8 @@ def make_faster() -> None:
 
     It puts its own functions into the language anew for each call of each function of a kernel, a quarter of its time; nothing
     else here compiles for a GPU that is not there. It finds for each whole number whether it overflows, and says so where it
-    debugs alone, and makes a table of numpy's types each time that it looks for one: a sixth.
+    debugs alone, and makes a table of numpy's types each time that it looks for one: a sixth. Half of what is left are shapes,
+    of which it makes objects and a text for every value.
     """
     interpreter = import_module("triton.runtime.interpreter")
     patch, scopes = getattr(interpreter, "_patch_lang", None), {}
@@ -66,6 +68,41 @@ def make_faster() -> None:
         return numpys[name]
 
     interpreter._get_np_dtype = type_of
+    share_shapes()
+
+
+def share_shapes() -> None:
+    """What Triton's language makes of a shape anew for each type of a block and each value, once for each shape."""
+    core, semantic = import_module("triton.language.core"), import_module("triton.language.semantic").TritonSemantic
+    of_block, broadcast = core.block_type.__init__, semantic.broadcast_impl_value
+    of_types: dict[tuple[int, ...], tuple[Any, int, str]] = {}
+    of_values: dict[int, tuple[Any, Any, Any]] = {}
+
+    def make_block(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
+        if sizes not in of_types:
+            of_block(self, element_ty, shape)
+            of_types[sizes] = self.shape, self.numel, str(self.shape)
+        self.element_ty = element_ty
+        self.shape, self.numel, text = of_types[sizes]
+        self.name = f"<{text}, {element_ty}>"
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        shape = type.shape if type.is_block() else ()
+        if id(shape) not in of_values:  # with the shape, so that its number stays its own
+            sizes = core.tuple([core.constexpr(size) for size in shape])
+            of_values[id(shape)] = shape, core.constexpr(prod(shape)), sizes
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        _, self.numel, self.shape = of_values[id(shape)]
+
+    def broadcast_values(self: Any, left: Any, right: Any) -> Any:
+        are_blocks = left.type.is_block(), right.type.is_block()
+        if not any(are_blocks) or (all(are_blocks) and left.type.shape is right.type.shape):
+            return left, right
+        return broadcast(self, left, right)
+
+    core.block_type.__init__, core.tensor.__init__ = make_block, make_tensor
+    semantic.broadcast_impl_value = broadcast_values
 
 
 def kinds() -> dict[str, Kind]:
