@@ -131,7 +131,7 @@ class Packed:
         return out
 
     def apply(
-        self, x, *, threads=2, store=STORE_F32, activation=SILU, row_ids=None, out=None, out_rows=None, weights=None
+        self, x, *, threads=1, store=STORE_F32, activation=SILU, row_ids=None, out=None, out_rows=None, weights=None
     ):
         x = np.ascontiguousarray(x, np.float32)
         m = len(x) if row_ids is None else len(row_ids)
@@ -291,7 +291,7 @@ def pack_codes(kernels, isa, format_name, parts, *, group, gated, bias, threads)
     return Packed(kernels, isa, shape, blob, bias)
 
 
-def pack(kernels, isa, format_name, parts, *, group=32, gated=False, bias=None, source="f32", threads=2) -> Packed:
+def pack(kernels, isa, format_name, parts, *, group=32, gated=False, bias=None, source="f32", threads=1) -> Packed:
     stored = []
     for part in parts:
         converted = {"f32": lambda p: p.astype(np.float32), "bf16": to_bf16, "f16": lambda p: p.astype(np.float16)}[
