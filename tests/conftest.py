@@ -23,8 +23,14 @@ if not Path("/dev/nvidia0").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_collection() -> None:
+    """What modules and tests are made of is no garbage: nobody looks for it there, time and again."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """What is collected stands until the end: no collection of garbage walks it again."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
