@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import started
+from diptych.cli.options import check_writable
 from started import Started
 
 FULL = Path("/dev/full")
@@ -81,6 +82,20 @@ def test_files_that_cannot_be_written_are_named_before_measuring(tmp_path: Path)
         assert done.returncode == 2
         assert f"error: cannot read or write {file}" in done.stderr
         assert "Traceback" not in done.stderr
+    # the usual place, too, of which nothing is known before the measuring is over
+    done = started.run("lab", "calibrate", env=os.environ | {"DIPTYCH_HOME": str(file)})
+    assert done.returncode == 2
+    assert f"error: cannot read or write {file}" in done.stderr
+
+
+def test_a_file_that_can_be_written_is_not_left_there_empty(tmp_path: Path) -> None:
+    """Ctrl-C in `lab calibrate --out` left a profile of no bytes, which nothing could read."""
+    new, old = tmp_path / "folder" / "new.json", tmp_path / "old.json"
+    old.write_text("{}")
+    check_writable(new)
+    check_writable(old)
+    assert [one.name for one in new.parent.iterdir()] == []
+    assert old.read_text() == "{}"
 
 
 def test_a_prompt_that_is_refused_is_not_printed(tmp_path: Path) -> None:

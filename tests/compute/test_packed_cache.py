@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +27,8 @@ from diptych.compute.ops import cpu_loader
 from diptych.compute.ops.cpus import Placement
 from diptych.compute.packed_cache import PackedCache
 from diptych.compute.runner import load_model
+from diptych.cost.profile import load_profile
+from diptych.engine.load import profile_gap
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.files import WHOLE_FILE
@@ -372,6 +376,72 @@ def test_no_room_keeps_no_entry_and_the_model_runs(
     monkeypatch.setenv("DIPTYCH_PACKED_CACHE", "much")
     with pytest.raises(ConfigError, match="DIPTYCH_PACKED_CACHE is 'much'"):
         load(path)
+
+
+def test_a_folder_that_may_only_be_read_gives_its_entries(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The time of use could not be written, and a whole entry was called damaged and packed anew at every start."""
+    path = make_checkpoint("llama", tmp_path / "model")
+    expected = logits(load(path))
+
+    def refuse(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    monkeypatch.setattr(packed_cache, "write_tensors", refuse)
+    model = load(path)
+    assert str(folder) in _mapped_file(model)
+    assert torch.equal(expected, logits(model))
+    assert "thrown away" not in caplog.text
+
+
+def test_a_folder_that_may_not_be_entered_keeps_no_entry_and_the_model_runs(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A service whose HOME is another user's: that it may not look there was the end of the start."""
+    path = make_checkpoint("llama", tmp_path / "model")
+    seen, made = os.stat, os.mkdir
+
+    def look(what: Any, *rest: Any, **fields: Any) -> os.stat_result:
+        return _if_allowed(folder, what, seen, *rest, **fields)
+
+    def make(what: Any, *rest: Any, **fields: Any) -> None:
+        _if_allowed(folder, what, made, *rest, **fields)
+
+    monkeypatch.setattr(os, "stat", look)
+    monkeypatch.setattr(os, "mkdir", make)
+    assert logits(load(path)).isfinite().all()
+    assert f"packed weights not kept folder={folder} reason=Permission denied" in caplog.text
+
+
+def _if_allowed(folder: Path, what: Any, do: Callable[..., Any], *rest: Any, **fields: Any) -> Any:
+    if str(what).startswith(str(folder)):
+        raise PermissionError(13, "Permission denied", str(what))
+    return do(what, *rest, **fields)
+
+
+def test_who_has_no_home_keeps_nothing_and_the_model_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A user that a container made up ended in a traceback of pathlib's, also where XDG_CACHE_HOME named a folder."""
+    path = make_checkpoint("llama", tmp_path / "model")
+
+    def nobody(_: object) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", classmethod(nobody))
+    for name in ("DIPTYCH_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with caplog.at_level("INFO", logger="diptych"):
+        model = load(path)
+    assert "this user has no home" in caplog.text
+    assert "this machine was never measured" in str(profile_gap(model))
+    with pytest.raises(ConfigError, match="no home to keep a hardware profile in"):
+        load_profile()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    load(path)
+    assert len(entries(tmp_path / "cache" / "diptych" / "packed")) == 1
 
 
 def _fail(path: Path, *_: object, **__: object) -> int:

@@ -488,6 +488,25 @@ def test_a_profile_of_a_busy_machine_is_not_written(tmp_path: Path, monkeypatch:
     assert path.read_text() == "{}"
 
 
+def test_a_profile_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk left half a profile, without which no engine starts."""
+    path = tmp_path / "hardware.json"
+    path.write_text("{}")
+
+    def full(file: Path, text: str) -> None:
+        file.write_bytes(text[:9].encode())
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "write_text", full)
+        with pytest.raises(OSError, match="No space left"):
+            calibration._written({"schema": 1}, path)
+    assert path.read_text() == "{}"
+    assert list(tmp_path.iterdir()) == [path]
+    calibration._written({"schema": 1}, path)
+    assert load_profile(path)["schema"] == 1
+
+
 def test_what_a_step_usually_takes_is_not_its_best_time() -> None:
     """A calibration by best times priced every step of an engine too short."""
     clock = VirtualClock()

@@ -144,7 +144,7 @@ def calibrate(
     ] = False,
 ) -> None:
     """Measure this machine, or its GPU, in a minute or two; the planner, the reports and the scheduler then use the profile."""
-    check_writable(out)
+    check_writable(out or profile_path())
     compute = ComputeConfig(backend=backend, device=device, threads=threads)
     with console.status("") as status:
         profile = run_calibration(

@@ -271,10 +271,14 @@ def refuse_both(context: typer.Context, shape: str | None) -> None:
 
 
 def check_writable(path: Path | None) -> None:
-    """Raise OSError now rather than after minutes of measuring, when a file cannot be written at `path`."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("ab").close()
+    """Raise OSError now rather than after minutes of measuring, when a file cannot be written at `path`. None is left there."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    path.open("ab").close()
+    if is_new:
+        path.unlink()
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:

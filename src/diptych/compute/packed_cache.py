@@ -15,6 +15,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -83,15 +84,20 @@ class PackedCache:
     def find(self, key: str) -> CachedCheckpoint | None:
         """The entry, mapped; None where there is none. A damaged one is thrown away."""
         entry = self.folder / key
-        if not (entry / WHOLE_FILE).is_file():
+        if not self._has(key):
             return None
         try:
             found = CachedCheckpoint(entry)
-            os.utime(entry)  # used now
         except (LoadError, OSError) as error:
             self.drop(key, str(error))
             return None
+        with suppress(OSError):  # a folder that may only be read has no order to keep
+            os.utime(entry)  # used now
         return found
+
+    def _has(self, key: str) -> bool:
+        """Whether there is an entry of that name that this process may see."""
+        return os.path.isfile(self.folder / key / WHOLE_FILE)
 
     def drop(self, key: str, why: str) -> None:
         """Throw an entry away."""
@@ -121,7 +127,7 @@ class PackedCache:
             write_tensors(unfinished / WHOLE_FILE, loader, source, fingerprint=source.fingerprint())
             unfinished.rename(self.folder / key)
         except OSError as error:
-            if not (self.folder / key / WHOLE_FILE).is_file():  # else another process was faster
+            if not self._has(key):  # else another process was faster
                 logger.warning("packed weights not kept folder=%s reason=%s", self.folder, error.strerror or error)
         except LoadError as error:  # the checkpoint is another meanwhile
             logger.warning("packed weights not kept folder=%s reason=%s", self.folder, error.message)

@@ -34,7 +34,7 @@ from diptych.compute.packed_cache import PackedCache
 from diptych.compute.quant import QuantisedCheckpoint, stored_weights
 from diptych.compute.random_codes import CodedRandomSource
 from diptych.compute.weights import Checkpoint, Meanwhile, Progress, RandomSource, resolve_model_dir
-from diptych.ground.config import AS_STORED, ComputeConfig, packed_cache
+from diptych.ground.config import AS_STORED, ComputeConfig, packed_cache, profile_dir
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.ground.formats import KeptFormat
 from diptych.models.config import HfConfig, read_config_file
@@ -190,6 +190,8 @@ def _built_once(
 ) -> Model:
     """The model from packed weights that an earlier start kept, else from the checkpoint, whose packed weights are kept."""
     kept = packed_cache()
+    if profile_dir() is None:
+        logger.info("packed weights not kept reason=this user has no home, and DIPTYCH_HOME names no folder")
     is_packing = choose_backend(config)[0] == "cpu" and cpu_kernels.is_available()[0]
     if is_packing and isinstance(checkpoint, QuantisedCheckpoint):
         checkpoint.meanwhile = meanwhile

@@ -36,6 +36,7 @@ per second, read and written, by MiB that they lie in.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -61,13 +62,21 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")  # a folder for each card
 
 
 def profile_path(kind: str = "cpu") -> Path:
-    """Where the profile of this machine's processor ("cpu") or of its GPU ("gpu") is kept."""
-    return profile_dir() / FILE_NAMES[kind]
+    """Where the profile of this machine's processor ("cpu") or of its GPU ("gpu") is kept. ConfigError without a place."""
+    folder = profile_dir()
+    if folder is None:
+        raise ConfigError("this user has no home to keep a hardware profile in", hint="let DIPTYCH_HOME name a folder")
+    return folder / FILE_NAMES[kind]
+
+
+def is_measured(kind: str) -> bool:
+    """Whether there is a profile of the processor ("cpu") or of the GPU ("gpu"); none is where this user may not look."""
+    return profile_dir() is not None and os.path.exists(profile_path(kind))
 
 
 def local_kind(name: str = "local") -> str:
     """Whose profile a plan for LOCAL's `name` reads."""
-    return LOCAL[name] or ("gpu" if profile_path("gpu").exists() else "cpu")
+    return LOCAL[name] or ("gpu" if is_measured("gpu") else "cpu")
 
 
 def has_gpu() -> bool:

@@ -29,7 +29,7 @@ from diptych.cost.components import STATE_BYTES
 from diptych.cost.drafts.measured import MeasuredDraftPrices
 from diptych.cost.drafts.prices import DraftPrices
 from diptych.cost.places import MAX_STEP_S, STATE_MEMORY_SHARE, Places, beside_states, places, state_places
-from diptych.cost.profile import COMMANDS, load_profile, profile_path
+from diptych.cost.profile import COMMANDS, is_measured, load_profile
 from diptych.cost.roofline import NoRate
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.adapters import Adapters
@@ -299,9 +299,9 @@ def profile_gap(model: Model) -> str | None:
     if untimed is not None:
         return untimed
     kind, command = profile_kind(model), calibration_command(model)
-    if not profile_path(kind).exists():
+    if not is_measured(kind):
         own, other = ("machine", "GPU") if kind == "cpu" else ("GPU", "processor")
-        beside = profile_path("gpu" if kind == "cpu" else "cpu").exists()
+        beside = is_measured("gpu" if kind == "cpu" else "cpu")
         others = f", only its {other} was" if kind == "cpu" else f", only the {other} beside it was"
         return f"this {own} was never measured{others if beside else ''} ({command})"
     profile = load_profile(kind=kind)
@@ -360,7 +360,7 @@ def faster_backends(model: Model) -> dict[str, str]:
 
     The profile compares two backends, that which it is of and another; the model may run on either of them.
     """
-    profile = load_profile() if profile_kind(model) == "cpu" and profile_path("cpu").exists() else {}
+    profile = load_profile() if profile_kind(model) == "cpu" and is_measured("cpu") else {}
     other = profile.get("elsewhere")
     if not isinstance(other, dict) or other.get("weights") != model.weights_format:
         return {}

@@ -330,7 +330,8 @@ def quiet_ray(*, is_local: bool) -> None:
 
 
 def packed_cache() -> tuple[Path, int] | None:
-    """Where packed weights are kept between starts, and how many bytes of them; None for DIPTYCH_PACKED_CACHE=off.
+    """Where packed weights are kept between starts, and how many bytes of them; None for DIPTYCH_PACKED_CACHE=off, and where
+    there is no place for them.
 
     DIPTYCH_PACKED_CACHE: `off`, or the most bytes; PACKED_CACHE_BYTES where it is unset.
     """
@@ -339,10 +340,20 @@ def packed_cache() -> tuple[Path, int] | None:
         return None
     if asked is not None and not (asked.isascii() and asked.isdigit()):
         raise ConfigError(f"DIPTYCH_PACKED_CACHE is {shown(asked)}; it must be off, or a number of bytes")
-    return profile_dir() / "packed", PACKED_CACHE_BYTES if asked is None else int(asked)
+    folder = profile_dir()
+    return None if folder is None else (folder / "packed", PACKED_CACHE_BYTES if asked is None else int(asked))
 
 
-def profile_dir() -> Path:
-    """Where measured hardware profiles and packed weights live: DIPTYCH_HOME, else the user's cache folder."""
+def profile_dir() -> Path | None:
+    """Where measured hardware profiles and packed weights live: DIPTYCH_HOME, else the user's cache folder.
+
+    None where nobody says so and the user has no home, as one that a container made up.
+    """
     home = env_text("HOME")
-    return Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "diptych"
+    if home:
+        return Path(home)
+    cache = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(cache) if cache else Path.home() / ".cache") / "diptych"
+    except RuntimeError:
+        return None

@@ -11,6 +11,7 @@ What is fitted: launch constants, achieved fractions of both ceilings, the sharp
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -213,10 +214,15 @@ def gpu_of(compute: ComputeConfig) -> torch.device | None:
 
 
 def _written(profile: dict[str, Any], path: Path, device: torch.device | None = None) -> dict[str, Any]:
-    """The profile with what it was taken on, in its file."""
+    """The profile with what it was taken on, in its file: whole, or as it was before, as a damaged one ends every start."""
     profile["fingerprint"] = fingerprint(device)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(profile, indent=1) + "\n")
+    unfinished = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        unfinished.write_text(json.dumps(profile, indent=1) + "\n")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return profile
 
 
