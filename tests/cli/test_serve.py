@@ -21,6 +21,10 @@ from started import run
         (("--insecure", "--host", "a..b"), "cannot listen on a..b:0: Name or service not known"),
         (("--insecure", "--host", "\u00e9..b"), "cannot listen on \u00e9..b:0: encoding of hostname failed"),
         (("--lora", "poet=./none"), "hint: an adapter is a folder with adapter_config.json"),
+        (("--response-store", "none/there"), "cannot keep responses in none/there: there is no folder none"),
+        (("--record", "none/there"), "cannot record to none/there: there is no folder none"),
+        (("--otlp-traces-endpoint", "here"), "otlp-traces-endpoint is 'here'; it must be an address such as http://"),
+        (("--otlp-traces-endpoint", "http://[::1"), "otlp-traces-endpoint is 'http://[::1'; it must be an address"),
     ],
 )
 def test_a_refused_limit_is_called_as_it_was_written(arguments: tuple[str, str], said: str) -> None:
@@ -30,6 +34,7 @@ def test_a_refused_limit_is_called_as_it_was_written(arguments: tuple[str, str],
     done = run("serve", *arguments, "--port", "0")
     assert done.returncode == 2
     assert said in done.stderr
+    assert "engine ready" not in done.stderr, "a large model takes minutes to load"
 
 
 @pytest.mark.parametrize(

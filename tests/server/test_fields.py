@@ -264,3 +264,22 @@ def test_running_usage_counts_up(http: httpx.Client) -> None:
         assert counts[path.startswith("/v1/chat")] == 1, "behind the role, which a chat begins with"
         assert counts[-1] == 4
         assert len({chunk["usage"]["prompt_tokens"] for chunk in chunks}) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ([5, 6, -1], "prompt has -1 at place 2; token ids are whole numbers between 0 and 2147483647"),
+        ([5, True], "prompt has True at place 1; token ids are"),
+        ([2**40], "prompt has 1099511627776 at place 0; token ids are"),
+        ([7] * 70 + [1.5], "prompt has 1.5 at place 70; token ids are"),
+        (["a", [5, "b"]], "prompt entry 1 has 'b' at place 1; token ids are"),
+        (["a", []], "prompt entry 1 is []; it must be a string or a non-empty list of token ids"),
+        ([{"a": 1}], "prompt entry 0 is {'a': 1}; it must be a string or a non-empty list of token ids"),
+    ],
+)
+def test_a_prompt_of_wrong_ids_is_told_which(http: httpx.Client, prompt: list, said: str) -> None:
+    """Of [5, 6, -1] entry 0 was to be "a string or a non-empty list of token ids"."""
+    answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(said)

@@ -103,12 +103,23 @@ class Spans:
         return int((at_s + self._epoch_s) * 1e9)
 
 
-def spans_to(endpoint: str, *, clock: Clock, process: str) -> Spans:
-    """Spans that go to a collector by OTLP over HTTP, in batches, on a thread. ConfigError where that cannot be."""
-    if urlsplit(endpoint).scheme not in ("http", "https") or not urlsplit(endpoint).hostname:
+def check_endpoint(endpoint: str) -> None:
+    """Raise ConfigError for what is no address, and without the library."""
+    try:
+        address = urlsplit(endpoint)
+        is_address = address.scheme in ("http", "https") and bool(address.hostname)
+    except ValueError:  # half a bracket
+        is_address = False
+    if not is_address:
         raise ConfigError(
             f"otlp-traces-endpoint is {endpoint!r}; it must be an address such as http://localhost:4318/v1/traces"
         )
+    _opentelemetry("exporter.otlp.proto.http.trace_exporter")
+
+
+def spans_to(endpoint: str, *, clock: Clock, process: str) -> Spans:
+    """Spans that go to a collector by OTLP over HTTP, in batches, on a thread. ConfigError where that cannot be."""
+    check_endpoint(endpoint)
     exporter = _opentelemetry("exporter.otlp.proto.http.trace_exporter").OTLPSpanExporter(endpoint=endpoint)
     processor = _opentelemetry("sdk.trace.export").BatchSpanProcessor(
         exporter, schedule_delay_millis=SEND_EVERY_S * 1e3

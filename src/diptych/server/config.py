@@ -7,6 +7,7 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
+from diptych.engine.spans import check_endpoint
 from diptych.ground.config import at_least
 from diptych.ground.errors import ConfigError
 from diptych.ground.hosts import is_loopback
@@ -84,10 +85,7 @@ class ServerConfig:
         if not 0.0 <= self.kept_minutes <= 60.0:
             raise ConfigError(f"keep_minutes is {self.kept_minutes}; it must be 0 to 60", hint="0 keeps nothing")
         at_least("max_record_bytes", self.max_record_bytes, 2**16)
-        if self.record is not None and self.record.exists():
-            raise ConfigError(f"{self.record} exists; a recording is not written over another file")
-        if self.record is not None and not self.record.parent.is_dir():
-            raise ConfigError(f"cannot record to {self.record}: there is no folder {self.record.parent}")
+        self._check_written()
         at_least("max_stored_bytes", self.max_stored_bytes, 0)
         if not self.response_ttl_s > 0.0:
             raise ConfigError(f"response_ttl_s is {self.response_ttl_s}; it must be greater than 0")
@@ -119,6 +117,16 @@ class ServerConfig:
                 f"host is {self.host!r} and no API key is set; others could use this server",
                 hint="give --api-key KEY (or DIPTYCH_API_KEY), bind to 127.0.0.1, or say --insecure",
             )
+
+    def _check_written(self) -> None:
+        """What is written beside answers, and where to: said now, not when a large model has been loaded."""
+        if self.record is not None and self.record.exists():
+            raise ConfigError(f"{self.record} exists; a recording is not written over another file")
+        for path, verb in ((self.record, "record to"), (self.response_store, "keep responses in")):
+            if path is not None and not path.parent.is_dir():
+                raise ConfigError(f"cannot {verb} {path}: there is no folder {path.parent}")
+        if self.otlp_traces_endpoint is not None:
+            check_endpoint(self.otlp_traces_endpoint)
 
 
 def open_requests_limit(asked: int | None) -> int:

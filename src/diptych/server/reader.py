@@ -13,7 +13,8 @@ from diptych.engine.text.template import ChatTemplate, RenderedPrompt
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.errors import TemplateError
 from diptych.server.door import Workers
-from diptych.server.schema import ChatBody, Message, Prompt, Tool
+from diptych.server.prompts import Prompt
+from diptych.server.schema import ChatBody, Message, Tool
 from diptych.server.text_bodies import TemplateBody, TokenizeBody
 
 logger = logging.getLogger("diptych.server")

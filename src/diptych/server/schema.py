@@ -30,6 +30,7 @@ from diptych.compute.json_schema import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
 from diptych.compute.structured import MAX_REGEX_BYTES
 from diptych.ground.request import BOUNDS, MAX_LOGIT_BIAS, MAX_STOP_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from diptych.server.fields import NO_EFFECT, OF_CHATS, OF_PROMPTS, REFUSED, FieldRefused, Refusal, Said, check_extra
+from diptych.server.prompts import Prompt, prompts_of, prompts_schema
 
 MAX_PROMPTS = 64
 MAX_MESSAGES = 16384
@@ -39,8 +40,6 @@ MAX_KWARGS_DEPTH = 16
 MAX_USER_BYTES = 512
 REQUEST_ID_PATTERN = r"^[A-Za-z0-9_.:\-]{1,128}$"
 _INT64 = 2**63 - 1
-
-Prompt = str | list[int]
 
 
 def depth_of(value: object) -> int:
@@ -62,25 +61,8 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def are_ids(values: list[Any]) -> bool:
-    """Whether all are token ids; built on C loops, because a body may hold millions."""
-    return set(map(type, values)) == {int} and min(values) >= 0 and max(values) < 2**31
-
-
 def _check_prompts(value: object) -> list[Prompt]:
-    """A string, a list of strings, a list of token ids or a list of such lists, always as a list of prompts."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list) or not value:
-        raise ValueError("must be a string, a list of strings, token ids, or a list of lists of token ids")
-    if are_ids(value):
-        return [value]
-    if len(value) > MAX_PROMPTS:
-        raise ValueError(f"has {len(value)} entries; it must have at most {MAX_PROMPTS} (or be token ids only)")
-    for number, item in enumerate(value):
-        if not isinstance(item, str) and not (isinstance(item, list) and are_ids(item)):
-            raise ValueError(f"entry {number} must be a string or a non-empty list of token ids")
-    return value
+    return prompts_of(value, MAX_PROMPTS)
 
 
 def _check_stop(value: object) -> tuple[str, ...]:
@@ -176,22 +158,8 @@ class StopAtFirst(FailFast):
         return hash(type(self))
 
 
-IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, "minItems": 1}
 Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-_INT64, le=_INT64)]
-Prompts = Annotated[
-    list[Prompt],
-    PlainValidator(_check_prompts),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_PROMPTS},
-                IDS_SCHEMA,
-                {"type": "array", "items": IDS_SCHEMA, "minItems": 1, "maxItems": MAX_PROMPTS},
-            ]
-        }
-    ),
-]
+Prompts = Annotated[list[Prompt], PlainValidator(_check_prompts), WithJsonSchema(prompts_schema(MAX_PROMPTS))]
 _STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES // 4}
 Stop = Annotated[
     tuple[str, ...],

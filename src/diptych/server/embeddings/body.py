@@ -12,15 +12,13 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AliasChoices, Field, PlainValidator, WithJsonSchema, model_validator
 
 from diptych.server.fields import Refusal
+from diptych.server.prompts import Prompt, prompts_of, prompts_schema
 from diptych.server.schema import (
-    IDS_SCHEMA,
     Body,
-    Prompt,
     RequestBody,
     StopAtFirst,
     User,
     Whole,
-    are_ids,
     conflict,
 )
 
@@ -60,37 +58,14 @@ NO_EFFECT: Mapping[str, str] = {
 
 
 def _check_inputs(value: object) -> list[Prompt]:
-    """A text, texts, token ids or lists of them, always as a list of inputs; none of them empty, as nothing has no vector."""
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list) or not value:
-        raise ValueError("must be a string, a list of strings, token ids, or a list of lists of token ids")
-    if are_ids(value):
-        return [value]
-    if len(value) > MAX_INPUTS:
-        raise ValueError(f"has {len(value)} entries; it must have at most {MAX_INPUTS} (or be token ids only)")
-    for number, item in enumerate(value):
-        is_text = isinstance(item, str) and item
-        if not is_text and not (isinstance(item, list) and are_ids(item)):
-            raise ValueError(f"entry {number} must be a non-empty string or a non-empty list of token ids")
-    return value
+    """A text, texts, token ids or lists of them, always as a list of inputs; none of them empty."""
+    inputs = prompts_of(value, MAX_INPUTS)
+    if "" in inputs:
+        raise ValueError(f"entry {inputs.index('')} is empty; nothing has no vector")
+    return inputs
 
 
-_TEXT_SCHEMA = {"type": "string", "minLength": 1}
-Inputs = Annotated[
-    list[Prompt],
-    PlainValidator(_check_inputs),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                _TEXT_SCHEMA,
-                {"type": "array", "items": _TEXT_SCHEMA, "minItems": 1, "maxItems": MAX_INPUTS},
-                IDS_SCHEMA,
-                {"type": "array", "items": IDS_SCHEMA, "minItems": 1, "maxItems": MAX_INPUTS},
-            ]
-        }
-    ),
-]
+Inputs = Annotated[list[Prompt], PlainValidator(_check_inputs), WithJsonSchema(prompts_schema(MAX_INPUTS))]
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], StopAtFirst(), Field(min_length=1, max_length=MAX_INPUTS)]
 Instruction = Annotated[str | None, Field(max_length=MAX_INSTRUCTION_CHARS)]
