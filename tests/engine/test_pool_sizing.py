@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from tests.checkpoints import make_checkpoint
 
+from diptych.compute.ops.cpu_kernels import MOST_HEAD_DIM, MOST_LATENT_DIM
 from diptych.compute.runner import load_model
 from diptych.compute.weights import Checkpoint
 from diptych.cost.places import MAX_PLACES, MAX_STEP_S, places
@@ -152,3 +155,63 @@ def test_a_containers_limit_is_the_machines(version: int, tmp_path: Path, monkey
     assert memory_of(CPU).available_bytes == 0
     (folder.parent / limit).write_text(str(2**63 - 4096))
     assert memory_of(CPU).total_bytes == before.total_bytes
+
+
+def test_what_lies_beside_the_blocks_is_told(tmp_path: Path) -> None:
+    """A context that needed 358,400 bytes was refused where 430,080 were allowed, without a word of who had the rest."""
+    model = load_model(make_checkpoint("jamba", tmp_path), ComputeConfig(backend="torch", weights="fp32"))
+    config = EngineConfig(kv_memory_bytes=8 * model.kv_bytes_per_block(32), max_context_tokens=200)  # 7 blocks
+    with pytest.raises(CapacityError) as caught:
+        size_pool(model, config)
+    taken = int(re.search(r"of KV cache, beside (\d+) for states of sequences;", caught.value.message)[1])  # type: ignore[index]
+    assert taken % model.state_bytes == 0 < taken
+    drafter = SimpleNamespace(block_bytes=0, scratch_bytes=12345)
+    with pytest.raises(CapacityError, match=r"of KV cache, beside .* and 12345 for the rows of drafters; "):
+        size_pool(model, config, [drafter])  # type: ignore[list-item]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    ("family", "fields", "words"),
+    [
+        ("llama", {"head_dim": 514}, "heads of 514 numbers; the cpu backend takes an even number of at most 512"),
+        ("deepseek_v3", {"kv_lora_rank": 1024}, r"latents of \d+ numbers; the cpu backend takes .* at most 1024"),
+        ("mistral4", {"kv_lora_rank": 31}, r"latents of \d+ numbers; the cpu backend takes an even number"),
+    ],
+)
+def test_widths_that_the_kernels_do_not_hold_are_refused(
+    tmp_path: Path, family: str, fields: dict[str, int], words: str
+) -> None:
+    """A ValueError of the kernels, from whose words nobody learns that the torch backend runs such a model."""
+    path = make_checkpoint(family, tmp_path, **fields)
+    for tp in (1, 2):
+        with pytest.raises(ConfigError, match=words) as caught:
+            load_model(path, ComputeConfig(backend="cpu", threads=2, tp=tp))
+        assert "--backend torch" in (caught.value.hint or "")
+    load_model(path, ComputeConfig(backend="torch", weights="fp32")).make_kv(2, 16)
+
+
+@pytest.mark.native
+def test_the_widest_heads_that_are_taken_have_a_cache(tmp_path: Path) -> None:
+    """What is refused, and what the kernels refuse, is the same."""
+    widest = (("llama", {"head_dim": MOST_HEAD_DIM}), ("deepseek_v3", {"kv_lora_rank": MOST_LATENT_DIM - 8}))
+    for family, fields in widest:
+        model = load_model(
+            make_checkpoint(family, tmp_path / family, **fields), ComputeConfig(backend="cpu", threads=1)
+        )
+        assert model.spec.caches[0].head_dim == (MOST_HEAD_DIM if family == "llama" else MOST_LATENT_DIM)
+        model.make_kv(2, 16)
+
+
+@pytest.mark.native
+def test_blocks_of_no_whole_tiles_are_refused_before_the_weights_are_read(tmp_path: Path) -> None:
+    """After minutes of loading, and with several ranks by a traceback of each and the end of all."""
+    read: list[int] = []
+    with pytest.raises(ConfigError, match="block_tokens is 24; the cpu backend needs a multiple of 16"):
+        load("bundled", EngineConfig(block_tokens=24), progress=lambda *_: read.append(1))
+    assert read == []
+    model = load_model(make_checkpoint("llama", tmp_path), ComputeConfig(backend="cpu", threads=2, tp=2))
+    with pytest.raises(ConfigError, match="block_tokens is 24"):
+        model.make_kv(4, 24)
+    model.make_kv(4, 32)  # its ranks are there
+    model.close()

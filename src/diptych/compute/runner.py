@@ -156,6 +156,7 @@ def build_over_ranks(
         )
     if not cpu_kernels.is_available()[0]:
         raise ConfigError(cpu_kernels.is_available()[1], hint="leave tp out, which the cpu kernels are needed for")
+    cpu_kernels.refuse_heads(blueprint.spec)
     # every rank computes with what rank 0 found here, whatever it would choose itself
     config = replace(config, backend="cpu", instruction_set=choose_instruction_set(config.instruction_set))
     cpu_kernels.warn_of_faster_set(config.instruction_set)
@@ -287,12 +288,14 @@ def random_blueprint(hf_config: Mapping[str, Any], config: ComputeConfig, seed: 
 
 
 def memory_of_block(spec: ModelSpec, config: ComputeConfig, block_tokens: int) -> tuple[torch.device, int]:
-    """Where the KV cache of a model will lie that is not loaded yet, and the bytes of a block of it.
+    """Where the KV cache of a model will lie that is not loaded yet, and the bytes of a block of it. ConfigError for blocks of
+    a size that the backend has not.
 
     Where fp32 follows from the files alone (torch backend, nothing asked for), bf16 is taken.
     """
     backend, _ = choose_backend(config)
     if backend == "cpu" and cpu_kernels.is_available()[0]:
+        cpu_kernels.refuse_block(block_tokens)
         kv_format = "bf16" if config.kv == "auto" else config.kv
         # as many heads as all ranks keep
         kept = [
@@ -350,5 +353,6 @@ def build(
     if backend == "cpu":
         if beside is None:
             cpu_kernels.warn_of_faster_set(config.instruction_set)
+        cpu_kernels.refuse_heads(blueprint.spec)
         return build_cpu_model(blueprint, config, beside=beside, on_packed=on_packed)
     return build_torch_model(blueprint, config)

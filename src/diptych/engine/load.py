@@ -244,13 +244,21 @@ def _pool(
         if asked is not None or config.kv_memory_bytes is not None or largest < 2:
             smaller = f"ask for max_context_tokens of at most {largest}, or " if largest >= 2 else ""
             raise CapacityError(
-                f"a context of {context} tokens needs {needed_blocks * block_bytes} bytes of KV cache; "
-                f"{memory_bytes} bytes are allowed, which hold at most {largest} tokens ({fitting_blocks} blocks)",
+                f"a context of {context} tokens needs {needed_blocks * block_bytes} bytes of KV cache"
+                + _beside(n_places * state_bytes, scratch_bytes)
+                + f"; {memory_bytes} bytes are allowed, which hold at most {largest} tokens ({fitting_blocks} blocks)",
                 hint=f"{smaller}raise kv_memory_bytes (a block of {block_tokens} tokens has {block_bytes} bytes)",
             )
         context, needed_blocks = largest, fitting_blocks
     wanted_blocks = needed_blocks * (config.scheduler.max_running_sequences or POOL_CONTEXTS)
     return PoolSize(context, max(needed_blocks, min(wanted_blocks, fitting_blocks)), n_places)
+
+
+def _beside(states_bytes: int, scratch_bytes: int) -> str:
+    """What of a pool's memory is for no block, as a message ends with it."""
+    parts = ((states_bytes, "states of sequences"), (scratch_bytes, "the rows of drafters"))
+    said = " and ".join(f"{n} for {what}" for n, what in parts if n)
+    return f", beside {said}" if said else ""
 
 
 def _places(state_bytes: int, memory_bytes: int, config: EngineConfig) -> int:

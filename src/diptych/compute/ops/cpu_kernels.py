@@ -27,6 +27,8 @@ except ImportError as error:
 logger = logging.getLogger("diptych.compute")
 
 COMPILERS = ("c++", "g++", "clang++")
+# what the kernels hold (csrc/kv_cache.cpp): of a head with keys and values, of one whose keys are both, tokens of a block
+MOST_HEAD_DIM, MOST_LATENT_DIM, BLOCK_TILE = 512, 1024, 16
 
 
 def is_available() -> tuple[bool, str]:
@@ -85,6 +87,26 @@ def kv_bytes_per_block(
     """Bytes of one block in all layers of a model. heads: how many of each layer, and how wide, if not its own."""
     sizes = {**cache_sizes(spec), **({} if heads is None else {"heads": heads})}
     return int(_cpu.kv_bytes_per_block(block_tokens=block_tokens, format=kv_format, **sizes))
+
+
+def refuse_heads(spec: ModelSpec) -> None:
+    """ConfigError for a model whose heads, or latents, are wider than the kernels hold, or of an odd width."""
+    for cache in spec.caches:
+        most = MOST_HEAD_DIM if cache.value_dim else MOST_LATENT_DIM
+        keys = cache.attended or cache.head_dim
+        widest = max(keys, cache.head_dim - keys, cache.value_dim)
+        if widest > most or keys % 2 or cache.head_dim % 2:
+            what = f"heads of {widest}" if cache.value_dim else f"latents of {keys}"
+            raise ConfigError(
+                f"this model has {what} numbers; the cpu backend takes an even number of at most {most}",
+                hint="use --backend torch",
+            )
+
+
+def refuse_block(block_tokens: int) -> None:
+    """ConfigError for blocks that hold no whole tiles."""
+    if block_tokens % BLOCK_TILE != 0:
+        raise ConfigError(f"block_tokens is {block_tokens}; the cpu backend needs a multiple of {BLOCK_TILE}")
 
 
 def cache_sizes(spec: ModelSpec) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from diptych.compute.kv_store import KVHeader, KVPayload, said_once
-from diptych.compute.ops.cpu_kernels import _cpu
-from diptych.ground.errors import CapacityError, ConfigError
+from diptych.compute.ops.cpu_kernels import _cpu, refuse_block
+from diptych.ground.errors import CapacityError
 
 logger = logging.getLogger("diptych.compute")
 
@@ -53,8 +53,7 @@ class CpuKVStore:
         state_floats: Sequence[int] = (),
         n_places: int = 1,
     ) -> None:
-        if block_tokens % 16 != 0:
-            raise ConfigError(f"block_tokens is {block_tokens}; the cpu backend needs a multiple of 16")
+        refuse_block(block_tokens)
         self.n_blocks = n_blocks
         self.block_tokens = block_tokens
         self.n_places = n_places if state_floats else 0

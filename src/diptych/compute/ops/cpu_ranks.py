@@ -21,7 +21,7 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVHeader, KVPayload, KVStore
 from diptych.compute.model import Blueprint, Want
 from diptych.compute.ops.contract import Taps
-from diptych.compute.ops.cpu_kernels import _cpu, state_floats
+from diptych.compute.ops.cpu_kernels import _cpu, refuse_block, state_floats
 from diptych.compute.ops.cpu_kv import CpuKVStore, layout_of
 from diptych.compute.ops.cpu_model import KEPT_LOGITS_ROWS, CpuModel
 from diptych.compute.ops.cpus import Placement
@@ -291,6 +291,7 @@ class RankedModel(CpuModel):
 
     def make_kv(self, n_blocks: int, block_tokens: int, n_places: int = 1) -> KVStore:
         """See Model; a part of it on each rank."""
+        refuse_block(block_tokens)  # here, as it would end the others
         number, rank = self._n_caches, self.ranks.rank(0)
         dropped, self._dropped[:] = list(self._dropped), []
         made: list[CpuKVStore] = []
