@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.checkpoints import make_checkpoint
 from tests.engine.conftest import tiny_config
 
 from diptych.engine.async_llm import AsyncLLM, RequestHandle
 from diptych.engine.llm import LLM
-from diptych.engine.load import LoadedModel
+from diptych.engine.load import LoadedModel, bundled_dir
 from diptych.engine.phases import TwoPhase
 from diptych.ground.errors import ConfigError, LoadError, RequestError
 from diptych.ground.request import SamplingParams, StructuredSpec
@@ -176,6 +179,21 @@ def test_settings_that_cannot_be_followed_are_refused(loaded: LoadedModel, kind:
     with pytest.raises(ConfigError, match="did you mean max_context_tokens"):
         kind(loaded, max_context_token=64)
     assert kind(loaded, tiny_config(), max_context_tokens=64) is not None
+
+
+def test_words_of_another_models_tokenizer_are_told_as_such(tmp_path: Path) -> None:
+    """A text was refused for a token id that its writer had never seen."""
+    make_checkpoint("llama", tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(bundled_dir() / name, tmp_path / name)
+    llm = LLM(tmp_path, tiny_config())
+    for prompt in ("Once upon a time", llm.render([{"role": "user", "content": "Once upon a time"}])):
+        with pytest.raises(RequestError, match=r"token id .* 0 and 159") as caught:
+            llm.generate(prompt)
+        assert caught.value.hint == "the tokenizer has 4096 tokens: it may be another model's"
+    with pytest.raises(RequestError, match="token id 160") as caught:
+        llm.generate([160])
+    assert caught.value.hint is None
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,8 @@ def test_numbers_of_wrong_kinds_are_refused_by_name(phases: TwoPhase, bad: objec
 
 def test_bad_input_names_the_limit(phases: TwoPhase) -> None:
     """The study API refuses like the serving one."""
+    with pytest.raises(RequestError, match="state is None; it must be one that prefill, fork or load_state gave"):
+        phases.decode(None)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="0 tokens"):
         phases.prefill([])
     with pytest.raises(RequestError, match="token id 5000"):

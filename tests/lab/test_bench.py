@@ -7,6 +7,7 @@ import pytest
 from diptych.engine.executor import ModelExecutor
 from diptych.engine.load import load
 from diptych.ground.config import EngineConfig
+from diptych.ground.errors import ConfigError
 from diptych.ground.step import StepPlan, StepResult
 from diptych.lab.bench import SAMPLE_TOKENS, StaticBench
 
@@ -33,3 +34,15 @@ def test_tokens_behind_a_prompt_are_taken_in_and_not_read(monkeypatch: pytest.Mo
     assert [(chunk.new_tokens, chunk.start_pos) for chunk in prefill] == [(16, behind)] * 2
     assert [(chunk.new_tokens, chunk.start_pos) for chunk in decode] == [(1, behind + 17)] * 2
     assert sum(shape.prefill_tokens for shape in shapes) == SAMPLE_TOKENS + 2 * 2 * 16
+
+
+def test_points_that_the_model_has_no_positions_for_are_refused_before_any_is_measured() -> None:
+    """The first points were measured, and then max_context_tokens was blamed, which nobody had set and bench does not have."""
+    config = EngineConfig()
+    loaded = load("bundled", config)
+    static = StaticBench(loaded.model, name=loaded.name, load_s=0.0, config=config)
+    said: list[str] = []
+    with pytest.raises(ConfigError, match="has 4098 tokens, prompt and answer; 4096 is the most") as caught:
+        static.run(prompt_tokens=[16, 4095], batches=[1], new_tokens=3, repeats=1, progress=said.append)
+    assert "--prompt-tokens" in (caught.value.hint or "")
+    assert said == []

@@ -25,7 +25,7 @@ from diptych.compute.batch import ForwardBatch, StatePlaces
 from diptych.compute.kv_store import KVStore
 from diptych.compute.quant import CHECKSUMS, checksum, checksums_of
 from diptych.engine.load import LoadedModel, opened, size_pool
-from diptych.ground.bounds import Bound, ids
+from diptych.ground.bounds import Bound, ids, shown
 from diptych.ground.config import EngineConfig
 from diptych.ground.errors import CapacityError, ConfigError, LoadError, PromptTooLong, RequestError
 
@@ -261,6 +261,8 @@ class TwoPhase:
 
     def _check_owner(self, state: PhaseState) -> None:
         """A freed state has no blocks, and the blocks of another pool hold other sequences here."""
+        if not isinstance(state, PhaseState):
+            raise RequestError(f"state is {shown(state)}; it must be one that prefill, fork or load_state gave")
         if state.owner is None:
             raise RequestError("the state was freed; nothing of it is left", hint="fork a state to keep a copy of it")
         if state.owner is not self:

@@ -35,7 +35,13 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, *, vocab_size: int) -> tupl
     else:
         _refuse_others(prompt)
         given = prompt
-    token_ids = ids("prompt", given, RequestError, n_ids=vocab_size)
+    try:
+        token_ids = ids("prompt", given, RequestError, n_ids=vocab_size)
+    except RequestError as error:
+        if not isinstance(prompt, str | RenderedPrompt):
+            raise
+        hint = f"the tokenizer has {tokenizer.vocab_size} tokens: it may be another model's"
+        raise RequestError(error.message, hint=hint, param=error.param) from error
     if not token_ids:
         raise RequestError("prompt has 0 tokens; at least 1 is needed", param="prompt")
     return token_ids, segments

@@ -136,6 +136,12 @@ class StaticBench:
         behind_tokens: Sequence[int] = (0,),
     ) -> BenchReport:
         """Measure every prompt length at every batch size, behind every number of tokens (whole blocks, else ConfigError)."""
+        longest, most = max(behind_tokens) + max(prompt_tokens) + new_tokens, self._model.spec.max_context_tokens
+        if longest > most:
+            raise ConfigError(
+                f"the longest point has {longest} tokens, prompt and answer; {most} is the most this model has positions for",
+                hint="ask for fewer: --prompt-tokens, --new-tokens, --behind",
+            )
         block_tokens = self._config.block_tokens
         for behind in behind_tokens:
             if behind % block_tokens:

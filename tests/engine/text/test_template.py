@@ -2,7 +2,10 @@
 
 import json
 from functools import cache
+from http import HTTPStatus
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -240,9 +243,31 @@ def test_model_without_template_gets_the_plain_one(tmp_path):
         (CHAT[:2], {"continue_final_message": True}, "exclude"),
         ([{"role": "assistant"}], {"continue_final_message": True, "add_generation_prompt": False}, "text content"),
         ([CHAT[1]], {"kwargs": {"deep": json.loads("[" * 900 + "]" * 900)}}, "nested too deeply"),
+        ("hi", {}, "messages is 'hi'; it must be a list"),
+        (CHAT[0], {}, "messages is {'role'.*; it must be a list"),
+        ([CHAT[0], SimpleNamespace(role="user", content="hi")], {}, "message 1 is namespace.*; it must be an object"),
+        ([{"content": "hi"}], {}, "role of message 0 is None; it must be a text"),
+        ([{"role": 5, "content": "hi"}], {}, "role of message 0 is 5; it must be a text"),
+        (
+            [CHAT[0], {"role": "user", "content": b"hi"}],
+            {},
+            "takes texts, numbers, lists and objects; b'hi' is a bytes",
+        ),
+        ([CHAT[0]], {"tools": [{"name": "f", "type": int}]}, "is a type"),
+        ([{"role": "assistant", "tool_calls": 5}], {}, "tool_calls of message 0 is 5; it must be a list of objects"),
+        ([{"role": "assistant", "tool_calls": [{"function": "f"}]}], {}, "it must be a list of objects"),
     ],
 )
 def test_impossible_requests_are_refused(messages, options, words):
-    """A 400 with a reason."""
+    """A 400 with a reason. From Python, bytes became the text "<bytes>", a message without a role was passed over, and one that
+    is no mapping an AttributeError.
+    """
     with pytest.raises(TemplateError, match=words):
         chat_template(templates.CHATML).render(messages, **options)
+
+
+def test_numbers_of_other_libraries_are_numbers_for_the_template():
+    """An `enum` made with NumPy was told to the model as "<int64>"."""
+    template = chat_template("{% for m in messages %}{{ m.content }}{% endfor %} {{ numbers }}")
+    numbers = [np.int64(7), np.float32(0.5), HTTPStatus.OK]
+    assert template.render([{"role": "user", "content": "hi"}], kwargs={"numbers": numbers}).text == "hi [7, 0.5, 200]"

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from diptych.engine.text.control import ControlTokens
 from diptych.engine.text.dialect import Dialect, find_dialect
 from diptych.engine.text.sandbox import Marked, RenderedPiece, TemplateSandbox
 from diptych.engine.text.tokenizer import Tokenizer, read_json_object
+from diptych.ground.bounds import entries, shown
 from diptych.ground.errors import LoadError, TemplateError
 from diptych.ground.request import Segment
 
@@ -150,10 +152,11 @@ class ChatTemplate:
         Raises TemplateError when the template refuses, fails, runs too long, or reaches for what it may not have;
         PromptTooLong when the text surely has more than `limit_tokens` tokens.
         """
-        if not messages:
+        given = entries("messages", messages, TemplateError)
+        if not given:
             raise TemplateError("messages has 0 entries; at least 1 is needed", param="messages")
         try:
-            messages = [self._worded(self._spoken(_plain_message(message))) for message in messages]
+            messages = [self._worded(self._spoken(_plain_message(one, i))) for i, one in enumerate(given)]
             tools, documents, kwargs = plain(tools), plain(documents), plain(kwargs)
         except RecursionError:
             raise TemplateError("messages, tools or chat_template_kwargs are nested too deeply") from None
@@ -251,29 +254,49 @@ def _template_sources(folder: Path) -> dict[str, str]:
 
 
 def plain(value: Any) -> Any:
-    """`value` rebuilt from plain JSON types, so that a template finds no object with methods worth calling."""
+    """`value` rebuilt from plain JSON types, so that a template finds no object with methods worth calling.
+
+    TemplateError for what has no such type, whose text would be lost.
+    """
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    return str.__str__(value) if isinstance(value, str) else f"<{type(value).__name__}>"
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Real):  # NumPy's and enumerations' too
+        return int(value) if isinstance(value, Integral) else float(value)
+    raise TemplateError(
+        f"a template takes texts, numbers, lists and objects; {shown(value)} is a {type(value).__name__}"
+    )
 
 
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it.
+def _plain_message(message: object, place: int) -> dict[str, Any]:
+    """A message as templates expect it. TemplateError for what is none: a template would pass over it.
 
     Missing values are left out, reasoning is found under the names in use, and the arguments of tool calls, which
     OpenAI's clients send as JSON text, are objects.
     """
+    if not isinstance(message, Mapping):
+        raise TemplateError(f"message {place} is {shown(message)}; it must be an object", param="messages")
     out: dict[str, Any] = {str(key): plain(value) for key, value in message.items() if value is not None}
+    if not isinstance(out.get("role"), str):
+        raise TemplateError(f"role of message {place} is {shown(out.get('role'))}; it must be a text", param="messages")
+    calls = out.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function", call), dict) for call in calls
+    ):
+        raise TemplateError(
+            f"tool_calls of message {place} is {shown(calls)}; it must be a list of objects", param="messages"
+        )
     reasoning = next((out[key] for key in _REASONING_FIELDS if key in out), None)
     if reasoning is not None:
         out = {"thinking": reasoning, **out, "reasoning_content": reasoning}
-    for call in out.get("tool_calls") or []:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+    for call in calls:
+        function = call.get("function", call)
+        if isinstance(function.get("arguments"), str):
             try:
                 arguments = json.loads(function["arguments"])
             except ValueError:
