@@ -106,13 +106,10 @@ def test_odd_options_together_change_no_answer(seed: int, tmp_path: Path) -> Non
         ]
         block_bytes, state_bytes = llm.loaded.model.kv_bytes_per_block(BLOCK), llm.loaded.model.state_bytes
     odd = odd_settings(rng, context)
-    if (
-        odd["speculate"] in ("off", "lookup") and rng.random() < 0.7
-    ):  # hardly more than one context: who has blocks loses them
-        blocks = -(-context // odd["block_tokens"]) + rng.choice([0, 1, 2])
-        odd["kv_memory_bytes"] = (
-            blocks * block_bytes * odd["block_tokens"] // BLOCK * odd.get("tp", 1) + 48 * state_bytes
-        )
+    is_crowded = rng.random() < 0.7 and odd["speculate"] in ("off", "lookup")
+    if is_crowded:  # hardly more than one context: who has blocks loses them
+        n_tokens = context + odd["block_tokens"] * rng.choice([1, 2, 3])
+        odd["kv_memory_bytes"] = block_bytes * n_tokens // BLOCK * odd.get("tp", 1) + 48 * state_bytes
     with LLM(folder, **formats, **odd) as llm:
         for number in range(2):  # the second time prefixes are cached, and drafts known
             found = [said(done) for done in llm.generate(prompts, asked, adapter=adapters)]
