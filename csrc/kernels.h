@@ -197,12 +197,13 @@ using ChooseRow = void (*)(float* scores, int64_t n, int64_t most, int32_t* chos
 
 // How states move on: by a gated delta rule (arXiv:2412.06464), by Mamba-2's rule (arXiv:2405.21060), or inputs alone that a short convolution sees.
 // Taps: of a convolution sums alone, without gates; bent_taps: by silu. Selective: by Mamba-1's rule (arXiv:2312.00752), a decay for each channel
-// and row.
-enum class StateRule : int32_t { delta, ssd, convolution, taps, bent_taps, selective };
+// and row. Rg_lru: by that of a real-gated linear recurrent unit (arXiv:2402.19427), a channel being a row.
+enum class StateRule : int32_t { delta, ssd, convolution, taps, bent_taps, selective, rg_lru };
 
 // A layer's heads. Value heads that share a key head are divided into parts, each a task by itself. A state of one sequence: each value head's
 // [columns / 16][key_dim][16], columns padded to whole lanes, and behind all of them for each part the last n_taps - 1 inputs of its channels.
-// Of a convolution and of taps key_dim is 0: channels alone, in heads of value_dim. Of the selective rule there is one key head and one tap.
+// Of a convolution and of taps key_dim is 0: channels alone, in heads of value_dim. Of the selective rule and of rg_lru there is one key head and one
+// tap, and of the latter key_dim is 1.
 struct StateShape {
   static constexpr int64_t kMostHeads = 8;  // of a part
   int64_t n_key_heads = 0, n_value_heads = 0, key_dim = 0, value_dim = 0, n_taps = 1;
@@ -217,10 +218,14 @@ struct StateShape {
   bool is_steady = false;     // ssd: each step is 1, and there are no taps: q, k and v are bent as they come
 
   DIPTYCH_FORCED bool is_selective() const { return rule == StateRule::selective; }
-  DIPTYCH_FORCED bool has_matrix() const { return rule == StateRule::delta || rule == StateRule::ssd || is_selective(); }
-  DIPTYCH_FORCED int64_t channels() const { return (is_selective() ? 0 : 2 * n_key_heads * key_dim) + n_value_heads * value_dim; }
+  DIPTYCH_FORCED bool is_by_channel() const { return is_selective() || rule == StateRule::rg_lru; }  // v alone comes, as taps have made it
+  DIPTYCH_FORCED bool has_matrix() const { return rule == StateRule::delta || rule == StateRule::ssd || is_by_channel(); }
+  DIPTYCH_FORCED int64_t channels() const { return (is_by_channel() ? 0 : 2 * n_key_heads * key_dim) + n_value_heads * value_dim; }
   DIPTYCH_FORCED int64_t inputs() const { return rule == StateRule::convolution ? 3 * channels() : channels(); }
-  DIPTYCH_FORCED int64_t n_rates() const { return !has_matrix() || is_steady ? 0 : rule == StateRule::delta && !fades_by_key ? 2 : 1; }  // of a head
+  DIPTYCH_FORCED int64_t n_rates() const {  // of a head
+    if (rule == StateRule::rg_lru) return 2 * value_dim;
+    return !has_matrix() || is_steady ? 0 : rule == StateRule::delta && !fades_by_key ? 2 : 1;
+  }
   DIPTYCH_FORCED int64_t n_decays() const { return fades_by_key ? key_dim : is_selective() ? value_dim : 0; }  // likewise, projected by themselves
   DIPTYCH_FORCED int64_t n_shifts() const { return n_decays() == 0 ? 1 : n_decays(); }  // likewise
   DIPTYCH_FORCED int64_t part_heads() const {
@@ -251,16 +256,19 @@ struct StateTask {  // one part of one sequence
 
 struct StateCall {
   StateShape shape;
-  // [T, inputs]: q, k and v; of a convolution what gates its inputs, what gates its outputs, its inputs; selective: [T, stride], v of every head
+  // [T, inputs]: q, k and v; of a convolution what gates its inputs, what gates its outputs, its inputs; by channel: [T, stride], v of every head
   const float* qkv = nullptr;
-  const float* rates = nullptr;  // [T, stride]: delta: beta of every head of the model, then their decays; ssd: their steps, null: 1; selective: k, then q
+  // [T, stride]: delta: beta of every head of the model, then their decays; ssd: their steps, null: 1; selective: k, then q; rg_lru: of every head
+  // what its values are weighed by, then what they fade by, both before a sigmoid
+  const float* rates = nullptr;
   // [T, stride]: where they fade by key, of every head's rows, in place of those; selective: the steps of every head's channels
   const float* decays = nullptr;
   int64_t qkv_stride = 0, rates_stride = 0, decays_stride = 0, first_head = 0;
   const float* taps = nullptr;      // [n_taps, channels]; steady: null
   const float* tap_bias = nullptr;  // [channels], or null
-  const float *decay = nullptr, *shift = nullptr;  // [H], selective: as a state's heads lie; [H, shifts]; null of a convolution, steady: the latter
-  const float* skip = nullptr;   // ssd: [H], what of a value is added to what its head gives, steady: null; selective: [H * value_dim]
+  // [H], selective: as a state's heads lie, rg_lru: [H * value_dim]; [H, shifts]; null of a convolution, steady and rg_lru: the latter
+  const float *decay = nullptr, *shift = nullptr;
+  const float* skip = nullptr;   // ssd: [H], what of a value is added to what its head gives, steady and rg_lru: null; selective: [H * value_dim]
   const float* norm = nullptr;   // delta: [value_dim]
   float* out = nullptr;          // [T, stride], H * value_dim of each row
   int64_t out_stride = 0;

@@ -386,10 +386,10 @@ void bind_operations(nb::class_<Program>& program) {
          nb::arg("slopes") = -1)
       .def("meet", [](Program& p, int out) { p.record(Category::attention, MeetOp{out}); })
       .def("heads", [](Program& p, std::vector<int> weights, int x, int64_t head_stride, int rows, int out, int64_t out_head_stride, const std::string& store,
-                       int64_t column) {
-        p.record(Category::qkv, HeadsOp{std::move(weights), x, head_stride, rows, out, out_head_stride, store_of(store), column});
+                       int64_t column, int64_t first) {
+        p.record(Category::qkv, HeadsOp{std::move(weights), x, head_stride, rows, out, out_head_stride, store_of(store), column, first});
       }, nb::kw_only(), nb::arg("weights"), nb::arg("x"), nb::arg("head_stride"), nb::arg("rows"), nb::arg("out"), nb::arg("out_head_stride"), nb::arg("store"),
-         nb::arg("column") = 0)
+         nb::arg("column") = 0, nb::arg("first") = 0)
       .def("scale_queries", [](Program& p, int q, const std::tuple<float, int64_t, int64_t>& scale) {
         p.record(Category::rope, ScaleQueriesOp{q, query_scale_of(scale)});
       }, nb::kw_only(), nb::arg("q"), nb::arg("scale"))

@@ -19,6 +19,7 @@ StateRule rule_named(const std::string& name) {
   if (name == "taps") return StateRule::taps;
   if (name == "bent_taps") return StateRule::bent_taps;
   if (name == "selective") return StateRule::selective;
+  if (name == "rg_lru") return StateRule::rg_lru;
   throw std::invalid_argument("no rule for states is called " + name);
 }
 
@@ -27,7 +28,8 @@ StateShape state_shape(const std::string& rule, int64_t n_key_heads, int64_t n_v
   for (const int64_t size : {n_key_heads, n_value_heads, value_dim, n_taps})
     if (size < 1) throw std::invalid_argument("heads of states, their widths and their taps are at least one each");
   if (shape.has_matrix() != (key_dim != 0) || key_dim < 0) throw std::invalid_argument("heads with a matrix have a key's width, a convolution has none");
-  if (shape.is_selective() && (n_key_heads != 1 || n_taps != 1)) throw std::invalid_argument("channels with decays of their own have one key head and no taps");
+  if (shape.is_by_channel() && (n_key_heads != 1 || n_taps != 1)) throw std::invalid_argument("channels with decays of their own have one key head and no taps");
+  if (shape.rule == StateRule::rg_lru && key_dim != 1) throw std::invalid_argument("a channel of recurrent units has one number");
   if (fades_by_key && shape.rule != StateRule::delta) throw std::invalid_argument("only a delta rule's states fade by key");
   if (!(least_decay <= 0.0f) || (least_decay != 0.0f && !fades_by_key)) throw std::invalid_argument("what bounds a decay by key is below 0");
   if (is_steady && (shape.rule != StateRule::ssd || n_taps != 1)) throw std::invalid_argument("steps of 1 are those of a rule without taps whose decays are its heads'");
@@ -41,23 +43,24 @@ struct RuleVectors {  // by number; -1: the rule, or the layer, has none
 
 void record_states(Program& p, int qkv, int rates, int decays, int out, const RuleVectors& given, int layer, const StateShape& shape, int64_t first_head, int64_t column) {
   const int64_t heads = shape.n_value_heads, width = heads * shape.value_dim, end = first_head + heads;
-  const bool has_heads = shape.has_matrix(), is_delta = shape.rule == StateRule::delta, is_selective = shape.is_selective();
+  const bool has_heads = shape.has_matrix(), is_delta = shape.rule == StateRule::delta, is_selective = shape.is_selective(), is_by_channel = shape.is_by_channel();
+  const bool has_steps = has_heads && !shape.is_steady && shape.rule != StateRule::rg_lru;
   if (layer < 0 || first_head < 0 || column < 0) throw std::invalid_argument("a layer, a head or a column below 0");
   if ((shape.n_rates() != 0) == (rates == -1)) throw std::invalid_argument("heads have rates, a convolution and what is steady have none");
   const bool has_width = rates == -1 || (is_selective ? p.buffer_width(rates) == 2 * shape.key_dim
                                                       : p.buffer_width(rates) % shape.n_rates() == 0 && p.buffer_width(rates) / shape.n_rates() >= end);
   if ((decays != -1) != (shape.n_decays() != 0) || (decays != -1 && p.buffer_width(decays) < end * shape.n_decays()))
     throw std::invalid_argument("what fades by key has decays of all its heads' rows, what is selective steps of all its channels, and nothing else has");
-  const bool has_inputs = is_selective ? p.buffer_width(qkv) >= end * shape.value_dim : p.buffer_width(qkv) == shape.inputs();
+  const bool has_inputs = is_by_channel ? p.buffer_width(qkv) >= end * shape.value_dim : p.buffer_width(qkv) == shape.inputs();
   if (!has_inputs || p.buffer_width(out) < column + width || !has_width)
     throw std::invalid_argument("rows of q, k and v, of rates or of outputs are not as wide as the heads");
   auto check = [&](int number, bool is_there, int64_t size) {
     if ((number != -1) != is_there || (is_there && p.vector_size(number) != size)) throw std::invalid_argument("taps, decays, shifts, skips or norms are not as many as the heads have");
   };
-  check(given.taps, !is_selective && !shape.is_steady, shape.n_taps * shape.channels());
+  check(given.taps, !is_by_channel && !shape.is_steady, shape.n_taps * shape.channels());
   check(given.tap_bias, given.tap_bias != -1 && !shape.is_steady, shape.channels());
-  check(given.decay, has_heads, is_selective ? shape.heads_floats() : heads), check(given.shift, has_heads && !shape.is_steady, heads * shape.n_shifts());
-  check(given.skip, has_heads && !is_delta && !shape.is_steady, is_selective ? width : heads), check(given.norm, is_delta, shape.value_dim);
+  check(given.decay, has_heads, is_selective ? shape.heads_floats() : is_by_channel ? width : heads), check(given.shift, has_steps, heads * shape.n_shifts());
+  check(given.skip, has_steps && !is_delta, is_selective ? width : heads), check(given.norm, is_delta, shape.value_dim);
   p.record(Category::attention, StateOp{qkv, rates, decays, out, given.taps, given.tap_bias, given.decay, given.shift, given.skip, given.norm, layer, shape, first_head, column});
 }
 

@@ -150,14 +150,14 @@ struct HeadOp {
   bool is_centred = false;
   int64_t first = 0, vocab = 0;              // the weight's first token, and how many there are in all
 };
-struct HeadsOp {                             // for each head a product of its own: x [T, H * head_stride], the first K of each
+struct HeadsOp {                             // for each head a product of its own: x [T, first + H * head_stride], the first K of each
   std::vector<int> weights;                  // one for each head
   int x;                                     // f32
   int64_t head_stride;
   int rows, out;                             // rows: H for each token, of width K; out: f32 or bf16
   int64_t out_head_stride;
   Store store;
-  int64_t column = 0;                        // where the first head's outputs begin
+  int64_t column = 0, first = 0;             // where the first head's outputs begin, and what it reads
 };
 struct CacheLatentsOp { int kv, layer, norm, rope; int64_t rank; float norm_eps; };
 struct CacheIndexOp { int x, layer, norm, bias, rope; float norm_eps; int64_t n_gates = 0, pooled = 0; };  // bias -1: an RMSNorm; norm -1: none

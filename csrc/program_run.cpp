@@ -259,7 +259,7 @@ void Program::Run::run(const HeadsOp& op, size_t, int thread, int threads) const
   const Rows& rows = buffer(op.rows).rows;
   const int64_t heads = static_cast<int64_t>(op.weights.size());
   const Range part = share(step.n_tokens * heads, thread, threads);
-  for (int64_t i = part.begin; i < part.end; ++i) prepare_row(set, rows, i, x.f32() + i / heads * x.width + i % heads * op.head_stride);
+  for (int64_t i = part.begin; i < part.end; ++i) prepare_row(set, rows, i, x.f32() + i / heads * x.width + op.first + i % heads * op.head_stride);
   barrier(thread);
   for (int64_t head = 0; head < heads; ++head) {
     Epilogue epilogue;

@@ -1,8 +1,8 @@
 // Sixteen fp32 lanes on every instruction set: one zmm, two ymm, four q registers, or a plain array.
 //
-// Included only by the kernels_<set>.cpp and attention_<set>.cpp translation units, each compiled with its own flags and DIPTYCH_ISA set to
-// the set's name. Everything is in that set's own namespace and force-inlined, so that the linker can never
-// pick a wide version for a narrow machine. Horizontal sums are one fixed tree.
+// Included only by the kernels_<set>.cpp and attention_<set>.cpp translation units, each compiled with its own flags and DIPTYCH_ISA set to the set's
+// name. Everything is in that set's own namespace and force-inlined, so that the linker can never pick a wide version for a narrow machine.
+// Horizontal sums are one fixed tree.
 #pragma once
 
 #include <cstdint>
@@ -64,6 +64,7 @@ DIPTYCH_INLINE F32 add(F32 a, F32 b) { return {_mm512_add_ps(a.v, b.v)}; }
 DIPTYCH_INLINE F32 sub(F32 a, F32 b) { return {_mm512_sub_ps(a.v, b.v)}; }
 DIPTYCH_INLINE F32 mul(F32 a, F32 b) { return {_mm512_mul_ps(a.v, b.v)}; }
 DIPTYCH_INLINE F32 div(F32 a, F32 b) { return {_mm512_div_ps(a.v, b.v)}; }
+DIPTYCH_INLINE F32 root(F32 a) { return {_mm512_sqrt_ps(a.v)}; }
 DIPTYCH_INLINE F32 fma(F32 a, F32 b, F32 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 DIPTYCH_INLINE F32 max(F32 a, F32 b) { return {_mm512_max_ps(a.v, b.v)}; }
 DIPTYCH_INLINE F32 min(F32 a, F32 b) { return {_mm512_min_ps(a.v, b.v)}; }
@@ -199,6 +200,7 @@ DIPTYCH_INLINE F32 add(F32 x, F32 y) { return {_mm256_add_ps(x.a, y.a), _mm256_a
 DIPTYCH_INLINE F32 sub(F32 x, F32 y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
 DIPTYCH_INLINE F32 mul(F32 x, F32 y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
 DIPTYCH_INLINE F32 div(F32 x, F32 y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+DIPTYCH_INLINE F32 root(F32 x) { return {_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
 DIPTYCH_INLINE F32 fma(F32 x, F32 y, F32 z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
 DIPTYCH_INLINE F32 max(F32 x, F32 y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 DIPTYCH_INLINE F32 min(F32 x, F32 y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
@@ -336,6 +338,7 @@ DIPTYCH_INLINE F32 add(F32 a, F32 b) { DIPTYCH_EACH a.v[i] = vaddq_f32(a.v[i], b
 DIPTYCH_INLINE F32 sub(F32 a, F32 b) { DIPTYCH_EACH a.v[i] = vsubq_f32(a.v[i], b.v[i]); return a; }
 DIPTYCH_INLINE F32 mul(F32 a, F32 b) { DIPTYCH_EACH a.v[i] = vmulq_f32(a.v[i], b.v[i]); return a; }
 DIPTYCH_INLINE F32 div(F32 a, F32 b) { DIPTYCH_EACH a.v[i] = vdivq_f32(a.v[i], b.v[i]); return a; }
+DIPTYCH_INLINE F32 root(F32 a) { DIPTYCH_EACH a.v[i] = vsqrtq_f32(a.v[i]); return a; }
 DIPTYCH_INLINE F32 fma(F32 a, F32 b, F32 c) { DIPTYCH_EACH a.v[i] = vfmaq_f32(c.v[i], a.v[i], b.v[i]); return a; }
 // b where either is NaN, as on x86: vmaxq_f32 would give NaN
 DIPTYCH_INLINE F32 max(F32 a, F32 b) { DIPTYCH_EACH a.v[i] = vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]); return a; }
@@ -448,6 +451,7 @@ DIPTYCH_INLINE F32 add(F32 a, F32 b) { DIPTYCH_EACH a.v[i] += b.v[i]; return a; 
 DIPTYCH_INLINE F32 sub(F32 a, F32 b) { DIPTYCH_EACH a.v[i] -= b.v[i]; return a; }
 DIPTYCH_INLINE F32 mul(F32 a, F32 b) { DIPTYCH_EACH a.v[i] *= b.v[i]; return a; }
 DIPTYCH_INLINE F32 div(F32 a, F32 b) { DIPTYCH_EACH a.v[i] /= b.v[i]; return a; }
+DIPTYCH_INLINE F32 root(F32 a) { DIPTYCH_EACH a.v[i] = __builtin_sqrtf(a.v[i]); return a; }
 DIPTYCH_INLINE F32 fma(F32 a, F32 b, F32 c) { DIPTYCH_EACH a.v[i] = a.v[i] * b.v[i] + c.v[i]; return a; }
 DIPTYCH_INLINE F32 max(F32 a, F32 b) { DIPTYCH_EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 DIPTYCH_INLINE F32 min(F32 a, F32 b) { DIPTYCH_EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
@@ -526,16 +530,20 @@ constexpr float kE4m3Unit = 1.0f;
 
 DIPTYCH_INLINE F32 zero() { return set1(0.0f); }
 
-// 2^x, relative error below 2e-7, exactly 1 at 0, exactly 0 at and below -160; x <= 127.
-DIPTYCH_INLINE F32 exp2_lanes(F32 x) {
-  x = max(x, set1(-160.0f));
-  F32 n = round_even(x), r = sub(x, n);
+// 2^r, |r| <= 1/2: relative error below 2e-7, exactly 1 at 0
+DIPTYCH_INLINE F32 exp2_fraction(F32 r) {
   F32 p = fma(r, set1(0.001326472731307149f), set1(0.009671512991189957f));
   p = fma(r, p, set1(0.05550733581185341f));
   p = fma(r, p, set1(0.24022242426872253f));
   p = fma(r, p, set1(0.6931470036506653f));
-  p = fma(r, p, set1(1.0f));
-  return scale2(p, n);
+  return fma(r, p, set1(1.0f));
+}
+
+// 2^x, relative error below 2e-7, exactly 1 at 0, exactly 0 at and below -160; x <= 127.
+DIPTYCH_INLINE F32 exp2_lanes(F32 x) {
+  x = max(x, set1(-160.0f));
+  const F32 n = round_even(x);
+  return scale2(exp2_fraction(sub(x, n)), n);
 }
 
 // 2^x for weights of a softmax, x <= 0: relative error below 9e-5, drowned by their rounding to bf16 (2e-3), by AVX2, which does not round them, 1.1e-4; exactly 1 at 0,
@@ -558,15 +566,8 @@ DIPTYCH_INLINE F32 weight_exp2_lanes(F32 x) {
 // e^x with the argument reduced in two parts, so that large |x| keeps its relative accuracy.
 DIPTYCH_INLINE F32 exp_lanes(F32 x) {
   x = min(max(x, set1(-110.0f)), set1(88.0f));
-  F32 n = round_even(mul(x, set1(1.44269504089f)));
-  F32 r = fma(n, set1(-0.693359375f), x);
-  r = mul(fma(n, set1(2.12194440e-4f), r), set1(1.44269504089f));
-  F32 p = fma(r, set1(0.001326472731307149f), set1(0.009671512991189957f));
-  p = fma(r, p, set1(0.05550733581185341f));
-  p = fma(r, p, set1(0.24022242426872253f));
-  p = fma(r, p, set1(0.6931470036506653f));
-  p = fma(r, p, set1(1.0f));
-  return scale2(p, n);
+  const F32 n = round_even(mul(x, set1(1.44269504089f))), r = fma(n, set1(-0.693359375f), x);
+  return scale2(exp2_fraction(mul(fma(n, set1(2.12194440e-4f), r), set1(1.44269504089f))), n);
 }
 
 // absolute error below 3e-7
@@ -577,7 +578,6 @@ DIPTYCH_INLINE F32 tanh_lanes(F32 x) {
 }
 
 DIPTYCH_INLINE F32 silu_lanes(F32 x) { return div(x, add(set1(1.0f), exp_lanes(sub(zero(), x)))); }
-
 DIPTYCH_INLINE F32 gelu_tanh_lanes(F32 x) {
   F32 cube = mul(mul(x, x), x);
   F32 inner = mul(set1(0.7978845608028654f), fma(set1(0.044715f), cube, x));

@@ -243,6 +243,33 @@ static void pass_channels(const Channels& over, int64_t dk, int64_t begin) {
   for (int64_t t = 0; t < T; ++t) store_n(over.out + (begin + t) * over.out_stride, fma(value[t], skip, given[t]), over.lanes);
 }
 
+// Real-gated linear recurrent units, 16 channels: what is left of each, and how much of a value is let in, follow from the token alone, so only one
+// multiplication and one addition wait for the state. What is let in is as much as has faded, in squares; all of it where nothing came before.
+struct Units {
+  const float *x, *gates;  // of the first token; gates: of values, and value_dim behind them those of the state
+  int64_t x_stride, gates_stride, out_stride, value_dim;
+  const float* decay;
+  float *state, *out;
+  int64_t n, lanes;
+  bool begins;
+};
+
+DIPTYCH_INLINE F32 sigmoid_lanes(F32 x) { return div(set1(1.0f), add(set1(1.0f), exp_lanes(sub(zero(), x)))); }
+
+static void pass_units(const Units& over) {
+  const F32 decay = sub(zero(), load_n(over.decay, over.lanes)), one = set1(1.0f);
+  F32 s = load(over.state);
+  for (int64_t t = 0; t < over.n; ++t) {
+    const float* gates = over.gates + t * over.gates_stride;
+    const F32 left = exp_lanes(mul(decay, sigmoid_lanes(load_n(gates + over.value_dim, over.lanes))));
+    const F32 open = over.begins && t == 0 ? one : root(max(fma(sub(zero(), left), left, one), zero()));
+    const F32 news = mul(open, mul(sigmoid_lanes(load_n(gates, over.lanes)), load_n(over.x + t * over.x_stride, over.lanes)));
+    s = fma(left, s, news);
+    store_n(over.out + t * over.out_stride, s, over.lanes);
+  }
+  store(over.state, s);
+}
+
 // The task's heads of a state, from one place to another; from nowhere: zeros.
 static void copy_heads(const StateShape& shape, int64_t part, const float* from, float* to) {
   const int64_t floats = shape.part_heads() * shape.head_floats();
@@ -354,6 +381,26 @@ static void move_channels(const StateCall& call, const StateTask& task) {
   by_tiles(task, move, leave);
 }
 
+// Likewise, by recurrent units.
+static void move_units(const StateCall& call, const StateTask& task) {
+  const StateShape& shape = call.shape;
+  const int64_t dv = shape.value_dim, heads = shape.part_heads();
+  copy_heads(shape, task.part, task.read, task.write);
+  auto leave = [&](int64_t, float* place) { copy_heads(shape, task.part, task.write, place); };
+  auto move = [&](int64_t begin, int64_t n) {
+    const int64_t row = task.first_row + begin;
+    for (int64_t head = task.part * heads; head < (task.part + 1) * heads; ++head)
+      for (int64_t column = 0; column < dv; column += 16) {
+        const int64_t own = head * dv + column, of_all = (call.first_head + head) * dv;
+        pass_units({.x = call.qkv + row * call.qkv_stride + of_all + column, .gates = call.rates + row * call.rates_stride + 2 * of_all + column,
+                    .x_stride = call.qkv_stride, .gates_stride = call.rates_stride, .out_stride = call.out_stride, .value_dim = dv,
+                    .decay = call.decay + own, .state = task.write + head * shape.head_floats() + column, .out = call.out + row * call.out_stride + own,
+                    .n = n, .lanes = dv - column < 16 ? dv - column : 16, .begins = task.read == nullptr && begin == 0});
+      }
+  };
+  by_tiles(task, move, leave);
+}
+
 // A short convolution of gated inputs, gated again: out = c * (sum over taps of tap * (b * x)). What a state keeps is b * x.
 static void move_inputs(const StateCall& call, const StateTask& task, float* scratch) {
   const StateShape& shape = call.shape;
@@ -412,6 +459,7 @@ static void move_state(const StateCall& call, const StateTask& task, float* scra
     case StateRule::taps: return move_taps<false>(call, task, scratch);
     case StateRule::bent_taps: return move_taps<true>(call, task, scratch);
     case StateRule::selective: return move_channels(call, task);
+    case StateRule::rg_lru: return move_units(call, task);
     default: return move_heads(call, task, scratch);
   }
 }

@@ -104,6 +104,7 @@ TARGETS = {
     "granite-h-dense": ["v_proj", "in_proj", "out_proj", "input_linear"],
     "lfm2": ["q_proj", "in_proj", "out_proj", "w1", "w2"],
     "jamba-dense": ["q_proj", "in_proj", "x_proj", "out_proj", "down_proj"],
+    "recurrent_gemma": ["linear_x", "linear_y", "linear_out", "q_proj", "o_proj", "up_proj"],
     "minimax": ["qkv_proj", "output_gate", "out_proj", "q_proj", "o_proj"],
 }
 
@@ -111,12 +112,12 @@ TARGETS = {
 LIKE = {"bf16": 0.999, "int8": 0.99, "int4": 0.8}
 # a state adds up what was rounded, and experts are chosen by it
 LIKE_STATES = {"bf16": 0.998, "int8": 0.98, "int4": 0.6}
-WITH_STATES = ("qwen3_next", "qwen3_5", "granite-h-dense", "jamba-dense")
+WITH_STATES = ("qwen3_next", "qwen3_5", "granite-h-dense", "jamba-dense", "recurrent_gemma")
 
 
 @pytest.mark.parametrize("family", [
     "qwen3", "gemma2", "phi3", "qwen3_moe", "gpt2", "falcon-40b", "qwen3_next", "qwen3_5", "granite-h-dense", "lfm2",
-    "mimo_v2_flash", "bitnet", "jamba-dense",
+    "mimo_v2_flash", "bitnet", "jamba-dense", "recurrent_gemma",
 ])  # fmt: skip
 def test_logits_are_those_of_peft_as_the_model_s_own_are(family: str, tmp_path: Path) -> None:
     """Oracle: peft in fp32. The error with an adapter is of the size that the format's rounding has without one."""

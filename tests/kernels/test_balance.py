@@ -123,7 +123,10 @@ def test_planted_channels_cost_no_quality(world, weights: str, most: float) -> N
     ("family", "weights"),
     [
         ("qwen2", "int4"),
-        *((f, "int8") for f in ("phi3", "gemma2", "olmo2", "mixtral", "falcon_h1", "bitnet", "minimax")),
+        *(
+            (f, "int8")
+            for f in ("phi3", "gemma2", "olmo2", "mixtral", "falcon_h1", "bitnet", "minimax", "recurrent_gemma")
+        ),
     ],
 )
 def test_every_family_is_still_itself(family: str, weights: str, tmp_path: Path) -> None:

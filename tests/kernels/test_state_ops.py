@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -36,6 +36,7 @@ State = tuple[torch.Tensor, torch.Tensor]
 SSD: Any = {"rule": StateRule.SSD, "has_tap_bias": True}
 STEADY: Any = {"rule": StateRule.SSD, "n_taps": 1, "is_steady": True}
 SELECTIVE: Any = {"rule": StateRule.SELECTIVE, "n_taps": 1}
+UNITS: Any = {"rule": StateRule.RG_LRU, "n_key_heads": 1, "key_dim": 1, "n_taps": 1}
 CONVOLUTION: Any = {"rule": StateRule.CONVOLUTION, "key_dim": 0}
 FORMS = {
     "one": StateSpec(n_key_heads=1, key_dim=1, n_value_heads=1, value_dim=1, n_taps=1),
@@ -67,6 +68,9 @@ FORMS = {
     "selective-one": StateSpec(n_key_heads=1, key_dim=1, n_value_heads=1, value_dim=1, **SELECTIVE),
     "selective-odd": StateSpec(n_key_heads=1, key_dim=7, n_value_heads=20, value_dim=19, **SELECTIVE),
     "selective-usual": StateSpec(n_key_heads=1, key_dim=16, n_value_heads=24, value_dim=32, **SELECTIVE),
+    "units-one": StateSpec(n_value_heads=1, value_dim=1, **UNITS),
+    "units-odd": StateSpec(n_value_heads=20, value_dim=19, **UNITS),
+    "units-usual": StateSpec(n_value_heads=5, value_dim=256, **UNITS),
     "bent-usual": StateSpec(
         n_key_heads=4, n_value_heads=4, value_dim=64, n_taps=10, key_dim=0, rule=StateRule.BENT_TAPS
     ),
@@ -92,6 +96,9 @@ class Rule:
                 "skip": noise(width, seed=6),
             }
             return
+        if form.is_unit:
+            self.numbers = {"decay": noise(form.width, seed=4).exp()}
+            return
         if form.is_steady:
             self.numbers = {"decay": noise(heads, seed=4).exp()}
             return
@@ -105,7 +112,7 @@ class Rule:
         if form.rule is StateRule.SSD:
             self.numbers["skip"] = noise(heads, seed=6)
 
-    @property
+    @cached_property
     def nothing(self) -> State:
         form = self.form
         return (
@@ -116,7 +123,7 @@ class Rule:
     def expected(self, begin: int, end: int, state: State) -> tuple[torch.Tensor, State]:
         return reference.move_states(
             self.qkv[begin:end], self.rates[begin:end], state, self.form, self.numbers, scale=self.scale, eps=EPS,
-            decays=None if self.decays is None else self.decays[begin:end],
+            decays=None if self.decays is None else self.decays[begin:end], begins=state is self.nothing,
         )  # fmt: skip
 
 

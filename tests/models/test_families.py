@@ -164,6 +164,7 @@ MORE: dict[str, dict[str, Any]] = {
         "attn_layer_period": 2,
         "attn_layer_offset": 1,
     },
+    "recurrent_gemma": {"lru_width": 80, "conv1d_width": 3, "attention_window_size": 9, "attention_bias": True},
     "qwen3_vl_moe_text": {"num_experts": 4, "tie_word_embeddings": False, **EXPERTS},
     "falcon_h1": {
         "mamba_d_ssm": 96,
@@ -473,7 +474,7 @@ def windows_of(config: Any) -> tuple[int | None, ...]:
         types = [kind for kind in types if kind not in ("mlp", "moe")]
     if types is None:
         return (window,) * config.num_hidden_layers
-    return tuple(None if kind in ("full_attention", "conv") else window for kind in types)
+    return tuple(None if kind in ("full_attention", "conv", "linear_attention") else window for kind in types)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen2_moe", "dots1"])

@@ -54,6 +54,7 @@ FOLDERS: dict[str, Callable[[Path], Path]] = {
     "MLA": lambda folder: make_checkpoint("deepseek_v3", folder, num_hidden_layers=2),
     "Mamba-2": lambda folder: make_checkpoint("granitemoehybrid", folder),
     "Jamba": lambda folder: make_checkpoint("jamba", folder),
+    "RecurrentGemma": lambda folder: make_checkpoint("recurrent_gemma", folder),
     "LongCat-Flash": lambda folder: make_checkpoint("longcat_flash", folder),
     "DBRX": lambda folder: make_checkpoint("dbrx", folder),
     "LFM2": lambda folder: make_checkpoint("lfm2_moe", folder),

@@ -22,9 +22,9 @@ from diptych.compute.ops.contract import (
     Vector,
     WeightTensor,
 )
-from diptych.compute.part_weights import LatentWeights, SelectiveWeights, StateWeights
+from diptych.compute.part_weights import LatentWeights, SelectiveWeights, StateWeights, UnitWeights
 from diptych.compute.rope import frequencies, standstill
-from diptych.compute.selective_loader import load_selective
+from diptych.compute.selective_loader import load_selective, load_units
 from diptych.compute.state_loader import state_heads, state_projections, state_readers
 from diptych.compute.views import (
     JoinedTensor,
@@ -50,7 +50,13 @@ class LayerHeads(Generic[Vector, Linear, Heads]):
     """The handles of a layer's attention, as `LayerWeights` has them."""
 
     handle: Heads
-    qkv: Linear | LatentWeights[Vector, Linear] | StateWeights[Vector, Linear] | SelectiveWeights[Vector, Linear, Heads]
+    qkv: (
+        Linear
+        | LatentWeights[Vector, Linear]
+        | StateWeights[Vector, Linear]
+        | SelectiveWeights[Vector, Linear, Heads]
+        | UnitWeights[Linear, Heads]
+    )
     o: Linear
     gate: Linear | None = None
     o_norm: Vector | None = None
@@ -182,6 +188,8 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             handle=state_heads(self.source, self.loader, self.spec, self.layer, self.parts.attention, self.names, root),
             qkv=load_selective(self, state, root, readers[0])
             if state.is_selective
+            else load_units(self, state, root, readers[0])
+            if state.is_unit
             else StateWeights(
                 qkv=self.loader.linear(readers[0], role=self.role(Split.OUTPUTS, q=keys, k=keys, v=state.width)),
                 rates=None if parts.rates is None else self.loader.rates(readers[2]),

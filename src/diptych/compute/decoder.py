@@ -10,8 +10,15 @@ from __future__ import annotations
 from diptych.compute.gated_streams import add_ngrams, gated_streams
 from diptych.compute.layer_weights import DecoderWeights, LayerWeights
 from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Ops, Stream, Table, Vector
-from diptych.compute.part_weights import ApartNorms, LatentWeights, NormGate, SelectiveWeights, StateWeights
-from diptych.compute.selective_states import run_selective
+from diptych.compute.part_weights import (
+    ApartNorms,
+    LatentWeights,
+    NormGate,
+    SelectiveWeights,
+    StateWeights,
+    UnitWeights,
+)
+from diptych.compute.selective_states import run_selective, run_units
 from diptych.compute.stream_weights import BranchWeights
 from diptych.models.spec import ModelSpec
 from diptych.models.streams import GatedSpec, HyperSpec, StreamsSpec
@@ -480,6 +487,8 @@ def run_attention(
         a = run_latents(ops, h, qkv, heads)
     elif isinstance(qkv, SelectiveWeights):
         a = run_selective(ops, h, qkv, heads)
+    elif isinstance(qkv, UnitWeights):
+        a = run_units(ops, h, qkv, heads)
     else:
         if weights.has_index:
             ops.choose(h, h, heads)

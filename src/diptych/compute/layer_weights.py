@@ -14,6 +14,7 @@ from diptych.compute.part_weights import (
     SelectiveWeights,
     SharedExperts,
     StateWeights,
+    UnitWeights,
 )
 from diptych.compute.stream_weights import (
     BranchWeights,
@@ -48,6 +49,7 @@ class LayerWeights(Generic[Table, Vector, Linear, Heads, Experts]):
         | LatentWeights[Vector, Linear]
         | StateWeights[Vector, Linear]
         | SelectiveWeights[Vector, Linear, Heads]
+        | UnitWeights[Linear, Heads]
         | None
     ) = None
     o: Linear | None = None

@@ -85,6 +85,17 @@ class SelectiveWeights(Generic[Vector, Linear, Heads]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnitWeights(Generic[Linear, Heads]):
+    """The projections of recurrent units: what their taps see, which `taps` moves on; of what these give the units' gates, by
+    head.
+    """
+
+    values: Linear
+    taps: Heads
+    gates: Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NormGate(Generic[Linear]):
     """What a norm gives is multiplied by: a sigmoid of two projections of it, with an activation between them."""
 

@@ -1,4 +1,6 @@
-"""Selective states (Mamba-1) as weight handles: the taps before them, and what is projected from what those give."""
+"""States by channel (Mamba-1's, recurrent units) as weight handles: the taps before them, and what is projected from what those
+give.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ from diptych.compute.ops.contract import (
     Table,
     Vector,
 )
-from diptych.compute.part_weights import SelectiveWeights
-from diptych.compute.views import JoinedTensor, OnesTensor, PickedTensor
+from diptych.compute.part_weights import SelectiveWeights, UnitWeights
+from diptych.compute.views import JoinedTensor, OnesTensor, PickedTensor, TransposedTensor
+from diptych.compute.weights import SlicedTensor, entry_of
 from diptych.models.states import StateSpec, StepNorms
 
 
@@ -44,6 +47,28 @@ def load_selective(
         keys=loader.rates(LinearParts(weights=(keys,))),
         keys_norm=None if keys_norm is None else loader.norm(keys_norm),
         norm_eps=state.norm_eps or layer.spec.norm_eps,
+    )
+
+
+def load_units(
+    layer: LayerTensors[Table, Vector, Linear, Heads, Experts], state: StateSpec, root: str, values: LinearParts
+) -> UnitWeights[Linear, Heads]:
+    """The same of recurrent units. What gates a head's values and what gates their fading are rows of one product."""
+    heads, width = state.n_value_heads, state.value_dim
+    names = [f"{root}{layer.names.units}{one}" for one in ("input_gate", "recurrent_gate")]
+    weights = [layer.source.tensor(f"{name}_weight", heads, width, width) for name in names]
+    biases = [layer.source.tensor(f"{name}_bias", heads, width) for name in names]
+    gates = tuple(
+        LinearParts(
+            weights=tuple(TransposedTensor(entry_of(one, head)) for one in weights),
+            biases=tuple(SlicedTensor(one, head) for one in biases),
+        )
+        for head in range(heads)
+    )
+    return UnitWeights(
+        values=layer.loader.linear(values, role=layer.role(Split.OUTPUTS, q=0, k=0, v=state.width)),
+        taps=_taps(layer, state, root),
+        gates=layer.loader.by_head(gates, layer=layer.layer),
     )
 
 

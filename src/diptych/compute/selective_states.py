@@ -1,9 +1,9 @@
-"""What the walk does with a selective state (Mamba-1): what it reads is tapped first, and says how fast it moves on."""
+"""What the walk does with states by channel (Mamba-1's, recurrent units): what they read is tapped first, and moves them on."""
 
 from __future__ import annotations
 
 from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Ops, Stream, Table, Vector
-from diptych.compute.part_weights import SelectiveWeights
+from diptych.compute.part_weights import SelectiveWeights, UnitWeights
 
 
 def run_selective(
@@ -22,3 +22,14 @@ def run_selective(
     if weights.keys_norm is not None:
         keys = ops.norm(keys, weights.keys_norm, eps=weights.norm_eps, parts=2)
     return ops.move_states(v, keys, heads, decays=steps)
+
+
+def run_units(
+    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+    h: Stream | Hidden,
+    weights: UnitWeights[Linear, Heads],
+    heads: Heads,
+) -> Hidden:
+    """What its units give [T, H v], before it is gated."""
+    v = ops.move_states(ops.linear(h, weights.values), None, weights.taps)
+    return ops.move_states(v, ops.by_head(v, weights.gates), heads)

@@ -19,7 +19,7 @@ from diptych.compute.ops.contract import (
     Vector,
     WeightTensor,
 )
-from diptych.compute.views import JoinedTensor, NumbersTensor, PickedTensor, PowerTensor, ScaledTensor
+from diptych.compute.views import JoinedTensor, NumbersTensor, PickedTensor, PowerTensor, ScaledTensor, SoftplusTensor
 from diptych.compute.weights import Source
 from diptych.models.family import TensorNames
 from diptych.models.spec import AttentionLayer, ModelSpec
@@ -27,6 +27,7 @@ from diptych.models.states import StateRule, StateSpec, steady_decays
 
 APART = ("in_proj_qkv", "in_proj_z")  # what a converter makes of one matrix by key head
 TOGETHER = "conv1d"  # taps of all channels
+UNIT_DECAY = 8.0  # of recurrent units whose gates are open, over a softplus of their own number
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ def state_projections(source: Source, state: StateSpec, names: TensorNames, root
     other = names.others.get(names.states_o)
     name = other if other is not None and source.has(f"{root}{other}.weight") else names.states_o
     o = _parts(source.tensor(f"{root}{name}.weight", hidden, state.width))
+    if state.is_unit:
+        return _of_units(source, state, names, root, o)
     if state.is_selective:  # what taps see, then what gates
         both = source.tensor(f"{root}{names.states_in[0]}.weight", state.n_projected, hidden)
         of_values, of_gate = (PickedTensor(both, rows) for rows in torch.arange(state.n_projected).chunk(2))
@@ -127,6 +130,19 @@ def _by_head(source: Source, state: StateSpec, names: tuple[str, ...], root: str
     return StateProjections(_parts(PickedTensor(both, rows)), _parts(gate), None, o)
 
 
+def _of_units(source: Source, state: StateSpec, names: TensorNames, root: str, o: LinearParts) -> StateProjections:
+    """Of recurrent units: what taps see, what gates, each with a bias, as the way back has one."""
+    values, gate = (
+        LinearParts(
+            weights=(source.tensor(f"{root}{name}.weight", state.width, o.n_outputs),),
+            biases=(source.tensor(f"{root}{name}.bias", state.width),),
+        )
+        for name in names.states_in
+    )
+    bias = source.tensor(f"{root}{names.states_o}.bias", o.n_outputs)
+    return StateProjections(values, gate, None, LinearParts(weights=o.weights, biases=(bias,)))
+
+
 def _apart(
     source: Source, state: StateSpec, names: tuple[str, ...], root: str, hidden: int
 ) -> tuple[LinearParts, LinearParts, LinearParts]:
@@ -177,6 +193,9 @@ def state_heads(
 
 def _rule(source: Source, state: StateSpec, names: TensorNames, root: str) -> RuleParts:
     """Its numbers. Mamba-2's channels lie as x, B and C: v, k and q here."""
+    if state.is_unit:
+        units = source.tensor(f"{root}{names.units}recurrent_param", state.width)
+        return RuleParts(decay=ScaledTensor(SoftplusTensor(units), UNIT_DECAY))
     if state.is_selective:
         return _selective_rule(source, state, names, root)
     channels, heads = state.n_channels, state.n_value_heads

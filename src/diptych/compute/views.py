@@ -131,6 +131,14 @@ class PowerTensor(WeightTensor):
         return self._tensor.read().to(torch.float32).exp()
 
 
+class SoftplusTensor(PowerTensor):
+    """Log(1 + e^x) of a small tensor, in fp32."""
+
+    def read(self) -> torch.Tensor:
+        """A new tensor."""
+        return torch.nn.functional.softplus(self._tensor.read().to(torch.float32))
+
+
 class ScaledTensor(WeightTensor):
     """A small tensor times a number, in fp32."""
 

@@ -303,6 +303,8 @@ def _states(sizes: _Sizes, state: StateSpec) -> tuple[Component, Component, Comp
     late = state.gate_width if state.rank and not state.is_selective else 0  # of what gates, in a second step
     divided = (state.n_inputs + state.gate_width - late) / tp
     qkv = _linear(sizes, "qkv", hidden, divided + state.n_projected - divided * tp)
+    if state.is_unit:  # what v is projected to, head by head
+        qkv = qkv.plus(_linear(sizes, "qkv", state.value_dim, state.n_rates / tp))
     if state.is_selective:  # what v is projected to
         qkv = qkv.plus(_linear(sizes, "qkv", state.width, state.rank + state.n_rates))
     if state.rank:

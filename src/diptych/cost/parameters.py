@@ -149,8 +149,8 @@ def _repeated(model: ModelSpec, attention: AttentionLayer, tp: int) -> int:
         return (tp - 1) * (down + _index_matrices(model, attention))
     if attention.state is not None:
         state = attention.state  # what lies between two steps, and decays by key, each has whole
-        if state.is_selective:
-            return (tp - 1) * state.n_second
+        if state.is_by_channel:  # of units each has its heads'
+            return 0 if state.is_unit else (tp - 1) * state.n_second
         small = state.n_rates + (state.rank * (2 if state.n_decays else 1) if state.rank else state.n_decays)
         return (tp - 1) * (small * model.hidden + state.rank * state.n_decays)
     copied = max(tp - attention.n_kv_heads, 0) * attention.kv_width // attention.n_kv_heads
@@ -160,7 +160,7 @@ def _repeated(model: ModelSpec, attention: AttentionLayer, tp: int) -> int:
 def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
     count, state = _attention_matrices(model, spec), spec.state
     if state is not None:
-        return count + state.n_small
+        return count + state.n_small + spec.has_qkv_bias * state.n_projected + spec.has_o_bias * model.hidden
     if spec.mla is not None:
         biases = (spec.mla.q_rank or 0) + spec.mla.kv_rank + spec.mla.rope_dim + model.hidden
         norms = spec.mla.kv_rank + (spec.mla.q_rank or 0)

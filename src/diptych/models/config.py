@@ -52,6 +52,8 @@ SIZE_LIMITS = {
     "mamba_d_state": 2**16,
     "mamba_d_conv": 4096,
     "mamba_dt_rank": 2**17,
+    "lru_width": 2**21,
+    "conv1d_width": 4096,
 }
 MODELOPT_FILE = "hf_quant_config.json"
 SIZE_LIMIT = 2**31 - 1

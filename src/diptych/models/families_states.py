@@ -71,6 +71,9 @@ LING_WORDS: dict[str, tuple[Any, ...]] = {
     "use_qkv_bias": (False,), "use_mla_nope": (False,), "use_nGPT": (False,), "up_proj_norm": (False,), "value_norm": (False,),
     "scale_router_input": (False,)}  # fmt: skip
 
+# what RecurrentGemma's layers are, again and again
+GRIFFIN = ["recurrent", "recurrent", "attention"]
+
 # Lightning attention: transformers' names -> what published configs of MiniMax-Text-01 and M1 call them
 MINIMAX = {f"{part}_{one}_factor": f"layernorm_{theirs}_{one}"
            for part, theirs in (("full_attn", "full_attention"), ("linear_attn", "linear_attention"), ("mlp", "mlp"))
@@ -263,6 +266,26 @@ STATES: tuple[Family, ...] = (
                           gate_up=("input_linear",), down="output_linear",
                           stacked=("input_linear.weight", "output_linear.weight"), **IN_MAMBA),
         **MAMBA_LAYERS, **BY_ATTENTION_BIAS,
+    ),
+    # windows of attention on every third layer, recurrent units on the others
+    Family(
+        name="recurrent_gemma", architectures=("RecurrentGemmaForCausalLM",),
+        # no class says how long a text may be; they were trained on so many tokens
+        keys={**USUAL, "vocab_size": 256_000, "hidden_size": 2560, "intermediate_size": 7680, "num_hidden_layers": 26,
+              "num_attention_heads": 10, "max_position_embeddings": 8192, "hidden_act": "gelu_pytorch_tanh",
+              "tie_word_embeddings": True, "attention_bias": False, "partial_rotary_factor": 0.5, "block_types": GRIFFIN,
+              "layer_types": None, "embedding_multiplier": None, "lru_width": None, "conv1d_width": 4,
+              "sliding_window": 2048, "final_logit_softcapping": 30.0},
+        renamed={"hidden_activation": "hidden_act", "logits_soft_cap": "final_logit_softcapping",
+                 "attention_window_size": "sliding_window"},
+        fixed={"embeddings_scale_by_sqrt_dim": (True,)},
+        unread=("w_init_variance_scale", "final_w_init_variance_scale", "_block_types"),
+        norm_offset=1.0,
+        state_rule=StateRule.RG_LRU,
+        qkv_bias="attention_bias", o_bias=True, mlp_bias=True,
+        names=TensorNames(final_norm="final_norm", attention="temporal_block", states="temporal_block",
+                          states_in=("linear_x", "linear_y"), states_o="linear_out", taps=("conv_1d",), mlp=("mlp_block.",),
+                          norms={Norms.BEFORE: ("temporal_pre_norm", None, "channel_pre_norm", None)}),
     ),
     # states alone: selective ones, with norms of steps, keys and queries or without, and Mamba-2's
     Family(

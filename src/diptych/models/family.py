@@ -60,9 +60,9 @@ class TensorNames:
     gate; else one. states_o, states_norm: what it leaves
     by, and the norm of it. taps: of its convolution, or of q's, k's and v's where they lie apart. reads_taps, steps,
     step_norms: of a selective state, what makes steps, keys and queries of what taps give, the steps' second projection, and
-    norms of the three. wraps_decays: the numbers of its heads' decays have axes of one around them. index: what precedes the
-    names of an index of blocks. others: what some files call the embedding, a
-    norm, the choice bias, stacked experts, or what precedes those, and projections, and sinks.
+    norms of the three. units: what precedes the names of recurrent units. wraps_decays: the numbers of its heads' decays have
+    axes of one around them. index: what precedes the names of an index of blocks. others: what some files call the embedding,
+    a norm, the choice bias, stacked experts, or what precedes those, and projections, and sinks.
     """
 
     embedding: str = "embed_tokens"
@@ -116,6 +116,7 @@ class TensorNames:
     reads_taps: str = "x_proj"
     steps: str = "dt_proj"
     step_norms: tuple[str, str, str] = ("dt_layernorm", "b_layernorm", "c_layernorm")
+    units: str = "rg_lru."
     wraps_decays: bool = False
     index: str = "indexer."
     states_in: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")

@@ -28,6 +28,7 @@ from diptych.models.read_block_index import as_indexed
 from diptych.models.read_blocks import as_halves, as_layers, as_pairs, as_searched, as_states, without_pictures
 from diptych.models.read_glm_next import as_glm_next
 from diptych.models.read_gpt import arrangement, of_all_layers, with_kinds, with_section
+from diptych.models.read_griffin import as_griffin
 from diptych.models.read_heads import Heads, HeadsByWindow
 from diptych.models.read_index import layer_indices
 from diptych.models.read_laguna import as_gated
@@ -251,6 +252,8 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
         raw = as_ling(raw, family.keys, path)
     elif "index_kpool" in family.keys:
         raw = as_glm_next(raw, family.keys, path)
+    elif "block_types" in family.keys:
+        raw = as_griffin(raw, family.keys, path)
     for section in family.sections:
         raw = with_section(raw, section, family, path)
     read = {*family.keys, *(ROPE_KEYS if "rope_theta" in family.keys else ()), "layer_types", "hidden_act"}

@@ -22,6 +22,7 @@ CALLED: Mapping[StateRule, tuple[str, ...]] = MappingProxyType({  # and one with
     StateRule.SSD: ("linear_attention", "mamba"),
     StateRule.CONVOLUTION: ("conv",),
     StateRule.SELECTIVE: ("linear_attention", "mamba"),
+    StateRule.RG_LRU: ("recurrent", "linear_attention"),
 })  # fmt: skip
 IN_LINEAR = ("full_attn_layers", "kda_layers", "head_dim", "num_heads", "short_conv_kernel_size")
 CONVOLVED_HEAD = 64  # channels of a convolution that are computed together, where its width allows it
@@ -81,7 +82,7 @@ def state_attention(config: HfConfig, family: Family) -> AttentionLayer:
     assert family.state_rule is not None
     # sums over taps go through it, too; the classes of short convolutions know no other
     name = "mamba_hidden_act" if "mamba_hidden_act" in config.raw else "hidden_act"
-    if config.activation(name) is not Activation.SILU:
+    if family.state_rule is not StateRule.RG_LRU and config.activation(name) is not Activation.SILU:
         raise LoadError(
             f"{name} in {config.path} is {config.raw[name]!r}; layers with a state are computed with silu only"
         )
@@ -96,6 +97,8 @@ def state_attention(config: HfConfig, family: Family) -> AttentionLayer:
         n_kv_heads=state.n_key_heads,
         head_dim=state.value_dim,
         scale=state.key_dim**-0.5 if state.rule is StateRule.DELTA else 1.0,
+        has_qkv_bias=state.is_unit,
+        has_o_bias=state.is_unit,
         state=state,
     )
 
@@ -343,9 +346,28 @@ def _selective(config: HfConfig) -> StateSpec:
     )
 
 
+def _units(config: HfConfig) -> StateSpec:
+    """Of RecurrentGemma: channels in as many heads as attend."""
+    n_heads = config.integer("num_attention_heads")
+    width = config.integer("lru_width", config.integer("hidden_size"))
+    if width % n_heads:
+        raise LoadError(f"lru_width in {config.path} is {width}; {n_heads} heads do not divide it")
+    return StateSpec(
+        rule=StateRule.RG_LRU,
+        n_key_heads=1,
+        key_dim=1,
+        n_value_heads=n_heads,
+        value_dim=width // n_heads,
+        n_taps=1,
+        tapped=config.integer("conv1d_width"),
+        has_tap_bias=True,
+        gate=config.activation("hidden_act"),
+    )
+
+
 READERS: Mapping[StateRule, Callable[[HfConfig], StateSpec]] = MappingProxyType({
     StateRule.DELTA: _delta, StateRule.SSD: _ssd, StateRule.CONVOLUTION: _convolution,
-    StateRule.SELECTIVE: _selective,
+    StateRule.SELECTIVE: _selective, StateRule.RG_LRU: _units,
 })  # fmt: skip
 
 

@@ -10,11 +10,11 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-OTHER_STATES = "a state per sequence of another kind (RWKV, Ling 2.5, RG-LRU)"
+OTHER_STATES = "a state per sequence of another kind (RWKV, Ling 2.5)"
 # what is missing -> model_type of transformers
 MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "layers that are shared": ("zamba", "zamba2"),
-    OTHER_STATES: ("rwkv", "recurrent_gemma"),
+    OTHER_STATES: ("rwkv",),
     "attention whose queries and outputs a router chooses": ("jetmoe",),
     "a mask that is made of the values": ("doge",),
     "keys made of windows of tokens, and experts that a token's id chooses": ("deepseek_v4",),

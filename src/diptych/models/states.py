@@ -20,6 +20,7 @@ class StateRule(Enum):
     TAPS = "taps"
     BENT_TAPS = "bent_taps"
     SELECTIVE = "selective"
+    RG_LRU = "rg_lru"
 
 
 class StepNorms(Enum):
@@ -53,6 +54,9 @@ class StateSpec:
     each column a step: S = exp(-decay step) S + k (step v)^T gives S^T q + skip v, which is gated. v is silu of as many taps as
     tapped says, which are a state of their own; steps (by way of `rank` values), k and q are projected from it, and normed as
     step_norms says, with norm_eps. It has one key head and no taps itself; heads are width alone.
+    RG_LRU (a real-gated linear recurrent unit of Griffin, arXiv:2402.19427): each channel has one number, and there are no keys
+    and queries: with r and i sigmoids of products of v, s = e^(-decay r) s + sqrt(1 - e^(-2 decay r)) i v is given as it is,
+    but for a text's first token, which is i v. v is as many taps as tapped says, unbent; a head's products are of its own v.
     gate: what the projection that gates goes through. rank: that one, and the decays by key, are projected in two steps with so
     many values between (0: in one each). q_scale, k_scale, v_scale, rate_scale: what q, k and v are multiplied by before their
     taps, and steps before they are shifted.
@@ -89,17 +93,27 @@ class StateSpec:
         return self.rule is StateRule.SELECTIVE
 
     @property
+    def is_unit(self) -> bool:
+        """Whether it is of recurrent units."""
+        return self.rule is StateRule.RG_LRU
+
+    @property
+    def is_by_channel(self) -> bool:
+        """Whether each channel moves on by itself, which another state has tapped before."""
+        return self.is_selective or self.is_unit
+
+    @property
     def has_matrix(self) -> bool:
         """Whether its heads have one."""
-        return self.rule in (StateRule.DELTA, StateRule.SSD, StateRule.SELECTIVE)
+        return self.rule in (StateRule.DELTA, StateRule.SSD) or self.is_by_channel
 
     @property
     def before(self) -> StateSpec | None:
         """The state that what it reads is made by; None where a layer has but one."""
-        if not self.is_selective:
+        if not self.is_by_channel:
             return None
         return StateSpec(
-            rule=StateRule.BENT_TAPS,
+            rule=StateRule.BENT_TAPS if self.is_selective else StateRule.TAPS,
             n_key_heads=1,
             key_dim=0,
             n_value_heads=self.n_value_heads,
@@ -110,8 +124,8 @@ class StateSpec:
 
     @property
     def n_channels(self) -> int:
-        """That taps are for: of q, k and v together; of a selective state v's."""
-        return self.width if self.is_selective else 2 * self.n_key_heads * self.key_dim + self.width
+        """That taps are for: of q, k and v together; of states by channel v's."""
+        return self.width if self.is_by_channel else 2 * self.n_key_heads * self.key_dim + self.width
 
     @property
     def n_inputs(self) -> int:
@@ -131,10 +145,12 @@ class StateSpec:
     @property
     def n_rates(self) -> int:
         """Numbers of a token that say how much is new and what is left: beta and decay of each head, or its step; of a
-        selective state k and q.
+        selective state k and q, of units both of each channel.
         """
         if self.is_selective:
             return 2 * self.key_dim
+        if self.is_unit:
+            return 2 * self.width
         if self.is_steady:
             return 0
         per_head = {StateRule.DELTA: 1 if self.fades_by_key else 2, StateRule.SSD: 1}
@@ -150,14 +166,16 @@ class StateSpec:
     @property
     def n_projected(self) -> int:
         """Outputs of all that reads a layer's input."""
-        if self.is_selective:
+        if self.is_by_channel:
             return self.n_inputs + self.gate_width
         of_decays = min(self.rank, self.n_decays) if self.rank else self.n_decays
         return self.n_inputs + (self.rank or self.gate_width) + self.n_rates + of_decays
 
     @property
     def n_second(self) -> int:
-        """Parameters of second steps; of a selective state all that reads v, and its steps."""
+        """Parameters of second steps; of states by channel all that reads v, and steps."""
+        if self.is_unit:
+            return self.n_rates * self.value_dim
         if self.is_selective:
             return self.width * (self.n_rates + 2 * self.rank)
         return self.rank * (self.gate_width + self.n_decays)
@@ -165,6 +183,8 @@ class StateSpec:
     @property
     def n_small(self) -> int:
         """Parameters beside the projections: taps, numbers of each head, a norm."""
+        if self.is_unit:  # taps, decays, biases of what reads v
+            return self.width * (self.tapped + self.has_tap_bias + 1) + self.n_rates
         if self.is_selective:  # taps, decays, skips, shifts, norms
             norms = self.rank + self.n_rates if self.step_norms is StepNorms.WEIGHED else 0
             return self.width * (self.tapped + self.has_tap_bias + self.key_dim + 2) + norms
@@ -185,7 +205,12 @@ class StateSpec:
     @property
     def flops_each(self) -> float:
         """Of a token, for each number of the heads' matrices."""
-        return {StateRule.DELTA: 6.0, StateRule.SELECTIVE: 4.0 + EXPONENTIAL_FLOPS}.get(self.rule, 4.0)
+        own = {
+            StateRule.DELTA: 6.0,
+            StateRule.SELECTIVE: 4.0 + EXPONENTIAL_FLOPS,
+            StateRule.RG_LRU: 16.0 + 3 * EXPONENTIAL_FLOPS,
+        }
+        return own.get(self.rule, 4.0)
 
     @property
     def layer_elements(self) -> int:

@@ -23,6 +23,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
+from diptych.compute.ops.contract_states import Heads, StateOps
 from diptych.compute.ops.contract_streams import Hidden, Linear, Stream, StreamOps, Table, Vector
 from diptych.ground.formats import KeptFormat
 from diptych.models.gates import Activation, GateForm
@@ -33,7 +34,6 @@ from diptych.models.states import StateSpec
 
 # The kinds of handle, beside those of streams. Each backend names its own types for them, once, where it derives from `Loader`
 # and `Ops`.
-Heads = TypeVar("Heads")  # a layer's attention
 Experts = TypeVar("Experts")  # a mixture
 
 Position = TypeVar("Position", int, torch.Tensor)  # one, or several
@@ -273,8 +273,8 @@ class IndexParts:
 class RuleParts:
     """What moves a layer's states on, beside what is projected: taps [channels, .., n_taps] with a bias [channels]; of each
     head [H] the factor in the exponent of its decay, what shifts its rate (by key: [H d]), and what of its value it gives
-    besides; the norm over value_dim. Of a selective state decays [H v, d], shifts and skips [H v]. None: the rule, or the
-    layer, has none.
+    besides; the norm over value_dim. Of a selective state decays [H v, d], shifts and skips [H v], of recurrent units decays
+    [H v]. None: the rule, or the layer, has none.
     """
 
     taps: WeightTensor | None = None
@@ -386,6 +386,10 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         """As `router`, of states; an adapter may change them."""
 
     @abstractmethod
+    def by_head(self, parts: tuple[LinearParts, ...], *, layer: int) -> Linear:
+        """A projection of each head of a layer's state, for `by_head`: as `router`, and as many as its rule was given heads."""
+
+    @abstractmethod
     def experts(
         self,
         spec: MoeSpec,
@@ -414,7 +418,9 @@ class Taps:
 
 
 class Ops(
-    StreamOps[Stream, Hidden, Table, Vector, Linear], Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]
+    StreamOps[Stream, Hidden, Table, Vector, Linear],
+    StateOps[Hidden, Linear, Heads],
+    Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
 ):
     """The forward vocabulary. Handles of the residual stream are called x, everything else h, y, q, a."""
 
@@ -543,26 +549,6 @@ class Ops(
     @abstractmethod
     def attention(self, q: Hidden, attention: Heads) -> Hidden:
         """a [T, H dv]: each query against its sequence's cached keys up to its own position, or those that `choose` chose."""
-
-    @abstractmethod
-    def move_states(
-        self, qkv: Hidden, rates: Hidden | None, attention: Heads, *, decays: Hidden | None = None
-    ) -> Hidden:
-        """a [T, H v] from qkv [T, inputs] and rates [T, R], as `StateSpec` counts them; moves the sequences' states on.
-
-        c = silu(bias + sum over taps of tap * the channel's inputs) is q, k and v, each q and k for H / K value heads.
-        Delta rule: q and k have length 1 (with 1e-6 in the root), q is scaled. With beta = most_weight sigmoid(rates[:H]) and
-        r = exp(-decay softplus(rates[H:] + shift)): S = r S, S += k (beta (v - S^T k))^T, and S^T q is normed over v. By key
-        r is a number for each row of S, of decays [T, H d] in place of rates[H:], and where that has a bound it is
-        exp(least_decay sigmoid(decay (decays + shift))).
-        SSD: with step = softplus(rate_scale rates + shift) within its limits and r = exp(-decay step): S = r S + k (step v)^T,
-        and S^T q + skip v; steady: c is silu of what is projected, and step is 1. Convolution: qkv is b, c and x, and
-        a = c * (bias + sum over taps of tap * (b * x)).
-        Taps: a = the sum over taps of tap * qkv, bent taps: silu of bias + it.
-        Selective: qkv is v, rates are k and q [T, 2d], decays [T, H v]; with step = softplus(decays + shift) of each channel
-        and r = exp(-decay step) of each of its rows: S = r S + k (step v)^T, and S^T q + skip v.
-        A sequence begins with the state that the batch names, or with zeros.
-        """
 
     @abstractmethod
     def gate_heads(self, h: Stream | Hidden, weight: Linear, a: Hidden) -> Hidden:

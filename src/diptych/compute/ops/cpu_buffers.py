@@ -90,6 +90,13 @@ class Buffers:
             h.emit_f32(h.buffer)
         return h.buffer
 
+    def _norm_into(self, h: Value, out: int) -> None:
+        """A norm in fp32."""
+        assert h.norm is not None
+        assert h.emit_rows is not None
+        assert h.source is None or h.source.version == h.source_version, "the norm's input has been overwritten"
+        h.emit_rows(out)
+
     def _written(self, x: ResidualStream) -> ResidualStream:
         x.version += 1
         return x

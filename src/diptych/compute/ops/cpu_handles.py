@@ -293,6 +293,23 @@ def rule_handle(
     )
 
 
+def by_head_handle(
+    parts: tuple[LinearParts, ...], own: OwnHeads | None, pack: Callable[[LinearParts], LinearHandle]
+) -> LinearHandle:
+    """A projection for each of a rank's heads, in pieces that read neighbouring inputs from the first head's on."""
+    mine = slice(0, 0) if own is None else slice(own.first_head, own.first_head + own.n_heads)
+    n = parts[0].n_outputs
+    return LinearHandle(
+        index=None,
+        key="",
+        format="bf16",
+        n_inputs=parts[0].n_inputs * len(parts),
+        n_outputs=n * len(parts),
+        column=n * mine.start,
+        pieces=tuple(pack(one) for one in parts[mine]),
+    )
+
+
 def by_lanes(decays: torch.Tensor) -> torch.Tensor:
     """Decays [H, v, d] as the kernels have a state's heads: for each 16 columns a row of each key, zeros behind the last."""
     padded = torch.nn.functional.pad(decays, (0, 0, 0, -decays.shape[1] % LANES))

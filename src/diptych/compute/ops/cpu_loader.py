@@ -35,6 +35,7 @@ from diptych.compute.ops.cpu_handles import (
     TableHandle,
     VectorHandle,
     attention_shape,
+    by_head_handle,
     index_handle,
     is_table_too,
     native_shape,
@@ -280,6 +281,10 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         handle = self._pack(parts, "bf16", is_rates=self.weights_format != "bf16")
         self.sites.note(parts, handle)
         return handle
+
+    def by_head(self, parts: tuple[LinearParts, ...], *, layer: int) -> LinearHandle:
+        """In bf16 likewise: of a rank its own heads', which nobody else reads."""
+        return by_head_handle(parts, self._heads[layer][1], self.router)
 
     def experts(
         self,

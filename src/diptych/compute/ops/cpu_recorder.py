@@ -12,13 +12,14 @@ from typing import Any
 from diptych.compute.ops.contract import Ops, QkNorm
 from diptych.compute.ops.cpu_buffers import Given
 from diptych.compute.ops.cpu_handles import AttentionHandle, ExpertsHandle, LinearHandle, TableHandle, VectorHandle
+from diptych.compute.ops.cpu_states import StateRecorder
 from diptych.compute.ops.cpu_streams import StreamRecorder
 from diptych.compute.ops.cpu_values import CATEGORIES, ResidualStream, Value
 from diptych.models.gates import PLAIN, Activation, GateForm
-from diptych.models.states import StateRule
 
 
 class CpuOps(
+    StateRecorder,
     StreamRecorder,
     Ops[ResidualStream, Value, TableHandle | LinearHandle, VectorHandle, LinearHandle, AttentionHandle, ExpertsHandle],
 ):
@@ -188,13 +189,6 @@ class CpuOps(
         self.program.copy_columns(x=norm, out=out, n=a.width)
         self.program.copy_columns(x=self._materialised(b), out=out, column=a.width, n=b.width)
         return Value("joined", a.width + b.width, buffer=out)
-
-    def _norm_into(self, h: Value, out: int) -> None:
-        """A norm in fp32."""
-        assert h.norm is not None
-        assert h.emit_rows is not None
-        assert h.source is None or h.source.version == h.source_version, "the norm's input has been overwritten"
-        h.emit_rows(out)
 
     def _gate_onto(self, h: Given, weight: LinearHandle, category: str, out: int) -> int:
         """What is gated lies in the buffer when the gate's epilogue joins them."""
@@ -417,42 +411,6 @@ class CpuOps(
             settings["choice"] = self._choice
         value.emit_f32 = value.emit_rows = lambda out: program.attention(out=out, **settings)
         return value
-
-    def move_states(
-        self, qkv: Value, rates: Value | None, attention: AttentionHandle, *, decays: Value | None = None
-    ) -> Value:
-        """The heads' outputs in fp32: of a rank its own, at their columns."""
-        spec, rule, own = attention.spec, attention.rule, attention.own
-        assert spec.state is not None
-        assert rule is not None
-        width = spec.state.width
-        is_before = spec.state.rule is StateRule.BENT_TAPS and not spec.is_whole
-        name = "taps" if spec.is_whole else "bent" if is_before else "states"
-        out = self._f32(name, width, self._is_team and not spec.is_whole)
-        if own is None:
-            self.program.meet(out)
-        else:
-            self.program.move_states(
-                qkv=self._states_inputs(qkv),
-                rates=-1 if rates is None else self._states_inputs(rates),
-                decays=-1 if decays is None else self._materialised(decays),
-                out=out,
-                **rule.numbers,
-                layer=spec.cache_layer,
-                shape=rule.shape,
-                first_head=own.first_head,
-                column=own.first_head * spec.state.value_dim,
-            )
-        return Value("attention" if name == "states" else name, width, buffer=out)
-
-    def _states_inputs(self, qkv: Value) -> int:
-        """A projection lies in a buffer already; a norm is made in one."""
-        if qkv.kind != "norm":
-            assert qkv.buffer is not None
-            return qkv.buffer
-        given = self._f32("tapped", qkv.width)
-        self._norm_into(qkv, given)
-        return given
 
     def gate_heads(self, h: Given, weight: LinearHandle, a: Value) -> Value:
         """In place; a norm is made in a buffer first, by the rows' owners."""

@@ -164,11 +164,16 @@ def move_states(
     scale: float,
     eps: float,
     decays: torch.Tensor | None = None,
+    begins: bool = False,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """One sequence's a [T, H v] fp32 and the state behind it: matrices [H, d, v] and the last inputs of taps.
 
     qkv [T, C], rates [T, R], decays [T, H d] by key; rule: what `RuleParts` has, by name: taps [C, n], of heads [H], norm [v].
+    begins: whether nothing came before.
     """
+    if form.is_unit:
+        a, units = _recur(qkv.float(), rates.float(), state[0].float().clone(), rule, begins=begins)
+        return a, (units, state[1])
     if form.is_selective:
         assert decays is not None
         a, matrix = _select(qkv.float(), rates.float(), decays.float(), state[0].float().clone(), rule)
@@ -238,6 +243,22 @@ def _select(
             column.copy_(torch.exp(-rule["decay"][c] * step) * column + k * (step * v[t, c]))
             out[t, c] = q @ column + rule["skip"][c] * v[t, c]
     return out, matrices
+
+
+def _recur(
+    v: torch.Tensor, gates: torch.Tensor, units: torch.Tensor, rule: Mapping[str, torch.Tensor], *, begins: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by recurrent units [H, 1, v]: v [T, H v], gates [T, H 2 v], decays [H v]."""
+    out, (heads, _, width) = torch.zeros_like(v), units.shape
+    for t in range(len(v)):
+        for h in range(heads):
+            own = slice(h * width, (h + 1) * width)
+            let_in, fade = torch.sigmoid(gates[t, 2 * h * width :][: 2 * width]).chunk(2)
+            left = torch.exp(-rule["decay"][own] * fade)
+            weight = 1.0 if begins and t == 0 else torch.sqrt(1 - left * left)
+            units[h, 0] = left * units[h, 0] + weight * let_in * v[t, own]
+            out[t, own] = units[h, 0]
+    return out, units
 
 
 def gate_heads(a: torch.Tensor, given: torch.Tensor, activation: Activation) -> torch.Tensor:

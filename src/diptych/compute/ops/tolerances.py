@@ -35,6 +35,8 @@ OPS: dict[str, OpContract] = {
                    tolerance_fp32=1e-5, tolerance_bf16=3e-2),
         OpContract(name="linear", inputs="h [T,K], W [N,K], b [N]", output="y [T,N]", writes="",
                    tolerance_fp32=1e-5, tolerance_bf16=3e-2),
+        OpContract(name="by_head", inputs="h [T,HK], W [H,N,K], b [HN]", output="y [T,HN]", writes="",
+                   tolerance_fp32=1e-5, tolerance_bf16=3e-2),
         OpContract(name="linear_gate", inputs="h [T,D], W [2F,D], b [2F]", output="y [T,F]", writes="",
                    tolerance_fp32=1e-5, tolerance_bf16=3e-2),
         OpContract(name="linear_add", inputs="h [T,K], W [N,K], b [N], x [T,N]", output="x [T,N]", writes="x",

@@ -70,7 +70,7 @@ class TorchIndex:
 @dataclass(frozen=True, slots=True)
 class TorchRule:
     """`RuleParts`: taps [channels, n_taps], their bias [channels], and of each head [H] (shift by key [H d]; selective: decay
-    [H v, d], others [H v]), all fp32, and the heads' norm.
+    [H v, d], others [H v]; units: [H v]), all fp32, and the heads' norm.
     """
 
     taps: torch.Tensor | None = None
@@ -246,6 +246,13 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
     def rates(self, parts: LinearParts) -> TorchLinear:
         """As any other."""
         return self.linear(parts)
+
+    def by_head(self, parts: tuple[LinearParts, ...], *, layer: int) -> TorchLinear:
+        """W [H, n, k], in the compute dtype."""
+        del layer
+        weight = torch.stack([self._stack(one.weights) for one in parts])
+        biases = tuple(bias for one in parts for bias in one.biases)
+        return TorchLinear(weight, self._stack(biases) if biases else None)
 
     def experts(
         self,

@@ -141,6 +141,12 @@ class TorchOps(
         assert isinstance(weight, torch.Tensor), "codes are loaded for ops that multiply by them"
         return F.linear(h, weight, bias)
 
+    def by_head(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
+        """y [T, H n]."""
+        assert isinstance(weight.weight, torch.Tensor)
+        y = torch.einsum("xhk,hnk->xhn", h.unflatten(-1, (len(weight.weight), -1)), weight.weight).flatten(1)
+        return y if weight.bias is None else y + weight.bias
+
     def linear_gate(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
         """y [T, F]."""
         return self._gated(h, weight, None)

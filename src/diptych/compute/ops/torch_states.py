@@ -5,7 +5,7 @@ decays and D = exp(G_i - G_j) below the diagonal, u solves (1 + beta (k k^T) D) 
 exp(G) q S + (q k^T) D u, and the state becomes exp(G_n) S + (exp(G_n - G) k)^T u. Of Mamba-2 u is step * v, of a
 steady state v. Where it fades by key G has d columns, and D stands inside the sums over them. A selective state has a decay
 for each of its numbers, which no such sum has in common: it moves on token by token, behind exponentials of a chunk at one
-time.
+time, and so do recurrent units.
 
 Legend: B sequences, n tokens of each, C channels of q, k and v, H value heads, K key heads, d key dim, v value dim.
 """
@@ -44,7 +44,9 @@ def move_states(
     out = torch.empty((len(qkv_TC), spec.state.width), dtype=qkv_TC.dtype, device=qkv_TC.device)
     for sequences, pieces in _groups(batch):
         assert batch.states is not None
-        matrices, tails = states.read([int(batch.states.reads_S[s]) for s in sequences])
+        reads = [int(batch.states.reads_S[s]) for s in sequences]
+        matrices, tails = states.read(reads)
+        begins = torch.tensor([place < 0 for place in reads], device=qkv_TC.device)
         for rows, places in pieces:
             x_BnC = qkv_TC[rows].unflatten(0, (len(sequences), -1)).float()
             if spec.state.rule in (StateRule.TAPS, StateRule.BENT_TAPS):
@@ -56,6 +58,11 @@ def move_states(
                 assert decays_TD is not None
                 keys, steps = (x[rows].unflatten(0, (len(sequences), -1)).float() for x in (rates_TR, decays_TD))
                 a, matrices = _select(x_BnC, keys, steps, matrices, rule)
+            elif spec.state.is_unit:
+                assert rates_TR is not None
+                gates = rates_TR[rows].unflatten(0, (len(sequences), -1)).float()
+                a, matrices = _recur(x_BnC, gates, matrices, rule, begins)
+                begins = torch.zeros_like(begins)
             elif rates_TR is None:
                 a, matrices, tails = _advance(x_BnC, None, matrices, tails, rule, spec)
             else:
@@ -141,6 +148,23 @@ def _select(
             rows.append((state @ of_q[:, t, :, None])[..., 0])
     a = torch.stack(rows, dim=1) + rule.skip * x_BnC
     return a.unflatten(-1, (heads, -1)), state.unflatten(1, (heads, values)).transpose(2, 3)
+
+
+def _recur(
+    x_BnC: torch.Tensor, gates_BnG: torch.Tensor, matrices: torch.Tensor, rule: TorchRule, begins_B: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """a [B, n, H, v] and the units [B, H, 1, v] behind n tokens. begins_B: whether nothing came before the first."""
+    assert rule.decay is not None
+    state, (heads, values) = matrices[:, :, 0], matrices.shape[1::2]
+    let_in, fade = torch.sigmoid(gates_BnG).unflatten(-1, (heads, 2, values)).unbind(dim=-2)
+    log = -rule.decay.view(heads, values) * fade
+    opened = torch.sqrt(-torch.expm1(2 * log))
+    opened[:, 0] = torch.where(begins_B[:, None, None], 1.0, opened[:, 0])
+    left, news, rows = log.exp(), opened * let_in * x_BnC.unflatten(-1, (heads, values)), []
+    for t in range(x_BnC.shape[1]):
+        state = left[:, t] * state + news[:, t]
+        rows.append(state)
+    return torch.stack(rows, dim=1), state[:, :, None]
 
 
 def _advance(
