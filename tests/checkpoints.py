@@ -8,6 +8,7 @@ small says nearly the same everywhere, and no test could tell a right answer fro
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,7 +40,7 @@ BY_LAYER = ("layer_types", "block_configs", "activation_sparsity_pattern", "laye
             "swiglu_limits", "swiglu_limits_shared", "num_attention_heads_per_layer", "attention_types",
             "indexer_types")  # fmt: skip
 UNSCALED = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")  # scores are not divided by anything
-UNSCALED_QUERIES = ("gpt_neo",)  # likewise, and nothing norms them
+UNSCALED_QUERIES = ("gpt_neo", "zamba2")  # likewise, or by less, and nothing norms them
 
 
 def make_reference(family: str, *, seed: int = 0, **overrides: Any) -> Any:
@@ -51,6 +52,8 @@ def make_reference(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     for by_layer in BY_LAYER:
         if by_layer in fields and by_layer not in overrides:
             asked[by_layer] = asked[by_layer][: asked["num_hidden_layers"]]
+    if family.startswith("zamba"):  # the class of Nemotron-H, which has this list, too, goes by it alone
+        asked["layers_block_type"] = asked["layers_block_type"][: asked["num_hidden_layers"]]
     if "num_kv_shared_layers" in fields:  # of each kind one before them has its own
         asked["num_kv_shared_layers"] = min(asked["num_kv_shared_layers"], asked["num_hidden_layers"] - 2)
     if "ple_layer_ids" in fields:  # from 1 on
@@ -82,6 +85,8 @@ def enliven(model: torch.nn.Module, seed: int) -> None:
                 parameter.mul_(parameter.shape[-1])
             if "q_proj" in name and model.config.model_type in UNSCALED_QUERIES:
                 parameter.mul_(0.25)
+            if "_adapter_list." in name or re.search(r"layers\.\d+\.linear\.", name):  # which add to what is there
+                parameter.mul_(0.3)
             if name.endswith("A_log") and parameter.ndim == 2:  # so states fade in some tokens
                 parameter.copy_(noise - 1.0)
             if "_coefs" in name:  # streams add up
@@ -100,6 +105,10 @@ def enliven(model: torch.nn.Module, seed: int) -> None:
                 ("_hc.scale", "hc_scale")
             ):  # a hundredth at first, by which no weight would depend on a token
                 parameter.add_(0.8)
+            if (
+                name.endswith("final_layernorm.weight") and model.config.model_type == "zamba2"
+            ):  # the embedding is its head
+                parameter.mul_(0.3)
             if name.endswith("q_norm.weight") and model.config.model_type in UNSCALED:
                 parameter.mul_(0.4)
     for name, buffer in model.named_buffers():

@@ -65,11 +65,19 @@ LIGHTNING = {
         "block_size": 7, "full_attn_alpha_factor": 1.5, "full_attn_beta_factor": 0.8, "linear_attn_alpha_factor": 0.7,
         "linear_attn_beta_factor": 1.3, "mlp_alpha_factor": 2.1, "mlp_beta_factor": 0.6}),
 }  # fmt: skip
+ZAMBA_2 = {"num_hidden_layers": 4, "n_mamba_heads": 8, "mamba_d_state": 24, "adapter_rank": 12}
 # Mamba-1 in three layers of four, with experts in every second layer and without any; states alone, with bare norms and
 # without, and Mamba-2's
 MAMBA_1 = {
     "jamba": ("JambaConfig", "JambaForCausalLM", {
         **JAMBA, "num_experts": 6, "num_experts_per_tok": 3, "expert_layer_period": 2, "expert_layer_offset": 1}),
+    # two blocks of attention and an MLP that layers use in turn, with low ranks of each use's own
+    "zamba2": ("Zamba2Config", "Zamba2ForCausalLM", {
+        **ZAMBA_2, "layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid"], "num_key_value_heads": 4,
+        "use_shared_attention_adapter": True, "use_mem_rope": True, "num_mem_blocks": 2}),
+    # one that both use, without ranks in attention and without positions, of fewer KV heads; states in groups
+    "zamba2-7b": ("Zamba2Config", "Zamba2ForCausalLM", {
+        **ZAMBA_2, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_ngroups": 2}),
     # windows on every third layer, recurrent units of another width than the model's, which is no square
     "recurrent_gemma": ("RecurrentGemmaConfig", "RecurrentGemmaForCausalLM", {
         "num_hidden_layers": 4, "hidden_size": 80, "lru_width": 72, "conv1d_width": 3, "attention_window_size": 16,

@@ -125,7 +125,17 @@ def test_planted_channels_cost_no_quality(world, weights: str, most: float) -> N
         ("qwen2", "int4"),
         *(
             (f, "int8")
-            for f in ("phi3", "gemma2", "olmo2", "mixtral", "falcon_h1", "bitnet", "minimax", "recurrent_gemma")
+            for f in (
+                "phi3",
+                "gemma2",
+                "olmo2",
+                "mixtral",
+                "falcon_h1",
+                "bitnet",
+                "minimax",
+                "recurrent_gemma",
+                "zamba2",
+            )
         ),
     ],
 )

@@ -127,6 +127,8 @@ BEYOND: list[tuple[str, str, str, dict[str, int]]] = [
     ("minimax", "bf16", "bf16", {"full_attn_alpha_factor": 1, "full_attn_beta_factor": 1, "mlp_alpha_factor": 1}),
     ("recurrent_gemma", "int8", "int8", {}),
     ("recurrent_gemma", "bf16", "bf16", {"lru_width": 80, "num_attention_heads": 2, "num_key_value_heads": 2}),
+    ("zamba2", "int8", "int8", {"num_attention_heads": 8, "num_key_value_heads": 8}),
+    ("zamba2-7b", "bf16", "bf16", {}),
     ("falcon_mamba", "int4", "bf16", {}),  # blocks of no bytes travel, too
 ]  # fmt: skip
 

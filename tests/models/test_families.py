@@ -165,6 +165,18 @@ MORE: dict[str, dict[str, Any]] = {
         "attn_layer_offset": 1,
     },
     "recurrent_gemma": {"lru_width": 80, "conv1d_width": 3, "attention_window_size": 9, "attention_bias": True},
+    "zamba2": {
+        "num_hidden_layers": 6,
+        "layers_block_type": ["mamba", "hybrid", "hybrid"] * 2,
+        "num_mem_blocks": 3,
+        "n_mamba_heads": 8,
+        "mamba_d_state": 12,
+        "mamba_d_conv": 3,
+        "adapter_rank": 10,
+        "num_key_value_heads": 4,
+        "use_shared_attention_adapter": True,
+        "head_dim": 32,
+    },
     "qwen3_vl_moe_text": {"num_experts": 4, "tie_word_embeddings": False, **EXPERTS},
     "falcon_h1": {
         "mamba_d_ssm": 96,
@@ -470,6 +482,8 @@ def windows_of(config: Any) -> tuple[int | None, ...]:
         return tuple(None if kind == "global" else config.window_size for kind in config.attention_layers)
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or None
     types = getattr(config, "layer_types", None)
+    if config.model_type.startswith("zamba"):  # a layer with a block before its state is two
+        return (window,) * (len(types) + types.count("hybrid"))
     if hasattr(config, "layers_block_type"):  # blocks, of which MLPs are a part of the layer before them
         types = [kind for kind in types if kind not in ("mlp", "moe")]
     if types is None:

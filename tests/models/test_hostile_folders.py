@@ -55,6 +55,7 @@ FOLDERS: dict[str, Callable[[Path], Path]] = {
     "Mamba-2": lambda folder: make_checkpoint("granitemoehybrid", folder),
     "Jamba": lambda folder: make_checkpoint("jamba", folder),
     "RecurrentGemma": lambda folder: make_checkpoint("recurrent_gemma", folder),
+    "Zamba2": lambda folder: make_checkpoint("zamba2", folder),
     "LongCat-Flash": lambda folder: make_checkpoint("longcat_flash", folder),
     "DBRX": lambda folder: make_checkpoint("dbrx", folder),
     "LFM2": lambda folder: make_checkpoint("lfm2_moe", folder),

@@ -157,6 +157,7 @@ class Sites:
         self._head: WeightTensor | None = None
         # (layer, expert) -> modules of gate and up, of down
         self._of_experts: dict[tuple[str, int], list[list[str]]] = {}
+        self._shared: set[str] = set()  # what layers call modules that several of them have
         self.has_multiplied = False  # as `Blueprint` has it
 
     def note(self, parts: LinearParts, linear: object, *, module: str | None = None) -> list[str]:
@@ -169,7 +170,10 @@ class Sites:
         for tensor in parts.weights:
             end = begin + tensor.shape[0]
             names.append(module or _WEIGHT.sub("", tensor.name))
-            if not isinstance(tensor, ScaledTensor):  # where what an adapter adds would have to be multiplied, too
+            role = getattr(linear, "role", None)
+            if role is not None and role.is_shared:
+                self._shared.add(_in_layer(names[-1]))
+            elif not isinstance(tensor, ScaledTensor):  # where what an adapter adds would have to be multiplied, too
                 self._by_module.setdefault(names[-1], []).append(
                     Site(linear=linear, begin=begin, end=end, n_inputs=tensor.shape[1], row_order=tensor.row_order)
                 )
@@ -262,11 +266,21 @@ class Sites:
                 yield f"{prefix}{_tail(name)}", replace(low_rank, b=low_rank.b[site.begin : site.end].contiguous())
 
     def _refuse(self, adapter: Adapter, module: str) -> NoReturn:
+        if _in_layer(module) in self._shared:
+            raise LoadError(
+                f"adapter {adapter.path} adapts {module}, whose weights several layers share; one that a layer has of its own "
+                "cannot be attached to them"
+            )
         kinds = sorted({one.partition("[")[0].rpartition(".")[2] for one in self._by_module})
         raise LoadError(
             f"adapter {adapter.path} adapts {module}, which this model does not have, cannot adapt, or has been given already",
             hint=f"what can be adapted in its {len(self._by_module)} modules: {', '.join(kinds)}",
         )
+
+
+def _in_layer(module: str) -> str:
+    """What a layer calls it."""
+    return re.sub(r"^(?:layers|h)\.\d+\.", "", _tail(module))
 
 
 def _tail(module: str) -> str:

@@ -7,6 +7,7 @@ the cpu backend.
 
 from __future__ import annotations
 
+from diptych.compute.aside import run_aside
 from diptych.compute.gated_streams import add_ngrams, gated_streams
 from diptych.compute.layer_weights import DecoderWeights, LayerWeights
 from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Ops, Stream, Table, Vector
@@ -57,7 +58,14 @@ def run_decoder(
         given = begin_inputs(ops, spec, weights, x)
         onto: Stream | None = None
         late: Hidden | None = None
+        wide = ops.widen(x, 2) if any(layer.aside is not None for layer in weights.layers) else None
         for number, layer in enumerate(weights.layers):
+            if layer.aside is not None:
+                assert wide is not None
+                onto = x
+                wide, x = run_aside(ops, x, wide, layer, layer.aside, eps=eps)
+                ops.tap(x, number)
+                continue
             if layer.is_shared:  # streams in turn: that of two layers before has ended
                 onto = run_layer(
                     ops, x, layer, eps=eps, added_eps=spec.norm_eps, onto=ops.branch(x, 1 + number // 2 % 2)

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from diptych.compute.aside_loader import AsideLoader
 from diptych.compute.attention_loader import HeadsLoader
 from diptych.compute.balance import HEAD_SHARE, balance_curve, balance_gated, balance_norm
 from diptych.compute.gated_loader import load_gated, load_gated_end, load_ids, load_ngrams
@@ -88,7 +89,7 @@ def load_decoder(
         positions = loader.table(rows, head=None)
     first = embedding_norm(source, spec) if spec.has_embedding_norm else None
     inputs, (begin, end) = load_inputs(source, loader, spec, prefix), load_ends(source, loader, spec, prefix)
-    layers = tuple(LayerLoader(source, loader, spec, i, prefix).load() for i in range(spec.n_layers))
+    layers = _layers(source, loader, spec, prefix)
     return DecoderWeights(
         embedding=embedding,
         positions=positions,
@@ -104,6 +105,20 @@ def load_decoder(
         transform=_transform(source, loader, spec),
         ids=None if spec.ngrams is None else load_ids(loader, spec, spec.ngrams),
     )
+
+
+def _layers(
+    source: Source, loader: Loader[Table, Vector, Linear, Heads, Experts], spec: ModelSpec, prefix: str
+) -> tuple[LayerWeights[Table, Vector, Linear, Heads, Experts], ...]:
+    """One behind the other: some have the weights of one before."""
+    made: list[LayerWeights[Table, Vector, Linear, Heads, Experts]] = []
+    for i, layer in enumerate(spec.layers):
+        if layer.is_aside:
+            of = None if layer.shares is None else made[layer.shares]
+            made.append(AsideLoader(source, loader, spec, i, prefix).load_layer(of))
+        else:
+            made.append(LayerLoader(source, loader, spec, i, prefix).load())
+    return tuple(made)
 
 
 def _transform(

@@ -76,6 +76,10 @@ class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
         """Of a projection of the layer with these outputs, site by site."""
         return Role(sites=tuple(outputs.items()), split=split, layer=self.layer)
 
+    def shared_role(self, split: Split, **outputs: int) -> Role:
+        """Likewise, of one that other layers may have, too."""
+        return replace(self.role(split, **outputs), is_shared=True)
+
     def linear(
         self, root: str, names: tuple[str, ...], rows: tuple[int, ...], n_inputs: int, *, has_bias: bool = False
     ) -> LinearParts:

@@ -8,6 +8,7 @@ from typing import Generic
 from diptych.compute.ops.contract import Experts, Heads, Linear, Table, Vector
 from diptych.compute.part_weights import (
     ApartNorms,
+    AsideWeights,
     LatentExperts,
     LatentWeights,
     NormGate,
@@ -40,7 +41,7 @@ class LayerWeights(Generic[Table, Vector, Linear, Heads, Experts]):
     before_attention and before_mlp when each has read it.
     gate: what the heads give is multiplied by, if anything, before o; input_gate, mlp_gate: what the norm before attention
     gives, and the one before the MLP. o_norm, down_norm: of what o and a dense MLP's down read, if they have one, with
-    inner_eps. has_index: grouped queries choose what they attend to.
+    inner_eps. aside: what a layer has that only the next one reads. has_index: grouped queries choose what they attend to.
     """
 
     attention: Heads | None = None
@@ -90,6 +91,7 @@ class LayerWeights(Generic[Table, Vector, Linear, Heads, Experts]):
     gated: tuple[GatedConnection[Vector, Linear], GatedConnection[Vector, Linear]] | None = None  # likewise
     ngrams: NgramWeights[Table, Vector, Linear, Heads] | None = None
     embedding: OwnEmbedding[Vector, Linear] | None = None
+    aside: AsideWeights[Linear] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

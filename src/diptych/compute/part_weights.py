@@ -96,6 +96,18 @@ class UnitWeights(Generic[Linear, Heads]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AsideWeights(Generic[Linear]):
+    """Of a layer that stands aside: q, k and v, which layers may share, and of its own what adds to these, if anything, and to
+    gate and up, each a projection to few values and one from them; and the projection behind all.
+    """
+
+    qkv: Linear
+    heads: tuple[Linear, Linear] | None
+    inner: tuple[Linear, Linear]
+    behind: Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NormGate(Generic[Linear]):
     """What a norm gives is multiplied by: a sigmoid of two projections of it, with an activation between them."""
 

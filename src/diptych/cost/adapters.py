@@ -88,6 +88,8 @@ def _ends(model: ModelSpec, attention: AttentionLayer, mlp: object) -> list[int]
     hidden, mla, state = model.hidden, attention.mla, attention.state
     if attention.is_absent:
         ends = []
+    elif attention.beside:  # weights that layers share: none is attached to them
+        return [2 * hidden]
     elif state is not None:
         gate = [hidden + state.rank, state.rank + state.gate_width] if state.rank else [hidden + state.gate_width]
         if state.is_selective:  # and what makes steps, keys and queries

@@ -16,7 +16,16 @@ from dataclasses import dataclass, replace
 from diptych.cost.adapters import adapter_bytes, adapter_parameters
 from diptych.cost.attended import Scored, pairs, reach_of, read_tokens
 from diptych.cost.routing import touched_experts
-from diptych.cost.streams import end_norms, inner_width, ngram_elements, stream_matrices, stream_vectors, table_width
+from diptych.cost.streams import (
+    end_norms,
+    inner_width,
+    ngram_elements,
+    own_heads,
+    own_inner,
+    stream_matrices,
+    stream_vectors,
+    table_width,
+)
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import ChunkShape, StepShape
 from diptych.ground.specs import KVSpec, QuantSpec
@@ -282,6 +291,8 @@ def _layer(sizes: _Sizes) -> tuple[Component, ...]:
     ffn: tuple[Component, ...] = ()
     if mlp is not None:
         ffn = _experts(sizes, mlp) if isinstance(mlp, MoeSpec) else (_mlp(sizes, mlp),)
+    if sizes.layer.is_aside:  # and what it has of its own
+        ffn = (ffn[0].plus(_own(sizes, "mlp", own_inner(sizes.model, sizes.layer))),)
     if state is not None:
         return (_norms(sizes), *_states(sizes, state), *ffn)
     if sizes.attention.is_absent:
@@ -336,12 +347,20 @@ def _linear(sizes: _Sizes, name: str, n_in: float, n_out: float, *, bias: float 
     )
 
 
+def _own(sizes: _Sizes, name: str, count: float) -> Component:
+    """Low ranks of a layer's own, and what projects what it gives, divided evenly."""
+    shard = count / sizes.tp
+    return Component(name=name, flops=2.0 * sizes.n * shard, weight_bytes=shard * sizes.w)
+
+
 def _gqa(sizes: _Sizes) -> tuple[Component, Component]:
     hidden, attention, head_dim = sizes.model.hidden, sizes.attention, sizes.attention.head_dim
     kv_heads = sizes.kv_heads if attention.kv_layer is None else 0.0
     q_width, k_width, v_width = sizes.heads * head_dim, kv_heads * head_dim, kv_heads * attention.value_dim
     width = q_width + attention.gate_width / sizes.tp + k_width + attention.has_v * v_width
-    qkv = _linear(sizes, "qkv", hidden, width, bias=width if attention.has_qkv_bias else 0.0)
+    qkv = _linear(sizes, "qkv", hidden + attention.beside, width, bias=width if attention.has_qkv_bias else 0.0)
+    if attention.own_rank:
+        qkv = qkv.plus(_own(sizes, "qkv", own_heads(sizes.model, attention)))
     if attention.qk_norm not in (QkNorm.NONE, QkNorm.UNIT):
         norm = (
             (2 if kv_heads else 1) * head_dim

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from diptych.cost.components import attention_widths, kv_bytes_of_tokens, own_norms
 from diptych.cost.layout import PLAIN, Layout
-from diptych.cost.streams import end_norms, inner_width, stream_matrices, stream_vectors, table_width
+from diptych.cost.streams import (
+    end_norms,
+    inner_width,
+    own_heads,
+    own_inner,
+    stream_matrices,
+    stream_vectors,
+    table_width,
+)
 from diptych.ground.specs import KVSpec, QuantSpec
 from diptych.models.gates import Activation
 from diptych.models.spec import AttentionLayer, MlpSpec, ModelSpec, MoeSpec, QkNorm
@@ -27,10 +35,11 @@ def parameters_by_component(model: ModelSpec) -> dict[str, int]:
         "norms": _norms(model),
     }
     for layer, n in model.layer_groups:
-        counts["attention"] += n * _attention(model, layer.attention)
-        mlp = layer.mlp
+        mlp, held = layer.mlp, layer.shares is None
+        counts["attention"] += n * (held * _attention(model, layer.attention) + own_heads(model, layer.attention))
         for name, count in _mlp_counts(model, mlp).items():
-            counts[name] += n * count
+            counts[name] += n * held * count
+        counts["mlp"] += n * own_inner(model, layer)
     return counts
 
 
@@ -63,7 +72,8 @@ def linear_parameter_count(model: ModelSpec) -> int:
     total = stream_matrices(model)
     for layer, n in model.layer_groups:
         mlp = layer.mlp
-        total += n * (_attention_matrices(model, layer.attention) + _met_by_token(model, mlp))
+        own = own_heads(model, layer.attention) + own_inner(model, layer)
+        total += n * (_attention_matrices(model, layer.attention) + _met_by_token(model, mlp) + own)
     return total
 
 
@@ -119,8 +129,8 @@ def _attention_matrices(model: ModelSpec, attention: AttentionLayer) -> int:
     if state is not None:
         return hidden * (state.n_projected + state.width) + state.n_second
     if mla is None:
-        width = heads * attention.head_dim + attention.width + attention.kv_width + attention.gate_width
-        return hidden * width + _index_matrices(model, attention)
+        read = heads * attention.head_dim + attention.kv_width + attention.gate_width
+        return hidden * (read + attention.width) + attention.beside * read + _index_matrices(model, attention)
     q_head = mla.nope_dim + mla.rope_dim
     q = hidden * heads * q_head
     if mla.q_rank is not None:
@@ -154,7 +164,12 @@ def _repeated(model: ModelSpec, attention: AttentionLayer, tp: int) -> int:
         small = state.n_rates + (state.rank * (2 if state.n_decays else 1) if state.rank else state.n_decays)
         return (tp - 1) * (small * model.hidden + state.rank * state.n_decays)
     copied = max(tp - attention.n_kv_heads, 0) * attention.kv_width // attention.n_kv_heads
-    return copied * (model.hidden + attention.has_qkv_bias) + (tp - 1) * _index_matrices(model, attention)
+    # and of what every layer has of its own the first projections
+    return (
+        3 * (tp - 1) * attention.own_rank * (model.hidden + attention.beside)
+        + copied * (model.hidden + attention.has_qkv_bias)
+        + (tp - 1) * _index_matrices(model, attention)
+    )
 
 
 def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
@@ -212,6 +227,7 @@ def _moe(model: ModelSpec, moe: MoeSpec) -> dict[str, int]:
 def _norms(model: ModelSpec) -> int:
     per_norm = model.hidden * (model.has_norm_weight + model.has_norm_bias)
     ends = per_norm * (model.has_embedding_norm + end_norms(model))
-    of_layers = sum(n * (layer.norms.count + own_norms(layer.mlp)) for layer, n in model.layer_groups)
+    held = [(layer, n) for layer, n in model.layer_groups if layer.shares is None]
+    of_layers = sum(n * (layer.norms.count + own_norms(layer.mlp)) for layer, n in held)
     inner = sum(n * inner_width(model, layer) for layer, n in model.layer_groups)
     return of_layers * per_norm + inner + ends

@@ -1,5 +1,5 @@
 """What a model with residual streams beside each other multiplies and reads outside attention and MLP (Gemma 3n,
-HY V4, GLM-5.3-Flash, Qwen4-Exp).
+HY V4, GLM-5.3-Flash, Qwen4-Exp), and what layers that share their weights have of their own (Zamba2).
 
 >>> from diptych.cost.tables import model_spec
 >>> stream_matrices(model_spec("llama-3.1-8b"))
@@ -8,7 +8,7 @@ HY V4, GLM-5.3-Flash, Qwen4-Exp).
 
 from __future__ import annotations
 
-from diptych.models.spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from diptych.models.spec import AttentionLayer, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from diptych.models.streams import GatedSpec, HyperSpec
 
 
@@ -53,6 +53,18 @@ def stream_vectors(model: ModelSpec) -> int:
 def _connected(model: ModelSpec, streams: HyperSpec) -> int:
     """Outputs of all connections: of each attention and each MLP, and for each stream one at the end, unless that is a mean."""
     return model.n_parts * streams.n_connected + (0 if streams.rounds else streams.n_streams)
+
+
+def own_heads(model: ModelSpec, attention: AttentionLayer) -> int:
+    """Parameters of what adds to q, k and v, which a layer has of its own whatever it shares."""
+    read = attention.n_heads * attention.head_dim + attention.kv_width
+    return attention.own_rank * (3 * (model.hidden + attention.beside) + read)
+
+
+def own_inner(model: ModelSpec, layer: LayerSpec) -> int:
+    """Likewise of what adds to gate and up, and of the projection behind a layer that stands aside."""
+    added = layer.mlp.own_rank * (model.hidden + 2 * layer.mlp.ffn) if isinstance(layer.mlp, MlpSpec) else 0
+    return added + layer.is_aside * model.hidden**2
 
 
 def inner_width(model: ModelSpec, layer: LayerSpec) -> int:

@@ -267,6 +267,30 @@ STATES: tuple[Family, ...] = (
                           stacked=("input_linear.weight", "output_linear.weight"), **IN_MAMBA),
         **MAMBA_LAYERS, **BY_ATTENTION_BIAS,
     ),
+    # Mamba-2 in each layer; before some of them attention and an MLP aside of the stream, whose weights layers share
+    Family(
+        name="zamba2", architectures=("Zamba2ForCausalLM",),
+        keys={**USUAL, "hidden_size": 2560, "intermediate_size": None, "num_hidden_layers": 54, "hidden_act": "gelu",
+              "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+              "layers_block_type": None, "layer_types": None, "num_mem_blocks": 1, "use_shared_attention_adapter": False,
+              "adapter_rank": 128, "use_mem_rope": False, "use_long_context": False, "position_embedding_type": None,
+              "query_pre_attn_scalar": None, "mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 64,
+              "mamba_d_conv": 4, "mamba_expand": 2, "mamba_d_ssm": None, "mamba_d_head": None, "mamba_conv_bias": True,
+              "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_hidden_act": "silu",
+              "time_step_min": 0.001, "time_step_limit": None, "attention_hidden_size": None, "hybrid_layer_ids": None},
+        renamed={"n_mamba_heads": "mamba_n_heads", "mamba_ngroups": "mamba_n_groups", "mamba_headdim": "mamba_d_head",
+                 "attention_head_dim": "head_dim"},
+        # where the head is no embedding the class ties no blocks either
+        fixed={"add_bias_linear": (False,), "hidden_act": ("gelu",), "use_shared_mlp_adapter": (True,),
+               "tie_word_embeddings": (True,)},
+        unread=("kv_channels", "num_query_groups", "use_conv_bias", "use_mem_eff_path", "mamba_dt_rank"),
+        norms=Norms.ASIDE,
+        state_rule=StateRule.SSD, state_norm_eps=1e-5,
+        names=TensorNames(final_norm="final_layernorm", mlp=("feed_forward.",), gate_up=("gate_up_proj",),
+                          after_aside="mamba_decoder.", **IN_MAMBA),
+        # layers that share a block have each its name in some files
+        ignored=("rotary_emb.inv_freq", ".shared_transformer."),
+    ),
     # windows of attention on every third layer, recurrent units on the others
     Family(
         name="recurrent_gemma", architectures=("RecurrentGemmaForCausalLM",),

@@ -33,6 +33,7 @@ NORM_NAMES: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]
     Norms.SHARED: ("input_layernorm", None, None, None),
     Norms.PARALLEL: ("input_layernorm", None, None, None),
     Norms.BESIDE: ("input_layernorm", None, "post_attention_layernorm", None),
+    Norms.ASIDE: ("input_layernorm", None, "pre_ff_layernorm", None),
 })  # fmt: skip
 
 
@@ -60,7 +61,9 @@ class TensorNames:
     gate; else one. states_o, states_norm: what it leaves
     by, and the norm of it. taps: of its convolution, or of q's, k's and v's where they lie apart. reads_taps, steps,
     step_norms: of a selective state, what makes steps, keys and queries of what taps give, the steps' second projection, and
-    norms of the three. units: what precedes the names of recurrent units. wraps_decays: the numbers of its heads' decays have
+    norms of the three. units: what precedes the names of recurrent units. aside: what precedes those of
+    layers that stand aside, behind: their last projection, after_aside: what precedes those of the layer that reads it, which
+    a checkpoint has in one with them. wraps_decays: the numbers of its heads' decays have
     axes of one around them. index: what precedes the names of an index of blocks. others: what some files call the embedding,
     a norm, the choice bias, stacked experts, or what precedes those, and projections, and sinks.
     """
@@ -117,6 +120,9 @@ class TensorNames:
     steps: str = "dt_proj"
     step_norms: tuple[str, str, str] = ("dt_layernorm", "b_layernorm", "c_layernorm")
     units: str = "rg_lru."
+    aside: str = "shared_transformer."
+    behind: str = "linear"
+    after_aside: str = ""
     wraps_decays: bool = False
     index: str = "indexer."
     states_in: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -127,6 +133,10 @@ class TensorNames:
 
     def of_half(self, half: int) -> TensorNames:
         """Of one part of a layer."""
+        if half and self.after_aside:
+            before = self.after_aside
+            alone = (f"{before}{self.norms[Norms.ALONE][0]}", None, None, None)
+            return replace(self, states=f"{before}{self.states}", norms={Norms.ALONE: alone})
         if "{half}" not in self.attention:
             return self
 

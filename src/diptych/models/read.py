@@ -41,6 +41,7 @@ from diptych.models.read_mixtures import (
     scores_of,
     within_limit,
 )
+from diptych.models.read_shared import as_asides, with_shares
 from diptych.models.read_states import adjusted_width, kept_scales, layer_scales, state_attention, state_layers
 from diptych.models.read_step import as_usual
 from diptych.models.read_streams import cutoffs, layer_inputs, mlp_widths, ngrams, shared_layers, streams
@@ -269,6 +270,8 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
         settled |= as_states(settled, path)
     elif family.has_halves:
         settled |= as_halves(settled, path)
+    elif "num_mem_blocks" in family.keys:
+        settled |= as_asides(settled, path)
     elif "local_attention" in family.keys:  # to either side, in what it was made of
         settled["sliding_window"] = HfConfig(settled, path=path).integer("local_attention", low=2) // 2
     elif "cross_attention_layers" in family.keys:
@@ -358,6 +361,8 @@ def _layers(
                 scales=_scales(config, family, own, heads, mlp),
             )
         layers.append(made[key])
+    if "num_mem_blocks" in family.keys:
+        layers = with_shares(config, layers)
     if family.has_last_bias:
         layers[-1] = replace(layers[-1], attention=replace(layers[-1].attention, has_o_bias=True))
     return tuple(layers)

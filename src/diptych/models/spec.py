@@ -62,6 +62,9 @@ class Norms(Enum):
     AFTER = "after"  # after each of them
     AROUND = "around"  # before and after each
     AROUND_MLP = "around_mlp"  # before attention, before and after the MLP
+    ASIDE = (
+        "aside"  # before attention, of the stream beside the embedding; before the MLP, of what attention alone gives
+    )
 
     @property
     def count(self) -> int:
@@ -74,6 +77,7 @@ class Norms(Enum):
             Norms.PARALLEL: 1,
             Norms.BEFORE_MLP: 1,
             Norms.AROUND_MLP: 3,
+            Norms.ASIDE: 3,  # of which two are one, twice as wide
         }
         return numbers.get(self, 4 if self is Norms.AROUND else 2)
 
@@ -97,7 +101,8 @@ class AttentionLayer:
     before this one whose keys and values it attends to; it has no k and v of its own then, and keeps nothing. None: its own.
     has_gate: what the heads give is multiplied by a projection bent by gate_by, gates_heads: of one number for each head.
     v_head_dim: how wide a value is, None: as a key. v_scale: what values are multiplied by. index: what chooses the positions
-    that are attended to; None: all are.
+    that are attended to; None: all are. beside: how many inputs it has behind those of the stream. own_rank: to q, k and v of
+    the layer's input two projections of its own add as much again, each by way of so many values; 0: nothing does.
     """
 
     n_heads: int
@@ -126,6 +131,8 @@ class AttentionLayer:
     mla: MlaSpec | None = None
     state: StateSpec | None = None
     index: IndexSpec | None = None
+    beside: int = 0
+    own_rank: int = 0
 
     @property
     def own_index(self) -> IndexSpec | None:
@@ -197,13 +204,15 @@ class MlpSpec:
     """A dense MLP of width `ffn`: down(act(gate) * up), or down(act(up)) when it is not gated.
 
     cutoff: of a row of gate only what stands out is left, max(gate - (mean + cutoff * deviation), 0), before the activation.
-    limit: act(gate) is at most that, and up within it on both sides; limits_gate: gate is, before act.
+    limit: act(gate) is at most that, and up within it on both sides; limits_gate: gate is, before act. own_rank: of what adds
+    to gate and up, as `AttentionLayer` has it.
     """
 
     ffn: int
     activation: Activation = Activation.SILU
     is_gated: bool = True
     has_bias: bool = False
+    own_rank: int = 0
     cutoff: float | None = None
     limit: float | None = None
     limits_gate: bool = False
@@ -311,12 +320,23 @@ def _form(activation: Activation, limit: float | None, limits_gate: bool = False
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One layer. mlp: None where there is attention alone."""
+    """One layer. mlp: None where there is attention alone.
+
+    Where it stands aside (`Norms.ASIDE`) it adds nothing to the stream: what its MLP gives is projected once more, and the next
+    layer alone reads the sum of that and the stream. shares: the number of the layer before it whose weights it has, but for
+    that projection and what its own_ranks say; None: all are its own.
+    """
 
     attention: AttentionLayer
     mlp: MlpSpec | MoeSpec | None
     norms: Norms = Norms.BEFORE
     scales: LayerScales = UNSCALED
+    shares: int | None = None
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether only the next layer reads what it gives."""
+        return self.norms is Norms.ASIDE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -210,12 +210,13 @@ class Role:
     """What a projection is in the model: its sites (q, k, v, o, gate, up, down, head) with their outputs, in order.
 
     An adapter is attached to a site, ranks divide by `split`. layer None: not in a layer. Of a mixture, the role is that
-    of each of its experts.
+    of each of its experts. is_shared: other layers may have it, too, so that no adapter of one of them can be attached.
     """
 
     sites: tuple[tuple[str, int], ...]
     split: Split
     layer: int | None = None
+    is_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,8 +387,10 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         """As `router`, of states; an adapter may change them."""
 
     @abstractmethod
-    def by_head(self, parts: tuple[LinearParts, ...], *, layer: int) -> Linear:
-        """A projection of each head of a layer's state, for `by_head`: as `router`, and as many as its rule was given heads."""
+    def by_head(self, parts: tuple[LinearParts, ...], *, layer: int, divides: bool = False) -> Linear:
+        """Projections for `by_head`: of each head of a layer's state, as `router`; or of q, k and v each, whose outputs ranks
+        divide by heads, then as `linear`, and all of as many.
+        """
 
     @abstractmethod
     def experts(
@@ -479,8 +482,13 @@ class Ops(
         """factor * x [T, D]; x may be written and is not used again by the caller."""
 
     @abstractmethod
-    def bent_gate(self, h: Stream | Hidden, weight: Linear, *, form: GateForm) -> Hidden:
-        """y [T, F] of gate and up as `GateForm` says, gate = h Wgate^T + bg and up = h Wup^T + bu."""
+    def bent_gate(
+        self, h: Stream | Hidden, weight: Linear, *, form: GateForm, added: tuple[Hidden, Linear] | None = None
+    ) -> Hidden:
+        """y [T, F] of gate and up as `GateForm` says, gate = h Wgate^T + bg and up = h Wup^T + bu.
+
+        added: what more of them comes by another such weight of something else.
+        """
 
     @abstractmethod
     def sparse_gate(self, h: Stream | Hidden, weight: Linear, *, cutoff: float) -> Hidden:

@@ -38,4 +38,4 @@ class StateOps(ABC, Generic[Hidden, Linear, Heads]):
 
     @abstractmethod
     def by_head(self, h: Hidden, weight: Linear) -> Hidden:
-        """y [T, H n]: of each of H equal parts of h its own W^T + b, for `move_states`."""
+        """y [T, H n]: of each of H equal parts of h its own W^T + b."""

@@ -79,6 +79,10 @@ class StreamOps(ABC, Generic[Stream, Hidden, Table, Vector, Linear]):
         """[T, n D]: n streams in one row, each of them x, which stays as it is."""
 
     @abstractmethod
+    def renew(self, wide: Stream, x: Stream) -> Stream:
+        """[T, 2 D]: two streams in one row, the first of them x now; wide may be written, and nobody reads it again."""
+
+    @abstractmethod
     def fold(self, h: Hidden, n: int) -> Hidden:
         """[T, D]: the mean of n streams that lie in one row."""
 

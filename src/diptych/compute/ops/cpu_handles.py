@@ -310,6 +310,23 @@ def by_head_handle(
     )
 
 
+def by_part_handle(
+    parts: tuple[LinearParts, ...],
+    own: OwnHeads | None,
+    width: int,
+    weights_format: str,
+    pack: Callable[..., LinearHandle],
+) -> LinearHandle:
+    """Likewise for each of q, k and v, of which a rank has the outputs of its heads, each so wide."""
+    rows = () if own is None else ((own.first_head * width, (own.first_head + own.n_heads) * width),)
+    pieces = tuple(
+        pack(one, weights_format, rows=None if rows == ((0, one.n_outputs),) else rows)
+        for one in (parts if rows else ())
+    )
+    n_inputs, n_outputs = (sum(getattr(one, size) for one in pieces) for size in ("n_inputs", "n_outputs"))
+    return LinearHandle(index=None, key="", format="bf16", n_inputs=n_inputs, n_outputs=n_outputs, pieces=pieces)
+
+
 def by_lanes(decays: torch.Tensor) -> torch.Tensor:
     """Decays [H, v, d] as the kernels have a state's heads: for each 16 columns a row of each key, zeros behind the last."""
     padded = torch.nn.functional.pad(decays, (0, 0, 0, -decays.shape[1] % LANES))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,13 +35,14 @@ from diptych.compute.ops.cpu_handles import (
     VectorHandle,
     attention_shape,
     by_head_handle,
+    by_part_handle,
     index_handle,
     is_table_too,
     native_shape,
     rule_handle,
 )
 from diptych.compute.ops.cpu_kernels import _cpu, choose_instruction_set, is_available
-from diptych.compute.ops.cpu_parts import Rows, finite_weights, native_codes, own_rows, warn_of_large_channel
+from diptych.compute.ops.cpu_parts import Rows, finite_weights, name_of, native_codes, own_rows, warn_of_large_channel
 from diptych.compute.ops.cpus import allowed_cpus, choose_cpus
 from diptych.compute.ops.shares import OwnHeads, Rank, head_rows
 from diptych.compute.weights import Saved, Source
@@ -282,9 +282,12 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self.sites.note(parts, handle)
         return handle
 
-    def by_head(self, parts: tuple[LinearParts, ...], *, layer: int) -> LinearHandle:
-        """In bf16 likewise: of a rank its own heads', which nobody else reads."""
-        return by_head_handle(parts, self._heads[layer][1], self.router)
+    def by_head(self, parts: tuple[LinearParts, ...], *, layer: int, divides: bool = False) -> LinearHandle:
+        """In bf16 likewise, of a rank its own heads', which nobody else reads; what divides is in the weights' format."""
+        spec, own = self._heads[layer]
+        if not divides:
+            return by_head_handle(parts, own, self.router)
+        return by_part_handle(parts, own, spec.head_dim, self.weights_format, self._pack)
 
     def experts(
         self,
@@ -448,7 +451,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
     def _is_alike(self, parts: Sequence[WeightTensor]) -> bool:
         """Whether one format and order holds the stored values of all parts, or none of them is kept."""
-        return not self.is_keeping or len({(part.kept, _name_of(part.order)) for part in parts}) == 1
+        return not self.is_keeping or len({(part.kept, name_of(part.order)) for part in parts}) == 1
 
     def _kept(self, parts: LinearParts, *, is_gated: bool = False) -> KeptFormat | None:
         """What holds the stored values of all parts."""
@@ -531,8 +534,8 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
     def _note_order(self, key: str, parts: LinearParts) -> str:
         """The name of the order in which a kept weight has its inputs."""
-        order = _order_of(parts)
-        name = _name_of(order)
+        order = parts.weights[0].order  # of all of them: what is kept has one
+        name = name_of(order)
         if order is not None:
             self.orders[key] = order
             self.input_orders[name] = order.numpy()
@@ -589,12 +592,3 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         saved = self.source.find_packed(key + EXPONENTS, 4 * (parts.n_outputs + parts.n_inputs))
         if saved is not None:
             self.exponents[key] = torch.from_numpy(np.frombuffer(saved.checked(), dtype=np.float32).copy())
-
-
-def _order_of(parts: LinearParts) -> torch.Tensor | None:
-    """Of all of them: what is kept has one."""
-    return parts.weights[0].order
-
-
-def _name_of(order: torch.Tensor | None) -> str:
-    return "" if order is None else f" {hashlib.sha256(order.numpy().tobytes()).hexdigest()}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -74,3 +75,8 @@ def warn_of_large_channel(times: float, norm: str, formats: Iterable[str]) -> No
         "and cost more than the file's own quantisation may (--activations int15 takes 15)",
         norm, round(times),
     )  # fmt: skip
+
+
+def name_of(order: torch.Tensor | None) -> str:
+    """Of an order of inputs; empty: they come as they are."""
+    return "" if order is None else f" {hashlib.sha256(order.numpy().tobytes()).hexdigest()}"

@@ -95,11 +95,11 @@ class CpuOps(
         self._linear_into(h, weight, category, out)
         return Value("projection", weight.n_outputs, buffer=out)
 
-    def _linear_into(self, h: Value, weight: LinearHandle, category: str, out: int) -> None:
+    def _linear_into(self, h: Value, weight: LinearHandle, category: str, out: int, *, store: str = "f32") -> None:
         """The product, or those of the weight's pieces beside each other."""
         for one in weight.pieces or (weight,):
             rows = self._rows(h, one)
-            self.program.linear(category=category, weight=one.index, rows=rows, out=out, column=one.column)
+            self.program.linear(category=category, weight=one.index, rows=rows, out=out, store=store, column=one.column)
 
     def linear_gate(self, h: Given, weight: LinearHandle) -> Value:
         """act(gate) * up, written by the product's epilogue in the form that the next projection reads."""
@@ -136,20 +136,32 @@ class CpuOps(
         assert weight.activation is not None
         return self._joined_apart(h, weight, "sparse_gate", cutoff=cutoff, activation=weight.activation.value)
 
-    def bent_gate(self, h: Given, weight: LinearHandle, *, form: GateForm) -> Value:
+    def bent_gate(
+        self, h: Given, weight: LinearHandle, *, form: GateForm, added: tuple[Value, LinearHandle] | None = None
+    ) -> Value:
         """Joined apart."""
         if form.curve is not None:
-            return self._joined_apart(h, weight, "curve", activation=form.curve.value)
-        return self._joined_apart(h, weight, "bent_gate", form=form.numbers)
+            return self._joined_apart(h, weight, "curve", added, activation=form.curve.value)
+        return self._joined_apart(h, weight, "bent_gate", added, form=form.numbers)
 
-    def _joined_apart(self, h: Given, weight: LinearHandle, operation: str, **settings: Any) -> Value:
+    def _joined_apart(
+        self,
+        h: Given,
+        weight: LinearHandle,
+        operation: str,
+        added: tuple[Value, LinearHandle] | None = None,
+        **settings: Any,
+    ) -> Value:
         """Gate and up in one buffer, which every rank reads whole, joined in the form that their reader wants."""
-        gate, *ups = weight.pieces or (weight,)
-        width = gate.n_outputs if ups else weight.n_outputs // 2
+        first, *ups = weight.pieces or (weight,)
+        width = first.n_outputs if ups else weight.n_outputs // 2
         both = self._f32("gate and up", 2 * width, weight.is_gathered)
-        self._linear_into(self._as_value(h), gate, "gate_up", both)
-        for up in ups:
-            self._linear_into(self._as_value(h), replace(up, column=width + up.column), "gate_up", both)
+        for given, projection, store in ((h, weight, "f32"), *([] if added is None else [(*added, "add_f32")])):
+            gate, *ups = projection.pieces or (projection,)
+            self._linear_into(self._as_value(given), gate, "gate_up", both, store=store)
+            for up in ups:
+                own = replace(up, column=width + up.column)
+                self._linear_into(self._as_value(given), own, "gate_up", both, store=store)
         record, value = getattr(self.program, operation), Value("gate", width)
         value.emit_f32 = value.emit_rows = lambda out: record(x=both, out=out, **settings)
         return value
@@ -427,7 +439,9 @@ class CpuOps(
         return Value("gated heads", a.width, buffer=a.buffer)
 
     def sum(self, a: Value, b: Value, *, gate: Value | None = None) -> Value:
-        """In place."""
+        """In place; a rank without heads has nothing there."""
+        if a.buffer is None and a.emit_f32 is None:
+            return a
         gates = () if gate is None else (self._materialised(gate),)
         self.program.add(self._materialised(b), self._materialised(a), *gates)
         return a

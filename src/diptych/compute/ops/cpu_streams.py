@@ -118,6 +118,11 @@ class StreamRecorder(Buffers, StreamOps[ResidualStream, Value, TableHandle | Lin
             self.program.copy_columns(x=x.buffer, out=out.buffer, column=i * x.width, n=x.width)
         return out
 
+    def renew(self, wide: ResidualStream, x: ResidualStream) -> ResidualStream:
+        """In place."""
+        self.program.copy_columns(x=x.buffer, out=wide.buffer, n=x.width)
+        return self._written(wide)
+
     def fold(self, h: Value, n: int) -> Value:
         """In a buffer of its own."""
         out = self._f32("folded", h.width // n)

@@ -247,9 +247,9 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         """As any other."""
         return self.linear(parts)
 
-    def by_head(self, parts: tuple[LinearParts, ...], *, layer: int) -> TorchLinear:
+    def by_head(self, parts: tuple[LinearParts, ...], *, layer: int, divides: bool = False) -> TorchLinear:
         """W [H, n, k], in the compute dtype."""
-        del layer
+        del layer, divides
         weight = torch.stack([self._stack(one.weights) for one in parts])
         biases = tuple(bias for one in parts for bias in one.biases)
         return TorchLinear(weight, self._stack(biases) if biases else None)

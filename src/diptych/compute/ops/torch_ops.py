@@ -32,7 +32,7 @@ from diptych.compute.ops.torch_queries import (
     pooled,
     turned,
 )
-from diptych.compute.ops.torch_states import move_states
+from diptych.compute.ops.torch_states import TorchStates
 from diptych.compute.ops.torch_streams import TorchStreams
 from diptych.models.gates import CLAMPED, GateForm
 from diptych.models.positions import QueryScale
@@ -50,7 +50,9 @@ def _inv_freq(rope: RopeSpec, device: torch.device) -> torch.Tensor:
 
 
 class TorchOps(
-    TorchStreams, Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLinear, TorchAttention, TorchExperts]
+    TorchStates,
+    TorchStreams,
+    Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLinear, TorchAttention, TorchExperts],
 ):
     """The ops of one step: made for a batch and a cache, used once. Index tensors are made when first needed."""
 
@@ -141,12 +143,6 @@ class TorchOps(
         assert isinstance(weight, torch.Tensor), "codes are loaded for ops that multiply by them"
         return F.linear(h, weight, bias)
 
-    def by_head(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
-        """y [T, H n]."""
-        assert isinstance(weight.weight, torch.Tensor)
-        y = torch.einsum("xhk,hnk->xhn", h.unflatten(-1, (len(weight.weight), -1)), weight.weight).flatten(1)
-        return y if weight.bias is None else y + weight.bias
-
     def linear_gate(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
         """y [T, F]."""
         return self._gated(h, weight, None)
@@ -158,9 +154,17 @@ class TorchOps(
         gate, up = both.chunk(2, dim=-1)
         return activated(gate, weight.activation) * up
 
-    def bent_gate(self, h: torch.Tensor, weight: TorchLinear, *, form: GateForm) -> torch.Tensor:
+    def bent_gate(
+        self,
+        h: torch.Tensor,
+        weight: TorchLinear,
+        *,
+        form: GateForm,
+        added: tuple[torch.Tensor, TorchLinear] | None = None,
+    ) -> torch.Tensor:
         """y [T, F]."""
-        return bent(self._product(h, weight, None), form)
+        both = self._product(h, weight, None)
+        return bent(both if added is None else self.linear_add(*added, both), form)
 
     def sparse_gate(self, h: torch.Tensor, weight: TorchLinear, *, cutoff: float) -> torch.Tensor:
         """y [T, F]."""
@@ -391,19 +395,6 @@ class TorchOps(
         n_sequences, n_seen = queries.slots.shape
         chosen = self._chosen[queries.rows, :, :n_seen].unflatten(0, (n_sequences, -1)).transpose(1, 2)
         return chosen if queries.mask is None else chosen & queries.mask
-
-    def move_states(
-        self,
-        qkv: torch.Tensor,
-        rates: torch.Tensor | None,
-        attention: TorchAttention,
-        *,
-        decays: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """a [T, H v]."""
-        return move_states(
-            qkv, rates, attention, self._kv.states[attention.spec.cache_layer], self._batch, decays_TD=decays
-        )
 
     def gate_heads(self, h: torch.Tensor, weight: TorchLinear, a: torch.Tensor) -> torch.Tensor:
         """[T, N]."""

@@ -19,20 +19,48 @@ import torch
 import torch.nn.functional as F
 
 from diptych.compute.batch import ForwardBatch
-from diptych.compute.kv_store import TorchStates
+from diptych.compute.kv_store import TorchKVStore
+from diptych.compute.kv_store import TorchStates as States
 from diptych.compute.ops.contract import AttentionSpec
-from diptych.compute.ops.torch_loader import TorchAttention, TorchRule
+from diptych.compute.ops.contract_states import StateOps
+from diptych.compute.ops.torch_loader import TorchAttention, TorchLinear, TorchRule
 from diptych.models.states import StateRule, StateSpec
 
 CHUNK_TOKENS = 64
 LEAST_SQUARE = 1e-6  # in the root of a query's and a key's length
 
 
+class TorchStates(StateOps[torch.Tensor, TorchLinear, TorchAttention]):
+    """The part of `TorchOps` that is about them."""
+
+    _kv: TorchKVStore
+    _batch: ForwardBatch
+
+    def move_states(
+        self,
+        qkv: torch.Tensor,
+        rates: torch.Tensor | None,
+        attention: TorchAttention,
+        *,
+        decays: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """a [T, H v]."""
+        return move_states(
+            qkv, rates, attention, self._kv.states[attention.spec.cache_layer], self._batch, decays_TD=decays
+        )
+
+    def by_head(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
+        """y [T, H n]."""
+        assert isinstance(weight.weight, torch.Tensor)
+        y = torch.einsum("xhk,hnk->xhn", h.unflatten(-1, (len(weight.weight), -1)), weight.weight).flatten(1)
+        return y if weight.bias is None else y + weight.bias
+
+
 def move_states(
     qkv_TC: torch.Tensor,
     rates_TR: torch.Tensor | None,
     attention: TorchAttention,
-    states: TorchStates,
+    states: States,
     batch: ForwardBatch,
     *,
     decays_TD: torch.Tensor | None = None,

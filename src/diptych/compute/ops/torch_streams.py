@@ -101,6 +101,10 @@ class TorchStreams(StreamOps[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm
         """[T, n D]."""
         return x.repeat(1, n)
 
+    def renew(self, wide: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """[T, 2 D]."""
+        return torch.cat([x, wide[:, x.shape[1] :]], dim=-1)
+
     def fold(self, h: torch.Tensor, n: int) -> torch.Tensor:
         """[T, D]."""
         return h.unflatten(-1, (n, -1)).mean(dim=1)
