@@ -202,8 +202,8 @@ enum class StateRule : int32_t { delta, ssd, convolution, taps, bent_taps, selec
 
 // A layer's heads. Value heads that share a key head are divided into parts, each a task by itself. A state of one sequence: each value head's
 // [columns / 16][key_dim][16], columns padded to whole lanes, and behind all of them for each part the last n_taps - 1 inputs of its channels.
-// Of a convolution and of taps key_dim is 0: channels alone, in heads of value_dim. Of the selective rule and of rg_lru there is one key head and one
-// tap, and of the latter key_dim is 1.
+// Of a convolution and of taps key_dim is 0: channels alone, in heads of value_dim. Of the selective rule and of rg_lru there is one tap, and of the
+// latter one key head, whose key_dim is 1.
 struct StateShape {
   static constexpr int64_t kMostHeads = 8;  // of a part
   int64_t n_key_heads = 0, n_value_heads = 0, key_dim = 0, value_dim = 0, n_taps = 1;
@@ -258,12 +258,12 @@ struct StateCall {
   StateShape shape;
   // [T, inputs]: q, k and v; of a convolution what gates its inputs, what gates its outputs, its inputs; by channel: [T, stride], v of every head
   const float* qkv = nullptr;
-  // [T, stride]: delta: beta of every head of the model, then their decays; ssd: their steps, null: 1; selective: k, then q; rg_lru: of every head
+  // [T, stride]: delta: beta of every head of the model, then their decays; ssd: their steps, null: 1; selective: of every key head k, then q; rg_lru: of every head
   // what its values are weighed by, then what they fade by, both before a sigmoid
   const float* rates = nullptr;
   // [T, stride]: where they fade by key, of every head's rows, in place of those; selective: the steps of every head's channels
   const float* decays = nullptr;
-  int64_t qkv_stride = 0, rates_stride = 0, decays_stride = 0, first_head = 0;
+  int64_t qkv_stride = 0, rates_stride = 0, decays_stride = 0, first_head = 0, first_key_head = 0;
   const float* taps = nullptr;      // [n_taps, channels]; steady: null
   const float* tap_bias = nullptr;  // [channels], or null
   // [H], selective: as a state's heads lie, rg_lru: [H * value_dim]; [H, shifts]; null of a convolution, steady and rg_lru: the latter

@@ -182,6 +182,7 @@ struct StateOp {                             // moves states on (states.inl)
   int layer;                                 // of the states
   StateShape shape;
   int64_t first_head = 0, column = 0;        // of the rates of all heads, and where the heads' outputs begin
+  int64_t first_key_head = 0;                // of those of all key heads
 };
 struct InputOp { int x; };                                    // x: the caller's rows
 struct TapOp { int x, number; };                              // x to the caller, where the step asks for this number

@@ -71,7 +71,7 @@ void Program::Run::run(const StateOp& op, size_t index, int thread, int threads)
   StateCall call;
   call.shape = op.shape;
   call.qkv = buffer(op.qkv).f32(), call.qkv_stride = buffer(op.qkv).width;
-  if (op.rates != -1) call.rates = buffer(op.rates).f32(), call.rates_stride = buffer(op.rates).width, call.first_head = op.first_head;
+  if (op.rates != -1) call.rates = buffer(op.rates).f32(), call.rates_stride = buffer(op.rates).width, call.first_head = op.first_head, call.first_key_head = op.first_key_head;
   if (op.decays != -1) call.decays = buffer(op.decays).f32(), call.decays_stride = buffer(op.decays).width;
   call.taps = given(op.taps), call.tap_bias = given(op.tap_bias), call.decay = given(op.decay), call.shift = given(op.shift);
   call.skip = given(op.skip), call.norm = given(op.norm);

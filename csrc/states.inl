@@ -360,7 +360,7 @@ static void move_heads(const StateCall& call, const StateTask& task, float* scra
 // Channels that each have decays of their own. They come as taps have bent them, and so a state has no tail.
 static void move_channels(const StateCall& call, const StateTask& task) {
   const StateShape& shape = call.shape;
-  const int64_t dk = shape.key_dim, dv = shape.value_dim, heads = shape.part_heads();
+  const int64_t dk = shape.key_dim, dv = shape.value_dim, heads = shape.part_heads(), key_head = call.first_key_head + task.part * shape.n_key_heads / shape.n_parts();
   copy_heads(shape, task.part, task.read, task.write);
   auto leave = [&](int64_t, float* place) { copy_heads(shape, task.part, task.write, place); };
   auto move = [&](int64_t begin, int64_t n) {
@@ -368,7 +368,7 @@ static void move_channels(const StateCall& call, const StateTask& task) {
     for (int64_t head = task.part * heads; head < (task.part + 1) * heads; ++head)
       for (int64_t column = 0; column < dv; column += 16) {
         const int64_t at = head * shape.head_floats() + column * dk, own = head * dv + column, of_all = call.first_head * dv + own;
-        const float* rates = call.rates + row * call.rates_stride;
+        const float* rates = call.rates + row * call.rates_stride + 2 * key_head * dk;
         const Channels over{.x = call.qkv + row * call.qkv_stride + of_all, .steps = call.decays + row * call.decays_stride + of_all, .keys = rates,
                             .queries = rates + dk, .x_stride = call.qkv_stride, .steps_stride = call.decays_stride, .keys_stride = call.rates_stride,
                             .out_stride = call.out_stride, .decay = call.decay + at, .shift = call.shift + own, .skip = call.skip + own,

@@ -40,7 +40,7 @@ BY_LAYER = ("layer_types", "block_configs", "activation_sparsity_pattern", "laye
             "swiglu_limits", "swiglu_limits_shared", "num_attention_heads_per_layer", "attention_types",
             "indexer_types")  # fmt: skip
 UNSCALED = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")  # scores are not divided by anything
-UNSCALED_QUERIES = ("gpt_neo", "zamba2")  # likewise, or by less, and nothing norms them
+UNSCALED_QUERIES = ("gpt_neo", "zamba", "zamba2")  # likewise, or by less, and nothing norms them
 
 
 def make_reference(family: str, *, seed: int = 0, **overrides: Any) -> Any:
@@ -54,6 +54,10 @@ def make_reference(family: str, *, seed: int = 0, **overrides: Any) -> Any:
             asked[by_layer] = asked[by_layer][: asked["num_hidden_layers"]]
     if family.startswith("zamba"):  # the class of Nemotron-H, which has this list, too, goes by it alone
         asked["layers_block_type"] = asked["layers_block_type"][: asked["num_hidden_layers"]]
+        if (
+            family == "zamba" and asked["layers_block_type"].count("hybrid") < 2
+        ):  # which refuses a block that is used once
+            asked["layers_block_type"] = ["hybrid"] * asked["num_hidden_layers"]
     if "num_kv_shared_layers" in fields:  # of each kind one before them has its own
         asked["num_kv_shared_layers"] = min(asked["num_kv_shared_layers"], asked["num_hidden_layers"] - 2)
     if "ple_layer_ids" in fields:  # from 1 on
@@ -87,7 +91,7 @@ def enliven(model: torch.nn.Module, seed: int) -> None:
                 parameter.mul_(0.25)
             if "_adapter_list." in name or re.search(r"layers\.\d+\.linear\.", name):  # which add to what is there
                 parameter.mul_(0.3)
-            if name.endswith("A_log") and parameter.ndim == 2:  # so states fade in some tokens
+            if name.endswith("A_log") and parameter.ndim in (2, 3):  # so states fade in some tokens
                 parameter.copy_(noise - 1.0)
             if "_coefs" in name:  # streams add up
                 parameter.mul_(0.2)
@@ -105,8 +109,9 @@ def enliven(model: torch.nn.Module, seed: int) -> None:
                 ("_hc.scale", "hc_scale")
             ):  # a hundredth at first, by which no weight would depend on a token
                 parameter.add_(0.8)
-            if (
-                name.endswith("final_layernorm.weight") and model.config.model_type == "zamba2"
+            if name.endswith("final_layernorm.weight") and model.config.model_type in (
+                "zamba",
+                "zamba2",
             ):  # the embedding is its head
                 parameter.mul_(0.3)
             if name.endswith("q_norm.weight") and model.config.model_type in UNSCALED:

@@ -75,6 +75,10 @@ MAMBA_1 = {
     "zamba2": ("Zamba2Config", "Zamba2ForCausalLM", {
         **ZAMBA_2, "layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid"], "num_key_value_heads": 4,
         "use_shared_attention_adapter": True, "use_mem_rope": True, "num_mem_blocks": 2}),
+    # one block without ranks, Mamba-1 of two heads, which lie by themselves
+    "zamba": ("ZambaConfig", "ZambaForCausalLM", {
+        "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_d_state": 12,
+        "mamba_dt_rank": 20}),
     # one that both use, without ranks in attention and without positions, of fewer KV heads; states in groups
     "zamba2-7b": ("Zamba2Config", "Zamba2ForCausalLM", {
         **ZAMBA_2, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_ngroups": 2}),

@@ -93,7 +93,7 @@ class World {
   StateShape states() {
     StateShape s;
     s.rule = static_cast<StateRule>(pick(0, 6));
-    s.n_key_heads = s.is_by_channel() ? 1 : pick(1, 3), s.n_value_heads = s.n_key_heads * pick(1, s.rule == StateRule::ssd || s.is_by_channel() ? 20 : 3);
+    s.n_key_heads = s.rule == StateRule::rg_lru ? 1 : pick(1, 3), s.n_value_heads = s.n_key_heads * pick(1, s.rule == StateRule::ssd || s.is_by_channel() ? 20 : 3);
     s.key_dim = s.has_matrix() ? pick(1, s.rule == StateRule::rg_lru ? 1 : 40) : 0, s.value_dim = pick(1, 70), s.n_taps = s.is_by_channel() ? 1 : pick(1, s.has_matrix() ? 4 : 10);
     s.scale = 0.3f, s.norm_eps = 1e-5f, s.most_step = 2.0f;
     s.fades_by_key = s.rule == StateRule::delta && pick(0, 1), s.is_steady = s.rule == StateRule::ssd && pick(0, 2) == 0, s.n_taps = s.is_steady ? 1 : s.n_taps;
@@ -255,9 +255,9 @@ class Recorder {
 
   void move_states(int rows, int layer) {
     const StateShape& s = m_.states;
-    const int64_t heads = s.n_value_heads, width = heads * s.value_dim, first = w_.pick(0, 2), column = w_.pick(0, 3);
+    const int64_t heads = s.n_value_heads, width = heads * s.value_dim, first = w_.pick(0, 2), column = w_.pick(0, 3), first_key = s.is_selective() ? w_.pick(0, 2) : 0;
     const bool has_heads = s.has_matrix(), is_delta = s.rule == StateRule::delta, is_selective = s.is_selective(), is_by_channel = s.is_by_channel(), has_rates = has_heads && !s.is_steady, has_steps = has_rates && s.rule != StateRule::rg_lru;
-    const int64_t n_inputs = is_by_channel ? (first + heads) * s.value_dim : s.inputs(), n_rates = is_selective ? 2 * s.key_dim : s.n_rates() * (first + heads);
+    const int64_t n_inputs = is_by_channel ? (first + heads) * s.value_dim : s.inputs(), n_rates = is_selective ? 2 * s.key_dim * (first_key + s.n_key_heads) : s.n_rates() * (first + heads);
     const int inputs = plain_buffer(p_, BufferKind::f32, n_inputs), out = plain_buffer(p_, BufferKind::f32, column + width), rates = has_rates ? plain_buffer(p_, BufferKind::f32, n_rates) : -1;
     p_.record(Category::qkv, LinearOp{linear(n_inputs, m_.hidden), rows, inputs, Store::f32, Activation::silu});
     if (has_rates) p_.record(Category::qkv, LinearOp{linear(n_rates, m_.hidden), rows, rates, Store::f32, Activation::silu});
@@ -266,7 +266,7 @@ class Recorder {
     p_.record(Category::qkv, LinearOp{linear(column + width, m_.hidden), rows, out, Store::f32, Activation::silu});  // what no head writes
     const int taps = is_by_channel || s.is_steady ? -1 : norm(s.n_taps * s.channels()), decay = is_selective ? norm(s.heads_floats()) : has_heads ? norm(is_by_channel ? width : heads) : -1;
     p_.record(Category::attention, StateOp{inputs, rates, decays, out, taps, is_by_channel || s.is_steady ? -1 : some(s.channels()), decay,
-                                           has_steps ? norm(heads * s.n_shifts()) : -1, has_steps && !is_delta ? norm(is_selective ? width : heads) : -1, is_delta ? norm(s.value_dim) : -1, layer, s, first, column});
+                                           has_steps ? norm(heads * s.n_shifts()) : -1, has_steps && !is_delta ? norm(is_selective ? width : heads) : -1, is_delta ? norm(s.value_dim) : -1, layer, s, first, column, first_key});
     const int given = rows_buffer(p_, m_, column + width);
     p_.record(Category::norm, PrepareOp{out, given});
     p_.record(Category::o, LinearOp{linear(m_.hidden, column + width), given, x_, Store::add_f32, Activation::silu});

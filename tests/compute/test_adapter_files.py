@@ -52,6 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
     "jamba": {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj", "x_proj", "out_proj", "q_proj"]},
     "minimax": {"r": 4, "lora_alpha": 8, "target_modules": ["qkv_proj", "output_gate", "out_proj", "q_proj", "o_proj"]},
     "mamba": {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj", "x_proj"]},
+    "zamba": {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj", "linear"]},
     "zamba2": {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj", "out_proj", "linear"]},
     "recurrent_gemma": {"r": 4, "lora_alpha": 8, "target_modules": ["linear_x", "linear_y", "linear_out", *sorted(ALL)]},
     "laguna": {"r": 4, "lora_alpha": 8, "target_modules": ["g_proj", "q_proj", "o_proj"]},

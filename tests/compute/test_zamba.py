@@ -1,4 +1,4 @@
-"""Blocks that layers share, of Zamba2: held once and read at each use, by published words, and what of them is refused."""
+"""Blocks that layers share, of Zamba and Zamba2: held once, read at each use, by published words; what is refused of them."""
 
 from __future__ import annotations
 
@@ -39,6 +39,17 @@ PUBLISHED: dict[str, Any] = {
 }  # fmt: skip
 
 
+# config.json of Zamba-7B-v1, likewise
+FIRST: dict[str, Any] = {
+    "architectures": ["ZambaForCausalLM"], "model_type": "zamba", "attention_head_dim": 464, "attention_hidden_size": 7424,
+    "attn_layer_offset": 4, "attn_layer_period": 6, "hidden_act": "gelu", "hidden_mamba_act": "silu", "hidden_size": 3712,
+    "intermediate_size": 14_848, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_state": 16, "mamba_dt_rank": 232,
+    "mamba_expand": 2, "mamba_proj_bias": False, "max_position_embeddings": 4096, "n_mamba_heads": 2,
+    "num_attention_heads": 16, "num_hidden_layers": 76, "num_key_value_heads": 16, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True, "vocab_size": 32_000,
+}  # fmt: skip
+
+
 def read(**fields: Any) -> ModelSpec:
     return read_model(HfConfig({**PUBLISHED, **fields}), name="it")
 
@@ -55,6 +66,36 @@ def test_a_published_config_is_read() -> None:
     assert spec.attention.rope is not None
     assert read(use_mem_rope=False).attention.rope is None
     assert read(use_long_context=True).max_context_tokens == 16_384
+
+
+def test_the_first_one_s_config_is_read() -> None:
+    """76 states of Mamba-1 in two heads, and thirteen uses of one block, the first behind two layers."""
+    spec = read_model(HfConfig(FIRST), name="it")
+    assert [spec.blocks[i][0] for i in spec.kv_layers] == [2, *range(7, 76, 6)]
+    assert {spec.layers[i].shares for i in spec.kv_layers[1:]} == {2}
+    assert 7.2e9 < parameter_count(spec) < 7.4e9
+    (state,) = {spec.layers[i].attention.state for i in spec.state_layers}
+    assert state is not None
+    assert (state.n_key_heads, state.rank, state.width) == (2, 232, 7424)
+    assert spec.attention.rope is None
+    named = [*("mamba", "mamba", "hybrid"), *("hybrid" if i % 6 == 4 else "mamba" for i in range(73))]
+    assert read_model(HfConfig({**FIRST, "layers_block_type": named}), name="it") == spec
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"n_mamba_heads": 3}, "n_mamba_heads in config.json is 3, of 7424 channels"),
+        ({"mamba_proj_bias": True}, "mamba_proj_bias in config.json is True"),
+        ({"hidden_mamba_act": "gelu"}, "mamba_hidden_act in config.json is 'gelu'; layers with a state"),
+        ({"attn_layer_period": 0}, "attn_layer_period in config.json is 0"),
+        ({"adapter_rank": 128}, "adapter_rank in config.json is 128"),
+    ],
+    ids=str,
+)
+def test_what_the_first_one_has_not_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(LoadError, match=words):
+        read_model(HfConfig({**FIRST, **fields}), name="it")
 
 
 def test_blocks_take_turns() -> None:

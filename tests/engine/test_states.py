@@ -24,13 +24,13 @@ from diptych.ground.request import SamplingParams, StructuredSpec
 
 BLOCK = 16
 # so that states take as much memory as some keys and values
-LARGER = {"recurrent_gemma": {"lru_width": 288}, "zamba2": {"mamba_d_state": 48}}
+LARGER = {"recurrent_gemma": {"lru_width": 288}, "zamba": {"mamba_d_state": 48}, "zamba2": {"mamba_d_state": 48}}
 
 
 # the second one's states hand on tokens' ids, too; the third has two for each layer, the last no layer that attends
 @pytest.fixture(
     scope="module",
-    params=["qwen3_5", "qwen4_exp", "jamba", "falcon_mamba", "minimax", "recurrent_gemma", "zamba2"],
+    params=["qwen3_5", "qwen4_exp", "jamba", "falcon_mamba", "minimax", "recurrent_gemma", "zamba2", "zamba"],
 )
 def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     directory = tmp_path_factory.mktemp("tiny-states")

@@ -135,6 +135,7 @@ def test_planted_channels_cost_no_quality(world, weights: str, most: float) -> N
                 "minimax",
                 "recurrent_gemma",
                 "zamba2",
+                "zamba",
             )
         ),
     ],

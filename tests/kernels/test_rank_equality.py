@@ -129,6 +129,7 @@ BEYOND: list[tuple[str, str, str, dict[str, int]]] = [
     ("recurrent_gemma", "bf16", "bf16", {"lru_width": 80, "num_attention_heads": 2, "num_key_value_heads": 2}),
     ("zamba2", "int8", "int8", {"num_attention_heads": 8, "num_key_value_heads": 8}),
     ("zamba2-7b", "bf16", "bf16", {}),
+    ("zamba", "int8", "int8", {"n_mamba_heads": 4}),
     ("falcon_mamba", "int4", "bf16", {}),  # blocks of no bytes travel, too
 ]  # fmt: skip
 

@@ -67,6 +67,7 @@ FORMS = {
     ),
     "selective-one": StateSpec(n_key_heads=1, key_dim=1, n_value_heads=1, value_dim=1, **SELECTIVE),
     "selective-odd": StateSpec(n_key_heads=1, key_dim=7, n_value_heads=20, value_dim=19, **SELECTIVE),
+    "selective-heads": StateSpec(n_key_heads=2, key_dim=16, n_value_heads=6, value_dim=32, **SELECTIVE),
     "selective-usual": StateSpec(n_key_heads=1, key_dim=16, n_value_heads=24, value_dim=32, **SELECTIVE),
     "units-one": StateSpec(n_value_heads=1, value_dim=1, **UNITS),
     "units-odd": StateSpec(n_value_heads=20, value_dim=19, **UNITS),

@@ -165,6 +165,15 @@ MORE: dict[str, dict[str, Any]] = {
         "attn_layer_offset": 1,
     },
     "recurrent_gemma": {"lru_width": 80, "conv1d_width": 3, "attention_window_size": 9, "attention_bias": True},
+    "zamba": {
+        "num_hidden_layers": 6,
+        "layers_block_type": ["mamba", "hybrid", "hybrid"] * 2,
+        "n_mamba_heads": 4,
+        "mamba_d_state": 12,
+        "mamba_d_conv": 3,
+        "mamba_dt_rank": 10,
+        "head_dim": 32,
+    },
     "zamba2": {
         "num_hidden_layers": 6,
         "layers_block_type": ["mamba", "hybrid", "hybrid"] * 2,

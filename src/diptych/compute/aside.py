@@ -1,4 +1,4 @@
-"""What the walk does with a layer that stands aside (Zamba2): attention and an MLP that only the next layer reads."""
+"""What the walk does with a layer that stands aside (Zamba, Zamba2): attention and an MLP that only the next layer reads."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ def run_aside(
     a = ops.attention(ops.rotate_and_cache(qkv, weights.attention), weights.attention)
     h = ops.norm(ops.linear(a, weights.o), weights.pre_mlp_norm, eps=eps)
     first, down = weights.dense
-    low, up = aside.inner
-    inner = ops.bent_gate(h, first, form=weights.form, added=(ops.linear(h, low), up))
+    added = None if aside.inner is None else (ops.linear(h, aside.inner[0]), aside.inner[1])
+    inner = ops.bent_gate(h, first, form=weights.form, added=added)
     return wide, ops.linear_add(ops.linear(inner, down), aside.behind, ops.branch(x, 1))

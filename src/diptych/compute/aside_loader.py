@@ -41,7 +41,9 @@ class AsideLoader(HeadsLoader[Table, Vector, Linear, Heads, Experts]):
             heads=None
             if own is None
             else (self.loader.linear(own[0]), self.loader.by_head(own[1:], layer=self.layer, divides=True)),
-            inner=(
+            inner=None
+            if inner is None
+            else (
                 self.loader.linear(inner[0]),
                 self.loader.gated(
                     inner[1], mlp.activation, role=self.role(Split.OUTPUTS, gate=mlp.ffn, up=mlp.ffn), is_apart=True
@@ -92,15 +94,18 @@ class AsideLoader(HeadsLoader[Table, Vector, Linear, Heads, Experts]):
             own = None if own is None else (low, *own[1:])
         return norm, qkv, own
 
-    def _inner(self, root: str, mlp: MlpSpec) -> tuple[NormParts, LinearParts, tuple[LinearParts, LinearParts]]:
-        """The norm before the MLP, gate and up, and the two projections that add to these."""
+    def _inner(self, root: str, mlp: MlpSpec) -> tuple[NormParts, LinearParts, tuple[LinearParts, LinearParts] | None]:
+        """The norm before the MLP, gate and up, and the two projections that add to these, if there are any."""
         before, hidden = f"{root}{self.names.mlp[0]}", self.spec.hidden
         norm = NormParts(weight=self.source.tensor(f"{root}{self._norm_names[2]}.weight", hidden))
         gate_up = self.linear(before, self.names.gate_up, (mlp.ffn, mlp.ffn), hidden)
-        low, up = self._pair(f"{before}gate_up_proj_adapter_list", mlp.own_rank, hidden, 2 * mlp.ffn)
+        own = None
+        if mlp.own_rank:
+            own = self._pair(f"{before}gate_up_proj_adapter_list", mlp.own_rank, hidden, 2 * mlp.ffn)
         if self.loader.is_balancing:
-            norm, gate_up, low = self._balanced(norm, gate_up, low)
-        return norm, gate_up, (low, up)
+            norm, gate_up, low = self._balanced(norm, gate_up, None if own is None else own[0])
+            own = None if own is None else (low, own[1])
+        return norm, gate_up, own
 
     def _balanced(
         self, norm: NormParts, readers: LinearParts, low: LinearParts | None

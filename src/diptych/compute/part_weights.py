@@ -72,6 +72,7 @@ class StateWeights(Generic[Vector, Linear]):
 class SelectiveWeights(Generic[Vector, Linear, Heads]):
     """The projections of a selective state: what its taps see, which `taps` moves on; of what these give the channels' steps,
     in two projections with a norm between them, if any, and keys and queries beside each other, normed apart, if at all.
+    is_by_head: all three are of each key head by itself.
     """
 
     values: Linear
@@ -82,6 +83,7 @@ class SelectiveWeights(Generic[Vector, Linear, Heads]):
     keys: Linear
     keys_norm: Vector | None
     norm_eps: float
+    is_by_head: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +105,7 @@ class AsideWeights(Generic[Linear]):
 
     qkv: Linear
     heads: tuple[Linear, Linear] | None
-    inner: tuple[Linear, Linear]
+    inner: tuple[Linear, Linear] | None
     behind: Linear
 
 

@@ -32,6 +32,8 @@ def load_selective(
     format. values: what taps see.
     """
     source, loader, names, rank = layer.source, layer.loader, layer.names, state.rank
+    if names.selects_by_head:
+        return _by_head(layer, state, root, values)
     low_and_keys = source.tensor(f"{root}{names.reads_taps}.weight", rank + state.n_rates, state.width)
     low, keys = (
         PickedTensor(low_and_keys, rows) for rows in torch.arange(rank + state.n_rates).split((rank, state.n_rates))
@@ -47,6 +49,36 @@ def load_selective(
         keys=loader.rates(LinearParts(weights=(keys,))),
         keys_norm=None if keys_norm is None else loader.norm(keys_norm),
         norm_eps=state.norm_eps or layer.spec.norm_eps,
+    )
+
+
+def _by_head(
+    layer: LayerTensors[Table, Vector, Linear, Heads, Experts], state: StateSpec, root: str, values: LinearParts
+) -> SelectiveWeights[Vector, Linear, Heads]:
+    """The same where each key head has projections of its own v."""
+    names, rank, n_heads = layer.names, state.rank, state.n_key_heads
+    width, rows = state.width // n_heads, torch.arange(rank + 2 * state.key_dim)
+    both = layer.source.tensor(f"{root}{names.reads_taps}_weight", n_heads, len(rows), width)
+    steps = layer.source.tensor(f"{root}{names.steps}_weight", n_heads, width, rank)
+    heads = [entry_of(both, head) for head in range(n_heads)]
+    low, keys = (
+        tuple(LinearParts(weights=(PickedTensor(head, own),)) for head in heads) for own in (rows[:rank], rows[rank:])
+    )
+    taps = _taps(layer, state, root)
+
+    def by_head(parts: tuple[LinearParts, ...]) -> Linear:
+        return layer.loader.by_head(parts, layer=layer.layer)
+
+    return SelectiveWeights(
+        values=layer.loader.linear(values, role=layer.role(Split.OUTPUTS, q=0, k=0, v=state.width)),
+        taps=taps,
+        first_steps=by_head(low),
+        steps_norm=None,
+        steps=by_head(tuple(LinearParts(weights=(entry_of(steps, head),)) for head in range(n_heads))),
+        keys=by_head(keys),
+        keys_norm=None,
+        norm_eps=layer.spec.norm_eps,
+        is_by_head=True,
     )
 
 

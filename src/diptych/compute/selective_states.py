@@ -15,6 +15,9 @@ def run_selective(
     """What its channels give [T, H v], before it is gated."""
     v = ops.move_states(ops.linear(h, weights.values), None, weights.taps)
     # keys and queries last, as what lies between the steps' projections may be as wide, and is done with then
+    if weights.is_by_head:
+        steps = ops.by_head(ops.by_head(v, weights.first_steps), weights.steps)
+        return ops.move_states(v, ops.by_head(v, weights.keys), heads, decays=steps)
     low = ops.linear(v, weights.first_steps)
     normed = low if weights.steps_norm is None else ops.norm(low, weights.steps_norm, eps=weights.norm_eps)
     steps = ops.linear(normed, weights.steps)

@@ -54,7 +54,9 @@ def state_projections(source: Source, state: StateSpec, names: TensorNames, root
         return _of_units(source, state, names, root, o)
     if state.is_selective:  # what taps see, then what gates
         both = source.tensor(f"{root}{names.states_in[0]}.weight", state.n_projected, hidden)
-        of_values, of_gate = (PickedTensor(both, rows) for rows in torch.arange(state.n_projected).chunk(2))
+        rows = torch.arange(state.n_projected)
+        parts = (rows[0::2], rows[1::2]) if names.selects_by_head else rows.chunk(2)
+        of_values, of_gate = (PickedTensor(both, part) for part in parts)
         return StateProjections(_parts(of_values), _parts(of_gate), None, o)
     if state.rank:
         return _in_two_steps(source, state, names.states_in, root, o)
@@ -229,11 +231,15 @@ def _rule(source: Source, state: StateSpec, names: TensorNames, root: str) -> Ru
 
 def _selective_rule(source: Source, state: StateSpec, names: TensorNames, root: str) -> RuleParts:
     """Of channels: decays of each of its rows, what shifts its step, what of it is given besides."""
-    width, decay = state.width, source.tensor(f"{root}A_log", state.width, state.key_dim)
+    shape: tuple[int, ...] = (state.width,)
+    ending = ".bias"
+    if names.selects_by_head:
+        shape, ending = (state.n_key_heads, state.width // state.n_key_heads), "_bias"
+    decay = source.tensor(f"{root}A_log", *shape, state.key_dim)
     return RuleParts(
         decay=decay if source.is_plain else PowerTensor(decay),
-        shift=source.tensor(f"{root}{names.steps}.bias", width),
-        skip=source.tensor(f"{root}D", width),
+        shift=source.tensor(f"{root}{names.steps}{ending}", *shape),
+        skip=source.tensor(f"{root}D", *shape),
     )
 
 

@@ -92,7 +92,7 @@ def _ends(model: ModelSpec, attention: AttentionLayer, mlp: object) -> list[int]
         return [2 * hidden]
     elif state is not None:
         gate = [hidden + state.rank, state.rank + state.gate_width] if state.rank else [hidden + state.gate_width]
-        if state.is_selective:  # and what makes steps, keys and queries
+        if state.is_selective and state.n_key_heads == 1:  # and what makes steps, keys and queries
             gate = [hidden + state.gate_width, state.width + state.rank + state.n_rates, state.rank + state.width]
         ends = [hidden + state.n_inputs, *gate, state.width + hidden]
     elif mla is None:

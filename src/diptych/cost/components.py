@@ -317,7 +317,8 @@ def _states(sizes: _Sizes, state: StateSpec) -> tuple[Component, Component, Comp
     if state.is_unit:  # what v is projected to, head by head
         qkv = qkv.plus(_linear(sizes, "qkv", state.value_dim, state.n_rates / tp))
     if state.is_selective:  # what v is projected to
-        qkv = qkv.plus(_linear(sizes, "qkv", state.width, state.rank + state.n_rates))
+        n_heads = state.n_key_heads
+        qkv = qkv.plus(_linear(sizes, "qkv", state.width / n_heads, n_heads * state.rank + state.n_rates))
     if state.rank:
         qkv = qkv.plus(_linear(sizes, "qkv", state.rank, late / tp + state.n_decays))
     moved = sum(shape.count for shape in sizes.work.shapes) * state.layer_elements * STATE_BYTES / tp

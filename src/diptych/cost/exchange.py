@@ -118,8 +118,10 @@ def _gathered(
         return meetings, row_bytes
     if mlp is None:
         return meetings, row_bytes
-    if layer.is_aside:  # what adds to gate and up, and what projects the MLP's sum
-        meetings, row_bytes = meetings + 2, row_bytes + 2 * mlp.ffn * FP32 + stream
+    if layer.is_aside:  # what projects the MLP's sum, and what adds to gate and up, if anything
+        meetings, row_bytes = meetings + 1, row_bytes + stream
+        if mlp.own_rank:
+            meetings, row_bytes = meetings + 1, row_bytes + 2 * mlp.ffn * FP32
     # each rank joins whole rows of gate and up, or bends those of up, where that is an operation of its own
     gated = mlp.ffn * BF16 if mlp.is_gated else mlp.ffn * FP32
     gated = gated if mlp.cutoff is None and mlp.form is None else 2 * mlp.ffn * FP32

@@ -159,8 +159,9 @@ def _repeated(model: ModelSpec, attention: AttentionLayer, tp: int) -> int:
         return (tp - 1) * (down + _index_matrices(model, attention))
     if attention.state is not None:
         state = attention.state  # what lies between two steps, and decays by key, each has whole
-        if state.is_by_channel:  # of units each has its heads'
-            return 0 if state.is_unit else (tp - 1) * state.n_second
+        if state.is_by_channel:  # of units each has its heads', of selective ones its key heads'
+            copies = max(tp - state.n_key_heads, 0)
+            return 0 if state.is_unit else copies * state.n_second // state.n_key_heads
         small = state.n_rates + (state.rank * (2 if state.n_decays else 1) if state.rank else state.n_decays)
         return (tp - 1) * (small * model.hidden + state.rank * state.n_decays)
     copied = max(tp - attention.n_kv_heads, 0) * attention.kv_width // attention.n_kv_heads

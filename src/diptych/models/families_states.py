@@ -267,6 +267,25 @@ STATES: tuple[Family, ...] = (
                           stacked=("input_linear.weight", "output_linear.weight"), **IN_MAMBA),
         **MAMBA_LAYERS, **BY_ATTENTION_BIAS,
     ),
+    # Mamba-1 of several heads in each layer, and one such block, without positions
+    Family(
+        name="zamba", architectures=("ZambaForCausalLM",),
+        keys={key: value for key, value in USUAL.items() if key != "rope_theta"}
+        | {"hidden_size": 3712, "intermediate_size": 14_848, "num_hidden_layers": 76, "num_attention_heads": 16,
+           "num_key_value_heads": 16, "hidden_act": "gelu", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+           "tie_word_embeddings": True, "layers_block_type": None, "layer_types": None, "attn_layer_period": 6,
+           "attn_layer_offset": 4, "query_pre_attn_scalar": None, "attention_hidden_size": None, "hybrid_layer_ids": None,
+           "n_mamba_heads": 2, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_d_ssm": None,
+           "mamba_dt_rank": "auto", "mamba_conv_bias": True, "mamba_hidden_act": "silu"},
+        renamed={"hidden_mamba_act": "mamba_hidden_act", "attention_head_dim": "head_dim"},
+        fixed={"mamba_proj_bias": (False,), "hidden_act": ("gelu",), "tie_word_embeddings": (True,)},
+        unread=("use_associative_scan",),
+        shares_blocks=True, norms=Norms.ASIDE,
+        state_rule=StateRule.SELECTIVE,
+        names=TensorNames(final_norm="final_layernorm", mlp=("feed_forward.",), aside="shared_transf.",
+                          after_aside="mamba_decoder.", selects_by_head=True, **IN_MAMBA),
+        ignored=("rotary_emb.inv_freq", ".shared_transf."),
+    ),
     # Mamba-2 in each layer; before some of them attention and an MLP aside of the stream, whose weights layers share
     Family(
         name="zamba2", architectures=("Zamba2ForCausalLM",),
@@ -284,7 +303,7 @@ STATES: tuple[Family, ...] = (
         fixed={"add_bias_linear": (False,), "hidden_act": ("gelu",), "use_shared_mlp_adapter": (True,),
                "tie_word_embeddings": (True,)},
         unread=("kv_channels", "num_query_groups", "use_conv_bias", "use_mem_eff_path", "mamba_dt_rank"),
-        norms=Norms.ASIDE,
+        shares_blocks=True, norms=Norms.ASIDE,
         state_rule=StateRule.SSD, state_norm_eps=1e-5,
         names=TensorNames(final_norm="final_layernorm", mlp=("feed_forward.",), gate_up=("gate_up_proj",),
                           after_aside="mamba_decoder.", **IN_MAMBA),

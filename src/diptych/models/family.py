@@ -58,14 +58,14 @@ class TensorNames:
     heads, where it is a tensor of its own. dense: where a dense MLP lies, if not where mlp says. states: where tensors of a
     layer with a state lie. states_in: its projections, by a delta rule of q, k and v (or of each), of the gate, of beta, of
     the decay, or of the first two and of the last two together, by key head; of a steady one q, k and v by head, and the
-    gate; else one. states_o, states_norm: what it leaves
-    by, and the norm of it. taps: of its convolution, or of q's, k's and v's where they lie apart. reads_taps, steps,
-    step_norms: of a selective state, what makes steps, keys and queries of what taps give, the steps' second projection, and
-    norms of the three. units: what precedes the names of recurrent units. aside: what precedes those of
-    layers that stand aside, behind: their last projection, after_aside: what precedes those of the layer that reads it, which
-    a checkpoint has in one with them. wraps_decays: the numbers of its heads' decays have
-    axes of one around them. index: what precedes the names of an index of blocks. others: what some files call the embedding,
-    a norm, the choice bias, stacked experts, or what precedes those, and projections, and sinks.
+    gate; else one. states_o, states_norm: what it leaves by, and the norm of it. taps: of its convolution, or of q's, k's and
+    v's where they lie apart. reads_taps, steps, step_norms: of a selective state, what makes steps, keys and queries of what
+    taps give, the steps' second projection, and norms of the three; selects_by_head: the first two, decays and skips lie by key
+    head, and what taps see in turn with what gates. units: what precedes the names of recurrent units. aside: what precedes
+    those of layers that stand aside, behind: their last projection, after_aside: what precedes those of the layer that reads
+    it, which a checkpoint has in one with them. wraps_decays: the numbers of its heads' decays have axes of one around them.
+    index: what precedes the names of an index of blocks. others: what some files call the embedding, a norm, the choice bias,
+    stacked experts, or what precedes those, and projections, and sinks.
     """
 
     embedding: str = "embed_tokens"
@@ -118,6 +118,7 @@ class TensorNames:
     taps: tuple[str, ...] = ("conv1d",)
     reads_taps: str = "x_proj"
     steps: str = "dt_proj"
+    selects_by_head: bool = False
     step_norms: tuple[str, str, str] = ("dt_layernorm", "b_layernorm", "c_layernorm")
     units: str = "rg_lru."
     aside: str = "shared_transformer."
@@ -177,7 +178,8 @@ class Family:
     mixes_apart: the dense MLP is the shared expert of a mixture, as `MoeSpec.is_apart` says.
     has_blocks: attention and MLPs are blocks of their own; has_pairs: each layer has a state beside its attention;
     has_states_alone: each has a state and nothing else; has_halves: each has two of attention and of dense MLPs, and a mixture
-    beside the first, added behind the second (`read_blocks`).
+    beside the first, added behind the second (`read_blocks`); shares_blocks: before some that have a state stands a block
+    aside, whose weights layers share (`read_shared`).
     gates_heads, gate_by: as `AttentionLayer` has them; mixes_queries: as `MlaSpec.is_mixed` says. index_turns_last: of an index
     as `IndexSpec.turns_last` says, and the key's norm has the model's eps. norms_latents_alike: norms of latents have it, too.
     scales_latents: behind those they are multiplied by the root of the model's width over theirs.
@@ -259,6 +261,7 @@ class Family:
     has_pairs: bool = False
     has_states_alone: bool = False
     has_halves: bool = False
+    shares_blocks: bool = False
     state_rule: StateRule | None = None
     state_norms: Norms | None = None
     state_norm_eps: float | None = None

@@ -270,7 +270,7 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
         settled |= as_states(settled, path)
     elif family.has_halves:
         settled |= as_halves(settled, path)
-    elif "num_mem_blocks" in family.keys:
+    elif family.shares_blocks:
         settled |= as_asides(settled, path)
     elif "local_attention" in family.keys:  # to either side, in what it was made of
         settled["sliding_window"] = HfConfig(settled, path=path).integer("local_attention", low=2) // 2
@@ -361,7 +361,7 @@ def _layers(
                 scales=_scales(config, family, own, heads, mlp),
             )
         layers.append(made[key])
-    if "num_mem_blocks" in family.keys:
+    if family.shares_blocks:
         layers = with_shares(config, layers)
     if family.has_last_bias:
         layers[-1] = replace(layers[-1], attention=replace(layers[-1].attention, has_o_bias=True))

@@ -1,4 +1,4 @@
-"""Blocks that layers share (Zamba2): attention and an MLP aside of the stream before some of the layers that keep a state."""
+"""Blocks that layers share (Zamba, Zamba2): attention and an MLP aside of the stream, before some layers that keep a state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def as_asides(raw: Mapping[str, Any], path: str) -> dict[str, Any]:
         config.integer(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
     given = raw["layers_block_type"]
-    kinds = USUAL if given is None else given
+    kinds = _usual(config, n_layers) if given is None else given
     if not isinstance(kinds, list | tuple) or len(kinds) != n_layers or any(kind not in KINDS for kind in kinds):
         raise LoadError(f"layers_block_type in {path} must hold {n_layers} of hybrid and mamba, one for each layer")
     if 2 * hidden % n_heads:
@@ -51,17 +51,35 @@ def as_asides(raw: Mapping[str, Any], path: str) -> dict[str, Any]:
         "head_dim": width,
         "query_pre_attn_scalar": width / 2,
         "intermediate_size": config.integer("intermediate_size", 4 * hidden),
-        "time_step_limit": [config.number("time_step_min"), math.inf],
-        "position_embedding_type": "rope" if config.flag("use_mem_rope") else "none",
         "max_position_embeddings": LONG_CONTEXT
         if config.flag("use_long_context")
         else config.integer("max_position_embeddings"),
+        **(_steps_and_turns(config) if "use_mem_rope" in raw else {}),
+    }
+
+
+def _usual(config: HfConfig, n_layers: int) -> tuple[str, ...]:
+    """What the class makes of layers that nobody names: of Zamba2 54, of Zamba every so many-th behind the third."""
+    if "attn_layer_period" not in config.raw:
+        return USUAL
+    period, offset = config.integer("attn_layer_period"), config.integer("attn_layer_offset", low=0)
+    return (STATE, STATE, "hybrid", *("hybrid" if i % period == offset else STATE for i in range(n_layers - 3)))
+
+
+def _steps_and_turns(config: HfConfig) -> dict[str, Any]:
+    """Of Zamba2: its steps have a bound that other classes draw their weights by, and it may know positions."""
+    return {
+        "time_step_limit": [config.number("time_step_min"), math.inf],
+        "position_embedding_type": "rope" if config.flag("use_mem_rope") else "none",
     }
 
 
 def with_shares(config: HfConfig, layers: list[LayerSpec]) -> list[LayerSpec]:
-    """Which layers aside have the weights of which: num_mem_blocks blocks in turn, each with low ranks of every use's own."""
-    n_blocks, rank = config.integer("num_mem_blocks"), config.integer("adapter_rank")
+    """Which layers aside have the weights of which: num_mem_blocks blocks in turn, of Zamba2 each with low ranks of every use's
+    own; of Zamba one without.
+    """
+    n_blocks = config.integer("num_mem_blocks", 1)
+    rank = config.integer("adapter_rank") if "adapter_rank" in config.raw else 0
     attention_rank = rank if config.flag("use_shared_attention_adapter") else 0
     aside = [i for i, layer in enumerate(layers) if layer.is_aside]
     made: list[LayerSpec] = list(layers)

@@ -325,15 +325,18 @@ def _convolution(config: HfConfig) -> StateSpec:
 
 
 def _selective(config: HfConfig) -> StateSpec:
-    """Of Mamba-1: heads are as many channels as are computed together, which ranks divide."""
+    """Of Mamba-1: heads are as many channels as are computed together, which ranks divide; Zamba's are its key heads here."""
     hidden = config.integer("hidden_size")
     width = config.integer("mamba_d_ssm", config.integer("mamba_expand") * hidden)
-    head, has_bare = math.gcd(width, SELECTED_HEAD), config.raw.get("mixer_rms_eps") is not None
-    norms = StepNorms.BARE if has_bare else StepNorms.WEIGHED if "attn_layer_period" in config.raw else StepNorms.NONE
+    n_heads, has_bare = config.integer("n_mamba_heads", 1), config.raw.get("mixer_rms_eps") is not None
+    if width % n_heads:
+        raise LoadError(f"n_mamba_heads in {config.path} is {n_heads}, of {width} channels, which they do not divide")
+    head = math.gcd(width // n_heads, SELECTED_HEAD)
+    norms = StepNorms.BARE if has_bare else StepNorms.WEIGHED if "expert_layer_period" in config.raw else StepNorms.NONE
     auto = config.raw.get("mamba_dt_rank") in ("auto", None)
     return StateSpec(
         rule=StateRule.SELECTIVE,
-        n_key_heads=1,
+        n_key_heads=n_heads,
         key_dim=config.integer("mamba_d_state"),
         n_value_heads=width // head,
         value_dim=head,

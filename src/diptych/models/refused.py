@@ -13,7 +13,6 @@ from types import MappingProxyType
 OTHER_STATES = "a state per sequence of another kind (RWKV, Ling 2.5)"
 # what is missing -> model_type of transformers
 MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "layers that are shared": ("zamba",),
     OTHER_STATES: ("rwkv",),
     "attention whose queries and outputs a router chooses": ("jetmoe",),
     "a mask that is made of the values": ("doge",),

@@ -53,7 +53,8 @@ class StateSpec:
     SELECTIVE (Mamba-1, arXiv:2312.00752; its B, C and x are k, q and v): each row and column of S has a decay of its own, and
     each column a step: S = exp(-decay step) S + k (step v)^T gives S^T q + skip v, which is gated. v is silu of as many taps as
     tapped says, which are a state of their own; steps (by way of `rank` values), k and q are projected from it, and normed as
-    step_norms says, with norm_eps. It has one key head and no taps itself; heads are width alone.
+    step_norms says, with norm_eps. It has no taps itself; key heads are most often one, whose value heads are width alone, and
+    of several each projects its own v alone.
     RG_LRU (a real-gated linear recurrent unit of Griffin, arXiv:2402.19427): each channel has one number, and there are no keys
     and queries: with r and i sigmoids of products of v, s = e^(-decay r) s + sqrt(1 - e^(-2 decay r)) i v is given as it is,
     but for a text's first token, which is i v. v is as many taps as tapped says, unbent; a head's products are of its own v.
@@ -114,7 +115,7 @@ class StateSpec:
             return None
         return StateSpec(
             rule=StateRule.BENT_TAPS if self.is_selective else StateRule.TAPS,
-            n_key_heads=1,
+            n_key_heads=self.n_key_heads,
             key_dim=0,
             n_value_heads=self.n_value_heads,
             value_dim=self.value_dim,
@@ -148,7 +149,7 @@ class StateSpec:
         selective state k and q, of units both of each channel.
         """
         if self.is_selective:
-            return 2 * self.key_dim
+            return self.n_key_heads * 2 * self.key_dim
         if self.is_unit:
             return 2 * self.width
         if self.is_steady:
@@ -177,7 +178,7 @@ class StateSpec:
         if self.is_unit:
             return self.n_rates * self.value_dim
         if self.is_selective:
-            return self.width * (self.n_rates + 2 * self.rank)
+            return self.width * 2 * (self.key_dim + self.rank)
         return self.rank * (self.gate_width + self.n_decays)
 
     @property

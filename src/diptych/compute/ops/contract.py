@@ -388,8 +388,8 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
 
     @abstractmethod
     def by_head(self, parts: tuple[LinearParts, ...], *, layer: int, divides: bool = False) -> Linear:
-        """Projections for `by_head`: of each head of a layer's state, as `router`; or of q, k and v each, whose outputs ranks
-        divide by heads, then as `linear`, and all of as many.
+        """Projections for `by_head`: of each head or key head of a layer's state, as `router`; or of q, k and v each, all of as
+        many outputs, which ranks divide by heads, as `linear`.
         """
 
     @abstractmethod

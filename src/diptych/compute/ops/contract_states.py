@@ -28,7 +28,7 @@ class StateOps(ABC, Generic[Hidden, Linear, Heads]):
         and S^T q + skip v; steady: c is silu of what is projected, and step is 1. Convolution: qkv is b, c and x, and
         a = c * (bias + sum over taps of tap * (b * x)).
         Taps: a = the sum over taps of tap * qkv, bent taps: silu of bias + it.
-        Selective: qkv is v, rates are k and q [T, 2d], decays [T, H v]; with step = softplus(decays + shift) of each channel
+        Selective: qkv is v, rates are k and q [T, K 2d], decays [T, H v]; with step = softplus(decays + shift) of each channel
         and r = exp(-decay step) of each of its rows: S = r S + k (step v)^T, and S^T q + skip v.
         Recurrent units: qkv is v, rates [T, H 2 v] are of each head what lets values in and what lets them fade, both before a
         sigmoid; with r = exp(-decay sigmoid(fade)): s = r s + sqrt(1 - r^2) sigmoid(in) v, without the root where nothing was

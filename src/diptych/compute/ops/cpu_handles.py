@@ -294,11 +294,17 @@ def rule_handle(
 
 
 def by_head_handle(
-    parts: tuple[LinearParts, ...], own: OwnHeads | None, pack: Callable[[LinearParts], LinearHandle]
+    parts: tuple[LinearParts, ...],
+    own: OwnHeads | None,
+    pack: Callable[[LinearParts], LinearHandle],
+    *,
+    of_keys: bool,
 ) -> LinearHandle:
-    """A projection for each of a rank's heads, in pieces that read neighbouring inputs from the first head's on."""
-    mine = slice(0, 0) if own is None else slice(own.first_head, own.first_head + own.n_heads)
-    n = parts[0].n_outputs
+    """A projection for each of a rank's heads, or key heads: pieces that read neighbouring inputs from the first one's on."""
+    first, n_own = (0, 0) if own is None else (own.first_head, own.n_heads)
+    if own is not None and of_keys:
+        first, n_own = own.first_kv_head, own.n_kv_heads
+    mine, n = slice(first, first + n_own), parts[0].n_outputs
     return LinearHandle(
         index=None,
         key="",

@@ -286,7 +286,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         """In bf16 likewise, of a rank its own heads', which nobody else reads; what divides is in the weights' format."""
         spec, own = self._heads[layer]
         if not divides:
-            return by_head_handle(parts, own, self.router)
+            return by_head_handle(parts, own, self.router, of_keys=len(parts) == spec.n_kv_heads)
         return by_part_handle(parts, own, spec.head_dim, self.weights_format, self._pack)
 
     def experts(

@@ -39,6 +39,7 @@ class StateRecorder(Buffers, StateOps[Value, LinearHandle, AttentionHandle]):
                 shape=rule.shape,
                 first_head=own.first_head,
                 column=own.first_head * spec.state.value_dim,
+                first_key_head=own.first_kv_head if spec.state.is_selective else 0,
             )
         return Value("attention" if name == "states" else name, width, buffer=out)
 
@@ -53,7 +54,8 @@ class StateRecorder(Buffers, StateOps[Value, LinearHandle, AttentionHandle]):
 
     def by_head(self, h: Value, weight: LinearHandle) -> Value:
         """In a buffer of each rank's own, of its heads."""
-        out = self._f32("by head", weight.n_outputs)
+        role = f"{h.kind} by head"  # what is made of that may be read beside it
+        out = self._f32(role, weight.n_outputs)
         if weight.pieces:
             of_head = weight.pieces[0]
             width, n, first = of_head.n_inputs, of_head.n_outputs, weight.column // of_head.n_outputs
@@ -62,7 +64,7 @@ class StateRecorder(Buffers, StateOps[Value, LinearHandle, AttentionHandle]):
                 x=self._materialised(h),
                 first=first * width,
                 head_stride=width,
-                rows=self._rows_buffer("by head", width, of_head, len(weight.pieces)),
+                rows=self._rows_buffer(role, width, of_head, len(weight.pieces)),
                 out=out,
                 out_head_stride=n,
                 store="f32",

@@ -233,11 +233,12 @@ def _select(
     matrices: torch.Tensor,
     rule: Mapping[str, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by the selective rule: v and steps [T, H v], k and q [T, 2 d], decays [H v, d]."""
+    """The same by the selective rule: v and steps [T, H v], k and q [T, K 2 d], decays [H v, d]."""
     out, (_, d, width) = torch.zeros_like(v), matrices.shape
+    n_keys = rates.shape[1] // (2 * d)
     for t in range(len(v)):
-        k, q = rates[t, :d], rates[t, d:]
         for c in range(v.shape[1]):
+            k, q = rates[t].view(n_keys, 2, d)[c * n_keys // v.shape[1]]
             step = torch.log1p(torch.exp(steps[t, c] + rule["shift"][c]))
             column = matrices[c // width, :, c % width]
             column.copy_(torch.exp(-rule["decay"][c] * step) * column + k * (step * v[t, c]))

@@ -237,6 +237,7 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         if spec.state.is_selective:
             assert decay is not None
             decay = decay.view(spec.state.width, -1)
+            shift, skip = (None if one is None else one.view(-1) for one in (shift, skip))
         return TorchAttention(spec, None, None, rule=TorchRule(taps, tap_bias, decay, shift, skip, norm))
 
     def router(self, parts: LinearParts) -> TorchLinear:

@@ -162,20 +162,20 @@ def _select(
     assert rule.decay is not None
     assert rule.shift is not None
     assert rule.skip is not None
-    heads, values = matrices.shape[1], matrices.shape[3]
-    state = matrices.transpose(2, 3).flatten(1, 2)  # [B, C, d]
+    (heads, d, values), n_keys = matrices.shape[1:], keys_Bnd.shape[2] // (2 * matrices.shape[2])
+    state = matrices.transpose(2, 3).flatten(1, 2).unflatten(1, (n_keys, -1))  # [B, K, C / K, d]
     step = F.softplus(steps_BnC + rule.shift)
-    k, q = keys_Bnd.chunk(2, dim=-1)
+    k, q = keys_Bnd.unflatten(-1, (n_keys, 2, d)).unbind(dim=3)
     rows = []
     for begin in range(0, x_BnC.shape[1], CHUNK_TOKENS):
         of_step, of_x, of_k, of_q = (one[:, begin : begin + CHUNK_TOKENS] for one in (step, x_BnC, k, q))
-        left = torch.exp(-of_step[..., None] * rule.decay)
-        news = (of_step * of_x)[..., None] * of_k[:, :, None]
+        left = torch.exp(-of_step[..., None] * rule.decay).unflatten(2, (n_keys, -1))
+        news = (of_step * of_x).unflatten(2, (n_keys, -1))[..., None] * of_k[:, :, :, None]
         for t in range(of_x.shape[1]):
             state = left[:, t] * state + news[:, t]
-            rows.append((state @ of_q[:, t, :, None])[..., 0])
+            rows.append((state @ of_q[:, t, ..., None])[..., 0].flatten(1))
     a = torch.stack(rows, dim=1) + rule.skip * x_BnC
-    return a.unflatten(-1, (heads, -1)), state.unflatten(1, (heads, values)).transpose(2, 3)
+    return a.unflatten(-1, (heads, -1)), state.flatten(1, 2).unflatten(1, (heads, values)).transpose(2, 3)
 
 
 def _recur(
