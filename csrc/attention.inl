@@ -521,7 +521,7 @@ static void attention(const AttentionCall& call, const AttentionTask& task, cons
     }
     Ahead ahead;
     tile.ahead = &ahead;
-    if (call.choice != nullptr && call.shape.block == 1) {
+    if (call.shape.is_listed || (call.choice != nullptr && call.shape.block == 1)) {
       gather_tile(view, rows.token, scratch, tile);
     } else if (view.chosen != nullptr && call.shape.by_means) {
       gather_blocks(view, scratch, rows.n, tile);

@@ -86,10 +86,16 @@ DIPTYCH_INLINE void gather_tile(const SequenceView& view, int64_t token, const S
   const int64_t d = kv.head_dim, dv = kv.value_dim(), row_bytes = d * kv.element_bytes();
   const bool is_bytes = kv.format != KvFormat::bf16;
   const float unit = kv.format == KvFormat::fp8 ? kE4m3Unit : 1.0f;
-  const int32_t* chosen = call.positions[token] < call.shape.most ? nullptr : call.choice + token * call.shape.most;
+  const int64_t own = call.positions[token], near = call.shape.is_listed ? call.shape.near_of(own) : INT64_MAX;
+  const int32_t* chosen = call.shape.has_choice(own) ? call.choice + token * call.shape.most : nullptr;
   const auto find = [&](int64_t place) -> std::pair<const uint8_t*, const float*> {
-    const int64_t position = chosen == nullptr ? place : chosen[place], block = position / kv.block_tokens;
-    const int64_t offset = position - block * kv.block_tokens;
+    const bool is_entry = place >= near;
+    int64_t position = chosen == nullptr || call.shape.is_listed ? place : chosen[place];
+    if (is_entry) position = ((chosen == nullptr ? place - near : chosen[place - near]) + 1) * call.shape.entry_tokens - 1;
+    else if (call.shape.is_listed) position += own + 1 - near;
+    const int64_t block = position / kv.block_tokens;
+    int64_t offset = position - block * kv.block_tokens;
+    if (is_entry) offset = kv.entry_row(offset);
     const KvHead head = call.kv.head(view.blocks[block], view.kv_head);
     return {head.keys + offset * row_bytes, head.key_scales + offset};
   };
@@ -98,7 +104,7 @@ DIPTYCH_INLINE void gather_tile(const SequenceView& view, int64_t token, const S
     const uint16_t* rows[kGroupTokens];
     for (int64_t t = 0; t < kGroupTokens; ++t) {
       const int64_t place = tile.start + g * kGroupTokens + t, next = place + kGroupTokens;
-      if (chosen != nullptr && next <= view.last_key) {  // of the group behind this one, whose rows lie anywhere
+      if ((chosen != nullptr || call.shape.is_listed) && next <= view.last_key) {  // of the group behind this one, whose rows lie anywhere
         const uint8_t* ahead = find(next).first;
         for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(ahead + at, 0, 2);
       }

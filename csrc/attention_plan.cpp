@@ -17,7 +17,7 @@ void list_row_ranges(const AttentionShape& shape, const AttentionBatch& batch, s
     const int32_t whole = batch.both_ways != nullptr && batch.both_ways[s] != 0 ? batch.context_tokens[s] : 0;
     for (int64_t begin = batch.query_start[s], end; begin < batch.query_start[s + 1]; begin = end) {
       end = std::min<int64_t>(begin + tokens_per_task, batch.query_start[s + 1]);
-      if (batch.positions[end - 1] >= shape.most) end = begin + 1;  // each token has a choice of its own
+      if (shape.is_listed || batch.positions[end - 1] >= shape.most) end = begin + 1;  // each token has a list, or a choice, of its own
       const int64_t low = shape.first_seen(batch.positions[begin], whole), last = shape.last_seen(batch.positions[end - 1], whole);
       for (int64_t kv_head = 0; kv_head < shape.n_kv_heads; ++kv_head) {
         AttentionTask task{};

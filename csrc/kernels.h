@@ -108,6 +108,53 @@ using CacheIndex = void (*)(const IndexKeyCall& call, int64_t token, float* scra
 constexpr int64_t kMostPool = 64;
 using PoolIndex = void (*)(const KvLayer& index, const int32_t* slots, int64_t pool, const float* offsets, float* scratch);
 
+// ---- entries: what some tokens are together (entries.inl) --------------------------------------------------------------
+
+// Rows that all heads meet as they are: of tokens, or of entries, each of so many tokens of a sequence, which the last of them completes.
+struct RowCall {
+  KvLayer kv;                               // or its index, whose keys are of entries then
+  const float* rows = nullptr;              // [T, d]
+  const float* norm = nullptr;              // [d]
+  float norm_eps = 0.0f;
+  int64_t tokens = 0;                       // of an entry, which is turned as the first of them; 0: rows are of tokens
+  int64_t half = 0;                         // so many pairs of neighbours at a row's end turn
+  const float* cos_table = nullptr;         // [positions, half]
+  const float* sin_table = nullptr;
+  const int32_t* positions = nullptr;       // [T]
+  const int32_t* slots = nullptr;           // [T]
+};
+
+// One token's row into the cache, normed and turned; of entries that which it completes, or zeros where none ends. scratch: d + 16 fp32.
+using CacheRow = void (*)(const RowCall& call, int64_t token, float* scratch);
+// x [d] normed, if there is a norm, its end turned: to bf16. scratch: d + 16 fp32.
+using TurnQuery = void (*)(const float* x, int64_t d, const float* norm, float norm_eps, int64_t half, const float* cos_row, const float* sin_row, float* scratch, uint16_t* out);
+// The end of x [d], turned the other way.
+using TurnBack = void (*)(float* x, int64_t d, int64_t half, const float* cos_row, const float* sin_row);
+
+// Entries are sums of what their tokens have, number by number weighed by a softmax of gates and offsets of the tokens' places. That moves on
+// token by token: a state has of each series of d numbers the largest gate, the sum of weights and the sum of what they weigh. Of one series an
+// entry is of its own tokens; of two the first is for the next entry, which goes on from there with the second.
+struct EntriesCall {
+  int64_t tokens = 0, n_series = 1, d = 0;
+  const float* rows = nullptr;              // [T, 2 n d]: the series, and behind them their gates
+  const float* offsets = nullptr;           // [tokens, n d]
+  const int32_t* positions = nullptr;       // [T]
+  float* out = nullptr;                     // [T, d], written where an entry ends
+
+  DIPTYCH_FORCED int64_t width() const { return n_series * d; }
+};
+
+constexpr int64_t entries_floats(int64_t d, int64_t n_series) { return 3 * d * n_series; }  // of a state
+
+struct StateSave;
+struct EntriesTask {
+  int64_t first_row, n_rows, lane;          // 16 numbers from there on
+  const float* read;                        // null: of a sequence that begins
+  float* write;                             // [3, n d]
+  const StateSave *saves, *saves_end;
+};
+using MoveEntries = void (*)(const EntriesCall& call, const EntriesTask& task);
+
 // ---- attention --------------------------------------------------------------------------------------------------------
 
 constexpr int64_t kTileTokens = 256;  // keys per softmax tile, at absolute positions: [256 i, 256 i + 256)
@@ -128,15 +175,29 @@ struct AttentionShape {
                                  // make no whole one yet
   int64_t pool = 1;              // so many positions are chosen together, for all heads; those behind the last whole pool are seen, too, and `most`
                                  // are seen where one is missing to a whole pool
+  bool is_listed = false;        // a query sees rows in a list: the last `window` positions up to its own, and behind them entries of so many tokens
+  int64_t entry_tokens = 0;      // each (0: none), all that are whole or `most` that are chosen; "positions" are then places in it
+
+  // How many tokens and how many entries are in a list.
+  DIPTYCH_FORCED int64_t near_of(int64_t position) const { return position + 1 < window ? position + 1 : window; }
+  DIPTYCH_FORCED int64_t entries_of(int64_t position) const {
+    const int64_t whole = entry_tokens == 0 ? 0 : (position + 1) / entry_tokens;
+    return whole < most ? whole : most;
+  }
+  DIPTYCH_FORCED bool has_choice(int64_t position) const {
+    return is_listed ? entry_tokens != 0 && (position + 1) / entry_tokens > most : position >= most;
+  }
 
   // The first and the last position that a query sees. whole: 0, or how many tokens its sequence has where it sees both ways; then
   // a window reaches `window` positions to either side.
   DIPTYCH_FORCED int64_t first_seen(int64_t position, int64_t whole) const {
+    if (is_listed) return 0;
     if (is_chunked) return position - position % window;
     const int64_t reach = whole > 0 ? window : window - 1;
     return position > reach ? position - reach : 0;
   }
   DIPTYCH_FORCED int64_t last_seen(int64_t position, int64_t whole) const {
+    if (is_listed) return near_of(position) + entries_of(position) - 1;
     if (whole == 0) {
       if (position < most) return position;
       return pool != 1 ? most - pool + (position + 1) % pool : most - block + (position + (by_means ? 1 : 0)) % block;
@@ -167,7 +228,7 @@ struct AttentionCall {
   float* partials = nullptr;
   const int32_t* choice = nullptr;         // [T, most] ascending positions of tokens that see more than so many; null: all are seen.
                                            // Of blocks: [T, K, most / block] ascending numbers of them; pooled: [T, most / block + 1],
-                                           // the last that of what makes no whole one
+                                           // the last that of what makes no whole one. Of a list: [T, most] ascending numbers of entries
 };
 
 using AttentionScratchBytes = int64_t (*)(const AttentionShape& shape);  // per thread, 64-byte aligned
@@ -367,6 +428,10 @@ struct StepKernels {
   RotateQuery rotate_query;
   CacheIndex cache_index;
   PoolIndex pool_index;
+  CacheRow cache_row;
+  TurnQuery turn_query;
+  TurnBack turn_back;
+  MoveEntries move_entries;
   AddRow add_row;
   SoftcapRow softcap_row;
   EmbedRow embed_row;

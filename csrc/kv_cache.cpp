@@ -50,6 +50,25 @@ float of_byte(KvFormat format, int8_t x, float scale) {
   return (format == KvFormat::fp8 ? from_bf16(e4m3_to_bf16(static_cast<uint8_t>(x))) : static_cast<float>(x)) * scale;
 }
 
+// An entry's row, of which each of the tokens that share it has a part.
+void write_entry(const KvShape& shape, const KvHead& head, int64_t offset, const float* x) {
+  const int64_t row = shape.entry_row(offset), d = shape.head_dim;
+  const float scale = shape.format == KvFormat::bf16 ? 1.0f : scale_of(shape.format, x, d);
+  if (shape.format != KvFormat::bf16) head.key_scales[row] = scale;
+  for (int64_t i = 0; i < d; ++i) {
+    if (shape.format == KvFormat::bf16) reinterpret_cast<uint16_t*>(head.keys)[row * d + i] = to_bf16(x[i]);
+    else reinterpret_cast<int8_t*>(head.keys)[row * d + i] = to_byte(shape.format, x[i], scale);
+  }
+}
+
+// A token's part of it.
+void read_entry(const KvShape& shape, const KvHead& head, int64_t offset, float* x) {
+  const int64_t row = shape.entry_row(offset), n = shape.entry_share(), first = row * shape.head_dim + offset % shape.shared_by * n;
+  for (int64_t i = 0; i < n; ++i)
+    x[i] = shape.format == KvFormat::bf16 ? from_bf16(reinterpret_cast<const uint16_t*>(head.keys)[first + i])
+                                          : of_byte(shape.format, reinterpret_cast<const int8_t*>(head.keys)[first + i], head.key_scales[row]);
+}
+
 void write_index(const KvShape& shape, const KvHead& head, int64_t offset, const float* x) {
   const int64_t d = shape.index_dim;
   const float scale = shape.format == KvFormat::bf16 ? 1.0f : scale_of(shape.format, x, d);
@@ -70,7 +89,7 @@ void read_index(const KvShape& shape, const KvHead& head, int64_t offset, float*
 }
 
 void write_token(const KvShape& shape, const KvHead& head, int64_t offset, const float* k, const float* v) {
-  if (shape.index_dim != 0) write_index(shape, head, offset, k + shape.head_dim);
+  if (shape.index_dim != 0) write_index(shape, head, offset, k + shape.head_dim + shape.entry_share());
   const int64_t d = shape.head_dim, n = shape.v_head_dim, dv = shape.has_values ? shape.value_dim() : 0;
   if (shape.format == KvFormat::bf16) {
     uint16_t* keys = reinterpret_cast<uint16_t*>(head.keys);
@@ -96,8 +115,9 @@ void write_token(const KvShape& shape, const KvHead& head, int64_t offset, const
 
 void read_token(const KvShape& shape, const KvHead& head, int64_t offset, float* k, float* v) {
   if (shape.index_dim != 0) {
-    read_index(shape, head, offset, k + shape.head_dim);
-    std::memcpy(v + shape.head_dim, k + shape.head_dim, static_cast<size_t>(shape.index_dim) * 4);
+    const int64_t at = shape.head_dim + shape.entry_share();
+    read_index(shape, head, offset, k + at);
+    std::memcpy(v + at, k + at, static_cast<size_t>(shape.index_dim) * 4);
   }
   const int64_t d = shape.head_dim, dv = shape.value_dim();
   auto read = [&](const uint8_t* from, int64_t at, const float* scales) {
@@ -121,15 +141,18 @@ KvCache::KvCache(const KvShape& common, const std::vector<KvHeads>& layers, int6
   for (const KvHeads& heads : layers) {
     const bool has_values = heads.v_dim != 0;
     const int64_t most = has_values ? 512 : kMostLatentDim;
-    const int64_t keys = attended != 0 ? attended : heads.dim;  // and the index's behind them
-    if (heads.dim < 2 || heads.dim % 2 != 0 || keys > most || heads.dim - keys > most)
+    const int64_t keys = attended != 0 ? attended + (heads.shared_by == 0 ? 0 : attended / heads.shared_by) : heads.dim;  // and the index's behind them
+    if (heads.dim < 2 || heads.dim % 2 != 0 || (attended != 0 ? attended : keys) > most || heads.dim - keys > most)
       throw std::invalid_argument("head_dim is " + std::to_string(heads.dim) + "; it must be even and at most " + std::to_string(most));
     if (heads.v_dim < 0 || heads.v_dim > most) throw std::invalid_argument("v_head_dim is " + std::to_string(heads.v_dim) + "; it must be at most " + std::to_string(most));
     if (!has_values && heads.n > 1) throw std::invalid_argument("a cache of latents, or of an index, has one head");
     if (heads.n < 0) throw std::invalid_argument("a KV cache has no fewer heads than none");  // a rank may have none of them
     if (attended < 0 || attended % 2 != 0 || attended > heads.dim || (attended != 0 && has_values))
       throw std::invalid_argument("attended is " + std::to_string(attended) + "; of latents it must be even and at most their head_dim");
+    if (heads.shared_by != 0 && (attended == 0 || heads.shared_by < 2 || kGroupTokens % heads.shared_by != 0 || attended % heads.shared_by != 0))
+      throw std::invalid_argument("entries lie among latents, one for 2, 4, 8 or 16 tokens, which have equal parts of it");
     KvShape shape = heads.of(common, attended);
+    if (shape.index_dim < 0) throw std::invalid_argument("a layer is too narrow for its entries");
     shape.n_layers = static_cast<int64_t>(layers.size());
     begins_.push_back(begins_.back() + shape.layer_bytes());
     shapes_.push_back(shape);
@@ -200,21 +223,35 @@ uint64_t KvCache::import_checked(int64_t block, const uint8_t* data) {
 
 void KvCache::read(int64_t index, const int32_t* block_ids, int64_t n_tokens, float* k, float* v) const {
   const KvLayer view = layer(index);
+  const int64_t shared = view.shape.shared_by;
   const int64_t d = view.shape.width(), dv = view.shape.value_width(), block_tokens = view.shape.block_tokens;
   for (int64_t kv_head = 0; kv_head < view.shape.n_kv_heads; ++kv_head)
     for (int64_t token = 0; token < n_tokens; ++token) {
       const int64_t at = kv_head * n_tokens + token;
-      read_token(view.shape, view.head(block_ids[token / block_tokens], kv_head), token % block_tokens, k + at * d, v + at * dv);
+      const KvHead head = view.head(block_ids[token / block_tokens], kv_head);
+      read_token(view.shape, head, token % block_tokens, k + at * d, v + at * dv);
+      if (shared == 0) continue;
+      float* part = k + at * d + view.shape.head_dim;  // zeros where the last token that shares it is not there yet
+      if (token / shared * shared + shared > n_tokens) std::memset(part, 0, static_cast<size_t>(view.shape.entry_share()) * 4);
+      else read_entry(view.shape, head, token % block_tokens, part);
+      std::memcpy(v + at * dv + view.shape.v_head_dim, part, static_cast<size_t>(view.shape.entry_share()) * 4);
     }
 }
 
 void KvCache::write(int64_t index, const int32_t* block_ids, int64_t n_tokens, const float* k, const float* v) {
   const KvLayer view = layer(index);
+  const int64_t shared = view.shape.shared_by;
+  std::vector<float> entry(static_cast<size_t>(shared == 0 ? 0 : view.shape.head_dim));
   const int64_t d = view.shape.width(), dv = view.shape.value_width(), block_tokens = view.shape.block_tokens;
   for (int64_t kv_head = 0; kv_head < view.shape.n_kv_heads; ++kv_head)
     for (int64_t token = 0; token < n_tokens; ++token) {
       const int64_t at = kv_head * n_tokens + token;
-      write_token(view.shape, view.head(block_ids[token / block_tokens], kv_head), token % block_tokens, k + at * d, v + at * dv);
+      const KvHead head = view.head(block_ids[token / block_tokens], kv_head);
+      write_token(view.shape, head, token % block_tokens, k + at * d, v + at * dv);
+      if (shared == 0 || (token + 1) % shared != 0) continue;
+      const int64_t n = view.shape.entry_share();
+      for (int64_t i = 0; i < shared; ++i) std::memcpy(entry.data() + i * n, k + (at + 1 - shared + i) * d + view.shape.head_dim, static_cast<size_t>(n) * 4);
+      write_entry(view.shape, head, token % block_tokens, entry.data());
     }
 }
 

@@ -10,6 +10,11 @@
 //   K  [P][d]               a token's numbers are contiguous
 //   I  [P/16][i/2][16][2]   in V's place, the keys that the index finds tokens by; none where a layer takes another's choice
 //
+// Where some tokens together are an entry (DeepSeek V4), rows of entries lie behind those of a block's tokens, one for every s of them, s being
+// 16 or the tokens of an entry if these are fewer: it is that of the entry that ends with the last of them, or zeros.
+//
+//   K  [P + P/s][d]
+//
 // bf16: both in bf16. int8 and fp8 (e4m3.h): both in bytes with one fp32 scale per token for K and one for V behind them ([P], [P]).
 // A token written to an even slot zeroes the V of its odd neighbour unless that is written in the same step, so that the
 // kernel may multiply a masked neighbour by zero whatever an earlier owner of the block left there.
@@ -36,24 +41,28 @@ struct KvShape {
   bool has_values = true;
   bool by_token = false;   // K lies token by token
   int64_t index_dim = 0;   // i
+  int64_t shared_by = 0;   // s, of tokens that share an entry's row; 0: there are none
 
   DIPTYCH_FORCED int64_t value_dim() const { return whole_vectors(v_head_dim); }
   DIPTYCH_FORCED int64_t element_bytes() const { return format == KvFormat::bf16 ? 2 : 1; }
-  DIPTYCH_FORCED int64_t key_bytes() const { return block_tokens * head_dim * element_bytes(); }
+  DIPTYCH_FORCED int64_t rows() const { return block_tokens + (shared_by == 0 ? 0 : block_tokens / shared_by); }
+  DIPTYCH_FORCED int64_t entry_row(int64_t offset) const { return block_tokens + offset / shared_by; }
+  DIPTYCH_FORCED int64_t key_bytes() const { return rows() * head_dim * element_bytes(); }
   DIPTYCH_FORCED int64_t value_bytes() const { return block_tokens * (has_values ? value_dim() : index_dim) * element_bytes(); }
-  DIPTYCH_FORCED int64_t scale_bytes() const { return format == KvFormat::bf16 ? 0 : 2 * block_tokens * 4; }
+  DIPTYCH_FORCED int64_t scale_bytes() const { return format == KvFormat::bf16 ? 0 : (rows() + block_tokens) * 4; }
   DIPTYCH_FORCED int64_t head_bytes() const { return (key_bytes() + value_bytes() + scale_bytes() + 63) / 64 * 64; }
   DIPTYCH_FORCED int64_t block_bytes() const { return n_kv_heads * head_bytes(); }  // of one layer
   DIPTYCH_FORCED int64_t layer_bytes() const { return n_blocks * block_bytes(); }
-  int64_t width() const { return head_dim + index_dim; }  // of a token's key, and the index's behind it
-  int64_t value_width() const { return v_head_dim + index_dim; }
+  int64_t entry_share() const { return shared_by == 0 ? 0 : head_dim / shared_by; }  // of an entry, so many numbers for each token
+  int64_t width() const { return head_dim + entry_share() + index_dim; }  // of a token's key, its part of an entry, and the index's key
+  int64_t value_width() const { return v_head_dim + entry_share() + index_dim; }
 };
 
 // One kv head of one block of one layer; values: or the keys of an index.
 struct KvHead {
   uint8_t* keys;
   uint8_t* values;
-  float* key_scales;    // [P], not of bf16
+  float* key_scales;    // [P], and behind them of entries, not of bf16
   float* value_scales;  // [P], not of bf16
 };
 
@@ -66,20 +75,21 @@ struct KvLayer {
     uint8_t* base = data + block * shape.block_bytes() + kv_head * shape.head_bytes();
     uint8_t* values = base + shape.key_bytes();
     float* scales = reinterpret_cast<float*>(values + shape.value_bytes());
-    if (is_index) return {values, values, scales + shape.block_tokens, scales + shape.block_tokens};
-    return {base, values, scales, scales + shape.block_tokens};
+    if (is_index) return {values, values, scales + shape.rows(), scales + shape.rows()};
+    return {base, values, scales, scales + shape.rows()};
   }
   KvLayer index() const { return {data, shape, true}; }
 };
 
 struct KvHeads {  // of one layer
   int64_t n, dim, v_dim;  // v_dim 0: keys are values, or those of an index
+  int64_t shared_by = 0;
 
-  // attended: 0, or so many dimensions lie token by token, and those behind them are the key of an index.
+  // attended: 0, or so many dimensions lie token by token; behind them are a token's part of an entry, if any, and the key of an index.
   KvShape of(const KvShape& common, int64_t attended) const {
     KvShape shape = common;
     shape.n_kv_heads = n, shape.head_dim = dim, shape.has_values = v_dim != 0;
-    if (attended != 0) shape.by_token = true, shape.head_dim = attended, shape.index_dim = dim - attended;
+    if (attended != 0) shape.by_token = true, shape.head_dim = attended, shape.shared_by = shared_by, shape.index_dim = dim - attended - shape.entry_share();
     shape.v_head_dim = shape.has_values ? v_dim : shape.head_dim;
     return shape;
   }

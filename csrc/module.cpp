@@ -49,7 +49,7 @@ Activation activation_of(const std::string& name) {
 }
 
 Scores scores_of(const std::string& name) {
-  return named<Scores>("scores", name, {{"softmax", Scores::softmax}, {"sigmoid", Scores::sigmoid}, {"late_sigmoid", Scores::late_sigmoid}, {"sparsemixer", Scores::sparsemixer}});
+  return named<Scores>("scores", name, {{"softmax", Scores::softmax}, {"sigmoid", Scores::sigmoid}, {"late_sigmoid", Scores::late_sigmoid}, {"sparsemixer", Scores::sparsemixer}, {"root_softplus", Scores::root_softplus}});
 }
 
 QueryScale query_scale_of(const std::tuple<float, int64_t, int64_t>& numbers) {
@@ -287,7 +287,7 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> packed_blob(Program& program, int i
 
 AttentionShape attention_shape(int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, float scale, std::optional<int64_t> window,
                                std::optional<float> softcap, bool is_chunked, int64_t v_head_dim, std::optional<int64_t> most,
-                               int64_t block, int64_t pool, bool by_means) {
+                               int64_t block, int64_t pool, bool by_means, bool is_listed, int64_t entry_tokens) {
   if (n_kv_heads < 1 || n_heads % n_kv_heads != 0) throw std::invalid_argument("n_heads must be a multiple of n_kv_heads");
   if (head_dim < 2 || head_dim % 2 != 0 || head_dim > kMostLatentDim) throw std::invalid_argument("head_dim must be even and at most 1024");
   if (v_head_dim < 1 || v_head_dim > kMostLatentDim) throw std::invalid_argument("v_head_dim must be at least 1 and at most 1024");
@@ -299,9 +299,14 @@ AttentionShape attention_shape(int64_t n_heads, int64_t n_kv_heads, int64_t head
   if (softcap) shape.has_softcap = true, shape.softcap = *softcap;
   if (most) shape.most = *most;
   shape.block = block, shape.pool = pool, shape.by_means = by_means;
+  shape.is_listed = is_listed, shape.entry_tokens = entry_tokens;
+  if (entry_tokens != 0 && (entry_tokens < 2 || (entry_tokens < kGroupTokens ? kGroupTokens % entry_tokens : entry_tokens % kGroupTokens) != 0))
+    throw std::invalid_argument("an entry is of 2, 4 or 8 tokens, or a multiple of 16");
+  if (is_listed ? !window || is_chunked || block != 1 || pool != 1 || n_kv_heads != 1 || softcap : entry_tokens != 0)
+    throw std::invalid_argument("a list has a window's tokens and entries, for one head of keys");
   if (pool < 1 || pool > kMostPool || (pool != 1 && (!most || block != 1 || *most < 2 * pool - 1 || (*most + 1) % pool != 0)))
     throw std::invalid_argument("pools that are chosen are whole, and what is seen at most is one less than some of them");
-  if (shape.most < 1 || (most && (window || (block == 1 && n_kv_heads != 1)))) throw std::invalid_argument("at least one position is chosen, for one head of keys without a window");
+  if (shape.most < 1 || (most && ((window && !is_listed) || (block == 1 && n_kv_heads != 1)))) throw std::invalid_argument("at least one position is chosen, for one head of keys without a window");
   const bool are_whole = block >= kGroupTokens && block % kGroupTokens == 0 && kTileTokens % block == 0 && most && *most % block == 0;
   const bool are_parts = block > 1 && kGroupTokens % block == 0 && most && (*most + 1) % block == 0 && *most >= 2 * block - 1;
   if (by_means && !are_parts) throw std::invalid_argument("blocks that are chosen by the means of their keys are parts of a group, and seen with what makes no whole one");
@@ -327,11 +332,12 @@ void bind_shapes(nb::module_& m) {
   nb::class_<AttentionShape>(m, "AttentionShape")
       .def("__init__", [](AttentionShape* self, int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, float scale,
                           std::optional<int64_t> window, std::optional<float> softcap, bool is_chunked, std::optional<int64_t> v_head_dim,
-                          std::optional<int64_t> most, int64_t block, int64_t pool, bool by_means) {
-        new (self) AttentionShape(attention_shape(n_heads, n_kv_heads, head_dim, scale, window, softcap, is_chunked, v_head_dim.value_or(head_dim), most, block, pool, by_means));
+                          std::optional<int64_t> most, int64_t block, int64_t pool, bool by_means, bool is_listed, int64_t entry_tokens) {
+        new (self) AttentionShape(attention_shape(n_heads, n_kv_heads, head_dim, scale, window, softcap, is_chunked, v_head_dim.value_or(head_dim), most, block, pool, by_means, is_listed, entry_tokens));
       }, nb::kw_only(), nb::arg("n_heads"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("scale"),
          nb::arg("window").none() = nb::none(), nb::arg("softcap").none() = nb::none(), nb::arg("is_chunked") = false,
-         nb::arg("v_head_dim").none() = nb::none(), nb::arg("most").none() = nb::none(), nb::arg("block") = 1, nb::arg("pool") = 1, nb::arg("by_means") = false);
+         nb::arg("v_head_dim").none() = nb::none(), nb::arg("most").none() = nb::none(), nb::arg("block") = 1, nb::arg("pool") = 1, nb::arg("by_means") = false,
+         nb::arg("is_listed") = false, nb::arg("entry_tokens") = 0);
 }
 
 void bind_operations(nb::class_<Program>& program) {
@@ -397,8 +403,9 @@ void bind_operations(nb::class_<Program>& program) {
                      std::optional<int> hidden, int hidden_rows, int expanded, int out, int64_t top_k, bool renormalises, const std::string& activation,
                      const std::pair<std::string, float>& scores_by, int choice_bias, std::array<int64_t, 3> groups, float routed_scale, std::optional<int> wide,
                      std::array<float, 4> gate, bool weighs_input, int64_t hidden_column, int64_t column, std::vector<int> up, int up_rows, int scales, const std::string& curve, float softcap,
-                     const std::pair<int64_t, int>& identities) {
+                     const std::pair<int64_t, int>& identities, int by_token) {
         MoeOp op{};
+        op.by_token = by_token;
         op.n_identities = identities.first, op.given = identities.second;
         op.up = std::move(up), op.up_rows = up_rows;
         op.hidden_column = hidden_column, op.column = column;
@@ -426,7 +433,7 @@ void bind_operations(nb::class_<Program>& program) {
          nb::arg("scores_by") = std::pair<std::string, float>{"softmax", 0.0f}, nb::arg("choice_bias") = -1, nb::arg("groups") = std::array<int64_t, 3>{1, 1, 1}, nb::arg("routed_scale") = 1.0f,
          nb::arg("wide").none() = nb::none(), nb::arg("gate") = std::array<float, 4>{1.0f, INFINITY, INFINITY, 0.0f}, nb::arg("weighs_input") = false, nb::arg("hidden_column") = 0, nb::arg("column") = 0,
          nb::arg("up") = std::vector<int>{}, nb::arg("up_rows") = -1, nb::arg("scales") = -1, nb::arg("curve") = "", nb::arg("softcap") = 0.0f,
-         nb::arg("identities") = std::pair<int64_t, int>{0, -1})
+         nb::arg("identities") = std::pair<int64_t, int>{0, -1}, nb::arg("by_token") = -1)
       .def("input", [](Program& p, int x) { p.record(Category::embed, InputOp{x}); })
       .def("tap", [](Program& p, int x, int number) { p.record(Category::norm, TapOp{x, number}); })
       .def("head", [](Program& p, int x, std::optional<int> norm, float eps, int rows, int weight, float scale, std::optional<float> softcap, int bias,

@@ -329,7 +329,7 @@ void Program::record(Category category, OpBody body) {
       const AttentionShape& one = op->shape;
       return other.window == one.window && other.is_chunked == one.is_chunked && other.n_heads == one.n_heads && other.n_kv_heads == one.n_kv_heads &&
              other.head_dim == one.head_dim && other.v_head_dim == one.v_head_dim && other.most == one.most &&
-            other.block == one.block && other.pool == one.pool && other.by_means == one.by_means;
+            other.block == one.block && other.pool == one.pool && other.by_means == one.by_means && other.is_listed == one.is_listed && other.entry_tokens == one.entry_tokens;
     };
     auto found = std::find_if(attention_shapes_.begin(), attention_shapes_.end(), same);
     plan = static_cast<int>(found - attention_shapes_.begin());
@@ -337,14 +337,17 @@ void Program::record(Category category, OpBody body) {
     attention_plans_.resize(attention_shapes_.size());
     n_layers_ = std::max<int64_t>(n_layers_, op->layer + 1);
   }
-  if (std::holds_alternative<CacheLatentsOp>(body)) has_latents_ = true;
+  if (std::holds_alternative<CacheLatentsOp>(body) || std::holds_alternative<CacheRowsOp>(body)) has_latents_ = true;
   if (const auto* op = std::get_if<ChooseOp>(&body)) {
     const int64_t block = op->shape.by_means ? 1 : op->shape.block;  // of scores: of pooled keys one for each position
-    if (most_chosen_ != INT64_MAX && (most_chosen_ != op->shape.most || chosen_block_ != block || chosen_pool_ != op->shape.pool)) throw std::invalid_argument("all indices of a program choose equally many");
-    most_chosen_ = op->shape.most, chosen_block_ = block, chosen_pool_ = op->shape.pool;
+    const int64_t most = op->shape.is_listed ? (op->shape.most + 1) * op->shape.entry_tokens - 1 : op->shape.most;  // the first position with a choice
+    if (most_chosen_ != INT64_MAX && (most_chosen_ != most || chosen_block_ != block || chosen_pool_ != op->shape.pool)) throw std::invalid_argument("all indices of a program choose equally many");
+    most_chosen_ = most, chosen_block_ = block, chosen_pool_ = op->shape.pool;
     choosing_heads_ = std::max(choosing_heads_, chosen_block_ == 1 ? 1 : op->shape.n_heads);
     n_layers_ = std::max<int64_t>(n_layers_, op->layer + 1);  // an index of blocks has a layer of the cache
   }
+  if (const auto* op = std::get_if<MoveEntriesOp>(&body)) n_state_layers_ = std::max<int64_t>(n_state_layers_, op->layer + 1);
+  if (const auto* op = std::get_if<MoeOp>(&body); op != nullptr && op->by_token != -1) table_rows_ = std::min(table_rows_, vector_size(op->by_token) / op->top_k);
   if (const auto* op = std::get_if<StateOp>(&body)) n_state_layers_ = std::max<int64_t>(n_state_layers_, op->layer + 1);
   if (const auto* op = std::get_if<EmbedOp>(&body)) table_rows_ = std::min(table_rows_, tables_.at(op->table).rows), place_by(op->positions, op->x);
   if (const auto* op = std::get_if<TiedEmbedOp>(&body)) {
@@ -439,6 +442,8 @@ void Program::reserve(int64_t tokens) {
       if (const auto* keys = std::get_if<CacheIndexOp>(&op.body)) bytes = std::max(bytes, 2 * (buffers_[keys->x].width * 4 + 64));
       if (const auto* pools = std::get_if<PoolIndexOp>(&op.body)) bytes = std::max(bytes, pools->width * (pools->pool + 1) * 4 + 64);
       if (const auto* choose = std::get_if<ChooseOp>(&op.body)) bytes = std::max(bytes, kernels_.attention->scratch_bytes(choose->shape));
+      if (const auto* rows = std::get_if<CacheRowsOp>(&op.body)) bytes = std::max(bytes, buffers_[rows->x].width * 4 + 64);
+      if (const auto* turn = std::get_if<TurnQueriesOp>(&op.body)) bytes = std::max(bytes, buffers_[turn->q].width / turn->n_heads * 4 + 64);
       if (const auto* latents = std::get_if<CacheLatentsOp>(&op.body)) bytes = std::max(bytes, buffers_[latents->kv].width * 4 + 64);
       if (const auto* moves = std::get_if<StateOp>(&op.body)) bytes = std::max(bytes, kernels_.step->state_scratch_floats(moves->shape) * 4);
       if (const auto* weigh = std::get_if<WeighOp>(&op.body)) bytes = std::max(bytes, buffers_[weigh->x].width * 4 + 64);
@@ -533,7 +538,9 @@ void Program::check(const Step& step, const KvCache& kv) const {
       const AttentionShape& wanted = attention->shape;
       require(has_latents_ != shape.has_values && wanted.head_dim == shape.head_dim && wanted.v_head_dim == shape.v_head_dim && wanted.n_kv_heads == shape.n_kv_heads,
               "the KV cache has another shape of heads");
-      require((attention->choice != -1 && wanted.block == 1) == shape.by_token, "the KV cache has tokens in another order");
+      require((wanted.is_listed || (attention->choice != -1 && wanted.block == 1)) == shape.by_token, "the KV cache has tokens in another order");
+      const int64_t shared = wanted.entry_tokens < kGroupTokens ? wanted.entry_tokens : kGroupTokens;
+      require(shape.shared_by == shared, "the KV cache has other entries");
     } else if (const auto* choose = std::get_if<ChooseOp>(&op.body)) {
       const KvShape& shape = kv.shape_of(choose->layer);
       const bool is_of_blocks = choose->shape.block != 1;

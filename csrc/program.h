@@ -109,7 +109,7 @@ struct AttentionOp { int q, out, layer; AttentionShape shape; int sinks = -1; in
 constexpr int64_t kMostGroupBest = 4;
 // What a router's products become: a softmax over all experts, a sigmoid of each, or for each choice a softmax over those that are
 // left and lie within a margin of the best (sparsemixer, arXiv:2409.12136).
-enum class Scores : int32_t { softmax, sigmoid, late_sigmoid, sparsemixer };
+enum class Scores : int32_t { softmax, sigmoid, late_sigmoid, sparsemixer, root_softplus };  // the last: the root of a softplus of each
 struct MoeOp {
   int router, router_rows, scores;           // router weight, its input, [T, E] fp32, E as in n_scored
   std::vector<int> gate_up, down;            // one packed weight per expert
@@ -127,6 +127,7 @@ struct MoeOp {
   float softcap = 0.0f;                      // products become softcap * tanh(product / softcap) first; 0: they stay
   int scales = -1;                           // a vector [E] that the chosen experts' weights are multiplied by, or -1
   int choice_bias = -1;                      // a vector [E] added to the scores for the choice, or -1
+  int by_token = -1;                         // a vector [V, k] of the experts that each token id has, or -1: scores choose
   int64_t n_groups = 1, groups_per_token = 1, group_best = 1;  // experts of the best groups only, by the sum of their best
   float routed_scale = 1.0f;
   bool joins_apart = false;                  // gate_up is plain, [T * k, 2F] in `wide`, whose halves are joined by themselves as `gate` says,
@@ -162,6 +163,10 @@ struct HeadsOp {                             // for each head a product of its o
 struct CacheLatentsOp { int kv, layer, norm, rope; int64_t rank; float norm_eps; };
 struct CacheIndexOp { int x, layer, norm, bias, rope; float norm_eps; int64_t n_gates = 0, pooled = 0; };  // bias -1: an RMSNorm; norm -1: none
 struct PoolIndexOp { int layer, offsets; int64_t pool, width; };  // of the pools that the step's tokens complete; width: of a key and its gates
+struct CacheRowsOp { int x, layer, norm, rope; float norm_eps; int64_t tokens = 0; bool is_index = false; };  // as RowCall has it
+struct TurnQueriesOp { int q, out, norm, rope; float norm_eps; int64_t n_heads; };   // each head of q normed and turned: bf16
+struct TurnBackOp { int x, rope; int64_t n_heads; };            // each head of x
+struct MoveEntriesOp { int x, out, offsets, layer; int64_t tokens, n_series; };  // layer: of the states
 struct ChooseOp {                            // what tokens attend to (attention_index.inl), by heads as `shape` says
   int q, queries, weights;                   // f32 [T, H d], turned to bf16, and f32 [T, H]
   int choice;                                // [T, most] whole numbers in an f32 buffer; nothing where a token sees no more than `most`
@@ -173,6 +178,7 @@ struct ChooseOp {                            // what tokens attend to (attention
   float norm_eps = 0.0f;
   int64_t local = 0, first_head = 0;
   int64_t width = 0;                         // of a head's query in q, which zeros are put behind; 0: as wide as keys
+  bool turns_last = false;                   // neighbours at a query's end turn together
 };
 struct ScaleQueriesOp { int q; QueryScale scale; };            // each token's row of q, by its position
 struct RotateQueriesOp { int q, out, rope; int64_t n_heads; };   // the end of each head of q, turned, to the end of each head of out
@@ -219,7 +225,7 @@ struct LayerInputsOp { int x, norm, table, packed; float eps, table_scale, scale
                                                               // table is one, or a packed weight in groups; the other is -1
 
 using OpBody = std::variant<EmbedOp, TiedEmbedOp, NormOp, AddNormOp, AddOp, PrepareOp, LinearOp, RotateOp, AttentionOp, MoeOp, HeadOp,
-                            InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, CacheIndexOp, PoolIndexOp, ChooseOp, ScaleQueriesOp, RotateQueriesOp, WeighOp, SparseGateOp, BentGateOp, CurveOp, BranchOp, GateHeadsOp, MatchOp,
+                            InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, CacheIndexOp, PoolIndexOp, CacheRowsOp, TurnQueriesOp, TurnBackOp, MoveEntriesOp, ChooseOp, ScaleQueriesOp, RotateQueriesOp, WeighOp, SparseGateOp, BentGateOp, CurveOp, BranchOp, GateHeadsOp, MatchOp,
                             CopyColumnsOp, PredictOp, CorrectOp, ConnectionsOp, GatherOp, SpreadOp, MingleOp, FoldOp, InjectOp, MeetKeysOp, IdsOp, NgramsOp, LayerInputsOp, StateOp>;
 
 struct Op {

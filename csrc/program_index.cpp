@@ -113,6 +113,10 @@ void Program::Run::run(const ChooseOp& op, size_t, int thread, int threads) cons
     const int64_t token = plan.tokens[i / heads], at = program.positions_[token] * half;
     const int64_t own = op.width == 0 ? d : op.width;
     const float* q = buffer(op.q).f32() + token * buffer(op.q).width + (op.first_head + i % heads) * own;
+    if (op.turns_last) {
+      kernels.turn_query(q, d, nullptr, 0.0f, half, rope.cosine.data() + at, rope.sine.data() + at, reinterpret_cast<float*>(scratch(thread)), queries + (token * heads + i % heads) * d);
+      continue;
+    }
     float *turned = reinterpret_cast<float*>(scratch(thread)), *normed = turned + whole_vectors(d) + 16;
     if (op.norm != -1) kernels.rms_norm_row(q, vector(op.norm), d, op.norm_eps, normed), q = normed;
     uint16_t* to = queries + (token * heads + i % heads) * d;
@@ -142,6 +146,12 @@ void Program::Run::run(const ChooseOp& op, size_t, int thread, int threads) cons
     barrier(thread);
     for (int64_t i = first + thread; i < end; i += threads) {
       const int64_t token = plan.tokens[i];
+      if (op.shape.is_listed) {  // the key of an entry lies with the last of its tokens
+        float* of_entries = scores + (i - first) * stride;
+        const int64_t whole = keep_scores_of_pools(program.positions_[token], op.shape.entry_tokens, of_entries);
+        set.attention->choose_row(of_entries, whole, op.shape.most, choice + token * op.shape.most);
+        continue;
+      }
       if (op.shape.by_means) {
         choose_by_means(op.shape, *set.attention, program.positions_[token], scores + (i - first) * stride, choice + token * (op.shape.most / op.shape.block + 1));
         continue;

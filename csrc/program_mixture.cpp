@@ -49,6 +49,10 @@ void Program::Run::route_token(const MoeOp& op, int64_t token, float* choice) co
   if (op.softcap > 0.0f) kernels.softcap_row(scores, n_experts, op.softcap);
   if (op.by == Scores::softmax) kernels.softmax_row(scores, n_experts);
   if (op.by == Scores::sigmoid) kernels.sigmoid_row(scores, n_experts);
+  if (op.by == Scores::root_softplus) {
+    kernels.curve_row(scores, n_experts, Curve::softplus, nullptr, scores);
+    for (int64_t e = 0; e < n_experts; ++e) scores[e] = std::sqrt(scores[e]);
+  }
   std::memcpy(choice, scores, static_cast<size_t>(n_experts) * 4);
   if (op.by == Scores::late_sigmoid) kernels.sigmoid_row(scores, n_experts);
   if (op.choice_bias != -1) kernels.add_row(vector(op.choice_bias), n_experts, 1.0f, choice);
@@ -56,10 +60,11 @@ void Program::Run::route_token(const MoeOp& op, int64_t token, float* choice) co
   int32_t* ids = program.routing_.expert_ids.data() + token * top_k;
   float* weights = program.routing_.expert_weights.data() + token * top_k;
   float total = 0.0f;
+  const float* own = op.by_token == -1 ? nullptr : vector(op.by_token) + step.token_ids[token] * top_k;
   for (int64_t j = 0; j < top_k; ++j) {
     Best most;
-    kernels.find_best(choice, n_experts, 0, &most);
-    const int32_t best = most.index;
+    if (own == nullptr) kernels.find_best(choice, n_experts, 0, &most);
+    const int32_t best = own == nullptr ? most.index : static_cast<int32_t>(own[j]);
     const float weight = op.by == Scores::sparsemixer ? sparse_weight(choice, n_experts, best, op.margin) : scores[best];
     choice[best] = -std::numeric_limits<float>::infinity();
     total += weight;

@@ -61,7 +61,7 @@ struct Names {
     if (op.has_hidden) buffers({op.hidden});
     if (op.joins_apart) buffers({op.wide});
     if (op.n_identities > 0) buffers({op.given});
-    optional_vector(op.choice_bias), optional_vector(op.scales);
+    optional_vector(op.choice_bias), optional_vector(op.scales), optional_vector(op.by_token);
     for (size_t e = 0; e < op.down.size(); ++e) weights({op.gate_up.at(e), op.down[e]});
     for (const int up : op.up) weights({up}), buffers({op.up_rows});
   }
@@ -76,6 +76,10 @@ struct Names {
   void operator()(const CacheLatentsOp& op) const { buffers({op.kv}), vectors({op.norm}), require_below({op.rope}, has.ropes, "rotary table"); }
   void operator()(const CacheIndexOp& op) const { buffers({op.x}), optional_vector(op.norm), optional_vector(op.bias), require_below({op.rope}, has.ropes, "rotary table"); }
   void operator()(const PoolIndexOp& op) const { vectors({op.offsets}); }
+  void operator()(const CacheRowsOp& op) const { buffers({op.x}), vectors({op.norm}), require_below({op.rope}, has.ropes, "rotary table"); }
+  void operator()(const TurnQueriesOp& op) const { buffers({op.q, op.out}), vectors({op.norm}), require_below({op.rope}, has.ropes, "rotary table"); }
+  void operator()(const TurnBackOp& op) const { buffers({op.x}), require_below({op.rope}, has.ropes, "rotary table"); }
+  void operator()(const MoveEntriesOp& op) const { buffers({op.x, op.out}), vectors({op.offsets}); }
   void operator()(const ChooseOp& op) const {
     buffers({op.q, op.queries, op.choice}), optional_vector(op.norm), require_below({op.rope}, has.ropes, "rotary table");
     if (op.weights != -1) buffers({op.weights});

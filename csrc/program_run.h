@@ -80,6 +80,10 @@ struct Program::Run {
   void run(const CacheLatentsOp& op, size_t, int thread, int threads) const;
   void run(const CacheIndexOp& op, size_t, int thread, int threads) const;
   void run(const PoolIndexOp& op, size_t, int thread, int threads) const;
+  void run(const CacheRowsOp& op, size_t, int thread, int threads) const;
+  void run(const TurnQueriesOp& op, size_t, int thread, int threads) const;
+  void run(const TurnBackOp& op, size_t, int thread, int threads) const;
+  void run(const MoveEntriesOp& op, size_t, int thread, int threads) const;
   void run(const ChooseOp& op, size_t, int thread, int threads) const;
   void run(const ScaleQueriesOp& op, size_t, int thread, int threads) const;
   void run(const RotateQueriesOp& op, size_t, int thread, int threads) const;

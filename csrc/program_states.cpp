@@ -38,9 +38,12 @@ void Program::check_states(const Step& step, const KvCache& kv) const {
   const bool may_have_less = !is_rank_0();  // heads in the last of the layers
   require(kv.n_state_layers() == n_state_layers_ || (may_have_less && kv.n_state_layers() > n_state_layers_), "the KV cache has states of another number of layers");
   require(step.state_reads != nullptr && step.state_writes != nullptr, "the program has states, and the step names no places for them");
-  for (const Op& op : ops_)
+  for (const Op& op : ops_) {
     if (const auto* moves = std::get_if<StateOp>(&op.body))
       require(kv.state_floats(moves->layer) >= moves->shape.floats(), "the KV cache has states of another size");
+    if (const auto* entries = std::get_if<MoveEntriesOp>(&op.body))
+      require(kv.state_floats(entries->layer) >= entries_floats(buffers_[entries->out].width, entries->n_series), "the KV cache has states of another size");
+  }
   const int64_t n = kv.n_places();
   std::vector<uint8_t> is_written(static_cast<size_t>(n), 0);
   auto note = [&](int64_t place) {
@@ -91,6 +94,27 @@ void Program::Run::run(const StateOp& op, size_t index, int thread, int threads)
     task.write = kv.state(op.layer, step.state_writes[s]);
     task.saves = own, task.saves_end = own + n;
     kernels.move_state(call, task, reinterpret_cast<float*>(scratch(thread)));
+  }
+}
+
+void Program::Run::run(const MoveEntriesOp& op, size_t index, int thread, int threads) const {
+  EntriesCall call;
+  call.tokens = op.tokens, call.n_series = op.n_series, call.d = buffer(op.out).width;
+  call.rows = buffer(op.x).f32(), call.offsets = vector(op.offsets), call.positions = program.positions_.data(), call.out = buffer(op.out).f32();
+  const Saves saves{step.state_saves, step.n_saves};
+  const int64_t parts = (call.d + 15) / 16;
+  const int32_t n_tasks = static_cast<int32_t>(step.n_sequences * parts);
+  for (int32_t i = thread; i < n_tasks; i = next_task(index, n_tasks, threads)) {
+    const int64_t s = i / parts, read = step.state_reads[s];
+    StateSave own[kMostSaves];
+    int64_t n = 0;
+    for (int64_t at = saves.first_of(s); at < saves.n && saves.sequence(at) == s; ++at) own[n++] = {saves.rows(at), kv.state(op.layer, saves.place(at))};
+    EntriesTask task;
+    task.first_row = step.query_start[s], task.n_rows = step.query_start[s + 1] - task.first_row, task.lane = i % parts * 16;
+    task.read = read < 0 ? nullptr : kv.state(op.layer, read);
+    task.write = kv.state(op.layer, step.state_writes[s]);
+    task.saves = own, task.saves_end = own + n;
+    kernels.move_entries(call, task);
   }
 }
 

@@ -38,6 +38,10 @@ struct Uses {
   void operator()(const CacheLatentsOp& op) { reads = {op.kv}; }
   void operator()(const CacheIndexOp& op) { reads = {op.x}; }
   void operator()(const PoolIndexOp&) {}
+  void operator()(const CacheRowsOp& op) { reads = {op.x}; }
+  void operator()(const TurnQueriesOp& op) { reads = {op.q}, writes = {op.out}; }
+  void operator()(const TurnBackOp& op) { reads = {op.x}, writes = {op.x}; }
+  void operator()(const MoveEntriesOp& op) { reads = {op.x}, writes = {op.out}; }
   void operator()(const ChooseOp& op) {
     reads = {op.q}, writes = {op.queries, op.choice};
     if (op.weights != -1) reads.push_back(op.weights);

@@ -121,6 +121,9 @@ def enliven(model: torch.nn.Module, seed: int) -> None:
             buffer.copy_(0.5 + 0.4 * torch.rand(buffer.shape, generator=generator))
         if name.endswith("correction_bias"):  # no parameter of some classes, but stored
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+        if name.endswith("tid2eid"):
+            n = model.config.n_routed_experts
+            buffer.copy_(torch.stack([torch.randperm(n, generator=generator)[: buffer.shape[1]] for _ in buffer]))
     tie = getattr(model, "tie_weights", None)
     if tie is not None:
         tie()

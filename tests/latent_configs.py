@@ -56,4 +56,18 @@ LATENT_MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
          "mlp_layer_types": ["dense", *["sparse"] * 4], "index_topk": 12, "index_kpool": 4,
          "index_n_heads": 8, "index_head_dim": 32, "hc_mult": 3, "hc_sinkhorn_iters": 3, "swiglu_limit": 0.6},
     ),
+    # windows of rows that all heads meet, beside entries: all of 16 tokens, and some of 4 that overlap; experts by a token's id
+    "deepseek_v4": (
+        "DeepseekV4Config",
+        "DeepseekV4ForCausalLM",
+        {"num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 32, "partial_rotary_factor": 0.25, "q_lora_rank": 24,
+         "o_groups": 2, "o_lora_rank": 16, "sliding_window": 8,
+         "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention",
+                         "compressed_sparse_attention"],
+         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+         "mlp_layer_types": ["hash_moe", "moe", "moe", "hash_moe"], "n_routed_experts": 8, "num_experts_per_tok": 3,
+         "intermediate_size": 40, "moe_intermediate_size": 40, "index_topk": 3, "index_n_heads": 8, "index_head_dim": 16,
+         "hc_mult": 3, "hc_sinkhorn_iters": 3, "swiglu_limit": 0.6, "rope_parameters": {
+             "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    ),
 }  # fmt: skip

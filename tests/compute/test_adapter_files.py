@@ -65,6 +65,9 @@ CASES: dict[str, dict[str, Any]] = {
         f"{one}_proj" for one in ("q", "k", "v", "o", "b", "f_a", "f_b", "g_a", "g_b", "gate", "up", "down")]},
     "glm5_next": {"r": 4, "lora_alpha": 8, "target_modules": [
         f"{one}_proj" for one in ("q", "k", "v", "o", "b", "f_a", "f_b", "g_a", "g_b", "q_a", "q_b")]},
+    # rows that all heads meet, what entries are made of, beside groups of heads that nothing adapts
+    "deepseek_v4": {"r": 4, "lora_alpha": 8, "target_modules": [
+        f"{one}_proj" for one in ("q_a", "q_b", "kv", "gate", "o_b", "up", "down")]},
     # layers of two parts, whose latents are scaled
     "longcat_flash": {"r": 4, "lora_alpha": 8, "target_modules": [
         f"{one}_proj" for one in ("q_a", "q_b", "o")]},

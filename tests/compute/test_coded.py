@@ -342,7 +342,7 @@ def test_rows_of_heads_and_of_what_gates_them_come_out_of_one_matrix(
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format .* is 'marlin-24'"),
         ({"quant_method": "compressed-tensors", "format": "mxfp6-quantized"}, "mxfp6"),
         ({"quant_method": "mxfp8", "scale_fmt": "float"}, "scale_fmt .* is 'float'; 'ue8m0' can be read"),
-        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype .* is 'fp4'"),
+        ({"quant_method": "fp8", "expert_dtype": "fp6"}, "expert_dtype .* is 'fp6'"),
         ({"quant_method": "nvfp4"}, "quantised with 'nvfp4'"),
         (AUTO_ROUND | {"data_type": "mx_fp", "bits": 6, "packing_format": "auto_round:llm_compressor"}, "bits .* is 6"),
         (AUTO_ROUND | {"data_type": "nv_fp"}, "packing_format .* is None"),

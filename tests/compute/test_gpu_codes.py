@@ -22,7 +22,8 @@ from diptych.compute import runner
 from diptych.compute.gguf_codes import codes_of
 from diptych.compute.model import Model
 from diptych.compute.ops import torch_model
-from diptych.compute.ops.contract import Activation, Codes, LinearParts
+from diptych.compute.ops.contract import Activation, LinearParts
+from diptych.compute.ops.contract_parts import Codes
 from diptych.compute.ops.device_codes import SCALE_DTYPES, CodedWeight, JoinedWeight
 from diptych.compute.ops.torch_loader import TorchLinear, TorchLoader
 from diptych.compute.runner import load_model

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.cost.attended import Attended, Chosen, Scored, pairs, read_tokens
+from diptych.cost.attended import Attended, Chosen, Listed, Scored, pairs, read_tokens
 from diptych.cost.calibrated import _units_of
 from diptych.cost.components import (
     BF16,
@@ -323,6 +323,23 @@ def test_what_an_index_chooses_is_counted_position_by_position():
             *(sum(of(reach, one) for one in decodes) for of in (read_tokens, pairs)),
         )
         assert Attended(reach).of(StepShape(chunks)) == known
+
+
+@pytest.mark.parametrize(("window", "tokens", "most"), [(7, 0, None), (3, 4, None), (5, 4, 2), (40, 8, 3), (1, 2, 1)])
+def test_a_window_and_entries_are_seen_token_by_token(window: int, tokens: int, most: int | None) -> None:
+    """DeepSeek V4: an entry counts once it is whole; what is read at least once is at most what is seen, all together."""
+    reach = Listed(window, tokens, most)
+    chunks = [ChunkShape(Phase.PREFILL, n, at, True) for n, at in ((10, 5), (30, 0), (3, 37), (1, 90))]
+    for chunk in chunks:
+        whole = [(position + 1) // tokens if tokens else 0 for position in range(chunk.start_pos, chunk.end_pos)]
+        near = [min(position + 1, window) for position in range(chunk.start_pos, chunk.end_pos)]
+        chosen = [one if most is None else min(one, most) for one in whole]
+        assert pairs(reach, chunk) == sum(near) + sum(chosen)
+        first = max(chunk.start_pos + 1 - window, 0)
+        assert read_tokens(reach, chunk) == min(pairs(reach, chunk), chunk.end_pos - first + whole[-1])
+    decodes = [ChunkShape(Phase.DECODE, 1, at, True) for at in (3, 40)]
+    known = (sum(of(reach, one) for one in decodes) for of in (read_tokens, pairs))
+    assert Attended(reach).of(StepShape(decodes)) == (0, 0, *known)
 
 
 def test_blocks_by_their_means_are_seen_with_what_makes_no_whole_one() -> None:

@@ -108,6 +108,22 @@ MORE: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
     },
+    "deepseek_v4": {
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "partial_rotary_factor": 0.25,
+        "o_groups": 2,
+        "layer_types": [
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "sliding_attention",
+            "compressed_sparse_attention",
+        ],
+        "mlp_layer_types": ["hash_moe", "moe", "moe", "hash_moe"],
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "hc_mult": 3,
+    },
     "phimoe": {"num_local_experts": 4, "lm_head_bias": True},
     "glm4_moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS},
     "glm4v_moe_text": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS},
@@ -482,6 +498,8 @@ def test_every_number_is_that_of_transformers(family: Family, fields: str) -> No
     if rope:
         for layer in spec.layers:
             kind = "sliding_attention" if layer.attention.window else "full_attention"
+            if "compress" in rope:
+                kind = "main" if layer.attention.entries is None else "compress"
             theirs, ours = rope.get(kind, rope), layer.attention.rope
             assert ours is None or (ours.theta, ours.kind) == (theirs["rope_theta"], theirs["rope_type"])
 

@@ -170,14 +170,14 @@ class PoolConfig:
 
     def check_states(self, spec: ModelSpec, config: EngineConfig) -> None:
         """ConfigError where prompts are to be read elsewhere and the states behind them could not come along."""
-        if not spec.state_layers or not self.most_of("prefill"):
+        if not spec.n_with_states or not self.most_of("prefill"):
             return
         missing = None if config.scheduler.enable_prefix_cache else "the prefix cache, in which they are kept"
         if config.compute.tp > 1:
             missing = f"workers of one rank (tp is {config.compute.tp})"
         if missing is not None:
             raise ConfigError(
-                f"{len(spec.state_layers)} of the model's {spec.n_layers} layers keep a state of each sequence; to send states "
+                f"{spec.n_with_states} of the model's {spec.n_layers} layers keep a state of each sequence; to send states "
                 f"from a worker to another takes {missing}",
                 hint="--workers has each worker read its own prompts",
             )

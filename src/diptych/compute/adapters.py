@@ -51,6 +51,13 @@ _IN_FILES = (
     (".forget_gate.", "."), (".mlp.", ".block_sparse_moe."),  # Kimi Linear
     (".self_attn.forget_gate.", ".attention."), (".self_attn.o_proj", ".attention.dense"),  # Ling 3.0
     (".self_attn.", ".attention."),
+    # DeepSeek V4
+    (".self_attn.q_a_proj", ".attn.wq_a"), (".self_attn.q_b_proj", ".attn.wq_b"), (".self_attn.kv_proj", ".attn.wkv"),
+    (".self_attn.o_b_proj", ".attn.wo_b"), (".self_attn.compressor.indexer.q_b_proj", ".attn.indexer.wq_b"),
+    *((f".self_attn.compressor.{ours}{one}_proj", f".attn.{theirs}compressor.w{one}")
+      for ours, theirs in (("", ""), ("indexer.", "indexer.")) for one in ("kv", "gate")),
+    *((f".mlp.shared_experts.{ours}_proj", f".ffn.shared_experts.{theirs}")
+      for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))),
 )  # fmt: skip
 _EXPERT = re.compile(r"(?P<layer>(?:^|.*\.)layers\.\d+)\..*experts(?:\.base_layer)*\[(?P<number>\d+)\]")
 

@@ -7,16 +7,8 @@ from dataclasses import replace
 from diptych.compute.attention_loader import HeadsLoader
 from diptych.compute.balance import ScaledTensor
 from diptych.compute.layer_weights import LayerWeights
-from diptych.compute.ops.contract import (
-    Experts,
-    Heads,
-    Linear,
-    LinearParts,
-    NormParts,
-    Split,
-    Table,
-    Vector,
-)
+from diptych.compute.ops.contract import Experts, Heads, Linear, LinearParts, NormParts, Table, Vector
+from diptych.compute.ops.contract_parts import Split
 from diptych.compute.part_weights import AsideWeights
 from diptych.models.spec import MlpSpec
 

@@ -8,6 +8,7 @@ from typing import Any, Generic
 import torch
 
 from diptych.compute.balance import NORM_SHARE, balance_norm, balance_values
+from diptych.compute.entries_loader import entry_index, entry_parts, group_parts, read_anew, readers_of
 from diptych.compute.layer_tensors import LayerTensors
 from diptych.compute.ops.contract import (
     AttentionSpec,
@@ -17,11 +18,11 @@ from diptych.compute.ops.contract import (
     Linear,
     LinearParts,
     NormParts,
-    Split,
     Table,
     Vector,
     WeightTensor,
 )
+from diptych.compute.ops.contract_parts import Split
 from diptych.compute.part_weights import LatentWeights, SelectiveWeights, StateWeights, UnitWeights
 from diptych.compute.rope import frequencies, standstill
 from diptych.compute.selective_loader import load_selective, load_units
@@ -88,7 +89,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         index = None if attention.own_index is None else self._block_index(attention.own_index, root)
         if self.loader.is_balancing:
             if not is_shared:
-                of_index = [] if index is None else [index.queries, index.key]
+                of_index = [] if index is None else [index.queries, *index.of_input]
                 norm, scaled = self.balance_norm(norm, (*readers, *of_index))
                 readers, of_index = scaled[: len(readers)], list(scaled[len(readers) :])
                 index = index and replace(index, queries=of_index[0], key=of_index[1])
@@ -220,6 +221,8 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         self, norm: NormParts | None, mla: MlaSpec, root: str
     ) -> tuple[NormParts | None, LayerHeads[Vector, Linear, Heads]]:
         """As `heads`, of latent attention. What expands a latent is cut by heads: its key part is read the other way round."""
+        if mla.n_groups:
+            return self._row_heads(norm, mla, root)
         attention, hidden = self.parts.attention, self.spec.hidden
         n_heads, has_bias = attention.n_heads, attention.has_o_bias
         q_width = n_heads * (mla.nope_dim + mla.rope_dim)
@@ -258,6 +261,62 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             qkv=weights,
             o=self.loader.linear(o, role=self.role(Split.INPUTS, o=hidden)),
             gate=None if of_heads is None else self._gate(of_heads, attention.gate_by),
+        )
+
+    def _row_heads(
+        self, norm: NormParts | None, mla: MlaSpec, root: str
+    ) -> tuple[NormParts | None, LayerHeads[Vector, Linear, Heads]]:
+        """As `heads`, of rows that all heads meet as they are."""
+        attention, hidden, own = self.parts.attention, self.spec.hidden, self.parts.attention.own_index
+        assert mla.q_rank is not None
+        assert attention.rope is not None
+        n_heads, q_width = attention.n_heads, attention.n_heads * mla.row
+        down = self.linear(root, ("wq_a",), (mla.q_rank,), hidden)
+        kv = self.linear(root, ("wkv",), (mla.row,), hidden)
+        entries = None
+        if attention.entries is not None:
+            entries = entry_parts(self, attention.entries, mla.row, f"{root}compressor.")
+        index = None if own is None else entry_index(self, mla, own, f"{root}indexer.")
+        if self.loader.is_balancing:
+            norm, (down, kv, *rest) = self.balance_norm(norm, (down, kv, *readers_of(entries, index)))
+            entries, index = read_anew(entries, index, tuple(rest))
+        handle = self.loader.latent_attention(
+            AttentionSpec(
+                layer=self.layer,
+                n_heads=n_heads,
+                n_kv_heads=1,
+                head_dim=mla.row,
+                scale=attention.scale,
+                window=attention.window,
+                rope=frequencies(attention.rope),
+                norm_eps=mla.norm_eps,
+                mla=mla,
+                index=attention.index,
+                place=self.spec.kv_place(self.layer),
+                has_sinks=attention.has_sinks,
+                entries=attention.entries,
+                entry_places=self.spec.entry_places(self.layer),
+            ),
+            norm=self._norm_over(f"{root}{self.spelt(root, 'kv_norm', '.weight')}", mla.row),
+            keys=(),
+            values=group_parts(self, mla, n_heads, root),
+            sinks=self._sinks(root),
+            index=index,
+            entries=entries,
+        )
+        q = self.linear(root, ("wq_b",), (q_width,), mla.q_rank)
+        weights = LatentWeights(
+            q_down=self.loader.linear(down),
+            q_norm=self.loader.norm(self._norm_over(f"{root}q_norm", mla.q_rank)),
+            q=self.loader.linear(q, role=self.role(Split.OUTPUTS, q=q_width)),
+            kv=self.loader.linear(kv),
+            has_index=index is not None,
+            has_entries=entries is not None,
+            norm_eps=mla.norm_eps,
+        )
+        o = self.linear(root, (self.names.o,), (hidden,), n_heads * mla.v_dim)
+        return norm, LayerHeads(
+            handle=handle, qkv=weights, o=self.loader.linear(o, role=self.role(Split.INPUTS, o=hidden))
         )
 
     def _latent_gate(self, mla: MlaSpec, root: str) -> LinearParts | None:

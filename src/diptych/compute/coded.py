@@ -19,7 +19,8 @@ import torch
 
 from diptych.compute.coded_layouts import companions, companions_of_stack, open_matrix, open_stacked
 from diptych.compute.coded_matrices import Matrix, RawTensors
-from diptych.compute.ops.contract import Codes, WeightTensor
+from diptych.compute.ops.contract import WeightTensor
+from diptych.compute.ops.contract_parts import Codes
 from diptych.compute.weights import Checkpoint, FileTensor, StackedTensor
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import ENGINE_WEIGHTS, mean_bytes
@@ -179,7 +180,8 @@ class CodedCheckpoint(Checkpoint):
     @property
     def n_parameters(self) -> int:
         """Elements of all tensors asked for, each matrix by its shape."""
-        plain = sum(math.prod(self._shape(name)) for name in self._used if name not in self._coded)
+        named = (name for name in self._used if name not in self._coded)
+        plain = sum(self._values.get(name, math.prod(self._shape(name))) for name in named)
         return plain + sum(math.prod(matrix.shape) for matrix in self._matrices.values())
 
     @property

@@ -12,7 +12,7 @@ import math
 import torch
 
 from diptych.compute.coded_matrices import CodedMatrix, CodedParts, RawTensors
-from diptych.compute.ops.contract import Codes
+from diptych.compute.ops.contract_parts import Codes
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import KeptFormat
 from diptych.models.quantised_hqq import BITS, HELD_BITS

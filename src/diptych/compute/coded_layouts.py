@@ -74,6 +74,8 @@ def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quant
         return _awq(raw, prefix, shape, how)
     if dtype == "F8_E4M3":
         return _fp8(raw, weight, shape, how)
+    if how.method == "fp8" and dtype == "I8":
+        return _fp4(raw, prefix, shape, how)
     if dtype == "I8":
         return _int8(raw, prefix, shape, how)
     return None
@@ -258,18 +260,18 @@ def _fp4(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation
     """weight_packed, or modelopt's and Quark's weight, u8 [n, k / 2], the lower nibble first.
 
     NVFP4: weight_scale E4M3 [n, k / 16] and one scale of all, weight_global_scale, which divides, or modelopt's weight_scale_2,
-    which multiplies. MXFP4: weight_scale u8 [n, k / 32], exponents.
+    which multiplies. MXFP4: weight_scale u8 [n, k / 32], exponents; of DeepSeek V4's experts scale, and weight is i8.
     """
     n, k = shape
     codes, scale = (
-        f"{prefix}.weight" if how.method in ("modelopt", "quark") else f"{prefix}.weight_packed",
-        f"{prefix}.weight_scale",
+        f"{prefix}.weight" if how.method in ("modelopt", "quark", "fp8") else f"{prefix}.weight_packed",
+        f"{prefix}.scale" if how.method == "fp8" else f"{prefix}.weight_scale",
     )
     found = raw.header(scale)[1] if raw.holds(scale) else "F8_E4M3"
     group = 32 if found in ("U8", "F8_E8M0") or how.method == "quark" else 16
     if k % group:
         raise LoadError(f"{prefix} has {k} inputs, which groups of {group} do not divide", hint=_CONTRADICTION)
-    _require(raw, codes, (n, k // 2), "U8")
+    _require(raw, codes, (n, k // 2), "I8" if how.method == "fp8" else "U8")
     _require(raw, scale, (n, k // group), *(("F8_E4M3",) if group == 16 else ("U8", "F8_E8M0")))
     whole = None
     if group == 16:
@@ -296,11 +298,11 @@ def _fp8(
 ) -> ScaledMatrix:
     """weight fp8 E4M3 [n, k] with weight_scale_inv or weight_scale (a factor, both): one, of rows, of blocks, of 32 inputs.
 
-    Of the last (MXFP8) u8, exponents.
+    Of the last (MXFP8) u8, exponents. DeepSeek V4 calls it scale.
     """
     n, k = shape
     _require(raw, weight, shape, "F8_E4M3")
-    scale = next((one for one in scales or (f"{weight}_scale_inv", f"{weight}_scale") if raw.holds(one)), None)
+    scale = next((one for one in scales or _scales_beside(weight) if raw.holds(one)), None)
     if scale is None:
         raise LoadError(f"{weight} is fp8 and has no scale beside it", hint="the checkpoint is incomplete")
     found, nbytes = raw.header(scale)[0], _nbytes(raw, weight) + _nbytes(raw, scale)
@@ -318,6 +320,10 @@ def _fp8(
     if found != (-(-n // rows), -(-k // inputs)):
         _require(raw, scale, (-(-n // rows), -(-k // inputs)), *_FLOATS, "F8_E8M0")
     return ScaledMatrix(weight, raw, scale, (rows, inputs), f"fp8-{rows}x{inputs}", nbytes)
+
+
+def _scales_beside(weight: str) -> tuple[str, str, str]:
+    return f"{weight}_scale_inv", f"{weight}_scale", f"{weight.removesuffix('.weight')}.scale"
 
 
 def _bitsandbytes(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> Matrix | None:
@@ -495,7 +501,7 @@ def companions_of_stack(raw: RawTensors, name: str) -> list[str]:
 
 def companions(raw: RawTensors, prefix: str) -> list[str]:
     """All tensors of the file that belong to the matrix."""
-    beside = (*BESIDE_CODES, *(BESIDE_HQQ if raw.holds(f"{prefix}.W_q") else ()))
+    beside = (*BESIDE_CODES, *(BESIDE_HQQ if raw.holds(f"{prefix}.W_q") else ("scale",)))
     return [name for name in (f"{prefix}.{suffix}" for suffix in ("weight", *CODES, *beside)) if raw.holds(name)]
 
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from diptych.compute.ops.contract import Codes
+from diptych.compute.ops.contract_parts import Codes
 from diptych.compute.ops.device_codes import halved_powers
 from diptych.compute.views import FP4_VALUES
 from diptych.ground.errors import LoadError

@@ -523,6 +523,8 @@ def run_latents(
 ) -> Hidden:
     """The heads' outputs [T, H v] of latent attention."""
     ops.cache_latents(ops.linear(h, qkv.kv), heads)
+    if qkv.has_entries:
+        ops.cache_entries(h, heads)
     if qkv.q_down is None:
         q = ops.linear(h, qkv.q)
         return ops.expand(ops.attention(ops.absorb(q, heads), heads), heads)

@@ -30,11 +30,11 @@ from diptych.compute.ops.contract import (
     Loader,
     NormParts,
     Role,
-    Split,
     Table,
     Vector,
     WeightTensor,
 )
+from diptych.compute.ops.contract_parts import Split
 from diptych.compute.part_weights import ApartNorms, LatentExperts, NormGate, SharedExperts
 from diptych.compute.streams_loader import (
     load_branch,
@@ -332,11 +332,16 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             choice_bias = self.source.tensor(bias_name, *self.names.choice_axes, moe.n_scored)
         sites = {"gate": ffn, "up": ffn} if moe.is_gated else {"up": ffn}
         scales = self.source.tensor(f"{root}{self.names.expert_scales}", moe.n_experts) if moe.is_apart else None
+        table = None
+        if moe.by_token:
+            size = self.spec.vocab_size, moe.experts_per_token
+            table = self.source.ids(f"{root}{self.names.router}.tid2eid", *size, below=moe.n_experts)
         mixture = self.loader.experts(
             moe,
             router=router,
             choice_bias=choice_bias,
             scales=scales,
+            table=table,
             experts=experts,
             role=self.role(Split.OUTPUTS, **sites, down=moe.latent or hidden),
         )

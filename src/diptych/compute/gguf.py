@@ -24,7 +24,8 @@ import torch
 
 from diptych.compute.gguf_codes import codes_of
 from diptych.compute.gguf_lattices import LATTICES
-from diptych.compute.ops.contract import Codes, WeightTensor
+from diptych.compute.ops.contract import WeightTensor
+from diptych.compute.ops.contract_parts import Codes
 from diptych.compute.weights import FLOAT_DTYPES, SAMPLE_BYTES, Meanwhile, Progress, Saved, give_pages_back
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import LEAST_WHOLE, KeptFormat, gguf_kept, mean_bytes
@@ -263,6 +264,10 @@ class GgufCheckpoint:
     def differ(self, name: str, other: str) -> bool:
         """Never: a file with an output projection of its own says that it is not tied."""
         return False
+
+    def ids(self, name: str, *shape: int, below: int) -> WeightTensor:
+        """Never: no architecture that is read has any."""
+        raise LoadError(f"{name} is not read from GGUF")
 
     def whole_numbers(self, name: str) -> list[int] | None:
         """None: no converter writes any."""

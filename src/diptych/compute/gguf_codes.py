@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from diptych.compute.gguf_lattices import LATTICES, codes_of_lattice
-from diptych.compute.ops.contract import Codes
+from diptych.compute.ops.contract_parts import Codes
 from diptych.ground.formats import NESTED_INPUTS
 
 

@@ -15,7 +15,7 @@ from importlib import import_module
 import numpy as np
 import torch
 
-from diptych.compute.ops.contract import Codes
+from diptych.compute.ops.contract_parts import Codes
 from diptych.ground.formats import GGUF_KEPT
 
 BLOCK = 256

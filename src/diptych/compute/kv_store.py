@@ -166,8 +166,8 @@ class TorchStates:
     @classmethod
     def empty(cls, n_places: int, form: StateSpec, device: torch.device) -> TorchStates:
         """Zeros."""
-        matrices = (n_places, form.n_value_heads, form.key_dim, form.value_dim)
-        tails = (n_places, form.n_taps - 1, form.n_channels)
+        matrices = (n_places, form.n_value_heads, form.n_rows, form.value_dim)
+        tails = (n_places, form.n_seen, form.n_channels)
         return cls(*(torch.zeros(shape, dtype=torch.float32, device=device) for shape in (matrices, tails)))
 
     def read(self, places: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,11 +15,11 @@ from diptych.compute.ops.contract import (
     Loader,
     NormParts,
     Role,
-    Split,
     Table,
     Vector,
     WeightTensor,
 )
+from diptych.compute.ops.contract_parts import Split
 from diptych.compute.views import TransposedTensor
 from diptych.compute.weights import Source
 from diptych.models.spec import ModelSpec

@@ -39,8 +39,8 @@ class ApartNorms(Generic[Vector]):
 class LatentWeights(Generic[Vector, Linear]):
     """The projections of latent attention: queries directly (q alone) or over a rank of their own, and the latents.
 
-    has_index: the layer chooses what it attends to. gate: of what the heads give, where it and queries read both what is behind
-    the rank's norm and what is before it.
+    has_index: the layer chooses what it attends to. has_entries: it makes entries of its tokens. gate: of what the heads give,
+    where it and queries read both what is behind the rank's norm and what is before it.
     """
 
     q_down: Linear | None
@@ -48,6 +48,7 @@ class LatentWeights(Generic[Vector, Linear]):
     q: Linear
     kv: Linear
     has_index: bool = False
+    has_entries: bool = False
     norm_eps: float = 1e-6  # of q_norm
     gate: Linear | None = None
 

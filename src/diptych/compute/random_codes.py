@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from diptych.compute.ops.contract import Codes
+from diptych.compute.ops.contract_parts import Codes
 from diptych.compute.weights import RANDOM_BLOCK, RandomSource, RandomTensor
 from diptych.ground.formats import KEPT_BITS, KeptFormat
 

@@ -298,10 +298,12 @@ def memory_of_block(spec: ModelSpec, config: ComputeConfig, block_tokens: int) -
         cpu_kernels.refuse_block(block_tokens)
         kv_format = "bf16" if config.kv == "auto" else config.kv
         # as many heads as all ranks keep
-        kept = [
-            (copies_of_kv(spec.layers[i].attention.n_heads, cache.n_heads, config.tp), cache.head_dim, cache.value_dim)
-            for i, cache in zip(spec.kv_layers, spec.caches, strict=False)
-        ]
+        kept: list[tuple[int, ...]] = []
+        for attention, cache in (
+            (spec.layers[i].attention, cache) for i, cache in zip(spec.kv_layers, spec.caches, strict=False)
+        ):
+            n = copies_of_kv(attention.n_heads, cache.n_heads, config.tp, together=attention.heads_together)
+            kept.append((n, *cache.sizes[1:], cache.shared_by))
         indices = zip(spec.index_layers, spec.caches[len(spec.kv_layers) :], strict=True)
         for attention, cache in ((spec.layers[i].attention, cache) for i, cache in indices):
             n = ranks_that_attend(attention.n_heads, attention.n_kv_heads, config.tp)

@@ -15,10 +15,10 @@ from diptych.compute.ops.contract import (
     LinearParts,
     NormParts,
     RuleParts,
-    Split,
     Table,
     Vector,
 )
+from diptych.compute.ops.contract_parts import Split
 from diptych.compute.part_weights import SelectiveWeights, UnitWeights
 from diptych.compute.views import JoinedTensor, OnesTensor, PickedTensor, TransposedTensor
 from diptych.compute.weights import SlicedTensor, entry_of

@@ -10,10 +10,11 @@ from diptych.models.spec import MlpSpec, ModelSpec, MoeSpec
 from diptych.models.streams import HyperSpec, LayerInputs, StreamsSpec
 
 # what precedes the names of a hyper-connection's tensors, before attention, before the MLP and at the end: as the class of
-# transformers has them, as HY V4's own files do, as transformers saves those, and as GLM-5.3-Flash's own files do
+# transformers has them, as HY V4's own files do, as transformers saves those, and as GLM-5.3-Flash's and DeepSeek V4's own
+# files do
 ATTENTION_HC = ("attn_hc.", "hc_attn_layer.hc_pre.hc_", "hc_attn_layer.hc_", "hc_pre.hc_attn_layer.hc_", "hc_attn_")
 MLP_HC = ("ffn_hc.", "hc_mlp_layer.hc_pre.hc_", "hc_mlp_layer.hc_", "hc_pre.hc_mlp_layer.hc_", "hc_ffn_")
-END_HC = ("hc_head.hc_", "hc_head.hc_pre.hc_head_", "hc_head.hc_head_", "hc_pre.hc_head.hc_head_")
+END_HC = ("hc_head.hc_", "hc_head.hc_pre.hc_head_", "hc_head.hc_head_", "hc_pre.hc_head.hc_head_", "hc_head_")
 
 
 def load_inputs(
@@ -76,7 +77,7 @@ def load_connection(
     source: Source, loader: Loader[Table, Vector, Linear, Heads, Experts], spec: ModelSpec, prefix: str
 ) -> Connection[Vector] | None:
     """How the streams are joined at their end, where they are so, and not by their mean."""
-    if not isinstance(spec.streams, HyperSpec) or spec.streams.rounds:
+    if not isinstance(spec.streams, HyperSpec) or not spec.streams.has_end:
         return None
     return _connection(source, loader, spec, spec.streams, prefix, END_HC, is_end=True)
 

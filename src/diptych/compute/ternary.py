@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from diptych.compute.coded_matrices import SCALE_TYPES, RawTensors
-from diptych.compute.ops.contract import Codes
+from diptych.compute.ops.contract_parts import Codes
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import KeptFormat, group_held
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from diptych.compute.ops.contract import Codes, WeightTensor
+from diptych.compute.ops.contract import WeightTensor
+from diptych.compute.ops.contract_parts import Codes
 from diptych.ground.formats import FP8_BLOCK, KEPT_MXFP4, STRIP_LANES, KeptFormat
 
 MXFP4_BLOCK = 32  # values that share a scale

@@ -42,6 +42,7 @@ HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 # the same weights a second time, in their makers' own layouts (Mistral's, gpt-oss's)
 HUB_IGNORED = ("consolidated*", "original/*")
 NO_HUB_NAMES = (".gguf", ".safetensors", ".json")
+ID_DTYPES = {"I64": torch.int64, "I32": torch.int32}
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 SAMPLE_BYTES = 256  # of the end of each file, into the revision: tells two fine-tunes of one shape apart
 SAMPLED_VALUES = 64  # of the middle of each tensor, likewise
@@ -146,6 +147,12 @@ class Source(Protocol):
         """A tensor of bytes that stand for so many values; LoadError when it is missing, of another shape or no bytes."""
         ...
 
+    def ids(self, name: str, *shape: int, below: int) -> WeightTensor:
+        """A tensor of whole numbers from 0 to below that, which are no parameters. LoadError as `tensor`, or, when it is read,
+        for others.
+        """
+        ...
+
     def differ(self, name: str, other: str) -> bool:
         """Whether both tensors are there and hold different numbers."""
         ...
@@ -175,6 +182,31 @@ class Source(Protocol):
     def fingerprint(self) -> str:
         """A digest that differs where the numbers differ."""
         ...
+
+
+class IdsTensor(WeightTensor):
+    """Whole numbers from 0 to below `below`, of a tensor of a file, or made where there is none."""
+
+    random_seed: int | None = None
+
+    def __init__(self, tensor: WeightTensor | torch.Tensor, below: int, name: str = "ids") -> None:
+        self.name = name if isinstance(tensor, torch.Tensor) else tensor.name
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+        self._tensor, self._below = tensor, below
+
+    @property
+    def stored(self) -> tuple[WeightTensor, ...]:
+        """As in the file."""
+        return () if isinstance(self._tensor, torch.Tensor) else self._tensor.stored
+
+    def read(self) -> torch.Tensor:
+        """LoadError where one is out of bounds."""
+        values = self._tensor if isinstance(self._tensor, torch.Tensor) else self._tensor.read()
+        least, most = (int(one) for one in torch.aminmax(values))
+        if least < 0 or most >= self._below:
+            wrong = least if least < 0 else most
+            raise LoadError(f"tensor {self.name} holds {wrong}; its numbers must be from 0 to below {self._below}")
+        return values
 
 
 class FileTensor(WeightTensor):
@@ -270,6 +302,12 @@ class Checkpoint:
         tensor = self._checked(name, shape, {"U8": torch.uint8})
         self._values[name] = n_values
         return tensor
+
+    def ids(self, name: str, *shape: int, below: int) -> WeightTensor:
+        """Of any width."""
+        tensor = self._checked(name, shape, ID_DTYPES)
+        self._values[name] = 0
+        return IdsTensor(tensor, below)
 
     def _checked(self, name: str, shape: tuple[int, ...], dtypes: Mapping[str, torch.dtype]) -> FileTensor:
         if name not in self._file_of:
@@ -486,6 +524,11 @@ class RandomSource:
     def raw(self, name: str, *shape: int, n_values: int) -> RandomTensor:
         """Never: no bytes are here."""
         raise LoadError(f"there are no bytes of {name}: random tensors are bf16")
+
+    def ids(self, name: str, *shape: int, below: int) -> WeightTensor:
+        """All in turn."""
+        numbers = torch.arange(math.prod(shape)).remainder(below).view(shape)
+        return IdsTensor(numbers, below, name)
 
     def differ(self, name: str, other: str) -> bool:
         """Never: a tied head is the embedding."""

@@ -33,6 +33,29 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
+class Listed:
+    """The last `window` positions, and whole entries of so many tokens (0: none), `most` of them at most (None: all)."""
+
+    window: int
+    tokens: int = 0
+    most: int | None = None
+
+    def seen_before(self, end: int) -> int:
+        """What tokens [0, end) see, all together."""
+        near = min(end, self.window)
+        count = near * (near + 1) // 2 + (end - near) * self.window
+        if not self.tokens:
+            return count
+        last = end if self.most is None else min(end, (self.most + 1) * self.tokens - 1)
+        whole, rest = divmod(last, self.tokens)
+        return count + self.tokens * whole * (whole - 1) // 2 + whole * (rest + 1) + (end - last) * (self.most or 0)
+
+    def read_by(self, start: int, end: int) -> int:
+        """Rows that tokens [start, end) read at least once, where those that are chosen are all that there are."""
+        return min(end, self.window + end - start - 1) + (end // self.tokens if self.tokens else 0)
+
+
+@dataclass(frozen=True, slots=True)
 class Scored:
     """All positions, by each token that sees more than so many: what an index that chooses them looks at."""
 
@@ -40,12 +63,16 @@ class Scored:
 
 
 # how far a layer looks: within a window, everywhere (None), or by an index
-Reach = int | Chosen | Scored | None
+Reach = int | Chosen | Listed | Scored | None
 
 
 def reach_of(attention: AttentionLayer) -> Reach:
     """Of the layer's attention."""
     index = attention.index
+    if attention.mla is not None and attention.mla.n_groups:
+        assert attention.window is not None
+        tokens = 0 if attention.entries is None else attention.entries.tokens
+        return Listed(attention.window, tokens, None if index is None else index.most)
     return attention.window if index is None else Chosen(index.most, index.block, int(index.by_means))
 
 
@@ -55,6 +82,8 @@ def read_tokens(reach: Reach, shape: ChunkShape) -> int:
         return shape.end_pos if shape.end_pos > reach.most else 0
     if isinstance(reach, Chosen):
         return min(shape.end_pos, pairs(reach, shape))
+    if isinstance(reach, Listed):
+        return min(reach.read_by(shape.start_pos, shape.end_pos), pairs(reach, shape))
     return shape.kv_read_tokens(reach)
 
 
@@ -63,7 +92,7 @@ def pairs(reach: Reach, shape: ChunkShape) -> int:
     if isinstance(reach, Scored):
         first, end = min(max(shape.start_pos, reach.most), shape.end_pos), shape.end_pos
         return (end * (end + 1) - first * (first + 1)) // 2
-    if isinstance(reach, Chosen):
+    if isinstance(reach, Chosen | Listed):
         return reach.seen_before(shape.end_pos) - reach.seen_before(shape.start_pos)
     return shape.pairs(reach)
 

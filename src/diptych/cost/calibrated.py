@@ -84,7 +84,7 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int, *, is_our
         attention, mla, heads = layer.attention, layer.attention.mla, layer.attention.n_heads / tp
         if attention.state is not None or attention.is_absent:
             continue
-        if mla is not None and attention.index is None and not is_ours:
+        if mla is not None and attention.index is None and not mla.n_groups and not is_ours:
             expand += 2.0 * n * mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
         pair_flops, absorbed = (
             2.0 * n * heads * sum(attention_widths(attention, on_latents=form)) for form in (is_ours, True)
@@ -95,7 +95,7 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int, *, is_our
         own = attention.own_index
         if own is not None:
             scored = 2.0 * n * own.n_heads * own.key_width
-            touched.append((Scored(own.most), n * index_kv_bytes(attention, kv), scored, scored))
+            touched.append((Scored(own.n_unchosen), n * index_kv_bytes(attention, kv), scored, scored))
         for reach, *added in touched:
             sums = windows.get(reach, (0.0, 0.0, 0.0))
             windows[reach] = (sums[0] + added[0], sums[1] + added[1], sums[2] + added[2])

@@ -31,7 +31,7 @@ from diptych.ground.shape import ChunkShape, StepShape
 from diptych.ground.specs import KVSpec, QuantSpec
 from diptych.models.latent import IndexSpec, MlaSpec
 from diptych.models.spec import AttentionLayer, LayerSpec, MlpSpec, ModelSpec, MoeSpec, QkNorm
-from diptych.models.states import StateSpec
+from diptych.models.states import EXPONENTIAL_FLOPS, StateSpec
 
 BF16 = QuantSpec(name="bf16", weight_bytes=2.0)
 
@@ -165,7 +165,8 @@ def kept_kv_bytes(attention: AttentionLayer, kv: KVSpec, tp: int) -> float:
     """
     caches = (attention.cache, attention.index_cache) if attention.keeps_kv else ()
     return sum(
-        max(one.n_heads / tp, 1.0) * ((one.head_dim + one.value_dim) * kv.bytes_per_element + 2.0 * kv.scale_bytes)
+        max(one.n_heads / tp, 1.0)
+        * ((one.head_dim + one.value_dim) * kv.bytes_per_element + (2.0 + one.entries_each) * kv.scale_bytes)
         for one in caches
         if one is not None
     )
@@ -205,12 +206,17 @@ def kv_bytes_of_tokens(model: ModelSpec, kv: KVSpec, tokens: int, tp: int, *, is
 
     is_ours: a block of Diptych's engine holds all layers' keys and values of its tokens, so all of them keep all.
     """
-    return sum(
-        n
-        * (tokens if is_ours else min(tokens, layer.attention.window or tokens))
-        * kept_kv_bytes(layer.attention, kv, tp)
-        for layer, n in model.layer_groups
-    )
+    return sum(n * _kv_bytes_of(layer.attention, kv, tokens, tp, is_ours=is_ours) for layer, n in model.layer_groups)
+
+
+def _kv_bytes_of(attention: AttentionLayer, kv: KVSpec, tokens: int, tp: int, *, is_ours: bool) -> float:
+    """Of one layer; of one with entries these, and keys of an index, stay when tokens have left the window."""
+    near = tokens if is_ours else min(tokens, attention.window or tokens)
+    each = kept_kv_bytes(attention, kv, tp)
+    if attention.entries is None:
+        return near * each
+    of_row = layer_kv_bytes(attention, kv, tp)
+    return near * of_row + tokens * (each - of_row)
 
 
 def cost_of(
@@ -283,6 +289,8 @@ class _Sizes:
         key, value = (_vector_bytes(width, kv) for width in (layer.attention.head_dim, layer.attention.value_dim))
         self.of_values = value / (key + value)  # the part of a token's bytes
         written = layer_kv_bytes(layer.attention, kv, tp) + index_kv_bytes(layer.attention, kv)
+        if layer.attention.entries is not None:
+            written += layer_kv_bytes(layer.attention, kv, tp) / layer.attention.entries.tokens
         self.written_bytes = layer.attention.keeps_kv * written
 
 
@@ -398,7 +406,9 @@ def _mla(sizes: _Sizes, mla: MlaSpec) -> tuple[Component, Component]:
         q = q.plus(_linear(sizes, "qkv", mla.q_inputs, q_width + mla.is_mixed * gate))
     if gate and not mla.is_mixed:  # which reads the layer's input then
         q = q.plus(_linear(sizes, "qkv", hidden, gate))
-    latent = _linear(sizes, "qkv", hidden, mla.kv_rank + mla.rope_dim, bias=mla.kv_rank)
+    latent = _linear(sizes, "qkv", hidden, mla.kv_rank + mla.rope_dim, bias=mla.norm_width)
+    if mla.n_groups:  # of heads, which are projected together
+        return _met_rows(sizes, mla, q, latent)
     up = _linear(sizes, "qkv", mla.kv_rank, sizes.heads * (mla.nope_dim + mla.v_dim))
     own = sizes.attention.own_index
     is_expanded = not sizes.is_ours and sizes.attention.index is None
@@ -414,9 +424,28 @@ def _mla(sizes: _Sizes, mla: MlaSpec) -> tuple[Component, Component]:
     return qkv, _linear(sizes, "o", sizes.heads * mla.v_dim, hidden, link=_all_reduce_bytes(sizes))
 
 
+def _met_rows(sizes: _Sizes, mla: MlaSpec, q: Component, row: Component) -> tuple[Component, Component]:
+    """The same of rows that all heads meet as they are, with what entries are made of, whole on every device."""
+    hidden, attention, own = sizes.model.hidden, sizes.attention, sizes.attention.own_index
+    inner = mla.n_inner(attention.n_heads) / sizes.tp
+    groups = Component(name="qkv", flops=2.0 * sizes.n * inner, weight_bytes=inner * sizes.w)
+    widths = [] if attention.entries is None else [(attention.entries, mla.row)]
+    if own is not None:
+        assert own.entries is not None
+        widths.append((own.entries, own.head_dim))
+        q = q.plus(_linear(sizes, "qkv", mla.q_rank or 0, own.n_heads * own.head_dim))
+        row = row.plus(_linear(sizes, "qkv", hidden, own.n_heads))
+    moved = 12.0 * sizes.n * sizes.heads * mla.row  # norms, and turns there and back
+    for entries, width in widths:  # of each number a weight by an exponential, and what is kept of the weights before
+        row = row.plus(_linear(sizes, "qkv", hidden, 2 * entries.n_series * width, bias=entries.n_small(width)))
+        moved += 2.0 * (EXPONENTIAL_FLOPS + 4.0) * sizes.n * entries.n_series * width
+    qkv = replace(q.plus(row).plus(groups), kv_write_bytes=sizes.n * sizes.written_bytes, vector_flops=moved)
+    return qkv, _linear(sizes, "o", sizes.heads * mla.v_dim, hidden, link=_all_reduce_bytes(sizes))
+
+
 def _index(sizes: _Sizes, index: IndexSpec) -> Component:
     """A key of every position before each token that sees more of them than are chosen, whole on every device."""
-    reach, shapes = Scored(index.most), sizes.work.shapes
+    reach, shapes = Scored(index.n_unchosen), sizes.work.shapes
     scored = float(sum(pairs(reach, shape) * shape.count for shape in shapes))
     tokens = sum(read_tokens(reach, shape) * shape.count for shape in shapes)
     return Component(
@@ -462,6 +491,8 @@ def attention_widths(attention: AttentionLayer, *, on_latents: bool) -> tuple[in
     mla = attention.mla
     if mla is None:
         return attention.head_dim, attention.value_dim
+    if mla.n_groups:
+        return mla.row, mla.row
     if on_latents or attention.index is not None:
         return mla.row, mla.kv_rank
     return mla.nope_dim + mla.rope_dim, mla.v_dim

@@ -132,6 +132,9 @@ def activation_bytes_of(setup: Setup) -> float:
     tokens = min(MAX_STEP_TOKENS, model.max_context_tokens or MAX_STEP_TOKENS)
     layers = [layer.attention for layer, _ in model.layer_groups]
     attention = max(one.n_heads * one.head_dim + one.width for one in layers)
+    attention = max(
+        attention, *(2 * one.n_heads * one.mla.row for one in layers if one.mla is not None and one.mla.n_groups), 0
+    )
     mlp = max(_mlp_width(setup, layer.mlp) for layer, _ in model.layer_groups)
     rows = model.n_streams if isinstance(model.streams, GatedSpec) else 1  # whose norms and gates are as wide as they
     width = 3 * rows * model.hidden + max(mlp, attention / setup.tp)
@@ -145,7 +148,7 @@ def _index_bytes(index: IndexSpec | None) -> int:
     if index is None:
         return 0
     queries = index.n_heads * (4 * index.head_dim + 2 * index.key_width)
-    return 4 * index.n_choices + queries + 4 * (index.key_width + index.n_weights)
+    return 4 * index.n_choices + queries + 4 * (index.n_key_inputs + index.n_weights)
 
 
 def _mlp_width(setup: Setup, mlp: MlpSpec | MoeSpec | None) -> float:

@@ -137,8 +137,13 @@ def _attention_matrices(model: ModelSpec, attention: AttentionLayer) -> int:
         q = mla.q_rank * hidden + mla.q_inputs * (heads * q_head + mla.is_mixed * attention.gate_width)
     if not mla.is_mixed:
         q += hidden * attention.gate_width
-    latent = hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
+    latent = hidden * (mla.kv_rank + mla.rope_dim + _entry_rows(attention)) + mla.n_inner(heads)
     return q + latent + heads * mla.v_dim * hidden + _index_matrices(model, attention)
+
+
+def _entry_rows(attention: AttentionLayer) -> int:
+    """Outputs of what entries are made of."""
+    return 0 if attention.entries is None else 2 * attention.entries.n_series * attention.cache.attended_width
 
 
 def _index_matrices(model: ModelSpec, attention: AttentionLayer) -> int:
@@ -155,7 +160,7 @@ def _repeated(model: ModelSpec, attention: AttentionLayer, tp: int) -> int:
     """Parameters of projections that tp devices hold together beyond one of each."""
     mla = attention.mla
     if mla is not None:
-        down = model.hidden * ((mla.q_rank or 0) + mla.kv_rank + mla.rope_dim)
+        down = model.hidden * ((mla.q_rank or 0) + mla.kv_rank + mla.rope_dim + _entry_rows(attention))
         return (tp - 1) * (down + _index_matrices(model, attention))
     if attention.state is not None:
         state = attention.state  # what lies between two steps, and decays by key, each has whole
@@ -179,7 +184,8 @@ def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
         return count + state.n_small + spec.has_qkv_bias * state.n_projected + spec.has_o_bias * model.hidden
     if spec.mla is not None:
         biases = (spec.mla.q_rank or 0) + spec.mla.kv_rank + spec.mla.rope_dim + model.hidden
-        norms = spec.mla.kv_rank + (spec.mla.q_rank or 0)
+        norms = spec.mla.norm_width + (spec.mla.q_rank or 0)
+        norms += 0 if spec.entries is None else spec.entries.n_small(spec.mla.row)
         norms += _index_norms(spec) + spec.has_sinks * spec.n_heads
         return count + norms + (biases if spec.has_o_bias else 0)
     if spec.has_qkv_bias:

@@ -1,5 +1,5 @@
 """What a model with residual streams beside each other multiplies and reads outside attention and MLP (Gemma 3n,
-HY V4, GLM-5.3-Flash, Qwen4-Exp), and what layers that share their weights have of their own (Zamba2).
+HY V4, GLM-5.3-Flash, DeepSeek V4, Qwen4-Exp), and what layers that share their weights have of their own (Zamba2).
 
 >>> from diptych.cost.tables import model_spec
 >>> stream_matrices(model_spec("llama-3.1-8b"))
@@ -38,7 +38,7 @@ def stream_vectors(model: ModelSpec) -> int:
     hidden, n = model.hidden, model.n_layers
     count = (n * hidden if model.low_rank else 0) + (n if model.scales_layers else 0)
     if isinstance(model.streams, HyperSpec):  # a base for each output, a scale for those of one kind
-        count += _connected(model, model.streams) + model.n_parts * model.streams.n_scales + (not model.streams.rounds)
+        count += _connected(model, model.streams) + model.n_parts * model.streams.n_scales + model.streams.has_end
     elif isinstance(model.streams, GatedSpec):
         count += (model.n_parts + 1) * model.streams.n_streams * hidden
     elif model.streams is not None:
@@ -52,7 +52,7 @@ def stream_vectors(model: ModelSpec) -> int:
 
 def _connected(model: ModelSpec, streams: HyperSpec) -> int:
     """Outputs of all connections: of each attention and each MLP, and for each stream one at the end, unless that is a mean."""
-    return model.n_parts * streams.n_connected + (0 if streams.rounds else streams.n_streams)
+    return model.n_parts * streams.n_connected + (streams.n_streams if streams.has_end else 0)
 
 
 def own_heads(model: ModelSpec, attention: AttentionLayer) -> int:
@@ -80,7 +80,7 @@ def table_width(model: ModelSpec) -> int:
 
 
 def ngram_elements(model: ModelSpec) -> int:
-    """Numbers that a sequence keeps for its n-grams, which each chunk reads and writes."""
+    """Numbers that a sequence keeps for its entries and n-grams, which each chunk reads and writes."""
     return sum(state.state_elements for state in model.states[model.n_layer_states :])
 
 

@@ -345,9 +345,9 @@ def _open_model(config: EngineConfig, target: Model, folder: Path, tokenizer: To
     if tokenizer is not None:
         _refuse_other_words(tokenizer_of(folder), tokenizer, folder)
     model = load_model(folder, config.compute, max_context_tokens=config.max_context_tokens, beside=target)
-    if model.spec.state_layers:
+    if model.spec.n_with_states:
         raise ConfigError(
-            f"the draft model {folder} keeps a state of each sequence in {len(model.spec.state_layers)} of its layers; what a "
+            f"the draft model {folder} keeps a state of each sequence in {model.spec.n_with_states} of its layers; what a "
             "guess left there cannot be taken back",
             hint="a draft model of attention alone, or --speculate lookup, which works with every model",
         )

@@ -144,6 +144,8 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
         nbytes, count, stored = end - begin, math.prod(tensor["shape"]), str(tensor.get("dtype"))
         if name.endswith((EXPONENTS, INPUT_ORDER)):
             count, stored = 0, "balance"
+        elif name.endswith(".tid2eid"):  # experts by a token's id
+            count, stored = 0, "numbers"
         elif name.startswith(PACKED):
             count = sum(packed.get(one, 0) for one in name.removeprefix(PACKED).split("+"))
             stored = f"packed {8 * nbytes / max(1, count):.2g} bit"
@@ -170,6 +172,10 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
             count, stored = 2 * nbytes, "quark 4 bit"
         elif how is not None and how.method == "bitnet" and stored == "U8":
             count, stored = 4 * nbytes, "bitnet 2 bit"
+        elif how is not None and how.method == "fp8" and stored == "I8":
+            count, stored = 2 * nbytes, "fp8 4 bit"
+        elif how is not None and how.method == "fp8" and stored == "F8_E8M0":
+            count, stored = 0, "fp8 scales"
         elif how is not None and stored == "U8" and _has_pairs(name, header):
             count, stored = 2 * nbytes, f"{how.method} 4 bit"
         elif how is not None and name.endswith(

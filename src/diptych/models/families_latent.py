@@ -6,7 +6,7 @@ from typing import Any
 
 from diptych.models.families_shared import BESIDE_VISION, CHOSEN_BY_SIGMOID, LOCAL_EXPERTS, USUAL
 from diptych.models.family import Family, TensorNames
-from diptych.models.spec import Norms
+from diptych.models.spec import Norms, Scores
 
 LATENT = {**USUAL, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
           "v_head_dim": 128, "attention_bias": False, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}  # fmt: skip
@@ -103,6 +103,32 @@ LATENT_ATTENTION: tuple[Family, ...] = (
         names=TensorNames(gate="gate_proj", others={"gate_proj": "linear_gate", "sinks": "learnable_sink_param"}),
         ignored=("rotary_emb.inv_freq", "mtp_layers."),
         **CHOSEN_BY_SIGMOID,
+    ),
+    # DeepSeek V4: one row of a window's tokens for all heads, key and value, beside entries of many tokens, all or those that
+    # an index chooses; streams that mix, a connection at their end; experts that a token's id chooses
+    Family(
+        name="deepseek_v4", architectures=("DeepseekV4ForCausalLM",),
+        keys={"vocab_size": 129_280, "hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64,
+              "num_key_value_heads": 1, "head_dim": 512, "hidden_act": "silu", "max_position_embeddings": 1_048_576,
+              "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10_000.0, "compress_rope_theta": 160_000.0,
+              "q_lora_rank": 1024, "kv_lora_rank": None, "qk_nope_head_dim": None, "qk_rope_head_dim": None,
+              "v_head_dim": None, "partial_rotary_factor": None, "compress_rates": None, "o_groups": 8, "o_lora_rank": 1024,
+              "sliding_window": 128, "layer_types": None,
+              "entry_layers": None, "token_layers": None, "index_topk": 512, "index_head_dim": 128, "index_n_heads": 64,
+              "num_experts": 256, "num_experts_per_tok": 6, "n_shared_experts": 1, "moe_intermediate_size": 2048,
+              "routed_scaling_factor": 1.5, "mlp_layer_types": None, "swiglu_limit": 10.0,
+              "hc_mult": 4, "hc_eps": 1e-6, "hc_sinkhorn_iters": 20},
+        fixed={"num_key_value_heads": (1,), "scoring_func": ("sqrtsoftplus",), "topk_method": ("noaux_tc",),
+               "norm_topk_prob": (True,), "n_shared_experts": (1,), "attention_bias": (False,), "mlp_bias": (False,)},
+        renamed={"n_routed_experts": "num_experts", **LOCAL_EXPERTS},
+        unread=("num_nextn_predict_layers", "router_aux_loss_coef", "router_jitter_noise", "expert_dtype"),
+        is_interleaved=True, turns_by_kind=True, has_sinks=True, norms_latents_alike=True, limits_all=True,
+        scores=Scores.ROOT_SOFTPLUS, renormalises=True, has_choice_bias=True,
+        names=TensorNames(
+            head="head", attention="attn", o="wo_b", sinks="attn_sink", mlp=("ffn.",), expert=("w1", "w3", "w2"),
+            gate_up=("w1", "w3"), down="w2", choice_bias="gate.bias",
+            norms={Norms.BEFORE: ("attn_norm", None, "ffn_norm", None)}, others={"embed_tokens": "embed", "kv_norm": "norm"}),
+        ignored=("rotary_emb.inv_freq", "mtp."),
     ),
     # GLM-4.7-Flash
     Family(

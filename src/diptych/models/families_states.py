@@ -247,7 +247,7 @@ STATES: tuple[Family, ...] = (
         unread=("indexer_rope_interleave", "index_share_for_mtp_iteration", "moe_router_dtype", "num_nextn_predict_layers",
                 "rope_theta", "rope_parameters", "rope_scaling"),
         state_rule=StateRule.DELTA,
-        o_bias="attention_bias", norms_latents_alike=True, limits_all=True,
+        o_bias="attention_bias", norms_latents_alike=True, limits_all=True, has_end_connection=False,
         scores=Scores.SIGMOID, group_best=2, has_choice_bias=True,
         names=TensorNames(
             states="self_attn",

@@ -183,7 +183,7 @@ class Family:
     gates_heads, gate_by: as `AttentionLayer` has them; mixes_queries: as `MlaSpec.is_mixed` says. index_turns_last: of an index
     as `IndexSpec.turns_last` says, and the key's norm has the model's eps. norms_latents_alike: norms of latents have it, too.
     scales_latents: behind those they are multiplied by the root of the model's width over theirs.
-    limits_all: `swiglu_limit` is of dense MLPs and shared experts, too.
+    limits_all: `swiglu_limit` is of dense MLPs and shared experts, too. has_end_connection: as `HyperSpec.has_end`.
     state_rule: some layers have a state in place of keys and values, which moves on by it (`read_states`): those that
     layer_types names so, or all but every `full_every`-th. state_norms, state_norm_eps: theirs, if not the others'.
     spare_embeddings: rows of the embedding behind the vocabulary, for tokens that nobody writes.
@@ -275,6 +275,7 @@ class Family:
     norms_latents_alike: bool = False
     scales_latents: bool = False
     limits_all: bool = False
+    has_end_connection: bool = True
     weighs_input: bool = False
     reads_mxfp4: bool = False
     names: TensorNames = field(default_factory=TensorNames)

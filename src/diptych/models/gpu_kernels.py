@@ -72,6 +72,8 @@ def missing_for(spec: Attends) -> str | None:
             return "an index of blocks"
         widest = max(spec.head_dim, spec.value_dim)
         return f"heads of {widest} (at most {LARGEST_HEAD})" if widest > LARGEST_HEAD else None
+    if spec.mla.n_groups:
+        return "rows that all heads meet as they are"
     if spec.has_sinks:
         return "latents beside sinks"
     if spec.mla.rope_dim == 0:

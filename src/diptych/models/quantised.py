@@ -98,6 +98,8 @@ def quantisation_of(config: HfConfig) -> Quantisation | None:
             "those of `diptych quantize` are read",
             hint=HINT,
         )
+    if method == "fp8" and "expert_dtype" in config.raw:  # beside the section in DeepSeek V4's files
+        section = HfConfig({"expert_dtype": config.raw["expert_dtype"], **raw}, path=section.path)
     how = read(section)
     named = config.raw.get("architectures")
     if how.is_online and not (isinstance(named, list) and named and named[0] in ROUNDED):
@@ -285,13 +287,14 @@ def _fp8(section: HfConfig) -> Quantisation:
     one_of(section, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     one_of(section, "activation_scheme", ("dynamic", "static"), "dynamic")
     one_of(section, "scale_fmt", ("float", "ue8m0", None), None)  # which the scales themselves show
-    one_of(section, "expert_dtype", ("fp8", None), None)
+    has_fp4 = one_of(section, "expert_dtype", ("fp8", "fp4", None), None) == "fp4"  # DeepSeek V4's
     block = _block(section, "weight_block_size")
     notes = (
         ["scales of activations in the file are not used"] if section.raw.get("activation_scheme") == "static" else []
     )
     notes += [OF_CACHE_NOTE] if section.raw.get("kv_cache_scheme") is not None else []
-    return Quantisation(method="fp8", block=block, kept=kept_fp8(block), note="; ".join(notes))
+    kept = KEPT_MXFP4 if has_fp4 else kept_fp8(block)
+    return Quantisation(method="fp8", block=block, kept=kept, note="; ".join(notes))
 
 
 def _bitsandbytes(section: HfConfig) -> Quantisation:

@@ -26,6 +26,7 @@ from diptych.models.latent import IndexSpec, MlaSpec
 from diptych.models.positions import QueryScale, Rope, slopes
 from diptych.models.read_block_index import as_indexed
 from diptych.models.read_blocks import as_halves, as_layers, as_pairs, as_searched, as_states, without_pictures
+from diptych.models.read_deepseek_v4 import as_deepseek_v4, with_entries
 from diptych.models.read_glm_next import as_glm_next
 from diptych.models.read_gpt import arrangement, of_all_layers, with_kinds, with_section
 from diptych.models.read_griffin import as_griffin
@@ -255,6 +256,8 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
         raw = as_glm_next(raw, family.keys, path)
     elif "block_types" in family.keys:
         raw = as_griffin(raw, family.keys, path)
+    elif "entry_layers" in family.keys:
+        raw = as_deepseek_v4(raw, family.keys, path)
     for section in family.sections:
         raw = with_section(raw, section, family, path)
     read = {*family.keys, *(ROPE_KEYS if "rope_theta" in family.keys else ()), "layer_types", "hidden_act"}
@@ -365,7 +368,7 @@ def _layers(
         layers = with_shares(config, layers)
     if family.has_last_bias:
         layers[-1] = replace(layers[-1], attention=replace(layers[-1].attention, has_o_bias=True))
-    return tuple(layers)
+    return with_entries(config, tuple(layers)) if "entry_layers" in family.keys else tuple(layers)
 
 
 def _scales(
@@ -408,6 +411,7 @@ def _attention(
             v_dim=config.integer("v_head_dim", max(1, hidden // n_heads)),
             is_mixed=family.mixes_queries,
             norm_eps=config.number("rms_norm_eps") if family.norms_latents_alike else LATENT_EPS,
+            n_groups=config.optional_integer("o_groups") or 0,
         )
         if family.scales_latents:
             q_scale = 1.0 if mla.q_rank is None else (hidden / mla.q_rank) ** 0.5

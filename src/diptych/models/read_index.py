@@ -24,7 +24,7 @@ def layer_indices(config: HfConfig, family: Family, have_states: list[bool]) -> 
         return block_indices(config, n_layers)
     if "indexer_budget" in family.keys:
         return [_pooled_index(config)] * n_layers
-    if "index_topk" not in family.keys:
+    if "index_topk" not in family.keys or "entry_layers" in family.keys:
         return [None] * n_layers
     if config.raw.get("q_lora_rank") is None:
         raise LoadError(f"q_lora_rank in {config.path} is null; queries of an index are made of what it gives")

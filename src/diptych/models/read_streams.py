@@ -106,6 +106,7 @@ def streams(config: HfConfig, family: Family) -> StreamsSpec | HyperSpec | Gated
             magnitude=config.number("hc_magnitude", 2.0),
             eps=config.number("hc_eps"),
             rounds=config.integer("hc_sinkhorn_iters") if "hc_sinkhorn_iters" in family.keys else 0,
+            has_end=family.has_end_connection,
         )
     if "hc_count" in family.keys:
         n_streams = config.integer("hc_count", low=2)

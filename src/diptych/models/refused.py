@@ -16,7 +16,6 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     OTHER_STATES: ("rwkv",),
     "attention whose queries and outputs a router chooses": ("jetmoe",),
     "a mask that is made of the values": ("doge",),
-    "keys made of windows of tokens, and experts that a token's id chooses": ("deepseek_v4",),
     "attention with two softmaxes": ("diffllama",),
     "latent attention within windows, and rotary keys that are normed": ("dots3_note", "dots3_note_text"),
     "queries and keys that are convolved over tokens": ("zaya",),
@@ -32,7 +31,6 @@ NAMESAKES: Mapping[str, str] = MappingProxyType({
 # names of GGUF architectures that are more than a spelling of the model_type
 IN_GGUF: Mapping[str, str] = MappingProxyType({
     "rwkv6": "rwkv", "rwkv7": "rwkv",
-    "deepseek4": "deepseek_v4",
 })  # fmt: skip
 
 

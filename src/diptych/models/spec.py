@@ -14,7 +14,7 @@ from functools import cached_property
 from diptych.ground.errors import UnsupportedModel
 from diptych.ground.specs import Provenance
 from diptych.models.gates import CLAMPED, EXACT, SQUARED, Activation, GateForm
-from diptych.models.latent import CacheShape, IndexSpec, MlaSpec
+from diptych.models.latent import CacheShape, EntrySpec, IndexSpec, MlaSpec
 from diptych.models.ngrams import NgramSpec, ngram_states
 from diptych.models.positions import QueryScale, Rope
 from diptych.models.states import StateSpec
@@ -38,12 +38,14 @@ class QkNorm(Enum):
 class Scores(Enum):
     """How a router's logits become the weights of the chosen experts: over all experts, or each by itself. LATE_SIGMOID: they
     are chosen by logits. SPARSEMIXER (arXiv:2409.12136): one by one, each weighed by a softmax over those left that lie near.
+    ROOT_SOFTPLUS: each by itself, the root of a softplus.
     """
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
     LATE_SIGMOID = "late_sigmoid"
     SPARSEMIXER = "sparsemixer"
+    ROOT_SOFTPLUS = "root_softplus"
 
 
 class Norms(Enum):
@@ -101,8 +103,9 @@ class AttentionLayer:
     before this one whose keys and values it attends to; it has no k and v of its own then, and keeps nothing. None: its own.
     has_gate: what the heads give is multiplied by a projection bent by gate_by, gates_heads: of one number for each head.
     v_head_dim: how wide a value is, None: as a key. v_scale: what values are multiplied by. index: what chooses the positions
-    that are attended to; None: all are. beside: how many inputs it has behind those of the stream. own_rank: to q, k and v of
-    the layer's input two projections of its own add as much again, each by way of so many values; 0: nothing does.
+    that are attended to; None: all are. entries: what is attended to beside the window's tokens; index is of those then.
+    beside: how many inputs it has behind those of the stream. own_rank: to q, k and v of the layer's input two projections of
+    its own add as much again, each by way of so many values; 0: nothing does.
     """
 
     n_heads: int
@@ -131,6 +134,7 @@ class AttentionLayer:
     mla: MlaSpec | None = None
     state: StateSpec | None = None
     index: IndexSpec | None = None
+    entries: EntrySpec | None = None
     beside: int = 0
     own_rank: int = 0
 
@@ -143,6 +147,11 @@ class AttentionLayer:
     def is_absent(self) -> bool:
         """Whether the layer has an MLP alone."""
         return self.n_heads == 0
+
+    @property
+    def heads_together(self) -> int:
+        """Query heads that are projected together, which devices do not part."""
+        return self.n_heads // self.mla.n_groups if self.mla is not None and self.mla.n_groups else 1
 
     @property
     def keeps_kv(self) -> bool:
@@ -179,17 +188,29 @@ class AttentionLayer:
     def cache(self) -> CacheShape:
         """What it keeps of a token, or finds where another layer keeps it.
 
-        Of latent attention that is the latent beside the rotary part of the key, for all heads, and the key of an index.
+        Of latent attention that is the latent beside the rotary part of the key, for all heads, a part of an entry, and the key
+        of an index.
         """
         if self.mla is None:
             return CacheShape(n_heads=self.n_kv_heads, head_dim=self.head_dim, value_dim=self.value_dim)
         row, own = self.mla.row, self.own_index
+        shared_by = 0 if self.entries is None else self.entries.shared_by
+        behind = (row // shared_by if shared_by else 0) + (0 if own is None else own.key_width)
         return CacheShape(
             n_heads=1,
-            head_dim=row if own is None else row + own.key_width,
+            head_dim=row + behind,
             value_dim=0,
-            attended=None if self.index is None else row,
+            attended=row if self.index is not None or self.mla.n_groups else None,
+            shared_by=shared_by,
         )
+
+    @property
+    def entry_states(self) -> tuple[StateSpec, ...]:
+        """What it keeps of a sequence for its entries, and for those that are the keys of its index."""
+        widths = [] if self.entries is None or self.mla is None else [(self.entries, self.mla.row)]
+        if self.own_index is not None and self.own_index.entries is not None:
+            widths.append((self.own_index.entries, self.own_index.head_dim))
+        return tuple(entries.state(width) for entries, width in widths)
 
     @property
     def index_cache(self) -> CacheShape | None:
@@ -238,6 +259,7 @@ class MoeSpec:
     what the mixture gives, but not shared experts, is added behind the layer that follows. is_apart: shared experts, mixture
     and router read the stream by norms of their own, what each of the first two gives is normed before they are added, and
     each expert has a scale. limit, shared_limit: of experts and of shared experts, as `MlpSpec` has it; limits_gate: of both.
+    by_token: a table has the experts of each token id, which scores weigh alone.
     skew: of the routing, 0 is uniform; see `cost.routing.expected_experts`.
     """
 
@@ -267,6 +289,7 @@ class MoeSpec:
     limit: float | None = None
     limits_gate: bool = False
     shared_limit: float | None = None
+    by_token: bool = False
     skew: float = 0.0
 
     @property
@@ -343,7 +366,8 @@ class LayerSpec:
 class ModelSpec:
     """A model: its layers and its two ends.
 
-    Layers may differ, but for their mixtures: one in all that have one, whatever their limits. max_context_tokens: the longest
+    Layers may differ, but for their mixtures: one in all that have one, whatever their limits and by what their experts are
+    chosen. max_context_tokens: the longest
     sequence an engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1). centres_norms: norms
     take the mean away first (LayerNorm). residual_scale multiplies what a layer adds, logit_scale the logits. is_wrapped:
     whether its checkpoint may have parts for pictures, too. has_head: whether there is an output projection that tokens are
@@ -400,7 +424,13 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         limited = {layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec)}
-        mixtures = {replace(mixture, limit=None, shared_limit=None) for mixture in limited}
+        by_bias = any(mixture.has_choice_bias for mixture in limited)
+        mixtures = {
+            replace(one, limit=None, shared_limit=None, by_token=False, has_choice_bias=by_bias or one.has_choice_bias)
+            if one.by_token
+            else replace(one, limit=None, shared_limit=None)
+            for one in limited
+        }
         if len(mixtures) > 1:
             raise UnsupportedModel(f"{self.name} has {len(mixtures)} kinds of mixtures of experts; one is supported")
         if not self.kv_layers and not any(
@@ -510,22 +540,38 @@ class ModelSpec:
     @cached_property
     def states(self) -> tuple[StateSpec, ...]:
         """All that it keeps of a sequence beside keys and values: those of state_layers, behind them those that theirs are made
-        by, and behind these those of n-grams.
+        by, and behind these those of entries and of n-grams.
         """
         of_layers = [layer.attention.state for layer in self.layers if layer.attention.state is not None]
         before = (state.before for state in of_layers)
-        beside = () if self.ngrams is None else ngram_states(self.ngrams, self.hidden * self.n_streams)
-        return (*of_layers, *(state for state in before if state is not None), *beside)
+        return (*of_layers, *(state for state in before if state is not None), *self._states_beside)
+
+    @cached_property
+    def _states_beside(self) -> tuple[StateSpec, ...]:
+        """Of entries, then of n-grams."""
+        of_entries = (state for layer in self.layers for state in layer.attention.entry_states)
+        of_ngrams = () if self.ngrams is None else ngram_states(self.ngrams, self.hidden * self.n_streams)
+        return (*of_entries, *of_ngrams)
+
+    def entry_places(self, layer: int) -> tuple[int, ...]:
+        """Which of the states are those of a layer's entries, and of its index's."""
+        first = self.n_layer_states + sum(len(one.attention.entry_states) for one in self.layers[:layer])
+        return tuple(range(first, first + len(self.layers[layer].attention.entry_states)))
 
     @cached_property
     def n_layer_states(self) -> int:
         """How many of them are of layers, which ranks divide; others each rank has whole."""
-        return len(self.states) - (0 if self.ngrams is None else len(self.ngrams.layers) + 1)
+        return len(self.states) - len(self._states_beside)
 
     def place_before(self, layer: int) -> int:
         """Which of the states is the one before a layer's own."""
         with_one = [i for i in self.state_layers if (own := self.layers[i].attention.state) and own.before]
         return len(self.state_layers) + with_one.index(layer)
+
+    @property
+    def n_with_states(self) -> int:
+        """Layers that keep something of a sequence beside keys and values, or in their place."""
+        return sum(one.attention.state is not None or bool(one.attention.entry_states) for one in self.layers)
 
     @property
     def n_streams(self) -> int:

@@ -21,6 +21,7 @@ class StateRule(Enum):
     BENT_TAPS = "bent_taps"
     SELECTIVE = "selective"
     RG_LRU = "rg_lru"
+    ENTRIES = "entries"
 
 
 class StepNorms(Enum):
@@ -58,6 +59,8 @@ class StateSpec:
     RG_LRU (a real-gated linear recurrent unit of Griffin, arXiv:2402.19427): each channel has one number, and there are no keys
     and queries: with r and i sigmoids of products of v, s = e^(-decay r) s + sqrt(1 - e^(-2 decay r)) i v is given as it is,
     but for a text's first token, which is i v. v is as many taps as tapped says, unbent; a head's products are of its own v.
+    ENTRIES: sums of a softmax over n_taps tokens, which move on token by token (`latent.EntrySpec`): of each head, which is
+    one of its series, and each of value_dim numbers the largest gate, the sum of weights, and the sum of what they weigh.
     gate: what the projection that gates goes through. rank: that one, and the decays by key, are projected in two steps with so
     many values between (0: in one each). q_scale, k_scale, v_scale, rate_scale: what q, k and v are multiplied by before their
     taps, and steps before they are shifted.
@@ -201,7 +204,17 @@ class StateSpec:
     @property
     def state_elements(self) -> int:
         """Numbers that are kept of a sequence: the heads' matrices, and the tokens that its taps still see."""
-        return self.n_value_heads * self.key_dim * self.value_dim + (self.n_taps - 1) * self.n_channels
+        return self.n_value_heads * self.n_rows * self.value_dim + self.n_seen * self.n_channels
+
+    @property
+    def n_rows(self) -> int:
+        """Of a head's matrix."""
+        return 3 if self.rule is StateRule.ENTRIES else self.key_dim
+
+    @property
+    def n_seen(self) -> int:
+        """Tokens before a token that its taps see."""
+        return 0 if self.rule is StateRule.ENTRIES else self.n_taps - 1
 
     @property
     def flops_each(self) -> float:

@@ -41,13 +41,15 @@ class HyperSpec:
 
     magnitude: the most that a stream is added with. eps: added to each weight. rounds: where a connection says how streams mix,
     too, by a matrix whose rows and columns so many rounds bring near to sums of 1 (arXiv 2512.24880, as GLM-5.3-Flash has it);
-    then eps is added to what is read and in those rounds alone, and the end is the streams' mean. 0: they do not mix.
+    then eps is added to what is read and in those rounds alone. 0: they do not mix. has_end: a connection reads the streams at
+    their end; otherwise it is their mean.
     """
 
     n_streams: int
     magnitude: float
     eps: float
     rounds: int = 0
+    has_end: bool = True
 
     @property
     def n_connected(self) -> int:

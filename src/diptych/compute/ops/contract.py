@@ -17,17 +17,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from enum import Enum
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
+from diptych.compute.ops.contract_parts import (
+    EntryParts,
+    ExpertParts,
+    IndexParts,
+    LinearParts,
+    NormParts,
+    Role,
+    RuleParts,
+    WeightTensor,
+)
 from diptych.compute.ops.contract_states import Heads, StateOps
 from diptych.compute.ops.contract_streams import Hidden, Linear, Stream, StreamOps, Table, Vector
-from diptych.ground.formats import KeptFormat
 from diptych.models.gates import Activation, GateForm
-from diptych.models.latent import IndexSpec, MlaSpec
+from diptych.models.latent import EntrySpec, IndexSpec, MlaSpec
 from diptych.models.positions import QueryScale
 from diptych.models.spec import MoeSpec, QkNorm
 from diptych.models.states import StateSpec
@@ -76,7 +84,8 @@ class AttentionSpec:
     kv_rank + rope_dim, whose keys are the values too. state: then there are no keys and values, and `place` is that of its
     states among a sequence's. v_head_dim: how wide a value is, None: as a key. v_scale: values are multiplied by it. index:
     what chooses what is attended to; index_place: which layer of the cache has its keys, if not those of latents. has_sinks,
-    slopes: as `AttentionLayer` has them. is_whole: of a state, each rank has all of it.
+    slopes, entries: as `AttentionLayer` has them. entry_places: which of the states are those of its entries, and of the keys
+    of its index. is_whole: of a state, each rank has all of it.
     """
 
     layer: int
@@ -103,6 +112,8 @@ class AttentionSpec:
     index_place: int | None = None
     has_sinks: bool = False
     slopes: tuple[float, ...] = ()
+    entries: EntrySpec | None = None
+    entry_places: tuple[int, ...] = ()
     is_whole: bool = False
 
     @property
@@ -132,166 +143,6 @@ class AttentionSpec:
         if self.window is None:
             return 0
         return position - position % self.window if self.is_chunked else position - self.window + 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Codes:
-    """A matrix [n, k] as its file quantised it, in the terms of a `KeptFormat`.
-
-    codes: uint8 [n, k], one to a byte (8 bits: 128 + level; fp8: E4M3's bits). scales [n, groups] in the format's type;
-    offsets [n, groups]: uint8 zeros, float32 minima, `minima16` in the type of the scales, or None. Scales `e8m0` are uint8,
-    its bits, of which half is meant. Of scale `s8` both are int8, of `e4m3` scales uint8, its bits, and `factors` has what
-    those of 256 inputs are multiplied by: float16 [n, 2 blocks], of scales and then of minima, or where there are none float32
-    [n, blocks].
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    offsets: torch.Tensor | None = None
-    factors: torch.Tensor | None = None
-
-    def rows(self, own: slice | torch.Tensor) -> Codes:
-        """Some of them."""
-        return Codes(
-            codes=self.codes[own],
-            scales=self.scales[own],
-            offsets=None if self.offsets is None else self.offsets[own],
-            factors=None if self.factors is None else self.factors[own],
-        )
-
-
-class WeightTensor(Protocol):
-    """One tensor of a checkpoint, checked by name and shape, read when asked. Slices are free.
-
-    kept: the format of the kernels that holds its values as the file has them, for `codes`; None: there are none but `read`'s.
-    order: int32 [k], which input of the layer meets each input of `codes`; None: they come in order.
-    row_order: which row of the file each row is, where they were put in another order; None: they were not.
-    """
-
-    kept: KeptFormat | None = None
-    order: torch.Tensor | None = None
-    row_order: torch.Tensor | None = None
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    random_seed: (
-        int | None
-    )  # not None: no file; the values are random, `read` makes them, and a backend may make its own
-
-    def read(self) -> torch.Tensor:
-        """The values on the CPU in the file's dtype, a view of the mapped file where there is one; do not write to it."""
-        ...
-
-    def part(self, rows: slice, n_columns: int) -> torch.Tensor:
-        """`read()[rows, :n_columns]` of a matrix; a source that has to make the values makes no others."""
-        return self.read()[rows, :n_columns]
-
-    @property
-    def stored(self) -> tuple[WeightTensor, ...]:
-        """What a copy of the checkpoint holds of it: the tensor itself, or those that a view of several is made of."""
-        return (self,)
-
-    def codes(self) -> Codes:
-        """The values as codes of `kept`."""
-        kept = self.kept
-        raise NotImplementedError(f"{self.name} has no codes of {kept}")
-
-
-class Split(Enum):
-    """How a projection is divided among ranks: each has some of the outputs, or sums over some of the inputs."""
-
-    OUTPUTS = "outputs"  # "column parallel": q, k, v, gate, up, head
-    INPUTS = "inputs"  # "row parallel": o, down
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
-    """What a projection is in the model: its sites (q, k, v, o, gate, up, down, head) with their outputs, in order.
-
-    An adapter is attached to a site, ranks divide by `split`. layer None: not in a layer. Of a mixture, the role is that
-    of each of its experts. is_shared: other layers may have it, too, so that no adapter of one of them can be attached.
-    """
-
-    sites: tuple[tuple[str, int], ...]
-    split: Split
-    layer: int | None = None
-    is_shared: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearParts:
-    """W [N, K] as tensors stacked along N (q, k, v), and the bias [N] as tensors stacked the same way, or ()."""
-
-    weights: tuple[WeightTensor, ...]
-    biases: tuple[WeightTensor, ...] = ()
-
-    @property
-    def n_outputs(self) -> int:
-        """N."""
-        return sum(part.shape[0] for part in self.weights)
-
-    @property
-    def n_inputs(self) -> int:
-        """K."""
-        return self.weights[0].shape[1]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NormParts:
-    """A norm's weight [D] and bias [D]. is_centred: the mean is taken away first (LayerNorm), otherwise RMSNorm."""
-
-    weight: WeightTensor
-    bias: WeightTensor | None = None
-    is_centred: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexParts:
-    """What an index chooses by, of n heads of d: queries [n d, q_rank] of what latent queries are made of; of the layer's input
-    the key [d, D], with a norm, and the heads' weights [n, D].
-
-    Of blocks there are no weights, queries [n d, D] are of the layer's input and normed, too. norm_offset: as `Loader.norm` has
-    it, of both norms. Of pools there is one of gates [d, D] of the layer's input, and offsets [pool, d].
-    """
-
-    queries: LinearParts
-    key: LinearParts
-    norm: NormParts
-    weights: LinearParts | None = None
-    q_norm: NormParts | None = None
-    norm_offset: float = 0.0
-    gates: tuple[LinearParts, ...] = ()
-    offsets: WeightTensor | None = None
-
-    @property
-    def of_input(self) -> tuple[LinearParts, ...]:
-        """What reads the layer's input, of an index beside latents."""
-        return tuple(one for one in (self.key, self.weights, *self.gates) if one is not None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RuleParts:
-    """What moves a layer's states on, beside what is projected: taps [channels, .., n_taps] with a bias [channels]; of each
-    head [H] the factor in the exponent of its decay, what shifts its rate (by key: [H d]), and what of its value it gives
-    besides; the norm over value_dim. Of a selective state decays [H v, d], shifts and skips [H v], of recurrent units decays
-    [H v]. None: the rule, or the layer, has none.
-    """
-
-    taps: WeightTensor | None = None
-    tap_bias: WeightTensor | None = None
-    decay: WeightTensor | None = None
-    shift: WeightTensor | None = None
-    skip: WeightTensor | None = None
-    norm: NormParts | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertParts:
-    """One expert: gate_up [2F, D] (gate rows first), down [D, F]."""
-
-    gate_up: LinearParts
-    down: LinearParts
 
 
 class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
@@ -366,12 +217,15 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         values: tuple[LinearParts, ...],
         sinks: WeightTensor | None = None,
         index: IndexParts | None = None,
+        entries: EntryParts | None = None,
     ) -> Heads:
-        """What `cache_latents`, `choose`, `absorb`, `attention` and `expand` need of a layer of latent attention.
+        """What `cache_latents`, `cache_entries`, `choose`, `absorb`, `attention` and `expand` need of a layer of latent
+        attention.
 
         norm: over the latent. keys: of each head [kv_rank, nope_dim], what takes a query to the latent; values: of each head
         [v_dim, kv_rank], what takes a latent to the head's output. sinks: as `attention` has them. index: of a layer that has
-        one itself.
+        one itself. Where rows are met as they are (`MlaSpec.n_groups`) norm is over a row, there are no keys, and values are of
+        each group [outputs, H / groups * row]. entries: of a layer that has some.
         """
 
     @abstractmethod
@@ -400,10 +254,11 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         router: LinearParts,
         choice_bias: WeightTensor | None,
         scales: WeightTensor | None = None,
+        table: WeightTensor | None = None,
         experts: tuple[ExpertParts, ...],
         role: Role | None = None,
     ) -> Experts:
-        """A mixture, for `experts`. router [E, D], choice_bias [E] where the spec has one, scales [E] likewise."""
+        """A mixture, for `experts`. router [E, D]; where the spec has them choice_bias [E], scales [E], table [V, k]."""
 
     @abstractmethod
     def head(self, tensor: WeightTensor, *, bias: WeightTensor | None = None, role: Role | None = None) -> Linear:
@@ -536,27 +391,45 @@ class Ops(
 
     @abstractmethod
     def cache_latents(self, kv: Hidden, attention: Heads) -> None:
-        """Writes the step's tokens from kv [T, kv_rank + rope_dim]: the latent normed, the rotary part of the key turned."""
+        """Writes the step's tokens from kv [T, kv_rank + rope_dim]: the latent normed, the rotary part of the key turned; a row
+        that is met as it is normed whole.
+        """
+
+    @abstractmethod
+    def cache_entries(self, h: Stream | Hidden, attention: Heads) -> None:
+        """Writes the entries that the step's tokens complete, of h [T, D], the layer's input, and moves their sums on.
+
+        What `EntryParts` projects of h are n series of d and their gates, t the token's place in its entry. An entry is the sum
+        over its tokens of softmax(gate + offsets[t]) * series, number by number; of two series over those of the first for the
+        tokens of the entry before, if there is one, and those of the second for its own.
+        """
 
     @abstractmethod
     def choose(self, h: Stream | Hidden, low: Stream | Hidden, attention: Heads) -> None:
         """Writes the step's tokens' index keys, and chooses what `attention` sees from here on, until the next choice.
 
-        Each token sees the positions up to its own that its index scores highest, as `IndexSpec` says; of equals the cpu
-        backend takes the lower, torch any. h [T, D]: the layer's input; low [T, q_rank]: what queries are made of, or h itself.
+        Each token sees the positions up to its own, or the entries, that its index scores highest, as `IndexSpec` says; of
+        equals the cpu backend takes the lower, torch any. h [T, D]: the layer's input; low [T, q_rank]: what queries are made
+        of, or h itself.
         """
 
     @abstractmethod
     def absorb(self, q: Hidden, attention: Heads) -> Hidden:
-        """q [T, H, kv_rank + rope_dim] from [T, H (nope_dim + rope_dim)]: first parts to the latent, the rest turned."""
+        """q [T, H, kv_rank + rope_dim] from [T, H (nope_dim + rope_dim)]: first parts to the latent, the rest turned; normed by
+        head where rows are met as they are.
+        """
 
     @abstractmethod
     def expand(self, a: Hidden, attention: Heads) -> Hidden:
-        """[T, H v_dim] from attention's a, of which each head's first kv_rank numbers count."""
+        """[T, H v_dim] from attention's a, of which each head's first kv_rank numbers count; where rows are met as they are
+        all, their ends turned back. a may be written and is not used again by the caller.
+        """
 
     @abstractmethod
     def attention(self, q: Hidden, attention: Heads) -> Hidden:
-        """a [T, H dv]: each query against its sequence's cached keys up to its own position, or those that `choose` chose."""
+        """a [T, H dv]: each query against its sequence's cached keys up to its own position, or those that `choose` chose;
+        beside those of a window against the entries that are whole by then.
+        """
 
     @abstractmethod
     def gate_heads(self, h: Stream | Hidden, weight: Linear, a: Hidden) -> Hidden:
@@ -575,10 +448,11 @@ class Ops(
     def experts(self, h: Stream | Hidden, experts: Experts, *, routed: Stream | Hidden | None = None) -> Hidden:
         """y [T, D] = sum over the chosen experts of weight * expert(h). routed: what the router reads, if not h.
 
-        Each expert's score is a softmax over n_scored or a sigmoid, of logits that may be capped. The best experts_per_token
-        are chosen by score (plus choice_bias) among the best groups; their scores are the weights, renormalised to 1 or not,
-        times routed_scale and the expert's scale, if any. Where the spec weighs inputs it is expert(weight * h) instead.
-        Experts behind n_experts give h.
+        Each expert's score is a softmax over n_scored, a sigmoid or the root of a softplus, of logits that may be capped. The
+        best experts_per_token are chosen by score (plus choice_bias) among the best groups; their scores are the weights,
+        renormalised to 1 or not, times routed_scale and the expert's scale, if any. Where the spec weighs inputs it is
+        expert(weight * h) instead. Experts behind n_experts give h. by_token: the experts of a token are those of its id in
+        the table.
         """
 
     @abstractmethod

@@ -14,6 +14,7 @@ import torch
 from diptych.compute.ops.contract import (
     Activation,
     AttentionSpec,
+    EntryParts,
     IndexParts,
     LinearParts,
     NormParts,
@@ -103,12 +104,26 @@ class TableHandle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EntriesHandle:
+    """`EntryParts`: a packed weight, and vectors by number. place: which of the states has their sums."""
+
+    series: LinearHandle
+    offsets: int
+    norm: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentHandle:
-    """A norm's number, and packed weights by head: what takes queries to the latent, and latents to outputs."""
+    """A norm's number, and packed weights by head: what takes queries to the latent, and latents to outputs. Of rows that are
+    met as they are there are no keys, values are of groups of heads, and ones is what queries are normed by.
+    """
 
     norm: int
     keys: tuple[LinearHandle, ...]
     values: tuple[LinearHandle, ...]
+    ones: int = -1
+    entries: EntriesHandle | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,14 +131,15 @@ class IndexHandle:
     """`IndexParts`: packed weights, norms' weights and bias by number (-1: none), and the native shape of the heads."""
 
     queries: LinearHandle
-    key: LinearHandle
-    norm: int
-    bias: int
-    weights: LinearHandle | None
-    q_norm: int
     shape: Any
+    key: LinearHandle | None = None
+    norm: int = -1
+    bias: int = -1
+    weights: LinearHandle | None = None
+    q_norm: int = -1
     gates: LinearHandle | None = None
     offsets: int = -1
+    entries: EntriesHandle | None = None
 
 
 class Packer(Protocol):
@@ -135,6 +151,10 @@ class Packer(Protocol):
 
     def router(self, parts: LinearParts) -> LinearHandle:
         """A small one that decides."""
+        ...
+
+    def rates(self, parts: LinearParts) -> LinearHandle:
+        """Another, which an adapter may change."""
         ...
 
     def norm(self, parts: NormParts, *, offset: float = 0.0, is_read: bool = True) -> VectorHandle:
@@ -196,6 +216,7 @@ class ExpertsHandle:
     router: LinearHandle
     choice_bias: int
     scales: int
+    table: int
     gate_up: tuple[LinearHandle, ...]
     down: tuple[LinearHandle, ...]
 
@@ -230,6 +251,33 @@ def attention_shape(spec: AttentionSpec, own: OwnHeads) -> Any:
         block=1 if spec.index is None else spec.index.block,
         pool=1 if spec.index is None else spec.index.pool,
         by_means=spec.index is not None and spec.index.by_means,
+        is_listed=spec.mla is not None and spec.mla.n_groups > 0,
+        entry_tokens=0 if spec.entries is None else spec.entries.tokens,
+    )
+
+
+def entries_handle(parts: EntryParts, place: int, loader: Packer) -> EntriesHandle:
+    """Every rank's, whole. What they are made of is in the finest format, as it decides what many tokens are together."""
+    return EntriesHandle(
+        series=loader.rates(parts.series),
+        offsets=loader.vector(parts.offsets).index,
+        norm=loader.norm(parts.norm, is_read=False).index,
+        place=place,
+    )
+
+
+def entry_index_handle(spec: AttentionSpec, index: IndexParts, loader: Packer) -> IndexHandle:
+    """Of an index whose keys are entries, every rank's, whole."""
+    own = spec.own_index
+    assert index.entries is not None
+    assert index.weights is not None
+    assert own.entries is not None
+    sizes = {"n_heads": own.n_heads, "n_kv_heads": 1, "head_dim": own.head_dim, "scale": 1.0, "most": own.most}
+    return IndexHandle(
+        queries=loader.linear(index.queries),
+        weights=loader.router(index.weights),
+        entries=entries_handle(index.entries, spec.entry_places[1], loader),
+        shape=_cpu.AttentionShape(**sizes, window=spec.window, is_listed=True, entry_tokens=own.entries.tokens),
     )
 
 
@@ -238,6 +286,10 @@ def index_handle(spec: AttentionSpec, index: IndexParts, loader: Packer, own_hea
     format, as they are small and decide.
     """
     own, offset = spec.own_index, index.norm_offset
+    if index.entries is not None:
+        return entry_index_handle(spec, index, loader)
+    assert index.key is not None
+    assert index.norm is not None
     norm = loader.norm(index.norm, offset=offset, is_read=False)
     n_heads = own.n_heads if own.block == 1 or own.by_means or own_heads is None else own_heads.n_kv_heads
     sizes = {"n_heads": n_heads, "n_kv_heads": 1, "head_dim": own.key_width, "scale": 1.0}

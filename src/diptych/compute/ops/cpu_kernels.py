@@ -14,7 +14,7 @@ from diptych.compute.ops.cpus import Placement
 from diptych.compute.ops.shares import OwnHeads, Rank
 from diptych.ground.errors import ConfigError
 from diptych.models.spec import ModelSpec
-from diptych.models.states import StateSpec
+from diptych.models.states import StateRule, StateSpec
 
 try:
     from diptych.compute.ops import _cpu  # type: ignore[attr-defined]
@@ -82,7 +82,7 @@ def warn_of_faster_set(name: str) -> None:
 
 
 def kv_bytes_per_block(
-    spec: ModelSpec, kv_format: str, block_tokens: int, heads: list[tuple[int, int, int]] | None = None
+    spec: ModelSpec, kv_format: str, block_tokens: int, heads: list[tuple[int, ...]] | None = None
 ) -> int:
     """Bytes of one block in all layers of a model. heads: how many of each layer, and how wide, if not its own."""
     sizes = {**cache_sizes(spec), **({} if heads is None else {"heads": heads})}
@@ -110,9 +110,11 @@ def refuse_block(block_tokens: int) -> None:
 
 
 def cache_sizes(spec: ModelSpec) -> dict[str, Any]:
-    """The cache of a model as the kernels want to know it: of each layer that keeps something how many heads, and how wide."""
+    """The cache of a model as the kernels want to know it: of each layer that keeps something how many heads, how wide, and how
+    many tokens share the row of an entry.
+    """
     attended = spec.caches[0].attended if spec.caches else None
-    return {"heads": [cache.sizes for cache in spec.caches], "attended": attended or 0}
+    return {"heads": [(*cache.sizes, cache.shared_by) for cache in spec.caches], "attended": attended or 0}
 
 
 def state_shape(state: StateSpec, own: OwnHeads, *, scale: float = 1.0, norm_eps: float = 0.0) -> Any:
@@ -144,7 +146,8 @@ def state_floats(spec: ModelSpec, rank: Rank) -> list[int]:
         if own is None:
             found.append(0)
             continue
-        found.append(state_shape(one, own).floats)
+        is_of_entries = one.rule is StateRule.ENTRIES
+        found.append(one.state_elements if is_of_entries else state_shape(one, own).floats)
     return found
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from diptych.compute.adapters import Sites
-from diptych.compute.balance import exponents_of
 from diptych.compute.ops.contract import (
     Activation,
     AttentionSpec,
+    EntryParts,
     ExpertParts,
     IndexParts,
     LinearParts,
@@ -36,20 +36,29 @@ from diptych.compute.ops.cpu_handles import (
     attention_shape,
     by_head_handle,
     by_part_handle,
+    entries_handle,
     index_handle,
     is_table_too,
     native_shape,
     rule_handle,
 )
 from diptych.compute.ops.cpu_kernels import _cpu, choose_instruction_set, is_available
-from diptych.compute.ops.cpu_parts import Rows, finite_weights, name_of, native_codes, own_rows, warn_of_large_channel
+from diptych.compute.ops.cpu_parts import (
+    Rows,
+    finite_weights,
+    name_of,
+    native_codes,
+    noted_exponents,
+    order_of,
+    own_rows,
+    warn_of_large_channel,
+)
 from diptych.compute.ops.cpus import allowed_cpus, choose_cpus
 from diptych.compute.ops.shares import OwnHeads, Rank, head_rows
 from diptych.compute.weights import Saved, Source
 from diptych.ground.config import AS_STORED, ComputeConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.formats import STRIP_LANES, KeptFormat, head_format
-from diptych.models.contents import EXPONENTS
 from diptych.models.spec import MoeSpec, QkNorm
 
 
@@ -237,15 +246,21 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         values: tuple[LinearParts, ...],
         sinks: WeightTensor | None = None,
         index: IndexParts | None = None,
+        entries: EntryParts | None = None,
     ) -> AttentionHandle:
         """Each head's matrices packed by themselves: of a rank, those of its heads. Latents are every rank's, whole."""
-        own = self.rank.heads(spec.n_heads, spec.n_kv_heads)
+        size = spec.n_heads // len(values)  # heads that are projected together
+        own = self.rank.heads(spec.n_heads, spec.n_kv_heads, together=size)
         self._heads[spec.layer] = spec, own
         mine = slice(0, 0) if own is None else slice(own.first_head, own.first_head + own.n_heads)
+        some = keys[mine], values[mine.start // size : mine.stop // size]
+        packed = [tuple(self._pack(parts, self.weights_format) for parts in of_heads) for of_heads in some]
         latent = LatentHandle(
             norm=self._vector(norm.weight),
-            keys=tuple(self._pack(parts, self.weights_format) for parts in keys[mine]),
-            values=tuple(self._pack(parts, self.weights_format) for parts in values[mine]),
+            keys=packed[0],
+            values=packed[1],
+            ones=-1 if keys else self._add_vector(torch.ones(spec.head_dim)),
+            entries=None if entries is None else entries_handle(entries, spec.entry_places[0], self),
         )
         return AttentionHandle(
             spec=spec,
@@ -296,6 +311,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         router: LinearParts,
         choice_bias: WeightTensor | None,
         scales: WeightTensor | None = None,
+        table: WeightTensor | None = None,
         experts: tuple[ExpertParts, ...],
         role: Role | None = None,
     ) -> ExpertsHandle:
@@ -316,6 +332,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             router=self.router(router),
             choice_bias=-1 if choice_bias is None else self._vector(choice_bias),
             scales=-1 if scales is None else self._vector(scales),
+            table=-1 if table is None else self._vector(table),  # numbers that fp32 holds
             gate_up=gate_up,
             down=down,
         )
@@ -499,7 +516,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         order = self._note_order(key, parts) if kept is not None else ""
         is_balanced = weights_format != "bf16" or is_rates
         if is_balanced:
-            self._note_exponents(key, parts, is_packed=is_packed)
+            self.exponents |= noted_exponents(self.source, key, parts, is_packed=is_packed)
         return LinearHandle(
             index=self.packed[key],
             key=key,
@@ -534,7 +551,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
     def _note_order(self, key: str, parts: LinearParts) -> str:
         """The name of the order in which a kept weight has its inputs."""
-        order = parts.weights[0].order  # of all of them: what is kept has one
+        order = order_of(parts)
         name = name_of(order)
         if order is not None:
             self.orders[key] = order
@@ -583,12 +600,3 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             return int(self.program.add_mapped_linear(shape, saved.values))
         except ValueError as error:  # not where it was written: what the header says of it is damaged
             raise saved.damage() from error
-
-    def _note_exponents(self, key: str, parts: LinearParts, *, is_packed: bool) -> None:
-        """What the weight was multiplied by before it was packed: now, or when it was saved."""
-        if not is_packed:
-            self.exponents[key] = exponents_of(parts)
-            return
-        saved = self.source.find_packed(key + EXPONENTS, 4 * (parts.n_outputs + parts.n_inputs))
-        if saved is not None:
-            self.exponents[key] = torch.from_numpy(np.frombuffer(saved.checked(), dtype=np.float32).copy())

@@ -7,10 +7,15 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
-from diptych.compute.ops.contract import Codes, LinearParts, WeightTensor
+from diptych.compute.balance import exponents_of
+from diptych.compute.ops.contract import LinearParts, WeightTensor
+from diptych.compute.ops.contract_parts import Codes
+from diptych.compute.weights import Source
 from diptych.ground.errors import LoadError
+from diptych.models.contents import EXPONENTS
 
 logger = logging.getLogger("diptych.compute")
 
@@ -77,6 +82,19 @@ def warn_of_large_channel(times: float, norm: str, formats: Iterable[str]) -> No
     )  # fmt: skip
 
 
+def order_of(parts: LinearParts) -> torch.Tensor | None:
+    """Of all of them: what is kept has one."""
+    return parts.weights[0].order
+
+
 def name_of(order: torch.Tensor | None) -> str:
-    """Of an order of inputs; empty: they come as they are."""
+    """Of an order, which equal ones have; empty where there is none."""
     return "" if order is None else f" {hashlib.sha256(order.numpy().tobytes()).hexdigest()}"
+
+
+def noted_exponents(source: Source, key: str, parts: LinearParts, *, is_packed: bool) -> dict[str, torch.Tensor]:
+    """What the weight was multiplied by before it was packed: now, or when it was saved; nothing where nobody has noted it."""
+    if not is_packed:
+        return {key: exponents_of(parts)}
+    saved = source.find_packed(key + EXPONENTS, 4 * (parts.n_outputs + parts.n_inputs))
+    return {} if saved is None else {key: torch.from_numpy(np.frombuffer(saved.checked(), dtype=np.float32).copy())}

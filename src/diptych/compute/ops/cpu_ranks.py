@@ -44,7 +44,8 @@ def heads_of(spec: ModelSpec, rank: Rank) -> Heads:
     for number, layer in enumerate(spec.layers):
         if layer.attention.state is not None or layer.attention.is_absent:
             continue
-        own = rank.heads(layer.attention.n_heads, layer.attention.cache.n_heads)
+        n_kv, together = layer.attention.cache.n_heads, layer.attention.heads_together
+        own = rank.heads(layer.attention.n_heads, n_kv, together=together)
         found.setdefault(spec.kv_place(number), set()).add(
             (0, 0) if own is None else (own.first_kv_head, own.n_kv_heads)
         )
@@ -79,7 +80,7 @@ class Part:
         """cache: the sizes of all ranks' together."""
         self.store = store
         self._heads = heads
-        self._widths = [d for _, d, _ in cache["heads"]]
+        self._widths = [d for _, d, *_ in cache["heads"]]
         self._columns = columns_of(cache, heads, store.block_tokens)
 
     def copy(self, pairs: np.ndarray) -> None:

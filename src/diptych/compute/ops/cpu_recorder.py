@@ -11,6 +11,7 @@ from typing import Any
 
 from diptych.compute.ops.contract import Ops, QkNorm
 from diptych.compute.ops.cpu_buffers import Given
+from diptych.compute.ops.cpu_entries import EntryRecorder
 from diptych.compute.ops.cpu_handles import AttentionHandle, ExpertsHandle, LinearHandle, TableHandle, VectorHandle
 from diptych.compute.ops.cpu_states import StateRecorder
 from diptych.compute.ops.cpu_streams import StreamRecorder
@@ -21,6 +22,7 @@ from diptych.models.gates import PLAIN, Activation, GateForm
 class CpuOps(
     StateRecorder,
     StreamRecorder,
+    EntryRecorder,
     Ops[ResidualStream, Value, TableHandle | LinearHandle, VectorHandle, LinearHandle, AttentionHandle, ExpertsHandle],
 ):
     """Records a family's forward into the loader's program.
@@ -94,12 +96,6 @@ class CpuOps(
         out = self._f32(f"{role} out", weight.n_outputs, weight.is_gathered)
         self._linear_into(h, weight, category, out)
         return Value("projection", weight.n_outputs, buffer=out)
-
-    def _linear_into(self, h: Value, weight: LinearHandle, category: str, out: int, *, store: str = "f32") -> None:
-        """The product, or those of the weight's pieces beside each other."""
-        for one in weight.pieces or (weight,):
-            rows = self._rows(h, one)
-            self.program.linear(category=category, weight=one.index, rows=rows, out=out, store=store, column=one.column)
 
     def linear_gate(self, h: Given, weight: LinearHandle) -> Value:
         """act(gate) * up, written by the product's epilogue in the form that the next projection reads."""
@@ -317,6 +313,9 @@ class CpuOps(
         spec, (mla, latent) = attention.spec, attention.latents
         if attention.own is None:
             return
+        if mla.n_groups:
+            self.cache_row(kv, attention)
+            return
         self.program.cache_latents(
             kv=self._materialised(kv),
             layer=spec.cache_layer,
@@ -326,6 +325,15 @@ class CpuOps(
             rank=mla.kv_rank,
         )
 
+    def cache_entries(self, h: Given, attention: AttentionHandle) -> None:
+        """By every rank that attends, in its own cache."""
+        spec, (mla, latent) = attention.spec, attention.latents
+        if attention.own is None:
+            return
+        assert latent.entries is not None
+        assert spec.entries is not None
+        self.cache_made(self._as_value(h), latent.entries, spec.entries, attention, width=mla.row, is_index=False)
+
     def choose(self, h: Given, low: Given, attention: AttentionHandle) -> None:
         """Every rank for itself, over the keys that it has cached; of blocks, for its own KV heads."""
         spec, index, heads, own = attention.spec, attention.index, attention.own, attention.spec.own_index
@@ -333,6 +341,10 @@ class CpuOps(
         if heads is None:
             return
         h, low = self._as_value(h), self._as_value(low)
+        if own.entries is not None:
+            self._choice = self.choose_entries(h, low, attention)
+            return
+        assert index.key is not None
         place = spec.cache_layer if spec.index_place is None else spec.index_place
         width, where = own.n_heads * own.head_dim, {"layer": place, "rope": attention.rope}
         key = self._f32("index key", own.key_width)
@@ -371,6 +383,8 @@ class CpuOps(
         spec, own, (mla, latent) = attention.spec, attention.own, attention.latents
         if own is None:
             return Value("query", 0)
+        if mla.n_groups:
+            return self.turn_queries(q, attention)
         width, n_heads = own.n_heads * spec.head_dim, own.n_heads
         out = self._buffer("q", width, lambda width: self.program.add_bf16(width))
         x = self._materialised(q)
@@ -394,6 +408,8 @@ class CpuOps(
         out = self._f32("heads", spec.n_heads * mla.v_dim, self._is_team)
         if own is None:
             self.program.meet(out)
+        elif mla.n_groups:
+            self.expand_groups(a, attention, out)
         else:
             self.program.heads(
                 weights=[head.index for head in latent.values],
@@ -491,6 +507,7 @@ class CpuOps(
             softcap=spec.softcap or 0.0,
             choice_bias=experts.choice_bias,
             scales=experts.scales,
+            by_token=experts.table,
             groups=(spec.n_groups, spec.groups_per_token, spec.group_best),
             routed_scale=spec.routed_scale,
             wide=wide,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from diptych.compute.ops.contract import Codes
+from diptych.compute.ops.contract_parts import Codes
 from diptych.ground.formats import DEVICE_MIDDLES, KEPT_BITS, NESTED_INPUTS, WORD_INPUTS, DeviceFormat, KeptFormat
 
 SCALE_DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}

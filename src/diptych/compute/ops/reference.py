@@ -138,6 +138,31 @@ def pool_keys(k: torch.Tensor, gates: torch.Tensor, offsets: torch.Tensor) -> to
     return torch.stack(found) if found else torch.zeros(0, k.shape[1])
 
 
+def turn_end(x: torch.Tensor, positions: torch.Tensor, rope: RopeSpec, *, sign: float = 1.0) -> torch.Tensor:
+    """X [T, .., d] whose last rotary_dim numbers turn, neighbours together, fp32; sign -1: the other way."""
+    out, half = x.float().clone(), rope.rotary_dim // 2
+    for t, position in enumerate(positions.tolist()):
+        for i in range(half):
+            angle = torch.tensor(position * rope.inv_freq[i] * sign)
+            at = x.shape[-1] - 2 * (half - i)
+            a, b = x[t, ..., at].float(), x[t, ..., at + 1].float()
+            out[t, ..., at] = a * torch.cos(angle) - b * torch.sin(angle)
+            out[t, ..., at + 1] = b * torch.cos(angle) + a * torch.sin(angle)
+    return out
+
+
+def entries(series: torch.Tensor, gates: torch.Tensor, offsets: torch.Tensor, *, tokens: int) -> torch.Tensor:
+    """[whole entries, d] of a sequence, fp32: series and gates [T, n, d], offsets [tokens, n, d]."""
+    made = []
+    for begin in range(0, len(series) // tokens * tokens, tokens):
+        own = [(begin + t, t, -1) for t in range(tokens)]
+        if series.shape[1] == 2 and begin:
+            own += [(begin - tokens + t, t, 0) for t in range(tokens)]
+        weights = torch.stack([gates[at, i].float() + offsets[t, i] for at, t, i in own]).softmax(dim=0)
+        made.append((weights * torch.stack([series[at, i].float() for at, _, i in own])).sum(dim=0))
+    return torch.stack(made) if made else series.new_zeros((0, series.shape[-1]))
+
+
 def choose_pools(
     q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, *, pool: int, n_pools: int
 ) -> list[list[int]]:

@@ -57,8 +57,8 @@ class Rank:
         begin, end = (units * i // self.size * unit for i in (self.number, self.number + 1))
         return min(begin, n_outputs), min(end, n_outputs)
 
-    def heads(self, n_heads: int, n_kv_heads: int) -> OwnHeads | None:
-        """Its heads; None where others have them all.
+    def heads(self, n_heads: int, n_kv_heads: int, *, together: int = 1) -> OwnHeads | None:
+        """Its heads; None where others have them all. together: so many query heads of one KV head are not parted.
 
         KV heads are divided where there are enough of them. Else each is held by as many ranks as can have query heads of it
         (its keys and values are then kept more than once), and ranks that are left over have no part in the attention.
@@ -69,11 +69,11 @@ class Rank:
             return OwnHeads(
                 first_head=begin * group, n_heads=(end - begin) * group, first_kv_head=begin, n_kv_heads=end - begin
             )
-        holders = min(group, self.size // n_kv_heads)
+        holders = min(group // together, self.size // n_kv_heads)
         kv_head, place = divmod(self.number, holders)
         if kv_head >= n_kv_heads:
             return None
-        begin, end = (group * i // holders for i in (place, place + 1))
+        begin, end = (group // together * i // holders * together for i in (place, place + 1))
         return OwnHeads(first_head=kv_head * group + begin, n_heads=end - begin, first_kv_head=kv_head, n_kv_heads=1)
 
 
@@ -94,9 +94,9 @@ def head_rows(
     return rows
 
 
-def copies_of_kv(n_heads: int, n_kv_heads: int, size: int) -> int:
+def copies_of_kv(n_heads: int, n_kv_heads: int, size: int, *, together: int = 1) -> int:
     """KV heads that `size` ranks hold together, those that several of them hold counted as often."""
-    own = (Rank(number=i, size=size).heads(n_heads, n_kv_heads) for i in range(size))
+    own = (Rank(number=i, size=size).heads(n_heads, n_kv_heads, together=together) for i in range(size))
     return sum(heads.n_kv_heads for heads in own if heads is not None)
 
 

@@ -12,6 +12,7 @@ from diptych.compute.adapters import Sites
 from diptych.compute.ops.contract import (
     Activation,
     AttentionSpec,
+    EntryParts,
     ExpertParts,
     IndexParts,
     LinearParts,
@@ -47,11 +48,23 @@ class TorchNorm:
 
 @dataclass(frozen=True, slots=True)
 class TorchLatent:
-    """norm over the latent, keys [H, kv_rank, nope_dim], values [H, v_dim, kv_rank]."""
+    """norm over the latent, keys [H, kv_rank, nope_dim], values [H, v_dim, kv_rank]; of rows that are met as they are no keys,
+    and values [groups, outputs, H / groups * row].
+    """
 
     norm: TorchNorm
-    keys: torch.Tensor
+    keys: torch.Tensor | None
     values: torch.Tensor
+    entries: TorchEntries | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchEntries:
+    """`EntryParts` on the device: offsets [tokens, n d] fp32."""
+
+    series: TorchLinear
+    offsets: torch.Tensor
+    norm: TorchNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +72,13 @@ class TorchIndex:
     """`IndexParts` on the device."""
 
     queries: TorchLinear
-    key: TorchLinear
-    norm: TorchNorm
+    key: TorchLinear | None
+    norm: TorchNorm | None
     weights: TorchLinear | None
     q_norm: TorchNorm | None
     gates: TorchLinear | None = None
     offsets: torch.Tensor | None = None
+    entries: TorchEntries | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +113,8 @@ Stacked = tuple[torch.Tensor | CodedWeight, torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class TorchExperts:
-    """router [E, D], choice_bias and scales [E] fp32, gate_up and down per expert; stacked: W [E, N, K] and b [E, N] of all
-    gate_up and of all down, whose parts those are, where the ops want them so.
+    """router [E, D], choice_bias and scales [E] fp32, table [V, k], gate_up and down per expert; stacked: W [E, N, K] and b
+    [E, N] of all gate_up and of all down, whose parts those are, where the ops want them so.
     """
 
     spec: MoeSpec
@@ -110,6 +124,7 @@ class TorchExperts:
     gate_up: tuple[TorchLinear, ...]
     down: tuple[TorchLinear, ...]
     stacked: tuple[Stacked, Stacked] | None = None
+    table: torch.Tensor | None = None
 
 
 class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, TorchExperts]):
@@ -199,16 +214,19 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         )
 
     def _index(self, index: IndexParts) -> TorchIndex:
-        queries, key = self.linear(index.queries), self.router(index.key)
         return TorchIndex(
-            queries=queries,
-            key=key,
-            norm=self.norm(index.norm, offset=index.norm_offset),
+            queries=self.linear(index.queries),
+            key=None if index.key is None else self.router(index.key),
+            norm=None if index.norm is None else self.norm(index.norm, offset=index.norm_offset),
             weights=None if index.weights is None else self.router(index.weights),
             q_norm=None if index.q_norm is None else self.norm(index.q_norm, offset=index.norm_offset),
             gates=self.router(index.gates[0]) if index.gates else None,
             offsets=None if index.offsets is None else self._vector(index.offsets),
+            entries=None if index.entries is None else self._entries(index.entries),
         )
+
+    def _entries(self, entries: EntryParts) -> TorchEntries:
+        return TorchEntries(self.rates(entries.series), self._vector(entries.offsets), self.norm(entries.norm))
 
     def latent_attention(
         self,
@@ -219,10 +237,15 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         values: tuple[LinearParts, ...],
         sinks: WeightTensor | None = None,
         index: IndexParts | None = None,
+        entries: EntryParts | None = None,
     ) -> TorchAttention:
         """The heads' matrices stacked."""
-        stacked = (torch.stack([self._stack(parts.weights) for parts in both]) for both in (keys, values))
-        latent = TorchLatent(self.norm(norm), *stacked)
+        stacked = (
+            torch.stack([self._stack(parts.weights) for parts in both]) if both else None for both in (keys, values)
+        )
+        of_keys, of_values = stacked
+        assert of_values is not None
+        latent = TorchLatent(self.norm(norm), of_keys, of_values, None if entries is None else self._entries(entries))
         own, of_heads = None if index is None else self._index(index), None if sinks is None else self._vector(sinks)
         return TorchAttention(spec, None, None, of_heads, latent=latent, index=own)
 
@@ -262,6 +285,7 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         router: LinearParts,
         choice_bias: WeightTensor | None,
         scales: WeightTensor | None = None,
+        table: WeightTensor | None = None,
         experts: tuple[ExpertParts, ...],
         role: Role | None = None,
     ) -> TorchExperts:
@@ -277,7 +301,8 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         for e, expert in enumerate(experts):
             self.sites.note_expert(e, (expert.gate_up, gate_up[e]), (expert.down, down[e]))
         bias, scale = (None if one is None else self._vector(one) for one in (choice_bias, scales))
-        return TorchExperts(spec, self.router(router), bias, scale, gate_up, down, stacked)
+        ids = None if table is None else table.read().to(device=self._device, dtype=torch.long)
+        return TorchExperts(spec, self.router(router), bias, scale, gate_up, down, stacked, ids)
 
     def head(self, tensor: WeightTensor, *, bias: WeightTensor | None = None, role: Role | None = None) -> TorchLinear:
         """[V, D]."""

@@ -20,6 +20,7 @@ from diptych.compute.ops.contract import Activation, AttentionSpec, Ops, QkNorm,
 from diptych.compute.ops.device_codes import Weight
 from diptych.compute.ops.step_numbers import StepNumbers
 from diptych.compute.ops.torch_curves import activated, bent, xielu
+from diptych.compute.ops.torch_entries import TorchEntryOps
 from diptych.compute.ops.torch_loader import TorchAttention, TorchExperts, TorchLinear, TorchNorm
 from diptych.compute.ops.torch_queries import (
     Queries,
@@ -32,16 +33,14 @@ from diptych.compute.ops.torch_queries import (
     pooled,
     turned,
 )
+from diptych.compute.ops.torch_routing import route
 from diptych.compute.ops.torch_states import TorchStates
 from diptych.compute.ops.torch_streams import TorchStreams
 from diptych.models.gates import CLAMPED, GateForm
 from diptych.models.positions import QueryScale
-from diptych.models.spec import MoeSpec, Scores
 
 # what an adapter adds, by id of the projection's handle; A and B on the device in the compute dtype
 TorchAdapter = Mapping[int, Sequence[tuple[Site, LowRank]]]
-
-SMALLEST_SUM = 1e-20  # of the chosen experts' scores, which sigmoids may all leave at nothing
 
 
 @cache  # for good: recorded steps read them where they lie
@@ -52,6 +51,7 @@ def _inv_freq(rope: RopeSpec, device: torch.device) -> torch.Tensor:
 class TorchOps(
     TorchStates,
     TorchStreams,
+    TorchEntryOps,
     Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLinear, TorchAttention, TorchExperts],
 ):
     """The ops of one step: made for a batch and a cache, used once. Index tensors are made when first needed."""
@@ -273,6 +273,8 @@ class TorchOps(
         assert spec.mla is not None
         assert latent is not None
         assert spec.rope is not None
+        if spec.mla.n_groups:
+            return self.cache_row(kv, attention)
         c_Tr, k_Tp = kv.split((spec.mla.kv_rank, spec.mla.rope_dim), dim=-1)
         keys, _ = self._pool(spec.cache_layer)
         turned = self._rotate(k_Tp[:, None], spec.rope)[:, 0]
@@ -282,7 +284,11 @@ class TorchOps(
     def choose(self, h: torch.Tensor, low: torch.Tensor, attention: TorchAttention) -> None:
         """As a mask over all positions, of all heads or of each KV head."""
         spec, own, index = attention.spec, attention.index, attention.spec.own_index
+        if index.entries is not None:
+            return self.choose_entries(h, low, attention)
         assert own is not None
+        assert own.key is not None
+        assert own.norm is not None
         assert spec.rope is not None
         keys = self._index_keys(spec)
         k_Td = self.linear(h, own.key)
@@ -352,7 +358,10 @@ class TorchOps(
         """q [T, H, r + p]."""
         spec, latent = attention.spec, attention.latent
         assert spec.mla is not None
+        if spec.mla.n_groups:
+            return self.turn_queries(q, attention)
         assert latent is not None
+        assert latent.keys is not None
         assert spec.rope is not None
         if spec.query_scale is not None:
             q = (q * self._scales(spec.query_scale)[:, None]).to(q.dtype)
@@ -364,6 +373,8 @@ class TorchOps(
         """[T, H v]."""
         spec, latent = attention.spec, attention.latent
         assert spec.mla is not None
+        if spec.mla.n_groups:
+            return self.expand_groups(a, attention)
         assert latent is not None
         a_THr = a.unflatten(-1, (spec.n_heads, -1))[..., : spec.mla.kv_rank]
         return torch.einsum("thr,hvr->thv", a_THr, latent.values).flatten(1)
@@ -382,7 +393,10 @@ class TorchOps(
             mask = queries.mask
             if spec.mla is not None:
                 k_BKCd, v_BKCd = k_BKCd[..., : spec.mla.row], v_BKCd[..., : spec.mla.row]
-            if spec.index is not None:
+            if spec.mla is not None and spec.mla.n_groups:
+                k_BKCd, mask = self.with_entries(queries, k_BKCd, spec)
+                v_BKCd = k_BKCd
+            elif spec.index is not None:
                 mask = self._of_chosen(queries)
             a_BHnd = _attend(q_BnHd.transpose(1, 2), k_BKCd, v_BKCd, mask, attention)
             out[queries.rows] = a_BHnd.transpose(1, 2).flatten(0, 1)
@@ -408,7 +422,7 @@ class TorchOps(
     def experts(self, h: torch.Tensor, experts: TorchExperts, *, routed: torch.Tensor | None = None) -> torch.Tensor:
         """The gated sum of the chosen experts [T, D]."""
         spec, routed = experts.spec, h if routed is None else routed
-        weights_Tk, chosen_Tk = route(self.linear(routed, experts.router).float(), experts)
+        weights_Tk, chosen_Tk = route(self.linear(routed, experts.router).float(), experts, self._token_ids)
         total = torch.zeros_like(h)
         for expert in chosen_Tk.unique().tolist():
             rows, column = torch.where(chosen_Tk == expert)
@@ -501,48 +515,6 @@ class TorchOps(
             cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
             self._rotations[key] = cos.to(dtype), sin.to(dtype)
         return self._rotations[key]
-
-
-def route(logits_TE: torch.Tensor, experts: TorchExperts) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights, experts), each [T, k]."""
-    weights_Tk, chosen_Tk = _route(logits_TE, experts.choice_bias, experts.spec)
-    return weights_Tk if experts.scales is None else weights_Tk * experts.scales[chosen_Tk], chosen_Tk
-
-
-def _route(
-    logits_TE: torch.Tensor, choice_bias: torch.Tensor | None, spec: MoeSpec
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights, experts), each [T, k]."""
-    if spec.softcap is not None:
-        logits_TE = torch.tanh(logits_TE / spec.softcap) * spec.softcap
-    if spec.scores is Scores.SPARSEMIXER:
-        return _route_one_by_one(logits_TE, spec)
-    scores_TE = logits_TE.softmax(dim=-1) if spec.scores is Scores.SOFTMAX else logits_TE.sigmoid()
-    choice_TE = logits_TE if spec.scores is Scores.LATE_SIGMOID else scores_TE
-    choice_TE = choice_TE if choice_bias is None else choice_TE + choice_bias
-    if spec.n_groups > 1:
-        by_group = choice_TE.unflatten(1, (spec.n_groups, -1))
-        groups_Tg = (
-            by_group.topk(spec.group_best, dim=-1).values.sum(dim=-1).topk(spec.groups_per_token, dim=-1).indices
-        )
-        is_out = torch.ones(by_group.shape[:2], dtype=torch.bool, device=logits_TE.device).scatter(1, groups_Tg, False)
-        choice_TE = by_group.masked_fill(is_out[..., None], float("-inf")).flatten(1)
-    chosen_Tk = choice_TE.topk(spec.experts_per_token, dim=-1).indices
-    weights_Tk = scores_TE.gather(1, chosen_Tk)
-    if spec.renormalises:
-        weights_Tk = weights_Tk / weights_Tk.sum(dim=-1, keepdim=True).clamp(min=SMALLEST_SUM)
-    return weights_Tk * spec.routed_scale, chosen_Tk
-
-
-def _route_one_by_one(logits_TE: torch.Tensor, spec: MoeSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    left_TE, weights, chosen = logits_TE, [], []
-    for _ in range(spec.experts_per_token):
-        best_T1, index_T1 = left_TE.max(dim=-1, keepdim=True)
-        is_far = best_T1 - left_TE > spec.margin * left_TE.abs().clamp(min=best_T1)
-        weights.append(left_TE.masked_fill(is_far, float("-inf")).softmax(dim=-1).gather(1, index_T1))
-        chosen.append(index_T1)
-        left_TE = left_TE.scatter(1, index_T1, float("-inf"))
-    return torch.cat(weights, dim=1) * spec.routed_scale, torch.cat(chosen, dim=1)
 
 
 def _lost(spec: AttentionSpec, mask: torch.Tensor | None, n_keys: int, device: torch.device) -> torch.Tensor:

@@ -70,7 +70,7 @@ def move_states(
     assert rule is not None
     assert spec.state is not None
     out = torch.empty((len(qkv_TC), spec.state.width), dtype=qkv_TC.dtype, device=qkv_TC.device)
-    for sequences, pieces in _groups(batch):
+    for sequences, pieces in groups_of(batch):
         assert batch.states is not None
         reads = [int(batch.states.reads_S[s]) for s in sequences]
         matrices, tails = states.read(reads)
@@ -109,7 +109,7 @@ def move_states(
 Piece = tuple[slice | list[int], list[int]]  # rows of the step, and places where the state behind them is left, too
 
 
-def _groups(batch: ForwardBatch) -> Iterator[tuple[list[int], list[Piece]]]:
+def groups_of(batch: ForwardBatch) -> Iterator[tuple[list[int], list[Piece]]]:
     """Sequences that move on together: all of one row that leave no state elsewhere; others alone, cut where they do."""
     assert batch.states is not None, "a step of a model with states names their places"
     starts = batch.query_start_S1.tolist()

@@ -27,7 +27,8 @@ from diptych.compute.ops.gpu.products import mix, multiply
 from diptych.compute.ops.gpu.rows import rms_norm, rotate_and_cache
 from diptych.compute.ops.step_numbers import on_device
 from diptych.compute.ops.torch_loader import TorchAttention, TorchExperts, TorchLinear, TorchNorm
-from diptych.compute.ops.torch_ops import TorchOps, route
+from diptych.compute.ops.torch_ops import TorchOps
+from diptych.compute.ops.torch_routing import route
 from diptych.models.gpu_kernels import GATES, kind_of_experts, missing_for
 from diptych.models.spec import AttentionLayer, ModelSpec
 
@@ -130,7 +131,7 @@ class TritonOps(TorchOps):
         by_torch = None if self._apart is None else super().experts(h, experts, routed=routed)
         router = experts.router
         logits = multiply(h if routed is None else routed, router.weight, router.bias, dtype=torch.float32)
-        weights_Tk, chosen_Tk = route(logits, experts)
+        weights_Tk, chosen_Tk = route(logits, experts, self._token_ids)
         if experts.spec.weighs_input:
             h = (h[:, None] * weights_Tk[..., None]).to(h.dtype).flatten(0, 1)
             weights_Tk = torch.ones_like(weights_Tk)
@@ -212,6 +213,8 @@ class TritonOps(TorchOps):
         assert spec.rope is not None
         assert own is not None
         assert own.weights is not None
+        assert own.key is not None
+        assert own.norm is not None
         latents, turn, begin = self._pool(spec.cache_layer)[0], self._turns(spec.rope), spec.mla.row
         k = self.norm(self.linear(h, own.key), own.norm, eps=spec.index_eps)
         cache_keys(k, self._slots, latents, begin=begin, turn=turn)
@@ -256,7 +259,7 @@ class TritonOps(TorchOps):
         spec, latent = attention.spec, attention.latent
         assert latent is not None
         assert spec.rope is not None
-        if not spec.rope.inv_freq:
+        if not spec.rope.inv_freq or latent.keys is None:
             return super().absorb(q, attention)
         if spec.query_scale is not None:
             q = (q * self._scales(spec.query_scale)[:, None]).to(q.dtype)
@@ -265,6 +268,8 @@ class TritonOps(TorchOps):
     def expand(self, a: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
         """[T, H v]."""
         assert attention.latent is not None
+        if attention.latent.keys is None:
+            return super().expand(a, attention)
         return multiply_heads(a.unflatten(-1, (attention.spec.n_heads, -1)), attention.latent.values).flatten(1)
 
     def attention(self, q_THd: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
