@@ -541,6 +541,11 @@ void Program::check(const Step& step, const KvCache& kv) const {
       require((wanted.is_listed || (attention->choice != -1 && wanted.block == 1)) == shape.by_token, "the KV cache has tokens in another order");
       const int64_t shared = wanted.entry_tokens < kGroupTokens ? wanted.entry_tokens : kGroupTokens;
       require(shape.shared_by == shared, "the KV cache has other entries");
+    } else if (const auto* rows = std::get_if<CacheRowsOp>(&op.body)) {
+      require(rows->layer < n_layers_, "the KV cache has another number of layers");
+      const KvShape& shape = kv.shape_of(rows->layer);
+      require(shape.by_token && (rows->is_index ? shape.index_dim : shape.head_dim) == buffers_[rows->x].width, "the KV cache has rows of another width");
+      require(rows->tokens == 0 || shape.shared_by == std::min<int64_t>(rows->tokens, kGroupTokens), "the KV cache has other entries");
     } else if (const auto* choose = std::get_if<ChooseOp>(&op.body)) {
       const KvShape& shape = kv.shape_of(choose->layer);
       const bool is_of_blocks = choose->shape.block != 1;

@@ -130,6 +130,30 @@ def test_sums_that_are_left_elsewhere_go_on_from_there() -> None:
         assert torch.equal(rest[[t - at for t in ends]], whole[ends])
 
 
+def test_what_cannot_be_meant_is_refused() -> None:
+    """By whoever records it, before a kernel would read beyond its rows."""
+    listed: dict[str, Any] = {"n_heads": 4, "n_kv_heads": 1, "head_dim": 32, "scale": 1.0, "is_listed": True}
+    _cpu.AttentionShape(**listed, window=8, entry_tokens=48)
+    for wrong in ({"window": None}, {"window": 8, "entry_tokens": 3}, {"window": 8, "entry_tokens": 40},
+                  {"window": 8, "softcap": 2.0}, {"window": 8, "is_listed": False, "entry_tokens": 4}):  # fmt: skip
+        with pytest.raises(ValueError, match=r"list|entry"):
+            _cpu.AttentionShape(**{**listed, **wrong})
+    for heads in ((1, 64, 0, 3), (1, 64, 0, 32), (1, 34, 0, 4)):
+        with pytest.raises(ValueError, match="entries"):
+            _cpu.KvCache(heads=[heads], n_blocks=2, block_tokens=16, format="bf16", attended=32)
+    program = _cpu.Program(KERNEL_SETS[0], 1)
+    x, out, offsets = program.add_f32(64), program.add_f32(16), program.add_vector(torch.zeros(128))
+    for wrong in ({"tokens": 3}, {"tokens": 1}, {"n_series": 1}, {"n_series": 3}, {"layer": -1}):
+        with pytest.raises(ValueError, match="entries are of"):
+            program.move_entries(
+                **{"x": x, "out": out, "offsets": offsets, "layer": 0, "tokens": 4, "n_series": 2, **wrong}
+            )
+    rope, norm = program.add_rope([1.0], 1.0), program.add_vector(torch.ones(16))
+    for wrong in ({"x": x}, {"tokens": 1}, {"is_index": True}):
+        with pytest.raises(ValueError, match="rows are as wide"):
+            program.cache_rows(**{"x": out, "layer": 0, "norm": norm, "norm_eps": 1e-6, "rope": rope, **wrong})
+
+
 @pytest.mark.parametrize(("weights", "kv"), FORMATS, ids=["-".join(pair) for pair in FORMATS])
 def test_cut_of_the_work_changes_no_bit(path: Path, weights: str, kv: str) -> None:
     """An entry that two chunks fill is what it is in one, whoever keeps its sums meanwhile."""

@@ -49,6 +49,7 @@ KINDS: dict[str, tuple[str, str, dict[str, int], dict[str, int]]] = {
         {"q_b_proj": 3, "f_b_proj": 2, "g_a_proj": 2, "wq_b": 2, "o_proj": 5},
         {},
     ),
+    "entries": ("deepseek_v4", "int8", {"wq_b": 3, "wkv": 2, "wgate": 4, "wo_b": 5}, {}),
     "states in one step": (
         "bailing_hybrid",
         "int8",
@@ -87,7 +88,7 @@ def test_ranks_change_no_bit_of_an_adapter(tmp_path: Path, kind: str) -> None:
     base = make_checkpoint(family, tmp_path / "base", num_hidden_layers=2, dtype=torch.bfloat16, **fields)
     paths = [
         write_adapter(tmp_path / "all", base, modules, seed=1),
-        write_adapter(tmp_path / "o", base, {"o_proj": 3, "dense": 3}, seed=2),
+        write_adapter(tmp_path / "o", base, {"o_proj": 3, "dense": 3, "wo_b": 3}, seed=2),
     ]
     adapters = [read_adapter(path, max_rank=64) for path in paths]
     config = replace(CONFIG, weights=weights)

@@ -114,7 +114,8 @@ def cache_sizes(spec: ModelSpec) -> dict[str, Any]:
     many tokens share the row of an entry.
     """
     attended = spec.caches[0].attended if spec.caches else None
-    return {"heads": [(*cache.sizes, cache.shared_by) for cache in spec.caches], "attended": attended or 0}
+    heads = [(*cache.sizes, cache.shared_by) if cache.shared_by else cache.sizes for cache in spec.caches]
+    return {"heads": heads, "attended": attended or 0}
 
 
 def state_shape(state: StateSpec, own: OwnHeads, *, scale: float = 1.0, norm_eps: float = 0.0) -> Any:

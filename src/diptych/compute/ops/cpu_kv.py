@@ -31,16 +31,16 @@ def layout_of(cache: dict[str, Any]) -> str:
     """How a block of such a cache lies."""
     if attended := cache.get("attended", 0):
         said = []
-        for _, width, _, shared_by in cache["heads"]:
-            behind = width - attended - (attended // shared_by if shared_by else 0)
+        for _, width, _, *shared_by in cache["heads"]:
+            behind = width - attended - sum(attended // one for one in shared_by)
             layout = ENTRIES_LAYOUT if shared_by else CHOSEN_LAYOUT
-            said.append(layout.format(attended=attended, index_dim=behind, shared_by=shared_by))
+            said.append(layout.format(attended=attended, index_dim=behind, shared_by=sum(shared_by)))
         return said_once(said)
-    alone = INDEX_LAYOUT if any(dv for _, _, dv, _ in cache["heads"]) else LATENT_LAYOUT
+    alone = INDEX_LAYOUT if any(dv for _, _, dv, *_ in cache["heads"]) else LATENT_LAYOUT
     return said_once(
         [
             (LAYOUT if dv else alone).format(n_kv_heads=n, width=d if dv in (0, d) else f"{d} and {dv}")
-            for n, d, dv, _ in cache["heads"]
+            for n, d, dv, *_ in cache["heads"]
         ]
     )
 
@@ -130,7 +130,7 @@ class CpuKVStore:
         self, layer: int, block_ids: Sequence[int] | np.ndarray, n_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) of the first n_tokens of a sequence that lies in block_ids, [K, T, d] and [K, T, dv] fp32; copies."""
-        n_heads, d, dv, _ = self._heads[layer]
+        n_heads, d, dv, *_ = self._heads[layer]
         keys, values = (torch.empty((n_heads, n_tokens, width), dtype=torch.float32) for width in (d, dv or d))
         self.native.read(layer, np.asarray(block_ids, dtype=np.int32), keys.numpy(), values.numpy())
         return keys, values

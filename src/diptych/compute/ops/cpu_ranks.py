@@ -183,7 +183,7 @@ class RankedKVStore:
     def read(self, layer: int, block_ids: Sequence[int], n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) of the first n_tokens of a sequence that lies in block_ids, [K, T, d] and [K, T, dv] fp32; copies."""
         ids = self._ids(block_ids)
-        n_heads, d, dv = self._shapes[layer]
+        n_heads, d, dv, *_ = self._shapes[layer]
         width = d + (dv or d)
         both = np.empty((n_heads, n_tokens, width), dtype=np.float32)
         own = [heads[layer] for heads in self._heads]
