@@ -27,11 +27,14 @@ BLOCK = 16
 LARGER = {"recurrent_gemma": {"lru_width": 288}, "zamba": {"mamba_d_state": 48}, "zamba2": {"mamba_d_state": 48}}
 
 
-# the second one's states hand on tokens' ids, too; the third has two for each layer, the last no layer that attends
+# the second one's states hand on tokens' ids, too; the third has two for each layer, the fourth no layer that attends, and of
+# DeepSeek V4 each layer attends beside its state
 @pytest.fixture(
     scope="module",
-    params=["qwen3_5", "qwen4_exp", "jamba", "falcon_mamba", "minimax", "recurrent_gemma", "zamba2", "zamba"],
-)
+    params=[
+        "qwen3_5", "qwen4_exp", "jamba", "falcon_mamba", "minimax", "recurrent_gemma", "zamba2", "zamba", "deepseek_v4",
+    ],
+)  # fmt: skip
 def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     directory = tmp_path_factory.mktemp("tiny-states")
     sizes: dict[str, Any] = {"vocab_size": 4096, "max_position_embeddings": 512, **LARGER.get(request.param, {})}
@@ -146,9 +149,9 @@ def test_guesses_that_fail_are_as_if_never_made(folder: Path, places: int) -> No
         scheduler = SchedulerConfig(
             max_step_tokens=48, max_running_sequences=2, max_context_tokens=256, speculate="lookup"
         )
-        config = tiny_config(
-            "cpu", scheduler=scheduler, kv_memory_bytes=loaded.model.state_bytes * 2 * places if places < 6 else None
-        )
+        few_bytes = places * loaded.model.state_bytes
+        few_bytes += max(few_bytes, (256 // BLOCK + 1) * loaded.model.kv_bytes_per_block(BLOCK))
+        config = tiny_config("cpu", scheduler=scheduler, kv_memory_bytes=few_bytes if places < 6 else None)
         llm = LLM(loaded, config)
         llm.engine.core._scheduler.drafts.depths = EveryGuess(rows=8)
         for _ in range(2):  # the second time what is cached takes part
@@ -178,6 +181,10 @@ def test_the_two_phases_by_hand(loaded: LoadedModel, tmp_path: Path) -> None:
         back = phases.load_state(tmp_path / "state.safetensors")
         phases.decode(back, 3)
         torch.testing.assert_close(back.logits, phases.prefill([*tokens, 5, 6, 7, 3]).logits, atol=1e-4, rtol=0)
+        if not loaded.model.spec.state_layers:  # each layer keeps both
+            keys, _ = phases.keys_values(back, 0)
+            assert keys.shape[2] == 44
+            return
         with pytest.raises(RequestError, match="keeps a state in place of keys and values"):
             phases.keys_values(back, 0)
         if loaded.model.spec.kv_layers:
