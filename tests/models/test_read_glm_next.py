@@ -49,7 +49,7 @@ def test_a_published_config_and_what_transformers_makes_of_it_are_one_model() ->
     theirs = transformers.Glm5NextTextConfig(**PUBLISHED).to_dict()
     spec = read_model(config_of(), name="it")
     assert spec == read_model(HfConfig({"model_type": "glm5_next", "text_config": theirs}), name="it")
-    assert spec.streams == HyperSpec(n_streams=4, magnitude=2.0, eps=1e-6, rounds=20)
+    assert spec.streams == HyperSpec(n_streams=4, magnitude=2.0, eps=1e-6, rounds=20, has_end=False)
     assert [layer.attention.state is None for layer in spec.layers] == [False, False, False, True] * 2
     state, last = spec.layers[0].attention.state, spec.layers[3].attention
     assert state is not None
