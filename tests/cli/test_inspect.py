@@ -74,6 +74,19 @@ def test_states_are_a_part_of_their_own(family: str, tmp_path: Path) -> None:
         assert "other" not in parts
 
 
+PARTS_OF_V4 = {"embedding", "head", "attention", "mlp", "router", "experts", "norms"}
+
+
+def test_what_lies_beside_a_window_is_said_and_no_tensor_is_other(tmp_path: Path) -> None:
+    """DeepSeek V4's entries of many tokens, their offsets and norms, the streams' connections, and experts by token."""
+    make_checkpoint("deepseek_v4", tmp_path)
+    facts = facts_of(str(tmp_path), "h100-80gb-sxm")
+    assert facts["model"]["entries"] == [[2, 4], [1, 16]]
+    text = run("inspect", str(tmp_path)).stdout
+    assert all(f"{n} of them beside entries of {tokens} tokens" in text for n, tokens in facts["model"]["entries"])
+    assert {group.part for group in facts["contents"].groups} == PARTS_OF_V4
+
+
 def test_a_name_in_brackets_is_told_whole(tmp_path: Path) -> None:
     """`x[dim]` was called x."""
     folder = Path(shutil.copytree(bundled_dir(), tmp_path / "x[dim]"))

@@ -7,6 +7,7 @@ and in other formats, is counted by the engine's own loader (`compute.held`); bo
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -114,8 +115,16 @@ def _model(spec: ModelSpec) -> dict[str, Any]:
         "context_tokens": spec.max_context_tokens,
         "windowed_layers": sum(window is not None for window in spec.windows),
         "window": next((window for window in spec.windows if window is not None), None),
+        "entries": _entries(spec),
         "rope": None if rope is None else rope.kind,
     }
+
+
+def _entries(spec: ModelSpec) -> list[list[int]]:
+    """Of how many layers, and of how many tokens is an entry that they see beside their window's tokens."""
+    sizes = (layer.attention.entries for layer in spec.layers)
+    counted = Counter(entries.tokens for entries in sizes if entries is not None)
+    return [[n, tokens] for tokens, n in sorted(counted.items())]
 
 
 def _kv_shape(cache: CacheShape) -> tuple[int, ...]:
@@ -236,6 +245,7 @@ def _show(facts: dict[str, Any]) -> None:
         + (f"; {model['heads']} heads on {' or '.join(shapes)}" if model["heads"] else "; states alone, no attention")
     )
     windows = f"; {model['windowed_layers']} layers see {model['window']} tokens" if model["window"] else ""
+    windows += "".join(f", {n} of them beside entries of {tokens} tokens" for n, tokens in model["entries"])
     console.print(
         f"vocabulary {model['vocab_size']}{', tied' if model['is_tied'] else ''}; context {model['context_tokens']} tokens, "
         f"rope {model['rope'] or 'none'}{windows}"

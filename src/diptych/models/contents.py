@@ -27,12 +27,12 @@ from diptych.models.quantised_hqq import tag_of
 # parts of names -> the part of the model, the first that fits; of safetensors and of GGUF files
 PARTS: tuple[tuple[str, str], ...] = (
     ("embed_tokens_extend", "other"), (".lora_", "other"), ("vision", "other"), ("multi_modal", "other"), ("nextn", "other"),
-    ("rope_f", "positions"), ("rotary_emb", "positions"),
+    ("mtp.", "other"), ("rope_f", "positions"), ("rotary_emb", "positions"),
     ("embed_tokens", "embedding"), ("embeddings.", "embedding"), ("backbone.embedding.", "embedding"),
     ("token_embd", "embedding"), ("wte", "embedding"),
     ("tokens_embed", "embedding"), ("positions_embed", "embedding"), ("embed_in", "embedding"), ("embed_out", "head"),
     ("lm_head", "head"), ("decoder.bias", "head"), ("norm_attn_norm.attn.", "attention"), ("ffn.router.", "router"),
-    ("norm", "norms"), ("layernorm", "norms"), ("gate_inp", "router"), ("exp_probs", "router"),
+    ("ffn.gate.", "router"), ("norm", "norms"), ("layernorm", "norms"), ("gate_inp", "router"), ("exp_probs", "router"),
     ("e_score_correction", "router"), ("mixer.gate.", "router"), ("latent_proj", "experts"),
     ("experts", "experts"), ("_exps", "experts"), ("_shexp", "experts"), ("mlp.gate.", "router"),
     ("moe.gate.", "router"), ("feed_forward.gate.", "router"), ("expert_bias", "router"), ("moe.router.", "router"),
@@ -42,7 +42,7 @@ PARTS: tuple[tuple[str, str], ...] = (
     (".conv.", "states"), ("ssm_", "states"), ("shortconv", "states"), ("attn", "attention"), ("mlp", "mlp"),
     ("ffn", "mlp"), ("feed_forward", "mlp"), ("output.weight", "head"), ("attention.", "attention"), ("fc1.", "mlp"),
     ("fc2.", "mlp"), ("wpe.", "embedding"), ("embed_positions.", "embedding"), ("position_embd.", "embedding"),
-    ("ln_1.", "norms"), ("ln_2.", "norms"), ("ln_f.", "norms"),
+    ("ln_1.", "norms"), ("ln_2.", "norms"), ("ln_f.", "norms"), ("embed.weight", "embedding"), ("head.", "head"),
 )  # fmt: skip
 ORDER = ("embedding", "head", "attention", "states", "mlp", "router", "experts", "norms", "positions", "other")
 EXPONENTS = "|exponents"  # behind such a name: by what channels were balanced, which is no parameter
