@@ -180,8 +180,7 @@ class CodedCheckpoint(Checkpoint):
     @property
     def n_parameters(self) -> int:
         """Elements of all tensors asked for, each matrix by its shape."""
-        named = (name for name in self._used if name not in self._coded)
-        plain = sum(self._values.get(name, math.prod(self._shape(name))) for name in named)
+        plain = sum(self._n_values(name) for name in self._used if name not in self._coded)
         return plain + sum(math.prod(matrix.shape) for matrix in self._matrices.values())
 
     @property

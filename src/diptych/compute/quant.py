@@ -188,7 +188,7 @@ class QuantisedCheckpoint(Checkpoint):
     @property
     def n_parameters(self) -> int:
         """Elements of all tensors asked for in their unpacked shapes."""
-        plain = sum(math.prod(self._shape(name)) for name in self._used if not name.startswith(PACKED))
+        plain = sum(self._n_values(name) for name in self._used if not name.startswith(PACKED))
         return plain + sum(math.prod(self._packed[name]) for name in self._packed_used)
 
 

@@ -404,7 +404,10 @@ class Checkpoint:
     @property
     def n_parameters(self) -> int:
         """Elements of all tensors asked for, each counted once; of bytes, the values that they stand for."""
-        return sum(self._values.get(name, math.prod(self._shape(name))) for name in self._used)
+        return sum(map(self._n_values, self._used))
+
+    def _n_values(self, name: str) -> int:
+        return self._values.get(name, math.prod(self._shape(name)))
 
     @property
     def stored_dtype(self) -> torch.dtype:
