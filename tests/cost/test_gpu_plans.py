@@ -25,9 +25,10 @@ from diptych.ground.errors import ConfigError
 from diptych.models.config import HfConfig
 from diptych.models.gpu_kernels import left_to_torch
 from diptych.models.latent import IndexSpec, MlaSpec
+from diptych.models.mlp import MoeSpec
 from diptych.models.named import SHAPES
 from diptych.models.read import read_model
-from diptych.models.spec import ModelSpec, MoeSpec
+from diptych.models.spec import ModelSpec
 from gguf_files import gguf_reference, write_gguf
 from h200 import h200_profile
 from started import run

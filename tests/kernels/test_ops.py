@@ -16,8 +16,8 @@ from diptych.compute.ops import reference
 from diptych.compute.ops.contract import Activation, AttentionSpec, RopeSpec
 from diptych.compute.ops.tolerances import EDGE_SHAPES, EdgeShape
 from diptych.models.gates import PLAIN
+from diptych.models.mlp import MoeSpec, Scores
 from diptych.models.positions import QueryScale, slopes
-from diptych.models.spec import MoeSpec, Scores
 from op_bench import Bench, check, make_batch, noise, rounded
 from worlds import KERNEL_SETS
 

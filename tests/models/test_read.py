@@ -23,10 +23,11 @@ from diptych.models.config import MAX_JSON_DEPTH, HfConfig, read_json
 from diptych.models.families import BY_MODEL_TYPE, SUPPORTED
 from diptych.models.gguf import load_gguf_spec
 from diptych.models.gguf_architectures import ARCHITECTURES
+from diptych.models.mlp import Scores
 from diptych.models.positions import QueryScale
 from diptych.models.read import family_of, load_model_file, read_model
 from diptych.models.refused import IN_GGUF, MISSING, reason_for
-from diptych.models.spec import ModelSpec, Norms, Scores
+from diptych.models.spec import ModelSpec, Norms
 
 SMALL: dict[str, Any] = {
     "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,

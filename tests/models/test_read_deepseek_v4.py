@@ -11,8 +11,8 @@ from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.gates import GateForm
 from diptych.models.latent import EntrySpec
+from diptych.models.mlp import MoeSpec, Scores
 from diptych.models.read import read_model
-from diptych.models.spec import MoeSpec, Scores
 from diptych.models.streams import HyperSpec
 
 YARN = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65_536, "beta_fast": 32, "beta_slow": 1}

@@ -10,8 +10,8 @@ import transformers
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.gates import GateForm
+from diptych.models.mlp import MoeSpec
 from diptych.models.read import read_model
-from diptych.models.spec import MoeSpec
 from diptych.models.streams import HyperSpec
 
 KINDS = [*["linear_attention"] * 3, "deepseek_sparse_attention"] * 2

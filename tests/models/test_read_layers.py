@@ -14,9 +14,10 @@ from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.config import HfConfig
 from diptych.models.gates import CLAMPED, SQUARED, GateForm
 from diptych.models.latent import IndexSpec
+from diptych.models.mlp import MoeSpec
 from diptych.models.positions import QueryScale
 from diptych.models.read import read_model
-from diptych.models.spec import ModelSpec, MoeSpec, QkNorm
+from diptych.models.spec import ModelSpec, QkNorm
 from diptych.models.streams import GatedSpec, HyperSpec
 
 

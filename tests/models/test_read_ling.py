@@ -8,8 +8,9 @@ import pytest
 
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.config import HfConfig
+from diptych.models.mlp import MlpSpec, MoeSpec
 from diptych.models.read import read_model
-from diptych.models.spec import MlpSpec, ModelSpec, MoeSpec
+from diptych.models.spec import ModelSpec
 from diptych.models.states import StateSpec
 
 # of files of its makers, with what they say beside what is read

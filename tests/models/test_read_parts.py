@@ -14,8 +14,9 @@ from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import KVSpec
 from diptych.models.config import HfConfig
+from diptych.models.mlp import MlpSpec, MoeSpec
 from diptych.models.read import read_model
-from diptych.models.spec import MlpSpec, ModelSpec, MoeSpec, Norms
+from diptych.models.spec import ModelSpec, Norms
 
 LONGCAT = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 36,
            "n_routed_experts": 8, "zero_expert_num": 4, "moe_topk": 3}  # fmt: skip

@@ -10,7 +10,7 @@ from diptych.compute.layer_weights import LayerWeights
 from diptych.compute.ops.contract import Experts, Heads, Linear, LinearParts, NormParts, Table, Vector
 from diptych.compute.ops.contract_parts import Split
 from diptych.compute.part_weights import AsideWeights
-from diptych.models.spec import MlpSpec
+from diptych.models.mlp import MlpSpec
 
 
 class AsideLoader(HeadsLoader[Table, Vector, Linear, Heads, Experts]):

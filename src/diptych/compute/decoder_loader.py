@@ -59,7 +59,8 @@ from diptych.compute.views import (
 from diptych.compute.weights import SlicedTensor, Source, entry_of
 from diptych.ground.errors import LoadError
 from diptych.models.gates import XIELU_LEAST, XIELU_SLOPE, Activation
-from diptych.models.spec import MlpSpec, ModelSpec, MoeSpec, Norms
+from diptych.models.mlp import MlpSpec, MoeSpec
+from diptych.models.spec import ModelSpec, Norms
 from diptych.models.streams import GatedSpec, HyperSpec
 
 

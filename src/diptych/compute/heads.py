@@ -23,7 +23,8 @@ from diptych.compute.weights import Checkpoint, FileTensor, Source
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.gates import Activation
 from diptych.models.heads import EagleSpec, MedusaSpec
-from diptych.models.spec import MlpSpec, ModelSpec
+from diptych.models.mlp import MlpSpec
+from diptych.models.spec import ModelSpec
 from diptych.models.streams import GatedSpec
 
 # A head is walked on every backend, with whatever kinds of handle that has.

@@ -6,7 +6,8 @@ from diptych.compute.balance import NORM_SHARE, balance_norm
 from diptych.compute.ops.contract import Experts, Heads, Linear, LinearParts, Loader, NormParts, Role, Table, Vector
 from diptych.compute.stream_weights import BranchWeights, Connection, InputsWeights, MixingWeights, OwnEmbedding
 from diptych.compute.weights import Source
-from diptych.models.spec import MlpSpec, ModelSpec, MoeSpec
+from diptych.models.mlp import MlpSpec, MoeSpec
+from diptych.models.spec import ModelSpec
 from diptych.models.streams import HyperSpec, LayerInputs, StreamsSpec
 
 # what precedes the names of a hyper-connection's tensors, before attention, before the MLP and at the end: as the class of

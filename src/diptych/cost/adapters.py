@@ -15,7 +15,8 @@ from diptych.ground.errors import ConfigError
 from diptych.ground.formats import rows_dtype
 from diptych.ground.shape import AdapterShape, ChunkShape, StepShape
 from diptych.ground.specs import QuantSpec
-from diptych.models.spec import AttentionLayer, MlpSpec, ModelSpec
+from diptych.models.mlp import MlpSpec
+from diptych.models.spec import AttentionLayer, ModelSpec
 
 MOST_LORAS, MOST_RANK = 4096, 4096
 USUAL_RANK = 16

@@ -43,7 +43,8 @@ from diptych.ground.formats import rows_dtype
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import HardwareSpec, KVSpec, QuantSpec, StepCost, Stored
-from diptych.models.spec import ModelSpec, MoeSpec
+from diptych.models.mlp import MoeSpec
+from diptych.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

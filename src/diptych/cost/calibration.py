@@ -16,7 +16,8 @@ from diptych.cost.roofline import NoRate
 from diptych.ground.formats import rows_dtype
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import Stored
-from diptych.models.spec import ModelSpec, MoeSpec
+from diptych.models.mlp import MoeSpec
+from diptych.models.spec import ModelSpec
 
 # Expert GEMMs against the dense ones of the same software and dtype, where no row tells: measured ratios run from
 # 0.15 (fp8, TensorRT-LLM) over 0.3 (integers, llama.cpp on CUDA) to 0.9 (llama.cpp on Metal).

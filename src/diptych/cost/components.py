@@ -30,7 +30,8 @@ from diptych.ground.errors import ConfigError
 from diptych.ground.shape import ChunkShape, StepShape
 from diptych.ground.specs import KVSpec, QuantSpec
 from diptych.models.latent import IndexSpec, MlaSpec
-from diptych.models.spec import AttentionLayer, LayerSpec, MlpSpec, ModelSpec, MoeSpec, QkNorm
+from diptych.models.mlp import MlpSpec, MoeSpec
+from diptych.models.spec import AttentionLayer, LayerSpec, ModelSpec, QkNorm
 from diptych.models.states import EXPONENTIAL_FLOPS, StateSpec
 
 BF16 = QuantSpec(name="bf16", weight_bytes=2.0)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from diptych.cost.components import gathered_bytes, ring_bytes
 from diptych.models.gates import Activation
-from diptych.models.spec import LayerSpec, ModelSpec, MoeSpec, Norms, QkNorm
+from diptych.models.mlp import MoeSpec
+from diptych.models.spec import LayerSpec, ModelSpec, Norms, QkNorm
 
 FP32, BF16 = 4, 2
 # one meeting of two ranks: through shared memory, and a small collective of gloo over loopback (LAB.md, Ranks)

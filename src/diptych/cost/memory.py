@@ -11,7 +11,8 @@ from diptych.cost.setup import Setup
 from diptych.ground.formats import engine_quant, head_format
 from diptych.ground.specs import QuantSpec
 from diptych.models.latent import IndexSpec
-from diptych.models.spec import MlpSpec, ModelSpec, MoeSpec
+from diptych.models.mlp import MlpSpec, MoeSpec
+from diptych.models.spec import ModelSpec
 from diptych.models.streams import GatedSpec
 
 # The part of memory an engine may use; the rest is the runtime's, the allocator's and other programs'.

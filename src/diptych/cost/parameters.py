@@ -20,7 +20,8 @@ from diptych.cost.streams import (
 )
 from diptych.ground.specs import KVSpec, QuantSpec
 from diptych.models.gates import Activation
-from diptych.models.spec import AttentionLayer, MlpSpec, ModelSpec, MoeSpec, QkNorm
+from diptych.models.mlp import MlpSpec, MoeSpec
+from diptych.models.spec import AttentionLayer, ModelSpec, QkNorm
 
 
 def parameters_by_component(model: ModelSpec) -> dict[str, int]:

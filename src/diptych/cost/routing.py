@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from diptych.ground.errors import ConfigError
-from diptych.models.spec import MoeSpec
+from diptych.models.mlp import MoeSpec
 
 
 def touched_experts(moe: MoeSpec, n_tokens: int, *, skew: float | None = None) -> float:

@@ -8,7 +8,8 @@ HY V4, GLM-5.3-Flash, DeepSeek V4, Qwen4-Exp), and what layers that share their 
 
 from __future__ import annotations
 
-from diptych.models.spec import AttentionLayer, LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from diptych.models.mlp import MlpSpec, MoeSpec
+from diptych.models.spec import AttentionLayer, LayerSpec, ModelSpec
 from diptych.models.streams import GatedSpec, HyperSpec
 
 

@@ -17,7 +17,8 @@ from diptych.compute.model import Model
 from diptych.ground.shape import StepShape
 from diptych.lab.probe import StepProbe
 from diptych.lab.rounds import Effort, measure
-from diptych.models.spec import MlpSpec, ModelSpec
+from diptych.models.mlp import MlpSpec
+from diptych.models.spec import ModelSpec
 
 RANK = 16
 FEW, MANY, PROMPT = 1, 16, 256  # rows that are timed, of decode and of a prompt

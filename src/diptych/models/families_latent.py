@@ -6,7 +6,8 @@ from typing import Any
 
 from diptych.models.families_shared import BESIDE_VISION, CHOSEN_BY_SIGMOID, LOCAL_EXPERTS, USUAL
 from diptych.models.family import Family, TensorNames
-from diptych.models.spec import Norms, Scores
+from diptych.models.mlp import Scores
+from diptych.models.spec import Norms
 
 LATENT = {**USUAL, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
           "v_head_dim": 128, "attention_bias": False, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}  # fmt: skip

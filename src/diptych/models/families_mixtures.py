@@ -23,7 +23,8 @@ from diptych.models.families_shared import (
 )
 from diptych.models.family import Family, TensorNames
 from diptych.models.gates import Activation
-from diptych.models.spec import Norms, QkNorm, Scores
+from diptych.models.mlp import Scores
+from diptych.models.spec import Norms, QkNorm
 
 QWEN_EXPERTS = {"hidden_size": 2048, "num_hidden_layers": 24, "decoder_sparse_step": 1, "mlp_only_layers": None,
                 "norm_topk_prob": False}  # fmt: skip

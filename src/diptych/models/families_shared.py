@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from diptych.models.spec import Norms, QkNorm, Scores
+from diptych.models.mlp import Scores
+from diptych.models.spec import Norms, QkNorm
 
 # The class defaults that most classes share; an entry overrides what differs.
 USUAL: dict[str, Any] = {

@@ -6,7 +6,8 @@ from typing import Any
 
 from diptych.models.families_shared import BESIDE_VISION, BY_ATTENTION_BIAS, BY_GROUPS, GRANITE, LOCAL_EXPERTS, USUAL
 from diptych.models.family import NORM_NAMES, Family, TensorNames
-from diptych.models.spec import Norms, QkNorm, Scores
+from diptych.models.mlp import Scores
+from diptych.models.spec import Norms, QkNorm
 from diptych.models.states import StateRule
 
 DELTA = {**USUAL, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,

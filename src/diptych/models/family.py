@@ -11,7 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from diptych.models.gates import Activation
-from diptych.models.spec import Norms, QkNorm, Scores
+from diptych.models.mlp import Scores
+from diptych.models.spec import Norms, QkNorm
 from diptych.models.states import StateRule
 
 NORM_NAMES: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]] = MappingProxyType({

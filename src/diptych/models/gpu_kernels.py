@@ -11,7 +11,8 @@ from typing import Protocol
 
 from diptych.models.gates import Activation
 from diptych.models.latent import IndexSpec, MlaSpec
-from diptych.models.spec import ModelSpec, MoeSpec
+from diptych.models.mlp import MoeSpec
+from diptych.models.spec import ModelSpec
 from diptych.models.states import StateSpec
 
 LARGEST_HEAD = 256  # beyond it a tile of keys and values does not fit beside another

@@ -17,8 +17,9 @@ from typing import Any
 
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.config import HfConfig
+from diptych.models.mlp import MlpSpec
 from diptych.models.read import read_model
-from diptych.models.spec import AttentionLayer, LayerSpec, MlpSpec, ModelSpec
+from diptych.models.spec import AttentionLayer, LayerSpec, ModelSpec
 
 # what of a head's config says how its layer is made; the rest is about training
 LAYER_KEYS = (

@@ -23,6 +23,7 @@ from diptych.models.files import no_model
 from diptych.models.gates import Activation
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL, SYNONYMS
 from diptych.models.latent import IndexSpec, MlaSpec
+from diptych.models.mlp import MlpSpec, MoeSpec, Scores
 from diptych.models.positions import QueryScale, Rope, slopes
 from diptych.models.read_block_index import as_indexed
 from diptych.models.read_blocks import as_halves, as_layers, as_pairs, as_searched, as_states, without_pictures
@@ -49,7 +50,7 @@ from diptych.models.read_streams import cutoffs, layer_inputs, mlp_widths, ngram
 from diptych.models.read_windows import is_both_ways, layer_ropes, named_layers, rope_sections, windows_of
 from diptych.models.refused import reason_for
 from diptych.models.rope import ROPE_KEYS, latent_stretch, make_rope, position_limit
-from diptych.models.spec import AttentionLayer, LayerSpec, MlpSpec, ModelSpec, MoeSpec, Norms, QkNorm, Scores
+from diptych.models.spec import AttentionLayer, LayerSpec, ModelSpec, Norms, QkNorm
 from diptych.models.streams import LayerScales
 
 logger = logging.getLogger("diptych.models")

@@ -9,7 +9,8 @@ from typing import Any
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.latent import GROUP_TOKENS, EntrySpec, IndexSpec
-from diptych.models.spec import AttentionLayer, LayerSpec, MoeSpec
+from diptych.models.mlp import MoeSpec
+from diptych.models.spec import AttentionLayer, LayerSpec
 
 NEAR, CHOSEN, ALL = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 RATES = {CHOSEN: 4, ALL: 128}  # tokens of an entry, where a config does not say

@@ -7,8 +7,8 @@ from dataclasses import replace
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.family import Family
+from diptych.models.mlp import MlpSpec, MoeSpec, Scores
 from diptych.models.read_states import every_so_many
-from diptych.models.spec import MlpSpec, MoeSpec, Scores
 from diptych.models.streams import LayerScales
 
 

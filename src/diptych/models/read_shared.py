@@ -9,8 +9,9 @@ from typing import Any
 
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
+from diptych.models.mlp import MlpSpec
 from diptych.models.read_blocks import ATTENTION, STATE
-from diptych.models.spec import LayerSpec, MlpSpec
+from diptych.models.spec import LayerSpec
 
 KINDS = ("hybrid", STATE, "mamba")  # with a block before it, and without: by two names
 LONG_CONTEXT = 16_384

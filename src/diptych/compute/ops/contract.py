@@ -36,8 +36,9 @@ from diptych.compute.ops.contract_states import Heads, StateOps
 from diptych.compute.ops.contract_streams import Hidden, Linear, Stream, StreamOps, Table, Vector
 from diptych.models.gates import Activation, GateForm
 from diptych.models.latent import EntrySpec, IndexSpec, MlaSpec
+from diptych.models.mlp import MoeSpec
 from diptych.models.positions import QueryScale
-from diptych.models.spec import MoeSpec, QkNorm
+from diptych.models.spec import QkNorm
 from diptych.models.states import StateSpec
 
 # The kinds of handle, beside those of streams. Each backend names its own types for them, once, where it derives from `Loader`

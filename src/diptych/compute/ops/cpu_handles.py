@@ -27,7 +27,7 @@ from diptych.compute.ops.cpu_parts import Rows
 from diptych.compute.ops.shares import OwnHeads, head_rows
 from diptych.ground.formats import ENGINE_WEIGHTS, KeptFormat, rows_dtype
 from diptych.models.latent import MlaSpec
-from diptych.models.spec import MoeSpec
+from diptych.models.mlp import MoeSpec
 
 # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
 INT4_GROUP = ENGINE_WEIGHTS["int4"][0].group

@@ -45,12 +45,12 @@ from diptych.compute.ops.cpu_handles import (
 from diptych.compute.ops.cpu_kernels import _cpu, choose_instruction_set, is_available
 from diptych.compute.ops.cpu_parts import (
     Rows,
+    bias_of,
     finite_weights,
     name_of,
     native_codes,
     noted_exponents,
     order_of,
-    own_rows,
     warn_of_large_channel,
 )
 from diptych.compute.ops.cpus import allowed_cpus, choose_cpus
@@ -59,7 +59,8 @@ from diptych.compute.weights import Saved, Source
 from diptych.ground.config import AS_STORED, ComputeConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.formats import STRIP_LANES, KeptFormat, head_format
-from diptych.models.spec import MoeSpec, QkNorm
+from diptych.models.mlp import MoeSpec
+from diptych.models.spec import QkNorm
 
 
 class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, AttentionHandle, ExpertsHandle]):
@@ -562,10 +563,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self, shape: Any, parts: LinearParts, rows: Rows, weights_format: str, kept: KeptFormat | None
     ) -> int:
         """Rows of the tensors, packed."""
-        bias = None
-        if parts.biases:
-            biases = [part.read().detach().reshape(-1)[own] for part, own in own_rows(parts.biases, rows)]
-            bias = torch.cat([values.to(torch.float32) for values in biases])
+        bias = bias_of(parts, rows)
         if kept is not None:
             return int(self.program.add_coded_linear(shape, native_codes(parts.weights, rows), bias))
         return int(self.program.add_linear(shape, finite_weights(parts, rows, weights_format), bias))

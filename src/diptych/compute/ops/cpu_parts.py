@@ -82,6 +82,14 @@ def warn_of_large_channel(times: float, norm: str, formats: Iterable[str]) -> No
     )  # fmt: skip
 
 
+def bias_of(parts: LinearParts, rows: Rows) -> torch.Tensor | None:
+    """Those of some rows in fp32, one behind the other; None: they have none."""
+    if not parts.biases:
+        return None
+    biases = [part.read().detach().reshape(-1)[own] for part, own in own_rows(parts.biases, rows)]
+    return torch.cat([values.to(torch.float32) for values in biases])
+
+
 def order_of(parts: LinearParts) -> torch.Tensor | None:
     """Of all of them: what is kept has one."""
     return parts.weights[0].order

@@ -16,9 +16,9 @@ import torch
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops.contract import Activation, AttentionSpec, RopeSpec
 from diptych.models.gates import CLAMPED, GateForm
+from diptych.models.mlp import MoeSpec, Scores
 from diptych.models.ngrams import NgramSpec
 from diptych.models.positions import QueryScale
-from diptych.models.spec import MoeSpec, Scores
 from diptych.models.states import StateRule, StateSpec
 
 

@@ -24,7 +24,7 @@ from diptych.compute.ops.contract import (
 )
 from diptych.compute.ops.device_codes import CodedWeight, JoinedWeight, Weight, empty_stack, joined, on_device
 from diptych.ground.formats import DeviceFormat
-from diptych.models.spec import MoeSpec
+from diptych.models.mlp import MoeSpec
 
 
 @dataclass(frozen=True, slots=True)

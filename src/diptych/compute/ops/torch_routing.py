@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from diptych.compute.ops.torch_loader import TorchExperts
-from diptych.models.spec import MoeSpec, Scores
+from diptych.models.mlp import MoeSpec, Scores
 
 SMALLEST_SUM = 1e-20  # of the chosen experts' scores, which sigmoids may all leave at nothing
 
