@@ -25,7 +25,7 @@ from diptych.compute.ops import cpu_kernels
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.ops.cpu_kv import BACKED_BYTES, CpuKVStore
 from diptych.compute.runner import load_model, memory_of_block
-from diptych.cost.components import kv_bytes_of_context, kv_bytes_per_token, state_bytes
+from diptych.cost.kv_bytes import kv_bytes_of_context, kv_bytes_per_token, state_bytes
 from diptych.cost.parameters import kv_bytes_stored
 from diptych.cost.setup import find_model
 from diptych.cost.tables import kv_spec

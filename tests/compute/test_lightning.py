@@ -15,7 +15,7 @@ from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2RotaryEm
 
 from checkpoints import make_checkpoint, make_reference
 from diptych.compute.runner import load_model
-from diptych.cost.components import STATE_BYTES
+from diptych.cost.kv_bytes import STATE_BYTES
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint, make_reference
 from diptych.compute.runner import load_model
-from diptych.cost.components import STATE_BYTES
+from diptych.cost.kv_bytes import STATE_BYTES
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError

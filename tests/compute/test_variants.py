@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import COMMON, VOCAB, enliven, make_checkpoint, make_reference
 from diptych.compute.runner import load_model
-from diptych.cost.components import BF16, cost_of, kv_bytes_per_token
+from diptych.cost.components import BF16, cost_of
+from diptych.cost.kv_bytes import kv_bytes_per_token
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
 from diptych.ground.shape import StepShape

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from checkpoints import make_checkpoint, make_reference
 from diptych.compute.adapters import read_adapter
 from diptych.compute.runner import load_model
-from diptych.cost.components import STATE_BYTES, cost_of
+from diptych.cost.components import cost_of
+from diptych.cost.kv_bytes import STATE_BYTES
 from diptych.cost.parameters import linear_parameter_count, parameter_count
 from diptych.cost.tables import kv_spec, quant_spec
 from diptych.ground.config import ComputeConfig

@@ -12,13 +12,8 @@ from hypothesis import strategies as st
 
 from diptych.cost.attended import Attended, Chosen, Listed, Scored, pairs, read_tokens
 from diptych.cost.calibrated import _units_of
-from diptych.cost.components import (
-    BF16,
-    cost_of,
-    kv_bytes_of_context,
-    kv_bytes_per_token,
-    ring_bytes,
-)
+from diptych.cost.components import BF16, cost_of, ring_bytes
+from diptych.cost.kv_bytes import kv_bytes_of_context, kv_bytes_per_token
 from diptych.cost.parameters import attention_flops_per_pair, kv_bytes_stored, linear_parameter_count, parameter_count
 from diptych.cost.routing import expected_experts
 from diptych.cost.tables import model_spec, quant_spec

@@ -8,9 +8,10 @@ import pytest
 
 from diptych.cost.adapters import Loras
 from diptych.cost.advice import chunk_for, pools_for, speculation, speculation_advice, what_ifs
-from diptych.cost.components import BF16, cost_of, kv_bytes_of_context, kv_bytes_per_token
+from diptych.cost.components import BF16, cost_of
 from diptych.cost.drafts.acceptance import chances_at, expected_tokens
 from diptych.cost.exchange import gathered
+from diptych.cost.kv_bytes import kv_bytes_of_context, kv_bytes_per_token
 from diptych.cost.layout import Layout
 from diptych.cost.memory import activation_bytes_of, capacity_of
 from diptych.cost.parameters import weight_bytes_stored

@@ -16,7 +16,8 @@ from diptych.cost.adapters import Loras
 from diptych.cost.advice import _variants
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.calibration import Cache
-from diptych.cost.components import cost_of, kv_bytes_per_token
+from diptych.cost.components import cost_of
+from diptych.cost.kv_bytes import kv_bytes_per_token
 from diptych.cost.memory import capacity_of, engine_weight_bytes
 from diptych.cost.parameters import kv_bytes_stored
 from diptych.cost.planner import Question, make_plan, quadratic_prompt_tokens

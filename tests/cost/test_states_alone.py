@@ -10,7 +10,8 @@ from tests.cost.test_profile import PROFILE
 
 from diptych.cli.plan import app
 from diptych.cost.calibrated import CalibratedModel
-from diptych.cost.components import cost_of, kv_bytes_of_context, kv_bytes_per_token, state_bytes
+from diptych.cost.components import cost_of
+from diptych.cost.kv_bytes import kv_bytes_of_context, kv_bytes_per_token, state_bytes
 from diptych.cost.memory import capacity_of
 from diptych.cost.planner import Question, make_plan
 from diptych.cost.setup import Setup, setup_of

@@ -17,7 +17,7 @@ from diptych.compute.ops.cpu_ranks import cache_of, heads_of
 from diptych.compute.ops.shares import Rank
 from diptych.compute.ops.tolerances import EdgeShape
 from diptych.compute.runner import load_model, memory_of_block
-from diptych.cost.components import kv_bytes_per_token
+from diptych.cost.kv_bytes import kv_bytes_per_token
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
 from diptych.ground.specs import KVSpec

@@ -21,7 +21,7 @@ from diptych.compute.ops import reference
 from diptych.compute.ops.cpu_kernels import _cpu, instruction_sets
 from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model, memory_of_block
-from diptych.cost.components import kv_bytes_per_token, state_bytes
+from diptych.cost.kv_bytes import kv_bytes_per_token, state_bytes
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError

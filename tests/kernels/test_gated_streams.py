@@ -26,7 +26,7 @@ from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model, memory_of_block
 from diptych.compute.views import ShiftingTensor
 from diptych.compute.weights import Checkpoint
-from diptych.cost.components import kv_bytes_per_token
+from diptych.cost.kv_bytes import kv_bytes_per_token
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError, UnsupportedModel

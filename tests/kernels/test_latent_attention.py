@@ -12,7 +12,7 @@ import torch
 from checkpoints import make_checkpoint
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.runner import load_model, memory_of_block
-from diptych.cost.components import kv_bytes_per_token
+from diptych.cost.kv_bytes import kv_bytes_per_token
 from diptych.ground.config import ComputeConfig
 from diptych.ground.specs import KVSpec
 from worlds import KERNEL_SETS, alone, beside, in_blocks_of_ones, prompt

@@ -12,7 +12,8 @@ from checkpoints import make_checkpoint
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model, memory_of_block
-from diptych.cost.components import cost_of, kv_bytes_per_token
+from diptych.cost.components import cost_of
+from diptych.cost.kv_bytes import kv_bytes_per_token
 from diptych.cost.tables import kv_spec, quant_spec
 from diptych.ground.config import ComputeConfig
 from diptych.ground.shape import StepShape

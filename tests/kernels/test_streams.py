@@ -16,8 +16,8 @@ from diptych.compute.model import Model
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model, memory_of_block
-from diptych.cost.components import kv_bytes_per_token
 from diptych.cost.exchange import gathered
+from diptych.cost.kv_bytes import kv_bytes_per_token
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
 from diptych.ground.specs import KVSpec

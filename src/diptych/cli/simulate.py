@@ -27,7 +27,7 @@ from diptych.cli.plan_json import dump
 from diptych.cli.simulate_text import as_json, show
 from diptych.cli.written import errors_told, refuse_unread, written
 from diptych.control.router import POLICIES
-from diptych.cost.components import state_bytes
+from diptych.cost.kv_bytes import state_bytes
 from diptych.cost.setup import setup_of
 from diptych.cost.sizing import parse_duration_s, parse_rate
 from diptych.ground.bounds import Bound

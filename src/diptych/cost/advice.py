@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from diptych.cost.components import kv_bytes_read
 from diptych.cost.drafts.acceptance import MOST_DEPTH, chances_at, expected_tokens, speedup
 from diptych.cost.drafts.depths import choose_depths
+from diptych.cost.kv_bytes import kv_bytes_read
 from diptych.cost.memory import capacity_of
 from diptych.cost.parameters import kv_bytes_stored
 from diptych.cost.planner import Question, decode_work_of, prefill_work_of

@@ -26,13 +26,8 @@ from typing import Any
 from diptych.cost.adapters import adapter_bytes, adapter_parameters
 from diptych.cost.attended import Attended, Reach, Scored, all_of, pairs, reach_of, read_tokens
 from diptych.cost.calibration import Calibration, Constants, Coverage, prompts_in
-from diptych.cost.components import (
-    ATTENTION,
-    attention_widths,
-    cost_of,
-    index_kv_bytes,
-    layer_kv_bytes,
-)
+from diptych.cost.components import ATTENTION, attention_widths, cost_of
+from diptych.cost.kv_bytes import index_kv_bytes, layer_kv_bytes
 from diptych.cost.layout import HOP_S, PLAIN, Layout
 from diptych.cost.profile import read_profile
 from diptych.cost.reach import Gap, gaps_of, interval, load_gaps, load_spread_squared, squared

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from diptych.cost.components import LOGIT_BYTES, kv_bytes_of_context, kv_bytes_of_tokens
+from diptych.cost.components import LOGIT_BYTES
+from diptych.cost.kv_bytes import kv_bytes_of_context, kv_bytes_of_tokens
 from diptych.cost.parameters import weight_bytes_stored
 from diptych.cost.setup import Setup
 from diptych.ground.formats import engine_quant, head_format

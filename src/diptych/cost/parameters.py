@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from diptych.cost.components import attention_widths, kv_bytes_of_tokens, own_norms
+from diptych.cost.components import attention_widths, own_norms
+from diptych.cost.kv_bytes import kv_bytes_of_tokens
 from diptych.cost.layout import PLAIN, Layout
 from diptych.cost.streams import (
     end_norms,

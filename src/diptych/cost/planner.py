@@ -14,9 +14,10 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from diptych.cost.calibration import ADAPTER_SHARE, Calibration, latent_layers
-from diptych.cost.components import PhaseCost, cost_of, kv_bytes_per_token
+from diptych.cost.components import PhaseCost, cost_of
 from diptych.cost.drafts.acceptance import MOST_DEPTH
 from diptych.cost.exchange import GLOO_MEETING_S, SHARED_MEETING_S, all_reduced, gathered
+from diptych.cost.kv_bytes import kv_bytes_per_token
 from diptych.cost.layout import PLAIN
 from diptych.cost.memory import Capacity, capacity_of
 from diptych.cost.parameters import (

@@ -25,9 +25,9 @@ from diptych.compute.weights import resolve_model_dir
 from diptych.control.loop import EngineCore
 from diptych.control.scheduler import Predict
 from diptych.cost.calibrated import CalibratedModel
-from diptych.cost.components import STATE_BYTES
 from diptych.cost.drafts.measured import MeasuredDraftPrices
 from diptych.cost.drafts.prices import DraftPrices
+from diptych.cost.kv_bytes import STATE_BYTES
 from diptych.cost.places import MAX_STEP_S, STATE_MEMORY_SHARE, Places, beside_states, places, state_places
 from diptych.cost.profile import COMMANDS, is_measured, load_profile
 from diptych.cost.roofline import NoRate

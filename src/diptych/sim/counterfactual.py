@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from diptych.control.loop import EngineCore
-from diptych.cost.components import kv_bytes_of_context
+from diptych.cost.kv_bytes import kv_bytes_of_context
 from diptych.cost.setup import Setup, find_hardware
 from diptych.cost.sizing import parse_duration_s
 from diptych.cost.step_time import StepTimeModel

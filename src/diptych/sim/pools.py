@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypedDict, Unpack
 
-from diptych.cost.components import state_bytes
+from diptych.cost.kv_bytes import state_bytes
 from diptych.cost.memory import capacity_of
 from diptych.cost.parameters import kv_bytes_stored
 from diptych.cost.places import Places, beside_states, places, state_places
