@@ -299,6 +299,14 @@ MORE: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"layer_types": ["full_attention", "linear_attention"] * 2, **DELTA},
     "qwen3_5_moe_text": {"num_experts": 4, "shared_expert_intermediate_size": 48, **DELTA, **EXPERTS},
     "qwen4_exp_text": {"num_experts": 4, "shared_expert_intermediate_size": 48, **DELTA, **EXPERTS, **QWEN4},
+    "qwen3_omni_moe_text": {"num_experts": 4, **EXPERTS},
+    "cosmos3_edge_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]}},
+    "deepseek_ocr2_text": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 2,
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+        **EXPERTS,
+    },
     "youtu": {key: value for key, value in LATENT.items() if "rank" in key or "head_dim" in key},
 }
 ALONE = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 256, "state_size": 12, "conv_kernel": 3}
@@ -382,6 +390,16 @@ CLASS_NEEDS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6},
     "glm4_moe": {"head_dim": 128}, "glm4v_moe_text": {"head_dim": 128}, "ministral": {"head_dim": 128},
     "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128, "n_shared_experts": 2},
+    "qwen3_omni_moe_text": {"head_dim": 128}, "hunyuan_vl_text": {"head_dim": 128},
+    "deepseek_ocr2_text": {"num_experts_per_tok": 6, "mlp_layer_types": ["dense"] + ["sparse"] * 31},
+}  # fmt: skip
+# decoders of which transformers has no class with a head around them alone
+TEXT_MODELS = {
+    "step3p5": "Step3p7TextModel", "glm5_next_text": "Glm5NextTextModel", "qwen2_5_omni_text": "Qwen2_5OmniThinkerTextModel",
+    "qwen3_omni_moe_text": "Qwen3OmniMoeThinkerTextModel", "glm_ocr_text": "GlmOcrTextModel",
+    "paddleocr_vl_text": "PaddleOCRTextModel", "hunyuan_vl_text": "HunYuanVLTextModel",
+    "granite_docling_text": "GraniteDoclingTextModel", "deepseek_ocr2_text": "DeepseekOcr2TextModel",
+    "emu3_text_model": "Emu3TextModel", "cosmos3_edge_text": "Cosmos3EdgeTextModel",
 }  # fmt: skip
 
 
@@ -404,16 +422,13 @@ def small(family: Family) -> dict[str, Any]:
 def counted(config: Any) -> int:
     """Parameters of the model that transformers builds, with buffers: the router's correction bias, layers' scales."""
     with torch.device("meta"):
-        if config.model_type.endswith(("vl_text", "vl_moe_text", "4v_text", "4v_moe_text")):  # a head is around them
-            model = transformers.AutoModel.from_config(config)
+        text_model = TEXT_MODELS.get(config.model_type)
+        if text_model or config.model_type.endswith(("vl_text", "vl_moe_text", "4v_text", "4v_moe_text")):
+            # a head is around them
+            made = getattr(transformers, text_model) if text_model else transformers.AutoModel.from_config
+            model = made(config)
             if not getattr(config, "tie_word_embeddings", False):
                 model.head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        elif config.model_type == "step3p5":
-            model = transformers.Step3p7TextModel(config)
-            model.head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        elif config.model_type == "glm5_next_text":
-            model = transformers.Glm5NextTextModel(config)
-            model.head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         elif config.model_type == "mllama_text_model":
             model = transformers.MllamaForCausalLM(config)
             layers = model.model.layers  # those that attend to pictures are not run

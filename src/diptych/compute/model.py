@@ -30,7 +30,7 @@ from diptych.compute.ops.cpus import Placement
 from diptych.compute.weights import Source
 from diptych.ground.errors import EngineError, told_of
 from diptych.ground.version import VERSION
-from diptych.models.config import HfConfig, text_section
+from diptych.models.config import HfConfig
 from diptych.models.read import family_of, read_model
 from diptych.models.spec import ModelSpec
 from diptych.models.stored import unused_names
@@ -70,8 +70,8 @@ class Blueprint:
         weights = load_decoder(self.source, loader, self.spec)
         loader.finish()
         # layers behind the last are there to draft
-        section = text_section(self.hf_config)
-        config = self.hf_config if section is None else self.hf_config[section]
+        decoder = HfConfig(self.hf_config).decoder
+        config = self.hf_config if decoder is None else decoder.raw
         n_behind = config.get("num_nextn_predict_layers") or self.hf_config.get("num_nextn_predict_layers") or 0
         behind = tuple(f".layers.{self.spec.n_blocks + i}." for i in range(int(n_behind)))
         tied = (f"{family_named(self.spec).names.head}.weight",) if self.spec.is_tied else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from diptych.compute.ops.contract import NormParts
 from diptych.compute.views import OnesTensor
 from diptych.compute.weights import Source
-from diptych.models.families import BY_MODEL_TYPE, WRAPPED_PREFIXES
+from diptych.models.families import AROUND_WRAPPED, BY_MODEL_TYPE, WRAPPED_PREFIXES
 from diptych.models.family import Family
 from diptych.models.spec import ModelSpec
 from diptych.models.streams import GatedSpec
@@ -19,7 +19,9 @@ def family_named(spec: ModelSpec) -> Family:
 def prefix_of(source: Source, spec: ModelSpec) -> str:
     """Where the tensors of the language model begin."""
     family = family_named(spec)
-    around = WRAPPED_PREFIXES if spec.is_wrapped else ()
+    around: tuple[str, ...] = ()
+    if spec.is_wrapped:
+        around = (*(f"{before}{own}" for before in AROUND_WRAPPED for own in family.prefixes), *WRAPPED_PREFIXES)
     known = (*family.prefixes, *around, "")  # "": a decoder that was saved without the model around it
     return next(
         (p for p in known for name in _embeddings(family) if source.has(f"{p}{name}.weight")), family.prefixes[0]
@@ -39,10 +41,11 @@ def table_name(source: Source, spec: ModelSpec) -> str:
 
 
 def head_name(source: Source, spec: ModelSpec) -> str:
-    """Where the output projection lies: beside the language model of a multimodal checkpoint, or at the top."""
+    """Where the output projection lies: beside the language model of a multimodal checkpoint, around it, or at the top."""
     name = f"{family_named(spec).names.head}.weight"
-    nested = prefix_of(source, spec).removesuffix("model.") + name
-    return nested if source.has(nested) else name
+    parts = prefix_of(source, spec).split(".")[:-1]
+    around = (".".join((*parts[:depth], name)) for depth in range(len(parts), -1, -1))
+    return next((one for one in around if source.has(one)), name)
 
 
 def norm_parts(source: Source, name: str, spec: ModelSpec) -> NormParts:

@@ -58,6 +58,7 @@ SIZE_LIMITS = {
 MODELOPT_FILE = "hf_quant_config.json"
 SIZE_LIMIT = 2**31 - 1
 TEXT_SECTIONS = ("text_config", "llm_config")  # where wrappers have their decoder; the second in InternVL's own files
+WRITING_SECTION = "thinker_config"  # of a model that speaks, too: the wrapper around what writes
 NUMBER_LIMIT = 1e30  # its powers and products are numbers still
 
 
@@ -94,11 +95,6 @@ def read_config_file(path: Path) -> dict[str, Any]:
         return raw
     section = HfConfig(read_json(beside), path=str(beside)).section("quantization")
     return {**raw, "quantization_config": {**section.raw, "quant_method": "modelopt"}}
-
-
-def text_section(raw: Mapping[str, Any]) -> str | None:
-    """The key under which a wrapper's config has that of its decoder; None for a decoder's own."""
-    return next((name for name in TEXT_SECTIONS if raw.get(name) is not None), None)
 
 
 class HfConfig:
@@ -196,3 +192,15 @@ class HfConfig:
     def is_mxfp4(self) -> bool:
         """Whether the experts lie in blocks of MXFP4."""
         return self.section("quantization_config").raw.get("quant_method") == "mxfp4"
+
+    @property
+    def wrapper(self) -> HfConfig:
+        """Of a model that speaks, too, the part that writes, which is a wrapper itself; this config where it has none."""
+        return self.section(WRITING_SECTION) if self.raw.get(WRITING_SECTION) is not None else self
+
+    @property
+    def decoder(self) -> HfConfig | None:
+        """Where a wrapper has the config of its decoder; None for a decoder's own."""
+        wrapper = self.wrapper
+        name = next((name for name in TEXT_SECTIONS if wrapper.raw.get(name) is not None), None)
+        return None if name is None else wrapper.section(name)

@@ -383,7 +383,7 @@ DENSE: tuple[Family, ...] = (
     ),
     # Granite 3, dense and with experts: scaled at the embedding, the scores, each addition to the stream, the logits
     Family(
-        name="granite", architectures=("GraniteForCausalLM",),
+        name="granite", architectures=("GraniteForCausalLM",), more_model_types=("granite4_vision_text",),
         keys={**USUAL, **GRANITE, "mlp_bias": False},
         mlp_bias="mlp_bias",
         **BY_ATTENTION_BIAS,

@@ -18,7 +18,7 @@ from typing import Any
 
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.ground.request import Pool
-from diptych.models.config import MAX_JSON_BYTES, HfConfig, read_json, text_section
+from diptych.models.config import MAX_JSON_BYTES, HfConfig, read_json
 
 MODULES, PROMPTS, READING = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
 POOLS = {"lasttoken": Pool.LAST, "mean": Pool.MEAN}
@@ -141,8 +141,8 @@ def read_gguf_pooling(config: HfConfig) -> EmbeddingSpec | None:
 def sees_both_ways(config: HfConfig) -> bool:
     """Whether tokens attend to those behind them. UnsupportedModel for code of its own that may do so, or anything else."""
     raw = config.raw
-    inner = raw.get(text_section(raw) or "")
-    for said in (raw, inner if isinstance(inner, dict) else {}):
+    inner = config.decoder
+    for said in (raw, {} if inner is None else inner.raw):
         if said.get("is_causal") is False or said.get("use_bidirectional_attention") or said.get("bidirectional"):
             return True
     code = raw.get("auto_map")

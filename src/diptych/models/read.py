@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from diptych.ground.errors import LoadError, UnsupportedModel
-from diptych.models.config import TEXT_SECTIONS, HfConfig, read_json, text_section
+from diptych.models.config import HfConfig, read_json
 from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, SUPPORTED, WRAPPERS
 from diptych.models.family import Family
 from diptych.models.files import no_model
@@ -78,7 +78,7 @@ def read_model(
     max_context_tokens: the longest sequence that will run, which some rotary scalings depend on; None: the model's own.
     longrope: which of its two sets of factors; auto: by max_context_tokens.
     """
-    family, has_head, is_wrapped = family_of(config), not is_headless(config), text_section(config.raw) is not None
+    family, has_head, is_wrapped = family_of(config), not is_headless(config), config.decoder is not None
     name = name or str(config.raw.get("_name_or_path") or family.name)
     config = _canonical(config, family)
     sections = rope_sections(config, family)
@@ -181,7 +181,7 @@ def family_of(config: HfConfig) -> Family:
         family = BY_ARCHITECTURE.get(_with_head(name)) if isinstance(name, str) else None
         known = BY_MODEL_TYPE.get(kind) if isinstance(kind, str) else None
         if name in WRAPPERS:
-            kind = config.section(text_section(raw) or TEXT_SECTIONS[0]).raw.get("model_type")
+            kind = (config.decoder or HfConfig({})).raw.get("model_type")
             family = BY_MODEL_TYPE.get(kind) if isinstance(kind, str) else None
         elif known is not None and known.built_as is not None and known.built_as == name:
             family = known
@@ -225,13 +225,10 @@ def reads_mxfp4(config: HfConfig) -> bool:
 
 def _canonical(config: HfConfig, family: Family) -> HfConfig:
     """Class defaults under what the file says, keys by the names used here; refuses keys that nobody would read."""
-    raw = dict(config.raw)
-    inner = text_section(raw)
-    if inner is not None:  # multimodal wrappers: the language part
-        raw = dict(config.section(inner).raw)
-        if "tie_word_embeddings" in config.raw:
-            raw["tie_word_embeddings"] = config.raw["tie_word_embeddings"]
-    path = config.path if inner is None else f"{inner} of {config.path}"
+    decoder, wrapper = config.decoder or config, config.wrapper
+    raw, path = dict(decoder.raw), decoder.path
+    if decoder is not config and ("tie_word_embeddings" in wrapper.raw or wrapper is not config):
+        raw["tie_word_embeddings"] = wrapper.raw.get("tie_word_embeddings", False)
     for theirs, ours in family.renamed.items():
         if theirs in raw:
             raw[ours] = raw.pop(theirs)

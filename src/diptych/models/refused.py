@@ -10,17 +10,47 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-OTHER_STATES = "a state per sequence of another kind (RWKV, Ling 2.5)"
+OTHER_STATES = "a state per sequence of another kind (RWKV, Ling 2.5, xLSTM)"
 # what is missing -> model_type of transformers
 MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    OTHER_STATES: ("rwkv",),
+    OTHER_STATES: ("rwkv", "xlstm"),
     "attention whose queries and outputs a router chooses": ("jetmoe",),
     "a mask that is made of the values": ("doge",),
     "attention with two softmaxes": ("diffllama",),
     "latent attention within windows, and rotary keys that are normed": ("dots3_note", "dots3_note_text"),
     "queries and keys that are convolved over tokens": ("zaya",),
-    "an encoder alone, with positions of its own": ("bert", "roberta", "xlm-roberta", "electra", "camembert"),
-    "an encoder beside the decoder": ("bart", "mbart", "pegasus", "marian", "whisper", "blenderbot"),
+    "an encoder alone, with positions of its own": (
+        "bert", "roberta", "xlm-roberta", "electra", "camembert", "bert-generation", "big_bird", "data2vec-text", "ernie",
+        "megatron-bert", "rembert", "roberta-prelayernorm", "roc_bert", "roformer", "xlm", "xlm-roberta-xl", "xmod"),
+    "an encoder beside the decoder": (
+        "bart", "mbart", "pegasus", "marian", "whisper", "blenderbot", "t5", "mt5", "bigbird_pegasus", "blenderbot-small",
+        "mvp", "plbart", "prophetnet", "trocr", "florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop",
+        "vision-encoder-decoder", "blip", "musicgen", "musicgen_melody"),
+    # beside pictures and sound
+    "a prompt that attends both ways": ("paligemma", "pi0", "git"),
+    "layers that attend to pictures or proteins between the others": ("idefics", "evolla"),
+    "sound that is added to tokens, or drawn beside them": ("voxtral_realtime", "kyutai_speech_to_text", "moshi"),
+    "norms of each head with biases of its own": ("chameleon",),
+    "norms inside of attention and MLPs": ("kosmos-2", "kosmos-2.5"),
+    "experts of pictures beside those of text": ("ernie4_5_vl_moe", "ernie4_5_vl_moe_text"),
+    "windows behind a prompt that all tokens see": ("unlimited_ocr", "unlimited_ocr_text"),
+    "an embedding in two tables, and up before gate": ("molmo2", "molmo2_text"),
+    "a decoder by names of another program": ("nemo_speechlm",),
+    "text that is written in no order": ("diffusion_gemma",),
+    # of new kinds
+    "rotary frequencies and scales of queries that are learned, and latents that layers share": (
+        "mistral_large4", "mistral_large4_text"),
+    "residuals weighed by channel, and a norm behind each expert": ("muse_spark", "muse_spark_text"),
+    "distances whose scores are learned, and convolutions of keys, values and what layers add": (
+        "inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"),
+    "residuals weighed by depth, and biases of the heads' gates": ("beam",),
+    "layers that run in cycles": ("hrm_text",),
+    "bytes in patches of any length": ("blt",),
+    # of old kinds
+    "scores by distance and segment": ("cpmant", "xlnet"),
+    "sines of positions by a rule of its own": ("ctrl",),
+    "attention by hashes": ("reformer",),
+    "drafts alone, of another model": ("gemma4_assistant", "gemma4_unified_assistant", "muse_glimmer_assistant"),
 })  # fmt: skip
 
 

@@ -37,8 +37,10 @@ ALWAYS_READ = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
 # written by many tools and read by no type; `finetuned` only says how the model came to be
 NOT_READ = (
     "finetuned", "original_max_position_embeddings", "max_position_embeddings",
-    "mrope_section", "mrope_interleaved",  # of pictures: the three positions of a token of text are one
+    "mrope_section", "xdrope_section", "mrope_interleaved",  # of pictures: the positions of a token of text are one
 )  # fmt: skip
+# by positions of pictures: Qwen2-VL's older files, HunyuanOCR's
+OF_PICTURES = {"mrope": "default", "xdrope": "dynamic"}
 # types whose factor stretches the positions beyond max_position_embeddings
 STRETCHING = ("linear", "dynamic", "yarn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -63,12 +65,14 @@ def rope_section(config: HfConfig, *, aliases: tuple[str, ...] = (), is_partial:
     if config.raw.get("kv_lora_rank") is not None and raw.get("partial_rotary_factor") == _latent_share(config):
         del raw["partial_rotary_factor"]  # transformers writes it beside latent heads: of what turns it is the whole
     rope_type = raw.get("rope_type") or raw.get("type") or "default"
-    rope_type = "default" if rope_type == "mrope" else rope_type  # Qwen2-VL's older files, by positions of pictures
+    rope_type = OF_PICTURES.get(rope_type, rope_type) if isinstance(rope_type, str) else rope_type
     raw["rope_type"] = "longrope" if rope_type in aliases else rope_type
     section = HfConfig(raw, path=f"rope_parameters of {config.path}")
     if not isinstance(raw["rope_type"], str) or raw["rope_type"] not in SECTION_KEYS:
         raise LoadError(f"rope type in {section.path} is {rope_type!r}; supported: {', '.join(SECTION_KEYS)}")
     known = (*ALWAYS_READ, *NOT_READ, *SECTION_KEYS[raw["rope_type"]])
+    if raw.get("mrope_section"):
+        known = (*known, "interleaved")  # of the axes of pictures (Qwen3-Omni)
     unread = sorted(name for name, value in raw.items() if name not in known and value is not None)
     if unread:
         raise LoadError(f"{unread[0]} in {section.path} is {raw[unread[0]]!r}; {raw['rope_type']} rope has no such key")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from diptych.ground.errors import LoadError
-from diptych.models.config import read_config_file, read_json, text_section
+from diptych.models.config import HfConfig, read_config_file, read_json
 from diptych.models.families import BESIDE_WRAPPED, BY_MODEL_TYPE
 from diptych.models.files import INDEX_FILE, safetensors_header, weight_files
 from diptych.models.gguf import count_parameters
@@ -47,7 +47,7 @@ def check_stored(folder: Path, spec: ModelSpec, expected: int) -> None:
     if config.get("quantization_config"):
         return
     found = _in_headers(folder, spec)
-    is_alone = text_section(config) is None and not any(config.get(key) for key in BESIDE_DECODER)
+    is_alone = HfConfig(config).decoder is None and not any(config.get(key) for key in BESIDE_DECODER)
     if found is None and is_alone and not config.get("num_nextn_predict_layers"):
         found = _in_index(folder, config)
     # a tied head may be stored a second time

@@ -21,7 +21,7 @@ import tokenizers
 
 from diptych.engine.text.sentencepiece_model import sentencepiece_backend
 from diptych.ground.errors import LoadError, PromptTooLong, RequestError, told_of
-from diptych.models.config import read_json, text_section
+from diptych.models.config import HfConfig, read_json
 
 _NAMED_SPECIAL_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
@@ -333,8 +333,8 @@ def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, config: Mapping[
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         values = read_json_object(folder / name)
-        nested = values.get(text_section(values) or "")
-        for source in (values, nested if isinstance(nested, dict) else {}):
+        decoder = HfConfig(values, path=str(folder / name)).decoder
+        for source in (values, {} if decoder is None else decoder.raw):
             value = source.get("eos_token_id")
             found += [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(value, bool) or not isinstance(value, int) for value in found):

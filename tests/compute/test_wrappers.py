@@ -1,0 +1,154 @@
+"""Text of more models for pictures and sound: decoders that are read, by the names that their wrappers give them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from golden import LOGIT_TOLERANCE
+from safetensors.torch import load_file, save_file
+
+from checkpoints import COMMON, VOCAB, enliven, make_checkpoint
+from diptych.compute.runner import load_model
+from diptych.cost.parameters import parameter_count
+from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import UnsupportedModel
+from diptych.models.config import HfConfig
+from diptych.models.read import load_model_file, read_model
+from diptych.models.stored import check_stored
+from stepping import Stepper
+from wrapped_configs import MISSPELT, UNSCALED, WRAPPED
+
+REFERENCE = ComputeConfig(backend="torch", device="cpu", weights="fp32")
+PROMPT_TOKENS = 23
+# a wrapper whose class needs what is not installed, or whose files have other names -> a decoder, what precedes its names, and
+# names beside it
+PUBLISHED: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
+    "FastVlmForConditionalGeneration": (
+        "qwen2",
+        {"model.": "model.language_model."},
+        ("model.vision_tower.timm_model.stem.weight", "model.multi_modal_projector.linear_1.weight"),
+    ),
+    "PerceptionLMForConditionalGeneration": (
+        "llama",
+        {"model.": "model.language_model."},
+        ("model.vision_tower.timm_model.pos_embed", "model.multi_modal_projector.linear_1.weight"),
+    ),
+    "NemotronH_Omni_Reasoning_V3": (
+        "nemotron_h",
+        {"": "language_model."},
+        ("vision_model.radio_model.model.cls_token.weight", "mlp1.0.weight", "sound_encoder.encoder.x.weight",
+         "sound_projection.linear1.weight"),
+    ),
+    "HyperCLOVAXVisionV2ForConditionalGeneration": (
+        "hyperclovax",
+        {"": "model.language_model."},
+        ("model.vision_model.patch_embed.proj.weight", "model.vision_projector.weight"),
+    ),
+    "GotOcr2ForConditionalGeneration": (
+        "qwen2", {"": "language_model."}, ("vision_tower.pos_embed", "multi_modal_projector.conv_upsampler1.weight")),
+}  # fmt: skip
+
+
+def logits_of(folder: Path, prompt: list[int], chunk: int | None) -> torch.Tensor:
+    return Stepper(load_model(folder, REFERENCE)).prefill("it", prompt, chunk=chunk)
+
+
+def make_prompt() -> torch.Tensor:
+    return torch.randint(3, VOCAB, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(7))
+
+
+def rename(folder: Path, names: dict[str, str], beside: tuple[str, ...] = ()) -> None:
+    """Give the tensors of a folder other beginnings, the first that fits, and put tensors of other parts beside them."""
+    tensors = {}
+    for name, one in load_file(folder / "model.safetensors").items():
+        old = next((old for old in names if name.startswith(old)), None)
+        tensors[name if old is None else names[old] + name.removeprefix(old)] = one
+    tensors |= {name: torch.ones(3) for name in beside}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.filterwarnings("ignore")
+def test_text_is_as_the_class_computes_it(name: str, tmp_path: Path) -> None:
+    """What transformers writes of a wrapper is read as its class answers to text alone, and all that is beside it is left."""
+    import transformers
+
+    text, beside = WRAPPED[name]
+    config = getattr(transformers, f"{name}Config")(text_config={**COMMON, **text}, **beside)
+    config._attn_implementation = "eager"
+    reference = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval().float()
+    enliven(reference, 0)
+    reference.save_pretrained(tmp_path)
+    rename(tmp_path, MISSPELT.get(name, {}))
+    spec = load_model_file(tmp_path)
+    assert spec.is_wrapped
+    check_stored(tmp_path, spec, parameter_count(spec))
+    prompt = make_prompt()
+    # those around BLIP's queries ask for a picture; their decoders do not
+    asked = reference.language_model if hasattr(reference, "qformer") else reference
+    expected = asked(prompt, use_cache=False).logits[0] * UNSCALED.get(name, 1.0)
+    assert expected.std() > 0.3
+    difference = logits_of(tmp_path, prompt[0].tolist(), 9) - expected
+    assert difference.abs().max() < LOGIT_TOLERANCE * max(1.0, expected.std())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_text_by_names_of_published_files(name: str, tmp_path: Path) -> None:
+    """The decoder alone and the wrapper around it say the same, to the bit."""
+    family, names, beside = PUBLISHED[name]
+    path, prompt = make_checkpoint(family, tmp_path), make_prompt()[0].tolist()
+    alone = logits_of(path, prompt, None)
+    config = json.loads((path / "config.json").read_text())
+    rename(path, names, beside)
+    section = "llm_config" if family == "nemotron_h" else "text_config"
+    tied = {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
+    (path / "config.json").write_text(json.dumps({"architectures": [name], section: config, **tied}))
+    spec = load_model_file(path)
+    check_stored(path, spec, parameter_count(spec))
+    assert torch.equal(logits_of(path, prompt, None), alone)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["Qwen2_5Omni", "Qwen3OmniMoe"])
+def test_what_writes_is_found_in_a_model_that_speaks(name: str, tmp_path: Path) -> None:
+    """Files of the whole model, as Qwen published them: a section of a section, and names behind `thinker.`."""
+    import transformers
+
+    text, beside = WRAPPED[f"{name}Thinker"]
+    config = getattr(transformers, f"{name}ThinkerConfig")(text_config={**COMMON, **text}, **beside)
+    config._attn_implementation = "eager"
+    reference = getattr(transformers, f"{name}ThinkerForConditionalGeneration")(config).eval().float()
+    enliven(reference, 0)
+    reference.save_pretrained(tmp_path)
+    parts = {part: f"thinker.{part}" for part in ("visual.", "audio_tower.")}
+    names = {"thinker.": "thinker.", **{f"model.{part}": where for part, where in parts.items()}, **parts,
+             "model.language_model.": "thinker.model.", "model.": "thinker.model.", "lm_head.": "thinker.lm_head."}  # fmt: skip
+    rename(tmp_path, names, ("talker.model.layers.0.x.weight", "talker.codec_head.weight", "token2wav.x.weight",
+                             "code2wav.decoder.0.weight"))  # fmt: skip
+    thinker = json.loads((tmp_path / "config.json").read_text())
+    whole = {"architectures": [f"{name}ForConditionalGeneration"], "enable_audio_output": True, "thinker_config": thinker,
+             "talker_config": {"text_config": {"hidden_size": 8}}}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    spec = load_model_file(tmp_path)
+    check_stored(tmp_path, spec, parameter_count(spec))
+    prompt = make_prompt()
+    expected = reference(prompt, use_cache=False).logits[0]
+    assert (logits_of(tmp_path, prompt[0].tolist(), 9) - expected).abs().max() < LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"architectures": ["Blip2ForConditionalGeneration"], "text_config": {"model_type": "t5"}}, "encoder beside"),
+        ({"architectures": ["PaliGemmaForConditionalGeneration"], "model_type": "paligemma"}, "attends both ways"),
+    ],
+)
+def test_what_is_around_a_decoder_may_be_the_reason(config: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        read_model(HfConfig(config))
