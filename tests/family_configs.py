@@ -11,6 +11,7 @@ from family_fields import (
     LIGHTNING,
     MAMBA,
     MAMBA_1,
+    MUSE,
     NEMOTRON_3,
     NEMOTRON_H,
     QWEN4,
@@ -65,15 +66,10 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
 WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m3": (
         "MiniMaxM3VLConfig",
-        {
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 28,
-        },
+        {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28},
     ),
     "fuyu": ("FuyuConfig", {}),
+    "muse_glimmer": MUSE[1],
     "step3p7": (
         "Step3p7Config",
         {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
@@ -557,6 +553,7 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
          "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
     # windowed layers of more query heads and positions of their own, each head gated; limits that are met
+    "muse_glimmer": MUSE[0],
     "step3p7": (
         "Step3p7TextConfig",
         "Step3p7ForConditionalGeneration",

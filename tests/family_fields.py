@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 STATES = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 CONVOLUTIONS = ["conv", "full_attention", "conv", "conv"]
 MAMBA = {"num_hidden_layers": 4, "layer_types": STATES, "mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 24,
@@ -50,6 +52,14 @@ NEMOTRON_3 = {**NEMOTRON_H, "layers_block_type": blocks("MEM*EME"), "n_routed_ex
               "routed_scaling_factor": 2.5}  # fmt: skip
 SMALL_TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
                "image_size": 16, "patch_size": 8}  # fmt: skip
+# the embedding and heads normed without weights, norms of what is added with another eps than the others; and its tower
+MUSE: tuple[tuple[str, str, dict[str, Any]], tuple[str, dict[str, Any]]] = (
+    ("MuseGlimmerTextConfig", "MuseGlimmerForConditionalGeneration", {
+        "head_dim": 24, "num_hidden_layers": 5, "sliding_window": 16, "post_norm_eps": 0.1, "output_multiplier": 0.7,
+        "qk_scale_factor": 1.7}),
+    ("MuseGlimmerConfig", {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                           "patch_size": 8, "pos_emb_height": 2, "pos_emb_width": 2}),
+)  # fmt: skip
 QWEN4 = {"num_hidden_layers": 4, "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
          "shared_expert_intermediate_size": 48, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
          "linear_key_head_dim": 16, "linear_value_head_dim": 32, "output_gate_type": "sigmoid", "layer_types": STATES,

@@ -71,6 +71,8 @@ CASES: dict[str, dict[str, Any]] = {
     # layers of two parts, whose latents are scaled
     "longcat_flash": {"r": 4, "lora_alpha": 8, "target_modules": [
         f"{one}_proj" for one in ("q_a", "q_b", "o")]},
+    # one name for what gates heads and for what gates MLPs
+    "muse_glimmer": {"r": 4, "lora_alpha": 8, "target_modules": ["gate_proj", "o_proj", "down_proj"]},
     "dbrx": {"r": 4, "lora_alpha": 8, "target_modules": ["Wqkv", "out_proj"]},
     "bailing_hybrid": {"r": 4, "lora_alpha": 8, "target_modules": [
         f"{one}_proj" for one in ("q", "k", "v", "o", "b", "f", "g", "gate", "up", "down")]},

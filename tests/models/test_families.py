@@ -399,6 +399,7 @@ TEXT_MODELS = {
     "qwen3_omni_moe_text": "Qwen3OmniMoeThinkerTextModel", "glm_ocr_text": "GlmOcrTextModel",
     "paddleocr_vl_text": "PaddleOCRTextModel", "hunyuan_vl_text": "HunYuanVLTextModel",
     "granite_docling_text": "GraniteDoclingTextModel", "deepseek_ocr2_text": "DeepseekOcr2TextModel",
+    "muse_glimmer_text": "MuseGlimmerTextModel",
     "emu3_text_model": "Emu3TextModel", "cosmos3_edge_text": "Cosmos3EdgeTextModel",
 }  # fmt: skip
 

@@ -484,9 +484,8 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             return self.loader.attention(heads, q_norm=None, k_norm=None, sinks=sinks, index=index)
         q_norm = self._heads_norm(f"{root}{self.names.q_norm}", spec.n_heads)
         k_norm = self._heads_norm(f"{root}{self.names.k_norm}", spec.n_kv_heads) if heads.owns_kv else None
-        return self.loader.attention(
-            heads, q_norm=q_norm, k_norm=k_norm, norm_offset=self.spec.norm_offset, sinks=sinks, index=index
-        )
+        offset = 0.0 if spec.qk_norm is QkNorm.UNIT else self.spec.norm_offset
+        return self.loader.attention(heads, q_norm=q_norm, k_norm=k_norm, norm_offset=offset, sinks=sinks, index=index)
 
     def _sinks(self, root: str) -> WeightTensor | None:
         attention = self.parts.attention

@@ -68,7 +68,7 @@ def run_decoder(
                 continue
             if layer.is_shared:  # streams in turn: that of two layers before has ended
                 onto = run_layer(
-                    ops, x, layer, eps=eps, added_eps=spec.norm_eps, onto=ops.branch(x, 1 + number // 2 % 2)
+                    ops, x, layer, eps=eps, added_eps=spec.added_eps, onto=ops.branch(x, 1 + number // 2 % 2)
                 )
                 ops.tap(x, number)
                 continue
@@ -77,7 +77,7 @@ def run_decoder(
                 late = mixture
                 ops.tap(x, number)
                 continue
-            x = run_layer(ops, x, layer, eps=eps, added_eps=spec.norm_eps, onto=onto)
+            x = run_layer(ops, x, layer, eps=eps, added_eps=spec.added_eps, onto=onto)
             onto = None
             if late is not None:
                 x, late = ops.add(x, late), None

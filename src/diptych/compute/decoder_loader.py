@@ -75,9 +75,7 @@ def load_decoder(
     output = table if spec.is_tied else source.tensor(head_name(source, spec), spec.vocab_size, spec.hidden)
     bias = source.tensor(f"{names.head}.bias", spec.vocab_size) if spec.has_head_bias and spec.has_head else None
     if loader.is_balancing and norm is not None and norm.weight.stored and not spec.transforms_head:
-        norm, (parts,) = balance_norm(
-            norm, (LinearParts(weights=(output,)),), offset=spec.norm_offset, share=HEAD_SHARE
-        )
+        norm, (parts,) = balance_norm(norm, (LinearParts(weights=(output,)),), offset=spec.end_offset, share=HEAD_SHARE)
         (output,) = parts.weights
     # the largest tensor comes first, while little else is held beside its pages in the file
     head = loader.head(output, bias=bias, role=role)
@@ -95,7 +93,7 @@ def load_decoder(
         embedding=embedding,
         positions=positions,
         layers=layers,
-        norm=None if norm is None else loader.norm(norm, offset=spec.norm_offset),
+        norm=None if norm is None else loader.norm(norm, offset=spec.end_offset),
         head=head,
         inputs=inputs,
         begin=begin,

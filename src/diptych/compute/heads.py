@@ -112,7 +112,7 @@ class TargetTensors:
         norm = final_norm(self._source, self._spec)
         assert norm is not None
         values = norm.weight.read()
-        return values.to(torch.float32) + self._spec.norm_offset
+        return values.to(torch.float32) + self._spec.end_offset
 
 
 class Columns(WeightTensor):

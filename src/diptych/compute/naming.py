@@ -57,6 +57,8 @@ def norm_parts(source: Source, name: str, spec: ModelSpec) -> NormParts:
 
 def embedding_norm(source: Source, spec: ModelSpec) -> NormParts:
     """The norm before the first layer, of a model that has one."""
+    if not spec.has_embedding_norm_weight:
+        return NormParts(weight=OnesTensor(spec.hidden))
     return norm_parts(source, f"{prefix_of(source, spec)}{family_named(spec).names.embedding_norm}", spec)
 
 

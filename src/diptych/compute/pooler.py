@@ -77,7 +77,7 @@ def read_tail(directory: Path, spec: ModelSpec) -> Tail:
     if norm is None:
         raise UnsupportedModel(f"{spec.name} has no norm behind its last layer; its states are not pooled")
     return Tail(
-        norm_D=_numbers(norm.weight.read()) + np.float32(spec.norm_offset),
+        norm_D=_numbers(norm.weight.read()) + np.float32(spec.end_offset),
         eps=spec.norm_eps / spec.residual_scale**2,  # as the walk, whose stream is the model's over that scale
         bias_D=None if norm.bias is None else _numbers(norm.bias.read()),
         is_centred=norm.is_centred,

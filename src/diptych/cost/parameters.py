@@ -235,7 +235,8 @@ def _moe(model: ModelSpec, moe: MoeSpec) -> dict[str, int]:
 
 def _norms(model: ModelSpec) -> int:
     per_norm = model.hidden * (model.has_norm_weight + model.has_norm_bias)
-    ends = per_norm * (model.has_embedding_norm + end_norms(model))
+    has_first = model.has_embedding_norm and model.has_embedding_norm_weight
+    ends = per_norm * (has_first + end_norms(model))
     held = [(layer, n) for layer, n in model.layer_groups if layer.shares is None]
     of_layers = sum(n * (layer.norms.count + own_norms(layer.mlp)) for layer, n in held)
     inner = sum(n * inner_width(model, layer) for layer, n in model.layer_groups)

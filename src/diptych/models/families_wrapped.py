@@ -123,4 +123,25 @@ WRAPPED: tuple[Family, ...] = (
         names=TensorNames(gate_up=("up_proj",), **IN_PIPELINES),
         **BESIDE_DRAWING, **BY_ATTENTION_BIAS,
     ),
+    # Muse Glimmer: the embedding and heads are normed without weights, layers that attend to everything know no positions;
+    # norms of what layers add have an eps of their own, and that behind the last layer a weight as it is
+    Family(
+        name="muse_glimmer_text", architectures=("MuseGlimmerForConditionalGeneration",), more_model_types=("muse_glimmer",),
+        keys={**{key: value for key, value in USUAL.items() if key != "hidden_act"}, "vocab_size": 202_048,
+              "hidden_size": 6656, "intermediate_size": 19_968, "num_hidden_layers": 52, "num_key_value_heads": 2,
+              "head_dim": 128, "hidden_activation": "silu", "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
+              "sliding_window": 2048, "layer_types": None, "no_rope_layers": None, "attention_bias": False,
+              "final_logit_softcapping": 20.0, "key_multiplier": 3.87, "logit_scale": 0.19611613513818404,
+              "post_norm_eps": 1e-8},
+        unread=("layer_rope_theta",),  # what is read of it: `with_turns`
+        renamed={"qk_scale_factor": "key_multiplier", "output_multiplier": "logit_scale"},
+        norms=Norms.AROUND,
+        norm_offset=1.0, final_norm_offset=0.0,
+        has_embedding_norm=True, has_embedding_norm_weight=False,
+        qk_norm=QkNorm.UNIT, norms_unturned=True,
+        has_attention_gate=True,
+        names=TensorNames(gate="gate_proj"),
+        ignored=("rotary_emb.inv_freq", "vision_adapter."),
+        **BY_ATTENTION_BIAS,
+    ),
 )  # fmt: skip

@@ -168,6 +168,7 @@ class Family:
     mixture_norms: of layers with mixtures, if not the others'; first_norms: of the first layer. positions_offset: learned
     positions, and how many come first; computes_positions: sines and cosines in their place. has_last_bias: o has a bias in
     the last layer.
+    norms_unturned: heads are normed without a weight where they know no positions, too.
     parallel_key: the key that says whether attention and MLP run side by side, with the norms of `parallel_norms`.
     scores: or the key that says it. has_head_bias: the output projection has one. has_sinks: or the keys that say it, of layers
     that attend to everything and of the others. has_slopes: scores fall with the distance (ALiBi), down to a head where they
@@ -211,13 +212,16 @@ class Family:
     parallel_key: str | None = None
     parallel_norms: Norms = Norms.PARALLEL
     norm_offset: float = 0.0
+    final_norm_offset: float | None = None
     centres_norms: bool = False
     has_norm_weight: bool = True
     has_norm_bias: bool = False
     has_embedding_norm: bool = False
+    has_embedding_norm_weight: bool = True
     has_scaled_embedding: bool | str = False
     qk_norm: QkNorm = QkNorm.NONE
     qk_norm_key: str | None = None
+    norms_unturned: bool = False
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     has_last_bias: bool = False

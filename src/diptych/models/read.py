@@ -47,7 +47,7 @@ from diptych.models.read_shared import as_asides, with_shares
 from diptych.models.read_states import adjusted_width, kept_scales, layer_scales, state_attention, state_layers
 from diptych.models.read_step import as_usual
 from diptych.models.read_streams import cutoffs, layer_inputs, mlp_widths, ngrams, shared_layers, streams
-from diptych.models.read_windows import is_both_ways, layer_ropes, named_layers, rope_sections, windows_of
+from diptych.models.read_windows import is_both_ways, layer_ropes, named_layers, rope_sections, windows_of, with_turns
 from diptych.models.refused import reason_for
 from diptych.models.rope import ROPE_KEYS, latent_stretch, make_rope, position_limit
 from diptych.models.spec import AttentionLayer, LayerSpec, ModelSpec, Norms, QkNorm
@@ -110,6 +110,8 @@ def read_model(
         max_context_tokens=limit,
         norm_eps=norm_eps,
         norm_offset=family.norm_offset,
+        final_norm_offset=family.final_norm_offset,
+        added_norm_eps=config.optional_number("post_norm_eps"),
         embed_scale=hidden**0.5
         if _decided(config, family.has_scaled_embedding)
         else config.number("embedding_multiplier", 1.0),
@@ -123,6 +125,7 @@ def read_model(
         has_norm_weight=family.has_norm_weight,
         has_norm_bias=family.has_norm_bias,
         has_embedding_norm=family.has_embedding_norm,
+        has_embedding_norm_weight=family.has_embedding_norm_weight,
         has_head_bias=_decided(config, family.has_head_bias),
         has_final_norm=family.names.final_norm is not None,
         transforms_head=has_head and family.names.transform is not None,
@@ -256,6 +259,8 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
         raw = as_griffin(raw, family.keys, path)
     elif "entry_layers" in family.keys:
         raw = as_deepseek_v4(raw, family.keys, path)
+    elif "post_norm_eps" in family.keys:
+        raw = with_turns(raw, family.keys, path)
     for section in family.sections:
         raw = with_section(raw, section, family, path)
     read = {*family.keys, *(ROPE_KEYS if "rope_theta" in family.keys else ()), "layer_types", "hidden_act"}
@@ -397,7 +402,7 @@ def _attention(
     scale = config.number("query_pre_attn_scalar", head_dim or 1) ** -0.5
     qk_norm = family.qk_norm if family.qk_norm_key is None or config.flag(family.qk_norm_key) else QkNorm.NONE
     if qk_norm is QkNorm.UNIT:  # stands behind the rotation, which changes no length
-        qk_norm = QkNorm.NONE if rope is None else qk_norm
+        qk_norm = QkNorm.NONE if rope is None and not family.norms_unturned else qk_norm
         if rope is not None and rope.attention_factor != 1.0:
             raise LoadError(f"{rope.kind} rope in {config.path} stretches what {family.name} norms behind it")
     if config.raw.get("kv_lora_rank") is not None:

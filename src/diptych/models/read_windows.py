@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -109,6 +110,27 @@ def named_layers(raw: dict[str, Any], family: Family, path: str) -> dict[str, An
             raise LoadError(f"{key} and {ours} in {path} say different things of the layers")
         raw = {**raw, ours: named}
     return {key: value for key, value in raw.items() if key not in family.numbered}
+
+
+def with_turns(raw: dict[str, Any], defaults: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The config of a Muse with a name for each layer, and whether it turns, in place of its base.
+
+    Every fourth layer, counted from the last, attends to everything and knows no positions, where nothing else is said. Other
+    bases than the model's are refused: its class takes what a layer says of one for whether it turns.
+    """
+    config = HfConfig({**defaults, **raw}, path=path)
+    n = config.integer("num_hidden_layers")
+    is_full = [(n - 1 - i) % 4 == 0 for i in range(n)]
+    raw = {**raw, "layer_types": config.layer_types(n) or [LAYER_TYPES[not full] for full in is_full]}
+    thetas = raw.pop("layer_rope_theta", None)
+    if thetas is None:
+        return {**raw, "no_rope_layers": [int(not full) for full in is_full]}
+    theta = rope_section(HfConfig({**defaults, **raw}, path=path)).number("rope_theta")
+    if not isinstance(thetas, list) or len(thetas) != n or any(one not in (0, None, theta) for one in thetas):
+        raise LoadError(
+            f"layer_rope_theta in {path} must hold {n} numbers, one for each layer, each rope_theta, {theta:g}, or 0"
+        )
+    return {**raw, "no_rope_layers": [int(bool(one)) for one in thetas]}
 
 
 def is_both_ways(config: HfConfig) -> bool:

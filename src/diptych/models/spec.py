@@ -234,11 +234,13 @@ class ModelSpec:
     """A model: its layers and its two ends.
 
     Layers may differ, but for their mixtures: one in all that have one, whatever their limits and by what their experts are
-    chosen. max_context_tokens: the longest
-    sequence an engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1). centres_norms: norms
-    take the mean away first (LayerNorm). residual_scale multiplies what a layer adds, logit_scale the logits. is_wrapped:
+    chosen. max_context_tokens: the longest sequence an engine may run. norm_offset: added to every norm weight (1 where the
+    family stores w - 1), final_norm_offset: to that behind the last layer, if not the same. added_norm_eps: of norms of what
+    layers add, if not norm_eps. centres_norms: norms take the mean away first (LayerNorm). residual_scale multiplies what a
+    layer adds, logit_scale the logits. is_wrapped:
     whether its checkpoint may have parts for pictures, too. has_head: whether there is an output projection that tokens are
     drawn by; a model without one gives states (embeddings, scores) and no tokens. has_head_bias: that projection adds one.
+    has_embedding_norm: of the stream before the first layer, has_embedding_norm_weight: by a weight as the others.
     has_final_norm: behind the last layer; transforms_head: what it gives is projected, bent by GELU, and normed once more.
     n_position_embeddings: rows of a learned table of positions, which is added to the embedding; the first `first_position` of
     them stand for none. computes_positions: they are sines and cosines, which no checkpoint has. low_rank: of a branch beside
@@ -259,6 +261,8 @@ class ModelSpec:
     max_context_tokens: int
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
+    final_norm_offset: float | None = None
+    added_norm_eps: float | None = None
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -270,6 +274,7 @@ class ModelSpec:
     has_norm_weight: bool = True
     has_norm_bias: bool = False
     has_embedding_norm: bool = False
+    has_embedding_norm_weight: bool = True
     has_head_bias: bool = False
     has_final_norm: bool = True
     transforms_head: bool = False
@@ -328,6 +333,16 @@ class ModelSpec:
                 raise UnsupportedModel(
                     f"layer {i} of {self.name} attends to keys and values of another shape, which layer {shared} keeps"
                 )
+
+    @property
+    def end_offset(self) -> float:
+        """Added to the weight of the norm behind the last layer."""
+        return self.norm_offset if self.final_norm_offset is None else self.final_norm_offset
+
+    @property
+    def added_eps(self) -> float:
+        """Of the norms behind attention and behind the MLP."""
+        return self.norm_eps if self.added_norm_eps is None else self.added_norm_eps
 
     def __hash__(self) -> int:
         """Of what tells most models apart: of all layers it would take longer than pricing a step."""
