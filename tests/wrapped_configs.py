@@ -90,6 +90,8 @@ WRAPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "hidden_size": 16, "num_filters": 4, "downsampling_ratios": [2], "depths": [1, 1], "kernel_size": 3}
          for kind in ("semantic", "acoustic")},
     ),
+    "AudioFlamingo3": ({"model_type": "qwen2"}, {"audio_config": EAR}),
+    "MusicFlamingo": ({"model_type": "qwen2"}, {"audio_config": {"model_type": "audioflamingo3_encoder", **EAR}}),
     "GlmOcr": ({"head_dim": 24, "rope_parameters": {**MROPE, "mrope_section": [4, 4, 4]}}, {"vision_config": QWEN_TOWER}),
     "PaddleOCRVL": ({"head_dim": 16, "rope_parameters": MROPE}, {"vision_config": SMALL_TOWER}),
     "HunYuanVL": (
@@ -102,6 +104,11 @@ WRAPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
          "rope_parameters": {**MROPE, "interleaved": True, "mrope_interleaved": True, "mrope_section": [4, 4, 4]}},
         {"vision_config": QWEN_TOWER, "audio_config": QWEN_EAR},
+    ),
+    "Ernie4_5_VLMoe": (
+        {"head_dim": 16, "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": [40, 24], "moe_num_shared_experts": 1,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]}},
+        {"vision_config": {**QWEN_TOWER, "text_hidden_size": 64}},
     ),
     "Emu3": (
         {},

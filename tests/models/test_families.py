@@ -301,6 +301,13 @@ MORE: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": {"num_experts": 4, "shared_expert_intermediate_size": 48, **DELTA, **EXPERTS, **QWEN4},
     "qwen3_omni_moe_text": {"num_experts": 4, **EXPERTS},
     "cosmos3_edge_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]}},
+    "ernie4_5_vl_moe_text": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": [32, 24],
+        "moe_num_shared_experts": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [2, 2, 4]},
+    },
     "deepseek_ocr2_text": {
         "n_routed_experts": 4,
         "n_shared_experts": 2,
@@ -399,7 +406,7 @@ TEXT_MODELS = {
     "qwen3_omni_moe_text": "Qwen3OmniMoeThinkerTextModel", "glm_ocr_text": "GlmOcrTextModel",
     "paddleocr_vl_text": "PaddleOCRTextModel", "hunyuan_vl_text": "HunYuanVLTextModel",
     "granite_docling_text": "GraniteDoclingTextModel", "deepseek_ocr2_text": "DeepseekOcr2TextModel",
-    "muse_glimmer_text": "MuseGlimmerTextModel",
+    "muse_glimmer_text": "MuseGlimmerTextModel", "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeTextModel",
     "emu3_text_model": "Emu3TextModel", "cosmos3_edge_text": "Cosmos3EdgeTextModel",
 }  # fmt: skip
 
@@ -454,7 +461,12 @@ def counted(config: Any) -> int:
         for one in model.modules()
         if hasattr(one, "identity_expert")
     ]
-    return sum(one.numel() for one in model.parameters()) + buffers - sum(unread)
+    of_pictures = [
+        one.numel()
+        for name, one in model.named_parameters()
+        if ".vision_moe." in name and not name.endswith("correction_bias")
+    ]
+    return sum(one.numel() for one in model.parameters()) + buffers - sum(unread) - sum(of_pictures)
 
 
 class NothingLoader:

@@ -299,7 +299,11 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         roots = [f"{self.mlp_prefix}{root}" for root in self.names.mlp]
         root = next((root for root in roots if self.source.has(f"{root}{self.names.router}.weight")), roots[0])
         ffn, hidden = moe.expert_ffn, self.spec.hidden
-        router = self.linear(root, (self.names.router,), (moe.n_scored,), hidden, has_bias=moe.has_router_bias)
+        if self.names.transposes_router:
+            stored = self.source.tensor(f"{root}{self.names.router}.weight", hidden, moe.n_scored)
+            router = LinearParts(weights=(TransposedTensor(stored),))
+        else:
+            router = self.linear(root, (self.names.router,), (moe.n_scored,), hidden, has_bias=moe.has_router_bias)
         experts = self._expert_parts(moe, root)
         shared = self._shared_parts(moe, roots, root)
         latent = self._latent_parts(moe, root)
@@ -329,6 +333,7 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             bias_name = f"{root}{self.names.others[name]}"
         if moe.has_choice_bias and (self.source.has(bias_name) or not self.names.choice_bias_may_lack):
             choice_bias = self.source.tensor(bias_name, *self.names.choice_axes, moe.n_scored)
+            choice_bias = RowsTensor(choice_bias, 0, 1) if moe.choice_rows > 1 else choice_bias
         sites = {"gate": ffn, "up": ffn} if moe.is_gated else {"up": ffn}
         scales = self.source.tensor(f"{root}{self.names.expert_scales}", moe.n_experts) if moe.is_apart else None
         table = None

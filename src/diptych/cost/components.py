@@ -448,7 +448,8 @@ def _experts(sizes: _Sizes, moe: MoeSpec) -> tuple[Component, ...]:
         per_expert += ((moe.n_products - 1) * shard + width) * 2.0
     touched = touched_experts(moe, n)
     router_bias = (
-        moe.n_scored * (moe.has_router_bias + moe.has_choice_bias + moe.is_apart) + model.hidden * moe.is_apart
+        moe.n_scored * (moe.has_router_bias + moe.has_choice_bias * moe.choice_rows + moe.is_apart)
+        + model.hidden * moe.is_apart
     )
     router = Component(
         name="router",

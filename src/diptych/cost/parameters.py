@@ -227,7 +227,7 @@ def _moe(model: ModelSpec, moe: MoeSpec) -> dict[str, int]:
     bias = (moe.n_products - 1) * moe.expert_ffn + width if moe.has_expert_bias else 0
     return {
         "router": model.hidden * (moe.n_scored + moe.is_apart)
-        + moe.n_scored * (moe.has_router_bias + moe.has_choice_bias + moe.is_apart),
+        + moe.n_scored * (moe.has_router_bias + moe.has_choice_bias * moe.choice_rows + moe.is_apart),
         "experts": moe.n_experts * (moe.n_products * width * moe.expert_ffn + bias),
         "shared_experts": model.hidden * (moe.n_products * moe.shared_ffn + 2 * moe.latent + moe.has_shared_gate),
     }

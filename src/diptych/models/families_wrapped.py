@@ -81,6 +81,25 @@ WRAPPED: tuple[Family, ...] = (
         mlp_bias="mlp_bias",
         **BY_ATTENTION_BIAS,
     ),
+    # ERNIE 4.5 VL: experts of text beside those of pictures
+    Family(
+        name="ernie4_5_vl_moe_text", architectures=("Ernie4_5_VLMoeForConditionalGeneration",),
+        more_model_types=("ernie4_5_vl_moe",),
+        keys={**USUAL, "vocab_size": 103_424, "hidden_size": 2560, "intermediate_size": 12_288, "num_hidden_layers": 28,
+              "num_attention_heads": 20, "num_key_value_heads": 4, "max_position_embeddings": 131_072,
+              "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 500_000.0, "use_bias": False,
+              "moe_intermediate_size": 1536, "num_experts_per_tok": 6, "num_experts": 64, "n_shared_experts": 2,
+              "mlp_layer_types": None, "first_k_dense_replace": 1},
+        fixed={"moe_norm_min": (1e-12,)},
+        renamed={"moe_k": "num_experts_per_tok", "moe_num_experts": "num_experts",
+                 "moe_num_shared_experts": "n_shared_experts"},
+        is_interleaved=True,
+        renormalises=True,
+        has_choice_bias=True, has_other_experts=True,
+        names=TensorNames(transposes_router=True, choice_bias="moe_statics.e_score_correction_bias", choice_axes=(2,)),
+        ignored=("rotary_emb.inv_freq", ".gate.weight_1", "resampler_model."),
+        **BY_USE_BIAS,
+    ),
     # DeepSeek-OCR 2: heads as a Llama's, experts as DeepSeek V2's
     Family(
         name="deepseek_ocr2_text", architectures=("DeepseekOcr2ForConditionalGeneration",), more_model_types=("deepseek_ocr2",),

@@ -49,6 +49,7 @@ class TensorNames:
     mlp: where the MLP may be found, tried in order. expert: gate (if any), up and down of one expert, where they are separate;
     stacked: of all experts in one tensor each, is_transposed: as [inputs, outputs] (None: in some files), takes_turns: rows of
     gate and up in turn, is_flat: below each other in one matrix each, down as [inputs, outputs].
+    transposes_router: that is stored as [inputs, outputs].
     base: what may lie between a projection's name and .weight, where files hold adapters of their own beside it.
     o_bias: of o, where it has a name of its own. o_norm, down_norm: of `ModelSpec.has_inner_norms`, beside attention's
     projections and the MLP's. apart: norms before the mixture, behind shared experts, behind it, of `MoeSpec.is_apart`.
@@ -99,6 +100,7 @@ class TensorNames:
     takes_turns: bool = False
     is_flat: bool = False
     router: str = "gate"
+    transposes_router: bool = False
     choice_bias: str = "gate.e_score_correction_bias"
     choice_axes: tuple[int, ...] = ()
     choice_bias_may_lack: bool = False
@@ -185,7 +187,9 @@ class Family:
     gates_heads, gate_by: as `AttentionLayer` has them; mixes_queries: as `MlaSpec.is_mixed` says. index_turns_last: of an index
     as `IndexSpec.turns_last` says, and the key's norm has the model's eps. norms_latents_alike: norms of latents have it, too.
     scales_latents: behind those they are multiplied by the root of the model's width over theirs.
-    limits_all: `swiglu_limit` is of dense MLPs and shared experts, too. has_end_connection: as `HyperSpec.has_end`.
+    has_other_experts: of pictures, as many as of text and behind them, with a row of their own of the choice's bias; sizes of
+    both are in lists. limits_all: `swiglu_limit` is of dense MLPs and shared experts, too. has_end_connection: as
+    `HyperSpec.has_end`.
     state_rule: some layers have a state in place of keys and values, which moves on by it (`read_states`): those that
     layer_types names so, or all but every `full_every`-th. state_norms, state_norm_eps: theirs, if not the others'.
     spare_embeddings: rows of the embedding behind the vocabulary, for tokens that nobody writes.
@@ -259,6 +263,7 @@ class Family:
     group_best: int = 1
     has_router_bias: bool = False
     has_choice_bias: bool | str = False
+    has_other_experts: bool = False
     has_expert_bias: bool = False
     has_shared_gate: bool = False
     mixes_apart: bool = False

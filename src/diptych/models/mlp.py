@@ -54,7 +54,8 @@ class MoeSpec:
     shared_ffn: the total width of the always-active experts. routed_scale multiplies the mixture's sum. n_groups,
     groups_per_token: experts are chosen among the best groups only (1 of 1: all), a group being as good as the sum of its
     `group_best` best. softcap: logits become softcap * tanh(logit / softcap). has_router_bias: on the logits; has_choice_bias:
-    on the scores, for the choice only. margin: of sparsemixer, times the larger of a logit's size and the best logit.
+    on the scores, for the choice only. choice_rows: of that bias in a checkpoint, of as many experts each; the first are read.
+    margin: of sparsemixer, times the larger of a logit's size and the best logit.
     has_shared_gate: the shared experts' sum is multiplied by a sigmoid. weighs_input: a chosen expert's input is multiplied by
     its weight, not what it gives. n_identities: experts without weights behind the others, which give what they read. is_late:
     what the mixture gives, but not shared experts, is added behind the layer that follows. is_apart: shared experts, mixture
@@ -81,6 +82,7 @@ class MoeSpec:
     softcap: float | None = None
     has_router_bias: bool = False
     has_choice_bias: bool = False
+    choice_rows: int = 1
     has_expert_bias: bool = False
     has_shared_gate: bool = False
     weighs_input: bool = False

@@ -40,6 +40,7 @@ from diptych.models.read_mixtures import (
     limits_of,
     mixture_layers,
     mixture_scales,
+    of_text,
     scores_of,
     within_limit,
 )
@@ -236,6 +237,7 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
         if theirs in raw:
             raw[ours] = raw.pop(theirs)
     raw = named_layers(raw, family, path)
+    raw = of_text(raw) if family.has_other_experts else raw
     for key in family.by_layer:
         raw |= {key: of_all_layers(raw[key], key, path)} if key in raw else {}
     kinds = raw.get("layer_types")
@@ -557,6 +559,7 @@ def _moe(config: HfConfig, family: Family) -> MoeSpec:
         margin=2 * config.number("router_jitter_noise", 0.0) if scores is Scores.SPARSEMIXER else 0.0,
         has_router_bias=family.has_router_bias,
         has_choice_bias=_decided(config, family.has_choice_bias),
+        choice_rows=2 if family.has_other_experts else 1,
         has_expert_bias=family.has_expert_bias,
         has_shared_gate=family.has_shared_gate,
         weighs_input=family.weighs_input,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
@@ -102,3 +103,9 @@ def mixture_scales(config: HfConfig, mlp: MlpSpec | MoeSpec | None) -> LayerScal
         raise LoadError(f"shared_expert_combination_strategy in {config.path} is {how!r}; it must be sum or average")
     is_mean = isinstance(mlp, MoeSpec) and mlp.shared_ffn > 0 and how == "average"
     return LayerScales(mlp_out=0.5) if is_mean else LayerScales()
+
+
+def of_text(raw: dict[str, Any]) -> dict[str, Any]:
+    """The config with the number and width of experts of text alone, the first of two where it has those of pictures, too."""
+    both = {key: raw.get(key) for key in ("num_experts", "moe_intermediate_size")}
+    return {**raw, **{key: one[0] for key, one in both.items() if isinstance(one, list) and len(one) == 2}}

@@ -25,14 +25,14 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "an encoder beside the decoder": (
         "bart", "mbart", "pegasus", "marian", "whisper", "blenderbot", "t5", "mt5", "bigbird_pegasus", "blenderbot-small",
         "mvp", "plbart", "prophetnet", "trocr", "florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop",
-        "vision-encoder-decoder", "blip", "musicgen", "musicgen_melody"),
+        "vision-encoder-decoder", "blip", "musicgen", "musicgen_melody", "encoder-decoder", "fsmt", "led", "longt5", "m2m_100",
+        "nllb-moe", "pegasus_x", "seamless_m4t", "seamless_m4t_v2", "switch_transformers", "t5gemma", "umt5"),
     # beside pictures and sound
     "a prompt that attends both ways": ("paligemma", "pi0", "git"),
     "layers that attend to pictures or proteins between the others": ("idefics", "evolla"),
     "sound that is added to tokens, or drawn beside them": ("voxtral_realtime", "kyutai_speech_to_text", "moshi"),
     "norms of each head with biases of its own": ("chameleon",),
     "norms inside of attention and MLPs": ("kosmos-2", "kosmos-2.5"),
-    "experts of pictures beside those of text": ("ernie4_5_vl_moe", "ernie4_5_vl_moe_text"),
     "windows behind a prompt that all tokens see": ("unlimited_ocr", "unlimited_ocr_text"),
     "an embedding in two tables, and up before gate": ("molmo2", "molmo2_text"),
     "a decoder by names of another program": ("nemo_speechlm",),

@@ -31,9 +31,9 @@ def unused_names(spec: ModelSpec) -> tuple[str, ...]:
     shared = [i for i, layer in enumerate(spec.layers) if layer.attention.kv_layer is not None]
     of_shared = (f"layers.{i}.self_attn.{name}." for i in shared for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
     left_out = (f"layers.{i}." for i in spec.left_out)
-    n_experts, n_scored = (0, 0) if spec.moe is None else (spec.moe.n_experts, spec.moe.n_scored)
-    # experts without weights, for which transformers writes gates that nobody reads
-    identities = (f".experts.{e}." for e in range(n_experts, n_scored))
+    n_experts, n_named = (0, 0) if spec.moe is None else (spec.moe.n_experts, spec.moe.n_scored * spec.moe.choice_rows)
+    # experts without weights, for which transformers writes gates that nobody reads, and experts of pictures
+    identities = (f".experts.{e}." for e in range(n_experts, n_named))
     beside = (*BY_MODEL_TYPE[spec.family].ignored, *(BESIDE_WRAPPED if spec.is_wrapped else ()))
     return (*beside, *of_shared, *left_out, *identities)
 
