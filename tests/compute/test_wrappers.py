@@ -97,6 +97,33 @@ def test_text_is_as_the_class_computes_it(name: str, tmp_path: Path) -> None:
     assert difference.abs().max() < LOGIT_TOLERANCE * max(1.0, expected.std())
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["HunYuanVL", "PaddleOCRVL"])
+@pytest.mark.filterwarnings("ignore")
+def test_text_of_flat_configs(name: str, tmp_path: Path) -> None:
+    """As they were published first: the decoder's keys beside those of the tower, HunyuanOCR's rotation by its own name."""
+    import transformers
+
+    text, beside = WRAPPED[name]
+    config = getattr(transformers, f"{name}Config")(text_config={**COMMON, **text}, **beside)
+    config._attn_implementation = "eager"
+    reference = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval().float()
+    enliven(reference, 0)
+    reference.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    flat = {**written.pop("text_config"), **written}
+    rope = flat.pop("rope_parameters")
+    if name == "HunYuanVL":
+        rope = {**rope, "rope_type": "xdrope", "xdrope_section": rope.pop("mrope_section")}
+        flat |= {"attention_head_dim": flat["head_dim"], "org_vocab_size": VOCAB, "use_qk_norm": True, "num_experts": 1}
+    flat |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    check_stored(tmp_path, spec := load_model_file(tmp_path), parameter_count(spec))
+    prompt = make_prompt()
+    expected = reference(prompt, use_cache=False).logits[0]
+    assert (logits_of(tmp_path, prompt[0].tolist(), 9) - expected).abs().max() < LOGIT_TOLERANCE
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_text_by_names_of_published_files(name: str, tmp_path: Path) -> None:
     """The decoder alone and the wrapper around it say the same, to the bit."""

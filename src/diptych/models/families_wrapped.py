@@ -57,13 +57,16 @@ WRAPPED: tuple[Family, ...] = (
         keys={**USUAL, "vocab_size": 103_424, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18,
               "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131_072,
               "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 500_000.0, "use_bias": False},
+        prefixes=("model.", "model.language_model."),
+        ignored=("rotary_emb.inv_freq", "visual.", "mlp_AR.", "projector."),  # of its first files, whose config is flat
         **BY_USE_BIAS,
     ),
     # HunyuanOCR: HunYuan's dense models, a part of whose turns is of pictures
     Family(
         name="hunyuan_vl_text", architectures=("HunYuanVLForConditionalGeneration",), more_model_types=("hunyuan_vl",),
         keys={**USUAL, "vocab_size": 290_943, "rms_norm_eps": 1e-5, "attention_bias": False, "tie_word_embeddings": True},
-        fixed={"use_qk_norm": (True, None), "use_cla": (False, None), "mlp_bias": (False, None)},
+        fixed={"use_qk_norm": (True, None), "use_cla": (False, None), "mlp_bias": (False, None),
+               **dict.fromkeys(("num_experts", "num_shared_expert", "moe_topk"), (1, 0, None))},
         unread=("attention_head_dim", "org_vocab_size"),
         qk_norm=QkNorm.TURNED,
         names=TensorNames(q_norm="query_layernorm", k_norm="key_layernorm"),

@@ -43,7 +43,7 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "residuals weighed by channel, and a norm behind each expert": ("muse_spark", "muse_spark_text"),
     "distances whose scores are learned, and convolutions of keys, values and what layers add": (
         "inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"),
-    "residuals weighed by depth, and biases of the heads' gates": ("beam",),
+    "residuals weighed by depth, and queries by powers of their positions": ("beam",),
     "layers that run in cycles": ("hrm_text",),
     "bytes in patches of any length": ("blt",),
     # of old kinds
