@@ -141,3 +141,18 @@ def test_numbers_past_every_model_are_refused_at_once(kind: str, key: str) -> No
     """A config of a hundred bytes made lists of billions of layers, and of names of experts."""
     with pytest.raises(LoadError, match=f"is {2**31 - 1}; it must be at most"):
         read(kind, **{key: 2**31 - 1})
+
+
+def test_sizes_of_experts_of_text_come_before_those_of_pictures() -> None:
+    """ERNIE 4.5 VL's first files say both of each; a third is of nothing that is known."""
+    fields = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "moe_k": 2, "intermediate_size": 96}
+
+    def moe_of(**sizes: object) -> MoeSpec | None:
+        return read_model(HfConfig({"model_type": "ernie4_5_vl_moe_text", **fields, **sizes})).moe
+
+    both = moe_of(moe_num_experts=[4, 4], moe_intermediate_size=[32, 24])
+    assert both is not None
+    assert (both.n_experts, both.expert_ffn, both.shared_ffn, both.choice_rows) == (4, 32, 64, 2)
+    assert both == moe_of(moe_num_experts=4, moe_intermediate_size=32)
+    with pytest.raises(LoadError, match=r"num_experts in .* is \[4, 4, 4\]"):
+        moe_of(moe_num_experts=[4, 4, 4], moe_intermediate_size=[32, 24])
