@@ -12,13 +12,15 @@ from golden import LOGIT_TOLERANCE
 from safetensors.torch import load_file, save_file
 
 from checkpoints import COMMON, VOCAB, enliven, make_checkpoint
+from diptych.compute.adapters import read_adapter
 from diptych.compute.runner import load_model
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
-from diptych.ground.errors import UnsupportedModel
+from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.config import HfConfig
 from diptych.models.read import load_model_file, read_model
 from diptych.models.stored import check_stored
+from lora import write_adapter
 from stepping import Stepper
 from wrapped_configs import MISSPELT, UNSCALED, WRAPPED
 
@@ -138,6 +140,30 @@ def test_text_by_names_of_published_files(name: str, tmp_path: Path) -> None:
     spec = load_model_file(path)
     check_stored(path, spec, parameter_count(spec))
     assert torch.equal(logits_of(path, prompt, None), alone)
+
+
+@pytest.mark.parametrize("where", ["model.language_model.", "language_model.model.", "model."])
+def test_an_adapter_fits_by_the_names_of_classes(where: str, tmp_path: Path) -> None:
+    """Files of before transformers 5 have other names than its classes, which adapters are trained on; a tower's are none."""
+    path, prompt = make_checkpoint("qwen2", tmp_path / "base"), make_prompt()[0].tolist()
+    adapter = write_adapter(tmp_path / "adapter", path, {"q_proj": 3})
+    rename(path, {"": "language_model."})
+    config = json.loads((path / "config.json").read_text())
+    wrapped = {"architectures": ["GotOcr2ForConditionalGeneration"], "text_config": config}
+    (path / "config.json").write_text(json.dumps(wrapped))
+    tensors = load_file(adapter / "adapter_model.safetensors")
+
+    def adapted(before: str) -> torch.Tensor:
+        named = {name.replace("model.model.layers.", f"model.{before}layers."): one for name, one in tensors.items()}
+        save_file(named, adapter / "adapter_model.safetensors")
+        stepper = Stepper(model := load_model(path, REFERENCE))
+        stepper.adapters = {"it": model.add_adapter(read_adapter(adapter, max_rank=8))}
+        return stepper.step({"it": prompt})["it"]
+
+    assert torch.equal(adapted(where), adapted("language_model.model."))
+    assert (adapted(where) - logits_of(path, prompt, None)).abs().max() > 0.5
+    with pytest.raises(LoadError, match="does not have"):
+        adapted("model.vision_tower.")
 
 
 @torch.no_grad()

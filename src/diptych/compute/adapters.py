@@ -29,6 +29,7 @@ from diptych.compute.weights import FLOAT_DTYPES
 from diptych.ground.bounds import real, shown, whole
 from diptych.ground.errors import CapacityError, LoadError
 from diptych.models.config import NUMBER_LIMIT, SIZE_LIMIT, read_json
+from diptych.models.families import AROUND_WRAPPED, WRAPPED_PREFIXES
 
 logger = logging.getLogger("diptych.compute")
 
@@ -59,6 +60,8 @@ _IN_FILES = (
     *((f".mlp.shared_experts.{ours}_proj", f".ffn.shared_experts.{theirs}")
       for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))),
 )  # fmt: skip
+# what classes have before the names of layers, whatever the files call it: of decoders, and of wrappers around them
+_BEFORE_LAYERS = {"", "model.", "transformer.", *WRAPPED_PREFIXES, *(f"{around}model." for around in AROUND_WRAPPED)}
 _EXPERT = re.compile(r"(?P<layer>(?:^|.*\.)layers\.\d+)\..*experts(?:\.base_layer)*\[(?P<number>\d+)\]")
 
 # What changes the mathematics or the base, and the values that ask for nothing. Source: peft's LoraConfig, 0.21.
@@ -211,7 +214,7 @@ class Sites:
         if adapter.head_copy is not None:
             self._check_head(adapter, adapter.head_copy)
         tails = {_tail(module): module for module in self._by_module}
-        prefixes = {"", "model.", "transformer."} | {module.removesuffix(_tail(module)) for module in self._by_module}
+        prefixes = _BEFORE_LAYERS | {module.removesuffix(_tail(module)) for module in self._by_module}
         fitted: dict[str, list[tuple[Site, LowRank]]] = {}
         for module, low_rank in self._of_modules(adapter):
             tail = _tail(module)
