@@ -105,6 +105,12 @@ WRAPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
          "rope_parameters": {**MROPE, "interleaved": True, "mrope_interleaved": True, "mrope_section": [4, 4, 4]}},
         {"vision_config": QWEN_TOWER, "audio_config": QWEN_EAR},
     ),
+    "Molmo2": (
+        {"head_dim": 24, "additional_vocab_size": 8},
+        {"vision_config": {**SMALL_TOWER, "image_size": [16, 16], "head_dim": 8, "num_key_value_heads": 2},
+         "adapter_config": {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+                            "intermediate_size": 16, "text_hidden_size": 64, "vit_layers": [0, 0]}},
+    ),
     "Ernie4_5_VLMoe": (
         {"head_dim": 16, "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": [40, 24], "moe_num_shared_experts": 1,
          "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]}},

@@ -63,6 +63,15 @@ def make_prompt() -> torch.Tensor:
     return torch.randint(3, VOCAB, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(7))
 
 
+def part_embedding(folder: Path) -> None:
+    """Give the first table of Molmo 2's the rows that it has in published files; transformers writes two of equal size."""
+    tensors = load_file(folder / "model.safetensors")
+    words, more = (f"model.transformer.wte.{one}embedding" for one in ("", "new_"))
+    rows = torch.cat([tensors[words], tensors[more]])
+    tensors |= {words: rows[:VOCAB].clone(), more: rows[VOCAB:].clone()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def rename(folder: Path, names: dict[str, str], beside: tuple[str, ...] = ()) -> None:
     """Give the tensors of a folder other beginnings, the first that fits, and put tensors of other parts beside them."""
     tensors = {}
@@ -87,6 +96,8 @@ def test_text_is_as_the_class_computes_it(name: str, tmp_path: Path) -> None:
     enliven(reference, 0)
     reference.save_pretrained(tmp_path)
     rename(tmp_path, MISSPELT.get(name, {}))
+    if name == "Molmo2":
+        part_embedding(tmp_path)
     spec = load_model_file(tmp_path)
     assert spec.is_wrapped
     check_stored(tmp_path, spec, parameter_count(spec))
@@ -140,6 +151,33 @@ def test_text_by_names_of_published_files(name: str, tmp_path: Path) -> None:
     spec = load_model_file(path)
     check_stored(path, spec, parameter_count(spec))
     assert torch.equal(logits_of(path, prompt, None), alone)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_of_up_and_gate_is_what_merged_weights_give(tmp_path: Path) -> None:
+    """Up comes first in Molmo 2's projection, in an adapter's as in the file's."""
+    import transformers
+
+    text, beside = WRAPPED["Molmo2"]
+    reference = transformers.Molmo2ForConditionalGeneration(
+        transformers.Molmo2Config(text_config={**COMMON, **text}, **beside)
+    )
+    enliven(reference, 0)
+    reference.save_pretrained(tmp_path)
+    part_embedding(tmp_path)
+    prompt = make_prompt()[0].tolist()
+    adapter = write_adapter(tmp_path / "adapter", tmp_path, {"ff_proj": 3})
+    stepper = Stepper(model := load_model(tmp_path, REFERENCE))
+    stepper.adapters = {"it": model.add_adapter(read_adapter(adapter, max_rank=8))}
+    adapted, plain = (stepper.step({one: prompt})[one] for one in ("it", "plain"))
+    parts = load_file(adapter / "adapter_model.safetensors")
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [one for one in tensors if "ff_proj" in one]:
+        a, b = (parts[f"base_model.model.{name.removesuffix('.weight')}.lora_{side}.weight"] for side in "AB")
+        tensors[name] = tensors[name] + 2.0 * b @ a
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert (adapted - plain).abs().max() > 0.5
+    assert (adapted - logits_of(tmp_path, prompt, None)).abs().max() < LOGIT_TOLERANCE
 
 
 @pytest.mark.parametrize("where", ["model.language_model.", "language_model.model.", "model."])

@@ -407,6 +407,7 @@ TEXT_MODELS = {
     "paddleocr_vl_text": "PaddleOCRTextModel", "hunyuan_vl_text": "HunYuanVLTextModel",
     "granite_docling_text": "GraniteDoclingTextModel", "deepseek_ocr2_text": "DeepseekOcr2TextModel",
     "muse_glimmer_text": "MuseGlimmerTextModel", "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeTextModel",
+    "molmo2_text": "Molmo2TextModel",
     "emu3_text_model": "Emu3TextModel", "cosmos3_edge_text": "Cosmos3EdgeTextModel",
 }  # fmt: skip
 
@@ -466,6 +467,7 @@ def counted(config: Any) -> int:
         for name, one in model.named_parameters()
         if ".vision_moe." in name and not name.endswith("correction_bias")
     ]
+    of_pictures.append(getattr(config, "additional_vocab_size", 0) * config.hidden_size)
     return sum(one.numel() for one in model.parameters()) + buffers - sum(unread) - sum(of_pictures)
 
 

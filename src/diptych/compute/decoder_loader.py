@@ -55,6 +55,7 @@ from diptych.compute.views import (
     SinesTensor,
     TransposedTensor,
     halves_order,
+    second_half_first,
 )
 from diptych.compute.weights import SlicedTensor, Source, entry_of
 from diptych.ground.errors import LoadError
@@ -266,6 +267,9 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         widths = (mlp.ffn,) * (2 if mlp.is_gated else 1)
         names, name = self.mlp_names(root, is_gated=mlp.is_gated)
         gate_up = self.linear(root, names, widths, hidden, has_bias=mlp.has_bias)
+        if self.names.up_first:
+            order = second_half_first(2 * mlp.ffn)
+            gate_up = LinearParts(weights=tuple(ReorderedTensor(one, order) for one in gate_up.weights))
         down = self.linear(root, (name,), (hidden,), mlp.ffn, has_bias=mlp.has_bias)
         inner = self.inner_norm(f"{root}{self.names.down_norm}", mlp.ffn)
         if self.loader.is_balancing:

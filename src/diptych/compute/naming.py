@@ -23,20 +23,19 @@ def prefix_of(source: Source, spec: ModelSpec) -> str:
     if spec.is_wrapped:
         around = (*(f"{before}{own}" for before in AROUND_WRAPPED for own in family.prefixes), *WRAPPED_PREFIXES)
     known = (*family.prefixes, *around, "")  # "": a decoder that was saved without the model around it
-    return next(
-        (p for p in known for name in _embeddings(family) if source.has(f"{p}{name}.weight")), family.prefixes[0]
-    )
+    return next((p for p in known for name in _embeddings(family) if source.has(f"{p}{name}")), family.prefixes[0])
 
 
 def _embeddings(family: Family) -> tuple[str, ...]:
     """What the embedding is called, and what some files call it."""
-    name = family.names.embedding
-    return (name, family.names.others[name]) if name in family.names.others else (name,)
+    name, ending = family.names.embedding, family.names.embedding_ending
+    names = (name, family.names.others[name]) if name in family.names.others else (name,)
+    return tuple(f"{one}{ending}" for one in names)
 
 
 def table_name(source: Source, spec: ModelSpec) -> str:
     """The embedding."""
-    names = [f"{prefix_of(source, spec)}{name}.weight" for name in _embeddings(family_named(spec))]
+    names = [f"{prefix_of(source, spec)}{name}" for name in _embeddings(family_named(spec))]
     return next((name for name in names if source.has(name)), names[0])
 
 

@@ -23,6 +23,11 @@ def halves_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
     return torch.cat([turned, torch.arange(rotary_dim, head_dim)])
 
 
+def second_half_first(n_rows: int) -> torch.Tensor:
+    """Where each row comes from of two halves that change places."""
+    return torch.arange(n_rows).roll(n_rows // 2)
+
+
 def by_head_order(n_heads: int, n_kv_heads: int, head_dim: int) -> torch.Tensor:
     """Where each row of q, k and v comes from that lie by KV head: the queries that share it, its key, its value."""
     group = n_heads // n_kv_heads

@@ -145,6 +145,22 @@ WRAPPED: tuple[Family, ...] = (
         names=TensorNames(gate_up=("up_proj",), **IN_PIPELINES),
         **BESIDE_DRAWING, **BY_ATTENTION_BIAS,
     ),
+    # Molmo 2 around Qwen3: its makers' names, and tokens of pictures in a table of their own
+    Family(
+        name="molmo2_text", architectures=("Molmo2ForConditionalGeneration",), more_model_types=("molmo2",),
+        keys={**USUAL, "vocab_size": 151_936, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_key_value_heads": 8,
+              "head_dim": 128, "max_position_embeddings": 36_864, "attention_bias": False, "rope_scaling_layers": None},
+        fixed={"qk_norm_type": ("qwen3",), "norm_after": (False,)},
+        unread=("additional_vocab_size",),
+        renamed={"qkv_bias": "attention_bias", "layer_norm_eps": "rms_norm_eps"},
+        qk_norm=QkNorm.HEAD,
+        qkv_bias="attention_bias",
+        names=TensorNames(embedding="wte.embedding", embedding_ending="", layers="blocks", final_norm="ln_f",
+                          qkv=("att_proj",), o="attn_out", gate_up=("ff_proj",), up_first=True, down="ff_out",
+                          norms={Norms.BEFORE: ("attn_norm", None, "ff_norm", None)}),
+        prefixes=("model.transformer.", "transformer."),
+        ignored=("rotary_emb.inv_freq", "wte.new_embedding", "vision_backbone."),
+    ),
     # Muse Glimmer: the embedding and heads are normed without weights, layers that attend to everything know no positions;
     # norms of what layers add have an eps of their own, and that behind the last layer a weight as it is
     Family(

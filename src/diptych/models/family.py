@@ -44,7 +44,9 @@ class TensorNames:
 
     qkv_by_head: its rows lie by KV head: the queries that share it, its key, its value. qkv_parts: they lie in so many parts,
     of each the queries, values and keys of its heads. transposes: projections of a layer are stored as [inputs, outputs].
-    embedding, embedding_norm, positions, final_norm, layers, head: at the ends, behind a prefix. transform: what stands before
+    up_first: in the projection that is stacked, up's rows come before gate's.
+    embedding, embedding_norm, positions, final_norm, layers, head: at the ends, behind a prefix. embedding_ending: what is
+    there in place of '.weight'. transform: what stands before
     the head, a projection and a norm.
     mlp: where the MLP may be found, tried in order. expert: gate (if any), up and down of one expert, where they are separate;
     stacked: of all experts in one tensor each, is_transposed: as [inputs, outputs] (None: in some files), takes_turns: rows of
@@ -71,6 +73,7 @@ class TensorNames:
     """
 
     embedding: str = "embed_tokens"
+    embedding_ending: str = ".weight"
     embedding_norm: str = "embedding_norm"
     positions: str = "embed_positions"
     final_norm: str | None = "norm"
@@ -91,6 +94,7 @@ class TensorNames:
     k_norm: str = "k_norm"
     sinks: str = "sinks"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    up_first: bool = False
     down: str = "down_proj"
     down_norm: str = "ffn_sub_norm"
     mlp: tuple[str, ...] = ("mlp.",)

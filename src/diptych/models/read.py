@@ -48,7 +48,15 @@ from diptych.models.read_shared import as_asides, with_shares
 from diptych.models.read_states import adjusted_width, kept_scales, layer_scales, state_attention, state_layers
 from diptych.models.read_step import as_usual
 from diptych.models.read_streams import cutoffs, layer_inputs, mlp_widths, ngrams, shared_layers, streams
-from diptych.models.read_windows import is_both_ways, layer_ropes, named_layers, rope_sections, windows_of, with_turns
+from diptych.models.read_windows import (
+    is_both_ways,
+    layer_ropes,
+    named_layers,
+    rope_sections,
+    scaled_alike,
+    windows_of,
+    with_turns,
+)
 from diptych.models.refused import reason_for
 from diptych.models.rope import ROPE_KEYS, latent_stretch, make_rope, position_limit
 from diptych.models.spec import AttentionLayer, LayerSpec, ModelSpec, Norms, QkNorm
@@ -261,6 +269,8 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
         raw = as_griffin(raw, family.keys, path)
     elif "entry_layers" in family.keys:
         raw = as_deepseek_v4(raw, family.keys, path)
+    elif "rope_scaling_layers" in family.keys:
+        raw = scaled_alike(raw, family.keys, path)
     elif "post_norm_eps" in family.keys:
         raw = with_turns(raw, family.keys, path)
     for section in family.sections:

@@ -133,6 +133,16 @@ def with_turns(raw: dict[str, Any], defaults: Mapping[str, Any], path: str) -> d
     return {**raw, "no_rope_layers": [int(bool(one)) for one in thetas]}
 
 
+def scaled_alike(raw: dict[str, Any], defaults: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The config of Molmo 2 without the list of layers whose positions are scaled, which is refused where it is not all."""
+    config = HfConfig({**defaults, **raw}, path=path)
+    scaled, n = config.integers("rope_scaling_layers"), config.integer("num_hidden_layers")
+    is_scaled = rope_section(config).raw["rope_type"] != "default"
+    if is_scaled and scaled is not None and sorted(scaled) != list(range(n)):
+        raise LoadError(f"rope_scaling_layers in {path} names {len(scaled)} of {n} layers; all or none may be scaled")
+    return {**raw, "rope_scaling_layers": None}
+
+
 def is_both_ways(config: HfConfig) -> bool:
     """Whether every token attends to those behind it too (EmbeddingGemma): a model of states, which writes nothing.
 

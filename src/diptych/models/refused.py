@@ -34,7 +34,6 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "norms of each head with biases of its own": ("chameleon",),
     "norms inside of attention and MLPs": ("kosmos-2", "kosmos-2.5"),
     "windows behind a prompt that all tokens see": ("unlimited_ocr", "unlimited_ocr_text"),
-    "an embedding in two tables, and up before gate": ("molmo2", "molmo2_text"),
     "a decoder by names of another program": ("nemo_speechlm",),
     "text that is written in no order": ("diffusion_gemma",),
     # of new kinds
