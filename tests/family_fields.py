@@ -95,7 +95,7 @@ MAMBA_1 = {
     # windows on every third layer, recurrent units of another width than the model's, which is no square
     "recurrent_gemma": ("RecurrentGemmaConfig", "RecurrentGemmaForCausalLM", {
         "num_hidden_layers": 4, "hidden_size": 80, "lru_width": 72, "conv1d_width": 3, "attention_window_size": 16,
-        "num_key_value_heads": 1, "attention_bias": True, "logits_soft_cap": 3.0}),
+        "num_key_value_heads": 1, "attention_bias": True, "logits_soft_cap": 8.0}),
     "jamba-dense": ("JambaConfig", "JambaForCausalLM", {**JAMBA, "num_experts": 1, "mamba_dt_rank": "auto"}),
     "falcon_mamba": ("FalconMambaConfig", "FalconMambaForCausalLM", {"state_size": 12, "time_step_rank": 20}),
     "mamba": ("MambaConfig", "MambaForCausalLM", {"state_size": 12, "tie_word_embeddings": False}),

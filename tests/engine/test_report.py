@@ -135,7 +135,7 @@ def test_a_backend_that_is_faster_for_a_phase_is_named(
     profile = tmp_path / "hardware.json"
     elsewhere = {"backend": "other", "weights": weights, "prefill": 3.0, "decode": 0.5}
     profile.write_text(json.dumps({"elsewhere": elsewhere}))
-    monkeypatch.setattr(load_room, "profile_path", lambda *_: profile)
+    monkeypatch.setattr(load_room, "is_measured", lambda _: True)
     monkeypatch.setattr(load_room, "load_profile", lambda **_: json.loads(profile.read_text()))
     monkeypatch.setattr(report_room, "local_predictor", lambda _: None)
     report = phase_report(loaded, observer, ceilings=CEILINGS, usage=done.usage, timings=done.timings)
@@ -167,7 +167,7 @@ def test_a_profile_of_another_number_of_threads_says_so(
 ) -> None:
     """A profile of two threads priced the steps of one: half of what they took, and the stall budget believed it."""
     profile, own = tmp_path / "hardware.json", loaded.model.threads
-    monkeypatch.setattr(load_room, "profile_path", lambda *_: profile)
+    monkeypatch.setattr(load_room, "is_measured", lambda _: True)
     monkeypatch.setattr(load_room, "load_profile", lambda **_: json.loads(profile.read_text()))
     profile.write_text(json.dumps({"threads": own + 1}))
     words = f"measured with {own + 1} threads, not with {own} thread"
