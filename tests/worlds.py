@@ -6,7 +6,8 @@ An answer is (logits of every prompt position [T, V], keys and values of every l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from checkpoints import VOCAB
 from diptych.compute.kv_store import KVPayload
 from diptych.compute.model import Model
 from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.compute.runner import load_model
+from diptych.cost.parameters import parameter_count
+from diptych.ground.config import ComputeConfig
 from stepping import Stepper
 
 EVERY_KERNEL_SET = (
@@ -164,3 +168,27 @@ def differing(model: Model, tokens: Sequence[int], whole: Answer) -> dict[str, s
     answers["fork"] = after_fork(model, tokens, at=41)
     answers["dirty blocks"] = in_dirty_blocks(model, tokens)
     return {name: what for name, answer in answers.items() if (what := answer.differs_from(whole))}
+
+
+def check_cuts(path: Path, config: ComputeConfig, others: Sequence[tuple[int, int]] = ((2, 1), (3, 1), (9, 3))) -> None:
+    """No bit depends on how a prompt is cut, and all parameters are counted. others: models of so many threads, by chunks."""
+    model, tokens = load_model(path, config), prompt(75)
+    whole = alone(model, tokens, None)
+    assert whole.logits.std() > 0.3
+    found = differing(model, tokens, whole)
+    assert not found, found
+    for chunk, threads in others:
+        assert not alone(load_model(path, replace(config, threads=threads)), tokens, chunk).differs_from(whole), chunk
+    assert model.n_parameters == parameter_count(model.spec)
+
+
+def check_past_a_tile(path: Path, expected: torch.Tensor, instruction_set: str, kv: str, *, chunk: int) -> None:
+    """A prompt of as many tokens as `expected` has rows: near its logits, the same bits whole, in chunks, and beside others."""
+    config = ComputeConfig(backend="cpu", instruction_set=instruction_set, kv=kv)
+    one, two = (load_model(path, replace(config, threads=n)) for n in (1, 2))
+    tokens = prompt(len(expected))
+    whole = alone(one, tokens, None)
+    assert ((whole.logits - expected).norm() / expected.norm()).item() < (0.5 if kv == "fp8" else 0.25)
+    assert not alone(two, tokens, chunk).differs_from(whole)
+    assert not beside(one, tokens[:40], 2, seed=1).differs_from(alone(one, tokens[:40], 7))
+    assert torch.equal(alone(two, tokens, len(tokens) - 1).logits, whole.logits)

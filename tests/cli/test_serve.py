@@ -39,7 +39,11 @@ def test_a_refused_limit_is_called_as_it_was_written(arguments: tuple[str, str],
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(("--model", "none.gguf"), "none.gguf"), (("one", "-m", "another"), "MODEL is 'one' and --model is 'another'")],
+    [
+        (("--model", "none.gguf"), "none.gguf"),
+        (("one", "-m", "another"), "MODEL is 'one' and --model is 'another'"),
+        (("bundled", "--model", "another"), "MODEL is 'bundled' and --model is 'another'"),
+    ],
 )
 def test_a_model_may_be_named_as_elsewhere(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
     """The page on models said `serve --model`, which was no option: refused as a mistyped `--decode`."""

@@ -17,10 +17,9 @@ from checkpoints import make_checkpoint, one_row_less
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model
-from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError
-from worlds import KERNEL_SETS, alone, differing, prompt
+from worlds import KERNEL_SETS, alone, check_cuts, prompt
 
 pytestmark = [
     pytest.mark.native,
@@ -39,14 +38,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("weights", "kv"), FORMATS, ids=["-".join(pair) for pair in FORMATS])
 def test_cut_of_the_work_changes_no_bit(path: Path, weights: str, kv: str) -> None:
     """A row's connections are of that row alone, whoever is beside it."""
-    config = replace(CONFIG, weights=weights, kv=kv)
-    model, tokens = load_model(path, config), prompt(75)
-    whole = alone(model, tokens, None)
-    assert whole.logits.std() > 0.3
-    found = differing(model, tokens, whole)
-    assert not found, found
-    assert not alone(load_model(path, replace(config, threads=3)), tokens, 9).differs_from(whole)
-    assert model.n_parameters == parameter_count(model.spec)
+    check_cuts(path, replace(CONFIG, weights=weights, kv=kv), [(9, 3)])
 
 
 @pytest.mark.parametrize("isa", KERNEL_SETS)

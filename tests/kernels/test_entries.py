@@ -22,12 +22,11 @@ from diptych.compute.ops.cpu_kernels import _cpu, instruction_sets
 from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model, memory_of_block
 from diptych.cost.kv_bytes import kv_bytes_per_token, state_bytes
-from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError
 from diptych.ground.specs import KVSpec
 from op_bench import Bench, noise
-from worlds import KERNEL_SETS, alone, beside, differing, in_blocks_of_ones, prompt
+from worlds import KERNEL_SETS, alone, check_cuts, check_past_a_tile, in_blocks_of_ones, prompt
 
 pytestmark = [
     pytest.mark.native,
@@ -157,29 +156,14 @@ def test_what_cannot_be_meant_is_refused() -> None:
 @pytest.mark.parametrize(("weights", "kv"), FORMATS, ids=["-".join(pair) for pair in FORMATS])
 def test_cut_of_the_work_changes_no_bit(path: Path, weights: str, kv: str) -> None:
     """An entry that two chunks fill is what it is in one, whoever keeps its sums meanwhile."""
-    config = replace(CONFIG, weights=weights, kv=kv)
-    model, tokens = load_model(path, config), prompt(75)
-    whole = alone(model, tokens, None)
-    assert whole.logits.std() > 0.3
-    found = differing(model, tokens, whole)
-    assert not found, found
-    for chunk, threads in ((2, 1), (3, 1), (9, 3)):
-        assert not alone(load_model(path, replace(config, threads=threads)), tokens, chunk).differs_from(whole), chunk
-    assert model.n_parameters == parameter_count(model.spec)
+    check_cuts(path, replace(CONFIG, weights=weights, kv=kv))
 
 
 @pytest.mark.parametrize("kv", ["bf16", "int8", "fp8"])
 @pytest.mark.parametrize("name", KERNEL_SETS)
 def test_published_sizes_on_every_set(published: Path, expected: torch.Tensor, name: str, kv: str) -> None:
     """Near fp32, and the same bits in one prefill, in chunks, and beside others."""
-    config = ComputeConfig(backend="cpu", instruction_set=name, kv=kv)
-    one, two = (load_model(published, replace(config, threads=n)) for n in (1, 2))
-    tokens = prompt(N_TOKENS)
-    whole = alone(one, tokens, None)
-    assert ((whole.logits - expected).norm() / expected.norm()).item() < (0.5 if kv == "fp8" else 0.25)
-    assert not alone(two, tokens, 139).differs_from(whole)
-    assert not beside(one, tokens[:40], 2, seed=1).differs_from(alone(one, tokens[:40], 7))
-    assert torch.equal(alone(two, tokens, N_TOKENS - 1).logits, whole.logits)
+    check_past_a_tile(published, expected, name, kv, chunk=139)
 
 
 def test_what_an_earlier_owner_left_is_never_met(path: Path) -> None:

@@ -450,6 +450,7 @@ def test_calibration_writes_a_profile_the_planner_reads(tmp_path: Path, monkeypa
     for name in ("PROBE_MODEL", "DEEP_MODEL", "SMALL_MODEL"):
         monkeypatch.setattr(calibration, name, getattr(calibration, name) | small)
     monkeypatch.setattr(calibration, "ATTENTION_STEPS", calibration.ATTENTION_STEPS[2:4])
+    monkeypatch.setattr(calibration, "GROUPED_STEPS", calibration.GROUPED_STEPS[:1])
     monkeypatch.setattr(calibration, "CLIMBS", 1)
     path = tmp_path / "hardware.json"
     calibration.calibrate(

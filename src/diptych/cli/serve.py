@@ -138,7 +138,7 @@ def serve(
     if log_level.lower() not in LOG_LEVELS:
         raise ConfigError(f"--log-level is {log_level!r}; it must be one of {', '.join(LOG_LEVELS)}")
     logging.basicConfig(level=LOG_LEVELS[log_level.lower()], format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    model = _one_of(model, named_model)
+    model = _one_of(context, model, named_model)
     pools = cluster.pools_of(
         prefill,
         decode,
@@ -217,7 +217,7 @@ def _refuse_unread(written: dict[str, str], pools: PoolConfig | None, *, is_reco
             refuse_unread(kind, written, written.keys() - names)
 
 
-def _one_of(model: str, named: str | None) -> str:
-    if named is None or model in ("bundled", named):
+def _one_of(context: typer.Context, model: str, named: str | None) -> str:
+    if named is None or named == model or "model" not in options.given(context):
         return named or model
     raise ConfigError(f"MODEL is {model!r} and --model is {named!r}", hint="name one of them")

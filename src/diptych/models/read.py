@@ -77,6 +77,12 @@ RUN_CURVES = (
     Activation.SQUARED_RELU,
     Activation.XIELU,
 )  # of MLPs without one
+# what says in other words what a config of the usual kind says, by a key that only such families have
+BY_KEY = {
+    "num_sliding_attention_heads": as_usual, "gating": as_gated, "kda_lower_bound": as_ling, "index_kpool": as_glm_next,
+    "block_types": as_griffin, "entry_layers": as_deepseek_v4, "rope_scaling_layers": scaled_alike,
+    "post_norm_eps": with_turns,
+}  # fmt: skip
 
 
 def read_model(
@@ -255,24 +261,10 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
     if "indexer_budget" in family.keys and isinstance(kinds, list):
         raw["layer_types"] = ["full_attention" if kind == INDEXED[0] else kind for kind in kinds]
     raw = as_indexed(raw, family, path) if "index_topk_blocks" in family.keys else raw
-    if "num_sliding_attention_heads" in family.keys:
-        raw = as_usual(raw, family.keys, path)
-    elif "attention_types" in family.keys:
+    if "attention_types" in family.keys:
         raw = with_kinds(raw, path)
-    elif "gating" in family.keys:
-        raw = as_gated(raw, family.keys, path)
-    elif "kda_lower_bound" in family.keys:
-        raw = as_ling(raw, family.keys, path)
-    elif "index_kpool" in family.keys:
-        raw = as_glm_next(raw, family.keys, path)
-    elif "block_types" in family.keys:
-        raw = as_griffin(raw, family.keys, path)
-    elif "entry_layers" in family.keys:
-        raw = as_deepseek_v4(raw, family.keys, path)
-    elif "rope_scaling_layers" in family.keys:
-        raw = scaled_alike(raw, family.keys, path)
-    elif "post_norm_eps" in family.keys:
-        raw = with_turns(raw, family.keys, path)
+    for key, in_these_words in BY_KEY.items():
+        raw = in_these_words(raw, family.keys, path) if key in family.keys else raw
     for section in family.sections:
         raw = with_section(raw, section, family, path)
     read = {*family.keys, *(ROPE_KEYS if "rope_theta" in family.keys else ()), "layer_types", "hidden_act"}
