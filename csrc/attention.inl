@@ -50,12 +50,6 @@ DIPTYCH_INLINE void take_inputs(const uint16_t* x, int64_t n, Input* out) { std:
 #endif
 #endif
 
-#if defined(DIPTYCH_BESIDE)
-constexpr int64_t kFastRows = 6;  // by 4 vectors: a row's pair has a register, and 16 groups and heads of 64 and 128 leave none over
-#else
-constexpr int64_t kFastRows = kRows;
-#endif
-
 constexpr int64_t kTileGroups = kTileTokens / kGroupTokens;
 constexpr float kWeightLevels = 32767.0f;
 constexpr float kLog2e = 1.44269504088896f;
@@ -188,9 +182,13 @@ constexpr int64_t kManyTurnsOfFp8 = 2;  // each turn widens twice, from eight bi
 #endif
 
 DIPTYCH_INLINE int64_t turns_of(int64_t rows) { return (rows + kRows - 1) / kRows; }
-// Rows of a turn: of nine by eight at most five, then four. Where turns are many they go by the shape that multiplies fastest.
+// Rows of a turn: of nine by eight at most five, then four.
 DIPTYCH_INLINE int64_t turn_of(int64_t rows) {
-  const int64_t turns = turns_of(rows) < kManyTurns ? turns_of(rows) : (rows + kFastRows - 1) / kFastRows;
+  int64_t turns = turns_of(rows);
+#if defined(DIPTYCH_BESIDE)
+  // Many turns of six rows by four vectors: a row's pair has a register, and 16 groups and heads of 64 and 128 leave no vector over.
+  if (turns >= kManyTurns && is_zen5()) turns = (rows + 5) / 6;
+#endif
   return (rows + turns - 1) / turns;
 }
 

@@ -27,6 +27,16 @@ struct Saves {  // of a step, in its order
   }
 };
 
+// What is left of one sequence, behind which rows and where a layer's state goes.
+struct OwnSaves {
+  StateSave of[kMostSaves];
+  int64_t n = 0;
+
+  OwnSaves(const Saves& saves, int64_t s, const KvCache& kv, int64_t layer) {
+    for (int64_t at = saves.first_of(s); at < saves.n && saves.sequence(at) == s; ++at) of[n++] = {saves.rows(at), kv.state(layer, saves.place(at))};
+  }
+};
+
 void require(bool holds, const char* what) {
   if (!holds) throw std::invalid_argument(what);
 }
@@ -84,15 +94,13 @@ void Program::Run::run(const StateOp& op, size_t index, int thread, int threads)
   const int32_t n_tasks = static_cast<int32_t>(step.n_sequences * parts);
   for (int32_t i = thread; i < n_tasks; i = next_task(index, n_tasks, threads)) {
     const int64_t s = i / parts, read = step.state_reads[s];
-    StateSave own[kMostSaves];
-    int64_t n = 0;
-    for (int64_t at = saves.first_of(s); at < saves.n && saves.sequence(at) == s; ++at) own[n++] = {saves.rows(at), kv.state(op.layer, saves.place(at))};
+    const OwnSaves own(saves, s, kv, op.layer);
     StateTask task;
     task.part = i % parts;
     task.first_row = step.query_start[s], task.n_rows = step.query_start[s + 1] - task.first_row;
     task.read = read < 0 ? nullptr : kv.state(op.layer, read);
     task.write = kv.state(op.layer, step.state_writes[s]);
-    task.saves = own, task.saves_end = own + n;
+    task.saves = own.of, task.saves_end = own.of + own.n;
     kernels.move_state(call, task, reinterpret_cast<float*>(scratch(thread)));
   }
 }
@@ -106,14 +114,12 @@ void Program::Run::run(const MoveEntriesOp& op, size_t index, int thread, int th
   const int32_t n_tasks = static_cast<int32_t>(step.n_sequences * parts);
   for (int32_t i = thread; i < n_tasks; i = next_task(index, n_tasks, threads)) {
     const int64_t s = i / parts, read = step.state_reads[s];
-    StateSave own[kMostSaves];
-    int64_t n = 0;
-    for (int64_t at = saves.first_of(s); at < saves.n && saves.sequence(at) == s; ++at) own[n++] = {saves.rows(at), kv.state(op.layer, saves.place(at))};
+    const OwnSaves own(saves, s, kv, op.layer);
     EntriesTask task;
     task.first_row = step.query_start[s], task.n_rows = step.query_start[s + 1] - task.first_row, task.lane = i % parts * 16;
     task.read = read < 0 ? nullptr : kv.state(op.layer, read);
     task.write = kv.state(op.layer, step.state_writes[s]);
-    task.saves = own, task.saves_end = own + n;
+    task.saves = own.of, task.saves_end = own.of + own.n;
     kernels.move_entries(call, task);
   }
 }

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from diptych.compute.ops.contract_parts import Codes
+from diptych.compute.ops.device_codes import SCALE_DTYPES
 from diptych.compute.weights import RANDOM_BLOCK, RandomSource, RandomTensor
 from diptych.ground.formats import KEPT_BITS, KeptFormat
-
-SCALE_DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 
 
 class CodedRandomTensor(RandomTensor):
