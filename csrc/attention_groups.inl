@@ -25,7 +25,7 @@ DIPTYCH_INLINE bool is_whole(KvFormat format) {
 // Whether so many rows meet the bytes as they lie.
 DIPTYCH_INLINE bool meets_bytes(KvFormat format, int64_t rows) {
 #if defined(DIPTYCH_BESIDE)
-  if (is_whole(format) && is_zen5()) return true;
+  if (is_whole(format) && is_zen4()) return true;
 #endif
   return turns_of(rows) < (format == KvFormat::fp8 ? kManyTurnsOfFp8 : kManyTurns);
 }

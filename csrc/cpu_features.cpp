@@ -99,10 +99,9 @@ const Capabilities& cpu_capabilities() {
   return found;
 }
 
-bool is_zen5() {
-  static const bool is = cpu_capabilities().has_all({Capability::full_rate_bf16, Capability::avx_vnni});
-  return is;
-}
+bool is_zen4() { return cpu_capabilities().has(Capability::full_rate_bf16); }
+
+bool is_zen5() { return is_zen4() && cpu_capabilities().has(Capability::avx_vnni); }
 
 int request_tiles() {
 #if defined(__linux__) && defined(__x86_64__)

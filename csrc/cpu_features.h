@@ -38,8 +38,12 @@ class Capabilities {
 
 const Capabilities& cpu_capabilities();
 
-// AMD's processors with AVX-VNNI beside AVX-512, Zen 5 and what follows. What memory brings few rows is asked for past L2 there, bytes of a
-// cache are widened in the registers that multiply however many rows meet them, which go by six; no other processor was measured to like it.
+// AMD's processors with AVX-512, Zen 4 and what follows. Bytes of a cache are widened in the registers that multiply there, however many rows
+// meet them; Intel's were not measured.
+bool is_zen4();
+
+// Those with AVX-VNNI besides, Zen 5 and what follows. What memory brings few rows is asked for past L2 there, and many rows of attention go
+// by six; Zen 4 does not like the first and is level in the second.
 bool is_zen5();
 
 // Asks the system for the state of AMX's tiles, once for the process and all its threads: 0, or the error number of its refusal.

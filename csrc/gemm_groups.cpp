@@ -84,9 +84,8 @@ void ready_passes(const Job& job, const Passes& passes) {
 // processor's own prefetchers do best, and what is taken passes L3 by, as in other streams there: two rows of codes of six and eight bits, one of
 // four and five. Zen 5 is asked past L2, as other streams there, but for strips that pass again.
 Asking asking_for(const Job& job) {
-  static const bool is_amd = cpu_capabilities().has_all({Capability::full_rate_bf16});
   if (is_zen5()) return job.m <= kDirectRows ? Asking::past : Asking::once;
-  if (!is_amd) return job.m <= job.tiles.beside_rows ? Asking::beside : Asking::twice;
+  if (!is_zen4()) return job.m <= job.tiles.beside_rows ? Asking::beside : Asking::twice;
   const Format format = job.shape().format;
   const bool is_long = format == Format::group6 || format == Format::group8, is_middle = format == Format::group4 || format == Format::group5;
   return job.m <= (is_long ? 2 : is_middle ? 1 : 0) ? Asking::here : Asking::once;
