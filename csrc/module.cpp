@@ -78,7 +78,7 @@ int add_linear(Program& program, const LinearShape& shape, const std::vector<Any
   if (bias.has_value() != shape.has_bias) throw std::invalid_argument("has_bias and bias disagree");
   if (bias && static_cast<int64_t>(bias->shape(0)) != shape.n) throw std::invalid_argument("the bias is not n long");
   const float* bias_data = bias ? bias->data() : nullptr;
-  nb::gil_scoped_release release;
+  const Unlocked unlocked;
   return program.add_linear(shape, parts, bias_data);
 }
 
@@ -86,7 +86,7 @@ int add_linear(Program& program, const LinearShape& shape, const std::vector<Any
 std::vector<int> read_packed(Program& program, const std::vector<std::tuple<int, Bytes, std::optional<uint64_t>>>& saved) {
   std::vector<Saved> all;
   for (const auto& [linear, bytes, checksum] : saved) all.push_back({linear, bytes.data(), static_cast<int64_t>(bytes.shape(0)), checksum});
-  nb::gil_scoped_release release;
+  const Unlocked unlocked;
   return program.read_packed(all);
 }
 
@@ -105,13 +105,13 @@ int add_mapped_linear(Program& program, const LinearShape& shape, Bytes blob) {
 
 int add_packed_part(Program& program, const LinearShape& shape, const LinearShape& whole, const RowRanges& rows, Bytes blob) {
   if (static_cast<int64_t>(blob.shape(0)) != packed_bytes(whole)) throw std::invalid_argument("the packed weight has another size");
-  nb::gil_scoped_release release;
+  const Unlocked unlocked;
   return program.add_packed_part(shape, whole, ranges_of(rows), blob.data());
 }
 
 int add_random_part(Program& program, const LinearShape& shape, const LinearShape& whole, const RowRanges& rows, uint64_t seed,
                     float amplitude) {
-  nb::gil_scoped_release release;
+  const Unlocked unlocked;
   return program.add_random_part(shape, whole, ranges_of(rows), seed, amplitude);
 }
 
@@ -182,7 +182,7 @@ int add_adapter(Program& program, const AdapterSites& sites) {
       taken.push_back({begin, end, static_cast<int64_t>(a.shape(0)), a.data(), b.data()});
     }
   }
-  nb::gil_scoped_release release;
+  const Unlocked unlocked;
   return program.add_adapter(parts);
 }
 
@@ -209,7 +209,7 @@ void run(Program& program, I32 token_ids, I32 query_start, I32 context_tokens, I
   add_ends(program, step, input, tapped);
   if (logits.shape(0) != logits_rows.shape(0) || (logits.shape(0) > 0 && static_cast<int64_t>(logits.shape(1)) != program.vocab()))
     throw std::invalid_argument("logits must be [rows wanted, vocabulary]");
-  nb::gil_scoped_release release;
+  const Unlocked unlocked;
   program.run(step, kv, logits.data());
 }
 
@@ -221,7 +221,7 @@ std::pair<std::vector<int32_t>, std::vector<float>> run_best(Program& program, I
   add_states(step, states);
   add_ends(program, step, input, tapped);
   std::pair<std::vector<int32_t>, std::vector<float>> out;
-  nb::gil_scoped_release release;
+  const Unlocked unlocked;
   for (const Best& best : program.run_best(step, kv)) {
     out.first.push_back(best.index);
     out.second.push_back(best.value);
@@ -236,7 +236,7 @@ void run_hidden(Program& program, I32 token_ids, I32 query_start, I32 context_to
   add_states(step, states);
   if (hidden.shape(0) != logits_rows.shape(0) || static_cast<int64_t>(hidden.shape(1)) != program.hidden_width())
     throw std::invalid_argument("hidden must be [rows wanted, model dimension]");
-  nb::gil_scoped_release release;
+  const Unlocked unlocked;
   program.run_hidden(step, kv, hidden.data());
 }
 
@@ -245,7 +245,7 @@ nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> argmax(Program& program, F32Matrix 
   int64_t* ids = new int64_t[rows > 0 ? rows : 1];
   nb::capsule owner(ids, [](void* p) noexcept { delete[] static_cast<int64_t*>(p); });
   {
-    nb::gil_scoped_release release;
+    const Unlocked unlocked;
     program.argmax(logits.data(), rows, vocab, ids);
   }
   return nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>(ids, {static_cast<size_t>(rows)}, owner);
@@ -262,7 +262,7 @@ std::tuple<std::vector<int32_t>, std::vector<float>, std::vector<double>> draw(P
   }
   std::vector<Drawn> drawn(n);
   std::tuple<std::vector<int32_t>, std::vector<float>, std::vector<double>> out;
-  nb::gil_scoped_release release;
+  const Unlocked unlocked;
   program.draw(logits.data(), static_cast<int64_t>(logits.shape(1)), rows.data(), static_cast<int64_t>(n), temperatures.data(),
                quantiles.data(), drawn.data());
   for (const Drawn& one : drawn) {
@@ -455,10 +455,10 @@ void bind_program(nb::module_& m) {
       }, nb::arg("kernels"), nb::arg("beside"))
       .def("add_linear", &add_linear, nb::arg("shape"), nb::arg("parts"), nb::arg("bias").none() = nb::none())
       .def("add_coded_linear", &add_coded_linear, nb::arg("shape"), nb::arg("parts"), nb::arg("bias").none() = nb::none())
-      .def("add_random_linear", &Program::add_random_linear, nb::arg("shape"), nb::arg("seed"), nb::arg("amplitude"), nb::call_guard<nb::gil_scoped_release>())
+      .def("add_random_linear", &Program::add_random_linear, nb::arg("shape"), nb::arg("seed"), nb::arg("amplitude"), nb::call_guard<Unlocked>())
       .def("add_packed_linear", &Program::add_packed_linear, nb::arg("shape"))
       .def("add_mapped_linear", &add_mapped_linear, nb::keep_alive<1, 3>(), nb::arg("shape"), nb::arg("blob"))
-      .def("settle", &Program::settle, nb::arg("waits") = false, nb::call_guard<nb::gil_scoped_release>())
+      .def("settle", &Program::settle, nb::arg("waits") = false, nb::call_guard<Unlocked>())
       .def_prop_ro("is_settling", &Program::is_settling)
       .def("read_packed", &read_packed, nb::arg("saved"))
       .def("linear_scratch_bytes", [](const Program& p, const LinearShape& shape, int64_t rows, bool is_routed, int threads) { return linear_scratch_bytes(p.kernels(), shape, rows, is_routed, threads); },
@@ -466,7 +466,7 @@ void bind_program(nb::module_& m) {
       .def("add_packed_part", &add_packed_part, nb::arg("shape"), nb::arg("whole"), nb::arg("rows"), nb::arg("blob"))
       .def("add_random_part", &add_random_part, nb::arg("shape"), nb::arg("whole"), nb::arg("rows"), nb::arg("seed"), nb::arg("amplitude"))
       .def("join", &Program::join, nb::keep_alive<1, 2>(), nb::arg("team"))
-      .def("serve", &Program::serve, nb::arg("caches"), nb::call_guard<nb::gil_scoped_release>())
+      .def("serve", &Program::serve, nb::arg("caches"), nb::call_guard<Unlocked>())
       .def("add_vector", [](Program& p, F32Vector v) { return p.add_vector(std::vector<float>(v.data(), v.data() + v.shape(0))); })
       .def("add_table", &add_table, nb::keep_alive<1, 2>())
       .def("add_rope", &Program::add_rope, nb::arg("inverse_frequency"), nb::arg("attention_factor"))

@@ -93,7 +93,7 @@ int add_coded_linear(Program& program, const LinearShape& shape, const std::vect
   if (rows != shape.n) throw std::invalid_argument("the parts' rows do not add up to n");
   if (bias.has_value() != shape.has_bias || (bias && static_cast<int64_t>(bias->shape(0)) != shape.n)) throw std::invalid_argument("the bias is not n long");
   const float* bias_data = bias ? bias->data() : nullptr;
-  nb::gil_scoped_release release;
+  const Unlocked unlocked;
   return program.add_coded_linear(shape, parts, bias_data);
 }
 

@@ -30,7 +30,7 @@ void copy_blocks(KvCache& kv, const std::vector<std::array<int64_t, 2>>& pairs) 
   for (const auto& pair : pairs)
     for (int64_t block : pair)
       if (block < 0 || block >= kv.shape().n_blocks) throw std::invalid_argument("a block id is outside the pool");
-  nb::gil_scoped_release release;
+  const Unlocked unlocked;
   for (const auto& pair : pairs) kv.copy_block(pair[0], pair[1]);
 }
 
@@ -42,20 +42,20 @@ void check_raw(const KvCache& kv, const I32& block_ids, size_t rows, size_t byte
 
 void export_blocks(const KvCache& kv, I32 block_ids, BytesOut out) {
   check_raw(kv, block_ids, out.shape(0), out.shape(1));
-  nb::gil_scoped_release release;
+  const Unlocked unlocked;
   for (size_t i = 0; i < block_ids.shape(0); ++i) kv.export_block(block_ids(i), out.data() + i * out.shape(1));
 }
 
 void import_blocks(KvCache& kv, I32 block_ids, BytesTable data) {
   check_raw(kv, block_ids, data.shape(0), data.shape(1));
-  nb::gil_scoped_release release;
+  const Unlocked unlocked;
   for (size_t i = 0; i < block_ids.shape(0); ++i) kv.import_block(block_ids(i), data.data() + i * data.shape(1));
 }
 
 // [blocks]: the XXH3-64 of each
 std::vector<uint64_t> export_checked(const KvCache& kv, I32 block_ids, BytesOut out) {
   check_raw(kv, block_ids, out.shape(0), out.shape(1));
-  nb::gil_scoped_release release;
+  const Unlocked unlocked;
   std::vector<uint64_t> sums;
   for (size_t i = 0; i < block_ids.shape(0); ++i) sums.push_back(kv.export_checked(block_ids(i), out.data() + i * out.shape(1)));
   return sums;
@@ -63,7 +63,7 @@ std::vector<uint64_t> export_checked(const KvCache& kv, I32 block_ids, BytesOut 
 
 std::vector<uint64_t> import_checked(KvCache& kv, I32 block_ids, BytesTable data) {
   check_raw(kv, block_ids, data.shape(0), data.shape(1));
-  nb::gil_scoped_release release;
+  const Unlocked unlocked;
   std::vector<uint64_t> sums;
   for (size_t i = 0; i < block_ids.shape(0); ++i) sums.push_back(kv.import_checked(block_ids(i), data.data() + i * data.shape(1)));
   return sums;
@@ -86,13 +86,13 @@ int64_t checked_tokens(const KvCache& kv, int64_t layer, const I32& block_ids, c
 
 void read_kv(const KvCache& kv, int64_t layer, I32 block_ids, F32CubeOut k, F32CubeOut v) {
   const int64_t n_tokens = checked_tokens(kv, layer, block_ids, k, v);
-  nb::gil_scoped_release release;
+  const Unlocked unlocked;
   kv.read(layer, block_ids.data(), n_tokens, k.data(), v.data());
 }
 
 void write_kv(KvCache& kv, int64_t layer, I32 block_ids, F32Cube k, F32Cube v) {
   const int64_t n_tokens = checked_tokens(kv, layer, block_ids, k, v);
-  nb::gil_scoped_release release;
+  const Unlocked unlocked;
   kv.write(layer, block_ids.data(), n_tokens, k.data(), v.data());
 }
 
@@ -145,7 +145,7 @@ void bind_kv(nb::module_& m) {
       .def_prop_ro("begins", &KvCache::begins)
       .def_rw("number", &KvCache::number)
       .def("interleave", &KvCache::interleave, nb::arg("nodes"))
-      .def("back", &KvCache::back, nb::arg("begin"), nb::arg("end"), nb::call_guard<nb::gil_scoped_release>())
+      .def("back", &KvCache::back, nb::arg("begin"), nb::arg("end"), nb::call_guard<Unlocked>())
       .def_prop_ro("block_bytes", &KvCache::block_bytes)
       .def("copy_blocks", &copy_blocks)
       .def("export_blocks", &export_blocks, nb::arg("block_ids"), nb::arg("out"))

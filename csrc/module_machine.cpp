@@ -60,7 +60,7 @@ class PythonLink final : public Link {
 
 void bind_team(nb::module_& m) {
   nb::exception<TeamBroken>(m, "TeamBroken");
-  using NoGil = nb::call_guard<nb::gil_scoped_release>;
+  using NoGil = nb::call_guard<Unlocked>;
   nb::class_<Team>(m, "Team")
       .def("__init__", [](Team* self, int fd, int rank, int size, bool is_crowded, nb::object link) {
         new (self) Team(fd, rank, size, is_crowded, link.is_none() ? nullptr : std::make_unique<PythonLink>(std::move(link)));
@@ -95,11 +95,11 @@ void bind_ceilings(nb::module_& m) {
   m.def("measure_read_bytes_per_s", [](int64_t bytes, int threads, std::vector<int> cpus, int repeats) {
     ThreadPool pool(threads, std::move(cpus));
     return measure_read_bytes_per_s(pool, bytes, repeats);
-  }, nb::arg("bytes"), nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
+  }, nb::arg("bytes"), nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<Unlocked>());
   m.def("measure_signal_s", [](int threads, std::vector<int> cpus, int repeats) {
     ThreadPool pool(threads, std::move(cpus));
     return measure_signal_s(pool, repeats);
-  }, nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
+  }, nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<Unlocked>());
   m.def("measure_ops_per_s", [](const std::string& dtype, int threads, std::vector<int> cpus, int repeats) {
     ThreadPool pool(threads, std::move(cpus));
     if (dtype == "fp32") return measure_ops_per_s(&CeilingLoops::fp32_burst, pool, repeats);
@@ -107,7 +107,7 @@ void bind_ceilings(nb::module_& m) {
     if (dtype == "int8") return measure_ops_per_s(&CeilingLoops::int8_burst, pool, repeats);
     if (dtype == "int4") return measure_codes_per_s(pool, repeats);
     throw std::invalid_argument("no ceiling for " + dtype + "; there are fp32, bf16, int8 and int4");
-  }, nb::arg("dtype"), nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
+  }, nb::arg("dtype"), nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<Unlocked>());
 }
 
 void bind_kernel_sets(nb::module_& m) {

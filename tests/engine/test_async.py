@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 
@@ -183,3 +185,23 @@ def test_crash_in_a_step_answers_every_open_request(loaded: LoadedModel) -> None
             await engine.generate(PROMPTS[0], GREEDY)
 
     asyncio.run(too_late())
+
+
+LEFT_IN_NATIVE_CODE = """
+import threading, time
+from diptych.compute.ops.cpu_kernels import _cpu
+
+def work():
+    while True:
+        _cpu.measure_read_bytes_per_s(1 << 16, 1, [], 1)
+
+threading.Thread(target=work, daemon=True).start()
+time.sleep(0.1)
+"""
+
+
+@pytest.mark.native
+def test_a_program_may_end_beside_a_thread_in_native_code():
+    """The engine's thread is one where nobody closed the engine; such a program must not abort at its end."""
+    ended = subprocess.run([sys.executable, "-c", LEFT_IN_NATIVE_CODE], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
