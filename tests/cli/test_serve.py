@@ -37,6 +37,15 @@ def test_a_refused_limit_is_called_as_it_was_written(arguments: tuple[str, str],
     assert "engine ready" not in done.stderr, "a large model takes minutes to load"
 
 
+def test_a_start_that_fails_leaves_no_recording(tmp_path: Path) -> None:
+    """The next start was refused for the empty file that it found."""
+    (tmp_path / "text").write_text("no database " * 100)
+    done = run("serve", "--record", "day.jsonl", "--response-store", "text", "--port", "0", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "the response store text cannot be used" in done.stderr
+    assert not (tmp_path / "day.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import sqlite3
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
     monkeypatch.setattr(store_module, "wall_time_s", lambda: now[0])
     return now
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process can be written."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def ids(items: list[dict[str, Any]]) -> list[str]:
@@ -110,6 +123,30 @@ def test_what_is_unused_for_too_long_is_gone(clock: list[float]) -> None:
         assert await store.get("unread") is None
 
     with_store(run)
+
+
+def test_what_is_there_can_be_read_on_a_full_disk(tmp_path: Path, clock: list[float]) -> None:
+    """That it was used cannot be written down: reading it was a 500."""
+
+    async def run(store: ResponseStore) -> None:
+        await store.put(response("old"))
+        clock[0] += 60
+        await store.put(response("a"))
+        await store.put(response("b", "a"))
+        clock[0] += 60  # "old" is to go
+        with full_disk():
+            assert await store.get("a") == b"{}"
+            assert ids(await store.conversation("b", max_bytes=MAX_BYTES))[-1] == "b-out"
+            assert ids(await store.given("b") or []) == ["b-in"]
+            assert (await store.items(["a-out"])).keys() == {"a-out"}
+            with pytest.raises(sqlite3.OperationalError):
+                await store.put(response("c"))
+            with pytest.raises(ApiError, match="b cannot be deleted"):
+                await store.delete("b")
+        assert await store.get("old") is None
+        assert await store.delete("b")
+
+    with_store(run, tmp_path / "responses.db")
 
 
 def test_a_file_is_kept_and_another_kind_of_file_is_refused(tmp_path: Path) -> None:

@@ -121,7 +121,10 @@ class ServerConfig:
     def _check_written(self) -> None:
         """What is written beside answers, and where to: said now, not when a large model has been loaded."""
         if self.record is not None and self.record.exists():
-            raise ConfigError(f"{self.record} exists; a recording is not written over another file")
+            raise ConfigError(
+                f"{self.record} exists; a recording is not written over another file",
+                hint="name another, such as one with the time of the start in it, or move this one away",
+            )
         for path, verb in ((self.record, "record to"), (self.response_store, "keep responses in")):
             if path is not None and not path.parent.is_dir():
                 raise ConfigError(f"cannot {verb} {path}: there is no folder {path.parent}")

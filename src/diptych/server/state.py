@@ -84,10 +84,11 @@ class ServerState:
         if taken is not None:
             raise ConfigError(f"an adapter is called {taken!r}, which is the model's own name", hint="choose another")
         self.recent = recent_of(engine, config)
-        self.journal = None if config.record is None else Journal(engine.engine, config)
         self.store = ResponseStore(
             config.response_store, max_bytes=config.max_stored_bytes, ttl_s=config.response_ttl_s
         )
+        # last of what may be refused: its file would be there at the next start, and refused
+        self.journal = None if config.record is None else Journal(engine.engine, config)
         self.live = LiveFeed(self.desk, self.model, work=work, ceilings=ceilings, keeps_minutes=self.recent is not None)
 
     @property

@@ -229,8 +229,8 @@ class ResponsesAnswer(TurnShape):
         )
         try:
             self._is_stored = await self._shared.store.put(kept)
-        except sqlite3.Error:
-            logger.exception("response not stored id=%s", self.id)
+        except sqlite3.Error as error:
+            logger.error("response not stored id=%s error=%s", self.id, error)
             self._is_stored = False
         return response | {"store": self._is_stored}
 

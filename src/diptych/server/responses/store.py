@@ -13,7 +13,7 @@ import os
 import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -78,8 +78,11 @@ class ResponseStore:
         return await self._run(self._get, response_id)
 
     async def delete(self, response_id: str) -> bool:
-        """Forget a response; False when there was none."""
-        return await self._run(self._delete, response_id)
+        """Forget a response; False when there was none. Raises ApiError where that cannot be written down."""
+        try:
+            return await self._run(self._delete, response_id)
+        except sqlite3.OperationalError as error:
+            raise ApiError(500, f"{response_id} cannot be deleted: {error}", code="store_failed") from error
 
     async def given(self, response_id: str) -> list[dict[str, Any]] | None:
         """The items that a response was given, in order; None when there is none of that id."""
@@ -175,7 +178,7 @@ class ResponseStore:
         """A response was used, and with it those before it, which come behind it in `chain`."""
         now_s = wall_time_s()
         rows = [(now_s + at * _TOUCH_S, response_id) for at, response_id in enumerate(chain)]
-        with self._database:
+        with _if_written(), self._database:
             self._database.executemany("UPDATE responses SET used_s = ? WHERE id = ?", rows)
 
     def _expire(self) -> None:
@@ -183,7 +186,13 @@ class ResponseStore:
         for (response_id,) in self._database.execute(
             "SELECT id FROM responses WHERE used_s < ?", (oldest_s,)
         ).fetchall():
-            self._delete(response_id)
+            with _if_written():
+                self._delete(response_id)
+
+
+def _if_written() -> AbstractContextManager[None]:
+    """What a reader writes down beside: where it cannot be (a full disk), what is there is read all the same."""
+    return suppress(sqlite3.OperationalError)
 
 
 def missing(response_id: str, *, before: str | None = None) -> ApiError:
