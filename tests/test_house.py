@@ -102,6 +102,7 @@ def test_light_rooms_import_without_torch() -> None:
     code = (
         "import sys, diptych, diptych.cli, diptych.cost.planner, diptych.control.loop, diptych.metrics, diptych.workload\n"
         "import diptych.sim.service, diptych.cli.simulate\n"
+        "assert {'LLM', 'AsyncLLM', 'TwoPhase', 'SamplingParams'} <= set(dir(diptych)), dir(diptych)\n"
         "heavy = {'torch', 'numpy', 'matplotlib', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )

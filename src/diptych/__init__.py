@@ -29,3 +29,8 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'diptych' has no attribute {name!r}")
     return getattr(import_whole(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, those that nobody has used yet among them: for completion."""
+    return sorted({*globals(), *__all__})

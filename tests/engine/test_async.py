@@ -144,6 +144,34 @@ def test_refusals_come_at_once_and_by_name(engine: AsyncLLM) -> None:
     asyncio.run(refused())
 
 
+def test_one_reader_at_a_time_gets_all(engine: AsyncLLM) -> None:
+    """Two of them shared the deltas, and one waited for an end that the other had taken."""
+
+    async def run() -> tuple[tuple[str, FinishReason | None], BaseException | None]:
+        handle = await engine.generate(PROMPTS[0], GREEDY)
+        answers = await asyncio.gather(collect(handle), collect(handle), return_exceptions=True)
+        first, second = answers
+        assert isinstance(second, RequestError)
+        assert "is being read already" in second.message
+        return first, second  # type: ignore[return-value]
+
+    assert asyncio.run(run())[0][1] is FinishReason.LENGTH
+
+
+def test_an_engine_is_started_once_and_before_it_is_asked(loaded: LoadedModel) -> None:
+    """A second start was a failed assertion, one behind `close` a crash on the engine's thread."""
+    engine = AsyncLLM(loaded, tiny_config())
+    with pytest.raises(CapacityError, match="not running") as caught:
+        asyncio.run(engine.generate(PROMPTS[0], GREEDY))
+    assert caught.value.hint == "call start, or use `async with`"
+    engine.start()
+    with pytest.raises(CapacityError, match="this engine was started before"):
+        engine.start()
+    engine.close()
+    with pytest.raises(CapacityError, match="this engine was closed before"):
+        engine.start()
+
+
 def test_stop_drains_what_is_running(loaded: LoadedModel) -> None:
     """SIGTERM lets streams finish within the time given."""
     engine = AsyncLLM(loaded, tiny_config())

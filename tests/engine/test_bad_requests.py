@@ -155,8 +155,9 @@ def test_a_prompt_of_a_wrong_type_is_named(llm: LLM, prompts: Any, message: str)
 @pytest.mark.parametrize("sampling", [5, "greedy", {"temperature": 0.0}, [None], [{}], [GREEDY, GREEDY]])
 def test_sampling_of_a_wrong_type_is_named(llm: LLM, sampling: Any) -> None:
     """A dict of settings looks right and is not."""
-    with pytest.raises(RequestError, match="sampling"):
+    with pytest.raises(RequestError, match="sampling") as caught:
         llm.generate("hi", sampling)
+    assert "must be a list" not in caught.value.message, "one that is no list is fine"
 
 
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM, TwoPhase])

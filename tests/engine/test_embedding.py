@@ -311,6 +311,15 @@ def test_refusals_name_what_and_how_many(embedder: Path, tmp_path: Path) -> None
         llm.embed("a", dimensions=65)
     with pytest.raises(RequestError, match="2 queries came with 3 documents"):
         llm.score(QUERIES[:2], TEXTS)
+    for query, documents, words in (
+        (None, TEXTS, "queries came|query"),
+        (QUERIES[0], 5, "documents is 5; it must be a text, or a list of texts"),
+        (QUERIES[0], [1], "documents is 1; it must be a string"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            llm.score(query, documents)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="instruction is 5; it must be a string"):
+        llm.embed("hi", instruction=5)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="at least 1"):
         llm.embed([[]])
     with pytest.raises(RequestError, match="4095"):

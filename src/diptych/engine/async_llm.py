@@ -17,7 +17,7 @@ from diptych.engine.holder import EngineHolder
 from diptych.engine.load import LoadedModel, Progress, make_engine, opened, profile_gap
 from diptych.engine.prompts import Prompt
 from diptych.ground.config import EngineConfig
-from diptych.ground.errors import CapacityError, EngineError, ExecutorError
+from diptych.ground.errors import CapacityError, EngineError, ExecutorError, RequestError
 from diptych.ground.events import Event
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import AdapterRef, Pooling, Request, SamplingParams
@@ -31,7 +31,7 @@ logger = logging.getLogger("diptych.engine")
 class RequestHandle:
     """One request as its client sees it: iterate it for deltas; `record` and `prompt_logprobs` are final at the end.
 
-    Leaving the iteration before the end aborts the request.
+    One reader at a time; leaving the iteration before the end aborts the request.
     """
 
     def __init__(self, request: Request, abort: Callable[[RequestHandle], object]) -> None:
@@ -40,6 +40,7 @@ class RequestHandle:
         self._abort = abort
         self._queue: asyncio.Queue[OutputDelta] = asyncio.Queue()
         self._held: OutputDelta | None = None  # taken from the queue, and of a later step
+        self._is_read = False
         self._open_choices = request.sampling.n
 
     @property
@@ -83,12 +84,17 @@ class RequestHandle:
     async def steps(self) -> AsyncGenerator[list[OutputDelta], None]:
         """The same deltas in groups, one per engine step: a stream sends one event per step and choice.
 
-        A consumer that leaves before the end (break, an exception, cancellation) ends the request.
+        A consumer that leaves before the end (break, an exception, cancellation) ends the request. RequestError for a second
+        one beside it: each would get a part, and one of them no end.
         """
+        if self._is_read:
+            raise RequestError(f"request {self.request_id} is being read already", hint="read it once")
+        self._is_read = True
         try:
             while self._open_choices > 0:
                 yield await self._next_step()
         finally:
+            self._is_read = False
             if self._open_choices > 0:
                 self.abort()
 
@@ -109,7 +115,12 @@ class RequestHandle:
 
 
 class AsyncLLM:
-    """An engine for servers. Every method may be called from any event loop or thread; the engine steps on its own."""
+    """An engine for servers. Every method may be called from any event loop or thread; the engine steps on its own.
+
+    >>> async with AsyncLLM("bundled") as llm:  # doctest: +SKIP
+    ...     async for delta in await llm.generate("Once upon a time", SamplingParams(max_tokens=20)):
+    ...         print(delta.text, end="")
+    """
 
     def __init__(
         self,
@@ -149,8 +160,13 @@ class AsyncLLM:
         return cls(model, *arguments, **settings)
 
     def start(self, *, on_failure: Callable[[BaseException], object] | None = None) -> None:
-        """Begin stepping. `on_failure` is called on the engine's thread after a crash, once every request is answered."""
-        assert self._thread is None, "started twice"
+        """Begin stepping. `on_failure` is called on the engine's thread after a crash, once every request is answered.
+
+        CapacityError for an engine that was started, or closed, before.
+        """
+        if self._held.is_closed or self._thread is not None:
+            state = "closed" if self._held.is_closed else "started"
+            raise CapacityError(f"this engine was {state} before", hint="make another one")
         self._on_failure = on_failure
         self._forget_loss = self.loaded.model.on_loss(lambda error: self._post(lambda: _raise(error)))
         self._thread = threading.Thread(target=self._run, name="diptych-engine", daemon=True)
@@ -233,7 +249,9 @@ class AsyncLLM:
         """
         if not (self._is_stepping if is_begun else self.is_ready):
             state = "closed" if self._held.is_closed else "draining" if self.is_draining else "not running"
-            raise CapacityError(f"the engine is {state} and takes no new requests", hint="try again elsewhere or later")
+            is_new = self._thread is None and not self._held.is_closed
+            hint = "call start, or use `async with`" if is_new else "try again elsewhere or later"
+            raise CapacityError(f"the engine is {state} and takes no new requests", hint=hint)
         arrival_s = self.engine.clock.now_s() if arrival_s is None else arrival_s
         # tokenising a long prompt or compiling a grammar takes time that other streams must not wait for
         request = await asyncio.to_thread(

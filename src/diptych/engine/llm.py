@@ -20,7 +20,7 @@ from diptych.engine.holder import EngineHolder
 from diptych.engine.load import LoadedModel, Progress, make_engine, opened
 from diptych.engine.prompts import Prompt, prompt_list
 from diptych.engine.text.template import RenderedPrompt
-from diptych.ground.bounds import entries
+from diptych.ground.bounds import entries, text
 from diptych.ground.config import EngineConfig
 from diptych.ground.errors import CapacityError, EngineError, RequestError
 from diptych.ground.events import Timings, Usage
@@ -141,7 +141,7 @@ class LLM:
         asked = prompt_list(prompts)
         if sampling is None or isinstance(sampling, SamplingParams):
             sampling = [sampling or SamplingParams()] * len(asked)
-        settings = entries("sampling", sampling, RequestError)
+        settings = entries("sampling", sampling, RequestError, rule="SamplingParams, or a list of them for the prompts")
         if len(settings) != len(asked):
             raise RequestError(f"{len(asked)} prompts came with {len(settings)} sampling settings", param="sampling")
         names = (
@@ -189,7 +189,9 @@ class LLM:
         encoder.check_dimensions(dimensions)
         if instruction is not None and prompt_name is not None:
             raise RequestError("prompt_name and instruction exclude each other", param="instruction")
-        asked = encoder.instruction(prompt_name) if instruction is None else instruction
+        asked = (
+            encoder.instruction(prompt_name) if instruction is None else text("instruction", instruction, RequestError)
+        )
         given: list[Text] = prompt_list(texts)  # type: ignore[assignment]
         return [
             embedding(opened, encoder, dimensions)
@@ -203,8 +205,9 @@ class LLM:
 
         One query with every document, or as many queries as documents, pair by pair. instruction: what is asked.
         """
-        queries = [query] if isinstance(query, str) else list(query)
-        texts = [documents] if isinstance(documents, str) else list(documents)
+        queries, texts = _texts("query", query), _texts("documents", documents)
+        if instruction is not None:
+            text("instruction", instruction, RequestError)
         queries = queries * len(texts) if len(queries) == 1 else queries
         if len(queries) != len(texts):
             raise RequestError(
@@ -268,6 +271,12 @@ class LLM:
     def _abort(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self.engine.abort(request.request_id)
+
+
+def _texts(name: str, given: str | Sequence[str]) -> list[str]:
+    """One text or several, always as a list."""
+    some = [given] if isinstance(given, str) else entries(name, given, RequestError, rule="a text, or a list of texts")
+    return [text(name, one, RequestError) for one in some]
 
 
 def _collector(

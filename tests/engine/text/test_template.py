@@ -203,6 +203,19 @@ def test_a_template_that_prints_parts_alone_gets_them():
     )
 
 
+@pytest.mark.parametrize("style", templates.ALL)
+def test_texts_in_parts_are_the_text_that_they_make(style):
+    """From Python they were lost, or printed as Python spells a list, and so was a developer's message."""
+    template = chat_template(templates.ALL[style])
+    in_parts = [{"type": "text", "text": "What is "}, {"type": "input_text", "text": "2 + 2?"}]
+    sent = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be kind."}]},
+        {"role": "user", "content": in_parts},
+    ]
+    told = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "What is 2 + 2?"}]
+    assert template.render(sent) == template.render(told)
+
+
 def test_every_place_of_a_template_is_read(tmp_path):
     """tokenizer_config.json (text or named list), chat_template.json, chat_template.jinja: the last one wins."""
     named = [{"name": "default", "template": "D{{ messages[0].content }}"}, {"name": "tool_use", "template": "T"}]
@@ -248,6 +261,12 @@ def test_model_without_template_gets_the_plain_one(tmp_path):
         ([CHAT[0], SimpleNamespace(role="user", content="hi")], {}, "message 1 is namespace.*; it must be an object"),
         ([{"content": "hi"}], {}, "role of message 0 is None; it must be a text"),
         ([{"role": 5, "content": "hi"}], {}, "role of message 0 is 5; it must be a text"),
+        ([{"role": "user", "content": 5}], {}, "content of message 0 is 5; it must be a text"),
+        (
+            [CHAT[0], {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}]}],
+            {},
+            "content of message 1 has a part of type 'image_url'; texts alone are read",
+        ),
         (
             [CHAT[0], {"role": "user", "content": b"hi"}],
             {},

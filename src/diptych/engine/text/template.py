@@ -32,6 +32,9 @@ from diptych.ground.request import Segment
 
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _MARK = "qtextq"  # a text that nobody else writes
+_TEXT_PARTS = ("text", "input_text")
+# beginnings of types of parts that no engine here reads, as OpenAI's clients, Anthropic's and `transformers` have them
+_NO_TEXT = ("image", "audio", "video", "file", "input_image", "input_audio", "input_video", "input_file", "document")
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _SYSTEM_ROLES = ("system", "developer")
 
@@ -207,11 +210,16 @@ class ChatTemplate:
         return message
 
     def _worded(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message whose text is where this template looks for it."""
+        """A message whose text is where this template looks for it, parts of it joined as a server joins them."""
         content = message.get("content")
-        if not (isinstance(content, str) and self.wants_parts):
-            return dict(message)
-        return {**message, "content": [{"type": "text", "text": content}]}
+        if isinstance(content, list) and content and all(map(_is_text, content)):
+            content = "".join(part["text"] for part in content)
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}] if self.wants_parts else content
+            message = {**message, "content": content}
+        if message.get("role") == "developer" and not self.names("developer"):
+            message = {**message, "role": "system"}
+        return dict(message)
 
     def _template(self, *, has_tools: bool) -> jinja2.Template:
         name = "tool_use" if has_tools and "tool_use" in self._sources else "default"
@@ -284,6 +292,14 @@ def _plain_message(message: object, place: int) -> dict[str, Any]:
     out: dict[str, Any] = {str(key): plain(value) for key, value in message.items() if value is not None}
     if not isinstance(out.get("role"), str):
         raise TemplateError(f"role of message {place} is {shown(out.get('role'))}; it must be a text", param="messages")
+    content = out.get("content")
+    if not isinstance(content, str | list | dict | None):
+        raise TemplateError(f"content of message {place} is {shown(content)}; it must be a text", param="messages")
+    kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    if other := next((kind for kind in kinds if isinstance(kind, str) and kind.startswith(_NO_TEXT)), None):
+        raise TemplateError(
+            f"content of message {place} has a part of type {other!r}; texts alone are read", param="messages"
+        )
     calls = out.get("tool_calls") or []
     if not isinstance(calls, list) or not all(
         isinstance(call, dict) and isinstance(call.get("function", call), dict) for call in calls
@@ -304,6 +320,10 @@ def _plain_message(message: object, place: int) -> dict[str, Any]:
             if isinstance(arguments, dict):
                 function["arguments"] = arguments
     return out
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type", "text") in _TEXT_PARTS and isinstance(part.get("text"), str)
 
 
 def _tagged(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
