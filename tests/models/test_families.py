@@ -11,6 +11,7 @@ import transformers
 from diptych.compute.decoder_loader import load_decoder
 from diptych.compute.weights import RandomSource
 from diptych.cost.parameters import active_parameter_count, parameter_count
+from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.families import BY_MODEL_TYPE, FAMILIES
 from diptych.models.family import Family
@@ -522,6 +523,10 @@ def test_every_number_is_that_of_transformers(family: Family, fields: str) -> No
     assert (*spec.windows, *(None for _ in spec.left_out)) == windows_of(config) * (2 if family.has_pairs else 1)
     if "rms_norm_eps" in family.keys and hasattr(config, "rms_norm_eps"):
         assert spec.norm_eps == (config.rms_norm_eps or config.layer_norm_eps)
+    elif "rms_norm_eps" in {*family.keys} - {*family.renamed.values()}:  # the class has no such key
+        assert family.fixed["rms_norm_eps"] == (spec.norm_eps,) == (1e-5,)
+        with pytest.raises(LoadError, match=r"rms_norm_eps .* is 0\.001; of .*, only 1e-05"):
+            read(family, {**given, "rms_norm_eps": 1e-3})
     if hasattr(config, "max_position_embeddings"):
         assert spec.max_context_tokens == config.max_position_embeddings
     rope = getattr(config, "rope_parameters", None)

@@ -13,6 +13,7 @@ from diptych.models.families_shared import (
     COHERE_LAYERS,
     EXAONE,
     EXAONE_LAYERS,
+    FIXED_EPS,
     GRANITE,
     GRANITE_WINDOWED,
     GRANITE_WINDOWS,
@@ -329,6 +330,7 @@ DENSE: tuple[Family, ...] = (
     Family(
         name="olmo", architectures=("OlmoForCausalLM",),
         keys={**USUAL, "vocab_size": 50_304, "rms_norm_eps": 1e-5, "attention_bias": False, "clip_qkv": None},
+        fixed=FIXED_EPS,
         centres_norms=True, has_norm_weight=False,
         **BY_ATTENTION_BIAS,
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from diptych.models.families_gpt import ALL_BIASES, BY_HEAD, GPT, GPT_2, GPT_2_KEYS, NAMES, NOT_GATED, OF_GPT_2
-from diptych.models.families_shared import BY_ATTENTION_BIAS
+from diptych.models.families_shared import BY_ATTENTION_BIAS, FIXED_EPS
 from diptych.models.family import Family, TensorNames
 from diptych.models.spec import Norms
 
@@ -32,6 +32,7 @@ EARLY: tuple[Family, ...] = (
         name="biogpt", architectures=("BioGptForCausalLM",),
         keys={**GPT, "vocab_size": 42_384, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
               "intermediate_size": 4096, "hidden_act": "gelu", "max_position_embeddings": 1024, "scale_embedding": True},
+        fixed=FIXED_EPS,
         unread=("layer_norm_eps", "hidden_dropout_prob", "attention_probs_dropout_prob"),
         has_scaled_embedding="scale_embedding",
         positions_offset=2,
@@ -45,7 +46,7 @@ EARLY: tuple[Family, ...] = (
         name="xglm", architectures=("XGLMForCausalLM",),
         keys={**GPT, "vocab_size": 256_008, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
               "intermediate_size": 4096, "hidden_act": "gelu", "max_position_embeddings": 2048, "scale_embedding": True},
-        fixed={"add_cross_attention": (False,), "pad_token_id": (None, 0, 1)},  # whose row of the table is zero
+        fixed={**FIXED_EPS, "add_cross_attention": (False,), "pad_token_id": (None, 0, 1)},  # whose row of the table is zero
         renamed={"d_model": "hidden_size", "ffn_dim": "intermediate_size", "num_layers": "num_hidden_layers",
                  "attention_heads": "num_attention_heads", "activation_function": "hidden_act"},
         has_scaled_embedding="scale_embedding",

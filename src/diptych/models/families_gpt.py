@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diptych.models.families_shared import BY_ATTENTION_BIAS, USUAL
+from diptych.models.families_shared import BY_ATTENTION_BIAS, FIXED_EPS, USUAL
 from diptych.models.family import Family, TensorNames
 from diptych.models.spec import Norms, QkNorm
 
@@ -212,7 +212,7 @@ GPT_KIND: tuple[Family, ...] = (
         keys={**GPT, "vocab_size": 50_272, "hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 3072,
               "num_attention_heads": 12, "hidden_act": "relu", "word_embed_proj_dim": None},
         fixed={"do_layer_norm_before": (True,), "enable_bias": (True,), "layer_norm_elementwise_affine": (True,),
-               "_remove_final_layer_norm": (False,)},
+               "_remove_final_layer_norm": (False,), **FIXED_EPS},
         renamed={"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
         positions_offset=2,
         names=TensorNames(final_norm="final_layer_norm", o="out_proj", mlp=("",), gate_up=("fc1",), down="fc2",

@@ -13,6 +13,8 @@ USUAL: dict[str, Any] = {
     "num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu",
     "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10_000.0,
 }  # fmt: skip
+# of classes that have no key for it: torch's own
+FIXED_EPS = {"rms_norm_eps": (1e-5,)}
 QWEN = {**USUAL, "vocab_size": 151_936, "intermediate_size": 22_016, "num_key_value_heads": 32,
         "max_position_embeddings": 32_768, "sliding_window": 4096, "use_sliding_window": False}  # fmt: skip
 QWEN_WINDOWS = {"max_window_layers": 28, "layer_types": None}
