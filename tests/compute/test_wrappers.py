@@ -72,6 +72,21 @@ def part_embedding(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def write_wrapped(name: str, folder: Path) -> Any:
+    """A small model of a wrapper's class, lively and written as transformers writes it."""
+    import transformers
+
+    text, beside = WRAPPED[name]
+    config = getattr(transformers, f"{name}Config")(text_config={**COMMON, **text}, **beside)
+    config._attn_implementation = "eager"
+    reference = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval().float()
+    enliven(reference, 0)
+    reference.save_pretrained(folder)
+    if name == "Molmo2":
+        part_embedding(folder)
+    return reference
+
+
 def rename(folder: Path, names: dict[str, str], beside: tuple[str, ...] = ()) -> None:
     """Give the tensors of a folder other beginnings, the first that fits, and put tensors of other parts beside them."""
     tensors = {}
@@ -87,17 +102,8 @@ def rename(folder: Path, names: dict[str, str], beside: tuple[str, ...] = ()) ->
 @pytest.mark.filterwarnings("ignore")
 def test_text_is_as_the_class_computes_it(name: str, tmp_path: Path) -> None:
     """What transformers writes of a wrapper is read as its class answers to text alone, and all that is beside it is left."""
-    import transformers
-
-    text, beside = WRAPPED[name]
-    config = getattr(transformers, f"{name}Config")(text_config={**COMMON, **text}, **beside)
-    config._attn_implementation = "eager"
-    reference = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval().float()
-    enliven(reference, 0)
-    reference.save_pretrained(tmp_path)
+    reference = write_wrapped(name, tmp_path)
     rename(tmp_path, MISSPELT.get(name, {}))
-    if name == "Molmo2":
-        part_embedding(tmp_path)
     spec = load_model_file(tmp_path)
     assert spec.is_wrapped
     check_stored(tmp_path, spec, parameter_count(spec))
@@ -115,14 +121,7 @@ def test_text_is_as_the_class_computes_it(name: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_text_of_flat_configs(name: str, tmp_path: Path) -> None:
     """As they were published first: the decoder's keys beside those of the tower, HunyuanOCR's rotation by its own name."""
-    import transformers
-
-    text, beside = WRAPPED[name]
-    config = getattr(transformers, f"{name}Config")(text_config={**COMMON, **text}, **beside)
-    config._attn_implementation = "eager"
-    reference = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval().float()
-    enliven(reference, 0)
-    reference.save_pretrained(tmp_path)
+    reference = write_wrapped(name, tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     flat = {**written.pop("text_config"), **written}
     rope = flat.pop("rope_parameters")
@@ -156,15 +155,7 @@ def test_text_by_names_of_published_files(name: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_an_adapter_of_up_and_gate_is_what_merged_weights_give(tmp_path: Path) -> None:
     """Up comes first in Molmo 2's projection, in an adapter's as in the file's."""
-    import transformers
-
-    text, beside = WRAPPED["Molmo2"]
-    reference = transformers.Molmo2ForConditionalGeneration(
-        transformers.Molmo2Config(text_config={**COMMON, **text}, **beside)
-    )
-    enliven(reference, 0)
-    reference.save_pretrained(tmp_path)
-    part_embedding(tmp_path)
+    write_wrapped("Molmo2", tmp_path)
     prompt = make_prompt()[0].tolist()
     adapter = write_adapter(tmp_path / "adapter", tmp_path, {"ff_proj": 3})
     stepper = Stepper(model := load_model(tmp_path, REFERENCE))
@@ -209,14 +200,7 @@ def test_an_adapter_fits_by_the_names_of_classes(where: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["Qwen2_5Omni", "Qwen3OmniMoe"])
 def test_what_writes_is_found_in_a_model_that_speaks(name: str, tmp_path: Path) -> None:
     """Files of the whole model, as Qwen published them: a section of a section, and names behind `thinker.`."""
-    import transformers
-
-    text, beside = WRAPPED[f"{name}Thinker"]
-    config = getattr(transformers, f"{name}ThinkerConfig")(text_config={**COMMON, **text}, **beside)
-    config._attn_implementation = "eager"
-    reference = getattr(transformers, f"{name}ThinkerForConditionalGeneration")(config).eval().float()
-    enliven(reference, 0)
-    reference.save_pretrained(tmp_path)
+    reference = write_wrapped(f"{name}Thinker", tmp_path)
     parts = {part: f"thinker.{part}" for part in ("visual.", "audio_tower.")}
     names = {"thinker.": "thinker.", **{f"model.{part}": where for part, where in parts.items()}, **parts,
              "model.language_model.": "thinker.model.", "model.": "thinker.model.", "lm_head.": "thinker.lm_head."}  # fmt: skip

@@ -19,8 +19,12 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from checkpoints import make_checkpoint
 from diptych.cli.doctor import app as doctor
 from diptych.cli.simulate import app as simulate
+from diptych.compute.runner import load_model
+from diptych.engine.cost_view import CostView
+from diptych.ground.config import ComputeConfig
 from diptych.ground.shape import StepShape
 from diptych.metrics import StepRecord
 from diptych.server.live import MAX_FRAME_STEPS, MAX_WATCHERS, LiveFeed
@@ -78,7 +82,7 @@ def test_the_feed_says_hello_then_sends_frames_and_stops_listening_after(http: h
 
 def test_a_busy_engine_is_drawn_without_gaps() -> None:
     """Of 150 steps in a quarter of a second 48 were drawn, and the engine looked idle behind them."""
-    feed = LiveFeed(*[Mock()] * 2, work=Mock(), ceilings=None, keeps_minutes=True)
+    feed = LiveFeed(*[Mock()] * 2, work=Mock(), view=None, ceilings=None, keeps_minutes=True)
     decode, prefill = StepShape.decode(batch=1, context_tokens=9), StepShape.prefill(batch=1, new_tokens=9)
     for i in range(200):
         shape, ids = (prefill, ()) if i == 100 else (decode, ("a",) if i < 150 else ("a", "b"))
@@ -90,6 +94,19 @@ def test_a_busy_engine_is_drawn_without_gaps() -> None:
     assert max(after["t"] - before["t"] - before["s"] for before, after in pairwise(steps)) < 0.011
     assert sum(step["d"] for step in steps) == 199
     assert [step["p"] for step in steps if step["p"]] == [9]
+
+
+@pytest.mark.parametrize(("family", "least", "most"), [("llama", 0.9, 1.0), ("mixtral", 0.4, 0.7), ("zamba", 1.2, 1.4)])
+def test_the_ceiling_of_decode_is_what_a_step_reads(family: str, least: float, most: float, tmp_path: Path) -> None:
+    """It was what lies in memory: a mixture, of which a step reads two experts of eight, ran above its ceiling, and Zamba,
+    whose layers read one block in turn, far below.
+    """
+    model = load_model(make_checkpoint(family, tmp_path), ComputeConfig(backend="torch", device="cpu", weights="bf16"))
+    machine = Mock(roof_bytes_per_s=1e9, flops_per_s=1e12)
+    feed = LiveFeed(*[Mock()] * 2, work=Mock(linear=1.0), view=CostView(model), ceilings=machine, keeps_minutes=True)
+    ceilings = feed._ceilings()
+    assert ceilings is not None
+    assert least < 1e9 / ceilings["decode_steps_per_s"] / (2 * model.n_parameters) <= most
 
 
 def test_one_page_too_many_is_refused(server: ServerProcess, http: httpx.Client) -> None:

@@ -162,7 +162,7 @@ class Model(ABC):
     kv_format: str
     revision: str
     lineage: str  # as the revision, but of what the kernels do alike: its bits may differ in the last places
-    weight_bytes: int  # read by a decode step: all but an embedding table that is not the head
+    weight_bytes: int  # all but an embedding table that is not the head, of which a step reads single rows
     n_parameters: int
     threads: int
     instruction_set: str  # whose kernels compute it; part of the revision

@@ -12,7 +12,9 @@ from typing import Any
 
 from diptych.compute.ceilings import Ceilings
 from diptych.control.stats import WorkerStats
+from diptych.engine.cost_view import CostView
 from diptych.ground.events import Event, PreemptEvent
+from diptych.ground.shape import StepShape
 from diptych.insight.segments import TokenWork
 from diptych.metrics import RequestRecord, StepRecord
 from diptych.server.desk import Desk
@@ -44,13 +46,21 @@ class LiveFeed:
     """Frames for any number of watchers. `watch` is used on one event loop."""
 
     def __init__(
-        self, desk: Desk, model: ServedModel, *, work: TokenWork, ceilings: Ceilings | None, keeps_minutes: bool
+        self,
+        desk: Desk,
+        model: ServedModel,
+        *,
+        work: TokenWork,
+        view: CostView | None,
+        ceilings: Ceilings | None,
+        keeps_minutes: bool,
     ) -> None:
         """keeps_minutes: what would have been can be asked."""
         self._keeps_minutes = keeps_minutes
         self._desk = desk
         self._model = model
         self._work = work
+        self._view = view
         self._machine = ceilings
         self._watchers: set[asyncio.Queue[bytes | None]] = set()
         self._frame = Frame()
@@ -129,14 +139,16 @@ class LiveFeed:
     def _ceilings(self) -> dict[str, float] | None:
         """Tokens per second of each phase that the machine would allow: prefill by arithmetic, decode by reading.
 
-        The decode figure is for one sequence; with a batch of B it is up to B times that.
+        The decode figure is for one sequence; with a batch of B it is up to B times that. Of experts it reads those that are
+        chosen, and of weights that layers share all for each of them.
         """
         ceilings = self._machine
-        if ceilings is None:
+        if ceilings is None or self._view is None:
             return None
+        weight_bytes = self._view.cost(StepShape.decode(batch=1, context_tokens=1)).weight_bytes
         return {
             "prefill_tokens_per_s": ceilings.flops_per_s / self._work.linear,
-            "decode_steps_per_s": ceilings.roof_bytes_per_s / self._model.weight_bytes,
+            "decode_steps_per_s": ceilings.roof_bytes_per_s / weight_bytes,
         }
 
     def _encode(self, frame: Frame) -> dict[str, Any]:

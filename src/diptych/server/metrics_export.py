@@ -88,7 +88,11 @@ class MetricsCollector(Collector):
             "diptych_model_load_seconds", "time from process start of loading to ready (cold start)", model.load_s
         )
         yield _gauge("diptych_model_parameters", "parameters of the model", model.n_parameters)
-        yield _gauge("diptych_model_weight_bytes", "bytes of weights read per decode step", model.weight_bytes)
+        yield _gauge(
+            "diptych_model_weight_bytes",
+            "bytes of all weights that steps read more of than single rows",
+            model.weight_bytes,
+        )
         if counts is None:
             return
         yield _gauge("diptych_sequences_running", "sequences in prefill or decode", counts.running)

@@ -39,7 +39,7 @@ class ServerState:
 
     def __init__(self, engine: AsyncLLM, config: ServerConfig, *, ceilings: Ceilings | None) -> None:
         loaded = engine.loaded
-        work = token_work(engine)
+        work, view = token_work(engine), cost_view(engine)
         self.engine = engine
         self.config = config
         self.model = served_model(engine, config)
@@ -71,7 +71,7 @@ class ServerState:
             encoder=loaded.encoder,
             accountant=Accountant(
                 work=work,
-                view=cost_view(engine),
+                view=view,
                 ceilings=ceilings,
                 cold_start_s=loaded.load_s,
                 cache_block_tokens=self.model.block_tokens if engine.config.scheduler.enable_prefix_cache else None,
@@ -89,7 +89,9 @@ class ServerState:
         )
         # last of what may be refused: its file would be there at the next start, and refused
         self.journal = None if config.record is None else Journal(engine.engine, config)
-        self.live = LiveFeed(self.desk, self.model, work=work, ceilings=ceilings, keeps_minutes=self.recent is not None)
+        self.live = LiveFeed(
+            self.desk, self.model, work=work, view=view, ceilings=ceilings, keeps_minutes=self.recent is not None
+        )
 
     @property
     def counted_tokens(self) -> int:
