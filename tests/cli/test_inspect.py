@@ -225,6 +225,10 @@ def test_what_it_says_is_held_is_what_the_engine_holds(name: str, tmp_path: Path
     assert (held.main_format, held.head_format) == (model.weights_format, model.head_format)
     assert facts["memory"]["weight_bytes"][held.main_format] == sum(held.nbytes.values())
     assert held.scratch > 0
+    if "diptych" in name:
+        assert {*facts["memory"]["weight_bytes"]} == {*facts["phases"]} == {"int8"}, (
+            "the engine loads it in no other format"
+        )
     if name in ("gpt-oss MXFP4", "fp32, tied", "AWQ"):
         for weights in ("bf16", "int8", "int4"):
             with closing(load_model(path, ComputeConfig(backend="cpu", weights=weights, threads=1))) as asked:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from diptych.cli import options
-from diptych.cli.options import console, engine_config, interrupts, loading_bar, sampling_params, tell_room
+from diptych.cli.options import config_without_guesses, console, interrupts, loading_bar, sampling_params, tell_room
 from diptych.cli.prompt_bar import PromptBar
 from diptych.compute.ceilings import machine_ceilings
 from diptych.engine.engine import OutputDelta
@@ -35,7 +35,7 @@ def chat(
     adapter: dict[str, Any],
 ) -> None:
     """Talk with a model."""
-    config = engine_config(max_running_sequences=1, **engine, **options.one_lora(**adapter))
+    config = config_without_guesses(max_running_sequences=1, **engine, **options.one_lora(**adapter))
     sampling = sampling_params(max_tokens=max_tokens, **drawing)
     with loading_bar(f"loading {model}") as progress:
         llm = LLM.from_pretrained(model, config, progress=progress)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from diptych.cli import options
-from diptych.cli.options import console, engine_config, loading_bar
+from diptych.cli.options import config_without_guesses, console, loading_bar
 from diptych.compute.ceilings import machine_ceilings
 from diptych.engine.llm import LLM
 from diptych.engine.report import PhaseObserver, phase_report
@@ -37,7 +37,7 @@ def embed(
         raise ConfigError(
             f"--speculate {engine['speculate']} drafts tokens, and an embedding writes none", hint="leave it out"
         )
-    config = engine_config(task=task, **engine)
+    config = config_without_guesses(task=task, **engine)
     given = [line.rstrip("\n") for line in sys.stdin if line.strip()] if texts == ["-"] else texts
     with loading_bar(f"loading {model}") as progress:
         llm = LLM(model, config, progress=progress)

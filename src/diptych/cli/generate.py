@@ -11,7 +11,15 @@ from typing import Annotated, Any
 import typer
 
 from diptych.cli import INTERRUPTED, options
-from diptych.cli.options import console, engine_config, interrupts, loading_bar, read_prompt, sampling_params, tell_room
+from diptych.cli.options import (
+    config_without_guesses,
+    console,
+    interrupts,
+    loading_bar,
+    read_prompt,
+    sampling_params,
+    tell_room,
+)
 from diptych.cli.prompt_bar import PromptBar
 from diptych.compute.ceilings import machine_ceilings
 from diptych.engine.engine import OutputDelta
@@ -46,7 +54,7 @@ def generate(
         max_tokens=max_tokens, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
         ignore_eos=ignore_eos, n=n, **drawing,
     )  # fmt: skip
-    config = engine_config(max_running_sequences=n, **engine, **options.one_lora(**adapter))
+    config = config_without_guesses(max_running_sequences=n, **engine, **options.one_lora(**adapter))
     text = read_prompt(prompt, prompt_file)  # behind the options: standard input may take its time
     with loading_bar(f"loading {model}") as progress:
         llm = LLM(model, config, progress=progress)

@@ -23,7 +23,7 @@ from diptych.cost.parameters import active_parameter_count, kv_bytes_stored, par
 from diptych.cost.planner import Plan, Question, gpu_notes, make_plan
 from diptych.cost.profile import LOCAL
 from diptych.cost.roofline import NoRate, multiplies_in
-from diptych.cost.setup import Setup, find_hardware, find_model, model_path, refuse_packed
+from diptych.cost.setup import Setup, find_hardware, find_model, is_packed, model_path, refuse_packed
 from diptych.cost.tables import kv_spec
 from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
@@ -69,7 +69,9 @@ def facts_of(name: str, hardware: str) -> dict[str, Any]:
     contents = None if path is None else contents_of(path)
     held, refused = (None, None) if path is None else _held(path)
     kept = held.main_format if held is not None else None if contents is None else contents.kept
-    formats = SHOWN_WEIGHTS if kept in (None, *SHOWN_WEIGHTS) else (kept, *SHOWN_WEIGHTS)
+    formats: tuple[str, ...] = SHOWN_WEIGHTS
+    if kept is not None and (is_packed(name) or kept not in formats):
+        formats = (kept,) if is_packed(name) else (kept, *formats)
     return {
         "model": _model(spec),
         "contents": contents,

@@ -21,6 +21,7 @@ from diptych.ground.config import (
     BACKENDS,
     KV_FORMATS,
     MODEL_DRAFTERS,
+    MOST_DRAFTS,
     SPECULATE,
     TASKS,
     WEIGHT_FORMATS,
@@ -116,7 +117,7 @@ BACKEND: Block = {
     "tp_address": (TpAddress, None),
     "speculate": (Speculate, "off"),
     "draft_model": (DraftModel, None),
-    "max_draft_tokens": (MaxDraftTokens, 16),
+    "max_draft_tokens": (MaxDraftTokens, MOST_DRAFTS),
 }
 ENGINE: Block = BACKEND | {"max_context_tokens": (MaxContext, None), "kv_memory_bytes": (KvMemory, None)}
 LORAS: Block = {"lora": (Lora, None), "max_loras": (MaxLoras, 8), "max_lora_rank": (MaxLoraRank, 64)}
@@ -179,6 +180,17 @@ def engine_config(
         settings["loras"] = _loras(lora)
     stall_budget_s = None if stall_budget_ms is None else stall_budget_ms / 1000.0
     return ground_config(stall_budget_s=stall_budget_s, **settings)
+
+
+def config_without_guesses(**settings: Any) -> EngineConfig:
+    """`engine_config` of a command whose requests bring no guesses of their own (a prediction, a grammar)."""
+    config = engine_config(**settings)
+    most, speculate = config.scheduler.max_draft_tokens, config.scheduler.speculate
+    if speculate == "off" and most != MOST_DRAFTS:
+        raise ConfigError(
+            f"max_draft_tokens is {most}, and nothing guesses: speculate is 'off'", hint="--speculate auto"
+        )
+    return config
 
 
 def _loras(given: list[str]) -> dict[str, str]:

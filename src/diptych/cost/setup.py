@@ -178,15 +178,23 @@ def stored_quant(name: str) -> QuantSpec | None:
     return replace(engine_quant(contents.kept, contents.head), weight_bytes=mean_bytes(contents.formats))
 
 
-def refuse_packed(name: str) -> None:
-    """ConfigError where a model is a folder that `diptych quantize` wrote, which the engine does not load on a GPU."""
+def is_packed(name: str) -> bool:
+    """Whether a model is a folder that `diptych quantize` wrote, which the engine loads in that format alone."""
     path = model_path(name)
     config = None if path is None else path / "config.json" if path.is_dir() else path
-    if config is None or config.name != "config.json" or not config.is_file() or own_section(read_json(config)) is None:
-        return
-    raise packed_for_cpu(
-        "torch", "a CUDA device is used", hint="price it on the processor: --hardware local-cpu, or name the original"
-    )
+    if config is None or config.name != "config.json" or not config.is_file():
+        return False
+    return own_section(read_json(config)) is not None
+
+
+def refuse_packed(name: str) -> None:
+    """ConfigError where a model is packed, which the engine does not load on a GPU."""
+    if is_packed(name):
+        raise packed_for_cpu(
+            "torch",
+            "a CUDA device is used",
+            hint="price it on the processor: --hardware local-cpu, or name the original",
+        )
 
 
 def setup_of(

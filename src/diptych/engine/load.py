@@ -135,6 +135,7 @@ def load(
         check=lambda spec: _check_pool(spec, config),
         meanwhile=words,
     )
+    _refuse_unread_rows(config.compute.activations, model)
     tokenizer, template = words()
     encoder = open_encoder(directory, model.hf_config, tokenizer, template, task=config.task, spec=model.spec)
     served_name = BUNDLED_MODEL if name == "bundled" else name
@@ -150,6 +151,19 @@ def load(
         clock=clock,
         compute=config.compute,
         encoder=encoder,
+    )
+
+
+def _refuse_unread_rows(asked: str, model: Model) -> None:
+    """ConfigError where no weights of the model meet rows of whole numbers, or only rows of 8 bits."""
+    own = ("int8", "int4") if asked == "int8" else ()
+    if asked == "auto" or any(name in own or name.startswith("group") for name in model.formats):
+        return
+    formats = ", ".join(model.formats)
+    model.close()
+    raise ConfigError(
+        f"activations is {asked!r}, and the weights of this model are {formats}",
+        hint="it is about weights in groups, as GGUF, AWQ and GPTQ files have them; leave it out",
     )
 
 

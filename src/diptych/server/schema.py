@@ -498,6 +498,11 @@ class GenerationBody(SamplingBody):
                 raise conflict(name, f"{name} is set; it is only allowed when stream is true")
         if self.best_of is not None and self.best_of != self.choices:
             raise conflict("best_of", f"best_of is {self.best_of}; it must equal n, which is {self.choices}")
+        older, newer = self.max_tokens, self.max_completion_tokens
+        if older is not None and newer is not None and older != newer:
+            raise conflict(
+                "max_tokens", f"max_tokens is {older}; it must equal max_completion_tokens, which is {newer}"
+            )
         return self
 
     @property

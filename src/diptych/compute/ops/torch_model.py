@@ -40,6 +40,11 @@ def build_torch_model(blueprint: Blueprint, config: ComputeConfig) -> TorchModel
             f"instruction_set is {config.instruction_set!r}, and torch chooses its own",
             hint="use --backend cpu, or set ATEN_CPU_CAPABILITY for torch",
         )
+    if config.activations != "auto":
+        raise ConfigError(
+            f"activations is {config.activations!r}, and torch multiplies in floats",
+            hint="use --backend cpu, or leave it out",
+        )
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     return _class_for(device)(blueprint, config, device)
