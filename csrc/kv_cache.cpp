@@ -133,13 +133,14 @@ void read_token(const KvShape& shape, const KvHead& head, int64_t offset, float*
 KvCache::KvCache(const KvShape& shape)
     : KvCache(shape, std::vector<KvHeads>(std::max<int64_t>(shape.n_layers, 0), {shape.n_kv_heads, shape.head_dim, shape.has_values ? shape.v_head_dim : 0})) {}
 
-KvCache::KvCache(const KvShape& common, const std::vector<KvHeads>& layers, int64_t attended) {
+KvCache::KvCache(const KvShape& common, const std::vector<KvHeads>& layers) {
   if (common.block_tokens < 16 || common.block_tokens % 16 != 0)
     throw std::invalid_argument("block_tokens is " + std::to_string(common.block_tokens) + "; it must be a multiple of 16");
   if (common.n_blocks < 1) throw std::invalid_argument("a KV cache needs at least one block");
   begins_.push_back(0), common_ = common;
   for (const KvHeads& heads : layers) {
     const bool has_values = heads.v_dim != 0;
+    const int64_t attended = heads.attended;
     const int64_t most = has_values ? 512 : kMostLatentDim;
     const int64_t keys = attended != 0 ? attended + (heads.shared_by == 0 ? 0 : attended / heads.shared_by) : heads.dim;  // and the index's behind them
     if (heads.dim < 2 || heads.dim % 2 != 0 || (attended != 0 ? attended : keys) > most || heads.dim - keys > most)
@@ -151,7 +152,7 @@ KvCache::KvCache(const KvShape& common, const std::vector<KvHeads>& layers, int6
       throw std::invalid_argument("attended is " + std::to_string(attended) + "; of latents it must be even and at most their head_dim");
     if (heads.shared_by != 0 && (attended == 0 || heads.shared_by < 2 || kGroupTokens % heads.shared_by != 0 || attended % heads.shared_by != 0))
       throw std::invalid_argument("entries lie among latents, one for 2, 4, 8 or 16 tokens, which have equal parts of it");
-    KvShape shape = heads.of(common, attended);
+    KvShape shape = heads.of(common);
     if (shape.index_dim < 0) throw std::invalid_argument("a layer is too narrow for its entries");
     shape.n_layers = static_cast<int64_t>(layers.size());
     begins_.push_back(begins_.back() + shape.layer_bytes());

@@ -83,10 +83,10 @@ struct KvLayer {
 
 struct KvHeads {  // of one layer
   int64_t n, dim, v_dim;  // v_dim 0: keys are values, or those of an index
+  int64_t attended = 0;   // or so many dimensions lie token by token; behind them are a token's part of an entry, if any, and the key of an index
   int64_t shared_by = 0;
 
-  // attended: 0, or so many dimensions lie token by token; behind them are a token's part of an entry, if any, and the key of an index.
-  KvShape of(const KvShape& common, int64_t attended) const {
+  KvShape of(const KvShape& common) const {
     KvShape shape = common;
     shape.n_kv_heads = n, shape.head_dim = dim, shape.has_values = v_dim != 0;
     if (attended != 0) shape.by_token = true, shape.head_dim = attended, shape.shared_by = shared_by, shape.index_dim = dim - attended - shape.entry_share();
@@ -98,8 +98,8 @@ struct KvHeads {  // of one layer
 class KvCache {
  public:
   explicit KvCache(const KvShape& shape);  // zeroed; throws std::bad_alloc, std::invalid_argument
-  // The same, of layers that differ: `common` has the number of blocks, their tokens and the format; attended as `KvHeads::of` has it.
-  KvCache(const KvShape& common, const std::vector<KvHeads>& layers, int64_t attended = 0);
+  // The same, of layers that differ: `common` has the number of blocks, their tokens and the format.
+  KvCache(const KvShape& common, const std::vector<KvHeads>& layers);
 
   // Room for the states of n_places sequences beside the blocks, so many floats in each layer that has one; before the first run.
   void add_states(const std::vector<int64_t>& floats_by_layer, int64_t n_places);

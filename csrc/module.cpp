@@ -399,6 +399,11 @@ void bind_operations(nb::class_<Program>& program) {
       .def("scale_queries", [](Program& p, int q, const std::tuple<float, int64_t, int64_t>& scale) {
         p.record(Category::rope, ScaleQueriesOp{q, query_scale_of(scale)});
       }, nb::kw_only(), nb::arg("q"), nb::arg("scale"))
+      .def("scale_heads", [](Program& p, int q, int by_head) {
+        const int64_t size = p.vector_size(by_head);
+        if (size < 2 || size % 2 != 0 || p.buffer_width(q) % (size / 2) != 0) throw std::invalid_argument("heads have two numbers each that scale them, and are equally wide");
+        p.record(Category::rope, ScaleQueriesOp{q, {}, by_head});
+      }, nb::kw_only(), nb::arg("q"), nb::arg("by_head"))
       .def("moe", [](Program& p, int router, int router_rows, int scores, std::vector<int> gate_up, std::vector<int> down, int rows,
                      std::optional<int> hidden, int hidden_rows, int expanded, int out, int64_t top_k, bool renormalises, const std::string& activation,
                      const std::pair<std::string, float>& scores_by, int choice_bias, std::array<int64_t, 3> groups, float routed_scale, std::optional<int> wide,

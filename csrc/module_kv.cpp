@@ -108,14 +108,15 @@ void read_state(const KvCache& kv, int64_t place, F32VectorOut out) {
 
 void write_state(KvCache& kv, int64_t place, F32Vector state) { std::memcpy(checked_place(kv, place, state.shape(0)), state.data(), state.shape(0) * 4); }
 
-// Of each layer how many, how wide keys and values are (0: keys are values), and of how many tokens that share an entry's row (0, or not said: none).
+// Of each layer how many, how wide keys and values are (0: keys are values), and where it is said how much of them lies token by token, and how many
+// tokens share the row of an entry.
 using Heads = std::vector<std::vector<int64_t>>;
 
 std::vector<KvHeads> layers_of(const Heads& heads) {
   std::vector<KvHeads> layers;
   for (const std::vector<int64_t>& one : heads) {
-    if (one.size() != 3 && one.size() != 4) throw std::invalid_argument("heads are told by three numbers or four");
-    layers.push_back({one[0], one[1], one[2], one.size() == 4 ? one[3] : 0});
+    if (one.size() < 3 || one.size() > 5) throw std::invalid_argument("heads are told by three to five numbers");
+    layers.push_back({one[0], one[1], one[2], one.size() > 3 ? one[3] : 0, one.size() > 4 ? one[4] : 0});
   }
   return layers;
 }
@@ -132,9 +133,9 @@ KvShape kv_shape(int64_t n_blocks, int64_t block_tokens, const std::string& form
 
 void bind_kv(nb::module_& m) {
   nb::class_<KvCache>(m, "KvCache")
-      .def("__init__", [](KvCache* self, const Heads& heads, int64_t n_blocks, int64_t block_tokens, const std::string& format, int64_t attended) {
-        new (self) KvCache(kv_shape(n_blocks, block_tokens, format), layers_of(heads), attended);
-      }, nb::kw_only(), nb::arg("heads"), nb::arg("n_blocks"), nb::arg("block_tokens"), nb::arg("format"), nb::arg("attended") = 0)
+      .def("__init__", [](KvCache* self, const Heads& heads, int64_t n_blocks, int64_t block_tokens, const std::string& format) {
+        new (self) KvCache(kv_shape(n_blocks, block_tokens, format), layers_of(heads));
+      }, nb::kw_only(), nb::arg("heads"), nb::arg("n_blocks"), nb::arg("block_tokens"), nb::arg("format"))
       .def("add_states", &KvCache::add_states, nb::arg("floats_by_layer"), nb::arg("n_places"))
       .def_prop_ro("n_places", &KvCache::n_places)
       .def_prop_ro("state_bytes", &KvCache::state_bytes)
@@ -154,12 +155,12 @@ void bind_kv(nb::module_& m) {
       .def("import_checked", &import_checked, nb::arg("block_ids"), nb::arg("data"))
       .def("read", &read_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"))
       .def("write", &write_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"));
-  m.def("kv_bytes_per_block", [](const Heads& heads, int64_t block_tokens, const std::string& format, int64_t attended) {
+  m.def("kv_bytes_per_block", [](const Heads& heads, int64_t block_tokens, const std::string& format) {
     const KvShape common = kv_shape(1, block_tokens, format);
     int64_t bytes = 0;
-    for (const KvHeads& one : layers_of(heads)) bytes += one.of(common, attended).block_bytes();
+    for (const KvHeads& one : layers_of(heads)) bytes += one.of(common).block_bytes();
     return bytes;
-  }, nb::kw_only(), nb::arg("heads"), nb::arg("block_tokens"), nb::arg("format"), nb::arg("attended") = 0);
+  }, nb::kw_only(), nb::arg("heads"), nb::arg("block_tokens"), nb::arg("format"));
 }
 
 }  // namespace diptych

@@ -548,8 +548,8 @@ void Program::check(const Step& step, const KvCache& kv) const {
       require(rows->tokens == 0 || shape.shared_by == std::min<int64_t>(rows->tokens, kGroupTokens), "the KV cache has other entries");
     } else if (const auto* choose = std::get_if<ChooseOp>(&op.body)) {
       const KvShape& shape = kv.shape_of(choose->layer);
-      const bool is_of_blocks = choose->shape.block != 1;
-      require(is_of_blocks != (shape.index_dim != 0) && (is_of_blocks ? shape.head_dim : shape.index_dim) == choose->shape.head_dim && !shape.has_values && shape.n_kv_heads == 1,
+      const bool is_apart = !shape.by_token;  // in a layer of the cache of its own, as keys of blocks are
+      require((is_apart || choose->shape.block == 1) && (is_apart ? shape.head_dim : shape.index_dim) == choose->shape.head_dim && !shape.has_values && shape.n_kv_heads == 1,
               "the KV cache has another index");
     } else if (const auto* pools = std::get_if<PoolIndexOp>(&op.body)) {
       require(kv.shape_of(pools->layer).index_dim == pools->width, "the KV cache has another index");

@@ -180,7 +180,7 @@ struct ChooseOp {                            // what tokens attend to (attention
   int64_t width = 0;                         // of a head's query in q, which zeros are put behind; 0: as wide as keys
   bool turns_last = false;                   // neighbours at a query's end turn together
 };
-struct ScaleQueriesOp { int q; QueryScale scale; };            // each token's row of q, by its position
+struct ScaleQueriesOp { int q; QueryScale scale; int by_head = -1; };  // each token's row of q, by its position; by_head: or each head by a vector [2, H], s log(position + 1) + b
 struct RotateQueriesOp { int q, out, rope; int64_t n_heads; };   // the end of each head of q, turned, to the end of each head of out
 struct StateOp {                             // moves states on (states.inl)
   int qkv, rates, decays, out;               // f32; -1: its rule has none

@@ -84,7 +84,7 @@ struct Names {
     buffers({op.q, op.queries, op.choice}), optional_vector(op.norm), require_below({op.rope}, has.ropes, "rotary table");
     if (op.weights != -1) buffers({op.weights});
   }
-  void operator()(const ScaleQueriesOp& op) const { buffers({op.q}); }
+  void operator()(const ScaleQueriesOp& op) const { buffers({op.q}), optional_vector(op.by_head); }
   void operator()(const RotateQueriesOp& op) const { buffers({op.q, op.out}), require_below({op.rope}, has.ropes, "rotary table"); }
   void operator()(const StateOp& op) const {
     buffers({op.qkv, op.out});

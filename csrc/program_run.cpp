@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 
@@ -235,7 +236,14 @@ void Program::Run::run(const CacheLatentsOp& op, size_t, int thread, int threads
 void Program::Run::run(const ScaleQueriesOp& op, size_t, int thread, int threads) const {
   const Buffer& q = buffer(op.q);
   const Range part = share(step.n_tokens, thread, threads);
-  for (int64_t t = part.begin; t < part.end; ++t) {
+  for (int64_t t = part.begin; op.by_head != -1 && t < part.end; ++t) {
+    const int64_t n_heads = program.vector_size(op.by_head) / 2, width = q.width / n_heads;
+    const float *slopes = vector(op.by_head), *offsets = slopes + n_heads, log_position = std::log(static_cast<float>(program.positions_[t] + 1));
+    float* at = q.f32() + t * q.width;
+    for (int64_t head = 0; head < n_heads; ++head)
+      for (const float factor = slopes[head] * log_position + offsets[head], *end = at + width; at < end; ++at) *at *= factor;
+  }
+  for (int64_t t = part.begin; op.by_head == -1 && t < part.end; ++t) {
     const float factor = op.scale.at(program.positions_[t]);
     if (factor == 1.0f) continue;
     for (float* at = q.f32() + t * q.width; at < q.f32() + (t + 1) * q.width; ++at) *at *= factor;

@@ -38,7 +38,7 @@ MORE_FAMILIES: tuple[str, ...] = tuple(MORE)
 EMBEDDINGS = ("embed_tokens", "embed_in", "word_embeddings", "wte", "wpe", "embed_positions")
 BY_LAYER = ("layer_types", "block_configs", "activation_sparsity_pattern", "layer_rope_theta", "mlp_layer_types",
             "swiglu_limits", "swiglu_limits_shared", "num_attention_heads_per_layer", "attention_types",
-            "indexer_types")  # fmt: skip
+            "indexer_types", "no_rope_layers", "kv_source_layers")  # fmt: skip
 UNSCALED = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")  # scores are not divided by anything
 UNSCALED_QUERIES = ("gpt_neo", "zamba", "zamba2")  # likewise, or by less, and nothing norms them
 
@@ -102,7 +102,7 @@ def enliven(model: torch.nn.Module, seed: int) -> None:
         elif name.endswith("A_log"):  # the class draws it by a generator of its own; so states fade in some tokens
             parameter.copy_(noise - 1.0)
         elif name.endswith(("bias", "sinks")):
-            parameter.copy_(0.3 * noise)
+            parameter.copy_(0.3 * noise + name.endswith("softmax_scaling.bias"))  # by which queries are multiplied
         else:
             parameter.add_(0.2 * noise)
             if name.endswith(
@@ -119,6 +119,8 @@ def enliven(model: torch.nn.Module, seed: int) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.copy_(0.5 + 0.4 * torch.rand(buffer.shape, generator=generator))
+        if name.endswith("rotary_emb.alpha"):
+            buffer.copy_(0.5 * torch.randn(buffer.shape, generator=generator))
         if name.endswith("correction_bias"):  # no parameter of some classes, but stored
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
         if name.endswith("tid2eid"):

@@ -74,6 +74,7 @@ WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
         "Step3p7Config",
         {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
     ),
+    "mistral_large4": ("MistralLarge4Config", {"model_type": "pixtral", "head_dim": 8, **SMALL_TOWER}),
     "glm5_next": (
         "Glm5NextConfig",
         {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 16,

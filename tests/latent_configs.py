@@ -56,6 +56,17 @@ LATENT_MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
          "mlp_layer_types": ["dense", *["sparse"] * 4], "index_topk": 12, "index_kpool": 4,
          "index_n_heads": 8, "index_head_dim": 32, "hc_mult": 3, "hc_sinkhorn_iters": 3, "swiglu_limit": 0.6},
     ),
+    # latents with positions and without, which a layer with an index of its own and one without share; learned turns
+    "mistral_large4": (
+        "MistralLarge4TextConfig",
+        "MistralLarge4ForConditionalGeneration",
+        {**LATENT, "num_hidden_layers": 5, "no_rope_layers": [1, 0, 1, 0, 1], "kv_source_layers": [0, 1, 0, 1, 4],
+         "indexer_types": ["full", "full", "shared", "full", "shared"], "n_group": 4, "topk_group": 2,
+         "routed_scaling_factor": 1.3, "index_topk": 12, "index_n_heads": 8, "index_head_dim": 32,
+         "final_logit_softcapping": 5.0, "rope_parameters": {
+             "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+             "attention_factor": 1.0}},
+    ),
     # windows of rows that all heads meet, beside entries: all of 16 tokens, and some of 4 that overlap; experts by a token's id
     "deepseek_v4": (
         "DeepseekV4Config",

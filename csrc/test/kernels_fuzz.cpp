@@ -493,10 +493,10 @@ std::vector<float> answer(Program& program, World& world, const Model& m, const 
   shape.n_layers = m.kv_layers(), shape.n_blocks = per_sequence * (1 + neighbours), shape.block_tokens = m.block_tokens;
   shape.n_kv_heads = m.n_kv_heads, shape.head_dim = m.head_dim, shape.v_head_dim = m.v_head_dim, shape.format = m.kv, shape.has_values = m.rank == 0;
   std::vector<KvHeads> layers;
-  for (int64_t layer = 0; layer < shape.n_layers; ++layer) layers.push_back({m.n_kv_heads, m.head_dim + (m.chooses(layer) && m.block == 0 ? m.index_dim : 0), m.rank == 0 ? m.v_head_dim : 0});
+  for (int64_t layer = 0; layer < shape.n_layers; ++layer) layers.push_back({m.n_kv_heads, m.head_dim + (m.chooses(layer) && m.block == 0 ? m.index_dim : 0), m.rank == 0 ? m.v_head_dim : 0, m.most == INT64_MAX || m.block != 0 ? 0 : m.head_dim});
   for (int64_t layer = 0; m.block != 0 && layer < m.layers; ++layer)
     if (m.chooses(layer)) layers.push_back({1, m.index_dim, 0});
-  KvCache kv(shape, layers, m.most == INT64_MAX || m.block != 0 ? 0 : m.head_dim);
+  KvCache kv(shape, layers);
   if (neighbours) std::memset(kv.layer(0).data, 0xff, static_cast<size_t>(kv.bytes()));  // NaN everywhere
   if (m.has_states) {  // two places a sequence: a step may run twice, and begins both times with what lay before it
     kv.add_states(std::vector<int64_t>(static_cast<size_t>(m.layers), m.states.floats()), 3 * (1 + neighbours));

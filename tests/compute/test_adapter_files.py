@@ -68,6 +68,9 @@ CASES: dict[str, dict[str, Any]] = {
     # rows that all heads meet, what entries are made of, beside groups of heads that nothing adapts
     "deepseek_v4": {"r": 4, "lora_alpha": 8, "target_modules": [
         f"{one}_proj" for one in ("q_a", "q_b", "kv", "gate", "o_b", "up", "down")]},
+    # by the names that it is published under, queries of an index that reads the layer's input
+    "mistral_large4": {"r": 4, "lora_alpha": 8, "target_modules":
+                       ".*language_model.*(q_proj|kv_a_proj_with_mqa|o_proj|wq_b|gate_proj|up_proj|down_proj)"},
     # layers of two parts, whose latents are scaled
     "longcat_flash": {"r": 4, "lora_alpha": 8, "target_modules": [
         f"{one}_proj" for one in ("q_a", "q_b", "o")]},

@@ -155,7 +155,7 @@ def test_adapters_take_memory_from_the_cache() -> None:
 
 @pytest.mark.parametrize(
     ("family", "takes_adapters"),
-    [("glm5_next", True), ("glm_moe_dsa", True), ("deepseek_v4", True), ("qwen4_exp", False)],
+    [("glm5_next", True), ("glm_moe_dsa", True), ("deepseek_v4", True), ("mistral_large4", True), ("qwen4_exp", False)],
 )
 def test_an_index_takes_adapters_of_its_queries(family: str, takes_adapters: bool, tmp_path: Path) -> None:
     """Nobody asked for the price of adapters beside one that chooses by the means of keys, and it was a traceback."""

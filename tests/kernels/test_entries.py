@@ -137,9 +137,9 @@ def test_what_cannot_be_meant_is_refused() -> None:
                   {"window": 8, "softcap": 2.0}, {"window": 8, "is_listed": False, "entry_tokens": 4}):  # fmt: skip
         with pytest.raises(ValueError, match=r"list|entry"):
             _cpu.AttentionShape(**{**listed, **wrong})
-    for heads in ((1, 64, 0, 3), (1, 64, 0, 32), (1, 34, 0, 4)):
+    for heads in ((1, 64, 0, 32, 3), (1, 64, 0, 32, 32), (1, 34, 0, 32, 4)):
         with pytest.raises(ValueError, match="entries"):
-            _cpu.KvCache(heads=[heads], n_blocks=2, block_tokens=16, format="bf16", attended=32)
+            _cpu.KvCache(heads=[heads], n_blocks=2, block_tokens=16, format="bf16")
     program = _cpu.Program(KERNEL_SETS[0], 1)
     x, out, offsets = program.add_f32(64), program.add_f32(16), program.add_vector(torch.zeros(128))
     for wrong in ({"tokens": 3}, {"tokens": 1}, {"n_series": 1}, {"n_series": 3}, {"layer": -1}):

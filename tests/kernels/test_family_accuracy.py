@@ -36,16 +36,17 @@ MIXTURES = (
     "cohere2_moe", "cohere2_moe-sums", "kolibri1", "axk1", "axk2",
     "phimoe", "hy_v3", "mistral4", "deepseek_v32", "glm_moe_dsa", "mimo_v2_flash", "minimax_m3", "step3p7",
     "laguna", "laguna-m", "aria", "hy_v4", "bailing_hybrid", "glm5_next", "qwen4_exp", "longcat_flash", "dbrx",
-    "deepseek_v4",
+    "deepseek_v4", "mistral_large4",
 )  # fmt: skip
 # These choose twice in each layer, whom to attend to and which experts to ask, and drawn weights make many choices close: 0.02
 # where nothing is chosen (which is held to the dense bound below), up to 0.19 by either alone, 0.07 to 0.38 by both, on every
 # set, scalar as well. More chosen, and experts that weigh less, leave 0.04 to 0.13; without the index it would be 0.7.
-INDEXED = ("deepseek_v32", "glm_moe_dsa", "hy_v4", "glm5_next")
+INDEXED = ("deepseek_v32", "glm_moe_dsa", "hy_v4", "glm5_next", "mistral_large4")
 LESS_BY_CHANCE = {"index_topk": 24, "routed_scaling_factor": 1.0}
 NOTHING_CHOSEN = {"index_topk": 64, "first_k_dense_replace": 3}
 ALL_DENSE = {  # by the key that these have
-    family: {"index_topk": 64, "mlp_layer_types": ["dense"] * n} for family, n in (("hy_v4", 3), ("glm5_next", 5))
+    family: {"index_topk": 64, "mlp_layer_types": ["dense"] * n}
+    for family, n in (("hy_v4", 3), ("glm5_next", 5), ("mistral_large4", 5))
 }
 TIED = ("qwen3", "gemma2", "gemma3", "smollm3")
 ALL = (*FAMILIES, *MORE_FAMILIES)

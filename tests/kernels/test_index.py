@@ -83,9 +83,7 @@ def chosen(isa: str, kv_format: str, choosers: Choosers, batch: ForwardBatch, n_
     program.cache_index(x=key, layer=0, norm=norm, bias=bias, norm_eps=1e-6, rope=rope)
     shape = cpu._cpu.AttentionShape(n_heads=N_HEADS, n_kv_heads=1, head_dim=WIDTH, scale=1.0, most=MOST)
     program.choose(q=q, queries=turned, weights=weights, choice=choice, layer=0, rope=rope, shape=shape)
-    kv = cpu._cpu.KvCache(
-        heads=[(1, ROW + WIDTH, 0)], n_blocks=n_blocks, block_tokens=16, format=kv_format, attended=ROW
-    )
+    kv = cpu._cpu.KvCache(heads=[(1, ROW + WIDTH, 0, ROW)], n_blocks=n_blocks, block_tokens=16, format=kv_format)
     return bench.run(choice, MOST, batch, kv).numpy().view(np.int32)
 
 

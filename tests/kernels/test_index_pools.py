@@ -80,9 +80,7 @@ def run(isa: str, kv_format: str, pools: Pools, batch: ForwardBatch, n_blocks: i
         n_heads=N_HEADS, n_kv_heads=1, head_dim=2 * WIDTH, scale=1.0, most=most, pool=pools.pool
     )
     program.choose(q=q, width=WIDTH, queries=turned, weights=weights, choice=choice, layer=0, rope=rope, shape=shape)
-    kv = cpu._cpu.KvCache(
-        heads=[(1, ROW + 2 * WIDTH, 0)], n_blocks=n_blocks, block_tokens=16, format=kv_format, attended=ROW
-    )
+    kv = cpu._cpu.KvCache(heads=[(1, ROW + 2 * WIDTH, 0, ROW)], n_blocks=n_blocks, block_tokens=16, format=kv_format)
     return bench.run(choice, most, batch, kv).numpy().view(np.int32), kv
 
 

@@ -122,6 +122,8 @@ BEYOND: list[tuple[str, str, str, dict[str, int]]] = [
     ("hy_v4", "int8", "int8", {"num_attention_heads": 3}),
     ("glm5_next", "int8", "int8", {"num_attention_heads": 3, "num_key_value_heads": 3, "linear_num_heads": 3}),
     ("deepseek_v4", "int8", "int8", {"num_attention_heads": 6, "o_groups": 3}),
+    ("mistral_large4", "int8", "int8", {"num_attention_heads": 3, "num_key_value_heads": 3}),
+    ("mistral_large4", "bf16", "fp8", {}),
     ("qwen4_exp", "int8", "int8", {"num_attention_heads": 6, "num_key_value_heads": 3}),
     ("jamba", "int8", "int8", {}),
     ("minimax", "int8", "int8", {"num_attention_heads": 3, "num_key_value_heads": 3}),

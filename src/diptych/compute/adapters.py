@@ -59,6 +59,11 @@ _IN_FILES = (
       for ours, theirs in (("", ""), ("indexer.", "indexer.")) for one in ("kv", "gate")),
     *((f".mlp.shared_experts.{ours}_proj", f".ffn.shared_experts.{theirs}")
       for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))),
+    # Mistral Large 4
+    (".self_attn.q_proj", ".attention.wq"), (".self_attn.o_proj", ".attention.wo"),
+    (".self_attn.kv_a_proj_with_mqa", ".attention.wkv_a_with_mqa"),
+    *((f".mlp.{before}{ours}_proj", f".{before or 'feed_forward.'}{theirs}") for before in ("", "shared_experts.")
+      for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))),
 )  # fmt: skip
 # what classes have before the names of layers, whatever the files call it: of decoders, and of wrappers around them
 _BEFORE_LAYERS = {"", "model.", "transformer.", *WRAPPED_PREFIXES, *(f"{around}model." for around in AROUND_WRAPPED)}

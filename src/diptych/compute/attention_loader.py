@@ -18,6 +18,7 @@ from diptych.compute.ops.contract import (
     Linear,
     LinearParts,
     NormParts,
+    RopeSpec,
     Table,
     Vector,
     WeightTensor,
@@ -42,6 +43,7 @@ from diptych.compute.views import (
 from diptych.ground.errors import UnsupportedModel
 from diptych.models.gates import Activation
 from diptych.models.latent import IndexSpec, MlaSpec
+from diptych.models.positions import Rope
 from diptych.models.spec import Norms, QkNorm
 from diptych.models.states import StateRule, StateSpec
 
@@ -232,15 +234,20 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         else:
             down = first = self.linear(root, ("q_a_proj",), (mla.q_rank,), hidden, has_bias=has_bias)
             q, gate = self._from_latents(mla, root)
-        kv = self.linear(root, ("kv_a_proj_with_mqa",), (mla.kv_rank + mla.rope_dim,), hidden, has_bias=has_bias)
+        kv = None
+        if attention.kv_layer is None:
+            width = mla.kv_rank + mla.rope_dim
+            kv = self.linear(root, ("kv_a_proj_with_mqa",), (width,), hidden, has_bias=has_bias)
         own = attention.own_index
         index = None if own is None else self._index_parts(mla, own, f"{root}indexer.")
         of_heads = self._latent_gate(mla, root)
-        if self.loader.is_balancing:
+        if self.loader.is_balancing and not (own is not None and own.is_apart):  # whose norm reads the input as it is
             of_index = () if index is None else index.of_input
             of_gate = () if of_heads is None else (of_heads,)
-            norm, (first, kv, *rest) = self.balance_norm(norm, (first, kv, *of_gate, *of_index))
+            of_kv = () if kv is None else (kv,)
+            norm, (first, *rest) = self.balance_norm(norm, (first, *of_kv, *of_gate, *of_index))
             down, q = (None, first) if down is None else (first, q)
+            kv, rest = (rest[0], rest[1:]) if of_kv else (None, rest)
             of_heads, rest = (rest[0], rest[1:]) if of_gate else (None, rest)
             index = index and replace(index, key=rest[0], weights=rest[1], gates=tuple(rest[2:]))
         role, handle = self.role(Split.OUTPUTS, q=q_width), self._latent_attention(mla, root, index)
@@ -250,8 +257,9 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             if mla.q_rank is None
             else self.loader.norm(self._norm_over(f"{root}q_a_layernorm", mla.q_rank, mla.q_scale)),
             q=self.loader.linear(self._rope_last(q, mla.nope_dim), role=role),
-            kv=self.loader.linear(self._rope_last(kv, mla.kv_rank)),
+            kv=None if kv is None else self.loader.linear(self._rope_last(kv, mla.kv_rank)),
             has_index=index is not None,
+            index_norm=self._index_norm(root) if own is not None and own.is_apart else None,
             norm_eps=mla.norm_eps,
             gate=None if gate is None else self._gate(gate, Activation.SIGMOID),
         )
@@ -348,11 +356,35 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         order = torch.cat([torch.arange(before), before + halves_order(rope.rotary_dim, rope.rotary_dim)])
         return _reordered(parts, order)
 
+    def _index_norm(self, root: str) -> Vector:
+        weight, bias = (
+            self.source.tensor(f"{root}indexer.q_input_norm.{one}", self.spec.hidden) for one in ("weight", "bias")
+        )
+        return self.loader.norm(NormParts(weight=weight, bias=bias, is_centred=True))
+
+    def _head_scales(self, root: str, n_heads: int) -> WeightTensor | None:
+        """Of the heads that are projected there."""
+        if not self.parts.attention.scales_heads:
+            return None
+        names = (self.spelt(root, f"softmax_scaling.{one}") for one in ("scale", "bias"))
+        return JoinedTensor(tuple(self.source.tensor(f"{root}{name}", n_heads) for name in names))
+
+    def _turns(self, rope: Rope) -> RopeSpec:
+        """As the config says them, and the checkpoint."""
+        made = frequencies(rope)
+        if not rope.is_learned:
+            return made
+        name = self.spelt(self.of_model, "rotary_emb.alpha")
+        alpha = self.loader.numbers(self.source.tensor(f"{self.of_model}{name}", len(made.inv_freq)))
+        learned = torch.tensor(made.inv_freq) * torch.tensor(alpha).exp()
+        return replace(made, inv_freq=tuple(learned.tolist()))
+
     def _index_parts(self, mla: MlaSpec, index: IndexSpec, root: str) -> IndexParts:
         """Heads of queries and the key turn first, in halves: scores are the same in any order."""
-        assert mla.q_rank is not None
         d, hidden = index.head_dim, self.spec.hidden
-        queries = self.linear(root, ("wq_b",), (index.n_heads * d,), mla.q_rank)
+        n_inputs = hidden if index.is_apart else mla.q_rank
+        assert n_inputs is not None
+        queries = self.linear(root, ("wq_b",), (index.n_heads * d,), n_inputs)
         key = self.linear(root, ("wk",), (d,), hidden)
         weight, bias = (self.source.tensor(f"{root}k_norm.{one}", d) for one in ("weight", "bias"))
         if index.is_interleaved or index.turns_last:
@@ -364,6 +396,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             key=key,
             norm=NormParts(weight=weight, bias=bias, is_centred=True),
             weights=self.linear(root, ("weights_proj",), (index.n_heads,), hidden),
+            scales=self._head_scales(root, index.n_heads) if index.is_apart else None,
             **({} if index.pool == 1 else self._pool_parts(index, root)),
         )
 
@@ -406,18 +439,25 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             head_dim=mla.row,
             scale=attention.scale,
             window=attention.window,
-            rope=standstill(mla.rope_dim) if attention.rope is None else frequencies(attention.rope),
+            rope=standstill(mla.rope_dim) if attention.rope is None else self._turns(attention.rope),
             query_scale=attention.query_scale,
             norm_eps=mla.norm_eps,
             mla=mla,
             index=attention.index,
             place=self.spec.kv_place(self.layer),
+            owns_kv=attention.kv_layer is None,
+            index_place=self.spec.index_place(self.layer),
             has_sinks=attention.has_sinks,
         )
+        norm = None
+        if spec.owns_kv:
+            name = self.spelt(root, "kv_a_layernorm", ".weight")
+            norm = self._norm_over(f"{root}{name}", mla.kv_rank, mla.kv_scale)
         return self.loader.latent_attention(
             spec,
             sinks=self._sinks(root),
-            norm=self._norm_over(f"{root}kv_a_layernorm", mla.kv_rank, mla.kv_scale),
+            scales=self._head_scales(root, attention.n_heads),
+            norm=norm,
             keys=tuple(LinearParts(weights=(one,)) for one in keys),
             values=tuple(LinearParts(weights=(one,)) for one in values),
             index=index,
@@ -431,7 +471,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
                 [self.source.tensor(f"{root}k_b_proj.{head}.weight", mla.kv_rank, mla.nope_dim) for head in heads],
                 [self.source.tensor(f"{root}v_b_proj.{head}.weight", mla.v_dim, mla.kv_rank) for head in heads],
             )
-        up = self.source.tensor(f"{root}kv_b_proj.weight", len(heads) * size, mla.kv_rank)
+        (up,) = self.linear(root, ("kv_b_proj",), (len(heads) * size,), mla.kv_rank).weights
         begins = [head * size for head in heads]
         return (
             [TransposedTensor(RowsTensor(up, at, at + mla.nope_dim)) for at in begins],

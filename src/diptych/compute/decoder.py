@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from diptych.compute.aside import run_aside
 from diptych.compute.gated_streams import add_ngrams, gated_streams
+from diptych.compute.latents import run_latents
 from diptych.compute.layer_weights import DecoderWeights, LayerWeights
 from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Ops, Stream, Table, Vector
 from diptych.compute.part_weights import (
@@ -513,29 +514,6 @@ def run_attention(
     if weights.gate is not None:
         a = ops.gate_heads(h if qkv.first_gate is None else ops.linear(h, qkv.first_gate), weights.gate, a)
     return a if qkv.norm is None else ops.norm(a, qkv.norm, eps=qkv.norm_eps, parts=qkv.n_norms)
-
-
-def run_latents(
-    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
-    h: Stream | Hidden,
-    qkv: LatentWeights[Vector, Linear],
-    heads: Heads,
-) -> Hidden:
-    """The heads' outputs [T, H v] of latent attention."""
-    ops.cache_latents(ops.linear(h, qkv.kv), heads)
-    if qkv.has_entries:
-        ops.cache_entries(h, heads)
-    if qkv.q_down is None:
-        q = ops.linear(h, qkv.q)
-        return ops.expand(ops.attention(ops.absorb(q, heads), heads), heads)
-    assert qkv.q_norm is not None
-    raw = ops.linear(h, qkv.q_down)
-    low = ops.norm(raw, qkv.q_norm, eps=qkv.norm_eps)
-    read = low if qkv.gate is None else ops.join(low, raw)
-    if qkv.has_index:
-        ops.choose(h, low, heads)
-    a = ops.expand(ops.attention(ops.absorb(ops.linear(read, qkv.q), heads), heads), heads)
-    return a if qkv.gate is None else ops.gate_heads(read, qkv.gate, a)
 
 
 def run_experts(

@@ -191,7 +191,7 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             curve=self._curve(mlp),
             clip=self.parts.attention.clip,
             branch=load_branch(self.source, self.loader, self.spec, self.prefix),
-            scale=self.loader.number(self.source.tensor(f"{self.prefix}layer_scalar", 1))
+            scale=self.loader.numbers(self.source.tensor(f"{self.prefix}layer_scalar", 1))[0]
             if self.spec.scales_layers
             else 1.0,
             **of_mixture,
@@ -234,7 +234,8 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         if mlp is None or mlp.activation is not Activation.XIELU:
             return ()
         names = (f"{self.mlp_prefix}{self.names.mlp[0]}act_fn.{name}" for name in ("alpha_p", "alpha_n"))
-        above, below = (math.log1p(math.exp(self.loader.number(self.source.tensor(name, 1)))) for name in names)
+        numbers = (self.loader.numbers(self.source.tensor(name, 1))[0] for name in names)
+        above, below = (math.log1p(math.exp(number)) for number in numbers)
         return above, XIELU_SLOPE + below, XIELU_SLOPE, XIELU_LEAST
 
     def _streams(self) -> dict[str, Any]:

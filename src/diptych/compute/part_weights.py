@@ -39,15 +39,17 @@ class ApartNorms(Generic[Vector]):
 class LatentWeights(Generic[Vector, Linear]):
     """The projections of latent attention: queries directly (q alone) or over a rank of their own, and the latents.
 
-    has_index: the layer chooses what it attends to. has_entries: it makes entries of its tokens. gate: of what the heads give,
+    kv None: another layer's latents are attended to. has_index: the layer chooses what it attends to, by what index_norm makes
+    of its input, if not by what queries are made of. has_entries: it makes entries of its tokens. gate: of what the heads give,
     where it and queries read both what is behind the rank's norm and what is before it.
     """
 
     q_down: Linear | None
     q_norm: Vector | None
     q: Linear
-    kv: Linear
+    kv: Linear | None
     has_index: bool = False
+    index_norm: Vector | None = None
     has_entries: bool = False
     norm_eps: float = 1e-6  # of q_norm
     gate: Linear | None = None

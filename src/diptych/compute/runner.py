@@ -303,7 +303,7 @@ def memory_of_block(spec: ModelSpec, config: ComputeConfig, block_tokens: int) -
             (spec.layers[i].attention, cache) for i, cache in zip(spec.kv_layers, spec.caches, strict=False)
         ):
             n = copies_of_kv(attention.n_heads, cache.n_heads, config.tp, together=attention.heads_together)
-            kept.append((n, *cache.sizes[1:], cache.shared_by))
+            kept.append((n, *cache.sizes[1:], *cache.order))
         indices = zip(spec.index_layers, spec.caches[len(spec.kv_layers) :], strict=True)
         for attention, cache in ((spec.layers[i].attention, cache) for i, cache in indices):
             n = ranks_that_attend(attention.n_heads, attention.n_kv_heads, config.tp)

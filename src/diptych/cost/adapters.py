@@ -109,7 +109,7 @@ def _ends(model: ModelSpec, attention: AttentionLayer, mlp: object) -> list[int]
             else [hidden + mla.q_rank, mla.q_inputs + q + mla.is_mixed * attention.gate_width]
         )
         ends += [] if mla.is_mixed or not attention.has_gate else [hidden + attention.gate_width]
-        ends += [hidden + mla.kv_rank + mla.rope_dim, attention.n_heads * mla.v_dim + hidden]
+        ends += [attention.keeps_kv * (hidden + mla.row), attention.n_heads * mla.v_dim + hidden]
         # of groups of heads nothing is adapted; values and gates of entries are two projections
         ends += [] if mla.n_groups else [mla.kv_rank + kv]
         own = attention.own_index
@@ -117,7 +117,7 @@ def _ends(model: ModelSpec, attention: AttentionLayer, mlp: object) -> list[int]
         of_rows = [] if attention.entries is None else [(attention.entries, mla.row)]
         ends += [2 * (hidden + entries.n_series * width) for entries, width in (*of_rows, *of_index)]
     if attention.own_index is not None and not attention.own_index.by_means:  # its queries alone
-        n_inputs = hidden if mla is None else mla.q_rank or 0
+        n_inputs = hidden if mla is None or mla.q_rank is None else mla.q_rank
         ends.append(n_inputs + attention.own_index.n_heads * attention.own_index.head_dim)
     if isinstance(mlp, MlpSpec):
         ends.append((3 if mlp.is_gated else 2) * (hidden + mlp.ffn))

@@ -211,10 +211,12 @@ class _Sizes:
         self.kv_heads = max(layer.attention.n_kv_heads / tp, 1.0)
         key, value = (vector_bytes(width, kv) for width in (layer.attention.head_dim, layer.attention.value_dim))
         self.of_values = value / (key + value)  # the part of a token's bytes
-        written = layer_kv_bytes(layer.attention, kv, tp) + index_kv_bytes(layer.attention, kv)
+        written = layer.attention.keeps_kv * layer_kv_bytes(layer.attention, kv, tp) + index_kv_bytes(
+            layer.attention, kv
+        )
         if layer.attention.entries is not None:
             written += layer_kv_bytes(layer.attention, kv, tp) / layer.attention.entries.tokens
-        self.written_bytes = layer.attention.keeps_kv * written
+        self.written_bytes = written
 
 
 def _layer(sizes: _Sizes) -> tuple[Component, ...]:
@@ -329,7 +331,8 @@ def _mla(sizes: _Sizes, mla: MlaSpec) -> tuple[Component, Component]:
         q = q.plus(_linear(sizes, "qkv", mla.q_inputs, q_width + mla.is_mixed * gate))
     if gate and not mla.is_mixed:  # which reads the layer's input then
         q = q.plus(_linear(sizes, "qkv", hidden, gate))
-    latent = _linear(sizes, "qkv", hidden, mla.kv_rank + mla.rope_dim, bias=mla.norm_width)
+    keeps = sizes.attention.keeps_kv
+    latent = _linear(sizes, "qkv", hidden, keeps * mla.row, bias=keeps * mla.norm_width)
     if mla.n_groups:  # of heads, which are projected together
         return _met_rows(sizes, mla, q, latent)
     up = _linear(sizes, "qkv", mla.kv_rank, sizes.heads * (mla.nope_dim + mla.v_dim))
@@ -340,8 +343,8 @@ def _mla(sizes: _Sizes, mla: MlaSpec) -> tuple[Component, Component]:
     rotary = 6.0 * sizes.n * (sizes.heads + 1) * mla.rope_dim
     if own is not None:  # whole on every device
         n_heads, width = own.n_heads, own.key_width
-        q = q.plus(_linear(sizes, "qkv", mla.q_rank or 0, n_heads * own.head_dim))
-        latent = latent.plus(_linear(sizes, "qkv", hidden, width + n_heads, bias=own.n_small))
+        q = q.plus(_linear(sizes, "qkv", mla.q_rank or hidden, n_heads * own.head_dim))
+        latent = latent.plus(_linear(sizes, "qkv", hidden, width + n_heads, bias=own.n_small(hidden)))
         rotary += 6.0 * sizes.n * (n_heads + 1) * mla.rope_dim
     qkv = replace(q.plus(latent).plus(up), kv_write_bytes=sizes.n * sizes.written_bytes, vector_flops=rotary)
     return qkv, _linear(sizes, "o", sizes.heads * mla.v_dim, hidden, link=_all_reduce_bytes(sizes))

@@ -32,7 +32,7 @@ def kept_kv_bytes(attention: AttentionLayer, kv: KVSpec, tp: int) -> float:
     """The same that it keeps: nothing where it attends to another layer's; with the key of an index that it has. Each head has
     room for two scales of a token, of key and value, also where there is no value.
     """
-    caches = (attention.cache, attention.index_cache) if attention.keeps_kv else ()
+    caches = (attention.cache if attention.keeps_kv else None, attention.index_cache)
     return sum(
         max(one.n_heads / tp, 1.0)
         * ((one.head_dim + one.value_dim) * kv.bytes_per_element + (2.0 + one.entries_each) * kv.scale_bytes)

@@ -139,7 +139,7 @@ def _attention_matrices(model: ModelSpec, attention: AttentionLayer) -> int:
         q = mla.q_rank * hidden + mla.q_inputs * (heads * q_head + mla.is_mixed * attention.gate_width)
     if not mla.is_mixed:
         q += hidden * attention.gate_width
-    latent = hidden * (mla.kv_rank + mla.rope_dim + _entry_rows(attention)) + mla.n_inner(heads)
+    latent = hidden * (attention.keeps_kv * mla.row + _entry_rows(attention)) + mla.n_inner(heads)
     return q + latent + heads * mla.v_dim * hidden + _index_matrices(model, attention)
 
 
@@ -150,19 +150,19 @@ def _entry_rows(attention: AttentionLayer) -> int:
 
 def _index_matrices(model: ModelSpec, attention: AttentionLayer) -> int:
     own, mla = attention.own_index, attention.mla
-    n_inputs = model.hidden if mla is None else mla.q_rank or 0
+    n_inputs = model.hidden if mla is None or mla.q_rank is None else mla.q_rank
     return 0 if own is None else own.n_matrices(n_inputs, model.hidden)
 
 
-def _index_norms(attention: AttentionLayer) -> int:
-    return 0 if attention.own_index is None else attention.own_index.n_small
+def _index_norms(model: ModelSpec, attention: AttentionLayer) -> int:
+    return 0 if attention.own_index is None else attention.own_index.n_small(model.hidden)
 
 
 def _repeated(model: ModelSpec, attention: AttentionLayer, tp: int) -> int:
     """Parameters of projections that tp devices hold together beyond one of each."""
     mla = attention.mla
     if mla is not None:
-        down = model.hidden * ((mla.q_rank or 0) + mla.kv_rank + mla.rope_dim + _entry_rows(attention))
+        down = model.hidden * ((mla.q_rank or 0) + attention.keeps_kv * mla.row + _entry_rows(attention))
         return (tp - 1) * (down + _index_matrices(model, attention))
     if attention.state is not None:
         state = attention.state  # what lies between two steps, and decays by key, each has whole
@@ -185,10 +185,10 @@ def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
     if state is not None:
         return count + state.n_small + spec.has_qkv_bias * state.n_projected + spec.has_o_bias * model.hidden
     if spec.mla is not None:
-        biases = (spec.mla.q_rank or 0) + spec.mla.kv_rank + spec.mla.rope_dim + model.hidden
-        norms = spec.mla.norm_width + (spec.mla.q_rank or 0)
+        biases = (spec.mla.q_rank or 0) + spec.keeps_kv * spec.mla.row + model.hidden
+        norms = spec.keeps_kv * spec.mla.norm_width + (spec.mla.q_rank or 0)
         norms += 0 if spec.entries is None else spec.entries.n_small(spec.mla.row)
-        norms += _index_norms(spec) + spec.has_sinks * spec.n_heads
+        norms += _index_norms(model, spec) + (spec.has_sinks + 2 * spec.scales_heads) * spec.n_heads
         return count + norms + (biases if spec.has_o_bias else 0)
     if spec.has_qkv_bias:
         count += (1 + spec.has_gate) * spec.n_heads * spec.head_dim + spec.kv_width
@@ -202,7 +202,7 @@ def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
         count += (4 if spec.own_kv_heads else 2) * spec.head_dim
     elif spec.qk_norm in (QkNorm.FULL, QkNorm.HEADS):
         count += (spec.n_heads + spec.own_kv_heads) * spec.head_dim
-    return count + _index_norms(spec)
+    return count + _index_norms(model, spec)
 
 
 def _matrices(mlp: MlpSpec) -> int:
@@ -240,4 +240,10 @@ def _norms(model: ModelSpec) -> int:
     held = [(layer, n) for layer, n in model.layer_groups if layer.shares is None]
     of_layers = sum(n * (layer.norms.count + own_norms(layer.mlp)) for layer, n in held)
     inner = sum(n * inner_width(model, layer) for layer, n in model.layer_groups)
-    return of_layers * per_norm + inner + ends
+    return of_layers * per_norm + inner + ends + _learned_turns(model)
+
+
+def _learned_turns(model: ModelSpec) -> int:
+    """One number of each pair of dimensions, for all layers."""
+    ropes = (layer.attention.rope for layer in model.layers)
+    return next((rope.rotary_dim // 2 for rope in ropes if rope is not None and rope.is_learned), 0)

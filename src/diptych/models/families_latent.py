@@ -158,6 +158,35 @@ LATENT_ATTENTION: tuple[Family, ...] = (
         group_best=2,
         **{**BESIDE_VISION, **LIKE_DEEPSEEK},
     ),
+    # Mistral Large 4: latents that layers share, learned turns, queries that are scaled by numbers of their heads
+    Family(
+        name="mistral_large4_text", architectures=("MistralLarge4ForConditionalGeneration",),
+        more_model_types=("mistral_large4",),
+        keys={**{key: value for key, value in LATENT.items() if key != "q_lora_rank"}, "vocab_size": 204_800,
+              "hidden_size": 6144, "intermediate_size": 24_576, "moe_intermediate_size": 6144, "num_hidden_layers": 72,
+              "num_attention_heads": 64, "num_key_value_heads": 64, "qk_nope_head_dim": 64, "num_experts": 128,
+              "n_shared_experts": 1, "num_experts_per_tok": 4, "first_k_dense_replace": 1, "mlp_layer_types": None,
+              "max_position_embeddings": 1_048_576, "rms_norm_eps": 1e-5, "final_logit_softcapping": 30.0,
+              "no_rope_layers": None, "no_rope_layer_interval": 4, "kv_source_layers": None, "index_topk": 2048,
+              "index_head_dim": 128, "index_n_heads": 32, "indexer_rope_interleave": True, "indexer_types": None,
+              "index_topk_pattern": None, "index_topk_freq": 1, "index_skip_topk_offset": 2, "rope_parameters": {
+                  "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2048.0, "original_max_position_embeddings": 512,
+                  "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}},
+        fixed={"indexer_rope_interleave": (True,), "q_lora_rank": (None,)},
+        renamed={"n_routed_experts": "num_experts", **LOCAL_EXPERTS},
+        shares_latents=True, learns_turns=True, norms_latents_alike=True,
+        is_interleaved=True, o_bias="attention_bias",
+        renormalises=True, group_best=2,
+        names=TensorNames(
+            embedding="tok_embeddings", head="output", attention="attention", o="wo", mlp=("feed_forward.", ""),
+            expert=("w1", "w3", "w2"), gate_up=("w1", "w3"), down="w2",
+            norms={Norms.BEFORE: ("attention_norm", None, "ffn_norm", None)},
+            others={"q_proj": "wq", "kv_a_proj_with_mqa": "wkv_a_with_mqa", "kv_b_proj": "wkv_b", "kv_a_layernorm": "kv_a_norm",
+                    "softmax_scaling.scale": "ssmax_scaling.s", "softmax_scaling.bias": "ssmax_scaling.b",
+                    "rotary_emb.alpha": "lerope.alpha"}),
+        prefixes=("",),
+        ignored=("rotary_emb.inv_freq", "mtp_dspark.", "pre_mm_projector_norm.", "vision_language_adapter."),
+    ),
     # LongCat-Flash: two attentions and MLPs a layer, a mixture beside the first, experts without weights, scaled latents
     Family(
         name="longcat_flash", architectures=("LongcatFlashForCausalLM",),

@@ -190,6 +190,9 @@ class Family:
     aside, whose weights layers share (`read_shared`).
     gates_heads, gate_by: as `AttentionLayer` has them; mixes_queries: as `MlaSpec.is_mixed` says. index_turns_last: of an index
     as `IndexSpec.turns_last` says, and the key's norm has the model's eps. norms_latents_alike: norms of latents have it, too.
+    shares_latents: as `kv_source_layers` says, index keys lie apart, a query head's numbers scale it by its position
+    (`IndexSpec.is_apart`, `AttentionLayer.scales_heads`); learns_turns: as `Rope.is_learned`; heads of layers without rotary
+    positions have no part for them.
     scales_latents: behind those they are multiplied by the root of the model's width over theirs.
     has_other_experts: of pictures, as many as of text and behind them, with a row of their own of the choice's bias; sizes of
     both are in lists. limits_all: `swiglu_limit` is of dense MLPs and shared experts, too. has_end_connection: as
@@ -287,6 +290,8 @@ class Family:
     mixes_queries: bool = False
     index_turns_last: bool = False
     norms_latents_alike: bool = False
+    shares_latents: bool = False
+    learns_turns: bool = False
     scales_latents: bool = False
     limits_all: bool = False
     has_end_connection: bool = True

@@ -81,6 +81,8 @@ def missing_for(spec: Attends) -> str | None:
         return "latents without a part that turns"
     if spec.index is not None and spec.index.pool > 1:
         return "an index of pools"
+    if spec.index is not None and spec.index.is_apart:
+        return "an index apart from latents"
     if spec.window is not None or spec.softcap is not None:
         return "latents in a window or with capped scores"
     if spec.mla.kv_rank > LARGEST_RANK or spec.mla.rope_dim > LARGEST_TURNED:

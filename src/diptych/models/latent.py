@@ -66,6 +66,8 @@ class IndexSpec:
     those positions up to the token's own that make no whole block, so that `most` are seen at most.
     entries: `most` of the layer's entries are chosen, whose keys are entries themselves, of numbers of their own. Neighbours at
     the end of queries and keys turn together, as in the layer's rows.
+    is_apart: of latents that layers may share (Mistral Large 4). Its queries are made of the layer's input by a LayerNorm of
+    its own, and scaled by head as the layer's; its keys lie in a layer of the cache of their own.
     """
 
     most: int
@@ -80,6 +82,7 @@ class IndexSpec:
     local: int = 0
     by_means: bool = False
     entries: EntrySpec | None = None
+    is_apart: bool = False
 
     @property
     def n_unchosen(self) -> int:
@@ -122,12 +125,12 @@ class IndexSpec:
         """Outputs of the projections that keys are made of."""
         return self.key_width if self.entries is None else 2 * self.entries.n_series * self.head_dim
 
-    @property
-    def n_small(self) -> int:
+    def n_small(self, hidden: int) -> int:
         """Parameters beside those: weight and bias of its key's norm, or weights of its queries' and its key's, and offsets."""
         if self.entries is not None:
             return self.entries.n_small(self.head_dim)
-        return self.head_dim * (2 if self.pool == 1 else 2 + self.pool)
+        of_input = self.is_apart * 2 * (hidden + self.n_heads)
+        return self.head_dim * (2 if self.pool == 1 else 2 + self.pool) + of_input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +204,11 @@ class CacheShape:
     def sizes(self) -> tuple[int, int, int]:
         """Heads, and how wide keys and values are, as caches take them."""
         return self.n_heads, self.head_dim, self.value_dim
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Behind those, where tokens lie one by one: what is attended to of a head, and tokens that share a row, if any do."""
+        return () if self.attended is None else (self.attended, self.shared_by) if self.shared_by else (self.attended,)
 
     @property
     def elements(self) -> int:

@@ -14,7 +14,8 @@ class Rope:
     `divisors_name` (short_factor or long_factor). n_turning: of proportional, how many pairs do turn. attention_factor
     multiplies cos and sin. query_slope: queries are scaled by position as `QueryScale` says, every trained_tokens.
     is_interleaved: neighbouring dimensions turn together in the checkpoint's order, not those half of rotary_dim apart.
-    turns_back: they turn by the same angles the other way.
+    turns_back: they turn by the same angles the other way. is_learned: the checkpoint says of each pair by the exponential of
+    what its turn per position is multiplied.
     """
 
     theta: float
@@ -34,6 +35,7 @@ class Rope:
     query_slope: float = 0.0
     is_interleaved: bool = False
     turns_back: bool = False
+    is_learned: bool = False
 
 
 def slopes(n_heads: int, most: float) -> tuple[float, ...]:

@@ -47,7 +47,15 @@ from diptych.models.read_mixtures import (
 from diptych.models.read_shared import as_asides, with_shares
 from diptych.models.read_states import adjusted_width, kept_scales, layer_scales, state_attention, state_layers
 from diptych.models.read_step import as_usual
-from diptych.models.read_streams import cutoffs, layer_inputs, mlp_widths, ngrams, shared_layers, streams
+from diptych.models.read_streams import (
+    cutoffs,
+    layer_inputs,
+    mlp_widths,
+    ngrams,
+    shared_latents,
+    shared_layers,
+    streams,
+)
 from diptych.models.read_windows import (
     is_both_ways,
     layer_ropes,
@@ -107,7 +115,7 @@ def read_model(
     ]
     if _decided(config, family.is_interleaved):
         ropes = [replace(rope, is_interleaved=True) for rope in ropes]
-    ropes = [replace(rope, turns_back=True) for rope in ropes] if family.turns_back else ropes
+    ropes = [replace(rope, turns_back=family.turns_back, is_learned=family.learns_turns) for rope in ropes]
     norm_eps, centres_norms = _norms(config, family)
     hidden = config.integer("hidden_size")
     word_width = config.integer("word_embed_proj_dim", hidden)
@@ -333,7 +341,7 @@ def _layers(
     turns = layer_ropes(config, family, ropes, windows)
     mixtures = mixture_layers(config, n_layers)
     moe = _moe(config, family) if mixtures else None
-    shared = shared_layers(config, windows)
+    shared = shared_latents(config, turns) if family.shares_latents else shared_layers(config, windows)
     mlps = _mlps(config, family, shared)
     norms = arrangement(config, family)
     # equal layers are one object
@@ -423,7 +431,9 @@ def _attention(
         if family.scales_latents:
             q_scale = 1.0 if mla.q_rank is None else (hidden / mla.q_rank) ** 0.5
             mla = replace(mla, q_scale=q_scale, kv_scale=(hidden / mla.kv_rank) ** 0.5)
-        stretch = 1.0 if rope is None else latent_stretch(config)
+        if family.shares_latents and rope is None:
+            mla = replace(mla, nope_dim=mla.nope_dim + mla.rope_dim, rope_dim=0)
+        stretch = 1.0 if rope is None and not family.shares_latents else latent_stretch(config)
         scale = (mla.nope_dim + mla.rope_dim) ** -0.5 * stretch**2
     elif index is not None and rope is not None and rope.rotary_dim > index.head_dim:
         raise LoadError(
@@ -445,6 +455,7 @@ def _attention(
         clip=config.optional_number("clip_qkv"),
         rope=rope,
         query_scale=_query_scale(config, family, rope),
+        scales_heads=family.shares_latents,
         qk_norm=qk_norm,
         has_qkv_bias=_decided(config, family.qkv_bias),
         has_o_bias=_decided(config, family.o_bias),

@@ -26,7 +26,7 @@ def layer_indices(config: HfConfig, family: Family, have_states: list[bool]) -> 
         return [_pooled_index(config)] * n_layers
     if "index_topk" not in family.keys or "entry_layers" in family.keys:
         return [None] * n_layers
-    if config.raw.get("q_lora_rank") is None:
+    if config.raw.get("q_lora_rank") is None and not family.shares_latents:
         raise LoadError(f"q_lora_rank in {config.path} is null; queries of an index are made of what it gives")
     width, turned = config.integer("index_head_dim"), config.integer("qk_rope_head_dim", low=0)
     if width % 2 or width < turned:
@@ -49,6 +49,7 @@ def layer_indices(config: HfConfig, family: Family, have_states: list[bool]) -> 
             norm_eps=config.number("rms_norm_eps") if family.index_turns_last else INDEX_EPS,
             is_own=kind == FULL,
             pool=pool,
+            is_apart=family.shares_latents,
         )
         for kind in (FULL, SHARED)
     }

@@ -4,6 +4,7 @@ everything, streams, embeddings of layers, cutoffs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import NormalDist
 
 from diptych.ground.errors import LoadError
@@ -33,6 +34,31 @@ def shared_layers(config: HfConfig, windows: list[int | None]) -> list[int | Non
                 f"and there is none (num_kv_shared_layers is {n_shared})"
             )
     return [None if i < first else last[windows[i] is None] for i in range(n_layers)]
+
+
+def shared_latents(config: HfConfig, turns: Sequence[object | None]) -> list[int | None]:
+    """For each layer the one whose latents it attends to by kv_source_layers, None: its own. turns: None for each layer without
+    rotary positions.
+
+    Its class remembers one layer of each kind, with rotary positions and without: the last whose latents another attends to.
+    """
+    n_layers, given = len(turns), config.integers("kv_source_layers")
+    if given is None:
+        return [None] * n_layers
+    if len(given) != n_layers:
+        raise LoadError(f"kv_source_layers in {config.path} has {len(given)} entries; the model has {n_layers} layers")
+    last: dict[bool, int] = {}
+    for i, source in enumerate(given):
+        has_turns = turns[i] is not None
+        if source == i:
+            last |= {has_turns: i} if i in given[i + 1 :] else {}
+        elif last.get(has_turns) != source:
+            kind = "with" if has_turns else "without"
+            raise LoadError(
+                f"layer {i} in {config.path} is to attend to the latents of layer {source} (kv_source_layers); the last layer "
+                f"{kind} rotary positions before it whose latents others attend to is {last.get(has_turns, 'none')}"
+            )
+    return [None if source == i else source for i, source in enumerate(given)]
 
 
 def full_heads(config: HfConfig, windows: list[int | None], usual: tuple[int, int]) -> tuple[int, int]:

@@ -37,8 +37,6 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "a decoder by names of another program": ("nemo_speechlm",),
     "text that is written in no order": ("diffusion_gemma",),
     # of new kinds
-    "rotary frequencies and scales of queries that are learned, and latents that layers share": (
-        "mistral_large4", "mistral_large4_text"),
     "residuals weighed by channel, and a norm behind each expert": ("muse_spark", "muse_spark_text"),
     "distances whose scores are learned, and convolutions of keys, values and what layers add": (
         "inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"),

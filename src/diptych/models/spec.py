@@ -85,10 +85,12 @@ class AttentionLayer:
     window: a query sees the last `window` positions up to and with its own; None: all. is_chunked: it sees those from the last
     multiple of `window` on instead (priced as a window, which is the most it sees). softcap: scores become softcap *
     tanh(score / softcap), after scale. clip: q, k and v are held within it on both sides of 0. rope None: no rotary positions.
-    sinks: one learned logit per head. slopes: what a score of each head loses for each position between query and key (ALiBi,
+    scales_heads: queries of each head are multiplied by s log(position + 1) + b, numbers of the head's own. has_sinks: one
+    learned logit per head. slopes: what a score of each head loses for each position between query and key (ALiBi,
     arXiv:2108.12409), (): nothing. has_v_norm: values are normed like `qk_norm`'s heads, without a weight. has_v: there is
     a projection for values; where there is none they are the keys before norm and turn. kv_layer: the number of the layer
-    before this one whose keys and values it attends to; it has no k and v of its own then, and keeps nothing. None: its own.
+    before this one whose keys and values, or latents, it attends to; it has none of its own then, and keeps nothing but the
+    keys of an index. None: its own.
     has_gate: what the heads give is multiplied by a projection bent by gate_by, gates_heads: of one number for each head.
     v_head_dim: how wide a value is, None: as a key. v_scale: what values are multiplied by. index: what chooses the positions
     that are attended to; None: all are. entries: what is attended to beside the window's tokens; index is of those then.
@@ -106,6 +108,7 @@ class AttentionLayer:
     clip: float | None = None
     rope: Rope | None = None
     query_scale: QueryScale | None = None
+    scales_heads: bool = False
     qk_norm: QkNorm = QkNorm.NONE
     has_qkv_bias: bool = False
     has_o_bias: bool = False
@@ -183,7 +186,7 @@ class AttentionLayer:
             return CacheShape(n_heads=self.n_kv_heads, head_dim=self.head_dim, value_dim=self.value_dim)
         row, own = self.mla.row, self.own_index
         shared_by = 0 if self.entries is None else self.entries.shared_by
-        behind = (row // shared_by if shared_by else 0) + (0 if own is None else own.key_width)
+        behind = (row // shared_by if shared_by else 0) + (0 if own is None or own.is_apart else own.key_width)
         return CacheShape(
             n_heads=1,
             head_dim=row + behind,
@@ -202,8 +205,8 @@ class AttentionLayer:
 
     @property
     def index_cache(self) -> CacheShape | None:
-        """What its index keeps of a token beside that: of latents nothing, as its key lies with them."""
-        if self.mla is not None or self.own_index is None:
+        """What its index keeps of a token beside that: of latents mostly nothing, as its key lies with them."""
+        if self.own_index is None or (self.mla is not None and not self.own_index.is_apart):
             return None
         return CacheShape(n_heads=1, head_dim=self.own_index.head_dim, value_dim=0)
 

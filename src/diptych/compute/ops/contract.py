@@ -184,8 +184,8 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         """gate and up stacked [2F, D], gate rows first, for `linear_gate`; is_apart: for `bent_gate` and `sparse_gate`."""
 
     @abstractmethod
-    def number(self, tensor: WeightTensor) -> float:
-        """The only value of a tensor [1]."""
+    def numbers(self, tensor: WeightTensor) -> tuple[float, ...]:
+        """The few values of a tensor."""
 
     @abstractmethod
     def gate(self, parts: LinearParts, activation: Activation, *, role: Role | None = None) -> Linear:
@@ -213,20 +213,22 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         self,
         spec: AttentionSpec,
         *,
-        norm: NormParts,
+        norm: NormParts | None,
         keys: tuple[LinearParts, ...],
         values: tuple[LinearParts, ...],
         sinks: WeightTensor | None = None,
+        scales: WeightTensor | None = None,
         index: IndexParts | None = None,
         entries: EntryParts | None = None,
     ) -> Heads:
         """What `cache_latents`, `cache_entries`, `choose`, `absorb`, `attention` and `expand` need of a layer of latent
         attention.
 
-        norm: over the latent. keys: of each head [kv_rank, nope_dim], what takes a query to the latent; values: of each head
-        [v_dim, kv_rank], what takes a latent to the head's output. sinks: as `attention` has them. index: of a layer that has
-        one itself. Where rows are met as they are (`MlaSpec.n_groups`) norm is over a row, there are no keys, and values are of
-        each group [outputs, H / groups * row]. entries: of a layer that has some.
+        norm: over the latent, None: it attends to another layer's. keys: of each head [kv_rank, nope_dim], what takes a query
+        to the latent; values: of each head [v_dim, kv_rank], what takes a latent to the head's output. sinks: as `attention`
+        has them. scales [2 H]: of each head s, behind these b, as `AttentionLayer.scales_heads` has them. index: of a layer
+        that has one itself. Where rows are met as they are (`MlaSpec.n_groups`) norm is over a row, there are no keys, and
+        values are of each group [outputs, H / groups * row]. entries: of a layer that has some.
         """
 
     @abstractmethod

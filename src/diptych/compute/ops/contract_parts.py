@@ -130,7 +130,7 @@ class IndexParts:
 
     Of blocks there are no weights, queries [n d, D] are of the layer's input and normed, too. norm_offset: as `Loader.norm` has
     it, of both norms. Of pools there is one of gates [d, D] of the layer's input, and offsets [pool, d]. Of entries there are
-    those that keys are, in place of a key and its norm.
+    those that keys are, in place of a key and its norm. scales [2 n]: as `Loader.latent_attention` has them.
     """
 
     queries: LinearParts
@@ -142,6 +142,7 @@ class IndexParts:
     gates: tuple[LinearParts, ...] = ()
     offsets: WeightTensor | None = None
     entries: EntryParts | None = None
+    scales: WeightTensor | None = None
 
     @property
     def of_input(self) -> tuple[LinearParts, ...]:

@@ -116,13 +116,15 @@ class EntriesHandle:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentHandle:
     """A norm's number, and packed weights by head: what takes queries to the latent, and latents to outputs. Of rows that are
-    met as they are there are no keys, values are of groups of heads, and ones is what queries are normed by.
+    met as they are there are no keys, values are of groups of heads, and ones is what queries are normed by. scales: of the
+    rank's heads; -1: none, and no norm where latents are another layer's.
     """
 
     norm: int
     keys: tuple[LinearHandle, ...]
     values: tuple[LinearHandle, ...]
     ones: int = -1
+    scales: int = -1
     entries: EntriesHandle | None = None
 
 
@@ -139,6 +141,7 @@ class IndexHandle:
     q_norm: int = -1
     gates: LinearHandle | None = None
     offsets: int = -1
+    scales: int = -1
     entries: EntriesHandle | None = None
 
 
@@ -190,10 +193,10 @@ class AttentionHandle:
 
     spec: AttentionSpec
     own: OwnHeads | None
-    shape: Any
-    rope: int | None
-    q_norm: int | None
-    k_norm: int | None
+    shape: Any = None
+    rope: int | None = None
+    q_norm: int | None = None
+    k_norm: int | None = None
     sinks: int = -1
     slopes: int = -1
     latent: LatentHandle | None = None
@@ -303,6 +306,7 @@ def index_handle(spec: AttentionSpec, index: IndexParts, loader: Packer, own_hea
         shape=_cpu.AttentionShape(**sizes, most=own.most, block=own.block, pool=own.pool, by_means=own.by_means),
         gates=loader.router(index.gates[0]) if index.gates else None,
         offsets=-1 if index.offsets is None else loader.vector(index.offsets).index,
+        scales=-1 if index.scales is None else loader.vector(index.scales).index,
     )
 
 

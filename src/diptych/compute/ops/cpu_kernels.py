@@ -110,12 +110,10 @@ def refuse_block(block_tokens: int) -> None:
 
 
 def cache_sizes(spec: ModelSpec) -> dict[str, Any]:
-    """The cache of a model as the kernels want to know it: of each layer that keeps something how many heads, how wide, and how
-    many tokens share the row of an entry.
+    """The cache of a model as the kernels want to know it: of each layer that keeps something how many heads, how wide, and in
+    which order.
     """
-    attended = spec.caches[0].attended if spec.caches else None
-    heads = [(*cache.sizes, cache.shared_by) if cache.shared_by else cache.sizes for cache in spec.caches]
-    return {"heads": heads, "attended": attended or 0}
+    return {"heads": [(*cache.sizes, *cache.order) for cache in spec.caches]}
 
 
 def state_shape(state: StateSpec, own: OwnHeads, *, scale: float = 1.0, norm_eps: float = 0.0) -> Any:

@@ -29,9 +29,13 @@ BACKED_BYTES = 2 << 20  # a huge page asked for at a time: milliseconds, in whic
 
 def layout_of(cache: dict[str, Any]) -> str:
     """How a block of such a cache lies."""
-    if attended := cache.get("attended", 0):
+    if any(order for _, _, _, *order in cache["heads"]):
         said = []
-        for _, width, _, *shared_by in cache["heads"]:
+        for _, width, _, *order in cache["heads"]:
+            if not order:
+                said.append(INDEX_LAYOUT.format(width=width))
+                continue
+            attended, *shared_by = order
             behind = width - attended - sum(attended // one for one in shared_by)
             layout = ENTRIES_LAYOUT if shared_by else CHOSEN_LAYOUT
             said.append(layout.format(attended=attended, index_dim=behind, shared_by=sum(shared_by)))

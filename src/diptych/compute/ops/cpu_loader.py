@@ -167,9 +167,9 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
     def _add_vector(self, values: torch.Tensor) -> int:
         return int(self.program.add_vector(values.contiguous()))
 
-    def number(self, tensor: WeightTensor) -> float:
-        """Becomes a part of the program."""
-        return float(self._values(tensor)[0])
+    def numbers(self, tensor: WeightTensor) -> tuple[float, ...]:
+        """Become a part of the program."""
+        return tuple(self._values(tensor).tolist())
 
     def vector(self, tensor: WeightTensor) -> VectorHandle:
         """Row after row."""
@@ -242,10 +242,11 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self,
         spec: AttentionSpec,
         *,
-        norm: NormParts,
+        norm: NormParts | None,
         keys: tuple[LinearParts, ...],
         values: tuple[LinearParts, ...],
         sinks: WeightTensor | None = None,
+        scales: WeightTensor | None = None,
         index: IndexParts | None = None,
         entries: EntryParts | None = None,
     ) -> AttentionHandle:
@@ -257,19 +258,18 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         some = keys[mine], values[mine.start // size : mine.stop // size]
         packed = [tuple(self._pack(parts, self.weights_format) for parts in of_heads) for of_heads in some]
         latent = LatentHandle(
-            norm=self._vector(norm.weight),
+            norm=-1 if norm is None else self._vector(norm.weight),
             keys=packed[0],
             values=packed[1],
             ones=-1 if keys else self._add_vector(torch.ones(spec.head_dim)),
             entries=None if entries is None else entries_handle(entries, spec.entry_places[0], self),
+            scales=-1 if scales is None else self._add_vector(self._values(scales).view(2, -1)[:, mine].reshape(-1)),
         )
         return AttentionHandle(
             spec=spec,
             own=own,
             shape=own and attention_shape(spec, own),
             rope=self._rope(spec.rope),
-            q_norm=None,
-            k_norm=None,
             sinks=-1 if sinks is None else self._vector(sinks, rows=mine),
             latent=latent,
             index=None if index is None else index_handle(spec, index, self, own),
@@ -281,7 +281,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         if not spec.is_whole:
             self._heads[spec.layer] = spec, own
         handle = rule_handle(spec, rule, own, self._values, self._add_vector)
-        return AttentionHandle(spec=spec, own=own, shape=None, rope=None, q_norm=None, k_norm=None, rule=handle)
+        return AttentionHandle(spec=spec, own=own, rule=handle)
 
     def _rope(self, rope: RopeSpec | None) -> int | None:
         if rope is not None and rope not in self._ropes:

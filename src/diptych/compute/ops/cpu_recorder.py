@@ -75,7 +75,7 @@ class CpuOps(
     def norm(self, x: Given, weight: VectorHandle, *, eps: float, parts: int = 1) -> Value:
         """Recorded by its consumer: a projection takes it as rows, `add` fuses it."""
         if isinstance(x, Value):
-            buffer = self._materialised(x)
+            buffer = self._given(x)
             value = Value("norm", x.width, buffer=buffer, norm=(weight, eps))
         else:
             buffer = x.buffer
@@ -362,6 +362,8 @@ class CpuOps(
             self.program.pool_index(layer=place, offsets=index.offsets, pool=own.pool, width=own.key_width)
         queries = self._f32("index queries", width)
         self._linear_into(low, index.queries, "qkv", queries)
+        if index.scales != -1:
+            self.program.scale_heads(q=queries, by_head=index.scales)
         turned, n_choices = own.n_heads * own.key_width, own.n_choices
         if index.weights is None and not own.by_means:
             turned, n_choices = heads.n_kv_heads * own.head_dim, heads.n_kv_heads * own.n_blocks
@@ -390,6 +392,8 @@ class CpuOps(
         x = self._materialised(q)
         if spec.query_scale is not None:
             self.program.scale_queries(q=x, scale=spec.query_scale.numbers)
+        if latent.scales != -1:
+            self.program.scale_heads(q=x, by_head=latent.scales)
         self.program.heads(
             weights=[head.index for head in latent.keys],
             x=x,
@@ -521,10 +525,10 @@ class CpuOps(
         return Value("experts", h.width, buffer=out)
 
     def _given(self, h: Value) -> int:
-        """What experts read, in fp32, for those that give it."""
+        """What experts give as they read it, or a norm reads, in fp32: a norm in a buffer of its own."""
         if h.norm is None:
             return self._materialised(h)
-        out = self._f32("experts given", h.width)
+        out = self._f32("given", h.width)
         self._norm_into(h, out)
         return out
 

@@ -509,6 +509,12 @@ def query_scales(positions: torch.Tensor, scale: QueryScale) -> torch.Tensor:
     return 1 + scale.slope * torch.log(torch.tensor([1.0 + n for n in steps]))
 
 
+def head_scales(positions: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What queries at these positions [T] are multiplied by, [T, H] fp32, by the numbers [2 H] of their heads."""
+    slopes, offsets = scales.float().chunk(2)
+    return torch.log(positions.float() + 1.0)[:, None] * slopes + offsets
+
+
 def experts(
     h: torch.Tensor,
     router: torch.Tensor,

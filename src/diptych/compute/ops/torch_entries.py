@@ -102,6 +102,7 @@ class TorchEntryOps(ABC):
         """`cache_latents` of a row that is met as it is."""
         latent, keys = attention.latent, self._rows_of(attention.spec)
         assert latent is not None
+        assert latent.norm is not None
         row = kv.shape[-1]
         rows = turned_end(
             _normed(kv, latent.norm.weight, attention.spec), self._angles(attention.spec, self._positions)

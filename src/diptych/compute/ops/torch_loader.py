@@ -49,13 +49,14 @@ class TorchNorm:
 @dataclass(frozen=True, slots=True)
 class TorchLatent:
     """norm over the latent, keys [H, kv_rank, nope_dim], values [H, v_dim, kv_rank]; of rows that are met as they are no keys,
-    and values [groups, outputs, H / groups * row].
+    and values [groups, outputs, H / groups * row]. scales [2 H] fp32.
     """
 
-    norm: TorchNorm
+    norm: TorchNorm | None
     keys: torch.Tensor | None
     values: torch.Tensor
     entries: TorchEntries | None = None
+    scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class TorchIndex:
     gates: TorchLinear | None = None
     offsets: torch.Tensor | None = None
     entries: TorchEntries | None = None
+    scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +173,9 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         self.sites.note(parts, linear)
         return linear
 
-    def number(self, tensor: WeightTensor) -> float:
+    def numbers(self, tensor: WeightTensor) -> tuple[float, ...]:
         """On no device."""
-        return float(tensor.read()[0])
+        return tuple(tensor.read().float().flatten().tolist())
 
     def vector(self, tensor: WeightTensor) -> TorchNorm:
         """fp32, in its shape."""
@@ -223,6 +225,7 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
             gates=self.router(index.gates[0]) if index.gates else None,
             offsets=None if index.offsets is None else self._vector(index.offsets),
             entries=None if index.entries is None else self._entries(index.entries),
+            scales=None if index.scales is None else self._vector(index.scales),
         )
 
     def _entries(self, entries: EntryParts) -> TorchEntries:
@@ -232,10 +235,11 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         self,
         spec: AttentionSpec,
         *,
-        norm: NormParts,
+        norm: NormParts | None,
         keys: tuple[LinearParts, ...],
         values: tuple[LinearParts, ...],
         sinks: WeightTensor | None = None,
+        scales: WeightTensor | None = None,
         index: IndexParts | None = None,
         entries: EntryParts | None = None,
     ) -> TorchAttention:
@@ -245,7 +249,13 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         )
         of_keys, of_values = stacked
         assert of_values is not None
-        latent = TorchLatent(self.norm(norm), of_keys, of_values, None if entries is None else self._entries(entries))
+        latent = TorchLatent(
+            None if norm is None else self.norm(norm),
+            of_keys,
+            of_values,
+            None if entries is None else self._entries(entries),
+            None if scales is None else self._vector(scales),
+        )
         own, of_heads = None if index is None else self._index(index), None if sinks is None else self._vector(sinks)
         return TorchAttention(spec, None, None, of_heads, latent=latent, index=own)
 

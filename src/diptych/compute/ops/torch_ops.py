@@ -275,6 +275,7 @@ class TorchOps(
         assert spec.rope is not None
         if spec.mla.n_groups:
             return self.cache_row(kv, attention)
+        assert latent.norm is not None
         c_Tr, k_Tp = kv.split((spec.mla.kv_rank, spec.mla.rope_dim), dim=-1)
         keys, _ = self._pool(spec.cache_layer)
         turned = self._rotate(k_Tp[:, None], spec.rope)[:, 0]
@@ -303,7 +304,7 @@ class TorchOps(
         longest = int(self._batch.context_tokens_S.max())
         if longest <= index.most:
             return
-        q_Tnd = self.linear(low, own.queries).unflatten(-1, (index.n_heads, -1))
+        q_Tnd = self._scaled_heads(self.linear(low, own.queries), own.scales).unflatten(-1, (index.n_heads, -1))
         q_Tnd = self._rotate(
             q_Tnd if own.q_norm is None else self.norm(q_Tnd, own.q_norm, eps=spec.norm_eps), spec.rope
         )
@@ -349,10 +350,10 @@ class TorchOps(
 
     def _index_keys(self, spec: AttentionSpec) -> torch.Tensor:
         """[slots, d]: beside latents, or in a layer of their own."""
-        if spec.mla is not None:
-            return self._pool(spec.cache_layer)[0][:, 0, spec.mla.row :]
-        assert spec.index_place is not None
-        return self._pool(spec.index_place)[0][:, 0]
+        if spec.index_place is not None:
+            return self._pool(spec.index_place)[0][:, 0]
+        assert spec.mla is not None
+        return self._pool(spec.cache_layer)[0][:, 0, spec.mla.row :]
 
     def absorb(self, q: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
         """q [T, H, r + p]."""
@@ -365,6 +366,7 @@ class TorchOps(
         assert spec.rope is not None
         if spec.query_scale is not None:
             q = (q * self._scales(spec.query_scale)[:, None]).to(q.dtype)
+        q = self._scaled_heads(q, latent.scales)
         q_THn, q_THp = q.unflatten(-1, (spec.n_heads, -1)).split((spec.mla.nope_dim, spec.mla.rope_dim), dim=-1)
         absorbed = torch.einsum("xhn,hrn->xhr", q_THn, latent.keys)
         return torch.cat([absorbed, self._rotate(q_THp, spec.rope)], dim=-1)
@@ -496,6 +498,14 @@ class TorchOps(
         """[T] fp32."""
         times = torch.div(self._positions + scale.shift, scale.tokens, rounding_mode="floor")
         return 1.0 + scale.slope * torch.log1p(times.float())
+
+    def _scaled_heads(self, q: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        """q [T, H d], each head by its position as its two numbers [2 H] say; None: as it is."""
+        if scales is None:
+            return q
+        slopes, offsets = scales.chunk(2)
+        factors_TH = torch.log((self._positions + 1).float())[:, None] * slopes + offsets
+        return (q.unflatten(-1, (len(slopes), -1)) * factors_TH[..., None]).to(q.dtype).flatten(1)
 
     def _pool(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         planes = self._kv.layers[layer]

@@ -196,6 +196,7 @@ class TritonOps(TorchOps):
         """Latent and rotary key side by side, in their slots."""
         spec, latent = attention.spec, attention.latent
         assert latent is not None
+        assert latent.norm is not None
         assert spec.rope is not None
         if not spec.rope.inv_freq:  # the kernel turns some dimensions at least
             super().cache_latents(kv, attention)
@@ -263,6 +264,7 @@ class TritonOps(TorchOps):
             return super().absorb(q, attention)
         if spec.query_scale is not None:
             q = (q * self._scales(spec.query_scale)[:, None]).to(q.dtype)
+        q = self._scaled_heads(q, latent.scales)
         return multiply_heads(q.unflatten(-1, (spec.n_heads, -1)), latent.keys, turn=self._turns(spec.rope))
 
     def expand(self, a: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
