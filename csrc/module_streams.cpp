@@ -114,10 +114,10 @@ void bind_streams(nb::class_<Program>& program) {
         p.record(Category::norm, MingleOp{std::move(xs), y, c, rounds, magnitude, eps});
       }, nb::kw_only(), nb::arg("xs"), nb::arg("y"), nb::arg("c"), nb::arg("magnitude"), nb::arg("rounds"), nb::arg("eps"))
       .def("vector_size", &Program::vector_size, nb::arg("vector"))
-      .def("fold", [](Program& p, int x, int out) {
-        if (p.buffer_width(x) % p.buffer_width(out) != 0) throw std::invalid_argument("a row has a whole number of streams");
-        p.record(Category::norm, FoldOp{x, out});
-      }, nb::kw_only(), nb::arg("x"), nb::arg("out"))
+      .def("fold", [](Program& p, int x, int out, std::vector<float> weights) {
+        if (weights.empty() || p.buffer_width(x) != static_cast<int64_t>(weights.size()) * p.buffer_width(out)) throw std::invalid_argument("a row has a stream for each weight, at least one");
+        p.record(Category::norm, FoldOp{x, out, std::move(weights)});
+      }, nb::kw_only(), nb::arg("x"), nb::arg("out"), nb::arg("weights"))
       .def("inject", [](Program& p, int x, int y, int c, float magnitude, float scale) {
         const int64_t n = p.buffer_width(c);
         if (n > kMostStreams || p.buffer_width(x) != n * p.buffer_width(y)) throw std::invalid_argument("a row has a stream for each weight, 8 at most");

@@ -208,7 +208,7 @@ struct ConnectionsOp { std::vector<int> xs; int weight, scale, base, out; float 
 struct GatherOp { std::vector<int> xs; int c, out; float eps; };                        // likewise
 struct SpreadOp { std::vector<int> xs; int y, c; float magnitude, eps; };               // likewise
 struct MingleOp { std::vector<int> xs; int y, c, rounds; float magnitude, eps; };        // likewise
-struct FoldOp { int x, out; };                                // out = the mean of x's parts, each as wide as out
+struct FoldOp { int x, out; std::vector<float> weights; };    // out = the sum of x's parts, each as wide as out, by these weights
 struct InjectOp { int x, y, c; float magnitude, scale; };     // each part of x, as wide as y, += magnitude * sigmoid(scale * c) * y, of its own c
 struct MeetKeysOp { int keys, queries, values, out; };        // as `meet_keys` of ops/contract_streams.py
 struct IdsOp { int out; int32_t shift; };                     // out: in each column the token's id, less shift

@@ -15,14 +15,13 @@ constexpr float kLeastMeeting = 1e-6f;  // of what a root is taken of
 
 void Program::Run::run(const FoldOp& op, size_t, int thread, int threads) const {
   const Buffer &x = buffer(op.x), &out = buffer(op.out);
-  const int64_t n = x.width / out.width;
-  const float share = 1.0f / static_cast<float>(n);
+  const int64_t n = static_cast<int64_t>(op.weights.size());
   const Range part = part_of_rows(out, step.n_tokens, thread, threads);
   for (int64_t t = part.begin; t < part.end; ++t) {
     float* row = out.f32() + t * out.width;
     const float* streams = x.f32() + t * x.width;
-    kernels.embed_row(streams, Source::f32, out.width, share, row);
-    for (int64_t i = 1; i < n; ++i) kernels.add_row(streams + i * out.width, out.width, share, row);
+    kernels.embed_row(streams, Source::f32, out.width, op.weights[0], row);
+    for (int64_t i = 1; i < n; ++i) kernels.add_row(streams + i * out.width, out.width, op.weights[i], row);
   }
 }
 

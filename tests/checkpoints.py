@@ -99,6 +99,8 @@ def enliven(model: torch.nn.Module, seed: int) -> None:
             parameter.copy_(noise - 1.0)
         elif "forget_gate." in name:  # by whose bound states would fade in a token or two
             parameter.copy_(0.3 * noise - (3.0 if name.endswith("dt_bias") else 0.0))
+        elif ".lambda_" in name:  # the class draws them by no seed
+            parameter.copy_(0.3 * noise)
         elif name.endswith("A_log"):  # the class draws it by a generator of its own; so states fade in some tokens
             parameter.copy_(noise - 1.0)
         elif name.endswith(("bias", "sinks")):

@@ -84,6 +84,10 @@ WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
 # what other families have beside that: their tests look at one cut of the work, as the walk is the same
 MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {"head_dim": 24}),
+    # values of two heads, and heads that are taken from others; two groups of them
+    "diffllama": (
+        "DiffLlamaConfig", "DiffLlamaForCausalLM",
+        {"head_dim": 24, "num_attention_heads": 8, "num_key_value_heads": 4, "attention_bias": True, "lambda_std_dev": 0.3}),
     # layers that attend to pictures, among them the last, are left out
     "mllama": (
         "MllamaTextConfig", "MllamaForCausalLM", {"num_hidden_layers": 5, "cross_attention_layers": [1, 4]}),

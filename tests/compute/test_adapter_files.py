@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma2": {"r": 4, "lora_alpha": 6, "target_modules": list(ALL), "use_rslora": True},
     "phi3": {"r": 6, "lora_alpha": 12, "target_modules": list(FUSED)},
     "qwen3_moe": {"r": 3, "lora_alpha": 9, "target_modules": ["q_proj", "v_proj"], "target_parameters": list(EXPERTS)},
+    "diffllama": {"r": 4, "lora_alpha": 8, "target_modules": list(ALL)},
     "mixtral": {"r": 4, "lora_alpha": 6, "target_modules": ["lm_head"], "target_parameters": list(EXPERTS[1:])},
     "gpt_oss": {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": list(EXPERTS)},
     "qwen3": {"r": 4, "lora_alpha": 8, "target_modules": ["lm_head"]},

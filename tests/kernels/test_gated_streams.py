@@ -58,12 +58,13 @@ END = 2  # of the small checkpoints' texts
 @pytest.mark.parametrize("n", [2, 3, 8])
 @pytest.mark.parametrize("width", [1, 15, 64, 130])
 def test_streams_in_one_row(isa: str, width: int, n: int) -> None:
-    """Their mean, what is added to each by a weight of its own, and values that keys and queries gate."""
+    """Their sum by weights, what is added to each by a weight of its own, and values that keys and queries gate."""
+    weights = tuple((0.9 - 0.7 * i) / n for i in range(n))
     x, keys, y = noise(T, n * width, seed=1), noise(T, n * width, seed=2), noise(T, width, seed=3)
     c = noise(T, n, seed=4, scale=4.0)
     keys[0, :width] = 0.0  # which meets nothing: half of the value
     expected = {
-        "fold": reference.fold(x, n),
+        "fold": reference.fold(x, weights),
         "inject": reference.inject(x, y, c, magnitude=1.5, scale=0.3),
         "meet_keys": reference.meet_keys(keys, x, y),
     }
@@ -73,7 +74,7 @@ def test_streams_in_one_row(isa: str, width: int, n: int) -> None:
         program, (of_keys, of_y, of_c) = bench.program, others(bench, keys, y, c)
         out = program.add_f32(wanted.shape[1])
         if name == "fold":
-            program.fold(x=bench.x, out=out)
+            program.fold(x=bench.x, out=out, weights=weights)
         elif name == "inject":
             program.inject(x=bench.x, y=of_y, c=of_c, magnitude=1.5, scale=0.3)
         else:
@@ -81,7 +82,7 @@ def test_streams_in_one_row(isa: str, width: int, n: int) -> None:
         check(name, bench.run(bench.x if name == "inject" else out, wanted.shape[1]), wanted)
     ops = torch_ops()
     found = {
-        "fold": ops.fold(x, n),
+        "fold": ops.fold(x, weights),
         "inject": ops.inject(x, y, c, magnitude=1.5, scale=0.3),
         "meet_keys": ops.meet_keys(keys, x, y),
     }
@@ -203,8 +204,9 @@ def test_blocks_of_the_highest_scores_are_chosen(isa: str, kv_format: str) -> No
 def test_what_does_not_fit_is_refused(isa: str) -> None:
     bench = Bench(isa, noise(T, 12, seed=1))
     program, four, two = bench.program, bench.program.add_f32(4), bench.program.add_f32(2)
-    with pytest.raises(ValueError, match="whole number of streams"):
-        program.fold(x=bench.x, out=program.add_f32(5))
+    for width, weights in ((5, (0.5, 0.5)), (6, (1.0,)), (6, (0.2,) * 3), (12, ())):
+        with pytest.raises(ValueError, match="a stream for each weight, at least one"):
+            program.fold(x=bench.x, out=program.add_f32(width), weights=weights)
     with pytest.raises(ValueError, match="a stream for each weight"):
         program.inject(x=bench.x, y=four, c=two, magnitude=1.0, scale=1.0)
     with pytest.raises(ValueError, match="whole number of streams"):

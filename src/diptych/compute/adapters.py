@@ -144,7 +144,7 @@ class Site:
     """Where an adapter may be attached: outputs [begin, end) of a projection, a module of the checkpoint or some of its rows.
 
     linear: the backend's handle of the projection. row_order: which row of the checkpoint's each output is, where they were
-    put in another order, or others are read by another projection.
+    put in another order, or repeated, or others are read by another projection.
     """
 
     linear: Any
@@ -157,6 +157,11 @@ class Site:
     def n_outputs(self) -> int:
         """Here: of the module's."""
         return self.end - self.begin
+
+    @property
+    def n_rows(self) -> int:
+        """Of the checkpoint's that are here, however often."""
+        return self.n_outputs if self.row_order is None else len(self.row_order.unique())
 
     def of(self, low_rank: LowRank) -> LowRank:
         """What an adapter of the module adds here."""
@@ -228,7 +233,7 @@ class Sites:
             if name is None or name in fitted or module.removesuffix(tail) not in prefixes:
                 self._refuse(adapter, module)
             sites = self._by_module[name]
-            n_outputs, n_inputs = sum(site.n_outputs for site in sites), sites[0].n_inputs
+            n_outputs, n_inputs = sum(site.n_rows for site in sites), sites[0].n_inputs
             if low_rank.b.shape[0] != n_outputs or low_rank.a.shape[1] != n_inputs:
                 raise LoadError(
                     f"adapter {adapter.path} has lora_A {list(low_rank.a.shape)} and lora_B {list(low_rank.b.shape)} for "

@@ -8,6 +8,7 @@ from typing import Any, Generic
 import torch
 
 from diptych.compute.balance import NORM_SHARE, balance_norm, balance_values
+from diptych.compute.difference_loader import load_difference, of_two_heads
 from diptych.compute.entries_loader import entry_index, entry_parts, group_parts, read_anew, readers_of
 from diptych.compute.layer_tensors import LayerTensors
 from diptych.compute.ops.contract import (
@@ -62,7 +63,9 @@ class LayerHeads(Generic[Vector, Linear, Heads]):
     )
     o: Linear
     gate: Linear | None = None
+    difference: float | None = None
     o_norm: Vector | None = None
+    o_norms: int = 1
     has_index: bool = False
 
 
@@ -88,6 +91,10 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         if has_bias and named is not None:
             o = replace(o, biases=(self.source.tensor(f"{root}{named}", self.spec.hidden),))
         o_norm = self.inner_norm(f"{root}{self.names.o_norm}", attention.width)
+        difference = None
+        if attention.differs:
+            difference, o_norm = load_difference(self, root)
+            widths["v"] = attention.n_kv_heads * attention.value_dim
         index = None if attention.own_index is None else self._block_index(attention.own_index, root)
         if self.loader.is_balancing:
             if not is_shared:
@@ -98,7 +105,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             if self._are_values_its_own:
                 balanced, o = balance_values(readers[0], o, attention)
                 readers = (balanced, *readers[1:])
-            elif o_norm is not None:
+            elif o_norm is not None and o_norm.weight.stored:
                 o_norm, (o,) = balance_norm(o_norm, (o,), offset=self.spec.norm_offset, share=NORM_SHARE)
         return norm, LayerHeads(
             handle=self.attention(root, index),
@@ -106,7 +113,9 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             qkv=self.loader.linear(readers[0], role=self.role(Split.OUTPUTS, **widths)),
             o=self.loader.linear(o, role=self.role(Split.INPUTS, o=self.spec.hidden)),
             gate=self._gate(readers[1], attention.gate_by) if attention.has_gate else None,
+            difference=difference,
             o_norm=self.norm(o_norm),
+            o_norms=attention.n_heads // 2 if attention.differs else 1,
         )
 
     def readers(self) -> tuple[LinearParts, ...]:
@@ -129,12 +138,12 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
 
     @property
     def _widths(self) -> dict[str, int]:
-        """Rows of q, k and v, of those that it has."""
+        """Rows of q, k and v, of those that it has, as a checkpoint has them."""
         attention = self.parts.attention
         n_kv, widths = attention.own_kv_heads, {"q": attention.n_heads * attention.head_dim}
         if n_kv:
             widths |= {"k": n_kv * attention.head_dim}
-        return widths | ({"v": n_kv * attention.value_dim} if n_kv and attention.has_v else {})
+        return widths | ({"v": attention.kv_width - n_kv * attention.head_dim} if n_kv and attention.has_v else {})
 
     def _readers(self, root: str) -> tuple[LinearParts, ...]:
         """q, k and v together, and the gate of the heads where they have one."""
@@ -158,6 +167,8 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         if self.names.qkv_parts:
             parts = rows_in_parts(self.names.qkv_parts, attention.width)
             readers = (_stacked(*(_picked(readers[0], rows) for rows in parts)),)
+        if attention.differs:
+            readers = (of_two_heads(readers[0], attention), *readers[1:])
         return (self._in_halves(readers[0], len(rows)), *readers[1:])
 
     def _queries_and_gate(self, root: str, name: str, *, has_bias: bool) -> tuple[LinearParts, LinearParts]:
@@ -216,7 +227,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         """
         attention = self.parts.attention
         is_shared = any(layer.attention.kv_layer is not None for layer in self.spec.layers)
-        has_norm = attention.has_v_norm or self.spec.has_inner_norms
+        has_norm = attention.has_v_norm or self.spec.has_inner_norms or attention.differs
         return attention.has_v and not has_norm and not is_shared and attention.clip is None
 
     def _latent_heads(

@@ -506,7 +506,11 @@ def run_attention(
         a = ops.attention(ops.rotate_and_cache(y, heads), heads)
     if not isinstance(qkv, StateWeights):
         a = a if weights.gate is None else ops.gate_heads(h, weights.gate, a)
-        return a if weights.o_norm is None else ops.norm(a, weights.o_norm, eps=weights.inner_eps)
+        if weights.difference is not None:
+            a = ops.fold(a, (1.0, -weights.difference))
+        return (
+            a if weights.o_norm is None else ops.norm(a, weights.o_norm, eps=weights.inner_eps, parts=weights.o_norms)
+        )
     if qkv.norms_first:
         assert qkv.norm is not None
         assert weights.gate is not None

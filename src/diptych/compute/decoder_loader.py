@@ -224,7 +224,8 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             of_heads.beside = self._heads(pair).readers()
         norm, heads = of_heads.load(norm, is_shared=is_shared)
         parts = {"attention": heads.handle, "qkv": heads.qkv, "o": heads.o, "gate": heads.gate}
-        return norm, {**parts, "o_norm": heads.o_norm, "has_index": heads.has_index}
+        behind = {"difference": heads.difference, "o_norm": heads.o_norm, "o_norms": heads.o_norms}
+        return norm, {**parts, **behind, "has_index": heads.has_index}
 
     def _heads(self, layer: int) -> HeadsLoader[Table, Vector, Linear, Heads, Experts]:
         return HeadsLoader(self.source, self.loader, self.spec, layer, self.of_model)

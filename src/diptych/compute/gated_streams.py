@@ -14,7 +14,7 @@ def gated_streams(
     n: int,
 ) -> Hidden:
     """The mean [T, D] of n streams whose norms are h [T, n D], each number gated."""
-    return ops.fold(ops.gate_given(ops.curve(h, connection.down), connection.up, h, 0), n)
+    return ops.fold(ops.gate_given(ops.curve(h, connection.down), connection.up, h, 0), (1 / n,) * n)
 
 
 def add_ngrams(

@@ -40,8 +40,10 @@ class LayerWeights(Generic[Table, Vector, Linear, Heads, Experts]):
     keeps_norms: what the norms before attention and before the MLP give becomes the stream, which is multiplied by
     before_attention and before_mlp when each has read it.
     gate: what the heads give is multiplied by, if anything, before o; input_gate, mlp_gate: what the norm before attention
-    gives, and the one before the MLP. o_norm, down_norm: of what o and a dense MLP's down read, if they have one, with
-    inner_eps. aside: what a layer has that only the next one reads. has_index: grouped queries choose what they attend to.
+    gives, and the one before the MLP. difference: of what the second half of the heads give, so much is taken from what the
+    first half do. o_norm, down_norm: of what o and a dense MLP's down read, if they have one, with inner_eps; o's in o_norms
+    equal parts, each by itself. aside: what a layer has that only the next one reads. has_index: grouped queries choose what
+    they attend to.
     """
 
     attention: Heads | None = None
@@ -55,7 +57,9 @@ class LayerWeights(Generic[Table, Vector, Linear, Heads, Experts]):
     ) = None
     o: Linear | None = None
     gate: Linear | None = None
+    difference: float | None = None
     o_norm: Vector | None = None
+    o_norms: int = 1
     down_norm: Vector | None = None
     inner_eps: float = 0.0
     has_index: bool = False

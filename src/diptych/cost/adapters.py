@@ -98,7 +98,7 @@ def _ends(model: ModelSpec, attention: AttentionLayer, mlp: object) -> list[int]
         ends = [hidden + state.n_inputs, *gate, state.width + hidden]
     elif mla is None:
         q, n_kv = attention.n_heads * attention.head_dim, attention.own_kv_heads
-        of_kv = 2 * hidden + n_kv * (attention.head_dim + attention.value_dim) if n_kv else 0
+        of_kv = 2 * hidden + attention.kv_width if n_kv else 0
         # the gate of heads lies behind q; where it is a tensor of its own, hidden inputs of it are not counted
         ends = [hidden + q + attention.gate_width, of_kv, attention.width + hidden]
     else:

@@ -310,9 +310,7 @@ def _gqa(sizes: _Sizes) -> tuple[Component, Component]:
         rotary += 6.0 * sizes.n * width
     qkv = replace(qkv, kv_write_bytes=sizes.n * sizes.written_bytes, vector_flops=rotary)
     o_bias = hidden if attention.has_o_bias else 0.0
-    return qkv, _linear(
-        sizes, "o", sizes.heads * attention.value_dim, hidden, bias=o_bias, link=_all_reduce_bytes(sizes)
-    )
+    return qkv, _linear(sizes, "o", attention.width / sizes.tp, hidden, bias=o_bias, link=_all_reduce_bytes(sizes))
 
 
 def _mla(sizes: _Sizes, mla: MlaSpec) -> tuple[Component, Component]:

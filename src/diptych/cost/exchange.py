@@ -76,8 +76,8 @@ def _gathered(
     attention, mlp, stream = layer.attention, layer.mlp, hidden * FP32
     has_norms_behind = layer.norms in (Norms.AFTER, Norms.AROUND, Norms.SUMS) and not are_whole
     is_sum_apart = has_norms_behind or layer.norms is Norms.AROUND_MLP or layer.scales.mlp_out != 1.0
-    heads = attention.width
-    values = heads * (FP32 if is_normed else value_bytes)
+    heads = attention.n_heads * attention.value_dim
+    values = heads * (FP32 if is_normed or attention.differs else value_bytes)
     if attention.mla is not None:
         values = attention.n_heads * attention.mla.v_dim * FP32
     meetings, row_bytes = (0, 0.0) if attention.is_absent else (2, values + stream)  # the heads' values, o

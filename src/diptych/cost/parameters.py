@@ -196,6 +196,8 @@ def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
         count += model.hidden
     if spec.has_sinks:
         count += spec.n_heads
+    if spec.differs:  # two vectors for each of the two numbers whose difference is learned
+        count += 4 * spec.head_dim
     if spec.qk_norm in (QkNorm.HEAD, QkNorm.TURNED):
         count += (2 if spec.own_kv_heads else 1) * spec.head_dim
     elif spec.qk_norm is QkNorm.CENTRED:

@@ -36,7 +36,7 @@ def modules_of(spec: ModelSpec) -> dict[str, tuple[int, int]]:
             sizes |= {"self_attn.q_proj": (q, spec.hidden), "self_attn.o_proj": (spec.hidden, heads.width)}
         if n_kv:
             sizes |= {"self_attn.k_proj": (n_kv * heads.head_dim, spec.hidden),
-                      "self_attn.v_proj": (n_kv * heads.value_dim, spec.hidden)}  # fmt: skip
+                      "self_attn.v_proj": (heads.kv_width - n_kv * heads.head_dim, spec.hidden)}  # fmt: skip
         if isinstance(mlp, MlpSpec):
             sizes |= {"mlp.gate_proj": (mlp.ffn, spec.hidden), "mlp.up_proj": (mlp.ffn, spec.hidden),
                       "mlp.down_proj": (spec.hidden, mlp.ffn)}  # fmt: skip

@@ -66,6 +66,15 @@ DENSE: tuple[Family, ...] = (
         mlp_bias="mlp_bias",
         **BY_ATTENTION_BIAS,
     ),
+    # DiffLlama: attention of a difference
+    Family(
+        name="diffllama", architectures=("DiffLlamaForCausalLM",),
+        keys={**USUAL, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "rms_norm_eps": 1e-5,
+              "attention_bias": False},
+        unread=("lambda_std_dev",),
+        differs=True,
+        **BY_ATTENTION_BIAS,
+    ),
     # Llama 3.2 Vision, whose layers that attend to pictures are left out
     Family(
         name="mllama_text_model", architectures=("MllamaForCausalLM", "MllamaForConditionalGeneration"),

@@ -188,11 +188,11 @@ class Family:
     has_states_alone: each has a state and nothing else; has_halves: each has two of attention and of dense MLPs, and a mixture
     beside the first, added behind the second (`read_blocks`); shares_blocks: before some that have a state stands a block
     aside, whose weights layers share (`read_shared`).
-    gates_heads, gate_by: as `AttentionLayer` has them; mixes_queries: as `MlaSpec.is_mixed` says. index_turns_last: of an index
-    as `IndexSpec.turns_last` says, and the key's norm has the model's eps. norms_latents_alike: norms of latents have it, too.
-    shares_latents: as `kv_source_layers` says, index keys lie apart, a query head's numbers scale it by its position
-    (`IndexSpec.is_apart`, `AttentionLayer.scales_heads`); learns_turns: as `Rope.is_learned`; heads of layers without rotary
-    positions have no part for them.
+    differs, gates_heads, gate_by: as `AttentionLayer` has them; mixes_queries: as `MlaSpec.is_mixed` says. index_turns_last: of
+    an index as `IndexSpec.turns_last` says, and the key's norm has the model's eps. norms_latents_alike: norms of latents have
+    it, too. shares_latents: layers may, as `kv_source_layers` says, beside an index as `IndexSpec.is_apart` has it; queries are
+    scaled by head, and those of layers without rotary positions have no part that would turn. learns_turns: as
+    `Rope.is_learned`.
     scales_latents: behind those they are multiplied by the root of the model's width over theirs.
     has_other_experts: of pictures, as many as of text and behind them, with a row of their own of the choice's bias; sizes of
     both are in lists. limits_all: `swiglu_limit` is of dense MLPs and shared experts, too. has_end_connection: as
@@ -285,6 +285,7 @@ class Family:
     theta_may_be_null: bool = False
     has_attention_gate: bool | str = False
     spare_embeddings: int = 0
+    differs: bool = False
     gates_heads: bool | str = False
     gate_by: Activation = Activation.SIGMOID
     mixes_queries: bool = False

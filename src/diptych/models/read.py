@@ -411,6 +411,10 @@ def _attention(
             f"num_attention_heads in {config.path} is {n_heads}; "
             f"q, k and v of {family.name} lie in {family.names.qkv_parts} parts"
         )
+    if family.differs and heads.n_kv % 2:
+        raise LoadError(
+            f"num_key_value_heads in {config.path} is {heads.n_kv}; values of {family.name} are those of two heads"
+        )
     scale = config.number("query_pre_attn_scalar", head_dim or 1) ** -0.5
     qk_norm = family.qk_norm if family.qk_norm_key is None or config.flag(family.qk_norm_key) else QkNorm.NONE
     if qk_norm is QkNorm.UNIT:  # stands behind the rotation, which changes no length
@@ -463,7 +467,8 @@ def _attention(
         slopes=slopes(n_heads, config.number("alibi_bias_max", 8.0)) if family.has_slopes else (),
         has_v_norm=family.has_v_norm,
         has_v=heads.has_v,
-        v_head_dim=heads.v_width,
+        v_head_dim=2 * head_dim if family.differs else heads.v_width,
+        differs=family.differs,
         v_scale=config.number("attention_value_scale", 1.0),
         kv_layer=kv_layer,
         has_gate=_decided(config, family.has_attention_gate),

@@ -1,7 +1,7 @@
 """Why known kinds of models are not run: what in them has no op here. A kind that is on no list is refused without a reason.
 
->>> reason_for("diffllama")
-'attention with two softmaxes'
+>>> reason_for("doge")
+'a mask that is made of the values'
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     OTHER_STATES: ("rwkv", "xlstm"),
     "attention whose queries and outputs a router chooses": ("jetmoe",),
     "a mask that is made of the values": ("doge",),
-    "attention with two softmaxes": ("diffllama",),
     "latent attention within windows, and rotary keys that are normed": ("dots3_note", "dots3_note_text"),
     "queries and keys that are convolved over tokens": ("zaya",),
     "an encoder alone, with positions of its own": (

@@ -91,6 +91,8 @@ class AttentionLayer:
     a projection for values; where there is none they are the keys before norm and turn. kv_layer: the number of the layer
     before this one whose keys and values, or latents, it attends to; it has none of its own then, and keeps nothing but the
     keys of an index. None: its own.
+    differs: each value is that of two KV heads, half of all apart, so v_head_dim is twice their width; of what the heads give
+    a part of the second half's is taken from the first half's, and normed head by head (arXiv:2410.05258).
     has_gate: what the heads give is multiplied by a projection bent by gate_by, gates_heads: of one number for each head.
     v_head_dim: how wide a value is, None: as a key. v_scale: what values are multiplied by. index: what chooses the positions
     that are attended to; None: all are. entries: what is attended to beside the window's tokens; index is of those then.
@@ -122,6 +124,7 @@ class AttentionLayer:
     gate_by: Activation = Activation.SIGMOID
     v_head_dim: int | None = None
     v_scale: float = 1.0
+    differs: bool = False
     mla: MlaSpec | None = None
     state: StateSpec | None = None
     index: IndexSpec | None = None
@@ -156,8 +159,8 @@ class AttentionLayer:
 
     @property
     def width(self) -> int:
-        """Of what the heads of grouped queries give."""
-        return self.n_heads * self.value_dim
+        """Of what o reads, behind the heads of grouped queries."""
+        return self.n_heads * self.value_dim // (2 if self.differs else 1)
 
     @property
     def gate_width(self) -> int:
@@ -173,7 +176,7 @@ class AttentionLayer:
     @property
     def kv_width(self) -> int:
         """Outputs of the projections that it has for k and v, together."""
-        return self.own_kv_heads * (self.head_dim + self.has_v * self.value_dim)
+        return self.own_kv_heads * (self.head_dim + self.has_v * (self.head_dim if self.differs else self.value_dim))
 
     @property
     def cache(self) -> CacheShape:

@@ -83,8 +83,8 @@ class StreamOps(ABC, Generic[Stream, Hidden, Table, Vector, Linear]):
         """[T, 2 D]: two streams in one row, the first of them x now; wide may be written, and nobody reads it again."""
 
     @abstractmethod
-    def fold(self, h: Hidden, n: int) -> Hidden:
-        """[T, D]: the mean of n streams that lie in one row."""
+    def fold(self, h: Hidden, weights: tuple[float, ...]) -> Hidden:
+        """[T, D]: the sum, by so many weights, of streams that lie in one row."""
 
     @abstractmethod
     def injections(self, h: Hidden, weight: Linear) -> Hidden:

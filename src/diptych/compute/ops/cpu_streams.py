@@ -123,11 +123,12 @@ class StreamRecorder(Buffers, StreamOps[ResidualStream, Value, TableHandle | Lin
         self.program.copy_columns(x=x.buffer, out=wide.buffer, n=x.width)
         return self._written(wide)
 
-    def fold(self, h: Value, n: int) -> Value:
+    def fold(self, h: Value, weights: tuple[float, ...]) -> Value:
         """In a buffer of its own."""
-        out = self._f32("folded", h.width // n)
-        self.program.fold(x=self._materialised(h), out=out)
-        return Value("folded", h.width // n, buffer=out)
+        width = h.width // len(weights)
+        out = self._f32("folded", width)
+        self.program.fold(x=self._materialised(h), out=out, weights=weights)
+        return Value("folded", width, buffer=out)
 
     def injections(self, h: Value, weight: LinearHandle) -> Value:
         """In a buffer that nothing else is written to."""

@@ -450,9 +450,10 @@ def mingle(
     return out
 
 
-def fold(x: torch.Tensor, n: int) -> torch.Tensor:
-    """The mean [T, D] of n streams in one row, fp32."""
-    return torch.stack(x.float().chunk(n, dim=-1)).mean(dim=0)
+def fold(x: torch.Tensor, weights: tuple[float, ...]) -> torch.Tensor:
+    """The sum [T, D] of streams in one row by these weights, fp32."""
+    parts = x.float().chunk(len(weights), dim=-1)
+    return torch.stack([weight * part for weight, part in zip(weights, parts, strict=True)]).sum(dim=0)
 
 
 def inject(x: torch.Tensor, y: torch.Tensor, c: torch.Tensor, *, magnitude: float, scale: float) -> torch.Tensor:

@@ -105,9 +105,10 @@ class TorchStreams(StreamOps[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm
         """[T, 2 D]."""
         return torch.cat([x, wide[:, x.shape[1] :]], dim=-1)
 
-    def fold(self, h: torch.Tensor, n: int) -> torch.Tensor:
+    def fold(self, h: torch.Tensor, weights: tuple[float, ...]) -> torch.Tensor:
         """[T, D]."""
-        return h.unflatten(-1, (n, -1)).mean(dim=1)
+        by = torch.tensor(weights, device=h.device)[:, None]
+        return (h.unflatten(-1, (len(weights), -1)).float() * by).sum(dim=1).to(h.dtype)
 
     def inject(
         self, x: torch.Tensor, y: torch.Tensor, c: torch.Tensor, *, magnitude: float, scale: float
