@@ -404,7 +404,7 @@ def _attention(
     kv_layer: int | None,
     index: IndexSpec | None,
 ) -> AttentionLayer:
-    n_heads, head_dim, hidden = heads.n, heads.width, config.integer("hidden_size")
+    n_heads, head_dim = heads.n, heads.width
     mla, sinks = None, family.has_sinks
     if family.names.qkv_parts and n_heads % family.names.qkv_parts:
         raise LoadError(
@@ -422,21 +422,7 @@ def _attention(
         if rope is not None and rope.attention_factor != 1.0:
             raise LoadError(f"{rope.kind} rope in {config.path} stretches what {family.name} norms behind it")
     if config.raw.get("kv_lora_rank") is not None:
-        mla = MlaSpec(
-            q_rank=config.optional_integer("q_lora_rank"),
-            kv_rank=config.integer("kv_lora_rank"),
-            nope_dim=config.integer("qk_nope_head_dim"),
-            rope_dim=head_dim,
-            v_dim=config.integer("v_head_dim", max(1, hidden // n_heads)),
-            is_mixed=family.mixes_queries,
-            norm_eps=config.number("rms_norm_eps") if family.norms_latents_alike else LATENT_EPS,
-            n_groups=config.optional_integer("o_groups") or 0,
-        )
-        if family.scales_latents:
-            q_scale = 1.0 if mla.q_rank is None else (hidden / mla.q_rank) ** 0.5
-            mla = replace(mla, q_scale=q_scale, kv_scale=(hidden / mla.kv_rank) ** 0.5)
-        if family.shares_latents and rope is None:
-            mla = replace(mla, nope_dim=mla.nope_dim + mla.rope_dim, rope_dim=0)
+        mla = _latents(config, family, heads, is_turned=rope is not None)
         stretch = 1.0 if rope is None and not family.shares_latents else latent_stretch(config)
         scale = (mla.nope_dim + mla.rope_dim) ** -0.5 * stretch**2
     elif index is not None and rope is not None and rope.rotary_dim > index.head_dim:
@@ -477,6 +463,26 @@ def _attention(
         mla=mla,
         index=index,
     )
+
+
+def _latents(config: HfConfig, family: Family, heads: Heads, *, is_turned: bool) -> MlaSpec:
+    hidden = config.integer("hidden_size")
+    mla = MlaSpec(
+        q_rank=config.optional_integer("q_lora_rank"),
+        kv_rank=config.integer("kv_lora_rank"),
+        nope_dim=config.integer("qk_nope_head_dim"),
+        rope_dim=heads.width,
+        v_dim=config.integer("v_head_dim", max(1, hidden // heads.n)),
+        is_mixed=family.mixes_queries,
+        norm_eps=config.number("rms_norm_eps") if family.norms_latents_alike else LATENT_EPS,
+        n_groups=config.optional_integer("o_groups") or 0,
+    )
+    if family.scales_latents:
+        q_scale = 1.0 if mla.q_rank is None else (hidden / mla.q_rank) ** 0.5
+        mla = replace(mla, q_scale=q_scale, kv_scale=(hidden / mla.kv_rank) ** 0.5)
+    if family.shares_latents and not is_turned:
+        mla = replace(mla, nope_dim=mla.nope_dim + mla.rope_dim, rope_dim=0)
+    return mla
 
 
 def _query_scale(config: HfConfig, family: Family, rope: Rope | None) -> QueryScale | None:
