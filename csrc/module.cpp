@@ -408,9 +408,10 @@ void bind_operations(nb::class_<Program>& program) {
                      std::optional<int> hidden, int hidden_rows, int expanded, int out, int64_t top_k, bool renormalises, const std::string& activation,
                      const std::pair<std::string, float>& scores_by, int choice_bias, std::array<int64_t, 3> groups, float routed_scale, std::optional<int> wide,
                      std::array<float, 4> gate, bool weighs_input, int64_t hidden_column, int64_t column, std::vector<int> up, int up_rows, int scales, const std::string& curve, float softcap,
-                     const std::pair<int64_t, int>& identities, int by_token) {
+                     const std::pair<int64_t, int>& identities, int by_token, float score_scale, const std::pair<int, float>& behind) {
         MoeOp op{};
-        op.by_token = by_token;
+        op.by_token = by_token, op.score_scale = score_scale, op.behind = behind.first, op.behind_eps = behind.second;
+        if (op.behind != -1 && (p.vector_size(op.behind) != 2 * p.buffer_width(out) || identities.first > 0)) throw std::invalid_argument("what is behind experts has two numbers for each of theirs, and all have weights");
         op.n_identities = identities.first, op.given = identities.second;
         op.up = std::move(up), op.up_rows = up_rows;
         op.hidden_column = hidden_column, op.column = column;
@@ -438,7 +439,7 @@ void bind_operations(nb::class_<Program>& program) {
          nb::arg("scores_by") = std::pair<std::string, float>{"softmax", 0.0f}, nb::arg("choice_bias") = -1, nb::arg("groups") = std::array<int64_t, 3>{1, 1, 1}, nb::arg("routed_scale") = 1.0f,
          nb::arg("wide").none() = nb::none(), nb::arg("gate") = std::array<float, 4>{1.0f, INFINITY, INFINITY, 0.0f}, nb::arg("weighs_input") = false, nb::arg("hidden_column") = 0, nb::arg("column") = 0,
          nb::arg("up") = std::vector<int>{}, nb::arg("up_rows") = -1, nb::arg("scales") = -1, nb::arg("curve") = "", nb::arg("softcap") = 0.0f,
-         nb::arg("identities") = std::pair<int64_t, int>{0, -1}, nb::arg("by_token") = -1)
+         nb::arg("identities") = std::pair<int64_t, int>{0, -1}, nb::arg("by_token") = -1, nb::arg("score_scale") = 1.0f, nb::arg("behind") = std::pair<int, float>{-1, 0.0f})
       .def("input", [](Program& p, int x) { p.record(Category::embed, InputOp{x}); })
       .def("tap", [](Program& p, int x, int number) { p.record(Category::norm, TapOp{x, number}); })
       .def("head", [](Program& p, int x, std::optional<int> norm, float eps, int rows, int weight, float scale, std::optional<float> softcap, int bias,

@@ -455,6 +455,7 @@ void Program::reserve(int64_t tokens) {
       if (const auto* inputs = std::get_if<LayerInputsOp>(&op.body)) bytes = std::max(bytes, (inputs->packed == -1 ? vector_size(inputs->norm) : linears_[inputs->packed].k_padded) * 4 + 64);
       if (const auto* moe = std::get_if<MoeOp>(&op.body)) {
         bytes = std::max(bytes, moe->n_scored() * 4 + moe->n_groups * 4 + 128);
+        if (moe->behind != -1) bytes = std::max(bytes, buffers_[moe->out].width * 4 + 64);
         if (moe->joins_apart) bytes = std::max(bytes, buffers_[moe->wide].width * (moe->is_gated ? 2 : 4) + 64);
       }
       if (const auto* head = std::get_if<HeadOp>(&op.body)) bytes = std::max(bytes, buffers_[head->x].width * 4 + 64);

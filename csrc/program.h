@@ -124,6 +124,7 @@ struct MoeOp {
   Activation activation;
   Scores by = Scores::softmax;
   float margin = 0.0f;                       // of sparsemixer, times the larger of a product's size and the best product
+  float score_scale = 1.0f;                  // of products, before anything else
   float softcap = 0.0f;                      // products become softcap * tanh(product / softcap) first; 0: they stay
   int scales = -1;                           // a vector [E] that the chosen experts' weights are multiplied by, or -1
   int choice_bias = -1;                      // a vector [E] added to the scores for the choice, or -1
@@ -139,6 +140,8 @@ struct MoeOp {
   int64_t hidden_column = 0, column = 0;     // where the outputs of gate_up and down begin
   int64_t n_identities = 0;                  // experts behind the others that give what they read, a row of `given` [T, D] fp32
   int given = -1;
+  int behind = -1;                           // a vector [2, D]: what an expert's row is multiplied by before it is normed, and the norm's weight
+  float behind_eps = 0.0f;
   int64_t n_scored() const { return static_cast<int64_t>(down.size()) + n_identities; }
 };
 struct HeadOp {

@@ -46,6 +46,8 @@ static float sparse_weight(const float* choice, int64_t n, int64_t best, float m
 void Program::Run::route_token(const MoeOp& op, int64_t token, float* choice) const {
   const int64_t n_experts = op.n_scored(), top_k = op.top_k;
   float* scores = buffer(op.scores).f32() + token * n_experts;
+  if (op.score_scale != 1.0f)
+    for (int64_t e = 0; e < n_experts; ++e) scores[e] *= op.score_scale;
   if (op.softcap > 0.0f) kernels.softcap_row(scores, n_experts, op.softcap);
   if (op.by == Scores::softmax) kernels.softmax_row(scores, n_experts);
   if (op.by == Scores::sigmoid) kernels.sigmoid_row(scores, n_experts);
@@ -178,6 +180,12 @@ void Program::Run::run(const MoeOp& op, size_t index, int thread, int threads) c
     for (int64_t j = t * op.top_k; j < (t + 1) * op.top_k; ++j) {
       const bool is_identity = program.routing_.expert_ids[j] >= n_experts;
       const float* row = is_identity ? buffer(op.given).f32() + t * out.width : expanded.f32() + program.routing_.expanded_rows[j] * out.width;
+      if (op.behind != -1) {
+        float* normed = reinterpret_cast<float*>(scratch(thread));
+        kernels.weigh_row(row, vector(op.behind), out.width, normed);
+        kernels.rms_norm_row(normed, vector(op.behind) + out.width, out.width, op.behind_eps, normed);
+        row = normed;
+      }
       kernels.add_row(row, out.width, op.weighs_input ? 1.0f : program.routing_.expert_weights[j], y);
     }
   }

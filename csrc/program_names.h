@@ -61,7 +61,7 @@ struct Names {
     if (op.has_hidden) buffers({op.hidden});
     if (op.joins_apart) buffers({op.wide});
     if (op.n_identities > 0) buffers({op.given});
-    optional_vector(op.choice_bias), optional_vector(op.scales), optional_vector(op.by_token);
+    optional_vector(op.choice_bias), optional_vector(op.scales), optional_vector(op.by_token), optional_vector(op.behind);
     for (size_t e = 0; e < op.down.size(); ++e) weights({op.gate_up.at(e), op.down[e]});
     for (const int up : op.up) weights({up}), buffers({op.up_rows});
   }

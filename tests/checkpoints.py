@@ -67,8 +67,9 @@ def make_reference(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     asked = {key: value for key, value in asked.items() if key not in COMMON or hasattr(usual, key)}
     config = config_class(**asked)
     if family in WRAPPED:
-        wrapper, tower = WRAPPED[family]
-        config = getattr(transformers, wrapper)(text_config=config.to_dict(), vision_config=tower)
+        wrapper, tower, *more = WRAPPED[family]
+        beside = {"vision_config": tower, **(more[0] if more else {})}
+        config = getattr(transformers, wrapper)(text_config=config.to_dict(), **beside)
     config._attn_implementation = "eager"
     made_of = SearchedForCausalLM if model_name == "SearchedForCausalLM" else getattr(transformers, model_name)
     model = made_of(config).eval().float()
@@ -99,7 +100,7 @@ def enliven(model: torch.nn.Module, seed: int) -> None:
             parameter.copy_(noise - 1.0)
         elif "forget_gate." in name:  # by whose bound states would fade in a token or two
             parameter.copy_(0.3 * noise - (3.0 if name.endswith("dt_bias") else 0.0))
-        elif ".lambda_" in name:  # the class draws them by no seed
+        elif ".lambda_" in name or name.endswith("residual_gate.gate"):  # the class draws them by no seed
             parameter.copy_(0.3 * noise)
         elif name.endswith("A_log"):  # the class draws it by a generator of its own; so states fade in some tokens
             parameter.copy_(noise - 1.0)

@@ -16,6 +16,8 @@ from family_fields import (
     NEMOTRON_H,
     QWEN4,
     SMALL_TOWER,
+    SPARK,
+    SPARK_EAR,
     STATES,
     WINDOWS,
     blocks,
@@ -62,14 +64,15 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
          "norm_topk_prob": True, "mlp_only_layers": [1]},
     ),
 }  # fmt: skip
-# families whose decoder transformers has in a model for pictures alone: config class of that, and its smallest tower
-WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
+# families whose decoder transformers has in a model for pictures alone: config class, its smallest tower, what else is there
+WRAPPED: dict[str, tuple[str, dict[str, Any]] | tuple[str, dict[str, Any], dict[str, Any]]] = {
     "minimax_m3": (
         "MiniMaxM3VLConfig",
         {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28},
     ),
     "fuyu": ("FuyuConfig", {}),
     "muse_glimmer": MUSE[1],
+    "muse_spark": ("MuseSparkConfig", MUSE[1][1], {"audio_config": SPARK_EAR}),
     "step3p7": (
         "Step3p7Config",
         {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
@@ -84,10 +87,6 @@ WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
 # what other families have beside that: their tests look at one cut of the work, as the walk is the same
 MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {"head_dim": 24}),
-    # values of two heads, and heads that are taken from others; two groups of them
-    "diffllama": (
-        "DiffLlamaConfig", "DiffLlamaForCausalLM",
-        {"head_dim": 24, "num_attention_heads": 8, "num_key_value_heads": 4, "attention_bias": True, "lambda_std_dev": 0.3}),
     # layers that attend to pictures, among them the last, are left out
     "mllama": (
         "MllamaTextConfig", "MllamaForCausalLM", {"num_hidden_layers": 5, "cross_attention_layers": [1, 4]}),
@@ -559,6 +558,7 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     # windowed layers of more query heads and positions of their own, each head gated; limits that are met
     "muse_glimmer": MUSE[0],
+    "muse_spark": SPARK,
     "step3p7": (
         "Step3p7TextConfig",
         "Step3p7ForConditionalGeneration",

@@ -60,6 +60,18 @@ MUSE: tuple[tuple[str, str, dict[str, Any]], tuple[str, dict[str, Any]]] = (
     ("MuseGlimmerConfig", {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
                            "patch_size": 8, "pos_emb_height": 2, "pos_emb_width": 2}),
 )  # fmt: skip
+# beside that sums by channel, norms behind heads and experts of latents, a dense layer; and what is beside it for sound
+SPARK: tuple[str, str, dict[str, Any]] = ("MuseSparkTextConfig", "MuseSparkForConditionalGeneration", {
+    **MUSE[0][2], "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "moe_hidden_size": 48,
+    "routed_scaling_factor": 1.4, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse", "sparse"],
+    "residual_gate_temperature": 0.4})  # fmt: skip
+SPARK_EAR = {
+    "patch_sizes": [2, 2],
+    "hidden_sizes": [8, 8],
+    "depths": [1, 1],
+    "num_hidden_layers": 2,
+    "out_hidden_size": 64,
+}
 QWEN4 = {"num_hidden_layers": 4, "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
          "shared_expert_intermediate_size": 48, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
          "linear_key_head_dim": 16, "linear_value_head_dim": 32, "output_gate_type": "sigmoid", "layer_types": STATES,

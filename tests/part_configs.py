@@ -10,6 +10,10 @@ PERSIMMON = {
 }
 # as `family_configs.MORE`
 PARTS_MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    # values of two heads, and heads that are taken from others; two groups of them
+    "diffllama": (
+        "DiffLlamaConfig", "DiffLlamaForCausalLM",
+        {"head_dim": 24, "num_attention_heads": 8, "num_key_value_heads": 4, "attention_bias": True, "lambda_std_dev": 0.3}),
     # two layers of two parts each; a third of the experts have no weights
     "longcat_flash": (
         "LongcatFlashConfig",

@@ -77,6 +77,9 @@ CASES: dict[str, dict[str, Any]] = {
         f"{one}_proj" for one in ("q_a", "q_b", "o")]},
     # one name for what gates heads and for what gates MLPs
     "muse_glimmer": {"r": 4, "lora_alpha": 8, "target_modules": ["gate_proj", "o_proj", "down_proj"]},
+    # queries and what precedes experts, whose outputs are multiplied and normed behind
+    "muse_spark": {"r": 4, "lora_alpha": 8, "target_modules":
+                   ".*language_model.*(q_proj|gate_proj|down_proj|pre_expert_proj|post_expert_proj)"},
     "dbrx": {"r": 4, "lora_alpha": 8, "target_modules": ["Wqkv", "out_proj"]},
     "bailing_hybrid": {"r": 4, "lora_alpha": 8, "target_modules": [
         f"{one}_proj" for one in ("q", "k", "v", "o", "b", "f", "g", "gate", "up", "down")]},

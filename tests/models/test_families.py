@@ -322,6 +322,12 @@ MORE: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse"] * 2,
         **EXPERTS,
     },
+    "muse_spark_text": {
+        "num_local_experts": 4,
+        "moe_hidden_size": 48,
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+        **EXPERTS,
+    },
     "youtu": {key: value for key, value in LATENT.items() if "rank" in key or "head_dim" in key},
 }
 ALONE = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 256, "state_size": 12, "conv_kernel": 3}
@@ -415,7 +421,7 @@ TEXT_MODELS = {
     "paddleocr_vl_text": "PaddleOCRTextModel", "hunyuan_vl_text": "HunYuanVLTextModel",
     "granite_docling_text": "GraniteDoclingTextModel", "deepseek_ocr2_text": "DeepseekOcr2TextModel",
     "muse_glimmer_text": "MuseGlimmerTextModel", "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeTextModel",
-    "molmo2_text": "Molmo2TextModel", "mistral_large4_text": "MistralLarge4TextModel",
+    "molmo2_text": "Molmo2TextModel", "muse_spark_text": "MuseSparkTextModel", "mistral_large4_text": "MistralLarge4TextModel",
     "emu3_text_model": "Emu3TextModel", "cosmos3_edge_text": "Cosmos3EdgeTextModel",
 }  # fmt: skip
 

@@ -66,6 +66,7 @@ class LayerHeads(Generic[Vector, Linear, Heads]):
     difference: float | None = None
     o_norm: Vector | None = None
     o_norms: int = 1
+    gates_normed: bool = False
     has_index: bool = False
 
 
@@ -95,6 +96,8 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         if attention.differs:
             difference, o_norm = load_difference(self, root)
             widths["v"] = attention.n_kv_heads * attention.value_dim
+        elif attention.norms_given:
+            o_norm = NormParts(weight=OnesTensor(attention.width))
         index = None if attention.own_index is None else self._block_index(attention.own_index, root)
         if self.loader.is_balancing:
             if not is_shared:
@@ -106,7 +109,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
                 balanced, o = balance_values(readers[0], o, attention)
                 readers = (balanced, *readers[1:])
             elif o_norm is not None and o_norm.weight.stored:
-                o_norm, (o,) = balance_norm(o_norm, (o,), offset=self.spec.norm_offset, share=NORM_SHARE)
+                o_norm, (o,) = balance_norm(o_norm, (o,), offset=0.0, share=NORM_SHARE)
         return norm, LayerHeads(
             handle=self.attention(root, index),
             has_index=index is not None,
@@ -114,8 +117,9 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             o=self.loader.linear(o, role=self.role(Split.INPUTS, o=self.spec.hidden)),
             gate=self._gate(readers[1], attention.gate_by) if attention.has_gate else None,
             difference=difference,
-            o_norm=self.norm(o_norm),
-            o_norms=attention.n_heads // 2 if attention.differs else 1,
+            o_norm=None if o_norm is None else self.loader.norm(o_norm),
+            o_norms=attention.n_heads // 2 if attention.differs else attention.n_heads if attention.norms_given else 1,
+            gates_normed=attention.norms_given,
         )
 
     def readers(self) -> tuple[LinearParts, ...]:
@@ -227,7 +231,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         """
         attention = self.parts.attention
         is_shared = any(layer.attention.kv_layer is not None for layer in self.spec.layers)
-        has_norm = attention.has_v_norm or self.spec.has_inner_norms or attention.differs
+        has_norm = attention.has_v_norm or self.spec.has_inner_norms or attention.differs or attention.norms_given
         return attention.has_v and not has_norm and not is_shared and attention.clip is None
 
     def _latent_heads(

@@ -11,14 +11,15 @@ from diptych.compute.aside import run_aside
 from diptych.compute.gated_streams import add_ngrams, gated_streams
 from diptych.compute.latents import run_latents
 from diptych.compute.layer_weights import DecoderWeights, LayerWeights
+from diptych.compute.mlps import mlp_alone, run_apart, run_dense, run_experts, run_inner
 from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Ops, Stream, Table, Vector
 from diptych.compute.part_weights import (
-    ApartNorms,
     LatentWeights,
     NormGate,
     SelectiveWeights,
     StateWeights,
     UnitWeights,
+    WeighedSums,
 )
 from diptych.compute.selective_states import run_selective, run_units
 from diptych.compute.stream_weights import BranchWeights
@@ -115,6 +116,8 @@ def run_layer(
         return run_summed(ops, x, weights, eps=eps)
     if weights.keeps_norms:
         return run_kept(ops, x, weights, eps=eps)
+    if weights.weighed is not None:
+        return run_weighed(ops, x, weights, weights.weighed, eps=eps, added_eps=added_eps)
     h = gated_norm(ops, x, weights.input_norm, weights.input_gate, eps=eps)
     if weights.is_parallel:
         # before anything is added to x, which both norms are of
@@ -195,6 +198,27 @@ def run_kept(
     return ops.add(x, mixture, scale=weights.mlp_scale)
 
 
+def run_weighed(
+    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+    x: Stream,
+    weights: LayerWeights[Table, Vector, Linear, Heads, Experts],
+    sums: WeighedSums[Vector],
+    *,
+    eps: float,
+    added_eps: float,
+) -> Stream:
+    """x * a + norm(attention(norm(x))), then * b + norm(s * mlp(norm(x))), where the norms behind have weights by channel."""
+    assert weights.input_norm is not None
+    assert weights.post_attention_norm is not None
+    assert weights.post_mlp_norm is not None
+    assert weights.o is not None
+    # ranks read x until they have met behind the last projection
+    y = ops.linear(run_attention(ops, ops.norm(x, weights.input_norm, eps=eps), weights), weights.o)
+    x = ops.add(ops.keep(x, sums.by_attention), ops.norm(y, weights.post_attention_norm, eps=added_eps))
+    y = ops.weigh_hidden(mlp_alone(ops, x, weights, eps=eps), sums.mlp_given)
+    return ops.add(ops.keep(x, sums.by_mlp), ops.norm(y, weights.post_mlp_norm, eps=added_eps))
+
+
 def run_late(
     ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
     x: Stream,
@@ -228,31 +252,6 @@ def gated_norm(
         return x
     h = ops.norm(x, norm, eps=eps)
     return h if gate is None else ops.gate_given(ops.curve(h, gate.down), gate.up, h, 0)
-
-
-def run_inner(
-    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
-    h: Stream | Hidden,
-    first: Linear,
-    weights: LayerWeights[Table, Vector, Linear, Heads, Experts],
-) -> Hidden:
-    """The inner values [T, F] of an MLP, by gate and up, or by up alone."""
-    if not weights.is_gated:
-        return ops.curve(h, first, numbers=weights.curve)
-    if weights.form is not None:
-        return ops.bent_gate(h, first, form=weights.form)
-    return ops.linear_gate(h, first) if weights.cutoff is None else ops.sparse_gate(h, first, cutoff=weights.cutoff)
-
-
-def run_dense(
-    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
-    h: Stream | Hidden,
-    first: Linear,
-    weights: LayerWeights[Table, Vector, Linear, Heads, Experts],
-) -> Hidden:
-    """What down reads of a dense MLP."""
-    inner = run_inner(ops, h, first, weights)
-    return inner if weights.down_norm is None else ops.norm(inner, weights.down_norm, eps=weights.inner_eps)
 
 
 def add_branched(
@@ -379,28 +378,6 @@ def attention_alone(
     return ops.linear(run_attention(ops, h, weights), weights.o)
 
 
-def mlp_alone(
-    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
-    x: Stream | Hidden,
-    weights: LayerWeights[Table, Vector, Linear, Heads, Experts],
-    *,
-    eps: float,
-) -> Hidden:
-    """mlp(norm(x)), or mixture(norm(x)) + the shared experts of norm(x), gated or not; of x where it has no norm."""
-    h = x if weights.pre_mlp_norm is None else ops.norm(x, weights.pre_mlp_norm, eps=eps)
-    if weights.dense is not None:
-        gate_up, down = weights.dense
-        return ops.linear(run_dense(ops, h, gate_up, weights), down)
-    shared = weights.shared
-    assert weights.experts is not None
-    gate = None if shared is None or shared.gate is None else ops.linear(h, shared.gate)
-    beside = None if shared is None else run_inner(ops, h, shared.gate_up, weights)
-    mixture = ops.experts(h, weights.experts)
-    if shared is None or beside is None:
-        return mixture
-    return ops.sum(mixture, ops.linear(beside, shared.down), gate=gate)
-
-
 def begin_inputs(
     ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
     spec: ModelSpec,
@@ -505,6 +482,10 @@ def run_attention(
         y = y if weights.clip is None else ops.clip(y, weights.clip)
         a = ops.attention(ops.rotate_and_cache(y, heads), heads)
     if not isinstance(qkv, StateWeights):
+        if weights.gates_normed and weights.gate is not None:
+            assert weights.o_norm is not None
+            a = ops.norm(a, weights.o_norm, eps=weights.inner_eps, parts=weights.o_norms)
+            return ops.gate_heads(h, weights.gate, a)
         a = a if weights.gate is None else ops.gate_heads(h, weights.gate, a)
         if weights.difference is not None:
             a = ops.fold(a, (1.0, -weights.difference))
@@ -518,65 +499,3 @@ def run_attention(
     if weights.gate is not None:
         a = ops.gate_heads(h if qkv.first_gate is None else ops.linear(h, qkv.first_gate), weights.gate, a)
     return a if qkv.norm is None else ops.norm(a, qkv.norm, eps=qkv.norm_eps, parts=qkv.n_norms)
-
-
-def run_experts(
-    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
-    h: Stream | Hidden,
-    weights: LayerWeights[Table, Vector, Linear, Heads, Experts],
-    experts: Experts,
-    x: Stream,
-    *,
-    eps: float,
-    attended: Hidden | None = None,
-) -> Stream:
-    """x + mixture(h), normed or not, + the shared experts of h, gated or not. All that reads h comes before x is written.
-
-    attended: what the heads give where attention runs beside it, whose projection is added, too.
-    """
-    shared, norm, latent, scale = weights.shared, weights.post_mlp_norm, weights.latent, weights.mlp_scale
-    assert attended is None or (norm is None and latent is None), "no family has these beside its attention"
-    is_scaled_whole = latent is None and (shared is None or (shared.gate is None and norm is None))
-    assert scale == 1.0 or is_scaled_whole, "no family scales a mixture that has these"
-    gate = None if shared is None or shared.gate is None else ops.linear(h, shared.gate)
-    beside = None if shared is None else run_inner(ops, h, shared.gate_up, weights)
-    if shared is not None and beside is not None and norm is not None:  # of both together
-        y = ops.sum(ops.experts(h, experts), ops.linear(beside, shared.down))
-        return ops.add(x, ops.norm(y, norm, eps=eps))
-    if latent is not None:
-        x = ops.linear_add(ops.experts(ops.linear(h, latent.down), experts, routed=h), latent.up, x)
-    else:
-        mixture = ops.experts(h, experts)
-        if attended is not None:
-            assert weights.o is not None
-            x = ops.linear_add(attended, weights.o, x)
-        x = ops.add(x, mixture if norm is None else ops.norm(mixture, norm, eps=eps), scale=scale)
-    if shared is None or beside is None:
-        return x
-    if scale != 1.0:
-        return ops.add(x, ops.linear(beside, shared.down), scale=scale)
-    if gate is None:
-        return ops.linear_add(beside, shared.down, x)
-    return ops.add_gated(x, ops.linear(beside, shared.down), gate)
-
-
-def run_apart(
-    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
-    x: Stream,
-    h: Stream | Hidden,
-    weights: LayerWeights[Table, Vector, Linear, Heads, Experts],
-    experts: Experts,
-    norms: ApartNorms[Vector],
-    *,
-    eps: float,
-) -> Stream:
-    """x + norm(norm(shared experts of h) + norm(mixture(norm(x)))), where the router reads a norm of x of its own."""
-    shared, behind = weights.shared, weights.post_mlp_norm
-    assert shared is not None
-    assert behind is not None
-    beside = ops.linear(run_inner(ops, h, shared.gate_up, weights), shared.down)
-    y = ops.stream(ops.norm(beside, norms.behind_shared, eps=eps), 0)
-    routed = ops.norm(x, norms.router, eps=eps)
-    mixture = ops.experts(ops.norm(x, norms.mixture, eps=eps), experts, routed=routed)
-    y = ops.add(y, ops.norm(mixture, norms.behind_mixture, eps=eps))
-    return ops.add(x, ops.norm(y, behind, eps=eps))

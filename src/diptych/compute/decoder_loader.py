@@ -35,7 +35,7 @@ from diptych.compute.ops.contract import (
     WeightTensor,
 )
 from diptych.compute.ops.contract_parts import Split
-from diptych.compute.part_weights import ApartNorms, LatentExperts, NormGate, SharedExperts
+from diptych.compute.part_weights import ApartNorms, LatentExperts, NormGate, SharedExperts, WeighedSums
 from diptych.compute.streams_loader import (
     load_branch,
     load_connection,
@@ -50,6 +50,7 @@ from diptych.compute.views import (
     MXFP4_BLOCK,
     Mxfp4Tensor,
     ReorderedTensor,
+    ResidualTensor,
     RowsTensor,
     ScaledTensor,
     SinesTensor,
@@ -162,15 +163,12 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         before, of_attention = self._attention(before, is_shared=is_shared)
         scales = self.parts.scales  # of norms as they lie in the checkpoint, or balanced
         input_norm = self.norm(scaled_norm(before, scales.attention_in), is_read=not is_kept)
-        post_attention_norm, post_mlp_norm = (self.norm(norm, is_read=False) for norm in (after, after_mlp))
         if isinstance(mlp, MoeSpec):
             before_mlp, of_mixture = self._experts(mlp, before_mlp)
         return LayerWeights(
             **of_attention,
             input_norm=input_norm,
-            post_attention_norm=post_attention_norm,
             pre_mlp_norm=self.norm(scaled_norm(before_mlp, scales.mlp_in), is_read=not is_kept),
-            post_mlp_norm=post_mlp_norm,
             input_gate=self._norm_gate(before),
             mlp_gate=self._norm_gate(before_mlp),
             dense=dense,
@@ -195,8 +193,26 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             if self.spec.scales_layers
             else 1.0,
             **of_mixture,
+            **self._norms_behind(after, after_mlp),
             **self._streams(),
         )
+
+    def _norms_behind(self, attention: NormParts | None, mlp: NormParts | None) -> dict[str, Any]:
+        """The norms behind attention and MLP; where sums are weighed by channel, what is added is weighed by these."""
+        temperature, root = self.spec.residual_temperature, self.prefix
+        if temperature is None:
+            return {
+                "post_attention_norm": self.norm(attention, is_read=False),
+                "post_mlp_norm": self.norm(mlp, is_read=False),
+            }
+        names = (f"{root}{name}_residual_gate.gate" for name in ("post_attention", "post_feedforward"))
+        gates = [self.source.tensor(name, self.spec.hidden) for name in names]
+        added = [self.loader.norm(NormParts(weight=ResidualTensor(one, temperature, is_kept=False))) for one in gates]
+        kept = [self.loader.vector(ResidualTensor(one, temperature, is_kept=True)) for one in gates]
+        given = self.source.tensor(f"{root}post_feedforward_layernorm.weight", self.spec.hidden)
+        given = ScaledTensor(given, 1.0, self.spec.norm_offset)
+        sums = WeighedSums(by_attention=kept[0], by_mlp=kept[1], mlp_given=self.loader.vector(given))
+        return {"post_attention_norm": added[0], "post_mlp_norm": added[1], "weighed": sums}
 
     def _gated(self, norm: NormParts | None, root: str, name: str) -> NormParts | None:
         """The norm of that name with what gates it, in models that gate theirs."""
@@ -224,8 +240,8 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             of_heads.beside = self._heads(pair).readers()
         norm, heads = of_heads.load(norm, is_shared=is_shared)
         parts = {"attention": heads.handle, "qkv": heads.qkv, "o": heads.o, "gate": heads.gate}
-        behind = {"difference": heads.difference, "o_norm": heads.o_norm, "o_norms": heads.o_norms}
-        return norm, {**parts, **behind, "has_index": heads.has_index}
+        named = ("difference", "o_norm", "o_norms", "gates_normed", "has_index")
+        return norm, {**parts, **{name: getattr(heads, name) for name in named}}
 
     def _heads(self, layer: int) -> HeadsLoader[Table, Vector, Linear, Heads, Experts]:
         return HeadsLoader(self.source, self.loader, self.spec, layer, self.of_model)
@@ -353,13 +369,20 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             scales=scales,
             table=table,
             experts=experts,
+            behind=None
+            if moe.behind_eps is None
+            else ScaledTensor(
+                self.source.tensor(f"{root}experts.post_expert_norm.weight", moe.latent or hidden),
+                1.0,
+                self.spec.norm_offset,
+            ),
             role=self.role(Split.OUTPUTS, **sites, down=moe.latent or hidden),
         )
         return norm, {
             "experts": mixture,
             "shared": self._shared(moe, shared),
             "apart": self._apart(own, root),
-            "latent": self._latent(latent),
+            "latent": self._latent(latent, None if moe.behind_eps is None else f"{root}pre_expert_norm.weight"),
         }
 
     @staticmethod
@@ -377,13 +400,14 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         ends = ((moe.latent, self.spec.hidden), (self.spec.hidden, moe.latent))
         return tuple(self.linear(root, (name,), (n,), k) for name, (n, k) in zip(self.names.latent, ends, strict=True))
 
-    def _latent(self, parts: tuple[LinearParts, ...]) -> LatentExperts[Linear] | None:
+    def _latent(self, parts: tuple[LinearParts, ...], norm: str | None) -> LatentExperts[Vector, Linear] | None:
         if not parts:
             return None
         down, up = parts
         return LatentExperts(
             down=self.loader.linear(down, role=self.role(Split.OUTPUTS, latent=down.n_outputs)),
             up=self.loader.linear(up, role=self.role(Split.INPUTS, down=up.n_outputs)),
+            norm=None if norm is None else self.norm(NormParts(weight=self.source.tensor(norm, down.n_outputs))),
         )
 
     def _apart(self, own: NormParts | None, root: str) -> ApartNorms[Vector] | None:

@@ -16,6 +16,7 @@ from diptych.compute.part_weights import (
     SharedExperts,
     StateWeights,
     UnitWeights,
+    WeighedSums,
 )
 from diptych.compute.stream_weights import (
     BranchWeights,
@@ -41,9 +42,9 @@ class LayerWeights(Generic[Table, Vector, Linear, Heads, Experts]):
     before_attention and before_mlp when each has read it.
     gate: what the heads give is multiplied by, if anything, before o; input_gate, mlp_gate: what the norm before attention
     gives, and the one before the MLP. difference: of what the second half of the heads give, so much is taken from what the
-    first half do. o_norm, down_norm: of what o and a dense MLP's down read, if they have one, with inner_eps; o's in o_norms
-    equal parts, each by itself. aside: what a layer has that only the next one reads. has_index: grouped queries choose what
-    they attend to.
+    first half do. weighed: sums are weighed by channel. o_norm, down_norm: of what o and a dense MLP's down read, if they have
+    one, with inner_eps; o's in o_norms equal parts, each by itself, gates_normed: before the gate. aside: what a layer has
+    that only the next one reads. has_index: grouped queries choose what they attend to.
     """
 
     attention: Heads | None = None
@@ -60,6 +61,7 @@ class LayerWeights(Generic[Table, Vector, Linear, Heads, Experts]):
     difference: float | None = None
     o_norm: Vector | None = None
     o_norms: int = 1
+    gates_normed: bool = False
     down_norm: Vector | None = None
     inner_eps: float = 0.0
     has_index: bool = False
@@ -78,7 +80,8 @@ class LayerWeights(Generic[Table, Vector, Linear, Heads, Experts]):
     experts: Experts | None = None
     shared: SharedExperts[Linear] | None = None
     apart: ApartNorms[Vector] | None = None
-    latent: LatentExperts[Linear] | None = None
+    latent: LatentExperts[Vector, Linear] | None = None
+    weighed: WeighedSums[Vector] | None = None
     is_parallel: bool = False
     is_shared: bool = False
     is_late: bool = False

@@ -18,11 +18,23 @@ class SharedExperts(Generic[Linear]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatentExperts(Generic[Linear]):
-    """What takes the stream to a mixture's experts, and what they give back to it."""
+class LatentExperts(Generic[Vector, Linear]):
+    """What takes the stream to a mixture's experts, by way of a norm, if any, and what they give back to it."""
 
     down: Linear
     up: Linear
+    norm: Vector | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeighedSums(Generic[Vector]):
+    """By what the channels of the stream are kept when attention adds to it, and the MLP; what the MLP gives is multiplied by
+    before it is normed.
+    """
+
+    by_attention: Vector
+    by_mlp: Vector
+    mlp_given: Vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

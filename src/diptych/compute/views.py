@@ -12,6 +12,7 @@ from diptych.compute.ops.contract_parts import Codes
 from diptych.ground.formats import FP8_BLOCK, KEPT_MXFP4, STRIP_LANES, KeptFormat
 
 MXFP4_BLOCK = 32  # values that share a scale
+LEAST_KEPT = 1e-3  # of a channel, squared
 # of the 16 codes (OCP Microscaling Formats 1.0): sign, two bits of exponent, one of mantissa
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 SCALE_BIAS = 127
@@ -146,16 +147,17 @@ class SoftplusTensor(PowerTensor):
 
 
 class ScaledTensor(WeightTensor):
-    """A small tensor times a number, in fp32."""
+    """A small tensor times a number, and more, in fp32."""
 
     random_seed: int | None = None
     dtype = torch.float32
 
-    def __init__(self, tensor: WeightTensor, factor: float) -> None:
+    def __init__(self, tensor: WeightTensor, factor: float, offset: float = 0.0) -> None:
         self.name = tensor.name
         self.shape = tensor.shape
         self._tensor = tensor
         self._factor = factor
+        self._offset = offset
 
     @property
     def stored(self) -> tuple[WeightTensor, ...]:
@@ -164,7 +166,34 @@ class ScaledTensor(WeightTensor):
 
     def read(self) -> torch.Tensor:
         """A copy."""
-        return self._tensor.read().to(torch.float32) * self._factor
+        return self._tensor.read().to(torch.float32) * self._factor + self._offset
+
+
+class ResidualTensor(WeightTensor):
+    """By what a stream's channels are kept, or what is added to them, of learned numbers g [D] (Muse Spark): b = sigmoid(g / t)
+    is added, and sqrt(1 - b^2), of at least LEAST_KEPT under the root, is kept.
+    """
+
+    random_seed: int | None = None
+    dtype = torch.float32
+
+    def __init__(self, tensor: WeightTensor, temperature: float, *, is_kept: bool) -> None:
+        self.name = tensor.name
+        self.shape = tensor.shape
+        self._tensor = tensor
+        self._temperature = temperature
+        self._is_kept = is_kept
+
+    @property
+    def stored(self) -> tuple[WeightTensor, ...]:
+        """What it is made of."""
+        return self._tensor.stored
+
+    def read(self) -> torch.Tensor:
+        """A new tensor."""
+        gate = self._tensor.read().to(torch.float32) / self._temperature
+        added = gate.sigmoid()
+        return ((-gate).sigmoid() * (1.0 + added)).clamp(min=LEAST_KEPT).sqrt() if self._is_kept else added
 
 
 class OnesTensor(WeightTensor):

@@ -48,6 +48,8 @@ def gathered(model: ModelSpec, *, tp: int, weights: str = "bf16") -> Exchange:
     are_whole, value_bytes = model.streams is not None, FP32 if weights != "bf16" else BF16
     settings = {"are_whole": are_whole, "is_normed": model.has_inner_norms}
     layers = [_gathered(layer, model.hidden, value_bytes, **settings) for layer in model.layers]
+    if model.residual_temperature is not None:
+        layers += [_weighed(layer, model.hidden * FP32) for layer in model.layers]
     # behind a layer its own embedding is projected and added to the stream, which is scaled
     behind = model.n_layers * (model.scales_layers + 2 * (model.layer_inputs is not None and not are_whole))
     behind += model.has_embedding_norm  # whose rows' owners make it
@@ -64,6 +66,15 @@ def _kept(layer: LayerSpec, stream: int) -> tuple[int, float]:
     is_scaled, is_apart = scales.before_attention != 1.0, scales.attention_out != 1.0
     n = 2 + is_scaled + (is_scaled or is_apart) + (scales.before_mlp != 1.0)
     heads = layer.attention.width * FP32 if state is not None and state.is_steady else 0
+    return n + (heads > 0), float(n * stream + heads)
+
+
+def _weighed(layer: LayerSpec, stream: int) -> tuple[int, float]:
+    """More of a layer whose sums are weighed by channel: of heads that are normed, of what attention and MLP add to, of
+    what the MLP gives before its norm, all by the rows' owners; of a mixture, too, what its sum is projected to.
+    """
+    heads = layer.attention.width * FP32 * layer.attention.norms_given
+    n = 4 if isinstance(layer.mlp, MoeSpec) else 3
     return n + (heads > 0), float(n * stream + heads)
 
 

@@ -231,7 +231,8 @@ def _moe(model: ModelSpec, moe: MoeSpec) -> dict[str, int]:
         "router": model.hidden * (moe.n_scored + moe.is_apart)
         + moe.n_scored * (moe.has_router_bias + moe.has_choice_bias * moe.choice_rows + moe.is_apart),
         "experts": moe.n_experts * (moe.n_products * width * moe.expert_ffn + bias),
-        "shared_experts": model.hidden * (moe.n_products * moe.shared_ffn + 2 * moe.latent + moe.has_shared_gate),
+        "shared_experts": model.hidden * (moe.n_products * moe.shared_ffn + 2 * moe.latent + moe.has_shared_gate)
+        + 2 * width * (moe.behind_eps is not None),
     }
 
 
@@ -242,7 +243,9 @@ def _norms(model: ModelSpec) -> int:
     held = [(layer, n) for layer, n in model.layer_groups if layer.shares is None]
     of_layers = sum(n * (layer.norms.count + own_norms(layer.mlp)) for layer, n in held)
     inner = sum(n * inner_width(model, layer) for layer, n in model.layer_groups)
-    return of_layers * per_norm + inner + ends + _learned_turns(model)
+    # two gates of sums, where the norm behind attention has no weight
+    weighed = model.n_layers * model.hidden * (model.residual_temperature is not None)
+    return of_layers * per_norm + inner + ends + weighed + _learned_turns(model)
 
 
 def _learned_turns(model: ModelSpec) -> int:

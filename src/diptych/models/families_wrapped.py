@@ -5,8 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from diptych.models.families_dense import GLM4_NAMES
-from diptych.models.families_shared import BY_ATTENTION_BIAS, BY_USE_BIAS, GRANITE, QWEN, QWEN_WINDOWS, USUAL
+from diptych.models.families_shared import (
+    BY_ATTENTION_BIAS,
+    BY_USE_BIAS,
+    GRANITE,
+    LOCAL_EXPERTS,
+    QWEN,
+    QWEN_WINDOWS,
+    USUAL,
+)
 from diptych.models.family import Family, TensorNames
+from diptych.models.mlp import Scores
 from diptych.models.spec import Norms, QkNorm
 
 IN_PIPELINES: dict[str, Any] = {"qkv": ("to_q", "to_k", "to_v"), "o": "to_out"}
@@ -179,6 +188,30 @@ WRAPPED: tuple[Family, ...] = (
         qk_norm=QkNorm.UNIT, norms_unturned=True,
         has_attention_gate=True,
         names=TensorNames(gate="gate_proj"),
+        ignored=("rotary_emb.inv_freq", "vision_adapter."),
+        **BY_ATTENTION_BIAS,
+    ),
+    # Muse Spark: beside that sums are weighed by channel, what heads and experts give is normed, experts are of latents
+    Family(
+        name="muse_spark_text", architectures=("MuseSparkForConditionalGeneration",), more_model_types=("muse_spark",),
+        keys={**USUAL, "vocab_size": 202_048, "hidden_size": 8192, "intermediate_size": 16_384, "num_hidden_layers": 62,
+              "num_attention_heads": 128, "num_key_value_heads": 16, "head_dim": 64, "max_position_embeddings": 1_048_576,
+              "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 2048, "layer_types": None,
+              "no_rope_layers": None, "attention_bias": False, "final_logit_softcapping": 20.0,
+              "key_multiplier": 5.4730064863875, "logit_scale": 0.1767766952966369, "post_norm_eps": 1e-8,
+              "moe_intermediate_size": 4096, "num_experts": 256, "num_experts_per_tok": 8, "routed_scaling_factor": 1.0,
+              "moe_latent_size": 4096, "mlp_layer_types": None, "residual_gate_temperature": 0.3},
+        unread=("layer_rope_theta",),
+        renamed={"qk_scale_factor": "key_multiplier", "output_multiplier": "logit_scale", "moe_hidden_size": "moe_latent_size",
+                 **LOCAL_EXPERTS},
+        norms=Norms.AROUND,
+        norm_offset=1.0, final_norm_offset=0.0,
+        has_embedding_norm=True, has_embedding_norm_weight=False,
+        qk_norm=QkNorm.UNIT, norms_unturned=True,
+        has_attention_gate=True, norms_given=True, norms_experts=True,
+        scores=Scores.SIGMOID, renormalises=True, has_choice_bias=True,
+        names=TensorNames(gate="gate_proj", latent=("pre_expert_proj", "post_expert_proj"),
+                          norms={Norms.AROUND: ("input_layernorm", None, "pre_feedforward_layernorm", None)}),
         ignored=("rotary_emb.inv_freq", "vision_adapter."),
         **BY_ATTENTION_BIAS,
     ),

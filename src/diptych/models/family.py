@@ -188,15 +188,17 @@ class Family:
     has_states_alone: each has a state and nothing else; has_halves: each has two of attention and of dense MLPs, and a mixture
     beside the first, added behind the second (`read_blocks`); shares_blocks: before some that have a state stands a block
     aside, whose weights layers share (`read_shared`).
-    differs, gates_heads, gate_by: as `AttentionLayer` has them; mixes_queries: as `MlaSpec.is_mixed` says. index_turns_last: of
-    an index as `IndexSpec.turns_last` says, and the key's norm has the model's eps. norms_latents_alike: norms of latents have
-    it, too. shares_latents: layers may, as `kv_source_layers` says, beside an index as `IndexSpec.is_apart` has it; queries are
-    scaled by head, and those of layers without rotary positions have no part that would turn. learns_turns: as
-    `Rope.is_learned`.
+    differs, norms_given, gates_heads, gate_by: as `AttentionLayer` has them; mixes_queries: as `MlaSpec.is_mixed` says.
+    index_turns_last: of an index as `IndexSpec.turns_last` says, and the key's norm has the model's eps. norms_latents_alike:
+    norms of latents have it, too. shares_latents: layers may, as `kv_source_layers` says, beside an index as
+    `IndexSpec.is_apart` has it; queries are scaled by head, and those of layers without rotary positions have no part that
+    would turn. learns_turns: as `Rope.is_learned`.
     scales_latents: behind those they are multiplied by the root of the model's width over theirs.
     has_other_experts: of pictures, as many as of text and behind them, with a row of their own of the choice's bias; sizes of
     both are in lists. limits_all: `swiglu_limit` is of dense MLPs and shared experts, too. has_end_connection: as
     `HyperSpec.has_end`.
+    norms_experts: as `MoeSpec.behind_eps` says, by the eps of norms of what layers add; the router's outputs are multiplied as
+    logits are.
     state_rule: some layers have a state in place of keys and values, which moves on by it (`read_states`): those that
     layer_types names so, or all but every `full_every`-th. state_norms, state_norm_eps: theirs, if not the others'.
     spare_embeddings: rows of the embedding behind the vocabulary, for tokens that nobody writes.
@@ -286,6 +288,8 @@ class Family:
     has_attention_gate: bool | str = False
     spare_embeddings: int = 0
     differs: bool = False
+    norms_given: bool = False
+    norms_experts: bool = False
     gates_heads: bool | str = False
     gate_by: Activation = Activation.SIGMOID
     mixes_queries: bool = False

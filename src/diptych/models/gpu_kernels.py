@@ -95,7 +95,7 @@ def kind_of_experts(spec: MoeSpec) -> int | None:
     """What the kernel makes of the sums of such experts; None: it has no such thing."""
     return (
         None
-        if spec.limit is not None or spec.n_identities
+        if spec.limit is not None or spec.n_identities or spec.behind_eps is not None
         else (GATES if spec.is_gated else CURVES).get(spec.activation)
     )
 
@@ -112,6 +112,8 @@ def asks_the_host(spec: ModelSpec) -> str | None:
                 if spec.moe.limit is not None
                 else " beside identities"
                 if spec.moe.n_identities
+                else " that are normed"
+                if spec.moe.behind_eps is not None
                 else ""
             )
             return f"experts of {spec.moe.activation.value}{limited}"

@@ -61,7 +61,9 @@ class MoeSpec:
     what the mixture gives, but not shared experts, is added behind the layer that follows. is_apart: shared experts, mixture
     and router read the stream by norms of their own, what each of the first two gives is normed before they are added, and
     each expert has a scale. limit, shared_limit: of experts and of shared experts, as `MlpSpec` has it; limits_gate: of both.
-    by_token: a table has the experts of each token id, which scores weigh alone.
+    by_token: a table has the experts of each token id, which scores weigh alone. score_scale: what the router's outputs are
+    multiplied by. behind_eps: what each expert gives is multiplied by a vector that all share, and normed with this eps; what
+    they read is then normed, too, behind the projection to latents. None: neither.
     skew: of the routing, 0 is uniform; see `cost.routing.expected_experts`.
     """
 
@@ -93,6 +95,8 @@ class MoeSpec:
     limits_gate: bool = False
     shared_limit: float | None = None
     by_token: bool = False
+    score_scale: float = 1.0
+    behind_eps: float | None = None
     skew: float = 0.0
 
     @property

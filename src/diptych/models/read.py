@@ -161,6 +161,7 @@ def read_model(
         layer_inputs=layer_inputs(config) if config.raw.get("hidden_size_per_layer_input") else None,
         ngrams=ngrams(config, state_layers(config, family, len(windows))) if "ple_layer_ids" in family.keys else None,
         scales_layers=family.scales_layers,
+        residual_temperature=config.optional_number("residual_gate_temperature"),
         has_inner_norms=family.has_inner_norms,
         blocks=config.raw.get("blocks", ()),
         left_out=config.raw.get("left_out", ()),
@@ -455,6 +456,7 @@ def _attention(
         has_v=heads.has_v,
         v_head_dim=2 * head_dim if family.differs else heads.v_width,
         differs=family.differs,
+        norms_given=family.norms_given,
         v_scale=config.number("attention_value_scale", 1.0),
         kv_layer=kv_layer,
         has_gate=_decided(config, family.has_attention_gate),
@@ -593,4 +595,6 @@ def _moe(config: HfConfig, family: Family) -> MoeSpec:
         limit=config.number("swiglu_limit") if "swiglu_limit" in family.keys else None,
         limits_gate="swiglu_limit" in family.keys,
         shared_limit=config.number("swiglu_limit") if family.limits_all and shared else None,
+        score_scale=config.number("logit_scale") if family.norms_experts else 1.0,
+        behind_eps=config.number("post_norm_eps") if family.norms_experts else None,
     )

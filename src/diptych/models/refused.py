@@ -36,7 +36,6 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "a decoder by names of another program": ("nemo_speechlm",),
     "text that is written in no order": ("diffusion_gemma",),
     # of new kinds
-    "residuals weighed by channel, and a norm behind each expert": ("muse_spark", "muse_spark_text"),
     "distances whose scores are learned, and convolutions of keys, values and what layers add": (
         "inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"),
     "residuals weighed by depth, and queries by powers of their positions": ("beam",),

@@ -93,6 +93,7 @@ class AttentionLayer:
     keys of an index. None: its own.
     differs: each value is that of two KV heads, half of all apart, so v_head_dim is twice their width; of what the heads give
     a part of the second half's is taken from the first half's, and normed head by head (arXiv:2410.05258).
+    norms_given: what the heads give is normed head by head, without a weight, before a gate.
     has_gate: what the heads give is multiplied by a projection bent by gate_by, gates_heads: of one number for each head.
     v_head_dim: how wide a value is, None: as a key. v_scale: what values are multiplied by. index: what chooses the positions
     that are attended to; None: all are. entries: what is attended to beside the window's tokens; index is of those then.
@@ -125,6 +126,7 @@ class AttentionLayer:
     v_head_dim: int | None = None
     v_scale: float = 1.0
     differs: bool = False
+    norms_given: bool = False
     mla: MlaSpec | None = None
     state: StateSpec | None = None
     index: IndexSpec | None = None
@@ -252,7 +254,9 @@ class ModelSpec:
     them stand for none. computes_positions: they are sines and cosines, which no checkpoint has. low_rank: of a branch beside
     each layer's attention (LAuReL, arXiv 2411.07501), 0: there is none. norm_rank: of what gates norms before attention and
     before mixtures, 0: nothing does. has_inner_norms: what heads give and inner values of dense MLPs are normed before they
-    are projected. scales_layers: behind each layer the stream is multiplied by a number of the layer's. blocks: where
+    are projected. scales_layers: behind each layer the stream is multiplied by a number of the layer's. residual_temperature:
+    the stream and what is added to it are weighed by channel, by sigmoids of learned numbers over this; None: they are not.
+    The norm behind attention has no weight then, and that behind the MLP has it in front. blocks: where
     checkpoints number something else than these layers, by which number each has its attention, and its MLP: of attention and
     MLPs that are blocks of their own, of attention and a state that are one layer there; else (). left_out: numbers there of
     what no text passes through. spare_embeddings: rows of the embedding behind the vocabulary.
@@ -291,6 +295,7 @@ class ModelSpec:
     norm_rank: int = 0
     has_inner_norms: bool = False
     scales_layers: bool = False
+    residual_temperature: float | None = None
     blocks: tuple[tuple[int, int | None], ...] = ()
     left_out: tuple[int, ...] = ()
     spare_embeddings: int = 0

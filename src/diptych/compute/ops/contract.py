@@ -258,10 +258,13 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         choice_bias: WeightTensor | None,
         scales: WeightTensor | None = None,
         table: WeightTensor | None = None,
+        behind: WeightTensor | None = None,
         experts: tuple[ExpertParts, ...],
         role: Role | None = None,
     ) -> Experts:
-        """A mixture, for `experts`. router [E, D]; where the spec has them choice_bias [E], scales [E], table [V, k]."""
+        """A mixture, for `experts`. router [E, D]; where the spec has them choice_bias [E], scales [E], table [V, k],
+        behind [D] by which an expert's outputs are multiplied before they are normed.
+        """
 
     @abstractmethod
     def head(self, tensor: WeightTensor, *, bias: WeightTensor | None = None, role: Role | None = None) -> Linear:
@@ -370,6 +373,14 @@ class Ops(
     @abstractmethod
     def join(self, a: Hidden, b: Hidden) -> Hidden:
         """[T, N + M]: a norm [T, N], and behind it a projection [T, M], which stays as it is."""
+
+    @abstractmethod
+    def keep(self, x: Stream, weight: Vector) -> Stream:
+        """x * weight [T, D]; x may be written."""
+
+    @abstractmethod
+    def weigh_hidden(self, h: Hidden, weight: Vector) -> Hidden:
+        """h * weight [T, N]; h may be written, and nobody reads it again."""
 
     @abstractmethod
     def weigh(self, x: Stream, weight: Vector) -> Hidden:

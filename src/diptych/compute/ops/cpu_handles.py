@@ -220,6 +220,7 @@ class ExpertsHandle:
     choice_bias: int
     scales: int
     table: int
+    behind: int
     gate_up: tuple[LinearHandle, ...]
     down: tuple[LinearHandle, ...]
 

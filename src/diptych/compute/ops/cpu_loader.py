@@ -83,11 +83,8 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self.kv_format = "bf16" if config.kv == "auto" else config.kv
         self.rank = rank or Rank()
         self.placement = self.rank.placement or choose_cpus(config.threads, config.numa, allowed_cpus())
-        self.program = (
-            _cpu.Program(self.instruction_set, self.placement.threads, self.placement.cpus)
-            if beside is None
-            else _cpu.Program(self.instruction_set, beside)  # its threads, one model running at a time
-        )
+        placed = (self.placement.threads, self.placement.cpus) if beside is None else (beside,)
+        self.program = _cpu.Program(self.instruction_set, *placed)  # beside another its threads: one runs at a time
         if self.rank.team is not None:
             self.program.join(self.rank.team)
         self.source = source
@@ -313,6 +310,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         choice_bias: WeightTensor | None,
         scales: WeightTensor | None = None,
         table: WeightTensor | None = None,
+        behind: WeightTensor | None = None,
         experts: tuple[ExpertParts, ...],
         role: Role | None = None,
     ) -> ExpertsHandle:
@@ -334,6 +332,9 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             choice_bias=-1 if choice_bias is None else self._vector(choice_bias),
             scales=-1 if scales is None else self._vector(scales),
             table=-1 if table is None else self._vector(table),  # numbers that fp32 holds
+            behind=-1
+            if behind is None
+            else self._add_vector(torch.cat([self._values(behind), torch.ones(*behind.shape)])),
             gate_up=gate_up,
             down=down,
         )
@@ -575,9 +576,8 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
     def _add_saved(self, shape: Any, whole: Any, rows: Rows | None, saved: Saved) -> int:
         if rows is None:
-            index = (
-                self._add_mapped(shape, saved) if self._is_used_there else int(self.program.add_packed_linear(shape))
-            )
+            is_there = self._is_used_there
+            index = self._add_mapped(shape, saved) if is_there else int(self.program.add_packed_linear(shape))
             self._unread.append((index, saved))
             return index
         try:

@@ -206,6 +206,17 @@ class CpuOps(
             self.program.linear(weight=one.index, rows=self._rows(self._as_value(h), one), column=one.column, **how)
         return out
 
+    def keep(self, x: ResidualStream, weight: VectorHandle) -> ResidualStream:
+        """In place."""
+        self.program.weigh(x=x.buffer, weight=weight.index, out=x.buffer)
+        return self._written(x)
+
+    def weigh_hidden(self, h: Value, weight: VectorHandle) -> Value:
+        """In place."""
+        buffer = self._materialised(h)
+        self.program.weigh(x=buffer, weight=weight.index, out=buffer)
+        return h
+
     def weigh(self, x: ResidualStream, weight: VectorHandle) -> Value:
         """Recorded by its consumer, as rows."""
         program, buffer = self.program, x.buffer
@@ -508,7 +519,9 @@ class CpuOps(
             renormalises=spec.renormalises,
             activation=(Activation.SILU if spec.joins_apart else spec.activation).value,
             scores_by=(spec.scores.value, spec.margin),
+            score_scale=spec.score_scale,
             softcap=spec.softcap or 0.0,
+            behind=(experts.behind, spec.behind_eps or 0.0),
             choice_bias=experts.choice_bias,
             scales=experts.scales,
             by_token=experts.table,

@@ -116,7 +116,7 @@ Stacked = tuple[torch.Tensor | CodedWeight, torch.Tensor | None]
 @dataclass(frozen=True, slots=True)
 class TorchExperts:
     """router [E, D], choice_bias and scales [E] fp32, table [V, k], gate_up and down per expert; stacked: W [E, N, K] and b
-    [E, N] of all gate_up and of all down, whose parts those are, where the ops want them so.
+    [E, N] of all gate_up and of all down, whose parts those are, where the ops want them so. behind [D] fp32.
     """
 
     spec: MoeSpec
@@ -127,6 +127,7 @@ class TorchExperts:
     down: tuple[TorchLinear, ...]
     stacked: tuple[Stacked, Stacked] | None = None
     table: torch.Tensor | None = None
+    behind: torch.Tensor | None = None
 
 
 class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, TorchExperts]):
@@ -296,6 +297,7 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         choice_bias: WeightTensor | None,
         scales: WeightTensor | None = None,
         table: WeightTensor | None = None,
+        behind: WeightTensor | None = None,
         experts: tuple[ExpertParts, ...],
         role: Role | None = None,
     ) -> TorchExperts:
@@ -310,9 +312,9 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         self.n_expert_values += self.n_values - before
         for e, expert in enumerate(experts):
             self.sites.note_expert(e, (expert.gate_up, gate_up[e]), (expert.down, down[e]))
-        bias, scale = (None if one is None else self._vector(one) for one in (choice_bias, scales))
+        bias, scale, last = (None if one is None else self._vector(one) for one in (choice_bias, scales, behind))
         ids = None if table is None else table.read().to(device=self._device, dtype=torch.long)
-        return TorchExperts(spec, self.router(router), bias, scale, gate_up, down, stacked, ids)
+        return TorchExperts(spec, self.router(router), bias, scale, gate_up, down, stacked, ids, last)
 
     def head(self, tensor: WeightTensor, *, bias: WeightTensor | None = None, role: Role | None = None) -> TorchLinear:
         """[V, D]."""

@@ -190,6 +190,14 @@ class TorchOps(
         """[T, N + M]."""
         return torch.cat([a, b], dim=-1)
 
+    def keep(self, x: torch.Tensor, weight: TorchNorm) -> torch.Tensor:
+        """[T, D]."""
+        return self.weigh(x, weight)
+
+    def weigh_hidden(self, h: torch.Tensor, weight: TorchNorm) -> torch.Tensor:
+        """[T, N]."""
+        return self.weigh(h, weight)
+
     def weigh(self, x: torch.Tensor, weight: TorchNorm) -> torch.Tensor:
         """h [T, D]."""
         return (x * weight.weight).to(x.dtype)
@@ -442,6 +450,8 @@ class TorchOps(
             else:
                 inner = bent(self._product(given, first, rows), spec.form)
             y = self._product(inner, experts.down[expert], rows)
+            if experts.behind is not None:
+                y = F.rms_norm(y.float() * experts.behind, y.shape[-1:], eps=spec.behind_eps)
             total.index_add_(0, rows, (y * weights).to(total.dtype))
         return total
 

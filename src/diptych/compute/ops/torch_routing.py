@@ -27,6 +27,8 @@ def _route(
     logits_TE: torch.Tensor, choice_bias: torch.Tensor | None, spec: MoeSpec, own_Tk: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights, experts), each [T, k]."""
+    if spec.score_scale != 1.0:
+        logits_TE = logits_TE * spec.score_scale
     if spec.softcap is not None:
         logits_TE = torch.tanh(logits_TE / spec.softcap) * spec.softcap
     if spec.scores is Scores.SPARSEMIXER:
