@@ -117,12 +117,7 @@ def read_model(
         ropes = [replace(rope, is_interleaved=True) for rope in ropes]
     ropes = [replace(rope, turns_back=family.turns_back, is_learned=family.learns_turns) for rope in ropes]
     norm_eps, centres_norms = _norms(config, family)
-    hidden = config.integer("hidden_size")
-    word_width = config.integer("word_embed_proj_dim", hidden)
-    if word_width != hidden:
-        raise LoadError(
-            f"word_embed_proj_dim in {config.path} is {word_width}; only hidden_size, {hidden}, is supported"
-        )
+    hidden = _width(config)
     return ModelSpec(
         name=name,
         family=family.name,
@@ -167,6 +162,14 @@ def read_model(
         left_out=config.raw.get("left_out", ()),
         spare_embeddings=family.spare_embeddings,
     )
+
+
+def _width(config: HfConfig) -> int:
+    hidden = config.integer("hidden_size")
+    words = config.integer("word_embed_proj_dim", hidden)
+    if words != hidden:
+        raise LoadError(f"word_embed_proj_dim in {config.path} is {words}; only hidden_size, {hidden}, is supported")
+    return hidden
 
 
 def _norms(config: HfConfig, family: Family) -> tuple[float, bool]:
