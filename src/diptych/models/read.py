@@ -22,7 +22,7 @@ from diptych.models.family import Family
 from diptych.models.files import no_model
 from diptych.models.gates import Activation
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL, SYNONYMS
-from diptych.models.latent import IndexSpec, MlaSpec
+from diptych.models.latent import IndexSpec
 from diptych.models.mlp import MlpSpec, MoeSpec, Scores
 from diptych.models.positions import QueryScale, Rope, slopes
 from diptych.models.read_block_index import as_indexed
@@ -34,6 +34,7 @@ from diptych.models.read_griffin import as_griffin
 from diptych.models.read_heads import Heads, HeadsByWindow
 from diptych.models.read_index import layer_indices
 from diptych.models.read_laguna import as_gated
+from diptych.models.read_latents import latents
 from diptych.models.read_ling import as_ling
 from diptych.models.read_mixtures import (
     expert_groups,
@@ -75,7 +76,6 @@ logger = logging.getLogger("diptych.models")
 # architectures of transformers that are a family's decoder under another head, or under none
 HEADLESS = ("ForSequenceClassification", "Model", "TextForSequenceClassification", "TextModel")
 INDEXED = ("indexed_attention", "deepseek_sparse_attention")  # what layers are called that attend by an index
-LATENT_EPS = 1e-6  # of the norms inside latent attention, in most families whatever the config says of the others
 NO_ATTENTION = AttentionLayer(n_heads=0, n_kv_heads=1, head_dim=2, scale=1.0)
 RUN_ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH)  # of gates
 RUN_CURVES = (
@@ -426,7 +426,7 @@ def _attention(
         if rope is not None and rope.attention_factor != 1.0:
             raise LoadError(f"{rope.kind} rope in {config.path} stretches what {family.name} norms behind it")
     if config.raw.get("kv_lora_rank") is not None:
-        mla = _latents(config, family, heads, is_turned=rope is not None)
+        mla = latents(config, family, heads, is_turned=rope is not None)
         stretch = 1.0 if rope is None and not family.shares_latents else latent_stretch(config)
         scale = (mla.nope_dim + mla.rope_dim) ** -0.5 * stretch**2
     elif index is not None and rope is not None and rope.rotary_dim > index.head_dim:
@@ -468,26 +468,6 @@ def _attention(
         mla=mla,
         index=index,
     )
-
-
-def _latents(config: HfConfig, family: Family, heads: Heads, *, is_turned: bool) -> MlaSpec:
-    hidden = config.integer("hidden_size")
-    mla = MlaSpec(
-        q_rank=config.optional_integer("q_lora_rank"),
-        kv_rank=config.integer("kv_lora_rank"),
-        nope_dim=config.integer("qk_nope_head_dim"),
-        rope_dim=heads.width,
-        v_dim=config.integer("v_head_dim", max(1, hidden // heads.n)),
-        is_mixed=family.mixes_queries,
-        norm_eps=config.number("rms_norm_eps") if family.norms_latents_alike else LATENT_EPS,
-        n_groups=config.optional_integer("o_groups") or 0,
-    )
-    if family.scales_latents:
-        q_scale = 1.0 if mla.q_rank is None else (hidden / mla.q_rank) ** 0.5
-        mla = replace(mla, q_scale=q_scale, kv_scale=(hidden / mla.kv_rank) ** 0.5)
-    if family.shares_latents and not is_turned:
-        mla = replace(mla, nope_dim=mla.nope_dim + mla.rope_dim, rope_dim=0)
-    return mla
 
 
 def _query_scale(config: HfConfig, family: Family, rope: Rope | None) -> QueryScale | None:
