@@ -51,6 +51,23 @@ def test_every_set_is_near_fp32(path: Path, expected: torch.Tensor, name: str) -
     check_past_a_tile(path, expected, name, "bf16", chunk=139)
 
 
+@pytest.fixture(scope="module")
+def unchosen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
+    """A model whose tokens meet all experts, and its logits in fp32."""
+    path = make_checkpoint("muse_spark", tmp_path_factory.mktemp("all"), dtype=torch.bfloat16, num_experts_per_tok=8)
+    return path, alone(load_model(path, REFERENCE), prompt(60), None).logits
+
+
+@pytest.mark.parametrize("name", KERNEL_SETS)
+def test_where_nothing_is_chosen_every_set_is_as_near_as_a_dense_model(
+    unchosen: tuple[Path, torch.Tensor], name: str
+) -> None:
+    """0.03: what is farther above comes of choices. Without the norm behind experts it would be 0.8."""
+    path, logits = unchosen
+    found = alone(load_model(path, replace(CONFIG, instruction_set=name)), prompt(60), None).logits
+    assert ((found - logits).norm() / logits.norm()).item() < 0.05
+
+
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_packed_checkpoint_has_the_bits_of_the_plain_one(path: Path, weights: str, tmp_path: Path) -> None:
     """`diptych quantize` keeps gates of sums, and what stands before norms."""
