@@ -36,7 +36,7 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "a decoder by names of another program": ("nemo_speechlm",),
     "text that is written in no order": ("diffusion_gemma",),
     # of new kinds
-    "distances whose scores are learned, and convolutions of keys, values and what layers add": (
+    "scores of distances that each query makes for itself, and convolutions of keys, values and what layers add": (
         "inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"),
     "residuals weighed by depth, and queries by powers of their positions": ("beam",),
     "layers that run in cycles": ("hrm_text",),
