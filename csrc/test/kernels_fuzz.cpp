@@ -304,14 +304,14 @@ class Recorder {
     p_.record(Category::norm, AddOp{y, x_, -1, 0.5f});
   }
 
-  // Streams that lie in one row: their mean, what is added to each, what n-grams say of them.
+  // Streams that lie in one row: their sum, what is added to each, what n-grams say of them.
   void gate(int64_t n, const std::vector<float>& table) {
     const int64_t hidden = m_.hidden, before = w_.pick(1, 3), heads = before * w_.pick(1, 2), width = w_.pick(1, 4);
     const int wide = plain_buffer(p_, BufferKind::f32, n * hidden), other = plain_buffer(p_, BufferKind::f32, n * hidden), mean = plain_buffer(p_, BufferKind::f32, hidden);
     for (int64_t i = 0; i < n; ++i) p_.record(Category::norm, CopyColumnsOp{x_, wide, 0, i * hidden, hidden});
     p_.record(Category::norm, BranchOp{wide, other, 0.5f});
     const int c = plain_buffer(p_, BufferKind::f32, n), ids = plain_buffer(p_, BufferKind::f32, before), found = plain_buffer(p_, BufferKind::f32, heads * width);
-    p_.record(Category::norm, FoldOp{wide, mean});
+    p_.record(Category::norm, FoldOp{wide, mean, std::vector<float>(static_cast<size_t>(n), 0.4f)});
     p_.record(Category::norm, CopyColumnsOp{mean, c, 0, 0, std::min(n, hidden)});
     p_.record(Category::norm, InjectOp{wide, mean, c, 2.0f, 0.25f});
     p_.record(Category::norm, MeetKeysOp{wide, other, mean, other});
@@ -325,7 +325,7 @@ class Recorder {
       ngrams.heads.push_back({size, w_.pick(0, 2 * rows + last - size)});
     }
     p_.record(Category::embed, std::move(ngrams));
-    p_.record(Category::norm, FoldOp{other, mean});
+    p_.record(Category::norm, FoldOp{other, mean, std::vector<float>(static_cast<size_t>(n), -0.3f)});
     p_.record(Category::norm, AddOp{mean, x_, -1, 0.1f});
   }
 
@@ -344,6 +344,7 @@ class Recorder {
     p_.record(Category::qkv, LinearOp{linear(m_.head_dim, m_.hidden), rows, latents_, Store::f32, Activation::silu});
     p_.record(Category::rope, CacheLatentsOp{latents_, layer, norm(m_.rank), rope_, m_.rank, 1e-5f});
     p_.record(Category::qkv, LinearOp{linear(m_.n_heads * (key_dim_ + m_.rotary), m_.hidden), rows, queries_, Store::f32, Activation::silu});
+    if (w_.pick(0, 1)) p_.record(Category::rope, ScaleQueriesOp{queries_, {}, norm(2 * m_.n_heads)});
     p_.record(Category::qkv, heads_op(keys_of_heads_, queries_, key_dim_ + m_.rotary, key_dim_, q_, m_.head_dim, Store::bf16));
     p_.record(Category::rope, RotateQueriesOp{queries_, q_, rope_, m_.n_heads});
     if (m_.chooses(layer)) choose(rows, layer);
@@ -367,9 +368,8 @@ class Recorder {
   // By the means of keys, which lie in a layer of the cache of their own.
   void choose_blocks(int rows, int layer) {
     const int64_t heads = m_.index_heads, d = m_.index_dim;
-    const int key = plain_buffer(p_, BufferKind::f32, d), q = plain_buffer(p_, BufferKind::f32, heads * d);
-    p_.record(Category::qkv, LinearOp{linear(d, m_.hidden), rows, key, Store::f32, Activation::silu});
-    p_.record(Category::qkv, LinearOp{linear(heads * d, m_.hidden), rows, q, Store::f32, Activation::silu});
+    const int outs[] = {plain_buffer(p_, BufferKind::f32, d), plain_buffer(p_, BufferKind::f32, heads * d)}, key = outs[0], q = outs[1];
+    for (const int out : outs) p_.record(Category::qkv, LinearOp{linear(out == key ? d : heads * d, m_.hidden), rows, out, Store::f32, Activation::silu});
     p_.record(Category::rope, CacheIndexOp{key, layer, -1, -1, rope_, 0.0f});
     p_.record(Category::rope, CacheIndexOp{key, layer, norm(d), -1, rope_, 1e-6f, m_.block});
     AttentionShape shape{heads, 1, d};
@@ -452,7 +452,7 @@ class Recorder {
     op.router_rows = has_bf16_rows(m_.weights) ? router_rows : rows;
     op.scores = plain_buffer(p_, BufferKind::f32, n_scored);
     op.joins_apart = w_.pick(0, 3) == 0, op.wide = op.joins_apart ? plain_buffer(p_, BufferKind::f32, 2 * m_.ffn, m_.top_k) : -1, op.gate = {1.7f, 7.0f, 9.0f, 1.0f}, op.weighs_input = op.joins_apart && op.n_identities == 0 && w_.pick(0, 1);
-    op.by = static_cast<Scores>(w_.pick(0, 2)), op.margin = 0.3f, op.choice_bias = some(n_scored), op.scales = some(n_scored), op.routed_scale = 0.5f;
+    op.by = static_cast<Scores>(w_.pick(0, 2)), op.margin = 0.3f, op.choice_bias = some(n_scored), op.scales = some(n_scored), op.routed_scale = 0.5f, op.score_scale = 0.8f, op.behind = op.n_identities == 0 ? some(2 * m_.hidden) : -1, op.behind_eps = 1e-5f;
     if (n_scored % 2 == 0 && m_.top_k <= n_scored / 2) op.n_groups = 2, op.group_best = std::min<int64_t>(2, n_scored / 2);
     for (int64_t e = 0; e < m_.n_experts; ++e) op.gate_up.push_back(linear(2 * m_.ffn, m_.hidden, !op.joins_apart)), op.down.push_back(linear(m_.hidden, m_.ffn));
     op.rows = rows, op.has_hidden = !has_bf16_rows(m_.weights) && !op.joins_apart;
