@@ -160,12 +160,12 @@ Step step_of(const I32& token_ids, const I32& query_start, const I32& context_to
 using Input = std::optional<F32Matrix>;
 using Tapped = std::optional<std::pair<I32, F32CubeOut>>;  // numbers of taps, and [taps, T, width] to write them to
 
-using OfSequences = std::optional<I32>;  // [S] each sequence's adapter, or -1; whether it attends both ways
+using OfSequences = std::optional<I32>;  // [S] each sequence's adapter, or -1; whether it attends both ways; where a second type begins
 
 const int32_t* of_sequences(const OfSequences& numbers, const Step& step) {
   if (!numbers) return nullptr;
   if (static_cast<int64_t>(numbers->shape(0)) != step.n_sequences)
-    throw std::invalid_argument("adapters and both_ways must be as many as sequences");
+    throw std::invalid_argument("adapters, both_ways and second must be as many as sequences");
   return numbers->data();
 }
 
@@ -202,9 +202,9 @@ void add_ends(const Program& program, Step& step, const Input& input, Tapped& ta
 }
 
 void run(Program& program, I32 token_ids, I32 query_start, I32 context_tokens, I32Table block_table, I32 logits_rows, KvCache& kv,
-         F32Out logits, Input input, Tapped tapped, OfSequences adapters, OfSequences both_ways, States states) {
+         F32Out logits, Input input, Tapped tapped, OfSequences adapters, OfSequences both_ways, OfSequences second, States states) {
   Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
-  step.adapters = of_sequences(adapters, step), step.both_ways = of_sequences(both_ways, step);
+  step.adapters = of_sequences(adapters, step), step.both_ways = of_sequences(both_ways, step), step.second = of_sequences(second, step);
   add_states(step, states);
   add_ends(program, step, input, tapped);
   if (logits.shape(0) != logits_rows.shape(0) || (logits.shape(0) > 0 && static_cast<int64_t>(logits.shape(1)) != program.vocab()))
@@ -215,9 +215,9 @@ void run(Program& program, I32 token_ids, I32 query_start, I32 context_tokens, I
 
 std::pair<std::vector<int32_t>, std::vector<float>> run_best(Program& program, I32 token_ids, I32 query_start, I32 context_tokens,
                                                              I32Table block_table, I32 logits_rows, KvCache& kv, Input input,
-                                                             Tapped tapped, OfSequences adapters, OfSequences both_ways, States states) {
+                                                             Tapped tapped, OfSequences adapters, OfSequences both_ways, OfSequences second, States states) {
   Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
-  step.adapters = of_sequences(adapters, step), step.both_ways = of_sequences(both_ways, step);
+  step.adapters = of_sequences(adapters, step), step.both_ways = of_sequences(both_ways, step), step.second = of_sequences(second, step);
   add_states(step, states);
   add_ends(program, step, input, tapped);
   std::pair<std::vector<int32_t>, std::vector<float>> out;
@@ -230,9 +230,9 @@ std::pair<std::vector<int32_t>, std::vector<float>> run_best(Program& program, I
 }
 
 void run_hidden(Program& program, I32 token_ids, I32 query_start, I32 context_tokens, I32Table block_table, I32 logits_rows, KvCache& kv,
-                F32Out hidden, OfSequences adapters, OfSequences both_ways, States states) {
+                F32Out hidden, OfSequences adapters, OfSequences both_ways, OfSequences second, States states) {
   Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
-  step.adapters = of_sequences(adapters, step), step.both_ways = of_sequences(both_ways, step);
+  step.adapters = of_sequences(adapters, step), step.both_ways = of_sequences(both_ways, step), step.second = of_sequences(second, step);
   add_states(step, states);
   if (hidden.shape(0) != logits_rows.shape(0) || static_cast<int64_t>(hidden.shape(1)) != program.hidden_width())
     throw std::invalid_argument("hidden must be [rows wanted, model dimension]");
@@ -342,13 +342,13 @@ void bind_shapes(nb::module_& m) {
 
 void bind_operations(nb::class_<Program>& program) {
   program
-      .def("embed", [](Program& p, int table, int x, float scale, int positions, int64_t first_position) {
-        p.record(Category::embed, EmbedOp{table, x, scale, {positions, first_position}});
-      }, nb::arg("table"), nb::arg("x"), nb::arg("scale"), nb::arg("positions") = -1, nb::arg("first_position") = 0)
-      .def("embed_tied", [](Program& p, int head, int x, float scale, int64_t first, std::optional<int64_t> vocab, int positions, int64_t first_position) {
-        p.record(Category::embed, TiedEmbedOp{head, x, scale, first, vocab.value_or(p.linear_at(head).shape.n), {positions, first_position}});
+      .def("embed", [](Program& p, int table, int x, float scale, int positions, int64_t first_position, int types) {
+        p.record(Category::embed, EmbedOp{table, x, scale, {positions, first_position, types}});
+      }, nb::arg("table"), nb::arg("x"), nb::arg("scale"), nb::arg("positions") = -1, nb::arg("first_position") = 0, nb::arg("types") = -1)
+      .def("embed_tied", [](Program& p, int head, int x, float scale, int64_t first, std::optional<int64_t> vocab, int positions, int64_t first_position, int types) {
+        p.record(Category::embed, TiedEmbedOp{head, x, scale, first, vocab.value_or(p.linear_at(head).shape.n), {positions, first_position, types}});
       }, nb::arg("head"), nb::arg("x"), nb::arg("scale"), nb::arg("first") = 0, nb::arg("vocab").none() = nb::none(), nb::arg("positions") = -1,
-         nb::arg("first_position") = 0)
+         nb::arg("first_position") = 0, nb::arg("types") = -1)
       .def("norm", [](Program& p, int x, int weight, float eps, int out, int bias, bool is_centred, int64_t parts) {
         if (parts < 1 || p.buffer_width(x) % parts != 0 || (parts > 1 && (bias != -1 || is_centred))) throw std::invalid_argument("equal parts of a row are normed without a bias and a mean");
         p.record(Category::norm, NormOp{x, weight, eps, out, bias, is_centred, parts});
@@ -487,12 +487,15 @@ void bind_program(nb::module_& m) {
            nb::arg("order").none() = nb::none())
       .def("run", &run, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
            nb::arg("logits_rows"), nb::arg("kv"), nb::arg("logits"), nb::arg("input").none() = nb::none(), nb::arg("tapped").none() = nb::none(),
-           nb::arg("adapters").none() = nb::none(), nb::arg("both_ways").none() = nb::none(), nb::arg("states").none() = nb::none())
+           nb::arg("adapters").none() = nb::none(), nb::arg("both_ways").none() = nb::none(), nb::arg("second").none() = nb::none(),
+           nb::arg("states").none() = nb::none())
       .def("run_best", &run_best, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
            nb::arg("logits_rows"), nb::arg("kv"), nb::arg("input").none() = nb::none(), nb::arg("tapped").none() = nb::none(),
-           nb::arg("adapters").none() = nb::none(), nb::arg("both_ways").none() = nb::none(), nb::arg("states").none() = nb::none())
+           nb::arg("adapters").none() = nb::none(), nb::arg("both_ways").none() = nb::none(), nb::arg("second").none() = nb::none(),
+           nb::arg("states").none() = nb::none())
       .def("run_hidden", &run_hidden, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
-           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("hidden"), nb::arg("adapters").none() = nb::none(), nb::arg("both_ways").none() = nb::none(), nb::arg("states").none() = nb::none())
+           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("hidden"), nb::arg("adapters").none() = nb::none(), nb::arg("both_ways").none() = nb::none(), nb::arg("second").none() = nb::none(),
+           nb::arg("states").none() = nb::none())
       .def_prop_ro("hidden_width", &Program::hidden_width)
       .def("tap_width", &Program::tap_width, nb::arg("number"))
       .def("argmax", &argmax)

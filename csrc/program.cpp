@@ -371,9 +371,12 @@ void Program::record(Category category, OpBody body) {
 }
 
 void Program::place_by(const LearnedPositions& positions, int x) {
+  for (const int number : {positions.table, positions.types})
+    if (number != -1 && tables_.at(number).width != buffers_.at(x).width)
+      throw std::invalid_argument("a table of positions or types is not as wide as a row");
+  if (positions.types != -1) table_types_ = tables_[positions.types].rows;
   if (positions.table == -1) return;
-  const Table& table = tables_.at(positions.table);
-  if (table.width != buffers_.at(x).width) throw std::invalid_argument("the table of positions is not as wide as a row");
+  const Table& table = tables_[positions.table];
   if (positions.first < 0 || positions.first >= table.rows) throw std::invalid_argument("the first position is not in its table");
   table_positions_ = std::min(table_positions_, table.rows - positions.first);
 }
@@ -486,11 +489,13 @@ void Program::read_buffer(int index, int64_t rows, float* out) const {
 void Program::place_tokens(const Step& step, int64_t block_tokens) {
   positions_.resize(step.n_tokens);
   slots_.resize(step.n_tokens);
+  if (step.second != nullptr) types_.resize(step.n_tokens);
   for (int64_t s = 0; s < step.n_sequences; ++s) {
     const int32_t* blocks = step.block_table + s * step.table_width;
     int64_t position = step.context_tokens[s] - (step.query_start[s + 1] - step.query_start[s]);
     for (int64_t t = step.query_start[s]; t < step.query_start[s + 1]; ++t, ++position) {
       positions_[t] = static_cast<int32_t>(position);
+      if (step.second != nullptr) types_[t] = position >= step.second[s];
       slots_[t] = static_cast<int32_t>(blocks[position / block_tokens] * block_tokens + position % block_tokens);
     }
   }
@@ -565,6 +570,7 @@ void Program::check(const Step& step, const KvCache& kv) const {
   for (int64_t s = 0; step.both_ways != nullptr && s < step.n_sequences; ++s)
     require(step.both_ways[s] == 0 || step.context_tokens[s] == step.query_start[s + 1] - step.query_start[s],
             "a sequence that attends both ways must come whole");
+  require(step.second == nullptr || table_types_ > 1, "the program knows no second type of tokens");
   for (int64_t t = 0; t < step.n_tokens; ++t)
     require(step.token_ids[t] >= 0 && step.token_ids[t] < table_rows_, "a token id is outside the vocabulary");
   for (int64_t r = 0; r < step.n_logits; ++r)

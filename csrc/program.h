@@ -56,6 +56,7 @@ struct Step {
   const int32_t* state_saves = nullptr;  // [n_saves, 3] (sequence, rows, place): behind so many of its rows it is left there, too; ascending
   int64_t n_saves = 0;
   const int32_t* both_ways = nullptr;    // [S] 1 where each token of the sequence, which is here whole, attends to all; null: nowhere
+  const int32_t* second = nullptr;       // [S] the position from which on its tokens are of the second type; null: all are of the first
 };
 
 enum class BufferKind : int32_t { f32, bf16, rows };
@@ -89,7 +90,8 @@ struct RopeTable {
 
 // ---- operations; numbers name buffers (x, y, rows, ...), weights, vectors, tables ----
 
-struct LearnedPositions { int table = -1; int64_t first = 0; };  // added to a token's row: of a table, if any, from `first` on by position
+// Added to a token's row: of a table, if any, from `first` on by position; of another, if any, by the token's type.
+struct LearnedPositions { int table = -1; int64_t first = 0; int types = -1; };
 struct EmbedOp { int table, x; float scale; LearnedPositions positions; };
 struct TiedEmbedOp {                                          // rows of a packed weight, in bf16 or groups: the vocabulary from `first` on
   int head, x;
@@ -418,8 +420,10 @@ class Program {
   bool has_latents_ = false;                      // then the cache is one of latents
   int64_t table_rows_ = INT64_MAX;                // of the shortest table that token ids look into
   int64_t table_positions_ = INT64_MAX;           // the same of positions
+  int64_t table_types_ = 1;                       // of types: more than one where tokens of a second have a row
   Routing routing_;
   std::vector<int32_t> positions_, slots_;        // [T] of the step: where a token stands, block * P + offset where its KV goes
+  std::vector<int32_t> types_;                    // [T] 0 or 1, where the step says where a second text begins
   std::vector<int32_t> row_numbers_;              // 0, 1, 2, ...
   std::vector<int32_t> head_rows_;                // [H, T] t * H + h, of HeadsOps (all of one H)
   std::vector<std::atomic<int32_t>> counters_;    // by op: next attention task

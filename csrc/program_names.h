@@ -30,7 +30,8 @@ struct Names {
   }
 
   void positions(const LearnedPositions& positions) const {
-    if (positions.table != -1) require_below({positions.table}, has.tables, "table");
+    for (const int table : {positions.table, positions.types})
+      if (table != -1) require_below({table}, has.tables, "table");
   }
 
   void operator()(const EmbedOp& op) const { require_below({op.table}, has.tables, "table"), buffers({op.x}), positions(op.positions); }

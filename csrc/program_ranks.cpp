@@ -13,9 +13,9 @@ constexpr int32_t kStepMessage = 0;
 // How a step is told to other ranks; its arrays follow in the order of Step.
 struct StepMessage {
   int32_t want, cache;
-  int64_t n_tokens, n_sequences, table_width, n_logits, n_adapters, n_both_ways, n_states, n_saves;
+  int64_t n_tokens, n_sequences, table_width, n_logits, n_adapters, n_both_ways, n_second, n_states, n_saves;
   int64_t words() const {
-    return n_tokens + 2 * n_sequences + 1 + n_sequences * table_width + n_logits + n_adapters + n_both_ways + 2 * n_states + 3 * n_saves;
+    return n_tokens + 2 * n_sequences + 1 + n_sequences * table_width + n_logits + n_adapters + n_both_ways + n_second + 2 * n_states + 3 * n_saves;
   }
 };
 
@@ -26,6 +26,7 @@ void Program::post(const Step& step, const KvCache& kv, Want want) {
   const int64_t n_both_ways = step.both_ways == nullptr ? 0 : step.n_sequences;
   const StepMessage head{static_cast<int32_t>(want), kv.number,     step.n_tokens, step.n_sequences,
                          step.table_width,           step.n_logits, n_adapters,    n_both_ways,
+                         step.second == nullptr ? 0 : step.n_sequences,
                          step.state_reads == nullptr ? 0 : step.n_sequences,       step.n_saves};
   const int64_t bytes = static_cast<int64_t>(sizeof head) + head.words() * 4;
   uint8_t* at = team_->message(bytes);
@@ -42,6 +43,7 @@ void Program::post(const Step& step, const KvCache& kv, Want want) {
   put(step.logits_rows, step.n_logits);
   put(step.adapters, n_adapters);
   put(step.both_ways, n_both_ways);
+  put(step.second, head.n_second);
   put(step.state_reads, head.n_states);
   put(step.state_writes, head.n_states);
   put(step.state_saves, 3 * head.n_saves);
@@ -68,6 +70,7 @@ std::pair<int32_t, int64_t> Program::serve(const std::vector<KvCache*>& caches) 
     step.logits_rows = take(step.n_logits);
     if (head.n_adapters > 0) step.adapters = take(head.n_adapters);
     if (head.n_both_ways > 0) step.both_ways = take(head.n_both_ways);
+    if (head.n_second > 0) step.second = take(head.n_second);
     if (head.n_states > 0) step.state_reads = take(head.n_states), step.state_writes = take(head.n_states);
     step.n_saves = head.n_saves, step.state_saves = take(3 * head.n_saves);
     KvCache& kv = *caches.at(head.cache);

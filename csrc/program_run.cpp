@@ -45,12 +45,16 @@ class FlushDenormals {
 }  // namespace
 
 void Program::Run::add_position(const LearnedPositions& positions, int64_t token, int64_t width, int thread, float* x) const {
-  if (positions.table == -1) return;
-  const Table& table = program.tables_[positions.table];
   float* row = reinterpret_cast<float*>(scratch(thread));
-  const int64_t row_bytes = width * (table.source == Source::f32 ? 4 : 2);
-  kernels.embed_row(table.data + (positions.first + program.positions_[token]) * row_bytes, table.source, width, 1.0f, row);
-  kernels.add_row(row, width, 1.0f, x);
+  auto add = [&](int number, int64_t at) {
+    if (number == -1) return;
+    const Table& table = program.tables_[number];
+    const int64_t row_bytes = width * (table.source == Source::f32 ? 4 : 2);
+    kernels.embed_row(table.data + at * row_bytes, table.source, width, 1.0f, row);
+    kernels.add_row(row, width, 1.0f, x);
+  };
+  add(positions.types, step.second == nullptr ? 0 : program.types_[token]);
+  add(positions.table, positions.first + program.positions_[token]);
 }
 
 void Program::Run::run(const EmbedOp& op, size_t, int thread, int threads) const {

@@ -35,7 +35,8 @@ COMMON: dict[str, Any] = {
 }
 FAMILIES: tuple[str, ...] = tuple(CLASSES)
 MORE_FAMILIES: tuple[str, ...] = tuple(MORE)
-EMBEDDINGS = ("embed_tokens", "embed_in", "word_embeddings", "wte", "wpe", "embed_positions")
+EMBEDDINGS = ("embed_tokens", "embed_in", "word_embeddings", "wte", "wpe", "embed_positions", "position_embeddings",
+              "token_type_embeddings")  # fmt: skip
 BY_LAYER = ("layer_types", "block_configs", "activation_sparsity_pattern", "layer_rope_theta", "mlp_layer_types",
             "swiglu_limits", "swiglu_limits_shared", "num_attention_heads_per_layer", "attention_types",
             "indexer_types", "no_rope_layers", "kv_source_layers")  # fmt: skip

@@ -64,7 +64,7 @@ class Bench:
             self._attend_for_form()
         self.program.run(
             batch.token_ids_T, batch.query_start_S1, batch.context_tokens_S, batch.block_table_SM, batch.logits_rows_R,
-            kv, torch.empty(0, 1), both_ways=batch.both_ways_S,
+            kv, torch.empty(0, 1), both_ways=batch.both_ways_S, second=batch.second_S,
         )  # fmt: skip
         result = torch.empty(self.n_tokens, width)
         self.program.read_buffer(out, result)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -330,6 +330,12 @@ def test_embed_and_head(rows: list[int], softcap: float | None, kind: Kind) -> N
     check("embed", x, tensor.tensor[batch.token_ids_T] * 2.0, dtype)
     placed = ops.embed(table, scale=2.0, positions=table, first_position=3)
     check("embed", placed, tensor.tensor[batch.token_ids_T] * 2.0 + tensor.tensor[3:10], dtype)
+    typed = ops.embed(table, scale=2.0, positions=table, first_position=3, types=table)
+    check("embed", typed, tensor.tensor[batch.token_ids_T] * 2.0 + tensor.tensor[0] + tensor.tensor[3:10], dtype)
+    pair = kind.ops(replace(batch, second_S=np.array([4], dtype=np.int32)), kv, device=kind.device, dtype=dtype)
+    of_types = [0, 0, 0, 0, 1, 1, 1]
+    typed = pair.embed(table, scale=2.0, types=table)
+    check("embed", typed, tensor.tensor[batch.token_ids_T] * 2.0 + tensor.tensor[of_types], dtype)
     norm = Memory("norm", noise(16, seed=61) + 1.0)
     logits = ops.head(x, loader.norm(NormParts(weight=norm)), head, eps=1e-6, softcap=softcap)
     expected = reference.head(x.cpu(), norm.tensor, tensor.tensor, rows=rows, eps=1e-6, softcap=softcap)

@@ -23,6 +23,7 @@ from diptych.compute.weights import Checkpoint, resolve_model_dir
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError, UnsupportedModel
 from diptych.models.families import SUPPORTED, WRAPPERS
+from diptych.models.families_encoders import ENCODERS
 from diptych.models.families_wrapped import WRAPPED
 from diptych.models.files import INDEX_FILE
 from republished import REPUBLISHED
@@ -176,6 +177,9 @@ def test_every_required_family_is_supported() -> None:
             architecture for family in WRAPPED for architecture in family.architectures
         ),  # tests/compute/test_wrappers.py
         "MiniMaxM3VLForCausalLM",  # the text alone: tests/compute/test_variants.py
+        *(
+            architecture for family in ENCODERS for architecture in family.architectures
+        ),  # tests/engine/test_encoders.py
     }
     # Llamas there; and how files write what transformers writes otherwise
     elsewhere = {*wrapped, "InternLM3ForCausalLM", "IQuestCoderForCausalLM", "ExaoneMoEForCausalLM", "PhiMoEForCausalLM",

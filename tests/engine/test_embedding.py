@@ -435,6 +435,6 @@ def test_a_judge_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     """Its row was left out, and the score was the logit of the other token."""
     path = make_checkpoint("qwen3", tmp_path / "judge")
     spec = read_model(HfConfig(json.loads((path / "config.json").read_text())))
-    assert len(read_head_rows(path, spec, (1, spec.vocab_size - 1))) == 2
+    assert len(read_head_rows(path, spec, (1, spec.vocab_size - 1)).weight_ND) == 2
     with pytest.raises(LoadError, match=f"token {spec.vocab_size}; its vocabulary has {spec.vocab_size}"):
         read_head_rows(path, spec, (1, spec.vocab_size))

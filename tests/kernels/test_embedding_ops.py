@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -79,6 +81,46 @@ def test_learned_positions_are_added_to_either_embedding(isa: str, dtype: torch.
         got = torch.empty(7, 37)
         program.read_buffer(separate, got)
         check("embed", got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_a_row_of_its_type_is_added_to_a_token(isa: str, dtype: torch.dtype) -> None:
+    """The first where no sequence has a second text; behind where one begins the second, in a later chunk, too."""
+    shape = EdgeShape(name="", sequences=((3, 2), (0, 4), (6, 1)))
+    batch, table = make_batch(shape)[0], noise(7, 37, seed=1).to(BF16)
+    types, places = noise(2, 37, seed=2).to(dtype), noise(7, 37, seed=3).to(dtype)
+    positions = [3, 4, 0, 1, 2, 3, 6]
+    begins = np.array([4, 2, 7], dtype=np.int32)
+    for second, of in ((None, [0] * 7), (begins, [0, 1, 0, 0, 1, 1, 0])):
+        bench = Bench(isa, table.float(), threads=2)
+        program = bench.program
+        head = program.add_linear(cpu._cpu.LinearShape(format="bf16", n=7, k=37), [table])
+        plain, separate, tied = (program.add_f32(37) for _ in range(3))
+        placed = {"types": program.add_table(types), "positions": program.add_table(places)}
+        program.embed(program.add_table(table), separate, 0.5, **placed)
+        program.embed(program.add_table(table), plain, 0.5, types=placed["types"])
+        program.embed_tied(head, tied, 0.5, **placed)
+        expected = 0.5 * table.float() + types.float()[of]
+        check("embed", bench.run(plain, 37, replace(batch, second_S=second)), expected)
+        assert replace(batch, second_S=second).types_T.tolist() == of
+        for buffer in (separate, tied):
+            got = torch.empty(7, 37)
+            program.read_buffer(buffer, got)
+            check("embed", got, expected + places.float()[positions])
+
+
+def test_a_second_type_that_is_in_no_table_is_refused() -> None:
+    """RoBERTa has one type: a row behind the table's end was read."""
+    bench = Bench(BEST, noise(7, 16, seed=1))
+    batch = replace(make_batch(EdgeShape(name="", sequences=((0, 7),)))[0], second_S=np.array([3], dtype=np.int32))
+    with pytest.raises(ValueError, match="no second type"):
+        bench.run(bench.x, 16, batch)
+    out = bench.program.add_f32(16)
+    bench.program.embed(0, out, 1.0, types=bench.program.add_table(noise(1, 16, seed=2)))
+    with pytest.raises(ValueError, match="no second type"):
+        bench.run(out, 16, batch)
+    with pytest.raises(ValueError, match="wide"):
+        bench.program.embed(0, out, 1.0, types=bench.program.add_table(noise(2, 17, seed=2)))
 
 
 def test_a_head_that_cannot_serve_as_the_embedding_is_refused() -> None:

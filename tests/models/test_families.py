@@ -331,6 +331,7 @@ MORE: dict[str, dict[str, Any]] = {
     "youtu": {key: value for key, value in LATENT.items() if "rank" in key or "head_dim" in key},
 }
 ALONE = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 256, "state_size": 12, "conv_kernel": 3}
+OF_ENCODERS = {key: value for key, value in SMALL.items() if key not in ("head_dim", "num_key_value_heads")}
 SMALL_GPT: dict[str, dict[str, Any]] = {
     "mamba": {**ALONE, "intermediate_size": 96},
     "falcon_mamba": {**ALONE, "time_step_rank": 20, "tie_word_embeddings": False},
@@ -391,6 +392,14 @@ SMALL_GPT: dict[str, dict[str, Any]] = {
         "local_attention": 18,
         "mlp_bias": True,
     },
+    **dict.fromkeys(("bert", "nomic_bert"), OF_ENCODERS),
+    **{
+        name: {**OF_ENCODERS, "pad_token_id": 1, "type_vocab_size": 1}
+        for name in ("roberta", "xlm-roberta", "camembert")
+    },
+    "electra": {**OF_ENCODERS, "embedding_size": 64},
+    "distilbert": {"dim": 64, "n_layers": 4, "n_heads": 4, "hidden_dim": 96, "vocab_size": 256},
+    "modernbert": {**OF_ENCODERS, "local_attention": 18, "mlp_bias": True},
     "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256, "bos_token_id": 0, "eos_token_id": 1},
     "bloom": {"hidden_size": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256},
     "mpt": {"d_model": 64, "n_layers": 4, "n_heads": 4, "vocab_size": 256},
@@ -406,7 +415,7 @@ CLASS_NEEDS: dict[str, dict[str, Any]] = {
     "lfm3": {"layer_types": ["conv", "full_attention"] * 12},
     "cohere_compass_text": {"rope_parameters": KINDS},
     "qwen4_exp_text": {**{name: value for name, value in QWEN4.items() if name.startswith("indexer")}, "indexer_head_dim": 256},
-    "dbrx": {"attn_config": {"rope_theta": 1e4}},
+    "dbrx": {"attn_config": {"rope_theta": 1e4}}, "electra": {"embedding_size": 256},
     "nemotron": {"num_key_value_heads": 48}, "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6},
     "glm4_moe": {"head_dim": 128}, "glm4v_moe_text": {"head_dim": 128}, "ministral": {"head_dim": 128},
@@ -461,6 +470,9 @@ def counted(config: Any) -> int:
         elif config.model_type == "phi4_multimodal":
             model = transformers.Phi4MultimodalForCausalLM(config)
             del model.model.embed_tokens_extend  # of pictures and sound
+        elif BY_MODEL_TYPE[config.model_type].is_encoder:
+            bare = {} if config.model_type in ("distilbert", "electra", "modernbert") else {"add_pooling_layer": False}
+            model = transformers.AutoModel.from_config(config, **bare)
         elif config.model_type == "mistral4":  # on no list of those that write text
             model = transformers.Mistral4ForCausalLM(config)
         else:
@@ -541,7 +553,8 @@ def test_every_number_is_that_of_transformers(family: Family, fields: str) -> No
         with pytest.raises(LoadError, match=r"rms_norm_eps .* is 0\.001; of .*, only 1e-05"):
             read(family, {**given, "rms_norm_eps": 1e-3})
     if hasattr(config, "max_position_embeddings"):
-        assert spec.max_context_tokens == config.max_position_embeddings
+        before = (family.positions_offset or 0) if family.counts_offset else 0
+        assert spec.max_context_tokens == config.max_position_embeddings - before
     rope = getattr(config, "rope_parameters", None)
     if rope:
         for layer in spec.layers:

@@ -43,6 +43,8 @@ class ForwardBatch:
     adapters_S  number of each sequence's adapter (`Model.add_adapter`), -1 without one; None: no sequence has one
     both_ways_S  1 where each token of a sequence, which is here whole, attends to all of it, 0 where to those before it and
         to itself; None: no sequence attends both ways. A layer's window then reaches so many positions to either side
+    second_S  the position at which the second text of a pair begins, whose tokens are of another type, or one that the sequence
+        does not reach; None: all tokens are of the first. Of models that tell types apart (`ModelSpec.n_token_types` above 1)
     states  of models with states, and None of all others
     """
 
@@ -53,6 +55,7 @@ class ForwardBatch:
     logits_rows_R: np.ndarray
     adapters_S: np.ndarray | None = None
     both_ways_S: np.ndarray | None = None
+    second_S: np.ndarray | None = None
     states: StatePlaces | None = None
 
     @property
@@ -71,6 +74,13 @@ class ForwardBatch:
         lens_S = np.diff(self.query_start_S1)
         first_S = self.context_tokens_S - self.query_start_S1[1:]
         return np.arange(self.n_tokens, dtype=np.int32) + np.repeat(first_S, lens_S)
+
+    @property
+    def types_T(self) -> np.ndarray:
+        """0, or 1 of tokens of a second text [T]; made anew at each call."""
+        if self.second_S is None:
+            return np.zeros(self.n_tokens, dtype=np.int32)
+        return (self.positions_T >= np.repeat(self.second_S, np.diff(self.query_start_S1))).astype(np.int32)
 
     def slots_T(self, block_tokens: int) -> np.ndarray:
         """Where the KV of each token goes, block * P + offset [T]; made anew at each call."""

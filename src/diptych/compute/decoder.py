@@ -47,6 +47,7 @@ def run_decoder(
         scale=spec.embed_scale / scale,
         positions=weights.positions,
         first_position=spec.first_position,
+        types=weights.types,
     )
     if weights.embedding_norm is not None:
         x = ops.stream(ops.norm(x, weights.embedding_norm, eps=eps), 0, is_residual=True)

@@ -88,12 +88,16 @@ def load_decoder(
         is_made = spec.computes_positions
         rows = SinesTensor(n, width) if is_made else source.tensor(f"{prefix}{names.positions}.weight", n, width)
         positions = loader.table(rows, head=None)
+    types = None
+    if spec.n_token_types:
+        types = loader.table(source.tensor(f"{prefix}{names.types}.weight", spec.n_token_types, spec.hidden), head=None)
     first = embedding_norm(source, spec) if spec.has_embedding_norm else None
     inputs, (begin, end) = load_inputs(source, loader, spec, prefix), load_ends(source, loader, spec, prefix)
     layers = _layers(source, loader, spec, prefix)
     return DecoderWeights(
         embedding=embedding,
         positions=positions,
+        types=types,
         layers=layers,
         norm=None if norm is None else loader.norm(norm, offset=spec.end_offset),
         head=head,

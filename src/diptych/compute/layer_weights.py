@@ -110,6 +110,7 @@ class DecoderWeights(Generic[Table, Vector, Linear, Heads, Experts]):
     norm: Vector | None
     head: Linear
     positions: Table | None = None
+    types: Table | None = None
     inputs: InputsWeights[Table, Vector, Linear] | None = None
     begin: tuple[Linear, ...] = ()  # of each stream but the first
     end: tuple[Linear, ...] = ()

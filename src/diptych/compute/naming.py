@@ -49,8 +49,10 @@ def head_name(source: Source, spec: ModelSpec) -> str:
 
 def norm_parts(source: Source, name: str, spec: ModelSpec) -> NormParts:
     """A norm over the residual width."""
-    weight = source.tensor(f"{name}.weight", spec.hidden) if spec.has_norm_weight else OnesTensor(spec.hidden)
-    bias = source.tensor(f"{name}.bias", spec.hidden) if spec.has_norm_bias else None
+    is_old = spec.has_norm_weight and not source.has(f"{name}.weight") and source.has(f"{name}.gamma")  # of TensorFlow
+    of_weight, of_bias = ("gamma", "beta") if is_old else ("weight", "bias")
+    weight = source.tensor(f"{name}.{of_weight}", spec.hidden) if spec.has_norm_weight else OnesTensor(spec.hidden)
+    bias = source.tensor(f"{name}.{of_bias}", spec.hidden) if spec.has_norm_bias else None
     return NormParts(weight=weight, bias=bias, is_centred=spec.centres_norms)
 
 

@@ -13,7 +13,7 @@ tokens, so neither chunks nor neighbours change a bit of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,48 +21,60 @@ import numpy as np
 import torch
 
 from diptych.compute.gguf import GgufCheckpoint
-from diptych.compute.naming import final_norm, head_name, table_name
+from diptych.compute.naming import family_named, final_norm, head_name, norm_parts, prefix_of, table_name
+from diptych.compute.ops.contract import NormParts
 from diptych.compute.quant import stored_weights
 from diptych.compute.weights import Checkpoint, Source
 from diptych.ground.bounds import whole
 from diptych.ground.errors import EngineError, LoadError, SequenceError, UnsupportedModel
 from diptych.ground.request import Pool, Pooling
 from diptych.models.config import HfConfig, read_json
+from diptych.models.gates import Activation
 from diptych.models.gguf_architectures import architecture_of
 from diptych.models.gguf_file import open_gguf
-from diptych.models.spec import ModelSpec
+from diptych.models.spec import ModelSpec, Norms
 
+CURVES: Mapping[Activation, Callable[[np.ndarray], np.ndarray]] = {
+    Activation.TANH: np.tanh,
+    Activation.RELU: lambda x: np.maximum(x, 0.0),
+    Activation.GELU: lambda x: torch.nn.functional.gelu(torch.from_numpy(x)).numpy(),
+}
 SUMMED_ROWS = 64  # at one time, in fp64: 2 MB at a width of 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
-    """A layer that a pooled state goes through: activation(W x + b). weight_ND [N, D], bias_N or None, fp32."""
+    """A layer that a pooled state goes through: norm(curve(W x + b)). weight_ND [N, D], bias_N or None, fp32; curve and norm
+    None: as it is.
+    """
 
     weight_ND: np.ndarray
-    bias_N: np.ndarray | None
-    is_tanh: bool
+    bias_N: np.ndarray | None = None
+    curve: Activation | None = None
+    norm: Tail | None = None
 
     def applied(self, state_D: np.ndarray) -> np.ndarray:
-        """[N] fp32."""
+        """[N], in fp64 where the state is."""
         made = self.weight_ND @ state_D if self.bias_N is None else self.weight_ND @ state_D + self.bias_N
-        return np.tanh(made) if self.is_tanh else made
+        made = made if self.curve is None else CURVES[self.curve](made)
+        return made if self.norm is None else self.norm.normed(made[None])[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tail:
-    """What stands behind a model's last layer. norm_D: fp32, the family's offset added; bias_D: fp32, if any.
-
-    is_centred: the mean is taken away first (LayerNorm).
+    """What stands behind a model's last layer. norm_D: fp32, the family's offset added, None: nothing does, as layers norm
+    what they leave; bias_D: fp32, if any. is_centred: the mean is taken away first (LayerNorm).
     """
 
-    norm_D: np.ndarray
+    norm_D: np.ndarray | None
     eps: float
     bias_D: np.ndarray | None = None
     is_centred: bool = False
 
     def normed(self, rows_RD: np.ndarray) -> np.ndarray:
         """x / sqrt(mean(x^2) + eps) * norm + bias of each row of the residual stream, of x - mean(x) if centred; fp32."""
+        if self.norm_D is None:
+            return rows_RD
         if self.is_centred:
             rows_RD = rows_RD - rows_RD.mean(axis=1, keepdims=True, dtype=np.float64)
         mean_R1 = np.square(rows_RD, dtype=np.float64).mean(axis=1, keepdims=True)
@@ -74,23 +86,43 @@ def read_tail(directory: Path, spec: ModelSpec) -> Tail:
     """The final norm of a checkpoint folder or GGUF file. Raises LoadError, UnsupportedModel."""
     source = _open(directory)
     norm = final_norm(source, spec)
+    if norm is None and spec.layers[-1].norms is Norms.SUMS:
+        return Tail(norm_D=None, eps=spec.norm_eps)
     if norm is None:
         raise UnsupportedModel(f"{spec.name} has no norm behind its last layer; its states are not pooled")
-    return Tail(
-        norm_D=_numbers(norm.weight.read()) + np.float32(spec.end_offset),
-        eps=spec.norm_eps / spec.residual_scale**2,  # as the walk, whose stream is the model's over that scale
-        bias_D=None if norm.bias is None else _numbers(norm.bias.read()),
-        is_centred=norm.is_centred,
-    )
+    # as the walk, whose stream is the model's over that scale
+    return _tail(norm, spec.norm_eps / spec.residual_scale**2, offset=spec.end_offset)
 
 
-def read_classes(directory: Path, spec: ModelSpec, n_labels: int) -> np.ndarray:
-    """[n_labels, D] fp32: what a sequence-classification head multiplies a state with."""
-    return _numbers(_open(directory).tensor("score.weight", n_labels, spec.hidden).read())
+def read_classes(directory: Path, spec: ModelSpec, n_labels: int) -> tuple[Dense, ...]:
+    """The layers of a sequence-classification head, the last of which makes a number for each label."""
+    source = _open(directory)
+    prefix, kinds = prefix_of(source, spec), family_named(spec).classifier
+    layers: list[Dense] = []
+    for layer in kinds:
+        n_outputs = n_labels if layer is kinds[-1] else spec.hidden
+        name = f"{prefix}{layer.name}" if source.has(f"{prefix}{layer.name}.weight") else layer.name
+        weight = source.tensor(f"{name}.weight", n_outputs, spec.hidden)
+        bias = source.tensor(f"{name}.bias", n_outputs) if source.has(f"{name}.bias") else None
+        layers.append(
+            Dense(
+                weight_ND=_numbers(weight.read()),
+                bias_N=None if bias is None else _numbers(bias.read()),
+                curve=layer.curve,
+                norm=None if layer.norm is None else _tail(norm_parts(source, layer.norm, spec), spec.norm_eps),
+            )
+        )
+    return tuple(layers)
 
 
-def read_head_rows(directory: Path, spec: ModelSpec, token_ids: Sequence[int]) -> np.ndarray:
-    """[len(token_ids), D] fp32: the rows of the output projection that make the logits of these tokens."""
+def _tail(norm: NormParts, eps: float, offset: float = 0.0) -> Tail:
+    bias = None if norm.bias is None else _numbers(norm.bias.read())
+    weight = _numbers(norm.weight.read()) + np.float32(offset)
+    return Tail(norm_D=weight, eps=eps, bias_D=bias, is_centred=norm.is_centred)
+
+
+def read_head_rows(directory: Path, spec: ModelSpec, token_ids: Sequence[int]) -> Dense:
+    """The rows of the output projection that make the logits of these tokens, as a layer."""
     if spec.has_head_bias:
         raise UnsupportedModel(f"the output projection of {directory} adds a bias; it cannot judge by single tokens")
     if max(token_ids) >= spec.vocab_size:
@@ -101,7 +133,7 @@ def read_head_rows(directory: Path, spec: ModelSpec, token_ids: Sequence[int]) -
     source = _open(directory)
     name = table_name(source, spec) if spec.is_tied else head_name(source, spec)
     head = source.tensor(name, spec.vocab_size, spec.hidden)
-    return np.concatenate([_numbers(head.part(slice(i, i + 1), spec.hidden)) for i in token_ids])
+    return Dense(weight_ND=np.concatenate([_numbers(head.part(slice(i, i + 1), spec.hidden)) for i in token_ids]))
 
 
 def read_dense(directory: Path, n_inputs: int) -> Dense:
@@ -120,7 +152,7 @@ def read_dense(directory: Path, n_inputs: int) -> Dense:
         )
     bias = _numbers(source.tensor("linear.bias", n_outputs).read()) if config.get("bias", True) else None
     weight = _numbers(source.tensor("linear.weight", n_outputs, n_inputs).read())
-    return Dense(weight_ND=weight, bias_N=bias, is_tanh=activation == "Tanh")
+    return Dense(weight_ND=weight, bias_N=bias, curve=Activation.TANH if activation == "Tanh" else None)
 
 
 def read_dense_of_gguf(path: Path, n_inputs: int) -> tuple[Dense, ...]:
@@ -130,7 +162,7 @@ def read_dense_of_gguf(path: Path, n_inputs: int) -> tuple[Dense, ...]:
     layers: list[Dense] = []
     for name in [name for name in architecture_of(file).dense if name in file.tensors]:
         weight = _numbers(source.tensor(name, file.tensors[name].shape[0], n_inputs).read())
-        layers.append(Dense(weight_ND=weight, bias_N=None, is_tanh=False))
+        layers.append(Dense(weight_ND=weight))
         n_inputs = len(weight)
     return tuple(layers)
 
@@ -154,9 +186,10 @@ def _numbers(tensor: torch.Tensor) -> np.ndarray:
 class _Prompt:
     """A prompt on its way. end: how far its states have come."""
 
-    __slots__ = ("end", "n_tokens", "pooling", "sum_D")
+    __slots__ = ("end", "first_D", "n_tokens", "pooling", "sum_D")
 
     def __init__(self, pooling: Pooling, n_tokens: int) -> None:
+        self.first_D: np.ndarray | None = None
         self.pooling = pooling
         self.n_tokens = n_tokens
         self.end = 0
@@ -191,6 +224,11 @@ class Pooler:
         end = start + len(rows_TD)
         if prompt.pooling.pool is Pool.LAST:
             return None if end < prompt.n_tokens else _checked(self._tail.normed(rows_TD[-1:])[0])
+        if prompt.pooling.pool is Pool.FIRST:
+            if start == 0:
+                prompt.first_D = self._tail.normed(rows_TD[:1])[0]
+            assert prompt.first_D is not None
+            return None if end < prompt.n_tokens else _checked(prompt.first_D)
         first = prompt.pooling.first
         if start <= first:
             prompt.sum_D, prompt.end = np.zeros(rows_TD.shape[1]), first

@@ -28,7 +28,8 @@ from diptych.models.spec import AttentionLayer, ModelSpec, QkNorm
 def parameters_by_component(model: ModelSpec) -> dict[str, int]:
     """Exact parameter count of each component over all layers."""
     counts = {
-        "embedding": (model.n_embeddings + _learned_positions(model)) * model.hidden + _layer_table(model),
+        "embedding": (model.n_embeddings + _learned_positions(model) + model.n_token_types) * model.hidden
+        + _layer_table(model),
         "head": (0 if model.is_tied else model.vocab_size * model.hidden)
         + model.has_head_bias * model.vocab_size
         + model.transforms_head * model.hidden**2,

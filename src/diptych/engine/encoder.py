@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from diptych.engine.text.template import ChatTemplate, RenderedPrompt
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.bounds import Bound, ids, shown
 from diptych.ground.errors import PromptTooLong, RequestError, UnsupportedModel
-from diptych.ground.request import Pool, Pooling, SamplingParams, Segment
+from diptych.ground.request import Pooling, SamplingParams, Segment
 from diptych.models.config import HfConfig
 from diptych.models.pooling import (
     EmbeddingSpec,
@@ -34,6 +34,7 @@ from diptych.models.pooling import (
     read_gguf_pooling,
     read_pooling,
     sees_both_ways,
+    usual_pooling,
 )
 from diptych.models.spec import ModelSpec
 
@@ -83,10 +84,9 @@ class Encoder:
         embedding: EmbeddingSpec | None = None,
         scoring: ScoringSpec | None = None,
         dense: Sequence[Dense] = (),
-        judge_LD: np.ndarray | None = None,
         has_own_form: bool = False,
     ) -> None:
-        """dense: layers behind the pooling. judge_LD: the rows that a state is multiplied with for its score.
+        """dense: layers behind the pooling; where it scores, the last of them makes one or two logits.
 
         has_own_form: pairs are asked about in Qwen3-Reranker's words.
         """
@@ -98,12 +98,12 @@ class Encoder:
         self._tokenizer = tokenizer
         self._template = template
         self._dense = dense
-        self._judge_LD = judge_LD
         self._has_own_form = has_own_form
         said = embedding or scoring
         assert said is not None
         self.reading: Reading = said.reading
         self._both_ways = said.both_ways
+        self._has_types = spec.n_token_types > 1
         if scoring is not None and self.reading.is_chat:
             self._check_roles()
 
@@ -141,17 +141,16 @@ class Encoder:
     def vector(self, state: bytes, dimensions: int | None = None, *, normalises: bool | None = None) -> np.ndarray:
         """[dimensions] fp32: the state, cut, and normalised as the model wants it or as is said."""
         assert self.embedding is not None
-        vector = self._behind_pooling(state)[: dimensions or self.width]
+        vector = self._behind_pooling(np.frombuffer(state, dtype=np.float32))[: dimensions or self.width]
         if not (self.embedding.is_normalised if normalises is None else normalises):
             return vector.copy()
         norm = float(np.sqrt(np.square(vector, dtype=np.float64).sum()))
         return (vector / max(norm, 1e-12)).astype(np.float32)
 
-    def _behind_pooling(self, state: bytes) -> np.ndarray:
-        vector = np.frombuffer(state, dtype=np.float32)
+    def _behind_pooling(self, state: np.ndarray) -> np.ndarray:
         for layer in self._dense:
-            vector = layer.applied(vector)
-        return vector
+            state = layer.applied(state)
+        return state
 
     def check_dimensions(self, dimensions: int | None) -> None:
         """RequestError for a length that vectors of this model cannot have."""
@@ -171,9 +170,8 @@ class Encoder:
 
     def score(self, state: bytes) -> float:
         """Of the state behind a pair: a probability, or what the files say."""
-        assert self._judge_LD is not None
         assert self.scoring is not None
-        logits = self._judge_LD.astype(np.float64) @ np.frombuffer(state, dtype=np.float32).astype(np.float64)
+        logits = self._behind_pooling(np.frombuffer(state, dtype=np.float32).astype(np.float64))
         if self.scoring.token_ids is not None:
             logits = logits * self._spec.logit_scale
             cap = self._spec.logit_softcap
@@ -188,6 +186,7 @@ class Encoder:
         for name, text in ((QUERY, query), (DOCUMENT, document)):
             self._refuse_endless(text, param=name)
         parts: list[tuple[str, Sequence[int]]]
+        second: int | None = None
         if self.reading.is_chat:
             rendered = self._rendered(_pair_messages(query, document), asked)
             return self._checked(rendered.token_ids, self._judged, rendered.segments)
@@ -203,13 +202,15 @@ class Encoder:
         else:
             pair = self._tokenizer.encode_pair(asked + query, document)
             n_query = len(self._tokenizer.encode(asked + query, add_special_tokens=False))
-            parts = [(QUERY, pair[:n_query]), (DOCUMENT, pair[n_query:])]
+            parts = [(QUERY, pair.token_ids[:n_query]), (DOCUMENT, pair.token_ids[n_query:])]
+            second = pair.second_type if self._has_types else None
         token_ids, segments = _joined(parts)
-        return self._checked(token_ids, self._judged, segments)
+        return self._checked(token_ids, replace(self._judged, second=second), segments)
 
     @property
     def _judged(self) -> Pooling:
-        return Pooling(pool=Pool.LAST, both_ways=self._both_ways)
+        assert self.scoring is not None
+        return Pooling(pool=self.scoring.pool, both_ways=self._both_ways)
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], instruction: str) -> RenderedPrompt:
         variables = dict(self.reading.template_variables)
@@ -317,9 +318,9 @@ def open_encoder(
     if task == "embed":
         if isinstance(said, ScoringSpec):
             raise UnsupportedModel(f"{directory} judges pairs, and embeds no texts", hint="leave --task out")
-        said = said or EmbeddingSpec(both_ways=sees_both_ways(config))
+        said = said or usual_pooling(config)
     if said is None and not spec.has_head:
-        said = EmbeddingSpec(both_ways=sees_both_ways(config))
+        said = usual_pooling(config)
     is_asked = task == "score" and said is None
     if is_asked:
         said = ScoringSpec(token_ids=_yes_and_no(tokenizer), both_ways=sees_both_ways(config))
@@ -345,10 +346,10 @@ def open_encoder(
         return Encoder(tail, tokenizer, template, spec=spec, embedding=said, dense=dense)
     logger.info("scores by=%s prompts=%s", "head" if said.token_ids is None else said.token_ids, prompts)
     if said.token_ids is not None:
-        judge_LD = read_head_rows(directory, spec, said.token_ids)
+        dense = (read_head_rows(directory, spec, said.token_ids),)
     else:
-        judge_LD = read_classes(directory, spec, _n_labels(config))
-    return Encoder(tail, tokenizer, template, spec=spec, scoring=said, judge_LD=judge_LD, has_own_form=is_asked)
+        dense = read_classes(directory, spec, _n_labels(config))
+    return Encoder(tail, tokenizer, template, spec=spec, scoring=said, dense=dense, has_own_form=is_asked)
 
 
 def _read_layers(folders: Sequence[Path], n_inputs: int) -> tuple[Dense, ...]:

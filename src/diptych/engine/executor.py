@@ -61,6 +61,7 @@ class ModelExecutor:
         self._n_adapted = 0  # sequences with an adapter
         self._n_structured = 0  # those with a grammar
         self._n_both_ways = 0  # sequences whose tokens attend to all of them
+        self._n_pairs = 0  # those of two texts that the model tells apart
         self._failed: dict[int, EngineError] = {}  # sequences that cannot go on, until control has ended them
 
     def back_memory(self, wants_stop: Callable[[], bool]) -> None:
@@ -151,6 +152,7 @@ class ModelExecutor:
                 self._n_adapted -= start.adapter is not None
                 self._n_structured -= start.sampling.structured is not None
                 self._n_both_ways -= _is_both_ways(start)
+                self._n_pairs -= _second(start) is not None
                 self._sampler.end(seq_id)
                 if self._pooler is not None:
                     self._pooler.end(seq_id)
@@ -160,6 +162,7 @@ class ModelExecutor:
             self._n_adapted += start.adapter is not None
             self._n_structured += start.sampling.structured is not None
             self._n_both_ways += _is_both_ways(start)
+            self._n_pairs += _second(start) is not None
             self._rows[start.seq_id] = self._take_row()
             try:
                 if start.pooling is not None:
@@ -252,6 +255,7 @@ class ModelExecutor:
             logits_rows_R=np.array(logits_rows, dtype=np.int32),
             adapters_S=self._adapters_of(plan) if self._n_adapted else None,
             both_ways_S=self._both_ways_of(plan) if self._n_both_ways else None,
+            second_S=self._second_of(plan) if self._n_pairs else None,
             states=_states_of(plan) if plan.chunks[0].state is not None else None,
         )
 
@@ -264,6 +268,15 @@ class ModelExecutor:
     def _both_ways_of(self, plan: StepPlan) -> np.ndarray | None:
         marks = [_is_both_ways(self._starts[chunk.seq_id]) for chunk in plan.chunks]
         return np.array(marks, dtype=np.int32) if any(marks) else None
+
+    def _second_of(self, plan: StepPlan) -> np.ndarray | None:
+        begins = [_second(self._starts[chunk.seq_id]) for chunk in plan.chunks]
+        if all(begin is None for begin in begins):
+            return None
+        ends = (chunk.end_pos for chunk in plan.chunks)
+        return np.array(
+            [end if begin is None else begin for begin, end in zip(begins, ends, strict=True)], dtype=np.int32
+        )
 
     def _tables_of(self, seq_ids: Iterable[int]) -> np.ndarray:
         return self._tables.take([self._rows[seq_id] for seq_id in seq_ids], axis=0)
@@ -384,6 +397,10 @@ def _states_of(plan: StepPlan) -> StatePlaces:
 
 def _is_both_ways(start: SequenceStart) -> bool:
     return start.pooling is not None and start.pooling.both_ways
+
+
+def _second(start: SequenceStart) -> int | None:
+    return None if start.pooling is None else start.pooling.second
 
 
 def _run(token_id: int, drafts: tuple[int, ...], rows: Iterator[tuple[int, float]]) -> tuple[int, ...]:

@@ -199,8 +199,9 @@ def _logit_bias(value: object) -> Mapping[int, float]:
 
 
 class Pool(Enum):
-    """What becomes of the states of a prompt: that of its last token is kept, or their mean."""
+    """What becomes of the states of a prompt: that of its first or last token is kept, or their mean."""
 
+    FIRST = "first"
     LAST = "last"
     MEAN = "mean"
 
@@ -211,11 +212,13 @@ class Pooling:
 
     first: where the mean begins; what stands before it (an instruction) is read and not averaged.
     both_ways: every token attends to all of the prompt, which is then read in one chunk, and found in no cache.
+    second: where the second text of a pair begins, for models that tell the two apart; None: there is one, or they do not.
     """
 
     pool: Pool
     first: int = 0
     both_ways: bool = False
+    second: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

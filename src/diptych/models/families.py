@@ -4,14 +4,16 @@ An entry names the architectures it serves, every key of config.json that it rea
 class in transformers (files leave out what equals it), the keys it knows in one setting only, how its layers are made, and
 how its tensors are called. `read` turns a config into a `ModelSpec` by these; `compute` loads by them.
 They lie by kind: `families_dense`, `families_gpt` (around GPT-2), `families_early` (a few models each), `families_mixtures`
-(of experts), `families_latent` (attention), `families_states` (states of sequences), `families_wrapped` (published beside
-pictures or sound alone); what several of those share is in `families_shared`.
+(of experts), `families_latent` (attention), `families_states` (states of sequences), `families_encoders` (which attend both
+ways and write nothing), `families_wrapped` (published beside pictures or sound alone); what several of those share is in
+`families_shared`.
 """
 
 from __future__ import annotations
 
 from diptych.models.families_dense import DENSE
 from diptych.models.families_early import EARLY
+from diptych.models.families_encoders import ENCODERS
 from diptych.models.families_gpt import GPT_KIND
 from diptych.models.families_latent import LATENT_ATTENTION
 from diptych.models.families_mixtures import MIXTURES
@@ -19,7 +21,9 @@ from diptych.models.families_states import STATES
 from diptych.models.families_wrapped import WRAPPED
 from diptych.models.family import Family
 
-FAMILIES: tuple[Family, ...] = (*DENSE, *GPT_KIND, *EARLY, *MIXTURES, *LATENT_ATTENTION, *STATES, *WRAPPED)
+FAMILIES: tuple[Family, ...] = (
+    *DENSE, *GPT_KIND, *EARLY, *MIXTURES, *LATENT_ATTENTION, *STATES, *ENCODERS, *WRAPPED,
+)  # fmt: skip
 BY_ARCHITECTURE: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
 BY_MODEL_TYPE: dict[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
 # wrappers around decoders, which a section of the config names: of more than one family, or of one that is published by itself

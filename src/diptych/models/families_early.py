@@ -12,6 +12,27 @@ from diptych.models.spec import Norms
 AS_IN_FAIRSEQ: dict[str, Any] = {
     "final_norm": "layer_norm", "o": "out_proj", "mlp": ("",), "gate_up": ("fc1",), "down": "fc2",
     "norms": {Norms.BEFORE: ("self_attn_layer_norm", None, "final_layer_norm", None)}}  # fmt: skip
+MODERN_BERT: dict[str, Any] = {
+    **{key: value for key, value in GPT.items() if key != "hidden_act"}, "vocab_size": 50_368, "hidden_size": 768,
+    "intermediate_size": 1152, "num_hidden_layers": 22, "num_attention_heads": 12, "hidden_activation": "gelu",
+    "max_position_embeddings": 8192, "attention_bias": False, "mlp_bias": False, "decoder_bias": True,
+    "local_attention": 128, "sliding_window_pattern": 3, "layer_types": None, "rope_theta": 160_000.0,
+    "rope_local_base_freq": 10_000.0}  # fmt: skip
+NAMES_OF_MODERN_BERT: dict[str, Any] = {
+    "embedding": "embeddings.tok_embeddings", "embedding_norm": "embeddings.norm", "final_norm": "final_norm",
+    "attention": "attn", "o": "Wo", "gate_up": ("Wi",), "down": "Wo",
+    "norms": {Norms.BEFORE: ("attn_norm", None, "mlp_norm", None),
+              Norms.BEFORE_MLP: (None, None, "mlp_norm", None)}}  # fmt: skip
+LIKE_MODERN_BERT: dict[str, Any] = {
+    "fixed": {"norm_bias": (False,), "classifier_bias": (False,), "classifier_activation": ("gelu",),
+              "causal_mask": (True, None)},
+    "unread": ("initializer_cutoff_factor", "classifier_pooling", "deterministic_flash_attn", "reference_compile",
+               "repad_logits_with_grad", "sparse_prediction", "sparse_pred_ignore_index", "position_embedding_type"),
+    "renamed": {"norm_eps": "rms_norm_eps", "global_attn_every_n_layers": "sliding_window_pattern",
+                "global_rope_theta": "rope_theta", "local_rope_theta": "rope_local_base_freq"},
+    "full_first": True, "local_theta": "rope_local_base_freq", "mlp_bias": "mlp_bias",
+    "centres_norms": True, "has_embedding_norm": True, "first_norms": Norms.BEFORE_MLP,
+    **BY_ATTENTION_BIAS}  # fmt: skip
 EARLY: tuple[Family, ...] = (
     # each part is normed behind it, with what it is added to; nothing is normed behind the last layer
     Family(
@@ -33,7 +54,7 @@ EARLY: tuple[Family, ...] = (
         keys={**GPT, "vocab_size": 42_384, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
               "intermediate_size": 4096, "hidden_act": "gelu", "max_position_embeddings": 1024, "scale_embedding": True},
         fixed=FIXED_EPS,
-        unread=("layer_norm_eps", "hidden_dropout_prob", "attention_probs_dropout_prob"),
+        unread=("layer_norm_eps",),
         has_scaled_embedding="scale_embedding",
         positions_offset=2,
         names=TensorNames(head="output_projection", **AS_IN_FAIRSEQ),
@@ -74,24 +95,9 @@ EARLY: tuple[Family, ...] = (
     # Ettin: exact GELU in gates, windows on two layers of three, a norm of the embedding in place of the first layer's
     Family(
         name="modernbert-decoder", architectures=("ModernBertDecoderForCausalLM",),
-        keys={**{key: value for key, value in GPT.items() if key != "hidden_act"}, "vocab_size": 50_368, "hidden_size": 768,
-              "intermediate_size": 1152, "num_hidden_layers": 22, "num_attention_heads": 12, "hidden_activation": "gelu",
-              "max_position_embeddings": 8192, "attention_bias": False, "mlp_bias": False, "decoder_bias": True,
-              "local_attention": 128, "sliding_window": None, "sliding_window_pattern": 3, "layer_types": None,
-              "rope_theta": 160_000.0, "rope_local_base_freq": 10_000.0},
-        fixed={"norm_bias": (False,), "classifier_bias": (False,), "classifier_activation": ("gelu",),
-               "causal_mask": (True, None)},
-        unread=("initializer_cutoff_factor", "classifier_pooling", "deterministic_flash_attn", "reference_compile",
-                "repad_logits_with_grad", "sparse_prediction", "sparse_pred_ignore_index", "position_embedding_type"),
-        renamed={"norm_eps": "rms_norm_eps", "global_attn_every_n_layers": "sliding_window_pattern",
-                 "global_rope_theta": "rope_theta", "local_rope_theta": "rope_local_base_freq"},
-        full_first=True, local_theta="rope_local_base_freq",
-        centres_norms=True, has_embedding_norm=True, first_norms=Norms.BEFORE_MLP,
-        mlp_bias="mlp_bias", has_head_bias="decoder_bias",
-        names=TensorNames(embedding="embeddings.tok_embeddings", embedding_norm="embeddings.norm", final_norm="final_norm",
-                          head="decoder", transform=("lm_head.dense", "lm_head.norm"), attention="attn", o="Wo",
-                          gate_up=("Wi",), down="Wo", norms={Norms.BEFORE: ("attn_norm", None, "mlp_norm", None),
-                                                             Norms.BEFORE_MLP: (None, None, "mlp_norm", None)}),
-        **BY_ATTENTION_BIAS,
+        keys={**MODERN_BERT, "sliding_window": None},
+        has_head_bias="decoder_bias",
+        names=TensorNames(head="decoder", transform=("lm_head.dense", "lm_head.norm"), **NAMES_OF_MODERN_BERT),
+        **LIKE_MODERN_BERT,
     ),
 )  # fmt: skip

@@ -38,6 +38,15 @@ NORM_NAMES: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]
 })  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class HeadLayer:
+    """A layer between a state and the logits of labels: its name, what bends what it gives, and the norm behind that."""
+
+    name: str
+    curve: Activation | None = None
+    norm: str | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
     """Names inside a layer, without '.weight'. qkv and gate_up: separate projections, or one that is already stacked.
@@ -45,8 +54,8 @@ class TensorNames:
     qkv_by_head: its rows lie by KV head: the queries that share it, its key, its value. qkv_parts: they lie in so many parts,
     of each the queries, values and keys of its heads. transposes: projections of a layer are stored as [inputs, outputs].
     up_first: in the projection that is stacked, up's rows come before gate's.
-    embedding, embedding_norm, positions, final_norm, layers, head: at the ends, behind a prefix. embedding_ending: what is
-    there in place of '.weight'. transform: what stands before
+    embedding, embedding_norm, positions, types, final_norm, layers, head: at the ends, behind a prefix. embedding_ending: what
+    is there in place of '.weight'. transform: what stands before
     the head, a projection and a norm.
     mlp: where the MLP may be found, tried in order. expert: gate (if any), up and down of one expert, where they are separate;
     stacked: of all experts in one tensor each, is_transposed: as [inputs, outputs] (None: in some files), takes_turns: rows of
@@ -76,6 +85,7 @@ class TensorNames:
     embedding_ending: str = ".weight"
     embedding_norm: str = "embedding_norm"
     positions: str = "embed_positions"
+    types: str = "token_type_embeddings"
     final_norm: str | None = "norm"
     layers: str = "layers"
     head: str = "lm_head"
@@ -172,8 +182,10 @@ class Family:
     how it turns, or null. turns_back: as in `Rope`. attends_in_chunks: what is `sliding_window` here is the length of chunks
     that layers with rotary positions attend within; scales_queries: queries of the other layers are scaled by position.
     mixture_norms: of layers with mixtures, if not the others'; first_norms: of the first layer. positions_offset: learned
-    positions, and how many come first; computes_positions: sines and cosines in their place. has_last_bias: o has a bias in
-    the last layer.
+    positions, and how many come first; counts_offset: max_position_embeddings counts those, too; computes_positions: sines and
+    cosines in their place. has_last_bias: o has a bias in the last layer.
+    is_encoder: each token attends to all others, and no head writes tokens. classifier: the layers that make a score of a
+    state.
     norms_unturned: heads are normed without a weight where they know no positions, too.
     parallel_key: the key that says whether attention and MLP run side by side, with the norms of `parallel_norms`.
     scores: or the key that says it. has_head_bias: the output projection has one. has_sinks: or the keys that say it, of layers
@@ -266,7 +278,10 @@ class Family:
     attends_in_chunks: bool = False
     scales_queries: bool = False
     positions_offset: int | None = None
+    counts_offset: bool = False
     computes_positions: bool = False
+    is_encoder: bool = False
+    classifier: tuple[HeadLayer, ...] = (HeadLayer("score"),)
     renormalises: bool | str = "norm_topk_prob"
     scores: Scores | str = Scores.SOFTMAX
     group_best: int = 1

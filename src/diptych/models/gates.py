@@ -25,6 +25,7 @@ class Activation(Enum):
     CLAMPED = "clamped"
     SIGMOID = "sigmoid"  # of gates without up
     SOFTPLUS = "softplus"  # likewise, log(1 + e^x)
+    TANH = "tanh"  # of heads behind a pooled state
 
 
 XIELU_SLOPE = 0.5

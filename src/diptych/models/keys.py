@@ -34,10 +34,17 @@ HARMLESS: frozenset[str] = frozenset((
     "mamba_ssm_cache_dtype", "residual_in_fp32", "rescale_prenorm_residual", "moe_shared_expert_overlap",
     "quantization", "mtp_layer_types", "mtp_mlp_layer_types", "mtp_layers_block_type", "mtp_hybrid_override_pattern",
 ))  # fmt: skip
-HARMLESS_ENDINGS = ("_token_id", "_token_ids", "dropout")
+HARMLESS_ENDINGS = ("_token_id", "_token_ids", "dropout", "dropout_prob")
 
 # words by which files say what their class has anyway: looked at where a family knows them in one setting, not elsewhere
-OWN_WORDS = ("norm_type", "transformer_block_type", "rope_style", "full_attn_mod", "interpolate_factor")
+OWN_WORDS = (
+    "norm_type",
+    "transformer_block_type",
+    "rope_style",
+    "full_attn_mod",
+    "interpolate_factor",
+    "type_vocab_size",
+)
 # Keys of other families and of hybrids that change the mathematics: refused wherever nobody reads them.
 CHANGING: frozenset[str] = frozenset((
     *(key for family in FAMILIES for key in (*family.keys, *family.fixed, *family.renamed, *family.numbered)

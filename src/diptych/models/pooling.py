@@ -1,8 +1,8 @@
 """What a checkpoint's files say about embeddings and scores: the layout of sentence-transformers, read without it.
 
-`modules.json` names a pipeline, of which the transformer, a pooling (last token or mean), a normalisation and the score of two
-logits are known here. `config_sentence_transformers.json` has the prompts, `sentence_bert_config.json` how texts are read.
-What would change a vector and is not known is refused by name: other modules and poolings, code of its own.
+`modules.json` names a pipeline, of which the transformer, a pooling (first or last token, or mean), a normalisation and the
+score of two logits are known here. `config_sentence_transformers.json` has the prompts, `sentence_bert_config.json` how texts
+are read. What would change a vector and is not known is refused by name: other modules and poolings, code of its own.
 
 >>> read_pooling(Path("Qwen3-Embedding-0.6B"), HfConfig(config))  # doctest: +SKIP
 EmbeddingSpec(pool=<Pool.LAST: 'last'>, is_normalised=True, ...)
@@ -19,9 +19,10 @@ from typing import Any
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.ground.request import Pool
 from diptych.models.config import MAX_JSON_BYTES, HfConfig, read_json
+from diptych.models.read import family_of
 
 MODULES, PROMPTS, READING = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
-POOLS = {"lasttoken": Pool.LAST, "mean": Pool.MEAN}
+POOLS = {"cls": Pool.FIRST, "lasttoken": Pool.LAST, "mean": Pool.MEAN}
 # the flags that said it before sentence-transformers 5.4, and the word that says it now
 OLD_POOLS = {
     "pooling_mode_cls_token": "cls",
@@ -32,10 +33,10 @@ OLD_POOLS = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 # pooling_type of GGUF files (`enum llama_pooling_type` of llama.h); 0: none
-GGUF_POOLS = {1: Pool.MEAN, 3: Pool.LAST}
+GGUF_POOLS = {1: Pool.MEAN, 2: Pool.FIRST, 3: Pool.LAST}
 ACTIVATIONS = {"Sigmoid": True, "Identity": False}
 # files of code in `auto_map` whose embeddings are those of the plain family with attention both ways (arXiv 2402.09906)
-KNOWN_CODE = ("modeling_gritlm7b", "modeling_gritlm8x7b")
+KNOWN_CODE = ("modeling_gritlm7b", "modeling_gritlm8x7b", "configuration_hf_nomic_bert", "modeling_hf_nomic_bert")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +73,14 @@ class EmbeddingSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringSpec:
-    """How the last state of a query with a document becomes their score.
+    """How a state of a query with a document becomes their score. pool: which: of an encoder the first, else the last.
 
     token_ids: of "yes" and "no", the difference of whose logits it is (one: its logit); None: by the classification head.
     is_sigmoid: whether it then becomes a probability.
     """
 
     token_ids: tuple[int, ...] | None
+    pool: Pool = Pool.LAST
     is_sigmoid: bool = True
     reading: Reading = Reading()
     both_ways: bool = False
@@ -101,6 +103,7 @@ def read_pooling(directory: Path, config: HfConfig) -> EmbeddingSpec | ScoringSp
     if is_classifier or "LogitScore" in places:
         return ScoringSpec(
             token_ids=None if is_classifier else _true_and_false(directory / places["LogitScore"] / "config.json"),
+            pool=_judged_pool(config),
             is_sigmoid=_is_sigmoid(directory, config),
             reading=reading,
             both_ways=both_ways,
@@ -132,10 +135,18 @@ def read_gguf_pooling(config: HfConfig) -> EmbeddingSpec | None:
         return None
     if kind not in GGUF_POOLS:
         raise UnsupportedModel(
-            f"pooling_type in {config.path} is {kind!r}; 1 (mean) and 3 (last token) are supported",
-            hint="2 is for models that attend both ways, 4 for a head that ranks; ask for --task generate to read it without",
+            f"pooling_type in {config.path} is {kind!r}; 1 (mean), 2 (first token) and 3 (last token) are supported",
+            hint="4 is for a head that ranks; ask for --task generate to read it without",
         )
     return EmbeddingSpec(pool=GGUF_POOLS[kind], both_ways=sees_both_ways(config))
+
+
+def usual_pooling(config: HfConfig) -> EmbeddingSpec:
+    """Where no file says one: the last token of a decoder, which alone has seen the text, the mean of an encoder, as
+    sentence-transformers takes it.
+    """
+    pool = Pool.MEAN if family_of(config).is_encoder else Pool.LAST
+    return EmbeddingSpec(pool=pool, both_ways=sees_both_ways(config))
 
 
 def sees_both_ways(config: HfConfig) -> bool:
@@ -147,7 +158,7 @@ def sees_both_ways(config: HfConfig) -> bool:
             return True
     code = raw.get("auto_map")
     if not code or raw.get("is_causal") is True:
-        return False
+        return family_of(config).is_encoder
     where = str(next(iter(code.values()), "") if isinstance(code, dict) else code)
     if where.rpartition("--")[2].partition(".")[0] in KNOWN_CODE:
         return True
@@ -209,6 +220,16 @@ def _reading(directory: Path) -> Reading:
         template_variables={key: value for key, value in variables.items() if key != "restore_suffix"},
         max_tokens=longest if type(longest) is int and longest > 0 else None,
     )
+
+
+def _judged_pool(config: HfConfig) -> Pool:
+    """The state that a head judges by."""
+    if not family_of(config).is_encoder:
+        return Pool.LAST
+    said = config.raw.get("classifier_pooling", "cls")
+    if said not in POOLS:
+        raise UnsupportedModel(f"classifier_pooling in {config.path} is {said!r}; {' and '.join(POOLS)} are supported")
+    return POOLS[said]
 
 
 def _true_and_false(path: Path) -> tuple[int, ...]:

@@ -117,7 +117,7 @@ def read_model(
         ropes = [replace(rope, is_interleaved=True) for rope in ropes]
     ropes = [replace(rope, turns_back=family.turns_back, is_learned=family.learns_turns) for rope in ropes]
     norm_eps, centres_norms = _norms(config, family)
-    hidden = _width(config)
+    hidden = _width(config, family)
     return ModelSpec(
         name=name,
         family=family.name,
@@ -136,7 +136,7 @@ def read_model(
         residual_scale=_residual_scale(config),
         logit_scale=config.number("logit_scale", 1.0) / config.number("logits_scaling", _base_stretch(config, hidden)),
         logit_softcap=config.optional_number("final_logit_softcapping"),
-        is_tied=config.flag("tie_word_embeddings"),
+        is_tied=family.is_encoder or config.flag("tie_word_embeddings"),
         is_wrapped=is_wrapped,
         has_head=has_head and not is_both_ways(config),
         centres_norms=centres_norms,
@@ -150,6 +150,7 @@ def read_model(
         computes_positions=family.computes_positions,
         n_position_embeddings=0 if family.positions_offset is None else limit + family.positions_offset,
         first_position=family.positions_offset or 0,
+        n_token_types=config.integer("type_vocab_size") if "type_vocab_size" in family.keys else 0,
         low_rank=config.optional_integer("laurel_rank") or 0,
         norm_rank=config.optional_integer("gated_norm_rank") or 0,
         streams=streams(config, family),
@@ -164,11 +165,12 @@ def read_model(
     )
 
 
-def _width(config: HfConfig) -> int:
-    hidden = config.integer("hidden_size")
-    words = config.integer("word_embed_proj_dim", hidden)
+def _width(config: HfConfig, family: Family) -> int:
+    key, hidden = "word_embed_proj_dim", config.integer("hidden_size")
+    words = config.integer(key, hidden)
     if words != hidden:
-        raise LoadError(f"word_embed_proj_dim in {config.path} is {words}; only hidden_size, {hidden}, is supported")
+        called = next((name for name, ours in family.renamed.items() if ours == key), key)
+        raise LoadError(f"{called} in {config.path} is {words}; only hidden_size, {hidden}, is supported")
     return hidden
 
 
@@ -233,7 +235,9 @@ def family_of(config: HfConfig) -> Family:
 
 
 def is_headless(config: HfConfig) -> bool:
-    """Whether the first architecture is one of a decoder without an output projection (MistralModel)."""
+    """Whether the first architecture is one of a decoder without an output projection (MistralModel), or of an encoder."""
+    if family_of(config).is_encoder:
+        return True
     named = config.raw.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
     return isinstance(name, str) and _with_head(name) != name
@@ -300,6 +304,11 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
         settled |= without_pictures(settled, path)
     elif "block_configs" in family.keys:
         settled |= as_searched(settled, path)
+    elif family.counts_offset:
+        offset = family.positions_offset or 0
+        settled["max_position_embeddings"] = (
+            HfConfig(settled, path=path).integer("max_position_embeddings", low=offset + 1) - offset
+        )
     return HfConfig(settled, path=path)
 
 

@@ -18,9 +18,11 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "a mask that is made of the values": ("doge",),
     "latent attention within windows, and rotary keys that are normed": ("dots3_note", "dots3_note_text"),
     "queries and keys that are convolved over tokens": ("zaya",),
-    "an encoder alone, with positions of its own": (
-        "bert", "roberta", "xlm-roberta", "electra", "camembert", "bert-generation", "big_bird", "data2vec-text", "ernie",
-        "megatron-bert", "rembert", "roberta-prelayernorm", "roc_bert", "roformer", "xlm", "xlm-roberta-xl", "xmod"),
+    "an encoder alone, of a kind that few embedding models have": (
+        "albert", "bert-generation", "big_bird", "convbert", "data2vec-text", "ernie", "eurobert", "gte", "jina_embeddings_v3",
+        "megatron-bert", "mobilebert", "rembert", "roberta-prelayernorm", "roc_bert", "roformer", "squeezebert", "xlm",
+        "xlm-roberta-xl", "xmod"),
+    "an encoder whose scores are learned by distance": ("mpnet", "deberta", "deberta-v2"),
     "an encoder beside the decoder": (
         "bart", "mbart", "pegasus", "marian", "whisper", "blenderbot", "t5", "mt5", "bigbird_pegasus", "blenderbot-small",
         "mvp", "plbart", "prophetnet", "trocr", "florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop",

@@ -251,7 +251,8 @@ class ModelSpec:
     has_embedding_norm: of the stream before the first layer, has_embedding_norm_weight: by a weight as the others.
     has_final_norm: behind the last layer; transforms_head: what it gives is projected, bent by GELU, and normed once more.
     n_position_embeddings: rows of a learned table of positions, which is added to the embedding; the first `first_position` of
-    them stand for none. computes_positions: they are sines and cosines, which no checkpoint has. low_rank: of a branch beside
+    them stand for none. n_token_types: rows of a table of which one is added to each token, by which text of a pair it is of,
+    0: there is none. computes_positions: they are sines and cosines, which no checkpoint has. low_rank: of a branch beside
     each layer's attention (LAuReL, arXiv 2411.07501), 0: there is none. norm_rank: of what gates norms before attention and
     before mixtures, 0: nothing does. has_inner_norms: what heads give and inner values of dense MLPs are normed before they
     are projected. scales_layers: behind each layer the stream is multiplied by a number of the layer's. residual_temperature:
@@ -291,6 +292,7 @@ class ModelSpec:
     computes_positions: bool = False
     n_position_embeddings: int = 0
     first_position: int = 0
+    n_token_types: int = 0
     low_rank: int = 0
     norm_rank: int = 0
     has_inner_norms: bool = False

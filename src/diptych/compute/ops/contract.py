@@ -305,10 +305,20 @@ class Ops(
         """y + h W^T + b [T, N], y a projection, which may be written and is not used again by the caller."""
 
     @abstractmethod
-    def embed(self, table: Table, *, scale: float, positions: Table | None = None, first_position: int = 0) -> Stream:
-        """x [T, D] = scale * rows of the step's token ids + rows of their positions, if any, in a table [P, D].
+    def embed(
+        self,
+        table: Table,
+        *,
+        scale: float,
+        positions: Table | None = None,
+        first_position: int = 0,
+        types: Table | None = None,
+    ) -> Stream:
+        """x [T, D] = scale * rows of the step's token ids + rows of their types, if any, in a table [n, D] + rows of their
+        positions, if any, in a table [P, D].
 
-        first_position: its row of position 0. A step whose positions it does not hold is an error.
+        first_position: its row of position 0. A step whose positions it does not hold is an error. Types: as
+        `ForwardBatch.types_T`.
         """
 
     @abstractmethod

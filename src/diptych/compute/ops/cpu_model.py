@@ -142,7 +142,7 @@ class CpuModel(Model):
         ends: tuple[object, ...] = ()
         states = batch.states
         places = None if states is None else (states.reads_S, states.writes_S, states.saves_N3)
-        of_sequences = (batch.adapters_S, batch.both_ways_S, places)
+        of_sequences = (batch.adapters_S, batch.both_ways_S, batch.second_S, places)
         if given is not None or taps is not None or any(one is not None for one in of_sequences):
             ends = (given, None if taps is None else self._tapped(taps, batch.n_tokens), *of_sequences)
         try:

@@ -43,9 +43,11 @@ class CpuOps(
         scale: float,
         positions: TableHandle | LinearHandle | None = None,
         first_position: int = 0,
+        types: TableHandle | LinearHandle | None = None,
     ) -> ResidualStream:
         """x = scale * rows of the table, or of the packed head that serves as one."""
         placed = {"positions": -1 if positions is None else positions.index, "first_position": first_position}
+        placed["types"] = -1 if types is None else types.index
         width = table.n_inputs if isinstance(table, LinearHandle) else table.width
         x = ResidualStream(self._f32("residual", width, self._is_team), width)
         if isinstance(table, LinearHandle):

@@ -29,8 +29,8 @@ class OpContract:
 OPS: dict[str, OpContract] = {
     op.name: op
     for op in (
-        OpContract(name="embed", inputs="table [V,D], token_ids [T] i32, positions [P,D]", output="x [T,D]", writes="",
-                   tolerance_fp32=0.0, tolerance_bf16=2e-2),
+        OpContract(name="embed", inputs="table [V,D], token_ids [T] i32, types [n,D], positions [P,D]", output="x [T,D]",
+                   writes="", tolerance_fp32=0.0, tolerance_bf16=2e-2),
         OpContract(name="norm", inputs="x [T,D], weight [D] fp32, bias [D] fp32", output="h [T,D]", writes="",
                    tolerance_fp32=1e-5, tolerance_bf16=3e-2),
         OpContract(name="linear", inputs="h [T,K], W [N,K], b [N]", output="y [T,N]", writes="",

@@ -89,12 +89,21 @@ class TorchOps(
         self._adapted = [] if batch.adapters_S is None else self._rows_of_adapters(batch.adapters_S, adapters or {})
 
     def embed(
-        self, table: torch.Tensor, *, scale: float, positions: torch.Tensor | None = None, first_position: int = 0
+        self,
+        table: torch.Tensor,
+        *,
+        scale: float,
+        positions: torch.Tensor | None = None,
+        first_position: int = 0,
+        types: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x [T, D]. The scale is rounded to the compute dtype first, as the models were trained."""
         x = table[self._token_ids]
         if scale != 1.0:
             x = x * torch.tensor(scale, dtype=self._dtype).item()
+        if types is not None:
+            second = self._batch.second_S
+            x = x + (types[0] if second is None else types[self._on_device(self._batch.types_T)])
         return x if positions is None else x + positions[first_position + self._positions]
 
     def input(self, width: int) -> torch.Tensor:

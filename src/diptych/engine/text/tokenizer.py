@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 
@@ -49,6 +49,15 @@ class PieceKind(Enum):
     BYTE_LEVEL = "byte_level"  # every token is bytes; the text is their concatenation read as UTF-8
     SENTENCEPIECE = "sentencepiece"  # tokens are text with U+2581 for space, or <0xAB> for one byte
     GENERIC = "generic"  # only the library's decoder knows
+
+
+class PairIds(NamedTuple):
+    """Two texts as one input. second_type: the first token of type 1, as are all behind it; None where tokenizer.json has one
+    type for all.
+    """
+
+    token_ids: list[int]
+    second_type: int | None
 
 
 class Tokenizer:
@@ -170,10 +179,12 @@ class Tokenizer:
         """
         return self._encode(text, add_special_tokens).ids
 
-    def encode_pair(self, first: str, second: str) -> list[int]:
-        """Token ids of two texts as one input, with what tokenizer.json puts around and between them."""
+    def encode_pair(self, first: str, second: str) -> PairIds:
+        """Two texts as one input, with what tokenizer.json puts around and between them."""
         self.encode(first), self.encode(second)  # what is wrong with one of them is said as of any text
-        return self._backend.encode_batch([(first, second)])[0].ids
+        encoding = self._backend.encode_batch([(first, second)])[0]
+        types = encoding.type_ids
+        return PairIds(encoding.ids, types.index(1) if 1 in types else None)
 
     def encode_with_offsets(
         self, text: str, add_special_tokens: bool = True

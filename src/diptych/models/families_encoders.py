@@ -1,0 +1,122 @@
+"""Encoders: every token attends to all others, and what comes out are states (embeddings, scores), no tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diptych.models.families_early import LIKE_MODERN_BERT, MODERN_BERT, NAMES_OF_MODERN_BERT
+from diptych.models.families_gpt import ALL_BIASES, GPT, NOT_GATED
+from diptych.models.family import Family, HeadLayer, TensorNames
+from diptych.models.gates import Activation
+from diptych.models.spec import Norms
+
+BERT: dict[str, Any] = {
+    **GPT, "vocab_size": 30_522, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "intermediate_size": 3072, "hidden_act": "gelu", "max_position_embeddings": 512, "type_vocab_size": 2,
+    "rms_norm_eps": 1e-12}  # fmt: skip
+LAYER_NORM_EPS = {"layer_norm_eps": "rms_norm_eps"}
+# each part is normed behind it, with what it is added to, and so is the embedding; nothing is normed behind the last layer
+AROUND_SUMS: dict[str, Any] = {"is_encoder": True, "norms": Norms.SUMS, "has_embedding_norm": True, **NOT_GATED}
+NAMES_OF_BERT: dict[str, Any] = {
+    "embedding": "embeddings.word_embeddings", "embedding_norm": "embeddings.LayerNorm",
+    "positions": "embeddings.position_embeddings", "types": "embeddings.token_type_embeddings", "final_norm": None,
+    "layers": "encoder.layer", "attention": "attention", "qkv": ("self.query", "self.key", "self.value"),
+    "o": "output.dense", "mlp": ("",), "gate_up": ("intermediate.dense",), "down": "output.dense",
+    "norms": {Norms.SUMS: (None, "attention.output.LayerNorm", None, "output.LayerNorm")}}  # fmt: skip
+# heads around encoders, which nobody needs for states: of masked words, of pairs of texts, of what was replaced
+HEADS = ("cls.", "lm_head.", "discriminator_predictions.", "generator_predictions.", "generator_lm_head.", "vocab_")
+LIKE_BERT: dict[str, Any] = {
+    "fixed": {"position_embedding_type": ("absolute", None), "is_decoder": (False,), "add_cross_attention": (False,)},
+    "renamed": LAYER_NORM_EPS, "positions_offset": 0,
+    "ignored": (*HEADS, "pooler.", "classifier.", "position_ids"), **AROUND_SUMS, **ALL_BIASES}  # fmt: skip
+LIKE_ROBERTA: dict[str, Any] = {
+    **LIKE_BERT, "fixed": {**LIKE_BERT["fixed"], "pad_token_id": (1,)}, "unread": ("output_past",), "prefixes": ("roberta.",),
+    "positions_offset": 2, "counts_offset": True, "names": TensorNames(**NAMES_OF_BERT),
+    "classifier": (HeadLayer("classifier.dense", Activation.TANH), HeadLayer("classifier.out_proj"))}  # fmt: skip
+
+
+def _kinds(name: str, *more: str) -> tuple[str, ...]:
+    """The classes of transformers around an encoder whose states are read."""
+    return tuple(f"{name}{ending}" for ending in ("Model", "ForMaskedLM", "ForSequenceClassification", *more))
+
+
+ENCODERS: tuple[Family, ...] = (
+    # bge, e5, gte, all-MiniLM, LaBSE
+    Family(
+        name="bert", architectures=_kinds("Bert", "ForPreTraining", "LMHeadModel"),
+        keys=BERT,
+        unread=("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
+                "pooler_size_per_head", "pooler_type", "output_past"),
+        classifier=(HeadLayer("pooler.dense", Activation.TANH), HeadLayer("classifier")),
+        names=TensorNames(**NAMES_OF_BERT),
+        prefixes=("bert.",),
+        **LIKE_BERT,
+    ),
+    # the first two rows of the table stand for no position, and count; one type of texts, as published
+    Family(name="roberta", architectures=_kinds("Roberta", "ForCausalLM"), keys={**BERT, "vocab_size": 50_265}, **LIKE_ROBERTA),
+    # bge-m3, multilingual-e5, bge-reranker
+    Family(name="xlm-roberta", architectures=_kinds("XLMRoberta", "ForCausalLM"), keys=BERT, **LIKE_ROBERTA),
+    Family(name="camembert", architectures=_kinds("Camembert", "ForCausalLM"), keys=BERT, **LIKE_ROBERTA),
+    # the smaller one has words of another width, which are projected
+    Family(
+        name="electra", architectures=_kinds("Electra", "ForPreTraining", "ForCausalLM"),
+        keys={**BERT, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024,
+              "word_embed_proj_dim": 128},
+        classifier=(HeadLayer("classifier.dense", Activation.GELU), HeadLayer("classifier.out_proj")),
+        names=TensorNames(**NAMES_OF_BERT),
+        prefixes=("electra.",),
+        **{**LIKE_BERT, "renamed": {**LAYER_NORM_EPS, "embedding_size": "word_embed_proj_dim"}},
+    ),
+    # one kind of text alone
+    Family(
+        name="distilbert", architectures=_kinds("DistilBert"),
+        keys={**{key: value for key, value in BERT.items() if key != "type_vocab_size"}, "num_hidden_layers": 6},
+        unread=("sinusoidal_pos_embds", "tie_weights_", "output_past"),
+        renamed={"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
+                 "hidden_dim": "intermediate_size", "activation": "hidden_act"},
+        positions_offset=0,
+        classifier=(HeadLayer("pre_classifier", Activation.RELU), HeadLayer("classifier")),
+        names=TensorNames(**{
+            **NAMES_OF_BERT, "layers": "transformer.layer", "qkv": ("q_lin", "k_lin", "v_lin"), "o": "out_lin",
+            "mlp": ("ffn.",), "gate_up": ("lin1",), "down": "lin2",
+            "norms": {Norms.SUMS: (None, "sa_layer_norm", None, "output_layer_norm")}}),
+        prefixes=("distilbert.",),
+        ignored=(*HEADS, "classifier.", "position_ids"),
+        **AROUND_SUMS,
+        **ALL_BIASES,
+    ),
+    # rotary positions and gates, no biases but of norms
+    Family(
+        name="nomic_bert", architectures=_kinds("NomicBert"),
+        keys={**BERT, "vocab_size": 30_528, "hidden_act": "silu", "max_position_embeddings": 2048, "rope_theta": 1000.0,
+              "head_dim": None},
+        fixed={"activation_function": ("swiglu",), "rotary_emb_fraction": (1.0,), "rotary_scaling_factor": (None,),
+               "rotary_emb_scale_base": (None,), "num_experts": (None, 0), "scale_attn_weights": (True,),
+               **dict.fromkeys(("prenorm", "causal", "parallel_block", "rotary_emb_interleaved", "qkv_proj_bias",
+                                "mlp_fc1_bias", "mlp_fc2_bias", "use_rms_norm", "scale_attn_by_inverse_layer_idx"),
+                               (False, None))},
+        unread=("dense_seq_output", "fused_bias_fc", "fused_dropout_add_ln", "max_trained_positions",
+                "pad_vocab_size_multiple", "parallel_block_tied_norm", "use_xentropy"),
+        renamed={**LAYER_NORM_EPS, "layer_norm_epsilon": "rms_norm_eps", "n_embd": "hidden_size",
+                 "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_inner": "intermediate_size",
+                 "n_positions": "max_position_embeddings", "rotary_emb_base": "rope_theta"},
+        classifier=(HeadLayer("pooler.dense", Activation.TANH), HeadLayer("classifier")),
+        names=TensorNames(**{
+            **NAMES_OF_BERT, "embedding_norm": "emb_ln", "layers": "encoder.layers", "attention": "attn",
+            "qkv": ("Wqkv",), "o": "out_proj", "mlp": ("mlp.",), "gate_up": ("fc12", "fc11"), "down": "fc2",
+            "norms": {Norms.SUMS: (None, "norm1", None, "norm2")}}),
+        prefixes=("nomic_bert.",),
+        ignored=(*HEADS, "pooler.", "classifier.", "position_ids", "rotary_emb.inv_freq"),
+        **{**AROUND_SUMS, "is_gated": True},
+    ),
+    # as Ettin's decoders
+    Family(
+        name="modernbert", architectures=_kinds("ModernBert"),
+        keys=MODERN_BERT,
+        classifier=(HeadLayer("head.dense", Activation.GELU, norm="head.norm"), HeadLayer("classifier")),
+        names=TensorNames(qkv=("Wqkv",), **NAMES_OF_MODERN_BERT),
+        ignored=("decoder.", "head.", "classifier.", "rotary_emb.inv_freq"),
+        is_encoder=True,
+        **LIKE_MODERN_BERT,
+    ),
+)  # fmt: skip

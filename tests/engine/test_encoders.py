@@ -1,0 +1,278 @@
+"""BERT and its kin: states of encoders, held against sentence-transformers and transformers over the same files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.embedding_files import judge, oracle
+from tests.encoder_files import KINDS, POSITIONS, make_cross_encoder, make_encoder, make_plain, make_reference_encoder
+from tests.engine.conftest import BACKENDS, tiny_config
+
+from diptych.compute.ops import cpu_kernels
+from diptych.engine.llm import LLM
+from diptych.ground.config import ComputeConfig, SchedulerConfig
+from diptych.ground.errors import LoadError, PromptTooLong, RequestError, UnsupportedModel
+from diptych.models.config import HfConfig, read_json
+from diptych.models.read import read_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of sentence-transformers and what it brings
+
+TEXTS = [
+    "once upon a time there was a fox.",
+    "the fox ran into the woods, and nobody saw it; then it came back and slept in the barn until noon.",
+    "bread is made of flour.",
+    "fox",
+]
+QUERIES = ["where did the fox go?", "what is bread?", "a fox", "the flour of the bread"]
+FP32 = {"backend": "torch", "weights": "fp32", "kv": "fp32"}
+LOGITS = {"activation_fn": "torch.nn.modules.linear.Identity"}
+# kind -> pooling, and the class that its files name
+AS_PUBLISHED = {
+    "bert": ("mean", "Model"), "roberta": ("mean", "ForMaskedLM"), "xlm-roberta": ("cls", "Model"),
+    "camembert": ("mean", "ForMaskedLM"), "electra": ("cls", "ForPreTraining"), "distilbert": ("mean", "ForMaskedLM"),
+    "nomic_bert": ("mean", "Model"), "modernbert": ("cls", "ForMaskedLM"),
+}  # fmt: skip
+
+
+def fp32(path: Path, **settings: object) -> LLM:
+    return LLM(path, **{**FP32, **settings})  # type: ignore[arg-type]
+
+
+def vectors(llm: LLM, *arguments: object, **options: object) -> np.ndarray:
+    return np.stack([one.vector for one in llm.embed(*arguments, **options)])  # type: ignore[arg-type]
+
+
+def needs(backend: str) -> None:
+    if backend == "cpu" and not cpu_kernels.is_available()[0]:
+        pytest.skip(cpu_kernels.is_available()[1])
+
+
+def change(path: Path, name: str = "config.json", **fields: object) -> None:
+    config = json.loads((path / name).read_text()) if (path / name).is_file() else {}
+    (path / name).write_text(json.dumps(config | fields))
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("encoders")
+    return {
+        kind: make_encoder(root / kind, kind, pooling=pooling, ending=ending)
+        for kind, (pooling, ending) in AS_PUBLISHED.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def judges(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("judges")
+    return {kind: make_cross_encoder(root / kind, kind) for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vectors_are_those_of_sentence_transformers(encoders: dict[str, Path], kind: str) -> None:
+    """Of several lengths together, so that the oracle pads and masks."""
+    want = oracle(encoders[kind]).encode(TEXTS)
+    llm = fp32(encoders[kind])
+    got = vectors(llm, TEXTS)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+    assert np.abs(got[0] - got[1]).max() > 0.01
+    with pytest.raises(RequestError, match="writes none"):
+        llm.generate("fox")
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernels_agree_with_sentence_transformers(encoders: dict[str, Path], kind: str) -> None:
+    needs("cpu")
+    want = oracle(encoders[kind]).encode(TEXTS)
+    for weights, kv, least in (("bf16", "bf16", 0.999), ("int8", "int8", 0.99)):
+        got = vectors(LLM(encoders[kind], backend="cpu", weights=weights, kv=kv), TEXTS)
+        assert ((want * got).sum(axis=1) > least).all(), (weights, (want * got).sum(axis=1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "modernbert"])
+def test_neighbours_budgets_and_threads_change_no_bit(encoders: dict[str, Path], kind: str, backend: str) -> None:
+    needs(backend)
+    texts = [" ".join(TEXTS), *TEXTS, TEXTS[0]]
+    first: np.ndarray | None = None
+    for step_tokens, threads in ((POSITIONS, 1), (128, 2)):
+        scheduler = SchedulerConfig(max_step_tokens=step_tokens, max_running_sequences=4, max_context_tokens=POSITIONS)
+        compute = ComputeConfig(backend=backend, weights="fp32" if backend == "torch" else "bf16", threads=threads)
+        llm = LLM(
+            encoders[kind], tiny_config(backend, scheduler=scheduler, compute=compute, max_context_tokens=POSITIONS)
+        )
+        together = vectors(llm, texts)
+        alone = np.concatenate([vectors(llm, text) for text in texts])
+        first = together if first is None else first
+        for got in (together, alone):
+            np.testing.assert_allclose(got, first, atol=0 if backend == "cpu" else 1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_those_of_the_cross_encoder(judges: dict[str, Path], kind: str) -> None:
+    """BERT's texts of a pair are of two types, RoBERTa's of one; heads lie behind the first token."""
+    want = judge(judges[kind]).predict(list(zip(QUERIES, TEXTS, strict=True)))
+    llm = fp32(judges[kind])
+    np.testing.assert_allclose(llm.score(QUERIES, TEXTS).scores, want, atol=2e-5)
+    assert np.ptp(want) > 0.01
+    with pytest.raises(RequestError, match="scores pairs"):
+        llm.embed("fox")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_types_of_tokens_are_of_each_pair_alone(tmp_path: Path, backend: str) -> None:
+    """Pairs of one step begin their second texts at places of their own, whatever stands beside them."""
+    needs(backend)
+    path = make_cross_encoder(tmp_path / "made", "bert")
+    change(path, sentence_transformers=LOGITS)
+    want = judge(path).predict(list(zip(QUERIES, TEXTS, strict=True)))
+    weights, tolerance = ("fp32", 5e-5) if backend == "torch" else ("bf16", 0.05)
+    scores = []
+    for threads in (1, 2):
+        compute = ComputeConfig(backend=backend, weights=weights, threads=threads)
+        scheduler = SchedulerConfig(max_step_tokens=POSITIONS, max_running_sequences=4, max_context_tokens=POSITIONS)
+        config = tiny_config(backend, scheduler=scheduler, compute=compute, max_context_tokens=POSITIONS)
+        llm = LLM(path, config)
+        alone = [llm.score(*pair).scores[0] for pair in zip(QUERIES, TEXTS, strict=True)]
+        scores += [llm.score(QUERIES, TEXTS).scores, alone]
+    np.testing.assert_allclose(scores[0], want, atol=tolerance)
+    for got in scores[1:]:
+        np.testing.assert_allclose(got, scores[0], atol=0 if backend == "cpu" else 1e-5)
+    of_one_type = [of_first_type(path, llm, *pair) for pair in zip(QUERIES, TEXTS, strict=True)]
+    assert np.abs(np.array(of_one_type) - want).min() > 4 * tolerance, "types change nothing here"
+
+
+def of_first_type(path: Path, llm: LLM, query: str, document: str) -> float:
+    """What the oracle says of a pair whose tokens are all of the first type."""
+    import transformers
+
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(path).eval()
+    ids = llm.loaded.tokenizer.encode_pair(query, document).token_ids
+    with torch.no_grad():
+        return float(model(input_ids=torch.tensor([ids])).logits[0, 0])
+
+
+def test_a_mean_under_a_head_is_the_mean(tmp_path: Path) -> None:
+    """ModernBERT says what its head reads; another word is refused."""
+    path = make_cross_encoder(tmp_path / "made", "modernbert", classifier_pooling="mean")
+    want = judge(path).predict(list(zip(QUERIES, TEXTS, strict=True)))
+    np.testing.assert_allclose(fp32(path).score(QUERIES, TEXTS).scores, want, atol=2e-5)
+    change(path, classifier_pooling="max")
+    with pytest.raises(UnsupportedModel, match="classifier_pooling"):
+        fp32(path)
+
+
+def test_logits_where_the_files_say_so(tmp_path: Path) -> None:
+    """ms-marco-MiniLM's scores are logits: its config names Identity."""
+    path = make_cross_encoder(tmp_path / "made", "bert")
+    change(path, sentence_transformers=LOGITS)
+    want = judge(path).predict(list(zip(QUERIES, TEXTS, strict=True)))
+    assert want.max() > 1 or want.min() < 0
+    np.testing.assert_allclose(fp32(path).score(QUERIES, TEXTS).scores, want, atol=5e-5)
+
+
+def test_more_labels_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="3 labels"):
+        fp32(make_cross_encoder(tmp_path / "made", "bert", n_labels=3))
+
+
+def test_an_encoder_without_a_pooling_is_averaged(tmp_path: Path) -> None:
+    """As sentence-transformers does with such a folder, and normalised as other vectors here."""
+    path = make_plain(tmp_path / "made", "bert")
+    want = oracle(path).encode(TEXTS, normalize_embeddings=True)
+    np.testing.assert_allclose(vectors(fp32(path), TEXTS), want, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_the_longest_text_is_read_and_a_longer_one_refused(encoders: dict[str, Path], kind: str) -> None:
+    """RoBERTa's table has two rows more than there are positions; the last one must be used."""
+    llm = fp32(encoders[kind])
+    model, tok = reference_over(encoders[kind], kind)
+    n_ids = len(tok)
+    ids = [tok.cls_token_id, *(5 + i % (n_ids - 6) for i in range(POSITIONS - 2)), tok.sep_token_id]
+    with torch.no_grad():
+        state = model(input_ids=torch.tensor([ids])).last_hidden_state[0].mean(dim=0).numpy()
+    np.testing.assert_allclose(vectors(llm, [ids])[0], state / np.linalg.norm(state), atol=2e-5)
+    with pytest.raises(PromptTooLong, match=f"{POSITIONS + 1} tokens; a context of {POSITIONS}"):
+        llm.embed([[*ids, 5]])
+
+
+def reference_over(path: Path, kind: str) -> Any:
+    import transformers
+
+    model = transformers.AutoModel.from_pretrained(path).eval()
+    return model, make_reference_encoder(kind)[1]
+
+
+def test_max_seq_length_bounds_a_text(tmp_path: Path) -> None:
+    """all-MiniLM's files say 256 of 512 positions; a text is refused, not cut."""
+    path = make_encoder(tmp_path / "made", "bert")
+    change(path, "sentence_bert_config.json", max_seq_length=16, do_lower_case=False)
+    llm = fp32(path)
+    assert len(llm.embed(TEXTS[3])) == 1
+    with pytest.raises(PromptTooLong, match="at most 16 of one text"):
+        llm.embed(TEXTS[1])
+
+
+def test_old_names_of_norms_are_read(tmp_path: Path) -> None:
+    """bert-base-uncased calls the weight of a norm gamma, and its bias beta."""
+    path = make_encoder(tmp_path / "made", "bert", ending="ForMaskedLM")
+    want = oracle(path).encode(TEXTS)
+    tensors = load_file(path / "model.safetensors")
+    renamed = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        for name, tensor in tensors.items()
+    }
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, path / "model.safetensors", metadata={"format": "pt"})
+    np.testing.assert_allclose(vectors(fp32(path), TEXTS), want, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "named"),
+    [
+        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        ("bert", {"is_decoder": True}, "is_decoder"),
+        ("bert", {"add_cross_attention": True}, "add_cross_attention"),
+        ("roberta", {"pad_token_id": 0}, "pad_token_id"),
+        ("roberta", {"max_position_embeddings": 2}, "max_position_embeddings"),
+        ("electra", {"embedding_size": 32}, "embedding_size"),
+        ("nomic_bert", {"rotary_scaling_factor": 2}, "rotary_scaling_factor"),
+        ("nomic_bert", {"num_experts": 8}, "num_experts"),
+        ("modernbert", {"norm_bias": True}, "norm_bias"),
+    ],
+)
+def test_what_changes_the_mathematics_is_refused_by_name(
+    encoders: dict[str, Path], kind: str, fields: dict[str, Any], named: str
+) -> None:
+    config = read_json(encoders[kind] / "config.json") | fields
+    with pytest.raises(LoadError, match=named):
+        read_model(HfConfig(config))
+
+
+def test_code_of_its_own_is_not_taken_for_bert(tmp_path: Path) -> None:
+    """Jina's files call themselves BERT, and bring code that attends otherwise."""
+    path = make_encoder(tmp_path / "made", "bert")
+    change(path, auto_map={"AutoModel": "jinaai/jina-bert-implementation--modeling_bert.JinaBertModel"})
+    with pytest.raises(UnsupportedModel, match="code of its own"):
+        fp32(path)
+
+
+def test_published_words_of_nomic_are_read(encoders: dict[str, Path]) -> None:
+    """nomic-embed-text's files have GPT-2's words for an encoder; what they name is the same model."""
+    ours = read_json(encoders["nomic_bert"] / "config.json")
+    published = {
+        "activation_function": "swiglu", "architectures": ["NomicBertModel"], "causal": False, "model_type": "nomic_bert",
+        "layer_norm_epsilon": 1e-12, "mlp_fc1_bias": False, "mlp_fc2_bias": False, "n_embd": 64, "n_head": 4, "n_inner": 96,
+        "n_layer": 3, "n_positions": POSITIONS, "prenorm": False, "qkv_proj_bias": False, "rotary_emb_base": 1000,
+        "rotary_emb_fraction": 1.0, "rotary_emb_interleaved": False, "rotary_emb_scale_base": None,
+        "rotary_scaling_factor": None, "type_vocab_size": 2, "use_rms_norm": False, "vocab_size": ours["vocab_size"],
+        "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "parallel_block": False,
+    }  # fmt: skip
+    assert read_model(HfConfig(published), name="it") == read_model(HfConfig(ours), name="it")
