@@ -362,7 +362,7 @@ def test_bundled_model_embeds_when_asked() -> None:
     ("file", "change", "said"),
     [
         ("config.json", {"auto_map": {"AutoModel": "modeling_other.MistralModel"}}, "modeling_other.*never run"),
-        ("1_Pooling/config.json", {"pooling_mode": "max"}, "pooling .* is 'max'; lasttoken and mean"),
+        ("1_Pooling/config.json", {"pooling_mode": "max"}, "pooling .* is 'max'; cls, lasttoken, mean"),
         ("1_Pooling/config.json", {"pooling_mode": ["mean", "lasttoken"]}, "pooling"),
         ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
         ("config_sentence_transformers.json", {"default_prompt_name": "title"}, "default_prompt_name"),

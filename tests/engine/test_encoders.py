@@ -276,3 +276,18 @@ def test_published_words_of_nomic_are_read(encoders: dict[str, Path]) -> None:
         "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "parallel_block": False,
     }  # fmt: skip
     assert read_model(HfConfig(published), name="it") == read_model(HfConfig(ours), name="it")
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_ranks_have_the_bits_of_one(encoders: dict[str, Path], tmp_path: Path, weights: str) -> None:
+    """Tables of positions and types are whole on each rank, and a step tells all of them where second texts begin."""
+    needs("cpu")
+    path = make_cross_encoder(tmp_path / "made", "bert", dtype=torch.bfloat16)
+    settings = {"backend": "cpu", "weights": weights}
+    one, ranked = (LLM(path, tp=ranks, threads=ranks, **settings) for ranks in (1, 2))
+    assert ranked.score(QUERIES, TEXTS).scores == one.score(QUERIES, TEXTS).scores
+    ranked.close()
+    one, ranked = (LLM(encoders["xlm-roberta"], tp=ranks, threads=ranks, **settings) for ranks in (1, 2))
+    assert (vectors(one, TEXTS) == vectors(ranked, TEXTS)).all()
+    ranked.close()

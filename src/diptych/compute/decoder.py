@@ -43,12 +43,9 @@ def run_decoder(
     scale = spec.residual_scale
     eps = spec.norm_eps / scale**2
     x = ops.embed(
-        weights.embedding,
-        scale=spec.embed_scale / scale,
-        positions=weights.positions,
-        first_position=spec.first_position,
+        weights.embedding, scale=spec.embed_scale / scale, positions=weights.positions, first_position=spec.first_position,
         types=weights.types,
-    )
+    )  # fmt: skip
     if weights.embedding_norm is not None:
         x = ops.stream(ops.norm(x, weights.embedding_norm, eps=eps), 0, is_residual=True)
     if isinstance(spec.streams, StreamsSpec):

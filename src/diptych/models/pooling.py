@@ -196,7 +196,7 @@ def _pooling(path: Path) -> tuple[Pool, bool]:
     if isinstance(mode, list) and len(mode) == 1:
         mode = mode[0]
     if not isinstance(mode, str) or mode not in POOLS:
-        raise UnsupportedModel(f"the pooling of {path} is {mode!r}; {' and '.join(POOLS)} are supported")
+        raise UnsupportedModel(f"the pooling of {path} is {mode!r}; {', '.join(POOLS)} are supported")
     return POOLS[mode], config.get("include_prompt") is not False
 
 
@@ -228,7 +228,7 @@ def _judged_pool(config: HfConfig) -> Pool:
         return Pool.LAST
     said = config.raw.get("classifier_pooling", "cls")
     if said not in POOLS:
-        raise UnsupportedModel(f"classifier_pooling in {config.path} is {said!r}; {' and '.join(POOLS)} are supported")
+        raise UnsupportedModel(f"classifier_pooling in {config.path} is {said!r}; {', '.join(POOLS)} are supported")
     return POOLS[said]
 
 
