@@ -16,8 +16,9 @@ from tests.engine.conftest import BACKENDS, tiny_config
 
 from diptych.compute.ops import cpu_kernels
 from diptych.engine.llm import LLM
+from diptych.engine.phases import TwoPhase
 from diptych.ground.config import ComputeConfig, SchedulerConfig
-from diptych.ground.errors import LoadError, PromptTooLong, RequestError, UnsupportedModel
+from diptych.ground.errors import ExecutorError, LoadError, PromptTooLong, RequestError, UnsupportedModel
 from diptych.models.config import HfConfig, read_json
 from diptych.models.read import read_model
 
@@ -276,6 +277,14 @@ def test_published_words_of_nomic_are_read(encoders: dict[str, Path]) -> None:
         "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "parallel_block": False,
     }  # fmt: skip
     assert read_model(HfConfig(published), name="it") == read_model(HfConfig(ours), name="it")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_of_an_encoder_cannot_be_had(encoders: dict[str, Path], backend: str) -> None:
+    """Its embedding stood where an output projection would be, packed a second time, and gave logits of nothing."""
+    needs(backend)
+    with TwoPhase(encoders["bert"], backend=backend) as phases, pytest.raises(ExecutorError, match="output projection"):
+        phases.prefill([5, 6, 7])
 
 
 @pytest.mark.native

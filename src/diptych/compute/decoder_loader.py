@@ -70,17 +70,19 @@ def load_decoder(
     source: Source, loader: Loader[Table, Vector, Linear, Heads, Experts], spec: ModelSpec
 ) -> DecoderWeights[Table, Vector, Linear, Heads, Experts]:
     """Every weight of the model as handles, piece by piece, so that a loader may report progress and free as it goes."""
-    prefix, names = prefix_of(source, spec), family_named(spec).names
+    prefix, family = prefix_of(source, spec), family_named(spec)
+    names = family.names
     table = source.tensor(table_name(source, spec), spec.n_embeddings, spec.hidden)
     role = Role(sites=(("head", spec.vocab_size),), split=Split.OUTPUTS)
     norm = final_norm(source, spec)
     output = table if spec.is_tied else source.tensor(head_name(source, spec), spec.vocab_size, spec.hidden)
     bias = source.tensor(f"{names.head}.bias", spec.vocab_size) if spec.has_head_bias and spec.has_head else None
-    if loader.is_balancing and norm is not None and norm.weight.stored and not spec.transforms_head:
+    reads_norm = not (spec.transforms_head or family.is_encoder)
+    if loader.is_balancing and norm is not None and norm.weight.stored and reads_norm:
         norm, (parts,) = balance_norm(norm, (LinearParts(weights=(output,)),), offset=spec.end_offset, share=HEAD_SHARE)
         (output,) = parts.weights
     # the largest tensor comes first, while little else is held beside its pages in the file
-    head = loader.head(output, bias=bias, role=role)
+    head = None if family.is_encoder else loader.head(output, bias=bias, role=role)
     embedding = loader.table(table, head=head if spec.is_tied else None)
     positions = None
     if spec.n_position_embeddings:

@@ -64,7 +64,7 @@ def what_is_held(path: Path, weights: str = "auto") -> Held | None:
         dense=dict(loader.n_values - loader.of_experts),
         experts=dict(loader.of_experts),
         main_format=loader.main_format,
-        head_format=handles.head.format,
+        head_format=loader.main_format if handles.head is None else handles.head.format,
     )
 
 

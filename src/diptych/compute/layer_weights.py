@@ -108,7 +108,7 @@ class DecoderWeights(Generic[Table, Vector, Linear, Heads, Experts]):
     embedding: Table
     layers: tuple[LayerWeights[Table, Vector, Linear, Heads, Experts], ...]
     norm: Vector | None
-    head: Linear
+    head: Linear | None  # None: it only gives states
     positions: Table | None = None
     types: Table | None = None
     inputs: InputsWeights[Table, Vector, Linear] | None = None

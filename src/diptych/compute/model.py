@@ -236,7 +236,7 @@ class Model(ABC):
             query_start_S1=np.array([0, 1], dtype=np.int32),
             context_tokens_S=np.ones(1, dtype=np.int32),
             block_table_SM=np.zeros((1, 1), dtype=np.int32),
-            logits_rows_R=np.zeros(1, dtype=np.int32),
+            logits_rows_R=np.zeros(int(self.spec.has_head), dtype=np.int32),  # of a model that only gives states none
             states=StatePlaces.of(np.array([-1]), np.zeros(1)) if kv.n_places else None,
         )
         self.forward(chunk, kv, Want.BEST)

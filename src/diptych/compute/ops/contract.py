@@ -34,6 +34,7 @@ from diptych.compute.ops.contract_parts import (
 )
 from diptych.compute.ops.contract_states import Heads, StateOps
 from diptych.compute.ops.contract_streams import Hidden, Linear, Stream, StreamOps, Table, Vector
+from diptych.ground.errors import ExecutorError
 from diptych.models.gates import Activation, GateForm
 from diptych.models.latent import EntrySpec, IndexSpec, MlaSpec
 from diptych.models.mlp import MoeSpec
@@ -281,6 +282,15 @@ class Taps:
     states: torch.Tensor | None = None
 
 
+def refuse_logits(n_rows: int) -> None:
+    """ExecutorError where logits are wanted of a model that only gives states."""
+    if n_rows:
+        raise ExecutorError(
+            f"{n_rows} rows of logits are wanted of a model without an output projection",
+            hint="it embeds or scores texts, and writes none",
+        )
+
+
 class Ops(
     StreamOps[Stream, Hidden, Table, Vector, Linear],
     StateOps[Hidden, Linear, Heads],
@@ -481,6 +491,16 @@ class Ops(
 
     @abstractmethod
     def head(
-        self, x: Stream, norm: Vector | None, weight: Linear, *, eps: float, softcap: float | None, scale: float = 1.0
+        self,
+        x: Stream,
+        norm: Vector | None,
+        weight: Linear | None,
+        *,
+        eps: float,
+        softcap: float | None,
+        scale: float = 1.0,
     ) -> Hidden:
-        """Logits [R, V] fp32 of the step's logits rows: norm if any, y = scale * (h W^T) + b, softcap * tanh(y / softcap)."""
+        """Logits [R, V] fp32 of the step's logits rows: norm if any, y = scale * (h W^T) + b, softcap * tanh(y / softcap).
+
+        weight None: of a model that only gives states, of which no logits may be wanted (R is 0).
+        """

@@ -19,7 +19,7 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.drawing import Weighed
 from diptych.compute.kv_store import KVStore
 from diptych.compute.model import Best, Blueprint, Model, Want
-from diptych.compute.ops.contract import Taps
+from diptych.compute.ops.contract import Taps, refuse_logits
 from diptych.compute.ops.cpu_handles import LinearHandle
 from diptych.compute.ops.cpu_kernels import _cpu, cache_sizes, state_floats
 from diptych.compute.ops.cpu_kv import CpuKVStore
@@ -80,7 +80,8 @@ class CpuModel(Model):
         self.formats = dict(loader.n_values)
         self.expert_formats = dict(loader.n_expert_values)
         self.kv_format = loader.kv_format
-        self.head_format = weights.head.format
+        self._has_head = weights.head is not None
+        self.head_format = self.weights_format if weights.head is None else weights.head.format
         self.weight_bytes = int(self.program.weight_bytes)
         self.n_parameters = blueprint.source.n_parameters
         self.instruction_set = loader.instruction_set
@@ -131,6 +132,8 @@ class CpuModel(Model):
         taps: Taps | None = None,
     ) -> Any:
         """As `Model.forward`. For BEST the logits are compared where the product leaves them in cache and written nowhere."""
+        if not self._has_head:
+            refuse_logits(len(batch.logits_rows_R))
         native = kv.native  # type: ignore[attr-defined]
         arrays = (
             batch.token_ids_T,

@@ -551,13 +551,15 @@ class CpuOps(
         self,
         x: ResidualStream,
         norm: VectorHandle | None,
-        weight: LinearHandle,
+        weight: LinearHandle | None,
         *,
         eps: float,
         softcap: float | None,
         scale: float = 1.0,
     ) -> Value:
         """Norm, projection and softcap of the wanted rows, straight into the caller's logits."""
+        if weight is None:
+            return Value("logits", x.width)
         rows = self._rows_buffer("head", x.width, weight, is_head=True)
         index = None if norm is None else norm.index
         kind = {} if norm is None else norm.kind

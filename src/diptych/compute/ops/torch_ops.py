@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from diptych.compute.adapters import LowRank, Site
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import TorchKVStore
-from diptych.compute.ops.contract import Activation, AttentionSpec, Ops, QkNorm, RopeSpec, Taps
+from diptych.compute.ops.contract import Activation, AttentionSpec, Ops, QkNorm, RopeSpec, Taps, refuse_logits
 from diptych.compute.ops.device_codes import Weight
 from diptych.compute.ops.step_numbers import StepNumbers
 from diptych.compute.ops.torch_curves import activated, bent, xielu
@@ -468,7 +468,7 @@ class TorchOps(
         self,
         x: torch.Tensor,
         norm: TorchNorm | None,
-        weight: TorchLinear,
+        weight: TorchLinear | None,
         *,
         eps: float,
         softcap: float | None,
@@ -476,6 +476,9 @@ class TorchOps(
     ) -> torch.Tensor:
         """Logits [R, V] fp32, or h [R, D] fp32 where that is all the forward is for."""
         h = x[self._logits_rows]
+        if weight is None:
+            refuse_logits(len(h))
+            return h.float()
         if norm is not None:
             h = self.norm(h, norm, eps=eps)
         if self._wants_hidden:
