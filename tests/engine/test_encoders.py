@@ -159,6 +159,15 @@ def of_first_type(path: Path, llm: LLM, query: str, document: str) -> float:
         return float(model(input_ids=torch.tensor([ids])).logits[0, 0])
 
 
+def test_types_that_are_not_one_behind_the_other_are_refused(tmp_path: Path) -> None:
+    path = make_cross_encoder(tmp_path / "made", "bert")
+    words = json.loads((path / "tokenizer.json").read_text())
+    words["post_processor"]["pair"][-1]["SpecialToken"]["type_id"] = 0
+    (path / "tokenizer.json").write_text(json.dumps(words))
+    with pytest.raises(UnsupportedModel, match=r"types \[0, 1\], and not"):
+        fp32(path).score(QUERIES[0], TEXTS[0])
+
+
 def test_a_mean_under_a_head_is_the_mean(tmp_path: Path) -> None:
     """ModernBERT says what its head reads; another word is refused."""
     path = make_cross_encoder(tmp_path / "made", "modernbert", classifier_pooling="mean")

@@ -105,6 +105,8 @@ def test_a_file_may_be_an_embedding_model(whole: Path, tmp_path: Path) -> None:
         llm = LLM(str(write_bundled(tmp_path / f"{pooling}.gguf", pooling=pooling)), threads=1)
         vector = llm.embed(text)[0].vector
         assert float(np.dot(vector, state / state.norm())) > 0.999, pooling
+    with pytest.raises(UnsupportedModel, match="first token's state, which has seen no other"):
+        LLM(str(write_bundled(tmp_path / "first.gguf", pooling=2)))
     with pytest.raises(UnsupportedModel, match=r"pooling_type .* is 4"):
         LLM(str(write_bundled(tmp_path / "rank.gguf", pooling=4)))
 

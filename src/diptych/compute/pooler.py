@@ -186,10 +186,9 @@ def _numbers(tensor: torch.Tensor) -> np.ndarray:
 class _Prompt:
     """A prompt on its way. end: how far its states have come."""
 
-    __slots__ = ("end", "first_D", "n_tokens", "pooling", "sum_D")
+    __slots__ = ("end", "n_tokens", "pooling", "sum_D")
 
     def __init__(self, pooling: Pooling, n_tokens: int) -> None:
-        self.first_D: np.ndarray | None = None
         self.pooling = pooling
         self.n_tokens = n_tokens
         self.end = 0
@@ -224,11 +223,9 @@ class Pooler:
         end = start + len(rows_TD)
         if prompt.pooling.pool is Pool.LAST:
             return None if end < prompt.n_tokens else _checked(self._tail.normed(rows_TD[-1:])[0])
-        if prompt.pooling.pool is Pool.FIRST:
-            if start == 0:
-                prompt.first_D = self._tail.normed(rows_TD[:1])[0]
-            assert prompt.first_D is not None
-            return None if end < prompt.n_tokens else _checked(prompt.first_D)
+        if prompt.pooling.pool is Pool.FIRST:  # which has seen the text where all of it attends both ways, in one chunk
+            assert (start, end) == (0, prompt.n_tokens), (start, end)
+            return _checked(self._tail.normed(rows_TD[:1])[0])
         first = prompt.pooling.first
         if start <= first:
             prompt.sum_D, prompt.end = np.zeros(rows_TD.shape[1]), first

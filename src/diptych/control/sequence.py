@@ -122,7 +122,7 @@ class Sequence:
         if self.index == 0 and request.sampling.prompt_logprobs is not None:
             return 0
         pooling = request.pooling
-        if pooling is not None and pooling.pool is not Pool.LAST:
+        if pooling is not None and pooling.pool is Pool.MEAN:
             return min(self.known_tokens - 1, pooling.first)
         return self.known_tokens - 1
 

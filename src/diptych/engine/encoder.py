@@ -203,7 +203,7 @@ class Encoder:
             pair = self._tokenizer.encode_pair(asked + query, document)
             n_query = len(self._tokenizer.encode(asked + query, add_special_tokens=False))
             parts = [(QUERY, pair.token_ids[:n_query]), (DOCUMENT, pair.token_ids[n_query:])]
-            second = pair.second_type if self._has_types else None
+            second = _second_type(pair.type_ids) if self._has_types else None
         token_ids, segments = _joined(parts)
         return self._checked(token_ids, replace(self._judged, second=second), segments)
 
@@ -291,6 +291,18 @@ class _Compared(Ranking):
         vectors = [self._encoder.vector(state, normalises=False).astype(np.float64) for state in states]
         units = [vector / max(float(np.linalg.norm(vector)), 1e-12) for vector in vectors]
         return [float(units[query] @ units[document]) for query, document in self._places]
+
+
+def _second_type(type_ids: Sequence[int]) -> int | None:
+    """Where tokens of the second type begin, which all behind are of; None where there are none. UnsupportedModel for others."""
+    if not any(type_ids):
+        return None
+    begin = next(i for i, one in enumerate(type_ids) if one)
+    if set(type_ids[begin:]) != {1}:
+        raise UnsupportedModel(
+            f"tokenizer.json gives tokens of a pair the types {list(dict.fromkeys(type_ids))}, and not 0, then 1"
+        )
+    return begin
 
 
 def open_encoder(

@@ -199,7 +199,9 @@ def _logit_bias(value: object) -> Mapping[int, float]:
 
 
 class Pool(Enum):
-    """What becomes of the states of a prompt: that of its first or last token is kept, or their mean."""
+    """What becomes of the states of a prompt: that of its last token is kept, or their mean, or, where all attend both ways,
+    that of the first.
+    """
 
     FIRST = "first"
     LAST = "last"

@@ -116,7 +116,9 @@ def read_pooling(directory: Path, config: HfConfig) -> EmbeddingSpec | ScoringSp
         raise UnsupportedModel(
             f"{MODULES} in {directory} has {', '.join(kinds)}: Dense and then Normalize may come behind Pooling"
         )
-    pool, includes_prompt = _pooling(directory / places["Pooling"] / "config.json")
+    file = directory / places["Pooling"] / "config.json"
+    pool, includes_prompt = _pooling(file)
+    _check_seen(pool, both_ways, str(file))
     return EmbeddingSpec(
         pool=pool,
         is_normalised=is_normalised,
@@ -138,7 +140,17 @@ def read_gguf_pooling(config: HfConfig) -> EmbeddingSpec | None:
             f"pooling_type in {config.path} is {kind!r}; 1 (mean), 2 (first token) and 3 (last token) are supported",
             hint="4 is for a head that ranks; ask for --task generate to read it without",
         )
-    return EmbeddingSpec(pool=GGUF_POOLS[kind], both_ways=sees_both_ways(config))
+    both_ways = sees_both_ways(config)
+    _check_seen(GGUF_POOLS[kind], both_ways, config.path)
+    return EmbeddingSpec(pool=GGUF_POOLS[kind], both_ways=both_ways)
+
+
+def _check_seen(pool: Pool, both_ways: bool, where: str) -> None:
+    if pool is Pool.FIRST and not both_ways:
+        raise UnsupportedModel(
+            f"the pooling of {where} is the first token's state, which has seen no other token: the model is causal",
+            hint='write "is_causal": false into the config if its tokens attend both ways',
+        )
 
 
 def usual_pooling(config: HfConfig) -> EmbeddingSpec:

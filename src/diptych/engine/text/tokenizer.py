@@ -52,12 +52,10 @@ class PieceKind(Enum):
 
 
 class PairIds(NamedTuple):
-    """Two texts as one input. second_type: the first token of type 1, as are all behind it; None where tokenizer.json has one
-    type for all.
-    """
+    """Two texts as one input, and of which type tokenizer.json says that each token is."""
 
     token_ids: list[int]
-    second_type: int | None
+    type_ids: list[int]
 
 
 class Tokenizer:
@@ -183,8 +181,7 @@ class Tokenizer:
         """Two texts as one input, with what tokenizer.json puts around and between them."""
         self.encode(first), self.encode(second)  # what is wrong with one of them is said as of any text
         encoding = self._backend.encode_batch([(first, second)])[0]
-        types = encoding.type_ids
-        return PairIds(encoding.ids, types.index(1) if 1 in types else None)
+        return PairIds(encoding.ids, encoding.type_ids)
 
     def encode_with_offsets(
         self, text: str, add_special_tokens: bool = True
