@@ -294,7 +294,7 @@ class _Compared(Ranking):
 
 
 def _second_type(type_ids: Sequence[int]) -> int | None:
-    """Where tokens of the second type begin, which all behind are of; None where there are none. UnsupportedModel for others."""
+    """Where tokens of the second type begin, which all behind are of; None: there are none. UnsupportedModel for others."""
     if not any(type_ids):
         return None
     begin = next(i for i, one in enumerate(type_ids) if one)
