@@ -193,7 +193,7 @@ def test_damaged_files_of_an_encoder_are_refused_or_read(tmp_path: Path) -> None
     (tmp_path / "1_Pooling").mkdir()
     for name, value in files.items():
         (tmp_path / name).write_text(json.dumps(value))
-    said = read_pooling(tmp_path, HfConfig({}))
+    said = read_pooling(tmp_path, HfConfig({"model_type": "qwen3"}))
     assert said is not None
     assert said.reading.is_chat
     assert (said.reading.max_tokens, said.reading.template_variables) == (9, {"a": 1})
@@ -206,7 +206,7 @@ def test_damaged_files_of_an_encoder_are_refused_or_read(tmp_path: Path) -> None
         (tmp_path / name).write_text(json.dumps(wrong))
         where = str(tmp_path)
         try:
-            read_pooling(tmp_path, HfConfig({}))
+            read_pooling(tmp_path, HfConfig({"model_type": "qwen3"}))
         except LoadError as error:
             where = error.message
         assert str(tmp_path) in where

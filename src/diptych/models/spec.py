@@ -1,4 +1,4 @@
-"""The shape of a decoder-only transformer: a tuple of layers, each with its attention, its MLP and its norms.
+"""The shape of a transformer, decoder or encoder alone: a tuple of layers, each with its attention, its MLP and its norms.
 
 One description for all rooms: `compute` loads and runs it, `cost` counts its FLOPs, bytes and parameters. Plain data,
 standard library only; numbers that need arrays (rotary tables) are made from it where they are used.
