@@ -88,6 +88,9 @@ IN_LAYER = {
     **dict.fromkeys(("attn.c_proj", "attention.dense", "self_attention.dense", "self_attn.dense", "attn.out_proj",
                      "norm_attn_norm.attn.out_proj"),
                     "attn_output"),
+    **{f"attention.self.{one}": f"attn_{one[0]}" for one in ("query", "key", "value")},
+    "attention.output.dense": "attn_output", "intermediate.dense": "ffn_up", "output.dense": "ffn_down",
+    "mlp.fc11": "ffn_up", "mlp.fc12": "ffn_gate",
     "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down",
     **dict.fromkeys(("router.proj", "mlp.gate", "mlp.gate.wg", "mlp.router", "mlp.router.layer", "mlp.router.gate"),
                     "ffn_gate_inp"),
@@ -97,6 +100,7 @@ IN_LAYER = {
     "laurel.post_laurel_norm": "laurel_post_norm", "per_layer_input_gate": "inp_gate", "per_layer_projection": "proj",
     "post_per_layer_input_norm": "post_norm",
 }  # fmt: skip
+TYPES = "token_types.weight"
 AT_THE_ENDS = {
     "model.embed_tokens.weight": "token_embd.weight",
     "backbone.embeddings.weight": "token_embd.weight",
@@ -111,6 +115,14 @@ AT_THE_ENDS = {
         "token_embd.weight",
     ),
     "transformer.wpe.weight": "position_embd.weight",
+    "bert.embeddings.position_embeddings.weight": "position_embd.weight",
+    **{f"{one}bert.embeddings.word_embeddings.weight": "token_embd.weight" for one in ("", "nomic_")},
+    **{f"{one}bert.embeddings.token_type_embeddings.weight": TYPES for one in ("", "nomic_")},
+    **{
+        f"{norm}.{ending}": f"token_embd_norm.{ending}"
+        for ending in ("weight", "bias")
+        for norm in ("bert.embeddings.LayerNorm", "nomic_bert.emb_ln")
+    },
     **{
         f"{norm}.{ending}": f"output_norm.{ending}"
         for ending in ("weight", "bias")
@@ -152,7 +164,10 @@ BY_VALUE_HEAD = ("attn_qkv.weight", "attn_gate.weight", "ssm_beta.weight", "ssm_
                  "ssm_a", "ssm_dt.bias")  # fmt: skip
 INPUTS_BY_VALUE_HEAD = "ssm_out.weight"
 EXPERT = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
-LAYER = re.compile(r"^(?:model\.layers|backbone\.layers|transformer\.(?:h|blocks)|gpt_neox\.layers)\.(\d+)\.(.+)$")
+LAYER = re.compile(
+    r"^(?:model\.layers|backbone\.layers|transformer\.(?:h|blocks)|gpt_neox\.layers|bert\.encoder\.layer"
+    r"|nomic_bert\.encoder\.layers)\.(\d+)\.(.+)$"
+)
 MLP = re.compile(r"^(?:block_sparse_moe|feed_forward|ffn|moe)\.")  # what some checkpoints call it
 ONE_EXPERT = re.compile(r"^(?:m(?:lp|ixer)\.)?experts\.(\d+)\.(\w+)$")
 SHARED_EXPERTS = re.compile(r"^(?:m(?:lp|ixer)\.)?(?:shared?_expert|shared_experts|shared_mlp)\.(\w+)$")
@@ -279,6 +294,8 @@ def _add_own(config: dict[str, Any], keys: Keys, file: GgufFile, kind: GgufArchi
         config["multi_query"] = config["num_key_value_heads"] == 1
     if kind is FALCON:
         _add_grouping(config, file)
+    if TYPES in file.tensors and "type_vocab_size" in BY_ARCHITECTURE[kind.architecture].keys:
+        config["type_vocab_size"] = file.tensors[TYPES].shape[0]
 
 
 def _add_grouping(config: dict[str, Any], file: GgufFile) -> None:

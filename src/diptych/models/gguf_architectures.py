@@ -427,6 +427,19 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         window_every=2,
         yarn={"truncate": False},
     ),
+    # how many types it knows, `gguf` reads from the table
+    "bert": GgufArchitecture(
+        architecture="BertModel",
+        eps=LAYER_NORM,
+        values={"attention.causal": (False,)},
+        norms={"attention.output.LayerNorm": "attn_output_norm", "output.LayerNorm": "layer_output_norm"},
+    ),
+    "nomic-bert": GgufArchitecture(
+        architecture="NomicBertModel",
+        eps=LAYER_NORM,
+        values={"attention.causal": (False,)},
+        norms={"norm1": "attn_output_norm", "norm2": "layer_output_norm"},
+    ),
     "gpt2": GgufArchitecture(architecture="GPT2LMHeadModel", **AS_GPT2),
     "starcoder": GgufArchitecture(architecture="GPTBigCodeForCausalLM", fixed={"hidden_act": "gelu"}, **AS_GPT2),
     "gptneox": GgufArchitecture(

@@ -37,6 +37,7 @@ logger = logging.getLogger("diptych.engine")
 MOST_TOKENS = 2_097_152
 KEY = "tokenizer.ggml."
 TEMPLATE_KEY = "tokenizer.chat_template"
+SEPARATOR = "seperator"  # as llama.cpp spells it  # codespell:ignore seperator
 LETTERS = bytes(set(range(256)) - set(b" \n"))
 
 ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -238,10 +239,13 @@ def _lines(found: GgufArray) -> str | None:
 def gguf_tokenizer(file: GgufFile) -> Tokenizer:
     """The tokenizer of a GGUF file. Raises LoadError where it has none, or a kind that is not known."""
     words = Vocabulary(file)
-    builders = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece}
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece, "bert": _wordpiece}
     if words.model not in builders:
         raise LoadError(f"{KEY}model of {file.path} is {words.model!r}; {', '.join(builders)} are read")
-    if words.model != "gpt2":
+    if words.model == "bert":
+        words.tokens = [_as_piece(token, kind) for token, kind in zip(words.tokens, words.kinds, strict=False)]
+        words.ids = first_ids(words.tokens)
+    elif words.model != "gpt2":
         words.tokens = [SPACE * len(token) if not token.strip(" ") else token for token in words.tokens]
         words.ids = first_ids(words.tokens)
     try:
@@ -253,6 +257,8 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
         raise LoadError(f"the vocabulary of {file.path} contradicts itself: {error}") from error
     is_spm = words.model != "gpt2"
     begin, end = words.special("bos"), words.special("eos")
+    if words.model == "bert":
+        return _around_texts(backend, words)
     first = begin if words.flag("add_bos_token", is_spm or words.split in BEGINS) else None
     last = end if words.flag("add_eos_token", False) else None
     if words.model == "gpt2":
@@ -311,6 +317,43 @@ def _sentencepiece(words: Vocabulary) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(model)
     write_spaces(backend, is_prefixed=words.flag("add_space_prefix", words.model == "llama"))
     return backend
+
+
+def _as_piece(token: str, kind: int) -> str:
+    """As a vocabulary of WordPiece has it: a file marks the pieces that begin a word, and there those that go on are marked."""
+    if kind in (Kind.CONTROL, Kind.UNKNOWN) or (token.startswith("[") and token.endswith("]")):
+        return token
+    return token.removeprefix(SPACE) if token.startswith(SPACE) else f"##{token}"
+
+
+def _wordpiece(words: Vocabulary) -> tokenizers.Tokenizer:
+    """No file says whether words become small letters first: they do where no piece has a capital."""
+    own = [
+        token
+        for token, kind in zip(words.tokens, words.kinds, strict=False)
+        if kind == Kind.NORMAL and token[:1] != "["
+    ]
+    backend = tokenizers.Tokenizer(models.WordPiece(words.ids, unk_token="[UNK]", max_input_chars_per_word=100))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=all(token == token.lower() for token in own))
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return backend
+
+
+def _around_texts(backend: tokenizers.Tokenizer, words: Vocabulary) -> Tokenizer:
+    """[CLS] before each text and [SEP] behind it, by the ids that the file has or by name."""
+    found = {}
+    for mark, name, key in (("[CLS]", "cls_token", "cls"), ("[SEP]", "sep_token", SEPARATOR)):
+        token_id = words.special(key)
+        token_id = words.ids.get(mark) if token_id is None else token_id
+        if token_id is None:
+            raise LoadError(f"{KEY}tokens of {words.file.path} has no {mark}, which stands around every text")
+        found[name] = words.tokens[token_id], token_id
+    cls, sep = (text for text, _ in found.values())
+    backend.post_processor = processors.TemplateProcessing(
+        single=[cls, "$A", sep], pair=[cls, "$A", sep, "$B:1", f"{sep}:1"], special_tokens=list(found.values())
+    )
+    return Tokenizer(backend, {name: text for name, (text, _) in found.items()}, [])
 
 
 def _ends_of_turn(words: Vocabulary) -> list[int]:
