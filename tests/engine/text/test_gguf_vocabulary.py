@@ -17,7 +17,7 @@ from llama_cpp import llama_cpp_source
 DATA = Path(__file__).resolve().parents[2] / "data" / "gguf_vocabularies"
 BUNDLED = {"phi-3": PieceKind.SENTENCEPIECE, "deepseek-coder": PieceKind.BYTE_LEVEL, "gpt-2": PieceKind.BYTE_LEVEL,
            "qwen2": PieceKind.BYTE_LEVEL}  # fmt: skip
-# all that carry texts, but bert-bge (a WordPiece encoder); aquila, baichuan, gpt-neox and nomic-bert-moe carry none
+# all that carry texts, but bert-bge (below); aquila, baichuan, gpt-neox and nomic-bert-moe carry none
 ALL = ("command-r", "deepseek-coder", "deepseek-llm", "falcon", "gemma-4", "gpt-2", "llama-bpe", "llama-spm", "mpt", "phi-3",
        "qwen2", "qwen35", "refact", "starcoder")  # fmt: skip
 
@@ -82,6 +82,18 @@ def test_all_vocabularies_of_llama_cpp(name: str) -> None:
     """As above, for all that the source package carries."""
     path = llama_cpp_source() / "models" / f"ggml-vocab-{name}.gguf"
     check(path, *(path.with_name(path.name + ending).read_text(encoding="utf-8") for ending in (".inp", ".out")))
+
+
+@pytest.mark.slow
+def test_pieces_of_words_have_the_ids_of_llama_cpp() -> None:
+    """BERT's words (bge): small letters, accents and signs apart, which no decoding brings back."""
+    path = llama_cpp_source() / "models" / "ggml-vocab-bert-bge.gguf"
+    tokenizer = gguf_tokenizer(open_gguf(path))
+    texts, lines = (path.with_name(path.name + ending).read_text(encoding="utf-8") for ending in (".inp", ".out"))
+    pairs = list(zip(texts.split("\n__ggml_vocab_test__\n"), lines.split("\n"), strict=False))
+    assert len(pairs) > 40
+    for text, line in pairs:
+        assert tokenizer.encode(text, add_special_tokens=False) == [int(one) for one in line.split()], repr(text)
 
 
 SMALL = [
@@ -156,7 +168,7 @@ def test_templates_keep_their_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "bert"}, "'bert'; gpt2, llama"),
+        ({"model": "t5"}, "'t5'; gpt2, llama"),
         ({"tokens": None}, "0 tokens"),
         ({"token_type": [1]}, "1 entries for"),
         ({"scores": [0.5]}, "scores of .* has 1 entries for"),
