@@ -14,6 +14,7 @@ from __future__ import annotations
 from diptych.models.families_dense import DENSE
 from diptych.models.families_early import EARLY
 from diptych.models.families_encoders import ENCODERS
+from diptych.models.families_gemma import GEMMAS
 from diptych.models.families_gpt import GPT_KIND
 from diptych.models.families_latent import LATENT_ATTENTION
 from diptych.models.families_mixtures import MIXTURES
@@ -22,7 +23,7 @@ from diptych.models.families_wrapped import WRAPPED
 from diptych.models.family import Family
 
 FAMILIES: tuple[Family, ...] = (
-    *DENSE, *GPT_KIND, *EARLY, *MIXTURES, *LATENT_ATTENTION, *STATES, *ENCODERS, *WRAPPED,
+    *DENSE, *GEMMAS, *GPT_KIND, *EARLY, *MIXTURES, *LATENT_ATTENTION, *STATES, *ENCODERS, *WRAPPED,
 )  # fmt: skip
 BY_ARCHITECTURE: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
 BY_MODEL_TYPE: dict[str, Family] = {name: family for family in FAMILIES for name in family.model_types}

@@ -71,6 +71,7 @@ ENCODERS: tuple[Family, ...] = (
     Family(
         name="distilbert", architectures=_kinds("DistilBert"),
         keys={**{key: value for key, value in BERT.items() if key != "type_vocab_size"}, "num_hidden_layers": 6},
+        fixed={"rms_norm_eps": (1e-12,)},  # of its class, which has no key for it
         unread=("sinusoidal_pos_embds", "tie_weights_", "output_past"),
         renamed={"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
                  "hidden_dim": "intermediate_size", "activation": "hidden_act"},
