@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from diptych.compute.decoder_loader import load_decoder
-from diptych.compute.weights import RandomSource
+from counted import loaded_parameters
 from diptych.cost.parameters import active_parameter_count, parameter_count
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
@@ -99,25 +97,6 @@ def counted(config: Any) -> int:
     return sum(one.numel() for one in model.parameters()) + buffers - sum(unread) - sum(of_pictures)
 
 
-class NothingLoader:
-    """Takes every tensor and reads none."""
-
-    is_balancing = False
-
-    def numbers(self, tensor: Any) -> tuple[float, ...]:
-        return (0.0,) * math.prod(tensor.shape)
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
-
-
-def loaded(spec: ModelSpec) -> int:
-    """Elements of the tensors that the engine's loader asks for."""
-    source = RandomSource(0)
-    load_decoder(source, NothingLoader(), spec)
-    return source.n_parameters
-
-
 @pytest.mark.parametrize("family", CLASSES, ids=lambda family: family.name)
 def test_an_empty_config_is_the_class_with_its_defaults(family: Family) -> None:
     """Files leave out what equals the class default. Seven of ten families were read otherwise by engine or planner:
@@ -197,7 +176,7 @@ def test_windows_without_layer_types_are_where_the_class_has_them(name: str) -> 
 def test_the_count_is_what_the_loader_loads(family: Family, fields: str) -> None:
     """The planner's number of parameters and the tensors the engine asks for are one thing."""
     spec = read(family, {} if fields == "all left out" else small(family))
-    assert parameter_count(spec) == loaded(spec)
+    assert parameter_count(spec) == loaded_parameters(spec)
 
 
 @pytest.mark.parametrize("family", CLASSES, ids=lambda family: family.name)
