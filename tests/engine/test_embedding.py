@@ -365,7 +365,7 @@ def test_bundled_model_embeds_when_asked() -> None:
         ("1_Pooling/config.json", {"pooling_mode": "max"}, "pooling .* is 'max'; cls, lasttoken, mean"),
         ("1_Pooling/config.json", {"pooling_mode": "cls"}, "first token's state, which has seen no other"),
         ("1_Pooling/config.json", {"pooling_mode": ["mean", "lasttoken"]}, "pooling"),
-        ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
+        ("sentence_bert_config.json", {"do_lower_case": True, "modality_config": {"message": {}}}, "do_lower_case"),
         ("config_sentence_transformers.json", {"default_prompt_name": "title"}, "default_prompt_name"),
         (
             "modules.json",

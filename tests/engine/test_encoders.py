@@ -230,6 +230,24 @@ def test_max_seq_length_bounds_a_text(tmp_path: Path) -> None:
         llm.embed(TEXTS[1])
 
 
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_texts_become_small_letters_where_files_say_so(tmp_path: Path, kind: str) -> None:
+    """As bge's files do; of a pair, too."""
+    path, pairs = make_encoder(tmp_path / "made", kind), make_cross_encoder(tmp_path / "pairs", kind)
+    texts = [text.title() for text in TEXTS]
+    as_written = vectors(fp32(path), texts)
+    for folder in (path, pairs):
+        change(folder, "sentence_bert_config.json", do_lower_case=True)
+    got = vectors(fp32(path), texts)
+    np.testing.assert_allclose(got, oracle(path).encode(texts), atol=2e-5)
+    np.testing.assert_allclose(got, vectors(fp32(path), TEXTS), atol=2e-5)
+    assert kind == "bert" or np.abs(got - as_written).max() > 0.01  # whose words are in small letters anyway
+    judged, small = (
+        fp32(pairs).score(query, some).scores for query, some in ((QUERIES[0].upper(), texts), (QUERIES[0], TEXTS))
+    )
+    np.testing.assert_allclose(judged, small, atol=2e-5)
+
+
 def test_old_names_of_norms_are_read(tmp_path: Path) -> None:
     """bert-base-uncased calls the weight of a norm gamma, and its bias beta."""
     path = make_encoder(tmp_path / "made", "bert", ending="ForMaskedLM")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,15 +14,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints import make_checkpoint, one_row_less
+from checkpoints import make_checkpoint
 from diptych.compute.ops import reference
 from diptych.compute.ops.cpu_kernels import _cpu, instruction_sets
-from diptych.compute.quant import save_quantised
-from diptych.compute.runner import load_model, memory_of_block
-from diptych.cost.kv_bytes import kv_bytes_per_token, state_bytes
+from diptych.compute.runner import load_model
+from diptych.cost.kv_bytes import state_bytes
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError
-from diptych.ground.specs import KVSpec
+from family_checks import (
+    CPU,
+    FORMAT_IDS,
+    FORMATS,
+    REFERENCE,
+    check_bytes_of_a_token,
+    check_felt,
+    check_packed,
+    check_refused_by_name,
+    with_fields,
+)
 from op_bench import Bench, noise
 from worlds import KERNEL_SETS, alone, check_cuts, check_past_a_tile, in_blocks_of_ones, prompt
 
@@ -32,9 +39,6 @@ pytestmark = [
     pytest.mark.native,
     pytest.mark.skipif(not instruction_sets(), reason="the native kernels are not installed"),
 ]
-CONFIG = ComputeConfig(backend="cpu", threads=1)
-REFERENCE = ComputeConfig(backend="torch", device="cpu", weights="fp32")
-FORMATS = [("bf16", "bf16"), ("int8", "int8"), ("int4", "fp8")]
 NEAR, CHOSEN, ALL = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 # rows and entries as wide as they are published, past a tile of 256 of a list
 SIZES: dict[str, Any] = {
@@ -153,10 +157,10 @@ def test_what_cannot_be_meant_is_refused() -> None:
             program.cache_rows(**{"x": out, "layer": 0, "norm": norm, "norm_eps": 1e-6, "rope": rope, **wrong})
 
 
-@pytest.mark.parametrize(("weights", "kv"), FORMATS, ids=["-".join(pair) for pair in FORMATS])
+@pytest.mark.parametrize(("weights", "kv"), FORMATS, ids=FORMAT_IDS)
 def test_cut_of_the_work_changes_no_bit(path: Path, weights: str, kv: str) -> None:
     """An entry that two chunks fill is what it is in one, whoever keeps its sums meanwhile."""
-    check_cuts(path, replace(CONFIG, weights=weights, kv=kv))
+    check_cuts(path, replace(CPU, weights=weights, kv=kv))
 
 
 @pytest.mark.parametrize("kv", ["bf16", "int8", "fp8"])
@@ -175,22 +179,16 @@ def test_what_an_earlier_owner_left_is_never_met(path: Path) -> None:
 
 def test_a_token_takes_what_the_planner_says(published: Path) -> None:
     """A row in each layer, a quarter of an entry and a key where 4 tokens make one, and a 16th where 128 do."""
-    planned = 2 * (3 * 512 + 512 // 4 + 128 + 512 // 16)
+    check_bytes_of_a_token(published, 2 * (3 * 512 + 512 // 4 + 128 + 512 // 16))
     for backend in ("cpu", "torch"):
-        config = ComputeConfig(backend=backend, device="cpu", kv="bf16")
-        model = load_model(published, config)
-        assert kv_bytes_per_token(model.spec, KVSpec()) == planned
-        assert model.kv_bytes_per_block(16) == 16 * planned
-        assert memory_of_block(model.spec, config, 16)[1] == 16 * planned
+        model = load_model(published, ComputeConfig(backend=backend, device="cpu", kv="bf16"))
         assert model.state_bytes == state_bytes(model.spec) == 4 * 3 * (2 * 512 + 2 * 128 + 512)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_packed_checkpoint_has_the_bits_of_the_plain_one(path: Path, weights: str, tmp_path: Path) -> None:
     """`diptych quantize` keeps what is not packed: offsets, connections, tables of experts."""
-    save_quantised(path, tmp_path / "packed", weights=weights)
-    whole = alone(load_model(path, replace(CONFIG, weights=weights)), prompt(30), None)
-    assert not alone(load_model(tmp_path / "packed", CONFIG), prompt(30), 7).differs_from(whole)
+    check_packed(path, weights, tmp_path / "packed")
 
 
 @pytest.mark.parametrize(
@@ -199,8 +197,7 @@ def test_a_packed_checkpoint_has_the_bits_of_the_plain_one(path: Path, weights: 
      ("tid2eid", [160, 3]), ("compressor.wgate", [64, 64])],
 )  # fmt: skip
 def test_tensors_of_other_shapes_are_refused_by_name(path: Path, part: str, shape: list[int], tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match=re.escape(part)):
-        load_model(one_row_less(path, part, shape, tmp_path / "other"), CONFIG)
+    check_refused_by_name(path, part, shape, tmp_path / "other")
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
@@ -223,12 +220,9 @@ def test_an_expert_that_is_not_there_is_refused(path: Path, backend: str, tmp_pa
 )  # fmt: skip
 def test_every_number_of_the_config_is_felt(path: Path, field: tuple[str, Any], tmp_path: Path) -> None:
     """Otherwise no comparison with transformers would see it wrong; ranks are those of the tensors, or refused."""
-    other = Path(shutil.copytree(path, tmp_path / "other"))
-    config = json.loads((path / "config.json").read_text()) | dict([field])
-    (other / "config.json").write_text(json.dumps(config))
+    other = with_fields(path, tmp_path / "other", **dict([field]))
     if field[0] == "o_lora_rank":
         with pytest.raises(LoadError, match=r"wo_a\.weight .*\[32, 64\]; the config expects \[64, 64\]"):
             load_model(other, REFERENCE)
         return
-    first, second = (alone(load_model(one, REFERENCE), prompt(40), None).logits for one in (path, other))
-    assert (first - second).abs().max() > 0.03
+    check_felt(path, other)

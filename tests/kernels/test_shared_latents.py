@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from checkpoints import make_checkpoint, one_row_less
+from checkpoints import make_checkpoint
 from diptych.compute.ops import reference
 from diptych.compute.ops.cpu_kernels import _cpu, instruction_sets
 from diptych.compute.ops.tolerances import EdgeShape
-from diptych.compute.quant import save_quantised
-from diptych.compute.runner import load_model, memory_of_block
-from diptych.cost.kv_bytes import kv_bytes_per_token
-from diptych.ground.config import ComputeConfig
+from diptych.compute.runner import load_model
 from diptych.ground.errors import LoadError
-from diptych.ground.specs import KVSpec
+from family_checks import (
+    CPU,
+    FORMAT_IDS,
+    FORMATS,
+    REFERENCE,
+    check_bytes_of_a_token,
+    check_felt,
+    check_packed,
+    check_refused_by_name,
+    with_fields,
+    with_tensors,
+)
 from op_bench import Bench, make_batch, noise
 from worlds import KERNEL_SETS, alone, check_cuts, check_past_a_tile, in_blocks_of_ones, prompt
 
@@ -30,9 +34,6 @@ pytestmark = [
     pytest.mark.native,
     pytest.mark.skipif(not instruction_sets(), reason="the native kernels are not installed"),
 ]
-CONFIG = ComputeConfig(backend="cpu", threads=1)
-REFERENCE = ComputeConfig(backend="torch", device="cpu", weights="fp32")
-FORMATS = [("bf16", "bf16"), ("int8", "int8"), ("int4", "fp8")]
 # rows and keys as wide as they are published, past a tile of a list
 SIZES: dict[str, Any] = {
     "kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128, "index_head_dim": 128,
@@ -83,9 +84,9 @@ def test_numbers_that_are_not_two_of_each_head_are_refused() -> None:
             program.scale_heads(q=q, by_head=program.add_vector(torch.zeros(size)))
 
 
-@pytest.mark.parametrize(("weights", "kv"), FORMATS, ids=["-".join(pair) for pair in FORMATS])
+@pytest.mark.parametrize(("weights", "kv"), FORMATS, ids=FORMAT_IDS)
 def test_cut_of_the_work_changes_no_bit(path: Path, weights: str, kv: str) -> None:
-    check_cuts(path, replace(CONFIG, weights=weights, kv=kv))
+    check_cuts(path, replace(CPU, weights=weights, kv=kv))
 
 
 @pytest.mark.parametrize("kv", ["bf16", "int8", "fp8"])
@@ -97,27 +98,19 @@ def test_published_sizes_on_every_set(published: Path, expected: torch.Tensor, n
 
 def test_what_an_earlier_owner_left_is_never_met(path: Path) -> None:
     for kv in ("bf16", "int8"):
-        model, tokens = load_model(path, replace(CONFIG, kv=kv)), prompt(42)
+        model, tokens = load_model(path, replace(CPU, kv=kv)), prompt(42)
         assert torch.equal(in_blocks_of_ones(model, tokens), alone(model, tokens, None).logits)
 
 
 def test_a_token_takes_what_the_planner_says(published: Path) -> None:
     """Of five layers three keep latents, one of them nothing for positions, and three a key of an index."""
-    planned = 2 * (2 * 576 + 512 + 3 * 128)
-    for backend in ("cpu", "torch"):
-        config = ComputeConfig(backend=backend, device="cpu", kv="bf16")
-        model = load_model(published, config)
-        assert kv_bytes_per_token(model.spec, KVSpec()) == planned
-        assert model.kv_bytes_per_block(16) == 16 * planned
-        assert memory_of_block(model.spec, config, 16)[1] == 16 * planned
+    check_bytes_of_a_token(published, 2 * (2 * 576 + 512 + 3 * 128))
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_packed_checkpoint_has_the_bits_of_the_plain_one(path: Path, weights: str, tmp_path: Path) -> None:
     """`diptych quantize` keeps what is not packed: learned turns, numbers of heads."""
-    save_quantised(path, tmp_path / "packed", weights=weights)
-    whole = alone(load_model(path, replace(CONFIG, weights=weights)), prompt(30), None)
-    assert not alone(load_model(tmp_path / "packed", CONFIG), prompt(30), 7).differs_from(whole)
+    check_packed(path, weights, tmp_path / "packed")
 
 
 @pytest.mark.parametrize(
@@ -126,8 +119,7 @@ def test_a_packed_checkpoint_has_the_bits_of_the_plain_one(path: Path, weights: 
      ("indexer.q_input_norm.weight", [64]), ("indexer.wq_b", [256, 64]), ("wkv_a_with_mqa", [40, 64])],
 )  # fmt: skip
 def test_tensors_of_other_shapes_are_refused_by_name(path: Path, part: str, shape: list[int], tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match=re.escape(part)):
-        load_model(one_row_less(path, part, shape, tmp_path / "other"), CONFIG)
+    check_refused_by_name(path, part, shape, tmp_path / "other")
 
 
 @pytest.mark.parametrize(
@@ -138,16 +130,12 @@ def test_tensors_of_other_shapes_are_refused_by_name(path: Path, part: str, shap
 )  # fmt: skip
 def test_every_number_of_the_config_is_felt(path: Path, field: tuple[str, Any], tmp_path: Path) -> None:
     """Otherwise no comparison with transformers would see it wrong."""
-    other = Path(shutil.copytree(path, tmp_path / "other"))
-    config = json.loads((path / "config.json").read_text())
-    config["text_config"] |= dict([field])
-    (other / "config.json").write_text(json.dumps(config))
+    other = with_fields(path, tmp_path / "other", **dict([field]))
     if field[0] == "indexer_types":  # whose weights a checkpoint has
         with pytest.raises(LoadError, match=r"indexer"):
             load_model(other, REFERENCE)
         return
-    first, second = (alone(load_model(one, REFERENCE), prompt(40), None).logits for one in (path, other))
-    assert (first - second).abs().max() > 0.03
+    check_felt(path, other)
 
 
 @pytest.mark.parametrize(
@@ -162,12 +150,4 @@ def test_every_number_of_the_config_is_felt(path: Path, field: tuple[str, Any], 
 )
 def test_every_tensor_is_felt(path: Path, part: str, tmp_path: Path) -> None:
     """Of those that no other family has."""
-    other = Path(shutil.copytree(path, tmp_path / "other"))
-    tensors = load_file(path / "model.safetensors")
-    names = [name for name in tensors if part in name]
-    assert names
-    save_file(
-        tensors | {name: tensors[name] + 0.5 for name in names}, other / "model.safetensors", metadata={"format": "pt"}
-    )
-    first, second = (alone(load_model(one, REFERENCE), prompt(40), None).logits for one in (path, other))
-    assert (first - second).abs().max() > 0.03
+    check_felt(path, with_tensors(path, tmp_path / "other", part, lambda tensor: tensor + 0.5))

@@ -95,13 +95,13 @@ class Encoder:
         self.scoring = scoring
         self.width = len(dense[-1].weight_ND) if dense else spec.hidden
         self._spec = spec
-        self._tokenizer = tokenizer
         self._template = template
         self._dense = dense
         self._has_own_form = has_own_form
         said = embedding or scoring
         assert said is not None
         self.reading: Reading = said.reading
+        self._tokenizer = tokenizer.lowered() if self.reading.lowers else tokenizer
         self._both_ways = said.both_ways
         self._has_types = spec.n_token_types > 1
         if scoring is not None and self.reading.is_chat:

@@ -45,6 +45,7 @@ class Reading:
 
     is_chat: texts go through the chat template, as messages of the roles user (or query and document) with the instruction
     as system; template_variables: what the template gets besides. max_tokens: the longest prompt, where the files say one.
+    lowers: texts become small letters first.
     """
 
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -52,6 +53,7 @@ class Reading:
     is_chat: bool = False
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
+    lowers: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,8 +217,11 @@ def _pooling(path: Path) -> tuple[Pool, bool]:
 def _reading(directory: Path) -> Reading:
     saved = _json_if_any(directory / PROMPTS)
     read = HfConfig(_json_if_any(directory / READING), path=str(directory / READING))
-    if read.raw.get("do_lower_case"):
-        raise UnsupportedModel(f"do_lower_case in {directory / READING} is true; texts are read as they are")
+    lowers, is_chat = read.flag("do_lower_case"), "message" in read.section("modality_config").raw
+    if lowers and is_chat:
+        raise UnsupportedModel(
+            f"do_lower_case in {directory / READING} is true; what goes through a chat template is read as it is"
+        )
     prompts = saved.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise LoadError(f"prompts in {directory / PROMPTS} must map names to texts")
@@ -228,9 +233,10 @@ def _reading(directory: Path) -> Reading:
     return Reading(
         prompts=prompts,
         default_prompt=default,
-        is_chat="message" in read.section("modality_config").raw,
+        is_chat=is_chat,
         template_variables={key: value for key, value in variables.items() if key != "restore_suffix"},
         max_tokens=longest if type(longest) is int and longest > 0 else None,
+        lowers=lowers,
     )
 
 

@@ -101,6 +101,13 @@ class Tokenizer:
             _add_missing_tokens(backend, config, read_json_object(folder / "added_tokens.json"))
         return cls(backend, config, _eos_token_ids(folder, backend, config))
 
+    def lowered(self) -> Tokenizer:
+        """The same over texts in small letters, as sentence-transformers has it where files say `do_lower_case`."""
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        usual = [] if backend.normalizer is None else [backend.normalizer]
+        backend.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Lowercase(), *usual])
+        return Tokenizer(backend, self._config, self.eos_token_ids)
+
     # Walks over the whole vocabulary take a tenth of a second each for 150,000 entries; a first token needs none of them.
     @cached_property
     def vocab_size(self) -> int:
