@@ -498,18 +498,14 @@ class GenerationBody(SamplingBody):
                 raise conflict(name, f"{name} is set; it is only allowed when stream is true")
         if self.best_of is not None and self.best_of != self.choices:
             raise conflict("best_of", f"best_of is {self.best_of}; it must equal n, which is {self.choices}")
-        older, newer = self.max_tokens, self.max_completion_tokens
-        if older is not None and newer is not None and older != newer:
-            raise conflict(
-                "max_tokens", f"max_tokens is {older}; it must equal max_completion_tokens, which is {newer}"
-            )
         return self
 
     @property
     def asked_tokens(self) -> tuple[int | None, str]:
         """The limit of an answer's tokens, and by which of its two names it was given."""
-        if self.max_completion_tokens is not None:
-            return self.max_completion_tokens, "max_completion_tokens"
+        newer, older = self.max_completion_tokens, self.max_tokens  # both hold where both are said
+        if newer is not None and (older is None or newer <= older):
+            return newer, "max_completion_tokens"
         return self.max_tokens, "max_tokens"
 
 
