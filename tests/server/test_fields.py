@@ -135,8 +135,8 @@ def test_what_one_route_honours_the_other_refuses(
 def test_both_names_of_the_limit_hold_on_both_routes(http: httpx.Client) -> None:
     """/v1/completions dropped max_completion_tokens, and wrote 16 tokens."""
     for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
-        for older in ({"max_tokens": None}, {"max_tokens": 3}):
-            fields = {**older, "max_completion_tokens": 2}
+        for older, newer in ((None, 2), (3, 2), (2, 3)):  # of both the smaller
+            fields = {"max_tokens": older, "max_completion_tokens": newer}
             answer = http.post(path, json={**body, "ignore_eos": True, **fields})
             assert answer.json()["usage"]["completion_tokens"] == 2, answer.text
         refused = http.post(path, json={**body, "best_of": 2})
