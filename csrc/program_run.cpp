@@ -240,17 +240,15 @@ void Program::Run::run(const CacheLatentsOp& op, size_t, int thread, int threads
 void Program::Run::run(const ScaleQueriesOp& op, size_t, int thread, int threads) const {
   const Buffer& q = buffer(op.q);
   const Range part = share(step.n_tokens, thread, threads);
-  for (int64_t t = part.begin; op.by_head != -1 && t < part.end; ++t) {
-    const int64_t n_heads = program.vector_size(op.by_head) / 2, width = q.width / n_heads;
-    const float *slopes = vector(op.by_head), *offsets = slopes + n_heads, log_position = std::log(static_cast<float>(program.positions_[t] + 1));
-    float* at = q.f32() + t * q.width;
-    for (int64_t head = 0; head < n_heads; ++head)
-      for (const float factor = slopes[head] * log_position + offsets[head], *end = at + width; at < end; ++at) *at *= factor;
-  }
-  for (int64_t t = part.begin; op.by_head == -1 && t < part.end; ++t) {
-    const float factor = op.scale.at(program.positions_[t]);
-    if (factor == 1.0f) continue;
-    for (float* at = q.f32() + t * q.width; at < q.f32() + (t + 1) * q.width; ++at) *at *= factor;
+  const int64_t n_heads = op.by_head == -1 ? 1 : program.vector_size(op.by_head) / 2, width = q.width / n_heads;
+  for (int64_t t = part.begin; t < part.end; ++t) {
+    const int32_t position = program.positions_[t];
+    const float log_position = std::log(static_cast<float>(position + 1));
+    for (int64_t head = 0; head < n_heads; ++head) {
+      const float factor = op.by_head == -1 ? op.scale.at(position) : vector(op.by_head)[head] * log_position + vector(op.by_head)[n_heads + head];
+      float* row = q.f32() + t * q.width + head * width;
+      for (int64_t i = 0; factor != 1.0f && i < width; ++i) row[i] *= factor;
+    }
   }
 }
 

@@ -69,9 +69,9 @@ def facts_of(name: str, hardware: str) -> dict[str, Any]:
     contents = None if path is None else contents_of(path)
     held, refused = (None, None) if path is None else _held(path)
     kept = held.main_format if held is not None else None if contents is None else contents.kept
-    formats: tuple[str, ...] = SHOWN_WEIGHTS
-    if kept is not None and (is_packed(name) or kept not in formats):
-        formats = (kept,) if is_packed(name) else (kept, *formats)
+    formats: tuple[str, ...] = SHOWN_WEIGHTS if kept in (None, *SHOWN_WEIGHTS) else (kept, *SHOWN_WEIGHTS)
+    if kept is not None and is_packed(name):
+        formats = (kept,)
     return {
         "model": _model(spec),
         "contents": contents,
