@@ -24,6 +24,7 @@ from pydantic import (
     WithJsonSchema,
     model_validator,
 )
+from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from diptych.compute.json_schema import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
@@ -335,10 +336,19 @@ class ContentPart(Body):
     text: str
 
 
+# in the document as in `Said`: null does of these alone
+_NULL_CONTENT: JsonDict = {
+    "anyOf": [
+        {"properties": {"role": {"enum": ["assistant", "function"]}}},
+        {"properties": {"content": {"type": ["string", "array"]}}},
+    ]
+}
+
+
 class Message(Body):
     """One turn of a conversation."""
 
-    model_config = ConfigDict(json_schema_extra={"required": ["role", "content"]})  # null does of an assistant
+    model_config = ConfigDict(json_schema_extra={"required": ["role", "content"], **_NULL_CONTENT})
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Said[str | Annotated[list[ContentPart], StopAtFirst()] | None] = Field(None, validate_default=True)
     reasoning_content: str | None = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
+from pydantic.config import JsonDict
 
 from diptych.server.schema import (
     MAX_MESSAGES,
@@ -21,9 +22,18 @@ from diptych.server.schema import (
 )
 
 
+def _given(name: str, kind: str) -> JsonDict:
+    return {"required": [name], "properties": {name: {"type": kind}}}
+
+
 class TokenizeBody(Body):
     """`POST /tokenize`: a prompt (`content` in llama.cpp), or messages that go through the chat template first."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [_given("prompt", "string"), _given("content", "string"), _given("messages", "array")]
+        }
+    )
     model: Name | None = None
     prompt: str | None = None
     content: str | None = None
