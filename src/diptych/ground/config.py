@@ -16,11 +16,11 @@ from typing import Any
 
 from diptych.ground.bounds import Bound, exactly, shown
 from diptych.ground.errors import ConfigError
-from diptych.ground.formats import ENGINE_KV, ENGINE_WEIGHTS
+from diptych.ground.formats import ENGINE_KV, ENGINE_WEIGHTS, MADE_WEIGHTS
 
 BACKENDS = ("auto", "cpu", "torch")
 AS_STORED = ("auto", "file")
-WEIGHT_FORMATS = (*AS_STORED, *ENGINE_WEIGHTS)
+WEIGHT_FORMATS = (*AS_STORED, *ENGINE_WEIGHTS, *MADE_WEIGHTS)
 KV_FORMATS = ("auto", *ENGINE_KV)
 LONGROPE_FACTORS = ("auto", "short", "long")
 ACTIVATIONS = ("auto", "int8", "int15")

@@ -43,6 +43,8 @@ FORMATS: dict[str, NumberFormat] = {
         NumberFormat(name="mxfp4", bits=4, group=32, group_bits=8),
         NumberFormat(name="q8_0", bits=8, group=32, group_bits=16),  # llama.cpp: one fp16 scale
         NumberFormat(name="q6_k", bits=6, group=256, group_bits=144),  # llama.cpp: 16 scales of 8 bits, one of 16
+        NumberFormat(name="q5_1", bits=5, group=32, group_bits=32),  # one fp16 scale and minimum
+        NumberFormat(name="q4_1", bits=4, group=32, group_bits=32),
         NumberFormat(name="q4_0", bits=4, group=32, group_bits=16),
     )
 }
@@ -317,6 +319,13 @@ ENGINE_WEIGHTS: dict[str, tuple[NumberFormat, str]] = {
 }
 ENGINE_KV = ("fp32", "bf16", "int8", "fp8")
 
+# Made of a checkpoint's values when it is loaded, as a GGUF file of them would be kept (`compute.ops.made`).
+MADE_WEIGHTS = {kind.lower(): GGUF_KEPT[kind] for kind in ("Q8_0", "Q5_1", "Q4_1", "Q4_0")}
+
+
+def _kept_of(name: str) -> KeptFormat:
+    return MADE_WEIGHTS[name] if name in MADE_WEIGHTS else KeptFormat.named(name)
+
 
 def engine_weights(name: str) -> tuple[NumberFormat, str]:
     """As ENGINE_WEIGHTS, of kept formats too."""
@@ -324,7 +333,7 @@ def engine_weights(name: str) -> tuple[NumberFormat, str]:
         return ENGINE_WEIGHTS[name]
     if name.startswith("gpu"):
         return DeviceFormat.named(name).number, "bf16"
-    kept = KeptFormat.named(name)
+    kept = _kept_of(name)
     return kept.number, kept.compute
 
 
@@ -335,11 +344,13 @@ def rows_dtype(compute: str) -> str:
 
 def engine_pace(name: str) -> float:
     """The part of its dtype's rate that products with weights of that format of the engine have."""
-    return 1.0 if name in ENGINE_WEIGHTS or name.startswith("gpu") else KeptFormat.named(name).pace
+    return 1.0 if name in ENGINE_WEIGHTS or name.startswith("gpu") else _kept_of(name).pace
 
 
 def head_format(weights: str) -> str:
     """The format of the output projection beside weights of that format: every token's probabilities pass through it."""
+    if weights in MADE_WEIGHTS:
+        return "q8_0"
     if weights not in ENGINE_WEIGHTS:
         return "bf16"  # other programs leave it in 16 bits
     return "int8" if weights == "int4" else weights
@@ -411,6 +422,8 @@ QUANTS: dict[str, QuantSpec] = {
         _quant("mxfp4", "bf16", experts="mxfp4"),
         _quant("mxfp4-gguf", "q8_0", experts="mxfp4", compute="int8"),
         _quant("q8_0", "q8_0", compute="int8"),
+        _quant("q5_1", "q5_1", head="q8_0", compute="int8"),
+        _quant("q4_1", "q4_1", head="q8_0", compute="int8"),
         _quant("q4_0", "q4_0", head="q6_k", compute="int8"),
     )
 }

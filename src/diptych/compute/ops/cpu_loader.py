@@ -51,9 +51,11 @@ from diptych.compute.ops.cpu_parts import (
     native_codes,
     noted_exponents,
     order_of,
+    runs_of,
     warn_of_large_channel,
 )
 from diptych.compute.ops.cpus import allowed_cpus, choose_cpus
+from diptych.compute.ops.made import MadeTensor, made_parts
 from diptych.compute.ops.shares import OwnHeads, Rank, head_rows
 from diptych.compute.weights import Saved, Source
 from diptych.ground.config import AS_STORED, ComputeConfig
@@ -89,7 +91,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             self.program.join(self.rank.team)
         self.source = source
         self._heads: dict[int, tuple[AttentionSpec, OwnHeads | None]] = {}  # by layer
-        self.is_balancing = self.weights_format != "bf16" and source.is_balanceable
+        self.is_balancing = self.weights_format in ("int8", "int4") and source.is_balanceable
         self.is_keeping = config.weights in AS_STORED
         self._asked_wide = {"int8": False, "int15": True}.get(config.activations)  # None: as each format has them
         self.packed: dict[str, int] = {}  # key -> number in the program, of all that was packed
@@ -396,11 +398,12 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         Ranks that hold the same KV head write the same numbers to its columns then. Latent attention has q alone.
         """
         widths = [outputs for _, outputs in role.sites]
-        is_gathered, kept = spec.qk_norm is QkNorm.FULL, self._kept(parts)
+        of_all, plain = made_parts(parts, self.weights_format)
+        is_gathered, kept = spec.qk_norm is QkNorm.FULL, self._kept(of_all)
         nobody = LinearHandle(
             index=None,
             key="",
-            format=self.weights_format if kept is None else kept.name,
+            format=plain if kept is None else kept.name,
             n_inputs=parts.n_inputs,
             n_outputs=parts.n_outputs if is_gathered else 0,
             role=role,
@@ -441,22 +444,13 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
     def _count_elsewhere(self, parts: LinearParts) -> None:
         """What only other ranks have: all say the same of the model's formats, and `has_wide_rows` is one answer."""
+        parts, plain = made_parts(parts, self.weights_format)
         kept = self._kept(parts)
-        self.n_values[self.weights_format if kept is None else kept.name] += parts.n_outputs * parts.n_inputs
+        self.n_values[plain if kept is None else kept.name] += parts.n_outputs * parts.n_inputs
 
     def _runs(self, parts: LinearParts) -> list[LinearParts]:
         """Neighbours that are kept alike, or not at all; one where there is a bias for several tensors together."""
-        if len(parts.biases) not in (0, len(parts.weights)):
-            return [parts]
-        runs: list[LinearParts] = []
-        for i, tensor in enumerate(parts.weights):
-            one = LinearParts(weights=(tensor,), biases=parts.biases[i : i + 1])
-            if runs and self._is_alike((runs[-1].weights[0], tensor)):
-                before = runs[-1]
-                runs[-1] = LinearParts(weights=(*before.weights, tensor), biases=(*before.biases, *one.biases))
-            else:
-                runs.append(one)
-        return runs
+        return runs_of(parts, self._is_alike)
 
     @property
     def main_format(self) -> str:
@@ -474,7 +468,8 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
     def _kept(self, parts: LinearParts, *, is_gated: bool = False) -> KeptFormat | None:
         """What holds the stored values of all parts."""
-        kept = parts.weights[0].kept if self.is_keeping and self._is_alike(parts.weights) else None
+        is_made = isinstance(parts.weights[0], MadeTensor)
+        kept = parts.weights[0].kept if is_made or (self.is_keeping and self._is_alike(parts.weights)) else None
         if kept is not None and kept.kind == "fp8":  # it meets rows in bf16, whatever is asked
             is_cut = is_gated and len(parts.weights) == 1 and parts.n_outputs % (2 * STRIP_LANES) != 0
             return None if kept.group and is_cut else kept
@@ -503,6 +498,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
         is_rates: in bf16, and balanced where the others are.
         """
+        parts, weights_format = made_parts(parts, weights_format)
         k = parts.n_inputs
         n = parts.n_outputs if rows is None else sum(end - begin for begin, end in rows)
         kept = of_table or (self._kept(parts, is_gated=activation is not None) if keep else None)

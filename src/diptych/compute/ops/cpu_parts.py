@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,21 @@ def own_rows(tensors: tuple[WeightTensor, ...], rows: Rows) -> Iterator[tuple[We
             if low < high:
                 yield tensor, slice(low - first, high - first)
             first += tensor.shape[0]
+
+
+def runs_of(parts: LinearParts, is_alike: Callable[[Sequence[WeightTensor]], bool]) -> list[LinearParts]:
+    """Neighbours that are alike; one run where there is a bias for several tensors together."""
+    if len(parts.biases) not in (0, len(parts.weights)):
+        return [parts]
+    runs: list[LinearParts] = []
+    for i, tensor in enumerate(parts.weights):
+        one = LinearParts(weights=(tensor,), biases=parts.biases[i : i + 1])
+        if runs and is_alike((runs[-1].weights[0], tensor)):
+            before = runs[-1]
+            runs[-1] = LinearParts(weights=(*before.weights, tensor), biases=(*before.biases, *one.biases))
+        else:
+            runs.append(one)
+    return runs
 
 
 def native_codes(tensors: tuple[WeightTensor, ...], rows: Rows) -> list[tuple[Any, ...]]:
