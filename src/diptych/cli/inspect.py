@@ -37,7 +37,7 @@ from diptych.models.gguf_file import find_gguf
 from diptych.models.latent import CacheShape
 from diptych.models.spec import ModelSpec
 
-SHOWN_WEIGHTS = ("bf16", "int8", "int4")
+SHOWN_WEIGHTS = ("bf16", "q8_0", "int8", "int4")
 SHOWN_KV = ("bf16", "int8")
 SHOWN_CONTEXTS = (2048, 8192, 32_768, 131_072)
 QUESTION = Question(prompt_tokens=512, output_tokens=128)

@@ -44,7 +44,7 @@ Device = Annotated[str, typer.Option(help="auto | cpu | cuda (torch backend)")]
 Weights = Annotated[str, typer.Option(help=" | ".join(WEIGHT_FORMATS))]
 Activations = Annotated[
     str,
-    typer.Option(help=f"what meets a file's own weights in groups, int8 faster in prefill: {' | '.join(ACTIVATIONS)}"),
+    typer.Option(help=f"what meets weights in groups, int8 faster in prefill: {' | '.join(ACTIVATIONS)}"),
 ]
 Kv = Annotated[str, typer.Option(help=f"KV cache format: {' | '.join(KV_FORMATS)}")]
 Threads = Annotated[int | None, typer.Option(help=CONFIG["threads"].what)]

@@ -128,13 +128,14 @@ class ComputeConfig:
     """Which kernels run and on what. `auto` is resolved once at start and logged, never silently changed later.
 
     weights: what a file has in codes (AWQ, GGUF, ...) stays so with `file`, and with `auto` on the cpu backend; torch's `auto`
-    takes the codes' values in 16 bits, which take more memory and less time.
+    takes the codes' values in 16 bits, which take more memory and less time. q8_0, q5_1, q4_1, q4_0 (cpu): blocks of GGUF, made
+    when a checkpoint is loaded; int8 and int4: one scale for an output, and for a row of activations.
     threads: of the kernels; None is one per physical core that this process may use. numa: where they are pinned: `auto`
     (cores of one NUMA node after the other), nodes such as `0` or `0,1`, or `off` (not pinned at all). instruction_set: the
     cpu backend's kernel set, `auto` being the best that this processor runs; other names are checked when the model is loaded.
     tp: processes (ranks) that divide the outputs of every projection, on one machine; threads are those of all of them.
     tp_address: HOST:PORT where rank 0 listens for ranks on other machines, one on each; threads are then those of this one.
-    activations: what meets weights in groups that somebody else quantised; int15: 15 bits, which cost next to nothing but up to
+    activations: what meets weights in groups; int15: 15 bits, which cost next to nothing but up to
     twice the time of prefill; int8: 8 bits; auto: 15 for codes of 6 bits and more, to which 8 would add more than a tenth of
     what they lost, else 8, as beside a GGUF file's coarser codes. W8A8 with a scale per row has its publisher's 8 bits alone.
     longrope: which factors turn keys in models that have two sets; auto: long beyond the trained length, else short.
