@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from checkpoints import make_checkpoint
 from diptych.compute.model import Model
 from diptych.compute.runner import load_model
+from diptych.cost.setup import own_quant
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError
-from diptych.ground.formats import MADE_WEIGHTS, engine_weights
+from diptych.ground.formats import MADE_WEIGHTS
 from diptych.models.files import WHOLE_FILE
 from gguf_files import gguf_reference, write_gguf
 from stepping import Stepper
@@ -79,7 +80,10 @@ def test_a_model_has_the_bytes_that_the_planner_reckons(weights: str, tmp_path: 
     tensors = load_file(path / WHOLE_FILE)
     head = tensors["model.embed_tokens.weight"].numel()
     layers = sum(one.numel() for name, one in tensors.items() if "proj" in name)
-    reckoned = head * engine_weights("q8_0")[0].bytes + layers * engine_weights(weights)[0].bytes
+    quant = own_quant(weights)
+    assert quant.head_weight_bytes is not None
+    reckoned = head * quant.head_weight_bytes + layers * quant.weight_bytes
+    assert quant.pace < 1.0, "groups end"
     assert reckoned <= model.weight_bytes < 1.1 * reckoned
 
 
@@ -88,7 +92,9 @@ def test_a_weight_that_is_no_number_is_named(tmp_path: Path) -> None:
     tensors = load_file(path / WHOLE_FILE)
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(tensors, path / WHOLE_FILE, {"format": "pt"})
-    with pytest.raises(LoadError, match=r"layers\.1\.mlp\.up_proj\.weight has a weight that is not finite; q4_0 cannot"):
+    with pytest.raises(
+        LoadError, match=r"layers\.1\.mlp\.up_proj\.weight has a weight that is not finite; q4_0 cannot"
+    ):
         load_model(path, ComputeConfig(backend="cpu", weights="q4_0", threads=1))
 
 

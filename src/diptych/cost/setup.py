@@ -18,7 +18,7 @@ from diptych.cost.stacks import calibration_for
 from diptych.cost.tables import device_spec, kv_spec, model_spec, quant_spec
 from diptych.cost.weight_formats import weight_class
 from diptych.ground.errors import ConfigError
-from diptych.ground.formats import ENGINE_WEIGHTS, engine_quant, head_format, mean_bytes
+from diptych.ground.formats import ENGINE_WEIGHTS, MADE_WEIGHTS, engine_quant, head_format, mean_bytes
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import HardwareSpec, KVSpec, QuantSpec
 from diptych.models.config import read_json
@@ -162,7 +162,8 @@ def find_hardware(
 
 def own_quant(name: str) -> QuantSpec:
     """The format of that name as the engine has it, which multiplies its int8 and int4 as integers; else as others do."""
-    return engine_quant(name, head_format(name)) if name in ENGINE_WEIGHTS else quant_spec(name)
+    is_own = name in ENGINE_WEIGHTS or name in MADE_WEIGHTS
+    return engine_quant(name, head_format(name)) if is_own else quant_spec(name)
 
 
 def stored_quant(name: str) -> QuantSpec | None:
