@@ -1,4 +1,4 @@
-"""Weights that are made of a checkpoint's values in blocks of GGUF, against files of such blocks that the `gguf` package wrote."""
+"""Weights made of a checkpoint's values in blocks of GGUF, against files of such blocks that the `gguf` package wrote."""
 
 from __future__ import annotations
 
