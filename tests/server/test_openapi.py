@@ -109,21 +109,27 @@ def check_modes(server: ServerProcess, *, examples: int) -> None:
 
 
 def test_the_document_tells_the_bounds_of_whole_numbers(server: ServerProcess) -> None:
-    """They stood there as `ge` and `le`, so that a client made from it, or this fuzzer, knew of none."""
+    """They stood there as `ge` and `le`, so that a client made from it, or this fuzzer, knew of none. Of a chat it said
+    0 tokens, which only a completion may ask for, whose prompt is echoed.
+    """
     schemas = httpx.get(f"{server.url}/openapi.json", timeout=TIMEOUT_S).json()["components"]["schemas"]
-    fields = schemas["ChatBody"]["properties"]
-    bounds = {
-        name: (fields[name]["anyOf"][0].get("minimum"), fields[name]["anyOf"][0].get("maximum"))
-        for name in ("n", "top_logprobs", "max_completion_tokens", "min_tokens", "top_k")
-    }
+
+    def bounds(body: str, name: str) -> tuple[int, int]:
+        whole = schemas[body]["properties"][name]["anyOf"][0]
+        return whole.get("minimum"), whole.get("maximum")
+
     most = 2**31 - 1
-    assert bounds == {
+    wanted = {
         "n": (1, 64),
         "top_logprobs": (0, 20),
+        "max_tokens": (1, most),
         "max_completion_tokens": (1, most),
         "min_tokens": (0, most),
         "top_k": (-1, most),
+        "seed": (-(2**63), 2**64 - 1),
     }
+    assert {name: bounds("ChatBody", name) for name in wanted} == wanted
+    assert bounds("CompletionBody", "max_tokens") == (0, most)
     assert not re.search(r'"(ge|gt|le|lt)":', json.dumps(schemas))
 
 

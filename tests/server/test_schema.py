@@ -14,6 +14,7 @@ from diptych.ground.errors import (
     RequestError,
     SequenceError,
 )
+from diptych.ground.request import SamplingParams
 from diptych.server.config import ServerConfig
 from diptych.server.door import parse
 from diptych.server.errors import ApiError, error_body, error_response, from_engine_error
@@ -58,7 +59,8 @@ def refused(body_type: type[Body], body: object) -> ApiError:
         ("response_format", {"type": "xml"}, ["response_format.type is 'xml'"]),
         ("structured_outputs", {"regex": "a" * 4097}, ["structured_outputs.regex", "4096"]),
         ("structured_outputs", {}, ["structured_outputs has no constraint", "regex"]),
-        ("seed", 2**70, ["seed"]),
+        ("seed", 2**64, ["seed is 18446744073709551616", "18446744073709551615"]),
+        ("seed", -(2**63) - 1, ["seed is -9223372036854775809"]),
         ("request_id", "a b", ["request_id is 'a b'"]),
         ("prompt", [], ["prompt"]),
         ("prompt", [1, 2.5], ["prompt"]),
@@ -84,6 +86,8 @@ def test_a_bad_value_is_refused_with_its_field_value_and_limit(field: str, value
             ["messages[1].content is missing", "role 'user' needs one"],
         ),
         ({"messages": [USER, {"role": "tool", "content": None}]}, ["messages[1].content is missing"]),
+        ({"max_tokens": 0}, ["max_tokens is 0", "1"]),
+        ({"max_completion_tokens": 0}, ["max_completion_tokens is 0", "1"]),
         ({"top_logprobs": 3}, ["top_logprobs", "logprobs"]),
         ({"tool_choice": "required"}, ["tool_choice", "tools"]),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, ["tool_choice names 'f'"]),
@@ -97,6 +101,13 @@ def test_a_bad_chat_value_is_refused(extra: dict[str, object], words: list[str])
     for word in words:
         assert word in error.message
     assert (error.param or "").split("[")[0] == next(iter(extra))
+
+
+@pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
+def test_a_seed_is_as_wide_as_in_python(seed: int) -> None:
+    """Half of them was refused over HTTP."""
+    body = parse(json.dumps({"prompt": "hi", "seed": seed}).encode(), CompletionBody)
+    assert body.seed == SamplingParams(seed=body.seed).seed == seed
 
 
 def test_deep_json_is_refused_by_depth_not_by_a_crash() -> None:

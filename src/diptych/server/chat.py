@@ -12,7 +12,7 @@ from diptych.ground.phase import FinishReason
 from diptych.ground.request import SamplingParams, StructuredSpec
 from diptych.server.accounting import running_usage
 from diptych.server.answers import Fragments
-from diptych.server.errors import ApiError, of_stream
+from diptych.server.errors import of_stream
 from diptych.server.generation import Generation, asked, sampling_params
 from diptych.server.logprobs import logprobs_json
 from diptych.server.reader import conversation_of, tool_dicts
@@ -71,8 +71,6 @@ class ChatAnswer(TurnShape):
 
     async def start(self) -> None:
         """Render, admit and submit. Raises ApiError or EngineError; then nothing is left open."""
-        if self._body.max_tokens == 0:
-            raise ApiError(400, "max_tokens is 0; it must be at least 1", param="max_tokens")
         await self._begin(turn_request(self._generation, self._body))
 
     async def answer(self) -> dict[str, Any]:

@@ -160,6 +160,7 @@ class StopAtFirst(FailFast):
 
 
 Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-_INT64, le=_INT64)]
+Seed = Annotated[int, BeforeValidator(_whole)]  # as wide as Python's, whose bounds are beyond those of other numbers
 Prompts = Annotated[list[Prompt], PlainValidator(_check_prompts), WithJsonSchema(prompts_schema(MAX_PROMPTS))]
 _STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES // 4}
 Stop = Annotated[
@@ -412,7 +413,7 @@ class SamplingBody(RequestBody):
     presence_penalty: float | None = bounded("presence_penalty")
     frequency_penalty: float | None = bounded("frequency_penalty")
     logit_bias: LogitBias = None
-    seed: Whole | None = None
+    seed: Seed | None = bounded("seed")
     stop_token_ids: Annotated[list[Annotated[Whole, Field(ge=0, lt=2**31)]], StopAtFirst()] | None = Field(
         None, max_length=MAX_STOP_TOKEN_IDS
     )
@@ -459,7 +460,7 @@ class SamplingBody(RequestBody):
 class GenerationBody(SamplingBody):
     """Fields that both of OpenAI's older generation routes share."""
 
-    max_tokens: Whole | None = bounded("max_tokens", low=0)
+    max_tokens: Whole | None = bounded("max_tokens")
     max_completion_tokens: Whole | None = bounded("max_tokens")
     n: Whole | None = bounded("n")
     best_of: Whole | None = bounded("n")
@@ -525,6 +526,7 @@ class CompletionBody(GenerationBody):
     _refused = {**REFUSED, **OF_CHATS}  # what the other route honours, and this one cannot
 
     prompt: Prompts
+    max_tokens: Whole | None = bounded("max_tokens", low=0)  # none where the prompt is echoed alone
     logprobs: Whole | None = bounded("logprobs")
     echo: bool | None = None
     add_special_tokens: bool | None = None
