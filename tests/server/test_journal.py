@@ -157,11 +157,31 @@ def test_a_full_recording_ends_with_a_word_and_the_server_goes_on(tmp_path: Path
     assert journal_load(path).n_requests >= 1
 
 
+def test_a_server_that_was_killed_starts_again_by_the_same_command(tmp_path: Path) -> None:
+    """Its recording was there, so that whoever watches over it started it in vain, again and again."""
+    path = tmp_path / "afternoon.jsonl"
+    options = ("--record", str(path), "--kv-memory-bytes", "33554432", "--log-level", "warning")
+    body = {"prompt": "Once", "max_tokens": 4}
+    with ServerProcess(*options) as server:  # at whose end it is killed
+        server.client().post("/v1/completions", json=body).raise_for_status()
+    left = path.read_bytes()
+    with ServerProcess(*options) as server:
+        server.client().post("/v1/completions", json=body).raise_for_status()
+        code, log = server.stop()
+    assert code == 0
+    assert "afternoon-2.jsonl" in log
+    assert path.read_bytes() == left
+    assert journal_load(tmp_path / "afternoon-2.jsonl").n_requests == 1
+
+
 def test_another_file_is_not_written_over(tmp_path: Path) -> None:
     path = tmp_path / "there.jsonl"
     path.write_text("mine")
-    with pytest.raises(ConfigError, match="is not written over another file"):
-        ServerConfig(record=path)
+    again, file = journal.new_file(path)
+    file.close()
+    assert (again.name, path.read_text()) == ("there-2.jsonl", "mine")
+    with pytest.raises(ConfigError, match="it is no file"):
+        ServerConfig(record=tmp_path)
     with pytest.raises(ConfigError, match="there is no folder"):
         ServerConfig(record=tmp_path / "no" / "x.jsonl")
 

@@ -126,7 +126,10 @@ def serve(
         float, typer.Option(help="remember so many minutes of requests for `explain --what-if`; 0: none")
     ] = 2.0,
     record: Annotated[
-        Path | None, typer.Option(help="write times and lengths of requests and steps to this file, without any text")
+        Path | None,
+        typer.Option(
+            help="write times and lengths of requests and steps, no text, to this file, or the next by number"
+        ),
     ] = None,
     max_record_bytes: Annotated[int, typer.Option(help="end the recording beyond this")] = 2**30,
     otlp_traces_endpoint: Annotated[

@@ -35,7 +35,8 @@ class ServerConfig:
     server (CORS), such as https://app.example.com, "*" for any (see `server.sites`).
     max_body_bytes: of one request body; None: what the context can need, with room (see `server.door`).
     kept_minutes: of requests and steps, for what would have been (see `server.recent`); 0: none.
-    record: the file that a journal of requests and steps is written to, at most max_record_bytes of it (see `server.journal`).
+    record: the file that a journal of requests and steps is written to, or where it is there the next by number; at most
+    max_record_bytes of it (see `server.journal`).
     reads_control_tokens: text of messages that spells a control token becomes it (see `engine.text.control`).
     otlp_traces_endpoint: the collector that gets spans of requests (see `engine.spans`); None: nobody.
     response_store: the file that responses are kept in; None: memory. max_stored_bytes, response_ttl_s: at most so much, and
@@ -120,11 +121,8 @@ class ServerConfig:
 
     def _check_written(self) -> None:
         """What is written beside answers, and where to: said now, not when a large model has been loaded."""
-        if self.record is not None and self.record.exists():
-            raise ConfigError(
-                f"{self.record} exists; a recording is not written over another file",
-                hint="name another, such as one with the time of the start in it, or move this one away",
-            )
+        if self.record is not None and self.record.exists() and not self.record.is_file():
+            raise ConfigError(f"cannot record to {self.record}: it is no file")
         for path, verb in ((self.record, "record to"), (self.response_store, "keep responses in")):
             if path is not None and not path.parent.is_dir():
                 raise ConfigError(f"cannot {verb} {path}: there is no folder {path.parent}")

@@ -1,5 +1,8 @@
 """`serve --record FILE`: a journal of what the engine did (`sim.journal`), written beside it.
 
+One start of a server is one file, as its clock and the key of its blocks are its own: where `afternoon.jsonl` is there, of a
+server that was killed and started again by the same command, the next one writes `afternoon-2.jsonl`.
+
 The engine's thread only hands over references; a thread of the journal's own makes lines of them. It writes until the file
 has as many bytes as it may have, and says so once; where it cannot keep up, what waits is bounded and the rest is counted.
 """
@@ -10,8 +13,10 @@ import logging
 import os
 import secrets
 from contextlib import suppress
+from pathlib import Path
 from queue import Empty, Full, Queue
 from threading import Thread
+from typing import TextIO
 
 from diptych.engine.engine import Engine, OpenRequest
 from diptych.ground.errors import ConfigError
@@ -22,8 +27,28 @@ from diptych.sim.journal import BlockNames, head_line, request_line, step_line
 
 logger = logging.getLogger("diptych.server")
 
+MAX_FILES = 10_000  # of one name
 MAX_QUEUED = 10_000  # steps and requests that wait to be written
 FLUSH_S = 1.0
+
+
+def new_file(path: Path) -> tuple[Path, TextIO]:
+    """This one, open, or the first by number that is not there: nothing is written over. ConfigError where none can be made."""
+    for number in range(1, MAX_FILES + 1):
+        own = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
+        try:
+            descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"cannot record to {own}: {error.strerror}") from None
+        if number > 1:
+            logger.warning("%s is there, of another start; this one is recorded to path=%s", path, own)
+        return own, os.fdopen(descriptor, "w", encoding="utf-8")
+    raise ConfigError(
+        f"{path} and {MAX_FILES - 1} files behind it are there; a recording is not written over another file",
+        hint="name another, or move these away",
+    )
 
 
 class Journal:
@@ -32,7 +57,7 @@ class Journal:
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         assert config.record is not None
         self._engine = engine
-        self._path, self._max_bytes = config.record, config.max_record_bytes
+        self._max_bytes = config.max_record_bytes
         self._open: dict[str, float] = {}  # when each came to the scheduler
         self._queue: Queue[StepRecord | Past | None] = Queue(MAX_QUEUED)
         self._n_lost = 0
@@ -40,11 +65,7 @@ class Journal:
         self._is_full = self._is_broken = False
         core = engine.core
         self._names = BlockNames(secrets.token_bytes(32), core.block_config.block_tokens)
-        try:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except OSError as error:
-            raise ConfigError(f"cannot record to {self._path}: {error.strerror}") from None
-        self._file = os.fdopen(descriptor, "w", encoding="utf-8")
+        self._path, self._file = new_file(config.record)
         self._write(head_line(core.config, core.block_config))
         self._thread = Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
