@@ -4,27 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from family_fields import (
-    CONVOLUTIONS,
-    FALCON_H1,
-    LAGUNA,
-    LIGHTNING,
-    MAMBA,
-    MAMBA_1,
-    MUSE,
-    NEMOTRON_3,
-    NEMOTRON_H,
-    QWEN4,
-    SMALL_TOWER,
-    SPARK,
-    SPARK_EAR,
-    STATES,
-    WINDOWS,
-    blocks,
-)
+from family_fields import LAGUNA, MUSE, SMALL_TOWER, SPARK, SPARK_EAR, WINDOWS
 from latent_configs import LATENT, LATENT_MORE
 from part_configs import PARTS_MORE
 from searched import block
+from state_configs import CONVOLUTIONS, HYBRIDS_MORE, STATES_MORE
 
 VOCAB = 160
 # family -> (config class, model class, fields beside COMMON)
@@ -334,61 +318,7 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
              "rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
              "original_max_position_embeddings": 32, "rope_theta": 1e4}},
     ),
-    # three layers of four have a state, and those between them gates behind their heads
-    "qwen3_next": (
-        "Qwen3NextConfig",
-        "Qwen3NextForCausalLM",
-        {"num_hidden_layers": 4, "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
-         "shared_expert_intermediate_size": 48, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-         "linear_key_head_dim": 16, "linear_value_head_dim": 32, "attention_bias": True, "layer_types": STATES},
-    ),
-    "qwen3_5": (
-        "Qwen3_5TextConfig",
-        "Qwen3_5ForCausalLM",
-        {"num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 3, "linear_num_value_heads": 3,
-         "linear_key_head_dim": 24, "linear_value_head_dim": 16, "tie_word_embeddings": True,
-         "layer_types": STATES},
-    ),
-    "qwen3_5_moe": (
-        "Qwen3_5MoeTextConfig",
-        "Qwen3_5MoeForCausalLM",
-        {"num_hidden_layers": 4, "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
-         "shared_expert_intermediate_size": 48, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
-         "linear_key_head_dim": 32, "linear_value_head_dim": 16, "layer_types": STATES},
-    ),
-    # streams in one row, n-grams in two layers, an index that chooses blocks by the means of their keys
-    "qwen4_exp": (
-        "Qwen4ExpTextConfig",
-        "Qwen4ExpForCausalLM",
-        QWEN4,
-    ),
-    "olmo_hybrid": (
-        "OlmoHybridConfig",
-        "OlmoHybridForCausalLM",
-        {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24,
-         "linear_value_head_dim": 16, "layer_types": STATES, "rope_parameters": {"rope_theta": None, "rope_type": "default"}},
-    ),
-    # Mamba-2 in three layers of four: with experts and without positions, without experts, and with partly turned heads
-    "granitemoehybrid": (
-        "GraniteMoeHybridConfig",
-        "GraniteMoeHybridForCausalLM",
-        {**MAMBA, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40, "embedding_multiplier": 6.0,
-         "logits_scaling": 0.5, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "tie_word_embeddings": True},
-    ),
-    "granite-h-dense": (
-        "GraniteMoeHybridConfig",
-        "GraniteMoeHybridForCausalLM",
-        {**MAMBA, "num_local_experts": 0, "position_embedding_type": "rope",
-         "mamba_conv_bias": False},
-    ),
-    "bamba": (
-        "BambaConfig",
-        "BambaForCausalLM",
-        {**{key: value for key, value in MAMBA.items() if key not in ("layer_types", "shared_intermediate_size")},
-         "attn_layer_indices": [1]},
-    ),
-    **MAMBA_1,
-    **LIGHTNING,
+    **STATES_MORE,
     # newer ones that attend to windows: with sinks and bases of their own, with gated heads, with other experts
     "granite_swa": (
         "GraniteSWAConfig",
@@ -436,54 +366,7 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"num_hidden_layers": 4, "head_dim": 24, "sliding_window": 16, "conv_L_cache": 5,
          "layer_types": ["conv", "sliding_attention", "full_attention", "conv"]},
     ),
-    # a delta rule that fades by key in three layers of four, latent attention without positions in the other, experts
-    "kimi_linear": (
-        "KimiLinearConfig",
-        "KimiLinearForCausalLM",
-        {**{key: value for key, value in LATENT.items() if key not in ("n_routed_experts", "first_k_dense_replace")},
-         "num_hidden_layers": 4, "layer_types": STATES, "num_experts": 8, "mlp_layer_types": ["dense", *["sparse"] * 3],
-         "linear_head_dim": 16, "linear_num_heads": 16, "linear_conv_kernel_dim": 4, "n_group": 2, "topk_group": 1},
-    ),
-    # the same with a bound, in one step; latent attention that turns and has a gate for each head
-    "bailing_hybrid": (
-        "BailingHybridConfig",
-        "BailingHybridForCausalLM",
-        {**{key: value for key, value in LATENT.items() if key not in ("n_routed_experts", "first_k_dense_replace")},
-         "num_hidden_layers": 4, "layer_types": STATES, "num_local_experts": 8,
-         "mlp_layer_types": ["dense", *["sparse"] * 3], "head_dim": 24, "n_group": 2, "topk_group": 1},
-    ),
-    # Mamba-2 beside attention in each layer, and multipliers; without them; normed by group
-    "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", FALCON_H1),
-    "falcon-h1-plain": (
-        "FalconH1Config",
-        "FalconH1ForCausalLM",
-        {key: value for key, value in FALCON_H1.items() if "multiplier" not in key},
-    ),
-    "falcon-h1-normed": (
-        "FalconH1Config",
-        "FalconH1ForCausalLM",
-        {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 4, "mamba_conv_bias": False,
-         "tie_word_embeddings": True},
-    ),
-    # Mamba-2 normed by group, attention and MLPs as blocks of their own, some of them without an MLP behind; with experts
-    "nemotron_h": (
-        "NemotronHConfig",
-        "NemotronHForCausalLM",
-        {**NEMOTRON_H, "layers_block_type": blocks("M-M*-MM-")},
-    ),
-    "nemotron-3": ("NemotronHConfig", "NemotronHForCausalLM", NEMOTRON_3),
-    # its experts read latents
-    "nemotron-3-super": (
-        "NemotronHConfig",
-        "NemotronHForCausalLM",
-        {**NEMOTRON_3, "n_group": 2, "topk_group": 1, "moe_latent_size": 24, "routed_scaling_factor": 1.0},
-    ),
-    # short convolutions in three layers of four, dense and with experts behind the first
-    "lfm2": (
-        "Lfm2Config",
-        "Lfm2ForCausalLM",
-        {"num_hidden_layers": 4, "layer_types": CONVOLUTIONS, "block_multiple_of": 16, "conv_L_cache": 3},
-    ),
+    **HYBRIDS_MORE,
     # norms before o and down, squared gates
     "bitnet": ("BitNetConfig", "BitNetForCausalLM", {"attention_bias": True, "tie_word_embeddings": True}),
     # by the names of classes that transformers does not have

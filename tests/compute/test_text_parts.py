@@ -20,9 +20,10 @@ from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError
 from diptych.models.read import load_model_file
 from diptych.models.stored import check_stored
-from family_fields import QWEN4, SMALL_TOWER
+from family_fields import SMALL_TOWER
 from latent_configs import LATENT
 from lora import write_adapter
+from state_configs import QWEN4
 from stepping import Stepper
 
 REFERENCE = ComputeConfig(backend="torch", device="cpu", weights="fp32")
