@@ -211,6 +211,8 @@ def open_trace(path: Path, *, limit: int | None = None) -> Trace:
     Raises ConfigError for another format, with the line for one that cannot be read, and for a trace without requests.
     """
     n, last_s, first_s, is_in_order, shares = 0, -math.inf, math.inf, True, False
+    if path.is_file() and path.stat().st_size == 0:
+        raise ConfigError(f"{path.name} is empty; {_FORMATS}")
     for entry in _entries(path):
         n += 1
         first_s = min(first_s, entry.at_s)

@@ -56,7 +56,7 @@ def test_a_closed_output_is_no_error() -> None:
     ("rest", "encoding", "out", "err"),
     [
         ("- <&-", "utf-8", b"", b"error: prompt has 0 tokens"),
-        ("- < words", "utf-8:strict", b"", b"error: text has a lone surrogate at character 3"),
+        ("- < words", "utf-8:strict", b"", b"error: text has a lone surrogate (U+DCE9) at character 3"),
         ("'\u6771 hi'", "latin-1", rb"\u6771 hi", b""),
     ],
 )

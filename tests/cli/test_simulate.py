@@ -262,6 +262,7 @@ def test_both_pools_lie_on_their_devices_as_asked(capsys: pytest.CaptureFixture[
         (mooncake(0, input_length=2_000_000_000), "request 0 has a prompt of 2000000000 tokens; at most 16777216"),
         ("{]\n", "line 1 cannot be read"),
         ('{"core": 1}\n', "line 1 cannot be read"),
+        ("", "is empty; a trace is CSV with the columns TIMESTAMP,"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has 0 requests; a trace needs at least 1"),
         (journal(arrival_s="soon"), "line 2 cannot be read: arrival_s is 'soon'; it must be a number"),
         (journal(prompt_tokens=-5), "line 2 cannot be read: prompt_tokens is -5; it must be a whole number"),

@@ -113,9 +113,17 @@ def text(name: str, value: object, error: type[EngineError], *, least: int = 0, 
     words = exactly(str, name, value, error)
     if not least <= len(words) <= most:
         raise error(f"{name} has {len(words)} characters; it must have {least} to {most}", param=name)
-    if not words.isascii() and any("\ud800" <= char <= "\udfff" for char in words):
-        raise error(f"{name} is {shown(words)}; a lone surrogate is no Unicode text", param=name)
+    if (lone := lone_surrogate(words)) is not None:
+        raise error(f"{name} has {lone}; it must be valid Unicode", param=name)
     return words
+
+
+def lone_surrogate(words: str) -> str | None:
+    """The first character that is half of a pair, and where; None: there is none."""
+    if words.isascii():
+        return None
+    at = next((i for i, char in enumerate(words) if "\ud800" <= char <= "\udfff"), None)
+    return None if at is None else f"a lone surrogate (U+{ord(words[at]):04X}) at character {at}"
 
 
 def entries(name: str, value: object, error: type[EngineError], *, rule: str = "a list") -> tuple[object, ...]:

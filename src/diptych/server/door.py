@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from diptych.ground.bounds import lone_surrogate
 from diptych.server.errors import ApiError, error_response, from_validation_error
 from diptych.server.schema import Body
 
@@ -317,8 +318,9 @@ def parse(raw: bytes | bytearray, body_type: type[AnyBody]) -> AnyBody:
         return body_type.model_validate_json(raw)
     except ValidationError as error:
         raise from_validation_error(error) from None
-    except UnicodeEncodeError:  # a lone surrogate, legal in JSON escapes but no text
-        raise ApiError(400, "body holds a lone surrogate; text must be valid Unicode", code="invalid_json") from None
+    except UnicodeEncodeError as error:  # a lone surrogate, legal in JSON escapes but no text
+        words = f"a text of the body has {lone_surrogate(error.object)}; it must be valid Unicode"
+        raise ApiError(400, words, code="invalid_json") from None
 
 
 async def until_disconnect(receive: Receive) -> None:

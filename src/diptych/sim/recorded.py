@@ -158,10 +158,10 @@ def _is(kind: type[Kind], value: object) -> Kind:
 
 def unreadable(name: str, number: int, error: Exception) -> ConfigError:
     """What is wrong with a line of a recording, in words; `error` is what reading it raised."""
+    if isinstance(error, StopIteration):
+        return ConfigError(f"{name} is empty; a recording begins with a line that says which engine it is of")
     if isinstance(error, json.JSONDecodeError):
         words = "it is not JSON"
-    elif isinstance(error, StopIteration):
-        words = "the file is empty"
     else:
         words = f"it has no {error}" if isinstance(error, KeyError) else str(error)
     return ConfigError(f"{name} line {number} cannot be read: {words}")

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from diptych.engine.text.sentencepiece_model import sentencepiece_backend
+from diptych.ground.bounds import lone_surrogate
 from diptych.ground.errors import LoadError, PromptTooLong, RequestError, told_of
 from diptych.models.config import HfConfig, read_json
 
@@ -267,10 +268,13 @@ def encode_with(
             return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         return backend.encode(text, add_special_tokens=add_special_tokens)
     except TypeError:  # what the library says to text it cannot read
-        at = next((i for i, char in enumerate(sent or text) if "\ud800" <= char <= "\udfff"), None)
-        if at is None:
+        lone = lone_surrogate(sent or text)
+        if lone is None:
             raise
-        raise RequestError(f"text has a lone surrogate at character {at}", hint="send valid Unicode") from None
+        raise RequestError(
+            f"text has {lone}; it must be valid Unicode",
+            hint="bytes that are no UTF-8 become such characters, U+DC80 to U+DCFF",
+        ) from None
 
 
 def _is_tag(text: str) -> bool:
