@@ -37,6 +37,7 @@ from diptych.engine.load import bundled_dir
 from diptych.ground.config import ComputeConfig
 from diptych.ground.formats import KeptFormat
 from diptych.models.contents import contents_of
+from encoder_files import KINDS, make_cross_encoder
 from gguf_files import gguf_reference, write_gguf
 from mlx_files import DATA as MLX
 from quantiser_files import DATA as QUANTISERS
@@ -75,6 +76,13 @@ def test_states_are_a_part_of_their_own(family: str, tmp_path: Path) -> None:
 
 
 PARTS_OF_V4 = {"embedding", "head", "attention", "mlp", "router", "experts", "norms"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_encoders_are_named(kind: str, tmp_path: Path) -> None:
+    """BERT's MLPs, poolers and classifiers were "other"."""
+    parts = {group.part for group in contents_of(make_cross_encoder(tmp_path, kind)).groups}
+    assert parts == {"embedding", "head", "attention", "mlp", "norms"}
 
 
 def test_what_lies_beside_a_window_is_said_and_no_tensor_is_other(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def weight_bytes_stored(model: ModelSpec, quant: QuantSpec, *, tp: int = 1, layo
     """Bytes of weights one device must hold: all experts, split evenly (embedding and head too).
 
     What is not split stands on each: norms, routers, what makes latents or mixes streams, a KV head where heads are fewer than
-    devices.
+    devices. Values of two KV heads lie with each of the two.
     Attention-data parallel splits the experts alone, stages of a pipeline all.
     """
     counts = parameters_by_component(model)
@@ -117,7 +117,9 @@ def weight_bytes_stored(model: ModelSpec, quant: QuantSpec, *, tp: int = 1, layo
     small = counts["norms"] + counts["router"]
     repeated = sum(n * _repeated(model, layer.attention, tp) for layer, n in model.layer_groups)
     stored = ends * quant.head_bytes + counts["experts"] * quant.expert_bytes / layout.dp
-    repeated += (tp - 1) * counts["streams"]
+    repeated += (tp - 1) * counts["streams"] + sum(
+        n * _twice(model, layer.attention) for layer, n in model.layer_groups
+    )
     stored += (inner - small + repeated) * quant.weight_bytes + small * tp * 2.0
     return stored / tp / layout.pp
 
@@ -179,6 +181,12 @@ def _repeated(model: ModelSpec, attention: AttentionLayer, tp: int) -> int:
         + copied * (model.hidden + attention.has_qkv_bias)
         + (tp - 1) * _index_matrices(model, attention)
     )
+
+
+def _twice(model: ModelSpec, attention: AttentionLayer) -> int:
+    """Parameters of the projection of values that lie a second time."""
+    values = attention.own_kv_heads * (attention.value_dim - attention.head_dim) if attention.differs else 0
+    return values * (model.hidden + attention.has_qkv_bias)
 
 
 def _attention(model: ModelSpec, spec: AttentionLayer) -> int:

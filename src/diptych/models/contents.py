@@ -27,7 +27,7 @@ from diptych.models.quantised_hqq import tag_of
 # parts of names -> the part of the model, the first that fits; of safetensors and of GGUF files
 PARTS: tuple[tuple[str, str], ...] = (
     ("embed_tokens_extend", "other"), (".lora_", "other"), ("vision", "other"), ("multi_modal", "other"), ("nextn", "other"),
-    ("mtp.", "other"), ("rope_f", "positions"), ("rotary_emb", "positions"),
+    ("mtp.", "other"), ("rope_f", "positions"), ("rotary_emb", "positions"), ("LayerNorm.", "norms"), ("emb_ln.", "norms"),
     ("embed_tokens", "embedding"), ("embeddings.", "embedding"), ("backbone.embedding.", "embedding"),
     ("token_embd", "embedding"), ("wte", "embedding"),
     ("tokens_embed", "embedding"), ("positions_embed", "embedding"), ("embed_in", "embedding"), ("embed_out", "head"),
@@ -43,6 +43,7 @@ PARTS: tuple[tuple[str, str], ...] = (
     ("ffn", "mlp"), ("feed_forward", "mlp"), ("output.weight", "head"), ("attention.", "attention"), ("fc1.", "mlp"),
     ("fc2.", "mlp"), ("wpe.", "embedding"), ("embed_positions.", "embedding"), ("position_embd.", "embedding"),
     ("ln_1.", "norms"), ("ln_2.", "norms"), ("ln_f.", "norms"), ("embed.weight", "embedding"), ("head.", "head"),
+    ("intermediate.dense.", "mlp"), ("output.dense.", "mlp"), ("pooler.", "head"), ("classifier.", "head"),
 )  # fmt: skip
 ORDER = ("embedding", "head", "attention", "states", "mlp", "router", "experts", "norms", "positions", "other")
 EXPONENTS = "|exponents"  # behind such a name: by what channels were balanced, which is no parameter
