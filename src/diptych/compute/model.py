@@ -93,17 +93,22 @@ class Blueprint:
         """Whether a converter has multiplied weights by what the checkpoint's config says (Falcon-H1 in GGUF files)."""
         return family_named(self.spec).has_pairs and self.source.is_plain
 
-    def revision(self, *decides: str) -> str:
-        """SHA-256 over config, tensors, this version, and what else `decides` the bits: formats, backend, kernels, device.
+    def revisions(self, *decides: Sequence[str]) -> tuple[str, ...]:
+        """For each of these SHA-256 over config, tensors, this version, and what else decides the bits: formats, backend,
+        kernels, device. The files are sampled once.
 
         Two models of equal revision write equal keys and values for equal tokens. Call after `load`.
         """
-        digest = hashlib.sha256(json.dumps(self.hf_config, sort_keys=True).encode())
-        digest.update(self.source.fingerprint().encode())
+        files = hashlib.sha256(json.dumps(self.hf_config, sort_keys=True).encode())
+        files.update(self.source.fingerprint().encode())
         # which rotary frequencies the context length chose
-        digest.update(repr([layer.attention.rope for layer in self.spec.layers]).encode())
-        digest.update("\n".join((VERSION, *decides)).encode())
-        return digest.hexdigest()
+        files.update(repr([layer.attention.rope for layer in self.spec.layers]).encode())
+        digests = []
+        for each in decides:
+            digest = files.copy()
+            digest.update("\n".join((VERSION, *each)).encode())
+            digests.append(digest.hexdigest())
+        return tuple(digests)
 
 
 def draw_blueprint(

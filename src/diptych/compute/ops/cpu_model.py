@@ -87,10 +87,10 @@ class CpuModel(Model):
         self.instruction_set = loader.instruction_set
         self.threads = int(self.program.threads)
         self.placement = loader.placement
-        self.revision = blueprint.revision(
-            self.backend_name, self.instruction_set, *sorted(self.formats), self.head_format, self.kv_format
+        numbers = (*sorted(self.formats), self.head_format, self.kv_format)
+        self.revision, self.lineage = blueprint.revisions(
+            (self.backend_name, self.instruction_set, *numbers), (self.backend_name, *numbers)
         )
-        self.lineage = blueprint.revision(self.backend_name, *sorted(self.formats), self.head_format, self.kv_format)
         self._cache = {**cache_sizes(self.spec), "format": loader.kv_format}
         self._state_floats = state_floats(self.spec, loader.rank)
         self._kept_logits = torch.empty((0, self.spec.vocab_size), dtype=torch.float32)

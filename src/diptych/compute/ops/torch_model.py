@@ -122,10 +122,10 @@ class TorchModel(Model):
         self.n_parameters = blueprint.source.n_parameters
         self.instruction_set = _instruction_set(device) + self.compiler
         # codes stand for the very values that they are dequantised to
-        self.revision = blueprint.revision(
-            self.backend_name, torch.__version__, self.instruction_set, plain, self.kv_format
+        self.revision, self.lineage = blueprint.revisions(
+            (self.backend_name, torch.__version__, self.instruction_set, plain, self.kv_format),
+            (self.backend_name, plain, self.kv_format),
         )
-        self.lineage = blueprint.revision(self.backend_name, plain, self.kv_format)
         self.threads = torch.get_num_threads()
         self.placement = Placement(threads=self.threads)
         logger.info(
