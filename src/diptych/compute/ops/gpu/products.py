@@ -8,6 +8,8 @@ Legend: M rows, N outputs, K inputs; T tokens, E experts, k of them to a token.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 import triton
 import triton.language as tl
@@ -183,57 +185,70 @@ def multiply(
     if not len(x):
         return y
     if not isinstance(weight, JoinedWeight):
-        _multiply_by(y, x, weight, bias, kind, added)
+        _multiply_by(_Product(y, x, weight, bias, kind, added))
         return y
     assert kind not in GATES.values(), "gate and up lie in one format"
     end = 0
     for piece in weight.pieces:
         begin, end = end, end + len(piece)
-        own_bias, own_added = None if bias is None else bias[begin:end], None if added is None else added[:, begin:end]
-        _multiply_by(y[:, begin:end], x, piece, own_bias, kind, own_added)
+        _multiply_by(_Product(y, x, piece, bias, kind, added).part(begin, end, piece))
     return y
 
 
-def _multiply_by(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | CodedWeight,
-    bias: torch.Tensor | None,
-    kind: int,
-    added: torch.Tensor | None,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """y [M, N] of `multiply`, to be written, and what it is made of."""
+
+    y: torch.Tensor
+    x: torch.Tensor
+    weight: torch.Tensor | CodedWeight
+    bias: torch.Tensor | None
+    kind: int
+    added: torch.Tensor | None
+
+    @property
+    def n_matrices(self) -> int:
+        return 2 if self.kind in GATES.values() else 1
+
+    def part(self, begin: int, end: int, weight: torch.Tensor | CodedWeight) -> _Product:
+        """Of the outputs [begin, end) alone, which are those of `weight`."""
+        n, bias, added = self.y.shape[1], self.bias, self.added
+        return _Product(
+            y=self.y[:, begin:end],
+            x=self.x,
+            weight=weight,
+            bias=None if bias is None else bias.view(self.n_matrices, n)[:, begin:end].flatten(),
+            kind=self.kind,
+            added=None if added is None else added[:, begin:end],
+        )
+
+
+def _multiply_by(product: _Product) -> None:
     """By a weight, or of one in codes by its values, as many at a time as are written where rows are many."""
+    x, weight = product.x, product.weight
     if isinstance(weight, torch.Tensor) or len(x) <= SOME:
-        _multiply_into(y, x, weight, bias, kind, added)
+        _multiply_into(product)
         return
-    n, k, n_matrices = y.shape[1], weight.n_inputs, 2 if kind in GATES.values() else 1
+    n, k, n_matrices = product.y.shape[1], weight.n_inputs, product.n_matrices
     step = max(128, WRITTEN_BYTES // (2 * k * n_matrices) // 128 * 128)
     for begin in range(0, n, step):
         end = min(n, begin + step)
         values = torch.empty((n_matrices, end - begin, k), dtype=x.dtype, device=x.device)
         for i in range(n_matrices):
             write_values(weight, i * n + begin, values[i])
-        own_bias = None if bias is None else bias.view(n_matrices, n)[:, begin:end].flatten()
-        own_added = None if added is None else added[:, begin:end]
-        _multiply_into(y[:, begin:end], x, values.flatten(0, 1), own_bias, kind, own_added)
+        _multiply_into(product.part(begin, end, values.flatten(0, 1)))
 
 
-def _multiply_into(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | CodedWeight,
-    bias: torch.Tensor | None,
-    kind: int,
-    added: torch.Tensor | None,
-) -> None:
-    (rows, n), k, held = y.shape, x.shape[1], Held.of(weight)
+def _multiply_into(product: _Product) -> None:
+    x, y, added, kind = product.x, product.y, product.added, product.kind
+    (rows, n), k, held = y.shape, x.shape[1], Held.of(product.weight)
     bits = held.form.bits
     tile = coded_tile_of(rows, bits) if bits < 16 else tile_of(rows, n, k, is_gate=kind in GATES.values())
     bm, bn, bk, warps, stages = tile
     launch(
         _multiply,
         (cdiv(rows, bm) * cdiv(n, bn), 1, 1),
-        (x, held.words, held.heads, held.more, bias, added, y),
+        (x, held.words, held.heads, held.more, product.bias, added, y),
         (rows, n, k, held.n_words, x.stride(0), 0 if added is None else added.stride(0), y.stride(0)),
         {"KIND": kind, "BM": bm, "BN": bn, "BK": bk, "IS_EVEN": k % bk == 0, **constants_of(held.form), "GROUP": 8},
         num_warps=warps,
@@ -349,29 +364,34 @@ def mix(
     x, (n_tokens, top) = x.contiguous(), chosen.shape
     # the rows of an expert stand together, in the order of tokens; none has more than one of a token
     order, starts = place(chosen.flatten(), len(first[0]))
-    inner = _of_experts(x, first, order, starts, top if len(x) == n_tokens else 1, n_tokens, kind)
-    y = _of_experts(inner, second, order, starts, 0, n_tokens, PLAIN)
+    inner = _of_experts(_Choices(x, order, starts, top if len(x) == n_tokens else 1, n_tokens, kind), first)
+    y = _of_experts(_Choices(inner, order, starts, 0, n_tokens, PLAIN), second)
     out = torch.empty((n_tokens, y.shape[1]), dtype=x.dtype, device=x.device)
     grid = (n_tokens, cdiv(y.shape[1], 1024), 1)
     launch(_combine, grid, (y, weights, out), (y.shape[1],), {"TOP": top, "BLOCK": 1024}, num_warps=4)
     return out
 
 
-def _of_experts(
-    x: torch.Tensor,
-    of_experts: Stacked,
-    order: torch.Tensor,
-    starts: torch.Tensor,
-    top: int,
-    most: int,
-    kind: int,
-) -> torch.Tensor:
-    """Of each choice a row [T k, N]: in the order of experts, or where x is (top 0), in that of tokens.
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """Rows x and whose experts' they are, as `place` has them.
 
-    most: rows that an expert may have; programs beyond its own end at once.
+    top: choices of a row; 0: rows lie in the order of experts. most: rows that an expert may have; programs beyond its own end
+    at once.
     """
-    weight, bias = of_experts
-    n_experts, k, n = len(weight), weight.shape[2], _n_outputs(weight[0], kind)
+
+    x: torch.Tensor
+    order: torch.Tensor
+    starts: torch.Tensor
+    top: int
+    most: int
+    kind: int
+
+
+def _of_experts(choices: _Choices, of_experts: Stacked) -> torch.Tensor:
+    """Of each choice a row [T k, N]: in the order of experts, or where x is (top 0), in that of tokens."""
+    (weight, bias), x, order = of_experts, choices.x, choices.order
+    n_experts, k, n = len(weight), weight.shape[2], _n_outputs(weight[0], choices.kind)
     y = torch.empty((len(order), n), dtype=x.dtype, device=x.device)
     usual = cdiv(len(order), n_experts)
     if isinstance(weight, CodedWeight) and usual > CODED_ROWS:
@@ -381,33 +401,31 @@ def _of_experts(
             values = torch.empty((end - begin, len(weight[0]), k), dtype=x.dtype, device=x.device)
             write_values(weight[begin:end], 0, values)
             own = values, None if bias is None else bias[begin:end]
-            _multiply_by_experts(y, x, own, order, starts[begin : end + 1], top, most, kind, usual)
+            _multiply_by_experts(y, replace(choices, starts=choices.starts[begin : end + 1]), own, usual)
     else:
-        _multiply_by_experts(y, x, of_experts, order, starts, top, most, kind, usual)
+        _multiply_by_experts(y, choices, of_experts, usual)
     return y
 
 
-def _multiply_by_experts(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    of_experts: Stacked,
-    order: torch.Tensor,
-    starts: torch.Tensor,
-    top: int,
-    most: int,
-    kind: int,
-    usual: int,
-) -> None:
+def _multiply_by_experts(y: torch.Tensor, choices: _Choices, of_experts: Stacked, usual: int) -> None:
     """Those of the choices whose experts these are, of which each has some `usual` rows."""
     weight, bias = of_experts
     held, n, k = Held.of(weight), y.shape[1], weight.shape[2]
     bm, bn, bk, warps, stages = expert_tile(usual, held.form.bits)
     launch(
         _multiply_experts,
-        (cdiv(n, bn), cdiv(most, bm), len(weight)),
-        (x, held.words, held.heads, held.more, bias, y, order, starts),
+        (cdiv(n, bn), cdiv(choices.most, bm), len(weight)),
+        (choices.x, held.words, held.heads, held.more, bias, y, choices.order, choices.starts),
         (n, k, held.n_words, *held.strides),
-        {"KIND": kind, "TOP": top, "BM": bm, "BN": bn, "BK": bk, "IS_EVEN": k % bk == 0, **constants_of(held.form)},
+        {
+            "KIND": choices.kind,
+            "TOP": choices.top,
+            "BM": bm,
+            "BN": bn,
+            "BK": bk,
+            "IS_EVEN": k % bk == 0,
+            **constants_of(held.form),
+        },
         num_warps=warps,
         num_stages=stages,
     )
