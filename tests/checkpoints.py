@@ -155,11 +155,15 @@ def make_checkpoint(
     **overrides: Any,
 ) -> Path:
     """Write a tiny random checkpoint (config.json and safetensors) into directory; overrides are config fields."""
+    model = make_reference(family, seed=seed, **overrides)
+    return write_checkpoint(family, model.to(dtype), directory, max_shard_size=max_shard_size)
+
+
+def write_checkpoint(family: str, model: Any, directory: Path, *, max_shard_size: str = "5GB") -> Path:
+    """Write a model of `make_reference` as its family publishes it; those of `REPUBLISHED` are another model afterwards."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    model = make_reference(family, seed=seed, **overrides)
-    model.to(dtype)
     if family in REPUBLISHED:
         republish(family, model, directory)
         return directory

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import huge_pages
 from diptych.control.loop import EngineCore
 from diptych.ground.events import DraftEvent, Event, TokenEvent
 from diptych.ground.phase import Phase
@@ -18,6 +20,10 @@ from diptych.metrics import RequestRecord
 # Before torch is loaded, here and in what tests start: tests run beside each other, and on tensors of a few kilobytes threads
 # of torch wait for each other longer than they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Else each process, and those that tests start, would compile all that it imports: pip leaves that to who needs it.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+huge_pages.allow(False)
 # Where there is no GPU Triton interprets our kernels for one, as it is told before anything imports it.
 if not Path("/dev/nvidia0").exists():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -24,6 +24,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import huge_pages
 from diptych.ground.clock import sleep_s
 
 IMPORTED = ("serve", "bench", "lab")  # commands, whose modules the others need a part of
@@ -148,6 +149,7 @@ def _become(question: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    huge_pages.allow(True)  # as users have them
     for command in IMPORTED:
         import_module(f"diptych.cli.{command}")
     gc.freeze()

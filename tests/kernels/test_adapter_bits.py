@@ -167,7 +167,10 @@ def test_neighbours_and_chunks_change_no_bit(base: Path, adapters: list[Path], k
         assert not alone(model, numbers[0], chunk).differs_from(wanted[str(numbers[0])]), chunk
 
 
-@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+WEIGHTS = ["bf16", "int8", "int4"]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 def test_experts_and_the_head_have_the_same_bits_beside_others(
     mixture: tuple[Path, list[Path]], kernels: str, weights: str
@@ -182,6 +185,8 @@ def test_experts_and_the_head_have_the_same_bits_beside_others(
     assert len({answer.logits.numpy().tobytes() for answer in wanted.values()}) == len(wanted)
     for name, answer in together(model, numbers, n_each=2, seed=1).items():
         assert not answer.differs_from(wanted[name.split()[0]]), name
+    if (KERNEL_SETS.index(kernels) + WEIGHTS.index(weights)) % len(WEIGHTS):
+        return  # three threads wait for each other, and for what runs beside them: each set meets them, and each format
     three, numbers = loaded(base, adapters, replace(config, threads=3, numa="off"))
     for number in numbers:
         assert not alone(three, number, 5).differs_from(wanted[str(number)])

@@ -100,7 +100,7 @@ SIZES: dict[str, Any] = {
     "layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "dense"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }  # fmt: skip
-N_TOKENS, N_CHOSEN = 421, 9 * 32
+N_TOKENS, N_CHOSEN = 415, 9 * 32
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ SIZES: dict[str, Any] = {
     "mlp_layer_types": ["hash_moe", "moe", "moe"], "index_topk": 132, "index_head_dim": 128,
     "max_position_embeddings": 1024,
 }  # fmt: skip
-N_TOKENS = 560
+N_TOKENS = 557
 N_INPUTS = 50
 
 

@@ -61,13 +61,13 @@ def test_family_agrees_with_transformers(family: str, dtype: torch.dtype, tmp_pa
     A tied head serves as the embedding too where the file is in bf16.
     """
     if dtype == torch.float32:
-        golden = make_golden(family, tmp_path, new_tokens=16, **(LESS_BY_CHANCE if family in INDEXED else {}))
+        golden = make_golden(family, tmp_path, new_tokens=8, **(LESS_BY_CHANCE if family in INDEXED else {}))
     else:
         oracle = make_reference(family)
         with torch.no_grad():
             for parameter in oracle.parameters():  # not oracle.to(): rotary frequencies stay in fp32
                 parameter.copy_(parameter.to(dtype))
-        golden = ask_reference(oracle, make_checkpoint(family, tmp_path, dtype=dtype), new_tokens=16)
+        golden = ask_reference(oracle, make_checkpoint(family, tmp_path, dtype=dtype), new_tokens=8)
     agree(golden, MIXTURE_TOLERANCE if family in MIXTURES else DENSE_TOLERANCE)
 
 
@@ -75,7 +75,7 @@ def test_family_agrees_with_transformers(family: str, dtype: torch.dtype, tmp_pa
 def test_layers_with_an_index_agree_where_nothing_is_chosen(family: str, tmp_path: Path) -> None:
     """As near as any dense model: what is farther above comes of choices alone."""
     nothing = ALL_DENSE.get(family, NOTHING_CHOSEN)
-    agree(make_golden(family, tmp_path, new_tokens=16, **nothing), DENSE_TOLERANCE)
+    agree(make_golden(family, tmp_path, new_tokens=8, **nothing), DENSE_TOLERANCE)
 
 
 def agree(golden: Golden, tolerance: float) -> None:

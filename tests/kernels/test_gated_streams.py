@@ -280,7 +280,7 @@ SIZES: dict[str, Any] = {
     "indexer_budget": 288, "num_hidden_layers": 2, "max_position_embeddings": 1024, "ple_layer_ids": [1],
     "num_experts_per_tok": 6,
 }  # fmt: skip
-N_TOKENS = 421
+N_TOKENS = 415
 
 
 @pytest.fixture(scope="module")

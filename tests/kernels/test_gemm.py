@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 from dataclasses import replace
+from functools import cache
 
 import linear_layers
 import numpy as np
@@ -74,16 +75,16 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("format_name", KINDS)
-@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-def test_linear_equals_the_exact_product_of_its_rounded_operands(kernels, isa, format_name, m, n, k):
+def test_linear_equals_the_exact_product_of_its_rounded_operands(kernels, isa, format_name):
     """Everything above trusts this: one wrong lane at an odd edge is a wrong model."""
-    x, w, bias = world(m * 7919 + n, m, n, k)
-    packed = pack(kernels, isa, format_name, [w], bias=bias)
-    exact, scale = reference(packed, format_name, x)
-    # bf16 adds in fp32 (k roundings), groups each group's sum; int8 and int4 sums are exact and only the last scaling rounds.
-    steps = 8 if format_name in WHOLE else 8 + k
-    threads = 1 + (m % 2 == 0)  # which wait for each other where tests run beside these: some shapes
-    assert np.all(np.abs(packed.apply(x, threads=threads) - exact) <= scale * steps * 2.0**-24)
+    for m, n, k in SHAPES:
+        x, w, bias = world(m * 7919 + n, m, n, k)
+        packed = pack(kernels, isa, format_name, [w], bias=bias)
+        exact, scale = reference(packed, format_name, x)
+        # bf16 adds in fp32 (k roundings), groups each group's sum; int8's and int4's are exact, only the last scaling rounds.
+        steps = 8 if format_name in WHOLE else 8 + k
+        threads = 1 + (m % 2 == 0)  # which wait for each other where tests run beside these: some shapes
+        assert np.all(np.abs(packed.apply(x, threads=threads) - exact) <= scale * steps * 2.0**-24), (m, n, k)
 
 
 @pytest.mark.parametrize("k", [2500, 9000])
@@ -169,20 +170,26 @@ def test_what_is_compiled_for_amx_has_the_bits_of_its_twin(kernels):
 GROUP_SIZES = [(name, group) for name in GROUPED for group in (16, 32, 64, 128) if group < 128 or "nested" not in name]
 
 
-@pytest.mark.parametrize(("format_name", "group"), GROUP_SIZES)
-def test_groups_stand_for_the_values_of_their_codes(kernels, isa, format_name, group):
-    """The file's values are kept: no other grid, no rounding of a scale. Also in a ragged last group, and gated."""
+@cache  # every set has the same
+def values_of_codes(format_name, group):
+    """A weight, and the values that its codes stand for."""
     _, w, _ = world(23, 1, 70, 300)
     offset = KINDS[format_name][2]
     stored = encode(w, format_name, group)
     spread = [part.repeat(group, 1)[:, :300] for part in stored.grid(format_name, group) if part is not None]
     level = levels_of(format_name)[stored.codes].astype(np.float32)
     expected = spread[0] * (level - spread[1] if offset == ZEROS else level)
-    expected = expected + spread[1] if offset in (MINIMA, MINIMA16) else expected
+    return w, (expected + spread[1] if offset in (MINIMA, MINIMA16) else expected).astype(np.float32)
+
+
+@pytest.mark.parametrize(("format_name", "group"), GROUP_SIZES)
+def test_groups_stand_for_the_values_of_their_codes(kernels, isa, format_name, group):
+    """The file's values are kept: no other grid, no rounding of a scale. Also in a ragged last group, and gated."""
+    w, expected = values_of_codes(format_name, group)
     for gated in (False, True):
         parts, threads = [w[:20], w[20:]], 1 + gated
         got = pack(kernels, isa, format_name, parts, group=group, gated=gated, threads=threads).unpacked()
-        assert np.array_equal(got, expected.astype(np.float32))
+        assert np.array_equal(got, expected)
 
 
 @pytest.mark.parametrize(
@@ -198,12 +205,12 @@ def test_rows_of_groups_are_exact_products_at_every_group_size(kernels, isa, for
     exact, scale = reference(packed, format_name, x)
     assert np.all(np.abs(packed.apply(x, threads=1 + (group == 64)) - exact) <= scale * 900 * 2.0**-24)
     levels = 127 * 128 if format_name.endswith("-wide") else 127
-    of_row = np.abs(x).max(1)
+    of_row, rows = np.abs(x).max(1), prepared(kernels, isa, format_name, x, group)
     for begin in range(0, 900, group):
         part = x[:, begin : begin + group]
         step = of_row * 2.0 ** -np.floor(np.log2(of_row / np.abs(part).max(1))) / levels
         assert np.all(step <= 2.0 * np.abs(part).max(1) / levels * (1 + 1e-6))
-        seen = prepared(kernels, isa, format_name, x, group)[:, begin : begin + group]
+        seen = rows[:, begin : begin + group]
         assert np.all(np.abs(seen - part) <= 0.501 * step[:, None])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -56,6 +57,13 @@ class Pools:
         return found
 
 
+@cache  # every set has the same
+def plain_pools(pool: int) -> tuple[Pools, list[list[int]]]:
+    """Whole numbers, and what each token sees of them."""
+    pools = Pools(pool, is_plain=True)
+    return pools, pools.expected()
+
+
 def run(isa: str, kv_format: str, pools: Pools, batch: ForwardBatch, n_blocks: int) -> tuple[np.ndarray, cpu.Any]:
     """The buffer of choices [T, most], and the cache."""
     most = (N_POOLS + 1) * pools.pool - 1
@@ -87,12 +95,12 @@ def run(isa: str, kv_format: str, pools: Pools, batch: ForwardBatch, n_blocks: i
 @pytest.mark.parametrize("pool", [2, 3, 4, 16])
 def test_the_pools_of_the_highest_scores_are_chosen_and_the_positions_behind_them(isa: str, pool: int) -> None:
     """Of equals the lower. Pools of 3 lie across blocks of 16 tokens."""
-    pools = Pools(pool, is_plain=True)
+    pools, expected = plain_pools(pool)
     batch, n_blocks = make_batch(EdgeShape(name="", sequences=SEQUENCES))
     found, _ = run(isa, "bf16", pools, batch, n_blocks)
     n_chosen, most = 0, (N_POOLS + 1) * pool - 1
     places = [t for own in OWN for t in range(own.stop - own.start)]
-    for t, seen in enumerate(pools.expected()):
+    for t, seen in enumerate(expected):
         if places[t] < most:
             assert seen == list(range(places[t] + 1))  # nothing is written of what sees all
             continue

@@ -47,7 +47,7 @@ def expected(path: Path) -> torch.Tensor:
 @pytest.mark.parametrize("kv", ["bf16", "int8", "fp8"])
 @pytest.mark.parametrize("name", KERNEL_SETS)
 def test_published_sizes_on_every_set(path: Path, expected: torch.Tensor, name: str, kv: str) -> None:
-    """Near fp32, and the same bits in one prefill, in chunks, beside others and with the work of a decode split."""
+    """Near fp32, and the same bits in one prefill, beside others, and in chunks; the last one's work is split as a decode's."""
     one, two = (load_model(path, ComputeConfig(backend="cpu", instruction_set=name, kv=kv, threads=n)) for n in (1, 2))
     tokens = prompt(N_TOKENS)
     whole = alone(one, tokens, None)
@@ -57,10 +57,8 @@ def test_published_sizes_on_every_set(path: Path, expected: torch.Tensor, name: 
     bound = 0.5 if kv == "fp8" else 0.25
     close = (whole.logits - expected).abs().amax(dim=-1) < bound * expected.std()
     assert close.float().mean() > 0.8, "most tokens meet the same experts"
-    assert not alone(two, tokens, 69).differs_from(whole)
+    assert not alone(two, tokens, 69).differs_from(whole)  # the last token alone: its tiles are dealt to both threads
     assert not beside(one, tokens[:40], 2, seed=1).differs_from(alone(one, tokens[:40], 7))
-    rows = alone(two, tokens, 276)  # the last token alone: its tiles are dealt to both threads
-    assert torch.equal(rows.logits, whole.logits)
 
 
 def test_what_an_earlier_owner_left_behind_the_last_token_is_never_met(path: Path) -> None:

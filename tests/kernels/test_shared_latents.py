@@ -39,7 +39,7 @@ SIZES: dict[str, Any] = {
     "kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128, "index_head_dim": 128,
     "index_topk": 260, "max_position_embeddings": 1024, "mlp_layer_types": ["dense"] * 5,
 }  # fmt: skip
-N_TOKENS = 300
+N_TOKENS = 279
 
 
 @pytest.fixture(scope="module")

@@ -268,7 +268,7 @@ def test_no_bit_depends_on_how_a_sequence_is_cut(form: StateSpec) -> None:
         whole = Native(isa, rule).step(batch_of([(0, T)], [-1], [0]))
         for seed in range(4):
             random = np.random.default_rng(seed)
-            side = Native(isa, rule, threads=2)
+            side = Native(isa, rule, threads=1 + seed % 2)  # two wait for each other, and for what runs beside them
             cuts = sorted({0, T, *random.integers(1, T, size=random.integers(0, 9)).tolist()})
             rows, place = [], -1
             for begin, end in pairwise(cuts):

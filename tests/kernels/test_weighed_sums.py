@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.native,
     pytest.mark.skipif(not instruction_sets(), reason="the native kernels are not installed"),
 ]
-N_TOKENS = 300
+N_TOKENS = 279
 
 
 @pytest.fixture(scope="module")

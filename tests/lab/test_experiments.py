@@ -443,15 +443,22 @@ def test_unknown_experiment_is_named() -> None:
         choose(["speed"])
 
 
-def test_calibration_writes_a_profile_the_planner_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured, fitted, stored: and every constant the planner wants is there and possible."""
+@pytest.fixture
+def quick_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a calibration does, of small models and fewer steps, and each cache is read once."""
     small = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1,
              "num_hidden_layers": 2, "vocab_size": 512}  # fmt: skip
     for name in ("PROBE_MODEL", "DEEP_MODEL", "SMALL_MODEL"):
         monkeypatch.setattr(calibration, name, getattr(calibration, name) | small)
     monkeypatch.setattr(calibration, "ATTENTION_STEPS", calibration.ATTENTION_STEPS[2:4])
     monkeypatch.setattr(calibration, "GROUPED_STEPS", calibration.GROUPED_STEPS[:1])
-    monkeypatch.setattr(calibration, "CLIMBS", 1)
+    for name in ("CLIMBS", "CACHE_ROUNDS", "CACHE_READS"):
+        monkeypatch.setattr(calibration, name, 1)
+
+
+@pytest.mark.usefixtures("quick_calibration")
+def test_calibration_writes_a_profile_the_planner_reads(tmp_path: Path) -> None:
+    """Measured, fitted, stored: and every constant the planner wants is there and possible."""
     path = tmp_path / "hardware.json"
     calibration.calibrate(
         ComputeConfig(threads=1),
@@ -475,10 +482,10 @@ def test_calibration_writes_a_profile_the_planner_reads(tmp_path: Path, monkeypa
     assert min(elsewhere["prefill"], elsewhere["decode"]) > 0.0
 
 
+@pytest.mark.usefixtures("quick_calibration")
 def test_a_profile_of_a_busy_machine_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured beside eight test runs, a machine was said to be eight times slower, and the scheduler believed it."""
     monkeypatch.setattr(rounds_module.Others, "share", lambda others: 0.4)
-    monkeypatch.setattr(calibration, "PROBE_MODEL", calibration.EMPTY_MODEL)
     path = tmp_path / "hardware.json"
     path.write_text("{}")
     with pytest.raises(ConfigError, match="other programs used 40% of the cores") as caught:

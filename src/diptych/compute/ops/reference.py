@@ -70,9 +70,9 @@ def attention_paged(
             seen = _seen(position, spec, int(batch.context_tokens_S[s]) if _is_both_ways(batch, s) else None)
             blocks = [int(batch.block_table_SM[s, p // block_tokens]) for p in seen]
             offsets = [p % block_tokens for p in seen]
+            all_k, all_v = keys[blocks, offsets], values[blocks, offsets]
             for h in range(spec.n_heads):
-                k = keys[blocks, offsets, h // group].float()
-                v = values[blocks, offsets, h // group].float()
+                k, v = all_k[:, h // group].float(), all_v[:, h // group].float()
                 scores = k @ q[t, h].float() * spec.scale
                 if spec.softcap is not None:
                     scores = spec.softcap * torch.tanh(scores / spec.softcap)
