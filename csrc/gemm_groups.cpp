@@ -237,8 +237,8 @@ const ExpandedTile& tile_of(const LinearShape& shape, const GroupTiles& tiles) {
   return shape.wide ? tiles.expanded_wide : is_long ? tiles.expanded_long : tiles.expanded;
 }
 
-RowForm row_form_of(const PackedLinear& w, const GroupTiles& tiles, int64_t m) {
-  return tiles.row_form == nullptr ? RowForm{} : tiles.row_form(w.shape, is_direct(w, tiles, m));
+RowForm row_form_of(const LinearShape& shape, const GroupTiles& tiles, bool is_direct) {
+  return tiles.row_form == nullptr ? RowForm{} : tiles.row_form(shape, is_direct);
 }
 
 // Parts of a thread's memory for a call of m rows, in bytes; acc, steps, two of scales, three of pointers, rows, those in the form of the tiles.
@@ -247,10 +247,9 @@ struct Memory {
   int64_t bytes() const { return acc + steps + 2 * scales + 3 * pointers + rows + own_rows; }
 };
 
-Memory memory_of(const PackedLinear& w, const GroupTiles& tiles, int64_t m) {
+Memory memory_of(const PackedLinear& w, const GroupTiles& tiles, int64_t m, const RowForm& form) {
   const ExpandedTile& tile = tile_of(w.shape, tiles);
   const int64_t block_rows = std::min(m, tiles.block_rows) + kMaxTileRows;
-  const RowForm form = row_form_of(w, tiles, m);
   return {block_rows * kPanelLanes * 4, std::max<int64_t>(form.bytes, 1) * tile.strips * kExpandedBytes, tile.strips * kExpandedScales * 4,
           round_up(block_rows * 8, kStepBytes), round_up(block_rows * (w.k_padded / w.shape.group) * static_cast<int64_t>(sizeof(RowOfGroup)), kStepBytes),
           form.make == nullptr ? 0 : round_up(block_rows * bytes_of_row(form, round_up(w.k_padded, kMaxGroup)), kStepBytes)};
@@ -258,17 +257,20 @@ Memory memory_of(const PackedLinear& w, const GroupTiles& tiles, int64_t m) {
 
 }  // namespace
 
-int64_t group_scratch_bytes(const PackedLinear& w, const GroupTiles& tiles, int64_t m) { return memory_of(w, tiles, m).bytes(); }
+int64_t group_scratch_bytes(const PackedLinear& w, const GroupTiles& tiles, int64_t m) {
+  return memory_of(w, tiles, m, row_form_of(w.shape, tiles, is_direct(w, tiles, m))).bytes();
+}
 
 void linear_by_groups(const LinearCall& call, const GroupTiles& tiles, int thread, int threads) {
   const ExpandedTile& tile = tile_of(call.w.shape, tiles);
-  const Memory memory = memory_of(call.w, tiles, call.m);
+  const bool is_direct_call = is_direct(call.w, tiles, call.m);
+  const RowForm form = row_form_of(call.w.shape, tiles, is_direct_call);
+  const Memory memory = memory_of(call.w, tiles, call.m, form);
   uint8_t* next = linear_scratch(memory.bytes());
   auto take = [&](auto*& part, int64_t bytes) { part = reinterpret_cast<std::decay_t<decltype(part)>>(next), next += bytes; };
-  const bool is_direct_call = is_direct(call.w, tiles, call.m);
   const int64_t blocks = (call.m + tiles.block_rows - 1) / tiles.block_rows;
   Job job{call, tiles, tile, call.w.k_padded / call.w.shape.group, blocks, round_up((call.m + blocks - 1) / blocks, is_direct_call ? kDirectRows : tile.rows),
-          nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, row_form_of(call.w, tiles, call.m), nullptr};
+          nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, form, nullptr};
   take(job.acc, memory.acc), take(job.steps, memory.steps), take(job.scales, memory.scales), take(job.minima, memory.scales);
   take(job.x_of, memory.pointers), take(job.powers_of, memory.pointers), take(job.sums_of, memory.pointers), take(job.rows, memory.rows), take(job.own_rows, memory.own_rows);
   if (is_direct_call) return run_direct(job, thread, threads);
