@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 NATIVE := CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h csrc/*.inl)
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# else each process that a test starts would compile all that it imports
+unexport PYTHONDONTWRITEBYTECODE
 PROMPT ?= Once upon a time
 # processes that share the tests, file by file
 WORKERS ?= 2
@@ -37,10 +39,21 @@ $(VENV)/.run: pyproject.toml $(NATIVE) $(VENV)/.torch
 	@$(BIN)/pip install -q -e .
 	@touch $@
 
-# with what .run installs, at once: each of the two compiles in an environment of its own
-$(VENV)/.dev: pyproject.toml $(NATIVE) $(VENV)/.torch
-	@echo "==> installing diptych (compiles the CPU kernels; one to three minutes) and what the tests need"
-	@$(BIN)/pip install -q -e ".[dev]"
+# Pip unpacks, on one core, while the compiler makes the kernels: `test` asks for both at once. Bytecode of what tests import is
+# written as they import it: all there is would take longer than all else that pip does.
+$(VENV)/.kernels: pyproject.toml $(NATIVE) | $(BIN)/python
+	@echo "==> installing diptych (compiles the CPU kernels; one to three minutes)"
+	@$(BIN)/pip install -q --no-deps -e .
+	@touch $@
+
+$(VENV)/.needs: pyproject.toml $(VENV)/.torch
+	@echo "==> installing what the tests need"
+	@$(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	  print(*project["dependencies"], *project["optional-dependencies"]["dev"], sep="\n")' > $(VENV)/needs.txt
+	@$(BIN)/pip install -q --no-compile --no-warn-conflicts -r $(VENV)/needs.txt
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.kernels $(VENV)/.needs
 	@touch $(VENV)/.run $@
 
 demo: $(VENV)/.run
@@ -48,7 +61,9 @@ demo: $(VENV)/.run
 	@$(BIN)/diptych generate "$(PROMPT)" --max-tokens 120 --seed 7 --temperature 0.7
 
 # types beside the tests, which do not fill two cores while they begin
-test: lint
+test:
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.dev
+	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory -j2 types tests
 	@echo "==> all checks passed"
 
