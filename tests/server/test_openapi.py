@@ -1,6 +1,6 @@
 """schemathesis on the server's own OpenAPI document: well-formed and malformed requests, no 5xx, no 422, no hang.
 
-Normal runs make 12 examples per operation and mode, the same ones each time; `pytest -m slow -s` with this file makes 1,000
+Normal runs make 20 examples per operation and mode, the same ones each time; `pytest -m slow -s` with this file makes 1,000
 and shows which statuses came.
 """
 
@@ -148,7 +148,7 @@ def every_task() -> Iterator[ServerProcess]:
 
 @pytest.mark.timeout(3600)  # half a minute alone; others may be using the cores
 def test_no_request_makes_a_server_error(every_task: ServerProcess) -> None:
-    check_modes(every_task, examples=12)
+    check_modes(every_task, examples=20)
 
 
 @pytest.mark.slow
