@@ -19,6 +19,8 @@ from diptych.compute.ops.contract_parts import Codes, LinearParts, WeightTensor
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import MADE_WEIGHTS
 
+PIECE_VALUES = 2**20  # quantised at one time, as fp32 in a core's cache
+
 
 class MadeTensor(WeightTensor):
     """A matrix in blocks of that format (`MADE_WEIGHTS`), quantised by the `gguf` package when its codes are read."""
@@ -48,14 +50,26 @@ class MadeTensor(WeightTensor):
 
     def codes(self) -> Codes:
         """LoadError for a value that is not finite: its block would hide it."""
-        values = self.plain.read().detach().to(torch.float32)
+        n, k = self.shape
+        step = max(1, PIECE_VALUES // k)
+        pieces = [self._codes_of(slice(begin, begin + step)) for begin in range(0, n, step)]
+        offsets = [one.offsets for one in pieces if one.offsets is not None]
+        return Codes(
+            codes=torch.cat([one.codes for one in pieces]),
+            scales=torch.cat([one.scales for one in pieces]),
+            offsets=torch.cat(offsets) if offsets else None,
+        )
+
+    def _codes_of(self, rows: slice) -> Codes:
+        values = self.plain.part(rows, self.shape[1]).detach().to(torch.float32)
         if not bool(torch.isfinite(values).all()):
             raise LoadError(
                 f"tensor {self.name} has a weight that is not finite; {self._kind.lower()} cannot hold it",
                 hint="the checkpoint is damaged; download it again",
             )
-        blocks = quantize(values.contiguous().numpy(), GGMLQuantizationType[self._kind])
-        return codes_of(torch.from_numpy(blocks), self._kind)
+        return codes_of(
+            torch.from_numpy(quantize(values.contiguous().numpy(), GGMLQuantizationType[self._kind])), self._kind
+        )
 
 
 def made_parts(parts: LinearParts, weights_format: str) -> tuple[LinearParts, str]:
