@@ -225,21 +225,7 @@ struct Joined {
 
 // ---- softmax of a few rows over one tile ----
 
-// What one row's products with keys become before a softmax: `scale` makes them scores, of which each is bent.
-DIPTYCH_INLINE void cap_scores(float* scores, const Span& seen, float softcap, float scale) {
-  for (int64_t g = seen.first; g < seen.end; ++g) {
-    const F32 x = mul(load(scores + g * 16), set1(scale / softcap));
-    store(scores + g * 16, mul(tanh_lanes(x), set1(softcap)));
-  }
-}
-// Scores lose so much for each position from the key to the query, which is `ahead` positions behind the tile's first key.
-DIPTYCH_INLINE void slope_scores(float* scores, const Span& seen, float slope, int64_t ahead, float scale) {
-  alignas(64) static constexpr float kSteps[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  for (int64_t g = seen.first; g < seen.end; ++g) {
-    const F32 nearer = add(load(kSteps), set1(static_cast<float>(g * 16 - ahead)));
-    store(scores + g * 16, fma(nearer, set1(slope), mul(load(scores + g * 16), set1(scale))));
-  }
-}
+#include "attention_bends.inl"
 
 // Hides the keys outside [lo, hi) of the tile from one row's scores and returns their maximum, lane by lane.
 DIPTYCH_INLINE F32 hide_and_max(float* scores, const Span& seen, int64_t lo, int64_t hi) {
@@ -431,6 +417,7 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
                              float* partial) {
   const int64_t d = call.shape.head_dim, dv = call.kv.shape.value_dim();
   const int64_t most = turn_of(rows.n);
+  const bool is_bent = bends_scores(call.shape);
   for (int64_t r0 = 0; r0 < rows.n; r0 += most) {
     const int64_t n = rows.n - r0 < most ? rows.n - r0 : most;
     // Only the groups that these few rows see: what is left out would have added exact zeros.
@@ -451,10 +438,8 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
       const int64_t hi = call.shape.last_seen(positions[r], rows.whole) + 1 - tile.start;
       const float scale = tile.is_whole ? call.shape.scale * scratch.query_scales[r0 + r] : call.shape.scale;
       float* scores = scratch.scores + r * kTileTokens;
-      units[r] = (call.shape.has_softcap || call.shape.slopes != nullptr ? 1.0f : scale) * kLog2e;
-      if (call.shape.has_softcap) cap_scores(scores, seen, call.shape.softcap, scale);
-      if (call.shape.slopes != nullptr)
-        slope_scores(scores, seen, call.shape.slopes[rows.head + (r0 + r) % rows.group], positions[r] - tile.start, call.shape.has_softcap ? 1.0f : scale);
+      units[r] = (is_bent ? 1.0f : scale) * kLog2e;
+      if (is_bent) bend_scores(call.shape, scores, seen, rows.head + (r0 + r) % rows.group, positions[r] - tile.start, scale);
       lanes[r] = hide_and_max(scores, seen, lo, hi);
 #if defined(DIPTYCH_WHOLE)  // a bound by the keys that the row sees, whoever stands beside it
       if (tile.is_whole) value_units[r] = lo <= 0 && hi >= kTileTokens ? tile.most_value_scale : most_scale(tile.value_scales, lo, hi);

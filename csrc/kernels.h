@@ -168,6 +168,8 @@ struct AttentionShape {
   bool has_softcap = false;
   const float* sinks = nullptr;  // [H] one more score of each head, of a key without value; null: none
   const float* slopes = nullptr;  // [H] what a score of each head loses for each position between query and key; null: nothing
+  const float* distances = nullptr;  // [H, 2 reach + 32] what it gains by that distance, of -reach - 16 on (attention_bends.inl); null: nothing
+  int64_t reach = 0;             // distances beyond it count as it does
   bool is_chunked = false;       // a query sees the positions from the last multiple of `window` up to its own instead
   int64_t most = INT64_MAX;      // a query attends to so many positions at most, those of a choice; "positions" are then places in it
   int64_t block = 1;             // so many positions are chosen together, for each kv head others; of more than one the query's own is among them

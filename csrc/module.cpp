@@ -314,6 +314,13 @@ AttentionShape attention_shape(int64_t n_heads, int64_t n_kv_heads, int64_t head
   return shape;
 }
 
+// Of so many numbers of so many heads: see AttentionShape::distances.
+int64_t reach_of(int64_t size, int64_t n_heads) {
+  const int64_t width = size / n_heads;
+  if (size % n_heads != 0 || width < 32 || width % 2 != 0) throw std::invalid_argument("numbers of distances are 2 reach + 32 of each head");
+  return (width - 32) / 2;
+}
+
 void bind_shapes(nb::module_& m) {
   nb::class_<LinearShape>(m, "LinearShape")
       .def("__init__", [](LinearShape* self, const std::string& format, int64_t n, int64_t k, int64_t group, bool is_gated, bool has_bias,
@@ -386,10 +393,12 @@ void bind_operations(nb::class_<Program>& program) {
          nb::arg("k_norm").none(), nb::arg("has_full_width_norm"), nb::arg("norm_eps"), nb::arg("row").none() = nb::none(),
          nb::arg("has_head_norms") = false, nb::arg("query_scale").none() = nb::none(), nb::arg("has_v_norm") = false, nb::arg("writes_kv") = true, nb::arg("has_v") = true,
          nb::arg("norms_turned") = false, nb::arg("v_scale") = 1.0f, nb::arg("has_norm_biases") = false)
-      .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape, int sinks, int64_t column, int choice, int slopes) {
-        p.record(Category::attention, AttentionOp{q, out, layer, shape, sinks, column, choice, slopes});
+      .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape, int sinks, int64_t column, int choice, int slopes, int distances) {
+        AttentionOp op{q, out, layer, shape, sinks, column, choice, slopes, distances};
+        if (distances != -1) op.shape.reach = reach_of(p.vector_size(distances), shape.n_heads);
+        p.record(Category::attention, op);
       }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("layer"), nb::arg("shape"), nb::arg("sinks") = -1, nb::arg("column") = 0, nb::arg("choice") = -1,
-         nb::arg("slopes") = -1)
+         nb::arg("slopes") = -1, nb::arg("distances") = -1)
       .def("meet", [](Program& p, int out) { p.record(Category::attention, MeetOp{out}); })
       .def("heads", [](Program& p, std::vector<int> weights, int x, int64_t head_stride, int rows, int out, int64_t out_head_stride, const std::string& store,
                        int64_t column, int64_t first) {

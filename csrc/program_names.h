@@ -54,7 +54,7 @@ struct Names {
     if (op.has_k_norm) vectors({op.k_norm});
   }
   void operator()(const AttentionOp& op) const {
-    buffers({op.q, op.out}), optional_vector(op.sinks), optional_vector(op.slopes);
+    buffers({op.q, op.out}), optional_vector(op.sinks), optional_vector(op.slopes), optional_vector(op.distances);
     if (op.choice != -1) buffers({op.choice});
   }
   void operator()(const MoeOp& op) const {

@@ -194,6 +194,7 @@ void Program::Run::run(const AttentionOp& op, size_t index, int thread, int thre
   call.shape = op.shape;
   if (op.sinks != -1) call.shape.sinks = vector(op.sinks);
   if (op.slopes != -1) call.shape.slopes = vector(op.slopes);
+  if (op.distances != -1) call.shape.distances = vector(op.distances);
   call.kv = kv.layer(op.layer);
   call.q = reinterpret_cast<const uint16_t*>(buffer(op.q).data);
   call.positions = program.positions_.data();

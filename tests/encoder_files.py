@@ -42,6 +42,7 @@ KINDS: dict[str, Kind] = {
     "camembert": Kind("Camembert", "unigram", {"type_vocab_size": 1}, POSITIONS + 2),
     "electra": Kind("Electra", "wordpiece", {"embedding_size": 64}),
     "distilbert": Kind("DistilBert", "wordpiece", {"dim": 64, "n_layers": 3, "n_heads": 4, "hidden_dim": 96}),
+    "mpnet": Kind("MPNet", "mpnet", {}, POSITIONS + 2),
     "nomic_bert": Kind("NomicBert", "wordpiece", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3}}),
     # two of three layers attend to some positions on either side
     "modernbert": Kind("ModernBert", "wordpiece", {"num_hidden_layers": 4, "local_attention": 12, "rope_parameters": TURNS}),
@@ -55,6 +56,15 @@ def wordpiece() -> Any:
     marks = [*string.digits, *".,?!;'", *LETTERS]
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *marks, *(f"##{one}" for one in LETTERS), *WORDS]
     return transformers.BertTokenizer(vocab={piece: i for i, piece in enumerate(pieces)})
+
+
+def mpnet() -> Any:
+    """<s> text </s>, pairs as RoBERTa's, of pieces as BERT's."""
+    import transformers
+
+    marks = [*string.digits, *".,?!;'", *LETTERS]
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", "[UNK]", *marks, *(f"##{one}" for one in LETTERS), *WORDS, "<mask>"]
+    return transformers.MPNetTokenizer(vocab={piece: i for i, piece in enumerate(pieces)})
 
 
 def unigram() -> Any:
@@ -74,7 +84,7 @@ def make_reference_encoder(kind: str, ending: str = "Model", **fields: Any) -> A
 
     quiet()
     entry = KINDS[kind]
-    tok = {"wordpiece": wordpiece, "unigram": unigram}[entry.tokenizer]()
+    tok = {"wordpiece": wordpiece, "mpnet": mpnet, "unigram": unigram}[entry.tokenizer]()
     sizes = {} if kind == "distilbert" else SIZES
     asked = {**sizes, "vocab_size": len(tok), "max_position_embeddings": entry.positions, **entry.fields, **fields}
     config = getattr(transformers, f"{entry.name}Config")(pad_token_id=tok.pad_token_id, **asked)

@@ -21,6 +21,29 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.bfloat16).float()
 
 
+def quantised(x: torch.Tensor) -> torch.Tensor:
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return torch.round(x / scale) * scale
+
+
+def quantised_to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """torch's own E4M3, behind the scale that makes the largest the largest code."""
+    scale = x.abs().amax(-1, keepdim=True) / 448
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+ROUNDED = {"int8": quantised, "fp8": quantised_to_fp8}
+
+
+def distances_of(shape: EdgeShape, reach: int) -> torch.Tensor:
+    return noise(shape.n_heads, 2 * reach + 1, seed=5, scale=2.0)
+
+
+def padded_distances(shape: EdgeShape, reach: int) -> torch.Tensor:
+    """As the kernels have them: 16 and 15 more beyond either end."""
+    return torch.nn.functional.pad(distances_of(shape, reach), (16, 15), mode="replicate").flatten()
+
+
 def make_batch(shape: EdgeShape) -> tuple[ForwardBatch, int]:
     """Token i of the step has id i, so that an embedding table is the step's input."""
     size = shape.block_tokens

@@ -378,6 +378,7 @@ SMALL_GPT: dict[str, dict[str, Any]] = {
         for name in ("roberta", "xlm-roberta", "camembert")
     },
     "electra": {**OF_ENCODERS, "embedding_size": 64},
+    "mpnet": {**OF_ENCODERS, "pad_token_id": 1},
     "distilbert": {"dim": 64, "n_layers": 4, "n_heads": 4, "hidden_dim": 96, "vocab_size": 256},
     "modernbert": {**OF_ENCODERS, "local_attention": 18, "mlp_bias": True},
     "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256, "bos_token_id": 0, "eos_token_id": 1},

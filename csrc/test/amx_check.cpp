@@ -135,6 +135,7 @@ class AttentionRound : Draws {
     shape_.v_head_dim = pick(0, 1) ? pick(1, 130) : shape_.head_dim;
     shape_.scale = 0.3f, shape_.has_softcap = pick(0, 3) == 0, shape_.softcap = 3.0f;
     if (pick(0, 1)) shape_.window = pick(1, 300);
+    if (pick(0, 3) == 0) shape_.reach = pick(0, 200), distances_ = floats(shape_.n_heads * (2 * shape_.reach + 32)), shape_.distances = distances_.data();
     n_ = pick(1, 600), tokens_ = std::min<int64_t>(n_, pick(1, std::max<int64_t>(1, kTaskRows * shape_.n_kv_heads / shape_.n_heads)));
     is_split_ = pick(0, 1);
     KvShape kv;
@@ -179,6 +180,7 @@ class AttentionRound : Draws {
 
  private:
   AttentionShape shape_;
+  std::vector<float> distances_;
   int64_t n_ = 0, tokens_ = 0;
   bool is_split_ = false;
   std::unique_ptr<KvCache> kv_;

@@ -28,7 +28,7 @@ from diptych.compute.ops.torch_loader import TorchAttention, TorchNorm
 from diptych.compute.ops.torch_ops import TorchOps
 from diptych.models.latent import MlaSpec
 from diptych.models.mlp import MoeSpec, Scores
-from diptych.models.positions import slopes
+from diptych.models.positions import Distances, slopes
 
 VARIANTS = {
     "plain": {},
@@ -40,6 +40,7 @@ VARIANTS = {
     "softcap": {"softcap": 1.5},
     "softcap, window": {"softcap": 1.5, "window": 9},
     "slopes": {"has_slopes": True},
+    "distances": {"distances": Distances(n_buckets=4, reach=20)},
 }
 
 
@@ -126,9 +127,12 @@ def test_attention(shape: EdgeShape, variant: dict, kind: Kind) -> None:
     ops, batch, kv = make_ops(shape, kind)
     spec = attention_spec(shape, **variant)
     q = noise(batch.n_tokens, shape.n_heads, shape.head_dim, seed=2).to(dtype)
+    distances = None if spec.distances is None else noise(shape.n_heads, 2 * spec.distances.reach + 1, seed=4)
     for sinks in (None, noise(shape.n_heads, seed=3, scale=3.0)):
-        expected = reference.attention_paged(q, *(plane.cpu() for plane in kv.layers[0]), batch, spec, sinks)
-        heads = TorchAttention(spec, None, None, None if sinks is None else kind.put(sinks))
+        planes = (plane.cpu() for plane in kv.layers[0])
+        expected = reference.attention_paged(q, *planes, batch, spec, sinks, distances)
+        of_heads = [None if one is None else kind.put(one) for one in (sinks, distances)]
+        heads = TorchAttention(spec, None, None, *of_heads)
         check("attention", ops.attention(kind.put(q), heads), expected.flatten(1), dtype)
 
 

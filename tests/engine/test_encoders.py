@@ -37,7 +37,7 @@ LOGITS = {"activation_fn": "torch.nn.modules.linear.Identity"}
 AS_PUBLISHED = {
     "bert": ("mean", "Model"), "roberta": ("mean", "ForMaskedLM"), "xlm-roberta": ("cls", "Model"),
     "camembert": ("mean", "ForMaskedLM"), "electra": ("cls", "ForPreTraining"), "distilbert": ("mean", "ForMaskedLM"),
-    "nomic_bert": ("mean", "Model"), "modernbert": ("cls", "ForMaskedLM"),
+    "mpnet": ("mean", "ForMaskedLM"), "nomic_bert": ("mean", "Model"), "modernbert": ("cls", "ForMaskedLM"),
 }  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def test_the_kernels_agree_with_sentence_transformers(encoders: dict[str, Path],
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "modernbert"])
+@pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "mpnet", "modernbert"])
 def test_neighbours_budgets_and_threads_change_no_bit(encoders: dict[str, Path], kind: str, backend: str) -> None:
     needs(backend)
     texts = [" ".join(TEXTS), *TEXTS, TEXTS[0]]
@@ -199,9 +199,11 @@ def test_an_encoder_without_a_pooling_is_averaged(tmp_path: Path) -> None:
     np.testing.assert_allclose(vectors(fp32(path), TEXTS), want, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta"])
+@pytest.mark.parametrize("kind", ["bert", "roberta", "mpnet"])
 def test_the_longest_text_is_read_and_a_longer_one_refused(encoders: dict[str, Path], kind: str) -> None:
-    """RoBERTa's table has two rows more than there are positions; the last one must be used."""
+    """RoBERTa's table has two rows more than there are positions; the last one must be used. MPNet's tokens lie farther
+    from each other than distances have buckets of their own.
+    """
     llm = fp32(encoders[kind])
     model, tok = reference_over(encoders[kind], kind)
     n_ids = len(tok)
@@ -271,6 +273,8 @@ def test_old_names_of_norms_are_read(tmp_path: Path) -> None:
         ("roberta", {"pad_token_id": 0}, "pad_token_id"),
         ("roberta", {"max_position_embeddings": 2}, "max_position_embeddings"),
         ("electra", {"embedding_size": 32}, "embedding_size"),
+        ("mpnet", {"relative_attention_num_buckets": 64}, "relative_attention_num_buckets"),
+        ("mpnet", {"relative_attention_max_distance": 64}, "relative_attention_max_distance"),
         ("nomic_bert", {"rotary_scaling_factor": 2}, "rotary_scaling_factor"),
         ("nomic_bert", {"num_experts": 8}, "num_experts"),
         ("modernbert", {"norm_bias": True}, "norm_bias"),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_ops import ROUNDED, Bench, check, make_batch, native_cache, noise, rounded
+from test_ops import native_cache
 
 from checkpoints import make_checkpoint
 from diptych.compute.batch import ForwardBatch
@@ -19,6 +19,8 @@ from diptych.compute.ops.contract import AttentionSpec
 from diptych.compute.ops.tolerances import EdgeShape
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
+from diptych.models.positions import Distances
+from op_bench import ROUNDED, Bench, check, distances_of, make_batch, noise, padded_distances, rounded
 from thread_ranks import load_over_threads
 from worlds import KERNEL_SETS
 
@@ -33,7 +35,12 @@ SHAPE = EdgeShape(
 BOTH_WAYS = np.array([0, 1, 1, 0, 1], dtype=np.int32)
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {}, "window 1": {"window": 1}, "window 20": {"window": 20}, "window 270, softcap": {"window": 270, "softcap": 1.5},
+    "distances": {"reach": 40},
 }  # fmt: skip
+
+
+def plain_of(variant: dict[str, Any]) -> dict[str, Any]:
+    return {name: one for name, one in variant.items() if name != "reach"}
 
 
 def run(isa: str, kv_format: str, variant: dict[str, Any], batch: ForwardBatch, n_blocks: int, threads: int) -> tuple:
@@ -41,13 +48,14 @@ def run(isa: str, kv_format: str, variant: dict[str, Any], batch: ForwardBatch, 
     qkv = rounded(noise(batch.n_tokens, 4 * 32, seed=3))
     kv, keys, values = native_cache(SHAPE, n_blocks, kv_format)
     bench = Bench(isa, qkv, threads=threads)
-    native = cpu._cpu.AttentionShape(n_heads=2, n_kv_heads=1, head_dim=32, scale=32**-0.5, **variant)
+    native = cpu._cpu.AttentionShape(n_heads=2, n_kv_heads=1, head_dim=32, scale=32**-0.5, **plain_of(variant))
     q, out = bench.program.add_bf16(64), bench.program.add_f32(64)
     bench.program.rotate(
         qkv=bench.x, q=q, layer=0, shape=native, rope=None, q_norm=None, k_norm=None, has_full_width_norm=False,
         norm_eps=1e-6,
     )  # fmt: skip
-    bench.program.attention(q=q, out=out, layer=0, shape=native, sinks=-1)
+    distances = bench.program.add_vector(padded_distances(SHAPE, variant["reach"])) if "reach" in variant else -1
+    bench.program.attention(q=q, out=out, layer=0, shape=native, distances=distances)
     got = bench.run(out, 64, batch, kv)
     parts = qkv.view(batch.n_tokens, 4, 32)
     slots = torch.from_numpy(batch.slots_T(SHAPE.block_tokens)).long()
@@ -66,8 +74,11 @@ def test_each_row_sees_its_whole_sequence_or_a_window_to_either_side(variant: di
     for isa in KERNEL_SETS:
         got, q, keys, values = run(isa, kv_format, variant, batch, n_blocks, 1)
         if expected is None:
-            spec = AttentionSpec(layer=0, n_heads=2, n_kv_heads=1, head_dim=32, scale=32**-0.5, **variant)
-            expected = reference.attention_paged(q, keys, values, batch, spec).flatten(1)
+            spec = AttentionSpec(layer=0, n_heads=2, n_kv_heads=1, head_dim=32, scale=32**-0.5, **plain_of(variant))
+            reach = variant.get("reach")
+            distances = None if reach is None else distances_of(SHAPE, reach)
+            spec = spec if reach is None else replace(spec, distances=Distances(n_buckets=4, reach=reach))
+            expected = reference.attention_paged(q, keys, values, batch, spec, None, distances).flatten(1)
         check("attention", got, expected)
         assert torch.equal(got, run(isa, kv_format, variant, batch, n_blocks, 5)[0]), "tiles were split between threads"
         plain = run(isa, kv_format, variant, causal, n_blocks, 1)[0]

@@ -17,8 +17,8 @@ from diptych.compute.ops.contract import Activation, AttentionSpec, RopeSpec
 from diptych.compute.ops.tolerances import EDGE_SHAPES, EdgeShape
 from diptych.models.gates import PLAIN
 from diptych.models.mlp import MoeSpec, Scores
-from diptych.models.positions import QueryScale, slopes
-from op_bench import Bench, check, make_batch, noise, rounded
+from diptych.models.positions import Distances, QueryScale, slopes
+from op_bench import ROUNDED, Bench, check, distances_of, make_batch, noise, padded_distances, rounded
 from worlds import KERNEL_SETS
 
 pytestmark = [
@@ -39,7 +39,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 1.5}, "softcap, window": {"softcap": 1.5, "window": 9}, "sinks": {"has_sinks": True},
     "sinks, window": {"has_sinks": True, "window": 17}, "chunks": {"window": 24, "is_chunked": True},
     "long chunks": {"window": 300, "is_chunked": True}, "slopes": {"has_slopes": True},
-    "slopes, softcap": {"has_slopes": True, "softcap": 1.5},
+    "slopes, softcap": {"has_slopes": True, "softcap": 1.5}, "distances": {"reach": 40},
+    "distances, softcap": {"reach": 1, "softcap": 1.5},
 }  # fmt: skip
 KV_FORMATS = ("bf16", "int8", "fp8")
 BEST = next(iter(cpu.instruction_sets()), "")
@@ -138,7 +139,7 @@ def attended(
     batch, n_blocks = make_batch(shape)
     kv, _, _ = native_cache(shape, n_blocks, kv_format, spread=spread)
     bench = Bench(isa, rows_in(shape, batch, spread=spread), threads=threads)
-    fields = {name: one for name, one in variant.items() if name != "has_slopes"}
+    fields = {name: one for name, one in variant.items() if name not in ("has_slopes", "reach")}
     native = cpu._cpu.AttentionShape(scale=shape.head_dim**-0.5, **sizes_of(shape), **fields)
     q = bench.program.add_bf16(shape.n_heads * shape.head_dim)
     out = bench.program.add_f32(shape.n_heads * shape.value_dim)
@@ -148,7 +149,8 @@ def attended(
     )  # fmt: skip
     numbers = {
         "sinks": bench.program.add_vector(sinks_of(shape)) if has_sinks else -1,
-        "slopes": bench.program.add_vector(torch.tensor(slopes(shape.n_heads, 8.0))) if variant != fields else -1,
+        "slopes": bench.program.add_vector(torch.tensor(slopes(shape.n_heads, 8.0))) if "has_slopes" in variant else -1,
+        "distances": bench.program.add_vector(padded_distances(shape, variant["reach"])) if "reach" in variant else -1,
     }
     bench.program.attention(q=q, out=out, layer=0, shape=native, **numbers)
     got = bench.run(out, shape.n_heads * shape.value_dim, batch, kv)
@@ -196,23 +198,13 @@ def expected_rows(
     fields = dict(variant)
     if fields.pop("has_slopes", False):
         fields["slopes"] = slopes(shape.n_heads, 8.0)
+    reach = fields.pop("reach", None)
+    if reach is not None:
+        fields["distances"] = Distances(n_buckets=4, reach=reach)
     spec = AttentionSpec(layer=0, scale=shape.head_dim**-0.5, **sizes_of(shape), **fields)
     sinks = sinks_of(shape) if has_sinks else None
-    return attention_rows(q, keys, values, batch, spec, looked_at(batch), sinks)
-
-
-def quantised(x: torch.Tensor) -> torch.Tensor:
-    scale = x.abs().amax(-1, keepdim=True) / 127
-    return torch.round(x / scale) * scale
-
-
-def quantised_to_fp8(x: torch.Tensor) -> torch.Tensor:
-    """torch's own E4M3, behind the scale that makes the largest the largest code."""
-    scale = x.abs().amax(-1, keepdim=True) / 448
-    return (x / scale).to(torch.float8_e4m3fn).float() * scale
-
-
-ROUNDED = {"int8": quantised, "fp8": quantised_to_fp8}
+    distances = None if reach is None else distances_of(shape, reach)
+    return attention_rows(q, keys, values, batch, spec, looked_at(batch), sinks, distances)
 
 
 def attention_rows(
@@ -223,6 +215,7 @@ def attention_rows(
     spec: AttentionSpec,
     rows: list[int],
     sinks: torch.Tensor | None,
+    distances: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """reference.attention_paged, for the rows asked for only."""
     picked = []
@@ -233,7 +226,7 @@ def attention_rows(
             context_tokens_S=batch.positions_T[row : row + 1] + 1, block_table_SM=batch.block_table_SM[s : s + 1],
             logits_rows_R=batch.logits_rows_R,
         )  # fmt: skip
-        picked.append(reference.attention_paged(q[row : row + 1], keys, values, one, spec, sinks).flatten(1))
+        picked.append(reference.attention_paged(q[row : row + 1], keys, values, one, spec, sinks, distances).flatten(1))
     return torch.cat(picked)
 
 

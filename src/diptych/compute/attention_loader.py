@@ -30,6 +30,7 @@ from diptych.compute.rope import frequencies, standstill
 from diptych.compute.selective_loader import load_selective, load_units
 from diptych.compute.state_loader import state_heads, state_projections, state_readers
 from diptych.compute.views import (
+    DistancesTensor,
     JoinedTensor,
     OnesTensor,
     PickedTensor,
@@ -510,7 +511,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
 
     def attention(self, root: str, index: IndexParts | None = None) -> Heads:
         """The layer's attention handle, with q_norm and k_norm where it has them."""
-        spec, sinks = self.parts.attention, self._sinks(root)
+        spec = self.parts.attention
         heads = AttentionSpec(
             layer=self.layer,
             n_heads=spec.n_heads,
@@ -534,19 +535,29 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             index_place=self.spec.index_place(self.layer),
             has_sinks=spec.has_sinks,
             slopes=spec.slopes,
+            distances=spec.distances,
         )
+        beside: dict[str, Any] = {"sinks": self._sinks(root), "distances": self._distances(), "index": index}
         if spec.qk_norm is QkNorm.NONE:
-            return self.loader.attention(heads, q_norm=None, k_norm=None, sinks=sinks, index=index)
+            return self.loader.attention(heads, q_norm=None, k_norm=None, **beside)
         q_norm = self._heads_norm(f"{root}{self.names.q_norm}", spec.n_heads)
         k_norm = self._heads_norm(f"{root}{self.names.k_norm}", spec.n_kv_heads) if heads.owns_kv else None
         offset = 0.0 if spec.qk_norm is QkNorm.UNIT else self.spec.norm_offset
-        return self.loader.attention(heads, q_norm=q_norm, k_norm=k_norm, norm_offset=offset, sinks=sinks, index=index)
+        return self.loader.attention(heads, q_norm=q_norm, k_norm=k_norm, norm_offset=offset, **beside)
 
     def _sinks(self, root: str) -> WeightTensor | None:
         attention = self.parts.attention
         if not attention.has_sinks:
             return None
         return self.source.tensor(f"{root}{self.spelt(root, self.names.sinks)}", attention.n_heads)
+
+    def _distances(self) -> WeightTensor | None:
+        """The model's own, of which every layer has the same."""
+        spec = self.parts.attention
+        if spec.distances is None:
+            return None
+        name = f"{self.of_model}{self.names.distances}.weight"
+        return DistancesTensor(self.source.tensor(name, spec.distances.n_buckets, spec.n_heads), spec.distances)
 
     def _heads_norm(self, name: str, n_heads: int) -> WeightTensor:
         """The weight of the norm of q or of k, dimensions in the order that the projections are read in."""

@@ -10,6 +10,7 @@ import torch
 from diptych.compute.ops.contract import WeightTensor
 from diptych.compute.ops.contract_parts import Codes
 from diptych.ground.formats import FP8_BLOCK, KEPT_MXFP4, STRIP_LANES, KeptFormat
+from diptych.models.positions import Distances
 
 MXFP4_BLOCK = 32  # values that share a scale
 LEAST_KEPT = 1e-3  # of a channel, squared
@@ -261,6 +262,34 @@ class SinesTensor(WeightTensor):
         steps = torch.exp(torch.arange(half).float() * -(math.log(10_000) / (half - 1)))
         angles = torch.arange(n).float()[:, None] * steps
         return torch.cat([angles.sin(), angles.cos(), torch.zeros(n, width % 2)], dim=1)
+
+
+class DistancesTensor(WeightTensor):
+    """What scores gain by the distance from the query to the key, [H, 2 reach + 1], of a table of buckets [n_buckets, H]."""
+
+    def __init__(self, tensor: WeightTensor, distances: Distances) -> None:
+        self.name = f"{tensor.name} by distance"
+        self.shape = (tensor.shape[1], 2 * distances.reach + 1)
+        self.dtype = tensor.dtype
+        self.random_seed = tensor.random_seed
+        self._tensor = tensor
+        self._distances = distances
+
+    @property
+    def stored(self) -> tuple[WeightTensor, ...]:
+        """The table's."""
+        return self._tensor.stored
+
+    def read(self) -> torch.Tensor:
+        """A new tensor."""
+        half = self._distances.n_buckets // 2
+        narrow, reach = half // 2, self._distances.reach
+        steps = torch.arange(-reach, reach + 1)
+        # in fp32, operation by operation as transformers has it: a distance at the edge of a bucket may fall on either side
+        farther = torch.log(steps.abs().float() / narrow) / math.log(reach / narrow) * (half - narrow)
+        wide = (narrow + farther.clamp(min=0).long()).clamp(max=half - 1)
+        buckets = torch.where(steps.abs() < narrow, steps.abs(), wide) + (steps > 0) * half
+        return self._tensor.read()[buckets].T
 
 
 class RowsTensor(WeightTensor):

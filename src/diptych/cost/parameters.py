@@ -43,7 +43,14 @@ def parameters_by_component(model: ModelSpec) -> dict[str, int]:
         for name, count in _mlp_counts(model, mlp).items():
             counts[name] += n * held * count
         counts["mlp"] += n * own_inner(model, layer)
+    counts["attention"] += _learned_distances(model)
     return counts
+
+
+def _learned_distances(model: ModelSpec) -> int:
+    """What scores gain by distance, of all layers the same."""
+    first = model.layers[0].attention
+    return 0 if first.distances is None else first.distances.n_buckets * first.n_heads
 
 
 def _learned_positions(model: ModelSpec) -> int:

@@ -86,6 +86,25 @@ ENCODERS: tuple[Family, ...] = (
         **AROUND_SUMS,
         **ALL_BIASES,
     ),
+    # what scores gain by distance beside learned positions, all layers the same; one kind of text alone
+    Family(
+        name="mpnet", architectures=_kinds("MPNet"),
+        keys={**{key: value for key, value in BERT.items() if key != "type_vocab_size"}, "vocab_size": 30_527,
+              "relative_attention_num_buckets": 32},
+        # its class makes as many buckets, up to that distance, whatever the config says
+        fixed={"pad_token_id": (1,), "relative_attention_num_buckets": (32,), "relative_attention_max_distance": (128,)},
+        renamed=LAYER_NORM_EPS,
+        positions_offset=2,
+        counts_offset=True,
+        classifier=(HeadLayer("classifier.dense", Activation.TANH), HeadLayer("classifier.out_proj")),
+        names=TensorNames(**{
+            **NAMES_OF_BERT, "qkv": ("attn.q", "attn.k", "attn.v"), "o": "attn.o",
+            "norms": {Norms.SUMS: (None, "attention.LayerNorm", None, "output.LayerNorm")}}),
+        prefixes=("mpnet.",),
+        ignored=(*HEADS, "pooler.", "classifier.", "position_ids"),
+        **AROUND_SUMS,
+        **ALL_BIASES,
+    ),
     # rotary positions and gates, no biases but of norms
     Family(
         name="nomic_bert", architectures=_kinds("NomicBert"),

@@ -54,9 +54,8 @@ class TensorNames:
     qkv_by_head: its rows lie by KV head: the queries that share it, its key, its value. qkv_parts: they lie in so many parts,
     of each the queries, values and keys of its heads. transposes: projections of a layer are stored as [inputs, outputs].
     up_first: in the projection that is stacked, up's rows come before gate's.
-    embedding, embedding_norm, positions, types, final_norm, layers, head: at the ends, behind a prefix. embedding_ending: what
-    is there in place of '.weight'. transform: what stands before
-    the head, a projection and a norm.
+    embedding, embedding_norm, positions, types, distances, final_norm, layers, head: at the ends, behind a prefix.
+    embedding_ending: what is there in place of '.weight'. transform: what stands before the head, a projection and a norm.
     mlp: where the MLP may be found, tried in order. expert: gate (if any), up and down of one expert, where they are separate;
     stacked: of all experts in one tensor each, is_transposed: as [inputs, outputs] (None: in some files), takes_turns: rows of
     gate and up in turn, is_flat: below each other in one matrix each, down as [inputs, outputs].
@@ -86,6 +85,7 @@ class TensorNames:
     embedding_norm: str = "embedding_norm"
     positions: str = "embed_positions"
     types: str = "token_type_embeddings"
+    distances: str = "encoder.relative_attention_bias"
     final_norm: str | None = "norm"
     layers: str = "layers"
     head: str = "lm_head"

@@ -12,6 +12,7 @@ from typing import Protocol
 from diptych.models.gates import Activation
 from diptych.models.latent import IndexSpec, MlaSpec
 from diptych.models.mlp import MoeSpec
+from diptych.models.positions import Distances
 from diptych.models.spec import ModelSpec
 from diptych.models.states import StateSpec
 
@@ -61,6 +62,10 @@ class Attends(Protocol):
     def slopes(self) -> tuple[float, ...]:
         """What each head's scores lose with the distance."""
 
+    @property
+    def distances(self) -> Distances | None:
+        """What they gain by it."""
+
 
 def missing_for(spec: Attends) -> str | None:
     """What of a layer's attention our kernels do not have; None where it attends by them."""
@@ -68,6 +73,8 @@ def missing_for(spec: Attends) -> str | None:
         return "states"
     if spec.slopes:
         return "scores that fall with the distance"
+    if spec.distances is not None:
+        return "scores that are learned by distance"
     if spec.mla is None:
         if spec.index is not None:
             return "an index of blocks"

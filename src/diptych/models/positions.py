@@ -55,6 +55,18 @@ def slopes(n_heads: int, most: float) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Distances:
+    """What a score gains by how far the key lies from the query: numbers that each head has learned (arXiv:1910.10683, 2.1).
+
+    n_buckets: as many numbers, half of them for keys behind the query. The nearer half of either has a number for each
+    distance, the others one for distances ever more, up to `reach`; what lies further shares the last.
+    """
+
+    n_buckets: int
+    reach: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QueryScale:
     """Queries times 1 + slope * log(1 + (position + shift) // tokens), behind the rotary positions (arXiv:2501.19399)."""
 

@@ -60,6 +60,7 @@ from diptych.models.read_streams import (
 from diptych.models.read_windows import (
     is_both_ways,
     layer_ropes,
+    learned_distances,
     named_layers,
     rope_sections,
     scaled_alike,
@@ -464,6 +465,7 @@ def _attention(
         has_o_bias=_decided(config, family.o_bias),
         has_sinks=_decided(config, sinks if isinstance(sinks, bool) else sinks[window is not None]),
         slopes=slopes(n_heads, config.number("alibi_bias_max", 8.0)) if family.has_slopes else (),
+        distances=learned_distances(config),
         has_v_norm=family.has_v_norm,
         has_v=heads.has_v,
         v_head_dim=2 * head_dim if family.differs else heads.v_width,

@@ -22,7 +22,7 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "albert", "bert-generation", "big_bird", "convbert", "data2vec-text", "ernie", "eurobert", "gte", "jina_embeddings_v3",
         "megatron-bert", "mobilebert", "rembert", "roberta-prelayernorm", "roc_bert", "roformer", "squeezebert", "xlm",
         "xlm-roberta-xl", "xmod"),
-    "an encoder whose scores are learned by distance": ("mpnet", "deberta", "deberta-v2"),
+    "an encoder whose scores are made of contents and distances": ("deberta", "deberta-v2"),
     "an encoder beside the decoder": (
         "bart", "mbart", "pegasus", "marian", "whisper", "blenderbot", "t5", "mt5", "bigbird_pegasus", "blenderbot-small",
         "mvp", "plbart", "prophetnet", "trocr", "florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop",

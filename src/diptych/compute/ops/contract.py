@@ -38,7 +38,7 @@ from diptych.ground.errors import ExecutorError
 from diptych.models.gates import Activation, GateForm
 from diptych.models.latent import EntrySpec, IndexSpec, MlaSpec
 from diptych.models.mlp import MoeSpec
-from diptych.models.positions import QueryScale
+from diptych.models.positions import Distances, QueryScale
 from diptych.models.spec import QkNorm
 from diptych.models.states import StateSpec
 
@@ -86,8 +86,8 @@ class AttentionSpec:
     kv_rank + rope_dim, whose keys are the values too. state: then there are no keys and values, and `place` is that of its
     states among a sequence's. v_head_dim: how wide a value is, None: as a key. v_scale: values are multiplied by it. index:
     what chooses what is attended to; index_place: which layer of the cache has its keys, if not those of latents. has_sinks,
-    slopes, entries: as `AttentionLayer` has them. entry_places: which of the states are those of its entries, and of the keys
-    of its index. is_whole: of a state, each rank has all of it.
+    slopes, distances, entries: as `AttentionLayer` has them. entry_places: which of the states are those of its entries, and
+    of the keys of its index. is_whole: of a state, each rank has all of it.
     """
 
     layer: int
@@ -114,6 +114,7 @@ class AttentionSpec:
     index_place: int | None = None
     has_sinks: bool = False
     slopes: tuple[float, ...] = ()
+    distances: Distances | None = None
     entries: EntrySpec | None = None
     entry_places: tuple[int, ...] = ()
     is_whole: bool = False
@@ -201,12 +202,14 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         k_norm: WeightTensor | None,
         norm_offset: float = 0.0,
         sinks: WeightTensor | None = None,
+        distances: WeightTensor | None = None,
         index: IndexParts | None = None,
     ) -> Heads:
         """What `rotate_and_cache`, `choose` and `attention` need of a layer; the norms are given unless spec.qk_norm is NONE.
 
-        sinks [H]: the score of one more key of each head, which has no value: a term in the softmax's denominator. index: of a
-        layer that has one.
+        sinks [H]: the score of one more key of each head, which has no value: a term in the softmax's denominator.
+        distances [H, 2 reach + 1]: what a score gains where the key lies reach behind the query, ..., reach before it.
+        index: of a layer that has one.
         """
 
     @abstractmethod

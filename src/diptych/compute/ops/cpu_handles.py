@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from diptych.compute.ops.contract import (
     Activation,
@@ -28,6 +29,7 @@ from diptych.compute.ops.shares import OwnHeads, head_rows
 from diptych.ground.formats import ENGINE_WEIGHTS, KeptFormat, rows_dtype
 from diptych.models.latent import MlaSpec
 from diptych.models.mlp import MoeSpec
+from diptych.models.spec import QkNorm
 
 # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
 INT4_GROUP = ENGINE_WEIGHTS["int4"][0].group
@@ -199,6 +201,7 @@ class AttentionHandle:
     k_norm: int | None = None
     sinks: int = -1
     slopes: int = -1
+    distances: int = -1
     latent: LatentHandle | None = None
     index: IndexHandle | None = None
     rule: RuleHandle | None = None
@@ -258,6 +261,20 @@ def attention_shape(spec: AttentionSpec, own: OwnHeads) -> Any:
         is_listed=spec.mla is not None and spec.mla.n_groups > 0,
         entry_tokens=0 if spec.entries is None else spec.entries.tokens,
     )
+
+
+def norm_rows(spec: AttentionSpec, own: OwnHeads | None) -> tuple[slice, slice]:
+    """Which numbers of the norms of q and k are those of a rank's heads."""
+    if spec.qk_norm not in (QkNorm.HEADS, QkNorm.CENTRED) or own is None:
+        return slice(None), slice(None)
+    width = spec.head_dim * (2 if spec.qk_norm is QkNorm.CENTRED else 1)
+    q, k = (own.first_head, own.n_heads), (own.first_kv_head, own.n_kv_heads)
+    return slice(q[0] * width, sum(q) * width), slice(k[0] * width, sum(k) * width)
+
+
+def distance_rows(values: torch.Tensor, spec: AttentionSpec, heads: slice) -> torch.Tensor:
+    """Numbers of distances [H (2 reach + 1)] of some heads, their ends as often as `AttentionShape::distances` has them."""
+    return F.pad(values.view(spec.n_heads, -1)[heads], (16, 15), mode="replicate").flatten()
 
 
 def entries_handle(parts: EntryParts, place: int, loader: Packer) -> EntriesHandle:

@@ -36,10 +36,12 @@ from diptych.compute.ops.cpu_handles import (
     attention_shape,
     by_head_handle,
     by_part_handle,
+    distance_rows,
     entries_handle,
     index_handle,
     is_table_too,
     native_shape,
+    norm_rows,
     rule_handle,
 )
 from diptych.compute.ops.cpu_kernels import _cpu, choose_instruction_set, is_available
@@ -210,20 +212,16 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         k_norm: WeightTensor | None,
         norm_offset: float = 0.0,
         sinks: WeightTensor | None = None,
+        distances: WeightTensor | None = None,
         index: IndexParts | None = None,
     ) -> AttentionHandle:
         """The layer's native attention shape; layers with equal rotary specs share one table."""
         own = self.rank.heads(spec.n_heads, spec.n_kv_heads)
         self._heads[spec.layer] = spec, own
         mine = slice(0, 0) if own is None else slice(own.first_head, own.first_head + own.n_heads)
-        of_norms = [slice(None), slice(None)]
-        if spec.qk_norm in (QkNorm.HEADS, QkNorm.CENTRED) and own is not None:
-            heads = (own.first_head, own.n_heads), (own.first_kv_head, own.n_kv_heads)
-            width = spec.head_dim * (2 if spec.qk_norm is QkNorm.CENTRED else 1)
-            of_norms = [slice(first * width, (first + n) * width) for first, n in heads]
         norms = [
             None if norm is None else self._vector(norm, norm_offset, rows=rows)
-            for norm, rows in zip((q_norm, k_norm), of_norms, strict=True)
+            for norm, rows in zip((q_norm, k_norm), norm_rows(spec, own), strict=True)
         ]
         return AttentionHandle(
             spec=spec,
@@ -234,6 +232,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             k_norm=norms[1],
             sinks=-1 if sinks is None else self._vector(sinks, rows=mine),
             slopes=self._add_vector(torch.tensor(spec.slopes[mine])) if spec.slopes else -1,
+            distances=-1 if distances is None else self._add_vector(distance_rows(self._values(distances), spec, mine)),
             index=None if index is None else index_handle(spec, index, self, own),
         )
 

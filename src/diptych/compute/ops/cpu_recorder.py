@@ -451,7 +451,7 @@ class CpuOps(
             return value
         column = own.first_head * spec.value_dim if is_gathered else 0
         settings = {"q": q.buffer, "layer": spec.cache_layer, "shape": attention.shape, "column": column}
-        settings |= {"sinks": attention.sinks, "slopes": attention.slopes}
+        settings |= {"sinks": attention.sinks, "slopes": attention.slopes, "distances": attention.distances}
         if spec.index is not None:
             settings["choice"] = self._choice
         value.emit_f32 = value.emit_rows = lambda out: program.attention(out=out, **settings)

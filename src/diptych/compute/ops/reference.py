@@ -56,10 +56,12 @@ def attention_paged(
     batch: ForwardBatch,
     spec: AttentionSpec,
     sinks: torch.Tensor | None = None,
+    distances: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each query of the batch against its sequence's blocks, one token and one head at a time.
 
-    q [T, H, d] · keys [N, P, K, d], values [N, P, K, dv], read · sinks [H]. Returns [T, H, dv] fp32.
+    q [T, H, d] · keys [N, P, K, d], values [N, P, K, dv], read · sinks [H] · distances [H, 2 reach + 1].
+    Returns [T, H, dv] fp32.
     """
     block_tokens = keys.shape[1]
     group = spec.n_heads // spec.n_kv_heads
@@ -78,6 +80,10 @@ def attention_paged(
                     scores = spec.softcap * torch.tanh(scores / spec.softcap)
                 if spec.slopes:
                     scores = scores + spec.slopes[h] * (torch.tensor(list(seen)) - position)
+                if spec.distances is not None:
+                    assert distances is not None
+                    reach = spec.distances.reach
+                    scores = scores + distances[h, [min(max(p - position, -reach), reach) + reach for p in seen]]
                 if sinks is not None:
                     scores = torch.cat([scores, sinks[h : h + 1]])
                 out[t, h] = scores.softmax(dim=-1)[: len(v)] @ v

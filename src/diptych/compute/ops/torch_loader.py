@@ -99,12 +99,15 @@ class TorchRule:
 
 @dataclass(frozen=True, slots=True)
 class TorchAttention:
-    """A layer's attention: its spec and, where it has them, norms over [d] or [H*d] and [K*d], and sinks [H] fp32."""
+    """A layer's attention: its spec and, where it has them, norms over [d] or [H*d] and [K*d], and in fp32 sinks [H] and
+    numbers of distances [H, 2 reach + 1].
+    """
 
     spec: AttentionSpec
     q_norm: TorchNorm | None
     k_norm: TorchNorm | None
     sinks: torch.Tensor | None = None
+    distances: torch.Tensor | None = None
     latent: TorchLatent | None = None
     index: TorchIndex | None = None
     rule: TorchRule | None = None
@@ -205,6 +208,7 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         k_norm: WeightTensor | None,
         norm_offset: float = 0.0,
         sinks: WeightTensor | None = None,
+        distances: WeightTensor | None = None,
         index: IndexParts | None = None,
     ) -> TorchAttention:
         """The spec beside the norms' weights."""
@@ -213,6 +217,7 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
             None if q_norm is None else self.norm(NormParts(weight=q_norm), offset=norm_offset),
             None if k_norm is None else self.norm(NormParts(weight=k_norm), offset=norm_offset),
             None if sinks is None else self._vector(sinks),
+            None if distances is None else self._vector(distances),
             index=None if index is None else self._index(index),
         )
 

@@ -29,6 +29,7 @@ from diptych.compute.ops.torch_queries import (
     best_pooled,
     best_pools,
     best_positions,
+    gained_by_distance,
     index_scores,
     pooled,
     turned,
@@ -417,7 +418,7 @@ class TorchOps(
                 v_BKCd = k_BKCd
             elif spec.index is not None:
                 mask = self._of_chosen(queries)
-            a_BHnd = _attend(q_BnHd.transpose(1, 2), k_BKCd, v_BKCd, mask, attention)
+            a_BHnd = _attend(q_BnHd.transpose(1, 2), k_BKCd, v_BKCd, mask, attention, queries.positions)
             out[queries.rows] = a_BHnd.transpose(1, 2).flatten(0, 1)
         return out.flatten(1)
 
@@ -549,39 +550,31 @@ class TorchOps(
         return self._rotations[key]
 
 
-def _lost(spec: AttentionSpec, mask: torch.Tensor | None, n_keys: int, device: torch.device) -> torch.Tensor:
-    """What scores lose with the distance [B, K, G n, C], over keys that begin with their sequence. mask: `_attend`'s."""
-    assert spec.window is None, "a query's position is how many keys it sees"
-    n_seen = torch.full((1, 1, 1, 1), n_keys, device=device) if mask is None else mask.sum(dim=-1, keepdim=True)
-    nearer_B1nC = torch.arange(n_keys, device=device) - (n_seen - 1)
-    slopes_KG11 = torch.tensor(spec.slopes, device=device).view(spec.n_kv_heads, -1, 1, 1)
-    return (slopes_KG11 * nearer_B1nC[:, :, None]).flatten(2, 3)
-
-
 def _attend(
     q_BHnd: torch.Tensor,
     k_BKCd: torch.Tensor,
     v_BKCd: torch.Tensor,
     mask: torch.Tensor | None,
     attention: TorchAttention,
+    positions_Bn: torch.Tensor,
 ) -> torch.Tensor:
-    """a [B, H, n, d]; mask [B, 1 or K, n, C] or None for all."""
+    """a [B, H, n, d]; mask [B, 1 or K, n, C] or None for all; positions: the queries'."""
     spec, sinks = attention.spec, attention.sinks
     group = spec.n_heads // spec.n_kv_heads
     n = q_BHnd.shape[2]
     # the G query heads of a kv head become further queries: no copy of keys and values per query head
     q = q_BHnd.unflatten(1, (spec.n_kv_heads, group)).flatten(2, 3)  # [B, K, G * n, d]
-    lost = _lost(spec, mask, k_BKCd.shape[2], q.device) if spec.slopes else None
+    gained = gained_by_distance(spec, attention.distances, positions_Bn, k_BKCd.shape[2])
     if mask is not None and group > 1:
         mask = mask.repeat(1, 1, group, 1) if n > 1 else mask
-    if spec.softcap is None and sinks is None and lost is None:
+    if spec.softcap is None and sinks is None and gained is None:
         a = F.scaled_dot_product_attention(q, k_BKCd, v_BKCd, attn_mask=mask, scale=spec.scale)
     else:
         scores = torch.matmul(q, k_BKCd.transpose(2, 3)).float() * spec.scale
         if spec.softcap is not None:
             scores = torch.tanh(scores / spec.softcap) * spec.softcap
-        if lost is not None:
-            scores = scores + lost
+        if gained is not None:
+            scores = scores + gained
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         if sinks is not None:  # one more key, which has no value

@@ -26,11 +26,13 @@ class Queries:
     """Rows of the step that attend together: B sequences x n queries over C gathered slots.
 
     rows: slice of T. slots [B, C] into the pool. mask [B, 1, n, C]: True where a query may look; None: plain causal.
+    positions [B, n]: the queries'.
     """
 
     rows: slice | torch.Tensor
     slots: torch.Tensor
     mask: torch.Tensor | None
+    positions: torch.Tensor
 
 
 class QueryGroups:
@@ -85,7 +87,7 @@ class QueryGroups:
         table = self._table[torch.tensor(sequences, device=self._device)]
         slots_SC = self._slots_of(table, positions_SC.clamp(min=0))
         mask = None if bool(is_seen_SC.all()) else is_seen_SC[:, None, None]
-        return Queries(torch.tensor(rows, device=self._device), slots_SC, mask)
+        return Queries(torch.tensor(rows, device=self._device), slots_SC, mask, end_S1 - 1)
 
     def _prefill_slice(self, sequence: int, row: int, n_rows: int, end: int, spec: AttentionSpec) -> Queries:
         first_query = end - n_rows
@@ -94,7 +96,7 @@ class QueryGroups:
         slots = self._slots_of(self._table[sequence][None], positions_C[None])
         query_n1 = torch.arange(first_query, end, device=self._device)[:, None]
         mask_nC = (positions_C <= query_n1) & (positions_C >= spec.first_seen(query_n1))
-        return Queries(slice(row, row + n_rows), slots, mask_nC[None, None])
+        return Queries(slice(row, row + n_rows), slots, mask_nC[None, None], query_n1.T)
 
     def _both_ways_slice(
         self, sequence: int, row: int, queries: tuple[int, int], n_tokens: int, window: int | None
@@ -102,17 +104,34 @@ class QueryGroups:
         """Queries [begin, end) of a whole sequence, against `window` positions to either side."""
         positions_C = torch.arange(n_tokens, device=self._device)
         slots = self._slots_of(self._table[sequence][None], positions_C[None])
-        mask = None
-        if window is not None:
-            query_n1 = torch.arange(*queries, device=self._device)[:, None]
-            mask = ((positions_C - query_n1).abs() <= window)[None, None]
-        return Queries(slice(row, row + queries[1] - queries[0]), slots, mask)
+        query_n1 = torch.arange(*queries, device=self._device)[:, None]
+        mask = None if window is None else ((positions_C - query_n1).abs() <= window)[None, None]
+        return Queries(slice(row, row + queries[1] - queries[0]), slots, mask, query_n1.T)
 
     def _slots_of(self, table_BM: torch.Tensor, positions_BC: torch.Tensor) -> torch.Tensor:
         block_tokens = self._block_tokens
         # padded positions may lie beyond a short sequence's table; they are masked, any slot will do
         columns = (positions_BC // block_tokens).clamp(max=table_BM.shape[1] - 1)
         return table_BM.gather(1, columns) * block_tokens + positions_BC % block_tokens
+
+
+def gained_by_distance(
+    spec: AttentionSpec, distances: torch.Tensor | None, positions_Bn: torch.Tensor, n_keys: int
+) -> torch.Tensor | None:
+    """What scores gain by how far keys lie from queries [B, K, G n, C] (`distances`), less what they lose by it (slopes), over
+    keys that begin with their sequence; None: nothing. distances: as `Loader.attention` has them.
+    """
+    if not spec.slopes and distances is None:
+        return None
+    assert spec.window is None, "keys that begin later"
+    nearer_BnC = torch.arange(n_keys, device=positions_Bn.device) - positions_Bn[..., None]
+    gained = torch.zeros((), device=positions_Bn.device)
+    if distances is not None:
+        reach = distances.shape[1] // 2
+        gained = distances[:, nearer_BnC.clamp(-reach, reach) + reach].transpose(0, 1)
+    if spec.slopes:
+        gained = gained + torch.tensor(spec.slopes, device=positions_Bn.device).view(-1, 1, 1) * nearer_BnC[:, None]
+    return gained.unflatten(1, (spec.n_kv_heads, -1)).flatten(2, 3)
 
 
 def index_scores(q_Bknd: torch.Tensor, k_Bdc: torch.Tensor, weights_Bkn: torch.Tensor) -> torch.Tensor:
