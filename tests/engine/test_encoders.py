@@ -264,6 +264,18 @@ def test_old_names_of_norms_are_read(tmp_path: Path) -> None:
     np.testing.assert_allclose(vectors(fp32(path), TEXTS), want, atol=2e-5)
 
 
+@pytest.mark.parametrize("kind", ["bert", "mpnet"])
+def test_a_list_of_pieces_is_all_that_a_tokenizer_needs(tmp_path: Path, kind: str) -> None:
+    """Older folders have vocab.txt and no tokenizer.json; tests/engine/text/test_wordpiece.py has the rest."""
+    path = make_encoder(tmp_path / "made", kind)
+    before = vectors(fp32(path), TEXTS)
+    ids = json.loads((path / "tokenizer.json").read_text())["model"]["vocab"]
+    (path / "tokenizer.json").unlink()
+    (path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in sorted(ids, key=ids.__getitem__)))
+    np.testing.assert_array_equal(vectors(fp32(path), TEXTS), before)
+    np.testing.assert_allclose(before, oracle(path).encode(TEXTS), atol=2e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "named"),
     [

@@ -52,7 +52,7 @@ PIECE_BYTES = 2**21  # a huge page
 LARGE_BYTES = 2**20  # of a tensor that is checked with the others
 TENSOR_TYPES = {torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
                 torch.int32: "I32"}  # fmt: skip
-COPIED = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "tokenizer.model", "LICENSE*")
+COPIED = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "tokenizer.model", "vocab.txt", "LICENSE*")
 NOT_COPIED = ("config.json", INDEX_FILE)
 
 

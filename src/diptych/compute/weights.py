@@ -38,7 +38,7 @@ from diptych.models.files import A_MODEL, no_model, safetensors_header, weight_f
 logger = logging.getLogger("diptych.compute")
 
 # what a model needs and nothing else: no Python files, no pickled weights
-HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt")
 # the same weights a second time, in their makers' own layouts (Mistral's, gpt-oss's)
 HUB_IGNORED = ("consolidated*", "original/*")
 NO_HUB_NAMES = (".gguf", ".safetensors", ".json")

@@ -29,6 +29,7 @@ from diptych.engine.text.sentencepiece_model import (
 )
 from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
+from diptych.engine.text.wordpiece import pieces_backend, put_around_texts
 from diptych.ground.errors import LoadError
 from diptych.models.gguf_file import GgufArray, GgufFile
 
@@ -333,11 +334,8 @@ def _wordpiece(words: Vocabulary) -> tokenizers.Tokenizer:
         for token, kind in zip(words.tokens, words.kinds, strict=False)
         if kind == Kind.NORMAL and token[:1] != "["
     ]
-    backend = tokenizers.Tokenizer(models.WordPiece(words.ids, unk_token="[UNK]", max_input_chars_per_word=100))
-    backend.normalizer = normalizers.BertNormalizer(lowercase=all(token == token.lower() for token in own))
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.decoder = decoders.WordPiece()
-    return backend
+    normalizer = normalizers.BertNormalizer(lowercase=all(token == token.lower() for token in own))
+    return pieces_backend(words.ids, unknown="[UNK]", normalizer=normalizer)
 
 
 def _around_texts(backend: tokenizers.Tokenizer, words: Vocabulary) -> Tokenizer:
@@ -349,10 +347,7 @@ def _around_texts(backend: tokenizers.Tokenizer, words: Vocabulary) -> Tokenizer
         if token_id is None:
             raise LoadError(f"{KEY}tokens of {words.file.path} has no {mark}, which stands around every text")
         found[name] = words.tokens[token_id], token_id
-    cls, sep = (text for text, _ in found.values())
-    backend.post_processor = processors.TemplateProcessing(
-        single=[cls, "$A", sep], pair=[cls, "$A", sep, "$B:1", f"{sep}:1"], special_tokens=list(found.values())
-    )
+    put_around_texts(backend, found["cls_token"], found["sep_token"])
     return Tokenizer(backend, {name: text for name, (text, _) in found.items()}, [])
 
 

@@ -1,8 +1,8 @@
 """The tokenizer of a checkpoint: text to ids, ids to text, and what the model's files say about its special tokens.
 
-Owns the reading of tokenizer.json (where there is none, of tokenizer.model), tokenizer_config.json and added_tokens.json, and
-of the EOS ids that generation_config.json and config.json add. Decoding never "cleans up" spaces: the text is what the tokens
-say.
+Owns the reading of tokenizer.json (where there is none, of tokenizer.model, or vocab.txt of BERT and its kin),
+tokenizer_config.json and added_tokens.json, and of the EOS ids that generation_config.json and config.json add. Decoding never
+"cleans up" spaces: the text is what the tokens say.
 
 >>> Tokenizer.from_dir("model").encode("Hello")  # doctest: +SKIP
 [9906]
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from diptych.engine.text.sentencepiece_model import sentencepiece_backend
+from diptych.engine.text.wordpiece import kind_of, wordpiece_backend
 from diptych.ground.bounds import lone_surrogate
 from diptych.ground.errors import LoadError, PromptTooLong, RequestError, told_of
 from diptych.models.config import HfConfig, read_json
@@ -94,6 +95,9 @@ class Tokenizer:
                 raise LoadError(f"{tokenizer_path} cannot be read: {error}", hint="download the file again") from error
         elif (folder / "tokenizer.model").is_file():
             backend = sentencepiece_backend(folder / "tokenizer.model", config)
+        elif (folder / "vocab.txt").is_file() and (kind := kind_of(config, _model_type(folder))) is not None:
+            special_tokens = read_json_object(folder / "special_tokens_map.json")
+            backend = wordpiece_backend(folder / "vocab.txt", kind, config, special_tokens)
         else:
             raise _no_tokenizer(folder)
         backend.no_padding()
@@ -332,6 +336,10 @@ def _named_tokens(config: Mapping[str, Any], added: Mapping[str, Any]) -> dict[i
         flags = {name: bool(entry.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
         wanted[int(token_id)] = tokenizers.AddedToken(entry["content"], special=bool(entry.get("special")), **flags)
     return wanted
+
+
+def _model_type(folder: Path) -> object:
+    return read_json_object(folder / "config.json").get("model_type")
 
 
 def _no_tokenizer(folder: Path) -> LoadError:
