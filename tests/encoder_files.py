@@ -44,6 +44,7 @@ KINDS: dict[str, Kind] = {
     "distilbert": Kind("DistilBert", "wordpiece", {"dim": 64, "n_layers": 3, "n_heads": 4, "hidden_dim": 96}),
     "mpnet": Kind("MPNet", "mpnet", {}, POSITIONS + 2),
     "nomic_bert": Kind("NomicBert", "wordpiece", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3}}),
+    "gte": Kind("Gte", "wordpiece", {"type_vocab_size": 2}),
     # two of three layers attend to some positions on either side
     "modernbert": Kind("ModernBert", "wordpiece", {"num_hidden_layers": 4, "local_attention": 12, "rope_parameters": TURNS}),
 }  # fmt: skip

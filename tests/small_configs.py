@@ -379,6 +379,19 @@ SMALL_GPT: dict[str, dict[str, Any]] = {
     },
     "electra": {**OF_ENCODERS, "embedding_size": 64},
     "mpnet": {**OF_ENCODERS, "pad_token_id": 1},
+    "gte": {**OF_ENCODERS, "type_vocab_size": 0},
+    **{
+        name: {
+            "d_model": 64,
+            "num_layers": 4,
+            "num_heads": 4,
+            "d_kv": 24,
+            "d_ff": 96,
+            "vocab_size": 256,
+            "feed_forward_proj": act,
+        }
+        for name, act in (("t5", "relu"), ("mt5", "gated-gelu"))
+    },
     "distilbert": {"dim": 64, "n_layers": 4, "n_heads": 4, "hidden_dim": 96, "vocab_size": 256},
     "modernbert": {**OF_ENCODERS, "local_attention": 18, "mlp_bias": True},
     "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256, "bos_token_id": 0, "eos_token_id": 1},

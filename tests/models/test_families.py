@@ -31,7 +31,8 @@ TEXT_MODELS = {
     "granite_docling_text": "GraniteDoclingTextModel", "deepseek_ocr2_text": "DeepseekOcr2TextModel",
     "muse_glimmer_text": "MuseGlimmerTextModel", "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeTextModel",
     "molmo2_text": "Molmo2TextModel", "muse_spark_text": "MuseSparkTextModel", "mistral_large4_text": "MistralLarge4TextModel",
-    "emu3_text_model": "Emu3TextModel", "cosmos3_edge_text": "Cosmos3EdgeTextModel",
+    "t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "emu3_text_model": "Emu3TextModel",
+    "cosmos3_edge_text": "Cosmos3EdgeTextModel",
 }  # fmt: skip
 
 

@@ -294,7 +294,7 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         if self.names.up_first:
             order = second_half_first(2 * mlp.ffn)
             gate_up = LinearParts(weights=tuple(ReorderedTensor(one, order) for one in gate_up.weights))
-        down = self.linear(root, (name,), (hidden,), mlp.ffn, has_bias=mlp.has_bias)
+        down = self.linear(root, (name,), (hidden,), mlp.ffn, has_bias=mlp.has_bias or mlp.has_down_bias)
         inner = self.inner_norm(f"{root}{self.names.down_norm}", mlp.ffn)
         if self.loader.is_balancing:
             norm, (gate_up,) = self.balance_norm(norm, (gate_up,))

@@ -106,6 +106,8 @@ class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
         if is_gated and self.source.is_plain and not self.source.has(f"{root}{self.names.down}.weight"):
             return ("gate_proj", "up_proj"), "down_proj"
         own, stacked = self.names.gate_up, "gate_up_proj"
+        if not is_gated and own[0] in self.names.others:
+            own = (self.names.others[own[0]],)
         if is_gated and not self.source.has(f"{root}{own[0]}.weight") and self.source.has(f"{root}{stacked}.weight"):
             own = (stacked,)
         return own, self.names.down

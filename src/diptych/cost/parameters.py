@@ -228,7 +228,7 @@ def _matrices(mlp: MlpSpec) -> int:
 
 
 def _mlp(model: ModelSpec, mlp: MlpSpec) -> int:
-    bias = (_matrices(mlp) - 1) * mlp.ffn + model.hidden if mlp.has_bias else 0
+    bias = (_matrices(mlp) - 1) * mlp.ffn + model.hidden if mlp.has_bias else model.hidden * mlp.has_down_bias
     own = 2 if mlp.activation is Activation.XIELU else 0
     return _matrices(mlp) * model.hidden * mlp.ffn + bias + own
 

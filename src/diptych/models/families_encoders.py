@@ -129,6 +129,50 @@ ENCODERS: tuple[Family, ...] = (
         ignored=(*HEADS, "pooler.", "classifier.", "position_ids", "rotary_emb.inv_freq"),
         **{**AROUND_SUMS, "is_gated": True},
     ),
+    # rotary positions and gates of exact GELU; the names of both are those of the published code (NewModel)
+    Family(
+        name="gte", architectures=(*_kinds("Gte"), *_kinds("New")), more_model_types=("new",),
+        keys={**BERT, "vocab_size": 250_048, "max_position_embeddings": 8192, "type_vocab_size": 1, "rope_theta": 160_000.0,
+              "head_dim": None, "pack_qkv": True},
+        fixed={"pack_qkv": (True,), "position_embedding_type": ("rope",), "layer_norm_type": ("layer_norm",),
+               "logn_attention_scale": (False,)},
+        unread=("logn_attention_clip1", "unpad_inputs", "use_memory_efficient_attention"),
+        renamed=LAYER_NORM_EPS,
+        classifier=(HeadLayer("pooler.dense", Activation.TANH), HeadLayer("classifier")),
+        names=TensorNames(up_first=True, **{
+            **NAMES_OF_BERT, "qkv": ("qkv_proj",), "o": "o_proj", "mlp": ("mlp.",), "gate_up": ("up_gate_proj",),
+            "down": "down_proj", "norms": {Norms.SUMS: (None, "attn_ln", None, "mlp_ln")}}),
+        prefixes=("new.", "gte."),
+        ignored=(*HEADS, "pooler.", "classifier.", "position_ids", "rotary_emb.inv_freq"),
+        types_may_lack=True, qkv_bias=True, o_bias=True, down_bias=True,
+        **{**AROUND_SUMS, "is_gated": True},
+    ),
+    # T5's encoder alone, as embedding models are made of it: no positions but those that scores gain by, which are not scaled
+    *(Family(
+        name=name, architectures=(architecture,),
+        keys={"vocab_size": vocab, "hidden_size": 512, "num_hidden_layers": layers, "num_attention_heads": heads,
+              "head_dim": 64, "intermediate_size": ffn, "rms_norm_eps": 1e-6, "max_position_embeddings": 512,
+              "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "feed_forward_proj": act,
+              "is_gated": None},
+        fixed={"is_decoder": (False,), "is_encoder_decoder": (True, False)},
+        unread=("num_decoder_layers", "dense_act_fn", "is_gated_act", "initializer_factor", "scale_decoder_outputs",
+                "dropout_rate", "output_past", "tie_word_embeddings"),
+        renamed={"d_model": "hidden_size", "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads",
+                 "d_kv": "head_dim", "d_ff": "intermediate_size", "layer_norm_epsilon": "rms_norm_eps",
+                 "n_positions": "max_position_embeddings"},
+        attention_scale=1.0,
+        is_gated="is_gated",
+        names=TensorNames(
+            embedding="shared", final_norm="encoder.final_layer_norm", layers="encoder.block",
+            distances="encoder.block.0.layer.0.SelfAttention.relative_attention_bias",
+            attention="layer.0.SelfAttention", qkv=("q", "k", "v"), o="o", mlp=("layer.1.DenseReluDense.",),
+            gate_up=("wi_0", "wi_1"), down="wo", norms={Norms.BEFORE: ("layer.0.layer_norm", None, "layer.1.layer_norm", None)},
+            others={"shared": "encoder.embed_tokens", "wi_0": "wi"}),
+        prefixes=("",),
+        ignored=("encoder.embed_tokens.",),
+        is_encoder=True,
+    ) for name, architecture, vocab, layers, heads, ffn, act in (
+        ("t5", "T5EncoderModel", 32_128, 6, 8, 2048, "relu"), ("mt5", "MT5EncoderModel", 250_112, 8, 6, 1024, "gated-gelu"))),
     # as Ettin's decoders
     Family(
         name="modernbert", architectures=_kinds("ModernBert"),

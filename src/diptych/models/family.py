@@ -185,7 +185,7 @@ class Family:
     positions, and how many come first; counts_offset: max_position_embeddings counts those, too; computes_positions: sines and
     cosines in their place. has_last_bias: o has a bias in the last layer.
     is_encoder: each token attends to all others, and no head writes tokens. classifier: the layers that make a score of a
-    state.
+    state. types_may_lack: type_vocab_size may be 0. down_bias: as `MlpSpec.has_down_bias`.
     norms_unturned: heads are normed without a weight where they know no positions, too.
     parallel_key: the key that says whether attention and MLP run side by side, with the norms of `parallel_norms`.
     scores: or the key that says it. has_head_bias: the output projection has one. has_sinks: or the keys that say it, of layers
@@ -252,7 +252,8 @@ class Family:
     has_last_bias: bool = False
     mlp_bias: bool | str = False
     has_head_bias: bool | str = False
-    is_gated: bool = True
+    down_bias: bool = False
+    is_gated: bool | str = True
     gelu_means_tanh: bool = False
     activation: Activation | None = None
     has_sinks: bool | tuple[str, str] = False
@@ -280,6 +281,7 @@ class Family:
     positions_offset: int | None = None
     counts_offset: bool = False
     computes_positions: bool = False
+    types_may_lack: bool = False
     is_encoder: bool = False
     classifier: tuple[HeadLayer, ...] = (HeadLayer("score"),)
     renormalises: bool | str = "norm_topk_prob"

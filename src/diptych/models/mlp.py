@@ -27,13 +27,14 @@ class MlpSpec:
 
     cutoff: of a row of gate only what stands out is left, max(gate - (mean + cutoff * deviation), 0), before the activation.
     limit: act(gate) is at most that, and up within it on both sides; limits_gate: gate is, before act. own_rank: of what adds
-    to gate and up, as `AttentionLayer` has it.
+    to gate and up, as `AttentionLayer` has it. has_bias: of each projection; has_down_bias: of down alone.
     """
 
     ffn: int
     activation: Activation = Activation.SILU
     is_gated: bool = True
     has_bias: bool = False
+    has_down_bias: bool = False
     own_rank: int = 0
     cutoff: float | None = None
     limit: float | None = None

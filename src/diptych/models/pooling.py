@@ -36,7 +36,9 @@ OLD_POOLS = {
 GGUF_POOLS = {1: Pool.MEAN, 2: Pool.FIRST, 3: Pool.LAST}
 ACTIVATIONS = {"Sigmoid": True, "Identity": False}
 # files of code in `auto_map` whose embeddings are those of the plain family with attention both ways (arXiv 2402.09906)
-KNOWN_CODE = ("modeling_gritlm7b", "modeling_gritlm8x7b", "configuration_hf_nomic_bert", "modeling_hf_nomic_bert")
+KNOWN_CODE = ("modeling_gritlm7b", "modeling_gritlm8x7b", "configuration_hf_nomic_bert", "modeling_hf_nomic_bert",
+              "configuration_hf_alibaba_nlp_gte", "modeling_hf_alibaba_nlp_gte")  # fmt: skip
+KNOWN_CLASSES = ("configuration.NewConfig", "modeling.NewModel")  # of GTE, in files of a name that many have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +176,9 @@ def sees_both_ways(config: HfConfig) -> bool:
     if not code or raw.get("is_causal") is True:
         return family_of(config).is_encoder
     where = str(next(iter(code.values()), "") if isinstance(code, dict) else code)
-    if where.rpartition("--")[2].partition(".")[0] in KNOWN_CODE:
+    code_file = where.rpartition("--")[2]
+    is_gte = family_of(config).name == "gte" and code_file in KNOWN_CLASSES
+    if is_gte or code_file.partition(".")[0] in KNOWN_CODE:
         return True
     raise UnsupportedModel(
         f"{config.path} brings code of its own ({where[:80]}), which is never run, and does not say whether tokens attend to "

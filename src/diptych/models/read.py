@@ -28,6 +28,7 @@ from diptych.models.positions import QueryScale, Rope, slopes
 from diptych.models.read_block_index import as_indexed
 from diptych.models.read_blocks import as_halves, as_layers, as_pairs, as_searched, as_states, without_pictures
 from diptych.models.read_deepseek_v4 import as_deepseek_v4, with_entries
+from diptych.models.read_encoders import as_gated_or_not, learned_distances, with_stretched_base
 from diptych.models.read_glm_next import as_glm_next
 from diptych.models.read_gpt import arrangement, of_all_layers, with_kinds, with_section
 from diptych.models.read_griffin import as_griffin
@@ -60,7 +61,6 @@ from diptych.models.read_streams import (
 from diptych.models.read_windows import (
     is_both_ways,
     layer_ropes,
-    learned_distances,
     named_layers,
     rope_sections,
     scaled_alike,
@@ -90,7 +90,7 @@ RUN_CURVES = (
 BY_KEY = {
     "num_sliding_attention_heads": as_usual, "gating": as_gated, "kda_lower_bound": as_ling, "index_kpool": as_glm_next,
     "block_types": as_griffin, "entry_layers": as_deepseek_v4, "rope_scaling_layers": scaled_alike,
-    "post_norm_eps": with_turns,
+    "post_norm_eps": with_turns, "feed_forward_proj": as_gated_or_not, "pack_qkv": with_stretched_base,
 }  # fmt: skip
 
 
@@ -151,7 +151,9 @@ def read_model(
         computes_positions=family.computes_positions,
         n_position_embeddings=0 if family.positions_offset is None else limit + family.positions_offset,
         first_position=family.positions_offset or 0,
-        n_token_types=config.integer("type_vocab_size") if "type_vocab_size" in family.keys else 0,
+        n_token_types=config.integer("type_vocab_size", low=0 if family.types_may_lack else 1)
+        if "type_vocab_size" in family.keys
+        else 0,
         low_rank=config.optional_integer("laurel_rank") or 0,
         norm_rank=config.optional_integer("gated_norm_rank") or 0,
         streams=streams(config, family),
@@ -506,12 +508,14 @@ def _mlps(config: HfConfig, family: Family, shared: list[int | None]) -> list[Ml
         widths = [width if one is None else 2 * width for width, one in zip(widths, shared, strict=True)]
     kinds = list(zip(widths, cutoffs(config, n_layers) if are_apart else [None] * n_layers, strict=True))
     has_bias, activation = _decided(config, family.mlp_bias), _activation(config, family)
+    is_gated = _decided(config, family.is_gated)
     made = {
         (ffn, cutoff): MlpSpec(
             ffn=ffn,
             activation=activation,
-            is_gated=family.is_gated,
+            is_gated=is_gated,
             has_bias=has_bias,
+            has_down_bias=family.down_bias,
             cutoff=cutoff,
             limit=config.number("swiglu_limit") if family.limits_all else None,
             limits_gate=family.limits_all,
@@ -541,7 +545,7 @@ def _activation(config: HfConfig, family: Family) -> Activation:
     # BitNet's and ModernBERT's, of dense MLPs alone
     own = {Activation.SQUARED_RELU: "relu2", Activation.GELU: "gelu"}.get(found)
     is_own = own is not None and family.keys.get(names[0]) == own and "num_experts" not in family.keys
-    if not is_own and found not in (RUN_ACTIVATIONS if family.is_gated else RUN_CURVES):
+    if not is_own and found not in (RUN_ACTIVATIONS if _decided(config, family.is_gated) else RUN_CURVES):
         raise LoadError(f"{names[0]} in {config.path} is {config.raw.get(names[0])!r}; no op of the engine computes it")
     return found
 
@@ -565,7 +569,7 @@ def _moe(config: HfConfig, family: Family) -> MoeSpec:
         n_experts=n_experts,
         experts_per_token=chosen,
         expert_ffn=ffn,
-        is_gated=family.is_gated,
+        is_gated=_decided(config, family.is_gated),
         latent=config.optional_integer("moe_latent_size") or 0,
         activation=_activation(config, family),
         renormalises=renormalises,

@@ -9,7 +9,7 @@ from typing import Any
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.family import Family
-from diptych.models.positions import Distances, Rope
+from diptych.models.positions import Rope
 from diptych.models.read_mixtures import mixture_layers
 from diptych.models.rope import LAYER_TYPES, ROPE_KEYS, rope_section
 
@@ -220,21 +220,6 @@ def layer_ropes(config: HfConfig, family: Family, ropes: list[Rope], windows: li
         (ropes[0] if window is None else ropes[-1]) if ropes and does_turn else None
         for window, does_turn in zip(windows, turns, strict=True)
     ]
-
-
-def learned_distances(config: HfConfig) -> Distances | None:
-    """How what scores gain by distance is kept, in models that learn that; others have no key for it."""
-    key, further = "relative_attention_num_buckets", "relative_attention_max_distance"
-    if key not in config.raw:
-        return None
-    n_buckets = config.integer(key, low=4)
-    reach = config.integer(further, 128)
-    if n_buckets % 4 or reach <= n_buckets // 4:
-        raise LoadError(
-            f"{key} in {config.path} is {n_buckets} and {further} {reach}; buckets are four times as many as those of one "
-            "distance each, which reach less far"
-        )
-    return Distances(n_buckets=n_buckets, reach=reach)
 
 
 def _thetas(config: HfConfig, n_layers: int) -> list[float] | None:

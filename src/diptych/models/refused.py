@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
+ENCODER_BESIDE = "an encoder beside the decoder"
 OTHER_STATES = "a state per sequence of another kind (RWKV, Ling 2.5, xLSTM)"
 # what is missing -> model_type of transformers
 MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
@@ -19,12 +20,12 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "latent attention within windows, and rotary keys that are normed": ("dots3_note", "dots3_note_text"),
     "queries and keys that are convolved over tokens": ("zaya",),
     "an encoder alone, of a kind that few embedding models have": (
-        "albert", "bert-generation", "big_bird", "convbert", "data2vec-text", "ernie", "eurobert", "gte", "jina_embeddings_v3",
+        "albert", "bert-generation", "big_bird", "convbert", "data2vec-text", "ernie", "eurobert", "jina_embeddings_v3",
         "megatron-bert", "mobilebert", "rembert", "roberta-prelayernorm", "roc_bert", "roformer", "squeezebert", "xlm",
         "xlm-roberta-xl", "xmod"),
     "an encoder whose scores are made of contents and distances": ("deberta", "deberta-v2"),
-    "an encoder beside the decoder": (
-        "bart", "mbart", "pegasus", "marian", "whisper", "blenderbot", "t5", "mt5", "bigbird_pegasus", "blenderbot-small",
+    ENCODER_BESIDE: (
+        "bart", "mbart", "pegasus", "marian", "whisper", "blenderbot", "bigbird_pegasus", "blenderbot-small",
         "mvp", "plbart", "prophetnet", "trocr", "florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop",
         "vision-encoder-decoder", "blip", "musicgen", "musicgen_melody", "encoder-decoder", "fsmt", "led", "longt5", "m2m_100",
         "nllb-moe", "pegasus_x", "seamless_m4t", "seamless_m4t_v2", "switch_transformers", "t5gemma", "umt5"),
@@ -54,6 +55,9 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
 # architectures that call themselves by the model_type of another one -> what is missing
 NAMESAKES: Mapping[str, str] = MappingProxyType({
     "BailingMoeV2_5ForCausalLM": OTHER_STATES, "BailingMoeLinearV2ForCausalLM": OTHER_STATES,  # Ling 2.5
+    # of which the encoder alone is read
+    **dict.fromkeys(("T5ForConditionalGeneration", "T5WithLMHeadModel", "T5Model", "MT5ForConditionalGeneration", "MT5Model"),
+                    ENCODER_BESIDE),
 })  # fmt: skip
 # names of GGUF architectures that are more than a spelling of the model_type
 IN_GGUF: Mapping[str, str] = MappingProxyType({
