@@ -44,7 +44,7 @@ ARCHITECTURES = {
     "seed_oss": "seed_oss", "ernie4_5": "ernie4_5", "ernie4_5_moe": "ernie4_5-moe", "qwen2_moe": "qwen2moe",
     "gpt_oss": "gpt-oss", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
     "internlm3": "llama", "olmo3": "olmo2", "exaone4": "exaone4", "ministral3": "mistral3", "dots1": "dots1",
-    "llama4": "llama4",
+    "llama4": "llama4", "exaone_moe": "exaone-moe", "jais2": "jais2",
     "youtu": "deepseek2", "glm4_moe_lite": "deepseek2", "command-r-plus": "command-r", "stablelm-2-12b": "stablelm",
     "minicpm3": "minicpm3", "starcoder2": "starcoder2", "nemotron": "nemotron", "arcee": "arcee",
     "hunyuan_v1_dense": "hunyuan-dense", "gpt2": "gpt2", "gpt_bigcode": "starcoder", "gpt_neox": "gptneox",
@@ -309,12 +309,12 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
     write_heads(out, config, full, head_dim)
     write_scaling(out, config, full)
     if config.model_type in ("phi3", "gemma2", "gemma3_text", "gemma3n_text", "cohere2", "gpt_oss", "olmo3", "exaone4",
-                             "afmoe"):  # fmt: skip
+                             "exaone_moe", "afmoe"):  # fmt: skip
         out.add_sliding_window(config.sliding_window or 0)
     if config.model_type == "gemma2":
         out.add_attn_logit_softcapping(config.attn_logit_softcapping)
         out.add_final_logit_softcapping(config.final_logit_softcapping)
-    if config.model_type in ("gemma3_text", "gemma3n_text", "olmo3", "exaone4"):
+    if config.model_type in ("gemma3_text", "gemma3n_text", "olmo3", "exaone4", "exaone_moe"):
         out.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if "sliding_attention" in rope:
         out.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
@@ -444,6 +444,12 @@ def write_experts(out: gguf.GGUFWriter, config: Any) -> None:
         out.add_expert_weights_scale(config.routed_scaling_factor)
         if config.norm_topk_prob:
             out.add_expert_weights_norm(True)
+    if kind == "exaone_moe":
+        out.add_expert_shared_count(config.num_shared_experts)
+        out.add_expert_shared_feed_forward_length(config.moe_intermediate_size * config.num_shared_experts)
+        out.add_leading_dense_block_count(config.mlp_layer_types.index("sparse"))
+        out.add_expert_weights_scale(config.routed_scaling_factor)
+        out.add_expert_weights_norm(config.norm_topk_prob)
     if kind == "afmoe":
         out.add_expert_shared_count(config.num_shared_experts)
         out.add_leading_dense_block_count(config.num_dense_layers)
@@ -454,7 +460,7 @@ def write_experts(out: gguf.GGUFWriter, config: Any) -> None:
         out.add_leading_dense_block_count(config.mlp_layer_types.index("sparse"))
         out.add_expert_shared_count(config.num_shared_experts)
         out.add_expert_weights_scale(config.routed_scaling_factor)
-    if kind in ("glm4_moe", "deepseek_v3", "minimax_m2", "lfm2_moe", "kimi_linear"):
+    if kind in ("glm4_moe", "deepseek_v3", "minimax_m2", "lfm2_moe", "kimi_linear", "exaone_moe"):
         out.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 

@@ -284,6 +284,15 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen3vlmoe": GgufArchitecture(
         architecture="Qwen3VLMoeForConditionalGeneration", keys={**EXPERTS, **EXPERT_WIDTH, **PICTURES}
     ),
+    "paddleocr": GgufArchitecture(
+        architecture="PaddleOCRVLForConditionalGeneration", keys=PICTURES, present={"use_bias": Q_BIAS}
+    ),
+    "hunyuan_vl": GgufArchitecture(
+        architecture="HunYuanVLForConditionalGeneration", keys=PICTURES, present={"attention_bias": Q_BIAS}
+    ),
+    "jais2": GgufArchitecture(
+        architecture="Jais2ForCausalLM", eps=LAYER_NORM, present={"attention_bias": Q_BIAS, "mlp_bias": UP_BIAS}
+    ),
     "phi3": GgufArchitecture(architecture="Phi3ForCausalLM", keys=WINDOWED),
     "gemma": GgufArchitecture(architecture="GemmaForCausalLM", norm_added=1.0),
     # wide_layers: the one size whose scores are scaled by the width of the model over its heads (llama.cpp knows it so too)
@@ -296,6 +305,13 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "olmo2": OLMO2,
     "olmoe": GgufArchitecture(architecture="OlmoeForCausalLM", keys=EXPERTS),
     "exaone4": GgufArchitecture(architecture="Exaone4ForCausalLM", norms=AFTER, keys=WINDOWED, window_every=4),
+    "exaone-moe": GgufArchitecture(
+        architecture="ExaoneMoeForCausalLM",
+        keys={**WINDOWED, **GROUPED, "expert_shared_feed_forward_length": ""},
+        fixed=UNGROUPED,
+        values={"expert_gating_func": (0, SIGMOID)},
+        window_every=4,
+    ),
     "mistral3": GgufArchitecture(
         architecture="Ministral3ForCausalLM",
         keys=dict.fromkeys(("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"), ""),
