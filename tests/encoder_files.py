@@ -45,9 +45,13 @@ KINDS: dict[str, Kind] = {
     "mpnet": Kind("MPNet", "mpnet", {}, POSITIONS + 2),
     "nomic_bert": Kind("NomicBert", "wordpiece", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3}}),
     "gte": Kind("Gte", "wordpiece", {"type_vocab_size": 2}),
+    "eurobert": Kind("EuroBert", "wordpiece", {"num_key_value_heads": 2}),
     # two of three layers attend to some positions on either side
     "modernbert": Kind("ModernBert", "wordpiece", {"num_hidden_layers": 4, "local_attention": 12, "rope_parameters": TURNS}),
 }  # fmt: skip
+
+
+JUDGES = [kind for kind in KINDS if kind != "eurobert"]  # whose heads are read
 
 
 def wordpiece() -> Any:

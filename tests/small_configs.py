@@ -380,6 +380,7 @@ SMALL_GPT: dict[str, dict[str, Any]] = {
     "electra": {**OF_ENCODERS, "embedding_size": 64},
     "mpnet": {**OF_ENCODERS, "pad_token_id": 1},
     "gte": {**OF_ENCODERS, "type_vocab_size": 0},
+    "eurobert": {**OF_ENCODERS, "num_key_value_heads": 2, "mlp_bias": True},
     **{
         name: {
             "d_model": 64,

@@ -11,7 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.embedding_files import judge, oracle
-from tests.encoder_files import KINDS, POSITIONS, make_cross_encoder, make_encoder, make_plain, make_reference_encoder
+from tests.encoder_files import (
+    JUDGES,
+    KINDS,
+    POSITIONS,
+    make_cross_encoder,
+    make_encoder,
+    make_plain,
+    make_reference_encoder,
+)
 from tests.engine.conftest import BACKENDS, tiny_config
 
 from diptych.compute.ops import cpu_kernels
@@ -38,6 +46,7 @@ AS_PUBLISHED = {
     "bert": ("mean", "Model"), "roberta": ("mean", "ForMaskedLM"), "xlm-roberta": ("cls", "Model"),
     "camembert": ("mean", "ForMaskedLM"), "electra": ("cls", "ForPreTraining"), "distilbert": ("mean", "ForMaskedLM"),
     "mpnet": ("mean", "ForMaskedLM"), "nomic_bert": ("mean", "Model"), "gte": ("cls", "ForMaskedLM"),
+    "eurobert": ("mean", "ForMaskedLM"),
     "modernbert": ("cls", "ForMaskedLM"),
 }  # fmt: skip
 
@@ -72,7 +81,7 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def judges(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("judges")
-    return {kind: make_cross_encoder(root / kind, kind) for kind in KINDS}
+    return {kind: make_cross_encoder(root / kind, kind) for kind in JUDGES}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,7 +125,7 @@ def test_neighbours_budgets_and_threads_change_no_bit(encoders: dict[str, Path],
             np.testing.assert_allclose(got, first, atol=0 if backend == "cpu" else 1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", JUDGES)
 def test_scores_are_those_of_the_cross_encoder(judges: dict[str, Path], kind: str) -> None:
     """BERT's texts of a pair are of two types, RoBERTa's of one; heads lie behind the first token."""
     want = judge(judges[kind]).predict(list(zip(QUERIES, TEXTS, strict=True)))
@@ -290,6 +299,7 @@ def test_a_list_of_pieces_is_all_that_a_tokenizer_needs(tmp_path: Path, kind: st
         ("mpnet", {"relative_attention_max_distance": 64}, "relative_attention_max_distance"),
         ("nomic_bert", {"rotary_scaling_factor": 2}, "rotary_scaling_factor"),
         ("nomic_bert", {"num_experts": 8}, "num_experts"),
+        ("eurobert", {"architectures": ["EuroBertForSequenceClassification"]}, "EuroBertForSequenceClassification"),
         ("modernbert", {"norm_bias": True}, "norm_bias"),
     ],
 )

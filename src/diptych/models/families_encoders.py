@@ -6,6 +6,7 @@ from typing import Any
 
 from diptych.models.families_early import LIKE_MODERN_BERT, MODERN_BERT, NAMES_OF_MODERN_BERT
 from diptych.models.families_gpt import ALL_BIASES, GPT, NOT_GATED
+from diptych.models.families_shared import BY_ATTENTION_BIAS, USUAL
 from diptych.models.family import Family, HeadLayer, TensorNames
 from diptych.models.gates import Activation
 from diptych.models.spec import Norms
@@ -146,6 +147,18 @@ ENCODERS: tuple[Family, ...] = (
         ignored=(*HEADS, "pooler.", "classifier.", "position_ids", "rotary_emb.inv_freq"),
         types_may_lack=True, qkv_bias=True, o_bias=True, down_bias=True,
         **{**AROUND_SUMS, "is_gated": True},
+    ),
+    # a Llama both ways; its heads judge by states that other layers bend before the mean, and are not read
+    Family(
+        name="eurobert", architectures=("EuroBertModel", "EuroBertForMaskedLM"),
+        keys={**USUAL, "vocab_size": 128_256, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
+              "num_attention_heads": 12, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "attention_bias": False,
+              "mlp_bias": False},
+        unread=("classifier_pooling", "clf_pooling"),
+        mlp_bias="mlp_bias",
+        ignored=(*HEADS, "rotary_emb.inv_freq"),
+        is_encoder=True,
+        **BY_ATTENTION_BIAS,
     ),
     # T5's encoder alone, as embedding models are made of it: no positions but those that scores gain by, which are not scaled
     *(Family(

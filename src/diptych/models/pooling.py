@@ -37,7 +37,8 @@ GGUF_POOLS = {1: Pool.MEAN, 2: Pool.FIRST, 3: Pool.LAST}
 ACTIVATIONS = {"Sigmoid": True, "Identity": False}
 # files of code in `auto_map` whose embeddings are those of the plain family with attention both ways (arXiv 2402.09906)
 KNOWN_CODE = ("modeling_gritlm7b", "modeling_gritlm8x7b", "configuration_hf_nomic_bert", "modeling_hf_nomic_bert",
-              "configuration_hf_alibaba_nlp_gte", "modeling_hf_alibaba_nlp_gte")  # fmt: skip
+              "configuration_hf_alibaba_nlp_gte", "modeling_hf_alibaba_nlp_gte",
+              "configuration_eurobert", "modeling_eurobert")  # fmt: skip
 KNOWN_CLASSES = ("configuration.NewConfig", "modeling.NewModel")  # of GTE, in files of a name that many have
 
 
