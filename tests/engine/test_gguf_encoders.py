@@ -108,3 +108,63 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         LLM(str(write_bert(tmp_path / "rank.gguf", model.state_dict(), tok, pooling=4)), **FP32)
     with pytest.raises(LoadError, match=r"has no \[SEP\]"):
         LLM(str(write_bert(tmp_path / "lost.gguf", model.state_dict(), tok, lost="[SEP]")), **FP32)
+
+
+def write_modern_bert(path: Path, model: Any, tensors: Mapping[str, torch.Tensor], **more: object) -> Path:
+    """As the converter writes it, with a few words. more: keys behind the architecture's name."""
+    config = model.config
+    out = gguf.GGUFWriter(path, "modern-bert")
+    out.add_context_length(POSITIONS)
+    out.add_embedding_length(config.hidden_size)
+    out.add_feed_forward_length(config.intermediate_size)
+    out.add_block_count(config.num_hidden_layers)
+    out.add_head_count(config.num_attention_heads)
+    (
+        out.add_layer_norm_eps(config.norm_eps),
+        out.add_layer_norm_rms_eps(config.norm_eps),
+    )  # published configs have both keys
+    for kind, add in (("full_attention", out.add_rope_freq_base), ("sliding_attention", out.add_rope_freq_base_swa)):
+        add(config.rope_parameters[kind]["rope_theta"])
+    out.add_causal_attention(False)
+    out.add_pooling_type(gguf.PoolingType.CLS)
+    out.add_sliding_window(config.local_attention)
+    out.add_sliding_window_pattern(3)
+    out.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    words = ["[CLS]", "[SEP]", "a", "b", "ab"]
+    words += [f"w{i}" for i in range(config.vocab_size - len(words))]
+    out.add_tokenizer_model("gpt2")
+    out.add_tokenizer_pre("modern-bert")
+    out.add_token_list(words)
+    out.add_token_types([gguf.TokenType.CONTROL if one.startswith("[") else gguf.TokenType.NORMAL for one in words])
+    out.add_token_merges(["a b"])
+    out.add_bos_token_id(0), out.add_eos_token_id(1)
+    out.add_add_bos_token(True), out.add_add_eos_token(True), out.add_add_sep_token(True)
+    for key, value in more.items():
+        out.add_string(f"modern-bert.{key}", str(value))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MODERN_BERT, config.num_hidden_layers)
+    for name, tensor in tensors.items():
+        stem = name.removeprefix("model.")
+        out.add_tensor(names.get_name(stem, try_suffixes=(".weight", ".bias")), tensor.numpy())
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    return path
+
+
+@pytest.mark.parametrize("act", ["gelu", "silu"])
+def test_vectors_of_modern_bert_are_those_of_the_checkpoint(tmp_path: Path, act: str) -> None:
+    """Windows on two layers of three, with another base; gates of exact GELU, or of SiLU where the file says so."""
+    model, _ = make_reference_encoder("modernbert", hidden_activation=act)
+    model.save_pretrained(tmp_path / "made")
+    tensors = load_file(tmp_path / "made" / "model.safetensors")
+    more = {} if act == "gelu" else {"hidden_activation": act}  # files of before have no such key
+    path = write_modern_bert(tmp_path / "it.gguf", model, tensors, **more)
+    llm, ids = LLM(str(path), **FP32), [2, 5, 30, 12, *range(20, 60), 3]
+    with torch.no_grad():
+        state = model(input_ids=torch.tensor([ids])).last_hidden_state[0, 0]
+    np.testing.assert_allclose(llm.embed([ids])[0].vector, (state / state.norm()).numpy(), atol=2e-5)
+    assert llm.loaded.tokenizer.encode("ab") == [0, 4, 1]
+    assert parameter_count(load_gguf_spec(path)) == llm.loaded.model.n_parameters
+    with pytest.raises(LoadError, match=r"hidden_activation .* is 'relu'"):
+        LLM(str(write_modern_bert(tmp_path / "relu.gguf", model, tensors, hidden_activation="relu")), **FP32)

@@ -30,6 +30,7 @@ from diptych.models.gguf_architectures import (
     GEMMA4,
     GLM_DSA,
     MIMO2,
+    MODERN_BERT,
     NEMOTRON_H,
     STEP35,
     USUAL,
@@ -91,6 +92,7 @@ IN_LAYER = {
     **{f"attention.self.{one}": f"attn_{one[0]}" for one in ("query", "key", "value")},
     "attention.output.dense": "attn_output", "intermediate.dense": "ffn_up", "output.dense": "ffn_down",
     "mlp.fc11": "ffn_up", "mlp.fc12": "ffn_gate",
+    "attn.Wo": "attn_output", "mlp.Wi": "ffn_up", "mlp.Wo": "ffn_down",
     "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down",
     **dict.fromkeys(("router.proj", "mlp.gate", "mlp.gate.wg", "mlp.router", "mlp.router.layer", "mlp.router.gate"),
                     "ffn_gate_inp"),
@@ -129,6 +131,9 @@ AT_THE_ENDS = {
         for norm in ("transformer.ln_f", "transformer.norm_f", "gpt_neox.final_layer_norm", "model.final_layernorm")
     },
     "model.embedding_norm.weight": "token_embd_norm.weight",
+    "model.embeddings.tok_embeddings.weight": "token_embd.weight",
+    "model.embeddings.norm.weight": "token_embd_norm.weight",
+    "model.final_norm.weight": "output_norm.weight",
     "transformer.word_embeddings_layernorm.weight": "token_embd_norm.weight",
     "transformer.word_embeddings_layernorm.bias": "token_embd_norm.bias",
     "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
@@ -295,6 +300,8 @@ def _add_own(config: dict[str, Any], keys: Keys, file: GgufFile, kind: GgufArchi
         config["multi_query"] = config["num_key_value_heads"] == 1
     if kind is FALCON:
         _add_grouping(config, file)
+    if kind is MODERN_BERT and keys.text("hidden_activation") is not None:
+        config["hidden_activation"] = keys.text("hidden_activation")
     if TYPES in file.tensors and "type_vocab_size" in BY_ARCHITECTURE[kind.architecture].keys:
         config["type_vocab_size"] = file.tensors[TYPES].shape[0]
 
@@ -409,7 +416,9 @@ def _add_full_heads(config: dict[str, Any], keys: Keys, file: GgufFile) -> None:
 
 def _add_windows(config: dict[str, Any], keys: Keys, kind: GgufArchitecture) -> None:
     local, pattern_key = keys.number("rope.freq_base_swa"), "attention.sliding_window_pattern"
-    if kind in (GEMMA3N, GEMMA4) or kind.architecture == "Gemma3ForCausalLM":
+    if kind is MODERN_BERT and local is not None:
+        config["rope_local_base_freq"] = local
+    elif kind in (GEMMA3N, GEMMA4) or kind.architecture == "Gemma3ForCausalLM":
         config["rope_local_base_freq"] = local or 10_000.0
     elif not kind.has_windowed_heads and local not in (None, config["rope_theta"]):
         raise LoadError(f"{keys.full('rope.freq_base_swa')} is {local}; {kind.architecture} turns all its layers alike")

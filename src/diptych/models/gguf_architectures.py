@@ -123,6 +123,15 @@ LLAMA_UNMOVED = replace(LLAMA, is_permuted=False)
 MIXTRAL = GgufArchitecture(architecture="MixtralForCausalLM", keys=EXPERTS, is_permuted=True)
 GEMMA: dict[str, Any] = {"keys": {**WINDOWED, **CAPPED}, "norms": AROUND, "norm_added": 1.0}
 GEMMA3 = GgufArchitecture(architecture="Gemma3ForCausalLM", wide_layers=62, window_every=6, **GEMMA)
+# what bends its gates, and how windowed layers turn, `gguf` reads itself
+MODERN_BERT = GgufArchitecture(
+    architecture="ModernBertModel",
+    keys={"attention.sliding_window": "local_attention", "attention.sliding_window_pattern": "sliding_window_pattern",
+          **dict.fromkeys(("hidden_activation", "attention.layer_norm_rms_epsilon", "classifier.pooling_type"), "")},
+    eps=LAYER_NORM,
+    values={"attention.causal": (False,)},
+    norms={"attn_norm": "attn_norm", "mlp_norm": "ffn_norm"},
+)  # fmt: skip
 # which values of gates are cut, how wide its own embeddings and branches are, `gguf` reads itself
 GEMMA3N = GgufArchitecture(
     architecture="Gemma3nForCausalLM",
@@ -450,6 +459,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         values={"attention.causal": (False,)},
         norms={"attention.output.LayerNorm": "attn_output_norm", "output.LayerNorm": "layer_output_norm"},
     ),
+    "modern-bert": MODERN_BERT,
     "nomic-bert": GgufArchitecture(
         architecture="NomicBertModel",
         eps=LAYER_NORM,
