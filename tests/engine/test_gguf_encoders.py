@@ -32,6 +32,20 @@ def written(word: str) -> str:
     return word[2:] if word.startswith("##") else f"\u2581{word}"
 
 
+def put_tensors(out: gguf.GGUFWriter, tensors: Mapping[str, torch.Tensor], kind: str, n_layers: int) -> None:
+    """All that the package's table has a name for, without what precedes the model; the file is complete then."""
+    architecture = {name: one for one, name in gguf.MODEL_ARCH_NAMES.items()}[kind]
+    names = gguf.get_tensor_name_map(architecture, n_layers)
+    for name, tensor in tensors.items():
+        if not name.startswith("pooler."):
+            known = names.get_name(name.removeprefix("model."), try_suffixes=(".weight", ".bias"))
+            out.add_tensor(known, tensor.numpy())
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+
+
 def write_bert(
     path: Path,
     tensors: Mapping[str, torch.Tensor],
@@ -58,15 +72,7 @@ def write_bert(
     out.add_tokenizer_model("bert")
     out.add_token_list([word for word in map(written, words) if word != lost])
     out.add_token_types([gguf.TokenType.CONTROL if one.startswith("[") else gguf.TokenType.NORMAL for one in words])
-    architecture = {name: one for one, name in gguf.MODEL_ARCH_NAMES.items()}[kind]
-    names = gguf.get_tensor_name_map(architecture, SIZES["num_hidden_layers"])
-    for name, tensor in tensors.items():
-        if not name.startswith("pooler."):
-            out.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), tensor.numpy())
-    out.write_header_to_file()
-    out.write_kv_data_to_file()
-    out.write_tensors_to_file()
-    out.close()
+    put_tensors(out, tensors, kind, SIZES["num_hidden_layers"])
     return path
 
 
@@ -141,14 +147,7 @@ def write_modern_bert(path: Path, model: Any, tensors: Mapping[str, torch.Tensor
     out.add_add_bos_token(True), out.add_add_eos_token(True), out.add_add_sep_token(True)
     for key, value in more.items():
         out.add_string(f"modern-bert.{key}", str(value))
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MODERN_BERT, config.num_hidden_layers)
-    for name, tensor in tensors.items():
-        stem = name.removeprefix("model.")
-        out.add_tensor(names.get_name(stem, try_suffixes=(".weight", ".bias")), tensor.numpy())
-    out.write_header_to_file()
-    out.write_kv_data_to_file()
-    out.write_tensors_to_file()
-    out.close()
+    put_tensors(out, tensors, "modern-bert", config.num_hidden_layers)
     return path
 
 
