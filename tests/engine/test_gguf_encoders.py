@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from tests.encoder_files import SIZES, make_plain, make_reference_encoder
 from tests.engine.test_encoders import FP32, POSITIONS, TEXTS
+from tests.gguf_files import write_gguf
 
 from diptych.compute.ops import cpu_kernels
 from diptych.cost.parameters import parameter_count
@@ -116,6 +117,19 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         LLM(str(write_bert(tmp_path / "lost.gguf", model.state_dict(), tok, lost="[SEP]")), **FP32)
 
 
+def add_words(out: gguf.GGUFWriter, n: int = 82) -> None:
+    """A few, of bytes, between [CLS] and [SEP]."""
+    words = ["[CLS]", "[SEP]", "a", "b", "ab"]
+    words += [f"w{i}" for i in range(n - len(words))]
+    out.add_tokenizer_model("gpt2")
+    out.add_tokenizer_pre("modern-bert")
+    out.add_token_list(words)
+    out.add_token_types([gguf.TokenType.CONTROL if one.startswith("[") else gguf.TokenType.NORMAL for one in words])
+    out.add_token_merges(["a b"])
+    out.add_bos_token_id(0), out.add_eos_token_id(1)
+    out.add_add_bos_token(True), out.add_add_eos_token(True), out.add_add_sep_token(True)
+
+
 def write_modern_bert(path: Path, model: Any, tensors: Mapping[str, torch.Tensor], **more: object) -> Path:
     """As the converter writes it, with a few words. more: keys behind the architecture's name."""
     config = model.config
@@ -136,15 +150,7 @@ def write_modern_bert(path: Path, model: Any, tensors: Mapping[str, torch.Tensor
     out.add_sliding_window(config.local_attention)
     out.add_sliding_window_pattern(3)
     out.add_rope_scaling_type(gguf.RopeScalingType.NONE)
-    words = ["[CLS]", "[SEP]", "a", "b", "ab"]
-    words += [f"w{i}" for i in range(config.vocab_size - len(words))]
-    out.add_tokenizer_model("gpt2")
-    out.add_tokenizer_pre("modern-bert")
-    out.add_token_list(words)
-    out.add_token_types([gguf.TokenType.CONTROL if one.startswith("[") else gguf.TokenType.NORMAL for one in words])
-    out.add_token_merges(["a b"])
-    out.add_bos_token_id(0), out.add_eos_token_id(1)
-    out.add_add_bos_token(True), out.add_add_eos_token(True), out.add_add_sep_token(True)
+    add_words(out, config.vocab_size)
     for key, value in more.items():
         out.add_string(f"modern-bert.{key}", str(value))
     put_tensors(out, tensors, "modern-bert", config.num_hidden_layers)
@@ -167,3 +173,15 @@ def test_vectors_of_modern_bert_are_those_of_the_checkpoint(tmp_path: Path, act:
     assert parameter_count(load_gguf_spec(path)) == llm.loaded.model.n_parameters
     with pytest.raises(LoadError, match=r"hidden_activation .* is 'relu'"):
         LLM(str(write_modern_bert(tmp_path / "relu.gguf", model, tensors, hidden_activation="relu")), **FP32)
+
+
+def test_vectors_of_eurobert_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    """jina-embeddings-v5-text-nano's files: the last token's state of a model whose tokens see each other."""
+    model, _ = make_reference_encoder("eurobert", "ForMaskedLM", tie_word_embeddings=True)
+    metadata = {"attention.causal": False, "pooling_type": 3, "rope.scaling.type": "none"}
+    path = write_gguf(model, tmp_path / "it.gguf", called="eurobert", add_words=add_words, metadata=metadata)
+    llm, ids = LLM(str(path), **FP32), [2, 5, 30, 12, *range(20, 60), 3]
+    with torch.no_grad():
+        state = model.model(input_ids=torch.tensor([ids])).last_hidden_state[0, -1]
+    np.testing.assert_allclose(llm.embed([ids])[0].vector, (state / state.norm()).numpy(), atol=2e-5)
+    assert parameter_count(load_gguf_spec(path)) == llm.loaded.model.n_parameters

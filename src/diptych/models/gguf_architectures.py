@@ -460,6 +460,11 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         norms={"attention.output.LayerNorm": "attn_output_norm", "output.LayerNorm": "layer_output_norm"},
     ),
     "modern-bert": MODERN_BERT,
+    "eurobert": GgufArchitecture(
+        architecture="EuroBertModel",
+        values={"attention.causal": (False,)},
+        present={"attention_bias": Q_BIAS, "mlp_bias": UP_BIAS},
+    ),
     "nomic-bert": GgufArchitecture(
         architecture="NomicBertModel",
         eps=LAYER_NORM,
