@@ -168,7 +168,7 @@ def test_templates_keep_their_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "t5"}, "'t5'; gpt2, llama"),
+        ({"model": "rwkv"}, "'rwkv'; gpt2, llama"),
         ({"tokens": None}, "0 tokens"),
         ({"token_type": [1]}, "1 entries for"),
         ({"scores": [0.5]}, "scores of .* has 1 entries for"),

@@ -20,11 +20,16 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from diptych.engine.text.sentencepiece_model import (
     SPACE,
+    TRIAL,
     Kind,
+    Pieces,
     add_marked,
+    contradictions,
     first_ids,
     merges_by_score,
     put_around,
+    spaced_backend,
+    unigram_model,
     write_spaces,
 )
 from diptych.engine.text.template import ChatTemplate
@@ -146,7 +151,7 @@ class Vocabulary:
         if not all(tokens):  # an empty token has no text to be found by
             tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
         self.tokens = tokens
-        self.kinds: list[Any] = self._array("token_type") or [Kind.NORMAL] * len(tokens)
+        self.kinds: list[Any] = self.array("token_type") or [Kind.NORMAL] * len(tokens)
         if len(self.kinds) < len(tokens):
             raise LoadError(f"{KEY}token_type of {file.path} has {len(self.kinds)} entries for {len(tokens)} tokens")
         self.ids = first_ids(tokens)
@@ -160,7 +165,8 @@ class Vocabulary:
             raise LoadError(f"{KEY}{name} of {self.file.path} is {value!r}; it must be an array")
         return value
 
-    def _array(self, name: str) -> list[Any] | None:
+    def array(self, name: str) -> list[Any] | None:
+        """Its entries; None where there is none."""
         found = self._found(name)
         return None if found is None else found.values()
 
@@ -211,7 +217,7 @@ class Vocabulary:
 
     def merges_by_score(self) -> list[tuple[str, str]]:
         """Every pair of pieces that makes a piece, the best first; of Gemma by the order of the pieces, as it was trained."""
-        scores = self._array("scores")
+        scores = self.array("scores")
         architecture = str(self.file.metadata.get("general.architecture"))
         if scores is None or architecture.startswith("gemma"):
             scores = [-i for i in range(len(self.tokens))]
@@ -240,7 +246,8 @@ def _lines(found: GgufArray) -> str | None:
 def gguf_tokenizer(file: GgufFile) -> Tokenizer:
     """The tokenizer of a GGUF file. Raises LoadError where it has none, or a kind that is not known."""
     words = Vocabulary(file)
-    builders = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece, "bert": _wordpiece}
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece, "bert": _wordpiece,
+                "t5": _unigram}  # fmt: skip
     if words.model not in builders:
         raise LoadError(f"{KEY}model of {file.path} is {words.model!r}; {', '.join(builders)} are read")
     if words.model == "bert":
@@ -249,16 +256,12 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
     elif words.model != "gpt2":
         words.tokens = [SPACE * len(token) if not token.strip(" ") else token for token in words.tokens]
         words.ids = first_ids(words.tokens)
-    try:
+    with contradictions(file.path):
         backend = builders[words.model](words)
         add_marked(backend, words.tokens, words.ids, words.kinds, words.special("unknown"))
-    except LoadError:
-        raise
-    except Exception as error:  # the library raises bare Exception for merges of pieces that are not there
-        raise LoadError(f"the vocabulary of {file.path} contradicts itself: {error}") from error
     is_spm = words.model != "gpt2"
     begin, end = words.special("bos"), words.special("eos")
-    if words.model == "bert":
+    if words.model in ("bert", "t5"):
         return _around_texts(backend, words)
     first = begin if words.flag("add_bos_token", is_spm or words.split in BEGINS) else None
     last = end if words.flag("add_eos_token", False) else None
@@ -320,6 +323,31 @@ def _sentencepiece(words: Vocabulary) -> tokenizers.Tokenizer:
     return backend
 
 
+def _unigram(words: Vocabulary) -> tokenizers.Tokenizer:
+    """XLM-RoBERTa's: spaces are joined, whatever the converter has taken that from."""
+    scores, unknown = words.array("scores"), words.special("unknown")
+    if scores is None or len(scores) < len(words.tokens):
+        found = 0 if scores is None else len(scores)
+        raise LoadError(f"{KEY}scores of {words.file.path} has {found} entries for {len(words.tokens)} tokens")
+    if unknown is None:
+        raise LoadError(
+            f"{KEY}unknown_token_id is missing from {words.file.path}; it says what stands for what no piece is"
+        )
+    used = [score for score, kind in zip(scores, words.kinds, strict=False) if kind != Kind.UNUSED]
+    least = min(used, default=0.0)
+    pieces = Pieces(
+        charsmap=bytes(words.array("precompiled_charsmap") or ()), has_prefix=words.flag("add_space_prefix", True)
+    )
+    pieces.kinds = [Kind.UNKNOWN if i == unknown else kind for i, kind in enumerate(words.kinds)]
+    # places that nothing fills have names of the converter's, and scores so low that what is unknown would cost as little
+    for i, (text, score, kind) in enumerate(zip(words.tokens, scores, words.kinds, strict=False)):
+        pieces.texts.append(f"\0{i}" if kind == Kind.UNUSED else text)
+        pieces.scores.append(max(score, least))
+    backend = spaced_backend(unigram_model(pieces), pieces)
+    backend.encode(TRIAL)
+    return backend
+
+
 def _as_piece(token: str, kind: int) -> str:
     """As a vocabulary of WordPiece has it: a file marks the pieces that begin a word, and there those that go on are marked."""
     if kind in (Kind.CONTROL, Kind.UNKNOWN) or (token.startswith("[") and token.endswith("]")):
@@ -339,15 +367,16 @@ def _wordpiece(words: Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _around_texts(backend: tokenizers.Tokenizer, words: Vocabulary) -> Tokenizer:
-    """[CLS] before each text and [SEP] behind it, by the ids that the file has or by name."""
-    found = {}
-    for mark, name, key in (("[CLS]", "cls_token", "cls"), ("[SEP]", "sep_token", SEPARATOR)):
+    """[CLS] before each text and [SEP] behind it, by the ids that the file has or by name; <s> and </s> of XLM-RoBERTa."""
+    found, is_bert = {}, words.model == "bert"
+    marks = (("[CLS]", "cls_token", "cls"), ("[SEP]", "sep_token", SEPARATOR))
+    for mark, name, key in marks if is_bert else (("<s>", "cls_token", "bos"), ("</s>", "sep_token", "eos")):
         token_id = words.special(key)
         token_id = words.ids.get(mark) if token_id is None else token_id
         if token_id is None:
             raise LoadError(f"{KEY}tokens of {words.file.path} has no {mark}, which stands around every text")
         found[name] = words.tokens[token_id], token_id
-    put_around_texts(backend, found["cls_token"], found["sep_token"])
+    put_around_texts(backend, found["cls_token"], found["sep_token"], has_types=is_bert)
     return Tokenizer(backend, {name: text for name, (text, _) in found.items()}, [])
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -157,25 +158,39 @@ def sentencepiece_backend(path: Path, config: Mapping[str, Any]) -> tokenizers.T
     pieces = read_pieces(path)
     _rename(pieces, config)
     ids = first_ids(pieces.texts)
-    try:
-        model = _unigram(pieces) if pieces.model_type == UNIGRAM else _bpe(path, pieces, ids)
-        backend = tokenizers.Tokenizer(model)
-        first: list[Any] = [normalizers.Precompiled(pieces.charsmap)] if pieces.charsmap else []
-        if pieces.joins_spaces:
-            first += [normalizers.Replace(tokenizers.Regex(cut), "") for cut in (r"\A +", r" +\z")]
-            first.append(normalizers.Replace(tokenizers.Regex(" {2,}"), " "))
-        write_spaces(backend, is_prefixed=pieces.has_prefix, first=first)
+    with contradictions(path):
+        backend = spaced_backend(
+            unigram_model(pieces) if pieces.model_type == UNIGRAM else _bpe(path, pieces, ids), pieces
+        )
         add_marked(backend, pieces.texts, ids, pieces.kinds, pieces.unknown)
         begin = _special(config, "bos_token", pieces.begin, ids) if config.get("add_bos_token", True) else None
         end = _special(config, "eos_token", pieces.end, ids) if config.get("add_eos_token", False) else None
         put_around(backend, pieces.texts, begin, end)
         backend.encode(TRIAL)
+    return backend
+
+
+@contextmanager
+def contradictions(path: Path) -> Iterator[None]:
+    """LoadError for whatever the library says of a vocabulary: it raises bare Exception, and panics over characters' tables."""
+    try:
+        yield
     except LoadError:
         raise
-    except BaseException as error:  # the library raises bare Exception, and panics over characters' tables
+    except BaseException as error:
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
         raise LoadError(f"the vocabulary of {path} contradicts itself: {error}", hint=HINT) from error
+
+
+def spaced_backend(model: Any, pieces: Pieces) -> tokenizers.Tokenizer:
+    """The model over texts as the library makes them ready; no piece is a mark yet."""
+    backend = tokenizers.Tokenizer(model)
+    first: list[Any] = [normalizers.Precompiled(pieces.charsmap)] if pieces.charsmap else []
+    if pieces.joins_spaces:
+        first += [normalizers.Replace(tokenizers.Regex(cut), "") for cut in (r"\A +", r" +\z")]
+        first.append(normalizers.Replace(tokenizers.Regex(" {2,}"), " "))
+    write_spaces(backend, is_prefixed=pieces.has_prefix, first=first)
     return backend
 
 
@@ -203,7 +218,8 @@ def _bpe(path: Path, pieces: Pieces, ids: Mapping[str, int]) -> models.BPE:
     return models.BPE(dict(ids), merges, unk_token=unknown, fuse_unk=True, byte_fallback=pieces.has_bytes)
 
 
-def _unigram(pieces: Pieces) -> models.Unigram:
+def unigram_model(pieces: Pieces) -> models.Unigram:
+    """Of all pieces, by their scores."""
     if pieces.unknown is None:
         raise ValueError("it has no piece for what no piece is")
     words = list(zip(pieces.texts, pieces.scores, strict=True))
