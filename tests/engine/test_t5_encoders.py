@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,12 @@ from tests.encoder_files import unigram
 from tests.engine.conftest import tiny_config
 
 from diptych.compute.ops import cpu_kernels
+from diptych.compute.views import DistancesTensor
 from diptych.engine.llm import LLM
 from diptych.ground.config import SchedulerConfig
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.config import HfConfig
+from diptych.models.positions import Distances
 from diptych.models.read import read_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of sentence-transformers and what it brings
@@ -132,3 +135,22 @@ def test_what_changes_the_mathematics_is_refused_by_name(
         read_model(
             HfConfig({"architectures": ["T5EncoderModel"], "model_type": "t5", **SIZES, "vocab_size": 99, **fields})
         )
+
+
+@pytest.mark.parametrize(("n_buckets", "reach"), [(32, 128), (32, 127), (16, 20), (8, 3), (64, 1000), (4, 2)])
+def test_every_distance_has_the_bucket_of_transformers(n_buckets: int, reach: int) -> None:
+    """At the edges of buckets a logarithm in another precision falls on the other side."""
+    from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    values = torch.arange(n_buckets).float()[:, None].repeat(1, 2)
+    table: Any = SimpleNamespace(
+        name="table", shape=values.shape, dtype=values.dtype, random_seed=None, read=lambda: values
+    )
+    got = DistancesTensor(table, Distances(n_buckets=n_buckets, reach=reach)).read()
+    steps = torch.arange(-2 * reach, 2 * reach + 1)
+    want = T5Attention._relative_position_bucket(steps, True, n_buckets, reach).float()
+    assert torch.equal(got[0], want[reach:-reach])
+    assert (want[:reach] == got[1, 0]).all()
+    assert (want[-reach:] == got[1, -1]).all()
+    assert torch.equal(MPNetEncoder.relative_position_bucket(steps, n_buckets, reach).float(), want)
