@@ -60,7 +60,7 @@ class Recorder {
     else
       p_.record(Category::embed, EmbedOp{p_.add_table({reinterpret_cast<const uint8_t*>(table.data()), Source::f32, m.vocab, m.hidden}), x_, 1.0f, positions(table)});
     shape_ = {m.n_heads, m.n_kv_heads, m.head_dim, m.v_head_dim, 0.3f, m.window, 3.0f, m.has_softcap};
-    shape_.most = m.most, shape_.pool = m.pool;
+    shape_.most = m.most, shape_.pool = m.pool, shape_.reach = w_.pick(0, 40);
     if (m.block != 0) shape_.block = m.block, shape_.by_means = true, choice_ = plain_buffer(p_, BufferKind::f32, m.most / m.block + 1);
     else if (m.most != INT64_MAX) choice_ = plain_buffer(p_, BufferKind::f32, m.most);
     const bool is_latent = m.rank != 0, expands = is_latent || m.has_entries, is_direct = has_bf16_rows(m.weights) && !expands;
@@ -78,8 +78,10 @@ class Recorder {
       p_.record(Category::norm, NormOp{x_, norm(m.hidden), 1e-5f, rows, some(m.hidden), w_.pick(0, 1) == 1});
       if (is_latent) latent(rows, layer); else if (m.has_entries) keep_entries(rows, layer); else rotate(rows, layer);
       if (m.block != 0 && m.chooses(layer)) choose_blocks(rows, static_cast<int>(m.layers) + layer);
-      p_.record(Category::attention, AttentionOp{q_, is_direct ? heads_rows : heads_, m.shares_kv ? 0 : layer, m.has_entries ? shape_of_entries(layer) : shape_, some(m.n_heads), 0,
-                                                 m.has_entries && !m.chooses(layer) ? -1 : choice_});
+      const int choice = m.has_entries && !m.chooses(layer) ? -1 : choice_;
+      const bool is_bent = choice_ == -1 && !m.has_entries;
+      p_.record(Category::attention, AttentionOp{q_, is_direct ? heads_rows : heads_, m.shares_kv ? 0 : layer, m.has_entries ? shape_of_entries(layer) : shape_, some(m.n_heads), 0, choice,
+                                                 is_bent ? some(m.n_heads) : -1, is_bent ? some(m.n_heads * (2 * shape_.reach + 32)) : -1});
       if (is_latent) p_.record(Category::o, heads_op(values_of_heads_, heads_, m.head_dim, m.rank, expanded_, value_dim_, Store::f32));
       if (m.has_entries) {
         p_.record(Category::rope, TurnBackOp{heads_, rope_, m.n_heads});
