@@ -29,7 +29,7 @@ from diptych.lab.calibrate import calibrate as run_calibration
 from diptych.lab.calibration_words import calibration_words
 from diptych.lab.experiment import Experiment, Outcome, Stage, Verdict
 from diptych.lab.experiments import EXPERIMENTS, QUICK
-from diptych.lab.quality import measure_quality
+from diptych.lab.quality import USUAL_TOKENS, measure_quality
 from diptych.lab.report import prediction_text
 from diptych.lab.rounds import Effort
 from diptych.lab.session import LabRun, choose
@@ -163,11 +163,14 @@ def calibrate(
 def quality(
     model: options.Model = "bundled",
     text: Annotated[Path | None, typer.Option(help="held-out text (default: the bundled one)")] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="how many tokens of it")] = 16384,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=2, help=f"how many tokens of it (default: what memory takes, {USUAL_TOKENS:,} at most)"),
+    ] = None,
     threads: options.OwnThreads = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON list on standard output")] = False,
 ) -> None:
-    """Measure what each number format costs: perplexity and divergence from fp32."""
+    """Measure what each number format costs: perplexity, divergence from fp32, how often the likeliest token is fp32's."""
     path = text or bundled_dir("heldout.txt")
     try:
         held_out = path.read_text(encoding="utf-8")
@@ -181,16 +184,17 @@ def quality(
         print(json.dumps([row.as_json() for row in rows]))
         return
     table = Table(title=escape(f"{model} over {rows[0].tokens:,} tokens of {path.name}"))
-    for column in ("backend", "weights", "KV", "perplexity", "over bf16", "KL to fp32, nats"):
+    for column in ("backend", "weights", "KV", "perplexity", "over bf16", "KL to fp32, nats", "same token"):
         table.add_column(column)
     for row in rows:
         table.add_row(
             row.backend,
-            row.weights,
+            row.weights if row.activations is None else f"{row.weights}, rows of {row.activations}",
             row.kv,
             f"{row.perplexity:.4f}",
             f"{row.perplexity_over_bf16:+.2%}",
             f"{row.kl_nats:.6f}",
+            f"{row.same_token:.2%}",
         )
     page().print(table, soft_wrap=False)
 

@@ -1,42 +1,58 @@
-"""What a number format costs in quality: perplexity on held-out text and the mean KL divergence to fp32.
+"""What a number format costs in quality: perplexity on held-out text, the mean KL divergence to fp32, and the share of
+positions where the likeliest token is fp32's.
 
-The fp32 torch backend is the reference; every format reads the same windows of the same text.
+The fp32 torch backend is the reference; every format reads the same windows of the same text. Of a file that holds codes the
+reference has the codes' values, so what the file has lost before is in no row.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 
+from diptych.compute.held import what_is_held
 from diptych.engine.load import LoadedModel, load
+from diptych.engine.memory import memory_of
 from diptych.engine.phases import TwoPhase
 from diptych.ground.config import ComputeConfig, EngineConfig
-from diptych.ground.errors import ConfigError
+from diptych.ground.errors import CapacityError, ConfigError
 
 WINDOW_TOKENS = 512
-REFERENCE = ("torch", "fp32", "fp32")
+USUAL_TOKENS = 16_384
+REFERENCE_SHARE = 0.5  # of the memory that is free: the formats' weights and their logits need some, too
+REFERENCE = ComputeConfig(backend="torch", weights="fp32", kv="fp32")
+BF16 = ComputeConfig(backend="cpu", weights="bf16", kv="bf16")
 FORMATS = (
-    ("cpu", "bf16", "bf16"),
-    ("cpu", "int8", "bf16"),
-    ("cpu", "int4", "bf16"),
-    ("cpu", "bf16", "int8"),
-    ("cpu", "bf16", "fp8"),
+    BF16,
+    replace(BF16, weights="int8"),
+    replace(BF16, weights="int4"),
+    replace(BF16, kv="int8"),
+    replace(BF16, kv="fp8"),
 )
+KEPT = replace(BF16, weights="file")
+KEPT_ROWS = (replace(KEPT, activations="int8"), replace(KEPT, activations="int15"))  # what meets codes in groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualityRow:
-    """One format. kl_nats: mean over positions of KL(fp32 || format). perplexity_over_bf16: relative, 0 is equal."""
+    """One format. kl_nats: mean over positions of KL(fp32 || format). perplexity_over_bf16: relative, 0 is equal.
+
+    same_token: of the positions, the share whose likeliest token is that of fp32. activations: of weights that keep a file's
+    codes in groups, the rows that they meet; None of all others, which have one kind.
+    """
 
     backend: str
     weights: str
+    activations: str | None
     kv: str
     perplexity: float
     perplexity_over_bf16: float
     kl_nats: float
+    same_token: float
     tokens: int
 
     def as_json(self) -> dict[str, object]:
@@ -45,58 +61,114 @@ class QualityRow:
 
 
 def measure_quality(
-    model: str, text: str, *, config: EngineConfig, n_tokens: int, progress: Callable[[str], None]
+    model: str,
+    text: str,
+    *,
+    config: EngineConfig,
+    n_tokens: int | None = None,
+    progress: Callable[[str], None] = lambda told: None,
 ) -> list[QualityRow]:
-    """Rows for fp32 and every format of the cpu backend, over the first n_tokens of `text`."""
-    found: list[tuple[tuple[str, str, str], float, float, int]] = []
+    """Rows for fp32, the file's own codes where it has some, and every format of the cpu backend.
+
+    n_tokens: how many of the text; None: as many as memory takes what fp32 says of each, and `USUAL_TOKENS` at most.
+    CapacityError where memory does not take those that are asked for, ConfigError for a text of less than two tokens.
+    """
+    own = replace(config, max_context_tokens=WINDOW_TOKENS)
+    found: list[tuple[ComputeConfig, _Sums]] = []
+    windows: list[list[int]] = []
     reference: list[torch.Tensor] = []
-    for backend, weights, kv in (REFERENCE, *FORMATS):
-        progress(f"{weights} weights, {kv} KV")
-        compute = ComputeConfig(backend=backend, weights=weights, kv=kv, threads=config.compute.threads)
-        own = replace(config, compute=compute, max_context_tokens=WINDOW_TOKENS)
-        loaded = load(model, own)
-        windows = _windows(loaded, text, n_tokens)
-        if not reference:
-            reference = [torch.empty(0)] * len(windows)
-        loss, divergence, n = _losses(TwoPhase(loaded, own), windows, reference)
-        found.append(((backend, weights, kv), loss / n, divergence / n, n))
+    formats = [REFERENCE]
+    for compute in formats:  # which grows behind the first
+        progress(_told(compute))
+        loaded = load(model, replace(own, compute=replace(compute, threads=config.compute.threads)))
+        with TwoPhase(loaded, own) as phases:
+            if not found:
+                windows = _windows(loaded, text, n_tokens)
+                formats += (*_kept(loaded.directory), *FORMATS)
+            sums = _Sums()
+            for number, window in enumerate(windows):
+                logprobs_TV = torch.log_softmax(phases.logits_at_every_position(window)[:-1].double(), dim=-1)
+                if not found:
+                    reference.append(logprobs_TV.float())
+                sums.add(reference[number], logprobs_TV, torch.tensor(window[1:]))
+            found.append((compute, sums))
         loaded.model.close()
-    bf16 = next(loss for (_, weights, kv), loss, _, _ in found if (weights, kv) == ("bf16", "bf16"))
-    return [
-        QualityRow(
-            backend=backend,
-            weights=weights,
-            kv=kv,
-            perplexity=math.exp(loss),
-            perplexity_over_bf16=math.exp(loss - bf16) - 1.0,
-            kl_nats=divergence,
-            tokens=n,
+    bf16 = next(sums.loss for compute, sums in found if compute == BF16)
+    return [_row(compute, sums, bf16) for compute, sums in found]
+
+
+def _kept(path: Path) -> tuple[ComputeConfig, ...]:
+    """How the codes of a file may be used. None where it holds floats alone."""
+    held = what_is_held(path)
+    names = set() if held is None else {*held.dense, *held.experts}
+    if any(name.startswith("group") for name in names):
+        return KEPT_ROWS
+    return (KEPT,) if names - {"bf16"} else ()
+
+
+def _told(compute: ComputeConfig) -> str:
+    rows = "" if compute.activations == "auto" else f", activations of {compute.activations}"
+    return f"{compute.weights} weights{rows}, {compute.kv} KV"
+
+
+def _windows(loaded: LoadedModel, text: str, n_tokens: int | None) -> list[list[int]]:
+    position_bytes = 4 * loaded.model.spec.vocab_size
+    most = int(memory_of(torch.device("cpu")).available_bytes * REFERENCE_SHARE) // position_bytes
+    if n_tokens is not None and n_tokens > most:
+        raise CapacityError(
+            f"what fp32 says of {n_tokens} tokens takes {n_tokens * position_bytes / 2**30:.1f} GiB; half of the free "
+            f"memory takes that of {most}",
+            hint=f"--tokens {most}, or less",
         )
-        for (backend, weights, kv), loss, divergence, n in found
-    ]
-
-
-def _windows(loaded: LoadedModel, text: str, n_tokens: int) -> list[list[int]]:
-    token_ids = loaded.tokenizer.encode(text)[:n_tokens]
+    token_ids = loaded.tokenizer.encode(text)[: min(most, USUAL_TOKENS) if n_tokens is None else n_tokens]
     if len(token_ids) < 2:
         raise ConfigError(f"the text has {len(token_ids)} tokens; at least 2 are needed to measure anything")
     starts = range(0, len(token_ids), WINDOW_TOKENS)
     return [window for start in starts if len(window := token_ids[start : start + WINDOW_TOKENS]) > 1]
 
 
-def _losses(
-    phases: TwoPhase, windows: Sequence[Sequence[int]], reference: list[torch.Tensor]
-) -> tuple[float, float, int]:
-    """Summed negative log-likelihood and divergence over all predicted tokens; fills `reference` on its first use."""
-    loss = divergence = 0.0
-    n = 0
-    for number, window in enumerate(windows):
-        logprobs_TV = torch.log_softmax(phases.logits_at_every_position(window)[:-1].double(), dim=-1)
-        if not len(reference[number]):
-            reference[number] = logprobs_TV.float()
-        expected_TV = reference[number].double()
-        targets_T = torch.tensor(window[1:])
-        loss -= float(logprobs_TV.gather(1, targets_T[:, None]).sum())
-        divergence += float((expected_TV.exp() * (expected_TV - logprobs_TV)).sum())
-        n += len(targets_T)
-    return loss, divergence, n
+class _Sums:
+    """Over all predicted tokens of a format."""
+
+    def __init__(self) -> None:
+        self._loss = self._divergence = 0.0
+        self._same = self.tokens = 0
+
+    def add(self, expected_TV: torch.Tensor, logprobs_TV: torch.Tensor, targets_T: torch.Tensor) -> None:
+        """One window: log-probabilities of the reference (fp32) and of the format (fp64), and the tokens that came."""
+        self._loss -= float(logprobs_TV.gather(1, targets_T[:, None]).sum())
+        expected_TV = expected_TV.double()
+        self._divergence += float(
+            torch.nn.functional.kl_div(logprobs_TV, expected_TV, reduction="sum", log_target=True)
+        )
+        self._same += int((expected_TV.argmax(-1) == logprobs_TV.argmax(-1)).sum())
+        self.tokens += len(targets_T)
+
+    @property
+    def loss(self) -> float:
+        """Nats a token."""
+        return self._loss / self.tokens
+
+    @property
+    def divergence(self) -> float:
+        """Nats a token."""
+        return self._divergence / self.tokens
+
+    @property
+    def same(self) -> float:
+        """Share of the positions."""
+        return self._same / self.tokens
+
+
+def _row(compute: ComputeConfig, sums: _Sums, bf16: float) -> QualityRow:
+    return QualityRow(
+        backend=compute.backend,
+        weights=compute.weights,
+        activations=None if compute.activations == "auto" else compute.activations,
+        kv=compute.kv,
+        perplexity=math.exp(sums.loss),
+        perplexity_over_bf16=math.exp(sums.loss - bf16) - 1.0,
+        kl_nats=sums.divergence,
+        same_token=sums.same,
+        tokens=sums.tokens,
+    )
