@@ -28,6 +28,7 @@ pytestmark = pytest.mark.native
 def test_rows_say_what_a_plain_computation_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Users choose formats by these three numbers; here they are computed once more, without the module."""
     monkeypatch.setattr(quality, "WINDOW_TOKENS", 64)
+    monkeypatch.setattr(quality, "PIECE_VALUES", 10 * 4096)  # of a vocabulary of 4,096
     rows = measure_quality(str(MODEL), TEXT, config=EngineConfig(), n_tokens=TOKENS)
     assert [(row.weights, row.activations, row.kv) for row in rows] == [
         ("fp32", None, "fp32"),

@@ -8,7 +8,7 @@ reference has the codes' values, so what the file has lost before is in no row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from diptych.ground.errors import CapacityError, ConfigError
 
 WINDOW_TOKENS = 512
 USUAL_TOKENS = 16_384
+PIECE_VALUES = 2**22
 REFERENCE_SHARE = 0.5  # of the memory that is free: the formats' weights and their logits need some, too
 REFERENCE = ComputeConfig(backend="torch", weights="fp32", kv="fp32")
 BF16 = ComputeConfig(backend="cpu", weights="bf16", kv="bf16")
@@ -87,10 +88,14 @@ def measure_quality(
                 formats += (*_kept(loaded.directory), *FORMATS)
             sums = _Sums()
             for number, window in enumerate(windows):
-                logprobs_TV = torch.log_softmax(phases.logits_at_every_position(window)[:-1].double(), dim=-1)
+                logits_TV = phases.logits_at_every_position(window)[:-1]
                 if not found:
-                    reference.append(logprobs_TV.float())
-                sums.add(reference[number], logprobs_TV, torch.tensor(window[1:]))
+                    reference.append(torch.empty_like(logits_TV))
+                for rows in _pieces(*logits_TV.shape):
+                    logprobs_RV = torch.log_softmax(logits_TV[rows].double(), dim=-1)
+                    if not found:
+                        reference[number][rows] = logprobs_RV
+                    sums.add(reference[number][rows], logprobs_RV, torch.tensor(window[1:][rows]))
             found.append((compute, sums))
         loaded.model.close()
     bf16 = next(sums.loss for compute, sums in found if compute == BF16)
@@ -104,6 +109,12 @@ def _kept(path: Path) -> tuple[ComputeConfig, ...]:
     if any(name.startswith("group") for name in names):
         return KEPT_ROWS
     return (KEPT,) if names - {"bf16"} else ()
+
+
+def _pieces(n_rows: int, width: int) -> Iterator[slice]:
+    """Rows whose numbers in fp64 take 32 MiB: a window's would take a gigabyte of a large vocabulary, several times over."""
+    step = max(1, PIECE_VALUES // width)
+    return (slice(begin, begin + step) for begin in range(0, n_rows, step))
 
 
 def _told(compute: ComputeConfig) -> str:
