@@ -6,8 +6,10 @@ import importlib
 import io
 import itertools
 import json
+import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +21,13 @@ import typer
 from typer.testing import CliRunner
 
 from diptych.cli.chat import Conversation
+from diptych.engine.async_llm import AsyncLLM
 from diptych.engine.llm import LLM
+from diptych.engine.load import bundled_dir
+from diptych.engine.text.template import DEFAULT_TEMPLATE_WORDS
 from diptych.ground.request import SamplingParams
+from diptych.server.config import ServerConfig
+from diptych.server.state import ServerState
 from started import run
 
 RUN = [sys.executable, "-m", "diptych"]
@@ -223,6 +230,29 @@ def test_what_was_not_answered_is_forgotten(
         talk.run()
     assert asked == [1, 1, 1]
     assert capsys.readouterr().err.endswith("> \n")  # the end of input does not leave the shell in this line
+
+
+def test_who_talks_to_a_model_without_a_template_is_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A base model went on with made-up lines, and nothing said that they were no template of its own."""
+    for path in bundled_dir("diptych-1m-draft").iterdir():
+        if path.name != "chat_template.jinja":
+            shutil.copyfile(path, tmp_path / path.name)
+    named = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**named, "chat_template": None}))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+    with LLM(str(tmp_path), max_context_tokens=256) as llm:
+        Conversation(llm, SamplingParams(max_tokens=2), system=None, think=False).run()
+        assert DEFAULT_TEMPLATE_WORDS in capsys.readouterr().err
+    engine = AsyncLLM(str(tmp_path), max_context_tokens=256)
+    with caplog.at_level(logging.WARNING, logger="diptych.server"):
+        ServerState(engine, ServerConfig(), ceilings=None)
+    engine.close()
+    assert DEFAULT_TEMPLATE_WORDS in caplog.messages
 
 
 def test_embed_writes_a_vector_per_line_and_reports_one_phase() -> None:

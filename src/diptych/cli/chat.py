@@ -14,6 +14,7 @@ from diptych.compute.ceilings import machine_ceilings
 from diptych.engine.engine import OutputDelta
 from diptych.engine.llm import LLM
 from diptych.engine.report import PhaseObserver, phase_report
+from diptych.engine.text.template import DEFAULT_TEMPLATE_WORDS
 from diptych.ground.errors import EngineError
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import SamplingParams
@@ -62,6 +63,8 @@ class Conversation:
                 if not is_greeted:
                     is_greeted = True
                     console.print(HELP, style="dim", soft_wrap=True)
+                    if self._llm.loaded.template.is_default:
+                        console.print(DEFAULT_TEMPLATE_WORDS, style="yellow", soft_wrap=True)
                 is_open = self._turn()
             except KeyboardInterrupt:
                 console.print()

@@ -148,6 +148,7 @@ def _named_words(tokenizer: Tokenizer, template: ChatTemplate) -> dict[str, Any]
         "kind": tokenizer.piece_kind.value,
         "tokens": tokenizer.vocab_size,
         "bos": tokenizer.bos_token,
+        "begins": tokenizer.begin,
         "ends": [tokenizer.token(token_id) or f"token {token_id}" for token_id in tokenizer.eos_token_ids],
         "has_template": not template.is_default,
         "template_reads_tools": template.names("tools"),
@@ -275,8 +276,9 @@ def _words_line(words: dict[str, Any]) -> str:
         return f"tokenizer: none ({words['error']})"
     template = "a chat template" + (" that reads tools" if words["template_reads_tools"] else "")
     return (
-        f"tokenizer: {words['kind']}, {words['tokens']} tokens, begins with {words['bos'] or 'nothing'}, "
-        f"ends with {', '.join(words['ends']) or 'nothing'}; {template if words['has_template'] else 'no chat template'}"
+        f"tokenizer: {words['kind']}, {words['tokens']} tokens, {words['begins'] or 'nothing'} before each text; "
+        f"answers end with {', '.join(words['ends']) or 'nothing'}; "
+        f"{template if words['has_template'] else 'no chat template'}"
     )
 
 

@@ -5,12 +5,15 @@ Routes get the parts from `ServerState`; the parts do not know of it. Nothing he
 
 from __future__ import annotations
 
+import logging
+
 from diptych.compute.ceilings import Ceilings
 from diptych.cost.parameters import attention_flops_per_pair, linear_parameter_count
 from diptych.engine.async_llm import AsyncLLM
 from diptych.engine.cost_view import CostView
 from diptych.engine.load import faster_kernels
 from diptych.engine.spans import spans_to
+from diptych.engine.text.template import DEFAULT_TEMPLATE_WORDS
 from diptych.ground.errors import ConfigError, EngineError
 from diptych.ground.version import VERSION
 from diptych.insight.segments import TokenWork
@@ -30,6 +33,8 @@ from diptych.server.responses.store import ResponseStore
 from diptych.server.telemetry import Telemetry
 from diptych.server.timelines import Timelines
 from diptych.sim.counterfactual import Machine
+
+logger = logging.getLogger("diptych.server")
 
 MAX_COUNTED_TOKENS = 65536  # of a text that is only tokenised, where the model's context is shorter
 
@@ -60,6 +65,8 @@ class ServerState:
         self.reader = Reader(
             loaded.tokenizer, loaded.template, self.workers, reads_control_tokens=config.reads_control_tokens
         )
+        if loaded.template.is_default and loaded.encoder is None:
+            logger.warning(DEFAULT_TEMPLATE_WORDS)
         self.generation = Generation(
             model=self.model,
             names=frozenset({self.model.name, *config.served_model_names, loaded.name, str(loaded.directory)}),

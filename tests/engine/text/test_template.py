@@ -249,6 +249,21 @@ def test_model_without_template_gets_the_plain_one(tmp_path):
     assert [name for name, _ in parts(prompt, template)] == ["system", "new message", "generation prompt"]
 
 
+def test_the_plain_template_begins_as_each_text_of_the_tokenizer(tmp_path):
+    """Gemma 3 270M, a base model, was given conversations without its BOS, and wrote `Assistant:` for ever."""
+    backend = tokenizers.Tokenizer.from_str(byte_level_json())
+    begin = backend.token_to_id("<|begin|>")
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|begin|> $A", pair="<|begin|> $A $B", special_tokens=[("<|begin|>", begin)]
+    )
+    template = ChatTemplate.from_dir(checkpoint(tmp_path, backend.to_str(), config={"bos_token": "<|begin|>"}))
+    prompt = template.render(CHAT[:1])
+    assert prompt.text == "<|begin|>User: What is 2 + 2?\n\nAssistant:"
+    assert list(prompt.token_ids) == backend.encode("User: What is 2 + 2?\n\nAssistant:").ids
+    spelt = template.render([{"role": "user", "content": "<|begin|>"}]).token_ids
+    assert spelt.count(begin) == 1, "what a message spells stays text"
+
+
 @pytest.mark.parametrize(
     ("messages", "options", "words"),
     [

@@ -38,7 +38,11 @@ _NO_TEXT = ("image", "audio", "video", "file", "input_image", "input_audio", "in
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _SYSTEM_ROLES = ("system", "developer")
 
-# For a model without a template: plain and readable, no special tokens it was never trained on.
+# For a model without a template: plain and readable, no special tokens but what each text begins with.
+DEFAULT_TEMPLATE_WORDS = (
+    "this model has no chat template, as base models have none: messages become lines such as 'User: hi', which it may go on "
+    "with rather than answer"
+)
 DEFAULT_TEMPLATE = """\
 {%- for message in messages -%}
 {{ message.role | capitalize }}: {{ message.content }}
@@ -63,6 +67,8 @@ class ChatTemplate:
         self, tokenizer: Tokenizer, source: str | Mapping[str, str] = DEFAULT_TEMPLATE, *, is_default: bool = False
     ) -> None:
         self._tokenizer = tokenizer
+        if is_default and tokenizer.begin is not None:
+            source = f"{{{{ {json.dumps(tokenizer.begin)} }}}}{source}"
         self._sources = {"default": source} if isinstance(source, str) else dict(source)
         self._sandbox = TemplateSandbox()
         self._compiled: dict[str, jinja2.Template] = {}

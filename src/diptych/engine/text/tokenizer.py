@@ -151,6 +151,12 @@ class Tokenizer:
         return token_text(self._config.get("bos_token"))
 
     @cached_property
+    def begin(self) -> str | None:
+        """The token that tokenizer.json puts before every text, such as BOS; None: a text begins with its own."""
+        first, own = (self.encode("a", add_special_tokens=is_added)[:1] for is_added in (True, False))
+        return self.token(first[0]) if first and first != own else None
+
+    @cached_property
     def missing_end(self) -> int | None:
         """The id that should end every text to be embedded and that tokenizer.json does not put there; None: none.
 
