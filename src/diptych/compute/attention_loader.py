@@ -7,7 +7,7 @@ from typing import Any, Generic
 
 import torch
 
-from diptych.compute.balance import NORM_SHARE, balance_norm, balance_values
+from diptych.compute.balance import balance_norm, balance_values
 from diptych.compute.difference_loader import load_difference, of_two_heads
 from diptych.compute.entries_loader import entry_index, entry_parts, group_parts, read_anew, readers_of
 from diptych.compute.layer_tensors import LayerTensors
@@ -110,7 +110,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
                 balanced, o = balance_values(readers[0], o, attention)
                 readers = (balanced, *readers[1:])
             elif o_norm is not None and o_norm.weight.stored:
-                o_norm, (o,) = balance_norm(o_norm, (o,), offset=0.0, share=NORM_SHARE)
+                o_norm, (o,) = balance_norm(o_norm, (o,), offset=0.0)
         return norm, LayerHeads(
             handle=self.attention(root, index),
             has_index=index is not None,
@@ -201,7 +201,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             if not is_shared:
                 norm, readers = self.balance_norm(norm, readers)
             if behind is not None:
-                behind, (o,) = balance_norm(behind, (o,), offset=0.0, share=NORM_SHARE)
+                behind, (o,) = balance_norm(behind, (o,), offset=0.0)
         keys = state.n_key_heads * state.key_dim if state.key_dim else state.width
         return norm, LayerHeads(
             handle=state_heads(self.source, self.loader, self.spec, self.layer, self.parts.attention, self.names, root),

@@ -3,16 +3,22 @@
 Activations are quantised per row (x ~ scale * q with scale = max |x| / 127), so one channel of large values takes the levels
 of all others. Between a norm and the projections that read it, between up and down, and between v and o, a channel may be
 divided by m on one side and multiplied by m on the other, and nothing changes in exact arithmetic (SmoothQuant's identity,
-arXiv 2211.10438). Here m comes from the weights alone:
+arXiv 2211.10438). Here m comes from the weights alone. Between up and down, and v and o:
 
     log2 m = share * log2 |giver| - (1 - share) * log2 |taker|
 
 |giver| is a norm weight or a mean over a row, |taker| a mean over a column, both geometric: that mean alone splits into a
 factor of the row and one of the column. So a model and its exact reparametrisation come to the same form, whatever was done
-at the other sites. It needs no text, costs nothing when the model runs, and cannot see activations that are large where no
-weight says so.
+at the other sites.
 
-    norm, (gate_up,) = balance_norm(norm, (gate_up,), offset=0.0, share=NORM_SHARE)
+What a norm reads has large channels of its own that no weight tells, and training makes the norm's weights small there: to
+divide by those would bring the channels back (Gemma 3 270M wrote noise). So of a norm only that counts on which both sides
+agree, how far |giver| lies above the middle channel's and |taker| below, the lesser of the two, or the other way round.
+
+It needs no text, costs nothing when the model runs, and cannot see activations that are large where no weight says so. Where a
+text was read before (`compute.calibration`), |giver| is what was measured of the channel instead, with a share of a half.
+
+    norm, (gate_up,) = balance_norm(norm, (gate_up,), offset=0.0)
     gate_up, down = balance_gated(gate_up, down)
 
 Without a gate a factor passes through max(x, 0) as it is and through its square as a square (`balance_curve`).
@@ -30,9 +36,7 @@ from diptych.models.gates import Activation
 from diptych.models.spec import AttentionLayer
 
 # What of a channel's size stays in the weights; the rest goes to the activations. LAB.md, quality of the number formats.
-NORM_SHARE = 0.75
-HEAD_SHARE = 1.0  # the final norm and the head
-SHARE = 0.5  # up and down, v and o
+SHARE = 0.5
 DEGREES = {Activation.RELU: 1, Activation.SQUARED_RELU: 2}  # f(m x) = m^degree f(x) for m > 0
 SAMPLES = 1024  # values that a mean is taken over; 256 give int4 5 % more divergence
 LARGEST_SHIFT = 24  # for a channel that one side ignores: the other side's numbers must not take levels from the rest
@@ -96,12 +100,12 @@ def exponents_of(parts: LinearParts) -> torch.Tensor:
 
 
 def balance_norm(
-    norm: NormParts, readers: Sequence[LinearParts], *, offset: float, share: float
+    norm: NormParts, readers: Sequence[LinearParts], *, offset: float
 ) -> tuple[NormParts, tuple[LinearParts, ...]]:
     """A norm and all projections that read it."""
-    weight = norm.weight.read().detach().float() + offset
-    sizes = _mean_log2([part for reader in readers for part in reader.weights], axis=0)
-    shifts = _shifts(torch.where(weight == 0, torch.nan, weight.abs().log2()), sizes, share)
+    taking = [part for reader in readers for part in reader.weights]
+    given, own, taken = _measured(taking), norm.weight.read().detach().float() + offset, _mean_log2(taking, axis=0)
+    shifts = _agreed(_log2(own), taken) if given is None else _shifts(given, taken)
     scaled = tuple(_scaled(reader, columns=shifts) for reader in readers)
     bias = None if norm.bias is None else ScaledTensor(norm.bias, rows=-shifts)
     return replace(norm, weight=ScaledTensor(norm.weight, rows=-shifts, offset=offset), bias=bias), scaled
@@ -110,8 +114,10 @@ def balance_norm(
 def balance_gated(gate_up: LinearParts, down: LinearParts) -> tuple[LinearParts, LinearParts]:
     """gate and up (the latter's half of the rows), and down: act(gate) * up is linear in up."""
     ffn = down.n_inputs
-    up = _mean_log2(gate_up.weights, axis=1)[ffn:]
-    shifts = _shifts(up, _mean_log2(down.weights, axis=0), SHARE)
+    given = _measured(down.weights)
+    if given is None:
+        given = _mean_log2(gate_up.weights, axis=1)[ffn:]
+    shifts = _shifts(given, _mean_log2(down.weights, axis=0))
     return _scaled(gate_up, rows=torch.cat([torch.zeros(ffn), -shifts])), _scaled(down, columns=shifts)
 
 
@@ -120,7 +126,9 @@ def balance_curve(up: LinearParts, down: LinearParts, activation: Activation) ->
     degree = DEGREES.get(activation)
     if degree is None:
         return up, down
-    shifts = _shifts(_mean_log2(up.weights, axis=1), _mean_log2(down.weights, axis=0) / degree, SHARE)
+    given = _measured(down.weights)
+    given = _mean_log2(up.weights, axis=1) if given is None else given / degree
+    shifts = _shifts(given, _mean_log2(down.weights, axis=0) / degree)
     return _scaled(up, rows=-shifts), _scaled(down, columns=degree * shifts)
 
 
@@ -128,19 +136,42 @@ def balance_values(qkv: LinearParts, o: LinearParts, attention: AttentionLayer) 
     """v (the last rows) and o: attention is linear in v. Query heads of a group share the channels of their v."""
     n_kv, d = attention.n_kv_heads, attention.value_dim
     group = attention.n_heads // n_kv
-    values = _mean_log2(qkv.weights, axis=1)[-n_kv * d :]
-    taken = _mean_log2(o.weights, axis=0).view(n_kv, group, d).nanmean(1).view(-1)
-    shifts = _shifts(values, taken, SHARE)
+    given, taken = (
+        None if sizes is None else sizes.view(n_kv, group, d).nanmean(1).view(-1)
+        for sizes in (_measured(o.weights), _mean_log2(o.weights, axis=0))
+    )
+    if given is None:
+        given = _mean_log2(qkv.weights, axis=1)[-n_kv * d :]
+    assert taken is not None
+    shifts = _shifts(given, taken)
     rows = torch.cat([torch.zeros(qkv.n_outputs - n_kv * d), -shifts])
     columns = shifts.view(n_kv, 1, d).expand(n_kv, group, d).reshape(-1)
     return _scaled(qkv, rows=rows), _scaled(o, columns=columns)
 
 
-def _shifts(giver: torch.Tensor, taker: torch.Tensor, share: float) -> torch.Tensor:
-    """log2 m. Where one side is all zero (NaN here), the other's numbers are made small."""
-    shifts = share * giver - (1.0 - share) * taker
+def _shifts(giver: torch.Tensor, taker: torch.Tensor) -> torch.Tensor:
+    """log2 m."""
+    return _with_zeros(SHARE * giver - (1.0 - SHARE) * taker, giver, taker)
+
+
+def _agreed(giver: torch.Tensor, taker: torch.Tensor) -> torch.Tensor:
+    """log2 m, of what both sides say."""
+    above, below = giver - giver.nanmedian(), taker.nanmedian() - taker
+    agreed = torch.where(above * below > 0.0, above.sign() * torch.minimum(above.abs(), below.abs()), 0.0)
+    return _with_zeros(agreed, giver, taker)
+
+
+def _with_zeros(shifts: torch.Tensor, giver: torch.Tensor, taker: torch.Tensor) -> torch.Tensor:
+    """Where one side is all zero (NaN here), the other's numbers are made small."""
     shifts = torch.where(giver.isnan(), torch.full_like(shifts, -LARGEST_SHIFT), shifts)
     return torch.where(taker.isnan(), torch.full_like(shifts, LARGEST_SHIFT), shifts)
+
+
+def _measured(tensors: Sequence[WeightTensor]) -> torch.Tensor | None:
+    """log2 of what entered them over a text, which is the same for all of them; None where nobody has measured it."""
+    plain = (tensor.plain if isinstance(tensor, ScaledTensor) else tensor for tensor in tensors)
+    sizes = next((tensor.inputs for tensor in plain if tensor.inputs is not None), None)
+    return None if sizes is None else _log2(sizes)
 
 
 def _mean_log2(tensors: Sequence[WeightTensor], *, axis: int) -> torch.Tensor:

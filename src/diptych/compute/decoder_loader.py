@@ -8,7 +8,7 @@ from typing import Any
 
 from diptych.compute.aside_loader import AsideLoader
 from diptych.compute.attention_loader import HeadsLoader
-from diptych.compute.balance import HEAD_SHARE, balance_curve, balance_gated, balance_norm
+from diptych.compute.balance import balance_curve, balance_gated, balance_norm
 from diptych.compute.gated_loader import load_gated, load_gated_end, load_ids, load_ngrams
 from diptych.compute.layer_tensors import GatedNormParts, LayerTensors
 from diptych.compute.layer_weights import DecoderWeights, LayerWeights
@@ -79,7 +79,7 @@ def load_decoder(
     bias = source.tensor(f"{names.head}.bias", spec.vocab_size) if spec.has_head_bias and spec.has_head else None
     reads_norm = not (spec.transforms_head or family.is_encoder)
     if loader.is_balancing and norm is not None and norm.weight.stored and reads_norm:
-        norm, (parts,) = balance_norm(norm, (LinearParts(weights=(output,)),), offset=spec.end_offset, share=HEAD_SHARE)
+        norm, (parts,) = balance_norm(norm, (LinearParts(weights=(output,)),), offset=spec.end_offset)
         (output,) = parts.weights
     # the largest tensor comes first, while little else is held beside its pages in the file
     head = None if family.is_encoder else loader.head(output, bias=bias, role=role)

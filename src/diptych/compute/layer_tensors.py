@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Generic
 
-from diptych.compute.balance import NORM_SHARE, balance_norm
+from diptych.compute.balance import balance_norm
 from diptych.compute.naming import family_named, norm_parts
 from diptych.compute.ops.contract import (
     Experts,
@@ -67,7 +67,7 @@ class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
         if norm is None or not norm.weight.stored:
             return norm, readers
         own = (norm.down,) if isinstance(norm, GatedNormParts) else ()
-        norm, scaled = balance_norm(norm, (*own, *readers), offset=self.spec.norm_offset, share=NORM_SHARE)
+        norm, scaled = balance_norm(norm, (*own, *readers), offset=self.spec.norm_offset)
         if isinstance(norm, GatedNormParts):
             norm = replace(norm, down=scaled[0])
         return norm, scaled[len(own) :]

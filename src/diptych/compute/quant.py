@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import xxhash
 
-from diptych.compute.model import draw_blueprint
+from diptych.compute.model import Blueprint, draw_blueprint
 from diptych.compute.ops.contract import WeightTensor
 from diptych.compute.ops.cpu_handles import INT4_GROUP
 from diptych.compute.ops.cpu_loader import CpuLoader
@@ -40,8 +40,9 @@ from diptych.models.quantised import OWN, own_section
 from diptych.models.read import reads_mxfp4
 
 STORED = ("int8", "int4")
-# raised when the packed form of csrc/pack.cpp changes, or the form in which weights are packed: 3: balanced (compute.balance)
-PACKED_LAYOUT = 3
+# raised when the packed form of csrc/pack.cpp changes, or the form in which weights are packed: 4: balanced (compute.balance),
+# by what both sides of a norm agree on
+PACKED_LAYOUT = 4
 CHECKSUMS = "xxh3_64"  # in the file's metadata: tensor name -> XXH3-64 of its bytes
 KEPT = (
     "kept_formats"  # in the file's metadata: packed weight -> the format of its values, where they are the file's own
@@ -211,9 +212,17 @@ def checksums_of(metadata: Mapping[str, str]) -> dict[str, int]:
 
 
 def save_quantised(
-    model: str | Path, directory: Path, *, weights: str, threads: int | None = None, progress: Progress | None = None
+    model: str | Path,
+    directory: Path,
+    *,
+    weights: str,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    measure: Callable[[Blueprint], Mapping[str, torch.Tensor]] | None = None,
 ) -> int:
     """Pack the checkpoint `model` into `directory` (made here, must be empty); returns the bytes of its weights file.
+
+    measure: how large what enters each tensor is (`compute.calibration`), for the balance of channels; None: by weights alone.
 
     Raises ConfigError for a format that is not int8 or int4 or a folder in use, LoadError for a bad checkpoint, CapacityError
     where the folder cannot be written; then nothing of it is left.
@@ -232,6 +241,8 @@ def save_quantised(
             hint="name the unquantised checkpoint",
         )
     checkpoint = Checkpoint(source)
+    if measure is not None:  # of another one, which is read and forgotten
+        checkpoint.inputs = measure(draw_blueprint(hf_config, Checkpoint(source), path=config_path))
     checkpoint.progress = progress
     loader = CpuLoader(ComputeConfig(backend="cpu", weights=weights, threads=threads), checkpoint)
     blueprint = draw_blueprint(hf_config, checkpoint, path=config_path)

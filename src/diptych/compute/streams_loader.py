@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diptych.compute.balance import NORM_SHARE, balance_norm
+from diptych.compute.balance import balance_norm
 from diptych.compute.ops.contract import Experts, Heads, Linear, LinearParts, Loader, NormParts, Role, Table, Vector
 from diptych.compute.stream_weights import BranchWeights, Connection, InputsWeights, MixingWeights, OwnEmbedding
 from diptych.compute.weights import Source
@@ -131,7 +131,7 @@ def own_gate(
     if not spec.streams.scales_output:
         return None, gate
     if is_balancing:
-        output, (gate,) = balance_norm(output, (gate,), offset=0.0, share=NORM_SHARE)
+        output, (gate,) = balance_norm(output, (gate,), offset=0.0)
     return output, gate
 
 

@@ -281,6 +281,7 @@ class Checkpoint:
         self.unchecked: list[Saved] = []
         self.meanwhile: Meanwhile | None = None
         self.progress: Progress | None = None
+        self.inputs: Mapping[str, torch.Tensor] = {}  # by tensor: see `WeightTensor`
         for path in weight_files(directory):
             self._open(path)
 
@@ -295,7 +296,9 @@ class Checkpoint:
 
     def tensor(self, name: str, *shape: int) -> FileTensor:
         """The tensor `name`, checked against the shape the config gives. Raises LoadError."""
-        return self._checked(name, shape, FLOAT_DTYPES)
+        tensor = self._checked(name, shape, FLOAT_DTYPES)
+        tensor.inputs = self.inputs.get(name)
+        return tensor
 
     def raw(self, name: str, *shape: int, n_values: int) -> FileTensor:
         """The bytes of `name`, checked likewise."""

@@ -43,11 +43,13 @@ class WeightTensor(Protocol):
     kept: the format of the kernels that holds its values as the file has them, for `codes`; None: there are none but `read`'s.
     order: int32 [k], which input of the layer meets each input of `codes`; None: they come in order.
     row_order: which row of the file each row is, where they were put in another order; None: they were not.
+    inputs: fp32 [k], how large what meets each column was over a text (`compute.calibration`); None: nobody has measured it.
     """
 
     kept: KeptFormat | None = None
     order: torch.Tensor | None = None
     row_order: torch.Tensor | None = None
+    inputs: torch.Tensor | None = None
 
     name: str
     shape: tuple[int, ...]
