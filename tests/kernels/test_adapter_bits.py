@@ -121,8 +121,12 @@ WITH_STATES = ("qwen3_next", "qwen3_5", "granite-h-dense", "jamba-dense", "recur
 ])  # fmt: skip
 def test_logits_are_those_of_peft_as_the_model_s_own_are(family: str, tmp_path: Path) -> None:
     """Oracle: peft in fp32. The error with an adapter is of the size that the format's rounding has without one."""
-    # values narrower than keys; routers would choose otherwise now and then
-    fields = {"mlp_layer_types": ["dense"] * 4} if family == "mimo_v2_flash" else {}
+    # values narrower than keys; routers would choose otherwise now and then, so all of their experts are asked
+    fields = {
+        "mimo_v2_flash": {"mlp_layer_types": ["dense"] * 4},
+        "qwen3_moe": {"num_experts_per_tok": 4},
+        "qwen3_next": {"num_experts_per_tok": 4},
+    }.get(family, {})
     path = make_checkpoint(family, tmp_path / "base", **fields)
     targets = TARGETS.get(family, list(ALL))
     more: dict[str, Any] = {"fields": fields}
