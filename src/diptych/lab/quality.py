@@ -29,6 +29,7 @@ REFERENCE = ComputeConfig(backend="torch", weights="fp32", kv="fp32")
 BF16 = ComputeConfig(backend="cpu", weights="bf16", kv="bf16")
 FORMATS = (
     BF16,
+    replace(BF16, weights="q8_0"),
     replace(BF16, weights="int8"),
     replace(BF16, weights="int4"),
     replace(BF16, kv="int8"),
