@@ -32,7 +32,7 @@ def test_rows_say_what_a_plain_computation_says(monkeypatch: pytest.MonkeyPatch)
     rows = measure_quality(str(MODEL), TEXT, config=EngineConfig(), n_tokens=TOKENS)
     assert [(row.weights, row.activations, row.kv) for row in rows] == [
         ("fp32", None, "fp32"),
-        *((weights, None, "bf16") for weights in ("bf16", "int8", "int4")),
+        *((weights, None, "bf16") for weights in ("bf16", "q8_0", "int8", "int4")),
         ("bf16", None, "int8"),
         ("bf16", None, "fp8"),
     ]
