@@ -43,7 +43,9 @@ PARTS: tuple[tuple[str, str], ...] = (
     ("ffn", "mlp"), ("feed_forward", "mlp"), ("output.weight", "head"), ("attention.", "attention"), ("fc1.", "mlp"),
     ("fc2.", "mlp"), ("wpe.", "embedding"), ("embed_positions.", "embedding"), ("position_embd.", "embedding"),
     ("ln_1.", "norms"), ("ln_2.", "norms"), ("ln_f.", "norms"), ("embed.weight", "embedding"), ("head.", "head"),
-    ("intermediate.dense.", "mlp"), ("output.dense.", "mlp"), ("pooler.", "head"), ("classifier.", "head"),
+    ("relative_attention_bias", "attention"), ("SelfAttention.", "attention"), ("DenseReluDense.", "mlp"),
+    ("shared.", "embedding"), ("intermediate.dense.", "mlp"), ("output.dense.", "mlp"), ("pooler.", "head"),
+    ("classifier.", "head"), ("dense.", "head"),
 )  # fmt: skip
 ORDER = ("embedding", "head", "attention", "states", "mlp", "router", "experts", "norms", "positions", "other")
 EXPONENTS = "|exponents"  # behind such a name: by what channels were balanced, which is no parameter

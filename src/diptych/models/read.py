@@ -67,7 +67,7 @@ from diptych.models.read_windows import (
     windows_of,
     with_turns,
 )
-from diptych.models.refused import reason_for
+from diptych.models.refused import ENCODER_BESIDE, reason_for
 from diptych.models.rope import ROPE_KEYS, latent_stretch, make_rope, position_limit
 from diptych.models.spec import AttentionLayer, LayerSpec, ModelSpec, Norms, QkNorm
 from diptych.models.streams import LayerScales
@@ -223,8 +223,9 @@ def family_of(config: HfConfig) -> Family:
     else:
         what, name = "model_type", kind
         family = BY_MODEL_TYPE.get(name) if isinstance(name, str) else None
-    if family is None:
-        reason = reason_for(kind) or reason_for(name)
+    is_inside = family is not None and family.is_encoder and name in WRAPPERS  # it is what the decoder attends to
+    if family is None or is_inside:
+        reason = ENCODER_BESIDE if is_inside else reason_for(kind) or reason_for(name)
         missing = "" if reason is None else f" ({reason})"
         raise UnsupportedModel(
             f"{what} {name!r} in {config.path} is not supported{missing}; supported: {', '.join(SUPPORTED)}"
