@@ -55,6 +55,20 @@ def test_they_are_the_blocks_of_a_file(family: str, weights: str, tmp_path: Path
         assert made.weight_bytes == file.weight_bytes
 
 
+def test_a_table_that_a_file_has_in_codes_stays_so(tmp_path: Path) -> None:
+    """Its own codes were asked of blocks that were made, and its rows were noise."""
+    reference = gguf_reference("gemma3n", hidden_size_per_layer_input=32)
+    kinds = {True: "Q4_0", False: "F32"}
+    path = write_gguf(
+        reference, tmp_path / "m.gguf", choose=lambda name: kinds[name.startswith("per_layer_token_embd")]
+    )
+    made, plain = (
+        logits_of(load_model(path, ComputeConfig(backend="cpu", weights=weights, threads=1)))
+        for weights in ("q8_0", "bf16")
+    )
+    assert (made - plain).std() < 0.1 * plain.std(), "8 bits of the layers cost half of that"
+
+
 def test_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
     path = make_checkpoint("qwen3", tmp_path / "it", hidden_size=64, intermediate_size=96)
     config = ComputeConfig(backend="cpu", weights="q8_0", threads=1)

@@ -72,7 +72,13 @@ def logits(model: Model) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("family", "weights"),
-    [("llama", "bf16"), ("llama", "int4"), *((family, "int8") for family in (*FAMILIES, *MORE_FAMILIES))],
+    [
+        ("llama", "bf16"),
+        ("llama", "int4"),
+        ("llama", "q8_0"),
+        ("mixtral", "q4_1"),
+        *((family, "int8") for family in (*FAMILIES, *MORE_FAMILIES)),
+    ],
 )
 def test_a_second_start_has_the_bits_of_the_first(family: str, weights: str, tmp_path: Path, folder: Path) -> None:
     """And reads nothing of the checkpoint but what says that it is the same."""

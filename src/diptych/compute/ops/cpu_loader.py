@@ -147,7 +147,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         """
         if tensor.kept is None or tensor.order is not None:
             return self.table(tensor, head=None)
-        return self._pack(LinearParts(weights=(tensor,)), self.weights_format, of_table=tensor.kept)
+        return self._pack(LinearParts(weights=(tensor,)), "bf16", of_table=tensor.kept)
 
     def norm(self, parts: NormParts, *, offset: float = 0.0, is_read: bool = True) -> VectorHandle:
         """Weight plus offset, and bias, as fp32."""
