@@ -150,10 +150,13 @@ class FieldRefused(Exception):
         self.message = f"{name} is not supported: {why}"
 
 
+NEEDS_CONTENT = ("system", "developer", "user", "tool")  # roles of which nothing said is a mistake
+
+
 def _check_said(content: Any, info: ValidationInfo) -> Any:
     # fields of a message are not told when unknown, so a text under another name would vanish
     role = info.data.get("role")
-    if content is None and role in ("system", "developer", "user", "tool"):
+    if content is None and role in NEEDS_CONTENT:
         raise ValueError(f"is missing; a message with role {role!r} needs one: a string, or a list of text parts")
     return content
 

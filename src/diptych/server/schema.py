@@ -24,13 +24,23 @@ from pydantic import (
     WithJsonSchema,
     model_validator,
 )
-from pydantic.config import JsonDict
+from pydantic.config import JsonValue
 from pydantic_core import PydanticCustomError
 
 from diptych.compute.json_schema import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
 from diptych.compute.structured import MAX_REGEX_BYTES
 from diptych.ground.request import BOUNDS, MAX_LOGIT_BIAS, MAX_STOP_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
-from diptych.server.fields import NO_EFFECT, OF_CHATS, OF_PROMPTS, REFUSED, FieldRefused, Refusal, Said, check_extra
+from diptych.server.fields import (
+    NEEDS_CONTENT,
+    NO_EFFECT,
+    OF_CHATS,
+    OF_PROMPTS,
+    REFUSED,
+    FieldRefused,
+    Refusal,
+    Said,
+    check_extra,
+)
 from diptych.server.prompts import Prompt, prompts_of, prompts_schema
 
 MAX_PROMPTS = 64
@@ -337,19 +347,17 @@ class ContentPart(Body):
     text: str
 
 
-# in the document as in `Said`: null does of these alone
-_NULL_CONTENT: JsonDict = {
-    "anyOf": [
-        {"properties": {"role": {"enum": ["assistant", "function"]}}},
-        {"properties": {"content": {"type": ["string", "array"]}}},
-    ]
-}
+# what `Said` refuses, for the document
+_CONTENT_OF_ROLE: list[JsonValue] = [
+    {"properties": {"role": {"not": {"enum": list(NEEDS_CONTENT)}}}},
+    {"properties": {"content": {"type": ["string", "array"]}}},
+]
 
 
 class Message(Body):
     """One turn of a conversation."""
 
-    model_config = ConfigDict(json_schema_extra={"required": ["role", "content"], **_NULL_CONTENT})
+    model_config = ConfigDict(json_schema_extra={"required": ["role", "content"], "anyOf": _CONTENT_OF_ROLE})
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Said[str | Annotated[list[ContentPart], StopAtFirst()] | None] = Field(None, validate_default=True)
     reasoning_content: str | None = None
