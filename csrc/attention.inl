@@ -5,8 +5,7 @@
 // order. So it never matters which rows stand beside it, or whether tiles were split over threads. Keys a row may not see
 // add exact zeros. (Milakov and Gimelshein 2018; Dao et al. 2022, with the partial kept apart from the running state.)
 //
-// A cache of int8 is met by whole numbers of 16 bits (DIPTYCH_WHOLE): a query behind one scale, a row's weights of a tile behind another,
-// both finer than bf16, so that products are whole sums. Where bf16 has no instruction at its full rate they take half the time.
+// A cache of int8 is met by whole numbers (attention_whole.inl).
 
 namespace diptych {
 namespace DIPTYCH_ISA {
@@ -41,7 +40,10 @@ DIPTYCH_INLINE void take_inputs(const uint16_t* x, int64_t n, Input* out) { std:
 #endif
 
 #if !defined(DIPTYCH_ATTENTION_TILES) && !defined(DIPTYCH_NEON)
-#define DIPTYCH_WHOLE 1
+#define DIPTYCH_WHOLE 1  // where bf16 has no instruction at its full rate whole numbers of 16 bits take half the time
+#if defined(DIPTYCH_AVX512)
+#define DIPTYCH_QUADS 1  // bytes are multiplied by bytes
+#endif
 #if defined(DIPTYCH_AVX512) || defined(DIPTYCH_AVX2)
 #define DIPTYCH_BYTES 1  // bytes are widened in the registers that multiply
 #if defined(__AVX512BF16__)
@@ -70,9 +72,11 @@ struct Scratch {
   float* query_scales;     // [rows] where queries are whole numbers
   uint8_t* gathered;       // of a tile, where blocks of fewer tokens than a group has are chosen
 
-  // In place of queries and weights where the cache is met by whole numbers of 16 bits.
+  // In place of queries and weights where the cache is met by whole numbers, and by those that lie as bytes.
   uint16_t* whole_queries() const { return reinterpret_cast<uint16_t*>(queries); }
   uint16_t* whole_weights() const { return reinterpret_cast<uint16_t*>(weights); }
+  uint8_t* quad_queries() const { return reinterpret_cast<uint8_t*>(queries); }
+  uint8_t* quad_weights() const { return reinterpret_cast<uint8_t*>(weights); }
 };
 
 DIPTYCH_INLINE int64_t query_stride(int64_t d);
@@ -168,6 +172,7 @@ struct Tile {
   const float* value_scales = nullptr;
   bool is_whole = false;         // keys and values are whole numbers
   bool is_bytes = false;         // they lie in the cache as they are: keys and values point to bytes
+  bool is_quads = false;         // and queries and weights are bytes, too
   float most_value_scale = 0.0f;  // of all 256 keys, where the rows see them all
 };
 
@@ -183,11 +188,13 @@ constexpr int64_t kManyTurnsOfFp8 = 2;  // each turn widens twice, from eight bi
 
 DIPTYCH_INLINE int64_t turns_of(int64_t rows) { return (rows + kRows - 1) / kRows; }
 // Rows of a turn: of nine by eight at most five, then four.
-DIPTYCH_INLINE int64_t turn_of(int64_t rows) {
+DIPTYCH_INLINE int64_t turn_of(int64_t rows, bool is_quads) {
   int64_t turns = turns_of(rows);
 #if defined(DIPTYCH_BESIDE)
   // Many turns of six rows by four vectors: a row's pair has a register, and 16 groups and heads of 64 and 128 leave no vector over.
-  if (turns >= kManyTurns && is_zen5()) turns = (rows + 5) / 6;
+  if (turns >= kManyTurns && (is_quads || is_zen5())) turns = (rows + 5) / 6;
+#else
+  (void)is_quads;
 #endif
   return (rows + turns - 1) / turns;
 }
@@ -204,6 +211,8 @@ DIPTYCH_INLINE int64_t steps_of(const Span& span, int64_t d, int64_t dv) {
 #else
 #include "attention_ahead.inl"
 #endif
+
+#include "attention_whole.inl"
 
 // What a row's product with V becomes: values [R, dv] = old * keep + product * unit * take; without `keep` product * unit is stored as it
 // is, without `unit` the product stands for itself.
@@ -278,54 +287,6 @@ DIPTYCH_INLINE F32 weigh_scores(const float* scores, Input* weights, const Span&
   return sum;
 }
 
-#if defined(DIPTYCH_WHOLE)
-// The same as whole numbers of 16 bits behind one scale for the row: what stands before them is at most `most_scale`.
-template <bool kIsAsking>
-static __attribute__((noinline)) F32 weigh_scores_whole(const float* scores, uint16_t* weights, const Span& seen, float unit, float most,
-                                                        const float* value_scales, float most_scale, Ahead& ahead, int64_t steps) {
-  const F32 shift = set1(most == -__builtin_inff() ? 0.0f : -most), factor = set1(unit);
-  const F32 levels = set1(most_scale > 1e-30f ? kWeightLevels / most_scale : 0.0f);
-  F32 sum = zero();
-  Ahead::Cursor cursor = ahead.cursor;
-  for (int64_t g = seen.first; g < seen.end; ++g) {
-    if (kIsAsking) cursor.step(steps);
-    const F32 p = weight_exp2_lanes(fma(load(scores + g * 16), factor, shift));
-    sum = add(sum, p);
-    store_i16(weights + g * 16, mul(p, mul(load(value_scales + g * 16), levels)));
-  }
-  if (kIsAsking) ahead.cursor = cursor;
-  return sum;
-}
-
-// The largest of the scales [lo, hi) of a tile.
-DIPTYCH_INLINE float most_scale(const float* scales, int64_t lo, int64_t hi) {
-  F32 most = zero();
-  for (int64_t at = 0; at < kTileTokens; at += 16)
-    if (at < hi && at + 16 > lo) most = max(most, keep(load(scales + at), zero(), lo > at ? lo - at : 0, hi - at < 16 ? hi - at : 16));
-  return horizontal_max(most);
-}
-
-// A query of bf16 as whole numbers whose products with any bytes fit 32 bits; returns its scale.
-DIPTYCH_INLINE float whole_query(const uint16_t* x, int64_t d, uint16_t* out) {
-  const float levels = d <= 512 ? 32767.0f : 16383.0f;
-  F32 most = zero();
-  for (int64_t i = 0; i < d; i += 16) {
-    const F32 y = load_bf16_n(x + i, d - i < 16 ? d - i : 16);
-    most = max(most, max(y, sub(zero(), y)));
-  }
-  const float largest = horizontal_max(most);
-  const F32 inverse = set1(largest > 1e-30f ? levels / largest : 0.0f);
-  int64_t i = 0;
-  for (; i + 16 <= d; i += 16) store_i16(out + i, mul(load_bf16_n(x + i, 16), inverse));
-  if (i < d) {
-    uint16_t whole[16];
-    store_i16(whole, mul(load_bf16_n(x + i, d - i), inverse));
-    std::memcpy(out + i, whole, static_cast<size_t>(d - i) * 2);
-  }
-  return largest > 1e-30f ? largest / levels : 0.0f;
-}
-#endif
-
 // ---- one task ----
 
 #include "attention_groups.inl"
@@ -334,12 +295,16 @@ DIPTYCH_INLINE float whole_query(const uint16_t* x, int64_t d, uint16_t* out) {
 DIPTYCH_INLINE void take_queries(const AttentionCall& call, const uint16_t* q, int64_t n, int64_t row, const Scratch& scratch) {
   const int64_t d = call.shape.head_dim, stride = query_stride(d);
   for (int64_t r = row; r < row + n; ++r, q += d) {
-#if defined(DIPTYCH_WHOLE)
-    if (is_whole(call.kv.shape.format)) {
-      scratch.query_scales[r] = whole_query(q, d, scratch.whole_queries() + r * d);
+#if defined(DIPTYCH_QUADS)
+    if (is_quads(call)) {
+      scratch.query_scales[r] = quad_query(q, d, scratch.quad_queries() + r * quad_stride(d));
       continue;
     }
 #endif
+    if (is_whole(call)) {
+      scratch.query_scales[r] = whole_query(q, d, call.shape.in_bytes, stride, scratch.whole_queries() + r * stride);
+      continue;
+    }
     Input* query = scratch.queries + r * stride;
     take_inputs(q, d, query);
     std::memset(query + d, 0, static_cast<size_t>(stride - d) * sizeof(Input));
@@ -387,19 +352,21 @@ DIPTYCH_INLINE void write_row(const AttentionCall& call, int64_t token, int64_t 
 }
 
 DIPTYCH_INLINE void weigh_all_scores(const Scratch& scratch, int64_t n, const Tile& tile, const Span& seen, const float* units,
-                                     const float* most, const float* most_scales, F32* sums) {
+                                     const float* most, const float* most_scales, bool in_bytes, F32* sums) {
   const int64_t steps = kStepsToWeigh / n;
   for (int64_t r = 0; r < n; ++r) {
     const float* scores = scratch.scores + r * kTileTokens;
-#if defined(DIPTYCH_WHOLE)
+#if defined(DIPTYCH_QUADS)
+    if (tile.is_quads) {
+      sums[r] = weigh_scores_in_bytes(scores, scratch.quad_weights() + r * kTileTokens, seen, units[r], most[r], tile.value_scales, most_scales[r], *tile.ahead, steps);
+      continue;
+    }
+#endif
     if (tile.is_whole) {
-      const auto weigh = tile.ahead->cursor.is_idle() ? weigh_scores_whole<false> : weigh_scores_whole<true>;
+      const auto weigh = in_bytes ? weigh_scores_in_bytes<uint16_t> : tile.ahead->cursor.is_idle() ? weigh_scores_whole<false> : weigh_scores_whole<true>;
       sums[r] = weigh(scores, scratch.whole_weights() + r * kTileTokens, seen, units[r], most[r], tile.value_scales, most_scales[r], *tile.ahead, steps);
       continue;
     }
-#else
-    (void)most_scales;
-#endif
     sums[r] = weigh_scores(scores, scratch.weights + r * kTileTokens, seen, units[r], most[r], tile.value_scales, *tile.ahead, steps);
   }
 }
@@ -416,7 +383,7 @@ DIPTYCH_INLINE TaskRows rows_of(const AttentionCall& call, const AttentionTask& 
 DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, const Tile& tile, const Scratch& scratch,
                              float* partial) {
   const int64_t d = call.shape.head_dim, dv = call.kv.shape.value_dim();
-  const int64_t most = turn_of(rows.n);
+  const int64_t most = turn_of(rows.n, is_quads(call));
   const bool is_bent = bends_scores(call.shape);
   for (int64_t r0 = 0; r0 < rows.n; r0 += most) {
     const int64_t n = rows.n - r0 < most ? rows.n - r0 : most;
@@ -441,13 +408,12 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
       units[r] = (is_bent ? 1.0f : scale) * kLog2e;
       if (is_bent) bend_scores(call.shape, scores, seen, rows.head + (r0 + r) % rows.group, positions[r] - tile.start, scale);
       lanes[r] = hide_and_max(scores, seen, lo, hi);
-#if defined(DIPTYCH_WHOLE)  // a bound by the keys that the row sees, whoever stands beside it
+      // a bound by the keys that the row sees, whoever stands beside it
       if (tile.is_whole) value_units[r] = lo <= 0 && hi >= kTileTokens ? tile.most_value_scale : most_scale(tile.value_scales, lo, hi);
-#endif
     }
     for (int64_t r = 0; r < n; ++r) most[r] = horizontal_max(lanes[r]) * units[r];
-    weigh_all_scores(scratch, n, tile, seen, units, most, value_units, lanes);
-    for (int64_t r = 0; r < n; ++r) sum[r] = horizontal_sum(lanes[r]), value_units[r] *= 1.0f / kWeightLevels;
+    weigh_all_scores(scratch, n, tile, seen, units, most, value_units, call.shape.in_bytes, lanes);
+    for (int64_t r = 0; r < n; ++r) sum[r] = horizontal_sum(lanes[r]), value_units[r] *= 1.0f / weight_levels(call.shape);
     const float* unit = tile.is_whole ? value_units : nullptr;
     if (partial) {
       float* out = partial + r0 * (dv + 2);
@@ -482,7 +448,7 @@ static void attention(const AttentionCall& call, const AttentionTask& task, cons
     for (int64_t g = 0; g < rows.group; ++g) scratch.positions[r + g] = call.positions[token];
     take_queries(call, call.q + (token * call.shape.n_heads + rows.head) * d, rows.group, r, scratch);
   }
-  arrange_queries(scratch, is_whole(call.kv.shape.format), rows.n, turn_of(rows.n), d);
+  arrange_queries(scratch, is_whole(call), rows.n, turn_of(rows.n, is_quads(call)), d);
   for (int64_t r = 0; r < rows.n; ++r) scratch.state_max[r] = -__builtin_inff(), scratch.state_sum[r] = 0.0f;
   std::memset(scratch.state_values, 0, static_cast<size_t>(rows.n * dv) * 4);
   const SequenceView view = view_of(call, task);

@@ -11,21 +11,13 @@ DIPTYCH_INLINE void find_groups(const SequenceView& view, Tile& tile) {
   }
 }
 
-// Whether a cache's bytes are met by whole numbers.
-DIPTYCH_INLINE bool is_whole(KvFormat format) {
-#if defined(DIPTYCH_WHOLE)
-  return format == KvFormat::int8;
-#else
-  (void)format;
-  return false;
-#endif
-}
-
 #if defined(DIPTYCH_BYTES)
 // Whether so many rows meet the bytes as they lie.
-DIPTYCH_INLINE bool meets_bytes(KvFormat format, int64_t rows) {
+DIPTYCH_INLINE bool meets_bytes(const AttentionCall& call, int64_t rows) {
+  const KvFormat format = call.kv.shape.format;
+  if (is_quads(call)) return true;
 #if defined(DIPTYCH_BESIDE)
-  if (is_whole(format) && is_zen4()) return true;
+  if (format == KvFormat::int8 && is_zen4()) return true;
 #endif
   return turns_of(rows) < (format == KvFormat::fp8 ? kManyTurnsOfFp8 : kManyTurns);
 }
@@ -62,7 +54,7 @@ DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch,
   const KvShape& kv = view.call->kv.shape;
   const int64_t d = view.call->shape.head_dim, dv = kv.value_dim();
 #if defined(DIPTYCH_BYTES)
-  tile.is_bytes = kv.has_values && meets_bytes(kv.format, rows);
+  tile.is_bytes = kv.has_values && meets_bytes(*view.call, rows);
 #else
   (void)rows;
 #endif
@@ -83,10 +75,8 @@ DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch,
     if (g + 1 < tile.span.end) walk.step();
   }
   tile.key_scales = scratch.key_scales, tile.value_scales = scratch.value_scales;
-#if defined(DIPTYCH_WHOLE)
-  tile.is_whole = is_whole(kv.format);
+  tile.is_whole = is_whole(*view.call), tile.is_quads = is_quads(*view.call);
   if (tile.is_whole && tile.span.first == 0 && tile.span.pairs == kTileTokens / 2) tile.most_value_scale = most_scale(tile.value_scales, 0, kTileTokens);
-#endif
 }
 
 DIPTYCH_INLINE void find_tile(const SequenceView& view, const Scratch& scratch, int64_t rows, Tile& tile) {

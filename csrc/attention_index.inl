@@ -125,10 +125,8 @@ DIPTYCH_INLINE void gather_tile(const SequenceView& view, int64_t token, const S
   }
   if (!is_bytes) return;
   tile.key_scales = scratch.key_scales, tile.value_scales = scratch.value_scales;
-#if defined(DIPTYCH_WHOLE)
-  tile.is_whole = is_whole(kv.format);
+  tile.is_whole = is_whole(call);
   if (tile.is_whole && tile.span.pairs == kTileTokens / 2) tile.most_value_scale = most_scale(tile.value_scales, 0, kTileTokens);
-#endif
 }
 
 // A tile of blocks of fewer positions than a group has: copied beside each other, as they lie in a cache of one block. Behind the last of

@@ -15,6 +15,14 @@ struct Whole { using Sum = I32; using In = uint16_t; using Stored = uint16_t; };
 struct Bytes { using Sum = I32; using In = uint16_t; using Stored = int8_t; };
 struct Eights { using Sum = F32; using In = Input; using Stored = E4m3; };  // fp8: the numbers that it would be widened to
 #endif
+#if defined(DIPTYCH_QUADS)
+#include "attention_quads.inl"
+template <class Kind>
+constexpr bool kIsQuads = std::is_same_v<Kind, Quads>;
+#else
+template <class Kind>
+constexpr bool kIsQuads = false;
+#endif
 template <class Kind>
 using InputOf = typename Kind::In;
 template <class Kind>
@@ -97,18 +105,22 @@ DIPTYCH_INLINE void score_columns(const InputOf<Kind>* q, int64_t d, const Tile&
   Ahead::Cursor cursor = tile.ahead->cursor;
   cursor.to_keys(group);
   typename Kind::Sum acc[R][Z];
-  for (int r = 0; r < R; ++r)
-    for (int z = 0; z < Z; ++z) clear(acc[r][z]);
-  int64_t i = 0;
-  if constexpr (kWidensTwo<Kind>)
-    for (; i + 2 <= d / 2; i += 2) {
-      for (int half = 0; half < 2; ++half) cursor.template step_keys<Z, kBytesOf<Kind>>(i + half);
+  if constexpr (kIsQuads<Kind>) {
+    score_quads(q, d, keys, cursor, acc);
+  } else {
+    for (int r = 0; r < R; ++r)
+      for (int z = 0; z < Z; ++z) clear(acc[r][z]);
+    int64_t i = 0;
+    if constexpr (kWidensTwo<Kind>)
+      for (; i + 2 <= d / 2; i += 2) {
+        for (int half = 0; half < 2; ++half) cursor.template step_keys<Z, kBytesOf<Kind>>(i + half);
 #pragma GCC unroll 4
-      for (int z = 0; z < Z; ++z) add_two(acc, z, z, [&](int r) { return q + r * d + 2 * i; }, 2, stored<Kind>(keys[z]) + i * 32);
+        for (int z = 0; z < Z; ++z) add_two(acc, z, z, [&](int r) { return q + r * d + 2 * i; }, 2, stored<Kind>(keys[z]) + i * 32);
+      }
+    for (; i < d / 2; ++i) {
+      cursor.template step_keys<Z, kBytesOf<Kind>>(i);
+      add_pair(acc, [&](int r) { return q + r * d + 2 * i; }, [&](int z) { return stored<Kind>(keys[z]) + i * 32; });
     }
-  for (; i < d / 2; ++i) {
-    cursor.template step_keys<Z, kBytesOf<Kind>>(i);
-    add_pair(acc, [&](int r) { return q + r * d + 2 * i; }, [&](int z) { return stored<Kind>(keys[z]) + i * 32; });
   }
   tile.ahead->cursor = cursor;
   for (int r = 0; r < R; ++r)
@@ -122,6 +134,7 @@ template <class Kind, int R>
 constexpr int columns_of() {
 #if defined(DIPTYCH_AVX512) && defined(__AVX512BF16__)
   if (R > 7) return kWidensTwo<Kind> ? 2 : 3;
+  if (kIsQuads<Kind>) return R > 6 ? 3 : 4;  // a row's four, or what puts keys in fours, stand beside the sums
   return 4;  // a dot takes its row's pair from memory
 #elif defined(DIPTYCH_AVX512)
   if (std::is_same_v<Kind, Eights>) return R <= 5 ? 4 : 3;  // what widens stands beside the sums
@@ -172,25 +185,30 @@ DIPTYCH_INLINE void weigh_columns(const InputOf<Kind>* weights, const Tile& tile
     const auto* v = stored<Kind>(tile.values[g]) + column * 2;
     const int64_t left = seen.pairs - g * 8, pairs = left < 8 ? left : 8, element = kBytesOf<Kind> / 32;
     cursor.to_values(g, column * 2 * element, 2 * dv * element);
-    for (int64_t p = 0; p < pairs; ++p, v += 2 * dv) {
-      cursor.template step_values<Z, kBytesOf<Kind>>();
-      const auto x = [&](int r) { return weights + r * kTileTokens + g * 16 + 2 * p; };
-      if constexpr (kWidensTwo<Kind> && Z % 2 == 0) {
+    if constexpr (kIsQuads<Kind>) {
+      weigh_quads(weights + g * 16, v, pairs, dv, cursor, acc);
+    } else {
+      for (int64_t p = 0; p < pairs; ++p, v += 2 * dv) {
+        cursor.template step_values<Z, kBytesOf<Kind>>();
+        const auto x = [&](int r) { return weights + r * kTileTokens + g * 16 + 2 * p; };
+        if constexpr (kWidensTwo<Kind> && Z % 2 == 0) {
 #pragma GCC unroll 2
-        for (int z = 0; z < Z; z += 2) add_two(acc, z, z + 1, x, 0, v + z * 32);
-      } else {
-        add_pair(acc, x, [&](int z) { return v + z * 32; });
+          for (int z = 0; z < Z; z += 2) add_two(acc, z, z + 1, x, 0, v + z * 32);
+        } else {
+          add_pair(acc, x, [&](int z) { return v + z * 32; });
+        }
       }
     }
   }
   tile.ahead->cursor = cursor;
+  if constexpr (kIsQuads<Kind>) order_quads(acc);
   // Unrolled, or the sums would lie in memory in the loop above, too.
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
     for (int z = 0; z < Z; ++z) {
       float* at = to.out + r * to.stride + column + z * 16;
-      const F32 product = std::is_same_v<typename Kind::Sum, F32> ? numbers(acc[r][z]) : mul(numbers(acc[r][z]), set1(to.unit[r]));
+      const F32 product = std::is_same_v<typename Kind::Sum, F32> && kMeetsWhole ? numbers(acc[r][z]) : to.unit ? mul(numbers(acc[r][z]), set1(to.unit[r])) : numbers(acc[r][z]);
       store(at, to.keep ? fma(load(at), set1(to.keep[r]), mul(product, set1(to.take[r]))) : product);
     }
   }
@@ -234,6 +252,9 @@ DIPTYCH_INLINE void weigh_by(std::integer_sequence<int, kN...>, int64_t n, const
 
 DIPTYCH_INLINE void score(const Scratch& scratch, int64_t row, int64_t n, int64_t d, const Tile& tile, const Span& seen) {
   constexpr std::make_integer_sequence<int, kRows> any{};
+#if defined(DIPTYCH_QUADS)
+  if (tile.is_quads) return score_by<Quads>(any, n, scratch.quad_queries() + row * quad_stride(d), d, tile, seen, scratch.scores);
+#endif
 #if defined(DIPTYCH_BYTES)
   if (tile.is_bytes && !tile.is_whole) return score_by<Eights>(any, n, scratch.queries + row * d, d, tile, seen, scratch.scores);
   if (tile.is_bytes) return score_by<Bytes>(any, n, scratch.whole_queries() + row * d, d, tile, seen, scratch.scores);
@@ -245,6 +266,9 @@ DIPTYCH_INLINE void score(const Scratch& scratch, int64_t row, int64_t n, int64_
 }
 DIPTYCH_INLINE void weigh(const Scratch& scratch, int64_t n, const Tile& tile, const Span& seen, int64_t dv, const Joined& to) {
   constexpr std::make_integer_sequence<int, kRows> any{};
+#if defined(DIPTYCH_QUADS)
+  if (tile.is_quads) return weigh_by<Quads>(any, n, scratch.quad_weights(), tile, seen, dv, to);
+#endif
 #if defined(DIPTYCH_BYTES)
   if (tile.is_bytes && !tile.is_whole) return weigh_by<Eights>(any, n, scratch.weights, tile, seen, dv, to);
   if (tile.is_bytes) return weigh_by<Bytes>(any, n, scratch.whole_weights(), tile, seen, dv, to);

@@ -131,7 +131,7 @@ DIPTYCH_INLINE void weigh(const Scratch& scratch, int64_t n, const Tile& tile, c
     for (int64_t r = 0; r < n; ++r)
       for (int64_t z = 0; z < vectors; ++z) {
         float* at = to.out + r * to.stride + column + z * 16;
-        const F32 product = load(fresh + r * 64 + z * 16);
+        const F32 product = to.unit ? mul(load(fresh + r * 64 + z * 16), set1(to.unit[r])) : load(fresh + r * 64 + z * 16);
         store(at, to.keep ? fma(load(at), set1(to.keep[r]), mul(product, set1(to.take[r]))) : product);
       }
   }

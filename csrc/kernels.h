@@ -166,6 +166,7 @@ struct AttentionShape {
   int64_t window = INT64_MAX;  // a query sees the last `window` positions up to its own
   float softcap = 0.0f;        // scores become softcap * tanh(score / softcap)
   bool has_softcap = false;
+  bool in_bytes = false;         // queries and weights that meet a cache of int8 have 8 bits (attention_whole.inl)
   const float* sinks = nullptr;  // [H] one more score of each head, of a key without value; null: none
   const float* slopes = nullptr;  // [H] what a score of each head loses for each position between query and key; null: nothing
   const float* distances = nullptr;  // [H, 2 reach + 32] what it gains by that distance, of -reach - 16 on (attention_bends.inl); null: nothing

@@ -339,12 +339,14 @@ void bind_shapes(nb::module_& m) {
   nb::class_<AttentionShape>(m, "AttentionShape")
       .def("__init__", [](AttentionShape* self, int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, float scale,
                           std::optional<int64_t> window, std::optional<float> softcap, bool is_chunked, std::optional<int64_t> v_head_dim,
-                          std::optional<int64_t> most, int64_t block, int64_t pool, bool by_means, bool is_listed, int64_t entry_tokens) {
+                          std::optional<int64_t> most, int64_t block, int64_t pool, bool by_means, bool is_listed, int64_t entry_tokens,
+                          bool in_bytes) {
         new (self) AttentionShape(attention_shape(n_heads, n_kv_heads, head_dim, scale, window, softcap, is_chunked, v_head_dim.value_or(head_dim), most, block, pool, by_means, is_listed, entry_tokens));
+        self->in_bytes = in_bytes;
       }, nb::kw_only(), nb::arg("n_heads"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("scale"),
          nb::arg("window").none() = nb::none(), nb::arg("softcap").none() = nb::none(), nb::arg("is_chunked") = false,
          nb::arg("v_head_dim").none() = nb::none(), nb::arg("most").none() = nb::none(), nb::arg("block") = 1, nb::arg("pool") = 1, nb::arg("by_means") = false,
-         nb::arg("is_listed") = false, nb::arg("entry_tokens") = 0);
+         nb::arg("is_listed") = false, nb::arg("entry_tokens") = 0, nb::arg("in_bytes") = false);
 }
 
 void bind_operations(nb::class_<Program>& program) {

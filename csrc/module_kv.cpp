@@ -12,8 +12,8 @@
 namespace diptych {
 namespace {
 
-KvFormat kv_format_of(const std::string& name) {
-  return named<KvFormat>("KV format", name, {{"bf16", KvFormat::bf16}, {"int8", KvFormat::int8}, {"fp8", KvFormat::fp8}});
+KvFormat kv_format_of(const std::string& name) {  // int8x8 is kept as int8 is, and met in bytes (AttentionShape::in_bytes)
+  return named<KvFormat>("KV format", name, {{"bf16", KvFormat::bf16}, {"int8", KvFormat::int8}, {"int8x8", KvFormat::int8}, {"fp8", KvFormat::fp8}});
 }
 
 void check_blocks(const KvCache& kv, const I32& block_ids, int64_t n_tokens) {

@@ -544,6 +544,7 @@ void Program::check(const Step& step, const KvCache& kv) const {
       const AttentionShape& wanted = attention->shape;
       require(has_latents_ != shape.has_values && wanted.head_dim == shape.head_dim && wanted.v_head_dim == shape.v_head_dim && wanted.n_kv_heads == shape.n_kv_heads,
               "the KV cache has another shape of heads");
+      require(!wanted.in_bytes || shape.format == KvFormat::int8, "the KV cache has no bytes that are met in bytes");
       require((wanted.is_listed || (attention->choice != -1 && wanted.block == 1)) == shape.by_token, "the KV cache has tokens in another order");
       const int64_t shared = wanted.entry_tokens < kGroupTokens ? wanted.entry_tokens : kGroupTokens;
       require(shape.shared_by == shared, "the KV cache has other entries");

@@ -55,6 +55,8 @@ DIPTYCH_INLINE F32 load_i8(const int8_t* p) {
 }
 // The nearest whole numbers, even where two are, of |x| <= 127.
 DIPTYCH_INLINE void store_i8(int8_t* p, F32 x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v))); }
+// Whole numbers of 0 to 255.
+DIPTYCH_INLINE void store_u8(uint8_t* p, F32 x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(x.v))); }
 DIPTYCH_INLINE Pairs load_pairs(const uint16_t* p) { return {_mm512_loadu_si512(p)}; }
 DIPTYCH_INLINE Pairs load_pairs(const int8_t* p) {  // 32 bytes as whole numbers of 16 bits
   return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};

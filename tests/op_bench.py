@@ -11,6 +11,7 @@ import torch
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops.tolerances import OPS, EdgeShape
+from diptych.ground.formats import KV_IN_BYTES
 
 
 def noise(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
@@ -32,7 +33,7 @@ def quantised_to_fp8(x: torch.Tensor) -> torch.Tensor:
     return (x / scale).to(torch.float8_e4m3fn).float() * scale
 
 
-ROUNDED = {"int8": quantised, "fp8": quantised_to_fp8}
+ROUNDED = {"int8": quantised, KV_IN_BYTES: quantised, "fp8": quantised_to_fp8}
 
 
 def distances_of(shape: EdgeShape, reach: int) -> torch.Tensor:
@@ -99,7 +100,7 @@ class Bench:
         self.program.attention(q=self.program.add_bf16(2), out=self.program.add_f32(2), layer=0, shape=shape)
 
 
-def check(name: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+def check(name: str, got: torch.Tensor, expected: torch.Tensor, *, tolerance: float | None = None) -> None:
     assert got.shape == expected.shape
     error = (got - expected).abs().max().item()
-    assert error <= OPS[name].tolerance_bf16, f"{name} differs by {error}"
+    assert error <= (tolerance or OPS[name].tolerance_bf16), f"{name} differs by {error}"

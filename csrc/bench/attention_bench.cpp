@@ -1,5 +1,6 @@
 // Attention alone: prefill against the bf16 peak, decode against the read ceiling, both measured in the same run.
-//   attention_bench [--set NAME] [--threads N] [--case PART_OF_A_NAME] [--formats bf16,int8,fp8] [--repeats N] [--clock cpu]
+//   attention_bench [--set NAME] [--threads N] [--case PART_OF_A_NAME] [--formats bf16,int8,fp8,bytes] [--repeats N] [--clock cpu]
+// bytes: a cache of int8 met by queries and weights of 8 bits.
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -34,8 +35,6 @@ const Case kCases[] = {
     {"0.5b chunk at 32k", 14, 2, 64, 1, 32768, 512}, {"d128 chunk at 32k", 16, 8, 128, 1, 32768, 512},
 };
 
-const char* name_of(KvFormat format) { return format == KvFormat::bf16 ? "bf16" : format == KvFormat::int8 ? "int8" : "fp8"; }
-
 // Numbers of everyday size: products of denormals, which zeros with few bits set are, take some processors a hundred times as long.
 void fill(const KvCache& kv) {
   const KvShape& shape = kv.shape();
@@ -57,7 +56,8 @@ void fill(const KvCache& kv) {
       }
 }
 
-void run_case(ThreadPool& pool, const Case& c, KvFormat format, int repeats, double read, double peak) {
+void run_case(ThreadPool& pool, const Case& c, const std::string& name, int repeats, double read, double peak) {
+  const KvFormat format = name == "bf16" ? KvFormat::bf16 : name == "fp8" ? KvFormat::fp8 : KvFormat::int8;
   const int64_t blocks = (c.context + 31) / 32, tokens = c.sequences * c.new_tokens;
   KvShape kv_shape;
   kv_shape.n_blocks = blocks * c.sequences, kv_shape.block_tokens = 32, kv_shape.n_kv_heads = c.n_kv_heads;
@@ -75,6 +75,7 @@ void run_case(ThreadPool& pool, const Case& c, KvFormat format, int repeats, dou
 
   AttentionCall call;
   call.shape.n_heads = c.n_heads, call.shape.n_kv_heads = c.n_kv_heads, call.shape.head_dim = call.shape.v_head_dim = c.head_dim, call.shape.scale = 0.125f;
+  call.shape.in_bytes = name == "bytes";
   call.q = q.data(), call.positions = positions.data(), call.block_table = table.data(), call.table_width = blocks;
   call.out_bf16 = out.data(), call.out_stride = c.n_heads * c.head_dim;
   AttentionPlan plan;
@@ -112,9 +113,9 @@ void run_case(ThreadPool& pool, const Case& c, KvFormat format, int repeats, dou
   if (c.new_tokens > 1) {
     const double keys = c.new_tokens * (static_cast<double>(c.context) - 0.5 * (c.new_tokens - 1));  // seen, over all rows of a head
     const double flops = 4.0 * c.sequences * keys * c.head_dim * c.n_heads;
-    std::printf("%-22s %s %9.1f us  %6.0f Gop/s  %5.1f %% of peak\n", c.name, name_of(format), best * 1e6, flops / best * 1e-9, 100 * flops / best / peak);
+    std::printf("%-22s %s %9.1f us  %6.0f Gop/s  %5.1f %% of peak\n", c.name, name.c_str(), best * 1e6, flops / best * 1e-9, 100 * flops / best / peak);
   } else {
-    std::printf("%-22s %s %9.1f us  %6.1f GB/s   %5.1f %% of read\n", c.name, name_of(format), best * 1e6, kv_bytes / best * 1e-9, 100 * kv_bytes / best / read);
+    std::printf("%-22s %s %9.1f us  %6.1f GB/s   %5.1f %% of read\n", c.name, name.c_str(), best * 1e6, kv_bytes / best * 1e-9, 100 * kv_bytes / best / read);
   }
   std::fflush(stdout);
 }
@@ -126,7 +127,7 @@ int main(int argc, char** argv) {
   using namespace diptych;
   int threads = 0, repeats = 7;
   std::string part;
-  std::vector<std::string> formats = {"bf16", "int8", "fp8"};
+  std::vector<std::string> formats = {"bf16", "int8", "fp8", "bytes"};
   for (int i = 1; i < argc; i += 2) {
     const std::string key = argv[i], value = value_of(argc, argv, i);
     if (key == "--set") set = &kernel_set(value);
@@ -138,12 +139,10 @@ int main(int argc, char** argv) {
     else refuse(key);
   }
   ThreadPool pool(threads);
-  for (const KvFormat format : {KvFormat::bf16, KvFormat::int8, KvFormat::fp8}) {
-    if (std::find(formats.begin(), formats.end(), name_of(format)) == formats.end()) continue;
+  for (const std::string& format : formats)
     for (const Case& c : kCases)
       if (std::strstr(c.name, part.c_str()))
         run_case(pool, c, format, repeats, measure_read_bytes_per_s(pool, kBeyondCaches, 3),
                  measure_ops_per_s(&CeilingLoops::bf16_burst, pool, 3));
-  }
   return 0;
 }

@@ -141,6 +141,7 @@ class AttentionRound : Draws {
     KvShape kv;
     kv.n_layers = 1, kv.block_tokens = 16 * pick(1, 4), kv.n_blocks = (n_ + kv.block_tokens - 1) / kv.block_tokens;
     kv.n_kv_heads = shape_.n_kv_heads, kv.head_dim = shape_.head_dim, kv.v_head_dim = shape_.v_head_dim, kv.format = static_cast<KvFormat>(pick(0, 2));
+    shape_.in_bytes = kv.format == KvFormat::int8 && pick(0, 1);
     for (int64_t i = kv.n_blocks; i > 0; --i) table_.push_back(static_cast<int32_t>(i - 1));
     for (int64_t i = 0; i < tokens_; ++i) positions_.push_back(static_cast<int32_t>(n_ - tokens_ + i));
     const int64_t written = n_ + n_ % 2, vectors = written * kv.n_kv_heads;  // in a step the odd neighbour would be zero

@@ -15,6 +15,7 @@ struct Model {
   bool is_wide;
   Format weights;
   KvFormat kv;
+  bool in_bytes;  // AttentionShape::in_bytes
   Activation activation;
   bool has_softcap, has_norms, has_full_norm;
   bool has_v, norms_turned;    // else keys are the values
@@ -74,7 +75,7 @@ class World {
     m.n_experts = pick(0, 3) == 0 ? pick(2, 6) : 0;
     m.top_k = m.n_experts ? pick(1, m.n_experts) : 0;
     m.window = pick(0, 1) ? pick(1, 300) : INT64_MAX;
-    m.weights = static_cast<Format>(pick(0, 9)), m.group = is_grouped(m.weights) ? 16 << pick(0, 3) : 32 << pick(0, 2), m.is_wide = is_grouped(m.weights) && pick(0, 1) == 1, m.kv = static_cast<KvFormat>(pick(0, 2));
+    m.weights = static_cast<Format>(pick(0, 9)), m.group = is_grouped(m.weights) ? 16 << pick(0, 3) : 32 << pick(0, 2), m.is_wide = is_grouped(m.weights) && pick(0, 1) == 1, m.kv = static_cast<KvFormat>(pick(0, 2)), m.in_bytes = m.kv == KvFormat::int8 && pick(0, 1) == 1;
     m.activation = static_cast<Activation>(pick(0, 1));
     m.has_softcap = pick(0, 3) == 0, m.has_norms = pick(0, 1), m.has_full_norm = pick(0, 1);
     m.n_adapters = pick(0, 3);

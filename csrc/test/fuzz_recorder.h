@@ -80,7 +80,7 @@ class Recorder {
       if (m.block != 0 && m.chooses(layer)) choose_blocks(rows, static_cast<int>(m.layers) + layer);
       const int choice = m.has_entries && !m.chooses(layer) ? -1 : choice_;
       const bool is_bent = choice_ == -1 && !m.has_entries;
-      p_.record(Category::attention, AttentionOp{q_, is_direct ? heads_rows : heads_, m.shares_kv ? 0 : layer, m.has_entries ? shape_of_entries(layer) : shape_, some(m.n_heads), 0, choice,
+      p_.record(Category::attention, AttentionOp{q_, is_direct ? heads_rows : heads_, m.shares_kv ? 0 : layer, shape_of_attention(layer), some(m.n_heads), 0, choice,
                                                  is_bent ? some(m.n_heads) : -1, is_bent ? some(m.n_heads * (2 * shape_.reach + 32)) : -1});
       if (is_latent) p_.record(Category::o, heads_op(values_of_heads_, heads_, m.head_dim, m.rank, expanded_, value_dim_, Store::f32));
       if (m.has_entries) {
@@ -294,6 +294,12 @@ class Recorder {
     p_.record(Category::qkv, LinearOp{linear(2 * n, m_.hidden), rows, series, Store::f32, Activation::silu});
     p_.record(Category::attention, MoveEntriesOp{series, made, norm(own.tokens * n), n_states_++, own.tokens, own.n_series});
     p_.record(Category::rope, CacheRowsOp{made, layer, norm(width), rope_, 1e-5f, own.tokens, is_index});
+  }
+
+  AttentionShape shape_of_attention(int layer) const {
+    AttentionShape shape = m_.has_entries ? shape_of_entries(layer) : shape_;
+    shape.in_bytes = m_.in_bytes;
+    return shape;
   }
 
   AttentionShape shape_of_entries(int layer) const {

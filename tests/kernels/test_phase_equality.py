@@ -85,7 +85,7 @@ def test_many_neighbours_change_no_bit(directories: dict[str, Path], weights: st
     assert not differing, differing
 
 
-@pytest.mark.parametrize("kv", ["bf16", "int8", "fp8"])
+@pytest.mark.parametrize("kv", ["bf16", "int8", "int8x8", "fp8"])
 def test_long_prompt_is_equal_over_tiles_splits_and_threads(directories: dict[str, Path], kv: str) -> None:
     """Past 256 keys the softmax is joined from tiles, and with two threads a decode's tiles are split between them."""
     one, two, three = models(directories, "long", *(replace(CONFIG, kv=kv, threads=threads) for threads in (1, 2, 3)))
@@ -120,7 +120,7 @@ def test_decode_past_two_tiles_equals_prefill_on_two_threads(directories: dict[s
 @pytest.mark.parametrize("name", KERNEL_SETS)
 def test_each_instruction_set_is_equal_within_itself(directories: dict[str, Path], name: str) -> None:
     """A machine without AVX-512 gets the same promise."""
-    for weights, kv in FORMATS:
+    for weights, kv in (*FORMATS, ("bf16", "int8x8")):
         model = models(directories, "gemma2", replace(CONFIG, weights=weights, kv=kv, instruction_set=name))[0]
         tokens = prompt(40)
         whole = alone(model, tokens, None)

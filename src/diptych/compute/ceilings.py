@@ -19,7 +19,7 @@ from diptych.compute.ops.cpu_kernels import (
 )
 from diptych.compute.runner import Model
 from diptych.ground.clock import MonotonicClock
-from diptych.ground.formats import engine_quant, engine_weights
+from diptych.ground.formats import KV_FORMATS, engine_quant, engine_weights
 
 READ_BYTES = 256 * 2**20  # far beyond any last-level cache share
 CACHED = 1.15  # times the memory's rate from which on the place where the weights lie is a cache
@@ -86,8 +86,11 @@ def compute_dtype(weights_format: str) -> str:
 
 
 def attention_dtype(model: Model) -> str:
-    """The dtype of its products with the cache: one of int8 is met by whole numbers of 16 bits, as many at once as of bf16."""
-    return engine_quant(model.weights_format, model.head_format).attention_compute
+    """The dtype of its products with the cache: one of int8 is met by whole numbers of 16 bits, as many at once as of bf16, or
+    (int8x8) of 8.
+    """
+    in_bytes = KV_FORMATS[model.kv_format].compute
+    return in_bytes or engine_quant(model.weights_format, model.head_format).attention_compute
 
 
 def is_measured_natively(model: Model) -> bool:

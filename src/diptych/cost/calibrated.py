@@ -31,7 +31,7 @@ from diptych.cost.kv_bytes import index_kv_bytes, layer_kv_bytes
 from diptych.cost.layout import HOP_S, PLAIN, Layout
 from diptych.cost.profile import read_profile
 from diptych.cost.reach import Gap, gaps_of, interval, load_gaps, load_spread_squared, squared
-from diptych.cost.roofline import compute_dtype, link_rate, longest, multiplies_in, peak_flops_per_s
+from diptych.cost.roofline import attention_peak, compute_dtype, link_rate, longest, multiplies_in, peak_flops_per_s
 from diptych.cost.routing import touched_experts
 from diptych.cost.weight_formats import experts_of, read_as, weight_class
 from diptych.ground.formats import rows_dtype
@@ -267,7 +267,7 @@ class CalibratedModel:
         is_unpacked = not multiplies_in(hardware, quant.compute)  # e.g. fp8 weights on an A100
         has_fp4 = "fp4" in hardware.flops_per_s
         of_adapters = rows_dtype(quant.compute)  # which meet the rows of the weights beside them
-        attention_rate = peak_flops_per_s(hardware, quant.attention_compute) * c.attention_fraction(self.kv.name)
+        attention_rate = attention_peak(hardware, quant, self.kv) * c.attention_fraction(self.kv.name)
         adapter_share = c.adapter_fraction(compute_dtype(hardware, of_adapters))
         # on this machine states move on in fp32; devices with a product of matrices multiply chunks of them
         state_rate = hardware.flops_per_s.get("fp32", attention_rate) if self.calibration.is_local else attention_rate

@@ -218,7 +218,7 @@ def phase_plan(setup: Setup, work: StepShape) -> PhasePlan:
     cost = _cost(setup, work)
     predictor = setup.model_of_time()
     roof = roof_of(setup)
-    bound = roofline(cost, roof, setup.quant)
+    bound = roofline(cost, roof, setup.quant, setup.kv)
     predicted = predictor.predict(work)
     shape = work.shapes[0]
     is_decode = shape.is_decode

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from diptych.cost.components import ATTENTION, PhaseCost
 from diptych.ground.errors import ConfigError
 from diptych.ground.formats import rows_dtype
-from diptych.ground.specs import Bottleneck, HardwareSpec, QuantSpec, StepCost
+from diptych.ground.specs import Bottleneck, HardwareSpec, KVSpec, QuantSpec, StepCost
 
 # When a device lacks a dtype, weights are stored in it all the same but multiplied in the next wider one it has.
 _WIDER = {"fp4": "fp8", "fp8": "bf16", "int4": "int8", "int8": "bf16", "bf16": "fp32"}
@@ -45,6 +45,11 @@ def peak_flops_per_s(hardware: HardwareSpec, wanted: str) -> float:
     return hardware.flops_per_s[compute_dtype(hardware, wanted)]
 
 
+def attention_peak(hardware: HardwareSpec, quant: QuantSpec, kv: KVSpec) -> float:
+    """Dense peak of one device in the dtype of attention's products with that cache."""
+    return peak_flops_per_s(hardware, kv.compute or quant.attention_compute)
+
+
 def balance(hardware: HardwareSpec, dtype: str) -> float:
     """FLOPs per byte at which the device turns from memory bound to compute bound."""
     return peak_flops_per_s(hardware, dtype) / hardware.memory_bytes_per_s
@@ -66,10 +71,10 @@ def no_link(hardware: HardwareSpec, what: str) -> ConfigError:
     return ConfigError(f"{hardware.name} has no link to a second device; {what} is not possible")
 
 
-def roofline(cost: PhaseCost, hardware: HardwareSpec, quant: QuantSpec) -> StepCost:
-    """The least time one step can take on `cost.tp` devices."""
+def roofline(cost: PhaseCost, hardware: HardwareSpec, quant: QuantSpec, kv: KVSpec | None = None) -> StepCost:
+    """The least time one step can take on `cost.tp` devices. kv: the cache it meets; None: one of bf16."""
     linear = peak_flops_per_s(hardware, quant.compute)
-    peaks = dict.fromkeys(ATTENTION, peak_flops_per_s(hardware, quant.attention_compute))
+    peaks = dict.fromkeys(ATTENTION, attention_peak(hardware, quant, kv or KVSpec()))
     peaks["head"] = peak_flops_per_s(hardware, quant.head_compute or quant.compute)
     compute_s = memory_s = total_s = link_bytes = 0.0
     parts: dict[str, float] = {}

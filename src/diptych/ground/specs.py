@@ -120,12 +120,14 @@ class KVSpec:
     """How the KV cache is stored: bytes per element, and the block that a sequence's length is rounded up to.
 
     scale_bytes: beside the elements of each token's key in a head, and as many beside its value, held where there is none, too.
+    compute: the dtype that attention multiplies in; None: that of the weights' format (`QuantSpec.attention_compute`).
     """
 
     name: str = "bf16"
     bytes_per_element: float = 2.0
     scale_bytes: float = 0.0
     block_tokens: int = 16
+    compute: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

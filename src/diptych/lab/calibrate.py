@@ -35,7 +35,7 @@ from diptych.cost.profile import SCHEMA, profile_path
 from diptych.engine.cost_view import CostView
 from diptych.ground.clock import wall_time_s
 from diptych.ground.config import ComputeConfig
-from diptych.ground.formats import KeptFormat, rows_dtype
+from diptych.ground.formats import KV_IN_BYTES, KeptFormat, rows_dtype
 from diptych.ground.shape import StepShape
 from diptych.lab.adapters import AdaptedSteps, adapted_steps, constants_of
 from diptych.lab.fingerprint import fingerprint
@@ -122,7 +122,7 @@ FORMATS = {"cpu": ("bf16", "int8", "int4"), "torch": ("fp32", "bf16")}
 # What GGUF and GPTQ files have most, met by rows of 8 bits and of 15: what ends a group is fitted to these, other sizes follow.
 GROUPED = tuple(KeptFormat.named(name) for name in ("group4-g32-f16", "group8-g32-f16-wide"))
 GROUPED_STEPS = [_rows(n) for n in (90, 230, 512, 1024)]
-KV_FORMATS = ("int8", "fp8")  # beside the one that the engine chooses
+KV_FORMATS = ("int8", KV_IN_BYTES, "fp8")  # beside the one that the engine chooses
 
 
 def calibrate(

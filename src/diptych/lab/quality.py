@@ -20,6 +20,7 @@ from diptych.engine.memory import memory_of
 from diptych.engine.phases import TwoPhase
 from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.errors import CapacityError, ConfigError
+from diptych.ground.formats import KV_IN_BYTES
 
 WINDOW_TOKENS = 512
 USUAL_TOKENS = 16_384
@@ -33,6 +34,7 @@ FORMATS = (
     replace(BF16, weights="int8"),
     replace(BF16, weights="int4"),
     replace(BF16, kv="int8"),
+    replace(BF16, kv=KV_IN_BYTES),
     replace(BF16, kv="fp8"),
 )
 KEPT = replace(BF16, weights="file")

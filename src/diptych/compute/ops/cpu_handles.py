@@ -26,7 +26,7 @@ from diptych.compute.ops.contract import (
 from diptych.compute.ops.cpu_kernels import _cpu, state_shape
 from diptych.compute.ops.cpu_parts import Rows
 from diptych.compute.ops.shares import OwnHeads, head_rows
-from diptych.ground.formats import ENGINE_WEIGHTS, KeptFormat, rows_dtype
+from diptych.ground.formats import ENGINE_WEIGHTS, KV_IN_BYTES, KeptFormat, rows_dtype
 from diptych.models.latent import MlaSpec
 from diptych.models.mlp import MoeSpec
 from diptych.models.spec import QkNorm
@@ -243,8 +243,8 @@ def native_shape(weights: KeptFormat | str, n: int, k: int, *, is_gated: bool = 
     )
 
 
-def attention_shape(spec: AttentionSpec, own: OwnHeads) -> Any:
-    """The kernels' description of a rank's heads."""
+def attention_shape(spec: AttentionSpec, own: OwnHeads, kv_format: str) -> Any:
+    """The kernels' description of a rank's heads, beside a cache of that format."""
     return _cpu.AttentionShape(
         n_heads=own.n_heads,
         n_kv_heads=own.n_kv_heads,
@@ -260,6 +260,7 @@ def attention_shape(spec: AttentionSpec, own: OwnHeads) -> Any:
         by_means=spec.index is not None and spec.index.by_means,
         is_listed=spec.mla is not None and spec.mla.n_groups > 0,
         entry_tokens=0 if spec.entries is None else spec.entries.tokens,
+        in_bytes=kv_format == KV_IN_BYTES,
     )
 
 

@@ -226,7 +226,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         return AttentionHandle(
             spec=spec,
             own=own,
-            shape=own and attention_shape(spec, own),
+            shape=own and attention_shape(spec, own, self.kv_format),
             rope=self._rope(spec.rope),
             q_norm=norms[0],
             k_norm=norms[1],
@@ -266,7 +266,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         return AttentionHandle(
             spec=spec,
             own=own,
-            shape=own and attention_shape(spec, own),
+            shape=own and attention_shape(spec, own, self.kv_format),
             rope=self._rope(spec.rope),
             sinks=-1 if sinks is None else self._vector(sinks, rows=mine),
             latent=latent,
