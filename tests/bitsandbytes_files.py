@@ -19,6 +19,7 @@ import torch
 
 from checkpoints import make_checkpoint
 from coded_files import Layout, Tensors
+from diptych.models.config import QUANTO_MAP
 
 DATA = Path(__file__).parent / "data" / "bitsandbytes"
 DIGESTS = "values.json"  # beside a checkpoint: matrices -> SHA-256 of the fp32 values that bitsandbytes itself gives
@@ -80,8 +81,9 @@ def digest(values: torch.Tensor) -> str:
 def ship(kind: str, target: Path, quantise: Callable[[Path, str], tuple[Path, dict[str, torch.Tensor]]]) -> None:
     """What a tool makes of a kind, as a fixture: config, tensors, and the digests of the values that it reads itself."""
     coded, values = quantise(target / "made", kind)
-    for name in ("config.json", "model.safetensors"):
-        shutil.copyfile(coded / name, target / name)
+    for name in ("config.json", "model.safetensors", QUANTO_MAP):
+        if (coded / name).exists():
+            shutil.copyfile(coded / name, target / name)
     shutil.rmtree(target / "made")
     (target / DIGESTS).write_text(json.dumps({name: digest(one) for name, one in values.items()}, indent=1) + "\n")
 

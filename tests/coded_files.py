@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,9 +28,13 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.utils.quantization_config import FbgemmFp8Config, FineGrainedFP8Config
 
 from checkpoints import make_checkpoint
+from diptych.compute.coded import CodedCheckpoint
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
+from diptych.models.config import HfConfig, read_config_file
+from diptych.models.contents import contents_of
+from diptych.models.quantised import quantisation_of
 from stepping import Stepper
 
 Tensors = dict[str, torch.Tensor]
@@ -59,6 +64,44 @@ def said_in_use(path: Path, caplog: pytest.LogCaptureFixture, tolerance: float) 
     assert exact.std() > 0.3
     assert (got - exact).abs().mean() < tolerance * exact.std()
     return next(record.getMessage() for record in caplog.records if "weights stored=" in record.getMessage())
+
+
+def opened(path: Path) -> CodedCheckpoint:
+    """With values in fp32."""
+    how = quantisation_of(HfConfig(read_config_file(path / "config.json")))
+    assert how is not None
+    return CodedCheckpoint(path, how, dtype=torch.float32)
+
+
+def check_values(coded: Path, plain: Path, kept: str | None) -> None:
+    """That one gives the values of the other, as many as are counted, and in which format down's are kept."""
+    checkpoint, expected = opened(coded), load_file(plain / "model.safetensors")
+    for name, values in expected.items():
+        tensor = checkpoint.tensor(name, *values.shape)
+        assert torch.equal(tensor.read().float(), values.float()), name
+        if name.endswith("down_proj.weight"):
+            assert (None if tensor.kept is None else tensor.kept.name) == kept
+            assert torch.equal(tensor.part(slice(3, 20, 4), 40).float(), values[3:20:4, :40].float())
+    checkpoint.finish(lambda name: False)
+    assert checkpoint.n_parameters == sum(values.numel() for values in expected.values())
+    assert checkpoint.n_parameters == sum(group.parameters for group in contents_of(coded).groups)
+    assert torch.equal(
+        logits_of(coded, backend="torch", weights="fp32"), logits_of(plain, backend="torch", weights="fp32")
+    )
+
+
+def check_in_use(coded: Path, plain: Path, kept: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    """That the cpu backend answers from one as from the other, and says what it keeps."""
+    if not instruction_sets():
+        pytest.skip("the native kernels are not installed")
+    with caplog.at_level(logging.INFO, logger="diptych.compute"):
+        got = logits_of(coded, backend="cpu")
+    exact = logits_of(plain, backend="torch", weights="fp32")
+    assert (got - exact).abs().max() < 0.06 * exact.abs().max()
+    said = next(record.getMessage() for record in caplog.records if "weights stored=" in record.getMessage())
+    assert f"kept={kept or 'bf16'}:100.0%" in said
+    assert kept is not None or "no kernel" in said
+    assert re.search(r"at \d+\.\d\d bits per weight", said)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ checkpoints import them, where somebody has installed them.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -86,8 +87,19 @@ TORCHAO: dict[str, dict[str, Any]] = {
     "torchao-intx-4": {"name": "IntxWeightOnly", "weight_dtype": torch.int4, "granularity": GROUP},
     "torchao-int8": {"name": "Int8DynamicActivationInt8Weight"},
     "torchao-fp8": {"name": "Float8WeightOnly"},
+    "torchao-nvfp4": {"name": "NVFP4WeightOnly"},
+    "torchao-mxfp4": {"name": "MXDynamicActivationMXWeight", "weight_dtype": torch.float4_e2m1fn_x2},
+}
+QUANTO: dict[str, dict[str, Any]] = {
+    "quanto-4": {"weights": "qint4"},
+    "quanto-8": {"weights": "qint8"},
+}
+MORE_OF_QUANTO: dict[str, dict[str, Any]] = {
+    "quanto 2": {"weights": "qint2"},
+    "quanto fp8": {"weights": "qfloat8"},
 }
 MORE_OF_TORCHAO: dict[str, dict[str, Any]] = {
+    "torchao mxfp8": {"name": "MXDynamicActivationMXWeight"},
     "torchao int8 weights": {"name": "Int8WeightOnly"},
     "torchao int8 groups": {"name": "Int8WeightOnly", "granularity": GROUP},
     **{
@@ -110,13 +122,14 @@ MORE_COMPRESSED: dict[str, dict[str, Any]] = {
     "w8a16": {"num_bits": 8, "strategy": "group", "group_size": GROUP, "symmetric": False},
     "fp8": {"num_bits": 8, "type": "float", "strategy": "tensor"},
 }
-KINDS = {**GPTQMODEL, **AUTO_ROUND, **MODELOPT, **HQQ, **TORCHAO, **COMPRESSED}
+KINDS = {**GPTQMODEL, **AUTO_ROUND, **MODELOPT, **HQQ, **TORCHAO, **QUANTO, **COMPRESSED}
 MORE_KINDS = {
     **MORE_OF_GPTQMODEL,
     **MORE_OF_AUTO_ROUND,
     **MORE_OF_MODELOPT,
     **MORE_OF_HQQ,
     **MORE_OF_TORCHAO,
+    **MORE_OF_QUANTO,
     **MORE_COMPRESSED,
 }
 
@@ -131,6 +144,8 @@ def tool_of(kind: str) -> str:
         return "hqq"
     if kind in TORCHAO | MORE_OF_TORCHAO:
         return "torchao"
+    if kind in QUANTO | MORE_OF_QUANTO:
+        return "optimum.quanto"
     return "gptqmodel" if kind in GPTQMODEL | MORE_OF_GPTQMODEL else "llmcompressor"
 
 
@@ -150,6 +165,7 @@ def quantise(folder: Path, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
         "modelopt": _by_modelopt,
         "hqq": _by_hqq,
         "torchao": _by_torchao,
+        "optimum.quanto": _by_quanto,
     }
     return folder / "coded", tools.get(tool_of(kind), _by_llmcompressor)(
         original, folder / "coded", (KINDS | MORE_KINDS)[kind], rows
@@ -292,7 +308,11 @@ def _by_torchao(original: Path, target: Path, how: dict[str, Any], rows: list[to
         options["granularity"] = tool.PerGroup(options["granularity"])
     if "mapping_type" in options:
         options["mapping_type"] = tool.MappingType[options["mapping_type"]]
-    config = transformers.TorchAoConfig(getattr(tool, f"{how['name']}Config")(**options))
+    name = f"{how['name']}Config"
+    kind = getattr(tool, name, None) or getattr(importlib.import_module("torchao.prototype.mx_formats"), name)
+    if name.startswith("MX") and "weight_dtype" in options:
+        options["activation_dtype"] = options["weight_dtype"]
+    config = transformers.TorchAoConfig(kind(**options))
     model = transformers.AutoModelForCausalLM.from_pretrained(
         original, quantization_config=config, dtype=torch.bfloat16, device_map="cpu"
     )
@@ -308,6 +328,24 @@ def _by_torchao(original: Path, target: Path, how: dict[str, Any], rows: list[to
             )
         else:
             values[name] = parameter.dequantize(torch.float32).detach()
+    return values
+
+
+def _by_quanto(original: Path, target: Path, how: dict[str, Any], rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    del rows  # of rounding to nearest
+    from optimum import quanto
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(original, dtype=torch.bfloat16)
+    coded = quanto.QuantizedModelForCausalLM.quantize(model, weights=getattr(quanto, how["weights"]), exclude="lm_head")
+    coded.save_pretrained(target)
+    values = {}
+    for name, module in model.named_modules():
+        if isinstance(module, quanto.QLinear):
+            weight = module.weight.detach()
+            weight._scale = weight._scale.float()  # the arithmetic is that of its scales
+            if hasattr(weight, "_shift"):
+                weight._shift = weight._shift.float()
+            values[f"{name}.weight"] = weight.dequantize().float().contiguous()
     return values
 
 
@@ -345,5 +383,5 @@ def _by_llmcompressor(
 
 
 if __name__ == "__main__":
-    for kind in [kind for kind in KINDS if importlib.util.find_spec(tool_of(kind)) is not None]:
+    for kind in [kind for kind in KINDS if importlib.util.find_spec(tool_of(kind).split(".")[0]) is not None]:
         ship(kind, Path(sys.argv[1]) / kind, quantise)

@@ -15,14 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from bitsandbytes_files import DIGESTS, digest
 from checkpoints import make_checkpoint
-from coded_files import damaged, logits_of, said_in_use
-from diptych.compute.coded import CodedCheckpoint
+from coded_files import damaged, logits_of, opened, said_in_use
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError
-from diptych.models.config import HfConfig, read_json
+from diptych.models.config import read_json
 from diptych.models.contents import contents_of
-from diptych.models.quantised import quantisation_of
 from quantiser_files import DATA, KINDS, MORE_KINDS, quantise, tool_of
 
 HELD = {
@@ -42,6 +40,10 @@ HELD = {
     "torchao-intx-4": "group4-g32-bf16",
     "torchao-int8": "int8",
     "torchao-fp8": "fp8",
+    "torchao-nvfp4": "group4-g16-e4m3-e2m1",
+    "torchao-mxfp4": "group4-g32-e8m0-e2m1",
+    "quanto-4": "group4-g128-bf16-minima16",
+    "quanto-8": "group8-g128-bf16-wide",
     "w4a16": "group4-g32-bf16-zeros",
     "w8a8": "int8",
     "fp8-channel": "fp8",
@@ -55,9 +57,7 @@ HQQ = "model.layers.0.mlp.down_proj."
 def matrices(path: Path) -> dict[str, torch.Tensor]:
     """Every quantised matrix in fp32, as Diptych reads it."""
     config = read_json(path / "config.json")
-    how = quantisation_of(HfConfig(config))
-    assert how is not None
-    checkpoint = CodedCheckpoint(path, how, dtype=torch.float32)
+    checkpoint = opened(path)
     inner, ffn = config["hidden_size"], config["intermediate_size"]
     kv = config["num_key_value_heads"] * config["head_dim"]
     rows = {"gate": ffn, "up": ffn, "k": kv, "v": kv}

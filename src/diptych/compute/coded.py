@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 
-from diptych.compute.coded_layouts import companions, companions_of_stack, open_matrix, open_stacked
+from diptych.compute.coded_layouts import companions_of_stack, open_matrix, open_stacked
 from diptych.compute.coded_matrices import Matrix, RawTensors
+from diptych.compute.coded_tensors import companions
 from diptych.compute.ops.contract import WeightTensor
 from diptych.compute.ops.contract_parts import Codes
 from diptych.compute.weights import Checkpoint, FileTensor, StackedTensor

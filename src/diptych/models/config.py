@@ -56,6 +56,7 @@ SIZE_LIMITS = {
     "conv1d_width": 4096,
 }
 MODELOPT_FILE = "hf_quant_config.json"
+QUANTO_MAP = "quanto_qmap.json"
 SIZE_LIMIT = 2**31 - 1
 TEXT_SECTIONS = ("text_config", "llm_config")  # where wrappers have their decoder; the second in InternVL's own files
 WRITING_SECTION = "thinker_config"  # of a model that speaks, too: the wrapper around what writes
@@ -88,10 +89,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """A config.json, with what NVIDIA's older folders say of their weights in a file beside it. LoadError as `read_json`."""
+    """A config.json, with what NVIDIA's older folders and quanto's say of their weights in a file beside it.
+
+    LoadError as `read_json`.
+    """
     raw = read_json(path)
+    if path.name != "config.json" or raw.get("quantization_config"):
+        return raw
+    quanto = path.with_name(QUANTO_MAP)
+    if quanto.is_file():
+        return {**raw, "quantization_config": {"quant_method": "quanto", QUANTO_MAP: read_json(quanto)}}
     beside = path.with_name(MODELOPT_FILE)
-    if path.name != "config.json" or raw.get("quantization_config") or not beside.is_file():
+    if not beside.is_file():
         return raw
     section = HfConfig(read_json(beside), path=str(beside)).section("quantization")
     return {**raw, "quantization_config": {**section.raw, "quant_method": "modelopt"}}

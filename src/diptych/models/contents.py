@@ -21,7 +21,17 @@ from diptych.models.files import has_weights, safetensors_header, weight_files
 from diptych.models.gguf import ROPE_TENSOR, is_beside
 from diptych.models.gguf_file import GgufFile, find_gguf, open_gguf
 from diptych.models.quantisation import Quantisation
-from diptych.models.quantised import BESIDE_CODES, BESIDE_HQQ, BESIDE_STACKS, CODES, MLX, own_section, quantisation_of
+from diptych.models.quantised import (
+    BESIDE_CODES,
+    BESIDE_HQQ,
+    BESIDE_STACKS,
+    CODES,
+    METAL,
+    MLX,
+    own_section,
+    quantisation_of,
+)
+from diptych.models.quantised_compressed import MARLIN
 from diptych.models.quantised_hqq import tag_of
 
 # parts of names -> the part of the model, the first that fits; of safetensors and of GGUF files
@@ -156,18 +166,20 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
             count, stored = 2 * count, "MXFP4"
         elif name.endswith("_scales") and stored == "U8":
             count, stored = 0, "MXFP4 scales"
-        elif how is not None and how.method == MLX and stored == "U32":
+        elif how is not None and how.method in (MLX, METAL) and stored == "U32":
             module, words = name.removesuffix(".weight"), count
             scales = header.get(f"{module}.scales") or {"shape": (0,)}  # without them it is refused by who reads it
             count = math.prod(scales["shape"]) * how.group_of(module)
-            stored = f"mlx {32 * words / max(1, count):.2g} bit"
+            stored = f"{how.method} {32 * words / max(1, count):.2g} bit"
         elif how is not None and how.method == "hqq" and f"{name.rpartition('.')[0]}.W_q" in header:
             is_codes, is_beside = name.endswith(".W_q"), name.endswith(_endings(BESIDE_HQQ))
             count = _hqq_values(how, name, header) if is_codes else 0 if is_beside else count
             stored = "hqq" if is_codes else "hqq scales" if is_beside else stored
-        elif how is not None and name.endswith(_endings(CODES)) and stored == "I32":
+        elif how is not None and name.endswith(CODED_ENDINGS) and (found := _coded(how, name, header)) is not None:
+            count, stored = found
+        elif how is not None and name.endswith(_endings(CODES)) and stored in ("I32", "I16"):
             bits = _bits(how, name, header)
-            count, stored = count * 32 // bits, f"{how.method} {bits} bit"
+            count, stored = 8 * nbytes // bits, f"{how.method} {bits} bit"
         elif how is not None and how.method == "gemma" and stored == "U8":
             bits = how.bits_of(name.rpartition(".")[0])
             count, stored = nbytes * 8 // bits, f"gemma {bits} bit"
@@ -200,6 +212,37 @@ def _hqq_values(how: Quantisation, name: str, header: Mapping[str, Any]) -> int:
     module, columns = name.removesuffix(".W_q"), (header[name].get("shape") or [0])[-1]
     groups = (header.get(f"{module}.scale") or {}).get("shape") or [0]
     return int(math.prod(groups)) * (columns if groups[-1] == 1 else how.group_of(tag_of(module)))
+
+
+CODED_ENDINGS = (".compressed", ".codes", "._weight_qdata", ".weight._data._data", ".weight_packed")
+
+
+def _coded(how: Quantisation, name: str, header: Mapping[str, Any]) -> tuple[int, str] | None:
+    """(values, how they are stored) of codes whose number the tensors beside them tell; None where it is theirs."""
+    module, _, ending = name.rpartition(".")
+    own, kind = _sides(header, name), str(header[name].get("dtype"))
+    count = math.prod(own)
+    if ending == "compressed":
+        return 8 * math.prod(_sides(header, f"{module}.bitmask")), f"sparse {kind}"
+    if ending == "codes":
+        books = _sides(header, f"{module}.codebooks")
+        return count // max(1, own[-1]) * math.prod(books[2:]), "aqlm"
+    if ending == "_data":
+        bits = round(8 * own[0] / max(1, math.prod(_sides(header, f"{module.removesuffix('._data')}._scale"))))
+        return 8 * count // max(1, bits), f"quanto {bits} bit"
+    if ending == "weight_packed":
+        if f"{module}.scale_packed" in header:
+            return count * 64 // (how.bits or 4), f"{MARLIN} {how.bits} bit"
+        is_of_6 = kind == "U8" and 4 * own[-1] == 96 * _sides(header, f"{module}.weight_scale")[-1]
+        return (count * 4 // 3, f"{how.method} 6 bit") if is_of_6 else None
+    if kind == "I32":
+        return 8 * count, f"{how.method} 4 bit"
+    of_pairs = str((header.get(f"{module}._weight_zero_point") or {}).get("dtype")) in ("BF16", "F16", "F32")
+    return (2 * count, f"{how.method} 4 bit") if kind == "U8" or of_pairs else None
+
+
+def _sides(header: Mapping[str, Any], name: str) -> list[int]:
+    return [int(side) for side in (header.get(name) or {}).get("shape") or [0]]
 
 
 def _packed_shapes(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:

@@ -14,6 +14,9 @@ from diptych.ground.errors import LoadError
 from diptych.ground.formats import FP8_BLOCK, WIDE_BITS, KeptFormat, group_held
 from diptych.models.config import HfConfig
 
+OF_CACHE_NOTE = (
+    "scales for a cache of 8 bits in the file are not used: --kv fp8 and int8 find one for each token and head"
+)
 HINT = "use the unquantised checkpoint and choose the weight format with --weights"
 
 
@@ -40,6 +43,7 @@ class Quantisation:
     groups: of compressed-tensors, how many inputs may share a scale where a row has several. block: rows and inputs that share
     one (fp8), None without. has_zeros: each matrix has zero points beside it; has_order: it says in which group each input is.
     zero_added: to every zero point as it is stored (gptq's first layout: 1). divides: what the scale of a matrix does (bitnet).
+    layout: which of AWQ's ('gemm', 'gemv', 'gemv_fast').
     is_ordered: codes of a word lie in their order, not in AutoAWQ's; is_signed: they are signed (quark).
     meets_int8_rows: codes of 8 bits meet activations of 8, as their publisher runs them (torchao).
     is_online: floats of layers are rounded at load, as the model does it whenever it runs (bitnet), but for those of `plain`.
@@ -59,6 +63,7 @@ class Quantisation:
     has_zeros: bool = False
     has_order: bool = False
     zero_added: int = 0
+    layout: str = "gemm"
     divides: bool = False
     is_ordered: bool = False
     is_signed: bool = False
@@ -136,3 +141,11 @@ def group_size(section: HfConfig, name: str) -> int | None:
 def is_module(name: object) -> bool:
     """Whether it is a plain name: what else a pattern may say is not read."""
     return isinstance(name, str) and name.replace(".", "").replace("_", "").isalnum()
+
+
+def block_of(section: HfConfig, name: str) -> tuple[int, int] | None:
+    """Rows and inputs that share a scale; None where the field is absent."""
+    block = section.integers(name)
+    if block is not None and (len(block) != 2 or min(block) < 1):
+        refuse(section, name, "it must be two whole numbers, rows and inputs")
+    return None if block is None else (block[0], block[1])

@@ -7,6 +7,7 @@ of everything that would be read wrongly: methods, bits, layouts and sparsity th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from diptych.ground.errors import ConfigError, LoadError
@@ -14,8 +15,10 @@ from diptych.ground.formats import KEPT_MXFP4, KEPT_NVFP4, WIDE_BITS, KeptFormat
 from diptych.models.config import HfConfig
 from diptych.models.quantisation import (
     HINT,
+    OF_CACHE_NOTE,
     Quantisation,
     Scheme,
+    block_of,
     group_size,
     is_module,
     kept_fp8,
@@ -24,29 +27,32 @@ from diptych.models.quantisation import (
     refuse,
 )
 from diptych.models.quantised_auto_round import read_auto_round
+from diptych.models.quantised_compressed import read_compressed
 from diptych.models.quantised_gemma import read_gemma
 from diptych.models.quantised_hqq import read_hqq
+from diptych.models.quantised_quanto import read_quanto
 from diptych.models.quantised_quark import read_quark
 from diptych.models.quantised_torchao import read_torchao
 
 OWN = "diptych"  # what `diptych quantize` writes
+AWQ_LAYOUTS = ("gemm", "gemv", "gemv_fast")
+AWQ_BACKENDS = (  # kernels of AutoAWQ and GPTQModel, which change no layout; llm-awq has one of its own
+    "autoawq", "auto", "auto_trainable", "machete", "marlin", "exllama_v1", "exllama_v2", "gemm", "gemm_triton", "gemv",
+    "gemv_fast", "torch_awq", "torch_fused_awq",
+)  # fmt: skip
 MLX = "mlx"  # which names itself nowhere
+METAL = "metal"  # of transformers, by MLX's kernels
 MLX_MODES = {"mxfp4": (4, 32, KEPT_MXFP4), "nvfp4": (4, 16, KEPT_NVFP4), "mxfp8": (8, 32, None)}  # beside "affine"
 MLX_GROUPS = (32, 64, 128)
-CT_FORMATS = (
-    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense",
-    "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
-)  # fmt: skip
 MODELOPT: dict[str, KeptFormat | None] = {  # by quant_algo
     "nvfp4": KEPT_NVFP4, "w4a16_nvfp4": KEPT_NVFP4, "fp8": kept_fp8(None), "fp8_per_channel_per_token": kept_fp8(None),
     "fp8_pb_wo": kept_fp8((128, 128)), "mxfp8": None,
 }  # fmt: skip
-OF_CACHE_NOTE = (
-    "scales for a cache of 8 bits in the file are not used: --kv fp8 and int8 find one for each token and head"
-)
-FP4_KEPT = {16: KEPT_NVFP4, 32: KEPT_MXFP4}  # by the inputs that share a scale
 # how the tensors end in which one matrix lies: its codes, and what belongs to them and is no parameter
-CODES = ("qweight", "weight_packed", "embedding_quantized", "W_q", "_weight_qdata")
+CODES = (
+    "qweight", "weight_packed", "embedding_quantized", "W_q", "_weight_qdata", "compressed", "codes", "weight._data",
+    "weight._data._data",
+)  # fmt: skip
 BESIDE_CODES = (
     "qzeros", "scales", "g_idx", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_scale_inv",
     "input_scale", "input_zero_point", "activation_scale", "weight.absmax", "weight.quant_map", "weight.nested_absmax",
@@ -54,6 +60,8 @@ BESIDE_CODES = (
     "weight_format", "weight_global_scale", "weight_scale_2", "input_global_scale", "k_scale", "v_scale", "biases",
     "output_scale", "output_zero_point", "embedding_scale", "input_activation_scale", "output_activation_scale",
     "k_cache_scale", "v_cache_scale", "kv_scale", "k_zero_point", "v_zero_point", "_weight_scale", "_weight_zero_point",
+    "_weight_scale_and_zero", "_weight_per_tensor_scale", "bitmask", "row_offsets", "shape", "scale_packed", "meta",
+    "codebooks", "weight._scale", "weight._shift", "qbiases",
 )  # fmt: skip
 BESIDE_HQQ = (
     "scale", "zero", "nbits", "group_size", "shape", "axis", "packing", "unpack_view_dtype", "view_as_float", "quant_scale",
@@ -94,8 +102,8 @@ def quantisation_of(config: HfConfig) -> Quantisation | None:
     read = READERS.get(str(method))
     if read is None:
         raise LoadError(
-            f"{config.path} says the weights are quantised with {method!r}; of quantised files {', '.join(READERS)}, GGUF and "
-            "those of `diptych quantize` are read",
+            f"{config.path} says the weights are quantised with {method!r}{UNREAD.get(str(method), '')}; of quantised files "
+            f"{', '.join(READERS)}, GGUF and those of `diptych quantize` are read",
             hint=HINT,
         )
     if method == "fp8" and "expert_dtype" in config.raw:  # beside the section in DeepSeek V4's files
@@ -113,14 +121,19 @@ def quantisation_of(config: HfConfig) -> Quantisation | None:
 
 def _awq(section: HfConfig) -> Quantisation:
     bits, group = ("bits", "group_size") if "bits" in section.raw else ("w_bit", "q_group_size")  # the older names
-    one_of(section, "version", ("gemm",), "gemm")
-    inputs, is_symmetric = group_size(section, group), not section.flag("zero_point", True)
+    one_of(section, "backend", (None, *AWQ_BACKENDS), None)
+    layout = one_of(section, "version", AWQ_LAYOUTS, "gemm")
+    inputs, is_symmetric = group_size(section, group), not section.flag("zero_point", True) and layout == "gemm"
+    kept = kept_groups(4, inputs, "f16", is_symmetric=is_symmetric)
+    if kept is not None and layout == "gemv_fast":
+        kept = replace(kept, grid="minima16")
     return Quantisation(
         method="awq",
         bits=one_of(section, bits, (4,), 4),
         group=inputs,
+        layout=layout,
         has_zeros=not is_symmetric,
-        kept=kept_groups(4, inputs, "f16", is_symmetric=is_symmetric),
+        kept=kept,
     )
 
 
@@ -147,6 +160,20 @@ def _mlx_scheme(section: HfConfig) -> tuple[int, int, KeptFormat | None]:
     grid = "minima" if bits == 8 else "minima16"
     held = KeptFormat(kind=f"group{bits}", group=group, scale="bf16", grid=grid, is_wide=bits >= WIDE_BITS)
     return bits, group, held
+
+
+def _metal(section: HfConfig) -> Quantisation:
+    """MLX's groups as transformers makes them, by names of its own."""
+    bits, group = one_of(section, "bits", (2, 4, 8), 4), group_size(section, "group_size")
+    if group is None:
+        refuse(section, "group_size", "it must be a whole number of inputs")
+    kept = kept_groups(bits, group, "f32", is_symmetric=False)
+    return Quantisation(method=METAL, bits=bits, group=group, kept=kept and replace(kept, grid="minima"))
+
+
+def _aqlm(section: HfConfig) -> Quantisation:
+    """Sums of vectors of codebooks, whose sizes the tensors show."""
+    return Quantisation(method="aqlm", bits=section.integer("nbits_per_codebook", 16))
 
 
 def _gptq(section: HfConfig) -> Quantisation:
@@ -176,65 +203,6 @@ def _dynamic(section: HfConfig, bits: int, group: int | None) -> Iterator[tuple[
             raise LoadError(f"dynamic of {section.path} has a {type(own).__name__} for {pattern}; it must be an object")
         part = HfConfig({**usual, **own}, path=f"{pattern} in dynamic of {section.path}")
         yield pattern, Scheme(one_of(part, "bits", (2, 3, 4, 8), None), group_size(part, "group_size"))
-
-
-def _compressed_tensors(section: HfConfig) -> Quantisation:
-    one_of(section, "format", CT_FORMATS, "dense")
-    sparsity = section.section("sparsity_config")
-    one_of(sparsity, "format", ("dense",), "dense")
-    if section.raw.get("transform_config"):
-        refuse(section, "transform_config", "rotations of activations are not run")
-    groups = section.section("config_groups")
-    notes = [OF_CACHE_NOTE] if section.raw.get("kv_cache_scheme") is not None else []
-    block, bits, kept = None, None, None
-    sizes: list[int] = []
-    zeros: list[bool] = []
-    for name in groups.raw:
-        scheme = groups.section(name)
-        one_of(scheme, "format", (None, *CT_FORMATS), None)
-        if scheme.raw.get("output_activations") is not None:
-            refuse(scheme, "output_activations", "outputs are not quantised here")
-        weights, inputs = scheme.section("weights"), scheme.section("input_activations")
-        kind = one_of(weights, "type", ("int", "float"), "int")
-        width = one_of(weights, "num_bits", (4, 8), 8)
-        strategy = one_of(weights, "strategy", ("tensor", "channel", "group", "tensor_group", "block", None), None)
-        if kind == "float" and width == 4:
-            kept = FP4_KEPT[one_of(weights, "group_size", tuple(FP4_KEPT), None)]
-            one_of(weights, "symmetric", (True,), True)
-            if _has_inputs_of_4_bits(scheme):
-                notes.append("activations have 8 bits, and scales for them in the file are not used")
-            continue
-        if kind == "int":
-            bits = weights.integer("num_bits", 8)
-            size = weights.raw.get("group_size")
-            has_groups = strategy == "group" or (strategy is None and size not in (None, -1))
-            group = weights.optional_integer("group_size") if has_groups else None
-            sizes += [] if group is None else [group]
-            zeros.append(not weights.flag("symmetric", True))
-            kept = kept_groups(bits, group, "bf16", is_symmetric=weights.flag("symmetric", True))
-            if bits == 8 and group is None and inputs.raw and weights.flag("symmetric", True):
-                kept = KeptFormat(kind="int8")
-        block = _block(weights, "block_structure") or block
-        if kind == "float" and strategy == "group":
-            block = (1, weights.integer("group_size"))
-        if kind == "float":
-            kept = kept_fp8(block)
-        if inputs.raw and not inputs.raw.get("dynamic", False):
-            notes.append("scales of activations in the file are not used: they are found for each row")
-    return Quantisation(
-        method="compressed-tensors",
-        bits=bits,
-        groups=tuple(dict.fromkeys(sizes)),
-        block=block,
-        has_zeros=bool(zeros) and all(zeros),
-        kept=kept,
-        note="; ".join(dict.fromkeys(notes)),
-    )
-
-
-def _has_inputs_of_4_bits(scheme: HfConfig) -> bool:
-    """Whether its publisher rounds activations to 4 bits, too."""
-    return scheme.section("input_activations").raw.get("num_bits") == 4
 
 
 def _modelopt(section: HfConfig) -> Quantisation:
@@ -270,13 +238,6 @@ def _fbgemm_fp8(section: HfConfig) -> Quantisation:
     )
 
 
-def _block(section: HfConfig, name: str) -> tuple[int, int] | None:
-    block = section.integers(name)
-    if block is not None and (len(block) != 2 or min(block) < 1):
-        refuse(section, name, "it must be two whole numbers, rows and inputs")
-    return None if block is None else (block[0], block[1])
-
-
 def _mxfp8(section: HfConfig) -> Quantisation:
     """As `_fp8`, with a power of two for 32 inputs."""
     one_of(section, "scale_fmt", ("ue8m0",), "ue8m0")
@@ -288,7 +249,7 @@ def _fp8(section: HfConfig) -> Quantisation:
     one_of(section, "activation_scheme", ("dynamic", "static"), "dynamic")
     one_of(section, "scale_fmt", ("float", "ue8m0", None), None)  # which the scales themselves show
     has_fp4 = one_of(section, "expert_dtype", ("fp8", "fp4", None), None) == "fp4"  # DeepSeek V4's
-    block = _block(section, "weight_block_size")
+    block = block_of(section, "weight_block_size")
     notes = (
         ["scales of activations in the file are not used"] if section.raw.get("activation_scheme") == "static" else []
     )
@@ -341,8 +302,17 @@ def _bitnet(section: HfConfig) -> Quantisation:
     )
 
 
+UNREAD = {  # what is known, and why it is not read
+    "eetq": ", in the order of a GPU that the file does not name",
+    "sinq": ", with scales of inputs and scales that are quantised themselves",
+    "fp_quant": ", whose activations are rotated",
+    "higgs": ", whose vectors are rotated",
+    "spqr": ", with single weights beside its groups",
+    "nvfp4": ", which transformers makes when it loads and cannot save",
+}
 READERS = {
-    "awq": _awq, "gptq": _gptq, "auto-round": read_auto_round, "compressed-tensors": _compressed_tensors, "fp8": _fp8,
+    "awq": _awq, "gptq": _gptq, "auto-round": read_auto_round, "compressed-tensors": read_compressed, "fp8": _fp8,
     "mxfp8": _mxfp8, "fbgemm_fp8": _fbgemm_fp8, "bitsandbytes": _bitsandbytes, "modelopt": _modelopt, "bitnet": _bitnet,
     "quark": read_quark, "gemma": read_gemma, "hqq": read_hqq, "torchao": read_torchao,
+    "aqlm": _aqlm, "quanto": read_quanto, METAL: _metal,
 }  # fmt: skip

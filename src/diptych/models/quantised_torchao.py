@@ -1,4 +1,5 @@
-"""torchao's `quantization_config`, as transformers 5 saves it to safetensors: whole numbers of 1 to 8 bits, fp8.
+"""torchao's `quantization_config`, as transformers 5 saves it to safetensors: whole numbers of 1 to 8 bits, fp8, NVFP4, MXFP4
+and MXFP8.
 
 Sources: torchao 0.18 (`quantization/quant_api.py`, `prototype/safetensors`), transformers 5.23
 (`quantizers/quantizer_torchao.py`).
@@ -7,18 +8,24 @@ Sources: torchao 0.18 (`quantization/quant_api.py`, `prototype/safetensors`), tr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from diptych.ground.formats import KeptFormat
+from diptych.ground.formats import KEPT_MXFP4, KEPT_NVFP4, KeptFormat
 from diptych.models.config import HfConfig
-from diptych.models.quantisation import Quantisation, kept_fp8, kept_groups, refuse
+from diptych.models.quantisation import Quantisation, kept_fp8, kept_groups, one_of, refuse
 
 INT8 = ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig")
 FP8 = ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig")
 INTX = ("IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig")
+INT4 = ("Int4WeightOnlyConfig", "Float8DynamicActivationInt4WeightConfig")
+NVFP4 = ("NVFP4WeightOnlyConfig", "NVFP4DynamicActivationNVFP4WeightConfig")
+MX = "MXDynamicActivationMXWeightConfig"
+PACKED = ("PLAIN", "TILE_PACKED_TO_4D")  # of int4; others are a kernel's own
 MIXTURES = ("FqnToConfig", "ModuleFqnToConfig")
 TYPES = {f"int{bits}": bits for bits in range(1, 9)}
 HELD_BITS = {1: 2, 7: 8}  # what codes have here, where that is not what they have there
+FLOATS = {"float8_e4m3fn": 8, "float4_e2m1fn_x2": 4}
 Kind = tuple[str, int]  # type of a config, bits of a code
 
 
@@ -44,6 +51,15 @@ def read_torchao(section: HfConfig) -> Quantisation:
 def _kept(name: str, bits: int, found: HfConfig) -> KeptFormat | None:
     if name in FP8:
         return kept_fp8(None)
+    if name in NVFP4:
+        return KEPT_NVFP4
+    if name == MX:
+        return KEPT_MXFP4 if bits == 4 else None
+    if name == INT4[1]:
+        return kept_groups(4, 128, "bf16", is_symmetric=True)
+    if name in INT4:
+        kept = kept_groups(4, found.section("_data").integer("group_size", 128), "bf16", is_symmetric=False)
+        return kept and replace(kept, grid="minima")
     if name == INT8[1]:  # of a mixture this says what most matrices may be
         return KeptFormat(kind="int8")
     own = found.section("_data")
@@ -76,7 +92,27 @@ def _kinds(found: HfConfig) -> Iterator[Kind]:
         _data(own, "intx_packing_format", ("UNPACKED_TO_INT8",))
         yield str(name), TYPES[_data(own, "weight_dtype", tuple(TYPES), "int8")]
         return
-    refuse(found, "_type", f"{', '.join((*INT8, *FP8, *INTX))} and mixtures of them can be read")
+    if name in INT4:
+        _packing(own)
+        yield str(name), 4
+        return
+    if name in NVFP4:
+        yield str(name), 4
+        return
+    if name == MX:
+        one_of(own, "block_size", (32,), 32)
+        yield MX, FLOATS[_data(own, "weight_dtype", tuple(FLOATS), "float8_e4m3fn")]
+        return
+    refuse(found, "_type", f"{', '.join((*INT8, *FP8, *INTX, *INT4, *NVFP4, MX))} and mixtures of them can be read")
+
+
+def _packing(own: HfConfig) -> None:
+    """LoadError for int4 in the order of a kernel that is not known."""
+    found = own.raw.get("int4_packing_format")
+    name = found.get("_data") if isinstance(found, Mapping) else found
+    if str(name).upper() not in PACKED:
+        refuse(own, "int4_packing_format", f"{' or '.join(PACKED)} can be read")
+    one_of(own, "int4_tile_packed_ntile", (8,), 8)
 
 
 def _data(own: HfConfig, name: str, allowed: tuple[str, ...], default: str | None = None) -> Any:

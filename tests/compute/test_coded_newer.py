@@ -1,0 +1,218 @@
+"""More checkpoints that other programs quantised: AWQ's other layouts, sparsity, MXFP6, AQLM, quanto, Metal, torchao's int4."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from checkpoints import make_checkpoint
+from coded_files import (
+    check_in_use,
+    check_values,
+    compressed,
+    damaged,
+    logits_of,
+    opened,
+    quantised_checkpoints,
+)
+from diptych.ground.errors import LoadError
+from diptych.models.config import HfConfig, read_json
+from diptych.models.contents import contents_of
+from diptych.models.quantised import quantisation_of
+from newer_files import aqlm, awq_gemv, marlin, metal, plain_floats, quanto, sparse, torchao_int4
+
+ROWS = {"num_bits": 8, "strategy": "channel"}
+DYNAMIC = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+FP6 = {"num_bits": 6, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
+# layout -> how it is made, and what holds it
+LAYOUTS: dict[str, tuple[Any, str | None]] = {
+    "gemv": (lambda: awq_gemv(32), "group4-g32-f16-zeros"),
+    "gemv 64": (lambda: awq_gemv(64), "group4-g64-f16-zeros"),
+    "gemv fast": (lambda: awq_gemv(32, is_fast=True), "group4-g32-f16-minima16"),
+    "gemv fast 64": (lambda: awq_gemv(64, is_fast=True), "group4-g64-f16-minima16"),
+    "sparse": (lambda: sparse(plain_floats()), None),
+    "sparse, any number": (lambda: sparse(plain_floats(), "sparse-bitmask"), None),
+    "sparse fp8": (lambda: sparse(compressed("float-quantized", type="float", **ROWS)), "fp8"),
+    "sparse w8a8": (lambda: sparse(compressed("int-quantized", DYNAMIC, type="int", **ROWS), "sparse-bitmask"), "int8"),
+    "marlin": (lambda: marlin(4, None), "group4-g128-f16"),
+    "marlin in groups": (lambda: marlin(4, 32), "group4-g32-f16"),
+    "marlin of 8 bits": (lambda: marlin(8, 64), "group8-g64-f16-wide"),
+    "mxfp6": (lambda: compressed("mxfp6-pack-quantized", **FP6), "group8-g32-bf16-wide"),
+    "aqlm 1x16": (lambda: aqlm(16, 1), None),
+    "aqlm 2x8": (lambda: aqlm(8, 2), None),
+    "aqlm runs": (lambda: aqlm(7, 1, rows=2, inputs=4), None),
+    "quanto 2": (lambda: quanto(2, 64), "group2-g64-bf16-minima16"),
+    "quanto 4": (lambda: quanto(4, 32), "group4-g32-bf16-minima16"),
+    "quanto 4 with zero points": (lambda: quanto(4, None, has_zero_points=True), "group4-g128-bf16-zeros"),
+    "quanto 8": (lambda: quanto(8, None), "group8-g128-bf16-wide"),
+    "metal 2": (lambda: metal(2), "group2-g32-f32-minima"),
+    "metal 4": (lambda: metal(4), "group4-g32-f32-minima"),
+    "metal 8": (lambda: metal(8), "group8-g32-f32-minima-wide"),
+    "torchao int4": (lambda: torchao_int4("PLAIN"), "group4-g32-bf16-minima"),
+    "torchao int4 symmetric": (lambda: torchao_int4("PLAIN", 64, symmetric=True), "group4-g64-bf16"),
+    "torchao int4 tiles": (lambda: torchao_int4("TILE_PACKED_TO_4D"), "group4-g32-bf16-minima"),
+}
+DOWN = "model.layers.0.mlp.down_proj."
+AO = f"{DOWN}_weight_"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of sides that all of them divide."""
+    fields = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 1, "head_dim": 32}
+    return make_checkpoint("llama", tmp_path_factory.mktemp("plain"), dtype=torch.bfloat16, **fields)
+
+
+def made(layout: str, original: Path, folder: Path) -> tuple[Path, Path]:
+    if layout.startswith(("sparse fp8", "sparse w8a8", "mxfp6")):
+        pytest.importorskip("compressed_tensors")
+    return quantised_checkpoints(original, folder, LAYOUTS[layout][0]())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_values_of_its_own_formula(layout: str, original: Path, tmp_path: Path) -> None:
+    """A place of a kernel's order that is off, or zeros at other places than the mask has: another model."""
+    coded, plain = made(layout, original, tmp_path)
+    if layout.endswith("tiles"):  # which the file fills up to 1024 inputs
+        padded = sum(group.parameters for group in contents_of(coded).groups)
+        assert padded > sum(values.numel() for values in load_file(plain / "model.safetensors").values())
+        for name, values in load_file(plain / "model.safetensors").items():
+            assert torch.equal(opened(coded).tensor(name, *values.shape).read().float(), values.float()), name
+        return
+    check_values(coded, plain, LAYOUTS[layout][1])
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    "layout",
+    ["gemv", "gemv fast", "sparse", "sparse fp8", "marlin in groups", "mxfp6", "aqlm 2x8", "quanto 2", "quanto 4", "metal 8",
+     "torchao int4", "torchao int4 tiles"],
+)  # fmt: skip
+def test_kept_weights_answer_as_their_values_do(
+    layout: str, original: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On the cpu backend, within what rows of 8 bits cost; and the log says what is kept and what is not."""
+    check_in_use(*made(layout, original, tmp_path), LAYOUTS[layout][1], caplog)
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "message"),
+    [
+        ("gemv", lambda t: t.pop(f"{DOWN}qzeros"), "qzeros is missing"),
+        ("gemv", lambda t: t.update({f"{DOWN}scales": t[f"{DOWN}scales"][:, :6].clone()}), r"scales is F16 \[128, 6\]"),
+        ("gemv fast", lambda t: t.update({f"{DOWN}qweight": t[f"{DOWN}qweight"].int()}), r"qweight is I32 .* I16 \[32, 192\]"),
+        ("gemv fast", lambda t: t.update({f"{DOWN}qzeros": t[f"{DOWN}qzeros"] * float("nan")}), "scale that is not finite"),
+        ("sparse", lambda t: t.pop(f"{DOWN}bitmask"), "bitmask is missing"),
+        ("sparse", lambda t: t[f"{DOWN}bitmask"].bitwise_or_(1), r"bitmask has \d+ bits for the 12288 values"),
+        ("sparse", lambda t: t.update({f"{DOWN}shape": torch.tensor([192, 128])}), r"shape is \[192, 128\]; .* \[128, 192\]"),
+        ("sparse", lambda t: t.update({f"{DOWN}compressed": t[f"{DOWN}compressed"][1:].clone()}), r"compressed is BF16 \[127"),
+        ("sparse, any number", lambda t: t.update({f"{DOWN}compressed": t[f"{DOWN}compressed"][1:].clone()}), "12287 values"),
+        ("sparse, any number", lambda t: t.update({f"{DOWN}row_offsets": torch.zeros(3).long()}), r"row_offsets is I64 \[3\]"),
+        ("marlin", lambda t: t.pop(f"{DOWN}meta"), "meta is missing"),
+        ("marlin", lambda t: t.update({f"{DOWN}meta": t[f"{DOWN}meta"].T.contiguous()}), r"meta is I16 \[256, 6\]"),
+        ("marlin", lambda t: t.update({f"{DOWN}scale_packed": t[f"{DOWN}scale_packed"].repeat(5, 1)}), "5 scales a row"),
+        ("mxfp6", lambda t: t[f"{DOWN}weight_scale"].fill_(255), "a scale that is no number"),
+        ("mxfp6", lambda t: t.update({f"{DOWN}weight_scale": t[f"{DOWN}weight_scale"][:, 1:].clone()}), "weight_scale is U8"),
+        ("aqlm 2x8", lambda t: t.pop(f"{DOWN}codebooks"), "codebooks is missing"),
+        ("aqlm 2x8", lambda t: t.update({f"{DOWN}codebooks": t[f"{DOWN}codebooks"][:, :99].clone()}), "codes of 1 to 16 bits"),
+        ("aqlm 2x8", lambda t: t.update({f"{DOWN}codebooks": t[f"{DOWN}codebooks"][..., :5].clone()}), "runs of 1 by 5 do not"),
+        ("aqlm 2x8", lambda t: t.update({f"{DOWN}codes": t[f"{DOWN}codes"].short()}), r"codes is I16 .* I8 \[128, 24, 2\]"),
+        ("aqlm 2x8", lambda t: t[f"{DOWN}codebooks"].fill_(float("inf")), "codebooks has a number that is not finite"),
+        ("quanto 4", lambda t: t.pop(f"{DOWN}weight._shift"), "_shift is missing"),
+        ("quanto 4", lambda t: t.update({f"{DOWN}weight._scale": t[f"{DOWN}weight._scale"][:5].clone()}), "has 5 scales"),
+        ("quanto 8", lambda t: t.update({f"{DOWN}weight._data": t[f"{DOWN}weight._data"].T.contiguous()}), "_data is I8"),
+        ("metal 4", lambda t: t.pop(f"{DOWN}qbiases"), "qbiases is missing"),
+        ("torchao int4", lambda t: t.pop(f"{AO}zero_point"), "zero_point is missing"),
+        ("torchao int4", lambda t: t.update({f"{AO}scale": t[f"{AO}scale"].T.contiguous()}), "128 scales a row, which 192"),
+        ("torchao int4", lambda t: t.update({f"{AO}act_pre_scale": torch.ones(1)}), "act_pre_scale"),
+        ("torchao int4 tiles", lambda t: t.update({f"{AO}qdata": t[f"{AO}qdata"][1:].clone()}), r"qdata is I32 \[15, 8, 32"),
+        ("torchao int4 tiles", lambda t: t.pop(f"{AO}scale_and_zero"), "scale_and_zero"),
+    ],
+)  # fmt: skip
+def test_damaged_codes_are_refused(layout: str, change: Any, message: str, original: Path, tmp_path: Path) -> None:
+    """What, the number and the limit, before a model of it stands."""
+    coded, _ = made(layout, original, tmp_path)
+    damaged(coded, change)
+    with pytest.raises(LoadError, match=message):
+        logits_of(coded, backend="torch", weights="fp32")
+
+
+def with_config(folder: Path, **fields: Any) -> Path:
+    config = read_json(folder / "config.json")
+    config["quantization_config"] |= fields
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields", "message"),
+    [
+        ("gemv fast", {"version": "gemv"}, r"qweight is I16 \[48, 128\]; I32 \[192, 16\]"),
+        ("gemv", {"version": "gemm"}, "qweight is I32"),
+        ("gemv", {"group_size": 40}, "128 inputs, which groups of 40 do not divide"),
+    ],
+)
+def test_a_layout_that_the_config_does_not_name_is_refused(
+    layout: str, fields: dict[str, Any], message: str, original: Path, tmp_path: Path
+) -> None:
+    """The same words would be read in another order."""
+    coded, _ = made(layout, original, tmp_path)
+    with pytest.raises(LoadError, match=message):
+        logits_of(with_config(coded, **fields), backend="torch")
+
+
+@pytest.mark.parametrize(
+    ("layout", "sides", "message"),
+    [
+        ("gemv", (128, 36), "groups of 32 do not divide"),
+        ("gemv fast", (128, 96), r"is 128 by 96; .* 4 rows and 64 inputs share their words"),
+        ("marlin", (96, 192), r"is 96 by 192; .* outputs come in 64 and inputs in 32"),
+        ("mxfp6", (128, 40), "40 inputs, which groups of 32 do not divide"),
+    ],
+)
+def test_sides_that_a_layout_cannot_have_are_refused(
+    layout: str, sides: tuple[int, int], message: str, original: Path, tmp_path: Path
+) -> None:
+    """As no file that the program wrote has them."""
+    coded, _ = made(layout, original, tmp_path)
+    damaged(coded, lambda tensors: tensors.update({f"{DOWN}weight_packed": torch.zeros(128, 30, dtype=torch.uint8)}))
+    with pytest.raises(LoadError, match=message):
+        opened(coded).tensor(f"{DOWN}weight", *sides)
+
+
+SPARSE = {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"quant_method": "awq", "version": "llm-awq"}, "version .* is 'llm-awq'; 'gemm' or 'gemv' or 'gemv_fast' can be read"),
+        ({"quant_method": "awq", "version": "gemm", "backend": "llm-awq"}, "backend .* is 'llm-awq'"),
+        ({"quant_method": "awq", "version": "gemv_fast", "bits": 8}, "bits .* is 8; 4 can be read"),
+        (SPARSE | {"sparsity_config": {"format": "sparse-50"}}, "format in sparsity_config .* is 'sparse-50'"),
+        (SPARSE | {"config_groups": {"a": {"weights": {"num_bits": 6, "type": "int"}}}}, "num_bits .* is 6; 4 or 8"),
+        (SPARSE | {"config_groups": {"a": {"weights": FP6 | {"group_size": 16}}}}, "group_size .* is 16; 32 can be read"),
+        ({"quant_method": "aqlm", "nbits_per_codebook": "many"}, "nbits_per_codebook .* is 'many'"),
+        ({"quant_method": "quanto"}, "weights .* is None"),
+        ({"quant_method": "quanto", "weights": "int3"}, "weights .* is 'qint3'"),
+        ({"quant_method": "quanto", "weights": "int8", "activations": "int8"}, "activations .* is 'int8'; None or 'none'"),
+        ({"quant_method": "quanto", "quanto_qmap.json": {"a": 4}}, "a in quanto_qmap.json .* is a int"),
+        ({"quant_method": "quanto", "quanto_qmap.json": {"a": {"weights": "qint3"}}}, "weights in a .* is 'qint3'"),
+        ({"quant_method": "quanto", "quanto_qmap.json": {}}, "it must name modules"),
+        ({"quant_method": "metal", "bits": 3}, "bits .* is 3; 2 or 4 or 8"),
+        ({"quant_method": "metal", "group_size": -1}, "group_size .* is -1; it must be a whole number"),
+        (torchao_int4("PRESHUFFLED").config, "int4_packing_format .* PLAIN or TILE_PACKED_TO_4D can be read"),
+        ({"quant_method": "eetq", "weights": "int8"}, "quantised with 'eetq', in the order of a GPU that the file does not"),
+        ({"quant_method": "sinq", "nbits": 4}, "quantised with 'sinq', with scales of inputs"),
+        ({"quant_method": "fp_quant"}, "quantised with 'fp_quant', whose activations are rotated; .* are read"),
+    ],
+)  # fmt: skip
+def test_what_is_not_known_is_refused_by_name(changed: dict[str, Any], message: str) -> None:
+    """An unknown order read by the rules of a known one gives noise, not an error."""
+    with pytest.raises(LoadError, match=message):
+        quantisation_of(HfConfig({"quantization_config": changed}))

@@ -1,0 +1,258 @@
+"""More checkpoints as other programs quantise them, with `coded_files`' machinery: layouts written out place by place, after
+AutoAWQ 0.2.9 (`gemv.py`, `gemv_fast.py`), compressed-tensors 0.12 (sparsity), aqlm 1.1.7, optimum-quanto 0.2.7, torchao 0.18
+and PyTorch's `int4mm.cu`. Each was compared with what these programs write, once, by hand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.integrations.metal_quantization import _affine_dequantize_tensor, _affine_quantize_tensor
+
+from coded_files import Layout, Tensors, rounded, valued
+
+
+def words(values: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """[n, k] -> int32 [n, k * bits / 32], the first in the lowest bits."""
+    per_word = 32 // bits
+    found = torch.zeros(values.shape[0], values.shape[1] // per_word, dtype=torch.int64)
+    for i in range(per_word):
+        found |= values[:, i::per_word] << (i * bits)
+    return found.to(torch.int32)
+
+
+def awq_gemv(group: int, *, is_fast: bool = False) -> Layout:
+    """AutoAWQ's `gemv` and `gemv_fast`."""
+    config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True}
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        n, k = w.shape
+        codes, scales, zeros = rounded(w, 4, group, symmetric=False)
+        index = torch.arange(k) // group
+        padded = 8 * {32: 4, 64: 2}.get(group, 1)  # groups come in so many
+        room = -(-scales.shape[1] // padded) * padded
+        wide_scales, wide_zeros = torch.zeros(n, room, dtype=torch.float16), torch.zeros(n, room, dtype=torch.int64)
+        wide_scales[:, : scales.shape[1]], wide_zeros[:, : zeros.shape[1]] = scales, zeros
+        if not is_fast:
+            tensors = {"qweight": words(codes), "qzeros": words(wide_zeros), "scales": wide_scales}
+            return tensors, valued(codes, scales, zeros, index)
+        minima = (-(scales.float() * zeros)).half()
+        wide_minima = torch.zeros(n, room, dtype=torch.float16)
+        wide_minima[:, : minima.shape[1]] = minima
+        stored = torch.zeros(n // 4, k, dtype=torch.int64)
+        for c in range(k):
+            eight, pair, odd = c % 32 // 8, c % 8 // 2, c % 2
+            place = c // 32 * 32 + 8 * pair + 4 * odd + eight
+            for r in range(4):  # and every fourth row behind it
+                flat = 64 * r + place % 64
+                stored[:, place // 64 * 64 + flat // 4] |= codes[r::4, c] << 4 * (flat % 4)
+        stored = torch.where(stored >= 1 << 15, stored - (1 << 16), stored)
+        tensors = {"qweight": stored.to(torch.int16), "qzeros": wide_minima.T, "scales": wide_scales.T}
+        return tensors, scales.float()[:, index] * codes + minima.float()[:, index]
+
+    return Layout(config | {"version": "gemv_fast" if is_fast else "gemv"}, write)
+
+
+def two_of_four(w: torch.Tensor) -> torch.Tensor:
+    """With the two smallest of four inputs zero."""
+    fours = w.reshape(-1, 4)
+    return fours.scatter(1, fours.abs().topk(2, 1, largest=False).indices, 0.0).view_as(w)
+
+
+def sparse(inner: Layout, form: str = "sparse-24-bitmask") -> Layout:
+    """The codes, or floats, that `inner` makes of two of four inputs, without zeros and with a mask."""
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        tensors, values = inner.write(two_of_four(w))
+        weight = tensors.pop("weight")
+        is_there = two_of_four(w) != 0
+        packed = sum(is_there[:, bit::8].to(torch.uint8) << bit for bit in range(8))
+        as_bytes = weight.view(torch.uint8) if weight.element_size() == 1 else weight
+        stored = as_bytes[is_there].view(weight.dtype)
+        sides = torch.tensor(weight.shape)
+        if form == "sparse-bitmask":
+            counts = is_there.sum(1)
+            tensors |= {"compressed": stored, "row_offsets": counts.cumsum(0) - counts, "shape": sides}
+        else:
+            tensors |= {"compressed": stored.view(len(w), -1), "shape": sides[:, None]}
+        return tensors | {"bitmask": packed}, values
+
+    section = {"quant_method": "compressed-tensors", **inner.config, "sparsity_config": {"format": form}}
+    return Layout(section, write)
+
+
+def plain_floats() -> Layout:
+    """In bf16."""
+    return Layout({}, lambda w: ({"weight": w.bfloat16()}, w.bfloat16().float()))
+
+
+def marlin(bits: int, group: int | None) -> Layout:
+    """compressed-tensors' `marlin-24`, which writes groups of 128 alone: here smaller ones stand for them."""
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        n, k = w.shape
+        of, middle = k if group is None else group, 1 << (bits - 1)
+        codes, scales, zeros = rounded(two_of_four(w), bits, of, symmetric=True)
+        is_there = two_of_four(w).view(n, k // 4, 4) != 0
+        pairs = is_there.int().argsort(dim=-1, descending=True, stable=True)[..., :2].sort(-1).values
+        kept = codes.view(n, k // 4, 4).gather(-1, pairs).view(n, k // 2)
+        tensors = {"weight_packed": words(_in_tiles(kept.T, bits), bits), "meta": _places(pairs, n, k)}
+        stored = scales.T
+        if of < k // 2:
+            stored = stored.reshape(-1, 8)[:, [0, 4, 1, 5, 2, 6, 3, 7]].reshape(k // of, n)
+        assert int(zeros.min()) == middle
+        return tensors | {"scale_packed": stored}, valued(codes, scales, zeros, torch.arange(k) // of)
+
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "strategy": "channel" if group is None else "group",
+        "group_size": group,
+    }
+    config = {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"a": {"weights": weights}}}
+    return Layout(config, write)
+
+
+def _in_tiles(kept: torch.Tensor, bits: int) -> torch.Tensor:
+    """[k / 2, n] -> [k / 32, 16 n]: tiles of 16 by 16, four of them beside one another, in the order of 32 threads."""
+    inputs, n = kept.shape
+    tiles = kept.reshape(inputs // 16, 16, n // 16, 16).permute(0, 2, 1, 3).reshape(-1, 1024)
+    order = []
+    for thread in range(32):
+        column = thread // 4
+        for step in range(4):
+            eight = [
+                16 * row + 256 * (column // 2) + 8 * (column % 2) + 4 * block + step
+                for block in (0, 1)
+                for row in (2 * (thread % 4), 2 * (thread % 4) + 1, 2 * (thread % 4 + 4), 2 * (thread % 4 + 4) + 1)
+            ]
+            order += [eight[i] for i in (0, 2, 4, 6, 1, 3, 5, 7)] if bits == 4 else eight
+    if bits == 8:
+        order = [order[i + j] for i in range(0, 1024, 4) for j in (0, 2, 1, 3)]
+    return tiles[:, order].reshape(inputs // 16, 16 * n)
+
+
+def _places(pairs: torch.Tensor, n: int, k: int) -> torch.Tensor:
+    """[n, k / 4, 2] -> int16 [k / 32, 2 n]: CUTLASS's metadata, of four fours to a word."""
+    stored = torch.zeros(n * k // 16, dtype=torch.int64)
+    nibbles = (pairs[..., 0] | pairs[..., 1] << 2).tolist()
+    for row in range(n):
+        at = row // 64 * 64 + row % 2 * 2 + row % 8 // 4 + row % 4 // 2 * 32 + row % 64 // 8 * 4
+        for column in range(k // 16):
+            word = sum(nibbles[row][4 * column + i] << 4 * i for i in range(4))
+            r, c = at, column
+            if r % 2 == 0 and c % 2 == 1:
+                r, c = r + 1, c - 1
+            elif r % 2 == 1 and c % 2 == 0:
+                r, c = r - 1, c + 1
+            stored[c // 2 * 2 * n + 2 * r + c % 2] = word
+    return torch.where(stored >= 1 << 15, stored - (1 << 16), stored).to(torch.int16).view(k // 32, 2 * n)
+
+
+def aqlm(bits: int, books: int, *, rows: int = 1, inputs: int = 8) -> Layout:
+    """Random codes and codebooks: what they are made of w by is another matter."""
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        (n, k), generator = w.shape, torch.Generator().manual_seed(w.shape[1])
+        codes = torch.randint(1 << bits, (n // rows, k // inputs, books), generator=generator)
+        vectors = torch.randn(books, 1 << bits, rows, inputs, generator=generator).half()
+        scales = (0.2 + torch.rand(n // rows, 1, 1, 1, generator=generator)).half() / (books * k) ** 0.5
+        values = torch.empty(n, k)
+        for r in range(n // rows):
+            total = sum(vectors[b][codes[r, :, b]].float() for b in range(books)) * float(scales[r])
+            for row in range(rows):
+                values[r * rows + row] = total[:, row].flatten()
+        signed = torch.where(codes >= 1 << (bits - 1), codes - (1 << bits), codes)
+        stored = signed.to(torch.int8 if bits <= 8 else torch.int16)
+        return {"codes": stored, "codebooks": vectors, "scales": scales}, values
+
+    config = {"quant_method": "aqlm", "nbits_per_codebook": bits, "num_codebooks": books, "in_group_size": inputs,
+              "out_group_size": rows, "linear_weights_not_to_quantize": ["lm_head.weight"]}  # fmt: skip
+    return Layout(config, write)
+
+
+def quanto(bits: int, group: int | None, *, has_zero_points: bool = False) -> Layout:
+    """Its groups as rows of their own, of which several share a byte, the first part of them in the lowest bits."""
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        (n, k), ones = w.shape, {"input_scale": torch.ones(()), "output_scale": torch.ones(())}
+        if bits == 8:
+            scale = (w.abs().amax(1, keepdim=True) / 127).bfloat16()
+            codes = (w / scale.float()).round().clamp(-128, 127)
+            return {"weight._data": codes.to(torch.int8), "weight._scale": scale, **ones}, codes * scale.float()
+        of, most = k if group is None else group, (1 << bits) - 1
+        rows = w.reshape(-1, of)
+        low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
+        scale = ((high - low) / most).bfloat16()
+        if has_zero_points:
+            shift = (-low / scale.float()).round().clamp(0, most).to(torch.int8)
+            codes = (rows / scale.float() + shift).round().clamp(0, most)
+            values = scale.float() * (codes - shift)
+        else:
+            shift = (-low).bfloat16()
+            codes = ((rows + shift.float()) / scale.float()).round().clamp(0, most)
+            values = scale.float() * codes - shift.float()
+        each = len(rows) * bits // 8
+        stored = sum(codes[i * each : (i + 1) * each].to(torch.uint8) << bits * i for i in range(8 // bits))
+        parts = {"weight._data._data": stored, "weight._scale": scale, "weight._shift": shift}
+        return parts | ones, values.view(n, k)
+
+    config = {"quant_method": "quanto", "weights": f"int{bits}", "activations": None, "modules_to_not_convert": None}
+    return Layout(config, write)
+
+
+def metal(bits: int) -> Layout:
+    """By transformers' own functions."""
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        stored, scales, offsets = _affine_quantize_tensor(w, 32, bits)
+        values = _affine_dequantize_tensor(stored, scales, offsets, 32, bits)
+        return {"weight": stored, "scales": scales, "qbiases": offsets}, values.float()
+
+    return Layout({"quant_method": "metal", "bits": bits, "group_size": 32, "modules_to_not_convert": None}, write)
+
+
+def torchao_int4(form: str, group: int = 32, *, symmetric: bool = False) -> Layout:
+    """Packed int4 in pairs (`PLAIN`), or in the tiles of a GPU's kernel (`TILE_PACKED_TO_4D`)."""
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        n, k = w.shape
+        groups = w.reshape(n, k // group, group)
+        low, high = groups.amin(-1), groups.amax(-1)
+        scale = (torch.maximum(high, -low) / 7 if symmetric else (high - low) / 15).bfloat16()
+        zero = (torch.zeros_like(low) if symmetric else low + 8 * scale.float()).bfloat16()
+        codes = ((groups - zero.float()[..., None]) / scale.float()[..., None]).round().clamp(-8, 7).long()
+        values = (scale.float()[..., None] * codes + zero.float()[..., None]).view(n, k)
+        codes = codes.view(n, k)
+        if form == "PLAIN":
+            stored = ((codes[:, ::2] & 15) | (codes[:, 1::2] & 15) << 4).to(torch.uint8).view(torch.int8)
+            return {"_weight_qdata": stored, "_weight_scale": scale.T, "_weight_zero_point": zero.T}, values
+        wide = -(-k // 1024) * 1024
+        padded = torch.nn.functional.pad(codes + 8, (0, wide - k))
+        both = torch.zeros(wide // group, n, 2, dtype=torch.bfloat16)
+        both[: k // group] = torch.stack((scale.T, zero.T), -1)
+        return {"_weight_qdata": _in_fragments(padded), "_weight_scale_and_zero": both}, values
+
+    data: dict[str, Any] = {
+        "group_size": group,
+        "int4_packing_format": {"_type": "Int4PackingFormat", "_data": form},
+        "int4_tile_packed_ntile": 8,
+    }
+    name = "Float8DynamicActivationInt4WeightConfig" if symmetric else "Int4WeightOnlyConfig"
+    kind = {"_type": name, "_version": 2, "_data": data}
+    return Layout({"quant_method": "torchao", "quant_type": {"default": kind}}, write)
+
+
+def _in_fragments(codes: torch.Tensor) -> torch.Tensor:
+    """[n, k] -> int32 [n / 8, k / 128, 32, 4], thread by thread; pairs of codes are bytes, the even one in the upper bits."""
+    pairs = codes[:, ::2] << 4 | codes[:, 1::2]
+    found = torch.zeros(codes.shape[0] // 8, codes.shape[1] // 128, 32, 4, dtype=torch.int64)
+    for thread in range(32):
+        rows = pairs[thread // 4 :: 8]
+        for inner in range(4):
+            first = 16 * inner + thread % 4
+            bytes_of = [rows[:, first + step :: 64] for step in (0, 4, 8, 12)]
+            for i, byte in enumerate(bytes_of):
+                found[:, :, thread, inner] |= (byte >> 4) << 4 * i | (byte & 15) << 4 * (i + 4)
+    return torch.where(found >= 1 << 31, found - (1 << 32), found).to(torch.int32)
