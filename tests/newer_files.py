@@ -1,6 +1,6 @@
 """More checkpoints as other programs quantise them, with `coded_files`' machinery: layouts written out place by place, after
-AutoAWQ 0.2.9 (`gemv.py`, `gemv_fast.py`), compressed-tensors 0.12 (sparsity), aqlm 1.1.7, optimum-quanto 0.2.7, torchao 0.18
-and PyTorch's `int4mm.cu`. Each was compared with what these programs write, once, by hand.
+AutoAWQ 0.2.9 (`gemv.py`, `gemv_fast.py`), compressed-tensors 0.12 (sparsity), aqlm 1.1.7, optimum-quanto 0.2.7, sinq 0.2,
+torchao 0.18 and PyTorch's `int4mm.cu`. Each was compared with what these programs write, once, by hand.
 """
 
 from __future__ import annotations
@@ -199,6 +199,43 @@ def quanto(bits: int, group: int | None, *, has_zero_points: bool = False) -> La
         return parts | ones, values.view(n, k)
 
     config = {"quant_method": "quanto", "weights": f"int{bits}", "activations": None, "modules_to_not_convert": None}
+    return Layout(config, write)
+
+
+def sinq(bits: int, group: int, *, has_small_scales: bool = True) -> Layout:
+    """sinq's packing, by parts of all groups, and its scales of inputs; the scales of those are quantised, too."""
+    per_item = {8: 1, 6: 5, 5: 6, 4: 2, 3: 10, 2: 4, 1: 8}[bits]
+
+    def small(values: torch.Tensor, rows: int) -> tuple[Tensors, torch.Tensor]:
+        """In whole numbers of 8 bits, so many to a column."""
+        x = values.view(rows, -1)
+        least = x.amin(0, keepdim=True).half()
+        step = ((x - least.float()).amax(0, keepdim=True) / 255).clamp(min=1e-4).half()
+        whole = ((x - least.float()) / step.float()).round().clamp(0, 255).to(torch.uint8)
+        return {"x": whole, "s": step, "m": least}, (whole.float() * step.float() + least.float()).view(-1, 1)
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        of_inputs = (0.5 + torch.rand(1, w.shape[1], generator=torch.Generator().manual_seed(bits))).half()
+        rows, most = (w / of_inputs.float()).reshape(-1, group), (1 << bits) - 1
+        low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
+        scale, tensors = ((high - low) / max(most, 1)).half(), {"meta.scale2": of_inputs}
+        zero = (-low / scale.float()).round().half()
+        values_of = {"scale": scale.float(), "zero": zero.float()}
+        for name, one in (("scale", scale), ("zero", zero)):
+            if not has_small_scales:
+                tensors[f"meta.{name}"] = one
+                continue
+            parts, values_of[name] = small(one.float(), 32 if name == "scale" else len(one))
+            tensors |= {f"meta.{name}.{part}": tensor for part, tensor in parts.items()}
+        codes = (rows / values_of["scale"] + values_of["zero"]).round().clamp(0, most)
+        n_rows = -(-len(codes) // per_item)
+        padded = torch.cat([codes.int(), torch.zeros(n_rows * per_item - len(codes), group, dtype=torch.int32)])
+        stored = sum(padded[i * n_rows : (i + 1) * n_rows] << bits * (per_item - 1 - i) for i in range(per_item))
+        tensors["W_q"] = stored.to(torch.uint8) if 8 % bits == 0 else stored
+        values = ((codes - values_of["zero"]) * values_of["scale"]).view_as(w) * of_inputs.float()
+        return tensors, values
+
+    config = {"quant_method": "sinq", "nbits": bits, "group_size": group, "method": "sinq", "tiling_mode": "1D"}
     return Layout(config, write)
 
 

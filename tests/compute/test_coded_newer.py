@@ -1,4 +1,4 @@
-"""More checkpoints that other programs quantised: AWQ's other layouts, sparsity, MXFP6, AQLM, quanto, Metal, torchao's int4."""
+"""More checkpoints that other programs quantised: AWQ's other layouts, sparsity, AQLM, SINQ, quanto, Metal, torchao's int4."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig, read_json
 from diptych.models.contents import contents_of
 from diptych.models.quantised import quantisation_of
-from newer_files import aqlm, awq_gemv, marlin, metal, plain_floats, quanto, sparse, torchao_int4
+from newer_files import aqlm, awq_gemv, marlin, metal, plain_floats, quanto, sinq, sparse, torchao_int4
 
 ROWS = {"num_bits": 8, "strategy": "channel"}
 DYNAMIC = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
@@ -50,6 +50,9 @@ LAYOUTS: dict[str, tuple[Any, str | None]] = {
     "quanto 4": (lambda: quanto(4, 32), "group4-g32-bf16-minima16"),
     "quanto 4 with zero points": (lambda: quanto(4, None, has_zero_points=True), "group4-g128-bf16-zeros"),
     "quanto 8": (lambda: quanto(8, None), "group8-g128-bf16-wide"),
+    "sinq 4": (lambda: sinq(4, 64), None),
+    "sinq 3": (lambda: sinq(3, 64, has_small_scales=False), None),
+    "sinq 5": (lambda: sinq(5, 32), None),
     "metal 2": (lambda: metal(2), "group2-g32-f32-minima"),
     "metal 4": (lambda: metal(4), "group4-g32-f32-minima"),
     "metal 8": (lambda: metal(8), "group8-g32-f32-minima-wide"),
@@ -90,8 +93,8 @@ def test_every_layout_gives_the_values_of_its_own_formula(layout: str, original:
 @pytest.mark.native
 @pytest.mark.parametrize(
     "layout",
-    ["gemv", "gemv fast", "sparse", "sparse fp8", "marlin in groups", "mxfp6", "aqlm 2x8", "quanto 2", "quanto 4", "metal 8",
-     "torchao int4", "torchao int4 tiles"],
+    ["gemv", "gemv fast", "sparse", "sparse fp8", "marlin in groups", "mxfp6", "aqlm 2x8", "quanto 2", "quanto 4",
+     "sinq 4", "metal 8", "torchao int4", "torchao int4 tiles"],
 )  # fmt: skip
 def test_kept_weights_answer_as_their_values_do(
     layout: str, original: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -126,6 +129,11 @@ def test_kept_weights_answer_as_their_values_do(
         ("quanto 4", lambda t: t.pop(f"{DOWN}weight._shift"), "_shift is missing"),
         ("quanto 4", lambda t: t.update({f"{DOWN}weight._scale": t[f"{DOWN}weight._scale"][:5].clone()}), "has 5 scales"),
         ("quanto 8", lambda t: t.update({f"{DOWN}weight._data": t[f"{DOWN}weight._data"].T.contiguous()}), "_data is I8"),
+        ("sinq 4", lambda t: t.pop(f"{DOWN}meta.scale.s"), "meta.scale.s is missing"),
+        ("sinq 4", lambda t: t.pop(f"{DOWN}meta.zero.x"), "meta.zero is missing"),
+        ("sinq 4", lambda t: t[f"{DOWN}meta.scale2"].fill_(float("nan")), "meta.scale2 has a number that is not finite"),
+        ("sinq 4", lambda t: t.update({f"{DOWN}W_q": t[f"{DOWN}W_q"][1:].clone()}), r"W_q is U8 \[191, 64\]; U8 \[192, 64\]"),
+        ("sinq 3", lambda t: t.update({f"{DOWN}meta.scale": t[f"{DOWN}meta.scale"][1:].clone()}), "383 scales and 384 zero"),
         ("metal 4", lambda t: t.pop(f"{DOWN}qbiases"), "qbiases is missing"),
         ("torchao int4", lambda t: t.pop(f"{AO}zero_point"), "zero_point is missing"),
         ("torchao int4", lambda t: t.update({f"{AO}scale": t[f"{AO}scale"].T.contiguous()}), "128 scales a row, which 192"),
@@ -208,7 +216,9 @@ SPARSE = {"quant_method": "compressed-tensors", "sparsity_config": {"format": "s
         ({"quant_method": "metal", "group_size": -1}, "group_size .* is -1; it must be a whole number"),
         (torchao_int4("PRESHUFFLED").config, "int4_packing_format .* PLAIN or TILE_PACKED_TO_4D can be read"),
         ({"quant_method": "eetq", "weights": "int8"}, "quantised with 'eetq', in the order of a GPU that the file does not"),
-        ({"quant_method": "sinq", "nbits": 4}, "quantised with 'sinq', with scales of inputs"),
+        ({"quant_method": "sinq", "nbits": 7}, "nbits .* is 7; 8 or 6"),
+        ({"quant_method": "sinq", "nbits": 4, "tiling_mode": "2D"}, "tiling_mode .* is '2D'"),
+        ({"quant_method": "sinq", "nbits": 4, "method": "asinq_nf4"}, "method .* is 'asinq_nf4'"),
         ({"quant_method": "fp_quant"}, "quantised with 'fp_quant', whose activations are rotated; .* are read"),
     ],
 )  # fmt: skip
@@ -216,3 +226,17 @@ def test_what_is_not_known_is_refused_by_name(changed: dict[str, Any], message: 
     """An unknown order read by the rules of a known one gives noise, not an error."""
     with pytest.raises(LoadError, match=message):
         quantisation_of(HfConfig({"quantization_config": changed}))
+
+
+def test_sinqs_own_word_for_its_method_is_read(original: Path, tmp_path: Path) -> None:
+    """Where its library saved a model without transformers' config of it."""
+    coded, plain = made("sinq 4", original, tmp_path)
+    config = read_json(coded / "config.json")
+    config["quantization_config"] = {
+        "sinq": True,
+        "backend": "sinq",
+        "quantization_method": "sinq",
+        "sinq_version": "auto",
+    }
+    (coded / "config.json").write_text(json.dumps(config))
+    check_values(coded, plain, None)

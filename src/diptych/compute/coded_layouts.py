@@ -1,5 +1,5 @@
-"""How other programs lay out a quantised matrix in safetensors: AWQ and Quark (`coded_awq`), GPTQ, compressed-tensors, fp8,
-modelopt, bitsandbytes, MLX, BitNet, Gemma, HQQ (`coded_hqq`), torchao (`coded_torchao`).
+"""How other programs lay out a quantised matrix in safetensors: GPTQ, compressed-tensors, fp8, modelopt, bitsandbytes, MLX,
+BitNet, Gemma; and which file beside this one knows it for the others.
 
 Each layout gives the numbers as its file has them: integer codes with scales and zero points (`CodedMatrix`), which the kernels
 keep, or fp8 values with scales, or entries of a table, which become floats. Sources of the layouts: GPTQModel
@@ -32,6 +32,7 @@ from diptych.compute.coded_matrices import (
     TableState,
 )
 from diptych.compute.coded_quanto import open_quanto
+from diptych.compute.coded_sinq import open_sinq
 from diptych.compute.coded_sparse import SparseFloats, open_marlin, with_zeros
 from diptych.compute.coded_stacks import Fp8Entry
 from diptych.compute.coded_tensors import CONTRADICTION, FLOATS, all_bytes, nbytes_of, require, unpack_words
@@ -63,6 +64,8 @@ def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quant
         return _torchao(raw, prefix, shape, how)
     if how.method == "aqlm":
         return open_books(raw, prefix, shape)
+    if how.method == "sinq":
+        return open_sinq(raw, prefix, shape, how)
     if how.method == "quanto":
         return open_quanto(raw, prefix, shape)
     if how.method == "gemma":

@@ -214,7 +214,7 @@ def _hqq_values(how: Quantisation, name: str, header: Mapping[str, Any]) -> int:
     return int(math.prod(groups)) * (columns if groups[-1] == 1 else how.group_of(tag_of(module)))
 
 
-CODED_ENDINGS = (".compressed", ".codes", "._weight_qdata", ".weight._data._data", ".weight_packed")
+CODED_ENDINGS = (".compressed", ".codes", "._weight_qdata", ".weight._data._data", ".weight_packed", ".W_q")
 
 
 def _coded(how: Quantisation, name: str, header: Mapping[str, Any]) -> tuple[int, str] | None:
@@ -230,6 +230,9 @@ def _coded(how: Quantisation, name: str, header: Mapping[str, Any]) -> tuple[int
     if ending == "_data":
         bits = round(8 * own[0] / max(1, math.prod(_sides(header, f"{module.removesuffix('._data')}._scale"))))
         return 8 * count // max(1, bits), f"quanto {bits} bit"
+    if ending == "W_q":
+        groups = header.get(f"{module}.meta.zero.x") or header.get(f"{module}.meta.zero") or {}
+        return math.prod(groups.get("shape") or [0]) * own[-1], f"sinq {how.bits} bit"
     if ending == "weight_packed":
         if f"{module}.scale_packed" in header:
             return count * 64 // (how.bits or 4), f"{MARLIN} {how.bits} bit"

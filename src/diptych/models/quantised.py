@@ -62,6 +62,8 @@ BESIDE_CODES = (
     "k_cache_scale", "v_cache_scale", "kv_scale", "k_zero_point", "v_zero_point", "_weight_scale", "_weight_zero_point",
     "_weight_scale_and_zero", "_weight_per_tensor_scale", "bitmask", "row_offsets", "shape", "scale_packed", "meta",
     "codebooks", "weight._scale", "weight._shift", "qbiases",
+    *(f"meta.{one}" for one in ("scale2", "awq_scale")),
+    *(f"meta.{one}{part}" for one in ("scale", "zero") for part in ("", ".x", ".s", ".m")),
 )  # fmt: skip
 BESIDE_HQQ = (
     "scale", "zero", "nbits", "group_size", "shape", "axis", "packing", "unpack_view_dtype", "view_as_float", "quant_scale",
@@ -97,7 +99,7 @@ def quantisation_of(config: HfConfig) -> Quantisation | None:
     if not isinstance(raw, Mapping):
         raise LoadError(f"quantization_config in {config.path} is a {type(raw).__name__}; it must be an object")
     section = HfConfig(raw, path=f"quantization_config of {config.path}")
-    method = raw.get("quant_method")
+    method = raw.get("quant_method", raw.get("quantization_method"))  # the second of SINQ's own files
     method = "auto-round" if method == "intel/auto-round" else method  # as older files have it
     read = READERS.get(str(method))
     if read is None:
@@ -174,6 +176,14 @@ def _metal(section: HfConfig) -> Quantisation:
 def _aqlm(section: HfConfig) -> Quantisation:
     """Sums of vectors of codebooks, whose sizes the tensors show."""
     return Quantisation(method="aqlm", bits=section.integer("nbits_per_codebook", 16))
+
+
+def _sinq(section: HfConfig) -> Quantisation:
+    """As HQQ, with a scale of each input; which of its numbers are quantised themselves, the tensors show."""
+    one_of(section, "tiling_mode", ("1d",), "1d")
+    one_of(section, "method", ("sinq", "asinq"), "sinq")
+    bits = one_of(section, "nbits", (8, 6, 5, 4, 3, 2, 1), 4)
+    return Quantisation(method="sinq", bits=bits, note="values are made in fp32, not in its 16 bits")
 
 
 def _gptq(section: HfConfig) -> Quantisation:
@@ -304,7 +314,6 @@ def _bitnet(section: HfConfig) -> Quantisation:
 
 UNREAD = {  # what is known, and why it is not read
     "eetq": ", in the order of a GPU that the file does not name",
-    "sinq": ", with scales of inputs and scales that are quantised themselves",
     "fp_quant": ", whose activations are rotated",
     "higgs": ", whose vectors are rotated",
     "spqr": ", with single weights beside its groups",
@@ -314,5 +323,5 @@ READERS = {
     "awq": _awq, "gptq": _gptq, "auto-round": read_auto_round, "compressed-tensors": read_compressed, "fp8": _fp8,
     "mxfp8": _mxfp8, "fbgemm_fp8": _fbgemm_fp8, "bitsandbytes": _bitsandbytes, "modelopt": _modelopt, "bitnet": _bitnet,
     "quark": read_quark, "gemma": read_gemma, "hqq": read_hqq, "torchao": read_torchao,
-    "aqlm": _aqlm, "quanto": read_quanto, METAL: _metal,
+    "aqlm": _aqlm, "sinq": _sinq, "quanto": read_quanto, METAL: _metal,
 }  # fmt: skip
