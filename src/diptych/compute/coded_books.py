@@ -6,59 +6,36 @@ a outputs and b inputs. Source: aqlm 1.1.7 (`inference.py`, `utils.py`).
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 
-from diptych.compute.coded_matrices import RawTensors
-from diptych.compute.coded_tensors import CONTRADICTION, FLOATS, all_bytes, require
-from diptych.compute.ops.contract_parts import Codes
+from diptych.compute.coded_matrices import Dequantised, RawTensors
+from diptych.compute.coded_tensors import CONTRADICTION, FLOATS, all_bytes, finite, require
 from diptych.ground.errors import LoadError
-from diptych.ground.formats import KeptFormat
 
 MOST_BITS = 16  # of a code
 
 
-class BookMatrix:
+class BookMatrix(Dequantised):
     """value = scale * (the sum of the vectors), in fp32."""
 
-    kept: KeptFormat | None = None
-    order: torch.Tensor | None = None
     why = "no kernel has codebooks"
 
     def __init__(self, raw: RawTensors, prefix: str, label: str) -> None:
         self._raw, self._prefix, self.label, self.stored_bytes = raw, prefix, label, all_bytes(raw, prefix)
 
-    def codes(self) -> Codes:
-        """There are none."""
-        raise NotImplementedError(f"{self._prefix} has no codes")
-
     def values(self, rows: slice) -> torch.Tensor:
         """fp32. LoadError for a number that is not finite."""
-        return self._of_runs(rows) if self._books.shape[2] == 1 else self._of_runs(slice(None))[rows]
-
-    def _of_runs(self, runs: slice) -> torch.Tensor:
-        books = self._books
-        n_books, size, n_rows, n_inputs = books.shape
-        codes = self._raw.stored(f"{self._prefix}.codes")[runs].long() & size - 1
-        vectors = torch.zeros(*codes.shape[:2], n_rows, n_inputs)
-        for book in range(n_books):
+        raw, prefix = self._raw, self._prefix
+        books = finite(raw, f"{prefix}.codebooks").float()
+        n_books, size, n_rows, _ = books.shape
+        runs = rows if n_rows == 1 else slice(None)
+        codes = raw.stored(f"{prefix}.codes")[runs].long() & size - 1
+        vectors = books[0][codes[..., 0]]
+        for book in range(1, n_books):
             vectors += books[book][codes[..., book]]
-        vectors *= self._finite("scales")[runs].float()
-        return vectors.transpose(1, 2).reshape(codes.shape[0] * n_rows, -1)
-
-    @cached_property
-    def _books(self) -> torch.Tensor:
-        return self._finite("codebooks").float()
-
-    def _finite(self, part: str) -> torch.Tensor:
-        found = self._raw.stored(f"{self._prefix}.{part}")
-        if not bool(torch.isfinite(found).all()):
-            raise LoadError(
-                f"{self._prefix}.{part} has a number that is not finite",
-                hint="the checkpoint is damaged; download it again",
-            )
-        return found
+        vectors *= finite(raw, f"{prefix}.scales")[runs].float()
+        values = vectors.transpose(1, 2).reshape(len(codes) * n_rows, -1)
+        return values if n_rows == 1 else values[rows]
 
 
 def open_books(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> BookMatrix | None:

@@ -11,10 +11,9 @@ import math
 
 import torch
 
-from diptych.compute.coded_matrices import CodedMatrix, CodedParts, RawTensors
-from diptych.compute.ops.contract_parts import Codes
+from diptych.compute.coded_matrices import CodedMatrix, CodedParts, Dequantised, RawTensors
+from diptych.compute.coded_tensors import finite
 from diptych.ground.errors import LoadError
-from diptych.ground.formats import KeptFormat
 from diptych.models.quantised_hqq import BITS, HELD_BITS
 
 SCALES = ("F16", "BF16", "F32")
@@ -22,19 +21,13 @@ WORDS_OF_3 = 10  # codes of 3 bits in a word of 32
 CONTRADICTION = "config.json contradicts the weights; they must come from the same model"
 
 
-class FlatMatrix:
+class FlatMatrix(Dequantised):
     """A matrix whose groups do not lie within its rows: value = scale * (code - zero), in fp32."""
 
-    kept: KeptFormat | None = None
-    order: torch.Tensor | None = None
     why = "no kernel has groups across rows"
 
     def __init__(self, hqq: HqqTensors, stored_bytes: int) -> None:
         self._hqq, self.label, self.stored_bytes = hqq, hqq.label, stored_bytes
-
-    def codes(self) -> Codes:
-        """There are none."""
-        raise NotImplementedError(f"{self._hqq.prefix} has no codes")
 
     def values(self, rows: slice) -> torch.Tensor:
         """fp32."""
@@ -115,25 +108,17 @@ class HqqTensors:
 
     def scale(self) -> torch.Tensor:
         """fp32. LoadError for one that is not finite."""
-        return self._finite("scale").float()
+        return finite(self.raw, f"{self.prefix}.scale").float()
 
     def zero(self) -> torch.Tensor:
         """fp32, in units of codes. LoadError for one that is not finite."""
-        return self._finite("zero").float()
-
-    def _finite(self, name: str) -> torch.Tensor:
-        found = self.raw.stored(f"{self.prefix}.{name}")
-        if not bool(torch.isfinite(found).all()):
-            raise LoadError(
-                f"{self.prefix}.{name} has a number that is not finite",
-                hint="the checkpoint is damaged; download it again",
-            )
-        return found
+        return finite(self.raw, f"{self.prefix}.zero").float()
 
     def parts(self) -> CodedParts:
         """Of groups within rows. Zero points are fractions of codes."""
         n = self.shape[0]
-        return CodedParts(scales=self._finite("scale").view(n, -1), zeros=self.zero().view(n, -1), group=self.group)
+        scales = finite(self.raw, f"{self.prefix}.scale").view(n, -1)
+        return CodedParts(scales=scales, zeros=self.zero().view(n, -1), group=self.group)
 
 
 def open_hqq(

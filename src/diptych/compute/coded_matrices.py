@@ -83,6 +83,19 @@ class Matrix(Protocol):
         ...
 
 
+class Dequantised:
+    """A `Matrix` that no kernel holds, so that it becomes floats. label: of the layout; why: what kernels lack."""
+
+    kept: KeptFormat | None = None
+    order: torch.Tensor | None = None
+    label: str
+    why: str
+
+    def codes(self) -> Codes:
+        """There are none."""
+        raise NotImplementedError(f"{self.label} has no codes that a kernel holds")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodedParts:
     """Scales [n, G] and zero points [n, G] in units of codes, whole or not (None: the middle), and which each input has.

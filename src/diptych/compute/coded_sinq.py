@@ -13,21 +13,17 @@ import math
 
 import torch
 
-from diptych.compute.coded_matrices import RawTensors
-from diptych.compute.coded_tensors import CONTRADICTION, FLOATS, all_bytes, require
-from diptych.compute.ops.contract_parts import Codes
+from diptych.compute.coded_matrices import Dequantised, RawTensors
+from diptych.compute.coded_tensors import CONTRADICTION, FLOATS, all_bytes, finite, require
 from diptych.ground.errors import LoadError
-from diptych.ground.formats import KeptFormat
 from diptych.models.quantisation import Quantisation
 
 PER_ITEM = {8: 1, 6: 5, 5: 6, 4: 2, 3: 10, 2: 4, 1: 8}  # codes by bits; of 3, 5 and 6 in words of 32
 
 
-class SinqMatrix:
+class SinqMatrix(Dequantised):
     """value = scale * (code - zero) * the input's scale, in fp32."""
 
-    kept: KeptFormat | None = None
-    order: torch.Tensor | None = None
     why = "no kernel has scales of single inputs"
 
     def __init__(self, raw: RawTensors, prefix: str, shape: tuple[int, int], bits: int) -> None:
@@ -59,10 +55,6 @@ class SinqMatrix:
         require(raw, name, (found[0] if found else 0, 1), *FLOATS)
         return found[0]
 
-    def codes(self) -> Codes:
-        """There are none."""
-        raise NotImplementedError(f"{self._prefix} has no codes")
-
     def values(self, rows: slice) -> torch.Tensor:
         """fp32. LoadError for a number that is not finite."""
         stored, bits, parts = self._raw.stored(f"{self._prefix}.W_q"), self._bits, PER_ITEM[self._bits]
@@ -70,23 +62,15 @@ class SinqMatrix:
         codes = torch.cat(each)[: self._sides[0]].float()
         values = ((codes - self._floats("zero")) * self._floats("scale")).view(self._shape)[rows]
         name = f"{self._prefix}.meta.scale2"
-        return values * self._finite(name) if self._raw.holds(name) else values
+        return values * finite(self._raw, name).float() if self._raw.holds(name) else values
 
     def _floats(self, part: str) -> torch.Tensor:
         """[R, 1]."""
         name = f"{self._prefix}.meta.{part}"
         if not self._raw.holds(f"{name}.x"):
-            return self._finite(name)
+            return finite(self._raw, name).float()
         whole = self._raw.stored(f"{name}.x").float()
-        return (whole * self._finite(f"{name}.s") + self._finite(f"{name}.m")).view(-1, 1)
-
-    def _finite(self, name: str) -> torch.Tensor:
-        found = self._raw.stored(name)
-        if not bool(torch.isfinite(found).all()):
-            raise LoadError(
-                f"{name} has a number that is not finite", hint="the checkpoint is damaged; download it again"
-            )
-        return found.float()
+        return (whole * finite(self._raw, f"{name}.s").float() + finite(self._raw, f"{name}.m").float()).view(-1, 1)
 
 
 def open_sinq(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> SinqMatrix | None:

@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import torch
 
-from diptych.compute.coded_matrices import CodedMatrix, CodedParts, RawTensors
+from diptych.compute.coded_matrices import CodedMatrix, CodedParts, Dequantised, RawTensors
 from diptych.compute.coded_tensors import CONTRADICTION, FLOATS, Made, Overlaid, all_bytes, require, unpack_words
-from diptych.compute.ops.contract_parts import Codes
 from diptych.ground.errors import LoadError
-from diptych.ground.formats import KeptFormat
 
 VALUES = (*FLOATS, "F8_E4M3", "I8")
 DAMAGED = "the checkpoint is damaged; download it again"
@@ -29,20 +27,14 @@ ORDERS = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}  # of neighbours in a wo
 SCALE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight scales in turn, where a row has several
 
 
-class SparseFloats:
+class SparseFloats(Dequantised):
     """Plain floats with zeros between them."""
 
-    kept: KeptFormat | None = None
-    order: torch.Tensor | None = None
     why = "no kernel leaves zeros out"
     label = "sparse"
 
     def __init__(self, raw: RawTensors, weight: str, stored_bytes: int) -> None:
         self._raw, self._weight, self.stored_bytes = raw, weight, stored_bytes
-
-    def codes(self) -> Codes:
-        """There are none."""
-        raise NotImplementedError(f"{self._weight} has no codes")
 
     def values(self, rows: slice) -> torch.Tensor:
         """fp32."""

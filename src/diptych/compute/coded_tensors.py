@@ -50,6 +50,14 @@ def require(raw: RawTensors, name: str, shape: tuple[int, ...], *dtypes: str) ->
         )
 
 
+def finite(raw: RawTensors, name: str) -> torch.Tensor:
+    """The stored values. LoadError for a number that is not finite."""
+    found = raw.stored(name)
+    if not bool(torch.isfinite(found).all()):
+        raise LoadError(f"{name} has a number that is not finite", hint="the checkpoint is damaged; download it again")
+    return found
+
+
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 [a, b] -> uint8 [a, b, 32 / bits], lowest bits first; of 3, 5 and 6 bits, some across words, [a, b / bits, 32].
 
