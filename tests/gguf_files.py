@@ -44,7 +44,7 @@ ARCHITECTURES = {
     "seed_oss": "seed_oss", "ernie4_5": "ernie4_5", "ernie4_5_moe": "ernie4_5-moe", "qwen2_moe": "qwen2moe",
     "gpt_oss": "gpt-oss", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
     "internlm3": "llama", "olmo3": "olmo2", "exaone4": "exaone4", "ministral3": "mistral3", "dots1": "dots1",
-    "llama4": "llama4", "exaone_moe": "exaone-moe", "jais2": "jais2",
+    "llama4": "llama4", "exaone_moe": "exaone-moe", "jais2": "jais2", "apertus": "apertus",
     "youtu": "deepseek2", "glm4_moe_lite": "deepseek2", "command-r-plus": "command-r", "stablelm-2-12b": "stablelm",
     "minicpm3": "minicpm3", "starcoder2": "starcoder2", "nemotron": "nemotron", "arcee": "arcee",
     "hunyuan_v1_dense": "hunyuan-dense", "gpt2": "gpt2", "gpt_bigcode": "starcoder", "gpt_neox": "gptneox",
@@ -82,6 +82,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention_out_bias": False, "mlp_bias": False},
     "qwen2_moe": {"mlp_only_layers": []},
     "dots1": {"sliding_window": None},
+    # whose own rule for long contexts the converter computes in fp32
+    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     # chunks are longer than any prompt here, and the last layer has no positions
     "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "no_rope_layer_interval": 4},
     "gpt2": {"n_inner": None},
@@ -166,15 +168,12 @@ def write_gguf(
         add_words(out)
     architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    for key, value in metadata.items():
-        out.kv_data[0].pop(f"{name}.{key}", None)
-        if value is None:
-            continue
-        kind = gguf.GGUFValueType.get_type(value)
-        out.kv_data[0][f"{name}.{key}"] = gguf.gguf_writer.GGUFValue(value=value, type=kind)
-    tensors = {}
+    tensors, curves = {}, {}
     for theirs, values in tensors_of(model, name).items():
         stem, ending = theirs.rsplit(".", 1)
+        if stem.endswith(".act_fn"):  # by layer, in order
+            curves.setdefault(f"xielu.{ending}", []).append(float(values.item()))
+            continue
         for ours, its in ROUTER_SCALES.items():
             if theirs.endswith(ours):
                 stem, ending = theirs.removesuffix(ours) + its, "scale"
@@ -185,6 +184,15 @@ def write_gguf(
             tensors[names.get_name(stem)] = values
             continue
         tensors[f"{names.get_name(stem)}.{ending}"] = values
+    for key, numbers in curves.items():
+        out.add_array(key, numbers)
+    for key, value in metadata.items():
+        full = key if key in curves else f"{name}.{key}"
+        out.kv_data[0].pop(full, None)
+        if value is None:
+            continue
+        kind = gguf.GGUFValueType.get_type(value)
+        out.kv_data[0][full] = gguf.gguf_writer.GGUFValue(value=value, type=kind)
     if config.model_type == "gemma4_text":
         tensors["rope_freqs.weight"] = turning_pairs(config)
     for full, values in change(tensors).items():
@@ -193,7 +201,8 @@ def write_gguf(
     rope = rope_of(config)
     of_full = rope.get("full_attention", rope)
     if rope.get("rope_type") == "llama3":
-        out.add_tensor("rope_freqs.weight", llama3_freqs(config.head_dim, rope))
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        out.add_tensor("rope_freqs.weight", llama3_freqs(width, rope))
     elif config.model_type == "step3p5" and of_full.get("rope_type") == "llama3":
         divisors = padded_freqs(config, of_full, lambda turned: llama3_freqs(turned, of_full))
         out.add_tensor("rope_freqs.weight", divisors)
@@ -559,20 +568,8 @@ def by_site(values: torch.Tensor, config: Any, n_kv: int | None) -> torch.Tensor
 
 
 def is_permuted(config: Any, architecture: str) -> bool:
-    kinds = (
-        "llama",
-        "mistral",
-        "mixtral",
-        "smollm3",
-        "granite",
-        "granitemoe",
-        "granitemoehybrid",
-        "nemotron_h",
-        "internlm3",
-        "ministral3",
-        "arcee",
-        "olmo",
-    )
+    kinds = ("llama", "mistral", "mixtral", "smollm3", "granite", "granitemoe", "granitemoehybrid", "nemotron_h", "internlm3",
+             "ministral3", "arcee", "olmo")  # fmt: skip
     return config.model_type in kinds and architecture not in ("exaone", "pangu-embedded")
 
 

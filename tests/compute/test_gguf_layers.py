@@ -71,6 +71,36 @@ def test_layers_of_glm_that_share_a_choice(tmp_path: Path) -> None:
     load_model(path, REFERENCE)  # the index of a layer that takes another's choice is left alone
 
 
+def test_one_number_may_bend_the_activations_of_all_layers(tmp_path: Path) -> None:
+    """As llama.cpp reads it; and what is computed with it is another model, so keys and values are no longer shared."""
+    reference = gguf_reference("apertus")
+    for layer in reference.model.layers:
+        layer.mlp.act_fn.alpha_p.data.fill_(0.75)
+    usual = write_gguf(reference, tmp_path / "usual.gguf")
+    single = write_gguf(reference, tmp_path / "single.gguf", metadata={"xielu.alpha_p": 0.75})
+    check_golden(load_model(single, REFERENCE), ask_reference(reference, single, new_tokens=4), chunk=7)
+    other = write_gguf(reference, tmp_path / "other.gguf", metadata={"xielu.alpha_p": 0.5})
+    revisions = {path: load_model(path, REFERENCE).revision for path in (usual, single, other)}
+    assert revisions[other] != revisions[single]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"xielu.alpha_n": None}, r"xielu\.alpha_n is missing"),
+        ({"xielu.alpha_n": [0.5, 0.5]}, r"xielu\.alpha_n .* has 2 numbers; the model has 3 layers"),
+        ({"xielu.alpha_p": [0.5, float("nan"), 0.5]}, "holds what is no number"),
+        ({"xielu.beta": [0.6] * 3}, r"xielu\.beta .* is 0\.6; 0\.5 can be read"),
+        ({"xielu.eps": 0.0}, r"xielu\.eps .* is 0; -1e-06 can be read"),
+    ],
+)
+def test_activations_that_are_not_known_are_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """What a checkpoint has in tensors lies in the metadata here."""
+    path = write_gguf(gguf_reference("apertus"), tmp_path / "m.gguf", metadata=changed)
+    with pytest.raises(LoadError, match=message):
+        load_gguf_spec(path)
+
+
 def test_layers_that_a_search_has_taken_apart(tmp_path: Path) -> None:
     """Nemotron NAS: rows of k by the KV heads of each layer, layers without attention, without an MLP, with neither."""
     reference = gguf_reference("nemotron-nas", rope_parameters={

@@ -32,6 +32,7 @@ from diptych.ground.formats import LEAST_WHOLE, KeptFormat, gguf_kept, mean_byte
 from diptych.models.gguf import BLOCK, Place, is_beside, joined_place, place_of, scales_beside
 from diptych.models.gguf_architectures import architecture_of
 from diptych.models.gguf_file import BlockType, GgufFile, GgufTensor
+from diptych.models.gguf_layers import CURVES, curve_of, number_of_curve
 from diptych.models.gguf_states import value_heads
 
 logger = logging.getLogger("diptych.compute")
@@ -72,6 +73,21 @@ class GgufTensorView(WeightTensor):
         return self._checkpoint.read(self._place, self.shape, self.dtype, rows=rows, n_columns=n_columns)
 
 
+class NumberView(WeightTensor):
+    """A number of the metadata, as a tensor of one."""
+
+    kept: KeptFormat | None = None
+    random_seed: int | None = None
+    dtype = torch.float32
+
+    def __init__(self, name: str, number: float) -> None:
+        self.name, self.shape, self._number = name, (1,), number
+
+    def read(self) -> torch.Tensor:
+        """New."""
+        return torch.tensor([self._number])
+
+
 class GgufCheckpoint:
     """The tensors of a GGUF file. `dtype`: of what blocks become; `table_dtype`: of the embedding, which is kept as it is read.
 
@@ -106,8 +122,12 @@ class GgufCheckpoint:
         place = place_of(name, self._kind)
         return place is not None and joined_place(place, 0, self.file.tensors).name in self.file.tensors
 
-    def tensor(self, name: str, *shape: int) -> GgufTensorView:
+    def tensor(self, name: str, *shape: int) -> GgufTensorView | NumberView:
         """The tensor `name`, checked against the shape that the metadata gives. Raises LoadError."""
+        number = number_of_curve(name, self.file)
+        if number is not None:
+            self._used[name] = shape
+            return NumberView(name, number)
         place = place_of(name, self._kind)
         place = None if place is None else joined_place(place, shape[0], self.file.tensors)
         stored = self.file.tensors.get(place.name) if place is not None else None
@@ -337,6 +357,9 @@ class GgufCheckpoint:
             digest.update(
                 self.file.mapped(tensor.part)[middle : min(middle + SAMPLE_BYTES, tensor.begin + tensor.nbytes)]
             )
+        for name in CURVES:
+            if f"xielu.{name}" in self.file.metadata:
+                digest.update(f"{name} {curve_of(name, self.file)}\n".encode())
         for number in range(len(self.file.paths)):
             mapped = self.file.mapped(number)
             digest.update(f"{number} {len(mapped)}\n".encode())

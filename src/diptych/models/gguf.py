@@ -23,6 +23,7 @@ from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.families import BY_ARCHITECTURE
 from diptych.models.gguf_architectures import (
+    APERTUS,
     DECI,
     DEEPSEEK_V2,
     FALCON,
@@ -40,6 +41,7 @@ from diptych.models.gguf_architectures import (
 from diptych.models.gguf_file import PART, GgufFile, GgufTensor, open_gguf
 from diptych.models.gguf_keys import NEEDED, Keys
 from diptych.models.gguf_layers import (
+    CURVES,
     FFN,
     HEADS,
     SHARED,
@@ -47,6 +49,7 @@ from diptych.models.gguf_layers import (
     add_searched,
     add_step,
     add_windowed_heads,
+    check_curves,
     index_kinds,
 )
 from diptych.models.gguf_states import add_states
@@ -290,6 +293,8 @@ def _add_own(config: dict[str, Any], keys: Keys, file: GgufFile, kind: GgufArchi
         config["indexer_types"] = index_kinds(file, config["num_hidden_layers"])
     if kind is MIMO2:
         add_mimo(config, keys, file)
+    if kind is APERTUS:
+        check_curves(file, config["num_hidden_layers"])
     if kind is GEMMA4:
         _add_full_heads(config, keys, file)
     elif kind is STEP35:
@@ -574,7 +579,8 @@ def scales_beside(tensor: GgufTensor) -> tuple[str, ...]:
 def count_parameters(file: GgufFile) -> int:
     """Elements of all tensors that are the model's."""
     scales = {name for tensor in file.tensors.values() for name in scales_beside(tensor)}
-    return sum(
+    curves = len(CURVES) * n_layers_of(file) if architecture_of(file) is APERTUS else 0
+    return curves + sum(
         math.prod(tensor.shape)
         for name, tensor in file.tensors.items()
         if name not in scales and not is_beside(name, file)

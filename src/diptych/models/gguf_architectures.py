@@ -256,6 +256,12 @@ STEP35 = GgufArchitecture(
 DECI = GgufArchitecture(
     architecture="DeciLMForCausalLM", is_permuted=True, present={"attention_bias": Q_BIAS, "mlp_bias": UP_BIAS}
 )
+# what bends its activations lies in the metadata (`gguf_layers.number_of_curve`)
+APERTUS = GgufArchitecture(
+    architecture="ApertusForCausalLM",
+    norms={"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
+    present={"attention_bias": Q_BIAS},
+)
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     # Llama 1 to 3, Mistral, and what copies them; with experts it is Mixtral
     "llama": LLAMA,
@@ -537,6 +543,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "mimo2": MIMO2,
     "step35": STEP35,
     "deci": DECI,
+    "apertus": APERTUS,
 }  # fmt: skip
 
 

@@ -1,13 +1,16 @@
 """What a GGUF file says of layers of several kinds: heads by window (MiMo-V2-Flash, Step 3.5), an index (GLM-5), what
-a search has left of them (Nemotron NAS).
+a search has left of them (Nemotron NAS), what bends their activations (Apertus).
 """
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 from diptych.ground.errors import LoadError
-from diptych.models.gguf_file import GgufFile
+from diptych.models.gates import XIELU_LEAST, XIELU_SLOPE
+from diptych.models.gguf_file import GgufArray, GgufFile
 from diptych.models.gguf_keys import Keys
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
@@ -19,6 +22,10 @@ INDEXER_TYPES = "attention.indexer.types"
 OWN, SHARED = "full", "shared"
 SHARING_CONTEXT, SHARED_EVERY, SHARED_FROM = 1_048_576, 4, 3
 ROPE_FREQS = "rope_freqs.weight"
+# Apertus's activations: a number for each layer, or one for all, under keys without the architecture's name
+CURVE = re.compile(r"^model\.layers\.(\d+)\.mlp\.act_fn\.(alpha_[pn])$")
+CURVES = ("alpha_p", "alpha_n")
+ALIKE = {"beta": XIELU_SLOPE, "eps": XIELU_LEAST}  # which all published models have
 
 
 def add_windowed_heads(config: dict[str, Any], keys: Keys) -> None:
@@ -126,3 +133,36 @@ def index_kinds(file: GgufFile, n_layers: int) -> list[str]:
             f"{keys.full(INDEXER_TYPES)} in {file.path} must hold {n_layers} truth values or more, one for each layer"
         )
     return [OWN if one else SHARED for one in given[:n_layers]]
+
+
+def number_of_curve(name: str, file: GgufFile) -> float | None:
+    """What the tensor that a checkpoint calls `name` holds, of an activation's; None for another tensor."""
+    match = CURVE.match(name)
+    if match is None:
+        return None
+    found, layer = curve_of(match[2], file), int(match[1])
+    return found[layer] if len(found) > 1 else found[0]
+
+
+def check_curves(file: GgufFile, n_layers: int) -> None:
+    """LoadError for activations that have other numbers than layers, or another form."""
+    for name in (*CURVES, *ALIKE):
+        found = curve_of(name, file)
+        if len(found) not in (1, n_layers):
+            raise LoadError(f"xielu.{name} in {file.path} has {len(found)} numbers; the model has {n_layers} layers")
+        wanted = ALIKE.get(name)
+        if wanted is not None and any(not math.isclose(one, wanted, rel_tol=0.01) for one in found):
+            raise LoadError(f"xielu.{name} in {file.path} is {found[0]:g}; {wanted:g} can be read")
+
+
+def curve_of(name: str, file: GgufFile) -> list[float]:
+    """The numbers of all layers, or one for all."""
+    stored = file.metadata.get(f"xielu.{name}")
+    values = stored.values() if isinstance(stored, GgufArray) and stored.count <= 2**20 else [stored]
+    found = [one for one in values if isinstance(one, float) and math.isfinite(one)]
+    if not found or len(found) != len(values):
+        raise LoadError(
+            f"xielu.{name} is missing from {file.path}, or holds what is no number",
+            hint="the file may be incomplete, or made by an older converter",
+        )
+    return found
