@@ -281,6 +281,19 @@ def torchao_int4(form: str, group: int = 32, *, symmetric: bool = False) -> Layo
     return Layout({"quant_method": "torchao", "quant_type": {"default": kind}}, write)
 
 
+def scaled_inputs(inner: Layout) -> Layout:
+    """torchao's AWQ around it: rows of inputs times numbers of their own meet the codes."""
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        scales = (0.5 + torch.rand(w.shape[1], generator=torch.Generator().manual_seed(3))).bfloat16()
+        tensors, values = inner.write(w / scales.float())
+        return tensors | {"_weight_act_pre_scale": scales}, values * scales.float()
+
+    data = {"base_config": inner.config["quant_type"]["default"], "step": "prepare_for_loading"}
+    kind = {"_type": "AWQConfig", "_version": 1, "_data": data}
+    return Layout({"quant_method": "torchao", "quant_type": {"default": kind}}, write)
+
+
 def _in_fragments(codes: torch.Tensor) -> torch.Tensor:
     """[n, k] -> int32 [n / 8, k / 128, 32, 4], thread by thread; pairs of codes are bytes, the even one in the upper bits."""
     pairs = codes[:, ::2] << 4 | codes[:, 1::2]

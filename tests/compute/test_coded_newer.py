@@ -24,7 +24,7 @@ from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig, read_json
 from diptych.models.contents import contents_of
 from diptych.models.quantised import quantisation_of
-from newer_files import aqlm, awq_gemv, marlin, metal, plain_floats, quanto, sinq, sparse, torchao_int4
+from newer_files import aqlm, awq_gemv, marlin, metal, plain_floats, quanto, scaled_inputs, sinq, sparse, torchao_int4
 
 ROWS = {"num_bits": 8, "strategy": "channel"}
 DYNAMIC = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
@@ -58,6 +58,7 @@ LAYOUTS: dict[str, tuple[Any, str | None]] = {
     "metal 8": (lambda: metal(8), "group8-g32-f32-minima-wide"),
     "torchao int4": (lambda: torchao_int4("PLAIN"), "group4-g32-bf16-minima"),
     "torchao int4 symmetric": (lambda: torchao_int4("PLAIN", 64, symmetric=True), "group4-g64-bf16"),
+    "torchao int4 scaled": (lambda: scaled_inputs(torchao_int4("PLAIN")), None),
     "torchao int4 tiles": (lambda: torchao_int4("TILE_PACKED_TO_4D"), "group4-g32-bf16-minima"),
 }
 DOWN = "model.layers.0.mlp.down_proj."
@@ -94,7 +95,8 @@ def test_every_layout_gives_the_values_of_its_own_formula(layout: str, original:
 @pytest.mark.parametrize(
     "layout",
     ["gemv", "gemv fast", "sparse", "sparse fp8", "marlin in groups", "mxfp6", "aqlm 2x8", "quanto 2", "quanto 4",
-     "sinq 4", "metal 8", "torchao int4", "torchao int4 tiles"],
+     "sinq 4", "metal 8", "torchao int4", "torchao int4 scaled",
+     "torchao int4 tiles"],
 )  # fmt: skip
 def test_kept_weights_answer_as_their_values_do(
     layout: str, original: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -137,7 +139,8 @@ def test_kept_weights_answer_as_their_values_do(
         ("metal 4", lambda t: t.pop(f"{DOWN}qbiases"), "qbiases is missing"),
         ("torchao int4", lambda t: t.pop(f"{AO}zero_point"), "zero_point is missing"),
         ("torchao int4", lambda t: t.update({f"{AO}scale": t[f"{AO}scale"].T.contiguous()}), "128 scales a row, which 192"),
-        ("torchao int4", lambda t: t.update({f"{AO}act_pre_scale": torch.ones(1)}), "act_pre_scale"),
+        ("torchao int4", lambda t: t.update({f"{AO}act_pre_scale": torch.ones(1)}), r"act_pre_scale is F32 \[1\]"),
+        ("torchao int4 scaled", lambda t: t[f"{AO}act_pre_scale"].fill_(float("inf")), "pre_scale has a number that is not"),
         ("torchao int4 tiles", lambda t: t.update({f"{AO}qdata": t[f"{AO}qdata"][1:].clone()}), r"qdata is I32 \[15, 8, 32"),
         ("torchao int4 tiles", lambda t: t.pop(f"{AO}scale_and_zero"), "scale_and_zero"),
     ],

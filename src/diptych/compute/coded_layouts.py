@@ -36,7 +36,7 @@ from diptych.compute.coded_sinq import open_sinq
 from diptych.compute.coded_sparse import SparseFloats, open_marlin, with_zeros
 from diptych.compute.coded_stacks import Fp8Entry
 from diptych.compute.coded_tensors import CONTRADICTION, FLOATS, all_bytes, nbytes_of, require, unpack_words
-from diptych.compute.coded_torchao import in_rows, open_integers
+from diptych.compute.coded_torchao import in_rows, open_integers, with_inputs_scaled
 from diptych.compute.ternary import TernaryMatrix
 from diptych.ground.errors import LoadError
 from diptych.models.quantisation import Quantisation
@@ -61,7 +61,8 @@ def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quant
     if how.method == "hqq":
         return open_hqq(raw, prefix, shape, all_bytes(raw, prefix))
     if how.method == "torchao":
-        return _torchao(raw, prefix, shape, how)
+        is_coded = raw.holds(f"{prefix}._weight_qdata")
+        return with_inputs_scaled(raw, prefix, shape, _torchao(raw, prefix, shape, how)) if is_coded else None
     if how.method == "aqlm":
         return open_books(raw, prefix, shape)
     if how.method == "sinq":
@@ -310,11 +311,9 @@ def _fp6(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> CodedMatrix:
     return CodedMatrix(prefix, shape, 8, "mxfp6", codes, parts, all_bytes(raw, prefix))
 
 
-def _torchao(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> Matrix | None:
+def _torchao(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> Matrix:
     """_weight_qdata, fp8 or int8, [n, k], and _weight_scale [n, G], or of fp8 one, or of blocks; of 4 bits two to a byte."""
     codes, scale, whole = (f"{prefix}._weight_{one}" for one in ("qdata", "scale", "per_tensor_scale"))
-    if not raw.holds(codes):
-        return None
     dtype, nbytes = raw.header(codes)[1], all_bytes(raw, prefix)
     if dtype == "F8_E4M3":
         return _fp8(in_rows(raw, scale, shape), codes, shape, how, scales=(scale,))

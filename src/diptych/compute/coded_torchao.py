@@ -10,15 +10,38 @@ from __future__ import annotations
 
 import torch
 
-from diptych.compute.coded_matrices import CodedMatrix, CodedParts, RawTensors
+from diptych.compute.coded_matrices import CodedMatrix, CodedParts, Dequantised, Matrix, RawTensors
 from diptych.compute.coded_tensors import CONTRADICTION as HINT
-from diptych.compute.coded_tensors import FLOATS, Made, Overlaid
+from diptych.compute.coded_tensors import FLOATS, Made, Overlaid, finite
 from diptych.ground.errors import LoadError
 from diptych.models.quantisation import Quantisation
 
 TILE_ROWS, TILE_INPUTS = 8, 128
 PADDED_INPUTS = 1024  # to a multiple of which tiles are filled up
 BLOCK_ROWS, BLOCK_SCALES = 128, 4  # of scales as a GPU's tensor cores take them
+
+
+class InputScaled(Dequantised):
+    """Another matrix, whose inputs are multiplied by numbers of their own first (AWQ, SmoothQuant): in fp32."""
+
+    why = "no kernel has scales of single inputs"
+
+    def __init__(self, raw: RawTensors, name: str, matrix: Matrix) -> None:
+        self._raw, self._name, self._matrix = raw, name, matrix
+        self.label, self.stored_bytes = f"{matrix.label}-scaled", matrix.stored_bytes
+
+    def values(self, rows: slice) -> torch.Tensor:
+        """fp32. LoadError for a number that is not finite."""
+        return self._matrix.values(rows) * finite(self._raw, self._name).float().view(1, -1)
+
+
+def with_inputs_scaled(raw: RawTensors, prefix: str, shape: tuple[int, int], matrix: Matrix) -> Matrix:
+    """The matrix, or where `_weight_act_pre_scale` [k] or [1, k] lies beside it, its values times that."""
+    name = f"{prefix}._weight_act_pre_scale"
+    if not raw.holds(name):
+        return matrix
+    _require(raw, name, (1, shape[1]) if len(raw.header(name)[0]) == 2 else shape[1:], *FLOATS)
+    return InputScaled(raw, name, matrix)
 
 
 def open_integers(

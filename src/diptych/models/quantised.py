@@ -60,8 +60,8 @@ BESIDE_CODES = (
     "weight_format", "weight_global_scale", "weight_scale_2", "input_global_scale", "k_scale", "v_scale", "biases",
     "output_scale", "output_zero_point", "embedding_scale", "input_activation_scale", "output_activation_scale",
     "k_cache_scale", "v_cache_scale", "kv_scale", "k_zero_point", "v_zero_point", "_weight_scale", "_weight_zero_point",
-    "_weight_scale_and_zero", "_weight_per_tensor_scale", "bitmask", "row_offsets", "shape", "scale_packed", "meta",
-    "codebooks", "weight._scale", "weight._shift", "qbiases",
+    "_weight_scale_and_zero", "_weight_per_tensor_scale", "_weight_act_pre_scale", "bitmask", "row_offsets", "shape",
+    "scale_packed", "meta", "codebooks", "weight._scale", "weight._shift", "qbiases",
     *(f"meta.{one}" for one in ("scale2", "awq_scale")),
     *(f"meta.{one}{part}" for one in ("scale", "zero") for part in ("", ".x", ".s", ".m")),
 )  # fmt: skip

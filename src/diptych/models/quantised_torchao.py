@@ -22,6 +22,7 @@ INT4 = ("Int4WeightOnlyConfig", "Float8DynamicActivationInt4WeightConfig")
 NVFP4 = ("NVFP4WeightOnlyConfig", "NVFP4DynamicActivationNVFP4WeightConfig")
 MX = "MXDynamicActivationMXWeightConfig"
 PACKED = ("PLAIN", "TILE_PACKED_TO_4D")  # of int4; others are a kernel's own
+SCALED = ("AWQConfig", "SmoothQuantConfig")  # around another: inputs are multiplied by numbers of their own first
 MIXTURES = ("FqnToConfig", "ModuleFqnToConfig")
 TYPES = {f"int{bits}": bits for bits in range(1, 9)}
 HELD_BITS = {1: 2, 7: 8}  # what codes have here, where that is not what they have there
@@ -32,6 +33,9 @@ Kind = tuple[str, int]  # type of a config, bits of a code
 def read_torchao(section: HfConfig) -> Quantisation:
     """What it says. LoadError, by name, for what is not read."""
     found = section.section("quant_type").section("default")
+    is_scaled = found.raw.get("_type") in SCALED
+    if is_scaled:
+        found = found.section("_data").section("base_config")
     kinds = list(dict.fromkeys(_kinds(found)))
     if not kinds:
         refuse(section, "quant_type", "its 'default' must say how weights are quantised")
@@ -43,7 +47,7 @@ def read_torchao(section: HfConfig) -> Quantisation:
         method="torchao",
         bits=held,
         meets_int8_rows=meets_rows,
-        kept=_kept(name, held, found),
+        kept=None if is_scaled else _kept(name, held, found),
         note="activations have 8 bits, or 15 beside codes of more than 4; of fp8 16" if not meets_rows else "",
     )
 
