@@ -1,6 +1,7 @@
 """More checkpoints as other programs quantise them, with `coded_files`' machinery: layouts written out place by place, after
 AutoAWQ 0.2.9 (`gemv.py`, `gemv_fast.py`), compressed-tensors 0.12 (sparsity), aqlm 1.1.7, optimum-quanto 0.2.7, sinq 0.2,
-torchao 0.18 and PyTorch's `int4mm.cu`. Each was compared with what these programs write, once, by hand.
+torchao 0.18 and PyTorch's `int4mm.cu`. Each was compared with what these programs write, once, by hand, but for packed int4,
+which only GPUs write: that goes by their source.
 """
 
 from __future__ import annotations
