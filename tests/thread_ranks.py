@@ -7,9 +7,12 @@ from __future__ import annotations
 import socket
 import subprocess
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from diptych.compute import rank
 from diptych.compute.model import Model
@@ -53,8 +56,8 @@ def free_address() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def load_over_links(path: Path, config: ComputeConfig) -> Model:
-    """The checkpoint on `config.tp` ranks that have no memory in common, as on so many machines."""
+def load_over_links(path: Path, config: ComputeConfig, *, measured: Mapping[str, torch.Tensor] | None = None) -> Model:
+    """The checkpoint on `config.tp` ranks that have no memory in common, as on so many machines. measured: over a text."""
     config = replace(config, tp_address=free_address(), threads=1, numa="off")
     failures: list[BaseException] = []
 
@@ -67,13 +70,17 @@ def load_over_links(path: Path, config: ComputeConfig) -> Model:
     for number in range(1, config.tp):
         threading.Thread(target=join, args=(number,), daemon=True).start()
     opened = open_blueprint(path, config)
+    opened.blueprint.source.measured = measured or {}
     model = build_over_ranks(opened.blueprint, opened.config, {"path": str(path), "max_context_tokens": None})
     assert not failures, failures
     return model
 
 
-def load_over_threads(path: Path, config: ComputeConfig) -> Model:
-    """The checkpoint on `config.tp` ranks."""
+def load_over_threads(
+    path: Path, config: ComputeConfig, *, measured: Mapping[str, torch.Tensor] | None = None
+) -> Model:
+    """The checkpoint on `config.tp` ranks. measured: over a text."""
     opened = open_blueprint(path, config)
+    opened.blueprint.source.measured = measured or {}
     source = {"path": str(path), "max_context_tokens": None}
     return build_over_ranks(opened.blueprint, opened.config, source, start=ThreadRanks)

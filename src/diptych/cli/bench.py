@@ -122,6 +122,7 @@ def _load(model: str, shape: str | None, config: EngineConfig) -> tuple[str, Mod
             loaded = load(model, config, progress=progress)
             loaded.model.settle(waits=True)
             return loaded.name, loaded.model, loaded.load_s, loaded
+        options.refuse_text(shape, config.calibrate)
         if shape not in SHAPES:
             raise ConfigError(f"no shape {shape!r}", hint=f"known shapes: {', '.join(SHAPES)}")
         built = random_model(SHAPES[shape], config.compute, seed=config.seed)

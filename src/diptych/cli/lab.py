@@ -21,7 +21,7 @@ from diptych.cost.profile import profile_path
 from diptych.cost.setup import BUNDLED
 from diptych.engine.load import LoadedModel, bundled_dir, load, local_predictor, profile_gap
 from diptych.ground.clock import MonotonicClock
-from diptych.ground.config import ComputeConfig, EngineConfig
+from diptych.ground.config import BY_TEXT, ComputeConfig, EngineConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
 from diptych.lab.calibrate import USUAL_EFFORT
@@ -70,6 +70,7 @@ def lab(
     ] = 12.0,
     backend: options.Backend = "auto",
     weights: options.Weights = "auto",
+    calibrate: options.Calibrate = BY_TEXT,
     kv: options.Kv = "auto",
     threads: options.OwnThreads = None,
     numa: options.Numa = "auto",
@@ -92,7 +93,8 @@ def lab(
     experiments = list(QUICK) if quick else choose(only or [])
     if quick and model == "bundled" and shape is None:
         shape = BUNDLED_SHAPE  # the trained model ends at 4,096 positions
-    config = engine_config(backend=backend, weights=weights, kv=kv, threads=threads, numa=numa)
+    config = engine_config(backend=backend, weights=weights, calibrate=calibrate, kv=kv, threads=threads, numa=numa)
+    options.refuse_text(shape, calibrate)
     clock = MonotonicClock()
     begin_s = clock.now_s()
     with console.status("") as status:
@@ -167,6 +169,7 @@ def quality(
         int | None,
         typer.Option(min=2, help=f"how many tokens of it (default: what memory takes, {USUAL_TOKENS:,} at most)"),
     ] = None,
+    calibrate: options.Calibrate = BY_TEXT,
     threads: options.OwnThreads = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON list on standard output")] = False,
 ) -> None:
@@ -178,8 +181,9 @@ def quality(
         raise ConfigError(f"cannot read the text in {path}: {error}") from error
     with console.status("") as status:
         rows = measure_quality(
-            model, held_out, config=engine_config(threads=threads), n_tokens=tokens, progress=status.update
-        )
+            model, held_out, config=engine_config(threads=threads), calibrate=calibrate, n_tokens=tokens,
+            progress=status.update,
+        )  # fmt: skip
     if as_json:
         print(json.dumps([row.as_json() for row in rows]))
         return

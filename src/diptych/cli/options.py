@@ -19,6 +19,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from diptych.ground.config import (
     ACTIVATIONS,
     BACKENDS,
+    BY_TEXT,
+    BY_WEIGHTS,
     KV_FORMATS,
     MODEL_DRAFTERS,
     MOST_DRAFTS,
@@ -45,6 +47,14 @@ Weights = Annotated[str, typer.Option(help=" | ".join(WEIGHT_FORMATS))]
 Activations = Annotated[
     str,
     typer.Option(help=f"what meets weights in groups, int8 faster in prefill: {' | '.join(ACTIVATIONS)}"),
+]
+Calibrate = Annotated[
+    str,
+    typer.Option(
+        metavar="TEXT",
+        help=f"text by which channels of int8 and int4 are balanced when they are made: {BY_TEXT} (one that ships) | "
+        f"{BY_WEIGHTS} (none: by the weights alone) | a file",
+    ),
 ]
 Kv = Annotated[str, typer.Option(help=f"KV cache format: {' | '.join(KV_FORMATS)}")]
 Threads = Annotated[int | None, typer.Option(help=CONFIG["threads"].what)]
@@ -109,6 +119,7 @@ BACKEND: Block = {
     "device": (Device, "auto"),
     "weights": (Weights, "auto"),
     "activations": (Activations, "auto"),
+    "calibrate": (Calibrate, BY_TEXT),
     "kv": (Kv, "auto"),
     "threads": (Threads, None),
     "numa": (Numa, "auto"),
@@ -279,6 +290,15 @@ def refuse_both(context: typer.Context, shape: str | None) -> None:
     if shape is not None and "model" in given(context):
         raise ConfigError(
             f"--shape {shape} has random weights, and --model weights of its own", hint="give one of them"
+        )
+
+
+def refuse_text(shape: str | None, calibrate: str) -> None:
+    """Raise ConfigError where a text is named, or none is wanted, for a shape: it learns nothing from any."""
+    if shape is not None and calibrate != BY_TEXT:
+        raise ConfigError(
+            f"--shape {shape} has random weights, and --calibrate {calibrate} is about trained ones",
+            hint="leave it out",
         )
 
 

@@ -124,6 +124,7 @@ class CodedCheckpoint(Checkpoint):
         self._coded.update(parts)
         if name not in self._matrices:
             self._matrices[name] = CodedTensor(name, (shape[0], shape[1]), self._dtype, matrix)
+            self._matrices[name].measured = self.measured
         return self._matrices[name]
 
     def _is_stack(self, name: str) -> bool:
@@ -148,6 +149,7 @@ class CodedCheckpoint(Checkpoint):
             _, n, k = self.header(name)[0]
             matrix = open_stacked(self, name, index, (n, k), self.how)
             self._matrices[own] = CodedTensor(own, (n, k), self._dtype, matrix)
+            self._matrices[own].measured = self.measured
         return self._matrices[own]
 
     def place(self, prefix: str) -> tuple[RawTensors, str]:

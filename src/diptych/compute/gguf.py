@@ -26,7 +26,15 @@ from diptych.compute.gguf_codes import codes_of
 from diptych.compute.gguf_lattices import LATTICES
 from diptych.compute.ops.contract import WeightTensor
 from diptych.compute.ops.contract_parts import Codes
-from diptych.compute.weights import FLOAT_DTYPES, SAMPLE_BYTES, Meanwhile, Progress, Saved, give_pages_back
+from diptych.compute.weights import (
+    FLOAT_DTYPES,
+    SAMPLE_BYTES,
+    Meanwhile,
+    Progress,
+    Saved,
+    add_measured,
+    give_pages_back,
+)
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import LEAST_WHOLE, KeptFormat, gguf_kept, mean_bytes
 from diptych.models.gguf import BLOCK, Place, is_beside, joined_place, place_of, scales_beside
@@ -54,6 +62,7 @@ class GgufTensorView(WeightTensor):
         self.name = name
         self.shape = shape
         self.dtype = dtype
+        self.measured = checkpoint.measured
         self._checkpoint = checkpoint
         self._place = place
         self.kept = checkpoint.kept(place) if len(shape) == 2 else None
@@ -103,6 +112,7 @@ class GgufCheckpoint:
         self.file = file
         self.origin = str(file.path)
         self.progress: Progress | None = None
+        self.measured: Mapping[str, torch.Tensor] = {}
         self.unchecked: list[Saved] = []
         self.meanwhile: Meanwhile | None = None
         self._kind = architecture_of(file)
@@ -364,6 +374,7 @@ class GgufCheckpoint:
             mapped = self.file.mapped(number)
             digest.update(f"{number} {len(mapped)}\n".encode())
             digest.update(mapped[-SAMPLE_BYTES:])
+        add_measured(digest, self.measured)
         return digest.hexdigest()
 
     def log_formats(self, formats: Mapping[str, int]) -> None:

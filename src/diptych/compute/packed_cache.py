@@ -34,6 +34,7 @@ UNFINISHED = ".unfinished-"
 SAMPLES, SAMPLE_BYTES = 16, 4096  # of each file, spread over it; whether it changed at all its times and its inode say
 # smaller weights are packed in less time than it takes to explain why a folder has grown
 WORTH_BYTES = 256 * 2**20
+CALIBRATED_BYTES = 8 * 2**20  # likewise, of those that a text was read for, which takes longer than packing
 
 
 class CachedCheckpoint(QuantisedCheckpoint):
@@ -104,13 +105,13 @@ class PackedCache:
         logger.warning("packed weights thrown away entry=%s reason=%s", self.folder / key, why.splitlines()[0])
         shutil.rmtree(self.folder / key, ignore_errors=True)
 
-    def store(self, key: str, loader: CpuLoader, source: TensorSource) -> None:
+    def store(self, key: str, loader: CpuLoader, source: TensorSource, *, is_calibrated: bool = False) -> None:
         """Write what `loader` packed, if that is worth it, while the start goes on: it takes as long as packing did.
 
         A process that is over before ends when it is written.
         """
         nbytes = int(loader.program.weight_bytes) + int(loader.program.table_bytes)
-        if nbytes < self.worth_bytes:
+        if nbytes < (min(self.worth_bytes, CALIBRATED_BYTES) if is_calibrated else self.worth_bytes):
             return
         Thread(target=self._write, args=(key, loader, source, nbytes), name="packed weights").start()
 

@@ -242,7 +242,7 @@ def save_quantised(
         )
     checkpoint = Checkpoint(source)
     if measure is not None:  # of another one, which is read and forgotten
-        checkpoint.inputs = measure(draw_blueprint(hf_config, Checkpoint(source), path=config_path))
+        checkpoint.measured = measure(draw_blueprint(hf_config, Checkpoint(source), path=config_path))
     checkpoint.progress = progress
     loader = CpuLoader(ComputeConfig(backend="cpu", weights=weights, threads=threads), checkpoint)
     blueprint = draw_blueprint(hf_config, checkpoint, path=config_path)

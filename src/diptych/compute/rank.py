@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from diptych.compute.calibration import received
 from diptych.compute.ops.cpu_kernels import _cpu
 from diptych.compute.ops.cpu_model import CpuModel
 from diptych.compute.ops.cpu_ranks import Member, about
@@ -33,8 +34,10 @@ ERROR_BYTES = 1000  # of what failed, to be kept whole by a team (csrc/team.h)
 LEAVE_S = 2.0  # for a step or a load to notice that rank 0 is gone
 
 
-def load_part(rank: Rank, head: dict[str, Any], path: str | None = None) -> Member:
-    """The rank's part of the model that the head names. path: where it lies on this machine, if elsewhere."""
+def load_part(rank: Rank, head: dict[str, Any], payload: bytes, path: str | None = None) -> Member:
+    """The rank's part of the model that the head names. payload: what was measured of it (`compute.calibration`). path: where
+    it lies on this machine, if elsewhere.
+    """
     config = ComputeConfig(**head["config"])
     if rank.placement is not None:
         torch.set_num_threads(rank.placement.threads)  # while it loads, as many ranks do at once
@@ -45,6 +48,7 @@ def load_part(rank: Rank, head: dict[str, Any], path: str | None = None) -> Memb
     else:
         opened = open_blueprint(Path(path or head["path"]), config, max_context_tokens=head["max_context_tokens"])
         blueprint, config = opened.blueprint, opened.config
+    blueprint.source.measured = received(head["measured"], payload)
     return Member(rank, CpuModel(blueprint, config, rank=rank))
 
 
@@ -68,7 +72,7 @@ def run(
             if Verb(kind) is Verb.LOAD:
                 own = placement or placement_of(head["placements"][team.rank])
                 rank = Rank(number=team.rank, size=team.size, team=team, placement=own)
-                member = load_part(rank, head, path)
+                member = load_part(rank, head, payload, path)
                 answer(team, about(member.model))
             else:
                 assert member is not None, "a verb came before a model"

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from diptych.compute.calibration import Calibration, calibrated
 from diptych.compute.coded import CodedCheckpoint
 from diptych.compute.gguf import GgufCheckpoint
 from diptych.compute.mlx import MlxCheckpoint
@@ -33,8 +34,8 @@ from diptych.compute.ops.torch_model import build_torch_model, torch_device
 from diptych.compute.packed_cache import PackedCache
 from diptych.compute.quant import QuantisedCheckpoint, stored_weights
 from diptych.compute.random_codes import CodedRandomSource
-from diptych.compute.weights import Checkpoint, Meanwhile, Progress, RandomSource, resolve_model_dir
-from diptych.ground.config import AS_STORED, ComputeConfig, packed_cache, profile_dir
+from diptych.compute.weights import Checkpoint, Meanwhile, Progress, RandomSource, Source, resolve_model_dir
+from diptych.ground.config import AS_STORED, BALANCED, ComputeConfig, packed_cache, profile_dir
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.ground.formats import KeptFormat
 from diptych.models.config import HfConfig, read_config_file
@@ -62,6 +63,7 @@ def load_model(
     check: Callable[[ModelSpec], None] = lambda spec: None,
     meanwhile: Meanwhile = lambda: None,
     beside: Model | None = None,
+    calibration: Calibration | None = None,
 ) -> Model:
     """A checkpoint folder, a GGUF file or a hub name as a Model.
 
@@ -69,15 +71,17 @@ def load_model(
     max_context_tokens: the longest sequence the engine will run, which some rotary scalings depend on; None: the model's.
     progress: called with (bytes read, bytes in all). check: called before the weights are read, and may refuse.
     meanwhile: reads what else a start needs, while packed weights are read, which needs no interpreter, or before anything is
-    packed. It may be called twice, and may refuse.
+    packed. It may be called twice, and may refuse. calibration: what is read first where int8 or int4 are made, None: nothing.
     Raises LoadError, UnsupportedModel or ConfigError.
     """
     if config.tp > 1:
         meanwhile()
         return _load_over_ranks(
-            path_or_name, config, max_context_tokens=max_context_tokens, progress=progress, check=check
-        )
+            path_or_name, config, max_context_tokens=max_context_tokens, progress=progress, check=check,
+            calibration=calibration,
+        )  # fmt: skip
     hf_config, path, checkpoint, config = _open(path_or_name, config)
+    _refuse_late(calibration, checkpoint)
 
     def built(source: Checkpoint | GgufCheckpoint, on_packed: Callable[[CpuLoader], None] | None = None) -> Model:
         source.progress = progress
@@ -87,7 +91,11 @@ def load_model(
         check(blueprint.spec)
         return build(blueprint, config, beside=beside, on_packed=on_packed)
 
-    model = _built_once(built, checkpoint, hf_config, config, meanwhile)
+    def measured() -> Mapping[str, torch.Tensor]:
+        return _measured(path_or_name, config, calibration, check, max_context_tokens)
+
+    own = calibration if _is_balancing(config, checkpoint) else None
+    model = _built_once(built, checkpoint, hf_config, config, meanwhile, None if own is None else own.name, measured)
     if checkpoint.is_keeping:
         checkpoint.log_formats(model.formats)
     return model
@@ -129,16 +137,51 @@ def _load_over_ranks(
     max_context_tokens: int | None,
     progress: Progress | None,
     check: Callable[[ModelSpec], None],
+    calibration: Calibration | None,
 ) -> Model:
     path = str(path_or_name)
     opened = open_blueprint(path, config, max_context_tokens=max_context_tokens, progress=progress)
     check(opened.blueprint.spec)
+    checkpoint = opened.blueprint.source
+    _refuse_late(calibration, checkpoint)
+    if _is_balancing(opened.config, checkpoint):
+        checkpoint.measured = _measured(path_or_name, opened.config, calibration, check, max_context_tokens)
     source = {"path": path, "max_context_tokens": max_context_tokens}
     model = build_over_ranks(opened.blueprint, opened.config, source)
-    source_read = opened.blueprint.source
-    if isinstance(source_read, GgufCheckpoint | Checkpoint) and source_read.is_keeping:
-        source_read.log_formats(model.formats)
+    if isinstance(checkpoint, GgufCheckpoint | Checkpoint) and checkpoint.is_keeping:
+        checkpoint.log_formats(model.formats)
     return model
+
+
+def _is_balancing(config: ComputeConfig, source: Source) -> bool:
+    """Whether channels are balanced when this is packed."""
+    is_packing = choose_backend(config)[0] == "cpu" and cpu_kernels.is_available()[0]
+    return is_packing and config.weights in BALANCED and source.is_balanceable
+
+
+def _refuse_late(calibration: Calibration | None, source: Source) -> None:
+    if calibration is not None and calibration.is_asked and isinstance(source, QuantisedCheckpoint):
+        raise ConfigError(
+            f"a text to calibrate with is named, and {source.origin} is packed already",
+            hint="leave it out, or load the original checkpoint",
+        )
+
+
+def _measured(
+    path_or_name: str | Path,
+    config: ComputeConfig,
+    calibration: Calibration | None,
+    check: Callable[[ModelSpec], None],
+    max_context_tokens: int | None,
+) -> Mapping[str, torch.Tensor]:
+    """What is measured over the text, nothing without one. Raises as `calibrated`, and what the model would be refused for."""
+    if calibration is None:
+        return {}
+    # another one, which is read and forgotten
+    blueprint = open_blueprint(path_or_name, config, max_context_tokens=max_context_tokens).blueprint
+    check(blueprint.spec)
+    cpu_kernels.refuse_heads(blueprint.spec)
+    return calibrated(blueprint, calibration, threads=config.threads)
 
 
 def build_over_ranks(
@@ -188,8 +231,13 @@ def _built_once(
     hf_config: Mapping[str, Any],
     config: ComputeConfig,
     meanwhile: Meanwhile,
+    calibrated_by: str | None,
+    measured: Callable[[], Mapping[str, torch.Tensor]],
 ) -> Model:
-    """The model from packed weights that an earlier start kept, else from the checkpoint, whose packed weights are kept."""
+    """The model from packed weights that an earlier start kept, else from the checkpoint, whose packed weights are kept.
+
+    calibrated_by: what is `measured` before anything is packed, None: nothing is.
+    """
     kept = packed_cache()
     if profile_dir() is None:
         logger.info("packed weights not kept reason=this user has no home, and DIPTYCH_HOME names no folder")
@@ -199,26 +247,46 @@ def _built_once(
         return built(checkpoint)
     if kept is None or not is_packing:
         meanwhile()
+        checkpoint.measured = {} if calibrated_by is None else measured()
         return built(checkpoint)
     cache = PackedCache(folder=kept[0], limit_bytes=kept[1])
     weights = config.weights
     if weights in AS_STORED:
         weights = "auto" if checkpoint.is_keeping else "bf16"
-    key = cache.key(checkpoint.paths, hf_config, weights, choose_instruction_set(config.instruction_set))
+
+    def key(*calibrated: str) -> str:
+        decides = (weights, choose_instruction_set(config.instruction_set), *calibrated)
+        return cache.key(checkpoint.paths, hf_config, *decides)
+
+    own = key() if calibrated_by is None else key("calibrated", calibrated_by)
+    model = _built_of_packed(built, cache, own, meanwhile)
+    if model is None and calibrated_by is not None:
+        checkpoint.measured = measured()
+        if not checkpoint.measured:
+            own = key()
+            model = _built_of_packed(built, cache, own, lambda: None)
+    if model is not None:
+        return model
+    return built(
+        checkpoint, lambda loader: cache.store(own, loader, checkpoint, is_calibrated=bool(checkpoint.measured))
+    )
+
+
+def _built_of_packed(built: Callable[..., Model], cache: PackedCache, key: str, meanwhile: Meanwhile) -> Model | None:
+    """The model from the packed weights of that name; None where there are none, or damaged ones. `meanwhile` was called."""
     packed = cache.find(key)
-    if packed is not None:
-        packed.meanwhile = meanwhile
-        try:
-            model = built(packed)
-        except LoadError as error:  # a checksum that does not hold; a fault of the checkpoint itself will be said again
-            meanwhile()  # or a fault of its own, which costs no entry
-            cache.drop(key, error.message)
-        else:
-            logger.info("packed weights of an earlier start used entry=%s", packed.directory)
-            return model
-    else:
+    if packed is None:
         meanwhile()
-    return built(checkpoint, lambda loader: cache.store(key, loader, checkpoint))
+        return None
+    packed.meanwhile = meanwhile
+    try:
+        model = built(packed)
+    except LoadError as error:  # a checksum that does not hold; a fault of the checkpoint itself will be said again
+        meanwhile()  # or a fault of its own, which costs no entry
+        cache.drop(key, error.message)
+        return None
+    logger.info("packed weights of an earlier start used entry=%s", packed.directory)
+    return model
 
 
 def _open_folder(directory: Path, config: ComputeConfig) -> Opened:

@@ -300,6 +300,7 @@ class RowsTensor(WeightTensor):
         self.shape = (end - begin, *tensor.shape[1:])
         self.dtype = tensor.dtype
         self.random_seed = None if tensor.random_seed is None else tensor.random_seed + begin + 1
+        self.measured = tensor.measured
         self._tensor = tensor
         self._rows = slice(begin, end)
 
@@ -316,6 +317,7 @@ class TransposedTensor(WeightTensor):
         self.shape = tensor.shape[::-1]
         self.dtype = tensor.dtype
         self.random_seed = tensor.random_seed
+        self.measured = tensor.measured
         self._tensor = tensor
 
     def read(self) -> torch.Tensor:
@@ -337,6 +339,7 @@ class Mxfp4Tensor(WeightTensor):
         self.name = f"{name}[{index}]"
         self.shape = (blocks.shape[1], blocks.shape[2] * MXFP4_BLOCK)
         self.dtype = torch.bfloat16
+        self.measured = blocks.measured
         self._blocks = blocks
         self._scales = scales
         self._index = index

@@ -122,6 +122,7 @@ class Source(Protocol):
     is_lasting: whether nobody changes its files, so that packed weights may be used where they are mapped.
     is_plain: whether matrices lie as [outputs, inputs] and a stacked q, k and v one behind the other, whatever the family's own
     files have.
+    measured: what `compute.calibration` found out before anything is read, which is the tensors' own then.
     unchecked: what was handed out before its checksum was taken, for a loader to check with all it reads, on all threads;
     `finish` checks what is left.
     meanwhile: called once by a loader while it reads packed weights, which needs no interpreter.
@@ -132,6 +133,7 @@ class Source(Protocol):
     is_keeping: bool
     is_lasting: bool
     is_plain: bool
+    measured: Mapping[str, torch.Tensor]
     unchecked: list[Saved]
     meanwhile: Meanwhile | None
 
@@ -246,6 +248,7 @@ class SlicedTensor(WeightTensor):
         self.shape = tensor.shape[1:]
         self.dtype = tensor.dtype
         self.random_seed = None if tensor.random_seed is None else tensor.random_seed + index + 1
+        self.measured = tensor.measured
         self._tensor = tensor
         self._index = index
 
@@ -281,7 +284,7 @@ class Checkpoint:
         self.unchecked: list[Saved] = []
         self.meanwhile: Meanwhile | None = None
         self.progress: Progress | None = None
-        self.inputs: Mapping[str, torch.Tensor] = {}  # by tensor: see `WeightTensor`
+        self.measured: Mapping[str, torch.Tensor] = {}  # by tensor: see `WeightTensor`
         for path in weight_files(directory):
             self._open(path)
 
@@ -297,13 +300,14 @@ class Checkpoint:
     def tensor(self, name: str, *shape: int) -> FileTensor:
         """The tensor `name`, checked against the shape the config gives. Raises LoadError."""
         tensor = self._checked(name, shape, FLOAT_DTYPES)
-        tensor.inputs = self.inputs.get(name)
+        tensor.measured = self.measured
         return tensor
 
     def raw(self, name: str, *shape: int, n_values: int) -> FileTensor:
         """The bytes of `name`, checked likewise."""
         tensor = self._checked(name, shape, {"U8": torch.uint8})
         self._values[name] = n_values
+        tensor.measured = self.measured
         return tensor
 
     def ids(self, name: str, *shape: int, below: int) -> WeightTensor:
@@ -442,6 +446,7 @@ class Checkpoint:
             with path.open("rb") as file:
                 file.seek(max(0, size - SAMPLE_BYTES))
                 digest.update(file.read(SAMPLE_BYTES))
+        add_measured(digest, self.measured)
         return digest.hexdigest()
 
     @property
@@ -512,6 +517,7 @@ class RandomSource:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
+        self.measured: Mapping[str, torch.Tensor] = {}
         self.unchecked: list[Saved] = []
         self.meanwhile: Meanwhile | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -564,6 +570,13 @@ class RandomSource:
     def fingerprint(self) -> str:
         """The seed and the shapes."""
         return hashlib.sha256(f"random {self._seed} {sorted(self._shapes.items())}".encode()).hexdigest()
+
+
+def add_measured(digest: Any, measured: Mapping[str, torch.Tensor]) -> None:
+    """What was measured decides the packed numbers as the files do."""
+    for name in sorted(measured):
+        digest.update(f"{name}\n".encode())
+        digest.update(measured[name].numpy().tobytes())
 
 
 def give_pages_back(tensor: torch.Tensor) -> None:

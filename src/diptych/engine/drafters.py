@@ -25,10 +25,11 @@ from diptych.compute.weights import resolve_model_dir
 from diptych.cost.drafts.depths import FARTHEST
 from diptych.cost.drafts.drafter_trials import DrafterCost
 from diptych.cost.step_time import StepTimeModel
+from diptych.engine.calibration_text import calibration_of
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.engine.text.words import tokenizer_of
 from diptych.ground.clock import Clock
-from diptych.ground.config import MODEL_DRAFTERS, ComputeConfig, EngineConfig
+from diptych.ground.config import BALANCED, MODEL_DRAFTERS, ComputeConfig, EngineConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
 from diptych.models.config import read_json
@@ -344,7 +345,11 @@ def _in_one_process(compute: ComputeConfig) -> ComputeConfig:
 def _open_model(config: EngineConfig, target: Model, folder: Path, tokenizer: Tokenizer | None) -> OpenDrafter:
     if tokenizer is not None:
         _refuse_other_words(tokenizer_of(folder), tokenizer, folder)
-    model = load_model(folder, config.compute, max_context_tokens=config.max_context_tokens, beside=target)
+    is_balancing = config.compute.weights in BALANCED
+    model = load_model(
+        folder, config.compute, max_context_tokens=config.max_context_tokens, beside=target,
+        calibration=calibration_of(config.calibrate, lambda: tokenizer_of(folder)) if is_balancing else None,
+    )  # fmt: skip
     if model.spec.n_with_states:
         raise ConfigError(
             f"the draft model {folder} keeps a state of each sequence in {model.spec.n_with_states} of its layers; what a "

@@ -33,6 +33,7 @@ from diptych.cost.profile import COMMANDS, is_measured, load_profile
 from diptych.cost.roofline import NoRate
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.adapters import Adapters
+from diptych.engine.calibration_text import calibration_of
 from diptych.engine.cost_view import CostView
 from diptych.engine.drafters import OpenDrafter, open_drafters
 from diptych.engine.drafting import Drafting, Draftings
@@ -45,7 +46,7 @@ from diptych.engine.text.tokenizer import Tokenizer
 from diptych.engine.text.words import words_of
 from diptych.ground.bounds import real, shown
 from diptych.ground.clock import Clock, MonotonicClock
-from diptych.ground.config import SETTINGS, BlockConfig, ComputeConfig, EngineConfig, engine_config
+from diptych.ground.config import BALANCED, BY_TEXT, SETTINGS, BlockConfig, ComputeConfig, EngineConfig, engine_config
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
@@ -83,6 +84,7 @@ class LoadedModel:
     load_s: float  # until the first step can be run
     clock: Clock
     compute: ComputeConfig  # how it was asked to be loaded; a drafter is loaded alike
+    calibrate: str = BY_TEXT  # likewise
     encoder: Encoder | None = None  # how it embeds or scores, where it does
 
 
@@ -127,6 +129,7 @@ def load(
     begin_s = clock.now_s()
     directory = model_dir(name)
     words = cache(lambda: words_of(directory))
+    is_balancing = config.compute.weights in BALANCED
     model = load_model(
         directory,
         config.compute,
@@ -134,6 +137,7 @@ def load(
         progress=progress,
         check=lambda spec: _check_pool(spec, config),
         meanwhile=words,
+        calibration=calibration_of(config.calibrate, lambda: words()[0]) if is_balancing else None,
     )
     _refuse_unread_rows(config.compute.activations, model)
     tokenizer, template = words()
@@ -150,6 +154,7 @@ def load(
         load_s=checkpoint_s,
         clock=clock,
         compute=config.compute,
+        calibrate=config.calibrate,
         encoder=encoder,
     )
 
@@ -182,7 +187,7 @@ def opened(
         raise ConfigError(f"model is {shown(model)}; it must be a name, a path or a loaded model")
     if not isinstance(model, LoadedModel):
         return load(str(model), config, progress=progress), config
-    late = [name for name in settings if SETTINGS[name] == "compute" or name == "task"]
+    late = [name for name in settings if SETTINGS[name] == "compute" or name in ("task", "calibrate")]
     if late:
         raise ConfigError(
             f"{late[0]} is set, but the model is already loaded", hint="give the setting when it is loaded"
@@ -441,7 +446,10 @@ def make_machinery(
         open_drafters(config, model)
         if loaded is None
         else open_drafters(
-            replace(config, compute=loaded.compute), model, directory=loaded.directory, tokenizer=loaded.tokenizer
+            replace(config, compute=loaded.compute, calibrate=loaded.calibrate),
+            model,
+            directory=loaded.directory,
+            tokenizer=loaded.tokenizer,
         )
     )
     scheduler = config.scheduler

@@ -20,6 +20,8 @@ from diptych.ground.formats import ENGINE_KV, ENGINE_WEIGHTS, MADE_WEIGHTS
 
 BACKENDS = ("auto", "cpu", "torch")
 AS_STORED = ("auto", "file")
+BALANCED = ("int8", "int4")  # weights of which channels are balanced when they are made
+BY_TEXT, BY_WEIGHTS = "auto", "weights"
 WEIGHT_FORMATS = (*AS_STORED, *ENGINE_WEIGHTS, *MADE_WEIGHTS)
 KV_FORMATS = ("auto", *ENGINE_KV)
 LONGROPE_FACTORS = ("auto", "short", "long")
@@ -189,6 +191,8 @@ class EngineConfig:
 
     task: what the model is for beside writing; auto: as its files say (`models.pooling`); generate: nothing; embed, score:
     that too where they say nothing.
+    calibrate: of int8 and int4 that are made when a model is loaded: by which text their channels are balanced, `auto` the one
+    that ships, otherwise a file's; `weights`: by the weights alone.
     draft_model: checkpoint of the drafter that `speculate` names, a folder or a hub name; for auto several, between commas, one
     of each kind; None: the bundled model's own.
     loras: adapters to load at start, name -> folder or hub name. max_loras, max_lora_rank: what may be loaded, then or later.
@@ -201,6 +205,7 @@ class EngineConfig:
     block_tokens: int = 32
     seed: int = 0
     task: str = "auto"
+    calibrate: str = BY_TEXT
     draft_model: str | None = None
     loras: Mapping[str, str | Path] = field(default_factory=dict)
     max_loras: int = 8
@@ -213,8 +218,20 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; it must be a {kind.__name__}")
         _take(self, "max_context_tokens", "kv_memory_bytes", "block_tokens", "seed", "max_loras", "max_lora_rank")
         one_of("task", self.task, TASKS)
+        self._check_calibrate()
         self._check_draft_model()
         self._check_loras()
+
+    def _check_calibrate(self) -> None:
+        """What nobody would read is refused."""
+        calibrate, weights = self.calibrate, self.compute.weights
+        if not isinstance(calibrate, str) or not calibrate:
+            raise ConfigError(f"calibrate is {shown(calibrate)}; it must be {BY_TEXT}, {BY_WEIGHTS} or a text's path")
+        if calibrate != BY_TEXT and weights not in BALANCED:
+            raise ConfigError(
+                f"calibrate is {calibrate!r}, and weights is {weights!r}",
+                hint=f"it is about weights that are made {' or '.join(BALANCED)}; leave it out",
+            )
 
     def _check_loras(self) -> None:
         """Names and paths, no more of them than may be loaded."""

@@ -18,7 +18,7 @@ from diptych.compute.held import what_is_held
 from diptych.engine.load import LoadedModel, load
 from diptych.engine.memory import memory_of
 from diptych.engine.phases import TwoPhase
-from diptych.ground.config import ComputeConfig, EngineConfig
+from diptych.ground.config import BALANCED, BY_TEXT, ComputeConfig, EngineConfig
 from diptych.ground.errors import CapacityError, ConfigError
 from diptych.ground.formats import KV_IN_BYTES
 
@@ -69,12 +69,14 @@ def measure_quality(
     text: str,
     *,
     config: EngineConfig,
+    calibrate: str = BY_TEXT,
     n_tokens: int | None = None,
     progress: Callable[[str], None] = lambda told: None,
 ) -> list[QualityRow]:
     """Rows for fp32, the file's own codes where it has some, and every format of the cpu backend.
 
-    n_tokens: how many of the text; None: as many as memory takes what fp32 says of each, and `USUAL_TOKENS` at most.
+    calibrate: of the formats that are balanced, as `EngineConfig` has it. n_tokens: how many of the text; None: as many as
+    memory takes what fp32 says of each, and `USUAL_TOKENS` at most.
     CapacityError where memory does not take those that are asked for, ConfigError for a text of less than two tokens.
     """
     own = replace(config, max_context_tokens=WINDOW_TOKENS)
@@ -84,7 +86,8 @@ def measure_quality(
     formats = [REFERENCE]
     for compute in formats:  # which grows behind the first
         progress(_told(compute))
-        loaded = load(model, replace(own, compute=replace(compute, threads=config.compute.threads)))
+        by = calibrate if compute.weights in BALANCED else BY_TEXT
+        loaded = load(model, replace(own, compute=replace(compute, threads=config.compute.threads), calibrate=by))
         with TwoPhase(loaded, own) as phases:
             if not found:
                 windows = _windows(loaded, text, n_tokens)

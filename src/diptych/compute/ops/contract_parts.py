@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -43,13 +45,13 @@ class WeightTensor(Protocol):
     kept: the format of the kernels that holds its values as the file has them, for `codes`; None: there are none but `read`'s.
     order: int32 [k], which input of the layer meets each input of `codes`; None: they come in order.
     row_order: which row of the file each row is, where they were put in another order; None: they were not.
-    inputs: fp32 [k], how large what meets each column was over a text (`compute.calibration`); None: nobody has measured it.
+    measured: by name, of this and other tensors, how large what meets each column was over a text (`compute.calibration`).
     """
 
     kept: KeptFormat | None = None
     order: torch.Tensor | None = None
     row_order: torch.Tensor | None = None
-    inputs: torch.Tensor | None = None
+    measured: Mapping[str, torch.Tensor] = MappingProxyType({})
 
     name: str
     shape: tuple[int, ...]
@@ -70,6 +72,12 @@ class WeightTensor(Protocol):
     def stored(self) -> tuple[WeightTensor, ...]:
         """What a copy of the checkpoint holds of it: the tensor itself, or those that a view of several is made of."""
         return (self,)
+
+    @property
+    def inputs(self) -> torch.Tensor | None:
+        """fp32 [k], what was measured of each column; None: nobody has."""
+        found = (one.measured.get(self.name) for one in self.stored)
+        return next((one for one in found if one is not None), None)
 
     def codes(self) -> Codes:
         """The values as codes of `kept`."""

@@ -18,6 +18,7 @@ import torch
 
 from diptych.compute.adapters import Adapter
 from diptych.compute.batch import ForwardBatch
+from diptych.compute.calibration import sent
 from diptych.compute.kv_store import KVHeader, KVPayload, KVStore
 from diptych.compute.model import Blueprint, Want
 from diptych.compute.ops.contract import Taps
@@ -262,7 +263,8 @@ class RankedModel(CpuModel):
             super(RankedModel, self).__init__(blueprint, config, rank=ranks.rank(0))
             return about(self)
 
-        loaded = ranks.ask(Verb.LOAD, load, own=own)
+        measured, payload = sent(blueprint.source.measured)
+        loaded = ranks.ask(Verb.LOAD, {**load, "measured": measured}, payload, own=own)
         others = {number for number, one in enumerate(loaded) if one["revision"] != self.revision}
         if others:
             raise ConfigError(
