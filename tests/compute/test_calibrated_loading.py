@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_packed_cache import AtOnce, entries
 
 from checkpoints import make_checkpoint
-from diptych.compute import balance, packed_cache
+from diptych.compute import balance, packed_cache, runner
 from diptych.compute.calibration import Calibration, measured_inputs, received, sent
 from diptych.compute.model import Model
 from diptych.compute.ops import cpu_kernels
@@ -27,7 +27,7 @@ from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
 from gguf_files import gguf_reference, write_gguf
 from stepping import Stepper
-from thread_ranks import load_over_links, load_over_threads
+from thread_ranks import ThreadRanks
 
 MODEL = bundled_dir("diptych-1m-draft")
 TEXT = bundled_dir("calibration.txt").read_text(encoding="utf-8")
@@ -173,16 +173,22 @@ def test_loading_and_packing_give_the_same_weights(tmp_path: Path) -> None:
 
 
 @native
-def test_all_ranks_have_the_numbers_of_the_first(tmp_path: Path) -> None:
+def test_all_ranks_have_the_numbers_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would read the text by itself, and on other processors come to other bits."""
     path = make_checkpoint("mixtral", tmp_path / "model", dtype=torch.bfloat16)
-    own = calibration(lambda: random_windows(60))
-    one = load_model(path, INT8, calibration=own)
-    for load in (load_over_threads, load_over_links):
-        ranks = load(path, replace(INT8, tp=2, threads=2), measured=measured(path, own.windows()))
-        assert ranks.revision == one.revision
-        assert torch.equal(logits(one), logits(ranks))
-        ranks.close()
+    reads: list[int] = []
+
+    def read() -> list[list[int]]:
+        reads.append(1)
+        return random_windows(60)
+
+    one = load_model(path, INT8, calibration=calibration(read))
+    monkeypatch.setattr(runner, "Ranks", ThreadRanks)
+    ranks = load_model(path, replace(INT8, tp=2, threads=2), calibration=calibration(read))
+    assert ranks.revision == one.revision
+    assert torch.equal(logits(one), logits(ranks))
+    ranks.close()
+    assert len(reads) == 2
     assert one.revision != load_model(path, INT8).revision
 
 

@@ -145,7 +145,7 @@ def test_texts_are_embedded_as_by_one(tmp_path: Path) -> None:
     texts = ["Once upon a time there was a fox.", "Bread is made of flour. " * 9]
     path = make_embedder(tmp_path / "mean", pooling="mean", dtype=torch.bfloat16)
     settings = {"max_context_tokens": 256, "max_step_tokens": 17}
-    one = LLM(path, backend="cpu", threads=1, weights="int8", **settings)
+    one = LLM(path, backend="cpu", threads=1, weights="int8", calibrate="weights", **settings)
     over = load_over_threads(path, ComputeConfig(backend="cpu", tp=2, threads=2, weights="int8"))
     ranked = LLM(replace(one.loaded, model=over), **settings)
     pairs = zip(one.embed(texts), ranked.embed(texts), strict=True)

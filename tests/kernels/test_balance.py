@@ -16,10 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import diptych
 from checkpoints import make_checkpoint
 from diptych.compute.balance import ScaledTensor
+from diptych.compute.calibration import Calibration
 from diptych.compute.ops import cpu_kernels
 from diptych.compute.ops.contract import WeightTensor
 from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model
+from diptych.engine.calibration_text import calibration_of
+from diptych.engine.text.words import tokenizer_of
 from diptych.ground.config import ComputeConfig
 from stepping import Stepper
 
@@ -78,9 +81,12 @@ def reparametrised(source: Path, target: Path, *, factor: float) -> Path:
     return target
 
 
-def logits_of(path: Path, token_ids: list[int], weights: str, backend: str = "cpu") -> torch.Tensor:
+def logits_of(
+    path: Path, token_ids: list[int], weights: str, backend: str = "cpu", calibration: Calibration | None = None
+) -> torch.Tensor:
     kv = "fp32" if weights == "fp32" else "bf16"
-    model = load_model(path, ComputeConfig(backend=backend, device="cpu", weights=weights, kv=kv, threads=1))
+    config = ComputeConfig(backend=backend, device="cpu", weights=weights, kv=kv, threads=1)
+    model = load_model(path, config, calibration=calibration)
     logits = Stepper(model).prefill("it", token_ids, chunk=None)
     model.close()
     return logits.double().log_softmax(-1)
@@ -119,6 +125,17 @@ def test_planted_channels_cost_no_quality(world, weights: str, most: float) -> N
     assert plain < most, "the model's own numbers must not pay for it"
     for factor in (64.0, 1000.0):
         assert divergence(reference, logits_of(paths[factor], token_ids, weights)) < MOST * plain
+
+
+@pytest.mark.parametrize(("weights", "most"), [("int8", 0.0011), ("int4", 0.0085)])
+def test_planted_channels_cost_no_quality_where_a_text_was_read(world, weights: str, most: float) -> None:
+    """What is measured has the planted channels in it."""
+    token_ids, reference, paths = world
+    own = calibration_of("auto", lambda: tokenizer_of(BUNDLED / "diptych-10m"))
+    plain = divergence(reference, logits_of(paths[1.0], token_ids, weights, calibration=own))
+    assert plain < most
+    for factor in (64.0, 1000.0):
+        assert divergence(reference, logits_of(paths[factor], token_ids, weights, calibration=own)) < MOST * plain
 
 
 @pytest.mark.parametrize(

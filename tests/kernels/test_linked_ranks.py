@@ -11,9 +11,10 @@ import torch
 
 from checkpoints import make_checkpoint
 from diptych.compute.adapters import read_adapter
+from diptych.compute.calibration import Calibration, calibrated
 from diptych.compute.model import Want
 from diptych.compute.ops.cpu_kernels import instruction_sets
-from diptych.compute.runner import load_model
+from diptych.compute.runner import load_model, open_blueprint
 from diptych.ground.config import ComputeConfig
 from lora import ALL, write_adapter
 from stepping import Stepper
@@ -72,5 +73,21 @@ def test_adapters_come_to_linked_ranks(tmp_path: Path) -> None:
         stepper = Stepper(model)
         stepper.adapters = {"it": model.add_adapter(adapter)}
         rows.append(stepper.prefill("it", prompt(20)))
+        model.close()
+    assert torch.equal(*rows)
+
+
+def test_what_was_measured_over_a_text_comes_to_linked_ranks(tmp_path: Path) -> None:
+    """Each machine would come to numbers of its own, and to other weights."""
+    path = make_checkpoint("mixtral", tmp_path, num_hidden_layers=2, dtype=torch.bfloat16)
+    config = replace(CONFIG, weights="int8")
+    own = Calibration(name="a text", windows=lambda: [prompt(40)])
+    measured = calibrated(open_blueprint(path, config).blueprint, own)
+    rows = []
+    for model in (
+        load_model(path, config, calibration=own),
+        load_over_links(path, replace(config, tp=2), measured=measured),
+    ):
+        rows.append(Stepper(model).prefill("it", prompt(20)))
         model.close()
     assert torch.equal(*rows)
