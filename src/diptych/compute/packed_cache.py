@@ -34,7 +34,7 @@ UNFINISHED = ".unfinished-"
 SAMPLES, SAMPLE_BYTES = 16, 4096  # of each file, spread over it; whether it changed at all its times and its inode say
 # smaller weights are packed in less time than it takes to explain why a folder has grown
 WORTH_BYTES = 256 * 2**20
-CALIBRATED_BYTES = 8 * 2**20  # likewise, of those that a text was read for, which takes longer than packing
+CALIBRATED_BYTES = 32 * 2**20  # likewise, of those that a text was read for, which takes longer than packing
 
 
 class CachedCheckpoint(QuantisedCheckpoint):
