@@ -16,7 +16,8 @@ divide by those would bring the channels back (Gemma 3 270M wrote noise). So of 
 agree, how far |giver| lies above the middle channel's and |taker| below, the lesser of the two, or the other way round.
 
 It needs no text, costs nothing when the model runs, and cannot see activations that are large where no weight says so. Where a
-text was read before (`compute.calibration`), |giver| is what was measured of the channel instead, with a share of a half.
+text was read before (`compute.calibration`), as it is where nobody says otherwise, |giver| is what was measured of the channel
+instead, with a share of a half.
 
     norm, (gate_up,) = balance_norm(norm, (gate_up,), offset=0.0)
     gate_up, down = balance_gated(gate_up, down)
