@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from diptych.cli import options
 from diptych.cli.options import console, loading_bar
 from diptych.compute.calibration import calibrated
-from diptych.compute.model import Blueprint
 from diptych.compute.quant import save_quantised
 from diptych.engine.calibration_text import calibration_of
 from diptych.engine.load import model_dir
@@ -39,18 +36,15 @@ def quantize(
             f"{directory} is a GGUF file, and what is packed is a folder with *.safetensors",
             hint="every command takes the file as it is; to pack, name the folder that it was made from",
         )
-    measure = _measure(directory, calibrate, threads)
+    calibration = calibration_of(calibrate, lambda: Tokenizer.from_dir(directory))
     before = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     with loading_bar(f"packing {model} as {weights}") as progress:
         written = save_quantised(
-            directory, output, weights=weights, threads=threads, progress=progress, measure=measure
+            directory,
+            output,
+            weights=weights,
+            threads=threads,
+            progress=progress,
+            measure=partial(calibrated, calibration=calibration, threads=threads),
         )
     console.print(f"{output}: {written / 1e6:.1f} MB, from {before / 1e6:.1f} MB ({written / before:.0%})")
-
-
-def _measure(
-    model: Path, calibrate: str, threads: int | None
-) -> Callable[[Blueprint], Mapping[str, torch.Tensor]] | None:
-    """What is asked of the model before it is packed; None: nothing."""
-    calibration = calibration_of(calibrate, lambda: Tokenizer.from_dir(model))
-    return None if calibration is None else partial(calibrated, calibration=calibration, threads=threads)

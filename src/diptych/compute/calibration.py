@@ -55,12 +55,12 @@ SMALLEST = 1e-60  # of a row's mean square: one of zeros says nothing
 class Calibration:
     """A text to read before weights are packed. name: which text, and as how many tokens; part of the name of packed weights.
 
-    windows: token ids of texts, each read from its beginning; a LoadError says why there are none. is_asked: somebody named the
-    text, so that weights are not balanced without it. most_bytes: of memory.
+    windows: token ids of texts, each read from its beginning; a LoadError says why there are none; None: nothing is read.
+    is_asked: somebody said so, and weights are balanced in no other way. most_bytes: of memory.
     """
 
     name: str
-    windows: Callable[[], Sequence[Sequence[int]]]
+    windows: Callable[[], Sequence[Sequence[int]]] | None
     is_asked: bool = False
     most_bytes: int | None = None
 
@@ -68,9 +68,11 @@ class Calibration:
 def calibrated(
     blueprint: Blueprint, calibration: Calibration, *, threads: int | None = None
 ) -> Mapping[str, torch.Tensor]:
-    """What `measured_inputs` finds over the text; nothing, and the log says why, where it cannot be read: there is no
-    tokenizer, or too little memory. Raises that where somebody named the text.
+    """What `measured_inputs` finds over the text; nothing where there is none, nor, and the log says why, where it cannot be
+    read: there is no tokenizer, or too little memory. Raises that where somebody named the text.
     """
+    if calibration.windows is None:
+        return {}
     begin_s = (clock := MonotonicClock()).now_s()
     try:
         windows = calibration.windows()

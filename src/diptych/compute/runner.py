@@ -94,8 +94,9 @@ def load_model(
     def measured() -> Mapping[str, torch.Tensor]:
         return _measured(path_or_name, config, calibration, check, max_context_tokens)
 
-    own = calibration if _is_balancing(config, checkpoint) else None
-    model = _built_once(built, checkpoint, hf_config, config, meanwhile, None if own is None else own.name, measured)
+    is_read = calibration is not None and calibration.windows is not None and _is_balancing(config, checkpoint)
+    by = calibration.name if calibration is not None and is_read else None
+    model = _built_once(built, checkpoint, hf_config, config, meanwhile, by, measured)
     if checkpoint.is_keeping:
         checkpoint.log_formats(model.formats)
     return model
@@ -162,7 +163,7 @@ def _is_balancing(config: ComputeConfig, source: Source) -> bool:
 def _refuse_late(calibration: Calibration | None, source: Source) -> None:
     if calibration is not None and calibration.is_asked and isinstance(source, QuantisedCheckpoint):
         raise ConfigError(
-            f"a text to calibrate with is named, and {source.origin} is packed already",
+            f"calibrate is {calibration.name!r}, and {source.origin} is packed already",
             hint="leave it out, or load the original checkpoint",
         )
 
@@ -175,7 +176,7 @@ def _measured(
     max_context_tokens: int | None,
 ) -> Mapping[str, torch.Tensor]:
     """What is measured over the text, nothing without one. Raises as `calibrated`, and what the model would be refused for."""
-    if calibration is None:
+    if calibration is None or calibration.windows is None:
         return {}
     # another one, which is read and forgotten
     blueprint = open_blueprint(path_or_name, config, max_context_tokens=max_context_tokens).blueprint

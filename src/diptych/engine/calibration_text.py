@@ -28,10 +28,10 @@ TEXT_TOKENS, WINDOW_TOKENS = 2048, 512  # of a text that somebody names
 MEMORY_SHARE = 0.5  # of what is free: nothing of it is held when the weights are packed
 
 
-def calibration_of(calibrate: str, tokenizer: Callable[[], Tokenizer]) -> Calibration | None:
-    """What `EngineConfig.calibrate` asks for; None: nothing is read. ConfigError for a text that cannot be read."""
+def calibration_of(calibrate: str, tokenizer: Callable[[], Tokenizer]) -> Calibration:
+    """What `EngineConfig.calibrate` asks for. ConfigError for a text that cannot be read."""
     if calibrate == BY_WEIGHTS:
-        return None
+        return Calibration(name=BY_WEIGHTS, windows=None, is_asked=True)
     is_asked = calibrate != BY_TEXT
     try:
         text = (Path(calibrate).expanduser() if is_asked else SHIPPED).read_text(encoding="utf-8")
@@ -50,7 +50,7 @@ def calibration_of(calibrate: str, tokenizer: Callable[[], Tokenizer]) -> Calibr
 
     lengths = (TEXT_TOKENS, WINDOW_TOKENS) if is_asked else (PASSAGE_TOKENS,)
     return Calibration(
-        name=f"{hashlib.sha256(text.encode()).hexdigest()[:32]} {lengths}",
+        name=f"{Path(calibrate).name} {hashlib.sha256(text.encode()).hexdigest()[:32]} {lengths}",
         windows=windows,
         is_asked=is_asked,
         most_bytes=int(memory_of(torch.device("cpu")).available_bytes * MEMORY_SHARE),
