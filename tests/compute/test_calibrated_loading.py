@@ -134,6 +134,18 @@ def test_an_encoder_reads_both_ways(tmp_path: Path) -> None:
     assert any(not torch.equal(whole[name], causal[name]) for name in whole)
 
 
+def test_code_that_a_folder_brings_along_changes_nothing(tmp_path: Path) -> None:
+    """Models that write have some, too; only who makes vectors of one has to know whether it attends both ways."""
+    path = make_checkpoint("llama", tmp_path / "model")
+    own = random_windows(30)
+    before = measured(path, own)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}))
+    after = measured(path, own)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(sizes, after[name]) for name, sizes in before.items())
+
+
 @native
 @pytest.mark.parametrize("is_gguf", [False, True])
 def test_a_text_is_read_once(is_gguf: bool, tmp_path: Path, folder: Path) -> None:

@@ -34,7 +34,7 @@ from diptych.compute.ops.device_codes import Weight
 from diptych.compute.ops.torch_loader import TorchLinear, TorchLoader, TorchNorm
 from diptych.compute.ops.torch_ops import TorchOps
 from diptych.ground.clock import MonotonicClock
-from diptych.ground.errors import CapacityError, ConfigError, EngineError
+from diptych.ground.errors import CapacityError, ConfigError, EngineError, UnsupportedModel
 from diptych.models.config import HfConfig
 from diptych.models.pooling import sees_both_ways
 
@@ -97,7 +97,7 @@ def measured_inputs(
     most_bytes: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """fp32 [K] for each tensor that is a projection or a part of one, by its name: the root of the mean square over all tokens,
-    to a 32nd of an octave.
+    each row brought to a mean square of 1 first, to a 32nd of an octave.
 
     windows: token ids of texts, each read from its beginning. A tensor that no token has met (an expert that none was sent to),
     or only one that is no number, is left out. ConfigError for windows without a token, or with one that the model has not;
@@ -126,7 +126,8 @@ def measured_inputs(
             ops = _Watching(pool, _batch(blueprint, windows, kv), kv)
             with torch.no_grad():
                 blueprint.forward(ops, weights)
-    found = {key: size for key, seen in ops.seen.items() if bool((size := seen.size).isfinite().all())}
+    sizes = {key: seen.size for key, seen in ops.seen.items()}
+    found = {key: size for key, size in sizes.items() if bool((size.isfinite() & (size > 0)).all())}
     return {name: found[key] for key, names in loader.names.items() if key in found for name in names}
 
 
@@ -191,7 +192,6 @@ def _batch(blueprint: Blueprint, windows: Sequence[Sequence[int]], kv: TorchKVSt
     table = np.zeros((len(windows), max(map(_n_blocks, windows))), dtype=np.int32)
     for row, window, end in zip(table, windows, ends, strict=True):
         row[: _n_blocks(window)] = np.arange(end - _n_blocks(window), end)
-    both_ways = sees_both_ways(HfConfig(blueprint.hf_config))
     places = np.arange(len(windows))
     return ForwardBatch(
         token_ids_T=np.concatenate([np.array(window, dtype=np.int32) for window in windows]),
@@ -199,9 +199,17 @@ def _batch(blueprint: Blueprint, windows: Sequence[Sequence[int]], kv: TorchKVSt
         context_tokens_S=lens,
         block_table_SM=table,
         logits_rows_R=np.arange(int(lens.sum()), dtype=np.int32) if blueprint.spec.has_head else np.zeros(0, np.int32),
-        both_ways_S=np.ones(len(windows), dtype=np.int32) if both_ways else None,
+        both_ways_S=np.ones(len(windows), dtype=np.int32) if _sees_both_ways(blueprint) else None,
         states=StatePlaces.of(np.full(len(windows), -1), places) if kv.n_places else None,
     )
+
+
+def _sees_both_ways(blueprint: Blueprint) -> bool:
+    """As far as the files tell: of a folder with code of its own, for which encoders are refused, the plain family is read."""
+    try:
+        return sees_both_ways(HfConfig(blueprint.hf_config))
+    except UnsupportedModel:
+        return False
 
 
 class _Seen:
