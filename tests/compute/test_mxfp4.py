@@ -12,6 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from checkpoints import make_checkpoint, make_reference
 from coded_files import MXFP4, mxfp4_checkpoint, random_blocks
+from diptych.compute.ops.contract import WeightTensor
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model
@@ -23,7 +24,7 @@ from diptych.models.contents import contents_of
 from stepping import Stepper
 
 
-class Memory:
+class Memory(WeightTensor):
     random_seed = None
 
     def __init__(self, tensor: torch.Tensor) -> None:
