@@ -6,6 +6,8 @@ import ast
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -54,16 +56,39 @@ def modules() -> list[Path]:
     return sorted(path for path in SRC.rglob("*.py") if path.parent != SRC or path.stem in MAY_IMPORT)
 
 
-def imported_names(tree: ast.AST) -> list[str]:
-    """Every absolute module name imported anywhere in the file."""
-    names = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "relative imports hide the floor"
-            names += [node.module or ""]
-    return names
+@dataclass(frozen=True)
+class Facts:
+    """What the tests below ask of a file, wherever it stands in it. function_lines: (name, lines) of each function."""
+
+    imports: tuple[ast.Import | ast.ImportFrom, ...]
+    reads_environment: bool
+    function_lines: tuple[tuple[str, int], ...]
+
+    @property
+    def names(self) -> list[str]:
+        """Every absolute module name imported."""
+        names = []
+        for node in self.imports:
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            else:
+                assert node.level == 0, "relative imports hide the floor"
+                names += [node.module or ""]
+        return names
+
+
+@cache
+def facts_of(path: Path) -> Facts:
+    imports, functions, reads_environment = [], [], False
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imports.append(node)
+        elif isinstance(node, ast.Attribute):
+            reads_environment |= node.attr in ("environ", "getenv")
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0]  # options with their help make a long head, which is no long function
+            functions.append((node.name, (node.end_lineno or first.lineno) - first.lineno + 1))
+    return Facts(tuple(imports), reads_environment, tuple(functions))
 
 
 def room_of(path: Path) -> str:
@@ -75,8 +100,7 @@ def test_room_imports_only_lower_floors(path: Path) -> None:
     """A higher floor imported from below would make a circle nobody can take apart later."""
     room = room_of(path)
     allowed = MAY_IMPORT[room] | {room}
-    tree = ast.parse(path.read_text())
-    for name in imported_names(tree):
+    for name in facts_of(path).names:
         parts = name.split(".")
         if parts[0] == "diptych" and len(parts) > 1 and (SRC / parts[1]).exists() | (SRC / f"{parts[1]}.py").exists():
             assert parts[1] in allowed, f"{path.relative_to(SRC)} ({room}) imports {name}"
@@ -92,9 +116,7 @@ def test_environment_is_read_in_config_only(path: Path) -> None:
     """A setting read in the middle of a room cannot be found, documented or tested."""
     if str(path.relative_to(SRC)) in ENVIRONMENT_OWNERS:
         return
-    for node in ast.walk(ast.parse(path.read_text())):
-        is_environ = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
-        assert not is_environ, f"{path.relative_to(SRC)} reads the environment; use ground.config"
+    assert not facts_of(path).reads_environment, f"{path.relative_to(SRC)} reads the environment; use ground.config"
 
 
 def test_light_rooms_import_without_torch() -> None:
@@ -147,12 +169,9 @@ def test_functions_are_short() -> None:
     for path in CODE:
         if path.suffix != ".py":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                first = node.body[0]  # options with their help make a long head, which is no long function
-                lines = (node.end_lineno or first.lineno) - first.lineno + 1
-                if lines > MOST_FUNCTION_LINES:
-                    too_long[f"{path.relative_to(ROOT)}:{node.name}"] = lines
+        for name, lines in facts_of(path).function_lines:
+            if lines > MOST_FUNCTION_LINES:
+                too_long[f"{path.relative_to(ROOT)}:{name}"] = lines
     assert not too_long, too_long
 
 
@@ -176,9 +195,8 @@ def test_modules_import_in_no_circle() -> None:
     for path in SRC.rglob("*.py"):
         parts = ("diptych", *path.relative_to(SRC).with_suffix("").parts)
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        tree = ast.parse(path.read_text())
-        named = {n for n in imported_names(tree) if n.startswith("diptych")}
-        for node in ast.walk(tree):
+        named = {n for n in facts_of(path).names if n.startswith("diptych")}
+        for node in facts_of(path).imports:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("diptych"):
                 named |= {f"{node.module}.{alias.name}" for alias in node.names}
         imports[name] = named - {name}
