@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import product
+
 import pytest
 
 from diptych.engine.executor import ModelExecutor
@@ -9,6 +12,7 @@ from diptych.engine.load import load
 from diptych.ground.config import EngineConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.step import StepPlan, StepResult
+from diptych.lab import bench
 from diptych.lab.bench import SAMPLE_TOKENS, StaticBench
 
 
@@ -34,6 +38,18 @@ def test_tokens_behind_a_prompt_are_taken_in_and_not_read(monkeypatch: pytest.Mo
     assert [(chunk.new_tokens, chunk.start_pos) for chunk in prefill] == [(16, behind)] * 2
     assert [(chunk.new_tokens, chunk.start_pos) for chunk in decode] == [(1, behind + 17)] * 2
     assert sum(shape.prefill_tokens for shape in shapes) == SAMPLE_TOKENS + 2 * 2 * 16
+
+
+def test_every_length_meets_every_batch_behind_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the arguments; what the machine can do, which takes most of the time, is measured once here."""
+    monkeypatch.setattr(bench, "machine_ceilings", cache(bench.machine_ceilings))
+    monkeypatch.setattr(bench, "read_ceiling", cache(bench.read_ceiling))
+    loaded = load("bundled", EngineConfig())
+    static = StaticBench(loaded.model, name=loaded.name, load_s=0.0, config=EngineConfig())
+    asked = {"prompt_tokens": [16, 32], "batches": [1, 2], "behind_tokens": [0, 32]}
+    report = static.run(new_tokens=3, repeats=2, progress=lambda _: None, **asked)
+    points = [(point.behind_tokens, point.prompt_tokens, point.batch, point.phase) for point in report.results]
+    assert points == [*product([0, 32], [16, 32], [1, 2], ["prefill", "decode"])]
 
 
 def test_points_that_the_model_has_no_positions_for_are_refused_before_any_is_measured() -> None:
