@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import cache
 from typing import Any
 
@@ -493,7 +492,7 @@ def head_program(
 @pytest.mark.parametrize(
     ("softcap", "threads"),
     # of nine on fewer CPUs some take what others were dealt, back to front: ties tell
-    [*itertools.product((None, 1.5, 0.05), (1, 2)), (0.05, 9)],
+    [(None, 2), (1.5, 1), (0.05, 2), (0.05, 9)],
 )
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
 def test_best_without_logits_is_the_arg_max_of_the_logits(

@@ -112,7 +112,7 @@ def test_a_real_run_is_simulated_decision_by_decision(model: Model, situation: S
 
     The nine loads are those that `diptych lab simulated` takes the times of.
     """
-    n_requests = 4 if situation.n_streams else 20
+    n_requests = 4 if situation.n_streams else 12
     requests = situation.requests(n_requests, capacity_per_s=40.0, vocab_size=1000, seed=5)
     run = run_on_engine(model, situation, requests, seconds, is_recorded=True)
     stats = run.core.stats()
