@@ -28,10 +28,10 @@ $(BIN)/python:
 	@echo "==> making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-# torch goes in first, so that nothing else chooses a build of it
+# torch goes in first, so that nothing else chooses a build of it; of its bytecode what is imported is written then
 $(VENV)/.torch: constraints.txt | $(BIN)/python
 	@echo "==> installing torch (pinned in constraints.txt)"
-	@$(BIN)/pip install -q torch
+	@$(BIN)/pip install -q --no-compile torch
 	@touch $@
 
 $(VENV)/.run: pyproject.toml $(NATIVE) $(VENV)/.torch
