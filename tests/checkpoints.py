@@ -8,9 +8,13 @@ small says nearly the same everywhere, and no test could tell a right answer fro
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import shutil
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +158,30 @@ def make_checkpoint(
     max_shard_size: str = "5GB",
     **overrides: Any,
 ) -> Path:
-    """Write a tiny random checkpoint (config.json and safetensors) into directory; overrides are config fields."""
-    model = make_reference(family, seed=seed, **overrides)
-    return write_checkpoint(family, model.to(dtype), directory, max_shard_size=max_shard_size)
+    """Write a tiny random checkpoint (config.json and safetensors) into directory; overrides are config fields.
+
+    What any process of this run has made before is copied.
+    """
+
+    def make(folder: Path) -> None:
+        model = make_reference(family, seed=seed, **overrides)
+        write_checkpoint(family, model.to(dtype), folder, max_shard_size=max_shard_size)
+
+    made = made_once(make, family, seed, dtype, max_shard_size, sorted(overrides.items()))
+    return Path(shutil.copytree(made, directory, copy_function=shutil.copyfile, dirs_exist_ok=True))
+
+
+def made_once(make: Callable[[Path], None], *asked: Any) -> Path:
+    """The folder that `make` has written, in this process or another of this run, when it was asked for the same."""
+    words = repr(asked)
+    assert " at 0x" not in words, "an object that does not say what it is"
+    made = Path(os.environ["DIPTYCH_TEST_CHECKPOINTS"]) / hashlib.sha256(words.encode()).hexdigest()
+    if not made.exists():
+        mine = Path(tempfile.mkdtemp(dir=made.parent))
+        make(mine)
+        with suppress(OSError):  # another process was first
+            mine.rename(made)
+    return made
 
 
 def write_checkpoint(family: str, model: Any, directory: Path, *, max_shard_size: str = "5GB") -> Path:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,27 +26,24 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Else each process, and those that tests start, would compile all that it imports: pip leaves that to who needs it.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# What checkpoints.py has made, for all processes of this run; the folder goes with the first of them.
+if "DIPTYCH_TEST_CHECKPOINTS" not in os.environ:
+    os.environ["DIPTYCH_TEST_CHECKPOINTS"] = tempfile.mkdtemp(prefix="diptych-checkpoints-")
+    atexit.register(shutil.rmtree, os.environ["DIPTYCH_TEST_CHECKPOINTS"], ignore_errors=True)
 huge_pages.allow(False)
+# What modules and tests are made of is no garbage: nobody looks for it there, time and again. At the end it may go, when pytest
+# has looked twice at all the rest: extension modules report what is left of them.
+gc.disable()
+atexit.register(gc.unfreeze)
 # Where there is no GPU Triton interprets our kernels for one, as it is told before anything imports it.
 if not Path("/dev/nvidia0").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection() -> None:
-    """What modules and tests are made of is no garbage: nobody looks for it there, time and again."""
-    gc.disable()
-
-
 def pytest_collection_finish() -> None:
     """What is collected stands until the end: no collection of garbage walks it again."""
     gc.enable()
-    gc.collect()
     gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """At the end it may go: extension modules report what is left of them."""
-    gc.unfreeze()
 
 
 _end_step, _usage = EngineCore.end_step, RequestRecord.usage
