@@ -82,7 +82,7 @@ def test_odd_options_together_change_no_answer(seed: int, tmp_path: Path) -> Non
     formats = {
         "backend": "cpu",
         "weights": rng.choice(["bf16", "int8", "int4"]),
-        "kv": rng.choice(["bf16", "int8", "fp8"]),
+        "kv": rng.choice(["bf16", "int8", "int8x8", "fp8"]),
     }
     if family in FAMILIES and rng.random() < 0.5:
         ranks = {"qkv_proj": 4} if family == "phi3" else rng.choice(PROJECTIONS)

@@ -34,6 +34,7 @@ def test_rows_say_what_a_plain_computation_says(monkeypatch: pytest.MonkeyPatch)
         ("fp32", None, "fp32"),
         *((weights, None, "bf16") for weights in ("bf16", "q8_0", "int8", "int4")),
         ("bf16", None, "int8"),
+        ("bf16", None, "int8x8"),
         ("bf16", None, "fp8"),
     ]
     logprobs = []
