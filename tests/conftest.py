@@ -40,6 +40,24 @@ if not Path("/dev/nvidia0").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+# Tests of these folders have a core of each process's own where there are no more cores than processes that share the tests: a
+# thread of the kernels whose core another process has is waited for by turns of the system's clock. What threads do to each
+# other is tested in the other folders.
+ON_ONE_CORE = ("cli", "cluster", "lab", "server", "sim")
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []  # not on macOS
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
+HAS_CROWDED_CORES = bool(WORKER) and 0 < len(CORES) <= int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before fixtures of any scope; what a test starts inherits it."""
+    if HAS_CROWDED_CORES:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        own = CORES[int(WORKER.removeprefix("gw")) % len(CORES)]
+        os.sched_setaffinity(0, {own} if folder in ON_ONE_CORE else CORES)
+
+
 def pytest_collection_finish() -> None:
     """What is collected stands until the end: no collection of garbage walks it again."""
     gc.enable()

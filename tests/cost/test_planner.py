@@ -138,6 +138,15 @@ def test_what_ifs_change_what_they_should():
     assert "no link" in laptop["tensor parallel 2"].obstacle
 
 
+def test_a_cache_met_in_bytes_is_offered_where_it_was_measured():
+    """The engine's own format, of which a profile knows how fast long prompts become."""
+    for known, offered in (({}, False), ({"int8x8": 0.6}, True)):
+        setup = setup_of("qwen2.5-7b", "a100-80gb-sxm")
+        prefill = replace(setup.calibration.prefill, attention_ef_of=known)
+        found = what_ifs(replace(setup, calibration=replace(setup.calibration, prefill=prefill)), Question(batch=8))
+        assert ("kv int8x8" in {entry.change for entry in found}) == offered
+
+
 def test_speculation_follows_the_geometric_series():
     """Accepted tokens per verify step, and the limits: nothing accepted costs, all accepted pays k + 1."""
     assert expected_tokens(chances_at(0.7, 4)) == pytest.approx(1 + 0.7 + 0.49 + 0.343 + 0.2401)

@@ -411,18 +411,22 @@ def test_keys_and_values_beside_cached_weights_are_read_from_the_cache():
 
 def test_narrow_keys_and_values_have_attention_of_their_own():
     """A profile had one share of the peak inside attention, that of bf16: int8 KV was predicted twice as fast in decode, by its
-    bytes alone, where unpacking them takes what reading half as much saves.
+    bytes alone, where unpacking them takes what reading half as much saves. Of a cache met in bytes the share is of the peak of
+    bytes; where nobody measured it, it is met as any other.
     """
     model, quant = model_spec("smollm2-135m"), quant_spec("bf16")
     attention = PROFILE["attention"] | {"kv_eb": 1e3, "int8": {"prefill_ef": 0.2, "decode_ef": 0.1}}
     step = StepShape.decode(batch=1, context_tokens=4000)
 
-    def attention_s(kv: str) -> float:
-        profile = PROFILE | {"attention": attention}
+    def attention_s(kv: str, **own: object) -> float:
+        profile = PROFILE | {"attention": attention | own}
         return CalibratedModel.from_profile(profile, model, quant, kv=kv_spec(kv)).predict(step).parts_s["attention"]
 
     assert attention_s("int8") == pytest.approx(3 * attention_s("bf16"), rel=1e-3)
     assert attention_s("fp8") == pytest.approx(attention_s("bf16"), rel=1e-3)
+    assert attention_s("int8x8") == pytest.approx(attention_s("bf16"), rel=1e-3)
+    in_bytes = attention_s("int8x8", int8x8={"prefill_ef": 0.2, "decode_ef": 0.1})
+    assert in_bytes == pytest.approx(1.5 * attention_s("bf16"), rel=1e-3)
     with pytest.raises(ConfigError, match="decode_ef"):
         read_profile(PROFILE | {"attention": attention | {"int8": {"prefill_ef": 0.2}}})
 

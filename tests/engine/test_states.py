@@ -13,12 +13,13 @@ import torch
 from tests.checkpoints import make_checkpoint
 from tests.engine.conftest import BACKENDS, tiny_config
 
+import diptych.engine.load as engine_load
 from diptych.compute.ops import cpu_kernels
 from diptych.control.speculation import EveryGuess
 from diptych.engine.llm import LLM
 from diptych.engine.load import LoadedModel, bundled_dir, load
 from diptych.engine.phases import TwoPhase
-from diptych.ground.config import ComputeConfig, SchedulerConfig
+from diptych.ground.config import BlockConfig, ComputeConfig, SchedulerConfig
 from diptych.ground.errors import CapacityError, ConfigError, RequestError
 from diptych.ground.request import SamplingParams, StructuredSpec
 
@@ -113,21 +114,22 @@ def test_choices_share_a_prompt_that_is_read_once_or_again(loaded: LoadedModel, 
         assert together == answer(one_by_one, tokens, **options)[0]
 
 
-def test_many_at_once_in_few_blocks_are_preempted_and_lose_nothing(loaded: LoadedModel) -> None:
+def test_many_at_once_in_few_blocks_are_preempted_and_lose_nothing(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever loses its blocks loses its state, and begins behind what is cached or from nothing."""
     prompts = [prompt(30 + 7 * i, seed=i) for i in range(6)]
     params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
-    block_bytes = loaded.model.kv_bytes_per_block(BLOCK)
-    places = 12 * loaded.model.state_bytes
-    scheduler = SchedulerConfig(max_step_tokens=48, max_running_sequences=4, max_context_tokens=160)
-    config = tiny_config(
-        scheduler=scheduler, max_context_tokens=160, kv_memory_bytes=max(2 * places, places + 12 * block_bytes)
+    # a pool has room for as many keys as its states take: more than these prompts fill
+    monkeypatch.setattr(
+        engine_load, "BlockConfig", lambda **sizes: BlockConfig(**sizes | {"n_blocks": min(sizes["n_blocks"], 14)})
     )
-    llm = LLM(loaded, config)
+    scheduler = SchedulerConfig(max_step_tokens=48, max_running_sequences=4, max_context_tokens=160)
+    llm = LLM(loaded, tiny_config(scheduler=scheduler, max_context_tokens=160))
     core = llm.engine.core
-    assert core.block_config.n_places == 12
     done = llm.generate(prompts, params)
     core.check()
+    assert core.stats().preemptions > 0
     assert core.stats().blocks_in_use == 0
     assert [len(one.choices[0].token_ids) for one in done] == [50] * 6
     if exact(loaded):

@@ -472,7 +472,7 @@ def test_calibration_writes_a_profile_the_planner_reads(tmp_path: Path) -> None:
     assert fitted.is_local
     assert fitted.decode_residual.rows >= 7
     assert fitted.prefill_residual.rows >= 8
-    assert fitted.decode.attention_ef_of.keys() == {"int8", "fp8"}
+    assert fitted.decode.attention_ef_of.keys() == {"int8", "int8x8", "fp8"}
     assert fitted.prefill.group_ends.keys() == {"int8", "bf16"}
     assert fitted.host.step_s > 0.0
     profile = load_profile(path)

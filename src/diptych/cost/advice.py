@@ -17,7 +17,7 @@ from diptych.cost.setup import Setup
 from diptych.cost.tables import kv_spec
 from diptych.ground.config import MOST_DRAFT_ROWS
 from diptych.ground.errors import ConfigError
-from diptych.ground.formats import ENGINE_WEIGHTS
+from diptych.ground.formats import ENGINE_WEIGHTS, KV_IN_BYTES
 from diptych.ground.phase import Phase
 from diptych.ground.shape import ChunkShape, StepShape
 
@@ -118,6 +118,8 @@ def _variants(setup: Setup) -> Iterator[tuple[str, Callable[[], Setup]]]:
             yield f"weights {name}", partial(setup.with_weights, name)
     if setup.kv.bytes_per_element > 1.0:
         yield "kv int8", partial(replace, setup, kv=kv_spec("int8", block_tokens=setup.kv.block_tokens))
+    if setup.kv.name != KV_IN_BYTES and KV_IN_BYTES in setup.calibration.prefill.attention_ef_of:
+        yield f"kv {KV_IN_BYTES}", partial(replace, setup, kv=kv_spec(KV_IN_BYTES, block_tokens=setup.kv.block_tokens))
     for tp in WHAT_IF_TP:
         if tp != setup.tp:
             yield f"tensor parallel {tp}", partial(replace, setup, tp=tp)

@@ -267,7 +267,9 @@ class CalibratedModel:
         is_unpacked = not multiplies_in(hardware, quant.compute)  # e.g. fp8 weights on an A100
         has_fp4 = "fp4" in hardware.flops_per_s
         of_adapters = rows_dtype(quant.compute)  # which meet the rows of the weights beside them
-        attention_rate = attention_peak(hardware, quant, self.kv) * c.attention_fraction(self.kv.name)
+        # in a dtype of the cache's own only where that was measured: a share of another's peak says nothing of it
+        kv = self.kv if self.kv.name in c.attention_ef_of else replace(self.kv, compute=None)
+        attention_rate = attention_peak(hardware, quant, kv) * c.attention_fraction(kv.name)
         adapter_share = c.adapter_fraction(compute_dtype(hardware, of_adapters))
         # on this machine states move on in fp32; devices with a product of matrices multiply chunks of them
         state_rate = hardware.flops_per_s.get("fp32", attention_rate) if self.calibration.is_local else attention_rate
