@@ -22,6 +22,7 @@ DIPTYCH_INLINE void score_quads(const uint8_t* q, int64_t d, const uint16_t* con
   }
   for (int64_t i = 0; i < d; i += 4) {
     cursor.template step_keys<Z, 64>(i / 4);
+    cursor.step(Z);  // the work is counted in pairs
     __m512i fours[Z];
     for (int z = 0; z < Z; ++z) {
       const int8_t* at = reinterpret_cast<const int8_t*>(keys[z]) + i * 16;
