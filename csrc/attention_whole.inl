@@ -1,6 +1,6 @@
 // A cache of int8 met by whole numbers: a query behind one scale, a row's weights of a tile behind another, so that products are whole sums.
 // Of 16 bits they are finer than bf16. Of 8, where the caller asks (AttentionShape::in_bytes), a query has 127 levels and weights 254, and
-// what rounding takes from a weight the next but sixteen of its lane gets: products of bytes are half as many.
+// what rounding takes from a weight the next but one of its lane gets: products of bytes are half as many.
 
 #if defined(DIPTYCH_WHOLE)
 constexpr bool kMeetsWhole = true;  // whatever is asked for

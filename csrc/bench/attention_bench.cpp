@@ -23,6 +23,8 @@ struct Case {
 
 const KernelSet* set = kernel_sets().front();
 
+const char* const kFormats[] = {"bf16", "int8", "fp8", "bytes"};
+
 const Case kCases[] = {
     {"0.5b prefill 512", 14, 2, 64, 1, 512, 512},   {"0.5b prefill 2048", 14, 2, 64, 1, 2048, 2048},
     {"1b prefill 2048", 32, 8, 64, 1, 2048, 2048},  {"d128 prefill 2048", 16, 8, 128, 1, 2048, 2048},
@@ -127,7 +129,7 @@ int main(int argc, char** argv) {
   using namespace diptych;
   int threads = 0, repeats = 7;
   std::string part;
-  std::vector<std::string> formats = {"bf16", "int8", "fp8", "bytes"};
+  std::vector<std::string> formats(std::begin(kFormats), std::end(kFormats));
   for (int i = 1; i < argc; i += 2) {
     const std::string key = argv[i], value = value_of(argc, argv, i);
     if (key == "--set") set = &kernel_set(value);
@@ -138,6 +140,8 @@ int main(int argc, char** argv) {
     else if (key == "--clock" && value == "cpu") cpu_threads = 1;  // with --threads 1
     else refuse(key);
   }
+  for (const std::string& format : formats)
+    if (std::find(std::begin(kFormats), std::end(kFormats), format) == std::end(kFormats)) refuse(format);
   ThreadPool pool(threads);
   for (const std::string& format : formats)
     for (const Case& c : kCases)

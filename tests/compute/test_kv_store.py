@@ -203,6 +203,7 @@ STORES = [
     torch_store,
     pytest.param(native_store, marks=NATIVE),
     pytest.param(partial(native_store, kv_format="int8"), marks=NATIVE, id="native int8"),
+    pytest.param(partial(native_store, kv_format="int8x8"), marks=NATIVE, id="native int8x8"),
     pytest.param(partial(native_store, kv_format="fp8"), marks=NATIVE, id="native fp8"),
 ]
 
