@@ -66,6 +66,12 @@ DIPTYCH_FORCED void add_codes(__m256i& sum, __m256i codes, __m256i x) {  // u8 b
   __m256i products;
   __asm__("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(codes), "x"(x));
 }
+// Two products and then two additions: in turns the additions would take more of the multiplications' ports (Zen 3, LAB.md).
+DIPTYCH_FORCED void add_codes(__m256i (&sums)[kHalves], __m256i former, __m256i latter, __m256i x) {
+  __m256i own, other;
+  __asm__("vpmaddubsw %6, %4, %2\n\tvpmaddubsw %6, %5, %3\n\tvpaddw %2, %0, %0\n\tvpaddw %3, %1, %1"
+          : "+x"(sums[0]), "+x"(sums[1]), "=&x"(own), "=&x"(other) : "x"(former), "x"(latter), "x"(x));
+}
 // What is loaded behind it is loaded anew: no register keeps what was there before.
 DIPTYCH_FORCED void forget(const uint8_t*& pointer) { __asm__ volatile("" : "+r"(pointer)); }
 
@@ -79,6 +85,7 @@ struct FloatProduct {  // bf16 as fp32
   }
   static DIPTYCH_FORCED Sum value(const uint8_t* x) { return _mm256_broadcast_ss(reinterpret_cast<const float*>(x)); }
   static DIPTYCH_FORCED void add(Sum& sum, Sum w, Sum x) { sum = _mm256_fmadd_ps(w, x, sum); }
+  static DIPTYCH_FORCED void add(Sum (&sums)[kHalves], Sum former, Sum latter, Sum x) { add(sums[0], former, x), add(sums[1], latter, x); }
 };
 struct WholeProduct {  // bytes as 16 bits, two at once; u8 = level + 128 as it is
   using Sum = __m256i;
@@ -89,6 +96,12 @@ struct WholeProduct {  // bytes as 16 bits, two at once; u8 = level + 128 as it 
   static DIPTYCH_FORCED void add(Sum& sum, Sum w, Sum x) {
     __m256i products;
     __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(w), "x"(x));
+  }
+  // As add_codes does; the latter products take the register of x, as there is no other.
+  static DIPTYCH_FORCED void add(Sum (&sums)[kHalves], Sum former, Sum latter, Sum x) {
+    __m256i products;
+    __asm__("vpmaddwd %3, %4, %2\n\tvpmaddwd %3, %5, %3\n\tvpaddd %2, %0, %0\n\tvpaddd %3, %1, %1"
+            : "+x"(sums[0]), "+x"(sums[1]), "=&x"(products), "+x"(x) : "x"(former), "x"(latter));
   }
 };
 
@@ -114,10 +127,7 @@ void tile_widened(const TileArgs& args) {
         forget(w);
         const Sum former = Product::lanes(load_words(w, 0), parity), latter = Product::lanes(load_words(w, 1), parity);
 #pragma GCC unroll 6
-        for (int row = 0; row < kRows; ++row) {
-          const Sum value = Product::value(x + (parity * kRows + row) * 4);
-          Product::add(sums[row][0], former, value), Product::add(sums[row][1], latter, value);
-        }
+        for (int row = 0; row < kRows; ++row) Product::add(sums[row], former, latter, Product::value(x + (parity * kRows + row) * 4));
       }
     } else {
       Sum values[2][kRows];
@@ -381,7 +391,7 @@ void tile_int4_many(const TileArgs& args) {
         for (int row = 0; row < kSpreadRows; ++row) {
           const __m256i word = broadcast_word(x + (step * kSpreadRows + row) * 4);
           if (step == 0) sums[row][0] = _mm256_maddubs_epi16(former, word), sums[row][1] = _mm256_maddubs_epi16(latter, word);
-          else add_codes(sums[row][0], former, word), add_codes(sums[row][1], latter, word);
+          else add_codes(sums[row], former, latter, word);
         }
       }
 #pragma GCC unroll 4
