@@ -95,7 +95,7 @@ def predicted_each_s(rows: Sequence[PublishedRow], constants: Constants) -> list
         if setup not in models:
             specs = model_spec(row.model), device_spec(row.device), quant_spec(row.quant)
             models[setup] = CalibratedModel(*specs, calibration=calibration, tp=row.tp)
-        times.append(models[setup].predict(row.work).total_s)
+        times.append(models[setup].predict_s(row.work))
     return times
 
 
