@@ -58,9 +58,12 @@ def fit(profile: dict[str, Any], samples: Sequence[TimedStep]) -> dict[str, Any]
         ]
         return np.concatenate([np.log(ratios), 0.02 * (values - start)])
 
+    def jacobian_at(logs: np.ndarray, current: np.ndarray) -> np.ndarray:
+        return np.stack([(residuals(logs + step) - current) / 1e-4 for step in 1e-4 * np.eye(len(logs))], axis=1)
+
     damping, current = 1e-2, residuals(logs)
+    jacobian = jacobian_at(logs, current)
     for _ in range(40):
-        jacobian = np.stack([(residuals(logs + step) - current) / 1e-4 for step in 1e-4 * np.eye(len(logs))], axis=1)
         weight = np.minimum(1.0, 0.1 / np.maximum(np.abs(current), 1e-12))  # Huber: one odd point bends nothing
         normal = jacobian.T @ (weight[:, None] * jacobian)
         step = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), -jacobian.T @ (weight * current))
@@ -68,6 +71,7 @@ def fit(profile: dict[str, Any], samples: Sequence[TimedStep]) -> dict[str, Any]
         found = residuals(tried)
         if np.sum(weight * found**2) < np.sum(weight * current**2):
             logs, current, damping = tried, found, damping * 0.3
+            jacobian = jacobian_at(logs, current)
         else:
             damping *= 8.0
     residuals(logs)

@@ -360,7 +360,8 @@ class Form:
         return self._settled_host_s(shape) + _at(self._late_host, behind)
 
     def _fit(self, climbs: Sequence[Climb]) -> None:
-        noted = [(self._pace(climb), *step) for climb in climbs for step in self._noted(climb)]
+        paced = [(self._pace(climb), self._noted(climb)) for climb in climbs]
+        noted = [(pace, *step) for pace, steps in paced for step in steps]
         for phase in Phase:
             self._sizes[phase] = _Curve(
                 (shape.n_tokens, math.log(kernels_s / self._price_s(shape)) - pace[phase])
