@@ -52,6 +52,10 @@ HAS_CROWDED_CORES = bool(WORKER) and 0 < len(CORES) <= int(os.environ["PYTEST_XD
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before fixtures of any scope; what a test starts inherits it."""
+    # a model with threads, or training, sets them for the whole process and all tests behind its own
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if HAS_CROWDED_CORES:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         own = CORES[int(WORKER.removeprefix("gw")) % len(CORES)]
