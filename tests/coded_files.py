@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.bitnet import WeightQuant, pack_weights
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from transformers.integrations.gemma_quant import QuantizedLinear
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -392,6 +391,8 @@ def bitnet(linear: str = "autobitlinear", mode: str = "offline", *, saved: bool 
     """By transformers' own packing and rounding. saved: as it saves what it has unpacked."""
 
     def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        from transformers.integrations.bitnet import WeightQuant, pack_weights  # which loads all of torch's compiler
+
         plain = w.bfloat16()
         with torch.compiler.set_stance("force_eager"):
             if mode == "online":

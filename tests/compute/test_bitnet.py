@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers.integrations import bitnet as theirs
 
 from checkpoints import make_checkpoint
 from coded_files import TOKENS, bitnet, logits_of, quantised_checkpoints
@@ -47,6 +46,8 @@ def configured(path: Path, **quantisation: Any) -> Path:
 
 def reference(path: Path, *, rounds: bool, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """Logits of transformers in fp32. rounds: activations, as its layers do it."""
+    from transformers.integrations import bitnet as theirs  # which loads all of torch's compiler
+
     if not rounds:
         monkeypatch.setattr(theirs.ActQuant, "forward", staticmethod(lambda ctx, x: x))
         monkeypatch.setattr(theirs.BitLinear, "activation_quant", lambda self, x: (x, torch.ones(())))

@@ -6,18 +6,17 @@ import json
 import typing
 from collections.abc import Iterator
 
-import anthropic
 import httpx
 import pytest
-from anthropic import Anthropic, beta_tool
-from anthropic.types import message_count_tokens_params, message_create_params
-from anthropic.types.beta import message_create_params as beta_message_create_params
 
 from diptych.engine.text.tools import ToolCallDelta
 from diptych.server.messages.answer import Blocks, read_input
 from diptych.server.messages.body import NO_EFFECT, REFUSED, MessagesBody, MessagesCountBody
 from diptych.server.turn_parts import TextPart, ThinkingPart
 from server_process import ServerProcess
+
+if typing.TYPE_CHECKING:  # it takes seconds, of each process that collects tests: those that need it import it
+    from anthropic import Anthropic
 
 MODEL = "diptych-10m"
 ASK: list = [{"role": "user", "content": "What is the capital of Finland?"}]
@@ -32,6 +31,8 @@ GREEDY: dict = {"temperature": 0}  # newer clients have no argument for it
 
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[Anthropic]:
+    from anthropic import Anthropic
+
     with Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120) as made:
         yield made
 
@@ -177,6 +178,8 @@ def test_a_tool_runner_goes_on_with_the_whole_conversation(client: Anthropic, ht
     """It asks the server to keep the conversation (`thread`) and sends the tool's result alone, unless that is refused in
     the words it knows. The field was ignored: the model read a result without the question before it.
     """
+    from anthropic import beta_tool
+
     asked: list[str] = []
 
     @beta_tool
@@ -249,6 +252,8 @@ def test_more_tokens_than_the_context_has_room_for_end_as_such(http: httpx.Clien
 
 
 def test_errors_reach_anthropic_s_clients_as_their_exceptions(client: Anthropic, server: ServerProcess) -> None:
+    import anthropic
+
     ask: dict = {"model": MODEL, "max_tokens": 4, "messages": ASK}
     with pytest.raises(anthropic.NotFoundError) as caught:
         client.messages.create(**{**ask, "model": "claude-9"})
@@ -313,6 +318,9 @@ def test_arguments_that_are_no_json_are_not_lost() -> None:
 
 def test_every_field_of_anthropic_s_client_is_known() -> None:
     """Honoured, refused by name, or harmless and said to be; and the page shows them all."""
+    from anthropic.types import message_count_tokens_params, message_create_params
+    from anthropic.types.beta import message_create_params as beta_message_create_params
+
     asked = set(typing.get_type_hints(message_create_params.MessageCreateParamsBase)) | {"stream"}
     asked |= set(typing.get_type_hints(message_count_tokens_params.MessageCountTokensParams))
     asked |= set(typing.get_type_hints(beta_message_create_params.MessageCreateParamsBase)) - {"betas"}  # a header

@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from agents import Agent, ModelSettings, OpenAIProvider, RunConfig, Runner, function_tool, set_tracing_disabled
 from openai import AsyncOpenAI
 from openai.types.responses import response_create_params
 from openai.types.responses.input_token_count_params import InputTokenCountParams
@@ -300,16 +299,18 @@ def test_an_abort_ends_a_stream_as_cancelled(server: ServerProcess, http: httpx.
     server.wait_idle()
 
 
-@function_tool
-def get_time(city: typing.Literal["Rome", "Oslo"]) -> str:
-    """The time of a city."""
-    return "12:00" if city == "Rome" else "11:00"
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 def test_an_agent_of_openai_agents_calls_a_tool_and_answers(server: ServerProcess, streamed: bool) -> None:
     """Its default mode, over /v1/responses: the call is forced for a small model, and released after the first turn."""
+    # not at the top: it takes seconds, of each process that collects tests
+    from agents import Agent, ModelSettings, OpenAIProvider, RunConfig, Runner, function_tool, set_tracing_disabled
+
     set_tracing_disabled(True)
+
+    @function_tool
+    def get_time(city: typing.Literal["Rome", "Oslo"]) -> str:
+        """The time of a city."""
+        return "12:00" if city == "Rome" else "11:00"
 
     async def run() -> Any:
         client = AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
