@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from family_fields import LAGUNA, MUSE, SMALL_TOWER, SPARK, SPARK_EAR, WINDOWS
+from family_fields import LAGUNA, MUSE, MUSE_ADAPTER, SMALL_TOWER, SPARK, SPARK_EAR, WINDOWS
 from latent_configs import LATENT, LATENT_MORE
 from part_configs import PARTS_MORE
 from searched import block
@@ -55,8 +55,8 @@ WRAPPED: dict[str, tuple[str, dict[str, Any]] | tuple[str, dict[str, Any], dict[
         {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28},
     ),
     "fuyu": ("FuyuConfig", {}),
-    "muse_glimmer": MUSE[1],
-    "muse_spark": ("MuseSparkConfig", MUSE[1][1], {"audio_config": SPARK_EAR}),
+    "muse_glimmer": (*MUSE[1], MUSE_ADAPTER),
+    "muse_spark": ("MuseSparkConfig", MUSE[1][1], {"audio_config": SPARK_EAR, **MUSE_ADAPTER}),
     "step3p7": (
         "Step3p7Config",
         {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},

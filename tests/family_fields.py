@@ -23,6 +23,8 @@ MUSE: tuple[tuple[str, str, dict[str, Any]], tuple[str, dict[str, Any]]] = (
     ("MuseGlimmerConfig", {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
                            "patch_size": 8, "pos_emb_height": 2, "pos_emb_width": 2}),
 )  # fmt: skip
+# what adapts the output of a tower that no test runs, which the class makes 42 million weights of: 16 wide, in squares of 2 x 2
+MUSE_ADAPTER = {"out_hidden_size": 64, "projector_hidden_size": 32}
 # beside that sums by channel, norms behind heads and experts of latents, a dense layer; and what is beside it for sound
 SPARK: tuple[str, str, dict[str, Any]] = ("MuseSparkTextConfig", "MuseSparkForConditionalGeneration", {
     **MUSE[0][2], "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "moe_hidden_size": 48,
