@@ -21,8 +21,10 @@ from tests.encoder_files import (
     make_reference_encoder,
 )
 from tests.engine.conftest import BACKENDS, tiny_config
+from tests.thread_ranks import ThreadRanks
 
 from diptych.compute.ops import cpu_kernels
+from diptych.compute.ops.ranks import Ranks
 from diptych.engine.llm import LLM
 from diptych.engine.phases import TwoPhase
 from diptych.ground.config import ComputeConfig, SchedulerConfig
@@ -386,9 +388,12 @@ def test_logits_of_an_encoder_cannot_be_had(encoders: dict[str, Path], backend: 
 
 @pytest.mark.native
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
-def test_ranks_have_the_bits_of_one(encoders: dict[str, Path], tmp_path: Path, weights: str) -> None:
+def test_ranks_have_the_bits_of_one(
+    encoders: dict[str, Path], tmp_path: Path, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tables of positions and types are whole on each rank, and a step tells all of them where second texts begin."""
     needs("cpu")
+    monkeypatch.setattr(Ranks, "_start", ThreadRanks._start)
     path = make_cross_encoder(tmp_path / "made", "bert", dtype=torch.bfloat16)
     settings = {"backend": "cpu", "weights": weights}
     one, ranked = (LLM(path, tp=ranks, threads=ranks, **settings) for ranks in (1, 2))
