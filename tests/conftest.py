@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import fcntl
 import gc
+import importlib.util
 import os
 import shutil
 import sys
@@ -48,6 +51,18 @@ CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 HAS_CROWDED_CORES = bool(WORKER) and 0 < len(CORES) <= int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
 
+# Where nothing is compiled yet, one process collects the tests and compiles what they import, and then the others at once, from
+# its files: together each of them would compile all of it.
+if not WORKER and not Path(importlib.util.cache_from_source(importlib.util.find_spec("torch").origin)).exists():
+    os.environ["DIPTYCH_TEST_COMPILES"] = "1"
+_turn = contextlib.ExitStack()  # until it has collected
+if WORKER and "DIPTYCH_TEST_COMPILES" in os.environ:
+    _file = _turn.enter_context((Path(os.environ["DIPTYCH_TEST_CHECKPOINTS"]) / "collecting").open("w"))
+    try:
+        fcntl.flock(_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fcntl.flock(_file, fcntl.LOCK_SH)
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -64,6 +79,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_collection_finish() -> None:
     """What is collected stands until the end: no collection of garbage walks it again."""
+    _turn.close()
     gc.enable()
     gc.freeze()
 
