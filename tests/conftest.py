@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,6 +63,22 @@ if WORKER and "DIPTYCH_TEST_COMPILES" in os.environ:
         fcntl.flock(_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         fcntl.flock(_file, fcntl.LOCK_SH)
+
+# of few tests that take half a minute: begun among the last they would leave the other processes without work
+BEGUN_FIRST = ("test_openapi.py",)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes are given files in the order below, not in xdist's own."""
+    config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of many tests come first where processes share them, so that at the end none is left with a long one."""
+    if WORKER:
+        n_tests = Counter(item.path for item in items)
+        items.sort(key=lambda item: (item.path.name not in BEGUN_FIRST, -n_tests[item.path]))
 
 
 @pytest.hookimpl(tryfirst=True)
