@@ -7,23 +7,24 @@ from functools import reduce
 from typing import Literal
 
 import pytest
-from langchain_core.messages import HumanMessage
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, SecretStr
 
 from server_process import ServerProcess
 
 
-@tool
-def get_time(city: Literal["Rome", "Oslo"]) -> str:
-    """the time of a city"""
-    return "12:00"
-
-
 @pytest.mark.parametrize("by_responses", [False, True])
 def test_langchain_streams_calls_tools_and_holds_a_schema(server: ServerProcess, by_responses: bool) -> None:
     """Through chats and through Responses: the same text and usage, a call and its result, an object of a class."""
+    # not at the top: it takes seconds, of each process that collects tests
+    from langchain_core.messages import HumanMessage
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+
+    @tool
+    def get_time(city: Literal["Rome", "Oslo"]) -> str:
+        """the time of a city"""
+        return "12:00"
+
     chat = ChatOpenAI(
         base_url=f"{server.url}/v1", api_key=SecretStr("none"), model="diptych-10m", temperature=0, max_retries=0,
         use_responses_api=by_responses, stream_usage=True,
