@@ -101,10 +101,20 @@ inline Range share(int64_t items, int thread, int threads, int64_t unit = 1) {
 // Bytes of the packed form (panels, scales, bias in one blob), a multiple of 64.
 int64_t packed_bytes(const LinearShape& shape);
 
+// Of int4: which way what meets the weight lies, in n directions of a text. What rounding a group's inputs takes from an output there, the
+// groups after it give back as well as they can. Nothing where n is 0.
+constexpr int64_t kMostDirections = 64;
+struct Feedback {
+  int64_t n = 0;
+  std::vector<float> take;  // [k, padded][n] what an input takes of what is left when its group is rounded
+  std::vector<float> give;  // [k, padded][n] what an input's own error adds
+};
+Feedback make_feedback(const LinearShape& shape, const float* directions, int64_t n);  // [n][k]
+
 // Packs W into blob. Threads divide the panels; each byte of the blob is written by exactly one thread.
 //   parts: sum of rows == shape.n      bias [n] fp32 in checkpoint order, read if shape.has_bias
 void pack_linear(const KernelSet& set, const LinearShape& shape, const WeightPart* parts, int64_t n_parts, const float* bias,
-                 void* blob, int thread, int threads);
+                 void* blob, int thread, int threads, const Feedback& feedback = {});
 
 // As WeightPart, of weights that are quantised already: in groups, int8 (codes of 128 + q, one scale a row, no offset) and fp8 (codes as they
 // are, scales in fp32, 0 or from 2^-100 to 2^100, of a row or, all 16 lanes of a strip alike, of kFp8Inputs of it; no offset).

@@ -64,7 +64,8 @@ Category category_of(const std::string& name) {
   throw std::invalid_argument("unknown category " + name);
 }
 
-int add_linear(Program& program, const LinearShape& shape, const std::vector<AnyArray>& arrays, std::optional<F32Vector> bias) {
+int add_linear(Program& program, const LinearShape& shape, const std::vector<AnyArray>& arrays, std::optional<F32Vector> bias,
+               std::optional<F32Matrix> directions) {
   if (is_grouped(shape.format) || shape.format == Format::fp8) throw std::invalid_argument("the shape is of codes, which are given as such");
   std::vector<WeightPart> parts;
   int64_t rows = 0;
@@ -77,9 +78,12 @@ int add_linear(Program& program, const LinearShape& shape, const std::vector<Any
   if (rows != shape.n) throw std::invalid_argument("the parts' rows do not add up to n");
   if (bias.has_value() != shape.has_bias) throw std::invalid_argument("has_bias and bias disagree");
   if (bias && static_cast<int64_t>(bias->shape(0)) != shape.n) throw std::invalid_argument("the bias is not n long");
+  if (directions && (shape.format != Format::int4 || static_cast<int64_t>(directions->shape(1)) != shape.k || static_cast<int64_t>(directions->shape(0)) > kMostDirections))
+    throw std::invalid_argument("directions are of int4, at most 64 by k");
   const float* bias_data = bias ? bias->data() : nullptr;
   const Unlocked unlocked;
-  return program.add_linear(shape, parts, bias_data);
+  const Feedback feedback = directions ? make_feedback(shape, directions->data(), static_cast<int64_t>(directions->shape(0))) : Feedback{};
+  return program.add_linear(shape, parts, bias_data, feedback);
 }
 
 // By weight (-1: read where it is), bytes and XXH3-64 (none: not looked at).
@@ -470,7 +474,8 @@ void bind_program(nb::module_& m) {
       .def("__init__", [](Program* place, const std::string& kernels, const Program& beside) {
         new (place) Program(kernel_set(kernels), beside);
       }, nb::arg("kernels"), nb::arg("beside"))
-      .def("add_linear", &add_linear, nb::arg("shape"), nb::arg("parts"), nb::arg("bias").none() = nb::none())
+      .def("add_linear", &add_linear, nb::arg("shape"), nb::arg("parts"), nb::arg("bias").none() = nb::none(),
+           nb::arg("directions").none() = nb::none())
       .def("add_coded_linear", &add_coded_linear, nb::arg("shape"), nb::arg("parts"), nb::arg("bias").none() = nb::none())
       .def("add_random_linear", &Program::add_random_linear, nb::arg("shape"), nb::arg("seed"), nb::arg("amplitude"), nb::call_guard<Unlocked>())
       .def("add_packed_linear", &Program::add_packed_linear, nb::arg("shape"))

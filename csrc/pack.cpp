@@ -107,7 +107,8 @@ void pack_int8(const LinearKernels& kernels, const LinearShape& shape, const Sou
 
 // The grid of int8, of which each group uses 16 levels.
 void pack_int4(const LinearKernels& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, uint8_t* panel,
-               float* scales) {
+               float* scales, const Feedback& feedback) {
+  alignas(64) float left[kMostDirections * kStripLanes];
   const int64_t group = shape.group, k = padded_inputs(shape), groups = k / group;
   alignas(64) float inverse[kPanelLanes];
   find_scales(kernels, shape, rows, scratch, scales, inverse);
@@ -115,6 +116,7 @@ void pack_int4(const LinearKernels& kernels, const LinearShape& shape, const Sou
   float* by_input = by_lane + kStripLanes * kMaxGroup;  // [kMaxGroup][16]
   for (int64_t strip = 0; strip < kPanelStrips; ++strip) {
     uint8_t* out = panel + strip * bytes_of_strip(shape);
+    std::memset(left, 0, static_cast<size_t>(feedback.n * kStripLanes) * sizeof(float));
     if (groups % 2 != 0) std::memset(out + head_of_group(group, groups), 0, kHeadBytes);  // the last pair has one group
     for (int64_t begin = 0; begin < k; begin += kMaxGroup) {
       const int64_t count = std::min(kMaxGroup, k - begin);
@@ -122,9 +124,10 @@ void pack_int4(const LinearKernels& kernels, const LinearShape& shape, const Sou
         load_row(kernels, rows[strip * kStripLanes + lane], shape.k, begin, count, by_lane + lane * kMaxGroup);
       kernels.transpose_words(reinterpret_cast<const uint32_t*>(by_lane), kMaxGroup, count, reinterpret_cast<uint8_t*>(by_input));
       for (int64_t i = 0; i < count; i += group) {
-        const int64_t g = (begin + i) / group;
+        const int64_t g = (begin + i) / group, at = (begin + i) * feedback.n;
         kernels.quantize_group(by_input + i * kStripLanes, inverse + strip * kStripLanes, group, out + head_of_group(group, g),
-                               reinterpret_cast<uint32_t*>(out + steps_of_group(group, g)));
+                               reinterpret_cast<uint32_t*>(out + steps_of_group(group, g)),
+                               {feedback.n, feedback.take.data() + at, feedback.give.data() + at, left});
       }
     }
   }
@@ -139,13 +142,13 @@ uint64_t mix(uint64_t value) {
 }
 
 void pack_panel(const LinearKernels& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, const Blob& blob,
-                int64_t panel) {
+                int64_t panel, const Feedback& feedback) {
   uint8_t* out = blob.panels + panel * bytes_of_panel(shape);
   float* scales = blob.scales + panel * kPanelLanes;
   switch (shape.format) {
     case Format::bf16: pack_bf16(kernels, shape, rows, scratch, out); break;
     case Format::int8: pack_int8(kernels, shape, rows, scratch, out, scales); break;
-    case Format::int4: pack_int4(kernels, shape, rows, scratch, out, scales); break;
+    case Format::int4: pack_int4(kernels, shape, rows, scratch, out, scales, feedback); break;
     default: break;  // of codes only: pack_codes
   }
 }
@@ -185,7 +188,7 @@ PackedLinear view_packed(const LinearShape& shape, const void* blob) {
 }
 
 void pack_linear(const KernelSet& set, const LinearShape& shape, const WeightPart* parts, int64_t n_parts, const float* bias,
-                 void* blob, int thread, int threads) {
+                 void* blob, int thread, int threads, const Feedback& feedback) {
   const LinearKernels& kernels = *set.linear;
   const Blob out = lay_out(shape, blob);
   const Range mine = share(packed_lanes(shape) / kPanelLanes, thread, threads);
@@ -197,7 +200,7 @@ void pack_linear(const KernelSet& set, const LinearShape& shape, const WeightPar
       rows[lane] = find_row(shape, parts, n_parts, at);
       if (out.bias != nullptr) out.bias[at] = row < 0 ? 0.0f : bias[row];
     }
-    pack_panel(kernels, shape, rows, scratch, out, panel);
+    pack_panel(kernels, shape, rows, scratch, out, panel, feedback);
   }
 }
 
@@ -282,7 +285,7 @@ void pack_random(const KernelSet& set, const LinearShape& shape, uint64_t seed, 
       rows[lane].source = Source::f32;
       if (out.bias != nullptr) out.bias[at] = row < 0 ? 0.0f : values[0];
     }
-    pack_panel(kernels, shape, rows, scratch, out, panel);
+    pack_panel(kernels, shape, rows, scratch, out, panel, {});
   }
 }
 

@@ -83,10 +83,10 @@ uint64_t read_saved(uint8_t* out, const uint8_t* data, int64_t bytes) {
 
 }  // namespace
 
-int Program::add_linear(const LinearShape& shape, const std::vector<WeightPart>& parts, const float* bias) {
+int Program::add_linear(const LinearShape& shape, const std::vector<WeightPart>& parts, const float* bias, const Feedback& feedback) {
   uint8_t* blob = reserve_weights(packed_bytes(shape));
   pool_.run([&](int thread, int threads) {
-    pack_linear(kernels_, shape, parts.data(), static_cast<int64_t>(parts.size()), bias, blob, thread, threads);
+    pack_linear(kernels_, shape, parts.data(), static_cast<int64_t>(parts.size()), bias, blob, thread, threads, feedback);
   });
   linears_.push_back(view_packed(shape, blob));
   return static_cast<int>(linears_.size()) - 1;

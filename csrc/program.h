@@ -280,7 +280,7 @@ class Program {
   Program(const KernelSet& kernels, const Program& beside);  // on the threads of another, which runs when this one does not
 
   // Weights. Packing runs on the pool. From rows, from codes, random, and packed already (its bytes come with `read_packed`).
-  int add_linear(const LinearShape& shape, const std::vector<WeightPart>& parts, const float* bias);
+  int add_linear(const LinearShape& shape, const std::vector<WeightPart>& parts, const float* bias, const Feedback& feedback = {});
   int add_coded_linear(const LinearShape& shape, const std::vector<CodePart>& parts, const float* bias);
   int add_random_linear(const LinearShape& shape, uint64_t seed, float amplitude);
   int add_packed_linear(const LinearShape& shape);

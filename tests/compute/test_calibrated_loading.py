@@ -105,7 +105,7 @@ def test_a_channel_that_was_quiet_is_not_taken_for_none(tmp_path: Path) -> None:
     tensors[name][:3] = -1e4
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     found = measured(path, random_windows(60))
-    sizes = found[name.replace("fc1.bias", "fc2.weight")]
+    (sizes,) = found[name.replace("fc1.bias", "fc2.weight")]
     assert sizes.min() > 0.1 * sizes.median()
     assert torch.equal(sizes[:3], sizes.min().expand(3))
 

@@ -6,6 +6,7 @@ import json
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,8 +15,11 @@ from typer.testing import CliRunner
 
 from checkpoints import make_checkpoint
 from diptych.cli.quantize import app
-from diptych.compute.calibration import measured_inputs
+from diptych.compute.calibration import DIRECTIONS, measured_inputs
 from diptych.compute.model import Blueprint, draw_blueprint
+from diptych.compute.ops import cpu_kernels
+from diptych.compute.ops.cpu_handles import native_shape
+from diptych.compute.ops.cpu_loader import CpuLoader
 from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model
 from diptych.compute.weights import Checkpoint
@@ -84,6 +88,71 @@ def test_sizes_are_those_that_transformers_sees() -> None:
             (squares_of_row / squares_of_row.mean(-1, keepdim=True)).mean(0).sqrt()
         )  # each row has a scale of its own
         assert (found[name] - expected).norm() < 0.02 * expected.norm(), name  # to a 32nd of an octave
+
+
+def test_directions_hold_as_much_as_any_could() -> None:
+    """The oracle: rows that hooks of transformers see, and their singular values."""
+    own, n = windows(), 24
+    found = measured_inputs(
+        draw_blueprint(json.loads((MODEL / "config.json").read_text()), Checkpoint(MODEL)), own, n_directions=n
+    )
+    model = LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    for name in ("model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj", "model.layers.1.mlp.up_proj"):
+        rows: list[torch.Tensor] = []
+        hook = model.get_submodule(name).register_forward_pre_hook(lambda _, given, rows=rows: rows.append(given[0][0]))
+        with torch.no_grad():
+            for window in own:
+                model(torch.tensor([window]))
+        hook.remove()
+        x = torch.cat(rows).double()
+        x = x / x.square().mean(-1, keepdim=True).sqrt()
+        directions = found[f"{name}.weight"][1:].double()
+        assert directions.shape == (n, x.shape[1])
+        values, right = torch.linalg.svd(x, full_matrices=False)[1:]
+        held = directions.square().sum()
+        assert held > 0.98 * values[:n].square().sum()
+        assert (directions @ right[: 2 * n].T).square().sum() > 0.98 * held  # they are directions of the rows
+
+
+@pytest.mark.native
+def test_int4_takes_back_what_rounding_took_where_a_text_lies(tmp_path: Path) -> None:
+    """Of a text that was not measured on."""
+    exact = logprobs(MODEL, backend="torch", weights="fp32")
+    cost = []
+    for n in (0, DIRECTIONS["int4"]):
+        measure = partial(measured_inputs, windows=windows(), n_directions=n)
+        save_quantised(MODEL, tmp_path / str(n), weights="int4", measure=measure)
+        got = logprobs(tmp_path / str(n), backend="cpu")
+        cost.append(float((exact.exp() * (exact - got)).sum(-1).mean()))
+    assert cost[1] < 0.9 * cost[0]
+
+
+@pytest.mark.native
+def test_feedback_has_the_same_bytes_in_every_set_and_cut() -> None:
+    """Each output is rounded by itself, and by the scalar set's arithmetic."""
+    blueprint = draw_blueprint(json.loads((MODEL / "config.json").read_text()), Checkpoint(MODEL))
+    measured = measured_inputs(blueprint, windows(), n_directions=DIRECTIONS["int4"])
+
+    def packed(instruction_set: str, threads: int, *, is_fed: bool = True) -> list[bytes]:
+        checkpoint = Checkpoint(MODEL)
+        checkpoint.measured = measured if is_fed else {name: one[:1] for name, one in measured.items()}
+        config = ComputeConfig(backend="cpu", weights="int4", threads=threads, instruction_set=instruction_set)
+        loader = CpuLoader(config, checkpoint)
+        draw_blueprint(json.loads((MODEL / "config.json").read_text()), checkpoint).load(loader)
+        return [loader.program.packed_blob(index).tobytes() for index in loader.packed.values()]
+
+    scalar = packed("scalar", 1)
+    assert all(packed(one, 2) == scalar for one in cpu_kernels.instruction_sets())
+    assert packed("scalar", 1, is_fed=False) != scalar
+
+
+@pytest.mark.native
+def test_directions_of_another_size_are_refused() -> None:
+    shape = native_shape("int4", 16, 64)
+    program = CpuLoader(ComputeConfig(backend="cpu", weights="int4", threads=1), Checkpoint(MODEL)).program
+    for directions in (np.ones((65, 64), np.float32), np.ones((2, 63), np.float32)):
+        with pytest.raises(ValueError, match="at most 64 by k"):
+            program.add_linear(shape, [np.ones((16, 64), np.float32)], None, directions)
 
 
 @pytest.mark.native

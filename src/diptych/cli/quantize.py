@@ -10,7 +10,7 @@ import typer
 
 from diptych.cli import options
 from diptych.cli.options import console, loading_bar
-from diptych.compute.calibration import calibrated
+from diptych.compute.calibration import DIRECTIONS, calibrated
 from diptych.compute.quant import save_quantised
 from diptych.engine.calibration_text import calibration_of
 from diptych.engine.load import model_dir
@@ -45,6 +45,8 @@ def quantize(
             weights=weights,
             threads=threads,
             progress=progress,
-            measure=partial(calibrated, calibration=calibration, threads=threads),
+            measure=partial(
+                calibrated, calibration=calibration, threads=threads, n_directions=DIRECTIONS.get(weights, 0)
+            ),
         )
     console.print(f"{output}: {written / 1e6:.1f} MB, from {before / 1e6:.1f} MB ({written / before:.0%})")

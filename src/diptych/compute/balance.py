@@ -100,6 +100,16 @@ def exponents_of(parts: LinearParts) -> torch.Tensor:
     return torch.cat([*rows, columns])
 
 
+def directions_of(parts: LinearParts) -> torch.Tensor | None:
+    """fp32 [n, K]: what was measured of what meets the projection, as its columns are scaled; None: nothing was."""
+    for part in parts.weights:
+        plain, columns = (part.plain, part.columns) if isinstance(part, ScaledTensor) else (part, None)
+        found = plain.inputs
+        if found is not None and len(found) > 1:
+            return found[1:].contiguous() if columns is None else found[1:] * (-columns).exp2().float()
+    return None
+
+
 def balance_norm(
     norm: NormParts, readers: Sequence[LinearParts], *, offset: float
 ) -> tuple[NormParts, tuple[LinearParts, ...]]:
@@ -172,7 +182,7 @@ def _measured(tensors: Sequence[WeightTensor]) -> torch.Tensor | None:
     """log2 of what entered them over a text, which is the same for all of them; None where nobody has measured it."""
     plain = (tensor.plain if isinstance(tensor, ScaledTensor) else tensor for tensor in tensors)
     sizes = next((tensor.inputs for tensor in plain if tensor.inputs is not None), None)
-    return None if sizes is None else _log2(sizes)
+    return None if sizes is None else _log2(sizes[0])
 
 
 def _mean_log2(tensors: Sequence[WeightTensor], *, axis: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ number of threads, as each computes outputs of its own with one.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -48,7 +49,9 @@ TASK_ROWS = 256  # outputs that one thread computes by itself; fixed, as sums ma
 STEPS = 32
 # rows of the middle size that are taken for seen beside those of a text: a channel that was quiet in it may speak in another
 PRIOR_ROWS = 4
-SMALLEST = 1e-60  # of a row's mean square: one of zeros says nothing
+SMALLEST, SMALLEST_ROW = 1e-60, 1e-30  # of a row's mean square in fp64 and fp32: one of zeros says nothing
+# By format of the weights: how many directions of what meets a projection its rounding heeds, of as many as the text has tokens
+DIRECTIONS = {"int4": 64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,7 @@ class Calibration:
 
 
 def calibrated(
-    blueprint: Blueprint, calibration: Calibration, *, threads: int | None = None
+    blueprint: Blueprint, calibration: Calibration, *, threads: int | None = None, n_directions: int = 0
 ) -> Mapping[str, torch.Tensor]:
     """What `measured_inputs` finds over the text; nothing where there is none, nor, and the log says why, where it cannot be
     read: there is no tokenizer, or too little memory. Raises that where somebody named the text.
@@ -76,7 +79,9 @@ def calibrated(
     begin_s = (clock := MonotonicClock()).now_s()
     try:
         windows = calibration.windows()
-        found = measured_inputs(blueprint, windows, threads=threads, most_bytes=calibration.most_bytes)
+        found = measured_inputs(
+            blueprint, windows, threads=threads, most_bytes=calibration.most_bytes, n_directions=n_directions
+        )
     except EngineError as error:
         if calibration.is_asked:
             raise
@@ -95,9 +100,11 @@ def measured_inputs(
     *,
     threads: int | None = None,
     most_bytes: int | None = None,
+    n_directions: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """fp32 [K] for each tensor that is a projection or a part of one, by its name: the root of the mean square over all tokens,
-    each row brought to a mean square of 1 first, to a 32nd of an octave.
+    """fp32 [1 + n, K] for each tensor that is a projection or a part of one, by its name. In front the root of the mean square
+    over all tokens, each row brought to a mean square of 1 first, to a 32nd of an octave; behind it the strongest n_directions
+    of those rows, fewer where there are fewer rows, and none of what sees some tokens alone, as experts do.
 
     windows: token ids of texts, each read from its beginning. A tensor that no token has met (an expert that none was sent to),
     or only one that is no number, is left out. ConfigError for windows without a token, or with one that the model has not;
@@ -123,32 +130,38 @@ def measured_inputs(
             initializer=torch.set_num_threads,
             initargs=(1,),
         ) as pool:
-            ops = _Watching(pool, _batch(blueprint, windows, kv), kv)
+            ops = _Watching(pool, _batch(blueprint, windows, kv), kv, n_directions)
             with torch.no_grad():
                 blueprint.forward(ops, weights)
     sizes = {key: seen.size for key, seen in ops.seen.items()}
-    found = {key: size for key, size in sizes.items() if bool((size.isfinite() & (size > 0)).all())}
+    found = {
+        key: torch.cat([size[None], ops.seen[key].directions])
+        for key, size in sizes.items()
+        if bool((size.isfinite() & (size > 0)).all())
+    }
     return {name: found[key] for key, names in loader.names.items() if key in found for name in names}
 
 
-def sent(measured: Mapping[str, torch.Tensor]) -> tuple[list[tuple[list[str], int]], bytes]:
-    """What was measured as a head and a payload, for `received`: names that share numbers, how many, and all of those."""
+def sent(measured: Mapping[str, torch.Tensor]) -> tuple[list[tuple[list[str], int, int]], bytes]:
+    """What was measured as a head and a payload, for `received`: names that share numbers, their shape, and all of those."""
     shared: dict[int, list[str]] = {}
     for name, size in measured.items():
         shared.setdefault(id(size), []).append(name)
     sizes = [measured[names[0]] for names in shared.values()]
-    head = [(names, len(size)) for names, size in zip(shared.values(), sizes, strict=True)]
+    head = [(names, *size.shape) for names, size in zip(shared.values(), sizes, strict=True)]
     return head, b"".join(size.numpy().tobytes() for size in sizes)
 
 
-def received(head: Sequence[tuple[Sequence[str], int]], payload: bytes) -> dict[str, torch.Tensor]:
+def received(head: Sequence[tuple[Sequence[str], int, int]], payload: bytes) -> dict[str, torch.Tensor]:
     """What was `sent`."""
     found: dict[str, torch.Tensor] = {}
     begin = 0
-    for names, n in head:
-        size = torch.frombuffer(bytearray(payload[begin : begin + 4 * n]), dtype=torch.float32)
-        found |= dict.fromkeys(names, size)
-        begin += 4 * n
+    for names, *shape in head:
+        n_bytes = 4 * math.prod(shape)
+        found |= dict.fromkeys(
+            names, torch.frombuffer(bytearray(payload[begin : begin + n_bytes]), dtype=torch.float32).view(shape)
+        )
+        begin += n_bytes
     return found
 
 
@@ -215,12 +228,15 @@ def _sees_both_ways(blueprint: Blueprint) -> bool:
 class _Seen:
     """What has met one projection."""
 
-    def __init__(self) -> None:
+    def __init__(self, n_inputs: int) -> None:
+        self.directions = torch.empty(0, n_inputs)
         self._squares: torch.Tensor | float = 0.0
         self._rows = 0
 
-    def add(self, h: torch.Tensor) -> None:
-        """Rows [n, K]."""
+    def add(self, h: torch.Tensor, n_directions: int = 0) -> None:
+        """Rows [n, K], of which so many directions are kept where there are none yet."""
+        if n_directions and not len(self.directions):
+            self.directions = _strongest(h, n_directions)
         squares = h.double().square()
         self._squares = self._squares + (squares / squares.mean(-1, keepdim=True).clamp(min=SMALLEST)).sum(0)
         self._rows += len(h)
@@ -232,6 +248,23 @@ class _Seen:
         middle = (squares / self._rows).sqrt().mean()
         size = ((squares + PRIOR_ROWS * middle**2) / (self._rows + PRIOR_ROWS)).sqrt()
         return (size.log2().mul(STEPS).round() / STEPS).exp2().float()
+
+
+def _strongest(h: torch.Tensor, n: int) -> torch.Tensor:
+    """fp32 [n, K] of bf16: what is left of rows [T, K], each brought to a mean square of 1, in the n directions of their
+    outputs' space that hold most of them (subspace iteration, arXiv 0909.4061); none where a row is no number.
+    """
+    rows = h / h.square().mean(-1, keepdim=True).clamp(min=SMALLEST_ROW).sqrt()
+    if not bool(rows.isfinite().all()):
+        return h.new_empty(0, h.shape[1])
+    if len(rows) > n:
+        gram = (rows @ rows.T).double()
+        basis = torch.eye(len(rows), dtype=torch.float64)[:: max(1, len(rows) // (2 * n))].T
+        for _ in range(3):
+            basis = torch.linalg.qr(gram @ basis).Q
+        vectors = torch.linalg.eigh(basis.T @ gram @ basis).eigenvectors[:, -n:]
+        rows = (basis @ vectors).T.to(DTYPE) @ rows
+    return rows.bfloat16().to(DTYPE)
 
 
 class _Unread:
@@ -336,8 +369,9 @@ class _Reading(TorchLoader):
 class _Watching(TorchOps):
     """Notes all rows that a matrix meets, and makes no logits."""
 
-    def __init__(self, pool: ThreadPoolExecutor, batch: ForwardBatch, kv: TorchKVStore) -> None:
+    def __init__(self, pool: ThreadPoolExecutor, batch: ForwardBatch, kv: TorchKVStore, n_directions: int) -> None:
         super().__init__(batch, kv, device=CPU, dtype=DTYPE, wants_hidden=True)
+        self._n_tokens, self._n_directions = batch.n_tokens, n_directions
         self.seen: dict[int, _Seen] = {}
         self._workers = pool
 
@@ -349,7 +383,8 @@ class _Watching(TorchOps):
         return h
 
     def _note(self, weight: Weight, h: torch.Tensor) -> None:
-        self.seen.setdefault(id(weight), _Seen()).add(h)
+        seen = self.seen.setdefault(id(weight), _Seen(h.shape[1]))
+        seen.add(h, self._n_directions if len(h) == self._n_tokens else 0)
 
     def _multiply(self, h: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         if not isinstance(weight, _Unread):

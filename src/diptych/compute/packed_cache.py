@@ -69,7 +69,7 @@ class PackedCache:
         """The name of the entry for these files, this config, and what else `decides`: formats, kernel set."""
         digest = hashlib.sha256(json.dumps(hf_config, sort_keys=True).encode())
         digest.update(
-            f"{VERSION} {PACKED_LAYOUT} exponents orders tied nested planes fp8 fractions rates curves gates bounds "
+            f"{VERSION} {PACKED_LAYOUT} exponents orders tied nested planes fp8 fractions rates curves gates bounds feedback "
             f"powers {INT4_GROUP} "
             f"{' '.join(decides)}\n".encode()
         )

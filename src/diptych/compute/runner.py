@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from diptych.compute.calibration import Calibration, calibrated
+from diptych.compute.calibration import DIRECTIONS, Calibration, calibrated
 from diptych.compute.coded import CodedCheckpoint
 from diptych.compute.gguf import GgufCheckpoint
 from diptych.compute.mlx import MlxCheckpoint
@@ -182,7 +182,8 @@ def _measured(
     blueprint = open_blueprint(path_or_name, config, max_context_tokens=max_context_tokens).blueprint
     check(blueprint.spec)
     cpu_kernels.refuse_heads(blueprint.spec)
-    return calibrated(blueprint, calibration, threads=config.threads)
+    n_directions = DIRECTIONS.get(config.weights, 0)
+    return calibrated(blueprint, calibration, threads=config.threads, n_directions=n_directions)
 
 
 def build_over_ranks(

@@ -45,7 +45,7 @@ class WeightTensor(Protocol):
     kept: the format of the kernels that holds its values as the file has them, for `codes`; None: there are none but `read`'s.
     order: int32 [k], which input of the layer meets each input of `codes`; None: they come in order.
     row_order: which row of the file each row is, where they were put in another order; None: they were not.
-    measured: by name, of this and other tensors, how large what meets each column was over a text (`compute.calibration`).
+    measured: by name, of this and other tensors, what met each column over a text (`compute.calibration`).
     """
 
     kept: KeptFormat | None = None
@@ -75,7 +75,7 @@ class WeightTensor(Protocol):
 
     @property
     def inputs(self) -> torch.Tensor | None:
-        """fp32 [k], what was measured of each column; None: nobody has."""
+        """fp32 [1 + n, k], what was measured: how large what meets each column is, and n directions of it; None: nobody has."""
         found = (one.measured.get(self.name) for one in self.stored)
         return next((one for one in found if one is not None), None)
 

@@ -48,6 +48,7 @@ from diptych.compute.ops.cpu_kernels import _cpu, choose_instruction_set, is_ava
 from diptych.compute.ops.cpu_parts import (
     Rows,
     bias_of,
+    directions_for,
     finite_weights,
     name_of,
     native_codes,
@@ -562,7 +563,8 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         bias = bias_of(parts, rows)
         if kept is not None:
             return int(self.program.add_coded_linear(shape, native_codes(parts.weights, rows), bias))
-        return int(self.program.add_linear(shape, finite_weights(parts, rows, weights_format), bias))
+        weights, directions = finite_weights(parts, rows, weights_format), directions_for(parts, weights_format)
+        return int(self.program.add_linear(shape, weights, bias, directions))
 
     def _add_random(self, shape: Any, whole: Any, rows: Rows | None, seed: int, amplitude: float) -> int:
         if rows is None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from diptych.compute.balance import exponents_of
+from diptych.compute.balance import directions_of, exponents_of
 from diptych.compute.ops.contract import LinearParts, WeightTensor
 from diptych.compute.ops.contract_parts import Codes
 from diptych.compute.weights import Source
@@ -80,6 +80,12 @@ def finite_weights(parts: LinearParts, rows: Rows, weights_format: str) -> list[
                     hint="the checkpoint is damaged; download it again",
                 )
     return [values for _, values in weights]
+
+
+def directions_for(parts: LinearParts, weights_format: str) -> np.ndarray | None:
+    """fp32 [n, K] that rounding to a format heeds; None: it heeds none, or nothing was measured."""
+    found = directions_of(parts) if weights_format == "int4" else None
+    return None if found is None else found.numpy()
 
 
 def warn_of_large_channel(times: float, norm: str, formats: Iterable[str]) -> None:
