@@ -130,7 +130,7 @@ def measured_inputs(
             initializer=torch.set_num_threads,
             initargs=(1,),
         ) as pool:
-            ops = _Watching(pool, _batch(blueprint, windows, kv), kv, n_directions)
+            ops = _Watching(pool, _batch(blueprint, windows, kv), kv, n_directions=n_directions, hold=loader.hold)
             with torch.no_grad():
                 blueprint.forward(ops, weights)
     sizes = {key: seen.size for key, seen in ops.seen.items()}
@@ -233,10 +233,8 @@ class _Seen:
         self._squares: torch.Tensor | float = 0.0
         self._rows = 0
 
-    def add(self, h: torch.Tensor, n_directions: int = 0) -> None:
-        """Rows [n, K], of which so many directions are kept where there are none yet."""
-        if n_directions and not len(self.directions):
-            self.directions = _strongest(h, n_directions)
+    def add(self, h: torch.Tensor) -> None:
+        """Rows [n, K]."""
         squares = h.double().square()
         self._squares = self._squares + (squares / squares.mean(-1, keepdim=True).clamp(min=SMALLEST)).sum(0)
         self._rows += len(h)
@@ -369,9 +367,17 @@ class _Reading(TorchLoader):
 class _Watching(TorchOps):
     """Notes all rows that a matrix meets, and makes no logits."""
 
-    def __init__(self, pool: ThreadPoolExecutor, batch: ForwardBatch, kv: TorchKVStore, n_directions: int) -> None:
+    def __init__(
+        self,
+        pool: ThreadPoolExecutor,
+        batch: ForwardBatch,
+        kv: TorchKVStore,
+        *,
+        n_directions: int,
+        hold: Callable[[int], None],
+    ) -> None:
         super().__init__(batch, kv, device=CPU, dtype=DTYPE, wants_hidden=True)
-        self._n_tokens, self._n_directions = batch.n_tokens, n_directions
+        self._n_tokens, self._n_directions, self._hold = batch.n_tokens, n_directions, hold
         self.seen: dict[int, _Seen] = {}
         self._workers = pool
 
@@ -384,7 +390,10 @@ class _Watching(TorchOps):
 
     def _note(self, weight: Weight, h: torch.Tensor) -> None:
         seen = self.seen.setdefault(id(weight), _Seen(h.shape[1]))
-        seen.add(h, self._n_directions if len(h) == self._n_tokens else 0)
+        if self._n_directions and len(h) == self._n_tokens and not len(seen.directions):
+            self._hold(DTYPE.itemsize * self._n_directions * h.shape[1])
+            seen.directions = _strongest(h, self._n_directions)
+        seen.add(h)
 
     def _multiply(self, h: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         if not isinstance(weight, _Unread):
