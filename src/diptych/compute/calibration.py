@@ -51,7 +51,7 @@ STEPS = 32
 PRIOR_ROWS = 4
 SMALLEST, SMALLEST_ROW = 1e-60, 1e-30  # of a row's mean square in fp64 and fp32: one of zeros says nothing
 # By format of the weights: how many directions of what meets a projection its rounding heeds, of as many as the text has tokens
-DIRECTIONS = {"int4": 64}
+DIRECTIONS = {"int4": 32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
