@@ -331,13 +331,14 @@ using AbsMax = float (*)(const float* x, int64_t count);
 using QuantizeInt8 = void (*)(const float* x, int64_t count, float inverse_scale, int8_t* out);
 // A row of activations, fp32 or bf16, as Rows describes it: out [count rounded up to kMaxGroup], zero behind count.
 using QuantizeRow = void (*)(const void* x, Source source, int64_t count, int8_t* out, float* scale, int32_t* sum);
-// One int4 group of a strip: x [group][16] -> head (16 {unit, zero}) and words [group / 8][16]. inverse [16]: of the lanes' int8
-// scales; x is multiplied by it in place. x, inverse and words are 64-byte aligned.
-struct GroupFeedback {  // of its inputs, or none (n is 0)
+// Feedback of the inputs of one group, or none (n is 0).
+struct GroupFeedback {
   int64_t n;
-  const float *take, *give;
-  float* left;  // [n][16], 64-byte aligned: what former groups of the strip left, and then this one, too
+  const float *take, *give;  // [group][n]
+  float* left;               // [n][16], 64-byte aligned: what former groups of the strip left, and then this one, too
 };
+// One int4 group of a strip: x [group][16] -> head (16 {unit, zero}) and words [group / 8][16]. inverse [16]: of the lanes' int8
+// scales; x is multiplied by it in place, and takes of what is left. x, inverse and words are 64-byte aligned.
 using QuantizeGroup = void (*)(float* x, const float* inverse, int64_t group, uint8_t* head, uint32_t* words, const GroupFeedback& feedback);
 // Groups [first, first + count) of a strip of int4 -> the steps [count * group / 4] of the same weights as int8.
 using ExpandInt4 = void (*)(const uint8_t* strip, int64_t group, int64_t first, int64_t count, uint8_t* out);

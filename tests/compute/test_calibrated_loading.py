@@ -185,8 +185,10 @@ def test_loading_and_packing_give_the_same_weights(tmp_path: Path) -> None:
 
 
 @native
-def test_all_ranks_have_the_numbers_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_all_ranks_have_the_numbers_of_the_first(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would read the text by itself, and on other processors come to other bits."""
+    config = replace(INT8, weights=weights)
     path = make_checkpoint("mixtral", tmp_path / "model", dtype=torch.bfloat16)
     reads: list[int] = []
 
@@ -194,22 +196,22 @@ def test_all_ranks_have_the_numbers_of_the_first(tmp_path: Path, monkeypatch: py
         reads.append(1)
         return random_windows(60)
 
-    one = load_model(path, INT8, calibration=calibration(read))
+    one = load_model(path, config, calibration=calibration(read))
     monkeypatch.setattr(runner, "Ranks", ThreadRanks)
-    ranks = load_model(path, replace(INT8, tp=2, threads=2), calibration=calibration(read))
+    ranks = load_model(path, replace(config, tp=2, threads=2), calibration=calibration(read))
     assert ranks.revision == one.revision
     assert torch.equal(logits(one), logits(ranks))
     ranks.close()
     assert len(reads) == 2
-    assert one.revision != load_model(path, INT8).revision
+    assert one.revision != load_model(path, config).revision
 
 
 def test_what_is_sent_to_ranks_comes_back() -> None:
     """Projections of one input share its numbers."""
-    both = torch.tensor([1.0, 0.5, 2.0])
-    found = {"q": both, "k": both, "down": torch.tensor([0.25])}
+    both = torch.tensor([[1.0, 0.5, 2.0], [-1.0, 0.0, 3.0]])  # with a direction
+    found = {"q": both, "k": both, "down": torch.tensor([[0.25]])}
     head, payload = sent(found)
-    assert len(payload) == 16
+    assert len(payload) == 28
     back = received(json.loads(json.dumps(head)), payload)
     assert list(back) == list(found)
     assert all(torch.equal(back[name], sizes) for name, sizes in found.items())

@@ -249,8 +249,8 @@ class _Seen:
 
 
 def _strongest(h: torch.Tensor, n: int) -> torch.Tensor:
-    """fp32 [n, K] of bf16: what is left of rows [T, K], each brought to a mean square of 1, in the n directions of their
-    outputs' space that hold most of them (subspace iteration, arXiv 0909.4061); none where a row is no number.
+    """fp32 [n, K] of bf16: sums of the rows [T, K], each brought to a mean square of 1 first, that hold as much of their
+    squares as any n could (subspace iteration, arXiv 0909.4061); the rows where there are no more, none where one is no number.
     """
     rows = h / h.square().mean(-1, keepdim=True).clamp(min=SMALLEST_ROW).sqrt()
     if not bool(rows.isfinite().all()):
