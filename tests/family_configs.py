@@ -201,6 +201,12 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
          "routed_scaling_factor": 1.5, "head_dim": 24, "use_qk_norm": True, "rope_parameters": {
              "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
+    "sarvam_moe": (
+        "SarvamMoEConfig",
+        "Glm4MoeForCausalLM",
+        {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "head_dim": 24,
+         "attention_bias": True},
+    ),
     "ministral": (
         "MinistralConfig",
         "MinistralForCausalLM",
@@ -295,6 +301,7 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "olmo": ("OlmoConfig", "OlmoForCausalLM", {"clip_qkv": 0.8}),
     "iquestcoder": ("IQuestCoderConfig", "LlamaForCausalLM", {"head_dim": 24, "attention_bias": True}),
     "apertus": ("ApertusConfig", "ApertusForCausalLM", {}),
+    "apertus1p5": ("Apertus1p5TextConfig", "Apertus1p5TextForCausalLM", {"output_vocab_size": 140}),
     "minimax_m2": (
         "MiniMaxM2Config",
         "MiniMaxM2ForCausalLM",

@@ -37,6 +37,14 @@ LATENT_MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
          "n_group": 4, "topk_group": 2, "mlp_layer_types": ["dense", "sparse", "sparse"], "gated_norm_rank": 8,
          "index_topk": 12, "index_n_heads": 8, "index_head_dim": 32},
     ),
+    # queries at once, by older names of their turns
+    "sarvam_mla": (
+        "SarvamMLAConfig",
+        "DeepseekV3ForCausalLM",
+        {**LATENT, "q_lora_rank": None, "head_dim": 40, "rope_scaling": {
+            "type": "deepseek_yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}},
+    ),
     # streams by hyper-connections, sinks and gates of latent heads, limits that are met, a choice that is shared
     "hy_v4": (
         "HYV4Config",

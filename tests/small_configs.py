@@ -113,6 +113,14 @@ MORE: dict[str, dict[str, Any]] = {
         "hc_mult": 3,
     },
     "phimoe": {"num_local_experts": 4, "lm_head_bias": True},
+    "sarvam_moe": {"n_routed_experts": 4, **EXPERTS},
+    "sarvam_mla": {"n_shared_experts": 1, **{key: value for key, value in LATENT.items() if key != "q_lora_rank"}},
+    "hy_v4_vl_text": {
+        "hc_mult": 3,
+        "indexer_types": ["full", "shared", "full", "shared"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+        **{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
+    },
     "glm4_moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS},
     "glm4v_moe_text": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS},
     "glm4v_text": {"head_dim": 16},  # of its hidden size, whatever the config says
@@ -286,6 +294,13 @@ MORE: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": CONVOLUTIONS, "num_experts": 4, "num_dense_layers": 1, **EXPERTS},
     "qwen3_5_text": {"layer_types": ["full_attention", "linear_attention"] * 2, **DELTA},
     "qwen3_5_moe_text": {"num_experts": 4, "shared_expert_intermediate_size": 48, **DELTA, **EXPERTS},
+    "lara_mini": {
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 48,
+        "sliding_window": 9,
+        **{key: value for key, value in DELTA.items() if key != "layer_types"},
+        **EXPERTS,
+    },
     "qwen4_exp_text": {"num_experts": 4, "shared_expert_intermediate_size": 48, **DELTA, **EXPERTS, **QWEN4},
     "qwen3_omni_moe_text": {"num_experts": 4, **EXPERTS},
     "cosmos3_edge_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]}},

@@ -109,6 +109,14 @@ STATES_MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
          "shared_expert_intermediate_size": 48, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
          "linear_key_head_dim": 32, "linear_value_head_dim": 16, "layer_types": STATES},
     ),
+    # the same beside windows, and layers without positions
+    "lara_mini": (
+        "LaraMiniConfig",
+        "LaraMiniForCausalLM",
+        {"num_hidden_layers": 5, "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "shared_expert_intermediate_size": 48, "sliding_window": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "linear_key_head_dim": 16, "linear_value_head_dim": 32},
+    ),
     # streams in one row, n-grams in two layers, an index that chooses blocks by the means of their keys
     "qwen4_exp": (
         "Qwen4ExpTextConfig",

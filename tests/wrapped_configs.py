@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from family_fields import SMALL_TOWER
+from latent_configs import WITHOUT_FIRST
 
 CLIP = {"model_type": "clip_vision_model", **SMALL_TOWER}
 WIDE = {**SMALL_TOWER, "hidden_size": 64, "num_attention_heads": 1}  # heads of 64 beside it
@@ -122,6 +123,21 @@ WRAPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                        "channel_multiplier": [1], "num_res_blocks": 1, "attn_resolutions": [4], "hidden_size": 16,
                        "num_attention_heads": 1},
          "vocabulary_map": {"<image>": 5, "<|visual token 000000|>": 6}},
+    ),
+    # words that are not written, which are those of pictures and sounds
+    "Apertus1p5": (
+        {"output_vocab_size": 120},
+        {"vision_config": {"codebook_size": 16, "embed_dim": 8, "latent_channels": 8, "base_channels": 32,
+                           "channel_multiplier": [1], "num_res_blocks": 1, "attn_resolutions": []},
+         "audio_config": {"model_type": "wavtokenizer_encoder", "codebook_size": 8},
+         "image_token_offset": 120, "audio_token_offset": 136, "image_token_id": 1, "audio_token_id": 2},
+    ),
+    # latents normed by the model's own eps
+    "HYV4VL": (
+        {**WITHOUT_FIRST, "q_lora_rank": 24, "mlp_layer_types": ["dense", "sparse", "sparse"],
+         "index_topk": 12, "index_n_heads": 8, "index_head_dim": 32, "indexer_types": ["full", "shared", "full"], "hc_mult": 3,
+         "rms_norm_eps": 1e-3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+        {"vision_config": {**SMALL_TOWER, "num_key_value_heads": 2, "out_hidden_size": 64, "text_hidden_size": 64}},
     ),
     "Cosmos3Omni": ({"head_dim": 24, "rope_parameters": {**MROPE, "mrope_section": [4, 4, 4]}}, {"vision_config": QWEN_TOWER}),
     "Cosmos3Edge": (

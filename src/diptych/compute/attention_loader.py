@@ -404,7 +404,8 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         key = self.linear(root, ("wk",), (d,), hidden)
         weight, bias = (self.source.tensor(f"{root}k_norm.{one}", d) for one in ("weight", "bias"))
         if index.is_interleaved or index.turns_last:
-            order = halves_order(d, mla.rope_dim) if index.is_interleaved else torch.arange(d).roll(mla.rope_dim)
+            order = torch.arange(d).roll(mla.rope_dim if index.turns_last else 0)
+            order = order[halves_order(d, mla.rope_dim)] if index.is_interleaved else order
             queries, key = _reordered(queries, order), _reordered(key, order)
             weight, bias = ReorderedTensor(weight, order), ReorderedTensor(bias, order)
         return IndexParts(

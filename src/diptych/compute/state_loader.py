@@ -69,6 +69,9 @@ def state_projections(source: Source, state: StateSpec, names: TensorNames, root
     all_of_them = source.tensor(f"{root}{names.states_in[0]}.weight", state.n_projected, hidden)
     if state.rule is StateRule.CONVOLUTION:
         return StateProjections(_parts(all_of_them), None, None, o)
+    if state.rule is StateRule.DELTA:  # q, k and v, what gates, betas and decays
+        rows = torch.arange(state.n_projected).split((state.n_channels, state.gate_width, state.n_rates))
+        return StateProjections(*(_parts(PickedTensor(all_of_them, part)) for part in rows), o)
     # Mamba-2: what gates x, then x, B and C, which are v, k and q here, and the steps
     keys = state.n_key_heads * state.key_dim
     gate, v, k, q, rates = torch.arange(state.n_projected).split((state.width, state.width, keys, keys, state.n_rates))

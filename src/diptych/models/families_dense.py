@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from diptych.models.families_shared import (
     BESIDE_PICTURES,
     BESIDE_VISION,
@@ -31,6 +33,19 @@ LAYER_NORM_EPS = {"layer_norm_eps": "rms_norm_eps"}
 # what files of Phi-4-mini and Phi-4-multimodal say of what their classes have no key for
 PHI_4 = {**dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), (False, None)),
          **dict.fromkeys(("full_attn_mod", "interpolate_factor"), (1, None))}  # fmt: skip
+
+APERTUS = {**USUAL, "vocab_size": 131_072, "intermediate_size": 14_336, "hidden_act": "xielu",
+           "max_position_embeddings": 65_536, "rms_norm_eps": 1e-5, "rope_theta": 12_000_000.0, "attention_bias": False,
+           "rope_parameters": {"rope_type": "llama3", "rope_theta": 12_000_000.0, "factor": 8.0,
+                               "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
+                               "high_freq_factor": 4.0}}  # fmt: skip
+APERTUS_LAYERS: dict[str, Any] = {
+    "fixed": {"mlp_bias": (False,), "qk_norm": (True,), "post_norm": (False,)},
+    "qk_norm": QkNorm.HEAD, "is_gated": False,
+    "names": TensorNames(gate_up=("up_proj",), norms={
+        Norms.BEFORE: ("attention_layernorm", None, "feedforward_layernorm", None)}),
+    **BY_ATTENTION_BIAS}  # fmt: skip
+IN_XIELU = ("rotary_emb.inv_freq", "act_fn.beta", "act_fn.eps")
 
 DENSE: tuple[Family, ...] = (
     # Llama 2, 3, 3.1, 3.2 and what copies them: SmolLM2, TinyLlama, Falcon 3, the bundled model
@@ -153,8 +168,9 @@ DENSE: tuple[Family, ...] = (
     ),
     # EXAONE 3, 3.5 and Deep: a Llama by other names
     Family(
-        name="exaone", architectures=("ExaoneForCausalLM",),
-        keys={**USUAL, "vocab_size": 102_400, "rms_norm_eps": 1e-5, "intermediate_size": None},
+        name="exaone", architectures=("ExaoneForCausalLM",), built_as="LlamaForCausalLM",
+        keys={**USUAL, "vocab_size": 102_400, "rms_norm_eps": 1e-5, "intermediate_size": 14_336, "num_key_value_heads": 8,
+              "max_position_embeddings": 4096, "rope_theta": 500_000.0},
         renamed={"num_layers": "num_hidden_layers", "activation_function": "hidden_act", "layer_norm_epsilon": "rms_norm_eps"},
         names=TensorNames(embedding="wte", layers="h", final_norm="ln_f", attention="attn.attention", o="out_proj",
                           gate_up=("c_fc_0", "c_fc_1"), down="c_proj", norms={Norms.BEFORE: ("ln_1", None, "ln_2", None)}),
@@ -437,20 +453,15 @@ DENSE: tuple[Family, ...] = (
         **BY_ATTENTION_BIAS,
     ),
     # an activation with two numbers for each layer (xIELU)
+    Family(name="apertus", architectures=("ApertusForCausalLM",), keys=APERTUS, ignored=IN_XIELU, **APERTUS_LAYERS),
+    # the text of Apertus 1.5, whose pictures and sounds are tokens that it reads, and may not write
     Family(
-        name="apertus", architectures=("ApertusForCausalLM",),
-        keys={**USUAL, "vocab_size": 131_072, "intermediate_size": 14_336, "hidden_act": "xielu",
-              "max_position_embeddings": 65_536, "rms_norm_eps": 1e-5, "rope_theta": 12_000_000.0, "attention_bias": False,
-              "rope_parameters": {"rope_type": "llama3", "rope_theta": 12_000_000.0, "factor": 8.0,
-                                  "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
-                                  "high_freq_factor": 4.0}},
-        fixed={"mlp_bias": (False,), "qk_norm": (True,), "post_norm": (False,)},
-        qk_norm=QkNorm.HEAD,
-        is_gated=False,
-        names=TensorNames(gate_up=("up_proj",), norms={
-            Norms.BEFORE: ("attention_layernorm", None, "feedforward_layernorm", None)}),
-        ignored=("rotary_emb.inv_freq", "act_fn.beta", "act_fn.eps"),
-        **BY_ATTENTION_BIAS,
+        name="apertus1p5_text", more_model_types=("apertus1p5",),
+        architectures=("Apertus1p5ForConditionalGeneration", "Apertus1p5TextForCausalLM"),
+        keys={**APERTUS, "vocab_size": 266_752, "output_vocab_size": None},
+        prefixes=("model.", "model.language_model."),
+        ignored=(*IN_XIELU, "vision_tokenizer.", "audio_tokenizer."),
+        **APERTUS_LAYERS,
     ),
     Family(
         name="jais2", architectures=("Jais2ForCausalLM",),

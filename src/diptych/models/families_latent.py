@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diptych.models.families_shared import BESIDE_VISION, CHOSEN_BY_SIGMOID, LOCAL_EXPERTS, USUAL
+from diptych.models.families_shared import BESIDE_VISION, CHOSEN_BY_SIGMOID, LOCAL_EXPERTS, SARVAM, USUAL
 from diptych.models.family import Family, TensorNames
 from diptych.models.mlp import Scores
 from diptych.models.spec import Norms
@@ -24,6 +24,18 @@ LIKE_DEEPSEEK_V32: dict[str, Any] = {
               "mlp_bias": (False,)}}  # fmt: skip
 LIKE_DEEPSEEK: dict[str, Any] = {"is_interleaved": "rope_interleave", "o_bias": "attention_bias"}
 
+HY_V4 = {**{key: value for key, value in LATENT.items() if key != "num_key_value_heads"}, "vocab_size": 120_832,
+         "hidden_size": 2816, "intermediate_size": 6912, "moe_intermediate_size": 768, "num_hidden_layers": 34,
+         "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5, "qk_nope_head_dim": 192, "v_head_dim": 256,
+         "num_experts": 256, "n_shared_experts": 1, "routed_scaling_factor": 2.827, "num_experts_per_tok": 8,
+         "norm_topk_prob": True, "mlp_layer_types": None, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 16,
+         "indexer_types": None, "hc_mult": 4, "hc_magnitude": 2.0, "hc_eps": 1e-6, "swiglu_limit": 10.0}  # fmt: skip
+HY_V4_LAYERS: dict[str, Any] = {
+    "unread": ("num_key_value_heads", "learnable_sink_init"),
+    "o_bias": "attention_bias", "has_sinks": True, "has_attention_gate": True, "index_turns_last": True,
+    "names": TensorNames(gate="gate_proj", others={"gate_proj": "linear_gate", "sinks": "learnable_sink_param"}),
+    "ignored": ("rotary_emb.inv_freq", "mtp_layers.")}  # fmt: skip
+
 LATENT_ATTENTION: tuple[Family, ...] = (
     Family(
         name="deepseek_v2", architectures=("DeepseekV2ForCausalLM",),
@@ -41,6 +53,18 @@ LATENT_ATTENTION: tuple[Family, ...] = (
         fixed={"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
         **LIKE_DEEPSEEK,
         **CHOSEN_BY_SIGMOID,
+    ),
+    # Sarvam 105B: a DeepSeek V3 whose queries are projected at once
+    Family(
+        name="sarvam_mla", architectures=("SarvamMLAForCausalLM",), built_as="DeepseekV3ForCausalLM",
+        keys={key: value for key, value in DEEPSEEK_V3.items() if key != "head_dim"}
+        | {"vocab_size": 262_144, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 32,
+           "num_attention_heads": 64, "num_key_value_heads": None, "num_experts": 128, "q_lora_rank": None, "n_group": 1,
+           "topk_group": 1, "first_k_dense_replace": 1, "max_position_embeddings": 4096, "rope_interleave": True,
+           "shared_expert_intermediate_size": None},
+        unread=("head_dim", "q_head_dim"),  # which follow; the first is that of a cache in published files
+        **LIKE_DEEPSEEK,
+        **SARVAM,
     ),
     # A.X K1: its mixtures, and no dense MLP, are normed behind, too
     Family(
@@ -91,18 +115,16 @@ LATENT_ATTENTION: tuple[Family, ...] = (
         **CHOSEN_BY_SIGMOID,
     ),
     # HY V4: hyper-connections of four streams, sinks, gated heads, an index whose last dimensions turn
+    Family(name="hy_v4", architectures=("HYV4ForCausalLM",), keys=HY_V4, **HY_V4_LAYERS, **CHOSEN_BY_SIGMOID),
+    # the text of its like beside pictures: heads turn by pairs, the norms of latents have the eps of the others
     Family(
-        name="hy_v4", architectures=("HYV4ForCausalLM",),
-        keys={**{key: value for key, value in LATENT.items() if key != "num_key_value_heads"}, "vocab_size": 120_832,
-              "hidden_size": 2816, "intermediate_size": 6912, "moe_intermediate_size": 768, "num_hidden_layers": 34,
-              "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5, "qk_nope_head_dim": 192, "v_head_dim": 256,
-              "num_experts": 256, "n_shared_experts": 1, "routed_scaling_factor": 2.827, "num_experts_per_tok": 8,
-              "norm_topk_prob": True, "mlp_layer_types": None, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 16,
-              "indexer_types": None, "hc_mult": 4, "hc_magnitude": 2.0, "hc_eps": 1e-6, "swiglu_limit": 10.0},
-        unread=("num_key_value_heads", "learnable_sink_init"),
-        o_bias="attention_bias", has_sinks=True, has_attention_gate=True, index_turns_last=True,
-        names=TensorNames(gate="gate_proj", others={"gate_proj": "linear_gate", "sinks": "learnable_sink_param"}),
-        ignored=("rotary_emb.inv_freq", "mtp_layers."),
+        name="hy_v4_vl_text", architectures=("HYV4VLForConditionalGeneration",), more_model_types=("hy_v4_vl",),
+        keys={**HY_V4, "hidden_size": 6144, "intermediate_size": 18_432, "moe_intermediate_size": 2048,
+              "num_hidden_layers": 78, "num_attention_heads": 64, "q_lora_rank": 2048, "index_n_heads": 32,
+              "indexer_rope_interleave": True},
+        is_interleaved=True, norms_latents_alike=True,
+        prefixes=("model.", "model.language_model."),
+        **{**HY_V4_LAYERS, "ignored": (*HY_V4_LAYERS["ignored"], "vit.")},
         **CHOSEN_BY_SIGMOID,
     ),
     # DeepSeek V4: one row of a window's tokens for all heads, key and value, beside entries of many tokens, all or those that

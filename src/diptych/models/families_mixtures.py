@@ -20,6 +20,7 @@ from diptych.models.families_shared import (
     LOCAL_EXPERTS,
     QWEN,
     QWEN_WINDOWS,
+    SARVAM,
     USUAL,
 )
 from diptych.models.family import Family, TensorNames
@@ -151,6 +152,21 @@ MIXTURES: tuple[Family, ...] = (
         qk_norm=QkNorm.HEAD,
         qk_norm_key="use_qk_norm",
         **CHOSEN_BY_SIGMOID,
+    ),
+    # Sarvam 30B: the same, whose heads turn whole, by its makers' names
+    Family(
+        name="sarvam_moe", architectures=("SarvamMoEForCausalLM",), built_as="Glm4MoeForCausalLM",
+        keys={**USUAL, **BY_GROUPS, "vocab_size": 262_144, "intermediate_size": 8192, "num_hidden_layers": 19,
+              "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 131_072,
+              "rope_theta": 8_000_000.0, "attention_bias": False, "moe_intermediate_size": 1024, "num_experts_per_tok": 6,
+              "n_shared_experts": 1, "num_experts": 128, "first_k_dense_replace": 1, "use_qk_norm": True,
+              "routed_scaling_factor": 2.5, "shared_expert_intermediate_size": None},
+        qkv_bias="attention_bias",
+        qk_norm=QkNorm.HEAD,
+        qk_norm_key="use_qk_norm",
+        names=TensorNames(embedding="word_embeddings", attention="attention", qkv=("query_key_value",), o="dense",
+                          q_norm="query_layernorm", k_norm="key_layernorm", choice_bias="gate.expert_bias"),
+        **{**SARVAM, "renamed": {**SARVAM["renamed"], "use_qkv_bias": "attention_bias"}},
     ),
     # the text of GLM-4.5V and 4.6V
     Family(

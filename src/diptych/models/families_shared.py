@@ -42,6 +42,13 @@ BY_USE_BIAS: dict[str, Any] = {"qkv_bias": "use_bias", "o_bias": "use_bias", "ml
 CHOSEN_BY_SIGMOID: dict[str, Any] = {
     "scores": Scores.SIGMOID, "has_choice_bias": True, "group_best": 2,
     "renamed": {"n_routed_experts": "num_experts", **LOCAL_EXPERTS}}  # fmt: skip
+# what published files of Sarvam's say beside that, in the one form that runs here
+SARVAM: dict[str, Any] = {
+    **CHOSEN_BY_SIGMOID,
+    "renamed": {**CHOSEN_BY_SIGMOID["renamed"], "num_shared_experts": "n_shared_experts",
+                "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size"},
+    "fixed": {"topk_method": ("noaux_tc",), "score_function": ("sigmoid",), "scoring_func": ("sigmoid",), "use_bias": (False,),
+              "moe_router_enable_expert_bias": (True,)}}  # fmt: skip
 COHERE = {**USUAL, "vocab_size": 256_000, "hidden_size": 8192, "intermediate_size": 22_528, "logit_scale": 0.0625,
           "num_hidden_layers": 40, "num_attention_heads": 64, "max_position_embeddings": 8192,
           "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "attention_bias": False}  # fmt: skip

@@ -122,6 +122,20 @@ STATES: tuple[Family, ...] = (
         names=TensorNames(shared="shared_expert"),
         **QWEN_3_5,
     ),
+    # Lara 4 Mini: the delta rule beside windows, and layers that attend to everything without positions
+    Family(
+        name="lara_mini", architectures=("LaraMiniForCausalLM",),
+        keys={**{key: value for key, value in DELTA.items() if key not in ("partial_rotary_factor", "full_attention_interval")},
+              **EXPERTS, "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": None, "num_hidden_layers": 34,
+              "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 131_072, "tie_word_embeddings": True,
+              "sliding_window": 512, "linear_num_key_heads": 8, "linear_num_value_heads": 16, "num_experts_per_tok": 4,
+              "num_experts": 128, "norm_topk_prob": True, "layer_types": (
+                  "linear_attention", "sliding_attention", "linear_attention", "full_attention", "sliding_attention")},
+        renamed=LOCAL_EXPERTS,
+        state_rule=StateRule.DELTA, turns_windowed_only=True, qk_norm=QkNorm.HEAD,
+        names=TensorNames(shared="shared_expert", states_in=("in_proj",), states_norm="out_norm"),
+        **BY_ATTENTION_BIAS,
+    ),
     # streams in one row that are read by gates, n-grams, an index that chooses blocks by the means of their keys
     Family(
         name="qwen4_exp_text", architectures=("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from diptych.models.positions import QueryScale, Rope, slopes
 from diptych.models.read_block_index import as_indexed
 from diptych.models.read_blocks import as_halves, as_layers, as_pairs, as_searched, as_states, without_pictures
 from diptych.models.read_deepseek_v4 import as_deepseek_v4, with_entries
+from diptych.models.read_embedding import embedding_width, words_of
 from diptych.models.read_encoders import as_gated_or_not, learned_distances, with_stretched_base
 from diptych.models.read_glm_next import as_glm_next
 from diptych.models.read_gpt import arrangement, of_all_layers, with_kinds, with_section
@@ -118,13 +120,13 @@ def read_model(
         ropes = [replace(rope, is_interleaved=True) for rope in ropes]
     ropes = [replace(rope, turns_back=family.turns_back, is_learned=family.learns_turns) for rope in ropes]
     norm_eps, centres_norms = _norms(config, family)
-    hidden = _width(config, family)
+    hidden, (vocab_size, spare_embeddings) = embedding_width(config, family), words_of(config, family)
     return ModelSpec(
         name=name,
         family=family.name,
         architecture=family.architectures[0],
         hidden=hidden,
-        vocab_size=config.integer("vocab_size"),
+        vocab_size=vocab_size,
         layers=_layers(config, family, ropes, windows, heads),
         max_context_tokens=limit,
         norm_eps=norm_eps,
@@ -164,17 +166,8 @@ def read_model(
         has_inner_norms=family.has_inner_norms,
         blocks=config.raw.get("blocks", ()),
         left_out=config.raw.get("left_out", ()),
-        spare_embeddings=family.spare_embeddings,
+        spare_embeddings=spare_embeddings,
     )
-
-
-def _width(config: HfConfig, family: Family) -> int:
-    key, hidden = "word_embed_proj_dim", config.integer("hidden_size")
-    words = config.integer(key, hidden)
-    if words != hidden:
-        called = next((name for name, ours in family.renamed.items() if ours == key), key)
-        raise LoadError(f"{called} in {config.path} is {words}; only hidden_size, {hidden}, is supported")
-    return hidden
 
 
 def _norms(config: HfConfig, family: Family) -> tuple[float, bool]:
@@ -275,6 +268,9 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
     for key in family.by_layer:
         raw |= {key: of_all_layers(raw[key], key, path)} if key in raw else {}
     kinds = raw.get("layer_types")
+    if kinds is None and family.keys.get("layer_types") is not None:  # what they are, again and again
+        n_layers = HfConfig({**family.keys, **raw}, path=path).integer("num_hidden_layers")
+        kinds = raw["layer_types"] = [*islice(cycle(family.keys["layer_types"]), n_layers)]
     is_indexed = "index_topk" in family.keys and family.state_rule is None
     if is_indexed and isinstance(kinds, list) and all(kind in INDEXED for kind in kinds):
         del raw["layer_types"]  # which says no more than that there is an index

@@ -39,8 +39,8 @@ NOT_READ = (
     "finetuned", "original_max_position_embeddings", "max_position_embeddings",
     "mrope_section", "xdrope_section", "mrope_interleaved",  # of pictures: the positions of a token of text are one
 )  # fmt: skip
-# by positions of pictures: Qwen2-VL's older files, HunyuanOCR's
-OF_PICTURES = {"mrope": "default", "xdrope": "dynamic"}
+# names of some files: by positions of pictures, Qwen2-VL's older ones and HunyuanOCR's; Sarvam's
+ALIASES = {"mrope": "default", "xdrope": "dynamic", "deepseek_yarn": "yarn"}
 # types whose factor stretches the positions beyond max_position_embeddings
 STRETCHING = ("linear", "dynamic", "yarn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -65,7 +65,7 @@ def rope_section(config: HfConfig, *, aliases: tuple[str, ...] = (), is_partial:
     if config.raw.get("kv_lora_rank") is not None and raw.get("partial_rotary_factor") == _latent_share(config):
         del raw["partial_rotary_factor"]  # transformers writes it beside latent heads: of what turns it is the whole
     rope_type = raw.get("rope_type") or raw.get("type") or "default"
-    rope_type = OF_PICTURES.get(rope_type, rope_type) if isinstance(rope_type, str) else rope_type
+    rope_type = ALIASES.get(rope_type, rope_type) if isinstance(rope_type, str) else rope_type
     raw["rope_type"] = "longrope" if rope_type in aliases else rope_type
     section = HfConfig(raw, path=f"rope_parameters of {config.path}")
     if not isinstance(raw["rope_type"], str) or raw["rope_type"] not in SECTION_KEYS:

@@ -1,0 +1,30 @@
+"""What a config says of the tables at a model's ends: how wide a row is, and how many words may be read and written."""
+
+from __future__ import annotations
+
+from diptych.ground.errors import LoadError
+from diptych.models.config import HfConfig
+from diptych.models.family import Family
+
+
+def embedding_width(config: HfConfig, family: Family) -> int:
+    """Numbers of a row, which are the stream's. LoadError for a table of its own width."""
+    key, hidden = "word_embed_proj_dim", config.integer("hidden_size")
+    words = config.integer(key, hidden)
+    if words != hidden:
+        called = next((name for name, ours in family.renamed.items() if ours == key), key)
+        raise LoadError(f"{called} in {config.path} is {words}; only hidden_size, {hidden}, is supported")
+    return hidden
+
+
+def words_of(config: HfConfig, family: Family) -> tuple[int, int]:
+    """Words that are written, and how many more are read alone (Apertus 1.5's pictures and sounds, Llama 3.2's picture)."""
+    read = config.integer("vocab_size")
+    written = config.integer("output_vocab_size", read)
+    config.at_most("output_vocab_size", written, read)
+    if written < read and config.flag("tie_word_embeddings"):
+        raise LoadError(
+            f"output_vocab_size in {config.path} is {written} of {read} words; a tied head has all of them",
+            hint="set tie_word_embeddings to false where the file has a head of its own",
+        )
+    return written, read - written + family.spare_embeddings
