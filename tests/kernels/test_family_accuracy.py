@@ -36,7 +36,7 @@ MIXTURES = (
     "cohere2_moe", "cohere2_moe-sums", "kolibri1", "axk1", "axk2",
     "phimoe", "hy_v3", "mistral4", "deepseek_v32", "glm_moe_dsa", "mimo_v2_flash", "minimax_m3", "step3p7",
     "laguna", "laguna-m", "aria", "hy_v4", "bailing_hybrid", "glm5_next", "qwen4_exp", "longcat_flash", "dbrx",
-    "deepseek_v4", "mistral_large4", "muse_spark",
+    "deepseek_v4", "mistral_large4", "muse_spark", "sarvam_moe", "sarvam_mla", "lara_mini",
 )  # fmt: skip
 # These choose twice in each layer, whom to attend to and which experts to ask, and drawn weights make many choices close: 0.02
 # where nothing is chosen (which is held to the dense bound below), up to 0.19 by either alone, 0.07 to 0.38 by both, on every

@@ -67,6 +67,7 @@ _IN_FILES = (
 )  # fmt: skip
 # what classes have before the names of layers, whatever the files call it: of decoders, and of wrappers around them
 _BEFORE_LAYERS = {"", "model.", "transformer.", *WRAPPED_PREFIXES, *(f"{around}model." for around in AROUND_WRAPPED)}
+_STACK = re.compile(r"(.*experts)((?:\.base_layer)*)")
 _EXPERT = re.compile(r"(?P<layer>(?:^|.*\.)layers\.\d+)\..*experts(?:\.base_layer)*\[(?P<number>\d+)\]")
 
 # What changes the mathematics or the base, and the values that ask for nothing. Source: peft's LoraConfig, 0.21.
@@ -421,9 +422,10 @@ def _scale(config: Mapping[str, Any], module: str, directory: Path) -> tuple[int
         patterns = config.get(pattern) or {}
         if not isinstance(patterns, dict):
             raise LoadError(f"{directory / CONFIG_FILE} has {pattern} {shown(patterns)}; it must be an object")
-        key = next((key for key in patterns if _matches(key, module, directory)), None)
+        key = next((key for key in patterns if _matches(key, called, directory)), None)
         return config.get(name, default) if key is None else patterns[key]
 
+    called = _in_patterns(module, config.get("target_parameters"))
     rank, said = whole(of("r", "rank_pattern", 8)), of("lora_alpha", "alpha_pattern", 8)
     alpha = real(said)
     if rank is None or not 1 <= rank <= SIZE_LIMIT:
@@ -436,6 +438,20 @@ def _scale(config: Mapping[str, Any], module: str, directory: Path) -> tuple[int
             f"{NUMBER_LIMIT:g}"
         )
     return rank, alpha / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def _in_patterns(module: str, parameters: object) -> str:
+    """What patterns call a module: of stacked experts the parameter that is adapted, and it says so by its wrappers alone.
+
+    They lie around each other in the order of the module's parameters, so that the outermost is of the last one, down.
+    """
+    found = _STACK.fullmatch(module)
+    if found is None or not isinstance(parameters, list):
+        return module
+    named = {str(one).rpartition(".")[2] for one in parameters} - {"weight"}  # of routers
+    inside = found[2].count("base_layer")
+    in_order = sorted(named, key=lambda name: "down" in name)
+    return f"{found[1]}.{in_order[-1 - inside]}" if inside < len(in_order) else module
 
 
 def _matches(pattern: str, module: str, directory: Path) -> bool:

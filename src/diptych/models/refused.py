@@ -40,9 +40,9 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "text that is written in no order": ("diffusion_gemma",),
     # of new kinds
     "scores of distances that each query makes for itself, and convolutions of keys, values and what layers add": (
-        "inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"),
+        "inkling_mm_model", "inkling_text", "inkling2", "inkling2_text", "inkling2_loop", "inkling2_loop_text"),
     "residuals weighed by depth, and queries by powers of their positions": ("beam",),
-    "layers that run in cycles": ("hrm_text",),
+    "layers that run in cycles": ("hrm_text", "dory"),
     "bytes in patches of any length": ("blt",),
     # of old kinds
     "scores by distance and segment": ("cpmant", "xlnet"),
