@@ -71,7 +71,8 @@ def state_projections(source: Source, state: StateSpec, names: TensorNames, root
         return StateProjections(_parts(all_of_them), None, None, o)
     if state.rule is StateRule.DELTA:  # q, k and v, what gates, betas and decays
         rows = torch.arange(state.n_projected).split((state.n_channels, state.gate_width, state.n_rates))
-        return StateProjections(*(_parts(PickedTensor(all_of_them, part)) for part in rows), o)
+        qkv, of_heads, of_rates = (PickedTensor(all_of_them, part) for part in rows)
+        return StateProjections(_parts(qkv), _parts(of_heads), _parts(of_rates), o)
     # Mamba-2: what gates x, then x, B and C, which are v, k and q here, and the steps
     keys = state.n_key_heads * state.key_dim
     gate, v, k, q, rates = torch.arange(state.n_projected).split((state.width, state.width, keys, keys, state.n_rates))
