@@ -82,10 +82,11 @@ CASES: dict[str, dict[str, Any]] = {
                    ".*language_model.*(q_proj|gate_proj|down_proj|pre_expert_proj|post_expert_proj)"},
     "dbrx": {"r": 4, "lora_alpha": 8, "target_modules": ["Wqkv", "out_proj"]},
     # what files and classes call otherwise, and what both have in one or both apart
-    "sarvam_moe": {"r": 4, "lora_alpha": 8, "target_modules": ["o_proj", "gate_proj", "up_proj", "down_proj"]},
+    "sarvam_moe": {"r": 4, "lora_alpha": 8, "target_modules": list(ALL)},
     "sarvam_mla": {"r": 4, "lora_alpha": 8, "target_modules": [
         "q_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj"]},
-    "lara_mini": {"r": 4, "lora_alpha": 8, "target_modules": ["out_proj", "q_proj", "o_proj"]},
+    "lara_mini": {"r": 4, "lora_alpha": 8, "target_modules": [
+        *(f"in_proj_{one}" for one in ("qkv", "z", "b", "a")), "out_proj", "q_proj", "o_proj"]},
     "apertus1p5": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj", "up_proj", "down_proj"]},
     "bailing_hybrid": {"r": 4, "lora_alpha": 8, "target_modules": [
         f"{one}_proj" for one in ("q", "k", "v", "o", "b", "f", "g", "gate", "up", "down")]},

@@ -117,7 +117,7 @@ WITH_STATES = ("qwen3_next", "qwen3_5", "granite-h-dense", "jamba-dense", "recur
 
 @pytest.mark.parametrize("family", [
     "qwen3", "gemma2", "phi3", "qwen3_moe", "gpt2", "falcon-40b", "qwen3_next", "qwen3_5", "granite-h-dense", "lfm2",
-    "mimo_v2_flash", "bitnet", "jamba-dense", "recurrent_gemma",
+    "mimo_v2_flash", "bitnet", "jamba-dense", "recurrent_gemma", "sarvam_moe",
 ])  # fmt: skip
 def test_logits_are_those_of_peft_as_the_model_s_own_are(family: str, tmp_path: Path) -> None:
     """Oracle: peft in fp32. The error with an adapter is of the size that the format's rounding has without one."""
@@ -126,6 +126,7 @@ def test_logits_are_those_of_peft_as_the_model_s_own_are(family: str, tmp_path: 
         "mimo_v2_flash": {"mlp_layer_types": ["dense"] * 4},
         "qwen3_moe": {"num_experts_per_tok": 4},
         "qwen3_next": {"num_experts_per_tok": 4},
+        "sarvam_moe": {"num_experts_per_tok": 6},
     }.get(family, {})
     path = make_checkpoint(family, tmp_path / "base", **fields)
     targets = TARGETS.get(family, list(ALL))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -65,6 +65,12 @@ _IN_FILES = (
     *((f".mlp.{before}{ours}_proj", f".{before or 'feed_forward.'}{theirs}") for before in ("", "shared_experts.")
       for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))),
 )  # fmt: skip
+# what classes have apart -> what files have it in, and which part of that it is: of heads, or of what reads a state's input,
+# whose last two, betas and decays, are as many each
+_IN_ONE = {
+    **{f".self_attn.{part}_proj": (".attention.query_key_value", i) for i, part in enumerate("qkv")},
+    **{f".linear_attn.in_proj_{part}": (".linear_attn.in_proj", i) for i, part in enumerate(("qkv", "z", "b", "a"))},
+}
 # what classes have before the names of layers, whatever the files call it: of decoders, and of wrappers around them
 _BEFORE_LAYERS = {"", "model.", "transformer.", *WRAPPED_PREFIXES, *(f"{around}model." for around in AROUND_WRAPPED)}
 _STACK = re.compile(r"(.*experts)((?:\.base_layer)*)")
@@ -231,9 +237,9 @@ class Sites:
             tail = _tail(module)
             in_files = (tails.get(tail.replace(*one)) for one in _IN_FILES)
             name = tails.get(tail) or next((one for one in in_files if one is not None), None)
-            if name is None or name in fitted or module.removesuffix(tail) not in prefixes:
+            name, sites = (name, self._by_module[name]) if name is not None else self._part(tail, tails)
+            if not sites or name in fitted or module.removesuffix(tail) not in prefixes:
                 self._refuse(adapter, module)
-            sites = self._by_module[name]
             n_outputs, n_inputs = sum(site.n_rows for site in sites), sites[0].n_inputs
             if low_rank.b.shape[0] != n_outputs or low_rank.a.shape[1] != n_inputs:
                 raise LoadError(
@@ -243,6 +249,21 @@ class Sites:
                 )
             fitted[name] = [(site, site.of(low_rank)) for site in sites]
         return [one for some in fitted.values() for one in some]
+
+    def _part(self, tail: str, tails: Mapping[str, str]) -> tuple[str, list[Site]]:
+        """Of what a class has apart and the checkpoint in one; no site where it has no such module."""
+        ending = next((one for one in _IN_ONE if tail.endswith(one)), None)
+        if ending is None:
+            return tail, []
+        joined, number = _IN_ONE[ending]
+        found = self._by_module.get(tails.get(tail.removesuffix(ending) + joined, ""), [])
+        sites = sorted(found, key=lambda one: 0 if one.row_order is None else int(one.row_order[0]))
+        if len(sites) == 1:
+            widths = [n for _, n in sites[0].linear.role.sites]
+        else:
+            widths = [site.n_outputs for site in sites]
+            widths[-1:] = [widths[-1] // 2] * 2 if widths else []
+        return tail, _cut(sites, sum(widths[:number]), widths[number]) if sites else []
 
     def _check_head(self, adapter: Adapter, name: str) -> None:
         """Refuse an adapter whose file brings another head than the model's."""
@@ -297,6 +318,16 @@ class Sites:
             f"adapter {adapter.path} adapts {module}, which this model does not have, cannot adapt, or has been given already",
             hint=f"what can be adapted in its {len(self._by_module)} modules: {', '.join(kinds)}",
         )
+
+
+def _cut(sites: Sequence[Site], first: int, n_rows: int) -> list[Site]:
+    """Rows of a module in the order of its sites, as a site of their own."""
+    for site in sites:
+        if first < site.n_outputs:
+            begin = site.begin + first
+            return [replace(site, begin=begin, end=begin + n_rows, row_order=None)]
+        first -= site.n_outputs
+    return []
 
 
 def _in_layer(module: str) -> str:
