@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
+from diptych.compute.finite import are_finite
 from diptych.compute.ops.contract import LinearParts, WeightTensor
 from diptych.compute.views import ScaledTensor
 from diptych.compute.weights import FLOAT_DTYPES
@@ -498,7 +499,7 @@ def _matches(pattern: str, module: str, directory: Path) -> bool:
 
 
 def _check_finite(low_rank: LowRank, module: str, directory: Path) -> None:
-    if not (bool(torch.isfinite(low_rank.a).all()) and bool(torch.isfinite(low_rank.b).all())):
+    if not (are_finite(low_rank.a) and are_finite(low_rank.b)):
         raise LoadError(f"{module} in {directory} has a weight that is not finite", hint="the adapter is damaged")
 
 

@@ -205,8 +205,7 @@ def _every(rows: int, n: int) -> slice:
 
 
 def _log2(values: torch.Tensor) -> torch.Tensor:
-    sizes = values.to(torch.float32).abs().log2()
-    return sizes.masked_fill(sizes.isinf(), torch.nan)
+    return values.to(torch.float32).abs().log2_().nan_to_num_(torch.nan, posinf=torch.nan, neginf=torch.nan)
 
 
 def _scaled(

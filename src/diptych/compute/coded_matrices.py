@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from diptych.compute.finite import are_finite
 from diptych.compute.ops.contract_parts import Codes
 from diptych.compute.ops.device_codes import halved_powers
 from diptych.compute.views import FP4_VALUES
@@ -127,7 +128,7 @@ class CodedMatrix:
     def parts(self) -> CodedParts:
         """Read once: small beside the codes. LoadError for scales and zeros that cannot be meant."""
         parts = self._read_parts()
-        if not all(bool(torch.isfinite(one).all()) for one in (parts.scales, parts.minima) if one is not None):
+        if not all(are_finite(one) for one in (parts.scales, parts.minima) if one is not None):
             raise LoadError(
                 f"{self.name} has a scale that is not finite", hint="the checkpoint is damaged; download it again"
             )
@@ -261,7 +262,7 @@ class ScaledMatrix:
         """[rows or blocks of them or 1, blocks of inputs or 1] fp32. LoadError for one that is not finite."""
         stored = self._raw.stored(self._scale)
         scales = (stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored).float()
-        if not bool(torch.isfinite(scales).all()):
+        if not are_finite(scales):
             raise LoadError(
                 f"{self._scale} has a scale that is not finite", hint="the checkpoint is damaged; download it again"
             )
@@ -464,7 +465,7 @@ class TableMatrix:
     def _part(self, suffix: str) -> torch.Tensor:
         """A tensor beside the codes. LoadError for floats that are not finite."""
         found = self._raw.stored(f"{self._name}.{suffix}")
-        if found.is_floating_point() and not bool(torch.isfinite(found).all()):
+        if found.is_floating_point() and not are_finite(found):
             raise LoadError(
                 f"{self._name}.{suffix} has a number that is not finite",
                 hint="the checkpoint is damaged; download it again",

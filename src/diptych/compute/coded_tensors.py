@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from diptych.compute.coded_matrices import RawTensors
+from diptych.compute.finite import are_finite
 from diptych.ground.errors import LoadError
 from diptych.models.quantised import BESIDE_CODES, BESIDE_HQQ, CODES
 
@@ -53,7 +54,7 @@ def require(raw: RawTensors, name: str, shape: tuple[int, ...], *dtypes: str) ->
 def finite(raw: RawTensors, name: str) -> torch.Tensor:
     """The stored values. LoadError for a number that is not finite."""
     found = raw.stored(name)
-    if not bool(torch.isfinite(found).all()):
+    if not are_finite(found):
         raise LoadError(f"{name} has a number that is not finite", hint="the checkpoint is damaged; download it again")
     return found
 

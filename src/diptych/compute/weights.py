@@ -279,8 +279,9 @@ class Checkpoint:
         self._read: set[str] = set()
         self._read_bytes = 0
         self._file_bytes = 0
-        self._resident: list[torch.Tensor] = []  # read since pages were last given back
-        self._given_back: list[torch.Tensor] = []  # whose pages went back then
+        self._resident: dict[str, torch.Tensor] = {}  # by name, read since pages were last given back
+        self._resident_bytes = 0
+        self._given_back: dict[str, torch.Tensor] = {}  # whose pages went back then
         self.unchecked: list[Saved] = []
         self.meanwhile: Meanwhile | None = None
         self.progress: Progress | None = None
@@ -342,19 +343,30 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """The values of a checked tensor as a view of the mapped file; counts towards progress once."""
-        if sum(tensor.nbytes for tensor in self._resident) >= RESIDENT_BYTES:
+        if self._resident_bytes >= RESIDENT_BYTES:
             self._give_pages_back()
-        try:
-            tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise LoadError(f"cannot read tensor {name} in {self.directory}: {_first_line(error)}") from error
-        self._resident.append(tensor)
+        tensor = self._resident.get(name)
+        if tensor is not None:
+            return tensor
+        tensor = self._resident[name] = self._view(name)
+        self._resident_bytes += tensor.nbytes
         if name not in self._read:
             self._read.add(name)
             self._read_bytes += tensor.nbytes
             if self.progress is not None:
                 self.progress(self._read_bytes, max(self._file_bytes, self._read_bytes))
         return tensor
+
+    def _view(self, name: str) -> torch.Tensor:
+        """That of the last time where it is at hand: to make one costs more than to pack what is small."""
+        tensor = self._resident.get(name, self._given_back.get(name))
+        if tensor is not None:
+            return tensor
+        try:
+            made: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise LoadError(f"cannot read tensor {name} in {self.directory}: {_first_line(error)}") from error
+        return made
 
     def differ(self, name: str, other: str) -> bool:
         """Whether both tensors are there and hold different numbers."""
@@ -394,10 +406,10 @@ class Checkpoint:
             self.progress(self._file_bytes, self._file_bytes)
 
     def _give_pages_back(self) -> None:
-        for tensor in (*self._given_back, *self._resident):
+        for tensor in (*self._given_back.values(), *self._resident.values()):
             give_pages_back(tensor)
         # the last ones read may be used only from now on (gate while up is read): their pages go back again the next time
-        self._given_back, self._resident = self._resident, []
+        self._given_back, self._resident, self._resident_bytes = self._resident, {}, 0
 
     def _refuse_unused(self, is_ignored: Callable[[str], bool]) -> None:
         unused = sorted(name for name in self._file_of if name not in self._used and not is_ignored(name))
@@ -436,7 +448,7 @@ class Checkpoint:
             file = self._files[self._file_of[name]]
             view = file.get_slice(name)
             digest.update(f"{name} {view.get_shape()} {view.get_dtype()}\n".encode())
-            values = file.get_tensor(name).flatten()
+            values = self._view(name).flatten()
             middle = len(values) // 2
             digest.update(values[middle : middle + SAMPLED_VALUES].view(torch.uint8).numpy().tobytes())
         for file_name in sorted(self._files):

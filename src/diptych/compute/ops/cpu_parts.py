@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from diptych.compute.balance import directions_of, exponents_of
+from diptych.compute.finite import are_finite
 from diptych.compute.ops.contract import LinearParts, WeightTensor
 from diptych.compute.ops.contract_parts import Codes
 from diptych.compute.weights import Source
@@ -59,7 +60,7 @@ def native_codes(tensors: tuple[WeightTensor, ...], rows: Rows) -> list[tuple[An
             read[part.name] = part.codes()
         codes = read[part.name].rows(own)
         floats = codes.scales if codes.factors is None else codes.factors
-        if not bool(torch.isfinite(floats.to(torch.float32)).all()):
+        if not are_finite(floats.to(torch.float32)):
             raise LoadError(
                 f"tensor {part.name} has a scale that is not finite",
                 hint="the checkpoint is damaged; download it again",
@@ -74,7 +75,7 @@ def finite_weights(parts: LinearParts, rows: Rows, weights_format: str) -> list[
     weights = [(part.name, part.part(own, parts.n_inputs).detach()) for part, own in own_rows(parts.weights, rows)]
     if weights_format in ("int8", "int4"):
         for name, values in weights:
-            if not bool(torch.isfinite(values).all()):
+            if not are_finite(values):
                 raise LoadError(
                     f"tensor {name} has a weight that is not finite; {weights_format} cannot hold it",
                     hint="the checkpoint is damaged; download it again",

@@ -14,6 +14,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 
+from diptych.compute.finite import are_finite
 from diptych.compute.gguf_codes import codes_of
 from diptych.compute.ops.contract_parts import Codes, LinearParts, WeightTensor
 from diptych.ground.errors import LoadError
@@ -62,7 +63,7 @@ class MadeTensor(WeightTensor):
 
     def _codes_of(self, rows: slice) -> Codes:
         values = self.plain.part(rows, self.shape[1]).detach().to(torch.float32)
-        if not bool(torch.isfinite(values).all()):
+        if not are_finite(values):
             raise LoadError(
                 f"tensor {self.name} has a weight that is not finite; {self._kind.lower()} cannot hold it",
                 hint="the checkpoint is damaged; download it again",
