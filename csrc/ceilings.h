@@ -25,8 +25,8 @@ struct CeilingLoops {
   void (*read_all)(const uint8_t* data, int64_t bytes, Reading how);
 };
 
-// Last caches keep a part of what is read again and again, most where it is read past them, and two chips have two: from so many bytes on the
-// first half is timed, after the second has taken its place there.
+// Last caches keep a part of what is read again and again, most where it is read past them, and two chips have two: from so many bytes on a
+// half is timed after the other has taken its place there.
 constexpr int64_t kBeyondCaches = 512 << 20;
 
 // Best of `repeats` passes over a fresh buffer of `bytes`: from kBeyondCaches on the rate of the memory, below it of whatever holds them.
