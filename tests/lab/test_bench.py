@@ -23,7 +23,7 @@ def static() -> Iterator[StaticBench]:
     config = EngineConfig()
     loaded = load("bundled", config)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for name in ("machine_ceilings", "read_ceiling"):
+        for name in ("machine_ceilings", "arithmetic_ceilings", "read_ceiling"):
             monkeypatch.setattr(bench, name, cache(getattr(bench, name)))
         yield StaticBench(loaded.model, name=loaded.name, load_s=0.0, config=config)
 

@@ -100,24 +100,26 @@ def is_measured_natively(model: Model) -> bool:
 
 def machine_ceilings(model: Model) -> Ceilings:
     """Both ceilings of the device the model runs on, with as many threads as it uses; takes some tenths of a second."""
-    dtype, of_attention = compute_dtype(model.weights_format), attention_dtype(model)
-    if is_measured_natively(model):
-        memory = memory_ceiling(model)
-        return Ceilings(
-            read_bytes_per_s=memory,
-            flops_per_s=measure_ops_per_s(dtype, model.placement),
-            compute_dtype=dtype,
-            threads=model.threads,
-            attention_flops_per_s=None if of_attention == dtype else measure_ops_per_s(of_attention, model.placement),
-            cached_bytes_per_s=_cached_bytes_per_s(model, memory),
-            signal_s=measure_signal_s(model.placement),
-        )
-    return Ceilings(  # a GPU, or a CPU without the kernels: what torch reaches
-        read_bytes_per_s=torch_read_bytes_per_s(model.device),
-        flops_per_s=torch_flops_per_s(model.device, TORCH_DTYPES[dtype]),
-        compute_dtype=dtype,
+    memory, (flops_per_s, attention_flops_per_s) = memory_ceiling(model), arithmetic_ceilings(model)
+    is_native = is_measured_natively(model)
+    return Ceilings(
+        read_bytes_per_s=memory,
+        flops_per_s=flops_per_s,
+        compute_dtype=compute_dtype(model.weights_format),
         threads=model.threads,
+        attention_flops_per_s=attention_flops_per_s,
+        cached_bytes_per_s=_cached_bytes_per_s(model, memory) if is_native else None,
+        signal_s=measure_signal_s(model.placement) if is_native else None,
     )
+
+
+def arithmetic_ceilings(model: Model) -> tuple[float, float | None]:
+    """Of the linear layers and of the products with the cache, as `Ceilings` has them, and nothing of the memory."""
+    dtype, of_attention = compute_dtype(model.weights_format), attention_dtype(model)
+    if not is_measured_natively(model):  # a GPU, or a CPU without the kernels: what torch reaches
+        return torch_flops_per_s(model.device, TORCH_DTYPES[dtype]), None
+    own = measure_ops_per_s(dtype, model.placement)
+    return own, None if of_attention == dtype else measure_ops_per_s(of_attention, model.placement)
 
 
 def read_ceiling(model: Model) -> float:
