@@ -1,4 +1,4 @@
-// Linear layers on matrix tiles, the text of gemm_amx.cpp (the instructions) and of gemm_amx_twin.cpp (their twin in plain C++).
+// Linear layers on matrix tiles, the text of gemm_amx.cpp (the instructions) and of gemm_amx_twin.cpp (their twin by AVX-512).
 #include <immintrin.h>
 
 #include <algorithm>
