@@ -24,6 +24,7 @@ import torch
 
 from diptych.compute.gguf_codes import codes_of
 from diptych.compute.gguf_lattices import LATTICES
+from diptych.compute.mapped_pages import give_pages_back
 from diptych.compute.ops.contract import WeightTensor
 from diptych.compute.ops.contract_parts import Codes
 from diptych.compute.weights import (
@@ -33,7 +34,6 @@ from diptych.compute.weights import (
     Progress,
     Saved,
     add_measured,
-    give_pages_back,
 )
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import LEAST_WHOLE, KeptFormat, gguf_kept, mean_bytes

@@ -10,16 +10,13 @@ Never runs code from a checkpoint, never unpickles.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import logging
 import math
-import mmap
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +27,7 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
+from diptych.compute.mapped_pages import give_pages_back
 from diptych.compute.ops.contract import WeightTensor
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import mean_bytes
@@ -589,20 +587,6 @@ def add_measured(digest: Any, measured: Mapping[str, torch.Tensor]) -> None:
     for name in sorted(measured):
         digest.update(f"{name}\n".encode())
         digest.update(measured[name].numpy().tobytes())
-
-
-def give_pages_back(tensor: torch.Tensor) -> None:
-    """Drop the pages of a view of a mapped file from this process; they are read again when touched. Only for such views."""
-    if not hasattr(mmap, "MADV_DONTNEED"):
-        return
-    begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE  # a neighbour's bytes on the same page come back too
-    nbytes = tensor.data_ptr() + tensor.nbytes - begin
-    _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)  # each makes a class of its own, and a start gives pages back some hundred times
 
 
 def _first_line(error: BaseException) -> str:
