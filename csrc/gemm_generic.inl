@@ -1,12 +1,12 @@
 // Everything of a set but its tiles, in portable C++: the scalar set's own text, and the AVX2 set's, whose flags turn the loops
 // into its registers. Included inside the anonymous namespace, after lanes.inl.
 
-inline float from_bf16(uint16_t bits) {
-  const uint32_t word = static_cast<uint32_t>(bits) << 16;
+inline float from_bits(uint32_t word) {
   float value;
-  std::memcpy(&value, &word, 4);
+  std::memcpy(&value, &word, sizeof value);
   return value;
 }
+inline float from_bf16(uint16_t bits) { return from_bits(static_cast<uint32_t>(bits) << 16); }
 
 inline uint16_t to_bf16(float value) {
   uint32_t word;
