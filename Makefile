@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 NATIVE := CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h csrc/*.inl)
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # else each process that a test starts would compile all that it imports
 unexport PYTHONDONTWRITEBYTECODE
@@ -27,6 +28,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Python 3.11 or newer is needed (PYTHON=... names another)"; exit 1; }
 	@echo "==> making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install -q -U pip  # the interpreter's own may be years old, and takes twice as long
 
 # torch goes in first, so that nothing else chooses a build of it; of its bytecode what is imported is written then
 $(VENV)/.torch: constraints.txt | $(BIN)/python

@@ -3,6 +3,8 @@
 // read upwards, the further the slower that page is read.
 class Ahead {
  public:
+  // For all that one place more holds: places may be as small as a token, and what there is no room for is not asked for.
+  DIPTYCH_FORCED bool has_room() const { return n_ + kOfPlace <= kPieces; }
   // [begin, begin + bytes), joined to what was added before where they touch.
   DIPTYCH_FORCED void add(const void* begin, int64_t bytes) {
     const char* first = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(begin) / kLine * kLine);
@@ -62,6 +64,7 @@ class Ahead {
     const char* end;
   };
   static constexpr int64_t kLine = 64, kShares = 256, kAtOnce = 8;
+  static constexpr int64_t kOfPlace = 4, kPieces = kOfPlace * (kTileGroups + 1);  // keys, values and both scales
 
   void cut_pieces(int64_t parts) {
     for (int64_t i = n_ - 1; i >= 0; --i) {
@@ -91,7 +94,7 @@ class Ahead {
     return stretch;
   }
 
-  Piece pieces_[4 * (kTileGroups + 1)];  // keys, values and both scales of each block that a tile touches
+  Piece pieces_[kPieces];
   int64_t first_ = 0, n_ = 0, lines_ = 0;
   const char* at_once_[kAtOnce];
 };
@@ -102,7 +105,7 @@ DIPTYCH_INLINE void find_next(const SequenceView& view, int64_t token, Ahead& ah
   const int64_t key = kv.head_dim * kv.element_bytes(), value = kv.value_dim() * kv.element_bytes();
   const int64_t tile_end = (token / kTileTokens + 1) * kTileTokens;
   const int64_t end = view.last_key < tile_end ? view.last_key / 16 * 16 + 16 : tile_end;
-  while (token < end) {
+  while (token < end && ahead.has_room()) {
     const int64_t position = view.chosen == nullptr ? token : GroupWalk::place_of(view, token);
     const int64_t block = position / kv.block_tokens, offset = position - block * kv.block_tokens;
     int64_t n = end - token < kv.block_tokens - offset ? end - token : kv.block_tokens - offset;

@@ -96,7 +96,7 @@ class World {
       if (m.pool != 1) m.index_dim *= 2, m.most = (m.most / m.pool + 2) * m.pool - 1;
     }
     if (m.rank == 0 && pick(0, 3) == 0) {
-      m.block = int64_t{2} << pick(0, 3), m.most = m.block * pick(1, 12) + m.block - 1, m.shares_choice = pick(0, 1), m.window = INT64_MAX, m.shares_kv = false;
+      m.block = int64_t{2} << pick(0, 3), m.most = m.block * pick(1, pick(0, 3) ? 12 : 120) + m.block - 1, m.shares_choice = pick(0, 1), m.window = INT64_MAX, m.shares_kv = false;
       m.index_heads = pick(1, 9), m.index_dim = 2 * std::min<int64_t>(m.head_dim / 2, 20) + 2 * pick(0, 30);
     }
     m.has_states = pick(0, 2) == 0;

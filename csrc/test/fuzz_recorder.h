@@ -329,7 +329,7 @@ class Recorder {
     const int outs[] = {plain_buffer(p_, BufferKind::f32, d), plain_buffer(p_, BufferKind::f32, heads * d)}, key = outs[0], q = outs[1];
     for (const int out : outs) p_.record(Category::qkv, LinearOp{linear(out == key ? d : heads * d, m_.hidden), rows, out, Store::f32, Activation::silu});
     p_.record(Category::rope, CacheIndexOp{key, layer, -1, -1, rope_, 0.0f});
-    p_.record(Category::rope, CacheIndexOp{key, layer, norm(d), -1, rope_, 1e-6f, m_.block});
+    p_.record(Category::rope, CacheIndexOp{key, layer, norm(d), -1, rope_, 1e-6f, 0, m_.block});
     AttentionShape shape{heads, 1, d};
     shape.most = m_.most, shape.block = m_.block, shape.by_means = true, shape.v_head_dim = d;
     ChooseOp op{q, plain_buffer(p_, BufferKind::bf16, heads * d), -1, choice_, layer, rope_, shape};

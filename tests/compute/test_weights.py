@@ -172,6 +172,7 @@ def test_every_required_family_is_supported() -> None:
         *(f"{name}ForConditionalGeneration" for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe")),
         *(f"{name}ForConditionalGeneration" for name in ("Glm4v", "Glm46V", "Glm4vMoe")),
         *(f"{name}ForConditionalGeneration" for name in ("Aria", "CohereCompass")),
+        *(f"{name}ForConditionalGeneration" for name in ("Apertus1p5", "HYV4VL")),  # tests/compute/test_wrappers.py
         *WRAPPERS,
         *(
             architecture for family in WRAPPED for architecture in family.architectures
@@ -184,6 +185,7 @@ def test_every_required_family_is_supported() -> None:
     # Llamas there; and how files write what transformers writes otherwise
     elsewhere = {*wrapped, "InternLM3ForCausalLM", "IQuestCoderForCausalLM", "ExaoneMoEForCausalLM", "PhiMoEForCausalLM",
                  "StableLMEpochForCausalLM", "Phi4MMForCausalLM", "BailingMoeV3ForCausalLM", "MPTForCausalLM",
+                 "SarvamMoEForCausalLM", "SarvamMLAForCausalLM",
                  "MiniMaxM1ForCausalLM", "MiniMaxText01ForCausalLM",  # tests/compute/test_lightning.py
                  *(architecture for architecture, _, _ in REPUBLISHED.values())}  # fmt: skip
     assert set(SUPPORTED) == {*checked, *elsewhere}
