@@ -124,6 +124,18 @@ def test_logits_are_those_of_peft(family: str, tmp_path: Path) -> None:
     assert (found["plain"] - plain).abs().max() < 1e-4
 
 
+def test_parts_of_rows_in_another_order_are_no_modules(tmp_path: Path) -> None:
+    """GPT-NeoX has q, k and v in one as Sarvam 30B has, but head by head: a third of that is no q."""
+    base = make_checkpoint("gpt_neox", tmp_path / "base")
+    folder = write_adapter(tmp_path / "adapter", base, {"query_key_value": 3})
+    tensors = {}
+    for name, one in copied(folder).items():
+        name = name.replace("attention.query_key_value", "self_attn.q_proj")
+        tensors[name] = one[: len(one) // 3].clone() if "lora_B" in name else one
+    save_file(tensors, folder / "adapter_model.safetensors")
+    assert "self_attn.q_proj, which this model does not have" in refusal(folder, base)
+
+
 def test_the_reference_op_is_what_merged_weights_give() -> None:
     """(W + B A) x, to its own outputs alone."""
     generator = torch.Generator().manual_seed(0)

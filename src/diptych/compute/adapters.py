@@ -171,6 +171,11 @@ class Site:
         """Of the checkpoint's that are here, however often."""
         return self.n_outputs if self.row_order is None else len(self.row_order.unique())
 
+    @property
+    def order(self) -> torch.Tensor:
+        """Which row of the checkpoint's each output is."""
+        return torch.arange(self.n_outputs) if self.row_order is None else self.row_order
+
     def of(self, low_rank: LowRank) -> LowRank:
         """What an adapter of the module adds here."""
         order = self.row_order
@@ -238,7 +243,8 @@ class Sites:
             tail = _tail(module)
             in_files = (tails.get(tail.replace(*one)) for one in _IN_FILES)
             name = tails.get(tail) or next((one for one in in_files if one is not None), None)
-            name, sites = (name, self._by_module[name]) if name is not None else self._part(tail, tails)
+            sites = self._part(tail, tails) if name is None else self._by_module[name]
+            name = name or tail
             if not sites or name in fitted or module.removesuffix(tail) not in prefixes:
                 self._refuse(adapter, module)
             n_outputs, n_inputs = sum(site.n_rows for site in sites), sites[0].n_inputs
@@ -251,20 +257,23 @@ class Sites:
             fitted[name] = [(site, site.of(low_rank)) for site in sites]
         return [one for some in fitted.values() for one in some]
 
-    def _part(self, tail: str, tails: Mapping[str, str]) -> tuple[str, list[Site]]:
-        """Of what a class has apart and the checkpoint in one; no site where it has no such module."""
-        ending = next((one for one in _IN_ONE if tail.endswith(one)), None)
-        if ending is None:
-            return tail, []
-        joined, number = _IN_ONE[ending]
+    def _part(self, tail: str, tails: Mapping[str, str]) -> list[Site]:
+        """Of what a class has apart and the checkpoint in one: its rows as a site of their own. None where there is no such
+        module, or its rows lie in another order (GPT-NeoX's by head).
+        """
+        ending = next((one for one in _IN_ONE if tail.endswith(one)), "")
+        joined, number = _IN_ONE.get(ending, ("", 0))
         found = self._by_module.get(tails.get(tail.removesuffix(ending) + joined, ""), [])
-        sites = sorted(found, key=lambda one: 0 if one.row_order is None else int(one.row_order[0]))
+        if not ending or not found:
+            return []
+        sites = sorted(found, key=lambda one: int(one.order[0]))
         if len(sites) == 1:
             widths = [n for _, n in sites[0].linear.role.sites]
         else:
             widths = [site.n_outputs for site in sites]
-            widths[-1:] = [widths[-1] // 2] * 2 if widths else []
-        return tail, _cut(sites, sum(widths[:number]), widths[number]) if sites else []
+            widths[-1:] = [widths[-1] // 2] * 2
+        is_in_order = torch.equal(torch.cat([site.order for site in sites]), torch.arange(sum(widths)))
+        return _cut(sites, sum(widths[:number]), widths[number]) if is_in_order and number < len(widths) else []
 
     def _check_head(self, adapter: Adapter, name: str) -> None:
         """Refuse an adapter whose file brings another head than the model's."""
