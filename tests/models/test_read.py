@@ -205,6 +205,9 @@ def test_an_architecture_under_another_model_type_is_refused() -> None:
         ("mellum", {"mlp_layer_types": [["sparse"]] * 4, "layer_types": ["full_attention"] * 4}, "mlp_layer_types"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("sarvam_moe", {"score_function": "softmax"}, "score_function in config.json is 'softmax'"),
+        ("apertus1p5_text", {"output_vocab_size": 300_000}, "output_vocab_size in config.json is 300000; at most 256 are"),
+        ("apertus1p5_text", {"output_vocab_size": 100, "tie_word_embeddings": True}, "a tied head has all of them"),
         ("gemma", {"hidden_act": "relu", "hidden_activation": "gelu_pytorch_tanh"}, "hidden_act .* is 'relu'; no op"),
         ("phi3", {"rope_scaling": {**LONGROPE, "long_factor": [2.0]}, "max_position_embeddings": 8192}, "short_factor"),
         *(("bamba", {"time_step_limit": value}, "time_step_limit in config.json is") for value in (

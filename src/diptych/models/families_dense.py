@@ -454,7 +454,7 @@ DENSE: tuple[Family, ...] = (
     ),
     # an activation with two numbers for each layer (xIELU)
     Family(name="apertus", architectures=("ApertusForCausalLM",), keys=APERTUS, ignored=IN_XIELU, **APERTUS_LAYERS),
-    # the text of Apertus 1.5, whose pictures and sounds are tokens that it reads, and may not write
+    # the text of Apertus 1.5, whose pictures and sounds are words that a head may be without
     Family(
         name="apertus1p5_text", more_model_types=("apertus1p5",),
         architectures=("Apertus1p5ForConditionalGeneration", "Apertus1p5TextForCausalLM"),

@@ -18,7 +18,10 @@ def embedding_width(config: HfConfig, family: Family) -> int:
 
 
 def words_of(config: HfConfig, family: Family) -> tuple[int, int]:
-    """Words that are written, and how many more are read alone (Apertus 1.5's pictures and sounds, Llama 3.2's picture)."""
+    """Words that are written, and how many more only the embedding has: Apertus 1.5's pictures and sounds, Llama 3.2's picture.
+
+    LoadError for a head of more words than the embedding has, or of fewer where it is the embedding.
+    """
     read = config.integer("vocab_size")
     written = config.integer("output_vocab_size", read)
     config.at_most("output_vocab_size", written, read)
