@@ -9,6 +9,7 @@ The vocabulary is that of the bundled tokenizer. `oracle` and `judge` are senten
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -142,3 +143,33 @@ def judge(path: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return CrossEncoder(str(path), device="cpu")
+
+
+def make_adapter(path: Path, base: Path, *, seed: int = 0) -> Path:
+    """An adapter of random numbers for every projection of the model in a folder, as peft saves it."""
+    import peft
+    import transformers
+
+    quiet()
+    model = transformers.AutoModel.from_pretrained(base)
+    config = peft.LoraConfig(task_type="FEATURE_EXTRACTION", target_modules=_projections(model), r=4, lora_alpha=6)
+    adapted = peft.get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if re.search("lora_[AB]", name):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
+    adapted.save_pretrained(path)
+    return path
+
+
+def _projections(model: torch.nn.Module) -> list[str]:
+    """By the names that the class has for them."""
+    named = model.named_modules()
+    return [name for name, one in named if isinstance(one, torch.nn.Linear) and not name.startswith("pooler")]
+
+
+def adapted_oracle(path: Path, adapter: Path) -> Any:
+    made = oracle(path)
+    made.load_adapter(str(adapter))
+    return made

@@ -40,6 +40,8 @@ KINDS: dict[str, Kind] = {
     "roberta": Kind("Roberta", "unigram", {"type_vocab_size": 1}, POSITIONS + 2),
     "xlm-roberta": Kind("XLMRoberta", "unigram", {"type_vocab_size": 1}, POSITIONS + 2),
     "camembert": Kind("Camembert", "unigram", {"type_vocab_size": 1}, POSITIONS + 2),
+    "data2vec-text": Kind("Data2VecText", "unigram", {"type_vocab_size": 1}, POSITIONS + 2),
+    "jina_embeddings_v3": Kind("JinaEmbeddingsV3", "unigram", {"type_vocab_size": 1}),
     "electra": Kind("Electra", "wordpiece", {"embedding_size": 64}),
     "distilbert": Kind("DistilBert", "wordpiece", {"dim": 64, "n_layers": 3, "n_heads": 4, "hidden_dim": 96}),
     "mpnet": Kind("MPNet", "mpnet", {}, POSITIONS + 2),

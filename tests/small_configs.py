@@ -390,10 +390,11 @@ SMALL_GPT: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("bert", "nomic_bert"), OF_ENCODERS),
     **{
         name: {**OF_ENCODERS, "pad_token_id": 1, "type_vocab_size": 1}
-        for name in ("roberta", "xlm-roberta", "camembert")
+        for name in ("roberta", "xlm-roberta", "camembert", "data2vec-text")
     },
     "electra": {**OF_ENCODERS, "embedding_size": 64},
     "mpnet": {**OF_ENCODERS, "pad_token_id": 1},
+    "jina_embeddings_v3": {**OF_ENCODERS, "type_vocab_size": 1},
     "gte": {**OF_ENCODERS, "type_vocab_size": 0},
     "eurobert": {**OF_ENCODERS, "num_key_value_heads": 2, "mlp_bias": True},
     **{

@@ -28,6 +28,7 @@ from diptych.engine.text.template import DEFAULT_TEMPLATE_WORDS
 from diptych.ground.request import SamplingParams
 from diptych.server.config import ServerConfig
 from diptych.server.state import ServerState
+from lora import write_adapter
 from started import run
 
 RUN = [sys.executable, "-m", "diptych"]
@@ -255,7 +256,7 @@ def test_who_talks_to_a_model_without_a_template_is_told(
     assert DEFAULT_TEMPLATE_WORDS in caplog.messages
 
 
-def test_embed_writes_a_vector_per_line_and_reports_one_phase() -> None:
+def test_embed_writes_a_vector_per_line_and_reports_one_phase(tmp_path: Path) -> None:
     done = run("embed", "-", "--dimensions", "4", input="once upon a time\n\nbread\n")
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
@@ -264,6 +265,10 @@ def test_embed_writes_a_vector_per_line_and_reports_one_phase() -> None:
         assert len(line["embedding"]) == 4
         assert sum(value * value for value in line["embedding"]) == pytest.approx(1.0, abs=1e-5)
     assert "no decode" in done.stderr
+    adapter = write_adapter(tmp_path / "adapter", bundled_dir(), {"o_proj": 4})
+    by_adapter = run("embed", "bread", "--dimensions", "4", "--lora", str(adapter), "-q")
+    assert by_adapter.returncode == 0, by_adapter.stderr
+    assert json.loads(by_adapter.stdout)["embedding"] != pytest.approx(lines[1]["embedding"], abs=1e-3)
     refused = run("embed", "a", "--dimensions", "0")
     assert refused.returncode == 2
     assert "dimensions is 0" in refused.stderr

@@ -47,6 +47,7 @@ LOGITS = {"activation_fn": "torch.nn.modules.linear.Identity"}
 AS_PUBLISHED = {
     "bert": ("mean", "Model"), "roberta": ("mean", "ForMaskedLM"), "xlm-roberta": ("cls", "Model"),
     "camembert": ("mean", "ForMaskedLM"), "electra": ("cls", "ForPreTraining"), "distilbert": ("mean", "ForMaskedLM"),
+    "data2vec-text": ("mean", "ForMaskedLM"), "jina_embeddings_v3": ("mean", "ForMaskedLM"),
     "mpnet": ("mean", "ForMaskedLM"), "nomic_bert": ("mean", "Model"), "gte": ("cls", "ForMaskedLM"),
     "eurobert": ("mean", "ForMaskedLM"),
     "modernbert": ("cls", "ForMaskedLM"),

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 from openai import BadRequestError, OpenAI
-from tests.embedding_files import judge, make_embedder, make_reranker, oracle
+from tests.embedding_files import adapted_oracle, judge, make_adapter, make_embedder, make_reranker, oracle
 
 from diptych.ground.clock import sleep_s
 from server_process import BACKEND, ServerProcess
@@ -41,10 +41,15 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def embedding(embedder: Path) -> Iterator[ServerProcess]:
+def adapter(embedder: Path) -> Path:
+    return make_adapter(embedder.parent / "adapter", embedder)
+
+
+@pytest.fixture(scope="module")
+def embedding(embedder: Path, adapter: Path) -> Iterator[ServerProcess]:
     if BACKEND not in ("auto", "torch"):
         pytest.skip("the oracle computes in fp32, which the torch backend has")
-    with ServerProcess(str(embedder), "--served-model-name", "e", *FP32) as process:
+    with ServerProcess(str(embedder), "--served-model-name", "e", "--lora", f"task={adapter}", *FP32) as process:
         yield process
         code, errors = process.stop()
         assert code == 0, errors
@@ -104,6 +109,27 @@ def test_langchain_embeds_documents_and_queries(embedding: ServerProcess, want: 
     )
     close(model.embed_documents(TEXTS), want)
     close(model.embed_query(TEXTS[0]), want[0])
+
+
+def test_the_model_of_a_request_chooses_the_adapter(
+    embedding: ServerProcess, http: httpx.Client, embedder: Path, adapter: Path, want: np.ndarray
+) -> None:
+    """As where text is written; answers say who read."""
+    client: OpenAI = embedding.openai()
+    assert [one.id for one in client.models.list().data] == ["e", "task"]
+    model = adapted_oracle(embedder, adapter)
+    by_adapter = model.encode(TEXTS)
+    prints = {}
+    for name, vectors in (("task", by_adapter), ("e", want), ("task", by_adapter)):
+        answer = client.embeddings.create(model=name, input=TEXTS)
+        close([one.embedding for one in answer.data], vectors)
+        assert answer.model == name
+        prints[name] = answer.to_dict()["system_fingerprint"]
+    assert prints["task"] != prints["e"] or prints["e"] is None  # of torch, whose last bits nobody promises
+    pairs = {"model": "task", "text_1": TEXTS[0], "text_2": TEXTS[1:]}
+    scores = [one["score"] for one in http.post("/v1/score", json=pairs).json()["data"]]
+    query, documents = model.encode(TEXTS[:1], prompt_name="query"), model.encode(TEXTS[1:], prompt_name="document")
+    close(scores, (query * documents).sum(axis=1))
 
 
 def test_inputs_of_every_kind(http: httpx.Client, want: np.ndarray) -> None:

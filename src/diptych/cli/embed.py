@@ -20,7 +20,7 @@ app = options.command_app()
 
 
 @app.command()
-@options.takes(engine=options.ENGINE)
+@options.takes(engine=options.ENGINE, adapter=options.ONE_LORA)
 def embed(
     texts: Annotated[list[str], typer.Argument(help="the texts; - reads them from standard input, one per line")],
     model: options.Model = "bundled",
@@ -30,6 +30,7 @@ def embed(
     *,
     task: options.Task = "embed",
     engine: dict[str, Any],
+    adapter: dict[str, Any],
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no phase report")] = False,
 ) -> None:
     """Write the vector of each TEXT, and report the one phase there is."""
@@ -37,13 +38,19 @@ def embed(
         raise ConfigError(
             f"--speculate {engine['speculate']} drafts tokens, and an embedding writes none", hint="leave it out"
         )
-    config = config_without_guesses(task=task, **engine)
+    config = config_without_guesses(task=task, **engine, **options.one_lora(**adapter))
     given = [line.rstrip("\n") for line in sys.stdin if line.strip()] if texts == ["-"] else texts
     with loading_bar(f"loading {model}") as progress:
         llm = LLM(model, config, progress=progress)
     observer = PhaseObserver()
     llm.engine.listen(observer)
-    done = llm.embed(given, prompt_name=prompt_name, instruction=instruction, dimensions=dimensions)
+    done = llm.embed(
+        given,
+        prompt_name=prompt_name,
+        instruction=instruction,
+        dimensions=dimensions,
+        adapter=next(iter(config.loras), None),
+    )
     for text, one in zip(given, done, strict=True):
         print(json.dumps({"text": text, "embedding": one.vector.tolist()}, ensure_ascii=False), flush=True)
     if quiet or not done:

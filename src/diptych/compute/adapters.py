@@ -31,6 +31,7 @@ from diptych.ground.bounds import real, shown, whole
 from diptych.ground.errors import CapacityError, LoadError
 from diptych.models.config import NUMBER_LIMIT, SIZE_LIMIT, read_json
 from diptych.models.families import AROUND_WRAPPED, WRAPPED_PREFIXES
+from diptych.models.families_encoders import ENCODERS
 
 logger = logging.getLogger("diptych.compute")
 
@@ -65,22 +66,31 @@ _IN_FILES = (
     (".self_attn.kv_a_proj_with_mqa", ".attention.wkv_a_with_mqa"),
     *((f".mlp.{before}{ours}_proj", f".{before or 'feed_forward.'}{theirs}") for before in ("", "shared_experts.")
       for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))),
+    # encoders: Jina 3, Nomic
+    (".self_attn.o_proj", ".mixer.out_proj"), (".self_attn.o_proj", ".attn.out_proj"),
+    (".mlp.gate_proj", ".mlp.fc12"), (".mlp.up_proj", ".mlp.fc11"), (".mlp.down_proj", ".mlp.fc2"),
 )  # fmt: skip
-# what classes have apart -> what files have it in, and which part of that it is: of heads, or of what reads a state's input,
-# whose last two, betas and decays, are as many each
-_IN_ONE = {
-    **{f".self_attn.{part}_proj": (".attention.query_key_value", i) for i, part in enumerate("qkv")},
-    **{f".linear_attn.in_proj_{part}": (".linear_attn.in_proj", i) for i, part in enumerate(("qkv", "z", "b", "a"))},
-}
+# what classes have apart, what files have it in, and which part of that it is: of heads, of gate and up, or of what reads a
+# state's input, whose last two, betas and decays, are as many each
+_IN_ONE = (
+    *((f".self_attn.{part}_proj", f".{whole}", i) for i, part in enumerate("qkv")
+      for whole in ("attention.query_key_value", "attention.qkv_proj", "mixer.Wqkv", "attn.Wqkv")),
+    *((f".mlp.{part}_proj", ".mlp.up_gate_proj", i) for i, part in enumerate(("gate", "up"))),
+    *((f".linear_attn.in_proj_{part}", ".linear_attn.in_proj", i) for i, part in enumerate(("qkv", "z", "b", "a"))),
+)  # fmt: skip
 # what classes have before the names of layers, whatever the files call it: of decoders, and of wrappers around them
 _BEFORE_LAYERS = {"", "model.", "transformer.", *WRAPPED_PREFIXES, *(f"{around}model." for around in AROUND_WRAPPED)}
+# what heads around encoders have before the names of those
+_BEFORE_ENCODERS = sorted({prefix for family in ENCODERS for prefix in family.prefixes})
+# layers are called so in files and classes; a class may say it otherwise than the file
+_LAYERS = re.compile(r"(?:^|\.)((?:layers|layer|block|h)\.\d.*)")
 _STACK = re.compile(r"(.*experts)((?:\.base_layer)*)")
 _EXPERT = re.compile(r"(?P<layer>(?:^|.*\.)layers\.\d+)\..*experts(?:\.base_layer)*\[(?P<number>\d+)\]")
 
 # What changes the mathematics or the base, and the values that ask for nothing. Source: peft's LoraConfig, 0.21.
 _FIXED: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "task_type": (None, "CAUSAL_LM"),
+    "task_type": (None, "CAUSAL_LM", "FEATURE_EXTRACTION"),
     "bias": ("none",),
     # others take a part of the base weights away at the start of a training, and the checkpoint here still has it
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
@@ -236,16 +246,18 @@ class Sites:
             )
         if adapter.head_copy is not None:
             self._check_head(adapter, adapter.head_copy)
-        tails = {_tail(module): module for module in self._by_module}
+        tails = {_known(_tail(module)): module for module in self._by_module}
         prefixes = _BEFORE_LAYERS | {module.removesuffix(_tail(module)) for module in self._by_module}
+        bare = {one.removeprefix(before) for one in prefixes for before in _BEFORE_ENCODERS}
+        prefixes |= bare | {f"{before}{one}" for one in bare for before in _BEFORE_ENCODERS}
         fitted: dict[str, list[tuple[Site, LowRank]]] = {}
         for module, low_rank in self._of_modules(adapter):
-            tail = _tail(module)
+            tail, own = _known(_tail(module)), _tail(module)
             in_files = (tails.get(tail.replace(*one)) for one in _IN_FILES)
             name = tails.get(tail) or next((one for one in in_files if one is not None), None)
             sites = self._part(tail, tails) if name is None else self._by_module[name]
             name = name or tail
-            if not sites or name in fitted or module.removesuffix(tail) not in prefixes:
+            if not sites or name in fitted or module.removesuffix(own) not in prefixes:
                 self._refuse(adapter, module)
             n_outputs, n_inputs = sum(site.n_rows for site in sites), sites[0].n_inputs
             if low_rank.b.shape[0] != n_outputs or low_rank.a.shape[1] != n_inputs:
@@ -261,19 +273,23 @@ class Sites:
         """Of what a class has apart and the checkpoint in one: its rows as a site of their own. None where there is no such
         module, or its rows lie in another order (GPT-NeoX's by head).
         """
-        ending = next((one for one in _IN_ONE if tail.endswith(one)), "")
-        joined, number = _IN_ONE.get(ending, ("", 0))
-        found = self._by_module.get(tails.get(tail.removesuffix(ending) + joined, ""), [])
-        if not ending or not found:
-            return []
-        sites = sorted(found, key=lambda one: int(one.order[0]))
-        if len(sites) == 1:
-            widths = [n for _, n in sites[0].linear.role.sites]
-        else:
-            widths = [site.n_outputs for site in sites]
-            widths[-1:] = [widths[-1] // 2] * 2
-        is_in_order = torch.equal(torch.cat([site.order for site in sites]), torch.arange(sum(widths)))
-        return _cut(sites, sum(widths[:number]), widths[number]) if is_in_order and number < len(widths) else []
+        for ending, joined, number in _IN_ONE:
+            found = self._by_module.get(tails.get(tail.removesuffix(ending) + joined, ""), [])
+            if not tail.endswith(ending) or not found:
+                continue
+            sites = sorted(found, key=lambda one: int(one.order[0]))
+            if len(sites) == 1:
+                widths = [n for _, n in sites[0].linear.role.sites]
+            else:
+                widths = [site.n_outputs for site in sites]
+                widths[-1:] = [widths[-1] // 2] * 2
+            if number >= len(widths):
+                return []
+            first, width = sum(widths[:number]), widths[number]
+            rows = torch.cat([site.order for site in sites])[first : first + width]
+            is_in_order = torch.equal(rows, torch.arange(width) + rows[0])
+            return _cut(sites, first, width) if is_in_order else []
+        return []
 
     def _check_head(self, adapter: Adapter, name: str) -> None:
         """Refuse an adapter whose file brings another head than the model's."""
@@ -347,8 +363,13 @@ def _in_layer(module: str) -> str:
 
 def _tail(module: str) -> str:
     """A module's name from its layers on, which a wrapper around the language model does not change."""
-    found = re.search(r"(?:^|\.)((?:layers|h)\.\d.*)", module)
+    found = _LAYERS.search(module)
     return module if found is None else found[1]
+
+
+def _known(tail: str) -> str:
+    """The same, whatever layers are called."""
+    return re.sub(r"^(?:layer|block|h)\.", "layers.", tail)
 
 
 def read_adapter(directory: Path, *, max_rank: int) -> Adapter:

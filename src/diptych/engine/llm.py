@@ -177,11 +177,13 @@ class LLM:
         prompt_name: str | None = None,
         instruction: str | None = None,
         dimensions: int | None = None,
+        adapter: str | None = None,
     ) -> list[Embedding]:
         """The vector of each text, in order: a prefill without a decode. A text may be given as token ids.
 
         prompt_name: an instruction that the model knows by name (query); instruction: one in words, put before every text.
-        dimensions: cut vectors to so many numbers (Matryoshka). Raises RequestError, PromptTooLong before anything runs.
+        dimensions: cut vectors to so many numbers (Matryoshka). adapter: the name of a loaded adapter.
+        Raises RequestError, PromptTooLong before anything runs.
         """
         encoder = self._encoder
         if encoder.embedding is None:
@@ -193,17 +195,21 @@ class LLM:
             encoder.instruction(prompt_name) if instruction is None else text("instruction", instruction, RequestError)
         )
         given: list[Text] = prompt_list(texts)  # type: ignore[assignment]
-        return [
-            embedding(opened, encoder, dimensions)
-            for opened in self._read([encoder.prompt(text, instruction=asked) for text in given])
-        ]
+        prompts = [encoder.prompt(text, instruction=asked) for text in given]
+        return [embedding(opened, encoder, dimensions) for opened in self._read(prompts, adapter)]
 
     def score(
-        self, query: str | Sequence[str], documents: str | Sequence[str], *, instruction: str | None = None
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        adapter: str | None = None,
     ) -> Scores:
         """How well documents fit a query, by the model's judgement or, of a model that embeds, by cosine.
 
-        One query with every document, or as many queries as documents, pair by pair. instruction: what is asked.
+        One query with every document, or as many queries as documents, pair by pair. instruction: what is asked. adapter: the
+        name of a loaded adapter.
         """
         queries, texts = _texts("query", query), _texts("documents", documents)
         if instruction is not None:
@@ -214,7 +220,7 @@ class LLM:
                 f"{len(queries)} queries came with {len(texts)} documents; give one query, or as many", param="query"
             )
         ranking = self._encoder.ranking(list(zip(queries, texts, strict=True)), instruction=instruction)
-        return scores(self._read(ranking.prompts), ranking)
+        return scores(self._read(ranking.prompts, adapter), ranking)
 
     @property
     def _encoder(self) -> Encoder:
@@ -223,11 +229,11 @@ class LLM:
             raise RequestError("this model was loaded to write text", hint="load it with task='embed' or task='score'")
         return encoder
 
-    def _read(self, prompts: Sequence[PooledPrompt]) -> list[OpenRequest]:
-        arrival_s = self.engine.clock.now_s()
+    def _read(self, prompts: Sequence[PooledPrompt], adapter: str | None) -> list[OpenRequest]:
+        arrival_s, make = self.engine.clock.now_s(), self.engine.make_request
         with self._turns:
             requests = [
-                self.engine.make_request(one.rendered, NO_TOKENS, arrival_s=arrival_s, pooling=one.pooling)
+                make(one.rendered, NO_TOKENS, arrival_s=arrival_s, adapter=adapter, pooling=one.pooling)
                 for one in prompts
             ]
             return [opened for opened, _ in self._finished(requests, None, None)]

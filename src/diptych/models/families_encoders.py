@@ -58,6 +58,27 @@ ENCODERS: tuple[Family, ...] = (
     # bge-m3, multilingual-e5, bge-reranker
     Family(name="xlm-roberta", architectures=_kinds("XLMRoberta", "ForCausalLM"), keys=BERT, **LIKE_ROBERTA),
     Family(name="camembert", architectures=_kinds("Camembert", "ForCausalLM"), keys=BERT, **LIKE_ROBERTA),
+    Family(
+        name="data2vec-text", architectures=_kinds("Data2VecText", "ForCausalLM"), keys=BERT,
+        **{**LIKE_ROBERTA, "prefixes": ("data2vec_text.",)},
+    ),
+    # rotary positions in place of the table's; its files have the names of the code that it was published with
+    Family(
+        name="jina_embeddings_v3", architectures=_kinds("JinaEmbeddingsV3"),
+        keys={**BERT, "vocab_size": 250_002, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
+              "intermediate_size": 4096, "max_position_embeddings": 8194, "type_vocab_size": 1, "rms_norm_eps": 1e-5,
+              "rope_theta": 20_000.0, "head_dim": None},
+        renamed=LAYER_NORM_EPS,
+        classifier=(HeadLayer("classifier.dense", Activation.TANH), HeadLayer("classifier.out_proj")),
+        names=TensorNames(**{
+            **NAMES_OF_BERT, "embedding_norm": "emb_ln", "layers": "encoder.layers", "attention": "mixer", "qkv": ("Wqkv",),
+            "o": "out_proj", "mlp": ("mlp.",), "gate_up": ("fc1",), "down": "fc2",
+            "norms": {Norms.SUMS: (None, "norm1", None, "norm2")}}),
+        prefixes=("roberta.",),
+        ignored=(*HEADS, "pooler.", "classifier.", "position_ids", "rotary_emb.inv_freq"),
+        **AROUND_SUMS,
+        **ALL_BIASES,
+    ),
     # the smaller one has words of another width, which are projected
     Family(
         name="electra", architectures=_kinds("Electra", "ForPreTraining", "ForCausalLM"),

@@ -88,13 +88,6 @@ class Generation:
             )
         return Served(name=self.model.name, fingerprint=self.model.fingerprint)
 
-    def check_model(self, name: str | None) -> None:
-        """Raise 404 for what is not served here, and 400 for an adapter: for routes that run the model as it is."""
-        if self.served(name).adapter is not None:
-            raise ApiError(
-                400, f"model {name!r} is an adapter; this route runs {self.model.name!r} alone", param="model"
-            )
-
     def output_limit(self, asked_tokens: int | None, *, default: int | None, prompt_tokens: int, param: str) -> int:
         """How many tokens may follow a prompt: what was asked for, else the default as far as the context reaches.
 

@@ -27,7 +27,7 @@ class PooledAnswer:
     encoder: Encoder
 
     def __init__(self, generation: Generation, body: PooledBody, *, arrival_s: float) -> None:
-        generation.check_model(body.model)
+        served = generation.served(body.model)
         encoder = generation.encoder
         if encoder is None:
             raise ApiError(
@@ -42,7 +42,7 @@ class PooledAnswer:
             response_id=f"{self.prefix}{body.request_id or uuid.uuid4().hex}",
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
-            served=generation.served(body.model),
+            served=served,
             arrival_s=arrival_s,
             constraint=None,
         )
@@ -57,12 +57,11 @@ class PooledAnswer:
         self._reader.close()
 
     def _frame(self) -> dict[str, Any]:
-        model = self._generation.model
         return {
             "id": self._asked.response_id,
             "created": int(wall_time_s()),
-            "model": model.name,
-            "system_fingerprint": model.fingerprint,
+            "model": self._asked.served.name,
+            "system_fingerprint": self._asked.served.fingerprint,
         }
 
     def _accounts(self) -> dict[str, Any]:

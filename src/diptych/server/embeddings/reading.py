@@ -78,6 +78,7 @@ class StateReader:
             request_id=name,
             priority=asked.priority,
             cache_salt=asked.cache_salt,
+            adapter=asked.served.adapter,
             arrival_s=asked.arrival_s,
             pooling=prompt.pooling,
             is_begun=True,
