@@ -200,6 +200,19 @@ def test_the_two_phases_by_hand(loaded: LoadedModel, tmp_path: Path) -> None:
                 phases.keys_values(back, 1)
 
 
+def test_a_fork_without_a_place_for_its_state_takes_no_block(loaded: LoadedModel) -> None:
+    """Its blocks were taken before, and belonged to nobody any more."""
+    with TwoPhase(loaded, tiny_config(kv_memory_bytes=2**24)) as phases:
+        made = [phases.prefill(prompt(3))]
+        made += [phases.fork(made[0]) for _ in range(phases.kv.n_places - 1)]
+        with pytest.raises(CapacityError, match="places for states of sequences are taken"):
+            phases.fork(made[0])
+        for state in made:
+            phases.free(state)
+        assert len(phases._free_block_ids) == phases.kv.n_blocks
+        assert len(phases._free_places) == phases.kv.n_places
+
+
 def test_too_little_memory_for_the_states_is_said(loaded: LoadedModel) -> None:
     with pytest.raises(CapacityError, match=r"8 sequences need .* bytes for their states"):
         LLM(loaded, tiny_config(kv_memory_bytes=loaded.model.state_bytes * 15))

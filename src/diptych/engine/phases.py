@@ -162,13 +162,16 @@ class TwoPhase:
     def fork(self, state: PhaseState) -> PhaseState:
         """An independent copy: decoding one does not touch the other."""
         self._check_owner(state)
-        block_ids = self._take_blocks(len(state.block_ids))
-        self.kv.copy_blocks(list(zip(state.block_ids, block_ids, strict=True)))
-        logits = state.logits.clone()
-        child = PhaseState(token_ids=list(state.token_ids), logits=logits, block_ids=block_ids, owner=self)
-        if state.place is not None:
-            child.place = self._take_place()
-            self.kv.write_state(child.place, self.kv.read_state(state.place))
+        child = PhaseState(token_ids=list(state.token_ids), logits=state.logits.clone(), block_ids=[], owner=self)
+        try:
+            child.block_ids = self._take_blocks(len(state.block_ids))
+            self.kv.copy_blocks(list(zip(state.block_ids, child.block_ids, strict=True)))
+            if state.place is not None:
+                child.place = self._take_place()
+                self.kv.write_state(child.place, self.kv.read_state(state.place))
+        except BaseException:
+            self.free(child)
+            raise
         return child
 
     def truncate(self, state: PhaseState, n_tokens: int) -> None:
