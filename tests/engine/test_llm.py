@@ -391,6 +391,33 @@ def test_a_callback_may_ask_the_same_engine(llm: LLM) -> None:
     assert [*outer, *inner] == texts(llm.generate(PROMPTS[:2], GREEDY))
 
 
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_what_a_callback_asks_takes_no_token_from_the_others_of_its_call(llm: LLM, is_broken: bool) -> None:
+    """The steps of its answer were told before the rest of the step that it was told of: tokens came late, or never."""
+    alone = llm.generate(PROMPTS, GREEDY)
+    found: dict[int, list[int]] = {}
+    asked: list[list[str]] = []
+
+    def broken(_: int, delta: OutputDelta) -> None:
+        raise ValueError("inner caller's bug")
+
+    def ask(i: int, delta: OutputDelta) -> None:
+        found.setdefault(i, []).extend(delta.token_ids)
+        if len(asked) < 2 and len(found[i]) == 5:
+            asked.append([])
+            if is_broken:
+                with pytest.raises(ValueError, match="inner caller"):
+                    llm.generate(PROMPTS[:2], GREEDY, on_delta=broken)
+            else:
+                asked[-1] += texts(llm.generate(PROMPTS[:2], GREEDY))
+
+    assert texts(llm.generate(PROMPTS, GREEDY, on_delta=ask)) == texts(alone)
+    assert [tuple(found[i]) for i in range(len(PROMPTS))] == [one.choices[0].token_ids for one in alone]
+    assert asked == [[] if is_broken else texts(alone)[:2]] * 2
+    assert llm.engine.n_open == 0
+    assert llm.engine.stats().blocks_in_use == 0
+
+
 def test_a_profile_of_other_kernels_predicts_nothing(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Times measured on one backend would be printed beside another's as if they were its own."""
     monkeypatch.setenv("DIPTYCH_HOME", str(tmp_path))

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -191,7 +192,8 @@ class Engine:
         self._listeners: list[Callable[[list[Event]], None]] = []
         self.on_submit: list[Callable[[OpenRequest], object]] = []  # called with every request that was taken
         self.on_end: list[Callable[[OpenRequest], object]] = []  # and, once, when it is over
-        self.stepper = Stepper(core, executor, clock, fold=self._publish, observe=observe)
+        self._untold: deque[tuple[OpenRequest, OutputDelta, bool]] = deque()  # True: the request's last
+        self.stepper = Stepper(core, executor, clock, fold=self._fold, observe=observe)
 
     @property
     def has_work(self) -> bool:
@@ -344,7 +346,10 @@ class Engine:
 
         Whatever it raises, the requests of the step have ended with ERROR and the next step may follow.
         """
-        return self.stepper.step()
+        try:
+            return self.stepper.step()
+        finally:
+            self._tell()
 
     def end_all(self, reason: FinishReason, error: EngineError | None = None) -> None:
         """End every open request, so that each gets its answer, whatever a listener raises on the way."""
@@ -363,8 +368,24 @@ class Engine:
                     output_tokens=len(choice.token_ids),
                 )
                 self._on_finish(opened, end)  # nothing where the choice has ended
+        self._tell()
 
     def _publish(self, events: list[Event]) -> None:
+        self._fold(events)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Hand out deltas, in the order of their steps: who is told one may step this engine for an answer, or raise."""
+        while self._untold:
+            opened, delta, is_last = self._untold.popleft()
+            tell = opened.on_delta
+            if is_last:
+                opened.on_delta = (
+                    ignore_delta  # who is told holds the request: with this the circle is open, and it goes at once
+                )
+            tell(delta)
+
+    def _fold(self, events: list[Event]) -> None:
         """Fold events into records, turn tokens into text, tell listeners; stop strings may end choices on the way."""
         finishes = {(event.request_id, event.index): event for event in events if isinstance(event, FinishEvent)}
         added: list[Event] = []
@@ -400,7 +421,7 @@ class Engine:
         for listener in tuple(self._listeners):
             listener(events)
         if added:
-            self._publish(added)
+            self._fold(added)
 
     def _on_token(self, opened: OpenRequest, event: TokenEvent, finish: FinishEvent | None) -> list[Event]:
         choice = opened.choices[event.index]
@@ -427,17 +448,16 @@ class Engine:
         return []
 
     def _emit(self, opened: OpenRequest, event: TokenEvent, text: str) -> None:
-        opened.on_delta(
-            OutputDelta(
-                index=event.index,
-                text=text,
-                token_ids=(event.token_id,),
-                logprobs=() if event.logprobs is None else (event.logprobs,),
-                finish_reason=None,
-                stop_reason=None,
-                at_s=event.at_s,
-            )
+        delta = OutputDelta(
+            index=event.index,
+            text=text,
+            token_ids=(event.token_id,),
+            logprobs=() if event.logprobs is None else (event.logprobs,),
+            finish_reason=None,
+            stop_reason=None,
+            at_s=event.at_s,
         )
+        self._untold.append((opened, delta, False))
 
     def _on_finish(self, opened: OpenRequest, event: FinishEvent) -> None:
         choice = opened.choices[event.index]
@@ -458,10 +478,6 @@ class Engine:
         if event.error is not None:
             opened.error = event.error
             logger.warning("request failed id=%s index=%d error=%s", event.request_id, event.index, event.error)
-        tell = opened.on_delta
+        self._untold.append((opened, delta, opened.is_finished))
         if opened.is_finished:
             self._forget(event.request_id)
-            opened.on_delta = (
-                ignore_delta  # who is told holds the request: with this the circle is open, and it goes at once
-            )
-        tell(delta)

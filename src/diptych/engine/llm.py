@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -260,23 +261,22 @@ class LLM:
                 opened.append(self.engine.submit(request, _collector(number, deltas[number], on_delta)))
             while not all(one.is_finished for one in opened):
                 if is_cancelled is not None and is_cancelled():
-                    self._abort(requests)
+                    for request in requests:
+                        self.engine.abort(request.request_id)
                 else:
                     self.engine.step()
         except BaseException as error:
             # a refusal half-way, an error in on_delta, Ctrl-C at any moment: nothing of this call may stay in the engine
             for one in opened:
                 one.on_delta = ignore_delta
-            self.engine.stepper.abort(error)
-            self._abort(requests)
+            with ExitStack() as ends:  # each of them, whatever is raised by others who are told on the way
+                for request in requests:
+                    ends.callback(self.engine.abort, request.request_id)
+                self.engine.stepper.abort(error)
             raise
         finally:
             self._calls -= 1
         return list(zip(opened, deltas, strict=True))
-
-    def _abort(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self.engine.abort(request.request_id)
 
 
 def _texts(name: str, given: str | Sequence[str]) -> list[str]:

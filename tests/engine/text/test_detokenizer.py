@@ -1,6 +1,7 @@
 """Streams of tokens to text: equal to decoding at once, valid UTF-8, stopped in time."""
 
 import random
+from collections import deque
 
 import pytest
 import tokenizers
@@ -105,7 +106,7 @@ def test_a_stop_string_in_what_was_held_to_the_end_ended_the_text():
     newline = tokenizer.token_id("<0x0A>")
     said: list[OutputDelta] = []
     engine = object.__new__(Engine)
-    engine.book, engine._listeners, engine.on_end = EventBook(), [], []
+    engine.book, engine._listeners, engine.on_end, engine._untold = EventBook(), [], [], deque()
     request = Request(
         request_id="a", prompt_token_ids=(1,), sampling=SamplingParams(stop="\n", max_tokens=1), arrival_s=0.0
     )
