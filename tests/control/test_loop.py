@@ -15,7 +15,7 @@ from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import CapacityError, ExecutorError, IllegalMove, PromptTooLong, RequestError, SequenceError
 from diptych.ground.events import FinishEvent, PreemptEvent, PromptLogprobsEvent, StateEvent, TokenEvent
 from diptych.ground.phase import FinishReason, Phase, Status
-from diptych.ground.request import Pool, Pooling
+from diptych.ground.request import FreeReasoning, Pool, Pooling, StructuredSpec
 from diptych.ground.step import ChunkResult, StepResult, TokenLogprobs
 
 from .toy import ToyExecutor, greedy, request
@@ -564,4 +564,17 @@ def test_states_are_recorded_and_replayed():
         result = executor.execute(plan)
         results = tuple(replace(one, state=b"1234") if not one.token_ids else one for one in result.results)
         recorder.end_step(plan, replace(result, results=results), now_s + 0.5)
+    assert replay(recorder.lines()) == []
+
+
+def test_a_grammar_behind_a_thought_is_recorded_and_replayed():
+    """What may stand before the constrained text was written down and could not be read back."""
+    core, executor = make()
+    recorder = Recorder(core)
+    thinks = StructuredSpec(kind="regex", source="a+", reasoning=FreeReasoning(begin=None, end="</think>"))
+    wanted = request()
+    recorder.submit(replace(wanted, sampling=replace(wanted.sampling, structured=thinks)))
+    plan, _ = recorder.begin_step(0.0)
+    assert plan.starts[0].sampling.structured == thinks
+    recorder.end_step(plan, executor.execute(plan), 0.5)
     assert replay(recorder.lines()) == []

@@ -21,14 +21,23 @@ from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import EngineError
 from diptych.ground.events import Event
 from diptych.ground.phase import FinishReason, Phase
-from diptych.ground.request import AdapterRef, Pool, Pooling, Request, SamplingParams, Segment, StructuredSpec
+from diptych.ground.request import (
+    AdapterRef,
+    FreeReasoning,
+    Pool,
+    Pooling,
+    Request,
+    SamplingParams,
+    Segment,
+    StructuredSpec,
+)
 from diptych.ground.step import BlockCopy, Chunk, ChunkResult, SequenceStart, StepPlan, StepResult, TokenLogprobs
 
 _TYPES: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
-        AdapterRef, BlockConfig, BlockCopy, Chunk, ChunkResult, FinishReason, Phase, Pool, Pooling, Request, SamplingParams,
-        SchedulerConfig, Segment, SequenceStart, StepPlan, StepResult, StructuredSpec, TokenLogprobs,
+        AdapterRef, BlockConfig, BlockCopy, Chunk, ChunkResult, FinishReason, FreeReasoning, Phase, Pool, Pooling, Request,
+        SamplingParams, SchedulerConfig, Segment, SequenceStart, StepPlan, StepResult, StructuredSpec, TokenLogprobs,
     )
 }  # fmt: skip
 
