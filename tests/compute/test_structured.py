@@ -391,6 +391,49 @@ def test_grammar_that_leads_nowhere_is_an_error_and_no_short_answer(blind):
     assert "no token can come next" in token.message
 
 
+LEADS_ASTRAY = "[a-m]{1,40}|z" + ".{0,1000}" * 50
+
+
+def go_astray(state: structured.GrammarState) -> int:
+    """On the way of z the lexer goes over its limits; answers after how many tokens."""
+    for n, text in enumerate("z" + "a" * 40):
+        try:
+            state.allowed()
+        except GrammarError:
+            return n
+        state.advance(one(text))
+    raise AssertionError("it kept within them")
+
+
+def one(text: str) -> int:
+    """Its token."""
+    return TOKENIZER.token_to_id(text)
+
+
+def test_a_way_too_complex_to_follow_ends_no_other_sequence_and_no_later_one() -> None:
+    """Copies of a matcher share a lexer: what one met on its way ended all of its grammar, for as long as that was known."""
+    grammar = spec("regex", LEADS_ASTRAY)
+    before = COMPILER.compile(grammar).begin()
+    before.advance(one("a"))
+    go_astray(COMPILER.compile(grammar).begin())
+    for state in (before, COMPILER.compile(grammar).begin()):
+        for text in "abc":
+            assert state.admits(one(text))
+            state.advance(one(text))
+        assert state.is_accepting
+        assert state.allowed()[one("m")]
+
+
+def test_a_guess_on_a_way_too_complex_to_follow_is_taken_back() -> None:
+    """A drafter that went there took the sequence with it, whose own token was another."""
+    state = COMPILER.compile(spec("regex", LEADS_ASTRAY)).begin()
+    expected = state.allowed().tolist()
+    state.rollback(go_astray(state))
+    assert state.allowed().tolist() == expected
+    state.advance(one("c"))
+    assert state.is_accepting
+
+
 def test_grammar_without_any_output_is_refused_at_once():
     """Better a 400 before the prompt is read than an error after."""
     with pytest.raises(GrammarError, match="allows no output at all"):

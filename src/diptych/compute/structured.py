@@ -147,7 +147,7 @@ class GrammarCompiler:
         """
         with self._lock:
             known = self._in_use.get(spec)
-            if known is not None:
+            if known is not None and not known.is_spoiled:
                 self._keep(spec, known)
                 return known
         grammar = _grammar_text(spec)
@@ -163,7 +163,8 @@ class GrammarCompiler:
                 f"{spec.kind} took more than {MAX_COMPILE_S:g} s to compile", hint="simplify it", param=spec.kind
             ) from None
         ends = _ends(self._vocabulary, self._vocab_size)
-        compiled = CompiledGrammar(matcher, self._vocab_size, ends, self._mask_pool.submit)
+        again = partial(_compile, tokenizer, grammar)
+        compiled = CompiledGrammar(matcher, self._vocab_size, ends, self._mask_pool.submit, again)
         with self._lock:
             self._in_use[spec] = compiled
             self._keep(spec, compiled)
@@ -187,14 +188,20 @@ class GrammarCompiler:
             return self._tokenizer
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class CompiledGrammar:
-    """A grammar ready to be begun any number of times. submit: hands a function and its arguments to the masks' thread."""
+    """A grammar ready to be begun any number of times. submit: hands a function and its arguments to the masks' thread.
+
+    again: compiles it once more. is_spoiled: copies of `matcher` share a lexer, which does nothing more for any of them once
+    one has gone over its limits.
+    """
 
     matcher: llguidance.LLMatcher
     vocab_size: int
     eos_token_ids: Sequence[int]
     submit: Callable[..., Future[None]]
+    again: Callable[[], llguidance.LLMatcher]
+    is_spoiled: bool = False
 
     def begin(self) -> GrammarState:
         """The state of one sequence at the start of its output."""
@@ -208,11 +215,15 @@ class GrammarState:
     time (`forced`), and each mask in it admits one token. What is forced follows from the tokens so far alone.
 
     A grammar can turn out too complex while it is followed (llguidance bounds the work per token). Then `advance`,
-    `mask` and `allowed` raise GrammarError: what was written until there is no whole sentence of it.
+    `mask` and `allowed` raise GrammarError: what was written until there is no whole sentence of it. What other sequences or
+    guesses met on their ways says nothing of this one: it begins once more on its own before it gives up.
     """
 
     def __init__(self, grammar: CompiledGrammar) -> None:
+        self._grammar = grammar
         self._matcher = grammar.matcher.deep_copy()
+        self._is_alone = False  # the matcher shares nothing with others
+        self._token_ids: list[int] = []
         self._vocab_size = grammar.vocab_size
         self._submit = grammar.submit
         self._words = np.zeros(-(-grammar.vocab_size // 32), dtype=np.int32)
@@ -248,6 +259,7 @@ class GrammarState:
         """Take one output token."""
         self._settle()
         self._matcher.consume_token(token_id)
+        self._token_ids.append(token_id)
         self._runs.append((self._run, self._come))
         self._check()
         if token_id == self.forced_token_id:
@@ -261,11 +273,14 @@ class GrammarState:
         if n_tokens == 0:
             return
         assert 0 < n_tokens <= len(self._runs), (n_tokens, len(self._runs))
-        self._settle()
-        if not self._matcher.rollback(n_tokens):
-            raise InternalError(f"grammar cannot roll back {n_tokens} tokens: {self._matcher.get_error()}")
+        self._wait()
         self._run, self._come = self._runs[-n_tokens]
-        del self._runs[-n_tokens:]
+        del self._runs[-n_tokens:], self._token_ids[-n_tokens:]
+        if self._matcher.is_error():
+            self._begin_alone()
+            self._check()
+        elif not self._matcher.rollback(n_tokens):
+            raise InternalError(f"grammar cannot roll back {n_tokens} tokens: {self._matcher.get_error()}")
         self._look()
 
     def allowed(self) -> np.ndarray:
@@ -315,7 +330,7 @@ class GrammarState:
         return flags_V
 
     def _fill_now(self) -> None:
-        if not self._is_filled:
+        while not self._is_filled:
             self._fill()
             self._check()
 
@@ -324,13 +339,23 @@ class GrammarState:
         self._is_filled = True
 
     def _settle(self) -> None:
-        """Wait until the worker has filled the mask: the matcher is used by one thread at a time."""
+        self._wait()
+        self._check()
+
+    def _wait(self) -> None:
+        """Until the worker has filled the mask: the matcher is used by one thread at a time."""
         if self._filling is not None:
             self._filling.result()
             self._filling = None
-        self._check()
+
+    def _begin_alone(self) -> None:
+        self._grammar.is_spoiled = True
+        self._matcher, self._is_alone, self._is_filled = self._grammar.again(), True, False
+        self._matcher.consume_tokens(self._token_ids)
 
     def _check(self) -> None:
+        if self._matcher.is_error() and not self._is_alone:
+            self._begin_alone()
         if self._matcher.is_error():
             raise GrammarError(
                 f"the grammar cannot be followed after {len(self._runs)} tokens: {_reason(self._matcher)}",
