@@ -181,6 +181,25 @@ def test_waiting_line_is_bounded_by_tokens():
     assert core.stats().waiting_tokens == 0
 
 
+def test_choices_that_wait_for_the_first_weigh_in_the_line_too():
+    """Of four answers three weighed nothing until the prompt was read: four times as many tokens waited as may."""
+    core, executor = make(max_waiting_tokens=60)
+    core.submit(request(prompt=10, max_tokens=10, n=4, request_id="many"))
+    stats = core.stats()
+    assert (stats.waiting, stats.waiting_tokens) == (4, 50)
+    with pytest.raises(CapacityError, match="50 tokens are waiting and this request may need 20; at most 60 may wait"):
+        core.submit(request(prompt=10, max_tokens=10, request_id="more"))
+    plan, _ = core.begin_step(0.0)
+    assert (core.stats().waiting, core.stats().waiting_tokens) == (3, 30)
+    core.end_step(plan, executor.execute(plan), 0.5)
+    core.submit(request(prompt=10, max_tokens=10, n=2, request_id="two"))
+    assert core.stats().waiting_tokens == 60
+    core.cancel("two", 1.0)
+    assert core.stats().waiting_tokens == 30
+    run(core, executor)
+    assert core.stats().waiting_tokens == 0
+
+
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("when", ["waiting", "prefill", "forked", "decode", "preempted", "in flight"])
 def test_cancel_in_every_state_gives_one_end_per_choice_and_all_blocks_back(when, n):

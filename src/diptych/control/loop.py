@@ -220,7 +220,8 @@ class EngineCore:
         cached_tokens = reserve(self._scheduler, sequences[0])
         if cached_tokens is None:
             del self._requests[hand_off.request.request_id]
-            self._n_unborn -= len(sequences) - 1
+            for child in sequences[1:]:
+                self._bear(child)
         self._is_torn = False
         return cached_tokens
 
@@ -437,7 +438,9 @@ class EngineCore:
             context_tokens=self.context_limit_tokens,
         )
         self._next_seq_id += len(sequences)
-        self._n_unborn += sum(seq.is_unborn for seq in sequences)
+        unborn = [seq for seq in sequences if seq.is_unborn]
+        self._n_unborn += len(unborn)
+        self._scheduler.waiting_tokens += sum(seq.waiting_tokens for seq in unborn)
         self._requests[hand_off.request.request_id] = sequences
         return sequences
 
@@ -590,6 +593,7 @@ class EngineCore:
     def _bear(self, child: Sequence) -> None:
         child.is_unborn = False
         self._n_unborn -= 1
+        self._scheduler.waiting_tokens -= child.waiting_tokens
 
     def _forget_if_over(self, request_id: str) -> None:
         if all(seq.status is Status.FINISHED for seq in self._requests.get(request_id, ())):
