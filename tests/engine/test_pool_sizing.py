@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from diptych.compute.runner import load_model
 from diptych.compute.weights import Checkpoint
 from diptych.cost.places import MAX_PLACES, MAX_STEP_S, places
 from diptych.engine import memory
-from diptych.engine.load import load, make_engine, size_pool
+from diptych.engine.load import bundled_dir, load, make_engine, size_pool
 from diptych.engine.memory import Memory, memory_of
 from diptych.ground.config import ComputeConfig, EngineConfig, SchedulerConfig
 from diptych.ground.errors import CapacityError, ConfigError
@@ -215,3 +216,23 @@ def test_blocks_of_no_whole_tiles_are_refused_before_the_weights_are_read(tmp_pa
         model.make_kv(4, 24)
     model.make_kv(4, 32)  # its ranks are there
     model.close()
+
+
+def test_blocks_that_part_a_row_of_entries_are_refused_before_the_weights_are_read(tmp_path: Path) -> None:
+    """Two prompts that shared a block and no entry wrote into one row: each was answered by what the other had read."""
+    folder, read = make_checkpoint("deepseek_v4", tmp_path, vocab_size=4096), []
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled_dir() / name, folder / name)
+    compute = ComputeConfig(backend="torch", threads=1)
+    for block_tokens in (1, 4, 24):
+        with pytest.raises(ConfigError, match=f"block_tokens is {block_tokens}; 16 tokens of this model share a row"):
+            load(
+                str(folder),
+                EngineConfig(compute=compute, block_tokens=block_tokens),
+                progress=lambda *_: read.append(1),
+            )
+    assert read == []
+    model = load_model(folder, compute)
+    with pytest.raises(ConfigError, match="block_tokens is 24"):
+        model.make_kv(4, 24)
+    model.make_kv(4, 48)

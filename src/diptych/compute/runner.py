@@ -30,7 +30,7 @@ from diptych.compute.ops.cpu_ranks import RankedModel
 from diptych.compute.ops.linked import LinkedRanks
 from diptych.compute.ops.ranks import Ranks, placement_head
 from diptych.compute.ops.shares import copies_of_kv, ranks_that_attend
-from diptych.compute.ops.torch_model import build_torch_model, torch_device
+from diptych.compute.ops.torch_model import build_torch_model, refuse_block, torch_device
 from diptych.compute.packed_cache import PackedCache
 from diptych.compute.quant import QuantisedCheckpoint, stored_weights
 from diptych.compute.random_codes import CodedRandomSource
@@ -379,6 +379,7 @@ def memory_of_block(spec: ModelSpec, config: ComputeConfig, block_tokens: int) -
             n = ranks_that_attend(attention.n_heads, attention.n_kv_heads, config.tp)
             kept.append((n, cache.head_dim, cache.value_dim))
         return torch.device("cpu"), cpu_kernels.kv_bytes_per_block(spec, kv_format, block_tokens, heads=kept)
+    refuse_block(spec, block_tokens)
     bits = 32 if "fp32" in (config.kv, config.weights) and config.kv != "bf16" else 16
     block_bytes = sum(cache.elements for cache in spec.caches) * block_tokens * bits // 8
     return torch_device(config.device if backend == "torch" else "cpu"), block_bytes

@@ -21,6 +21,7 @@ from diptych.compute.ops.torch_loader import TorchLoader
 from diptych.compute.ops.torch_ops import TorchAdapter, TorchOps
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, ExecutorError
+from diptych.models.spec import ModelSpec
 
 logger = logging.getLogger("diptych.compute")
 
@@ -62,6 +63,15 @@ def _class_for(device: torch.device) -> type[TorchModel]:
         return TorchModel
     chosen: type[TorchModel] = ours.TritonModel
     return chosen
+
+
+def refuse_block(spec: ModelSpec, block_tokens: int) -> None:
+    """ConfigError for blocks that part a row of entries: who shares the first would have what tokens of another wrote there."""
+    shared_by = max((cache.shared_by for cache in spec.caches), default=0)
+    if shared_by and block_tokens % shared_by:
+        raise ConfigError(
+            f"block_tokens is {block_tokens}; {shared_by} tokens of this model share a row of its cache: it needs a multiple"
+        )
 
 
 def torch_device(name: str) -> torch.device:
@@ -147,6 +157,7 @@ class TorchModel(Model):
 
     def make_kv(self, n_blocks: int, block_tokens: int, n_places: int = 1) -> TorchKVStore:
         """An empty cache of this model; CapacityError when there is no memory for it."""
+        refuse_block(self.spec, block_tokens)
         return TorchKVStore(
             heads=[cache.sizes for cache in self.spec.caches],
             n_blocks=n_blocks,
