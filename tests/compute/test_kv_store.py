@@ -99,6 +99,27 @@ def test_saved_cache_continues_the_sequence(model: Model) -> None:
     torch.testing.assert_close(second.step({"a": [7]})["a"], expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["llama", "deepseek_v32", "deepseek_v4", "minimax_m3"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("cpu", marks=NATIVE)])
+def test_what_another_left_in_a_block_takes_no_part(backend: str, family: str, tmp_path: Path) -> None:
+    """Behind a short sequence, beside a longer one, lay what was no number: whoever got those blocks failed of it, too."""
+    model = load_model(make_checkpoint(family, tmp_path), ComputeConfig(backend=backend, threads=1))
+    found = []
+    for is_soiled in (False, True):
+        stepper = Stepper(model)
+        if is_soiled:
+            blocks, kv = list(range(64)), stepper.kv
+            for layer in range(len(model.spec.caches)):
+                keys, values = kv.read(layer, blocks, 64 * 16)
+                kv.write(layer, blocks, torch.full_like(keys, torch.nan), torch.full_like(values, torch.nan))
+        stepper.step({"short": [5, 6, 7], "long": list(range(10, 50))})
+        found.append([stepper.step({"short": [8 + i], "long": [9 + i]}) for i in range(3)])
+        found[-1].append(stepper.step({"short": [11, 12], "long": [13]}))
+    for clean, soiled in zip(*found, strict=True):
+        for name in clean:
+            assert torch.equal(clean[name], soiled[name])
+
+
 def test_bytes_per_block_are_the_bytes_held(model: Model) -> None:
     """The pool is sized by this number; a wrong one is an out-of-memory error later."""
     for block_tokens in (1, 16, 32):

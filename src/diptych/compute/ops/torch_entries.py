@@ -229,10 +229,11 @@ class TorchEntryOps(ABC):
         return self._sequences()[queries.rows].unflatten(0, (len(queries.slots), -1))[:, 0]
 
     def _slots_at(self, sequences: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Of positions of sequences; beyond a sequence's table any."""
+        """Of positions of sequences; beyond a sequence's tokens that of its last: what is masked has to be numbers, too."""
         block = self._kv.block_tokens
-        columns = (positions // block).clamp(max=self._table.shape[1] - 1)
-        return self._table[sequences, columns] * block + positions % block
+        ends_S = torch.tensor(self._batch.context_tokens_S, device=positions.device)
+        positions = positions.minimum(ends_S[sequences] - 1)
+        return self._table[sequences, positions // block] * block + positions % block
 
     def _are_whole(self, queries: Queries, n_sequences: int, tokens: int, n_entries: int) -> torch.Tensor:
         """[B, k, E]: which entries each query may see."""

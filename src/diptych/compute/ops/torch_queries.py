@@ -85,7 +85,8 @@ class QueryGroups:
             positions_SC = torch.arange(span, device=self._device).expand(len(ends), -1)
         is_seen_SC = (positions_SC >= 0) & (positions_SC < end_S1) & (positions_SC >= spec.first_seen(end_S1 - 1))
         table = self._table[torch.tensor(sequences, device=self._device)]
-        slots_SC = self._slots_of(table, positions_SC.clamp(min=0))
+        # what is masked is multiplied, too, by nothing: of the sequence's own tokens, as elsewhere may lie what is no number
+        slots_SC = self._slots_of(table, positions_SC.clamp(min=0).minimum(end_S1 - 1))
         mask = None if bool(is_seen_SC.all()) else is_seen_SC[:, None, None]
         return Queries(torch.tensor(rows, device=self._device), slots_SC, mask, end_S1 - 1)
 
@@ -110,9 +111,7 @@ class QueryGroups:
 
     def _slots_of(self, table_BM: torch.Tensor, positions_BC: torch.Tensor) -> torch.Tensor:
         block_tokens = self._block_tokens
-        # padded positions may lie beyond a short sequence's table; they are masked, any slot will do
-        columns = (positions_BC // block_tokens).clamp(max=table_BM.shape[1] - 1)
-        return table_BM.gather(1, columns) * block_tokens + positions_BC % block_tokens
+        return table_BM.gather(1, positions_BC // block_tokens) * block_tokens + positions_BC % block_tokens
 
 
 def gained_by_distance(
