@@ -158,7 +158,7 @@ def _shared_refs(root: Mapping[str, Any]) -> set[str]:
         pointer = unquote(ref) if isinstance(ref, str) else None  # a fragment of a URI, where "%20" is a blank
         if is_part and pointer is not None and pointer not in found:
             found.add(pointer)
-            waiting.append((_target(root, pointer), True))
+            waiting.append((target(root, pointer), True))
         waiting += [(part, is_part) for part in _parts(schema)]
         waiting += [(child, False) for child in _children(schema)]
     return found
@@ -175,8 +175,8 @@ def _children(schema: Mapping[str, Any]) -> Iterator[Any]:
     yield from (schema[name] for name in _ONES if name not in _LONE_PARTS and isinstance(schema.get(name), dict))
 
 
-def _target(root: Mapping[str, Any], ref: str) -> Any:
-    """What a `$ref` within the schema points to; None for any other."""
+def target(root: Mapping[str, Any], ref: str) -> Any:
+    """What a `$ref` within the schema points to, its escapes of a URI undone; None for any other."""
     value: Any = root if ref.startswith("#") else None
     for part in ref.removeprefix("#").split("/")[1:]:
         if isinstance(value, list):

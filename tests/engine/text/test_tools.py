@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych.engine.text.argument_values import json_value
-from diptych.engine.text.call_form import HERMES, LFM2, LLAMA3, MISTRAL, MISTRAL_NAMED, CallForm
+from diptych.engine.text.argument_values import json_types_of, json_value
+from diptych.engine.text.call_form import HERMES, LFM2, LLAMA3, MISTRAL, MISTRAL_NAMED, NAME, CallForm, Style
 from diptych.engine.text.forced_calls import tool_call_spec
 from diptych.engine.text.tools import ToolCallParser
 from diptych.ground.errors import RequestError
@@ -354,3 +354,41 @@ def test_quotes_around_lines_and_odd_escapes_are_no_part_of_a_value(written: str
     parser = ToolCallParser(LFM2, tool_names=["f"])
     calls = parser.push(f"<|tool_call_start|>[f(a={written})]<|tool_call_end|>").calls
     assert json.loads(calls[1].arguments) == {"a": value}
+
+
+SIZE = {"type": "string", "enum": ["1", "2"]}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"a": {"$ref": "#/$defs/Size"}}, "$defs": {"Size": SIZE}},
+        {"properties": {"a": {"anyOf": [{"$ref": "#/$defs/a%20b~1"}, {"type": "null"}]}}, "$defs": {"a b/": SIZE}},
+        {"properties": {"a": {"allOf": [{"$ref": "#/definitions/Size"}], "default": "1"}}, "definitions": {"Size": SIZE}},
+        {"properties": {"size": SIZE, "a": {"$ref": "#/properties/size"}}},
+        {"$ref": "#/definitions/Call", "definitions": {"Call": {"properties": {"a": SIZE}}}},
+        {"allOf": [{"properties": {"a": SIZE}}]},
+        {"additionalProperties": SIZE},
+        {"properties": {"a": {"$ref": "#/$defs/x0"}}, "$defs": {f"x{i}": {"anyOf": [{"$ref": f"#/$defs/x{min(i + 1, 9)}"}] * 2}
+         for i in range(9)} | {"x9": SIZE}},
+    ],
+)  # fmt: skip
+def test_types_are_those_that_a_schema_refers_to(parameters: dict) -> None:
+    """pydantic and zod refer to what they name or use twice: the text 1 came as a number, which the tool then refused."""
+    text = "<function=f><parameter=a>1</parameter></function>"
+    form = CallForm(
+        style=Style.TAGGED, head=f"<function={NAME}>", key_open="<parameter=", key_close=">", value_close="</parameter>",
+        close="</function>",
+    )  # fmt: skip
+    parser = ToolCallParser(form, tools={"f": parameters})
+    calls = [call for delta in (parser.push(text), parser.finish()) for call in delta.calls]
+    assert "".join(call.arguments for call in calls) == '{"a": "1"}'
+
+
+@pytest.mark.parametrize(
+    "link", [{"$ref": "#/$defs/x1"}, {"anyOf": [{"$ref": "#/$defs/x1"}]}, {"$ref": "#/properties/a"}]
+)
+def test_references_without_end_say_no_type(link: dict) -> None:
+    """Such a schema is nobody's but an attacker's; its answer is read all the same."""
+    chain = {f"x{i}": json.loads(json.dumps(link).replace("x1", f"x{i + 1}")) for i in range(3000)}
+    assert json_types_of(link, {"properties": {"a": link}, "$defs": chain}) is None

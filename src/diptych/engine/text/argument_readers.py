@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from diptych.engine.text.argument_values import json_string, json_types_of, json_value
+from diptych.engine.text.argument_values import json_string, json_types_of, json_value, properties_of
 from diptych.engine.text.call_form import KEY, KIND, CallForm, Fit, Match, fit
 from diptych.engine.text.feed import Feed, Step
 from diptych.engine.text.reasoning import partial_end
@@ -31,7 +31,7 @@ class TaggedArguments:
     def read(self) -> Step:
         """Every argument as JSON, in the order written; a call cut off ends where the output does."""
         form = self._form
-        properties = self._schema.get("properties", {})
+        properties = properties_of(self._schema)
         separator = "{"
         while (yield from self._takes(form.key_open)) is not None:
             key, kind = yield from self._key()
@@ -39,7 +39,7 @@ class TaggedArguments:
                 break
             self._out(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
             separator = ", "
-            types = json_types_of(properties.get(key)) if isinstance(properties, Mapping) else None
+            types = json_types_of(properties.get(key, self._schema.get("additionalProperties")), self._schema)
             if kind is not None:
                 types = {one for one, its in form.kinds.items() if its == kind} or types
             yield from self._tagged_value(types)

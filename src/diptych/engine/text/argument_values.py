@@ -11,6 +11,9 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
+
+from diptych.compute.json_schema import MAX_SCHEMA_DEPTH, target
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 _TYPES: tuple[tuple[type, str], ...] = (
@@ -18,9 +21,14 @@ _TYPES: tuple[tuple[type, str], ...] = (
 )  # fmt: skip
 
 
-def json_types_of(schema: object) -> set[str] | None:
-    """The JSON types that a schema allows; None where it does not say."""
-    if not isinstance(schema, Mapping):
+def json_types_of(schema: object, root: Mapping[str, Any] | None = None) -> set[str] | None:
+    """The JSON types that a schema allows; None where it does not say. root: what its references point into."""
+    return _types_of(schema, root or {}, set(), 0) or None
+
+
+def _types_of(schema: object, root: Mapping[str, Any], followed: set[str], depth: int) -> set[str] | None:
+    """followed: references that the types of a union hold already; each is read once, however many lead to it."""
+    if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
         return None
     named = schema.get("type")
     if named is not None:
@@ -30,9 +38,38 @@ def json_types_of(schema: object) -> set[str] | None:
         return {_type_of(value) for value in values}
     for name in ("anyOf", "oneOf"):
         if isinstance(schema.get(name), list):
-            found = [json_types_of(one) for one in schema[name]]
+            found = [_types_of(one, root, followed, depth + 1) for one in schema[name]]
             return None if None in found else set().union(*(one or () for one in found))
-    return None
+    parts = schema.get("allOf")
+    ref = schema.get("$ref")
+    if isinstance(ref, str):
+        if ref in followed:
+            return set()
+        followed.add(ref)
+        parts = [target(root, unquote(ref))]
+    said = (_types_of(one, root, followed, depth + 1) for one in (parts if isinstance(parts, list) else ()))
+    return next((types for types in said if types is not None), None)
+
+
+def properties_of(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The properties that an object's schema lists, also by reference and in parts, where one may stand more than once."""
+    listed: dict[str, list[Any]] = {}
+    followed: set[str] = set()
+    waiting: list[Any] = [schema]
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, Mapping):
+            continue
+        properties = node.get("properties")
+        for key, one in properties.items() if isinstance(properties, Mapping) else ():
+            listed.setdefault(key, []).append(one)
+        for name in ("allOf", "anyOf", "oneOf"):
+            waiting += node[name] if isinstance(node.get(name), list) else ()
+        ref = node.get("$ref")
+        if isinstance(ref, str) and ref not in followed:
+            followed.add(ref)
+            waiting.append(target(schema, unquote(ref)))
+    return {key: found[0] if len(found) == 1 else {"anyOf": found} for key, found in listed.items()}
 
 
 def json_value(text: str, types: Collection[str] | None) -> str:
