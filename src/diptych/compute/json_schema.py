@@ -1,4 +1,4 @@
-"""JSON schemas in the form that a grammar can hold: objects closed, formats as patterns, depth bounded.
+"""JSON schemas in the form that a grammar can hold: objects closed, formats as patterns, depth bounded, no word to people.
 
 Standard library only: the grammars of tool calls are made of schemas too, in a room without tensors.
 
@@ -37,6 +37,29 @@ _FORMATS = {
     "hostname": rf"^({_LABEL}\.){{0,3}}{_LABEL}$",
     "email": rf"^{_WORD}(\.{_WORD})?@({_LABEL}\.){{1,4}}[A-Za-z]{{2,20}}$",
 }
+_HEX = "[0-9A-Fa-f]"
+_BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_GROUP = f"{_HEX}{{1,4}}"
+_TIMES = r"([0-9]{1,4}H([0-9]{1,4}M([0-9]{1,4}S)?)?|[0-9]{1,4}M([0-9]{1,4}S)?|[0-9]{1,4}S)"
+_DAYS = r"([0-9]{1,4}Y([0-9]{1,4}M([0-9]{1,4}D)?)?|[0-9]{1,4}M([0-9]{1,4}D)?|[0-9]{1,4}D)"
+_URI_SIGN = rf"([A-Za-z0-9._~!$&'()*+,;=:@-]|%{_HEX}{{2}})"
+# of texts that are not written as JSON, where llguidance holds no format
+PATTERNS = _FORMATS | {
+    "date": f"^{_DAY}$",
+    "duration": f"^P({_DAYS}(T{_TIMES})?|T{_TIMES}|[0-9]{{1,4}}W)$",
+    "uuid": f"^{_HEX}{{8}}(-{_HEX}{{4}}){{3}}-{_HEX}{{12}}$",
+    "ipv4": rf"^({_BYTE}\.){{3}}{_BYTE}$",
+    "ipv6": "^({})$".format("|".join([
+        f"({_GROUP}:){{7}}{_GROUP}", f"({_GROUP}:){{1,7}}:", f":((:{_GROUP}){{1,7}}|:)",
+        *(f"({_GROUP}:){{1,{7 - n}}}(:{_GROUP}){{1,{n}}}" for n in range(1, 7)),
+    ])),
+    "uri": rf"^[A-Za-z][A-Za-z0-9+.-]{{0,15}}:(//[A-Za-z0-9._~-]{{0,255}}(:[0-9]{{1,5}})?|{_URI_SIGN}+)(/{_URI_SIGN}*)*"
+    rf"(\?({_URI_SIGN}|[/?])*)?(#({_URI_SIGN}|[/?])*)?$",
+}  # fmt: skip
+# what a schema says to people, which makes up most of a tool's
+ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
+)
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _ONES = ("items", "additionalProperties", "additionalItems", "if", "then", "else", "not", "contains")
@@ -198,7 +221,7 @@ class _Closer:
         if not isinstance(schema, dict):
             return schema
         is_part = is_part or pointer in self._shared or _n_describing(schema) > 1
-        out = dict(schema)
+        out = {name: value for name, value in schema.items() if name not in ANNOTATIONS}
         for name in _BY_NAME:
             if isinstance(out.get(name), dict):
                 at = f"{pointer}/{name}"

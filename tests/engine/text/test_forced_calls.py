@@ -2,7 +2,9 @@
 
 import json
 import re
+from dataclasses import replace
 
+import jsonschema_rs
 import numpy as np
 import pytest
 import tokenizers
@@ -10,6 +12,7 @@ import tokenizers
 from diptych.compute.structured import GrammarCompiler
 from diptych.engine.text.call_form import (
     HERMES,
+    KIND,
     LFM2,
     LLAMA3,
     MISTRAL,
@@ -228,3 +231,83 @@ def test_a_text_has_its_pattern_and_its_length(form, tags) -> None:
             for one in parse_tool_calls(write(with_tags(tags), spec, seed=seed), form)[1]
         ]
         assert re.fullmatch("[a-z]{2,3}", arguments["a"])
+
+
+KINDS = {"string": "true"} | dict.fromkeys(("integer", "number", "boolean", "object", "array"), "false")
+TYPED = replace(TAGGED, key_open="<p name=", key_close=f" string={KIND}>", value_close="</p>\n", kinds=KINDS)
+TEXT = {"type": "string", "maxLength": 5}
+PARAMETERS = [
+    {"properties": {"a": {"$ref": "#/$defs/P"}}, "required": ["a"],
+     "$defs": {"P": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}}},
+    {"properties": {"a": {"$ref": "#/$defs/P"}}, "required": ["a"], "$defs": {"P": {"type": "string", "enum": ["1", "null"]}}},
+    # zod refers to where a schema stood first, and names the whole
+    {"properties": {"a": {"properties": {"x": TEXT}, "required": ["x"]}, "b": {"$ref": "#/properties/a"},
+                    "c": {"$ref": "#/properties/a/properties/x"}}, "required": ["a", "b", "c"]},
+    {"$ref": "#/definitions/A", "definitions": {"A": {"properties": {"a": {"type": "integer"}}, "required": ["a"]}}},
+    {"allOf": [{"$ref": "#/$defs/A"}, {"properties": {"b": TEXT}, "required": ["b"]}],
+     "$defs": {"A": {"properties": {"a": {"type": "integer"}}, "required": ["a"]}}},
+    {"properties": {"a": {"type": "integer"}, "b": TEXT}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+    {"oneOf": [{"properties": {"k": {"const": "a"}, "x": TEXT}, "required": ["k", "x"]},
+               {"properties": {"k": {"const": "b"}}, "required": ["k"]}]},
+    {"properties": {"a": TEXT, "b": TEXT}, "minProperties": 1},
+    {"properties": {"a": TEXT}, "required": ["z"], "additionalProperties": {"type": "integer"}},
+    {"additionalProperties": {"type": "integer"}, "required": ["k"]},
+    {"properties": {"a": {"anyOf": [TEXT, {"type": "null"}]}}, "required": ["a"]},
+    {"properties": {"a": {"type": ["string", "integer"], "maxLength": 5}}, "required": ["a"]},
+    {"properties": {"a": {"allOf": [{"type": "string"}, {"minLength": 2}, {"maxLength": 4}]}}, "required": ["a"]},
+    {"properties": {"a": {"type": "string", "anyOf": [{"const": "x"}, {"pattern": "^[yz]$"}]}}, "required": ["a"]},
+    {"properties": {"a": {"type": "string", "pattern": r"^[0-9]{2}\$", "maxLength": 6}}, "required": ["a"]},
+    {"properties": {"a": {"type": "string", "pattern": r"^a\/[b/]$|^(c|[|)])$"}}, "required": ["a"]},
+    *({"properties": {"a": {"type": "string", "format": one, "maxLength": 40}}, "required": ["a"]}
+      for one in ("date", "uuid", "ipv4", "ipv6", "duration", "uri")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", [TAGGED, TYPED, LFM2, GEMMA], ids=["tagged", "typed", "lfm2", "gemma"])
+def test_arguments_written_one_by_one_satisfy_the_schema(form) -> None:
+    """Only its own list of properties was read: references were refused, and what stood beside the list was forgotten."""
+    for number, parameters in enumerate(PARAMETERS):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        spec = tool_call_spec([tool], form, is_parallel=False)
+        schema = jsonschema_rs.validator_for({"type": "object", **parameters}, validate_formats=True)
+        for seed in range(2):
+            output = write(with_tags("letters"), spec, seed=seed)
+            ((_, arguments),) = [
+                (one.name, json.loads(one.arguments))
+                for one in parse_tool_calls(output, form, tools={"f": parameters})[1]
+            ]
+            assert schema.is_valid(arguments), (number, output, arguments)
+
+
+@pytest.mark.parametrize("form", [TAGGED, GEMMA], ids=["tagged", "gemma"])
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"properties": {"a": {"type": "string", "$ref": "#/$defs/x"}}}, "'#/\\$defs/x', which points to no schema"),
+        ({"$ref": "#/$defs/x", "$defs": {"x": {"allOf": [{"$ref": "#/$defs/x"}]}}}, "leads back to itself"),
+        ({"allOf": [{"anyOf": [{"required": [str(i)]} for i in range(20)]}] * 3}, "has [0-9]+ alternatives"),
+        ({"allOf": [{"required": 5}]}, "required is 5"),
+        ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, "oneOf has parts that may hold together"),
+        ({"properties": {"a": {}}, "not": {"required": ["a"]}}, "not cannot be held"),
+        ({"properties": {"a": {}}, "required": ["b"], "additionalProperties": False}, "no object satisfies it"),
+    ],
+)
+def test_what_arguments_written_one_by_one_cannot_hold_is_refused(form, part, words) -> None:
+    """And nothing is looked at again and again."""
+    with pytest.raises(GrammarError, match=f"parameters of tool 'f': .*{words}"):
+        tool_call_spec([{"type": "function", "function": {"name": "f", "parameters": part}}], form)
+
+
+def test_words_to_people_take_no_room_in_a_grammar() -> None:
+    """Forty tools with descriptions were a grammar above its bound, and refused."""
+    text = {"type": "string", "description": "word " * 200}
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": f"f{i}", "parameters": {"properties": {"description": text, "b": text}}},
+        }
+        for i in range(40)
+    ]
+    source = tool_call_spec(tools, HERMES).source
+    assert len(source) < 16_384
+    assert '"description":{"type":"string"}' in source

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from diptych.compute.json_schema import holdable
+from diptych.compute.json_schema import PATTERNS, holdable
+from diptych.compute.schema_parts import alternatives, check_keywords, rooted
 from diptych.engine.text.argument_values import json_types_of
 from diptych.engine.text.call_form import COUNT, HOLES, ID, KEY, KIND, NAME, CallForm, Style
 from diptych.ground.errors import GrammarError, RequestError
@@ -22,6 +23,13 @@ _BLANKS = r"[ \n\t]{0,8}"  # a model that likes blanks must not write them for e
 _HOLE_RULES = {ID: "/[a-zA-Z0-9]{9}/", COUNT: "/[0-9]{1,2}/"}
 _SCALARS = {"integer": r"-?(0|[1-9][0-9]{0,17})", "number": r"-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?"}
 _MAX_DEPTH = 8
+_FREE_KEY = r"/[A-Za-z_][A-Za-z0-9_-]{0,63}/"  # of an argument that no schema names
+# all that a value's schema may say where it is not written as JSON
+_PLAIN = {
+    "integer": {"type"}, "number": {"type"}, "boolean": {"type"}, "array": {"type", "items"},
+    "object": {"type", "properties", "required", "additionalProperties"},
+}  # fmt: skip
+_UNHELD = {"not", "if", "dependentRequired", "dependentSchemas", "propertyNames", "maxProperties"}
 
 
 def tool_call_spec(
@@ -142,43 +150,60 @@ class _Grammar:
     def json(self, schema: Mapping[str, Any]) -> str:
         """Any JSON of a schema, which is a root of its own, or its `$ref`s would point nowhere."""
         whole = {**schema, "x-guidance": {"whitespace_pattern": _BLANKS}}
-        return self.rule(f"%json {json.dumps(whole)}")
+        return self.rule(f"%json {json.dumps(whole, separators=(',', ':'))}")
 
     def call(self, function: Mapping[str, Any]) -> str:
         """The rule of a call of one function."""
         form = self.form
         schema = _holdable_parameters(function)
         head = self.literal(form.head if form.begin.strip() else form.head.lstrip(), name=function["name"])
-        if form.style is Style.TAGGED:
-            arguments = self._tagged(schema)
-        elif form.style is Style.LITERAL:
-            arguments = self._pairs(schema, schema, depth=0)
-        else:
-            arguments = self.json(schema)
+        try:
+            arguments = self._arguments(schema)
+        except GrammarError as error:
+            raise _of_tool(function, error) from error
         return self.rule(f"{head} {arguments} {self.literal(form.close)}")
+
+    def _arguments(self, schema: Mapping[str, Any]) -> str:
+        if self.form.style not in (Style.TAGGED, Style.LITERAL):
+            return self.json(schema)
+        write = self._tagged if self.form.style is Style.TAGGED else self._pairs
+        return f"({' | '.join(write(one, schema) for one in _objects(schema))})"
 
     # ---- arguments between tags
 
-    def _tagged(self, schema: Mapping[str, Any]) -> str:
-        properties, required = _properties(schema)
+    def _tagged(self, one: _Object, root: Mapping[str, Any]) -> str:
         parts = []
-        for key, one in properties.items():
-            types = json_types_of(one)
-            kind = self.form.kinds.get(next(iter(sorted(types or ["string"]))), "")
-            close = self.form.key_close.replace(KIND, kind)
-            value_close = self.form.value_close.replace(KEY, key)
-            value = self._text(one, value_close) if types == {"string"} else None
-            if value is None:
-                value = f"{self.json(_rooted(one, schema))} {self.literal(value_close)}"
-            part = self.rule(f"{self.literal(self.form.key_open + key + close)} {value}")
-            parts.append(part if key in required else f"{part}?")
+        for key, schema in one.properties.items():
+            part = self.rule(self._argument(self.literal(key), key, schema, root))
+            parts.append(part if key in one.required else f"{part}?")
+        if one.others is not None and KEY not in self.form.value_close:
+            parts.append(f"{self.rule(self._argument(_FREE_KEY, '', one.others, root))}*")
         return " ".join(parts) or '""'
 
-    def _text(self, schema: Mapping[str, Any], close: str) -> str:
+    def _argument(self, key: str, name: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+        """One argument; key: what stands for its name in a rule."""
+        form, types = self.form, json_types_of(schema, root)
+        value_close = form.value_close.replace(KEY, name)
+        if types == {"string"}:
+            kind, value = form.kinds.get("string", ""), self._text(schema, root, value_close)
+        else:  # read as the JSON that it is, so of a kind that is no text
+            kinds = [one for one in sorted(types or ()) if one != "string" and one in form.kinds]
+            kind = form.kinds.get(next(iter(kinds), "object"), "")
+            value = f"{self.json(rooted(schema, root))} {self.literal(value_close)}"
+        return f"{self.literal(form.key_open)} {key} {self.literal(form.key_close.replace(KIND, kind))} {value}"
+
+    def _text(self, schema: Mapping[str, Any], root: Mapping[str, Any], close: str) -> str:
         """Plain text up to what closes it, with that."""
+        texts = [self._one_text(one, close) for one in alternatives(schema, root)]
+        if not texts:
+            raise GrammarError("no text satisfies what a schema says of one")
+        return texts[0] if len(texts) == 1 else f"({' | '.join(texts)})"
+
+    def _one_text(self, schema: Mapping[str, Any], close: str) -> str:
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if values is not None:
-            texts = " | ".join(self.literal(str(value)) for value in values)
+            values = [value for value in values if isinstance(value, str) and value == schema.get("const", value)]
+            texts = " | ".join(map(self.literal, values))
             return f"({texts}) {self.literal(close)}"
         signs = _signs(schema)
         tag = next((one for one in self.tag_ids if close.strip().startswith(one)), None)
@@ -200,15 +225,17 @@ class _Grammar:
 
     # ---- arguments in the signs of a programming language
 
-    def _pairs(self, schema: Mapping[str, Any], root: Mapping[str, Any], *, depth: int) -> str:
+    def _pairs(self, one: _Object, root: Mapping[str, Any], *, depth: int = 0) -> str:
         """`key=value, ...` of an object, in the order of its properties."""
-        properties, required = _properties(schema)
         comma = '", "' if self.form.quote == "'" else '","'
         parts = [
-            self.rule(f"{json.dumps(key + self.form.assign)} {self._value(one, root, depth=depth)}")
-            for key, one in properties.items()
+            self.rule(f"{json.dumps(key + self.form.assign)} {self._value(schema, root, depth=depth)}")
+            for key, schema in one.properties.items()
         ]
-        optional = [key not in required for key in properties]
+        if not parts and one.others is not None:
+            part = self.rule(f"{_FREE_KEY} {json.dumps(self.form.assign)} {self._value(one.others, root, depth=depth)}")
+            return self.rule(f"({part} ({comma} {part})*)?")
+        optional = [key not in one.required for key in one.properties]
         tails = ['""']  # what may follow when something stands before it, from the last property on
         for part, is_optional in zip(reversed(parts), reversed(optional), strict=True):
             tails.append(self.rule(f"({comma} {part}){'?' if is_optional else ''} {tails[-1]}"))
@@ -223,24 +250,25 @@ class _Grammar:
         return self.rule(" | ".join(firsts))
 
     def _value(self, schema: Mapping[str, Any], root: Mapping[str, Any], *, depth: int) -> str:
-        types = json_types_of(schema) or set()
+        types = json_types_of(schema, root) or set()
         kind = next(iter(types), "") if len(types) == 1 else ""
         is_python = self.form.quote == "'"
         if kind == "string":
             opening = self.literal(self.form.quote)
-            return f"{opening} {self._text(schema, self.form.quote)}"
-        if is_python or depth > _MAX_DEPTH:
-            return self.json(_rooted(schema, root))
+            return f"{opening} {self._text(schema, root, self.form.quote)}"
+        if is_python or depth > _MAX_DEPTH or kind not in _PLAIN or not schema.keys() <= _PLAIN[kind]:
+            return self.json(rooted(schema, root))
         writers: dict[str, Callable[[], str]] = {
             "integer": lambda: f"/{_SCALARS['integer']}/",
             "number": lambda: f"/{_slashed(_SCALARS['number'])}/",
             "boolean": lambda: '("true" | "false")',
-            "object": lambda: f'"{{" {self._pairs(schema, root, depth=depth + 1)} "}}"',
+            "object": lambda: f'"{{" {self._pairs(_objects(schema)[0], root, depth=depth + 1)} "}}"',
             "array": lambda: self._list(schema, root, depth=depth + 1),
         }
-        if kind in writers and "enum" not in schema and "const" not in schema and not _is_open(schema, kind):
-            return writers[kind]()
-        return self.json(_rooted(schema, root))
+        is_open = (kind == "object" and not schema.get("properties")) or (
+            kind == "array" and not isinstance(schema.get("items"), Mapping)
+        )
+        return self.json(rooted(schema, root)) if is_open else writers[kind]()
 
     def _list(self, schema: Mapping[str, Any], root: Mapping[str, Any], *, depth: int) -> str:
         item = self.rule(self._value(schema["items"], root, depth=depth))
@@ -249,41 +277,74 @@ class _Grammar:
 
 def _signs(schema: Mapping[str, Any]) -> list[str]:
     """The patterns that a text must match, one at least."""
-    signs = []
-    if "pattern" in schema:
-        pattern = str(schema["pattern"])
-        begins, ends = pattern.startswith("^"), pattern.endswith("$")
-        signs.append(
-            f"{'' if begins else '(?s:.*)'}({pattern.removeprefix('^').removesuffix('$')}){'' if ends else '(?s:.*)'}"
-        )
+    patterns = [str(schema["pattern"])] if "pattern" in schema else []
+    named = schema.get("format")
+    if isinstance(named, str) and named in PATTERNS:
+        patterns.append(PATTERNS[named])
+    signs = ["|".join(map(_whole, _branches(pattern))) for pattern in patterns]
     if schema.get("minLength") or "maxLength" in schema:
         signs.append(rf"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})")
-    return signs or ["(?s:.*)"]
+    return [f"({sign})" for sign in signs] or ["(?s:.*)"]
 
 
-def _properties(schema: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, Any]], Sequence[str]]:
-    """The properties of an object that may be there, `true` being any value, and which of them must."""
-    listed = (schema.get("properties") or {}).items()
-    return {key: {} if one is True else one for key, one in listed if one is not False}, schema.get("required") or ()
+def _branches(pattern: str) -> list[str]:
+    """The alternatives of a pattern, each of which says for itself where it begins and ends."""
+    branches, depth = [""], 0
+    for part in re.findall(r"\\.|\[(?:\^?\]?)(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
+        depth += (part == "(") - (part == ")")
+        if part == "|" and not depth:
+            branches.append("")
+        else:
+            branches[-1] += part
+    return branches
 
 
-def _is_open(schema: Mapping[str, Any], kind: str) -> bool:
-    """Whether only JSON's own grammar can hold what a schema says of numbers, lists and objects."""
-    bounds = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minItems", "maxItems"}
-    if bounds & schema.keys():
-        return True
-    return (kind == "object" and not schema.get("properties")) or (
-        kind == "array" and not isinstance(schema.get("items"), Mapping)
-    )
+def _whole(branch: str) -> str:
+    """A pattern of the whole text of which `branch` must match a part."""
+    begins, ends = branch.startswith("^"), re.search(r"(?<!\\)(?:\\\\)*\$\Z", branch) is not None
+    inner = branch[begins : len(branch) - ends]
+    return f"{'' if begins else '(?s:.*)'}({inner}){'' if ends else '(?s:.*)'}"
 
 
-def _rooted(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema from within another, with what its references point to."""
-    return {**{name: root[name] for name in ("$defs", "definitions") if name in root}, **schema}
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """What one alternative of an object's schema says. others: the schema of properties that it does not list, where such are
+    written.
+    """
+
+    properties: Mapping[str, Mapping[str, Any]]
+    required: frozenset[str]
+    others: Mapping[str, Any] | None
+
+
+def _objects(schema: Mapping[str, Any]) -> list[_Object]:
+    """The alternatives of an object whose properties are written one by one. GrammarError where it says more than they hold."""
+    found = []
+    for one in alternatives(schema, schema):
+        unheld = sorted(_UNHELD & one.keys())
+        if unheld:
+            raise GrammarError(f"{unheld[0]} cannot be held where a model writes arguments one by one")
+        listed = (one.get("properties") or {}).items()
+        properties = {key: {} if value is True else value for key, value in listed if value is not False}
+        required = frozenset(one.get("required") or ())
+        others = one.get("additionalProperties", True)
+        if others is not False:
+            others = {} if others is True else others
+            properties |= {name: others for name in one.get("required") or () if name not in properties}
+        is_free = not properties and "additionalProperties" in one and others is not False
+        n_more = one.get("minProperties", 0) - len(required)
+        if required <= properties.keys() and n_more <= 1:  # one more may be any: as many alternatives
+            more = [{name} for name in properties if name not in required] if n_more == 1 else [set()]
+            found += [_Object(properties, required | one, others if is_free else None) for one in more]
+    if not found:
+        raise GrammarError("no object satisfies it, or only one with properties that nothing names")
+    return found
 
 
 def _slashed(pattern: str) -> str:
-    return pattern.replace("/", "\\/").replace("\n", "\\n")
+    """As it stands between slashes: what is escaped already stays so."""
+    pattern = pattern.replace("\n", "\\n")
+    return re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], pattern)
 
 
 def _holdable_parameters(function: Mapping[str, Any]) -> dict[str, Any]:
@@ -293,28 +354,20 @@ def _holdable_parameters(function: Mapping[str, Any]) -> dict[str, Any]:
         _check_parts(parameters)
         return parameters
     except GrammarError as error:
-        raise GrammarError(
-            f"parameters of tool {function['name']!r}: {error.message}", hint=error.hint, param="tools"
-        ) from error
+        raise _of_tool(function, error) from error
+
+
+def _of_tool(function: Mapping[str, Any], error: GrammarError) -> GrammarError:
+    return GrammarError(f"parameters of tool {function['name']!r}: {error.message}", hint=error.hint, param="tools")
 
 
 def _check_parts(schema: object) -> None:
     """GrammarError for what is no schema where the forms of calls are made of its parts; `holdable` has bounded its depth."""
-    if isinstance(schema, bool):
-        return
+    check_keywords(schema)
     if not isinstance(schema, Mapping):
-        raise GrammarError(f"{schema!r:.80} stands where a schema must be: an object, true or false")
-    properties = schema.get("properties") or {}
-    if not isinstance(properties, Mapping):
-        raise GrammarError(f"properties is a {type(properties).__name__}; it must be an object")
-    for name in ("required", "enum"):
-        if name in schema and not isinstance(schema[name] or [], list) and (name == "enum" or properties):
-            raise GrammarError(f"{name} is {schema[name]!r:.80}; it must be a list")
-    for name in ("minLength", "maxLength"):
-        if name in schema and (type(schema[name]) is not int or schema[name] < 0):
-            raise GrammarError(f"{name} is {schema[name]!r:.80}; it must be a whole number")
+        return
     items = schema.get("items")
-    for part in (*properties.values(), *((items,) if isinstance(items, Mapping) else ())):
+    for part in (*(schema.get("properties") or {}).values(), *((items,) if isinstance(items, Mapping) else ())):
         _check_parts(part)
 
 
